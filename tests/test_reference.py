@@ -1,0 +1,93 @@
+"""The oracle against PyTorch's own attention in float64, and its conventions for masks and empty rows."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flashlab import reference
+
+
+def qkv(batch, heads, kv_heads, seq_q, seq_k, head_dim, dtype=torch.float64, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    shapes = [(batch, heads, seq_q, head_dim), (batch, kv_heads, seq_k, head_dim), (batch, kv_heads, seq_k, head_dim)]
+    return [torch.randn(s, generator=g, dtype=torch.float64).to(dtype) for s in shapes]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    batch=st.integers(1, 3),
+    kv_heads=st.integers(1, 3),
+    group=st.integers(1, 3),
+    seq_q=st.integers(1, 20),
+    extra=st.integers(0, 20),
+    head_dim=st.integers(1, 24),
+    causal=st.booleans(),
+)
+def test_equals_sdpa(batch, kv_heads, group, seq_q, extra, head_dim, causal):
+    q, k, v = qkv(batch, kv_heads * group, kv_heads, seq_q, seq_q + extra, head_dim)
+    o, lse = reference.attention(q, k, v, causal=causal)
+    mask = reference.causal_mask(seq_q, seq_q + extra) if causal else None
+    want = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+    torch.testing.assert_close(o, want, rtol=1e-12, atol=1e-12)
+    assert lse.shape == q.shape[:-1]
+
+
+def test_lse_is_the_logarithm_of_the_sum_of_exponentials():
+    q, k, v = qkv(1, 1, 1, 4, 7, 8)
+    _, lse = reference.attention(q, k, v, scale=0.3)
+    by_hand = [[math.log(sum(math.exp(0.3 * float(a @ b)) for b in k[0, 0])) for a in q[0, 0]]]
+    torch.testing.assert_close(lse[0], torch.tensor(by_hand, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("fn", [reference.attention, reference.attention_low_precision])
+def test_a_row_that_sees_no_key_is_zero_with_lse_minus_infinity(fn):
+    q, k, v = qkv(1, 2, 2, 5, 3, 8, torch.float32)
+    o, lse = fn(q, k, v, causal=True)
+    assert (o[:, :, :2] == 0).all() and torch.isneginf(lse[:, :, :2]).all()
+    assert torch.isfinite(o).all() and torch.isfinite(lse[:, :, 2:]).all()
+
+
+def test_no_keys_at_all():
+    q, k, v = qkv(1, 1, 1, 3, 0, 8)
+    o, lse = reference.attention(q, k, v)
+    assert (o == 0).all() and torch.isneginf(lse).all()
+
+
+def test_nan_behind_the_mask_does_not_spread():
+    q, k, v = qkv(1, 1, 1, 4, 4, 8)
+    k[..., 3, :] = math.nan
+    o, _ = reference.attention(q[..., :3, :], k[..., :3, :], v[..., :3, :], causal=True)
+    masked = v.clone()
+    masked[..., 3, :] = math.nan
+    # Bottom-right alignment: with 3 queries on 4 keys the last key is seen by the last query only.
+    o2, _ = reference.attention(q[..., :3, :], k, v, causal=True)
+    assert torch.isfinite(o).all() and torch.isfinite(o2[..., :2, :]).all() and torch.isnan(o2[..., 2, :]).all()
+
+
+@pytest.mark.parametrize("dtype, bound", [(torch.float16, 4e-3), (torch.bfloat16, 3e-2), (torch.float32, 2e-6)])
+def test_the_low_precision_twin_errs_by_its_dtype(dtype, bound):
+    q, k, v = qkv(2, 4, 2, 33, 65, 32, dtype)
+    o, lse = reference.attention_low_precision(q, k, v, causal=True)
+    want, want_lse = reference.attention(q, k, v, causal=True)
+    error = (o - want).abs().max().item()
+    assert o.dtype == dtype and lse.dtype == torch.float32
+    assert 0 < error < bound
+    assert (lse - want_lse).abs().max() < 4 * bound
+
+
+@pytest.mark.parametrize(
+    "shapes, words",
+    [
+        (((3, 8), (1, 1, 3, 8), (1, 1, 3, 8)), "q must be"),
+        (((1, 1, 3, 8), (1, 1, 4, 8), (1, 1, 5, 8)), "differ in batch, heads or seq_len"),
+        (((1, 1, 3, 8), (1, 1, 4, 9), (1, 1, 4, 9)), "differ in batch or head_dim"),
+        (((1, 3, 3, 8), (1, 2, 4, 8), (1, 2, 4, 8)), "no multiple"),
+    ],
+)
+def test_shapes_that_do_not_belong_together(shapes, words):
+    with pytest.raises(ValueError, match=words):
+        reference.attention(*(torch.zeros(s) for s in shapes))
