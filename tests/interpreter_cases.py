@@ -1,0 +1,315 @@
+"""Small kernels whose right result is known: run by test_interpreter.py in processes of their own.
+
+    python interpreter_cases.py plain      Triton's interpreter as it comes
+    python interpreter_cases.py repaired   with flashlab's repairs
+
+prints one JSON object, case -> [right, what was wrong].
+"""
+
+import json
+import os
+import sys
+import warnings
+
+if sys.argv[1:] == ["repaired"]:
+    os.environ["FLASHLAB_INTERPRET"] = "1"
+    import flashlab.interpreter  # noqa: F401
+else:
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+import triton
+import triton.language as tl
+
+BF16 = torch.bfloat16
+N = 64
+
+
+@triton.jit
+def convert(x_ptr, y_ptr, n: tl.constexpr):
+    i = tl.arange(0, n)
+    tl.store(y_ptr + i, tl.load(x_ptr + i).to(y_ptr.dtype.element_ty))
+
+
+@triton.jit
+def arithmetic(x_ptr, y_ptr, z_ptr, n: tl.constexpr):
+    i = tl.arange(0, n)
+    x = tl.load(x_ptr + i)
+    y = tl.load(y_ptr + i)
+    tl.store(z_ptr + i, (x * 2 + y) - x / y)
+
+
+@triton.jit
+def fused(x_ptr, y_ptr, z_ptr, n: tl.constexpr):
+    i = tl.arange(0, n)
+    tl.store(z_ptr + i, tl.fma(tl.load(x_ptr + i), tl.load(y_ptr + i), tl.full([n], 0.5, tl.bfloat16)))
+
+
+@triton.jit
+def less(x_ptr, y_ptr, z_ptr, n: tl.constexpr):
+    i = tl.arange(0, n)
+    tl.store(z_ptr + i, (tl.load(x_ptr + i) < tl.load(y_ptr + i)).to(tl.int32))
+
+
+@triton.jit
+def greater(x_ptr, y_ptr, z_ptr, n: tl.constexpr):
+    i = tl.arange(0, n)
+    tl.store(z_ptr + i, tl.maximum(tl.load(x_ptr + i), tl.load(y_ptr + i)))
+
+
+@triton.jit
+def clamp(x_ptr, y_ptr, n: tl.constexpr):
+    i = tl.arange(0, n)
+    low = tl.full([n], -0.5, tl.bfloat16)
+    high = tl.full([n], 0.75, tl.bfloat16)
+    tl.store(y_ptr + i, tl.clamp(tl.load(x_ptr + i), low, high))
+
+
+@triton.jit
+def choose(x_ptr, y_ptr, z_ptr, n: tl.constexpr):
+    i = tl.arange(0, n)
+    tl.store(z_ptr + i, tl.where(i < 20, tl.load(x_ptr + i), -tl.load(y_ptr + i)))
+
+
+@triton.jit
+def masked(x_ptr, y_ptr, n: tl.constexpr):
+    i = tl.arange(0, n)
+    tl.store(y_ptr + i, tl.load(x_ptr + i, mask=i < 50, other=-1.5))
+
+
+@triton.jit
+def absolute(x_ptr, y_ptr, n: tl.constexpr):
+    i = tl.arange(0, n)
+    tl.store(y_ptr + i, tl.abs(tl.load(x_ptr + i)))
+
+
+@triton.jit
+def exponentials(x_ptr, y_ptr, n: tl.constexpr):
+    i = tl.arange(0, n)
+    x = tl.load(x_ptr + i).to(tl.float32)
+    tl.store(y_ptr + i, (tl.exp2(x) + tl.log2(tl.abs(x))).to(tl.bfloat16))
+
+
+@triton.jit
+def reductions(x_ptr, y_ptr, n: tl.constexpr):
+    x = tl.load(x_ptr + tl.arange(0, n))
+    tl.store(y_ptr, tl.max(x, 0))
+    tl.store(y_ptr + 1, tl.min(x, 0))
+    tl.store(y_ptr + 2, tl.sum(x, 0))
+
+
+@triton.jit
+def larger_of(a, b):
+    return tl.where(a > b, a, b)
+
+
+@triton.jit
+def own_reduction(x_ptr, y_ptr, n: tl.constexpr):
+    tl.store(y_ptr, tl.reduce(tl.load(x_ptr + tl.arange(0, n)), 0, larger_of))
+
+
+@triton.jit
+def running_sum(x_ptr, y_ptr, n: tl.constexpr):
+    i = tl.arange(0, n)
+    tl.store(y_ptr + i, tl.cumsum(tl.load(x_ptr + i), 0))
+
+
+@triton.jit
+def dot(a_ptr, b_ptr, c_ptr, n: tl.constexpr):
+    i = tl.arange(0, n)
+    at = i[:, None] * n + i[None, :]
+    c = tl.zeros([n, n], tl.float32)
+    tl.store(c_ptr + at, tl.dot(tl.load(a_ptr + at), tl.load(b_ptr + at).T, c))
+
+
+@triton.jit
+def dot_ieee(a_ptr, b_ptr, c_ptr, n: tl.constexpr):
+    i = tl.arange(0, n)
+    at = i[:, None] * n + i[None, :]
+    tl.store(c_ptr + at, tl.dot(tl.load(a_ptr + at), tl.load(b_ptr + at).T, input_precision="ieee"))
+
+
+@triton.jit
+def add_atomically(x_ptr, y_ptr, n: tl.constexpr):
+    i = tl.arange(0, n)
+    tl.atomic_add(y_ptr + i // 2, tl.load(x_ptr + i), mask=i < n - 2)
+
+
+@triton.jit
+def count_to(y_ptr, n, block: tl.constexpr):
+    total = tl.zeros([block], tl.float32)
+    for start in range(0, n, block):
+        total += start
+    tl.store(y_ptr + tl.arange(0, block), total)
+
+
+def case_f32_to_bf16():
+    ties = [1 + 2**-8, 1 + 3 * 2**-8]
+    x = torch.tensor([*ties, 1.00390625 + 1e-4, -1.7, 3.4e38, 1e-40, float("inf"), -float("inf")] * 8)
+    return run(convert, x, out=BF16), x.to(BF16)
+
+
+def case_nan_to_bf16():
+    x = torch.full((N,), float("nan"))
+    x[1::2] = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32)  # a NaN that rounding up would overflow
+    return run(convert, x, out=BF16), x.to(BF16)
+
+
+def case_bf16_to_f32():
+    return run(convert, X, out=torch.float32), X.float()
+
+
+def case_bf16_to_int():
+    x = torch.tensor([3.75, -2.5, 100.0, 0.0] * 16, dtype=BF16)
+    return run(convert, x, out=torch.int32), x.to(torch.int32)
+
+
+def case_int_to_bf16():
+    x = torch.arange(-32, 32, dtype=torch.int32) * 77
+    return run(convert, x, out=BF16), x.to(BF16)
+
+
+def case_f16_to_bf16():
+    return run(convert, X.half(), out=BF16), X.half().to(BF16)
+
+
+def case_arithmetic():
+    # Triton divides bfloat16 in float32, and so subtracts in float32.
+    return run(arithmetic, X, Y, out=BF16), ((X * 2 + Y).float() - X.float() / Y.float()).to(BF16)
+
+
+def case_fma():
+    return run(fused, X, Y, out=BF16), (X.float() * Y.float() + 0.5).to(BF16)
+
+
+def case_comparison():
+    return run(less, X, Y, out=torch.int32), (X < Y).int()
+
+
+def case_maximum():
+    return run(greater, X, Y, out=BF16), torch.maximum(X, Y)
+
+
+def case_maximum_of_nan():
+    x = X.float()
+    x[::3] = float("nan")
+    return run(greater, x, Y.float(), out=torch.float32), torch.fmax(x, Y.float())
+
+
+def case_clamp():
+    return run(clamp, X, out=BF16), X.clamp(-0.5, 0.75)
+
+
+def case_where():
+    return run(choose, X, Y, out=BF16), torch.where(torch.arange(N) < 20, X, -Y)
+
+
+def case_load_other():
+    want = X.clone()
+    want[50:] = -1.5
+    return run(masked, X, out=BF16), want
+
+
+def case_abs():
+    return run(absolute, X, out=BF16), X.abs()
+
+
+def case_exp2_log2():
+    return run(exponentials, X, out=BF16), (torch.exp2(X.float()) + torch.log2(X.float().abs())).to(BF16)
+
+
+def case_reductions():
+    want = torch.stack([X.max(), X.min(), X.float().sum().to(BF16)])
+    return run(reductions, X, out=BF16)[:3], want
+
+
+def case_own_reduction():
+    return run(own_reduction, X, out=BF16)[:1], X.max()[None]
+
+
+def case_cumsum():
+    x = torch.ones(N, dtype=BF16) * 0.5
+    return run(running_sum, x, out=BF16), x.float().cumsum(0).to(BF16)
+
+
+def case_dot():
+    a, b = A.to(BF16), B.to(BF16)
+    return run(dot, a, b, out=torch.float32, size=N * N), (a.double() @ b.double().T).float().flatten()
+
+
+def case_dot_f16():
+    a, b = A.half(), B.half()
+    return run(dot, a, b, out=torch.float32, size=N * N), (a.double() @ b.double().T).float().flatten()
+
+
+def case_dot_tf32():
+    """A float32 dot is TF32 by default: each operand keeps 10 bits of mantissa."""
+    keep = torch.tensor(-(2**13), dtype=torch.int32)
+    a, b = ((m.view(torch.int32) & keep).view(torch.float32) for m in (A, B))
+    return run(dot, A, B, out=torch.float32, size=N * N), (a.double() @ b.double().T).float().flatten()
+
+
+def case_dot_ieee():
+    return run(dot_ieee, A, B, out=torch.float32, size=N * N), (A.double() @ B.double().T).float().flatten()
+
+
+def case_atomic_add():
+    x = X.clone()
+    y = torch.full((N,), 0.25, dtype=BF16)
+    add_atomically[(1,)](x, y, N)
+    want = torch.full((N,), 0.25, dtype=BF16)
+    for i in range(N - 2):
+        want[i // 2] += x[i]
+    return y, want
+
+
+def case_range_over_an_argument():
+    y = torch.zeros(16)
+    count_to[(1,)](y, 40, 16)
+    return y, torch.full((16,), 48.0)
+
+
+def case_no_warnings():
+    """Overflow and -inf - (-inf) are arithmetic, not news: a GPU does not warn."""
+    x = torch.full((N,), -float("inf"), dtype=torch.float32)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run(subtract, x, x, out=torch.float16)
+    return torch.tensor([len(caught)]), torch.tensor([0])
+
+
+@triton.jit
+def subtract(x_ptr, y_ptr, z_ptr, n: tl.constexpr):
+    i = tl.arange(0, n)
+    tl.store(z_ptr + i, tl.load(x_ptr + i) - tl.load(y_ptr + i))
+
+
+def run(kernel, *tensors, out, size=N):
+    result = torch.zeros(size, dtype=out)
+    kernel[(1,)](*tensors, result, N)
+    return result
+
+
+def difference(got, want) -> str | None:
+    """None where they agree: exactly in 16 bit and integers, to a few float32 roundings otherwise; NaN equals NaN."""
+    if got.dtype == torch.float32:
+        close = torch.isclose(got, want, rtol=1e-5, atol=1e-5, equal_nan=True)
+    else:
+        close = (got == want) | (got.isnan() & want.isnan())
+    return None if close.all() else f"{got[~close][:3].tolist()} should be {want[~close][:3].tolist()}"
+
+
+generator = torch.Generator().manual_seed(0)
+X, Y = (torch.randn(N, generator=generator).to(BF16) for _ in range(2))
+A, B = (torch.randn(N, N, generator=generator) for _ in range(2))
+
+if __name__ == "__main__":
+    answers = {}
+    for name, case in list(globals().items()):
+        if name.startswith("case_"):
+            try:
+                wrong = difference(*case())
+            except Exception as error:
+                wrong = f"{type(error).__name__}: {error}"
+            answers[name.removeprefix("case_")] = [wrong is None, wrong]
+    print(json.dumps(answers))

@@ -1,0 +1,245 @@
+"""Compile reports: what they say, for which kernels, what goes wrong clearly, and the cache."""
+
+import os
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from flashlab import compile_report as module
+from flashlab.compile_report import CompileTimeout, NotPortable, compile_report, compile_reports
+
+TILE: tl.constexpr = tl.constexpr(64)
+HALF = tl.constexpr(0.5)
+
+
+@triton.jit
+def scaled(x):
+    return x * HALF
+
+
+@triton.jit
+def gemm_tile(a_ptr, b_ptr, c_ptr, k, scale, D: tl.constexpr):
+    """c = scale * a @ b.T over k columns."""
+    i = tl.arange(0, TILE)
+    d = tl.arange(0, D)
+    acc = tl.zeros([TILE, TILE], tl.float32)
+    for start in range(0, k, D):
+        a = tl.load(a_ptr + i[:, None] * k + (start + d)[None, :])
+        b = tl.load(b_ptr + i[:, None] * k + (start + d)[None, :])
+        acc = tl.dot(a, b.T, acc)
+    tl.store(c_ptr + i[:, None] * TILE + i[None, :], scaled(tl.exp2(acc * scale)))
+
+
+@triton.jit
+def slices(x_ptr, n: tl.constexpr):
+    x = tl.load(x_ptr + tl.arange(0, n))
+    tl.store(x_ptr + tl.arange(0, 16), x[0:16])
+
+
+@triton.jit
+def copy(x_ptr, y_ptr, n):
+    i = tl.arange(0, 1024)
+    tl.store(y_ptr + i, tl.load(x_ptr + i, mask=i < n), mask=i < n)
+
+
+F16 = torch.float16
+GEMM = {"a_ptr": F16, "b_ptr": F16, "c_ptr": torch.float32, "k": 256, "scale": 0.5, "D": 64}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory, monkeypatch):
+    """One cache for this file's tests, not the user's."""
+    folder = tmp_path_factory.getbasetemp() / "cache"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    return folder
+
+
+def test_five_targets():
+    reports = compile_reports(gemm_tile, [GEMM])
+    assert [report.target for report in reports] == ["sm_80", "sm_86", "sm_89", "sm_90", "sm_120"]
+    for report in reports:
+        assert report.ok and report.error is None and report.fits
+        assert report.shared_bytes >= 2 * 64 * 64 * 2  # a tile of each operand
+        assert 0 < report.registers <= 255 and report.spill_bytes == 0
+        assert report.tensor_core_instructions > 0 and report.instructions["MUFU.EX2"] > 0
+        assert "mma" in report.ptx and "EXIT" in report.sass
+        assert report.kernel == "gemm_tile" and repr(report).startswith(f"gemm_tile on {report.target}: ")
+        assert f"{report.shared_bytes} of {report.shared_limit} bytes" in repr(report)
+        assert "| shared memory a block |" in report._repr_markdown_()
+    hopper = reports[3]
+    assert hopper.instructions["HGMMA"] > 0 and hopper.instructions["HMMA"] == 0 and "wgmma" in hopper.ptx
+    assert all(report.instructions["HMMA"] > 0 for report in reports if report is not hopper)
+    assert reports[0].instructions["LDGSTS"] > 0  # cp.async: the loop is pipelined
+
+
+def test_the_second_time_comes_from_the_cache():
+    compile_report(gemm_tile, GEMM)
+    start = time.perf_counter()
+    again = compile_report(gemm_tile, GEMM)
+    assert again.from_cache and time.perf_counter() - start < 0.5
+    assert again == compile_report(gemm_tile, dict(reversed(GEMM.items())))
+    assert again.instructions["HGMMA"] > 0 and again.ptx
+
+
+def test_stages_and_warps_count():
+    base = compile_report(gemm_tile, GEMM)
+    deep = compile_report(gemm_tile, GEMM, num_stages=2)
+    wide = compile_report(gemm_tile, GEMM | {"num_warps": 8})
+    assert deep.shared_bytes < base.shared_bytes and deep.num_stages == 2
+    assert wide.num_warps == 8 and not wide.from_cache
+
+
+def test_what_does_not_fit():
+    report = compile_report(gemm_tile, GEMM | {"D": 128}, target="sm_86", num_stages=5)
+    assert report.ok and report.shared_bytes > report.shared_limit == 101376
+    assert not report.fits and "does not fit" in repr(report) and "does not fit" in report._repr_markdown_()
+
+
+def test_the_compilers_own_refusal():
+    report = compile_report(slices, {"x_ptr": torch.float32, "n": 64})
+    assert not report.ok and not report.fits and report.shared_bytes is None and not report.ptx
+    assert "unsupported tensor index" in report.error and "x[0:16]" in report.error
+    assert "refused" in repr(report) and report.error_line in repr(report)
+
+
+def test_arguments_are_specialised_as_a_launch_does():
+    shifted = torch.zeros(1032, dtype=F16)[1:]
+    arguments = [
+        {"x_ptr": F16, "y_ptr": F16, "n": 512},
+        {"x_ptr": torch.zeros(1024, dtype=F16), "y_ptr": F16, "n": 64},
+        {"x_ptr": shifted, "y_ptr": F16, "n": 512},
+        {"x_ptr": F16, "y_ptr": F16, "n": 511},
+        {"x_ptr": F16, "y_ptr": F16, "n": 1},
+    ]
+    aligned, tensor, misaligned, odd, one = compile_reports(copy, arguments, targets=["sm_90"])
+    assert aligned.ptx == tensor.ptx
+    assert aligned.instructions["LDG"] < misaligned.instructions["LDG"]  # 16 bytes at once, or element by element
+    assert aligned.instructions["LDG"] < odd.instructions["LDG"]  # the mask changes between multiples of 16 only
+    assert aligned.ptx.count(".param") > one.ptx.count(".param")  # n == 1 is a constant, no argument
+
+
+def not_a_kernel(x):
+    return x
+
+
+@pytest.mark.parametrize(
+    "kernel, arguments, error, message",
+    [
+        (not_a_kernel, {}, TypeError, "the plain function not_a_kernel"),
+        (torch.nn.Linear, {}, TypeError, "a report is for a @triton.jit kernel"),
+        (copy, {"x_ptr": F16, "y_ptr": F16}, TypeError, "kernel copy also needs a value for n"),
+        (copy, {"x_ptr": F16, "y_pt": F16, "n": 3}, TypeError, "has no argument 'y_pt'; did you mean 'y_ptr'"),
+        (copy, {"x_ptr": F16, "y_ptr": "fp16", "n": object()}, TypeError, "argument 'n' of kernel copy is a object"),
+    ],
+)
+def test_clear_errors(kernel, arguments, error, message):
+    with pytest.raises(error, match=message):
+        compile_report(kernel, arguments)
+
+
+def test_unknown_target():
+    with pytest.raises(KeyError, match="no GPU 'sm_999' in the table"):
+        compile_report(copy, {"x_ptr": F16, "y_ptr": F16, "n": 3}, target="sm_999")
+
+
+def test_timeout_is_an_error_and_the_compiler_is_stopped():
+    with pytest.raises(CompileTimeout, match="compiling gemm_tile took more than 0.05 seconds"):
+        compile_report(gemm_tile, GEMM | {"k": 12345}, timeout=0.05)
+
+
+def test_a_damaged_cache_entry_is_compiled_again(cache):
+    arguments = {"x_ptr": F16, "y_ptr": F16, "n": 48}
+    want = compile_report(copy, arguments)
+    for entry in module.cache_folder().glob("*.json.gz"):
+        entry.write_bytes(entry.read_bytes()[:100])
+    again = compile_report(copy, arguments)
+    assert not again.from_cache and again == want
+    assert compile_report(copy, arguments).from_cache
+    assert not list(module.cache_folder().glob("*.part"))
+
+
+def test_an_unwritable_cache_costs_nothing_but_time(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert compile_report(copy, {"x_ptr": F16, "y_ptr": F16, "n": 80}).ok
+
+
+NOTEBOOK = """
+    import flashlab, sys
+    from flashlab.compile_report import compile_report, NotPortable
+    from IPython.core.interactiveshell import InteractiveShell
+    shell = InteractiveShell.instance()
+
+    def cell(text):
+        shell.run_cell(text).raise_error()
+
+    cell('''
+    import torch, triton
+    import triton.language as language
+    BLOCK: language.constexpr = language.constexpr(128)
+    WIDTH = language.constexpr(2)
+    ''')
+    cell('''
+    @triton.jit
+    def inner(x):
+        return x * WIDTH
+
+    @triton.jit
+    def outer(x):
+        return inner(x) + 1
+
+    @triton.autotune([triton.Config({"MORE": 3})], key=["n"])
+    @triton.jit
+    def kernel(x_ptr, n, MORE: language.constexpr):
+        i = language.arange(0, BLOCK)
+        language.store(x_ptr + i, outer(language.load(x_ptr + i, mask=i < n)) + MORE, mask=i < n)
+    ''')
+    kernel, arguments = shell.user_ns["kernel"], {"x_ptr": shell.user_ns["torch"].float32, "n": 100, "MORE": 5}
+    first = compile_report(kernel, arguments)
+    print(first.ok, first.from_cache, compile_report(kernel, arguments).from_cache)
+    cell("WIDTH = language.constexpr(7)")  # a constant that a helper's helper reads
+    second = compile_report(kernel, arguments)
+    print(second.ok, second.from_cache, first.ptx != second.ptx)
+    cell("WIDTH = object()")
+    for attempt in (kernel,):
+        try:
+            compile_report(attempt, arguments)
+        except NotPortable as error:
+            print(error)
+    namespace = dict(shell.user_ns)
+    try:
+        exec("@triton.jit\\ndef made(x_ptr):\\n    language.store(x_ptr, 1)", namespace)
+        compile_report(namespace["made"], {"x_ptr": shell.user_ns["torch"].float32})
+    except (NotPortable, ValueError) as error:
+        print(error)
+"""
+
+
+@pytest.mark.parametrize("interpret", ["0", "1"])
+def test_kernels_of_notebook_cells(interpret):
+    """Both kinds of process: in one @triton.jit makes a JITFunction, in the other an InterpretedFunction."""
+    pytest.importorskip("IPython")
+    environment = os.environ | {"FLASHLAB_INTERPRET": interpret, "IPYTHONDIR": os.environ["XDG_CACHE_HOME"]}
+    environment.pop("TRITON_INTERPRET", None)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(NOTEBOOK)], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] in ("True False True", "True True True")  # the second process finds the first one's report
+    assert lines[1] in ("True False True", "True True True")
+    assert lines[2].startswith("inner uses 'WIDTH', a object, which cannot be written out as source")
+    if interpret == "1":
+        assert lines[3].startswith("there is no source for 'made'")
+    else:  # Triton refuses already
+        assert lines[3] == "@jit functions should be defined in a Python file"
+
+
+def test_not_portable_is_a_value_error():
+    assert issubclass(NotPortable, ValueError)

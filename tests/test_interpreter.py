@@ -1,0 +1,301 @@
+"""The interpreter's repairs, its bounds checks and its byte counters."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from flashlab import runtime
+from flashlab.interpreter import OutOfBounds, Traffic, hbm_traffic, narrow, watched, widen
+
+interpreted = pytest.mark.skipif(not runtime.INTERPRETED, reason="kernels are compiled in this process")
+CASES = Path(__file__).with_name("interpreter_cases.py")
+
+# Wrong without the repairs, in each Triton that the course runs on.
+NEED_REPAIR = [
+    "f32_to_bf16", "int_to_bf16", "arithmetic", "fma", "comparison", "maximum_of_nan", "clamp", "where", "exp2_log2",
+    "reductions", "own_reduction", "dot", "dot_tf32", "atomic_add", "no_warnings",
+]  # fmt: skip
+# Right without them too, and have to stay so.
+RIGHT_ANYWAY = [
+    "nan_to_bf16", "bf16_to_f32", "bf16_to_int", "f16_to_bf16", "maximum", "load_other", "abs", "cumsum",
+    "dot_f16", "dot_ieee",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def answers():
+    def ask(mode):
+        environment = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "FLASHLAB_INTERPRET")}
+        done = subprocess.run([sys.executable, str(CASES), mode], env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    return {mode: ask(mode) for mode in ("plain", "repaired")}
+
+
+@pytest.mark.parametrize("case", NEED_REPAIR)
+def test_repaired_and_wrong_without(answers, case):
+    right, wrong = answers["repaired"][case]
+    assert right, wrong
+    assert not answers["plain"][case][0], "the interpreter got this right: the repair may be dropped"
+
+
+@pytest.mark.parametrize("case", RIGHT_ANYWAY)
+def test_right_with_the_repairs(answers, case):
+    right, wrong = answers["repaired"][case]
+    assert right, wrong
+
+
+def test_range_over_a_kernel_argument(answers):
+    right, wrong = answers["repaired"]["range_over_an_argument"]
+    assert right, wrong
+    numpy_refuses = tuple(int(part) for part in np.__version__.split(".")[:2]) >= (2, 4)
+    if triton.__version__.startswith("3.6.") and numpy_refuses:
+        assert not answers["plain"]["range_over_an_argument"][0]
+
+
+def test_every_case_is_listed(answers):
+    assert set(answers["repaired"]) == {*NEED_REPAIR, *RIGHT_ANYWAY, "range_over_an_argument"}
+
+
+def test_narrow_agrees_with_torch_on_every_kind_of_float():
+    bits = torch.randint(-(2**31), 2**31, (100_000,), dtype=torch.int64, generator=torch.Generator().manual_seed(1))
+    values = torch.cat([bits.to(torch.int32).view(torch.float32), torch.tensor([0.0, -0.0, 3.4e38, 1e-45])])
+    want = values.to(torch.bfloat16)
+    got = torch.from_numpy(widen(narrow(values.numpy())))
+    assert ((got == want.float()) | (got.isnan() & want.isnan())).all()
+
+
+# ---- bounds ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def copy_rows(x_ptr, y_ptr, rows, stride, BLOCK: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    at = i[:, None] * stride + tl.arange(0, WIDTH)[None, :]
+    if MASKED:
+        tl.store(y_ptr + at, tl.load(x_ptr + at, mask=i[:, None] < rows), mask=i[:, None] < rows)
+    else:
+        tl.store(y_ptr + at, tl.load(x_ptr + at), mask=i[:, None] < rows)
+
+
+def copy_launcher(x, masked=True, block=4):
+    y = torch.zeros_like(x)
+    copy_rows[(triton.cdiv(len(x), block),)](x, y, len(x), x.stride(0), BLOCK=block, WIDTH=x.shape[1], MASKED=masked)
+    return y
+
+
+@interpreted
+def test_a_load_beyond_the_last_row_names_tensor_and_element():
+    x = torch.ones(10, 16)
+    with pytest.raises(OutOfBounds) as caught, watched(q=x):
+        copy_launcher(x, masked=False)
+    message = str(caught.value)
+    assert "load out of bounds: element [10, 0] of q, which has shape [10, 16]" in message
+    assert "program (2, 0, 0)" in message and "32 of 64 elements" in message
+
+
+@interpreted
+def test_unnamed_tensors_go_by_the_parameter_name():
+    with pytest.raises(OutOfBounds, match=r"element \[10, 0\] of x_ptr"), watched():
+        copy_launcher(torch.ones(10, 16), masked=False)
+
+
+@interpreted
+def test_a_store_out_of_bounds_writes_nothing():
+    x, buffer = torch.ones(4, 16), torch.zeros(6, 16)
+    y = buffer[:2]  # two more rows of memory come after it, so that a real store would not crash
+    with pytest.raises(OutOfBounds, match=r"store out of bounds: element \[2, 0\] of y"), watched(y=y):
+        copy_rows[(1,)](x, y, 4, 16, BLOCK=4, WIDTH=16, MASKED=True)
+    assert (buffer == 0).all()
+
+
+@interpreted
+def test_reading_on_into_the_next_tensor_is_seen():
+    both = torch.ones(8, 16)
+    k, v = both[:4], both[4:]
+    y = torch.zeros(4, 16)
+    with pytest.raises(OutOfBounds, match=r"element \[4, 0\] of k"), watched(k=k, v=v):
+        copy_rows[(2,)](k, y, 8, 16, BLOCK=4, WIDTH=16, MASKED=True)
+
+
+@interpreted
+def test_the_gap_between_rows_is_out_of_bounds():
+    y, x = torch.zeros(4, 32), torch.ones(4, 32)
+    with pytest.raises(OutOfBounds, match=r"element \[0, 16\] of x, which has shape \[4, 16\]"), watched(x=x[:, :16]):
+        copy_rows[(1,)](x[:, :16], y, 4, 32, BLOCK=4, WIDTH=32, MASKED=True)
+    with pytest.raises(OutOfBounds, match=r"1 elements beyond \[0, 0\], between two elements of x"), watched(x=x):
+        copy_rows[(1,)](x[:, ::2], y, 4, 32, BLOCK=4, WIDTH=16, MASKED=True)
+
+
+@interpreted
+def test_before_the_first_element():
+    @triton.jit
+    def backwards(x_ptr, y_ptr):
+        tl.store(y_ptr, tl.load(x_ptr - 3))
+
+    x = torch.ones(8)
+    with pytest.raises(OutOfBounds, match="3 elements before the first of x"), watched(x=x[4:]):
+        backwards[(1,)](x[4:], torch.zeros(1))
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "x",
+    [torch.ones(10, 16), torch.ones(16, 10).T, torch.ones(10, 64)[:, ::4], torch.ones(1, 16).expand(10, 16)],
+    ids=["rows", "columns", "every fourth", "expanded"],
+)
+def test_strided_tensors_in_bounds_pass(x):
+    @triton.jit
+    def total(x_ptr, y_ptr, row, column, ROWS: tl.constexpr):
+        i = tl.arange(0, 16)
+        x = tl.load(x_ptr + i[:, None] * row + i[None, :] * column, mask=i[:, None] < ROWS, other=0.0)
+        tl.store(y_ptr, tl.sum(tl.sum(x, 1), 0))
+
+    y = torch.zeros(1)
+    with watched(x=x) as traffic:
+        total[(1,)](x, y, x.stride(0), x.stride(1), ROWS=10)
+    assert y.item() == 160 and traffic.read_from == {"x": 640}
+
+
+@interpreted
+def test_after_the_context_nothing_is_checked_or_counted():
+    x = torch.ones(8, 16)
+    with watched(x=x) as traffic:
+        copy_launcher(x)
+    before = traffic.bytes
+    copy_launcher(x)
+    assert traffic.bytes == before > 0
+
+
+@interpreted
+def test_a_kernels_own_error_is_not_swallowed():
+    with pytest.raises(Exception, match="axis 5"), watched():
+
+        @triton.jit
+        def wrong(x_ptr):
+            tl.sum(tl.load(x_ptr + tl.arange(0, 16)), 5)
+
+        wrong[(1,)](torch.ones(16))
+
+
+def test_watched_wants_tensors_or_the_interpreter():
+    with pytest.raises((TypeError, RuntimeError), match="tensors by name|compiled in this process"), watched(q=3):
+        pass
+
+
+# ---- traffic --------------------------------------------------------------------------------------------------------
+
+
+@interpreted
+def test_bytes_loads_stores_sectors():
+    x = torch.ones(10, 16, dtype=torch.float16)
+    with watched(x=x) as traffic:
+        copy_launcher(x)  # three programs of four rows; a row is 32 bytes
+    assert (traffic.bytes_read, traffic.bytes_written, traffic.bytes) == (320, 320, 640)
+    assert (traffic.loads, traffic.stores) == (3, 3)
+    assert traffic.read_from == {"x": 320} and traffic.written_to == {"y_ptr": 320}
+    assert 20 <= traffic.sectors <= 26  # 10 rows each way, one more a program where the tensor is not aligned to 32
+    assert "320 bytes read by 3 loads" in repr(traffic)
+
+
+@interpreted
+def test_scattered_elements_touch_a_sector_each():
+    x = torch.ones(64, 16)
+    with watched(x=x) as traffic:
+        column = x[:, :1]
+        copy_rows[(1,)](column, torch.zeros(64, 16), 64, 16, BLOCK=64, WIDTH=1, MASKED=True)
+    assert traffic.bytes_read == 64 * 4 and traffic.sectors == 128
+
+
+@interpreted
+def test_two_watchers_both_count():
+    x = torch.ones(8, 16)
+    with watched(x=x) as outer:
+        copy_launcher(x)
+        with watched(x=x) as inner:
+            copy_launcher(x)
+    assert outer.bytes == 2 * inner.bytes
+
+
+def test_hbm_traffic_names_and_leaves_the_originals():
+    x = torch.ones(8, 16, device=runtime.device())
+    traffic = hbm_traffic(double_in_place, x)
+    assert isinstance(traffic, Traffic)
+    assert traffic.read_from == {"x": 512} and traffic.written_to == {"x": 512}
+    assert (x == 1).all()
+
+
+def double_in_place(x):
+    doubling[(1,)](x, x.numel(), BLOCK=128)
+
+
+@triton.jit
+def doubling(x_ptr, n, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    tl.store(x_ptr + i, tl.load(x_ptr + i, mask=i < n) * FACTOR, mask=i < n)
+
+
+FACTOR: tl.constexpr = tl.constexpr(2)
+
+COMPILING = """
+    import os, sys, types
+    os.environ["FLASHLAB_INTERPRET"] = "0"
+    import flashlab.interpreter as interpreter
+    import torch, triton, triton.language as tl
+    from flashlab import runtime
+    assert not runtime.INTERPRETED
+
+    from IPython.core.interactiveshell import InteractiveShell
+    shell = InteractiveShell.instance()
+    shell.run_cell('''
+    import torch, triton, triton.language as tl
+    STEP: tl.constexpr = tl.constexpr(3)
+
+    @triton.jit
+    def helper(x):
+        return x * STEP
+
+    @triton.jit
+    def kernel(x_ptr, n, BLOCK: tl.constexpr):
+        i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        tl.store(x_ptr + i, helper(tl.load(x_ptr + i, mask=i < n)), mask=i < n + EXTRA)
+
+    EXTRA: tl.constexpr = tl.constexpr(0)
+
+    def launcher(x, block=32):
+        kernel[(triton.cdiv(len(x), block),)](x, len(x), BLOCK=block)
+    ''').raise_error()
+    launcher = shell.user_ns["launcher"]
+    x = torch.ones(100)
+    print(interpreter.hbm_traffic(launcher, x, block=64))
+    shell.user_ns["EXTRA"] = tl.constexpr(2)
+    try:
+        interpreter.hbm_traffic(launcher, x)
+    except interpreter.OutOfBounds as error:
+        print(error)
+    try:
+        with interpreter.watched(x=x):
+            pass
+    except RuntimeError as error:
+        print(error)
+"""
+
+
+def test_hbm_traffic_in_a_process_that_compiles():
+    """A launcher and kernels of notebook cells go to a child process that interprets."""
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(COMPILING)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("400 bytes read by 2 loads, 400 bytes written by 2 stores")
+    assert lines[1].startswith("store out of bounds: element [100] of x, which has shape [100]")
+    assert "hbm_traffic(fn, ...)" in lines[2]

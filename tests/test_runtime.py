@@ -1,0 +1,134 @@
+"""Which device, which limits, and which mode Triton is in."""
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from flashlab import runtime
+
+MODE = "import flashlab.runtime as r, triton; print(r.INTERPRETED, triton.knobs.runtime.interpret, r.device().type)"
+REPAIRED = "import flashlab, triton.runtime.interpreter as ti; print(hasattr(ti.InterpreterBuilder, 'get_bf16'))"
+NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
+
+# name -> program, environment, what it prints (or a part of what it says when it fails)
+PROCESSES = {
+    "asked to interpret": (MODE, {"FLASHLAB_INTERPRET": "1"}, "True True cpu"),
+    "asked by Triton's own variable": (MODE, {"TRITON_INTERPRET": "1"}, "True True cpu"),
+    "no GPU": (MODE, NO_GPU, "True True cpu"),
+    "asked to compile, no GPU": (
+        MODE,
+        NO_GPU | {"FLASHLAB_INTERPRET": "0", "TRITON_INTERPRET": "1"},
+        "False False cpu",
+    ),
+    "a wrong wish": (
+        MODE,
+        {"FLASHLAB_INTERPRET": "please"},
+        "FLASHLAB_INTERPRET is 'please': set it to 1 (interpret) or 0 (compile)",
+    ),
+    "triton first, compiling": (
+        "import triton; " + MODE,
+        {"FLASHLAB_INTERPRET": "1"},
+        "WrongMode: triton was imported before flashlab and will compile",
+    ),
+    "triton first, interpreting": (
+        "import triton; " + MODE,
+        {"FLASHLAB_INTERPRET": "0", "TRITON_INTERPRET": "1"},
+        "WrongMode: triton was imported before flashlab with TRITON_INTERPRET=1",
+    ),
+    "triton first, in the right mode": (
+        "import triton; " + MODE,
+        {"FLASHLAB_INTERPRET": "1", "TRITON_INTERPRET": "1"},
+        "True True cpu",
+    ),
+    "repairs come with flashlab": (REPAIRED, {"FLASHLAB_INTERPRET": "1"}, "True"),
+}
+
+
+@pytest.fixture(scope="module")
+def answers():
+    def ask(entry):
+        program, environment, _ = entry
+        clean = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "FLASHLAB_INTERPRET")}
+        done = subprocess.run([sys.executable, "-c", program], env=clean | environment, capture_output=True, text=True)
+        return done.stdout.strip() if done.returncode == 0 else done.stderr
+
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(PROCESSES, pool.map(ask, PROCESSES.values()), strict=True))
+
+
+@pytest.mark.parametrize("name", PROCESSES)
+def test_the_mode_is_chosen_at_import(answers, name):
+    want = PROCESSES[name][2]
+    assert want == answers[name] if len(want) < 20 else want in answers[name]
+
+
+def test_device_agrees_with_this_process():
+    wants_gpu = torch.cuda.is_available() and not runtime.INTERPRETED
+    assert runtime.device().type == ("cuda" if wants_gpu else "cpu")
+
+
+# The limits that decide which tile sizes run, as the CUDA programming guide gives them.
+@pytest.mark.parametrize(
+    "target, block",
+    [("sm_80", 166912), ("sm_86", 101376), ("sm_89", 101376), ("sm_90", 232448), ("sm_120", 101376)],
+)
+def test_shared_memory_of_the_targets(target, block):
+    gpu = runtime.limits(target)
+    assert gpu.target == target and gpu.shared_per_block == block
+    assert gpu.shared_per_sm == block + 1024  # the system keeps 1 KiB of an SM's for each block
+
+
+def test_the_table_holds_together():
+    assert len(runtime.GPUS) >= 9
+    for name, gpu in runtime.GPUS.items():
+        assert name == gpu.name and runtime.limits(name) is gpu and gpu.source
+        assert gpu.fp16_tflops > gpu.fp32_tflops > 0
+        assert 40 < gpu.ridge < 450
+        assert 0 < gpu.l2_bytes < gpu.memory_bytes
+    assert runtime.limits("sm_90").name == "H100" and runtime.limits("rtx 5060 ti").sms == 36
+
+
+def test_unknown_gpu_says_what_there_is():
+    with pytest.raises(KeyError) as caught:
+        runtime.limits("RTX 9999")
+    assert str(caught.value).startswith("no GPU 'RTX 9999' in the table; there are A100, ")
+    assert str(caught.value).endswith("sm_80, sm_86, sm_89, sm_90, sm_100, sm_120")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_no_gpu_says_so():
+    with pytest.raises(KeyError, match="this machine has no GPU; name one: A100"):
+        runtime.limits()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_this_gpu():
+    gpu = runtime.limits()
+    assert gpu.capability == torch.cuda.get_device_capability()
+    assert gpu.shared_per_block == runtime.SHARED_MEMORY[gpu.capability][0]
+    assert gpu.sms > 0 and "driver" in gpu.source
+
+
+@pytest.mark.parametrize(
+    "driver_name, capability, name",
+    [
+        ("NVIDIA A100-SXM4-80GB", (8, 0), "A100"),
+        ("NVIDIA H200", (9, 0), "H200"),
+        ("NVIDIA H100 80GB HBM3", (9, 0), "H100"),
+        ("NVIDIA GeForce RTX 5060 Ti", (12, 0), "RTX 5060 Ti"),
+        ("NVIDIA GeForce RTX 4090", (8, 9), "RTX 4090"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", (8, 9), None),
+        ("NVIDIA GeForce RTX 3090 Ti", (8, 6), None),
+        ("NVIDIA A100-PCIE-40GB", (8, 0), None),
+        ("NVIDIA H100 PCIe", (9, 0), None),
+        ("NVIDIA L40S", (8, 9), "L40S"),
+        ("Tesla T4", (7, 5), None),
+    ],
+)
+def test_only_the_same_chip_lends_its_speeds(driver_name, capability, name):
+    found = runtime._named_in(driver_name, capability)
+    assert (found.name if found else None) == name
