@@ -1,0 +1,291 @@
+"""Build the notebooks of the course from the lessons beside this file.
+
+    NN_slug.py            -> notebooks/NN_slug.ipynb   the lecture, executed
+    NN_slug_exercises.py  -> exercises/NN_slug.ipynb   blanks to fill, not executed
+                             solutions/NN_slug.ipynb   the same, solved and executed
+
+    python src/lessons/build.py                 build what is out of date
+    python src/lessons/build.py --only 02       one phase (number, slug or file name; repeatable)
+    python src/lessons/build.py --check         write and execute nothing; exit 1 when a notebook is out of date
+
+When a lesson is executed. A lecture or solution is executed when its code cells, or a flashlab module that
+they import (directly or not), changed since the notebook was built; the notebook's metadata holds the digest.
+Otherwise the outputs it has are kept, so that a change of wording executes nothing and a rebuild of an
+unchanged lesson changes no byte. `--force` executes in any case. An execution is reproducible byte for byte,
+except for the outputs of cells tagged `nbval-ignore-output` (timings, device names).
+
+What is never lost. Notebooks are replaced only after the whole lesson has succeeded. An exercise notebook that
+is not as the build last wrote it holds a learner's answers: it is left alone, unless `--force-exercises`, which
+first keeps a copy as NN_slug.mine-DATE.ipynb.
+
+CONTRIBUTING.md describes the lesson format; lesson_source.py enforces it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import datetime
+import os
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import nbformat
+from lesson_execution import execute, execution_digest
+from lesson_source import LessonError, content_digest, find_lessons, inputs, make_notebook, read_lesson
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# ---------------------------------------------------------------- writing
+
+
+def read_notebook(path: Path) -> nbformat.NotebookNode | None:
+    """The notebook at `path`, or None when there is none or it is no notebook."""
+    unreadable = (ValueError, TypeError, AttributeError, KeyError, nbformat.ValidationError)  # what nbformat raises
+    with contextlib.suppress(FileNotFoundError, *unreadable):
+        return nbformat.read(path, as_version=4)
+    return None
+
+
+def text_of(notebook: nbformat.NotebookNode) -> str:
+    return nbformat.writes(notebook).rstrip("\n") + "\n"
+
+
+def write(path: Path, notebook: nbformat.NotebookNode) -> bool:
+    """Replace the file at once, or leave it when it is the same already. Returns whether it changed."""
+    text = text_of(notebook)
+    if path.is_file() and path.read_text(encoding="utf-8") == text:
+        return False
+    path.parent.mkdir(exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with open(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+    return True
+
+
+def keep_outputs(notebook, old) -> bool:
+    """Take over the outputs of `old` when it was executed with the same code and modules."""
+    digest = notebook.metadata["flashlab"]["built_from"]
+    if old is None or old.metadata.get("flashlab", {}).get("built_from") != digest:
+        return False
+    new_code = [c for c in notebook.cells if c.cell_type == "code"]
+    old_code = [c for c in old.cells if c.cell_type == "code"]
+    if [c.source for c in new_code] != [c.source for c in old_code]:
+        return False
+    if any(c.execution_count is None for c in old_code):
+        return False
+    if [c.execution_count for c in old_code] != list(range(1, len(old_code) + 1)):
+        return False  # run again by hand, in some order
+    for new, was in zip(new_code, old_code, strict=True):
+        new.outputs, new.execution_count = copy.deepcopy(was.outputs), was.execution_count
+    return True
+
+
+def is_untouched(notebook) -> bool:
+    """Whether an exercise notebook holds what the build wrote, and no answers."""
+    return as_written(notebook) == content_digest(notebook)
+
+
+def as_written(notebook) -> str | None:
+    """The digest of what the build wrote, as the notebook itself records it."""
+    return notebook.metadata.get("flashlab", {}).get("as_written")
+
+
+def backup(path: Path) -> Path:
+    """Copy a filled-in exercise beside itself, under a name nobody has."""
+    stem = f"{path.stem}.mine-{datetime.date.today().isoformat()}"
+    copies = [path.with_name(f"{stem}{suffix}.ipynb") for suffix in ("", *(f"-{i}" for i in range(2, 1000)))]
+    kept = next(p for p in copies if not p.exists())
+    kept.write_bytes(path.read_bytes())
+    return kept
+
+
+@dataclass
+class Outcome:
+    """What became of a lesson: lines to print, and whether it went well."""
+
+    ok: bool
+    lines: list[str]
+
+
+def build_lesson(path: Path, root: Path, *, force: bool = False, force_exercises: bool = False,
+                 on_start: Callable[[int], None] = lambda cells: None,
+                 on_cell: Callable[[], None] = lambda: None) -> Outcome:
+    """Build one lesson file: execute first, then replace its notebooks. Raises LessonError, nothing written."""
+    lesson = read_lesson(path)
+    kind = "solutions" if lesson.is_exercises else "notebooks"
+    target = root / kind / f"{lesson.name}.ipynb"
+    notebook, numbers = make_notebook(lesson, kind, root)
+    notebook.metadata["flashlab"]["built_from"] = execution_digest(notebook, lesson, root)
+    how = "outputs kept"
+    if force or not keep_outputs(notebook, read_notebook(target)):
+        target.parent.mkdir(exist_ok=True)
+        on_start(len(notebook.cells))
+        started = time.perf_counter()
+        execute(notebook, lesson, numbers, target.parent, root, on_cell)
+        how = f"executed in {time.perf_counter() - started:.1f} s"
+    outcome = Outcome(True, [])
+    if lesson.is_exercises:
+        write_exercise(make_notebook(lesson, "exercises", root)[0],
+                       root / "exercises" / f"{lesson.name}.ipynb", force_exercises, outcome)
+    changed = write(target, notebook)
+    outcome.lines.append(f"{kind}/{target.name}: {how}, {'written' if changed else 'unchanged'}")
+    return outcome
+
+
+def write_exercise(notebook, path: Path, force: bool, outcome: Outcome) -> None:
+    """Write an exercise notebook, unless the one that is there holds answers; `force` keeps those in a copy first."""
+    name = f"exercises/{path.name}"
+    old = read_notebook(path)
+    if path.exists() and (old is None or not is_untouched(old)):
+        if force:
+            outcome.lines.append(f"{name}: your version is kept as exercises/{backup(path).name}")
+        elif old is not None and as_written(old) == as_written(notebook):
+            outcome.lines.append(f"{name}: holds your answers and is up to date, left as it is")
+            return
+        else:
+            outcome.ok = False
+            outcome.lines.append(
+                f"{name}: NOT written. It is not as the build last wrote it, so it may hold your answers, and there "
+                "is a newer version. Rename it, or build with --force-exercises, which keeps a copy of yours."
+            )
+            return
+    changed = write(path, notebook)
+    outcome.lines.append(f"{name}: {'written' if changed else 'unchanged'}")
+
+
+def build(paths: list[Path], root: Path, *, jobs: int = 1, force: bool = False, force_exercises: bool = False,
+          console: Console | None = None) -> bool:
+    """Build the lessons; a failing one is reported and the others go on. Returns whether all went well."""
+    console = console or Console(highlight=False, soft_wrap=True)
+    bars = Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("cells"),
+                    TimeElapsedColumn(), console=console, transient=True, disable=not console.is_terminal)
+
+    def one(path: Path) -> bool:
+        task = bars.add_task(path.stem, total=None, visible=False)
+        try:
+            outcome = build_lesson(
+                path, root, force=force, force_exercises=force_exercises,
+                on_start=lambda cells: bars.update(task, total=cells, visible=True),
+                on_cell=lambda: bars.advance(task),
+            )
+        except LessonError as error:
+            outcome = Outcome(False, [f"{error}\n  nothing written for this lesson, its notebooks are as they were"])
+        except Exception as error:  # the other lessons go on
+            outcome = Outcome(False, [f"{path.stem}: the build failed with {type(error).__name__}: {error}"])
+        bars.update(task, visible=False)
+        for line in outcome.lines:
+            console.print(line, style=None if outcome.ok else "red", markup=False)
+        return outcome.ok
+
+    with bars, ThreadPoolExecutor(max_workers=max(1, jobs)) as pool:
+        return all(list(pool.map(one, paths)))
+
+
+# ---------------------------------------------------------------- check
+
+
+def out_of_date(paths: list[Path], root: Path, *, exercises: bool, strays: bool = False) -> list[str]:
+    """One sentence for each notebook that is not what its lesson makes; executes nothing.
+
+    `exercises`: compare exercises/ too. `strays`: report notebooks that no lesson makes.
+    """
+    problems = []
+    made: dict[str, set[str]] = {"notebooks": set(), "exercises": set(), "solutions": set()}
+    for path in paths:
+        try:
+            lesson = read_lesson(path)
+            kinds = ["solutions", "exercises"] if lesson.is_exercises else ["notebooks"]
+            wanted = {kind: make_notebook(lesson, kind, root)[0] for kind in kinds}
+        except LessonError as error:
+            problems.append(str(error))
+            continue
+        for kind, notebook in wanted.items():
+            made[kind].add(lesson.name)
+            if kind == "exercises" and not exercises:
+                continue
+            target = root / kind / f"{lesson.name}.ipynb"
+            if problem := difference(notebook, read_notebook(target), executed=kind != "exercises"):
+                problems.append(f"{kind}/{target.name}: {problem}")
+    if strays:
+        for kind, names in made.items():
+            for path in sorted((root / kind).glob("*.ipynb")):
+                if path.stem not in names and ".mine-" not in path.stem:
+                    problems.append(f"{kind}/{path.name}: no lesson in src/lessons makes this notebook")
+    return problems
+
+
+def difference(wanted, found, *, executed: bool) -> str | None:
+    """How a notebook differs from its lesson, in one sentence, or None."""
+    if found is None:
+        return "is missing, or cannot be read"
+    ours, theirs = inputs(wanted), inputs(found)
+    if ours != theirs:
+        if len(ours) != len(theirs):
+            return f"has {len(theirs)} cells where its lesson has {len(ours)}"
+        cell = next(i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b)
+        first = ours[cell][2].strip().splitlines()[0]
+        return f"cell {cell + 1} is not as in its lesson ({textwrap.shorten(first, 60)})"
+    code = [c for c in found.cells if c.cell_type == "code"]
+    if executed and any(c.execution_count is None for c in code):
+        return "has cells that were never run: nbval would compare nothing there"
+    if not executed and text_of(found) != text_of(wanted):
+        return "has outputs or metadata that the build did not write"
+    return None
+
+
+# ---------------------------------------------------------------- command line
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="build.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", action="append", metavar="02", help="only this phase; repeatable")
+    parser.add_argument("--check", action="store_true", help="execute and write nothing, exit 1 on a difference")
+    parser.add_argument("--exercises", action=argparse.BooleanOptionalAction, default=None,
+                        help="with --check: compare exercises/ too (default: only where CI=true)")
+    parser.add_argument("--force", action="store_true", help="execute lessons that have not changed too")
+    parser.add_argument("--force-exercises", action="store_true",
+                        help="replace exercises that were filled in, keeping a copy of each")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N",
+                        help="lessons at once (default 1: neighbours disturb each other's timings)")
+    parser.add_argument("--root", type=Path, default=ROOT, help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    root = options.root.resolve()
+    paths = find_lessons(root, options.only)
+    console = Console(highlight=False, soft_wrap=True)
+    if not options.check:
+        ok = build(paths, root, jobs=options.jobs, force=options.force,
+                   force_exercises=options.force_exercises, console=console)
+        return 0 if ok else 1
+    in_ci = os.environ.get("CI", "").lower() == "true"
+    exercises = in_ci if options.exercises is None else options.exercises
+    problems = out_of_date(paths, root, exercises=exercises, strays=in_ci and not options.only)
+    for problem in problems:
+        console.print(f"out of date: {problem}", markup=False)
+    if problems:
+        console.print("Build again: .venv/bin/python src/lessons/build.py")
+        return 1
+    scope = "" if exercises else " (exercises/ is yours to edit and was not compared; --exercises compares it)"
+    console.print(f"{len(paths)} lessons in sync{scope}", markup=False)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

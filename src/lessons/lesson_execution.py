@@ -1,0 +1,243 @@
+"""Runs a notebook of the course in a kernel of this interpreter, and makes its outputs the same on every run."""
+
+from __future__ import annotations
+
+import ast
+import base64
+import contextlib
+import hashlib
+import os
+import re
+import struct
+import tempfile
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import ipykernel.kernelspec
+import nbformat
+from jupyter_client.kernelspec import KernelSpecManager
+from jupyter_client.manager import AsyncKernelManager
+from kernel_environment import kernel_environment
+from lesson_source import Lesson, module_file
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
+
+FORMAT = 1  # part of every digest: raise it when this file changes what an execution writes
+CELL_TIMEOUT = 300  # seconds
+ANSI = re.compile(r"\x1b\[[0-9;]*m")
+ADDRESS = re.compile(r"\bat 0x[0-9a-fA-F]{6,}")
+# A path below a directory that only this machine has; not the path part of a URL, nor base64.
+PATH = re.compile(
+    r"(?<![\w.:/+~<-])/(?:home|root|tmp|usr|opt|work|mnt|media|data|srv|var|etc|private|Users|Volumes)/[\w.]"
+)
+
+# ---------------------------------------------------------------- when to execute
+
+
+def execution_digest(notebook: nbformat.NotebookNode, lesson: Lesson, root: Path) -> str:
+    """Changes when the code cells change, or a file of flashlab that they import."""
+    code = [(c.source, list(c.metadata.get("tags", []))) for c in notebook.cells if c.cell_type == "code"]
+    digest = hashlib.sha256(repr((FORMAT, code)).encode())
+    for path in imported_files([source for source, _ in code], lesson.number, root):
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def imported_files(sources: list[str], phase: int, root: Path) -> list[Path]:
+    """The files of flashlab that these cells import, directly or not, found without importing anything.
+
+    Of a package below flashlab all files count, data and CUDA sources too; of flashlab.exercises, which finds its
+    phases by itself, only the phase of this lesson.
+    """
+    package = root / "src" / "flashlab"
+    found: set[Path] = set()
+    pending = [name for source in sources for name in imported_names(source, "")]
+    while pending:
+        name = pending.pop()
+        path = module_file(root, name)
+        if path is None or path in found:
+            continue
+        files = {path}
+        if path.name == "__init__.py" and path.parent != package:
+            files |= {p for p in path.parent.rglob("*") if p.is_file() and "__pycache__" not in p.parts}
+            if path.parent == package / "exercises":
+                files = {p for p in files if p.name == f"phase_{phase:02d}.py" or not p.name.startswith("phase_")}
+        found |= files
+        if "." in name:
+            pending.append(name.rpartition(".")[0])
+        for file in files:
+            if file.suffix == ".py":
+                parts = file.relative_to(root / "src").with_suffix("").parts
+                anchor = ".".join(parts[:-1])  # the package the file is in
+                pending += imported_names(file.read_text(encoding="utf-8"), anchor)
+    return sorted(found)
+
+
+def imported_names(source: str, package: str) -> list[str]:
+    """Module names of flashlab that a source imports anywhere in it; `package` resolves relative imports."""
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:  # an IPython magic: keep the other lines
+        tree = ast.parse("\n".join(re.findall(r"^(?:import|from) +flashlab[^(\\\n]*$", source, re.M)))
+    names = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            names += [module] + [f"{module}.{alias.name}" for alias in node.names]
+    return [name for name in names if name.split(".")[0] == "flashlab"]
+
+
+# ---------------------------------------------------------------- execution
+
+
+class ThisInterpreter(KernelSpecManager):
+    """Starts the kernel with the interpreter that runs this file, whatever kernels are installed."""
+
+    def get_kernel_spec(self, kernel_name):
+        return self.kernel_spec_class(
+            resource_dir=ipykernel.kernelspec.RESOURCES, **ipykernel.kernelspec.get_kernel_dict()
+        )
+
+
+@contextlib.contextmanager
+def kernel_for(notebook, folder: Path, root: Path) -> Iterator[tuple[NotebookClient, Callable[[], str]]]:
+    """Start a kernel for the notebook, working directory `folder`; shut it down at the end.
+
+    Yields the client, whose `execute_cell(cell, index)` runs a cell, and a function that returns what the kernel
+    process itself has said (not the cells): of use when it died.
+    """
+    with contextlib.ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="flashlab-")))
+        log = stack.enter_context(open(scratch / "kernel.log", "w+", encoding="utf-8", errors="replace"))
+        kernel = AsyncKernelManager(
+            kernel_name="python3", kernel_spec_manager=ThisInterpreter(),
+            transport="ipc", connection_file=str(scratch / "kernel.json"),  # sockets nobody else can reach
+        )
+        client = NotebookClient(
+            notebook, km=kernel, timeout=CELL_TIMEOUT, record_timing=False, store_widget_state=False,
+            resources={"metadata": {"path": str(folder)}},
+        )
+        client.reset_execution_trackers()
+        environment = {**os.environ, **kernel_environment(root, scratch)}
+
+        def said() -> str:
+            log.seek(0)
+            return textwrap.shorten(log.read()[-2000:], 600)
+
+        with client.setup_kernel(env=environment, stdout=log, stderr=log, cleanup_kc=True):
+            yield client, said
+
+
+def execute(notebook, lesson: Lesson, numbers, folder: Path, root: Path,
+            on_cell: Callable[[], None] = lambda: None) -> None:
+    """Execute a notebook in place and normalise its outputs.
+
+    Raises LessonError naming the line of the cell that raised, timed out, wrote to stderr, or printed something
+    that is different on each machine.
+    """
+    with kernel_for(notebook, folder, root) as (client, said):
+        for i, (cell, lines) in enumerate(zip(notebook.cells, numbers, strict=True)):
+            start = lesson.cells[i].line
+            if cell.cell_type == "code":
+                try:
+                    client.execute_cell(cell, i)
+                except CellExecutionError as error:
+                    raise lesson.error(raised_at(cell, lines) or start, error_line(cell, error)) from None
+                except CellTimeoutError:
+                    raise lesson.error(start, f"the cell ran for more than {CELL_TIMEOUT} s") from None
+                except DeadKernelError:
+                    raise lesson.error(start, f"the kernel died while it ran this cell {said()}".rstrip()) from None
+                cell.metadata.pop("execution", None)
+                normalise_outputs(cell, root)
+                if problem := output_problem(cell):
+                    raise lesson.error(start, problem)
+            on_cell()
+    notebook.metadata["language_info"] = nbformat.from_dict({"name": "python"})  # no interpreter version
+
+
+def error_line(cell, error: CellExecutionError) -> str:
+    errors = [o for o in cell.outputs if o.output_type == "error"]
+    name, value = (errors[-1].ename, errors[-1].evalue) if errors else (error.ename, error.evalue)
+    return f"{name}: {ANSI.sub('', value)}"
+
+
+def raised_at(cell, lines: list[int | None]) -> int | None:
+    """The lesson's line on which a cell raised, from the traceback's 'Cell In[3], line 2'."""
+    for output in cell.outputs:
+        if output.output_type == "error":
+            traceback = ANSI.sub("", "\n".join(output.traceback))
+            found = re.findall(rf"Cell In\[{cell.execution_count}\], line (\d+)", traceback)
+            if found and int(found[0]) <= len(lines):
+                return lines[int(found[0]) - 1]
+    return None
+
+
+def normalise_outputs(cell, root: Path) -> None:
+    """One output for adjacent chunks of a stream; PNG without metadata; tracebacks with short file names."""
+    merged = []
+    for output in cell.outputs:
+        if output.output_type == "stream" and merged and merged[-1].get("name") == output.name:
+            merged[-1].text += output.text
+            continue
+        if output.output_type == "error":
+            output.traceback = [short_paths(line, root) for line in output.traceback]
+        png = output.get("data", {}).get("image/png")
+        if png:
+            data = strip_png(base64.b64decode(png))
+            output.data["image/png"] = base64.b64encode(data).decode()
+        merged.append(output)
+    cell.outputs = merged
+
+
+def short_paths(text: str, root: Path) -> str:
+    text = re.sub(r"(?:/[\w.+-]+)+/(?=site-packages/)", "", text)
+    text = text.replace(f"{root}{os.sep}", "")
+    return re.sub(r"(?:/[\w.+-]+)+/(?=lib/python3\.\d+/)", "", text)
+
+
+def strip_png(data: bytes) -> bytes:
+    """Drop the chunks that hold text and dates (matplotlib writes its version there)."""
+    out, at = data[:8], 8
+    while at < len(data):
+        (length,) = struct.unpack(">I", data[at : at + 4])
+        if data[at + 4 : at + 8] not in (b"tEXt", b"zTXt", b"iTXt", b"tIME"):
+            out += data[at : at + 12 + length]
+        at += 12 + length
+    return out
+
+
+def output_texts(cell) -> Iterator[str]:
+    """The textual outputs of a cell, tracebacks included."""
+    for output in cell.outputs:
+        if output.output_type == "stream":
+            yield output.text
+        elif output.output_type == "error":
+            yield ANSI.sub("", "\n".join(output.traceback))
+        else:
+            for mime, data in output.data.items():
+                if mime.startswith("text/") or mime == "image/svg+xml":
+                    yield data
+
+
+def output_problem(cell) -> str | None:
+    """One sentence when an output would not be the same elsewhere, or None."""
+    tags = cell.metadata.get("tags", [])
+    if any(o.output_type == "stream" and o.name == "stderr" for o in cell.outputs):
+        text = "".join(o.text for o in cell.outputs if o.output_type == "stream" and o.name == "stderr")
+        return f"the cell writes to stderr: {text.strip().splitlines()[0] if text.strip() else text!r}"
+    raised = any(o.output_type == "error" for o in cell.outputs)
+    if "raises-exception" in tags and not raised:
+        return "the cell is tagged raises-exception, but nothing was raised"
+    for text in output_texts(cell):
+        if match := PATH.search(text):
+            shown = text[match.start() :].split("\n")[0][:80]
+            return f"an output holds an absolute path: {shown}"
+        if "nbval-ignore-output" not in tags and (match := ADDRESS.search(text)):
+            return f"an output holds a memory address, another one on each run: {match[0]}"
+    return None
+
+

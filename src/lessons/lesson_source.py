@@ -1,0 +1,391 @@
+"""The lesson format: reads a lesson, checks it, and makes its notebooks, without executing anything.
+
+CONTRIBUTING.md describes the format; every departure from it is a LessonError that names the line.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import jupytext
+import nbformat
+
+HEADER = """\
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+"""
+TAGS = {"exercise", "check", "raises-exception", "nbval-ignore-output"}
+DIFFICULTIES = ("Warm-up", "Core", "Stretch", "Bug hunt")
+
+MARKER = re.compile(r"^(?P<indent>[ \t]*)#\s*(?P<edge>BEGIN|END) (?P<name>SOLUTION|STARTER)\b")
+MILESTONE = re.compile(r"^# MILESTONE\s+(?P<module>[\w.]+):(?P<symbol>\w+)\s*$")
+HEADING = re.compile(r"^## (?P<id>\d+\.\d+)\s+(?P<title>\S.*?)\s*$")
+EFFORT = re.compile(r"^\*(?P<difficulty>[^·*]+?) · (?P<minutes>\d+) min\*$")
+
+Line = tuple[int | None, str]  # the number it has in the lesson (None: written by the build), and the text
+
+class LessonError(Exception):
+    """A lesson that cannot be built; the message names the file and the line."""
+
+    def __init__(self, path: Path, line: int | None, message: str):
+        super().__init__(f"src/lessons/{path.name}{f', line {line}' if line else ''}: {message}")
+
+
+# ---------------------------------------------------------------- reading a lesson
+
+
+@dataclass
+class Cell:
+    """A cell of a lesson. `line` is that of its `# %%`."""
+
+    type: str
+    lines: list[Line]
+    tags: list[str]
+    line: int
+    id: str = ""
+
+    @property
+    def source(self) -> str:
+        return "\n".join(text for _, text in self.lines)
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """One exercise as its heading announces it: `## 2.3 Title`, then `*Core · 20 min*`."""
+
+    id: str
+    title: str
+    difficulty: str
+    minutes: int
+    line: int
+
+
+@dataclass
+class Lesson:
+    """A lesson file. `name` is NN_slug, the name of the notebooks; `exercises` is empty for a lecture."""
+
+    path: Path
+    name: str
+    is_exercises: bool
+    cells: list[Cell]
+    exercises: list[Exercise] = field(default_factory=list)
+
+    @property
+    def number(self) -> int:
+        return int(self.name[:2])
+
+    def error(self, line: int | None, message: str) -> LessonError:
+        return LessonError(self.path, line, message)
+
+
+def find_lessons(root: Path, only: list[str] | None = None) -> list[Path]:
+    """The lesson files in course order; `only` keeps those with that number, slug or file name.
+
+    Raises SystemExit with a sentence when an `only` matches no lesson.
+    """
+    paths = sorted((root / "src" / "lessons").glob("[0-9][0-9]_*.py"))
+    if not only:
+        return paths
+    kept = set()
+    for wanted in only:
+        wanted = Path(wanted).stem
+        found = {p for p in paths if wanted in (p.stem[:2], lesson_name(p), lesson_name(p)[3:], p.stem)}
+        if not found:
+            raise SystemExit(f"No lesson is called {wanted!r}. There are: {', '.join(p.stem for p in paths)}.")
+        kept |= found
+    return [p for p in paths if p in kept]
+
+
+def lesson_name(path: Path) -> str:
+    return path.stem.removesuffix("_exercises")
+
+
+def read_lesson(path: Path) -> Lesson:
+    """Parse a py:percent lesson and check its format. Raises LessonError, naming the line."""
+    text = path.read_text(encoding="utf-8")
+    lesson = Lesson(path, lesson_name(path), path.stem.endswith("_exercises"), [])
+    if not text.startswith(HEADER):
+        raise lesson.error(1, f"the file should start with this header:\n{HEADER}")
+    physical = text.splitlines()
+    marks = [i for i, line in enumerate(physical, 1) if re.match(r"# %%(?: |$)", line)]
+    try:
+        notebook = jupytext.reads(text, fmt="py:percent")
+    except Exception as error:  # whatever jupytext finds wrong
+        raise lesson.error(None, f"jupytext cannot read it: {error}") from error
+    if len(marks) != len(notebook.cells):
+        raise lesson.error(
+            marks[0] if marks else 1,
+            f"{len(marks)} lines start with '# %%' but {len(notebook.cells)} cells were read: "
+            "is there more than one blank line or some text before the first cell, or such a line inside a string?",
+        )
+    seen: dict[str, int] = {}
+    for cell, mark in zip(notebook.cells, marks, strict=True):
+        metadata = {k: v for k, v in cell.metadata.items() if k != "lines_to_next_cell"}
+        tags = metadata.pop("tags", [])
+        if metadata:
+            raise lesson.error(mark, f"a cell takes tags=[...] and nothing else, not {', '.join(metadata)}")
+        if unknown := set(tags) - TAGS:
+            raise lesson.error(mark, f"unknown tag {sorted(unknown)[0]!r}; known are {', '.join(sorted(TAGS))}")
+        if not cell.source.strip():
+            raise lesson.error(mark, "the cell is empty")
+        first = mark + 1
+        while not physical[first - 1].strip():
+            first += 1
+        lines = [(first + i, line) for i, line in enumerate(cell.source.split("\n"))]
+        digest = hashlib.sha256(cell.source.encode()).hexdigest()[:10]
+        seen[digest] = seen.get(digest, 0) + 1
+        # From the content, so that a new cell does not change the ids of those after it.
+        cell_id = f"{lesson.name[:2]}-{digest}" + (f"-{seen[digest]}" if seen[digest] > 1 else "")
+        lesson.cells.append(Cell(cell.cell_type, lines, list(tags), mark, cell_id))
+    if lesson.is_exercises:
+        check_exercises(lesson)
+    else:
+        check_lecture(lesson)
+    return lesson
+
+
+def check_lecture(lesson: Lesson) -> None:
+    for cell in lesson.cells:
+        if tags := {"exercise", "check"} & set(cell.tags):
+            raise lesson.error(cell.line, f"the tag {sorted(tags)[0]!r} belongs in {lesson.name}_exercises.py")
+        for number, line in cell.lines:
+            if cell.type == "code" and (MARKER.match(line) or line.startswith("# MILESTONE")):
+                raise lesson.error(number, f"{line.strip()!r} belongs in {lesson.name}_exercises.py")
+
+
+def check_exercises(lesson: Lesson) -> None:
+    """Every heading has its check cell and the reverse, in order; every exercise cell has something to fill."""
+    headings: list[Exercise] = []
+    checks: dict[str, int] = {}
+    for cell in lesson.cells:
+        if cell.type == "markdown":
+            headings += read_headings(lesson, cell)
+            continue
+        marked = [n for n, line in cell.lines if MARKER.match(line) or line.startswith("# MILESTONE")]
+        if marked and "exercise" not in cell.tags:
+            raise lesson.error(marked[0], 'a cell with something to fill needs tags=["exercise"]')
+        if "exercise" in cell.tags and not marked:
+            raise lesson.error(cell.line, "an exercise cell needs a MILESTONE line or BEGIN SOLUTION ... END SOLUTION")
+        if marked:
+            blocks(lesson, cell)  # raises where the markers are malformed
+        calls = check_calls(cell) if "check" in cell.tags else []
+        if "check" in cell.tags and len(calls) != 1:
+            wanted = f'one call check("{lesson.number}.k", ...)'
+            raise lesson.error(cell.line, f"a check cell makes {wanted}, not {len(calls)}")
+        for exercise_id in calls:
+            if exercise_id in checks:
+                first = checks[exercise_id]
+                raise lesson.error(cell.line, f"exercise {exercise_id} is checked twice, first on line {first}")
+            checks[exercise_id] = cell.line
+    lesson.exercises = headings
+    for i, exercise in enumerate(headings, 1):
+        if exercise.id != f"{lesson.number}.{i}":
+            wanted = f"{lesson.number}.{i}"
+            raise lesson.error(exercise.line, f"exercise {exercise.id} should be {wanted}: ids are unique, in order")
+        if exercise.id not in checks:
+            raise lesson.error(exercise.line, f'exercise {exercise.id} has no check cell: # %% tags=["check"]')
+    if stray := set(checks) - {e.id for e in headings}:
+        exercise_id = sorted(stray)[0]
+        raise lesson.error(checks[exercise_id], f"check({exercise_id!r}, ...) has no heading '## {exercise_id} Title'")
+
+
+def read_headings(lesson: Lesson, cell: Cell) -> Iterator[Exercise]:
+    for i, (number, line) in enumerate(cell.lines):
+        if not (heading := HEADING.match(line)):
+            continue
+        effort = next((text for _, text in cell.lines[i + 1 :] if text.strip()), "")
+        match = EFFORT.match(effort.strip())
+        if not match or match["difficulty"] not in DIFFICULTIES:
+            raise lesson.error(
+                number,
+                f"under the heading of exercise {heading['id']} comes a line such as *Core · 20 min* "
+                f"(one of {', '.join(DIFFICULTIES)}), not {effort!r}",
+            )
+        yield Exercise(heading["id"], heading["title"], match["difficulty"], int(match["minutes"]), number)
+
+
+def check_calls(cell: Cell) -> list[str]:
+    """The ids of the check(...) calls in a cell."""
+    try:
+        tree = ast.parse(cell.source)
+    except SyntaxError:
+        return []
+    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and getattr(n.func, "id", "") == "check"]
+    return [c.args[0].value for c in calls if c.args and isinstance(c.args[0], ast.Constant)]
+
+
+# ---------------------------------------------------------------- blanks, starters, milestones
+
+
+@dataclass
+class Block:
+    """A part of an exercise cell: "CODE" (shown to everyone), "STARTER", "SOLUTION" or "MILESTONE"."""
+
+    kind: str
+    line: int | None
+    indent: str = ""
+    lines: list[Line] = field(default_factory=list)
+    symbols: list[tuple[int, str, str]] = field(default_factory=list)  # of a milestone: line, module, symbol
+
+    @property
+    def is_empty(self) -> bool:
+        return not any(text.strip() for _, text in self.lines)
+
+
+def blocks(lesson: Lesson, cell: Cell) -> list[Block]:
+    """The parts of an exercise cell in order. A milestone is the only part of its cell, and holds its starter."""
+    symbols, body = read_milestones(lesson, cell)
+    if symbols:
+        for number, line in body:
+            if MARKER.match(line):
+                raise lesson.error(number, "a milestone cell holds its starter and no further marker")
+        milestone = Block("MILESTONE", symbols[0][0], "", body, symbols)
+        if milestone.is_empty:
+            raise lesson.error(milestone.line, "a milestone needs a starter below it, with signature and docstring")
+        return [milestone]
+    found = [Block("CODE", cell.line)]
+    for number, line in body:
+        current = found[-1]
+        if not (match := MARKER.match(line)):
+            current.lines.append((number, line))
+        elif match["edge"] == "BEGIN":
+            if current.kind != "CODE":
+                where = f"the {current.kind} that begins on line {current.line}"
+                raise lesson.error(number, f"BEGIN {match['name']} inside {where}")
+            found.append(Block(match["name"], number, match["indent"]))
+        else:
+            if current.kind != match["name"]:
+                raise lesson.error(number, f"END {match['name']} without BEGIN {match['name']} before it")
+            if current.is_empty:
+                raise lesson.error(current.line, f"the {current.kind} is empty")
+            found.append(Block("CODE", number))
+    if found[-1].kind != "CODE":
+        raise lesson.error(found[-1].line, f"BEGIN {found[-1].kind} has no END {found[-1].kind}")
+    found = [b for b in found if b.kind != "CODE" or not b.is_empty]
+    for block, after in zip(found, [*found[1:], None], strict=True):
+        if block.kind == "STARTER" and (after is None or after.kind != "SOLUTION"):
+            raise lesson.error(block.line, "a STARTER is followed at once by its SOLUTION")
+    return found
+
+
+def read_milestones(lesson: Lesson, cell: Cell) -> tuple[list[tuple[int, str, str]], list[Line]]:
+    """The MILESTONE lines at the head of a cell, as (line, module, symbol), and the lines below them."""
+    symbols: list[tuple[int, str, str]] = []
+    for i, (number, line) in enumerate(cell.lines):
+        if not line.startswith("# MILESTONE"):
+            continue
+        if not (match := MILESTONE.match(line)):
+            raise lesson.error(number, f"{line!r} should read '# MILESTONE flashlab.module:symbol'")
+        if i != len(symbols):
+            raise lesson.error(number, "MILESTONE lines come first in their cell")
+        symbols.append((number, match["module"], match["symbol"]))
+    return symbols, cell.lines[len(symbols) :]
+
+
+def unsolved(lesson: Lesson, cell: Cell) -> list[Line]:
+    """The lines of an exercise cell as the learner gets them."""
+    out: list[Line] = []
+    before = ""
+    for block in blocks(lesson, cell):
+        if block.kind != "SOLUTION":
+            out += block.lines
+        elif before != "STARTER":
+            out += [(None, f"{block.indent}# YOUR CODE HERE"), (None, f"{block.indent}raise NotImplementedError")]
+        before = block.kind
+    return trimmed(out)
+
+
+def solved(lesson: Lesson, cell: Cell, root: Path) -> list[Line]:
+    """The lines of an exercise cell in the solution notebook."""
+    out: list[Line] = []
+    for block in blocks(lesson, cell):
+        if block.kind == "MILESTONE":
+            text = "\n\n\n".join(symbol_source(lesson, root, *symbol) for symbol in block.symbols)
+            out += [(None, line) for line in text.split("\n")]
+        elif block.kind != "STARTER":
+            out += block.lines
+    return trimmed(out)
+
+
+def trimmed(lines: list[Line]) -> list[Line]:
+    """Without the blank lines at both ends."""
+    full = [i for i, (_, text) in enumerate(lines) if text.strip()]
+    return lines[full[0] : full[-1] + 1]
+
+
+def symbol_source(lesson: Lesson, root: Path, line: int, module: str, symbol: str) -> str:
+    """The source text of a module-level function, class or constant, decorators included."""
+    path = module_file(root, module)
+    if path is None:
+        raise lesson.error(line, f"MILESTONE {module}:{symbol}: there is no module {module} in src/")
+    text = path.read_text(encoding="utf-8")
+    for node in ast.parse(text).body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", node)]
+        if symbol in (getattr(t, "name", getattr(t, "id", None)) for t in targets):
+            decorators = getattr(node, "decorator_list", [])
+            first = min([node.lineno, *(d.lineno for d in decorators)])
+            return "\n".join(text.splitlines()[first - 1 : node.end_lineno])
+    raise lesson.error(line, f"MILESTONE {module}:{symbol}: {module} defines no {symbol} at module level")
+
+
+def module_file(root: Path, module: str) -> Path | None:
+    base = root / "src" / Path(*module.split("."))
+    return next((p for p in (base.with_suffix(".py"), base / "__init__.py") if p.is_file()), None)
+
+
+# ---------------------------------------------------------------- from lesson to notebook
+
+
+def make_notebook(lesson: Lesson, kind: str, root: Path) -> tuple[nbformat.NotebookNode, list[list[int | None]]]:
+    """The notebook of that kind ("notebooks", "exercises", "solutions"), without outputs.
+
+    Also returns, for each cell, the line numbers in the lesson of the cell's lines.
+    """
+    notebook = nbformat.v4.new_notebook()
+    notebook.nbformat_minor = 5
+    notebook.metadata = nbformat.from_dict({
+        "flashlab": {"lesson": f"src/lessons/{lesson.path.name}"},
+        "kernelspec": {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"},
+        "language_info": {"name": "python"},
+    })
+    numbers = []
+    for cell in lesson.cells:
+        lines, tags = cell.lines, list(cell.tags)
+        if "exercise" in tags:
+            lines = unsolved(lesson, cell) if kind == "exercises" else solved(lesson, cell, root)
+        if kind == "exercises" and "check" in tags and "raises-exception" not in tags:
+            tags.append("raises-exception")  # so that "Run All" goes on past an unsolved exercise
+        source = "\n".join(text for _, text in lines)
+        metadata = {"tags": tags} if tags else {}
+        if cell.type == "code":
+            made = nbformat.v4.new_code_cell(source, id=cell.id, metadata=metadata)
+        else:
+            made = nbformat.v4.new_markdown_cell(source, id=cell.id, metadata=metadata)
+        notebook.cells.append(made)
+        numbers.append([n for n, _ in lines])
+    if kind == "exercises":
+        notebook.metadata["flashlab"]["as_written"] = content_digest(notebook)
+    return notebook, numbers
+
+
+def content_digest(notebook: nbformat.NotebookNode) -> str:
+    """What a learner can edit, without what JupyterLab changes on its own: outputs, counts, an empty last cell."""
+    cells = [(c.cell_type, c.source.strip()) for c in notebook.cells if c.source.strip()]
+    return hashlib.sha256(repr(cells).encode()).hexdigest()[:16]
+
+
+def inputs(notebook: nbformat.NotebookNode) -> list[tuple]:
+    """What of a notebook comes from its lesson."""
+    return [(c.cell_type, c.id, c.source, list(c.metadata.get("tags", []))) for c in notebook.cells]
+
+

@@ -1,0 +1,234 @@
+"""A learner's first minutes in a real browser: JupyterLab, an exercise notebook, "Run All", an answer, "Run All".
+
+    make lab-browser-check            or: python tests/lab/browser_check.py --phase 00 --screenshots /tmp/shots
+
+Needs `pip install playwright` and a chromium (`apt-get install chromium`, or the environment variable CHROMIUM); says
+so and stops when one is missing. Not part of `make test`. Works on a fresh copy of the exercises in a temporary folder,
+so no answer of a learner is touched. Asserts that
+
+- "Run All" goes on past each unsolved check, down to the last cell, and a check that fails is one short line;
+- notebook cells other than the checks raise nothing;
+- after the answer to the first exercise is typed, its check passes and the others fail as before;
+- JupyterLab's own saving does not make an unanswered notebook look filled in to the build, and an answer does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "src" / "lessons"))
+
+import nbformat  # noqa: E402
+from build import is_untouched, text_of  # noqa: E402
+from lesson_execution import ANSI  # noqa: E402
+from lesson_source import find_lessons, make_notebook, read_lesson  # noqa: E402
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+KERNEL_READY = """async () => {
+    const app = window.jupyterapp;
+    await app.restored;
+    const panel = app.shell.currentWidget;
+    await panel.context.ready;
+    await panel.sessionContext.ready;
+    await panel.sessionContext.session.kernel.info;
+}"""
+ALL_RAN = """() => {
+    const panel = window.jupyterapp.shell.currentWidget;
+    const cells = panel.content.widgets.filter(cell => cell.model.type === 'code');
+    return panel.sessionContext.session?.kernel?.status === 'idle'
+        && cells.every(cell => cell.prompt !== '*' && cell.model.executionCount);
+}"""
+CLEAR = """() => {
+    const panel = window.jupyterapp.shell.currentWidget;
+    panel.content.widgets.filter(cell => cell.model.type === 'code').forEach(cell => cell.model.clearExecution());
+}"""
+NOTEBOOK = "() => window.jupyterapp.shell.currentWidget.context.model.toJSON()"
+SHOW_CELL = """async (index) => {
+    const content = window.jupyterapp.shell.currentWidget.content;
+    content.activeCellIndex = index;
+    await content.scrollToItem(index, 'center');
+}"""
+SAVE = "() => window.jupyterapp.shell.currentWidget.context.save()"
+SHOWN_LINES = """(index) => [...window.jupyterapp.shell.currentWidget.content.widgets[index]
+    .node.querySelectorAll('.jp-OutputArea-output')].map(output => output.innerText.trim())"""
+
+
+def skipped(sentence: str) -> None:
+    print(f"skipped: {sentence}")
+    sys.exit(0)
+
+
+def find_browser() -> str:
+    found = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, BROWSERS)), None)
+    if not found:
+        skipped("no chromium here; install one (apt-get install chromium), or name it in CHROMIUM.")
+    return found
+
+
+def make_course(lesson, folder: Path) -> Path:
+    """A folder that looks like the course, with only this exercise notebook in it. Returns the notebook's path."""
+    for name in ("notebooks", "docs", "src"):
+        if (ROOT / name).exists():
+            (folder / name).symlink_to(ROOT / name)
+    path = folder / "exercises" / f"{lesson.name}.ipynb"
+    path.parent.mkdir()
+    path.write_text(text_of(make_notebook(lesson, "exercises", ROOT)[0]), encoding="utf-8")
+    return path
+
+
+class Lab:
+    """A JupyterLab server of our own, with settings of its own, on a free port."""
+
+    def __init__(self, folder: Path):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.url = f"http://127.0.0.1:{free.getsockname()[1]}"
+        self.settings = tempfile.mkdtemp(prefix="flashlab-lab-")
+        environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "FLASHLAB_PROGRESS": "off"}
+        environment |= {f"JUPYTER_{kind}_DIR": self.settings for kind in ("CONFIG", "DATA", "RUNTIME")}
+        self.log = open(Path(self.settings) / "lab.log", "w+")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "jupyterlab", "--no-browser", "--ip=127.0.0.1", "--allow-root",
+             f"--port={self.url.rpartition(':')[2]}", "--port-retries=0", "--IdentityProvider.token=",
+             "--LabApp.expose_app_in_browser=True", f"--ServerApp.root_dir={folder}"],
+            stdout=self.log, stderr=subprocess.STDOUT, env=environment,
+        )
+
+    def __enter__(self) -> Lab:
+        for _ in range(200):
+            try:
+                urllib.request.urlopen(f"{self.url}/api/status")
+                return self
+            except OSError:
+                time.sleep(0.3)
+                if self.process.poll() is not None:
+                    break
+        self.log.seek(0)
+        raise SystemExit(f"JupyterLab did not start:\n{self.log.read()[-2000:]}")
+
+    def __exit__(self, *_) -> None:
+        self.process.terminate()
+        self.process.wait(30)
+        self.log.close()
+        shutil.rmtree(self.settings, ignore_errors=True)
+
+
+class Notebook:
+    """The notebook in the browser's page. Cells are read from JupyterLab's model: it draws only what is seen."""
+
+    def __init__(self, page, lab: Lab, path: str):
+        self.page = page
+        page.goto(f"{lab.url}/lab/workspaces/check/tree/{path}")
+        page.wait_for_selector(".jp-NotebookPanel .jp-Cell", timeout=90_000)
+        page.wait_for_function("path => window.jupyterapp?.shell?.currentWidget?.context?.path === path", arg=path)
+        page.evaluate(KERNEL_READY)
+
+    def run_all(self) -> list[tuple[int, list[str], nbformat.NotebookNode | None]]:
+        """Run > Run All Cells. Returns (index, tags, error output or None) for each code cell."""
+        self.page.evaluate(CLEAR)
+        self.page.get_by_role("menuitem", name="Run", exact=True).click()
+        self.page.get_by_role("menuitem", name="Run All Cells").first.click()
+        self.page.wait_for_function(ALL_RAN, timeout=300_000)
+        cells = nbformat.from_dict(self.page.evaluate(NOTEBOOK)).cells
+        return [
+            (i, c.metadata.get("tags", []), next((o for o in c.outputs if o.output_type == "error"), None))
+            for i, c in enumerate(cells) if c.cell_type == "code"
+        ]
+
+    def show(self, index: int) -> None:
+        self.page.evaluate(SHOW_CELL, index)
+        self.page.wait_for_timeout(500)
+
+    def type_into(self, index: int, text: str) -> None:
+        self.show(index)
+        self.page.locator(".jp-Cell.jp-mod-active .cm-content").click()
+        self.page.keyboard.press("Control+A")
+        self.page.keyboard.insert_text(text)
+        self.page.keyboard.press("Escape")
+
+    def shown(self, index: int) -> list[str]:
+        """The text of the cell's outputs as drawn."""
+        self.show(index)
+        return self.page.evaluate(SHOWN_LINES, index)
+
+    def saved(self, path: Path) -> nbformat.NotebookNode:
+        self.page.evaluate(SAVE)
+        return nbformat.read(path, as_version=4)
+
+
+def learner(page, lab: Lab, lesson, path: Path, screenshots: Path) -> None:
+    """The steps of the module's docstring, in order."""
+    notebook = Notebook(page, lab, f"exercises/{path.name}")
+    print(f"opened {path.name}")
+    ran = notebook.run_all()
+    checks = [i for i, tags, _ in ran if "check" in tags]
+    for index, tags, error in ran:
+        if "check" not in tags:
+            assert error is None, f"cell {index} raises {error.ename}: {error.evalue}"
+            continue
+        assert error is not None and error.ename == "CheckFailed", f"the check in cell {index} should fail"
+        shown = notebook.shown(index)
+        print(f"  unsolved: {' | '.join(shown)}")
+        assert len(shown) == 1 and "\n" not in shown[0], f"cell {index} shows more than one line: {shown}"
+        assert shown[0] == ANSI.sub("", error.traceback[0]).strip()
+    notebook.show(checks[0])
+    page.screenshot(path=screenshots / "unsolved.png")
+    assert is_untouched(notebook.saved(path)), "a notebook that was only run should not count as filled in"
+
+    exercise = next(i for i, cell in enumerate(lesson.cells) if "exercise" in cell.tags)
+    notebook.type_into(exercise, make_notebook(lesson, "solutions", ROOT)[0].cells[exercise].source)
+    ran = notebook.run_all()
+    failed = [i for i, tags, error in ran if "check" in tags and error is not None]
+    assert failed == checks[1:], f"with the first exercise solved, the checks in cells {failed} fail"
+    passed = notebook.shown(checks[0])
+    print(f"  solved:   {' | '.join(passed)}")
+    page.screenshot(path=screenshots / "solved.png")
+    assert passed and passed[0].startswith("✓")
+    assert not is_untouched(notebook.saved(path)), "an answer should count as filled in"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--phase", default="00", help="number of the phase whose exercises are opened")
+    parser.add_argument("--screenshots", type=Path, default=ROOT / ".flashlab" / "screenshots", metavar="DIR")
+    options = parser.parse_args()
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError:
+        skipped("playwright is not installed here; pip install playwright.")
+    browser = find_browser()
+    paths = [p for p in find_lessons(ROOT, [options.phase]) if p.stem.endswith("_exercises")]
+    if not paths:
+        raise SystemExit(f"phase {options.phase} has no exercises")
+    lesson = read_lesson(paths[0])
+    options.screenshots.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="flashlab-course-") as folder, sync_playwright() as playwright:
+        path = make_course(lesson, Path(folder))
+        with Lab(Path(folder)) as lab:
+            chromium = playwright.chromium.launch(executable_path=browser, args=["--no-sandbox"])
+            page = chromium.new_page(viewport={"width": 1300, "height": 1000})
+            problems: list[str] = []
+            page.on("pageerror", lambda error: problems.append(str(error)))
+            try:
+                learner(page, lab, lesson, path, options.screenshots)
+            except BaseException:
+                page.screenshot(path=options.screenshots / "failed.png")
+                raise
+            finally:
+                chromium.close()
+            assert not problems, f"errors in the page: {problems}"
+    print(f"ok; screenshots in {options.screenshots}")
+
+
+if __name__ == "__main__":
+    main()

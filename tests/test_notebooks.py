@@ -1,0 +1,238 @@
+"""The contract of the lessons, for every phase that there is.
+
+Unsolved exercises fail exactly at their checks (made afresh from src/lessons, so a learner's answers in exercises/ do
+not matter here); lectures have the frame, the proportions and the outputs that a reader can follow. What the outputs
+are, nbval compares.
+"""
+
+import functools
+import itertools
+import re
+import statistics
+import urllib.parse
+from pathlib import Path
+
+import nbformat
+import pytest
+from lesson_execution import kernel_for, output_problem
+from lesson_source import LessonError, find_lessons, lesson_name, make_notebook, read_lesson
+
+from flashlab import exercises as registry
+
+ROOT = Path(__file__).resolve().parents[1]
+LESSONS = find_lessons(ROOT)
+LECTURES = [p for p in LESSONS if not p.stem.endswith("_exercises")]
+EXERCISES = [p for p in LESSONS if p.stem.endswith("_exercises")]
+BUILT = sorted(p for folder in ("notebooks", "solutions") for p in (ROOT / folder).glob("[0-9][0-9]_*.ipynb"))
+
+MOST_LINES = 60  # of a code cell
+MOST_MEDIAN_LINES = 10
+MOST_OUTPUT_LINES = 15
+MOST_BYTES = 1_500_000
+RATIO = (1.2, 2.5)  # markdown cells to a code cell
+FRAME = [
+    "## What you will be able to do",
+    "## What you need first",
+    "## Summary, and what is left to explore",
+    "## References",
+]
+
+
+def stem(path):
+    return path.stem
+
+
+def exercise_ids():
+    """One parameter for each exercise of each lesson; a lesson that cannot be read is reported by its own test."""
+    for path in EXERCISES:
+        try:
+            found = read_lesson(path).exercises
+        except LessonError:
+            continue
+        for exercise in found:
+            yield pytest.param(path, exercise, id=exercise.id)
+
+
+EXERCISE_IDS = list(exercise_ids())
+
+
+@functools.cache
+def lecture(path):
+    return make_notebook(read_lesson(path), "notebooks", ROOT)[0]
+
+
+@functools.cache
+def run_unsolved(path):
+    """Run an exercise notebook as a learner first meets it. Returns [(cell, its error output or None)]."""
+    notebook, _ = make_notebook(read_lesson(path), "exercises", ROOT)
+    with kernel_for(notebook, ROOT / "exercises", ROOT) as (client, _):
+        client.allow_errors = True
+        for i, cell in enumerate(notebook.cells):
+            if cell.cell_type == "code":
+                client.execute_cell(cell, i)
+    code = [c for c in notebook.cells if c.cell_type == "code"]
+    return [(c, next((o for o in c.outputs if o.output_type == "error"), None)) for c in code]
+
+
+def code_cells(notebook):
+    return [c for c in notebook.cells if c.cell_type == "code"]
+
+
+def lines_of(cell):
+    return cell.source.count("\n") + 1
+
+
+def headings(notebook, marks):
+    text = "\n".join(c.source for c in notebook.cells if c.cell_type == "markdown")
+    return re.findall(rf"^{marks} .+$", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S), re.M)
+
+
+# ---------------------------------------------------------------- exercises
+
+
+@pytest.mark.parametrize("path", EXERCISES, ids=stem)
+def test_nothing_but_the_checks_fails_before_an_exercise_is_solved(path):
+    for cell, error in run_unsolved(path):
+        if "check" not in cell.metadata.get("tags", []):
+            assert error is None, f"{error.ename}: {error.evalue}\n{cell.source}"
+
+
+@pytest.mark.parametrize("path, exercise", EXERCISE_IDS)
+def test_an_unsolved_exercise_fails_its_check(path, exercise):
+    cell, error = next(
+        (c, e) for c, e in run_unsolved(path)
+        if "check" in c.metadata.get("tags", []) and f'"{exercise.id}"' in c.source.replace("'", '"')
+    )
+    assert error is not None, f"{cell.source} passes, though nothing was filled in"
+    assert error.ename == "CheckFailed", f"{cell.source} raises {error.ename}: {error.evalue}"
+    assert len(error.traceback) == 1 and "\n" not in error.traceback[0], "CheckFailed is shown as one short line"
+    unsolved = "(not-solved-yet)" in error.traceback[0]
+    if exercise.difficulty == "Bug hunt":
+        assert not unsolved, "a bug hunt starts with code that runs, and its check says what is wrong with the result"
+    else:
+        assert unsolved, f"{cell.source} should say 'not solved yet', it says: {error.traceback[0]}"
+
+
+@pytest.mark.parametrize("path, exercise", EXERCISE_IDS)
+def test_an_exercise_is_registered_as_it_is_announced(path, exercise):
+    registered = registry.find(exercise.id)
+    assert registered is not None, f"flashlab/exercises registers no {exercise.id}"
+    announced = (exercise.title, exercise.minutes, exercise.difficulty)
+    assert (registered.title, registered.minutes, registered.difficulty) == announced
+    assert len(registered.hints) >= 1
+    assert all(hint.strip() for hint in registered.hints)
+
+
+@pytest.mark.parametrize("path", EXERCISES, ids=stem)
+def test_a_phase_has_five_exercises_and_a_bug_hunt(path):
+    found = read_lesson(path).exercises
+    assert len(found) >= 5
+    difficulties = [e.difficulty for e in found]
+    assert difficulties[0] == "Warm-up", "the first exercise is a warm-up"
+    assert "Stretch" in difficulties
+    assert "Bug hunt" in difficulties
+
+
+@pytest.mark.parametrize("path", EXERCISES, ids=stem)
+def test_no_registered_exercise_is_missing_from_its_notebook(path):
+    phase = int(path.stem[:2])
+    registered = {e.id for e in registry.exercises().values() if e.phase == phase}
+    assert registered == {e.id for e in read_lesson(path).exercises}
+
+
+@pytest.mark.parametrize("path", EXERCISES, ids=stem)
+def test_the_learner_does_not_get_the_answers(path):
+    lesson = read_lesson(path)
+    exercise, solution = (make_notebook(lesson, kind, ROOT)[0] for kind in ("exercises", "solutions"))
+    for shown, solved, cell in zip(exercise.cells, solution.cells, lesson.cells, strict=True):
+        assert not re.search(r"# (BEGIN|END) |# MILESTONE", shown.source + solved.source)
+        if "exercise" in cell.tags:
+            assert shown.source != solved.source, f"line {cell.line}: the exercise holds its solution"
+
+
+def test_every_lecture_has_exercises_and_the_reverse():
+    assert [lesson_name(p) for p in LECTURES] == [lesson_name(p) for p in EXERCISES]
+
+
+# ---------------------------------------------------------------- lectures, as text
+
+
+@pytest.mark.parametrize("path", LECTURES, ids=stem)
+def test_the_frame_of_a_lecture(path):
+    notebook = lecture(path)
+    number = int(path.stem[:2])
+    assert notebook.cells[0].source.startswith(f"# Phase {number} · ")
+    assert len(headings(notebook, "#")) == 1, "one title"
+    found = headings(notebook, "##")
+    assert found[:2] == FRAME[:2]
+    assert found[-2:] == FRAME[2:]
+    assert len(found) > 4, "and a body between them"
+
+
+@pytest.mark.parametrize("path", LECTURES, ids=stem)
+def test_a_lecture_explains_as_much_as_it_runs(path):
+    kinds = [c.cell_type for c in lecture(path).cells]
+    ratio = kinds.count("markdown") / kinds.count("code")
+    assert RATIO[0] <= ratio <= RATIO[1], f"{ratio:.2f} markdown cells to a code cell"
+
+
+@pytest.mark.parametrize("path", LECTURES, ids=stem)
+def test_at_most_two_code_cells_in_a_row(path):
+    for kind, run in itertools.groupby(lecture(path).cells, key=lambda c: c.cell_type):
+        run = list(run)
+        assert kind == "markdown" or len(run) <= 2, f"{len(run)} code cells in a row, from:\n{run[0].source}"
+
+
+@pytest.mark.parametrize("path", LECTURES, ids=stem)
+def test_code_cells_are_short(path):
+    cells = code_cells(lecture(path))
+    longest = max(cells, key=lines_of)
+    assert lines_of(longest) <= MOST_LINES, f"a code cell of {lines_of(longest)} lines:\n{longest.source}"
+    assert statistics.median(map(lines_of, cells)) <= MOST_MEDIAN_LINES
+
+
+@pytest.mark.parametrize("path", LESSONS, ids=stem)
+def test_markdown_links_resolve(path):
+    kind = "solutions" if path.stem.endswith("_exercises") else "notebooks"
+    notebook = make_notebook(read_lesson(path), kind, ROOT)[0]
+    text = "\n".join(c.source for c in notebook.cells if c.cell_type == "markdown")
+    targets = re.findall(r"\]\(([^)\s]+)(?:\s+\"[^\"]*\")?\)", text) + re.findall(r"(?:src|href)=[\"']([^\"']+)", text)
+    for target in targets:
+        assert not target.startswith("data:"), "a figure belongs in an output or a file, not in the markdown"
+        url = urllib.parse.urlparse(target)
+        if url.scheme or not url.path:
+            continue
+        assert (ROOT / kind / urllib.parse.unquote(url.path)).exists(), f"{target} leads nowhere"
+
+
+# ---------------------------------------------------------------- lectures and solutions, as built
+
+
+@pytest.mark.parametrize("path", BUILT, ids=lambda p: f"{p.parent.name}/{p.stem}")
+def test_outputs_are_there_and_the_same_on_every_machine(path):
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    cells = code_cells(notebook)
+    assert all(c.execution_count for c in cells), "nbval compares nothing in a cell that was never run"
+    for cell in cells:
+        assert output_problem(cell) is None, cell.source
+        errors = [o.ename for o in cell.outputs if o.output_type == "error"]
+        assert not errors or "raises-exception" in cell.metadata.get("tags", [])
+    assert path.stat().st_size <= MOST_BYTES, f"{path.stat().st_size / 1e6:.1f} MB in every clone"
+
+
+@pytest.mark.parametrize("path", BUILT, ids=lambda p: f"{p.parent.name}/{p.stem}")
+def test_no_output_is_longer_than_one_reads(path):
+    for cell in code_cells(nbformat.read(path, as_version=4)):
+        lines = sum(shown_lines(output) for output in cell.outputs)
+        assert lines <= MOST_OUTPUT_LINES, f"{lines} lines of output from:\n{cell.source}"
+
+
+def shown_lines(output):
+    """How many lines of text a notebook shows for an output: not the text that stands in for a figure or HTML."""
+    if output.output_type == "stream":
+        return len(output.text.rstrip("\n").split("\n"))
+    if output.output_type == "error":
+        return sum(line.count("\n") + 1 for line in output.traceback)
+    rich = [mime for mime in output.data if mime != "text/plain"]
+    return 0 if rich else output.data.get("text/plain", "").count("\n") + 1
