@@ -1,0 +1,64 @@
+# The two commands are `make lab` and `make test`; each sets up everything it needs first.
+#
+#   make lab ARGS=--no-browser      options passed on to JupyterLab
+#   make lab PHASE=2                opens at another phase
+#   make test PYTHON=python3.12     the interpreter to build .venv from
+#   make test VENV=none             no set-up: use the environment that is active (conda, a GPU machine)
+
+PYTHON ?=
+VENV   ?= .venv
+PHASE  ?= 0
+ARGS   ?=
+export PYTHON VENV PHASE
+
+RUN := @sh tools/bootstrap.sh
+PARTS := lint unit sync lectures solutions starters
+
+.DEFAULT_GOAL := help
+.PHONY: help lab lab-browser-check setup test build doctor clean clean-venv $(addprefix test-,$(PARTS))
+
+help: ## this list
+	@echo "FlashAttention, wall by wall"
+	@echo
+	@awk -F ':.*## ' '/^[a-z%-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' Makefile
+	@echo
+	@sed -n '3,6s/^# */  /p' Makefile
+
+lab: ## set up, then open JupyterLab at phase 0 (or PHASE=...)
+	$(RUN) lab $(ARGS)
+
+test: ## set up, then prove that all of it works: every part below
+	$(RUN) test $(ARGS)
+
+test-lint: ## ... ruff
+	$(RUN) test lint
+test-unit: ## ... unit and property tests
+	$(RUN) test unit
+test-sync: ## ... the notebooks are what src/lessons builds
+	$(RUN) test sync
+test-lectures: ## ... every lecture runs and gives the outputs it shows
+	$(RUN) test lectures
+test-solutions: ## ... every solution runs and gives the outputs it shows
+	$(RUN) test solutions
+test-starters: ## ... every unsolved exercise fails its check, and nothing else
+	$(RUN) test starters
+
+lab-browser-check: ## a learner's first minutes in a real browser (needs playwright and chromium)
+	$(RUN) python tests/lab/browser_check.py $(ARGS)
+
+build: ## rebuild the notebooks from src/lessons (ARGS="--only 02")
+	$(RUN) build $(ARGS)
+
+doctor: ## what this machine has, and which phase runs how on it
+	$(RUN) doctor $(ARGS)
+
+setup: ## only the set-up: .venv with the package and its pins
+	$(RUN) setup
+
+clean: ## delete caches (never .venv, your answers or your progress)
+	@rm -rf build .pytest_cache .ruff_cache .hypothesis
+	@find src tests tools docs -name __pycache__ -type d -prune -exec rm -rf {} +
+	@find . -path './.venv*' -prune -o -name .ipynb_checkpoints -type d -prune -exec rm -rf {} +
+
+clean-venv: ## delete .venv, so that the next set-up starts afresh
+	@rm -rf .venv

@@ -1,0 +1,470 @@
+"""What this machine has, and which phase of the course runs how on it: `flashlab doctor`, or `make doctor`.
+
+Standard library only (rich where it is installed), and every package is asked in a process of its own, so that a torch
+that is missing, broken or crashing is one line of the report and not the end of it. This file also runs by its path,
+without the package: `python src/flashlab/doctor.py`, on a machine where nothing is installed yet.
+
+Nothing is a failure here: the exit status is 0, and what could be better stands in the advice.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+PYTHONS = ((3, 10), (3, 14))
+# (torch, triton) that every test of the course has passed with.
+TRIED = {("2.13", "3.7"), ("2.11", "3.6")}
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One phase of the course. `kind` says what it runs on: torch, triton, cuda, hopper, profiler or several GPUs."""
+
+    number: int
+    slug: str
+    title: str
+    kind: str
+
+
+PHASES = (
+    Phase(0, "attention_and_online_softmax", "Attention and online softmax", "torch"),
+    Phase(1, "two_walls", "Naive attention and the two walls", "triton"),
+    Phase(2, "online_softmax_simulation", "FlashAttention simulated in plain PyTorch", "torch"),
+    Phase(3, "minimal_triton_kernel", "The minimal Triton kernel", "triton"),
+    Phase(4, "industrial_triton", "The industrial Triton kernel", "triton"),
+    Phase(5, "backward", "The backward pass", "triton"),
+    Phase(6, "cuda_scalar", "Scalar CUDA C++", "cuda"),
+    Phase(7, "tensor_cores", "Tensor cores: ldmatrix and mma.sync", "cuda"),
+    Phase(8, "pipelines_and_banks", "Pipelines and banks: cp.async and swizzle", "cuda"),
+    Phase(9, "profiling_a_transformer", "Profiling a transformer", "profiler"),
+    Phase(10, "hopper", "Hopper: TMA and wgmma", "hopper"),
+    Phase(11, "decoding", "Decoding: split-KV and paged caches", "triton"),
+    Phase(12, "many_gpus", "Many GPUs: ring attention", "distributed"),
+)
+
+_ASK_TORCH = """
+import json, torch
+gpus = []
+if torch.cuda.is_available():
+    for index in range(torch.cuda.device_count()):
+        p = torch.cuda.get_device_properties(index)
+        gpus.append(dict(
+            name=p.name, capability=[p.major, p.minor], multiprocessors=p.multi_processor_count,
+            shared_memory_per_block=getattr(p, "shared_memory_per_block_optin", None), memory=p.total_memory,
+            l2=getattr(p, "L2_cache_size", None)))
+print(json.dumps(dict(
+    version=torch.__version__, built_for_cuda=torch.version.cuda, gpu_usable=torch.cuda.is_available(), gpus=gpus)))
+"""
+_ASK_VERSION = "import json, {0}; print(json.dumps(dict(version={0}.__version__)))"
+
+
+# ------------------------------------------------------------------------------------------------------------ asking
+
+
+def ask_package(name: str, timeout: float = 120) -> dict[str, Any]:
+    """What a fresh Python says of a package: {"version": ..., ...}, or {"missing": True}, or {"broken": "why"}."""
+    if importlib.util.find_spec(name) is None:
+        return {"missing": True}
+    code = _ASK_TORCH if name == "torch" else _ASK_VERSION.format(name)
+    try:
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=timeout)
+    except subprocess.TimeoutExpired:
+        return {"broken": f"importing it took more than {timeout:.0f} s"}
+    except OSError as error:
+        return {"broken": str(error)}
+    try:
+        return json.loads(done.stdout.strip().splitlines()[-1])
+    except (IndexError, ValueError):
+        said = done.stderr.strip().splitlines()
+        return {"broken": said[-1] if said else f"importing it ended the process (status {done.returncode})"}
+
+
+def command_output(*command: str) -> str | None:
+    """What a command prints, or None where it is missing, fails or hangs."""
+    if shutil.which(command[0]) is None:
+        return None
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def driver_cuda() -> str | None:
+    """The newest CUDA that the NVIDIA driver supports ("13.0"), None without a driver."""
+    try:
+        version = ctypes.c_int()
+        if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version)) != 0 or not version.value:
+            return None
+    except (OSError, AttributeError):
+        return None
+    return f"{version.value // 1000}.{version.value % 1000 // 10}"
+
+
+def listed_gpus() -> list[dict[str, Any]]:
+    """GPUs that nvidia-smi lists, for when torch cannot be asked."""
+    text = command_output("nvidia-smi", "--query-gpu=name,compute_cap,memory.total", "--format=csv,noheader,nounits")
+    gpus = []
+    for line in (text or "").splitlines():
+        parts = [part.strip() for part in line.split(",")]
+        capability = re.fullmatch(r"(\d+)\.(\d+)", parts[1]) if len(parts) == 3 else None
+        if capability and parts[2].isdigit():
+            gpus.append({
+                "name": parts[0], "capability": [int(capability[1]), int(capability[2])],
+                "shared_memory_per_block": None, "memory": int(parts[2]) * 2**20,
+            })  # fmt: skip
+    return gpus
+
+
+def _first_line_version(command: str) -> str | None:
+    text = command_output(command, "--version")
+    found = re.search(r"\b(\d+\.\d+(?:\.\d+)?)\b", text) if text else None
+    return found[1] if found else (text.splitlines()[0] if text else None)
+
+
+def cores() -> int:
+    """CPU cores that this process may use: its affinity, and a container's quota."""
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        if quota != "max":
+            count = min(count, max(1, round(int(quota) / int(period))))
+    except (OSError, ValueError):
+        pass
+    return count
+
+
+def memory() -> int | None:
+    """Bytes of memory that this process may use: the machine's, or a container's limit."""
+    try:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (OSError, ValueError):
+        return None
+    try:
+        total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    except (OSError, ValueError):
+        pass
+    return total
+
+
+def triton_ptxas() -> str | None:
+    """The CUDA assembler that comes with Triton's wheel: the compile reports use it, GPU or not."""
+    spec = importlib.util.find_spec("triton")
+    for place in (spec.submodule_search_locations if spec else None) or []:
+        path = Path(place, "backends", "nvidia", "bin", "ptxas")
+        if path.exists():
+            return str(path)
+    return None
+
+
+def python_headers() -> bool:
+    """Whether Python.h is there: Triton builds a small C module for each kernel that it launches on a GPU."""
+    return Path(sysconfig.get_path("include"), "Python.h").exists()
+
+
+def examine() -> dict[str, Any]:
+    """The whole report, ready for JSON: machine, software, gpus, phases, advice. Takes a few seconds."""
+    names = ("torch", "triton", "numpy")
+    with ThreadPoolExecutor(len(names)) as pool:  # three processes side by side
+        asked = dict(zip(names, pool.map(ask_package, names), strict=True))
+    torch = asked["torch"]
+    try:
+        jupyterlab = importlib.metadata.version("jupyterlab")
+    except importlib.metadata.PackageNotFoundError:
+        jupyterlab = None
+    report: dict[str, Any] = {
+        "machine": {
+            "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+            "cores": cores(),
+            "memory": memory(),
+            "disk_free": shutil.disk_usage(ROOT if ROOT.exists() else Path.cwd()).free,
+        },
+        "software": {
+            "python": platform.python_version(),
+            "environment": sys.prefix,
+            **asked,
+            "jupyterlab": jupyterlab,
+            "g++": _first_line_version("g++"),
+            "clang++": _first_line_version("clang++"),
+            "python_headers": python_headers(),
+            "nvcc": _nvcc(),
+            "ptxas": triton_ptxas() is not None,
+            "driver_cuda": driver_cuda(),
+        },
+        "gpus": torch.get("gpus") or listed_gpus(),
+        "interpret": _wish_to_interpret(),
+    }
+    report["phases"] = [phase_report(phase, report) for phase in PHASES]
+    report["advice"] = advice(report)
+    return report
+
+
+def _nvcc() -> str | None:
+    text = command_output("nvcc", "--version") or command_output(
+        str(Path(os.environ.get("CUDA_HOME") or "/usr/local/cuda", "bin", "nvcc")), "--version"
+    )
+    found = re.search(r"release (\d+\.\d+)", text) if text else None
+    return found[1] if found else None
+
+
+def _wish_to_interpret() -> bool | None:
+    """What the environment asks for, as flashlab.runtime reads it: True, False, or None for "decide by the GPU"."""
+    wish = os.environ.get("FLASHLAB_INTERPRET", "").strip()
+    if wish in ("0", "1"):
+        return wish == "1"
+    return True if os.environ.get("TRITON_INTERPRET", "").strip().lower() in ("1", "true", "on", "yes", "y") else None
+
+
+# ----------------------------------------------------------------------------------------------------------- judging
+
+
+def phase_report(phase: Phase, report: dict[str, Any]) -> dict[str, Any]:
+    """How one phase runs on the machine of `report`.
+
+    Returns number, slug, title, present (whether its lecture is there), mode ("native", "interpreted", "emulated" or
+    "cannot run") and how, a few words.
+    """
+    software, gpus = report["software"], report["gpus"]
+    torch, triton = software["torch"], software["triton"]
+    torch_works, triton_works = "version" in torch, "version" in triton
+    gpu = bool(torch.get("gpu_usable"))
+    compiler = software["g++"] or software["clang++"]
+    name = gpus[0]["name"] if gpus else "GPU"
+
+    mode, how = "cannot run", "needs torch"
+    if phase.kind == "torch" and torch_works:
+        mode, how = "native", "PyTorch on the CPU"
+    elif phase.kind == "triton":
+        if not (torch_works and triton_works):
+            how = "needs torch and triton"
+        elif gpu and not report["interpret"]:
+            mode, how = "native", f"Triton kernels compiled for the {name}"
+        else:
+            mode, how = "interpreted", "Triton kernels interpreted on the CPU"
+            if software["ptxas"]:
+                how += ", compile reports from the real compiler"
+    elif phase.kind in ("cuda", "hopper"):
+        modern = phase.kind == "cuda" or bool(gpus and tuple(gpus[0]["capability"])[0] == 9)
+        if gpu and software["nvcc"] and compiler and modern:
+            mode, how = "native", f"CUDA C++ compiled by nvcc {software['nvcc']} for the {name}"
+        elif compiler:
+            mode, how = "emulated", "CUDA C++ run on the CPU by the course's emulator"
+        else:
+            how = "needs a C++ compiler"
+    elif phase.kind == "profiler" and torch_works:
+        mode, how = ("native", f"profiled on the {name}") if gpu else ("native", "on the CPU; recorded GPU figures")
+    elif phase.kind == "distributed" and torch_works:
+        many = gpu and len(gpus) > 1
+        mode, how = ("native", f"{len(gpus)} GPUs") if many else ("emulated", "ranks as processes on the CPU")
+    return {
+        "number": phase.number,
+        "slug": phase.slug,
+        "title": phase.title,
+        "present": (ROOT / "notebooks" / f"{phase.number:02d}_{phase.slug}.ipynb").exists(),
+        "mode": mode,
+        "how": how,
+    }
+
+
+def _short(version: str) -> str:
+    return ".".join(version.split("+")[0].split(".")[:2])
+
+
+def advice(report: dict[str, Any]) -> list[str]:
+    """Sentences on what is missing or could be better, the gravest first; empty where all is well."""
+    software, machine, gpus = report["software"], report["machine"], report["gpus"]
+    torch, triton = software["torch"], software["triton"]
+    said = []
+    version = tuple(int(part) for part in software["python"].split(".")[:2])
+    if not PYTHONS[0] <= version <= PYTHONS[1]:
+        said.append(f"Python {software['python']} is outside 3.10 to 3.14: set up with PYTHON=/path/to/another.")
+    names = ("torch", "triton", "numpy")
+    absent = [name for name in names if software[name].get("missing")]
+    if absent:
+        verb = "is" if len(absent) == 1 else "are"
+        said.append(
+            f"{' and '.join(', '.join(absent).rsplit(', ', 1))} {verb} not installed in {software['environment']}: "
+            "`make lab` installs everything."
+        )
+    for name in names:
+        if "broken" in software[name]:
+            said.append(
+                f"{name} is installed but does not load ({software[name]['broken']}): "
+                "`make clean-venv`, then `make lab`, sets everything up afresh."
+            )
+    if "version" in torch and "version" in triton:
+        if (_short(torch["version"]), _short(triton["version"])) not in TRIED:
+            pairs = " or ".join(f"torch {a} with triton {b}" for a, b in sorted(TRIED, reverse=True))
+            said.append(
+                f"torch {torch['version']} with triton {triton['version']} is a pair that the course was not tried "
+                f"with ({pairs}): outputs may differ from those shown."
+            )
+    if software["jupyterlab"] is None and "version" in torch:
+        said.append("JupyterLab is not installed here: `make lab` installs it.")
+    if "version" in torch and not torch["gpu_usable"] and (gpus or software["driver_cuda"]):
+        if torch["built_for_cuda"] is None:
+            said.append(
+                "there is an NVIDIA driver, but this torch is a CPU build: for native kernels install the CUDA "
+                "build of the same version; until then everything runs as on a machine without a GPU."
+            )
+        else:
+            said.append(
+                f"torch was built for CUDA {torch['built_for_cuda']} and cannot use the GPU "
+                f"(driver: CUDA {software['driver_cuda'] or 'unknown'}): update the driver, or look at "
+                "CUDA_VISIBLE_DEVICES; until then everything runs as on a machine without a GPU."
+            )
+    if torch.get("gpu_usable"):
+        if tuple(gpus[0]["capability"]) < (8, 0):
+            major, minor = gpus[0]["capability"]
+            said.append(
+                f"the {gpus[0]['name']} has compute capability {major}.{minor} and the course's kernels need 8.0: "
+                "set FLASHLAB_INTERPRET=1 to interpret them on the CPU."
+            )
+        if report["interpret"]:
+            said.append(
+                "FLASHLAB_INTERPRET or TRITON_INTERPRET asks for interpreted kernels although there is a GPU: "
+                "unset it to run natively."
+            )
+        if not software["python_headers"]:
+            name = f"python{version[0]}.{version[1]}-dev"
+            said.append(f"Python.h is missing, and Triton needs it to launch GPU kernels: install {name}.")
+    if not (software["g++"] or software["clang++"]):
+        said.append("there is no C++ compiler, which the CUDA phases (and Triton on a GPU) need: install g++.")
+    elif torch.get("gpu_usable") and not software["nvcc"]:
+        said.append("there is no nvcc, so the CUDA phases will be emulated: the CUDA toolkit has it.")
+    if machine["memory"] is not None and machine["memory"] < 4e9:
+        said.append(f"{machine['memory'] / 1e9:.1f} GB of memory is little: shut down kernels you are done with.")
+    if machine["disk_free"] < 2e9:
+        said.append(f"only {machine['disk_free'] / 1e9:.1f} GB of disk are free: Triton's cache needs some.")
+    if not any(phase["present"] for phase in report["phases"]):
+        said.append("there are no notebooks beside this package: run `make lab` in a clone of the course.")
+    return [text if text.startswith(names) else text[0].upper() + text[1:] for text in said]
+
+
+# ---------------------------------------------------------------------------------------------------------- printing
+
+
+def _package_line(answer: dict[str, Any]) -> str:
+    if answer.get("missing"):
+        return "not installed"
+    return answer.get("version") or f"does not load: {answer['broken']}"
+
+
+def rows(report: dict[str, Any]) -> list[tuple[str, str]]:
+    """(what, value) for the first table."""
+    machine, software = report["machine"], report["software"]
+    torch = software["torch"]
+    built = ""
+    if "version" in torch:
+        built = f", built for {'CUDA ' + torch['built_for_cuda'] if torch['built_for_cuda'] else 'the CPU'}"
+    found = [
+        ("System", machine["system"]),
+        (
+            "Cores, memory",
+            f"{machine['cores']}, " + (f"{machine['memory'] / 1e9:.1f} GB" if machine["memory"] else "?"),
+        ),
+        ("Disk free", f"{machine['disk_free'] / 1e9:.0f} GB"),
+        ("Python", f"{software['python']} in {software['environment']}"),
+        ("torch", _package_line(torch) + built),
+        ("triton", _package_line(software["triton"])),
+        ("numpy", _package_line(software["numpy"])),
+        ("JupyterLab", software["jupyterlab"] or "not installed"),
+        (
+            "C++ compiler",
+            ", ".join(f"{n} {software[n]}" for n in ("g++", "clang++") if software[n]) or "none",
+        ),
+        ("nvcc", software["nvcc"] or "none"),
+        ("NVIDIA driver", f"CUDA {software['driver_cuda']}" if software["driver_cuda"] else "none"),
+    ]
+    for gpu in report["gpus"]:
+        shared = gpu.get("shared_memory_per_block")
+        found.append(("GPU", gpu["name"] + ", compute capability {}.{}".format(*gpu["capability"])))
+        details = f"{gpu['memory'] / 2**30:.0f} GiB"
+        found.append(("", details + (f", {shared} bytes of shared memory a block" if shared else "")))
+    return found if report["gpus"] else [*found, ("GPU", "none")]
+
+
+def phase_rows(report: dict[str, Any]) -> list[tuple[str, str, str, str]]:
+    """(number, title, mode, how) for the second table; a phase that is not written yet says so."""
+    found = []
+    for phase in report["phases"]:
+        runs = (phase["mode"], phase["how"]) if phase["present"] else ("to come", f"({phase['mode']})")
+        found.append((str(phase["number"]), phase["title"], *runs))
+    return found
+
+
+def print_report(report: dict[str, Any]) -> None:
+    """The report for people, with rich where it is installed and as plain columns where it is not."""
+    try:
+        from rich import box
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+    except ImportError:
+        for what, value in rows(report):
+            print(f"{what:<15}{value}")
+        print()
+        for number, title, mode, how in phase_rows(report):
+            print(f"{number:>2}  {title:<44}{mode:<13}{how}")
+        for sentence in report["advice"]:
+            print(f"\n- {sentence}")
+        return
+    console = Console(highlight=False)
+    table = Table(title="This machine", title_justify="left", show_header=False, box=box.SIMPLE_HEAD, padding=(0, 1))
+    for what, value in rows(report):
+        table.add_row(Text(what, style="bold"), Text(value))
+    console.print(table)
+    table = Table(title="The course on it", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
+    table.add_column("", justify="right", no_wrap=True)
+    for column in ("Phase", "Runs", "How"):
+        table.add_column(column, no_wrap=column == "Runs")
+    styles = {
+        "native": "green",
+        "interpreted": "cyan",
+        "emulated": "cyan",
+        "cannot run": "red",
+        "to come": "dim",
+    }
+    for number, title, mode, how in phase_rows(report):
+        dim = "dim" if mode == "to come" else ""
+        table.add_row(number, Text(title, style=dim), Text(mode, style=styles[mode]), Text(how, style=dim))
+    console.print(table)
+    for sentence in report["advice"]:
+        console.print(Text(f"→ {sentence}", style="yellow"))
+    if not report["advice"]:
+        console.print(Text("Nothing is missing.", style="green"))
+
+
+def main(arguments: list[str]) -> int:
+    """`doctor.py [--json]`."""
+    unknown = [argument for argument in arguments if argument != "--json"]
+    if unknown:
+        print(f"unknown option {unknown[0]}: there is only --json", file=sys.stderr)
+        return 2
+    report = examine()
+    if "--json" in arguments:
+        print(json.dumps(report, indent=2))
+    else:
+        print_report(report)
+    return 0
+
+
+if __name__ == "__main__":
+    # Run by its path, Python puts this folder first on sys.path, where `check` or `show` could hide other packages.
+    sys.path[:] = [place for place in sys.path if Path(place or ".").resolve() != Path(__file__).resolve().parent]
+    sys.exit(main(sys.argv[1:]))

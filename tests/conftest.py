@@ -1,0 +1,3 @@
+"""flashlab comes before triton, in whatever order a test imports them: it decides whether kernels are interpreted."""
+
+import flashlab  # noqa: F401

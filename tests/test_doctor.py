@@ -1,0 +1,321 @@
+"""The doctor and the command line: they have to work exactly where something else does not."""
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+from typer.testing import CliRunner
+
+from flashlab import cli, doctor
+from flashlab.check import record
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCTOR = ROOT / "src" / "flashlab" / "doctor.py"
+
+
+def run_doctor(*flags, options=(), **variables):
+    """doctor.py by its path, in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, *flags, str(DOCTOR), *options],
+        capture_output=True, text=True, env={**os.environ, **variables}, timeout=200,
+    )  # fmt: skip
+    assert "Traceback" not in done.stderr, done.stderr
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def package(folder, name, source):
+    """A package of that name that shadows the real one when `folder` is on PYTHONPATH."""
+    (folder / name).mkdir()
+    (folder / name / "__init__.py").write_text(source)
+    return str(folder)
+
+
+GPU = {
+    "name": "NVIDIA H200", "capability": [9, 0], "multiprocessors": 132, "shared_memory_per_block": 232448,
+    "memory": 150_000_000_000,
+}  # fmt: skip
+
+
+def machine(**software):
+    """A report of a well-equipped machine without a GPU, before it is judged; `software` changes some of it."""
+    return {
+        "machine": {"system": "Linux", "cores": 8, "memory": 16e9, "disk_free": 50e9},
+        "software": {
+            "python": "3.12.4",
+            "environment": "/env",
+            "torch": {"version": "2.13.0+cpu", "built_for_cuda": None, "gpu_usable": False, "gpus": []},
+            "triton": {"version": "3.7.1"},
+            "numpy": {"version": "2.4.6"},
+            "jupyterlab": "4.6.6",
+            "g++": "13.2.0",
+            "clang++": None,
+            "python_headers": True,
+            "nvcc": None,
+            "ptxas": True,
+            "driver_cuda": None,
+            **software,
+        },
+        "gpus": [],
+        "interpret": None,
+        "phases": [{"present": True}],
+    }
+
+
+def gpu_machine(gpu=GPU, **software):
+    torch = {"version": "2.13.0+cu130", "built_for_cuda": "13.0", "gpu_usable": True, "gpus": [gpu]}
+    report = machine(**{"torch": torch, "nvcc": "13.0", "driver_cuda": "13.0", **software})
+    report["gpus"] = [gpu]
+    return report
+
+
+def modes(report):
+    return {phase.number: doctor.phase_report(phase, report)["mode"] for phase in doctor.PHASES}
+
+
+# ---- what is asked
+
+
+def test_the_report_of_this_machine_is_json_and_complete():
+    import torch
+    import triton
+
+    report = json.loads(run_doctor(options=["--json"]))
+    assert report["software"]["torch"]["version"] == torch.__version__
+    assert report["software"]["triton"]["version"] == triton.__version__
+    assert report["software"]["torch"]["gpu_usable"] == torch.cuda.is_available()
+    assert report["machine"]["cores"] >= 1
+    assert report["machine"]["memory"] > 1e8
+    assert [phase["number"] for phase in report["phases"]] == list(range(len(doctor.PHASES)))
+    assert all(phase["mode"] != "cannot run" for phase in report["phases"][:4])
+
+
+@pytest.mark.parametrize("name", ["torch", "triton", "numpy"])
+def test_a_package_that_does_not_load_is_one_sentence(tmp_path, name):
+    place = package(tmp_path, name, "raise OSError('libbroken.so.1: cannot open shared object file')")
+    report = json.loads(run_doctor(options=["--json"], PYTHONPATH=place))
+    assert "libbroken.so.1" in report["software"][name]["broken"]
+    assert any(text.startswith(f"{name} is installed but does not load") for text in report["advice"])
+
+
+def test_a_package_that_crashes_the_process_is_one_sentence(tmp_path):
+    report = json.loads(run_doctor(options=["--json"], PYTHONPATH=package(tmp_path, "triton", "import os; os.abort()")))
+    assert "ended the process" in report["software"]["triton"]["broken"]
+    assert report["phases"][3]["mode"] == "cannot run"
+    assert report["phases"][2]["mode"] == "native"
+
+
+def test_an_import_that_hangs_is_cut_off(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", package(tmp_path, "slowpoke", "import time; time.sleep(60)"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert doctor.ask_package("slowpoke", timeout=0.5) == {"broken": "importing it took more than 0 s"}
+
+
+def test_without_any_package_it_says_so_in_plain_text():
+    text = run_doctor("-S")  # no site-packages: no torch, no rich
+    assert "torch, triton and numpy are not installed" in text
+    assert "`make lab` installs everything" in text
+    assert "Minimal".lower() in text.lower()
+
+
+def test_the_command_survives_a_broken_torch(tmp_path):
+    command = Path(sys.executable).with_name("flashlab")
+    if not command.exists():
+        pytest.skip("flashlab is not installed in this environment")
+    variables = {**os.environ, "PYTHONPATH": package(tmp_path, "torch", "raise ImportError('no libtorch')")}
+    done = subprocess.run([command, "doctor"], capture_output=True, text=True, env=variables, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert "no libtorch" in done.stdout
+    done = subprocess.run([command, "progress"], capture_output=True, text=True, env=variables, timeout=200)
+    assert done.returncode == 1
+    assert "`flashlab doctor` says why" in done.stdout
+    assert "Traceback" not in done.stdout + done.stderr
+    done = subprocess.run([sys.executable, "-c", "import flashlab"], capture_output=True, text=True, env=variables)
+    assert "ImportError: no libtorch" in done.stderr  # everybody else gets the real error
+
+
+def test_an_unknown_option_is_refused(capsys):
+    assert doctor.main(["--yaml"]) == 2
+    assert "--yaml" in capsys.readouterr().err
+
+
+# ---- what is made of it
+
+
+def test_without_a_gpu_triton_is_interpreted_and_cuda_emulated():
+    found = modes(machine())
+    assert {found[n] for n in (0, 2, 9)} == {"native"}
+    assert {found[n] for n in (1, 3, 4, 5)} == {"interpreted"}
+    assert {found[n] for n in (6, 7, 8, 10)} == {"emulated"}
+    assert doctor.advice(machine()) == []
+
+
+def test_with_a_gpu_everything_is_native():
+    assert {mode for number, mode in modes(gpu_machine()).items() if number < 11} == {"native"}
+    assert doctor.advice(gpu_machine()) == []
+    ampere = gpu_machine({**GPU, "name": "NVIDIA A100", "capability": [8, 0]})
+    assert modes(ampere)[10] == "emulated"  # TMA and wgmma are Hopper's
+    assert modes(ampere)[8] == "native"
+
+
+def test_a_wish_to_interpret_wins_over_the_gpu():
+    report = gpu_machine()
+    report["interpret"] = True
+    assert modes(report)[3] == "interpreted"
+    assert any("FLASHLAB_INTERPRET" in text for text in doctor.advice(report))
+
+
+@pytest.mark.parametrize(
+    "variables, want",
+    [
+        ({}, None),
+        ({"TRITON_INTERPRET": "1"}, True),
+        ({"FLASHLAB_INTERPRET": "0", "TRITON_INTERPRET": "1"}, False),
+        ({"FLASHLAB_INTERPRET": "1"}, True),
+        ({"TRITON_INTERPRET": "0"}, None),
+    ],
+)
+def test_the_wish_is_read_as_the_runtime_reads_it(monkeypatch, variables, want):
+    for name in ("FLASHLAB_INTERPRET", "TRITON_INTERPRET"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert doctor._wish_to_interpret() is want
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"triton": {"missing": True}}, "triton is not installed in /env"),
+        ({"torch": {"missing": True}, "triton": {"missing": True}}, "torch and triton are not installed"),
+        ({"triton": {"version": "3.9.0"}}, "was not tried with"),
+        ({"jupyterlab": None}, "JupyterLab is not installed"),
+        ({"driver_cuda": "12.4"}, "this torch is a CPU build"),
+        ({"g++": None}, "no C++ compiler"),
+        ({"python": "3.9.1"}, "outside 3.10 to 3.14"),
+    ],
+)
+def test_advice_names_what_is_missing(change, words):
+    said = doctor.advice(machine(**change))
+    assert len(said) == 1
+    assert words in said[0]
+    assert said[0].endswith(".")
+
+
+def test_advice_on_a_gpu_that_cannot_be_used():
+    report = gpu_machine(driver_cuda="12.2")
+    report["software"]["torch"] |= {"gpu_usable": False, "gpus": []}
+    (said,) = doctor.advice(report)
+    assert "CUDA 13.0" in said
+    assert "CUDA 12.2" in said
+    assert modes(report)[3] == "interpreted"
+    (said,) = doctor.advice(gpu_machine({**GPU, "name": "Tesla T4", "capability": [7, 5]}))
+    assert "7.5" in said
+    (said,) = doctor.advice(gpu_machine(python_headers=False))
+    assert "python3.12-dev" in said
+
+
+def test_advice_on_little_memory_and_disk():
+    report = machine()
+    report["machine"] |= {"memory": 2e9, "disk_free": 1e9}
+    assert len(doctor.advice(report)) == 2
+
+
+def test_every_row_is_printed(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    report = gpu_machine()
+    report["phases"] = [doctor.phase_report(phase, report) for phase in doctor.PHASES]
+    report["advice"] = ["Do this."]
+    doctor.print_report(copy.deepcopy(report))
+    text = " ".join(capsys.readouterr().out.split())
+    for words in ("NVIDIA H200, compute capability 9.0", "232448 bytes", "built for CUDA 13.0", "Do this."):
+        assert words in text
+    for phase in doctor.PHASES:
+        assert phase.title.split(":")[0] in text
+
+
+def test_the_phases_are_those_of_the_lessons():
+    slugs = {phase.number: phase.slug for phase in doctor.PHASES}
+    for path in (ROOT / "src" / "lessons").glob("[0-9][0-9]_*.py"):
+        assert slugs[int(path.name[:2])] == path.stem[3:].removesuffix("_exercises")
+
+
+# ---- the other commands
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(cli.app, list(arguments))
+
+
+def test_progress_shows_the_record(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLASHLAB_PROGRESS", str(tmp_path / "progress.json"))
+    record.solved("0.1")
+    result = invoke("progress")
+    assert result.exit_code == 0, result.output
+    assert "solved" in result.output
+
+
+def test_check_goes_on_after_a_failure_and_ends_with_status_1(monkeypatch):
+    def broken():
+        raise RuntimeError("it is broken")
+
+    monkeypatch.setattr(cli, "CHECKS", (("first", broken), ("second", lambda: "it works")))
+    result = invoke("check")
+    assert result.exit_code == 1
+    assert "✗ first" in result.output and "it is broken" in result.output
+    assert "✓ second" in result.output and "it works" in result.output
+    monkeypatch.setattr(cli, "CHECKS", (("second", lambda: "it works"),))
+    assert invoke("check").exit_code == 0
+
+
+@pytest.mark.parametrize("name", [name for name, _ in cli.CHECKS])
+def test_the_course_works_on_this_machine(name):
+    assert dict(cli.CHECKS)[name]()
+
+
+def solution(folder, body):
+    """A solution notebook with an exercise of its own, below a course at `folder`."""
+    (folder / "solutions").mkdir()
+    cells = [
+        "from flashlab.check import check\nfrom flashlab.exercises import exercise",
+        '@exercise("99.1", title="Double", minutes=1)\ndef _(fn):\n    assert fn(2) == 4, "no"',
+        body,
+        'check("99.1", double)',
+    ]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    nbformat.write(notebook, folder / "solutions" / "99_double.ipynb")
+
+
+def test_bench_check_times_each_check_and_keeps_the_figures(tmp_path, monkeypatch):
+    solution(tmp_path, "def double(x):\n    return 2 * x")
+    monkeypatch.setattr(cli, "ROOT", tmp_path)
+    result = invoke("bench", "check")
+    assert result.exit_code == 0, result.output
+    kept = json.loads((tmp_path / ".flashlab" / "bench" / "check.json").read_text())
+    (row,) = kept["checks"]
+    assert row["id"] == "99.1" and row["passed"] and 0 <= row["seconds"] < 5
+    assert kept["machine"]["torch"]
+    assert not (tmp_path / ".flashlab" / "progress.json").exists()
+
+
+def test_bench_check_says_which_notebook_fails(tmp_path, monkeypatch):
+    solution(tmp_path, "def double(x):\n    raise ValueError('unfinished')")
+    monkeypatch.setattr(cli, "ROOT", tmp_path)
+    result = invoke("bench", "check", "--out", str(tmp_path / "figures.json"))
+    assert result.exit_code == 1
+    assert "99_double.ipynb" in result.output and "unfinished" in result.output
+    assert "unfinished" in json.loads((tmp_path / "figures.json").read_text())["errors"]["99_double.ipynb"]
+
+
+def test_figures_are_replaced_whole_or_not_at_all(tmp_path):
+    file = tmp_path / "figures.json"
+    cli.write_json(file, {"a": 1})
+    with pytest.raises(TypeError):
+        cli.write_json(file, {"a": object()})
+    assert json.loads(file.read_text()) == {"a": 1}
+    assert list(tmp_path.iterdir()) == [file]

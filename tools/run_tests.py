@@ -1,0 +1,141 @@
+"""Run every part of `make test`, or those named, one after the other, and end with a table of their times.
+
+    python tools/run_tests.py [lint] [unit] [sync] [lectures] [solutions] [starters]
+
+A part that fails does not stop the others; the exit status is 1 if any failed, and the last lines name them and the
+command that runs each again. The times are kept in .flashlab/test-times.json. A learner's filled-in exercises are in
+none of the parts: only `CI=true` compares exercises/ with what the lessons build.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+STARTERS = "tests/test_notebooks.py"
+# A cell that hangs is cut off after this many seconds; no cell of the course takes a tenth of it on two cores.
+CELL_TIMEOUT = 300
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part: its name on the command line, what it proves, the command, and the files without which it is empty."""
+
+    name: str
+    title: str
+    command: tuple[str, ...]
+    needs: str | None = None  # a glob pattern; a part that finds nothing fails, it does not pass
+
+
+def parts(python: str = sys.executable) -> list[Part]:
+    """The parts in the order in which they run: the quick ones first."""
+    pytest = (python, "-m", "pytest", "--color=yes" if sys.stdout.isatty() else "--color=no")
+    nbval = (
+        *pytest,
+        "--nbval",
+        "--nbval-current-env",
+        f"--nbval-cell-timeout={CELL_TIMEOUT}",
+        "-p",
+        "no:cacheprovider",
+    )
+    if (ROOT / "nbval.cfg").exists():
+        nbval += ("--nbval-sanitize-with", "nbval.cfg")
+    build = str(ROOT / "src" / "lessons" / "build.py")
+
+    def ours(folder: str) -> list[str]:  # not a notebook that a learner made beside them
+        return [str(path.relative_to(ROOT)) for path in sorted((ROOT / folder).glob("[0-9][0-9]_*.ipynb"))]
+
+    return [
+        Part("lint", "ruff", (python, "-m", "ruff", "check", "."), "pyproject.toml"),
+        Part("sync", "lessons in sync with the notebooks", (python, build, "--check"), "src/lessons/build.py"),
+        Part("unit", "unit and property tests", (*pytest, "tests", f"--ignore={STARTERS}"), "tests/test_*.py"),
+        Part("starters", "every unsolved exercise fails, and nothing else", (*pytest, STARTERS), STARTERS),
+        Part(
+            "lectures",
+            "every lecture gives the outputs it shows",
+            (*nbval, *ours("notebooks")),
+            "notebooks/[0-9]*.ipynb",
+        ),
+        Part(
+            "solutions",
+            "every solution gives the outputs it shows",
+            (*nbval, *ours("solutions")),
+            "solutions/[0-9]*.ipynb",
+        ),
+    ]
+
+
+def run_part(part: Part, number: int, of: int, begun: float) -> tuple[bool, float]:
+    """Run one part, its output straight to the screen. Returns (passed, seconds)."""
+    print(f"\n[{number}/{of}] {part.title}   ({clock(time.time() - begun)} so far)", flush=True)
+    start = time.time()
+    if part.needs and not any(ROOT.glob(part.needs)):
+        print(f"nothing to run: there is no {part.needs}", flush=True)
+        passed = False
+    else:
+        passed = subprocess.run(part.command, cwd=ROOT).returncode == 0
+    seconds = time.time() - start
+    print(f"[{number}/{of}] {'passed' if passed else 'FAILED'} in {clock(seconds)}", flush=True)
+    return passed, seconds
+
+
+def clock(seconds: float) -> str:
+    """ "4.2 s" or "3 min 07 s"."""
+    return f"{seconds:.1f} s" if seconds < 60 else f"{int(seconds) // 60} min {int(seconds) % 60:02d} s"
+
+
+def record(results: list[tuple[Part, bool, float]]) -> None:
+    """Keep each part's last result and time; a folder that cannot be written is no reason to fail."""
+    file = ROOT / ".flashlab" / "test-times.json"
+    try:
+        try:
+            known = json.loads(file.read_text())
+        except (OSError, ValueError):
+            known = {}
+        for part, passed, seconds in results:
+            known[part.name] = {"passed": passed, "seconds": round(seconds, 1)}
+        file.parent.mkdir(exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=file.parent, prefix=file.name)
+        with os.fdopen(handle, "w") as stream:
+            stream.write(json.dumps(known, indent=1) + "\n")
+        os.replace(name, file)
+    except OSError:
+        pass
+
+
+def main(names: list[str]) -> int:
+    every = parts()
+    unknown = [name for name in names if name not in {part.name for part in every}]
+    if unknown:
+        print(f"there is no part {unknown[0]}: choose from {', '.join(part.name for part in every)}", file=sys.stderr)
+        return 2
+    chosen = [part for part in every if not names or part.name in names]
+    begun = time.time()
+    results = []
+    for number, part in enumerate(chosen, 1):
+        try:
+            results.append((part, *run_part(part, number, len(chosen), begun)))
+        except KeyboardInterrupt:
+            print(f"\nstopped by you in part {number} of {len(chosen)}: {part.title}", file=sys.stderr)
+            return 130
+    record(results)
+    print()
+    for part, passed, seconds in results:
+        print(f"  {'passed' if passed else 'FAILED'}  {part.name:<10} {clock(seconds):>13}   {part.title}")
+    failed = [part for part, passed, _ in results if not passed]
+    print(f"  {'passed' if not failed else 'FAILED'}  {'in all':<10} {clock(time.time() - begun):>13}")
+    if failed:
+        print("\nTo run again only what failed: " + ", ".join(f"make test-{part.name}" for part in failed))
+    sys.stdout.flush()
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
