@@ -1,0 +1,274 @@
+"""The inputs an attention kernel is tested with: small, many, and each made to break one way of being wrong.
+
+Where the ideas come from: the shapes are flash-attention's own test list, cut to what an interpreted kernel does in
+milliseconds; the contents answer bugs of public kernels (a late or moving row maximum, scores that overflow exp, logits
+below a finite "minus infinity", ragged tails, strides, masked rows).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from flashlab.check.poison import guarded
+
+HUGE = -(2.0**24)  # q.k of the "huge" content: exact in float32, and below every finite "minus infinity" in use
+
+
+@dataclass(frozen=True)
+class Case:
+    """One input. `name` says in plain words what is special about it; `scale` None means 1 / sqrt(head_dim)."""
+
+    name: str
+    seq_q: int
+    seq_k: int
+    content: str = "plain"
+    batch: int = 1
+    heads: int = 1
+    kv_heads: int = 1
+    head_dim: int = 64
+    dtype: torch.dtype = torch.float16
+    causal: bool = False
+    scale: float | None = None
+    layout: str = "contiguous"
+    block_n: int | None = None  # the tile a block-level function is told to use
+    omit_defaults: bool = False  # call without `scale` (and `causal`) where the function has defaults for them
+
+    @property
+    def softmax_scale(self) -> float:
+        return 1.0 / math.sqrt(self.head_dim) if self.scale is None else self.scale
+
+    def __str__(self) -> str:
+        size = f"seq_q={self.seq_q}, seq_k={self.seq_k}, head_dim={self.head_dim}"
+        if self.batch * self.heads > 1:
+            size = f"batch={self.batch}, heads={self.heads}, {size}"
+        if self.kv_heads != self.heads:
+            size = size.replace("seq_q", f"kv_heads={self.kv_heads}, seq_q", 1)
+        if self.block_n is not None:
+            size += f", BLOCK_N={self.block_n}"
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.name} ({size}, {dtype}{', causal' if self.causal else ''})"
+
+
+def case_list(
+    *,
+    causal: bool = False,
+    dtypes: Sequence[torch.dtype] = (torch.float16,),
+    head_dims: Sequence[int] = (64,),
+    gqa: bool = False,
+    batched: bool = True,
+    cross: bool = True,
+    scaled: bool = True,
+    strided: bool = True,
+    max_seq: int | None = None,
+    full: bool = False,
+) -> list[Case]:
+    """The cases for a kernel that can do what the arguments say, simplest first.
+
+    batched: several batches and heads. cross: seq_q != seq_k. scaled: it takes `scale`. strided: any strides.
+    max_seq: the longest sequence. full: more and longer ones, for a GPU or for CI.
+    """
+    first = Case("", 1, 1, dtype=dtypes[0], head_dim=head_dims[0])
+    cases = [replace(first, **changes) for changes in _BASE + (_LONG if full else [])]
+    if causal:
+        cases += [replace(first, causal=True, **changes) for changes in _CAUSAL + (_LONG_CAUSAL if full else [])]
+    if gqa:
+        cases += [replace(first, causal=causal, **changes) for changes in _GQA]
+    for i, dtype in enumerate(dtypes):
+        for j, head_dim in enumerate(head_dims):
+            # Every dtype with the first head_dim, every head_dim with the first dtype; all pairs only when full.
+            if i + j > 0 and (i == 0 or j == 0 or full):
+                again = replace(first, dtype=dtype, head_dim=head_dim)
+                cases += [replace(again, **changes) for changes in (_OTHER_DTYPE if i else _OTHER_HEAD_DIM)]
+                if causal:
+                    cases += [replace(again, causal=True, **changes) for changes in _OTHER_HEAD_DIM[:1]]
+    if not batched:
+        cases = [replace(c, batch=1, heads=1, kv_heads=1) for c in cases if c.batch * c.heads == 1 or c.seq_q == 1]
+    if not cross:
+        cases = [c for c in cases if c.content != "creeping"]  # a square of that length would be slow
+        cases = [replace(c, seq_q=c.seq_k) if c.seq_q < c.seq_k else replace(c, seq_k=c.seq_q) for c in cases]
+    cases = [c for c in cases if (scaled or c.scale is None) and (strided or c.layout == "contiguous")]
+    if max_seq is not None:
+        cases = [c for c in cases if max(c.seq_q, c.seq_k) <= max_seq]
+    if not cases:
+        raise ValueError(f"no case is as short as max_seq={max_seq}")
+    return list(dict.fromkeys(cases))
+
+
+def _spec(name: str, seq_q: int, seq_k: int, content: str = "plain", **rest) -> dict:
+    return dict(name=name, seq_q=seq_q, seq_k=seq_k, content=content, **rest)
+
+
+_BASE = [
+    _spec("one small tile", 16, 16),
+    _spec("a square of full tiles", 128, 128),
+    _spec("a last block that is not full", 100, 100),
+    _spec("fewer keys than a tile", 5, 5),
+    _spec("one query and one key", 1, 1),
+    _spec("several batches and heads", 40, 40, batch=2, heads=3, kv_heads=3),
+    _spec("more keys than queries", 33, 130),
+    _spec("more queries than keys", 130, 33),
+    _spec("one query", 1, 147, heads=2, kv_heads=2),
+    _spec("the defaults of scale and causal", 32, 48, omit_defaults=True),
+    _spec("another scale", 32, 80, scale=0.3),
+    _spec("several tiles of queries and of keys", 160, 288),
+    _spec("the largest score in the last block", 40, 200, "late"),
+    _spec("a row maximum that rises in every block", 40, 272, "rising"),
+    _spec("a row maximum in the first block", 40, 200, "falling"),
+    _spec("every score near +200", 40, 144, "near +200"),
+    _spec("every score near -200", 40, 144, "near -200"),
+    _spec("scores of every size up to 100", 40, 200, "spread"),
+    _spec("every score hugely negative", 33, 72, "huge"),
+    _spec("many small contributions after a large one", 16, 1024, "creeping"),
+    _spec("heads interleaved in memory", 40, 72, batch=2, heads=2, kv_heads=2, layout="by token"),
+    _spec("gaps between the heads in memory", 24, 72, batch=1, heads=2, kv_heads=2, layout="spaced"),
+]
+
+_CAUSAL = [
+    _spec("one small tile", 16, 16),
+    _spec("a last block that is not full", 100, 100),
+    _spec("a square of full tiles", 128, 128),
+    _spec("one query and one key", 1, 1),
+    _spec("more keys than queries", 50, 130),
+    _spec("one query", 1, 147),
+    _spec("queries that may look at no key", 130, 50),
+    _spec("several batches and heads", 40, 40, batch=2, heads=3, kv_heads=3),
+    _spec("a row maximum that rises in every block", 144, 144, "rising"),
+    _spec("every score near +200", 72, 72, "near +200"),
+    _spec("every score hugely negative", 72, 72, "huge"),
+]
+
+_GQA = [
+    _spec("grouped queries: 3 query heads to each of 2 key heads", 40, 72, batch=2, heads=6, kv_heads=2),
+    _spec("one key head for 5 query heads", 33, 65, heads=5, kv_heads=1),
+    _spec("grouped queries, interleaved in memory", 24, 40, batch=2, heads=4, kv_heads=2, layout="by token"),
+]
+
+_OTHER_DTYPE = [
+    _spec("many small contributions after a large one", 16, 1024, "creeping"),
+    _spec("a last block that is not full", 100, 100),
+    _spec("a row maximum that rises in every block", 40, 272, "rising"),
+    _spec("every score near +200", 40, 144, "near +200"),
+    _spec("scores of every size up to 100", 40, 200, "spread"),
+]
+
+_OTHER_HEAD_DIM = [
+    _spec("a last block that is not full", 100, 100),
+    _spec("several batches and heads", 40, 40, batch=2, heads=3, kv_heads=3),
+]
+
+_LONG = [
+    _spec("a long sequence", 1024, 1024),
+    _spec("a long sequence, one key short", 1023, 1024),
+    _spec("a long sequence, one key more", 1024, 1023),
+    _spec("a row maximum that rises in every block of a long sequence", 512, 1000, "rising"),
+    _spec("the largest score in the last block of a long sequence", 500, 1025, "late"),
+    _spec("many heads", 113, 203, batch=3, heads=7, kv_heads=7),
+    _spec("hardly any queries, many keys", 3, 799),
+    _spec("many queries, hardly any keys", 799, 3),
+    _spec("one key", 239, 1),
+    _spec("two queries and one key", 2, 1),
+]
+
+_LONG_CAUSAL = [
+    _spec("a long sequence", 1024, 1024),
+    _spec("a long sequence, one key short", 1024, 1023),
+    _spec("a long sequence, one key more", 1023, 1024),
+    _spec("most queries may look at no key", 799, 3),
+    _spec("many heads", 113, 203, batch=3, heads=7, kv_heads=7),
+]
+
+
+def make_inputs(case: Case, device: torch.device, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k, v of a case: views of buffers filled with NaN, drawn on the CPU so that every machine gets the same.
+
+    V has mean 0.5, so that the outputs of long rows are not near zero, where nothing wrong would show.
+    """
+    generator = torch.Generator().manual_seed(seed + 7919 * case.seq_q + 104729 * case.seq_k + case.head_dim)
+
+    def randn(heads: int, rows: int) -> torch.Tensor:
+        return torch.randn(case.batch, heads, rows, case.head_dim, generator=generator, dtype=torch.float64)
+
+    q, k, v = randn(case.heads, case.seq_q), randn(case.kv_heads, case.seq_k), randn(case.kv_heads, case.seq_k) + 0.5
+    if case.content == "creeping":
+        _creeping(q, k, v, case)
+    else:
+        _CONTENT[case.content](q, k, case.softmax_scale)
+    return tuple(guarded(x.to(case.dtype), case.layout, device) for x in (q, k, v))
+
+
+def _plain(q: torch.Tensor, k: torch.Tensor, scale: float) -> None:
+    pass
+
+
+def _add_scores(q: torch.Tensor, k: torch.Tensor, scale: float, added: torch.Tensor) -> None:
+    """Add `added` [seq_k] to every row of scores, through the first component of q and k."""
+    size = math.sqrt(added.abs().max().item() / scale)
+    q[..., 0] = size
+    k[..., 0] = added / (size * scale)
+
+
+def _late(q, k, scale):
+    added = torch.zeros(k.shape[2], dtype=q.dtype)
+    added[-1] = 7.0
+    _add_scores(q, k, scale, added)
+
+
+def _rising(q, k, scale):
+    _add_scores(q, k, scale, torch.linspace(0, 28, k.shape[2], dtype=q.dtype))
+
+
+def _falling(q, k, scale):
+    # Steep: a correction that has to undo a fall of the maximum overflows within any three blocks.
+    _add_scores(q, k, scale, torch.linspace(float(k.shape[2]), 0, k.shape[2], dtype=q.dtype))
+
+
+def _near(level: float):
+    def change(q, k, scale):
+        _add_scores(q, k, scale, torch.full((k.shape[2],), level, dtype=q.dtype))
+
+    return change
+
+
+def _spread(q, k, scale):
+    """Scores with a standard deviation near 33, whatever the head_dim."""
+    size = math.sqrt(33 / (scale * math.sqrt(q.shape[-1])))
+    q.mul_(size)
+    k.mul_(size)
+
+
+def _huge(q, k, scale):
+    """Every q.k is HUGE, exactly: a right kernel averages V, and no rounding of the scores is to be forgiven."""
+    used = 2 ** int(math.log2(min(q.shape[-1], 16)))
+    q.zero_()
+    k.zero_()
+    q[..., :used] = 256.0
+    k[..., :used] = HUGE / (256.0 * used)
+
+
+def _creeping(q, k, v, case):
+    """One key with nearly all the weight, then many that each add less to O than half its spacing in 16 bits.
+
+    Together they add about five spacings: an accumulator in float32 gathers them, one in the inputs' dtype never moves.
+    """
+    epsilon = max(torch.finfo(case.dtype).eps, torch.finfo(torch.float16).eps)
+    k.zero_()
+    added = torch.full((case.seq_k,), math.log(0.3 * epsilon / 64), dtype=q.dtype)
+    added[0] = 0.0
+    _add_scores(q, k, case.softmax_scale, added)
+    v.mul_(0.02).add_(1.0)
+
+
+_CONTENT = {
+    "plain": _plain,
+    "late": _late,
+    "rising": _rising,
+    "falling": _falling,
+    "near +200": _near(200.0),
+    "near -200": _near(-200.0),
+    "spread": _spread,
+    "huge": _huge,
+}

@@ -1,0 +1,489 @@
+"""Why an output is wrong: compare it with what every known mistake would have given, then describe what is left.
+
+Three steps, each only if the one before found nothing: what can be read from the output's structure (rows nobody
+wrote, another head's result, NaN where a row sees no key); the hypotheses, which must explain the cases that fail and
+not contradict those that pass; and, honestly, where the output is wrong and where it is still right. Nothing here is
+random or timed: the same wrong output always gets the same sentence.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+
+from flashlab.check.failed import CheckFailed
+from flashlab.check.hypotheses import HYPOTHESES, TILES, Hypothesis
+from flashlab.check.models import Prediction, Problem, attend, problem
+from flashlab.check.observation import Observation
+from flashlab.check.tolerance import excess
+
+CALM = (
+    "plain",
+    "late",
+    "creeping",
+)  # contents whose exponentials stay in range: a model in float64 sees what the kernel sees
+ENOUGH = 0.7  # the share of failing cases that a hypothesis has to explain
+PROBED = 3  # failing cases on which all hypotheses are tried; all others only for those that fit
+
+
+def diagnose(observations: Sequence[Observation]) -> CheckFailed:
+    """The exception to raise when at least one observation is not right."""
+    wrong = [seen for seen in observations if not seen.ok]
+    for step in (_structure, _heads, _hypotheses, _contents, _permuted, _scaled_output, _nearly_right):
+        if found := step(observations, wrong):
+            slug, sentence, seen = found
+            return CheckFailed(sentence, diagnosis=slug, case=str(seen.case))
+    return _describe(observations, wrong)
+
+
+Found = tuple[str, str, Observation]
+
+
+# ---- what the structure of the output says --------------------------------------------------------------------------
+
+
+def _structure(observations: Sequence[Observation], wrong: Sequence[Observation]) -> Found | None:
+    first = wrong[0]
+    for seen in wrong:
+        if seen.unwritten.any():
+            return "rows-not-written", f"{_rows(seen.unwritten)} of o are never written", seen
+    if all(_nothing_finite(seen.o) for seen in observations):
+        if all(seen.lse is not None and seen.lse.isnan().all() for seen in observations):
+            return (
+                "correction-inverted",
+                "everything is NaN from the first block on, so the correction is upside down: at the start, where m is "
+                "-inf, exp(m_old - m_new) is 0, but exp(m_new - m_old) is infinite, and inf * 0 is NaN",
+                first,
+            )
+        return (
+            "nan-everywhere",
+            "no output is finite: with m = -inf at the start, which difference becomes -inf - (-inf), or which product "
+            "inf * 0?",
+            first,
+        )
+    masked = [seen for seen in wrong if _only_masked_rows(seen)]
+    if len(masked) == len(wrong):
+        return _masked_rows(masked[0])
+    layouts = {seen.case.layout for seen in wrong}
+    if "contiguous" not in layouts and any(s.ok and s.case.layout == "contiguous" for s in observations):
+        return (
+            "strides-ignored",
+            "right for contiguous inputs only: the addresses have to use each tensor's own strides",
+            first,
+        )
+    others = [seen for seen in wrong if seen not in masked]
+    if {seen.case.content for seen in others} == {"huge"}:
+        return (
+            "finite-sentinel",
+            "wrong where the scores are hugely negative: a finite number (-1e4, -1e6, ...) stands for minus infinity, "
+            "and real scores are below it; use -inf",
+            others[0],
+        )
+    return None
+
+
+def _nothing_finite(x: torch.Tensor) -> bool:
+    return x.numel() == 0 or not bool(x.isfinite().any())
+
+
+def _wrong_rows(seen: Observation) -> torch.Tensor:
+    """Boolean [batch, heads, seq_q]: rows of which o or lse is wrong."""
+    rows = ~(excess(seen.o, seen.truth.o, seen.truth.o_bound) <= 1).all(-1)
+    if seen.lse is not None:
+        rows |= ~(excess(seen.lse, seen.truth.lse, seen.truth.lse_bound) <= 1)
+    return rows
+
+
+def _only_masked_rows(seen: Observation) -> bool:
+    return bool((_wrong_rows(seen) & (seen.truth.lse != -math.inf)).sum() == 0)
+
+
+def _masked_rows(seen: Observation) -> Found:
+    rows = seen.truth.lse == -math.inf
+    if seen.o_ok:
+        return (
+            "masked-rows-lse",
+            "rows that may look at no key have the wrong lse: it is -inf, the logarithm of an empty sum",
+            seen,
+        )
+    if seen.o[rows].isnan().any():
+        return (
+            "masked-rows-nan",
+            "rows that may look at no key give NaN: -inf - (-inf) or 0 / 0; o has to be 0 there, and lse -inf",
+            seen,
+        )
+    return (
+        "masked-rows-not-zero",
+        "rows that may look at no key are not 0: a finite number stands for minus infinity, so that their masked keys "
+        "all get the same weight; o has to be 0 there, and lse -inf",
+        seen,
+    )
+
+
+# ---- which head was computed ----------------------------------------------------------------------------------------
+
+
+def _heads(observations: Sequence[Observation], wrong: Sequence[Observation]) -> Found | None:
+    """Whether the wrong heads are right results of other heads; only where single heads are right."""
+    if any(s.case.batch * s.case.heads == 1 for s in wrong):
+        return None
+    for seen in wrong:
+        found = _other_heads(seen, problem(seen.case))
+        if found:
+            return (*found, seen)
+    return None
+
+
+def _other_heads(seen: Observation, p: Problem) -> tuple[str, str] | None:
+    case = seen.case
+    pairs = [(b, h) for b in range(case.batch) for h in range(case.heads)]
+    group = case.heads // case.kv_heads
+    bad = [at for at in pairs if _wrong_rows(seen)[at].any()]
+    bad = [at for at in bad if seen.o[at].isfinite().all()] or bad
+
+    def is_it(at: tuple[int, int], q: tuple[int, int], k: tuple[int, int], v: tuple[int, int]) -> bool:
+        scores = p.q[q] @ p.k[k].T * case.softmax_scale
+        o, _ = attend(scores.masked_fill(~p.visible, -math.inf), p.v[v])
+        return bool(((seen.o[at] - o).abs() <= 4 * seen.truth.o_bound.max()).all())
+
+    kinds: tuple[tuple[str, Callable], ...] = (
+        ("K and V", lambda at, other: (at, other, other)),
+        ("K", lambda at, other: (at, other, at)),
+        ("V", lambda at, other: (at, at, other)),
+        ("Q", lambda at, other: (other, at, at)),
+        ("everything", lambda at, other: (other, other, other)),
+    )
+    for what, operands in kinds:
+        others = {at: next((o for o in pairs if o != at and is_it(at, *operands(at, o))), None) for at in bad}
+        others = {at: other for at, other in others.items() if other is not None}
+        if not others or len(others) < len(bad) / 2:
+            continue
+        (b, h), (b_other, h_other) = next(iter(others.items()))
+        if what == "everything":
+            return (
+                "wrong-head-stored",
+                f"batch {b}, head {h} holds the result of batch {b_other}, head {h_other}: look at where o is stored",
+            )
+        source = f"batch {b}, head {h} was computed with {what} of batch {b_other}, head "
+        source += f"{h_other // group if what != 'Q' else h_other}"
+        if case.kv_heads != case.heads and what != "Q" and all(a[0] == o[0] for a, o in others.items()):
+            return "wrong-kv-head", f"{source}; it belongs to K/V head {h // group} (query head // group size)"
+        if all(a[0] == o[0] for a, o in others.items()):
+            return "wrong-kv-head" if what != "Q" else "wrong-head", f"{source}: the head's offset is wrong"
+        if all(a[1] // group == o[1] // group for a, o in others.items()):
+            return "wrong-batch", f"{source}: the batch's offset is missing"
+        return "wrong-stride", f"{source}: the strides of batch and head are mixed up"
+    return None
+
+
+# ---- the hypotheses -------------------------------------------------------------------------------------------------
+
+
+def _hypotheses(observations: Sequence[Observation], wrong: Sequence[Observation]) -> Found | None:
+    calm = [s for s in wrong if s.case.content in CALM]
+    probes = (calm or list(wrong))[:PROBED]
+    clear = [s for s in calm or wrong if _clearly_wrong(s)][:PROBED]
+    nearly = all(_is_nearly_right(s) for s in calm or wrong)
+    best, best_score, best_size = None, 0.0, 0
+    for hypothesis in HYPOTHESES:
+        if hypothesis.close and not nearly:
+            continue
+        sizes = hypothesis.sizes
+        if TILES == tuple(sizes)[-len(TILES) :] and observations[0].case.block_n is not None:
+            sizes = [0]  # each case says its own
+        for size in sizes:
+            tried = clear if hypothesis.close else probes
+            verdicts = (_explains(hypothesis, size, s) for s in tried)
+            fits = any(verdicts) if hypothesis.close or not calm else all(v != 0 for v in verdicts)
+            if not fits:
+                continue
+            score = _score(hypothesis, size, observations, wrong)
+            if score > best_score + 1e-9:
+                best, best_score, best_size = hypothesis, score, size
+    if best is None:
+        return None
+    seen = next(s for s in wrong if _explains(best, best_size, s))
+    return best.slug, best.sentence.format(size=best_size), seen
+
+
+def _score(
+    hypothesis: Hypothesis,
+    size: int,
+    observations: Sequence[Observation],
+    wrong: Sequence[Observation],
+) -> float:
+    """The share of failing cases that are explained; 0 when that is too little, or when a right case contradicts it."""
+    explained = opinions = agreeing_lse = 0
+    for seen in wrong:
+        verdict = _explains(hypothesis, size, seen)
+        if verdict is None or (hypothesis.close and not _clearly_wrong(seen)):
+            continue
+        opinions += 1
+        explained += bool(verdict)
+        agreeing_lse += verdict == 2
+        if not verdict and seen.case.content in CALM and not hypothesis.close:
+            return 0.0
+    if not opinions or explained / opinions < ENOUGH:
+        return 0.0
+    contradicted = 0
+    for seen in observations:
+        if seen.ok:
+            prediction = _predict(hypothesis, size, seen)
+            if prediction is not None and _visibly_wrong(prediction, seen):
+                contradicted += 1
+    if contradicted and not (hypothesis.close and contradicted < explained):
+        return 0.0
+    return explained / opinions + 0.01 * agreeing_lse / opinions
+
+
+def _predict(hypothesis: Hypothesis, size: int, seen: Observation) -> Prediction | None:
+    tile = size
+    if seen.case.block_n is not None and TILES == tuple(hypothesis.sizes)[-len(TILES) :]:
+        tile = seen.case.block_n
+    return hypothesis.predict(problem(seen.case), tile)
+
+
+def _explains(hypothesis: Hypothesis, size: int, seen: Observation) -> int | None:
+    """2: o and lse are as predicted; 1: a wrong o is; 0: not; None: no opinion."""
+    prediction = _predict(hypothesis, size, seen)
+    if prediction is None:
+        return None
+    truth, close = seen.truth, hypothesis.close
+    o_options = prediction.o or (truth.o,)
+    lse_options = prediction.lse or (truth.lse,)
+    if seen.o_ok:
+        # In a matter of rounding, an error that stays below the bound says nothing.
+        o_match = close or any(bool((excess(seen.o, o, truth.o_bound) <= 4).all()) for o in o_options)
+    else:
+        o_match = any(_same(seen.o, o, truth.o, truth.o_bound, seen.case.dtype, close) for o in o_options)
+    if seen.lse_ok:
+        lse_match = (
+            close
+            or seen.lse is None
+            or any(bool((excess(seen.lse, x, truth.lse_bound) <= 4).all()) for x in lse_options)
+        )
+    else:
+        lse_match = any(_same(seen.lse, x, truth.lse, truth.lse_bound, torch.float32, close) for x in lse_options)
+    if o_match and lse_match:
+        return 2
+    if prediction.o is None or close or not o_match:
+        return 0
+    # Where o is as predicted, lse may be computed in a way the model does not know; a right o proves nothing then.
+    return None if seen.o_ok else 1
+
+
+def _same(
+    got: torch.Tensor,
+    predicted: torch.Tensor,
+    right: torch.Tensor,
+    bound: torch.Tensor,
+    dtype: torch.dtype,
+    close: bool,
+) -> bool:
+    """Whether a wrong `got` is what was predicted, and much nearer to it than to what is right.
+
+    What overflows in the kernel may still be finite, but large, in the float64 model.
+    """
+    predicted = predicted.to(torch.float32 if dtype == torch.float64 else dtype).double()
+    finite = got.isfinite()
+    largest = right[right.isfinite()].abs().amax().clamp(min=1) if right.isfinite().any() else torch.ones(())
+    overflows = ~predicted.isfinite() | (predicted.abs() > 1e4 * largest)
+    if not (finite | overflows | (got == predicted)).all() or (finite & ~predicted.isfinite()).any():
+        return False
+    if not finite.any():
+        return True
+    residue, error = (got - predicted)[finite], (got - right)[finite]
+    error = error[error.isfinite()]
+    size = error.square().mean().sqrt() if error.numel() else torch.tensor(math.inf)
+    if not finite.all() and bool(residue.abs().le(4 * bound.expand_as(got)[finite]).all()):
+        return True  # the infinities and NaN already tell it from what is right
+    part = residue.square().mean().sqrt() / size
+    tight = bool((residue.abs() <= 4 * bound.expand_as(got)[finite]).all())
+    return bool(part <= 0.5) if close or tight else bool(part <= 0.1)
+
+
+def _visibly_wrong(prediction: Prediction, seen: Observation) -> bool:
+    """Whether every alternative of the prediction is far outside the bounds: then a right output contradicts it."""
+    if prediction.o is not None:
+        options, right, bound = prediction.o, seen.truth.o, seen.truth.o_bound
+    elif prediction.lse is not None and seen.lse is not None:
+        options, right, bound = prediction.lse, seen.truth.lse, seen.truth.lse_bound
+    else:
+        return False
+    return all(not bool((excess(x, right, bound) <= 4).all()) for x in options)
+
+
+# ---- which contents, which order, which factor ----------------------------------------------------------------------
+
+
+def _contents(observations: Sequence[Observation], wrong: Sequence[Observation]) -> Found | None:
+    """Overflow: calm scores are right, large ones are not finite, or 0."""
+    if any(s.case.content in CALM for s in wrong) or not any(s.ok for s in observations):
+        return None
+    broken = [s for s in wrong if not s.o.isfinite().all() or (s.lse is not None and s.lse.isnan().any())]
+    if broken:
+        return (
+            "no-max-subtraction",
+            "right while the scores are small, not finite where they are large: is the row maximum subtracted "
+            "before exp?",
+            broken[0],
+        )
+    return None
+
+
+def _permuted(observations: Sequence[Observation], wrong: Sequence[Observation]) -> Found | None:
+    """The right numbers in the wrong rows or columns of o."""
+    for seen in wrong:
+        if seen.case.content not in CALM or min(seen.case.seq_q, seen.case.head_dim) < 8 or not seen.o.isfinite().all():
+            continue
+        got, right = seen.o[0, 0], seen.truth.o[0, 0]
+        close = 4 * seen.truth.o_bound.max()
+        for axis, name in ((1, "columns"), (0, "rows")):
+            a, b = (got.T, right.T) if axis else (got, right)
+            if seen.case.seq_q < 8 and not axis:
+                continue
+            distance = (a[:, None] - b[None]).abs().amax(-1)  # [wrong one, right one]
+            source = distance.argmin(1)
+            moved = source != torch.arange(len(source))
+            if (
+                bool((distance.amin(1) <= close).all())
+                and bool(moved.any())
+                and len(set(source.tolist())) == len(source)
+            ):
+                at = int(moved.nonzero()[0])
+                hint = " (the accumulator's fragments?)" if axis else ""
+                sentence = f"the {name} of o are in the wrong order{hint}: "
+                sentence += f"{name[:-1]} {at} holds {name[:-1]} {int(source[at])}"
+                return f"o-{name}-exchanged", sentence, seen
+    return None
+
+
+def _scaled_output(observations: Sequence[Observation], wrong: Sequence[Observation]) -> Found | None:
+    """Every output the same multiple of the right one."""
+    factors = []
+    for seen in wrong:
+        if seen.o_ok or not seen.o.isfinite().all():
+            return None
+        got, right = seen.o.flatten(), seen.truth.o.flatten()
+        factor = (got @ right / (right @ right)).item()
+        if not bool(((got - factor * right).abs() <= 4 * seen.truth.o_bound.flatten()).all()):
+            return None
+        factors.append(factor)
+    if len(factors) < 2 or max(factors) - min(factors) > 0.01 * abs(factors[0]):
+        return None
+    if abs(factors[0] - 1) < 0.02:
+        return None
+    return "output-scaled", f"every output is {factors[0]:.3g} times what it should be", wrong[0]
+
+
+# ---- small errors ---------------------------------------------------------------------------------------------------
+
+
+def _is_nearly_right(seen: Observation) -> bool:
+    """The error is a few percent of the values at most: a matter of rounding."""
+    error = (seen.o - seen.truth.o).abs().max()
+    size = seen.truth.o.abs().max().clamp(min=1e-6)
+    lse_off = torch.zeros(()) if seen.lse is None else _lse_error(seen)
+    loud = seen.case.content not in CALM
+    return bool(error <= (0.2 if loud else 0.03) * size) and bool(lse_off <= (1.0 if loud else 0.03))
+
+
+def _clearly_wrong(seen: Observation) -> bool:
+    """Far enough outside of its bound for the pattern of the error to stand out from ordinary rounding."""
+    return not bool((_worst_excess(seen) <= 1.5).all())
+
+
+def _worst_excess(seen: Observation) -> torch.Tensor:
+    """The largest excess of o and of lse; NaN where there is one."""
+    parts = [excess(seen.o, seen.truth.o, seen.truth.o_bound).max()]
+    if seen.lse is not None:
+        parts.append(excess(seen.lse, seen.truth.lse, seen.truth.lse_bound).max())
+    return torch.stack(parts)
+
+
+def _lse_error(seen: Observation) -> torch.Tensor:
+    same = seen.lse == seen.truth.lse
+    error = torch.where(same, torch.zeros_like(seen.truth.lse), (seen.lse - seen.truth.lse).abs())
+    return error.max() / seen.truth.lse[seen.truth.lse.isfinite()].abs().max().clamp(min=1.0)
+
+
+def _nearly_right(observations: Sequence[Observation], wrong: Sequence[Observation]) -> Found | None:
+    calm = [seen for seen in wrong if seen.case.content in CALM]
+    if not all(_is_nearly_right(seen) for seen in calm or wrong):
+        return None
+    seen = max(calm or wrong, key=lambda s: _worst_excess(s).nan_to_num().max().item())
+    errors = _worst_excess(seen)
+    name = "o" if not seen.o_ok else "lse"
+    times = errors[0 if name == "o" else 1].item()
+    sentence = (
+        f"nearly right, but {name} errs by {times:.2g} times what is allowed: something is rounded that should stay "
+    )
+    sentence += "in float32 (the scores, m, l or acc)"
+    return "low-precision", sentence, seen
+
+
+# ---- an honest description ------------------------------------------------------------------------------------------
+
+
+def _describe(observations: Sequence[Observation], wrong: Sequence[Observation]) -> CheckFailed:
+    """No known mistake: how the failing cases differ from the passing ones, and which rows of the first are wrong."""
+    seen = wrong[0]
+    name, x, right, bound = ("o", seen.o, seen.truth.o, seen.truth.o_bound)
+    if seen.o_ok:
+        name, x, right, bound = ("lse", seen.lse, seen.truth.lse, seen.truth.lse_bound)
+    ratio = excess(x, right, bound)
+    bad = ~(ratio <= 1)
+    rows = bad if name == "lse" else bad.any(-1)
+    at = tuple(int(i) for i in bad.nonzero()[0])
+    where = f"{name}{list(at[2:] if seen.case.batch * seen.case.heads == 1 else at)}"
+    value = f"{where} is {x[at].item():.4g} instead of {right[at].item():.4g}"
+    share = "every row is wrong" if rows.all() else f"{_rows(rows)} are wrong, the others right"
+    if seen.o.shape[2] == 1:
+        share = "its only row is wrong"
+    difference = _difference(observations, wrong)
+    return CheckFailed(f"{difference}{share}: {value}", diagnosis="wrong-value", case=str(seen.case))
+
+
+def _difference(observations: Sequence[Observation], wrong: Sequence[Observation]) -> str:
+    """Words for a property that all failing cases have and no passing one."""
+    right = [s for s in observations if s.ok]
+    if not right:
+        return "every case fails; in the first "
+    properties: tuple[tuple[str, Callable[[Observation], bool]], ...] = (
+        ("only causal cases fail; in the first ", lambda s: s.case.causal),
+        ("only cases with several batches or heads fail; in the first ", lambda s: s.case.batch * s.case.heads > 1),
+        ("only cases with grouped queries fail; in the first ", lambda s: s.case.heads != s.case.kv_heads),
+        ("only cases with seq_q != seq_k fail; in the first ", lambda s: s.case.seq_q != s.case.seq_k),
+        ("only another scale than the default fails; in the first such case ", lambda s: s.case.scale is not None),
+        ("only large scores fail; in the first such case ", lambda s: s.case.content not in CALM),
+        ("only this dtype fails; in its first case ", lambda s: s.case.dtype == wrong[0].case.dtype),
+        ("only this head_dim fails; in its first case ", lambda s: s.case.head_dim == wrong[0].case.head_dim),
+    )
+    for words, has in properties:
+        if all(has(s) for s in wrong) and not any(has(s) for s in right):
+            return words
+    for multiple in (16, 32, 64, 128):
+        if all(s.case.seq_k % multiple for s in wrong) and not any(s.case.seq_k % multiple for s in right):
+            return f"only cases fail where seq_k is no multiple of {multiple}; in the first "
+        if all(s.case.seq_q > multiple for s in wrong) and not any(s.case.seq_q > multiple for s in right):
+            return f"only cases with more than {multiple} queries fail; in the first "
+        if all(s.case.seq_k > multiple for s in wrong) and not any(s.case.seq_k > multiple for s in right):
+            return f"only cases with more than {multiple} keys fail; in the first "
+    return f"{len(wrong)} of {len(observations)} cases fail; in the first "
+
+
+def _rows(bad: torch.Tensor) -> str:
+    """Words for a boolean [batch, heads, seq_q(, head_dim)]: "rows 64 to 99", "rows of head 1"."""
+    bad = bad.any(-1) if bad.ndim == 4 else bad
+    heads = bad.flatten(0, 1).any(-1)
+    rows = bad.flatten(0, 1).any(0).nonzero().flatten().tolist()
+    first, last = rows[0], rows[-1]
+    words = f"rows {first} to {last}" if last > first else f"row {first}"
+    if len(rows) < last - first + 1:
+        words = f"{len(rows)} rows between {first} and {last}"
+    if len(heads) > 1 and not heads.all():
+        b, h = divmod(int(heads.nonzero()[0]), bad.shape[1])
+        words += f" of {int(heads.sum())} of {len(heads)} heads (first: batch {b}, head {h})"
+    return words

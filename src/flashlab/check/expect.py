@@ -1,0 +1,152 @@
+"""Small assertions for an exercise's check: a value, a condition, an exception; each fails with one plain sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from flashlab.check.failed import CheckFailed
+
+# Relative to the size of the expected values; a few hundred roundings of each dtype, far below any real mistake.
+_DEFAULT_TOLERANCE = {
+    torch.float64: 1e-9,
+    torch.float32: 2e-5,
+    torch.float16: 4e-3,
+    torch.bfloat16: 3e-2,
+}
+
+
+def expect(condition: Any, sentence: str, *, diagnosis: str, case: str | None = None) -> None:
+    """Raise `CheckFailed(sentence)` unless `condition` is true."""
+    __tracebackhide__ = True
+    if not bool(condition):
+        raise CheckFailed(sentence, diagnosis=diagnosis, case=case)
+
+
+def expect_raises(
+    exception: type[BaseException] | tuple[type[BaseException], ...],
+    fn: Callable[..., Any],
+    *args: Any,
+    what: str,
+    diagnosis: str,
+    case: str | None = None,
+    **kwargs: Any,
+) -> str:
+    """Raise `CheckFailed` unless `fn(*args, **kwargs)` raises `exception`; return the message it raised with.
+
+    A NotImplementedError of the learner's is passed on, so that an unsolved exercise is reported as unsolved.
+    """
+    __tracebackhide__ = True
+    kinds = exception if isinstance(exception, tuple) else (exception,)
+    names = " or ".join(kind.__name__ for kind in kinds)
+    try:
+        fn(*args, **kwargs)
+    except kinds as error:
+        return str(error)
+    except NotImplementedError:
+        raise
+    except Exception as error:
+        raise CheckFailed(
+            f"{what} should raise {names}, but it raised {type(error).__name__}: {error}",
+            diagnosis=diagnosis,
+            case=case,
+        ) from error
+    raise CheckFailed(f"{what} should raise {names}, but nothing was raised", diagnosis=diagnosis, case=case)
+
+
+def expect_close(
+    got: Any,
+    want: Any,
+    *,
+    what: str,
+    diagnosis: str = "wrong-value",
+    case: str | None = None,
+    tol: float | None = None,
+    dtype: torch.dtype | None = None,
+    because: str | None = None,
+    mistakes: Mapping[str, tuple[Any, str]] | None = None,
+) -> float:
+    """Compare a learner's value with the right one; raise `CheckFailed`, or return the largest absolute error.
+
+    got, want   tensors, numbers, nested lists or arrays, of the same shape. `want` may hold inf: `got` must then hold
+                the same inf there. A NaN in `got` fails unless `want` has it too.
+    what        what the value is called in the sentence: "the running maximum m".
+    tol         largest absolute error allowed; by default a small multiple of the rounding of the lower of the two
+                dtypes, times max(1, max|want|).
+    dtype       when given, `got` must be a tensor of this dtype.
+    because     words for the end of the sentence: what to look at.
+    mistakes    {slug: (value, sentence)}: what known mistakes would have produced. If `got` is one of them, that slug
+                and that sentence are raised in place of the general ones.
+    """
+    __tracebackhide__ = True
+
+    def fail(sentence: str, slug: str = diagnosis) -> None:
+        __tracebackhide__ = True
+        raise CheckFailed(sentence + (f"; {because}" if because else ""), diagnosis=slug, case=case)
+
+    if got is None:
+        fail(f"{what} is None: is a `return` missing?", "returned-none")
+    expected = _tensor(want)
+    try:
+        actual = _tensor(got)
+    except (TypeError, ValueError, RuntimeError):
+        fail(f"{what} should be a number or a tensor, not {type(got).__name__}", "wrong-type")
+    if dtype is not None and (not isinstance(got, torch.Tensor) or got.dtype != dtype):
+        kind = got.dtype if isinstance(got, torch.Tensor) else type(got).__name__
+        fail(f"{what} should be of dtype {dtype}, not {kind}", "wrong-dtype")
+    if actual.shape != expected.shape:
+        fail(f"{what} has shape {list(actual.shape)}, it should be {list(expected.shape)}", "wrong-shape")
+    if expected.numel() == 0:
+        return 0.0
+
+    for slug, (value, sentence) in (mistakes or {}).items():
+        wrong = _tensor(value)
+        if wrong.shape == actual.shape and _agrees(actual, wrong, _bound(wrong, got, value, tol)):
+            if not _agrees(wrong, expected, _bound(expected, got, want, tol)):
+                raise CheckFailed(sentence, diagnosis=slug, case=case)
+
+    bound = _bound(expected, got, want, tol)
+    error, at = _worst(actual, expected)
+    if error <= bound:  # NaN and inf fail here: the comparison is false
+        return error
+    place = f" at {list(at)}" if at else ""
+    here, there = actual[at].item(), expected[at].item()
+    if here != here:
+        fail(f"{what} is NaN{place}, it should be {there:.6g}")
+    fail(f"{what} is wrong{place}: it is {here:.6g}, it should be {there:.6g} (allowed error {bound:.2g})")
+    raise AssertionError("unreachable")
+
+
+def _tensor(value: Any) -> torch.Tensor:
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", torch.float64)
+    return torch.as_tensor(value, dtype=torch.float64)
+
+
+def _bound(expected: torch.Tensor, got: Any, want: Any, tol: float | None) -> float:
+    if tol is not None:
+        return tol
+    dtypes = [x.dtype for x in (got, want) if isinstance(x, torch.Tensor)]
+    relative = max((_DEFAULT_TOLERANCE.get(d, 0.0) for d in dtypes), default=1e-9)
+    finite = expected[expected.isfinite()].abs()
+    return max(relative, 1e-9) * max(1.0, finite.max().item() if finite.numel() else 0.0)
+
+
+def _errors(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """|actual - expected|, 0 where both are the same inf or both NaN, inf where only one is not finite."""
+    same = (actual == expected) | (actual.isnan() & expected.isnan())
+    error = torch.where(same, torch.zeros_like(actual), (actual - expected).abs())
+    return torch.where(error.isnan(), torch.full_like(error, float("inf")), error)
+
+
+def _agrees(actual: torch.Tensor, expected: torch.Tensor, bound: float) -> bool:
+    return bool(_errors(actual, expected).max() <= bound)
+
+
+def _worst(actual: torch.Tensor, expected: torch.Tensor) -> tuple[float, tuple[int, ...]]:
+    errors = _errors(actual, expected)
+    flat = int(errors.flatten().argmax())
+    at = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), errors.shape)) if errors.ndim else ()
+    return errors.flatten()[flat].item(), at

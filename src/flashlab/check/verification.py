@@ -1,0 +1,345 @@
+"""`verify` and its fronts: run an attention function on every case; say how exact it is, or why it is wrong."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from flashlab import runtime
+from flashlab.check.cases import Case, case_list, make_inputs
+from flashlab.check.diagnose import diagnose
+from flashlab.check.failed import CheckFailed
+from flashlab.check.front import running
+from flashlab.check.observation import Observation
+from flashlab.check.poison import MarkedEmpty, memory, unwritten
+from flashlab.check.table import Table
+from flashlab.check.tolerance import truth_of
+
+Call = Callable[[Case, torch.Tensor, torch.Tensor, torch.Tensor], Any]
+
+
+@dataclass(frozen=True)
+class Report:
+    """Success. `str(report)` is one line; `verdict` is one that is the same on every machine; `details` is a table.
+
+    worst is the largest error over all cases, as a multiple of the eager low-precision attention's error in that case
+    (of one rounding, where that attention happens to be exact); lse_error the largest |error| / max(1, |lse|).
+    """
+
+    cases: int
+    worst: float
+    lse_error: float | None
+    details: Table = field(repr=False, compare=False)
+
+    @property
+    def verdict(self) -> str:
+        return f"{self.cases} cases, all within their bounds"
+
+    def __repr__(self) -> str:
+        lse = "" if self.lse_error is None else f" · lse error {self.lse_error:.1e}"
+        return f"✓ {self.cases} cases · worst error {self.worst:.2f} × the low-precision twin's{lse}"
+
+
+def verify(
+    fn: Callable[..., Any],
+    *,
+    causal: bool = False,
+    dtypes: Sequence[torch.dtype] = (torch.float16,),
+    head_dims: Sequence[int] = (64,),
+    gqa: bool = False,
+    cross: bool = True,
+    strided: bool = True,
+    lse: bool = True,
+    max_seq: int | None = None,
+    deterministic: bool = False,
+    full: bool = False,
+) -> Report:
+    """Check an attention function on every case; return a `Report`, or raise `CheckFailed` with a diagnosis.
+
+    fn(q, k, v, *, causal, scale) -> (o, lse), with q [batch, heads, seq_q, head_dim], k and v [batch, kv_heads, seq_k,
+    head_dim], o like q, lse [batch, heads, seq_q] in float32 (natural logarithm). A function without a `causal` or
+    `scale` parameter is called without it.
+
+    causal          test the causal mask too (aligned bottom-right; a row that sees no key gives o = 0, lse = -inf).
+    dtypes          the first is tested on every case, the others on the telling ones; likewise head_dims.
+    gqa             test fewer K/V heads than query heads.
+    cross           test seq_q != seq_k.        strided    test inputs that are not contiguous.
+    lse             False for a function that returns o alone.
+    max_seq         leave out longer cases.     full       add long cases, for a GPU or for CI.
+    deterministic   run a case twice and compare bit by bit.
+
+    An exception raised by `fn` passes through, with a note that names the case.
+    """
+    __tracebackhide__ = True
+    takes = _parameters(fn)
+    if causal and "causal" not in takes:
+        raise CheckFailed(
+            "the function has no parameter `causal`, which it is asked to support", diagnosis="wrong-call"
+        )
+
+    def call(case: Case, q, k, v):
+        __tracebackhide__ = True
+        options = {"causal": case.causal, "scale": case.softmax_scale}
+        options = {name: value for name, value in options.items() if name in takes}
+        if case.omit_defaults:
+            options = {name: value for name, value in options.items() if not takes[name]}
+        return fn(q, k, v, **options)
+
+    cases = case_list(
+        causal=causal,
+        dtypes=dtypes,
+        head_dims=head_dims,
+        gqa=gqa,
+        cross=cross,
+        strided=strided,
+        scaled="scale" in takes,
+        max_seq=max_seq,
+        full=full,
+    )
+    return run(call, cases, lse=lse, deterministic=deterministic)
+
+
+def verify_one_head(
+    fn: Callable[..., Any],
+    *,
+    causal: bool = False,
+    dtypes: Sequence[torch.dtype] = (torch.float16,),
+    head_dims: Sequence[int] = (64,),
+    cross: bool = True,
+    strided: bool = True,
+    lse: bool = True,
+    max_seq: int | None = None,
+    deterministic: bool = False,
+    full: bool = False,
+) -> Report:
+    """`verify` for fn(q, k, v, *, causal, scale) -> (o, lse) on one head: q and o [M, D], k and v [N, D], lse [M]."""
+    __tracebackhide__ = True
+    takes = _parameters(fn)
+
+    def call(case: Case, q, k, v):
+        __tracebackhide__ = True
+        options = {"causal": case.causal, "scale": case.softmax_scale}
+        options = {name: value for name, value in options.items() if name in takes}
+        if case.omit_defaults:
+            options = {name: value for name, value in options.items() if not takes[name]}
+        return _as_batch(fn(q[0, 0], k[0, 0], v[0, 0], **options))
+
+    cases = case_list(
+        causal=causal,
+        dtypes=dtypes,
+        head_dims=head_dims,
+        cross=cross,
+        strided=False,
+        batched=False,
+        scaled="scale" in takes,
+        max_seq=max_seq,
+        full=full,
+    )
+    if strided:
+        cases.append(replace(cases[0], name="rows apart in memory", seq_q=40, seq_k=40, layout="rows apart"))
+    return run(call, cases, lse=lse, deterministic=deterministic, one_head=True)
+
+
+def verify_block(
+    fn: Callable[..., Any],
+    *,
+    block_sizes: Sequence[int] = (16, 32, 64),
+    dtypes: Sequence[torch.dtype] = (torch.float32,),
+    head_dims: Sequence[int] = (64,),
+    lse: bool = True,
+    max_seq: int | None = None,
+    full: bool = False,
+) -> Report:
+    """`verify` for fn(Q_block, K, V, BLOCK_N) -> (O_block, lse): one block of queries against all keys, in tiles.
+
+    Q_block and O_block are [BLOCK_M, D], K and V [N, D], lse [BLOCK_M]. Every case is run with one of `block_sizes`,
+    the telling ones with all of them. A function with a parameter `scale` is given it by name.
+    """
+    __tracebackhide__ = True
+    takes = _parameters(fn)
+
+    def call(case: Case, q, k, v):
+        __tracebackhide__ = True
+        options = {} if case.omit_defaults or "scale" not in takes else {"scale": case.softmax_scale}
+        return _as_batch(fn(q[0, 0], k[0, 0], v[0, 0], case.block_n, **options))
+
+    cases = case_list(
+        dtypes=dtypes,
+        head_dims=head_dims,
+        strided=False,
+        batched=False,
+        scaled="scale" in takes,
+        max_seq=max_seq,
+        full=full,
+    )
+    cases = [replace(case, seq_q=min(case.seq_q, 64)) for case in cases]
+    tiled = []
+    for i, case in enumerate(cases):
+        everything = case.content in ("rising", "late") or case.name == "a last block that is not full"
+        chosen = block_sizes if everything else [block_sizes[i % len(block_sizes)]]
+        tiled += [replace(case, block_n=block_n) for block_n in chosen]
+    return run(call, tiled, lse=lse, one_head=True)
+
+
+def run(
+    call: Call, cases: Sequence[Case], *, lse: bool = True, deterministic: bool = False, one_head: bool = False
+) -> Report:
+    """Run `call(case, q, k, v)` on every case: all of `verify` but the choice of the cases and of the call.
+
+    one_head: the learner's own tensors have no batch and heads; sentences about shapes then leave them out.
+    """
+    __tracebackhide__ = True
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the cases are small: more threads only get in each other's way
+    try:
+        return _run(call, cases, lse, deterministic, one_head)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _run(call: Call, cases: Sequence[Case], lse: bool, deterministic: bool, one_head: bool) -> Report:
+    __tracebackhide__ = True
+    observations, wrong, kept = [], False, None
+    for case in cases:
+        try:
+            observation, o = _observe(call, case, lse, one_head)
+        except CheckFailed:
+            if wrong:
+                break  # the earlier case tells the simpler story
+            raise
+        except Exception:
+            if wrong:
+                break
+            raise
+        observations.append(observation)
+        wrong = wrong or not observation.ok
+        kept = kept or (case, o, o.clone())
+    if wrong:
+        raise diagnose(observations)
+    _expect_own_output(*kept)
+    if deterministic:
+        _expect_same_twice(call, cases, lse, one_head)
+    return _report(observations)
+
+
+def _observe(call: Call, case: Case, lse: bool, one_head: bool) -> tuple[Observation, torch.Tensor]:
+    __tracebackhide__ = True
+    device = runtime.device()
+    inputs = dict(zip("qkv", make_inputs(case, device), strict=True))
+    before = {name: memory(x) for name, x in inputs.items()}
+    with running(str(case)), MarkedEmpty():
+        result = call(case, *inputs.values())
+    o, row_lse = _outputs(result, case, device, lse, one_head)
+    for name, x in inputs.items():
+        if not torch.equal(memory(x), before[name]):
+            raise CheckFailed(
+                f"the function changes its input {name}, or writes outside of its own output",
+                diagnosis="input-modified",
+                case=str(case),
+            )
+    row_lse = None if row_lse is None else row_lse.detach().cpu().double()
+    observed = o.detach().cpu()
+    return Observation(case, truth_of(case), observed.double(), row_lse, unwritten(observed)), o
+
+
+def _outputs(
+    result: Any, case: Case, device: torch.device, lse: bool, one_head: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Take the function's result apart; CheckFailed when it is not tensors of the right shape, dtype and device."""
+    __tracebackhide__ = True
+
+    def fail(slug: str, sentence: str) -> None:
+        __tracebackhide__ = True
+        raise CheckFailed(sentence, diagnosis=slug, case=str(case))
+
+    if result is None:
+        fail("returned-none", "the function returned None: is the `return` missing?")
+    if lse and isinstance(result, torch.Tensor):
+        fail("wrong-type", "the function returned one tensor; it should return two, (o, lse)")
+    if lse and (not isinstance(result, (tuple, list)) or len(result) != 2):
+        count = f" of {len(result)} values" if isinstance(result, (tuple, list)) else ""
+        fail("wrong-type", f"the function returned a {type(result).__name__}{count}; it should return (o, lse)")
+    o, row_lse = result if lse else (result[0] if isinstance(result, (tuple, list)) and result else result, None)
+    shape = (case.batch, case.heads, case.seq_q, case.head_dim)
+    wanted = {"o": (o, shape, (case.dtype,)), "lse": (row_lse, shape[:3], (torch.float32, torch.float64))}
+    for name, (x, size, dtypes) in wanted.items():
+        if name == "lse" and not lse:
+            continue
+        if not isinstance(x, torch.Tensor):
+            fail("wrong-type", f"{name} is a {type(x).__name__}; it should be a tensor")
+        if tuple(x.shape) != size:
+            skip = 2 if one_head else 0
+            fail("wrong-shape", f"{name} has shape {list(x.shape[skip:])}; it should be {list(size[skip:])}")
+        if x.dtype not in dtypes:
+            fail("wrong-dtype", f"{name} is {x.dtype}; it should be {dtypes[0]}")
+        if x.device.type != device.type:
+            fail("wrong-device", f"{name} is on {x.device}; it should be on the inputs' device, {device}")
+    return o, row_lse
+
+
+def _as_batch(result: Any) -> Any:
+    """Add batch and heads of 1 to whatever tensors a one-head function returned."""
+    if isinstance(result, torch.Tensor):
+        return result[None, None]
+    if isinstance(result, (tuple, list)):
+        return tuple(x[None, None] if isinstance(x, torch.Tensor) else x for x in result)
+    return result
+
+
+def _expect_own_output(case: Case, o: torch.Tensor, before: torch.Tensor) -> None:
+    __tracebackhide__ = True
+    if not torch.equal(o, before):
+        raise CheckFailed(
+            "a later call changed the output of an earlier one: each call needs an output of its own",
+            diagnosis="output-reused",
+            case=str(case),
+        )
+
+
+def _expect_same_twice(call: Call, cases: Sequence[Case], lse: bool, one_head: bool) -> None:
+    __tracebackhide__ = True
+    case = max(cases, key=lambda c: c.batch * c.heads * c.seq_q * c.seq_k)
+    (first, _), (second, _) = _observe(call, case, lse, one_head), _observe(call, case, lse, one_head)
+    if not torch.equal(first.o, second.o):
+        raise CheckFailed(
+            "two runs on the same input differ in their last bits: the order of a sum is not fixed",
+            diagnosis="not-deterministic",
+            case=str(case),
+        )
+
+
+def _parameters(fn: Callable[..., Any]) -> dict[str, bool]:
+    """The names that `fn` takes by keyword, and whether each has a default."""
+    __tracebackhide__ = True
+    if not callable(fn):
+        raise CheckFailed(f"a function is expected, not a {type(fn).__name__}", diagnosis="wrong-type")
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):
+        return {"causal": False, "scale": False}
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return {"causal": False, "scale": False}
+    return {p.name: p.default is not p.empty for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+
+
+def _report(observations: Sequence[Observation]) -> Report:
+    rows, worst, worst_lse = [], 0.0, None
+    for seen in observations:
+        error = (seen.o - seen.truth.o).abs().max().item()
+        ratio = error / seen.truth.unit if seen.truth.unit else 0.0
+        worst = max(worst, ratio)
+        lse_error = ""
+        if seen.lse is not None:
+            off = torch.where(seen.lse == seen.truth.lse, 0.0, (seen.lse - seen.truth.lse).abs())
+            relative = (off / seen.truth.lse.abs().clamp(min=1.0)).max().item()
+            worst_lse = max(worst_lse or 0.0, relative)
+            lse_error = f"{relative:.1e}"
+        bound = seen.truth.o_bound.max().item()
+        cells = (f"{error:.1e}", f"{bound:.1e}", f"{seen.truth.twin_error:.1e}", f"{ratio:.2f}", lse_error)
+        rows.append((str(seen.case), *cells))
+    columns = ("Case", "Error", "Bound", "Twin's error", "Ratio", "lse error")
+    return Report(len(observations), worst, worst_lse, Table(columns, tuple(rows)))

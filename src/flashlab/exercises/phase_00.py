@@ -1,0 +1,719 @@
+"""Checks of phase 0: attention and online softmax.
+
+Each check runs the answer on inputs on which the usual mistakes give themselves away (a moving maximum, masked rows,
+large scores, one element, other splits), and knows what those mistakes would have produced.
+"""
+# ruff: noqa: E741 (l is the name that the papers and every kernel give to the row sum)
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from flashlab.check import CheckFailed, expect, expect_close, running
+from flashlab.exercises import exercise
+from flashlab.online_softmax import State, block_state, finish, identity, merge, softmax_safe
+
+INF = math.inf
+LN2 = math.log(2)
+
+_NOT_RESCALED = (
+    "was not rescaled when the maximum moved: the old terms must be multiplied by exp(m - m_new), "
+    "computed before m is overwritten"
+)
+_INVERTED = "the correction is inverted: it is exp(m - m_new), old minus new, and never above 1"
+_MINUS_INFINITY = (
+    "NaN came out of exp(-inf - (-inf)): where the maximum itself is -inf there is nothing to add, so use 0"
+)
+
+
+def _t(*values: Any, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.tensor(values, dtype=dtype)
+
+
+def _call(case: str, fn: Callable[..., Any], *args: Any, unchanged: Sequence[torch.Tensor] = ()) -> Any:
+    """fn(*args), its exceptions annotated with the case; `unchanged` must hold the same numbers after it."""
+    __tracebackhide__ = True
+    before = [x.clone() for x in unchanged]
+    with running(case):
+        got = fn(*args)
+    same = all(torch.equal(x, y) for x, y in zip(unchanged, before, strict=True))
+    sentence = "the function changed its inputs in place: write the result to new tensors"
+    expect(same, sentence, diagnosis="inputs-changed", case=case)
+    return got
+
+
+def _parts(got: Any, names: str, case: str) -> tuple[Any, ...]:
+    """Check that the answer is a tuple of as many parts as there are names."""
+    __tracebackhide__ = True
+    wanted = names.split()
+    expect(got is not None, "the function returns None: is a `return` missing?", diagnosis="returned-none", case=case)
+    fits = isinstance(got, tuple | list) and len(got) == len(wanted)
+    kind = f"{len(got)} things" if isinstance(got, tuple | list) else type(got).__name__
+    sentence = f"the function should return {len(wanted)} things, {', '.join(wanted)}, not {kind}"
+    expect(fits, sentence, diagnosis="wrong-type", case=case)
+    return tuple(got)
+
+
+def _has_nan(*values: Any) -> bool:
+    return any(bool(torch.as_tensor(x, dtype=torch.float64).isnan().any()) for x in values)
+
+
+# ---- 0.1 ------------------------------------------------------------------------------------------------------------
+
+
+@exercise(
+    "0.1",
+    title="Where softmax overflows",
+    minutes=5,
+    difficulty="Warm-up",
+    hints=[
+        "One exponential overflows near ln(largest finite number). `torch.finfo(dtype).max` is that number.",
+        "With n equal scores s the sum is n · e^s. Set it equal to the largest number and solve for s.",
+    ],
+)
+def _(largest_safe_score):
+    for dtype, n in ((torch.float16, 1), (torch.float16, 8), (torch.bfloat16, 4096), (torch.float32, 1024)):
+        case = f"{n} equal scores in {str(dtype).removeprefix('torch.')}"
+        largest = torch.finfo(dtype).max
+        right = math.log(largest) - math.log(n)
+        alone = "this is where one exponential overflows; the sum of n of them overflows earlier"
+        base = "the exponential is e^s, so the logarithm is the natural one"
+        mistakes = {
+            "sum-forgotten": (math.log(largest), alone),
+            "wrong-base": (math.log2(largest / n), base),
+            "wrong-base-10": (math.log10(largest / n), base),
+            "sign-of-log-n": (
+                math.log(largest) + math.log(n),
+                "more scores leave less room for each: ln(n) is subtracted",
+            ),
+            "not-the-dtypes-limit": (
+                math.log(65504) - math.log(n),
+                "that is float16's limit; take the limit of the dtype, torch.finfo(dtype).max",
+            ),
+        }
+        got = _call(case, largest_safe_score, dtype, n)
+        expect_close(got, right, what="the largest safe score", tol=1e-4, case=case, mistakes=mistakes)
+    return "4 cases"
+
+
+# ---- 0.2 ------------------------------------------------------------------------------------------------------------
+
+
+@exercise(
+    "0.2",
+    title="The safe softmax",
+    minutes=10,
+    difficulty="Warm-up",
+    hints=[
+        "Subtract from each row its own maximum: `x.amax(dim=-1, keepdim=True)`, or `row_max(x)[..., None]`.",
+        "In a row of nothing but -inf the maximum is -inf too. Replace that one by 0 before subtracting: "
+        "`m.masked_fill(torch.isneginf(m), 0.0)`.",
+        "Such a row then has the sum 0. Divide by 1 there: `l.masked_fill(l == 0, 1.0)`.",
+    ],
+)
+def _(softmax):
+    x = _t([1.0, 2.0, 3.0], [3.0, 1.0, 1.0])
+    mistakes = {
+        "wrong-axis": (torch.softmax(x, dim=0), "the softmax runs along the wrong axis: each row is to sum to 1"),
+        "flattened": (
+            torch.softmax(x.flatten(), 0).view(2, 3),
+            "all rows share one sum: keep the axes apart with dim=-1, keepdim=True",
+        ),
+        "not-normalised": (
+            torch.exp(x - x.amax(-1, keepdim=True)),
+            "the exponentials are right, but they are not divided by their row's sum",
+        ),
+    }
+    got = _call("two small rows", softmax, x, unchanged=[x])
+    expect_close(got, softmax_safe(x), what="the softmax", case="two small rows", mistakes=mistakes)
+
+    for case, x in {"scores of 1000": _t([1000.0, 1001.0]), "scores of -1000": _t([-1000.0, -1001.0])}.items():
+        got = _call(case, softmax, x)
+        sentence = "the exponentials overflowed or all underflowed: subtract the row maximum before exp"
+        fine = not _has_nan(got) and torch.as_tensor(got).sum() > 0.5
+        expect(fine, sentence, diagnosis="no-max-subtraction", case=case)
+        expect_close(got, softmax_safe(x), what="the softmax", case=case)
+
+    case = "rows at different heights"
+    x = _t([0.0, 1.0], [2000.0, 2001.0])
+    got = _call(case, softmax, x)
+    sentence = "one maximum was taken for all rows; a row far below it underflows: take each row's own"
+    expect(not _has_nan(got) and torch.as_tensor(got)[0].sum() > 0.5, sentence, diagnosis="global-max", case=case)
+    expect_close(got, softmax_safe(x), what="the softmax", case=case)
+
+    case = "masked scores and a masked row"
+    x = _t([-INF, 1.0, 2.0], [-INF, -INF, -INF])
+    got = _call(case, softmax, x, unchanged=[x])
+    expect(not _has_nan(got), _MINUS_INFINITY, diagnosis="minus-infinity", case=case)
+    uniform = torch.where(torch.isneginf(x).all(-1, keepdim=True), 1 / 3, softmax_safe(x))
+    mistakes = {
+        "finite-sentinel": (
+            uniform,
+            "a fully masked row gives equal weights to keys that nobody may see; its softmax is 0 everywhere",
+        )
+    }
+    expect_close(got, softmax_safe(x), what="the softmax", case=case, mistakes=mistakes)
+
+    for dtype in (torch.float16, torch.float32):
+        x = (4 * torch.randn(2, 3, 17, generator=torch.Generator().manual_seed(0))).to(dtype)
+        case = f"[2, 3, 17] in {str(dtype).removeprefix('torch.')}"
+        expect_close(_call(case, softmax, x), softmax_safe(x), what="the softmax", case=case, dtype=dtype)
+    x = _t(7.0)
+    expect_close(_call("one element", softmax, x), _t(1.0), what="the softmax", case="one element")
+    return "8 cases: any height, masked rows, one element"
+
+
+# ---- 0.3 ------------------------------------------------------------------------------------------------------------
+
+
+class _Score(float):
+    """A float that can be watched: how many of a row are alive at once says whether the row was kept."""
+
+    __slots__ = ("__weakref__",)
+
+
+def _watched_row(xs: Sequence[float], most: list[int]) -> Iterator[float]:
+    """The row as an iterator; `most[0]` becomes the largest number of its scores that were alive at once."""
+    alive: weakref.WeakSet[_Score] = weakref.WeakSet()
+    for x in xs:
+        score = _Score(x)
+        alive.add(score)
+        most[0] = max(most[0], len(alive))
+        yield score
+
+
+def _normalizer(xs: Sequence[float], mistake: str = "") -> tuple[float, float]:
+    """(m, l) as the right function gives it, or as one with a known mistake would."""
+    if mistake == "unshifted":
+        return max(xs), sum(math.exp(x) for x in xs)
+    m, l = -INF, 0.0
+    for x in xs:
+        m_new = max(m, x)
+        if m_new == -INF:
+            continue
+        old, new = (0.0 if m == -INF else math.exp(m - m_new)), math.exp(x - m_new)
+        if mistake == "not-rescaled":
+            old = 1.0
+        elif mistake == "inverted":
+            old = 0.0 if m == -INF else math.exp(min(m_new - m, 700.0))
+        elif mistake == "new-term-too":
+            new *= old if m != -INF else 1.0
+        elif mistake == "new-term-lost" and x > m:
+            new = 0.0 if m != -INF else 1.0
+        m, l = m_new, l * old + new
+    return m, l
+
+
+@exercise(
+    "0.3",
+    title="Maximum and sum in one pass",
+    minutes=15,
+    hints=[
+        "Start with m = -inf and l = 0. For each x: the new maximum first, under a new name, since the old one is "
+        "still needed.",
+        "l = l * exp(m - m_new) + exp(x - m_new), then m = m_new. The order of these two lines matters.",
+        "If m_new is still -inf, nothing has been seen yet: go on to the next x before any subtraction.",
+    ],
+)
+def _(online_max_and_sum):
+    rows = {
+        "the lecture's row": [1 * LN2, 3 * LN2, 2 * LN2, 4 * LN2, 0.0],
+        "the maximum comes first": [4.0, 1.0, 2.0, 3.0],
+        "the maximum moves at every step": [0.5 * i for i in range(-6, 6)],
+        "one element": [-3.0],
+        "scores of 800": [799.0, 801.0, 800.0],
+        "scores of -800": [-801.0, -799.0],
+        "a jump of 1000": [0.0, 1000.0, 1.0],
+        "masked scores in between": [1.0, -INF, 2.0, -INF],
+        "masked scores first": [-INF, -INF, 2.0, 3.0],
+        "all masked": [-INF, -INF],
+        "an empty row": [],
+    }
+    for case, xs in rows.items():
+        most = [0]
+        unshifted = "exp overflowed: every exponent must be a score minus the running maximum"
+        try:
+            got = _call(case, online_max_and_sum, _watched_row(xs, most))
+        except OverflowError as error:
+            raise CheckFailed(unshifted, diagnosis="no-max-subtraction", case=case) from error
+        m, l = _parts(got, "m l", case)
+        want_m, want_l = _normalizer(xs)
+        if m == want_l and l == want_m and want_m != want_l:
+            raise CheckFailed("the two results are swapped: return m, l", diagnosis="swapped", case=case)
+        expect(
+            not (isinstance(m, float | int) and want_m < m < INF and m not in xs),
+            f"m is {m:.6g}, and no score is that large: it must start at -inf, not at a finite number",
+            diagnosis="finite-start",
+            case=case,
+        )
+        expect_close(m, want_m, what="the maximum m", diagnosis="wrong-maximum", case=case)
+        expect(
+            not (xs and want_l and l == 0),
+            "l is 0: the row was read a second time, and by then it was used up; both must be found in one loop",
+            diagnosis="two-passes",
+            case=case,
+        )
+        if _has_nan(l):
+            masked = xs[0] == -INF
+            slug, sentence = ("minus-infinity", _MINUS_INFINITY) if masked else ("correction-inverted", _INVERTED)
+            raise CheckFailed(sentence, diagnosis=slug, case=case)
+        mistakes = {}
+        if xs and want_m > -INF:
+            new_term = "the correction belongs to the old sum only; the new term already refers to the new maximum"
+            new_lost = "a new maximum must be counted too: its own term is exp(0) = 1"
+            mistakes = {
+                "not-rescaled": (_normalizer(xs, "not-rescaled")[1], f"l {_NOT_RESCALED}"),
+                "correction-inverted": (_normalizer(xs, "inverted")[1], _INVERTED),
+                "new-term-rescaled": (_normalizer(xs, "new-term-too")[1], new_term),
+                "new-term-lost": (_normalizer(xs, "new-term-lost")[1], new_lost),
+            }
+            if max(xs) < 700:
+                value = _normalizer([x for x in xs if x > -INF], "unshifted")[1]
+                mistakes["no-max-subtraction"] = (value, "l is the sum of exp(x): subtract the running maximum")
+        expect_close(l, want_l, what="the sum l", case=case, tol=1e-9 * max(1.0, want_l), mistakes=mistakes)
+
+    case, most = "a row of 1000", [0]
+    xs = [math.sin(i) for i in range(1000)]
+    _, l = _parts(_call(case, online_max_and_sum, _watched_row(xs, most)), "m l", case)
+    expect_close(l, _normalizer(xs)[1], what="the sum l", case=case)
+    sentence = f"{most[0]} scores were kept in memory at once; the point is to keep two numbers, m and l"
+    expect(most[0] <= 8, sentence, diagnosis="row-kept", case=case)
+    return "12 rows, each read once"
+
+
+# ---- 0.4 ------------------------------------------------------------------------------------------------------------
+
+
+def _expect_state(got: Any, a: State, b: State, case: str) -> None:
+    """Compare a merged state with the right one; `a` and `b` are what was merged."""
+    __tracebackhide__ = True
+    m, l, o = _parts(got, "m l o", case)
+    right = merge(a, b)
+    expect_close(m, right.m, what="m", diagnosis="wrong-maximum", case=case)
+    if _has_nan(l, o) and torch.isneginf(torch.minimum(a.m, b.m)).any():
+        raise CheckFailed(_MINUS_INFINITY, diagnosis="minus-infinity", case=case)
+
+    reference = right.m.masked_fill(torch.isneginf(right.m), 0.0)
+    ca, cb, one = torch.exp(a.m - reference), torch.exp(b.m - reference), torch.ones_like(a.m)
+
+    def both_with(wa: torch.Tensor, wb: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return a.l * wa + b.l * wb, a.o * wa[..., None] + b.o * wb[..., None]
+
+    either = "was not rescaled: either of the two may have the smaller maximum"
+    known = {
+        "only-the-first-rescaled": (ca, one, f"b {either}"),
+        "not-rescaled": (one, one, f"what is kept {_NOT_RESCALED}"),
+        "only-the-second-rescaled": (one, cb, f"a {either}"),
+        "correction-inverted": (torch.exp(reference - a.m), torch.exp(reference - b.m), _INVERTED),
+        "corrections-swapped": (cb, ca, "each state was multiplied by the other one's correction"),
+    }
+    wrong = {slug: (*both_with(wa, wb), sentence) for slug, (wa, wb, sentence) in known.items()}
+    expect_close(l, right.l, what="l", case=case, mistakes={s: (x, why) for s, (x, _, why) in wrong.items()})
+
+    mistakes = {slug: (x, f"l is right, but o is not: {why}") for slug, (_, x, why) in wrong.items()}
+    mistakes["normalised-early"] = (
+        right.o / right.l.masked_fill(right.l == 0, 1.0)[..., None],
+        "o was divided by l: a state stays unnormalised, finish divides once at the end",
+    )
+    if a.m.ndim and a.m.shape[-1] == a.o.shape[-1]:
+        mistakes["broadcast-along-the-wrong-axis"] = (
+            a.o * ca + b.o * cb,
+            "the corrections were broadcast along the columns of o; there is one a row: correction[..., None]",
+        )
+    expect_close(o, right.o, what="o", case=case, mistakes=mistakes)
+
+
+@exercise(
+    "0.4",
+    title="Merge two states",
+    minutes=15,
+    hints=[
+        "Take the common maximum first: `torch.maximum(a.m, b.m)`. Each side then has its own correction.",
+        "l adds up as a.l * exp(a.m - m) + b.l * exp(b.m - m), and o the same way; o has one more axis, so its "
+        "corrections are `[..., None]`.",
+        "When both maxima are -inf, refer to 0 instead: `shifted_exp` of exercise 0.2 does that.",
+    ],
+)
+def _(merge_states):
+    g = torch.Generator().manual_seed(0)
+
+    def block(low: float, n: int = 5, rows: tuple[int, ...] = (), d: int = 3) -> State:
+        return block_state(
+            low + torch.randn(*rows, n, generator=g, dtype=torch.float64),
+            0.5 + torch.randn(*rows[:-1], n, d, generator=g, dtype=torch.float64),
+        )
+
+    low, high, nothing = block(0.0), block(4.0), identity(head_dim=3, dtype=torch.float64)
+    masked = block_state(_t(-INF, -INF), torch.ones(2, 3, dtype=torch.float64))
+    many, more = block(0.0, rows=(6,)), block(0.0, rows=(6,))  # in each row another one has the maximum
+    cases = {
+        "equal maxima": (low, low),
+        "b has the maximum": (low, high),
+        "a has the maximum": (high, low),
+        "six rows": (many, more),
+        "as many rows as columns": (block(0.0, rows=(3,)), block(1.0, rows=(3,))),
+        "scores of 1000": (block(1000.0), block(1003.0)),
+        "b is the identity": (low, nothing),
+        "a is the identity": (nothing, low),
+        "a is masked": (masked, low),
+        "the identity twice": (nothing, nothing),
+        "batch and heads": (block(0.0, rows=(2, 2, 4)), block(0.0, rows=(2, 2, 4))),
+    }
+    for case, (a, b) in cases.items():
+        _expect_state(_call(case, merge_states, a, b, unchanged=[*a, *b]), a, b, case)
+
+    case = "three blocks, both ways"
+    a, b, c = block(0.0), block(3.0), block(1.0)
+    right, _ = finish(merge(merge(a, b), c))
+    for way in (
+        lambda: merge_states(State(*merge_states(a, b)), c),
+        lambda: merge_states(a, State(*merge_states(b, c))),
+    ):
+        o, _ = finish(State(*_call(case, way)))
+        expect_close(o, right, what="the output of three blocks", case=case)
+    return "12 cases, the identity and masked blocks among them"
+
+
+# ---- 0.5 ------------------------------------------------------------------------------------------------------------
+
+
+def _blockwise(x: torch.Tensor, v: torch.Tensor, n: int, mistake: str = "") -> torch.Tensor:
+    """Attention of one row, `n` keys at a time, right or with a known mistake."""
+    m, l, o = x.new_tensor(-INF), x.new_zeros(()), x.new_zeros(v.shape[-1])
+    stop = len(x) // n * n if mistake == "tail-lost" else len(x)
+    for start in range(0, stop, n):
+        x_j, v_j = x[start : start + n], v[start : start + n]
+        m_new = torch.maximum(m, x_j.max())
+        correction = torch.exp(m - m_new)
+        if mistake == "inverted" and start:
+            correction = torch.exp(m_new - m)
+        p = torch.exp(x_j - m_new)
+        l = l * (correction if mistake != "l-not-rescaled" and mistake != "not-rescaled" else 1.0) + p.sum()
+        o = o * (correction if mistake != "o-not-rescaled" and mistake != "not-rescaled" else 1.0) + p @ v_j
+        if mistake == "normalised-early":
+            o = o / l
+        m = m_new
+    return o if mistake in ("not-normalised", "normalised-early") else o / l
+
+
+@exercise(
+    "0.5",
+    title="Bug hunt: right until it is not",
+    minutes=15,
+    difficulty="Bug hunt",
+    hints=[
+        "The function is right whenever the largest score is in the first block. What is different in the code path of "
+        "a later block that brings a new maximum?",
+        "Print `correction` for scores 0, 0, 5, 0 in blocks of 2. Can a correction be above 1?",
+        "Old terms are too large, by what? They are exp(x - m) and should be exp(x - m_new). Write down the quotient.",
+    ],
+)
+def _(attention_in_blocks):
+    g = torch.Generator().manual_seed(1)
+    v = 0.5 + torch.randn(12, 3, generator=g, dtype=torch.float64)
+    x = torch.randn(12, generator=g, dtype=torch.float64)
+    first, late = x.clone(), x.clone()
+    first[1], late[10] = 4.0, 4.0
+    rows = {
+        "the largest score in the first block": first,
+        "the largest score in the last block": late,
+        "a maximum that moves in every block": torch.linspace(-3, 3, 12, dtype=torch.float64),
+        "scores around 1000": late + 1000,
+    }
+    sentences = {
+        "not-rescaled": f"neither l nor o is right: what is kept {_NOT_RESCALED}",
+        "l-not-rescaled": f"l {_NOT_RESCALED}",
+        "o-not-rescaled": f"o {_NOT_RESCALED}",
+        "normalised-early": "o is divided by l in every block: divide once, at the end",
+        "not-normalised": "o is not divided by l at the end",
+        "tail-lost": "the last, shorter block is left out",
+    }
+    for case, row in rows.items():
+        for n in (4, 5, 1, 12, 100):
+            name = f"{case}, blocks of {n}"
+            got = _call(name, attention_in_blocks, row, v, n, unchanged=[row, v])
+            expect(
+                got is not None,
+                "the function returns None: is a `return` missing?",
+                diagnosis="returned-none",
+                case=name,
+            )
+            overflow = "exp overflowed: every exponent must be a score minus the running maximum"
+            expect(not _has_nan(got) or row.max() < 700, overflow, diagnosis="no-max-subtraction", case=name)
+            mistakes = {"correction-inverted": (_blockwise(row, v, n, "inverted"), _INVERTED)}
+            mistakes |= {slug: (_blockwise(row, v, n, slug), why) for slug, why in sentences.items()}
+            expect_close(got, _blockwise(row, v, n), what="the output", case=name, mistakes=mistakes)
+    return "20 cases"
+
+
+# ---- 0.6 ------------------------------------------------------------------------------------------------------------
+
+
+@exercise(
+    "0.6",
+    title="Merge two finished results",
+    minutes=15,
+    hints=[
+        "A finished result (o, lse) is a state. Which m and which l has it? Look at φ(m, l, o) in section 8.",
+        "State(m=lse, l=1, o=o). Merge two of them, then finish.",
+        "Or directly: with m = max(lse1, lse2), the weights are w1 = exp(lse1 - m) and w2 = exp(lse2 - m); "
+        "o = (w1 o1 + w2 o2) / (w1 + w2) and lse = m + ln(w1 + w2). Mind two rows that saw no key.",
+    ],
+)
+def _(merge_results):
+    g = torch.Generator().manual_seed(2)
+
+    def result(low: float, rows: tuple[int, ...] = (4,), n: int = 6) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = low + torch.randn(*rows, n, generator=g, dtype=torch.float64)
+        return finish(block_state(scores, 1 + torch.randn(n, 2, generator=g, dtype=torch.float64)))
+
+    nothing = finish(identity(4, head_dim=2, dtype=torch.float64))
+    cases = {
+        "the second is heavier": (*result(0.0), *result(2.0)),
+        "the first is heavier": (*result(2.0), *result(0.0)),
+        "equal weights": (_t([0.0, 2.0]), _t(1.0), _t([4.0, 6.0]), _t(1.0)),
+        "lse of 1000": (*result(1000.0), *result(1001.0)),
+        "lse of -1000": (*result(-1000.0), *result(-1001.0)),
+        "the second saw no key": (*result(0.0), *nothing),
+        "neither saw a key": (*nothing, *nothing),
+    }
+    for case, (o1, lse1, o2, lse2) in cases.items():
+        got = _call(case, merge_results, o1, lse1, o2, lse2, unchanged=[o1, lse1, o2, lse2])
+        o, lse = _parts(got, "o lse", case)
+        a, b = (State(s, torch.isfinite(s).to(s.dtype), r) for r, s in ((o1, lse1), (o2, lse2)))
+        want_o, want_lse = finish(merge(a, b))
+        if _has_nan(o, lse) or not _finite_where(o, want_o):
+            empty = torch.isneginf(want_lse).any()
+            overflow = "the weights overflowed or underflowed: subtract the larger lse before exp"
+            slug, sentence = ("minus-infinity", _MINUS_INFINITY) if empty else ("no-max-subtraction", overflow)
+            raise CheckFailed(sentence, diagnosis=slug, case=case)
+        w1, w2 = torch.exp(lse1 - want_lse)[..., None], torch.exp(lse2 - want_lse)[..., None]
+        m = torch.maximum(lse1, lse2)
+        total = lse1 + lse2
+        mistakes = {
+            "averaged": ((o1 + o2) / 2, "o is the plain average; the parts are as heavy as their sums of exponentials"),
+            "added": (
+                o1 + o2,
+                "the outputs were added; each is already divided by its own sum, so they must be weighted",
+            ),
+            "weighted-by-lse": (
+                (o1 * lse1[..., None] + o2 * lse2[..., None]) / total[..., None],
+                "the outputs are weighted by lse; the weight is exp(lse)",
+            ),
+            "weights-swapped": (w2 * o1 + w1 * o2, "each output was multiplied by the other one's weight"),
+            "not-normalised": (
+                torch.exp(lse1 - m)[..., None] * o1 + torch.exp(lse2 - m)[..., None] * o2,
+                "the weights do not sum to 1: divide by their sum",
+            ),
+        }
+        if not torch.isneginf(want_lse).any():
+            expect_close(o, want_o, what="o", case=case, mistakes=mistakes)
+        else:
+            expect_close(o, want_o, what="o", case=case)
+        mistakes = {
+            "lse-added": (total, "the two lse were added; add their exponentials, then take the logarithm"),
+            "lse-is-the-maximum": (m, "lse is the larger of the two; the other one's share is missing"),
+            "lse-without-the-maximum": (want_lse - m, "the maximum was subtracted, and not added back"),
+        }
+        expect_close(lse, want_lse, what="lse", case=case, mistakes=mistakes)
+
+    case = "three parts, one after another"
+    scores, v = (
+        3 * torch.randn(4, 9, generator=g, dtype=torch.float64),
+        torch.randn(9, 2, generator=g, dtype=torch.float64),
+    )
+    parts = [finish(block_state(scores[:, i : i + 3], v[i : i + 3])) for i in (0, 3, 6)]
+    o, lse = _call(case, lambda: merge_results(*merge_results(*parts[0], *parts[1]), *parts[2]))
+    expect_close(o, softmax_safe(scores) @ v, what="o", case=case)
+    expect_close(lse, torch.logsumexp(scores, -1), what="lse", case=case)
+    return "8 cases, rows without a key among them"
+
+
+def _finite_where(got: Any, want: torch.Tensor) -> bool:
+    got = torch.as_tensor(got, dtype=torch.float64)
+    return got.shape != want.shape or bool(got[want.isfinite()].isfinite().all())
+
+
+# ---- 0.7 ------------------------------------------------------------------------------------------------------------
+
+
+def _depth(tree: Any) -> int:
+    return 1 + max(_depth(part) for part in tree) if isinstance(tree, tuple) else 0
+
+
+def _leaves(tree: Any) -> list[int]:
+    return [leaf for part in tree for leaf in _leaves(part)] if isinstance(tree, tuple) else [tree]
+
+
+@exercise(
+    "0.7",
+    title="Merge as a tree",
+    minutes=20,
+    difficulty="Stretch",
+    hints=[
+        "In one round merge the neighbours 0 and 1, 2 and 3, ... That halves the list. Repeat until one state is left.",
+        "A list of odd length has one state without a partner: hand it on to the next round as it is.",
+        "The empty list needs an answer too: what is the sum of no states?",
+    ],
+)
+def _(merge_as_tree):
+    for n in (1, 2, 3, 4, 5, 7, 8, 13, 64, 100):
+        case = f"{n} states"
+        count = [0]
+
+        def pair(a, b, count=count):
+            count[0] += 1
+            return (a, b)
+
+        # Numbers for states and tuples for merges: the result is the tree itself.
+        tree = _call(case, merge_as_tree, list(range(n)), pair, "nothing")
+        expect(
+            tree is not None, "the function returns None: is a `return` missing?", diagnosis="returned-none", case=case
+        )
+        leaves = [leaf for leaf in _leaves(tree) if leaf != "nothing"]
+        lost, twice = sorted(set(range(n)) - set(leaves)), len(leaves) != len(set(leaves))
+        sentence = f"states {lost} were left out; a state without a partner goes on to the next round"
+        expect(not lost, sentence, diagnosis="state-lost", case=case)
+        expect(
+            not twice, "a state was merged in twice: its keys would count double", diagnosis="merged-twice", case=case
+        )
+        sentence = (
+            "the states were reordered: merge neighbours, so that the tree also serves operations that do not commute"
+        )
+        expect(leaves == list(range(n)), sentence, diagnosis="reordered", case=case)
+        most = math.ceil(math.log2(n))
+        sentence = f"the result is {_depth(tree)} merges deep; a balanced tree of {n} states needs {most}"
+        expect(_depth(tree) <= most, sentence, diagnosis="not-a-tree", case=case)
+        expect(
+            count[0] == n - 1,
+            f"{count[0]} merges for {n} states; {n - 1} are enough",
+            diagnosis="extra-merges",
+            case=case,
+        )
+
+    case = "no states"
+    nothing = identity(head_dim=2)
+    got = _call(case, merge_as_tree, [], merge, nothing)
+    sentence = "the sum of no states is the identity"
+    expect(
+        isinstance(got, tuple) and got is nothing or _same(got, nothing), sentence, diagnosis="empty-list", case=case
+    )
+
+    case = "real states"
+    g = torch.Generator().manual_seed(3)
+    x, v = 5 * torch.randn(37, generator=g, dtype=torch.float64), torch.randn(37, 2, generator=g, dtype=torch.float64)
+    states = [block_state(x[i : i + 4], v[i : i + 4]) for i in range(0, 37, 4)]
+    given = list(states)
+    got = _call(case, merge_as_tree, states, merge, identity(head_dim=2, dtype=torch.float64))
+    expect(states == given, "the list of states was changed; work on a copy", diagnosis="inputs-changed", case=case)
+    expect_close(finish(State(*_parts(got, "m l o", case)))[0], torch.softmax(x, 0) @ v, what="the output", case=case)
+    return "12 lists, each as flat as it can be"
+
+
+def _same(got: Any, want: State) -> bool:
+    return isinstance(got, tuple) and len(got) == 3 and all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+# ---- 0.8 ------------------------------------------------------------------------------------------------------------
+
+
+def _lazy(
+    x: torch.Tensor, v: torch.Tensor, n: int, threshold: float, mistake: str = ""
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Blockwise attention with a reference that moves only when it must; right, or with a known mistake."""
+    m, last, count = x.new_tensor(-INF), x.new_tensor(-INF), 0
+    l, o = x.new_zeros(()), x.new_zeros(v.shape[-1])
+    for start in range(0, len(x), n):
+        x_j, v_j = x[start : start + n], v[start : start + n]
+        top = x_j.max()
+        seen = torch.maximum(last, top)
+        if seen == -INF:
+            continue
+        compared = last if mistake == "drift" else m
+        moves = top > compared + (0.0 if mistake == "threshold-ignored" else threshold)
+        if m == -INF:
+            m = top
+            count += mistake == "start-counted"
+        elif moves and mistake != "never":
+            correction = torch.exp(top - m if mistake == "inverted" else m - top)
+            correction = torch.ones_like(m) if mistake == "not-rescaled" else correction
+            l, o = l * correction, o * correction
+            m, count = top, count + 1
+        p = torch.exp(x_j - m)
+        l, o, last = l + p.sum(), o + p @ v_j, seen
+    if m == -INF:
+        return o, m, 0
+    return o / l, (last if mistake == "lse-from-the-maximum" else m) + torch.log(l), count
+
+
+@exercise(
+    "0.8",
+    title="Skip the correction",
+    minutes=30,
+    difficulty="Stretch",
+    hints=[
+        "Keep a reference m that is allowed to be stale. For each block compute its maximum, and compare it with the "
+        "*reference*, not with the last maximum seen.",
+        "Only if the block's maximum is above m + threshold: correct l and o by exp(m - new) and let m be the block's "
+        "maximum. Otherwise take the block's exponentials against the old m; they stay below exp(threshold).",
+        "At the end nothing changes: o / l and m + ln(l), with the reference m. The first block that holds a "
+        "finite score sets m and is no correction.",
+    ],
+)
+def _(lazy_attention):
+    g = torch.Generator().manual_seed(4)
+    v = 0.5 + torch.randn(24, 2, generator=g, dtype=torch.float64)
+    noise = torch.randn(24, generator=g, dtype=torch.float64)
+    masked = noise.clone()
+    masked[:9] = -INF
+    rows = {
+        "random scores": 3 * noise,
+        "a slow climb": torch.linspace(0, 23, 24, dtype=torch.float64),
+        "a climb to 3000": torch.linspace(0, 3000, 24, dtype=torch.float64),
+        "the maximum first": torch.linspace(4, -4, 24, dtype=torch.float64),
+        "masked blocks first": masked,
+        "all masked": torch.full((24,), -INF, dtype=torch.float64),
+    }
+    drift = (
+        "the block was compared with the last maximum seen; compare it with the reference, or many small steps add up "
+        "unseen until exp overflows"
+    )
+    for case, x in rows.items():
+        for n, threshold in ((4, 0.0), (4, 5.0), (1, 2.5), (7, 8 * LN2)):
+            name = f"{case}, blocks of {n}, threshold {threshold:.3g}"
+            got = _call(name, lazy_attention, x, v, n, threshold, unchanged=[x, v])
+            o, lse, count = _parts(got, "o lse corrections", name)
+            want_o, want_lse, want_count = _lazy(x, v, n, threshold)
+            if torch.isneginf(x).any():
+                expect(not _has_nan(o, lse), _MINUS_INFINITY, diagnosis="minus-infinity", case=name)
+            if count != want_count:
+                told = {
+                    "threshold-ignored": "a correction was made for every new maximum; below the threshold it can wait",
+                    "drift": drift,
+                    "start-counted": "the first block sets the reference; no correction to count yet",
+                    "never": "the reference never moved",
+                }
+                for slug, why in told.items():
+                    if count == _lazy(x, v, n, threshold, slug)[2]:
+                        raise CheckFailed(why, diagnosis=slug, case=name)
+            finite = not _has_nan(o, lse) and _finite_where(o, want_o)
+            sentence = "exp overflowed: the reference must follow a maximum that is above it by more than the threshold"
+            expect(finite, sentence, diagnosis="reference-too-low", case=name)
+            o_mistakes = {
+                "not-rescaled": (
+                    _lazy(x, v, n, threshold, "not-rescaled")[0],
+                    f"l and o: what is kept {_NOT_RESCALED}",
+                ),
+                "correction-inverted": (_lazy(x, v, n, threshold, "inverted")[0], _INVERTED),
+            }
+            true_maximum = _lazy(x, v, n, threshold, "lse-from-the-maximum")[1]
+            told = "lse is the true maximum plus ln(l), but l refers to the reference: lse = reference + ln(l)"
+            expect_close(o, want_o, what="o", case=name, mistakes=o_mistakes)
+            expect_close(lse, want_lse, what="lse", case=name, mistakes={"lse-from-the-maximum": (true_maximum, told)})
+            expect_close(count, want_count, what="the number of corrections", diagnosis="wrong-count", case=name)
+    return "24 cases: same output, fewer corrections"

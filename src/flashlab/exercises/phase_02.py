@@ -1,0 +1,634 @@
+"""The checks of phase 2: the online-softmax simulation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from flashlab import reference, runtime
+from flashlab.check import CheckFailed, expect, expect_close, running, verify_block, verify_one_head
+from flashlab.exercises import exercise
+from flashlab.simulation import Meter, flash_cost
+
+
+def _oracle(
+    Q: torch.Tensor, K: torch.Tensor, V: torch.Tensor, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    o, lse = reference.attention(Q[None, None], K[None, None], V[None, None], **options)
+    return o[0, 0], lse[0, 0]
+
+
+def _random(
+    *shapes: tuple[int, int], seed: int = 0, dtype: torch.dtype = torch.float32
+) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(*shape, generator=generator).to(runtime.device(), dtype) for shape in shapes]
+
+
+def _run(fn: Callable[..., Any], *args: Any, case: str, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Call the learner's function; CheckFailed unless it returns two tensors."""
+    __tracebackhide__ = True
+    expect(callable(fn), "a function is expected: give its name, without calling it", diagnosis="wrong-type")
+    with running(case):
+        result = fn(*args, **options)
+    if (
+        not isinstance(result, (tuple, list))
+        or len(result) != 2
+        or not all(isinstance(x, torch.Tensor) for x in result)
+    ):
+        kind = "nothing" if result is None else f"a {type(result).__name__}"
+        raise CheckFailed(
+            f"the function should return two tensors, (O, lse), but it returned {kind}",
+            diagnosis="wrong-type",
+            case=case,
+        )
+    return result[0], result[1]
+
+
+def _from_scores(S: torch.Tensor, V: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Q, K, V whose scores, with scale 1, are S [M, N]: Q is the identity, and K is S transposed."""
+    M = S.shape[0]
+    return torch.eye(M, device=S.device), S.T.contiguous(), V
+
+
+def _expect_flat_memory(fn: Callable[..., Any]) -> None:
+    """The milestone's point: nothing in the loop may have N in its shape."""
+    __tracebackhide__ = True
+    BLOCK_M, HEAD_DIM = 256, 8  # many rows, few features: a copy of K is small beside a row of tiles
+    peaks = []
+    for N in (256, 1024):
+        Q_block, K, V = _random((BLOCK_M, HEAD_DIM), (N, HEAD_DIM), (N, HEAD_DIM))
+        with Meter() as meter:
+            _run(fn, Q_block, K, V, 16, case=f"N={N}, BLOCK_N=16")
+        peaks.append(meter.peak_bytes)
+    expect(
+        peaks[1] - peaks[0] < BLOCK_M * (1024 - 256) * 4 // 2,
+        f"the values are right, the memory is not: with four times the keys your function held {peaks[1]} "
+        f"bytes at once instead of {peaks[0]}, so some tensor in it is [BLOCK_M, N]; keep only m_i, l_i and "
+        "acc between blocks",
+        diagnosis="memory-grows-with-n",
+    )
+
+
+# ---- 2.1 ---------------------------------------------------------------------------------------------------
+
+
+@exercise(
+    "2.1",
+    title="One step by hand",
+    minutes=10,
+    difficulty="Warm-up",
+    hints=[
+        "Work relative to the maximum. What is the largest score of all four keys? Everything is "
+        "`exp(score - that)`.",
+        "The correction is `exp(m_i - m_new)` = exp(ln 2 - ln 8) = 2 / 8. Multiply the old `l_i` and the "
+        "old `acc` by it.",
+        "`p` of the second block is (8/8, 4/8). Add 1 + 1/2 to the corrected `l_i`, and 1 * 1 + 1/2 * 6 to "
+        "the corrected `acc`.",
+    ],
+)
+def _(one_step: Callable[[], dict[str, float]]) -> str:
+    got = one_step()
+    names = ["m_new", "correction", "l_i", "acc", "O"]
+    expect(
+        isinstance(got, dict) and set(got) == set(names),
+        f"return a dictionary with the keys {', '.join(names)}",
+        diagnosis="wrong-type",
+    )
+    ln = math.log
+    expect_close(
+        got["m_new"],
+        ln(8),
+        what="m_new",
+        tol=1e-3,
+        mistakes={
+            "block-maximum-only": (ln(4), "m_new is the largest score seen so far, in both blocks: ln 8"),
+            "base-2": (3.0, "m_new is in natural units: ln 8, not log2 of it"),
+        },
+    )
+    expect_close(
+        got["correction"],
+        0.25,
+        what="correction",
+        tol=1e-3,
+        mistakes={
+            "correction-inverted": (
+                4.0,
+                "the correction is upside down: a larger maximum must shrink the old sums, exp(m_i - "
+                "m_new), not exp(m_new - m_i)",
+            )
+        },
+    )
+    expect_close(
+        got["l_i"],
+        1.875,
+        what="l_i",
+        tol=1e-3,
+        mistakes={
+            "l-not-rescaled": (
+                3.0,
+                "l_i: the old sum 1.5 is relative to the old maximum; correct it before you add",
+            ),
+            "l-forgotten": (1.5, "l_i: only one block is in it"),
+        },
+    )
+    expect_close(
+        got["acc"],
+        5.375,
+        what="acc",
+        tol=1e-3,
+        mistakes={
+            "acc-not-rescaled": (
+                9.5,
+                "acc: the old 5.5 is relative to the old maximum; correct it before you add",
+            ),
+            "acc-forgotten": (4.0, "acc: only the second block is in it"),
+        },
+    )
+    expect_close(
+        got["O"],
+        43 / 15,
+        what="O",
+        tol=1e-3,
+        mistakes={"not-normalised": (5.375, "O is acc divided by l_i, once, at the end")},
+    )
+    return "all five values right; O = 43/15, as the softmax over all four keys gives"
+
+
+# ---- 2.2 ---------------------------------------------------------------------------------------------------
+
+
+@exercise(
+    "2.2",
+    title="The state of one block",
+    minutes=10,
+    difficulty="Warm-up",
+    hints=[
+        "Three lines. Each row of `s` is on its own: the maximum and the sum run along `dim=1`.",
+        "`m = s.amax(dim=1)` has shape [BLOCK_M]; to subtract it from every column write `m[:, None]`.",
+        "`p = torch.exp(s - m[:, None])`, then `l = p.sum(dim=1)` and `acc = p @ v`. No division.",
+    ],
+)
+def _(block_state: Callable[[torch.Tensor, torch.Tensor], tuple]) -> str:
+    device = runtime.device()
+    s = torch.tensor([[1.0, 3, 2], [0, -1, -2]], device=device)
+    v = torch.tensor([[1.0, 10], [2, 20], [4, 40]], device=device)
+    for case, scores in [("a 2 x 3 tile", s), ("scores near 300", s + 300), ("scores near -300", s - 300)]:
+        with running(case):
+            result = block_state(scores, v)
+        expect(
+            isinstance(result, (tuple, list)) and len(result) == 3,
+            "return three tensors: m, l, acc",
+            diagnosis="wrong-type",
+            case=case,
+        )
+        m, l, acc = result
+        want = scores.amax(dim=1)
+        p = torch.exp(scores - want[:, None])
+        everywhere = torch.full_like(want, scores.max().item())
+        expect_close(
+            m,
+            want,
+            what="m",
+            case=case,
+            mistakes={
+                "maximum-not-per-row": (
+                    everywhere,
+                    "m: each row has its own maximum; yours is that of the whole tile",
+                ),
+                "wrong-axis": (scores.amax(dim=0), "m: the maximum runs over the keys, so along dim=1"),
+            },
+        )
+        expect_close(
+            l,
+            p.sum(dim=1),
+            what="l",
+            case=case,
+            mistakes={
+                "no-max-subtraction": (
+                    torch.exp(scores).sum(dim=1),
+                    "l: subtract the row's maximum before the exponential; without it scores of 300 overflow",
+                )
+            },
+        )
+        expect_close(
+            acc,
+            p @ v,
+            what="acc",
+            case=case,
+            mistakes={
+                "normalised-too-early": (
+                    (p / p.sum(dim=1, keepdim=True)) @ v,
+                    "acc is divided by l already; leave it unnormalised, the division comes once, at the "
+                    "very end",
+                )
+            },
+        )
+    return "m, l and acc right, also for scores near +300 and -300"
+
+
+# ---- 2.3, 2.4: the milestones ------------------------------------------------------------------------------
+
+
+@exercise(
+    "2.3",
+    title="flash_attention_forward_sim",
+    minutes=30,
+    difficulty="Core",
+    hints=[
+        "The state first: `m_i` all -inf, `l_i` all 0, `acc` all 0, in float32 (`q.new_full`, "
+        "`q.new_zeros` put them on the right device). Then a loop `for start_n in range(0, N, BLOCK_N)`.",
+        "In the loop, in this order: load k, scores s, m_new, p, correction, l_i, acc, and last m_i = "
+        "m_new. `m_new = torch.maximum(m_i, s.amax(dim=1))`.",
+        "`l_i = l_i * correction + p.sum(dim=1)` and `acc = acc * correction[:, None] + "
+        "p.to(V.dtype).float() @ v`. After the loop: O = acc / l_i[:, None] in V's dtype, and lse = m_i + "
+        "log(l_i).",
+    ],
+)
+def _(flash_attention_forward_sim: Callable[..., Any]) -> Any:
+    _expect_rescaled(flash_attention_forward_sim)
+    report = verify_block(flash_attention_forward_sim, dtypes=(torch.float32, torch.float16, torch.bfloat16))
+    _expect_flat_memory(flash_attention_forward_sim)
+    return report
+
+
+def _expect_rescaled(fn: Callable[..., Any]) -> None:
+    """Two blocks of two keys; the maximum rises. Small enough to tell the mistake from the numbers alone."""
+    __tracebackhide__ = True
+    ln2, device = math.log(2), runtime.device()
+    S = ln2 * torch.tensor([[1.0, 0, 3, 2], [2, 0, 1, 1]], device=device)
+    V = torch.tensor([[4.0, 0], [0, 4], [8, 0], [0, 8]], device=device)
+    case = "the lecture's 2 x 4 example, two keys a block"
+    Q_block, K, V = _from_scores(S, V)
+    O, lse = _run(fn, Q_block, K, V, 2, scale=1.0, case=case)
+    want, want_lse = _oracle(Q_block, K, V, scale=1.0)
+    one, two = ([1.5, 4, 2], [1.5, 8, 4])  # row 0: l and acc of each block, relative to its own maximum
+
+    def row_0(c_l: float, c_acc: float) -> torch.Tensor:
+        l = one[0] * c_l + two[0]
+        o = torch.tensor([(one[1] * c_acc + two[1]) / l, (one[2] * c_acc + two[2]) / l])
+        return torch.stack([o, want[1].float().cpu()])
+
+    expect_close(
+        O,
+        want,
+        what="O",
+        case=case,
+        tol=1e-4,
+        mistakes={
+            "correction-inverted": (
+                row_0(4, 4),
+                "where the row maximum rises, the old sums grow: the correction is upside down, it is "
+                "exp(m_i - m_new)",
+            ),
+            "nothing-rescaled": (
+                row_0(1, 1),
+                "where the row maximum rises, l_i and acc keep their old scale: multiply both by exp(m_i - "
+                "m_new)",
+            ),
+            "l-not-rescaled": (row_0(1, 0.25), "acc is corrected when the row maximum rises, l_i is not"),
+            "o-not-rescaled": (row_0(0.25, 1), "l_i is corrected when the row maximum rises, acc is not"),
+            "not-normalised": (
+                want * torch.tensor([[1.875], [2.25]], device=device),
+                "O is acc, not divided by l_i",
+            ),
+        },
+    )
+    expect_close(
+        lse,
+        want_lse,
+        what="lse",
+        case=case,
+        tol=1e-4,
+        mistakes={
+            "lse-without-m": (
+                torch.tensor([1.875, 2.25]).log(),
+                "lse is log(l_i), but l_i is relative to m_i: add m_i",
+            ),
+            "lse-base-2": (want_lse / ln2, "lse is in base 2; it is the natural logarithm here"),
+        },
+    )
+
+
+@exercise(
+    "2.4",
+    title="The whole matrix",
+    minutes=10,
+    difficulty="Core",
+    hints=[
+        "Allocate O [M, V_DIM] in Q's dtype and lse [M] in float32, then fill them BLOCK_M rows at a time.",
+        "`for start_m in range(0, M, BLOCK_M)`: slice Q, call the simulation, assign to the same slice of "
+        "O and of lse. The slice of the last block may be shorter; Python does the same to both sides.",
+    ],
+)
+def _(flash_attention_one_head_sim: Callable[..., Any]) -> Any:
+    report = None
+    for BLOCK_M, BLOCK_N in [(16, 32), (48, 16), (64, 64)]:
+
+        def one_head(q, k, v, *, scale=None, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N):
+            return flash_attention_one_head_sim(q, k, v, BLOCK_M, BLOCK_N, scale)
+
+        report = verify_one_head(one_head, dtypes=(torch.float16, torch.float32))
+    Q, K, V = _random((300, 32), (256, 32), (256, 32), dtype=torch.float16)
+    with Meter(Q, K, V) as meter:
+        _run(flash_attention_one_head_sim, Q, K, V, 64, 32, case="M=300, N=256, BLOCK_M=64, BLOCK_N=32")
+    expect(
+        meter.peak_bytes < 300 * 256 * 2,
+        f"the values are right, but your function held {meter.peak_bytes} bytes at once: as much as the "
+        "whole score matrix; compute one block of BLOCK_M rows at a time",
+        diagnosis="not-tiled",
+    )
+    return report
+
+
+# ---- 2.5, 2.6: bug hunts -----------------------------------------------------------------------------------
+
+
+@exercise(
+    "2.5",
+    title="Right on a sorted row",
+    minutes=15,
+    difficulty="Bug hunt",
+    hints=[
+        "If the scores of a row only fall, its maximum never moves after the first block. Which line "
+        "matters only when it does?",
+        "Let the maximum rise from 1 to 4. The old exponentials were relative to 1. Relative to 4, are "
+        "they larger or smaller?",
+        "`correction` must be at most 1: `torch.exp(m_i - m_new)`.",
+    ],
+)
+def _(hunted: Callable[..., Any]) -> Any:
+    _expect_rescaled(hunted)
+    report = verify_block(hunted)
+    _expect_flat_memory(hunted)
+    return report
+
+
+@exercise(
+    "2.6",
+    title="Two bugs in the padding",
+    minutes=20,
+    difficulty="Bug hunt",
+    hints=[
+        "First bug: try N = 8 and N = 10 with BLOCK_N = 4. Which rows of the padded K does the softmax "
+        "count? What does a key of zeros score?",
+        "A padded column must have the score -inf before the maximum is taken: compare `start_n + "
+        "arange(BLOCK_N)` with N.",
+        "Second bug: let every score of a row be near -200. What is the running maximum after the first "
+        "block, and what is exp(-200) in float32? The maximum must start below every score there can be; a "
+        "large negative number is still too large for someone.",
+    ],
+)
+def _(hunted: Callable[..., Any]) -> Any:
+    Q_block, K, V = _random((4, 16), (10, 16), (10, 16))
+    case = "10 keys, 4 a block"
+    want, want_lse = _oracle(Q_block, K, V)
+    padded = [torch.cat([x, x.new_zeros(2, 16)]) for x in (K, V)]
+    unmasked, unmasked_lse = _oracle(Q_block, *padded)
+    O, lse = _run(hunted, Q_block, K, V, 4, case=case)
+    sentence = (
+        "the rows that fill up the last block take part in the softmax: a key of zeros scores 0, and exp(0 "
+        "- m) is not 0; give it the score -inf before the maximum"
+    )
+    expect_close(O, want, what="O", case=case, tol=1e-4, mistakes={"tail-not-masked": (unmasked, sentence)})
+    expect_close(
+        lse, want_lse, what="lse", case=case, tol=1e-4, mistakes={"tail-not-masked": (unmasked_lse, sentence)}
+    )
+
+    for low, keys, case in [
+        (-200.0, 8, "every score near -200"),
+        (-3e4, 10, "every score near -30 000, 10 keys"),
+    ]:
+        S = low + _random((3, keys))[0]
+        Q_block, K, V = _from_scores(S, _random((keys, 5), seed=1)[0])
+        want, want_lse = _oracle(Q_block, K, V, scale=1.0)
+        O, lse = _run(hunted, Q_block, K, V, 4, scale=1.0, case=case)
+        if not (O.isfinite().all() and lse.isfinite().all()):
+            raise CheckFailed(
+                "the running maximum does not start below the scores: every exp(s - m) is then 0, l_i is "
+                "0, and 0 / 0 is NaN; start it at -inf",
+                diagnosis="maximum-starts-too-high",
+                case=case,
+            )
+        expect_close(
+            O,
+            want,
+            what="O",
+            case=case,
+            tol=1e-3,
+            mistakes={
+                "finite-sentinel": (
+                    torch.zeros_like(want),
+                    "the padded columns have a large negative score, but these rows have scores below it, "
+                    "so the padding wins and the output is 0; use -inf",
+                )
+            },
+        )
+    return verify_block(hunted)
+
+
+# ---- 2.7 ---------------------------------------------------------------------------------------------------
+
+
+@exercise(
+    "2.7",
+    title="Count the bytes",
+    minutes=10,
+    difficulty="Core",
+    hints=[
+        "Who reads what how often? Q: each row belongs to one query block. K and V: each query block walks "
+        "over all of them.",
+        "The number of query blocks is M / BLOCK_M rounded *up*: `-(-M // BLOCK_M)`.",
+        "read = (M + blocks * 2 * N) * HEAD_DIM * itemsize; written = M * HEAD_DIM * itemsize for O, and 4 "
+        "* M for lse.",
+    ],
+)
+def _(hbm_bytes: Callable[..., Any]) -> str:
+    cases = [(192, 128, 64, 64, 2), (1024, 1024, 128, 64, 2), (1000, 1500, 64, 128, 2), (5, 7, 8, 64, 4)]
+    for M, N, D, BLOCK_M, e in cases:
+        case = f"M={M}, N={N}, HEAD_DIM={D}, BLOCK_M={BLOCK_M}, itemsize={e}"
+        with running(case):
+            got = hbm_bytes(M, N, D, BLOCK_M, e)
+        expect(
+            isinstance(got, (tuple, list)) and len(got) == 2,
+            "return two numbers: the bytes read and the bytes written",
+            diagnosis="wrong-type",
+            case=case,
+        )
+        cost = flash_cost(M, N, D, BLOCK_M, itemsize=e)
+        blocks = -(-M // BLOCK_M)
+        expect_close(
+            got[0],
+            cost.bytes_read,
+            what="bytes read",
+            case=case,
+            tol=0.5,
+            mistakes={
+                "kv-read-once": (
+                    (M + 2 * N) * D * e,
+                    "bytes read: K and V are read again by every query block, not once",
+                ),
+                "q-read-again": (
+                    blocks * (M + 2 * N) * D * e,
+                    "bytes read: each query block reads its own rows of Q only",
+                ),
+                "blocks-rounded-down": (
+                    (M + M // BLOCK_M * 2 * N) * D * e,
+                    "bytes read: the last query block is not full, but it reads all of K and V like the "
+                    "others: round up",
+                ),
+                "blocks-not-rounded": (
+                    (M + M / BLOCK_M * 2 * N) * D * e,
+                    "bytes read: there is no fraction of a query block: round up",
+                ),
+                "v-forgotten": ((M + blocks * N) * D * e, "bytes read: K and V are two matrices"),
+                "elements-not-bytes": (
+                    cost.bytes_read / e,
+                    "bytes read: these are elements; an element has itemsize bytes",
+                ),
+            },
+        )
+        expect_close(
+            got[1],
+            cost.bytes_written,
+            what="bytes written",
+            case=case,
+            tol=0.5,
+            mistakes={
+                "lse-forgotten": (M * D * e, "bytes written: one float32 of lse for each row is written too"),
+                "lse-itemsize": (
+                    M * D * e + M * e,
+                    "bytes written: lse is float32, 4 bytes, whatever the inputs are",
+                ),
+            },
+        )
+    return f"{len(cases)} shapes, equal to what the meter counts"
+
+
+# ---- 2.8 ---------------------------------------------------------------------------------------------------
+
+
+@exercise(
+    "2.8",
+    title="Cut the keys among workers",
+    minutes=25,
+    difficulty="Stretch",
+    hints=[
+        "Cut K and V alike into `splits` parts (`torch.chunk` may give fewer: that is fine), run the "
+        "simulation on each, and collect the O and lse of every part.",
+        "A part's sum of exponentials is exp(lse_part), so in the whole softmax it has the weight "
+        "exp(lse_part) / sum of exp(lse_part). Subtract a maximum before you take those exponentials.",
+        "`lse = torch.logsumexp(lses, dim=0)`, weights `torch.exp(lses - lse)`, and O the weighted sum of "
+        "the parts' O in float32.",
+    ],
+)
+def _(split_kv_sim: Callable[..., Any]) -> str:
+    shapes = [(6, 16), (50, 16), (50, 16)]
+    Q_block, K, V = _random(*shapes)
+    for splits in (1, 2, 3, 7, 50, 64):
+        case = f"50 keys, {splits} splits"
+        want, want_lse = _oracle(Q_block, K, V)
+        O, lse = _run(split_kv_sim, Q_block, K, V, 4, splits, case=case)
+        parts = [_oracle(Q_block, k, v) for k, v in zip(K.chunk(splits), V.chunk(splits), strict=True)]
+        mean = torch.stack([o for o, _ in parts]).mean(dim=0)
+        expect_close(
+            O,
+            want,
+            what="O",
+            case=case,
+            tol=1e-4,
+            mistakes={
+                "plain-average": (
+                    mean,
+                    "the parts are averaged as if they weighed the same; a part weighs exp(its lse)",
+                ),
+                "parts-summed": (
+                    mean * len(parts),
+                    "the parts are added up; each is normalised by its own sum already: weigh them",
+                ),
+            },
+        )
+        expect_close(
+            lse,
+            want_lse,
+            what="lse",
+            case=case,
+            tol=1e-4,
+            mistakes={
+                "lse-summed": (
+                    torch.stack([x for _, x in parts]).sum(dim=0),
+                    "lse: exponentials add up, logarithms do not: it is the log of the sum of exp(lse)",
+                ),
+                "lse-maximum": (
+                    torch.stack([x for _, x in parts]).amax(dim=0),
+                    "lse: that is the largest part's; the others have keys too",
+                ),
+            },
+        )
+    for shift in (+400.0, -400.0):
+        case = f"every score near {shift:+.0f}"
+        S = shift + _random((3, 12))[0]
+        Q_block, K, V = _from_scores(S, _random((12, 4), seed=1)[0])
+        want, want_lse = _oracle(Q_block, K, V, scale=1.0)
+        O, lse = _run(split_kv_sim, Q_block, K, V, 2, 3, scale=1.0, case=case)
+        if not (O.isfinite().all() and lse.isfinite().all()):
+            raise CheckFailed(
+                "exp(lse) left the range of float32 in the merge: subtract the largest lse first",
+                diagnosis="merge-overflow",
+                case=case,
+            )
+        expect_close(O, want, what="O", case=case, tol=1e-3)
+        expect_close(lse, want_lse, what="lse", case=case, tol=1e-3)
+    return "6 ways to cut 50 keys, and scores near +400 and -400: all equal to the undivided result"
+
+
+# ---- 2.9 ---------------------------------------------------------------------------------------------------
+
+
+@exercise(
+    "2.9",
+    title="Causal, and skipping tiles",
+    minutes=35,
+    difficulty="Stretch",
+    hints=[
+        "Query i sees key j if j <= i + N - M. With the rows' numbers `start_m + arange` and the keys' "
+        "numbers `start_n + arange` that is one comparison of a column with a row: it gives the mask of "
+        "the tile.",
+        "A tile can be skipped when even the block's last row sees none of its keys: its first key is "
+        "beyond `last row + N - M`. So the inner loop may simply end earlier.",
+        "A row whose keys so far are all masked has m_new = -inf, and -inf - (-inf) is NaN. Subtract 0 "
+        "instead of m_new in such a row. At the end, a row with l_i = 0 gets O = 0 and lse = -inf.",
+    ],
+)
+def _(flash_attention_causal_sim: Callable[..., Any]) -> Any:
+    report = None
+    for BLOCK_M, BLOCK_N in [(16, 32), (64, 16)]:
+
+        def one_head(q, k, v, *, causal=False, scale=None, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N):
+            # The case list holds cases without a mask too; the function at hand has none to switch off.
+            if not causal:
+                o, lse = reference.attention(q[None, None], k[None, None], v[None, None], scale=scale)
+                return o[0, 0].to(q.dtype), lse[0, 0].float()
+            return flash_attention_causal_sim(q, k, v, BLOCK_M, BLOCK_N, scale)
+
+        report = verify_one_head(one_head, causal=True)
+    M = N = 256
+    D, BLOCK = 32, 32
+    Q, K, V = _random((M, D), (N, D), (N, D))
+    case = f"M=N={N}, tiles {BLOCK} x {BLOCK}"
+    with Meter() as meter:
+        _run(flash_attention_causal_sim, Q, K, V, BLOCK, BLOCK, case=case)
+    blocks = N // BLOCK
+    needed, all_of_them = blocks * (blocks + 1) // 2, blocks * blocks
+    tiles = meter.matmul_flops / (4 * BLOCK * BLOCK * D)
+    expect(
+        tiles < needed + 0.5,
+        f"the values are right, but {tiles:.0f} tiles of scores were computed where {needed} of the "
+        f"{all_of_them} hold a visible key: skip the tiles that lie in every row's future",
+        diagnosis="tiles-not-skipped",
+        case=case,
+    )
+    return report

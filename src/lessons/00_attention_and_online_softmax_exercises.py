@@ -1,0 +1,288 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Phase 0 · Exercises: attention and online softmax
+#
+# Replace `raise NotImplementedError` with your code, run the cell, then run the check below it.
+# A check that fails says in one sentence what is wrong, and on which input; `hint("0.3")` gives hints, one at a time.
+# Any order will do, but 0.4 is used by 0.6. `progress()` at the end shows where you stand.
+#
+# Eight exercises, about two hours. They need nothing but the lecture of phase 0.
+
+# %%
+from flashlab.check import check, hint, progress
+
+# %%
+import math
+
+import torch
+
+from flashlab.online_softmax import (
+    State, block_state, finish, identity, require_mergeable, require_one_dtype, row_max,
+)
+
+torch.set_printoptions(precision=4, sci_mode=False)
+
+# %% [markdown]
+# Given, from the lecture: `State(m, l, o)`, `block_state(scores, v)`, `identity(*rows, head_dim=...)`, `finish(state)`;
+# `row_max(x)`, the maximum along the last axis. The two `require_...` functions only raise a clear sentence on inputs that
+# do not fit together; you may call them or leave them out.
+
+# %% [markdown]
+# ## 0.1 Where softmax overflows
+# *Warm-up · 5 min*
+#
+# A row holds `n` equal scores $s$, and its naive softmax is computed in some dtype. What is the largest $s$ for which
+# neither an exponential nor their sum overflows? Return it as a Python float, from the formula (no search).
+#
+# For `n = 1` in float16 the lecture measured 11.09. Will 1000 scores of 10 do in float16? Say so before you compute it.
+
+# %% tags=["exercise"]
+def largest_safe_score(dtype: torch.dtype, n: int) -> float:
+    """The largest s for which the sum of n exponentials e^s is still finite in `dtype`."""
+    # BEGIN SOLUTION
+    return math.log(torch.finfo(dtype).max) - math.log(n)
+    # END SOLUTION
+
+# %% tags=["check"]
+# hint("0.1")
+check("0.1", largest_safe_score)
+
+# %% [markdown]
+# ## 0.2 The safe softmax
+# *Warm-up · 10 min*
+#
+# Write the softmax that is right at any height of the scores, along the last axis, for any number of leading axes, in the
+# dtype of its input. A score of $-\infty$ is masked. A row of nothing but $-\infty$ gives zeros, where `torch.softmax` would
+# give NaN.
+#
+# Two functions, because everything later needs the first one: `shifted_exp` is $e^{x-m}$, and it is 0 where both are $-\infty$.
+
+# %% tags=["exercise"]
+# MILESTONE flashlab.online_softmax:shifted_exp
+# MILESTONE flashlab.online_softmax:softmax_safe
+def shifted_exp(x: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
+    """exp(x - m) for x <= m; 0, not NaN, where x and m are both -inf. m is broadcastable to x."""
+    raise NotImplementedError
+
+
+def softmax_safe(x: torch.Tensor) -> torch.Tensor:
+    """Softmax along the last axis of x [..., N], each row against its own maximum; a masked row gives zeros."""
+    raise NotImplementedError
+
+# %% tags=["check"]
+# hint("0.2")
+check("0.2", softmax_safe)
+
+# %% [markdown]
+# ## 0.3 Maximum and sum in one pass
+# *Core · 15 min*
+#
+# The scores of a row arrive one after another, from an *iterator*: you see each of them once, and there is no going back.
+# Return the maximum $m$ and the sum $\ell = \sum_j e^{x_j - m}$. Keep two numbers, not the row.
+#
+# Mind what can come first: $-\infty$, once or more, or nothing at all. A row without a finite score gives $(-\infty, 0)$.
+
+# %% tags=["exercise"]
+def online_max_and_sum(xs) -> tuple[float, float]:
+    """The maximum m and the sum l of exp(x - m) of an iterator; (-inf, 0.0) if no score is finite."""
+    # BEGIN SOLUTION
+    m, l = -math.inf, 0.0
+    for x in xs:
+        m_new = max(m, x)
+        if m_new == -math.inf:
+            continue                                              # nothing seen yet: no -inf - (-inf)
+        l = l * math.exp(m - m_new) + math.exp(x - m_new)
+        m = m_new
+    return m, l
+    # END SOLUTION
+
+# %% tags=["check"]
+# hint("0.3")
+check("0.3", online_max_and_sum)
+
+# %% [markdown]
+# ## 0.4 Merge two states
+# *Core · 15 min*
+#
+# Two blocks of keys of the same rows have given the states `a` and `b`. Return the state of both together. The states may
+# have any leading axes: `m` and `l` are `[...]`, `o` is `[..., D]`. Either of them may be the identity
+# $(-\infty, 0, 0)$, or a masked block, in all rows or in some; and both may.
+#
+# Do not change `a` and `b`. Do not divide: a state stays unnormalised.
+
+# %% tags=["exercise"]
+# MILESTONE flashlab.online_softmax:merge
+def merge(a: State, b: State) -> State:
+    """The state of two disjoint sets of keys together."""
+    raise NotImplementedError
+
+# %% tags=["check"]
+# hint("0.4")
+check("0.4", merge)
+
+# %% [markdown]
+# ## 0.5 Bug hunt: right until it is not
+# *Bug hunt · 15 min*
+#
+# The function below computes attention for one row, `BLOCK_N` keys at a time. Its author tested it, and it passed. It has
+# one bug, and it is the commonest one in hand-written FlashAttention kernels. Read the symptoms in the cell after it before
+# you read the code a second time: **for which rows is it right?** Then repair it.
+
+# %% tags=["exercise"]
+def attention_in_blocks(scores: torch.Tensor, v: torch.Tensor, BLOCK_N: int) -> torch.Tensor:
+    """softmax(scores) @ v for one row: scores [N], v [N, D] -> [D]. The last block may be shorter."""
+    x = scores[:BLOCK_N]
+    m = x.max()
+    p = torch.exp(x - m)
+    l, o = p.sum(), p @ v[:BLOCK_N]
+    for start in range(BLOCK_N, len(scores), BLOCK_N):
+        x, v_block = scores[start : start + BLOCK_N], v[start : start + BLOCK_N]
+        m_new = torch.maximum(m, x.max())
+        # BEGIN STARTER
+        correction = torch.exp(m_new - m)
+        # END STARTER
+        # BEGIN SOLUTION
+        correction = torch.exp(m - m_new)
+        # END SOLUTION
+        p = torch.exp(x - m_new)
+        l = l * correction + p.sum()
+        o = o * correction + p @ v_block
+        m = m_new
+    return o / l
+
+# %% [markdown]
+# The symptoms: the same eight scores in two orders, with the same values moved along. The output must not depend on the
+# order.
+
+# %%
+scores = torch.tensor([3.0, 0.0, 1.0, 2.0, 0.5, 1.5, 1.0, 0.0])
+values = torch.arange(8.0)[:, None]
+
+for name, order in {"largest first": range(8), "largest last": range(7, -1, -1)}.items():
+    i = torch.tensor(list(order))
+    got, right = attention_in_blocks(scores[i], values[i], 2), torch.softmax(scores, 0) @ values
+    print(f"{name:14} got {got.item():.3f}   right {right.item():.3f}")
+
+# %% tags=["check"]
+# hint("0.5")
+check("0.5", attention_in_blocks)
+
+# %% [markdown]
+# ## 0.6 Merge two finished results
+# *Core · 15 min*
+#
+# Two devices have each *finished* the same query rows against their own keys: the outputs are divided by their sums, and of
+# $m$ and $\ell$ only $\mathrm{lse} = m + \ln \ell$ is left. Merge `(o1, lse1)` and `(o2, lse2)` into the result over all keys.
+#
+# There is a solution of three lines that uses your `merge` of 0.4 and `finish`; there is another from scratch. Either way: lse may be
+# 1000, and a row may have seen no key on one device, or on both ($o = 0$, $\mathrm{lse} = -\infty$).
+
+# %% tags=["exercise"]
+# MILESTONE flashlab.online_softmax:merge_finished
+def merge_finished(
+    o1: torch.Tensor, lse1: torch.Tensor, o2: torch.Tensor, lse2: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(o, lse) over both sets of keys. o1, o2: [..., D]; lse1, lse2: [...]."""
+    raise NotImplementedError
+
+# %% tags=["check"]
+# hint("0.6")
+check("0.6", merge_finished)
+
+# %% [markdown]
+# ## 0.7 Merge as a tree
+# *Stretch · 20 min*
+#
+# A loop merges $n$ states one after another: $n - 1$ merges, each waiting for the one before it. Because `merge` is associative,
+# pairs can be merged at the same time, then pairs of the results: the same $n - 1$ merges, but only $\lceil \log_2 n \rceil$ deep. This is
+# how the threads of a warp combine their partial sums (phase 6), how split-KV decoding combines its splits, and by section 7
+# of the lecture it is also the more accurate order.
+#
+# Write it for *any* associative operation: merge neighbours only and keep their order. The list may have any length; an empty one
+# gives `nothing`. Do not change the list.
+
+# %% tags=["exercise"]
+def merge_as_tree(states: list, merge, nothing):
+    """Combine the list by `merge(left, right)`, ceil(log2(n)) merges deep; `nothing` for an empty list."""
+    # BEGIN SOLUTION
+    while len(states) > 1:
+        pairs = [merge(*states[i : i + 2]) for i in range(0, len(states) - 1, 2)]
+        states = pairs + states[len(pairs) * 2 :]                 # an odd one out goes on to the next round
+    return states[0] if states else nothing
+    # END SOLUTION
+
+# %% tags=["check"]
+# hint("0.7")
+check("0.7", merge_as_tree)
+
+# %% [markdown]
+# ## 0.8 Skip the correction
+# *Stretch · 30 min*
+#
+# By section 8 of the lecture, $m$ need not be the maximum: any reference will do that is close enough. FlashAttention-4 makes
+# use of it, because on its GPU the corrections had become a bottleneck. It lets the reference go stale, and corrects only when a block's maximum
+# is above the reference by more than a `threshold`. (There it is 8 in base 2, a factor of 256, which float32 sums
+# bear easily.)
+#
+# Write it for one row. The rules, so that your count can be compared:
+#
+# - the first block that holds a finite score sets the reference to its maximum; that is no correction;
+# - a later block whose maximum is `> reference + threshold` moves the reference to that maximum: one correction;
+# - any other block is taken against the reference as it is. Its exponentials may exceed 1, and stay below
+#   $e^{\text{threshold}}$;
+# - a row with no finite score gives $o = 0$, $\mathrm{lse} = -\infty$, 0 corrections.
+
+# %% tags=["exercise"]
+def lazy_attention(
+    scores: torch.Tensor, v: torch.Tensor, BLOCK_N: int, threshold: float
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """One row: scores [N], v [N, D] -> o [D], lse [], and the number of corrections made."""
+    # BEGIN SOLUTION
+    m = scores.new_tensor(-math.inf)                              # the reference, perhaps stale
+    l, o = scores.new_zeros(()), scores.new_zeros(v.shape[-1])
+    corrections = 0
+    for start in range(0, len(scores), BLOCK_N):
+        x, v_block = scores[start : start + BLOCK_N], v[start : start + BLOCK_N]
+        top = x.max()
+        if top == -math.inf:
+            continue                                              # a masked block adds nothing
+        if m == -math.inf:
+            m = top
+        elif top > m + threshold:
+            correction = torch.exp(m - top)
+            l, o, m = l * correction, o * correction, top
+            corrections += 1
+        p = torch.exp(x - m)
+        l, o = l + p.sum(), o + p @ v_block
+    return (o / l if l > 0 else o), m + torch.log(l), corrections
+    # END SOLUTION
+
+# %% tags=["check"]
+# hint("0.8")
+check("0.8", lazy_attention)
+
+# %% [markdown]
+# **To think about.** With a threshold of $8 \ln 2$, how often is there a correction in a row of random scores of standard
+# deviation 2, in blocks of 64? And why is the threshold of a kernel whose $P$ is converted to float16 before the product with $V$ limited,
+# where float32 sums would bear much more?
+#
+# <details><summary>Answer</summary>
+#
+# Nearly never: after the first block the reference is about the maximum of 64 scores, $2 \cdot 2.4 = 4.8$, and the row
+# would have to bring a score above $4.8 + 5.5 = 10.3$, more than five standard deviations. The block maxima still move
+# $H_{N/64}$ times; they just do not move far.
+#
+# $P$ is what is converted: its entries may now be as large as $e^{\text{threshold}}$. 256 is harmless in float16, whose largest number is 65504;
+# with float8 e4m3, whose largest is 448, there is no room above a factor of 256 either.
+#
+# </details>
+
+# %% tags=["nbval-ignore-output"]
+progress(0)

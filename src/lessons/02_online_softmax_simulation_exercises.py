@@ -1,0 +1,350 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Phase 2 · Online-softmax simulation: exercises
+#
+# Fill in each cell that says `# YOUR CODE HERE`, run it, then run the check below it. A check that fails says in one
+# sentence what is wrong; `hint("2.3")` gives the next hint, `progress()` shows where you are.
+#
+# All exercises are plain torch on one head: `Q_block` is `[BLOCK_M, HEAD_DIM]`, K and V are `[N, HEAD_DIM]`, natural
+# logarithms throughout. On a machine with a GPU the checks hand you GPU tensors, so make new tensors from the ones you
+# get: `q.new_zeros([3])`, not `torch.zeros(3)`.
+
+# %%
+import math
+
+import torch
+
+from flashlab.check import check, hint, progress
+from flashlab.simulation import Step, check_inputs  # Step: the milestone's `trace` makes one a block
+
+# %% [markdown]
+# ## 2.1 One step by hand
+#
+# *Warm-up · 10 min*
+#
+# One query row, HEAD_DIM = 1, two blocks of two keys. Block 0 had the scores $(\ln 2,\ 0)$ and the values $(3,\ 5)$, so after it
+#
+# $$m_i = \ln 2, \qquad l_i = 1 + \tfrac12 = 1.5, \qquad \mathrm{acc} = 1 \cdot 3 + \tfrac12 \cdot 5 = 5.5 .$$
+#
+# Block 1 has the scores $(\ln 8,\ \ln 4)$ and the values $(1,\ 6)$. Do the step with pencil and paper. Return the new maximum, the
+# correction, `l_i` and `acc` after block 1, and the output `O` that the row ends with.
+
+# %% tags=["exercise"]
+def one_step():
+    # BEGIN SOLUTION
+    m_new = math.log(8)
+    correction = 2 / 8  # exp(ln 2 - ln 8)
+    l_i = 1.5 * correction + (1 + 1 / 2)
+    acc = 5.5 * correction + (1 * 1 + 1 / 2 * 6)
+    return {"m_new": m_new, "correction": correction, "l_i": l_i, "acc": acc, "O": acc / l_i}
+    # END SOLUTION
+
+# %% tags=["check"]
+# hint("2.1")
+check("2.1", one_step)
+
+# %% [markdown]
+# ## 2.2 The state of one block
+#
+# *Warm-up · 10 min*
+#
+# The state of a single block of keys, from its scores `s` `[BLOCK_M, BLOCK_N]` and its values `v` `[BLOCK_N, HEAD_DIM]`: the row
+# maxima `m` `[BLOCK_M]`, the sums `l` `[BLOCK_M]` of `exp(s - m)`, and the *unnormalised* output `acc` `[BLOCK_M, HEAD_DIM]`.
+
+# %% tags=["exercise"]
+def block_state(s, v):
+    """Return (m, l, acc) of one block of keys."""
+    # BEGIN SOLUTION
+    m = s.amax(dim=1)
+    p = torch.exp(s - m[:, None])
+    return m, p.sum(dim=1), p @ v
+    # END SOLUTION
+
+# %% tags=["check"]
+# hint("2.2")
+check("2.2", block_state)
+
+# %% [markdown]
+# ## 2.3 flash_attention_forward_sim
+#
+# *Core · 30 min*
+#
+# **The milestone of this phase.** FlashAttention's forward pass for one block of query rows. Write it without looking at the
+# lecture; the five steps are in the comments. The check runs it with moving maxima, scores near ±200, ragged lengths and
+# three dtypes, and it also measures the memory: a function that computes the whole `Q_block @ K.T` first does not pass.
+#
+# `check_inputs` is given. It raises the errors for bad shapes and dtypes, and returns the scale.
+
+# %% tags=["exercise"]
+# MILESTONE flashlab.simulation:flash_attention_forward_sim
+def flash_attention_forward_sim(Q_block, K, V, BLOCK_N, scale=None):
+    """softmax(scale * Q_block K^T) V, BLOCK_N keys at a time.
+
+    Q_block [BLOCK_M, HEAD_DIM], K [N, HEAD_DIM], V [N, V_DIM], of one dtype.
+    Returns O_block [BLOCK_M, V_DIM] in V's dtype, and lse [BLOCK_M] in float32.
+    """
+    scale = check_inputs(Q_block, K, V, BLOCK_N, scale)
+    # 1. The state before the first key: m_i, l_i, acc, all float32.
+    # 2. For each block of BLOCK_N keys (the last may be shorter): load k, compute the scores s,
+    # 3.   the new maximum, p and the correction,
+    # 4.   update l_i and acc (round p to V's dtype before you multiply it with v), then m_i.
+    # 5. Normalise once; lse = m_i + log(l_i).
+    # YOUR CODE HERE
+    raise NotImplementedError
+
+# %% tags=["check"]
+# hint("2.3")
+check("2.3", flash_attention_forward_sim)
+
+# %% [markdown]
+# ## 2.4 The whole matrix
+#
+# *Core · 10 min*
+#
+# One block of rows is done; now all M of them. Loop over blocks of BLOCK_M query rows and call `flash_attention_forward_sim` for
+# each. M need not be a multiple of BLOCK_M.
+#
+# This uses your function from 2.3. To do this exercise first, import ours:
+# `from flashlab.simulation import flash_attention_forward_sim`.
+
+# %% tags=["exercise"]
+# MILESTONE flashlab.simulation:flash_attention_one_head_sim
+def flash_attention_one_head_sim(Q, K, V, BLOCK_M=64, BLOCK_N=64, scale=None):
+    """Attention of one head. Q [M, HEAD_DIM], K [N, HEAD_DIM], V [N, V_DIM].
+
+    Returns O [M, V_DIM] in V's dtype, and lse [M] in float32.
+    """
+    scale = check_inputs(Q, K, V, BLOCK_N, scale)
+    # YOUR CODE HERE
+    raise NotImplementedError
+
+# %% tags=["check"]
+# hint("2.4")
+check("2.4", flash_attention_one_head_sim)
+
+# %% [markdown]
+# ## 2.5 Right on a sorted row
+#
+# *Bug hunt · 15 min*
+#
+# The author of this simulation tested it on rows whose scores fall from the first key to the last, and on inputs of a single
+# block. Every test passed. On real inputs most rows are wrong, some a little, some completely; nothing overflows, and every
+# output lies within the range of V. One character-sized mistake. Find it, then repair it.
+#
+# Advice: do not stare at the code. Decide first which rows are wrong and from which block on, as in the lecture's figure.
+
+# %% tags=["exercise"]
+# BEGIN STARTER
+def hunted_5(Q_block, K, V, BLOCK_N, scale=None):
+    scale = check_inputs(Q_block, K, V, BLOCK_N, scale)
+    q = Q_block.float()
+    s = scale * (q @ K[:BLOCK_N].float().T)  # the first block on its own
+    m_i = s.amax(dim=1)
+    p = torch.exp(s - m_i[:, None])
+    l_i = p.sum(dim=1)
+    acc = p.to(V.dtype).float() @ V[:BLOCK_N].float()
+    for start_n in range(BLOCK_N, K.shape[0], BLOCK_N):
+        k, v = K[start_n : start_n + BLOCK_N].float(), V[start_n : start_n + BLOCK_N].float()
+        s = scale * (q @ k.T)
+        m_new = torch.maximum(m_i, s.amax(dim=1))
+        p = torch.exp(s - m_new[:, None])
+        correction = torch.exp(m_new - m_i)
+        l_i = l_i * correction + p.sum(dim=1)
+        acc = acc * correction[:, None] + p.to(V.dtype).float() @ v
+        m_i = m_new
+    return (acc / l_i[:, None]).to(V.dtype), m_i + torch.log(l_i)
+# END STARTER
+# BEGIN SOLUTION
+def hunted_5(Q_block, K, V, BLOCK_N, scale=None):
+    scale = check_inputs(Q_block, K, V, BLOCK_N, scale)
+    q = Q_block.float()
+    s = scale * (q @ K[:BLOCK_N].float().T)  # the first block on its own
+    m_i = s.amax(dim=1)
+    p = torch.exp(s - m_i[:, None])
+    l_i = p.sum(dim=1)
+    acc = p.to(V.dtype).float() @ V[:BLOCK_N].float()
+    for start_n in range(BLOCK_N, K.shape[0], BLOCK_N):
+        k, v = K[start_n : start_n + BLOCK_N].float(), V[start_n : start_n + BLOCK_N].float()
+        s = scale * (q @ k.T)
+        m_new = torch.maximum(m_i, s.amax(dim=1))
+        p = torch.exp(s - m_new[:, None])
+        correction = torch.exp(m_i - m_new)  # was upside down: the old sums must shrink
+        l_i = l_i * correction + p.sum(dim=1)
+        acc = acc * correction[:, None] + p.to(V.dtype).float() @ v
+        m_i = m_new
+    return (acc / l_i[:, None]).to(V.dtype), m_i + torch.log(l_i)
+# END SOLUTION
+
+# %% tags=["check"]
+# hint("2.5")
+check("2.5", hunted_5)
+
+# %% [markdown]
+# ## 2.6 Two bugs in the padding
+#
+# *Bug hunt · 20 min*
+#
+# A GPU has no shorter last tile, so this author fills the last block of K and V up with zeros, as a kernel would. There are two bugs,
+# both old acquaintances of real kernels. The first shows when N is no multiple of BLOCK_N. The second shows only when all scores of a row
+# are far below zero, and a popular way of "repairing" it (a large negative constant) is a third bug: the check knows that one too.
+#
+# You may not shorten the slice: the tile stays BLOCK_N keys wide.
+
+# %% tags=["exercise"]
+# BEGIN STARTER
+def hunted_6(Q_block, K, V, BLOCK_N, scale=None):
+    scale = check_inputs(Q_block, K, V, BLOCK_N, scale)
+    N, missing = K.shape[0], -K.shape[0] % BLOCK_N
+    K = torch.cat([K, K.new_zeros(missing, K.shape[1])])
+    V = torch.cat([V, V.new_zeros(missing, V.shape[1])])
+    q = Q_block.float()
+    m_i = q.new_zeros([q.shape[0]])
+    l_i = q.new_zeros([q.shape[0]])
+    acc = q.new_zeros([q.shape[0], V.shape[1]])
+    for start_n in range(0, N, BLOCK_N):
+        k, v = K[start_n : start_n + BLOCK_N].float(), V[start_n : start_n + BLOCK_N].float()
+        s = scale * (q @ k.T)
+        m_new = torch.maximum(m_i, s.amax(dim=1))
+        p = torch.exp(s - m_new[:, None])
+        correction = torch.exp(m_i - m_new)
+        l_i = l_i * correction + p.sum(dim=1)
+        acc = acc * correction[:, None] + p.to(V.dtype).float() @ v
+        m_i = m_new
+    return (acc / l_i[:, None]).to(V.dtype), m_i + torch.log(l_i)
+# END STARTER
+# BEGIN SOLUTION
+def hunted_6(Q_block, K, V, BLOCK_N, scale=None):
+    scale = check_inputs(Q_block, K, V, BLOCK_N, scale)
+    N, missing = K.shape[0], -K.shape[0] % BLOCK_N
+    K = torch.cat([K, K.new_zeros(missing, K.shape[1])])
+    V = torch.cat([V, V.new_zeros(missing, V.shape[1])])
+    q = Q_block.float()
+    m_i = q.new_full([q.shape[0]], -math.inf)  # with 0 here, scores near -200 all underflow
+    l_i = q.new_zeros([q.shape[0]])
+    acc = q.new_zeros([q.shape[0], V.shape[1]])
+    for start_n in range(0, N, BLOCK_N):
+        k, v = K[start_n : start_n + BLOCK_N].float(), V[start_n : start_n + BLOCK_N].float()
+        s = scale * (q @ k.T)
+        key = torch.arange(start_n, start_n + BLOCK_N, device=s.device)
+        s = s.masked_fill(key[None, :] >= N, -math.inf)  # zeros score 0: not absent
+        m_new = torch.maximum(m_i, s.amax(dim=1))
+        p = torch.exp(s - m_new[:, None])
+        correction = torch.exp(m_i - m_new)
+        l_i = l_i * correction + p.sum(dim=1)
+        acc = acc * correction[:, None] + p.to(V.dtype).float() @ v
+        m_i = m_new
+    return (acc / l_i[:, None]).to(V.dtype), m_i + torch.log(l_i)
+# END SOLUTION
+
+# %% tags=["check"]
+# hint("2.6")
+check("2.6", hunted_6)
+
+# %% [markdown]
+# ## 2.7 Count the bytes
+#
+# *Core · 10 min*
+#
+# What does the whole-matrix simulation of 2.4 move between HBM and the chip? Q is `[M, HEAD_DIM]`, K and V are `[N, HEAD_DIM]`, `itemsize`
+# bytes an element; O has Q's dtype, and one float32 of lse is written for each row. Every load and store counts, also when the same
+# tile was loaded before by another query block.
+
+# %% tags=["exercise"]
+def hbm_bytes(M, N, HEAD_DIM, BLOCK_M, itemsize):
+    """Return (bytes read, bytes written)."""
+    # BEGIN SOLUTION
+    q_blocks = -(-M // BLOCK_M)
+    read = (M + q_blocks * 2 * N) * HEAD_DIM * itemsize
+    written = M * HEAD_DIM * itemsize + M * 4
+    return read, written
+    # END SOLUTION
+
+# %% tags=["check"]
+# hint("2.7")
+check("2.7", hbm_bytes)
+
+# %% [markdown]
+# Two questions to think about, once your formula passes. From which BLOCK_M on does the tiled version move less than the naive one,
+# which writes and reads S and P three times each way, $6 N^2$ elements (phase 1)? And what if the grid of query blocks is so small that only one of them is on the
+# GPU at a time?
+#
+# <details><summary>Answer</summary>
+#
+# For long sequences K and V dominate: $2 N^2 D / \text{BLOCK\_M}$ elements against $6 N^2$, so from BLOCK_M > D / 3 on.
+#
+# Then every reading of K and V but the first may come from a cache, or not: with several query blocks walking over the same tiles
+# at the same time, one fetch from HBM serves them all through L2. With one at a time, each walks alone, and whether K and V are still
+# in L2 depends on their size. The formula counts the requests in either case.
+#
+# </details>
+
+# %% [markdown]
+# ## 2.8 Cut the keys among workers
+#
+# *Stretch · 25 min*
+#
+# When a model writes one token at a time there is a single query row and a very long K and V: no query blocks to run in parallel. So cut
+# the *keys* into `splits` parts, give each part to a worker, and merge what comes back. A worker returns a *finished* part: a normalised O and
+# its lse. That is all you need to merge (phase 0: `lse` is what is left of a row).
+#
+# Use `flash_attention_forward_sim` for each part, then merge in float32. `splits` may be larger than N; no part is empty then.
+
+# %% tags=["exercise"]
+from flashlab.simulation import flash_attention_forward_sim as worker
+
+
+def split_kv_sim(Q_block, K, V, BLOCK_N, splits, scale=None):
+    """Attention of one query block, K and V cut into `splits` parts. Returns (O_block, lse)."""
+    # BEGIN SOLUTION
+    pairs = zip(K.chunk(splits), V.chunk(splits), strict=True)
+    parts = [worker(Q_block, k, v, BLOCK_N, scale) for k, v in pairs]
+    lses = torch.stack([lse for _, lse in parts])  # [parts, BLOCK_M]
+    lse = torch.logsumexp(lses, dim=0)
+    weights = torch.exp(lses - lse)  # they sum to 1 over the parts
+    O_block = sum(w[:, None] * o.float() for w, (o, _) in zip(weights, parts, strict=True))
+    return O_block.to(V.dtype), lse
+    # END SOLUTION
+
+# %% tags=["check"]
+# hint("2.8")
+check("2.8", split_kv_sim)
+
+# %% [markdown]
+# ## 2.9 Causal, and skipping tiles
+#
+# *Stretch · 35 min*
+#
+# In a language model a query may only see the keys up to its own position. With M queries and N keys the last query sees the last key:
+# query $i$ sees key $j$ if $j \le i + N - M$. A row that sees no key at all (the first rows, if M > N) gets O = 0 and lse = $-\infty$.
+#
+# Mask the tiles that are partly visible, and *skip* the tiles that are not visible at all: for a square matrix that is nearly half of the work. The check
+# counts the tiles. Watch the row whose keys so far are all masked: what is $-\infty - (-\infty)$?
+
+# %% tags=["exercise"]
+# MILESTONE flashlab.simulation:flash_attention_causal_sim
+def flash_attention_causal_sim(Q, K, V, BLOCK_M=64, BLOCK_N=64, scale=None):
+    """Causal attention of one head. Q [M, HEAD_DIM], K [N, HEAD_DIM], V [N, V_DIM].
+
+    Returns O [M, V_DIM] in V's dtype, and lse [M] in float32.
+    """
+    scale = check_inputs(Q, K, V, BLOCK_N, scale)
+    # YOUR CODE HERE
+    raise NotImplementedError
+
+# %% tags=["check"]
+# hint("2.9")
+check("2.9", flash_attention_causal_sim)
+
+# %% [markdown]
+# You now have FlashAttention's forward pass, tiled both ways, causal, and cut along the keys, in plain Python. Phase 3 writes 2.3 again in
+# Triton. `progress()` shows what is left.
+
+# %% tags=["nbval-ignore-output"]
+progress(2)

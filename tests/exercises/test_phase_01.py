@@ -1,0 +1,257 @@
+"""The checks of phase 1: right answers pass, and each typical wrong answer is told what is wrong with it.
+
+The solutions are the ones of the lesson; most wrong answers are a solution with one piece of its text replaced.
+"""
+
+import linecache
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from flashlab import runtime, show, walls
+from flashlab.check import CheckFailed, check
+from flashlab.exercises import exercises, find
+
+import triton  # isort: skip
+import triton.language as tl  # isort: skip
+
+LESSON = Path(__file__).parents[2] / "src/lessons/01_two_walls_exercises.py"
+
+
+def run(id, answer):
+    return find(id).run(answer)
+
+
+def rejected(id, answer):
+    with pytest.raises(CheckFailed) as caught:
+        run(id, answer)
+    sentence = str(caught.value)
+    assert sentence and "\n" not in sentence and len(sentence) < 250
+    return caught.value.diagnosis
+
+
+def text(name, part="SOLUTION"):
+    """The text of `name` as the exercise lesson's solution (or, with STARTER, its starter) has it."""
+    other = "STARTER" if part == "SOLUTION" else "SOLUTION"
+    cell = next(c for c in LESSON.read_text().split("# %%") if f"def {name}(" in c)
+    keep, lines = True, []
+    for line in cell.splitlines()[1:]:
+        keep = keep and f"# BEGIN {other}" not in line
+        if keep and not line.startswith("# "):
+            lines.append(line)
+        keep = keep or f"# END {other}" in line
+    return "\n".join(lines) + "\n"
+
+
+def made(source, name):
+    """Define `name` from source text that `inspect` can find again, as it does that of a notebook cell."""
+    filename = f"<answer {name} {hash(source)}>"
+    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+    scope = {"math": math, "torch": torch, "triton": triton, "tl": tl, "walls": walls, "__name__": "answers"}
+    exec(compile(source, filename, "exec"), scope)
+    return scope[name]
+
+
+def solution(name, *replacements):
+    """The lesson's solution, or where the lesson has none the package's, with pieces of its text replaced."""
+    source = text(name)
+    if "NotImplementedError" in source:
+        source = show.source_text(getattr(walls, name)) + "\n"
+    for old, new in replacements:
+        assert old in source, f"{name} has no {old!r}"
+        source = source.replace(old, new)
+    return made(source, name)
+
+
+IDS = {
+    "1.1": "count", "1.2": "least_time", "1.3": "frugal_attention", "1.4": "scheme_a_kernel", "1.5": "first_failing",
+    "1.6": "quarter_kernel", "1.7": "masked_kernel", "1.8": "two_pass_kernel",
+}  # fmt: skip
+
+
+def test_every_exercise_is_registered():
+    mine = {id: e for id, e in exercises().items() if e.phase == 1}
+    assert list(mine) == list(IDS)
+    assert {"Warm-up", "Core", "Stretch", "Bug hunt"} == {e.difficulty for e in mine.values()}
+    assert all(len(e.hints) >= 3 for e in mine.values())
+
+
+@pytest.mark.parametrize(("id", "name"), IDS.items())
+def test_the_solution_passes(id, name):
+    assert isinstance(run(id, solution(name)), str)
+
+
+@pytest.mark.parametrize(("id", "name"), IDS.items())
+def test_a_blank_is_not_solved_yet(id, name):
+    if id == "1.7":
+        blank = made(text(name, "STARTER"), name)
+        assert rejected(id, blank) == "tail-not-masked"
+        return
+    lines, blank = text(name).splitlines(keepends=True), []
+    if "NotImplementedError" in "".join(lines):
+        blank = lines
+    else:  # as the build writes it: everything between the markers becomes a raise
+        cell = next(c for c in LESSON.read_text().split("# %%") if f"def {name}(" in c)
+        before, _, rest = cell.partition("    # BEGIN SOLUTION\n")
+        after = rest.partition("    # END SOLUTION\n")[2]
+        blank = [before.partition("\n")[2], "    raise NotImplementedError\n", after]
+    with pytest.raises(CheckFailed) as caught:
+        check(id, made("".join(blank), name))
+    assert caught.value.diagnosis == "not-solved-yet"
+
+
+# ---- counting -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "diagnosis"),
+    [
+        ("N * N * itemsize, N * D * itemsize", "N * N, N * D", "elements-not-bytes"),
+        ("+ 2 * matrix + matrix", "+ matrix + matrix", "mask-not-read"),
+        ("(matrix + tall)", "matrix", "v-not-read"),
+        ("4 * matrix + tall", "4 * matrix", "o-not-written"),
+        ("4 * matrix + tall", "3 * matrix + tall", "line-not-written"),
+        ("2 * N * N * D", "N * N * D", "multiply-add-is-two"),
+        ("N * N + N * N + 5 * N * N +", "", "only-matmuls"),
+        ("N * N + N * N + 5", "N * N + 5", "mask-not-added"),
+        ("+ 5 * N * N", "+ 3 * N * N", "wrong-value"),
+        ("return bytes_read, bytes_written, flops", "return bytes_read", "wrong-type"),
+    ],
+)
+def test_counts(old, new, diagnosis):
+    assert rejected("1.1", solution("count", (old, new))) == diagnosis
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "diagnosis"),
+    [
+        ("return max(compute, memory)", "return min(compute, memory)", "min-not-max"),
+        ("return max(compute, memory)", "return compute + memory", "sum-not-max"),
+        ("* 1e12", "* 1e9", "units-0"),
+        ("memory > compute", "memory < compute", "wrong-bound"),
+        ('"memory" if memory > compute else "compute"', "0", "wrong-type"),
+    ],
+)
+def test_the_roofline(old, new, diagnosis):
+    assert rejected("1.2", solution("least_time", (old, new))) == diagnosis
+
+
+@pytest.mark.parametrize(
+    ("replacements", "diagnosis"),
+    [
+        ([("    scores -= scores.amax(dim=-1, keepdim=True)\n", "")], "wrong-value"),
+        ([("(q / math.sqrt(q.shape[-1]))", "q")], "scale-missing"),
+        ([("scores.exp_()", "scores = scores.exp()")], "second-matrix-alive"),
+        ([("(q / math.sqrt(q.shape[-1]))", "q.div_(math.sqrt(q.shape[-1]))")], "inputs-changed"),
+        ([("dim=-1", "dim=0")], "wrong-value"),
+    ],
+)
+def test_frugal_attention(replacements, diagnosis):
+    assert rejected("1.3", solution("frugal_attention", *replacements)) == diagnosis
+
+
+def test_the_naive_way_is_not_frugal_and_blocks_are_another_exercise():
+    assert rejected("1.3", walls.naive_attention) == "second-matrix-alive"
+
+    def row_by_row(q, k, v):
+        return torch.cat([walls.naive_attention(row[None], k, v) for row in q])
+
+    assert rejected("1.3", row_by_row) == "not-the-four-lines"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "diagnosis"),
+    [
+        ("runs_up_to + 1", "runs_up_to", "last-that-runs"),
+        ("runs_up_to + 1", "max(16, 2 * runs_up_to)", "first-power-not-first-length"),
+        ("2 * block_n)", "block_n)", "one-tile-forgotten"),
+        ("BLOCK_M + ", "", "q-forgotten"),
+        (" * itemsize <=", " <=", "elements-not-bytes"),
+    ],
+)
+def test_first_failing_length(old, new, diagnosis):
+    assert rejected("1.5", solution("first_failing", (old, new))) == diagnosis
+
+
+def test_first_failing_length_without_the_padding():
+    def unpadded(limit, HEAD_DIM, BLOCK_M, itemsize):
+        return max(0, (limit // (HEAD_DIM * itemsize) - BLOCK_M) // 2) + 1
+
+    assert rejected("1.5", unpadded) == "padding-forgotten"
+
+
+# ---- kernels --------------------------------------------------------------------------------------------------------
+
+KEYS_MASKED = '    s = tl.where(offs_n[None, :] < N, s, float("-inf"))  # a padded key gets no weight\n'
+
+
+@pytest.mark.parametrize(
+    ("replacements", "diagnoses"),
+    [
+        ([(KEYS_MASKED, "")], {"tail-not-masked"}),
+        ([("tl.dot(q, k) * scale", "tl.dot(q, k)")], {"scale-missing", "scale-not-applied", "no-scale"}),
+        ([(" / l_i[:, None]", "")], {"not-normalised"}),
+        ([("m_i + tl.log(l_i)", "tl.log(l_i)")], {"lse-without-m"}),
+        ([("s - m_i[:, None]", "s")], {"no-max-subtraction", "max-not-subtracted"}),
+    ],
+)
+def test_scheme_a_s_mistakes_are_told(replacements, diagnoses):
+    got = rejected("1.4", solution("scheme_a_kernel", *replacements))
+    assert got in diagnoses, got
+
+
+def test_what_only_the_interpreter_accepts_is_not_enough():
+    early = (
+        "    m_i = tl.max(s, axis=1)\n",
+        "    m_i = tl.max(s, axis=1)\n    kept = [m_i]\n    m_i = kept[0]\n    kept = {}\n",
+    )
+    if runtime.INTERPRETED:
+        assert rejected("1.4", solution("scheme_a_kernel", early)) == "does-not-compile"
+
+
+def test_a_kernel_must_be_a_kernel():
+    for id in ("1.4", "1.6", "1.7", "1.8"):
+        assert rejected(id, lambda *_: None) == "wrong-type"
+
+
+@pytest.mark.parametrize(
+    ("replacements", "diagnosis"),
+    [
+        ([("if J < 2", "if J >= 2"), ("J % 2 == 0", "J % 2 != 0")], "left-and-right-swapped"),
+        (
+            [("if J < 2", "if J % 2 == 0"), ("if J % 2 == 0:\n        quarter", "if J < 2:\n        quarter")],
+            "halves-mixed",
+        ),
+        ([("J < 2", "J < 9"), ("J % 2 == 0", "J < 9")], "always-the-first"),
+        (
+            [
+                (
+                    "tl.permute(tl.reshape(x, [ROWS, 2, COLUMNS // 2]), (0, 2, 1))",
+                    "tl.reshape(x, [ROWS, COLUMNS // 2, 2])",
+                ),
+                (
+                    "tl.permute(tl.reshape(half, [ROWS, 2, COLUMNS // 4]), (0, 2, 1))",
+                    "tl.reshape(half, [ROWS, COLUMNS // 4, 2])",
+                ),
+            ],
+            "interleaved-columns",
+        ),
+    ],
+)
+def test_the_quarter_s_mistakes_are_told(replacements, diagnosis):
+    assert rejected("1.6", solution("quarter_kernel", *replacements)) == diagnosis
+
+
+@pytest.mark.parametrize(
+    ("replacements", "diagnoses"),
+    [
+        ([("l_i * tl.exp(m_i - m_new) + ", "l_i + ")], {"l-not-rescaled"}),
+        ([("tl.exp(s - m_i[:, None]) / l_i[:, None]", "tl.exp(s - m_i[:, None])")], {"not-normalised"}),
+        ([("        m_i = m_new\n", "")], {"m-not-updated", "nan-everywhere"}),
+    ],
+)
+def test_two_pass_mistakes_are_told(replacements, diagnoses):
+    got = rejected("1.8", solution("two_pass_kernel", *replacements))
+    assert got in diagnoses, got

@@ -1,0 +1,435 @@
+"""The simulation against the oracle and its cost formula; the meter; phase 2's checks on wrong answers."""
+
+from __future__ import annotations
+
+import math
+
+import matplotlib
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flashlab import reference, runtime
+from flashlab.check import CheckFailed, verify, verify_block, verify_one_head
+from flashlab.exercises import exercises
+from flashlab.online_softmax import block_state, finish, identity, merge
+from flashlab.simulation import (
+    Meter,
+    check_inputs,
+    flash_attention_causal_sim,
+    flash_attention_forward_sim,
+    flash_attention_one_head_sim,
+    flash_attention_sim,
+    flash_cost,
+)
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def oracle(Q, K, V, **options):
+    o, lse = reference.attention(Q[None, None], K[None, None], V[None, None], **options)
+    return o[0, 0], lse[0, 0]
+
+
+def inputs(*shapes, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(*shape, generator=generator).to(runtime.device(), dtype) for shape in shapes]
+
+
+# ---- the simulation ----------------------------------------------------------------------------------------
+
+
+def test_the_checker_accepts_the_simulation():
+    verify_block(flash_attention_forward_sim, dtypes=DTYPES, head_dims=(64, 40))
+    verify_one_head(flash_attention_one_head_sim, dtypes=DTYPES)
+    verify(flash_attention_sim, causal=True, gqa=True, dtypes=DTYPES, head_dims=(64, 16), full=True)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 9), st.integers(1, 40), st.integers(1, 45), st.integers(0, 2**31), st.floats(0.0, 8.0))
+def test_any_block_size_gives_the_oracles_answer(M, N, BLOCK_N, seed, spread):
+    Q, K, V = inputs((M, 8), (N, 8), (N, 5), seed=seed)
+    O, lse = flash_attention_forward_sim(Q, K, V, BLOCK_N, scale=spread)
+    want, want_lse = oracle(Q, K, V, scale=spread)
+    assert (O - want).abs().max() <= 1e-5 * (1 + spread) * V.abs().max()
+    assert (lse - want_lse).abs().max() <= 1e-5 * (1 + spread * 30)
+
+
+@pytest.mark.parametrize("BLOCK_N", [1, 3, 8, 50])
+def test_the_state_after_each_block_is_phase_0s_merge(BLOCK_N):
+    Q, K, V = inputs((4, 8), (21, 8), (21, 6))
+    steps = []
+    flash_attention_forward_sim(Q, K, V, BLOCK_N, scale=0.5, trace=steps.append)
+    assert [step.start_n for step in steps] == list(range(0, 21, BLOCK_N))
+    state = identity(4, head_dim=6, device=Q.device)
+    for step in steps:
+        rows = slice(step.start_n, step.start_n + BLOCK_N)
+        state = merge(state, block_state(0.5 * Q @ K[rows].T, V[rows]))
+        assert torch.allclose(step.m_i, state.m)
+        assert torch.allclose(step.l_i, state.l, rtol=1e-5)
+        assert torch.allclose(step.acc, state.o, rtol=1e-4, atol=1e-5)
+    assert steps[0].correction.eq(0).all()
+    O, lse = flash_attention_forward_sim(Q, K, V, BLOCK_N, scale=0.5)
+    want, want_lse = finish(state)
+    assert torch.allclose(O, want, atol=1e-5) and torch.allclose(lse, want_lse, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dtypes_of_the_results(dtype):
+    Q, K, V = inputs((4, 8), (21, 8), (21, 8), dtype=dtype)
+    O, lse = flash_attention_forward_sim(Q, K, V, 8)
+    assert O.dtype == dtype and lse.dtype == torch.float32
+    O, lse = flash_attention_causal_sim(Q, K, V, 2, 8)
+    assert O.dtype == dtype and lse.dtype == torch.float32
+
+
+def test_query_blocks_do_not_depend_on_each_other():
+    Q, K, V = inputs((50, 16), (30, 16), (30, 16))
+    want = flash_attention_one_head_sim(Q, K, V, 50, 8)
+    for BLOCK_M in (1, 7, 16, 64):
+        got = flash_attention_one_head_sim(Q, K, V, BLOCK_M, 8)
+        assert torch.allclose(got[0], want[0], atol=1e-6) and torch.allclose(got[1], want[1], atol=1e-5)
+
+
+def test_causal_ignores_what_is_in_skipped_tiles():
+    Q, K, V = inputs((64, 16), (64, 16), (64, 16))
+    K[48:], V[48:] = math.nan, math.nan  # the last 16 keys: only the last 16 queries see any of them
+    O, lse = flash_attention_causal_sim(Q, K, V, 16, 16)
+    assert O[:48].isfinite().all() and lse[:48].isfinite().all() and O[48:].isnan().any()
+
+
+def test_rows_that_see_no_key():
+    Q, K, V = inputs((10, 16), (4, 16), (4, 16))
+    for BLOCK_M, BLOCK_N in [(3, 2), (16, 16), (1, 1)]:
+        O, lse = flash_attention_causal_sim(Q, K, V, BLOCK_M, BLOCK_N)
+        assert (O[:6] == 0).all() and (lse[:6] == -math.inf).all() and O.isfinite().all()
+
+
+def test_no_keys_and_no_queries():
+    q, k, v = (torch.randn(2, 3, n, 8) for n in (5, 0, 0))
+    o, lse = flash_attention_sim(q, k, v)
+    assert (o == 0).all() and (lse == -math.inf).all()
+    o, lse = flash_attention_sim(k, q, q)
+    assert o.shape == (2, 3, 0, 8) and lse.shape == (2, 3, 0)
+
+
+@pytest.mark.parametrize(
+    "change, error, words",
+    [
+        (dict(Q_block=torch.zeros(2, 4, 8)), ValueError, "Q_block must be .* it has 3 dimensions"),
+        (dict(K=torch.zeros(6, 9)), ValueError, "head_dim 8, but K has 9"),
+        (dict(V=torch.zeros(7, 8)), ValueError, "K has 6 rows, but V has 7"),
+        (dict(K=torch.zeros(0, 8), V=torch.zeros(0, 8)), ValueError, "at least one key"),
+        (dict(V=torch.zeros(6, 8).half()), TypeError, "one dtype"),
+        (
+            dict.fromkeys(("Q_block", "K", "V"), torch.zeros(6, 8).double()),
+            TypeError,
+            "float64 is not simulated",
+        ),
+        (dict.fromkeys(("Q_block", "K", "V"), torch.zeros(6, 8, dtype=torch.int32)), TypeError, "int32"),
+        (dict(V=torch.zeros(6, 8, device="meta")), ValueError, "one device"),
+        (dict(BLOCK_N=0), ValueError, "BLOCK_N is 0"),
+        (dict(BLOCK_N=-3), ValueError, "BLOCK_N is -3"),
+        (dict(BLOCK_N=2.0), TypeError, "an int"),
+        (dict(BLOCK_N=True), TypeError, "an int"),
+    ],
+)
+def test_bad_inputs_get_a_sentence(change, error, words):
+    good = dict(Q_block=torch.zeros(4, 8), K=torch.zeros(6, 8), V=torch.zeros(6, 8), BLOCK_N=2)
+    flash_attention_forward_sim(**good)
+    with pytest.raises(error, match=words):
+        flash_attention_forward_sim(**{**good, **change})
+
+
+def test_bad_inputs_of_the_whole_matrix():
+    x = torch.zeros(1, 2, 4, 8)
+    with pytest.raises(ValueError, match="BLOCK_M is 0"):
+        flash_attention_sim(x, x, x, BLOCK_M=0)
+    with pytest.raises(ValueError, match="BLOCK_M is 0"):
+        flash_attention_sim(x, x, x, BLOCK_M=0, causal=True)
+    with pytest.raises(ValueError, match="k must be"):
+        flash_attention_sim(x, x[0], x)
+    with pytest.raises(ValueError, match="one batch size"):
+        flash_attention_sim(x, x.expand(3, -1, -1, -1), x)
+    with pytest.raises(ValueError, match="3 query heads, 2 key heads"):
+        flash_attention_sim(torch.zeros(1, 3, 4, 8), x, x)
+    assert check_inputs(x[0, 0], x[0, 0], x[0, 0], 4) == pytest.approx(8**-0.5)
+
+
+# ---- the meter and the cost formula ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "M, N, D, BLOCK_M, BLOCK_N", [(64, 64, 64, 64, 64), (300, 500, 64, 64, 48), (7, 5, 16, 2, 3)]
+)
+def test_cost_formula_equals_the_meter(M, N, D, BLOCK_M, BLOCK_N):
+    Q, K, V = inputs((M, D), (N, D), (N, D), dtype=torch.float16)
+    with Meter(Q, K, V) as meter:
+        flash_attention_one_head_sim(Q, K, V, BLOCK_M, BLOCK_N)
+    cost = flash_cost(M, N, D, BLOCK_M, BLOCK_N, itemsize=2)
+    assert (meter.bytes_read, meter.bytes_written) == (cost.bytes_read, cost.bytes_written)
+    assert (meter.matmul_flops, meter.other_flops) == (cost.matmul_flops, cost.other_flops)
+    assert (
+        cost.flops == cost.matmul_flops + cost.other_flops
+        and cost.bytes == cost.bytes_read + cost.bytes_written
+    )
+
+
+def test_traffic_falls_with_block_m_and_not_with_block_n():
+    costs = [flash_cost(4096, 4096, 64, BLOCK_M=b).bytes_read for b in (32, 64, 128)]
+    assert costs[0] - costs[1] == 2 * (costs[1] - costs[2]) > 0
+    assert flash_cost(4096, 4096, 64, BLOCK_N=32).bytes == flash_cost(4096, 4096, 64, BLOCK_N=128).bytes
+
+
+def test_peak_memory_does_not_depend_on_n():
+    peaks = set()
+    for N in (64, 256, 1024):
+        Q, K, V = inputs((64, 64), (N, 64), (N, 64), dtype=torch.float16)
+        with Meter() as meter:
+            flash_attention_forward_sim(Q, K, V, 64)
+        peaks.add(meter.peak_bytes)
+    assert peaks == {8 * 64 * 64 * 4 + 4 * 64 * 4}
+
+
+def test_meter_follows_tensors_from_birth_to_death():
+    outside = torch.zeros(1000)
+    with Meter(outside) as meter:
+        a = outside + 1  # 4000 bytes
+        b = a * 2  # 8000
+        view = b[10:20]  # shares b
+        del a, b  # 4000: the view keeps b's storage
+        c = outside[:500].exp()  # 6000
+        del view, c
+        torch.zeros(1)
+    assert meter.peak_bytes == 8000 and meter.now_bytes == 4
+    assert meter.bytes_read == 4000 + 2000 and meter.bytes_written == 0
+    assert meter.operations == {"add": 1000, "mul": 1000, "exp": 500}
+
+
+def test_meter_counts_matmuls():
+    a, b, x = torch.zeros(3, 5), torch.zeros(5, 7), torch.zeros(2, 3, 5)
+    with Meter() as meter:
+        a @ b
+    assert meter.matmul_flops == 2 * 3 * 5 * 7
+    for fn, flops in [(lambda: torch.addmm(torch.zeros(3, 7), a, b), 210), (lambda: a @ b[:, 0], 30),
+                      (lambda: torch.bmm(x, x.mT), 2 * 2 * 3 * 3 * 5), (lambda: a[0] @ b[:, 0], 10)]:  # fmt: skip
+        with Meter() as meter:
+            fn()
+        assert meter.matmul_flops == flops
+
+
+def test_tile_frames_are_one_for_each_tile_and_each_store():
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    from flashlab.simulation_drawing import tile_figure, tile_frames
+
+    Q, K, V = (torch.randn(n, 2) for n in (6, 8, 8))
+    figures = list(tile_frames(Q, K, V, 2, 2))
+    assert len(figures) == 3 * (4 + 1)
+    cost = flash_cost(6, 8, 2, 2, 2, itemsize=4)
+    texts = [text.get_text() for text in figures[-1].axes[0].texts]
+    assert f"HBM bytes so far: {cost.bytes_read} read, {cost.bytes_written} written" in texts
+    plt.close("all")
+    with pytest.raises(IndexError, match="15"):
+        tile_figure(Q, K, V, 2, 2, frame=15)
+    assert not plt.get_fignums()
+
+
+# ---- the exercises' checks ---------------------------------------------------------------------------------
+
+
+def diagnosis(id, *answers):
+    """What exercise `id` says to these answers: the slug, or "passed"."""
+    try:
+        exercises()[id].run(*answers)
+    except CheckFailed as failed:
+        assert str(failed)
+        return failed.diagnosis
+    return "passed"
+
+
+def test_one_step():
+    right = dict(m_new=math.log(8), correction=0.25, l_i=1.875, acc=5.375, O=43 / 15)
+    assert diagnosis("2.1", lambda: right) == "passed"
+    for slug, change in {
+        "correction-inverted": dict(correction=4),
+        "block-maximum-only": dict(m_new=math.log(4)),
+        "l-not-rescaled": dict(l_i=3.0),
+        "acc-not-rescaled": dict(acc=9.5),
+        "not-normalised": dict(O=5.375),
+        "wrong-value": dict(O=1.0),
+    }.items():
+        assert diagnosis("2.1", lambda change=change: {**right, **change}) == slug
+    assert diagnosis("2.1", lambda: [1, 2, 3]) == "wrong-type"
+
+
+def test_block_state_mistakes():
+    def make(maximum=lambda s: s.amax(dim=1), shift=True, normalise=False):
+        def block_state(s, v):
+            m = maximum(s)
+            p = torch.exp(s - m[:, None]) if shift else torch.exp(s)
+            l = p.sum(dim=1)
+            return m, l, (p / l[:, None] if normalise else p) @ v
+
+        return block_state
+
+    assert diagnosis("2.2", make()) == "passed"
+    assert diagnosis("2.2", make(shift=False)) == "no-max-subtraction"
+    assert diagnosis("2.2", make(normalise=True)) == "normalised-too-early"
+    assert diagnosis("2.2", make(maximum=lambda s: s.max().expand(len(s)))) == "maximum-not-per-row"
+    assert diagnosis("2.2", lambda s, v: s) == "wrong-type"
+
+
+def variant(
+    correction="right", l=True, acc=True, end=True, lse="right", start=-math.inf, tail="slice", fill=-math.inf
+):
+    """The milestone with one mistake."""
+
+    def fn(Q_block, K, V, BLOCK_N, scale=None):
+        scale = check_inputs(Q_block, K, V, BLOCK_N, scale)
+        N = len(K)
+        if tail != "slice":
+            K, V = (torch.cat([x, x.new_zeros(-N % BLOCK_N, x.shape[1])]) for x in (K, V))
+        q = Q_block.float()
+        m_i, l_i = q.new_full([len(q)], start), q.new_zeros([len(q)])
+        O = q.new_zeros([len(q), V.shape[1]])
+        for n in range(0, len(K), BLOCK_N):
+            s = scale * q @ K[n : n + BLOCK_N].float().T
+            if tail == "masked":
+                s = s.masked_fill(torch.arange(n, n + BLOCK_N, device=s.device) >= N, fill)
+            m_new = torch.maximum(m_i, s.amax(dim=1))
+            p = torch.exp(s - m_new[:, None])
+            c = torch.exp(m_i - m_new)
+            if correction == "inverted" and n:
+                c = 1 / c
+            l_i = l_i * (c if l else 1) + p.sum(dim=1)
+            O = O * (c[:, None] if acc else 1) + p.to(V.dtype).float() @ V[n : n + BLOCK_N].float()
+            m_i = m_new
+        O = O / l_i[:, None] if end else O
+        row_lse = {"right": m_i + l_i.log(), "no max": l_i.log(), "base 2": (m_i + l_i.log()) / math.log(2)}[
+            lse
+        ]
+        return O.to(V.dtype), row_lse
+
+    return fn
+
+
+def whole_row(Q_block, K, V, BLOCK_N, scale=None):
+    scale = Q_block.shape[1] ** -0.5 if scale is None else scale
+    s = scale * (Q_block.float() @ K.float().T)
+    return (torch.softmax(s, dim=1).to(V.dtype).float() @ V.float()).to(V.dtype), torch.logsumexp(s, dim=1)
+
+
+@pytest.mark.parametrize(
+    "slug, fn",
+    [
+        ("passed", flash_attention_forward_sim),
+        ("passed", variant(tail="masked")),
+        ("correction-inverted", variant(correction="inverted")),
+        ("nothing-rescaled", variant(l=False, acc=False)),
+        ("l-not-rescaled", variant(l=False)),
+        ("o-not-rescaled", variant(acc=False)),
+        ("not-normalised", variant(end=False)),
+        ("lse-without-m", variant(lse="no max")),
+        ("lse-base-2", variant(lse="base 2")),
+        ("tail-not-masked", variant(tail="padded")),
+        ("memory-grows-with-n", whole_row),
+        ("wrong-type", lambda Q_block, K, V, BLOCK_N, scale=None: Q_block),
+    ],
+)
+def test_the_milestones_check_names_the_mistake(slug, fn):
+    assert diagnosis("2.3", fn) == slug
+
+
+def test_whole_matrix_mistakes():
+    def tiled(rounds_up=True, everything=False):
+        def fn(Q, K, V, BLOCK_M=64, BLOCK_N=64, scale=None):
+            O, lse = Q.new_zeros(len(Q), V.shape[1]), Q.new_zeros([len(Q)], dtype=torch.float32)
+            if everything:
+                return whole_row(Q, K, V, BLOCK_N, scale)
+            for m in range(0, len(Q) if rounds_up else len(Q) // BLOCK_M * BLOCK_M, BLOCK_M):
+                rows = slice(m, m + BLOCK_M)
+                O[rows], lse[rows] = flash_attention_forward_sim(Q[rows], K, V, BLOCK_N, scale)
+            return O, lse
+
+        return fn
+
+    assert diagnosis("2.4", tiled()) == diagnosis("2.4", flash_attention_one_head_sim) == "passed"
+    assert diagnosis("2.4", tiled(everything=True)) == "not-tiled"
+    assert diagnosis("2.4", tiled(rounds_up=False)) != "passed"
+
+
+def test_bug_hunts():
+    assert diagnosis("2.5", flash_attention_forward_sim) == "passed"
+    assert diagnosis("2.5", variant(correction="inverted")) == "correction-inverted"
+    assert diagnosis("2.5", variant(l=False, acc=False)) == "nothing-rescaled"
+    assert diagnosis("2.6", variant(tail="masked")) == "passed"
+    assert diagnosis("2.6", variant(tail="padded", start=0.0)) == "tail-not-masked"
+    assert diagnosis("2.6", variant(tail="masked", start=0.0)) == "maximum-starts-too-high"
+    assert diagnosis("2.6", variant(tail="masked", start=-1e4)) == "maximum-starts-too-high"
+    assert diagnosis("2.6", variant(tail="masked", fill=-1e4)) == "finite-sentinel"
+    assert diagnosis("2.6", variant(tail="masked", fill=-1e6)) != "passed"
+
+
+def test_byte_count_mistakes():
+    def count(blocks=lambda M, B: -(-M // B), kv=2, lse=4, q=1):
+        def fn(M, N, D, B, e):
+            return ((M if q else blocks(M, B) * M) + blocks(M, B) * kv * N) * D * e, M * D * e + M * lse
+
+        return fn
+
+    assert diagnosis("2.7", count()) == "passed"
+    assert diagnosis("2.7", count(blocks=lambda M, B: 1)) == "kv-read-once"
+    assert diagnosis("2.7", count(blocks=lambda M, B: M // B)) == "blocks-rounded-down"
+    assert diagnosis("2.7", count(blocks=lambda M, B: M / B)) == "blocks-not-rounded"
+    assert diagnosis("2.7", count(kv=1)) == "v-forgotten"
+    assert diagnosis("2.7", count(q=0)) == "q-read-again"
+    assert diagnosis("2.7", count(lse=0)) == "lse-forgotten"
+    assert diagnosis("2.7", count(lse=2)) == "lse-itemsize"
+    assert diagnosis("2.7", lambda *sizes: 3) == "wrong-type"
+
+
+def test_split_kv_mistakes():
+    def split(merge_parts):
+        def fn(Q_block, K, V, BLOCK_N, splits, scale=None):
+            pairs = zip(K.chunk(splits), V.chunk(splits), strict=True)
+            parts = [flash_attention_forward_sim(Q_block, k, v, BLOCK_N, scale) for k, v in pairs]
+            return merge_parts(torch.stack([o for o, _ in parts]), torch.stack([lse for _, lse in parts]))
+
+        return fn
+
+    def weighed(O, lse):
+        total = torch.logsumexp(lse, dim=0)
+        return (O * torch.exp(lse - total)[..., None]).sum(dim=0), total
+
+    def unshifted(O, lse):
+        w = torch.exp(lse)
+        return (O * w[..., None]).sum(dim=0) / w.sum(dim=0)[:, None], w.sum(dim=0).log()
+
+    assert diagnosis("2.8", split(weighed)) == "passed"
+    assert diagnosis("2.8", split(lambda O, lse: (O.mean(dim=0), lse.logsumexp(dim=0)))) == "plain-average"
+    assert diagnosis("2.8", split(lambda O, lse: (O.sum(dim=0), lse.logsumexp(dim=0)))) == "parts-summed"
+    assert diagnosis("2.8", split(lambda O, lse: (weighed(O, lse)[0], lse.sum(dim=0)))) == "lse-summed"
+    assert diagnosis("2.8", split(lambda O, lse: (weighed(O, lse)[0], lse.amax(dim=0)))) == "lse-maximum"
+    assert diagnosis("2.8", split(unshifted)) == "merge-overflow"
+
+
+def test_causal_mistakes():
+    def masks_everything(Q, K, V, BLOCK_M=64, BLOCK_N=64, scale=None):
+        o, lse = reference.attention(Q[None, None], K[None, None], V[None, None], causal=True, scale=scale)
+        K.float() @ K.float().T  # a matmul of full size, as a version that skips no tile would do
+        Q.float() @ K.float().T
+        return o[0, 0].to(Q.dtype), lse[0, 0].float()
+
+    assert diagnosis("2.9", flash_attention_causal_sim) == "passed"
+    assert diagnosis("2.9", masks_everything) == "tiles-not-skipped"
+    assert diagnosis("2.9", flash_attention_one_head_sim) != "passed"
+
+
+def test_every_exercise_of_the_phase_has_graded_hints():
+    mine = [e for e in exercises().values() if e.phase == 2]
+    assert [e.id for e in mine] == [f"2.{i}" for i in range(1, 10)]
+    assert all(2 <= len(e.hints) <= 3 for e in mine)
+    assert {e.difficulty for e in mine} == {"Warm-up", "Core", "Stretch", "Bug hunt"}
