@@ -50,7 +50,8 @@ def test_a_cuda_file_is_shown_as_cpp(shown, tmp_path: Path):
 
 def test_table(shown):
     show.table([("a|b", 1234567, 0.00012345)], ["name", "bytes", "error"])
-    assert shown[0].splitlines() == ["| name | bytes | error |", "| :-- | --: | --: |", "| a\\|b | 1 234 567 | 0.0001234 |"]
+    lines = ["| name | bytes | error |", "| :-- | --: | --: |", "| a\\|b | 1 234 567 | 0.0001234 |"]
+    assert shown[0].splitlines() == lines
 
 
 def test_a_row_of_the_wrong_length():

@@ -1,0 +1,309 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Phase 1 · Naive attention and the two walls: exercises
+#
+# Fill in each cell that says `# YOUR CODE HERE`, run it, then run the check below it. A check that fails says in one
+# sentence what is wrong; `hint("1.4")` gives the next hint, `progress()` shows where you are.
+#
+# The kernels run in Triton's interpreter where there is no GPU. Their checks also hand them to the real compiler, which
+# needs none, because the interpreter accepts more than a GPU does.
+
+# %%
+import math
+
+import torch
+
+from flashlab import runtime, walls
+from flashlab.check import check, hint, progress
+from flashlab.walls import launch, padded
+
+import triton  # after flashlab, which decides whether kernels are interpreted here
+import triton.language as tl
+
+# %% [markdown]
+# ## 1.1 Five lines, counted
+#
+# *Warm-up · 10 min*
+#
+# Attention with an additive mask, as many models run it:
+#
+#     scores = q @ k.T                          # q, k: [N, D]
+#     scores = scores * scale
+#     scores = scores + mask                    # mask: [N, N]
+#     probabilities = softmax(scores)
+#     o = probabilities @ v                     # v: [N, D]
+#
+# Each line reads its inputs from HBM and writes its result there; every number has `itemsize` bytes. Count the bytes read, the bytes
+# written and the FLOPs of all five lines. A multiply-add is 2 FLOPs; the softmax takes 5 a score.
+
+# %% tags=["exercise"]
+def count(N, D, itemsize):
+    """Return (bytes_read, bytes_written, flops)."""
+    # BEGIN SOLUTION
+    matrix, tall = N * N * itemsize, N * D * itemsize
+    bytes_read = 2 * tall + matrix + 2 * matrix + matrix + (matrix + tall)
+    bytes_written = 4 * matrix + tall
+    flops = 2 * N * N * D + N * N + N * N + 5 * N * N + 2 * N * N * D
+    return bytes_read, bytes_written, flops
+    # END SOLUTION
+
+# %% tags=["check"]
+# hint("1.1")
+check("1.1", count)
+
+# %% [markdown]
+# ## 1.2 The roofline as a time
+#
+# *Warm-up · 10 min*
+#
+# The least time that a GPU can take for `flops` operations and `bytes_moved` bytes, if arithmetic and memory overlap perfectly, and which
+# of the two is the bound: `"memory"` or `"compute"`. `gpu.fp16_tflops` is in $10^{12}$ FLOP/s, `gpu.memory_gb_s` in $10^9$ byte/s; `gpu` is for instance
+# `runtime.GPUS["H200"]`.
+
+# %% tags=["exercise"]
+def least_time(flops, bytes_moved, gpu):
+    """Return (seconds, bound)."""
+    # BEGIN SOLUTION
+    compute = flops / (gpu.fp16_tflops * 1e12)
+    memory = bytes_moved / (gpu.memory_gb_s * 1e9)
+    return max(compute, memory), "memory" if memory > compute else "compute"
+    # END SOLUTION
+
+# %% tags=["check"]
+# hint("1.2")
+check("1.2", least_time)
+
+# %% [markdown]
+# ## 1.3 One matrix instead of two
+#
+# *Core · 15 min*
+#
+# `naive_attention` holds two $N \times N$ matrices at its worst moment. Write the four lines in plain torch so that there is never more
+# than one: same result, q, k and v unchanged, scale $1/\sqrt D$, and no overflow for large scores. The check counts every byte; to see
+# what it sees, run `walls.trace_ops(frugal_attention, q, k, v)`.
+#
+# (In place is a trick for inference. With autograd on, several of these tensors are needed again in the backward pass.)
+
+# %% tags=["exercise"]
+def frugal_attention(q, k, v):
+    """q, k, v: [N, D] float32. Returns o [N, D]; at most one tensor of N × N numbers is alive at any moment."""
+    # BEGIN SOLUTION
+    scores = (q / math.sqrt(q.shape[-1])) @ k.T
+    scores -= scores.amax(dim=-1, keepdim=True)
+    scores.exp_()
+    scores /= scores.sum(dim=-1, keepdim=True)
+    return scores @ v
+    # END SOLUTION
+
+# %% tags=["check"]
+# hint("1.3")
+check("1.3", frugal_attention)
+
+# %% [markdown]
+# ## 1.4 Scheme A
+#
+# *Core · 30 min*
+#
+# **The milestone of this phase.** One program takes `BLOCK_M` rows of Q and all the keys. The pointers are given. Load the three tiles,
+# compute the scores and the softmax in float32, and store `o` and `lse`. $M$ and $N$ are any numbers: mind the rows past $M$ and the keys past
+# $N$. `launch(scheme_a_kernel, q, k, v, BLOCK_N=padded(len(k)))` runs it.
+
+# %% tags=["exercise"]
+# MILESTONE flashlab.walls:scheme_a_kernel
+@triton.jit
+def scheme_a_kernel(
+    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,
+    stride_qm, stride_qd, stride_kn, stride_kd, stride_vn, stride_vd, stride_om, stride_od,
+    M, N, scale,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):
+    """One program: BLOCK_M rows of q [M, HEAD_DIM] against all N <= BLOCK_N rows of k and v [N, HEAD_DIM]."""
+    offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_n = tl.arange(0, BLOCK_N)
+    offs_d = tl.arange(0, HEAD_DIM)
+    q_ptrs = q_ptr + offs_m[:, None] * stride_qm + offs_d[None, :] * stride_qd
+    k_ptrs = k_ptr + offs_n[None, :] * stride_kn + offs_d[:, None] * stride_kd  # axes swapped: this is K^T
+    v_ptrs = v_ptr + offs_n[:, None] * stride_vn + offs_d[None, :] * stride_vd
+    o_ptrs = o_ptr + offs_m[:, None] * stride_om + offs_d[None, :] * stride_od
+    # 1. Load q, k and v, masked.
+    # 2. The scores, [BLOCK_M, BLOCK_N], scaled; padded keys get -inf.
+    # 3. m_i, p, l_i; then o.
+    # 4. Store o (in o_ptr's dtype) and lse = m_i + log(l_i), masked.
+    # YOUR CODE HERE
+    raise NotImplementedError
+
+# %% tags=["check"]
+# hint("1.4")
+check("1.4", scheme_a_kernel)
+
+# %% [markdown]
+# ## 1.5 The first length that fails
+#
+# *Core · 10 min*
+#
+# Scheme A keeps a tile of `BLOCK_M` rows of Q and two tiles of `BLOCK_N` keys in shared memory, `HEAD_DIM` numbers a row, `itemsize` bytes a number.
+# `BLOCK_N` is $N$ padded to a power of two, at least 16. A block may have `limit` bytes.
+#
+# Return the smallest number of keys $N$, **any integer from 1 on**, that scheme A cannot run. (It is not a power of two. Why?)
+
+# %% tags=["exercise"]
+def first_failing(limit, HEAD_DIM, BLOCK_M, itemsize):
+    """Return the smallest N >= 1 whose tiles need more than `limit` bytes of shared memory."""
+    # BEGIN SOLUTION
+    block_n, runs_up_to = 16, 0
+    while (BLOCK_M + 2 * block_n) * HEAD_DIM * itemsize <= limit:
+        runs_up_to = block_n
+        block_n *= 2
+    return runs_up_to + 1
+    # END SOLUTION
+
+# %% tags=["check"]
+# hint("1.5")
+check("1.5", first_failing)
+
+# %% [markdown]
+# ## 1.6 A slice without a slice
+#
+# *Core · 20 min*
+#
+# `x` is a tile `[ROWS, COLUMNS]`. Get its quarter `J` (0 to 3), columns `J * COLUMNS // 4` up to `(J + 1) * COLUMNS // 4`, with `tl.reshape`, `tl.permute` and
+# `tl.split`: no gather, no reduction, and do not load from `x_ptr` a second time. `J` is a `tl.constexpr`, so Python's `if` works on it.
+
+# %% tags=["exercise"]
+@triton.jit
+def quarter_kernel(x_ptr, y_ptr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, J: tl.constexpr):
+    """y [ROWS, COLUMNS // 4] = x[:, J * COLUMNS // 4 : (J + 1) * COLUMNS // 4], both contiguous."""
+    rows = tl.arange(0, ROWS)
+    x = tl.load(x_ptr + rows[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :])
+    # BEGIN SOLUTION
+    left, right = tl.split(tl.permute(tl.reshape(x, [ROWS, 2, COLUMNS // 2]), (0, 2, 1)))
+    if J < 2:
+        half = left
+    else:
+        half = right
+    first, second = tl.split(tl.permute(tl.reshape(half, [ROWS, 2, COLUMNS // 4]), (0, 2, 1)))
+    if J % 2 == 0:
+        quarter = first
+    else:
+        quarter = second
+    # END SOLUTION
+    tl.store(y_ptr + rows[:, None] * (COLUMNS // 4) + tl.arange(0, COLUMNS // 4)[None, :], quarter)
+
+# %% tags=["check"]
+# hint("1.6")
+check("1.6", quarter_kernel)
+
+# %% [markdown]
+# ## 1.7 Right at 128, wrong at 100
+#
+# *Bug hunt · 15 min*
+#
+# A colleague's scheme A. The tests at $N = 64$, 128 and 256 pass. A user reports that at $N = 100$ "the model got a bit worse". There is one bug; most
+# public attention checkers would not notice it, because they only try round numbers. Find it, repair it.
+#
+# Somewhere to start: with V all ones, every output must be 1.
+
+# %% tags=["exercise"]
+# BEGIN STARTER
+@triton.jit
+def masked_kernel(
+    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,
+    stride_qm, stride_qd, stride_kn, stride_kd, stride_vn, stride_vd, stride_om, stride_od,
+    M, N, scale,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):
+    offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_n = tl.arange(0, BLOCK_N)
+    offs_d = tl.arange(0, HEAD_DIM)
+    q_ptrs = q_ptr + offs_m[:, None] * stride_qm + offs_d[None, :] * stride_qd
+    k_ptrs = k_ptr + offs_n[None, :] * stride_kn + offs_d[:, None] * stride_kd
+    v_ptrs = v_ptr + offs_n[:, None] * stride_vn + offs_d[None, :] * stride_vd
+    q = tl.load(q_ptrs, mask=offs_m[:, None] < M, other=0.0)
+    k = tl.load(k_ptrs, mask=offs_n[None, :] < N, other=0.0)
+    v = tl.load(v_ptrs, mask=offs_n[:, None] < N, other=0.0)
+    s = tl.dot(q, k) * scale
+    s = tl.where(offs_m[:, None] < M, s, float("-inf"))
+    m_i = tl.max(s, axis=1)
+    m_i = tl.where(m_i == float("-inf"), 0.0, m_i)
+    p = tl.exp(s - m_i[:, None])
+    l_i = tl.sum(p, axis=1)
+    o = tl.dot(p.to(v.dtype), v) / tl.where(l_i == 0.0, 1.0, l_i)[:, None]
+    o_ptrs = o_ptr + offs_m[:, None] * stride_om + offs_d[None, :] * stride_od
+    tl.store(o_ptrs, o.to(o_ptr.dtype.element_ty), mask=offs_m[:, None] < M)
+    tl.store(lse_ptr + offs_m, m_i + tl.log(l_i), mask=offs_m < M)
+# END STARTER
+# BEGIN SOLUTION
+@triton.jit
+def masked_kernel(
+    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,
+    stride_qm, stride_qd, stride_kn, stride_kd, stride_vn, stride_vd, stride_om, stride_od,
+    M, N, scale,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):
+    offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_n = tl.arange(0, BLOCK_N)
+    offs_d = tl.arange(0, HEAD_DIM)
+    q_ptrs = q_ptr + offs_m[:, None] * stride_qm + offs_d[None, :] * stride_qd
+    k_ptrs = k_ptr + offs_n[None, :] * stride_kn + offs_d[:, None] * stride_kd
+    v_ptrs = v_ptr + offs_n[:, None] * stride_vn + offs_d[None, :] * stride_vd
+    q = tl.load(q_ptrs, mask=offs_m[:, None] < M, other=0.0)
+    k = tl.load(k_ptrs, mask=offs_n[None, :] < N, other=0.0)
+    v = tl.load(v_ptrs, mask=offs_n[:, None] < N, other=0.0)
+    s = tl.dot(q, k) * scale
+    # The columns of s are keys: padded ones must get no weight. (The mask was on the other axis. It silenced rows that
+    # are never stored, and left the padded keys with a score of 0 and a share of every row.)
+    s = tl.where(offs_n[None, :] < N, s, float("-inf"))
+    m_i = tl.max(s, axis=1)
+    p = tl.exp(s - m_i[:, None])
+    l_i = tl.sum(p, axis=1)
+    o = tl.dot(p.to(v.dtype), v) / l_i[:, None]
+    o_ptrs = o_ptr + offs_m[:, None] * stride_om + offs_d[None, :] * stride_od
+    tl.store(o_ptrs, o.to(o_ptr.dtype.element_ty), mask=offs_m[:, None] < M)
+    tl.store(lse_ptr + offs_m, m_i + tl.log(l_i), mask=offs_m < M)
+# END SOLUTION
+
+# %% tags=["check"]
+# hint("1.7")
+check("1.7", masked_kernel)
+
+# %% [markdown]
+# ## 1.8 Both walls, in two passes
+#
+# *Stretch · 40 min*
+#
+# The kernel of the lecture's last section, which you have not seen the source of. K and V in blocks of `BLOCK_N`, any $N$. Pass 1 finds `m_i` and `l_i`, pass 2
+# computes the scores again and accumulates `o`. No rescaling of `o`, no slice, and shared memory that does not depend on $N$.
+#
+# When it works, look at what is wasted. Which line of pass 2 could have run in pass 1, had you allowed its result to be corrected later?
+
+# %% tags=["exercise"]
+# MILESTONE flashlab.walls:two_pass_kernel
+@triton.jit
+def two_pass_kernel(
+    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,
+    stride_qm, stride_qd, stride_kn, stride_kd, stride_vn, stride_vd, stride_om, stride_od,
+    M, N, scale,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):
+    """Pass 1 finds the maximum and the sum of each row; pass 2 computes the scores again and uses them on V."""
+    offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_n = tl.arange(0, BLOCK_N)
+    offs_d = tl.arange(0, HEAD_DIM)
+    q_ptrs = q_ptr + offs_m[:, None] * stride_qm + offs_d[None, :] * stride_qd
+    q = tl.load(q_ptrs, mask=offs_m[:, None] < M, other=0.0)
+    # Pass 1: for each block of K, the scores; update m_i and l_i.
+    # Pass 2: for each block of K and V, the scores again; p is final; acc += p @ v.
+    # Store o and lse = m_i + log(l_i).
+    # YOUR CODE HERE
+    raise NotImplementedError
+
+# %% tags=["check"]
+# hint("1.8")
+check("1.8", two_pass_kernel)

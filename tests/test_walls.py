@@ -1,0 +1,302 @@
+"""Phase 1: what naive attention costs, the schemes' kernels, and what the compiler says of them."""
+
+import itertools
+import json
+import math
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from flashlab import reference, runtime, walls
+from flashlab.bench import phase01, published
+from flashlab.check import CheckFailed, verify_one_head
+from flashlab.compile_report import TARGETS, compile_report, compile_reports
+from flashlab.interpreter import hbm_traffic
+
+
+def one_head(m, n, d, dtype=torch.float16):
+    generator = torch.Generator().manual_seed(m * 1000 + n)
+    return [torch.randn(rows, d, generator=generator).to(runtime.device(), dtype) for rows in (m, n, n)]
+
+
+# ---- cost -----------------------------------------------------------------------------------------------------------
+
+
+def test_naive_attention_is_the_oracle():
+    q, k, v = torch.randn(3, 2, 3, 50, 16, dtype=torch.float64)
+    for scale in (None, 0.3):
+        want, _ = reference.attention(q, k, v, scale=scale)
+        torch.testing.assert_close(walls.naive_attention(q, k, v, scale=scale), want)
+
+
+@pytest.mark.parametrize(("heads", "m", "n", "d"), [(1, 64, 64, 16), (6, 40, 96, 32), (1, 1, 300, 8)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_cost_is_what_pytorch_does(heads, m, n, d, dtype):
+    q = torch.randn(heads, m, d, dtype=dtype)
+    k, v = torch.randn(2, heads, n, d, dtype=dtype)
+    size = dict(seq_q=m, heads=heads, itemsize=dtype.itemsize)
+    cost, ops = walls.naive_cost(n, d, **size), walls.trace_ops(walls.naive_attention, q, k, v)
+    assert [(op.bytes_read, op.bytes_written) for op in ops] == [line[1:3] for line in cost.lines]
+    assert max(op.live_bytes for op in ops) == walls.naive_peak_bytes(n, d, **size)
+    with FlopCounterMode(display=False) as counter:
+        walls.naive_attention(q, k, v)
+    assert counter.get_total_flops() == cost.lines[0].flops + cost.lines[3].flops
+
+
+def test_intensity_has_the_limits_that_the_lecture_states():
+    assert walls.naive_cost(10**6, 128).intensity == pytest.approx((4 * 128 + 6) / 12, rel=1e-3)
+    fused = walls.fused_cost(4096, 128)
+    assert fused.intensity == pytest.approx(4096 / 2, rel=0.02)
+    assert fused.bytes == 4 * 4096 * 128 * 2 and fused.flops == walls.naive_cost(4096, 128).flops
+
+
+def test_costs_refuse_what_is_no_size():
+    with pytest.raises(ValueError, match="seq_len must be at least 1, not 0"):
+        walls.naive_cost(0, 64)
+    with pytest.raises(ValueError, match="heads"):
+        walls.naive_peak_bytes(16, 64, heads=0)
+
+
+def test_the_roofline_has_a_slope_and_a_roof():
+    gpu = runtime.GPUS["A100"]
+    assert walls.attainable_tflops(10, gpu) == pytest.approx(10 * gpu.memory_gb_s / 1000)
+    assert walls.attainable_tflops(10_000, gpu) == gpu.fp16_tflops
+    assert walls.attainable_tflops(gpu.ridge, gpu) == pytest.approx(gpu.fp16_tflops)
+
+
+# ---- trace_ops ------------------------------------------------------------------------------------------------------
+
+
+def test_the_trace_sees_frees_and_skips_views():
+    def fn(x):
+        y = x + 1
+        y = (y * 2).T  # the first y is gone once the product is there
+        z = y.reshape(-1)[:10]
+        return z.exp()
+
+    ops = walls.trace_ops(fn, torch.ones(100, 100).T.contiguous())
+    assert [op.name for op in ops if op.name in ("add", "mul", "exp")] == ["add", "mul", "exp"]
+    by_name = {op.name: op for op in ops}
+    assert by_name["add"].live_bytes == 40_000 and by_name["mul"].live_bytes == 80_000
+    assert "t" not in by_name and "slice" not in by_name
+
+
+def test_in_place_work_counts_as_traffic_and_not_as_memory():
+    x = torch.ones(100)
+    ops = walls.trace_ops(lambda: x.mul_(2))
+    assert [(op.name, op.bytes_written, op.live_bytes) for op in ops] == [("mul", 400, 0)]
+    assert walls.peak_bytes(lambda: None) == 0
+
+
+def test_a_tensor_that_the_caller_keeps_counts_as_long_as_it_lives():
+    kept = []
+    ops = walls.trace_ops(lambda: [kept.append(torch.zeros(1000)) for _ in range(3)])
+    assert [op.live_bytes for op in ops] == [4000, 8000, 12000]
+
+
+# ---- the kernels ----------------------------------------------------------------------------------------------------
+
+
+def test_scheme_a_is_right():
+    report = verify_one_head(walls.scheme_a, dtypes=(torch.float16, torch.bfloat16), max_seq=256)
+    assert report.cases >= 15
+
+
+@pytest.mark.parametrize("how", walls.ESCAPE_HATCHES)
+def test_every_escape_hatch_is_right(how):
+    max_seq = 300 if runtime.INTERPRETED else 130  # compiled, each length is a compilation of seconds
+    verify_one_head(lambda q, k, v, *, scale=None: walls.scheme_b(q, k, v, how=how, scale=scale), max_seq=max_seq)
+
+
+def test_two_passes_are_right():
+    verify_one_head(walls.two_pass, max_seq=300)
+    q, k, v = one_head(33, 1000, 64)
+    want, want_lse = reference.attention(*(x[None, None] for x in (q, k, v)))
+    o, lse = walls.two_pass(q, k, v, BLOCK_N=128)
+    assert (o - want[0, 0]).abs().max() < 1e-3 and (lse - want_lse[0, 0]).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("flags", list(itertools.product([False, True], repeat=3)))
+def test_the_variants_of_scheme_a_compute_the_same(flags):
+    q, k, v = one_head(70, 100, 64)
+    constants = dict(zip(("K_BY_ROWS", "V_LATE", "P_FLOAT32"), flags, strict=True))
+    o, lse = walls.launch(walls.scheme_a_variant_kernel, q, k, v, BLOCK_N=128, **constants)
+    want, want_lse = reference.attention(*(x[None, None] for x in (q, k, v)))
+    assert (o - want[0, 0]).abs().max() < 2e-3 and (lse - want_lse[0, 0]).abs().max() < 1e-4
+
+
+def test_scheme_a_moves_no_n_squared():
+    q, k, v = one_head(200, 150, 64)
+    traffic = hbm_traffic(walls.scheme_a, q, k, v)
+    assert traffic.bytes_read == (200 + 4 * 2 * 150) * 64 * 2
+    assert traffic.bytes_written == 200 * 64 * 2 + 200 * 4
+
+
+def test_no_keys_and_no_queries():
+    for m, n in ((5, 0), (0, 5), (0, 0)):
+        q, k, v = one_head(m, n, 32)
+        for fn in (walls.scheme_a, walls.scheme_b, walls.two_pass):
+            o, lse = fn(q, k, v)
+            assert o.shape == (m, 32) and (o == 0).all()
+            assert lse.shape == (m,) and (lse == -math.inf).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "sentence"),
+    [
+        (lambda q, k, v: (q[None], k, v), ValueError, "one head"),
+        (lambda q, k, v: (q, k, v.bfloat16()), TypeError, "share dtype"),
+        (lambda q, k, v: (q.float(), k.float(), v.float()), TypeError, "float16 or bfloat16"),
+        (lambda q, k, v: (q, k[:5], v), ValueError, "belong together"),
+        (lambda q, k, v: (q[:, :24], k[:, :24], v[:, :24]), ValueError, "power of two"),
+    ],
+)
+def test_bad_tensors_get_a_sentence(change, error, sentence):
+    for fn in (walls.scheme_a, walls.scheme_b, walls.two_pass):
+        with pytest.raises(error, match=sentence):
+            fn(*change(*one_head(16, 16, 32)))
+
+
+def test_scheme_b_knows_its_hatches():
+    with pytest.raises(ValueError, match="'slice' or one of split"):
+        walls.scheme_b(*one_head(16, 16, 32), how="magic")
+    with pytest.raises(ValueError, match="BLOCK_N"):
+        walls.scheme_b(*one_head(16, 16, 32), BLOCK_N=48)
+
+
+# ---- the physical wall ----------------------------------------------------------------------------------------------
+
+
+def test_the_compiler_agrees_with_the_formula_on_every_target():
+    for n, d in ((32, 64), (128, 128)):
+        for report in walls.scheme_a_reports([n], d, TARGETS):
+            assert report.shared_bytes == walls.scheme_a_shared_bytes(n, d), report
+
+
+def test_scheme_a_dies_where_the_limit_says():
+    def dies_at(target):
+        limit = runtime.limits(target).shared_per_block
+        return walls.first_failing_seq_len(limit, lambda n: walls.scheme_a_shared_bytes(n, 128))
+
+    assert {target: dies_at(target) for target in TARGETS} == {
+        "sm_80": 512, "sm_86": 256, "sm_89": 256, "sm_90": 512, "sm_120": 256,
+    }  # fmt: skip
+    assert not walls.scheme_a_report(256, 128, "RTX 5060 Ti").fits
+    assert walls.scheme_a_report(256, 128, "H200").fits
+
+
+def test_the_launcher_asks_the_compiler_first():
+    q, k, v = one_head(16, 256, 128)
+    with pytest.raises(walls.OutOfSharedMemory, match="147456 bytes .* sm_120 has 101376"):
+        walls.scheme_a(q, k, v, as_if_on="RTX 5060 Ti")
+
+
+def test_the_published_byte_count_is_one_way_to_write_scheme_a():
+    ways = [(False, False, False), (True, False, False), (True, True, True)]
+    arguments = [walls.kernel_arguments(256, 128, BLOCK_N=256, K_BY_ROWS=a, V_LATE=b, P_FLOAT32=c) for a, b, c in ways]
+    reports = compile_reports(walls.scheme_a_variant_kernel, arguments, targets=["sm_120"], num_stages=1)
+    assert [report.shared_bytes for report in reports] == [147456, 98304, 131072]
+
+
+# ---- the logical wall -----------------------------------------------------------------------------------------------
+
+
+def scheme_b_arguments(how, d=64):
+    return walls.kernel_arguments(128, d, BLOCK_N=64, HALVINGS=1, HOW=how)
+
+
+def test_a_slice_is_refused_compiled_and_interpreted():
+    report = compile_report(walls.scheme_b_kernel, scheme_b_arguments("slice"), target="sm_120", num_stages=1)
+    assert not report.ok and "unsupported tensor index" in report.error
+    with pytest.raises(Exception, match="unsupported tensor index"):
+        walls.scheme_b(*one_head(16, 128, 64), how="slice")
+
+
+def test_the_hatches_compile_and_need_q_and_k():
+    arguments = [scheme_b_arguments(how) for how in walls.ESCAPE_HATCHES]
+    for report in compile_reports(walls.scheme_b_kernel, arguments, targets=["sm_90", "sm_120"], num_stages=1):
+        assert report.ok and report.shared_bytes == walls.scheme_b_shared_bytes(128, 64), report
+
+
+def test_two_passes_fit_everywhere():
+    for report in compile_reports(
+        walls.two_pass_kernel, [walls.kernel_arguments(4096, 128, BLOCK_N=64)], targets=TARGETS, num_stages=1
+    ):
+        assert report.fits and report.shared_bytes == 3 * 64 * 128 * 2
+
+
+# ---- recorded and published figures ---------------------------------------------------------------------------------
+
+
+def test_published_tables_load():
+    assert set(published.NAMES) >= {"attention_memory", "mma_stages_ada", "triton_vs_torch"}
+    rows = published.load("mma_stages_ada")
+    assert len(rows) == 180 and rows[0]["head_dim"] == 64 and isinstance(rows[0]["ms"], float)
+    assert published.load("attention_memory")[4]["mem_before_mb"] == "OOM"
+    assert published.load("lm_forward_backward")[0]["avg_backward_s"] is None
+    with pytest.raises(KeyError, match="attention_memory"):
+        published.load("nothing")
+    readme = (published.FOLDER / "README.md").read_text()
+    assert all(f"`{name}`" in readme for name in published.NAMES)
+
+
+def test_the_published_memory_table_follows_the_formula():
+    rest = [
+        row["mem_before_mb"] - 8 * (row["seq_len"] ** 2 + 4 * row["seq_len"] * row["d_model"]) * 4 / 1e6
+        for row in published.load("attention_memory")
+        if row["mem_before_mb"] != "OOM"
+    ]
+    assert len(rest) == 16 and max(rest) - min(rest) < 2
+
+
+def test_triton_s_message_is_read():
+    class OutOfResources(Exception):
+        pass
+
+    message = (
+        "out of resource: shared memory, Required: 278528, Hardware limit: 232448. Reducing block sizes or "
+        "`num_stages` may help."
+    )
+    want = {"resource": "shared memory", "required": 278528, "limit": 232448}
+    assert phase01.out_of_resources(OutOfResources(message)) == want
+    assert phase01.out_of_resources(ValueError(message)) is None
+
+
+@pytest.mark.skipif(not runtime.INTERPRETED, reason="there is a GPU")
+def test_recording_needs_a_gpu():
+    with pytest.raises(phase01.NoGpu):
+        phase01.run()
+
+
+@pytest.mark.skipif(runtime.INTERPRETED, reason="needs a GPU")
+def test_recording_on_this_gpu():
+    figures = phase01.run(seq_lens=(256, 512), heads=2)
+    json.dumps(figures)
+    assert [row["peak_bytes"] >= row["predicted_peak_bytes"] for row in figures["naive"]] == [True, True]
+    last = figures["scheme_a"][-1]
+    assert not last["ok"] and last["required"] == last["shared_bytes"] > last["limit"]
+    assert all(row["max_error"] < 2e-3 for row in figures["scheme_b"] if row["ok"])
+
+
+def test_what_is_recorded_can_be_drawn():
+    for run in phase01.recorded():
+        assert {"gpu", "torch", "triton", "date"} <= set(run["machine"])
+        assert {"naive", "fused", "scheme_a", "scheme_b"} <= set(run)
+
+
+def test_the_bug_of_exercise_1_7_would_pass_on_round_lengths():
+    """The wall that 13 of 17 public checkers do not have: a length that is no power of two."""
+    q, k, v = one_head(64, 64, 64)
+    with pytest.raises(CheckFailed):
+        verify_one_head(lambda q, k, v, *, scale=None: padded_attention(q, k, v, scale), max_seq=150)
+    want, _ = reference.attention(*(x[None, None] for x in (q, k, v)))
+    assert (padded_attention(q, k, v, None)[0] - want[0, 0]).abs().max() < 1e-3
+
+
+def padded_attention(q, k, v, scale):
+    """Zero-padded keys that keep their weight."""
+    n = walls.padded(len(k))
+    k, v = (torch.cat([x, x.new_zeros(n - len(x), x.shape[1])]) for x in (k, v))
+    o, lse = reference.attention(*(x[None, None] for x in (q, k, v)), scale=scale)
+    return o[0, 0].to(q.dtype), lse[0, 0].float()
