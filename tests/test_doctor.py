@@ -310,12 +310,3 @@ def test_bench_check_says_which_notebook_fails(tmp_path, monkeypatch):
     assert result.exit_code == 1
     assert "99_double.ipynb" in result.output and "unfinished" in result.output
     assert "unfinished" in json.loads((tmp_path / "figures.json").read_text())["errors"]["99_double.ipynb"]
-
-
-def test_figures_are_replaced_whole_or_not_at_all(tmp_path):
-    file = tmp_path / "figures.json"
-    cli.write_json(file, {"a": 1})
-    with pytest.raises(TypeError):
-        cli.write_json(file, {"a": object()})
-    assert json.loads(file.read_text()) == {"a": 1}
-    assert list(tmp_path.iterdir()) == [file]

@@ -274,6 +274,11 @@ COMPILING = """
 
     def launcher(x, block=32):
         kernel[(triton.cdiv(len(x), block),)](x, len(x), BLOCK=block)
+
+    def with_kernel(kernel):
+        def launch(x):
+            kernel[(1,)](x, len(x), BLOCK=128)
+        return launch
     ''').raise_error()
     launcher = shell.user_ns["launcher"]
     x = torch.ones(100)
@@ -288,6 +293,12 @@ COMPILING = """
             pass
     except RuntimeError as error:
         print(error)
+    shell.user_ns["EXTRA"] = tl.constexpr(0)
+    print(interpreter.hbm_traffic(shell.user_ns["with_kernel"](shell.user_ns["kernel"]), x).read_from)
+    try:
+        interpreter.hbm_traffic(launcher, x, block=shell.user_ns["with_kernel"](1))
+    except TypeError as error:
+        print(error)
 """
 
 
@@ -299,3 +310,5 @@ def test_hbm_traffic_in_a_process_that_compiles():
     assert lines[0].startswith("400 bytes read by 2 loads, 400 bytes written by 2 stores")
     assert lines[1].startswith("store out of bounds: element [100] of x, which has shape [100]")
     assert "hbm_traffic(fn, ...)" in lines[2]
+    assert lines[3] == "Counter({'x': 400})"
+    assert lines[4].startswith("an argument of launcher cannot be taken to the process that interprets")

@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flashlab import doctor as _doctor
+from flashlab.bench import records
 
 ROOT = _doctor.ROOT
 console = Console(highlight=False)
@@ -202,7 +203,7 @@ def bench_check(
             table.add_row(row["id"], *times, "" if row["passed"] else "failed")
     console.print(table)
     target = out or ROOT / ".flashlab" / "bench" / "check.json"
-    write_json(target, result)
+    records.write_json(target, result)
     slowest = max((row["seconds"] for row in result["checks"]), default=0.0)
     console.print(Text(f"{len(result['checks'])} checks, the slowest {slowest:.1f} s, kept in {target}"))
     for name, error in result["errors"].items():
@@ -248,19 +249,6 @@ def _machine() -> dict[str, Any]:
         "triton_kernels": "interpreted" if runtime.INTERPRETED else "compiled",
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
     }
-
-
-def write_json(path: Path, data: Any) -> None:
-    """Write beside the file and rename: it holds the old figures or the new ones, never half."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(json.dumps(data, indent=1) + "\n")
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
 
 
 def main() -> None:

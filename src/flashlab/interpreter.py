@@ -5,7 +5,7 @@ for tensors (triton/runtime/interpreter.py). It is the semantics of the language
 
 - ``install_repairs()`` makes it agree with compiled kernels in bfloat16 (it computes on the bit patterns), in float32
   ``tl.dot`` (TF32 unless ``input_precision="ieee"``), and in maximum and minimum of NaN; makes Triton 3.6 work with
-  numpy >= 2.4; keeps numpy's warnings off; and saves some time. Importing flashlab installs them.
+  numpy >= 2.4; keeps numpy's warnings off; and takes a quarter off its time. Importing flashlab installs them.
 - ``watched()`` stops a kernel that reads or writes outside its tensors, which the interpreter would do silently, and
   counts the bytes that the kernel moves between HBM (global memory) and the chip.
 - ``hbm_traffic(fn, ...)`` counts on a GPU machine as well, in a child process that interprets.
@@ -17,6 +17,7 @@ import importlib.util
 import inspect
 import json
 import os
+import pickle
 import subprocess
 import sys
 import tempfile
@@ -539,7 +540,13 @@ def _traffic_in_child(fn, args, kwargs) -> Traffic:
             Path(folder, "launcher_source.py").write_text(module_source(fn), encoding="utf-8")
         else:
             name = ":".join(origin)
-        torch.save((args, kwargs), Path(folder, "arguments.pt"))
+        try:
+            torch.save((args, kwargs), Path(folder, "arguments.pt"))
+        except (TypeError, AttributeError, pickle.PicklingError) as error:
+            raise TypeError(
+                f"an argument of {fn.__name__} cannot be taken to the process that interprets ({error}); arguments are "
+                "tensors and plain values: put the rest, a kernel for instance, into a function around the launcher"
+            ) from error
         paths = [os.path.abspath(entry) if entry else os.getcwd() for entry in sys.path]
         environment = os.environ | {
             "FLASHLAB_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(paths),

@@ -4,15 +4,13 @@ Import this module (or anything of flashlab) before Triton. Triton reads ``TRITO
 decides then, once for the process, whether ``@triton.jit`` makes kernels that are interpreted on the CPU or compiled
 for the GPU. So the decision is taken here, at import:
 
-=====================================  =====================================================================
-the machine or the environment          what this process does
-=====================================  =====================================================================
-no GPU                                  interprets
-a GPU                                   compiles
-``FLASHLAB_INTERPRET=1``                interprets, GPU or not
-``FLASHLAB_INTERPRET=0``                compiles, GPU or not (without one, kernels can be compiled, not run)
-``TRITON_INTERPRET=1``                  interprets
-=====================================  =====================================================================
+    the machine, the environment            what this process does
+    ------------------------------------    --------------------------------------------------------------------
+    no GPU                                  interprets
+    a GPU                                   compiles
+    FLASHLAB_INTERPRET=1                    interprets, GPU or not
+    FLASHLAB_INTERPRET=0                    compiles, GPU or not (without one, kernels can be compiled, not run)
+    TRITON_INTERPRET=1                      interprets, unless FLASHLAB_INTERPRET=0
 """
 
 import os

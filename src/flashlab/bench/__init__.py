@@ -1,1 +1,1 @@
-"""Timing on a GPU, recorded results (results/*.json) and figures that others published (published/*.csv)."""
+"""Timing on a GPU, recorded results (recorded/*.json) and figures that others published (published/*.csv)."""

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import gc
-import json
 import platform
 import re
 from collections.abc import Callable, Sequence
@@ -27,8 +26,7 @@ from typing import Any
 import torch
 
 from flashlab import reference, runtime, walls
-
-RECORDED = Path(__file__).parent / "recorded"
+from flashlab.bench import records
 
 
 class NoGpu(RuntimeError):
@@ -184,7 +182,7 @@ def _error(o: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -
 
 def recorded() -> list[dict[str, Any]]:
     """Every recorded run there is, in the order of their file names; [] where none is."""
-    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(RECORDED.glob("phase01_*.json"))]
+    return records.recorded("phase01")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -192,10 +190,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help="the JSON file to write")
     out = parser.parse_args(arguments).out
     figures = run()
-    name = figures["machine"]["gpu"].lower().removeprefix("nvidia ").replace(" ", "_")
-    out = out or RECORDED / f"phase01_{name}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    out = out or records.default_path("phase01", figures["machine"]["gpu"])
+    records.write_json(out, figures)
     print(f"written: {out.name}, {len(figures['naive'])} lengths on {figures['machine']['gpu']}")
 
 

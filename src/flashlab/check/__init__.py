@@ -2,7 +2,8 @@
 
 In an exercise notebook: `check("2.3", fn)`, `hint("2.3")`, `progress()`.
 On any attention function: `verify(fn)`, and its fronts `verify_one_head` and `verify_block`.
-In an exercise's own check: `expect`, `expect_close`, `expect_raises`, `CheckFailed`.
+In an exercise's own check: `expect`, `expect_close`, `expect_raises`, `CheckFailed`, and `with running("the case"):`
+around a call of the learner's function, so that an exception of theirs says what it was run on.
 """
 
 from flashlab.check.expect import expect, expect_close, expect_raises

@@ -63,16 +63,17 @@ def case_list(
     cross: bool = True,
     scaled: bool = True,
     strided: bool = True,
+    empty: bool = False,
     max_seq: int | None = None,
     full: bool = False,
 ) -> list[Case]:
     """The cases for a kernel that can do what the arguments say, simplest first.
 
     batched: several batches and heads. cross: seq_q != seq_k. scaled: it takes `scale`. strided: any strides.
-    max_seq: the longest sequence. full: more and longer ones, for a GPU or for CI.
+    empty: no keys, no queries, no batch. max_seq: the longest sequence. full: more and longer ones, for a GPU or CI.
     """
     first = Case("", 1, 1, dtype=dtypes[0], head_dim=head_dims[0])
-    cases = [replace(first, **changes) for changes in _BASE + (_LONG if full else [])]
+    cases = [replace(first, **changes) for changes in _BASE + (_LONG if full else []) + (_EMPTY if empty else [])]
     if causal:
         cases += [replace(first, causal=True, **changes) for changes in _CAUSAL + (_LONG_CAUSAL if full else [])]
     if gqa:
@@ -86,7 +87,8 @@ def case_list(
                 if causal:
                     cases += [replace(again, causal=True, **changes) for changes in _OTHER_HEAD_DIM[:1]]
     if not batched:
-        cases = [replace(c, batch=1, heads=1, kv_heads=1) for c in cases if c.batch * c.heads == 1 or c.seq_q == 1]
+        single = [c for c in cases if c.batch * c.heads == 1 or c.seq_q == 1]
+        cases = [replace(c, heads=1, kv_heads=1) for c in single]
     if not cross:
         cases = [c for c in cases if c.content != "creeping"]  # a square of that length would be slow
         cases = [replace(c, seq_q=c.seq_k) if c.seq_q < c.seq_k else replace(c, seq_k=c.seq_q) for c in cases]
@@ -125,6 +127,12 @@ _BASE = [
     _spec("many small contributions after a large one", 16, 1024, "creeping"),
     _spec("heads interleaved in memory", 40, 72, batch=2, heads=2, kv_heads=2, layout="by token"),
     _spec("gaps between the heads in memory", 24, 72, batch=1, heads=2, kv_heads=2, layout="spaced"),
+]
+
+_EMPTY = [
+    _spec("no keys", 16, 0),
+    _spec("no queries", 0, 16),
+    _spec("no batch", 16, 16, batch=0),
 ]
 
 _CAUSAL = [
@@ -206,7 +214,7 @@ def _plain(q: torch.Tensor, k: torch.Tensor, scale: float) -> None:
 
 def _add_scores(q: torch.Tensor, k: torch.Tensor, scale: float, added: torch.Tensor) -> None:
     """Add `added` [seq_k] to every row of scores, through the first component of q and k."""
-    size = math.sqrt(added.abs().max().item() / scale)
+    size = math.sqrt(added.abs().max().item() / scale) or 1.0
     q[..., 0] = size
     k[..., 0] = added / (size * scale)
 

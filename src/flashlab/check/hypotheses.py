@@ -307,12 +307,18 @@ def rounded_scores(p: Problem, _: int) -> Prediction:
 def tf32_operands(p: Problem, _: int) -> Prediction | None:
     if p.case.dtype != torch.float32:
         return Prediction()
-    scores = p.masked(tf32(p.q) @ tf32(p.k).transpose(-1, -2) * p.case.softmax_scale)
-    o, lse = attend(scores, p.v)
-    maximum = scores.amax(-1, keepdim=True)
-    weights = torch.exp(scores - maximum.masked_fill(maximum == -INF, 0.0))
-    both = tf32(weights) @ tf32(p.v) / weights.sum(-1, keepdim=True).clamp(min=1e-30)
-    return Prediction((both, o), (lse,))
+    o, lse = [], []
+    for nearest in (True, False):
+        q, k, v = (tf32(x, nearest=nearest) for x in (p.q, p.k, p.v))
+        scores = p.masked(q @ k.transpose(-1, -2) * p.case.softmax_scale)
+        o_exact, row_lse = attend(scores, p.v)
+        shift = scores.amax(-1, keepdim=True)
+        weights = torch.exp(scores - shift.masked_fill(shift == -INF, 0.0))
+        total = weights.sum(-1, keepdim=True).clamp(min=1e-30)
+        # P V in TF32 too, with P divided by l afterwards, as a fused kernel does, or before, as an eager one does.
+        o += [tf32(weights, nearest=nearest) @ v / total, tf32(weights / total, nearest=nearest) @ v, o_exact]
+        lse.append(row_lse)
+    return Prediction(tuple(o), tuple(lse))
 
 
 HYPOTHESES: tuple[Hypothesis, ...] = (
@@ -428,8 +434,8 @@ HYPOTHESES: tuple[Hypothesis, ...] = (
     ),
     Hypothesis(
         "mixed-bases",
-        "the exponentials do not agree: the correction is made with exp of a difference that P raises 2 to; use one base "
-        "for both",
+        "the exponentials do not agree: the correction is made with exp of a difference that P raises 2 to; use one "
+        "base for both",
         with_factors(lambda c, a, b: c ** (1 / LN2), lambda c, a, b: c ** (1 / LN2)),
         TILES,
     ),
@@ -441,8 +447,8 @@ HYPOTHESES: tuple[Hypothesis, ...] = (
     ),
     Hypothesis(
         "m-of-this-block-only",
-        "right until the row maximum falls from one block to the next: m_new is the block's own maximum; it has to be the "
-        "larger of that and m_old",
+        "right until the row maximum falls from one block to the next: m_new is the block's own maximum; it has to be "
+        "the larger of that and m_old",
         maximum_of_block,
         TILES,
     ),

@@ -136,6 +136,7 @@ def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return x.to(dtype).double()
 
 
-def tf32(x: torch.Tensor) -> torch.Tensor:
-    """Cut to the ten bits of mantissa that a TF32 operand has, to nearest."""
-    return ((x.float().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32).double()
+def tf32(x: torch.Tensor, *, nearest: bool) -> torch.Tensor:
+    """Cut to the ten bits of mantissa that a TF32 operand has: to nearest, or by dropping the rest."""
+    bits = x.float().view(torch.int32)
+    return ((bits + 0x1000 if nearest else bits) & ~0x1FFF).view(torch.float32).double()

@@ -456,11 +456,14 @@ MUTANTS: tuple[Mutant, ...] = (
 )
 
 
-def tf32_forward(q, k, v, *, causal=False, scale=None):
-    """The right pass with its operands cut to TF32's ten bits: what `tl.dot` does to float32 unless told otherwise."""
+def tf32_forward(q, k, v, *, causal=False, scale=None, half=0x1000):
+    """The right pass with its operands cut to TF32's ten bits: what `tl.dot` does to float32 unless told otherwise.
+
+    half: what is added before the cut; 0x1000 rounds to nearest, 0 cuts.
+    """
 
     def cut(x):
-        return ((x.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
+        return ((x.contiguous().view(torch.int32) + half) & ~0x1FFF).view(torch.float32)
 
     forward = build(
         (_S, "s = (cut(q_tile) @ cut(k_tile).T) * scale"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -20,14 +21,14 @@ class Observation:
     lse: torch.Tensor | None  # float64; None when the function is not asked for it
     unwritten: torch.Tensor  # boolean, like o: elements that nobody wrote
 
-    @property
+    @cached_property
     def o_ok(self) -> bool:
         return within(self.o, self.truth.o, self.truth.o_bound)
 
-    @property
+    @cached_property
     def lse_ok(self) -> bool:
         return self.lse is None or within(self.lse, self.truth.lse, self.truth.lse_bound)
 
-    @property
+    @cached_property
     def ok(self) -> bool:
         return self.o_ok and self.lse_ok

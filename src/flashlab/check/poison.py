@@ -68,7 +68,8 @@ def guarded(x: torch.Tensor, layout: str, device: torch.device) -> torch.Tensor:
         shape = (batch, heads, rows + GUARD_ROWS, dim)
         view = torch.full(shape, float("nan"), dtype=x.dtype, device=device)[:, :, :rows]
     elif layout == "rows apart":
-        view = torch.full((batch, heads, rows, 2 * dim), float("nan"), dtype=x.dtype, device=device)[..., :dim]
+        shape = (batch, heads, rows + GUARD_ROWS, 2 * dim)
+        view = torch.full(shape, float("nan"), dtype=x.dtype, device=device)[:, :, :rows, :dim]
     else:
         raise ValueError(f"layout is contiguous, by token, spaced or rows apart, not {layout!r}")
     view.copy_(x)

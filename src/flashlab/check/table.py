@@ -28,8 +28,8 @@ class Table:
         widths = [max(len(line[i]) for line in lines) for i in range(len(self.columns))]
 
         def text(line: tuple[str, ...]) -> str:
-            cells = (x.rjust(w) if self._right(i) else x.ljust(w) for i, (x, w) in enumerate(zip(line, widths, strict=True)))
-            return "  ".join(cells).rstrip()
+            sized = enumerate(zip(line, widths, strict=True))
+            return "  ".join(x.rjust(w) if self._right(i) else x.ljust(w) for i, (x, w) in sized).rstrip()
 
         rule = "  ".join("─" * width for width in widths)
         return "\n".join([text(self.columns), rule, *map(text, self.rows), *([self.caption] if self.caption else [])])

@@ -54,7 +54,8 @@ def truth(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Trut
     size = q.double().abs() @ k.double().abs().repeat_interleave(group, 1).transpose(-1, -2) * case.softmax_scale
     size = size.amax(-1) if size.numel() else torch.zeros_like(lse)
     # In the "huge" case every product and every sum is exact, and equal for all keys: nothing to forgive in P.
-    score_error = 8 * FLOAT32 * (8 + (torch.zeros_like(size) if case.content == "huge" else size))
+    walk = max(8.0, case.head_dim**0.5) * FLOAT32  # a sum of head_dim products: as many roundings, in a random walk
+    score_error = 2 * walk * (8 + (torch.zeros_like(size) if case.content == "huge" else size))
     epsilon = torch.finfo(case.dtype).eps
     tiny = case.seq_k * torch.finfo(case.dtype).smallest_normal * epsilon * (v.abs().max().item() if v.numel() else 0)
     analytic = (epsilon + score_error[..., None]) * average_v + tiny
@@ -62,7 +63,7 @@ def truth(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Trut
     rounding = epsilon / 2 * o.abs().max().item() if o.numel() else 0.0
     float32_error = (score_error[..., None] * average_v).max().item() if o.numel() else 0.0
     calibrated = 2 * twin_error + rounding + float32_error
-    lse_bound = 1e-5 + 8 * FLOAT32 * (size + lse.abs().nan_to_num(posinf=0.0))
+    lse_bound = 1e-5 + walk * (size + lse.abs().nan_to_num(posinf=0.0))
     return Truth(o, lse, analytic.clamp(max=calibrated), lse_bound, twin_error, rounding)
 
 

@@ -53,6 +53,7 @@ def verify(
     gqa: bool = False,
     cross: bool = True,
     strided: bool = True,
+    empty: bool = False,
     lse: bool = True,
     max_seq: int | None = None,
     deterministic: bool = False,
@@ -67,10 +68,13 @@ def verify(
     causal          test the causal mask too (aligned bottom-right; a row that sees no key gives o = 0, lse = -inf).
     dtypes          the first is tested on every case, the others on the telling ones; likewise head_dims.
     gqa             test fewer K/V heads than query heads.
-    cross           test seq_q != seq_k.        strided    test inputs that are not contiguous.
+    cross           test seq_q != seq_k.
+    strided         test inputs that are not contiguous.
+    empty           test no keys (o = 0, lse = -inf), no queries, no batch.
     lse             False for a function that returns o alone.
-    max_seq         leave out longer cases.     full       add long cases, for a GPU or for CI.
+    max_seq         leave out longer cases.
     deterministic   run a case twice and compare bit by bit.
+    full            add long cases, for a GPU or for CI.
 
     An exception raised by `fn` passes through, with a note that names the case.
     """
@@ -96,6 +100,7 @@ def verify(
         gqa=gqa,
         cross=cross,
         strided=strided,
+        empty=empty,
         scaled="scale" in takes,
         max_seq=max_seq,
         full=full,
@@ -111,6 +116,7 @@ def verify_one_head(
     head_dims: Sequence[int] = (64,),
     cross: bool = True,
     strided: bool = True,
+    empty: bool = False,
     lse: bool = True,
     max_seq: int | None = None,
     deterministic: bool = False,
@@ -134,6 +140,7 @@ def verify_one_head(
         head_dims=head_dims,
         cross=cross,
         strided=False,
+        empty=empty,
         batched=False,
         scaled="scale" in takes,
         max_seq=max_seq,
@@ -329,16 +336,16 @@ def _parameters(fn: Callable[..., Any]) -> dict[str, bool]:
 def _report(observations: Sequence[Observation]) -> Report:
     rows, worst, worst_lse = [], 0.0, None
     for seen in observations:
-        error = (seen.o - seen.truth.o).abs().max().item()
+        error = (seen.o - seen.truth.o).abs().max().item() if seen.o.numel() else 0.0
         ratio = error / seen.truth.unit if seen.truth.unit else 0.0
         worst = max(worst, ratio)
         lse_error = ""
         if seen.lse is not None:
             off = torch.where(seen.lse == seen.truth.lse, 0.0, (seen.lse - seen.truth.lse).abs())
-            relative = (off / seen.truth.lse.abs().clamp(min=1.0)).max().item()
+            relative = (off / seen.truth.lse.abs().clamp(min=1.0)).max().item() if off.numel() else 0.0
             worst_lse = max(worst_lse or 0.0, relative)
             lse_error = f"{relative:.1e}"
-        bound = seen.truth.o_bound.max().item()
+        bound = seen.truth.o_bound.max().item() if seen.o.numel() else 0.0
         cells = (f"{error:.1e}", f"{bound:.1e}", f"{seen.truth.twin_error:.1e}", f"{ratio:.2f}", lse_error)
         rows.append((str(seen.case), *cells))
     columns = ("Case", "Error", "Bound", "Twin's error", "Ratio", "lse error")

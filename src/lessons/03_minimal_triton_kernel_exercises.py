@@ -1,0 +1,410 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Phase 3 · Minimal Triton kernel: exercises
+#
+# Fill in each cell that says `# YOUR CODE HERE`, run it, then run the check below it. A check that fails says in one
+# sentence what is wrong; `hint("3.4")` gives the next hint, `progress()` shows where you are.
+#
+# You hand in kernels here, not launchers: the check launches them, on a GPU if there is one and in Triton's interpreter
+# if not. Interpreted, it also watches every address. A kernel that passes is compiled for a real GPU at the end.
+
+# %%
+import math
+
+import torch
+
+from flashlab.check import check, hint, progress
+
+import triton  # after flashlab, which decides whether kernels are interpreted here
+import triton.language as tl
+
+# %% [markdown]
+# ## 3.1 A tile's addresses
+#
+# *Warm-up · 10 min*
+#
+# Copy the ROWS × COLS matrix `x` to `y`. Each has its own strides: `stride_xr` elements from one row of x to the next, `stride_xc` from
+# one column to the next; likewise for y. One program, no masks: the tile is exactly the matrix.
+
+# %% tags=["exercise"]
+@triton.jit
+def copy_tile_kernel(
+    x_ptr, y_ptr, stride_xr, stride_xc, stride_yr, stride_yc, ROWS: tl.constexpr, COLS: tl.constexpr
+):
+    rows = tl.arange(0, ROWS)
+    cols = tl.arange(0, COLS)
+    # BEGIN SOLUTION
+    x_ptrs = x_ptr + rows[:, None] * stride_xr + cols[None, :] * stride_xc
+    y_ptrs = y_ptr + rows[:, None] * stride_yr + cols[None, :] * stride_yc
+    tl.store(y_ptrs, tl.load(x_ptrs))
+    # END SOLUTION
+
+# %% tags=["check"]
+# hint("3.1")
+check("3.1", copy_tile_kernel)
+
+# %% [markdown]
+# ## 3.2 Into base 2 and back
+#
+# *Warm-up · 10 min*
+#
+# The kernel works with $2^x$. Write the two conversions at its borders, in plain Python and torch:
+# `scale_log2(scale)`, the factor for $q \cdot k$ so that $2^{\text{scale\_log2} \cdot (q \cdot k)} = e^{\text{scale} \cdot (q \cdot k)}$;
+# and `natural_lse(m, l)`, the natural log-sum-exp from the base-2 maximum `m` and the sum `l` of $2^{s - m}$.
+
+# %% tags=["exercise"]
+def scale_log2(scale):
+    # BEGIN SOLUTION
+    return scale * math.log2(math.e)
+    # END SOLUTION
+
+
+def natural_lse(m, l):
+    # BEGIN SOLUTION
+    return (m + torch.log2(l)) * math.log(2)
+    # END SOLUTION
+
+# %% tags=["check"]
+# hint("3.2")
+check("3.2", scale_log2, natural_lse)
+
+# %% [markdown]
+# ## 3.3 The log-sum-exp of a row of any length
+#
+# *Core · 20 min*
+#
+# Program `row` computes $\log \sum_j e^{x_j}$ of its row, N elements, BLOCK at a time. N is anything: the last block reaches over the end.
+# This is the online softmax without V, so the state is two numbers. Natural base here.
+
+# %% tags=["exercise"]
+@triton.jit
+def row_lse_kernel(x_ptr, lse_ptr, stride, N, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    m = float("-inf")
+    l = 0.0
+    for start in range(0, N, BLOCK):
+        offs = start + tl.arange(0, BLOCK)
+        # BEGIN SOLUTION
+        x = tl.load(x_ptr + row * stride + offs, mask=offs < N, other=float("-inf"))
+        m_new = tl.maximum(m, tl.max(x, axis=0))
+        l = l * tl.exp(m - m_new) + tl.sum(tl.exp(x - m_new), axis=0)
+        m = m_new
+        # END SOLUTION
+    tl.store(lse_ptr + row, m + tl.log(l))
+
+# %% tags=["check"]
+# hint("3.3")
+check("3.3", row_lse_kernel)
+
+# %% [markdown]
+# ## 3.4 flash_attention_forward_kernel
+#
+# *Core · 40 min*
+#
+# **The milestone of this phase.** The addresses are written; the loop's body is yours. Translate phase 2's loop: scores, mask, new maximum,
+# p, correction, l_i, acc. `scale_log2` is scale · log2(e), so use `tl.exp2`. Then normalise and store `o` and the natural `lse`.
+#
+# The check runs lengths that no tile divides, maxima that rise in every block, scores near ±200, and three dtypes.
+
+# %% tags=["exercise"]
+# MILESTONE flashlab.triton_minimal:flash_attention_forward_kernel
+@triton.jit
+def flash_attention_forward_kernel(
+    Q_ptr,  # [M, HEAD_DIM]
+    K_ptr,  # [N, HEAD_DIM]
+    V_ptr,  # [N, HEAD_DIM]
+    O_ptr,  # [M, HEAD_DIM]
+    LSE_ptr,  # [M], float32
+    stride_qm,
+    stride_qd,
+    stride_kn,
+    stride_kd,
+    stride_vn,
+    stride_vd,
+    stride_om,
+    stride_od,
+    scale_log2,  # scale * log2(e)
+    M,
+    N,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    offs_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_d = tl.arange(0, HEAD_DIM).to(tl.int64)
+    q_ptrs = Q_ptr + offs_m[:, None] * stride_qm + offs_d[None, :] * stride_qd
+    q = tl.load(q_ptrs, mask=offs_m[:, None] < M, other=0.0)
+
+    # 1. The state: m_i, l_i, acc.
+    for start_n in range(0, N, BLOCK_N):
+        offs_n = start_n + tl.arange(0, BLOCK_N).to(tl.int64)
+        in_range = offs_n < N
+        k_ptrs = K_ptr + offs_n[:, None] * stride_kn + offs_d[None, :] * stride_kd
+        k = tl.load(k_ptrs, mask=in_range[:, None], other=0.0)
+        v_ptrs = V_ptr + offs_n[:, None] * stride_vn + offs_d[None, :] * stride_vd
+        v = tl.load(v_ptrs, mask=in_range[:, None], other=0.0)
+        # 2. Scores, masked; the new maximum; p and the correction; l_i, acc, m_i.
+    # 3. Normalise; lse. Store both, masked: o in O_ptr.dtype.element_ty.
+    # YOUR CODE HERE
+    raise NotImplementedError
+
+# %% tags=["check"]
+# hint("3.4")
+check("3.4", flash_attention_forward_kernel)
+
+# %% [markdown]
+# ## 3.5 Right for every power of two
+#
+# *Bug hunt · 15 min*
+#
+# This kernel was tested with N = 32, 64, 128, 256, 512 and 1024, in three dtypes, and shipped. In production N is what the tokenizer says,
+# and outputs came out too small, sometimes by a little, sometimes by half. No NaN, no crash, no address out of bounds. Find the mistake and
+# repair it.
+
+# %% tags=["exercise"]
+# BEGIN STARTER
+@triton.jit
+def powers_of_two_kernel(
+    Q_ptr, K_ptr, V_ptr, O_ptr, LSE_ptr,
+    stride_qm, stride_qd, stride_kn, stride_kd, stride_vn, stride_vd, stride_om, stride_od,
+    scale_log2, M, N,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):
+    offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_d = tl.arange(0, HEAD_DIM)
+    q_ptrs = Q_ptr + offs_m[:, None] * stride_qm + offs_d[None, :] * stride_qd
+    q = tl.load(q_ptrs, mask=offs_m[:, None] < M, other=0.0)
+    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l_i = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
+    for start_n in range(0, N, BLOCK_N):
+        offs_n = start_n + tl.arange(0, BLOCK_N)
+        k_ptrs = K_ptr + offs_n[:, None] * stride_kn + offs_d[None, :] * stride_kd
+        k = tl.load(k_ptrs, mask=offs_n[:, None] < N, other=0.0)
+        s = tl.dot(q, k.T) * scale_log2
+        m_new = tl.maximum(m_i, tl.max(s, axis=1))
+        p = tl.exp2(s - m_new[:, None])
+        correction = tl.exp2(m_i - m_new)
+        l_i = l_i * correction + tl.sum(p, axis=1)
+        acc = acc * correction[:, None]
+        v_ptrs = V_ptr + offs_n[:, None] * stride_vn + offs_d[None, :] * stride_vd
+        v = tl.load(v_ptrs, mask=offs_n[:, None] < N, other=0.0)
+        acc = tl.dot(p.to(v.dtype), v, acc)
+        m_i = m_new
+    o_ptrs = O_ptr + offs_m[:, None] * stride_om + offs_d[None, :] * stride_od
+    tl.store(o_ptrs, (acc / l_i[:, None]).to(O_ptr.dtype.element_ty), mask=offs_m[:, None] < M)
+    tl.store(LSE_ptr + offs_m, (m_i + tl.log2(l_i)) * 0.6931471805599453, mask=offs_m < M)
+# END STARTER
+# BEGIN SOLUTION
+@triton.jit
+def powers_of_two_kernel(
+    Q_ptr, K_ptr, V_ptr, O_ptr, LSE_ptr,
+    stride_qm, stride_qd, stride_kn, stride_kd, stride_vn, stride_vd, stride_om, stride_od,
+    scale_log2, M, N,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):
+    offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_d = tl.arange(0, HEAD_DIM)
+    q_ptrs = Q_ptr + offs_m[:, None] * stride_qm + offs_d[None, :] * stride_qd
+    q = tl.load(q_ptrs, mask=offs_m[:, None] < M, other=0.0)
+    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l_i = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
+    for start_n in range(0, N, BLOCK_N):
+        offs_n = start_n + tl.arange(0, BLOCK_N)
+        k_ptrs = K_ptr + offs_n[:, None] * stride_kn + offs_d[None, :] * stride_kd
+        k = tl.load(k_ptrs, mask=offs_n[:, None] < N, other=0.0)
+        s = tl.dot(q, k.T) * scale_log2
+        # Repaired: the keys past the end were loaded as zeros, had scores of 0, and took their share of every row.
+        s = tl.where(offs_n[None, :] < N, s, float("-inf"))
+        m_new = tl.maximum(m_i, tl.max(s, axis=1))
+        p = tl.exp2(s - m_new[:, None])
+        correction = tl.exp2(m_i - m_new)
+        l_i = l_i * correction + tl.sum(p, axis=1)
+        acc = acc * correction[:, None]
+        v_ptrs = V_ptr + offs_n[:, None] * stride_vn + offs_d[None, :] * stride_vd
+        v = tl.load(v_ptrs, mask=offs_n[:, None] < N, other=0.0)
+        acc = tl.dot(p.to(v.dtype), v, acc)
+        m_i = m_new
+    o_ptrs = O_ptr + offs_m[:, None] * stride_om + offs_d[None, :] * stride_od
+    tl.store(o_ptrs, (acc / l_i[:, None]).to(O_ptr.dtype.element_ty), mask=offs_m[:, None] < M)
+    tl.store(LSE_ptr + offs_m, (m_i + tl.log2(l_i)) * 0.6931471805599453, mask=offs_m < M)
+# END SOLUTION
+
+# %% tags=["check"]
+# hint("3.5")
+check("3.5", powers_of_two_kernel)
+
+# %% [markdown]
+# ## 3.6 A very small number
+#
+# *Bug hunt · 15 min*
+#
+# "Infinities are asking for NaN", wrote the author of this one, and used a very small number instead. It passes on random inputs of any
+# length. Then a model with large negative logits came along: whole rows of the output are wrong, without a NaN, and their `lse` is
+# the same in each. Find the mistake and repair it.
+
+# %% tags=["exercise"]
+# BEGIN STARTER
+@triton.jit
+def no_infinity_kernel(
+    Q_ptr, K_ptr, V_ptr, O_ptr, LSE_ptr,
+    stride_qm, stride_qd, stride_kn, stride_kd, stride_vn, stride_vd, stride_om, stride_od,
+    scale_log2, M, N,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):
+    offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_d = tl.arange(0, HEAD_DIM)
+    q_ptrs = Q_ptr + offs_m[:, None] * stride_qm + offs_d[None, :] * stride_qd
+    q = tl.load(q_ptrs, mask=offs_m[:, None] < M, other=0.0)
+    m_i = tl.full([BLOCK_M], -1e6, tl.float32)
+    l_i = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
+    for start_n in range(0, N, BLOCK_N):
+        offs_n = start_n + tl.arange(0, BLOCK_N)
+        k_ptrs = K_ptr + offs_n[:, None] * stride_kn + offs_d[None, :] * stride_kd
+        k = tl.load(k_ptrs, mask=offs_n[:, None] < N, other=0.0)
+        s = tl.dot(q, k.T) * scale_log2
+        s = tl.where(offs_n[None, :] < N, s, -1e6)
+        m_new = tl.maximum(m_i, tl.max(s, axis=1))
+        p = tl.exp2(s - m_new[:, None])
+        correction = tl.exp2(m_i - m_new)
+        l_i = l_i * correction + tl.sum(p, axis=1)
+        acc = acc * correction[:, None]
+        v_ptrs = V_ptr + offs_n[:, None] * stride_vn + offs_d[None, :] * stride_vd
+        v = tl.load(v_ptrs, mask=offs_n[:, None] < N, other=0.0)
+        acc = tl.dot(p.to(v.dtype), v, acc)
+        m_i = m_new
+    o = acc / tl.maximum(l_i, 1e-20)[:, None]
+    o_ptrs = O_ptr + offs_m[:, None] * stride_om + offs_d[None, :] * stride_od
+    tl.store(o_ptrs, o.to(O_ptr.dtype.element_ty), mask=offs_m[:, None] < M)
+    tl.store(LSE_ptr + offs_m, (m_i + tl.log2(tl.maximum(l_i, 1e-20))) * 0.6931471805599453, mask=offs_m < M)
+# END STARTER
+# BEGIN SOLUTION
+@triton.jit
+def no_infinity_kernel(
+    Q_ptr, K_ptr, V_ptr, O_ptr, LSE_ptr,
+    stride_qm, stride_qd, stride_kn, stride_kd, stride_vn, stride_vd, stride_om, stride_od,
+    scale_log2, M, N,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):
+    offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_d = tl.arange(0, HEAD_DIM)
+    q_ptrs = Q_ptr + offs_m[:, None] * stride_qm + offs_d[None, :] * stride_qd
+    q = tl.load(q_ptrs, mask=offs_m[:, None] < M, other=0.0)
+    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)  # repaired: below every score, so never the maximum
+    l_i = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
+    for start_n in range(0, N, BLOCK_N):
+        offs_n = start_n + tl.arange(0, BLOCK_N)
+        k_ptrs = K_ptr + offs_n[:, None] * stride_kn + offs_d[None, :] * stride_kd
+        k = tl.load(k_ptrs, mask=offs_n[:, None] < N, other=0.0)
+        s = tl.dot(q, k.T) * scale_log2
+        s = tl.where(offs_n[None, :] < N, s, float("-inf"))  # repaired: padding must lose against any score
+        m_new = tl.maximum(m_i, tl.max(s, axis=1))
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)  # the one place where -inf - (-inf) could arise
+        p = tl.exp2(s - m_safe[:, None])
+        correction = tl.exp2(m_i - m_safe)
+        l_i = l_i * correction + tl.sum(p, axis=1)
+        acc = acc * correction[:, None]
+        v_ptrs = V_ptr + offs_n[:, None] * stride_vn + offs_d[None, :] * stride_vd
+        v = tl.load(v_ptrs, mask=offs_n[:, None] < N, other=0.0)
+        acc = tl.dot(p.to(v.dtype), v, acc)
+        m_i = m_new
+    o = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]
+    o_ptrs = O_ptr + offs_m[:, None] * stride_om + offs_d[None, :] * stride_od
+    tl.store(o_ptrs, o.to(O_ptr.dtype.element_ty), mask=offs_m[:, None] < M)
+    tl.store(LSE_ptr + offs_m, (m_i + tl.log2(l_i)) * 0.6931471805599453, mask=offs_m < M)
+# END SOLUTION
+
+# %% tags=["check"]
+# hint("3.6")
+check("3.6", no_infinity_kernel)
+
+# %% [markdown]
+# ## 3.7 How many bytes?
+#
+# *Core · 10 min*
+#
+# The bytes that one launch of the milestone kernel *reads* from HBM, for Q `[M, HEAD_DIM]`, K and V `[N, HEAD_DIM]` with `itemsize` bytes an
+# element. The check compares with what the interpreter counts, to the byte.
+
+# %% tags=["exercise"]
+def bytes_read(M, N, HEAD_DIM, BLOCK_M, itemsize):
+    # BEGIN SOLUTION
+    programs = math.ceil(M / BLOCK_M)
+    return (M + 2 * N * programs) * HEAD_DIM * itemsize
+    # END SOLUTION
+
+# %% tags=["check"]
+# hint("3.7")
+check("3.7", bytes_read)
+
+# %% [markdown]
+# ## 3.8 A causal mask that saves work
+#
+# *Stretch · 45 min*
+#
+# Query i may look at the keys $j \le i + N - M$: the last query sees the last key. Write the kernel for that. Two parts: mask what must not
+# be seen inside a tile; and do not visit the tiles in which nothing is seen. The check counts the bytes of K, so a kernel that masks everything
+# and skips nothing does not pass. Mind M > N, where the first rows see no key at all: `o = 0`, `lse = -inf`.
+
+# %% tags=["exercise"]
+@triton.jit
+def flash_attention_causal_kernel(
+    Q_ptr, K_ptr, V_ptr, O_ptr, LSE_ptr,
+    stride_qm, stride_qd, stride_kn, stride_kd, stride_vn, stride_vd, stride_om, stride_od,
+    scale_log2, M, N,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):
+    start_m = tl.program_id(0) * BLOCK_M
+    offs_m = start_m + tl.arange(0, BLOCK_M)
+    offs_d = tl.arange(0, HEAD_DIM)
+    q_ptrs = Q_ptr + offs_m[:, None] * stride_qm + offs_d[None, :] * stride_qd
+    q = tl.load(q_ptrs, mask=offs_m[:, None] < M, other=0.0)
+    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l_i = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
+    # BEGIN SOLUTION
+    end_n = tl.minimum(N, start_m + BLOCK_M + N - M)  # the last row of this program sees no key from here on
+    for start_n in range(0, end_n, BLOCK_N):
+        offs_n = start_n + tl.arange(0, BLOCK_N)
+        k_ptrs = K_ptr + offs_n[:, None] * stride_kn + offs_d[None, :] * stride_kd
+        k = tl.load(k_ptrs, mask=offs_n[:, None] < N, other=0.0)
+        s = tl.dot(q, k.T) * scale_log2
+        visible = (offs_n[None, :] < N) & (offs_n[None, :] <= offs_m[:, None] + N - M)
+        s = tl.where(visible, s, float("-inf"))
+        m_new = tl.maximum(m_i, tl.max(s, axis=1))
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        p = tl.exp2(s - m_safe[:, None])
+        correction = tl.exp2(m_i - m_safe)
+        l_i = l_i * correction + tl.sum(p, axis=1)
+        acc = acc * correction[:, None]
+        v_ptrs = V_ptr + offs_n[:, None] * stride_vn + offs_d[None, :] * stride_vd
+        v = tl.load(v_ptrs, mask=offs_n[:, None] < N, other=0.0)
+        acc = tl.dot(p.to(v.dtype), v, acc)
+        m_i = m_new
+    # END SOLUTION
+    o = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]
+    o_ptrs = O_ptr + offs_m[:, None] * stride_om + offs_d[None, :] * stride_od
+    tl.store(o_ptrs, o.to(O_ptr.dtype.element_ty), mask=offs_m[:, None] < M)
+    tl.store(LSE_ptr + offs_m, (m_i + tl.log2(l_i)) * 0.6931471805599453, mask=offs_m < M)
+
+# %% tags=["check"]
+# hint("3.8")
+check("3.8", flash_attention_causal_kernel)
+
+# %% [markdown]
+# ## Where you are
+#
+# Next, phase 4 gives this kernel batch, heads, grouped queries, causal masks and any head size, and tunes it.
+
+# %% tags=["nbval-ignore-output"]
+progress(3)

@@ -1,0 +1,92 @@
+"""expect, expect_raises and expect_close: what passes, what fails, and with which words."""
+
+import math
+
+import pytest
+import torch
+
+from flashlab.check import CheckFailed, expect, expect_close, expect_raises
+
+
+def failure(*args, **kwargs) -> CheckFailed:
+    with pytest.raises(CheckFailed) as caught:
+        expect_close(*args, **kwargs)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    "got, want",
+    [
+        (1.0, 1.0),
+        (torch.tensor([1.0, -math.inf]), [1.0, -math.inf]),
+        (torch.full((3,), 1.0), torch.full((3,), 1.0 + 1e-6)),
+        (torch.full((3,), 100.0).half(), torch.full((3,), 100.05, dtype=torch.float64)),
+        (torch.empty(0), torch.empty(0)),
+        (torch.tensor(math.nan), math.nan),
+    ],
+)
+def test_what_is_close_passes(got, want):
+    assert expect_close(got, want, what="x") >= 0
+
+
+@pytest.mark.parametrize(
+    "got, want, words, diagnosis",
+    [
+        (None, 1.0, "is None", "returned-none"),
+        ("four", 4.0, "not str", "wrong-type"),
+        (torch.zeros(2), torch.zeros(3), "shape [2]", "wrong-shape"),
+        (torch.tensor([1.0, math.nan]), [1.0, 2.0], "NaN at [1]", "wrong-value"),
+        (torch.tensor([1.0, math.inf]), [1.0, 2.0], "it is inf", "wrong-value"),
+        (torch.tensor([1.0, 2.0]), [1.0, math.inf], "should be inf", "wrong-value"),
+        (torch.tensor([1.0, math.inf]), [1.0, -math.inf], "should be -inf", "wrong-value"),
+        (torch.full((3,), 1.0), torch.full((3,), 1.001), "allowed error", "wrong-value"),
+        (1.0, 1.0 + 1e-6, "allowed error", "wrong-value"),
+    ],
+)
+def test_what_is_not_close_fails_with_a_sentence(got, want, words, diagnosis):
+    failed = failure(got, want, what="x")
+    assert words in str(failed) and failed.diagnosis == diagnosis
+    assert "\n" not in str(failed)
+
+
+def test_the_place_of_the_worst_element_is_named():
+    got = torch.zeros(2, 3)
+    got[1, 2] = 5.0
+    assert "at [1, 2]: it is 5, it should be 0" in str(failure(got, torch.zeros(2, 3), what="P"))
+
+
+def test_a_dtype_can_be_asked_for():
+    assert failure(torch.zeros(1).half(), [0.0], what="l", dtype=torch.float32).diagnosis == "wrong-dtype"
+    expect_close(torch.zeros(1), [0.0], what="l", dtype=torch.float32)
+
+
+def test_a_known_mistake_is_named_but_never_a_right_answer():
+    mistakes = {"inverted": (2.0, "upside down"), "the-same": (4.0, "never said")}
+    assert failure(2.0, 4.0, what="x", mistakes=mistakes).diagnosis == "inverted"
+    assert str(failure(2.0, 4.0, what="x", mistakes=mistakes)) == "upside down"
+    assert failure(3.0, 4.0, what="x", mistakes=mistakes).diagnosis == "wrong-value"
+    assert expect_close(4.0, 4.0, what="x", mistakes=mistakes) == 0
+
+
+def test_because_ends_the_sentence():
+    assert str(failure(1.0, 2.0, what="x", because="look at the sign")).endswith("; look at the sign")
+
+
+def test_expect_takes_tensors_as_conditions():
+    expect(torch.tensor(True), "never", diagnosis="x")
+    with pytest.raises(CheckFailed, match="not so"):
+        expect(torch.tensor(False), "not so", diagnosis="x")
+
+
+def test_expect_raises():
+    assert expect_raises(ValueError, int, "x", what="int('x')", diagnosis="d").startswith("invalid literal")
+    with pytest.raises(CheckFailed, match="nothing was raised"):
+        expect_raises(ValueError, int, "1", what="int('1')", diagnosis="d")
+    with pytest.raises(CheckFailed, match="raised ValueError"):
+        expect_raises(TypeError, int, "x", what="int('x')", diagnosis="d")
+
+    def unsolved():
+        raise NotImplementedError
+
+    with pytest.raises(NotImplementedError):
+        expect_raises(ValueError, unsolved, what="it", diagnosis="d")

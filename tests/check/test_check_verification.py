@@ -1,0 +1,278 @@
+"""verify and its fronts: right implementations pass, whatever their tiles; the form of an answer is checked too."""
+
+import importlib.util
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from flashlab import reference, runtime
+from flashlab.check import CheckFailed, verify, verify_block, verify_one_head
+from flashlab.check.cases import Case, case_list, make_inputs
+from flashlab.check.mutants import build, flash_forward
+from flashlab.check.poison import MarkedEmpty, unwritten
+from flashlab.check.tolerance import excess, truth, within
+from flashlab.check.verification import run
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def in_float32(q, k, v, *, causal=False, scale=None):
+    """The oracle's mathematics in float32, for any shape and dtype: right, and written by nobody here."""
+    o, lse = reference.attention_low_precision(q.float(), k.float(), v.float(), causal=causal, scale=scale)
+    return o.to(q.dtype), lse
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_eager_attention_in_float32_passes(dtype):
+    report = verify(in_float32, causal=True, gqa=True, dtypes=(dtype,), head_dims=(64, 16, 40, 128), deterministic=True)
+    assert report.cases > 35 and report.worst < 2.5 and report.lse_error < 1e-5
+
+
+def test_the_full_list_passes():
+    report = verify(in_float32, causal=True, gqa=True, dtypes=DTYPES, head_dims=(64, 128), full=True)
+    assert report.cases > 70
+
+
+@pytest.mark.parametrize("block_m, block_n", [(16, 16), (64, 32), (32, 128), (48, 80)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_tiled_forward_pass_passes_whatever_its_tiles(on_cpu, block_m, block_n, dtype):
+    forward = build(BLOCK_M=block_m, BLOCK_N=block_n)
+    assert verify(forward, causal=True, gqa=True, dtypes=(dtype,), head_dims=(64, 32)).worst < 2.5
+
+
+def test_torchs_own_attention_passes():
+    def sdpa(q, k, v, *, causal, scale):
+        group = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        mask = reference.causal_mask(q.shape[2], k.shape[2], q.device) if causal else None
+        o = torch.nn.functional.scaled_dot_product_attention(
+            q.float(), k.float(), v.float(), attn_mask=mask, scale=scale
+        )
+        return o.nan_to_num().to(q.dtype)  # a row without a key is NaN there; here it is 0
+
+    assert verify(sdpa, causal=True, gqa=True, lse=False).lse_error is None
+
+
+def test_the_low_precision_twin_is_not_good_enough():
+    # Its scores are rounded to 16 bits: that is why it is the yardstick, not the goal.
+    with pytest.raises(CheckFailed) as caught:
+        verify(reference.attention_low_precision)
+    assert caught.value.diagnosis == "scores-in-low-precision"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("flashlab.simulation") is None, reason="phase 2 is not there")
+def test_the_simulation_passes():
+    from flashlab.simulation import flash_attention_forward_sim
+
+    assert verify_block(flash_attention_forward_sim, dtypes=DTYPES, head_dims=(64, 16, 128)).cases > 40
+
+
+@pytest.mark.skipif(importlib.util.find_spec("flashlab.triton_minimal") is None, reason="phase 3 is not there")
+def test_the_triton_kernel_passes():
+    from flashlab.triton_minimal import flash_attention_forward
+
+    assert verify_one_head(flash_attention_forward, dtypes=DTYPES, head_dims=(64, 16, 128)).cases > 25
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(
+    seq_q=st.integers(1, 90),
+    seq_k=st.integers(1, 130),
+    head_dim=st.sampled_from([16, 32, 40, 64, 80]),
+    block_m=st.sampled_from([16, 32, 64]),
+    block_n=st.sampled_from([16, 32, 48, 128]),
+    dtype=st.sampled_from(DTYPES),
+    content=st.sampled_from(
+        ["plain", "late", "rising", "falling", "near +200", "near -200", "spread", "huge", "creeping"]
+    ),
+    causal=st.booleans(),
+    heads=st.sampled_from([(1, 1), (2, 1), (3, 3)]),
+)
+def test_no_right_answer_is_rejected(on_cpu, seq_q, seq_k, head_dim, block_m, block_n, dtype, content, causal, heads):
+    case = Case(
+        "drawn",
+        seq_q,
+        seq_k,
+        content,
+        heads=heads[0],
+        kv_heads=heads[1],
+        head_dim=head_dim,
+        dtype=dtype,
+        causal=causal,
+    )
+    forward = build(BLOCK_M=block_m, BLOCK_N=block_n)
+    run(lambda c, q, k, v: forward(q, k, v, causal=c.causal, scale=c.softmax_scale), [case])
+
+
+def fails(fn, front=verify, **options) -> CheckFailed:
+    with pytest.raises(CheckFailed) as caught:
+        front(fn, **options)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    "change, diagnosis, words",
+    [
+        (lambda o, lse: None, "returned-none", "return"),
+        (lambda o, lse: o, "wrong-type", "(o, lse)"),
+        (lambda o, lse: (o, lse, o), "wrong-type", "of 3 values"),
+        (lambda o, lse: (o, 3.0), "wrong-type", "lse is a float"),
+        (lambda o, lse: (o[:, :, :-1], lse), "wrong-shape", "[1, 1, 15, 64]"),
+        (lambda o, lse: (o, lse[..., None]), "wrong-shape", "lse has shape"),
+        (lambda o, lse: (o.float(), lse), "wrong-dtype", "torch.float16"),
+        (lambda o, lse: (o, lse.half()), "wrong-dtype", "torch.float32"),
+        (lambda o, lse: (o.to("meta"), lse), "wrong-device", "meta"),
+    ],
+)
+def test_the_form_of_the_answer_is_checked(change, diagnosis, words):
+    failed = fails(lambda q, k, v, *, causal, scale: change(*in_float32(q, k, v, causal=causal, scale=scale)))
+    assert failed.diagnosis == diagnosis and words in str(failed), str(failed)
+
+
+def test_shapes_are_told_in_the_learners_terms():
+    failed = fails(lambda q, k, v: (q[:-1], q[:, 0].float()), verify_one_head)
+    assert "o has shape [15, 64]; it should be [16, 64]" in str(failed)
+
+
+def test_an_output_that_is_used_again_is_found():
+    kept = torch.empty(200_000, dtype=torch.float16, device=runtime.device())
+
+    def reuse(q, k, v, *, causal, scale):
+        o, lse = in_float32(q, k, v, causal=causal, scale=scale)
+        shared = kept[: o.numel()].view(o.shape)
+        shared.copy_(o)
+        return shared, lse
+
+    assert fails(reuse).diagnosis == "output-reused"
+
+
+def test_a_kernel_that_writes_past_its_inputs_is_found():
+    def spill(q, k, v, *, causal, scale):
+        k.as_strided((k.numel() + 1,), (1,))[-1] = 0.0  # one element behind K
+        return in_float32(q, k, v, causal=causal, scale=scale)
+
+    assert fails(spill, strided=False).diagnosis == "input-modified"
+
+
+def test_an_output_that_depends_on_the_call_is_found():
+    calls = []
+
+    def drifting(q, k, v, *, causal, scale):
+        calls.append(1)
+        o, lse = in_float32(q, k, v, causal=causal, scale=scale)
+        return o * (1 + 2e-7 * (len(calls) % 2)), lse  # the last bit, far below what is allowed
+
+    assert verify(drifting, dtypes=(torch.float32,)).cases > 19
+    assert fails(drifting, deterministic=True, dtypes=(torch.float32,)).diagnosis == "not-deterministic"
+
+
+def test_a_learners_exception_names_the_case():
+    def breaks(q, k, v, *, causal, scale):
+        if q.shape[2] == 5:
+            raise ZeroDivisionError("mine")
+        return in_float32(q, k, v, causal=causal, scale=scale)
+
+    with pytest.raises(ZeroDivisionError, match="mine") as caught:
+        verify(breaks)
+    if hasattr(caught.value, "__notes__"):
+        assert "fewer keys than a tile" in caught.value.__notes__[0]
+
+
+def test_a_function_without_causal_or_scale_is_called_without_them():
+    assert verify(lambda q, k, v: in_float32(q, k, v)).cases >= 19
+    assert fails(lambda q, k, v: in_float32(q, k, v), causal=True).diagnosis == "wrong-call"
+    assert fails("not a function").diagnosis == "wrong-type"
+
+
+def test_a_report_says_what_was_found(on_cpu):
+    report = verify(flash_forward, max_seq=100)
+    assert repr(report).startswith(f"✓ {report.cases} cases · worst error ") and "lse error" in repr(report)
+    assert report.verdict == f"{report.cases} cases, all within their bounds"
+    assert len(report.details.rows) == report.cases and "<table>" in report.details._repr_html_()
+
+
+def test_max_seq_bounds_the_lengths():
+    assert all(max(c.seq_q, c.seq_k) <= 64 for c in case_list(causal=True, max_seq=64))
+    assert all(c.seq_q == c.seq_k for c in case_list(causal=True, cross=False))
+    with pytest.raises(ValueError, match="max_seq=0"):
+        case_list(max_seq=0)
+
+
+# ---- the tolerance --------------------------------------------------------------------------------------------------
+
+
+def test_nan_and_a_wrong_infinity_are_never_within():
+    want, bound = torch.tensor([1.0, 2.0]), torch.tensor([10.0, 10.0])
+    assert within(torch.tensor([2.0, 3.0]), want, bound)
+    assert not within(torch.tensor([float("nan"), 2.0]), want, bound)
+    assert not within(torch.tensor([float("inf"), 2.0]), want, bound)
+    empty = torch.tensor([-float("inf")])
+    assert within(empty, empty, torch.tensor([1e-5]))
+    assert not within(-empty, empty, torch.tensor([1e-5]))
+    assert excess(torch.tensor([1.5]), torch.tensor([1.0]), torch.tensor([0.25])).item() == 2.0
+
+
+@pytest.mark.parametrize("wrong", [lambda o: o * 0.98, lambda o: o.roll(1, -2), lambda o: o + 0.01])
+def test_long_rows_with_small_outputs_are_not_let_through(wrong):
+    """At this length the outputs differ by less than atol=1e-2 from their mean; the bound is far below that."""
+    case = Case("long", 16, 4096, head_dim=64)
+    q, k, v = make_inputs(case, torch.device("cpu"))
+    want = truth(case, q, k, v)
+    assert want.o_bound.max() < 2e-3
+    assert not within(wrong(want.o), want.o, want.o_bound)
+
+
+def test_large_scores_do_not_widen_the_bound_to_the_twins_error():
+    case = Case("large", 40, 200, "spread")
+    want = truth(case, *make_inputs(case, torch.device("cpu")))
+    assert want.twin_error > 0.03
+    assert want.o_bound.max() < 0.01
+
+
+# ---- inputs and memory ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "by token", "spaced", "rows apart"])
+def test_inputs_are_surrounded_by_nan(layout):
+    case = Case("x", 8, 8, heads=2, kv_heads=2, head_dim=16, layout=layout)
+    for x in make_inputs(case, torch.device("cpu")):
+        assert x.shape == (1, 2, 8, 16) and x.isfinite().all()
+        assert x.is_contiguous() == (layout == "contiguous")
+        start = x.storage_offset() + x.stride(1) + 7 * x.stride(2)
+        behind = start + (16 if layout == "rows apart" else x.stride(2))
+        everything = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage())
+        last = 1 + x.storage_offset() + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+        assert everything.numel() - last >= 256 * x.shape[3]  # a tile that runs over the end stays in our memory
+        assert everything[behind].isnan()
+
+
+def test_inputs_are_the_same_every_time():
+    case = case_list()[5]
+    first, second = (make_inputs(case, torch.device("cpu")) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+def test_memory_that_nobody_wrote_is_recognised(dtype):
+    with MarkedEmpty():
+        fresh = torch.empty(3, 4, dtype=dtype)
+        assert unwritten(torch.empty_like(fresh)).all() and unwritten(fresh.new_empty(2)).all()
+    fresh[1] = float("nan")
+    assert unwritten(fresh).tolist() == [[True] * 4, [False] * 4, [True] * 4]
+    assert unwritten(fresh.to(torch.float16))[0].all() or dtype == torch.bfloat16
+
+
+# ---- no keys, no queries, no batch ----------------------------------------------------------------------------------
+
+
+def test_empty_inputs_can_be_asked_for():
+    assert verify(in_float32, causal=True, empty=True).cases == verify(in_float32, causal=True).cases + 3
+
+    def nan_without_keys(q, k, v, *, causal, scale):
+        o, lse = in_float32(q, k, v, causal=causal, scale=scale)
+        return (o if k.shape[2] else torch.full_like(o, float("nan"))), lse
+
+    failed = fails(nan_without_keys, empty=True)
+    assert failed.diagnosis == "masked-rows-nan" and "no keys" in failed.case

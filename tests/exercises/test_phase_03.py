@@ -1,0 +1,193 @@
+"""Phase 3's checks: the mistakes that learners make are named, and a right answer passes in the time promised."""
+
+import importlib.util
+import inspect
+import math
+import time
+
+import pytest
+import torch
+import triton
+
+from flashlab import triton_minimal
+from flashlab.check import CheckFailed, check
+from flashlab.triton_minimal import LOG2_E
+
+MILESTONE = inspect.getsource(triton_minimal.flash_attention_forward_kernel.fn)
+
+
+def kernel_from(tmp_path, text, *changes):
+    """The kernel that `text` defines, with pieces of it replaced; in a file, since Triton reads the source."""
+    for old, new in changes:
+        assert text.count(old) == 1, f"{old!r} occurs {text.count(old)} times"
+        text = text.replace(old, new)
+    path = tmp_path / "answer.py"
+    path.write_text(f"import triton\nimport triton.language as tl\n\n\n{text}")
+    spec = importlib.util.spec_from_file_location("answer", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return next(value for value in vars(module).values() if hasattr(value, "fn"))
+
+
+def diagnosis(id, *answers):
+    with pytest.raises(CheckFailed) as caught:
+        check(id, *answers)
+    assert len(str(caught.value)) > 20
+    return caught.value.diagnosis
+
+
+MISTAKES = {
+    "tail-not-masked": [('s = tl.where(in_range[None, :], s, float("-inf"))', "s = s")],
+    "o-not-rescaled": [("acc = acc * correction[:, None]", "acc = acc")],
+    "l-not-rescaled": [("l_i = l_i * correction + tl.sum(p, axis=1)", "l_i = l_i + tl.sum(p, axis=1)")],
+    "correction-inverted": [("correction = tl.exp2(m_i - m_safe)", "correction = tl.exp2(m_safe - m_i)")],
+    "exp-with-log2e": [("p = tl.exp2(s - m_safe[:, None])", "p = tl.exp(s - m_safe[:, None])")],
+    "lse-in-base-2": [(" * 0.6931471805599453", "")],
+    "m-not-updated": [("        m_i = m_new\n", "")],
+    "not-normalised": [("acc = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]", "acc = acc")],
+    "finite-sentinel": [('m_i = tl.full([BLOCK_M], float("-inf")', "m_i = tl.full([BLOCK_M], -1e6")],
+    "tf32": [  # TF32 where float32 is claimed
+        ('k.T, input_precision="ieee")', "k.T)"),
+        ('v, acc, input_precision="ieee")', "v, acc)"),
+    ],
+    "wrong-parameters": [("scale_log2,  #", "scale,  #"), ('="ieee") * scale_log2', '="ieee") * scale')],
+}
+UNMASKED = {
+    "k": ("k = tl.load(k_ptrs, mask=in_range[:, None], other=0.0)", "k = tl.load(k_ptrs)"),
+    "q": ("q = tl.load(q_ptrs, mask=offs_m[:, None] < M, other=0.0)", "q = tl.load(q_ptrs)"),
+    "O_ptr": ("acc.to(O_ptr.dtype.element_ty), mask=offs_m[:, None] < M)", "acc.to(O_ptr.dtype.element_ty))"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_wrong_kernel_is_told_its_mistake(tmp_path, mistake):
+    assert diagnosis("3.4", kernel_from(tmp_path, MILESTONE, *MISTAKES[mistake])) == mistake
+
+
+@pytest.mark.skipif(
+    not triton_minimal.runtime.INTERPRETED, reason="addresses are watched where kernels are interpreted"
+)
+@pytest.mark.parametrize("tensor", UNMASKED)
+def test_a_missing_mask_names_the_tensor(tmp_path, tensor):
+    with pytest.raises(
+        CheckFailed, match=rf"out of bounds: element \[16, 0\] of {tensor}, .*: a mask or a stride is wrong"
+    ):
+        check("3.4", kernel_from(tmp_path, MILESTONE, UNMASKED[tensor]))
+
+
+def test_the_milestone_passes_in_time():
+    check("3.4", triton_minimal.flash_attention_forward_kernel)  # the compiler's answer is in the cache from here on
+    start = time.process_time()
+    assert check("3.4", triton_minimal.flash_attention_forward_kernel)
+    assert time.process_time() - start < 10
+
+
+def test_what_only_the_interpreter_accepts_does_not_pass(tmp_path):
+    early_end = ("        m_i = m_new\n", "        m_i = m_new\n        if start_n > 100000:\n            break\n")
+    kernel = kernel_from(tmp_path, MILESTONE, early_end)
+    if triton_minimal.runtime.INTERPRETED:
+        assert diagnosis("3.4", kernel) == "does-not-compile"
+    else:  # on a GPU the launch itself is refused, and the compiler's error is shown as the learner's own
+        with pytest.raises(triton.compiler.errors.CompilationError, match="Break"):
+            check("3.4", kernel)
+
+
+def test_no_kernel_is_not_an_answer():
+    assert diagnosis("3.4", triton_minimal.flash_attention_forward) == "wrong-type"
+    assert diagnosis("3.1", "x") == "wrong-type"
+
+
+COPY = """@triton.jit
+def copy(x_ptr, y_ptr, stride_xr, stride_xc, stride_yr, stride_yc, ROWS: tl.constexpr, COLS: tl.constexpr):
+    rows = tl.arange(0, ROWS)
+    cols = tl.arange(0, COLS)
+    x_ptrs = x_ptr + rows[:, None] * stride_xr + cols[None, :] * stride_xc
+    y_ptrs = y_ptr + rows[:, None] * stride_yr + cols[None, :] * stride_yc
+    tl.store(y_ptrs, tl.load(x_ptrs))
+"""
+
+
+def test_the_tiles_addresses(tmp_path):
+    assert check("3.1", kernel_from(tmp_path, COPY))
+    one_set = ("stride_yr + cols[None, :] * stride_yc", "stride_xr + cols[None, :] * stride_xc")
+    assert diagnosis("3.1", kernel_from(tmp_path, COPY, one_set)) in ("wrong-value", "out-of-bounds")
+    dense = ("cols[None, :] * stride_xc", "cols[None, :]")
+    assert diagnosis("3.1", kernel_from(tmp_path, COPY, dense)) in ("wrong-value", "out-of-bounds")
+
+
+def test_the_two_bases():
+    def right_scale(scale):
+        return scale * LOG2_E
+
+    def right_lse(m, l):  # noqa: E741
+        return (m + torch.log2(l)) / LOG2_E
+
+    assert check("3.2", right_scale, right_lse)
+    assert diagnosis("3.2", lambda scale: scale / LOG2_E, right_lse) == "ln2-for-log2e"
+    assert diagnosis("3.2", lambda scale: scale, right_lse) == "unchanged"
+    assert diagnosis("3.2", right_scale, lambda m, l: m + torch.log2(l)) == "lse-in-base-2"  # noqa: E741
+    assert diagnosis("3.2", right_scale, lambda m, l: m + torch.log(l)) == "mixed-bases"  # noqa: E741
+
+
+ROW_LSE = """@triton.jit
+def row_lse(x_ptr, lse_ptr, stride, N, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    m = float("-inf")
+    l = 0.0
+    for start in range(0, N, BLOCK):
+        offs = start + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + row * stride + offs, mask=offs < N, other=float("-inf"))
+        m_new = tl.maximum(m, tl.max(x, axis=0))
+        l = l * tl.exp(m - m_new) + tl.sum(tl.exp(x - m_new), axis=0)
+        m = m_new
+    tl.store(lse_ptr + row, m + tl.log(l))
+"""
+
+
+@pytest.mark.parametrize(
+    "change, slug",
+    [
+        (('float("-inf"))\n', "0.0)\n"), "tail-not-masked"),
+        (("l * tl.exp(m - m_new) + ", "l + "), "no-rescale"),
+        ((', mask=offs < N, other=float("-inf"))', ")"), "out-of-bounds"),
+    ],
+)
+def test_the_row_of_any_length(tmp_path, change, slug):
+    assert check("3.3", kernel_from(tmp_path, ROW_LSE))
+    if slug != "out-of-bounds" or triton_minimal.runtime.INTERPRETED:
+        assert diagnosis("3.3", kernel_from(tmp_path, ROW_LSE, change)) == slug
+
+
+@pytest.mark.parametrize(
+    "formula, slug",
+    [
+        (lambda M, N, D, B, e: (M + 2 * N) * D * e, "read-once"),
+        (lambda M, N, D, B, e: (M + 2 * N * (M // B)) * D * e, "rounded-down"),
+        (lambda M, N, D, B, e: -(-M // B) * (B + 2 * N) * D * e, "masked-rows"),
+        (lambda M, N, D, B, e: (M + 2 * N * math.ceil(M / B)) * D, "elements"),
+    ],
+)
+def test_the_bytes(formula, slug):
+    assert check("3.7", lambda M, N, D, B, e: (M + 2 * N * math.ceil(M / B)) * D * e)
+    assert diagnosis("3.7", formula) == slug
+
+
+CAUSAL = [
+    ("offs_n < N  #", "offs_n < N  #"),
+    (
+        's = tl.where(in_range[None, :], s, float("-inf"))',
+        's = tl.where(in_range[None, :] & (offs_n[None, :] <= offs_m[:, None] + N - M), s, float("-inf"))',
+    ),
+]
+SKIPPING = (
+    "for start_n in range(0, N, BLOCK_N):",
+    "for start_n in range(0, tl.minimum(N, (tl.program_id(0) + 1) * BLOCK_M + N - M), BLOCK_N):",
+)
+
+
+def test_the_causal_kernel(tmp_path):
+    assert check("3.8", kernel_from(tmp_path, MILESTONE, *CAUSAL, SKIPPING))
+    assert diagnosis("3.8", kernel_from(tmp_path, MILESTONE, *CAUSAL)) == "causal-tiles-not-skipped"
+    top_left = (CAUSAL[1][0], CAUSAL[1][1].replace(" + N - M", ""))
+    slug = diagnosis("3.8", kernel_from(tmp_path, MILESTONE, top_left))
+    assert "causal" in slug or slug == "wrong-value"

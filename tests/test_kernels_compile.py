@@ -1,0 +1,56 @@
+"""Every Triton kernel of the package goes through the real compiler, for every target: the interpreter accepts more."""
+
+import importlib
+import pkgutil
+
+import pytest
+import torch
+
+import flashlab
+from flashlab import triton_minimal, walls
+from flashlab.compile_report import TARGETS, compile_reports
+from flashlab.portable import jit_function
+
+_WALLS = walls.kernel_arguments(128, 64)
+
+# kernel -> the arguments of some launches. A kernel whose name is missing here fails the test below.
+LAUNCHES = {
+    "flashlab.triton_minimal.flash_attention_forward_kernel": [triton_minimal.compile_arguments(torch.float16, 64)],
+    "flashlab.walls.scheme_a_kernel": [_WALLS | {"BLOCK_N": 128, "num_stages": 1}],
+    "flashlab.walls.scheme_a_variant_kernel": [
+        _WALLS | {"BLOCK_N": 128, "K_BY_ROWS": flag, "V_LATE": flag, "P_FLOAT32": False, "num_stages": 1}
+        for flag in (False, True)
+    ],
+    "flashlab.walls.scheme_b_kernel": [
+        _WALLS | {"BLOCK_N": 64, "HALVINGS": 1, "HOW": how, "num_stages": 1} for how in walls.ESCAPE_HATCHES
+    ],
+    "flashlab.walls.two_pass_kernel": [_WALLS | {"BLOCK_N": 64, "num_stages": 1}],
+}
+# Called by kernels, and compiled with them.
+DEVICE_FUNCTIONS = {
+    "flashlab.walls.slice_by_split",
+    "flashlab.walls.slice_by_gather",
+    "flashlab.walls.slice_by_reduction",
+}
+
+
+def kernels():
+    found = {}
+    for module in pkgutil.walk_packages(flashlab.__path__, "flashlab."):
+        if module.name.rsplit(".")[-1] in ("__main__", "_compile_child"):
+            continue
+        members = vars(importlib.import_module(module.name))
+        found |= {f"{module.name}.{name}": value for name, value in members.items() if jit_function(value)}
+    # Under the name of the module that defines it, not of those that import it.
+    return {name: value for name, value in found.items() if name.startswith(f"{jit_function(value).fn.__module__}.")}
+
+
+def test_every_kernel_has_a_launch_to_compile():
+    assert set(kernels()) == set(LAUNCHES) | DEVICE_FUNCTIONS
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_it_compiles_for_every_target(name):
+    for report in compile_reports(kernels()[name], LAUNCHES[name], targets=TARGETS):
+        assert report.ok, report.error
+        assert report.tensor_core_instructions > 0

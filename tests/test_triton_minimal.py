@@ -1,0 +1,211 @@
+"""Phase 3's kernel: right on the checker's cases, in every dtype; clear errors; special values; bytes; compiles."""
+
+import math
+
+import pytest
+import torch
+
+from flashlab import runtime
+from flashlab.check import verify, verify_one_head
+from flashlab.compile_report import TARGETS, compile_reports
+from flashlab.interpreter import hbm_traffic
+from flashlab.reference import attention
+from flashlab.simulation import flash_attention_one_head_sim, flash_cost
+from flashlab.triton_minimal import (
+    compile_arguments,
+    default_block,
+    flash_attention_forward,
+    flash_attention_forward_kernel,
+    hbm_bytes,
+)
+
+DEVICE = runtime.device()
+
+
+def make(M, N, D, dtype=torch.float16, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(rows, D, generator=generator) for rows in (M, N, N))
+    return tuple(x.to(DEVICE, dtype) for x in (q, k, v + 0.5))
+
+
+def test_the_checkers_cases():
+    report = verify_one_head(flash_attention_forward, dtypes=(torch.float16, torch.bfloat16, torch.float32))
+    assert report.worst < 1.5
+
+
+def test_other_head_sizes():
+    verify_one_head(flash_attention_forward, head_dims=(16, 128), max_seq=200)
+
+
+def test_heads_one_by_one_are_attention():
+    def forward(q, k, v, *, scale=None):
+        o, lse = torch.empty_like(q), torch.empty(q.shape[:3], device=q.device)
+        for b in range(q.shape[0]):
+            for h in range(q.shape[1]):
+                o[b, h], lse[b, h] = flash_attention_forward(q[b, h], k[b, h], v[b, h], scale)
+        return o, lse
+
+    verify(forward, max_seq=150)
+
+
+@pytest.mark.parametrize("M, N", [(1, 1), (1, 147), (63, 65), (64, 64), (65, 63), (113, 203), (200, 17)])
+@pytest.mark.parametrize("blocks", [(16, 64), (64, 16), (32, 32)])
+def test_any_lengths_and_tiles(M, N, blocks):
+    q, k, v = make(M, N, 32, torch.float32)
+    o, lse = flash_attention_forward(q, k, v, None, *blocks)
+    want, want_lse = attention(q[None, None], k[None, None], v[None, None])
+    assert o.shape == (M, 32) and o.dtype == torch.float32 and lse.shape == (M,) and lse.dtype == torch.float32
+    torch.testing.assert_close(o.double(), want[0, 0], rtol=0, atol=5e-6)
+    torch.testing.assert_close(lse.double(), want_lse[0, 0], rtol=0, atol=5e-6)
+
+
+def test_the_same_loop_as_the_simulation():
+    """Same tiles, same order, same roundings: only exp2 and the order inside a dot or a sum may differ."""
+    q, k, v = make(96, 160, 64, torch.float32)
+    o, lse = flash_attention_forward(q, k, v, 0.3, 32, 32)
+    sim, sim_lse = flash_attention_one_head_sim(q.cpu(), k.cpu(), v.cpu(), 32, 32, 0.3)
+    torch.testing.assert_close(o.cpu(), sim, rtol=0, atol=1e-5)
+    torch.testing.assert_close(lse.cpu(), sim_lse, rtol=0, atol=1e-5)
+
+
+def test_any_strides():
+    q, k, v = make(70, 90, 32, torch.float32)
+    want = flash_attention_forward(q, k, v)
+    apart = torch.zeros(90, 3, 64, device=DEVICE)
+    apart[:, 1, ::2] = v
+    got = flash_attention_forward(q.T.contiguous().T, k.flip(0).contiguous().flip(0), apart[:, 1, ::2])
+    for a, b in zip(got, want, strict=True):  # another layout may be compiled to another order of sums
+        torch.testing.assert_close(a, b, rtol=0, atol=5e-6)
+
+
+def test_no_keys_and_no_queries():
+    q, k, v = make(5, 0, 16)
+    o, lse = flash_attention_forward(q, k, v)
+    assert (o == 0).all() and (lse == -math.inf).all()
+    q, k, v = make(0, 5, 16)
+    o, lse = flash_attention_forward(q, k, v)
+    assert o.shape == (0, 16) and lse.shape == (0,)
+
+
+def test_rows_of_minus_infinity():
+    q, k, v = make(20, 40, 16, torch.float32)
+    k[:, 0] = -math.inf
+    q[:, 0] = 1.0
+    q[3:, 0] = 0.0
+    q[3:] = 0.0  # 0 * -inf is NaN: these rows are NaN, the first three see only -inf
+    o, lse = flash_attention_forward(q, k, v)
+    assert (o[:3] == 0).all() and (lse[:3] == -math.inf).all()
+    assert o[3:].isnan().all() and lse[3:].isnan().all()
+
+
+def test_nan_stays_in_its_row():
+    q, k, v = make(40, 70, 16, torch.float32)
+    clean, clean_lse = flash_attention_forward(q, k, v)
+    q[7, 3] = math.nan
+    o, lse = flash_attention_forward(q, k, v)
+    assert o[7].isnan().all() and lse[7].isnan()
+    others = torch.arange(40, device=DEVICE) != 7
+    assert torch.equal(o[others], clean[others]) and torch.equal(lse[others], clean_lse[others])
+    q[7, 3] = 0.0
+    k[69] = math.nan
+    assert flash_attention_forward(q, k, v)[0].isnan().all()
+
+
+def test_minus_infinity_in_one_key_is_a_mask():
+    q, k, v = make(30, 50, 16, torch.float32)
+    q[:, 0] = q[:, 0].abs() + 0.1
+    k[10:20, 0] = -math.inf
+    o, lse = flash_attention_forward(q, k, v)
+    seen = [*range(10), *range(20, 50)]
+    want, want_lse = attention(*(x[None, None] for x in (q, k[seen], v[seen])))
+    torch.testing.assert_close(o.double(), want[0, 0], rtol=0, atol=5e-6)
+    torch.testing.assert_close(lse.double(), want_lse[0, 0], rtol=0, atol=5e-6)
+
+
+def test_the_inputs_are_read_only_and_the_run_repeats():
+    q, k, v = make(100, 100, 64)
+    before = [x.clone() for x in (q, k, v)]
+    first = flash_attention_forward(q, k, v)
+    second = flash_attention_forward(q, k, v)
+    assert all(torch.equal(a, b) for a, b in zip((q, k, v), before, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert first[0].data_ptr() != second[0].data_ptr()
+
+
+Q = torch.zeros(8, 16, device=DEVICE)
+
+
+@pytest.mark.parametrize(
+    "arguments, error, sentence",
+    [
+        (([[1.0]], Q, Q), TypeError, "q is a list; a torch.Tensor is needed"),
+        ((Q[None, None], Q, Q), ValueError, r"one head, but it has 4 dimensions; take one head, q\[batch, head\]"),
+        ((Q, Q[0], Q), ValueError, r"k must be \[rows, head_dim\], one head, but it has 1 dimensions"),
+        ((Q, Q.half(), Q), TypeError, "one dtype for all three, please: q is torch.float32, k torch.float16"),
+        ((Q.double(),) * 3, TypeError, "float16, bfloat16 and float32, not torch.float64"),
+        ((Q.int(),) * 3, TypeError, "not torch.int32"),
+        ((Q, Q[:, :8], Q[:, :8]), ValueError, "q has head_dim 16, but k has 8"),
+        ((Q, Q, Q[:5]), ValueError, r"k is \[8, 16\], but v is \[5, 16\]"),
+        ((Q[:, :8],) * 3, ValueError, "head_dim is 8: this kernel takes 16, 32, 64, 128 or 256"),
+        ((torch.zeros(4, 80, device=DEVICE),) * 3, ValueError, "head_dim is 80: .* pad the last dimension with zeros"),
+        ((Q, Q, Q, None, 48), ValueError, "BLOCK_M is 48: a block is a power of two of at least 16 rows"),
+        ((Q, Q, Q, None, 64, 8), ValueError, "BLOCK_N is 8"),
+        ((Q, Q, Q, None, 64.0), ValueError, "BLOCK_M is 64.0"),
+        ((Q, Q.to("meta"), Q), ValueError, "one device for all three, please: q is on .*, k on meta"),
+    ],
+)
+def test_clear_errors(arguments, error, sentence):
+    with pytest.raises(error, match=sentence):
+        flash_attention_forward(*arguments)
+
+
+@pytest.mark.skipif(runtime.INTERPRETED, reason="interpreted kernels take CPU tensors")
+def test_cpu_tensors_where_kernels_are_compiled():
+    with pytest.raises(ValueError, match="q is on cpu, but kernels are compiled for the GPU: move it to cuda"):
+        flash_attention_forward(Q.cpu(), Q.cpu(), Q.cpu())
+
+
+@pytest.mark.parametrize("M, N", [(128, 128), (100, 150)])
+def test_bytes_are_what_the_formula_says(M, N):
+    q, k, v = make(M, N, 32)
+    traffic = hbm_traffic(flash_attention_forward, q, k, v)
+    assert (traffic.bytes_read, traffic.bytes_written) == hbm_bytes(M, N, 32, 2)
+    assert traffic.read_from["k"] == 2 * N * 32 * 2 and traffic.read_from["q"] == M * 32 * 2
+    cost = flash_cost(M, N, 32)
+    assert (cost.bytes_read, cost.bytes_written) == hbm_bytes(M, N, 32, 2)
+
+
+def test_default_blocks_are_tiles_of_16_kib_at_most():
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        for head_dim in (16, 32, 64, 128, 256):
+            rows = default_block(head_dim, dtype)
+            assert 16 <= rows <= 64 and rows * head_dim * dtype.itemsize <= 16 * 1024
+
+
+FLOAT32_TARGETS = ("sm_86", "sm_90")  # the tightest and the newest kind; float32 takes the compiler longest
+
+
+@pytest.mark.parametrize(
+    "dtype, head_dims, targets",
+    [
+        (torch.float16, (16, 64, 256), TARGETS),
+        (torch.bfloat16, (128,), TARGETS),
+        (torch.float32, (64, 128, 256), FLOAT32_TARGETS),
+    ],
+    ids=["float16", "bfloat16", "float32"],
+)
+def test_it_compiles_and_fits_everywhere(dtype, head_dims, targets):
+    arguments = [compile_arguments(dtype, head_dim) for head_dim in head_dims]
+    reports = compile_reports(flash_attention_forward_kernel, arguments, targets=targets)
+    assert len(reports) == len(head_dims) * len(targets)
+    for report in reports:
+        assert report.fits, report
+        assert (report.tensor_core_instructions > 0) == (dtype != torch.float32), report  # float32 means float32
+        assert report.instructions["MUFU.EX2"] > 0
+
+
+def test_shared_memory_does_not_depend_on_the_length():
+    arguments = [compile_arguments(torch.float16, 64, N) for N in (128, 500, 4096, 2**20)]
+    reports = compile_reports(flash_attention_forward_kernel, arguments)
+    for target in TARGETS:
+        assert len({report.shared_bytes for report in reports if report.target == target}) == 1
