@@ -411,7 +411,7 @@ assert traffic.bytes_read == (N + blocks * 2 * N) * D * 2 and traffic.bytes_writ
 # "Into its multiprocessor" was said lightly. The tensor cores take their operands from **shared memory** (or from registers, after a
 # detour through it), and a program gets at most what its GPU allows a block. Three operand tiles lie there at once:
 #
-# $$\text{shared}(N) = (\text{BLOCK\_M} + 2N) \cdot D \cdot e .$$
+# $$\text{shared}(N) = (\mathrm{BLOCK\_M} + 2N) \cdot D \cdot e .$$
 #
 # | a block may use at most | bytes | GPUs |
 # |---|---|---|
@@ -679,7 +679,7 @@ for how in walls.ESCAPE_HATCHES:
 
 # %% [markdown]
 # So the wall has doors. What do they cost? First shared memory. Scheme B holds $Q$ and $K$ at once, and blocks of $V$ later in the same
-# place, so $(\text{BLOCK\_M} + N) \cdot D \cdot e$. At $N = 256$, where scheme A dies on sm_120:
+# place, so $(\mathrm{BLOCK\_M} + N) \cdot D \cdot e$. At $N = 256$, where scheme A dies on sm_120:
 
 # %%
 arguments = [walls.kernel_arguments(256, 128, BLOCK_N=64, HALVINGS=2, HOW=how) for how in walls.ESCAPE_HATCHES]
@@ -716,7 +716,7 @@ show.table(rows, ["kernel", "target", "shared bytes", "registers", "spilled byte
 # - `reduction` adds up a tile of which three quarters are zeros, and exchanges nothing extra either: the sum runs over blocks, which
 #   lie within one thread, so it is selects and additions in registers.
 # - `recompute` is the smallest program on both targets and does half as much matrix work again: 6 instead of 4 times
-#   $\text{BLOCK\_M} \cdot N \cdot D$. Tensor cores are the cheapest arithmetic on the chip, so this is no fool's choice. Remember it.
+#   $\mathrm{BLOCK\_M} \cdot N \cdot D$. Tensor cores are the cheapest arithmetic on the chip, so this is no fool's choice. Remember it.
 # - All but one are near 255 registers, the most a thread can have: they hold a whole row of scores. On sm_120 they all spill.
 
 # %% [markdown]
@@ -816,7 +816,7 @@ print(f"exponentials: {2 * N * N / 1e6:.1f} M, 2.00 times; reads of K for each b
 # Half as much matrix work again, and every exponential twice: that is the price of wanting $P_j$ **final** when it meets $V_j$. Now ask the question
 # that this whole course turns on: *does it have to be final?* $P_j V_j$ is linear in $P_j$. If block $j$ is computed with the maximum known **so
 # far**, and the maximum later moves, the result is wrong by one factor a row, $e^{m_{\text{old}} - m_{\text{new}}}$, the same for the whole row. A wrong factor can be
-# corrected afterwards, on a $[\text{BLOCK\_M}, D]$ tile that is already in hand. Then one pass is enough. That is phase 2.
+# corrected afterwards, on a $[\mathrm{BLOCK\_M}, D]$ tile that is already in hand. Then one pass is enough. That is phase 2.
 
 # %% [markdown]
 # ## Summary, and what is left to explore

@@ -359,8 +359,8 @@ def normalised_at_every_step(Q_block, K, V, BLOCK_N):
 # %% [markdown]
 # Which one is cheaper? `Meter`, from `flashlab.simulation`, counts every operation that torch dispatches inside a `with`
 # block. It counts, it does not time, so its numbers are the same on every machine. The prediction, with $T = \lceil N /
-# \text{BLOCK\_N} \rceil$ key blocks: dividing at every step costs $T \cdot \text{BLOCK\_M} \cdot \text{HEAD\_DIM}$ divisions,
-# dividing once costs $\text{BLOCK\_M} \cdot \text{HEAD\_DIM}$. Everything else is equal.
+# \mathrm{BLOCK\_N} \rceil$ key blocks: dividing at every step costs $T \cdot \mathrm{BLOCK\_M} \cdot \mathrm{HEAD\_DIM}$ divisions,
+# dividing once costs $\mathrm{BLOCK\_M} \cdot \mathrm{HEAD\_DIM}$. Everything else is equal.
 
 # %%
 Q, K, V = torch.randn(64, 64), torch.randn(1024, 64), torch.randn(1024, 64)
@@ -533,7 +533,7 @@ plt.show()
 # | | tiled | naive (phase 1, line by line) |
 # |:--|:--|:--|
 # | Q | read once: $N D e$ | read once: $N D e$ |
-# | K, V | read once *for each query block*: $\lceil N / \text{BLOCK\_M} \rceil \cdot 2 N D e$ | read once: $2 N D e$ |
+# | K, V | read once *for each query block*: $\lceil N / \mathrm{BLOCK\_M} \rceil \cdot 2 N D e$ | read once: $2 N D e$ |
 # | S, P | never | written by `q @ k.T`; read and written to scale; read and written by the softmax; read by `p @ v`: $6 N^2 e$ |
 # | O | written once: $N D e$ | written once: $N D e$ |
 #
@@ -575,8 +575,8 @@ show.table(rows, columns)
 # %% [markdown]
 # Three things to take from this table, the first of them a disappointment.
 #
-# 1. **Small tiles move more than the naive version.** K and V are read $N / \text{BLOCK\_M}$ times, $2 N^2 D e /
-#    \text{BLOCK\_M}$ bytes; the naive S and P cost $6 N^2 e$. Tiling wins only if $\text{BLOCK\_M} > D / 3$. At BLOCK_M = 16
+# 1. **Small tiles move more than the naive version.** K and V are read $N / \mathrm{BLOCK\_M}$ times, $2 N^2 D e /
+#    \mathrm{BLOCK\_M}$ bytes; the naive S and P cost $6 N^2 e$. Tiling wins only if $\mathrm{BLOCK\_M} > D / 3$. At BLOCK_M = 16
 #    and D = 64 it loses.
 # 2. **Traffic falls as 1 / BLOCK_M; BLOCK_N does not appear.** A loaded K tile is used by BLOCK_M rows, so twice the rows
 #    means half the trips. What stops BLOCK_M is room on the chip: `acc` alone is BLOCK_M × D float32 numbers.
@@ -612,7 +612,7 @@ plt.show()
 # and by arithmetic above it (phase 1's roofline).*
 #
 # On the left all lines have the same slope: **the traffic is still quadratic in N**. Tiling divides it by a constant,
-# about $3 \cdot \text{BLOCK\_M} / D$; only the *memory in use* went from quadratic to linear. On the right, the intensity is
+# about $3 \cdot \mathrm{BLOCK\_M} / D$; only the *memory in use* went from quadratic to linear. On the right, the intensity is
 # a straight line, and for 2-byte elements it is simply **BLOCK_M FLOPs a byte**: each K and V element (2 bytes) takes part
 # in 2 FLOPs for each of BLOCK_M rows.
 #
@@ -813,7 +813,7 @@ for N in (128, 1024):
 # - Inverted, the correction leaves the rows whose maximum never moves untouched, and weighs the others' early keys $e^{2\Delta}$ too
 #   much. Plot the error by key block and you see it.
 # - Normalise once, at the end. Mask a padded tail with $-\infty$, before the maximum. Keep the state in float32.
-# - Memory in use: linear in N instead of quadratic. Traffic: still quadratic, divided by about $3\,\text{BLOCK\_M}/D$. FLOPs: the same.
+# - Memory in use: linear in N instead of quadratic. Traffic: still quadratic, divided by about $3\,\mathrm{BLOCK\_M}/D$. FLOPs: the same.
 # - Query blocks are independent, so they run in parallel; the loop over keys carries the state, so it does not.
 #
 # Left to explore, some of it in the exercises: cut the *keys* among several workers and merge at the end (2.8, the idea of

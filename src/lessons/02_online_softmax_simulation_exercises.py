@@ -277,7 +277,7 @@ check("2.7", hbm_bytes)
 #
 # <details><summary>Answer</summary>
 #
-# For long sequences K and V dominate: $2 N^2 D / \text{BLOCK\_M}$ elements against $6 N^2$, so from BLOCK_M > D / 3 on.
+# For long sequences K and V dominate: $2 N^2 D / \mathrm{BLOCK\_M}$ elements against $6 N^2$, so from BLOCK_M > D / 3 on.
 #
 # Then every reading of K and V but the first may come from a cache, or not: with several query blocks walking over the same tiles
 # at the same time, one fetch from HBM serves them all through L2. With one at a time, each walks alone, and whether K and V are still

@@ -74,7 +74,7 @@ print("o right:", torch.allclose(o.cpu().double(), want, atol=2e-3), " lse right
 #
 # In phase 2 the outer loop went over blocks of query rows, and no iteration read what another had written. On a GPU that loop
 # disappears: it becomes the *grid*. A launch with the grid `(P,)` starts P programs of the same code, each is told its number by
-# `tl.program_id(0)`, and program $i$ takes the rows $i \cdot \text{BLOCK\_M}$ to $(i+1) \cdot \text{BLOCK\_M} - 1$. The inner loop,
+# `tl.program_id(0)`, and program $i$ takes the rows $i \cdot \mathrm{BLOCK\_M}$ to $(i+1) \cdot \mathrm{BLOCK\_M} - 1$. The inner loop,
 # over keys, carries the state, so it stays a loop inside each program.
 #
 # For 100 queries and BLOCK_M = 64 that is two programs, and the second has 28 rows too many. Hold on to that thought.
@@ -85,7 +85,7 @@ print("o right:", torch.allclose(o.cpu().double(), want, atol=2e-3), " lse right
 # `K[start_n : start_n + BLOCK_N]` is Python. A kernel gets an address, `K_ptr`, and strides: how many elements to walk to the
 # next row (`stride_kn`) and to the next column (`stride_kd`). A tile's addresses are one outer sum:
 #
-# $$\text{address}[i, j] = \text{K\_ptr} + \text{offs\_n}[i] \cdot \text{stride\_kn} + \text{offs\_d}[j] \cdot \text{stride\_kd}$$
+# $$\text{address}[i, j] = \mathrm{K\_ptr} + \mathrm{offs\_n}[i] \cdot \mathrm{stride\_kn} + \mathrm{offs\_d}[j] \cdot \mathrm{stride\_kd}$$
 #
 # Check it by hand on a 4 × 3 matrix, rows 1 and 2, once as it lies in memory and once transposed. No Triton needed: this is integer
 # arithmetic.
@@ -511,7 +511,7 @@ assert too_deep.ok and not too_deep.fits
 # ## 11 · The bytes, to the last one
 #
 # What does a launch move between HBM and the chip? Program $i$ reads its rows of Q once, and all of K and V. So with
-# $P = \lceil M / \text{BLOCK\_M} \rceil$ programs and $e$ bytes an element
+# $P = \lceil M / \mathrm{BLOCK\_M} \rceil$ programs and $e$ bytes an element
 #
 # $$\text{read} = (M + 2NP)\,D\,e, \qquad \text{written} = M D e + 4M .$$
 #
@@ -538,8 +538,8 @@ show.table(rows, ["N", "naive, MB", "minimal kernel, MB", "ratio"])
 assert 2.9 < rows[-1][1] / rows[-1][2] < 3
 
 # %% [markdown]
-# The ratio settles at $3\,\text{BLOCK\_M}/D$: naive attention moves the matrix six times ($6N^2e$), the kernel moves K and V once for each
-# query block ($2N^2De/\text{BLOCK\_M}$). Three may look modest. But it is three with this BLOCK_M, and on a GPU much of the kernel's traffic
+# The ratio settles at $3\,\mathrm{BLOCK\_M}/D$: naive attention moves the matrix six times ($6N^2e$), the kernel moves K and V once for each
+# query block ($2N^2De/\mathrm{BLOCK\_M}$). Three may look modest. But it is three with this BLOCK_M, and on a GPU much of the kernel's traffic
 # never reaches HBM: programs that run at the same time read the same K and V, and find them in the L2 cache. The naive matrix has
 # nothing to share.
 

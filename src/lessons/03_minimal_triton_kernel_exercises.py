@@ -56,7 +56,7 @@ check("3.1", copy_tile_kernel)
 # *Warm-up · 10 min*
 #
 # The kernel works with $2^x$. Write the two conversions at its borders, in plain Python and torch:
-# `scale_log2(scale)`, the factor for $q \cdot k$ so that $2^{\text{scale\_log2} \cdot (q \cdot k)} = e^{\text{scale} \cdot (q \cdot k)}$;
+# `scale_log2(scale)`, the factor for $q \cdot k$ so that $2^{\mathrm{scale\_log2} \cdot (q \cdot k)} = e^{\text{scale} \cdot (q \cdot k)}$;
 # and `natural_lse(m, l)`, the natural log-sum-exp from the base-2 maximum `m` and the sum `l` of $2^{s - m}$.
 
 # %% tags=["exercise"]
