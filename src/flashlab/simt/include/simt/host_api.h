@@ -1,0 +1,157 @@
+// The host side: launches, and the handful of CUDA runtime calls that a launcher makes.
+#pragma once
+#include "language.h"
+#include <tuple>
+#include <utility>
+
+typedef struct CUstream_st* cudaStream_t;
+enum cudaError_t {
+    cudaSuccess = 0,
+    cudaErrorInvalidValue = 1,
+    cudaErrorMemoryAllocation = 2,
+    cudaErrorInvalidConfiguration = 9,
+    cudaErrorInvalidDeviceFunction = 98,
+    cudaErrorIllegalAddress = 700,
+    cudaErrorLaunchTimeout = 702,
+    cudaErrorMisalignedAddress = 716,
+    cudaErrorAssert = 710,
+    cudaErrorLaunchFailure = 719,
+};
+enum cudaFuncAttribute {
+    cudaFuncAttributeMaxDynamicSharedMemorySize = 8,
+    cudaFuncAttributePreferredSharedMemoryCarveout = 9
+};
+enum cudaMemcpyKind {
+    cudaMemcpyHostToHost,
+    cudaMemcpyHostToDevice,
+    cudaMemcpyDeviceToHost,
+    cudaMemcpyDeviceToDevice,
+    cudaMemcpyDefault
+};
+enum cudaDeviceAttr {
+    cudaDevAttrMaxSharedMemoryPerBlock = 8,
+    cudaDevAttrMultiProcessorCount = 16,
+    cudaDevAttrComputeCapabilityMajor = 75,
+    cudaDevAttrComputeCapabilityMinor = 76,
+    cudaDevAttrMaxSharedMemoryPerBlockOptin = 97
+};
+
+extern "C" {
+// kernel: the function's address, which names the launch; call(closure) runs one CUDA thread of it.
+void simt_launch(const char* text, const void* kernel, uint3 grid, uint3 block, size_t shared_bytes,
+                 void (*call)(const void*), const void* closure, size_t closure_bytes, int checked);
+int simt_last_error(int forget);
+int simt_func_attribute(const void* kernel, int attribute, int value);
+int simt_device_attribute(int attribute);
+const char* simt_error_name(int error);
+}
+
+#if defined(__SANITIZE_THREAD__)
+#define SIMT_CHECKED 1
+#elif defined(__has_feature)
+#if __has_feature(thread_sanitizer)
+#define SIMT_CHECKED 1
+#endif
+#endif
+#ifndef SIMT_CHECKED
+#define SIMT_CHECKED 0
+#endif
+
+// A launch copies its arguments, converted to the kernel's parameter types, as a GPU's constant bank does.
+template <class... P>
+struct SimtLaunch {
+    const char* text;
+    void (*kernel)(P...);
+    uint3 grid, block;
+    size_t shared_bytes;
+    template <class... A>
+    void operator()(A&&... args) const {
+        struct Closure {
+            void (*kernel)(P...);
+            std::tuple<P...> parameters;
+        };
+        Closure closure = {kernel, std::tuple<P...>(static_cast<P>(std::forward<A>(args))...)};
+        simt_launch(
+            text, (const void*)kernel, grid, block, shared_bytes,
+            [](const void* c) { std::apply(((const Closure*)c)->kernel, ((const Closure*)c)->parameters); },
+            &closure, sizeof closure, SIMT_CHECKED);
+    }
+};
+template <class... P>
+SimtLaunch<P...> simt_configure(const char* text, void (*kernel)(P...), dim3 grid, dim3 block,
+                                size_t shared_bytes = 0, const void* stream = nullptr) {
+    (void)stream;
+    return {text, kernel, grid, block, shared_bytes};
+}
+// A launch whose template arguments follow from the arguments: there is no one function to take the address
+// of.
+template <class F>
+struct SimtDeducedLaunch {
+    const char* text;
+    F call;
+    uint3 grid, block;
+    size_t shared_bytes;
+    template <class... A>
+    void operator()(A... args) const {
+        struct Closure {
+            F call;
+            std::tuple<A...> parameters;
+        };
+        Closure closure = {call, std::tuple<A...>(args...)};
+        simt_launch(
+            text, nullptr, grid, block, shared_bytes,
+            [](const void* c) { std::apply(((const Closure*)c)->call, ((const Closure*)c)->parameters); },
+            &closure, sizeof closure, SIMT_CHECKED);
+    }
+};
+template <class F>
+SimtDeducedLaunch<F> simt_configure_deduced(const char* text, F call, dim3 grid, dim3 block,
+                                            size_t shared_bytes = 0, const void* stream = nullptr) {
+    (void)stream;
+    return {text, call, grid, block, shared_bytes};
+}
+#define LAUNCH(kernel, grid, block, shared_bytes, stream, ...) \
+    simt_configure(#kernel, (kernel), (grid), (block), (shared_bytes), (const void*)(stream))(__VA_ARGS__)
+
+static inline cudaError_t cudaGetLastError() { return (cudaError_t)simt_last_error(1); }
+static inline cudaError_t cudaPeekAtLastError() { return (cudaError_t)simt_last_error(0); }
+static inline const char* cudaGetErrorName(cudaError_t e) { return simt_error_name(e); }
+static inline const char* cudaGetErrorString(cudaError_t e) { return simt_error_name(e); }
+static inline cudaError_t cudaDeviceSynchronize() { return (cudaError_t)simt_last_error(0); }
+static inline cudaError_t cudaStreamSynchronize(cudaStream_t) { return (cudaError_t)simt_last_error(0); }
+static inline cudaError_t cudaGetDevice(int* device) {
+    *device = 0;
+    return cudaSuccess;
+}
+static inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }
+static inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr a, int) {
+    *value = simt_device_attribute(a);
+    return cudaSuccess;
+}
+template <class K>
+static inline cudaError_t cudaFuncSetAttribute(K* kernel, cudaFuncAttribute a, int value) {
+    return (cudaError_t)simt_func_attribute((const void*)kernel, a, value);
+}
+static inline cudaError_t cudaMemset(void* p, int byte, size_t n) {
+    memset(p, byte, n);
+    return cudaSuccess;
+}
+static inline cudaError_t cudaMemsetAsync(void* p, int byte, size_t n, cudaStream_t = nullptr) {
+    return cudaMemset(p, byte, n);
+}
+static inline cudaError_t cudaMemcpy(void* d, const void* s, size_t n, cudaMemcpyKind) {
+    memcpy(d, s, n);
+    return cudaSuccess;
+}
+static inline cudaError_t cudaMemcpyAsync(void* d, const void* s, size_t n, cudaMemcpyKind k,
+                                          cudaStream_t = nullptr) {
+    return cudaMemcpy(d, s, n, k);
+}
+template <class T>
+static inline cudaError_t cudaMemcpyToSymbol(T& symbol, const void* s, size_t n, size_t offset = 0,
+                                             cudaMemcpyKind = cudaMemcpyHostToDevice) {
+    memcpy((char*)&symbol + offset, s, n);
+    return cudaSuccess;
+}
+#define CUDART_INF_F __builtin_inff()
+#define CUDART_NAN_F __builtin_nanf("")

@@ -1,0 +1,120 @@
+// The CUDA dialect of C++, spelled for a host compiler: keywords, built-in variables, vector types.
+#pragma once
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <string.h>
+
+// ---- keywords -----------------------------------------------------------------------------------
+#define __global__
+#define __device__
+#define __host__
+#define __constant__
+#define __grid_constant__
+#define __launch_bounds__(...)
+#define __align__(n) __attribute__((aligned(n)))
+#define __forceinline__ inline __attribute__((always_inline))
+#define SIMT_INLINE static inline __attribute__((always_inline))
+
+// One thread block runs on one OS thread, so that "one copy a block" is "one copy an OS thread". The arrays
+// named by `extern __shared__ T name[]` all get the address of the block's dynamic shared memory, when the
+// module is linked.
+// __constinit tells g++ that it need not ask at each use whether a constructor has run; clang++ sees that for
+// itself.
+#ifdef __clang__
+#define __shared__ thread_local
+#else
+#define __shared__ __constinit thread_local
+#endif
+
+// ---- vector types -------------------------------------------------------------------------------
+// Their alignment is what makes one 8- or 16-byte access of a lane: it is CUDA's.
+#define SIMT_VECTOR(T, name, a1, a2, a3, a4)                                          \
+    struct name##1 {                                                                  \
+        T x;                                                                          \
+    };                                                                                \
+    struct __align__(a2) name##2 {                                                    \
+        T x, y;                                                                       \
+    };                                                                                \
+    struct name##3 {                                                                  \
+        T x, y, z;                                                                    \
+    };                                                                                \
+    struct __align__(a4) name##4 {                                                    \
+        T x, y, z, w;                                                                 \
+    };                                                                                \
+    SIMT_INLINE constexpr name##1 make_##name##1(T x) { return {x}; }                 \
+    SIMT_INLINE constexpr name##2 make_##name##2(T x, T y) { return {x, y}; }         \
+    SIMT_INLINE constexpr name##3 make_##name##3(T x, T y, T z) { return {x, y, z}; } \
+    SIMT_INLINE constexpr name##4 make_##name##4(T x, T y, T z, T w) { return {x, y, z, w}; }
+SIMT_VECTOR(signed char, char, 1, 2, 1, 4)
+SIMT_VECTOR(unsigned char, uchar, 1, 2, 1, 4)
+SIMT_VECTOR(short, short, 2, 4, 2, 8)
+SIMT_VECTOR(unsigned short, ushort, 2, 4, 2, 8)
+SIMT_VECTOR(int, int, 4, 8, 4, 16)
+SIMT_VECTOR(unsigned, uint, 4, 8, 4, 16)
+SIMT_VECTOR(float, float, 4, 8, 4, 16)
+SIMT_VECTOR(long long, longlong, 8, 16, 8, 16)
+SIMT_VECTOR(unsigned long long, ulonglong, 8, 16, 8, 16)
+SIMT_VECTOR(double, double, 8, 16, 8, 16)
+#undef SIMT_VECTOR
+
+struct dim3 {
+    unsigned x, y, z;
+    constexpr dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
+    constexpr dim3(uint3 v) : x(v.x), y(v.y), z(v.z) {}
+    constexpr operator uint3() const { return {x, y, z}; }
+};
+
+// ---- built-in variables -------------------------------------------------------------------------
+// `const` tells the compiler that within one call of the kernel the answer never changes.
+extern "C" {
+__attribute__((const, nothrow)) uint3 simt_thread_idx();
+__attribute__((const, nothrow)) uint3 simt_block_idx();
+__attribute__((const, nothrow)) uint3 simt_block_dim();
+__attribute__((const, nothrow)) uint3 simt_grid_dim();
+}
+#define threadIdx (simt_thread_idx())
+#define blockIdx (simt_block_idx())
+#define blockDim (simt_block_dim())
+#define gridDim (simt_grid_dim())
+constexpr int warpSize = 32;
+
+// ---- odds and ends ------------------------------------------------------------------------------
+extern "C" {
+long long clock64();  // cycles of the CPU: they order events, they measure nothing of a GPU
+void simt_yield();    // let the other threads of the block run
+void simt_trap() __attribute__((noreturn));
+}
+SIMT_INLINE long long wall_clock64() { return clock64(); }
+SIMT_INLINE void __nanosleep(unsigned) { simt_yield(); }
+SIMT_INLINE void __threadfence_block() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+SIMT_INLINE void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+SIMT_INLINE void __threadfence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+SIMT_INLINE void __trap() { simt_trap(); }
+
+// Loads with a cache hint are loads.
+template <class T>
+SIMT_INLINE T __ldg(const T* p) {
+    return *p;
+}
+template <class T>
+SIMT_INLINE T __ldca(const T* p) {
+    return *p;
+}
+template <class T>
+SIMT_INLINE T __ldcg(const T* p) {
+    return *p;
+}
+template <class T>
+SIMT_INLINE T __ldcs(const T* p) {
+    return *p;
+}
+template <class T>
+SIMT_INLINE void __stcg(T* p, T v) {
+    *p = v;
+}
+template <class T>
+SIMT_INLINE void __stcs(T* p, T v) {
+    *p = v;
+}

@@ -1,0 +1,206 @@
+"""From the runtime's records to a :class:`Report`."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+from flashlab.simt import elf
+from flashlab.simt.build import DYNAMIC_SHARED, Build
+from flashlab.simt.lines import Place, resolver
+from flashlab.simt.report import Counters, Finding, Launch, Report
+from flashlab.simt.sentences import FATAL, Facts, sentence
+
+# A site's four counters (runtime/counters.h), by its kind: the names under which they are reported.
+_COUNTERS = {
+    "shared_load": ("shared_loads", "shared_load_wavefronts", "shared_load_ideal", "shared_load_bytes"),
+    "shared_store": ("shared_stores", "shared_store_wavefronts", "shared_store_ideal", "shared_store_bytes"),
+    "global_load": ("global_loads", "global_load_sectors", "global_load_ideal", "global_load_bytes"),
+    "global_store": ("global_stores", "global_store_sectors", "global_store_ideal", "global_store_bytes"),
+    "cp_async": ("cp_async", "cp_async_sectors", "cp_async_ideal", "cp_async_bytes"),
+    "shared_atomic": ("shared_atomics",),
+    "global_atomic": ("global_atomics",),
+    "ldmatrix": ("ldmatrix", "ldmatrix_wavefronts", "ldmatrix_ideal", "ldmatrix_bytes"),
+    "stmatrix": ("stmatrix", "stmatrix_wavefronts", "stmatrix_ideal", "stmatrix_bytes"),
+    "mma_m16n8k16": ("mma", "mma_flops"),
+    "mma_m16n8k8": ("mma", "mma_flops"),
+    "shuffle": ("shuffles",),
+    "vote": ("votes",),
+    "syncwarp": ("syncwarps",),
+    "barrier": ("barriers",),
+}
+Index = tuple[int, int, int]
+
+
+def _index(number: int, shape: Index) -> Index:
+    """The three-dimensional index of a linear one, x first."""
+    x, y, _ = shape
+    return number % x, number // x % y, number // x // y
+
+
+def _show(index: Index | None, shape: Index) -> str:
+    if index is None:
+        return "?"
+    return str(index[0]) if shape[1] == shape[2] == 1 else f"({', '.join(map(str, index))})"
+
+
+class Narrator:
+    """Knows the source, the arrays and the arguments of one call.
+
+    Args:
+        build: the module.
+        arguments: number -> name, bytes, shape and item size of the arrays among the entry's arguments.
+    """
+
+    def __init__(self, build: Build, arguments: dict[int, tuple[str, int, tuple[int, ...], int]]):
+        self.build = build
+        self.arguments = arguments
+        self.resolver = resolver(str(build.library))
+        self.source = build.text.splitlines()
+
+    def report(self, records: str, findings: str, printed: str, seconds: float, returned: object) -> Report:
+        """The first three are as the runtime gives them (runtime/report.cpp, findings.cpp)."""
+        rows = [line.split("\t") for line in records.splitlines()]
+        facts = [line.split("\t") for line in findings.splitlines()]
+        self.resolver.learn({int(r[2]) for r in rows} | {int(f[i]) for f in facts for i in (2, 3)})
+        launches = self._launches(rows)
+        return Report(
+            findings=self._findings(facts, launches),
+            launches=launches,
+            printed=printed,
+            seconds=seconds,
+            returned=returned,
+            check=self.build.check,
+            name=self.build.name,
+            source=self.build.text,
+            notes=(self.resolver.note,) if self.resolver.note else (),
+        )
+
+    def _launches(self, rows: list[list[str]]) -> list[Launch]:
+        launches: list[Launch] = []
+        for row in rows:
+            if row[0] == "launch":
+                name = self.resolver.functions.get(int(row[2]), "??")
+                name = row[1] if name in ("", "??") else re.sub(r"^void |\(.*", "", name)
+                n = [int(x) for x in row[3:10]]
+                launches.append(Launch(name, tuple(n[:3]), tuple(n[3:6]), n[6], Counters(), {}))
+                continue
+            line = self._own_line(self.resolver.place(int(row[2]))) or 0
+            launch = launches[-1]
+            for counters in (launch.counters, launch.by_line.setdefault(line, Counters())):
+                for name, value in zip(_COUNTERS[row[1]], row[3:], strict=False):
+                    counters[name] += int(value)
+                if row[1].startswith("mma_"):
+                    counters[row[1]] += int(row[3])
+        return launches
+
+    def _own_line(self, place: Place | None) -> int | None:
+        """The line in the learner's source rather than in one of its headers."""
+        if place is None:
+            return None
+        for p in (place, *place.callers):
+            if p.file == self.build.name or p.file.endswith("/" + self.build.name):
+                return p.line
+        return place.line
+
+    def _findings(self, rows: list[list[str]], launches: list[Launch]) -> list[Finding]:
+        ended: dict[int, int] = {}  # launch -> the first block that ended it
+        for row in rows:
+            if row[0] in FATAL or (row[0] == "divergent" and row[1] != row[13]):
+                ended[int(row[6])] = min(ended.get(int(row[6]), 1 << 62), int(row[7]))
+        found, seen = [], set()
+        for row in sorted(rows, key=lambda r: (int(r[6]), int(r[7]), int(r[8]))):
+            kind, how, words = row[0], row[1], row[13]
+            pc, other_pc, thread, other, number, block, _, times, *v = (int(x) for x in row[2:13])
+            if block > ended.get(number, block):
+                continue  # whether that block had begun is a matter of luck
+            place, other_place = self.resolver.place(pc), self.resolver.place(other_pc)
+            if other < 0:  # of a signal: where it hit, and as second best where the thread was seen last
+                place, other_place = place or other_place, None
+            if kind == "divergent" and how == words and place and place == other_place:
+                continue  # one line, compiled twice
+            key = (kind, how, place, other_place, words, number)
+            if key in seen:
+                continue
+            seen.add(key)
+            if number in ended:
+                times = 1  # the other blocks of a launch that was cut short saw more or less of it
+            launch = launches[number] if number < len(launches) else None
+            found.append(
+                self._finding(kind, how, words, place, other_place, launch, thread, other, block, v, times)
+            )
+        # Bytes that arrive too late for one thread arrive without a barrier for another: one mistake.
+        late = {self._lines(f) for f in found if f.kind in ("read-before-wait", "stage-overwritten")}
+        return [f for f in found if f.kind != "race" or self._lines(f) not in late]
+
+    @staticmethod
+    def _lines(finding: Finding) -> frozenset:
+        return frozenset((finding.line, finding.other_line))
+
+    def _finding(
+        self, kind, how, words, place, other_place, launch, thread, other, block, v, times
+    ) -> Finding:
+        one = (1, 1, 1)
+        threads, blocks = (
+            tuple(max(1, n) for n in d) for d in ((launch.block, launch.grid) if launch else (one, one))
+        )
+        me = _index(thread, threads) if thread >= 0 else None
+        them = _index(other, threads) if other >= 0 else None
+        at = _index(block, blocks)
+        line, other_line = self._own_line(place), self._own_line(other_place)
+        here = f" in line {line}" if line else ""
+        if place and place.callers and place.callers[0].line != line:
+            here += f" (called from line {place.callers[0].line})"
+        facts = Facts(
+            how=how,
+            words=words,
+            v=tuple(v),
+            who=f"thread {_show(me, threads)} of block {_show(at, blocks)}",
+            whom=f"thread {_show(them, threads)}",
+            here=here,
+            there=f" in line {other_line}" if other_line else "",
+            kernel=launch.kernel if launch else "a kernel",
+            shared=self._shared,
+            argument=lambda number: self.arguments.get(number, ("", 0, (), 1)),
+        )
+        return Finding(
+            kind=kind,
+            message=sentence(kind, facts),
+            line=line,
+            other_line=other_line,
+            file=place.file if place else "",
+            text=self.source[line - 1].strip() if line and line <= len(self.source) else "",
+            block=at,
+            thread=me,
+            other_thread=them,
+            times=times,
+            fatal=kind in FATAL or (kind == "divergent" and how != words),
+            kernel=launch.kernel if launch else "",
+        )
+
+    def _shared(self, address: int, count: int) -> str:
+        """Names bytes of shared memory. The static arrays come first, the dynamic one is the last."""
+        dynamic = _dynamic_offset(str(self.build.library))
+        if address >= dynamic:
+            return (
+                f"bytes {address - dynamic} to {address - dynamic + count - 1} of the dynamic shared memory"
+            )
+        for symbol in static_arrays(self.build):
+            if symbol.offset <= address < symbol.offset + symbol.size:
+                return f"{symbol.array} at byte {address - symbol.offset}"
+        return "shared memory"
+
+
+@functools.lru_cache(maxsize=64)
+def _symbols(library: str) -> tuple[elf.Symbol, ...]:
+    return tuple(elf.thread_local_symbols(library))
+
+
+def _dynamic_offset(library: str) -> int:
+    return next(s.offset for s in _symbols(library) if s.name == DYNAMIC_SHARED)
+
+
+def static_arrays(build: Build) -> tuple[elf.Symbol, ...]:
+    """The static ``__shared__`` arrays of a module."""
+    arrays = [s for s in _symbols(str(build.library)) if s.defined and s.size and s.name != DYNAMIC_SHARED]
+    return tuple({(s.offset, s.size): s for s in arrays}.values())

@@ -1,0 +1,163 @@
+"""What a run found and counted: the classes that a learner sees."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from flashlab.simt.errors import KernelFindings
+
+
+class Counters(Counter):
+    """Counts by name; a name that never counted is 0.
+
+    Instructions are counted once for a warp (``barriers``: once for a block):
+    ``shared_loads``, ``shared_stores``, ``global_loads``, ``global_stores``, ``cp_async``, ``ldmatrix``,
+    ``stmatrix``, ``mma``, ``shuffles``, ``votes`` (and matches, reductions), ``syncwarps``, ``barriers``,
+    ``shared_atomics``, ``global_atomics``.
+
+    ``*_wavefronts``: passes through shared memory, and ``*_ideal``: those that would be left if no bank were
+    asked for two words. ``*_sectors``: 32-byte pieces of global memory touched, and their ``*_ideal``: the
+    fewest that hold those bytes.
+    ``*_bytes``: what the lanes asked for; of global memory unless the name says shared, ldmatrix or stmatrix.
+    ``mma_flops``: multiplications and additions.
+
+    A fast build sees no plain loads and stores: it counts the rest.
+    """
+
+    @property
+    def bank_conflicts(self) -> int:
+        """Wavefronts beyond the ideal, of loads, stores, ldmatrix and stmatrix."""
+        names = ("shared_load", "shared_store", "ldmatrix", "stmatrix")
+        return sum(self[f"{n}_wavefronts"] - self[f"{n}_ideal"] for n in names)
+
+    def __repr__(self) -> str:
+        return f"Counters({', '.join(f'{k}={v}' for k, v in sorted(self.items()) if v)})"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something a kernel did wrong, once, with its first occurrence (of the lowest block).
+
+    Attributes:
+        kind: a slug, such as "race" or "global-out-of-bounds".
+        message: one sentence with the lines, the block and the thread.
+        line, other_line: in the source; None where unknown or there is none.
+        text: the source at ``line``.
+        block, thread: CUDA indices (x, y, z); ``thread`` is None for what concerns a whole launch.
+        other_thread: of a race, the one that was there before.
+        times: how often it was seen.
+        fatal: the launch ended there.
+    """
+
+    kind: str
+    message: str
+    line: int | None = None
+    other_line: int | None = None
+    file: str = ""
+    text: str = ""
+    block: tuple[int, int, int] = (0, 0, 0)
+    thread: tuple[int, int, int] | None = None
+    other_thread: tuple[int, int, int] | None = None
+    times: int = 1
+    fatal: bool = False
+    kernel: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.message}" + (f" (seen {self.times} times)" if self.times > 1 else "")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch of a run."""
+
+    kernel: str
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    shared_bytes: int
+    counters: Counters
+    by_line: dict[int, Counters] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What came of calling an entry of a module.
+
+    Attributes:
+        findings: in the order of the launches and blocks they occurred in.
+        launches: one for each kernel launched.
+        counters: their sum.
+        by_line: the same by line of the source; what happens in a header, at the line that called it.
+        printed: what the kernels printed.
+        seconds: of the call.
+        returned: by the entry.
+        check: whether plain loads and stores were seen.
+        notes: what could not be determined, and why.
+    """
+
+    findings: list[Finding]
+    launches: list[Launch]
+    printed: str
+    seconds: float
+    returned: object
+    check: bool
+    name: str
+    source: str = field(repr=False)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Nothing was found."""
+        return not self.findings
+
+    @property
+    def counters(self) -> Counters:
+        total = Counters()
+        for launch in self.launches:
+            total.update(launch.counters)
+        return total
+
+    @property
+    def by_line(self) -> dict[int, Counters]:
+        total: dict[int, Counters] = {}
+        for launch in self.launches:
+            for line, counters in launch.by_line.items():
+                total.setdefault(line, Counters()).update(counters)
+        return dict(sorted(total.items()))
+
+    @property
+    def by_kernel(self) -> dict[str, Counters]:
+        total: dict[str, Counters] = {}
+        for launch in self.launches:
+            total.setdefault(launch.kernel, Counters()).update(launch.counters)
+        return total
+
+    def raise_if_findings(self) -> Report:
+        """Returns itself, or raises :class:`KernelFindings` with the first of the findings."""
+        if self.findings:
+            more = len(self.findings) - 1
+            raise KernelFindings(str(self.findings[0]) + (f" ... and {more} more" if more else ""), self)
+        return self
+
+    def annotated(self, *names: str) -> str:
+        """The source lines that counted something, with their counters (``names``, or all but the bytes)."""
+        lines = self.source.splitlines()
+        rows = []
+        for line, counters in self.by_line.items():
+            chosen = {
+                k: v
+                for k, v in sorted(counters.items())
+                if v and (k in names if names else not k.endswith("_bytes"))
+            }
+            if chosen and 0 < line <= len(lines):
+                rows.append(
+                    f"{line:4}  {lines[line - 1].strip()}\n"
+                    f"      {', '.join(f'{k} {v}' for k, v in chosen.items())}"
+                )
+        return "\n".join(rows)
+
+    def __str__(self) -> str:
+        head = f"{self.name}: {'no findings' if self.ok else f'{len(self.findings)} findings'}"
+        return "\n".join([head, *(f"  {f}" for f in self.findings)])
+
+    __repr__ = __str__

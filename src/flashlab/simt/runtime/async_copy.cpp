@@ -1,0 +1,61 @@
+// cp.async: a copy from global to shared memory that goes on while the thread computes.
+//
+// The hardware may deliver the bytes at any moment between the instruction and the wait for its group. The
+// emulator takes the last moment allowed: what reads too early then reads what was there before, every time.
+#include "counters.h"
+#include "findings.h"
+#include "global_memory.h"
+#include "shadow.h"
+
+namespace simt {
+
+static void land(Lane* me, const Copy& copy) {
+    Worker* worker = me->block->worker;
+    uint8_t* to = (uint8_t*)worker->window.base + copy.dst;
+    memcpy(to, copy.src, copy.src_bytes);
+    memset(to + copy.src_bytes, 0, copy.bytes - copy.src_bytes);
+    if (me->block->launch->checked)
+        worker->shadow->touch(me, copy.dst, copy.bytes, COPY_LANDED, copy.site, "cp.async");
+}
+
+bool copies_in_flight(const Lane* lane, Copy& first) {
+    if (lane->first_copy == lane->copies.size()) return false;
+    first = lane->copies[lane->first_copy];
+    return true;
+}
+
+extern "C" void simt_cp_async(uint32_t dst, const void* src, int bytes, int src_bytes) {
+    Lane* me = current_lane();
+    Inside inside(me, CALLER);
+    Worker* worker = me->block->worker;
+    if (dst % bytes || (uintptr_t)src % bytes) {
+        Finding f{"misaligned", "cp.async"};
+        f.text = dst % bytes ? "shared" : "global";
+        f.value[0] = dst % bytes ? dst : (int64_t)((uintptr_t)src % 256), f.value[1] = bytes;
+        file_fatal(me, f, cudaErrorMisalignedAddress);
+    }
+    if (src_bytes < 0 || src_bytes > bytes) {
+        Finding f{"copy-size", "cp.async"};
+        f.value[0] = src_bytes, f.value[1] = bytes;
+        file_fatal(me, f, cudaErrorLaunchFailure);
+    }
+    const int site = worker->sites->find(me->pc, CP_ASYNC);
+    const bool ok = worker->shadow->in_bounds(me, dst, bytes, "cp.async");
+    if (ok && me->block->launch->checked)
+        worker->shadow->touch(me, dst, bytes, COPY_ISSUED, site, "cp.async");
+    if (src_bytes) check_global(me, (uintptr_t)src, src_bytes, false, "cp.async");
+    count_access(me, site, src_bytes ? (uintptr_t)src : NO_ADDRESS, bytes);
+    if (ok) me->copies.push_back({dst, (const char*)src, bytes, src_bytes, site, me->group});
+}
+extern "C" void simt_cp_async_commit() { current_lane()->group++; }
+extern "C" void simt_cp_async_wait(int groups_left) {
+    Lane* me = current_lane();
+    Inside inside(me, CALLER);
+    if (groups_left < 0) me->group++, groups_left = 0;
+    while (me->first_copy < me->copies.size() &&
+           me->copies[me->first_copy].group + (uint32_t)groups_left < me->group)
+        land(me, me->copies[me->first_copy++]);
+    if (me->first_copy == me->copies.size()) me->copies.clear(), me->first_copy = 0;
+}
+
+}  // namespace simt

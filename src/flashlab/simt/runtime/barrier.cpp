@@ -1,0 +1,100 @@
+// Barriers of a block: __syncthreads and its variants, and the numbered ones of PTX (bar.sync, bar.arrive).
+//
+// A barrier lets go when the last of its threads arrives, and makes visible to each what the others did
+// before: the warps' vector clocks are joined (shadow.h). __syncthreads waits for every thread that has not
+// exited, as the hardware does.
+#include "counters.h"
+#include "findings.h"
+#include <algorithm>
+#include <string.h>
+
+namespace simt {
+
+static void arrive(Lane* me, Barrier& b) {
+    Warp* w = me->warp;
+    if (!b.arrived) {
+        b.pc = me->pc, b.first = me->id, b.count = 0;
+        memset(b.known, 0, sizeof b.known);
+    }
+    b.arrived++;
+    for (int v = 0; v < me->block->warps; v++) b.known[v] = std::max(b.known[v], w->known[v]);
+    b.known[w->index] = std::max(b.known[w->index], w->time);
+}
+
+static void let_go(Block* block, Barrier& b) {
+    Sites& sites = *block->worker->sites;
+    sites[sites.find(b.pc, BARRIER)].count[0]++;
+    b.result = b.kind == SIMT_BAR_AND ? b.count == b.arrived : b.kind == SIMT_BAR_OR ? b.count > 0 : b.count;
+    b.arrived = 0;
+    uint64_t seen = 0;  // warps that have learnt
+    for (Lane* lane : b.waiting) {
+        Warp* w = lane->warp;
+        if (!(seen >> w->index & 1)) {
+            seen |= 1ull << w->index;
+            for (int v = 0; v < block->warps; v++) w->known[v] = std::max(w->known[v], b.known[v]);
+            w->time++;
+            count_incomplete(w);
+        }
+        make_runnable(lane);
+    }
+    b.waiting.clear();
+}
+
+// A thread has exited: __syncthreads may have been waiting for it alone.
+void thread_gone(Block* block) {
+    Barrier& b = block->barriers[0];
+    if (b.arrived && b.arrived >= block->alive) let_go(block, b);
+}
+
+extern "C" int simt_barrier(int kind, int predicate) {
+    Lane* me = current_lane();
+    Inside inside(me, CALLER);
+    Barrier& b = me->block->barriers[0];
+    if (b.arrived && (b.kind != kind || b.pc != me->pc)) {
+        Finding f{"divergent", "__syncthreads"};  // Python drops it where both are the same line
+        f.other_pc = b.pc, f.other_thread = b.first;
+        f.text = "__syncthreads";
+        if (b.kind != kind) file_fatal(me, f, cudaErrorLaunchFailure);
+        file(me, f);
+    }
+    b.kind = kind;
+    arrive(me, b);
+    b.count += predicate != 0;
+    b.waiting.push_back(me);
+    if (b.arrived >= me->block->alive) {
+        me->state = IN_BARRIER;  // for let_go, which makes it runnable again
+        me->warp->runnable &= ~(1u << me->lane);
+        let_go(me->block, b);
+    } else {
+        wait_for_others(me, IN_BARRIER);
+    }
+    return b.result;
+}
+
+extern "C" void simt_named_barrier(int id, int threads, int wait) {
+    Lane* me = current_lane();
+    Inside inside(me, CALLER);
+    if (id < 0 || id >= BARRIERS || threads <= 0 || threads % WARP) {
+        Finding f{"barrier-arguments", "bar.sync"};
+        f.value[0] = id, f.value[1] = threads;
+        file_fatal(me, f, cudaErrorLaunchFailure);
+    }
+    Barrier& b = me->block->barriers[id];
+    if (b.arrived && b.expected != threads) {
+        Finding f{"divergent", "bar.sync"};
+        f.other_pc = b.pc, f.other_thread = b.first, f.text = "bar.sync with another number of threads";
+        file_fatal(me, f, cudaErrorLaunchFailure);
+    }
+    b.expected = threads, b.kind = SIMT_BAR_COUNT;
+    arrive(me, b);
+    if (wait) b.waiting.push_back(me);
+    const bool last = b.arrived >= threads;
+    if (!last && wait) {
+        wait_for_others(me, IN_BARRIER);
+    } else if (last) {
+        if (wait) me->state = IN_BARRIER, me->warp->runnable &= ~(1u << me->lane);
+        let_go(me->block, b);
+    }
+}
+
+}  // namespace simt

@@ -1,0 +1,221 @@
+// Collectives: shuffles, votes and matrix operations, in which the lanes of a warp meet.
+//
+// A lane that comes to one leaves its operands, takes a place in a slot (one slot for each mask that is being
+// waited for) and lets the others run. The last lane to arrive does the work for all of them, reading each
+// lane's operands from, and writing each result to, that lane's own stack.
+#include "collectives.h"
+#include "counters.h"
+#include "findings.h"
+#include <string.h>
+
+namespace simt {
+
+const char* collective_name(int op, int param) {
+    switch (op) {
+    case SIMT_SYNCWARP: return "__syncwarp";
+    case SIMT_SHUFFLE: return "a shuffle";
+    case SIMT_VOTE:
+        return param == SIMT_BALLOT ? "__ballot_sync"
+               : param == SIMT_ANY  ? "__any_sync"
+               : param == SIMT_ALL  ? "__all_sync"
+                                    : "__uni_sync";
+    case SIMT_MATCH: return "a __match_sync";
+    case SIMT_REDUCE: return "a __reduce_sync";
+    case SIMT_LDMATRIX: return "ldmatrix";
+    case SIMT_STMATRIX: return "stmatrix";
+    default: return "mma";
+    }
+}
+// The PTX of these says .aligned: all 32 lanes must execute the very same instruction.
+static bool aligned(int op) { return op >= SIMT_LDMATRIX; }
+
+static void shuffle(Warp* warp, const Slot& slot) {
+    for (int l = 0; l < WARP; l++) {
+        if (!(slot.arrived >> l & 1)) continue;
+        const auto& in = *(const SimtShuffleIn*)warp->lanes[l].in;
+        const int width = in.width, segment = l & ~(width - 1), end = segment + width;
+        int from = in.kind == SIMT_SHFL_IDX   ? segment + (in.arg & (width - 1))
+                   : in.kind == SIMT_SHFL_XOR ? l ^ in.arg
+                   : in.kind == SIMT_SHFL_UP  ? l - in.arg
+                                              : l + in.arg;
+        // Beyond its segment a lane keeps its own value; xor alone may look back, to a segment before its
+        // own.
+        if (from >= end || (in.kind == SIMT_SHFL_UP && from < segment) || from < 0 || from >= WARP) from = l;
+        if (!(slot.arrived >> from & 1)) {
+            Finding f{"shuffle-lane", "shuffle"};
+            f.value[0] = from, f.value[1] = slot.mask;
+            file(&warp->lanes[l], f);
+            from = l;
+        }
+        *(uint64_t*)warp->lanes[l].out = ((const SimtShuffleIn*)warp->lanes[from].in)->value;
+    }
+}
+
+static void vote(Warp* warp, const Slot& slot) {
+    unsigned ballot = 0;
+    for (int l = 0; l < WARP; l++)
+        if ((slot.arrived >> l & 1) && *(const int*)warp->lanes[l].in) ballot |= 1u << l;
+    const unsigned all = ballot == slot.arrived, any = ballot != 0;
+    const unsigned result = slot.param == SIMT_BALLOT ? ballot
+                            : slot.param == SIMT_ANY  ? any
+                            : slot.param == SIMT_ALL  ? all
+                                                      : all || !any;
+    for (int l = 0; l < WARP; l++)
+        if (slot.arrived >> l & 1) *(unsigned*)warp->lanes[l].out = result;
+}
+
+static void match(Warp* warp, const Slot& slot) {
+    for (int l = 0; l < WARP; l++) {
+        if (!(slot.arrived >> l & 1)) continue;
+        unsigned same = 0;
+        for (int k = 0; k < WARP; k++)
+            if ((slot.arrived >> k & 1) &&
+                *(const uint64_t*)warp->lanes[k].in == *(const uint64_t*)warp->lanes[l].in)
+                same |= 1u << k;
+        unsigned* out = (unsigned*)warp->lanes[l].out;
+        out[1] = same == slot.arrived;
+        out[0] = slot.param && !out[1] ? 0 : same;
+    }
+}
+
+static void reduce(Warp* warp, const Slot& slot) {
+    const int kind = slot.param & 15;
+    const bool is_signed = slot.param >> 4;
+    bool first = true;
+    unsigned total = 0;
+    for (int l = 0; l < WARP; l++) {
+        if (!(slot.arrived >> l & 1)) continue;
+        const unsigned v = *(const unsigned*)warp->lanes[l].in;
+        const bool less = is_signed ? (int)v < (int)total : v < total;
+        if (first) total = v;
+        else if (kind == SIMT_ADD) total += v;
+        else if (kind == SIMT_MIN) total = less ? v : total;
+        else if (kind == SIMT_MAX) total = less ? total : v;
+        else if (kind == SIMT_AND) total &= v;
+        else if (kind == SIMT_OR) total |= v;
+        else total ^= v;
+        first = false;
+    }
+    for (int l = 0; l < WARP; l++)
+        if (slot.arrived >> l & 1) *(unsigned*)warp->lanes[l].out = total;
+}
+
+static void execute(Warp* warp, const Slot& slot) {
+    Sites& sites = *warp->block->worker->sites;
+    auto count = [&](Kind kind) { sites[sites.find(slot.pc, kind)].count[0]++; };
+    switch (slot.op) {
+    case SIMT_SYNCWARP:
+        count(SYNC_WARP);
+        warp->known[warp->index] = warp->time++;  // what the lanes did so far is visible to all of them
+        break;
+    case SIMT_SHUFFLE:
+        count(SHUFFLE);
+        shuffle(warp, slot);
+        break;
+    case SIMT_VOTE:
+        count(VOTE);
+        vote(warp, slot);
+        break;
+    case SIMT_MATCH:
+        count(VOTE);
+        match(warp, slot);
+        break;
+    case SIMT_REDUCE:
+        count(VOTE);
+        reduce(warp, slot);
+        break;
+    case SIMT_LDMATRIX: load_matrix(warp, slot); break;
+    case SIMT_STMATRIX: store_matrix(warp, slot); break;
+    case SIMT_MMA: multiply(warp, slot); break;
+    }
+    if (slot.arrived == warp->alive && !warp->dirty.empty()) count_incomplete(warp);  // all lanes are here
+}
+
+// Does the work if no lane of the mask is missing any more (lanes that have exited are not waited for).
+static bool complete(Warp* warp, Slot& slot) {
+    if (!slot.arrived || (slot.mask & warp->alive & ~slot.arrived)) return false;
+    if (aligned(slot.op) && slot.arrived != ~0u) {
+        Lane* lane = &warp->lanes[__builtin_ctz(slot.arrived)];
+        Finding f{"lanes-missing", collective_name(slot.op, slot.param)};
+        f.pc = slot.pc;
+        f.value[0] = slot.arrived, f.value[1] = warp->count;
+        file_fatal(lane, f, cudaErrorLaunchFailure);
+    }
+    if (slot.op != SIMT_SYNCWARP &&
+        (slot.mask & (warp->count == WARP ? ~0u : (1u << warp->count) - 1) & ~slot.arrived)) {
+        Finding f{"exited-lanes", collective_name(slot.op, slot.param)};
+        f.pc = slot.pc;
+        f.value[0] = slot.mask & ~slot.arrived;
+        file(&warp->lanes[__builtin_ctz(slot.arrived)], f);
+    }
+    Slot done = slot;
+    slot.arrived = 0;
+    warp->slots_used &= ~(1u << (&slot - warp->slots));
+    execute(warp, done);
+    for (int l = 0; l < warp->count; l++)
+        if ((done.arrived >> l & 1) && warp->lanes[l].state == IN_COLLECTIVE) make_runnable(&warp->lanes[l]);
+    return true;
+}
+
+void lane_gone(Warp* warp) {
+    for (Slot& slot : warp->slots) complete(warp, slot);
+}
+
+// Lane `me` meets a slot that it does not fit into.
+[[noreturn]] static void diverged(Lane* me, int op, int param, unsigned mask, const Slot& slot) {
+    Finding f{"divergent", collective_name(op, param)};
+    f.other_pc = slot.pc;
+    f.other_thread = me->warp->lanes[__builtin_ctz(slot.arrived)].id;
+    f.text = collective_name(slot.op, slot.param);
+    f.value[0] = mask, f.value[1] = slot.mask;
+    file_fatal(me, f, cudaErrorLaunchFailure);
+}
+
+extern "C" void simt_warp(int op, unsigned mask, const void* in, void* out, int param) {
+    Lane* me = current_lane();
+    Inside inside(me, CALLER);
+    Warp* warp = me->warp;
+    const unsigned bit = 1u << me->lane;
+    if (!(mask & bit)) {
+        Finding f{"mask-without-self", collective_name(op, param)};
+        f.value[0] = mask, f.value[1] = me->lane;
+        file_fatal(me, f, cudaErrorLaunchFailure);
+    }
+    Slot* slot = nullptr;
+    for (uint32_t left = warp->slots_used; left; left &= left - 1) {
+        Slot& s = warp->slots[__builtin_ctz(left)];
+        if (!(s.mask & mask)) continue;
+        if (s.mask != mask || s.op != op || s.param != param) diverged(me, op, param, mask, s);
+        if (s.pc != me->pc) {  // another line: Python drops it where the line is the same
+            Finding f{"divergent", collective_name(op, param)};
+            f.other_pc = s.pc;
+            f.other_thread = warp->lanes[__builtin_ctz(s.arrived)].id;
+            f.text = collective_name(s.op, s.param);
+            f.value[0] = mask, f.value[1] = s.mask;
+            file(me, f);
+        }
+        slot = &s;
+        break;
+    }
+    if (!slot) {
+        slot = &warp->slots[__builtin_ctz(~warp->slots_used)];
+        *slot = {mask, 0, op, param, me->pc};
+        warp->slots_used |= 1u << (slot - warp->slots);
+    }
+    slot->arrived |= bit;
+    me->in = in, me->out = out;
+    if (!complete(warp, *slot)) wait_for_others(me, IN_COLLECTIVE);
+}
+
+// Which lanes are active here: those that come to this place before the warp can go on without them.
+extern "C" unsigned simt_activemask(int line) {
+    Lane* me = current_lane();
+    Inside inside(me, CALLER);
+    unsigned result = 0;
+    me->in = (const void*)(intptr_t)line;
+    me->out = &result;
+    wait_for_others(me, IN_ACTIVEMASK);
+    return result;
+}
+
+}  // namespace simt

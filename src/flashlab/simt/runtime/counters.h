@@ -1,0 +1,74 @@
+// What is counted, and where. Every instruction that the emulator sees has a site: its return address and its
+// kind. A site holds a few counters; the report adds them up by line and by kernel.
+//
+// A GPU issues an instruction once for a warp, and its cost depends on the addresses of all 32 lanes
+// together. Here lanes run one after the other, so a load of one lane is filed until the same execution (the
+// k-th since the lanes last met) of the other lanes has come in: that is the request of the warp. The result
+// depends on no scheduling.
+#pragma once
+#include "machine.h"
+
+namespace simt {
+
+enum Kind : uint8_t {
+    SHARED_LOAD,
+    SHARED_STORE,
+    GLOBAL_LOAD,
+    GLOBAL_STORE,
+    CP_ASYNC,
+    SHARED_ATOMIC,
+    GLOBAL_ATOMIC,
+    LDMATRIX,
+    STMATRIX,
+    MMA_M16N8K16,
+    MMA_M16N8K8,
+    SHUFFLE,
+    VOTE,
+    SYNC_WARP,
+    BARRIER,
+    KINDS
+};
+// The meaning of a site's four counters.
+//   shared_*, ldmatrix, stmatrix   executed by a warp, wavefronts, ideal wavefronts, bytes
+//   global_*, cp_async             executed by a warp, 32-byte sectors, ideal sectors, bytes
+//   mma                            executed by a warp, FLOPs
+//   the rest                       executed by a warp (barrier: by a block)
+constexpr int COUNTERS = 4;
+extern const char* const KIND_NAME[KINDS];
+
+struct Site {
+    uintptr_t pc;
+    Kind kind;
+    uint64_t count[COUNTERS];
+};
+
+class Sites {  // one a worker: no locks
+public:
+    Sites() { rehash(256); }
+    int find(uintptr_t pc, Kind kind);
+    Site& operator[](int site) { return sites[site]; }
+    const std::vector<Site>& all() const { return sites; }
+
+private:
+    std::vector<Site> sites;
+    std::vector<int> table;  // open addressing; -1 is free
+    size_t mask = 0;
+    void rehash(size_t size);
+};
+
+// Files one lane's part of a load, store, copy or atomic of the warp; `address` is a shared address for the
+// shared kinds, NO_ADDRESS where the lane moves no bytes (a cp.async that only fills with zeros).
+constexpr uint64_t NO_ADDRESS = ~0ull;
+void count_access(Lane* lane, int site, uint64_t address, int bytes);
+// The lanes have met: what is incomplete now stays so (lanes that did not take part).
+void count_incomplete(Warp* warp);
+
+// How many times shared memory is accessed for one request. It has 32 banks, 4 bytes wide; in one wavefront
+// each bank gives one word to all lanes that want it. `ideal` is what would be left if no bank were asked for
+// two words at a time.
+struct Wavefronts {
+    int needed, ideal;
+};
+Wavefronts shared_wavefronts(const uint64_t* address, uint32_t mask, int bytes, bool load);
+
+}  // namespace simt

@@ -1,0 +1,118 @@
+// The small calls that a kernel makes: who am I, printf, assert, atomics, addresses of shared memory.
+#include "counters.h"
+#include "findings.h"
+#include "global_memory.h"
+#include "shadow.h"
+#include <stdarg.h>
+#include <stdio.h>
+#include <time.h>
+#ifdef __x86_64__
+#include <x86intrin.h>
+#endif
+
+namespace simt {
+
+extern "C" {
+// ---- built-in variables -------------------------------------------------------------------------
+uint3 simt_thread_idx() { return current_lane()->thread_idx; }
+uint3 simt_block_idx() { return current_lane()->block->block_idx; }
+uint3 simt_block_dim() { return current_lane()->block->launch->block; }
+uint3 simt_grid_dim() { return current_lane()->block->launch->grid; }
+
+long long clock64() {
+#ifdef __x86_64__
+    return (long long)__rdtsc();
+#else
+    timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return t.tv_sec * 1000000000ll + t.tv_nsec;
+#endif
+}
+void simt_yield() {
+    Lane* me = current_lane();
+    Inside inside(me, CALLER);
+    let_others_run(me);
+}
+
+// ---- shared memory addresses --------------------------------------------------------------------
+uint32_t simt_shared_address(const void* p) {
+    Lane* me = current_lane();
+    const SharedWindow& w = me->block->worker->window;
+    const uintptr_t a = (uintptr_t)p;
+    if (a < w.low || a > w.high) {
+        Inside inside(me, CALLER);
+        Finding f{"not-shared"};
+        file_fatal(me, f, cudaErrorIllegalAddress);
+    }
+    return (uint32_t)(a - w.base);
+}
+void* simt_shared_pointer(uint32_t address) {
+    return (void*)(current_lane()->block->worker->window.base + address);
+}
+
+// ---- atomics ------------------------------------------------------------------------------------
+void simt_atomic_check(const void* p, int bytes) {
+    Lane* me = current_lane();
+    if (!me) return;
+    Inside inside(me, CALLER);
+    Worker* worker = me->block->worker;
+    const uintptr_t a = (uintptr_t)p;
+    if (a % bytes) {
+        Finding f{"misaligned", "atomic"};
+        f.value[0] = (int64_t)(a % 256), f.value[1] = bytes;
+        file_fatal(me, f, cudaErrorMisalignedAddress);
+    }
+    if (a - worker->window.low < worker->window.high - worker->window.low) {
+        const uint64_t address = a - worker->window.base;
+        const int site = worker->sites->find(me->pc, SHARED_ATOMIC);
+        if (!worker->shadow->in_bounds(me, address, bytes, "atomic")) end_launch(me, cudaErrorIllegalAddress);
+        if (me->block->launch->checked) worker->shadow->touch(me, address, bytes, ATOMIC, site, "atomic");
+        count_access(me, site, address, bytes);
+    } else {
+        if (check_global(me, a, bytes, true, "atomic"))
+            count_access(me, worker->sites->find(me->pc, GLOBAL_ATOMIC), a, bytes);
+    }
+    if (++me->accesses > 64) let_others_run(me);  // it may be spinning on a lock
+}
+
+// ---- the end of a thread ------------------------------------------------------------------------
+void simt_trap() {
+    Lane* me = current_lane();
+    Inside inside(me, CALLER);
+    file_fatal(me, {"trap"}, cudaErrorLaunchFailure);
+}
+// These two names are the C library's. The module is linked with ours first, so that `assert` and `printf` of
+// a kernel come here; host code goes on to the library.
+__attribute__((visibility("hidden"), noreturn)) void __assert_fail(const char* expression,
+                                                                   const char* file_name, unsigned line,
+                                                                   const char*) {
+    Lane* me = current_lane();
+    if (!me) {
+        fprintf(stderr, "%s:%u: assertion `%s` failed\n", file_name, line, expression);
+        abort();
+    }
+    Inside inside(me, CALLER);
+    Finding f{"assert"};
+    f.text = expression;
+    file_fatal(me, f, cudaErrorAssert);
+}
+__attribute__((visibility("hidden"))) int printf(const char* format, ...) {
+    va_list arguments;
+    va_start(arguments, format);
+    Lane* me = current_lane();
+    int n;
+    if (!me) {
+        n = vprintf(format, arguments);
+    } else {
+        Inside inside(me, CALLER);
+        char line[4096];
+        n = vsnprintf(line, sizeof line, format, arguments);
+        std::string& printed = *me->block->worker->printed;
+        if (n > 0 && printed.size() < (1 << 20)) printed.append(line, std::min<size_t>(n, sizeof line - 1));
+    }
+    va_end(arguments);
+    return n;
+}
+}
+
+}  // namespace simt

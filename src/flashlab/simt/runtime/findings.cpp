@@ -1,0 +1,84 @@
+// The list of findings: see findings.h.
+#include "findings.h"
+#include "global_memory.h"
+#include <map>
+#include <mutex>
+#include <tuple>
+
+namespace simt {
+
+std::atomic<int> last_error{0};
+typedef std::tuple<std::string, uintptr_t, uintptr_t, int> Key;
+static std::mutex mutex;
+static std::map<Key, Finding> findings;
+static uint64_t sequence;
+
+static void keep(Finding f) {
+    std::lock_guard<std::mutex> lock(mutex);
+    f.sequence = sequence++;
+    Key key{f.kind, f.pc, f.other_pc, f.launch};
+    auto it = findings.find(key);
+    if (it == findings.end()) {
+        findings.emplace(key, f);
+        return;
+    }
+    uint64_t times = it->second.times + 1;
+    if (std::tie(f.block, f.thread) < std::tie(it->second.block, it->second.thread)) {
+        if (f.block == it->second.block) f.sequence = it->second.sequence;
+        it->second = f;
+    }
+    it->second.times = times;
+}
+void file(Lane* lane, const Finding& finding) {
+    Finding f = finding;
+    if (!f.pc) f.pc = lane->pc;
+    if (f.thread < 0) f.thread = lane->id;
+    f.launch = lane->block->launch->number;
+    f.block = lane->block->number;
+    keep(f);
+}
+void file_fatal(Lane* lane, const Finding& f, int error) {
+    file(lane, f);
+    end_launch(lane, error);
+}
+void file_of_launch(int launch, const Finding& finding, int error) {
+    Finding f = finding;
+    f.launch = launch;
+    f.thread = -1;
+    keep(f);
+    int none = 0;
+    last_error.compare_exchange_strong(none, error);
+}
+
+// ---- for Python ---------------------------------------------------------------------------------
+static std::string text;
+extern "C" {
+void simt_forget_findings() {
+    std::lock_guard<std::mutex> lock(mutex);
+    findings.clear();
+    sequence = 0;
+}
+// One finding a line, fields separated by tabs; addresses are relative to the module and lie inside the
+// instruction (a return address is the next one's).
+const char* simt_findings() {
+    std::lock_guard<std::mutex> lock(mutex);
+    text.clear();
+    auto relative = [](uintptr_t pc) {
+        return pc && in_module(pc) ? std::to_string(pc - 1 - module_base) : std::string("0");
+    };
+    for (auto& entry : findings) {
+        const Finding& f = entry.second;
+        text += std::string(f.kind) + '\t' + f.how + '\t' + relative(f.pc) + '\t' + relative(f.other_pc);
+        for (int64_t v : {(int64_t)f.thread, (int64_t)f.other_thread, (int64_t)f.launch, (int64_t)f.block,
+                          (int64_t)f.sequence, (int64_t)f.times, f.value[0], f.value[1], f.value[2]})
+            text += '\t' + std::to_string(v);
+        std::string words = f.text;
+        for (char& c : words)
+            if (c == '\t' || c == '\n') c = ' ';
+        text += '\t' + words + '\n';
+    }
+    return text.c_str();
+}
+}
+
+}  // namespace simt

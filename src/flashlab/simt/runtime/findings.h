@@ -1,0 +1,30 @@
+// Findings: what a kernel did wrong. The runtime keeps the facts (where, who, what); Python makes the
+// sentence.
+#pragma once
+#include "machine.h"
+#include <string>
+
+namespace simt {
+
+struct Finding {
+    const char* kind;      // a slug: "race", "global-out-of-bounds" ...
+    const char* how = "";  // what was done: "load", "store", "ldmatrix" ...
+    uintptr_t pc = 0;      // return addresses; 0 is none
+    uintptr_t other_pc = 0;
+    int thread = -1, other_thread = -1;
+    int launch = 0;
+    uint64_t block = 0, sequence = 0, times = 1;
+    int64_t value[3] = {0, 0, 0};  // what the kind needs: an offset, bytes, a limit
+    std::string text = "";         // and a word or two
+};
+
+// Files a finding of this lane. The same one is kept once: that of the lowest block and thread, with the
+// number of times it was seen.
+void file(Lane* lane, const Finding& f);
+// A finding after which the launch cannot go on.
+[[noreturn]] void file_fatal(Lane* lane, const Finding& f, int error);
+void file_of_launch(int launch, const Finding& f, int error);
+
+extern std::atomic<int> last_error;
+
+}  // namespace simt

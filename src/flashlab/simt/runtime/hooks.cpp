@@ -1,0 +1,179 @@
+// The eyes of the check build. g++ and clang++ with -fsanitize=thread call a function before each load and
+// store that may touch memory others can see, and with -fsanitize=bounds one for each index that is too
+// large. Those functions usually come from a library of the compiler; here they are ours.
+#include "counters.h"
+#include "findings.h"
+#include "global_memory.h"
+#include "shadow.h"
+
+namespace simt {
+
+static void access(Lane* me, uintptr_t a, int bytes, bool write, bool aligned, uintptr_t pc) {
+    Inside inside(me, pc);
+    Worker* worker = me->block->worker;
+    const char* how = write ? "store" : "load";
+    if (aligned && a % bytes) {
+        Finding f{"misaligned", how};
+        const bool shared = a - worker->window.low < worker->window.high - worker->window.low;
+        f.text = shared ? "shared" : "global";
+        f.value[0] = shared ? (int64_t)(a - worker->window.base) : (int64_t)(a % 256), f.value[1] = bytes;
+        file_fatal(me, f, cudaErrorMisalignedAddress);
+    }
+    if (a - worker->window.low < worker->window.high - worker->window.low) {
+        const uint64_t address = a - worker->window.base;
+        const int site = worker->sites->find(pc, write ? SHARED_STORE : SHARED_LOAD);
+        if (!worker->shadow->in_bounds(me, address, bytes, how)) {
+            if (write) end_launch(me, cudaErrorIllegalAddress);  // it would hit something that is not its own
+            return;
+        }
+        worker->shadow->touch(me, address, bytes, write ? WRITE : READ, site, how);
+        count_access(me, site, address, bytes);
+    } else if (check_global(me, a, bytes, write, how)) {
+        count_access(me, worker->sites->find(pc, write ? GLOBAL_STORE : GLOBAL_LOAD), a, bytes);
+    }
+    if (++me->accesses > 128) let_others_run(me);  // a lane far ahead would pile up half-filled requests
+}
+static inline __attribute__((always_inline)) void hook(void* p, int bytes, bool write, bool aligned,
+                                                       uintptr_t pc) {
+    Lane* me = current_lane();
+    if (!me || (uintptr_t)p - (uintptr_t)me->stack < STACK) return;  // host code; local memory
+    access(me, (uintptr_t)p, bytes, write, aligned, pc);
+}
+static void range(void* p, long bytes, bool write, uintptr_t pc) {  // a struct copied in one go
+    for (char* at = (char*)p; bytes > 0; at += 16, bytes -= 16)
+        hook(at, bytes < 16 ? (int)bytes : 16, write, false, pc);
+}
+
+extern "C" {
+#define HOOKS(n)                                                                          \
+    void __tsan_read##n(void* p) { hook(p, n, false, true, CALLER); }                     \
+    void __tsan_write##n(void* p) { hook(p, n, true, true, CALLER); }                     \
+    void __tsan_unaligned_read##n(void* p) { hook(p, n, false, false, CALLER); }          \
+    void __tsan_unaligned_write##n(void* p) { hook(p, n, true, false, CALLER); }          \
+    void __tsan_volatile_read##n(void* p) { hook(p, n, false, true, CALLER); }            \
+    void __tsan_volatile_write##n(void* p) { hook(p, n, true, true, CALLER); }            \
+    void __tsan_unaligned_volatile_read##n(void* p) { hook(p, n, false, false, CALLER); } \
+    void __tsan_unaligned_volatile_write##n(void* p) { hook(p, n, true, false, CALLER); } \
+    void __tsan_read_write##n(void* p) {                                                  \
+        hook(p, n, false, true, CALLER);                                                  \
+        hook(p, n, true, true, CALLER);                                                   \
+    }                                                                                     \
+    void __tsan_unaligned_read_write##n(void* p) {                                        \
+        hook(p, n, false, false, CALLER);                                                 \
+        hook(p, n, true, false, CALLER);                                                  \
+    }
+// clang-format off
+HOOKS(1)
+HOOKS(2)
+HOOKS(4)
+HOOKS(8)
+HOOKS(16)
+// clang-format on
+void __tsan_read_range(void* p, long bytes) { range(p, bytes, false, CALLER); }
+void __tsan_write_range(void* p, long bytes) { range(p, bytes, true, CALLER); }
+// Copies of whole structs. Newer versions of clang++ call __tsan_memcpy. Older ones call memcpy: the linker
+// then makes it __wrap_memcpy, for a check build, and calls the C library's __real_memcpy (build.py).
+// Runtime code comes this way as well, and is let through.
+void* __real_memcpy(void*, const void*, size_t) __attribute__((weak));
+void* __real_memmove(void*, const void*, size_t) __attribute__((weak));
+void* __real_memset(void*, int, size_t) __attribute__((weak));
+static void copied(const void* to, const void* from, size_t bytes, uintptr_t pc) {
+    Lane* me = current_lane();
+    if (!me || me->block->worker->inside) return;
+    if (from) range((char*)from, (long)bytes, false, pc);
+    range((char*)to, (long)bytes, true, pc);
+}
+void* __wrap_memcpy(void* to, const void* from, size_t n) {
+    return copied(to, from, n, CALLER), __real_memcpy(to, from, n);
+}
+void* __wrap_memmove(void* to, const void* from, size_t n) {
+    return copied(to, from, n, CALLER), __real_memmove(to, from, n);
+}
+void* __wrap_memset(void* to, int byte, size_t n) {
+    return copied(to, nullptr, n, CALLER), __real_memset(to, byte, n);
+}
+void* __tsan_memcpy(void* to, const void* from, size_t n) {
+    return copied(to, from, n, CALLER), memcpy(to, from, n);
+}
+void* __tsan_memmove(void* to, const void* from, size_t n) {
+    return copied(to, from, n, CALLER), memmove(to, from, n);
+}
+void* __tsan_memset(void* to, int byte, size_t n) {
+    return copied(to, nullptr, n, CALLER), memset(to, byte, n);
+}
+void __tsan_init() {}
+void __tsan_func_entry(void*) {}
+void __tsan_func_exit() {}
+void __tsan_vptr_update(void**, void*) {}
+void __tsan_vptr_read(void**) {}
+
+// Atomic operations have been checked by simt_atomic_check; they only have to be done.
+#define ATOMIC_HOOKS(bits, T)                                                                               \
+    T __tsan_atomic##bits##_load(const volatile T* p, int) { return __atomic_load_n(p, __ATOMIC_SEQ_CST); } \
+    void __tsan_atomic##bits##_store(volatile T* p, T v, int) { __atomic_store_n(p, v, __ATOMIC_SEQ_CST); } \
+    T __tsan_atomic##bits##_exchange(volatile T* p, T v, int) {                                             \
+        return __atomic_exchange_n(p, v, __ATOMIC_SEQ_CST);                                                 \
+    }                                                                                                       \
+    T __tsan_atomic##bits##_fetch_add(volatile T* p, T v, int) {                                            \
+        return __atomic_fetch_add(p, v, __ATOMIC_SEQ_CST);                                                  \
+    }                                                                                                       \
+    T __tsan_atomic##bits##_fetch_sub(volatile T* p, T v, int) {                                            \
+        return __atomic_fetch_sub(p, v, __ATOMIC_SEQ_CST);                                                  \
+    }                                                                                                       \
+    T __tsan_atomic##bits##_fetch_and(volatile T* p, T v, int) {                                            \
+        return __atomic_fetch_and(p, v, __ATOMIC_SEQ_CST);                                                  \
+    }                                                                                                       \
+    T __tsan_atomic##bits##_fetch_or(volatile T* p, T v, int) {                                             \
+        return __atomic_fetch_or(p, v, __ATOMIC_SEQ_CST);                                                   \
+    }                                                                                                       \
+    T __tsan_atomic##bits##_fetch_xor(volatile T* p, T v, int) {                                            \
+        return __atomic_fetch_xor(p, v, __ATOMIC_SEQ_CST);                                                  \
+    }                                                                                                       \
+    int __tsan_atomic##bits##_compare_exchange_strong(volatile T* p, T* e, T v, int, int) {                 \
+        return __atomic_compare_exchange_n(p, e, v, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);             \
+    }                                                                                                       \
+    int __tsan_atomic##bits##_compare_exchange_weak(volatile T* p, T* e, T v, int, int) {                   \
+        return __atomic_compare_exchange_n(p, e, v, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);             \
+    }                                                                                                       \
+    T __tsan_atomic##bits##_compare_exchange_val(volatile T* p, T e, T v, int, int) {                       \
+        __atomic_compare_exchange_n(p, &e, v, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);                   \
+        return e;                                                                                           \
+    }
+// clang-format off
+ATOMIC_HOOKS(8, uint8_t)
+ATOMIC_HOOKS(16, uint16_t)
+ATOMIC_HOOKS(32, uint32_t)
+ATOMIC_HOOKS(64, uint64_t)
+// clang-format on
+void __tsan_atomic_thread_fence(int) {}
+void __tsan_atomic_signal_fence(int) {}
+
+// -fsanitize=bounds: an index beyond the end of an array whose size the compiler knows.
+struct UbsanType {
+    uint16_t kind, info;
+    char name[1];
+};
+struct UbsanIndex {
+    const char* file;
+    uint32_t line, column;
+    const UbsanType *array, *index;
+};
+static void index_out_of_bounds(UbsanIndex* data, uintptr_t index, uintptr_t pc) {
+    Lane* me = current_lane();
+    if (!me) return;
+    Inside inside(me, pc);
+    Finding f{"index-out-of-bounds"};
+    f.text = data->array->name;
+    const int bits = 1 << (data->index->info >> 1);
+    f.value[0] = bits <= 32 && (data->index->info & 1) ? (int32_t)index : (int64_t)index;
+    file(me, f);
+}
+void __ubsan_handle_out_of_bounds(UbsanIndex* data, uintptr_t index) {
+    index_out_of_bounds(data, index, CALLER);
+}
+void __ubsan_handle_out_of_bounds_abort(UbsanIndex* data, uintptr_t index) {
+    index_out_of_bounds(data, index, CALLER);
+}
+}
+
+}  // namespace simt

@@ -1,0 +1,191 @@
+// The machine: lanes, warps and blocks, and who may run. Everything else hangs on these three structures.
+//
+//   grid   of blocks    they are dealt out to a few workers (OS threads), in order, one at a time each
+//   block  of warps     its shared memory is the worker's copy of the module's thread_local data
+//   warp   of 32 lanes  each lane is a fiber; they meet only in collectives and barriers
+//
+// Lanes need not run in step. A GPU since Volta promises no more: between two meetings any order will do.
+#pragma once
+#include "../include/simt/host_api.h"
+#include "../include/simt/language.h"
+#include "../include/simt/ptx_ops.h"
+#include "../include/simt/warp.h"
+#include "fiber.h"
+#include <pthread.h>
+#include <setjmp.h>
+#include <atomic>
+#include <string>
+#include <vector>
+
+namespace simt {
+
+constexpr int WARP = 32, MAX_THREADS = 1024, MAX_WARPS = MAX_THREADS / WARP, BARRIERS = 16;
+constexpr size_t PAGE = 4096;
+constexpr size_t STACK = 128 << 10;  // a lane's local memory
+// Between two stacks lie 17 pages. Some are a guard, and a stride that is no power of two keeps the tops of a
+// block's stacks from falling into the same set of the cache.
+constexpr size_t STACK_STRIDE = STACK + 17 * PAGE;
+constexpr size_t MAX_SHARED = 227 << 10;  // what the largest GPUs give a block (sm_90, sm_100)
+
+struct Lane;
+struct Warp;
+struct Block;
+struct Worker;
+
+enum State : uint8_t { RUNNABLE, IN_COLLECTIVE, IN_BARRIER, IN_ACTIVEMASK, DONE };
+
+// One cp.async: bytes on their way from global to shared memory (async_copy.cpp).
+struct Copy {
+    uint32_t dst;
+    const char* src;
+    int bytes, src_bytes, site;
+    uint32_t group;
+};
+
+struct Lane {  // one CUDA thread
+    Fiber fiber;
+    Block* block;
+    Warp* warp;
+    uint8_t* stack;  // lowest address
+    uint3 thread_idx;
+    int id, lane;  // in the block, in the warp
+    State state;
+    uintptr_t pc;    // return address of the runtime call it is in, or was last in
+    int accesses;    // since it last let others run
+    const void* in;  // while in a collective: its operands and its result, on its own stack
+    void* out;
+    uint32_t group;     // cp.async: number of the open group
+    size_t first_copy;  // copies[first_copy...] are still on their way
+    std::vector<Copy> copies;
+};
+
+struct Slot {  // a collective for which some lanes wait
+    unsigned mask, arrived;
+    int op, param;
+    uintptr_t pc;  // of the first lane that arrived
+};
+
+// One load or store of a warp: the k-th execution of an instruction by each of its lanes (counters.cpp).
+struct Request {
+    uint32_t mask = 0;
+    int bytes = 0;  // a lane
+    uint64_t address[WARP];
+};
+struct SiteLog {
+    uint32_t executions[WARP] = {};   // how often each lane executed the instruction
+    std::vector<Request> requests;    // requests[i] is execution number first + i
+    uint32_t first = 0, counted = 0;  // the first `counted` of them are complete, and in the counters
+    bool dirty = false;
+};
+
+struct Warp {
+    Block* block;
+    Lane* lanes;
+    int index, count;           // count < 32 where the block's size is no multiple of 32
+    uint32_t runnable, alive;   // a bit a lane
+    uint32_t time;              // ticks at each __syncwarp and barrier (shadow.h)
+    uint32_t known[MAX_WARPS];  // known[w]: all that warp w did up to this time is visible here
+    Slot slots[WARP];           // disjoint masks: at most 32
+    uint32_t slots_used;        // a bit a slot
+    std::vector<SiteLog> logs;  // by site
+    std::vector<int> dirty;     // sites whose log is not empty
+};
+
+struct Barrier {
+    int arrived = 0, expected = 0;
+    uint32_t known[MAX_WARPS];  // the join of what the arrived warps know
+    std::vector<Lane*> waiting;
+    int count = 0, result = 0;  // true predicates of __syncthreads_count, _and, _or: so far, and in the end
+    int kind = 0;
+    uintptr_t pc = 0;  // where the first lane arrived
+    int first = 0;     // which lane that was
+};
+
+struct Launch {  // what is the same for every block
+    dim3 grid, block;
+    size_t shared_bytes;
+    void (*call)(const void*);
+    const void* closure;
+    size_t closure_bytes;
+    bool checked;
+    int number;  // of the launch, counted from 0
+    uint64_t blocks;
+    std::atomic<uint64_t> next{0};      // the next block to deal out
+    std::atomic<uint64_t> stop{~0ull};  // no block beyond this one matters: it ended the launch
+};
+
+struct Block {
+    Worker* worker;
+    Launch* launch;
+    uint64_t number;
+    uint3 block_idx;
+    int threads, warps, alive;
+    bool ended;  // by a fatal finding
+    Warp* warp;  // warps of them
+    Lane* lane;  // threads of them
+    Barrier barriers[BARRIERS];
+};
+
+struct SharedWindow {     // where this worker's shared memory lies
+    uintptr_t low, high;  // of the module's thread_local segment
+    uintptr_t base;       // address 0 of the 32-bit shared address space, 1024-byte aligned
+    uintptr_t dynamic;    // `extern __shared__`
+};
+
+class SharedShadow;
+class Sites;
+
+struct Worker {  // an OS thread that runs blocks
+    pthread_t thread;
+    Launch* launch;
+    Fiber scheduler;
+    Block block;
+    Lane* lanes;  // MAX_THREADS or fewer, reused by each block
+    std::vector<Warp> warps;
+    SharedWindow window;
+    SharedShadow* shadow;
+    Sites* sites;
+    sigjmp_buf escape;              // how a signal handler leaves a lane
+    bool alive = false;             // its OS thread (faults.cpp)
+    volatile bool in_lane = false;  // a lane runs, not the scheduler
+    volatile bool inside = false;   // the running lane is inside the runtime
+    Lane* volatile running = nullptr;
+    std::string* printed;  // by the block that runs
+};
+
+struct Settings {     // set by Python
+    int threads = 2;  // OS threads
+    size_t shared_limit = MAX_SHARED;
+    int multiprocessors = 132, capability = 90;
+};
+extern Settings settings;
+
+// ---- who am I -----------------------------------------------------------------------------------
+// All stacks of a launch lie in one region, so that the stack pointer says which lane is running; outside of
+// it is host code, which the emulator leaves alone.
+extern uintptr_t stacks_low, stacks_bytes;
+extern Lane* all_lanes;
+inline __attribute__((always_inline)) Lane* current_lane() {
+    uintptr_t at = (uintptr_t)__builtin_frame_address(0) - stacks_low;
+    return at < stacks_bytes ? &all_lanes[at / STACK_STRIDE] : nullptr;
+}
+
+// Marks the time that a lane spends inside the runtime: it must not be torn out of there (faults.cpp).
+struct Inside {
+    Worker* worker;
+    Inside(Lane* lane, uintptr_t pc) : worker(lane->block->worker) { worker->inside = true, lane->pc = pc; }
+    ~Inside() { worker->inside = false; }
+};
+#define CALLER ((uintptr_t)__builtin_return_address(0))
+
+// ---- scheduler.cpp ------------------------------------------------------------------------------
+void wait_for_others(Lane* me, State state);  // the lane stops here until it is made runnable
+void make_runnable(Lane* lane);
+void let_others_run(Lane* me);
+void stop_launch(Block* block, int error);          // after a fatal finding: no later block matters any more
+[[noreturn]] void end_launch(Lane* me, int error);  // the same, and the lane that runs stops for good
+void lane_gone(Warp* warp);  // collectives.cpp: a lane has exited, and others may wait for it
+
+void thread_gone(Block* block);  // barrier.cpp: the same
+
+}  // namespace simt

@@ -1,0 +1,164 @@
+// ldmatrix, stmatrix and mma: which lane holds which element, and what is computed.
+#include "collectives.h"
+#include "counters.h"
+#include "findings.h"
+#include "shadow.h"
+
+namespace simt {
+
+// ---- ldmatrix and stmatrix ----------------------------------------------------------------------
+// Lane 8 i + r brings the address of row r of tile i: 8 numbers of 16 bits. Register i of lane l holds
+// elements (l / 4, 2 (l % 4)) and (l / 4, 2 (l % 4) + 1) of tile i, or of its transpose.
+struct Rows {
+    uint64_t address[4][8];
+    uint8_t* row[4][8];  // null: the address is wrong, and the finding filed
+};
+static Rows find_rows(Warp* warp, const Slot& slot, int count, bool write) {
+    Worker* worker = warp->block->worker;
+    const Kind kind = write ? STMATRIX : LDMATRIX;
+    const char* how = write ? "stmatrix" : "ldmatrix";
+    const int site = worker->sites->find(slot.pc, kind);
+    Site& s = (*worker->sites)[site];
+    Rows rows;
+    s.count[0]++;
+    for (int i = 0; i < count; i++) {
+        for (int r = 0; r < 8; r++) {
+            Lane* lane = &warp->lanes[8 * i + r];
+            const uint64_t a = *(const uint32_t*)lane->in;  // the address comes first in both operand lists
+            rows.address[i][r] = a;
+            rows.row[i][r] = nullptr;
+            if (a % 16) {
+                Finding f{"misaligned", how};
+                f.value[0] = (int64_t)a, f.value[1] = 16;
+                file_fatal(lane, f, cudaErrorMisalignedAddress);
+            }
+            if (!worker->shadow->in_bounds(lane, a, 16, how)) continue;
+            if (warp->block->launch->checked)
+                worker->shadow->touch(lane, a, 16, write ? WRITE : READ, site, how);
+            rows.row[i][r] = (uint8_t*)worker->window.base + a;
+        }
+        s.count[1] +=
+            shared_wavefronts(rows.address[i], 0xff, 16, !write).needed;  // a tile is 128 bytes: one at best
+        s.count[2]++;
+        s.count[3] += 128;
+    }
+    return rows;
+}
+
+void load_matrix(Warp* warp, const Slot& slot) {
+    const int count = slot.param & 7;
+    const bool trans = slot.param & SIMT_MATRIX_TRANS;
+    const Rows rows = find_rows(warp, slot, count, false);
+    for (int i = 0; i < count; i++) {
+        uint16_t tile[8][8];
+        for (int r = 0; r < 8; r++)
+            if (rows.row[i][r]) memcpy(tile[r], rows.row[i][r], 16);
+            else memset(tile[r], 0xff, 16);
+        for (int l = 0; l < WARP; l++) {
+            const int g = l / 4, t = l % 4 * 2;
+            const uint32_t low = trans ? tile[t][g] : tile[g][t],
+                           high = trans ? tile[t + 1][g] : tile[g][t + 1];
+            ((uint32_t*)warp->lanes[l].out)[i] = low | high << 16;
+        }
+    }
+}
+void store_matrix(Warp* warp, const Slot& slot) {
+    const int count = slot.param & 7;
+    const bool trans = slot.param & SIMT_MATRIX_TRANS;
+    const Rows rows = find_rows(warp, slot, count, true);
+    for (int i = 0; i < count; i++) {
+        uint16_t tile[8][8];
+        for (int l = 0; l < WARP; l++) {
+            const int g = l / 4, t = l % 4 * 2;
+            const uint32_t r = ((const SimtStmatrixIn*)warp->lanes[l].in)->r[i];
+            (trans ? tile[t][g] : tile[g][t]) = (uint16_t)r;
+            (trans ? tile[t + 1][g] : tile[g][t + 1]) = (uint16_t)(r >> 16);
+        }
+        for (int r = 0; r < 8; r++)
+            if (rows.row[i][r]) memcpy(rows.row[i][r], tile[r], 16);
+    }
+}
+
+// ---- mma ----------------------------------------------------------------------------------------
+// Branch-free, so that the compiler turns the loops over it into vector code.
+static inline float half_bits_to_float(uint32_t h) {
+    uint32_t u = (h & 0x7fff) << 13;
+    float f;
+    memcpy(&f, &u, 4);
+    f *= 0x1p112f;
+    memcpy(&u, &f, 4);
+    u |= (h & 0x7c00) == 0x7c00 ? 0x7f800000u : 0u;
+    u |= (h & 0x8000) << 16;
+    memcpy(&f, &u, 4);
+    return f;
+}
+static inline float bf16_bits_to_float(uint32_t b) {
+    uint32_t u = b << 16;
+    float f;
+    memcpy(&f, &u, 4);
+    return f;
+}
+static inline uint32_t float_to_half_bits(float f) {
+    uint32_t u;
+    memcpy(&u, &f, 4);
+    const uint32_t sign = u >> 16 & 0x8000, a = u & 0x7fffffff;
+    if (a > 0x7f800000) return 0x7fff;
+    if (a >= 0x477ff000) return sign | 0x7c00;
+    if (a < 0x38800000) {
+        float magnitude;
+        memcpy(&magnitude, &a, 4);
+        magnitude += 0.5f;
+        memcpy(&u, &magnitude, 4);
+        return sign | (u - 0x3f000000);
+    }
+    return sign | (a + 0xc8000fff + (a >> 13 & 1)) >> 13;
+}
+
+void multiply(Warp* warp, const Slot& slot) {
+    const bool bf16 = slot.param & SIMT_MMA_BF16, acc16 = slot.param & SIMT_MMA_ACC_F16;
+    const int k_size = slot.param & SIMT_M16N8K8 ? 8 : 16;
+    Sites& sites = *warp->block->worker->sites;
+    Site& site = sites[sites.find(slot.pc, k_size == 8 ? MMA_M16N8K8 : MMA_M16N8K16)];
+    site.count[0]++;
+    site.count[1] += 2 * 16 * 8 * k_size;
+
+    // Gather the fragments into matrices: A is 16 x k, B k x 8, C 16 x 8. Products of two 16-bit numbers are
+    // exact in float, so that only the order of the sum tells this result from the hardware's.
+    uint32_t a16[16][16], b16[16][8];
+    float a[16][16], b[16][8], c[16][8];
+    for (int l = 0; l < WARP; l++) {
+        const SimtMmaIn& in = *(const SimtMmaIn*)warp->lanes[l].in;
+        const int g = l / 4, t = l % 4 * 2;
+        for (int i = 0; i < k_size / 4; i++) {
+            uint32_t* at = &a16[g + i % 2 * 8][t + i / 2 * 8];
+            at[0] = in.a[i] & 0xffff, at[1] = in.a[i] >> 16;
+        }
+        for (int i = 0; i < k_size / 8; i++)
+            b16[t + i * 8][g] = in.b[i] & 0xffff, b16[t + i * 8 + 1][g] = in.b[i] >> 16;
+        for (int i = 0; i < 4; i++) {
+            float& at = c[g + i / 2 * 8][t + i % 2];
+            if (acc16) at = half_bits_to_float(in.c[i / 2] >> i % 2 * 16 & 0xffff);
+            else memcpy(&at, &in.c[i], 4);
+        }
+    }
+    for (int i = 0; i < 16; i++)
+        for (int k = 0; k < k_size; k++)
+            a[i][k] = bf16 ? bf16_bits_to_float(a16[i][k]) : half_bits_to_float(a16[i][k]);
+    for (int k = 0; k < k_size; k++)
+        for (int j = 0; j < 8; j++)
+            b[k][j] = bf16 ? bf16_bits_to_float(b16[k][j]) : half_bits_to_float(b16[k][j]);
+    for (int i = 0; i < 16; i++)
+        for (int k = 0; k < k_size; k++)
+            for (int j = 0; j < 8; j++) c[i][j] += a[i][k] * b[k][j];
+    for (int l = 0; l < WARP; l++) {
+        uint32_t* out = (uint32_t*)warp->lanes[l].out;
+        const int g = l / 4, t = l % 4 * 2;
+        for (int i = 0; i < 2; i++) {
+            const float* at = &c[g + i * 8][t];
+            if (acc16) out[i] = float_to_half_bits(at[0]) | float_to_half_bits(at[1]) << 16;
+            else memcpy(&out[2 * i], at, 8);
+        }
+    }
+}
+
+}  // namespace simt

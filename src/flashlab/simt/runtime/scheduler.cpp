@@ -1,0 +1,374 @@
+// Who runs: launches, blocks, and the switch from one lane to the next.
+//
+// Blocks are dealt out in order to a few OS threads. In a block the scheduler visits the warps in turn and
+// lets one lane of each run; a lane that has to wait hands over to the next runnable lane of its warp, and
+// the last one goes back to the scheduler. When nobody is runnable and somebody is alive, the block is
+// deadlocked.
+#include "collectives.h"
+#include "counters.h"
+#include "faults.h"
+#include "findings.h"
+#include "global_memory.h"
+#include "report.h"
+#include "shadow.h"
+#include <algorithm>
+#include <link.h>
+#include <map>
+#include <mutex>
+#include <string>
+#include <sys/mman.h>
+
+namespace simt {
+
+// What every `extern __shared__` array of the module is an alias of (the linker makes it so). 1 KB more than
+// a block may ask for, so that just beyond the end there is still something to protect.
+extern "C" {
+alignas(1024) thread_local char simt_dynamic_shared[MAX_SHARED + 1024];
+}
+
+uintptr_t stacks_low, stacks_bytes;
+Lane* all_lanes;
+Settings settings;
+static std::map<const void*, int> opted_in;  // cudaFuncSetAttribute(MaxDynamicSharedMemorySize)
+
+// ---- from lane to lane --------------------------------------------------------------------------
+static void switch_to(Worker* worker, Fiber& from, Lane* to) {
+    worker->running = to;
+    fiber_switch(from, to->fiber);
+}
+static void back_to_scheduler(Lane* me) {
+    Worker* worker = me->block->worker;
+    worker->in_lane = false;
+    fiber_switch(me->fiber, worker->scheduler);
+    worker->in_lane = true;
+}
+void make_runnable(Lane* lane) {
+    lane->state = RUNNABLE;
+    lane->warp->runnable |= 1u << lane->lane;
+}
+// The next runnable lane of the warp after this one, in a circle.
+static Lane* next_in_warp(Lane* me) {
+    const uint32_t r = me->warp->runnable & ~(1u << me->lane);
+    if (!r) return nullptr;
+    const uint32_t above = r & ~((2u << me->lane) - 1);
+    return &me->warp->lanes[__builtin_ctz(above ? above : r)];
+}
+void wait_for_others(Lane* me, State state) {
+    Worker* worker = me->block->worker;
+    me->state = state;
+    me->warp->runnable &= ~(1u << me->lane);
+    me->accesses = 0;
+    worker->inside = false;
+    if (Lane* next = next_in_warp(me)) switch_to(worker, me->fiber, next);
+    else back_to_scheduler(me);
+    worker->inside = true;
+}
+void let_others_run(Lane* me) {
+    Worker* worker = me->block->worker;
+    const bool was_inside = worker->inside;
+    me->accesses = 0;
+    worker->inside = false;
+    Lane* next = next_in_warp(me);
+    // At the end of a round through the warp the other warps get their turn: a lane may be spinning on what
+    // they write.
+    if (next && next->lane > me->lane) switch_to(worker, me->fiber, next);
+    else back_to_scheduler(me);
+    worker->inside = was_inside;
+}
+void stop_launch(Block* block, int error) {
+    int none = 0;
+    last_error.compare_exchange_strong(none, error);
+    uint64_t stop = block->launch->stop;  // blocks before this one go on: the findings do not depend on luck
+    while (block->number < stop && !block->launch->stop.compare_exchange_weak(stop, block->number)) {}
+    block->ended = true;
+}
+void end_launch(Lane* any, int error) {
+    Worker* worker = any->block->worker;
+    stop_launch(&worker->block, error);
+    worker->inside = worker->in_lane = false;
+    Fiber nowhere;
+    fiber_switch(nowhere, worker->scheduler);  // the stack of this lane is never looked at again
+    __builtin_unreachable();
+}
+
+static void lane_main() {
+    Lane* me = current_lane();
+    me->block->launch->call(me->block->launch->closure);
+    Block* block = me->block;
+    Worker* worker = block->worker;
+    worker->inside = true;
+    me->state = DONE;
+    me->warp->runnable &= ~(1u << me->lane);
+    me->warp->alive &= ~(1u << me->lane);
+    block->alive--;
+    lane_gone(me->warp);
+    thread_gone(block);
+    worker->inside = false;
+    if (Lane* next = next_in_warp(me)) switch_to(worker, me->fiber, next);
+    else back_to_scheduler(me);
+    __builtin_unreachable();
+}
+
+// ---- a block ------------------------------------------------------------------------------------
+static void prepare_block(Worker* worker, Launch* launch, uint64_t number) {
+    Block& block = worker->block;
+    const dim3 g = launch->grid, b = launch->block;
+    block.worker = worker;
+    block.launch = launch;
+    block.number = number;
+    block.block_idx = {(unsigned)(number % g.x), (unsigned)(number / g.x % g.y),
+                       (unsigned)(number / g.x / g.y)};
+    block.threads = block.alive = (int)(b.x * b.y * b.z);
+    block.warps = (block.threads + WARP - 1) / WARP;
+    block.ended = false;
+    block.warp = worker->warps.data();
+    block.lane = worker->lanes;
+    for (Barrier& barrier : block.barriers) barrier.arrived = 0, barrier.waiting.clear();
+    for (int i = 0; i < block.warps; i++) {
+        Warp& w = block.warp[i];
+        w.block = &block;
+        w.index = i;
+        w.lanes = worker->lanes + i * WARP;
+        w.count = std::min(WARP, block.threads - i * WARP);
+        w.alive = w.runnable = w.count == WARP ? ~0u : (1u << w.count) - 1;
+        w.time = 1;
+        w.slots_used = 0;
+        memset(w.known, 0, sizeof w.known);
+    }
+    for (int t = 0; t < block.threads; t++) {
+        Lane& lane = worker->lanes[t];
+        lane.block = &block;
+        lane.warp = &block.warp[t / WARP];
+        lane.id = t, lane.lane = t % WARP;
+        lane.thread_idx = {t % b.x, t / b.x % b.y, t / b.x / b.y};
+        lane.state = RUNNABLE;
+        lane.pc = 0, lane.accesses = 0;
+        lane.group = 0, lane.first_copy = 0;
+        lane.copies.clear();
+        // The frames of different lanes begin at different offsets, so that they do not compete for one cache
+        // set.
+        fiber_prepare(lane.fiber, lane.stack, STACK - t * 320 % 8192, lane_main);
+    }
+    // Shared memory holds NaN (all bits set) until something is written there.
+    const SharedWindow& window = worker->window;
+    memset((void*)window.low, 0xff, window.dynamic - window.low + launch->shared_bytes);
+    worker->shadow->begin_block(launch->shared_bytes);
+}
+
+static bool resolve_activemask(Warp& w) {
+    uint32_t waiting = 0;
+    for (int l = 0; l < w.count; l++)
+        if (w.lanes[l].state == IN_ACTIVEMASK) waiting |= 1u << l;
+    if (!waiting) return false;
+    uint32_t same = 0;  // those that stand at the same place as the first
+    const void* line = w.lanes[__builtin_ctz(waiting)].in;
+    for (int l = 0; l < w.count; l++)
+        if ((waiting >> l & 1) && w.lanes[l].in == line) same |= 1u << l;
+    for (int l = 0; l < w.count; l++)
+        if (same >> l & 1) *(unsigned*)w.lanes[l].out = same, make_runnable(&w.lanes[l]);
+    return true;
+}
+
+static const char* waits_in(const Lane* lane) {
+    if (lane->state == IN_BARRIER) return "__syncthreads";
+    for (uint32_t left = lane->warp->slots_used; left; left &= left - 1) {
+        const Slot& s = lane->warp->slots[__builtin_ctz(left)];
+        if (s.arrived >> lane->lane & 1) return collective_name(s.op, s.param);
+    }
+    return "a collective";
+}
+static void file_deadlock(Block& block) {
+    Lane* stuck = nullptr;  // the first that waits, and the first that waits elsewhere
+    Lane* other = nullptr;
+    for (int t = block.threads - 1; t >= 0; t--)
+        if (block.lane[t].state != DONE) stuck = &block.lane[t];
+    for (int t = block.threads - 1; t >= 0; t--)
+        if (block.lane[t].state != DONE && block.lane[t].pc != stuck->pc) other = &block.lane[t];
+    Finding f{"deadlock", waits_in(stuck)};
+    if (other) f.text = waits_in(other), f.other_pc = other->pc, f.other_thread = other->id;
+    f.value[0] = block.alive, f.value[1] = block.threads;
+    file(stuck, f);
+    stop_launch(&block, cudaErrorLaunchTimeout);
+}
+
+static void run_block(Worker* worker, Launch* launch, uint64_t number) {
+    prepare_block(worker, launch, number);
+    Block& block = worker->block;
+    if (sigsetjmp(worker->escape, 1)) {  // a signal handler comes back here (faults.cpp)
+        worker->in_lane = worker->inside = false;
+        block.ended = true;
+    }
+    while (block.alive > 0 && !block.ended) {
+        bool any = false;
+        for (int i = 0; i < block.warps && !block.ended; i++) {
+            Warp& w = block.warp[i];
+            if (!w.runnable) continue;
+            any = true;
+            worker->in_lane = true;
+            switch_to(worker, worker->scheduler, &w.lanes[__builtin_ctz(w.runnable)]);
+            worker->in_lane = false;
+        }
+        if (launch->stop < number) break;  // an earlier block has ended the launch
+        if (any || block.ended) continue;
+        for (int i = 0; i < block.warps; i++) any |= resolve_activemask(block.warp[i]);
+        if (!any && block.alive > 0) file_deadlock(block);
+    }
+    if (!block.ended && launch->stop >= number) {
+        for (int t = 0; t < block.threads; t++) {
+            const Lane& lane = block.lane[t];
+            if (lane.first_copy == lane.copies.size()) continue;
+            const Copy& copy = lane.copies[lane.first_copy];
+            Finding f{"never-waited", "cp.async"};
+            f.pc = (*worker->sites)[copy.site].pc;
+            f.value[0] = copy.group == block.lane[t].group;  // not even committed
+            file(&block.lane[t], f);
+            break;
+        }
+    }
+    for (int i = 0; i < block.warps; i++) count_incomplete(&block.warp[i]);
+}
+
+// ---- a worker -----------------------------------------------------------------------------------
+static SharedWindow find_window() {
+    SharedWindow window{};
+    window.dynamic = (uintptr_t)simt_dynamic_shared;
+    dl_iterate_phdr(
+        [](dl_phdr_info* info, size_t, void* p) {
+            SharedWindow& w = *(SharedWindow*)p;
+            uintptr_t low = (uintptr_t)info->dlpi_tls_data;
+            for (int i = 0; low && i < info->dlpi_phnum; i++) {
+                if (info->dlpi_phdr[i].p_type != PT_TLS) continue;
+                uintptr_t high = low + info->dlpi_phdr[i].p_memsz;
+                if (w.dynamic >= low && w.dynamic < high) w.low = low, w.high = high;
+            }
+            return 0;
+        },
+        &window);
+    window.base = window.low & ~(uintptr_t)1023;
+    return window;
+}
+
+static void* worker_main(void* argument) {
+    Worker* worker = (Worker*)argument;
+    Launch* launch = worker->launch;
+    worker->window = find_window();
+    SharedShadow shadow(worker->window);
+    std::string printed;
+    worker->shadow = &shadow;
+    worker->printed = &printed;
+    enter_worker(worker);
+    for (;;) {
+        const uint64_t number = launch->next++;
+        if (number >= launch->blocks || number > launch->stop || cancelled()) break;
+        run_block(worker, launch, number);
+        if (!printed.empty()) record_printed(launch->number, number, printed);
+        printed.clear();
+    }
+    leave_worker();
+    return nullptr;
+}
+
+// ---- a launch -----------------------------------------------------------------------------------
+static bool configuration_error(const Launch& l, const void* kernel) {
+    const uint64_t threads = (uint64_t)l.block.x * l.block.y * l.block.z;
+    const int number = l.number;
+    auto wrong = [number](const char* text, uint64_t value, uint64_t limit, int error) {
+        Finding f{"launch-configuration"};
+        f.text = text;
+        f.value[0] = (int64_t)value, f.value[1] = (int64_t)limit;
+        file_of_launch(number, f, error);
+        return true;
+    };
+    if (!l.grid.x || !l.grid.y || !l.grid.z) return wrong("grid-empty", 0, 0, cudaErrorInvalidConfiguration);
+    if (!threads) return wrong("block-empty", 0, 0, cudaErrorInvalidConfiguration);
+    if (l.grid.x > 2147483647u) return wrong("grid.x", l.grid.x, 2147483647u, cudaErrorInvalidConfiguration);
+    if (l.grid.y > 65535) return wrong("grid.y", l.grid.y, 65535, cudaErrorInvalidConfiguration);
+    if (l.grid.z > 65535) return wrong("grid.z", l.grid.z, 65535, cudaErrorInvalidConfiguration);
+    if (threads > MAX_THREADS) return wrong("threads", threads, MAX_THREADS, cudaErrorInvalidConfiguration);
+    if (l.block.z > 64) return wrong("block.z", l.block.z, 64, cudaErrorInvalidConfiguration);
+    if (l.shared_bytes > settings.shared_limit)
+        return wrong("shared", l.shared_bytes, settings.shared_limit, cudaErrorInvalidValue);
+    size_t allowed = 48 << 10;
+    for (auto& k : opted_in)  // a launch with deduced template arguments has no address: any will do
+        if (k.first == kernel || !kernel) allowed = std::max<size_t>(allowed, k.second);
+    if (l.shared_bytes > allowed)
+        return wrong("shared-opt-in", l.shared_bytes, allowed, cudaErrorInvalidValue);
+    return false;
+}
+
+static void run(Launch& launch, int count) {
+    const size_t lanes = ((size_t)launch.block.x * launch.block.y * launch.block.z + WARP - 1) / WARP * WARP;
+    stacks_bytes = count * lanes * STACK_STRIDE;
+    void* region = mmap(nullptr, stacks_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (region == MAP_FAILED) {
+        Finding f{"launch-configuration"};
+        f.text = "memory";
+        file_of_launch(launch.number, f, cudaErrorMemoryAllocation);
+        stacks_bytes = 0;
+        return;
+    }
+    stacks_low = (uintptr_t)region;
+    std::vector<Lane> lane_storage(count * lanes);
+    all_lanes = lane_storage.data();
+    for (size_t i = 0; i < count * lanes; i++) {
+        all_lanes[i].stack = (uint8_t*)stacks_low + i * STACK_STRIDE + 16 * PAGE;
+        mprotect(all_lanes[i].stack, STACK, PROT_READ | PROT_WRITE);  // what lies below stays a guard
+    }
+    std::vector<Sites> sites(count);
+    std::vector<Worker> workers(count);
+    for (int i = 0; i < count; i++) {
+        workers[i].launch = &launch;
+        workers[i].lanes = all_lanes + i * lanes;
+        workers[i].warps.resize(lanes / WARP);
+        workers[i].sites = &sites[i];
+    }
+    start_watching(workers);
+    for (Worker& w : workers) pthread_create(&w.thread, nullptr, worker_main, &w);
+    for (Worker& w : workers) pthread_join(w.thread, nullptr);
+    stop_watching();
+    for (Sites& s : sites) record_counts(s);
+    stacks_bytes = 0;
+    munmap(region, count * lanes * STACK_STRIDE);
+}
+
+extern "C" void simt_launch(const char* text, const void* kernel, uint3 grid, uint3 block,
+                            size_t shared_bytes, void (*call)(const void*), const void* closure,
+                            size_t closure_bytes, int checked) {
+    if (current_lane()) simt_trap();  // a kernel launched by a kernel
+    if (last_error == cudaErrorIllegalAddress || last_error == cudaErrorLaunchFailure ||
+        last_error == cudaErrorLaunchTimeout)
+        return;
+    Launch launch;
+    launch.grid = grid, launch.block = block;
+    launch.shared_bytes = shared_bytes;
+    launch.call = call, launch.closure = closure, launch.closure_bytes = closure_bytes;
+    launch.checked = checked;
+    launch.blocks = (uint64_t)grid.x * grid.y * grid.z;
+    launch.number = record_launch(text, kernel, launch);
+    if (configuration_error(launch, kernel)) return;
+    find_module();
+    run(launch, (int)std::max<uint64_t>(1, std::min<uint64_t>(settings.threads, launch.blocks)));
+}
+extern "C" int simt_last_error(int forget) {
+    const int error = last_error;
+    if (forget) last_error = 0;
+    return error;
+}
+extern "C" int simt_func_attribute(const void* kernel, int attribute, int value) {
+    if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize) return cudaSuccess;
+    if (value < 0 || (size_t)value > settings.shared_limit) return last_error = cudaErrorInvalidValue;
+    opted_in[kernel] = value;
+    return cudaSuccess;
+}
+extern "C" int simt_device_attribute(int attribute) {
+    switch (attribute) {
+    case cudaDevAttrMaxSharedMemoryPerBlock: return 48 << 10;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin: return (int)settings.shared_limit;
+    case cudaDevAttrMultiProcessorCount: return settings.multiprocessors;
+    case cudaDevAttrComputeCapabilityMajor: return settings.capability / 10;
+    case cudaDevAttrComputeCapabilityMinor: return settings.capability % 10;
+    default: return 0;
+    }
+}
+
+}  // namespace simt

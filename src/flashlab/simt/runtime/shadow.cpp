@@ -1,0 +1,130 @@
+// Races, uninitialised bytes and bounds in shared memory: see shadow.h.
+#include "shadow.h"
+#include "findings.h"
+#include <sys/mman.h>
+#include <algorithm>
+
+namespace simt {
+
+std::vector<StaticArray> static_arrays;
+
+SharedShadow::SharedShadow(const SharedWindow& w) : window(w) {
+    count = (w.high - w.base) / 2 + 1;
+    cells = (Cell*)mmap(nullptr, count * sizeof(Cell), PROT_READ | PROT_WRITE,
+                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    dynamic = w.dynamic - w.base;
+    dynamic_end = dynamic;
+    owner.assign(dynamic / 2 + 1, 0);
+    for (size_t i = 0; i < static_arrays.size(); i++) {
+        uint64_t low = w.low - w.base + static_arrays[i].offset;
+        for (uint64_t c = low / 2; c < (low + static_arrays[i].bytes + 1) / 2 && c < owner.size(); c++)
+            owner[c] = (uint16_t)(i + 1);
+    }
+}
+SharedShadow::~SharedShadow() { munmap(cells, count * sizeof(Cell)); }
+
+void SharedShadow::begin_block(size_t dynamic_bytes) {
+    memset((void*)cells, 0,
+           (dynamic / 2 + dynamic_bytes / 2 + 1) * sizeof(Cell));  // the dynamic part is the last
+    dynamic_end = dynamic + dynamic_bytes;
+}
+
+// Did what the stamp stands for happen before what `lane` does now?
+static inline bool ordered(const Stamp& s, const Lane* lane) {
+    return s.time == 0 || s.thread == (uint64_t)lane->id || s.time <= lane->warp->known[s.thread / WARP];
+}
+
+static void file_conflict(Lane* lane, const char* kind, const char* how, const Stamp& other,
+                          const char* other_how, uint64_t address, int bytes) {
+    Finding f{kind, how};
+    Sites& sites = *lane->block->worker->sites;
+    f.other_thread = (int)other.thread;
+    f.other_pc = sites[other.site].pc;
+    f.text = other_how;
+    f.value[0] = (int64_t)address, f.value[1] = bytes;
+    file(lane, f);
+}
+
+static const char* verb(Sites& sites, const Stamp& s, bool write) {
+    switch (sites[s.site].kind) {
+    case CP_ASYNC: return "cp.async";
+    case LDMATRIX: return "ldmatrix";
+    case STMATRIX: return "stmatrix";
+    case SHARED_ATOMIC: return "atomic";
+    default: return write ? "store" : "load";
+    }
+}
+
+void SharedShadow::file_out_of_bounds(Lane* lane, uint64_t address, int bytes, const char* how) {
+    Finding f{"shared-out-of-bounds", how};
+    f.value[0] = (int64_t)(address - dynamic), f.value[1] = bytes,
+    f.value[2] = (int64_t)(dynamic_end - dynamic);
+    file(lane, f);
+}
+
+void SharedShadow::touch(Lane* lane, uint64_t address, int bytes, Access access, int site, const char* how) {
+    Sites& sites = *lane->block->worker->sites;
+    const bool writes = access != READ;
+    bool filed = false;  // one finding an access: the next bytes say the same
+    Stamp now{};
+    now.time = lane->warp->time, now.thread = lane->id, now.site = site, now.atomic = access == ATOMIC;
+    for (uint64_t c = address / 2; c <= (address + bytes - 1) / 2; c++) {
+        Cell& cell = cells[c];
+        uint8_t mine = 3;  // which of the cell's two bytes
+        if (c * 2 < address) mine &= 2;
+        if (c * 2 + 1 >= address + bytes) mine &= 1;
+        now.bytes = mine;
+
+        if (access == COPY_LANDED) {  // the check was made when it was issued
+            cell.write = now;
+            cell.copying = 0;
+            cell.full |= mine;
+            continue;
+        }
+        if (cell.copying && !filed) {
+            file_conflict(lane, writes ? "stage-overwritten" : "read-before-wait", how, cell.write,
+                          "cp.async", address, bytes);
+            filed = true;
+        }
+        if ((cell.write.bytes & mine) && !(access == ATOMIC && cell.write.atomic) && !filed &&
+            !cell.copying && !ordered(cell.write, lane)) {
+            file_conflict(lane, "race", how, cell.write, verb(sites, cell.write, true), address, bytes);
+            filed = true;
+        }
+        if (!writes) {
+            if ((cell.full & mine) != mine && !filed && !cell.copying) {
+                Finding f{"uninitialised-shared", how};
+                f.value[0] = (int64_t)address, f.value[1] = bytes;
+                file(lane, f);
+                filed = true;
+            }
+            // Of the readers since the last write keep two. A later write conflicts with some reader exactly
+            // when it conflicts with one of these: readers of two different warps catch a writer of any warp,
+            // and two different lanes catch a writer of their own warp. A newer read of a warp stands for its
+            // older ones.
+            Stamp &first = cell.read[0], &second = cell.read[1];
+            const uint64_t warp = now.thread / WARP;
+            if (first.thread == now.thread && first.time == now.time) now.bytes |= first.bytes;
+            if (first.time == 0 || first.thread == now.thread || ordered(first, lane)) {
+                if (second.time && second.thread == now.thread) second.time = 0;
+                first = now;
+            } else if (second.time == 0 || second.thread == now.thread || ordered(second, lane) ||
+                       (first.thread / WARP == second.thread / WARP && first.thread / WARP != warp)) {
+                second = now;
+            }
+            continue;
+        }
+        for (const Stamp& read : cell.read)
+            if (!filed && (read.bytes & mine) && !ordered(read, lane)) {
+                file_conflict(lane, access == COPY_ISSUED ? "stage-overwritten" : "race", how, read,
+                              verb(sites, read, false), address, bytes);
+                filed = true;
+            }
+        cell.write = now;
+        if (mine == 3) cell.read[0].time = cell.read[1].time = 0;
+        cell.copying = access == COPY_ISSUED ? (uint16_t)(lane->id + 1) : 0;
+        if (access != COPY_ISSUED) cell.full |= mine;
+    }
+}
+
+}  // namespace simt

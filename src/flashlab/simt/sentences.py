@@ -1,0 +1,275 @@
+"""The sentence for each kind of finding."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+# After these the launch cannot go on. (So it is with a divergence in which two different operations meet.)
+FATAL = {
+    "assert", "barrier-arguments", "copy-size", "deadlock", "division-by-zero", "global-out-of-bounds",
+    "interrupted", "lanes-missing", "launch-configuration", "mask-without-self", "misaligned", "not-shared",
+    "stack-overflow", "timeout", "trap",
+}  # fmt: skip
+
+_DOES = {
+    "load": "reads", "store": "writes", "ldmatrix": "reads with ldmatrix", "stmatrix": "writes with stmatrix",
+    "cp.async": "fills with cp.async", "atomic": "updates with an atomic", "access": "touches",
+}  # fmt: skip
+_DID = {
+    "load": "read", "store": "wrote", "ldmatrix": "read with ldmatrix", "stmatrix": "wrote with stmatrix",
+    "cp.async": "filled with cp.async", "atomic": "updated with an atomic",
+}  # fmt: skip
+
+_CONFIGURATION = {
+    "grid-empty": "the grid has no blocks",
+    "block-empty": "the block has no threads",
+    "grid.x": "grid.x is {0}; the limit is {1}",
+    "grid.y": "grid.y is {0}; the limit is {1} (put the large dimension on x)",
+    "grid.z": "grid.z is {0}; the limit is {1} (put the large dimension on x)",
+    "threads": "a block of {0} threads; the limit is {1}",
+    "block.z": "block.z is {0}; the limit is {1}",
+    "shared": "{0} bytes of dynamic shared memory a block; the limit is {1}",
+    "shared-opt-in": "{0} bytes of dynamic shared memory a block: above {1} a kernel has to be "
+    "allowed to, with cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)",
+    "memory": "no memory for the stacks of its threads",
+}
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a sentence is made of.
+
+    Attributes:
+        how, words, v: the runtime's: what was done, a word or two, three numbers.
+        who, whom: the threads, in words.
+        here, there: " in line 12", or nothing.
+        kernel: its name.
+        shared: names bytes of shared memory, given their address and number.
+        argument: name, bytes, shape and item size of an argument, given its number.
+    """
+
+    how: str
+    words: str
+    v: tuple[int, int, int]
+    who: str
+    whom: str
+    here: str
+    there: str
+    kernel: str
+    shared: object
+    argument: object
+
+
+def _count(n: int, noun: str) -> str:
+    return f"{n} {noun}{'' if n == 1 else 's'}"
+
+
+def lanes(mask: int) -> str:
+    """The lanes of a mask, as "0-3, 7"."""
+    runs, lane = [], 0
+    while lane < 32:
+        if mask >> lane & 1:
+            end = lane
+            while end < 31 and mask >> (end + 1) & 1:
+                end += 1
+            runs.append(str(lane) if lane == end else f"{lane}-{end}")
+            lane = end
+        lane += 1
+    return ", ".join(runs) or "none"
+
+
+# ---- shared memory ---------------------------------------------------------------------------------
+def _race(f: Facts) -> str:
+    return (
+        f"{f.who} {_DOES[f.how]}{f.here} shared memory that {f.whom} {_DID[f.words]}{f.there}, "
+        "with no barrier between"
+    )
+
+
+def _still_filled(f: Facts) -> str:
+    copy = f"a cp.async of {f.whom}{f.there}"
+    return f"{f.who} {_DOES[f.how]}{f.here} shared memory that {copy} is still filling"
+
+
+def _read_before_wait(f: Facts) -> str:
+    return f"{_still_filled(f)}: wait for its group first (cp_async_wait), then a barrier"
+
+
+def _stage_overwritten(f: Facts) -> str:
+    if f.words == "cp.async":
+        return _still_filled(f)
+    return (
+        f"{f.who} overwrites with cp.async{f.here} shared memory that {f.whom} {_DID[f.words]}{f.there}, "
+        "with no barrier between: the stage is still in use"
+    )
+
+
+def _uninitialised_shared(f: Facts) -> str:
+    return f"{f.who} {_DOES[f.how]}{f.here} shared memory that nobody has written: {f.shared(f.v[0], f.v[1])}"
+
+
+def _shared_out_of_bounds(f: Facts) -> str:
+    offset, size, limit = f.v
+    if offset < 0:
+        return f"{f.who} {_DOES[f.how]}{f.here} shared memory outside of every __shared__ array"
+    return (
+        f"{f.who} {_DOES[f.how]}{f.here} bytes {offset} to {offset + size - 1} of dynamic shared memory; "
+        f"the launch asked for {limit}"
+    )
+
+
+def _index_out_of_bounds(f: Facts) -> str:
+    array = re.sub(r"\s*\[", " [", f.words.strip("'"), count=1)
+    return f"{f.who} uses{f.here} index {f.v[0]} of an array of type {array}"
+
+
+def _not_shared(f: Facts) -> str:
+    return f"{f.who} takes{f.here} the shared-memory address of a pointer that does not point there"
+
+
+# ---- global memory ---------------------------------------------------------------------------------
+def _global_out_of_bounds(f: Facts) -> str:
+    does = f"{f.who} {_DOES[f.how]}{f.here}"
+    if f.words == "null":
+        return f"{does} through a null pointer, or nearly one"
+    if f.words == "wild-or-misaligned":
+        return f"{does} a wild address, or a misaligned one with a 16-byte access"
+    if f.words.startswith("local memory"):
+        return f"{does} {f.words}"
+    name, size, shape, item = f.argument(f.v[0])
+    if f.words != "near" or not name:
+        return f"{does} global memory that belongs to no argument of the entry"
+    offset, number = f.v[2], f.v[1]
+    array = f"{name} (shape {list(shape)})"
+    if offset < 0:
+        return f"{does} {_count(-offset, 'byte')} before the start of {array}"
+    if offset < size:
+        return f"{does} {_count(number, 'byte')} that run over the end of {array}"
+    return (
+        f"{does} element {offset // item} of {array}, {_count(offset + number - size, 'byte')} past its end"
+    )
+
+
+def _read_only(f: Facts) -> str:
+    return f"{f.who} {_DOES[f.how]}{f.here} {f.argument(f.v[0])[0]}, which the entry declares const"
+
+
+def _misaligned(f: Facts) -> str:
+    where = "shared" if f.words == "shared" or f.how in ("ldmatrix", "stmatrix") else "global"
+    return (
+        f"{f.who} {_DOES[f.how]}{f.here} {f.v[1]} bytes of {where} memory at an address that is no multiple "
+        f"of {f.v[1]}"
+    )
+
+
+# ---- copies ----------------------------------------------------------------------------------------
+def _never_waited(f: Facts) -> str:
+    missing = "committed" if f.v[0] else "waited for"
+    return f"{f.who} ends while its cp.async{f.here} is in flight: its group was never {missing}"
+
+
+def _copy_size(f: Facts) -> str:
+    return f"{f.who} asks cp.async{f.here} for {f.v[0]} source bytes of {f.v[1]}"
+
+
+# ---- collectives -----------------------------------------------------------------------------------
+def _divergent(f: Facts) -> str:
+    if f.how == f.words:
+        return (
+            f"{f.who} meets {f.whom} in {f.how}, but comes from another place:{f.here or ' unknown'} against"
+            f"{f.there or ' unknown'}"
+        )
+    masks = f" (masks {f.v[0]:#010x} and {f.v[1]:#010x})" if f.v[0] != f.v[1] else ""
+    return (
+        f"{f.who} comes to {f.how}{f.here} while {f.whom} waits in {f.words}{f.there}: "
+        f"not all lanes of the mask take the same way{masks}"
+    )
+
+
+def _deadlock(f: Facts) -> str:
+    other = f"; {f.whom} waits in {f.words}{f.there}" if f.words else ""
+    left = f"{_count(f.v[0], 'thread')} of {f.v[1]} left, and none can go on"
+    return f"{f.who} waits for ever in {f.how}{f.here}{other}; {left}"
+
+
+def _lanes_missing(f: Facts) -> str:
+    reason = f"the warp has only {f.v[1]} threads" if f.v[1] < 32 else "the others have exited"
+    return f"{f.who} executes {f.how}{f.here} with lanes {lanes(f.v[0])} only, but it needs all 32: {reason}"
+
+
+def _exited_lanes(f: Facts) -> str:
+    gone = f"names lanes {lanes(f.v[0])}, which have exited or never come here"
+    return f"{f.who} calls {f.how}{f.here} with a mask that {gone}"
+
+
+def _mask_without_self(f: Facts) -> str:
+    mask = f"{f.v[0]:#010x}"
+    return f"{f.who} calls {f.how}{f.here} with the mask {mask}, in which its own lane, {f.v[1]}, is missing"
+
+
+def _shuffle_lane(f: Facts) -> str:
+    return (
+        f"{f.who} asks{f.here} for the value of lane {f.v[0]}, which does not take part in the shuffle "
+        f"(mask {f.v[1] & 0xFFFFFFFF:#010x})"
+    )
+
+
+def _barrier_arguments(f: Facts) -> str:
+    return (
+        f"{f.who} uses barrier {f.v[0]}{f.here} for {f.v[1]} threads: the id is 0 to 15, "
+        "the number a multiple of 32"
+    )
+
+
+# ---- the end of a thread, and of a launch ----------------------------------------------------------
+def _stack_overflow(f: Facts) -> str:
+    return (
+        f"{f.who} uses{f.here} more than {f.v[0] // 1024} KB of local memory: deep recursion, or large arrays"
+    )
+
+
+def _timeout(f: Facts) -> str:
+    return (
+        f"{f.who} was still running{f.here} when the time was up: a loop that does not end, or too much work"
+    )
+
+
+def _launch_configuration(f: Facts) -> str:
+    return f"the launch of {f.kernel} was refused: " + _CONFIGURATION[f.words].format(*f.v)
+
+
+_SENTENCES = {
+    "race": _race,
+    "read-before-wait": _read_before_wait,
+    "stage-overwritten": _stage_overwritten,
+    "uninitialised-shared": _uninitialised_shared,
+    "shared-out-of-bounds": _shared_out_of_bounds,
+    "index-out-of-bounds": _index_out_of_bounds,
+    "not-shared": _not_shared,
+    "global-out-of-bounds": _global_out_of_bounds,
+    "read-only": _read_only,
+    "misaligned": _misaligned,
+    "never-waited": _never_waited,
+    "copy-size": _copy_size,
+    "divergent": _divergent,
+    "deadlock": _deadlock,
+    "lanes-missing": _lanes_missing,
+    "exited-lanes": _exited_lanes,
+    "mask-without-self": _mask_without_self,
+    "shuffle-lane": _shuffle_lane,
+    "barrier-arguments": _barrier_arguments,
+    "assert": lambda f: f"{f.who} fails the assertion `{f.words}`{f.here}",
+    "trap": lambda f: f"{f.who} stops{f.here}: __trap(), or code that must not be reached",
+    "division-by-zero": lambda f: f"{f.who} divides an integer by zero{f.here}",
+    "stack-overflow": _stack_overflow,
+    "timeout": _timeout,
+    "interrupted": lambda f: f"{f.who} was running{f.here} when it was interrupted",
+    "launch-configuration": _launch_configuration,
+}
+KINDS = tuple(_SENTENCES)
+
+
+def sentence(kind: str, facts: Facts) -> str:
+    """One sentence: who did what, where, and against whom."""
+    return _SENTENCES[kind](facts)

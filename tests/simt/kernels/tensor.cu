@@ -1,0 +1,139 @@
+// ldmatrix, stmatrix and mma: who holds what, and what comes out.
+#include "ptx.cuh"
+
+#define ENTRY extern "C" int
+#define DONE return cudaGetLastError()
+
+// ---- ldmatrix: each lane's registers ------------------------------------------------------------
+template <int COUNT, bool TRANS>
+__global__ void load(const __half* in, uint32_t* out) {  // in [COUNT, 8, 8], out [32, COUNT]
+    __shared__ __align__(16) __half tile[COUNT * 64];
+    for (int i = threadIdx.x; i < COUNT * 64; i += 32) tile[i] = in[i];
+    __syncwarp();
+    const uint32_t row = smem_u32(tile + threadIdx.x % (8 * COUNT) * 8);
+    uint32_t r[COUNT];
+    if constexpr (COUNT == 1 && !TRANS) ldmatrix_x1(r, row);
+    if constexpr (COUNT == 2 && !TRANS) ldmatrix_x2(r, row);
+    if constexpr (COUNT == 4 && !TRANS) ldmatrix_x4(r, row);
+    if constexpr (COUNT == 1 && TRANS) ldmatrix_x1_trans(r, row);
+    if constexpr (COUNT == 2 && TRANS) ldmatrix_x2_trans(r, row);
+    if constexpr (COUNT == 4 && TRANS) ldmatrix_x4_trans(r, row);
+    for (int i = 0; i < COUNT; i++) out[threadIdx.x * COUNT + i] = r[i];
+}
+template <int COUNT, bool TRANS>
+__global__ void store(const uint32_t* in, __half* out) {  // in [32, COUNT], out [COUNT, 8, 8]
+    __shared__ __align__(16) __half tile[COUNT * 64];
+    const uint32_t row = smem_u32(tile + threadIdx.x % (8 * COUNT) * 8);
+    uint32_t r[COUNT];
+    for (int i = 0; i < COUNT; i++) r[i] = in[threadIdx.x * COUNT + i];
+    if constexpr (COUNT == 1 && !TRANS) stmatrix_x1(row, r);
+    if constexpr (COUNT == 2 && !TRANS) stmatrix_x2(row, r);
+    if constexpr (COUNT == 4 && !TRANS) stmatrix_x4(row, r);
+    if constexpr (COUNT == 1 && TRANS) stmatrix_x1_trans(row, r);
+    if constexpr (COUNT == 2 && TRANS) stmatrix_x2_trans(row, r);
+    if constexpr (COUNT == 4 && TRANS) stmatrix_x4_trans(row, r);
+    __syncwarp();
+    for (int i = threadIdx.x; i < COUNT * 64; i += 32) out[i] = tile[i];
+}
+#define CASE(kernel, n, t)                \
+    if (count == n && trans == t) {       \
+        kernel<n, t><<<1, 32>>>(in, out); \
+        DONE;                             \
+    }
+ENTRY run_load(const __half* in, uint32_t* out, int count, int trans) {
+    CASE(load, 1, 0)
+    CASE(load, 2, 0) CASE(load, 4, 0) CASE(load, 1, 1) CASE(load, 2, 1) CASE(load, 4, 1) return -1;
+}
+ENTRY run_store(const uint32_t* in, __half* out, int count, int trans) {
+    CASE(store, 1, 0)
+    CASE(store, 2, 0) CASE(store, 4, 0) CASE(store, 1, 1) CASE(store, 2, 1) CASE(store, 4, 1) return -1;
+}
+
+// ---- mma on plain row-major arrays: A [16, K], B [K, 8], C and D [16, 8] ------------------------
+__device__ __forceinline__ uint32_t two(const uint16_t* low, const uint16_t* high) {
+    return *low | (uint32_t)*high << 16;
+}
+template <class T, int K>
+__global__ void multiply(const uint16_t* a, const uint16_t* b, const float* c, float* d) {
+    const int g = threadIdx.x / 4, t = threadIdx.x % 4 * 2;
+    uint32_t fa[K / 4], fb[K / 8];
+    for (int i = 0; i < K / 4; i++) fa[i] = *(const uint32_t*)(a + (g + i % 2 * 8) * K + t + i / 2 * 8);
+    for (int i = 0; i < K / 8; i++) fb[i] = two(b + (t + i * 8) * 8 + g, b + (t + i * 8 + 1) * 8 + g);
+    float acc[4];
+    for (int i = 0; i < 4; i++) acc[i] = c[(g + i / 2 * 8) * 8 + t + i % 2];
+    if constexpr (K == 16) mma_m16n8k16<T>(acc, fa, fb[0], fb[1]);
+    else mma_m16n8k8<T>(acc, fa, fb[0]);
+    for (int i = 0; i < 4; i++) d[(g + i / 2 * 8) * 8 + t + i % 2] = acc[i];
+}
+template <int K>
+__global__ void multiply_f16(const uint16_t* a, const uint16_t* b, const uint16_t* c, uint16_t* d) {
+    const int g = threadIdx.x / 4, t = threadIdx.x % 4 * 2;
+    uint32_t fa[K / 4], fb[K / 8], acc[2];
+    for (int i = 0; i < K / 4; i++) fa[i] = *(const uint32_t*)(a + (g + i % 2 * 8) * K + t + i / 2 * 8);
+    for (int i = 0; i < K / 8; i++) fb[i] = two(b + (t + i * 8) * 8 + g, b + (t + i * 8 + 1) * 8 + g);
+    for (int i = 0; i < 2; i++) acc[i] = *(const uint32_t*)(c + (g + i * 8) * 8 + t);
+    if constexpr (K == 16) mma_m16n8k16_f16(acc, fa, fb[0], fb[1]);
+    else mma_m16n8k8_f16(acc, fa, fb[0]);
+    for (int i = 0; i < 2; i++) *(uint32_t*)(d + (g + i * 8) * 8 + t) = acc[i];
+}
+ENTRY run_mma(const uint16_t* a, const uint16_t* b, const float* c, float* d, int k, int bf16) {
+    if (k == 16 && !bf16) multiply<__half, 16><<<1, 32>>>(a, b, c, d);
+    if (k == 16 && bf16) multiply<__nv_bfloat16, 16><<<1, 32>>>(a, b, c, d);
+    if (k == 8 && !bf16) multiply<__half, 8><<<1, 32>>>(a, b, c, d);
+    if (k == 8 && bf16) multiply<__nv_bfloat16, 8><<<1, 32>>>(a, b, c, d);
+    DONE;
+}
+ENTRY run_mma_f16(const uint16_t* a, const uint16_t* b, const uint16_t* c, uint16_t* d, int k) {
+    if (k == 16) multiply_f16<16><<<1, 32>>>(a, b, c, d);
+    if (k == 8) multiply_f16<8><<<1, 32>>>(a, b, c, d);
+    DONE;
+}
+
+// ---- cp.async: sizes, zero fill, groups ---------------------------------------------------------
+template <int BYTES>
+__global__ void copies(const unsigned char* in, unsigned char* out, int source_bytes) {
+    __shared__ __align__(16) unsigned char tile[32 * BYTES];
+    cp_async<BYTES>(smem_u32(tile + threadIdx.x * BYTES), in + threadIdx.x * BYTES, source_bytes);
+    cp_async_wait_all();
+    for (int i = 0; i < BYTES; i++) out[threadIdx.x * BYTES + i] = tile[threadIdx.x * BYTES + i];
+}
+ENTRY run_copies(const unsigned char* in, unsigned char* out, int bytes, int source_bytes) {
+    if (bytes == 4) copies<4><<<1, 32>>>(in, out, source_bytes);
+    if (bytes == 8) copies<8><<<1, 32>>>(in, out, source_bytes);
+    if (bytes == 16) copies<16><<<1, 32>>>(in, out, source_bytes);
+    DONE;
+}
+// Four groups, and what has landed after waiting for all but `LEFT` of them: out [4, 32]; NaN is "not yet".
+template <int LEFT>
+__global__ void groups(const float* in, float* out) {
+    __shared__ __align__(16) float tile[4][32];
+    for (int g = 0; g < 4; g++) {
+        if (g != 2)
+            cp_async<4>(smem_u32(&tile[g][threadIdx.x]),
+                        in + g * 32 + threadIdx.x);  // the third group is empty
+        cp_async_commit();
+    }
+    cp_async_wait<LEFT>();
+    for (int g = 0; g < 4; g++) out[g * 32 + threadIdx.x] = tile[g][threadIdx.x];
+    cp_async_wait_all();
+}
+ENTRY run_groups(const float* in, float* out, int left) {
+    if (left == 0) groups<0><<<1, 32>>>(in, out);
+    if (left == 1) groups<1><<<1, 32>>>(in, out);
+    if (left == 2) groups<2><<<1, 32>>>(in, out);
+    if (left == 3) groups<3><<<1, 32>>>(in, out);
+    if (left == 4) groups<4><<<1, 32>>>(in, out);
+    DONE;
+}
+
+// ---- one-instruction maths and packing ----------------------------------------------------------
+__global__ void small(float* out) {
+    out[0] = exp2_approx(3.f), out[1] = exp2_approx(-INFINITY), out[2] = exp2_approx(-140.f),
+    out[3] = rcp_approx(4.f);
+    const float2 h = unpack(pack(1.5f, -2.f)), b = unpack<__nv_bfloat16>(pack<__nv_bfloat16>(0.25f, 3.f));
+    out[4] = h.x, out[5] = h.y, out[6] = b.x, out[7] = b.y;
+}
+ENTRY run_small(float* out) {
+    small<<<1, 1>>>(out);
+    DONE;
+}

@@ -1,0 +1,270 @@
+"""Building: the cache, compile errors, other compilers, a machine with less on it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from flashlab import simt
+from flashlab.simt import CompileError, SimtError, compile_cuda, elf, lines, memory, narrator, source
+from flashlab.simt import build as build_module
+
+from .conftest import KERNELS
+
+ADD = """#include "simt.h"
+__global__ void add(const float* a, float* b, int n) {
+    const int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) b[i] += a[i] * FACTOR;
+}
+extern "C" int run_add(const float* a, float* b, int n) {
+    add<<<(n + 63) / 64, 64>>>(a, b, n);
+    return cudaGetLastError();
+}
+"""
+
+
+def add_with(text: str, **options) -> float:
+    a, b = np.ones(100, np.float32), np.zeros(100, np.float32)
+    built = compile_cuda(text, **options)
+    built.run_add(a, b, 100)
+    assert (b == b[0]).all()
+    return float(b[0])
+
+
+def test_an_unchanged_source_comes_from_the_cache(tmp_path, monkeypatch):
+    unique = ADD + f"// {os.urandom(8).hex()}\n"
+    first = compile_cuda(unique, defines={"FACTOR": 3})
+    second = compile_cuda(unique, defines={"FACTOR": 3})
+    other = compile_cuda(unique, defines={"FACTOR": 4})
+    assert not first.build.from_cache and second.build.from_cache and not other.build.from_cache
+    assert first.build.library == second.build.library != other.build.library
+    assert add_with(unique, defines={"FACTOR": 3}) == 3 and add_with(unique, defines={"FACTOR": 4}) == 4
+
+
+def test_a_changed_header_is_noticed(tmp_path):
+    header, path = tmp_path / "factor.cuh", tmp_path / f"add_{os.urandom(4).hex()}.cu"
+    header.write_text("#define FACTOR 5\n")
+    path.write_text('#include "factor.cuh"\n' + ADD)
+    assert add_with(path) == 5
+    header.write_text("#define FACTOR 6\n")
+    assert add_with(path) == 6
+    header.write_text("#define FACTOR 5\n")
+    assert add_with(path) == 5
+    inside = tmp_path / "include"
+    inside.mkdir()
+    (inside / "factor2.cuh").write_text("#define FACTOR 7\n")
+    assert add_with('#include "factor2.cuh"\n' + ADD, include_dirs=[inside]) == 7
+
+
+def test_builds_at_the_same_time():
+    texts = [ADD.replace("FACTOR", str(i)) + f"// {os.urandom(4).hex()}" for i in (1, 1, 2, 2)]
+    with ThreadPoolExecutor(4) as pool:
+        builds = list(pool.map(compile_cuda, texts))
+    a = np.ones(64, np.float32)
+    for built, want in zip(builds, (1, 1, 2, 2), strict=True):
+        b = np.zeros(64, np.float32)
+        built.run_add(a, b, 64)
+        assert b[0] == want
+
+
+def test_a_build_that_fails_leaves_nothing(tmp_path):
+    with pytest.raises(RuntimeError), build_module._workspace(tmp_path) as work:
+        (work / "kernel.o").touch()
+        raise RuntimeError
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_compile_error_has_the_learners_lines():
+    broken = ADD.replace("b[i] += a[i] * FACTOR", "b[i] += c[i]")
+    with pytest.raises(CompileError) as caught:
+        compile_cuda(broken, name="cell.cu")
+    assert "cell.cu:4" in str(caught.value) and "‘c’" in str(caught.value) or "'c'" in str(caught.value)
+    assert "build-" not in str(caught.value)
+    launch = ADD.replace("add<<<(n + 63) / 64, 64>>>(a, b, n);", "add<<<(n + 63) / 64, 64>>>(a, b);")
+    with pytest.raises(CompileError, match="kernel.cu:7"):
+        compile_cuda(launch, defines={"FACTOR": 1})
+    assert add_with(ADD, defines={"FACTOR": 2}) == 2  # the next build is clean
+
+
+def test_static_shared_memory_has_a_limit():
+    text = """#include "simt.h"
+__global__ void k(float* p) { __shared__ float tile[FLOATS]; tile[threadIdx.x] = 1; p[0] = tile[0]; }
+extern "C" int run(float* p) { k<<<1, 1>>>(p); return cudaGetLastError(); }
+"""
+    assert compile_cuda(text, defines={"FLOATS": 12288}).run(np.zeros(1, np.float32)).ok
+    with pytest.raises(
+        CompileError, match="array tile has 49156 bytes of static shared memory; the limit is 49152"
+    ):
+        compile_cuda(text, defines={"FLOATS": 12289})
+
+
+def test_old_builds_are_removed(tmp_path):
+    for i in range(6):
+        path = tmp_path / f"{i}.so"
+        path.touch()
+        os.utime(path, (i, i) if i < 4 else None)
+    build_module._prune(tmp_path, keep=3)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["3.so", "4.so", "5.so"]
+
+
+def test_warnings_are_kept():
+    text = ADD.replace("const int i", "int j; const int i").replace("a[i] *", "a[j] *")
+    built = compile_cuda(text + f"// {os.urandom(4).hex()}", defines={"FACTOR": 1})
+    again = compile_cuda(built.build.text, defines={"FACTOR": 1})
+    assert "uninitialized" in built.warnings and again.warnings == built.warnings
+    assert compile_cuda(ADD, defines={"FACTOR": 1}).warnings == ""
+
+
+def test_no_compiler(monkeypatch):
+    simt.find_compiler.cache_clear()
+    monkeypatch.setenv("PATH", "/nonexistent")
+    monkeypatch.delenv("FLASHLAB_CXX", raising=False)
+    try:
+        with pytest.raises(SimtError, match="g\\+\\+ or clang\\+\\+"):
+            simt.find_compiler()
+        with pytest.raises(SimtError, match="'mycc' was not found"):
+            simt.find_compiler("mycc")
+    finally:
+        simt.find_compiler.cache_clear()
+
+
+def test_a_cache_of_someone_else(monkeypatch, tmp_path):
+    monkeypatch.setenv("FLASHLAB_CACHE", str(tmp_path))
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    with pytest.raises(SimtError, match="belongs to another user"):
+        build_module.cache_directory()
+
+
+def test_without_addr2line(monkeypatch):
+    monkeypatch.setattr(lines, "shutil", SimpleNamespace(which=lambda name: None))
+    lines.resolver.cache_clear()
+    try:
+        built = compile_cuda(KERNELS / "broken.cu", check=True)
+        got = built.run_both_write(np.zeros(64, np.int32))
+    finally:
+        lines.resolver.cache_clear()
+    assert got.notes and "addr2line was not found" in got.notes[0]
+    assert got.findings and got.findings[0].line is None and "thread" in got.findings[0].message
+    assert got.counters["barriers"] == 1
+
+
+def test_any_cpu_can_run_it():
+    """The portable context switch: the same results, and the same findings."""
+    portable = compile_cuda(KERNELS / "language.cu", check=True, runtime_defines=("SIMT_PORTABLE_FIBERS",))
+    assert portable.fiber_kind == "ucontext"
+    if os.uname().machine == "x86_64":
+        assert compile_cuda(KERNELS / "language.cu", check=True).fiber_kind == "x86-64"
+    out = np.zeros(5, np.int32)
+    assert portable.run_predicates(out).ok and out.tolist() == [32, 1, 0, 1, 0]
+    v, shuffled = np.arange(32, dtype=np.int32), np.zeros((4, 32), np.int32)
+    assert portable.run_shuffle_int(v, shuffled, 1, 32).ok and (shuffled[1] == v ^ 1).all()
+    with pytest.raises(simt.IllegalAccess):
+        portable.run_reverse(np.zeros(64, np.float32), np.zeros(64, np.float32), 2)
+
+
+@pytest.mark.skipif(not shutil.which("clang++"), reason="needs clang++")
+def test_the_other_compiler():
+    built = compile_cuda(KERNELS / "flash_forward.cu", check=True, compiler="clang++")
+    from .test_flash import run
+
+    got, error, lse_error = run(built, 1, 100, 64, 1)
+    assert got.ok and error < 2e-3 and lse_error < 1e-5
+    assert got.counters["mma"] and all(line for line in got.by_line)
+    racy = compile_cuda(KERNELS / "broken.cu", check=True, compiler="clang++").run_both_write(
+        np.zeros(64, np.int32)
+    )
+    assert racy.findings[0].kind == "race" and racy.findings[0].line
+
+
+def test_an_interrupt_ends_the_launch():
+    """Ctrl-C in a notebook: KeyboardInterrupt, and the process lives on."""
+    program = f"""
+import os, signal, threading, time
+import numpy as np
+from flashlab.simt import compile_cuda
+m = compile_cuda({str(KERNELS / "broken.cu")!r})
+threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+try:
+    m.run_for_ever(np.zeros(64, np.int32))
+except KeyboardInterrupt:
+    b = np.zeros(64, np.float32)
+    assert m.run_opt_in(b).ok and b[0] == 1
+    print("went on")
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert result.stdout == "went on\n", result.stderr
+
+
+# ---- the pieces ----------------------------------------------------------------------------------
+def test_launches_are_rewritten_line_for_line():
+    text = """template <int N> __global__ void k(int* p) {}
+template <class T> __global__ void __launch_bounds__(32) d(T* p) {}
+void f(int* p, cudaStream_t s) {
+    k<64><<<dim3(1, 2),
+            32, 0, s>>>(p);  // k<<<1, 1>>>(p)
+    ns::k<3><<<1, 32>>>(p);
+    d<<<1, 32>>>(p);
+    (pick(p))<<<1, 32>>>(p);
+    const char* s = "<<<>>>";
+    int x = 1 << 2 >> 1;
+}
+"""
+    got = source.rewrite(text)
+    assert got.count("\n") == text.count("\n")
+    rows = got.splitlines()
+    assert rows[3] == '    simt_configure("k<64>", k<64>, dim3(1, 2),'
+    assert rows[4] == "            32, 0, s)(p);  // k<<<1, 1>>>(p)"
+    assert rows[5] == '    simt_configure("ns::k<3>", ns::k<3>, 1, 32)(p);'
+    assert rows[6] == '    simt_configure_deduced("d", [](auto... a) { d(a...); }, 1, 32)(p);'
+    assert rows[7] == '    simt_configure("(pick(p))", (pick(p)), 1, 32)(p);'
+    assert rows[8:] == text.splitlines()[8:]
+    assert "__attribute__((__noinline__)) int f();" == source.rewrite("__noinline__ int f();")
+
+
+def test_entries_are_read():
+    text = """
+extern "C" int one(const float* __restrict__ a, __half *b, int n = 3, unsigned long long big,
+                   cudaStream_t stream) { return 0; }
+extern "C" void declared(int x);  // no definition
+// extern "C" int commented(int x) { return 0; }
+extern "C" { void two(void) {} static int x;
+bool three(const void* const p, std::int64_t n) { return f(n); } }
+"""
+    got = source.entries(text)
+    assert list(got) == ["one", "two", "three"]
+    assert [(p.name, p.kind, p.element, p.const) for p in got["one"].parameters] == [
+        ("a", "pointer", "float", True), ("b", "pointer", "__half", False), ("n", "int", "", False),
+        ("big", "unsigned long long", "", False), ("stream", "pointer", "stream", False),
+    ]  # fmt: skip
+    assert got["two"].parameters == () and got["two"].returns == "void"
+    assert [(p.name, p.kind) for p in got["three"].parameters] == [("p", "pointer"), ("n", "int64_t")]
+
+
+def test_shared_arrays_in_the_symbol_table():
+    built = compile_cuda(KERNELS / "broken.cu", check=True).build
+    arrays = {(s.array, s.size) for s in narrator.static_arrays(built)}
+    assert ("tile", 256) in arrays and ("total", 4) in arrays and ("other", 256) in arrays
+    with pytest.raises(ValueError, match="no 64-bit"):
+        elf.thread_local_symbols(__file__)
+
+
+def test_global_memory_keeps_arrays_apart():
+    a = np.arange(100, dtype=np.float32)
+    part, whole = memory.view(a[10:20:2]), memory.view(a)
+    assert (part.bytes, part.offset, part.shape) == (36, 40, (5,)) and whole.bytes == 400
+    with memory.GlobalMemory([part, whole]) as m:
+        assert m.address(part) == m.address(whole) + 40  # overlapping arrays overlap there too
+        assert m.address(whole) % 256 == 0
+    b = np.zeros(8, np.float32)
+    with memory.GlobalMemory([whole, memory.view(b)]) as m:
+        assert abs(m.address(whole) - m.address(memory.view(b))) > 1 << 20
+    assert memory.view(3) is None and memory.view(None) is None
+    with pytest.raises(TypeError, match="negative strides"):
+        memory.view(a[::-1])

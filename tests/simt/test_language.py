@@ -1,0 +1,255 @@
+"""The CUDA language in the emulator: every construct of kernels/language.cu, in both kinds of build."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from flashlab.simt import LaunchError
+
+LANES = np.arange(32)
+
+
+def test_indices_in_three_dimensions(language):
+    grid, block = (2, 3, 2), (4, 2, 3)
+    out = np.full((12, 24, 6), -1, np.int32)
+    assert language.run_indices(out, *grid, *block).ok
+    want = [[[t % 4, t // 4 % 2, t // 8, b % 2, b // 2 % 3, b // 6] for t in range(24)] for b in range(12)]
+    assert (out == want).all()
+
+
+def test_static_shared_memory_of_a_template(language):
+    a = np.arange(192, dtype=np.float32)
+    out = np.zeros_like(a)
+    assert language.run_reverse(a, out, 3).ok
+    assert (out == a.reshape(3, 64)[:, ::-1].ravel()).all()
+    d = np.arange(64, dtype=np.float64)
+    out = np.zeros_like(d)
+    assert language.run_reverse_double(d, out, 2).ok
+    assert (out == d.reshape(2, 32)[:, ::-1].ravel()).all()
+
+
+def test_dynamic_shared_and_constant_memory(language):
+    a = np.random.default_rng(0).standard_normal(96).astype(np.float32)
+    out = np.zeros_like(a)
+    assert language.run_dynamic(a, out, 96).ok
+    want = 3 * np.roll(a, -1) + np.tile(np.float32([10, 20, 30, 40]), 24)
+    assert np.allclose(out, want, rtol=1e-6)
+
+
+def test_barriers_with_predicates(language):
+    out = np.zeros(5, np.int32)
+    report = language.run_predicates(out)
+    assert report.ok and out.tolist() == [32, 1, 0, 1, 0]
+    assert report.counters["barriers"] == 5
+
+
+def shuffled(v, arg, width):
+    """What CUDA's manual says of the four kinds."""
+    base, end = LANES & ~(width - 1), (LANES & ~(width - 1)) + width
+    index = base + (arg & (width - 1))
+    xor = np.where((LANES ^ arg) < end, LANES ^ arg, LANES)
+    up = np.where(LANES - arg >= base, LANES - arg, LANES)
+    down = np.where(LANES + arg < end, LANES + arg, LANES)
+    return np.stack([v[index], v[xor], v[up], v[down]])
+
+
+@pytest.mark.parametrize("width", [32, 16, 8, 4, 1])
+@pytest.mark.parametrize("arg", [0, 1, 3, 5, 16])
+def test_shuffles(language, arg, width):
+    for entry, dtype in (
+        ("run_shuffle_int", np.int32),
+        ("run_shuffle_double", np.float64),
+        ("run_shuffle_half", np.float16),
+    ):
+        v = np.random.default_rng(arg).permutation(32).astype(dtype)
+        out = np.zeros((4, 32), dtype)
+        report = getattr(language, entry)(v, out, arg, width)
+        assert report.ok and report.counters["shuffles"] == 4
+        assert (out == shuffled(v, arg, width)).all()
+
+
+def test_shuffle_of_half2(language):
+    v = np.arange(64, dtype=np.float16).reshape(32, 2)
+    out = np.zeros_like(v)
+    assert language.run_shuffle_half2(v, out).ok
+    assert (out == v[LANES ^ 1]).all()
+
+
+def test_shuffles_of_part_of_a_warp(language):
+    out = np.zeros(32, np.int32)
+    assert language.run_shuffle_in_halves(out).ok
+    assert (out == np.where(LANES < 16, LANES ^ 1, 31)).all()
+
+
+def test_votes_matches_and_reductions(language):
+    keys = (LANES % 5).astype(np.int32)
+    out = np.zeros(15, np.uint32)
+    assert language.run_votes(out, keys).ok
+    bits = lambda chosen: int(sum(1 << int(lane) for lane in LANES[chosen]))  # noqa: E731
+    assert out[0] == bits(LANES % 4 == 1)
+    assert out[1:6].tolist() == [1, 0, 1, 0, 1]
+    assert out[6] == bits(keys == keys[3])
+    assert out[7:12].tolist() == [496, 2**32 - 5, 31, 2**32 - 1, 0]
+    assert out[12] == bits(LANES % 2 == 1)  # the lanes that came to __activemask together
+    assert out[13] == 2**32 - 1 and out[14] == 1
+
+
+def test_atomics(language):
+    i, f = np.zeros(4, np.int32), np.zeros(1, np.float32)
+    h, u = np.zeros(2, np.float16), np.array([0, 0, 0, 1000], np.uint32)
+    report = language.run_atomics(i, f, h, u)
+    assert report.ok
+    assert i[:3].tolist() == [256, 255, -63] and 1 <= i[3] <= 64
+    assert f[0] == 128 and h.tolist() == [256, 512]
+    assert u.tolist() == [2**32 - 1, 256 % 10, 77, 1000 - 256]
+    if "clang" not in language.build.compiler.version:  # which compiles what thread 0 does a second time
+        # counted once for a warp: 8 warps; threads 0 alone still are an instruction of their warp
+        assert report.counters["shared_atomics"] == 8
+        assert report.counters["global_atomics"] == 8 * 8 + 2 * 4
+
+
+def test_a_lock_within_a_warp(language):
+    lock, total = np.zeros(1, np.int32), np.zeros(1, np.int32)
+    language.run_spin_lock(lock, total)
+    assert total[0] == 64 and lock[0] == 0
+
+
+def test_vector_loads_are_one_access(language):
+    a = np.random.default_rng(1).standard_normal(128).astype(np.float32)
+    out = np.zeros(130, np.float32)
+    report = language.run_vectors(a, out)
+    assert report.ok
+    assert (out[:128] == a[::-1]).all()
+    assert (out[128:] == a[124:126]).all()
+    if report.check and "clang" not in language.build.compiler.version:
+        c = report.counters
+        assert c["global_loads"] == 1 and c["global_load_bytes"] == 512 and c["global_load_sectors"] == 16
+        assert c["shared_loads"] == 1 and c["shared_load_wavefronts"] == 4 == c["shared_load_ideal"]
+
+
+def test_maths(language):
+    x = np.float32([0.5, 2.0, -1.25, 3.5, 0.1, -0.7, 1.0, 10.0])
+    out = np.zeros((12, 8), np.float32)
+    assert language.run_maths(x, out, 8).ok
+    d = x.astype(np.float64)
+    ones = [bin(v).count("1") for v in x.view(np.uint32)]
+    root, log = 1 / np.sqrt(abs(d)), np.log(abs(d))
+    want = [np.exp(d), np.exp2(d), 1 / d, root, 1 / d, log, np.clip(d, 0, 1), np.maximum(d, 0.5)]
+    want += [d * d + 1, np.rint(d), np.maximum(d, 0.25), ones]
+    assert np.allclose(out, want, rtol=1e-6, atol=1e-7)
+
+
+def test_bits(language):
+    x = np.array([0x01234568, 0x89ABCDEF], np.uint32)
+    out = np.zeros(8, np.uint32)
+    assert language.run_bits(x, out).ok
+    brev = int(f"{0x01234568:032b}"[::-1], 2)
+    high = (0x01234568 * 0x89ABCDEF) >> 32
+    funnel = ((0x89ABCDEF << 32 | 0x01234568) << 8 >> 32) & 0xFFFFFFFF
+    # __byte_perm 0x7210: bytes 0, 1, 2 of x and byte 3 of y
+    assert [hex(v) for v in out] == [hex(v) for v in (brev, 7, 4, 0x89234568, high, funnel, 3, 0xFFFFFFFF)]
+
+
+def test_printf_comes_in_the_order_of_the_blocks(language, capsys):
+    out = np.zeros(6, np.int32)
+    report = language.run_talk(out, 6)
+    assert report.ok and (out == 2 * np.arange(6)).all()
+    assert report.printed == "".join(f"block {b} of 6\n" for b in range(6))
+    assert capsys.readouterr().out == report.printed
+
+
+def test_syncwarp_orders_a_warp(language):
+    a = np.arange(64, dtype=np.int32)
+    out = np.zeros_like(a)
+    report = language.run_warp_exchange(a, out)
+    assert report.ok and (out == (a ^ 5)).all()
+    assert report.counters["syncwarps"] == 2
+
+
+def test_a_flag_between_warps(language):
+    out = np.zeros(3, np.int32)
+    language.run_handshake(out)
+    assert out.tolist() == [42, 1, 43]
+
+
+def test_named_barriers(language):
+    a = np.arange(5 * 32, dtype=np.int32)
+    out = np.zeros_like(a)
+    report = language.run_producer_consumer(a, out, 5)
+    assert report.ok
+    assert (out.reshape(5, 32) == a.reshape(5, 32)[:, ::-1]).all()
+
+
+def test_barrier_of_the_threads_that_are_left(language):
+    a = np.arange(64, dtype=np.int32)
+    out = np.zeros_like(a)
+    assert language.run_early_exit(a, out, 40).ok
+    assert (out[:40] == a[:40][::-1]).all() and not out[40:].any()
+
+
+def test_entries_take_c_types(language):
+    out = np.zeros(2, np.int32)
+    language.run_in_a_block(out, True, 5 << 32)
+    assert out.tolist() == [1, 5]
+    language.launch("query", out, multiprocessors=78, shared_limit=101376)
+    assert out.tolist() == [78, 101376]
+
+
+def test_arguments_that_do_not_fit(language):
+    f = np.zeros(64, np.float32)
+    for args, words in (
+        ((f, f), "takes 3 arguments"),
+        ((f, f.astype(np.float64), 1), "points to float"),
+        ((f, f, 1.5), "blocks is declared int"),
+        ((f, 3.0, 1), "pass a numpy array"),
+        ((f, f, f), "got an array"),
+    ):
+        with pytest.raises(TypeError, match=words):
+            language.run_reverse(*args)
+    frozen = np.zeros(64, np.float32)
+    frozen.flags.writeable = False
+    with pytest.raises(TypeError, match="may not be written"):
+        language.run_reverse(f, frozen, 1)
+    with pytest.raises(AttributeError, match="no extern"):
+        language.nothing(f)
+
+
+def test_tensors_are_arguments_too(language):
+    torch = pytest.importorskip("torch")
+    a = torch.arange(64.0)
+    out = torch.zeros(64)
+    assert language.run_reverse(a, out, 1).ok
+    assert torch.equal(out, a.flip(0))
+    half = torch.randn(32).half()
+    got = torch.zeros(4, 32).half()
+    assert language.run_shuffle_half(half, got, 1, 32).ok
+    assert torch.equal(got[1], half[torch.arange(32) ^ 1])
+
+
+@pytest.mark.parametrize(
+    "grid, block, words",
+    [
+        ((1, 70000, 1), (32, 1, 1), "grid.y is 70000; the limit is 65535"),
+        ((1, 1, 65536), (32, 1, 1), "grid.z is 65536"),
+        ((0, 1, 1), (32, 1, 1), "no blocks"),
+        ((1, 1, 1), (0, 1, 1), "no threads"),
+        ((1, 1, 1), (33, 32, 1), "1056 threads; the limit is 1024"),
+        ((1, 1, 1), (1, 1, 65), "block.z is 65"),
+    ],
+)
+def test_launches_that_a_gpu_refuses(language, grid, block, words):
+    with pytest.raises(LaunchError, match=words) as caught:
+        language.run_indices(np.zeros(6, np.int32), *grid, *block)
+    assert caught.value.report.findings[0].kind == "launch-configuration"
+    assert "indices" in str(caught.value)
+
+
+def test_shared_memory_limits(language):
+    a = np.zeros(1024, np.float32)
+    module_limit = 1024 * 2 * 4
+    assert language.run_dynamic(a, a.copy(), 1024).ok
+    with pytest.raises(
+        LaunchError, match=f"{module_limit} bytes of dynamic shared memory a block; the limit is 4096"
+    ):
+        language.launch("run_dynamic", a, a.copy(), 1024, shared_limit=4096)
