@@ -9,6 +9,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from flashlab import cli, doctor
@@ -310,3 +311,11 @@ def test_bench_check_says_which_notebook_fails(tmp_path, monkeypatch):
     assert result.exit_code == 1
     assert "99_double.ipynb" in result.output and "unfinished" in result.output
     assert "unfinished" in json.loads((tmp_path / "figures.json").read_text())["errors"]["99_double.ipynb"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("name", cli.NATIVE)
+def test_a_bench_that_needs_a_gpu_says_so(name):
+    result = invoke("bench", name)
+    assert result.exit_code == 1
+    assert "GPU" in result.output and "Traceback" not in result.output

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -176,6 +177,32 @@ def time_checks(notebook: Path) -> list[dict[str, Any]]:
     finally:
         checker.check = original
     return found
+
+
+# What each bench module measures; its own options are passed on to it (`flashlab bench mma -- --help`).
+NATIVE = {
+    "walls": ("phase01", "Phase 1: naive attention, scheme A to its refusal, the escape hatches."),
+    "triton": ("phase03", "Phase 3: the minimal Triton kernel against its peers."),
+    "scalar": ("scalar", "Phase 6: the float32 CUDA kernels against unfused PyTorch and SDPA."),
+    "mma": ("mma_ladder", "Phases 7 and 8: the tensor-core ladder against FlashAttention-2, cuDNN, unfused PyTorch."),
+    "validation": ("validation", "The emulator against the hardware: results, counters, compute-sanitizer."),
+}
+
+
+def _native(module: str) -> Callable[[typer.Context], None]:
+    def command(context: typer.Context) -> None:
+        try:
+            importlib.import_module(f"flashlab.bench.{module}").main(context.args)
+        except records.NoGpu as missing:
+            console.print(Text(str(missing), style="red"))
+            raise typer.Exit(1) from None
+
+    return command
+
+
+for _name, (_module, _help) in NATIVE.items():
+    _options = {"allow_extra_args": True, "ignore_unknown_options": True}
+    bench.command(_name, help=f"{_help} Needs a GPU.", context_settings=_options)(_native(_module))
 
 
 @bench.command("check")

@@ -27,10 +27,7 @@ import torch
 
 from flashlab import reference, runtime, walls
 from flashlab.bench import records
-
-
-class NoGpu(RuntimeError):
-    """These figures are native ones: they need a GPU, and a process that compiles Triton kernels."""
+from flashlab.bench.records import NoGpu
 
 
 def run(
@@ -196,4 +193,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    records.entry(main)

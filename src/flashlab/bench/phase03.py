@@ -20,7 +20,8 @@ import torch
 
 from flashlab import runtime, walls
 from flashlab.bench import records
-from flashlab.bench.phase01 import NoGpu, machine
+from flashlab.bench.phase01 import machine
+from flashlab.bench.records import NoGpu
 from flashlab.triton_minimal import flash_attention_forward
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -83,4 +84,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    records.entry(main)

@@ -5,10 +5,15 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 RECORDED = Path(__file__).parent / "recorded"
+
+
+class NoGpu(RuntimeError):
+    """What is to be measured is native: it needs a GPU, and sometimes nvcc or a profiler; the message says which."""
 
 
 def write_json(path: Path, data: Any) -> None:
@@ -34,3 +39,11 @@ def recorded(prefix: str) -> list[dict[str, Any]]:
 def default_path(prefix: str, gpu: str) -> Path:
     """Where a run on a GPU of this name is recorded: `recorded/phase01_h200.json` for "NVIDIA H200"."""
     return RECORDED / f"{prefix}_{gpu.lower().removeprefix('nvidia ').replace(' ', '_')}.json"
+
+
+def entry(main: Callable[[], None]) -> None:
+    """Run a bench's `main` as a program: what is missing is one sentence and the exit status 1."""
+    try:
+        main()
+    except NoGpu as missing:
+        raise SystemExit(str(missing)) from None

@@ -1,0 +1,390 @@
+"""load_inline: builds, calls, errors and the cache; in the emulator, and natively where there is a GPU."""
+
+import math
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+
+from flashlab import reference
+from flashlab.cuda import CompileError, LaunchError, Unavailable, inline, load_inline, source
+from flashlab.simt import SimtError
+
+BACKENDS = [b for b in inline.BACKENDS if inline.missing(b) is None]
+needs_gpu = pytest.mark.skipif(len(BACKENDS) == 1, reason="no GPU with nvcc")
+needs_nvcc = pytest.mark.skipif(inline.find_nvcc() is None, reason="no nvcc")
+
+SCALE = """#include "simt.h"
+__global__ void scale_kernel(const float* x, float* y, int n, float factor) {
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) y[i] = factor * x[i];
+}
+extern "C" int scale(const float* x, float* y, int n, float factor, void* stream) {
+    scale_kernel<<<(n + 127) / 128, 128, 0, (cudaStream_t)stream>>>(x, y, n, factor);
+    return (int)cudaGetLastError();
+}
+extern "C" void scale_void(const float* x, float* y, int n) { scale_kernel<<<(n + 127) / 128, 128>>>(x, y, n, 2.f); }
+"""
+BROKEN = SCALE.replace("factor * x[i]", "factor * x[j]")
+
+
+def device(backend):
+    return "cpu" if backend == "emulator" else "cuda"
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """An empty cache of this test's own (the emulator's runtime, which takes long to build, comes along)."""
+    from flashlab.simt import build
+
+    shared = build.runtime(build.find_compiler())
+    monkeypatch.setenv("FLASHLAB_CACHE", str(tmp_path))
+    (build.cache_directory() / shared.name).symlink_to(shared)
+    return tmp_path
+
+
+# ---- calls ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_one_source_for_every_backend(backend):
+    module = load_inline(SCALE, backend=backend)
+    x = torch.randn(300, device=device(backend))
+    y = torch.zeros_like(x)
+    assert module.scale(x, y, 300, 1.5) == 0  # the stream is PyTorch's
+    assert torch.equal(y, 1.5 * x)
+    assert module.launch("scale", x, y, 200, -1.0, None) == 0  # or given
+    assert torch.equal(y[:200], -x[:200]) and torch.equal(y[200:], 1.5 * x[200:])
+    module.scale_void(x, y, 300)
+    assert torch.equal(y, 2 * x)
+    assert "scale" in repr(module) and backend in repr(module)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_arguments_that_do_not_fit(backend):
+    module, x = load_inline(SCALE, backend=backend), torch.zeros(8, device=device(backend))
+    with pytest.raises(TypeError, match="x points to float, and got a tensor of torch.float64"):
+        module.scale(x.double(), x, 8, 1.0)
+    with pytest.raises(ValueError, match=r"y has strides \(2,\): pass y.contiguous\(\)"):
+        module.scale(x, torch.zeros(16, device=x.device)[::2], 8, 1.0)
+    with pytest.raises(TypeError, match=r"scale takes 4 arguments \(x, y, n, factor\), not 3"):
+        module.scale(x, x, 8)
+    with pytest.raises(TypeError, match="n is declared int, and got 1.5"):
+        module.scale(x, x, 1.5, 1.0)
+    with pytest.raises(TypeError, match="y is a pointer: pass a tensor or None"):
+        module.scale(x, [1.0], 8, 1.0)
+    with pytest.raises(TypeError, match="no extern \"C\" function 'scales'; it has scale, scale_void"):
+        module.launch("scales", x)
+    with pytest.raises(AttributeError, match="it has scale, scale_void"):
+        module.scales  # noqa: B018
+
+
+@needs_gpu
+def test_a_cpu_tensor_for_a_native_kernel():
+    module = load_inline(SCALE, backend="nvcc")
+    with pytest.raises(ValueError, match=r"x is on cpu, and the kernel runs on a GPU: pass x.cuda\(\)"):
+        module.scale(torch.zeros(4), torch.zeros(4), 4, 1.0)
+    with pytest.raises(ValueError, match="y is on cpu, and x is on cuda:0"):
+        module.scale(torch.zeros(4, device="cuda"), torch.zeros(4), 4, 1.0)
+
+
+@needs_gpu
+def test_the_emulator_takes_gpu_tensors():
+    x, y = torch.randn(10, device="cuda"), torch.zeros(10, device="cuda")
+    load_inline(SCALE, backend="emulator").scale(x, y, 10, 3.0)
+    assert torch.equal(y, 3 * x)
+
+
+@needs_gpu
+@pytest.mark.parametrize("backend", ["torch", "nvcc"])
+def test_launches_go_to_the_current_stream(backend):
+    # A stream that is kept busy: a launch on another stream would overtake the copy that it depends on.
+    module, x = load_inline(SCALE, backend=backend), torch.zeros(1 << 20, device="cuda")
+    y, stream = torch.empty_like(x), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)
+        x.fill_(2.0)
+        module.scale(x, y, x.numel(), 4.0)
+    stream.synchronize()
+    assert torch.equal(y, torch.full_like(y, 8.0))
+
+
+def test_functions_chooses_and_complains():
+    module = load_inline(SCALE, backend="emulator", functions=["scale"])
+    assert list(module.entries) == ["scale"]
+    with pytest.raises(ValueError, match='no extern "C" function shrink; it has scale, scale_void'):
+        load_inline(SCALE, backend="emulator", functions=["shrink"])
+    with pytest.raises(ValueError, match='no extern "C" function at all'):
+        load_inline("__global__ void k() {}\n", backend="emulator")
+
+
+def test_an_unknown_backend():
+    with pytest.raises(ValueError, match="no backend 'opencl'; there are torch, nvcc, emulator"):
+        load_inline(SCALE, backend="opencl")
+
+
+# ---- compile errors ------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_compile_error_shows_the_learners_line_and_leaves_the_next_build_clean(backend, cache):
+    for _ in range(2):  # the second time it is an error again, not a stale build
+        with pytest.raises(CompileError) as caught:
+            load_inline(BROKEN, backend=backend)
+        text = str(caught.value)
+        assert ">    4 |     if (i < n) y[i] = factor * x[j];" in text and "kernel.cu:4: " in text
+        assert "j" in text.splitlines()[1] and len(text.splitlines()) < 10
+    assert not list(cache.glob("cuda/*")), "a failed build leaves nothing"
+    module = load_inline(SCALE, backend=backend)
+    x = torch.ones(4, device=device(backend))
+    y = torch.zeros_like(x)
+    module.scale(x, y, 4, 5.0)
+    assert y.tolist() == [5, 5, 5, 5]
+
+
+def test_a_compile_error_in_a_notebook_is_its_message():
+    with pytest.raises(CompileError) as caught:
+        load_inline(BROKEN, backend="emulator")
+    rendered = caught.value._render_traceback_()
+    assert len(rendered) == 1 and rendered[0].startswith("CompileError: kernel.cu does not compile")
+    assert caught.value.log.count("\n") >= rendered[0].count("not declared")
+
+
+def test_nvccs_messages_are_understood():
+    text = inline._read(BROKEN, "mine.cu")
+    log = 'mine.cu(4): error: identifier "j" is undefined\n\n1 error detected in the compilation of "kernel.cu".\n'
+    message = str(inline._compile_error(text, log, "nvcc 13.0.88, sm_90"))
+    assert message.splitlines() == [
+        "mine.cu does not compile (nvcc 13.0.88, sm_90):",
+        'mine.cu:4: identifier "j" is undefined',
+        "     3 |     int i = blockIdx.x * blockDim.x + threadIdx.x;",
+        ">    4 |     if (i < n) y[i] = factor * x[j];",
+    ]
+    unknown = str(inline._compile_error(text, "ld: out of luck\n", "nvcc"))
+    assert unknown.endswith("ld: out of luck")
+
+
+# ---- errors of a launch --------------------------------------------------------------------------------------------
+GREEDY = """#include "simt.h"
+__global__ void greedy_kernel(float* x) { extern __shared__ float s[]; s[threadIdx.x] = 1.f; x[0] = s[0]; }
+extern "C" int greedy(float* x, int bytes, int threads, void* stream) {
+    const auto most = cudaFuncAttributeMaxDynamicSharedMemorySize;
+    if (int error = (int)cudaFuncSetAttribute(greedy_kernel, most, bytes)) return error;
+    greedy_kernel<<<1, threads, bytes, (cudaStream_t)stream>>>(x);
+    return (int)cudaGetLastError();
+}
+"""
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_too_much_shared_memory_and_too_many_threads(backend):
+    module, x = load_inline(GREEDY, backend=backend), torch.zeros(1, device=device(backend))
+    module.greedy(x, 65536, 32)
+    assert x.item() == 1
+    with pytest.raises((LaunchError, SimtError), match="shared memory") as caught:
+        module.greedy(x, 300_000, 32)
+    if backend != "emulator":
+        assert "the kernel wants 300000 bytes of shared memory a block, and this GPU has" in str(caught.value)
+    with pytest.raises((LaunchError, SimtError)) as caught:
+        module.greedy(x, 1024, 2048)
+    assert "1024" in str(caught.value)
+    module.greedy(x, 65536, 32)  # the next launch is fine
+
+
+def test_advice_for_cudas_codes():
+    error = inline._launch_error("forward", 701, "cudaErrorLaunchOutOfResources", 0, None)
+    assert str(error).startswith("forward returned 701, cudaErrorLaunchOutOfResources: a block needs more registers")
+    assert (error.code, error.name) == (701, "cudaErrorLaunchOutOfResources")
+    assert "restart Python" in str(inline._launch_error("f", 700, "cudaErrorIllegalAddress", 0, None))
+    assert str(inline._launch_error("f", 42, "cudaErrorNew", 0, None)) == "f returned 42, cudaErrorNew"
+
+
+def test_an_old_gpu_is_told_what_it_lacks():
+    text = inline._read(source("p8_5_swizzle"), "p8_5_swizzle.cu")
+    with pytest.raises(Unavailable, match="RTX 2080 has compute capability 7.5, and p8_5_swizzle.cu uses .*needs 8.0"):
+        inline._check_capability(text, (7, 5), "RTX 2080")
+    inline._check_capability(text, (8, 0), "A100")
+    inline._check_capability(inline._read("// cp_async in a comment\n" + SCALE, None), (7, 5), "RTX 2080")
+
+
+def test_what_is_missing_is_said(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert inline.missing("torch") == "PyTorch sees no CUDA GPU" and inline.missing("emulator") is None
+    with pytest.raises(Unavailable, match='backend "nvcc" cannot be used here: PyTorch sees no CUDA GPU'):
+        load_inline(SCALE, backend="nvcc")
+    monkeypatch.delenv("FLASHLAB_CUDA_BACKEND", raising=False)
+    assert inline.default_backend() == "emulator"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(inline, "find_nvcc", lambda: None)
+    assert inline.missing("torch").startswith("there is no nvcc") and inline.default_backend() == "emulator"
+    monkeypatch.setenv("FLASHLAB_CUDA_BACKEND", "hip")
+    with pytest.raises(ValueError, match="FLASHLAB_CUDA_BACKEND is 'hip'"):
+        inline.default_backend()
+
+
+# ---- the cache -----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_unchanged_source_comes_from_the_cache_and_a_changed_one_does_not(backend, cache):
+    assert not load_inline(SCALE, backend=backend).from_cache
+    assert load_inline(SCALE, backend=backend).from_cache
+    assert not load_inline(SCALE + "// changed\n", backend=backend).from_cache
+    assert not load_inline(SCALE, backend=backend, defines={"SIZE": 3}).from_cache
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_changed_header_is_a_changed_source(backend, cache, tmp_path):
+    header = tmp_path / "factor.cuh"
+    text = SCALE.replace("factor * x[i]", "FACTOR * x[i]").replace('"simt.h"', '"simt.h"\n#include "factor.cuh"')
+    x = torch.ones(3, device=device(backend))
+    y = torch.zeros_like(x)
+    for value in (2.0, 3.0):
+        header.write_text(f"#define FACTOR {value}f\n")
+        load_inline(text, backend=backend, include_dirs=[tmp_path]).scale(x, y, 3, 0.0)
+        assert y.tolist() == [value] * 3
+
+
+@needs_nvcc
+def test_builds_side_by_side_give_one_whole_build(cache):
+    text = inline._read(SCALE, None)
+    flags = inline._nvcc_flags(text, {}, [], "sm_80")
+    found, errors = [], []
+
+    def work():
+        try:
+            found.append(inline._build_nvcc(text, flags, "key"))
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not errors and len({str(path) for path, _ in found}) == 1 and found[0][0].stat().st_size > 10_000
+    assert [p.name for p in cache.glob("cuda/*")] == ["nvcc-key"], "no workspace is left"
+
+
+def test_a_build_that_came_second_leaves_the_first(tmp_path):
+    first, second, done = tmp_path / "a", tmp_path / "b", tmp_path / "done"
+    for path in (first, second):
+        path.mkdir()
+        (path / "manifest.json").write_text(path.name)
+    inline._keep(first, done)
+    inline._keep(second, done)
+    assert (done / "manifest.json").read_text() == "a" and second.exists()
+
+
+def test_the_cache_is_the_users_own(cache, monkeypatch):
+    assert inline.cache_folder() == cache / "cuda" and inline.cache_folder().stat().st_mode & 0o077 == 0
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    with pytest.raises(Unavailable, match="belongs to another user: set FLASHLAB_CACHE"):
+        inline.cache_folder()
+
+
+@needs_gpu
+@pytest.mark.parametrize("backend", ["torch", "nvcc"])
+def test_two_processes_on_one_cache(backend, cache):
+    code = (
+        "import sys, torch; from flashlab.cuda import load_inline; "
+        f"m = load_inline(sys.argv[1], backend={backend!r}); "
+        "x = torch.ones(5, device='cuda'); y = torch.zeros_like(x); "
+        "m.scale(x, y, 5, 7.0); assert y.tolist() == [7.0] * 5"
+    )
+    both = [subprocess.Popen([sys.executable, "-c", code, SCALE], env=dict(os.environ)) for _ in range(2)]
+    assert [p.wait(timeout=120) for p in both] == [0, 0]
+    assert len(list(cache.glob("cuda/*"))) == 1
+
+
+# ---- the text that is compiled -------------------------------------------------------------------------------------
+def test_the_binding_is_small_and_the_cuda_source_needs_no_header_of_torch():
+    module = load_inline(SCALE, backend="emulator", name="scale.cu")
+    binding = module.binding_source
+    assert 'extern "C" int scale(const void*, void*, int, float, void*);' in binding
+    assert 'm.def("scale", &bound_scale);' in binding and "getCurrentCUDAStream(device)" in binding
+    assert len(binding.splitlines()) < 40 and "flashlab_" not in binding
+    native = inline._read(SCALE, "scale.cu").native
+    assert "torch" not in native and f'#line 1 "scale.cu"\n{SCALE}' in native
+
+
+# ---- forward -------------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module", params=BACKENDS)
+def flash(request):
+    return load_inline(source("p6_2_loop_order"), name="p6_2_loop_order.cu", backend=request.param)
+
+
+def compare(module, q, k, v, **options):
+    q, k, v = (x.to(device(module.backend)) for x in (q, k, v))
+    o, lse = module.forward(q, k, v, **options)
+    want, want_lse = reference.attention(q, k, v, **options)
+    assert o.shape == q.shape and lse.shape == q.shape[:3] and lse.dtype == torch.float32 and o.dtype == q.dtype
+    torch.testing.assert_close(o.double(), want, atol=2e-5, rtol=0)
+    torch.testing.assert_close(lse.double(), want_lse, atol=2e-5, rtol=1e-6)
+    return o
+
+
+def qkv(batch=1, heads=2, kv_heads=1, seq_q=33, seq_k=47, head_dim=64):
+    torch.manual_seed(0)
+    return [torch.randn(batch, h, n, head_dim) for h, n in ((heads, seq_q), (kv_heads, seq_k), (kv_heads, seq_k))]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_forward(flash, causal):
+    compare(flash, *qkv(), causal=causal)
+    compare(flash, *qkv(seq_q=60, seq_k=20), causal=causal)  # causal: 40 rows that see nothing
+    compare(flash, *qkv(head_dim=128, seq_q=10, seq_k=12), causal=causal)  # another variant, built when asked for
+
+
+@pytest.mark.parametrize("scale", [0.3, 0.0, -0.2])
+def test_forward_with_a_scale(flash, scale):
+    compare(flash, *qkv(), scale=scale)
+
+
+def test_forward_keeps_the_layout_and_copies_what_it_cannot_read(flash):
+    q, k, v = qkv(heads=2, kv_heads=2, seq_q=20, seq_k=20)
+    apart = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]  # [B, N, H, D] in memory
+    assert compare(flash, *apart).stride() == apart[0].stride()
+    compare(flash, q, k.transpose(2, 3).contiguous().transpose(2, 3), v)  # columns contiguous, not rows
+    wide = torch.randn(1, 2, 20, 66)
+    compare(flash, wide[..., 1:65], k, v)  # rows that start between two 16-byte boundaries
+    compare(flash, q[:, :1].expand(1, 2, 20, 64), k, v)
+
+
+def test_forward_of_nothing(flash):
+    for shape in ({"batch": 0}, {"seq_q": 0}):
+        q, k, v = (x.to(device(flash.backend)) for x in qkv(**shape))
+        o, lse = flash.forward(q, k, v)
+        assert o.shape == q.shape and lse.shape == q.shape[:3]
+    q, k, v = (x.to(device(flash.backend)) for x in qkv(seq_k=0))
+    o, lse = flash.forward(q, k, v)
+    assert (o == 0).all() and (lse == -math.inf).all()
+
+
+def test_forward_says_what_is_wrong_before_a_launch(flash):
+    q, k, v = (x.to(device(flash.backend)) for x in qkv())
+    with pytest.raises(ValueError, match="must be .batch, heads, seq_len, head_dim"):
+        flash.forward(q[0], k, v)
+    with pytest.raises(ValueError, match="head_dim is 32; this kernel is compiled for 64 or 128"):
+        flash.forward(q[..., :32], k[..., :32], v[..., :32])
+    with pytest.raises(ValueError, match="they must agree"):
+        flash.forward(q, k.half(), v)
+    with pytest.raises(ValueError, match="k is .* and v is .*; they must have one shape"):
+        flash.forward(q, k, v[:, :, :5])
+    with pytest.raises(ValueError, match="query heads cannot share"):
+        flash.forward(q[:, :1], *[x.expand(1, 2, 47, 64) for x in (k, v)])
+    with pytest.raises(ValueError, match="scale is nan"):
+        flash.forward(q, k, v, scale=math.nan)
+    with pytest.raises(TypeError, match="does not define forward"):
+        load_inline(SCALE, backend="emulator").forward(q, k, v)
+
+
+def test_a_check_build_reports_on_any_machine():
+    racy = source("p6_2_loop_order").replace(
+        "        __syncthreads();                                   // the", "        // the"
+    )
+    module = load_inline(racy, name="racy.cu", check=True)
+    assert module.backend == "emulator" and module.report is None
+    module.forward(*qkv(seq_q=64, seq_k=64))
+    assert {f.kind for f in module.report.findings} & {"race", "uninitialised-shared"}, module.report
+    module = load_inline(source("p6_2_loop_order"), check=True)
+    module.forward(*qkv(seq_q=64, seq_k=64))
+    assert module.report.ok and module.report.counters["global_load_bytes"] > 0

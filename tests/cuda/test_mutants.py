@@ -1,0 +1,102 @@
+"""Every broken kernel of the zoo is found, and in words that name its mistake; the kernels they come from pass."""
+
+from __future__ import annotations
+
+import contextlib
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from flashlab.check import CheckFailed
+from flashlab.cuda import trial
+from flashlab.cuda.fragment_mistakes import _blocks_transposed, _quadrants, _swizzled, explain
+from flashlab.cuda.mutants import MUTANTS
+from flashlab.cuda.problem import SERIES, step
+from flashlab.simt import find_compiler
+from flashlab.simt.errors import SimtError
+
+try:
+    find_compiler()
+except SimtError as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+RIGHT = ("p8_1_split_kv", "p8_2_split_q", "p8_4_stages", "p8_5_swizzle", "p8_8_masks")
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """All of them, two compilers at a time; what does not compile is reported by its own test."""
+
+    def build(mutant):
+        macros = {k: v for k, v in mutant.options.items() if k not in ("probes", "max_seq", "sms")}
+        with contextlib.suppress(CheckFailed):
+            trial.built(mutant.source(), check=True, **macros)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(build, MUTANTS))
+
+
+def test_the_zoo_is_large_and_its_names_are_its_own():
+    assert len(MUTANTS) >= 20
+    assert len({m.name for m in MUTANTS}) == len(MUTANTS)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name.replace(" ", "-"))
+def test_a_broken_kernel_is_told_its_mistake(compiled, mutant):
+    with pytest.raises(CheckFailed) as caught:
+        mutant.examine()
+    assert caught.value.diagnosis in mutant.found, str(caught.value)
+    for words in mutant.words:
+        assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_the_kernels_they_come_from_pass(name):
+    assert trial.examine(step(name), fast=False, max_seq=150).cases > 30
+
+
+def test_the_last_kernel_passes_with_split_keys():
+    assert trial.examine(step("p8_flash"), fast=False, max_seq=1100).cases > 30
+
+
+def test_a_finding_quotes_the_learners_lines():
+    wait = "cp_async_wait<STAGES == 1 ? 0 : STAGES - 2>();"
+    own = trial.part(step("p8_4_stages"), wait, wait).replace("2>", "1>")
+    source = trial.spliced(step("p8_4_stages"), wait, wait, own)
+    assert source.text.count("\n") == step("p8_4_stages").path.read_text().count("\n")
+    assert source.place(source.first) == "line 1 of your code, `cp_async_wait<STAGES == 1 ? 0 : STAGES - 1>();`,"
+    with pytest.raises(CheckFailed, match=r"line \d+ of p8_4_stages\.cu, `ldmatrix_x4\(a") as caught:
+        trial.examine(source)
+    assert caught.value.diagnosis == "read-before-wait"
+
+
+def test_what_does_not_compile_is_told_with_its_line():
+    source = trial.spliced(step("p8_2_split_q"), "int at(int row", "int at(int row",
+                           "__device__ int at(int row, int column) {\n    return rows;\n}")  # fmt: skip
+    with pytest.raises(CheckFailed, match="line 2 of your code, `return rows;`, error.*rows") as caught:
+        trial.examine(source)
+    assert caught.value.diagnosis == "does-not-compile"
+
+
+def test_lines_that_are_not_there():
+    with pytest.raises(ValueError, match="no lines from 'nonsense'"):
+        trial.part(SERIES[0], "nonsense", "more")
+
+
+def test_the_models_of_fragments():
+    x = torch.arange(64 * 64).reshape(64, 64)
+    assert _swizzled(_swizzled(x)).equal(x) and _swizzled(x)[9, 8:16].equal(x[9, :8])
+    assert _blocks_transposed(x)[9, 18] == x[10, 17]
+    assert _quadrants(x, (0, 1, 2, 3)).equal(x)
+    assert _quadrants(x, (0, 2, 1, 3))[8:16, :8].equal(x[:8, 8:16])  # a1 now holds what a2 should
+
+
+def test_a_right_function_has_no_mistake_to_explain():
+    def right(q, k, v, *, causal, scale):
+        s = q.double() @ k.double().mT * q.shape[-1] ** -0.5
+        if causal:
+            s = s.masked_fill(~torch.ones(s.shape[-2:], dtype=torch.bool).tril(), -torch.inf)
+        return s.softmax(-1) @ v.double(), s.logsumexp(-1)
+
+    assert explain(right, 64) is None

@@ -1,0 +1,114 @@
+"""Every kernel of the series as an operator: shapes without computing, gradients, torch.compile."""
+
+import math
+
+import pytest
+import torch
+
+from flashlab import reference
+from flashlab.cuda import inline, operators
+from flashlab.cuda.operators import SERIES, attention, attention_backward, dtypes, step
+
+DEVICES = ["cpu", *(["cuda"] if inline.missing("nvcc") is None else [])]
+CHECKED = ("p6_2_loop_order", "p8_7_store")
+
+
+def inputs(name, *, device="cpu", heads=2, kv_heads=1, seq_q=20, seq_k=37, grad=False):
+    torch.manual_seed(1)
+    shapes = [(1, heads, seq_q, 64), (1, kv_heads, seq_k, 64), (1, kv_heads, seq_k, 64)]
+    dtype = dtypes(step(name))[0]
+    return [torch.randn(s, device=device).to(dtype).requires_grad_(grad) for s in shapes]
+
+
+def test_every_step_is_registered_with_all_that_pytorch_asks():
+    assert [s.name for s in SERIES][:2] == ["p6_1_fa1", "p6_2_loop_order"] and SERIES[-1].name == "p8_flash"
+    for s in SERIES:
+        operator = getattr(torch.ops.flashlab, s.name).default
+        assert str(operator._schema).endswith(
+            "(Tensor q, Tensor k, Tensor v, bool causal=False, float? scale=None) -> (Tensor, Tensor)"
+        )
+        assert s.path.exists()
+        with torch._subclasses.FakeTensorMode():
+            q = torch.empty(2, 4, 10, 64, dtype=dtypes(s)[0])
+            o, lse = operator(q, q, q)
+        assert o.shape == q.shape and o.dtype == q.dtype and lse.shape == (2, 4, 10) and lse.dtype == torch.float32
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", CHECKED)
+def test_opcheck(name, device):
+    q, k, v = inputs(name, device=device, grad=True)
+    torch.library.opcheck(getattr(torch.ops.flashlab, name), (q, k, v, True, None))
+    apart = q.detach().transpose(1, 2).contiguous().transpose(1, 2)
+    torch.library.opcheck(getattr(torch.ops.flashlab, name), (apart, k.detach(), v.detach()), {"scale": 0.5})
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("causal", [False, True])
+def test_gradients_of_both_outputs(device, causal):
+    # 20 queries and 12 keys: with a causal mask 8 rows see nothing, and have no gradient.
+    tensors = inputs("p6_2_loop_order", device=device, seq_q=20, seq_k=12, grad=True)
+    wide = [x.detach().double().requires_grad_() for x in tensors]
+    o, lse = attention("p6_2_loop_order", *tensors, causal=causal, scale=0.2)
+    want, want_lse = reference.attention(*wide, causal=causal, scale=0.2)
+    go, gl = torch.randn_like(want), torch.randn_like(want_lse)
+    seen = torch.isfinite(want_lse)
+    got = torch.autograd.grad((o * go.to(o.dtype)).sum() + (lse * gl.float())[seen].sum(), tensors)
+    expected = torch.autograd.grad((want * go).sum() + (want_lse * gl)[seen].sum(), wide)
+    for name, x, y in zip("qkv", got, expected, strict=True):
+        assert torch.isfinite(x).all()
+        torch.testing.assert_close(x.double(), y, atol=3e-5, rtol=1e-4, msg=lambda m, name=name: f"d{name}: {m}")
+
+
+def test_the_backward_formula_passes_gradcheck():
+    class Attention(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, q, k, v):
+            o, lse = reference.attention(q, k, v, causal=True, scale=0.7)
+            ctx.save_for_backward(q, k, v, o, lse)
+            return o, lse
+
+        @staticmethod
+        def backward(ctx, grad_o, grad_lse):
+            return attention_backward(grad_o, grad_lse, *ctx.saved_tensors, causal=True, scale=0.7)
+
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, h, n, 3, dtype=torch.float64, requires_grad=True) for h, n in ((4, 3), (2, 5), (2, 5)))
+    assert torch.autograd.gradcheck(Attention.apply, (q, k, v))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_torch_compile_keeps_the_graph_whole(device):
+    q, k, v = inputs("p6_2_loop_order", device=device, grad=True)
+
+    def model(q, k, v):
+        return attention("p6_2_loop_order", 2 * q, k, v, causal=True)[0].sum()
+
+    eager = model(q, k, v)
+    eager_grad = torch.autograd.grad(eager, q)[0]
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)(q, k, v)
+    torch.testing.assert_close(compiled, eager)
+    torch.testing.assert_close(torch.autograd.grad(compiled, q)[0], eager_grad)
+
+
+def test_dtype_and_head_dim_that_a_step_does_not_take():
+    q = torch.zeros(1, 1, 4, 64)
+    with pytest.raises(ValueError, match="q is torch.float32; p8_7_store takes torch.float16 or torch.bfloat16"):
+        attention("p8_7_store", q, q, q)
+    with pytest.raises(ValueError, match="head_dim is 80; p6_1_fa1 takes 64 or 128"):
+        attention("p6_1_fa1", *[torch.zeros(1, 1, 4, 80)] * 3)
+    with pytest.raises(KeyError, match="no step 'p9_magic' in the series"):
+        attention("p9_magic", q, q, q)
+
+
+def test_the_module_of_a_step_is_loaded_once():
+    first = operators.module("p6_2_loop_order", dtype=torch.float32, on_gpu=False)
+    assert operators.module("p6_2_loop_order", dtype=torch.float32, on_gpu=False) is first
+    assert first.backend == "emulator" and first.head_dims == (64, 128)
+
+
+def test_an_empty_batch():
+    q = torch.zeros(0, 2, 5, 64, requires_grad=True)
+    o, lse = attention("p6_2_loop_order", q, q, q)
+    o.sum().backward()
+    assert o.shape == q.shape and lse.shape == (0, 2, 5) and q.grad.shape == q.shape and not math.isnan(o.sum().item())

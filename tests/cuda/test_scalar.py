@@ -1,0 +1,184 @@
+"""Phase 6: every step is right, does nothing that it should not, and costs what the lecture says it costs."""
+
+import difflib
+import json
+import re
+
+import pytest
+import torch
+
+from flashlab import reference
+from flashlab.bench import scalar as bench
+from flashlab.bench import timing
+from flashlab.cuda import inline, source
+from flashlab.cuda.operators import module
+from flashlab.cuda.problem import emulate, emulated
+from flashlab.cuda.scalar import BLOCK_M, BLOCK_N, SCALAR, fa1_bytes, fa2_bytes
+
+STEPS = [s.name for s in SCALAR]
+DEVICES = ["cpu", *(["cuda"] if inline.missing("nvcc") is None else [])]
+# batch, heads, kv_heads, seq_q, seq_k, causal: one, tails on both sides, more than one tile, rows that see nothing, GQA
+CASES = (
+    (1, 1, 1, 1, 1, False), (1, 2, 1, 100, 77, False), (2, 4, 2, 33, 130, True), (1, 1, 1, 70, 20, True),
+    (1, 3, 3, 130, 129, True), (1, 1, 1, 2, 300, False),
+)  # fmt: skip
+
+
+def tensors(batch, heads, kv_heads, seq_q, seq_k, head_dim, device="cpu"):
+    torch.manual_seed(seq_q)
+    q = 2 * torch.randn(batch, seq_q, heads, head_dim).transpose(1, 2)  # [B, N, H, D] in memory
+    k, v = (torch.randn(batch, kv_heads, seq_k, head_dim) for _ in range(2))
+    # The last key is far the largest: the row maximum moves in the last tile.
+    k[:, :, -1] *= 3
+    return [x.to(device) for x in (q, k, v + 0.5)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("name", STEPS)
+def test_right_on_every_case(name, head_dim, device):
+    loaded = module(name, head_dim=head_dim, dtype=torch.float32, on_gpu=device == "cuda")
+    for *shape, causal in CASES:
+        q, k, v = tensors(*shape, head_dim, device)
+        o, lse = loaded.forward(q, k, v, causal=causal)
+        want, want_lse = reference.attention(q, k, v, causal=causal)
+        assert torch.isfinite(o).all()
+        torch.testing.assert_close(o.double(), want, atol=2e-5, rtol=0, msg=lambda m: f"{shape} causal={causal}: {m}")  # noqa: B023
+        torch.testing.assert_close(lse.double(), want_lse, atol=2e-5, rtol=1e-6)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_large_scores_and_nan_outside(device):
+    # Scores of several hundred overflow exp() without the maximum; NaN beyond the last key must not be read.
+    for name in STEPS:
+        loaded = module(name, dtype=torch.float32, on_gpu=device == "cuda")
+        q, k, v = (torch.full((1, 1, 96, 64), torch.nan, device=device)[:, :, :n] for n in (50, 70, 70))
+        torch.manual_seed(0)
+        for x in (q, k, v):
+            x.copy_(torch.randn(x.shape))
+        q *= 30
+        o, lse = loaded.forward(q, k, v)
+        want, want_lse = reference.attention(q, k, v)
+        torch.testing.assert_close(o.double(), want, atol=1e-3, rtol=0)
+        torch.testing.assert_close(lse.double(), want_lse, atol=0, rtol=1e-5)
+
+
+@pytest.mark.skipif(len(DEVICES) == 1, reason="no GPU with nvcc")
+@pytest.mark.parametrize("name", STEPS)
+def test_the_same_bits_every_time_on_a_gpu(name):
+    q, k, v = tensors(2, 4, 2, 500, 700, 64, "cuda")
+    first = module(name, dtype=torch.float32).forward(q, k, v, causal=True)
+    for _ in range(20):
+        again = module(name, dtype=torch.float32).forward(q, k, v, causal=True)
+        assert torch.equal(again[0], first[0]) and torch.equal(again[1], first[1])
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("step", SCALAR, ids=STEPS)
+def test_the_emulator_finds_nothing(step, head_dim):
+    checked = emulated(step, head_dim=head_dim, dtype=torch.float32, check=True)
+    for seq_q, seq_k, causal, sms in ((70, 100, False, 132), (130, 150, True, 1)):  # both tile shapes of the last step
+        q, k, v = tensors(1, 2, 1, seq_q, seq_k, head_dim)
+        o, _, report = emulate(checked, q, k, v, causal=causal, sms=sms)
+        assert report.ok, report
+        torch.testing.assert_close(o.double(), reference.attention(q, k, v, causal=causal)[0], atol=2e-5, rtol=0)
+
+
+def test_no_step_needs_more_shared_memory_than_a_consumer_gpu_has():
+    q = torch.zeros(1, 1, 8, 128)
+    for s in SCALAR:
+        emulate(emulated(s, head_dim=128, dtype=torch.float32), q, q, q, shared_limit=99 * 1024)
+        emulate(emulated(s, head_dim=64, dtype=torch.float32), *[q[..., :64]] * 3, sms=1, shared_limit=99 * 1024)
+
+
+# ---- what the steps cost ---------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("seq_q", "seq_k"), [(128, 128), (200, 77), (256, 512)])
+def test_the_bytes_of_both_loop_orders_are_the_formulas(seq_q, seq_k):
+    q, k = torch.randn(1, 1, seq_q, 64), torch.randn(1, 1, seq_k, 64)
+    for step, formula in ((SCALAR[0], fa1_bytes), (SCALAR[1], fa2_bytes)):
+        _, _, report = emulate(emulated(step, dtype=torch.float32, check=True), q, k, k)
+        bytes_ = formula(seq_q, seq_k, 64)
+        assert report.counters["global_load_bytes"] == bytes_.read
+        assert report.counters["global_store_bytes"] == bytes_.written
+
+
+def test_the_formulas_block_sizes_are_the_kernels():
+    for name in STEPS[:2]:
+        assert f"BLOCK_M = {BLOCK_M}, BLOCK_N = {BLOCK_N}," in source(name)
+    # N = 1024, D = 64: FlashAttention-1 asks for 26.5 MB, FlashAttention-2 for 4.7 MB
+    assert (fa1_bytes(1024, 1024, 64).total, fa2_bytes(1024, 1024, 64).total) == (26_497_024, 4_722_688)
+
+
+def test_reads_of_shared_memory_fall_from_step_to_step():
+    q = torch.randn(1, 1, 128, 64)
+    wavefronts, conflicts = {}, {}
+    for s in SCALAR[1:5]:
+        _, _, report = emulate(emulated(s, dtype=torch.float32, check=True), q, q, q)
+        wavefronts[s.name] = report.counters["shared_load_wavefronts"]
+        conflicts[s.name] = report.counters.bank_conflicts
+    # Within 2%: a host compiler may read a number once where another reads it twice.
+    want = {"p6_2_loop_order": 32768, "p6_3_tiles": 29888, "p6_4_registers": 12288, "p6_5_overlap": 12288}
+    assert wavefronts == {name: pytest.approx(n, rel=0.02) for name, n in want.items()}
+    assert conflicts["p6_4_registers"] == conflicts["p6_5_overlap"] == 0
+
+
+def test_a_step_is_one_idea_of_at_most_sixty_lines():
+    def code(name):
+        lines = (re.sub(r"//.*", "", line).strip() for line in source(name).splitlines())
+        return [line for line in lines if line and line not in "{}" and not line.startswith("#pragma unroll")]
+
+    for before, after in zip(STEPS, STEPS[1:], strict=False):
+        changed = [line for line in difflib.ndiff(code(before), code(after)) if line.startswith("+ ")]
+        assert 10 <= len(changed) <= 60, f"{before} to {after}: {len(changed)} lines"
+        assert source(after).count("// New") >= 3, f"{after} does not mark what is new"
+
+
+# ---- the bench -------------------------------------------------------------------------------------------------------
+def test_the_published_shapes_are_all_measured():
+    assert {(r["batch"], r["heads"], r["seq_len"], r["head_dim"], False) for r in bench.published()} < set(
+        bench.shapes()
+    )
+    assert {r["variant"] for r in bench.published()} == {"fa1_f32", "torch_naive_f32"}
+    assert bench.flops(1, 2, 10, 64, False) == 2 * bench.flops(1, 2, 10, 64, True) == 4 * 2 * 100 * 64
+
+
+@pytest.mark.skipif(not bench.RECORDED.exists(), reason="no recorded run: python -m flashlab.bench.scalar on a GPU")
+def test_the_recorded_run_is_whole_and_keeps_the_promise():
+    data = bench.recorded()
+    assert data["machine"]["gpu"] == "NVIDIA H200" and data["tf32"] is False and data["machine"]["sm_clock_mhz"]
+    names = {*STEPS, *bench.PEERS}
+    for shape in bench.shapes():
+        rows = [
+            r for r in data["rows"] if tuple(r[k] for k in ("batch", "heads", "seq_len", "head_dim", "causal")) == shape
+        ]
+        assert {r["variant"] for r in rows} == names, shape
+        assert all(r["ms_low"] <= r["ms"] <= r["ms_high"] and r["max_error"] < 1e-4 for r in rows)
+    last = bench.ratios(data, STEPS[-1])
+    assert len(last) == len(bench.shapes()) and min(last.values()) > 1, "the last step beats unfused PyTorch everywhere"
+    json.dumps(data)
+
+
+def test_summary_of_samples():
+    t = timing.summary([3.0, 1.0, 2.0, 5.0, 4.0])
+    assert (t.ms, t.rounds, round(t.ms_low, 3), round(t.ms_high, 3)) == (3.0, 5, 1.4, 4.6)
+    assert round(t.spread, 4) == round(3.2 / 3, 4) and timing.summary([2.0]).tflops(4e9) == 2.0
+    with pytest.raises(ValueError, match="no samples"):
+        timing.summary([])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_interleaved_orders_what_is_plainly_slower():
+    x = torch.randn(2048, 2048, device="cuda")
+    times = timing.interleaved(
+        {"one": lambda: x @ x, "four": lambda: x @ x @ x @ x @ x, "two sets": [lambda: x @ x] * 2}
+    )
+    assert 2 < times["four"].ms / times["one"].ms < 8 and times["one"].rounds == 15
+    assert timing.machine()["gpu"] and timing.input_sets(1) == 8 and timing.input_sets(10**12) == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_timing_says_so():
+    with pytest.raises(timing.NoGpu, match="timing needs a GPU"):
+        timing.interleaved({"nothing": lambda: None})
+    with pytest.raises(timing.NoGpu):
+        bench.run()
