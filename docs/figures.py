@@ -14,7 +14,7 @@ from matplotlib.patches import Circle, FancyArrowPatch, FancyBboxPatch, Rectangl
 from flashlab.doctor import PHASES
 from flashlab.show import COLORS
 
-WRITTEN = 4  # phases 0 to 3; the others are drawn hollow
+LESSONS = Path(__file__).parents[1] / "src" / "lessons"
 STACKS = {
     "torch": ("PyTorch", COLORS["blue"]),
     "triton": ("Triton", COLORS["orange"]),
@@ -150,7 +150,7 @@ def course_map():
     for phase in PHASES[:10]:
         x, y = at[phase.number]
         color = STACKS[phase.kind][1] if phase.number != 1 else STACKS["triton"][1]
-        written = phase.number < WRITTEN
+        written = any(LESSONS.glob(f"{phase.number:02d}_*.py"))  # the others are drawn hollow
         ax.add_patch(
             Circle((x, y), 0.36, facecolor=color if written else "white", edgecolor=color, linewidth=2.6, zorder=3)
         )

@@ -1,0 +1,703 @@
+"""Checks of phase 7: fragments, ldmatrix, single MMAs, and the loop of the naive tensor-core kernel.
+
+CUDA answers are text. Each is built for the emulator twice, a check build first: a race, a read of what nobody wrote or
+an address out of bounds is told with the learner's line. Then the numbers are compared with float64's, and with what
+the known mistakes would have given.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from flashlab import reference
+from flashlab.check import CheckFailed, expect, expect_close, running
+from flashlab.cuda import FOLDER, fragments
+from flashlab.cuda.problem import ELEMENTS, emulate, step
+from flashlab.cuda.trial import Source, built, examine, spliced
+from flashlab.exercises import exercise
+from flashlab.simt import CompileError, Counters, SimtError, compile_cuda
+
+DTYPES = (torch.float16, torch.bfloat16)
+LANES = range(32)
+Mistakes = Mapping[str, tuple[Any, str]]
+
+
+def _text(answer: Any, name: str) -> str:
+    """The answer, if it is CUDA text that has been filled in; NotImplementedError while it is a blank."""
+    __tracebackhide__ = True
+    expect(
+        isinstance(answer, str),
+        f"{name} should be the CUDA text, a string, not a {type(answer).__name__}",
+        diagnosis="wrong-type",
+    )
+    if "YOUR CODE HERE" in answer:
+        raise NotImplementedError
+    return answer
+
+
+class Answer:
+    """A learner's whole source, with an entry ``run``: built on demand, once for each set of macros."""
+
+    def __init__(self, text: str):
+        self.text = text
+        self.whole = Source(text, "answer", 1, len(text.splitlines()))
+        self._modules: dict[Any, Any] = {}
+
+    def module(self, *, check: bool, dtype: torch.dtype, **defines: Any):
+        __tracebackhide__ = True
+        key = (check, dtype, *sorted(defines.items()))
+        if key not in self._modules:
+            macros = {"ELEMENT": ELEMENTS[dtype], **defines}
+            try:
+                module = compile_cuda(self.text, name="answer.cu", check=check, include_dirs=[FOLDER], defines=macros)
+            except CompileError as error:
+                raise CheckFailed(self._compile_sentence(str(error)), diagnosis="does-not-compile") from None
+            expect("run" in module.entries, 'the source has lost its extern "C" function run', diagnosis="wrong-entry")
+            self._modules[key] = module
+        return self._modules[key]
+
+    def _compile_sentence(self, log: str) -> str:
+        lines = [line for line in log.splitlines() if "error" in line] or log.splitlines()
+        head, _, message = lines[0].partition("error: ")
+        place = head.removeprefix("answer.cu:").split(":")[0]
+        if head.startswith("answer.cu:") and place.isdigit():
+            return f"it does not compile: {self.whole.place(int(place))} {message}"
+        return f"it does not compile: {lines[0]}"
+
+    def run(
+        self, *arguments: Any, case: str, check: bool, dtype: torch.dtype = torch.float16, **defines: Any
+    ) -> Counters:
+        """Calls ``run``; CheckFailed with the emulator's first finding, else the counts."""
+        __tracebackhide__ = True
+        module = self.module(check=check, dtype=dtype, **defines)
+        try:
+            report = module.launch("run", *arguments)
+        except TypeError as error:
+            raise CheckFailed(
+                f"the parameters of `run` should stay as they are: {error}", diagnosis="wrong-entry"
+            ) from None
+        except SimtError as error:
+            if error.report is None or not error.report.findings:
+                raise CheckFailed(str(error), diagnosis="launch-failed", case=case) from None
+            report = error.report
+        if report.findings:
+            first = next((f for f in report.findings if f.fatal), report.findings[0])
+            raise CheckFailed(self.whole.told(first), diagnosis=first.kind, case=case)
+        return report.counters
+
+
+def _random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _builds(dtype: torch.dtype, first: bool = True) -> tuple[bool, ...]:
+    """Which builds to run, check builds or fast ones: both of the first case, then only fast ones, to save "
+    "seconds."""
+    return (True, False) if first and dtype == torch.float16 else (False,)
+
+
+def _unwritten(*shape: int) -> torch.Tensor:
+    return torch.full(shape, float("nan"))
+
+
+# ---- 7.1 ------------------------------------------------------------------------------------------------------------
+
+
+def _table(fn: Callable[[int, int], Any], name: str, parts: int) -> dict[tuple[int, int], tuple[int, ...]]:
+    __tracebackhide__ = True
+    out = {}
+    for row, column in itertools.product(range(16), range(8)):
+        with running(f"{name}({row}, {column})"):
+            got = fn(row, column)
+        expect(
+            isinstance(got, (tuple, list)) and len(got) == parts and all(isinstance(x, int) for x in got),
+            f"{name}({row}, {column}) should return {parts} whole numbers, not {got!r} (is a / there that should "
+            "be a //?)",
+            diagnosis="wrong-type",
+        )
+        out[row, column] = tuple(got)
+    return out
+
+
+def _expect_holder(
+    got: dict[tuple[int, int], tuple[int, ...]],
+    want: dict[tuple[int, int], tuple[int, ...]],
+    name: str,
+    mistakes: Mapping[str, tuple[Callable[[int, int], tuple[int, ...]], str]],
+) -> None:
+    __tracebackhide__ = True
+    if got == want:
+        return
+    for slug, (wrong, sentence) in mistakes.items():
+        if all(got[key] == wrong(*key) for key in got):
+            raise CheckFailed(sentence, diagnosis=slug)
+    at = next(key for key in want if got[key] != want[key])
+    right = sum(got[key] == want[key] for key in want)
+    raise CheckFailed(
+        f"{name}{at} is {want[at]}, not {got[at]}; {right} of 128 elements are right", diagnosis="wrong-value"
+    )
+
+
+@exercise(
+    "7.1",
+    title="Who holds it?",
+    minutes=10,
+    difficulty="Warm-up",
+    hints=[
+        "C first: its row is g or g + 8, its column 2t or 2t + 1. So what of the row is g, and what says which of "
+        "c0 c1 | "
+        "c2 c3? In B, rows and columns change parts: the column is g.",
+        "The lane is 4 g + t. For C: g = row % 8 and t = column // 2. For B: g = column and t = row % 8 // 2.",
+        "B: (4 * column + row % 8 // 2, row // 8, row % 2). C: (4 * (row % 8) + column // 2, 2 * (row // 8) + "
+        "column % 2).",
+    ],
+)
+def _(holder_of_b: Callable[[int, int], Any], holder_of_c: Callable[[int, int], Any]) -> str:
+    got_b, got_c = _table(holder_of_b, "holder_of_b", 3), _table(holder_of_c, "holder_of_c", 2)
+    want_b = {fragments.b_position(*slot): slot for slot in itertools.product(LANES, range(2), range(2))}
+    want_c = {fragments.c_position(*slot): slot for slot in itertools.product(LANES, range(4))}
+    _expect_holder(
+        got_b,
+        want_b,
+        "holder_of_b",
+        {
+            "b-paired-along-rows": (
+                lambda r, c: (4 * (r % 8) + c // 2, r // 8, c % 2),
+                "that pairs two neighbours of a row, as A does; a register of B holds two neighbours of a column",
+            ),
+            "g-and-t-exchanged": (
+                lambda r, c: (8 * (r % 8 // 2) + c, r // 8, r % 2),
+                "the lane is 4 g + t, and you have it as 8 t + g: neighbours in t are neighbouring lanes",
+            ),
+            "halves-exchanged": (
+                lambda r, c: (4 * c + r % 8 // 2, r // 8, 1 - r % 2),
+                "the halves are exchanged: the element with the lower index is in the lower half, 0",
+            ),
+        },
+    )
+    _expect_holder(
+        got_c,
+        want_c,
+        "holder_of_c",
+        {
+            "c1-and-c2-exchanged": (
+                lambda r, c: (4 * (r % 8) + c // 2, r // 8 + 2 * (c % 2)),
+                "c1 and c2 are exchanged: c0 and c1 are neighbours of one row, c2 and c3 lie 8 rows below them",
+            ),
+            "g-and-t-exchanged": (
+                lambda r, c: (8 * (c // 2) + r % 8, 2 * (r // 8) + c % 2),
+                "the lane is 4 g + t, and you have it as 8 t + g: the four lanes of a row are neighbours",
+            ),
+        },
+    )
+    return "all 256 elements"
+
+
+# ---- 7.2 ------------------------------------------------------------------------------------------------------------
+
+
+def _addresses(fn: Callable[[int], Any], name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    __tracebackhide__ = True
+    pairs = []
+    for lane in LANES:
+        with running(f"{name}({lane})"):
+            got = fn(lane)
+        expect(
+            isinstance(got, (tuple, list)) and len(got) == 2 and all(isinstance(x, int) for x in got),
+            f"{name}({lane}) should return a row and a column, two whole numbers, not {got!r}",
+            diagnosis="wrong-type",
+        )
+        row, column = got
+        expect(
+            0 <= row < 16 and column in (0, 8),
+            f"{name}({lane}) is {tuple(got)}: rows are 0 to 15, and a row of 8 begins at column 0 or 8",
+            diagnosis="out-of-bounds",
+        )
+        pairs.append((row, column))
+    rows, columns = zip(*pairs, strict=True)
+    return torch.tensor(rows, dtype=torch.int32), torch.tensor(columns, dtype=torch.int32)
+
+
+def _loaded(rows: torch.Tensor, columns: torch.Tensor, trans: int) -> torch.Tensor:
+    """What ldmatrix.x4 gives the lanes of a 16 x 16 tile of indices: [32, 4, 2]."""
+    module = compile_cuda(FOLDER / "p7_one_mma.cu")
+    tile, out = torch.arange(256, dtype=torch.int16).reshape(16, 16), torch.zeros(32, 4, 2, dtype=torch.int16)
+    module.launch("ldmatrix", tile, rows, columns, out, 16, 16, 4, trans, None)
+    return out.long()
+
+
+@exercise(
+    "7.2",
+    title="Thirty-two addresses",
+    minutes=15,
+    difficulty="Core",
+    hints=[
+        "Lanes 8 i to 8 i + 7 name the rows of the tile that arrives in register i. Write down, for each of the "
+        "four registers, which keys "
+        "and which dimensions its 8 x 8 tile has.",
+        "K: registers 0 and 1 have the same keys and different dimensions; V: registers 0 and 1 have different "
+        "keys and the same "
+        "dimensions (.trans turns the tile around after it was named by its rows).",
+        "K: (lane % 8 + lane // 16 * 8, lane // 8 % 2 * 8). V: (lane % 16, lane // 16 * 8), which are A's addresses.",
+    ],
+)
+def _(k_address: Callable[[int], Any], v_address: Callable[[int], Any]) -> str:
+    tile = torch.arange(256).reshape(16, 16)
+    halves = {  # B of the two fragments
+        "K": [fragments.fragment(tile[:8].T, "b"), fragments.fragment(tile[8:].T, "b")],
+        "V": [fragments.fragment(tile[:, :8], "b"), fragments.fragment(tile[:, 8:], "b")],
+    }
+    for name, fn, trans in (("K", k_address, 0), ("V", v_address, 1)):
+        want = torch.cat(halves[name], dim=1)  # [32, 4, 2]
+        got = _loaded(*_addresses(fn, f"{name.lower()}_address"), trans)
+        if torch.equal(got, want):
+            continue
+        if torch.equal(got, want[:, [0, 2, 1, 3]]):
+            raise CheckFailed(
+                f"{name}: registers 1 and 2 are exchanged: register 1 should be b1 of the first fragment, and it "
+                "is b0 of the second",
+                diagnosis="registers-exchanged",
+            )
+        register = next(i for i in range(4) if not torch.equal(got[:, i], want[:, i]))
+        at, seen = (divmod(int(x[0, register, 0]), 16) for x in (want, got))
+        raise CheckFailed(
+            f"{name}: register {register} of lane 0 should begin with key {at[0]}, dimension {at[1]}, and it has "
+            f"key {seen[0]}, dimension "
+            f"{seen[1]}; lanes {8 * register} to {8 * register + 7} name its rows",
+            diagnosis="wrong-value",
+        )
+    return "both fragments of K, both of V"
+
+
+# ---- 7.3 and 7.9: a tile of Q K^T -----------------------------------------------------------------------------------
+
+
+def _tiles_transposed(x: torch.Tensor) -> torch.Tensor:
+    """Each 8 x 8 tile of a matrix, transposed."""
+    rows, columns = x.shape
+    tiles = x.reshape(rows // 8, 8, columns // 8, 8)
+    return tiles.permute(0, 3, 2, 1).reshape(rows, columns)
+
+
+def _score_mistakes(q: torch.Tensor, k: torch.Tensor) -> Mistakes:
+    want = q @ k.T
+    last, first = slice(q.shape[1] - 16, None), slice(0, 16)
+    times = q.shape[1] // 16
+    half = torch.cat([want[8:], want[:8]])
+    return {
+        "k-not-plain": (
+            q @ _tiles_transposed(k).T,
+            "that is Q times a K whose 8 x 8 tiles are transposed: the rows of K are the columns of B already, so "
+            "no .trans",
+        ),
+        "same-slice": (
+            times * q[:, first] @ k[:, first].T,
+            "every step of the sum takes dimensions 0 to 15 again: the addresses have to move with d",
+        ),
+        "last-slice-only": (q[:, last] @ k[:, last].T, "only the last 16 dimensions are in c: it has to add up over d"),
+        "rows-exchanged": (
+            half,
+            "the upper and the lower 8 rows are exchanged: c0 and c1 are row g, c2 and c3 row g + 8",
+        ),
+        "b-registers-exchanged": (
+            sum(
+                q[:, [*range(d, d + 16)]] @ k[:, [*range(d + 8, d + 16), *range(d, d + 8)]].T
+                for d in range(0, q.shape[1] - 15, 16)
+            ),
+            "b0 and b1 are exchanged: lanes 0 to 7 name dimensions 0 to 7 of the keys, lanes 8 to 15 dimensions 8 "
+            "to 15",
+        ),
+        "a-registers-exchanged": (
+            sum(_a1_a2(q[:, d : d + 16]) @ k[:, d : d + 16].T for d in range(0, q.shape[1] - 15, 16)),
+            "a1 and a2 are exchanged: lanes 8 to 15 name rows 8 to 15 of columns 0 to 7, lanes 16 to 23 rows 0 to "
+            "7 of columns 8 to 15",
+        ),
+    }
+
+
+def _a1_a2(x: torch.Tensor) -> torch.Tensor:
+    """A 16 x 16 operand whose registers a1 and a2 are exchanged."""
+    return fragments.matrix(fragments.fragment(x, "a")[:, [0, 2, 1, 3]], "a")
+
+
+def _check_scores(answer: Answer, cases: Sequence[tuple[int, torch.dtype]]) -> None:
+    """Runs Q K^T of 16 queries and 8 keys for each (head_dim, dtype); the first one's check build too."""
+    __tracebackhide__ = True
+    for number, (head_dim, dtype) in enumerate(cases):
+        q, k = _random(16, head_dim, seed=head_dim).to(dtype), _random(8, head_dim, seed=head_dim + 1).to(dtype)
+        case = f"D={head_dim}, {_name(dtype)}"
+        wide_q, wide_k = q.double(), k.double()
+        for check in _builds(dtype, number == 0):
+            s = _unwritten(16, 8)
+            counters = answer.run(q, k, s, case=case, check=check, dtype=dtype, HEAD_DIM=head_dim)
+            mistakes = _score_mistakes(wide_q, wide_k) if head_dim % 16 == 0 else {}
+            expect_close(s, wide_q @ wide_k.T, what="s", tol=1e-4, case=case, mistakes=mistakes)
+        wanted = {"mma_m16n8k16": head_dim // 16, "mma_m16n8k8": head_dim % 16 // 8}
+        for name, count in wanted.items():
+            expect(
+                counters[name] == count,
+                f"the result is right, with {counters[name]} {name.removeprefix('mma_')} where {count} are wanted",
+                diagnosis="wrong-count",
+                case=case,
+            )
+        loads = 2 * sum(wanted.values())
+        expect(
+            counters["ldmatrix"] == loads,
+            f"the result is right, with {counters['ldmatrix']} ldmatrix where {loads} are wanted: one for A and "
+            "one for B for each MMA",
+            diagnosis="wrong-count",
+            case=case,
+        )
+
+
+@exercise(
+    "7.3",
+    title="One tile of S",
+    minutes=20,
+    difficulty="Core",
+    hints=[
+        "A are 16 rows and 16 columns of q_smem, from column d on: lane l names row l % 16, at column d + l / 16 * "
+        "8. B is the transposed "
+        "K tile: which rows does ldmatrix_x2 want, and with or without trans?",
+        "ldmatrix_x2(b, smem_u32(k_smem + lane % 8 * D + d + lane / 8 % 2 * 8)): keys 0 to 7; dimensions d to d + "
+        "7 in b[0], the next "
+        "eight in b[1]. Then mma_m16n8k16<T>(c, a, b[0], b[1]).",
+        "c[i] is row g + i / 2 * 8, column t * 2 + i % 2, and a row of s_gmem has 8 elements.",
+    ],
+)
+def _(one_tile: str) -> str:
+    _check_scores(Answer(_text(one_tile, "one_tile")), [(48, torch.float16), (16, torch.float16), (64, torch.bfloat16)])
+    return "D = 16, 48 and 64, with D/16 MMAs"
+
+
+@exercise(
+    "7.9",
+    title="A head dimension of 40",
+    minutes=25,
+    difficulty="Stretch",
+    hints=[
+        "The loop of 7.3, while 16 dimensions are left: for (int d = 0; d + 16 <= D; d += 16). What remains begins "
+        "at column D - 8.",
+        "m16n8k8's A is 16 rows of 8 columns: two 8 x 8 tiles, one above the other, so ldmatrix_x2 with row lane % "
+        "16. Its B is one tile.",
+        "if (D % 16) { ldmatrix_x2(a, q_smem + lane % 16 * D + D - 8); ldmatrix_x1(b, k_smem + lane % 8 * D + D - "
+        "8); "
+        "mma_m16n8k8<T>(c, a, b[0]); } with smem_u32 around the addresses.",
+    ],
+)
+def _(any_eight: str) -> str:
+    _check_scores(
+        Answer(_text(any_eight, "any_eight")), [(40, torch.float16), (8, torch.float16), (64, torch.bfloat16)]
+    )
+    return "D = 8, 40 and 64, no MMA too many"
+
+
+# ---- 7.4 ------------------------------------------------------------------------------------------------------------
+
+
+def _maxima(s: torch.Tensor, masks: tuple[int, ...]) -> torch.Tensor:
+    """Row maxima of a C tile as lane t = 0 of each quad ends up with them after exchanges with these masks."""
+    lane, half = torch.arange(32), []
+    for h in (0, 8):
+        x = torch.maximum(s[lane // 4 + h, lane % 4 * 2], s[lane // 4 + h, lane % 4 * 2 + 1])
+        for mask in masks:
+            x = torch.maximum(x, x[lane ^ mask])
+        half.append(x[::4])
+    return torch.cat(half)
+
+
+@exercise(
+    "7.4",
+    title="Four lanes, one maximum",
+    minutes=15,
+    difficulty="Bug hunt",
+    hints=[
+        "A lane holds two columns of its row. After the first exchange it knows four of the eight columns. Which "
+        "lane has the other four?",
+        "Lanes t and t ^ 2 of a quad differ in bit 1 of the lane number. Which number has only bit 1 set, and "
+        "which one is in the code?",
+        "0x10 is sixteen: lane ^ 16 is four rows away. 0b10 is two.",
+    ],
+)
+def _(row_statistics: str) -> str:
+    answer = Answer(_text(row_statistics, "row_statistics"))
+    inputs = {"random scores": _random(16, 8), "rising scores": torch.arange(128.0).reshape(16, 8) / 8}
+    inputs["the maximum in column 7"] = torch.where(torch.arange(8) == 7, 3.0, -1.0).repeat(16, 1) + _random(16, 1) * 2
+    for case, s in inputs.items():
+        for check in (True, False):
+            row_max, row_sum = _unwritten(16), _unwritten(16)
+            answer.run(s, row_max, row_sum, case=case, check=check)
+            expect_close(
+                row_max,
+                s.amax(1),
+                what="row_max",
+                case=case,
+                mistakes={
+                    "wrong-shuffle-mask": (
+                        _maxima(s, (1, 16)),
+                        "row_max[0] is the largest of columns 0 to 3 of rows 0 and 4, and so on: the second "
+                        "exchange leaves the quad",
+                    ),
+                    "one-shuffle": (
+                        _maxima(s, (1,)),
+                        "row_max is the largest of columns 0 to 3: the other two lanes of the quad were not asked",
+                    ),
+                    "one-lane": (_maxima(s, ()), "row_max is that of lane t = 0 alone, columns 0 and 1"),
+                    "too-many-lanes": (
+                        _maxima(s, (1, 2, 4, 8, 16)),
+                        "row_max is the largest of 8 rows: only the four lanes of a quad may be asked",
+                    ),
+                },
+            )
+            expect_close(row_sum, torch.exp(s - s.amax(1, keepdim=True)).sum(1), what="row_sum", case=case, tol=1e-4)
+    return f"{len(inputs)} inputs"
+
+
+# ---- 7.5 ------------------------------------------------------------------------------------------------------------
+
+
+def _packed(p: torch.Tensor, order: tuple[tuple[int, int], ...]) -> torch.Tensor:
+    """The matrix that an A fragment stands for whose registers are these pairs of (c0 .. c3, d0 .. d3)."""
+    held = torch.cat([fragments.fragment(p[:, :8], "c"), fragments.fragment(p[:, 8:], "c")], dim=1)  # [32, 8]
+    return fragments.matrix(torch.stack([held[:, list(pair)] for pair in order], dim=1), "a")
+
+
+_PACKINGS = {
+    "middle-registers-exchanged": (
+        ((0, 1), (4, 5), (2, 3), (6, 7)),
+        "a1 and a2 are exchanged: a1 is 8 rows below a0, a2 is 8 columns to its right",
+    ),
+    "c2-c3-swapped": (
+        ((0, 1), (3, 2), (4, 5), (7, 6)),
+        "rows 0 to 7 are right, and in the lower rows neighbouring columns of P are exchanged: c2 comes before c3, "
+        "in the lower half",
+    ),
+    "c2-c3-swapped-once": (
+        ((0, 1), (3, 2), (4, 5), (6, 7)),
+        "in rows 8 to 15 neighbouring columns 0 to 7 of P are exchanged: c2 comes before c3, in the lower half",
+    ),
+    "halves-exchanged": (
+        ((1, 0), (3, 2), (5, 4), (7, 6)),
+        "neighbouring columns of P are exchanged in every row: pack takes the element with the lower index first",
+    ),
+    "rows-mixed": (
+        ((0, 2), (1, 3), (4, 6), (5, 7)),
+        "a register got an element of row g and one of row g + 8: c0 and c1 belong together, and c2 and c3",
+    ),
+    "tiles-exchanged": (
+        ((4, 5), (6, 7), (0, 1), (2, 3)),
+        "columns 0 to 7 and 8 to 15 of P are exchanged: c goes to a0 and a1, d to a2 and a3",
+    ),
+    "second-tile-forgotten": (
+        ((0, 1), (2, 3), (0, 1), (2, 3)),
+        "columns 8 to 15 of P are those of 0 to 7 again: a2 and a3 come from d",
+    ),
+}
+
+
+@exercise(
+    "7.5",
+    title="P becomes A",
+    minutes=15,
+    difficulty="Core",
+    hints=[
+        "Take a_position: register r of A is row g + 8 (r % 2), columns 2t + 8 (r // 2) and the next. Where are "
+        "these in c and d?",
+        "a[0] is row g, columns 2t and 2t + 1, which are c[0] and c[1]. a[1] is eight rows below: c[2] and c[3]. "
+        "a[2] is eight columns to "
+        "the right of a[0].",
+        "a[0] = pack<T>(c[0], c[1]); a[1] = pack<T>(c[2], c[3]); a[2] = pack<T>(d[0], d[1]); a[3] = pack<T>(d[2], "
+        "d[3]);",
+    ],
+)
+def _(second_product: str) -> str:
+    answer = Answer(_text(second_product, "second_product"))
+    for dtype in DTYPES:
+        p, v = torch.rand(16, 16, generator=torch.Generator().manual_seed(5)), _random(16, 8).to(dtype)
+        rounded, wide = p.to(dtype).double(), v.double()
+        case = _name(dtype)
+        for check in _builds(dtype):
+            o = _unwritten(16, 8)
+            counters = answer.run(p, v, o, case=case, check=check, dtype=dtype)
+            mistakes = {slug: (_packed(rounded, order) @ wide, said) for slug, (order, said) in _PACKINGS.items()}
+            expect_close(o, rounded @ wide, what="P V", tol=1e-4, case=case, mistakes=mistakes)
+        expect(
+            counters["shuffles"] == 0,
+            f"right, but with {counters['shuffles']} shuffles: no lane needs another lane's numbers",
+            diagnosis="wrong-count",
+            case=case,
+        )
+    return "fp16 and bf16, no shuffle"
+
+
+# ---- 7.6 ------------------------------------------------------------------------------------------------------------
+
+
+@exercise(
+    "7.6",
+    title="Two bugs in P V",
+    minutes=20,
+    difficulty="Bug hunt",
+    hints=[
+        "What the emulator calls uninitialised holds anything, also the bits of a NaN. What is 0 times NaN?",
+        "The missing rows of V have to be zeros in shared memory. And then: a register of B holds two neighbours "
+        "of a column of V. Which "
+        "two numbers does ldmatrix without .trans put into a register?",
+        "Copy 16 * D elements, T(0.f) where i >= keys * D; and ldmatrix_x2_trans.",
+    ],
+)
+def _(pv: str) -> str:
+    answer = Answer(_text(pv, "pv"))
+    cases = [(13, torch.float16), (16, torch.float16), (1, torch.float16), (9, torch.bfloat16)]
+    for keys, dtype in cases:
+        p, v = torch.rand(16, 16, generator=torch.Generator().manual_seed(keys)), _random(keys, 64, seed=keys)
+        p[:, keys:] = 0
+        p, v = p.to(dtype), v.to(dtype)
+        filled = torch.cat([v, v.new_zeros(16 - keys, 64)]).double()
+        case = f"{keys} keys, {_name(dtype)}"
+        for check in _builds(dtype):
+            o = _unwritten(16, 64)
+            answer.run(p, v, o, keys, case=case, check=check, dtype=dtype)
+            expect_close(
+                o,
+                p.double() @ filled,
+                what="P V",
+                tol=1e-4,
+                case=case,
+                mistakes={
+                    "v-not-transposed": (
+                        p.double() @ _tiles_transposed(filled),
+                        "that is P times a V whose 8 x 8 tiles are transposed: each register of B got two "
+                        "dimensions of one key, and "
+                        "should have two keys of one dimension",
+                    )
+                },
+            )
+    return f"{len(cases)} cases"
+
+
+# ---- 7.7 ------------------------------------------------------------------------------------------------------------
+
+_LOOP_START, _AFTER_LOOP = "// S = Q K^T. The rows of K", "// O and lse. Each lane stores"
+
+
+def naive_loop() -> str:
+    """What `p7_naive.cu` does with a tile of K and V in shared memory: the body of its loop, after the barrier."""
+    text = step("p7_naive").path.read_text()
+    start = text.rindex("\n", 0, text.index(_LOOP_START)) + 1
+    return text[start : text.index("\n    }\n", start) + 1]
+
+
+def _with_loop(loop: str) -> Source:
+    """p7_naive.cu with another body of its loop."""
+    lines = loop.strip("\n").splitlines()
+    whole = spliced(
+        step("p7_naive"),
+        _LOOP_START,
+        _AFTER_LOOP,
+        "\n".join([*lines, "    }", "", f"    {_AFTER_LOOP} its pairs of columns."]),
+    )
+    return dataclasses.replace(whole, last=whole.first + len(lines) - 1)
+
+
+@exercise(
+    "7.7",
+    title="The loop of the kernel",
+    minutes=40,
+    difficulty="Core",
+    hints=[
+        "S is exercise 7.3 twice, for keys 0-7 and 8-15 of the tile: k_smem + at(n * 8 + lane % 8, k * 16 + lane / "
+        "8 % 2 * 8). Check early: a line that does not compile, or reads what nobody wrote, is named at once.",
+        "For h = 0, 1 (row g + 8 h): mask s[n][2 * h + e] by its key, key + n * 8 + t * 2 + e; take the maximum "
+        "with row_max[h]; two shuffles, 1 and "
+        "2. correction = exp2_approx((old - new) * scale_log2), with 0 in place of a new maximum of -infinity.",
+        "p = exp2_approx((s - max) * scale_log2); row_sum[h] = row_sum[h] * correction + the lane's own p; "
+        "acc[n][2 * h] and [2 * h + 1] times "
+        "correction. Then 7.5's packing, and for each n: ldmatrix_x2_trans(b, smem_u32(v_smem + at(lane % 16, n * "
+        "8))).",
+        "The lecture's section 10 has every part.",
+    ],
+)
+def _(loop: str) -> str:
+    whole = _with_loop(_text(loop, "loop"))
+    verdict = examine(whole)
+    expect(
+        verdict.counters["mma"] > 0,
+        "the result is right, but there is no MMA in it: use the tensor cores",
+        diagnosis="wrong-count",
+    )
+    generator = torch.Generator().manual_seed(7)
+    q, k, v = (torch.randn(1, 2, 77, 128, generator=generator).bfloat16() for _ in range(3))
+    case = "bfloat16, head_dim=128, seq_q=seq_k=77, causal"
+    o, lse, _ = emulate(built(whole, check=False, head_dim=128, dtype=torch.bfloat16), q, k, v, causal=True)
+    want, want_lse = reference.attention(q, k, v, causal=True)
+    # Rounding of P and of the output, to 8 bits each.
+    expect_close(o, want, what="o", tol=2e-2, case=case, because="is T used everywhere, or __half somewhere?")
+    expect_close(lse, want_lse, what="lse", tol=1e-4, case=case)
+    return f"{verdict.cases + 1} cases right, nothing found by the emulator"
+
+
+# ---- 7.8 ------------------------------------------------------------------------------------------------------------
+
+
+@exercise(
+    "7.8",
+    title="Row sums on the tensor core",
+    minutes=20,
+    difficulty="Stretch",
+    hints=[
+        "Every element of B is one. So what is in b0 and b1 of every lane, whatever the layout?",
+        "pack<T>(1.f, 1.f) is two ones, in fp16 or in bf16. All eight columns of the product are the same: which "
+        "of c0 to c3 hold row g's sum?",
+        "float l[4] = {}; mma_m16n8k16<T>(l, a, ones, ones); lane t == 0 writes l[0] to row g and l[2] to row g + 8.",
+    ],
+)
+def _(row_sums: str) -> str:
+    answer = Answer(_text(row_sums, "row_sums"))
+    for dtype in DTYPES:
+        p = torch.rand(16, 16, generator=torch.Generator().manual_seed(8)).to(dtype)
+        want, case = p.double().sum(1), _name(dtype)
+        for check in _builds(dtype):
+            sums = _unwritten(16)
+            counters = answer.run(p, sums, case=case, check=check, dtype=dtype)
+            expect_close(
+                sums,
+                want,
+                what="the row sums",
+                tol=1e-4,
+                case=case,
+                mistakes={
+                    "half-of-the-columns": (
+                        p.double()[:, ::2].sum(1),
+                        "only every second column is in the sum: both halves of b0 and b1 have to be one",
+                    ),
+                    "eight-columns": (
+                        p.double()[:, :8].sum(1),
+                        "only columns 0 to 7 are in the sum: b1 has to be ones too",
+                    ),
+                    "fp16-ones": (
+                        want / 128,
+                        "the sum is 128 times too small: 0x3C00 is 1 in fp16 and 1/128 in bf16; pack<T>(1.f, 1.f) "
+                        "is right in both",
+                    ),
+                    "rows-exchanged": (want.roll(8), "the sums of the upper and the lower 8 rows are exchanged"),
+                },
+            )
+        expect(
+            counters["mma"] == 1 and counters["shuffles"] == 0 and counters["ldmatrix"] == 1,
+            f"the sums are right, with {counters['mma']} MMAs, {counters['shuffles']} shuffles and "
+            f"{counters['ldmatrix']} ldmatrix; one MMA and "
+            "the given ldmatrix will do",
+            diagnosis="wrong-count",
+            case=case,
+        )
+    return "fp16 and bf16, one MMA, no shuffle"

@@ -1,0 +1,449 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Phase 7 · Tensor cores: exercises
+#
+# Fill in each cell that says `YOUR CODE HERE`, run it, then run the check below it. A check that fails says in one
+# sentence what is wrong; `hint("7.3")` gives the next hint, `progress()` shows where you are.
+#
+# The CUDA answers are text in a Python string. In it the mark is `// YOUR CODE HERE`: replace that line, and leave the
+# rest as it is. The check builds the text twice for the emulator, so no GPU is needed: once fast, and once with every
+# access to memory watched. The functions that a kernel may use (`ldmatrix_x1` to `_x4_trans`, `mma_m16n8k16<T>`,
+# `mma_m16n8k8<T>`, `pack<T>`, `smem_u32`) are those of `ptx.cuh`. As in the lecture, `g = lane / 4` and `t = lane % 4`.
+
+# %%
+from flashlab import show
+from flashlab.check import check, hint, progress
+from flashlab.cuda import FOLDER
+
+# %% [markdown]
+# ## 7.1 Who holds it?
+#
+# *Warm-up · 10 min*
+#
+# The lecture goes from an element of A to its lane. Do the same for the other two. `holder_of_b(row, column)` returns
+# `(lane, register, half)` for an element of B, 16 × 8; `holder_of_c(row, column)` returns `(lane, register)` for one of
+# C, 16 × 8. Use the figures; no loops, no search.
+
+# %% tags=["exercise"]
+def holder_of_b(row, column):
+    """The lane, the register (0 or 1) and the half (0 or 1) that hold B[row, column]."""
+    # BEGIN SOLUTION
+    return 4 * column + row % 8 // 2, row // 8, row % 2
+    # END SOLUTION
+
+
+def holder_of_c(row, column):
+    """The lane and the register (0 to 3) that hold C[row, column]."""
+    # BEGIN SOLUTION
+    return 4 * (row % 8) + column // 2, 2 * (row // 8) + column % 2
+    # END SOLUTION
+
+# %% tags=["check"]
+# hint("7.1")
+check("7.1", holder_of_b, holder_of_c)
+
+# %% [markdown]
+# ## 7.2 Thirty-two addresses
+#
+# *Core · 15 min*
+#
+# One `ldmatrix.x4` loads two B fragments at once: half as many instructions, twice the width. Two tiles lie in shared
+# memory, each of 16 keys × 16 dimensions, row by row.
+#
+# - K, without `.trans`: registers 0 and 1 should become `b0 b1` of keys 0–7 (dimensions 0–15), registers 2 and 3
+#   `b0 b1` of keys 8–15.
+# - V, with `.trans`: registers 0 and 1 should become `b0 b1` of dimensions 0–7 (keys 0–15), registers 2 and 3 `b0 b1`
+#   of dimensions 8–15.
+#
+# Each lane names the element at which a row of 8 begins. Write the row and the column for lane 0 to 31.
+
+# %% tags=["exercise"]
+def k_address(lane):
+    """(key, dimension) at which the row that this lane names begins, for K."""
+    # BEGIN SOLUTION
+    return lane % 8 + lane // 16 * 8, lane // 8 % 2 * 8
+    # END SOLUTION
+
+
+def v_address(lane):
+    """(key, dimension) at which the row that this lane names begins, for V."""
+    # BEGIN SOLUTION
+    return lane % 16, lane // 16 * 8
+    # END SOLUTION
+
+# %% tags=["check"]
+# hint("7.2")
+check("7.2", k_address, v_address)
+
+# %% [markdown]
+# ## 7.3 One tile of S
+#
+# *Core · 20 min*
+#
+# The first product of attention for 16 queries and 8 keys: $S = Q K^\mathsf{T}$, with D dimensions, D a multiple of 16.
+# The tiles are in shared memory already. Sum over D with `ldmatrix_x4`, `ldmatrix_x2` and `mma_m16n8k16<T>`, then let
+# each lane write its four floats to `s_gmem`, `[16, 8]`. The check runs D = 16, 48 and 64, fp16 and bf16, and counts
+# the instructions.
+
+# %% tags=["exercise"]
+one_tile = r"""
+#include "ptx.cuh"
+using T = ELEMENT;                      // __half or __nv_bfloat16, the check says which
+constexpr int D = HEAD_DIM;
+
+__global__ void __launch_bounds__(32) one_tile(const T* q_gmem, const T* k_gmem, float* s_gmem) {
+    __shared__ __align__(16) T q_smem[16 * D];      // [16, D]
+    __shared__ __align__(16) T k_smem[8 * D];       // [8, D]
+    const int lane = threadIdx.x, g = lane / 4, t = lane % 4;
+    for (int i = lane; i < 16 * D; i += 32) q_smem[i] = q_gmem[i];
+    for (int i = lane; i < 8 * D; i += 32) k_smem[i] = k_gmem[i];
+    __syncwarp();                                   // both tiles are here
+
+    float c[4] = {};
+    for (int d = 0; d < D; d += 16) {               // the product of 16 dimensions, added to c
+        uint32_t a[4], b[2];
+# BEGIN STARTER
+        // YOUR CODE HERE
+# END STARTER
+# BEGIN SOLUTION
+        ldmatrix_x4(a, smem_u32(q_smem + lane % 16 * D + d + lane / 16 * 8));
+        ldmatrix_x2(b, smem_u32(k_smem + lane % 8 * D + d + lane / 8 % 2 * 8));
+        mma_m16n8k16<T>(c, a, b[0], b[1]);
+# END SOLUTION
+    }
+# BEGIN STARTER
+    // YOUR CODE HERE: s_gmem
+# END STARTER
+# BEGIN SOLUTION
+    for (int i = 0; i < 4; i++) s_gmem[(g + i / 2 * 8) * 8 + t * 2 + i % 2] = c[i];
+# END SOLUTION
+}
+
+extern "C" int run(const T* q, const T* k, float* s) {
+    LAUNCH(one_tile, 1, 32, 0, 0, q, k, s);
+    return (int)cudaGetLastError();
+}
+"""
+
+# %% tags=["check"]
+# hint("7.3")
+check("7.3", one_tile)
+
+# %% [markdown]
+# ## 7.4 Four lanes, one maximum
+#
+# *Bug hunt · 15 min*
+#
+# This kernel takes a C tile of scores, 16 × 8, and returns each row's maximum and its sum of exponentials. The author
+# knows that a row lives in four lanes, wrote the masks of the two exchanges as bits, and tested with scores that fall
+# from left to right. On real scores about half of the maxima are wrong. One character too few, or one too many. The
+# same slip has been made in published kernels.
+#
+# Run the check first. Which elements does it say the maximum was taken over, and which lanes hold those?
+
+# %% tags=["exercise"]
+row_statistics = r"""
+#include "ptx.cuh"
+__global__ void __launch_bounds__(32) statistics(const float* s_gmem, float* max_gmem, float* sum_gmem) {
+    const int lane = threadIdx.x, g = lane / 4, t = lane % 4;
+    float c[4];
+    for (int i = 0; i < 4; i++) c[i] = s_gmem[(g + i / 2 * 8) * 8 + t * 2 + i % 2];
+    for (int h = 0; h < 2; h++) {                                       // row g, row g + 8
+        float m = fmaxf(c[2 * h], c[2 * h + 1]);
+        m = fmaxf(m, __shfl_xor_sync(~0u, m, 0b01));
+# BEGIN STARTER
+        m = fmaxf(m, __shfl_xor_sync(~0u, m, 0x10));
+# END STARTER
+# BEGIN SOLUTION
+        m = fmaxf(m, __shfl_xor_sync(~0u, m, 0b10));                    // 2: 0x10 would be lane ^ 16, four rows away
+# END SOLUTION
+        float l = expf(c[2 * h] - m) + expf(c[2 * h + 1] - m);
+        l += __shfl_xor_sync(~0u, l, 0b01);
+        l += __shfl_xor_sync(~0u, l, 0b10);
+        if (t == 0) max_gmem[g + 8 * h] = m, sum_gmem[g + 8 * h] = l;
+    }
+}
+
+extern "C" int run(const float* s, float* row_max, float* row_sum) {
+    LAUNCH(statistics, 1, 32, 0, 0, s, row_max, row_sum);
+    return (int)cudaGetLastError();
+}
+"""
+
+# %% tags=["check"]
+# hint("7.4")
+check("7.4", row_statistics)
+
+# %% [markdown]
+# ## 7.5 P becomes A
+#
+# *Core · 15 min*
+#
+# Two C tiles of P are in registers: `c` holds columns 0–7, `d` columns 8–15. Make the A fragment of the 16 × 16 matrix
+# P, in four registers of two 16-bit numbers each. `pack<T>(low, high)` rounds two floats and packs them. No shuffles,
+# no shared memory. There are three classic ways to get this wrong, and each gives numbers that look right; the check
+# knows them all.
+
+# %% tags=["exercise"]
+second_product = r"""
+#include "ptx.cuh"
+using T = ELEMENT;
+
+__global__ void __launch_bounds__(32) second_product(const float* p_gmem, const T* v_gmem, float* o_gmem) {
+    __shared__ __align__(16) T v_smem[16 * 8];
+    const int lane = threadIdx.x, g = lane / 4, t = lane % 4;
+    for (int i = lane; i < 128; i += 32) v_smem[i] = v_gmem[i];
+    __syncwarp();                                                       // V is here
+    float c[4], d[4];
+    for (int i = 0; i < 4; i++) {
+        c[i] = p_gmem[(g + i / 2 * 8) * 16 + t * 2 + i % 2];
+        d[i] = p_gmem[(g + i / 2 * 8) * 16 + t * 2 + i % 2 + 8];
+    }
+    uint32_t a[4], b[2];
+# BEGIN STARTER
+    // YOUR CODE HERE: a[0] to a[3]
+# END STARTER
+# BEGIN SOLUTION
+    a[0] = pack<T>(c[0], c[1]);          // row g,     columns 2t, 2t + 1
+    a[1] = pack<T>(c[2], c[3]);          // row g + 8
+    a[2] = pack<T>(d[0], d[1]);          // row g,     columns 2t + 8, 2t + 9
+    a[3] = pack<T>(d[2], d[3]);          // row g + 8
+# END SOLUTION
+    ldmatrix_x2_trans(b, smem_u32(v_smem + lane % 16 * 8));
+    float o[4] = {};
+    mma_m16n8k16<T>(o, a, b[0], b[1]);
+    for (int i = 0; i < 4; i++) o_gmem[(g + i / 2 * 8) * 8 + t * 2 + i % 2] = o[i];
+}
+
+extern "C" int run(const float* p, const T* v, float* o) {
+    LAUNCH(second_product, 1, 32, 0, 0, p, v, o);
+    return (int)cudaGetLastError();
+}
+"""
+
+# %% tags=["check"]
+# hint("7.5")
+check("7.5", second_product)
+
+# %% [markdown]
+# ## 7.6 Two bugs in P V
+#
+# *Bug hunt · 20 min*
+#
+# $O = P V$ for 16 queries and up to 16 keys, 64 dimensions. If there are fewer keys than 16, the columns of P that
+# belong to none are 0, so that, the author says, it does not matter what stands in the missing rows of V. All tests
+# passed: they were made with V = ones. There are two bugs. The emulator names the first; the second is about which way
+# V lies.
+
+# %% tags=["exercise"]
+pv = r"""
+#include "ptx.cuh"
+using T = ELEMENT;
+constexpr int D = 64;
+
+__global__ void __launch_bounds__(32) pv(const T* p_gmem, const T* v_gmem, float* o_gmem, int keys) {
+    __shared__ __align__(16) T p_smem[16 * 16], v_smem[16 * D];
+    const int lane = threadIdx.x, g = lane / 4, t = lane % 4;
+    for (int i = lane; i < 16 * 16; i += 32) p_smem[i] = p_gmem[i];     // 0 from column `keys` on
+# BEGIN STARTER
+    for (int i = lane; i < keys * D; i += 32) v_smem[i] = v_gmem[i];
+# END STARTER
+# BEGIN SOLUTION
+    for (int i = lane; i < 16 * D; i += 32) v_smem[i] = i < keys * D ? v_gmem[i] : T(0.f);     // 0 * NaN is NaN
+# END SOLUTION
+    __syncwarp();                                                       // P and V are here
+    uint32_t a[4];
+    ldmatrix_x4(a, smem_u32(p_smem + lane % 16 * 16 + lane / 16 * 8));
+    for (int n = 0; n < D / 8; n++) {                                   // 8 columns of O
+        uint32_t b[2];
+# BEGIN STARTER
+        ldmatrix_x2(b, smem_u32(v_smem + lane % 16 * D + n * 8));
+# END STARTER
+# BEGIN SOLUTION
+        ldmatrix_x2_trans(b, smem_u32(v_smem + lane % 16 * D + n * 8)); // a register wants two keys of one column
+# END SOLUTION
+        float o[4] = {};
+        mma_m16n8k16<T>(o, a, b[0], b[1]);
+        for (int i = 0; i < 4; i++) o_gmem[(g + i / 2 * 8) * D + n * 8 + t * 2 + i % 2] = o[i];
+    }
+}
+
+extern "C" int run(const T* p, const T* v, float* o, int keys) {
+    LAUNCH(pv, 1, 32, 0, 0, p, v, o, keys);
+    return (int)cudaGetLastError();
+}
+"""
+
+# %% tags=["check"]
+# hint("7.6")
+check("7.6", pv)
+
+# %% [markdown]
+# ## 7.7 The loop of the kernel
+#
+# *Core · 40 min*
+#
+# **The milestone of this phase.** Write the inside of the loop of `p7_naive.cu`: K and V tiles are in shared memory, S,
+# the maxima, the correction, P, and O are yours. What is around it:
+
+# %%
+show.source(FOLDER / "p7_naive.cu", start="// c0 c1 | c2 c3: columns", end="every thread's part of Q, K_j and V_j is here")
+
+# %% [markdown]
+# You may use everything above, and: `at(row, column)`, the byte offset of an element in a tile (`q_smem + at(...)` is
+# its address), `S_TILES` (2) and `O_TILES` (D / 8), `exp2_approx`, and, for the mask, `p.causal`, `p.seq_k`, `diagonal`
+# (a row sees the keys up to `row + diagonal`), `m_start` (the block's first row), `warp_row` (0). Keys from `p.seq_k`
+# on do not exist: their scores are $-\infty$. A row that has seen no key yet has the maximum $-\infty$, and
+# $-\infty - (-\infty)$ is NaN.
+#
+# What the code after the loop expects: `row_max` of the raw, unscaled scores; `row_sum` of this lane's columns only;
+# `acc` not divided yet.
+
+# %% tags=["exercise"]
+# BEGIN STARTER
+loop = r"""
+        // S = Q K^T
+        float s[S_TILES][4] = {};
+        // YOUR CODE HERE
+
+        // The row maxima; a row lives in a quad
+
+        // What was summed under the old maximum is brought under the new one
+
+        // P = 2^(S - maximum), and its sum
+
+        // O += P V
+"""
+# END STARTER
+# BEGIN SOLUTION
+from flashlab.exercises.phase_07 import naive_loop
+
+loop = naive_loop()  # the lines of p7_naive.cu; section 10 of the lecture shows them, part by part
+# END SOLUTION
+
+# %% tags=["check"]
+# hint("7.7")
+check("7.7", loop)
+
+# %% [markdown]
+# ## 7.8 Row sums on the tensor core
+#
+# *Stretch · 20 min*
+#
+# The sum of P's rows costs an addition an element and shuffles at the end. A matrix product can do it:
+# $P \cdot \mathbf{1}$, with a B that is all ones, has the sum of row $i$ in every column of row $i$. The A fragment is
+# there anyway, and an operand of ones needs no load. Write each row's sum to `sum_gmem`, `[16]`, with one more MMA, no
+# shuffle and no `ldmatrix` more.
+#
+# Then think: which sum is it, of P before or after its rounding to 16 bits? Is that better or worse for $O = PV / l$?
+
+# %% tags=["exercise"]
+row_sums = r"""
+#include "ptx.cuh"
+using T = ELEMENT;                                                      // fp16, and bf16: a one looks different
+
+__global__ void __launch_bounds__(32) row_sums(const T* p_gmem, float* sum_gmem) {
+    __shared__ __align__(16) T p_smem[16 * 16];
+    const int lane = threadIdx.x, g = lane / 4, t = lane % 4;
+    for (int i = lane; i < 16 * 16; i += 32) p_smem[i] = p_gmem[i];
+    __syncwarp();                                                       // P is here
+    uint32_t a[4];
+    ldmatrix_x4(a, smem_u32(p_smem + lane % 16 * 16 + lane / 16 * 8));
+# BEGIN STARTER
+    // YOUR CODE HERE
+# END STARTER
+# BEGIN SOLUTION
+    const uint32_t ones = pack<T>(1.f, 1.f);
+    float l[4] = {};
+    mma_m16n8k16<T>(l, a, ones, ones);
+    if (t == 0) sum_gmem[g] = l[0], sum_gmem[g + 8] = l[2];             // every column holds the sum
+# END SOLUTION
+}
+
+extern "C" int run(const T* p, float* sum) {
+    LAUNCH(row_sums, 1, 32, 0, 0, p, sum);
+    return (int)cudaGetLastError();
+}
+"""
+
+# %% tags=["check"]
+# hint("7.8")
+check("7.8", row_sums)
+
+# %% [markdown]
+# <details><summary>Answer</summary>
+#
+# Of P after rounding, since that is what A holds. For $O$ it is, if anything, better: numerator and denominator then
+# use the same weights, so that O is exactly a weighted average of rows of V, with weights that sum to 1. The
+# log-sum-exp gets a rounding error of 16-bit terms in return, some $10^{-4}$ relative, which is why this course's
+# kernels sum the unrounded floats. The MMA is not free either: at D = 64 it is one in 17.
+#
+# </details>
+
+# %% [markdown]
+# ## 7.9 A head dimension of 40
+#
+# *Stretch · 25 min*
+#
+# Some image models have heads of 40 dimensions. $40 = 16 + 16 + 8$, and for the last eight there is
+# `mma_m16n8k8<T>(c, a, b0)`, with the A fragment `a[2]` (rows $g$ and $g + 8$, columns $2t$ and $2t + 1$) and one
+# register of B. Padding with zeros to 48 would do too, at the price of a sixth of the arithmetic and of the memory.
+# Write $S = Q K^\mathsf{T}$ for 16 queries, 8 keys and any D that is a multiple of 8: as many `m16n8k16` as fit, and
+# one `m16n8k8` where eight dimensions are left.
+
+# %% tags=["exercise"]
+any_eight = r"""
+#include "ptx.cuh"
+using T = ELEMENT;
+constexpr int D = HEAD_DIM;                                             // 8, 40, 64, 72, ...
+
+__global__ void __launch_bounds__(32) any_eight(const T* q_gmem, const T* k_gmem, float* s_gmem) {
+    __shared__ __align__(16) T q_smem[16 * D], k_smem[8 * D];           // [16, D], [8, D]
+    const int lane = threadIdx.x, g = lane / 4, t = lane % 4;
+    for (int i = lane; i < 16 * D; i += 32) q_smem[i] = q_gmem[i];
+    for (int i = lane; i < 8 * D; i += 32) k_smem[i] = k_gmem[i];
+    __syncwarp();                                                       // both tiles are here
+    float c[4] = {};
+# BEGIN STARTER
+    // YOUR CODE HERE
+# END STARTER
+# BEGIN SOLUTION
+    for (int d = 0; d + 16 <= D; d += 16) {
+        uint32_t a[4], b[2];
+        ldmatrix_x4(a, smem_u32(q_smem + lane % 16 * D + d + lane / 16 * 8));
+        ldmatrix_x2(b, smem_u32(k_smem + lane % 8 * D + d + lane / 8 % 2 * 8));
+        mma_m16n8k16<T>(c, a, b[0], b[1]);
+    }
+    if (D % 16) {
+        uint32_t a[2], b[1];
+        ldmatrix_x2(a, smem_u32(q_smem + lane % 16 * D + D - 8));       // two 8 x 8 tiles of A, one above the other
+        ldmatrix_x1(b, smem_u32(k_smem + lane % 8 * D + D - 8));
+        mma_m16n8k8<T>(c, a, b[0]);
+    }
+# END SOLUTION
+    for (int i = 0; i < 4; i++) s_gmem[(g + i / 2 * 8) * 8 + t * 2 + i % 2] = c[i];
+}
+
+extern "C" int run(const T* q, const T* k, float* s) {
+    LAUNCH(any_eight, 1, 32, 0, 0, q, k, s);
+    return (int)cudaGetLastError();
+}
+"""
+
+# %% tags=["check"]
+# hint("7.9")
+check("7.9", any_eight)
+
+# %% [markdown]
+# You can now read any kernel that is built on `mma.sync`, and you have written the core of one. It is slow, and you
+# know from the lecture's counts where the time goes. Phase 8 takes it back, one reason at a time.
+
+# %% tags=["nbval-ignore-output"]
+progress(7)

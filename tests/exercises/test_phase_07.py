@@ -1,0 +1,240 @@
+"""Phase 7's checks: the mistakes that learners make are named, and what is unwritten or racy is told with its line.
+
+The right answers are those of the lesson's solution; a mistake is one change to one of them.
+"""
+
+import functools
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from lesson_source import make_notebook, read_lesson
+
+from flashlab.check import CheckFailed, check
+from flashlab.cuda import fragments, load_inline
+from flashlab.exercises.phase_07 import naive_loop
+
+ROOT = Path(__file__).resolve().parents[2]
+LESSON = ROOT / "src" / "lessons" / "07_tensor_cores_exercises.py"
+
+
+@functools.cache
+def answers(kind):
+    """What the exercise cells define, in the solution or as the learner gets them."""
+    notebook, _ = make_notebook(read_lesson(LESSON), kind, ROOT)
+    names = {}
+    for cell in notebook.cells:
+        if "exercise" in cell.metadata.get("tags", []):
+            exec(cell.source, names)
+    return names
+
+
+def changed(name, *changes):
+    text = answers("solutions")[name]
+    for old, new in changes:
+        assert text.count(old) == 1, f"{old!r} occurs {text.count(old)} times"
+        text = text.replace(old, new)
+    return text
+
+
+def failure(id, *given):
+    with pytest.raises(CheckFailed) as caught:
+        check(id, *given)
+    assert len(str(caught.value)) > 20
+    return caught.value
+
+
+# ---- the fragments ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("operand, shape", [("a", (16, 16)), ("b", (16, 8)), ("c", (16, 8))])
+def test_a_fragment_is_a_permutation_of_its_matrix(operand, shape):
+    matrix = torch.arange(shape[0] * shape[1]).reshape(shape)
+    held = fragments.fragment(matrix, operand)
+    assert held.numel() == matrix.numel() and len(held.unique()) == matrix.numel()
+    assert torch.equal(fragments.matrix(held, operand).long(), matrix)
+
+
+def test_the_formulas_are_those_of_the_instruction():
+    A, B, C = (torch.randint(-8, 9, shape) for shape in (fragments.A_SHAPE, fragments.B_SHAPE, fragments.C_SHAPE))
+    module = load_inline(ROOT / "src" / "flashlab" / "cuda" / "p7_one_mma.cu", backend="emulator")
+    c = fragments.fragment(C.float(), "c")
+    module.mma(fragments.fragment(A.half(), "a"), fragments.fragment(B.half(), "b"), c)
+    assert torch.equal(fragments.matrix(c, "c").long(), A @ B + C)
+
+
+# ---- the Python exercises --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "b, slug",
+    [
+        (lambda r, c: (4 * (r % 8) + c // 2, r // 8, c % 2), "b-paired-along-rows"),
+        (lambda r, c: (8 * (r % 8 // 2) + c, r // 8, r % 2), "g-and-t-exchanged"),
+        (lambda r, c: (4 * c + r % 8 // 2, r // 8, 1 - r % 2), "halves-exchanged"),
+        (lambda r, c: (4 * c + r % 8 / 2, r // 8, r % 2), "wrong-type"),
+        (lambda r, c: (0, 0, 0), "wrong-value"),
+    ],
+)
+def test_the_holder_of_b(b, slug):
+    assert failure("7.1", b, answers("solutions")["holder_of_c"]).diagnosis == slug
+
+
+@pytest.mark.parametrize(
+    "c, slug",
+    [
+        (lambda r, c: (4 * (r % 8) + c // 2, r // 8 + 2 * (c % 2)), "c1-and-c2-exchanged"),
+        (lambda r, c: (8 * (c // 2) + r % 8, 2 * (r // 8) + c % 2), "g-and-t-exchanged"),
+        (lambda r, c: (4 * r + c // 2, 2 * (r // 8) + c % 2), "wrong-value"),
+    ],
+)
+def test_the_holder_of_c(c, slug):
+    assert failure("7.1", answers("solutions")["holder_of_b"], c).diagnosis == slug
+
+
+def test_the_addresses_of_ldmatrix():
+    right_k, right_v = answers("solutions")["k_address"], answers("solutions")["v_address"]
+    assert check("7.2", right_k, right_v)
+    assert failure("7.2", right_v, right_v).diagnosis == "registers-exchanged"
+    assert failure("7.2", right_k, right_k).diagnosis == "registers-exchanged"
+    assert failure("7.2", lambda lane: (lane, 0), right_v).diagnosis == "out-of-bounds"
+    wrong = failure("7.2", lambda lane: (lane % 8, lane // 8 % 2 * 8), right_v)
+    assert wrong.diagnosis == "wrong-value"
+    assert "register 2 of lane 0 should begin with key 8, dimension 0, and it has key 0, dimension 0" in str(wrong)
+
+
+# ---- the CUDA exercises ----------------------------------------------------------------------------------------------
+
+MISTAKES = [
+    ("7.3", "one_tile", "k-not-plain", ("ldmatrix_x2(b", "ldmatrix_x2_trans(b")),
+    (
+        "7.3",
+        "one_tile",
+        "same-slice",
+        ("* D + d + lane / 16", "* D + lane / 16"),
+        ("* D + d + lane / 8", "* D + lane / 8"),
+    ),
+    (
+        "7.3",
+        "one_tile",
+        "last-slice-only",
+        ("        mma_", "        for (int i = 0; i < 4; i++) c[i] = 0.f;\n        mma_"),
+    ),
+    ("7.3", "one_tile", "rows-exchanged", ("(g + i / 2 * 8)", "(g + 8 - i / 2 * 8)")),
+    ("7.3", "one_tile", "b-registers-exchanged", ("b[0], b[1]", "b[1], b[0]")),
+    (
+        "7.3",
+        "one_tile",
+        "a-registers-exchanged",
+        ("lane % 16 * D + d + lane / 16 * 8", "(lane % 8 + lane / 16 * 8) * D + d + lane / 8 % 2 * 8"),
+    ),
+    ("7.3", "one_tile", "wrong-count", ("        mma_", "        mma_m16n8k16<T>(c, a, 0, 0);\n        mma_")),
+    ("7.3", "one_tile", "race", ("    __syncwarp();", "    ")),
+    ("7.3", "one_tile", "does-not-compile", ("ldmatrix_x4(a", "ldmatrix_x4(b")),
+    ("7.3", "one_tile", "wrong-entry", ("int run(", "int start(")),
+    ("7.4", "row_statistics", "wrong-shuffle-mask", ("m, 0b10)", "m, 0x10)")),
+    ("7.4", "row_statistics", "one-shuffle", ("m, 0b10)", "m, 0b01)")),
+    ("7.4", "row_statistics", "wrong-value", ("l, 0b10)", "l, 0x10)")),
+    (
+        "7.5",
+        "second_product",
+        "middle-registers-exchanged",
+        ("pack<T>(c[2], c[3])", "pack<T>(d[0], d[1]) "),
+        ("pack<T>(d[0], d[1]); ", "pack<T>(c[2], c[3]); "),
+    ),
+    ("7.5", "second_product", "c2-c3-swapped", ("(c[2], c[3])", "(c[3], c[2])"), ("(d[2], d[3])", "(d[3], d[2])")),
+    ("7.5", "second_product", "c2-c3-swapped-once", ("(c[2], c[3])", "(c[3], c[2])")),
+    (
+        "7.5",
+        "second_product",
+        "tiles-exchanged",
+        (
+            "float o[4] = {};",
+            "float o[4] = {};\n    for (int i = 0; i < 2; i++) { uint32_t x = a[i]; a[i] = a[i + 2], a[i + 2] = x; }",
+        ),
+    ),
+    ("7.5", "second_product", "wrong-value", ("a[3] = pack<T>(d[2], d[3])", "a[3] = 0")),
+    ("7.6", "pv", "v-not-transposed", ("ldmatrix_x2_trans", "ldmatrix_x2")),
+    ("7.6", "pv", "uninitialised-shared", ("i < 16 * D", "i < keys * D")),
+    ("7.8", "row_sums", "fp16-ones", ("pack<T>(1.f, 1.f)", "0x3C003C00")),
+    ("7.8", "row_sums", "half-of-the-columns", ("pack<T>(1.f, 1.f)", "pack<T>(1.f, 0.f)")),
+    ("7.8", "row_sums", "eight-columns", ("a, ones, ones", "a, ones, 0")),
+    ("7.8", "row_sums", "rows-exchanged", ("l[0], sum_gmem[g + 8] = l[2]", "l[2], sum_gmem[g + 8] = l[0]")),
+    ("7.9", "any_eight", "wrong-value", ("if (D % 16)", "if (false)")),
+    ("7.9", "any_eight", "wrong-value", ("lane % 16 * D + D - 8", "lane % 8 * D + D - 8")),
+]
+
+
+@pytest.mark.parametrize(
+    "id, name, slug, changes", [(i, n, s, c) for i, n, s, *c in MISTAKES], ids=lambda x: str(x)[:28]
+)
+def test_a_mistake_is_named(id, name, slug, changes):
+    assert failure(id, changed(name, *changes)).diagnosis == slug
+
+
+@pytest.mark.parametrize(
+    "id, name",
+    [("7.3", "one_tile"), ("7.4", "row_statistics"), ("7.5", "second_product"), ("7.6", "pv"), ("7.8", "row_sums"),
+     ("7.9", "any_eight")],
+)  # fmt: skip
+def test_the_right_answer_passes_in_time(id, name):
+    start = time.process_time()
+    assert check(id, answers("solutions")[name])
+    assert time.process_time() - start < 5
+
+
+def test_the_bug_hunts_are_told_what_is_wrong():
+    first = failure("7.4", answers("exercises")["row_statistics"])
+    assert first.diagnosis == "wrong-shuffle-mask" and "rows 0 and 4" in str(first)
+    first = failure("7.6", answers("exercises")["pv"])
+    assert first.diagnosis == "uninitialised-shared", "the emulator names the first of the two bugs"
+    half_repaired = answers("exercises")["pv"].replace(
+        "for (int i = lane; i < keys * D; i += 32) v_smem[i] = v_gmem[i];",
+        "for (int i = lane; i < 16 * D; i += 32) v_smem[i] = i < keys * D ? v_gmem[i] : T(0.f);",
+    )
+    assert failure("7.6", half_repaired).diagnosis == "v-not-transposed"
+
+
+def test_a_race_is_told_with_the_learners_line():
+    text = changed("one_tile", ("    __syncwarp();", "    "))
+    line = next(i for i, x in enumerate(text.splitlines(), 1) if "ldmatrix_x4" in x)
+    assert f"line {line} of your code, `ldmatrix_x4(a" in str(failure("7.3", text))
+
+
+def test_a_compile_error_is_told_with_the_learners_line():
+    error = failure("7.3", changed("one_tile", ("ldmatrix_x4(a", "ldmatrix_x4(b")))
+    line = next(i for i, x in enumerate(answers("solutions")["one_tile"].splitlines(), 1) if "ldmatrix_x4" in x)
+    assert f"line {line} of your code" in str(error)
+
+
+# ---- the milestone ---------------------------------------------------------------------------------------------------
+
+LOOP = {
+    "race": (
+        "#pragma unroll\n            for (int n = 0; n < O_TILES; n++) {",
+        "k_smem[lane] = 0;\n            for (int n = 0; n < O_TILES; n++) {",
+    ),
+    "tail-not-masked": ("if (key + n * 8", "if (p.causal && key + n * 8"),
+    "o-not-rescaled": ("acc[n][2 * h] *= correction, acc[n][2 * h + 1] *= correction", "(void)correction"),
+    "does-not-compile": ("float new_max[2];", "float new_max[2]"),
+    "v-not-transposed": ("ldmatrix_x2_trans(b", "ldmatrix_x2(b"),
+}
+
+
+def test_the_loop_of_the_kernel():
+    assert check("7.7", naive_loop())
+    error = failure("7.7", naive_loop().replace("float new_max[2];", "float new_max[2]"))
+    assert "of your code" in str(error)
+
+
+@pytest.mark.parametrize("slug", LOOP)
+def test_a_wrong_loop_is_told_its_mistake(slug):
+    old, new = LOOP[slug]
+    assert naive_loop().count(old) == 1
+    assert failure("7.7", naive_loop().replace(old, new)).diagnosis == slug
+
+
+def test_bf16_is_run_too():
+    half_only = naive_loop().replace("pack<T>", "pack<__half>")
+    assert failure("7.7", half_only).case.startswith("bfloat16")
