@@ -28,7 +28,7 @@ from flashlab.cuda.problem import step
 #
 # The oldest cure for bank conflicts is padding: make a row a little longer than it has to be. Shared memory has 32 banks of 4 bytes;
 # address $a$ is in bank $a / 4 \bmod 32$. One 8×8 tile of an `ldmatrix` is eight rows of 16 bytes, row $r$ at address
-# $r \cdot \text{row\_bytes}$. A wavefront delivers each bank once. How many wavefronts does the tile need, when `row_bytes` is a multiple of 16?
+# $r \cdot \mathrm{row\_bytes}$. A wavefront delivers each bank once. How many wavefronts does the tile need, when `row_bytes` is a multiple of 16?
 
 # %% tags=["exercise"]
 def wavefronts(row_bytes):

@@ -1,0 +1,378 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Phase 6 · Scalar CUDA C++: exercises
+#
+# You write CUDA here, in a string. Replace the line `// YOUR CODE HERE`, run the cell, then run the check below it (while that line is there, the check
+# says "not solved yet"). `hint("6.3")` gives the next hint, `progress()` shows where you are.
+#
+# A check builds your source twice in the emulator, on any machine. The check build watches every load and store and tells you about races and bad addresses, with the
+# line; the fast build runs more inputs. To look for yourself: `load_inline(source, check=True)`, run it, and read its `.report`.
+
+# %%
+from flashlab import show
+from flashlab.check import check, hint, progress
+from flashlab.cuda import FOLDER, load_inline
+
+# %% [markdown]
+# ## 6.1 Which element is mine?
+#
+# *Warm-up · 10 min*
+#
+# `y = x + bias` for a matrix `x [rows][cols]`, stored row by row, and a `bias [cols]`. The launch is given: blocks of 32 × 4 threads, a grid that covers the matrix
+# and, at its edges, more. Write the body: this thread's row and column, the guard, the sum. Neighbouring threads (`threadIdx.x`) should have neighbouring columns.
+
+# %% tags=["exercise"]
+# BEGIN STARTER
+add_bias = r"""
+#include "simt.h"
+
+__global__ void add_bias(const float* x, const float* bias, float* y, int rows, int cols) {
+    // YOUR CODE HERE
+}
+extern "C" int run(const float* x, const float* bias, float* y, int rows, int cols, void* stream) {
+    const dim3 threads(32, 4), blocks((cols + 31) / 32, (rows + 3) / 4);
+    add_bias<<<blocks, threads, 0, (cudaStream_t)stream>>>(x, bias, y, rows, cols);
+    return (int)cudaGetLastError();
+}
+"""
+# END STARTER
+# BEGIN SOLUTION
+add_bias = r"""
+#include "simt.h"
+
+__global__ void add_bias(const float* x, const float* bias, float* y, int rows, int cols) {
+    const int col = blockIdx.x * blockDim.x + threadIdx.x, row = blockIdx.y * blockDim.y + threadIdx.y;
+    if (row >= rows || col >= cols) return;
+    y[row * cols + col] = x[row * cols + col] + bias[col];
+}
+extern "C" int run(const float* x, const float* bias, float* y, int rows, int cols, void* stream) {
+    const dim3 threads(32, 4), blocks((cols + 31) / 32, (rows + 3) / 4);
+    add_bias<<<blocks, threads, 0, (cudaStream_t)stream>>>(x, bias, y, rows, cols);
+    return (int)cudaGetLastError();
+}
+"""
+# END SOLUTION
+
+# %% tags=["check"]
+# hint("6.1")
+check("6.1", add_bias)
+
+# %% [markdown]
+# ## 6.2 The sum that is sometimes right
+#
+# *Bug hunt · 10 min*
+#
+# A block of 128 threads divides 128 numbers by their sum, which it computes in a tree: 64 threads add the upper half to the lower, then 32, and so on. On its author's GPU
+# the result is right nearly always. Run the check, read the two lines that it names, and repair the kernel. Keep the tree.
+
+# %% tags=["exercise"]
+# BEGIN STARTER
+block_sum = r"""
+#include "simt.h"
+
+__global__ void fractions(const float* x, float* y) {      // x and y [blocks][128]
+    __shared__ float part_smem[128];
+    const float value = x[blockIdx.x * 128 + threadIdx.x];
+    part_smem[threadIdx.x] = value;
+    __syncthreads();
+    for (int half = 64; half > 0; half /= 2) {
+        if (threadIdx.x < half) {
+            part_smem[threadIdx.x] += part_smem[threadIdx.x + half];
+        }
+    }
+    y[blockIdx.x * 128 + threadIdx.x] = value / part_smem[0];
+}
+extern "C" int run(const float* x, float* y, int blocks, void* stream) {
+    fractions<<<blocks, 128, 0, (cudaStream_t)stream>>>(x, y);
+    return (int)cudaGetLastError();
+}
+"""
+# END STARTER
+# BEGIN SOLUTION
+block_sum = r"""
+#include "simt.h"
+
+__global__ void fractions(const float* x, float* y) {      // x and y [blocks][128]
+    __shared__ float part_smem[128];
+    const float value = x[blockIdx.x * 128 + threadIdx.x];
+    part_smem[threadIdx.x] = value;
+    __syncthreads();
+    for (int half = 64; half > 0; half /= 2) {
+        if (threadIdx.x < half) {
+            part_smem[threadIdx.x] += part_smem[threadIdx.x + half];
+        }
+        __syncthreads();                                   // this round is written; outside of the if: all 128 get here
+    }
+    y[blockIdx.x * 128 + threadIdx.x] = value / part_smem[0];
+}
+extern "C" int run(const float* x, float* y, int blocks, void* stream) {
+    fractions<<<blocks, 128, 0, (cudaStream_t)stream>>>(x, y);
+    return (int)cudaGetLastError();
+}
+"""
+# END SOLUTION
+
+# %% tags=["check"]
+# hint("6.2")
+check("6.2", block_sum)
+
+# %% [markdown]
+# ## 6.3 A transpose that wastes nothing
+#
+# *Core · 25 min*
+#
+# `y [cols][rows]` is the transpose of `x [rows][cols]`. Straight from `x` to `y`, either the loads or the stores of a warp have the stride of a row. So take the way through shared memory: a block of 32 × 8
+# threads brings in a tile of 32 × 32 numbers along the rows of `x`, and writes it out along the rows of `y`. The launch is given.
+#
+# The check wants the right result on any size, no sector more than needed, no race, and no bank conflict.
+
+# %% tags=["exercise"]
+# BEGIN STARTER
+transpose = r"""
+#include "simt.h"
+
+__global__ void transpose(const float* x, float* y, int rows, int cols) {       // block (bx, by): rows 32 by.., columns 32 bx..
+    __shared__ float tile_smem[32][32];
+    // YOUR CODE HERE
+}
+extern "C" int run(const float* x, float* y, int rows, int cols, void* stream) {
+    const dim3 threads(32, 8), blocks((cols + 31) / 32, (rows + 31) / 32);
+    transpose<<<blocks, threads, 0, (cudaStream_t)stream>>>(x, y, rows, cols);
+    return (int)cudaGetLastError();
+}
+"""
+# END STARTER
+# BEGIN SOLUTION
+transpose = r"""
+#include "simt.h"
+
+__global__ void transpose(const float* x, float* y, int rows, int cols) {       // block (bx, by): rows 32 by.., columns 32 bx..
+    __shared__ float tile_smem[32][33];                    // one word of padding: a column lies in 32 banks
+    const int row = 32 * blockIdx.y, col = 32 * blockIdx.x, lane = threadIdx.x;
+    for (int i = threadIdx.y; i < 32; i += 8)
+        if (row + i < rows && col + lane < cols) tile_smem[i][lane] = x[(row + i) * cols + col + lane];
+    __syncthreads();                                       // the tile is complete
+    for (int i = threadIdx.y; i < 32; i += 8)
+        if (col + i < cols && row + lane < rows) y[(col + i) * rows + row + lane] = tile_smem[lane][i];
+}
+extern "C" int run(const float* x, float* y, int rows, int cols, void* stream) {
+    const dim3 threads(32, 8), blocks((cols + 31) / 32, (rows + 31) / 32);
+    transpose<<<blocks, threads, 0, (cudaStream_t)stream>>>(x, y, rows, cols);
+    return (int)cudaGetLastError();
+}
+"""
+# END SOLUTION
+
+# %% tags=["check"]
+# hint("6.3")
+check("6.3", transpose)
+
+# %% [markdown]
+# ## 6.4 Online softmax of a row, in one warp
+#
+# *Core · 30 min*
+#
+# A warp has a row of `n` numbers, any `n`. Lane $t$ takes the elements $t, t + 32, t + 64, \ldots$ and keeps its own state $(m, \ell)$, updated online: the row is read **once**. Then five rounds of
+# `__shfl_xor_sync` merge the 32 states, by phase 0's merge. No shared memory. At the end every lane has the row's $m$ and $\ell$; the last line stores the log-sum-exp.
+#
+# Mind the lanes that got no element: what is $-\infty - (-\infty)$?
+
+# %% tags=["exercise"]
+# BEGIN STARTER
+row_lse = r"""
+#include "simt.h"
+
+__global__ void row_lse(const float* x, float* lse, int n) {                    // x [rows][n]; a block is one warp, one row
+    const float* row = x + blockIdx.x * n;
+    float m = -INFINITY, l = 0.f;                          // this lane's state
+    // YOUR CODE HERE
+    if (threadIdx.x == 0) lse[blockIdx.x] = m + logf(l);
+}
+extern "C" int run(const float* x, float* lse, int rows, int n, void* stream) {
+    row_lse<<<rows, 32, 0, (cudaStream_t)stream>>>(x, lse, n);
+    return (int)cudaGetLastError();
+}
+"""
+# END STARTER
+# BEGIN SOLUTION
+row_lse = r"""
+#include "simt.h"
+
+__global__ void row_lse(const float* x, float* lse, int n) {                    // x [rows][n]; a block is one warp, one row
+    const float* row = x + blockIdx.x * n;
+    float m = -INFINITY, l = 0.f;                          // this lane's state
+    for (int i = threadIdx.x; i < n; i += 32) {
+        const float value = row[i], m_new = fmaxf(m, value);
+        l = l * expf(m - m_new) + expf(value - m_new);
+        m = m_new;
+    }
+    for (int step = 1; step < 32; step *= 2) {
+        const float m_other = __shfl_xor_sync(~0u, m, step), l_other = __shfl_xor_sync(~0u, l, step);
+        const float m_new = fmaxf(m, m_other), base = m_new == -INFINITY ? 0.f : m_new;
+        l = l * expf(m - base) + l_other * expf(m_other - base);
+        m = m_new;
+    }
+    if (threadIdx.x == 0) lse[blockIdx.x] = m + logf(l);
+}
+extern "C" int run(const float* x, float* lse, int rows, int n, void* stream) {
+    row_lse<<<rows, 32, 0, (cudaStream_t)stream>>>(x, lse, n);
+    return (int)cudaGetLastError();
+}
+"""
+# END SOLUTION
+
+# %% tags=["check"]
+# hint("6.4")
+check("6.4", row_lse)
+
+# %% [markdown]
+# ## 6.5 Right for every multiple of 32
+#
+# *Bug hunt · 15 min*
+#
+# Somebody simplified two places of `p6_2_loop_order.cu`: how a chunk of a tile is copied to shared memory, and how the scores of a tile are scaled. Every length that was tried passed; they were multiples of 32,
+# and no mask was tried. There are two bugs. The check puts both places into the file and runs it.
+#
+# What the lines may use: in the copy `row`, `chunk`, `from`, and `rows`, the number of rows of this tile that exist; in the scaling `keys`, the number of keys of this tile that the thread's row sees (it can be 0 or less).
+
+# %% tags=["exercise"]
+# BEGIN STARTER
+copy_chunk = r"""
+        tile_smem[row][chunk] = *from;
+"""
+scale_scores = r"""
+        for (int n = 0; n < BLOCK_N; n++) {
+            s[n] = s[n] * scale_log2;
+            m_tile = fmaxf(m_tile, s[n]);
+        }
+"""
+# END STARTER
+# BEGIN SOLUTION
+copy_chunk = r"""
+        tile_smem[row][chunk] = row < rows ? *from : make_float4(0, 0, 0, 0);
+"""
+scale_scores = r"""
+        for (int n = 0; n < BLOCK_N; n++) {
+            s[n] = n < keys ? s[n] * scale_log2 : -INFINITY;
+            m_tile = fmaxf(m_tile, s[n]);
+        }
+"""
+# END SOLUTION
+
+# %% tags=["check"]
+# hint("6.5")
+check("6.5", copy_chunk, scale_scores)
+
+# %% [markdown]
+# ## 6.6 FlashAttention-2's inner loop
+#
+# *Core · 45 min*
+#
+# **The milestone of this phase.** The frame of step 2 is given: the state of this thread's row is in registers, and tile $j$ of K and V has just arrived in shared memory. Write what happens with the tile. The check
+# puts your lines in the place marked below, and then it is FlashAttention-2 in float32: any length, causal or not, grouped heads.
+
+# %%
+path = FOLDER / "p6_2_loop_order.cu"
+show.source(path, start="// New: the row's state", end="the tiles are complete")
+print("        // your lines\n    }  // of the loop over tiles; after it: O = acc / l_i, and the lse")
+
+# %% [markdown]
+# You have `BLOCK_N` keys: `k_smem[n][c]` and `v_smem[n][c]` are `float4`, chunk `c` of key `n`; there are `CHUNKS` chunks in a row. Your row is `q_rmem[c]`. The state is `m_i`, `l_i` and `acc[c]`. `scale_log2` is the scale times $\log_2 e$, so
+# that `exp2_approx(x)` $= 2^x$ is the exponential to use. `dot(a, b, sum)` adds the product of two chunks to `sum`, `axpy(x, b, c)` is $x\,b + c$, `scaled(x, b)` is $x\,b$.
+#
+# A causal mask and the tail are one thing: how many keys of this tile does the row see? Key `n` of the tile is key `n_start + n`. Row `m_start + row` sees the keys up to `m_start + row + diagonal` if `p.causal`, and never more than `p.seq_k`.
+
+# %% tags=["exercise"]
+# BEGIN STARTER
+inner_loop = r"""
+        // 1. How many keys of this tile does this row see?
+        // 2. S_ij: BLOCK_N scores in a float s[BLOCK_N]; those that are not seen become -INFINITY. Their maximum.
+        // 3. The new maximum and the correction. A row that has seen no key has the maximum -INFINITY: no NaN, please.
+        // 4. The probabilities, and their sum. Then m_i and l_i.
+        // 5. acc = correction * acc + P_ij V_j.
+        // YOUR CODE HERE
+"""
+# END STARTER
+# BEGIN SOLUTION
+inner_loop = r"""
+        // 1. How many keys of this tile does this row see?
+        const int keys = p.causal ? min(p.seq_k, m_start + row + diagonal + 1) - n_start : p.seq_k - n_start;
+        // 2. S_ij
+        float s[BLOCK_N] = {}, m_tile = -INFINITY;
+#pragma unroll
+        for (int c = 0; c < CHUNKS; c++) {
+#pragma unroll
+            for (int n = 0; n < BLOCK_N; n++) s[n] = dot(q_rmem[c], k_smem[n][c], s[n]);
+        }
+#pragma unroll
+        for (int n = 0; n < BLOCK_N; n++) {
+            s[n] = n < keys ? s[n] * scale_log2 : -INFINITY;
+            m_tile = fmaxf(m_tile, s[n]);
+        }
+        // 3. and 4. The statistics and the probabilities
+        const float m_new = fmaxf(m_i, m_tile), base = m_new == -INFINITY ? 0.f : m_new;
+        const float correction = exp2_approx(m_i - base);
+        float l_tile = 0.f;
+#pragma unroll
+        for (int n = 0; n < BLOCK_N; n++) s[n] = exp2_approx(s[n] - base), l_tile += s[n];
+        m_i = m_new, l_i = l_i * correction + l_tile;
+        // 5. O_i
+#pragma unroll
+        for (int c = 0; c < CHUNKS; c++) {
+            acc[c] = scaled(correction, acc[c]);
+#pragma unroll
+            for (int n = 0; n < BLOCK_N; n++) acc[c] = axpy(s[n], v_smem[n][c], acc[c]);
+        }
+"""
+# END SOLUTION
+
+# %% tags=["check"]
+# hint("6.6")
+check("6.6", inner_loop)
+
+# %% [markdown]
+# ## 6.7 Count the bytes of a causal mask
+#
+# *Stretch · 30 min*
+#
+# With a causal mask ($N$ queries, $N$ keys, one head, float32) both kernels skip what nobody sees. Step 1's order: in the round of a K/V tile, a row that sees none of its keys does nothing. Step 2's order: a block stops before the first
+# tile that its last row does not see. How many bytes do the two orders **read**? Tiles have `BLOCK_M` rows and `BLOCK_N` keys; `BLOCK_M` is a multiple of `BLOCK_N`, and $N$ need be a multiple of neither.
+#
+# Section 6 of the lecture has the table to start from. In step 1's order K and V are still loaded whole, and `lse` is still made from $m$ and $\ell$ at the end. The check compares with the formula and with what the emulator counts.
+
+# %% tags=["exercise"]
+def causal_bytes_read(N, D, BLOCK_M, BLOCK_N):
+    """Return (bytes read in FlashAttention-1's order, bytes read in FlashAttention-2's order)."""
+    # BEGIN SOLUTION
+    visits = sum(N - n_start for n_start in range(0, N, BLOCK_N))  # rows that see a key of the tile, over all tiles
+    fa1 = 2 * N * D + visits * (2 * D + 2) + 2 * N
+    keys = sum(min(N, m_start + BLOCK_M) for m_start in range(0, N, BLOCK_M))
+    fa2 = N * D + 2 * D * keys
+    return 4 * fa1, 4 * fa2
+    # END SOLUTION
+
+# %% tags=["check"]
+# hint("6.7")
+check("6.7", causal_bytes_read)
+
+# %% [markdown]
+# Which of the two orders profits more from the mask, in the limit of long sequences?
+#
+# <details><summary>Answer</summary>
+#
+# Neither: both sums become half of what they were, $N^2 / (2\,\text{BLOCK})$ in place of $N^2 / \text{BLOCK}$. For short ones FA1's order saves a little more. It skips row by row, FA2's order tile by tile: its
+# diagonal tiles are 128 × 32 blocks of which the upper part is loaded for nothing.
+#
+# </details>
+#
+# You have written FlashAttention in CUDA, and you can say what it costs before it runs. Phase 7 gives the two products to the tensor cores. `progress()` shows what is left.
+
+# %% tags=["nbval-ignore-output"]
+progress(6)

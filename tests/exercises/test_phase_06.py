@@ -1,0 +1,261 @@
+"""The checks of phase 6: right answers pass, and each typical wrong answer is told what is wrong with it.
+
+The solutions are the ones of the lesson; most wrong answers are a solution with one piece of its text replaced.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from flashlab.check import CheckFailed, check
+from flashlab.cuda.scalar import SCALAR
+from flashlab.exercises import exercises, find
+from flashlab.exercises.phase_06 import inner_loop_of
+
+LESSON = Path(__file__).parents[2] / "src/lessons/06_cuda_scalar_exercises.py"
+IDS = [f"6.{i}" for i in range(1, 8)]
+
+
+def text(name, part="SOLUTION"):
+    """The CUDA source called `name`, as the lesson's solution (or, with STARTER, its starter) has it."""
+    blocks = re.findall(rf"^# BEGIN {part}\n(.*?)^# END {part}", LESSON.read_text(), re.M | re.S)
+    found = [m[1] for b in blocks if (m := re.search(rf'^{name} = r"""(.*?)"""', b, re.M | re.S))]
+    assert len(found) == 1
+    return found[0]
+
+
+def changed(name, *replacements):
+    source = text(name)
+    for old, new in replacements:
+        assert old in source
+        source = source.replace(old, new)
+    return source
+
+
+def rejected(id, *answers):
+    with pytest.raises(CheckFailed) as caught:
+        find(id).run(*answers)
+    sentence = str(caught.value)
+    assert sentence and "\n" not in sentence and len(sentence) < 330
+    return caught.value.diagnosis, sentence
+
+
+def causal_bytes_read(N, D, BLOCK_M, BLOCK_N):
+    visits = sum(N - n for n in range(0, N, BLOCK_N))
+    keys = sum(min(N, m + BLOCK_M) for m in range(0, N, BLOCK_M))
+    return 4 * (2 * N * D + visits * (2 * D + 2) + 2 * N), 4 * (N * D + 2 * D * keys)
+
+
+ANSWERS = {
+    "6.1": ("add_bias",),
+    "6.2": ("block_sum",),
+    "6.3": ("transpose",),
+    "6.4": ("row_lse",),
+    "6.5": ("copy_chunk", "scale_scores"),
+    "6.6": ("inner_loop",),
+}
+
+
+def test_the_phase_has_its_exercises():
+    assert [e.id for e in exercises().values() if e.phase == 6] == IDS
+
+
+@pytest.mark.parametrize("id", IDS)
+def test_the_lessons_solution_passes(id):
+    answers = [text(name) for name in ANSWERS[id]] if id in ANSWERS else [causal_bytes_read]
+    assert find(id).run(*answers)
+
+
+@pytest.mark.parametrize("id", ["6.1", "6.3", "6.4", "6.6"])
+def test_a_hole_is_not_solved_yet(id):
+    with pytest.raises(CheckFailed) as caught:
+        check(id, *(text(name, "STARTER") for name in ANSWERS[id]))
+    assert caught.value.diagnosis == "not-solved-yet"
+
+
+def test_what_is_no_source_is_refused():
+    assert rejected("6.1", 7)[0] == "wrong-type"
+    assert rejected("6.1", changed("add_bias", ("int run(", "int walk(")))[0] == "wrong-type"
+
+
+def test_a_compilers_message_quotes_the_line():
+    diagnosis, sentence = rejected("6.1", changed("add_bias", ("+ bias[col];", "+ bias[col]")))
+    assert diagnosis == "does-not-compile" and "expected" in sentence
+    diagnosis, sentence = rejected("6.6", changed("inner_loop", ("m_i = m_new,", "m_i = m_nwe,")))
+    assert diagnosis == "does-not-compile" and "of your code" in sentence and "m_nwe" in sentence
+
+
+# ---- 6.1 and 6.2 ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "replacements, diagnosis",
+    [
+        ([("    if (row >= rows || col >= cols) return;\n", "")], "global-out-of-bounds"),
+        ([("row >= rows || ", "")], "global-out-of-bounds"),
+        ([("+ bias[col]", "+ bias[0]")], "one-bias"),
+        ([(" + bias[col]", "")], "no-bias"),
+        ([("blockIdx.x * blockDim.x + threadIdx.x", "threadIdx.x")], "elements-missing"),
+    ],
+)
+def test_wrong_indices(replacements, diagnosis):
+    assert rejected("6.1", changed("add_bias", *replacements))[0] == diagnosis
+
+
+def test_a_strided_walk_is_told():
+    swapped = changed(
+        "add_bias",
+        ("blockIdx.x * blockDim.x + threadIdx.x", "blockIdx.x * 32 + (threadIdx.x * 4 + threadIdx.y) / 4"),
+        ("blockIdx.y * blockDim.y + threadIdx.y", "blockIdx.y * 4 + threadIdx.y"),
+    )
+    assert find("6.1").run(swapped)  # the same elements, computed in a roundabout way
+    strided = changed(
+        "add_bias",
+        ("blockIdx.x * blockDim.x + threadIdx.x", "blockIdx.x * 32 + threadIdx.y + 4 * (threadIdx.x / 4)"),
+        ("blockIdx.y * blockDim.y + threadIdx.y", "blockIdx.y * 4 + threadIdx.x % 4"),
+    )
+    assert rejected("6.1", strided)[0] == "not-coalesced"
+
+
+def test_the_starter_of_the_sum_races_and_both_lines_are_named():
+    diagnosis, sentence = rejected("6.2", text("block_sum", "STARTER"))
+    assert diagnosis == "race" and "part_smem[threadIdx.x] += " in sentence and sentence.count(" in line ") == 2
+
+
+def test_a_barrier_inside_the_if_is_no_remedy():
+    source = text("block_sum", "STARTER").replace("+ half];", "+ half];\n            __syncthreads();")
+    assert rejected("6.2", source)[0] in ("race", "divergent", "deadlock")
+
+
+def test_one_thread_that_adds_everything_is_no_tree():
+    source = re.sub(
+        r"    for \(int half.*?\n    }\n",
+        "    if (threadIdx.x == 0)\n        for (int i = 1; i < 128; i++) part_smem[0] += part_smem[i];\n"
+        "    __syncthreads();\n",
+        text("block_sum"),
+        flags=re.S,
+    )
+    assert rejected("6.2", source)[0] == "no-tree"
+
+
+# ---- 6.3 and 6.4 ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "replacements, diagnosis",
+    [
+        ([("[32][33]", "[32][32]")], "bank-conflicts"),
+        ([("    __syncthreads();", "    //")], "race"),
+        ([("tile_smem[lane][i];", "tile_smem[i][lane];")], "tiles-only"),
+        ([("if (row + i < rows && col + lane < cols) tile", "tile")], "global-out-of-bounds"),
+        (
+            [
+                ("if (col + i < cols && row + lane < rows) y[(col + i) * rows + row + lane] = tile_smem[lane][i]",
+                 "if (col + lane < cols && row + i < rows) y[(col + lane) * rows + row + i] = tile_smem[i][lane]"),
+            ],
+            "not-coalesced",
+        ),
+    ],
+)  # fmt: skip
+def test_wrong_transposes(replacements, diagnosis):
+    assert rejected("6.3", changed("transpose", *replacements))[0] == diagnosis
+
+
+@pytest.mark.parametrize(
+    "replacements, diagnosis",
+    [
+        ([("l = l * expf(m - m_new) + expf(value - m_new)", "l = l + expf(value - m_new)")], "no-rescale"),
+        ([("base = m_new == -INFINITY ? 0.f : m_new", "base = m_new")], "nan-from-empty-lanes"),
+        ([("step < 32", "step < 1")], "lanes-not-merged"),
+        ([("step < 32", "step < 16")], "wrong-value"),
+        ([("i < n;", "i < (n + 31) / 32 * 32;")], None),
+        (
+            [
+                ("    for (int i = threadIdx.x",
+                 "    for (int i = threadIdx.x; i < n; i += 32) m = fmaxf(m, row[i]);\n    for (int i = threadIdx.x"),
+            ],
+            "read-twice",
+        ),
+    ],
+)  # fmt: skip
+def test_wrong_rows(replacements, diagnosis):
+    found = rejected("6.4", changed("row_lse", *replacements))[0]
+    assert found == diagnosis if diagnosis else found in ("tail-not-masked", "global-out-of-bounds")
+
+
+def test_a_row_in_pieces_is_not_coalesced():
+    source = changed(
+        "row_lse",
+        ("for (int i = threadIdx.x; i < n; i += 32) {",
+         "const int each = (n + 31) / 32;\n"
+         "    for (int i = threadIdx.x * each; i < min(n, (threadIdx.x + 1) * each); i++) {"),
+    )  # fmt: skip
+    assert rejected("6.4", source)[0] in ("not-coalesced", "read-twice")
+
+
+# ---- 6.5 and 6.6 ----------------------------------------------------------------------------------------------------
+
+
+def test_the_two_bugs_of_the_tail_one_after_the_other():
+    copy, scores = text("copy_chunk", "STARTER"), text("scale_scores", "STARTER")
+    assert rejected("6.5", copy, scores)[0] == "global-out-of-bounds"
+    assert rejected("6.5", copy, text("scale_scores"))[0] == "global-out-of-bounds"
+    diagnosis, _ = rejected("6.5", text("copy_chunk"), scores)
+    assert diagnosis in ("tail-not-masked", "causal-mask-missing", "no-causal-mask", "wrong-value")
+
+
+def test_a_finite_minus_infinity_is_found():
+    scores = text("scale_scores").replace("-INFINITY", "-10000.f")
+    assert rejected("6.5", text("copy_chunk"), scores)[0]
+
+
+@pytest.mark.parametrize(
+    "replacements, diagnosis",
+    [
+        ([("acc[c] = scaled(correction, acc[c]);", "")], "o-not-rescaled"),
+        ([("l_i = l_i * correction + l_tile", "l_i = l_i + l_tile")], "l-not-rescaled"),
+        ([("exp2_approx(m_i - base)", "exp2_approx(base - m_i)")], None),
+        ([("row + diagonal + 1", "row + diagonal")], None),
+        ([("base = m_new == -INFINITY ? 0.f : m_new", "base = m_new")], None),
+        ([("s[n] * scale_log2", "s[n] * p.scale")], None),
+        ([("n < keys ? s[n] * scale_log2 : -INFINITY", "s[n] * scale_log2")], None),
+        ([("v_smem[n][c]", "v_smem[n + 1][c]")], "index-out-of-bounds"),
+    ],
+)
+def test_wrong_inner_loops(replacements, diagnosis):
+    found, _ = rejected("6.6", changed("inner_loop", *replacements))
+    assert diagnosis is None or found == diagnosis
+
+
+def test_the_solution_of_the_milestone_is_the_kernels_own_loop():
+    def code(lines):
+        stripped = (re.sub(r"//.*", "", line).split() for line in lines)
+        return sorted(" ".join(words) for words in stripped if words)
+
+    first, last = inner_loop_of()
+    assert code(SCALAR[1].path.read_text().splitlines()[first:last]) == code(text("inner_loop").splitlines())
+
+
+# ---- 6.7 ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "change, diagnosis",
+    [
+        (lambda a, b: (a / 4, b), "numbers"),
+        (lambda a, b: (a, b + 4), "wrong-value"),
+        (lambda a, b: (int(a), None), "returned-none"),
+    ],
+)
+def test_wrong_counts(change, diagnosis):
+    assert rejected("6.7", lambda *shape: change(*causal_bytes_read(*shape)))[0] == diagnosis
+
+
+def test_counts_without_the_mask():
+    from flashlab.cuda.scalar import fa1_bytes, fa2_bytes
+
+    def unmasked(N, D, BLOCK_M, BLOCK_N):
+        return fa1_bytes(N, N, D, block_n=BLOCK_N).read, fa2_bytes(N, N, D, block_m=BLOCK_M).read
+
+    assert rejected("6.7", unmasked)[0] == "nothing-skipped"
