@@ -477,7 +477,7 @@ show.table(TABLE, COLUMNS)
 assert len(TABLE) == len(SERIES)
 
 # %% [markdown]
-# And what it is worth, measured on a GPU with `python -m flashlab.bench.mma_ladder`: each step and FlashAttention-2 (`scaled_dot_product_attention` with its flash backend forced), as CUDA graphs that are replayed in turn in one run; the median of the rounds, and the
+# And what it is worth, measured on a GPU with `flashlab bench mma`: each step and FlashAttention-2 (`scaled_dot_product_attention` with its flash backend forced), as CUDA graphs that are replayed in turn in one run; the median of the rounds, and the
 # fastest and slowest as a thin line.
 
 # %%
@@ -583,6 +583,7 @@ for run in runs:
 # | the scores of the next tile computed beside this tile's softmax | 339 (0.99) | 356 (1.03): two blocks on each SM overlap already, and the second score tile takes the registers that prefetch needs |
 # | rescaling at every move of the maximum | 335 (0.99) | 356 (1.03) with the lag of 8 |
 # | V's fragments prefetched by hand | 374 (1.09) | 371 (1.09): the compiler does it |
+# | K in two stages and V in one, $D = 128$ / 64 | 399 (1.13) / 343 (1.15) | 398 (1.13) / 347 (1.17) with two of both: registers limit the blocks here, not shared memory |
 # | `volatile` on the MMAs; the `.L2::128B` hint on the copies | no difference | |
 
 # %% [markdown]
@@ -614,7 +615,7 @@ for run in (r for r in runs if r["machine"].get("sm_clock_mhz") and r.get("ladde
 # - After that the limit is latency: fragments one step ahead, addresses out of the way, nothing spilled.
 # - Counts justify the first half of the ladder before a GPU runs it; the second half needs a profiler; and some good ideas gain nothing.
 #
-# Left to explore: K in two stages and V in one (it is needed later), and the smaller footprint spent on a third block; `stmatrix` for the store on sm_90; the mask of a sliding window, whose full tiles lie between two ragged ends; the same ladder on your own GPU with
+# Left to explore: one stage of V where a block has only 99 KiB; `stmatrix` for the store on sm_90; the mask of a sliding window, whose full tiles lie between two ragged ends; the same ladder on your own GPU with
 # `python -m flashlab.bench.mma_ladder`: on an A100 or an RTX card, which step pays most?
 
 # %% [markdown]

@@ -112,3 +112,23 @@ def test_an_empty_batch():
     o, lse = attention("p6_2_loop_order", q, q, q)
     o.sum().backward()
     assert o.shape == q.shape and lse.shape == (0, 2, 5) and q.grad.shape == q.shape and not math.isnan(o.sum().item())
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_properties(0).total_memory < 40 * 2**30,
+    reason="needs a GPU with 40 GB",
+)
+@pytest.mark.parametrize("name", ["p6_6_shapes", "p7_naive", "p8_flash"])
+def test_tensors_of_more_than_2_to_the_31_elements(name):
+    """Addresses in 32 bits wrap around and read wrong, finite values [flash-attention issues 767, 1500, 2611]."""
+    dtype = operators.dtypes(operators.step(name))[0]
+    apart = 2**30 + 64  # elements from one head to the next: the third begins beyond 2^31
+    buffer = torch.zeros(3 * apart, device="cuda", dtype=dtype)
+    q, k, v = (torch.randn(1, 3, 130, 64, device="cuda").to(dtype) for _ in range(3))
+    far = buffer.as_strided((1, 3, 130, 64), (3 * apart, apart, 64, 1))
+    for i, near in enumerate((q, k, v)):
+        far.copy_(near)
+        given = [far if j == i else x for j, x in enumerate((q, k, v))]
+        o, lse = operators.attention(name, *given, causal=True)
+        want_o, want_lse = operators.attention(name, q, k, v, causal=True)
+        assert torch.equal(o, want_o) and torch.equal(lse, want_lse)
