@@ -19,13 +19,11 @@ from __future__ import annotations
 import argparse
 import csv
 import ctypes
-import datetime
 import hashlib
 import io
 import json
 import math
 import os
-import platform
 import re
 import shutil
 import statistics
@@ -44,7 +42,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from flashlab.bench import records
+from flashlab.bench import records, timing
 from flashlab.bench.records import NoGpu
 from flashlab.cuda import problem as kernels
 
@@ -259,42 +257,17 @@ def interleaved(
     functions: dict[str, Callable[[], object]], rounds: int, ms: float
 ) -> dict[str, dict[str, float] | None]:
     """Milliseconds of each function: median, fastest and slowest of the rounds. None for one that cannot run here."""
-    graphs: dict[str, tuple[torch.cuda.CUDAGraph, int]] = {}
-    result: dict[str, dict[str, float] | None] = {name: None for name in functions}
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    able = {}
     for name, f in functions.items():
         try:
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                f()
-            torch.cuda.current_stream().wait_stream(side)
+            f()
             torch.cuda.synchronize()
-            begin.record()
-            f()
-            f()
-            end.record()
-            end.synchronize()
-            launches = max(1, min(200, int(ms / (begin.elapsed_time(end) / 2))))
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                for _ in range(launches):
-                    f()
-            graphs[name] = (graph, launches)
+            able[name] = f
         except (RuntimeError, torch.OutOfMemoryError) as e:
             print(f"\n  {name} cannot run: {str(e).splitlines()[0][:100]}", file=sys.stderr)
-    times: dict[str, list[float]] = {name: [] for name in graphs}
-    for round_ in range(rounds + 1):  # the first one warms up
-        for name, (graph, launches) in graphs.items():
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            if round_:
-                times[name].append(begin.elapsed_time(end) / launches)
-    for name, t in times.items():
-        result[name] = {"ms": statistics.median(t), "fastest": min(t), "slowest": max(t)}
-    return result
+    found = timing.interleaved(able, rounds=rounds, target_ms=ms)
+    spread = {name: {"ms": t.ms, "fastest": min(t.all_ms), "slowest": max(t.all_ms)} for name, t in found.items()}
+    return {name: spread.get(name) for name in functions}
 
 
 def flops(shape: Shape, causal: bool) -> float:
@@ -447,20 +420,8 @@ class Clock:
 
 def machine() -> dict[str, Any]:
     """What the figures were measured with, and when."""
-    p = torch.cuda.get_device_properties(0)
-
-    def last_line(*command: str) -> str | None:
-        try:
-            return subprocess.run(command, capture_output=True, text=True, timeout=30).stdout.strip().splitlines()[-1]
-        except (OSError, IndexError, subprocess.TimeoutExpired):
-            return None
-
-    return {
-        "gpu": p.name, "capability": [p.major, p.minor], "sms": p.multi_processor_count,
-        "driver": last_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
-        "nvcc": last_line("nvcc", "--version"), "python": platform.python_version(), "torch": torch.__version__,
-        "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version(), "date": datetime.date.today().isoformat(),
-    }  # fmt: skip
+    nvcc = subprocess.run(["nvcc", "--version"], capture_output=True, text=True).stdout.strip().splitlines()
+    return timing.machine() | {"nvcc": nvcc[-1] if nvcc else None, "cudnn": torch.backends.cudnn.version()}
 
 
 def architecture() -> str:

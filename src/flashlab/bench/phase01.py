@@ -14,19 +14,16 @@ Milliseconds are triton.testing.do_bench's: the L2 cache is flushed before every
 from __future__ import annotations
 
 import argparse
-import datetime
 import gc
-import platform
 import re
 from collections.abc import Callable, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from flashlab import reference, runtime, walls
-from flashlab.bench import records
+from flashlab.bench import records, timing
 from flashlab.bench.records import NoGpu
 
 
@@ -53,21 +50,7 @@ def run(
 
 def machine() -> dict[str, Any]:
     """What the figures were measured with, and when."""
-    gpu = runtime.limits()
-    try:
-        triton_version = version("triton")
-    except PackageNotFoundError:
-        triton_version = "unknown"
-    return {
-        "gpu": gpu.name,
-        "target": gpu.target,
-        "shared_per_block": gpu.shared_per_block,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "triton": triton_version,
-        "cuda": torch.version.cuda,
-        "date": datetime.date.today().isoformat(),
-    }
+    return timing.machine() | {"shared_per_block": runtime.limits().shared_per_block}
 
 
 def _qkv(*shape: int) -> list[torch.Tensor]:

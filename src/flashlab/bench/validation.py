@@ -17,11 +17,9 @@ from __future__ import annotations
 
 import argparse
 import csv
-import datetime
 import io
 import json
 import os
-import platform
 import re
 import shutil
 import subprocess
@@ -33,7 +31,7 @@ from typing import Any
 
 import torch
 
-from flashlab.bench import mma_ladder, records
+from flashlab.bench import mma_ladder, records, timing
 from flashlab.cuda import operators, problem
 
 SHAPE = (1, 2, 200)  # batch, heads, rows
@@ -185,10 +183,7 @@ def run(folder: Path, *, sanitizer: bool = True) -> dict[str, Any]:
             f"{v.name} D={v.head_dim}: difference {difference:.1e} of {bound:.0e}; unlike: {unlike or 'none'}",
             flush=True,
         )
-    machine = {
-        "gpu": torch.cuda.get_device_name(), "python": platform.python_version(), "torch": torch.__version__,
-        "cuda": torch.version.cuda, "ncu": _version("ncu"), "date": datetime.date.today().isoformat(),
-    }  # fmt: skip
+    machine = timing.machine() | {"ncu": _version("ncu")}
     result = {"machine": machine, "shape": list(SHAPE), "causal": True, "rows": rows}
     return result | ({"sanitizer": sanitize(folder)} if sanitizer else {})
 
