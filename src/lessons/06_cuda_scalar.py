@@ -696,7 +696,7 @@ for run in recorded_runs("validation"):
     assert all(abs(a - b) <= 0.1 * b for name, _, *rest in pairs for a, b in (rest if name != "1_fa1" else rest[:3]))
 
 # %% [markdown]
-# Most of them agree to the last digit. With `cp.async` the hardware counts up to 8 % more sectors; copies of no bytes, for rows past the end, are not the reason (at N = 256 no row is past the end, and the excess is the same), and what is has not been found. And one count is wrong: the sectors that step 1 writes. The line that sets O to zero is one 16-byte store for nvcc, and four 4-byte stores for the compiler that builds the emulated kernel.
+# Most of them agree to the last digit. With `cp.async` the hardware counts up to 8 % more sectors: the rows of Q and K are padded by 16 bytes, so every other row starts in the middle of a sector's worth of shared memory, and where a sector's two halves go to different 128-byte lines it is fetched twice. (That makes one sector more for every 64 numbers of a row, on average: 528 a head at 200 rows and D = 64, which is what the counter says.) And one count is wrong: the sectors that step 1 writes. The line that sets O to zero is one 16-byte store for nvcc, and four 4-byte stores for the compiler that builds the emulated kernel.
 #
 # ## 13. What the compiler says
 #

@@ -7,7 +7,7 @@ kernel meets a ragged end and a diagonal. The record holds, for each,
 
     difference   max |native - emulated| of O, and the largest it may be: both round, in another order
     counters     pairs [emulated, native]; native ones are Nsight Compute's
-    sanitizer    what each tool of compute-sanitizer says of a process that launches all of them
+    sanitizer    what each tool of compute-sanitizer says of a process that launches all, fragment kernels too
 
 A native count that the emulator cannot know is not compared (instructions, stalls, caches). The counts of global loads
 are sectors of plain loads and of cp.async together: the hardware has one counter for both.
@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 from flashlab.bench import mma_ladder, records, timing
-from flashlab.cuda import operators, problem
+from flashlab.cuda import FOLDER, load_inline, operators, problem
 
 SHAPE = (1, 2, 200)  # batch, heads, rows
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
@@ -104,7 +104,26 @@ def launch_all(folder: Path) -> list[torch.Tensor]:
         torch.cuda.synchronize()
         outputs.append(o.cpu())
         print(f"LAUNCHED {kernel.variant.name} D={kernel.variant.head_dim}", flush=True)
+    launch_fragments()
     return outputs
+
+
+def launch_fragments() -> None:
+    """The small kernels of phase 7's lecture, which have no Problem, each once: for compute-sanitizer."""
+    module = load_inline(FOLDER / "p7_one_mma.cu", backend="nvcc")
+    lane = torch.arange(32, dtype=torch.int32, device="cuda")
+
+    def halves(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device="cuda").half()
+
+    for count in (1, 2, 4):
+        for transposed in (0, 1):
+            tile = torch.zeros(16, 64, dtype=torch.int16, device="cuda")
+            out = torch.zeros(32, count, 2, dtype=torch.int16, device="cuda")
+            module.ldmatrix(tile, lane % 16, lane // 16 * 8, out, 16, 64, count, transposed)
+    module.mma(halves(32, 4, 2), halves(32, 2, 2), torch.zeros(32, 4, device="cuda"))
+    module.reuse(halves(16, 16), halves(16, 16), halves(16, 8), torch.zeros(16, 8, device="cuda"))
+    torch.cuda.synchronize()
 
 
 def profile(folder: Path) -> list[dict[str, float | None]]:
