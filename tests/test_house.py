@@ -416,16 +416,17 @@ def test_packages_from_elsewhere_stay_out(monkeypatch):
 
 
 def test_two_set_ups_do_not_meet(tmp_path):
+    # Each appends a line in one write, so that what `locked` itself prints to stdout cannot come between.
     code = (
-        "import sys, time; sys.path.insert(0, sys.argv[1]); import bootstrap; from pathlib import Path\n"
-        "with bootstrap.locked(Path(sys.argv[2])): print('in', flush=True); time.sleep(0.5); print('out', flush=True)"
+        "import os, sys, time; sys.path.insert(0, sys.argv[1]); import bootstrap; from pathlib import Path\n"
+        "said = os.open(Path(sys.argv[2], 'said'), os.O_WRONLY | os.O_CREAT | os.O_APPEND)\n"
+        "with bootstrap.locked(Path(sys.argv[2])):\n"
+        "    os.write(said, b'in\\n'); time.sleep(0.5); os.write(said, b'out\\n')"
     )
     command = [sys.executable, "-c", code, str(ROOT / "tools"), str(tmp_path)]
-    with open(tmp_path / "said", "w") as file:
-        for process in [subprocess.Popen(command, stdout=file) for _ in range(2)]:
-            assert process.wait() == 0
-    said = [line for line in (tmp_path / "said").read_text().split("\n") if line in ("in", "out")]
-    assert said == ["in", "out", "in", "out"]
+    for process in [subprocess.Popen(command) for _ in range(2)]:
+        assert process.wait() == 0
+    assert (tmp_path / "said").read_text().split() == ["in", "out", "in", "out"]
 
 
 # ---- lab
