@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 import textwrap
-import time
 
 import pytest
 import torch
@@ -80,9 +79,8 @@ def test_five_targets():
 
 def test_the_second_time_comes_from_the_cache():
     compile_report(gemm_tile, GEMM)
-    start = time.perf_counter()
     again = compile_report(gemm_tile, GEMM)
-    assert again.from_cache and time.perf_counter() - start < 0.5
+    assert again.from_cache
     assert again == compile_report(gemm_tile, dict(reversed(GEMM.items())))
     assert again.instructions["HGMMA"] > 0 and again.ptx
 

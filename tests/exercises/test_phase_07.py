@@ -4,7 +4,6 @@ The right answers are those of the lesson's solution; a mistake is one change to
 """
 
 import functools
-import time
 from pathlib import Path
 
 import pytest
@@ -178,10 +177,8 @@ def test_a_mistake_is_named(id, name, slug, changes):
     [("7.3", "one_tile"), ("7.4", "row_statistics"), ("7.5", "second_product"), ("7.6", "pv"), ("7.8", "row_sums"),
      ("7.9", "any_eight")],
 )  # fmt: skip
-def test_the_right_answer_passes_in_time(id, name):
-    start = time.process_time()
+def test_the_right_answer_passes(id, name):
     assert check(id, answers("solutions")[name])
-    assert time.process_time() - start < 5
 
 
 def test_the_bug_hunts_are_told_what_is_wrong():
