@@ -1,4 +1,7 @@
-"""The two figures of the README: `python docs/figures.py` draws them again, into docs/ or the folder named after it."""
+"""What the README is made of: `python docs/figures.py` draws its figures and writes its table of the phases again.
+
+python docs/figures.py [FOLDER]      with a folder, only the figures, into it
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.patches import Circle, FancyArrowPatch, FancyBboxPatch, Rectangle
 
-from flashlab.doctor import PHASES
-from flashlab.show import COLORS
+from flashlab.course import PHASES, readme_table
+from flashlab.figures.show import COLORS
 
 LESSONS = Path(__file__).parents[1] / "src" / "lessons"
 STACKS = {
@@ -20,6 +23,8 @@ STACKS = {
     "triton": ("Triton", COLORS["orange"]),
     "cuda": ("CUDA C++", COLORS["green"]),
     "profiler": ("profiler", COLORS["purple"]),
+    "hopper": ("Hopper", COLORS["red"]),
+    "distributed": ("many GPUs", COLORS["sky"]),
 }
 
 
@@ -28,9 +33,7 @@ def box(ax, x, y, width, height, face, edge="white", line=1.0, **other):
 
 
 def arrow(ax, start, end, color, **other):
-    ax.add_patch(
-        FancyArrowPatch(start, end, arrowstyle="-|>", mutation_scale=13, color=color, linewidth=1.6, **other)
-    )
+    ax.add_patch(FancyArrowPatch(start, end, arrowstyle="-|>", mutation_scale=13, color=color, linewidth=1.6, **other))
 
 
 def tiles():
@@ -126,13 +129,13 @@ def course_map():
     # Phase: (x, y); two rows, so that the titles have room.
     upper, lower = 1.0, -1.35
     at = {0: (0.1, upper), 1: (2.0, upper), 2: (7.5, upper), 3: (9.5, upper), 4: (11.4, upper)}
-    at.update({5 + k: (11.4 - 2.2 * k, lower) for k in range(5)})
+    at.update({5 + k: (11.7 - 1.43 * k, lower) for k in range(9)})
     road = "#C9C9C9"
     ax.plot([at[0][0], 12.1], [upper, upper], color=road, linewidth=7, solid_capstyle="round", zorder=0)
     bend = [(12.1, upper), (12.75, upper), (12.75, lower), (12.1, lower)]
     path = matplotlib.path.Path(bend, [1, 4, 4, 4])
     ax.add_patch(matplotlib.patches.PathPatch(path, fill=False, edgecolor=road, linewidth=7, zorder=0))
-    ax.plot([12.1, at[9][0] - 0.55], [lower, lower], color=road, linewidth=7, solid_capstyle="round", zorder=0)
+    ax.plot([12.1, at[13][0] - 0.5], [lower, lower], color=road, linewidth=7, solid_capstyle="round", zorder=0)
 
     for x, what, words, color in (
         (3.75, "physical wall", "K and V do not fit\ninto shared memory", COLORS["red"]),
@@ -145,9 +148,10 @@ def course_map():
     names = {
         0: "Attention and\nonline softmax", 1: "Naive\nattention", 2: "Simulation in\nplain PyTorch",
         3: "Minimal\nTriton kernel", 4: "Industrial\nTriton", 5: "Backward\npass", 6: "Scalar\nCUDA C++",
-        7: "Tensor cores:\nldmatrix, mma", 8: "Pipelines\nand banks", 9: "Profiling a\ntransformer",
+        7: "Tensor\ncores", 8: "Pipelines\nand banks", 9: "Past Flash-\nAttention-2",
+        10: "Profiling a\ntransformer", 11: "Hopper", 12: "Decoding", 13: "Many\nGPUs",
     }  # fmt: skip
-    for phase in PHASES[:10]:
+    for phase in PHASES:
         x, y = at[phase.number]
         color = STACKS[phase.kind][1] if phase.number != 1 else STACKS["triton"][1]
         written = any(LESSONS.glob(f"{phase.number:02d}_*.py"))  # the others are drawn hollow
@@ -167,21 +171,11 @@ def course_map():
             zorder=4,
         )
         ax.text(x, y - 0.5, names[phase.number], ha="center", va="top", fontsize=9.5, linespacing=1.15)
-    ax.text(
-        at[9][0] - 1.5,
-        lower,
-        "then Hopper,\ndecoding,\nmany GPUs",
-        ha="center",
-        va="center",
-        fontsize=9.5,
-        color="#555555",
-    )
-
     for k, (name, color) in enumerate(STACKS.values()):
-        x = 0.1 + 1.75 * k
+        x = 0.1 + 1.6 * k
         ax.add_patch(Circle((x, 2.42), 0.13, facecolor=color, edgecolor=color))
         ax.text(x + 0.24, 2.42, name, va="center", fontsize=9.5)
-    ax.text(12.9, 2.42, "filled: here now    hollow: planned", va="center", ha="right", fontsize=9.5, color="#555555")
+    ax.text(12.9, 2.05, "filled: here now    hollow: planned", va="center", ha="right", fontsize=9.5, color="#555555")
     return fig
 
 
@@ -193,5 +187,21 @@ def main(folder: Path) -> None:
         plt.close(fig)
 
 
+def write_phases(readme: Path) -> None:
+    """Put the table of the phases, as flashlab.course has it, between the README's marks."""
+    written = {phase.number for phase in PHASES if any(LESSONS.glob(f"{phase.number:02d}_*.py"))}
+    begin, end = "<!-- phases: written by docs/figures.py -->", "<!-- end of the phases -->"
+    before, _, rest = readme.read_text(encoding="utf-8").partition(begin)
+    after = rest.partition(end)[2]
+    text = f"{before}{begin}\n\n{readme_table(written)}\n\n{end}{after}"
+    temporary = readme.with_suffix(".part")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(readme)
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).resolve().parent)
+    if len(sys.argv) > 1:
+        main(Path(sys.argv[1]))
+    else:
+        main(Path(__file__).resolve().parent)
+        write_phases(Path(__file__).resolve().parents[1] / "README.md")

@@ -13,7 +13,7 @@ import warnings
 
 if sys.argv[1:] == ["repaired"]:
     os.environ["FLASHLAB_INTERPRET"] = "1"
-    import flashlab.interpreter  # noqa: F401
+    import flashlab  # noqa: F401
 else:
     os.environ["TRITON_INTERPRET"] = "1"
 

@@ -11,7 +11,7 @@ import lesson_source
 import nbformat
 import pytest
 
-LECTURE = '''
+LECTURE = """
 # %% [markdown]
 # # Phase 2 · Tiny
 
@@ -40,7 +40,7 @@ print("b")
 import time
 
 print(time.perf_counter_ns())
-'''
+"""
 
 EXERCISES = '''
 # %% [markdown]
@@ -233,13 +233,17 @@ def test_a_failing_lesson_is_named_and_leaves_everything_as_it_was(root, capsys)
     assert notebook(root, "notebooks/03_other").cells[1].outputs[0].text == "fine\n", "the build went on"
 
 
-@pytest.mark.parametrize("code, sentence", [
-    ("import os\nos._exit(3)", "the kernel died"),
-    ("import warnings\nwarnings.warn('old')", "writes to stderr"),
-    ("import os\nprint('now in', os.getcwd())", "absolute path"),
-    ("print(object())", "memory address"),
-    ("def f(:\n    pass", "SyntaxError"),
-], ids=["dies", "warns", "path", "address", "syntax"])
+@pytest.mark.parametrize(
+    "code, sentence",
+    [
+        ("import os\nos._exit(3)", "the kernel died"),
+        ("import warnings\nwarnings.warn('old')", "writes to stderr"),
+        ("import os\nprint('now in', os.getcwd())", "absolute path"),
+        ("print(object())", "memory address"),
+        ("def f(:\n    pass", "SyntaxError"),
+    ],
+    ids=["dies", "warns", "path", "address", "syntax"],
+)
 def test_a_cell_that_cannot_be_compared_elsewhere_fails(root, capsys, code, sentence):
     lesson(root, "02_tiny", f"\n# %% [markdown]\n# # T\n\n# %%\n{code}\n")
     assert run(root, "--only", "02_tiny_exercises", "--check") == 1  # built nothing so far
@@ -268,13 +272,17 @@ def test_an_expected_exception_is_kept_without_paths_and_must_be_raised(root, ca
 
 def test_the_kernel_is_this_interpreter_in_the_notebooks_folder(root, tmp_path):
     (root / "src/lessons/02_tiny_exercises.py").unlink()
-    lesson(root, "02_tiny", textwrap.dedent('''
+    lesson(
+        root,
+        "02_tiny",
+        textwrap.dedent("""
         # %%
         import os, pathlib, sys
 
         here = dict(executable=sys.executable, cwd=os.getcwd(), progress=os.environ["FLASHLAB_PROGRESS"])
         _ = pathlib.Path("../seen.txt").write_text(repr(here))
-    '''))
+    """),
+    )
     assert run(root) == 0
     seen = eval((root / "seen.txt").read_text())
     assert seen == {"executable": os.sys.executable, "cwd": str(root / "notebooks"), "progress": "off"}
@@ -344,9 +352,20 @@ def test_imports_are_followed(root):
     assert found("import numpy") == []
     assert found("from flashlab.a import f") == ["__init__.py", "a.py", "b.py", "c.py"]
     assert found("%matplotlib inline\nfrom flashlab import kit") == [
-        "__init__.py", "c.py", "kit/__init__.py", "kit/inner.py", "kit/kernel.cu"]
+        "__init__.py",
+        "c.py",
+        "kit/__init__.py",
+        "kit/inner.py",
+        "kit/kernel.cu",
+    ]
     assert found("import flashlab.exercises") == [
-        "__init__.py", "a.py", "b.py", "c.py", "exercises/__init__.py", "exercises/phase_02.py"]
+        "__init__.py",
+        "a.py",
+        "b.py",
+        "c.py",
+        "exercises/__init__.py",
+        "exercises/phase_02.py",
+    ]
 
 
 # ---------------------------------------------------------------- exercises and solutions
@@ -387,41 +406,88 @@ def test_a_constant_can_be_a_milestone(root, no_kernel):
 
 
 MALFORMED = {
-    "no end": ("    # END SOLUTION\n\n# %% tags=[\"check\"]\ncheck(\"2.1\"", '\n# %% tags=["check"]\ncheck("2.1"',
-               "    # BEGIN SOLUTION", "BEGIN SOLUTION has no END SOLUTION"),
-    "nested": ("    y = x + x", "    # BEGIN SOLUTION\n    y = x + x", "    # BEGIN SOLUTION\n    y",
-               "BEGIN SOLUTION inside the SOLUTION that begins on line"),
+    "no end": (
+        '    # END SOLUTION\n\n# %% tags=["check"]\ncheck("2.1"',
+        '\n# %% tags=["check"]\ncheck("2.1"',
+        "    # BEGIN SOLUTION",
+        "BEGIN SOLUTION has no END SOLUTION",
+    ),
+    "nested": (
+        "    y = x + x",
+        "    # BEGIN SOLUTION\n    y = x + x",
+        "    # BEGIN SOLUTION\n    y",
+        "BEGIN SOLUTION inside the SOLUTION that begins on line",
+    ),
     "end only": ("    # BEGIN SOLUTION\n", "", "    # END SOLUTION", "END SOLUTION without BEGIN SOLUTION"),
-    "crossed": ("# END STARTER\n", "# END SOLUTION\n", "# END SOLUTION\n# BEGIN",
-                "END SOLUTION without BEGIN SOLUTION"),
+    "crossed": (
+        "# END STARTER\n",
+        "# END SOLUTION\n",
+        "# END SOLUTION\n# BEGIN",
+        "END SOLUTION without BEGIN SOLUTION",
+    ),
     "empty": ("    y = x + x\n    return y\n", "", "    # BEGIN SOLUTION", "the SOLUTION is empty"),
-    "starter alone": ("# BEGIN SOLUTION\ndef buggy(x):\n    return 2 * x\n# END SOLUTION\n", "",
-                      "# BEGIN STARTER", "a STARTER is followed at once by its SOLUTION"),
+    "starter alone": (
+        "# BEGIN SOLUTION\ndef buggy(x):\n    return 2 * x\n# END SOLUTION\n",
+        "",
+        "# BEGIN STARTER",
+        "a STARTER is followed at once by its SOLUTION",
+    ),
     "no such symbol": (":double", ":triple", "# MILESTONE flashlab.tinymod:triple", "defines no triple"),
-    "no such module": ("tinymod:double", "nomod:double", "# MILESTONE flashlab.nomod:double",
-                       "no module flashlab.nomod"),
+    "no such module": (
+        "tinymod:double",
+        "nomod:double",
+        "# MILESTONE flashlab.nomod:double",
+        "no module flashlab.nomod",
+    ),
     "odd milestone": ("flashlab.tinymod:double", "double", "# MILESTONE double", "should read"),
-    "late milestone": ('    """Twice x."""\n', "# MILESTONE flashlab.tinymod:LIMIT\n",
-                       "# MILESTONE flashlab.tinymod:LIMIT", "MILESTONE lines come first"),
-    "no starter": ('def double(x):\n    """Twice x."""\n    raise NotImplementedError\n', "",
-                   "# MILESTONE flashlab.tinymod:traced", "needs a starter below it"),
-    "marker in a plain cell": ('    """Stands', '    # BEGIN SOLUTION\n    """Stands',
-                               '    # BEGIN SOLUTION\n    """Stands', 'needs tags=["exercise"]'),
-    "nothing to fill": ("# BEGIN STARTER\ndef buggy(x):\n    return x * x\n# END STARTER\n"
-                        "# BEGIN SOLUTION\ndef buggy(x):\n    return 2 * x\n# END SOLUTION\n",
-                        "def buggy(x):\n    return 2 * x\n",
-                        '# %% tags=["exercise"]\ndef buggy', "an exercise cell needs"),
+    "late milestone": (
+        '    """Twice x."""\n',
+        "# MILESTONE flashlab.tinymod:LIMIT\n",
+        "# MILESTONE flashlab.tinymod:LIMIT",
+        "MILESTONE lines come first",
+    ),
+    "no starter": (
+        'def double(x):\n    """Twice x."""\n    raise NotImplementedError\n',
+        "",
+        "# MILESTONE flashlab.tinymod:traced",
+        "needs a starter below it",
+    ),
+    "marker in a plain cell": (
+        '    """Stands',
+        '    # BEGIN SOLUTION\n    """Stands',
+        '    # BEGIN SOLUTION\n    """Stands',
+        'needs tags=["exercise"]',
+    ),
+    "nothing to fill": (
+        "# BEGIN STARTER\ndef buggy(x):\n    return x * x\n# END STARTER\n"
+        "# BEGIN SOLUTION\ndef buggy(x):\n    return 2 * x\n# END SOLUTION\n",
+        "def buggy(x):\n    return 2 * x\n",
+        '# %% tags=["exercise"]\ndef buggy',
+        "an exercise cell needs",
+    ),
     "no check": ('# %% tags=["check"]\ncheck("2.2", double)\n', "", "## 2.2", "exercise 2.2 has no check cell"),
-    "checked twice": ('check("2.2", double)', 'check("2.1", double)', '# %% tags=["check"]\ncheck("2.1", double)',
-                      "exercise 2.1 is checked twice"),
+    "checked twice": (
+        'check("2.2", double)',
+        'check("2.1", double)',
+        '# %% tags=["check"]\ncheck("2.1", double)',
+        "exercise 2.1 is checked twice",
+    ),
     "no heading": ("## 2.3 Find", "Find", '# %% tags=["check"]\ncheck("2.3"', "has no heading"),
     "out of order": ("## 2.2 The", "## 2.4 The", "# ## 2.4", "should be 2.2"),
     "no minutes": ("*Core · 10 min*", "*Core*", "# ## 2.2", "such as *Core · 20 min*"),
     "odd difficulty": ("*Core · 10 min*", "*Hard · 10 min*", "# ## 2.2", "one of Warm-up, Core"),
-    "two checks in a cell": ('check("2.2", double)', 'check("2.2", double)\ncheck("2.2", double)',
-                             '# %% tags=["check"]\ncheck("2.2"', "a check cell makes one call"),
-    "unknown tag": ('tags=["check"]\ncheck("2.2"', 'tags=["chek"]\ncheck("2.2"',
-                    '# %% tags=["chek"]', "unknown tag 'chek'"),
+    "two checks in a cell": (
+        'check("2.2", double)',
+        'check("2.2", double)\ncheck("2.2", double)',
+        '# %% tags=["check"]\ncheck("2.2"',
+        "a check cell makes one call",
+    ),
+    "unknown tag": (
+        'tags=["check"]\ncheck("2.2"',
+        'tags=["chek"]\ncheck("2.2"',
+        '# %% tags=["chek"]',
+        "unknown tag 'chek'",
+    ),
     "a cell title": ("# %%\nimport", "# %% The checker\nimport", "# %% The checker", "takes tags=[...]"),
 }
 
@@ -439,12 +505,16 @@ def test_a_malformed_exercise_file_is_refused_with_its_line(root, no_kernel, cap
     assert run(root, "--check") == 1
 
 
-@pytest.mark.parametrize("text, sentence", [
-    ("# %%\nprint(1)\n", "should start with this header"),
-    (lesson_source.HEADER + "\nprint(1)\n\n# %%\nprint(2)\n", "text before the first cell"),
-    (lesson_source.HEADER + '\n# %% tags=["exercise"]\nprint(2)\n', "belongs in 02_tiny_exercises.py"),
-    (lesson_source.HEADER + "\n# %%\n# BEGIN SOLUTION\nprint(2)\n", "belongs in 02_tiny_exercises.py"),
-], ids=["header", "text first", "tag", "marker"])
+@pytest.mark.parametrize(
+    "text, sentence",
+    [
+        ("# %%\nprint(1)\n", "should start with this header"),
+        (lesson_source.HEADER + "\nprint(1)\n\n# %%\nprint(2)\n", "text before the first cell"),
+        (lesson_source.HEADER + '\n# %% tags=["exercise"]\nprint(2)\n', "belongs in 02_tiny_exercises.py"),
+        (lesson_source.HEADER + "\n# %%\n# BEGIN SOLUTION\nprint(2)\n", "belongs in 02_tiny_exercises.py"),
+    ],
+    ids=["header", "text first", "tag", "marker"],
+)
 def test_a_malformed_lecture_is_refused(root, no_kernel, capsys, text, sentence):
     (root / "src/lessons/02_tiny.py").write_text(text)
     assert build_only_lecture(root) == 1
@@ -575,6 +645,7 @@ def test_an_executed_exercise_is_out_of_date_in_ci(root, no_kernel, capsys):
 
 def test_only_names_a_lesson_in_four_ways(root):
     lesson(root, "03_other", "")
+
     def names(*only):
         return [p.stem for p in build.find_lessons(root, list(only))]
 
@@ -587,13 +658,16 @@ def test_only_names_a_lesson_in_four_ways(root):
         names("07")
 
 
-@pytest.mark.parametrize("text, found", [
-    ("File /home/me/x.py", True),
-    ("'/tmp/ipykernel_7/1.py:3'", True),
-    ("see https://example.org/home/x and ./usr/lib", False),
-    ("1/2, a/usr/b, <br/>/2", False),
-    ("src=data:image/gif;base64,R0lGO/tmp/abc", False),
-])
+@pytest.mark.parametrize(
+    "text, found",
+    [
+        ("File /home/me/x.py", True),
+        ("'/tmp/ipykernel_7/1.py:3'", True),
+        ("see https://example.org/home/x and ./usr/lib", False),
+        ("1/2, a/usr/b, <br/>/2", False),
+        ("src=data:image/gif;base64,R0lGO/tmp/abc", False),
+    ],
+)
 def test_what_counts_as_an_absolute_path(text, found):
     assert bool(lesson_execution.PATH.search(text)) == found
 

@@ -10,8 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from flashlab import compile_report as module
-from flashlab.compile_report import CompileTimeout, NotPortable, compile_report, compile_reports
+from flashlab.triton_tools import compile_report as module
+from flashlab.triton_tools.compile_report import CompileTimeout, NotPortable, compile_report, compile_reports
 
 TILE: tl.constexpr = tl.constexpr(64)
 HALF = tl.constexpr(0.5)
@@ -170,7 +170,7 @@ def test_an_unwritable_cache_costs_nothing_but_time(monkeypatch, tmp_path):
 
 NOTEBOOK = """
     import flashlab, sys
-    from flashlab.compile_report import compile_report, NotPortable
+    from flashlab.triton_tools.compile_report import compile_report, NotPortable
     from IPython.core.interactiveshell import InteractiveShell
     shell = InteractiveShell.instance()
 

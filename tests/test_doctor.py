@@ -13,7 +13,7 @@ import torch
 from typer.testing import CliRunner
 
 from flashlab import cli, doctor
-from flashlab.check import record
+from flashlab.exercises import record
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCTOR = ROOT / "src" / "flashlab" / "doctor.py"
@@ -150,17 +150,17 @@ def test_an_unknown_option_is_refused(capsys):
 
 def test_without_a_gpu_triton_is_interpreted_and_cuda_emulated():
     found = modes(machine())
-    assert {found[n] for n in (0, 2, 9)} == {"native"}
+    assert {found[n] for n in (0, 2, 10)} == {"native"}
     assert {found[n] for n in (1, 3, 4, 5)} == {"interpreted"}
-    assert {found[n] for n in (6, 7, 8, 10)} == {"emulated"}
+    assert {found[n] for n in (6, 7, 8, 9, 11)} == {"emulated"}
     assert doctor.advice(machine()) == []
 
 
 def test_with_a_gpu_everything_is_native():
-    assert {mode for number, mode in modes(gpu_machine()).items() if number < 11} == {"native"}
+    assert {mode for number, mode in modes(gpu_machine()).items() if number < 12} == {"native"}
     assert doctor.advice(gpu_machine()) == []
     ampere = gpu_machine({**GPU, "name": "NVIDIA A100", "capability": [8, 0]})
-    assert modes(ampere)[10] == "emulated"  # TMA and wgmma are Hopper's
+    assert modes(ampere)[11] == "emulated"  # TMA and wgmma are Hopper's
     assert modes(ampere)[8] == "native"
 
 
@@ -283,7 +283,7 @@ def solution(folder, body):
     """A solution notebook with an exercise of its own, below a course at `folder`."""
     (folder / "solutions").mkdir()
     cells = [
-        "from flashlab.check import check\nfrom flashlab.exercises import exercise",
+        "from flashlab.exercises import check\nfrom flashlab.exercises import exercise",
         '@exercise("99.1", title="Double", minutes=1)\ndef _(fn):\n    assert fn(2) == 4, "no"',
         body,
         'check("99.1", double)',

@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 
 from flashlab import runtime
-from flashlab.interpreter import OutOfBounds, Traffic, hbm_traffic, narrow, watched, widen
+from flashlab.triton_tools.repairs import narrow, widen
+from flashlab.triton_tools.watch import OutOfBounds, Traffic, hbm_traffic, watched
 
 interpreted = pytest.mark.skipif(not runtime.INTERPRETED, reason="kernels are compiled in this process")
 CASES = Path(__file__).with_name("interpreter_cases.py")
@@ -250,7 +251,7 @@ FACTOR: tl.constexpr = tl.constexpr(2)
 COMPILING = """
     import os, sys, types
     os.environ["FLASHLAB_INTERPRET"] = "0"
-    import flashlab.interpreter as interpreter
+    from flashlab.triton_tools import watch
     import torch, triton, triton.language as tl
     from flashlab import runtime
     assert not runtime.INTERPRETED
@@ -282,21 +283,21 @@ COMPILING = """
     ''').raise_error()
     launcher = shell.user_ns["launcher"]
     x = torch.ones(100)
-    print(interpreter.hbm_traffic(launcher, x, block=64))
+    print(watch.hbm_traffic(launcher, x, block=64))
     shell.user_ns["EXTRA"] = tl.constexpr(2)
     try:
-        interpreter.hbm_traffic(launcher, x)
-    except interpreter.OutOfBounds as error:
+        watch.hbm_traffic(launcher, x)
+    except watch.OutOfBounds as error:
         print(error)
     try:
-        with interpreter.watched(x=x):
+        with watch.watched(x=x):
             pass
     except RuntimeError as error:
         print(error)
     shell.user_ns["EXTRA"] = tl.constexpr(0)
-    print(interpreter.hbm_traffic(shell.user_ns["with_kernel"](shell.user_ns["kernel"]), x).read_from)
+    print(watch.hbm_traffic(shell.user_ns["with_kernel"](shell.user_ns["kernel"]), x).read_from)
     try:
-        interpreter.hbm_traffic(launcher, x, block=shell.user_ns["with_kernel"](1))
+        watch.hbm_traffic(launcher, x, block=shell.user_ns["with_kernel"](1))
     except TypeError as error:
         print(error)
 """

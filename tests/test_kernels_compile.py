@@ -7,30 +7,32 @@ import pytest
 import torch
 
 import flashlab
-from flashlab import triton_minimal, walls
-from flashlab.compile_report import TARGETS, compile_reports
-from flashlab.portable import jit_function
+from flashlab.attention import schemes, triton_minimal
+from flashlab.triton_tools.compile_report import TARGETS, compile_reports
+from flashlab.triton_tools.portable import jit_function
 
-_WALLS = walls.kernel_arguments(128, 64)
+_WALLS = schemes.kernel_arguments(128, 64)
 
 # kernel -> the arguments of some launches. A kernel whose name is missing here fails the test below.
 LAUNCHES = {
-    "flashlab.triton_minimal.flash_attention_forward_kernel": [triton_minimal.compile_arguments(torch.float16, 64)],
-    "flashlab.walls.scheme_a_kernel": [_WALLS | {"BLOCK_N": 128, "num_stages": 1}],
-    "flashlab.walls.scheme_a_variant_kernel": [
+    "flashlab.attention.triton_minimal.flash_attention_forward_kernel": [
+        triton_minimal.compile_arguments(torch.float16, 64)
+    ],
+    "flashlab.attention.schemes.scheme_a_kernel": [_WALLS | {"BLOCK_N": 128, "num_stages": 1}],
+    "flashlab.attention.schemes.scheme_a_variant_kernel": [
         _WALLS | {"BLOCK_N": 128, "K_BY_ROWS": flag, "V_LATE": flag, "P_FLOAT32": False, "num_stages": 1}
         for flag in (False, True)
     ],
-    "flashlab.walls.scheme_b_kernel": [
-        _WALLS | {"BLOCK_N": 64, "HALVINGS": 1, "HOW": how, "num_stages": 1} for how in walls.ESCAPE_HATCHES
+    "flashlab.attention.schemes.scheme_b_kernel": [
+        _WALLS | {"BLOCK_N": 64, "HALVINGS": 1, "HOW": how, "num_stages": 1} for how in schemes.ESCAPE_HATCHES
     ],
-    "flashlab.walls.two_pass_kernel": [_WALLS | {"BLOCK_N": 64, "num_stages": 1}],
+    "flashlab.attention.schemes.two_pass_kernel": [_WALLS | {"BLOCK_N": 64, "num_stages": 1}],
 }
 # Called by kernels, and compiled with them.
 DEVICE_FUNCTIONS = {
-    "flashlab.walls.slice_by_split",
-    "flashlab.walls.slice_by_gather",
-    "flashlab.walls.slice_by_reduction",
+    "flashlab.attention.schemes.slice_by_split",
+    "flashlab.attention.schemes.slice_by_gather",
+    "flashlab.attention.schemes.slice_by_reduction",
 }
 
 

@@ -17,7 +17,7 @@ import pytest
 from lesson_execution import kernel_for, output_problem
 from lesson_source import LessonError, find_lessons, lesson_name, make_notebook, read_lesson
 
-from flashlab import exercises as registry
+from flashlab.exercises import registry as registry
 
 ROOT = Path(__file__).resolve().parents[1]
 LESSONS = find_lessons(ROOT)
@@ -100,7 +100,8 @@ def test_nothing_but_the_checks_fails_before_an_exercise_is_solved(path):
 @pytest.mark.parametrize("path, exercise", EXERCISE_IDS)
 def test_an_unsolved_exercise_fails_its_check(path, exercise):
     cell, error = next(
-        (c, e) for c, e in run_unsolved(path)
+        (c, e)
+        for c, e in run_unsolved(path)
         if "check" in c.metadata.get("tags", []) and f'"{exercise.id}"' in c.source.replace("'", '"')
     )
     assert error is not None, f"{cell.source} passes, though nothing was filled in"

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flashlab.online_softmax import (
+from flashlab.attention.online_softmax import (
     State,
     attention_by_loops,
     block_state,

@@ -17,8 +17,8 @@ def test_figures_are_replaced_whole_or_not_at_all(tmp_path):
 
 
 def test_a_run_is_recorded_under_its_gpus_name():
-    assert records.default_path("phase01", "NVIDIA H200").name == "phase01_h200.json"
-    assert records.default_path("phase01", "NVIDIA GeForce RTX 4090").name == "phase01_geforce_rtx_4090.json"
+    assert records.default_path("walls", "NVIDIA H200").name == "walls_h200.json"
+    assert records.default_path("walls", "NVIDIA GeForce RTX 4090").name == "walls_geforce_rtx_4090.json"
 
 
 def test_the_readme_says_what_was_recorded():

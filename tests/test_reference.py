@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flashlab import reference
+from flashlab.attention import reference
 
 
 def qkv(batch, heads, kv_heads, seq_q, seq_k, head_dim, dtype=torch.float64, seed=0):

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from flashlab import runtime
+from flashlab.runtime import gpus
 
 MODE = "import flashlab.runtime as r, triton; print(r.INTERPRETED, triton.knobs.runtime.interpret, r.device().type)"
 REPAIRED = "import flashlab, triton.runtime.interpreter as ti; print(hasattr(ti.InterpreterBuilder, 'get_bf16'))"
@@ -130,5 +131,5 @@ def test_this_gpu():
     ],
 )
 def test_only_the_same_chip_lends_its_speeds(driver_name, capability, name):
-    found = runtime._named_in(driver_name, capability)
+    found = gpus._named_in(driver_name, capability)
     assert (found.name if found else None) == name

@@ -7,13 +7,14 @@ import matplotlib.pyplot as plt
 import pytest
 from PIL import Image as Picture
 
-from flashlab import reference, show
+from flashlab.attention import reference
+from flashlab.figures import show
 
 
 @pytest.fixture
 def shown(monkeypatch):
     out = []
-    monkeypatch.setattr(show, "display", lambda x: out.append(x.data))
+    monkeypatch.setattr(show, "display", lambda x: out.append(getattr(x, "data", x)))
     return out
 
 
@@ -51,7 +52,7 @@ def test_a_cuda_file_is_shown_as_cpp(shown, tmp_path: Path):
 def test_table(shown):
     show.table([("a|b", 1234567, 0.00012345)], ["name", "bytes", "error"])
     lines = ["| name | bytes | error |", "| :-- | --: | --: |", "| a\\|b | 1 234 567 | 0.0001234 |"]
-    assert shown[0].splitlines() == lines
+    assert shown[0]._repr_markdown_().splitlines() == lines
 
 
 def test_a_row_of_the_wrong_length():

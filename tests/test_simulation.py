@@ -10,19 +10,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flashlab import reference, runtime
-from flashlab.check import CheckFailed, verify, verify_block, verify_one_head
-from flashlab.exercises import exercises
-from flashlab.online_softmax import block_state, finish, identity, merge
-from flashlab.simulation import (
-    Meter,
+from flashlab import runtime
+from flashlab.attention import reference
+from flashlab.attention.cost import Meter, flash_cost
+from flashlab.attention.online_softmax import block_state, finish, identity, merge
+from flashlab.attention.simulation import (
     check_inputs,
     flash_attention_causal_sim,
     flash_attention_forward_sim,
     flash_attention_one_head_sim,
     flash_attention_sim,
-    flash_cost,
 )
+from flashlab.check import CheckFailed, verify, verify_block, verify_one_head
+from flashlab.exercises.registry import exercises
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -160,9 +160,7 @@ def test_bad_inputs_of_the_whole_matrix():
 # ---- the meter and the cost formula ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "M, N, D, BLOCK_M, BLOCK_N", [(64, 64, 64, 64, 64), (300, 500, 64, 64, 48), (7, 5, 16, 2, 3)]
-)
+@pytest.mark.parametrize("M, N, D, BLOCK_M, BLOCK_N", [(64, 64, 64, 64, 64), (300, 500, 64, 64, 48), (7, 5, 16, 2, 3)])
 def test_cost_formula_equals_the_meter(M, N, D, BLOCK_M, BLOCK_N):
     Q, K, V = inputs((M, D), (N, D), (N, D), dtype=torch.float16)
     with Meter(Q, K, V) as meter:
@@ -170,10 +168,7 @@ def test_cost_formula_equals_the_meter(M, N, D, BLOCK_M, BLOCK_N):
     cost = flash_cost(M, N, D, BLOCK_M, BLOCK_N, itemsize=2)
     assert (meter.bytes_read, meter.bytes_written) == (cost.bytes_read, cost.bytes_written)
     assert (meter.matmul_flops, meter.other_flops) == (cost.matmul_flops, cost.other_flops)
-    assert (
-        cost.flops == cost.matmul_flops + cost.other_flops
-        and cost.bytes == cost.bytes_read + cost.bytes_written
-    )
+    assert cost.flops == cost.matmul_flops + cost.other_flops and cost.bytes == cost.bytes_read + cost.bytes_written
 
 
 def test_traffic_falls_with_block_m_and_not_with_block_n():
@@ -223,7 +218,7 @@ def test_tile_frames_are_one_for_each_tile_and_each_store():
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    from flashlab.simulation_drawing import tile_figure, tile_frames
+    from flashlab.figures.tiles import tile_figure, tile_frames
 
     Q, K, V = (torch.randn(n, 2) for n in (6, 8, 8))
     figures = list(tile_frames(Q, K, V, 2, 2))
@@ -282,9 +277,7 @@ def test_block_state_mistakes():
     assert diagnosis("2.2", lambda s, v: s) == "wrong-type"
 
 
-def variant(
-    correction="right", l=True, acc=True, end=True, lse="right", start=-math.inf, tail="slice", fill=-math.inf
-):
+def variant(correction="right", l=True, acc=True, end=True, lse="right", start=-math.inf, tail="slice", fill=-math.inf):
     """The milestone with one mistake."""
 
     def fn(Q_block, K, V, BLOCK_N, scale=None):
@@ -308,9 +301,7 @@ def variant(
             O = O * (c[:, None] if acc else 1) + p.to(V.dtype).float() @ V[n : n + BLOCK_N].float()
             m_i = m_new
         O = O / l_i[:, None] if end else O
-        row_lse = {"right": m_i + l_i.log(), "no max": l_i.log(), "base 2": (m_i + l_i.log()) / math.log(2)}[
-            lse
-        ]
+        row_lse = {"right": m_i + l_i.log(), "no max": l_i.log(), "base 2": (m_i + l_i.log()) / math.log(2)}[lse]
         return O.to(V.dtype), row_lse
 
     return fn

@@ -6,18 +6,19 @@ import pytest
 import torch
 
 from flashlab import runtime
-from flashlab.check import verify, verify_one_head
-from flashlab.compile_report import TARGETS, compile_reports
-from flashlab.interpreter import hbm_traffic
-from flashlab.reference import attention
-from flashlab.simulation import flash_attention_one_head_sim, flash_cost
-from flashlab.triton_minimal import (
+from flashlab.attention.cost import flash_cost
+from flashlab.attention.reference import attention
+from flashlab.attention.simulation import flash_attention_one_head_sim
+from flashlab.attention.triton_minimal import (
     compile_arguments,
     default_block,
     flash_attention_forward,
     flash_attention_forward_kernel,
     hbm_bytes,
 )
+from flashlab.check import verify, verify_one_head
+from flashlab.triton_tools.compile_report import TARGETS, compile_reports
+from flashlab.triton_tools.watch import hbm_traffic
 
 DEVICE = runtime.device()
 

@@ -8,11 +8,14 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from flashlab import reference, runtime, walls
-from flashlab.bench import phase01, published
+from flashlab import runtime
+from flashlab.attention import reference, schemes
+from flashlab.attention.cost import attainable_tflops, fused_cost, naive_cost, naive_peak_bytes, peak_bytes, trace_ops
+from flashlab.attention.naive import naive_attention
+from flashlab.bench import published, walls
 from flashlab.check import CheckFailed, verify_one_head
-from flashlab.compile_report import TARGETS, compile_report, compile_reports
-from flashlab.interpreter import hbm_traffic
+from flashlab.triton_tools.compile_report import TARGETS, compile_report, compile_reports
+from flashlab.triton_tools.watch import hbm_traffic
 
 
 def one_head(m, n, d, dtype=torch.float16):
@@ -27,7 +30,7 @@ def test_naive_attention_is_the_oracle():
     q, k, v = torch.randn(3, 2, 3, 50, 16, dtype=torch.float64)
     for scale in (None, 0.3):
         want, _ = reference.attention(q, k, v, scale=scale)
-        torch.testing.assert_close(walls.naive_attention(q, k, v, scale=scale), want)
+        torch.testing.assert_close(naive_attention(q, k, v, scale=scale), want)
 
 
 @pytest.mark.parametrize(("heads", "m", "n", "d"), [(1, 64, 64, 16), (6, 40, 96, 32), (1, 1, 300, 8)])
@@ -36,33 +39,33 @@ def test_the_cost_is_what_pytorch_does(heads, m, n, d, dtype):
     q = torch.randn(heads, m, d, dtype=dtype)
     k, v = torch.randn(2, heads, n, d, dtype=dtype)
     size = dict(seq_q=m, heads=heads, itemsize=dtype.itemsize)
-    cost, ops = walls.naive_cost(n, d, **size), walls.trace_ops(walls.naive_attention, q, k, v)
+    cost, ops = naive_cost(n, d, **size), trace_ops(naive_attention, q, k, v)
     assert [(op.bytes_read, op.bytes_written) for op in ops] == [line[1:3] for line in cost.lines]
-    assert max(op.live_bytes for op in ops) == walls.naive_peak_bytes(n, d, **size)
+    assert max(op.live_bytes for op in ops) == naive_peak_bytes(n, d, **size)
     with FlopCounterMode(display=False) as counter:
-        walls.naive_attention(q, k, v)
+        naive_attention(q, k, v)
     assert counter.get_total_flops() == cost.lines[0].flops + cost.lines[3].flops
 
 
 def test_intensity_has_the_limits_that_the_lecture_states():
-    assert walls.naive_cost(10**6, 128).intensity == pytest.approx((4 * 128 + 6) / 12, rel=1e-3)
-    fused = walls.fused_cost(4096, 128)
+    assert naive_cost(10**6, 128).intensity == pytest.approx((4 * 128 + 6) / 12, rel=1e-3)
+    fused = fused_cost(4096, 128)
     assert fused.intensity == pytest.approx(4096 / 2, rel=0.02)
-    assert fused.bytes == 4 * 4096 * 128 * 2 and fused.flops == walls.naive_cost(4096, 128).flops
+    assert fused.bytes == 4 * 4096 * 128 * 2 and fused.flops == naive_cost(4096, 128).flops
 
 
 def test_costs_refuse_what_is_no_size():
     with pytest.raises(ValueError, match="seq_len must be at least 1, not 0"):
-        walls.naive_cost(0, 64)
+        naive_cost(0, 64)
     with pytest.raises(ValueError, match="heads"):
-        walls.naive_peak_bytes(16, 64, heads=0)
+        naive_peak_bytes(16, 64, heads=0)
 
 
 def test_the_roofline_has_a_slope_and_a_roof():
     gpu = runtime.GPUS["A100"]
-    assert walls.attainable_tflops(10, gpu) == pytest.approx(10 * gpu.memory_gb_s / 1000)
-    assert walls.attainable_tflops(10_000, gpu) == gpu.fp16_tflops
-    assert walls.attainable_tflops(gpu.ridge, gpu) == pytest.approx(gpu.fp16_tflops)
+    assert attainable_tflops(10, gpu) == pytest.approx(10 * gpu.memory_gb_s / 1000)
+    assert attainable_tflops(10_000, gpu) == gpu.fp16_tflops
+    assert attainable_tflops(gpu.ridge, gpu) == pytest.approx(gpu.fp16_tflops)
 
 
 # ---- trace_ops ------------------------------------------------------------------------------------------------------
@@ -75,7 +78,7 @@ def test_the_trace_sees_frees_and_skips_views():
         z = y.reshape(-1)[:10]
         return z.exp()
 
-    ops = walls.trace_ops(fn, torch.ones(100, 100).T.contiguous())
+    ops = trace_ops(fn, torch.ones(100, 100).T.contiguous())
     assert [op.name for op in ops if op.name in ("add", "mul", "exp")] == ["add", "mul", "exp"]
     by_name = {op.name: op for op in ops}
     assert by_name["add"].live_bytes == 40_000 and by_name["mul"].live_bytes == 80_000
@@ -84,14 +87,14 @@ def test_the_trace_sees_frees_and_skips_views():
 
 def test_in_place_work_counts_as_traffic_and_not_as_memory():
     x = torch.ones(100)
-    ops = walls.trace_ops(lambda: x.mul_(2))
+    ops = trace_ops(lambda: x.mul_(2))
     assert [(op.name, op.bytes_written, op.live_bytes) for op in ops] == [("mul", 400, 0)]
-    assert walls.peak_bytes(lambda: None) == 0
+    assert peak_bytes(lambda: None) == 0
 
 
 def test_a_tensor_that_the_caller_keeps_counts_as_long_as_it_lives():
     kept = []
-    ops = walls.trace_ops(lambda: [kept.append(torch.zeros(1000)) for _ in range(3)])
+    ops = trace_ops(lambda: [kept.append(torch.zeros(1000)) for _ in range(3)])
     assert [op.live_bytes for op in ops] == [4000, 8000, 12000]
 
 
@@ -99,21 +102,21 @@ def test_a_tensor_that_the_caller_keeps_counts_as_long_as_it_lives():
 
 
 def test_scheme_a_is_right():
-    report = verify_one_head(walls.scheme_a, dtypes=(torch.float16, torch.bfloat16), max_seq=256)
+    report = verify_one_head(schemes.scheme_a, dtypes=(torch.float16, torch.bfloat16), max_seq=256)
     assert report.cases >= 15
 
 
-@pytest.mark.parametrize("how", walls.ESCAPE_HATCHES)
+@pytest.mark.parametrize("how", schemes.ESCAPE_HATCHES)
 def test_every_escape_hatch_is_right(how):
     max_seq = 300 if runtime.INTERPRETED else 130  # compiled, each length is a compilation of seconds
-    verify_one_head(lambda q, k, v, *, scale=None: walls.scheme_b(q, k, v, how=how, scale=scale), max_seq=max_seq)
+    verify_one_head(lambda q, k, v, *, scale=None: schemes.scheme_b(q, k, v, how=how, scale=scale), max_seq=max_seq)
 
 
 def test_two_passes_are_right():
-    verify_one_head(walls.two_pass, max_seq=300)
+    verify_one_head(schemes.two_pass, max_seq=300)
     q, k, v = one_head(33, 1000, 64)
     want, want_lse = reference.attention(*(x[None, None] for x in (q, k, v)))
-    o, lse = walls.two_pass(q, k, v, BLOCK_N=128)
+    o, lse = schemes.two_pass(q, k, v, BLOCK_N=128)
     assert (o - want[0, 0]).abs().max() < 1e-3 and (lse - want_lse[0, 0]).abs().max() < 1e-5
 
 
@@ -121,14 +124,14 @@ def test_two_passes_are_right():
 def test_the_variants_of_scheme_a_compute_the_same(flags):
     q, k, v = one_head(70, 100, 64)
     constants = dict(zip(("K_BY_ROWS", "V_LATE", "P_FLOAT32"), flags, strict=True))
-    o, lse = walls.launch(walls.scheme_a_variant_kernel, q, k, v, BLOCK_N=128, **constants)
+    o, lse = schemes.launch(schemes.scheme_a_variant_kernel, q, k, v, BLOCK_N=128, **constants)
     want, want_lse = reference.attention(*(x[None, None] for x in (q, k, v)))
     assert (o - want[0, 0]).abs().max() < 2e-3 and (lse - want_lse[0, 0]).abs().max() < 1e-4
 
 
 def test_scheme_a_moves_no_n_squared():
     q, k, v = one_head(200, 150, 64)
-    traffic = hbm_traffic(walls.scheme_a, q, k, v)
+    traffic = hbm_traffic(schemes.scheme_a, q, k, v)
     assert traffic.bytes_read == (200 + 4 * 2 * 150) * 64 * 2
     assert traffic.bytes_written == 200 * 64 * 2 + 200 * 4
 
@@ -136,7 +139,7 @@ def test_scheme_a_moves_no_n_squared():
 def test_no_keys_and_no_queries():
     for m, n in ((5, 0), (0, 5), (0, 0)):
         q, k, v = one_head(m, n, 32)
-        for fn in (walls.scheme_a, walls.scheme_b, walls.two_pass):
+        for fn in (schemes.scheme_a, schemes.scheme_b, schemes.two_pass):
             o, lse = fn(q, k, v)
             assert o.shape == (m, 32) and (o == 0).all()
             assert lse.shape == (m,) and (lse == -math.inf).all()
@@ -153,16 +156,16 @@ def test_no_keys_and_no_queries():
     ],
 )
 def test_bad_tensors_get_a_sentence(change, error, sentence):
-    for fn in (walls.scheme_a, walls.scheme_b, walls.two_pass):
+    for fn in (schemes.scheme_a, schemes.scheme_b, schemes.two_pass):
         with pytest.raises(error, match=sentence):
             fn(*change(*one_head(16, 16, 32)))
 
 
 def test_scheme_b_knows_its_hatches():
     with pytest.raises(ValueError, match="'slice' or one of split"):
-        walls.scheme_b(*one_head(16, 16, 32), how="magic")
+        schemes.scheme_b(*one_head(16, 16, 32), how="magic")
     with pytest.raises(ValueError, match="BLOCK_N"):
-        walls.scheme_b(*one_head(16, 16, 32), BLOCK_N=48)
+        schemes.scheme_b(*one_head(16, 16, 32), BLOCK_N=48)
 
 
 # ---- the physical wall ----------------------------------------------------------------------------------------------
@@ -170,32 +173,34 @@ def test_scheme_b_knows_its_hatches():
 
 def test_the_compiler_agrees_with_the_formula_on_every_target():
     for n, d in ((32, 64), (128, 128)):
-        for report in walls.scheme_a_reports([n], d, TARGETS):
-            assert report.shared_bytes == walls.scheme_a_shared_bytes(n, d), report
+        for report in schemes.scheme_a_reports([n], d, TARGETS):
+            assert report.shared_bytes == schemes.scheme_a_shared_bytes(n, d), report
 
 
 def test_scheme_a_dies_where_the_limit_says():
     def dies_at(target):
         limit = runtime.limits(target).shared_per_block
-        return walls.first_failing_seq_len(limit, lambda n: walls.scheme_a_shared_bytes(n, 128))
+        return schemes.first_failing_seq_len(limit, lambda n: schemes.scheme_a_shared_bytes(n, 128))
 
     assert {target: dies_at(target) for target in TARGETS} == {
         "sm_80": 512, "sm_86": 256, "sm_89": 256, "sm_90": 512, "sm_120": 256,
     }  # fmt: skip
-    assert not walls.scheme_a_report(256, 128, "RTX 5060 Ti").fits
-    assert walls.scheme_a_report(256, 128, "H200").fits
+    assert not schemes.scheme_a_report(256, 128, "RTX 5060 Ti").fits
+    assert schemes.scheme_a_report(256, 128, "H200").fits
 
 
 def test_the_launcher_asks_the_compiler_first():
     q, k, v = one_head(16, 256, 128)
-    with pytest.raises(walls.OutOfSharedMemory, match="147456 bytes .* sm_120 has 101376"):
-        walls.scheme_a(q, k, v, as_if_on="RTX 5060 Ti")
+    with pytest.raises(schemes.OutOfSharedMemory, match="147456 bytes .* sm_120 has 101376"):
+        schemes.scheme_a(q, k, v, as_if_on="RTX 5060 Ti")
 
 
 def test_the_published_byte_count_is_one_way_to_write_scheme_a():
     ways = [(False, False, False), (True, False, False), (True, True, True)]
-    arguments = [walls.kernel_arguments(256, 128, BLOCK_N=256, K_BY_ROWS=a, V_LATE=b, P_FLOAT32=c) for a, b, c in ways]
-    reports = compile_reports(walls.scheme_a_variant_kernel, arguments, targets=["sm_120"], num_stages=1)
+    arguments = [
+        schemes.kernel_arguments(256, 128, BLOCK_N=256, K_BY_ROWS=a, V_LATE=b, P_FLOAT32=c) for a, b, c in ways
+    ]
+    reports = compile_reports(schemes.scheme_a_variant_kernel, arguments, targets=["sm_120"], num_stages=1)
     assert [report.shared_bytes for report in reports] == [147456, 98304, 131072]
 
 
@@ -203,25 +208,25 @@ def test_the_published_byte_count_is_one_way_to_write_scheme_a():
 
 
 def scheme_b_arguments(how, d=64):
-    return walls.kernel_arguments(128, d, BLOCK_N=64, HALVINGS=1, HOW=how)
+    return schemes.kernel_arguments(128, d, BLOCK_N=64, HALVINGS=1, HOW=how)
 
 
 def test_a_slice_is_refused_compiled_and_interpreted():
-    report = compile_report(walls.scheme_b_kernel, scheme_b_arguments("slice"), target="sm_120", num_stages=1)
+    report = compile_report(schemes.scheme_b_kernel, scheme_b_arguments("slice"), target="sm_120", num_stages=1)
     assert not report.ok and "unsupported tensor index" in report.error
     with pytest.raises(Exception, match="unsupported tensor index"):
-        walls.scheme_b(*one_head(16, 128, 64), how="slice")
+        schemes.scheme_b(*one_head(16, 128, 64), how="slice")
 
 
 def test_the_hatches_compile_and_need_q_and_k():
-    arguments = [scheme_b_arguments(how) for how in walls.ESCAPE_HATCHES]
-    for report in compile_reports(walls.scheme_b_kernel, arguments, targets=["sm_90", "sm_120"], num_stages=1):
-        assert report.ok and report.shared_bytes == walls.scheme_b_shared_bytes(128, 64), report
+    arguments = [scheme_b_arguments(how) for how in schemes.ESCAPE_HATCHES]
+    for report in compile_reports(schemes.scheme_b_kernel, arguments, targets=["sm_90", "sm_120"], num_stages=1):
+        assert report.ok and report.shared_bytes == schemes.scheme_b_shared_bytes(128, 64), report
 
 
 def test_two_passes_fit_everywhere():
     for report in compile_reports(
-        walls.two_pass_kernel, [walls.kernel_arguments(4096, 128, BLOCK_N=64)], targets=TARGETS, num_stages=1
+        schemes.two_pass_kernel, [schemes.kernel_arguments(4096, 128, BLOCK_N=64)], targets=TARGETS, num_stages=1
     ):
         assert report.fits and report.shared_bytes == 3 * 64 * 128 * 2
 
@@ -259,19 +264,19 @@ def test_triton_s_message_is_read():
         "`num_stages` may help."
     )
     want = {"resource": "shared memory", "required": 278528, "limit": 232448}
-    assert phase01.out_of_resources(OutOfResources(message)) == want
-    assert phase01.out_of_resources(ValueError(message)) is None
+    assert walls.out_of_resources(OutOfResources(message)) == want
+    assert walls.out_of_resources(ValueError(message)) is None
 
 
 @pytest.mark.skipif(not runtime.INTERPRETED, reason="there is a GPU")
 def test_recording_needs_a_gpu():
-    with pytest.raises(phase01.NoGpu):
-        phase01.run()
+    with pytest.raises(walls.NoGpu):
+        walls.run()
 
 
 @pytest.mark.skipif(runtime.INTERPRETED, reason="needs a GPU")
 def test_recording_on_this_gpu():
-    figures = phase01.run(seq_lens=(256, 512), heads=2)
+    figures = walls.run(seq_lens=(256, 512), heads=2)
     json.dumps(figures)
     assert [row["peak_bytes"] >= row["predicted_peak_bytes"] for row in figures["naive"]] == [True, True]
     last = figures["scheme_a"][-1]
@@ -280,7 +285,7 @@ def test_recording_on_this_gpu():
 
 
 def test_what_is_recorded_can_be_drawn():
-    for run in phase01.recorded():
+    for run in walls.recorded():
         assert {"gpu", "torch", "triton", "date"} <= set(run["machine"])
         assert {"naive", "fused", "scheme_a", "scheme_b"} <= set(run)
 
@@ -296,7 +301,7 @@ def test_the_bug_of_exercise_1_7_would_pass_on_round_lengths():
 
 def padded_attention(q, k, v, scale):
     """Zero-padded keys that keep their weight."""
-    n = walls.padded(len(k))
+    n = schemes.padded(len(k))
     k, v = (torch.cat([x, x.new_zeros(n - len(x), x.shape[1])]) for x in (k, v))
     o, lse = reference.attention(*(x[None, None] for x in (q, k, v)), scale=scale)
     return o[0, 0].to(q.dtype), lse[0, 0].float()

@@ -49,7 +49,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="The same as JSO
 @app.command()
 def progress(phase: Annotated[int | None, typer.Argument(help="Only this phase.")] = None) -> None:
     """Which exercises you have solved."""
-    from flashlab.check import progress
+    from flashlab.exercises import progress
 
     console.print(progress(phase))
 
@@ -67,8 +67,8 @@ def _packages() -> str:
 
 def _kernel() -> str:
     from flashlab import runtime
+    from flashlab.attention.triton_minimal import flash_attention_forward
     from flashlab.check import verify_one_head
-    from flashlab.triton_minimal import flash_attention_forward
 
     return f"{runtime.describe()}; {verify_one_head(flash_attention_forward, max_seq=128).verdict}"
 
@@ -76,8 +76,8 @@ def _kernel() -> str:
 def _compiler() -> str:
     import torch
 
-    from flashlab.compile_report import compile_report
-    from flashlab.triton_minimal import flash_attention_forward_kernel
+    from flashlab.attention.triton_minimal import flash_attention_forward_kernel
+    from flashlab.triton_tools.compile_report import compile_report
 
     pointers = {"Q_ptr": torch.float16, "K_ptr": torch.float16, "V_ptr": torch.float16, "O_ptr": torch.float16}
     strides = {f"stride_{name}": 64 for name in ("qm", "kn", "vn", "om")}
@@ -147,7 +147,7 @@ def time_checks(notebook: Path) -> list[dict[str, Any]]:
     """
     import nbformat
 
-    from flashlab import check as checker
+    from flashlab import exercises as checker
 
     os.environ["FLASHLAB_PROGRESS"] = "off"
     found: list[dict[str, Any]] = []
@@ -181,10 +181,10 @@ def time_checks(notebook: Path) -> list[dict[str, Any]]:
 
 # What each bench module measures; its own options are passed on to it (`flashlab bench mma -- --help`).
 NATIVE = {
-    "walls": ("phase01", "Phase 1: naive attention, scheme A to its refusal, the escape hatches."),
-    "triton": ("phase03", "Phase 3: the minimal Triton kernel against its peers."),
+    "walls": ("walls", "Phase 1: naive attention, scheme A to its refusal, the escape hatches."),
+    "triton": ("triton", "Phase 3: the minimal Triton kernel against its peers."),
     "scalar": ("scalar", "Phase 6: the float32 CUDA kernels against unfused PyTorch and SDPA."),
-    "mma": ("mma_ladder", "Phases 7 and 8: the tensor-core ladder against FlashAttention-2, cuDNN, unfused PyTorch."),
+    "mma": ("mma", "Phases 7 and 8: the tensor-core ladder against FlashAttention-2, cuDNN, unfused PyTorch."),
     "validation": ("validation", "The emulator against the hardware: results, counters, compute-sanitizer."),
 }
 
@@ -212,9 +212,7 @@ def bench_check(
     """How long the check of every solved exercise takes on this machine."""
     notebooks = sorted((ROOT / "solutions").glob("[0-9][0-9]_*.ipynb"))
     if not notebooks:
-        console.print(
-            Text("There are no solutions beside this package: run it in a clone of the course.", style="red")
-        )
+        console.print(Text("There are no solutions beside this package: run it in a clone of the course.", style="red"))
         raise typer.Exit(1)
     result: dict[str, Any] = {"machine": _machine(), "checks": [], "errors": {}}
     table = Table(title="Seconds a check of the solved exercise", title_justify="left", box=None, padding=(0, 2))

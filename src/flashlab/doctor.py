@@ -21,41 +21,19 @@ import subprocess
 import sys
 import sysconfig
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+if __package__:
+    from flashlab.course import PHASES, Phase
+else:  # run by its path: its own folder is on the path, and the package, which imports torch, is not
+    from course import PHASES, Phase
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHONS = ((3, 10), (3, 14))
 # (torch, triton) that every test of the course has passed with.
 TRIED = {("2.13", "3.7"), ("2.11", "3.6")}
 
-
-@dataclass(frozen=True)
-class Phase:
-    """One phase of the course. `kind` says what it runs on: torch, triton, cuda, hopper, profiler or several GPUs."""
-
-    number: int
-    slug: str
-    title: str
-    kind: str
-
-
-PHASES = (
-    Phase(0, "attention_and_online_softmax", "Attention and online softmax", "torch"),
-    Phase(1, "two_walls", "Naive attention and the two walls", "triton"),
-    Phase(2, "online_softmax_simulation", "FlashAttention simulated in plain PyTorch", "torch"),
-    Phase(3, "minimal_triton_kernel", "The minimal Triton kernel", "triton"),
-    Phase(4, "industrial_triton", "The industrial Triton kernel", "triton"),
-    Phase(5, "backward", "The backward pass", "triton"),
-    Phase(6, "cuda_scalar", "Scalar CUDA C++", "cuda"),
-    Phase(7, "tensor_cores", "Tensor cores: ldmatrix and mma.sync", "cuda"),
-    Phase(8, "pipelines_and_banks", "Pipelines and banks: cp.async and swizzle", "cuda"),
-    Phase(9, "profiling_a_transformer", "Profiling a transformer", "profiler"),
-    Phase(10, "hopper", "Hopper: TMA and wgmma", "hopper"),
-    Phase(11, "decoding", "Decoding: split-KV and paged caches", "triton"),
-    Phase(12, "many_gpus", "Many GPUs: ring attention", "distributed"),
-)
 
 _ASK_TORCH = """
 import json, torch

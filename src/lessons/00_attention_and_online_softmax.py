@@ -42,10 +42,20 @@ import matplotlib.pyplot as plt
 import torch
 from IPython.display import display
 
-from flashlab import reference, show
-from flashlab.online_softmax import (
-    State, attention_by_loops, block_state, finish, identity, merge, merge_finished, online_softmax,
-    shifted_exp, softmax_naive, softmax_safe,
+from flashlab.attention import reference
+from flashlab.figures import show
+from flashlab.attention.online_softmax import (
+    State,
+    attention_by_loops,
+    block_state,
+    finish,
+    identity,
+    merge,
+    merge_finished,
+    online_softmax,
+    shifted_exp,
+    softmax_naive,
+    softmax_safe,
 )
 
 show.style()

@@ -40,11 +40,15 @@ import time
 import matplotlib.pyplot as plt
 import torch
 
-from flashlab import reference, runtime, show, walls
-from flashlab.bench import phase01, published
+from flashlab.attention import reference, schemes
+from flashlab.attention.cost import attainable_tflops, fused_cost, naive_cost, naive_peak_bytes, peak_bytes, trace_ops
+from flashlab.attention.naive import naive_attention
+from flashlab import runtime
+from flashlab.figures import show
+from flashlab.bench import published, walls
 from flashlab.check import verify_one_head
-from flashlab.compile_report import TARGETS, compile_report, compile_reports
-from flashlab.interpreter import hbm_traffic
+from flashlab.triton_tools.compile_report import TARGETS, compile_report, compile_reports
+from flashlab.triton_tools.watch import hbm_traffic
 
 show.style()
 torch.manual_seed(1)
@@ -58,12 +62,12 @@ device = runtime.device()
 # (`head_dim`).
 
 # %%
-show.source(walls.naive_attention, start="scores = q @", end="return")
+show.source(naive_attention, start="scores = q @", end="return")
 
 # %%
 q, k, v = torch.randn(3, 1, 1, 100, 64, dtype=torch.float64)
 want, _ = reference.attention(q, k, v)
-torch.testing.assert_close(walls.naive_attention(q, k, v), want)
+torch.testing.assert_close(naive_attention(q, k, v), want)
 print("four lines = the oracle: True")
 
 # %% [markdown]
@@ -97,8 +101,8 @@ print("four lines = the oracle: True")
 
 # %%
 N, D = 4096, 128
-cost = walls.naive_cost(N, D)
-rows = [(line, read / 1e6, written / 1e6, flops / 1e9) for line, read, written, flops in cost.lines]
+cost = naive_cost(N, D)
+rows = [(x.line, x.bytes_read / 1e6, x.bytes_written / 1e6, x.flops / 1e9) for x in cost.lines]
 total = ("sum", cost.bytes_read / 1e6, cost.bytes_written / 1e6, cost.flops / 1e9)
 show.table([*rows, total], ["line", "MB read", "MB written", "GFLOP"])
 
@@ -128,8 +132,8 @@ plt.show()
 
 # %%
 q, k, v = torch.randn(3, 512, 64, dtype=torch.float16)
-ops = walls.trace_ops(walls.naive_attention, q, k, v)
-for op, line in zip(ops, walls.naive_cost(512, 64).lines, strict=True):
+ops = trace_ops(naive_attention, q, k, v)
+for op, line in zip(ops, naive_cost(512, 64).lines, strict=True):
     match = (op.bytes_read, op.bytes_written) == (line.bytes_read, line.bytes_written)
     print(f"{line.line:33} {op.name:8} reads {op.bytes_read:8} writes {op.bytes_written:8} = formula: {match}")
     assert match
@@ -141,7 +145,7 @@ for op, line in zip(ops, walls.naive_cost(512, 64).lines, strict=True):
 from torch.utils.flop_counter import FlopCounterMode
 
 with FlopCounterMode(display=False) as counter:
-    walls.naive_attention(q, k, v)
+    naive_attention(q, k, v)
 predicted = 4 * 512 * 512 * 64
 print(f"matmul FLOPs: counted {counter.get_total_flops()}, 4·N²·D = {predicted}")
 assert counter.get_total_flops() == predicted
@@ -161,10 +165,10 @@ assert counter.get_total_flops() == predicted
 
 # %%
 for seq_len in (512, 4096, 32768):
-    naive, fused = walls.naive_cost(seq_len, 128), walls.fused_cost(seq_len, 128)
+    naive, fused = naive_cost(seq_len, 128), fused_cost(seq_len, 128)
     print(f"N = {seq_len:5}: naive {naive.intensity:5.1f} FLOP/byte (limit {(4 * 128 + 6) / 12:.1f}), "
           f"fused {fused.intensity:8.1f} (about N/2 = {seq_len // 2})")
-assert walls.naive_cost(10**6, 128).intensity < 43.2 and walls.fused_cost(4096, 128).intensity > 2048
+assert naive_cost(10**6, 128).intensity < 43.2 and fused_cost(4096, 128).intensity > 2048
 
 # %% [markdown]
 # A GPU that computes at most $F$ FLOP/s and moves at most $B$ byte/s can run code of intensity $I$ at no more than
@@ -186,9 +190,9 @@ hues = ["blue", "sky", "green", "orange", "red"]
 x = torch.logspace(0.5, 4, 200).tolist()
 fig, ax = plt.subplots(figsize=(7.5, 4.2))
 for name, hue in zip(shown, hues):
-    ax.plot(x, [walls.attainable_tflops(i, runtime.GPUS[name]) for i in x], color=show.COLORS[hue], label=name)
-points = {"naive\nD = 64": walls.naive_cost(4096, 64), "naive\nD = 128": walls.naive_cost(4096, 128),
-          "fused\nN = 4096": walls.fused_cost(4096, 128)}
+    ax.plot(x, [attainable_tflops(i, runtime.GPUS[name]) for i in x], color=show.COLORS[hue], label=name)
+points = {"naive\nD = 64": naive_cost(4096, 64), "naive\nD = 128": naive_cost(4096, 128),
+          "fused\nN = 4096": fused_cost(4096, 128)}
 for (label, point), side in zip(points.items(), ("right", "left", "center")):
     ax.axvline(point.intensity, color=show.COLORS["grey"], linestyle="--", linewidth=1.2)
     ax.text(point.intensity, 2200, label, ha=side, va="bottom", fontsize=9)
@@ -203,11 +207,11 @@ plt.show()
 # the machine does the naive way leave unused? At $D = 128$:
 
 # %%
-intensity = walls.naive_cost(4096, 128).intensity
+intensity = naive_cost(4096, 128).intensity
 rows = []
 for name in shown:
     gpu = runtime.GPUS[name]
-    best = walls.attainable_tflops(intensity, gpu)
+    best = attainable_tflops(intensity, gpu)
     assert intensity < gpu.ridge, "naive attention should be memory-bound"
     rows.append((name, gpu.memory_gb_s, gpu.fp16_tflops, round(gpu.ridge), round(best), f"{best / gpu.fp16_tflops:.0%}"))
 show.table(rows, ["GPU", "GB/s", "peak TFLOP/s", "ridge (FLOP/byte)", "naive at most (TFLOP/s)", "of peak"])
@@ -231,7 +235,7 @@ show.table(rows, ["GPU", "GB/s", "peak TFLOP/s", "ridge (FLOP/byte)", "naive at 
 # %%
 for op in ops:
     print(f"{op.name:8} ends with {op.live_bytes:8} bytes alive = {op.live_bytes / (512 * 512 * 2):.3f} matrices of N × N")
-assert max(op.live_bytes for op in ops) == walls.naive_peak_bytes(512, 64)
+assert max(op.live_bytes for op in ops) == naive_peak_bytes(512, 64)
 
 # %% [markdown]
 # The softmax needs no matrix but its own result, yet line 4 pays for `scores`, because a variable still names it. Deleting that
@@ -256,14 +260,14 @@ lengths = [256, 512, 1024, 2048] if device.type == "cpu" else [1024, 2048, 4096,
 timed, peaks = [], []
 for n in lengths:
     q, k, v = torch.randn(3, n, 64, device=device)
-    timed.append(seconds(lambda: walls.naive_attention(q, k, v)))
-    peaks.append(walls.peak_bytes(walls.naive_attention, q, k, v))
+    timed.append(seconds(lambda: naive_attention(q, k, v)))
+    peaks.append(peak_bytes(naive_attention, q, k, v))
     print(f"N = {n:5}: {1e3 * timed[-1]:8.2f} ms, peak {peaks[-1] / 1e6:7.2f} MB, "
-          f"formula {walls.naive_peak_bytes(n, 64, itemsize=4) / 1e6:7.2f} MB")
+          f"formula {naive_peak_bytes(n, 64, itemsize=4) / 1e6:7.2f} MB")
 
 # %% tags=["nbval-ignore-output"]
 fig, (left, right) = plt.subplots(1, 2, figsize=(8.5, 3.2))
-exact = [walls.naive_peak_bytes(n, 64, itemsize=4) for n in lengths]
+exact = [naive_peak_bytes(n, 64, itemsize=4) for n in lengths]
 assert peaks == exact
 left.plot(lengths, [b / 1e6 for b in exact], color=show.COLORS["blue"], label="formula")
 left.plot(lengths, [b / 1e6 for b in peaks], "o", color=show.COLORS["orange"], label="counted")
@@ -286,21 +290,21 @@ plt.show()
 # %% tags=["nbval-ignore-output"]
 if device.type == "cuda":
     q, k, v = torch.randn(3, 16, 4096, 128, device=device, dtype=torch.float16)
-    walls.naive_attention(q, k, v)  # the first call allocates the matmul library's workspace
+    naive_attention(q, k, v)  # the first call allocates the matmul library's workspace
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    walls.naive_attention(q, k, v)
+    naive_attention(q, k, v)
     measured = torch.cuda.max_memory_allocated() - before
-    print(f"allocator: {measured} bytes, formula: {walls.naive_peak_bytes(4096, 128, heads=16)}")
+    print(f"allocator: {measured} bytes, formula: {naive_peak_bytes(4096, 128, heads=16)}")
 else:
     print("no GPU here: the allocator's peak is in the recorded figures below, where there are any")
 
 # %% [markdown]
-# What was recorded on a data-centre GPU, with `python -m flashlab.bench.phase01`: naive attention beside the fused kernel that
+# What was recorded on a data-centre GPU, with `python -m flashlab.bench.walls`: naive attention beside the fused kernel that
 # PyTorch has built in, FlashAttention-2, on the same shapes. (The reader's own GPU can be added with the same command.)
 
 # %%
-for run in phase01.recorded():
+for run in walls.recorded():
     m, s = run["machine"], run["shape"]
     fig, (left, right) = plt.subplots(1, 2, figsize=(8.5, 3.2))
     for key, hue, label in (("naive", "orange", "naive"), ("fused", "blue", "FlashAttention-2")):
@@ -318,7 +322,7 @@ for run in phase01.recorded():
         ax.legend()
     fig.suptitle(f"{m['gpu']}, torch {m['torch']}, {m['date']}: {s['heads']} heads, head_dim {s['head_dim']}, fp16", fontsize=10)
     plt.show()
-print("machines recorded:", ", ".join(run["machine"]["gpu"] for run in phase01.recorded()) or "none yet")
+print("machines recorded:", ", ".join(run["machine"]["gpu"] for run in walls.recorded()) or "none yet")
 
 # %% [markdown]
 # ### A published table, rebuilt
@@ -382,14 +386,14 @@ plt.show()
 # nothing); $K$ is loaded with its axes swapped, so the tile in hand is $K^\top$; and nothing here depends on other programs.
 
 # %%
-show.source(walls.scheme_a_kernel)
+show.source(schemes.scheme_a_kernel)
 
 # %% [markdown]
 # Is it right? The checker runs it on all its small cases: lengths that are no power of two, one query, one key, large scores, both
 # dtypes. Its tolerance comes from what fp16 itself loses (phase 3 says how).
 
 # %%
-report = verify_one_head(walls.scheme_a, dtypes=(torch.float16, torch.bfloat16), max_seq=256)
+report = verify_one_head(schemes.scheme_a, dtypes=(torch.float16, torch.bfloat16), max_seq=256)
 print("scheme A:", report.verdict)
 
 # %% [markdown]
@@ -399,7 +403,7 @@ print("scheme A:", report.verdict)
 # %%
 N, D = 200, 64
 q, k, v = torch.randn(3, N, D, dtype=torch.float16, device=device)
-traffic = hbm_traffic(walls.scheme_a, q, k, v)
+traffic = hbm_traffic(schemes.scheme_a, q, k, v)
 blocks = math.ceil(N / 64)
 print(f"read    {traffic.bytes_read:7} bytes, (N + {blocks}·2N)·D·2 = {(N + blocks * 2 * N) * D * 2}")
 print(f"written {traffic.bytes_written:7} bytes, N·D·2 + 4N      = {N * D * 2 + 4 * N}")
@@ -431,14 +435,14 @@ assert traffic.bytes_read == (N + blocks * 2 * N) * D * 2 and traffic.bytes_writ
 # Do not trust the formula. Ask the compiler: it needs no GPU to compile for one. (The first time, this takes a while; answers are kept.)
 
 # %%
-small = walls.scheme_a_reports([64, 128, 256], 128, TARGETS)
-large = walls.scheme_a_reports([512], 128, ["sm_80", "sm_90"])  # the others have failed by then
+small = schemes.scheme_a_reports([64, 128, 256], 128, TARGETS)
+large = schemes.scheme_a_reports([512], 128, ["sm_80", "sm_90"])  # the others have failed by then
 needed = {64: small[:5], 128: small[5:10], 256: small[10:], 512: large}
 for n, reports in needed.items():
     told = {r.shared_bytes for r in reports}
     verdicts = ", ".join(f"{r.target} {'fits' if r.fits else 'FAILS'}" for r in reports)
-    print(f"N = {n:3}: {told.pop():6} bytes, formula {walls.scheme_a_shared_bytes(n, 128):6}; {verdicts}")
-    assert not told and reports[0].shared_bytes == walls.scheme_a_shared_bytes(n, 128)
+    print(f"N = {n:3}: {told.pop():6} bytes, formula {schemes.scheme_a_shared_bytes(n, 128):6}; {verdicts}")
+    assert not told and reports[0].shared_bytes == schemes.scheme_a_shared_bytes(n, 128)
 
 # %% [markdown]
 # The formula is exact, on five targets, for two quite different tensor-core designs. So the first length that cannot run follows from
@@ -447,7 +451,7 @@ for n, reports in needed.items():
 # %%
 rows = []
 for name, gpu in runtime.GPUS.items():
-    dies_at = walls.first_failing_seq_len(gpu.shared_per_block, lambda n: walls.scheme_a_shared_bytes(n, 128))
+    dies_at = schemes.first_failing_seq_len(gpu.shared_per_block, lambda n: schemes.scheme_a_shared_bytes(n, 128))
     refused = [n for n, reports in needed.items() for r in reports if r.target == gpu.target and not r.fits]
     assert gpu.target not in TARGETS or min(refused) == dies_at
     rows.append((name, gpu.target, gpu.shared_per_block, dies_at))
@@ -459,14 +463,14 @@ show.table(rows, ["GPU", "target", "limit a block (bytes)", "scheme A dies at N 
 # %%
 fig, ax = plt.subplots(figsize=(7.5, 3.8))
 lengths = list(needed)
-ax.plot(lengths, [walls.scheme_a_shared_bytes(n, 128) / 1024 for n in lengths], "o-", color=show.COLORS["black"])
+ax.plot(lengths, [schemes.scheme_a_shared_bytes(n, 128) / 1024 for n in lengths], "o-", color=show.COLORS["black"])
 levels = {"sm_90": ("H100, H200", "blue"), "sm_80": ("A100", "green"), "sm_120": ("RTX 3090, 4090, 5060 Ti, 5090", "orange")}
 for target, (names, hue) in levels.items():
     limit = runtime.limits(target).shared_per_block
     ax.axhline(limit / 1024, color=show.COLORS[hue], linewidth=1.6)
     ax.text(512, limit / 1024 - 5, f"{names}: {limit // 1024} KiB", color=show.COLORS[hue], fontsize=9, ha="right", va="top")
-    n = walls.first_failing_seq_len(limit, lambda n: walls.scheme_a_shared_bytes(n, 128))
-    ax.plot(n, walls.scheme_a_shared_bytes(n, 128) / 1024, "x", color=show.COLORS["red"], markersize=13, markeredgewidth=3)
+    n = schemes.first_failing_seq_len(limit, lambda n: schemes.scheme_a_shared_bytes(n, 128))
+    ax.plot(n, schemes.scheme_a_shared_bytes(n, 128) / 1024, "x", color=show.COLORS["red"], markersize=13, markeredgewidth=3)
 ax.set(xlabel="N (keys)", ylabel="shared memory a block (KiB)", ylim=(0, 290),
        title="Scheme A: 512 bytes more for every key", xticks=lengths)
 plt.show()
@@ -480,23 +484,23 @@ plt.show()
 from triton.runtime.errors import OutOfResources
 
 gpu = runtime.limits("RTX 5060 Ti" if runtime.INTERPRETED else None)
-N = walls.first_failing_seq_len(gpu.shared_per_block, lambda n: walls.scheme_a_shared_bytes(n, 128))
+N = schemes.first_failing_seq_len(gpu.shared_per_block, lambda n: schemes.scheme_a_shared_bytes(n, 128))
 q, k, v = torch.randn(3, N, 128, dtype=torch.float16, device=device)
 try:
-    walls.scheme_a(q, k, v, as_if_on=gpu.name if runtime.INTERPRETED else None)
+    schemes.scheme_a(q, k, v, as_if_on=gpu.name if runtime.INTERPRETED else None)
     raise AssertionError(f"scheme A ran at N = {N}, against the prediction")
-except (OutOfResources, walls.OutOfSharedMemory) as error:
+except (OutOfResources, schemes.OutOfSharedMemory) as error:
     print(f"{gpu.name}, N = {N}: {type(error).__name__}: {error}")
 
 # %% [markdown]
 # Triton's own words, as they were recorded on a real GPU at the length predicted for it:
 
 # %%
-for run in phase01.recorded():
+for run in walls.recorded():
     last = run["scheme_a"][-1]
     print(f"{run['machine']['gpu']}, triton {run['machine']['triton']}, N = {last['seq_len']}:\n  {last['message']}")
-    assert last["required"] == walls.scheme_a_shared_bytes(last["seq_len"], run["shape"]["head_dim"])
-print("machines recorded:", len(phase01.recorded()))
+    assert last["required"] == schemes.scheme_a_shared_bytes(last["seq_len"], run["shape"]["head_dim"])
+print("machines recorded:", len(walls.recorded()))
 
 # %% [markdown]
 # Read such a message for its two numbers. *Required* is the kernel's, *Hardware limit* the device's. "Reducing block sizes or
@@ -513,7 +517,7 @@ print("machines recorded:", len(phase01.recorded()))
 # %%
 for BLOCK_M in (128, 64, 32, 16):
     limit = runtime.limits("sm_90").shared_per_block
-    dies_at = walls.first_failing_seq_len(limit, lambda n: walls.scheme_a_shared_bytes(n, 128, BLOCK_M=BLOCK_M))
+    dies_at = schemes.first_failing_seq_len(limit, lambda n: schemes.scheme_a_shared_bytes(n, 128, BLOCK_M=BLOCK_M))
     print(f"BLOCK_M = {BLOCK_M:3}: dies at N = {dies_at}")
 
 # %% [markdown]
@@ -536,8 +540,8 @@ for BLOCK_M in (128, 64, 32, 16):
 # %%
 switches = {"as above": (False, False, False), "K by rows, then tl.trans": (True, False, False),
             "V late, P in float32": (True, True, True)}
-arguments = [walls.kernel_arguments(256, 128, BLOCK_N=256, K_BY_ROWS=a, V_LATE=b, P_FLOAT32=c) for a, b, c in switches.values()]
-variants = compile_reports(walls.scheme_a_variant_kernel, arguments, targets=["sm_120"], num_stages=1)
+arguments = [schemes.kernel_arguments(256, 128, BLOCK_N=256, K_BY_ROWS=a, V_LATE=b, P_FLOAT32=c) for a, b, c in switches.values()]
+variants = compile_reports(schemes.scheme_a_variant_kernel, arguments, targets=["sm_120"], num_stages=1)
 for name, r in zip(switches, variants):
     print(f"{name:25} {r.shared_bytes:6} of {r.shared_limit} bytes: {'fits' if r.fits else 'fails'}")
 assert [r.shared_bytes for r in variants] == [147456, 98304, 131072]
@@ -576,8 +580,8 @@ plt.show()
 # an algorithm**. The verdict that belongs to the algorithm is the slope. Double $N$ once more, and every variant is dead on sm_120:
 
 # %%
-doubled = [walls.kernel_arguments(512, 128, BLOCK_N=512, K_BY_ROWS=True, V_LATE=late, P_FLOAT32=late) for late in (False, True)]
-for r in compile_reports(walls.scheme_a_variant_kernel, doubled, targets=["sm_120"], num_stages=1):
+doubled = [schemes.kernel_arguments(512, 128, BLOCK_N=512, K_BY_ROWS=True, V_LATE=late, P_FLOAT32=late) for late in (False, True)]
+for r in compile_reports(schemes.scheme_a_variant_kernel, doubled, targets=["sm_120"], num_stages=1):
     print(f"N = 512: {r.shared_bytes} of {r.shared_limit} bytes: {'fits' if r.fits else 'fails'}")
     assert not r.fits
 
@@ -597,14 +601,14 @@ for name, r in zip(switches, variants):
 # In NumPy or PyTorch that is a slice:
 
 # %%
-show.source(walls.scheme_b_kernel, start='if HOW == "slice" or', end='p_j = slice_by_split')
+show.source(schemes.scheme_b_kernel, start='if HOW == "slice" or', end='p_j = slice_by_split')
 
 # %% [markdown]
 # Compile it.
 
 # %%
-arguments = walls.kernel_arguments(256, 128, BLOCK_N=64, HALVINGS=2, HOW="slice")
-refused = compile_report(walls.scheme_b_kernel, arguments, target="sm_120", num_stages=1)
+arguments = schemes.kernel_arguments(256, 128, BLOCK_N=64, HALVINGS=2, HOW="slice")
+refused = compile_report(schemes.scheme_b_kernel, arguments, target="sm_120", num_stages=1)
 print("compiled:", refused.ok)
 for line in refused.error.splitlines()[-5:-1]:
     print(re.sub(r" at 0x\w+", "", line))
@@ -616,7 +620,7 @@ for line in refused.error.splitlines()[-5:-1]:
 # %%
 q, k, v = torch.randn(3, 128, 64, dtype=torch.float16, device=device)
 try:
-    walls.scheme_b(q, k, v, how="slice")
+    schemes.scheme_b(q, k, v, how="slice")
     print("the slice was accepted")
 except Exception as error:
     print("refused:", "unsupported tensor index" in str(error))
@@ -649,9 +653,9 @@ except Exception as error:
 # The first three are selections. Each is a few lines:
 
 # %%
-show.source(walls.slice_by_split)
-show.source(walls.slice_by_gather)
-show.source(walls.slice_by_reduction)
+show.source(schemes.slice_by_split)
+show.source(schemes.slice_by_gather)
+show.source(schemes.slice_by_reduction)
 
 # %% [markdown]
 # `tl.split` wants a last axis of length 2. `reshape` to `[rows, 2, columns / 2]` makes the axis, `permute` puts it last. Check on something
@@ -671,8 +675,8 @@ assert part.equal(x[:, 4:6])
 # %%
 q, k, v = (torch.randn(n, 64, dtype=torch.float16, device=device) for n in (100, 250, 250))
 want, want_lse = (x[0, 0] for x in reference.attention(*(x[None, None] for x in (q, k, v))))
-for how in walls.ESCAPE_HATCHES:
-    o, lse = walls.scheme_b(q, k, v, how=how)
+for how in schemes.ESCAPE_HATCHES:
+    o, lse = schemes.scheme_b(q, k, v, how=how)
     error, lse_error = (o - want).abs().max().item(), (lse - want_lse).abs().max().item()
     print(f"{how:10} o within fp16 rounding: {error < 1e-3}, lse within 1e-5: {lse_error < 1e-5}")
     assert error < 1e-3 and lse_error < 1e-5
@@ -682,10 +686,10 @@ for how in walls.ESCAPE_HATCHES:
 # place, so $(\mathrm{BLOCK\_M} + N) \cdot D \cdot e$. At $N = 256$, where scheme A dies on sm_120:
 
 # %%
-arguments = [walls.kernel_arguments(256, 128, BLOCK_N=64, HALVINGS=2, HOW=how) for how in walls.ESCAPE_HATCHES]
-hatches = compile_reports(walls.scheme_b_kernel, arguments, targets=["sm_90", "sm_120"], num_stages=1)
-for r_90, r_120, how in zip(hatches[::2], hatches[1::2], walls.ESCAPE_HATCHES):
-    assert r_90.shared_bytes == r_120.shared_bytes == walls.scheme_b_shared_bytes(256, 128)
+arguments = [schemes.kernel_arguments(256, 128, BLOCK_N=64, HALVINGS=2, HOW=how) for how in schemes.ESCAPE_HATCHES]
+hatches = compile_reports(schemes.scheme_b_kernel, arguments, targets=["sm_90", "sm_120"], num_stages=1)
+for r_90, r_120, how in zip(hatches[::2], hatches[1::2], schemes.ESCAPE_HATCHES):
+    assert r_90.shared_bytes == r_120.shared_bytes == schemes.scheme_b_shared_bytes(256, 128)
     print(f"{how:10} {r_120.shared_bytes} bytes: sm_90 {'fits' if r_90.fits else 'fails'}, sm_120 {'fits' if r_120.fits else 'fails'}")
 
 # %% [markdown]
@@ -698,7 +702,7 @@ for r_90, r_120, how in zip(hatches[::2], hatches[1::2], walls.ESCAPE_HATCHES):
 exchange = ("LDS", "STS", "LDSM", "STSM", "SHFL")
 rows = []
 for name, pair in {"scheme A": [r for r in needed[256] if r.target in ("sm_90", "sm_120")],
-                   **{how: hatches[2 * i : 2 * i + 2] for i, how in enumerate(walls.ESCAPE_HATCHES)}}.items():
+                   **{how: hatches[2 * i : 2 * i + 2] for i, how in enumerate(schemes.ESCAPE_HATCHES)}}.items():
     flops = (6 if name == "recompute" else 4) * 64 * 256 * 128 / 1e6
     for r in pair:
         rows.append((name, r.target, r.shared_bytes, r.registers, r.spill_bytes, sum(r.instructions.values()),
@@ -723,13 +727,13 @@ show.table(rows, ["kernel", "target", "shared bytes", "registers", "spilled byte
 # And in time? What was recorded natively, at $N = 256$, one program for each multiprocessor. "Two passes" is section 10.
 
 # %%
-for run in phase01.recorded():
+for run in walls.recorded():
     m = run["machine"]
     rows = [(row["how"], 1e3 * row["ms"], 1e3 * row["ms_p20"], 1e3 * row["ms_p80"], f"{row['max_error']:.1e}")
             if row["ok"] else (row["how"], "out of shared memory", "", "", "") for row in run["scheme_b"]]
     print(f"{m['gpu']}, torch {m['torch']}, triton {m['triton']}, {m['date']}")
     show.table(rows, ["kernel", "µs (median)", "20 %", "80 %", "max error"])
-print("machines recorded:", len(phase01.recorded()))
+print("machines recorded:", len(walls.recorded()))
 
 # %% [markdown]
 # ### And the physical wall?
@@ -744,10 +748,10 @@ print("machines recorded:", len(phase01.recorded()))
 # </details>
 
 # %%
-arguments = walls.kernel_arguments(512, 128, BLOCK_N=64, HALVINGS=3, HOW="recompute")
-for r in compile_reports(walls.scheme_b_kernel, [arguments], targets=["sm_90", "sm_120"], num_stages=1):
+arguments = schemes.kernel_arguments(512, 128, BLOCK_N=64, HALVINGS=3, HOW="recompute")
+for r in compile_reports(schemes.scheme_b_kernel, [arguments], targets=["sm_90", "sm_120"], num_stages=1):
     print(f"N = 512, {r.target}: {r.shared_bytes} of {r.shared_limit} bytes: {'fits' if r.fits else 'fails'}")
-    assert r.shared_bytes == walls.scheme_b_shared_bytes(512, 128) and r.fits == (r.target == "sm_90")
+    assert r.shared_bytes == schemes.scheme_b_shared_bytes(512, 128) and r.fits == (r.target == "sm_90")
 
 # %% [markdown]
 # The hatches open the logical wall, and behind it stands the physical one: $K$ is still whole. Blocks of $K$, then? Write down what block $j$
@@ -768,7 +772,7 @@ for r in compile_reports(walls.scheme_b_kernel, [arguments], targets=["sm_90", "
 # %%
 q, k, v = (torch.randn(n, 64, dtype=torch.float16, device=device) for n in (100, 700, 700))
 want = reference.attention(*(x[None, None] for x in (q, k, v)))[0][0, 0]
-error = (walls.two_pass(q, k, v)[0] - want).abs().max().item()
+error = (schemes.two_pass(q, k, v)[0] - want).abs().max().item()
 print(f"two passes, N = 700: within fp16 rounding: {error < 1e-3}")
 assert error < 1e-3
 
@@ -776,7 +780,7 @@ assert error < 1e-3
 # And what does the compiler say? $Q$, one block of $K$ and one block of $V$ are on the chip at a time.
 
 # %%
-flat = compile_reports(walls.two_pass_kernel, [walls.kernel_arguments(4096, 128, BLOCK_N=64)], targets=TARGETS, num_stages=1)
+flat = compile_reports(schemes.two_pass_kernel, [schemes.kernel_arguments(4096, 128, BLOCK_N=64)], targets=TARGETS, num_stages=1)
 for r in flat:
     print(f"{r.target:6}: {r.shared_bytes} of {r.shared_limit} bytes, for every N: {'fits' if r.fits else 'fails'}")
 assert all(r.fits for r in flat) and {r.shared_bytes for r in flat} == {(64 + 2 * 64) * 128 * 2}
@@ -788,7 +792,7 @@ assert all(r.fits for r in flat) and {r.shared_bytes for r in flat} == {(64 + 2 
 # %%
 fig, ax = plt.subplots(figsize=(7.5, 3.8))
 lengths = [64, 128, 256, 512, 1024, 2048]
-schemes = {"scheme A": (walls.scheme_a_shared_bytes, "orange"), "scheme B, any hatch": (walls.scheme_b_shared_bytes, "purple"),
+schemes = {"scheme A": (schemes.scheme_a_shared_bytes, "orange"), "scheme B, any hatch": (schemes.scheme_b_shared_bytes, "purple"),
            "two passes": (lambda n, d: flat[0].shared_bytes, "blue")}
 for name, (formula, hue) in schemes.items():
     ax.plot(lengths, [formula(n, 128) / 1024 for n in lengths], "o-", color=show.COLORS[hue], label=name)

@@ -20,9 +20,10 @@ import math
 
 import torch
 
-from flashlab import runtime, walls
-from flashlab.check import check, hint, progress
-from flashlab.walls import launch, padded
+from flashlab import runtime
+from flashlab.attention.cost import trace_ops
+from flashlab.exercises import check, hint, progress
+from flashlab.attention.schemes import launch, padded
 
 import triton  # after flashlab, which decides whether kernels are interpreted here
 import triton.language as tl
@@ -87,7 +88,7 @@ check("1.2", least_time)
 #
 # `naive_attention` holds two $N \times N$ matrices at its worst moment. Write the four lines in plain torch so that there is never more
 # than one: same result, q, k and v unchanged, scale $1/\sqrt D$, and no overflow for large scores. The check counts every byte; to see
-# what it sees, run `walls.trace_ops(frugal_attention, q, k, v)`.
+# what it sees, run `trace_ops(frugal_attention, q, k, v)`.
 #
 # (In place is a trick for inference. With autograd on, several of these tensors are needed again in the backward pass.)
 
@@ -116,7 +117,7 @@ check("1.3", frugal_attention)
 # $N$. `launch(scheme_a_kernel, q, k, v, BLOCK_N=padded(len(k)))` runs it.
 
 # %% tags=["exercise"]
-# MILESTONE flashlab.walls:scheme_a_kernel
+# MILESTONE flashlab.attention.schemes:scheme_a_kernel
 @triton.jit
 def scheme_a_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,
@@ -284,7 +285,7 @@ check("1.7", masked_kernel)
 # When it works, look at what is wasted. Which line of pass 2 could have run in pass 1, had you allowed its result to be corrected later?
 
 # %% tags=["exercise"]
-# MILESTONE flashlab.walls:two_pass_kernel
+# MILESTONE flashlab.attention.schemes:two_pass_kernel
 @triton.jit
 def two_pass_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,

@@ -35,23 +35,25 @@ import math
 import matplotlib.pyplot as plt
 import torch
 
-from flashlab import reference, runtime, show
+from flashlab.attention import reference
+from flashlab import runtime
+from flashlab.figures import show
 from flashlab.check import CheckFailed, verify, verify_block
-from flashlab.simulation import (
-    Meter,
+from flashlab.attention.cost import Meter, flash_cost
+from flashlab.attention.simulation import (
     flash_attention_forward_sim,
     flash_attention_one_head_sim,
     flash_attention_sim,
-    flash_cost,
 )
-from flashlab.walls import naive_attention, naive_cost, naive_peak_bytes
+from flashlab.attention.naive import naive_attention
+from flashlab.attention.cost import naive_cost, naive_peak_bytes
 
 show.style()
 
 # %% [markdown]
 # ## 1 · The oracle first
 #
-# Before the first line of the new algorithm, fix what "right" means: `flashlab.reference`, every step in float64. This
+# Before the first line of the new algorithm, fix what "right" means: `flashlab.attention.reference`, every step in float64. This
 # lesson works on one head at a time, so a small adapter drops the batch and head dimensions.
 #
 # The first example is made to be computed by hand. Its scores are whole multiples of $\ln 2$, so that every
@@ -141,7 +143,7 @@ for i, (o, lse) in enumerate(rows):
 # One step of it, frozen. Six queries and eight keys, in 2 × 2 tiles; query block 1 is about to finish its key block 1.
 
 # %%
-from flashlab.simulation_drawing import tile_figure, tile_frames
+from flashlab.figures.tiles import tile_figure, tile_frames
 
 generator = torch.Generator().manual_seed(3)
 Q_small, K_small, V_small = (torch.randn(n, 2, generator=generator) for n in (6, 8, 8))
@@ -357,7 +359,7 @@ def normalised_at_every_step(Q_block, K, V, BLOCK_N):
     return O_block, m_i + torch.log(l_i)
 
 # %% [markdown]
-# Which one is cheaper? `Meter`, from `flashlab.simulation`, counts every operation that torch dispatches inside a `with`
+# Which one is cheaper? `Meter`, from `flashlab.attention.simulation`, counts every operation that torch dispatches inside a `with`
 # block. It counts, it does not time, so its numbers are the same on every machine. The prediction, with $T = \lceil N /
 # \mathrm{BLOCK\_N} \rceil$ key blocks: dividing at every step costs $T \cdot \mathrm{BLOCK\_M} \cdot \mathrm{HEAD\_DIM}$ divisions,
 # dividing once costs $\mathrm{BLOCK\_M} \cdot \mathrm{HEAD\_DIM}$. Everything else is equal.
@@ -633,7 +635,7 @@ plt.show()
 # ## 9 · Precision: what does the block size change?
 #
 # Another BLOCK_N adds the same numbers in another order. So the results differ, by rounding. How much, and does it matter?
-# Two yardsticks: the truth in float64, and the *low-precision twin*, the eager attention of `flashlab.reference` in the
+# Two yardsticks: the truth in float64, and the *low-precision twin*, the eager attention of `flashlab.attention.reference` in the
 # input's dtype. The rule of flash-attention's own tests is $\text{error} \le 2 \times \text{the twin's error}$.
 
 # %%

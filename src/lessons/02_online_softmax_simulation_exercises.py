@@ -21,8 +21,8 @@ import math
 
 import torch
 
-from flashlab.check import check, hint, progress
-from flashlab.simulation import Step, check_inputs  # Step: the milestone's `trace` makes one a block
+from flashlab.exercises import check, hint, progress
+from flashlab.attention.simulation import Step, check_inputs# Step: the milestone's `trace` makes one a block
 
 # %% [markdown]
 # ## 2.1 One step by hand
@@ -83,7 +83,7 @@ check("2.2", block_state)
 # `check_inputs` is given. It raises the errors for bad shapes and dtypes, and returns the scale.
 
 # %% tags=["exercise"]
-# MILESTONE flashlab.simulation:flash_attention_forward_sim
+# MILESTONE flashlab.attention.simulation:flash_attention_forward_sim
 def flash_attention_forward_sim(Q_block, K, V, BLOCK_N, scale=None):
     """softmax(scale * Q_block K^T) V, BLOCK_N keys at a time.
 
@@ -112,10 +112,10 @@ check("2.3", flash_attention_forward_sim)
 # each. M need not be a multiple of BLOCK_M.
 #
 # This uses your function from 2.3. To do this exercise first, import ours:
-# `from flashlab.simulation import flash_attention_forward_sim`.
+# `from flashlab.attention.simulation import flash_attention_forward_sim`.
 
 # %% tags=["exercise"]
-# MILESTONE flashlab.simulation:flash_attention_one_head_sim
+# MILESTONE flashlab.attention.simulation:flash_attention_one_head_sim
 def flash_attention_one_head_sim(Q, K, V, BLOCK_M=64, BLOCK_N=64, scale=None):
     """Attention of one head. Q [M, HEAD_DIM], K [N, HEAD_DIM], V [N, V_DIM].
 
@@ -297,7 +297,7 @@ check("2.7", hbm_bytes)
 # Use `flash_attention_forward_sim` for each part, then merge in float32. `splits` may be larger than N; no part is empty then.
 
 # %% tags=["exercise"]
-from flashlab.simulation import flash_attention_forward_sim as worker
+from flashlab.attention.simulation import flash_attention_forward_sim as worker
 
 
 def split_kv_sim(Q_block, K, V, BLOCK_N, splits, scale=None):
@@ -328,7 +328,7 @@ check("2.8", split_kv_sim)
 # counts the tiles. Watch the row whose keys so far are all masked: what is $-\infty - (-\infty)$?
 
 # %% tags=["exercise"]
-# MILESTONE flashlab.simulation:flash_attention_causal_sim
+# MILESTONE flashlab.attention.simulation:flash_attention_causal_sim
 def flash_attention_causal_sim(Q, K, V, BLOCK_M=64, BLOCK_N=64, scale=None):
     """Causal attention of one head. Q [M, HEAD_DIM], K [N, HEAD_DIM], V [N, V_DIM].
 

@@ -33,14 +33,22 @@ import math
 import matplotlib.pyplot as plt
 import torch
 
-from flashlab import reference, runtime, show, simulation, walls
-from flashlab.bench import phase03
+from flashlab.attention import reference, simulation, schemes
+from flashlab.attention.cost import naive_cost
+from flashlab import runtime
+from flashlab.figures import show
+from flashlab.bench import triton as bench
 from flashlab.check import verify_one_head
 from flashlab.check.cases import Case
 from flashlab.check.tolerance import truth, within
-from flashlab.compile_report import TARGETS, compile_report, compile_reports
-from flashlab.interpreter import OutOfBounds, hbm_traffic
-from flashlab.triton_minimal import compile_arguments, flash_attention_forward, flash_attention_forward_kernel, hbm_bytes
+from flashlab.triton_tools.compile_report import TARGETS, compile_report, compile_reports
+from flashlab.triton_tools.watch import OutOfBounds, hbm_traffic
+from flashlab.attention.triton_minimal import (
+    compile_arguments,
+    flash_attention_forward,
+    flash_attention_forward_kernel,
+    hbm_bytes,
+)
 
 import triton  # after flashlab, which decides whether kernels are interpreted here
 import triton.language as tl
@@ -387,7 +395,7 @@ for target, needed in shared.items():
 
 # %%
 scheme_a_lengths = [64, 128, 256, 512, 1024]
-scheme_a = walls.scheme_a_reports(scheme_a_lengths, 64, ["sm_90"])
+scheme_a = schemes.scheme_a_reports(scheme_a_lengths, 64, ["sm_90"])
 figure, ax = plt.subplots(figsize=(7.4, 3.8))
 ax.loglog(scheme_a_lengths, [r.shared_bytes / 1024 for r in scheme_a], "s-", color=show.COLORS["red"], label="scheme A")
 for target, marker, color in (("sm_90", "o", "blue"), ("sm_120", "^", "green")):
@@ -532,7 +540,7 @@ for M, N, BLOCK_M in ((128, 128, 64), (256, 256, 64), (100, 150, 64), (256, 256,
 # %%
 rows = []
 for N in (256, 1024, 4096, 16384):
-    naive, flash = walls.naive_cost(N, 64).bytes, sum(hbm_bytes(N, N, 64, 2))
+    naive, flash = naive_cost(N, 64).bytes, sum(hbm_bytes(N, N, 64, 2))
     rows.append([N, naive / 1e6, flash / 1e6, f"{naive / flash:.1f}"])
 show.table(rows, ["N", "naive, MB", "minimal kernel, MB", "ratio"])
 assert 2.9 < rows[-1][1] / rows[-1][2] < 3
@@ -551,11 +559,11 @@ assert 2.9 < rows[-1][1] / rows[-1][2] < 3
 
 # %% tags=["nbval-ignore-output"]
 if runtime.INTERPRETED:
-    runs = phase03.recorded()
+    runs = bench.recorded()
     if not runs:
         print("No GPU here and no recorded run: on a GPU this cell times the kernel, unfused PyTorch and FlashAttention-2.")
 else:
-    runs = [phase03.run(lengths=(512, 1024, 4096, 16384), head_dims=(64,))]
+    runs = [bench.run(lengths=(512, 1024, 4096, 16384), head_dims=(64,))]
 for run in runs:
     machine = run["machine"]
     print(f"{machine['gpu']}, torch {machine['torch']}, triton {machine['triton']}, {machine['date']}; D = 64, TFLOP/s (median)")

@@ -20,7 +20,7 @@ import math
 
 import torch
 
-from flashlab.check import check, hint, progress
+from flashlab.exercises import check, hint, progress
 
 import triton  # after flashlab, which decides whether kernels are interpreted here
 import triton.language as tl
@@ -114,7 +114,7 @@ check("3.3", row_lse_kernel)
 # The check runs lengths that no tile divides, maxima that rise in every block, scores near ±200, and three dtypes.
 
 # %% tags=["exercise"]
-# MILESTONE flashlab.triton_minimal:flash_attention_forward_kernel
+# MILESTONE flashlab.attention.triton_minimal:flash_attention_forward_kernel
 @triton.jit
 def flash_attention_forward_kernel(
     Q_ptr,  # [M, HEAD_DIM]

@@ -38,15 +38,18 @@ import matplotlib.pyplot as plt
 import torch
 from matplotlib.patches import Rectangle
 
-from flashlab import reference, runtime, show
+from flashlab.attention import reference
+from flashlab import runtime
+from flashlab.figures import show
 from flashlab.bench import published
 from flashlab.bench import scalar as bench
 from flashlab.bench.records import recorded as recorded_runs
 from flashlab.check import verify
 from flashlab.cuda import load_inline
 from flashlab.cuda.inline import default_backend
-from flashlab.cuda.resources import RECORDED, recorded
-from flashlab.cuda.scalar import SCALAR, fa1_bytes, fa2_bytes
+from flashlab.bench.resources import RECORDED, recorded
+from flashlab.kernels import steps
+from flashlab.attention.cost import fa1_cost, fa2_cost
 from flashlab.simt import SimtError
 
 show.style()
@@ -359,7 +362,7 @@ plt.show()
 # The kernel, whole except for its first lines. One block has one head; one thread has one query row of each tile. `float4` numbers are four columns of a row.
 
 # %%
-step1 = SCALAR[0]
+step1 = steps(6)[0]
 show.source(step1.path, start="for (int n_start = 0", end="m_gmem[row] = m_new")
 
 # %% [markdown]
@@ -392,7 +395,7 @@ print(step1.name, "·", correct(step1, (64, 128)).verdict)
 # | in each round: m, l | $T \cdot 2N$ | $T \cdot 2N$ |
 # | at the end: lse from m and l | $2N$ | $N$ |
 #
-# `fa1_bytes` is this table times four. The emulator counts what the threads really ask for. They have to agree to the byte, also where $N$ is no multiple of anything.
+# `fa1_cost` is this table times four. The emulator counts what the threads really ask for. They have to agree to the byte, also where $N$ is no multiple of anything.
 
 # %%
 def counted(source, seq_len=256, head_dim=64):
@@ -408,12 +411,12 @@ def compare(step, formula, seq_len, head_dim=64):
     c = counted(step.path, seq_len, head_dim)
     read = c["global_load_bytes"] + c["cp_async_bytes"]
     expected = formula(seq_len, seq_len, head_dim)
-    match = (read, c["global_store_bytes"]) == (expected.read, expected.written)
+    match = (read, c["global_store_bytes"]) == (expected.bytes_read, expected.bytes_written)
     print(f"N = {seq_len}, D = {head_dim:3}: counted {read:8} read, {c['global_store_bytes']:8} written = formula: {match}")
     assert match
 
 for n, d in ((128, 64), (256, 64), (300, 64), (256, 128)):
-    compare(step1, fa1_bytes, n, d)
+    compare(step1, fa1_cost, n, d)
 
 # %% [markdown]
 # The formula says what grows. $T$ is $N / \mathrm{BLOCK\_N}$, so
@@ -427,7 +430,7 @@ for n, d in ((128, 64), (256, 64), (300, 64), (256, 128)):
 # credits Phil Tillet's Triton kernel with both ideas.) This is the diff:
 
 # %%
-step2 = SCALAR[1]
+step2 = steps(6)[1]
 show.diff(step1.path, step2.path, context=1)
 
 # %% [markdown]
@@ -443,7 +446,7 @@ print(step2.name, "·", correct(step2).verdict)
 
 # %%
 for n, d in ((128, 64), (256, 64), (300, 64), (256, 128)):
-    compare(step2, fa2_bytes, n, d)
+    compare(step2, fa2_cost, n, d)
 
 # %% [markdown]
 # ### Why FlashAttention-1's order moves more
@@ -468,8 +471,8 @@ for rows in (16, 32, 64, 128):
             continue  # a row of S in registers would be too long; a block would be half a warp
         c = counted(with_tile(step, name, old, rows))
         measured[order][rows] = c["global_load_bytes"] + c["global_store_bytes"]
-assert all(b == fa1_bytes(256, 256, 64, block_n=r).total for r, b in measured["FA1"].items())
-assert all(b == fa2_bytes(256, 256, 64, block_m=r).total for r, b in measured["FA2"].items())
+assert all(b == fa1_cost(256, 256, 64, block_n=r).bytes for r, b in measured["FA1"].items())
+assert all(b == fa2_cost(256, 256, 64, block_m=r).bytes for r, b in measured["FA2"].items())
 print("bytes of both orders at N = 256, D = 64, each tile height:", measured)
 
 # %% [markdown]
@@ -479,11 +482,11 @@ print("bytes of both orders at N = 256, D = 64, each tile height:", measured)
 # %%
 fig, (left, right) = plt.subplots(1, 2, figsize=(9, 3.5))
 lengths = [128 * 2**i for i in range(8)]
-for order, formula, hue in (("FA1", fa1_bytes, "orange"), ("FA2", fa2_bytes, "blue")):
-    left.plot(lengths, [formula(n, n, 64).total / 1e6 for n in lengths], color=show.COLORS[hue], label=f"{order}'s order")
+for order, formula, hue in (("FA1", fa1_cost, "orange"), ("FA2", fa2_cost, "blue")):
+    left.plot(lengths, [formula(n, n, 64).bytes / 1e6 for n in lengths], color=show.COLORS[hue], label=f"{order}'s order")
     option = {"FA1": "block_n", "FA2": "block_m"}[order]
     heights = [16, 32, 64, 128]
-    right.plot(heights, [formula(256, 256, 64, **{option: h}).total / 1e6 for h in heights], color=show.COLORS[hue])
+    right.plot(heights, [formula(256, 256, 64, **{option: h}).bytes / 1e6 for h in heights], color=show.COLORS[hue])
     right.plot(measured[order].keys(), [b / 1e6 for b in measured[order].values()], "o", color=show.COLORS[hue],
                label=f"{order}'s order, counted ({option.upper()})")
 left.plot(lengths, [(4 * n * 64 + 6 * n * n) * 4 / 1e6 for n in lengths], "--", color=show.COLORS["grey"], label="naive")
@@ -549,7 +552,7 @@ assert c2["shared_load_wavefronts"] == 2 * (2 * 256 * 256 * 64 // 32 // 4)
 # Step 3 makes the 16 × 16 threads of a block share a tile of S. A thread computes 4 rows by 4 keys: it reads 4 chunks of Q and 4 of K, 8 reads, for 64 `fmaf`. Q and S move to shared memory, and every tile is loaded and stored along its rows. The heart of the diff:
 
 # %%
-step3 = SCALAR[2]
+step3 = steps(6)[2]
 show.source(step3.path, start="// New: S_ij = Q_i K_j^T", end="__syncthreads();")
 
 # %% [markdown]
@@ -593,7 +596,7 @@ assert c["shared_load_wavefronts"] > 2 * loads
 # lane needs all of them: it passes through a corner of shared memory that belongs to the warp, with `__syncwarp` in place of the block's barrier, and is read back as `float4`.
 
 # %%
-step4 = SCALAR[3]
+step4 = steps(6)[3]
 show.diff(step3.path, step4.path, context=0)
 
 # %% [markdown]
@@ -622,7 +625,7 @@ assert fma_per_wavefront(c4) > 4 and c4.bank_conflicts == 0
 # `cp.async`; here it is eight lines.
 
 # %%
-step5, step6 = SCALAR[4:]
+step5, step6 = steps(6)[4:]
 show.source(step5.path, start="// New: K_j has been read", end="cp_async_commit();")
 c5, c6 = counted(step5.path), counted(step6.path)
 print(f"loads through registers {c4['global_loads']} -> {c5['global_loads']}, cp.async {c4['cp_async']} -> {c5['cp_async']}")
@@ -648,7 +651,7 @@ assert module.report.findings[0].kind == "read-before-wait"
 for step in (step5, step6):
     print(step.name, "·", correct(step, (64, 128)).verdict)
 print(f"step 6 on one small head: bytes read {c5['cp_async_bytes']} -> {c6['cp_async_bytes']}, fmaf a wavefront {fma_per_wavefront(c6):.2f}")
-assert fa2_bytes(256, 256, 64, block_m=64).read == c6["cp_async_bytes"]
+assert fa2_cost(256, 256, 64, block_m=64).bytes_read == c6["cp_async_bytes"]
 
 # %% [markdown]
 # ## 12. All steps in one table
@@ -656,9 +659,9 @@ assert fa2_bytes(256, 256, 64, block_m=64).read == c6["cp_async_bytes"]
 # One head, $N = 256$, $D = 64$, everything counted by the emulator. (What `cp.async` writes to shared memory is not among the wavefronts of steps 5 and 6.)
 
 # %%
-steps = list(zip(SCALAR, (c1, c2, c3, c4, c5, c6)))
+ladder = list(zip(steps(6), (c1, c2, c3, c4, c5, c6)))
 rows = []
-for step, c in steps:
+for step, c in ladder:
     read, sectors = c["global_load_bytes"] + c["cp_async_bytes"], c["global_load_sectors"] + c["cp_async_sectors"]
     wavefronts = c["shared_load_wavefronts"] + c["shared_store_wavefronts"]
     rows.append((step.name[3:], read // 1024, c["global_store_bytes"] // 1024, sectors, wavefronts, fma_per_wavefront(c), c["barriers"]))
@@ -669,10 +672,10 @@ show.table(rows, ["step", "KiB read", "KiB written", "sectors read", "shared wav
 
 # %%
 fig, (left, right) = plt.subplots(1, 2, figsize=(9, 3.2))
-names = [s.name[3:].replace("_", "\n", 1) for s, _ in steps]
+names = [s.name[3:].replace("_", "\n", 1) for s, _ in ladder]
 for ax, values, label in (
-    (left, [(c["shared_load_wavefronts"] + c["shared_store_wavefronts"]) / 1000 for _, c in steps], "thousand wavefronts"),
-    (right, [fma_per_wavefront(c) for _, c in steps], "fmaf instructions a wavefront"),
+    (left, [(c["shared_load_wavefronts"] + c["shared_store_wavefronts"]) / 1000 for _, c in ladder], "thousand wavefronts"),
+    (right, [fma_per_wavefront(c) for _, c in ladder], "fmaf instructions a wavefront"),
 ):
     ax.bar(names, values, color=show.COLORS["blue"])
     ax.set(ylabel=label)
@@ -703,7 +706,7 @@ for run in recorded_runs("validation"):
 # Registers are the resource that no counter of the emulator shows: the compiler deals them out. nvcc was asked for an H200 (`sm_90`), and its answers were recorded; with nvcc on your machine, `table(live=True)` asks again. (Step 6 has two kernels, one for each tile.)
 
 # %%
-names = [s.name for s in SCALAR]
+names = [s.name for s in steps(6)]
 kernels = [r for r in recorded()["kernels"] if r.target == "sm_90" and r.step in names] if RECORDED.exists() else []
 gpu = runtime.limits("H200")
 rows = []
@@ -753,7 +756,7 @@ for s in [(8, 8, 256), (16, 16, 256)]:
 def panel(ax, times, names, title):
     """times: {(batch, heads, N, variant): ms}, for D = 64."""
     order = sorted({key[:3] for key in times}, key=lambda s: (s[2], s[0] * s[1], s))
-    hues = dict(zip(("fa1_f32", *(s.name for s in SCALAR), "torch_naive_f32", "sdpa_efficient_f32"),
+    hues = dict(zip(("fa1_f32", *(s.name for s in steps(6)), "torch_naive_f32", "sdpa_efficient_f32"),
                     ("orange", "orange", "yellow", "purple", "green", "red", "blue", "black", "grey")))
     for variant, label in names.items():
         ax.plot([times[(*s, variant)] for s in order], "o--" if "torch" in label else "o-", markersize=3.5, linewidth=1.4,
@@ -767,7 +770,7 @@ fig, axes = plt.subplots(1, 1 + len(runs), figsize=(5 + 5 * len(runs), 4), share
 panel(axes[0, 0], ada, {"fa1_f32": "FA1 kernel", "torch_naive_f32": "unfused torch"}, "Published, an Ada GPU")
 for ax, run in zip(axes[0, 1:], runs):
     times = {(r["batch"], r["heads"], r["seq_len"], r["variant"]): r["ms"] for r in run["rows"] if r["head_dim"] == 64 and not r["causal"]}
-    labels = {s.name: f"step {s.name[3:]}" for s in SCALAR} | {"torch_naive_f32": "unfused torch", "sdpa_efficient_f32": "torch, fused"}
+    labels = {s.name: f"step {s.name[3:]}" for s in steps(6)} | {"torch_naive_f32": "unfused torch", "sdpa_efficient_f32": "torch, fused"}
     panel(ax, times, labels, f"Recorded, {run['machine']['gpu']}")
 plt.show()
 
@@ -777,8 +780,8 @@ plt.show()
 # %%
 for run in runs:
     m = run["machine"]
-    print(f"{m['gpu']}, torch {m['torch']}, {m['date']}: {len(run['rows']) // (len(SCALAR) + len(bench.PEERS))} shapes")
-    for step in SCALAR:
+    print(f"{m['gpu']}, torch {m['torch']}, {m['date']}: {len(run['rows']) // (len(steps(6)) + len(bench.PEERS))} shapes")
+    for step in steps(6):
         speedups = sorted(bench.ratios(run, step.name).values())
         print(f"{step.name:16} {speedups[0]:5.2f} to {speedups[-1]:5.2f} times as fast, median {speedups[len(speedups) // 2]:5.2f}")
 if not runs:
@@ -794,7 +797,7 @@ for run in runs:
     clock = {(r["batch"] * r["heads"], r["seq_len"], r["head_dim"], r["causal"], r["variant"]): r for r in run["rows"]}
     peak = 132 * 128 * 2 * run["machine"]["sm_clock_mhz"][0] / 1e6
     rows = []
-    for step, c in zip(SCALAR, (c1, c2, c3, c4, c5, c5)):
+    for step, c in zip(steps(6), (c1, c2, c3, c4, c5, c5)):
         ceiling, r = min(1, fma_per_wavefront(c) / 4) * peak, clock[256, 1024, 64, False, step.name]
         rows.append((step.name[3:], r["ms"], round(r["tflops"], 1), round(ceiling, 1), f"{r['tflops'] / ceiling:.0%}"))
         assert r["tflops"] < ceiling

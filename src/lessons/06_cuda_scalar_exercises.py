@@ -16,9 +16,10 @@
 # line; the fast build runs more inputs. To look for yourself: `load_inline(source, check=True)`, run it, and read its `.report`.
 
 # %%
-from flashlab import show
-from flashlab.check import check, hint, progress
-from flashlab.cuda import FOLDER, load_inline
+from flashlab.figures import show
+from flashlab.exercises import check, hint, progress
+from flashlab import kernels
+from flashlab.cuda import load_inline
 
 # %% [markdown]
 # ## 6.1 Which element is mine?
@@ -279,7 +280,7 @@ check("6.5", copy_chunk, scale_scores)
 # puts your lines in the place marked below, and then it is FlashAttention-2 in float32: any length, causal or not, grouped heads.
 
 # %%
-path = FOLDER / "p6_2_loop_order.cu"
+path = kernels.path("p6_2_loop_order")
 show.source(path, start="// New: the row's state", end="the tiles are complete")
 print("        // your lines\n    }  // of the loop over tiles; after it: O = acc / l_i, and the lse")
 

@@ -40,14 +40,19 @@ import matplotlib.pyplot as plt
 import torch
 from IPython.display import Markdown, display
 
-from flashlab import reference, runtime, show
+from flashlab.attention import reference
+from flashlab import runtime
+from flashlab.figures import show
 from flashlab.bench.published import load
 from flashlab.check import CheckFailed, verify
-from flashlab.cuda import FOLDER, fragments, load_inline, source
+from flashlab.kernels import path, source
+from flashlab.figures import fragments
+from flashlab.cuda import load_inline
 from flashlab.cuda.inline import missing
-from flashlab.cuda.resources import RECORDED as RESOURCES
-from flashlab.cuda.resources import table as resources_table
-from flashlab.cuda.trial import examine
+from flashlab.bench.resources import RECORDED as RESOURCES
+from flashlab.bench.resources import recorded as resources_recorded
+from flashlab.bench.resources import table as resources_table
+from flashlab.check.cuda_answer import examine
 
 show.style()
 torch.manual_seed(0)
@@ -102,7 +107,7 @@ part("p7_one_mma", "// Lane l gives the address", before="// One MMA, m16n8k16")
 # `[32 lanes, registers, 2 halves]`. First a single 8 × 8 tile, `ldmatrix.x1`.
 
 # %%
-one_mma = load_inline(FOLDER / "p7_one_mma.cu", backend=BACKEND)
+one_mma = load_inline(path("p7_one_mma"), backend=BACKEND)
 
 
 def look(tile, first_row, first_column, count, trans=0):
@@ -334,7 +339,7 @@ for trans in (1, 0):
 # same source serves both: `-DELEMENT=__nv_bfloat16`.
 
 # %%
-one_mma_bf16 = load_inline(FOLDER / "p7_one_mma.cu", backend=BACKEND, defines={"ELEMENT": "__nv_bfloat16"})
+one_mma_bf16 = load_inline(path("p7_one_mma"), backend=BACKEND, defines={"ELEMENT": "__nv_bfloat16"})
 A, B = torch.randn(16, 16), torch.randn(16, 8)
 rows = []
 for module, dtype in ((one_mma, torch.float16), (one_mma_bf16, torch.bfloat16)):
@@ -393,7 +398,7 @@ print(f"3000 ones: fp32 accumulator {float32:.0f}, m16n8k8 {k8:.0f}, fp16 accumu
 # wavefronts; here is the same `x4` from a tile whose rows are longer and longer.
 
 # %%
-counted = load_inline(FOLDER / "p7_one_mma.cu", check=True)  # the emulator, on every machine
+counted = load_inline(path("p7_one_mma"), check=True)  # the emulator, on every machine
 rows = []
 for columns in (16, 32, 64, 128, 72):
     tile = torch.zeros(16, columns, dtype=torch.int16)
@@ -593,7 +598,7 @@ part("p7_naive", "// O and lse. Each lane", before="// ---- host")
 # multiple of anything:
 
 # %%
-naive = load_inline(FOLDER / "p7_naive.cu", backend=BACKEND)
+naive = load_inline(path("p7_naive"), backend=BACKEND)
 q, k, v = (torch.randn(1, 2, 100, 64).half().to(DEVICE) for _ in range(3))
 for causal in (False, True):
     o, lse = naive.forward(q, k, v, causal=causal)
@@ -663,7 +668,7 @@ except CheckFailed as failed:
 # wasted. $T$ is $(N/16)^2$, and in the causal case only the tiles on and under the diagonal.
 
 # %%
-counting = load_inline(FOLDER / "p7_naive.cu", check=True)
+counting = load_inline(path("p7_naive"), check=True)
 N, rows = 128, []
 for D in (64, 128):
     for causal in (False, True):
@@ -720,12 +725,12 @@ for name, cycles in (("as it is", wavefronts), ("without bank conflicts", ideal)
 # %% [markdown]
 # So this kernel can use a few per cent of the tensor cores, whatever else it does: they wait for shared memory. Where
 # the course has a recorded run, here it is, beside FlashAttention-2 in the same run. On a GPU,
-# `flashlab.bench.mma_ladder` measures yours.
+# `flashlab.bench.mma` measures yours.
 
 # %% tags=["nbval-ignore-output"]
 runs = [json.loads(path.read_text()) for path in sorted(RESOURCES.parent.glob("mma_*.json"))]
 if not runs:
-    print("none recorded yet: `python -m flashlab.bench.mma_ladder` on a GPU measures it")
+    print("none recorded yet: `python -m flashlab.bench.mma` on a GPU measures it")
 for run in runs:
     rows = {}
     for row in run.get("ladder", []):
@@ -794,11 +799,11 @@ plt.show()
 # %% tags=["nbval-ignore-output"]
 if RESOURCES.exists():
     compiled = resources_table("sm_90", steps=["p7_naive"], head_dim=None, opcodes=("HMMA", "LDSM", "SHFL", "STS", "LDG", "BAR"))
-    for r in compiled.rows:
+    for r in (r for r in resources_recorded()["kernels"] if (r.step, r.target) == ("p7_naive", "sm_90")):
         assert r.instructions["HMMA"] == r.head_dim // 4 and r.instructions["LDSM"] == 5 * r.head_dim // 16
     display(compiled)
 else:
-    print("none recorded yet: `python -m flashlab.cuda.resources` where there is an nvcc measures it")
+    print("none recorded yet: `python -m flashlab.bench.resources` where there is an nvcc measures it")
 
 # %% [markdown]
 # `HMMA` is the MMA and `LDSM` is `ldmatrix` in the machine code; unrolled, the loop body holds exactly as many of them

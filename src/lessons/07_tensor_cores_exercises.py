@@ -18,9 +18,9 @@
 # `mma_m16n8k8<T>`, `pack<T>`, `smem_u32`) are those of `ptx.cuh`. As in the lecture, `g = lane / 4` and `t = lane % 4`.
 
 # %%
-from flashlab import show
-from flashlab.check import check, hint, progress
-from flashlab.cuda import FOLDER
+from flashlab.figures import show
+from flashlab.exercises import check, hint, progress
+from flashlab.kernels import path
 
 # %% [markdown]
 # ## 7.1 Who holds it?
@@ -294,7 +294,7 @@ check("7.6", pv)
 # the maxima, the correction, P, and O are yours. What is around it:
 
 # %%
-show.source(FOLDER / "p7_naive.cu", start="// c0 c1 | c2 c3: columns", end="every thread's part of Q, K_j and V_j is here")
+show.source(path("p7_naive"), start="// c0 c1 | c2 c3: columns", end="every thread's part of Q, K_j and V_j is here")
 
 # %% [markdown]
 # You may use everything above, and: `at(row, column)`, the byte offset of an element in a tile (`q_smem + at(...)` is

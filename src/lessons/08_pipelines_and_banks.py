@@ -35,17 +35,20 @@ import math
 import matplotlib.pyplot as plt
 import torch
 
-from flashlab import runtime, show
+from flashlab import runtime
+from flashlab.figures import show
 from flashlab.bench.published import load
 from flashlab.bench.records import recorded
 from flashlab.check import verify
-from flashlab.cuda import load_inline, pipelines
+from flashlab.cuda import load_inline
+from flashlab.figures import pipelines
 from flashlab.cuda.inline import missing
-from flashlab.cuda.pipelines import COLUMNS, counted, grow, row
-from flashlab.cuda.problem import SERIES, step
-from flashlab.cuda.trial import part
+from flashlab.figures.pipelines import COLUMNS, counted, grow, row
+from flashlab.kernels import step, steps
+from flashlab.check.cuda_answer import part
 
 show.style()
+SERIES = steps(7, 8)
 BACKEND = "emulator" if missing("nvcc") else "nvcc"
 
 # %% [markdown]
@@ -616,7 +619,7 @@ for run in (r for r in runs if r["machine"].get("sm_clock_mhz") and r.get("ladde
 # - Counts justify the first half of the ladder before a GPU runs it; the second half needs a profiler; and some good ideas gain nothing.
 #
 # Left to explore: one stage of V where a block has only 99 KiB; `stmatrix` for the store on sm_90; the mask of a sliding window, whose full tiles lie between two ragged ends; the same ladder on your own GPU with
-# `python -m flashlab.bench.mma_ladder`: on an A100 or an RTX card, which step pays most?
+# `python -m flashlab.bench.mma`: on an A100 or an RTX card, which step pays most?
 
 # %% [markdown]
 # ## References

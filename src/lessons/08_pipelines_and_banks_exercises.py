@@ -17,9 +17,9 @@
 # replace it, and leave the rest of the string as it is.
 
 # %%
-from flashlab import show
-from flashlab.check import check, hint, progress
-from flashlab.cuda.problem import step
+from flashlab.figures import show
+from flashlab.exercises import check, hint, progress
+from flashlab.kernels.series import step
 
 # %% [markdown]
 # ## 8.1 Count the wavefronts of a padded tile

@@ -123,9 +123,15 @@ class Outcome:
     lines: list[str]
 
 
-def build_lesson(path: Path, root: Path, *, force: bool = False, force_exercises: bool = False,
-                 on_start: Callable[[int], None] = lambda cells: None,
-                 on_cell: Callable[[], None] = lambda: None) -> Outcome:
+def build_lesson(
+    path: Path,
+    root: Path,
+    *,
+    force: bool = False,
+    force_exercises: bool = False,
+    on_start: Callable[[int], None] = lambda cells: None,
+    on_cell: Callable[[], None] = lambda: None,
+) -> Outcome:
     """Build one lesson file: execute first, then replace its notebooks. Raises LessonError, nothing written."""
     lesson = read_lesson(path)
     kind = "solutions" if lesson.is_exercises else "notebooks"
@@ -141,8 +147,12 @@ def build_lesson(path: Path, root: Path, *, force: bool = False, force_exercises
         how = f"executed in {time.perf_counter() - started:.1f} s"
     outcome = Outcome(True, [])
     if lesson.is_exercises:
-        write_exercise(make_notebook(lesson, "exercises", root)[0],
-                       root / "exercises" / f"{lesson.name}.ipynb", force_exercises, outcome)
+        write_exercise(
+            make_notebook(lesson, "exercises", root)[0],
+            root / "exercises" / f"{lesson.name}.ipynb",
+            force_exercises,
+            outcome,
+        )
     changed = write(target, notebook)
     outcome.lines.append(f"{kind}/{target.name}: {how}, {'written' if changed else 'unchanged'}")
     return outcome
@@ -169,18 +179,36 @@ def write_exercise(notebook, path: Path, force: bool, outcome: Outcome) -> None:
     outcome.lines.append(f"{name}: {'written' if changed else 'unchanged'}")
 
 
-def build(paths: list[Path], root: Path, *, jobs: int = 1, force: bool = False, force_exercises: bool = False,
-          console: Console | None = None) -> bool:
+def build(
+    paths: list[Path],
+    root: Path,
+    *,
+    jobs: int = 1,
+    force: bool = False,
+    force_exercises: bool = False,
+    console: Console | None = None,
+) -> bool:
     """Build the lessons; a failing one is reported and the others go on. Returns whether all went well."""
     console = console or Console(highlight=False, soft_wrap=True)
-    bars = Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("cells"),
-                    TimeElapsedColumn(), console=console, transient=True, disable=not console.is_terminal)
+    bars = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("cells"),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
 
     def one(path: Path) -> bool:
         task = bars.add_task(path.stem, total=None, visible=False)
         try:
             outcome = build_lesson(
-                path, root, force=force, force_exercises=force_exercises,
+                path,
+                root,
+                force=force,
+                force_exercises=force_exercises,
                 on_start=lambda cells: bars.update(task, total=cells, visible=True),
                 on_cell=lambda: bars.advance(task),
             )
@@ -258,21 +286,37 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--only", action="append", metavar="02", help="only this phase; repeatable")
     parser.add_argument("--check", action="store_true", help="execute and write nothing, exit 1 on a difference")
-    parser.add_argument("--exercises", action=argparse.BooleanOptionalAction, default=None,
-                        help="with --check: compare exercises/ too (default: only where CI=true)")
+    parser.add_argument(
+        "--exercises",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="with --check: compare exercises/ too (default: only where CI=true)",
+    )
     parser.add_argument("--force", action="store_true", help="execute lessons that have not changed too")
-    parser.add_argument("--force-exercises", action="store_true",
-                        help="replace exercises that were filled in, keeping a copy of each")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N",
-                        help="lessons at once (default 1: neighbours disturb each other's timings)")
+    parser.add_argument(
+        "--force-exercises", action="store_true", help="replace exercises that were filled in, keeping a copy of each"
+    )
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=1,
+        metavar="N",
+        help="lessons at once (default 1: neighbours disturb each other's timings)",
+    )
     parser.add_argument("--root", type=Path, default=ROOT, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     root = options.root.resolve()
     paths = find_lessons(root, options.only)
     console = Console(highlight=False, soft_wrap=True)
     if not options.check:
-        ok = build(paths, root, jobs=options.jobs, force=options.force,
-                   force_exercises=options.force_exercises, console=console)
+        ok = build(
+            paths,
+            root,
+            jobs=options.jobs,
+            force=options.force,
+            force_exercises=options.force_exercises,
+            console=console,
+        )
         return 0 if ok else 1
     in_ci = os.environ.get("CI", "").lower() == "true"
     exercises = in_ci if options.exercises is None else options.exercises

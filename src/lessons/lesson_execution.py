@@ -114,11 +114,17 @@ def kernel_for(notebook, folder: Path, root: Path) -> Iterator[tuple[NotebookCli
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="flashlab-")))
         log = stack.enter_context(open(scratch / "kernel.log", "w+", encoding="utf-8", errors="replace"))
         kernel = AsyncKernelManager(
-            kernel_name="python3", kernel_spec_manager=ThisInterpreter(),
-            transport="ipc", connection_file=str(scratch / "kernel.json"),  # sockets nobody else can reach
+            kernel_name="python3",
+            kernel_spec_manager=ThisInterpreter(),
+            transport="ipc",
+            connection_file=str(scratch / "kernel.json"),  # sockets nobody else can reach
         )
         client = NotebookClient(
-            notebook, km=kernel, timeout=CELL_TIMEOUT, record_timing=False, store_widget_state=False,
+            notebook,
+            km=kernel,
+            timeout=CELL_TIMEOUT,
+            record_timing=False,
+            store_widget_state=False,
             resources={"metadata": {"path": str(folder)}},
         )
         client.reset_execution_trackers()
@@ -132,8 +138,9 @@ def kernel_for(notebook, folder: Path, root: Path) -> Iterator[tuple[NotebookCli
             yield client, said
 
 
-def execute(notebook, lesson: Lesson, numbers, folder: Path, root: Path,
-            on_cell: Callable[[], None] = lambda: None) -> None:
+def execute(
+    notebook, lesson: Lesson, numbers, folder: Path, root: Path, on_cell: Callable[[], None] = lambda: None
+) -> None:
     """Execute a notebook in place and normalise its outputs.
 
     Raises LessonError naming the line of the cell that raised, timed out, wrote to stderr, or printed something
@@ -239,5 +246,3 @@ def output_problem(cell) -> str | None:
         if "nbval-ignore-output" not in tags and (match := ADDRESS.search(text)):
             return f"an output holds a memory address, another one on each run: {match[0]}"
     return None
-
-

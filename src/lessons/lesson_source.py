@@ -34,6 +34,7 @@ EFFORT = re.compile(r"^\*(?P<difficulty>[^·*]+?) · (?P<minutes>\d+) min\*$")
 
 Line = tuple[int | None, str]  # the number it has in the lesson (None: written by the build), and the text
 
+
 class LessonError(Exception):
     """A lesson that cannot be built; the message names the file and the line."""
 
@@ -353,11 +354,13 @@ def make_notebook(lesson: Lesson, kind: str, root: Path) -> tuple[nbformat.Noteb
     """
     notebook = nbformat.v4.new_notebook()
     notebook.nbformat_minor = 5
-    notebook.metadata = nbformat.from_dict({
-        "flashlab": {"lesson": f"src/lessons/{lesson.path.name}"},
-        "kernelspec": {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"},
-        "language_info": {"name": "python"},
-    })
+    notebook.metadata = nbformat.from_dict(
+        {
+            "flashlab": {"lesson": f"src/lessons/{lesson.path.name}"},
+            "kernelspec": {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"},
+            "language_info": {"name": "python"},
+        }
+    )
     numbers = []
     for cell in lesson.cells:
         lines, tags = cell.lines, list(cell.tags)
@@ -387,5 +390,3 @@ def content_digest(notebook: nbformat.NotebookNode) -> str:
 def inputs(notebook: nbformat.NotebookNode) -> list[tuple]:
     """What of a notebook comes from its lesson."""
     return [(c.cell_type, c.id, c.source, list(c.metadata.get("tags", []))) for c in notebook.cells]
-
-

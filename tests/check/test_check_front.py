@@ -9,8 +9,9 @@ import traceback
 import pytest
 import torch
 
-from flashlab import exercises
-from flashlab.check import CheckFailed, check, expect_close, front, hint, progress, record, running, verify
+from flashlab.check import CheckFailed, expect_close, running, verify
+from flashlab.exercises import check, front, hint, progress, record
+from flashlab.exercises import registry as exercises
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +58,7 @@ def test_the_line_of_a_verified_function_is_the_same_on_every_machine(on_cpu):
     def _(fn):
         return verify(fn, max_seq=16)
 
-    from flashlab.check.mutants import flash_forward
+    from flashlab.check.zoo.attention import flash_forward
 
     first, second = repr(check("97.3", flash_forward)), repr(check("97.3", lambda q, k, v: flash_forward(q, k, v)))
     assert first == "✓ 97.3 Kernel — 3 cases, all within their bounds"
@@ -178,7 +179,7 @@ def test_progress_lists_what_was_done(course):
     assert set(rows) == {"97.1 ✓", "97.2"}
     assert rows["97.1 ✓"][4].startswith("20") and rows["97.1 ✓"][5:] == ("1", "1 of 2")
     assert table.caption == "1 of 2 solved, about 10 minutes left."
-    assert "<td" in table._repr_html_() and "Two functions" in repr(table)
+    assert "| :-- |" in table._repr_markdown_() and "Two functions" in repr(table)
 
 
 def test_nothing_is_written_when_progress_is_off(course, monkeypatch):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from flashlab.check import CheckFailed, verify, verify_block, verify_one_head
-from flashlab.check.mutants import MUTANTS, build, tf32_forward
+from flashlab.check.zoo.attention import MUTANTS, build, tf32_forward
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from flashlab.check import record
+from flashlab.exercises import record
 
 
 @pytest.fixture(autouse=True)

@@ -7,13 +7,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from flashlab import reference, runtime
+from flashlab import runtime
+from flashlab.attention import reference
 from flashlab.check import CheckFailed, verify, verify_block, verify_one_head
 from flashlab.check.cases import Case, case_list, make_inputs
-from flashlab.check.mutants import build, flash_forward
 from flashlab.check.poison import MarkedEmpty, unwritten
 from flashlab.check.tolerance import excess, truth, within
 from flashlab.check.verification import run
+from flashlab.check.zoo.attention import build, flash_forward
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -62,16 +63,15 @@ def test_the_low_precision_twin_is_not_good_enough():
     assert caught.value.diagnosis == "scores-in-low-precision"
 
 
-@pytest.mark.skipif(importlib.util.find_spec("flashlab.simulation") is None, reason="phase 2 is not there")
+@pytest.mark.skipif(importlib.util.find_spec("flashlab.attention.simulation") is None, reason="phase 2 is not there")
 def test_the_simulation_passes():
-    from flashlab.simulation import flash_attention_forward_sim
+    from flashlab.attention.simulation import flash_attention_forward_sim
 
     assert verify_block(flash_attention_forward_sim, dtypes=DTYPES, head_dims=(64, 16, 128)).cases > 40
 
 
-@pytest.mark.skipif(importlib.util.find_spec("flashlab.triton_minimal") is None, reason="phase 3 is not there")
 def test_the_triton_kernel_passes():
-    from flashlab.triton_minimal import flash_attention_forward
+    from flashlab.attention.triton_minimal import flash_attention_forward
 
     assert verify_one_head(flash_attention_forward, dtypes=DTYPES, head_dims=(64, 16, 128)).cases > 25
 
@@ -190,7 +190,7 @@ def test_a_report_says_what_was_found(on_cpu):
     report = verify(flash_forward, max_seq=100)
     assert repr(report).startswith(f"✓ {report.cases} cases · worst error ") and "lse error" in repr(report)
     assert report.verdict == f"{report.cases} cases, all within their bounds"
-    assert len(report.details.rows) == report.cases and "<table>" in report.details._repr_html_()
+    assert len(report.details.rows) == report.cases and "| Case |" in report.details._repr_markdown_()
 
 
 def test_max_seq_bounds_the_lengths():

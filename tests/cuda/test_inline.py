@@ -9,8 +9,9 @@ import threading
 import pytest
 import torch
 
-from flashlab import reference
-from flashlab.cuda import CompileError, LaunchError, Unavailable, inline, load_inline, source
+from flashlab.attention import reference
+from flashlab.cuda import CompileError, LaunchError, Unavailable, inline, load_inline
+from flashlab.kernels import source
 from flashlab.simt import SimtError
 
 BACKENDS = [b for b in inline.BACKENDS if inline.missing(b) is None]

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from flashlab.check import CheckFailed
-from flashlab.cuda import trial
-from flashlab.cuda.fragment_mistakes import _blocks_transposed, _quadrants, _swizzled, explain
-from flashlab.cuda.mutants import MUTANTS
-from flashlab.cuda.problem import SERIES, step
+from flashlab.check import cuda_answer as trial
+from flashlab.check.mistakes.kernels import _blocks_transposed, _quadrants, _swizzled, explain
+from flashlab.check.zoo.kernels import MUTANTS
+from flashlab.kernels.series import SERIES, step
 from flashlab.simt import find_compiler
 from flashlab.simt.errors import SimtError
 

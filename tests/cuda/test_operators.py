@@ -5,9 +5,11 @@ import math
 import pytest
 import torch
 
-from flashlab import reference
+from flashlab.attention import reference
+from flashlab.attention.reference import attention_backward
 from flashlab.cuda import inline, operators
-from flashlab.cuda.operators import SERIES, attention, attention_backward, dtypes, step
+from flashlab.cuda.operators import attention
+from flashlab.kernels import SERIES, step
 
 DEVICES = ["cpu", *(["cuda"] if inline.missing("nvcc") is None else [])]
 CHECKED = ("p6_2_loop_order", "p8_7_store")
@@ -16,7 +18,7 @@ CHECKED = ("p6_2_loop_order", "p8_7_store")
 def inputs(name, *, device="cpu", heads=2, kv_heads=1, seq_q=20, seq_k=37, grad=False):
     torch.manual_seed(1)
     shapes = [(1, heads, seq_q, 64), (1, kv_heads, seq_k, 64), (1, kv_heads, seq_k, 64)]
-    dtype = dtypes(step(name))[0]
+    dtype = step(name).dtypes[0]
     return [torch.randn(s, device=device).to(dtype).requires_grad_(grad) for s in shapes]
 
 
@@ -29,7 +31,7 @@ def test_every_step_is_registered_with_all_that_pytorch_asks():
         )
         assert s.path.exists()
         with torch._subclasses.FakeTensorMode():
-            q = torch.empty(2, 4, 10, 64, dtype=dtypes(s)[0])
+            q = torch.empty(2, 4, 10, 64, dtype=s.dtypes[0])
             o, lse = operator(q, q, q)
         assert o.shape == q.shape and o.dtype == q.dtype and lse.shape == (2, 4, 10) and lse.dtype == torch.float32
 
@@ -121,7 +123,7 @@ def test_an_empty_batch():
 @pytest.mark.parametrize("name", ["p6_6_shapes", "p7_naive", "p8_flash"])
 def test_tensors_of_more_than_2_to_the_31_elements(name):
     """Addresses in 32 bits wrap around and read wrong, finite values [flash-attention issues 767, 1500, 2611]."""
-    dtype = operators.dtypes(operators.step(name))[0]
+    dtype = step(name).dtypes[0]
     apart = 2**30 + 64  # elements from one head to the next: the third begins beyond 2^31
     buffer = torch.zeros(3 * apart, device="cuda", dtype=dtype)
     q, k, v = (torch.randn(1, 3, 130, 64, device="cuda").to(dtype) for _ in range(3))

@@ -9,8 +9,8 @@ matplotlib.use("agg")
 import matplotlib.pyplot as plt
 import pytest
 
-from flashlab.cuda import pipelines
-from flashlab.cuda.problem import SERIES
+from flashlab.figures import pipelines
+from flashlab.kernels import steps
 from flashlab.simt import SimtError, find_compiler
 
 try:
@@ -32,7 +32,7 @@ def test_the_swizzle_removes_every_conflict(head_dim):
 
 
 def test_no_later_step_brings_a_conflict_back():
-    assert [s.name for s in SERIES[5:] if pipelines.counted(s.name).counters.bank_conflicts] == []
+    assert [s.name for s in steps(7, 8)[5:] if pipelines.counted(s.name).counters.bank_conflicts] == []
 
 
 def test_32_rows_a_warp_halve_the_fragments_loads():

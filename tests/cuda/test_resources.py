@@ -5,9 +5,10 @@ import re
 import pytest
 import torch
 
+from flashlab.bench import resources as bench
 from flashlab.cuda import Unavailable, resources
-from flashlab.cuda.operators import SERIES, dtypes, step
-from flashlab.cuda.resources import TARGETS, Table
+from flashlab.cuda.resources import TARGETS
+from flashlab.kernels import SERIES, step
 
 PTXAS = """ptxas info    : 0 bytes gmem
 ptxas info    : Compiling entry function '_Z1kILi8EEv7Problem' for 'sm_90'
@@ -34,7 +35,7 @@ def test_ptxas_and_the_listing_are_read():
 
 
 def test_every_step_is_recorded_for_every_target():
-    data = resources.recorded()
+    data = bench.recorded()
     assert re.fullmatch(r"\d+\.\d+\.\d+", data["nvcc"]) and data["targets"] == list(TARGETS)
     for s in SERIES:
         for d in (64, 128):
@@ -42,11 +43,11 @@ def test_every_step_is_recorded_for_every_target():
                 rows = [r for r in data["kernels"] if (r.step, r.head_dim, r.target) == (s.name, d, target)]
                 assert rows and all(0 < r.registers <= 255 for r in rows), (s.name, d, target)
                 tensor_cores = any(r.instructions.get("HMMA") for r in rows)
-                assert tensor_cores == (torch.float32 not in dtypes(s)), s.name
+                assert tensor_cores == (torch.float32 not in s.dtypes), s.name
 
 
 def test_the_recorded_figures_say_what_the_lectures_say():
-    rows = {(r.step, r.head_dim): r for r in resources.recorded()["kernels"] if r.target == "sm_90" and r.step < "p6_6"}
+    rows = {(r.step, r.head_dim): r for r in bench.recorded()["kernels"] if r.target == "sm_90" and r.step < "p6_6"}
     assert rows["p6_2_loop_order", 128].spill_bytes > 0  # q and O of a row: 256 floats in one thread's 255 registers
     assert all(r.spill_bytes == 0 for (name, _), r in rows.items() if name >= "p6_3")
     assert rows["p6_1_fa1", 64].shared_bytes == 2 * 32 * 64 * 4
@@ -56,23 +57,23 @@ def test_the_recorded_figures_say_what_the_lectures_say():
 @pytest.mark.skipif(not resources.available(), reason="no nvcc, or no cuobjdump")
 @pytest.mark.parametrize("name", ["p6_1_fa1", "p6_5_overlap", "p8_7_store"])
 def test_measured_is_recorded(name):
-    data, s = resources.recorded(), step(name)
-    if data["nvcc"] != resources.nvcc_version():
-        pytest.skip(f"recorded with nvcc {data['nvcc']}, here is {resources.nvcc_version()}")
-    got = resources.resources(s.path, target="sm_90", head_dim=64, dtype=dtypes(s)[0])
+    data, s = bench.recorded(), step(name)
+    if data["nvcc"] != bench.nvcc_version():
+        pytest.skip(f"recorded with nvcc {data['nvcc']}, here is {bench.nvcc_version()}")
+    got = resources.resources(s.path, target="sm_90", head_dim=64, dtype=s.dtypes[0])
     want = [r for r in data["kernels"] if (r.step, r.head_dim, r.target) == (name, 64, "sm_90")]
     assert got == want
 
 
 def test_the_table():
-    table = resources.table("sm_90", steps=["p6_1_fa1", "p6_2_loop_order"], head_dim=64, opcodes=("FFMA", "HMMA"))
+    table = bench.table("sm_90", steps=["p6_1_fa1", "p6_2_loop_order"], head_dim=64, opcodes=("FFMA", "HMMA"))
     lines = repr(table).splitlines()
     assert lines[0].split() == ["step", "kernel", "registers", "spilled", "bytes", "shared", "bytes", "FFMA", "HMMA"]
-    assert lines[1].startswith("p6_1_fa1") and lines[2].startswith("p6_2_loop_order") and len(lines) == 3
-    assert isinstance(table, Table) and table._repr_markdown_().splitlines()[1].startswith("| --- | --- | ---: |")
-    assert " D " in repr(resources.table("sm_80", steps=["p6_1_fa1"], head_dim=None)).splitlines()[0]
+    assert lines[2].startswith("p6_1_fa1") and lines[3].startswith("p6_2_loop_order") and len(lines) == 4
+    assert table._repr_markdown_().splitlines()[1].startswith("| :-- | :-- | --: |")
+    assert " D " in repr(bench.table("sm_80", steps=["p6_1_fa1"], head_dim=None)).splitlines()[0]
     with pytest.raises(ValueError, match="no figures for sm_75"):
-        resources.table("sm_75")
+        bench.table("sm_75")
 
 
 def test_without_nvcc_it_says_so(monkeypatch):

@@ -7,15 +7,15 @@ import re
 import pytest
 import torch
 
-from flashlab import reference
+from flashlab.attention import reference
+from flashlab.attention.cost import FA1_BLOCK_N, FA2_BLOCK_M, fa1_cost, fa2_cost
 from flashlab.bench import scalar as bench
 from flashlab.bench import timing
-from flashlab.cuda import inline, source
+from flashlab.cuda import inline, load_inline
 from flashlab.cuda.operators import module
-from flashlab.cuda.problem import emulate, emulated
-from flashlab.cuda.scalar import BLOCK_M, BLOCK_N, SCALAR, fa1_bytes, fa2_bytes
+from flashlab.kernels import source, steps
 
-STEPS = [s.name for s in SCALAR]
+STEPS = [s.name for s in steps(6)]
 DEVICES = ["cpu", *(["cuda"] if inline.missing("nvcc") is None else [])]
 # batch, heads, kv_heads, seq_q, seq_k, causal: one, tails on both sides, more than one tile, rows that see nothing, GQA
 CASES = (
@@ -74,48 +74,50 @@ def test_the_same_bits_every_time_on_a_gpu(name):
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("step", SCALAR, ids=STEPS)
+@pytest.mark.parametrize("step", steps(6), ids=STEPS)
 def test_the_emulator_finds_nothing(step, head_dim):
-    checked = emulated(step, head_dim=head_dim, dtype=torch.float32, check=True)
+    checked = load_inline(step, head_dim=head_dim, check=True)
     for seq_q, seq_k, causal, sms in ((70, 100, False, 132), (130, 150, True, 1)):  # both tile shapes of the last step
         q, k, v = tensors(1, 2, 1, seq_q, seq_k, head_dim)
-        o, _, report = emulate(checked, q, k, v, causal=causal, sms=sms)
-        assert report.ok, report
+        o, _ = checked.forward(q, k, v, causal=causal, sms=sms)
+        assert checked.report.ok, checked.report
         torch.testing.assert_close(o.double(), reference.attention(q, k, v, causal=causal)[0], atol=2e-5, rtol=0)
 
 
 def test_no_step_needs_more_shared_memory_than_a_consumer_gpu_has():
     q = torch.zeros(1, 1, 8, 128)
-    for s in SCALAR:
-        emulate(emulated(s, head_dim=128, dtype=torch.float32), q, q, q, shared_limit=99 * 1024)
-        emulate(emulated(s, head_dim=64, dtype=torch.float32), *[q[..., :64]] * 3, sms=1, shared_limit=99 * 1024)
+    for s in steps(6):
+        module = load_inline(s, backend="emulator")
+        module.forward(q, q, q, shared_limit=99 * 1024)
+        module.forward(*[q[..., :64]] * 3, sms=1, shared_limit=99 * 1024)
 
 
 # ---- what the steps cost ---------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("seq_q", "seq_k"), [(128, 128), (200, 77), (256, 512)])
 def test_the_bytes_of_both_loop_orders_are_the_formulas(seq_q, seq_k):
     q, k = torch.randn(1, 1, seq_q, 64), torch.randn(1, 1, seq_k, 64)
-    for step, formula in ((SCALAR[0], fa1_bytes), (SCALAR[1], fa2_bytes)):
-        _, _, report = emulate(emulated(step, dtype=torch.float32, check=True), q, k, k)
-        bytes_ = formula(seq_q, seq_k, 64)
-        assert report.counters["global_load_bytes"] == bytes_.read
-        assert report.counters["global_store_bytes"] == bytes_.written
+    for step, formula in ((steps(6)[0], fa1_cost), (steps(6)[1], fa2_cost)):
+        module, expected = load_inline(step, check=True), formula(seq_q, seq_k, 64)
+        module.forward(q, k, k)
+        assert module.report.counters["global_load_bytes"] == expected.bytes_read
+        assert module.report.counters["global_store_bytes"] == expected.bytes_written
 
 
 def test_the_formulas_block_sizes_are_the_kernels():
     for name in STEPS[:2]:
-        assert f"BLOCK_M = {BLOCK_M}, BLOCK_N = {BLOCK_N}," in source(name)
+        assert f"BLOCK_M = {FA2_BLOCK_M}, BLOCK_N = {FA1_BLOCK_N}," in source(name)
     # N = 1024, D = 64: FlashAttention-1 asks for 26.5 MB, FlashAttention-2 for 4.7 MB
-    assert (fa1_bytes(1024, 1024, 64).total, fa2_bytes(1024, 1024, 64).total) == (26_497_024, 4_722_688)
+    assert (fa1_cost(1024, 1024, 64).bytes, fa2_cost(1024, 1024, 64).bytes) == (26_497_024, 4_722_688)
 
 
 def test_reads_of_shared_memory_fall_from_step_to_step():
     q = torch.randn(1, 1, 128, 64)
     wavefronts, conflicts = {}, {}
-    for s in SCALAR[1:5]:
-        _, _, report = emulate(emulated(s, dtype=torch.float32, check=True), q, q, q)
-        wavefronts[s.name] = report.counters["shared_load_wavefronts"]
-        conflicts[s.name] = report.counters.bank_conflicts
+    for s in steps(6)[1:5]:
+        module = load_inline(s, check=True)
+        module.forward(q, q, q)
+        wavefronts[s.name] = module.report.counters["shared_load_wavefronts"]
+        conflicts[s.name] = module.report.counters.bank_conflicts
     # Within 2%: a host compiler may read a number once where another reads it twice.
     want = {"p6_2_loop_order": 32768, "p6_3_tiles": 29888, "p6_4_registers": 12288, "p6_5_overlap": 12288}
     assert wavefronts == {name: pytest.approx(n, rel=0.02) for name, n in want.items()}

@@ -9,9 +9,11 @@ import re
 import pytest
 import torch
 
-from flashlab import reference
-from flashlab.cuda import problem as kernels
-from flashlab.cuda.problem import SERIES, Step, emulate, emulated
+from flashlab.attention import reference
+from flashlab.cuda import load_inline
+from flashlab.kernels import Step, problem, step, steps
+
+SERIES = steps(7, 8)
 
 STEPS = pytest.mark.parametrize("step", SERIES, ids=lambda s: s.name)
 # heads, kv_heads, seq_q, seq_k, causal: ragged, both ways unequal, rows that see no key, several tiles
@@ -25,8 +27,9 @@ def run(step: Step, case, *, head_dim=64, dtype=torch.float16, check=False, sms=
     q = torch.randn(1, seq_q, heads, head_dim, generator=generator).to(dtype).transpose(1, 2)  # [B, N, H, D] strides
     k, v = (torch.randn(1, kv_heads, seq_k, head_dim, generator=generator).to(dtype) for _ in range(2))
     v = v + 0.5
-    module = emulated(step, head_dim=head_dim, dtype=dtype, check=check, **defines)
-    o, lse, report = emulate(module, q, k, v, causal=causal, sms=sms)
+    module = load_inline(step, backend="emulator", head_dim=head_dim, dtype=dtype, check=check, defines=defines)
+    o, lse = module.forward(q, k, v, causal=causal, sms=sms)
+    report = module.report
     want, want_lse = reference.attention(q, k, v, causal=causal)
     assert o.isfinite().all()
     assert (o - want).abs().max() <= BOUND[dtype]
@@ -74,7 +77,7 @@ def test_large_scores_and_a_late_maximum():
     q, k, v = q.half(), k.half(), v.half()
     want, want_lse = reference.attention(q, k, v)
     for name in ("p7_naive", "p8_1_split_kv", "p8_10_rescale", "p8_flash"):
-        o, lse, _ = emulate(emulated(kernels.step(name)), q, k, v)
+        o, lse = load_inline(step(name), backend="emulator").forward(q, k, v)
         assert (o - want).abs().max() <= BOUND[torch.float16], name
         assert (lse - want_lse).abs().max() <= 1e-3, name
 
@@ -97,7 +100,7 @@ def test_a_step_is_small_and_marked(before, after):
 def test_the_counts_that_the_steps_are_for():
     """One head, 128 queries and keys, D = 64."""
     case = (1, 1, 128, 128, False)
-    counted = {name: run(kernels.step(name), case, check=True, sms=1).counters for name in (
+    counted = {name: run(step(name), case, check=True, sms=1).counters for name in (
         "p7_naive", "p8_1_split_kv", "p8_2_split_q", "p8_4_stages", "p8_5_swizzle", "p8_6_registers", "p8_7_store",
         "p8_11_warp_tiles")}  # fmt: skip
 
@@ -131,17 +134,17 @@ def test_the_counts_that_the_steps_are_for():
 def test_what_does_not_fit_is_refused(change, words):
     q, k, v = torch.zeros(1, 4, 8, 64).half(), torch.zeros(1, 2, 9, 64).half(), torch.zeros(1, 2, 9, 64).half()
     with pytest.raises(ValueError, match=words):
-        kernels.check(*change(q, k, v), scale=0.125, head_dims=(64, 128))
+        problem.check(*change(q, k, v), scale=0.125, head_dims=(64, 128))
 
 
 def test_a_scale_must_be_positive():
     q = torch.zeros(1, 1, 8, 64).half()
     with pytest.raises(ValueError, match="positive"):
-        kernels.check(q, q, q, scale=-1.0, head_dims=(64,))
+        problem.check(q, q, q, scale=-1.0, head_dims=(64,))
 
 
 def test_no_rows_is_no_work():
     q, k = torch.zeros(1, 1, 0, 64).half(), torch.zeros(1, 1, 8, 64).half()
-    for step in (SERIES[0], SERIES[-1]):
-        o, lse, _ = emulate(emulated(step), q, k, k)
+    for s in (SERIES[0], SERIES[-1]):
+        o, lse = load_inline(s, backend="emulator").forward(q, k, k)
         assert o.shape == q.shape and lse.shape == (1, 1, 0)

@@ -9,10 +9,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from flashlab import online_softmax
+from flashlab.attention import online_softmax
+from flashlab.attention.online_softmax import (
+    State,
+    finish,
+    identity,
+    merge,
+    merge_finished,
+    shifted_exp,
+    softmax_safe,
+)
 from flashlab.check import CheckFailed
-from flashlab.exercises import find
-from flashlab.online_softmax import State, finish, identity, merge, merge_finished, shifted_exp, softmax_safe
+from flashlab.exercises.registry import find
 
 INF = math.inf
 LESSON = Path(__file__).parents[2] / "src/lessons/00_attention_and_online_softmax_exercises.py"

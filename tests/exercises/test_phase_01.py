@@ -10,9 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from flashlab import runtime, show, walls
-from flashlab.check import CheckFailed, check
-from flashlab.exercises import exercises, find
+from flashlab import runtime
+from flashlab.attention import schemes
+from flashlab.attention.naive import naive_attention
+from flashlab.check import CheckFailed
+from flashlab.exercises import check
+from flashlab.exercises.registry import exercises, find
+from flashlab.figures import show
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
@@ -49,7 +53,7 @@ def made(source, name):
     """Define `name` from source text that `inspect` can find again, as it does that of a notebook cell."""
     filename = f"<answer {name} {hash(source)}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
-    scope = {"math": math, "torch": torch, "triton": triton, "tl": tl, "walls": walls, "__name__": "answers"}
+    scope = {"math": math, "torch": torch, "triton": triton, "tl": tl, "schemes": schemes, "__name__": "answers"}
     exec(compile(source, filename, "exec"), scope)
     return scope[name]
 
@@ -58,7 +62,7 @@ def solution(name, *replacements):
     """The lesson's solution, or where the lesson has none the package's, with pieces of its text replaced."""
     source = text(name)
     if "NotImplementedError" in source:
-        source = show.source_text(getattr(walls, name)) + "\n"
+        source = show.source_text(getattr(schemes, name)) + "\n"
     for old, new in replacements:
         assert old in source, f"{name} has no {old!r}"
         source = source.replace(old, new)
@@ -153,10 +157,10 @@ def test_frugal_attention(replacements, diagnosis):
 
 
 def test_the_naive_way_is_not_frugal_and_blocks_are_another_exercise():
-    assert rejected("1.3", walls.naive_attention) == "second-matrix-alive"
+    assert rejected("1.3", naive_attention) == "second-matrix-alive"
 
     def row_by_row(q, k, v):
-        return torch.cat([walls.naive_attention(row[None], k, v) for row in q])
+        return torch.cat([naive_attention(row[None], k, v) for row in q])
 
     assert rejected("1.3", row_by_row) == "not-the-four-lines"
 

@@ -8,9 +8,10 @@ import pytest
 import torch
 import triton
 
-from flashlab import triton_minimal
-from flashlab.check import CheckFailed, check
-from flashlab.triton_minimal import LOG2_E
+from flashlab.attention import triton_minimal
+from flashlab.attention.triton_minimal import LOG2_E
+from flashlab.check import CheckFailed
+from flashlab.exercises import check
 
 MILESTONE = inspect.getsource(triton_minimal.flash_attention_forward_kernel.fn)
 

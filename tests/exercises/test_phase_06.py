@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from flashlab.check import CheckFailed, check
-from flashlab.cuda.scalar import SCALAR
-from flashlab.exercises import exercises, find
+from flashlab.check import CheckFailed
+from flashlab.exercises import check
 from flashlab.exercises.phase_06 import inner_loop_of
+from flashlab.exercises.registry import exercises, find
+from flashlab.kernels import steps
 
 LESSON = Path(__file__).parents[2] / "src/lessons/06_cuda_scalar_exercises.py"
 IDS = [f"6.{i}" for i in range(1, 8)]
@@ -234,7 +235,7 @@ def test_the_solution_of_the_milestone_is_the_kernels_own_loop():
         return sorted(" ".join(words) for words in stripped if words)
 
     first, last = inner_loop_of()
-    assert code(SCALAR[1].path.read_text().splitlines()[first:last]) == code(text("inner_loop").splitlines())
+    assert code(steps(6)[1].path.read_text().splitlines()[first:last]) == code(text("inner_loop").splitlines())
 
 
 # ---- 6.7 ------------------------------------------------------------------------------------------------------------
@@ -253,9 +254,9 @@ def test_wrong_counts(change, diagnosis):
 
 
 def test_counts_without_the_mask():
-    from flashlab.cuda.scalar import fa1_bytes, fa2_bytes
+    from flashlab.attention.cost import fa1_cost, fa2_cost
 
     def unmasked(N, D, BLOCK_M, BLOCK_N):
-        return fa1_bytes(N, N, D, block_n=BLOCK_N).read, fa2_bytes(N, N, D, block_m=BLOCK_M).read
+        return fa1_cost(N, N, D, block_n=BLOCK_N).bytes_read, fa2_cost(N, N, D, block_m=BLOCK_M).bytes_read
 
     assert rejected("6.7", unmasked)[0] == "nothing-skipped"

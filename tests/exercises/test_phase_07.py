@@ -10,9 +10,12 @@ import pytest
 import torch
 from lesson_source import make_notebook, read_lesson
 
-from flashlab.check import CheckFailed, check
-from flashlab.cuda import fragments, load_inline
+from flashlab.check import CheckFailed
+from flashlab.cuda import load_inline
+from flashlab.exercises import check
 from flashlab.exercises.phase_07 import naive_loop
+from flashlab.figures import fragments
+from flashlab.kernels import path
 
 ROOT = Path(__file__).resolve().parents[2]
 LESSON = ROOT / "src" / "lessons" / "07_tensor_cores_exercises.py"
@@ -57,7 +60,7 @@ def test_a_fragment_is_a_permutation_of_its_matrix(operand, shape):
 
 def test_the_formulas_are_those_of_the_instruction():
     A, B, C = (torch.randint(-8, 9, shape) for shape in (fragments.A_SHAPE, fragments.B_SHAPE, fragments.C_SHAPE))
-    module = load_inline(ROOT / "src" / "flashlab" / "cuda" / "p7_one_mma.cu", backend="emulator")
+    module = load_inline(path("p7_one_mma"), backend="emulator")
     c = fragments.fragment(C.float(), "c")
     module.mma(fragments.fragment(A.half(), "a"), fragments.fragment(B.half(), "b"), c)
     assert torch.equal(fragments.matrix(c, "c").long(), A @ B + C)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from flashlab.check import CheckFailed, check
+from flashlab.check import CheckFailed
+from flashlab.exercises import check
 from flashlab.simt import SimtError, find_compiler
 
 try:

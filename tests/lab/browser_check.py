@@ -98,10 +98,22 @@ class Lab:
         environment |= {f"JUPYTER_{kind}_DIR": self.settings for kind in ("CONFIG", "DATA", "RUNTIME")}
         self.log = open(Path(self.settings) / "lab.log", "w+")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "jupyterlab", "--no-browser", "--ip=127.0.0.1", "--allow-root",
-             f"--port={self.url.rpartition(':')[2]}", "--port-retries=0", "--IdentityProvider.token=",
-             "--LabApp.expose_app_in_browser=True", f"--ServerApp.root_dir={folder}"],
-            stdout=self.log, stderr=subprocess.STDOUT, env=environment,
+            [
+                sys.executable,
+                "-m",
+                "jupyterlab",
+                "--no-browser",
+                "--ip=127.0.0.1",
+                "--allow-root",
+                f"--port={self.url.rpartition(':')[2]}",
+                "--port-retries=0",
+                "--IdentityProvider.token=",
+                "--LabApp.expose_app_in_browser=True",
+                f"--ServerApp.root_dir={folder}",
+            ],
+            stdout=self.log,
+            stderr=subprocess.STDOUT,
+            env=environment,
         )
 
     def __enter__(self) -> Lab:
@@ -142,7 +154,8 @@ class Notebook:
         cells = nbformat.from_dict(self.page.evaluate(NOTEBOOK)).cells
         return [
             (i, c.metadata.get("tags", []), next((o for o in c.outputs if o.output_type == "error"), None))
-            for i, c in enumerate(cells) if c.cell_type == "code"
+            for i, c in enumerate(cells)
+            if c.cell_type == "code"
         ]
 
     def show(self, index: int) -> None:

@@ -36,9 +36,7 @@ def patterns() -> list[tuple[int, int, str, list[int]]]:
             add("reversed", [(31 - lane) * size for lane in range(32)])
             for i in range(6):
                 spread = (64, 128, 256, 512, 1024, 1024)[i]
-                places = (
-                    rng.sample(range(spread), 32) if operation else [rng.randrange(spread) for _ in range(32)]
-                )
+                places = rng.sample(range(spread), 32) if operation else [rng.randrange(spread) for _ in range(32)]
                 add(f"random {i}", [p * size for p in places])
     for operation in (2, 3):
         for size in (1, 2, 4):

@@ -99,9 +99,7 @@ __global__ void k(float* p) { __shared__ float tile[FLOATS]; tile[threadIdx.x] =
 extern "C" int run(float* p) { k<<<1, 1>>>(p); return cudaGetLastError(); }
 """
     assert compile_cuda(text, defines={"FLOATS": 12288}).run(np.zeros(1, np.float32)).ok
-    with pytest.raises(
-        CompileError, match="array tile has 49156 bytes of static shared memory; the limit is 49152"
-    ):
+    with pytest.raises(CompileError, match="array tile has 49156 bytes of static shared memory; the limit is 49152"):
         compile_cuda(text, defines={"FLOATS": 12289})
 
 
@@ -177,9 +175,7 @@ def test_the_other_compiler():
     got, error, lse_error = run(built, 1, 100, 64, 1)
     assert got.ok and error < 2e-3 and lse_error < 1e-5
     assert got.counters["mma"] and all(line for line in got.by_line)
-    racy = compile_cuda(KERNELS / "broken.cu", check=True, compiler="clang++").run_both_write(
-        np.zeros(64, np.int32)
-    )
+    racy = compile_cuda(KERNELS / "broken.cu", check=True, compiler="clang++").run_both_write(np.zeros(64, np.int32))
     assert racy.findings[0].kind == "race" and racy.findings[0].line
 
 

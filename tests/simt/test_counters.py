@@ -138,9 +138,7 @@ def test_a_fast_build_counts_what_the_runtime_sees():
     a, out = np.zeros((n, n), np.float32), np.zeros((n, n), np.float32)
     report = module("counting.cu", False).run_transpose(a, out, n, 1)
     assert not report.check and dict(report.counters) == {"barriers": 4}
-    report = module("counting.cu", False).run_fragments(
-        np.zeros((16, 64), np.float16), np.zeros(32, np.uint32), 0
-    )
+    report = module("counting.cu", False).run_fragments(np.zeros((16, 64), np.float16), np.zeros(32, np.uint32), 0)
     assert report.counters["ldmatrix_wavefronts"] == 128 and report.counters["cp_async_sectors"] == 64
 
 

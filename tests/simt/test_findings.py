@@ -51,9 +51,7 @@ def test_race_names_both_lines_and_threads():
     assert finding.other_line == LINES["race: written"]
     assert finding.text.startswith("p[threadIdx.x] = tile[63")
     assert finding.block == (0, 0, 0) and abs(finding.thread[0] + finding.other_thread[0]) == 63
-    assert (
-        "with no barrier between" in finding.message and f"line {LINES['race: written']}" in finding.message
-    )
+    assert "with no barrier between" in finding.message and f"line {LINES['race: written']}" in finding.message
     assert finding.times % 2 == 0  # in each of the two blocks
 
 
@@ -140,10 +138,7 @@ def test_dynamic_shared_memory_out_of_bounds():
 def test_static_arrays_out_of_bounds():
     report = run("run_static_index", floats(), 9)
     finding = next(f for f in report.findings if f.kind == "index-out-of-bounds")
-    assert (
-        finding.line == LINES["index beyond the row"]
-        and "index 9 of an array of type float [9]" in finding.message
-    )
+    assert finding.line == LINES["index beyond the row"] and "index 9 of an array of type float [9]" in finding.message
     with pytest.raises(IllegalAccess, match="the launch asked for 0") as caught:
         run("run_static_pointer", floats(), 1 << 14)
     assert caught.value.report.findings[0].line == LINES["beyond the static array"]
@@ -163,11 +158,7 @@ def test_global_memory_out_of_bounds_stops_there():
         run("run_past_the_end", data, out, 1)
     finding = caught.value.report.findings[-1]
     assert finding.kind == "global-out-of-bounds" and finding.fatal
-    assert (
-        finding.line == LINES["beyond the end"]
-        and finding.block == (1, 0, 0)
-        and finding.thread == (31, 0, 0)
-    )
+    assert finding.line == LINES["beyond the end"] and finding.block == (1, 0, 0) and finding.thread == (31, 0, 0)
     assert "element 64 of in (shape [64]), 4 bytes past its end" in finding.message
     assert not out.any()  # a launch that failed brings nothing back
     with pytest.raises(IllegalAccess, match="4 bytes before the start of in"):
@@ -199,9 +190,7 @@ def test_writes_to_const_arguments():
     assert (data == floats()).all()  # the caller's array is untouched
 
 
-@pytest.mark.skipif(
-    "clang" in find_compiler().version, reason="clang++ splits a misaligned float4 into floats"
-)
+@pytest.mark.skipif("clang" in find_compiler().version, reason="clang++ splits a misaligned float4 into floats")
 def test_misaligned_vectors():
     with pytest.raises(
         IllegalAccess, match="16 bytes of global memory at an address that is no multiple of 16"
@@ -212,9 +201,7 @@ def test_misaligned_vectors():
 
 @pytest.mark.parametrize("check", [False, True])
 def test_copies_that_are_wrong(check):
-    with pytest.raises(
-        IllegalAccess, match="element 256 of in .shape .256.., 16 bytes past its end"
-    ) as caught:
+    with pytest.raises(IllegalAccess, match="element 256 of in .shape .256.., 16 bytes past its end") as caught:
         run("run_copy_out_of_bounds", floats(256), floats(), check=check)
     assert caught.value.report.findings[-1].line == LINES["copy beyond the end"]
     with pytest.raises(IllegalAccess, match="cp.async.*16 bytes of global memory at an address") as caught:

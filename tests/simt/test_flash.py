@@ -65,9 +65,7 @@ def test_counts_by_hand():
     )  # blocks, KV tiles, warps, (n8 tiles) x (k16 tiles) of both products
     assert c["mma_flops"] == 4 * n * n * d
     assert c["ldmatrix"] == tiles * 4 * (4 + tiles * (16 + 16))
-    assert c["cp_async_bytes"] == (n * d * 2) * (
-        1 + 2 * tiles
-    )  # Q once, K and V once for each block of queries
+    assert c["cp_async_bytes"] == (n * d * 2) * (1 + 2 * tiles)  # Q once, K and V once for each block of queries
     assert c["barriers"] == tiles * tiles * 2
     assert c["ldmatrix_wavefronts"] == c["ldmatrix_ideal"] == 4 * c["ldmatrix"]
 

@@ -51,9 +51,7 @@ def near_ties() -> np.ndarray:
     """Floats at, just below and just above the midpoints of all neighbouring halves; and the specials."""
     h = EVERY[:0x7C00].view(np.float16).astype(np.float32)
     mid = (h[:-1] + h[1:]) / 2
-    top = np.float32(
-        [65504, 65519.996, 65520, 65536, 1e30, 3.4e38, np.inf, np.nan, 0, 2**-24, 2**-25, 2**-26, 1e-40]
-    )
+    top = np.float32([65504, 65519.996, 65520, 65536, 1e30, 3.4e38, np.inf, np.nan, 0, 2**-24, 2**-25, 2**-26, 1e-40])
     x = np.concatenate([h, mid, np.nextafter(mid, np.float32(0)), np.nextafter(mid, np.float32(np.inf)), top])
     return np.concatenate([x, -x]).astype(np.float32)
 
@@ -144,9 +142,7 @@ def test_half_arithmetic(halves):
         assert same(out[4][some], fma.astype(np.float16))
         assert same(out[5] + np.float16(0), np.fmax(a, b) + np.float16(0))
         assert same(out[6] + np.float16(0), np.fmin(a, b) + np.float16(0))
-        assert same(out[7], -np.abs(a)) and same(
-            out[8], np.sqrt(np.abs(a.astype(np.float64))).astype(np.float16)
-        )
+        assert same(out[7], -np.abs(a)) and same(out[8], np.sqrt(np.abs(a.astype(np.float64))).astype(np.float16))
 
 
 def test_bfloat16_arithmetic(halves):
@@ -172,9 +168,7 @@ def test_bfloat16_arithmetic(halves):
     with np.errstate(all="ignore"):
         want = [f[0] + f[1], f[0] - f[1], f[0] * f[1], f[0] / f[1]]
     for i, w in enumerate(want):
-        good = ~np.isnan(w) & (
-            np.abs(w) > 2.0**-126
-        )  # subnormal results: float is not wider than bfloat16 there
+        good = ~np.isnan(w) & (np.abs(w) > 2.0**-126)  # subnormal results: float is not wider than bfloat16 there
         assert (out[i][good] == rounded(w)[good]).all(), i
         assert ((out[i][np.isnan(w)] & 0x7FFF) > 0x7F80).all()
     some = slice(0, 20_000)

@@ -249,7 +249,5 @@ def test_shared_memory_limits(language):
     a = np.zeros(1024, np.float32)
     module_limit = 1024 * 2 * 4
     assert language.run_dynamic(a, a.copy(), 1024).ok
-    with pytest.raises(
-        LaunchError, match=f"{module_limit} bytes of dynamic shared memory a block; the limit is 4096"
-    ):
+    with pytest.raises(LaunchError, match=f"{module_limit} bytes of dynamic shared memory a block; the limit is 4096"):
         language.launch("run_dynamic", a, a.copy(), 1024, shared_limit=4096)

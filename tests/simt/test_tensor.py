@@ -51,9 +51,7 @@ def test_mma_with_float_accumulators(tensor, k, bf16):
     assert report.ok
     assert report.counters["mma"] == report.counters[f"mma_m16n8k{k}"] == 1
     assert report.counters["mma_flops"] == 2 * 16 * 8 * k
-    assert np.allclose(
-        d, wide_a @ wide_b + c, rtol=0, atol=k * 2**-22 * np.abs(wide_a).max() * np.abs(wide_b).max()
-    )
+    assert np.allclose(d, wide_a @ wide_b + c, rtol=0, atol=k * 2**-22 * np.abs(wide_a).max() * np.abs(wide_b).max())
 
 
 @pytest.mark.parametrize("k", [8, 16])
@@ -97,9 +95,7 @@ def test_cp_async_fills_with_zeros(tensor, size):
         want = data.reshape(32, size).copy()
         want[:, source:] = 0
         assert (out.reshape(32, size) == want).all()
-        assert report.counters["cp_async"] == 1 and report.counters["cp_async_bytes"] == (
-            32 * size if source else 0
-        )
+        assert report.counters["cp_async"] == 1 and report.counters["cp_async_bytes"] == (32 * size if source else 0)
 
 
 @pytest.mark.parametrize("left", [0, 1, 2, 3, 4])

@@ -37,7 +37,7 @@ def recorded(prefix: str) -> list[dict[str, Any]]:
 
 
 def default_path(prefix: str, gpu: str) -> Path:
-    """Where a run on a GPU of this name is recorded: `recorded/phase01_h200.json` for "NVIDIA H200"."""
+    """Where a run on a GPU of this name is recorded: `recorded/walls_h200.json` for "NVIDIA H200"."""
     return RECORDED / f"{prefix}_{gpu.lower().removeprefix('nvidia ').replace(' ', '_')}.json"
 
 

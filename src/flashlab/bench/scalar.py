@@ -77,7 +77,7 @@ def _sdpa(backend: str) -> Callable[..., torch.Tensor]:
 def variants() -> dict[str, Callable[..., torch.Tensor]]:
     """fn(q, k, v, causal) -> o, by name: the steps of the series, then the peers."""
     from flashlab.cuda.operators import module
-    from flashlab.cuda.scalar import SCALAR
+    from flashlab.kernels import steps
 
     def kernel(name: str) -> Callable[..., torch.Tensor]:
         def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
@@ -85,7 +85,7 @@ def variants() -> dict[str, Callable[..., torch.Tensor]]:
 
         return call
 
-    found: dict[str, Callable[..., torch.Tensor]] = {s.name: kernel(s.name) for s in SCALAR}
+    found: dict[str, Callable[..., torch.Tensor]] = {s.name: kernel(s.name) for s in steps(6)}
     peers = (torch_naive, _sdpa("EFFICIENT_ATTENTION"), _sdpa("MATH"))
     return found | dict(zip(PEERS, peers, strict=True))
 
@@ -115,11 +115,11 @@ def measure(
 def _build(progress: Callable[[str], None]) -> None:
     """Every kernel, several nvcc at a time."""
     from flashlab.cuda.operators import module
-    from flashlab.cuda.scalar import SCALAR
+    from flashlab.kernels import steps
 
     progress("building the kernels")
     with ThreadPoolExecutor(os.cpu_count() or 2) as pool:
-        jobs = [pool.submit(module, s.name, head_dim=d, dtype=torch.float32) for s in SCALAR for d in s.head_dims]
+        jobs = [pool.submit(module, s.name, head_dim=d, dtype=torch.float32) for s in steps(6) for d in s.head_dims]
         for job in jobs:
             job.result()
 

@@ -31,9 +31,7 @@ def _spread(seconds: list[float]) -> dict[str, float]:
     return {"median": statistics.median(seconds), "best": min(seconds), "worst": max(seconds)}
 
 
-def measure(
-    source: Path, *, repeats: int = 5, n: int = 1024, head_dim: int = 64
-) -> dict[str, dict[str, float]]:
+def measure(source: Path, *, repeats: int = 5, n: int = 1024, head_dim: int = 64) -> dict[str, dict[str, float]]:
     """Seconds for each of ``AIMS``: median, best and worst of ``repeats``.
 
     Args:

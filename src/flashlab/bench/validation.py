@@ -31,8 +31,10 @@ from typing import Any
 
 import torch
 
-from flashlab.bench import mma_ladder, records, timing
-from flashlab.cuda import FOLDER, load_inline, operators, problem
+from flashlab.bench import mma as mma_ladder
+from flashlab.bench import records, timing
+from flashlab.cuda import load_inline
+from flashlab.kernels import SERIES, path
 
 SHAPE = (1, 2, 200)  # batch, heads, rows
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
@@ -63,8 +65,8 @@ def variants() -> list[mma_ladder.Variant]:
     """Every step of phases 6 to 8 at head_dim 64, and the last of each phase at 128."""
     last = {"p6_6_shapes", "p7_naive", "p8_flash"}
     return [
-        mma_ladder.Variant(step, head_dim, operators.dtypes(step)[0])
-        for step in operators.SERIES
+        mma_ladder.Variant(step, head_dim, step.dtypes[0])
+        for step in SERIES
         for head_dim in (64, 128)
         if head_dim == 64 or step.name in last
     ]
@@ -79,8 +81,9 @@ def inputs(v: mma_ladder.Variant) -> list[torch.Tensor]:
 
 def emulate(v: mma_ladder.Variant) -> tuple[torch.Tensor, dict[str, float]]:
     """O and the counters, from the build that sees every access. Raises KernelFindings if it finds anything."""
-    module = problem.emulated(v.step, head_dim=v.head_dim, dtype=v.dtype, check=True, **dict(v.defines))
-    o, _, report = problem.emulate(module, *inputs(v), causal=True)
+    module = load_inline(v.step, head_dim=v.head_dim, dtype=v.dtype, check=True, defines=dict(v.defines))
+    o, _ = module.forward(*inputs(v), causal=True)
+    report = module.report
     report.raise_if_findings()
     c = dict(report.counters)
 
@@ -110,7 +113,7 @@ def launch_all(folder: Path) -> list[torch.Tensor]:
 
 def launch_fragments() -> None:
     """The small kernels of phase 7's lecture, which have no Problem, each once: for compute-sanitizer."""
-    module = load_inline(FOLDER / "p7_one_mma.cu", backend="nvcc")
+    module = load_inline(path("p7_one_mma"), backend="nvcc")
     lane = torch.arange(32, dtype=torch.int32, device="cuda")
 
     def halves(*shape: int) -> torch.Tensor:

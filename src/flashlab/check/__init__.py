@@ -1,6 +1,5 @@
-"""The checker: it tells a learner whether an attention function is right, and where it is not, why.
+"""The checker: it says whether an attention function is right, and where it is not, why.
 
-In an exercise notebook: `check("2.3", fn)`, `hint("2.3")`, `progress()`.
 On any attention function: `verify(fn)`, and its fronts `verify_one_head` and `verify_block`.
 In an exercise's own check: `expect`, `expect_close`, `expect_raises`, `CheckFailed`, and `with running("the case"):`
 around a call of the learner's function, so that an exception of theirs says what it was run on.
@@ -8,18 +7,15 @@ around a call of the learner's function, so that an exception of theirs says wha
 
 from flashlab.check.expect import expect, expect_close, expect_raises
 from flashlab.check.failed import CheckFailed
-from flashlab.check.front import check, hint, progress, running
+from flashlab.check.running import running
 from flashlab.check.verification import Report, verify, verify_block, verify_one_head
 
 __all__ = [
     "CheckFailed",
     "Report",
-    "check",
     "expect",
     "expect_close",
     "expect_raises",
-    "hint",
-    "progress",
     "running",
     "verify",
     "verify_block",

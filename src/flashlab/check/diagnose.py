@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from flashlab.check.failed import CheckFailed
-from flashlab.check.hypotheses import HYPOTHESES, TILES, Hypothesis
+from flashlab.check.mistakes.attention import HYPOTHESES, TILES, Hypothesis
 from flashlab.check.models import Prediction, Problem, attend, problem
 from flashlab.check.observation import Observation
 from flashlab.check.tolerance import excess

@@ -14,7 +14,7 @@ from functools import cached_property, lru_cache
 
 import torch
 
-from flashlab import reference
+from flashlab.attention import reference
 from flashlab.check.cases import Case, make_inputs
 from flashlab.check.tolerance import truth_of
 

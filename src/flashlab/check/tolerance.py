@@ -18,7 +18,7 @@ from functools import lru_cache
 
 import torch
 
-from flashlab import reference
+from flashlab.attention import reference
 from flashlab.check.cases import Case, make_inputs
 
 FLOAT32 = 2.0**-24  # the rounding of float32

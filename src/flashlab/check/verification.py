@@ -13,11 +13,11 @@ from flashlab import runtime
 from flashlab.check.cases import Case, case_list, make_inputs
 from flashlab.check.diagnose import diagnose
 from flashlab.check.failed import CheckFailed
-from flashlab.check.front import running
 from flashlab.check.observation import Observation
 from flashlab.check.poison import MarkedEmpty, memory, unwritten
-from flashlab.check.table import Table
+from flashlab.check.running import running
 from flashlab.check.tolerance import truth_of
+from flashlab.table import Table
 
 Call = Callable[[Case, torch.Tensor, torch.Tensor, torch.Tensor], Any]
 
@@ -349,4 +349,4 @@ def _report(observations: Sequence[Observation]) -> Report:
         cells = (f"{error:.1e}", f"{bound:.1e}", f"{seen.truth.twin_error:.1e}", f"{ratio:.2f}", lse_error)
         rows.append((str(seen.case), *cells))
     columns = ("Case", "Error", "Bound", "Twin's error", "Ratio", "lse error")
-    return Report(len(observations), worst, worst_lse, Table(columns, tuple(rows)))
+    return Report(len(observations), worst, worst_lse, Table(columns, tuple(rows), align="lrrrrr"))

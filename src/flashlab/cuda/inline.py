@@ -49,13 +49,15 @@ from typing import Any
 
 import torch
 
-from flashlab.cuda import problem as _problem
+from flashlab.kernels import problem as _problem
+from flashlab.kernels import series as _series
+from flashlab.runtime import cache as _cache
 from flashlab.simt import errors as _simt_errors
 from flashlab.simt import source as _source
 from flashlab.simt.run import _C_TYPES, _DTYPES
 
-FOLDER = Path(__file__).parent
-INCLUDE = FOLDER.parent / "simt" / "include"
+KERNELS = _series.FOLDER  # where problem.cuh is
+INCLUDE = Path(__file__).parents[1] / "simt" / "include"  # simt.h and ptx.cuh
 BACKENDS = ("torch", "nvcc", "emulator")
 _FORMAT = 1  # of what is in the cache; raise it when a build of the same sources changes
 
@@ -186,15 +188,11 @@ def default_backend() -> str:
 
 
 def cache_folder() -> Path:
-    """Where builds are kept: ``$FLASHLAB_CACHE``, or ``flashlab`` in the user's cache directory. Safe to delete."""
-    base = os.environ.get("FLASHLAB_CACHE", "").strip()
-    if not base:
-        base = os.path.join(os.environ.get("XDG_CACHE_HOME", "").strip() or os.path.expanduser("~/.cache"), "flashlab")
-    path = Path(base) / "cuda"
-    path.mkdir(parents=True, exist_ok=True, mode=0o700)
-    if path.stat().st_uid != os.getuid():
-        raise Unavailable(f"the build cache {path} belongs to another user: set FLASHLAB_CACHE to a directory of yours")
-    return path
+    """Where builds are kept (see flashlab.runtime.cache). Safe to delete."""
+    try:
+        return _cache.folder("cuda")
+    except _cache.CacheError as error:
+        raise Unavailable(str(error)) from None
 
 
 # ---- sources -----------------------------------------------------------------------------------------------------
@@ -328,7 +326,7 @@ def _keep(work: Path, done: Path) -> None:
 
 
 def _nvcc_flags(text: _Text, defines: dict[str, Any], include_dirs: Sequence[Path], arch: str) -> list[str]:
-    folders = [*([text.directory] if text.directory else []), *include_dirs, INCLUDE, FOLDER]
+    folders = [*([text.directory] if text.directory else []), *include_dirs, INCLUDE, KERNELS]
     macros = [f"-D{k}={1 if v is True else v}" for k, v in defines.items() if v is not None and v is not False]
     return ["-O3", "-std=c++17", "-lineinfo", f"-arch={arch}", *macros, *[f"-I{Path(f).resolve()}" for f in folders]]
 
@@ -340,7 +338,7 @@ def _file_digest(path: str, _changed: int) -> str:
 
 def _headers(text: _Text, include_dirs: Iterable[Path]) -> list[str]:
     """The digests of every header that the source could include: a header is part of what a build is made from."""
-    folders = [*([text.directory] if text.directory else []), *include_dirs, FOLDER]
+    folders = [*([text.directory] if text.directory else []), *include_dirs, INCLUDE, KERNELS]
     files = {p for f in folders for p in Path(f).glob("*.cuh")} | {p for f in include_dirs for p in Path(f).glob("*.h")}
     files |= {INCLUDE / "simt.h"}
     return [_file_digest(str(p), p.stat().st_mtime_ns) for p in sorted(files)]
@@ -532,11 +530,12 @@ class CudaModule:
 
     def __init__(self, text: _Text, *, backend: str, check: bool, defines: dict, include_dirs: Sequence[Path],
                  arch: str | None, functions: Sequence[str] | None, head_dim: int | None, dtype: torch.dtype | None,
-                 verbose: bool):  # fmt: skip
+                 verbose: bool, head_dims: tuple[int, ...] | None = None):  # fmt: skip
         self._text, self._check, self._defines, self._verbose = text, check, dict(defines), verbose
         self._include_dirs, self._arch = list(include_dirs), arch
         self.backend = backend
         self.report = None
+        self._head_dims = head_dims
         parsed = _source.entries(text.text)
         unknown = [f for f in functions or () if f not in parsed]
         if unknown or not parsed:
@@ -575,7 +574,7 @@ class CudaModule:
 
             try:
                 return Module(build(text.emulated, name=text.name, directory=text.directory, check=self._check,
-                                    defines=defines, include_dirs=tuple(self._include_dirs)))  # fmt: skip
+                                    defines=defines, include_dirs=(*self._include_dirs, KERNELS)))  # fmt: skip
             except _simt_errors.CompileError as error:
                 raise _compile_error(text, str(error), "the emulator's host compiler") from None
         arch = self._arch or _device_arch()
@@ -611,7 +610,7 @@ class CudaModule:
         return functools.partial(self.launch, name)
 
     # ---- any entry ------------------------------------------------------------------------------------------------
-    def launch(self, entry: str, *args: Any) -> int:
+    def launch(self, entry: str, *args: Any, **options: Any) -> int:
         """Calls an extern "C" function of the source with tensors and numbers.
 
         Args:
@@ -619,6 +618,7 @@ class CudaModule:
             args: its arguments. A tensor for a pointer: contiguous, of the pointer's element type, on the GPU (with the
                 emulator on any device); None for a null pointer; numbers for the rest. A last parameter named
                 ``stream`` may be left out: it is PyTorch's current stream.
+            options: of the emulator's launch: ``timeout``, ``shared_limit``, ``threads``, ``echo``.
 
         Returns:
             what the function returns; for one that returns an ``int`` that is 0.
@@ -629,7 +629,7 @@ class CudaModule:
             LaunchError: the function returned a CUDA error; it carries CUDA's name for it and what to do.
             flashlab.simt.SimtError: what the emulator found to end the launch.
         """
-        return self._launch(self._built, self._entry(entry), args)
+        return self._launch(self._built, self._entry(entry), args, **options)
 
     def _entry(self, name: str) -> _source.Entry:
         if name not in self.entries:
@@ -637,7 +637,7 @@ class CudaModule:
             raise TypeError(f'the source has no extern "C" function {name!r}; it has {known}')
         return self.entries[name]
 
-    def _launch(self, built, entry: _source.Entry, args: Sequence[Any]) -> int:
+    def _launch(self, built, entry: _source.Entry, args: Sequence[Any], **options: Any) -> int:
         parameters = [p for p in entry.parameters if not _is_stream(p)]
         if len(args) == len(entry.parameters) and len(parameters) < len(entry.parameters):
             at = next(i for i, p in enumerate(entry.parameters) if _is_stream(p))
@@ -652,7 +652,7 @@ class CudaModule:
             if x.device != first[1].device:
                 raise ValueError(f"{entry.name}: {name} is on {x.device}, and {first[0]} is on {first[1].device}")
         if self.backend == "emulator":
-            return self._emulate(built, entry, parameters, values)
+            return self._emulate(built, entry, parameters, values, options)
         device = first[1].device if first else torch.device("cuda", torch.cuda.current_device())
         if device.type != "cuda":
             name = first[0]
@@ -667,7 +667,14 @@ class CudaModule:
             raise _launch_error(entry.name, code, name, built.asked(), device)
         return 0
 
-    def _emulate(self, built, entry: _source.Entry, parameters: Sequence[_source.Parameter], values: list) -> int:
+    def _emulate(
+        self,
+        built,
+        entry: _source.Entry,
+        parameters: Sequence[_source.Parameter],
+        values: list,
+        options: dict[str, Any],
+    ) -> int:
         copies = {}  # tensors of a GPU work as well: the emulator gets copies
         for i, x in enumerate(values):
             if isinstance(x, torch.Tensor) and x.device.type != "cpu":
@@ -676,7 +683,7 @@ class CudaModule:
         given = iter(values)
         arguments = [None if _is_stream(p) else next(given) for p in entry.parameters]
         try:
-            self.report = built.launch(entry.name, *arguments)
+            self.report = built.launch(entry.name, *arguments, **options)
         except _simt_errors.SimtError as error:
             self.report = error.report
             returned = re.search(r"returned (\d+) \((\w+)\)", str(error))
@@ -691,8 +698,9 @@ class CudaModule:
 
     # ---- a kernel of the series -----------------------------------------------------------------------------------
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = False, scale: float | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = False, scale: float | None = None,
+        sms: int | None = None, **launch: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """softmax(scale * q k^T) v, by a source that defines ``forward(const Problem*, void* stream)``.
 
         Args:
@@ -700,6 +708,8 @@ class CudaModule:
                 strides: a tensor whose rows are not contiguous, or not on 16-byte boundaries, is copied first.
             causal: query i sees the keys up to i + seq_k - seq_q.
             scale: head_dim ** -0.5, if None; zero or negative, q is multiplied by it first.
+            sms: multiprocessors that the kernel is told of; the GPU's, or 132 in the emulator, if None.
+            launch: options of the emulator's launch: ``timeout``, ``shared_limit``, ``threads``, ``echo``.
 
         Returns:
             o: like q. lse: [batch, heads, seq_q], float32. A row that sees no key has o = 0 and lse = -inf.
@@ -730,20 +740,23 @@ class CudaModule:
             raise ValueError(f"q is on {q.device}, and the kernel runs on a GPU: pass q.cuda(), k.cuda(), v.cuda()")
         built = self._variant(q.shape[-1], _problem.ELEMENTS[q.dtype])
         on_gpu = q.device.type == "cuda" and self.backend != "emulator"
-        sms = torch.cuda.get_device_properties(q.device).multi_processor_count if on_gpu else 132
+        if sms is None:
+            sms = torch.cuda.get_device_properties(q.device).multi_processor_count if on_gpu else 132
         p = _problem.problem(q, k, v, o, lse, causal=causal, scale=scale, sms=sms, head_dims=self.head_dims)
         workspace = torch.empty(max(1, self._workspace_floats(built, p, q.device)), device=q.device)
         arguments = [q, k, v, o, lse, workspace, ctypes.addressof(p)]
-        self._launch(built, self._every_entry["forward_arrays"], arguments)
+        self._launch(built, self._every_entry["forward_arrays"], arguments, **launch)
         return o, lse
 
     @functools.cached_property
     def head_dims(self) -> tuple[int, ...]:
         """What the source can be compiled for, as its head says ("Compile with -DHEAD_DIM=64, 128 or 256")."""
-        found = re.search(r"-DHEAD_DIM=([\d, or]+)", self._text.text)
         fixed = self._defines.get("HEAD_DIM")
         if fixed:
             return (int(fixed),)
+        if self._head_dims:
+            return self._head_dims
+        found = re.search(r"-DHEAD_DIM=([\d, or]+)", self._text.text)
         return tuple(int(n) for n in re.findall(r"\d+", found[1])) if found else (64, 128)
 
     def _workspace_floats(self, built, p: _problem.Problem, device: torch.device) -> int:
@@ -815,7 +828,7 @@ def _check_capability(text: _Text, capability: tuple[int, int], gpu: str) -> Non
 
 
 def load_inline(
-    source: str | os.PathLike,
+    source: str | os.PathLike | _series.Step,
     *,
     defines: dict[str, Any] | None = None,
     include_dirs: Sequence[str | os.PathLike] = (),
@@ -831,8 +844,9 @@ def load_inline(
     """Compiles CUDA C++ and returns its functions, callable with tensors.
 
     Args:
-        source: the text, or the path of a ``.cu`` file. It needs no header of PyTorch; what is to be called from Python
-            is an ``extern "C"`` function. One that returns an ``int`` returns CUDA's error code. ``simt.h``,
+        source: the text, the path of a ``.cu`` file, or a step of the series. It needs no header of PyTorch; what is
+            to be called from Python is an ``extern "C"`` function. One that returns an ``int`` returns CUDA's error
+            code. ``simt.h``,
             ``ptx.cuh`` and ``problem.cuh`` are found.
         defines: macros, as ``{"BLOCK_M": 64}``; True defines a macro as 1, None leaves it undefined.
         include_dirs: where else to look for headers.
@@ -851,6 +865,9 @@ def load_inline(
         Unavailable: the backend, or an instruction of the source, is not to be had on this machine.
         ValueError: an unknown backend, or a source without an extern "C" function.
     """
+    step = source if isinstance(source, _series.Step) else None
+    if step is not None:
+        source, dtype = step.path, dtype or step.dtypes[0]
     text = _read(source, name)
     if backend is not None and backend not in BACKENDS:
         raise ValueError(f"there is no backend {backend!r}; there are {', '.join(BACKENDS)}")
@@ -864,6 +881,7 @@ def load_inline(
     return CudaModule(
         text, backend=backend, check=check, defines=defines or {}, include_dirs=folders,
         arch=arch, functions=functions, head_dim=head_dim, dtype=dtype, verbose=verbose,
+        head_dims=step.head_dims if step else None,
     )  # fmt: skip
 
 

@@ -18,29 +18,11 @@ import math
 
 import torch
 
-from flashlab.cuda import problem as _problem
+from flashlab.attention.reference import attention_backward
 from flashlab.cuda.inline import CudaModule, load_inline, missing, new_output
-from flashlab.cuda.problem import Step
-from flashlab.cuda.scalar import SCALAR
-from flashlab.reference import causal_mask
-
-SERIES: tuple[Step, ...] = (*SCALAR, *_problem.SERIES)
-"""All steps with a kernel that takes struct Problem, in the order of the course."""
+from flashlab.kernels.series import SERIES, Step, step
 
 _SCHEMA = "(Tensor q, Tensor k, Tensor v, bool causal=False, float? scale=None) -> (Tensor, Tensor)"
-
-
-def step(name: str) -> Step:
-    """The step of that name. Raises KeyError, with the names there are."""
-    for s in SERIES:
-        if s.name == name:
-            return s
-    raise KeyError(f"no step {name!r} in the series; there are {', '.join(s.name for s in SERIES)}")
-
-
-def dtypes(step: Step) -> tuple[torch.dtype, ...]:
-    """What a step's kernel takes: float32 in phase 6, float16 and bfloat16 on the tensor cores."""
-    return (torch.float32,) if step in SCALAR else (torch.float16, torch.bfloat16)
 
 
 @functools.cache
@@ -55,7 +37,7 @@ def module(
     if on_gpu is None:
         on_gpu = missing("nvcc") is None
     backend = "nvcc" if on_gpu and missing("nvcc") is None else "emulator"
-    return load_inline(this.path, backend=backend, head_dim=head_dim, dtype=dtype or dtypes(this)[0])
+    return load_inline(this, backend=backend, head_dim=head_dim, dtype=dtype)
 
 
 def attention(
@@ -74,39 +56,6 @@ def attention(
     """
     step(name)
     return getattr(torch.ops.flashlab, name)(q, k, v, causal, scale)
-
-
-def attention_backward(
-    grad_o: torch.Tensor, grad_lse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-    o: torch.Tensor, lse: torch.Tensor, *, causal: bool, scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """dq, dk, dv of attention, from its inputs and outputs; in float32, or float64 where q is.
-
-    With P = exp(scale * q k^T - lse) and delta = rowsum(do * o):
-        dv = P^T do,  dS = P * (do v^T - delta + dlse),  dq = scale * dS k,  dk = scale * dS^T q.
-    A key head's gradient is the sum over the query heads that share it. Takes [seq_q, seq_k] floats a head.
-    """
-    wide = torch.promote_types(q.dtype, torch.float32)
-    batch, heads, seq_q, head_dim = q.shape
-    kv_heads, seq_k = k.shape[1:3]
-    grouped = (batch, kv_heads, heads // kv_heads, seq_q)
-    qg, og, gg = (x.to(wide).reshape(*grouped, head_dim) for x in (q, o, grad_o))
-    kg, vg = (x.to(wide).unsqueeze(2) for x in (k, v))
-    lg = lse.to(wide).reshape(grouped)
-    s = scale * (qg @ kg.transpose(-1, -2))
-    p = torch.exp(s - lg.masked_fill(torch.isneginf(lg), 0.0)[..., None])
-    hidden = torch.isneginf(lg)[..., None]  # rows that see no key
-    if causal:
-        hidden = hidden | ~causal_mask(seq_q, seq_k, device=q.device)
-    p = p.masked_fill(hidden, 0.0)
-    ds = gg @ vg.transpose(-1, -2) - (gg * og).sum(-1, keepdim=True)
-    if grad_lse is not None:
-        ds = ds + grad_lse.to(wide).reshape(grouped)[..., None]
-    ds = p * ds
-    dq = (scale * (ds @ kg)).reshape(q.shape)
-    dk = (scale * (ds.transpose(-1, -2) @ qg)).sum(2)
-    dv = (p.transpose(-1, -2) @ gg).sum(2)
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
 def _register(this: Step) -> None:
@@ -136,7 +85,7 @@ def _register(this: Step) -> None:
 
 def _known(this: Step, q: torch.Tensor) -> torch.dtype:
     """q's dtype, if the step takes it."""
-    allowed = dtypes(this)
+    allowed = this.dtypes
     if q.dtype not in allowed:
         raise ValueError(f"q is {q.dtype}; {this.name} takes {' or '.join(map(str, allowed))}")
     if q.dim() == 4 and q.shape[-1] not in this.head_dims:
@@ -147,4 +96,4 @@ def _known(this: Step, q: torch.Tensor) -> torch.dtype:
 for _step in SERIES:
     _register(_step)
 
-__all__ = ["SERIES", "attention", "attention_backward", "dtypes", "module", "step"]
+__all__ = ["attention", "module"]

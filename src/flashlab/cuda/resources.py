@@ -1,47 +1,41 @@
-"""What the compiled kernels of the series use: registers, spills, shared memory, and the instructions they are made of.
+"""What a compiled kernel uses: registers, spills, shared memory, and the instructions it is made of.
 
-    print(table("sm_90"))                     # recorded figures; measured where there is an nvcc
     resources(step("p6_4_registers").path, target="sm_90", head_dim=64, dtype=torch.float32)
 
 nvcc compiles for a GPU that need not be there; ptxas says registers, spills and static shared memory, cuobjdump lists
 the instructions. Dynamic shared memory is chosen at the launch: the emulator's launches say how much. Where there is no
-nvcc, ``recorded()`` has the figures that were measured, with the versions they belong to.
+nvcc, ``flashlab.bench.resources`` has the figures of the series that were measured.
 """
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import importlib.util
-import json
 import re
 import shutil
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from flashlab.cuda import problem as _problem
 from flashlab.cuda.inline import (
-    FOLDER,
     INCLUDE,
+    KERNELS,
     Unavailable,
     _compile_error,
     _read,
     _Text,
     find_nvcc,
+    load_inline,
     nvcc_version,
 )
-from flashlab.cuda.problem import Step
+from flashlab.kernels import problem as _problem
 
 TARGETS = ("sm_80", "sm_90")
-RECORDED = FOLDER.parent / "bench" / "recorded" / "resources.json"
 OPCODES = ("FFMA", "HMMA", "LDS", "LDSM", "STS", "LDG", "LDGSTS", "STG", "MUFU", "SHFL", "BAR")
 """The instructions that tables show: arithmetic, shared memory, global memory, exponentials, shuffles, barriers."""
 
@@ -134,7 +128,7 @@ def resources(
     with tempfile.TemporaryDirectory(prefix="flashlab-resources-") as folder:
         cubin = Path(folder, "kernel.cubin")
         Path(folder, "kernel.cu").write_text(f'#line 1 "{text.name}"\n{text.text}', encoding="utf-8")
-        folders = [*([text.directory] if text.directory else []), INCLUDE, FOLDER]
+        folders = [*([text.directory] if text.directory else []), INCLUDE, KERNELS]
         command = [find_nvcc(), "-O3", "-std=c++17", f"-arch={target}", *macros, *[f"-I{f}" for f in folders]]
         command += ["-Xptxas", "-v", "-cubin", "-o", str(cubin), "kernel.cu"]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
@@ -166,13 +160,13 @@ def _dynamic_shared(text: _Text, head_dim: int, dtype: torch.dtype, defines: dic
     A launcher chooses among kernels by the mask, by how many blocks there are for each multiprocessor, by how many keys
     a block would have, and by the device's limit: these problems reach the choices that there are.
     """
-    module = _problem.emulated(text.text, head_dim=head_dim, dtype=dtype, **defines)
+    module = load_inline(text.text, backend="emulator", head_dim=head_dim, dtype=dtype, defines=defines)
     found: dict[str, int] = {}
     for batch, seq_k, sms, limit in ((2, 64, 1, 227), (1, 512, 132, 227), (1, 64, 132, 99)):
         for causal in (False, True):
             q, k = (torch.zeros(batch, 1, n, head_dim, dtype=dtype) for n in (64, seq_k))
-            _, _, report = _problem.emulate(module, q, k, k, causal=causal, sms=sms, shared_limit=limit * 1024)
-            found |= {_key(launch.kernel): launch.shared_bytes for launch in report.launches}
+            module.forward(q, k, k, causal=causal, sms=sms, shared_limit=limit * 1024)
+            found |= {_key(launch.kernel): launch.shared_bytes for launch in module.report.launches}
     return found
 
 
@@ -193,106 +187,4 @@ def _ptxas(log: str) -> dict[str, tuple[int, int, int]]:
     return found
 
 
-def measure(targets: Sequence[str] = TARGETS, steps: Sequence[Step] | None = None) -> list[Resources]:
-    """Every step of the series, each head_dim it takes up to 128, each target; two at a time."""
-    from flashlab.cuda.operators import SERIES, dtypes
-
-    jobs = [(s, d, t) for s in (SERIES if steps is None else steps) for d in s.head_dims if d <= 128 for t in targets]
-    with ThreadPoolExecutor(2) as pool:
-        one = lambda job: resources(job[0].path, target=job[2], head_dim=job[1], dtype=dtypes(job[0])[0])  # noqa: E731
-        return [r for found in pool.map(one, jobs) for r in found]
-
-
-def recorded() -> dict[str, Any]:
-    """The recorded figures: {"nvcc": ..., "date": ..., "kernels": [Resources, ...]}."""
-    data = json.loads(RECORDED.read_text(encoding="utf-8"))
-    return data | {"kernels": [Resources(**row) for row in data["kernels"]]}
-
-
-def table(
-    target: str = "sm_90", *, steps: Sequence[str] | None = None, head_dim: int | None = 64,
-    opcodes: Sequence[str] = ("FFMA", "HMMA", "LDS", "LDSM", "LDGSTS", "MUFU"), live: bool = False,
-) -> Table:  # fmt: skip
-    """The kernels of the series beside each other, from the recorded figures (``live``: measured now).
-
-    Args:
-        target: "sm_80" or "sm_90".
-        steps: names of steps; all of them, if None.
-        head_dim: 64 or 128; both, if None.
-        opcodes: which instructions to count.
-    """
-    rows = measure([target], _chosen(steps)) if live else recorded()["kernels"]
-    rows = [r for r in rows if r.target == target and (head_dim is None or r.head_dim == head_dim)]
-    if steps is not None:
-        rows = [r for name in steps for r in rows if r.step == name]
-    if not rows:
-        raise ValueError(f"no figures for {target}, head_dim {head_dim}, {steps}; targets are {', '.join(TARGETS)}")
-    return Table(tuple(rows), tuple(opcodes))
-
-
-def _chosen(steps: Sequence[str] | None) -> list[Step] | None:
-    from flashlab.cuda.operators import step
-
-    return None if steps is None else [step(name) for name in steps]
-
-
-@dataclass(frozen=True)
-class Table:
-    """Rows of Resources, shown as text or, in a notebook, as a table."""
-
-    rows: tuple[Resources, ...]
-    opcodes: tuple[str, ...]
-
-    @property
-    def cells(self) -> list[list[str]]:
-        several = len({r.head_dim for r in self.rows}) > 1
-        figures = ("registers", "spilled bytes", "shared bytes")
-        head = ["step", "kernel", *(["D"] if several else []), *figures, *self.opcodes]
-        body = [
-            [r.step, r.kernel, *([str(r.head_dim)] if several else []), str(r.registers), str(r.spill_bytes)]
-            + ["?" if r.shared_bytes is None else str(r.shared_bytes)]
-            + [str(r.instructions.get(opcode, 0)) for opcode in self.opcodes]
-            for r in self.rows
-        ]
-        return [head, *body]
-
-    def __repr__(self) -> str:
-        widths = [max(len(row[i]) for row in self.cells) for i in range(len(self.cells[0]))]
-        return "\n".join(
-            "  ".join(c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
-            for row in self.cells
-        )
-
-    def _repr_markdown_(self) -> str:
-        head, *body = self.cells
-        rule = ["---" if i < 2 else "---:" for i in range(len(head))]
-        return "\n".join(f"| {' | '.join(row)} |" for row in [head, rule, *body])
-
-
-def record(path: Path = RECORDED) -> Path:
-    """Measures every step and writes the recorded figures, in one step."""
-    from flashlab.bench.records import write_json
-
-    rows = [asdict(r) for r in measure()]
-    data = {
-        "nvcc": nvcc_version(),
-        "date": datetime.date.today().isoformat(),
-        "targets": list(TARGETS),
-        "kernels": rows,
-    }
-    write_json(path, data)
-    return path
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Measure the compiled kernels' resources with nvcc, and record them.")
-    parser.add_argument("--out", type=Path, default=RECORDED)
-    path = record(parser.parse_args(arguments).out)
-    print(f"written: {path.name}, {len(recorded()['kernels'])} kernels, nvcc {nvcc_version()}")
-
-
-__all__ = ["OPCODES", "RECORDED", "TARGETS", "Resources", "Table", "available", "measure", "record", "recorded",
-           "resources", "table"]  # fmt: skip
-
-if __name__ == "__main__":
-    main()
+__all__ = ["OPCODES", "TARGETS", "Resources", "available", "resources"]

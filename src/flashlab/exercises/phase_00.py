@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
+from flashlab.attention.online_softmax import State, block_state, finish, identity, merge, softmax_safe
 from flashlab.check import CheckFailed, expect, expect_close, running
-from flashlab.exercises import exercise
-from flashlab.online_softmax import State, block_state, finish, identity, merge, softmax_safe
+from flashlab.exercises.registry import exercise
 
 INF = math.inf
 LN2 = math.log(2)

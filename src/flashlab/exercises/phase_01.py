@@ -13,10 +13,12 @@ from typing import Any
 
 import torch
 
-from flashlab import reference, runtime, walls
+from flashlab import runtime
+from flashlab.attention import reference, schemes
+from flashlab.attention.cost import fused_cost, naive_cost, naive_peak_bytes, trace_ops
 from flashlab.check import CheckFailed, expect, expect_close, running, verify_one_head
-from flashlab.compile_report import compile_report
-from flashlab.exercises import exercise
+from flashlab.exercises.registry import exercise
+from flashlab.triton_tools.compile_report import compile_report
 
 
 def _kernel(kernel: Any, name: str) -> Any:
@@ -148,9 +150,9 @@ _UNITS = "a factor of 1000: TFLOP/s are 10¹² operations, GB/s 10⁹ bytes a se
 )
 def _(least_time: Callable[[float, float, runtime.GpuLimits], tuple[float, str]]) -> str:
     costs = {
-        "naive, N=4096": walls.naive_cost(4096, 128),
-        "fused, N=4096": walls.fused_cost(4096, 128),
-        "fused, N=64": walls.fused_cost(64, 64),
+        "naive, N=4096": naive_cost(4096, 128),
+        "fused, N=4096": fused_cost(4096, 128),
+        "fused, N=64": fused_cost(64, 64),
     }
     for gpu in (runtime.GPUS[name] for name in ("H200", "A100", "RTX 4090", "RTX 5060 Ti")):
         for name, cost in costs.items():
@@ -243,7 +245,7 @@ def _(frugal_attention: Callable[..., torch.Tensor]) -> str:
             mistakes={"scale-missing": (unscaled[0, 0], "the scores are not scaled by 1 / sqrt(D)")},
             because="subtract the row's maximum before the exp, or large scores overflow" if size > 1 else None,
         )
-    ops = walls.trace_ops(frugal_attention, q, k, v)
+    ops = trace_ops(frugal_attention, q, k, v)
     worst = max(ops, key=lambda op: op.live_bytes)
     matrices = worst.live_bytes / (512 * 512 * 4)
     expect(
@@ -260,7 +262,7 @@ def _(frugal_attention: Callable[..., torch.Tensor]) -> str:
         diagnosis="not-the-four-lines",
         case="N=512, D=64",
     )
-    naive = walls.naive_peak_bytes(512, 64, itemsize=4) / (512 * 512 * 4)
+    naive = naive_peak_bytes(512, 64, itemsize=4) / (512 * 512 * 4)
     return f"peak {matrices:.2f} matrices of N × N, naive_attention has {naive:.2f}"
 
 
@@ -272,7 +274,7 @@ def _one_head(kernel: Any, **tiles: Callable[[int], int]) -> Callable[..., Any]:
 
     def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None) -> Any:
         __tracebackhide__ = True
-        return walls.launch(kernel, q, k, v, scale=scale, **{name: tile(len(k)) for name, tile in tiles.items()})
+        return schemes.launch(kernel, q, k, v, scale=scale, **{name: tile(len(k)) for name, tile in tiles.items()})
 
     return run
 
@@ -297,7 +299,7 @@ def _explain_padding(run: Callable[..., Any]) -> None:
 def _verify_padded(kernel: Any, **options: Any) -> Any:
     """verify_one_head of a scheme A kernel; where it fails, first ask whether the padding is why."""
     __tracebackhide__ = True
-    run = _one_head(kernel, BLOCK_N=walls.padded)
+    run = _one_head(kernel, BLOCK_N=schemes.padded)
     try:
         return verify_one_head(run, max_seq=150, **options)
     except CheckFailed as failed:
@@ -326,7 +328,7 @@ def _verify_padded(kernel: Any, **options: Any) -> Any:
 def _(scheme_a_kernel: Any) -> str:
     kernel = _kernel(scheme_a_kernel, "scheme_a_kernel")
     report = _verify_padded(kernel, dtypes=(torch.float16, torch.bfloat16))
-    _compiles(kernel, walls.kernel_arguments(64, 64, BLOCK_N=64))
+    _compiles(kernel, schemes.kernel_arguments(64, 64, BLOCK_N=64))
     return f"{report.verdict}; compiled for sm_90"
 
 
@@ -494,7 +496,7 @@ def _(masked_kernel: Any) -> str:
 def _(two_pass_kernel: Any) -> str:
     kernel = _kernel(two_pass_kernel, "two_pass_kernel")
     report = verify_one_head(_one_head(kernel, BLOCK_N=lambda n: 32), max_seq=300)
-    compiled = _compiles(kernel, walls.kernel_arguments(4096, 64, BLOCK_N=64), target="sm_120")
+    compiled = _compiles(kernel, schemes.kernel_arguments(4096, 64, BLOCK_N=64), target="sm_120")
     expect(
         compiled.shared_bytes <= 4 * 64 * 64 * 2,
         f"right, but it needs {compiled.shared_bytes} bytes of shared memory for tiles of 64 keys: hold "

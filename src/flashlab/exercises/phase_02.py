@@ -8,22 +8,19 @@ from typing import Any
 
 import torch
 
-from flashlab import reference, runtime
+from flashlab import runtime
+from flashlab.attention import reference
+from flashlab.attention.cost import Meter, flash_cost
 from flashlab.check import CheckFailed, expect, expect_close, running, verify_block, verify_one_head
-from flashlab.exercises import exercise
-from flashlab.simulation import Meter, flash_cost
+from flashlab.exercises.registry import exercise
 
 
-def _oracle(
-    Q: torch.Tensor, K: torch.Tensor, V: torch.Tensor, **options: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _oracle(Q: torch.Tensor, K: torch.Tensor, V: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
     o, lse = reference.attention(Q[None, None], K[None, None], V[None, None], **options)
     return o[0, 0], lse[0, 0]
 
 
-def _random(
-    *shapes: tuple[int, int], seed: int = 0, dtype: torch.dtype = torch.float32
-) -> list[torch.Tensor]:
+def _random(*shapes: tuple[int, int], seed: int = 0, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(*shape, generator=generator).to(runtime.device(), dtype) for shape in shapes]
 
@@ -82,8 +79,7 @@ def _expect_flat_memory(fn: Callable[..., Any]) -> None:
     minutes=10,
     difficulty="Warm-up",
     hints=[
-        "Work relative to the maximum. What is the largest score of all four keys? Everything is "
-        "`exp(score - that)`.",
+        "Work relative to the maximum. What is the largest score of all four keys? Everything is `exp(score - that)`.",
         "The correction is `exp(m_i - m_new)` = exp(ln 2 - ln 8) = 2 / 8. Multiply the old `l_i` and the "
         "old `acc` by it.",
         "`p` of the second block is (8/8, 4/8). Add 1 + 1/2 to the corrected `l_i`, and 1 * 1 + 1/2 * 6 to "
@@ -222,8 +218,7 @@ def _(block_state: Callable[[torch.Tensor, torch.Tensor], tuple]) -> str:
             mistakes={
                 "normalised-too-early": (
                     (p / p.sum(dim=1, keepdim=True)) @ v,
-                    "acc is divided by l already; leave it unnormalised, the division comes once, at the "
-                    "very end",
+                    "acc is divided by l already; leave it unnormalised, the division comes once, at the very end",
                 )
             },
         )
@@ -281,13 +276,11 @@ def _expect_rescaled(fn: Callable[..., Any]) -> None:
         mistakes={
             "correction-inverted": (
                 row_0(4, 4),
-                "where the row maximum rises, the old sums grow: the correction is upside down, it is "
-                "exp(m_i - m_new)",
+                "where the row maximum rises, the old sums grow: the correction is upside down, it is exp(m_i - m_new)",
             ),
             "nothing-rescaled": (
                 row_0(1, 1),
-                "where the row maximum rises, l_i and acc keep their old scale: multiply both by exp(m_i - "
-                "m_new)",
+                "where the row maximum rises, l_i and acc keep their old scale: multiply both by exp(m_i - m_new)",
             ),
             "l-not-rescaled": (row_0(1, 0.25), "acc is corrected when the row maximum rises, l_i is not"),
             "o-not-rescaled": (row_0(0.25, 1), "l_i is corrected when the row maximum rises, acc is not"),
@@ -394,9 +387,7 @@ def _(hunted: Callable[..., Any]) -> Any:
         "- m) is not 0; give it the score -inf before the maximum"
     )
     expect_close(O, want, what="O", case=case, tol=1e-4, mistakes={"tail-not-masked": (unmasked, sentence)})
-    expect_close(
-        lse, want_lse, what="lse", case=case, tol=1e-4, mistakes={"tail-not-masked": (unmasked_lse, sentence)}
-    )
+    expect_close(lse, want_lse, what="lse", case=case, tol=1e-4, mistakes={"tail-not-masked": (unmasked_lse, sentence)})
 
     for low, keys, case in [
         (-200.0, 8, "every score near -200"),

@@ -14,19 +14,20 @@ from typing import Any
 
 import torch
 
-from flashlab import reference, runtime
-from flashlab.check import CheckFailed, expect, expect_close, running, verify_one_head
-from flashlab.check.verification import Report
-from flashlab.compile_report import compile_report
-from flashlab.exercises import exercise
-from flashlab.interpreter import OutOfBounds, hbm_traffic, watched
-from flashlab.triton_minimal import (
+from flashlab import runtime
+from flashlab.attention import reference
+from flashlab.attention.triton_minimal import (
     LOG2_E,
     compile_arguments,
     flash_attention_forward,
     flash_attention_forward_kernel,
     hbm_bytes,
 )
+from flashlab.check import CheckFailed, expect, expect_close, running, verify_one_head
+from flashlab.check.verification import Report
+from flashlab.exercises.registry import exercise
+from flashlab.triton_tools.compile_report import compile_report
+from flashlab.triton_tools.watch import OutOfBounds, hbm_traffic, watched
 
 FORWARD_PARAMETERS = tuple(inspect.signature(flash_attention_forward_kernel.fn).parameters)
 

@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 
+from flashlab.attention.cost import FA1_BLOCK_N, FA2_BLOCK_M, fa1_cost, fa2_cost
 from flashlab.check import CheckFailed, Report, expect, expect_close, running, verify
-from flashlab.cuda.problem import Step, emulate, emulated
-from flashlab.cuda.scalar import BLOCK_M, BLOCK_N, SCALAR, fa1_bytes, fa2_bytes
-from flashlab.cuda.trial import Source, spliced
-from flashlab.exercises import exercise
+from flashlab.check.cuda_answer import Source, spliced
+from flashlab.cuda import CudaModule, load_inline
+from flashlab.exercises.registry import exercise
+from flashlab.kernels import steps
+from flashlab.kernels.series import Step
 from flashlab.simt import CompileError, Counters, Finding, Module, SimtError, compile_cuda
 
 HOLE = "YOUR CODE HERE"
@@ -38,7 +40,7 @@ def _compiled(source: Source, build: Callable[[], Module]) -> Module:
     try:
         return build()
     except CompileError as error:
-        lines = str(error).splitlines()
+        lines = getattr(error, "log", str(error)).splitlines()
         message = next((x for x in lines if "error:" in x), lines[0])
         message = re.sub(r"^.*?\.cu:(\d+)(:\d+)?: (fatal )?error: ", lambda m: f"{source.place(int(m[1]))} ", message)
         raise CheckFailed(f"it does not compile: {message}", diagnosis="does-not-compile") from None
@@ -342,26 +344,32 @@ def _expect_one_pass(counters: Counters, n: int, case: str) -> None:
 
 # ---- 6.5 and 6.6: parts of p6_2_loop_order.cu -----------------------------------------------------------------------
 
-FRAME: Step = SCALAR[1]
+FRAME: Step = steps(6)[1]
 _PROBES = ((1, 1, 1, 70, 100, False), (1, 2, 1, 130, 130, True), (1, 1, 1, 50, 20, True))
+
+
+def _forward(module: CudaModule, *tensors: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    return *module.forward(*tensors, **options), module.report
 
 
 def _verified(source: Source) -> Report:
     """A whole kernel in float32: the check build on a few shapes, then the checker's cases on the fast one."""
     __tracebackhide__ = True
     checked, fast = (
-        _compiled(source, lambda check=check: emulated(source.text, dtype=torch.float32, check=check))
+        _compiled(
+            source, lambda check=check: load_inline(source.text, backend="emulator", dtype=torch.float32, check=check)
+        )
         for check in (True, False)
     )
     for batch, heads, kv_heads, seq_q, seq_k, causal in _PROBES:
         case = f"heads={heads}, kv_heads={kv_heads}, seq_q={seq_q}, seq_k={seq_k}{', causal' if causal else ''}"
         q, k, v = (_random(batch, h, n, 64, seed=n) for h, n in ((heads, seq_q), (kv_heads, seq_k), (kv_heads, seq_k)))
-        _launch(checked, source, case, lambda q=q, k=k, v=v, causal=causal: emulate(checked, q, k, v, causal=causal))
+        _launch(checked, source, case, lambda q=q, k=k, v=v, causal=causal: _forward(checked, q, k, v, causal=causal))
 
     def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float) -> Any:
         __tracebackhide__ = True
         q_, k_, v_ = (x.cpu().contiguous() for x in (q, k, v))
-        o, lse, _ = _launch(fast, source, None, lambda: emulate(fast, q_, k_, v_, causal=causal, scale=scale))
+        o, lse, _ = _launch(fast, source, None, lambda: _forward(fast, q_, k_, v_, causal=causal, scale=scale))
         return o.to(q.device), lse.to(q.device)
 
     return verify(forward, causal=True, dtypes=(torch.float32,), gqa=True, max_seq=200)
@@ -451,7 +459,7 @@ def _(causal_bytes_read: Callable[..., Any]) -> str:
         with running(case):
             got = causal_bytes_read(N, D, block_m, block_n)
         expect(isinstance(got, tuple) and len(got) == 2, "return two numbers, (FA1, FA2)", diagnosis="wrong-type")
-        full = fa1_bytes(N, N, D, block_n=block_n).read, fa2_bytes(N, N, D, block_m=block_m).read
+        full = fa1_cost(N, N, D, block_n=block_n).bytes_read, fa2_cost(N, N, D, block_m=block_m).bytes_read
         for order, mine, want, unmasked in zip(
             ("FA1", "FA2"), got, _causal_bytes(N, D, block_m, block_n), full, strict=True
         ):
@@ -468,9 +476,12 @@ def _(causal_bytes_read: Callable[..., Any]) -> str:
                 },
             )
     q, k, v = (_random(1, 1, 200, 64, seed=i) for i in range(3))
-    for order, step, mine in zip(("FA1", "FA2"), SCALAR[:2], causal_bytes_read(200, 64, BLOCK_M, BLOCK_N), strict=True):
-        _, _, report = emulate(emulated(step, dtype=torch.float32, check=True), q, k, v, causal=True)
-        counted = report.counters["global_load_bytes"]
+    for order, step, mine in zip(
+        ("FA1", "FA2"), steps(6)[:2], causal_bytes_read(200, 64, FA2_BLOCK_M, FA1_BLOCK_N), strict=True
+    ):
+        module = load_inline(step, check=True)
+        module.forward(q, k, v, causal=True)
+        counted = module.report.counters["global_load_bytes"]
         expect(
             mine == counted, f"{order}: the emulator counted {counted} bytes for N=200, D=64", diagnosis="wrong-value"
         )

@@ -14,12 +14,14 @@ from typing import Any
 
 import torch
 
-from flashlab import reference
+from flashlab.attention import reference
 from flashlab.check import CheckFailed, expect, expect_close, running
-from flashlab.cuda import FOLDER, fragments
-from flashlab.cuda.problem import ELEMENTS, emulate, step
-from flashlab.cuda.trial import Source, built, examine, spliced
-from flashlab.exercises import exercise
+from flashlab.check.cuda_answer import Source, built, examine, spliced
+from flashlab.exercises.registry import exercise
+from flashlab.figures import fragments
+from flashlab.kernels import FOLDER, path
+from flashlab.kernels.problem import ELEMENTS
+from flashlab.kernels.series import step
 from flashlab.simt import CompileError, Counters, SimtError, compile_cuda
 
 DTYPES = (torch.float16, torch.bfloat16)
@@ -229,7 +231,7 @@ def _addresses(fn: Callable[[int], Any], name: str) -> tuple[torch.Tensor, torch
 
 def _loaded(rows: torch.Tensor, columns: torch.Tensor, trans: int) -> torch.Tensor:
     """What ldmatrix.x4 gives the lanes of a 16 x 16 tile of indices: [32, 4, 2]."""
-    module = compile_cuda(FOLDER / "p7_one_mma.cu")
+    module = compile_cuda(path("p7_one_mma"))
     tile, out = torch.arange(256, dtype=torch.int16).reshape(16, 16), torch.zeros(32, 4, 2, dtype=torch.int16)
     module.launch("ldmatrix", tile, rows, columns, out, 16, 16, 4, trans, None)
     return out.long()
@@ -638,7 +640,7 @@ def _(loop: str) -> str:
     generator = torch.Generator().manual_seed(7)
     q, k, v = (torch.randn(1, 2, 77, 128, generator=generator).bfloat16() for _ in range(3))
     case = "bfloat16, head_dim=128, seq_q=seq_k=77, causal"
-    o, lse, _ = emulate(built(whole, check=False, head_dim=128, dtype=torch.bfloat16), q, k, v, causal=True)
+    o, lse = built(whole, check=False, head_dim=128, dtype=torch.bfloat16).forward(q, k, v, causal=True)
     want, want_lse = reference.attention(q, k, v, causal=True)
     # Rounding of P and of the output, to 8 bits each.
     expect_close(o, want, what="o", tol=2e-2, case=case, because="is T used everywhere, or __half somewhere?")

@@ -22,13 +22,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from flashlab.runtime import cache
 from flashlab.simt import elf, source
 from flashlab.simt.errors import CompileError, SimtError
 
 HERE = Path(__file__).resolve().parent
 INCLUDE = HERE / "include"
 RUNTIME = HERE / "runtime"
-PTX = HERE.parent / "cuda"
 DYNAMIC_SHARED = "simt_dynamic_shared"  # scheduler.cpp: what `extern __shared__` names are linked to
 
 
@@ -145,24 +145,16 @@ def _cpu() -> str:
     """The CPU that -march=native is about: a cache may be shared by machines."""
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return "".join(
-            sorted({x for x in lines if x.startswith(("model name", "flags", "Features", "CPU part"))})
-        )
+        return "".join(sorted({x for x in lines if x.startswith(("model name", "flags", "Features", "CPU part"))}))
     return platform.processor()
 
 
 def cache_directory() -> Path:
-    """Where builds are kept: ``$FLASHLAB_CACHE``, or ``flashlab`` in the user's cache directory."""
-    base = os.environ.get("FLASHLAB_CACHE")
-    if not base:
-        base = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "flashlab")
-    path = Path(base) / "simt"
-    path.mkdir(parents=True, exist_ok=True, mode=0o700)
-    if path.stat().st_uid != os.getuid():
-        raise SimtError(
-            f"the build cache {path} belongs to another user; set FLASHLAB_CACHE to a directory of your own"
-        )
-    return path
+    """Where builds are kept (see flashlab.runtime.cache)."""
+    try:
+        return cache.folder("simt")
+    except cache.CacheError as error:
+        raise SimtError(str(error)) from None
 
 
 def _digest(*parts: object) -> str:
@@ -204,11 +196,11 @@ def _runtime_key(compiler: Compiler, defines: tuple[str, ...]) -> str:
 
 def runtime(compiler: Compiler, defines: tuple[str, ...] = ()) -> Path:
     """The runtime, compiled: one relocatable object, built once for each compiler and CPU (some seconds)."""
-    cache = cache_directory()
-    done = cache / f"runtime-{_runtime_key(compiler, defines)}.o"
+    builds = cache_directory()
+    done = builds / f"runtime-{_runtime_key(compiler, defines)}.o"
     if done.exists():
         return done
-    with _workspace(cache) as work:
+    with _workspace(builds) as work:
         flags = ["-O3", "-Wall", "-Wextra", *compiler.language, "-g0", *[f"-D{d}" for d in defines]]
 
         def compile_one(path: Path) -> str:
@@ -218,15 +210,11 @@ def runtime(compiler: Compiler, defines: tuple[str, ...] = ()) -> Path:
         with ThreadPoolExecutor(os.cpu_count() or 2) as pool:
             errors = [e for e in pool.map(compile_one, sorted(RUNTIME.glob("*.cpp"))) if e]
         if errors:
-            raise SimtError(
-                f"the emulator's runtime does not compile with {compiler.version}:\n" + "\n".join(errors)
-            )
+            raise SimtError(f"the emulator's runtime does not compile with {compiler.version}:\n" + "\n".join(errors))
         objects = sorted(str(p.name) for p in work.glob("*.o"))
         result = _run([compiler.path, "-r", "-nostdlib", *objects, "-o", "runtime.o"], work)
         if result.returncode:
-            raise SimtError(
-                f"the emulator's runtime cannot be linked with {compiler.version}:\n{result.stderr}"
-            )
+            raise SimtError(f"the emulator's runtime cannot be linked with {compiler.version}:\n{result.stderr}")
         os.replace(work / "runtime.o", done)
     return done
 
@@ -272,30 +260,26 @@ def build(
         CompileError: with the compiler's messages, against the lines of ``text``.
     """
     cxx = find_compiler(compiler)
-    macros = [
-        f"-D{k}={1 if v is True else v}"
-        for k, v in (defines or {}).items()
-        if v is not None and v is not False
-    ]
+    macros = [f"-D{k}={1 if v is True else v}" for k, v in (defines or {}).items() if v is not None and v is not False]
     folders = [str(Path(d).resolve()) for d in include_dirs]
     flags = [*cxx.kernel, *(cxx.check if check else cxx.fast), *macros]
     if directory:
         flags += ["-iquote", str(Path(directory).resolve())]
-    for folder in [*folders, str(INCLUDE), str(PTX), str(INCLUDE / "toolkit")]:
+    for folder in [*folders, str(INCLUDE), str(INCLUDE / "toolkit")]:
         flags += ["-I", folder]
-    cache = cache_directory()
+    builds = cache_directory()
     key = _digest(_runtime_key(cxx, runtime_defines), flags, name, text)
-    manifest = cache / f"{key}.json"
+    manifest = builds / f"{key}.json"
     parsed = source.entries(text)
 
     with contextlib.suppress(OSError, ValueError, KeyError):
         known = json.loads(manifest.read_text())
-        library = cache / known["library"]
+        library = builds / known["library"]
         if library.exists() and all(_file_digest(p) == d for p, d in known["dependencies"].items()):
             return Build(library, name, text, check, parsed, known["warnings"], cxx, True)
 
     objects = [str(runtime(cxx, runtime_defines))]
-    with _workspace(cache) as work:
+    with _workspace(builds) as work:
         code = f'#line 1 "{name}"\n' + source.rewrite(text)
         result = _run(
             [cxx.path, "-x", "c++", *flags, "-MD", "-MF", "kernel.d", "-c", "-", "-o", "kernel.o"], work, code
@@ -337,11 +321,9 @@ def build(
         listed = (work / "kernel.d").read_text().replace("\\\n", " ").split(":", 1)[1].split()
         paths = {str((work / p).resolve()) for p in listed if p != "-"}
         dependencies = {
-            p: _file_digest(p)
-            for p in paths
-            if p not in own and not p.startswith("/usr/") and os.path.exists(p)
+            p: _file_digest(p) for p in paths if p not in own and not p.startswith("/usr/") and os.path.exists(p)
         }
-        library = cache / f"{_digest(key, sorted(dependencies.items()))}.so"
+        library = builds / f"{_digest(key, sorted(dependencies.items()))}.so"
         os.replace(work / "kernel.so", library)
         (work / "manifest").write_text(
             json.dumps(
@@ -355,5 +337,5 @@ def build(
         )
         os.replace(work / "manifest", manifest)
     with contextlib.suppress(OSError):  # another process may be pruning too
-        _prune(cache)
+        _prune(builds)
     return Build(library, name, text, check, parsed, result.stderr, cxx, False)

@@ -42,9 +42,7 @@ def thread_local_symbols(path: Path | str) -> list[Symbol]:
         *struct.unpack_from("<Q", data, 40),
         *struct.unpack_from("<HH", data, 58),
     )
-    headers = [
-        struct.unpack_from("<IIQQQQIIQQ", data, sections_at + i * section_bytes) for i in range(sections)
-    ]
+    headers = [struct.unpack_from("<IIQQQQIIQQ", data, sections_at + i * section_bytes) for i in range(sections)]
     found = []
     for _, kind, _, _, offset, size, link, _, _, entry in headers:
         if kind != _SYMTAB:

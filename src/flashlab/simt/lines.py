@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from flashlab.simt.build import INCLUDE, PTX
+from flashlab.simt.build import INCLUDE
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Place:
 
 
 def _is_emulator(file: str) -> bool:
-    return file.startswith((str(INCLUDE), "/usr/", str(PTX / "ptx.cuh"))) or file in ("??", "")
+    return file.startswith((str(INCLUDE), "/usr/")) or file in ("??", "")
 
 
 class Resolver:
@@ -60,9 +60,7 @@ class Resolver:
             self.functions[address] = frames[0][2] if frames else ""
             places = [Place(_short(f), n, fn) for f, n, fn in frames if not _is_emulator(f) and n]
             self.known[address] = (
-                Place(places[0].file, places[0].line, places[0].function, tuple(places[1:]))
-                if places
-                else None
+                Place(places[0].file, places[0].line, places[0].function, tuple(places[1:])) if places else None
             )
 
     def place(self, address: int) -> Place | None:

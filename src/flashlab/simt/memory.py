@@ -64,9 +64,7 @@ def view(array: object) -> View | None:
         return View(address, extent, offset, name, array.shape, array.itemsize, writable)
     if hasattr(array, "data_ptr") and hasattr(array, "untyped_storage"):
         if array.device.type != "cpu":
-            raise TypeError(
-                f"the emulator runs on CPU tensors, and this one is on {array.device}: pass tensor.cpu()"
-            )
+            raise TypeError(f"the emulator runs on CPU tensors, and this one is on {array.device}: pass tensor.cpu()")
         array = array.detach()
         size = array.element_size()
         extent = (sum((n - 1) * s for n, s in zip(array.shape, array.stride(), strict=True)) + 1) * size

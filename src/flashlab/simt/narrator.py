@@ -126,9 +126,7 @@ class Narrator:
             if number in ended:
                 times = 1  # the other blocks of a launch that was cut short saw more or less of it
             launch = launches[number] if number < len(launches) else None
-            found.append(
-                self._finding(kind, how, words, place, other_place, launch, thread, other, block, v, times)
-            )
+            found.append(self._finding(kind, how, words, place, other_place, launch, thread, other, block, v, times))
         # Bytes that arrive too late for one thread arrive without a barrier for another: one mistake.
         late = {self._lines(f) for f in found if f.kind in ("read-before-wait", "stage-overwritten")}
         return [f for f in found if f.kind != "race" or self._lines(f) not in late]
@@ -137,13 +135,9 @@ class Narrator:
     def _lines(finding: Finding) -> frozenset:
         return frozenset((finding.line, finding.other_line))
 
-    def _finding(
-        self, kind, how, words, place, other_place, launch, thread, other, block, v, times
-    ) -> Finding:
+    def _finding(self, kind, how, words, place, other_place, launch, thread, other, block, v, times) -> Finding:
         one = (1, 1, 1)
-        threads, blocks = (
-            tuple(max(1, n) for n in d) for d in ((launch.block, launch.grid) if launch else (one, one))
-        )
+        threads, blocks = (tuple(max(1, n) for n in d) for d in ((launch.block, launch.grid) if launch else (one, one)))
         me = _index(thread, threads) if thread >= 0 else None
         them = _index(other, threads) if other >= 0 else None
         at = _index(block, blocks)
@@ -182,9 +176,7 @@ class Narrator:
         """Names bytes of shared memory. The static arrays come first, the dynamic one is the last."""
         dynamic = _dynamic_offset(str(self.build.library))
         if address >= dynamic:
-            return (
-                f"bytes {address - dynamic} to {address - dynamic + count - 1} of the dynamic shared memory"
-            )
+            return f"bytes {address - dynamic} to {address - dynamic + count - 1} of the dynamic shared memory"
         for symbol in static_arrays(self.build):
             if symbol.offset <= address < symbol.offset + symbol.size:
                 return f"{symbol.array} at byte {address - symbol.offset}"

@@ -145,14 +145,11 @@ class Report:
         rows = []
         for line, counters in self.by_line.items():
             chosen = {
-                k: v
-                for k, v in sorted(counters.items())
-                if v and (k in names if names else not k.endswith("_bytes"))
+                k: v for k, v in sorted(counters.items()) if v and (k in names if names else not k.endswith("_bytes"))
             }
             if chosen and 0 < line <= len(lines):
                 rows.append(
-                    f"{line:4}  {lines[line - 1].strip()}\n"
-                    f"      {', '.join(f'{k} {v}' for k, v in chosen.items())}"
+                    f"{line:4}  {lines[line - 1].strip()}\n      {', '.join(f'{k} {v}' for k, v in chosen.items())}"
                 )
         return "\n".join(rows)
 

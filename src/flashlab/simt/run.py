@@ -158,9 +158,7 @@ class Module:
         signature = self.entries[entry]
         if len(args) != len(signature.parameters):
             wanted = ", ".join(p.name for p in signature.parameters)
-            raise TypeError(
-                f"{entry} takes {len(signature.parameters)} arguments ({wanted}), not {len(args)}"
-            )
+            raise TypeError(f"{entry} takes {len(signature.parameters)} arguments ({wanted}), not {len(args)}")
         views: dict[int, View] = {}
         for number, (p, arg) in enumerate(zip(signature.parameters, args, strict=True)):
             v = view(arg)
@@ -236,8 +234,7 @@ def _scalar(entry: str, p: Parameter, value: object):
         if isinstance(value, ctypes.Structure | ctypes.Array):
             return ctypes.c_void_p(ctypes.addressof(value))
         raise TypeError(
-            f"{entry}: {p.name} is a pointer: pass a numpy array, a CPU tensor or None, "
-            f"not {type(value).__name__}"
+            f"{entry}: {p.name} is a pointer: pass a numpy array, a CPU tensor or None, not {type(value).__name__}"
         )
     kind = _C_TYPES.get(p.kind)
     if kind is None:

@@ -82,8 +82,7 @@ def lanes(mask: int) -> str:
 # ---- shared memory ---------------------------------------------------------------------------------
 def _race(f: Facts) -> str:
     return (
-        f"{f.who} {_DOES[f.how]}{f.here} shared memory that {f.whom} {_DID[f.words]}{f.there}, "
-        "with no barrier between"
+        f"{f.who} {_DOES[f.how]}{f.here} shared memory that {f.whom} {_DID[f.words]}{f.there}, with no barrier between"
     )
 
 
@@ -146,9 +145,7 @@ def _global_out_of_bounds(f: Facts) -> str:
         return f"{does} {_count(-offset, 'byte')} before the start of {array}"
     if offset < size:
         return f"{does} {_count(number, 'byte')} that run over the end of {array}"
-    return (
-        f"{does} element {offset // item} of {array}, {_count(offset + number - size, 'byte')} past its end"
-    )
+    return f"{does} element {offset // item} of {array}, {_count(offset + number - size, 'byte')} past its end"
 
 
 def _read_only(f: Facts) -> str:
@@ -158,8 +155,7 @@ def _read_only(f: Facts) -> str:
 def _misaligned(f: Facts) -> str:
     where = "shared" if f.words == "shared" or f.how in ("ldmatrix", "stmatrix") else "global"
     return (
-        f"{f.who} {_DOES[f.how]}{f.here} {f.v[1]} bytes of {where} memory at an address that is no multiple "
-        f"of {f.v[1]}"
+        f"{f.who} {_DOES[f.how]}{f.here} {f.v[1]} bytes of {where} memory at an address that is no multiple of {f.v[1]}"
     )
 
 
@@ -216,23 +212,16 @@ def _shuffle_lane(f: Facts) -> str:
 
 
 def _barrier_arguments(f: Facts) -> str:
-    return (
-        f"{f.who} uses barrier {f.v[0]}{f.here} for {f.v[1]} threads: the id is 0 to 15, "
-        "the number a multiple of 32"
-    )
+    return f"{f.who} uses barrier {f.v[0]}{f.here} for {f.v[1]} threads: the id is 0 to 15, the number a multiple of 32"
 
 
 # ---- the end of a thread, and of a launch ----------------------------------------------------------
 def _stack_overflow(f: Facts) -> str:
-    return (
-        f"{f.who} uses{f.here} more than {f.v[0] // 1024} KB of local memory: deep recursion, or large arrays"
-    )
+    return f"{f.who} uses{f.here} more than {f.v[0] // 1024} KB of local memory: deep recursion, or large arrays"
 
 
 def _timeout(f: Facts) -> str:
-    return (
-        f"{f.who} was still running{f.here} when the time was up: a loop that does not end, or too much work"
-    )
+    return f"{f.who} was still running{f.here} when the time was up: a loop that does not end, or too much work"
 
 
 def _launch_configuration(f: Facts) -> str:

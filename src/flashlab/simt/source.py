@@ -137,11 +137,7 @@ def entries(source: str) -> dict[str, Entry]:
     for m in re.finditer(r'extern\s+"C"\s*\{', text):
         depth, at = 1, m.end()
         while at < len(text) and depth:
-            if (
-                depth == 1
-                and (f := re.match(r"(?:[\w:]+[\s*]+)+\w+\s*\(", text[at:]))
-                and not text[at - 1].isalnum()
-            ):
+            if depth == 1 and (f := re.match(r"(?:[\w:]+[\s*]+)+\w+\s*\(", text[at:])) and not text[at - 1].isalnum():
                 spans.append(at)
                 at += f.end() - 1
             depth += (text[at] == "{") - (text[at] == "}")
@@ -159,7 +155,5 @@ def entries(source: str) -> dict[str, Entry]:
             continue
         parameters = [p for p in _split(text[start : at - 1]) if p.strip() != "void"]
         returns = " ".join(w for w in match[1].split() if w not in ("static", "inline", "__host__"))
-        found[match[2]] = Entry(
-            match[2], returns, tuple(_parameter(p, i) for i, p in enumerate(parameters, 1))
-        )
+        found[match[2]] = Entry(match[2], returns, tuple(_parameter(p, i) for i, p in enumerate(parameters, 1)))
     return found

@@ -1,0 +1,48 @@
+"""Running a learner's code: an exception of theirs says on which input it happened."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from contextvars import ContextVar
+
+from flashlab.check.failed import CheckFailed
+
+_current_case: ContextVar[str | None] = ContextVar("flashlab_case", default=None)
+
+
+@contextlib.contextmanager
+def running(case: str | None) -> Iterator[None]:
+    """Name the case that is being run, so that an exception raised inside carries a note that says so."""
+    token = _current_case.set(case)
+    try:
+        yield
+    except CheckFailed:
+        raise
+    except Exception as error:
+        if case is not None and not is_unsolved(error):
+            _add_note(error, f"This happened in your code, while it was run on: {case}")
+        raise
+    finally:
+        _current_case.reset(token)
+
+
+def _add_note(error: BaseException, note: str) -> None:
+    if note in getattr(error, "__notes__", ()):
+        return
+    if hasattr(error, "add_note"):
+        error.add_note(note)
+    else:  # Python 3.10 shows no notes
+        print(note, file=sys.stderr)
+
+
+def is_unsolved(error: BaseException | None) -> bool:
+    """Whether a blank was reached: NotImplementedError, perhaps wrapped by Triton's interpreter, not torch's own."""
+    for _ in range(8):
+        if error is None:
+            return False
+        if isinstance(error, NotImplementedError):
+            return "aten::" not in str(error) and "Could not run" not in str(error)
+        error = error.__cause__ or error.__context__
+    return False

@@ -1,0 +1,189 @@
+"""The zoo: kernels of the series with one mistake each, and the words in which the mistake has to be found.
+
+A mutant is a textual edit of one of the files p8_*.cu, named after what a person would have done wrong. ``found`` holds
+the diagnoses that name it: the emulator's slugs where the mistake is in how threads share memory, the checker's where
+it is in the arithmetic. A newly met bug is first added here.
+
+The mistakes come from this project's own history, from public kernels, and from the issue trackers that the checker's
+zoo (flashlab.check.zoo.attention) names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from flashlab.check.cuda_answer import PROBES, Source, Verdict, examine, source_of
+from flashlab.kernels.series import step
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One wrong kernel.
+
+    Attributes:
+        name: what is wrong, in a few words.
+        file: the step that is edited.
+        edits: (old, new) pairs; each old text occurs exactly once.
+        found: diagnoses any of which names the mistake.
+        words: pieces of the sentence that the learner is told.
+        options: for ``examine``: macros, max_seq, probes.
+    """
+
+    name: str
+    file: str
+    edits: tuple[tuple[str, str], ...]
+    found: tuple[str, ...]
+    words: tuple[str, ...] = ()
+    options: dict = field(default_factory=dict)
+
+    def source(self) -> Source:
+        """The edited text. Raises ValueError where the series has changed and an edit no longer fits."""
+        whole = source_of(step(self.file))
+        text = whole.text
+        for old, new in self.edits:
+            if text.count(old) != 1:
+                raise ValueError(f"{self.name}: {old!r} occurs {text.count(old)} times in {self.file}.cu")
+            text = text.replace(old, new)
+        return Source(text, whole.name)
+
+    def examine(self) -> Verdict:
+        """Raises CheckFailed: with a diagnosis of ``found``, if the tools are as good as they should be."""
+        return examine(self.source(), fast=False, **{"max_seq": 150} | self.options)
+
+
+def _mutant(name: str, file: str, *edits: tuple[str, str], found: Sequence[str], words: Sequence[str] = (), **options):
+    return Mutant(name, file, edits, tuple(found), tuple(words), options)
+
+
+_WAIT = "cp_async_wait<STAGES == 1 ? 0 : STAGES - 2>();"
+_BARRIER = "__syncthreads();                                       // every thread's is;"
+_REFILL = "if (STAGES > 1) load_kv(j + STAGES - 1);"
+_MASK = "if (key + n * 8 + t * 2 + e > last_key) s[n][2 * h + e] = -INFINITY;"
+_SHUFFLE = "new_max[h] = fmaxf(x, __shfl_xor_sync(~0u, x, 2));"
+_COPY = "cp_async<16>(smem_u32(tile_smem + at(row, column)), from, exists ? 16 : 0);"
+_PLAIN = (
+    "// Copies a tile",
+    "__device__ int plain(int row, int column) { return (row * D + column) * 2; }\n// Copies a tile",
+)
+_FIRST = PROBES[:1]
+
+MUTANTS: tuple[Mutant, ...] = (
+    # ---- copies, barriers, stages: the emulator sees them
+    _mutant("the copies are not waited for", "p8_4_stages", (_WAIT, ""),
+            found=["read-before-wait"], words=["wait for its group first", "cp_async<16>"]),
+    _mutant("wait_group off by one", "p8_4_stages", (_WAIT, "cp_async_wait<STAGES - 1>();"),
+            found=["read-before-wait"], words=["wait for its group first"]),
+    _mutant("wait_group off by one, three stages", "p8_4_stages", (_WAIT, "cp_async_wait<STAGES - 1>();"),
+            found=["read-before-wait"], STAGES=3),
+    _mutant("the group is not committed", "p8_3_cp_async", ("cp_async_commit();", ""),
+            found=["read-before-wait", "never-waited"]),
+    _mutant("no barrier after the wait", "p8_4_stages", (_BARRIER, "//"),
+            found=["read-before-wait", "race", "uninitialised-shared"]),
+    _mutant("no barrier before a tile is overwritten, one stage", "p8_4_stages",
+            ("__syncthreads();                                   // nobody reads", "//"),
+            found=["stage-overwritten"], words=["the stage is still in use"], STAGES=1),
+    _mutant("the stage is refilled before the barrier", "p8_4_stages",
+            (_REFILL, "//"), (_WAIT, f"{_REFILL} cp_async_wait<STAGES - 1>();"),
+            found=["stage-overwritten"], words=["the stage is still in use"]),
+    _mutant("all tiles in one stage", "p8_4_stages",
+            ("stage = j % STAGES * KV_TILE;\n", "stage = 0;\n"),
+            found=["stage-overwritten", "read-before-wait"], words=["still filling"]),
+    _mutant("no barrier between the maxima and their use", "p8_1_split_kv",
+            ("__syncthreads();                                       // New: every warp's maxima", "//"),
+            found=["race", "uninitialised-shared"]),
+    _mutant("no barrier between P and its use", "p8_1_split_kv",
+            ("__syncthreads();                                       // New: every warp's part of P", "//"),
+            found=["race", "uninitialised-shared"]),
+    _mutant("no barrier between the sums and their use", "p8_1_split_kv",
+            ("__syncthreads();                                           // New: every warp's sums", "//"),
+            found=["race", "uninitialised-shared"]),
+    _mutant("no barrier before K and V are overwritten", "p8_2_split_q",
+            ("__syncthreads();                                       // nobody", "//"),
+            found=["race"], words=["no barrier between"]),
+    _mutant("no barrier before K and V are read", "p8_2_split_q",
+            ("__syncthreads();                                       // every", "//"),
+            found=["race", "uninitialised-shared"]),
+    _mutant("Q is read before its barrier", "p8_6_registers",
+            ("__syncthreads();                                           // every thread's part of Q", "//"),
+            found=["read-before-wait", "race", "uninitialised-shared"]),
+    _mutant("no __syncwarp before O is stored", "p8_8_masks",
+            ("__syncwarp(); ", ""), found=["race"]),
+    _mutant("a barrier that some warps skip", "p8_4_stages", (_BARRIER, "if (warp != 3) __syncthreads();  //"),
+            found=["race", "divergent", "deadlock"], words=["barrier"]),
+    _mutant("a shuffle in a branch", "p8_4_stages",
+            (_SHUFFLE, "new_max[h] = x; if (t < 2) new_max[h] = fmaxf(x, __shfl_xor_sync(~0u, x, 2));"),
+            found=["divergent", "exited-lanes"], words=["shuffle"]),
+    # ---- shared and global memory
+    _mutant("shared memory for one stage too few", "p8_4_stages",
+            ("SHARED = Q_TILE + 2 * STAGES * KV_TILE;", "SHARED = Q_TILE + (2 * STAGES - 1) * KV_TILE;"),
+            found=["shared-out-of-bounds"], words=["the launch asked for"]),
+    _mutant("more than 48 KB without asking", "p8_4_stages",
+            ("(int)cudaFuncSetAttribute(flash_forward, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED)", "0"),
+            found=["launch-configuration"], words=["cudaFuncSetAttribute"], head_dim=128),
+    _mutant("the tail is not zero-filled", "p8_4_stages", (_COPY, f"if (exists) {_COPY}"),
+            found=["uninitialised-shared"], words=["nobody has written"]),
+    _mutant("rows beyond the end are copied", "p8_4_stages",
+            ("(exists ? row : 0) * row_stride", "row * row_stride"), (_COPY, _COPY.replace("exists ? 16 : 0", "16")),
+            found=["global-out-of-bounds"], words=["past its end"]),
+    _mutant("rows beyond the end are stored", "p8_5_swizzle", ("if (m_start + row < p.seq_q) {", "{"),
+            found=["global-out-of-bounds"], words=["past its end"]),
+    _mutant("8 of 16 bytes are copied", "p8_4_stages", (_COPY, _COPY.replace("16", "8")),
+            found=["uninitialised-shared"]),
+    _mutant("a chunk begins at half a chunk", "p8_4_stages", (_COPY, _COPY.replace("from,", "from + 4,")),
+            found=["misaligned"], words=["no multiple of 16"]),
+    # ---- fragments and swizzle: only the numbers tell
+    _mutant("the swizzle on the store only", "p8_5_swizzle",
+            _PLAIN,
+            ("k_smem + stage + at(", "k_smem + stage + plain("),
+            found=["swizzle-one-side"], words=["swizzle"]),
+    _mutant("the swizzle of V on the store only", "p8_5_swizzle",
+            _PLAIN,
+            ("v_smem + stage + at(", "v_smem + stage + plain("),
+            found=["swizzle-one-side"], words=["swizzle"]),
+    _mutant("V is not transposed", "p8_5_swizzle", ("ldmatrix_x2_trans(b,", "ldmatrix_x2(b,"),
+            found=["v-not-transposed"], words=["trans"]),
+    _mutant("c2 and c3 swapped in P", "p8_5_swizzle", ("pack<T>(c[2], c[3])", "pack<T>(c[3], c[2])"),
+            found=["fragment-swapped"]),
+    _mutant("c2 and c3 swapped in O", "p8_5_swizzle",
+            ("pack<T>(acc[n][2 * h] * inverse, acc[n][2 * h + 1] * inverse);",
+             "pack<T>(acc[n][2 * h + h] * inverse, acc[n][2 * h + 1 - h] * inverse);"),
+            found=["fragment-swapped"]),
+    _mutant("a1 and a2 swapped in P", "p8_5_swizzle",
+            ("pack<T>(c[2], c[3]), pack<T>(d[0], d[1])", "pack<T>(d[0], d[1]), pack<T>(c[2], c[3])"),
+            found=["fragment-swapped"]),
+    _mutant("b0 and b1 swapped in V", "p8_5_swizzle",
+            ("mma_m16n8k16<T>(acc[n], a, b[0], b[1]);", "mma_m16n8k16<T>(acc[n], a, b[1], b[0]);"),
+            found=["fragment-swapped"], words=["b0 and b1"]),
+    _mutant("shuffle mask 0x10 for 0b10 in the maximum", "p8_5_swizzle",
+            (_SHUFFLE, _SHUFFLE.replace(", 2)", ", 0x10)")),
+            found=["quad-not-reduced"]),
+    _mutant("shuffle mask 0x10 for 0b10 in the sum", "p8_5_swizzle",
+            ("sum += __shfl_xor_sync(~0u, sum, 2);", "sum += __shfl_xor_sync(~0u, sum, 0x10);"),
+            found=["quad-not-reduced"]),
+    # ---- the softmax and the mask
+    _mutant("the tail is not masked", "p8_5_swizzle", (_MASK, "if (p.causal) " + _MASK), found=["tail-not-masked"]),
+    _mutant("causal off by one", "p8_5_swizzle",
+            ("min(p.seq_k - 1, row + diagonal)", "min(p.seq_k - 1, row + diagonal - 1)"),
+            found=["causal-without-diagonal"]),
+    _mutant("causal aligned top-left", "p8_5_swizzle",
+            ("const int diagonal = p.seq_k - p.seq_q;", "const int diagonal = 0;"),
+            found=["causal-top-left"]),
+    _mutant("the diagonal's tile counts as full", "p8_8_masks",
+            ("full = max(0, min(full, (m_start + 1 + diagonal) / BLOCK_N));", ""),
+            found=["diagonal-not-masked", "causal-by-block"]),
+    _mutant("O is not rescaled", "p8_5_swizzle",
+            ("acc[n][2 * h] *= correction, acc[n][2 * h + 1] *= correction;", "{}"), found=["o-not-rescaled"]),
+    _mutant("the sum is not rescaled", "p8_5_swizzle", ("row_sum[h] *= correction;", ""), found=["l-not-rescaled"]),
+    _mutant("the correction is upside down", "p8_5_swizzle",
+            ("(row_max[h] - base) * scale_log2", "(base - row_max[h]) * scale_log2"),
+            found=["correction-inverted", "nan-everywhere"]),
+    _mutant("rows without a key divided by 0", "p8_5_swizzle", ("sum > 0.f ? 1.f / sum : sum", "1.f / sum"),
+            found=["masked-rows-nan"]),
+    _mutant("the head of K and V is the query's", "p8_5_swizzle",
+            ("head / (p.heads / p.kv_heads)", "head % p.kv_heads"),
+            found=["wrong-kv-head"]),
+    _mutant("the parts are merged with equal weights", "p8_flash",
+            ("exp2_approx((part_lse[s * rows + row] - base) * LOG2E)", "1.f"), found=["split-not-weighted"],
+            probes=_FIRST, max_seq=1100),
+)  # fmt: skip

@@ -1,0 +1,102 @@
+"""The phases of the course: the one table that README, `flashlab doctor`, the map and the build read.
+
+Standard library only: `make doctor` reads it before anything is installed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One phase of the course.
+
+    Attributes:
+        number, slug: of its files, `NN_slug`.
+        title: what pages call it.
+        kind: what it runs on: torch, triton, cuda, profiler, hopper or distributed.
+        summary: what the learner ends with, in Markdown.
+    """
+
+    number: int
+    slug: str
+    title: str
+    kind: str
+    summary: str
+
+    @property
+    def name(self) -> str:
+        """The name of its notebooks, `08_pipelines_and_banks`."""
+        return f"{self.number:02d}_{self.slug}"
+
+
+PHASES = (
+    Phase(
+        0, "attention_and_online_softmax", "Attention and online softmax", "torch",
+        "attention by hand, the safe softmax, the online recurrence, and the merge of two partial results as an "
+        "associative operation",
+    ),
+    Phase(
+        1, "two_walls", "Naive attention and the two walls", "triton",
+        "what naive attention costs; the **physical wall** (shared memory) and the **logical wall** (Triton does not "
+        "slice), met for real",
+    ),
+    Phase(
+        2, "online_softmax_simulation", "FlashAttention simulated in plain PyTorch", "torch",
+        "the whole forward pass, tile by tile: state m, l, acc, one correction, one division at the end",
+    ),
+    Phase(
+        3, "minimal_triton_kernel", "The minimal Triton kernel", "triton",
+        "the same loop as a Triton kernel, any length; both walls tested again, and gone",
+    ),
+    Phase(
+        4, "industrial_triton", "The industrial Triton kernel", "triton",
+        "batch, heads, GQA, causal, any head_dim, autotuning, measured against its peers",
+    ),
+    Phase(5, "backward", "The backward pass", "triton", "recomputation, dQ, dK and dV kernels, autograd"),
+    Phase(
+        6, "cuda_scalar", "Scalar CUDA C++", "cuda",
+        "threads, blocks and shared memory; FlashAttention-1 and -2 in float32 CUDA, from the paper's loops to a "
+        "kernel that beats unfused PyTorch",
+    ),
+    Phase(
+        7, "tensor_cores", "Tensor cores: ldmatrix and mma.sync", "cuda",
+        "who holds which element of a fragment, seen in a run; one MMA by hand; the first tensor-core FlashAttention",
+    ),
+    Phase(
+        8, "pipelines_and_banks", "Pipelines and banks: cp.async and swizzle", "cuda",
+        "tiles and warps, copies in flight, bank conflicts seen and removed, the collective store: each step with its "
+        "counted reason",
+    ),
+    Phase(
+        9, "past_flash_attention_2", "Past FlashAttention-2", "cuda",
+        "masks, addresses, rescaling, 32 rows per warp, prefetch, order, tiles: faster than FlashAttention-2, and why",
+    ),
+    Phase(
+        10, "profiling_a_transformer", "Profiling a transformer", "profiler",
+        "a real layer and a language model under the profiler, before and after",
+    ),
+    Phase(11, "hopper", "Hopper: TMA and wgmma", "hopper", "TMA, mbarriers, wgmma, warp specialisation"),
+    Phase(12, "decoding", "Decoding: split-KV and paged caches", "triton", "one query against a long cache"),
+    Phase(13, "many_gpus", "Many GPUs: ring attention", "distributed", "a sequence spread over devices"),
+)  # fmt: skip
+
+
+def phase(number: int) -> Phase:
+    """The phase of that number. Raises KeyError where there is none."""
+    for p in PHASES:
+        if p.number == number:
+            return p
+    raise KeyError(f"there is no phase {number}; there are 0 to {PHASES[-1].number}")
+
+
+def readme_table(written: set[int]) -> str:
+    """The README's table of the phases; those in ``written`` have their notebooks linked, the rest are planned."""
+    lines = ["| # | Lecture | You end with | |", "|---|---|---|---|"]
+    for p in PHASES:
+        there = p.number in written
+        title = f"[{p.title}](notebooks/{p.name}.ipynb)" if there else p.title
+        links = " · ".join(f"[{folder}]({folder}/{p.name}.ipynb)" for folder in ("exercises", "solutions"))
+        lines.append(f"| {p.number} | {title} | {p.summary} | {links if there else 'planned'} |")
+    return "\n".join(lines)

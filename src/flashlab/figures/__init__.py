@@ -1,0 +1,1 @@
+"""What the notebooks show: source and diffs, tables, tiles, fragments, banks, ladders."""

@@ -1,0 +1,186 @@
+"""Phase 2's animation: which tiles of Q, K, V, S and O are where, while the simulation runs.
+
+The figures are drawn from the `Step`s of a real run, so the numbers in them are the simulation's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import matplotlib.pyplot as plt
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from flashlab.attention.simulation import Step, flash_attention_forward_sim
+from flashlab.figures.show import COLORS
+
+__all__ = ["tile_figure", "tile_frames"]
+
+_TILE = {
+    "Q": COLORS["blue"],
+    "K": COLORS["orange"],
+    "V": COLORS["green"],
+    "S": COLORS["purple"],
+    "O": COLORS["red"],
+}
+_EMPTY, _CELL = "#FFFFFF", 1.0
+_GRID, _SIDE = (3.4, 2.3), 7.6  # lower left corner and side of S
+_CHIP = 15.0  # where the chip begins
+
+
+def tile_frames(Q: torch.Tensor, K: torch.Tensor, V: torch.Tensor, BLOCK_M: int, BLOCK_N: int) -> Iterator[Figure]:
+    """Run the simulation on one head and draw a figure after each key block and each store of O.
+
+    Args:
+        Q: [M, HEAD_DIM]; K, V: [N, HEAD_DIM]. Small: M and N of at most 8 are legible, with two rows a block.
+    """
+    M, N = Q.shape[0], K.shape[0]
+    read, written = 0, 0
+    size = Q.element_size()
+    for start_m in range(0, M, BLOCK_M):
+        Q_block = Q[start_m : start_m + BLOCK_M]
+        steps: list[Step] = []
+        O_block, lse = flash_attention_forward_sim(Q_block, K, V, BLOCK_N, trace=steps.append)
+        read += Q_block.numel() * size
+        for step in steps:
+            keys = step.s.shape[1]
+            read += keys * (K.shape[1] + V.shape[1]) * size
+            yield _frame(M, N, BLOCK_M, BLOCK_N, start_m, step, read, written)
+        written += O_block.numel() * size + 4 * lse.numel()
+        yield _frame(M, N, BLOCK_M, BLOCK_N, start_m, steps[-1], read, written, stored=(O_block, lse))
+
+
+def tile_figure(Q: torch.Tensor, K: torch.Tensor, V: torch.Tensor, BLOCK_M: int, BLOCK_N: int, frame: int) -> Figure:
+    """One figure of `tile_frames`, by its number; the others are closed."""
+    for i, figure in enumerate(tile_frames(Q, K, V, BLOCK_M, BLOCK_N)):
+        if i == frame:
+            return figure
+        plt.close(figure)
+    raise IndexError(f"there is no frame {frame}: the animation has {i + 1}")
+
+
+def _frame(
+    M: int,
+    N: int,
+    BLOCK_M: int,
+    BLOCK_N: int,
+    start_m: int,
+    step: Step,
+    read: int,
+    written: int,
+    stored: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> Figure:
+    figure, ax = plt.subplots(figsize=(8.4, 4.0), layout="none")
+    figure.subplots_adjust(left=0.01, right=0.99, bottom=0.01, top=0.99)
+    ax.set(xlim=(0, 27.6), ylim=(0, 13.1), aspect="equal")
+    ax.axis("off")
+    _hbm(ax, M, N, BLOCK_M, BLOCK_N, start_m, step.start_n, stored is not None)
+    _chip(ax, step, stored)
+    what = (
+        f"query block {start_m // BLOCK_M}: divide by l_i, store O and lse"
+        if stored
+        else f"query block {start_m // BLOCK_M}, key block {step.start_n // BLOCK_N}"
+    )
+    ax.text(0.2, 12.6, what, fontsize=12, weight="bold", va="center")
+    ax.text(0.5, 0.6, f"HBM bytes so far: {read} read, {written} written", fontsize=10, va="center")
+    return figure
+
+
+def _box(ax: Axes, x: float, y: float, w: float, h: float, color: str, **style: object) -> None:
+    ax.add_patch(Rectangle((x, y), w, h, facecolor=color, edgecolor=style.pop("edgecolor", "#666666"), lw=0.8, **style))
+
+
+def _hbm(ax: Axes, M: int, N: int, BLOCK_M: int, BLOCK_N: int, start_m: int, start_n: int, storing: bool) -> None:
+    _box(ax, 0.15, 0.1, 14.2, 11.9, "#D6E4F0", edgecolor="none")
+    ax.text(0.4, 11.4, "HBM", fontsize=11, weight="bold", color="#44586A", va="center")
+    left, low = _GRID
+    top = low + _SIDE
+    row, col = _SIDE / M, _SIDE / N
+
+    def across(name: str, y: float, h: float, label_y: float) -> None:
+        for n in range(0, N, BLOCK_N):
+            live = n == start_n and not storing
+            _box(ax, left + n * col, y, min(BLOCK_N, N - n) * col, h, _TILE[name] if live else _EMPTY)
+        ax.text(left - 0.35, label_y, name, fontsize=11, ha="right", va="center", color=_TILE[name], weight="bold")
+
+    def down(name: str, x: float, done: bool) -> None:
+        for m in range(0, M, BLOCK_M):
+            live = m == start_m and (name == "Q" or storing)
+            old = done and m < start_m
+            color = _TILE[name] if live else "#F3C9B3" if old else _EMPTY
+            h = min(BLOCK_M, M - m) * row
+            _box(ax, x, top - m * row - h, 0.9, h, color)
+        ax.text(
+            x + 0.45,
+            top + 0.45,
+            name,
+            fontsize=11,
+            ha="center",
+            va="center",
+            color=_TILE[name],
+            weight="bold",
+        )
+
+    across("K", top + 0.95, 0.8, top + 1.35)
+    across("V", low - 1.05, 0.8, low - 0.65)
+    down("Q", left - 1.6, False)
+    down("O", left + _SIDE + 0.7, True)
+    for m in range(0, M, BLOCK_M):
+        for n in range(0, N, BLOCK_N):
+            w, h = min(BLOCK_N, N - n) * col, min(BLOCK_M, M - m) * row
+            x, y = left + n * col, top - m * row - h
+            live = (m, n) == (start_m, start_n) and not storing
+            gone = m < start_m or (m == start_m and (n < start_n or storing))
+            _box(ax, x, y, w, h, _TILE["S"] if live else "none", edgecolor="#999999", ls="-" if live else ":")
+            if gone:
+                ax.text(x + w / 2, y + h / 2, "gone", fontsize=8, ha="center", va="center", color="#555555")
+    ax.text(
+        left + _SIDE / 2,
+        top + 0.45,
+        "S: one tile at a time, never stored",
+        fontsize=9,
+        ha="center",
+        va="center",
+        color="#555555",
+    )
+
+
+def _chip(ax: Axes, step: Step, stored: tuple[torch.Tensor, torch.Tensor] | None) -> None:
+    _box(ax, _CHIP, 0.1, 12.4, 11.9, "#FFEFC2", edgecolor="none")
+    ax.text(_CHIP + 0.3, 11.4, "on chip", fontsize=11, weight="bold", color="#7A5C00", va="center")
+    rows = step.m_i.shape[0]
+    tiles = [("q", "Q"), ("k", "K"), ("v", "V"), ("s, p", "S")]
+    for i, (name, kind) in enumerate(tiles):
+        x = _CHIP + 0.6 + 3.0 * i
+        live = stored is None or kind == "Q"
+        _box(ax, x, 8.6, 2.0, 1.5, _TILE[kind] if live else _EMPTY)
+        ax.text(x + 1.0, 10.5, name, fontsize=10, ha="center", va="center")
+    ax.text(_CHIP + 0.3, 7.6, "the state, one line for each query row", fontsize=9, va="center", color="#7A5C00")
+    if stored is None:
+        heads = ["m_i", "correction", "l_i", "acc"]
+        vectors, wide = [step.m_i, step.correction, step.l_i], step.acc
+    else:
+        heads = ["m_i", "lse", "l_i", "O = acc / l_i"]
+        vectors, wide = [step.m_i, stored[1], step.l_i], stored[0].float()
+    at = [_CHIP + x for x in (1.3, 3.9, 6.2, 9.8)]
+    for x, head in zip(at, heads, strict=True):
+        ax.text(x, 6.6, head, fontsize=10, ha="center", va="center", weight="bold")
+    rule = "l_i, acc: old times correction, plus new"
+    if stored is not None:
+        rule = "O = acc / l_i,  lse = m_i + log(l_i)"
+    ax.text(_CHIP + 0.3, 0.6, rule, fontsize=10, va="center", color="#7A5C00")
+    for r in range(rows):
+        y = 5.3 - 1.3 * r
+        for x, vector in zip(at, vectors, strict=False):
+            ax.text(x, y, f"{vector[r].item():.2f}", fontsize=10, ha="center", va="center")
+        ax.text(
+            at[3],
+            y,
+            "  ".join(f"{a:.2f}" for a in wide[r].tolist()),
+            fontsize=10,
+            ha="center",
+            va="center",
+            color=_TILE["O"] if stored else "black",
+        )

@@ -1,0 +1,103 @@
+"""The kernel series: which files there are, in the order of the course, and what each can be compiled for.
+
+A step is a whole ``.cu`` file: the one before it with one idea more. Its number says its phase: ``p8_5_swizzle`` is
+step 5 of phase 8.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+FOLDER = Path(__file__).parent
+HALVES = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One file of the series.
+
+    Attributes:
+        name: the file's, without ``.cu``.
+        idea: in one phrase, what is new.
+        head_dims: which the file can be compiled for.
+        defines: macros it knows besides HEAD_DIM and ELEMENT, with the values to try; the first is the default.
+        dtypes: of its tensors; the first is the default.
+    """
+
+    name: str
+    idea: str
+    head_dims: tuple[int, ...] = (64, 128)
+    defines: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    dtypes: tuple[torch.dtype, ...] = HALVES
+
+    @property
+    def phase(self) -> int:
+        return int(self.name[1:].split("_")[0])
+
+    @property
+    def path(self) -> Path:
+        (folder,) = FOLDER.glob(f"p{self.phase:02d}_*")
+        return folder / f"{self.name}.cu"
+
+
+_FLOAT = (torch.float32,)
+
+SERIES = (
+    Step("p6_1_fa1", "FlashAttention-1's loops: K and V outside, O and its statistics in global memory", dtypes=_FLOAT),
+    Step("p6_2_loop_order", "the loops swapped: a row's state stays in registers", dtypes=_FLOAT),
+    Step("p6_3_tiles", "every tile in shared memory, 4 x 4 scores a thread", dtypes=_FLOAT),
+    Step("p6_4_registers", "S in registers, 8 x 8 scores a thread, maxima by shuffles", dtypes=_FLOAT),
+    Step("p6_5_overlap", "cp.async: the next tile is on its way", dtypes=_FLOAT),
+    Step("p6_6_shapes", "the tile's shape follows the grid and the device", dtypes=_FLOAT),
+    Step("p7_naive", "one warp, one 16 x 16 tile at a time"),
+    Step("p8_1_split_kv", "64 x 64 tiles, four warps that divide the keys"),
+    Step("p8_2_split_q", "four warps that divide the query rows"),
+    Step("p8_3_cp_async", "copies that go past the registers"),
+    Step("p8_4_stages", "the next tile is copied while this one is worked on", defines={"STAGES": (2, 1, 3)}),
+    Step("p8_5_swizzle", "no bank conflicts: the XOR swizzle", defines={"STAGES": (2, 1, 3)}),
+    Step("p8_6_registers", "Q in registers, ldmatrix.x4", defines={"STAGES": (2, 1, 3)}),
+    Step("p8_7_store", "16-byte stores of O", defines={"STORE": (2, 1, 0)}),
+    Step("p8_8_masks", "masked tiles first, then a loop without a mask"),
+    Step("p8_9_addresses", "addresses out of the loop"),
+    Step("p8_10_rescale", "O is rescaled only when the maximum has moved far"),
+    Step("p8_11_warp_tiles", "32 query rows a warp"),
+    Step("p8_12_prefetch", "a fragment is loaded one step before its MMAs"),
+    Step("p8_13_order", "causal: the long blocks first"),
+    Step("p8_14_tiles", "lower tiles for small grids; D = 256", head_dims=(64, 128, 256)),
+    Step("p8_flash", "several blocks share the keys, when rows are few", head_dims=(64, 128, 256)),
+)
+"""Every step, in the order of the course."""
+
+
+def steps(*phases: int) -> tuple[Step, ...]:
+    """The steps of these phases."""
+    return tuple(s for s in SERIES if s.phase in phases)
+
+
+def step(name: str) -> Step:
+    """The step of that name. Raises KeyError, with the names there are."""
+    for s in SERIES:
+        if s.name == name:
+            return s
+    raise KeyError(f"no step {name!r} in the series; there are {', '.join(s.name for s in SERIES)}")
+
+
+def path(name: str) -> Path:
+    """A file of the series, or another in its folders: path("p6_1_fa1"), path("p7_one_mma"), path("problem.cuh").
+
+    Raises FileNotFoundError, with the names there are.
+    """
+    wanted = name if name.endswith((".cu", ".cuh")) else f"{name}.cu"
+    found = next((p for p in sorted(FOLDER.rglob("*.cu*")) if p.name == wanted), None)
+    if found is None:
+        there = ", ".join(sorted(p.name for p in FOLDER.rglob("*.cu*")))
+        raise FileNotFoundError(f"there is no {wanted} in the series; there are {there}")
+    return found
+
+
+def source(name: str) -> str:
+    """The text of `path(name)`."""
+    return path(name).read_text(encoding="utf-8")

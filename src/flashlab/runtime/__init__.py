@@ -1,0 +1,21 @@
+"""The process and the machine: interpreted or compiled, which device, which limits, where caches are kept.
+
+mode        whether Triton interprets its kernels here; decided at import, before Triton
+gpus        the known GPUs and their limits
+cache       the one folder that builds and reports are kept in
+"""
+
+from flashlab.runtime.gpus import GPUS, SHARED_MEMORY, GpuLimits, UnknownGpu, limits
+from flashlab.runtime.mode import INTERPRETED, WrongMode, device
+
+
+def describe() -> str:
+    """One line: what this process runs Triton kernels on."""
+    if INTERPRETED:
+        return "Triton kernels are interpreted on the CPU"
+    return f"Triton kernels are compiled for {limits()}"
+
+
+__all__ = [
+    "GPUS", "INTERPRETED", "SHARED_MEMORY", "GpuLimits", "UnknownGpu", "WrongMode", "describe", "device", "limits",
+]  # fmt: skip

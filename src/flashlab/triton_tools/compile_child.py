@@ -1,0 +1,172 @@
+"""The compiling side of flashlab.triton_tools.compile_report: run as a script, with no GPU and without torch.
+
+    python compile_child.py REQUEST RESULTS
+
+REQUEST is a JSON file: the source of a module, the kernel's name, and jobs. For each job one JSON line is appended to
+RESULTS, first {"job": i, "started": true} (so that the parent knows what a crash was about), then what came out.
+"""
+
+import contextlib
+import ctypes
+import io
+import json
+import linecache
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import types
+from pathlib import Path
+
+
+class Pointer:
+    """Stands for a tensor in the argument list: what @triton.jit looks at is the dtype and the alignment."""
+
+    def __init__(self, dtype: str, aligned: bool):
+        self.dtype = DtypeName(dtype)
+        self.address = 0 if aligned else 8
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+class DtypeName(str):
+    """Prints as torch's dtypes do; hashes like the name, so Triton's dtype table can keep it."""
+
+    def __str__(self) -> str:
+        return f"torch.{str.__str__(self)}"
+
+
+def decode(spec):
+    import triton.language as tl
+
+    kind, value = spec
+    if kind == "pointer":
+        return Pointer(*value)
+    if kind == "dtype":
+        return tl.dtype(value)
+    if kind == "tuple":
+        return tuple(decode(item) for item in value)
+    return value
+
+
+def end_with_the_parent() -> None:
+    """Ask Linux to stop this process when its parent ends, however that comes about; compilers can take minutes."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
+
+
+def do_without_torch() -> None:
+    """Triton's argument specialisation imports torch to know torch.Tensor, which takes longer than compiling."""
+    stand_in = types.ModuleType("torch")
+    stand_in.Tensor = type("Tensor", (), {})
+    sys.modules["torch"] = stand_in
+
+
+def do_without_triton_key() -> None:
+    """Triton hashes all of its own files, half a gigabyte, for the key of its cache; ours is empty and thrown away."""
+    from triton.runtime import cache
+
+    if hasattr(cache, "triton_key"):
+        cache.triton_key = lambda: "one process, one version"
+
+
+def load(source: str, name: str):
+    """The object called ``name`` of a module made from ``source``.
+
+    The module has a made-up file name, which inspect finds in linecache: a real one, in a temporary folder, would get
+    into the PTX, and make every compilation's a different one.
+    """
+    module = types.ModuleType("kernel_source")
+    module.__file__ = f"{name}.py"
+    linecache.cache[module.__file__] = (len(source), None, source.splitlines(keepends=True), module.__file__)
+    sys.modules[module.__name__] = module
+    exec(compile(source, module.__file__, "exec"), vars(module))
+    return getattr(module, name)
+
+
+def compile_job(kernel, job) -> dict:
+    import triton
+    from triton import knobs
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, make_backend
+    from triton.runtime.jit import create_function_from_signature
+
+    target = GPUTarget("cuda", job["capability"], 32)
+    backend = make_backend(target)
+    arguments = {name: decode(spec) for name, spec in job["arguments"].items()}
+    # The JIT's own binder: it decides which integers are constants, and which arguments are divisible by 16.
+    binder = create_function_from_signature(kernel.signature, kernel.params, backend)
+    bound, specialization, _ = binder(**arguments)
+    options, signature, constexprs, attributes = kernel._pack_args(
+        backend, dict(job["options"]), bound, specialization, job["options"]
+    )
+    source = ASTSource(kernel, signature, constexprs, attributes)
+    log = io.StringIO()
+    knobs.nvidia.dump_ptxas_log = True
+    with contextlib.redirect_stdout(log):
+        compiled = triton.compile(source, target=target, options=options.__dict__)
+    registers = re.search(r"Used (\d+) registers", log.getvalue())
+    spills = re.search(r"(\d+) bytes spill stores", log.getvalue())
+    return {
+        "shared_bytes": compiled.metadata.shared,
+        "registers": int(registers[1]) if registers else None,
+        "spill_bytes": int(spills[1]) if spills else None,
+        "ptx": compiled.asm["ptx"],
+        "sass": disassemble(compiled.asm["cubin"]),
+    }
+
+
+def disassemble(cubin: bytes) -> str:
+    """SASS, one instruction a line, without the encodings."""
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        listing = subprocess.run(
+            [knobs.nvidia.cuobjdump.path, "-sass", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    lines = re.findall(r"^\s*/\*([0-9a-f]{4,})\*/\s+(.*?;)", listing, re.MULTILINE)
+    return "\n".join(f"{address} {instruction}" for address, instruction in lines)
+
+
+def error_text(error: BaseException) -> str:
+    """The message that says most: an error inside a called @jit function is the cause of the caller's."""
+    chain = [error]
+    while chain[-1].__cause__ is not None:
+        chain.append(chain[-1].__cause__)
+    return "\n".join(f"{type(link).__name__}: {link}".rstrip() for link in chain)
+
+
+def main(request_path: str, results_path: str) -> None:
+    end_with_the_parent()
+    request = json.loads(Path(request_path).read_text())
+    sys.path[:] = request["sys_path"]
+    with open(results_path, "a", encoding="utf-8") as results:
+
+        def report(**line):
+            print(json.dumps(line), file=results, flush=True)
+
+        if set(re.findall(r"^(?:import|from) (\w+)", request["source"], re.MULTILINE)) <= {"triton", "math"}:
+            do_without_torch()
+        try:
+            do_without_triton_key()
+            kernel = load(request["source"], request["name"])
+        except Exception as error:
+            report(fatal=error_text(error))
+            return
+        for job in request["jobs"]:
+            report(job=job["index"], started=True)
+            start = time.perf_counter()
+            try:
+                outcome = compile_job(kernel, job)
+            except Exception as error:
+                outcome = {"error": error_text(error)}
+            report(job=job["index"], seconds=time.perf_counter() - start, **outcome)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

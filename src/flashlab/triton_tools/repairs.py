@@ -1,0 +1,226 @@
+"""Triton's interpreter, repaired, so that it computes what compiled kernels do.
+
+Without a GPU, ``TRITON_INTERPRET=1`` makes Triton run a kernel's Python body once for each program, with numpy arrays
+for tensors (triton/runtime/interpreter.py). It is the semantics of the language, but for a few points.
+``install_repairs()`` makes it agree with compiled kernels in bfloat16 (it computes on the bit patterns), in float32
+``tl.dot`` (TF32 unless ``input_precision="ieee"``), and in maximum and minimum of NaN; makes Triton 3.6 work with
+numpy >= 2.4; keeps numpy's warnings off; and takes a quarter off its time. Importing flashlab installs them.
+"""
+
+import inspect
+import types
+import warnings
+
+import numpy as np
+import triton.language as tl
+import triton.runtime.interpreter as ti
+from triton._C.libtriton import ir
+
+from flashlab.triton_tools.watch import OutOfBounds, WatchedMemory
+
+# ---- bfloat16 -------------------------------------------------------------------------------------------------------
+
+
+def widen(bits: np.ndarray) -> np.ndarray:
+    """bfloat16 bit patterns (uint16) as float32: the same value, since bfloat16 is float32's upper half."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def narrow(values: np.ndarray) -> np.ndarray:
+    """float32 rounded to bfloat16 bit patterns (uint16), to nearest, ties to even, as the hardware's cvt.rn does."""
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32).reshape(np.shape(values))
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return np.where(np.isnan(values), 0x7FC0, rounded).astype(np.uint16)  # adding 0x7FFF could turn a NaN into inf
+
+
+def _is_bf16(handle) -> bool:
+    # The dtype alone is not enough: the interpreter labels a comparison's result with the operands' dtype.
+    return handle.dtype.scalar == tl.bfloat16 and handle.data.dtype == np.uint16
+
+
+def _float(handle) -> np.ndarray:
+    return widen(handle.data) if _is_bf16(handle) else handle.data
+
+
+def _result(data: np.ndarray, was_bf16: bool, dtype):
+    if was_bf16 and data.dtype.kind == "f":
+        data = narrow(data)
+    return ti.TensorHandle(data, dtype)
+
+
+def _truncate_to_tf32(values: np.ndarray) -> np.ndarray:
+    """What the tensor cores see of a float32: they ignore the low 13 bits of the mantissa."""
+    return (np.ascontiguousarray(values).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
+
+
+class _RepairedBuilder:
+    """Methods that replace those of Triton's InterpreterBuilder; ``original`` holds the replaced ones."""
+
+    original: dict = {}
+
+    def cast_impl(self, src, dst_type):
+        source, wanted = src.dtype.scalar, dst_type.scalar
+        if not _is_bf16(src) and wanted != tl.bfloat16:
+            return _RepairedBuilder.original["cast_impl"](self, src, dst_type)
+        values = _float(src)
+        if wanted == tl.bfloat16:
+            data = src.data if source == tl.bfloat16 else narrow(values.astype(np.float32))
+        else:
+            data = values.astype(ti._get_np_dtype(dst_type))
+        return ti.TensorHandle(data, wanted)
+
+    def binary_op(self, lhs, rhs, op):
+        if not (_is_bf16(lhs) and _is_bf16(rhs)):
+            return _RepairedBuilder.original["binary_op"](self, lhs, rhs, op)
+        return _result(op(_float(lhs), _float(rhs)), True, lhs.dtype.scalar)
+
+    def unary_op(self, arg, op):
+        return _result(op(_float(arg)), _is_bf16(arg), arg.dtype.scalar)
+
+    def ternary_op(self, lhs, rhs, other, op):
+        if op is np.where or not _is_bf16(other):  # choosing between bit patterns is right as it is
+            return _RepairedBuilder.original["ternary_op"](self, lhs, rhs, other, op)
+        return _result(op(_float(lhs), _float(rhs), _float(other)), True, tl.bfloat16)
+
+    def create_fma(self, x, y, z):
+        return _result(_float(x) * _float(y) + _float(z), _is_bf16(z), z.dtype.scalar)
+
+    def create_rsqrt(self, arg):
+        return _result(1 / np.sqrt(_float(arg)), _is_bf16(arg), arg.dtype.scalar)
+
+    def create_maxnumf(self, lhs, rhs):
+        return self.binary_op(lhs, rhs, np.fmax)  # of a number and a NaN: the number, as max.f32 does
+
+    def create_minnumf(self, lhs, rhs):
+        return self.binary_op(lhs, rhs, np.fmin)
+
+    def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
+        kinds = (a.dtype.scalar, b.dtype.scalar)
+        if not all(kind in (tl.float16, tl.bfloat16, tl.float32) for kind in kinds):
+            return _RepairedBuilder.original["create_dot"](self, a, b, d, input_precision, max_num_imprecise_acc)
+        left, right = _float(a).astype(np.float32), _float(b).astype(np.float32)
+        if kinds == (tl.float32, tl.float32) and input_precision == ir.INPUT_PRECISION.TF32:
+            left, right = _truncate_to_tf32(left), _truncate_to_tf32(right)
+        product = np.matmul(left, right) + _float(d)
+        was_bf16 = _is_bf16(d)
+        return _result(product if was_bf16 else product.astype(d.data.dtype), was_bf16, d.dtype.scalar)
+
+    def create_atomic_rmw(self, operation, ptr, val, mask, sem, scope):
+        if not _is_bf16(val):
+            return _RepairedBuilder.original["create_atomic_rmw"](self, operation, ptr, val, mask, sem, scope)
+        if operation != ir.ATOMIC_OP.FADD:
+            raise ValueError("Triton has atomic_add for bfloat16, and no other atomic")
+        # One lane after the other: two lanes may add to one address.
+        before = np.zeros(ptr.data.shape, np.uint16)
+        active = np.broadcast_to(mask.data, ptr.data.shape)
+        for index in zip(*np.nonzero(active), strict=True):
+            address, one = ptr.data[index].reshape(1), np.ones(1, bool)
+            old = ti._interpreter.load(address, one, np.zeros(1, np.uint16), np.dtype(np.uint16))
+            before[index] = old[0]
+            new = narrow(widen(old) + widen(val.data[index].reshape(1)))
+            ti._interpreter.store(address, new, one)
+        return ti.TensorHandle(before, tl.bfloat16)
+
+    def get_bf16(self, value):
+        return ti.TensorHandle(narrow(np.array([value], np.float32)), tl.bfloat16)
+
+
+def _repair_reductions() -> None:
+    """Reductions and scans that numpy does in one call see float32, and round their result."""
+
+    def repaired(original):
+        def apply_impl(self, input):
+            quick = self.combine_fn in (
+                tl.standard._argmin_combine_tie_break_left, tl.standard._argmax_combine_tie_break_left,
+                tl.standard._elementwise_max, tl.standard._elementwise_min,
+                tl.standard._sum_combine, tl.standard._prod_combine,
+            )  # fmt: skip
+            if not quick or not any(_is_bf16(tensor.handle) for tensor in input):
+                return original(self, input)
+            wide = tuple(
+                self.to_tensor(widen(tensor.handle.data), tl.float32) if _is_bf16(tensor.handle) else tensor
+                for tensor in input
+            )
+            outputs = original(self, wide)
+            outputs = outputs if isinstance(outputs, tuple | list) else (outputs,)
+            for output in outputs:
+                if output.dtype == tl.float32:
+                    output.handle = ti.TensorHandle(narrow(output.handle.data), tl.bfloat16)
+                    shape = output.type.shape if output.type.is_block() else None
+                    output.type = tl.block_type(tl.bfloat16, shape) if shape else tl.bfloat16
+                    output.dtype = tl.bfloat16
+            return outputs
+
+        return apply_impl
+
+    for kind in (ti.ReduceOps, ti.ScanOps):
+        kind.apply_impl = repaired(kind.apply_impl)
+
+
+# ---- launches -------------------------------------------------------------------------------------------------------
+
+
+class _Launches:
+    """Replaces pieces of the interpreter that work around a launch."""
+
+    patched = False  # triton.language is patched for a launch that is under way
+
+    @classmethod
+    def repair(cls) -> None:
+        original_call = ti.GridExecutor.__call__
+        original_patch_lang, original_patch_tensor = ti._patch_lang, ti._patch_lang_tensor
+        language = types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
+
+        def patch_lang_tensor(tensor, scope):
+            original_patch_tensor(tensor, scope)
+            # Scalars are arrays of one element here. numpy >= 2.4 does not convert those with int(array), which is how
+            # Triton 3.6 makes `range(0, n, BLOCK)` of a kernel argument work.
+            scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.reshape(-1)[0]))
+
+        def patch_lang(fn):
+            # Triton patches its language module again for every call of tl.max, tl.sum and the like, which takes
+            # more time than the arithmetic. Once a launch, for the two modules that functions see, is enough.
+            scope = ti._LangPatchScope()
+            if not cls.patched:
+                scope = original_patch_lang(language)
+                restore = scope.restore
+
+                def restore_once():
+                    restore()
+                    cls.patched = False
+
+                scope.restore = restore_once
+                cls.patched = True
+            return scope
+
+        def call(self, *args, **kwargs):
+            try:
+                with np.errstate(all="ignore"), warnings.catch_warnings(), WatchedMemory.launch(self, args, kwargs):
+                    warnings.simplefilter("ignore", RuntimeWarning)  # numpy on NaN and overflow; a GPU says nothing
+                    return original_call(self, *args, **kwargs)
+            except ti.InterpreterError as error:
+                cause = error
+                while cause is not None and not isinstance(cause, OutOfBounds):
+                    cause = cause.__cause__
+                if cause is not None:
+                    raise cause.with_traceback(None) from None
+                raise
+
+        ti._patch_lang_tensor, ti._patch_lang, ti.GridExecutor.__call__ = patch_lang_tensor, patch_lang, call
+
+
+def install_repairs() -> None:
+    """Repair Triton's interpreter (see the module's docstring). Calling it again does nothing.
+
+    Tried with Triton 3.6.0 and 3.7.1, numpy 2.3 to 2.5. It has no effect on compiled kernels.
+    """
+    if getattr(ti, "_repaired_by_flashlab", False):
+        return
+    for name, method in vars(_RepairedBuilder).items():
+        if inspect.isfunction(method):
+            _RepairedBuilder.original[name] = getattr(ti.InterpreterBuilder, name, None)
+            setattr(ti.InterpreterBuilder, name, method)
+    _repair_reductions()
+    _Launches.repair()
+    ti._interpreter = WatchedMemory(ti._interpreter)
+    ti._repaired_by_flashlab = True
