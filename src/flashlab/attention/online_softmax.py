@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 import torch
 
+from flashlab.attention.inputs import check_qkv, scale_of
+
 __all__ = [
     "State",
     "attention_by_loops",
@@ -47,16 +49,11 @@ def attention_by_loops(
     Returns:
         [M, Dv], float64.
     Raises:
-        ValueError: a tensor that is not a matrix, or shapes that do not belong together.
+        TypeError, ValueError: see `flashlab.attention.inputs.check_qkv`.
         OverflowError: a scaled score above 709.78; `math.exp` refuses where a tensor would hold inf.
     """
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.ndim != 2:
-            raise ValueError(f"{name} must be a matrix [rows, columns], but it has {x.ndim} dimensions")
-    if q.shape[1] != k.shape[1] or k.shape[0] != v.shape[0]:
-        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in (("q", q), ("k", k), ("v", v)))
-        raise ValueError(f"q [M, D], k [N, D] and v [N, Dv] do not fit together: {shapes}")
-    scale = 1.0 / math.sqrt(q.shape[1]) if scale is None else scale
+    check_qkv(q, k, v, rank=2)
+    scale = scale_of(scale, q.shape[1])
     q, k, v = q.tolist(), k.tolist(), v.tolist()
     out = []
     for q_i in q:

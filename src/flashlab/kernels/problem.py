@@ -7,9 +7,10 @@ A source is compiled with ``-DHEAD_DIM`` and ``-DELEMENT`` and called as ``forwa
 from __future__ import annotations
 
 import ctypes
-import math
 
 import torch
+
+from flashlab.attention.inputs import check_qkv, scale_of
 
 ELEMENTS = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16", torch.float32: "float"}
 
@@ -33,7 +34,7 @@ class Problem(ctypes.Structure):
 
 
 def check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, head_dims: tuple[int, ...]) -> None:
-    """Raises ValueError, in a sentence that says what to do, where a kernel of the series cannot take these tensors.
+    """Raises TypeError or ValueError, with what to do, where a kernel of the series cannot take these tensors.
 
     Args:
         q: [batch, heads, seq_q, head_dim]
@@ -41,30 +42,8 @@ def check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, he
         scale: of the scores; positive, as the kernels take the maximum of the scores before they scale them.
         head_dims: what the kernel is compiled for.
     """
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dim() != 4:
-            raise ValueError(f"{name} has {x.dim()} dimensions; it must be [batch, heads, seq_len, head_dim]")
-        if x.dtype != q.dtype or x.device != q.device:
-            raise ValueError(f"{name} is {x.dtype} on {x.device} and q is {q.dtype} on {q.device}; they must agree")
-        if x.stride(3) != 1 and x.shape[3] > 1:
-            raise ValueError(f"the rows of {name} are not contiguous (stride {x.stride(3)}): call {name}.contiguous()")
-        size = x.element_size()
-        steps = [s for s, n in zip(x.stride()[:3], x.shape[:3], strict=True) if n > 1]
-        if x.numel() and (x.data_ptr() % 16 or any(s * size % 16 for s in steps)):
-            raise ValueError(f"a row of {name} does not start on 16 bytes, which the copies need: pass {name}.clone()")
-    batch, heads, seq_q, head_dim = q.shape
-    if k.shape != v.shape:
-        raise ValueError(f"k is {tuple(k.shape)} and v is {tuple(v.shape)}; they must have one shape")
-    if k.shape[0] != batch or k.shape[3] != head_dim:
-        raise ValueError(f"q is {tuple(q.shape)} and k is {tuple(k.shape)}: batch and head_dim must agree")
-    if k.shape[1] == 0 or heads % k.shape[1]:
-        raise ValueError(f"{heads} query heads cannot share {k.shape[1]} key heads evenly")
-    if q.dtype not in ELEMENTS:
-        raise ValueError(f"q is {q.dtype}; the kernels take {', '.join(str(t) for t in ELEMENTS)}")
-    if head_dim not in head_dims:
-        raise ValueError(f"head_dim is {head_dim}; this kernel is compiled for {' or '.join(map(str, head_dims))}")
-    if not (math.isfinite(scale) and scale > 0):
-        raise ValueError(f"scale is {scale}; it must be a positive number")
+    check_qkv(q, k, v, dtypes=tuple(ELEMENTS), head_dims=head_dims, same_v=True, aligned=True)
+    scale_of(scale, q.shape[-1], positive=True)
 
 
 def problem(
