@@ -254,7 +254,7 @@ def invoke(*arguments):
 
 
 def test_progress_shows_the_record(tmp_path, monkeypatch):
-    monkeypatch.setenv("FLASHLAB_PROGRESS", str(tmp_path / "progress.json"))
+    monkeypatch.setenv("FLASHLAB_PROGRESS", str(tmp_path / "progress.jsonl"))
     record.solved("0.1")
     result = invoke("progress")
     assert result.exit_code == 0, result.output
@@ -301,7 +301,7 @@ def test_bench_check_times_each_check_and_keeps_the_figures(tmp_path, monkeypatc
     (row,) = kept["checks"]
     assert row["id"] == "99.1" and row["passed"] and 0 <= row["seconds"] < 5
     assert kept["machine"]["torch"]
-    assert not (tmp_path / ".flashlab" / "progress.json").exists()
+    assert not (tmp_path / ".flashlab" / "progress.jsonl").exists()
 
 
 def test_bench_check_says_which_notebook_fails(tmp_path, monkeypatch):
