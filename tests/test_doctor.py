@@ -54,8 +54,7 @@ def machine(**software):
             "triton": {"version": "3.7.1"},
             "numpy": {"version": "2.4.6"},
             "jupyterlab": "4.6.6",
-            "g++": "13.2.0",
-            "clang++": None,
+            "compiler": "g++",
             "python_headers": True,
             "nvcc": None,
             "ptxas": True,
@@ -94,6 +93,33 @@ def test_the_report_of_this_machine_is_json_and_complete():
     assert report["machine"]["memory"] > 1e8
     assert [phase["number"] for phase in report["phases"]] == list(range(len(doctor.PHASES)))
     assert all(phase["mode"] != "cannot run" for phase in report["phases"][:4])
+
+
+def test_the_json_holds_what_pytorch_collects_and_no_home_folder():
+    text = run_doctor(options=["--json"], HOME=str(ROOT.parent), FLASHLAB_INTERPRET="")
+    collected = json.loads(text)["collect_env"]
+    assert collected["torch_version"] == torch.__version__
+    assert {"os", "gcc_version", "python_platform", "nvidia_driver_version", "cpu_info", "pip_packages"} <= set(
+        collected
+    )
+    assert f"{ROOT.parent}/" not in text
+    assert "collect_env" not in run_doctor()
+
+
+def test_a_collect_env_that_fails_is_no_loss(tmp_path):
+    source = "from types import SimpleNamespace as N\n__version__ = '9.9'\nversion = N(cuda=None)\n"
+    place = package(tmp_path, "torch", source + "cuda = N(is_available=lambda: False)\n")
+    report = json.loads(run_doctor(options=["--json"], PYTHONPATH=place))
+    assert report["software"]["torch"]["version"] == "9.9"
+    assert "No module named 'torch.utils'" in report["collect_env"]["error"]
+
+
+def test_the_home_folder_is_named_by_its_tilde(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/ada")
+    given = {"a": ["/home/ada/envs, /home/ada and /home/adam"], "b": 7, "c": None}
+    assert doctor.without_home(given) == {"a": ["~/envs, ~ and /home/adam"], "b": 7, "c": None}
+    monkeypatch.setenv("HOME", "/")
+    assert doctor.without_home("/usr/bin") == "/usr/bin"
 
 
 @pytest.mark.parametrize("name", ["torch", "triton", "numpy"])
@@ -197,7 +223,7 @@ def test_the_wish_is_read_as_the_runtime_reads_it(monkeypatch, variables, want):
         ({"triton": {"version": "3.9.0"}}, "was not tried with"),
         ({"jupyterlab": None}, "JupyterLab is not installed"),
         ({"driver_cuda": "12.4"}, "this torch is a CPU build"),
-        ({"g++": None}, "no C++ compiler"),
+        ({"compiler": None}, "no C++ compiler"),
         ({"python": "3.9.1"}, "outside 3.10 to 3.14"),
     ],
 )
@@ -234,7 +260,12 @@ def test_every_row_is_printed(capsys, monkeypatch):
     report["advice"] = ["Do this."]
     doctor.print_report(copy.deepcopy(report))
     text = " ".join(capsys.readouterr().out.split())
-    for words in ("NVIDIA H200, compute capability 9.0", "232448 bytes", "built for CUDA 13.0", "Do this."):
+    for words in (
+        "NVIDIA H200, compute capability 9.0",
+        "232448 bytes of shared memory per block",
+        "built for CUDA 13.0",
+        "Do this.",
+    ):
         assert words in text
     for phase in doctor.PHASES:
         assert phase.title.split(":")[0] in text
