@@ -22,9 +22,9 @@ import sys
 import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-if __package__:
+if TYPE_CHECKING or __package__:
     from flashlab.course import PHASES, Phase
 else:  # run by its path: its own folder is on the path, and the package, which imports torch, is not
     from course import PHASES, Phase

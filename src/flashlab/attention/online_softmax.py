@@ -54,13 +54,13 @@ def attention_by_loops(
     """
     check_qkv(q, k, v, rank=2)
     scale = scale_of(scale, q.shape[1])
-    q, k, v = q.tolist(), k.tolist(), v.tolist()
+    Q, K, V = q.tolist(), k.tolist(), v.tolist()
     out = []
-    for q_i in q:
-        s = [scale * sum(a * b for a, b in zip(q_i, k_j, strict=True)) for k_j in k]  # scores of row i
+    for q_i in Q:
+        s = [scale * sum(a * b for a, b in zip(q_i, k_j, strict=True)) for k_j in K]  # scores of row i
         e = [math.exp(s_j) for s_j in s]
         p = [e_j / sum(e) for e_j in e]  # they sum to 1
-        out.append([sum(p_j * v_j[d] for p_j, v_j in zip(p, v, strict=True)) for d in range(len(v[0]))])
+        out.append([sum(p_j * v_j[d] for p_j, v_j in zip(p, V, strict=True)) for d in range(len(V[0]))])
     return torch.tensor(out, dtype=torch.float64)
 
 

@@ -53,7 +53,7 @@ def attention(
     s = scale * (q.double() @ k.double().transpose(-1, -2))
     visible = torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device)
     if causal:
-        visible = causal_mask(*s.shape[-2:], device=s.device)
+        visible = causal_mask(s.shape[-2], s.shape[-1], device=s.device)
         s = s.masked_fill(~visible, -math.inf)
     lse = torch.logsumexp(s, dim=-1)
     # A row with nothing to look at has lse = -inf; -inf - (-inf) would be NaN, so it is shifted by 0 instead.
@@ -80,7 +80,7 @@ def attention_low_precision(
     k, v = _expand_heads(q, k, v)
     s = (q @ k.transpose(-1, -2)) * scale
     if causal:
-        s = s.masked_fill(~causal_mask(*s.shape[-2:], device=s.device), -math.inf)
+        s = s.masked_fill(~causal_mask(s.shape[-2], s.shape[-1], device=s.device), -math.inf)
     lse = torch.logsumexp(s.float(), dim=-1)
     p = torch.softmax(s, dim=-1).masked_fill(torch.isneginf(lse)[..., None], 0.0)
     return p @ v, lse

@@ -331,8 +331,8 @@ def scheme_b(
         raise ValueError(f"how is 'slice' or one of {', '.join(ESCAPE_HATCHES)}, not {how!r}")
     check_block("BLOCK_N", BLOCK_N, power_of_two=True)
     halvings = (max(BLOCK_N, padded(len(k))) // BLOCK_N).bit_length() - 1
-    constants = {"BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N, "HALVINGS": halvings, "HOW": how}
-    return launch(scheme_b_kernel, q, k, v, scale=scale, **constants)
+    constants = {"BLOCK_N": BLOCK_N, "HALVINGS": halvings, "HOW": how}
+    return launch(scheme_b_kernel, q, k, v, scale=scale, BLOCK_M=BLOCK_M, **constants)
 
 
 def scheme_b_shared_bytes(seq_len: int, head_dim: int, *, BLOCK_M: int = 64, itemsize: int = 2) -> int:

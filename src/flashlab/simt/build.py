@@ -66,7 +66,7 @@ class Compiler:
 
     @property
     def kernel(self) -> tuple[str, ...]:
-        quiet = (
+        quiet: tuple[str, ...] = (
             "-Wall",
             "-Wno-unknown-pragmas",
             "-Wno-unused-variable",
@@ -80,7 +80,7 @@ class Compiler:
         # The runtime knows an instruction by its return address. So a call in tail position must stay a call,
         # and nothing may make two instructions of one in the source (jump threading) or one of two (merged
         # branches).
-        one_to_one = ("-fno-builtin-printf", "-fno-optimize-sibling-calls")
+        one_to_one: tuple[str, ...] = ("-fno-builtin-printf", "-fno-optimize-sibling-calls")
         if self.clang:
             for option in (
                 "-jump-threading-threshold=0", "-disable-tail-duplicate", "-disable-early-taildup",

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -44,7 +45,7 @@ class View:
     writable: bool
 
 
-def view(array: object) -> View | None:
+def view(array: Any) -> View | None:
     """The memory of a numpy array or a CPU tensor; None for anything else.
 
     Raises:

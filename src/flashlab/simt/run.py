@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 from flashlab.simt.build import Build, build
 from flashlab.simt.errors import (
@@ -90,7 +91,7 @@ class Module:
         if not getattr(self._library, "_simt_arrays", False):
             for symbol in static_arrays(built):
                 self._library.simt_static_array(symbol.offset, symbol.size)
-            self._library._simt_arrays = True
+            self._library._simt_arrays = True  # type: ignore[attr-defined]
 
     @property
     def warnings(self) -> str:
@@ -225,7 +226,7 @@ def _check_array(entry: str, p: Parameter, v: View) -> None:
         raise TypeError(f"{entry}: {p.name} is not declared const, and got an array that may not be written")
 
 
-def _scalar(entry: str, p: Parameter, value: object):
+def _scalar(entry: str, p: Parameter, value: Any) -> Any:
     if p.kind == "pointer":
         if value is None:
             return ctypes.c_void_p(None)
@@ -236,7 +237,7 @@ def _scalar(entry: str, p: Parameter, value: object):
         raise TypeError(
             f"{entry}: {p.name} is a pointer: pass a numpy array, a CPU tensor or None, not {type(value).__name__}"
         )
-    kind = _C_TYPES.get(p.kind)
+    kind: Any = _C_TYPES.get(p.kind)
     if kind is None:
         raise TypeError(f"{entry}: {p.name} has the type {p.kind}; an entry takes pointers and plain numbers")
     try:

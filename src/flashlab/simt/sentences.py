@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 # After these the launch cannot go on. (So it is with a divergence in which two different operations meet.)
@@ -57,8 +58,8 @@ class Facts:
     here: str
     there: str
     kernel: str
-    shared: object
-    argument: object
+    shared: Callable[[int, int], str]
+    argument: Callable[[int], tuple[str, int, tuple[int, ...], int]]
 
 
 def _count(n: int, noun: str) -> str:
