@@ -181,6 +181,7 @@ def sources(notebook, tag=None):
 # ---------------------------------------------------------------- execution
 
 
+@pytest.mark.slow
 def test_an_execution_is_reproducible_byte_for_byte(root, capsys):
     assert run(root) == 0, capsys.readouterr().out
     first = snapshot(root)
@@ -214,6 +215,7 @@ def without_time(files):
     return nbformat.writes(lecture)
 
 
+@pytest.mark.slow
 def test_a_failing_lesson_is_named_and_leaves_everything_as_it_was(root, capsys):
     (root / "src/lessons/02_tiny_exercises.py").unlink()
     lesson(root, "02_tiny", "\n# %% [markdown]\n# # Tiny\n\n# %%\nx = 1\nprint(x)\n")
@@ -233,6 +235,7 @@ def test_a_failing_lesson_is_named_and_leaves_everything_as_it_was(root, capsys)
     assert notebook(root, "notebooks/03_other").cells[1].outputs[0].text == "fine\n", "the build went on"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "code, sentence",
     [

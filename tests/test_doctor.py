@@ -95,6 +95,7 @@ def test_the_report_of_this_machine_is_json_and_complete():
     assert all(phase["mode"] != "cannot run" for phase in report["phases"][:4])
 
 
+@pytest.mark.slow
 def test_the_json_holds_what_pytorch_collects_and_no_home_folder():
     text = run_doctor(options=["--json"], HOME=str(ROOT.parent), FLASHLAB_INTERPRET="")
     collected = json.loads(text)["collect_env"]
@@ -122,6 +123,7 @@ def test_the_home_folder_is_named_by_its_tilde(monkeypatch):
     assert doctor.without_home("/usr/bin") == "/usr/bin"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["torch", "triton", "numpy"])
 def test_a_package_that_does_not_load_is_one_sentence(tmp_path, name):
     place = package(tmp_path, name, "raise OSError('libbroken.so.1: cannot open shared object file')")
@@ -130,6 +132,7 @@ def test_a_package_that_does_not_load_is_one_sentence(tmp_path, name):
     assert any(text.startswith(f"{name} is installed but does not load") for text in report["advice"])
 
 
+@pytest.mark.slow
 def test_a_package_that_crashes_the_process_is_one_sentence(tmp_path):
     report = json.loads(run_doctor(options=["--json"], PYTHONPATH=package(tmp_path, "triton", "import os; os.abort()")))
     assert "ended the process" in report["software"]["triton"]["broken"]
@@ -323,6 +326,7 @@ def solution(folder, body):
     nbformat.write(notebook, folder / "solutions" / "99_double.ipynb")
 
 
+@pytest.mark.slow
 def test_bench_check_times_each_check_and_keeps_the_figures(tmp_path, monkeypatch):
     solution(tmp_path, "def double(x):\n    return 2 * x")
     monkeypatch.setattr(cli, "ROOT", tmp_path)
@@ -335,6 +339,7 @@ def test_bench_check_times_each_check_and_keeps_the_figures(tmp_path, monkeypatc
     assert not (tmp_path / ".flashlab" / "progress.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_bench_check_says_which_notebook_fails(tmp_path, monkeypatch):
     solution(tmp_path, "def double(x):\n    raise ValueError('unfinished')")
     monkeypatch.setattr(cli, "ROOT", tmp_path)

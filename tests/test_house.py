@@ -131,6 +131,7 @@ def test_the_phase_map_is_that_of_the_course():
         assert path.stem.removesuffix("_exercises") == course.phase(int(path.stem[:2])).name
 
 
+@pytest.mark.slow
 def test_the_figures_are_drawn_from_the_committed_script(tmp_path):
     done = subprocess.run([sys.executable, ROOT / "docs" / "figures.py", tmp_path], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -45,15 +45,20 @@ NUMPY = tuple(int(part) for part in np.__version__.split(".")[:2])
 NEEDED_HERE = {"index": triton.__version__.startswith("3.6.") and NUMPY >= (2, 4)}
 
 
-@pytest.fixture(scope="module")
-def answers():
-    def ask(mode):
+class Answers(dict):
+    """What interpreter_cases.py says in each of its modes, asked once."""
+
+    def __missing__(self, mode):
         environment = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "FLASHLAB_INTERPRET")}
         done = subprocess.run([sys.executable, str(CASES), mode], env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)
+        self[mode] = json.loads(done.stdout)
+        return self[mode]
 
-    return {mode: ask(mode) for mode in ("plain", "repaired", "without")}
+
+@pytest.fixture(scope="module")
+def answers():
+    return Answers()
 
 
 def judge_canary(repair, right_in_plain, right_without):
@@ -68,6 +73,7 @@ def judge_canary(repair, right_in_plain, right_without):
     assert not right_without, f"the repair {repair} changes nothing beside the others: take it out"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("repair", CANARIES)
 def test_each_repair_is_still_needed(answers, repair):
     plain, without = answers["plain"], answers["without"][repair]
@@ -96,6 +102,7 @@ def test_right_with_the_repairs(answers, case):
     assert right, wrong
 
 
+@pytest.mark.slow
 def test_every_repair_has_a_canary_and_every_case_is_listed(answers):
     assert set(CANARIES) == set(REPAIRS) == set(answers["without"])
     assert set(answers["repaired"]) == {case for cases in CANARIES.values() for case in cases} | set(RIGHT_ANYWAY)
@@ -336,6 +343,7 @@ COMPILING = """
 """
 
 
+@pytest.mark.slow
 def test_hbm_traffic_in_a_process_that_compiles():
     """A launcher and kernels of notebook cells go to a child process that interprets."""
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(COMPILING)], capture_output=True, text=True)

@@ -276,6 +276,7 @@ def test_what_is_ready_starts_at_once_and_without_pip(course):
     assert course.run("setup").stdout == f"ready: {course.venv}/bin/python\n"
 
 
+@pytest.mark.slow
 def test_cut_short_at_twenty_moments_and_resumed(tmp_path):
     whole = time.monotonic()
     assert Course(tmp_path / "whole").run().returncode == 0

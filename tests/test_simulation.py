@@ -334,6 +334,7 @@ def test_the_milestones_check_names_the_mistake(slug, fn):
     assert diagnosis("2.3", fn) == slug
 
 
+@pytest.mark.slow
 def test_whole_matrix_mistakes():
     def tiled(rounds_up=True, everything=False):
         def fn(Q, K, V, BLOCK_M=64, BLOCK_N=64, scale=None):
@@ -382,6 +383,7 @@ def test_byte_count_mistakes():
     assert diagnosis("2.7", lambda *sizes: 3) == "wrong-type"
 
 
+@pytest.mark.slow
 def test_split_kv_mistakes():
     def split(merge_parts):
         def fn(Q_block, K, V, BLOCK_N, splits, scale=None):
@@ -407,6 +409,7 @@ def test_split_kv_mistakes():
     assert diagnosis("2.8", split(unshifted)) == "merge-overflow"
 
 
+@pytest.mark.slow
 def test_causal_mistakes():
     def masks_everything(Q, K, V, BLOCK_M=64, BLOCK_N=64, scale=None):
         o, lse = reference.attention(Q[None, None], K[None, None], V[None, None], causal=True, scale=scale)

@@ -133,6 +133,7 @@ def test_an_interrupt_passes_through_and_changes_nothing(course):
     assert torch._C._len_torch_function_stack() == 0  # fresh memory is no longer marked
 
 
+@pytest.mark.slow
 def test_an_endless_loop_can_be_stopped(tmp_path):
     script = (
         "from flashlab.check import verify\n"

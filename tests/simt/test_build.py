@@ -179,6 +179,7 @@ def test_the_other_compiler():
     assert racy.findings[0].kind == "race" and racy.findings[0].line
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_the_launch():
     """Ctrl-C in a notebook: KeyboardInterrupt, and the process lives on."""
     program = f"""
