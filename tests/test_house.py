@@ -8,11 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import nbformat
 import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+import flashlab
 from flashlab import course, doctor
 
 if sys.version_info >= (3, 11):
@@ -64,11 +66,7 @@ def test_every_place_names_the_same_pythons():
 
 
 def test_the_pinned_pair_is_one_that_was_tried():
-    pins = {}
-    for line in PROJECT["project"]["dependencies"]:
-        requirement = Requirement(line)
-        pins[requirement.name] = str(requirement.specifier).removeprefix("==")
-    short = tuple(".".join(pins[name].split(".")[:2]) for name in ("torch", "triton"))
+    short = tuple(".".join(pins()[name].split(".")[:2]) for name in ("torch", "triton"))
     assert short in doctor.TRIED
     text = (ROOT / "README.md").read_text()
     for torch, triton in doctor.TRIED:
@@ -107,10 +105,77 @@ def test_continuous_integration_runs_make_test():
     assert text.rstrip().endswith("exec make test")
 
 
+def pins():
+    requirements = map(Requirement, PROJECT["project"]["dependencies"])
+    return {requirement.name: str(requirement.specifier).removeprefix("==") for requirement in requirements}
+
+
+def test_the_workflow_runs_the_two_commands_on_the_oldest_and_the_newest_python():
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    test = workflow["jobs"]["test"]
+    assert test["strategy"]["matrix"]["python"] == ["{}.{}".format(*version) for version in doctor.PYTHONS]
+    commands = [step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step]
+    assert {"make test", "make test-lint", "make test-sync"} <= set(commands)
+    assert any(
+        "make setup" in command and "flashlab check" in command and "make lab" in command for command in commands
+    )
+    assert workflow["env"]["CI"] == "true" and workflow["env"]["PIP_EXTRA_INDEX_URL"].endswith("/whl/cpu")
+    for target in re.findall(r"make ([a-z-]+)", " ".join(commands)):
+        assert re.search(rf"^{target}:", MAKEFILE, re.M), target
+
+
+def test_the_hooks_are_the_linters_of_the_project():
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    found = {hook["id"]: repository["rev"] for repository in hooks for hook in repository["hooks"]}
+    assert set(found) == {"ruff-check", "ruff-format", "clang-format"}  # and no nbstripout: outputs are compared
+    assert found["ruff-check"] == found["ruff-format"] == "v" + pins()["ruff"]
+    style = yaml.safe_load((ROOT / ".clang-format").read_text())
+    assert style["ReflowComments"] is False and style["SortIncludes"] == "Never"
+    assert yaml.safe_load((ROOT / "src" / "flashlab" / "kernels" / ".clang-format").read_text())["DisableFormat"]
+
+
+def test_the_papers_at_the_door_are_well_formed():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == PROJECT["project"]["version"] == flashlab.__version__
+    assert citation["license"] == PROJECT["project"]["license"]
+    assert "## Unreleased" in (ROOT / "CHANGELOG.md").read_text()
+    container = re.sub(r"^//.*$", "", (ROOT / ".devcontainer" / "devcontainer.json").read_text(), flags=re.M)
+    assert json.loads(container)["onCreateCommand"] == "make setup"
+    for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.md"):
+        _, head, body = path.read_text().split("---\n", 2)
+        assert {"name", "about", "labels"} == set(yaml.safe_load(head)) and body.strip()
+
+
+def test_colab_keeps_its_own_torch():
+    notebook = nbformat.read(ROOT / "docs" / "colab.ipynb", as_version=4)
+    nbformat.validate(notebook)
+    cells = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
+    assert not any(cell.get("outputs") for cell in notebook.cells)
+    (install,) = re.findall(r"^.*pip install.*$", "\n".join(cells), re.M)
+    assert "--no-deps" in install and "torch" not in install
+    (run,) = re.findall(r"^%run course/(.*)$", "\n".join(cells), re.M)
+    assert (ROOT / run).exists()
+
+
+def test_mypy_looks_at_all_of_the_package_but_what_is_listed():
+    mypy = PROJECT["tool"]["mypy"]
+    assert (
+        mypy["packages"] == ["flashlab"]
+        and f"py3{mypy['python_version'][2:]}" == PROJECT["tool"]["ruff"]["target-version"]
+    )
+    for override in mypy["overrides"]:
+        if override.get("ignore_errors"):
+            for module in override["module"]:
+                path = ROOT / "src" / Path(*module.removesuffix(".*").split("."))
+                assert path.is_dir() if module.endswith(".*") else path.with_suffix(".py").exists(), module
+    for path in (ROOT / "src" / "flashlab").rglob("*.py"):
+        assert not re.search(r"type: ignore(?!\[)", path.read_text()), f"{path}: an ignore names its code"
+
+
 # ---- README and its like
 
 
-@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
 def test_what_a_page_names_is_there(name):
     text = (ROOT / name).read_text()
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
