@@ -119,7 +119,7 @@ plt.show()
 # is nothing in it to misunderstand.
 
 # %%
-show.source(attention_by_loops, start="q, k, v = q.tolist()")
+show.source(attention_by_loops, start="Q, K, V = q.tolist()")
 
 # %%
 O_by_loops = attention_by_loops(Q, K, V)

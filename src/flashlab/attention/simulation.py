@@ -49,14 +49,16 @@ class Step(NamedTuple):
 
 
 def check_inputs(
-    Q_block: torch.Tensor, K: torch.Tensor, V: torch.Tensor, BLOCK_N: int, scale: float | None = None
-) -> float:
+    Q_block: torch.Tensor, K: torch.Tensor, V: torch.Tensor, BLOCK_N: int, scale: float | None = None,
+    BLOCK_M: int | None = None,
+) -> float:  # fmt: skip
     """Raise a clear error for inputs that the block functions cannot take; return `scale`, or its default.
 
     Raises:
-        TypeError, ValueError: see `check_qkv`; no key at all; BLOCK_N is not an int, or below 1.
+        TypeError, ValueError: see `check_qkv`; no key at all; a block size that is not an int, or below 1.
     """
     check_qkv(Q_block, K, V, rank=2, dtypes=_DTYPES, keys_needed=True, names=("Q_block", "K", "V"))
+    check_block("BLOCK_M", BLOCK_M)
     check_block("BLOCK_N", BLOCK_N)
     return scale_of(scale, Q_block.shape[1])
 
@@ -123,10 +125,9 @@ def flash_attention_one_head_sim(
     Returns:
         O: [M, V_DIM] in V's dtype. lse: [M], float32.
     Raises:
-        ValueError, TypeError: see `check_inputs`; BLOCK_M is checked as BLOCK_N is.
+        ValueError, TypeError: see `check_inputs`.
     """
-    scale = check_inputs(Q, K, V, BLOCK_N, scale)
-    check_block("BLOCK_M", BLOCK_M)
+    scale = check_inputs(Q, K, V, BLOCK_N, scale, BLOCK_M)
     M = Q.shape[0]
     O = Q.new_empty([M, V.shape[1]])
     lse = Q.new_empty([M], dtype=torch.float32)
@@ -151,8 +152,7 @@ def flash_attention_causal_sim(
     Query i sees the keys j <= i + N - M (the last query sees the last key). A row that sees no key at all
     gets O = 0 and lse = -inf. Arguments, results and errors as for `flash_attention_one_head_sim`.
     """
-    scale = check_inputs(Q, K, V, BLOCK_N, scale)
-    check_block("BLOCK_M", BLOCK_M)
+    scale = check_inputs(Q, K, V, BLOCK_N, scale, BLOCK_M)
     M, N = Q.shape[0], K.shape[0]
     O = Q.new_empty([M, V.shape[1]])
     lse = Q.new_empty([M], dtype=torch.float32)
