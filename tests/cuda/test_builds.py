@@ -2,6 +2,8 @@
 
 import ctypes
 import threading
+import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -170,6 +172,46 @@ def test_the_headers_of_a_source_are_part_of_its_build(tmp_path):
     assert found == ["a.cuh", "deep/b.cuh", "deep/c.cuh"]
     own = {p.name for p in includes(source("p8_flash"), sources.read(step("p8_flash")).folders())}
     assert {"simt.h", "ptx.cuh", "problem.cuh"} <= own
+
+
+# ---- builds by PyTorch -----------------------------------------------------------------------------------------------
+@needs_nvcc
+def test_pytorch_is_asked_for_the_same_build(cache, monkeypatch):
+    from torch.utils import cpp_extension
+
+    asked = {}
+
+    def load_inline(*, name, build_directory, **options):
+        asked.update(options)
+        Path(build_directory, f"{name}.so").write_text("a library")
+        Path(build_directory, "nvcc.log").write_text(
+            "k.cu(4): warning #177-D: a warning\nptxas info    : Used 10 registers"
+        )
+        return types.ModuleType(name)
+
+    monkeypatch.setattr(cpp_extension, "load_inline", load_inline)
+    text = sources.read(SCALE, "k.cu")
+    flags = toolchain.nvcc_flags("sm_90", {"SIZE": 3}, text.folders())
+    first = builds.build(text, flags, "torch", folders=text.folders())
+    assert asked["cuda_sources"] == [text.native] and asked["no_implicit_headers"]
+    assert asked["cpp_sources"] == [binding_source(text.entries.values(), "k.cu")]
+    given = [*asked["extra_cuda_cflags"], *(f"-I{folder}" for folder in asked["extra_include_paths"])]
+    assert [f for f in flags if f not in given] == ["--expt-relaxed-constexpr"]  # which PyTorch adds itself
+    extra = [f for f in given if f not in flags]
+    assert extra[-1] == "2>nvcc.log" and all(f.startswith("-U__CUDA_NO_") for f in extra[:-1])
+    assert first.library.read_text() == "a library" and "Used 10 registers" in first.log
+    assert first.warnings(text).splitlines()[0] == "k.cu:4: a warning"
+    again = builds.build(text, flags, "torch", folders=text.folders())
+    assert again.from_cache and (again.library, again.module, again.log) == (first.library, first.module, first.log)
+
+    def refuses(**options):
+        Path(options["build_directory"], "nvcc.log").write_text('k.cu(4): error: identifier "j" is undefined\n')
+        raise RuntimeError("Error building extension")
+
+    monkeypatch.setattr(cpp_extension, "load_inline", refuses)
+    with pytest.raises(errors.CompileError, match="k.cu:4: identifier"):
+        builds.build(sources.read(BROKEN, "k.cu"), flags, "torch", folders=text.folders())
+    assert len(list(cache.glob("cuda/*"))) == 1
 
 
 # ---- builds by nvcc ------------------------------------------------------------------------------------------------

@@ -232,7 +232,10 @@ def rows_of(case: Case, times: dict[str, timing.Timing]) -> list[dict[str, Any]]
 def measure_ladder(built: Built, cases: Sequence[Case], rounds: int, progress: Progress) -> list[dict[str, Any]]:
     """Every variant of the head_dim at these cases, with its registers and spills."""
     rows = []
-    kernels = {(v.name, v.head_dim): compiled(v) for v, _ in built if v.dtype == torch.float16}
+    halves = [v for v, _ in built if v.dtype == torch.float16]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        found_kernels = zip(halves, pool.map(compiled, halves), strict=True)
+        kernels = {(v.name, v.head_dim): found for v, found in found_kernels}
     for case in cases:
         shape, causal, kind = case
         q, k, v = inputs(shape, kind)
@@ -256,9 +259,9 @@ def final_cases(head_dims: Sequence[int], quick: bool = False) -> list[tuple[str
     """(table, case): the shapes of both published tables, and large ones, those with moving maxima too."""
 
     def of(name: str) -> list[Shape]:
-        rows = published.load(name)
-        seen = dict.fromkeys((r["batch"], r["heads"], r["seq_len"], r["head_dim"]) for r in rows)
-        return [shape for shape in seen if shape[3] in head_dims]
+        columns = ("batch", "heads", "seq_len", "head_dim")
+        shapes = dict.fromkeys(tuple(int(str(r[c])) for c in columns) for r in published.load(name))
+        return [(b, h, n, d) for b, h, n, d in shapes if d in head_dims]
 
     big = [("big", (shape, causal, kind)) for shape, causal in BIG for kind in ("randn", "moving")]
     if quick:
@@ -339,14 +342,16 @@ def summary(final: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 def run(only: Sequence[str] = ("ladder", "final", "counters"), rounds: int = 9, quick: bool = False) -> dict[str, Any]:
     """Build, check, measure. ``quick``: fp16 and the large shapes alone. Raises NoGpu where there is no GPU."""
+    if not torch.cuda.is_available():
+        raise NoGpu("the tensor-core kernels are measured on a CUDA GPU, and PyTorch sees none")
     torch.manual_seed(0)
+    progress = Progress()
+    dtypes = (torch.float16,) if quick else (torch.float16, torch.bfloat16)
+    built = build(variants(dtypes, only_last=list(only) == ["final"]))
+    progress.say(f"{len(built)} kernels built")
+    worst = max(verify(v, module) for v, module in built)
+    progress.say(f"all of them agree with float64: the worst error is {worst:.2f} of the bound")
     with timing.measured() as machine:
-        progress = Progress()
-        dtypes = (torch.float16,) if quick else (torch.float16, torch.bfloat16)
-        built = build(variants(dtypes, only_last=list(only) == ["final"]))
-        progress.say(f"{len(built)} kernels built")
-        worst = max(verify(v, module) for v, module in built)
-        progress.say(f"all of them agree with float64: the worst error is {worst:.2f} of the bound")
         result: dict[str, Any] = {"machine": machine, "rounds": rounds, "worst_error_of_bound": worst}
         if "ladder" in only:
             cases = [c for c in LADDER if c[0] == BIG[0][0]] if quick else LADDER

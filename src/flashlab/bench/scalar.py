@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from flashlab.bench import peers, published, records, timing
+from flashlab.bench.records import NoGpu
 from flashlab.cuda import CudaModule, load_inline
 from flashlab.kernels import steps
 from flashlab.table import Table
@@ -53,20 +54,21 @@ def measure(modules: dict[str, CudaModule], shape: Shape, rounds: int = 15) -> l
     sets = timing.input_sets(4 * batch * heads * seq_len * head_dim * 4)
     inputs = [[torch.randn(batch, heads, seq_len, head_dim, device="cuda") for _ in range(3)] for _ in range(sets)]
     variants: dict[str, Callable[..., Callable[[], Any]]] = {
-        name: lambda *qkv, m=m: lambda: m.forward(*qkv, causal=causal)[0] for name, m in modules.items()
+        name: lambda q, k, v, m=m: lambda: m.forward(q, k, v, causal=causal)[0] for name, m in modules.items()
     }
     variants |= {
-        "torch_naive_f32": lambda *qkv: peers.unfused(*qkv, causal),
-        "sdpa_efficient_f32": lambda *qkv: peers.sdpa("EFFICIENT_ATTENTION", *qkv, causal),
-        "sdpa_math_f32": lambda *qkv: peers.sdpa("MATH", *qkv, causal),
+        "torch_naive_f32": lambda q, k, v: peers.unfused(q, k, v, causal),
+        "sdpa_efficient_f32": lambda q, k, v: peers.sdpa("EFFICIENT_ATTENTION", q, k, v, causal),
+        "sdpa_math_f32": lambda q, k, v: peers.sdpa("MATH", q, k, v, causal),
     }
     every = {name: [variant(*qkv) for qkv in inputs] for name, variant in variants.items()}
     functions, reasons = timing.able(every)
     for name, reason in reasons.items():
         print(f"  {name} cannot run: {reason}", file=sys.stderr)
-    want = peers.unfused(*(x.double() for x in inputs[0]), causal)()
+    q, k, v = (x.double() for x in inputs[0])
+    want = peers.unfused(q, k, v, causal)()
     errors = {name: (every[name][0]().double() - want).abs().max().item() for name in functions}
-    del want
+    del q, k, v, want
     work = timing.attention_flops(*shape)
     row = dict(zip(("batch", "heads", "seq_len", "head_dim", "causal"), shape, strict=True))
     return [
@@ -86,13 +88,15 @@ def _build(todo: Sequence[Shape]) -> dict[str, CudaModule]:
 
 def run(*, rounds: int = 15, only: int | None = None) -> dict[str, Any]:
     """Every shape, or the first so many, on this machine's GPU. Raises NoGpu, flashlab.cuda.Unavailable."""
+    if not torch.cuda.is_available():
+        raise NoGpu("the float32 kernels are measured on a CUDA GPU, and PyTorch sees none")
     todo = shapes()[:only]
+    modules = _build(todo)
     rows = []
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = False
     try:
         with timing.measured() as machine:
-            modules = _build(todo)
             for i, shape in enumerate(todo, 1):
                 found = measure(modules, shape, rounds)
                 rows += found
@@ -113,10 +117,12 @@ def recorded() -> list[dict[str, Any]]:
 
 def ratios(data: dict[str, Any], variant: str, peer: str = "torch_naive_f32") -> dict[tuple, float]:
     """By shape (batch, heads, seq_len, head_dim, causal): how many times faster than the peer the variant is."""
-    times = {
-        (r["batch"], r["heads"], r["seq_len"], r["head_dim"], r["causal"], r["variant"]): r["ms"] for r in data["rows"]
-    }
-    return {k[:5]: times[(*k[:5], peer)] / ms for k, ms in times.items() if k[5] == variant and (*k[:5], peer) in times}
+    times: dict[str, dict[tuple, float]] = {}
+    for r in data["rows"]:
+        shape = (r["batch"], r["heads"], r["seq_len"], r["head_dim"], r["causal"])
+        times.setdefault(r["variant"], {})[shape] = r["ms"]
+    theirs = times.get(peer, {})
+    return {shape: theirs[shape] / ms for shape, ms in times.get(variant, {}).items() if shape in theirs}
 
 
 def table(data: dict[str, Any]) -> Table:

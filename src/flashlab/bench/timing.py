@@ -13,6 +13,7 @@ of tensors would stay in the L2 cache, the graph goes through them in turn.
 from __future__ import annotations
 
 import contextlib
+import functools
 import statistics
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -109,11 +110,7 @@ def interleaved(
                 function()
             once = _milliseconds(several[0], stream)
             repeats = max(len(several), min(64, round(target_ms / max(once, 1e-3))))
-
-            def work(several=several, repeats=repeats):
-                for i in range(repeats):
-                    several[i % len(several)]()
-
+            work: Callable[[], Any] = functools.partial(_in_turn, several, repeats)
             if graphs:
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph, stream=stream):
@@ -127,6 +124,11 @@ def interleaved(
                     samples[name].append(_milliseconds(work, stream) / repeats)
     torch.cuda.current_stream().wait_stream(stream)
     return {name: summary(found[1:]) for name, found in samples.items()}  # the first round warms up
+
+
+def _in_turn(several: Sequence[Callable[[], Any]], repeats: int) -> None:
+    for i in range(repeats):
+        several[i % len(several)]()
 
 
 def _milliseconds(work: Callable[[], Any], stream: torch.cuda.Stream) -> float:

@@ -43,11 +43,10 @@ def run(lengths: Sequence[int] = LENGTHS, head_dims: Sequence[int] = (64, 128)) 
 def measure(n: int, head_dim: int) -> list[dict[str, Any]]:
     """One row for each implementation: milliseconds and TFLOP/s, or why there are none."""
     q, k, v = (torch.randn(n, head_dim, device=runtime.device(), dtype=torch.float16) for _ in range(3))
-    heads = [x[None, None] for x in (q, k, v)]
     ways: list[Callable[[], Any]] = [
         lambda: flash_attention_forward(q, k, v),
         lambda: naive_attention(q, k, v),
-        peers.sdpa("FLASH_ATTENTION", *heads),
+        peers.sdpa("FLASH_ATTENTION", q[None, None], k[None, None], v[None, None]),
     ]
     able, reasons = timing.able(dict(zip(NAMES, ways, strict=True)))
     times, work = timing.interleaved(able), timing.attention_flops(1, 1, n, head_dim)

@@ -14,6 +14,7 @@ median, the fastest and the slowest of the rounds. Those of the schemes include 
 
 from __future__ import annotations
 
+import functools
 import gc
 import re
 from collections.abc import Callable, Sequence
@@ -77,14 +78,13 @@ def measure_length(seq_len: int, heads: int, head_dim: int) -> tuple[dict[str, A
         "fused": {"seq_len": seq_len, "backend": "FLASH_ATTENTION"},
     }
     # What does not run is left out; what does has its workspaces then.
-    ways, reasons = timing.able(
-        {"naive": lambda: naive_attention(q, k, v), "fused": peers.sdpa("FLASH_ATTENTION", q, k, v)}
-    )
+    ways = {"naive": lambda: naive_attention(q, k, v), "fused": peers.sdpa("FLASH_ATTENTION", q, k, v)}
+    able, reasons = timing.able(ways)
     for name, reason in reasons.items():
         rows[name]["unavailable"] = reason
-    for name, way in ways.items():
-        rows[name]["peak_bytes"] = _allocated(way)
-    for name, times in timing.interleaved(ways).items():
+    for name in able:
+        rows[name]["peak_bytes"] = _allocated(ways[name])
+    for name, times in timing.interleaved(able).items():
         rows[name] |= times.row()
     return rows["naive"], rows["fused"]
 
@@ -105,7 +105,7 @@ def measure_scheme_a(head_dim: int) -> list[dict[str, Any]]:
     while len(ways) == len(rows):
         q, k, v = _qkv(seq_len, head_dim)
         row = {"seq_len": seq_len, "shared_bytes": schemes.scheme_a_shared_bytes(seq_len, head_dim)}
-        way = lambda q=q, k=k, v=v: schemes.scheme_a(q, k, v)  # noqa: E731
+        way = functools.partial(schemes.scheme_a, q, k, v)
         rows.append(row | _tried(way, q, k, v))
         if rows[-1]["ok"]:
             ways[seq_len] = way
@@ -119,11 +119,14 @@ def measure_scheme_b(head_dim: int, seq_len: int = 256) -> list[dict[str, Any]]:
     q = torch.randn(64 * runtime.limits().sms, head_dim, device=runtime.device(), dtype=torch.float16)
     k, v = _qkv(seq_len, head_dim)[:2]
     ways: dict[str, Callable[[], Any]] = {"scheme A": lambda: schemes.scheme_a(q, k, v)}
-    ways |= {how: lambda how=how: schemes.scheme_b(q, k, v, how=how) for how in schemes.ESCAPE_HATCHES}
+    ways |= {how: functools.partial(schemes.scheme_b, q, k, v, how=how) for how in schemes.ESCAPE_HATCHES}
     ways |= {"two passes": lambda: schemes.two_pass(q, k, v)}
-    rows = [{"how": name, "seq_q": q.shape[0], "seq_len": seq_len} | _tried(way, q, k, v) for name, way in ways.items()]
-    times = timing.interleaved({row["how"]: ways[row["how"]] for row in rows if row["ok"]})
-    return [row | (times[row["how"]].row() if row["ok"] else {}) for row in rows]
+    tried = {name: _tried(way, q, k, v) for name, way in ways.items()}
+    times = timing.interleaved({name: ways[name] for name, row in tried.items() if row["ok"]})
+    return [
+        {"how": name, "seq_q": q.shape[0], "seq_len": seq_len} | row | (times[name].row() if row["ok"] else {})
+        for name, row in tried.items()
+    ]
 
 
 def _tried(way: Callable[[], Any], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, Any]:

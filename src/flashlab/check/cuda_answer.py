@@ -294,7 +294,7 @@ def examine(
     """
     __tracebackhide__ = True
     whole = source_of(kernel)
-    variant = {"head_dim": head_dim, "dtype": dtype}
+    variant: dict[str, Any] = {"head_dim": head_dim, "dtype": dtype}
     module = built(kernel, check=True, **variant, **defines)
     reports = [probe(module, whole, shape, sms=sms, **variant) for shape in probes]
     runs = built(kernel, check=False, **variant, **defines) if fast else module

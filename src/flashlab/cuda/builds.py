@@ -7,6 +7,7 @@ one that PyTorch builds is a Python module too, with the functions bound to tens
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib.machinery
 import importlib.util
 import os
@@ -64,15 +65,11 @@ def build(text: Text, flags: Sequence[str], backend: str, *, folders: Sequence[P
     """
     headers = [(str(p), cache.file_digest(p)) for p in _source.includes(text.text, folders)]
     parts = [_FORMAT, backend, text.native, text.name, list(flags), headers, toolchain.nvcc_version()]
+    make = functools.partial(_with_nvcc, text=text, flags=flags)
     if backend == "torch":
         binding = binding_source(text.entries.values(), text.name)
         parts += [binding, torch.__version__, sysconfig.get_config_var("SOABI")]
-
-    def make(work: Path) -> dict[str, Any]:
-        return (
-            _with_pytorch(work, text, flags, binding, verbose) if backend == "torch" else _with_nvcc(work, text, flags)
-        )
-
+        make = functools.partial(_with_pytorch, text=text, flags=flags, binding=binding, verbose=verbose)
     found = cache.kept("cuda", cache.key(*parts), make)
     return Build(found.folder / "kernel.so", found.notes["log"], found.notes["module"], found.from_cache)
 
@@ -85,7 +82,7 @@ def _compiler(flags: Sequence[str]) -> str:
 def _with_nvcc(work: Path, text: Text, flags: Sequence[str]) -> dict[str, Any]:
     """Makes work/kernel.so; returns the notes of the build."""
     (work / "kernel.cu").write_text(text.native, encoding="utf-8")
-    command = [toolchain.find_nvcc(), *flags, "-shared", "-Xcompiler", "-fPIC", "-o", "kernel.so", "kernel.cu"]
+    command = [toolchain.nvcc(), *flags, "-shared", "-Xcompiler", "-fPIC", "-o", "kernel.so", "kernel.cu"]
     done = subprocess.run(command, cwd=work, capture_output=True, text=True)
     if done.returncode:
         raise compile_error(text.name, text.text, done.stderr + done.stdout, _compiler(flags))
@@ -159,7 +156,7 @@ class Native:
         code = self._dll.flashlab_last_error() if entry.returns == "void" else returned
         if code:
             name = self._dll.flashlab_error_name(code).decode() if code > 0 else "its own error code"
-            raise launch_error(entry.name, code, name, self._dll.flashlab_asked_shared(), device)
+            raise launch_error(entry.name, code, name, self._dll.flashlab_asked_shared())
         return 0
 
 
@@ -176,7 +173,8 @@ def _import(library: Path, name: str) -> ModuleType:
     """The extension module in a file; one that is in the process already is not loaded twice."""
     if name not in sys.modules:
         loader = importlib.machinery.ExtensionFileLoader(name, str(library))
-        module = importlib.util.module_from_spec(importlib.util.spec_from_loader(name, loader, origin=str(library)))
+        spec = importlib.machinery.ModuleSpec(name, loader, origin=str(library))
+        module = importlib.util.module_from_spec(spec)
         loader.exec_module(module)
         sys.modules[name] = module
     return sys.modules[name]

@@ -9,8 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-import torch
-
+from flashlab import runtime
 from flashlab.simt import errors as _simt
 
 
@@ -122,12 +121,10 @@ ADVICE = {
 }
 
 
-def launch_error(
-    entry: str, code: int, name: str, asked: int = 0, device: torch.device | int | None = None
-) -> LaunchError:
+def launch_error(entry: str, code: int, name: str, asked: int = 0) -> LaunchError:
     """The error for CUDA's code. ``asked``: bytes of shared memory that were more than the device has, or 0."""
     if asked:
-        limit = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+        limit = runtime.limits().shared_per_block
         return LaunchError(
             f"{entry}: the kernel wants {asked} bytes of shared memory per block, and this GPU has {limit} at most: "
             "use smaller tiles, or fewer stages", code, name,

@@ -168,8 +168,8 @@ class CudaModule:
         for i, x in copies.items():
             if not entry.parameters[i].const:
                 x.copy_(values[i])
-        returned = self.report.returned
-        return returned if isinstance(returned, int) else 0
+        code = self.report.returned
+        return code if isinstance(code, int) else 0
 
     # ---- a kernel of the series -----------------------------------------------------------------------------------
     def forward(

@@ -115,7 +115,7 @@ def resources(
     variant = text.variant(defines, head_dim, dtype)
     flags = nvcc_flags(target, macros(defines, variant), text.folders())
     built = build(text, flags, "nvcc", folders=text.folders())
-    command = [find_cuobjdump(), "-sass", str(built.library)]
+    command = [str(find_cuobjdump()), "-sass", str(built.library)]
     listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     functions = dict(re.findall(r"Function : (\S+)\n(.*?)(?=\n\s*Function : |\Z)", listing, re.DOTALL))
     plain = _plain(functions)
@@ -157,7 +157,7 @@ def _ptxas(log: str) -> dict[str, tuple[int, int, int]]:
     """(registers, spilled bytes, static shared bytes) of each kernel of ``ptxas -v``."""
     found = {}
     for block in re.split(r"Compiling entry function ", log)[1:]:
-        name = re.match(r"'(\S+?)'", block)[1]
+        name = block.split("'")[1]
         number = {
             key: int(m[1]) if (m := re.search(pattern, block)) else 0
             for key, pattern in {

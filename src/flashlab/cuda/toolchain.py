@@ -51,10 +51,18 @@ def find_nvcc() -> str | None:
     return next((str(c) for c in candidates if os.access(c, os.X_OK)), None)
 
 
+def nvcc() -> str:
+    """nvcc's path. Raises Unavailable where there is none."""
+    found = find_nvcc()
+    if found is None:
+        raise Unavailable("there is no nvcc on this machine")
+    return found
+
+
 def find_cuobjdump() -> str | None:
     """cuobjdump's path: nvcc's neighbour, of the PATH, or the one that comes with Triton; or None."""
-    nvcc, on_path = find_nvcc(), shutil.which("cuobjdump")
-    places = [Path(nvcc).resolve().parent / "cuobjdump"] if nvcc else []
+    compiler, on_path = find_nvcc(), shutil.which("cuobjdump")
+    places = [Path(compiler).resolve().parent / "cuobjdump"] if compiler else []
     places += [Path(on_path)] if on_path else []
     places += [folder / "backends" / "nvidia" / "bin" / "cuobjdump" for folder in _packages("triton")]
     return next((str(p) for p in places if p.exists()), None)
@@ -63,10 +71,7 @@ def find_cuobjdump() -> str | None:
 @functools.lru_cache(maxsize=1)
 def nvcc_version() -> str:
     """What nvcc calls itself, "13.0.88". Raises Unavailable where there is none."""
-    nvcc = find_nvcc()
-    if nvcc is None:
-        raise Unavailable("there is no nvcc on this machine")
-    text = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
+    text = subprocess.run([nvcc(), "--version"], capture_output=True, text=True).stdout
     found = re.search(r"V(\d+\.\d+\.\d+)", text)
     return found[1] if found else "unknown"
 

@@ -393,6 +393,7 @@ def _(causal_bytes_read: Callable[..., Any]) -> str:
     ):
         module = load_inline(step, check=True)
         module.forward(q, k, v, causal=True)
+        assert module.report is not None
         counted = module.report.counters["global_load_bytes"]
         expect(
             mine == counted, f"{order}: the emulator counted {counted} bytes for N=200, D=64", diagnosis="wrong-value"

@@ -67,7 +67,7 @@ def _table(fn: Callable[[int, int], Any], name: str, parts: int) -> dict[tuple[i
 
 def _expect_holder(
     got: dict[tuple[int, int], tuple[int, ...]],
-    want: dict[tuple[int, int], tuple[int, ...]],
+    want: Mapping[tuple[int, int], tuple[int, ...]],
     name: str,
     mistakes: Mapping[str, tuple[Callable[[int, int], tuple[int, ...]], str]],
 ) -> None:
@@ -541,7 +541,7 @@ def _with_loop(loop: str) -> Source:
         _AFTER_LOOP,
         "\n".join([*lines, "    }", "", f"    {_AFTER_LOOP} its pairs of columns."]),
     )
-    return dataclasses.replace(whole, last=whole.first + len(lines) - 1)
+    return dataclasses.replace(whole, last=(whole.first or 1) + len(lines) - 1)
 
 
 @exercise(

@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 from flashlab.simt.build import Build, build
 from flashlab.simt.errors import (
@@ -218,7 +219,7 @@ def _scalar(entry: str, p: Parameter, value: object):
         raise TypeError(
             f"{entry}: {p.name} is a pointer: pass a numpy array, a CPU tensor or None, not {type(value).__name__}"
         )
-    given = to_number(entry, p, value)  # which refuses a type that is none of these
+    given: Any = to_number(entry, p, value)  # which refuses a type that is none of these
     return C_TYPES[p.kind](given)
 
 

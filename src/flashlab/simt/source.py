@@ -164,7 +164,7 @@ def entries(source: str) -> dict[str, Entry]:
     shorthands = dict(re.findall(r'^[ \t]*#[ \t]*define[ \t]+(\w+)[ \t]+(.*extern[ \t]+"C".*)$', text, re.M))
     text = re.sub(r"^[ \t]*#(?:.*\\\n)*.*$", "", text, flags=re.M)
     for name, body in shorthands.items():
-        text = re.sub(rf"\b{name}\b", lambda _, body=body: body, text)
+        text = re.sub(rf"\b{name}\b", body.replace("\\", r"\\"), text)
     found = {}
     heads = [m.end() for m in re.finditer(r'extern\s+"C"\s*(?!\s*\{)', text)]
     spans = []
