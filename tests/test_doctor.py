@@ -13,6 +13,7 @@ import torch
 from typer.testing import CliRunner
 
 from flashlab import cli, doctor
+from flashlab.bench import check as bench_check
 from flashlab.exercises import record
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -329,7 +330,7 @@ def solution(folder, body):
 @pytest.mark.slow
 def test_bench_check_times_each_check_and_keeps_the_figures(tmp_path, monkeypatch):
     solution(tmp_path, "def double(x):\n    return 2 * x")
-    monkeypatch.setattr(cli, "ROOT", tmp_path)
+    monkeypatch.setattr(bench_check, "ROOT", tmp_path)
     result = invoke("bench", "check")
     assert result.exit_code == 0, result.output
     kept = json.loads((tmp_path / ".flashlab" / "bench" / "check.json").read_text())
@@ -342,15 +343,23 @@ def test_bench_check_times_each_check_and_keeps_the_figures(tmp_path, monkeypatc
 @pytest.mark.slow
 def test_bench_check_says_which_notebook_fails(tmp_path, monkeypatch):
     solution(tmp_path, "def double(x):\n    raise ValueError('unfinished')")
-    monkeypatch.setattr(cli, "ROOT", tmp_path)
+    monkeypatch.setattr(bench_check, "ROOT", tmp_path)
     result = invoke("bench", "check", "--out", str(tmp_path / "figures.json"))
     assert result.exit_code == 1
     assert "99_double.ipynb" in result.output and "unfinished" in result.output
     assert "unfinished" in json.loads((tmp_path / "figures.json").read_text())["errors"]["99_double.ipynb"]
 
 
+def test_every_bench_has_a_row_and_options_of_its_own():
+    names = {p.stem for p in Path(bench_check.__file__).parent.glob("*.py") if "def main(" in p.read_text()}
+    assert names == set(cli.BENCHES)
+    for name in names:
+        help_ = invoke("bench", name, "--help").output
+        assert f"flashlab bench {name}" in help_ and "--out FILE" in help_ and "--quick" in help_
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("name", cli.NATIVE)
+@pytest.mark.parametrize("name", [name for name, (_, needs) in cli.BENCHES.items() if "GPU" in needs])
 def test_a_bench_that_needs_a_gpu_says_so(name):
     result = invoke("bench", name)
     assert result.exit_code == 1

@@ -45,8 +45,7 @@ from flashlab.bench import published
 from flashlab.bench import scalar as bench
 from flashlab.bench.records import recorded as recorded_runs
 from flashlab.check import verify
-from flashlab.cuda import load_inline
-from flashlab.cuda.inline import default_backend
+from flashlab.cuda import default_backend, load_inline
 from flashlab.bench.resources import RECORDED, recorded
 from flashlab.kernels import steps
 from flashlab.attention.cost import fa1_cost, fa2_cost
@@ -765,7 +764,7 @@ def panel(ax, times, names, title):
     ax.set(yscale="log", ylabel="ms (log scale)", xlabel="batch · heads, below it N; D = 64, float32", title=title)
     ax.legend(fontsize=7, ncols=2)
 
-runs = [bench.recorded()] if bench.RECORDED.exists() else []
+runs = bench.recorded()
 fig, axes = plt.subplots(1, 1 + len(runs), figsize=(5 + 5 * len(runs), 4), sharey=True, squeeze=False)
 panel(axes[0, 0], ada, {"fa1_f32": "FA1 kernel", "torch_naive_f32": "unfused torch"}, "Published, an Ada GPU")
 for ax, run in zip(axes[0, 1:], runs):
@@ -795,7 +794,7 @@ if not runs:
 # %%
 for run in runs:
     clock = {(r["batch"] * r["heads"], r["seq_len"], r["head_dim"], r["causal"], r["variant"]): r for r in run["rows"]}
-    peak = 132 * 128 * 2 * run["machine"]["sm_clock_mhz"][0] / 1e6
+    peak = 132 * 128 * 2 * run["machine"]["sm_clock_mhz"]["median"] / 1e6
     rows = []
     for step, c in zip(steps(6), (c1, c2, c3, c4, c5, c5)):
         ceiling, r = min(1, fma_per_wavefront(c) / 4) * peak, clock[256, 1024, 64, False, step.name]

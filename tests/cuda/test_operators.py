@@ -7,11 +7,11 @@ import torch
 
 from flashlab.attention import reference
 from flashlab.attention.reference import attention_backward
-from flashlab.cuda import inline, operators
+from flashlab.cuda import missing, operators
 from flashlab.cuda.operators import attention
 from flashlab.kernels import SERIES, step
 
-DEVICES = ["cpu", *(["cuda"] if inline.missing("nvcc") is None else [])]
+DEVICES = ["cpu", *(["cuda"] if missing("nvcc") is None else [])]
 CHECKED = ("p6_2_loop_order", "p8_7_store")
 
 

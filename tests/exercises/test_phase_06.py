@@ -77,7 +77,7 @@ def test_a_hole_is_not_solved_yet(id):
 
 def test_what_is_no_source_is_refused():
     assert rejected("6.1", 7)[0] == "wrong-type"
-    assert rejected("6.1", changed("add_bias", ("int run(", "int walk(")))[0] == "wrong-type"
+    assert rejected("6.1", changed("add_bias", ("int run(", "int walk(")))[0] == "wrong-entry"
 
 
 def test_a_compilers_message_quotes_the_line():

@@ -19,7 +19,8 @@ import math
 import torch
 
 from flashlab.attention.reference import attention_backward
-from flashlab.cuda.inline import CudaModule, load_inline, missing, new_output
+from flashlab.cuda.inline import CudaModule, load_inline, new_output
+from flashlab.cuda.toolchain import missing
 from flashlab.kernels.series import SERIES, Step, step
 
 _SCHEMA = "(Tensor q, Tensor k, Tensor v, bool causal=False, float? scale=None) -> (Tensor, Tensor)"

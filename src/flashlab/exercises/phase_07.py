@@ -16,81 +16,16 @@ import torch
 
 from flashlab.attention import reference
 from flashlab.check import CheckFailed, expect, expect_close, running
-from flashlab.check.cuda_answer import Source, built, examine, spliced
+from flashlab.check.cuda_answer import Answer, Source, built, examine, spliced, text_of
+from flashlab.cuda import load_inline
 from flashlab.exercises.registry import exercise
 from flashlab.figures import fragments
-from flashlab.kernels import FOLDER, path
-from flashlab.kernels.problem import ELEMENTS
+from flashlab.kernels import path
 from flashlab.kernels.series import step
-from flashlab.simt import CompileError, Counters, SimtError, compile_cuda
 
 DTYPES = (torch.float16, torch.bfloat16)
 LANES = range(32)
 Mistakes = Mapping[str, tuple[Any, str]]
-
-
-def _text(answer: Any, name: str) -> str:
-    """The answer, if it is CUDA text that has been filled in; NotImplementedError while it is a blank."""
-    __tracebackhide__ = True
-    expect(
-        isinstance(answer, str),
-        f"{name} should be the CUDA text, a string, not a {type(answer).__name__}",
-        diagnosis="wrong-type",
-    )
-    if "YOUR CODE HERE" in answer:
-        raise NotImplementedError
-    return answer
-
-
-class Answer:
-    """A learner's whole source, with an entry ``run``: built on demand, once for each set of macros."""
-
-    def __init__(self, text: str):
-        self.text = text
-        self.whole = Source(text, "answer", 1, len(text.splitlines()))
-        self._modules: dict[Any, Any] = {}
-
-    def module(self, *, check: bool, dtype: torch.dtype, **defines: Any):
-        __tracebackhide__ = True
-        key = (check, dtype, *sorted(defines.items()))
-        if key not in self._modules:
-            macros = {"ELEMENT": ELEMENTS[dtype], **defines}
-            try:
-                module = compile_cuda(self.text, name="answer.cu", check=check, include_dirs=[FOLDER], defines=macros)
-            except CompileError as error:
-                raise CheckFailed(self._compile_sentence(str(error)), diagnosis="does-not-compile") from None
-            expect("run" in module.entries, 'the source has lost its extern "C" function run', diagnosis="wrong-entry")
-            self._modules[key] = module
-        return self._modules[key]
-
-    def _compile_sentence(self, log: str) -> str:
-        lines = [line for line in log.splitlines() if "error" in line] or log.splitlines()
-        head, _, message = lines[0].partition("error: ")
-        place = head.removeprefix("answer.cu:").split(":")[0]
-        if head.startswith("answer.cu:") and place.isdigit():
-            return f"it does not compile: {self.whole.place(int(place))} {message}"
-        return f"it does not compile: {lines[0]}"
-
-    def run(
-        self, *arguments: Any, case: str, check: bool, dtype: torch.dtype = torch.float16, **defines: Any
-    ) -> Counters:
-        """Calls ``run``; CheckFailed with the emulator's first finding, else the counts."""
-        __tracebackhide__ = True
-        module = self.module(check=check, dtype=dtype, **defines)
-        try:
-            report = module.launch("run", *arguments)
-        except TypeError as error:
-            raise CheckFailed(
-                f"the parameters of `run` should stay as they are: {error}", diagnosis="wrong-entry"
-            ) from None
-        except SimtError as error:
-            if error.report is None or not error.report.findings:
-                raise CheckFailed(str(error), diagnosis="launch-failed", case=case) from None
-            report = error.report
-        if report.findings:
-            first = next((f for f in report.findings if f.fatal), report.findings[0])
-            raise CheckFailed(self.whole.told(first), diagnosis=first.kind, case=case)
-        return report.counters
 
 
 def _random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -132,7 +67,7 @@ def _table(fn: Callable[[int, int], Any], name: str, parts: int) -> dict[tuple[i
 
 def _expect_holder(
     got: dict[tuple[int, int], tuple[int, ...]],
-    want: dict[tuple[int, int], tuple[int, ...]],
+    want: Mapping[tuple[int, int], tuple[int, ...]],
     name: str,
     mistakes: Mapping[str, tuple[Callable[[int, int], tuple[int, ...]], str]],
 ) -> None:
@@ -231,9 +166,9 @@ def _addresses(fn: Callable[[int], Any], name: str) -> tuple[torch.Tensor, torch
 
 def _loaded(rows: torch.Tensor, columns: torch.Tensor, trans: int) -> torch.Tensor:
     """What ldmatrix.x4 gives the lanes of a 16 x 16 tile of indices: [32, 4, 2]."""
-    module = compile_cuda(path("p7_one_mma"))
+    module = load_inline(path("p7_one_mma"), backend="emulator")
     tile, out = torch.arange(256, dtype=torch.int16).reshape(16, 16), torch.zeros(32, 4, 2, dtype=torch.int16)
-    module.launch("ldmatrix", tile, rows, columns, out, 16, 16, 4, trans, None)
+    module.launch("ldmatrix", tile, rows, columns, out, 16, 16, 4, trans)
     return out.long()
 
 
@@ -377,7 +312,7 @@ def _check_scores(answer: Answer, cases: Sequence[tuple[int, torch.dtype]]) -> N
     ],
 )
 def _(one_tile: str) -> str:
-    _check_scores(Answer(_text(one_tile, "one_tile")), [(48, torch.float16), (16, torch.float16), (64, torch.bfloat16)])
+    _check_scores(Answer(one_tile, "one_tile"), [(48, torch.float16), (16, torch.float16), (64, torch.bfloat16)])
     return "D = 16, 48 and 64, with D/16 MMAs"
 
 
@@ -397,9 +332,7 @@ def _(one_tile: str) -> str:
     ],
 )
 def _(any_eight: str) -> str:
-    _check_scores(
-        Answer(_text(any_eight, "any_eight")), [(40, torch.float16), (8, torch.float16), (64, torch.bfloat16)]
-    )
+    _check_scores(Answer(any_eight, "any_eight"), [(40, torch.float16), (8, torch.float16), (64, torch.bfloat16)])
     return "D = 8, 40 and 64, no MMA too many"
 
 
@@ -431,7 +364,7 @@ def _maxima(s: torch.Tensor, masks: tuple[int, ...]) -> torch.Tensor:
     ],
 )
 def _(row_statistics: str) -> str:
-    answer = Answer(_text(row_statistics, "row_statistics"))
+    answer = Answer(row_statistics, "row_statistics")
     inputs = {"random scores": _random(16, 8), "rising scores": torch.arange(128.0).reshape(16, 8) / 8}
     inputs["the maximum in column 7"] = torch.where(torch.arange(8) == 7, 3.0, -1.0).repeat(16, 1) + _random(16, 1) * 2
     for case, s in inputs.items():
@@ -522,7 +455,7 @@ _PACKINGS = {
     ],
 )
 def _(second_product: str) -> str:
-    answer = Answer(_text(second_product, "second_product"))
+    answer = Answer(second_product, "second_product")
     for dtype in DTYPES:
         p, v = torch.rand(16, 16, generator=torch.Generator().manual_seed(5)), _random(16, 8).to(dtype)
         rounded, wide = p.to(dtype).double(), v.double()
@@ -558,7 +491,7 @@ def _(second_product: str) -> str:
     ],
 )
 def _(pv: str) -> str:
-    answer = Answer(_text(pv, "pv"))
+    answer = Answer(pv, "pv")
     cases = [(13, torch.float16), (16, torch.float16), (1, torch.float16), (9, torch.bfloat16)]
     for keys, dtype in cases:
         p, v = torch.rand(16, 16, generator=torch.Generator().manual_seed(keys)), _random(keys, 64, seed=keys)
@@ -608,7 +541,7 @@ def _with_loop(loop: str) -> Source:
         _AFTER_LOOP,
         "\n".join([*lines, "    }", "", f"    {_AFTER_LOOP} its pairs of columns."]),
     )
-    return dataclasses.replace(whole, last=whole.first + len(lines) - 1)
+    return dataclasses.replace(whole, last=(whole.first or 1) + len(lines) - 1)
 
 
 @exercise(
@@ -630,7 +563,7 @@ def _with_loop(loop: str) -> Source:
     ],
 )
 def _(loop: str) -> str:
-    whole = _with_loop(_text(loop, "loop"))
+    whole = _with_loop(text_of(loop, "loop"))
     verdict = examine(whole)
     expect(
         verdict.counters["mma"] > 0,
@@ -664,7 +597,7 @@ def _(loop: str) -> str:
     ],
 )
 def _(row_sums: str) -> str:
-    answer = Answer(_text(row_sums, "row_sums"))
+    answer = Answer(row_sums, "row_sums")
     for dtype in DTYPES:
         p = torch.rand(16, 16, generator=torch.Generator().manual_seed(8)).to(dtype)
         want, case = p.double().sum(1), _name(dtype)

@@ -8,29 +8,15 @@ the learner's line; a wrong result with the checker's diagnosis; a right result 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from flashlab.check import CheckFailed, expect, running
-from flashlab.check.cuda_answer import PROBES, Source, Verdict, built, examine, part, probe, spliced
+from flashlab.check.cuda_answer import PROBES, Source, Verdict, built, examine, part, probe, spliced, text_of
 from flashlab.exercises.registry import exercise
 from flashlab.kernels.series import step
 
 BANK_BYTES, ROW_BYTES = 128, 16  # all 32 banks; what one address of ldmatrix stands for
-
-
-def _text(answer: Any, name: str) -> str:
-    """The answer, if it is CUDA text that has been filled in; NotImplementedError while it is a blank."""
-    __tracebackhide__ = True
-    expect(
-        isinstance(answer, str),
-        f"{name} should be the CUDA text, a string, not a {type(answer).__name__}",
-        diagnosis="wrong-type",
-    )
-    if "YOUR CODE HERE" in answer:
-        raise NotImplementedError
-    return answer
 
 
 def _without_conflicts(verdict: Verdict, head_dim: int) -> None:
@@ -144,7 +130,7 @@ def _(place: Callable[[int, int], int]) -> str:
     ],
 )
 def _(at: str) -> str:
-    text = _text(at, "at")
+    text = text_of(at, "at")
     source = spliced(step("p8_5_swizzle"), "int at(int row, int column)", "}", text)
     for head_dim in (64, 128):
         _without_conflicts(examine(source, head_dim=head_dim, fast=False, max_seq=150), head_dim)
@@ -171,7 +157,7 @@ def _(at: str) -> str:
     ],
 )
 def _(in_flight: str) -> str:
-    text = _text(in_flight, "in_flight")
+    text = text_of(in_flight, "in_flight")
     name = "constexpr int IN_FLIGHT"
     expect(name in text, f"the text should still define `{name}`", diagnosis="wrong-type")
     wait = "cp_async_wait<STAGES == 1 ? 0 : STAGES - 2>();"
@@ -228,7 +214,7 @@ def _(in_flight: str) -> str:
     ],
 )
 def _(loop_head: str) -> str:
-    text = _text(loop_head, "loop_head")
+    text = text_of(loop_head, "loop_head")
     source = spliced(step("p8_4_stages"), "for (int j = 0; j < tiles; j++) {", "if (STAGES > 1) load_kv(j", text)
     cases = [examine(source, STAGES=stages, max_seq=300).cases for stages in (2, 3)]
     return f"{sum(cases)} cases with 2 and 3 stages, no race"
@@ -251,7 +237,7 @@ def _(loop_head: str) -> str:
     ],
 )
 def _(tile_addresses: str) -> str:
-    text = _text(tile_addresses, "tile_addresses")
+    text = text_of(tile_addresses, "tile_addresses")
     source = spliced(step("p8_5_swizzle"), "int at(int row, int column)", "cp_async<16>(smem_u32(tile_smem", text)
     for head_dim in (64, 128):
         _without_conflicts(examine(source, head_dim=head_dim, fast=head_dim == 64, max_seq=150), head_dim)
@@ -278,7 +264,7 @@ def _(tile_addresses: str) -> str:
     ],
 )
 def _(merge_loop: str) -> str:
-    text = _text(merge_loop, "merge_loop")
+    text = text_of(merge_loop, "merge_loop")
     whole = spliced(step("p8_flash"), "float top = -INFINITY", "const float inverse", text)
     probes = ((1, 1, 1, 16, 1024, False), (1, 2, 1, 70, 700, True))
     verdict = examine(whole, probes=probes, fast=False, max_seq=1100)
@@ -320,7 +306,7 @@ def _rows_without_a_key(whole: Source) -> None:
     ],
 )
 def _(pipeline: str) -> str:
-    text = _text(pipeline, "pipeline")
+    text = text_of(pipeline, "pipeline")
     whole = spliced(step("p8_8_masks"), "auto load_kv = [&](int j)", "load_kv(j - 1);", text)
     lines = whole.text.splitlines()
     test = 'static_assert(IN_FLIGHT == STAGES - 2, "IN_FLIGHT");'

@@ -187,7 +187,7 @@ def ladder_figure(run: dict[str, Any], shape: Sequence[int], causal: bool) -> pl
 
     None, where the run has nothing at this shape.
     """
-    rows = [r for r in run.get("ladder", []) if r["shape"] == list(shape) and r["causal"] == causal]
+    rows = _at(run, shape, causal)
     peer = next((r for r in rows if r["name"] == "fa2"), None)
     rows = [r for r in rows if r["name"] != "fa2" and "=" not in r["name"]]
     if not rows or peer is None:
@@ -219,9 +219,18 @@ def ladder_figure(run: dict[str, Any], shape: Sequence[int], causal: bool) -> pl
 
 def gains(run: dict[str, Any], shape: Sequence[int], causal: bool) -> dict[str, float]:
     """Of a recorded run: each step's speed over the step's before, by name; {} where the run has not this shape."""
-    rows = [r for r in run.get("ladder", []) if r["shape"] == list(shape) and r["causal"] == causal]
+    rows = _at(run, shape, causal)
     rows = [r for r in rows if r["name"] != "fa2" and "=" not in r["name"]]
     return {b["name"]: b["tflops"] / a["tflops"] for a, b in zip(rows, rows[1:], strict=False)}
+
+
+def _at(run: dict[str, Any], shape: Sequence[int], causal: bool) -> list[dict[str, Any]]:
+    """The rows of a recorded ladder at a shape, measured on random inputs."""
+    return [
+        r
+        for r in run.get("ladder", [])
+        if r["shape"] == list(shape) and r["causal"] == causal and r.get("inputs", "randn") == "randn"
+    ]
 
 
 def flops(r: dict[str, Any], which: str) -> float:

@@ -1,23 +1,18 @@
 """From a CUDA source to a shared library that the CPU can run: compilers, flags, and the cache of builds.
 
 A fast build is optimised code; only what goes through the runtime (collectives, copies, barriers) is checked
-and counted. A check build calls the runtime at each load and store as well. Builds are kept in a directory of
-the user's, under a name made from all that goes into them, and appear there in one step: two processes can
-share it, and an interrupted build leaves nothing behind.
+and counted. A check build calls the runtime at each load and store as well. Builds are kept (flashlab.runtime.cache)
+under a key made from all that goes into them: the source, the headers that it includes, compiler, flags and CPU.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
-import json
 import os
 import platform
 import shutil
 import subprocess
-import tempfile
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -149,40 +144,6 @@ def _cpu() -> str:
     return platform.processor()
 
 
-def cache_directory() -> Path:
-    """Where builds are kept (see flashlab.runtime.cache)."""
-    try:
-        return cache.folder("simt")
-    except cache.CacheError as error:
-        raise SimtError(str(error)) from None
-
-
-def _digest(*parts: object) -> str:
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
-
-
-def _file_digest(path: str | Path) -> str:
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:32]
-
-
-def _prune(cache: Path, keep: int = 500, days: float = 1.0) -> None:
-    """Removes the oldest builds, once there are many: an edited cell leaves one for each edit."""
-    libraries = sorted(cache.glob("*.so"), key=lambda p: p.stat().st_mtime)
-    for path in libraries[:-keep]:
-        if path.stat().st_mtime < time.time() - days * 86400:
-            path.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def _workspace(cache: Path):
-    """A directory for one build, on the cache's file system and never seen by another."""
-    path = Path(tempfile.mkdtemp(prefix="build-", dir=cache))
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
-
-
 def _run(command: list[str], where: Path, text: str | None = None) -> subprocess.CompletedProcess:
     environment = {**os.environ, "LC_ALL": "C.UTF-8"}
     return subprocess.run(command, cwd=where, input=text, capture_output=True, text=True, env=environment)
@@ -191,16 +152,16 @@ def _run(command: list[str], where: Path, text: str | None = None) -> subprocess
 @functools.cache
 def _runtime_key(compiler: Compiler, defines: tuple[str, ...]) -> str:
     files = sorted([*RUNTIME.glob("*"), *INCLUDE.rglob("*.h")])
-    return _digest(compiler, _cpu(), defines, [(f.name, _file_digest(f)) for f in files if f.is_file()])
+    return cache.key(compiler, _cpu(), defines, [(f.name, cache.file_digest(f)) for f in files if f.is_file()])
 
 
 def runtime(compiler: Compiler, defines: tuple[str, ...] = ()) -> Path:
     """The runtime, compiled: one relocatable object, built once for each compiler and CPU (some seconds)."""
-    builds = cache_directory()
+    builds = cache.folder("simt")
     done = builds / f"runtime-{_runtime_key(compiler, defines)}.o"
     if done.exists():
         return done
-    with _workspace(builds) as work:
+    with cache.workspace(builds) as work:
         flags = ["-O3", "-Wall", "-Wextra", *compiler.language, "-g0", *[f"-D{d}" for d in defines]]
 
         def compile_one(path: Path) -> str:
@@ -267,75 +228,38 @@ def build(
         flags += ["-iquote", str(Path(directory).resolve())]
     for folder in [*folders, str(INCLUDE), str(INCLUDE / "toolkit")]:
         flags += ["-I", folder]
-    builds = cache_directory()
-    key = _digest(_runtime_key(cxx, runtime_defines), flags, name, text)
-    manifest = builds / f"{key}.json"
-    parsed = source.entries(text)
+    headers = source.includes(text, [*([directory] if directory else []), *map(Path, folders), INCLUDE])
+    digests = [(str(p), cache.file_digest(p)) for p in headers]
 
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        known = json.loads(manifest.read_text())
-        library = builds / known["library"]
-        if library.exists() and all(_file_digest(p) == d for p, d in known["dependencies"].items()):
-            return Build(library, name, text, check, parsed, known["warnings"], cxx, True)
-
-    objects = [str(runtime(cxx, runtime_defines))]
-    with _workspace(builds) as work:
+    def make(work: Path) -> dict[str, str]:
         code = f'#line 1 "{name}"\n' + source.rewrite(text)
-        result = _run(
-            [cxx.path, "-x", "c++", *flags, "-MD", "-MF", "kernel.d", "-c", "-", "-o", "kernel.o"], work, code
-        )
-        if result.returncode:
-            raise CompileError(result.stderr.strip() or f"{cxx.path} failed without a message")
-        symbols = elf.thread_local_symbols(work / "kernel.o")
-        for symbol in symbols:
-            if symbol.size > STATIC_SHARED:  # ptxas refuses it in these words, more or less
-                raise CompileError(
-                    f"the array {symbol.array} has {symbol.size} bytes of static shared memory; the limit "
-                    f"is {STATIC_SHARED} bytes: declare it `extern __shared__`, and ask at the launch"
-                )
-        shared = [s.name for s in symbols if not s.defined]
-        link = [
-            cxx.path,
-            "-shared",
-            "kernel.o",
-            *objects,
-            "-o",
-            "kernel.so",
-            "-Wl,-Bsymbolic",
-            "-Wl,--exclude-libs,ALL",
-        ]
-        link += [
-            "-static-libstdc++",
-            "-static-libgcc",
-            "-lpthread",
-            *[f"-Wl,--defsym,{s}={DYNAMIC_SHARED}" for s in shared],
-        ]
-        if (
-            cxx.clang and check
-        ):  # it copies structs with memcpy, and its sanitizer looks at that from inside the function
-            link += [f"-Wl,--wrap={f}" for f in ("memcpy", "memmove", "memset")]
-        linked = _run([*link, "-Wl,-z,defs", "-lm", "-lc"], work)
-        if linked.returncode:
-            raise CompileError(linked.stderr.strip())
-        own = {str(p.resolve()) for p in [*INCLUDE.rglob("*.h")]}
-        listed = (work / "kernel.d").read_text().replace("\\\n", " ").split(":", 1)[1].split()
-        paths = {str((work / p).resolve()) for p in listed if p != "-"}
-        dependencies = {
-            p: _file_digest(p) for p in paths if p not in own and not p.startswith("/usr/") and os.path.exists(p)
-        }
-        library = builds / f"{_digest(key, sorted(dependencies.items()))}.so"
-        os.replace(work / "kernel.so", library)
-        (work / "manifest").write_text(
-            json.dumps(
-                {
-                    "library": library.name,
-                    "dependencies": dependencies,
-                    "warnings": result.stderr,
-                    "name": name,
-                }
+        compiled = _run([cxx.path, "-x", "c++", *flags, "-c", "-", "-o", "kernel.o"], work, code)
+        if compiled.returncode:
+            raise CompileError(compiled.stderr.strip() or f"{cxx.path} failed without a message")
+        _link(cxx, runtime(cxx, runtime_defines), work, check)
+        return {"warnings": compiled.stderr}
+
+    key = cache.key(_runtime_key(cxx, runtime_defines), flags, name, text, digests)
+    found = cache.kept("simt", key, make)
+    library, warnings = found.folder / "kernel.so", found.notes["warnings"]
+    return Build(library, name, text, check, source.entries(text), warnings, cxx, found.from_cache)
+
+
+def _link(cxx: Compiler, runtime: Path, work: Path, check: bool) -> None:
+    """Makes kernel.so of kernel.o and the runtime. Raises CompileError."""
+    symbols = elf.thread_local_symbols(work / "kernel.o")
+    for symbol in symbols:
+        if symbol.size > STATIC_SHARED:  # ptxas refuses it in these words, more or less
+            raise CompileError(
+                f"the array {symbol.array} has {symbol.size} bytes of static shared memory; the limit "
+                f"is {STATIC_SHARED} bytes: declare it `extern __shared__`, and ask at the launch"
             )
-        )
-        os.replace(work / "manifest", manifest)
-    with contextlib.suppress(OSError):  # another process may be pruning too
-        _prune(builds)
-    return Build(library, name, text, check, parsed, result.stderr, cxx, False)
+    command = [cxx.path, "-shared", "kernel.o", str(runtime), "-o", "kernel.so"]
+    command += ["-Wl,-Bsymbolic", "-Wl,--exclude-libs,ALL", "-static-libstdc++", "-static-libgcc", "-lpthread"]
+    command += [f"-Wl,--defsym,{s.name}={DYNAMIC_SHARED}" for s in symbols if not s.defined]
+    if cxx.clang and check:  # it copies structs with memcpy, and its sanitizer looks at that from inside the function
+        command += [f"-Wl,--wrap={f}" for f in ("memcpy", "memmove", "memset")]
+    linked = _run([*command, "-Wl,-z,defs", "-lm", "-lc"], work)
+    if linked.returncode:
+        raise CompileError(linked.stderr.strip())
+    (work / "kernel.o").unlink()

@@ -22,7 +22,7 @@ from flashlab.simt.errors import (
 from flashlab.simt.memory import GlobalMemory, View, view
 from flashlab.simt.narrator import Narrator, static_arrays
 from flashlab.simt.report import Report
-from flashlab.simt.source import Entry, Parameter
+from flashlab.simt.source import C_TYPES, DTYPES, Entry, Parameter, to_number
 
 _one_at_a_time = threading.Lock()
 _ERRORS = {
@@ -42,24 +42,6 @@ _ERRORS = {
     "assert": KernelTrap,
     "division-by-zero": KernelTrap,
 }
-_C_TYPES = {
-    "bool": ctypes.c_bool, "char": ctypes.c_int8, "signed char": ctypes.c_int8,
-    "unsigned char": ctypes.c_uint8, "short": ctypes.c_short, "unsigned short": ctypes.c_ushort,
-    "int": ctypes.c_int, "unsigned": ctypes.c_uint,
-    "unsigned int": ctypes.c_uint, "long": ctypes.c_long, "unsigned long": ctypes.c_ulong,
-    "long long": ctypes.c_longlong, "unsigned long long": ctypes.c_ulonglong, "float": ctypes.c_float,
-    "double": ctypes.c_double, "size_t": ctypes.c_size_t, "int8_t": ctypes.c_int8, "uint8_t": ctypes.c_uint8,
-    "int16_t": ctypes.c_int16, "uint16_t": ctypes.c_uint16, "int32_t": ctypes.c_int32,
-    "uint32_t": ctypes.c_uint32, "int64_t": ctypes.c_int64, "uint64_t": ctypes.c_uint64,
-    "ptrdiff_t": ctypes.c_ssize_t,
-}  # fmt: skip
-# What an array passed for a pointer to such elements may hold; other element types take anything.
-_DTYPES = {
-    "float": ("float32",), "double": ("float64",), "int": ("int32",), "unsigned": ("uint32", "int32"),
-    "__half": ("float16", "uint16", "int16"), "half": ("float16", "uint16", "int16"),
-    "__nv_bfloat16": ("bfloat16", "uint16", "int16"), "nv_bfloat16": ("bfloat16", "uint16", "int16"),
-    "int64_t": ("int64",), "long long": ("int64",), "int32_t": ("int32",), "uint8_t": ("uint8", "bool"),
-}  # fmt: skip
 
 
 @functools.cache
@@ -217,7 +199,7 @@ def _default_threads() -> int:
 def _check_array(entry: str, p: Parameter, v: View) -> None:
     if p.kind != "pointer":
         raise TypeError(f"{entry}: {p.name} is declared {p.kind}, and got an array")
-    allowed = _DTYPES.get(p.element)
+    allowed = DTYPES.get(p.element)
     if allowed and v.dtype not in allowed:
         raise TypeError(
             f"{entry}: {p.name} points to {p.element}, which is {allowed[0]}, and got an array of {v.dtype}"
@@ -237,18 +219,8 @@ def _scalar(entry: str, p: Parameter, value: Any) -> Any:
         raise TypeError(
             f"{entry}: {p.name} is a pointer: pass a numpy array, a CPU tensor or None, not {type(value).__name__}"
         )
-    kind: Any = _C_TYPES.get(p.kind)
-    if kind is None:
-        raise TypeError(f"{entry}: {p.name} has the type {p.kind}; an entry takes pointers and plain numbers")
-    try:
-        number = value.item() if hasattr(value, "item") else value
-        if kind in (ctypes.c_float, ctypes.c_double):
-            return kind(float(number))
-        if isinstance(number, float) and not number.is_integer():
-            raise TypeError
-        return kind(bool(number)) if kind is ctypes.c_bool else kind(int(number))
-    except (TypeError, ValueError):
-        raise TypeError(f"{entry}: {p.name} is declared {p.kind}, and got {value!r}") from None
+    given: Any = to_number(entry, p, value)  # which refuses a type that is none of these
+    return C_TYPES[p.kind](given)
 
 
 def _call(library: ctypes.CDLL, function, values: list, timeout: float):

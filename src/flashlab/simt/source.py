@@ -1,18 +1,22 @@
-"""What the emulator reads from a CUDA source before the compiler does.
+"""What is read from a CUDA source before the compiler does.
 
-Two things of the language cannot be said in C++ at all, and are rewritten without moving a line: the launch
-``kernel<<<grid, block>>>(args)``, and the keyword ``__noinline__`` (a name that the C++ library uses for
-itself). And the signatures of the ``extern "C"`` entries are read, so that Python can call them with the
-right types.
+Two things of the language cannot be said in C++ at all, and are rewritten for the emulator without moving a line: the
+launch ``kernel<<<grid, block>>>(args)``, and the keyword ``__noinline__`` (a name that the C++ library uses for
+itself). The signatures of the ``extern "C"`` entries are read, so that Python can call them with the right types; and
+the ``#include`` lines, so that a build knows what it is made from.
 """
 
 from __future__ import annotations
 
+import ctypes
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 
-def _blank_comments(text: str) -> str:
+def blank_comments(text: str) -> str:
     """The text with comments and string contents replaced by spaces, of the same length and lines."""
     pattern = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'', re.S)
 
@@ -50,7 +54,7 @@ def rewrite(source: str) -> str:
     where the kernel is a template whose arguments are left to be deduced, its call is wrapped in a lambda.
     """
     source = re.sub(r"\b__noinline__\b", "__attribute__((__noinline__))", source)
-    blanked = _blank_comments(source)
+    blanked = blank_comments(source)
     templates = set(
         re.findall(
             r"\btemplate\s*<[^;{]*?>\s*__global__[^;{(]*?(?:__launch_bounds__\s*\([^)]*\)\s*)?(\w+)\s*\(",
@@ -93,17 +97,47 @@ class Entry:
     parameters: tuple[Parameter, ...]
 
 
-_NUMBERS = {
-    "bool", "char", "signed char", "unsigned char", "short", "unsigned short", "int", "unsigned",
-    "unsigned int", "long", "unsigned long", "long long", "unsigned long long", "float", "double", "size_t",
-    "int8_t", "uint8_t", "int16_t", "uint16_t", "int32_t", "uint32_t", "int64_t", "uint64_t", "ptrdiff_t",
+C_TYPES = {
+    "bool": ctypes.c_bool, "char": ctypes.c_int8, "signed char": ctypes.c_int8,
+    "unsigned char": ctypes.c_uint8, "short": ctypes.c_short, "unsigned short": ctypes.c_ushort,
+    "int": ctypes.c_int, "unsigned": ctypes.c_uint,
+    "unsigned int": ctypes.c_uint, "long": ctypes.c_long, "unsigned long": ctypes.c_ulong,
+    "long long": ctypes.c_longlong, "unsigned long long": ctypes.c_ulonglong, "float": ctypes.c_float,
+    "double": ctypes.c_double, "size_t": ctypes.c_size_t, "int8_t": ctypes.c_int8, "uint8_t": ctypes.c_uint8,
+    "int16_t": ctypes.c_int16, "uint16_t": ctypes.c_uint16, "int32_t": ctypes.c_int32,
+    "uint32_t": ctypes.c_uint32, "int64_t": ctypes.c_int64, "uint64_t": ctypes.c_uint64,
+    "ptrdiff_t": ctypes.c_ssize_t,
 }  # fmt: skip
+"""The number types that an entry may take and return."""
+DTYPES = {
+    "float": ("float32",), "double": ("float64",), "int": ("int32",), "unsigned": ("uint32", "int32"),
+    "__half": ("float16", "uint16", "int16"), "half": ("float16", "uint16", "int16"),
+    "__nv_bfloat16": ("bfloat16", "uint16", "int16"), "nv_bfloat16": ("bfloat16", "uint16", "int16"),
+    "int64_t": ("int64",), "long long": ("int64",), "int32_t": ("int32",), "uint8_t": ("uint8", "bool"),
+}  # fmt: skip
+"""What an array passed for a pointer to such elements may hold; other element types take anything."""
+
+
+def to_number(entry: str, p: Parameter, value: Any) -> bool | int | float:
+    """A value as the parameter's type wants it. Raises TypeError where it is no such number."""
+    kind = C_TYPES.get(p.kind)
+    if kind is None:
+        raise TypeError(f"{entry}: {p.name} has the type {p.kind}; an entry takes pointers and plain numbers")
+    try:
+        given = value.item() if hasattr(value, "item") else value
+        if kind in (ctypes.c_float, ctypes.c_double):
+            return float(given)
+        if isinstance(given, float) and not given.is_integer():
+            raise TypeError
+        return bool(given) if kind is ctypes.c_bool else int(given)
+    except (TypeError, ValueError):
+        raise TypeError(f"{entry}: {p.name} is declared {p.kind}, and got {value!r}") from None
 
 
 def _parameter(text: str, number: int) -> Parameter:
     text = re.sub(r"\b__restrict__\b|\b__restrict\b", " ", text.split("=")[0]).strip()
     match = re.fullmatch(r"(.*?[\s*&])(\w+)", text, re.S)
-    type_, name = (match[1], match[2]) if match and match[2] not in _NUMBERS else (text, f"argument {number}")
+    type_, name = (match[1], match[2]) if match and match[2] not in C_TYPES else (text, f"argument {number}")
     if "*" in type_:
         element = re.sub(r"\bconst\b|\*|\bstruct\b", " ", type_.split("*")[0]).split()
         return Parameter(name, "pointer", " ".join(element), "const" in type_.split("*")[0].split())
@@ -126,7 +160,7 @@ def _split(text: str) -> list[str]:
 
 def entries(source: str) -> dict[str, Entry]:
     """The ``extern "C"`` functions that the source defines, by name."""
-    text = _blank_comments(source).replace('extern " "', 'extern "C"')
+    text = blank_comments(source).replace('extern " "', 'extern "C"')
     shorthands = dict(re.findall(r'^[ \t]*#[ \t]*define[ \t]+(\w+)[ \t]+(.*extern[ \t]+"C".*)$', text, re.M))
     text = re.sub(r"^[ \t]*#(?:.*\\\n)*.*$", "", text, flags=re.M)
     for name, body in shorthands.items():
@@ -157,3 +191,20 @@ def entries(source: str) -> dict[str, Entry]:
         returns = " ".join(w for w in match[1].split() if w not in ("static", "inline", "__host__"))
         found[match[2]] = Entry(match[2], returns, tuple(_parameter(p, i) for i, p in enumerate(parameters, 1)))
     return found
+
+
+def includes(text: str, folders: Sequence[Path]) -> list[Path]:
+    """The headers that a source includes, and those that they include, where they are in one of these folders.
+
+    Conditions of the preprocessor are not looked at: what is named in an ``#include`` counts.
+    """
+    found: dict[Path, None] = {}
+    todo = [(text, list(folders))]
+    while todo:
+        given, places = todo.pop()
+        for name in re.findall(r'^[ \t]*#[ \t]*include[ \t]*["<]([^">\n]+)[">]', given, re.M):
+            path = next((p for p in (Path(f, name).resolve() for f in places) if p.is_file()), None)
+            if path is not None and path not in found:
+                found[path] = None
+                todo.append((path.read_text(encoding="utf-8", errors="replace"), [path.parent, *folders]))
+    return sorted(found)
