@@ -37,6 +37,7 @@ import itertools
 import math
 import random
 from functools import reduce
+from typing import NamedTuple
 
 import matplotlib.pyplot as plt
 import torch
@@ -46,13 +47,15 @@ from flashlab.attention import reference
 from flashlab.figures import show
 from flashlab.attention.online_softmax import (
     State,
-    attention_by_loops,
     block_state,
-    finish,
     identity,
     merge,
-    merge_finished,
     online_softmax,
+    require_block,
+    require_mergeable,
+    require_one_dtype,
+    require_state,
+    row_max,
     shifted_exp,
     softmax_naive,
     softmax_safe,
@@ -119,9 +122,7 @@ plt.show()
 # is nothing in it to misunderstand.
 
 # %%
-show.source(attention_by_loops, start="q, k, v = q.tolist()")
-
-# %%
+# FROM flashlab.attention.online_softmax: attention_by_loops (no docstrings)
 O_by_loops = attention_by_loops(Q, K, V)
 torch.testing.assert_close(O_by_loops, O_by_hand)
 print(O_by_loops.round(decimals=10))
@@ -234,7 +235,7 @@ print("theory and measurement differ by less than 0.05 everywhere:", distance < 
 #   million lost terms together are still invisible.
 
 # %%
-show.source(softmax_safe)
+# FROM flashlab.attention.online_softmax: row_max, softmax_safe (no docstrings)
 
 # %% [markdown]
 # `shifted_exp(x, m)` is $e^{x-m}$ with one precaution, the subject of section 6. The claim to test now: the softmax is
@@ -461,6 +462,12 @@ for B in (1, 16, 64):
 #
 # $$m_A = \max_{i \in A} x_i, \qquad \ell_A = \sum_{i \in A} e^{x_i - m_A}, \qquad o_A = \sum_{i \in A} e^{x_i - m_A}\, v_i .$$
 #
+# Of one block of keys it is computed at once:
+
+# %%
+# FROM flashlab.attention.online_softmax: State, block_state (no docstrings)
+
+# %% [markdown]
 # For two disjoint sets the derivation of section 4 goes through with $B$ in place of the one new key: take each sum to
 # the common reference $m = \max(m_A, m_B)$, then add.
 #
@@ -468,7 +475,7 @@ for B in (1, 16, 64):
 #   o_{A \cup B} = o_A\, e^{m_A - m} + o_B\, e^{m_B - m} .$$
 
 # %%
-show.source(merge)
+# FROM flashlab.attention.online_softmax: merge (no docstrings)
 
 # %% [markdown]
 # The example of section 4 in two blocks, $A$ = keys 1–2 and $B$ = keys 3–5. By hand:
@@ -478,6 +485,7 @@ show.source(merge)
 # - together: $A$ is halved, $\ell = 0.625 + 1.3125 = 1.9375$: the number that the loop ended with.
 
 # %%
+# FROM flashlab.attention.online_softmax: finish (no docstrings)
 x = torch.tensor(xs, dtype=torch.float64)
 A, B = block_state(x[:2], vs[:2]), block_state(x[2:], vs[2:])
 AB = merge(A, B)
@@ -630,7 +638,7 @@ assert once.l.isfinite() and twice.l.isnan()
 # on $m$ is enough, and it is what real kernels do.
 
 # %%
-show.source(shifted_exp, start="return")
+# FROM flashlab.attention.online_softmax: shifted_exp (no docstrings)
 fixed = merge(merge(nothing, nothing), good)
 assert all(map(torch.equal, fixed, good))
 
@@ -831,7 +839,7 @@ torch.testing.assert_close(torch.exp(x - lse) * 31, torch.tensor([2.0, 8, 4, 16,
 # finished result *is* a state, the one with $m = \mathrm{lse}$ and $\ell = 1$. So nothing new has to be written.
 
 # %%
-show.source(merge_finished, start="first = State")
+# FROM flashlab.attention.online_softmax: merge_finished (no docstrings)
 o, lse = merge_finished(*finish(A), *finish(B))
 torch.testing.assert_close(o, finish(AB)[0])
 torch.testing.assert_close(lse, finish(AB)[1])

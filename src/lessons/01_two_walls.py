@@ -42,13 +42,15 @@ import torch
 
 from flashlab.attention import reference, schemes
 from flashlab.attention.cost import attainable_tflops, fused_cost, naive_cost, naive_peak_bytes, peak_bytes, trace_ops
-from flashlab.attention.naive import naive_attention
 from flashlab import runtime
 from flashlab.figures import show
 from flashlab.bench import published, walls
 from flashlab.check import verify_one_head
 from flashlab.triton_tools.compile_report import TARGETS, compile_report, compile_reports
 from flashlab.triton_tools.watch import hbm_traffic
+
+import triton  # after flashlab, which decides whether kernels are interpreted here
+import triton.language as tl
 
 show.style()
 torch.manual_seed(1)
@@ -62,9 +64,7 @@ device = runtime.device()
 # (`head_dim`).
 
 # %%
-show.source(naive_attention, start="scores = q @", end="return")
-
-# %%
+# FROM flashlab.attention.naive: naive_attention (no docstrings)
 q, k, v = torch.randn(3, 1, 1, 100, 64, dtype=torch.float64)
 want, _ = reference.attention(q, k, v)
 torch.testing.assert_close(naive_attention(q, k, v), want)
@@ -386,7 +386,7 @@ plt.show()
 # nothing); $K$ is loaded with its axes swapped, so the tile in hand is $K^\top$; and nothing here depends on other programs.
 
 # %%
-show.source(schemes.scheme_a_kernel)
+# FROM flashlab.attention.schemes: scheme_a_kernel (no docstrings)
 
 # %% [markdown]
 # Is it right? The checker runs it on all its small cases: lengths that are no power of two, one query, one key, large scores, both
@@ -601,7 +601,7 @@ for name, r in zip(switches, variants):
 # In NumPy or PyTorch that is a slice:
 
 # %%
-show.source(schemes.scheme_b_kernel, start='if HOW == "slice" or', end='p_j = slice_by_split')
+show.region(schemes, "V in blocks, P whole")
 
 # %% [markdown]
 # Compile it.
@@ -653,9 +653,7 @@ except Exception as error:
 # The first three are selections. Each is a few lines:
 
 # %%
-show.source(schemes.slice_by_split)
-show.source(schemes.slice_by_gather)
-show.source(schemes.slice_by_reduction)
+# FROM flashlab.attention.schemes: slice_by_split, slice_by_gather, slice_by_reduction (no docstrings)
 
 # %% [markdown]
 # `tl.split` wants a last axis of length 2. `reshape` to `[rows, 2, columns / 2]` makes the axis, `permute` puts it last. Check on something

@@ -41,8 +41,8 @@ from flashlab.figures import show
 from flashlab.check import CheckFailed, verify, verify_block
 from flashlab.attention.cost import Meter, flash_cost
 from flashlab.attention.simulation import (
-    flash_attention_forward_sim,
-    flash_attention_one_head_sim,
+    Step,
+    check_inputs,
     flash_attention_sim,
 )
 from flashlab.attention.naive import naive_attention
@@ -157,7 +157,7 @@ plt.show()
 # Here is the body of the milestone, `flash_attention_forward_sim`. Read it against the eight lines above.
 
 # %%
-show.source(flash_attention_forward_sim, start="BLOCK_M, N =", end="return O_block, lse")
+# FROM flashlab.attention.simulation: flash_attention_forward_sim (no docstrings)
 
 # %% [markdown]
 # Four choices in it deserve a word.
@@ -478,7 +478,7 @@ animation
 # K tile and one V tile a step. The code is shorter than the animation's caption:
 
 # %%
-show.source(flash_attention_one_head_sim, start="M = Q.shape[0]", end="return O, lse")
+# FROM flashlab.attention.simulation: flash_attention_one_head_sim (no docstrings)
 
 # %% [markdown]
 # On a GPU the outer loop is not a loop. Its iterations share nothing that they write, so each becomes one *program* (one

@@ -28,6 +28,7 @@
 # GPU the kernel runs in Triton's interpreter, and the compiler's answers come from the real compiler: it needs no GPU.
 
 # %%
+import contextlib
 import math
 
 import matplotlib.pyplot as plt
@@ -44,9 +45,11 @@ from flashlab.check.tolerance import truth, within
 from flashlab.triton_tools.compile_report import TARGETS, compile_report, compile_reports
 from flashlab.triton_tools.watch import OutOfBounds, hbm_traffic
 from flashlab.attention.triton_minimal import (
+    LOG2_E,
+    _check,
     compile_arguments,
+    default_block,
     flash_attention_forward,
-    flash_attention_forward_kernel,
     hbm_bytes,
 )
 
@@ -242,7 +245,7 @@ assert e.ptx.count("mul.f32") == 8 and two.ptx.count("mul.f32") == 0
 # Here it is whole. Read it once for the shape of it: load Q, start from the identity $(-\infty, 0, 0)$, loop, normalise, store.
 
 # %%
-show.source(flash_attention_forward_kernel, start="offs_m =", end="tl.store(LSE_ptr")
+# FROM flashlab.attention.triton_minimal: flash_attention_forward_kernel
 
 # %% [markdown]
 # And here line for line beside phase 2. The cell takes both sides from the source files, so the table cannot drift from the code.
@@ -294,8 +297,7 @@ assert ieee < 2e-6 and tf32 > 2e-4
 # strides. And it checks, because a kernel cannot: with a wrong shape it would read the wrong memory and return numbers.
 
 # %%
-show.source(flash_attention_forward, start="BLOCK_M = BLOCK_M or", end="return o, lse")
-show.source(flash_attention_forward, start="with torch.cuda.device", end=")  # fmt")
+# FROM flashlab.attention.triton_minimal: flash_attention_forward (no docstrings)
 
 # %%
 attempts = {

@@ -363,7 +363,7 @@ plt.show()
 
 # %%
 step1 = steps(6)[0]
-show.source(step1.path, start="for (int n_start = 0", end="m_gmem[row] = m_new")
+show._between(step1.path, "for (int n_start = 0", "m_gmem[row] = m_new")
 
 # %% [markdown]
 # Compare it with Algorithm 1: $S_{ij}$ (line 9 of the paper), the tile's maximum and $\tilde P$ (line 10), the new statistics (line 11), the rescaled and renormalised $O_i$ (line 12, written
@@ -553,7 +553,7 @@ assert c2["shared_load_wavefronts"] == 2 * (2 * 256 * 256 * 64 // 32 // 4)
 
 # %%
 step3 = steps(6)[2]
-show.source(step3.path, start="// New: S_ij = Q_i K_j^T", end="__syncthreads();")
+show._between(step3.path, "// New: S_ij = Q_i K_j^T", "__syncthreads();")
 
 # %% [markdown]
 # *Predict:* step 2 reads one chunk of K for 4 `fmaf`, step 3 reads 8 chunks for 64: half as many reads for $QK^\top$. What becomes of the wavefronts?
@@ -626,7 +626,7 @@ assert fma_per_wavefront(c4) > 4 and c4.bank_conflicts == 0
 
 # %%
 step5, step6 = steps(6)[4:]
-show.source(step5.path, start="// New: K_j has been read", end="cp_async_commit();")
+show._between(step5.path, "// New: K_j has been read", "cp_async_commit();")
 c5, c6 = counted(step5.path), counted(step6.path)
 print(f"loads through registers {c4['global_loads']} -> {c5['global_loads']}, cp.async {c4['cp_async']} -> {c5['cp_async']}")
 assert c5["cp_async_bytes"] == c4["global_load_bytes"]
