@@ -185,6 +185,7 @@ NOTEBOOK = """
     import triton.language as language
     BLOCK: language.constexpr = language.constexpr(128)
     WIDTH = language.constexpr(2)
+    i, n = object(), torch.ones(3)  # a kernel has its own names, whatever the notebook calls so
     ''')
     cell('''
     @triton.jit

@@ -281,7 +281,7 @@ check("6.5", copy_chunk, scale_scores)
 
 # %%
 path = kernels.path("p6_2_loop_order")
-show.source(path, start="// New: the row's state", end="the tiles are complete")
+show._between(path, "// New: the row's state", "the tiles are complete")
 print("        // your lines\n    }  // of the loop over tiles; after it: O = acc / l_i, and the lse")
 
 # %% [markdown]

@@ -42,11 +42,10 @@ from IPython.display import Markdown, display
 
 from flashlab.attention import reference
 from flashlab import runtime
-from flashlab.figures import show
+from flashlab.figures import curves, fragments, show
 from flashlab.bench.published import load
 from flashlab.check import CheckFailed, verify
 from flashlab.kernels import path, source
-from flashlab.figures import fragments
 from flashlab.cuda import load_inline, missing
 from flashlab.bench.resources import RECORDED as RESOURCES
 from flashlab.bench.resources import recorded as resources_recorded
@@ -516,14 +515,9 @@ print("after two shuffles every lane of a quad has its row's maximum")
 
 # %%
 figure, axes = plt.subplots(1, 3, figsize=(8.4, 3.6), sharey=True)
-final = steps[2]
 for ax, values, title in zip(axes, steps, ("each lane's own", "after xor 1", "after xor 2"), strict=True):
-    ax.imshow(values == final, cmap="Blues", vmin=-0.3, vmax=2.2, aspect="auto")
-    for (i, j), value in ((divmod(n, 4), v) for n, v in enumerate(values.flatten().tolist())):
-        ax.text(j, i, f"{value:.0f}", ha="center", va="center", fontsize=9)
-    ax.set(title=title, xlabel="t = lane % 4", xticks=range(4))
-    ax.grid(False)
-axes[0].set(ylabel="g = lane // 4  (row of C)", yticks=range(8))
+    fragments.quads(ax, values, steps[2], title)
+axes[0].set(ylabel="g = lane // 4  (row of C)")
 plt.show()
 
 # %% [markdown]
@@ -701,7 +695,8 @@ lines, rows = source("p7_naive").splitlines(), []
 for number, line_counters in counting.report.by_line.items():
     if line_counters["ldmatrix"]:
         wavefronts, ideal = line_counters["ldmatrix_wavefronts"], line_counters["ldmatrix_ideal"]
-        rows.append([lines[number - 1].strip().split("(")[0], line_counters["ldmatrix"], wavefronts, ideal, f"{wavefronts / ideal:.0f}"])
+        rows.append([lines[number - 1].strip().split("(")[0], line_counters["ldmatrix"], wavefronts, ideal,
+                    f"{wavefronts / ideal:.0f}"])
 assert all(row[-1] == "8" for row in rows) and len(rows) == 3
 show.table(rows, ["load", "instructions", "wavefronts", "ideal", "factor"], align="lrrrr")
 
@@ -739,7 +734,8 @@ for run in runs:
     machine = run["machine"]
     clock = (machine.get("sm_clock_mhz") or {}).get("median", "unknown")
     print(f"{machine['gpu']}, torch {machine['torch']}, {machine['date']}, SM clock {clock} MHz")
-    both = [[label, x["p7_naive"], x["fa2"], x["fa2"] / x["p7_naive"]] for label, x in rows.items() if len(x) == 2]
+    both = [[label, x["p7_naive"], x["fa2"], x["fa2"] / x["p7_naive"]]
+            for label, x in rows.items() if len(x) == 2]
     both = [[label, f"{ours:.1f}", f"{theirs:.0f}", f"{factor:.0f}"] for label, ours, theirs, factor in both]
     show.table(both, ["shape", "naive, TFLOP/s", "FlashAttention-2, TFLOP/s", "factor"], align="lrrr")
 
@@ -761,7 +757,8 @@ predicted = {"shared_wavefronts": (6 * D + D // 2) * T + B * H * N * D * 2 // 12
 for run in runs:
     seen = [c for c in run.get("counters") or [] if c["name"] == "p7_naive" and c["shape"] == [B, H, N, D]]
     for c in seen[:1]:
-        rows = [[name, f"{value / 1e6:.2f} million", f"{c[name] / 1e6:.2f} million"] for name, value in predicted.items()]
+        rows = [[name, f"{value / 1e6:.2f} million", f"{c[name] / 1e6:.2f} million"]
+                for name, value in predicted.items()]
         show.table(rows, ["", "predicted", f"Nsight Compute, {run['machine']['gpu']}"], align="lrr")
         print(f"busy: shared memory {c['shared_active_pct']:.0f} % of the time, tensor cores {c['tensor_active_pct']:.0f} %")
 
@@ -776,16 +773,13 @@ for run in runs:
 # %%
 published = {(r["batch"], r["heads"], r["seq_len"], r["head_dim"], r["variant"]): r["ms"] for r in load("mma_stages_ada")}
 shapes = [(1, 1, 1024, 64), (1, 8, 1024, 64), (4, 8, 2048, 64), (4, 8, 2048, 128)]
-bars = [("mma_naive", "naive tensor-core kernel", "orange"), ("naive_unfused", "unfused PyTorch", "grey"),
-        ("flash_official", "FlashAttention-2", "blue")]  # fmt: skip
+variants = [("mma_naive", "naive tensor-core kernel", "orange"), ("naive_unfused", "unfused PyTorch", "grey"),
+            ("flash_official", "FlashAttention-2", "blue")]  # fmt: skip
+tflops = {label: ([4 * b * h * n * n * d / published[b, h, n, d, name] / 1e9 for b, h, n, d in shapes], hue)
+          for name, label, hue in variants}
 figure, ax = plt.subplots(figsize=(8, 3.4))
-for i, (variant, label, color) in enumerate(bars):
-    tflops = [4 * b * h * n * n * d / published[b, h, n, d, variant] / 1e9 for b, h, n, d in shapes]
-    drawn = ax.bar([x + 0.27 * (i - 1) for x in range(len(shapes))], tflops, 0.25, label=label, color=show.COLORS[color])
-    ax.bar_label(drawn, fmt="%.2g", fontsize=8)
-ax.set_xticks(range(len(shapes)), ["B{} H{} N{} D{}".format(*shape) for shape in shapes])
-ax.set(yscale="log", ylim=(0.2, 400), ylabel="TFLOP/s (higher is better)", title="Published, Ada GPU, fp16")
-ax.legend(ncols=3, loc="upper left")
+curves.columns(ax, ["B{} H{} N{} D{}".format(*shape) for shape in shapes], tflops, fmt="%.2g", yscale="log",
+               ylim=(0.2, 400), ylabel="TFLOP/s (higher is better)", title="Published, Ada GPU, fp16")
 plt.show()
 
 # %% [markdown]

@@ -294,7 +294,7 @@ check("7.6", pv)
 # the maxima, the correction, P, and O are yours. What is around it:
 
 # %%
-show.source(path("p7_naive"), start="// c0 c1 | c2 c3: columns", end="every thread's part of Q, K_j and V_j is here")
+show._between(path("p7_naive"), "// c0 c1 | c2 c3: columns", "every thread's part of Q, K_j and V_j is here")
 
 # %% [markdown]
 # You may use everything above, and: `at(row, column)`, the byte offset of an element in a tile (`q_smem + at(...)` is

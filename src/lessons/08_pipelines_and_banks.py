@@ -36,13 +36,12 @@ import matplotlib.pyplot as plt
 import torch
 
 from flashlab import runtime
-from flashlab.figures import show
+from flashlab.figures import banks, curves, ladder, show, traces
 from flashlab.bench.published import load
 from flashlab.bench.records import recorded
 from flashlab.check import verify
 from flashlab.cuda import load_inline, missing
-from flashlab.figures import pipelines
-from flashlab.figures.pipelines import COLUMNS, counted, grow, row
+from flashlab.figures.ladder import COLUMNS, counted, grow, row
 from flashlab.kernels import step, steps
 from flashlab.check.cuda_answer import part
 
@@ -58,7 +57,7 @@ BACKEND = "emulator" if missing("nvcc") else "nvcc"
 # oracle, insists that nothing was found, and returns the report.
 
 # %%
-pipelines.prepare(s.name for s in SERIES)  # compile them all, two at a time; later runs find them in a cache
+ladder.prepare(s.name for s in SERIES)  # compile them all, two at a time; later runs find them in a cache
 report = counted("p7_naive")
 TABLE = [row("p7_naive")]
 show.table(TABLE, COLUMNS)
@@ -73,7 +72,7 @@ show.table(TABLE, COLUMNS)
 N, D = 256, 64
 needed = 4 * N * N * D // 4096
 assert TABLE[0][1] == needed == report.counters["mma"]
-print(f"MMAs: {needed}; an MMA comes with {pipelines.wavefronts(report) / needed:.1f} wavefronts and {report.counters['ldmatrix'] / needed:.2f} ldmatrix")
+print(f"MMAs: {needed}; an MMA comes with {ladder.wavefronts(report) / needed:.1f} wavefronts and {report.counters['ldmatrix'] / needed:.2f} ldmatrix")
 
 # %% [markdown]
 # Is 26 wavefronts a lot? A multiprocessor (SM) of an H100 or H200 can do 4096 fp16 tensor-core operations a clock: **one MMA a clock**. Shared memory delivers **one wavefront a
@@ -178,7 +177,7 @@ show.diff(part(step("p8_3_cp_async"), "load_tile<BLOCK_M>(q_smem", "// every thr
 
 # %%
 fig, axes = plt.subplots(1, 3, figsize=(9.5, 2.9), sharey=True)
-overlap = {s: pipelines.timeline(ax, pipelines.events(s), f"STAGES = {s}") for s, ax in zip((1, 2, 3), axes)}
+overlap = {s: traces.timeline(ax, traces.events(s), f"STAGES = {s}") for s, ax in zip((1, 2, 3), axes)}
 axes[0].legend(loc="upper right", fontsize=8)
 plt.show()
 
@@ -204,7 +203,7 @@ grow(TABLE, "p8_4_stages")
 # Where do they lie? A row of K is $D \cdot 2 = 128$ bytes for $D = 64$: exactly once around all banks. Row $r + 1$ begins in the bank in which row $r$ began.
 
 # %%
-where = {name: pipelines.addresses(name) for name in ("p8_4_stages", "p8_5_swizzle")}
+where = {name: banks.addresses(name) for name in ("p8_4_stages", "p8_5_swizzle")}
 print("bytes :", *where["p8_4_stages"])
 print("banks :", *(a // 4 % 32 for a in where["p8_4_stages"]))
 c = counted("p8_4_stages").counters
@@ -239,7 +238,7 @@ assert all(sorted(line) == list(range(8)) for line in square) and all(sorted(col
 # %%
 show.diff(part(step("p8_4_stages"), "// Element (row, column)", "int at("), part(step("p8_5_swizzle"), "// Element (row, column)", "// New: the XOR"), context=0)
 fig, axes = plt.subplots(1, 2, figsize=(9, 2.8))
-asked = [pipelines.bank_map(ax, where[name], f"{name}: K, columns 0 to 7") for name, ax in zip(where, axes)]
+asked = [banks.bank_map(ax, where[name], f"{name}: K, columns 0 to 7") for name, ax in zip(where, axes)]
 plt.show()
 
 # %% [markdown]
@@ -292,7 +291,8 @@ rows = []
 for store, name in enumerate(("4 bytes a lane", "shuffles, 16 bytes", "through shared memory, 16 bytes")):
     r = counted("p8_7_store", STORE=store)
     c = r.counters
-    rows.append([name, c["global_stores"], c["global_store_sectors"], c["global_store_ideal"], c["shuffles"], pipelines.wavefronts(r)])
+    rows.append([name, c["global_stores"], c["global_store_sectors"], c["global_store_ideal"], c["shuffles"],
+                ladder.wavefronts(r)])
 show.table(rows, ["store", "store instructions", "sectors", "ideal", "shuffles", "shared wavefronts"])
 assert rows[0][2] > 1.9 * rows[2][2] and rows[2][2] == rows[2][3]
 
@@ -308,8 +308,8 @@ assert rows[0][2] > 1.9 * rows[2][2] and rows[2][2] == rows[2][3]
 
 # %%
 show.diff(part(step("p8_7_store"), "for (int j = 0; j < tiles; j++) {", "{"), part(step("p8_8_masks"), "    int j = last - 1;", "std::false_type"), context=0)
-said = pipelines.printed("p8_8_masks", ("cp_async_wait<0>();                                    // this", 'if (threadIdx.x == 0) printf("%d\\n", MASKED);'),
-                         n=512, causal=True).split()
+said = traces.printed("p8_8_masks", ("cp_async_wait<0>();                                    // this",
+                      'if (threadIdx.x == 0) printf("%d\\n", MASKED);'), n=512, causal=True).split()
 print(f"causal, N = 512: {said.count('1')} tiles with a mask, {said.count('0')} without")
 assert said.count("1") == 8 and said.count("0") == 28
 
@@ -352,9 +352,9 @@ print("at(r + 8 i, c + 16 k) == (at(r, c) ^ 32 k) + 8 i · 128: True for all lan
 # %%
 show.diff(part(step("p8_9_addresses"), "// What was summed", "const float correction"), part(step("p8_10_rescale"), "// New: when some row", "const float correction"), context=0)
 for name in ("p8_9_addresses", "p8_10_rescale"):
-    times, tiles = pipelines.rescales(name, n=512)
+    times, tiles = traces.rescales(name, n=512)
     print(f"{name}: a warp rescales in {times} of {tiles} tiles")
-assert pipelines.rescales("p8_10_rescale", n=512)[0] * 4 < pipelines.rescales("p8_9_addresses", n=512)[0]
+assert traces.rescales("p8_10_rescale", n=512)[0] * 4 < traces.rescales("p8_9_addresses", n=512)[0]
 
 # %% [markdown]
 # Once for each row of tiles: the first time, when the reference is $-\infty$. (FlashAttention-4 brought this idea into the field's main kernels in 2025.) Is it exact? In exact arithmetic, yes. In fp16, P's relative rounding does not depend on its size, unless it
@@ -378,25 +378,16 @@ assert 2 * TABLE[-1][3] < 1.1 * TABLE[-2][3]
 # Here is the whole path in one picture: wavefronts for each MMA, and the two budgets from section 1.
 
 # %%
-names = [r[0] for r in TABLE]
-per_mma = [r[3] / r[1] for r in TABLE]
-fig, ax = plt.subplots(figsize=(8, 3.8))
-ax.bar(range(len(names)), per_mma, color=show.COLORS["blue"])
-ax.bar(range(len(names)), [r[4] / r[1] for r in TABLE], color=show.COLORS["red"], label="of these, bank conflicts")
-for level, name, hue in ((2.0, "A100", "green"), (1.6, "H200, mma.sync", "purple")):
-    ax.axhline(level, color=show.COLORS[hue], linestyle="--", linewidth=1.3, label=f"clocks of an MMA: {name}")
-ax.set(yscale="log", ylim=(0.5, 40), ylabel="shared wavefronts an MMA", title="Shared memory falls below the price of an MMA at step 11 (N = 256, D = 64)")
-ax.set_yticks([1, 2, 5, 10, 20], ["1", "2", "5", "10", "20"])
-ax.set_xticks(range(len(names)), [n.removeprefix("p8_").removeprefix("p7_") for n in names], rotation=40, ha="right")
-ax.legend(fontsize=8)
+ladder.conflicts_and_ideal(TABLE, {"A100": 2.0, "H200, mma.sync": 1.6})
 plt.show()
 
 # %% [markdown]
-# The axis is logarithmic. After the swizzle no red is left; steps 5 to 10 sit above both lines; with 32 rows a warp shared memory costs less than the MMAs that it feeds. This is why 32 rows matter, and it could be known before any GPU ran it:
+# Two scales: the conflicts are ten times the rest. After the swizzle none are left; steps 5 to 10 sit right of both lines; with 32 rows per warp shared memory costs less than the MMAs that it feeds. This is why 32 rows matter, and it could be known before any GPU ran it:
 
 # %%
-print(f"16 rows a warp: {per_mma[names.index('p8_10_rescale')]:.2f} wavefronts an MMA; 32 rows: {per_mma[-1]:.2f}")
-assert per_mma[names.index("p8_10_rescale")] > 1.6 > per_mma[-1]
+per_mma = {r[0]: r[3] / r[1] for r in TABLE}
+print(f"16 rows a warp: {per_mma['p8_10_rescale']:.2f} wavefronts an MMA; 32 rows: {per_mma['p8_11_warp_tiles']:.2f}")
+assert per_mma["p8_10_rescale"] > 1.6 > per_mma["p8_11_warp_tiles"]
 
 # %% [markdown]
 # ## 12 · Fragments one step ahead
@@ -488,7 +479,7 @@ for run in runs:
     m = run["machine"]
     print(f"{m['gpu']}, torch {m['torch']}, driver {m['driver']}, {m['date']}, SM clock {m.get('sm_clock_mhz')}")
     for shape, causal in (((4, 16, 4096, 128), False), ((4, 16, 4096, 128), True), ((4, 32, 4096, 64), False)):
-        if pipelines.ladder_figure(run, shape, causal):
+        if ladder.ladder_figure(run, shape, causal):
             plt.show()
 print("machines recorded:", len(runs))
 
@@ -499,7 +490,7 @@ print("machines recorded:", len(runs))
 cases = {"D 128": ((4, 16, 4096, 128), False), "D 128, causal": ((4, 16, 4096, 128), True), "D 64": ((4, 32, 4096, 64), False),
          "D 64, causal": ((4, 32, 4096, 64), True), "1 head, N 1024, D 64": ((1, 1, 1024, 64), False)}
 for run in runs:
-    columns = [pipelines.gains(run, *case) for case in cases.values()]
+    columns = [ladder.gains(run, *case) for case in cases.values()]
     show.table([[s.name, *(f"{c[s.name]:.2f}" if s.name in c else "" for c in columns)] for s in SERIES[1:]], ["step", *cases], align="lrrrrr")
 
 # %% [markdown]
@@ -519,7 +510,8 @@ for run in runs:
 # %%
 for run in runs:
     kept = [r for r in run.get("counters", []) if r["shape"][3] == 128 and "=" not in r["name"]]
-    rows = [[r["name"], *(round(r[k] or 0) for k in ("registers", "instructions", "shared_wavefronts", "bank_conflicts", "tensor_active_pct"))] for r in kept]
+    rows = [[r["name"], *(round(r[k] or 0) for k in ("registers", "instructions", "shared_wavefronts",
+            "bank_conflicts", "tensor_active_pct"))] for r in kept]
     if rows:
         show.table(rows, ["step, D = 128", "registers", "instructions", "shared wavefronts", "bank conflicts", "tensor pipe active, %"])
 print("runs with counters:", sum(bool(run.get("counters")) for run in runs))
@@ -532,7 +524,7 @@ for run in runs:
     active = {r["name"]: r["tensor_active_pct"] for r in run.get("counters", []) if r["shape"][3] == 128}
     for name in (n for n in ("p7_naive", "p8_2_split_q", "p8_4_stages", "p8_6_registers", "p8_flash") if n in active):
         r = counted(name, head_dim=128)
-        bound = min(1.0, 1.6 * r.counters["mma"] / pipelines.wavefronts(r))
+        bound = min(1.0, 1.6 * r.counters["mma"] / ladder.wavefronts(r))
         print(f"{name:15} shared memory allows {bound:4.0%}, Nsight Compute saw {active[name]:3.0f} %")
 
 # %% [markdown]
@@ -548,15 +540,16 @@ for run in runs:
 ada = {(r["batch"], r["heads"], r["seq_len"], r["head_dim"], r["variant"]): r["ms"] for r in load("mma_stages_ada")}
 shapes = list(dict.fromkeys(key[:4] for key in ada))
 theirs = {v: [ada[(*s, "flash_official")] / ada[(*s, v)] for s in shapes] for v in ("mma_naive", "mma_stage1", "mma_stage2")}
-fig, ax = plt.subplots(figsize=(8.6, 3.6))
-for (name, values), hue in zip(theirs.items(), ("grey", "yellow", "orange")):
-    ax.plot(values, "o-", color=show.COLORS[hue], linewidth=1.2, markersize=4, label=f"published, Ada: {name}")
+lines = [(f"published, Ada: {name}", range(len(shapes)), values, hue, "o-")
+         for (name, values), hue in zip(theirs.items(), ("grey", "yellow", "orange"))]
 for run in runs:
     ours = {tuple(r["shape"]): r["vs_fa2"] for r in run.get("final", []) if r["table"] == "mma_stages_ada" and r["name"] == "p8_flash"}
-    ax.plot([ours.get(s) for s in shapes], "o-", color=show.COLORS["blue"], label=f"p8_flash, {run['machine']['gpu']}")
+    lines.append((f"p8_flash, {run['machine']['gpu']}", range(len(shapes)), [ours.get(s) for s in shapes],
+                 "blue", "o-"))
+fig, ax = plt.subplots(figsize=(8.6, 3.6))
+curves.curves(ax, lines, size=4, xlabel="shape: batch 1, 2, 4 × heads 1, 4, 8 × N 1024, 2048 × D 64, 128 (in the table's order)",
+              ylabel="speed / FlashAttention-2", title="36 published shapes, each against FlashAttention-2 on its own machine", ylim=(0, None))
 ax.axhline(1, color=show.COLORS["black"], linewidth=1)
-ax.set(xlabel="shape: batch 1, 2, 4 × heads 1, 4, 8 × N 1024, 2048 × D 64, 128 (in the table's order)", ylabel="speed / FlashAttention-2", title="36 published shapes, each against FlashAttention-2 on its own machine", ylim=(0, None))
-ax.legend(fontsize=8)
 plt.show()
 
 # %%

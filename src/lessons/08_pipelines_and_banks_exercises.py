@@ -102,7 +102,7 @@ check("8.3", at)
 # The loop of `p8_4_stages.cu`, for 1, 2, 3 or 4 stages:
 
 # %%
-show.source(step("p8_4_stages").path, start="for (int j = 0; j < STAGES - 1; j++)", end="if (STAGES > 1) load_kv(j")
+show._between(step("p8_4_stages").path, "for (int j = 0; j < STAGES - 1; j++)", "if (STAGES > 1) load_kv(j")
 
 # %% [markdown]
 # Its wait is to be `cp_async_wait<IN_FLIGHT>()`. Write `IN_FLIGHT` as an expression in `STAGES`: small enough that tile $j$ has arrived, and no

@@ -29,8 +29,10 @@ __all__ = [
     "merge_finished",
     "online_normalizer",
     "online_softmax",
+    "require_block",
     "require_mergeable",
     "require_one_dtype",
+    "require_state",
     "row_max",
     "shifted_exp",
     "softmax_naive",
@@ -172,16 +174,7 @@ def block_state(scores: torch.Tensor, v: torch.Tensor) -> State:
     Raises:
         ValueError: ranks or shapes that do not belong together. TypeError: different or non-floating dtypes.
     """
-    if scores.ndim < 1 or v.ndim < 2:
-        raise ValueError(
-            f"scores must be [..., N] and v [..., N, D], but they have {scores.ndim} and {v.ndim} dimensions"
-        )
-    if v.shape[-2] != scores.shape[-1] or v.shape[:-2] not in ((), scores.shape[:-2]):
-        raise ValueError(
-            f"scores {tuple(scores.shape)} and v {tuple(v.shape)} do not fit together: v must hold one row for "
-            "each of the N scores, as [N, D] or with the leading axes of scores [..., M, N]"
-        )
-    require_one_dtype(scores=scores, v=v)
+    require_block(scores, v)
     m = row_max(scores)
     p = shifted_exp(scores, m[..., None])
     return State(m, p.sum(dim=-1), p @ v)
@@ -214,7 +207,7 @@ def finish(state: State) -> tuple[torch.Tensor, torch.Tensor]:
     Raises:
         ValueError, TypeError: m, l and o do not belong together.
     """
-    _require_state(state, "state")
+    require_state(state, "state")
     m, l, o = state
     return o / l.masked_fill(l == 0, 1.0)[..., None], m + torch.log(l)
 
@@ -242,10 +235,24 @@ def merge_finished(
     return o.to(o1.dtype), lse
 
 
+def require_block(scores: torch.Tensor, v: torch.Tensor) -> None:
+    """Raise ValueError (shapes) or TypeError (dtypes) unless scores [..., N] and v [..., N, D] are of the same keys."""
+    if scores.ndim < 1 or v.ndim < 2:
+        raise ValueError(
+            f"scores must be [..., N] and v [..., N, D], but they have {scores.ndim} and {v.ndim} dimensions"
+        )
+    if v.shape[-2] != scores.shape[-1] or v.shape[:-2] not in ((), scores.shape[:-2]):
+        raise ValueError(
+            f"scores {tuple(scores.shape)} and v {tuple(v.shape)} do not fit together: v must hold one row for "
+            "each of the N scores, as [N, D] or with the leading axes of scores [..., M, N]"
+        )
+    require_one_dtype(scores=scores, v=v)
+
+
 def require_mergeable(a: State, b: State) -> None:
     """Raise ValueError (shapes) or TypeError (dtypes) unless `a` and `b` are states of the same rows."""
-    _require_state(a, "a")
-    _require_state(b, "b")
+    require_state(a, "a")
+    require_state(b, "b")
     if a.o.shape != b.o.shape:
         raise ValueError(
             f"the two states differ in rows or head_dim: a.o is {tuple(a.o.shape)}, b.o is {tuple(b.o.shape)}"
@@ -253,7 +260,8 @@ def require_mergeable(a: State, b: State) -> None:
     require_one_dtype(**{"a.m": a.m, "b.m": b.m})
 
 
-def _require_state(state: State, name: str) -> None:
+def require_state(state: State, name: str) -> None:
+    """Raise ValueError (shapes) or TypeError (dtypes) unless m, l and o are of the same rows."""
     m, l, o = state
     if o.ndim < 1 or m.shape != l.shape or m.shape != o.shape[:-1]:
         shapes = f"m is {tuple(m.shape)}, l is {tuple(l.shape)}, o is {tuple(o.shape)}"

@@ -277,6 +277,7 @@ def scheme_b_kernel(
     p = (p / l_i[:, None]).to(v_ptr.dtype.element_ty)
 
     acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
+    # region: V in blocks, P whole
     if HOW == "slice" or HOW == "split":
         for j in tl.static_range(KEYS // BLOCK_N):  # unrolled by the compiler: j is a constant in each copy
             rows = j * BLOCK_N + offs_n
@@ -287,6 +288,7 @@ def scheme_b_kernel(
             else:
                 p_j = slice_by_split(p, j, HALVINGS)
             acc = tl.dot(p_j, v, acc)
+    # endregion
     else:
         for j in range(KEYS // BLOCK_N):
             rows = j * BLOCK_N + offs_n
