@@ -201,8 +201,8 @@ def test_advice_for_cudas_codes():
 
 
 def test_an_old_gpu_is_told_what_it_lacks():
-    text = inline._read(source("p8_5_swizzle"), "p8_5_swizzle.cu")
-    with pytest.raises(Unavailable, match="RTX 2080 has compute capability 7.5, and p8_5_swizzle.cu uses .*needs 8.0"):
+    text = inline._read(source("p8_4_swizzle"), "p8_4_swizzle.cu")
+    with pytest.raises(Unavailable, match="RTX 2080 has compute capability 7.5, and p8_4_swizzle.cu uses .*needs 8.0"):
         inline._check_capability(text, (7, 5), "RTX 2080")
     inline._check_capability(text, (8, 0), "A100")
     inline._check_capability(inline._read("// cp_async in a comment\n" + SCALE, None), (7, 5), "RTX 2080")

@@ -1,4 +1,4 @@
-"""Phases 7 and 8 on a GPU: every kernel of the series against FlashAttention-2, and the last one against its peers.
+"""Phases 7 to 9 on a GPU: every kernel of the series against FlashAttention-2, and the last one against its peers.
 
     python -m flashlab.bench.mma              # writes recorded/mma_<gpu>.json beside this file; about 2 minutes
     python -m flashlab.bench.mma --only ladder --out x.json
@@ -46,7 +46,7 @@ from flashlab.bench import records, timing
 from flashlab.bench.records import NoGpu
 from flashlab.kernels import FOLDER, Step, problem, steps
 
-SERIES = steps(7, 8)
+SERIES = steps(7, 8, 9)
 PUBLISHED = Path(__file__).parent / "published"
 INCLUDE = Path(__file__).parents[1] / "simt" / "include"
 Shape = tuple[int, int, int, int]  # batch, heads, seq_len, head_dim
@@ -100,7 +100,8 @@ class Kernel:
     def __init__(self, variant: Variant, library: Path, resources: dict[str, dict[str, int]]):
         self.variant, self.resources = variant, resources
         self._library = ctypes.CDLL(str(library))
-        self._library.workspace_floats.restype = ctypes.c_int64
+        if hasattr(self._library, "workspace_floats"):
+            self._library.workspace_floats.restype = ctypes.c_int64
         self._library.forward.restype = ctypes.c_int
 
     def prepare(self, q, k, v, *, causal: bool, o=None) -> tuple[Callable[[], None], torch.Tensor, torch.Tensor]:
@@ -109,7 +110,8 @@ class Kernel:
         lse = torch.empty(q.shape[:3], device=q.device)
         sms = torch.cuda.get_device_properties(q.device).multi_processor_count
         p = problem.problem(q, k, v, o, lse, causal=causal, sms=sms, head_dims=(self.variant.head_dim,))
-        workspace = torch.empty(max(1, self._library.workspace_floats(ctypes.byref(p))), device=q.device)
+        wanted = self._library.workspace_floats(ctypes.byref(p)) if hasattr(self._library, "workspace_floats") else 0
+        workspace = torch.empty(max(1, wanted), device=q.device)
         p.workspace = workspace.data_ptr()
 
         def launch(keep=(q, k, v, o, lse, workspace)) -> None:

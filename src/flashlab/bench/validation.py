@@ -34,7 +34,7 @@ import torch
 from flashlab.bench import mma as mma_ladder
 from flashlab.bench import records, timing
 from flashlab.cuda import load_inline
-from flashlab.kernels import SERIES, path
+from flashlab.kernels import SERIES, path, steps
 
 SHAPE = (1, 2, 200)  # batch, heads, rows
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
@@ -62,8 +62,8 @@ METRICS: dict[str, tuple[str, tuple[str, ...]]] = {
 
 
 def variants() -> list[mma_ladder.Variant]:
-    """Every step of phases 6 to 8 at head_dim 64, and the last of each phase at 128."""
-    last = {"p6_6_shapes", "p7_naive", "p8_flash"}
+    """Every step of phases 6 to 9 at head_dim 64, and the last of each phase at 128."""
+    last = {steps(phase)[-1].name for phase in (6, 7, 8, 9)}
     return [
         mma_ladder.Variant(step, head_dim, step.dtypes[0])
         for step in SERIES

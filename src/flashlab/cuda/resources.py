@@ -10,6 +10,7 @@ nvcc, ``flashlab.bench.resources`` has the figures of the series that were measu
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import re
 import shutil
 import subprocess
@@ -46,7 +47,7 @@ class Resources:
 
     Attributes:
         kernel: its name, template arguments included.
-        registers: 32-bit registers a thread.
+        registers: 32-bit registers per thread.
         spill_bytes: bytes that a thread stores to local memory for want of registers.
         static_shared_bytes: of its ``__shared__`` arrays of fixed size.
         dynamic_shared_bytes: what its launch asks for beside them; None, where no launch of it was seen.
@@ -162,9 +163,9 @@ def _dynamic_shared(text: _Text, head_dim: int, dtype: torch.dtype, defines: dic
     """
     module = load_inline(text.text, backend="emulator", head_dim=head_dim, dtype=dtype, defines=defines)
     found: dict[str, int] = {}
-    for batch, seq_k, sms, limit in ((2, 64, 1, 227), (1, 512, 132, 227), (1, 64, 132, 99)):
-        for causal in (False, True):
-            q, k = (torch.zeros(batch, 1, n, head_dim, dtype=dtype) for n in (64, seq_k))
+    for batch, seq_k, sms in ((2, 64, 1), (1, 512, 132), (1, 64, 132)):
+        q, k = (torch.zeros(batch, 1, n, head_dim, dtype=dtype) for n in (64, seq_k))
+        for limit, causal in itertools.product((227, 163, 99), (False, True)):
             module.forward(q, k, k, causal=causal, sms=sms, shared_limit=limit * 1024)
             found |= {_key(launch.kernel): launch.shared_bytes for launch in module.report.launches}
     return found

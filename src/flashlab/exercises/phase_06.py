@@ -16,7 +16,7 @@ import torch
 
 from flashlab.attention.cost import FA1_BLOCK_N, FA2_BLOCK_M, fa1_cost, fa2_cost
 from flashlab.check import CheckFailed, Report, expect, expect_close, running, verify
-from flashlab.check.cuda_answer import Source, spliced
+from flashlab.check.cuda_answer import Source, replaced
 from flashlab.cuda import CudaModule, load_inline
 from flashlab.exercises.registry import exercise
 from flashlab.kernels import steps
@@ -375,14 +375,6 @@ def _verified(source: Source) -> Report:
     return verify(forward, causal=True, dtypes=(torch.float32,), gqa=True, max_seq=200)
 
 
-def inner_loop_of(step: Step = FRAME) -> tuple[int, int]:
-    """Where exercise 6.6's lines stand in the file: the first and the one after the last, from 0."""
-    lines = step.path.read_text(encoding="utf-8").splitlines()
-    first = next(i for i, line in enumerate(lines) if line.endswith("the tiles are complete")) + 1
-    last = next(i for i in range(first, len(lines)) if lines[i] == "    }")  # the end of the loop over the tiles
-    return first, last
-
-
 @exercise(
     "6.5",
     title="Right for every multiple of 32",
@@ -398,10 +390,7 @@ def inner_loop_of(step: Step = FRAME) -> tuple[int, int]:
 )
 def _(copy_chunk: str, scale_scores: str) -> Report:
     copy, scores = _text(copy_chunk), _text(scale_scores)
-    half = spliced(FRAME, "tile_smem[row][chunk] =", "tile_smem[row][chunk] =", copy)
-    begin = "for (int n = 0; n < BLOCK_N; n++) {"
-    # The loop over the scores ends with the first line that is a brace alone, at its own indent.
-    return _verified(spliced(half, begin, "        }", scores))
+    return _verified(replaced(replaced(FRAME, "copy a chunk", copy), "mask", scores))
 
 
 @exercise(
@@ -423,10 +412,7 @@ def _(copy_chunk: str, scale_scores: str) -> Report:
     ],
 )
 def _(inner_loop: str) -> Report:
-    text = _text(inner_loop)
-    lines, (first, last) = FRAME.path.read_text(encoding="utf-8").splitlines(), inner_loop_of()
-    whole = "\n".join([*lines[:first], *text.strip("\n").splitlines(), *lines[last:]]) + "\n"
-    return _verified(Source(whole, FRAME.name, first + 1, first + len(text.strip("\n").splitlines())))
+    return _verified(replaced(FRAME, "one tile", _text(inner_loop)))
 
 
 # ---- 6.7 ------------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Phase 8's measurements and figures: what the emulator counts for a step of the series; pictures of banks and copies.
 
-r = counted("p8_5_swizzle")                 # a Report of the check build, one head, N = 256, compared with float64
-bank_map(ax, addresses("p8_4_stages"))      # which banks the eight rows of one ldmatrix tile ask for
+r = counted("p8_4_swizzle")                 # a Report of the check build, one head, N = 256, compared with float64
+bank_map(ax, addresses("p8_3_stages"))      # which banks the eight rows of one ldmatrix tile ask for
 timeline(ax, events(2))                     # which copies are under way while a tile is worked on
 """
 
@@ -19,6 +19,7 @@ import torch
 from flashlab.attention import reference
 from flashlab.cuda import load_inline
 from flashlab.figures import show
+from flashlab.kernels import regions
 from flashlab.kernels.series import step
 from flashlab.simt import Report
 
@@ -91,15 +92,15 @@ def grow(table: list[list[Any]], name: str, **options: Any) -> None:
 
 # ---- looking inside: a print statement in a copy of the source -------------------------------------------------------
 def printed(name: str, *edits: tuple[str, str], n: int = 256, causal: bool = False, **defines: int) -> str:
-    """What a step prints when each (before, statement) of ``edits`` puts a statement in front of a text of its source.
+    """What a step prints when each (region, statement) of ``edits`` puts a statement where that region begins.
 
-    Raises ValueError: the text is not there, or there more than once.
+    Raises KeyError: the source has no such region; the message has the names there are.
     """
     text = step(name).path.read_text()
-    for before, statement in edits:
-        if text.count(before) != 1:
-            raise ValueError(f"{before!r} occurs {text.count(before)} times in {name}.cu")
-        text = text.replace(before, f"{statement} {before}")
+    for region, statement in edits:
+        first, _ = regions.numbered(text, region)[0]
+        lines = text.splitlines(keepends=True)
+        text = "".join([*lines[: first - 1], f"{statement}\n", *lines[first - 1 :]])
     module = load_inline(text, backend="emulator", defines=defines)
     return _run(module, n, 64, 1, causal, 1).printed
 
@@ -107,22 +108,21 @@ def printed(name: str, *edits: tuple[str, str], n: int = 256, causal: bool = Fal
 @functools.lru_cache(maxsize=8)
 def addresses(name: str) -> tuple[int, ...]:
     """Byte addresses that lanes 0 to 7 give to the first ldmatrix of K, from the tile's start: one 8 x 8 tile."""
-    said = printed(name, ("ldmatrix_x2(b, smem_u32(k_smem", (
-        "if (blockIdx.x == 0 && warp == 0 && j == 0 && k == 0 && n == 0 && lane < 8) "
-        'printf("%d %d\\n", lane, at(n * 8 + lane % 8, k * 16 + lane / 8 % 2 * 8));')))  # fmt: skip
+    said = printed(name, ("scores", 'if (blockIdx.x == 0 && warp == 0 && j == 0 && lane < 8) '
+                                    'printf("%d %d\\n", lane, at(lane % 8, lane / 8 % 2 * 8));'))  # fmt: skip
     pairs = dict(tuple(map(int, line.split())) for line in said.splitlines())
     return tuple(pairs[lane] for lane in range(8))
 
 
 @functools.lru_cache(maxsize=8)
 def events(stages: int, n: int = 256) -> tuple[tuple[str, int], ...]:
-    """What thread 0 of block 0 of p8_4_stages does, in order: ("copy", tile), ("arrived", tile), ("done", tile)."""
+    """What thread 0 of block 0 of p8_3_stages does, in order: ("copy", tile), ("arrived", tile), ("done", tile)."""
     one = "if (blockIdx.x == 0 && threadIdx.x == 0) "
     said = printed(
-        "p8_4_stages",
-        ("load_tile<BLOCK_N>(k_smem + stage,", one + 'printf("copy %d\\n", j);'),
-        ("if (STAGES > 1) load_kv(j + STAGES - 1);", one + 'printf("arrived %d\\n", j);'),
-        ("// O += P V.", one + 'printf("done %d\\n", j);\n'),
+        "p8_3_stages",
+        ("copy K and V", one + 'printf("copy %d\\n", j);'),
+        ("one tile", one + 'printf("arrived %d\\n", j);'),
+        ("output", one + 'printf("done %d\\n", j);'),
         n=n,
         STAGES=stages,
     )
@@ -131,8 +131,8 @@ def events(stages: int, n: int = 256) -> tuple[tuple[str, int], ...]:
 
 def rescales(name: str, n: int = 256) -> tuple[int, int]:
     """How often a warp of this step rescales its accumulator, and how many tiles the warps work on together."""
-    rescale = "const float correction = exp2_approx("
-    said = printed(name, (rescale, 'if (lane == 0 && h == 0) printf("r\\n");'), n=n)
+    where = "correction" if "correction" in regions.regions(step(name).path.read_text()) else "rescale"
+    said = printed(name, (where, 'if (lane == 0) printf("r\\n");'), n=n)
     return len(re.findall("r", said)), n // 64 * (n // 64) * 4
 
 
