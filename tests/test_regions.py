@@ -3,7 +3,7 @@
 import pytest
 
 from flashlab.kernels import FOLDER
-from flashlab.kernels.regions import Region, numbered, region_text, regions
+from flashlab.kernels.regions import Region, numbered, region_text, regions, replace
 
 KERNEL = """\
 #include "simt.h"
@@ -77,3 +77,18 @@ def test_the_regions_of_every_source_of_the_series(path):
     text = path.read_text(encoding="utf-8")
     for name in regions(text):
         assert region_text(text, name).strip()
+
+
+def test_a_region_is_replaced_with_what_is_inside_it():
+    text, where = replace(KERNEL, "main loop", "\nwork();\nmore();\n")
+    assert text == '#include "simt.h"\n// region: main loop\nwork();\nmore();\n// endregion\n' and where == Region(3, 4)
+    text, where = replace(KERNEL, "scores", "    s = 0;")
+    assert where == Region(5, 5) and text.splitlines()[4] == "    s = 0;" and regions(text) == regions(KERNEL)
+    assert replace(KERNEL, "scores", region_text(KERNEL, "scores"))[0] == KERNEL
+
+
+def test_what_cannot_be_replaced():
+    with pytest.raises(KeyError, match="no region 'copy'; its regions: 'main loop'"):
+        replace(KERNEL, "copy", "x")
+    with pytest.raises(ValueError, match="nothing to put in the place of the region 'scores'"):
+        replace(KERNEL, "scores", "\n")

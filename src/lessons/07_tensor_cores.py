@@ -46,6 +46,7 @@ from flashlab.figures import curves, fragments, show
 from flashlab.bench.published import load
 from flashlab.check import CheckFailed, verify
 from flashlab.kernels import path, source
+from flashlab.kernels.regions import region_text
 from flashlab.cuda import load_inline, missing
 from flashlab.bench.resources import RECORDED as RESOURCES
 from flashlab.bench.resources import recorded as resources_recorded
@@ -89,15 +90,12 @@ show.table(rows, ["GPU", "float32, TFLOP/s", "tensor cores, fp16 in, fp32 sums, 
 # what it received. The kernel is one warp:
 
 # %%
-def part(name, start, before):
-    """Shows a file of the series, from the line that has `start` to the last one before the line that has `before`."""
-    text = source(name)
-    first = text.rindex("\n", 0, text.index(start)) + 1
-    last = text.rindex("\n", 0, text.index(before, first))
-    display(Markdown(f"```cpp\n{textwrap.dedent(text[first:last].rstrip())}\n```"))
+def part(name, region):
+    """Shows a region of a file of the series."""
+    display(Markdown(f"```cpp\n{textwrap.dedent(region_text(source(name), region))}```"))
 
 
-part("p7_one_mma", "// Lane l gives the address", before="// One MMA, m16n8k16")
+part("p7_one_mma", "ldmatrix")
 
 # %% [markdown]
 # `load_inline` builds the file and gives back its `extern "C"` functions. `look` calls one of them: each lane says
@@ -264,7 +262,7 @@ plt.show()
 # kernel takes the fragments as they are and multiplies:
 
 # %%
-part("p7_one_mma", "// One MMA, m16n8k16", before="// C becomes A")
+part("p7_one_mma", "one MMA")
 
 # %% [markdown]
 # `fragments.fragment(matrix, "a")` picks each lane's elements by the formula, `fragments.matrix(held, "c")` puts them
@@ -372,7 +370,7 @@ __global__ void count_up(float* out_gmem, int times) {          // [3, 32]
     out_gmem[lane] = sum[0], out_gmem[32 + lane] = sum_k8[0], out_gmem[64 + lane] = unpack(half_sum[0]).x;
 }
 extern "C" int run(float* out, int times, void* stream) {
-    LAUNCH(count_up, 1, 32, 0, stream, out, times);
+    count_up<<<1, 32, 0, (cudaStream_t)stream>>>(out, times);
     return (int)cudaGetLastError();
 }
 """
@@ -457,7 +455,7 @@ print("256 elements: C's place is A's place")
 # And on values. The kernel `c_to_a` computes $(X Y^\mathsf{T}) Z$ with two products, and nothing between them but `pack`:
 
 # %%
-part("p7_one_mma", "uint32_t x[4], y[4], z[2];", before="for (int i = 0; i < 4; i++) out_gmem")
+part("p7_one_mma", "two products")
 
 # %% [markdown]
 # The emulator counts what it took. Three MMAs, two for the two C tiles of $X Y^\mathsf{T}$ and one for the second
@@ -500,7 +498,7 @@ __global__ void quad_max(const float* x_gmem, float* steps_gmem) {      // [32],
     steps_gmem[64 + lane] = x;
 }
 extern "C" int run(const float* x, float* steps, void* stream) {
-    LAUNCH(quad_max, 1, 32, 0, stream, x, steps);
+    quad_max<<<1, 32, 0, (cudaStream_t)stream>>>(x, steps);
     return (int)cudaGetLastError();
 }
 """
@@ -537,15 +535,16 @@ plt.show()
 # grouped heads, and it returns the log-sum-exp.
 
 # %%
-part("p7_naive", "constexpr int D = HEAD_DIM", before="// Element (row, column)")
+part("p7_naive", "constants")
 
 # %% [markdown]
-# **State.** Compare with phase 2: `acc` is O's tile of 16 × D, now `O_TILES` C fragments; `row_max` and `row_sum` are
-# `m_i` and `l_i`, and a lane keeps two of each, for rows $g$ and $g + 8$. The loop loads a tile of K and V, with 0 for
+# **State.** Compare with phase 2: `acc` is O's tile of 16 × D, now `O_TILES` C fragments; of `m_i`
+# and `l_i` a lane keeps two each, for rows $g$ and $g + 8$. The loop loads a tile of K and V, with 0 for
 # rows that do not exist. Each of the two barriers prevents one hazard, which its comment names.
 
 # %%
-part("p7_naive", "// c0 c1 | c2 c3: columns", before="// S = Q K^T.")
+part("p7_naive", "state")
+part("p7_naive", "load K and V")
 
 # %% [markdown]
 # **S = Q Kᵀ.** For each 16 dimensions: one `ldmatrix.x4` for the A fragment of Q (section 3's addresses), and for each
@@ -553,41 +552,42 @@ part("p7_naive", "// c0 c1 | c2 c3: columns", before="// S = Q K^T.")
 # waste, and phase 8 removes it.
 
 # %%
-part("p7_naive", "// S = Q K^T. The rows of K", before="// The row maxima")
+part("p7_naive", "scores")
 
 # %% [markdown]
-# **The row maxima.** `h` is which of the lane's two rows, `e` which of the two columns: element `s[n][2 * h + e]` is
-# row $g + 8h$, column $8n + 2t + e$, straight from section 5's formula. That makes the mask easy to write: the key's
+# **The row maxima.** `r` is which of the lane's two rows, `e` which of the two columns: element `s[n][2 * r + e]` is
+# row $g + 8r$, column $8n + 2t + e$, straight from section 5's formula. That makes the mask easy to write: the key's
 # number is known to the lane that holds its score. Then the quad's two shuffles.
 
 # %%
-part("p7_naive", "// The row maxima", before="// What was summed under the old")
+part("p7_naive", "row maxima")
 
 # %% [markdown]
 # **Correction, and P.** Phase 3's base-2 trick: `scale_log2` is the scale times $\log_2 e$, so that
 # $e^{\text{scale} \cdot s}$ is one `ex2` instruction. The maximum is of the raw scores, and the scale is applied inside
-# a fused multiply-add. `row_sum` stays a *partial* sum, of this lane's columns only: the correction is the same in all
+# a fused multiply-add. `l_i` stays a *partial* sum, of this lane's columns only: the correction is the same in all
 # four lanes of a quad, so they can be added up once, at the end.
 
 # %%
-part("p7_naive", "// What was summed under the old", before="// O += P V.")
+part("p7_naive", "rescale")
+part("p7_naive", "probabilities")
 
 # %% [markdown]
 # **O += P V.** Section 8's packing, and section 4's `.trans`.
 
 # %%
-part("p7_naive", "// O += P V.", before="    // O and lse. Each lane")
+part("p7_naive", "output")
 
 # %% [markdown]
 # **O and lse.** After the last tile the quad adds up its four partial sums. A row that has seen no key has the sum 0: it
 # gets O = 0 and lse = $-\infty$. Each lane stores its pairs of columns, 4 bytes at a time.
 
 # %%
-part("p7_naive", "// O and lse. Each lane", before="// ---- host")
+part("p7_naive", "store")
 
 # %% [markdown]
 # Around all this are the lines that you know from phase 6: which rows and keys a block has, and the copy of a tile.
-# Nothing in these 170 lines is new to you. Does it work? First one case against the oracle, with a length that is no
+# Nothing in this file is new to you. Does it work? First one case against the oracle, with a length that is no
 # multiple of anything:
 
 # %%
@@ -615,7 +615,7 @@ print(report.verdict)
 
 # %%
 edits = {
-    "no mask for the tail": ("if (key + n * 8 + t * 2 + e > last_key)", "if (p.causal && key + n * 8 + t * 2 + e > last_key)"),
+    "no mask for the tail": ("if (n_start + n * MMA_N", "if (p.causal && n_start + n * MMA_N"),
     "c3 packed before c2": ("pack<T>(c[2], c[3])", "pack<T>(c[3], c[2])"),
     "b0 and b1 of V exchanged": ("mma_m16n8k16<T>(acc[n], a, b[0], b[1]);", "mma_m16n8k16<T>(acc[n], a, b[1], b[0]);"),
 }
@@ -637,7 +637,7 @@ show.table(rows, ["the edit", "diagnosis", "what the learner reads"])
 
 # %%
 text = source("p7_naive")
-barrier = next(line for line in text.splitlines() if "every thread's part of Q" in line)
+barrier = next(line for line in text.splitlines() if "another has not copied yet" in line)
 try:
     examine(text.replace(barrier, "        // (no barrier)"))
     raise AssertionError("a race, and nobody saw it")

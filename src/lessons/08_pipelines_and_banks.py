@@ -43,10 +43,10 @@ from flashlab.check import verify
 from flashlab.cuda import load_inline, missing
 from flashlab.figures.ladder import COLUMNS, counted, grow, row
 from flashlab.kernels import step, steps
-from flashlab.check.cuda_answer import part
+from flashlab.check.cuda_answer import region
 
 show.style()
-SERIES = steps(7, 8)
+SERIES = steps(7, 8, 9)
 BACKEND = "emulator" if missing("nvcc") else "nvcc"
 
 # %% [markdown]
@@ -91,13 +91,13 @@ print(f"MMAs: {needed}; an MMA comes with {ladder.wavefronts(report) / needed:.1
 #
 # | | a warp's part of $S = QK^\top$ | so a row of S is | a warp's part of $O = PV$ |
 # |---|---|---|---|
-# | **split-KV** (as in FlashAttention-1) | 64 rows × 16 keys | spread over four warps | 64 rows × a quarter of the columns |
+# | **split-KV** (as in LeetCUDA) | 64 rows × 16 keys | spread over four warps | 64 rows × a quarter of the columns |
 # | **split-Q** (as in FlashAttention-2) | 16 rows × 64 keys | in one warp | 16 rows × all columns |
 #
 # The first looks attractive: a fragment of K, once loaded, serves 64 rows. What does it cost that a row is spread?
 
 # %%
-counted_kv = counted("p8_1_split_kv")
+counted_kv = counted("p8_side_split_kv")
 lines = counted_kv.source.splitlines()
 for number, c in counted_kv.by_line.items():
     if "smem" in lines[number - 1] and (c["shared_loads"] or c["shared_stores"]) and "tile_smem" not in lines[number - 1]:
@@ -105,26 +105,30 @@ for number, c in counted_kv.by_line.items():
         print(f"{passes:5} wavefronts: {lines[number - 1].split('//')[0].strip()[:88]}")
 
 # %% [markdown]
-# Maxima out and in, P out (and back in through `ldmatrix`), sums out and in: all of it only because a row has four owners. And each exchange needs a barrier, so that there are four barriers a
-# tile instead of two. The other cut exchanges nothing; this is the core of what FlashAttention-2 changed inside the block. Two places of the diff, from the first to the second: how a row's maximum is found, and where P comes from.
+# Maxima out and in, P out (and back in through `ldmatrix`), sums out and in: all of it only because a row has four owners. And each exchange needs a barrier: two more for every
+# tile. The other cut exchanges nothing. (FlashAttention-1 divides the keys over the warps too, and adds up partial O; it exchanges even more.) Two places of the diff, from the first to the second: how a row's maximum is found, and where P comes from.
 
 # %%
-show.diff(part(step("p8_1_split_kv"), "x = fmaxf(x, __shfl", "maxima are here"), part(step("p8_2_split_q"), "x = fmaxf(x, __shfl", "new_max[h]"), context=0)
-show.diff(part(step("p8_1_split_kv"), "uint32_t a[4];                                 // New", "ldmatrix_x4(a"),
-          part(step("p8_2_split_q"), "const float(&c)[4]", "const uint32_t a[4]"), context=0)
-
-# %%
-grow(TABLE, "p8_1_split_kv")
-grow(TABLE, "p8_2_split_q")
-exchanged = counted_kv.counters["shared_loads"] + counted_kv.counters["shared_stores"]
-assert TABLE[1][5] > 2 * TABLE[2][5] and TABLE[1][2] < TABLE[2][2]
-print(f"split-KV: {exchanged} shared loads and stores; split-Q: {counted('p8_2_split_q').counters['shared_stores']}, those of the copies")
+show.diff(region(step("p8_side_split_kv"), "row maxima"), region(step("p8_4_swizzle"), "row maxima"), context=0)
+show.diff(region(step("p8_side_split_kv"), "output"), region(step("p8_4_swizzle"), "output"), context=0)
 
 # %% [markdown]
-# (The whole diff of a step is `show.diff(step("p8_1_split_kv").path, step("p8_2_split_q").path)`; what is new is marked `// New:` in the files.)
+# To compare the two alone, both rows have everything up to section 5: asynchronous copies, two stages, no conflicts.
+
+# %%
+kv, q = row("p8_side_split_kv"), row("p8_4_swizzle")
+show.table([kv, q], COLUMNS)
+exchanged = counted_kv.counters["shared_loads"] + counted_kv.counters["shared_stores"]
+assert kv[5] > 2 * q[5] and kv[2] < q[2]
+print(f"split-KV: {exchanged} shared loads and stores; split-Q: {counted('p8_4_swizzle').counters['shared_stores']}")
+
+# %%
+grow(TABLE, "p8_1_split_q")
+
+# %% [markdown]
+# The first step of the ladder is split-Q: the naive kernel with two other numbers, and nothing else. (The whole diff of a step is `show.diff(step("p7_naive").path, step("p8_1_split_q").path)`; what is new is marked `// New:` in the files.)
 #
-# Not everything speaks for split-Q: it issues *more* `ldmatrix`, since its K fragments serve 16 rows only. Half of that comes back when a warp gets 32 rows (step 11). And both are
-# drowned in conflicts still.
+# Not everything speaks for split-Q: it issues *more* `ldmatrix`, since its K fragments serve 16 rows only. Half of that comes back when a warp gets 32 rows (`p9_4_warp_tiles`).
 #
 # *Predict:* sectors read fell from 33 792 to 9 216. Why not to a quarter of it?
 #
@@ -145,9 +149,9 @@ print(f"split-KV: {exchanged} shared loads and stores; split-Q: {counted('p8_2_s
 # - and a barrier after the wait, since other threads' copies are theirs to wait for.
 
 # %%
-show.diff(part(step("p8_2_split_q"), "uint4 x = make", "*(uint4*)"), part(step("p8_3_cp_async"), "// New: 0 bytes", "cp_async<16>"), context=0)
-grow(TABLE, "p8_3_cp_async")
-c2, c3 = counted("p8_2_split_q").counters, counted("p8_3_cp_async").counters
+show.diff(region(step("p8_1_split_q"), "copy a tile"), region(step("p8_2_cp_async"), "copy a tile"), context=0)
+grow(TABLE, "p8_2_cp_async")
+c2, c3 = counted("p8_1_split_q").counters, counted("p8_2_cp_async").counters
 assert c2["shared_stores"] == c2["global_loads"] == c3["cp_async"] and c3["shared_stores"] == c3["global_loads"] == 0
 print(f"{c2['global_loads']} loads and {c2['shared_stores']} stores became {c3['cp_async']} cp.async")
 
@@ -162,8 +166,7 @@ print(f"{c2['global_loads']} loads and {c2['shared_stores']} stores became {c3['
 # Give shared memory room for `STAGES` tiles of K and of V. Before the loop, ask for the first `STAGES - 1`. In round $j$: wait for tile $j$, barrier, ask for tile $j + \text{STAGES} - 1$, work on tile $j$.
 
 # %%
-show.diff(part(step("p8_3_cp_async"), "load_tile<BLOCK_M>(q_smem", "// every thread's part is here"),
-          part(step("p8_4_stages"), "load_tile<BLOCK_M>(q_smem", "// New: into the stage"), context=0)
+show.diff(region(step("p8_2_cp_async"), "load K and V"), region(step("p8_3_stages"), "load K and V"), context=0)
 
 # %% [markdown]
 # Three details carry all the weight.
@@ -183,10 +186,10 @@ plt.show()
 
 # %%
 for stages, copies in overlap.items():
-    shared = counted("p8_4_stages", STAGES=stages).launches[0].shared_bytes
+    shared = counted("p8_3_stages", STAGES=stages).launches[0].shared_bytes
     print(f"{stages} stages: copies under way during tiles 0 to 3: {copies}; shared memory {shared} bytes a block")
 assert overlap[1] == [0, 0, 0, 0] and overlap[2][0] == 1 and overlap[3][0] == 2
-grow(TABLE, "p8_4_stages")
+grow(TABLE, "p8_3_stages")
 
 # %% [markdown]
 # With one stage, copy and work never overlap; with two, the next tile is always on its way. Three would help if one tile's work were shorter than a copy's latency. Here the work of a tile takes longer (the MMAs of
@@ -203,10 +206,10 @@ grow(TABLE, "p8_4_stages")
 # Where do they lie? A row of K is $D \cdot 2 = 128$ bytes for $D = 64$: exactly once around all banks. Row $r + 1$ begins in the bank in which row $r$ began.
 
 # %%
-where = {name: banks.addresses(name) for name in ("p8_4_stages", "p8_5_swizzle")}
-print("bytes :", *where["p8_4_stages"])
-print("banks :", *(a // 4 % 32 for a in where["p8_4_stages"]))
-c = counted("p8_4_stages").counters
+where = {name: banks.addresses(name) for name in ("p8_3_stages", "p8_4_swizzle")}
+print("bytes :", *where["p8_3_stages"])
+print("banks :", *(a // 4 % 32 for a in where["p8_3_stages"]))
+c = counted("p8_3_stages").counters
 assert c["ldmatrix_wavefronts"] == 8 * c["ldmatrix_ideal"]
 print(f"ldmatrix: {c['ldmatrix_wavefronts']} wavefronts, {c['ldmatrix_ideal']} would do: 8 times")
 
@@ -225,7 +228,7 @@ print(f"ldmatrix: {c['ldmatrix_wavefronts']} wavefronts, {c['ldmatrix_ideal']} w
 #
 # Write the table of $f$ with rows $r$ and columns $c$: each row a permutation, each column a permutation. That is a Latin square of order 8. The simplest is the addition table, $(c + r) \bmod 8$. Another is the table of
 # exclusive or: $f_r(c) = c \oplus (r \bmod 8)$. Why is it one? $x \mapsto x \oplus y$ undoes itself, so it is one-to-one for fixed $r$ and for fixed $c$ alike. It is cheaper than the addition: no carry, no modulo for longer rows (only the lowest three bits
-# change), and later (step 9) the constant offsets of an unrolled loop can be XORed onto an address computed once.
+# change), and later (section 9) the constant offsets of an unrolled loop can be XORed onto an address computed once.
 
 # %%
 square = [[c ^ r for c in range(8)] for r in range(8)]
@@ -236,7 +239,7 @@ assert all(sorted(line) == list(range(8)) for line in square) and all(sorted(col
 # In the kernel it is one line. Writer and reader both go through it, which is the whole art: the swizzle on one side only is a classic, and it raises no alarm but wrong numbers (exercise 8.6).
 
 # %%
-show.diff(part(step("p8_4_stages"), "// Element (row, column)", "int at("), part(step("p8_5_swizzle"), "// Element (row, column)", "// New: the XOR"), context=0)
+show.diff(region(step("p8_3_stages"), "swizzle"), region(step("p8_4_swizzle"), "swizzle"), context=0)
 fig, axes = plt.subplots(1, 2, figsize=(9, 2.8))
 asked = [banks.bank_map(ax, where[name], f"{name}: K, columns 0 to 7") for name, ax in zip(where, axes)]
 plt.show()
@@ -248,9 +251,9 @@ plt.show()
 
 # %%
 assert asked == [8, 1]
-grow(TABLE, "p8_5_swizzle")
+grow(TABLE, "p8_4_swizzle")
 for head_dim in (64, 128):
-    c = counted("p8_5_swizzle", head_dim=head_dim).counters
+    c = counted("p8_4_swizzle", head_dim=head_dim).counters
     print(f"D = {head_dim}: {c['ldmatrix_wavefronts']} wavefronts of ldmatrix, ideal {c['ldmatrix_ideal']}, conflicts {c.bank_conflicts}")
     assert c.bank_conflicts == 0
 
@@ -272,24 +275,24 @@ for head_dim in (64, 128):
 # loaded two 8 × 8 tiles at a time; `ldmatrix.x4` loads four: the same wavefronts, half the instructions.
 
 # %%
-show.diff(part(step("p8_5_swizzle"), "uint32_t b[2];                                 // B: 16 columns", "mma_m16n8k16"),
-          part(step("p8_6_registers"), "uint32_t b[4];                                 // New: B twice: 16 columns", "b[2], b[3]"), context=0)
-grow(TABLE, "p8_6_registers")
+show.diff(region(step("p8_4_swizzle"), "scores"), region(step("p8_5_registers"), "scores"), context=0)
+grow(TABLE, "p8_5_registers")
 assert 2 * TABLE[-1][2] < TABLE[-2][2]
 
 # %% [markdown]
-# The extra barrier a block is the price of reading Q before the loop. Per MMA there are 2.06 wavefronts now. Two of them are unavoidable *for a warp of 16 rows*: a B fragment for two MMAs is 512 bytes, four wavefronts. Remember this for step 11.
+# The extra barrier a block is the price of reading Q before the loop. Per MMA there are 2.06 wavefronts now. Two of them are unavoidable *for a warp of 16 rows*: a B fragment for two MMAs is 512 bytes, four wavefronts. Remember this for section 11.
 
 # %% [markdown]
 # ## 7 · The collective store
 #
 # At the end a lane holds columns $2t$ and $2t + 1$ of its rows: 4 bytes. Stored like that, a warp's store instruction touches 8 rows and uses 16 bytes of each 32-byte sector. The lanes have to trade first. Two ways: shuffles within the quad
-# (4 rounds), until lane $t$ holds 16 neighbouring bytes; or through shared memory, where Q's tile is free by now. `-DSTORE=` builds all three.
+# (4 rounds), until lane $t$ holds 16 neighbouring bytes; or through shared memory, where Q's tile is free by now.
 
 # %%
 rows = []
-for store, name in enumerate(("4 bytes a lane", "shuffles, 16 bytes", "through shared memory, 16 bytes")):
-    r = counted("p8_7_store", STORE=store)
+stores = {"p8_5_registers": "4 bytes per lane", "p8_side_shuffle_store": "shuffles, 16 bytes", "p8_6_store": "through shared memory, 16 bytes"}
+for name, how in stores.items():
+    r = counted(name)
     c = r.counters
     rows.append([name, c["global_stores"], c["global_store_sectors"], c["global_store_ideal"], c["shuffles"],
                 ladder.wavefronts(r)])
@@ -307,8 +310,8 @@ assert rows[0][2] > 1.9 * rows[2][2] and rows[2][2] == rows[2][3]
 # the masked tiles come first, and the long loop after them is simple. (Backwards also gives the masked tiles the time in which the pipeline fills.)
 
 # %%
-show.diff(part(step("p8_7_store"), "for (int j = 0; j < tiles; j++) {", "{"), part(step("p8_8_masks"), "    int j = last - 1;", "std::false_type"), context=0)
-said = traces.printed("p8_8_masks", ("cp_async_wait<0>();                                    // this",
+show.diff(part(step("p8_6_store"), "for (int j = 0; j < tiles; j++) {", "{"), part(step("p9_1_masks"), "    int j = last - 1;", "std::false_type"), context=0)
+said = traces.printed("p9_1_masks", ("cp_async_wait<0>();                                    // this",
                       'if (threadIdx.x == 0) printf("%d\\n", MASKED);'), n=512, causal=True).split()
 print(f"causal, N = 512: {said.count('1')} tiles with a mask, {said.count('0')} without")
 assert said.count("1") == 8 and said.count("0") == 28
@@ -323,7 +326,7 @@ assert said.count("1") == 8 and said.count("0") == 28
 # change chunk bits that the lane's own part leaves alone. So each lane computes three addresses before the loop, and the loop has constants.
 
 # %%
-show.diff(part(step("p8_8_masks"), "const int row = n * 16 + lane % 8", "ldmatrix_x4(b"), part(step("p8_9_addresses"), "ldmatrix_x4(b,", "ldmatrix_x4(b,"), context=0)
+show.diff(region(step("p9_1_masks"), "scores"), region(step("p9_2_addresses"), "scores"), context=0)
 
 # %%
 def at(r, column, d=64):
@@ -333,7 +336,7 @@ assert all(at(r + 8 * i, c + 16 * k) == (at(r, c) ^ 32 * k) + 8 * i * 128 for r 
 print("at(r + 8 i, c + 16 k) == (at(r, c) ^ 32 k) + 8 i · 128: True for all lanes")
 
 # %% [markdown]
-# The same for the copies: a thread copies the same chunk in each pass, so that a tile is one address plus constants, and the tiles are running pointers. That frees registers, which steps 11 and 12 will need: with addresses computed in the loop the final kernel spilled 88 bytes a thread.
+# The same for the copies: a thread copies the same chunk in each pass, so that a tile is one address plus constants, and the tiles are running pointers. That frees registers, which sections 11 and 12 will need: with addresses computed in the loop the final kernel spilled 88 bytes a thread.
 #
 # *Predict:* a fifth of all instructions go. Is the kernel faster?
 #
@@ -350,11 +353,11 @@ print("at(r + 8 i, c + 16 k) == (at(r, c) ^ 32 k) + 8 i · 128: True for all lan
 # only when the maximum has moved by more than 8, in log2 units. P then stays below $2^8 = 256$, far from fp16's 65 504, and the sum in float32 does not notice. The decision is one vote a warp.
 
 # %%
-show.diff(part(step("p8_9_addresses"), "// What was summed", "const float correction"), part(step("p8_10_rescale"), "// New: when some row", "const float correction"), context=0)
-for name in ("p8_9_addresses", "p8_10_rescale"):
+show.diff(part(step("p9_2_addresses"), "// What was summed", "const float correction"), part(step("p9_3_rescale"), "// New: when some row", "const float correction"), context=0)
+for name in ("p9_2_addresses", "p9_3_rescale"):
     times, tiles = traces.rescales(name, n=512)
     print(f"{name}: a warp rescales in {times} of {tiles} tiles")
-assert traces.rescales("p8_10_rescale", n=512)[0] * 4 < traces.rescales("p8_9_addresses", n=512)[0]
+assert traces.rescales("p9_3_rescale", n=512)[0] * 4 < traces.rescales("p9_2_addresses", n=512)[0]
 
 # %% [markdown]
 # Once for each row of tiles: the first time, when the reference is $-\infty$. (FlashAttention-4 brought this idea into the field's main kernels in 2025.) Is it exact? In exact arithmetic, yes. In fp16, P's relative rounding does not depend on its size, unless it
@@ -366,10 +369,9 @@ assert traces.rescales("p8_10_rescale", n=512)[0] * 4 < traces.rescales("p8_9_ad
 # Now the budget. A warp of 16 rows needs a 512-byte `ldmatrix.x4`, four wavefronts, for two MMAs. With **32 rows**, two MMA tiles, the same fragment of K or V serves four MMAs. That is split-KV's advantage, without its exchange.
 
 # %%
-show.diff(part(step("p8_10_rescale"), "uint32_t b[4];                                 // B twice: 16 columns", "b[2], b[3]"),
-          part(step("p8_11_warp_tiles"), "uint32_t b[4];                                 // B twice: 16 columns", "m][2 * n + 1], a"), context=0)
-TABLE += [row(s.name) for s in SERIES[7:11]]
-grow(TABLE, "p8_11_warp_tiles")
+show.diff(region(step("p9_3_rescale"), "scores"), region(step("p9_4_warp_tiles"), "scores"), context=0)
+TABLE += [row(s.name) for s in SERIES[6:10]]
+grow(TABLE, "p9_4_warp_tiles")
 assert 2 * TABLE[-1][3] < 1.1 * TABLE[-2][3]
 
 # %% [markdown]
@@ -386,8 +388,8 @@ plt.show()
 
 # %%
 per_mma = {r[0]: r[3] / r[1] for r in TABLE}
-print(f"16 rows a warp: {per_mma['p8_10_rescale']:.2f} wavefronts an MMA; 32 rows: {per_mma['p8_11_warp_tiles']:.2f}")
-assert per_mma["p8_10_rescale"] > 1.6 > per_mma["p8_11_warp_tiles"]
+print(f"16 rows a warp: {per_mma['p9_3_rescale']:.2f} wavefronts an MMA; 32 rows: {per_mma['p9_4_warp_tiles']:.2f}")
+assert per_mma["p9_3_rescale"] > 1.6 > per_mma["p9_4_warp_tiles"]
 
 # %% [markdown]
 # ## 12 · Fragments one step ahead
@@ -396,9 +398,8 @@ assert per_mma["p8_10_rescale"] > 1.6 > per_mma["p8_11_warp_tiles"]
 # so of the version before: 0.36 warps eligible on average, and of each issued instruction 2.0 clocks waiting for `ldmatrix` results. So double-buffer the *fragments*: load the next one, then issue this one's MMAs.
 
 # %%
-show.diff(part(step("p8_11_warp_tiles"), "uint32_t b[4];                                 // B twice: 16 columns", "ldmatrix_x4(b"),
-          part(step("p8_12_prefetch"), "const int next_n", "ldmatrix_x4(b[(n + 1)"), context=0)
-grow(TABLE, "p8_12_prefetch")
+show.diff(region(step("p9_4_warp_tiles"), "scores"), region(step("p9_5_prefetch"), "scores"), context=0)
+grow(TABLE, "p9_5_prefetch")
 assert TABLE[-1][1:] == TABLE[-2][1:]
 print("not one count has changed: only the order of the instructions")
 
@@ -435,9 +436,9 @@ for heads, n in ((64, 4096), (16, 4096), (16, 2048)):
 # warps of 16 rows, one block an SM).
 
 # %%
-show.diff(part(step("p8_13_order"), "constexpr int D = HEAD_DIM, M_TILES", "constexpr bool Q_IN"), part(step("p8_14_tiles"), "// New: D = 256", "template <int M_TILES> constexpr int BLOCK_M"), context=0)
+show.diff(region(step("p9_6_order"), "constants"), region(step("p9_7_tiles"), "constants"), context=0)
 for sms in (1, 132):
-    launch = counted("p8_14_tiles", n=256, sms=sms).launches[0]
+    launch = counted("p9_7_tiles", n=256, sms=sms).launches[0]
     print(f"a GPU of {sms} SMs: {launch.grid[0]} blocks of {launch.kernel}")
 
 # %% [markdown]
@@ -447,8 +448,8 @@ for sms in (1, 132):
 # inference engines call flash decoding. Split-KV was wrong *within* a block, where it forces an exchange for each tile. *Between* blocks it exchanges once.
 
 # %%
-show.diff("", part(step("p8_flash"), "if (SPLIT) {                                               // New", "}"), context=0)
-for launch in counted("p8_flash", n=1024, sms=132).launches:
+show.diff(region(step("p9_8_devices"), "which keys"), region(step("p9_flash"), "which keys"), context=0)
+for launch in counted("p9_flash", n=1024, sms=132).launches:
     print(f"one head, N = 1024, 132 SMs: {launch.kernel}, {launch.grid[0]} blocks")
 
 # %% [markdown]
@@ -456,7 +457,7 @@ for launch in counted("p8_flash", n=1024, sms=132).launches:
 # lengths, strides, scores of $\pm 200$ and of $-2^{24}$, rows that see no key. The same cell runs natively where there is a GPU with `nvcc`, and in the emulator where not.
 
 # %%
-module = load_inline(step("p8_flash").path, backend=BACKEND)
+module = load_inline(step("p9_flash").path, backend=BACKEND)
 print(verify(module.forward, causal=True, gqa=True, empty=True, dtypes=(torch.float16, torch.bfloat16), head_dims=(64, 128)).verdict)
 
 # %% [markdown]
@@ -465,7 +466,7 @@ print(verify(module.forward, causal=True, gqa=True, empty=True, dtypes=(torch.fl
 # All that was counted, $N = 256$, $D = 64$, one head:
 
 # %%
-TABLE += [row(s.name) for s in SERIES[13:]]
+TABLE += [row(s.name) for s in SERIES[12:]]
 show.table(TABLE, COLUMNS)
 assert len(TABLE) == len(SERIES)
 
@@ -499,12 +500,12 @@ for run in runs:
 # - **The pipeline gained nothing, at first.** `cp.async` 1.05, two stages 1.01. The conflicts filled all the time that there was to hide. One, two or three stages made 51, 52 and 51 TFLOP/s. After the swizzle they could matter. *An optimisation is measured against the
 #   bottleneck of the moment*; order is part of the result.
 # - **Addresses out of the loop made $D = 128$ slower**, by a sixth, though a fifth of the instructions went. Registers went from 238 to 175 a thread: with less to compute, the compiler also held fewer fragments under way, and the tensor pipe was active 40 % of the time instead of 49 %. Latency, not instructions, was
-#   the limit. Step 12, which loads ahead explicitly, needs exactly the registers that this step has freed. Judged alone it would have been thrown away.
+#   the limit. `p9_5_prefetch`, which loads ahead explicitly, needs exactly the registers that this step has freed. Judged alone it would have been thrown away.
 # - **The lag of the maximum** is worth a few percent at $D = 64$, nothing or less at $D = 128$ at that moment, and with the final kernel 6 % (see the table of failures below). Same lesson.
-# - **Small problems live on steps 14 and 15.** 32 rows a warp halve the number of blocks: for one head that is a third *slower*, until blocks may be low again and share the keys.
+# - **Small problems live on the last steps, `p9_7_tiles` and `p9_flash`.** 32 rows a warp halve the number of blocks: for one head that is a third *slower*, until blocks may be low again and share the keys.
 
 # %% [markdown]
-# What the emulator does not count, the profiler does: issued instructions (steps 8, 9 and 10), and how busy the tensor pipe is. One launch of each step under Nsight Compute, $B\,2$, $H\,8$, $N\,2048$. What both count agrees: conflicts are there until step 4, and from step 5 on what is left, below half a percent, is copies that arrive while
+# What the emulator does not count, the profiler does: issued instructions (`p9_1` to `p9_3`), and how busy the tensor pipe is. One launch of each step under Nsight Compute, $B\,2$, $H\,8$, $N\,2048$. What both count agrees: conflicts are there until `p8_3_stages`, and from `p8_4_swizzle` on what is left, below half a percent, is copies that arrive while
 # a warp reads.
 
 # %%
@@ -522,7 +523,7 @@ print("runs with counters:", sum(bool(run.get("counters")) for run in runs))
 # %%
 for run in runs:
     active = {r["name"]: r["tensor_active_pct"] for r in run.get("counters", []) if r["shape"][3] == 128}
-    for name in (n for n in ("p7_naive", "p8_2_split_q", "p8_4_stages", "p8_6_registers", "p8_flash") if n in active):
+    for name in (n for n in ("p7_naive", "p8_1_split_q", "p8_3_stages", "p8_5_registers", "p9_flash") if n in active):
         r = counted(name, head_dim=128)
         bound = min(1.0, 1.6 * r.counters["mma"] / ladder.wavefronts(r))
         print(f"{name:15} shared memory allows {bound:4.0%}, Nsight Compute saw {active[name]:3.0f} %")
@@ -543,8 +544,8 @@ theirs = {v: [ada[(*s, "flash_official")] / ada[(*s, v)] for s in shapes] for v 
 lines = [(f"published, Ada: {name}", range(len(shapes)), values, hue, "o-")
          for (name, values), hue in zip(theirs.items(), ("grey", "yellow", "orange"))]
 for run in runs:
-    ours = {tuple(r["shape"]): r["vs_fa2"] for r in run.get("final", []) if r["table"] == "mma_stages_ada" and r["name"] == "p8_flash"}
-    lines.append((f"p8_flash, {run['machine']['gpu']}", range(len(shapes)), [ours.get(s) for s in shapes],
+    ours = {tuple(r["shape"]): r["vs_fa2"] for r in run.get("final", []) if r["table"] == "mma_stages_ada" and r["name"] == "p9_flash"}
+    lines.append((f"p9_flash, {run['machine']['gpu']}", range(len(shapes)), [ours.get(s) for s in shapes],
                  "blue", "o-"))
 fig, ax = plt.subplots(figsize=(8.6, 3.6))
 curves.curves(ax, lines, size=4, xlabel="shape: batch 1, 2, 4 × heads 1, 4, 8 × N 1024, 2048 × D 64, 128 (in the table's order)",
@@ -584,15 +585,15 @@ for run in runs:
 # %% [markdown]
 # ### What limits it now
 #
-# Nsight Compute on the way to step 11 ($D = 128$): 0.36 warps eligible a clock; an issued instruction had waited 2.3 clocks for fixed latencies and 2.0 for `ldmatrix`; tensor pipe active 58 %, shared memory at 49 % of its peak. No bandwidth is used up: it is **latency**, with two warps a scheduler. Prefetching took it to
+# Nsight Compute on the way to `p9_4_warp_tiles` ($D = 128$): 0.36 warps eligible a clock; an issued instruction had waited 2.3 clocks for fixed latencies and 2.0 for `ldmatrix`; tensor pipe active 58 %, shared memory at 49 % of its peak. No bandwidth is used up: it is **latency**, with two warps a scheduler. Prefetching took it to
 # 61 % (the table above). How good is that? Two numbers that know nothing of each other should agree: the pipe's activity, and the speed as a share of what `mma.sync` can do at the clock of that run.
 
 # %%
 for run in (r for r in runs if r["machine"].get("sm_clock_mhz") and r.get("ladder")):
-    m, last = run["machine"], [r for r in run["ladder"] if r["name"] == "p8_flash" and r["shape"] == [4, 16, 4096, 128] and not r["causal"] and r["inputs"] == "randn"]
+    m, last = run["machine"], [r for r in run["ladder"] if r["name"] == "p9_flash" and r["shape"] == [4, 16, 4096, 128] and not r["causal"] and r["inputs"] == "randn"]
     peak = m["sms"] * 4096 * m["sm_clock_mhz"]["median"] / 1e6
-    active = [r["tensor_active_pct"] for r in run.get("counters", []) if r["name"] == "p8_flash" and r["shape"][3] == 128]
-    print(f"{m['gpu']}: peak at its clock {peak:.0f} TFLOP/s, mma.sync 63 % of it {0.63 * peak:.0f}; p8_flash {last[0]['tflops']:.0f}: "
+    active = [r["tensor_active_pct"] for r in run.get("counters", []) if r["name"] == "p9_flash" and r["shape"][3] == 128]
+    print(f"{m['gpu']}: peak at its clock {peak:.0f} TFLOP/s, mma.sync 63 % of it {0.63 * peak:.0f}; p9_flash {last[0]['tflops']:.0f}: "
           f"{last[0]['tflops'] / (0.63 * peak):.0%}; tensor pipe active {active[0] if active else math.nan:.0f} %")
 
 # %% [markdown]
@@ -616,7 +617,7 @@ for run in (r for r in runs if r["machine"].get("sm_clock_mhz") and r.get("ladde
 # %% [markdown]
 # ## References
 #
-# - Dao: *FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning* (2023), arXiv 2307.08691. Section 3.3 is our step 2.
+# - Dao: *FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning* (2023), arXiv 2307.08691. Section 3.3 is `p8_1_split_q`.
 # - Dao, Haziza, Massa, Sizov: *Flash-Decoding for long-context inference* (2023), pytorch.org/blog/flash-decoding. Split keys between blocks.
 # - Zadouri, Shah, Dao and others: *FlashAttention-4* (2025/26), github.com/Dao-AILab/flash-attention: rescaling only when the maximum has moved far.
 # - NVIDIA: *PTX ISA*, "Data Movement and Conversion: cp.async", "Warp-level matrix instructions: ldmatrix, mma"; *CUDA C++ Programming Guide*, "Shared memory: bank conflicts".

@@ -61,7 +61,7 @@ def test_nvccs_flags(tmp_path):
 
 
 def test_an_old_gpu_is_told_what_it_lacks():
-    code = sources.read(step("p8_5_swizzle")).code
+    code = sources.read(step("p8_4_swizzle")).code
     with pytest.raises(Unavailable, match=r"RTX 2080 has compute capability 7.5, and my.cu uses .*needs 8.0"):
         toolchain.check_capability("my.cu", code, (7, 5), "RTX 2080")
     toolchain.check_capability("my.cu", code, (8, 0), "A100")
@@ -156,7 +156,7 @@ def test_the_binding_takes_tensors_and_launches_on_their_device():
     assert "return scale(address(x), address(y), n, factor, c10::cuda::getCurrentCUDAStream().stream());" in binding
     assert "guard(device(x));" in binding and 'm.def("scale", &bound_scale);' in binding
     assert "static void bound_scale_void(" in binding and len(binding.splitlines()) < 40
-    series = binding_source(sources.read(step("p8_flash")).entries.values())
+    series = binding_source(sources.read(step("p9_flash")).entries.values())
     assert "m.def" not in series  # its functions take a struct Problem
 
 
@@ -170,7 +170,7 @@ def test_the_headers_of_a_source_are_part_of_its_build(tmp_path):
 
     found = [str(p.relative_to(tmp_path)) for p in includes(text.text, text.folders())]
     assert found == ["a.cuh", "deep/b.cuh", "deep/c.cuh"]
-    own = {p.name for p in includes(source("p8_flash"), sources.read(step("p8_flash")).folders())}
+    own = {p.name for p in includes(source("p9_flash"), sources.read(step("p9_flash")).folders())}
     assert {"simt.h", "ptx.cuh", "problem.cuh"} <= own
 
 
@@ -262,7 +262,7 @@ def test_the_kernel_that_runs_and_its_registers_are_of_one_build(cache, monkeypa
     monkeypatch.setattr(inline, "missing", lambda backend: None)  # as on a machine with an H200
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    this, options = step("p8_7_store"), {"head_dim": 128, "dtype": torch.bfloat16}
+    this, options = step("p8_6_store"), {"head_dim": 128, "dtype": torch.bfloat16}
     module = load_inline(this, backend="nvcc", defines={"STORE": 1}, **options)
     assert (module.backend, module.from_cache, module.extension) == ("nvcc", False, None)
     assert load_inline(this, backend="nvcc", defines={"STORE": 1}, **options).from_cache
@@ -272,4 +272,4 @@ def test_the_kernel_that_runs_and_its_registers_are_of_one_build(cache, monkeypa
     q = torch.zeros(1, 1, 8, 128).bfloat16()
     with pytest.raises(ValueError, match=r"q is on cpu, and the kernel runs on a GPU: pass q.cuda\(\)"):
         module.forward(q, q, q)
-    assert repr(module) == "<p8_7_store.cu, nvcc: workspace_floats, forward>"
+    assert repr(module) == "<p8_6_store.cu, nvcc: workspace_floats, forward>"

@@ -1,4 +1,4 @@
-"""The tensor-core kernels: every step of the series against FlashAttention-2, the last one against its peers.
+"""Phases 7 to 9 on a GPU: every step against FlashAttention-2, and the last one against its peers.
 
     flashlab bench mma                        # writes recorded/mma_<gpu>.json beside this file; some minutes
     flashlab bench mma --only ladder --quick --out x.json

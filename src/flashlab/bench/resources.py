@@ -16,15 +16,16 @@ from typing import Any
 from flashlab.bench import records
 from flashlab.cuda.resources import TARGETS, Resources, resources
 from flashlab.cuda.toolchain import nvcc_version
-from flashlab.kernels.series import SERIES, Step, step
+from flashlab.kernels.series import SERIES, SIDE, Step, step
 from flashlab.table import Table
 
 RECORDED = records.RECORDED / "resources.json"
 
 
 def measure(targets: Sequence[str] = TARGETS, steps: Sequence[Step] | None = None) -> list[Resources]:
-    """Every step of the series, each head_dim it takes up to 128, each target; two at a time."""
-    jobs = [(s, d, t) for s in (SERIES if steps is None else steps) for d in s.head_dims if d <= 128 for t in targets]
+    """Every step of the series and every exhibit, each head_dim up to 128, each target; two at a time."""
+    wanted = SERIES + SIDE if steps is None else steps
+    jobs = [(s, d, t) for s in wanted for d in s.head_dims if d <= 128 for t in targets]
     with ThreadPoolExecutor(2) as pool:
         found = pool.map(lambda job: resources(job[0], head_dim=job[1], target=job[2]), jobs)
         return [r for several in found for r in several]
@@ -44,7 +45,7 @@ def table(
 
     Args:
         target: "sm_80" or "sm_90".
-        steps: names of steps; all of them, if None.
+        steps: names of steps or exhibits; all of them, if None.
         head_dim: 64 or 128; both, if None.
         opcodes: which instructions to count.
     """

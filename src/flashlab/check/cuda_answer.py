@@ -1,8 +1,8 @@
 """A learner's CUDA, tried: the emulator looks for what it does, the checker at what it gives, and one sentence says it.
 
     Answer(text, "add_bias").run(x, bias, y, rows, cols, case="rows=4")    # any extern "C" function; its counters
-    examine(step("p8_5_swizzle"))                                          # a kernel of the series; a Verdict
-    examine(spliced(step("p8_4_stages"), "auto load_kv", "load_kv(j + STAGES", text))
+    examine(step("p8_4_swizzle"))                               # a Verdict
+    examine(replaced(step("p8_3_stages"), "load K and V", text))   # with somebody's own lines in a named region
 
 Whatever goes wrong is raised as ``flashlab.check.CheckFailed``: its diagnosis is the emulator's slug ("race",
 "stage-overwritten"), or the checker's ("tail-not-masked", "o-not-rescaled"), or "does-not-compile".
@@ -20,6 +20,7 @@ import torch
 from flashlab.check import CheckFailed, expect, verify
 from flashlab.check.mistakes.kernels import explain
 from flashlab.cuda import CompileError, CudaModule, load_inline
+from flashlab.kernels import regions
 from flashlab.kernels.problem import ELEMENTS
 from flashlab.kernels.series import Step
 from flashlab.simt import Counters, Finding, Report, SimtError
@@ -116,32 +117,22 @@ def source_of(kernel: Step | Source | str) -> Source:
     return Source(kernel.path.read_text(), kernel.name) if isinstance(kernel, Step) else Source(kernel, "kernel")
 
 
-def part(kernel: Step | Source | str, start: str, end: str) -> str:
-    """The lines of a kernel from the first that contains ``start`` to the next that contains ``end``, both included.
+def region(kernel: Step | Source | str, name: str) -> str:
+    """The text of a named region of a kernel (see flashlab.kernels.regions).
 
-    Raises ValueError where there are none.
+    Raises KeyError where there is none; the message has the names there are.
     """
-    lines = source_of(kernel).text.splitlines()
-    first, last = _range(lines, start, end)
-    return "\n".join(lines[first : last + 1])
+    return regions.region_text(source_of(kernel).text, name)
 
 
-def spliced(kernel: Step | Source | str, start: str, end: str, text: str) -> Source:
-    """The kernel with the lines that ``part`` returns replaced by ``text``."""
+def replaced(kernel: Step | Source | str, name: str, text: str) -> Source:
+    """The kernel with the lines of a named region replaced by ``text``.
+
+    Raises KeyError where there is no such region; the message has the names there are.
+    """
     whole = source_of(kernel)
-    lines, new = whole.text.splitlines(), text.strip("\n").splitlines()
-    first, last = _range(lines, start, end)
-    joined = "\n".join([*lines[:first], *new, *lines[last + 1 :]]) + "\n"
-    return Source(joined, whole.name, first + 1, first + len(new))
-
-
-def _range(lines: Sequence[str], start: str, end: str) -> tuple[int, int]:
-    for i, line in enumerate(lines):
-        if start in line:
-            for j in range(i, len(lines)):
-                if end in lines[j]:
-                    return i, j
-    raise ValueError(f"the source has no lines from {start!r} to {end!r}")
+    joined, own = regions.replace(whole.text, name, text)
+    return Source(joined, whole.name, own.first, own.last)
 
 
 # ---- what is wrong with it, as a sentence --------------------------------------------------------------------------
@@ -281,7 +272,7 @@ def examine(
     cases: causal, grouped heads, ragged and empty lengths, strides, nasty scores.
 
     Args:
-        kernel: a step, a text, or ``spliced``'s result.
+        kernel: a step, a text, or ``replaced``'s result.
         head_dim, dtype: it is compiled for.
         fast: a fast build for the checker's cases; False saves its compilation and takes the check build.
         probes: shapes for the check build, as in PROBES.

@@ -9,6 +9,7 @@ nvcc, ``flashlab.bench.resources`` has the figures of the series that were measu
 
 from __future__ import annotations
 
+import itertools
 import re
 import shutil
 import subprocess
@@ -39,7 +40,7 @@ class Resources:
 
     Attributes:
         kernel: its name, template arguments included.
-        registers: 32-bit registers a thread.
+        registers: 32-bit registers per thread.
         spill_bytes: bytes that a thread stores to local memory for want of registers.
         static_shared_bytes: of its ``__shared__`` arrays of fixed size.
         dynamic_shared_bytes: what its launch asks for beside them; None, where no launch of it was seen.
@@ -144,9 +145,9 @@ def _dynamic_shared(source: Step | Path | str, head_dim: int, element: str, defi
     dtype = next(t for t, name in ELEMENTS.items() if name == element)
     module = load_inline(source, backend="emulator", head_dim=head_dim, dtype=dtype, defines=defines)
     found: dict[str, int] = {}
-    for batch, seq_k, sms, limit in ((2, 64, 1, 227), (1, 512, 132, 227), (1, 64, 132, 99)):
-        for causal in (False, True):
-            q, k = (torch.zeros(batch, 1, n, head_dim, dtype=dtype) for n in (64, seq_k))
+    for batch, seq_k, sms in ((2, 64, 1), (1, 512, 132), (1, 64, 132)):
+        q, k = (torch.zeros(batch, 1, n, head_dim, dtype=dtype) for n in (64, seq_k))
+        for limit, causal in itertools.product((227, 163, 99), (False, True)):
             module.forward(q, k, k, causal=causal, sms=sms, shared_limit=limit * 1024)
             assert module.report is not None
             found |= {_key(launch.kernel): launch.shared_bytes for launch in module.report.launches}

@@ -14,7 +14,7 @@ import torch
 
 from flashlab.attention.cost import FA1_BLOCK_N, FA2_BLOCK_M, fa1_cost, fa2_cost
 from flashlab.check import CheckFailed, expect, expect_close, running
-from flashlab.check.cuda_answer import Answer, Source, Verdict, examine, spliced, text_of
+from flashlab.check.cuda_answer import Answer, Source, Verdict, examine, replaced, text_of
 from flashlab.cuda import load_inline
 from flashlab.exercises.registry import exercise
 from flashlab.kernels import steps
@@ -287,14 +287,6 @@ def _examined(source: Source) -> Verdict:
     return examine(source, dtype=torch.float32, probes=_PROBES, max_seq=200)
 
 
-def inner_loop_of(step: Step = FRAME) -> tuple[int, int]:
-    """Where exercise 6.6's lines stand in the file: the first and the one after the last, from 0."""
-    lines = step.path.read_text(encoding="utf-8").splitlines()
-    first = next(i for i, line in enumerate(lines) if line.endswith("the tiles are complete")) + 1
-    last = next(i for i in range(first, len(lines)) if lines[i] == "    }")  # the end of the loop over the tiles
-    return first, last
-
-
 @exercise(
     "6.5",
     title="Right for every multiple of 32",
@@ -310,10 +302,7 @@ def inner_loop_of(step: Step = FRAME) -> tuple[int, int]:
 )
 def _(copy_chunk: str, scale_scores: str) -> Verdict:
     copy, scores = text_of(copy_chunk, "copy_chunk"), text_of(scale_scores, "scale_scores")
-    half = spliced(FRAME, "tile_smem[row][chunk] =", "tile_smem[row][chunk] =", copy)
-    begin = "for (int n = 0; n < BLOCK_N; n++) {"
-    # The loop over the scores ends with the first line that is a brace alone, at its own indent.
-    return _examined(spliced(half, begin, "        }", scores))
+    return _examined(replaced(replaced(FRAME, "copy a chunk", copy), "mask", scores))
 
 
 @exercise(
@@ -335,10 +324,7 @@ def _(copy_chunk: str, scale_scores: str) -> Verdict:
     ],
 )
 def _(inner_loop: str) -> Verdict:
-    text = text_of(inner_loop, "inner_loop")
-    lines, (first, last) = FRAME.path.read_text(encoding="utf-8").splitlines(), inner_loop_of()
-    whole = "\n".join([*lines[:first], *text.strip("\n").splitlines(), *lines[last:]]) + "\n"
-    return _examined(Source(whole, FRAME.name, first + 1, first + len(text.strip("\n").splitlines())))
+    return _examined(replaced(FRAME, "one tile", text_of(inner_loop, "inner_loop")))
 
 
 # ---- 6.7 ------------------------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ the known mistakes would have given.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 
 from flashlab.attention import reference
 from flashlab.check import CheckFailed, expect, expect_close, running
-from flashlab.check.cuda_answer import Answer, Source, built, examine, spliced, text_of
+from flashlab.check.cuda_answer import Answer, built, examine, region, replaced, text_of
 from flashlab.cuda import load_inline
 from flashlab.exercises.registry import exercise
 from flashlab.figures import fragments
@@ -522,26 +521,10 @@ def _(pv: str) -> str:
 
 # ---- 7.7 ------------------------------------------------------------------------------------------------------------
 
-_LOOP_START, _AFTER_LOOP = "// S = Q K^T. The rows of K", "// O and lse. Each lane stores"
-
 
 def naive_loop() -> str:
     """What `p7_naive.cu` does with a tile of K and V in shared memory: the body of its loop, after the barrier."""
-    text = step("p7_naive").path.read_text()
-    start = text.rindex("\n", 0, text.index(_LOOP_START)) + 1
-    return text[start : text.index("\n    }\n", start) + 1]
-
-
-def _with_loop(loop: str) -> Source:
-    """p7_naive.cu with another body of its loop."""
-    lines = loop.strip("\n").splitlines()
-    whole = spliced(
-        step("p7_naive"),
-        _LOOP_START,
-        _AFTER_LOOP,
-        "\n".join([*lines, "    }", "", f"    {_AFTER_LOOP} its pairs of columns."]),
-    )
-    return dataclasses.replace(whole, last=(whole.first or 1) + len(lines) - 1)
+    return region(step("p7_naive"), "one tile")
 
 
 @exercise(
@@ -552,18 +535,18 @@ def _with_loop(loop: str) -> Source:
     hints=[
         "S is exercise 7.3 twice, for keys 0-7 and 8-15 of the tile: k_smem + at(n * 8 + lane % 8, k * 16 + lane / "
         "8 % 2 * 8). Check early: a line that does not compile, or reads what nobody wrote, is named at once.",
-        "For h = 0, 1 (row g + 8 h): mask s[n][2 * h + e] by its key, key + n * 8 + t * 2 + e; take the maximum "
-        "with row_max[h]; two shuffles, 1 and "
+        "For r = 0, 1 (row g + 8 r): mask s[n][2 * r + e] by its key, n_start + n * 8 + t * 2 + e; take the maximum "
+        "with m_i[r]; two shuffles, 1 and "
         "2. correction = exp2_approx((old - new) * scale_log2), with 0 in place of a new maximum of -infinity.",
-        "p = exp2_approx((s - max) * scale_log2); row_sum[h] = row_sum[h] * correction + the lane's own p; "
-        "acc[n][2 * h] and [2 * h + 1] times "
+        "p = exp2_approx((s - max) * scale_log2); l_i[r] = l_i[r] * correction + the lane's own p; "
+        "acc[n][2 * r] and [2 * r + 1] times "
         "correction. Then 7.5's packing, and for each n: ldmatrix_x2_trans(b, smem_u32(v_smem + at(lane % 16, n * "
         "8))).",
         "The lecture's section 10 has every part.",
     ],
 )
 def _(loop: str) -> str:
-    whole = _with_loop(text_of(loop, "loop"))
+    whole = replaced(step("p7_naive"), "one tile", text_of(loop, "loop"))
     verdict = examine(whole)
     expect(
         verdict.counters["mma"] > 0,

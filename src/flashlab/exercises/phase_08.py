@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 
 from flashlab.check import CheckFailed, expect, running
-from flashlab.check.cuda_answer import PROBES, Source, Verdict, built, examine, part, probe, spliced, text_of
+from flashlab.check.cuda_answer import PROBES, Source, Verdict, built, examine, probe, region, replaced, text_of
 from flashlab.exercises.registry import exercise
 from flashlab.kernels.series import step
 
@@ -124,14 +124,14 @@ def _(place: Callable[[int, int], int]) -> str:
     minutes=10,
     difficulty="Core",
     hints=[
-        "A row is D * 2 bytes, a chunk 16 bytes and 8 columns. Where does chunk column / 8 of this row go?",
+        "A row is ROW_BYTES bytes, a chunk 16 bytes and 8 columns. Where does chunk column / 8 of this row go?",
         "In C++, ^ binds less tightly than + and *: put the XOR in parentheses.",
-        "return row * D * 2 + (column / 8 ^ row % 8) * 16;",
+        "return row * ROW_BYTES + (column / 8 ^ row % 8) * 16;",
     ],
 )
 def _(at: str) -> str:
     text = text_of(at, "at")
-    source = spliced(step("p8_5_swizzle"), "int at(int row, int column)", "}", text)
+    source = replaced(step("p8_4_swizzle"), "swizzle", text)
     for head_dim in (64, 128):
         _without_conflicts(examine(source, head_dim=head_dim, fast=False, max_seq=150), head_dim)
     return "head_dim 64 and 128: right, and no bank conflict"
@@ -161,8 +161,9 @@ def _(in_flight: str) -> str:
     name = "constexpr int IN_FLIGHT"
     expect(name in text, f"the text should still define `{name}`", diagnosis="wrong-type")
     wait = "cp_async_wait<STAGES == 1 ? 0 : STAGES - 2>();"
-    whole = spliced(step("p8_4_stages"), "constexpr float LOG2E", "constexpr float LOG2E",
-                    text.strip("\n") + "\n" + part(step("p8_4_stages"), "constexpr float LOG2E", "LOG2E"))  # fmt: skip
+    # The learner's definition stands before the region of the swizzle.
+    step3 = step("p8_3_stages")
+    whole = replaced(step3, "swizzle", text.strip("\n") + "\n" + region(step3, "swizzle"))
     whole = Source(
         whole.text.replace(wait, "cp_async_wait<IN_FLIGHT>();")
         + '\nextern "C" void in_flight(int* n) { *n = IN_FLIGHT; }\n',
@@ -215,7 +216,7 @@ def _(in_flight: str) -> str:
 )
 def _(loop_head: str) -> str:
     text = text_of(loop_head, "loop_head")
-    source = spliced(step("p8_4_stages"), "for (int j = 0; j < tiles; j++) {", "if (STAGES > 1) load_kv(j", text)
+    source = replaced(step("p8_3_stages"), "load K and V", text)
     cases = [examine(source, STAGES=stages, max_seq=300).cases for stages in (2, 3)]
     return f"{sum(cases)} cases with 2 and 3 stages, no race"
 
@@ -238,7 +239,7 @@ def _(loop_head: str) -> str:
 )
 def _(tile_addresses: str) -> str:
     text = text_of(tile_addresses, "tile_addresses")
-    source = spliced(step("p8_5_swizzle"), "int at(int row, int column)", "cp_async<16>(smem_u32(tile_smem", text)
+    source = replaced(replaced(step("p8_4_swizzle"), "copy a tile", "// (above)"), "swizzle", text)
     for head_dim in (64, 128):
         _without_conflicts(examine(source, head_dim=head_dim, fast=head_dim == 64, max_seq=150), head_dim)
     return "head_dim 64 and 128: right, and no bank conflict"
@@ -258,14 +259,14 @@ def _(tile_addresses: str) -> str:
         "Its share of the total sum: exp(lse_s) / sum of exp(lse_s'). Subtract the largest lse first, as "
         "in any softmax; a part "
         "without a key has lse = -inf, and if all have, -inf - (-inf) must not arise.",
-        "weight = exp2_approx((part_lse[s * rows + row] - base) * LOG2E) with base = top, or 0 where top "
-        "is -inf; sum += weight; "
-        "o[i] += weight * the part's element.",
+        "weight = exp2_approx((part_lse[s * rows + row] - base) * LOG2E) with base = m_i, or 0 where m_i "
+        "is -inf; l_i += weight; "
+        "acc[i] += weight * the part's element.",
     ],
 )
 def _(merge_loop: str) -> str:
     text = text_of(merge_loop, "merge_loop")
-    whole = spliced(step("p8_flash"), "float top = -INFINITY", "const float inverse", text)
+    whole = replaced(step("p9_flash"), "weighted sum", text)
     probes = ((1, 1, 1, 16, 1024, False), (1, 2, 1, 70, 700, True))
     verdict = examine(whole, probes=probes, fast=False, max_seq=1100)
     _rows_without_a_key(whole)
@@ -294,20 +295,20 @@ def _rows_without_a_key(whole: Source) -> None:
     minutes=30,
     difficulty="Stretch",
     hints=[
-        "Before the loop Q and the first STAGES - 1 tiles have to be on their way: last - 1, last - 2, "
+        "Before the loop Q and the first STAGES - 1 tiles have to be on their way: end - 1, end - 2, "
         "... Past the first tile "
         "load_kv commits an empty group, so that the count goes on.",
         "Q may be read when all but the latest STAGES - 1 groups have arrived; tile j when all but "
         "STAGES - 2 have. Which tile "
         "goes into the stage that tile j + 1 has left?",
-        "for (int i = 1; i < STAGES; i++) load_kv(last - i); wait for Q with STAGES - 1; IN_FLIGHT = "
+        "for (int i = 1; i < STAGES; i++) load_kv(end - i); wait for Q with STAGES - 1; IN_FLIGHT = "
         "STAGES - 2; after the "
         "barrier load_kv(j - STAGES + 1).",
     ],
 )
-def _(pipeline: str) -> str:
-    text = text_of(pipeline, "pipeline")
-    whole = spliced(step("p8_8_masks"), "auto load_kv = [&](int j)", "load_kv(j - 1);", text)
+def _(before_loop: str, in_loop: str) -> str:
+    whole = replaced(step("p9_1_masks"), "first copies", text_of(before_loop, "before_loop"))
+    whole = replaced(replaced(whole, "Q in registers", "// (above)"), "load K and V", text_of(in_loop, "in_loop"))
     lines = whole.text.splitlines()
     test = 'static_assert(IN_FLIGHT == STAGES - 2, "IN_FLIGHT");'
     text = "\n".join([*lines[: whole.last], f"        {test}", *lines[whole.last or 0 :]]) + "\n"

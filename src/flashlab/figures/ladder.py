@@ -1,7 +1,7 @@
 """The steps of the series side by side: what the emulator counts for each, and how fast each is.
 
-r = counted("p8_5_swizzle")                 # a Report of the check build, one head, N = 256, compared with float64
-grow(table, "p8_5_swizzle")                 # adds its row to a table that grows through the lecture
+r = counted("p8_4_swizzle")                 # a Report of the check build, one head, N = 256, compared with float64
+grow(table, "p8_4_swizzle")                 # adds its row to a table that grows through the lecture
 ladder_figure(run, (4, 16, 4096, 128), causal=False)
 """
 

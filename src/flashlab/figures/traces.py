@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from flashlab.cuda import load_inline
 from flashlab.figures.ladder import run
 from flashlab.figures.show import COLORS
-from flashlab.kernels.regions import regions
+from flashlab.kernels.regions import numbered, regions
 from flashlab.kernels.series import step
 
 __all__ = ["events", "printed", "rescales", "timeline"]
@@ -25,35 +25,29 @@ def printed(name: str, *edits: tuple[str, str], n: int = 256, causal: bool = Fal
 
     Args:
         name: of a step of the series.
-        edits: (where, statement): the statement is put in front of a named region, or of a text that stands in the
-            source once.
+        edits: (region, statement): the statement is put in front of the named region.
         defines: macros of the step.
     Raises:
-        ValueError: there is no such region, and the text is not there, or there more than once.
+        KeyError: there is no such region; the message has the names there are.
     """
     text = step(name).path.read_text(encoding="utf-8")
-    for where, statement in edits:
-        if where in (named := regions(text)):
-            lines = text.split("\n")
-            lines.insert(named[where].first - 1, statement)
-            text = "\n".join(lines)
-            continue
-        if text.count(where) != 1:
-            raise ValueError(f"{where!r} is no region of {name}.cu, and occurs {text.count(where)} times in it")
-        text = text.replace(where, f"{statement} {where}")
+    for region, statement in edits:
+        lines = text.split("\n")
+        lines.insert(numbered(text, region)[0][0] - 1, statement)
+        text = "\n".join(lines)
     module = load_inline(text, backend="emulator", defines=defines)
     return run(module, n=n, causal=causal).printed
 
 
 @functools.lru_cache(maxsize=8)
 def events(stages: int, n: int = 256) -> tuple[tuple[str, int], ...]:
-    """What thread 0 of block 0 of p8_4_stages does, in order: ("copy", tile), ("arrived", tile), ("done", tile)."""
+    """What thread 0 of block 0 of p8_3_stages does, in order: ("copy", tile), ("arrived", tile), ("done", tile)."""
     one = "if (blockIdx.x == 0 && threadIdx.x == 0) "
     said = printed(
-        "p8_4_stages",
-        ("load_tile<BLOCK_N>(k_smem + stage,", one + 'printf("copy %d\\n", j);'),
-        ("if (STAGES > 1) load_kv(j + STAGES - 1);", one + 'printf("arrived %d\\n", j);'),
-        ("// O += P V.", one + 'printf("done %d\\n", j);\n'),
+        "p8_3_stages",
+        ("copy K and V", one + 'printf("copy %d\\n", j);'),
+        ("one tile", one + 'printf("arrived %d\\n", j);'),
+        ("output", one + 'printf("done %d\\n", j);'),
         n=n,
         STAGES=stages,
     )
@@ -62,8 +56,8 @@ def events(stages: int, n: int = 256) -> tuple[tuple[str, int], ...]:
 
 def rescales(name: str, n: int = 256) -> tuple[int, int]:
     """How often a warp of this step rescales its accumulator, and how many tiles the warps work on together."""
-    rescale = "const float correction = exp2_approx("
-    said = printed(name, (rescale, 'if (lane == 0 && h == 0) printf("r\\n");'), n=n)
+    where = "correction" if "correction" in regions(step(name).path.read_text(encoding="utf-8")) else "rescale"
+    said = printed(name, (where, 'if (lane == 0) printf("r\\n");'), n=n)
     return len(re.findall("r", said)), n // 64 * (n // 64) * 4
 
 

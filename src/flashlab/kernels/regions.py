@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-__all__ = ["Region", "numbered", "region_text", "regions"]
+__all__ = ["Region", "numbered", "region_text", "regions", "replace"]
 
 _BEGIN = re.compile(r"\s*(?://|#)\s*region:\s*(?P<name>.*?)\s*")
 _END = re.compile(r"\s*(?://|#)\s*endregion\s*")
@@ -86,6 +86,25 @@ def region_text(text: str, name: str) -> str:
         ValueError: as `regions`.
     """
     return "\n".join(line for _, line in numbered(text, name)) + "\n"
+
+
+def replace(text: str, name: str, new: str) -> tuple[str, Region]:
+    """The source with the lines of one region replaced, those of the regions inside it too; and where the new ones are.
+
+    Raises:
+        KeyError: the source has no such region; the message has the names there are.
+        ValueError: the new text has no line; or as `regions`.
+    """
+    region_text(text, name)
+    lines, own = text.splitlines(), new.strip("\n").splitlines()
+    if not own:
+        raise ValueError(f"nothing to put in the place of the region {name!r}")
+    first = next(i for i, line in enumerate(lines) if (m := _BEGIN.fullmatch(line)) and m["name"] == name) + 1
+    last, depth = first, 1
+    while depth:
+        depth += bool(_BEGIN.fullmatch(lines[last])) - bool(_END.fullmatch(lines[last]))
+        last += 1
+    return "\n".join([*lines[:first], *own, *lines[last - 1 :]]) + "\n", Region(first + 1, first + len(own))
 
 
 def _is_marker(line: str) -> bool:
