@@ -82,7 +82,8 @@ def sums() -> list[dict[str, Any]]:
         got = fragments.matrix(c.cpu(), "c")[0, 0].item()
         exact = count * fraction
         rows.append({
-            "products": count, "fraction": fraction, "exact": exact, "rounded": (torch.tensor(1 + exact * 2.0**-23).item() - 1) * 2.0**23,
+            "products": count, "fraction": fraction, "exact": exact,
+            "rounded": (torch.tensor(1 + exact * 2.0**-23).item() - 1) * 2.0**23,
             "got": (got - 1) * 2.0**23,
         })  # fmt: skip
     return rows
