@@ -138,6 +138,8 @@ BENCHES = {
     "triton": ("Phase 3: the minimal Triton kernel against its peers.", "a GPU"),
     "scalar": ("Phase 6: the float32 CUDA kernels against unfused PyTorch and SDPA.", "a GPU, nvcc"),
     "mma": ("The tensor-core kernels against FlashAttention-2, cuDNN, unfused PyTorch.", "a GPU, nvcc"),
+    "hardware": ("What the hardware itself does: rates, sums, traffic, workspaces, stalls.", "a GPU, nvcc, ncu"),
+    "ablation": ("The last kernel with one idea at a time taken out.", "a GPU, nvcc"),
     "validation": ("The emulator against the hardware: results, counters, sanitizer.", "a GPU, nvcc, ncu"),
     "resources": ("Registers, spills, shared memory and instructions of the compiled kernels.", "nvcc"),
     "check": ("How long the check of every solved exercise takes on this machine.", "nothing more"),

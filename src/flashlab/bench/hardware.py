@@ -1,6 +1,6 @@
 """What the hardware itself does: the rates that the lectures argue with, and the facts that they state about it.
 
-python -m flashlab.bench.hardware --out x.json     # on a machine with a GPU, nvcc and ncu; about two minutes
+    flashlab bench hardware            # writes recorded/hardware_<gpu>.json beside this file; about two minutes
 
 rates       per clock and multiprocessor: MMAs of mma.sync, exponentials, multiply-adds, wavefronts of ldmatrix
 sums        how the tensor cores add: what is cut off, what is rounded
@@ -14,7 +14,6 @@ stalls      where a kernel's issue slots go, by ncu
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -29,10 +28,10 @@ from flashlab import runtime
 from flashlab.attention import cost
 from flashlab.attention.naive import naive_attention
 from flashlab.bench import ncu, records, timing
-from flashlab.bench.records import NoGpu
 from flashlab.cuda import load_inline
 from flashlab.figures import fragments
 from flashlab.kernels import SERIES, path, step
+from flashlab.table import Table
 
 SOURCE = Path(__file__).with_name("hardware.cu")
 CHAINS, UNROLL, WARP = 8, 4, 32  # of hardware.cu
@@ -243,11 +242,8 @@ def workspace() -> list[dict[str, Any]]:
 
 
 # ---- the whole -------------------------------------------------------------------------------------------------------
-def run() -> dict[str, Any]:
-    """Everything. Raises NoGpu where there is no GPU or no ncu."""
-    if not torch.cuda.is_available():
-        raise NoGpu("the hardware is measured on a CUDA GPU; this process sees none")
-    result: dict[str, Any] = {"machine": timing.machine() | {"ncu": ncu.ncu_version()}}
+def run(*, quick: bool = False) -> dict[str, Any]:
+    """Everything; quick: what needs no ncu. Raises NoGpu where there is no GPU or no ncu."""
     parts: dict[str, Callable[[], Any]] = {
         "rates": rates,
         "sums": sums,
@@ -257,13 +253,30 @@ def run() -> dict[str, Any]:
         "traffic": traffic,
         "stalls": lambda: [r for n in LAUNCHES if n.startswith("stalls") for r in counted(n, STALLS)],
     }
-    for name, part in parts.items():
-        try:
-            result[name] = part()
-        except (RuntimeError, subprocess.SubprocessError) as error:  # one part that fails loses no other
-            result[name] = {"failed": str(error)[-400:]}
-        print(f"{name}: {json.dumps(result[name])[:600]}", flush=True)
+    with timing.measured() as machine:
+        result: dict[str, Any] = {"machine": machine | {"ncu": None if quick else ncu.ncu_version()}}
+        for name, part in list(parts.items())[: 4 if quick else None]:
+            try:
+                result[name] = part()
+            except (RuntimeError, subprocess.SubprocessError) as error:  # one part that fails loses no other
+                result[name] = {"failed": str(error)[-400:]}
+    result["machine"] = machine | {"ncu": result["machine"]["ncu"]}
     return result
+
+
+def table(result: dict[str, Any]) -> Table:
+    """The highest rate of each instruction, and which parts there are."""
+    found = result["rates"]
+    best = {r["instruction"]: 0.0 for r in found} if isinstance(found, list) else {}
+    for r in found if best else ():
+        best[r["instruction"]] = max(best[r["instruction"]], r["per_clock"])
+    rows = [[name, rate, f"{result['machine']['gpu']}, per clock and multiprocessor"] for name, rate in best.items()]
+    rows += [
+        [name, "failed" if isinstance(part, dict) and "failed" in part else len(part), "rows"]
+        for name, part in result.items()
+        if name not in ("machine", "rates")
+    ]
+    return Table.of(rows, ["what", "measured", "unit"])
 
 
 def recorded() -> list[dict[str, Any]]:
@@ -272,8 +285,7 @@ def recorded() -> list[dict[str, Any]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m flashlab.bench.hardware", description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, help="the JSON file; recorded/hardware_<gpu>.json by default")
+    parser = records.parser(__doc__, "hardware")
     parser.add_argument("--launch", choices=LAUNCHES, help=argparse.SUPPRESS)
     parser.add_argument("--zero-copy", choices=ADDRESSES, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
@@ -282,10 +294,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     elif given.zero_copy:
         _zero_copy(given.zero_copy)
     else:
-        result = run()
-        out = given.out or records.default_path("hardware", result["machine"]["gpu"])
-        records.write_json(out, result)
-        print(f"written: {out.name}")
+        records.keep("hardware", run(quick=given.quick), table, given)
 
 
 if __name__ == "__main__":
