@@ -252,9 +252,8 @@ def measure_ladder(built: Built, cases: Sequence[Case], rounds: int, progress: P
     return rows
 
 
-def forward_of(
-    module: CudaModule, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool
-) -> Callable[[], Any]:
+def forward_of(module: CudaModule, *qkv: torch.Tensor, causal: bool) -> Callable[[], Any]:
+    """The forward pass on these tensors, to be timed."""
     return lambda: module.forward(*qkv, causal=causal)
 
 

@@ -52,7 +52,8 @@ ABLATIONS = (
     Ablation("32 rows per warp", "16 rows per warp, 4 warps per block", (_TALL,)),
     Ablation(
         "32 rows per warp, the block as tall", "16 rows per warp, 8 warps per block",
-        (_TALL, ("WARPS = HEAD_DIM == 256 ? 8 : 4", "WARPS = 8")),
+        (_TALL, ("WARPS = HEAD_DIM == 256 ? 8 : 4", "WARPS = 8"),
+         ("BLOCKS_PER_SM = HEAD_DIM == 256 ? 1 : 2", "BLOCKS_PER_SM = 1")),
     ),
     Ablation(
         "fragments one step ahead", "a fragment of K is loaded right before its MMAs",
@@ -86,7 +87,8 @@ ABLATIONS = (
     ),
     Ablation(
         "copies during the work", "the next tile is waited for before the work begins",
-        (("        cp_async_commit();\n        //", "        cp_async_commit();\n        cp_async_wait<0>();\n        //"),),
+        (("        cp_async_commit();\n        //",
+          "        cp_async_commit();\n        cp_async_wait<0>();\n        //"),),
     ),
     Ablation(
         "Q in registers", "fragments of Q are loaded again for every tile",
