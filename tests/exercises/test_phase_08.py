@@ -213,7 +213,9 @@ def test_a_right_kernel_that_is_slow_is_told_why(name, slug):
 
 
 COPY = "cp_async<16>(smem_u32(smem + at(row, column)), gmem + (there ? row : 0) * stride + column, there ? 16 : 0);"
-PLAIN = "*(uint4*)(smem + at(row, column)) = there ? *(const uint4*)(gmem + row * stride + column) : make_uint4(0, 0, 0, 0);"
+PLAIN = """uint4 x = make_uint4(0, 0, 0, 0);
+        if (there) x = *(const uint4*)(gmem + row * stride + column);
+        *(uint4*)(smem + at(row, column)) = x;"""
 
 
 @pytest.mark.parametrize(
@@ -221,7 +223,8 @@ PLAIN = "*(uint4*)(smem + at(row, column)) = there ? *(const uint4*)(gmem + row 
     [
         ("(column / 8 ^ row % 8) * 16", "column * 2", ("bank-conflicts",)),
         (COPY, PLAIN, ("no-cp-async",)),
-        ("        __syncthreads();                           // K_j (and Q)", "        //", ("race", "read-before-wait")),
+        ("        __syncthreads();                           // K_j (and Q)", "        //",
+         ("race", "read-before-wait", "uninitialised-shared")),
         ("        __syncthreads();                           // V_j is here", "        //",
          ("race", "read-before-wait", "stage-overwritten")),
         ("    __syncwarp();", "    //", ("race", "uninitialised-shared")),

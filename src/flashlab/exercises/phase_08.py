@@ -410,15 +410,15 @@ _COUNTED = (1, 1, 1, 512, 512, False)  # the shape for the counts: several tiles
     minutes=180,
     difficulty="Stretch",
     hints=[
-        "Get it right before you get it fast. 1: a launch, a block per 64 query rows, plain copies, one buffer each for "
-        "Q, K and V; check. The check says what is wrong first, and only then what is slow.",
-        "2: at(row, column) with the XOR, used by every writer and every reader. 3: cp_async<16>, with 0 bytes for rows "
-        "that do not exist; commit; wait; barrier. Check after each of them.",
-        "4: the overlap. With one buffer of K and one of V: start V_j's copy before S = Q K_j^T, and K_(j+1)'s after it. "
-        "Each needs a wait and a barrier before it is read, and that barrier also says that the other buffer is free.",
+        "Get it right before you get it fast. 1: a launch, a block per 64 query rows, plain copies, one buffer each "
+        "for Q, K and V; check. The check says what is wrong first, and only then what is slow.",
+        "2: at(row, column) with the XOR, used by every writer and every reader. 3: cp_async<16>, with 0 bytes for "
+        "rows that do not exist; commit; wait; barrier. Check after each of them.",
+        "4: the overlap. With one buffer of K and one of V: start V_j's copy before S = Q K_j^T, and K_(j+1)'s after "
+        "it. Each needs a wait and a barrier before it is read; that barrier also says that the other buffer is free.",
         "5: the store. Each warp writes its 16 rows of O, rounded, over its rows of Q by at(), then __syncwarp, then "
-        "16 bytes per lane go out. cudaFuncSetAttribute(..., cudaFuncAttributeMaxDynamicSharedMemorySize, bytes) before "
-        "the launch, where bytes may be over 48 KB.",
+        "16 bytes per lane go out. Before the launch, where it may ask for more than 48 KB: "
+        "cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes).",
         "Stuck in one place? Section 10 of the lecture has the whole kernel of the series. Close it again before you "
         "write.",
     ],
