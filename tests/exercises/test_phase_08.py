@@ -226,15 +226,25 @@ PLAIN = """uint4 x = make_uint4(0, 0, 0, 0);
         ("        __syncthreads();                           // K_j (and Q)", "        //",
          ("race", "read-before-wait", "uninitialised-shared")),
         ("        __syncthreads();                           // V_j is here", "        //",
-         ("race", "read-before-wait", "stage-overwritten")),
+         ("race", "read-before-wait", "stage-overwritten", "uninitialised-shared")),
         ("    __syncwarp();", "    //", ("race", "uninitialised-shared")),
-        ("l[r] *= correction;", "", ("l-not-rescaled", "sum-not-rescaled")),
+        ("m[r] = top, l[r] *= correction;", "m[r] = top;", ("l-not-rescaled",)),
         (" + ahead) - j * ROWS", ") - j * ROWS", None),
-        ("    cudaFuncSetAttribute", "    //", ("launch-failed",)),
+        ("    cp_async_wait<0>();\n    __syncthreads();  ", "    //", ("never-waited",)),
         ('extern "C" int forward', 'extern "C" int attend', ("wrong-entry",)),
-        ("ldmatrix_x4_trans", "ldmatrix_x4", None),
+        ("ldmatrix_x4_trans", "ldmatrix_x4", ("v-not-transposed",)),
     ],
 )  # fmt: skip
 def test_a_wrong_page(old, new, slugs):
     got = diagnosis("8.8", solution("blank_page", (old, new)))
     assert got in slugs if slugs else got not in ("does-not-compile", "not-solved-yet", "wrong-entry"), got
+
+
+def test_shared_memory_that_was_not_asked_for():
+    text = step("p8_6_store").path.read_text()
+    assert diagnosis("8.8", text.replace("    cudaFuncSetAttribute", "    //")) == "launch-configuration"
+
+
+@pytest.mark.parametrize("page", ["", "\n\n", "// YOUR CODE HERE"])
+def test_an_empty_page_is_not_solved_yet(page):
+    assert diagnosis("8.8", page) == "not-solved-yet"

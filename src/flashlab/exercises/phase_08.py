@@ -425,6 +425,8 @@ _COUNTED = (1, 1, 1, 512, 512, False)  # the shape for the counts: several tiles
 )
 def _(kernel: str) -> str:
     text = text_of(kernel, "kernel")
+    if not text.strip():
+        raise NotImplementedError
     expect(
         "forward" in entries(text),
         'there is no `extern "C" int forward(const Problem* p, void* stream)`',
