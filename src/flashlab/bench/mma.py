@@ -128,7 +128,7 @@ def main_kernel(found: Iterable[Resources], causal: bool) -> Resources | None:
         inside = re.search(r"<(.*)>", r.kernel)
         words = re.findall(r"\w+", inside[1]) if inside else []
         flags = [word == "true" for word in words if word in ("true", "false")]
-        tile = max((int(word) for word in words if word.isdigit()), default=0)
+        tile = tuple(int(word) for word in words if word.isdigit())
         if r.kernel.startswith("flash_forward") and flags[:1] in ([], [causal]) and not any(flags[1:]):
             suited.append((tile, r))
     return max(suited, key=lambda pair: pair[0])[1] if suited else None
