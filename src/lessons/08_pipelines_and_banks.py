@@ -84,16 +84,17 @@ print(f"{needed} MMAs; with each come {per_mma:.1f} wavefronts and {loads:.2f} l
 
 # %% [markdown]
 # Is that a lot? A multiprocessor (SM) delivers one wavefront per clock. So the question is how many clocks an MMA takes. An
-# `m16n8k16` is 2048 multiply-adds, and the white papers say how many of these the tensor cores of an SM do per clock.
+# `m16n8k16` is 2048 multiply-adds. NVIDIA's white papers say how many the tensor cores of an SM do per clock.
 #
-# One correction: on Hopper, `mma.sync`, which this course uses up to phase 9, does not reach the peak. Only `wgmma` does (phase 11).
-# A published microbenchmark found 62.9 % (see the references); where we have measured it ourselves, our figure is used.
+# One correction: on Hopper, `mma.sync` does not reach that peak; only `wgmma` does (phase 11). A published microbenchmark found 62.9 %.
+# We measured it too:
 
 # %%
 rates = [r for run in hardware.recorded() if isinstance(run.get("rates"), list) for r in run["rates"]]
 measured = max((r["per_clock"] for r in rates if r["instruction"] == "mma, float32 sums"), default=None)
 HOPPER = measured or 0.629  # MMAs of mma.sync per clock and SM
-print(f"mma.sync on Hopper: {HOPPER:.2f} of one MMA per clock,", "measured" if measured else "published")
+source = "measured" if measured else "published"
+print(f"mma.sync on Hopper: {HOPPER:.3f} MMAs per clock and SM, {source}; the peak is 1")
 FMA = {name: gpu.fp16_fma_per_clock for name, gpu in runtime.GPUS.items() if gpu.fp16_fma_per_clock}
 CLOCKS = {name: 1 / HOPPER if name in ("H100", "H200") else 2048 / fma for name, fma in FMA.items()}
 show.table([[name, FMA[name], f"{CLOCKS[name]:.1f}"] for name in CLOCKS],
@@ -117,9 +118,7 @@ for name in ("H200", "A100", "RTX 4090"):
 # ## 2 · Tile MMA and tile warps
 #
 # First, larger tiles. The naive block has 16 query rows, and reads all of K and V for them. With 64 rows per block, K and V are read
-# a quarter as often.
-#
-# But who computes what? Four warps share a tile of S of 64 rows and 64 keys. There are two ways to cut it:
+# a quarter as often. Four warps then share a tile of S, 64 rows by 64 keys. Which cut is better?
 #
 # | | a warp's part of $S = QK^\top$ | so a row of S is | a warp's part of $O = PV$ |
 # |---|---|---|---|
@@ -155,11 +154,10 @@ print(f"K and V: {TABLE[0][7] - q_sectors} sectors, then {TABLE[1][7] - q_sector
 # %% [markdown]
 # ## 3 · `cp.async`: copies that go past the registers
 #
-# A copy to shared memory was two instructions: a load into a register, and a store out of it. The thread holds that register until
-# the load has arrived, and the store has wavefronts of its own.
+# A copy to shared memory was a load into a register, and a store out of it. The store has wavefronts of its own.
 #
-# `cp.async` is one instruction: 16 bytes from global to shared memory, and the thread goes on at once. Who says when they have
-# arrived? Two more instructions:
+# `cp.async` is one instruction: 16 bytes from global to shared memory, and the thread goes on at once. Two more instructions say when
+# they have arrived:
 #
 # - `cp_async_commit()` closes a **group** of the copies that this thread has issued so far;
 # - `cp_async_wait<N>()` waits until at most N groups of *this thread*, its latest, are still under way.
@@ -183,11 +181,11 @@ loads, stores = before["global_loads"], before["shared_stores"]
 print(f"{loads} loads and {stores} stores became {after['cp_async']} cp.async")
 
 # %% [markdown]
-# The fourth operand says how many bytes to read; the rest of the 16 become zeros. With 0 it fills the rows of a ragged last tile
-# without a branch. But which address belongs to a row that does not exist?
+# The last operand says how many bytes to read; the rest of the 16 become zeros. With 0 it fills rows that do not exist, without a
+# branch. But which address does such a row have?
 #
-# The PTX manual does not say whether an address of which 0 bytes are read must be valid. So the kernel passes that of row 0, which
-# always is. It costs one select. What the hardware does with addresses that are nobody's:
+# The PTX manual does not say whether an address from which 0 bytes are read must be valid. So the kernel passes that of row 0. What does
+# the hardware do with addresses that are nobody's?
 
 # %%
 for run in hardware.recorded():
@@ -197,8 +195,8 @@ if not hardware.recorded():
     print("not measured yet: `flashlab bench hardware` on a GPU writes the record")
 
 # %% [markdown]
-# *Recorded on the GPU that is named. What one chip does is no promise for the next, and the manual makes none; so the series keeps
-# the valid address.*
+# *Recorded on the GPU that is named.* What one chip does is no promise for the next, and the manual makes none. The valid address costs
+# one select per copy, so the series keeps it.
 
 # %% [markdown]
 # ## 4 · Stages: copy the next tile while working on this one
@@ -224,9 +222,8 @@ show.diff(step("p8_2_cp_async"), step("p8_3_stages"), "load K and V", context=0)
 # %% [markdown]
 # Two details carry the weight.
 #
-# **One barrier does two jobs.** It makes every thread's part of tile $j$ visible. It also says that every warp is through with tile
-# $j - 1$, whose stage the next copy fills. So `load_kv` comes after it. Before it, there would be a race that tests on a GPU rarely find
-# (exercise 8.5; the emulator always finds it).
+# **One barrier does two jobs.** It makes every thread's part of tile $j$ visible. And it says that every warp is through with tile
+# $j - 1$, whose stage the next copy fills. So `load_kv` comes after it: before it would be a race (exercise 8.5).
 #
 # **The wait leaves `STAGES - 2` groups under way:** those of the tiles after $j$ that have been asked for by then.
 
@@ -271,10 +268,10 @@ assert 2 * TABLE[-1][5] == TABLE[-2][5] and TABLE[-1][3] == TABLE[-2][3]
 #
 # 18 wavefronts come with each MMA, and seven eighths of them are conflicts. Why?
 #
-# Shared memory has 32 banks of 4 bytes: byte address $a$ is in bank $\lfloor a/4 \rfloor \bmod 32$. `ldmatrix` reads an 8 × 8 tile as
-# eight rows of 16 bytes: 128 bytes, so one wavefront *if* the eight rows lie in eight different groups of four banks.
+# Byte address $a$ is in bank $\lfloor a/4 \rfloor \bmod 32$. `ldmatrix` reads an 8 × 8 tile as eight rows of 16 bytes. That is one
+# wavefront *if* the rows lie in eight different groups of four banks.
 #
-# A row of K is $2D = 128$ bytes for $D = 64$: exactly once around all banks. So row $r + 1$ begins in the bank in which row $r$ began.
+# But a row of K has 128 bytes for $D = 64$: once around all banks. So every row begins in the same bank.
 
 # %%
 where = {name: banks.addresses(name) for name in ("p8_3_stages", "p8_4_swizzle")}
@@ -285,11 +282,11 @@ assert c["ldmatrix_wavefronts"] == 8 * c["ldmatrix_ideal"]
 print(f"ldmatrix: {c['ldmatrix_wavefronts']} wavefronts, {c['ldmatrix_ideal']} would do: 8 times")
 
 # %% [markdown]
-# These are the addresses that lanes 0 to 7 gave to the first `ldmatrix` of K, printed by the run. All eight rows want banks 0 to 3,
-# and 28 banks have nothing to do. With $D = 128$ a row goes twice around, and the picture is the same.
+# These are the addresses that lanes 0 to 7 gave to the first `ldmatrix` of K. All eight rows want banks 0 to 3. With $D = 128$ a row goes
+# twice around, and the picture is the same.
 #
-# **Padding** would cure it: rows of 144 bytes instead of 128 (exercise 8.1). It costs an eighth of the tile. Better is to leave the rows
-# where they are, and to change the order *within* each row.
+# **Padding** would cure it: rows of 144 bytes (exercise 8.1). It costs an eighth of the tile. Better is to change the order *within* each
+# row.
 
 # %% [markdown]
 # ### The XOR, derived
@@ -299,16 +296,15 @@ print(f"ldmatrix: {c['ldmatrix_wavefronts']} wavefronts, {c['ldmatrix_ideal']} w
 #
 # - **nothing is lost:** in each row, $f_r$ uses each place once;
 # - **no conflict:** for each $c$, the eight rows of an `ldmatrix` tile have eight different $f_r(c) \bmod 8$.
-#
-# Write $f$ as a table of rows and chunks. Every row and every column has to hold each of the eight numbers once: a **Latin square**.
 
 # %% [markdown]
+# Write $f$ as a table of rows and chunks. Every row and every column has to hold each of the eight numbers once: a **Latin square**.
 # The addition table $(c + r) \bmod 8$ is one. Another is the exclusive or:
 #
 # $$f_r(c) = c \oplus (r \bmod 8).$$
 #
 # Why is it one? $x \oplus y \oplus y = x$: XOR with a fixed number undoes itself, so it never maps two numbers to one. It is cheaper than
-# the addition: it has no carry, and in longer rows only the lowest three bits of the place change.
+# the addition: no carry, and in longer rows only the lowest three bits of the place change.
 
 # %%
 square = [[c ^ r for c in range(8)] for r in range(8)]
@@ -342,9 +338,9 @@ for head_dim in (64, 128):
 # %% [markdown]
 # From 18 wavefronts per MMA to 2.25, by one line. No other step gives as much.
 #
-# Others found the same. A published ladder of 16 kernels (*Flash Attention from Scratch*, see the references; $D = 128$) went by its
-# swizzle from 16 to 73 % of FlashAttention-2 on an A100, and from 50 to 98 % on an RTX 3090. Why does the same line nearly finish the
-# work on one chip and not on the other? The budget of section 8 has an answer.
+# A published ladder (*Flash Attention from Scratch*, see the references; $D = 128$) went by its swizzle from 16 to 73 % of
+# FlashAttention-2 on an A100, and from 50 to 98 % on an RTX 3090. Why is the work nearly done on one chip and not on the other? Section 8
+# has an answer.
 
 # %% [markdown]
 # *Predict:* the writers, the `cp.async`, go through the swizzle too. Do *they* have conflicts now?
@@ -410,8 +406,8 @@ show.diff(step("p8_5_registers"), step("p8_side_shuffle_store"), "store", contex
 
 # %%
 rows = []
-ways = {"p8_5_registers": "4 bytes per lane", "p8_side_shuffle_store": "shuffles", "p8_6_store": "shared memory"}
-for name, how in ways.items():
+names, ways = ["p8_5_registers", "p8_side_shuffle_store", "p8_6_store"], ["lanes alone", "shuffles", "shared memory"]
+for name, how in zip(names, ways):
     c = counted(name).counters
     sectors = [c["global_stores"], c["global_store_sectors"], c["global_store_ideal"]]
     rows.append([name, how, *sectors, c["shuffles"], wavefronts(counted(name))])
@@ -470,8 +466,8 @@ busy = [[name, *(f"{COUNTERS[name, d][what]:.0f} %" for d in (64, 128) for what 
 show.table(busy, ["H200", "D=64: tensor pipe", "shared memory", "D=128: tensor pipe", "shared memory"])
 
 # %% [markdown]
-# Two different regimes. Up to `p8_3_stages` shared memory is busy nearly all the time: there it *is* the limit. After the swizzle neither
-# side is. The tensor pipe works between a third and a half of the time, and shared memory about half.
+# Two regimes. Up to `p8_3_stages` shared memory is busy most of the time, in the end nearly all of it: there it *is* the limit. After the
+# swizzle neither side is.
 #
 # By the budget alone, the tensor cores could work more than they do. So being near it is necessary, and it is not sufficient: the
 # kernel waits for something that the budget does not count. Latency is the first suspect; phase 9 follows it.
@@ -515,8 +511,8 @@ print(f"wavefronts: {w64:.2f} and {w128:.2f} of the step before; time: {t64:.2f}
 
 # %%
 BIG = ([4, 16, 4096, 128], [4, 32, 4096, 64])
-timed = [r for run in runs for r in run["ladder"] if r["shape"] in BIG and not r["causal"] and r["inputs"] == "randn"]
-SPEED = {(r["name"], r["shape"][3]): r["tflops"] for r in timed}
+timed = [r for run in runs for r in run["ladder"] if r["shape"] in BIG and r["inputs"] == "randn"]
+SPEED = {(r["name"], r["shape"][3]): r["tflops"] for r in timed if not r["causal"]}
 rows = []
 for name in (s.name for s in steps(8) if "STAGES" in s.defines):
     for d in (64, 128):
@@ -527,16 +523,20 @@ for name in (s.name for s in steps(8) if "STAGES" in s.defines):
 show.table(rows, ["step", "D", "1 stage", "2 stages", "3 stages", "best"])
 
 # %% [markdown]
-# Read the rows of `p8_3_stages` first: where shared memory is the limit, no stage helps. A pipeline cannot hide a latency that nobody
-# waits for. The rows after the swizzle, where the record has them, say what the stages are worth once the work is fast.
+# Read the rows of `p8_3_stages` first. Where shared memory is the limit, no stage helps: a pipeline cannot hide a latency that nobody
+# waits for. The rows after it say what stages are worth once the work is fast.
 
 # %%
 after = [r for r in rows if r[0] != "p8_3_stages"]
 for name, d, *speeds, _ in after:
     one, two, three = map(float, speeds)
     print(f"{name:15} D = {d:3}: a second stage gives {two / one - 1:+.0%}, a third {three / two - 1:+.0%}")
-if not after:
-    print("the record has no stages after the swizzle yet: `flashlab bench mma` on a GPU measures them")
+    assert (d == 64 and abs(two / one - 1) < 0.05) or (d == 128 and two > 1.03 * one)
+
+# %% [markdown]
+# At $D = 128$ the second stage pays in every step. At $D = 64$ it is hardly felt. A likely reason is that twice as many blocks share an SM
+# there, so other warps have work meanwhile. A third stage helps in one row and costs in the others: it takes shared memory from other
+# blocks. So two is a good choice here, and no law.
 
 # %% [markdown]
 # ### The ladder, timed
@@ -553,9 +553,10 @@ for run in runs:
 # %% [markdown]
 # ## 9 · Beside the ladder
 #
-# LeetCUDA, a public collection of CUDA kernels, has ideas that this ladder does not keep. Each is a whole file here, as a short diff to
-# one of our steps. So you can read what it changes, count what it costs, and judge.
-#
+# LeetCUDA, a public collection of CUDA kernels, has ideas that this ladder does not keep. Each is a whole file here, a short diff to one
+# of our steps: read what it changes, count what it costs, and judge. The times of all are in 9.6.
+
+# %% [markdown]
 # ### 9.1 Split-KV: the keys divided over the warps
 #
 # This is the other cut of section 2. A fragment of K, once loaded, serves 64 rows instead of 16. But each row has four owners now, so
@@ -601,24 +602,24 @@ show.diff(old, new, "constants", "shared memory", "Q in registers", context=0)
 # What does a block need now, and how many blocks fit on an SM? Shared memory is one limit, registers are another:
 
 # %%
-KNOWN = {(r.step, r.head_dim): r.registers for r in resources()["kernels"] if r.target == "sm_90"}
+REGISTERS = {(r.step, r.target): r.registers for r in resources()["kernels"] if r.head_dim == 64}
 rows = []
 for name in ("p8_6_store", "p8_side_shared_kv", "p8_side_shared_qkv"):
-    r, registers = counted(name), KNOWN.get((name, 64))
-    shared = r.launches[0].shared_bytes
-    blocks = [runtime.limits(gpu).resident_blocks(128, shared, registers) for gpu in ("H200", "RTX 4090")]
+    r, shared = counted(name), counted(name).launches[0].shared_bytes
+    chips = [runtime.limits(gpu) for gpu in ("H200", "RTX 4090")]
+    blocks = [chip.resident_blocks(128, shared, REGISTERS[name, chip.target]) for chip in chips]
     counts = [r.counters["barriers"], wavefronts(r), r.counters["mma_during_copies"]]
-    rows.append([name, shared, *counts, registers or "not recorded", *blocks])
-show.table(rows, ["D = 64", "shared bytes", "barriers", "wavefronts", "MMAs with a copy under way", "registers",
-                  "blocks per SM, H200", "RTX 4090"])
+    rows.append([name, shared, *counts, REGISTERS[name, "sm_90"], *blocks])
+show.table(rows, ["D = 64", "shared bytes", "barriers", "wavefronts", "MMAs with a copy under way",
+                  "registers, sm_90", "blocks per SM, H200", "RTX 4090"])
 assert [r[1] for r in rows] == [40960, 16384, 8192] and rows[0][4] > 0 == rows[1][4] == rows[2][4]
 
 # %% [markdown]
 # **Verdict:** a fifth of the shared memory, three times the barriers, the same wavefronts. And no MMA has a copy beside it any more: V's
-# copy is hidden behind the softmax only, K's behind nothing. Other blocks on the SM have to hide the rest.
+# copy is hidden behind the softmax only, K's behind nothing.
 #
-# More blocks fit only while registers allow it. So the trade can pay where shared memory is scarce, as on GeForce, and hardly on an
-# H200. A prediction; the counts do not prove it.
+# Other blocks would have to hide that. But the compiler takes more registers here, so an H200 holds no more blocks than before. Where
+# shared memory is scarce, as on GeForce, it holds more. There the trade may pay; we have not measured it there.
 
 # %% [markdown]
 # ### 9.4 Slices of D: shared memory that does not grow
@@ -643,11 +644,11 @@ show.table(rows, ["D", "bytes, whole rows", "bytes, slices", "MMAs", "MMAs neede
 assert len({r[2] for r in rows}) == 1 and rows[-1][1] > runtime.limits("H200").shared_per_block
 
 # %% [markdown]
-# It does, in 32 KB. What it costs: Q is copied again for every tile of keys, and O still lies in registers, all $D$ columns of it. So at
-# $D = 512$ two warps share the columns of 16 rows, and both compute S: that is why the MMAs are more than needed.
+# It does, in 32 KB. The price: Q is copied again for every tile of keys. And O still lies in registers, all $D$ columns of it. So at
+# $D = 512$ two warps share the columns of 16 rows and both compute S: that is why the MMAs are more than needed.
 #
-# **Verdict:** shared memory O(1) in D, registers not. It is the way to large heads, and no gain at 64 or 128. LeetCUDA's README reports
-# 81 TFLOP/s for its version on an L20 at $D = 512$, and 58 for PyTorch's memory-efficient kernel.
+# **Verdict:** shared memory O(1) in D, registers not. It is the way to large heads. (LeetCUDA reports 81 TFLOP/s with it on an L20 at
+# $D = 512$, and 58 for PyTorch's memory-efficient kernel.)
 
 # %% [markdown]
 # ### 9.5 Sums in fp16
@@ -673,7 +674,8 @@ def relative_error(name, keys):
 
 SUMS = ("p8_6_store", "p8_side_fp16_acc")
 errors = {n: [relative_error(name, n) for name in SUMS] for n in (64, 256, 1024, 4096)}
-show.table([[n, *(f"{e:.1e}" for e in both)] for n, both in errors.items()], ["keys", "float32 sums", "fp16 sums"])
+rows = [[n, *(f"{e:.1e}" for e in both)] for n, both in errors.items()]
+show.table(rows, ["keys", "float32 sums", "fp16 sums"])
 assert errors[4096][1] > 4 * errors[64][1] and errors[4096][0] < 1.1 * errors[64][0]
 
 # %% [markdown]
@@ -682,6 +684,23 @@ assert errors[4096][1] > 4 * errors[64][1] and errors[4096][0] < 1.1 * errors[64
 #
 # **Verdict:** fast on GeForce, for short sequences and tame values. A comparison with a float32 kernel has to say so. The series keeps
 # float32.
+
+# %% [markdown]
+# ### 9.6 The exhibits, timed
+#
+# Each beside its step, in turns, on random inputs. The error is the largest of O against float64.
+
+# %%
+rows = []
+for r in [r for run in runs for r in run.get("exhibits", []) if r["name"] == r["exhibit"]]:
+    beside, shape = step(r["name"]).beside, r["shape"]
+    same = [x for x in run["exhibits"] if (x["exhibit"], x["shape"], x["name"]) == (r["name"], shape, beside)]
+    speeds = [f"{same[0]['tflops']:.0f}", f"{r['tflops'] / same[0]['tflops']:.2f}"] if same else ["-", "-"]
+    rows.append([r["name"], shape[3], f"{r['tflops']:.0f}", beside, *speeds, f"{r['error']:.0e}"])
+if rows:
+    show.table(rows, ["exhibit", "D", "TFLOP/s", "beside", "its TFLOP/s", "ratio", "error"])
+else:
+    print("not in the record yet: `flashlab bench mma` on a GPU measures them")
 
 # %% [markdown]
 # ## 10 · Milestone: the whole kernel
@@ -740,7 +759,8 @@ show.region(step("p8_6_store"), "launch")
 # %%
 for head_dim in (64, 128):
     generator = torch.Generator().manual_seed(1)
-    q, k, v = (torch.randn(1, h, n, head_dim, generator=generator).half() for h, n in ((4, 150), (2, 190), (2, 190)))
+    heads_and_rows = ((4, 150), (2, 190), (2, 190))
+    q, k, v = (torch.randn(1, h, n, head_dim, generator=generator).half() for h, n in heads_and_rows)
     module = load_inline(step("p8_6_store"), check=True, head_dim=head_dim)
     o, lse = module.forward(q, k, v, causal=True, echo=False)
     want, want_lse = reference.attention(q, k, v, causal=True)
@@ -750,14 +770,13 @@ for head_dim in (64, 128):
 # %% [markdown]
 # ## Summary, and what is left to explore
 #
-# - **Own rows, not keys:** a warp with whole rows exchanges nothing with other warps.
-# - **Copy ahead:** the barrier that publishes tile $j$ also frees tile $j - 1$; the refill comes after it.
-# - **Banks:** eight rows at a stride of 128 bytes are eight wavefronts. $c \oplus (r \bmod 8)$ is a Latin square, so they are one.
-# - **The budget:** wavefronts per MMA, at most the clocks per MMA. Within it, shared memory is not the limit. What is, it does not say.
+# - **Own rows, not keys:** a warp with whole rows exchanges nothing.
+# - **Copy ahead:** the barrier that publishes tile $j$ also frees tile $j - 1$.
+# - **Banks:** $c \oplus (r \bmod 8)$ is a Latin square, so eight rows are one wavefront, not eight.
+# - **The budget:** wavefronts per MMA, at most the clocks per MMA. What else the kernel waits for, it does not say.
 # - **Exhibits:** less shared memory costs barriers and overlap; fp16 sums cost digits.
 #
-# Left to explore: what keeps the tensor cores idle half of the time now (phase 9); the same ladder on your own GPU, with
-# `flashlab bench mma`: which step pays most there?
+# Left to explore: why the tensor cores still idle (phase 9); the same ladder on your own GPU, with `flashlab bench mma`.
 
 # %% [markdown]
 # ## References
