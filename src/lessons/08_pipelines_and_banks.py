@@ -624,7 +624,7 @@ assert [r[1] for r in rows] == [40960, 16384, 8192] and rows[0][4] > 0 == rows[1
 # %% [markdown]
 # ### 9.4 Slices of D: shared memory that does not grow
 #
-# With whole rows in shared memory, `p8_5_registers` needs $640 \cdot D$ bytes per block (two stages). Beyond $D = 256$ no GPU has them. But
+# With whole rows in shared memory, `p8_5_registers` needs $640 \cdot D$ bytes per block (two stages). At $D = 512$ no GPU has them. But
 # $QK^\top$ is a sum over D: it can grow slice by slice.
 
 # %%
