@@ -81,7 +81,8 @@ rows = []
 for name in ("A100", "RTX 3090", "RTX 4090", "H200"):
     gpu = runtime.GPUS[name]
     rows.append([name, gpu.fp32_tflops, gpu.fp16_tflops, f"{gpu.fp16_tflops / gpu.fp32_tflops:.1f}"])
-show.table(rows, ["GPU", "float32, TFLOP/s", "tensor cores, fp16 in, fp32 sums, TFLOP/s", "factor"], align="lrrr")
+columns = ["TFLOP/s", "float32", "tensor cores, fp16 in, fp32 sums", "factor"]
+show.table(rows, columns, align="lrrr")
 
 # %% [markdown]
 # (On GeForce cards a tensor core with float32 sums runs at half of its fp16 rate, hence the factor of 2.)
@@ -204,7 +205,8 @@ for lane in (0, 5, 31):
 figure, axes = plt.subplots(2, 1, figsize=(7.8, 8.6))
 fragments.addresses(axes[0], LANE % 16, LANE // 16 * 8, (16, 16))
 fragments.draw(axes[1], a, (16, 16), "a", outlined=[5])
-for ax, title in zip(axes, ("The address that each lane gives", "What each lane received: A, 16 × 16"), strict=True):
+titles = ("The address that each lane gives", "What each lane received: A, 16 × 16")
+for ax, title in zip(axes, titles, strict=True):
     ax.set(title=title, aspect=0.5, ylabel="row")
 plt.show()
 
@@ -217,7 +219,7 @@ plt.show()
 
 # %%
 # FROM flashlab.figures.fragments: a_position
-rows, columns = a_position(*fragments.slots("a"))  # slots: every (lane, register, half)
+rows, columns = a_position(*fragments.slots("a"))  # every (lane, register, half)
 assert torch.equal(a.long(), tile[rows, columns])
 print("256 elements: the formula agrees with the run")
 
@@ -338,7 +340,7 @@ indices = torch.arange(128).reshape(16, 8).half()  # whole numbers up to 2048 ar
 c = mma(fragments.fragment(torch.eye(16).half(), "a"), fragments.fragment(indices, "b"))
 rows, columns = c_position(*fragments.slots("c"))
 assert torch.equal(c, indices.float()[rows, columns])
-print("lane 5 holds", c[5].int().tolist(), "of 0 to 127, at", [c_position(5, register) for register in range(4)])
+print("lane 5 holds", c[5].int().tolist(), "of 0 to 127, at", [c_position(5, i) for i in range(4)])
 
 # %% [markdown]
 # `c0 c1` are columns $2t$ and $2t + 1$ of row $g$; `c2 c3` are the same columns of row $g + 8$.
@@ -349,10 +351,10 @@ print("lane 5 holds", c[5].int().tolist(), "of 0 to 127, at", [c_position(5, reg
 # %%
 figure, axes = plt.subplots(2, 2, figsize=(9.6, 7.6), width_ratios=[2, 1])
 axes[0, 0].axis("off")
-places = [(axes[0, 1], b_of_V, "b", "B, 16 × 8"), (axes[1, 0], a, "a", "A, 16 × 16"), (axes[1, 1], c, "c", "C and D, 16 × 8")]
-for ax, held, name, title in places:
-    fragments.draw(ax, held, (16, 16 if name == "a" else 8), name, outlined=[5], fontsize=5.4)
-    ax.set(aspect=0.55, title=title)
+for ax, name, held in ((axes[0, 1], "b", b_of_V), (axes[1, 0], "a", a), (axes[1, 1], "c", c)):
+    width = 16 if name == "a" else 8
+    fragments.draw(ax, held, (16, width), name, outlined=[5], fontsize=5.4)
+    ax.set(aspect=0.55, title=f"{name.upper()}, 16 × {width}")
 plt.show()
 
 # %% [markdown]
@@ -382,7 +384,8 @@ for trans, wanted in ((1, V), (0, tiles_transposed)):
     b = look(bits, first_row=LANE % 16, first_column=0 * LANE, count=2, trans=trans).view(torch.float16)
     O = fragments.matrix(mma(fragments.fragment(P.half(), "a"), b), "c").long()
     assert torch.equal(O, P @ wanted)
-    print(f"trans={trans}: equals P V: {torch.equal(O, P @ V)}, P times the transposed tiles: {not torch.equal(O, P @ V)}")
+    names = {"P V": V, "P times the transposed tiles": tiles_transposed}
+    print(f"trans={trans}: the result is", *(name for name, x in names.items() if torch.equal(O, P @ x)))
 
 # %% [markdown]
 # ## 6 · Formats: what is rounded, and where
@@ -394,16 +397,17 @@ for trans, wanted in ((1, V), (0, tiles_transposed)):
 # few units in the last place of float32:
 
 # %%
-one_mma_bf16 = load_inline(ONE_MMA, backend=BACKEND, defines={"ELEMENT": "__nv_bfloat16"})
+bfloat = load_inline(ONE_MMA, backend=BACKEND, defines={"ELEMENT": "__nv_bfloat16"})
 A, B, rows = torch.randn(16, 16), torch.randn(16, 8), []
-for module, dtype in ((one_mma, torch.float16), (one_mma_bf16, torch.bfloat16)):
+for module, dtype in ((one_mma, torch.float16), (bfloat, torch.bfloat16)):
     held = [fragments.fragment(x.to(dtype), name) for x, name in ((A, "a"), (B, "b"))]
     D = fragments.matrix(mma(*held, module=module), "c")
     before = (D - A.double() @ B.double()).abs().max().item()
     after = (D - A.to(dtype).double() @ B.to(dtype).double()).abs().max().item()
     assert after < 4e-5 and before < 16 * torch.finfo(dtype).eps
     rows.append([str(dtype)[6:], f"{torch.finfo(dtype).max:.3g}", f"{before:.0e}", "yes"])
-show.table(rows, ["A, B", "largest", "error against the unrounded", "below 4e-5 against the rounded"], align="lrrl")
+columns = ["A, B", "largest", "error against the unrounded", "below 4e-5 against the rounded"]
+show.table(rows, columns, align="lrrl")
 
 # %% [markdown]
 # **How a tensor core adds.** The product of two 16-bit numbers is exact in float32. The sum is not. A tensor core adds
@@ -436,8 +440,10 @@ columns = ["products", "each, in last places", "exact sum", "rounded once", f"he
 seen = [{(r["products"], r["fraction"]): r["got"] for r in run["sums"]} for run in runs]
 rows = [[count, fraction, count * fraction, round(count * fraction), f"{here[count, fraction]:g}",
          *(f"{gpu[count, fraction]:g}" for gpu in seen)] for count, fraction in CASES]  # fmt: skip
-show.table(rows, [*columns, *(f"recorded: {run['machine']['gpu']}" for run in runs)], align="r" * (5 + len(runs)))
-print("" if runs else "no GPU recorded yet: `flashlab bench hardware` on a GPU adds its column")
+columns += [f"recorded: {run['machine']['gpu']}" for run in runs]
+show.table(rows, columns, align="r" * len(columns))
+if not runs:
+    print("no GPU recorded yet: `flashlab bench hardware` on a GPU adds its column")
 
 # %% [markdown]
 # For attention this is far below the rounding of P to 16 bits. But it is why a result is compared with a tolerance, and
@@ -458,7 +464,7 @@ FORMATS = r"""
 #include "ptx.cuh"
 __global__ void count_up(float* out_gmem, int times) {          // [3, 32]
     const int lane = threadIdx.x, t = lane % 4;
-    const uint32_t one = t == 0 ? pack(1.f, 0.f) : 0;           // (1, 0): a column of ones in A, a row of ones in B
+    const uint32_t one = t == 0 ? pack(1.f, 0.f) : 0;           // (1, 0): ones in A's column 0, in B's row 0
     const uint32_t a16[4] = {one, one, 0, 0}, a8[2] = {one, one};
     float sum[4] = {}, sum_k8[4] = {};
     uint32_t half_sum[2] = {};
@@ -529,7 +535,8 @@ names = ["c0", "c1", "c2", "c3", "d0", "d1", "d2", "d3"]
 figure, axes = plt.subplots(2, 1, figsize=(8.6, 8.8))
 fragments.draw(axes[0], two_tiles, (16, 16), names, outlined=[5], hues=[0, 0, 1, 1, 2, 2, 3, 3], fontsize=5)
 fragments.draw(axes[1], a, (16, 16), "a", outlined=[5])
-for ax, title in zip(axes, ("S, two C tiles: c of columns 0–7, d of 8–15", "P as the A operand"), strict=True):
+titles = ("S, two C tiles: c of columns 0–7, d of 8–15", "P as the A operand")
+for ax, title in zip(axes, titles, strict=True):
     ax.set(aspect=0.5, title=title)
 plt.show()
 
@@ -545,7 +552,7 @@ plt.show()
 
 # %%
 for lane in range(32):
-    for register, (which, pair) in enumerate([(0, 0), (0, 1), (1, 0), (1, 1)]):  # a0 .. a3: which C tile, which pair
+    for register, (which, pair) in enumerate([(0, 0), (0, 1), (1, 0), (1, 1)]):  # which C tile, which pair
         for half in (0, 1):
             row, column = c_position(lane, 2 * pair + half)
             assert a_position(lane, register, half) == (row, column + 8 * which)
@@ -574,7 +581,7 @@ assert torch.equal(out.cpu().long(), X @ Y.T @ Z)
 counted.reuse(*(x.half() for x in (X, Y, Z)), torch.zeros(16, 8))
 counters = counted.report.counters
 assert counters["mma"] == 3 and counters["ldmatrix"] == 3 and counters["shuffles"] == 0
-print(f"(X Y^T) Z equals torch's: {counters['mma']} MMAs, {counters['ldmatrix']} ldmatrix, {counters['shuffles']} shuffles")
+print("(X Y^T) Z equals torch's:", {name: counters[name] for name in ("mma", "ldmatrix", "shuffles")})
 
 # %% [markdown]
 # The cost: P is rounded to 16 bits, as every FlashAttention does, and as phase 2's `p.to(V.dtype)` did. The sum `l_i`
@@ -776,14 +783,15 @@ for causal in (False, True):
     want, want_lse = reference.attention(*(x.cpu() for x in (q, k, v)), causal=causal)
     error, lse_error = (o.cpu() - want).abs().max().item(), (lse.cpu() - want_lse).abs().max().item()
     assert error < 2e-3 and lse_error < 1e-4
-    print(f"causal={causal!s:5}: o within 2e-3 of float64: {error < 2e-3}, lse within 1e-4: {lse_error < 1e-4}")
+    print(f"causal={causal!s:5}: o is within 2e-3 of float64, lse within 1e-4")
 
 # %% [markdown]
 # Then the checker: every nasty case it has, both dtypes, both head dimensions, causal, grouped heads, different lengths
 # of Q and K. That compiles four variants of the source.
 
 # %%
-report = verify(naive.forward, causal=True, gqa=True, dtypes=(torch.float16, torch.bfloat16), head_dims=(64, 128))
+HALVES = (torch.float16, torch.bfloat16)
+report = verify(naive.forward, causal=True, gqa=True, dtypes=HALVES, head_dims=(64, 128))
 print(report.verdict)
 
 # %% [markdown]
@@ -795,7 +803,7 @@ print(report.verdict)
 edits = {
     "no mask for the tail": ("if (n_start + n * MMA_N", "if (p.causal && n_start + n * MMA_N"),
     "c3 packed before c2": ("pack<T>(c[2], c[3])", "pack<T>(c[3], c[2])"),
-    "b0 and b1 of V exchanged": ("mma_m16n8k16<T>(acc[n], a, b[0], b[1]);", "mma_m16n8k16<T>(acc[n], a, b[1], b[0]);"),
+    "b0 and b1 of V exchanged": ("(acc[n], a, b[0], b[1])", "(acc[n], a, b[1], b[0])"),
 }
 text, rows = NAIVE.path.read_text(), []
 for name, (old, new) in edits.items():
@@ -811,7 +819,7 @@ show.table(rows, ["the edit", "diagnosis", "what the learner reads"])
 # %% [markdown]
 # A missing barrier is another matter. On a GPU it may give the right answer for years, because the lanes of a warp often
 # run in step. No comparison of numbers finds it. The check build looks at who touched what. Take both barriers out of
-# *load K and V*:
+# *load K and V*. The first reader that is too early is the one of Q, whose copy had no barrier of its own:
 
 # %%
 without = region(NAIVE, "load K and V").replace("__syncthreads();", "/* no barrier */ ")
@@ -847,11 +855,12 @@ for D, causal in ((64, False), (64, True), (128, False), (128, True)):
     assert counting.report.ok
     blocks = N // 16
     T = blocks * (blocks + 1) // 2 if causal else blocks**2
-    expected = {"mma": T * D // 4, "ldmatrix": T * 5 * D // 16, "shuffles": 4 * T + 4 * blocks, "barriers": 2 * T}
+    expected = {"mma": T * D // 4, "ldmatrix": T * 5 * D // 16}
+    expected |= {"shuffles": 4 * T + 4 * blocks, "barriers": 2 * T}
     seen = {name: counting.report.counters[name] for name in expected}
     assert seen == expected
     rows.append([D, str(causal), *seen.values(), "yes"])
-show.table(rows, ["D", "causal", "MMA", "ldmatrix", "shuffles", "barriers", "as predicted"], align="rlrrrrl")
+show.table(rows, ["D", "causal", *expected, "as predicted"], align="rlrrrrl")
 
 # %% [markdown]
 # **Bytes of global memory.** Q is read once. K and V are read once for each block of 16 queries. That is phase 2's
@@ -862,7 +871,7 @@ counting.forward(*(torch.randn(1, 1, 128, 64).half() for _ in range(3)))
 counters = counting.report.counters
 predicted = (N + N // 16 * 2 * N) * 64 * 2
 assert counters["global_load_bytes"] == predicted
-print(f"read: counted {counters['global_load_bytes']} bytes, predicted {predicted}; the three inputs are {3 * N * 64 * 2}")
+print(f"bytes: {counters['global_load_bytes']} read, {predicted} predicted; the inputs have {3 * N * 64 * 2}")
 
 # %% [markdown]
 # **Bank conflicts**, by line. As section 7 promised, with rows of 128 bytes each tile of 8 rows takes 8 wavefronts where
@@ -873,9 +882,9 @@ lines, rows = text.splitlines(), []
 for number, line_counters in counting.report.by_line.items():
     if line_counters["ldmatrix"]:
         wavefronts, ideal = line_counters["ldmatrix_wavefronts"], line_counters["ldmatrix_ideal"]
-        load_name = lines[number - 1].strip().split("(")[0]
-        rows.append([number, load_name, line_counters["ldmatrix"], wavefronts, ideal, f"{wavefronts / ideal:.0f}"])
-assert all(row[-1] == "8" for row in rows) and len(rows) == 3
+        called = lines[number - 1].strip().split("(")[0]
+        rows.append([number, called, line_counters["ldmatrix"], wavefronts, ideal, wavefronts // ideal])
+assert all(row[-1] == 8 for row in rows) and len(rows) == 3
 show.table(rows, ["line", "load", "instructions", "wavefronts", "ideal", "factor"], align="rlrrrr")
 
 # %% [markdown]
@@ -893,7 +902,8 @@ stores, ideal_stores = counters["shared_store_wavefronts"], counters["shared_sto
 wavefronts = {"as it is": counters["ldmatrix_wavefronts"] + stores,
               "without bank conflicts": counters["ldmatrix_ideal"] + ideal_stores}  # fmt: skip
 for name, clocks in wavefronts.items():
-    print(f"{name}: {flops / clocks:.0f} FLOPs per wavefront, so at most {flops / clocks / 4096:.1%} of 4096 per clock")
+    share = flops / clocks / 4096
+    print(f"{name}: {flops / clocks:.0f} FLOPs per wavefront, so at most {share:.1%} of the peak")
 
 # %% [markdown]
 # So this kernel can use a few per cent of the tensor cores, whatever else it does: they wait for shared memory.
@@ -910,7 +920,8 @@ for run in runs:
     shares = "" if peak is None else f", at best {max(rates.values()) / peak:.0%} of the peak of {peak:g}"
     print(run["machine"]["gpu"], "MMAs per clock and SM:",
           ", ".join(f"{warps} warps {rate:.2f}" for warps, rate in rates.items()) + shares)
-print("" if runs else "no GPU recorded yet: `flashlab bench hardware` on a GPU measures it")
+if not runs:
+    print("no GPU recorded yet: `flashlab bench hardware` on a GPU measures it")
 
 # %% [markdown]
 # Now the measurement. Where the course has a recorded run, here it is, with FlashAttention-2 in the same run. The bound
@@ -922,14 +933,15 @@ for run in LADDERS:
     machine, times = run["machine"], {}
     clock = (machine.get("sm_clock_mhz") or {}).get("median") or float("nan")
     bound = flops / wavefronts["as it is"] * machine["sms"] * clock / 1e6  # TFLOP/s
-    print(f"{machine['gpu']}, torch {machine['torch']}, SM clock {clock:.0f} MHz: the bound is {bound:.0f} TFLOP/s")
+    print(f"{machine['gpu']}, torch {machine['torch']}, {clock:.0f} MHz: the bound is {bound:.0f} TFLOP/s")
     for row in run["ladder"]:
         if row["name"] in ("p7_naive", "fa2") and row["inputs"] == "randn" and not row["causal"]:
             times.setdefault("B{} H{} N{} D{}".format(*row["shape"]), {})[row["name"]] = row["tflops"]
-    rows = [[shape, f"{x['p7_naive']:.1f}", f"{x['p7_naive'] / bound:.0%}", f"{x['fa2']:.0f}", f"{x['fa2'] / x['p7_naive']:.0f}"]
-            for shape, x in times.items() if len(x) == 2]  # fmt: skip
-    show.table(rows, ["shape", "naive, TFLOP/s", "of the bound", "FlashAttention-2", "factor"], align="lrrrr")
-print("" if LADDERS else "none recorded yet: `flashlab bench mma` on a GPU measures it")
+    both = [(shape, x["p7_naive"], x["fa2"]) for shape, x in times.items() if len(x) == 2]
+    rows = [[shape, f"{x:.1f}", f"{x / bound:.0%}", f"{fa2:.0f}", f"{fa2 / x:.0f}"] for shape, x, fa2 in both]
+    show.table(rows, ["TFLOP/s", "naive", "of the bound", "FlashAttention-2", "factor"], align="lrrrr")
+if not LADDERS:
+    print("none recorded yet: `flashlab bench mma` on a GPU measures it")
 
 # %% [markdown]
 # On the large shapes most of the bound is reached. One warp alone waits most of the time, but an SM holds several blocks
@@ -944,11 +956,12 @@ gpu, rows = runtime.GPUS["H200"], []
 for r in resources.recorded()["kernels"]:
     if (r.step, r.target) == ("p7_naive", "sm_90"):
         by_registers = gpu.registers_per_sm // (-(-r.registers * 32 // 256) * 256)
-        shared = 3 * 16 * r.head_dim * 2
+        shared = 3 * 16 * r.head_dim * 2  # bytes: the tiles of Q, K and V
         by_shared = gpu.shared_per_sm // (shared + 1024)
-        rows.append([r.head_dim, r.registers, by_registers, shared, by_shared, min(32, by_registers, by_shared)])
-        assert r.spill_bytes == 0 and by_registers < by_shared
-show.table(rows, ["D", "registers per thread", "blocks by them", "shared bytes", "blocks by them", "blocks per SM"])
+        fit = min(32, by_registers, by_shared)
+        rows.append([r.head_dim, r.registers, by_registers, shared, by_shared, fit])
+columns = ["D", "registers per thread", "so many blocks", "shared bytes", "so many blocks", "blocks per SM"]
+show.table(rows, columns, align="r" * 6)
 
 # %% [markdown]
 # Was it really shared memory? NVIDIA's profiler, Nsight Compute, counts wavefronts too. In the same recording it looked
@@ -965,27 +978,29 @@ def predict(B, H, N, D):
 for run in LADDERS:
     rows = []
     for c in (c for c in run.get("counters") or [] if c["name"] == "p7_naive" and not c["causal"]):
-        ratios = [c[name] / p for name, p in zip(("shared_wavefronts", "bank_conflicts"), predict(*c["shape"]), strict=True)]
+        counted_pair, predicted_pair = (c["shared_wavefronts"], c["bank_conflicts"]), predict(*c["shape"])
+        ratios = [x / p for x, p in zip(counted_pair, predicted_pair, strict=True)]
         assert all(abs(ratio - 1) < 0.05 for ratio in ratios)
         busy = [f"{c[name]:.0f} %" for name in ("shared_active_pct", "tensor_active_pct")]
-        rows.append([c["shape"][3], f"{c['shared_wavefronts'] / 1e6:.1f} million", *(f"{x:.4f}" for x in ratios), *busy])
-    columns = ["D", "wavefronts", "counted / predicted", "conflicts, counted / predicted", "shared memory busy", "tensor cores busy"]
-    show.table(rows, columns, align="r" * 6)
+        rows.append([c["shape"][3], *(f"{x:.4f}" for x in ratios), *busy])
+    columns = ["D", "wavefronts, counted / predicted", "conflicts", "shared memory busy", "tensor cores busy"]
+    show.table(rows, columns, align="r" * 5)
 
 # %% [markdown]
 # The counts meet the prediction. Most of what shared memory does is repeating itself, and the tensor cores, for which
 # all of this was done, are idle most of the time.
 #
-# At D = 64 shared memory is close to busy all the time: it is the bound. At D = 128 it is not. The bound is necessary,
-# not sufficient. There fewer blocks fit on an SM, as the table above says, so fewer warps hide each other's waiting.
-# That would explain the gap; nothing here isolates it.
+# At D = 64 shared memory is busy for most of the time, and the kernel is near its bound. At D = 128 it is less busy: the
+# bound is necessary, not sufficient. There fewer blocks fit on an SM (the table above), so fewer warps hide each other's
+# waiting. That would explain the gap; nothing here isolates it.
 
 # %% [markdown]
 # Others have been here. An earlier course published its own naive tensor-core kernel (`ldmatrix` and `mma`, one stage,
 # one small tile per block) on an Ada GPU. These are its figures, not ours (`mma_stages_ada.csv`):
 
 # %%
-published = {(r["batch"], r["heads"], r["seq_len"], r["head_dim"], r["variant"]): r["ms"] for r in load("mma_stages_ada")}
+keys = ("batch", "heads", "seq_len", "head_dim", "variant")
+published = {tuple(row[key] for key in keys): row["ms"] for row in load("mma_stages_ada")}
 variants, rows = ("mma_naive", "naive_unfused", "flash_official"), []
 for b, h, n, d in ((1, 1, 1024, 64), (1, 8, 1024, 64), (4, 8, 2048, 64), (4, 8, 2048, 128)):
     tflops = [4 * b * h * n * n * d / published[b, h, n, d, name] / 1e9 for name in variants]
@@ -1003,7 +1018,8 @@ show.table(rows, columns, align="lrrrr")
 for r in resources.recorded()["kernels"]:
     if (r.step, r.target) == ("p7_naive", "sm_90"):
         assert r.instructions["HMMA"] == r.head_dim // 4 and r.instructions["LDSM"] == 5 * r.head_dim // 16
-resources.table("sm_90", steps=["p7_naive"], head_dim=None, opcodes=("HMMA", "LDSM", "SHFL", "STS", "LDG", "BAR"))
+opcodes = ("HMMA", "LDSM", "SHFL", "STS", "LDG", "BAR")
+resources.table("sm_90", steps=["p7_naive"], head_dim=None, opcodes=opcodes)
 
 # %% [markdown]
 # `HMMA` is the MMA and `LDSM` is `ldmatrix` in the machine code. Unrolled, the loop body holds exactly as many as
@@ -1012,12 +1028,11 @@ resources.table("sm_90", steps=["p7_naive"], head_dim=None, opcodes=("HMMA", "LD
 # %% [markdown]
 # What keeps the kernel from its tensor cores:
 #
-# 1. **Too little work per load.** Every K and V tile serves 16 query rows. A block of 64 rows in four warps copies K and
-#    V a quarter as often.
-# 2. **Waiting.** Load, barrier, compute, barrier. With `cp.async` and a second stage the next copy runs under the
-#    arithmetic.
+# 1. **Too little work per load.** Every K and V tile serves 16 query rows. With 64 rows in four warps, K and V are
+#    copied a quarter as often.
+# 2. **Waiting.** Load, barrier, compute, barrier. With `cp.async` the next copy runs under the arithmetic.
 # 3. **Bank conflicts**: a factor of 8 on every `ldmatrix`. The XOR swizzle makes it 1.
-# 4. **The same Q fragment loaded for each tile**, `x2` where `x4` would do, and stores of 4 bytes.
+# 4. **Narrow instructions**: Q loaded again for each tile, `x2` for `x4`, stores of 4 bytes.
 #
 # Phase 8 measures what each is worth. Which is worth the most? Write your guess down before you go on.
 
