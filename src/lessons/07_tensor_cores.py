@@ -426,7 +426,7 @@ def last_places(count, fraction):
     return (D[0, 0].item() - 1) * 2**23
 
 
-CASES = ((1, 0.75), (2, 0.5), (15, 0.25), (15, 0.75))
+CASES = ((1, 0.75), (4, 0.25), (8, 0.125), (15, 0.25), (15, 0.75))
 here = {case: last_places(*case) for case in CASES}
 assert all(abs(got - count * fraction) <= count for (count, fraction), got in here.items())
 
@@ -442,13 +442,19 @@ rows = [[count, fraction, count * fraction, round(count * fraction), f"{here[cou
          *(f"{gpu[count, fraction]:g}" for gpu in seen)] for count, fraction in CASES]  # fmt: skip
 columns += [f"recorded: {run['machine']['gpu']}" for run in runs]
 show.table(rows, columns, align="r" * len(columns))
+for gpu in seen:
+    assert gpu[1, 0.75] == 0 and gpu[15, 0.25] == 3  # cut off; to nearest they would be 1 and 4
 if not runs:
     print("no GPU recorded yet: `flashlab bench hardware` on a GPU adds its column")
 
 # %% [markdown]
-# For attention this is far below the rounding of P to 16 bits. But it is why a result is compared with a tolerance, and
-# why two GPUs may differ.
+# Read the recorded column. Three quarters of a last place are cut off, where rounding would make them 1. Four quarters
+# add up, but eight eighths vanish: each was cut off *before* the sum.
 #
+# For attention this is far below the rounding of P to 16 bits. But it is why results are compared with a tolerance, and
+# why two GPUs may differ.
+
+# %% [markdown]
 # There are two variants of the instruction. `m16n8k8` is half of the sum: `a0 a1` and `b0` only. It is for a K that is
 # no multiple of 16. And there are fp16 *accumulators*: half as many registers, and twice as fast on GeForce cards.
 

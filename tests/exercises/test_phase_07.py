@@ -264,12 +264,15 @@ PAGE = {
     "half a row of O": ("rows-not-written", ("n * 8 + t * 2) =", "n / 2 * 8 + t * 2) =")),
     "fp16 alone": ("wrong-value", ("mma_m16n8k16<T>(o[n]", "mma_m16n8k16<__half>(o[n]")),
     "HEAD_DIM 64 alone": ("race", ("PITCH = HEAD_DIM + 8", "PITCH = 64 + 8")),
-    "all tiles for a causal mask": ("wrong-count", ("p.causal ? min(p.seq_k, first + 16 + diagonal) : p.seq_k", "p.seq_k")),
+    "all tiles for a causal mask": (
+        "wrong-count",
+        ("p.causal ? min(p.seq_k, first + 16 + diagonal) : p.seq_k", "p.seq_k"),
+    ),
     "S three times": (
         "wrong-count",
-        ("uint32_t b[4]; ", "float x[4] = {}; for (int i = 0; i < 4; i++) mma_m16n8k16<T>(x, q[d], 0, 0); uint32_t b[4]; "),
+        ("uint32_t b[4]; ", "uint32_t b[4]; float x[4]; for (int i = 0; i < 4; i++) mma_m16n8k16<T>(x, q[d], 0, 0);"),
     ),
-    "no launch": ("rows-not-written", ("attention<<<grid, 32, 0, (cudaStream_t)stream>>>(*p);", "(void)grid, (void)stream;")),
+    "no launch": ("rows-not-written", ("attention<<<grid, 32, 0, (cudaStream_t)stream>>>(*p);", "(void)grid;")),
     "no forward": ("wrong-entry", ("int forward(", "int start(")),
     "a word too few": ("does-not-compile", ("const int lane = threadIdx.x,", "lane = threadIdx.x,")),
 }  # fmt: skip
@@ -303,7 +306,7 @@ extern "C" int forward(const Problem* p, void* stream) {
 
 @pytest.mark.parametrize("name", ["p7_naive", "p8_5_registers", "p9_flash"])
 def test_any_right_kernel_is_accepted(name):
-    """One warp, four warps, several blocks for a row with a workspace; the lesson's own is tested with the solutions."""
+    """One warp, four warps, several blocks for a row with a workspace. The lesson's is tested with the solutions."""
     assert check("7.10", source(name))
 
 

@@ -656,18 +656,18 @@ def _run_whole(whole: Source, head_dim: int, dtype: torch.dtype) -> tuple[float,
     minutes=120,
     difficulty="Stretch",
     hints=[
-        "Plan before you type. Which block has which rows of which head? What does a lane keep in registers from tile "
-        "to tile (acc, two maxima, two sums), and what is in shared memory (a tile of Q, of K, of V)? Where does "
+        "Plan before you type. Which block has which rows of which head? What does a lane keep in registers from "
+        "tile to tile (acc, two maxima, two sums), and what is in shared memory (a tile of Q, of K, of V)? Where does "
         "somebody read what another lane has written?",
-        "Launch: ceil_div(p->seq_q, 16) blocks for each of batch * heads, 32 threads, the stream as the fourth argument, "
-        "and return cudaGetLastError(). rows_of(p.q, p.q_stride, batch, head, row) is a pointer to a row; rows are "
-        "p.q_stride.row elements apart. Copy uint4, 8 elements each; rows that do not exist become zeros.",
-        "The loop: barrier, copy K and V, barrier. S as in 7.3, twice. Mask by the key's number, start + n * 8 + t * 2 + "
-        "e. Row maxima with shuffles 1 and 2; correction = exp(old - new), with 0 in place of a new maximum of "
-        "-infinity; acc and l times the correction; P; 7.5's packing; ldmatrix_x2_trans for V.",
-        "Causal: the last row of the block sees the keys before first + 16 + seq_k - seq_q: stop there. Store: add up l "
-        "over the quad, divide acc by it (0 where it is 0), write only rows below seq_q, pairs of columns as pack<T>. "
-        "lse = m + log(l), of scaled scores, at (batch * heads + head) * seq_q + row.",
+        "Launch: ceil_div(p->seq_q, 16) blocks for each of batch * heads, 32 threads, the stream as the fourth "
+        "argument. rows_of(p.q, p.q_stride, batch, head, row) is a pointer to a row; rows are p.q_stride.row "
+        "elements apart. Copy uint4, 8 elements each; rows that do not exist become zeros.",
+        "The loop: barrier, copy K and V, barrier. S as in 7.3, twice. Mask by the key's number, start + n * 8 + "
+        "t * 2 + e. Row maxima with shuffles 1 and 2; correction = exp(old - new), with 0 in place of a new maximum "
+        "of -infinity; acc and l times the correction; P; 7.5's packing; ldmatrix_x2_trans for V.",
+        "Causal: the last row of the block sees the keys before first + 16 + seq_k - seq_q: stop there. Store: add up "
+        "l over the quad, divide acc by it (0 where it is 0), write only rows below seq_q, pairs of columns as "
+        "pack<T>. lse = m + log(l), of scaled scores, at (batch * heads + head) * seq_q + row.",
         "p7_naive.cu is one right answer: the lecture's section 11 has it on one page. Read it, close it, and write.",
     ],
 )
@@ -702,15 +702,15 @@ def _(kernel: str) -> str:
         )
         expect(
             share <= SLACK,
-            f"{said}with {share:.1f} times the MMAs that the two products need: does every warp do the same tile, or is "
-            "a product computed twice?",
+            f"{said}with {share:.1f} times the MMAs that the two products need: does every warp do the same tile, or "
+            "is a product computed twice?",
             diagnosis="wrong-count",
             case=case,
         )
         expect(
             causal <= CAUSAL,
-            f"{said}a causal mask leaves {causal:.0%} of the MMAs, where about half are needed: stop after the last tile "
-            "that the block's last row sees",
+            f"{said}a causal mask leaves {causal:.0%} of the MMAs, where about half are needed: stop after the last "
+            "tile that the block's last row sees",
             diagnosis="wrong-count",
             case=f"{case}, causal",
         )
