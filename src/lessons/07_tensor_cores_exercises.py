@@ -481,7 +481,7 @@ check("7.9", any_eight)
 show.source(path("problem.cuh"))
 
 # %% [markdown]
-# It is much for one evening. Go in small steps, and run the check after each: it always tells the first thing that is
+# It is a lot for one evening. Go in small steps, and run the check after each: it always tells the first thing that is
 # wrong. A good order: which rows and which head; the copies; S into the maxima; P and O; the store; causal last. `printf`
 # works in the emulator: `if (blockIdx.x == 0 && threadIdx.x == 5) printf(...)`. To see your numbers, run a tiny case:
 #
