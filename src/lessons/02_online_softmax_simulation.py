@@ -630,14 +630,15 @@ for run in hardware.recorded():
     show.table(rows, ["", "the tensors, MiB", "asked for", "through L2", "DRAM"])
     if all(found.values()):
         assert found["naive"]["dram"] > 0.7 * found["naive"]["asked"]  # beyond L2: the two meet
-        assert found["minimal"]["dram"] < 0.1 * found["minimal"]["asked"]  # L2 answers nearly all
+        assert found["minimal"]["dram"] < 1.1 * found["minimal"]["tensors"]  # each tile comes once
 print("runs recorded:", len(hardware.recorded()))
 
 # %% [markdown]
-# "minimal" is phase 3's Triton kernel: this loop, with BLOCK_M = 64. "The tensors" is the size of Q, K, V and O.
+# "minimal" is phase 3's Triton kernel: this loop, with BLOCK_M = 64. "The tensors" is the size of Q, K, V and O. "Through L2" is what
+# the L2 cache handed out and took in.
 #
 # So read the formula with care. For the naive version it is close to what DRAM really moves. For the tiled version it is what the
-# multiprocessors ask of L2, and an upper bound for DRAM.
+# programs ask for, and DRAM moves no more than the tensors.
 
 # %% [markdown]
 # ## 9 · Precision: what does the block size change?

@@ -626,12 +626,15 @@ for run in hardware.recorded():
     found = {name: moved for name in names if (moved := hardware.moved(run, name))}
     rows = [[names[name], *(x / 2**20 for x in moved.values())] for name, moved in found.items()]
     show.table(rows, ["", "the tensors, MiB", "asked for", "through L2", "DRAM"])
-    assert all(moved["dram"] < 0.1 * moved["asked"] for name, moved in found.items() if name != "naive")
+    assert all(found[name]["dram"] < 1.1 * found[name]["tensors"] for name in found if name != "naive")
 print("runs recorded:", len(hardware.recorded()))
 
 # %% [markdown]
-# What the fused kernels ask for reaches L2, and little of it goes on to DRAM: there they move hardly more than the tensors themselves. The naive
-# matrix is larger than L2, so most of it does go to DRAM.
+# The fused kernels move no more than the tensors through DRAM. (O may still lie in L2 when the kernel ends.) The naive matrix is larger than L2, so
+# what is asked for does go to DRAM.
+#
+# L2 itself hands out only about half of what the fused kernels ask for. A possible reason: NVIDIA's GPUs have a unit before L2 that joins equal requests of
+# neighbouring SMs, and these programs walk over the same tiles. Nothing here isolates that cause.
 
 # %% [markdown]
 # ## 14 · How fast?
@@ -668,8 +671,18 @@ for run in bench.recorded():
 #
 # - **Instructions.** On Hopper, Triton emits `wgmma` (section 12 counted it). FlashAttention-2 is written with `mma.sync`, the instruction of the
 #   generation before, which is slower there. So where the minimal kernel leads at long N, the algorithm need not be the reason.
-# - **Size.** At short N most of the GPU is idle. With one head no kernel here shows what it can do.
+# - **Programs.** With one head most of the GPU is idle at short N. FlashAttention-2 then cuts the keys among programs too, and merges (exercise 2.8). The
+#   memory that it allocates for the parts gives that away: the next cell. The minimal kernel does not do that.
 # - **Tuning.** The minimal kernel's tiles and stages are not tuned, and every block pays for the mask of the last one.
+
+# %% [markdown]
+# Bytes that FlashAttention-2 allocates beside its results, one head, D = 64:
+
+# %%
+for run in hardware.recorded():
+    found = [row for row in run["workspace"] if (row["backend"], row["heads"]) == ("FLASH_ATTENTION", 1)]
+    print(run["machine"]["gpu"], {row["seq_len"]: row["beside"] for row in found})
+    assert found[-1]["beside"] < 0.01 * max(row["beside"] for row in found)  # at the longest it cuts no more
 
 # %% [markdown]
 # ## Summary, and what is left to explore
