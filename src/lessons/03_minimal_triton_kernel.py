@@ -671,9 +671,11 @@ for run in bench.recorded():
 #
 # - **Instructions.** On Hopper, Triton emits `wgmma` (section 12 counted it). FlashAttention-2 is written with `mma.sync`, the instruction of the
 #   generation before, which is slower there. So where the minimal kernel leads at long N, the algorithm need not be the reason.
+# - **Tuning.** The minimal kernel's tiles and stages are not tuned, and every block pays for the mask of the last one.
+
+# %% [markdown]
 # - **Programs.** With one head most of the GPU is idle at short N. FlashAttention-2 then cuts the keys among programs too, and merges (exercise 2.8). The
 #   memory that it allocates for the parts gives that away: the next cell. The minimal kernel does not do that.
-# - **Tuning.** The minimal kernel's tiles and stages are not tuned, and every block pays for the mask of the last one.
 
 # %% [markdown]
 # Bytes that FlashAttention-2 allocates beside its results, one head, D = 64:
