@@ -54,7 +54,6 @@ ALLOWED: dict[str, dict[str, float]] = {
     "01": {"width": 138, "words": 64.0, "most words": 214},
     "02": {"code": 11, "words": 75.0, "most words": 189},
     "03": {"code": 12, "width": 129, "most words": 181},
-    "06": {"width": 143, "words": 67.0, "most words": 193, "cut out": 3, "unseen": 61},
     "07": {"width": 142, "words": 64, "most words": 232, "cut out": 10, "unseen": 39},
     "08": {"width": 203, "words": 70.5, "most words": 210, "cut out": 12, "unseen": 204},
 }
