@@ -124,13 +124,13 @@ def resources(
     plain = _plain(functions)
     dynamic = _dynamic_shared(source, *variant, defines) if variant and launches else {}
     found = []
-    for mangled, (*figures, stack) in _ptxas(built.log).items():
+    for mangled, (registers, spills, static, stack) in _ptxas(built.log).items():
         counts = _opcodes(functions.get(mangled, ""))
         kept = {opcode: counts[opcode] for opcode in (*OPCODES, "MUFU.EX2") if counts[opcode]}
         name, kernel = text.name.removesuffix(".cu"), plain.get(mangled, mangled)
         head_dim, element = variant or (0, "")
-        found.append(Resources(name, kernel, target, head_dim, element, *figures, dynamic.get(_key(kernel)), kept,
-                               stack))  # fmt: skip
+        shared = (static, dynamic.get(_key(kernel)))
+        found.append(Resources(name, kernel, target, head_dim, element, registers, spills, *shared, kept, stack))
     return sorted(found, key=lambda r: r.kernel)
 
 
