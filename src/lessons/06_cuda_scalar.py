@@ -982,11 +982,12 @@ show.diff(step3, step4, "constants", "shared memory", "which rows", "state", con
 
 # %% [markdown]
 # **Part 2: the scores and the softmax.** The 16 chunks that a thread reads serve 256 `fmaf`. A row's maximum is a butterfly over its lanes,
-# three rounds. Each lane keeps only *its own part* of the row's sum `l_i`: nobody needs the whole until the end. The mask costs work only in
-# tiles that need one.
+# three rounds. Each lane keeps only *its own part* of the row's sum `l_i`: nobody needs the whole until the end. The mask (below the diff) now
+# costs work only in tiles that need one.
 
 # %%
-show.diff(step3, step4, "scores", "mask", "probabilities", context=1)
+show.diff(step3, step4, "scores", "probabilities", context=1)
+show.region(step4, "mask")
 
 # %% [markdown]
 # **Part 3: the output.** P must change hands: lane $x$ has the keys $x, x + 8, \ldots$, and every lane needs all of them. P passes through a corner
