@@ -885,7 +885,8 @@ assert balance["A100"] == 2 and {balance[name] for name in boost if name != "A10
 # %%
 for run in hardware.recorded():
     best = max(r["per_clock"] for r in run["rates"] if r["instruction"] == "multiply-adds")
-    print(f"{run['machine']['gpu']}: {best:.0f} multiply-adds per clock and SM, {best / 32:.1f} warp instructions")
+    gpu = run["machine"]["gpu"]
+    print(f"{gpu}: {best:.0f} multiply-adds per clock and SM, {best / 32:.1f} warp instructions")
 
 # %% [markdown]
 # Both products take $2N^2D$ multiply-adds, so $2N^2D/32$ instructions of a warp:
