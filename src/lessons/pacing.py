@@ -50,7 +50,6 @@ RULES: dict[str, tuple[float, float, str]] = {
 }
 
 ALLOWED: dict[str, dict[str, float]] = {
-    "01": {"width": 138, "words": 64.0, "most words": 214},
     "02": {"code": 11, "words": 75.0, "most words": 189},
     "03": {"code": 12, "width": 129, "most words": 181},
     "06": {"width": 143, "words": 67.0, "most words": 193, "cut out": 3, "unseen": 61},
