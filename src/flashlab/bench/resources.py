@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -23,10 +24,10 @@ RECORDED = records.RECORDED / "resources.json"
 
 
 def measure(targets: Sequence[str] = TARGETS, steps: Sequence[Step] | None = None) -> list[Resources]:
-    """Every step of the series and every exhibit, each head_dim up to 128, each target; two at a time."""
+    """Every step of the series and every exhibit, each head_dim up to 128, each target."""
     wanted = SERIES + SIDE if steps is None else steps
     jobs = [(s, d, t) for s in wanted for d in s.head_dims if d <= 128 for t in targets]
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
         found = pool.map(lambda job: resources(job[0], head_dim=job[1], target=job[2]), jobs)
         return [r for several in found for r in several]
 
@@ -44,7 +45,7 @@ def table(
     """The kernels of the series beside each other, from the recorded figures (``live``: measured now).
 
     Args:
-        target: "sm_80" or "sm_90".
+        target: "sm_80", "sm_89" or "sm_90".
         steps: names of steps or exhibits; all of them, if None.
         head_dim: 64 or 128; both, if None.
         opcodes: which instructions to count.
@@ -73,7 +74,7 @@ def _table(rows: Sequence[Resources], opcodes: Sequence[str]) -> Table:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measures every step (``--quick``: the last one, for one target) and writes the recorded figures."""
     given = records.parser(__doc__, "resources").parse_args(arguments)
-    targets, steps = (TARGETS[-1:], SERIES[-1:]) if given.quick else (TARGETS, SERIES)
+    targets, steps = (TARGETS[-1:], SERIES[-1:]) if given.quick else (TARGETS, SERIES + SIDE)
     found = measure(targets, steps)
     out = given.out or (None if given.quick else RECORDED)
     if out is not None:

@@ -29,7 +29,7 @@ from flashlab.cuda.toolchain import find_cuobjdump, find_nvcc, nvcc_flags
 from flashlab.kernels.problem import ELEMENTS
 from flashlab.kernels.series import Step
 
-TARGETS = ("sm_80", "sm_90")
+TARGETS = ("sm_80", "sm_89", "sm_90")
 OPCODES = ("FFMA", "HMMA", "LDS", "LDSM", "STS", "LDG", "LDGSTS", "STG", "MUFU", "SHFL", "BAR")
 """The instructions that tables show: arithmetic, shared memory, global memory, exponentials, shuffles, barriers."""
 
@@ -101,7 +101,7 @@ def resources(
 
     Args:
         source: a step of the series, the path of a ``.cu`` file, or its text.
-        target: "sm_80", "sm_90".
+        target: one of TARGETS, or another that nvcc knows.
         head_dim, dtype, defines: what the source is compiled for; its own defaults, if None.
         launches: whether to see, in the emulator, what dynamic shared memory small launches ask for.
 
