@@ -229,7 +229,7 @@ def traffic() -> list[dict[str, Any]]:
     return rows
 
 
-# ---- naive attention's kernels ----------------------------------------------------------------------------------------
+# ---- naive attention's kernels ---------------------------------------------------------------------------------------
 def naive_kernels() -> list[dict[str, Any]]:
     """Microseconds of each of PyTorch's four kinds of kernel (scores, scale, softmax, output) at phase 1's shapes."""
     rows = []
