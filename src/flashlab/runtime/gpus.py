@@ -70,6 +70,12 @@ SHARED_MEMORY: dict[tuple[int, int], tuple[int, int]] = {
     (12, 1): (99 * KIB, 100 * KIB),
 }
 
+# Warps that an SM holds at once, at most (CUDA C++ Programming Guide, technical specifications per compute capability).
+WARPS_PER_SM: dict[tuple[int, int], int] = {
+    (7, 5): 32, (8, 0): 64, (8, 6): 48, (8, 7): 48, (8, 9): 48, (9, 0): 64, (10, 0): 64, (10, 3): 64, (12, 0): 48,
+    (12, 1): 48,
+}  # fmt: skip
+
 
 def _gpu(name, capability, sms, l2_mib, memory_gib, memory_gb_s, fp16_tflops, fp32_tflops, source) -> GpuLimits:
     block, sm = SHARED_MEMORY[capability]
