@@ -36,6 +36,7 @@ __all__ = [
     "row",
     "run",
     "small_multiples",
+    "speeds",
     "times",
     "wavefronts",
 ]
@@ -182,19 +183,24 @@ def ladder_figure(run: dict[str, Any], shape: Sequence[int], causal: bool) -> Fi
     return figure
 
 
-def gains(run: dict[str, Any], shape: Sequence[int], causal: bool) -> dict[str, float]:
+def gains(run: dict[str, Any], shape: Sequence[int], causal: bool, inputs: str = "randn") -> dict[str, float]:
     """Of a recorded run: each step's speed over the step's before, by name; {} where the run has not this shape."""
-    rows = _at(run, shape, causal)
+    rows = _at(run, shape, causal, inputs)
     rows = [r for r in rows if r["name"] != "fa2" and "=" not in r["name"]]
     return {b["name"]: b["tflops"] / a["tflops"] for a, b in zip(rows, rows[1:], strict=False)}
 
 
-def _at(run: dict[str, Any], shape: Sequence[int], causal: bool) -> list[dict[str, Any]]:
-    """The rows of a recorded ladder at a shape, measured on random inputs."""
+def speeds(run: dict[str, Any], shape: Sequence[int], causal: bool, inputs: str = "randn") -> dict[str, dict[str, Any]]:
+    """The rows of a recorded ladder at a shape, by name: "tflops", "vs_fa2", "registers", "spill_bytes"."""
+    return {r["name"]: r for r in _at(run, shape, causal, inputs)}
+
+
+def _at(run: dict[str, Any], shape: Sequence[int], causal: bool, inputs: str = "randn") -> list[dict[str, Any]]:
+    """The rows of a recorded ladder at a shape, measured on inputs of that kind."""
     return [
         r
         for r in run.get("ladder", [])
-        if r["shape"] == list(shape) and r["causal"] == causal and r.get("inputs", "randn") == "randn"
+        if r["shape"] == list(shape) and r["causal"] == causal and r.get("inputs", "randn") == inputs
     ]
 
 
