@@ -60,6 +60,13 @@ def test_without_a_gpu_timing_says_so():
             bench.run()
 
 
+@pytest.mark.parametrize("content", ["plain", "rising"])
+def test_the_minimal_kernels_error_is_measured_anywhere(content):
+    row = triton.accuracy(100, 32, torch.float16, content)
+    assert row["o_of_bound"] <= 1 and row["lse_of_bound"] <= 1
+    assert 0 < row["o_error"] <= 2 * row["twin_error"] and 0 < row["lse_error"] < 1e-4
+
+
 # ---- peers ---------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_peers_compute_attention(causal):

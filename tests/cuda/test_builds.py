@@ -263,13 +263,13 @@ def test_the_kernel_that_runs_and_its_registers_are_of_one_build(cache, monkeypa
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     this, options = step("p8_6_store"), {"head_dim": 128, "dtype": torch.bfloat16}
-    module = load_inline(this, backend="nvcc", defines={"STORE": 1}, **options)
+    module = load_inline(this, backend="nvcc", defines={"STAGES": 3}, **options)
     assert (module.backend, module.from_cache, module.extension) == ("nvcc", False, None)
-    assert load_inline(this, backend="nvcc", defines={"STORE": 1}, **options).from_cache
-    (found,) = resources.resources(this, target="sm_90", launches=False, STORE=1, **options)
+    assert load_inline(this, backend="nvcc", defines={"STAGES": 3}, **options).from_cache
+    (found,) = resources.resources(this, target="sm_90", launches=False, STAGES=3, **options)
     assert 0 < found.registers <= 255 and found.instructions["HMMA"] and found.dynamic_shared_bytes is None
     assert len(list(cache.glob("cuda/*"))) == 1
     q = torch.zeros(1, 1, 8, 128).bfloat16()
     with pytest.raises(ValueError, match=r"q is on cpu, and the kernel runs on a GPU: pass q.cuda\(\)"):
         module.forward(q, q, q)
-    assert repr(module) == "<p8_6_store.cu, nvcc: workspace_floats, forward>"
+    assert repr(module) == "<p8_6_store.cu, nvcc: forward>"

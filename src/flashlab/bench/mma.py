@@ -150,10 +150,11 @@ CASES = (
 )  # fmt: skip
 
 
-def verify(v: Variant, module: CudaModule) -> float:
+def verify(v: Any, module: CudaModule) -> float:
     """The worst error against float64, relative to the bound of its dtype; raises AssertionError above it.
 
-    Causal and not, strides of both layouts; what a kernel does not write is NaN.
+    Causal and not, strides of both layouts; what a kernel does not write is NaN. ``v`` is a Variant, or what else has
+    its name, head_dim and dtype.
     """
     worst = 0.0
     generator = torch.Generator("cuda").manual_seed(0)
@@ -241,7 +242,7 @@ def measure_ladder(built: Built, cases: Sequence[Case], rounds: int, progress: P
         q, k, v = inputs(shape, kind)
         mine = [(one, m) for one, m in built if (one.head_dim, one.dtype) == (shape[3], q.dtype)]
         functions: dict[str, Callable[[], Any]] = {"fa2": peers.sdpa("FLASH_ATTENTION", q, k, v, causal)}
-        functions |= {one.name: _forward(module, q, k, v, causal) for one, module in mine}
+        functions |= {one.name: forward_of(module, q, k, v, causal=causal) for one, module in mine}
         found = rows_of(case, times_of(functions, rounds, 2.0))
         for row in found:
             kernel = main_kernel(kernels.get((row["name"], shape[3]), []), causal)
@@ -251,8 +252,9 @@ def measure_ladder(built: Built, cases: Sequence[Case], rounds: int, progress: P
     return rows
 
 
-def _forward(module: CudaModule, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Callable[[], Any]:
-    return lambda: module.forward(q, k, v, causal=causal)
+def forward_of(module: CudaModule, *qkv: torch.Tensor, causal: bool) -> Callable[[], Any]:
+    """The forward pass on these tensors, to be timed."""
+    return lambda: module.forward(*qkv, causal=causal)
 
 
 def final_cases(head_dims: Sequence[int], quick: bool = False) -> list[tuple[str, Case]]:
@@ -280,7 +282,7 @@ def measure_final(
         shape, causal, kind = case
         q, k, v = inputs(shape, kind)
         functions = {
-            SERIES[-1].name: _forward(last[shape[3]], q, k, v, causal),
+            SERIES[-1].name: forward_of(last[shape[3]], q, k, v, causal=causal),
             "fa2": peers.sdpa("FLASH_ATTENTION", q, k, v, causal),
             "cudnn": peers.sdpa("CUDNN_ATTENTION", q, k, v, causal),
         }

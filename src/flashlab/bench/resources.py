@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,10 +28,10 @@ RECORDED = records.RECORDED / "resources.json"
 
 
 def measure(targets: Sequence[str] = TARGETS, steps: Sequence[Step] | None = None) -> list[Resources]:
-    """Every step of the series and every exhibit, each head_dim up to 128, each target; two at a time."""
+    """Every step of the series and every exhibit, each head_dim up to 128, each target."""
     wanted = SERIES + SIDE if steps is None else steps
     jobs = [(s, d, t) for s in wanted for d in s.head_dims if d <= 128 for t in targets]
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
         found = pool.map(lambda job: resources(job[0], head_dim=job[1], target=job[2]), jobs)
         return [r for several in found for r in several]
 
@@ -145,7 +146,7 @@ def _plain_tile(kernel: Resources) -> tuple[int, ...] | None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measures every step (``--quick``: the last one, for one target) and writes the recorded figures."""
     given = records.parser(__doc__, "resources").parse_args(arguments)
-    targets, steps = (TARGETS[-1:], SERIES[-1:]) if given.quick else (TARGETS, SERIES)
+    targets, steps = (TARGETS[-1:], SERIES[-1:]) if given.quick else (TARGETS, SERIES + SIDE)
     found = measure(targets, steps)
     out = given.out or (None if given.quick else RECORDED)
     if out is not None:

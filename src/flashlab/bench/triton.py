@@ -1,12 +1,14 @@
 """Phase 3: the minimal Triton kernel beside unfused PyTorch and FlashAttention-2, one head.
 
-    flashlab bench triton            # writes recorded/triton_<gpu>.json beside this file; less than a minute
+    flashlab bench triton            # writes recorded/triton_<gpu>.json beside this file; about two minutes
     flashlab bench triton --quick --out x.json
 
 One head is a small job for a big GPU: at N = 1024 and BLOCK_M = 64 it is 16 programs, and an H200 has 132
 multiprocessors. The figures say so; phase 4 fills the GPU with batch and heads. fp16 inputs, float32 accumulation in
 all three; inputs stay in L2, for all alike. Times are of the kernels, not of their launches from Python: CUDA graphs,
 replayed in turns (flashlab.bench.timing); the median, the fastest and the slowest of the rounds.
+
+And the kernel's errors against float64 at lengths that the interpreter would take minutes for.
 """
 
 from __future__ import annotations
@@ -21,14 +23,21 @@ from flashlab.attention.naive import naive_attention
 from flashlab.attention.triton_minimal import flash_attention_forward
 from flashlab.bench import peers, records, timing
 from flashlab.bench.records import NoGpu
+from flashlab.check.cases import Case, make_inputs
+from flashlab.check.tolerance import excess, truth
 from flashlab.table import Table
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+LONG = (4096, 4001)  # the second is no multiple of any tile
 NAMES = ("minimal kernel", "unfused PyTorch", "FlashAttention-2 (torch)")
 
 
-def run(lengths: Sequence[int] = LENGTHS, head_dims: Sequence[int] = (64, 128)) -> dict[str, Any]:
-    """Measure on this machine's GPU; return what is written to JSON. Less than a minute on an H200.
+def run(
+    lengths: Sequence[int] = LENGTHS, head_dims: Sequence[int] = (64, 128), long: Sequence[int] = LONG
+) -> dict[str, Any]:
+    """Measure on this machine's GPU; return what is written to JSON. About two minutes on an H200.
+
+    lengths: what is timed. long: where the errors are taken.
 
     Raises NoGpu where there is none, or where kernels are interpreted.
     """
@@ -37,7 +46,10 @@ def run(lengths: Sequence[int] = LENGTHS, head_dims: Sequence[int] = (64, 128)) 
     torch.manual_seed(3)
     with timing.measured() as machine:
         rows = [row for head_dim in head_dims for n in lengths for row in measure(n, head_dim)]
-        return {"phase": 3, "machine": machine, "dtype": "float16", "batch": 1, "heads": 1, "rows": rows}
+        errors = [accuracy(n, d, dtype, content) for d in head_dims for n in long
+                  for dtype in (torch.float16, torch.bfloat16) for content in ("plain", "rising")]  # fmt: skip
+        sizes = {"dtype": "float16", "batch": 1, "heads": 1}
+        return {"phase": 3, "machine": machine, **sizes, "rows": rows, "errors": errors}
 
 
 def measure(n: int, head_dim: int) -> list[dict[str, Any]]:
@@ -58,6 +70,28 @@ def measure(n: int, head_dim: int) -> list[dict[str, Any]]:
     return rows
 
 
+def accuracy(n: int, head_dim: int, dtype: torch.dtype = torch.float16, content: str = "plain") -> dict[str, Any]:
+    """The minimal kernel's largest errors against float64 on n queries and keys; on any machine.
+
+    content: of the checker's inputs (flashlab.check.cases), "plain" or "rising", where every block has a new maximum.
+    o_error, lse_error: the largest absolute errors. twin_error: that of eager attention in `dtype`, for comparison.
+    o_of_bound, lse_of_bound: the largest error as a multiple of what the checker allows there; right is at most 1.
+    """
+    case = Case("", n, n, content, head_dim=head_dim, dtype=dtype)
+    q, k, v = make_inputs(case, torch.device("cpu"))
+    right = truth(case, q, k, v)
+    one, two, three = (x[0, 0].to(runtime.device()) for x in (q, k, v))
+    o, lse = (x.cpu().double()[None, None] for x in flash_attention_forward(one, two, three))
+    return {
+        "seq_len": n, "head_dim": head_dim, "dtype": str(dtype).removeprefix("torch."), "content": content,
+        "o_error": (o - right.o).abs().max().item(),
+        "twin_error": right.twin_error,
+        "lse_error": (lse - right.lse).abs().max().item(),
+        "o_of_bound": excess(o, right.o, right.o_bound).max().item(),
+        "lse_of_bound": excess(lse, right.lse, right.lse_bound).max().item(),
+    }  # fmt: skip
+
+
 def recorded() -> list[dict[str, Any]]:
     """Every recorded run there is, in the order of their file names; [] where none is."""
     return records.recorded("triton")
@@ -75,7 +109,7 @@ def table(data: dict[str, Any]) -> Table:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     given = records.parser(__doc__, "triton").parse_args(arguments)
-    result = run(lengths=(512, 4096), head_dims=(64,)) if given.quick else run()
+    result = run(lengths=(512, 4096), head_dims=(64,), long=(512, 500)) if given.quick else run()
     records.keep("triton", result, table, given)
 
 
