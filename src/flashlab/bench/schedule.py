@@ -1,6 +1,6 @@
 """Where the compiler puts each ldmatrix: how far ahead of the first MMA that needs its result, in the compiled loop.
 
-    flashlab bench schedule        # compiles the steps of phases 8 and 9, writes recorded/schedule.json; no GPU is needed
+    flashlab bench schedule        # compiles steps of phases 8 and 9, writes recorded/schedule.json; needs no GPU
     recorded()                     # a row per step and head_dim
 
 The loop is the one over full tiles. A distance is a number of instructions of the listing (SASS); `at_once` says how
@@ -84,27 +84,28 @@ def recorded() -> list[dict[str, Any]]:
     return json.loads(RECORDED.read_text(encoding="utf-8"))["loops"]
 
 
-def table(rows: Sequence[dict[str, Any]], head_dim: int) -> Table:
-    """The rows of one head_dim."""
-    cells = [
-        [r["step"], r["instructions"], f"{r['instructions'] / r['mma']:.1f}", r["ldmatrix"], f"{r['median_distance']:g}",
-         r["at_once"]]
+COLUMNS = ("instructions", "per MMA", "ldmatrix", "median instructions ahead", "no MMA between")
+
+
+def cells(rows: Sequence[dict[str, Any]], head_dim: int) -> list[list[Any]]:
+    """The rows of one head_dim as a table's, under the step's name and COLUMNS."""
+    return [
+        [r["step"], r["instructions"], f"{r['instructions'] / r['mma']:.1f}", r["ldmatrix"],
+         f"{r['median_distance']:g}", r["at_once"]]
         for r in rows if r["head_dim"] == head_dim
     ]  # fmt: skip
-    columns = ["instructions", "per MMA", "ldmatrix", "median instructions ahead", "no MMA between"]
-    return Table.of(cells, [f"loop over full tiles, D = {head_dim}", *columns])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measures the steps from p8_5 to p9_5 (``--quick``: one) and writes the record."""
     given = records.parser(__doc__, "schedule").parse_args(arguments)
-    names = [s for s in (*steps(8)[4:], *steps(9)[:5])]
+    names = [*steps(8)[4:], *steps(9)[:5]]
     rows = measure([step("p9_1_masks")] if given.quick else names)
     out = given.out or (None if given.quick else RECORDED)
     if out is not None:
         facts = {"nvcc": nvcc_version(), "date": datetime.date.today().isoformat(), "target": TARGET}
         records.write_json(out, facts | {"loops": rows})
-    print(table(rows, 128))
+    print(Table.of(cells(rows, 128), [f"{TARGET}, D = 128", *COLUMNS]))
     print(f"nvcc {nvcc_version()}, {TARGET}: " + (f"written to {out}" if out else "not written: a quick run"))
 
 
