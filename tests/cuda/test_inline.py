@@ -187,7 +187,7 @@ def test_too_much_shared_memory_and_too_many_threads(backend):
     with pytest.raises((LaunchError, SimtError), match="shared memory") as caught:
         module.greedy(x, 300_000, 32)
     if backend != "emulator":
-        assert "the kernel wants 300000 bytes of shared memory a block, and this GPU has" in str(caught.value)
+        assert "the kernel wants 300000 bytes of shared memory per block, and this GPU has" in str(caught.value)
     with pytest.raises((LaunchError, SimtError)) as caught:
         module.greedy(x, 1024, 2048)
     assert "1024" in str(caught.value)

@@ -4,6 +4,7 @@
     flashlab bench mma --only ladder --quick --out x.json
 
 ladder    every step at a few shapes, interleaved with FlashAttention-2; registers and spills as ptxas reports them
+exhibits  every exhibit beside its step, with its error
 final     the last step, FlashAttention-2, cuDNN and unfused PyTorch, at the published tables' shapes and at large ones
 counters  what Nsight Compute counts for one launch of each step, where ``ncu`` is installed
 
@@ -41,10 +42,11 @@ from flashlab.cuda import CudaModule, load_inline
 from flashlab.cuda.resources import Resources, resources
 from flashlab.cuda.toolchain import device_arch
 from flashlab.kernels import SERIES as ALL
-from flashlab.kernels import Step
+from flashlab.kernels import SIDE, Step, step
 from flashlab.table import Table
 
 SERIES = tuple(s for s in ALL if torch.float16 in s.dtypes)  # those on the tensor cores
+PARTS = ("ladder", "exhibits", "final", "counters")
 Shape = tuple[int, int, int, int]  # batch, heads, seq_len, head_dim
 Case = tuple[Shape, bool, str]  # shape, causal, inputs
 
@@ -101,11 +103,11 @@ class Variant:
 def variants(dtypes: Sequence[torch.dtype] = (torch.float16,), only_last: bool = False) -> list[Variant]:
     """Every step at every head_dim, and beside the default of a define its other values, in each step that has it."""
     found = []
-    for step in SERIES[-1:] if only_last else SERIES:
-        for head_dim in step.head_dims:
+    for one in SERIES[-1:] if only_last else SERIES:
+        for head_dim in one.head_dims:
             for dtype in dtypes:
-                others = [((define, v),) for define, values in step.defines.items() for v in values[1:]]
-                found += [Variant(step, head_dim, dtype, defines) for defines in [(), *others]]
+                others = [((define, v),) for define, values in one.defines.items() for v in values[1:]]
+                found += [Variant(one, head_dim, dtype, defines) for defines in [(), *others]]
     return found
 
 
@@ -128,7 +130,7 @@ def main_kernel(found: Iterable[Resources], causal: bool) -> Resources | None:
         inside = re.search(r"<(.*)>", r.kernel)
         words = re.findall(r"\w+", inside[1]) if inside else []
         flags = [word == "true" for word in words if word in ("true", "false")]
-        tile = max((int(word) for word in words if word.isdigit()), default=0)
+        tile = tuple(int(word) for word in words if word.isdigit())
         if r.kernel.startswith("flash_forward") and flags[:1] in ([], [causal]) and not any(flags[1:]):
             suited.append((tile, r))
     return max(suited, key=lambda pair: pair[0])[1] if suited else None
@@ -272,6 +274,31 @@ def final_cases(head_dims: Sequence[int], quick: bool = False) -> list[tuple[str
     return [*tables, *big, *(("big", (shape, causal, "randn")) for shape, causal in MORE)]
 
 
+def measure_exhibits(rounds: int, progress: Progress) -> list[dict[str, Any]]:
+    """Every exhibit beside the step from which it differs, at large shapes; and the errors of o, against float64.
+
+    A head_dim that only the exhibit can be compiled for is measured without the step.
+    """
+    rows = []
+    for side in SIDE:
+        for shape in (*(shape for shape, causal in BIG if not causal), (2, 8, 2048, 256), (2, 8, 2048, 512)):
+            if shape[3] not in side.head_dims:
+                continue
+            pair = [s for s in (step(side.beside), side) if shape[3] in s.head_dims]
+            built = build([Variant(s, shape[3]) for s in pair])
+            q, k, v = inputs(shape)
+            want, _ = reference.attention(*(x[:1, :1] for x in (q, k, v)))
+            functions = {v_.name: forward_of(module, q, k, v, causal=False) for v_, module in built}
+            errors = {name: (f()[0][:1, :1] - want).abs().max().item() for name, f in functions.items()}
+            if shape[3] <= 128:
+                functions["fa2"] = peers.sdpa("FLASH_ATTENTION", q, k, v, False)
+            case = (shape, False, "randn")
+            found = rows_of(case, times_of(functions, rounds, 2.0))
+            rows += [r | {"exhibit": side.name, "error": errors.get(r["name"])} for r in found]
+            progress.step(f"beside {side.beside}", case, found)
+    return rows
+
+
 def measure_final(
     built: Built, cases: Sequence[tuple[str, Case]], rounds: int, progress: Progress
 ) -> list[dict[str, Any]]:
@@ -342,13 +369,14 @@ def summary(final: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     return {t: {"shapes": len(v), "geomean_vs_fa2": geometric_mean(v), "worst": min(v)} for t, v in by_table.items()}
 
 
-def run(only: Sequence[str] = ("ladder", "final", "counters"), rounds: int = 9, quick: bool = False) -> dict[str, Any]:
+def run(only: Sequence[str] = PARTS, rounds: int = 9, quick: bool = False) -> dict[str, Any]:
     """Build, check, measure. ``quick``: fp16 and the large shapes alone. Raises NoGpu where there is no GPU."""
     if not torch.cuda.is_available():
         raise NoGpu("the tensor-core kernels are measured on a CUDA GPU, and PyTorch sees none")
     torch.manual_seed(0)
     progress = Progress()
     dtypes = (torch.float16,) if quick else (torch.float16, torch.bfloat16)
+    build([Variant(s, d) for s in SIDE for d in s.head_dims] if "exhibits" in only else [])
     built = build(variants(dtypes, only_last=list(only) == ["final"]))
     progress.say(f"{len(built)} kernels built")
     worst = max(verify(v, module) for v, module in built)
@@ -358,6 +386,8 @@ def run(only: Sequence[str] = ("ladder", "final", "counters"), rounds: int = 9, 
         if "ladder" in only:
             cases = [c for c in LADDER if c[0] == BIG[0][0]] if quick else LADDER
             result["ladder"] = measure_ladder(built, cases, rounds, progress)
+        if "exhibits" in only:
+            result["exhibits"] = measure_exhibits(rounds, progress)
         if "final" in only:
             result["final"] = measure_final(built, final_cases(SERIES[-1].head_dims, quick), rounds, progress)
             result["summary"] = summary(result["final"])
@@ -383,9 +413,8 @@ def table(data: dict[str, Any]) -> Table:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = records.parser(__doc__, "mma")
-    parts = ["ladder", "final", "counters"]
     parser.add_argument(
-        "--only", nargs="+", default=parts, choices=parts, help="what to measure; everything by default"
+        "--only", nargs="+", default=PARTS, choices=PARTS, help="what to measure; everything by default"
     )
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--launch-once", action="store_true", help=argparse.SUPPRESS)
