@@ -78,17 +78,17 @@ __global__ void ffma(long long* clocks, float* out, int rounds) {
 // Four wavefronts each: 32 rows of 16 bytes, in the order in which they lie.
 __global__ void ldmatrix_x4_rate(long long* clocks, float* out, int rounds) {
     __shared__ __align__(1024) uint4 tile[WARP * CHAINS];
-    for (int i = threadIdx.x; i < WARP * CHAINS; i += blockDim.x)
-        tile[i] = make_uint4(two_halves(i), two_halves(i + 1), two_halves(i + 2), two_halves(i + 3));
+    const uint32_t zero = rounds < 0;                          // which the compiler cannot know
+    for (int i = threadIdx.x; i < WARP * CHAINS; i += blockDim.x) tile[i] = make_uint4(zero, zero, zero, zero);
     __syncthreads();                                           // the whole tile is written
-    const uint32_t row = smem_u32(tile + threadIdx.x % WARP);
-    uint32_t r[CHAINS][4] = {};
+    uint32_t r[CHAINS][4], row[CHAINS];
+    for (int i = 0; i < CHAINS; i++) row[i] = smem_u32(tile + i * WARP + threadIdx.x % WARP);
     timed(clocks, rounds, [&] {
 #pragma unroll
-        for (int i = 0; i < CHAINS; i++)                       // volatile: it would be loaded once for all rounds
-            asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                         : "=r"(r[i][0]), "=r"(r[i][1]), "=r"(r[i][2]), "=r"(r[i][3])
-                         : "r"(row + i * WARP * 16));
+        for (int i = 0; i < CHAINS; i++) {
+            ldmatrix_x4(r[i], row[i]);
+            row[i] += r[i][0];                                 // or it would be loaded once for all rounds
+        }
     });
     uint32_t mixed = 0;
     for (int i = 0; i < CHAINS; i++) mixed ^= r[i][0] ^ r[i][1] ^ r[i][2] ^ r[i][3];
