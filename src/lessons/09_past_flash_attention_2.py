@@ -42,6 +42,7 @@ import math
 import matplotlib.pyplot as plt
 import torch
 
+from flashlab import runtime
 from flashlab.bench import ablation, hardware, mma, resources, schedule
 from flashlab.bench.published import load
 from flashlab.bench.records import recorded
@@ -71,11 +72,11 @@ print(f"{wavefronts / mmas:.2f} wavefronts per MMA")
 # Shared memory delivers one wavefront per clock and SM (multiprocessor). So the budget is: **as many wavefronts per MMA as an MMA takes
 # clocks**. How many clocks is that?
 #
-# An MMA is 4096 FLOPs. The whitepapers say 2048 tensor-core FLOPs per clock and SM for an A100 and 512 for an RTX 4090. Hopper's 4096 need
-# `wgmma`. What `mma.sync` reaches there has been measured, with nothing else in the loop.
+# An MMA is 2048 multiply-adds. The whitepapers say how many the tensor cores of an SM do per clock: 1024 on an A100, 256 on an RTX 4090. Hopper's
+# 2048 need `wgmma`. What `mma.sync` reaches there has been measured, with nothing else in the loop.
 
 # %%
-MMA_CLOCKS = {"A100": 4096 / 2048, "RTX 4090": 4096 / 512}
+MMA_CLOCKS = {gpu: 2048 / runtime.GPUS[gpu].fp16_fma_per_clock for gpu in ("A100", "RTX 4090")}
 
 def rate(run, instruction):
     """Units per clock and SM, with the number of warps that does best."""
@@ -85,7 +86,7 @@ for run in hardware.recorded():
     name = run["machine"]["gpu"].removeprefix("NVIDIA ")
     MMA_CLOCKS[name] = 1 / rate(run, "mma, float32 sums")
     print(f"{name}: {MMA_CLOCKS[name]:.2f} clocks per mma.sync, {1 / MMA_CLOCKS[name]:.0%} of wgmma's peak")
-print("machines whose rates are recorded:", len(hardware.recorded()))
+print({gpu: f"{clocks:.2f}" for gpu, clocks in MMA_CLOCKS.items()})
 
 # %% [markdown]
 # So phase 8's kernel spends more wavefronts per MMA than a Hopper SM has clocks for, and about as many as an A100 has. On an RTX 4090 shared
@@ -446,9 +447,10 @@ for sms in (1, 132):
 show.diff(step("p9_7_tiles"), step("p9_8_devices"), "constants", "launch a tile", context=1)
 
 # %%
-for gpu, kib in {"H200": 227, "A100": 163, "RTX 4090": 99}.items():
-    launch = counted("p9_8_devices", head_dim=128, shared_limit=kib * 1024).launches[0]
-    blocks = (kib + 1) // (launch.shared_bytes // 1024 + 1)
+for gpu in ("H200", "A100", "RTX 4090"):
+    limits = runtime.limits(gpu)
+    launch = counted("p9_8_devices", head_dim=128, shared_limit=limits.shared_per_block).launches[0]
+    blocks = limits.shared_per_sm // (launch.shared_bytes + 1024)
     print(f"{gpu:8}: {launch.kernel}, {launch.shared_bytes // 1024} KiB per block, {blocks} blocks per SM")
     assert blocks == 2
 
@@ -460,13 +462,14 @@ for gpu, kib in {"H200": 227, "A100": 163, "RTX 4090": 99}.items():
 # takes.
 
 # %%
-GPUS = {"A100": 163, "H200": 227, "RTX 4090": 99}  # KiB of shared memory that a block may ask for
+GPUS = ("A100", "H200", "RTX 4090")
 NAMES = [s.name for s in (*steps(8), *steps(9))]
 
 def speed_of_light(gpu, head_dim=128):
     """Of each step: registers, blocks per SM and what ends them, and what shared memory allows."""
     for o in resources.occupancy(gpu, NAMES, head_dim):
-        r = counted(o.kernel.step, head_dim=head_dim, shared_limit=GPUS[gpu] * 1024)
+        limit = runtime.limits(gpu).shared_per_block
+        r = counted(o.kernel.step, head_dim=head_dim, shared_limit=limit)
         allowed = min(1, MMA_CLOCKS.get(gpu, math.nan) * r.counters["mma"] / ladder.wavefronts(r))
         yield [o.kernel.registers, f"{o.blocks}: {o.limit}", f"{allowed:.0%}"]
 

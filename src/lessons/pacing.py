@@ -56,7 +56,6 @@ ALLOWED: dict[str, dict[str, float]] = {
     "03": {"code": 12, "width": 129, "most words": 181},
     "06": {"width": 143, "words": 67.0, "most words": 193, "cut out": 3, "unseen": 61},
     "07": {"width": 142, "words": 64, "most words": 232, "cut out": 10, "unseen": 39},
-    "08": {"width": 203, "words": 70.5, "most words": 210, "cut out": 12, "unseen": 204},
 }
 
 # The last kernel of a phase that ends with Python; the CUDA phases end with the last step of their series.

@@ -21,7 +21,7 @@ from flashlab.bench import records
 from flashlab.cuda.resources import TARGETS, Resources, resources
 from flashlab.cuda.toolchain import nvcc_version
 from flashlab.kernels.series import SERIES, SIDE, Step, step
-from flashlab.runtime.gpus import WARPS_PER_SM, GpuLimits
+from flashlab.runtime import GpuLimits
 from flashlab.table import Table
 
 RECORDED = records.RECORDED / "resources.json"
@@ -91,7 +91,7 @@ class Occupancy:
     Attributes:
         kernel: with its registers and shared memory.
         blocks, warps: that an SM holds.
-        limit: the resource that allows no more: "registers", "shared memory" or "warps".
+        limit: what allows no more: "registers", "shared memory", "warps" or "blocks".
     """
 
     kernel: Resources
@@ -109,7 +109,8 @@ def fits(kernel: Resources, gpu: GpuLimits, threads: int = 128) -> Occupancy:
     allowed = {
         "registers": gpu.registers_per_sm // SCHEDULERS // per_warp * SCHEDULERS // warps,
         "shared memory": gpu.shared_per_sm // (kernel.shared_bytes + RESERVED_SHARED),
-        "warps": WARPS_PER_SM[gpu.capability] // warps,
+        "warps": gpu.threads_per_sm // threads,
+        "blocks": gpu.blocks_per_sm,
     }
     limit = min(allowed, key=lambda name: allowed[name])
     return Occupancy(kernel, allowed[limit], allowed[limit] * warps, limit)

@@ -140,8 +140,8 @@ def conflicts_and_ideal(table: Sequence[Sequence[Any]], prices: Mapping[str, flo
         ax.set(xlabel="shared wavefronts per MMA", title=title, xlim=(0, 1.12 * max(values)))
         ax.grid(axis="y", visible=False)
     for (gpu, clocks), color in zip(prices.items(), ("green", "purple", "orange"), strict=False):
-        right.axvline(clocks, color=COLORS[color], linestyle="--", linewidth=1.4, label=f"clocks per MMA, {gpu}")
-    right.legend(loc="center right", fontsize=8, frameon=True)
+        right.axvline(clocks, color=COLORS[color], linestyle="--", linewidth=1.4, label=gpu)
+    right.legend(title="clocks per MMA", loc="lower right", fontsize=8, title_fontsize=8, frameon=True)
     left.set_yticks(y, [r[0] for r in table])
     left.invert_yaxis()
     return figure
