@@ -332,6 +332,27 @@ def recorded() -> list[dict[str, Any]]:
     return records.recorded("hardware")
 
 
+STALL_COLUMNS = ("per issued instruction, warps wait", "ours, D = 64", "ours, D = 128", "FlashAttention-2, D = 128")
+_STALL_LAUNCHES = ("stalls, D=64", "stalls, D=128", "stalls, fa2, D=128")
+_OVERALL = {
+    "issue_active_pct": "clocks in which a scheduler issues, %",
+    "warps_eligible": "warps that could issue, per clock",
+    "tensor_active_pct": "tensor pipe active, %",
+    "shared_active_pct": "shared memory active, %",
+}
+
+
+def stall_rows(run: dict[str, Any], reasons: int = 7) -> list[list[Any]]:
+    """A recorded run's stalls under STALL_COLUMNS: the largest reasons of all launches, then how busy the units are."""
+    found = {r["launch"]: r for r in run["stalls"]} if isinstance(run.get("stalls"), list) else {}
+    launches = [found.get(name, {}) for name in _STALL_LAUNCHES]
+    largest = sorted(REASONS, key=lambda name: -max((r.get(name) or 0.0) for r in launches))[:reasons]
+    return [
+        [label, *("" if r.get(name) is None else f"{r[name]:.2f}" for r in launches)]
+        for name, label in [*((n, n.replace("_", " ")) for n in largest), *_OVERALL.items()]
+    ]
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = records.parser(__doc__, "hardware")
     parser.add_argument("--launch", choices=LAUNCHES, help=argparse.SUPPRESS)

@@ -113,6 +113,24 @@ def resources(
     """
     if not available():
         raise Unavailable("resources are measured with nvcc, g++ and cuobjdump; recorded() has figures without them")
+    text, variant, log, functions = _compiled(source, target, head_dim, dtype, defines)
+    plain = _plain(functions)
+    dynamic = _dynamic_shared(source, *variant, defines) if variant and launches else {}
+    found = []
+    for mangled, (registers, spills, static, stack) in _ptxas(log).items():
+        counts = _opcodes(functions.get(mangled, ""))
+        kept = {opcode: counts[opcode] for opcode in (*OPCODES, "MUFU.EX2") if counts[opcode]}
+        name, kernel = text.name.removesuffix(".cu"), plain.get(mangled, mangled)
+        head_dim, element = variant or (0, "")
+        shared = (static, dynamic.get(_key(kernel)))
+        found.append(Resources(name, kernel, target, head_dim, element, registers, spills, *shared, kept, stack))
+    return sorted(found, key=lambda r: r.kernel)
+
+
+def _compiled(
+    source: Step | Path | str, target: str, head_dim: int | None, dtype: torch.dtype | None, defines: dict[str, Any]
+) -> tuple[Any, Any, str, dict[str, str]]:
+    """The source as read, what it was compiled for, ptxas's log, and each function's instructions, by mangled name."""
     text = read(source)
     dtype = dtype or (source.dtypes[0] if isinstance(source, Step) else None)
     variant = text.variant(defines, head_dim, dtype)
@@ -121,17 +139,16 @@ def resources(
     command = [str(find_cuobjdump()), "-sass", str(built.library)]
     listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     functions = dict(re.findall(r"Function : (\S+)\n(.*?)(?=\n\s*Function : |\Z)", listing, re.DOTALL))
-    plain = _plain(functions)
-    dynamic = _dynamic_shared(source, *variant, defines) if variant and launches else {}
-    found = []
-    for mangled, (registers, spills, static, stack) in _ptxas(built.log).items():
-        counts = _opcodes(functions.get(mangled, ""))
-        kept = {opcode: counts[opcode] for opcode in (*OPCODES, "MUFU.EX2") if counts[opcode]}
-        name, kernel = text.name.removesuffix(".cu"), plain.get(mangled, mangled)
-        head_dim, element = variant or (0, "")
-        shared = (static, dynamic.get(_key(kernel)))
-        found.append(Resources(name, kernel, target, head_dim, element, registers, spills, *shared, kept, stack))
-    return sorted(found, key=lambda r: r.kernel)
+    return text, variant, built.log, functions
+
+
+def resources_listing(
+    source: Step | Path | str, *, target: str = "sm_90", head_dim: int | None = None, **defines: Any
+) -> dict[str, str]:
+    """The instructions (SASS) of each kernel of a source, by its mangled name. Arguments and errors as `resources`."""
+    if not available():
+        raise Unavailable("a listing needs nvcc, g++ and cuobjdump")
+    return _compiled(source, target, head_dim, None, defines)[3]
 
 
 def _key(kernel: str) -> str:
@@ -175,4 +192,4 @@ def _ptxas(log: str) -> dict[str, tuple[int, int, int, int]]:
     return found
 
 
-__all__ = ["OPCODES", "TARGETS", "Resources", "available", "resources"]
+__all__ = ["OPCODES", "TARGETS", "Resources", "available", "resources", "resources_listing"]
