@@ -338,7 +338,8 @@ def add_kernel(x_ptr, y_ptr, out_ptr, N, BLOCK: tl.constexpr):
 
 # %% [markdown]
 # Ten numbers in blocks of four are three programs. The third has two indices too many, 10 and 11: the mask keeps it from reading and writing
-# memory that is not ours. A launch is written `kernel[grid](arguments)`; a tensor passes its pointer.
+# memory that is not ours. A launch names the kernel, its grid in square brackets, and
+# its arguments; a tensor passes its pointer.
 
 # %%
 x = torch.arange(1.0, 11.0, device=device)  # 1 to 10
@@ -780,7 +781,7 @@ plt.show()
 # The appendix has more: A, whose bytes shared memory holds; B, what the hatches cost; C, more on memory; D, the least that any order can move.
 
 # %% [markdown]
-# ## Appendix A. Whose bytes?
+# ### Appendix A. Whose bytes?
 #
 # The tutorial that first told this story ran its scheme A at $D = 128$, BLOCK_M = 64 on an RTX 5060 Ti. It died at $N = 256$ with **131 072
 # bytes** required. Ours dies at the same length, and asks for **147 456**. A first draft of ours asked for **98 304**, which fits. Same
@@ -852,7 +853,7 @@ for name, r in zip(switches, variants):
     print(f"{name:25} {r.registers} registers per thread, {r.spill_bytes} bytes spilled")
 
 # %% [markdown]
-# ## Appendix B. The hatches: their code, and what they cost
+# ### Appendix B. The hatches: their code, and what they cost
 #
 # Three of the hatches are selections:
 
@@ -923,7 +924,7 @@ print("GPUs recorded:", len(walls.recorded()))
 # Two passes do 1.5 times the matrix work of scheme A, and take less than 1.5 times as long.
 
 # %% [markdown]
-# ## Appendix C. More on memory: a published table, and the splits of FlashAttention-2
+# ### Appendix C. More on memory: a published table, and the splits of FlashAttention-2
 #
 # A published benchmark of eager attention lists "MB in use before the backward pass" for batch 8, one head, on a GPU it does not name. For the
 # backward pass PyTorch keeps $P$, and $Q$, $K$, $V$ and $O$. In float32 that predicts $8\,(N^2 + 4ND) \cdot 4$ bytes, and a constant for what
@@ -960,7 +961,7 @@ for run in hardware.recorded():
 print("GPUs recorded:", len(hardware.recorded()))
 
 # %% [markdown]
-# ## Appendix D. How little could any order move?
+# ### Appendix D. How little could any order move?
 #
 # Scheme A reads $K$ and $V$ once per block of queries, and so will phase 2's loop, for any $N$. Is there a cleverer order that moves less? No, but for
 # a constant factor. The argument goes back to Hong and Kung (1981), and needs only counting.
