@@ -219,6 +219,23 @@ def traffic() -> list[dict[str, Any]]:
     return rows
 
 
+def moved(run: dict[str, Any], name: str) -> dict[str, int] | None:
+    """Bytes of all kernels of a recorded launch; None where the run has no counters of it.
+
+    tensors: q, k, v and o once. asked: by the formula. l2: what the multiprocessors got from and gave to L2. dram.
+    """
+    part = run.get("traffic")
+    rows = [r for r in part if r["launch"] == name] if isinstance(part, list) else []
+    if not rows:
+        return None
+    return {
+        "tensors": rows[0]["compulsory_bytes"],
+        "asked": rows[0]["formula_read"] + rows[0]["formula_written"],
+        "l2": int(32 * sum(r["l2_read_sectors"] + r["l2_write_sectors"] for r in rows)),  # 32 bytes per sector
+        "dram": int(sum(r["dram_read"] + r["dram_written"] for r in rows)),
+    }
+
+
 # ---- what FlashAttention-2 allocates ---------------------------------------------------------------------------------
 def workspace() -> list[dict[str, Any]]:
     """Bytes that a call allocates at most, beside its output and lse, by the number of heads and the length."""
