@@ -1170,11 +1170,10 @@ for run in records.recorded("validation"):
 # %% [markdown]
 # Most of them agree to the last digit. Three do not.
 #
-# - With `cp.async` the hardware counts some more sectors. Rows of Q and K are padded by 16 bytes in shared memory, so a sector's two
-#   halves may go to different 128-byte lines. Such a sector seems to be fetched twice: that count fits.
-# - Stores of steps 5 and 6 take some more wavefronts, and not the same number in each run. We suppose that arriving copies get in their way.
-# - The sectors that step 1 writes are wrong. Setting O to zero is one 16-byte store for nvcc, and four small ones for the emulator's
-#   compiler.
+# - With `cp.async` the hardware reads some more sectors. The padding splits a sector over two 128-byte lines of shared memory. Such a sector
+#   seems to be fetched twice: that count fits.
+# - Stores of steps 5 and 6 take some more wavefronts, not the same number in each run. We suppose that arriving copies get in their way.
+# - Step 1's writes: setting O to zero is one 16-byte store for nvcc, and four small ones for the emulator's compiler.
 
 # %% [markdown]
 # ## 15. What the compiler says
