@@ -24,7 +24,7 @@ import torch
 from flashlab.cuda.builds import build
 from flashlab.cuda.errors import Unavailable
 from flashlab.cuda.inline import load_inline
-from flashlab.cuda.sources import macros, read
+from flashlab.cuda.sources import Text, macros, read
 from flashlab.cuda.toolchain import find_cuobjdump, find_nvcc, nvcc_flags
 from flashlab.kernels.problem import ELEMENTS
 from flashlab.kernels.series import Step
@@ -129,7 +129,7 @@ def resources(
 
 def _compiled(
     source: Step | Path | str, target: str, head_dim: int | None, dtype: torch.dtype | None, defines: dict[str, Any]
-) -> tuple[Any, Any, str, dict[str, str]]:
+) -> tuple[Text, tuple[int, str] | None, str, dict[str, str]]:
     """The source as read, what it was compiled for, ptxas's log, and each function's instructions, by mangled name."""
     text = read(source)
     dtype = dtype or (source.dtypes[0] if isinstance(source, Step) else None)
