@@ -126,7 +126,7 @@ def resources(
 
 def _compiled(
     source: Step | Path | str, target: str, head_dim: int | None, dtype: torch.dtype | None, defines: dict[str, Any]
-) -> tuple[Any, Any, str, dict[str, str]]:
+) -> tuple[Any, tuple[int, str] | None, str, dict[str, str]]:
     """The source as read, what it was compiled for, ptxas's log, and each function's instructions, by mangled name."""
     text = read(source)
     dtype = dtype or (source.dtypes[0] if isinstance(source, Step) else None)
