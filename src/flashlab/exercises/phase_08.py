@@ -346,7 +346,9 @@ def parts() -> dict[str, str]:
 def _put_together(text: str) -> str:
     """The text with its lines @A, @B ... replaced by the parts. Raises CheckFailed, with what is out of place."""
     __tracebackhide__ = True
-    letters, places, depths, out = parts(), {}, {}, []
+    letters, out = parts(), []
+    places: dict[str, int] = {}
+    depths: dict[str, int] = {}
     depth = 0  # of the learner's own braces
     for line in text.split("\n"):
         found = _PART.fullmatch(line)

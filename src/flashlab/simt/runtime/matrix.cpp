@@ -143,7 +143,8 @@ void multiply(Warp* warp, const Slot& slot) {
     site.count[3] += groups_under_way(warp);
 
     // Gather the fragments into matrices: A is 16 x k, B k x 8, C 16 x 8. Products of two 16-bit numbers are
-    // exact in float, so that only the order of the sum tells this result from the hardware's.
+    // exact in float. Each addition is rounded to nearest here, one after the other; tensor cores add several numbers
+    // at once and cut off what is below the largest one's last bits: the last place may differ.
     uint32_t a16[16][16], b16[16][8];
     float a[16][16], b[16][8], c[16][8];
     for (int l = 0; l < WARP; l++) {
