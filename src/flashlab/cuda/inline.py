@@ -219,8 +219,7 @@ class CudaModule:
         """What the source's function of that name says; it runs on the CPU, whatever the backend."""
         if "workspace_floats" not in self._text.entries:
             return 0
-        library = built.library if isinstance(built, Native) else built.build.library
-        function = ctypes.CDLL(str(library)).workspace_floats
+        function = (built.dll if isinstance(built, Native) else ctypes.CDLL(str(built.build.library))).workspace_floats
         function.restype = ctypes.c_int64
         return function(ctypes.byref(p))
 
