@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import os
-import random
 import re
 import shutil
 import signal
