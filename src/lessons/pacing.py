@@ -49,15 +49,7 @@ RULES: dict[str, tuple[float, float, str]] = {
     "unseen": (0, 0, "code lines of the phase's last kernel that its lecture does not show"),
 }
 
-ALLOWED: dict[str, dict[str, float]] = {
-    "00": {"code": 11, "words": 63, "most words": 199},
-    "01": {"width": 138, "words": 64.0, "most words": 214},
-    "02": {"code": 11, "words": 75.0, "most words": 189},
-    "03": {"code": 12, "width": 129, "most words": 181},
-    "06": {"width": 143, "words": 67.0, "most words": 193, "cut out": 3, "unseen": 61},
-    "07": {"width": 142, "words": 64, "most words": 232, "cut out": 10, "unseen": 39},
-    "08": {"width": 203, "words": 70.5, "most words": 210, "cut out": 12, "unseen": 204},
-}
+ALLOWED: dict[str, dict[str, float]] = {}
 
 # The last kernel of a phase that ends with Python; the CUDA phases end with the last step of their series.
 PYTHON_KERNELS = {

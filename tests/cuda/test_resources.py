@@ -29,7 +29,7 @@ SASS = """\t.headerflags\t@"EF_CUDA_SM90"
 
 
 def test_ptxas_and_the_listing_are_read():
-    assert resources._ptxas(PTXAS) == {"_Z1kILi8EEv7Problem": (255, 576, 32768), "_Z1jPf": (12, 0, 0)}
+    assert resources._ptxas(PTXAS) == {"_Z1kILi8EEv7Problem": (255, 576, 32768, 320), "_Z1jPf": (12, 0, 0, 0)}
     counts = resources._opcodes(SASS)
     assert (counts["HMMA"], counts["MUFU.EX2"], counts["MUFU"], counts["FFMA"], counts["LDC"]) == (1, 1, 2, 2, 1)
 

@@ -260,7 +260,7 @@ def scheme_b_kernel(
     M, N, scale,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HALVINGS: tl.constexpr, HOW: tl.constexpr,
 ):  # fmt: skip
-    """K whole, padded to BLOCK_N * 2**HALVINGS keys, V in blocks of BLOCK_N; HOW says how block j of P is come by."""
+    """K whole, padded to BLOCK_N * 2**HALVINGS keys, V in blocks of BLOCK_N; HOW says how block j of P is made."""
     KEYS: tl.constexpr = BLOCK_N << HALVINGS
     offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_k = tl.arange(0, KEYS)
@@ -311,7 +311,7 @@ def scheme_b_kernel(
 
 
 ESCAPE_HATCHES = ("split", "gather", "reduction", "recompute")
-"""What scheme_b takes for `how`: the ways to come by a block of P that the compiler accepts."""
+"""What scheme_b takes for `how`: the ways to a block of P that the compiler accepts."""
 
 
 def scheme_b(

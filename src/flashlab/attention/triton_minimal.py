@@ -47,34 +47,34 @@ def flash_attention_forward_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    # int64, because a row times its stride may pass 2^31 elements.
+    # This program's rows of Q. int64, because a row times its stride may pass 2^31 elements.
     offs_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, HEAD_DIM).to(tl.int64)
     q_ptrs = Q_ptr + offs_m[:, None] * stride_qm + offs_d[None, :] * stride_qd
-    q = tl.load(q_ptrs, mask=offs_m[:, None] < M, other=0.0)
+    q = tl.load(q_ptrs, mask=offs_m[:, None] < M, other=0.0)  # rows past M are zeros, and never stored
 
-    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    l_i = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
+    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)  # the largest score of each row so far
+    l_i = tl.zeros([BLOCK_M], tl.float32)  # the sum of exp2(score - m_i) so far
+    acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)  # the sum of exp2(score - m_i) * v so far
     for start_n in range(0, N, BLOCK_N):
         offs_n = start_n + tl.arange(0, BLOCK_N).to(tl.int64)
         in_range = offs_n < N  # false only in the last block, and only if BLOCK_N does not divide N
         k_ptrs = K_ptr + offs_n[:, None] * stride_kn + offs_d[None, :] * stride_kd
         k = tl.load(k_ptrs, mask=in_range[:, None], other=0.0)
-        s = tl.dot(q, k.T, input_precision="ieee") * scale_log2
+        s = tl.dot(q, k.T, input_precision="ieee") * scale_log2  # [BLOCK_M, BLOCK_N]
         s = tl.where(in_range[None, :], s, float("-inf"))  # a zero in K is a score of 0, and exp2(0) is 1
         m_new = tl.maximum(m_i, tl.max(s, axis=1))
-        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)  # no finite score yet: -inf - (-inf) would be NaN
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)  # no score yet: -inf - (-inf) is NaN
         p = tl.exp2(s - m_safe[:, None])
-        correction = tl.exp2(m_i - m_safe)
+        correction = tl.exp2(m_i - m_safe)  # at most 1: what was added so far, relative to the new maximum
         l_i = l_i * correction + tl.sum(p, axis=1)
         acc = acc * correction[:, None]
         v_ptrs = V_ptr + offs_n[:, None] * stride_vn + offs_d[None, :] * stride_vd
         v = tl.load(v_ptrs, mask=in_range[:, None], other=0.0)
-        acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")  # tensor cores want both operands in 16 bit
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")  # acc + p @ v, from 16-bit operands
         m_i = m_new
 
-    acc = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]  # l_i is 0 where every score was -inf: such a row is 0
+    acc = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]  # l_i is 0 where every score was -inf: o is 0
     lse = (m_i + tl.log2(l_i)) * 0.6931471805599453  # times ln 2: a natural logarithm again
     o_ptrs = O_ptr + offs_m[:, None] * stride_om + offs_d[None, :] * stride_od
     tl.store(o_ptrs, acc.to(O_ptr.dtype.element_ty), mask=offs_m[:, None] < M)
@@ -112,7 +112,8 @@ def flash_attention_forward(
     Raises:
         TypeError, ValueError: see `flashlab.attention.inputs.check_qkv`, `check_block` and `scale_of`.
     """
-    check_qkv(q, k, v, rank=2, dtypes=DTYPES, head_dims=TILE_SIDES, same_v=True, on_gpu=not runtime.INTERPRETED)
+    on_gpu = not runtime.INTERPRETED
+    check_qkv(q, k, v, rank=2, dtypes=DTYPES, head_dims=TILE_SIDES, same_v=True, on_gpu=on_gpu)
     check_block("BLOCK_M", BLOCK_M, power_of_two=True)
     check_block("BLOCK_N", BLOCK_N, power_of_two=True)
     M, HEAD_DIM = q.shape

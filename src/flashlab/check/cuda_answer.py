@@ -3,6 +3,7 @@
     Answer(text, "add_bias").run(x, bias, y, rows, cols, case="rows=4")    # any extern "C" function; its counters
     examine(step("p8_4_swizzle"))                               # a Verdict
     examine(replaced(step("p8_3_stages"), "load K and V", text))   # with somebody's own lines in a named region
+    examine(whole_kernel(text, "kernel"))                       # from an empty page
 
 Whatever goes wrong is raised as ``flashlab.check.CheckFailed``: its diagnosis is the emulator's slug ("race",
 "stage-overwritten"), or the checker's ("tail-not-masked", "o-not-rescaled"), or "does-not-compile".
@@ -20,11 +21,12 @@ import torch
 from flashlab.check import CheckFailed, expect, verify
 from flashlab.check.mistakes.kernels import explain
 from flashlab.cuda import CompileError, CudaModule, load_inline
+from flashlab.cuda.sources import takes_problem
 from flashlab.kernels import regions
 from flashlab.kernels.problem import ELEMENTS
 from flashlab.kernels.series import Step
 from flashlab.simt import Counters, Finding, Report, SimtError
-from flashlab.simt.source import entries
+from flashlab.simt.source import blank_comments, entries
 
 HOLE = "YOUR CODE HERE"
 
@@ -133,6 +135,52 @@ def replaced(kernel: Step | Source | str, name: str, text: str) -> Source:
     whole = source_of(kernel)
     joined, own = regions.replace(whole.text, name, text)
     return Source(joined, whole.name, own.first, own.last)
+
+
+# ---- a kernel from an empty page -----------------------------------------------------------------------------------
+SIGNATURE = 'extern "C" int forward(const Problem* p, void* stream)'
+
+
+def whole_kernel(answer: Any, name: str) -> Source:
+    """A learner's whole file, if it has the one function that is asked for.
+
+    Raises:
+        NotImplementedError: it is still empty.
+        CheckFailed: it is no text, or has no ``forward`` of that signature.
+    """
+    __tracebackhide__ = True
+    text = text_of(answer, name)
+    if not text.strip():
+        raise NotImplementedError
+    forward = entries(text).get("forward")
+    fits = forward is not None and len(forward.parameters) == 2 and takes_problem(forward) and forward.returns == "int"
+    expect(fits, f"the text should define `{SIGNATURE}`", diagnosis="wrong-entry")
+    return Source(text, name, 1, len(text.splitlines()))
+
+
+def expect_launched(report: Report) -> None:
+    """Raises CheckFailed where a call launched nothing: its output is what was in memory before."""
+    __tracebackhide__ = True
+    expect(bool(report.launches), "forward returned, but it launched no kernel", diagnosis="no-launch")
+
+
+def expect_stream(whole: Source) -> None:
+    """Raises CheckFailed where a launch names no stream: the emulator has one queue, a GPU has many."""
+    __tracebackhide__ = True
+    code = blank_comments(whole.text)
+    for launch in re.finditer(r"<<<(.*?)>>>", code, re.S):
+        arguments, before = launch[1], ""
+        while before != arguments:  # what is in brackets has commas of its own
+            before, arguments = arguments, re.sub(r"\([^()]*\)|\{[^{}]*\}|(?<=\w)<[^<>]*>", "", arguments)
+        given = [x.strip() for x in arguments.split(",")]
+        line = code[: launch.start()].count("\n") + 1
+        expect(
+            len(given) == 4 and given[3] not in ("", "0", "nullptr", "NULL"),
+            f"right in the emulator, but the launch in {whole.place(line)} is not put into the stream that forward is "
+            "given: on a GPU it may run before its inputs are there. The fourth launch argument is "
+            "(cudaStream_t)stream",
+            diagnosis="wrong-stream",
+        )
 
 
 # ---- what is wrong with it, as a sentence --------------------------------------------------------------------------

@@ -31,7 +31,8 @@ enum Kind : uint8_t {
 // The meaning of a site's four counters.
 //   shared_*, ldmatrix, stmatrix   executed by a warp, wavefronts, ideal wavefronts, bytes
 //   global_*, cp_async             executed by a warp, 32-byte sectors, ideal sectors, bytes
-//   mma                            executed by a warp, FLOPs
+//   mma                            executed by a warp, FLOPs; of those: with a cp.async of the block under way;
+//                                  groups of cp.async that the warp has under way, summed over its MMAs
 //   the rest                       executed by a warp (barrier: by a block)
 constexpr int COUNTERS = 4;
 extern const char* const KIND_NAME[KINDS];
