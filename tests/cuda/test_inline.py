@@ -87,16 +87,18 @@ def test_arguments_that_do_not_fit(backend):
 
 
 INTEGERS = """#include "simt.h"
-extern "C" long long sum(int a, unsigned b, int64_t c, char d, bool e, float f) {
-    return (long long)a + b + c + d + e + (f > 0 ? 1 : 0);
+__global__ void store(int64_t* y, int64_t value) { y[0] = value; }
+extern "C" void sum(int64_t* y, int a, unsigned b, int64_t c, char d, bool e, float f) {
+    store<<<1, 1>>>(y, (int64_t)a + b + c + d + e + (f > 0 ? 1 : 0));
 }
 """
 
 
 def test_numbers_that_would_wrap_are_refused():
-    module = load_inline(INTEGERS, backend="emulator")
+    module, y = load_inline(INTEGERS, backend="emulator"), torch.zeros(1, dtype=torch.int64)
     right = [2**31 - 1, 2**32 - 1, 2**40, -128, True, 3e38]
-    assert module.launch("sum", *right) == sum(right[:5]) + 1
+    module.launch("sum", y, *right)
+    assert y.item() == sum(right[:5]) + 1
     for i, value, words in (
         (0, 2**32 + 100, "a is declared int, and would be 100 in place of 4294967396"),
         (0, 2**31, "would be -2147483648"),
@@ -108,8 +110,8 @@ def test_numbers_that_would_wrap_are_refused():
         (5, 10**400, "is beyond what it holds"),
     ):
         with pytest.raises(ValueError, match=words):
-            module.launch("sum", *right[:i], value, *right[i + 1 :])
-    module.launch("sum", *right[:5], math.inf)  # which is a number of float's
+            module.launch("sum", y, *right[:i], value, *right[i + 1 :])
+    module.launch("sum", y, *right[:5], math.inf)  # which is a number of float's
 
 
 def test_what_is_no_address_is_refused():
