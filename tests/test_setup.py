@@ -622,5 +622,5 @@ if __name__ == "__main__":
     import tempfile
 
     with tempfile.TemporaryDirectory() as scratch:
-        print("moment | after | ended by | left behind | the next run\n--- | --- | --- | --- | ---")
-        print("\n".join(twenty_moments(Path(scratch))))
+        print("| | after | ended by | left behind | the next run |\n|---|---|---|---|---|")
+        print("\n".join(f"| {row} |" for row in twenty_moments(Path(scratch))))
