@@ -532,8 +532,8 @@ plt.show()
 # | S, P | 0 | $6 N^2 e$ |
 # | O | $N D e$ | $N D e$ |
 #
-# K and V are read once *for each query block*. The naive S and P are written and read three times each (phase 1). The tiled version
-# also writes 4 bytes of `lse` per row.
+# K and V are read once *for each query block*. In the naive version the N × N matrix makes six trips (phase 1). The tiled version also
+# writes 4 bytes of `lse` per row.
 
 # %%
 # FROM flashlab.attention.cost: flash_cost (no docstrings)
@@ -627,7 +627,7 @@ for run in hardware.recorded():
     print(run["machine"]["gpu"])
     found = {name: hardware.moved(run, name) for name in ("naive", "minimal")}
     rows = [[name, *(x / 2**20 for x in moved.values())] for name, moved in found.items() if moved]
-    show.table(rows, ["", "the tensors, MiB", "asked for", "through L2", "DRAM"])
+    show.table(rows, ["MiB", "the tensors", "asked for", "through L2", "DRAM"])
     if all(found.values()):
         assert found["naive"]["dram"] > 0.7 * found["naive"]["asked"]  # beyond L2: the two meet
         assert found["minimal"]["dram"] < 1.1 * found["minimal"]["tensors"]  # each tile comes once

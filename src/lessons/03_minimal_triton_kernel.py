@@ -625,7 +625,7 @@ for run in hardware.recorded():
     names = {"naive": "naive", "minimal": "minimal kernel", "fa2": "FlashAttention-2, BLOCK_M = 128"}
     found = {name: moved for name in names if (moved := hardware.moved(run, name))}
     rows = [[names[name], *(x / 2**20 for x in moved.values())] for name, moved in found.items()]
-    show.table(rows, ["", "the tensors, MiB", "asked for", "through L2", "DRAM"])
+    show.table(rows, ["MiB", "the tensors", "asked for", "through L2", "DRAM"])
     assert all(found[name]["dram"] < 1.1 * found[name]["tensors"] for name in found if name != "naive")
 print("runs recorded:", len(hardware.recorded()))
 

@@ -250,7 +250,8 @@ show.diff(step("p9_2_addresses"), step("p9_3_rescale"), "row maxima", "rescale",
 # - `__any_sync` asks the 32 lanes. All get the same answer, so the warp does not split.
 # - When the answer is no, `m_i` **stays as it is**, and so do `l_i` and `acc`. All three belong to one reference.
 # - *probabilities* subtracts `m_i`, whatever it is.
-#
+
+# %% [markdown]
 # How often does a warp rescale? That depends on the numbers. Random ones are the kindest case: after the first tile their maximum hardly
 # moves. So here are two inputs: `randn`, and `moving`, in which every tile moves every row's maximum far.
 
@@ -594,8 +595,7 @@ print("machines whose ablation is recorded:", len(ablation.recorded()))
 # - **32 rows per warp**, **full tiles without a mask** and **copies during the work** are worth several percent everywhere.
 # - **Addresses out of the loop** are worth much at $D = 128$ and nothing at $D = 64$. When they came in, it was the reverse.
 # - **Lazy rescaling** is worth a few percent on random numbers, and nothing where every tile moves. It costs nothing there either.
-# - **Fragments of K one step ahead** are worth nothing: the compiler does as well. So section 6 gained by what this row leaves in place, Q's
-#   fragments ahead or the end of the spills.
+# - **Fragments of K one step ahead** are worth nothing: the compiler does as well. Section 6 gained by what this row leaves in place.
 
 # %%
 def without(run, idea, head_dim, kind="randn"):
@@ -688,7 +688,8 @@ print("machines whose stalls are recorded:", len(hardware.recorded()))
 # - *math pipe throttle*: the unit, here mostly the tensor cores, is busy. This is the good reason to wait;
 # - *short scoreboard*: a result from shared memory (`ldmatrix`) or of an exponential is not there yet;
 # - *not selected*: ready, but the scheduler took the other warp.
-#
+
+# %% [markdown]
 # No unit is used up, neither the tensor cores nor shared memory. It is **latency**: most of the time none of a scheduler's two warps is ready.
 # More warps would help, but registers allow no more. cuDNN's kernel for Hopper goes another way, with `wgmma` and specialised warps; it is in the
 # README's table. Phase 11 goes there.
@@ -760,9 +761,10 @@ for run in RUNS:
 # %% [markdown]
 # ## 15 · What did not help
 #
-# Measured on an H200 on the way (2026-11-20, fp16, medians, $B\,4$, $H\,16$, $N\,4096$, $D\,128$ unless said), as TFLOP/s and, in brackets, the
-# ratio to FlashAttention-2 in the same run. `notes/phase_09_experiments.md` has more.
-#
+# TFLOP/s on an H200 (2026-11-20, fp16, medians, $D\,128$ unless said), in brackets the ratio to FlashAttention-2 in the same run. Shapes
+# and more of them: `notes/phase_09_experiments.md`. All of it was tried on the kernel as it was then.
+
+# %% [markdown]
 # | tried | TFLOP/s | compare with |
 # |---|---|---|
 # | 8 warps per block, one block per SM | 343 (0.99) | 356 (1.03): 4 warps, two blocks |

@@ -71,7 +71,7 @@ def flash_attention_forward_kernel(
         acc = acc * correction[:, None]
         v_ptrs = V_ptr + offs_n[:, None] * stride_vn + offs_d[None, :] * stride_vd
         v = tl.load(v_ptrs, mask=in_range[:, None], other=0.0)
-        acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")  # acc + p @ v, from 16-bit operands
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")  # acc + p @ v; p in v's dtype
         m_i = m_new
 
     acc = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]  # l_i is 0 where every score was -inf: o is 0
@@ -99,8 +99,8 @@ def flash_attention_forward(
         q: [M, HEAD_DIM]; k, v: [N, HEAD_DIM]; all float16, all bfloat16 or all float32, with any strides, on the device
             that kernels run on (``runtime.device()``). HEAD_DIM is 16, 32, 64, 128 or 256; M and N are anything, 0 too.
         scale: 1 / sqrt(HEAD_DIM) unless given.
-        BLOCK_M, BLOCK_N: query and key rows a tile, powers of two from 16 on; by default 64, or as many as make a tile
-            of 16 KiB if that is fewer (``default_block``).
+        BLOCK_M, BLOCK_N: query and key rows per tile, powers of two from 16 on; by default 64, or as many as fill
+            16 KiB if that is fewer (``default_block``).
         num_warps, num_stages: as in any Triton launch; more stages hold more tiles of K and V in shared memory.
         kernel: another kernel with the same parameters; the exercises launch theirs with it.
     Returns:
@@ -136,7 +136,7 @@ def flash_attention_forward(
 
 
 def default_block(HEAD_DIM: int, dtype: torch.dtype) -> int:
-    """Rows a tile: 64, fewer where 64 rows are more than 16 KiB, so that three stages fit every GPU since 2020."""
+    """Rows per tile: 64, fewer where 64 rows are more than 16 KiB, so that three stages fit every GPU since 2020."""
     return min(64, 16 * 1024 // (HEAD_DIM * dtype.itemsize))
 
 
