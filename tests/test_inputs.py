@@ -57,7 +57,7 @@ def test_what_belongs_together_passes():
         ((X, torch._neg_view(K), K), {}, ValueError,
          "k is a view that PyTorch negates when it reads it: pass k.resolve_neg()"),
         ((X, K, torch.randn(2, 2, 9, 16, dtype=torch.complex64).conj().imag), {}, ValueError, "pass v.resolve_neg()"),
-        ((X, K, K.clone().requires_grad_()), {"forward_only": True}, ValueError,
+        ((X, K, K.clone().requires_grad_()), {"no_grad": True}, ValueError,
          "v requires a gradient, and this kernel computes the forward pass alone: pass v.detach(), or call it under "
          "torch.no_grad()"),
         ((X[..., :12], K[..., :12], K), {"head_dims": (16, 32)}, ValueError,
@@ -86,8 +86,8 @@ def test_gradients_that_nobody_asks_for_are_no_matter():
     wanted = K.clone().requires_grad_()
     check_qkv(X, wanted, K)
     with torch.no_grad():
-        check_qkv(X, wanted, K, forward_only=True)
-    check_qkv(X, wanted.detach(), K, forward_only=True)
+        check_qkv(X, wanted, K, no_grad=True)
+    check_qkv(X, wanted.detach(), K, no_grad=True)
 
 
 @pytest.mark.parametrize("scale", [1, 0.5, -2.0, 0, np.float32(0.25), torch.tensor(0.125), 1e-300, 2.0**127])

@@ -33,7 +33,7 @@ def check_qkv(
     same_v: bool = False,
     aligned: bool = False,
     on_gpu: bool = False,
-    forward_only: bool = False,
+    no_grad: bool = False,
     names: tuple[str, str, str] = ("q", "k", "v"),
 ) -> None:
     """Raise, in a sentence that says what to do, unless q, k and v are inputs of one attention.
@@ -47,7 +47,7 @@ def check_qkv(
         same_v: v must have the head_dim of k.
         aligned: rows must be contiguous and start on 16 bytes, as copies of 16 bytes need it.
         on_gpu: they must be on a GPU, because the kernel is compiled for it; else on any device, one for all three.
-        forward_only: none may want a gradient, because a kernel's result has none.
+        no_grad: none may want a gradient, because a kernel's result has none.
         names: what the caller calls them.
     Raises:
         TypeError: something that is no tensor, or a dtype that is not taken. ValueError: everything else.
@@ -61,7 +61,7 @@ def check_qkv(
             raise ValueError(f"{name} must be {_LAYOUTS[rank]}, but it has {x.ndim} dimensions{_remedy(name, x, rank)}")
         if x.is_neg():  # its memory holds the numbers with the other sign
             raise ValueError(f"{name} is a view that PyTorch negates when it reads it: pass {name}.resolve_neg()")
-        if forward_only and x.requires_grad and torch.is_grad_enabled():
+        if no_grad and x.requires_grad and torch.is_grad_enabled():
             raise ValueError(
                 f"{name} requires a gradient, and this kernel computes the forward pass alone: "
                 f"pass {name}.detach(), or call it under torch.no_grad()"

@@ -153,7 +153,7 @@ def check_one_head(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     They count in 32 bits, and take the maximum of scores of which one at least is finite; see `require_finite_rows`.
     """
     dtypes = (torch.float16, torch.bfloat16)
-    check_qkv(q, k, v, rank=2, dtypes=dtypes, head_dims=TILE_SIDES, same_v=True, forward_only=True)
+    check_qkv(q, k, v, rank=2, dtypes=dtypes, head_dims=TILE_SIDES, same_v=True, no_grad=True)
     for name, x in (("q", q), ("k", k), ("v", v), ("the output", torch.empty(q.shape, device="meta"))):
         last = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
         if last >= 2**31:

@@ -113,7 +113,7 @@ def flash_attention_forward(
         TypeError, ValueError: see `flashlab.attention.inputs.check_qkv`, `check_block` and `scale_of`.
     """
     on_gpu = not runtime.INTERPRETED
-    check_qkv(q, k, v, rank=2, dtypes=DTYPES, head_dims=TILE_SIDES, same_v=True, on_gpu=on_gpu, forward_only=True)
+    check_qkv(q, k, v, rank=2, dtypes=DTYPES, head_dims=TILE_SIDES, same_v=True, on_gpu=on_gpu, no_grad=True)
     check_block("BLOCK_M", BLOCK_M, power_of_two=True)
     check_block("BLOCK_N", BLOCK_N, power_of_two=True)
     M, HEAD_DIM = q.shape

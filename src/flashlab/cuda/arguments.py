@@ -82,7 +82,7 @@ def _in_range(entry: str, p: Parameter, given: Any) -> bool | int | float:
         value = to_number(entry, p, given)
     except OverflowError:
         raise ValueError(f"{entry}: {p.name} is declared {p.kind}, and {given} is beyond what it holds") from None
-    kind = C_TYPES[p.kind]
+    kind: Any = C_TYPES[p.kind]
     held = kind(value).value
     if isinstance(value, float):
         if math.isinf(held) and not math.isinf(value):

@@ -46,7 +46,7 @@ def check(
         scale: of the scores; None is head_dim ** -0.5.
         head_dims: what the kernel can be compiled for.
     """
-    check_qkv(q, k, v, dtypes=tuple(ELEMENTS), head_dims=head_dims, same_v=True, forward_only=True)
+    check_qkv(q, k, v, dtypes=tuple(ELEMENTS), head_dims=head_dims, same_v=True, no_grad=True)
     scale_of(scale, q.shape[-1])
     batch, heads, seq_q, _ = q.shape
     if batch * heads * seq_q >= 2**31 or max(seq_q, k.shape[2]) >= 2**30:
