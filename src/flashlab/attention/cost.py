@@ -134,6 +134,8 @@ def flash_cost(
     Q is read once and O written once (and 4 bytes of lse a row); K and V are read once for each query block.
     BLOCK_N changes the number of rescalings, never the bytes. Tests hold both counts against `Meter`.
     """
+    if min(BLOCK_M, BLOCK_N) < 1:
+        raise ValueError(f"a block has at least one row, and these have {BLOCK_M} and {BLOCK_N}")
     q_blocks, k_blocks = -(-M // BLOCK_M), -(-N // BLOCK_N)
     # Each score: scale, max, subtract, exp, sum. Each row and key block: the new maximum, the correction
     # (two), l_i (two), and two for each element of acc. At the end: divide acc, log l_i, add m_i.

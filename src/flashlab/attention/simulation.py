@@ -81,7 +81,7 @@ def flash_attention_forward_sim(
     Returns:
         O_block: [BLOCK_M, V_DIM] in V's dtype. lse: [BLOCK_M], float32, log(sum(exp(scores))), natural.
     Raises:
-        ValueError, TypeError: see `check_inputs`.
+        ValueError, TypeError: see `check_inputs`; a row whose scores in the first block are all -inf.
     """
     scale = check_inputs(Q_block, K, V, BLOCK_N, scale)
     BLOCK_M, N = Q_block.shape[0], K.shape[0]
@@ -105,6 +105,8 @@ def flash_attention_forward_sim(
         m_i = m_new
         if trace is not None:
             trace(Step(start_n, s, p, correction, m_i, l_i, acc))
+    if (l_i.isnan() & (m_i < math.inf)).any():  # -inf - (-inf)
+        raise ValueError("a row's first scores are all -inf: masks are flash_attention_causal_sim's")
     O_block = (acc / l_i[:, None]).to(V.dtype)  # the one division
     lse = m_i + torch.log(l_i)
     return O_block, lse
@@ -204,6 +206,9 @@ def flash_attention_sim(
         ValueError, TypeError: see `check_qkv` and `check_inputs`.
     """
     check_qkv(q, k, v, dtypes=_DTYPES)
+    check_block("BLOCK_M", BLOCK_M)
+    check_block("BLOCK_N", BLOCK_N)
+    scale = scale_of(scale, q.shape[3])
     one_head = flash_attention_causal_sim if causal else flash_attention_one_head_sim
     group = q.shape[1] // k.shape[1]
     o = q.new_zeros([*q.shape[:3], v.shape[3]])

@@ -113,7 +113,7 @@ def flash_attention_forward(
         TypeError, ValueError: see `flashlab.attention.inputs.check_qkv`, `check_block` and `scale_of`.
     """
     on_gpu = not runtime.INTERPRETED
-    check_qkv(q, k, v, rank=2, dtypes=DTYPES, head_dims=TILE_SIDES, same_v=True, on_gpu=on_gpu)
+    check_qkv(q, k, v, rank=2, dtypes=DTYPES, head_dims=TILE_SIDES, same_v=True, on_gpu=on_gpu, no_grad=True)
     check_block("BLOCK_M", BLOCK_M, power_of_two=True)
     check_block("BLOCK_N", BLOCK_N, power_of_two=True)
     M, HEAD_DIM = q.shape
@@ -144,6 +144,8 @@ def compile_arguments(
     dtype: torch.dtype, HEAD_DIM: int, N: int = 1024, BLOCK_M: int | None = None, BLOCK_N: int | None = None
 ) -> dict[str, object]:
     """What a compile report needs for a launch on contiguous q, k, v [N, HEAD_DIM] of this dtype."""
+    check_block("BLOCK_M", BLOCK_M, power_of_two=True)
+    check_block("BLOCK_N", BLOCK_N, power_of_two=True)
     block = default_block(HEAD_DIM, dtype)
     strides = {f"stride_{tensor}": HEAD_DIM for tensor in ("qm", "kn", "vn", "om")}
     strides |= {f"stride_{tensor}d": 1 for tensor in "qkvo"}
@@ -154,5 +156,6 @@ def compile_arguments(
 
 def hbm_bytes(M: int, N: int, HEAD_DIM: int, itemsize: int, BLOCK_M: int = 64) -> tuple[int, int]:
     """Bytes (read, written) by one launch: Q once, all of K and V once for each block of queries; O and lse once."""
+    check_block("BLOCK_M", BLOCK_M, power_of_two=True)
     programs = triton.cdiv(M, BLOCK_M)
     return (M + 2 * N * programs) * HEAD_DIM * itemsize, M * HEAD_DIM * itemsize + 4 * M

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from flashlab.cuda.sources import is_stream
-from flashlab.simt.source import DTYPES, Entry, Parameter, to_number
+from flashlab.simt.source import C_TYPES, DTYPES, Entry, Parameter, to_number
 
 
 def checked(entry: Entry, given: Sequence[Any]) -> list[Any]:
@@ -18,7 +19,8 @@ def checked(entry: Entry, given: Sequence[Any]) -> list[Any]:
 
     Raises:
         TypeError: an argument does not fit the signature.
-        ValueError: a tensor that is not contiguous, or on another device than the first.
+        ValueError: a tensor that is not contiguous, on another device than the first, or a lazily negated one that the
+            function writes; a number that its parameter's type does not hold.
     """
     wanted = [p for p in entry.parameters if not is_stream(p)]
     if len(given) == len(entry.parameters):
@@ -54,14 +56,37 @@ def _value(entry: str, p: Parameter, x: Any) -> Any:
     if p.kind != "pointer":
         if isinstance(x, torch.Tensor) and x.numel() != 1:
             raise TypeError(f"{entry}: {p.name} is declared {p.kind}, and got a tensor of shape {tuple(x.shape)}")
-        return to_number(entry, p, x)
-    if x is None or isinstance(x, int):
+        return _in_range(entry, p, x)
+    if x is None or (isinstance(x, int) and not isinstance(x, bool)):
+        if x is not None and not 0 <= x < 2**64:
+            raise ValueError(f"{entry}: {p.name} is a pointer, and {x} is no address")
         return x
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{entry}: {p.name} is a pointer: pass a tensor or None, not {type(x).__name__}")
     allowed = DTYPES.get(p.element)
     if allowed and str(x.dtype).removeprefix("torch.") not in allowed:
         raise TypeError(f"{entry}: {p.name} points to {p.element}, and got a tensor of {x.dtype}")
+    if x.is_neg() or x.is_conj():  # its memory holds other numbers
+        if not p.const:
+            resolved = f"{p.name}.resolve_conj().resolve_neg()"
+            raise ValueError(f"{entry}: {p.name} is a view that PyTorch negates or conjugates: pass {resolved}")
+        x = x.resolve_conj().resolve_neg()
     if not x.is_contiguous() and p.element != "void":
         raise ValueError(f"{entry}: {p.name} has strides {x.stride()}: pass {p.name}.contiguous()")
     return x.detach()
+
+
+def _in_range(entry: str, p: Parameter, given: Any) -> bool | int | float:
+    """The number. Raises TypeError where it is none, and ValueError where C would make another of it."""
+    try:
+        value = to_number(entry, p, given)
+    except OverflowError:
+        raise ValueError(f"{entry}: {p.name} is declared {p.kind}, and {given} is beyond what it holds") from None
+    kind: Any = C_TYPES[p.kind]
+    held = kind(value).value
+    if isinstance(value, float):
+        if math.isinf(held) and not math.isinf(value):
+            raise ValueError(f"{entry}: {p.name} is declared {p.kind}, and {value} is beyond what it holds")
+    elif held != value:
+        raise ValueError(f"{entry}: {p.name} is declared {p.kind}, and would be {held} in place of {value}")
+    return value

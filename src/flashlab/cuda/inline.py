@@ -190,13 +190,16 @@ class CudaModule:
             o: like q. lse: [batch, heads, seq_q], float32. A row that sees no key has o = 0 and lse = -inf.
 
         Raises:
-            ValueError: tensors that do not belong together, an unsupported dtype or head_dim, too many rows.
+            ValueError: tensors that do not belong together, an unsupported dtype or head_dim, too many rows; one that
+                requires a gradient, which ``flashlab.cuda.operators.attention`` has.
             LaunchError: CUDA's error, and what to do.
             Unavailable: the GPU lacks an instruction of the kernel.
         """
         if not self._text.takes_problem:
             raise TypeError(f"{self._text.name} does not define forward(const Problem*, void* stream): use launch")
         _problem.check(q, k, v, scale=scale, head_dims=self.head_dims)
+        if sms is not None and not (isinstance(sms, int) and 0 < sms < 2**31):
+            raise ValueError(f"sms is {sms!r}; it is a number of multiprocessors, at least 1")
         if self.backend != "emulator" and q.device.type != "cuda":
             raise ValueError(f"q is on {q.device}, and the kernel runs on a GPU: pass q.cuda(), k.cuda(), v.cuda()")
         o, lse = new_output(q), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
@@ -219,8 +222,7 @@ class CudaModule:
         """What the source's function of that name says; it runs on the CPU, whatever the backend."""
         if "workspace_floats" not in self._text.entries:
             return 0
-        library = built.library if isinstance(built, Native) else built.build.library
-        function = ctypes.CDLL(str(library)).workspace_floats
+        function = (built.dll if isinstance(built, Native) else ctypes.CDLL(str(built.build.library))).workspace_floats
         function.restype = ctypes.c_int64
         return function(ctypes.byref(p))
 
