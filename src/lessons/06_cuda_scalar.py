@@ -329,7 +329,7 @@ assert found == [4, 2, 4, 2]
 
 # %% [markdown]
 # The middle two want the same 16 addresses, twice each. Only where the two lanes that want one are neighbours does it help. Sections 9 to 11
-# count with these numbers: 2 for a broadcast, 4 otherwise.
+# count with these numbers: 2 where neighbours want the same address, as in a broadcast, and 4 where they do not.
 
 # %% [markdown]
 # ## 5. Inside a warp: shuffles
@@ -694,11 +694,10 @@ step1, step2, step3, step4, step5, step6 = steps(6)
 show.region(step1, "constants", "arithmetic")
 
 # %% [markdown]
-# The head of the kernel. One thread's place: which batch and head, where Q, K, V and O of that head begin. Two words on the problem itself:
+# The head of the kernel. One thread's place: which batch and head, where Q, K, V and O of that head begin.
 #
-# - Query heads may **share** a head of K and V (*grouped heads*): `heads / kv_heads` neighbours share one.
-# - With a **causal mask** query $i$ sees only the keys up to $i + \text{diagonal}$. The `diagonal` is chosen so that the last query sees the last
-#   key.
+# - *Grouped heads*: `heads / kv_heads` neighbouring query heads share a head of K and V.
+# - *Causal mask*: query $i$ sees only the keys up to $i + \text{diagonal}$. The `diagonal` lets the last query see the last key.
 #
 # `m_gmem` and `l_gmem` are where the statistics wait: a **workspace**, memory that the kernel asks for beside its result. O, m and l are set
 # first. A row has the same thread in every loop, so nobody has to wait for that.
@@ -884,15 +883,15 @@ plt.show()
 
 # %%
 def by_line(step, *kinds, least=1):
-    """(code, "load" or "store", instructions, count, ideal) of the lines that count most in the check build."""
+    """(code, "load" or "store", instructions, count, ideal) of the lines that count most."""
     module = load_inline(step.path, check=True, dtype=torch.float32)
     module.forward(*torch.randn(3, 1, 1, 256, 64))
     lines = [re.sub(r"^for \(.*?\) |//.*", "", line.strip()).strip()
              for line in step.path.read_text().splitlines()]
     for number, c in module.report.by_line.items():
         for kind, unit in kinds:
-            if c[f"{kind}_{unit}"] >= least:
-                yield lines[number - 1], kind.split("_")[1], c[f"{kind}s"], c[f"{kind}_{unit}"], c[f"{kind}_ideal"]
+            if (count := c[f"{kind}_{unit}"]) >= least:
+                yield lines[number - 1], kind.split("_")[1], c[f"{kind}s"], count, c[f"{kind}_ideal"]
 
 rows = [*by_line(step1, ("global_load", "sectors"), least=4000),
         *by_line(step1, ("global_store", "sectors"), least=20000)]
@@ -1266,8 +1265,8 @@ for r in kernels:
 
 # %% [markdown]
 # Steps 2 and 4 have the same number of warps, and yet step 4 is faster (section 16): it has more than twice as many `fmaf` per wavefront (section
-# 11). And step 1 has three times as many warps as either. So this number alone does not order the steps. Occupancy is a means. Volkov's talk in the
-# references makes that point.
+# 11). Step 1 has three times as many warps as either, and is the slowest in section 16's table. So this number alone does not order the steps.
+# Occupancy is a means. Volkov's talk in the references makes that point.
 
 # %% [markdown]
 # ## 16. The clock

@@ -951,7 +951,8 @@ for run in LADDERS:
             times.setdefault("B{} H{} N{} D{}".format(*row["shape"]), {})[row["name"]] = row["tflops"]
     both = [(shape, x["p7_naive"], x["fa2"]) for shape, x in times.items() if len(x) == 2]
     rows = [[shape, f"{x:.1f}", f"{x / bound:.0%}", f"{fa2:.0f}", f"{fa2 / x:.0f}"] for shape, x, fa2 in both]
-    show.table(rows, ["shape", "naive, TFLOP/s", "of the bound", "FlashAttention-2, TFLOP/s", "factor"], align="lrrrr")
+    columns = ["shape", "naive, TFLOP/s", "of the bound", "FlashAttention-2, TFLOP/s", "factor"]
+    show.table(rows, columns, align="lrrrr")
 if not LADDERS:
     print("none recorded yet: `flashlab bench mma` on a GPU measures it")
 
