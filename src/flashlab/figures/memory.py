@@ -52,7 +52,7 @@ def machine(gpu: GpuLimits) -> Figure:
 def hierarchy(global_memory: str, shared_memory: str, threads: str) -> Figure:
     """Global memory, blocks with their shared memory, and the warps of a block; each text names one of them."""
     figure, ax = plt.subplots(figsize=(8.5, 3.7))
-    _box(ax, 0, 0, 12, 0.7, COLORS["sky"], global_memory)
+    _box(ax, 0, 0, 12, 0.7, COLORS["yellow"], global_memory)
     for b in range(3):
         x = 4.05 * b
         _box(ax, x, 0.95, 3.9, 3.2, COLORS["light"])
