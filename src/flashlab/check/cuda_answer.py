@@ -11,14 +11,17 @@ Whatever goes wrong is raised as ``flashlab.check.CheckFailed``: its diagnosis i
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from flashlab.check import CheckFailed, expect, verify
+from flashlab.attention import reference
+from flashlab.check import CheckFailed, expect, verification, verify
+from flashlab.check.cases import Case
 from flashlab.check.mistakes.kernels import explain
 from flashlab.cuda import CompileError, CudaModule, load_inline
 from flashlab.cuda.sources import takes_problem
@@ -36,6 +39,15 @@ PROBES = ((1, 2, 1, 200, 200, True), (1, 1, 1, 64, 330, False), (2, 1, 1, 70, 24
 _ROUNDING = ("l-in-low-precision", "o-accumulated-in-low-precision")
 _VAGUE = ("wrong-value", "nan-everywhere", "p-columns-exchanged", *_ROUNDING)
 _QUOTED = 64  # characters of a line
+
+# Causal, more queries than keys: a warp's rows with a key and without one. With 16 or 32 rows per warp, one tile or two.
+_FEW_KEYS = tuple(
+    Case("rows that see no key beside rows that do, in one warp", seq_q, seq_k, causal=True)
+    for seq_q, seq_k in ((70, 64), (70, 24), (140, 130))
+)
+# By how much a row's maximum moves from one tile to the next, in powers of two. P = 2^16 is too large for fp16.
+_MOVES = (9, 12, 15, 17, 18, 20)
+_MOVED_AT = 128  # the key from which the scores are higher, or lower: a multiple of any tile
 
 
 def text_of(answer: Any, name: str) -> str:
@@ -353,4 +365,57 @@ def examine(
         if known is None:
             raise
         raise CheckFailed(known[1], diagnosis=known[0], case=failed.case) from None
+    _expect_few_keys(forward, head_dim, dtype)
+    _expect_moving_maxima(forward, head_dim, dtype)
     return Verdict(checked.cases + len(reports), reports[0].counters)
+
+
+def _expect_few_keys(forward: Callable[..., Any], head_dim: int, dtype: torch.dtype) -> None:
+    """Raises CheckFailed where a row that sees no key spoils, or is spoiled by, the others of its warp."""
+    __tracebackhide__ = True
+    cases = [replace(case, head_dim=head_dim, dtype=dtype) for case in _FEW_KEYS]
+    verification.run(
+        lambda case, q, k, v: forward(q, k, v, causal=case.causal, scale=case.softmax_scale), cases, lse=True
+    )
+
+
+def _expect_moving_maxima(forward: Callable[..., Any], head_dim: int, dtype: torch.dtype) -> None:
+    """Raises CheckFailed where a maximum that moves by 2^9 to 2^20 from tile to tile is not followed.
+
+    A head for each of the moves, upwards from the first keys to the last; and as many downwards.
+    """
+    __tracebackhide__ = True
+    generator = torch.Generator().manual_seed(0)
+    moves = torch.tensor([*_MOVES, *(-x for x in _MOVES)], dtype=torch.float32) * math.log(2)
+    q = 0.25 * torch.randn(1, len(moves), 16, head_dim, generator=generator)
+    k, v = (torch.randn(1, len(moves), 2 * _MOVED_AT, head_dim, generator=generator) for _ in range(2))
+    q[..., 0] = math.sqrt(head_dim)
+    k[..., 0] = 0.0
+    k[:, :, _MOVED_AT:, 0] = moves[:, None]
+    q, k, v = q.to(dtype), k.to(dtype), (v + 0.5).to(dtype)
+    o, lse = (x.cpu().double() for x in forward(q, k, v, causal=False, scale=None))
+    want_o, want_lse = (x.double() for x in reference.attention(q, k, v))
+    # Twice the spacing of the dtype, for P and for O; wrong is wrong by much more here.
+    off = ((o - want_o).abs().flatten(2).amax(2) > 8 * torch.finfo(dtype).eps + 1e-4) | ~o.isfinite().flatten(2).all(2)
+    off |= ~((lse - want_lse).abs().amax(2) < 1e-2)
+    wrong = off[0].nonzero().flatten().tolist()
+    if not wrong:
+        return
+    at = wrong[0]
+    move, way = _MOVES[at % len(_MOVES)], "the keys from 128 on" if at < len(_MOVES) else "the keys before 128"
+    case = f"seq_q=16, seq_k={2 * _MOVED_AT}, the scores of {way} higher by {move} in powers of two"
+    if all(_MOVES[i % len(_MOVES)] > 15 for i in wrong) and dtype == torch.float16:
+        raise CheckFailed(
+            f"where a row's maximum rises by {move} (powers of two) from one tile to the next, o is "
+            f"{o[0, at, 0, 0].item():.3g} instead of {want_o[0, at, 0, 0].item():.3g}: P is up to 2^{move} under the old "
+            "maximum, and fp16 ends at 65504, below 2^16; rescale before the maximum lags so far behind",
+            diagnosis="p-overflows",
+            case=case,
+        )
+    raise CheckFailed(
+        f"where a row's maximum rises by {move} (powers of two) from one tile to the next, o is "
+        f"{o[0, at, 0, 0].item():.3g} instead of {want_o[0, at, 0, 0].item():.3g}: what was summed under the old maximum, "
+        "acc and l, has to be multiplied by exp(old - new) whenever the maximum that P uses changes",
+        diagnosis="o-not-rescaled",
+        case=case,
+    )
