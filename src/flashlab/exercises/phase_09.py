@@ -5,6 +5,7 @@ CUDA answers are text, as in phase 8.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 
@@ -16,7 +17,7 @@ from flashlab.check.cuda_answer import PROBES, Source, built, examine, probe, re
 from flashlab.exercises.registry import exercise
 from flashlab.figures.ladder import wavefronts
 from flashlab.kernels.series import step
-from flashlab.simt.source import entries
+from flashlab.simt.source import blank_comments, entries
 
 # ---- 9.1 -------------------------------------------------------------------------------------------------------------
 
@@ -62,15 +63,18 @@ def _expect_tiles(
     full = sum(seen(m_start, j) == block_n for j in every)
     with running(case):
         got = tuple(tiles(*block))
+    call = (
+        f"tiles(m_start={m_start}, block_m={block_m}, block_n={block_n}, seq_q={seq_q}, seq_k={seq_k}, causal={causal})"
+    )
     expect(
         got[0] == end,
-        f"end is {got[0]}; the last row of the block sees keys in {end} tiles",
+        f"{call}: end is {got[0]}; the last row of the block sees keys in {end} tile{'' if end == 1 else 's'}",
         diagnosis="wrong-end",
         case=case,
     )
     expect(
         min(got[1], end) == min(full, end) and got[1] >= 0,
-        f"full is {got[1]}; the first row of the block sees {full} tiles whole",
+        f"{call}: full is {got[1]}; the first row of the block sees {full} tile{'' if full == 1 else 's'} whole",
         diagnosis="wrong-full",
         case=case,
     )
@@ -117,13 +121,17 @@ def _expect_blocks(
     with running(case):
         got = fn(registers, shared_bytes, threads, shared, most_warps)
     slug = {"registers": "wrong-registers", "shared memory": "wrong-shared-memory", "warps": "wrong-warps"}[limit]
+    call = f"blocks_per_sm({registers}, {shared_bytes}, {threads}, {shared}, {most_warps})"
+    numbers = ", ".join(f"{name} for {number}" for name, number in allowed.items())
+    wrong = f"too many: you allow more than {limit} do" if limit != "shared memory" else f"too many for the {limit}"
+    if got < allowed[limit]:
+        slug, wrong = "too-few-blocks", "fewer than each resource allows: which of your three numbers is too small?"
     expect(
         got == allowed[limit],
-        f"{got} blocks; {limit} allow {allowed[limit]}" if limit != "shared memory"
-        else f"{got} blocks; shared memory allows {allowed[limit]}",
+        f"{call} is {allowed[limit]}, not {got}; there is room by {numbers}. {got} is {wrong}",
         diagnosis=slug,
         case=case,
-    )  # fmt: skip
+    )
 
 
 # ---- 9.3 -------------------------------------------------------------------------------------------------------------
@@ -228,13 +236,14 @@ def _other_head_dim(whole: Source) -> None:
     __tracebackhide__ = True
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 1, n, 128, generator=generator).half() for n in (16, 1024, 1024))
-    o, lse = built(whole, check=False, head_dim=128).forward(q, k, v, echo=False)
+    module = built(whole, check=False, head_dim=128)
+    o, lse = module.forward(q, k, v, echo=False)
     want_o, want_lse = reference.attention(q, k, v)
     case = "head_dim=128, seq_q=16, seq_k=1024"
     expect(
         bool((lse - want_lse).abs().max() < 1e-2),
-        f"right at head_dim 64, but at 128 lse[0, 0, 0] is {lse[0, 0, 0]:.4g} instead of {want_lse[0, 0, 0]:.4g}: a lane "
-        "has four columns there, and goes through the inner loop twice. What must be summed once per part?",
+        f"right at head_dim 64, but at 128 lse[0, 0, 0] is {lse[0, 0, 0]:.4g} instead of {want_lse[0, 0, 0]:.4g}: a "
+        "lane has four columns there, and goes through the inner loop twice. What must be summed once per part?",
         diagnosis="wrong-at-head-dim-128",
         case=case,
     )
@@ -247,6 +256,18 @@ def _other_head_dim(whole: Source) -> None:
         diagnosis="wrong-at-head-dim-128",
         case=case,
     )
+    for level in (200.0, -200.0):
+        q[..., 0], k[..., 0] = 8.0, level * math.sqrt(128) / 8
+        o, lse = module.forward(q, k, v, echo=False)
+        want_o, want_lse = reference.attention(q, k, v)
+        right = (o - want_o).abs().max() < 2e-2 and (lse - want_lse).abs().max() < 1e-1
+        expect(
+            bool(right),
+            f"right while the scores are small, but near {level:+.0f} lse[0, 0, 0] is {lse[0, 0, 0]:.4g} instead of "
+            f"{want_lse[0, 0, 0]:.4g}: exp of a part's lse overflows, or is 0; subtract the largest lse first",
+            diagnosis="no-max-subtraction",
+            case=f"{case}, every score near {level:+.0f}",
+        )
 
 
 def _rows_without_a_key(whole: Source) -> None:
@@ -380,6 +401,14 @@ def _bodies(whole: str) -> tuple[int, int]:
 # ---- 9.6 ------------------------------------------------------------------------------------------------------------
 
 
+def _expect_earlier_tile(in_loop: str) -> None:
+    """Raises CheckFailed where a round asks for a tile that the walk has been through: load_kv(j + something)."""
+    __tracebackhide__ = True
+    for asked in re.findall(r"\bload_kv\(\s*j\s*\+\s*(\w+)\s*\)", blank_comments(in_loop)):
+        sentence = f"load_kv(j + {asked}) asks for a tile that has been worked on: the walk goes from end - 1 down to 0"
+        raise CheckFailed(sentence, diagnosis="wrong-tile")
+
+
 _WAIT = re.compile(r"\bcp_async_wait<([^;]*)>\(\)\s*;")
 
 
@@ -427,6 +456,7 @@ def _(before_loop: str, in_loop: str) -> str:
                 "the first STAGES - 1 tiles, and nobody needs a tile yet",
                 diagnosis="waits-too-long",
             ) from None
+        _expect_earlier_tile(in_loop)
         if failed.diagnosis == "does-not-compile" and "static assertion" in str(failed):
             raise CheckFailed(
                 "IN_FLIGHT should leave the copies of all later tiles in flight, and wait for tile j's: "
