@@ -453,8 +453,8 @@ def _expect_moving_maxima(forward: Callable[..., Any], head_dim: int, dtype: tor
     if all(_MOVES[i % len(_MOVES)] > 15 for i in wrong) and dtype == torch.float16:
         raise CheckFailed(
             f"where a row's maximum rises by {move:g} (powers of two) from one tile to the next, o is "
-            f"{o[0, at, 0, 0].item():.3g} instead of {want_o[0, at, 0, 0].item():.3g}: P reaches 2^{move:g} under the old "
-            "maximum, and fp16 ends at 65504, below 2^16; rescale before the maximum lags so far behind",
+            f"{o[0, at, 0, 0].item():.3g} instead of {want_o[0, at, 0, 0].item():.3g}: P reaches 2^{move:g} under the "
+            "old maximum, and fp16 ends at 65504, below 2^16; rescale before the maximum lags so far behind",
             diagnosis="p-overflows",
             case=case,
         )
