@@ -20,13 +20,14 @@ from flashlab.check.cuda_answer import (
     Verdict,
     built,
     examine,
-    expect_launched,
     expect_stream,
     probe,
     replaced,
     text_of,
     whole_kernel,
 )
+from flashlab.check.poison import unwritten
+from flashlab.check.stored import expect_stored, expect_written, marked
 from flashlab.cuda import load_inline
 from flashlab.exercises.registry import exercise
 from flashlab.kernels import steps
@@ -61,14 +62,17 @@ def _(add_bias: str) -> str:
         case = f"rows={rows}, cols={cols}"
         x, bias = _random(rows, cols), _random(cols, seed=1)
         for check in (True, False):
-            y = torch.full((rows, cols), math.nan)
+            y = marked(rows, cols)
             counters = answer.run(x, bias, y, rows, cols, case=case, check=check)
-            missing = int(y.isnan().sum())
             expect(
-                missing == 0,
-                f"{missing} of {rows * cols} elements of y were never written: does every (row, col) have a thread?",
-                diagnosis="elements-missing",
+                not _is_row_times_rows(y),
+                "the element at (row, col) is number row * cols + col, because a row has cols elements: your y begins a "
+                "new row after rows elements",
+                diagnosis="wrong-pitch",
                 case=case,
+            )
+            expect_written(
+                y, "y", case=case, because="either no thread has them, or what their threads store lands elsewhere"
             )
             wrong = x + bias[:1]
             expect_close(
@@ -92,6 +96,15 @@ def _(add_bias: str) -> str:
     return f"{len(shapes)} shapes, both builds"
 
 
+def _is_row_times_rows(y: torch.Tensor) -> bool:
+    """Whether the elements written are those at row * rows + col."""
+    rows, cols = y.shape
+    places = torch.arange(rows)[:, None] * rows + torch.arange(cols)
+    reached = torch.zeros(rows * cols, dtype=torch.bool)
+    reached[places[places < rows * cols]] = True
+    return not reached.all() and torch.equal(reached, ~unwritten(y).flatten())
+
+
 # ---- 6.2 ------------------------------------------------------------------------------------------------------------
 
 
@@ -112,8 +125,9 @@ def _(block_sum: str) -> str:
     for blocks in (1, 3):
         x = 1 + _random(blocks, 128, seed=blocks).abs()
         for check in (True, False):
-            y = torch.full((blocks, 128), math.nan)
+            y = marked(blocks, 128)
             counters = answer.run(x, y, blocks, case=f"blocks={blocks}", check=check)
+            expect_written(y, "y", case=f"blocks={blocks}")
             expect_close(y, x / x.sum(1, keepdim=True), what="y = x / sum", case=f"blocks={blocks}", tol=1e-5)
             expect(
                 not check or counters["shared_loads"] < 60 * blocks,
@@ -148,8 +162,9 @@ def _(transpose: str) -> str:
         case = f"rows={rows}, cols={cols}"
         x = _random(rows, cols)
         for check in (True, False):
-            y = torch.full((cols, rows), math.nan)
+            y = marked(cols, rows)
             counters = answer.run(x, y, rows, cols, case=case, check=check)
+            expect_written(y, "y", case=case, because="does every element of the tile have a round of a loop?")
             expect_close(
                 y,
                 x.T,
@@ -225,8 +240,9 @@ def _(row_lse: str) -> str:
             unscaled = torch.stack([_no_rescale(part) for part in first], 1)  # [rows, lanes]
             alone = torch.logsumexp(x[:, ::32].double(), 1)
             for check in (True, False):
-                lse = torch.full((4,), math.nan)
+                lse = marked(4)
                 counters = answer.run(x, lse, 4, n, case=case, check=check)
+                expect_written(lse, "lse", case=case)
                 if lse.isnan().any() and want.isfinite().all():
                     raise CheckFailed(
                         "the log-sum-exp is NaN: some lanes have no element, and their -INFINITY - (-INFINITY) is NaN",
@@ -432,9 +448,9 @@ _SHARED_PROBE = (1, 1, 1, 256, 256, False)
 )
 def _(flash_attention: str) -> str:
     whole = whole_kernel(flash_attention, "flash_attention")
-    module = built(whole, check=True, head_dim=64, dtype=torch.float32)
-    expect_launched(probe(module, whole, _SHARED_PROBE, dtype=torch.float32))
+    expect_stored(whole, dtype=torch.float32)
     verdict = _examined(whole)
+    module = built(whole, check=True, head_dim=64, dtype=torch.float32)
     served = _expect_shared(probe(module, whole, _SHARED_PROBE, dtype=torch.float32).counters)
     expect_stream(whole)
     return f"{verdict.verdict}; each number of K and V serves {served:.0f} rows"
@@ -446,8 +462,15 @@ def _expect_shared(c: Counters) -> float:
     _, _, _, rows, keys, _ = _SHARED_PROBE
     asked, sectors = c["global_load_bytes"] + c["cp_async_bytes"], c["global_load_sectors"] + c["cp_async_sectors"]
     alone, q = rows * keys * 2 * 64 * 4, rows * 64 * 4  # each row reads all of K and V by itself; Q once
+    served = alone / max(1, asked - q)
     expect(
-        asked - q <= alone / SERVED,
+        served >= SERVED or served < 1.5,
+        f"right, and tiles are shared, but a number of K and V serves {served:.3g} rows where at least {SERVED} are "
+        "wanted: give each block more rows",
+        diagnosis="tiles-too-small",
+    )
+    expect(
+        served >= SERVED,
         f"right, but the threads ask for {asked} bytes of global memory, where {alone + q} are those of rows that each "
         "read all of K and V by themselves: bring a tile to shared memory once, and let all rows of the block use it",
         diagnosis="tiles-not-shared",
@@ -458,4 +481,4 @@ def _expect_shared(c: Counters) -> float:
         "for: let neighbouring threads copy neighbouring numbers of a row",
         diagnosis="not-coalesced",
     )
-    return alone / max(1, asked - q)
+    return served
