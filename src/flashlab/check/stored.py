@@ -152,6 +152,4 @@ def _partly(name: str, missing: torch.Tensor, case: str) -> CheckFailed:
     slug = "rows-not-written"
     if one.ndim == 2 and torch.equal(one, one.all(0).expand_as(one)):
         slug = "columns-not-written"
-    return CheckFailed(
-        f"{name} is stored in part: {_where(one)} were never written {there}", diagnosis=slug, case=case
-    )
+    return CheckFailed(f"{name} is stored in part: {_where(one)} were never written {there}", diagnosis=slug, case=case)

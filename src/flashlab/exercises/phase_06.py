@@ -444,7 +444,10 @@ def _forgotten(order: str, N: int, D: int, block_m: int, block_n: int) -> dict[s
     past = 8 * D * sum(start + block_m for start in range(0, N, block_m))
     rows = 4 * N * D
     return {
-        "past-the-end": (rows + past, "FA2: a block reads no key from N on: the last one ends at N, not at m_start + BLOCK_M"),
+        "past-the-end": (
+            rows + past,
+            "FA2: a block reads no key from N on: the last one ends at N, not at m_start + BLOCK_M",
+        ),
         "no-q": (fa2 - rows, "FA2: Q is read too, once: ND numbers"),
         "k-or-v": (rows + 4 * D * keys, "FA2: a block reads the keys it needs twice: of K and of V"),
         "block-skipped": (fa2 - 8 * D * min(N, block_m), "FA2: the first block reads keys too: those of its own rows"),
@@ -455,7 +458,9 @@ def _expect_bytes(
     order: str, mine: Any, want: int, unmasked: int, forgotten: dict[str, tuple[int, str]], case: str
 ) -> None:
     __tracebackhide__ = True
-    expect(mine is not None, f"the number for {order} is None: return two numbers", diagnosis="returned-none", case=case)
+    expect(
+        mine is not None, f"the number for {order} is None: return two numbers", diagnosis="returned-none", case=case
+    )
     expect(
         isinstance(mine, (int, float)) and not isinstance(mine, bool),
         f"the bytes of {order}'s order should be a whole number, not {mine!r}",

@@ -31,7 +31,7 @@ def explain(forward: Forward, head_dim: int, dtype: torch.dtype = torch.float16)
     near = _Near(dtype)
     q, k, v = _tensors(16, 16, head_dim, dtype)
     o = forward(q, k, v, causal=False, scale=None)[0][0, 0].double()
-    one = [x[0, 0].double() for x in (q, k, v)]
+    one = (q[0, 0].double(), k[0, 0].double(), v[0, 0].double())
     if bool((o == 0).all()):
         return adds_nothing(forward, head_dim, dtype)
     right = near(o, _softmax(*one))
@@ -88,7 +88,9 @@ def _one_tile(q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[str, str, Tenso
     # A lane t of a quad has the columns 2t and 2t + 1 of every 8, of S and of O.
     key_lane, column_lane = torch.arange(len(k)) // 2 % 4, torch.arange(d) // 2 % 4
     own = torch.stack([p[:, key_lane == t].sum(1) for t in range(4)], 1)[:, column_lane]
-    sentence = "a lane divides by the sum of its own columns: a row's sum is that of the quad, two shuffles, masks 1 and 2"
+    sentence = (
+        "a lane divides by the sum of its own columns: a row's sum is that of the quad, two shuffles, masks 1 and 2"
+    )
     yield "quad-not-reduced", sentence, p @ v / own
     sentence = "acc is divided by a lane's own sum inside of the loop: leave the division to the end"
     yield "divided-twice", sentence, p @ v / own / total
@@ -119,7 +121,7 @@ def _diagonal(forward: Forward, head_dim: int, dtype: torch.dtype) -> Found | No
     """Causal: the mask of the first tile in every tile."""
     q, k, v = _tensors(128, 128, head_dim, dtype)
     o = forward(q, k, v, causal=True, scale=None)[0][0, 0].double()
-    one, i = [x[0, 0].double() for x in (q, k, v)], torch.arange(128)
+    one, i = (q[0, 0].double(), k[0, 0].double(), v[0, 0].double()), torch.arange(128)
     for tile in (16, 32, 64):
         for block in (16, 32, 64, 128):  # rows of a block: it visits the tiles up to its last row
             visited = i[None, :] // tile <= (i[:, None] // block * block + block - 1) // tile
