@@ -245,15 +245,27 @@ def build(
     return Build(library, name, text, check, source.entries(text), warnings, cxx, found.from_cache)
 
 
+def _expect_static_fits(symbols: list[elf.Symbol]) -> None:
+    """Raises CompileError where a function's static __shared__ arrays are more than a GPU gives, as ptxas would."""
+    owners: dict[str, list[elf.Symbol]] = {}
+    for symbol in symbols:
+        if symbol.defined:  # _ZZ9transposePfE4tile: what stands before the array's own name is the function's
+            owners.setdefault(symbol.name.rpartition(f"{len(symbol.array)}{symbol.array}")[0], []).append(symbol)
+    for arrays in owners.values():
+        size = sum(s.size for s in arrays)
+        if size > STATIC_SHARED:
+            names = [s.array for s in arrays]
+            who = f"the array {names[0]} has" if len(names) == 1 else f"the arrays {', '.join(names)} have together"
+            raise CompileError(
+                f"{who} {size} bytes of static shared memory; the limit is {STATIC_SHARED} bytes: declare "
+                "it `extern __shared__`, and ask at the launch"
+            )
+
+
 def _link(cxx: Compiler, runtime: Path, work: Path, check: bool) -> None:
     """Makes kernel.so of kernel.o and the runtime. Raises CompileError."""
     symbols = elf.thread_local_symbols(work / "kernel.o")
-    for symbol in symbols:
-        if symbol.size > STATIC_SHARED:  # ptxas refuses it in these words, more or less
-            raise CompileError(
-                f"the array {symbol.array} has {symbol.size} bytes of static shared memory; the limit "
-                f"is {STATIC_SHARED} bytes: declare it `extern __shared__`, and ask at the launch"
-            )
+    _expect_static_fits(symbols)
     command = [cxx.path, "-shared", "kernel.o", str(runtime), "-o", "kernel.so"]
     command += ["-Wl,-Bsymbolic", "-Wl,--exclude-libs,ALL", "-static-libstdc++", "-static-libgcc", "-lpthread"]
     command += [f"-Wl,--defsym,{s.name}={DYNAMIC_SHARED}" for s in symbols if not s.defined]

@@ -13,8 +13,11 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from flashlab.check.mistakes import tiles
+
 Tensor = torch.Tensor
 ROWS = 64  # of Q, K and V in the small problem: one tile of each
+MMA_K = 16  # and of a smaller one: a kernel's smallest tile
 _CHUNK = 8  # elements of 16 bytes
 
 
@@ -24,26 +27,30 @@ def explain(forward: Callable[..., tuple[Tensor, Tensor]], head_dim: int) -> tup
     Args:
         forward: takes q, k, v [1, 1, rows, head_dim] in fp16 and returns (o, lse).
     """
-    q, k, v = _tensors(ROWS, head_dim)
-    o = forward(q, k, v, causal=False, scale=None)[0][0, 0].double()
-    if o.isnan().all():
-        return "nan-everywhere", (
-            "every output is NaN, from the first tile on. At the start the maximum is -inf and the sum 0: which "
-            "difference is +inf or -inf - (-inf), and which product is inf * 0?"
-        )
-    if o.eq(0).all():
-        return "tile-skipped", (
-            f"with {ROWS} keys every output is 0: the loop over tiles leaves out a tile, and a short problem has no "
-            "other. Where does it begin, and where does it end?"
-        )
-    one = [x[0, 0].double() for x in (q, k, v)]
-    truth = _attend(*one)
-    if _near(o, truth):
-        return _causal(forward, head_dim) or _tiles(forward, head_dim) or _split(forward, head_dim)
-    for slug, sentence, prediction in _predictions(*one):
-        if not _near(prediction, truth) and _near(o, prediction):
-            return slug, sentence
-    return None
+    for rows in (ROWS, MMA_K):
+        q, k, v = _tensors(rows, head_dim)
+        o = forward(q, k, v, causal=False, scale=None)[0][0, 0].double()
+        if o.isnan().all():
+            return "nan-everywhere", (
+                "every output is NaN, from the first tile on. At the start the maximum is -inf and the sum 0: which "
+                "difference is +inf or -inf - (-inf), and which product is inf * 0?"
+            )
+        if rows == ROWS and o.eq(0).all():
+            return "tile-skipped", (
+                f"with {ROWS} keys every output is 0: the loop over tiles leaves out a tile, and a short problem has no "
+                "other. Where does it begin, and where does it end?"
+            )
+        one = [x[0, 0].double() for x in (q, k, v)]
+        truth = _attend(*one)
+        if _near(o, truth):
+            if rows < ROWS:
+                break
+            found = _causal(forward, head_dim) or _tiles(forward, head_dim) or _split(forward, head_dim)
+            return found or tiles.explain(forward, head_dim)
+        for slug, sentence, prediction in _predictions(*one):
+            if not _near(prediction, truth) and _near(o, prediction):
+                return slug, sentence
+    return tiles.explain(forward, head_dim)
 
 
 def _tensors(rows: int, head_dim: int, queries: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -122,8 +129,8 @@ def _predictions(q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[str, str, Te
 
     p = _weights(q, k)
     total = p.sum(1, keepdim=True)
-    lower = torch.arange(ROWS) % 16 >= 8
-    first = torch.arange(ROWS) % 16 < 8  # keys of c, the rest of d
+    lower = torch.arange(len(q)) % 16 >= 8
+    first = torch.arange(len(q)) % 16 < 8  # keys of c, the rest of d
     for rows, name in ((lower, "c2 and c3, of row g + 8,"), (~lower, "c0 and c1, of row g,")):
         swapped = _columns(p, 1, rows)
         for keys in (first, ~first, first | ~first):
@@ -146,8 +153,8 @@ def _predictions(q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[str, str, Te
 def _reductions(q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[str, str, Tensor]]:
     """A row lives in the four lanes 4 g + t; what comes of reducing it over others."""
     s = q @ k.T / math.sqrt(q.shape[1])
-    pair = torch.arange(ROWS) // 4 % 2  # lanes t and t ^ 1 hold key columns 2t, 2t + 1 of every 8
-    other_row = torch.arange(ROWS) ^ 4  # lane ^ 16 is row g ^ 4
+    pair = torch.arange(len(q)) // 4 % 2  # lanes t and t ^ 1 hold key columns 2t, 2t + 1 of every 8
+    other_row = torch.arange(len(q)) ^ 4  # lane ^ 16 is row g ^ 4
     halves = torch.stack([s[:, pair == i].amax(1) for i in (0, 1)], 1)  # [rows, pair]
     advice = "a row lives in the four lanes of a quad: reduce with lane masks 1 and 2 (0b10, not 0x10)"
     for m in (halves, torch.maximum(halves, halves[other_row])):
