@@ -37,7 +37,8 @@ def explain(forward: Callable[..., tuple[Tensor, Tensor]], head_dim: int) -> tup
             )
         if rows == ROWS and o.eq(0).all():
             return "tile-skipped", (
-                f"with {ROWS} keys every output is 0: the loop over tiles leaves out a tile, and a short problem has no "
+                f"with {ROWS} keys every output is 0: the loop over tiles leaves out a tile, and a short "
+                f"problem has no "
                 "other. Where does it begin, and where does it end?"
             )
         one = [x[0, 0].double() for x in (q, k, v)]
@@ -224,7 +225,7 @@ def _tiles(forward: Callable[..., tuple[Tensor, Tensor]], head_dim: int) -> tupl
         if _near(o, truth):
             continue
         for size in (32, 64, 128):
-            for slug, sentence, prediction in _tile_predictions(*one, size):
+            for slug, sentence, prediction in _tile_predictions(one[0], one[1], one[2], size):
                 if _near(prediction, truth) or not _near(o, prediction):
                     continue
                 if abs(move) == 4 and slug == "o-not-rescaled":  # and 12 is right
