@@ -119,10 +119,14 @@ def verify_one_head(
     empty: bool = False,
     lse: bool = True,
     max_seq: int | None = None,
+    max_tile: int = 256,
     deterministic: bool = False,
     full: bool = False,
 ) -> Report:
-    """`verify` for fn(q, k, v, *, causal, scale) -> (o, lse) on one head: q and o [M, D], k and v [N, D], lse [M]."""
+    """`verify` for fn(q, k, v, *, causal, scale) -> (o, lse) on one head: q and o [M, D], k and v [N, D], lse [M].
+
+    max_tile: 128 for a function whose tiles are no larger, to save time.
+    """
     __tracebackhide__ = True
     takes = _parameters(fn)
 
@@ -144,6 +148,7 @@ def verify_one_head(
         batched=False,
         scaled="scale" in takes,
         max_seq=max_seq,
+        max_tile=max_tile,
         full=full,
     )
     if strided:
