@@ -330,3 +330,8 @@ def test_a_second_load_is_no_slice():
 @pytest.mark.slow
 def test_a_finite_sentinel_is_found_however_low():
     assert rejected("1.4", solution("scheme_a_kernel", ('float("-inf")', "-1e30"))) == "finite-sentinel"
+
+
+def test_an_lse_that_is_never_stored_and_padding_in_the_maximum_are_told():
+    store = next(line for line in show.source_text(schemes.scheme_a_kernel).splitlines() if "tl.store(lse_ptr" in line)
+    assert rejected("1.4", solution("scheme_a_kernel", (store, ""))) == "lse-not-written"

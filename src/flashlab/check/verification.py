@@ -255,9 +255,10 @@ def _observe(call: Call, case: Case, lse: bool, one_head: bool) -> tuple[Observa
                 diagnosis="input-modified",
                 case=str(case),
             )
+    never = row_lse is not None and row_lse.numel() > 0 and bool(unwritten(row_lse.detach().cpu()).all())
     row_lse = None if row_lse is None else row_lse.detach().cpu().double()
     observed = o.detach().cpu()
-    return Observation(case, truth_of(case), observed.double(), row_lse, unwritten(observed)), o
+    return Observation(case, truth_of(case), observed.double(), row_lse, unwritten(observed), never), o
 
 
 def _outputs(

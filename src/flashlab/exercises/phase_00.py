@@ -195,6 +195,9 @@ class _Score(float):
     __slots__ = ("__weakref__",)
 
 
+_Score.__name__ = "float"  # as a message should call it
+
+
 def _watched_row(xs: Sequence[float], most: list[int]) -> Iterator[float]:
     """The row as an iterator; `most[0]` becomes the largest number of its scores that were alive at once."""
     alive: weakref.WeakSet[_Score] = weakref.WeakSet()
@@ -702,10 +705,10 @@ def _(lazy_attention):
     masked = noise.clone()
     masked[:9] = -INF
     rows = {
+        "the maximum first": torch.linspace(4, -4, 24, dtype=torch.float64),
         "random scores": 3 * noise,
         "a slow climb": torch.linspace(0, 23, 24, dtype=torch.float64),
         "a climb to 3000": torch.linspace(0, 3000, 24, dtype=torch.float64),
-        "the maximum first": torch.linspace(4, -4, 24, dtype=torch.float64),
         "masked blocks first": masked,
         "all masked": torch.full((24,), -INF, dtype=torch.float64),
         "steps of exactly the threshold": 2.5 * torch.arange(24, dtype=torch.float64),
