@@ -143,8 +143,8 @@ assert counter.get_total_flops() == 4 * 512 * 512 * 64
 # So far "bytes" are **sizes of tensors**. Between HBM and the cores lies a cache, the **L2** (60 MiB on an H200). What one line has just written
 # may still be there when the next one reads it, and then it makes no trip to HBM.
 #
-# NVIDIA's profiler `ncu` counts what HBM really moves (its DRAM counters). You may have no GPU here, so the package holds **records**:
-# figures that were measured on a GPU, which the output names. This one has one head, $D = 64$, at two lengths: the $N \times N$
+# NVIDIA's profiler `ncu` counts what HBM really moves (its DRAM counters). The package holds **records** of it:
+# figures measured on the GPU that the output names. This one has one head, $D = 64$, at two lengths: the $N \times N$
 # matrix of the first fits in the L2, that of the second is far too large.
 
 # %%
@@ -475,7 +475,7 @@ for target in ("sm_80", "sm_90", "sm_120"):
 # and do all four lines on its multiprocessor. $S$ and $P$ are then 64 rows tall, and never touch HBM.
 #
 # Left: scheme A. Right: scheme B, for later. Blue and orange are on the chip; grey stays in HBM. The dashed outline is the rest of $S$ and
-# $P$: other programs compute it, and it is in no memory now.
+# $P$: other programs make it, and it is never in HBM.
 
 # %%
 fig, axes = plt.subplots(1, 2, figsize=(8.5, 3.4))
@@ -891,7 +891,8 @@ for name, pair in compiled.items():
         loops = sum(int(goal, 16) < int(address, 16) for address, goal in branches)
         rows.append((name, r.target, r.registers, r.spill_bytes, sum(r.instructions.values()),
                      exchanged, r.tensor_core_instructions, loops))
-        assert loops or r.tensor_core_instructions >= compiled["scheme A"][pair.index(r)].tensor_core_instructions
+        whole = compiled["scheme A"][pair.index(r)]
+        assert loops or r.tensor_core_instructions >= whole.tensor_core_instructions
 rows.sort(key=lambda row: row[1] != "sm_90")
 columns = ["kernel", "target", "registers", "spilled bytes", "instructions", "exchange", "MMA", "loops"]
 show.table(rows, columns)

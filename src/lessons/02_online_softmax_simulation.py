@@ -684,7 +684,8 @@ def unrounded_p(Q_block, K, V, BLOCK_N):
     return O_block.to(V.dtype), lse
 
 for dtype in dtypes[:2]:
-    rounded, (unrounded,) = curves_of[dtype][0][blocks.index(64)], errors_by_block_size(dtype, [64], unrounded_p)[0]
+    rounded = curves_of[dtype][0][blocks.index(64)]
+    (unrounded,), _ = errors_by_block_size(dtype, [64], unrounded_p)
     assert unrounded < rounded < 1.2 * unrounded
     print(f"{dtype}: rounding P adds to the largest error, but less than a fifth: True")
 
@@ -735,8 +736,8 @@ plt.show()
 # %% [markdown]
 # - **fp16 and bf16: flat, and a little better than the twin.** What is left is the rounding of P and of the output; the twin rounds the
 #   scores as well. In this sense FlashAttention is *exact*: it approximates nothing.
-# - **fp32: a valley**, and at its left end far above the twin. With one key per block, 1024 numbers are added one after the other.
-#   Blocks make it a sum of partial sums, for which the bound on the rounding is smaller. Real kernels take 32 keys or more.
+# - **fp32: a valley**, with its left end far above the twin. There 1024 numbers are added one after the other. Blocks make it a sum of
+#   partial sums, whose rounding has a smaller bound.
 # - **A 16-bit accumulator: a disaster with many blocks.** What a block adds is often too small to change the rounded `acc`, and is
 #   lost. So the state is float32 in every kernel of this course.
 

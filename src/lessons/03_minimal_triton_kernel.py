@@ -303,7 +303,7 @@ for report in (e, two):
     threads = 32 * report.num_warps
     print(f"{report.kernel}: {counts[0]} ex2 and {counts[1]} multiplications per thread")
     assert counts == [1024 // threads, 1024 // threads if report is e else 0]
-print(f"1024 elements, shared out to {threads} threads ({report.num_warps} warps): {1024 // threads} per thread")
+print(f"1024 elements on {threads} threads ({report.num_warps} warps): {1024 // threads} per thread")
 
 # %% [markdown]
 # ## 7 · The kernel
