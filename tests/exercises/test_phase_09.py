@@ -224,7 +224,7 @@ def test_an_empty_page_is_not_solved_yet():
     assert diagnosis("9.7", "") == "not-solved-yet"
 
 
-# ---- what only some inputs show ---------------------------------------------------------------------------------------
+# ---- what only some inputs show --------------------------------------------------------------------------------------
 def lazy(above, base):
     """The kernel of 9.7 with a lazy rescaling."""
     old = """            const float base = x == -INFINITY ? 0.f : x;
