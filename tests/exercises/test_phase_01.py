@@ -287,7 +287,8 @@ def test_a_store_without_its_mask_is_told_and_never_carried_out(id, name, mask, 
         (("tl.load(q_ptrs, mask=offs_m[:, None] < M, other=0.0)", "tl.load(q_ptrs)"), "out-of-bounds", "of q,"),
         (("tl.load(k_ptrs, mask=offs_n[None, :] < N, other=0.0)", "tl.load(k_ptrs)"), "out-of-bounds", "of k,"),
         (("tl.load(v_ptrs, mask=offs_n[:, None] < N, other=0.0)", "tl.load(v_ptrs)"), "out-of-bounds", "of v,"),
-        (("v_ptrs, mask=offs_n[:, None] < N, other=0.0)", "v_ptrs, mask=offs_n[:, None] < N)"), "other-missing", "v is"),
+        (("v_ptrs, mask=offs_n[:, None] < N, other=0.0)", "v_ptrs, mask=offs_n[:, None] < N)"), "other-missing",
+         "v is"),
     ],
 )  # fmt: skip
 def test_a_load_without_mask_or_other_is_told(load, diagnosis, tensor):

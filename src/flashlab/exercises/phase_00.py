@@ -666,8 +666,8 @@ def _lazy(
         if seen == -INF:
             continue
         compared = last if mistake == "drift" else m
-        moves = top > compared + (0.0 if mistake == "threshold-ignored" else threshold)
-        moves = moves or (mistake == "not-above-the-threshold" and top == compared + threshold)
+        moves = bool(top > compared + (0.0 if mistake == "threshold-ignored" else threshold))
+        moves = moves or (mistake == "not-above-the-threshold" and bool(top == compared + threshold))
         if m == -INF:
             m = top
             count += mistake == "start-counted"

@@ -550,7 +550,7 @@ def _(two_pass_kernel: Any) -> str:
     _expect_two_passes(run)
     compiled = compiles(kernel, schemes.kernel_arguments(4096, 64, BLOCK_N=64), target="sm_120", num_stages=1)
     expect(
-        compiled.shared_bytes <= 4 * 64 * 64 * 2,
+        (compiled.shared_bytes or 0) <= 4 * 64 * 64 * 2,
         f"right, but it needs {compiled.shared_bytes} bytes of shared memory for tiles of 64 keys: hold "
         "one block of K and "
         "one of V at a time",

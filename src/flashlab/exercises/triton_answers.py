@@ -86,4 +86,4 @@ def calls(kernel: Any) -> list[str]:
     """The names of the functions and methods that a kernel's text calls, in its order: ["program_id", "load", ...]."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(kernel.fn)))
     called = sorted((n for n in ast.walk(tree) if isinstance(n, ast.Call)), key=lambda n: (n.lineno, n.col_offset))
-    return [getattr(n.func, "attr", None) or getattr(n.func, "id", "") for n in called]
+    return [str(getattr(n.func, "attr", None) or getattr(n.func, "id", "")) for n in called]
