@@ -117,8 +117,8 @@ def _is_row_times_rows(y: torch.Tensor) -> bool:
     minutes=10,
     difficulty="Bug hunt",
     hints=[
-        "Both lines of the race are the same line, in different rounds of the loop. Who writes part_smem[40] in the "
-        "first round, and who reads it in the second?",
+        "The check names one pair of lines that race; there is another. Who writes part_smem[40] in the first round of "
+        "the loop, and who reads it in the second? A barrier before the division alone would mend the first pair only.",
         "Every round reads what other threads wrote in the round before. What has to come between two rounds?",
         "One __syncthreads() in the loop. Careful where: inside the `if`, not every thread would reach it.",
     ],
