@@ -37,7 +37,9 @@ HOLE = "YOUR CODE HERE"
 PROBES = ((1, 2, 1, 200, 200, True), (1, 1, 1, 64, 330, False), (2, 1, 1, 70, 24, True))
 # Diagnoses that a mistake of a fragment, a lane or a merge may hide behind.
 _ROUNDING = ("l-in-low-precision", "o-accumulated-in-low-precision")
-_VAGUE = ("wrong-value", "nan-everywhere", "p-columns-exchanged", "low-precision", *_ROUNDING)
+_VAGUE = (
+    "wrong-value", "nan-everywhere", "output-scaled", "p-columns-exchanged", "low-precision", *_ROUNDING,
+)  # fmt: skip
 _TIMEOUT = 10.0  # seconds: a launch takes one or two
 _QUOTED = 64  # characters of a line
 

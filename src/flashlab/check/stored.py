@@ -139,8 +139,8 @@ def _partly(name: str, missing: torch.Tensor, case: str) -> CheckFailed:
         b, h = whole_heads.nonzero()[0].tolist()
         advice = "its row is number (batch * heads + head) * seq_q + row" if name == "lse" else "rows_of finds the rows"
         return CheckFailed(
-            f"{name} is stored for {int((~whole_heads).sum())} of {whole_heads.numel()} heads: nothing is ever "
-            f"written to "
+            f"{name} is stored for {int((~whole_heads).sum())} of {whole_heads.numel()} heads: "
+            f"nothing is ever written to "
             f"batch {b}, head {h}; {advice}",
             diagnosis=f"{name}-of-heads-not-stored",
             case=case,

@@ -69,8 +69,8 @@ def _(add_bias: str) -> str:
             counters = answer.run(x, bias, y, rows, cols, case=case, check=check)
             expect(
                 not _is_row_times_rows(y),
-                "the element at (row, col) is number row * cols + col, because a row has cols elements: your y "
-                "begins a "
+                "the element at (row, col) is number row * cols + col, because a row has cols "
+                "elements: your y begins a "
                 "new row after rows elements",
                 diagnosis="wrong-pitch",
                 case=case,
@@ -118,8 +118,8 @@ def _is_row_times_rows(y: torch.Tensor) -> bool:
     minutes=10,
     difficulty="Bug hunt",
     hints=[
-        "Both lines of the race are the same line, in different rounds of the loop. Who writes part_smem[40] in the "
-        "first round, and who reads it in the second?",
+        "The check names one pair of lines that race; there is another. Who writes part_smem[40] in the first round of "
+        "the loop, and who reads it in the second? A barrier before the division alone would mend the first pair only.",
         "Every round reads what other threads wrote in the round before. What has to come between two rounds?",
         "One __syncthreads() in the loop. Careful where: inside the `if`, not every thread would reach it.",
     ],
@@ -252,8 +252,8 @@ def _(row_lse: str) -> str:
                 expect_written(lse, "lse", case=case)
                 expect(
                     kind not in ("near -200", "near 300") or not lse.isinf().any(),
-                    "the scores are right while they are small: near -200 and near 300 the sum of exp is 0 or "
-                    "infinite. "
+                    "the scores are right while they are small: near -200 and near 300 the sum of "
+                    "exp is 0 or infinite. "
                     "Is the maximum subtracted before exp, in the loop and in the merge?",
                     diagnosis="no-max-subtraction",
                     case=case,
@@ -278,8 +278,8 @@ def _(row_lse: str) -> str:
                         "lanes-not-merged": (alone, "that is lane 0's own part: the 32 states were not merged"),
                         "merge-not-rescaled": (
                             tops.amax(1) + sums.sum(1).log(),
-                            "the 32 sums are added as they are: each is relative to its own lane's maximum, and "
-                            "has to be "
+                            "the 32 sums are added as they are: each is relative to its own lane's "
+                            "maximum, and has to be "
                             "brought under the common one, l * expf(m - m_new), before it is added",
                         ),
                         "one-round-short": (
@@ -347,8 +347,8 @@ _PROBES = ((1, 1, 1, 70, 100, False), (1, 2, 1, 130, 130, True), (1, 1, 1, 50, 2
 _OF_THE_LINES = {
     "m-starts-at-zero": (
         "mask-after-maximum",
-        "wrong where all scores of a row are negative: the maximum takes in a 0, the score of a key that does "
-        "not exist. "
+        "wrong where all scores of a row are negative: the maximum takes in a 0, the score of a key "
+        "that does not exist. "
         "A key that is not seen has to score -INFINITY before the maximum is taken",
     ),
 }

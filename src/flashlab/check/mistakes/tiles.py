@@ -111,8 +111,8 @@ def _tail(forward: Forward, head_dim: int, dtype: torch.dtype, one_tile_right: b
                 if alone:
                     return "tail-not-masked", f"{_ZERO_KEYS}: their scores have to be -INFINITY"
                 return "n-start-forgotten", (
-                    f"right in the first tile; in the last, {_ZERO_KEYS}. Key n of a tile is key n_start + n: "
-                    f"is n_start "
+                    f"right in the first tile; in the last, {_ZERO_KEYS}. Key n of a tile is key "
+                    f"n_start + n: is n_start "
                     "in the comparison?"
                 )
     return None
@@ -129,8 +129,8 @@ def _diagonal(forward: Forward, head_dim: int, dtype: torch.dtype) -> Found | No
             seen = (i[None, :] % tile <= i[:, None]) & visited
             if _Near(dtype)(o, _softmax(*one, seen=seen)):
                 return "n-start-forgotten", (
-                    "causal: every tile is masked as if it were the first. Key n of a tile is key n_start + n: "
-                    "is n_start "
+                    "causal: every tile is masked as if it were the first. Key n of a tile is key "
+                    "n_start + n: is n_start "
                     "in the comparison?"
                 )
     return None
