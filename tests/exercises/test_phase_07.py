@@ -280,7 +280,7 @@ PAGE = {
     "no guard for -inf - (-inf)": ("masked-rows-nan", ("base = x == -INFINITY ? 0.f : x", "base = x")),
     "half a row of O": ("columns-not-written", ("n * 8 + t * 2) =", "n / 2 * 8 + t * 2) =")),
     "fp16 alone": ("fp16-alone", ("mma_m16n8k16<T>(o[n]", "mma_m16n8k16<__half>(o[n]")),
-    "HEAD_DIM 64 alone": ("race", ("PITCH = HEAD_DIM + 8", "PITCH = 64 + 8")),
+    "HEAD_DIM 64 alone": ("head-dim-64-alone", ("PITCH = HEAD_DIM + 8", "PITCH = 64 + 8")),
     "all tiles for a causal mask": (
         "wrong-count",
         ("p.causal ? min(p.seq_k, first + 16 + diagonal) : p.seq_k", "p.seq_k"),

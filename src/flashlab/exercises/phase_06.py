@@ -577,7 +577,7 @@ def _expect_shared(c: Counters) -> float:
     alone, q = rows * keys * 2 * 64 * 4, rows * 64 * 4  # each row reads all of K and V by itself; Q once
     served = alone / max(1, asked - q)
     expect(
-        served >= SERVED or served < 1.5,
+        served >= SERVED or served < 2,  # below 2: K or V is not shared
         f"right, and tiles are shared, but a number of K and V serves {served:.3g} rows where at least {SERVED} are "
         "wanted: give each block more rows",
         diagnosis="tiles-too-small",
