@@ -42,7 +42,7 @@ def parts(python: str = sys.executable) -> list[Part]:
     # A process for each core, a file of tests in one process: what a file builds, it builds once.
     spread = ("-n", "auto", "--dist", "loadfile") if importlib.util.find_spec("xdist") else ()
     unit = (*pytest, *spread, "tests", f"--ignore={STARTERS}")
-    nbval = (*pytest, "--nbval", "--nbval-current-env", f"--nbval-cell-timeout={CELL_TIMEOUT}",
+    nbval = (*pytest, *spread, "--nbval", "--nbval-current-env", f"--nbval-cell-timeout={CELL_TIMEOUT}",
              "--nbval-sanitize-with", "nbval.cfg", "-p", "no:cacheprovider")  # fmt: skip
     lint = ((python, "-m", "ruff", "check", "."), (python, "-m", "ruff", "format", "--check", "--quiet", "."),
             (python, "-m", "mypy"))  # fmt: skip
