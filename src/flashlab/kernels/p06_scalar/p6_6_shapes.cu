@@ -1,7 +1,8 @@
 // Phase 6, step 6: the tile's shape follows the problem and the device.
 //
-// A multiprocessor hides the latency of one warp behind the work of others. Step 5 has 4 warps per block. At HEAD_DIM 64,
-// where its grid has less than 1.5 blocks per multiprocessor, 16 lanes share a row: blocks of 64 rows, and twice as many.
+// A multiprocessor hides the latency of one warp behind the work of others. Step 5 has 4 warps per block. At
+// HEAD_DIM 64, where its grid has less than 1.5 blocks per multiprocessor, 16 lanes share a row: blocks of 64 rows,
+// and twice as many.
 //
 // Compile with -DHEAD_DIM=64 or 128 and -DELEMENT=float.
 
