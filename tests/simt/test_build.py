@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from flashlab import simt
-from flashlab.simt import CompileError, SimtError, compile_cuda, elf, lines, memory, narrator, source
+from flashlab.simt import CompileError, SimtError, compile_cuda, elf, lines, memory, source
 from flashlab.simt import build as build_module
 
 from .conftest import KERNELS
@@ -245,7 +245,7 @@ bool three(const void* const p, std::int64_t n) { return f(n); } }
 
 def test_shared_arrays_in_the_symbol_table():
     built = compile_cuda(KERNELS / "broken.cu", check=True).build
-    arrays = {(s.array, s.size) for s in narrator.static_arrays(built)}
+    arrays = {(s.array, s.size) for s in built.shared}
     assert ("tile", 256) in arrays and ("total", 4) in arrays and ("other", 256) in arrays
     with pytest.raises(ValueError, match="no 64-bit"):
         elf.thread_local_symbols(__file__)

@@ -269,7 +269,7 @@ def test_threads_that_stop_themselves(check, capfd):
 
 @pytest.mark.parametrize("check", [False, True])
 def test_a_stack_that_overflows(check):
-    with pytest.raises(IllegalAccess, match="more than 128 KB of local memory"):
+    with pytest.raises(IllegalAccess, match="more than 640 KB of local memory"):
         run("run_overflows", ints(), check=check)
 
 

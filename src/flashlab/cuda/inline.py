@@ -744,7 +744,7 @@ class CudaModule:
             sms = torch.cuda.get_device_properties(q.device).multi_processor_count if on_gpu else 132
         p = _problem.problem(q, k, v, o, lse, causal=causal, scale=scale, sms=sms, head_dims=self.head_dims)
         workspace = torch.empty(max(1, self._workspace_floats(built, p, q.device)), device=q.device)
-        arguments = [q, k, v, o, lse, workspace, ctypes.addressof(p)]
+        arguments = [q, k, v, o, lse, workspace, p if self.backend == "emulator" else ctypes.addressof(p)]
         self._launch(built, self._every_entry["forward_arrays"], arguments, **launch)
         return o, lse
 
@@ -764,9 +764,7 @@ class CudaModule:
         if entry is None:
             return 0
         if self.backend == "emulator":
-            function = ctypes.CDLL(str(built.build.library)).workspace_floats
-            function.restype = ctypes.c_int64
-            return function(ctypes.byref(p))
+            return built.launch("workspace_floats", p).returned
         return built.call(entry, device.index, [ctypes.addressof(p)])
 
 
@@ -799,7 +797,7 @@ def _argument(entry: str, p: _source.Parameter, x: Any):
                 raise ValueError(f"{entry}: {p.name} has strides {x.stride()}: pass {p.name}.contiguous()")
             return x.detach()
     if p.kind == "pointer":
-        if x is None or isinstance(x, int):
+        if x is None or isinstance(x, int | ctypes.Structure):
             return x
         raise TypeError(f"{entry}: {p.name} is a pointer: pass a tensor or None, not {type(x).__name__}")
     kind = _C_TYPES.get(p.kind)

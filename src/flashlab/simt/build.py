@@ -9,6 +9,7 @@ share it, and an interrupted build leaves nothing behind.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import json
@@ -32,6 +33,13 @@ RUNTIME = HERE / "runtime"
 DYNAMIC_SHARED = "simt_dynamic_shared"  # scheduler.cpp: what `extern __shared__` names are linked to
 
 
+INDICES = ("threadIdx", "blockIdx", "blockDim", "gridDim")
+RUNNER = "runner.cpp"  # the only part of the runtime that is not in the library
+# What the linker is to send to runtime/wrapped.cpp.
+WRAPPED = (
+    "malloc", "calloc", "realloc", "free", "_Znwm", "_Znam", "_ZdlPv", "_ZdaPv", "_ZdlPvm", "_ZdaPvm",
+    "exit", "_exit", "_Exit", "quick_exit", "abort", "__cxa_throw",
+)  # fmt: skip
 STATIC_SHARED = 48 * 1024  # bytes: what a GPU gives a kernel that has not asked for more
 
 
@@ -94,9 +102,10 @@ class Compiler:
                 "-fno-crossjumping",
                 "-fno-tree-tail-merge",
                 "-fno-code-hoisting",
+                "-fno-ipa-icf",
             )
             one_to_one += ("-fno-extern-tls-init",)  # `extern __shared__` arrays need no constructor
-        return self.language + quiet + one_to_one
+        return self.language + quiet + one_to_one + ("-fstack-clash-protection",)
 
     @property
     def check(self) -> tuple[str, ...]:
@@ -190,7 +199,8 @@ def _run(command: list[str], where: Path, text: str | None = None) -> subprocess
 
 @functools.cache
 def _runtime_key(compiler: Compiler, defines: tuple[str, ...]) -> str:
-    files = sorted([*RUNTIME.glob("*"), *INCLUDE.rglob("*.h")])
+    how = [HERE / f"{name}.py" for name in ("build", "elf", "source")]
+    files = sorted([*RUNTIME.glob("*"), *INCLUDE.rglob("*.h"), *how])
     return _digest(compiler, _cpu(), defines, [(f.name, _file_digest(f)) for f in files if f.is_file()])
 
 
@@ -201,14 +211,15 @@ def runtime(compiler: Compiler, defines: tuple[str, ...] = ()) -> Path:
     if done.exists():
         return done
     with _workspace(builds) as work:
-        flags = ["-O3", "-Wall", "-Wextra", *compiler.language, "-g0", *[f"-D{d}" for d in defines]]
+        flags = ["-O3", "-Wall", "-Wextra", *compiler.language, "-g0", "-DSIMT_RUNTIME", *[f"-D{d}" for d in defines]]
 
         def compile_one(path: Path) -> str:
             result = _run([compiler.path, *flags, "-c", str(path), "-o", f"{path.stem}.o"], work)
             return result.stderr if result.returncode else ""
 
         with ThreadPoolExecutor(os.cpu_count() or 2) as pool:
-            errors = [e for e in pool.map(compile_one, sorted(RUNTIME.glob("*.cpp"))) if e]
+            parts = [p for p in sorted(RUNTIME.glob("*.cpp")) if p.name != RUNNER]
+            errors = [e for e in pool.map(compile_one, parts) if e]
         if errors:
             raise SimtError(f"the emulator's runtime does not compile with {compiler.version}:\n" + "\n".join(errors))
         objects = sorted(str(p.name) for p in work.glob("*.o"))
@@ -219,10 +230,25 @@ def runtime(compiler: Compiler, defines: tuple[str, ...] = ()) -> Path:
     return done
 
 
+def runner(compiler: Compiler) -> Path:
+    """The executable that loads a library into a process of its own, built once."""
+    builds = cache_directory()
+    done = builds / f"runner-{_runtime_key(compiler, ())}"
+    if not done.exists():
+        with _workspace(builds) as work:
+            command = [compiler.path, "-O1", "-std=c++17", str(RUNTIME / RUNNER), "-o", "runner", "-ldl"]
+            result = _run(command, work)
+            if result.returncode:
+                raise SimtError(f"the emulator's runner does not compile with {compiler.version}:\n{result.stderr}")
+            os.replace(work / "runner", done)
+    return done
+
+
 @dataclass(frozen=True)
 class Build:
     """A compiled module: the library, and what its source says about its entries."""
 
+    runner: Path  # the executable that runs it
     library: Path
     name: str  # of the source, as it appears in messages and line tables
     text: str  # the source as the learner wrote it
@@ -231,6 +257,8 @@ class Build:
     warnings: str
     compiler: Compiler
     from_cache: bool
+    shared: tuple[elf.Symbol, ...]  # the static __shared__ arrays, by their offset in the thread-local segment
+    dynamic: int  # where `extern __shared__` begins in it
 
 
 def build(
@@ -268,6 +296,7 @@ def build(
     for folder in [*folders, str(INCLUDE), str(INCLUDE / "toolkit")]:
         flags += ["-I", folder]
     builds = cache_directory()
+    executable = runner(cxx)
     key = _digest(_runtime_key(cxx, runtime_defines), flags, name, text)
     manifest = builds / f"{key}.json"
     parsed = source.entries(text)
@@ -276,7 +305,10 @@ def build(
         known = json.loads(manifest.read_text())
         library = builds / known["library"]
         if library.exists() and all(_file_digest(p) == d for p, d in known["dependencies"].items()):
-            return Build(library, name, text, check, parsed, known["warnings"], cxx, True)
+            shared = tuple(elf.Symbol(*s) for s in known["shared"])
+            return Build(
+                executable, library, name, text, check, parsed, known["warnings"], cxx, True, shared, known["dynamic"]
+            )
 
     objects = [str(runtime(cxx, runtime_defines))]
     with _workspace(builds) as work:
@@ -293,7 +325,7 @@ def build(
                     f"the array {symbol.array} has {symbol.size} bytes of static shared memory; the limit "
                     f"is {STATIC_SHARED} bytes: declare it `extern __shared__`, and ask at the launch"
                 )
-        shared = [s.name for s in symbols if not s.defined]
+        wanted = [s.name for s in symbols if not s.defined and s.name not in INDICES]
         link = [
             cxx.path,
             "-shared",
@@ -308,11 +340,10 @@ def build(
             "-static-libstdc++",
             "-static-libgcc",
             "-lpthread",
-            *[f"-Wl,--defsym,{s}={DYNAMIC_SHARED}" for s in shared],
+            *[f"-Wl,--defsym,{s}={DYNAMIC_SHARED}" for s in wanted],
         ]
-        if (
-            cxx.clang and check
-        ):  # it copies structs with memcpy, and its sanitizer looks at that from inside the function
+        link += [f"-Wl,--wrap={f}" for f in WRAPPED]
+        if cxx.clang and check:  # it copies structs with memcpy, and its sanitizer looks at that inside the function
             link += [f"-Wl,--wrap={f}" for f in ("memcpy", "memmove", "memset")]
         linked = _run([*link, "-Wl,-z,defs", "-lm", "-lc"], work)
         if linked.returncode:
@@ -323,6 +354,11 @@ def build(
         dependencies = {
             p: _file_digest(p) for p in paths if p not in own and not p.startswith("/usr/") and os.path.exists(p)
         }
+        own_arrays = {s.name for s in symbols if s.defined}
+        linked_symbols = elf.thread_local_symbols(work / "kernel.so")
+        dynamic = next(s.offset for s in linked_symbols if s.name == DYNAMIC_SHARED)
+        arrays = [s for s in linked_symbols if s.name in own_arrays and s.defined and s.size]
+        shared = tuple({(s.offset, s.size): s for s in arrays}.values())
         library = builds / f"{_digest(key, sorted(dependencies.items()))}.so"
         os.replace(work / "kernel.so", library)
         (work / "manifest").write_text(
@@ -332,10 +368,12 @@ def build(
                     "dependencies": dependencies,
                     "warnings": result.stderr,
                     "name": name,
+                    "shared": [dataclasses.astuple(s) for s in shared],
+                    "dynamic": dynamic,
                 }
             )
         )
         os.replace(work / "manifest", manifest)
     with contextlib.suppress(OSError):  # another process may be pruning too
         _prune(builds)
-    return Build(library, name, text, check, parsed, result.stderr, cxx, False)
+    return Build(executable, library, name, text, check, parsed, result.stderr, cxx, False, shared, dynamic)

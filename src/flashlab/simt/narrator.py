@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import re
+from dataclasses import replace
 
-from flashlab.simt import elf
-from flashlab.simt.build import DYNAMIC_SHARED, Build
+from flashlab.simt.build import Build
 from flashlab.simt.lines import Place, resolver
+from flashlab.simt.process import Reply
 from flashlab.simt.report import Counters, Finding, Launch, Report
-from flashlab.simt.sentences import FATAL, Facts, sentence
+from flashlab.simt.sentences import FATAL, Facts, host_end, sentence
 
 # A site's four counters (runtime/counters.h), by its kind: the names under which they are reported.
 _COUNTERS = {
@@ -75,6 +75,15 @@ class Narrator:
             source=self.build.text,
             notes=(self.resolver.note,) if self.resolver.note else (),
         )
+
+    def host_sentence(self, entry: str, reply: Reply, seconds: float) -> str:
+        """How the host part ended, with its line; nothing where it returned."""
+        ending = reply.ending
+        self.resolver.learn(ending.pcs)
+        line = next((n for n in map(self._own_line, map(self.resolver.place, ending.pcs)) if n), None)
+        if not ending.text and reply.complained.strip():
+            ending = replace(ending, text=reply.complained.strip().splitlines()[-1])
+        return host_end(entry, ending, f" in line {line}" if line else "", seconds)
 
     def _launches(self, rows: list[list[str]]) -> list[Launch]:
         launches: list[Launch] = []
@@ -174,25 +183,10 @@ class Narrator:
 
     def _shared(self, address: int, count: int) -> str:
         """Names bytes of shared memory. The static arrays come first, the dynamic one is the last."""
-        dynamic = _dynamic_offset(str(self.build.library))
+        dynamic = self.build.dynamic
         if address >= dynamic:
             return f"bytes {address - dynamic} to {address - dynamic + count - 1} of the dynamic shared memory"
-        for symbol in static_arrays(self.build):
+        for symbol in self.build.shared:
             if symbol.offset <= address < symbol.offset + symbol.size:
                 return f"{symbol.array} at byte {address - symbol.offset}"
         return "shared memory"
-
-
-@functools.lru_cache(maxsize=64)
-def _symbols(library: str) -> tuple[elf.Symbol, ...]:
-    return tuple(elf.thread_local_symbols(library))
-
-
-def _dynamic_offset(library: str) -> int:
-    return next(s.offset for s in _symbols(library) if s.name == DYNAMIC_SHARED)
-
-
-def static_arrays(build: Build) -> tuple[elf.Symbol, ...]:
-    """The static ``__shared__`` arrays of a module."""
-    arrays = [s for s in _symbols(str(build.library)) if s.defined and s.size and s.name != DYNAMIC_SHARED]
-    return tuple({(s.offset, s.size): s for s in arrays}.values())

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import operator
 import os
-import threading
+import struct
+import sys
 import time
 from pathlib import Path
 
+from flashlab.simt import process as processes
 from flashlab.simt.build import Build, build
 from flashlab.simt.errors import (
     DeadlockError,
+    HostError,
     IllegalAccess,
     KernelTimeout,
     KernelTrap,
@@ -19,11 +23,25 @@ from flashlab.simt.errors import (
     SimtError,
 )
 from flashlab.simt.memory import GlobalMemory, View, view
-from flashlab.simt.narrator import Narrator, static_arrays
+from flashlab.simt.narrator import Narrator
+from flashlab.simt.process import Reply
 from flashlab.simt.report import Report
 from flashlab.simt.source import Entry, Parameter
 
-_one_at_a_time = threading.Lock()
+TIMEOUT = 10.0  # seconds
+MAX_TIMEOUT = 86400
+MAX_SHARED = 227 * 1024  # machine.h
+ERROR_NAMES = {
+    1: "cudaErrorInvalidValue",
+    2: "cudaErrorMemoryAllocation",
+    9: "cudaErrorInvalidConfiguration",
+    98: "cudaErrorInvalidDeviceFunction",
+    700: "cudaErrorIllegalAddress",
+    702: "cudaErrorLaunchTimeout",
+    710: "cudaErrorAssert",
+    716: "cudaErrorMisalignedAddress",
+    719: "cudaErrorLaunchFailure",
+}
 _ERRORS = {
     "launch-configuration": LaunchError,
     "deadlock": DeadlockError,
@@ -40,6 +58,8 @@ _ERRORS = {
     "trap": KernelTrap,
     "assert": KernelTrap,
     "division-by-zero": KernelTrap,
+    "host-call": KernelTrap,
+    "launch-in-kernel": KernelTrap,
 }
 _C_TYPES = {
     "bool": ctypes.c_bool, "char": ctypes.c_int8, "signed char": ctypes.c_int8,
@@ -61,17 +81,6 @@ _DTYPES = {
 }  # fmt: skip
 
 
-@functools.cache
-def _load(path: str) -> ctypes.CDLL:
-    library = ctypes.CDLL(path, mode=os.RTLD_NOW | os.RTLD_LOCAL)
-    library.simt_reset.argtypes = [ctypes.c_int, ctypes.c_size_t, ctypes.c_int, ctypes.c_int]
-    library.simt_buffer.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_int]
-    library.simt_static_array.argtypes = [ctypes.c_uint64, ctypes.c_uint64]
-    for name in ("simt_records", "simt_findings", "simt_printed", "simt_fiber_kind", "simt_error_name"):
-        getattr(library, name).restype = ctypes.c_char_p
-    return library
-
-
 class Module:
     """A compiled CUDA source.
 
@@ -86,11 +95,6 @@ class Module:
     def __init__(self, built: Build):
         self.build = built
         self.entries: dict[str, Entry] = built.entries
-        self._library = _load(str(built.library))
-        if not getattr(self._library, "_simt_arrays", False):
-            for symbol in static_arrays(built):
-                self._library.simt_static_array(symbol.offset, symbol.size)
-            self._library._simt_arrays = True
 
     @property
     def warnings(self) -> str:
@@ -100,7 +104,12 @@ class Module:
     @property
     def fiber_kind(self) -> str:
         """How the emulator switches threads: "x86-64" or, on any CPU, "ucontext"."""
-        return self._library.simt_fiber_kind().decode()
+        with self._process() as process:
+            return process.fiber_kind
+
+    def _process(self):
+        description = "".join(f"array {s.offset} {s.size}\n" for s in self.build.shared)
+        return processes.process(self.build.runner, self.build.library, description)
 
     def __getattr__(self, name: str):
         if name.startswith("_") or name not in self.__dict__.get("entries", {}):
@@ -118,7 +127,7 @@ class Module:
         entry: str,
         *args: object,
         threads: int | None = None,
-        timeout: float = 120.0,
+        timeout: float = TIMEOUT,
         shared_limit: int = 227 * 1024,
         capability: int = 90,
         multiprocessors: int = 132,
@@ -126,31 +135,86 @@ class Module:
     ) -> Report:
         """Calls an entry of the source, and waits for the kernels that it launches.
 
-        The kernels work on copies of the arrays, each with room around it that may not be touched; what they
-        wrote to arguments that are not ``const`` is copied back when the call succeeds.
+        It runs in a process of its own, on copies of the arrays, each with room around it that may not be touched;
+        what was written to arguments that are not ``const`` is copied back when the call succeeds.
 
         Args:
             entry: an ``extern "C"`` function of the source.
-            args: for a pointer a numpy array, a CPU tensor or None (or a ctypes structure, for the host part
-                of the entry to read, or an address); for the rest numbers.
-            threads: OS threads that run blocks; all the machine has by default. Results and counts do not
-                depend on it.
-            timeout: seconds after which the launch is given up.
+            args: for a pointer a numpy array, a CPU tensor or None (or a ctypes structure, for the host part of the
+                entry); for the rest numbers.
+            threads: OS threads that run blocks; all the machine has by default. Results and counts do not depend
+                on it.
+            timeout: seconds after which the launch is given up. After two of them a line on stderr says how far it is.
             shared_limit: bytes of dynamic shared memory that a block may ask for (227 KB: H100, H200; 99 KB:
                 RTX 30, 40, 50).
             capability: compute capability that cudaDeviceGetAttribute reports, times 10.
             multiprocessors: the number of SMs that it reports.
-            echo: print what the kernels printed.
+            echo: print what the source printed.
 
         Returns:
             The findings, if any, and the counts.
 
         Raises:
-            TypeError: an argument does not fit the entry's signature.
-            LaunchError: the launch was refused, or the entry returned something other than 0.
+            TypeError, ValueError: an argument does not fit the entry's signature, or an option is out of range.
+            LaunchError: the launch was refused, or the entry returned an error code (an ``int`` other than 0).
             IllegalAccess, DeadlockError, KernelTrap, KernelTimeout: the launch ended there. The error carries
                 the report.
+            HostError: the host part ended the process instead of returning.
         """
+        signature = self._signature(entry, args)
+        threads = _default_threads() if threads is None else _within("threads", threads, 1, 4096)
+        settings = (
+            threads,
+            _within("shared_limit", shared_limit, 0, MAX_SHARED),
+            _within("multiprocessors", multiprocessors, 1, 1 << 20),
+            _within("capability", capability, 10, 1000),
+        )
+        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout <= MAX_TIMEOUT:
+            raise ValueError(f"timeout is {timeout!r}; it is a number of seconds above 0, up to {MAX_TIMEOUT}")
+        views: dict[int, View] = {}
+        for number, (p, arg) in enumerate(zip(signature.parameters, args, strict=True)):
+            try:
+                v = view(arg)
+            except TypeError as error:
+                raise TypeError(f"{entry}: {p.name}: {error}") from None
+            if v is not None:
+                _check_array(entry, p, v)
+                views[number] = v
+        request = [f"call {entry}", f"settings {' '.join(map(str, settings))}"]
+        if signature.returns in ("float", "double"):
+            request.append("float")
+        with self._process() as process, GlobalMemory(list(views.values())) as memory:
+            request.append(f"memory {memory.bytes}")
+            request += [f"piece {file} {pages} {at}" for file, pages, at in memory.pieces]
+            buffers = {}
+            for number, (p, arg) in enumerate(zip(signature.parameters, args, strict=True)):
+                v = views.get(number)
+                if v is None:
+                    request.append(_scalar(entry, p, arg))
+                    continue
+                at = memory.address(v)
+                request.append(f"array {at}")
+                if v.dtype != "struct":
+                    request.append(f"buffer {at} {v.bytes} {int(not p.const)} 0 {number}")
+                    buffers[number] = (p.name, v.bytes, v.shape, v.itemsize)
+            begin = time.perf_counter()
+            reply = process.call("\n".join(request), memory.file, timeout, _Progress(entry, memory, timeout))
+            seconds = time.perf_counter() - begin
+            if echo:
+                print(reply.printed, end="")
+                print(reply.complained, end="", file=sys.stderr)
+            if reply.interrupt is not None:
+                raise reply.interrupt
+            returned = _value(signature.returns, reply.returned)
+            narrator = Narrator(self.build, buffers)
+            report = narrator.report(reply.records, reply.findings, reply.printed, seconds, returned)
+            _raise_if_failed(report, signature, reply, narrator, timeout)
+            for number, v in views.items():
+                if not signature.parameters[number].const:
+                    memory.copy_back(v)
+        return report
+
+    def _signature(self, entry: str, args: tuple) -> Entry:
         if entry not in self.entries:
             raise TypeError(
                 f'the source has no extern "C" function {entry!r}; it has {", ".join(self.entries) or "none"}'
@@ -159,65 +223,51 @@ class Module:
         if len(args) != len(signature.parameters):
             wanted = ", ".join(p.name for p in signature.parameters)
             raise TypeError(f"{entry} takes {len(signature.parameters)} arguments ({wanted}), not {len(args)}")
-        views: dict[int, View] = {}
-        for number, (p, arg) in enumerate(zip(signature.parameters, args, strict=True)):
-            v = view(arg)
-            if v is not None:
-                _check_array(entry, p, v)
-                views[number] = v
-        with _one_at_a_time, GlobalMemory(list(views.values())) as memory:
-            library = self._library
-            library.simt_cancel(0)
-            library.simt_reset(threads or _default_threads(), shared_limit, multiprocessors, capability)
-            values, buffers = [], {}
-            for number, (p, arg) in enumerate(zip(signature.parameters, args, strict=True)):
-                if number in views:
-                    v = views[number]
-                    address = memory.address(v)
-                    library.simt_buffer(address, v.bytes, int(not p.const), number)
-                    buffers[number] = (p.name, v.bytes, v.shape, v.itemsize)
-                    values.append(ctypes.c_void_p(address))
-                else:
-                    values.append(_scalar(entry, p, arg))
-            function = getattr(library, entry)
-            function.restype = None if signature.returns == "void" else ctypes.c_int
-            function.argtypes = [type(x) for x in values]
-            begin = time.perf_counter()
-            returned = _call(library, function, values, timeout)
-            seconds = time.perf_counter() - begin
-            report = Narrator(self.build, buffers).report(
-                library.simt_records().decode(errors="replace"),
-                library.simt_findings().decode(errors="replace"),
-                library.simt_printed().decode(errors="replace"),
-                seconds,
-                returned,
-            )
-            if echo and report.printed:
-                print(report.printed, end="")
-            error = library.simt_last_error(0)
-            _raise_if_failed(report, entry, error, returned, library)
-            for number, v in views.items():
-                if not signature.parameters[number].const:
-                    memory.copy_back(v)
-        return report
+        return signature
+
+
+class _Progress:
+    """After two seconds, and then now and again, says on stderr how far a call is."""
+
+    def __init__(self, entry: str, memory: GlobalMemory, timeout: float):
+        self.entry, self.memory, self.timeout = entry, memory, timeout
+        self.next = 2.0
+
+    def __call__(self, seconds: float) -> None:
+        if seconds < self.next or seconds >= self.timeout:
+            return
+        self.next = max(10.0, 2 * self.next)
+        launches, blocks, done, kernel = self.memory.progress
+        where = f"{kernel} has run {done} of its {blocks} blocks" if launches else "no kernel has been launched yet"
+        limit = f"it is given up after {self.timeout:g} s (timeout=...)"
+        print(f"{self.entry}: {seconds:.0f} s so far, {where}; {limit}", file=sys.stderr, flush=True)
+
+
+def _within(name: str, value: object, low: int, high: int) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__") or not low <= operator.index(value) <= high:
+        raise ValueError(f"{name} is {value!r}; it is an integer from {low} to {high}")
+    return operator.index(value)
 
 
 def _default_threads() -> int:
-    wanted = os.environ.get("FLASHLAB_SIMT_THREADS")
-    return (
-        int(wanted)
-        if wanted
-        else len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count() or 1
-    )
+    wanted = os.environ.get("FLASHLAB_SIMT_THREADS", "").strip()
+    if wanted:
+        if not wanted.isdecimal() or not int(wanted):
+            raise ValueError(f"FLASHLAB_SIMT_THREADS is {wanted!r}; it is the number of OS threads that run blocks")
+        return min(int(wanted), 4096)
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _check_array(entry: str, p: Parameter, v: View) -> None:
     if p.kind != "pointer":
         raise TypeError(f"{entry}: {p.name} is declared {p.kind}, and got an array")
+    if p.element.endswith("*"):
+        raise TypeError(
+            f"{entry}: {p.name} is a pointer to pointers ({p.element}*), and the emulator passes arrays only: pass "
+            "each as an argument of its own"
+        )
     allowed = _DTYPES.get(p.element)
-    if allowed and v.dtype not in allowed:
+    if allowed and v.dtype not in (*allowed, "struct"):
         raise TypeError(
             f"{entry}: {p.name} points to {p.element}, which is {allowed[0]}, and got an array of {v.dtype}"
         )
@@ -225,14 +275,16 @@ def _check_array(entry: str, p: Parameter, v: View) -> None:
         raise TypeError(f"{entry}: {p.name} is not declared const, and got an array that may not be written")
 
 
-def _scalar(entry: str, p: Parameter, value: object):
+def _scalar(entry: str, p: Parameter, value: object) -> str:
+    """An argument that is no array, as serve.cpp reads it: its kind, and its 8 bytes as an integer."""
     if p.kind == "pointer":
-        if value is None:
-            return ctypes.c_void_p(None)
+        if value is None or (isinstance(value, int) and not value):
+            return "i 0"
         if isinstance(value, int):
-            return ctypes.c_void_p(value)
-        if isinstance(value, ctypes.Structure | ctypes.Array):
-            return ctypes.c_void_p(ctypes.addressof(value))
+            raise TypeError(
+                f"{entry}: {p.name} got an address. The source runs in a process of its own, where it means nothing: "
+                "pass the array, the tensor or the ctypes structure itself"
+            )
         raise TypeError(
             f"{entry}: {p.name} is a pointer: pass a numpy array, a CPU tensor or None, not {type(value).__name__}"
         )
@@ -242,52 +294,53 @@ def _scalar(entry: str, p: Parameter, value: object):
     try:
         number = value.item() if hasattr(value, "item") else value
         if kind in (ctypes.c_float, ctypes.c_double):
-            return kind(float(number))
-        if isinstance(number, float) and not number.is_integer():
-            raise TypeError
-        return kind(bool(number)) if kind is ctypes.c_bool else kind(int(number))
+            number = float(number)
+            code = "f" if kind is ctypes.c_float else "d"
+            return f"f {int.from_bytes(struct.pack('<' + code, number), 'little')}"
+        if isinstance(number, float) and number.is_integer():
+            number = int(number)
+        number = operator.index(number)
+    except OverflowError:
+        raise ValueError(f"{entry}: {p.name} is {value!r}, which a {p.kind} cannot hold") from None
     except (TypeError, ValueError):
         raise TypeError(f"{entry}: {p.name} is declared {p.kind}, and got {value!r}") from None
+    bits = 8 * ctypes.sizeof(kind)
+    signed = kind(-1).value == -1
+    low, high = (-(1 << bits - 1), (1 << bits - 1) - 1) if signed else (0, (1 << bits) - 1)
+    if kind is ctypes.c_bool:
+        low, high = 0, 1
+    if not low <= number <= high:
+        raise ValueError(f"{entry}: {p.name} is {number}, and its type, {p.kind}, goes from {low} to {high}")
+    return f"i {number & 0xFFFFFFFFFFFFFFFF}"
 
 
-def _call(library: ctypes.CDLL, function, values: list, timeout: float):
-    """Calls in another thread, so that this one can give up on time and hear the user's interrupt."""
-    result: list = []
-    done = threading.Event()
-
-    def work() -> None:
-        try:
-            result.append(function(*values))
-        finally:
-            done.set()
-
-    thread = threading.Thread(target=work, name="simt", daemon=True)
-    thread.start()
-    interrupted = None
-    try:
-        reason = 0 if done.wait(timeout) else 1
-    except KeyboardInterrupt as e:
-        reason, interrupted = 2, e
-    while not done.is_set():
-        library.simt_cancel(reason)
-        done.wait(0.01)
-    thread.join()
-    if interrupted:
-        raise interrupted
-    return result[0] if result else None
+def _value(kind: str, word: int) -> int | float | None:
+    """What an entry returned, of the 8 bytes of its register."""
+    if kind == "void":
+        return None
+    raw = word.to_bytes(8, "little")
+    if kind in ("float", "double"):
+        return struct.unpack("<f" if kind == "float" else "<d", raw[: 4 if kind == "float" else 8])[0]
+    c_type = ctypes.c_uint64 if "*" in kind else _C_TYPES.get(kind, ctypes.c_int)
+    return c_type.from_buffer_copy(raw).value
 
 
-def _raise_if_failed(report: Report, entry: str, error: int, returned: object, library: ctypes.CDLL) -> None:
+def _raise_if_failed(report: Report, entry: Entry, reply: Reply, narrator: Narrator, timeout: float) -> None:
     fatal = next((f for f in report.findings if f.fatal), None)
-    if fatal is None and (error or returned):
+    code = report.returned if entry.returns in ("int", "cudaError_t") else 0
+    if fatal is None and (reply.error or code):
         fatal = next((f for f in report.findings if f.kind in _ERRORS), None)
+    host = narrator.host_sentence(entry.name, reply, timeout)
     if fatal is not None:
-        raise _ERRORS.get(fatal.kind, SimtError)(str(fatal), report)
-    if isinstance(returned, int) and returned:
-        name = library.simt_error_name(returned).decode() if returned > 0 else "its own error code"
-        raise LaunchError(f"{entry} returned {returned} ({name})", report)
-    if error:
-        raise LaunchError(f"{entry}: {library.simt_error_name(error).decode()}", report)
+        after = f"; after that, {host}" if host and reply.ending.kind != "stuck" else ""
+        raise _ERRORS.get(fatal.kind, SimtError)(f"{fatal}{after}", report)
+    if host:
+        raise (KernelTimeout if reply.ending.kind == "stuck" else HostError)(host, report)
+    if code:
+        name = ERROR_NAMES.get(code, "an unknown CUDA error") if code > 0 else "its own error code"
+        raise LaunchError(f"{entry.name} returned {code} ({name})", report)
+    if reply.error:
+        raise LaunchError(f"{entry.name}: {ERROR_NAMES.get(reply.error, 'an unknown CUDA error')}", report)
 
 
 def compile_cuda(

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
+import signal
 from dataclasses import dataclass
+
+from flashlab.simt.process import Ending
 
 # After these the launch cannot go on. (So it is with a divergence in which two different operations meet.)
 FATAL = {
     "assert", "barrier-arguments", "copy-size", "deadlock", "division-by-zero", "global-out-of-bounds",
-    "interrupted", "lanes-missing", "launch-configuration", "mask-without-self", "misaligned", "not-shared",
+    "host-call", "interrupted", "lanes-missing", "launch-configuration", "launch-in-kernel",
+    "mask-without-self", "misaligned", "not-shared",
     "stack-overflow", "timeout", "trap",
 }  # fmt: skip
 
@@ -32,7 +36,8 @@ _CONFIGURATION = {
     "shared": "{0} bytes of dynamic shared memory a block; the limit is {1}",
     "shared-opt-in": "{0} bytes of dynamic shared memory a block: above {1} a kernel has to be "
     "allowed to, with cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)",
-    "memory": "no memory for the stacks of its threads",
+    "memory": "a block needs {0} threads, and the system has room for the stacks of {1} (vm.max_map_count, ulimit -v)",
+    "os-threads": "the system has no thread left to run it",
 }
 
 
@@ -220,8 +225,27 @@ def _stack_overflow(f: Facts) -> str:
     return f"{f.who} uses{f.here} more than {f.v[0] // 1024} KB of local memory: deep recursion, or large arrays"
 
 
+def _unfinished(f: Facts) -> str:
+    return f"{f.kernel} had run {f.v[0]} of its {_count(f.v[1], 'block')}"
+
+
 def _timeout(f: Facts) -> str:
+    if f.how == "launch":
+        return f"{_unfinished(f)} when the time was up"
     return f"{f.who} was still running{f.here} when the time was up: a loop that does not end, or too much work"
+
+
+_INSTEAD = {
+    "malloc": "pass the memory to the kernel, or use __shared__", "throw": "a kernel has no exceptions: use assert",
+    "exit": "use return, or __trap()", "abort": "use assert, or __trap()",
+}  # fmt: skip
+_SAME = {"calloc": "malloc", "realloc": "malloc", "free": "malloc", "new": "malloc", "new[]": "malloc",
+         "delete": "malloc", "_exit": "exit", "_Exit": "exit", "quick_exit": "exit"}  # fmt: skip
+
+
+def _host_call(f: Facts) -> str:
+    instead = _INSTEAD[_SAME.get(f.words, f.words)]
+    return f"{f.who} calls {f.words}{f.here}, which is not emulated in a kernel: {instead}"
 
 
 def _launch_configuration(f: Facts) -> str:
@@ -253,7 +277,15 @@ _SENTENCES = {
     "division-by-zero": lambda f: f"{f.who} divides an integer by zero{f.here}",
     "stack-overflow": _stack_overflow,
     "timeout": _timeout,
-    "interrupted": lambda f: f"{f.who} was running{f.here} when it was interrupted",
+    "interrupted": lambda f: (
+        f"{_unfinished(f)} when it was interrupted"
+        if f.how == "launch"
+        else f"{f.who} was running{f.here} when it was interrupted"
+    ),
+    "host-call": _host_call,
+    "launch-in-kernel": lambda f: (
+        f"{f.who} launches {f.words}{f.here}: a kernel that launches another is not emulated: launch it on the host"
+    ),
     "launch-configuration": _launch_configuration,
 }
 KINDS = tuple(_SENTENCES)
@@ -262,3 +294,53 @@ KINDS = tuple(_SENTENCES)
 def sentence(kind: str, facts: Facts) -> str:
     """One sentence: who did what, where, and against whom."""
     return _SENTENCES[kind](facts)
+
+
+# ---- the host part ---------------------------------------------------------------------------------
+_SIGNALS = {
+    signal.SIGFPE: "divides an integer by zero",
+    signal.SIGILL: "comes to code that must not be reached",
+    signal.SIGTRAP: "comes to code that must not be reached",
+    signal.SIGABRT: "ends with abort()",
+}
+
+
+def host_end(entry: str, ending: Ending, here: str, seconds: float) -> str:
+    """How the host part of an entry ended instead of returning; nothing where it returned.
+
+    Args:
+        entry: its name.
+        ending: see process.py.
+        here: " in line 12", or nothing.
+        seconds: what the call was allowed.
+    """
+    who = f"the host part of {entry}"
+    said = f": {ending.text}" if ending.text else ""
+    check = "a check build looks for the kernel's line"
+    if ending.kind == "returned":
+        return ""
+    if ending.kind == "stuck":
+        return f"{who} was still running{here} when the time was up ({seconds:g} s)"
+    if ending.kind == "exit":
+        return f"{who} calls {ending.text}({ending.code}){here}"
+    if ending.kind == "assert":
+        return f"{who} fails the assertion `{ending.text}`{here}"
+    if ending.kind == "exception":
+        return f"{who} throws an exception{here}{said}"
+    if ending.kind == "device-call":
+        return f"{who} calls{here} what only a kernel can call: launch a kernel that does"
+    if ending.kind == "refused":
+        return f"{entry} could not be called: the system has no {ending.text or 'such function'}"
+    if ending.kind == "signal" and ending.host:
+        if ending.code in (signal.SIGSEGV, signal.SIGBUS):
+            if ending.stack:
+                return f"{who} overflows its stack{here}: a recursion that does not end, or large local arrays"
+            wild = "a null pointer" if ending.address < 65536 else "a pointer to memory that is not its own"
+            return f"{who} follows {wild}{here}"
+        return f"{who} {_SIGNALS.get(ending.code, f'was ended by signal {ending.code}')}{here}{said}"
+    if ending.kind == "signal":
+        return f"the emulator was ended by signal {ending.code} while a kernel of {entry} ran{said}: {check}"
+    if ending.code in (signal.SIGKILL, signal.SIGTERM):
+        return f"the process that ran {entry} was killed (signal {ending.code}): by the source, or for want of memory"
+    how = f"with signal {ending.code}" if ending.code else "by itself"
+    return f"the process that ran {entry} ended {how}{said}: {check}"

@@ -80,7 +80,7 @@ class Parameter:
 
     name: str
     kind: str
-    element: str = ""  # of a pointer: "float", "__half", "void" ...
+    element: str = ""  # of a pointer: "float", "__half", "void", "float*" ...
     const: bool = False
 
 
@@ -105,8 +105,9 @@ def _parameter(text: str, number: int) -> Parameter:
     match = re.fullmatch(r"(.*?[\s*&])(\w+)", text, re.S)
     type_, name = (match[1], match[2]) if match and match[2] not in _NUMBERS else (text, f"argument {number}")
     if "*" in type_:
-        element = re.sub(r"\bconst\b|\*|\bstruct\b", " ", type_.split("*")[0]).split()
-        return Parameter(name, "pointer", " ".join(element), "const" in type_.split("*")[0].split())
+        element = re.sub(r"\bconst\b|\bstruct\b", " ", type_.split("*")[0]).split()
+        deeper = "*" * (type_.count("*") - 1)
+        return Parameter(name, "pointer", " ".join(element) + deeper, "const" in type_.split("*")[0].split())
     kind = " ".join(w for w in type_.split() if w not in ("const", "std::")).removeprefix("std::")
     if kind == "cudaStream_t":
         return Parameter(name, "pointer", "stream")

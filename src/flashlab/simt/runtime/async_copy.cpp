@@ -25,7 +25,7 @@ bool copies_in_flight(const Lane* lane, Copy& first) {
 }
 
 extern "C" void simt_cp_async(uint32_t dst, const void* src, int bytes, int src_bytes) {
-    Lane* me = current_lane();
+    Lane* me = kernel_lane(CALLER);
     Inside inside(me, CALLER);
     Worker* worker = me->block->worker;
     if (dst % bytes || (uintptr_t)src % bytes) {
@@ -47,9 +47,9 @@ extern "C" void simt_cp_async(uint32_t dst, const void* src, int bytes, int src_
     count_access(me, site, src_bytes ? (uintptr_t)src : NO_ADDRESS, bytes);
     if (ok) me->copies.push_back({dst, (const char*)src, bytes, src_bytes, site, me->group});
 }
-extern "C" void simt_cp_async_commit() { current_lane()->group++; }
+extern "C" void simt_cp_async_commit() { kernel_lane(CALLER)->group++; }
 extern "C" void simt_cp_async_wait(int groups_left) {
-    Lane* me = current_lane();
+    Lane* me = kernel_lane(CALLER);
     Inside inside(me, CALLER);
     if (groups_left < 0) me->group++, groups_left = 0;
     while (me->first_copy < me->copies.size() &&

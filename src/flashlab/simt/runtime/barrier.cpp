@@ -47,7 +47,7 @@ void thread_gone(Block* block) {
 }
 
 extern "C" int simt_barrier(int kind, int predicate) {
-    Lane* me = current_lane();
+    Lane* me = kernel_lane(CALLER);
     Inside inside(me, CALLER);
     Barrier& b = me->block->barriers[0];
     if (b.arrived && (b.kind != kind || b.pc != me->pc)) {
@@ -72,7 +72,7 @@ extern "C" int simt_barrier(int kind, int predicate) {
 }
 
 extern "C" void simt_named_barrier(int id, int threads, int wait) {
-    Lane* me = current_lane();
+    Lane* me = kernel_lane(CALLER);
     Inside inside(me, CALLER);
     if (id < 0 || id >= BARRIERS || threads <= 0 || threads % WARP) {
         Finding f{"barrier-arguments", "bar.sync"};

@@ -172,7 +172,7 @@ void lane_gone(Warp* warp) {
 }
 
 extern "C" void simt_warp(int op, unsigned mask, const void* in, void* out, int param) {
-    Lane* me = current_lane();
+    Lane* me = kernel_lane(CALLER);
     Inside inside(me, CALLER);
     Warp* warp = me->warp;
     const unsigned bit = 1u << me->lane;
@@ -209,7 +209,7 @@ extern "C" void simt_warp(int op, unsigned mask, const void* in, void* out, int 
 
 // Which lanes are active here: those that come to this place before the warp can go on without them.
 extern "C" unsigned simt_activemask(int line) {
-    Lane* me = current_lane();
+    Lane* me = kernel_lane(CALLER);
     Inside inside(me, CALLER);
     unsigned result = 0;
     me->in = (const void*)(intptr_t)line;

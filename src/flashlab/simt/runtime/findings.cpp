@@ -51,18 +51,16 @@ void file_of_launch(int launch, const Finding& finding, int error) {
 }
 
 // ---- for Python ---------------------------------------------------------------------------------
-static std::string text;
-extern "C" {
-void simt_forget_findings() {
+void forget_findings() {
     std::lock_guard<std::mutex> lock(mutex);
     findings.clear();
     sequence = 0;
 }
 // One finding a line, fields separated by tabs; addresses are relative to the module and lie inside the
 // instruction (a return address is the next one's).
-const char* simt_findings() {
+std::string findings_text() {
     std::lock_guard<std::mutex> lock(mutex);
-    text.clear();
+    std::string text;
     auto relative = [](uintptr_t pc) {
         return pc && in_module(pc) ? std::to_string(pc - 1 - module_base) : std::string("0");
     };
@@ -77,8 +75,7 @@ const char* simt_findings() {
             if (c == '\t' || c == '\n') c = ' ';
         text += '\t' + words + '\n';
     }
-    return text.c_str();
-}
+    return text;
 }
 
 }  // namespace simt

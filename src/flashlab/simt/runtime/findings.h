@@ -26,5 +26,7 @@ void file(Lane* lane, const Finding& f);
 void file_of_launch(int launch, const Finding& f, int error);
 
 extern std::atomic<int> last_error;
+void forget_findings();
+std::string findings_text();  // for Python, see findings.cpp
 
 }  // namespace simt

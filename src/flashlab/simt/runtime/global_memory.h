@@ -9,7 +9,7 @@ struct Buffer {
     bool writable;
     int number;  // of the argument
 };
-extern std::vector<Buffer> buffers;  // sorted; they may overlap
+extern std::vector<Buffer> buffers;  // they may overlap
 
 // Is this access allowed? Files the finding where not; an access outside of every buffer ends the launch.
 // Returns whether it is an access to a buffer, which is to be counted.

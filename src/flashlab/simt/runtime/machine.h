@@ -21,9 +21,12 @@ namespace simt {
 
 constexpr int WARP = 32, MAX_THREADS = 1024, MAX_WARPS = MAX_THREADS / WARP, BARRIERS = 16;
 constexpr size_t PAGE = 4096;
-constexpr size_t STACK = 128 << 10;  // a lane's local memory
-// Between two stacks lie 17 pages. Some are a guard, and a stride that is no power of two keeps the tops of a
-// block's stacks from falling into the same set of the cache.
+// A lane's local memory: the 512 KB that a GPU gives a thread, and a quarter more, as a CPU's frames are larger.
+constexpr size_t STACK = 640 << 10;
+// Between two stacks lie 17 pages. Most are a guard, and a stride that is no power of two keeps the tops of a
+// block's stacks from falling into the same set of the cache. Large frames are probed page by page
+// (-fstack-clash-protection), so that none steps over the guard.
+constexpr size_t STACK_GUARD = 16 * PAGE;
 constexpr size_t STACK_STRIDE = STACK + 17 * PAGE;
 constexpr size_t MAX_SHARED = 227 << 10;  // what the largest GPUs give a block (sm_90, sm_100)
 
@@ -112,13 +115,13 @@ struct Launch {  // what is the same for every block
     uint64_t blocks;
     std::atomic<uint64_t> next{0};      // the next block to deal out
     std::atomic<uint64_t> stop{~0ull};  // no block beyond this one matters: it ended the launch
+    std::atomic<uint64_t> done{0};      // blocks that ran to their end
 };
 
 struct Block {
     Worker* worker;
     Launch* launch;
     uint64_t number;
-    uint3 block_idx;
     int threads, warps, alive;
     bool ended;  // by a fatal finding
     Warp* warp;  // warps of them
@@ -143,12 +146,14 @@ struct Worker {  // an OS thread that runs blocks
     Lane* lanes;  // MAX_THREADS or fewer, reused by each block
     std::vector<Warp> warps;
     SharedWindow window;
+    uint3* thread_idx;  // this OS thread's threadIdx
     SharedShadow* shadow;
     Sites* sites;
     sigjmp_buf escape;              // how a signal handler leaves a lane
     bool alive = false;             // its OS thread (faults.cpp)
     volatile bool in_lane = false;  // a lane runs, not the scheduler
     volatile bool inside = false;   // the running lane is inside the runtime
+    volatile bool leaving = false;  // a signal handler is at work on it
     Lane* volatile running = nullptr;
     std::string* printed;  // by the block that runs
 };
@@ -178,12 +183,21 @@ struct Inside {
 };
 #define CALLER ((uintptr_t)__builtin_return_address(0))
 
+// For what only a kernel may call: the lane, or the end of the host part that has called it (host_part.cpp).
+[[noreturn]] void called_on_host(uintptr_t pc);
+inline __attribute__((always_inline)) Lane* kernel_lane(uintptr_t pc) {
+    Lane* me = current_lane();
+    if (__builtin_expect(!me, 0)) called_on_host(pc);
+    return me;
+}
+
 // ---- scheduler.cpp ------------------------------------------------------------------------------
 void wait_for_others(Lane* me, State state);  // the lane stops here until it is made runnable
 void make_runnable(Lane* lane);
 void let_others_run(Lane* me);
 void stop_launch(Block* block, int error);          // after a fatal finding: no later block matters any more
 [[noreturn]] void end_launch(Lane* me, int error);  // the same, and the lane that runs stops for good
+void release_stacks();
 void lane_gone(Warp* warp);  // collectives.cpp: a lane has exited, and others may wait for it
 
 void thread_gone(Block* block);  // barrier.cpp: the same

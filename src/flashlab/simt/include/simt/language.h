@@ -67,17 +67,15 @@ struct dim3 {
 };
 
 // ---- built-in variables -------------------------------------------------------------------------
-// `const` tells the compiler that within one call of the kernel the answer never changes.
+// Set whenever a lane goes on (runtime/scheduler.cpp). `const` tells the compiler that a thread sees one value.
+#ifdef SIMT_RUNTIME
+#define SIMT_INDEX extern __thread uint3
+#else
+#define SIMT_INDEX extern __thread const uint3
+#endif
 extern "C" {
-__attribute__((const, nothrow)) uint3 simt_thread_idx();
-__attribute__((const, nothrow)) uint3 simt_block_idx();
-__attribute__((const, nothrow)) uint3 simt_block_dim();
-__attribute__((const, nothrow)) uint3 simt_grid_dim();
+SIMT_INDEX threadIdx, blockIdx, blockDim, gridDim;
 }
-#define threadIdx (simt_thread_idx())
-#define blockIdx (simt_block_idx())
-#define blockDim (simt_block_dim())
-#define gridDim (simt_grid_dim())
 constexpr int warpSize = 32;
 
 // ---- odds and ends ------------------------------------------------------------------------------
