@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import tempfile
@@ -24,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flashlab.runtime import cache
-from flashlab.simt import elf, source
+from flashlab.simt import elf, hints, source
 from flashlab.simt.errors import CompileError, SimtError
 
 HERE = Path(__file__).resolve().parent
@@ -33,12 +34,13 @@ RUNTIME = HERE / "runtime"
 DYNAMIC_SHARED = "simt_dynamic_shared"  # scheduler.cpp: what `extern __shared__` names are linked to
 
 
+CUDA_ARCH = 900  # of the GPU that the emulator stands for, unless the defines say otherwise
 INDICES = ("threadIdx", "blockIdx", "blockDim", "gridDim")
 RUNNER = "runner.cpp"  # the only part of the runtime that is not in the library
 # What the linker is to send to runtime/wrapped.cpp.
 WRAPPED = (
     "malloc", "calloc", "realloc", "free", "_Znwm", "_Znam", "_ZdlPv", "_ZdaPv", "_ZdlPvm", "_ZdaPvm",
-    "exit", "_exit", "_Exit", "quick_exit", "abort", "__cxa_throw",
+    "exit", "_exit", "_Exit", "quick_exit", "abort", "__cxa_throw", "__cxa_allocate_exception",
 )  # fmt: skip
 STATIC_SHARED = 48 * 1024  # bytes: what a GPU gives a kernel that has not asked for more
 
@@ -64,7 +66,7 @@ class Compiler:
         # -ffp-contract=off: the same sums on every machine. -fno-gnu-unique: or a library could never be
         # unloaded, and two builds of a template kernel would share its arrays. Fortified functions would
         # bypass our printf.
-        common = ("-std=c++17", "-fPIC", "-fno-strict-aliasing", "-ffp-contract=off", "-U_FORTIFY_SOURCE")
+        common = ("-fPIC", "-fno-strict-aliasing", "-ffp-contract=off", "-U_FORTIFY_SOURCE")
         return (
             common
             + self.target
@@ -174,6 +176,20 @@ def _file_digest(path: str | Path) -> str:
     return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:32]
 
 
+@functools.lru_cache(maxsize=4096)
+def _digest_at(path: str, size: int, changed: int, inode: int) -> str:
+    return _file_digest(path)
+
+
+def _header_digest(path: str) -> str:
+    """Of one of the many headers of a source, which are read once as long as they stay the same."""
+    known = os.stat(path)
+    # Within a few milliseconds of a change another one may leave no trace in the times.
+    if time.time_ns() - known.st_mtime_ns < 1_000_000_000:
+        return _file_digest(path)
+    return _digest_at(path, known.st_size, known.st_mtime_ns, known.st_ino)
+
+
 def _prune(cache: Path, keep: int = 500, days: float = 1.0) -> None:
     """Removes the oldest builds, once there are many: an edited cell leaves one for each edit."""
     libraries = sorted(cache.glob("*.so"), key=lambda p: p.stat().st_mtime)
@@ -211,7 +227,16 @@ def runtime(compiler: Compiler, defines: tuple[str, ...] = ()) -> Path:
     if done.exists():
         return done
     with _workspace(builds) as work:
-        flags = ["-O3", "-Wall", "-Wextra", *compiler.language, "-g0", "-DSIMT_RUNTIME", *[f"-D{d}" for d in defines]]
+        flags = [
+            "-std=c++17",
+            "-O3",
+            "-Wall",
+            "-Wextra",
+            *compiler.language,
+            "-g0",
+            "-DSIMT_RUNTIME",
+            *[f"-D{d}" for d in defines],
+        ]
 
         def compile_one(path: Path) -> str:
             result = _run([compiler.path, *flags, "-c", str(path), "-o", f"{path.stem}.o"], work)
@@ -270,6 +295,7 @@ def build(
     defines: dict[str, object] | None = None,
     include_dirs: tuple[str | Path, ...] = (),
     compiler: str | None = None,
+    std: str = "c++17",
     runtime_defines: tuple[str, ...] = (),
 ) -> Build:
     """Compiles a source, or finds it compiled.
@@ -282,6 +308,7 @@ def build(
         defines: macros; True defines a macro as 1, None or False leaves it undefined.
         include_dirs: more directories for headers.
         compiler: as in :func:`find_compiler`.
+        std: the C++ standard of the source, "c++17" or later.
         runtime_defines: macros for the runtime itself (its tests use them).
 
     Raises:
@@ -290,7 +317,11 @@ def build(
     cxx = find_compiler(compiler)
     macros = [f"-D{k}={1 if v is True else v}" for k, v in (defines or {}).items() if v is not None and v is not False]
     folders = [str(Path(d).resolve()) for d in include_dirs]
-    flags = [*cxx.kernel, *(cxx.check if check else cxx.fast), *macros]
+    if not re.fullmatch(r"(c|gnu)\+\+(17|1z|2.)", std):
+        raise ValueError(f'std is {std!r}; it is "c++17", "c++20" or a later standard that the compiler knows')
+    if "__CUDA_ARCH__" not in (defines or {}):
+        macros.append(f"-D__CUDA_ARCH__={CUDA_ARCH}")
+    flags = [f"-std={std}", *cxx.kernel, *(cxx.check if check else cxx.fast), *macros]
     if directory:
         flags += ["-iquote", str(Path(directory).resolve())]
     for folder in [*folders, str(INCLUDE), str(INCLUDE / "toolkit")]:
@@ -299,25 +330,31 @@ def build(
     executable = runner(cxx)
     key = _digest(_runtime_key(cxx, runtime_defines), flags, name, text)
     manifest = builds / f"{key}.json"
-    parsed = source.entries(text)
-
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        known = json.loads(manifest.read_text())
-        library = builds / known["library"]
-        if library.exists() and all(_file_digest(p) == d for p, d in known["dependencies"].items()):
-            shared = tuple(elf.Symbol(*s) for s in known["shared"])
-            return Build(
-                executable, library, name, text, check, parsed, known["warnings"], cxx, True, shared, known["dynamic"]
-            )
+    if (known := _known(builds, manifest)) is not None:
+        return Build(
+            runner=executable, library=builds / known["library"], name=name, text=text, check=check,
+            entries=source.entries(known["interface"]), warnings=known["warnings"], compiler=cxx, from_cache=True,
+            shared=tuple(elf.Symbol(*s) for s in known["shared"]), dynamic=known["dynamic"],
+        )  # fmt: skip
 
     objects = [str(runtime(cxx, runtime_defines))]
     with _workspace(builds) as work:
-        code = f'#line 1 "{name}"\n' + source.rewrite(text)
-        result = _run(
-            [cxx.path, "-x", "c++", *flags, "-MD", "-MF", "kernel.d", "-c", "-", "-o", "kernel.o"], work, code
-        )
+        code = f'#line 1 "{name}"\n{text}'
+        result = _run([cxx.path, "-x", "c++", *flags, "-E", "-"], work, code)
         if result.returncode:
-            raise CompileError(result.stderr.strip() or f"{cxx.path} failed without a message")
+            raise CompileError(hints.explained(result.stderr, name))
+        preprocessed = source.Preprocessed(result.stdout, (str(INCLUDE),))
+        files = source.included(result.stdout)
+        if not any(f.startswith(str(INCLUDE)) for f in files):
+            hints.check_included(text, name)
+        try:
+            preprocessed.check()
+        except source.SourceError as error:
+            raise CompileError(str(error)) from None
+        (work / "kernel.ii").write_text(preprocessed.rewritten(inline_all=check))
+        result = _run([cxx.path, *flags, "-c", "kernel.ii", "-o", "kernel.o"], work)
+        if result.returncode:
+            raise CompileError(hints.explained(result.stderr, name) or f"{cxx.path} failed without a message")
         symbols = elf.thread_local_symbols(work / "kernel.o")
         for symbol in symbols:
             if symbol.size > STATIC_SHARED:  # ptxas refuses it in these words, more or less
@@ -348,32 +385,40 @@ def build(
         linked = _run([*link, "-Wl,-z,defs", "-lm", "-lc"], work)
         if linked.returncode:
             raise CompileError(linked.stderr.strip())
-        own = {str(p.resolve()) for p in [*INCLUDE.rglob("*.h")]}
-        listed = (work / "kernel.d").read_text().replace("\\\n", " ").split(":", 1)[1].split()
-        paths = {str((work / p).resolve()) for p in listed if p != "-"}
-        dependencies = {
-            p: _file_digest(p) for p in paths if p not in own and not p.startswith("/usr/") and os.path.exists(p)
-        }
         own_arrays = {s.name for s in symbols if s.defined}
         linked_symbols = elf.thread_local_symbols(work / "kernel.so")
         dynamic = next(s.offset for s in linked_symbols if s.name == DYNAMIC_SHARED)
         arrays = [s for s in linked_symbols if s.name in own_arrays and s.defined and s.size]
         shared = tuple({(s.offset, s.size): s for s in arrays}.values())
-        library = builds / f"{_digest(key, sorted(dependencies.items()))}.so"
+        own = str(INCLUDE)
+        paths = {str((work / f).resolve()) for f in files}
+        dependencies = {p: _header_digest(p) for p in paths if not p.startswith(own) and os.path.isfile(p)}
+        built = _file_digest(work / "kernel.so")
+        library = builds / f"{_digest(key, built)}.so"
+        interface = source.interface(preprocessed)
         os.replace(work / "kernel.so", library)
-        (work / "manifest").write_text(
-            json.dumps(
-                {
-                    "library": library.name,
-                    "dependencies": dependencies,
-                    "warnings": result.stderr,
-                    "name": name,
-                    "shared": [dataclasses.astuple(s) for s in shared],
-                    "dynamic": dynamic,
-                }
-            )
-        )
+        record = {
+            "library": library.name, "digest": built, "dependencies": dependencies,
+            "warnings": result.stderr, "shared": [dataclasses.astuple(s) for s in shared], "dynamic": dynamic,
+            "interface": interface,
+        }  # fmt: skip
+        (work / "manifest").write_text(json.dumps(record))
         os.replace(work / "manifest", manifest)
     with contextlib.suppress(OSError):  # another process may be pruning too
         _prune(builds)
-    return Build(executable, library, name, text, check, parsed, result.stderr, cxx, False, shared, dynamic)
+    return Build(
+        runner=executable, library=library, name=name, text=text, check=check, entries=source.entries(interface),
+        warnings=result.stderr, compiler=cxx, from_cache=False, shared=shared, dynamic=dynamic,
+    )  # fmt: skip
+
+
+def _known(builds: Path, manifest: Path) -> dict | None:
+    """What is known of a build: None where there is none, its files are not what they were, or a header has changed."""
+    try:
+        known = json.loads(manifest.read_text())
+        if _file_digest(builds / known["library"]) != known["digest"]:
+            return None
+        unchanged = all(_header_digest(p) == d for p, d in known["dependencies"].items())
+        return known if unchanged else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None

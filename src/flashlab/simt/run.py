@@ -351,6 +351,7 @@ def compile_cuda(
     include_dirs: tuple[str | Path, ...] | list[str | Path] = (),
     compiler: str | None = None,
     name: str | None = None,
+    std: str = "c++17",
     runtime_defines: tuple[str, ...] = (),
 ) -> Module:
     """Compiles CUDA C++ for the CPU.
@@ -365,6 +366,7 @@ def compile_cuda(
             ``cuda_bf16.h`` are found anyway.
         compiler: "g++", "clang++" or a path; ``$FLASHLAB_CXX``, or the first one found, by default.
         name: what messages call a source given as text.
+        std: the C++ standard of the source, "c++17" or later.
         runtime_defines: for tests of the runtime.
 
     Raises:
@@ -384,6 +386,7 @@ def compile_cuda(
             defines=defines,
             include_dirs=tuple(include_dirs),
             compiler=compiler,
+            std=std,
             runtime_defines=runtime_defines,
         )
     )

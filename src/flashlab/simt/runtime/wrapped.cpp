@@ -101,6 +101,11 @@ __attribute__((noreturn)) void __wrap_abort() {
     not_in_a_kernel("abort", CALLER);
     __real_abort();
 }
+void* __real___cxa_allocate_exception(size_t);
+void* __wrap___cxa_allocate_exception(size_t n) {
+    not_in_a_kernel("throw", CALLER);
+    return __real___cxa_allocate_exception(n);
+}
 __attribute__((noreturn)) void __real___cxa_throw(void*, void*, void (*)(void*));
 __attribute__((noreturn)) void __wrap___cxa_throw(void* thrown, void* type, void (*destroy)(void*)) {
     not_in_a_kernel("throw", CALLER);

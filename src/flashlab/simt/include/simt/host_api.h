@@ -46,16 +46,8 @@ int simt_device_attribute(int attribute);
 const char* simt_error_name(int error);
 }
 
-#if defined(__SANITIZE_THREAD__)
-#define SIMT_CHECKED 1
-#elif defined(__has_feature)
-#if __has_feature(thread_sanitizer)
-#define SIMT_CHECKED 1
-#endif
-#endif
-#ifndef SIMT_CHECKED
-#define SIMT_CHECKED 0
-#endif
+// A launch is wherever it was written: the runtime's caller is that line.
+#define SIMT_HERE __attribute__((always_inline))
 
 // A launch copies its arguments, converted to the kernel's parameter types, as a GPU's constant bank does.
 template <class... P>
@@ -64,13 +56,12 @@ struct SimtLaunch {
     void (*kernel)(P...);
     uint3 grid, block;
     size_t shared_bytes;
-    template <class... A>
-    void operator()(A&&... args) const {
+    SIMT_HERE void operator()(P... args) const {
         struct Closure {
             void (*kernel)(P...);
             std::tuple<P...> parameters;
         };
-        Closure closure = {kernel, std::tuple<P...>(static_cast<P>(std::forward<A>(args))...)};
+        Closure closure = {kernel, std::tuple<P...>(static_cast<P>(args)...)};
         simt_launch(
             text, (const void*)kernel, grid, block, shared_bytes,
             [](const void* c) { std::apply(((const Closure*)c)->kernel, ((const Closure*)c)->parameters); },
@@ -83,8 +74,8 @@ SimtLaunch<P...> simt_configure(const char* text, void (*kernel)(P...), dim3 gri
     (void)stream;
     return {text, kernel, grid, block, shared_bytes};
 }
-// A launch whose template arguments follow from the arguments: there is no one function to take the address
-// of.
+// A launch whose kernel follows from the arguments (of a template, of several overloads, with default arguments):
+// there is no one function to take the address of.
 template <class F>
 struct SimtDeducedLaunch {
     const char* text;
@@ -92,7 +83,7 @@ struct SimtDeducedLaunch {
     uint3 grid, block;
     size_t shared_bytes;
     template <class... A>
-    void operator()(A... args) const {
+    SIMT_HERE void operator()(A... args) const {
         struct Closure {
             F call;
             std::tuple<A...> parameters;

@@ -6,12 +6,30 @@
 #include <stdio.h>
 #include <string.h>
 
+#if defined(__SANITIZE_THREAD__)
+#define SIMT_CHECKED 1
+#elif defined(__has_feature)
+#if __has_feature(thread_sanitizer)
+#define SIMT_CHECKED 1
+#endif
+#endif
+#ifndef SIMT_CHECKED
+#define SIMT_CHECKED 0
+#endif
+
 // ---- keywords -----------------------------------------------------------------------------------
-#define __global__
+// The annotation is how flashlab.simt.source knows a kernel; the compiler never sees it. In a check build all that
+// a kernel calls becomes part of it, as on a GPU: g++ does not instrument a store of what a function returns.
+#if SIMT_CHECKED
+#define __global__ __attribute__((annotate("simt_kernel"), flatten))
+#else
+#define __global__ __attribute__((annotate("simt_kernel")))
+#endif
 #define __device__
 #define __host__
 #define __constant__
 #define __grid_constant__
+#define __managed__
 #define __launch_bounds__(...)
 #define __align__(n) __attribute__((aligned(n)))
 #define __forceinline__ inline __attribute__((always_inline))
@@ -77,6 +95,7 @@ extern "C" {
 SIMT_INDEX threadIdx, blockIdx, blockDim, gridDim;
 }
 constexpr int warpSize = 32;
+#define CUDART_VERSION 13000
 
 // ---- odds and ends ------------------------------------------------------------------------------
 extern "C" {
