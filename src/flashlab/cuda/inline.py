@@ -745,6 +745,8 @@ class CudaModule:
         p = _problem.problem(q, k, v, o, lse, causal=causal, scale=scale, sms=sms, head_dims=self.head_dims)
         workspace = torch.empty(max(1, self._workspace_floats(built, p, q.device)), device=q.device)
         arguments = [q, k, v, o, lse, workspace, p if self.backend == "emulator" else ctypes.addressof(p)]
+        if self.backend == "emulator":
+            launch = {"unwritten": ("o", "lse", "workspace"), **launch}
         self._launch(built, self._every_entry["forward_arrays"], arguments, **launch)
         return o, lse
 

@@ -42,6 +42,7 @@ WRAPPED = (
     "malloc", "calloc", "realloc", "free", "_Znwm", "_Znam", "_ZdlPv", "_ZdaPv", "_ZdlPvm", "_ZdaPvm",
     "exit", "_exit", "_Exit", "quick_exit", "abort", "__cxa_throw", "__cxa_allocate_exception",
 )  # fmt: skip
+RED_ZONE = 1024  # bytes behind each static __shared__ array of a check build, which belong to nobody
 STATIC_SHARED = 48 * 1024  # bytes: what a GPU gives a kernel that has not asked for more
 
 
@@ -60,6 +61,12 @@ class Compiler:
     clang: bool
     version: str
     target: tuple[str, ...]
+
+    @property
+    def major(self) -> int:
+        """The first number of its version; 0 where it does not say."""
+        number = re.search(r"(\d+)\.\d+", self.version)
+        return int(number[1]) if number else 0
 
     @property
     def language(self) -> tuple[str, ...]:
@@ -107,7 +114,9 @@ class Compiler:
                 "-fno-ipa-icf",
             )
             one_to_one += ("-fno-extern-tls-init",)  # `extern __shared__` arrays need no constructor
-        return self.language + quiet + one_to_one + ("-fstack-clash-protection",)
+        # A local that is never set holds a pattern (runtime/values.h); a large frame meets the guard of its stack.
+        pattern = ("-ftrivial-auto-var-init=pattern",) if self.clang or self.major >= 12 else ()
+        return (*self.language, *quiet, *one_to_one, *pattern, "-fstack-clash-protection")
 
     @property
     def check(self) -> tuple[str, ...]:
@@ -118,11 +127,14 @@ class Compiler:
             return (
                 "-O1", "-fsanitize=thread,array-bounds", "-fno-vectorize", "-fno-slp-vectorize",
                 "-mllvm", "-tsan-instrument-func-entry-exit=0",
-                "-mllvm", "-tsan-instrument-read-before-write=1",
+                "-mllvm", "-tsan-instrument-read-before-write=1", "-mllvm", "-tsan-distinguish-volatile=1",
+                "-fdata-sections",
             )  # fmt: skip
         return (
             "-O1", "-fsanitize=thread", "-fsanitize=bounds", "--param", "tsan-instrument-func-entry-exit=0",
+            *(("--param", "tsan-distinguish-volatile=1") if self.major >= 11 else ()),
             "-fno-tree-sra", "-fno-store-merging", "-fno-tree-vectorize", "-fno-tree-slp-vectorize",
+            "-fno-hoist-adjacent-loads", "-fdata-sections",
         )  # fmt: skip
 
     @property
@@ -362,6 +374,8 @@ def build(
                     f"the array {symbol.array} has {symbol.size} bytes of static shared memory; the limit "
                     f"is {STATIC_SHARED} bytes: declare it `extern __shared__`, and ask at the launch"
                 )
+        if check:
+            elf.grow_thread_local(work / "kernel.o", RED_ZONE)
         wanted = [s.name for s in symbols if not s.defined and s.name not in INDICES]
         link = [
             cxx.path,
@@ -389,7 +403,9 @@ def build(
         linked_symbols = elf.thread_local_symbols(work / "kernel.so")
         dynamic = next(s.offset for s in linked_symbols if s.name == DYNAMIC_SHARED)
         arrays = [s for s in linked_symbols if s.name in own_arrays and s.defined and s.size]
-        shared = tuple({(s.offset, s.size): s for s in arrays}.values())
+        functions = elf.functions(work / "kernel.so")
+        kernels = {n: at for n, at in functions.items() if elf.base_name(n) in preprocessed.kernels}
+        shared = tuple({(s.offset, s.size): s.owned(kernels) for s in arrays}.values())
         own = str(INCLUDE)
         paths = {str((work / f).resolve()) for f in files}
         dependencies = {p: _header_digest(p) for p in paths if not p.startswith(own) and os.path.isfile(p)}

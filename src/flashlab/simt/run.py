@@ -11,6 +11,8 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
+
 from flashlab.simt import process as processes
 from flashlab.simt.build import Build, build
 from flashlab.simt.errors import (
@@ -108,7 +110,7 @@ class Module:
             return process.fiber_kind
 
     def _process(self):
-        description = "".join(f"array {s.offset} {s.size}\n" for s in self.build.shared)
+        description = "".join(f"array {s.offset} {s.size} {s.kernel}\n" for s in self.build.shared)
         return processes.process(self.build.runner, self.build.library, description)
 
     def __getattr__(self, name: str):
@@ -131,6 +133,7 @@ class Module:
         shared_limit: int = 227 * 1024,
         capability: int = 90,
         multiprocessors: int = 132,
+        unwritten: tuple[str, ...] | list[str] = (),
         echo: bool = True,
     ) -> Report:
         """Calls an entry of the source, and waits for the kernels that it launches.
@@ -149,6 +152,8 @@ class Module:
                 RTX 30, 40, 50).
             capability: compute capability that cudaDeviceGetAttribute reports, times 10.
             multiprocessors: the number of SMs that it reports.
+            unwritten: names of arguments that hold nothing yet: a check build finds reads of what no kernel has
+                written. An array that is NaN throughout holds nothing either.
             echo: print what the source printed.
 
         Returns:
@@ -168,9 +173,11 @@ class Module:
             _within("shared_limit", shared_limit, 0, MAX_SHARED),
             _within("multiprocessors", multiprocessors, 1, 1 << 20),
             _within("capability", capability, 10, 1000),
+            int(self.build.check),
         )
         if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout <= MAX_TIMEOUT:
             raise ValueError(f"timeout is {timeout!r}; it is a number of seconds above 0, up to {MAX_TIMEOUT}")
+        empty = _numbers_of(signature, unwritten)
         views: dict[int, View] = {}
         for number, (p, arg) in enumerate(zip(signature.parameters, args, strict=True)):
             try:
@@ -180,6 +187,8 @@ class Module:
             if v is not None:
                 _check_array(entry, p, v)
                 views[number] = v
+                if self.build.check and not p.const and _holds_nothing(arg):
+                    empty.add(number)
         request = [f"call {entry}", f"settings {' '.join(map(str, settings))}"]
         if signature.returns in ("float", "double"):
             request.append("float")
@@ -195,7 +204,9 @@ class Module:
                 at = memory.address(v)
                 request.append(f"array {at}")
                 if v.dtype != "struct":
-                    request.append(f"buffer {at} {v.bytes} {int(not p.const)} 0 {number}")
+                    request.append(
+                        f"buffer {at} {v.bytes} {int(not p.const)} {int(number in empty)} {v.itemsize} {number}"
+                    )
                     buffers[number] = (p.name, v.bytes, v.shape, v.itemsize)
             begin = time.perf_counter()
             reply = process.call("\n".join(request), memory.file, timeout, _Progress(entry, memory, timeout))
@@ -241,6 +252,23 @@ class _Progress:
         where = f"{kernel} has run {done} of its {blocks} blocks" if launches else "no kernel has been launched yet"
         limit = f"it is given up after {self.timeout:g} s (timeout=...)"
         print(f"{self.entry}: {seconds:.0f} s so far, {where}; {limit}", file=sys.stderr, flush=True)
+
+
+def _holds_nothing(array: object) -> bool:
+    """NaN throughout."""
+    if isinstance(array, np.ndarray):
+        return array.dtype.kind == "f" and array.size > 0 and bool(np.isnan(array).all())
+    if isinstance(array, ctypes.Structure | ctypes.Array) or not array.is_floating_point():
+        return False
+    return array.numel() > 0 and bool(array.isnan().all())
+
+
+def _numbers_of(signature: Entry, names: tuple[str, ...] | list[str]) -> set[int]:
+    known = {p.name: number for number, p in enumerate(signature.parameters)}
+    for name in names:
+        if name not in known:
+            raise ValueError(f"unwritten names {name!r}; the parameters of {signature.name} are {', '.join(known)}")
+    return {known[name] for name in names}
 
 
 def _within(name: str, value: object, low: int, high: int) -> int:

@@ -50,6 +50,10 @@ class Facts:
         who, whom: the threads, in words.
         here, there: " in line 12", or nothing.
         kernel: its name.
+        warning: it may be meant so.
+        beyond: says what bytes of shared memory are that belong to no array, given their offset from the dynamic
+            part (below 0), and number.
+        variable: names a variable of the module, given its address.
         shared: names bytes of shared memory, given their address and number.
         argument: name, bytes, shape and item size of an argument, given its number.
     """
@@ -62,7 +66,10 @@ class Facts:
     here: str
     there: str
     kernel: str
+    warning: bool
     shared: object
+    beyond: object
+    variable: object
     argument: object
 
 
@@ -86,8 +93,17 @@ def lanes(mask: int) -> str:
 
 # ---- shared memory ---------------------------------------------------------------------------------
 def _race(f: Facts) -> str:
+    same = ". Both store the same value, so that it may do no harm" if f.warning else ""
     return (
         f"{f.who} {_DOES[f.how]}{f.here} shared memory that {f.whom} {_DID[f.words]}{f.there}, with no barrier between"
+        f"{same}"
+    )
+
+
+def _lanes_disagree(f: Facts) -> str:
+    return (
+        f"{f.who} and {f.whom} of one warp store different values{f.here} to the same place, with one instruction: "
+        "one of them is kept, and CUDA does not say which"
     )
 
 
@@ -116,7 +132,7 @@ def _uninitialised_shared(f: Facts) -> str:
 def _shared_out_of_bounds(f: Facts) -> str:
     offset, size, limit = f.v
     if offset < 0:
-        return f"{f.who} {_DOES[f.how]}{f.here} shared memory outside of every __shared__ array"
+        return f"{f.who} {_DOES[f.how]}{f.here} shared memory: {f.beyond(offset, size)}"
     return (
         f"{f.who} {_DOES[f.how]}{f.here} bytes {offset} to {offset + size - 1} of dynamic shared memory; "
         f"the launch asked for {limit}"
@@ -151,6 +167,40 @@ def _global_out_of_bounds(f: Facts) -> str:
     if offset < size:
         return f"{does} {_count(number, 'byte')} that run over the end of {array}"
     return f"{does} element {offset // item} of {array}, {_count(offset + number - size, 'byte')} past its end"
+
+
+def _place(f: Facts) -> str:
+    """What lies at an offset in an argument, or in the module's variables: the facts' first and third number."""
+    number, _, offset = f.v
+    if number < 0:
+        return f.variable(offset)
+    name, _, shape, item = f.argument(number)
+    return f"element {offset // item} of {name}" if shape else name
+
+
+def _global_race(f: Facts) -> str:
+    if " of block" in f.whom:
+        between = "nothing orders two blocks of a launch but a __threadfence() and an atomic"
+    else:
+        between = "with no barrier between"
+    same = ". Both store the same value, so that it may do no harm" if f.warning else ""
+    joint = ": " if " of block" in f.whom else ", "
+    did = _DID[f.words] if f.words in _DID else f.words
+    return f"{f.who} {_DOES[f.how]}{f.here} {_place(f)}, which {f.whom} {did}{f.there}{joint}{between}{same}"
+
+
+def _uninitialised_global(f: Facts) -> str:
+    return f"{f.who} {_DOES[f.how]}{f.here} {_place(f)}, which nobody has written"
+
+
+def _uninitialised_local(f: Facts) -> str:
+    if f.how == "load":
+        return f"{f.who} reads{f.here} a local variable that was never set"
+    if f.how.startswith("mma"):
+        part = f.how.partition(" ")[2]
+        return f"{f.who} gives mma{f.here} registers that were never set ({part})"
+    does = {"store": "stores", "stmatrix": "stores with stmatrix", "shuffle": "gives to a shuffle"}[f.how]
+    return f"{f.who} {does}{f.here} a value that was never set"
 
 
 def _read_only(f: Facts) -> str:
@@ -192,6 +242,13 @@ def _deadlock(f: Facts) -> str:
     other = f"; {f.whom} waits in {f.words}{f.there}" if f.words else ""
     left = f"{_count(f.v[0], 'thread')} of {f.v[1]} left, and none can go on"
     return f"{f.who} waits for ever in {f.how}{f.here}{other}; {left}"
+
+
+def _exited_threads(f: Facts) -> str:
+    return (
+        f"{f.who} waits in {f.how}{f.here} for a block of which only {f.v[0]} of {f.v[1]} threads are left: {f.whom} "
+        "has returned before the barrier"
+    )
 
 
 def _lanes_missing(f: Facts) -> str:
@@ -254,6 +311,11 @@ def _launch_configuration(f: Facts) -> str:
 
 _SENTENCES = {
     "race": _race,
+    "lanes-disagree": _lanes_disagree,
+    "global-race": _global_race,
+    "uninitialised-global": _uninitialised_global,
+    "uninitialised-local": _uninitialised_local,
+    "exited-threads": _exited_threads,
     "read-before-wait": _read_before_wait,
     "stage-overwritten": _stage_overwritten,
     "uninitialised-shared": _uninitialised_shared,

@@ -24,6 +24,13 @@ static void arrive(Lane* me, Barrier& b) {
 static void let_go(Block* block, Barrier& b) {
     Sites& sites = *block->worker->sites;
     sites[sites.find(b.pc, BARRIER)].count[0]++;
+    if (&b == block->barriers && b.arrived < block->threads) {
+        Lane* gone = std::find_if(block->lane, block->lane + block->threads, [](Lane& l) { return l.state == DONE; });
+        Finding f{"exited-threads", "__syncthreads"};
+        f.pc = b.pc, f.thread = b.first, f.other_thread = gone->id;
+        f.value[0] = b.arrived, f.value[1] = block->threads;
+        file(gone, f);
+    }
     b.result = b.kind == SIMT_BAR_AND ? b.count == b.arrived : b.kind == SIMT_BAR_OR ? b.count > 0 : b.count;
     b.arrived = 0;
     uint64_t seen = 0;  // warps that have learnt

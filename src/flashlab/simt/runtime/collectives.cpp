@@ -6,6 +6,7 @@
 #include "collectives.h"
 #include "counters.h"
 #include "findings.h"
+#include "values.h"
 #include <string.h>
 
 namespace simt {
@@ -47,7 +48,9 @@ static void shuffle(Warp* warp, const Slot& slot) {
             file(&warp->lanes[l], f);
             from = l;
         }
-        *(uint64_t*)warp->lanes[l].out = ((const SimtShuffleIn*)warp->lanes[from].in)->value;
+        const uint64_t value = ((const SimtShuffleIn*)warp->lanes[from].in)->value;
+        if (slot.param >= 2 && never_set(&value, slot.param)) file_never_set(&warp->lanes[from], "shuffle", slot.pc);
+        *(uint64_t*)warp->lanes[l].out = value;
     }
 }
 

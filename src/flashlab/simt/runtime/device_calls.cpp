@@ -2,6 +2,7 @@
 #include "counters.h"
 #include "findings.h"
 #include "global_memory.h"
+#include "global_shadow.h"
 #include "host_part.h"
 #include "report.h"
 #include "shadow.h"
@@ -25,6 +26,14 @@ long long clock64() {
     return t.tv_sec * 1000000000ll + t.tv_nsec;
 #endif
 }
+void simt_fence() {
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+    Lane* me = kernel_lane(CALLER);
+    Inside inside(me, CALLER);
+    if (me->block->launch->checked) fence(me);
+}
+// The host part has written to an array with one of the calls of host_api.h.
+void simt_written(const void* p, size_t bytes) { global_shadow.written((uintptr_t)p, bytes); }
 void simt_yield() {
     Lane* me = kernel_lane(CALLER);
     Inside inside(me, CALLER);
@@ -63,11 +72,17 @@ void simt_atomic_check(const void* p, int bytes) {
         const uint64_t address = a - worker->window.base;
         const int site = worker->sites->find(me->pc, SHARED_ATOMIC);
         if (!worker->shadow->in_bounds(me, address, bytes, "atomic")) end_launch(me, cudaErrorIllegalAddress);
-        if (me->block->launch->checked) worker->shadow->touch(me, address, bytes, ATOMIC, site, "atomic");
+        if (me->block->launch->checked) worker->shadow->touch(me, address, bytes, ATOMIC, site, "atomic", nullptr);
         count_access(me, site, address, bytes);
     } else {
-        if (check_global(me, a, bytes, true, "atomic"))
-            count_access(me, worker->sites->find(me->pc, GLOBAL_ATOMIC), a, bytes);
+        const int site = worker->sites->find(me->pc, GLOBAL_ATOMIC);
+        const bool counted = check_global(me, a, bytes, true, "atomic");
+        if (me->block->launch->checked) {
+            Conflict none;
+            global_shadow.touch(me, a, bytes, ATOMIC, 0, "atomic", none);
+            meet(me, a, true, true);
+        }
+        if (counted) count_access(me, site, a, bytes);
     }
     if (++me->accesses > 64) let_others_run(me);  // it may be spinning on a lock
 }

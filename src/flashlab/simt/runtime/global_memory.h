@@ -17,6 +17,7 @@ bool check_global(Lane* lane, uintptr_t address, int bytes, bool write, const ch
 void describe_address(Finding& f, uintptr_t address, int bytes);  // for an illegal one: what is it near?
 void find_module();                                               // where this module's own code and data lie
 bool in_module(uintptr_t address);
+std::vector<std::pair<uintptr_t, uintptr_t>> module_variables();  // where those that can be written lie
 extern uintptr_t module_base;
 
 }  // namespace simt

@@ -14,7 +14,9 @@
 #include <pthread.h>
 #include <setjmp.h>
 #include <atomic>
+#include <string.h>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace simt {
@@ -45,6 +47,24 @@ struct Copy {
     uint32_t group;
 };
 
+// Two accesses that nothing orders: what is known of the earlier one, and how to tell of it.
+struct Conflict {
+    const char *kind, *how, *other_how;
+    uintptr_t other_pc;
+    int other_thread;
+    int64_t other_block;  // -1: the same
+    int64_t value[3];
+    bool same_warp, same_instruction;  // one execution of one instruction
+};
+// A store whose hook has run (values.h).
+struct PendingStore {
+    uintptr_t address, pc;
+    int bytes = 0;  // 0: none
+    bool has_conflict;
+    uint8_t before[16];
+    Conflict conflict;
+};
+
 struct Lane {  // one CUDA thread
     Fiber fiber;
     Block* block;
@@ -55,6 +75,11 @@ struct Lane {  // one CUDA thread
     State state;
     uintptr_t pc;    // return address of the runtime call it is in, or was last in
     int accesses;    // since it last let others run
+    PendingStore store;
+    struct {
+        uint32_t time;  // of the warp; 0: there was none
+        std::vector<uint32_t> known;
+    } fence;  // its last __threadfence (ordering.h)
     const void* in;  // while in a collective: its operands and its result, on its own stack
     void* out;
     uint32_t group;     // cp.async: number of the open group
@@ -111,6 +136,7 @@ struct Launch {  // what is the same for every block
     const void* closure;
     size_t closure_bytes;
     bool checked;
+    const void* kernel;  // its address; null where there is no one function
     int number;  // of the launch, counted from 0
     uint64_t blocks;
     std::atomic<uint64_t> next{0};      // the next block to deal out
@@ -127,6 +153,9 @@ struct Block {
     Warp* warp;  // warps of them
     Lane* lane;  // threads of them
     Barrier barriers[BARRIERS];
+    typedef std::vector<std::pair<struct Word*, uint32_t>> Learnt;
+    Learnt learnt;          // of other blocks (ordering.h)
+    uint8_t published = 0;  // how often, more or less
 };
 
 struct SharedWindow {     // where this worker's shared memory lies
@@ -162,6 +191,7 @@ struct Settings {     // set by Python
     int threads = 2;  // OS threads
     size_t shared_limit = MAX_SHARED;
     int multiprocessors = 132, capability = 90;
+    bool checked = false;  // a check build
 };
 extern Settings settings;
 
@@ -175,10 +205,15 @@ inline __attribute__((always_inline)) Lane* current_lane() {
     return at < stacks_bytes ? &all_lanes[at / STACK_STRIDE] : nullptr;
 }
 
+void settle_store(Lane* lane);  // values.cpp
+
 // Marks the time that a lane spends inside the runtime: it must not be torn out of there (faults.cpp).
 struct Inside {
     Worker* worker;
-    Inside(Lane* lane, uintptr_t pc) : worker(lane->block->worker) { worker->inside = true, lane->pc = pc; }
+    Inside(Lane* lane, uintptr_t pc) : worker(lane->block->worker) {
+        worker->inside = true, lane->pc = pc;
+        if (__builtin_expect(lane->store.bytes != 0, 0)) settle_store(lane);
+    }
     ~Inside() { worker->inside = false; }
 };
 #define CALLER ((uintptr_t)__builtin_return_address(0))

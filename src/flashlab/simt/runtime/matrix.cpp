@@ -3,6 +3,7 @@
 #include "counters.h"
 #include "findings.h"
 #include "shadow.h"
+#include "values.h"
 
 namespace simt {
 
@@ -34,7 +35,7 @@ static Rows find_rows(Warp* warp, const Slot& slot, int count, bool write) {
             }
             if (!worker->shadow->in_bounds(lane, a, 16, how)) continue;
             if (warp->block->launch->checked)
-                worker->shadow->touch(lane, a, 16, write ? WRITE : READ, site, how);
+                worker->shadow->touch(lane, a, 16, write ? WRITE : READ, site, how, nullptr);
             rows.row[i][r] = (uint8_t*)worker->window.base + a;
         }
         s.count[1] +=
@@ -71,6 +72,7 @@ void store_matrix(Warp* warp, const Slot& slot) {
         for (int l = 0; l < WARP; l++) {
             const int g = l / 4, t = l % 4 * 2;
             const uint32_t r = ((const SimtStmatrixIn*)warp->lanes[l].in)->r[i];
+            if (r == NEVER_SET) file_never_set(&warp->lanes[l], "stmatrix", slot.pc);
             (trans ? tile[t][g] : tile[g][t]) = (uint16_t)r;
             (trans ? tile[t + 1][g] : tile[g][t + 1]) = (uint16_t)(r >> 16);
         }
@@ -114,6 +116,11 @@ static inline uint32_t float_to_half_bits(float f) {
     return sign | (a + 0xc8000fff + (a >> 13 & 1)) >> 13;
 }
 
+static void check_operands(Lane* lane, const char* what, const uint32_t* words, int count, uintptr_t pc) {
+    for (int i = 0; i < count; i++)
+        if (words[i] == NEVER_SET) return file_never_set(lane, what, pc);
+}
+
 void multiply(Warp* warp, const Slot& slot) {
     const bool bf16 = slot.param & SIMT_MMA_BF16, acc16 = slot.param & SIMT_MMA_ACC_F16;
     const int k_size = slot.param & SIMT_M16N8K8 ? 8 : 16;
@@ -128,6 +135,9 @@ void multiply(Warp* warp, const Slot& slot) {
     float a[16][16], b[16][8], c[16][8];
     for (int l = 0; l < WARP; l++) {
         const SimtMmaIn& in = *(const SimtMmaIn*)warp->lanes[l].in;
+        check_operands(&warp->lanes[l], "mma's accumulator", in.c, acc16 ? 2 : 4, slot.pc);
+        check_operands(&warp->lanes[l], "mma's A", in.a, k_size / 4, slot.pc);
+        check_operands(&warp->lanes[l], "mma's B", in.b, k_size / 8, slot.pc);
         const int g = l / 4, t = l % 4 * 2;
         for (int i = 0; i < k_size / 4; i++) {
             uint32_t* at = &a16[g + i % 2 * 8][t + i / 2 * 8];

@@ -9,6 +9,7 @@
 #include "faults.h"
 #include "findings.h"
 #include "global_memory.h"
+#include "global_shadow.h"
 #include "report.h"
 #include "shadow.h"
 #include <algorithm>
@@ -100,6 +101,7 @@ static void lane_main() {
     Block* block = me->block;
     Worker* worker = block->worker;
     worker->inside = true;
+    if (me->store.bytes) settle_store(me);
     me->state = DONE;
     me->warp->runnable &= ~(1u << me->lane);
     me->warp->alive &= ~(1u << me->lane);
@@ -123,6 +125,8 @@ static void prepare_block(Worker* worker, Launch* launch, uint64_t number) {
     block.threads = block.alive = (int)(b.x * b.y * b.z);
     block.warps = (block.threads + WARP - 1) / WARP;
     block.ended = false;
+    block.learnt.clear();
+    block.published = 0;
     block.warp = worker->warps.data();
     block.lane = worker->lanes;
     for (Barrier& barrier : block.barriers) barrier.arrived = 0, barrier.waiting.clear();
@@ -146,6 +150,8 @@ static void prepare_block(Worker* worker, Launch* launch, uint64_t number) {
         lane.state = RUNNABLE;
         lane.pc = 0, lane.accesses = 0;
         lane.group = 0, lane.first_copy = 0;
+        lane.store.bytes = 0;
+        lane.fence.time = 0;
         lane.copies.clear();
         // The frames of different lanes begin at different offsets, so that they do not compete for one cache
         // set.
@@ -255,7 +261,7 @@ static void* worker_main(void* argument) {
     Worker* worker = (Worker*)argument;
     Launch* launch = worker->launch;
     worker->window = find_window();
-    SharedShadow shadow(worker->window);
+    SharedShadow shadow(worker->window, launch->kernel ? (uint64_t)launch->kernel - module_base : 0);
     std::string printed;
     worker->shadow = &shadow;
     worker->printed = &printed;
@@ -366,6 +372,7 @@ static void run(Launch& launch, size_t count) {
         workers[i].warps.resize(lanes / WARP);
         workers[i].sites = &sites[i];
     }
+    global_shadow.begin_launch();
     watch(&workers);
     size_t started = 0;  // where the system has no more threads, fewer do the same work
     while (started < count && !pthread_create(&workers[started].thread, nullptr, worker_main, &workers[started]))
@@ -396,7 +403,7 @@ extern "C" void simt_launch(const char* text, const void* kernel, uint3 grid, ui
     launch.grid = grid, launch.block = block;
     launch.shared_bytes = shared_bytes;
     launch.call = call, launch.closure = closure, launch.closure_bytes = closure_bytes;
-    launch.checked = checked;
+    launch.checked = checked, launch.kernel = kernel;
     launch.blocks = (uint64_t)grid.x * grid.y * grid.z;
     launch.number = record_launch(text, kernel, launch);
     if (configuration_error(launch, kernel)) return;

@@ -11,6 +11,7 @@
 #include "counters.h"
 #include "faults.h"
 #include "findings.h"
+#include "global_shadow.h"
 #include "global_memory.h"
 #include "host_part.h"
 #include "report.h"
@@ -151,7 +152,8 @@ static void serve_call(const std::string& text, int file) {
             in >> word;
             call.function = dlsym(module, word.c_str());
         } else if (word == "settings") {
-            in >> settings.threads >> settings.shared_limit >> settings.multiprocessors >> settings.capability;
+            in >> settings.threads >> settings.shared_limit >> settings.multiprocessors >> settings.capability >>
+                settings.checked;
         } else if (word == "memory") {
             in >> mapping.bytes;
             void* p = mmap(nullptr, mapping.bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -165,10 +167,11 @@ static void serve_call(const std::string& text, int file) {
                 problem = "memory";
         } else if (word == "buffer") {
             uint64_t at, bytes;
-            int writable, empty, number;
-            in >> at >> bytes >> writable >> empty >> number;
+            int writable, empty, item, number;
+            in >> at >> bytes >> writable >> empty >> item >> number;
             const uintptr_t low = (uintptr_t)mapping.base + at;
             buffers.push_back({low, low + bytes, writable != 0, number});
+            if (writable && settings.checked) global_shadow.add(low, low + bytes, number, item, empty != 0);
         } else if (word == "array") {  // of the call's arguments, the address of some
             uint64_t at;
             in >> at;
@@ -189,6 +192,8 @@ static void serve_call(const std::string& text, int file) {
     call.words = words.data(), call.kinds = kinds.data(), call.count = (int)words.size();
     install_handlers();
     find_module();
+    if (settings.checked)
+        for (auto& variables : module_variables()) global_shadow.add(variables.first, variables.second, -1, 4, false);
     if (!begin_call(call, events[1])) {
         send_frame("refused", "threads", 7);
         return;
@@ -200,6 +205,7 @@ static void serve_call(const std::string& text, int file) {
     send_report(call.returned);
     if (!returned) _exit(0);
     release_stacks();
+    global_shadow.clear();
 }
 
 static void describe(const std::string& text) {  // the module: what Python knows of it
@@ -208,7 +214,7 @@ static void describe(const std::string& text) {  // the module: what Python know
     while (in >> word) {
         if (word == "array") {
             StaticArray a;
-            in >> a.offset >> a.bytes;
+            in >> a.offset >> a.bytes >> a.kernel;
             static_arrays.push_back(a);
         }
     }

@@ -44,6 +44,7 @@ int simt_last_error(int forget);
 int simt_func_attribute(const void* kernel, int attribute, int value);
 int simt_device_attribute(int attribute);
 const char* simt_error_name(int error);
+void simt_written(const void* p, size_t bytes);  // by the host, in one of the calls below
 }
 
 // A launch is wherever it was written: the runtime's caller is that line.
@@ -125,6 +126,7 @@ static inline cudaError_t cudaFuncSetAttribute(K* kernel, cudaFuncAttribute a, i
 }
 static inline cudaError_t cudaMemset(void* p, int byte, size_t n) {
     memset(p, byte, n);
+    simt_written(p, n);
     return cudaSuccess;
 }
 static inline cudaError_t cudaMemsetAsync(void* p, int byte, size_t n, cudaStream_t = nullptr) {
@@ -132,6 +134,7 @@ static inline cudaError_t cudaMemsetAsync(void* p, int byte, size_t n, cudaStrea
 }
 static inline cudaError_t cudaMemcpy(void* d, const void* s, size_t n, cudaMemcpyKind) {
     memcpy(d, s, n);
+    simt_written(d, n);
     return cudaSuccess;
 }
 static inline cudaError_t cudaMemcpyAsync(void* d, const void* s, size_t n, cudaMemcpyKind k,

@@ -100,14 +100,15 @@ constexpr int warpSize = 32;
 // ---- odds and ends ------------------------------------------------------------------------------
 extern "C" {
 long long clock64();  // cycles of the CPU: they order events, they measure nothing of a GPU
+void simt_fence();
 void simt_yield();    // let the other threads of the block run
 void simt_trap() __attribute__((noreturn));
 }
 SIMT_INLINE long long wall_clock64() { return clock64(); }
 SIMT_INLINE void __nanosleep(unsigned) { simt_yield(); }
 SIMT_INLINE void __threadfence_block() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
-SIMT_INLINE void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
-SIMT_INLINE void __threadfence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+SIMT_INLINE void __threadfence() { simt_fence(); }
+SIMT_INLINE void __threadfence_system() { simt_fence(); }
 SIMT_INLINE void __trap() { simt_trap(); }
 
 // Loads with a cache hint are loads.
