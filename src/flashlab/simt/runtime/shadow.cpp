@@ -85,46 +85,58 @@ bool SharedShadow::touch(Lane* lane, uint64_t address, int bytes, Access access,
         if (conflict && !strcmp(other_how, "store")) *conflict = c, pending = true;  // perhaps of the same value
         else file_conflict(lane, c, lane->pc, false), filed = true;
     };
+    // Of the readers since the last write keep two. A later write conflicts with some reader exactly when it
+    // conflicts with one of these: readers of two different warps catch a writer of any warp, and two different
+    // lanes catch a writer of their own warp. A newer read of a warp stands for its older ones.
+    auto read = [&](Cell& cell) {
+        Stamp &first = cell.read[0], &second = cell.read[1];
+        const uint64_t warp = now.thread / WARP;
+        if (first.thread == now.thread && first.time == now.time) now.bytes |= first.bytes;
+        if (first.time == 0 || first.thread == now.thread || ordered(first, lane)) {
+            if (second.time && second.thread == now.thread) second.time = 0;
+            first = now;
+        } else if (second.time == 0 || second.thread == now.thread || ordered(second, lane) ||
+                   (first.thread / WARP == second.thread / WARP && first.thread / WARP != warp)) {
+            second = now;
+        }
+    };
+    auto write = [&](Cell& cell, uint8_t mine) {
+        for (const Stamp& r : cell.read)
+            if ((r.bytes & mine) && !ordered(r, lane))
+                file(access == COPY_ISSUED ? "stage-overwritten" : "race", r, verb(sites, r, false));
+        cell.write = now;
+        if (mine == 3) cell.read[0].time = cell.read[1].time = 0;
+        cell.copying = access == COPY_ISSUED ? (uint16_t)(lane->id + 1) : 0;
+        if (access != COPY_ISSUED) cell.full |= mine;
+    };
+    Cell before, after;  // the cell to the left
+    uint8_t whole = 0;   // it was touched as a whole
     for (uint64_t c = address / 2; c <= (address + bytes - 1) / 2; c++) {
         Cell& cell = cells[c];
         uint8_t mine = 3;  // which of the cell's two bytes
         if (c * 2 < address) mine &= 2;
         if (c * 2 + 1 >= address + bytes) mine &= 1;
-        now.bytes = mine;
-
+        if (whole == 3 && mine == 3 && !memcmp(&cell, &before, sizeof cell)) {  // as most often
+            cell = after;
+            continue;
+        }
+        before = cell;
+        now.bytes = whole = mine;
         if (cell.copying) file(writes ? "stage-overwritten" : "read-before-wait", cell.write, "cp.async");
         else if ((cell.write.bytes & mine) && !(access == ATOMIC && cell.write.atomic) && !ordered(cell.write, lane))
             file("race", cell.write, verb(sites, cell.write, true));
-        if (!writes) {
+        if (writes) {
+            write(cell, mine);
+        } else {
             if ((cell.full & mine) != mine && !filed && !cell.copying) {
                 Finding f{"uninitialised-shared", how};
                 f.value[0] = (int64_t)address, f.value[1] = bytes;
                 simt::file(lane, f);
                 filed = true;
             }
-            // Of the readers since the last write keep two. A later write conflicts with some reader exactly
-            // when it conflicts with one of these: readers of two different warps catch a writer of any warp,
-            // and two different lanes catch a writer of their own warp. A newer read of a warp stands for its
-            // older ones.
-            Stamp &first = cell.read[0], &second = cell.read[1];
-            const uint64_t warp = now.thread / WARP;
-            if (first.thread == now.thread && first.time == now.time) now.bytes |= first.bytes;
-            if (first.time == 0 || first.thread == now.thread || ordered(first, lane)) {
-                if (second.time && second.thread == now.thread) second.time = 0;
-                first = now;
-            } else if (second.time == 0 || second.thread == now.thread || ordered(second, lane) ||
-                       (first.thread / WARP == second.thread / WARP && first.thread / WARP != warp)) {
-                second = now;
-            }
-            continue;
+            read(cell);
         }
-        for (const Stamp& read : cell.read)
-            if ((read.bytes & mine) && !ordered(read, lane))
-                file(access == COPY_ISSUED ? "stage-overwritten" : "race", read, verb(sites, read, false));
-        cell.write = now;
-        if (mine == 3) cell.read[0].time = cell.read[1].time = 0;
-        cell.copying = access == COPY_ISSUED ? (uint16_t)(lane->id + 1) : 0;
-        if (access != COPY_ISSUED) cell.full |= mine;
+        after = cell;
     }
     return pending;
 }
