@@ -9,13 +9,16 @@ PYTHON ?=
 VENV   ?= .venv
 PHASE  ?= 0
 ARGS   ?=
-export PYTHON VENV PHASE
+export PYTHON VENV
 
-RUN := @sh tools/bootstrap.sh
+RUN   := @sh tools/bootstrap.sh
+TEST  := $(RUN) tools/run_tests.py
 PARTS := lint unit sync lectures solutions starters
+LECTURE = $(or $(wildcard notebooks/0$(PHASE)_*.ipynb notebooks/$(PHASE)_*.ipynb),\
+	$(error there is no phase $(PHASE): choose PHASE from those of notebooks/))
 
 .DEFAULT_GOAL := help
-.PHONY: help lab lab-browser-check setup test build doctor clean clean-venv $(addprefix test-,$(PARTS))
+.PHONY: help lab lab-browser-check setup test test-quick format build doctor clean clean-venv $(addprefix test-,$(PARTS))
 
 help: ## this list
 	@echo "FlashAttention, wall by wall"
@@ -25,38 +28,45 @@ help: ## this list
 	@sed -n '3,6s/^# */  /p' Makefile
 
 lab: ## set up, then open JupyterLab at phase 0 (or PHASE=...)
-	$(RUN) lab $(ARGS)
+	$(RUN) -m jupyterlab --allow-root --ServerApp.root_dir="$(CURDIR)" \
+		--LabApp.app_settings_dir="$(CURDIR)/tools/jupyterlab" \
+		--LabApp.default_url="/lab/tree/$(LECTURE)" $(ARGS)
 
 test: ## set up, then prove that all of it works: every part below
-	$(RUN) test $(ARGS)
+	$(TEST) $(ARGS)
 
-test-lint: ## ... ruff
-	$(RUN) test lint
-test-unit: ## ... unit and property tests
-	$(RUN) test unit
+test-quick: ## ... the unit tests that are not slow: the inner loop
+	$(TEST) quick
+test-lint: ## ... ruff and mypy
+	$(TEST) lint
+test-unit: ## ... unit and property tests, all of them
+	$(TEST) unit
 test-sync: ## ... the notebooks are what src/lessons builds
-	$(RUN) test sync
+	$(TEST) sync
 test-lectures: ## ... every lecture runs and gives the outputs it shows
-	$(RUN) test lectures
+	$(TEST) lectures
 test-solutions: ## ... every solution runs and gives the outputs it shows
-	$(RUN) test solutions
+	$(TEST) solutions
 test-starters: ## ... every unsolved exercise fails its check, and nothing else
-	$(RUN) test starters
+	$(TEST) starters
 
 lab-browser-check: ## a learner's first minutes in a real browser (needs playwright and chromium)
-	$(RUN) python tests/lab/browser_check.py $(ARGS)
+	$(RUN) tests/lab/browser_check.py $(ARGS)
 
 build: ## rebuild the notebooks from src/lessons (ARGS="--only 02")
-	$(RUN) build $(ARGS)
+	$(RUN) src/lessons/build.py $(ARGS)
+
+format: ## lay the Python code out as `make test-lint` wants it
+	$(RUN) -m ruff format .
 
 doctor: ## what this machine has, and which phase runs how on it
-	$(RUN) doctor $(ARGS)
+	$(RUN) src/flashlab/doctor.py $(ARGS)
 
 setup: ## only the set-up: .venv with the package and its pins
 	$(RUN) setup
 
 clean: ## delete caches (never .venv, your answers or your progress)
-	@rm -rf build .pytest_cache .ruff_cache .hypothesis
+	@rm -rf build .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	@find src tests tools docs -name __pycache__ -type d -prune -exec rm -rf {} +
 	@find . -path './.venv*' -prune -o -name .ipynb_checkpoints -type d -prune -exec rm -rf {} +
 

@@ -1,3 +1,22 @@
 """flashlab comes before triton, in whatever order a test imports them: it decides whether kernels are interpreted."""
 
+from pathlib import Path
+
+import pytest
+
 import flashlab  # noqa: F401
+
+HERE = Path(__file__).parent
+# Whole kernels in the emulator, or the whole zoo of mutants: each of these takes ten seconds and more. Beside them,
+# single tests are marked where they stand.
+SLOW_FILES = (
+    "check/test_check_mutants.py", "cuda/test_mutants.py", "cuda/test_operators.py", "cuda/test_pipelines.py",
+    "cuda/test_resources.py", "cuda/test_scalar.py", "cuda/test_series.py", "exercises/test_phase_06.py",
+    "exercises/test_phase_07.py", "exercises/test_phase_08.py", "exercises/test_phase_09.py",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.path.is_relative_to(HERE) and str(item.path.relative_to(HERE)) in SLOW_FILES:
+            item.add_marker(pytest.mark.slow)

@@ -2,8 +2,9 @@
 
     python interpreter_cases.py plain      Triton's interpreter as it comes
     python interpreter_cases.py repaired   with flashlab's repairs
+    python interpreter_cases.py without    with all of them but one, for each
 
-prints one JSON object, case -> [right, what was wrong].
+prints one JSON object, case -> [right, what was wrong], or repair left out -> such an object.
 """
 
 import json
@@ -11,15 +12,25 @@ import os
 import sys
 import warnings
 
-if sys.argv[1:] == ["repaired"]:
-    os.environ["FLASHLAB_INTERPRET"] = "1"
-    import flashlab  # noqa: F401
-else:
+MODE = sys.argv[1] if len(sys.argv) > 1 else "plain"
+if MODE == "plain":
     os.environ["TRITON_INTERPRET"] = "1"
+else:
+    os.environ["FLASHLAB_INTERPRET"] = "1"
+if MODE == "repaired":
+    import flashlab  # noqa: F401
+if MODE == "without":
+    os.environ["TRITON_INTERPRET"] = "1"
+    import triton.runtime.interpreter as interpreter
 
-import torch
-import triton
-import triton.language as tl
+    interpreter._repaired_by_flashlab = True  # so that importing flashlab repairs nothing
+    from flashlab.triton_tools import repairs
+
+    interpreter._repaired_by_flashlab = False
+
+import torch  # noqa: E402 (which Triton is imported is decided above)
+import triton  # noqa: E402
+import triton.language as tl  # noqa: E402
 
 BF16 = torch.bfloat16
 N = 64
@@ -55,6 +66,12 @@ def less(x_ptr, y_ptr, z_ptr, n: tl.constexpr):
 def greater(x_ptr, y_ptr, z_ptr, n: tl.constexpr):
     i = tl.arange(0, n)
     tl.store(z_ptr + i, tl.maximum(tl.load(x_ptr + i), tl.load(y_ptr + i)))
+
+
+@triton.jit
+def lesser(x_ptr, y_ptr, z_ptr, n: tl.constexpr):
+    i = tl.arange(0, n)
+    tl.store(z_ptr + i, tl.minimum(tl.load(x_ptr + i), tl.load(y_ptr + i)))
 
 
 @triton.jit
@@ -96,6 +113,11 @@ def reductions(x_ptr, y_ptr, n: tl.constexpr):
     tl.store(y_ptr, tl.max(x, 0))
     tl.store(y_ptr + 1, tl.min(x, 0))
     tl.store(y_ptr + 2, tl.sum(x, 0))
+
+
+@triton.jit
+def position_of_maximum(x_ptr, y_ptr, n: tl.constexpr):
+    tl.store(y_ptr, tl.argmax(tl.load(x_ptr + tl.arange(0, n)), 0))
 
 
 @triton.jit
@@ -190,6 +212,12 @@ def case_maximum():
     return run(greater, X, Y, out=BF16), torch.maximum(X, Y)
 
 
+def case_minimum_of_nan():
+    x = X.float()
+    x[::3] = float("nan")
+    return run(lesser, x, Y.float(), out=torch.float32), torch.fmin(x, Y.float())
+
+
 def case_maximum_of_nan():
     x = X.float()
     x[::3] = float("nan")
@@ -221,6 +249,10 @@ def case_exp2_log2():
 def case_reductions():
     want = torch.stack([X.max(), X.min(), X.float().sum().to(BF16)])
     return run(reductions, X, out=BF16)[:3], want
+
+
+def case_argmax():
+    return run(position_of_maximum, X, out=torch.int32)[:1], X.argmax()[None].int()
 
 
 def case_own_reduction():
@@ -278,6 +310,26 @@ def case_no_warnings():
     return torch.tensor([len(caught)]), torch.tensor([0])
 
 
+def case_patched_once():
+    """Not a matter of right and wrong, but of time: a call of tl.max must not patch the language once more."""
+    import triton.runtime.interpreter as ti
+
+    counted, original = [], ti._patch_lang_tensor
+
+    def counting(*arguments):
+        counted.append(1)
+        return original(*arguments)
+
+    ti._patch_lang_tensor = counting
+    try:
+        run(absolute, X, out=BF16)
+        once = len(counted)
+        run(reductions, X, out=BF16)
+    finally:
+        ti._patch_lang_tensor = original
+    return torch.tensor([len(counted) - once]), torch.tensor([once])
+
+
 @triton.jit
 def subtract(x_ptr, y_ptr, z_ptr, n: tl.constexpr):
     i = tl.arange(0, n)
@@ -303,13 +355,37 @@ generator = torch.Generator().manual_seed(0)
 X, Y = (torch.randn(N, generator=generator).to(BF16) for _ in range(2))
 A, B = (torch.randn(N, N, generator=generator) for _ in range(2))
 
-if __name__ == "__main__":
-    answers = {}
+
+def answers() -> dict[str, list]:
+    found = {}
     for name, case in list(globals().items()):
         if name.startswith("case_"):
             try:
                 wrong = difference(*case())
             except Exception as error:
                 wrong = f"{type(error).__name__}: {error}"
-            answers[name.removeprefix("case_")] = [wrong is None, wrong]
-    print(json.dumps(answers))
+            found[name.removeprefix("case_")] = [wrong is None, wrong]
+    return found
+
+
+def answers_without(name: str) -> dict[str, list]:
+    """In a process of its own: what is repaired stays so."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        repairs.install_repairs(without=[name])
+        with os.fdopen(writing, "w") as pipe:
+            json.dump(answers(), pipe)
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        text = pipe.read()
+    os.waitpid(child, 0)
+    return json.loads(text)
+
+
+if __name__ == "__main__":
+    if MODE == "without":
+        print(json.dumps({name: answers_without(name) for name in repairs.REPAIRS}))
+    else:
+        print(json.dumps(answers()))

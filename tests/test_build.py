@@ -181,6 +181,7 @@ def sources(notebook, tag=None):
 # ---------------------------------------------------------------- execution
 
 
+@pytest.mark.slow
 def test_an_execution_is_reproducible_byte_for_byte(root, capsys):
     assert run(root) == 0, capsys.readouterr().out
     first = snapshot(root)
@@ -214,6 +215,7 @@ def without_time(files):
     return nbformat.writes(lecture)
 
 
+@pytest.mark.slow
 def test_a_failing_lesson_is_named_and_leaves_everything_as_it_was(root, capsys):
     (root / "src/lessons/02_tiny_exercises.py").unlink()
     lesson(root, "02_tiny", "\n# %% [markdown]\n# # Tiny\n\n# %%\nx = 1\nprint(x)\n")
@@ -233,6 +235,7 @@ def test_a_failing_lesson_is_named_and_leaves_everything_as_it_was(root, capsys)
     assert notebook(root, "notebooks/03_other").cells[1].outputs[0].text == "fine\n", "the build went on"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "code, sentence",
     [
@@ -399,10 +402,168 @@ def test_a_new_cell_leaves_the_ids_of_the_others(root):
     assert len(after) == len(before) + 1 and set(before) < set(after)
 
 
-def test_a_constant_can_be_a_milestone(root, no_kernel):
-    edit(root, "02_tiny_exercises", ":traced", ":LIMIT")
+def test_a_milestone_of_several_symbols(root, no_kernel):
+    edit(root, "02_tiny_exercises", "# MILESTONE flashlab.tinymod:traced\n", "")
+    edit(root, "02_tiny_exercises", "tinymod:double", "tinymod: LIMIT, traced, double (no docstrings)")
     assert run(root) == 0
-    assert sources(notebook(root, "solutions/02_tiny"), "exercise")[1].startswith("LIMIT: int = 4\n\n\n@traced")
+    assert sources(notebook(root, "solutions/02_tiny"), "exercise")[1] == (
+        "LIMIT: int = 4\n\n\ndef traced(fn):\n    return functools.wraps(fn)(lambda x: fn(x))\n\n\n"
+        "@traced\ndef double(x):\n    return 2 * x  # the milestone"
+    )
+
+
+# ---------------------------------------------------------------- cells that the build fills
+
+
+def lecture_of(root, *cells):
+    (root / "src/lessons/02_tiny_exercises.py").unlink(missing_ok=True)
+    return lesson(root, "02_tiny", "".join(f"\n# %%\n{cell}\n" for cell in cells))
+
+
+def test_a_cell_is_filled_with_the_code_it_names_and_runs_it(root, capsys):
+    lecture_of(root, "import functools", "# FROM flashlab.tinymod: traced, double\nprint(double(21))")
+    assert run(root) == 0, capsys.readouterr().out
+    cell = notebook(root, "notebooks/02_tiny").cells[1]
+    assert cell.source == (
+        "# from src/flashlab/tinymod.py\n"
+        "def traced(fn):\n    return functools.wraps(fn)(lambda x: fn(x))\n\n\n"
+        '@traced\ndef double(x):\n    """Twice x."""\n    return 2 * x  # the milestone\n\n\n'
+        "print(double(21))"
+    )
+    assert cell.outputs[0].text == "42\n"
+
+
+def test_a_filled_cell_follows_the_package(root, no_kernel, capsys):
+    lecture_of(root, "import functools", "# FROM flashlab.tinymod: traced, double")
+    assert run(root) == 0 and run(root) == 0 and run(root, "--check") == 0
+    assert len(no_kernel) == 1
+    (root / "src/flashlab/tinymod.py").write_text(TINYMOD.replace("2 * x", "x + x"))
+    capsys.readouterr()
+    assert run(root, "--check") == 1
+    assert "cell 2 is not as in its lesson" in capsys.readouterr().out
+    assert run(root) == 0
+    assert len(no_kernel) == 2 and "x + x" in notebook(root, "notebooks/02_tiny").cells[1].source
+
+
+def test_several_from_lines_and_no_docstrings(root, no_kernel, capsys):
+    other = '''
+class Row(list):
+    """A row.
+
+    With counts."""
+
+    count = 0
+
+    def get(self, j):
+        """One element."""
+        # region: inside
+        return self[j]
+        # endregion
+
+
+def only_a_docstring():
+    """Nothing more."""
+
+
+a, b = 1, 2
+'''
+    (root / "src/flashlab/other.py").write_text(other)
+    symbols = "# FROM flashlab.other: a, Row, only_a_docstring (no docstrings)\n# FROM flashlab.tinymod: LIMIT\n"
+    lecture_of(root, symbols + "\nprint(a)")
+    assert run(root) == 0, capsys.readouterr().out
+    assert notebook(root, "notebooks/02_tiny").cells[0].source == (
+        "# from src/flashlab/other.py\na, b = 1, 2\n\n\n"
+        "class Row(list):\n    count = 0\n\n    def get(self, j):\n        return self[j]\n\n\n"
+        'def only_a_docstring():\n    """Nothing more."""\n\n\n'
+        "# from src/flashlab/tinymod.py\nLIMIT: int = 4\n\n\nprint(a)"
+    )
+
+
+UNRESOLVED = {
+    "an import": ([], "traced", "functools", "import functools"),
+    "a function": (["import functools"], "double", "traced", "from flashlab.tinymod import traced"),
+    "several": ([], "traced, uses_path", "Path, functools, p", "from pathlib import Path; import functools; from"),
+    "an annotation": (["p = 1"], "uses_path", "Path", "from pathlib import Path"),
+}
+
+
+@pytest.mark.parametrize("before, symbols, names, way", UNRESOLVED.values(), ids=UNRESOLVED)
+def test_a_name_that_the_code_needs_and_no_cell_has(root, no_kernel, capsys, before, symbols, names, way):
+    more = "from pathlib import Path\n\np = Path()\n\ndef uses_path(x: Path):\n    return [p for y in x if len(y)]\n"
+    (root / "src/flashlab/tinymod.py").write_text(f"{more}{TINYMOD}")
+    path = lecture_of(root, *before, f"# FROM flashlab.tinymod: {symbols}")
+    assert run(root) == 1
+    out = capsys.readouterr().out
+    line = path.read_text()[: path.read_text().index("# FROM")].count("\n") + 1
+    assert f"src/lessons/02_tiny.py, line {line}: " in out and f" {names}, which no cell" in out and way in out
+    assert not no_kernel
+
+
+def test_what_resolves_a_name(root, no_kernel, capsys):
+    lecture_of(
+        root,
+        "%matplotlib inline\nimport functools as f, os.path\nfrom functools import *",
+        "for functools in [f]:\n    pass",
+        "# FROM flashlab.tinymod: double\ntraced = f.cache",
+    )
+    assert run(root) == 0, capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "cell, sentence",
+    [
+        ("# FROM flashlab.tinymod", "should read '# FROM flashlab.module: symbol, symbol'"),
+        ("# FROM flashlab.tinymod: LIMIT (no comments)", "should read"),
+        ("x = 1\n# FROM flashlab.tinymod: LIMIT", "FROM lines come first"),
+        ("# FROM flashlab.tinymod: limit", "FROM flashlab.tinymod: limit: flashlab.tinymod defines no limit"),
+        ("# FROM flashlab.tinymod: functools", "defines no functools"),
+        ("# FROM flashlab.nomod: LIMIT", "there is no module flashlab.nomod"),
+    ],
+)
+def test_a_malformed_from_line(root, no_kernel, capsys, cell, sentence):
+    lecture_of(root, cell)
+    assert run(root) == 1
+    out = capsys.readouterr().out
+    assert sentence in out and "src/lessons/02_tiny.py, line " in out
+    assert run(root, "--check") == 1
+
+
+def test_a_comment_that_begins_with_from_is_none(root, no_kernel):
+    lecture_of(root, "# From here on it is slow.\nx = 1  # FROM flashlab.tinymod: LIMIT")
+    assert run(root) == 0
+
+
+def test_an_exercise_cell_is_not_filled_for_the_learner(root, no_kernel, capsys):
+    edit(root, "02_tiny_exercises", "# MILESTONE flashlab.tinymod:traced", "# FROM flashlab.tinymod: traced")
+    assert run(root) == 1
+    assert "would give the answer away" in capsys.readouterr().out
+    edit(root, "02_tiny_exercises", "# FROM flashlab.tinymod: traced\n", "")
+    edit(root, "02_tiny_exercises", "\nimport functools\n", "\n# FROM flashlab.tinymod: traced\nimport functools\n")
+    assert run(root) == 0, capsys.readouterr().out
+    for kind in ("exercises", "solutions"):
+        assert "def traced" in sources(notebook(root, f"{kind}/02_tiny"))[1]
+
+
+def test_a_triton_kernel_in_a_filled_cell_runs_and_compiles(tmp_path, capsys):
+    """In a cell the kernel is interpreted, and the compiler's process finds its source."""
+    pytest.importorskip("triton")
+    (tmp_path / "src" / "lessons").mkdir(parents=True)
+    (tmp_path / "src" / "flashlab").symlink_to(build.ROOT / "src" / "flashlab")
+    imports = "from flashlab import runtime\nimport torch, triton\nimport triton.language as tl"
+    calls = """
+from flashlab.attention.triton_minimal import compile_arguments
+from flashlab.triton_tools.compile_report import compile_report
+
+report = compile_report(flash_attention_forward_kernel, compile_arguments(torch.float16, 64), target="sm_90")
+print(report.ok)
+q = torch.ones(16, 64, dtype=torch.float16, device=runtime.device())
+o, lse = torch.empty_like(q), torch.empty(16, device=q.device)
+strides = [s for x in (q, q, q, o) for s in x.stride()]
+flash_attention_forward_kernel[(1,)](q, q, q, o, lse, *strides, 0.1, 16, 16, 64, 16, 16)
+print((o == 1).all().item())"""
+    lecture_of(tmp_path, imports, f"# FROM flashlab.attention.triton_minimal: flash_attention_forward_kernel\n{calls}")
+    assert run(tmp_path) == 0, capsys.readouterr().out
+    assert notebook(tmp_path, "notebooks/02_tiny").cells[1].outputs[0].text == "True\nTrue\n"
 
 
 MALFORMED = {

@@ -13,6 +13,7 @@ import torch
 from typer.testing import CliRunner
 
 from flashlab import cli, doctor
+from flashlab.bench import check as bench_check
 from flashlab.exercises import record
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -54,8 +55,7 @@ def machine(**software):
             "triton": {"version": "3.7.1"},
             "numpy": {"version": "2.4.6"},
             "jupyterlab": "4.6.6",
-            "g++": "13.2.0",
-            "clang++": None,
+            "compiler": "g++",
             "python_headers": True,
             "nvcc": None,
             "ptxas": True,
@@ -96,6 +96,35 @@ def test_the_report_of_this_machine_is_json_and_complete():
     assert all(phase["mode"] != "cannot run" for phase in report["phases"][:4])
 
 
+@pytest.mark.slow
+def test_the_json_holds_what_pytorch_collects_and_no_home_folder():
+    text = run_doctor(options=["--json"], HOME=str(ROOT.parent), FLASHLAB_INTERPRET="")
+    collected = json.loads(text)["collect_env"]
+    assert collected["torch_version"] == torch.__version__
+    assert {"os", "gcc_version", "python_platform", "nvidia_driver_version", "cpu_info", "pip_packages"} <= set(
+        collected
+    )
+    assert f"{ROOT.parent}/" not in text
+    assert "collect_env" not in run_doctor()
+
+
+def test_a_collect_env_that_fails_is_no_loss(tmp_path):
+    source = "from types import SimpleNamespace as N\n__version__ = '9.9'\nversion = N(cuda=None)\n"
+    place = package(tmp_path, "torch", source + "cuda = N(is_available=lambda: False)\n")
+    report = json.loads(run_doctor(options=["--json"], PYTHONPATH=place))
+    assert report["software"]["torch"]["version"] == "9.9"
+    assert "No module named 'torch.utils'" in report["collect_env"]["error"]
+
+
+def test_the_home_folder_is_named_by_its_tilde(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/ada")
+    given = {"a": ["/home/ada/envs, /home/ada and /home/adam"], "b": 7, "c": None}
+    assert doctor.without_home(given) == {"a": ["~/envs, ~ and /home/adam"], "b": 7, "c": None}
+    monkeypatch.setenv("HOME", "/")
+    assert doctor.without_home("/usr/bin") == "/usr/bin"
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["torch", "triton", "numpy"])
 def test_a_package_that_does_not_load_is_one_sentence(tmp_path, name):
     place = package(tmp_path, name, "raise OSError('libbroken.so.1: cannot open shared object file')")
@@ -104,6 +133,7 @@ def test_a_package_that_does_not_load_is_one_sentence(tmp_path, name):
     assert any(text.startswith(f"{name} is installed but does not load") for text in report["advice"])
 
 
+@pytest.mark.slow
 def test_a_package_that_crashes_the_process_is_one_sentence(tmp_path):
     report = json.loads(run_doctor(options=["--json"], PYTHONPATH=package(tmp_path, "triton", "import os; os.abort()")))
     assert "ended the process" in report["software"]["triton"]["broken"]
@@ -197,7 +227,7 @@ def test_the_wish_is_read_as_the_runtime_reads_it(monkeypatch, variables, want):
         ({"triton": {"version": "3.9.0"}}, "was not tried with"),
         ({"jupyterlab": None}, "JupyterLab is not installed"),
         ({"driver_cuda": "12.4"}, "this torch is a CPU build"),
-        ({"g++": None}, "no C++ compiler"),
+        ({"compiler": None}, "no C++ compiler"),
         ({"python": "3.9.1"}, "outside 3.10 to 3.14"),
     ],
 )
@@ -234,7 +264,12 @@ def test_every_row_is_printed(capsys, monkeypatch):
     report["advice"] = ["Do this."]
     doctor.print_report(copy.deepcopy(report))
     text = " ".join(capsys.readouterr().out.split())
-    for words in ("NVIDIA H200, compute capability 9.0", "232448 bytes", "built for CUDA 13.0", "Do this."):
+    for words in (
+        "NVIDIA H200, compute capability 9.0",
+        "232448 bytes of shared memory per block",
+        "built for CUDA 13.0",
+        "Do this.",
+    ):
         assert words in text
     for phase in doctor.PHASES:
         assert phase.title.split(":")[0] in text
@@ -254,7 +289,7 @@ def invoke(*arguments):
 
 
 def test_progress_shows_the_record(tmp_path, monkeypatch):
-    monkeypatch.setenv("FLASHLAB_PROGRESS", str(tmp_path / "progress.json"))
+    monkeypatch.setenv("FLASHLAB_PROGRESS", str(tmp_path / "progress.jsonl"))
     record.solved("0.1")
     result = invoke("progress")
     assert result.exit_code == 0, result.output
@@ -292,29 +327,39 @@ def solution(folder, body):
     nbformat.write(notebook, folder / "solutions" / "99_double.ipynb")
 
 
+@pytest.mark.slow
 def test_bench_check_times_each_check_and_keeps_the_figures(tmp_path, monkeypatch):
     solution(tmp_path, "def double(x):\n    return 2 * x")
-    monkeypatch.setattr(cli, "ROOT", tmp_path)
+    monkeypatch.setattr(bench_check, "ROOT", tmp_path)
     result = invoke("bench", "check")
     assert result.exit_code == 0, result.output
     kept = json.loads((tmp_path / ".flashlab" / "bench" / "check.json").read_text())
     (row,) = kept["checks"]
     assert row["id"] == "99.1" and row["passed"] and 0 <= row["seconds"] < 5
     assert kept["machine"]["torch"]
-    assert not (tmp_path / ".flashlab" / "progress.json").exists()
+    assert not (tmp_path / ".flashlab" / "progress.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_bench_check_says_which_notebook_fails(tmp_path, monkeypatch):
     solution(tmp_path, "def double(x):\n    raise ValueError('unfinished')")
-    monkeypatch.setattr(cli, "ROOT", tmp_path)
+    monkeypatch.setattr(bench_check, "ROOT", tmp_path)
     result = invoke("bench", "check", "--out", str(tmp_path / "figures.json"))
     assert result.exit_code == 1
     assert "99_double.ipynb" in result.output and "unfinished" in result.output
     assert "unfinished" in json.loads((tmp_path / "figures.json").read_text())["errors"]["99_double.ipynb"]
 
 
+def test_every_bench_has_a_row_and_options_of_its_own():
+    names = {p.stem for p in Path(bench_check.__file__).parent.glob("*.py") if "def main(" in p.read_text()}
+    assert names == set(cli.BENCHES)
+    for name in names:
+        help_ = invoke("bench", name, "--help").output
+        assert f"flashlab bench {name}" in help_ and "--out FILE" in help_ and "--quick" in help_
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("name", cli.NATIVE)
+@pytest.mark.parametrize("name", [name for name, (_, needs) in cli.BENCHES.items() if "GPU" in needs])
 def test_a_bench_that_needs_a_gpu_says_so(name):
     result = invoke("bench", name)
     assert result.exit_code == 1

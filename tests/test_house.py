@@ -1,19 +1,20 @@
-"""The house: set-up and its error sentences, the two commands, and the papers at the door."""
+"""The house: what agrees with what, the two commands, and the papers at the door."""
 
 import importlib.util
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import nbformat
 import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+import flashlab
 from flashlab import course, doctor
 
 if sys.version_info >= (3, 11):
@@ -35,7 +36,6 @@ def load(path):
     return module
 
 
-bootstrap = load(ROOT / "tools" / "bootstrap.py")
 run_tests = load(ROOT / "tools" / "run_tests.py")
 
 
@@ -57,9 +57,8 @@ def test_conda_gets_the_same_package():
 
 def test_every_place_names_the_same_pythons():
     allowed = SpecifierSet(PROJECT["project"]["requires-python"])
-    (_, oldest), (_, newest) = bootstrap.PYTHONS
+    (_, oldest), (_, newest) = doctor.PYTHONS
     assert [minor for minor in range(30) if f"3.{minor}.0" in allowed] == list(range(oldest, newest + 1))
-    assert doctor.PYTHONS == bootstrap.PYTHONS
     shell = (ROOT / "tools" / "bootstrap.sh").read_text()
     assert re.findall(r"^(?:oldest|newest)=(\d+)", shell, re.M) == [str(oldest), str(newest)]
     assert f"Python 3.{oldest} to 3.{newest}" in (ROOT / "README.md").read_text()
@@ -67,11 +66,7 @@ def test_every_place_names_the_same_pythons():
 
 
 def test_the_pinned_pair_is_one_that_was_tried():
-    pins = {}
-    for line in PROJECT["project"]["dependencies"]:
-        requirement = Requirement(line)
-        pins[requirement.name] = str(requirement.specifier).removeprefix("==")
-    short = tuple(".".join(pins[name].split(".")[:2]) for name in ("torch", "triton"))
+    short = tuple(".".join(pins()[name].split(".")[:2]) for name in ("torch", "triton"))
     assert short in doctor.TRIED
     text = (ROOT / "README.md").read_text()
     for torch, triton in doctor.TRIED:
@@ -79,7 +74,7 @@ def test_the_pinned_pair_is_one_that_was_tried():
 
 
 def test_every_python_gets_exactly_one_version_of_a_package():
-    for minor in range(bootstrap.PYTHONS[0][1], bootstrap.PYTHONS[1][1] + 1):
+    for minor in range(doctor.PYTHONS[0][1], doctor.PYTHONS[1][1] + 1):
         names = []
         for line in PROJECT["project"]["dependencies"]:
             requirement = Requirement(line)
@@ -92,7 +87,7 @@ def test_every_python_gets_exactly_one_version_of_a_package():
 
 def test_the_makefile_has_every_part_and_help_lists_every_target():
     names = [part.name for part in run_tests.parts()]
-    assert sorted(re.search(r"^PARTS := (.+)$", MAKEFILE, re.M)[1].split()) == sorted(names)
+    assert sorted(re.search(r"^PARTS := (.+)$", MAKEFILE, re.M)[1].split()) == sorted(set(names) - {"quick"})
     targets = re.findall(r"^([a-z-]+):.*## ", MAKEFILE, re.M)
     assert {"help", "lab", "test", "build", "doctor", "clean"} | {f"test-{name}" for name in names} <= set(targets)
     listed = subprocess.run(["make", "-s"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -110,10 +105,77 @@ def test_continuous_integration_runs_make_test():
     assert text.rstrip().endswith("exec make test")
 
 
+def pins():
+    requirements = map(Requirement, PROJECT["project"]["dependencies"])
+    return {requirement.name: str(requirement.specifier).removeprefix("==") for requirement in requirements}
+
+
+def test_the_workflow_runs_the_two_commands_on_the_oldest_and_the_newest_python():
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    test = workflow["jobs"]["test"]
+    assert test["strategy"]["matrix"]["python"] == ["{}.{}".format(*version) for version in doctor.PYTHONS]
+    commands = [step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step]
+    assert {"make test", "make test-lint", "make test-sync"} <= set(commands)
+    assert any(
+        "make setup" in command and "flashlab check" in command and "make lab" in command for command in commands
+    )
+    assert workflow["env"]["CI"] == "true" and workflow["env"]["PIP_EXTRA_INDEX_URL"].endswith("/whl/cpu")
+    for target in re.findall(r"make ([a-z-]+)", " ".join(commands)):
+        assert re.search(rf"^{target}:", MAKEFILE, re.M), target
+
+
+def test_the_hooks_are_the_linters_of_the_project():
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    found = {hook["id"]: repository["rev"] for repository in hooks for hook in repository["hooks"]}
+    assert set(found) == {"ruff-check", "ruff-format", "clang-format"}  # and no nbstripout: outputs are compared
+    assert found["ruff-check"] == found["ruff-format"] == "v" + pins()["ruff"]
+    style = yaml.safe_load((ROOT / ".clang-format").read_text())
+    assert style["ReflowComments"] is False and style["SortIncludes"] == "Never"
+    assert yaml.safe_load((ROOT / "src" / "flashlab" / "kernels" / ".clang-format").read_text())["DisableFormat"]
+
+
+def test_the_papers_at_the_door_are_well_formed():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == PROJECT["project"]["version"] == flashlab.__version__
+    assert citation["license"] == PROJECT["project"]["license"]
+    assert "## Unreleased" in (ROOT / "CHANGELOG.md").read_text()
+    container = re.sub(r"^//.*$", "", (ROOT / ".devcontainer" / "devcontainer.json").read_text(), flags=re.M)
+    assert json.loads(container)["onCreateCommand"] == "make setup"
+    for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.md"):
+        _, head, body = path.read_text().split("---\n", 2)
+        assert {"name", "about", "labels"} == set(yaml.safe_load(head)) and body.strip()
+
+
+def test_colab_keeps_its_own_torch():
+    notebook = nbformat.read(ROOT / "docs" / "colab.ipynb", as_version=4)
+    nbformat.validate(notebook)
+    cells = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
+    assert not any(cell.get("outputs") for cell in notebook.cells)
+    (install,) = re.findall(r"^.*pip install.*$", "\n".join(cells), re.M)
+    assert "--no-deps" in install and "torch" not in install
+    (run,) = re.findall(r"^%run course/(.*)$", "\n".join(cells), re.M)
+    assert (ROOT / run).exists()
+
+
+def test_mypy_looks_at_all_of_the_package_but_what_is_listed():
+    mypy = PROJECT["tool"]["mypy"]
+    assert (
+        mypy["packages"] == ["flashlab"]
+        and f"py3{mypy['python_version'][2:]}" == PROJECT["tool"]["ruff"]["target-version"]
+    )
+    for override in mypy["overrides"]:
+        if override.get("ignore_errors"):
+            for module in override["module"]:
+                path = ROOT / "src" / Path(*module.removesuffix(".*").split("."))
+                assert path.is_dir() if module.endswith(".*") else path.with_suffix(".py").exists(), module
+    for path in (ROOT / "src" / "flashlab").rglob("*.py"):
+        assert not re.search(r"type: ignore(?!\[)", path.read_text()), f"{path}: an ignore names its code"
+
+
 # ---- README and its like
 
 
-@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
 def test_what_a_page_names_is_there(name):
     text = (ROOT / name).read_text()
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
@@ -134,6 +196,7 @@ def test_the_phase_map_is_that_of_the_course():
         assert path.stem.removesuffix("_exercises") == course.phase(int(path.stem[:2])).name
 
 
+@pytest.mark.slow
 def test_the_figures_are_drawn_from_the_committed_script(tmp_path):
     done = subprocess.run([sys.executable, ROOT / "docs" / "figures.py", tmp_path], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -142,333 +205,12 @@ def test_the_figures_are_drawn_from_the_committed_script(tmp_path):
     assert all(path.stat().st_size > 20_000 for path in tmp_path.iterdir())
 
 
-# ---- finding a Python, in plain sh
-
-
-def tool_box(folder, *names):
-    """A PATH with sh's own tools and nothing else, but for `names`."""
-    folder.mkdir(exist_ok=True)
-    for name in ("sh", "dirname", "id", "env", *names):
-        (folder / name).symlink_to(shutil.which(name))
-    return folder
-
-
-def fake_python(path, version, says="chosen"):
-    """Answers the question for its version, and otherwise says that it was chosen, and what for."""
-    path.write_text(f'#!/bin/sh\nif [ "$1" = -c ]; then echo {version}; else echo {says} {version} "$@"; fi\n')
-    path.chmod(0o755)
-
-
-def find(path, root=ROOT, **variables):
-    return subprocess.run(
-        ["/bin/sh", str(root / "tools" / "bootstrap.sh"), "setup"],
-        capture_output=True, text=True, env={"PATH": str(path), "VENV": "no-such-environment", **variables},
-    )  # fmt: skip
-
-
-def one_sentence(done):
-    """The one line that a set-up that cannot go on says."""
-    assert done.returncode == 1
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("stopped: ")
-    assert line.endswith(".")
-    assert "Traceback" not in done.stderr
-    return line
-
-
-def test_no_python_at_all(tmp_path):
-    assert "there is no python3 on this machine: install" in one_sentence(find(tool_box(tmp_path / "bin")))
-
-
-def test_no_python_where_apt_is(tmp_path):
-    path = tool_box(tmp_path / "bin")
-    fake_python(path / "apt-get", "")
-    assert "apt install python3 python3-venv" in one_sentence(find(path))
-
-
-@pytest.mark.parametrize("version", ["3.8", "3.9", "3.15", "2.7"])
-def test_no_python_that_is_suitable(tmp_path, version):
-    path = tool_box(tmp_path / "bin")
-    fake_python(path / "python3", version)
-    assert f"this machine has Python {version}, and the course needs 3.10 to 3.14" in one_sentence(find(path))
-
-
-@pytest.mark.parametrize("others, chosen", [(["3.10", "3.12"], "3.12"), (["3.10", "3.15"], "3.10"), (["3.14"], "3.14")])
-def test_the_newest_suitable_python_is_taken_when_python3_is_not(tmp_path, others, chosen):
-    path = tool_box(tmp_path / "bin")
-    fake_python(path / "python3", "3.8")
-    for version in others:
-        fake_python(path / f"python{version}", version)
-    done = find(path)
-    assert done.stdout.startswith(f"chosen {chosen} ")
-    assert done.stdout.rstrip().endswith("tools/bootstrap.py setup")
-
-
-def test_python3_is_taken_when_it_is_suitable(tmp_path):
-    path = tool_box(tmp_path / "bin")
-    fake_python(path / "python3", "3.11")
-    fake_python(path / "python3.13", "3.13")
-    assert find(path).stdout.startswith("chosen 3.11 ")
-
-
-def test_a_python_that_does_not_run_is_passed_over(tmp_path):
-    path = tool_box(tmp_path / "bin")
-    (path / "python3").write_text("#!/bin/sh\necho 'python3: command not found' >&2\nexit 127\n")
-    (path / "python3").chmod(0o755)
-    fake_python(path / "python3.12", "3.12")
-    assert find(path).stdout.startswith("chosen 3.12 ")
-
-
-def test_python_by_name(tmp_path):
-    path = tool_box(tmp_path / "bin")
-    fake_python(path / "python3", "3.11")
-    other = tmp_path / "my python"
-    fake_python(other, "3.12")
-    assert find(path, PYTHON=str(other)).stdout.startswith("chosen 3.12 ")
-    fake_python(other, "3.9")
-    assert "is Python 3.9, and the course needs 3.10 to 3.14" in one_sentence(find(path, PYTHON=str(other)))
-    assert "is not a Python 3 that runs" in one_sentence(find(path, PYTHON="no-such-python"))
-
-
-def test_an_environment_made_earlier_is_enough(tmp_path):
-    path = tool_box(tmp_path / "bin")
-    (tmp_path / "made" / "bin").mkdir(parents=True)
-    fake_python(tmp_path / "made" / "bin" / "python", "3.12")
-    assert find(path, VENV=str(tmp_path / "made")).stdout.startswith("chosen 3.12 ")
-
-
-def test_a_path_with_spaces(tmp_path):
-    root = tmp_path / "my course"
-    shutil.copytree(ROOT / "tools", root / "tools")
-    path = tool_box(tmp_path / "bin")
-    fake_python(path / "python3", "3.11")
-    assert find(path, root).stdout == f"chosen 3.11 {root}/tools/bootstrap.py setup\n"
-
-
-# ---- what a machine lacks
-
-
-def set_up(tmp_path, path, **variables):
-    """The real set-up with a PATH of our own; the environment would be made at tmp_path/venv."""
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tools" / "bootstrap.py"), "setup"],
-        capture_output=True, text=True, timeout=300,
-        env={"PATH": str(path), "VENV": str(tmp_path / "venv"), "HOME": str(tmp_path), **variables},
-    )  # fmt: skip
-    assert "Traceback" not in done.stderr
-    return done
-
-
-def test_no_compiler(tmp_path):
-    done = set_up(tmp_path, tool_box(tmp_path / "bin"))
-    assert "there is no C++ compiler (g++ or clang++): install one with" in one_sentence(done)
-    assert not (tmp_path / "venv").exists()
-
-
-def test_a_compiler_that_cannot_compile(tmp_path):
-    path = tool_box(tmp_path / "bin")
-    (path / "g++").write_text("#!/bin/sh\nexit 1\n")
-    (path / "g++").chmod(0o755)
-    assert "cannot build a C++ program" in one_sentence(set_up(tmp_path, path))
-    assert not (tmp_path / "venv").exists()
-
-
-def test_the_compiler_of_this_machine_works():
-    assert bootstrap.compiler_works(bootstrap.find_compiler())
-
-
-def test_no_venv_module(monkeypatch):
-    real = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "ensurepip" else real(name))
-    (said,) = bootstrap.missing(fresh=True)
-    assert f"python3.{sys.version_info.minor} cannot make virtual environments" in said
-    assert bootstrap.missing(fresh=False) == []  # an environment that exists needs no ensurepip
-
-
-def test_no_disk_space(monkeypatch):
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100e9, 99e9, 1e9))
-    (said,) = bootstrap.missing(fresh=True)
-    assert "only 1.0 GB are free" in said
-    assert bootstrap.missing(fresh=False) == []
-
-
-def test_another_system_or_python(monkeypatch):
-    monkeypatch.setattr(bootstrap.platform, "system", lambda: "Darwin")
-    monkeypatch.setattr(sys, "version_info", (3, 15, 0))
-    said = bootstrap.missing(fresh=False)
-    assert len(said) == 2
-    assert "the course runs on Linux" in said[0]
-    assert "this is Python 3.15" in said[1]
-
-
-@pytest.mark.parametrize(
-    "log, words",
-    [
-        ("ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device", "the disk is full"),
-        ("WARNING: Retrying ... NewConnectionError(': Failed to establish a new connection: [Errno 111]')", "reached"),
-        ("socket.gaierror: [Errno -3] Temporary failure in name resolution", "cannot be reached"),
-        ("Max retries exceeded ... SSLError(SSLCertVerificationError(1, 'CERTIFICATE_VERIFY_FAILED'))", "certificate"),
-        ("ERROR: No matching distribution found for torch==2.13.0", "has no torch==2.13.0 for Python"),
-        ("ERROR: No matching distribution found for setuptools>=77", "cannot be reached"),
-        ("ERROR: something else happened\n", "something else happened."),
-        ("", "without saying why"),
-    ],
-)
-def test_why_pip_failed_in_one_sentence(log, words):
-    said = bootstrap.explain_pip(log)
-    assert words in said
-    assert said.endswith(".") and ".." not in said
-    assert "\n" not in said
-
-
-def test_no_network(tmp_path):
-    path = tool_box(tmp_path / "bin")
-    (path / "g++").symlink_to(bootstrap.find_compiler())
-    for name in ("as", "ld"):
-        (path / name).symlink_to(shutil.which(name))
-    nowhere = {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_CONFIG_FILE": os.devnull, "PIP_RETRIES": "1"}
-    done = set_up(tmp_path, path, **nowhere)
-    assert done.returncode == 1
-    said = done.stderr.splitlines()
-    assert said[0].startswith("stopped: the package index cannot be reached")
-    assert len(said) == 2 and str(tmp_path / "venv" / bootstrap.LOG) in said[1]
-    assert "127.0.0.1" in (tmp_path / "venv" / bootstrap.LOG).read_text()
-    assert not (tmp_path / "venv" / bootstrap.STAMP).exists()
-    # pip touched nothing, so the next run builds upon what is there
-    assert bootstrap.Environment(tmp_path / "venv").why_unusable() is None
-
-
-# ---- when the environment counts as ready
-
-
-@pytest.fixture
-def ready(tmp_path, monkeypatch):
-    """A stamped environment of a small course at tmp_path."""
-    monkeypatch.setattr(bootstrap, "ROOT", tmp_path)
-    monkeypatch.delenv("PYTHON", raising=False)
-    (tmp_path / "pyproject.toml").write_text("[project]\n")
-    environment = bootstrap.Environment(tmp_path / ".venv")
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment.folder], check=True)
-    version = "{}.{}".format(*sys.version_info[:2])
-    bootstrap.write_atomically(environment.folder / bootstrap.STAMP, json.dumps(bootstrap.fingerprint(version)))
-    return environment
-
-
-def test_a_stamped_environment_is_used_as_it_is(ready, monkeypatch):
-    assert ready.is_ready()
-    monkeypatch.setattr(bootstrap, "missing", lambda fresh: pytest.fail("nothing is examined again"))
-    ready.ready()
-
-
-def test_a_change_of_the_pins_is_noticed(ready):
-    (bootstrap.ROOT / "pyproject.toml").write_text('[project]\ndependencies = ["torch==9"]\n')
-    assert not ready.is_ready()
-
-
-def test_an_interrupted_set_up_is_made_afresh(ready):
-    (ready.folder / bootstrap.INSTALLING).touch()
-    assert not ready.is_ready()
-    assert ready.why_unusable() == "an earlier set-up was cut short"
-
-
-def test_an_environment_that_was_moved_is_made_afresh(ready, monkeypatch, tmp_path):
-    (tmp_path / "elsewhere").mkdir()
-    shutil.copy(tmp_path / "pyproject.toml", tmp_path / "elsewhere")
-    monkeypatch.setattr(bootstrap, "ROOT", tmp_path / "elsewhere")
-    assert not ready.is_ready()
-    assert ready.why_unusable() == "the course was moved or copied"
-
-
-def test_an_environment_without_its_python_is_made_afresh(ready):
-    ready.python.unlink()
-    ready.python.symlink_to("/nonexistent/python3")
-    assert not ready.is_ready()
-    assert ready.why_unusable() == "its Python does not run"
-
-
-def test_another_python_by_name_makes_it_afresh(ready, monkeypatch):
-    monkeypatch.setattr(sys, "version_info", (3, 13, 1))
-    assert ready.is_ready()  # not asked for: what is there serves
-    monkeypatch.setenv("PYTHON", "python3.13")
-    assert not ready.is_ready()
-    assert "it is of Python" in ready.why_unusable()
-
-
-def test_an_environment_made_by_hand_is_built_upon_if_it_has_pip(ready):
-    (ready.folder / bootstrap.STAMP).unlink()
-    assert not ready.is_ready()
-    assert ready.why_unusable() == "it has no pip"
-    assert bootstrap.Environment(bootstrap.ROOT / "nothing").why_unusable() is None
-
-
-def test_a_damaged_stamp_is_no_stamp(ready):
-    (ready.folder / bootstrap.STAMP).write_text('{"pyproject": ')
-    assert not ready.is_ready()
-
-
-def test_packages_from_elsewhere_stay_out(monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", "/somewhere")
-    monkeypatch.setenv("PIP_USER", "1")
-    variables = bootstrap.clean_environment()
-    assert "PYTHONPATH" not in variables
-    assert variables["PIP_USER"] == "0"
-
-
-def test_two_set_ups_do_not_meet(tmp_path):
-    # Each appends a line in one write, so that what `locked` itself prints to stdout cannot come between.
-    code = (
-        "import os, sys, time; sys.path.insert(0, sys.argv[1]); import bootstrap; from pathlib import Path\n"
-        "said = os.open(Path(sys.argv[2], 'said'), os.O_WRONLY | os.O_CREAT | os.O_APPEND)\n"
-        "with bootstrap.locked(Path(sys.argv[2])):\n"
-        "    os.write(said, b'in\\n'); time.sleep(0.5); os.write(said, b'out\\n')"
-    )
-    command = [sys.executable, "-c", code, str(ROOT / "tools"), str(tmp_path)]
-    for process in [subprocess.Popen(command) for _ in range(2)]:
-        assert process.wait() == 0
-    assert (tmp_path / "said").read_text().split() == ["in", "out", "in", "out"]
-
-
-# ---- lab
-
-
-@pytest.fixture
-def a_course(tmp_path, monkeypatch):
-    monkeypatch.setattr(bootstrap, "ROOT", tmp_path)
-    (tmp_path / "notebooks").mkdir()
-    for name in ("00_first.ipynb", "02_third.ipynb", "Untitled.ipynb"):
-        (tmp_path / "notebooks" / name).touch()
-    return tmp_path
-
-
-def test_lab_opens_at_the_phase(a_course, monkeypatch):
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    command = bootstrap.lab_command("python", "0", ["--no-browser", "--port=1"])
-    assert command[:3] == ["python", "-m", "jupyterlab"]
-    assert f"--ServerApp.root_dir={a_course}" in command
-    assert "--LabApp.default_url=/lab/tree/notebooks/00_first.ipynb" in command
-    assert command[-2:] == ["--no-browser", "--port=1"]
-    assert "--allow-root" not in command
-    assert "--LabApp.default_url=/lab/tree/notebooks/02_third.ipynb" in bootstrap.lab_command("python", "2", [])
-    monkeypatch.setattr(os, "geteuid", lambda: 0)
-    assert "--allow-root" in bootstrap.lab_command("python", "0", [])
-
-
-def test_lab_says_which_phases_there_are(a_course):
-    for phase in ("1", "two", "-1"):
-        with pytest.raises(bootstrap.Stop, match="choose PHASE from 0, 2"):
-            bootstrap.lab_command("python", phase, [])
-    for path in (a_course / "notebooks").iterdir():
-        path.unlink()
-    with pytest.raises(bootstrap.Stop, match="make build"):
-        bootstrap.lab_command("python", "0", [])
-
-
 # ---- test
 
 
 def test_the_runner_goes_on_and_names_what_failed(monkeypatch, capfd, tmp_path):
     def say(text, status=0):
-        return (sys.executable, "-c", f"print({text!r}); raise SystemExit({status})")
+        return ((sys.executable, "-c", f"print({text!r}); raise SystemExit({status})"),)
 
     monkeypatch.setattr(run_tests, "ROOT", tmp_path)
     (tmp_path / "here").touch()
@@ -477,6 +219,7 @@ def test_the_runner_goes_on_and_names_what_failed(monkeypatch, capfd, tmp_path):
         run_tests.Part("unit", "second", say("two", 3), "here"),
         run_tests.Part("sync", "third", say("three"), "no-such-file"),
         run_tests.Part("lectures", "fourth", say("four")),
+        run_tests.Part("quick", "by name only", say("five"), only_by_name=True),
     ]
     monkeypatch.setattr(run_tests, "parts", lambda: parts)
     assert run_tests.main([]) == 1
@@ -489,13 +232,23 @@ def test_the_runner_goes_on_and_names_what_failed(monkeypatch, capfd, tmp_path):
     assert {name: entry["passed"] for name, entry in kept.items()} == {
         "lint": True, "unit": False, "sync": False, "lectures": True,
     }  # fmt: skip
+    assert "five" not in said
     assert run_tests.main(["lint"]) == 0
+    assert run_tests.main(["quick"]) == 0 and "five" in capfd.readouterr().out
     assert run_tests.main(["lunch"]) == 2
 
 
 def test_no_part_looks_at_a_learners_answers():
     for part in run_tests.parts():
-        assert not any("exercises/" in word or word == "exercises" for word in part.command)
+        words = [word for command in part.commands for word in command]
+        assert not any("exercises/" in word or word == "exercises" for word in words)
+
+
+def test_a_part_goes_on_after_its_first_command_and_fails_with_any(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(run_tests, "ROOT", tmp_path)
+    bad, good = ((sys.executable, "-c", f"print('ran'); raise SystemExit({status})") for status in (1, 0))
+    assert not run_tests.run_part(run_tests.Part("lint", "two", (bad, good)), 1, 1, 0)[0]
+    assert capfd.readouterr().out.count("ran") == 2
 
 
 @pytest.mark.parametrize("seconds, text", [(4.21, "4.2 s"), (59.9, "59.9 s"), (187, "3 min 07 s")])

@@ -1,14 +1,12 @@
 """The contract of the lessons, for every phase that there is.
 
 Unsolved exercises fail exactly at their checks (made afresh from src/lessons, so a learner's answers in exercises/ do
-not matter here); lectures have the frame, the proportions and the outputs that a reader can follow. What the outputs
-are, nbval compares.
+not matter here); lectures have the frame and the outputs that a reader can follow. How they read, tests/test_pacing.py
+counts; what the outputs are, nbval compares.
 """
 
 import functools
-import itertools
 import re
-import statistics
 import urllib.parse
 from pathlib import Path
 
@@ -16,6 +14,7 @@ import nbformat
 import pytest
 from lesson_execution import kernel_for, output_problem
 from lesson_source import LessonError, find_lessons, lesson_name, make_notebook, read_lesson
+from pacing import output_lines
 
 from flashlab.exercises import registry as registry
 
@@ -25,11 +24,8 @@ LECTURES = [p for p in LESSONS if not p.stem.endswith("_exercises")]
 EXERCISES = [p for p in LESSONS if p.stem.endswith("_exercises")]
 BUILT = sorted(p for folder in ("notebooks", "solutions") for p in (ROOT / folder).glob("[0-9][0-9]_*.ipynb"))
 
-MOST_LINES = 60  # of a code cell
-MOST_MEDIAN_LINES = 10
 MOST_OUTPUT_LINES = 15
 MOST_BYTES = 1_500_000
-RATIO = (1.2, 2.5)  # markdown cells to a code cell
 FRAME = [
     "## What you will be able to do",
     "## What you need first",
@@ -76,10 +72,6 @@ def run_unsolved(path):
 
 def code_cells(notebook):
     return [c for c in notebook.cells if c.cell_type == "code"]
-
-
-def lines_of(cell):
-    return cell.source.count("\n") + 1
 
 
 def headings(notebook, marks):
@@ -170,28 +162,6 @@ def test_the_frame_of_a_lecture(path):
     assert len(found) > 4, "and a body between them"
 
 
-@pytest.mark.parametrize("path", LECTURES, ids=stem)
-def test_a_lecture_explains_as_much_as_it_runs(path):
-    kinds = [c.cell_type for c in lecture(path).cells]
-    ratio = kinds.count("markdown") / kinds.count("code")
-    assert RATIO[0] <= ratio <= RATIO[1], f"{ratio:.2f} markdown cells to a code cell"
-
-
-@pytest.mark.parametrize("path", LECTURES, ids=stem)
-def test_at_most_two_code_cells_in_a_row(path):
-    for kind, run in itertools.groupby(lecture(path).cells, key=lambda c: c.cell_type):
-        run = list(run)
-        assert kind == "markdown" or len(run) <= 2, f"{len(run)} code cells in a row, from:\n{run[0].source}"
-
-
-@pytest.mark.parametrize("path", LECTURES, ids=stem)
-def test_code_cells_are_short(path):
-    cells = code_cells(lecture(path))
-    longest = max(cells, key=lines_of)
-    assert lines_of(longest) <= MOST_LINES, f"a code cell of {lines_of(longest)} lines:\n{longest.source}"
-    assert statistics.median(map(lines_of, cells)) <= MOST_MEDIAN_LINES
-
-
 @pytest.mark.parametrize("path", LESSONS, ids=stem)
 def test_markdown_links_resolve(path):
     kind = "solutions" if path.stem.endswith("_exercises") else "notebooks"
@@ -225,15 +195,5 @@ def test_outputs_are_there_and_the_same_on_every_machine(path):
 @pytest.mark.parametrize("path", BUILT, ids=lambda p: f"{p.parent.name}/{p.stem}")
 def test_no_output_is_longer_than_one_reads(path):
     for cell in code_cells(nbformat.read(path, as_version=4)):
-        lines = sum(shown_lines(output) for output in cell.outputs)
+        lines = output_lines(cell)
         assert lines <= MOST_OUTPUT_LINES, f"{lines} lines of output from:\n{cell.source}"
-
-
-def shown_lines(output):
-    """How many lines of text a notebook shows for an output: not the text that stands in for a figure or HTML."""
-    if output.output_type == "stream":
-        return len(output.text.rstrip("\n").split("\n"))
-    if output.output_type == "error":
-        return sum(line.count("\n") + 1 for line in output.traceback)
-    rich = [mime for mime in output.data if mime != "text/plain"]
-    return 0 if rich else output.data.get("text/plain", "").count("\n") + 1

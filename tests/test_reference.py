@@ -83,9 +83,9 @@ def test_the_low_precision_twin_errs_by_its_dtype(dtype, bound):
     "shapes, words",
     [
         (((3, 8), (1, 1, 3, 8), (1, 1, 3, 8)), "q must be"),
-        (((1, 1, 3, 8), (1, 1, 4, 8), (1, 1, 5, 8)), "differ in batch, heads or seq_len"),
-        (((1, 1, 3, 8), (1, 1, 4, 9), (1, 1, 4, 9)), "differ in batch or head_dim"),
-        (((1, 3, 3, 8), (1, 2, 4, 8), (1, 2, 4, 8)), "no multiple"),
+        (((1, 1, 3, 8), (1, 1, 4, 8), (1, 1, 5, 8)), "k has 4 rows, but v has 5: each key needs one value"),
+        (((1, 1, 3, 8), (1, 1, 4, 9), (1, 1, 4, 9)), "q has head_dim 8, but k has 9"),
+        (((1, 3, 3, 8), (1, 2, 4, 8), (1, 2, 4, 8)), "3 query heads cannot share 2 key heads evenly"),
     ],
 )
 def test_shapes_that_do_not_belong_together(shapes, words):

@@ -61,6 +61,7 @@ def answers():
         return dict(zip(PROCESSES, pool.map(ask, PROCESSES.values()), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROCESSES)
 def test_the_mode_is_chosen_at_import(answers, name):
     want = PROCESSES[name][2]

@@ -1,7 +1,9 @@
 """What the notebooks show: Markdown that renders, animations that play."""
 
+import html
+import inspect
 import io
-from pathlib import Path
+import re
 
 import matplotlib.pyplot as plt
 import pytest
@@ -18,19 +20,179 @@ def shown(monkeypatch):
     return out
 
 
+# ---------------------------------------------------------------- regions and diffs
+
+BEFORE = """\
+#include "simt.h"
+
+__global__ void kernel(float* y_gmem) {
+    // region: main loop
+    for (int j = 0; j < 4; j++) {
+#pragma unroll
+        for (int i = 0; i < 8; i++)                              // over the tile
+            y_gmem[i] += j < 2 && i < 4;
+    }
+    // endregion
+}
+"""
+AFTER = BEFORE.replace("y_gmem[i] += j < 2 && i < 4;", "y_gmem[i ^ j] += j < 2 && i < 4;  // New: the swizzle").replace(
+    "    // region: main", "    // region: state\n    float m = 0;\n    // endregion\n    // region: main"
+)
+
+
+@pytest.fixture
+def files(tmp_path):
+    for name, text in (("before.cu", BEFORE), ("after.cu", AFTER)):
+        (tmp_path / name).write_text(text)
+    return tmp_path / "before.cu", tmp_path / "after.cu"
+
+
+def folded(markdown):
+    """What is seen at once, and what the fold holds."""
+    seen, _, rest = markdown.partition("<details>\n<summary>")
+    return seen.rstrip(), rest.removesuffix("\n\n</details>")
+
+
+def test_a_region_with_the_files_numbers_and_the_file_in_a_fold(shown, files):
+    show.region(files[1], "main loop")
+    seen, fold = folded(shown[0])
+    assert (
+        seen
+        == """\
+`after.cu`: lines 8 to 12, *main loop*
+
+<samp>
+
+```c++
+ 8  for (int j = 0; j < 4; j++) {
+ 9  #pragma unroll
+10      for (int i = 0; i < 8; i++)                              // over the tile
+11          y_gmem[i ^ j] += j < 2 && i < 4;  // New: the swizzle
+12  }
+```
+
+</samp>"""
+    )
+    assert fold.startswith("the whole file, 10 lines</summary>\n\n<samp>\n\n```c++\n 1  #include")
+    assert "region" not in fold and "\n14  }\n" in fold
+
+
+def test_several_regions_are_shown_apart(shown, files):
+    show.region(files[1], "state", "main loop")
+    assert shown[0].startswith("`after.cu`: lines 5 to 5, *state*; lines 8 to 12, *main loop*")
+    assert "\n 5  float m = 0;\n ⋮\n 8  for (" in shown[0]
+
+
+def test_a_step_of_the_series_is_its_file(shown, files):
+    class Step:
+        name, path = "after", files[1]
+
+    show.region(Step(), "state")
+    assert shown[0].startswith("`after.cu`: lines 5 to 5, *state*")
+
+
+def test_a_region_of_a_text_and_of_a_function(shown):
+    show.region(AFTER, "state")
+    assert shown[0].startswith("lines 5 to 5, *state*\n\n<samp>\n\n```c++\n5  float m = 0;")
+    with pytest.raises(KeyError, match="no region 'loop'; its regions: none"):
+        show.region(reference.attention, "loop")
+
+
+def test_a_region_that_is_not_there(shown, files):
+    with pytest.raises(KeyError, match="no region 'loop'; its regions: 'state', 'main loop'"):
+        show.region(files[1], "loop")
+    with pytest.raises(KeyError, match="no region 'loop'"):
+        show.diff(*files, "loop")
+    with pytest.raises(ValueError, match="name a region"):
+        show.region(files[1])
+    assert not shown
+
+
+def test_the_diff_of_a_region(shown, files):
+    show.diff(*files, "main loop", context=1)
+    seen, fold = folded(shown[0])
+    assert seen.startswith("`before.cu` → `after.cu`: *main loop* (lines: 1 new, 1 gone)")
+    block = seen[seen.index("<pre><code>") + len("<pre><code>") : seen.index("</code>")]
+    lines = re.sub("<[^>]*>", "", block).splitlines()
+    assert lines == [
+        "  10      for (int i = 0; i &lt; 8; i++)                              // over the tile",
+        "-             y_gmem[i] += j &lt; 2 &amp;&amp; i &lt; 4;",
+        "+ 11          y_gmem[i ^ j] += j &lt; 2 &amp;&amp; i &lt; 4;  // New: the swizzle",
+        "  12  }",
+    ]
+    assert block.count("<span style=") == 2
+    assert fold.startswith("the whole diff</summary>") and "+  5      float m = 0;" in fold
+
+
+def test_the_diff_of_two_whole_sources(shown, files):
+    show.diff(*files, context=0)
+    seen, fold = folded(shown[0])
+    assert "(lines: 2 new, 1 gone)" in seen and "\n   ⋮\n" in seen
+    assert fold.startswith("the whole new file, 10 lines</summary>")
+
+
+def test_a_region_that_only_one_of_the_two_has(shown, files):
+    show.diff(*files, "state")
+    assert "*state* (lines: 1 new, 0 gone)" in shown[0]
+    show.diff(files[1], files[0], "state")
+    assert "*state* (lines: 0 new, 1 gone)" in shown[1]
+
+
+def test_what_is_no_difference(shown):
+    old = "// region: a\nint x;  // New: a word\n// endregion\n"
+    show.diff(old, "{\n    // region: a\n    int x;      // A word\n    // endregion\n}\n", "a")
+    assert "(lines: 0 new, 0 gone)\n\nNo line changes." in shown[0]
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "x = f(" + "a, " * 60 + "b)",
+        "y = 1;" + " " * 70 + "// " + "word " * 20,
+        "// " + "x" * 250,
+        "const int one_very_long_name = " + "y" * 120,
+        " " * 100 + "return z;",
+    ],
+)
+def test_no_shown_line_is_wider_than_the_page(shown, code):
+    text = f"// region: a\nvoid g() {{\n    {code}\n}}\n// endregion\n"
+    show.region(text, "a")
+    show.diff("", text, "a")
+    for markdown in shown:
+        lines = html.unescape(re.sub("<[^>]*>", "", markdown)).splitlines()
+        assert max(map(len, lines)) <= show.WIDTH
+        squeezed = [re.sub(r"\s|//", "", line) for line in show.shown(markdown)]
+        assert squeezed == ["voidg(){", re.sub(r"\s|//", "", code), "}"]
+
+
+def test_a_rule_across_the_file_is_cut_to_the_page(shown):
+    show.region(f"// region: a\n// ---- host {'-' * 107}\nint x;\n// endregion\n", "a")
+    lines = shown[0].split("```")[1].splitlines()
+    assert len(lines) == 3 and len(lines[1]) == show.WIDTH
+
+
+def test_comments_in_a_column_stay_in_one(shown):
+    long = "// a comment that is longer than there is room for"
+    show.region(f"// region: a\nint x;{' ' * 74}{long}\nint yy;{' ' * 73}// another\n// endregion\n", "a")
+    lines = [line for line in shown[0].split("```")[1].splitlines() if "//" in line]
+    assert len(lines) == 2 and len({line.index("//") for line in lines}) == 1
+
+
+def test_what_was_shown_can_be_read_back(shown, files):
+    loop = [line.strip() for line in AFTER.splitlines()[7:12]]
+    show.region(files[1], "main loop")
+    show.diff(*files, "main loop")
+    show.source(files[0])
+    assert [[x.strip() for x in show.shown(m)] for m in shown[:2]] == [loop, loop]
+    assert show.shown(shown[2])[0] == '#include "simt.h"' and len(show.shown(shown[2])) == 9
+
+
 def test_source_of_a_function(shown):
     show.source(reference.causal_mask)
-    assert shown[0].startswith("```python\ndef causal_mask(") and shown[0].endswith("\n```")
-
-
-def test_part_of_a_source(shown):
-    show.source(reference.attention, start="lse = torch.logsumexp", end="p = torch.exp")
-    assert shown[0].splitlines()[1].startswith("lse =") and "return" not in shown[0]
-
-
-def test_a_start_that_is_not_there_is_an_error():
-    with pytest.raises(ValueError, match="contains 'no such line'"):
-        show.source(reference.attention, start="no such line")
+    first = inspect.getsourcelines(reference.causal_mask)[1]
+    assert shown[0].startswith(f"`reference.py`: lines {first} to ")
+    assert f"```python\n{first}  def causal_mask(" in shown[0]
+    assert show.source_text(reference.causal_mask) == inspect.getsource(reference.causal_mask)
 
 
 def test_source_of_something_without_one():
@@ -38,15 +200,7 @@ def test_source_of_something_without_one():
         show.source(len)
 
 
-def test_diff(shown):
-    show.diff("a\nb\nc", "a\nB\nc")
-    assert "-b" in shown[0].splitlines() and "+B" in shown[0].splitlines() and "---" not in shown[0]
-
-
-def test_a_cuda_file_is_shown_as_cpp(shown, tmp_path: Path):
-    (tmp_path / "k.cu").write_text("__global__ void k() {}\n")
-    show.source(tmp_path / "k.cu")
-    assert shown[0].startswith("```cpp\n__global__")
+# ---------------------------------------------------------------- tables and animations
 
 
 def test_table(shown):

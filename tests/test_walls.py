@@ -149,10 +149,10 @@ def test_no_keys_and_no_queries():
     ("change", "error", "sentence"),
     [
         (lambda q, k, v: (q[None], k, v), ValueError, "one head"),
-        (lambda q, k, v: (q, k, v.bfloat16()), TypeError, "share dtype"),
-        (lambda q, k, v: (q.float(), k.float(), v.float()), TypeError, "float16 or bfloat16"),
-        (lambda q, k, v: (q, k[:5], v), ValueError, "belong together"),
-        (lambda q, k, v: (q[:, :24], k[:, :24], v[:, :24]), ValueError, "power of two"),
+        (lambda q, k, v: (q, k, v.bfloat16()), TypeError, "one dtype for all three"),
+        (lambda q, k, v: (q.float(), k.float(), v.float()), TypeError, "torch.float16 or torch.bfloat16 is taken"),
+        (lambda q, k, v: (q, k[:5], v), ValueError, "must have one shape"),
+        (lambda q, k, v: (q[:, :24], k[:, :24], v[:, :24]), ValueError, "powers of two"),
     ],
 )
 def test_bad_tensors_get_a_sentence(change, error, sentence):

@@ -7,7 +7,6 @@ oldest=10 # Python 3.10: what the package requires
 newest=14 # Python 3.14: the newest that torch 2.13.0 has wheels for
 
 here=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd) || exit 1
-root=$(dirname -- "$here")
 
 stop() {
     printf 'stopped: %s\n' "$1" >&2
@@ -24,21 +23,8 @@ suitable() {
     [ "${1#3.}" -ge "$oldest" ] 2>/dev/null && [ "${1#3.}" -le "$newest" ]
 }
 
-install_hint() {
-    sudo='sudo '
-    [ "$(id -u)" = 0 ] && sudo=
-    if command -v apt-get >/dev/null 2>&1; then
-        echo "${sudo}apt install python3 python3-venv"
-    elif command -v dnf >/dev/null 2>&1; then
-        echo "${sudo}dnf install python3.12"
-    elif command -v pacman >/dev/null 2>&1; then
-        echo "${sudo}pacman -S python"
-    elif command -v zypper >/dev/null 2>&1; then
-        echo "${sudo}zypper install python312"
-    else
-        echo "your package manager, or conda with environment.yml"
-    fi
-}
+[ "$(uname -s)" = Linux ] ||
+    stop "the course runs on Linux, as Triton has no wheels for other systems: use WSL 2 or a container."
 
 if [ -n "$PYTHON" ]; then
     found=$(version "$PYTHON")
@@ -48,8 +34,12 @@ if [ -n "$PYTHON" ]; then
     exec "$PYTHON" "$here/bootstrap.py" "$@"
 fi
 
+# An environment made earlier with PYTHON=/somewhere/else stays usable without naming it again.
+made=${VENV:-.venv}
+case $made in /*) ;; *) made=$(dirname -- "$here")/$made ;; esac
+
 seen=
-for candidate in python3 python3.14 python3.13 python3.12 python3.11 python3.10 python; do
+for candidate in python3 python3.14 python3.13 python3.12 python3.11 python3.10 python "$made/bin/python"; do
     found=$(version "$candidate")
     if suitable "$found"; then
         exec "$candidate" "$here/bootstrap.py" "$@"
@@ -57,14 +47,6 @@ for candidate in python3 python3.14 python3.13 python3.12 python3.11 python3.10 
     [ -n "$found" ] && [ -z "$seen" ] && seen=$found
 done
 
-# An environment made earlier with PYTHON=/somewhere/else stays usable without naming it again.
-made=${VENV:-.venv}
-case $made in /*) ;; *) made=$root/$made ;; esac
-if suitable "$(version "$made/bin/python")"; then
-    exec "$made/bin/python" "$here/bootstrap.py" "$@"
-fi
-
-if [ -n "$seen" ]; then
-    stop "this machine has Python $seen, and the course needs 3.$oldest to 3.$newest: install one ($(install_hint)) or name one with PYTHON=/path/to/python3."
-fi
-stop "there is no python3 on this machine: install Python 3.$oldest or newer ($(install_hint))."
+how="apt install python3 python3-venv, dnf install python3.12, pacman -S python, or conda with environment.yml"
+[ -z "$seen" ] || stop "this machine has Python $seen, and the course needs 3.$oldest to 3.$newest: install one ($how) or name one with PYTHON=/path/to/python3."
+stop "there is no python3 on this machine: install Python 3.$oldest or newer ($how)."

@@ -1,14 +1,15 @@
 """Run every part of `make test`, or those named, one after the other, and end with a table of their times.
 
-    python tools/run_tests.py [lint] [unit] [sync] [lectures] [solutions] [starters]
+    python tools/run_tests.py [lint] [unit] [sync] [lectures] [solutions] [starters] | quick
 
 A part that fails does not stop the others; the exit status is 1 if any failed, and the last lines name them and the
-command that runs each again. The times are kept in .flashlab/test-times.json. A learner's filled-in exercises are in
-none of the parts: only `CI=true` compares exercises/ with what the lessons build.
+command that runs each again. `quick` is what of `unit` is not slow. The times are kept in .flashlab/test-times.json.
+A learner's filled-in exercises are in none of the parts: only `CI=true` compares exercises/ with the lessons.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -26,49 +27,40 @@ CELL_TIMEOUT = 300
 
 @dataclass(frozen=True)
 class Part:
-    """One part: its name on the command line, what it proves, the command, and the files without which it is empty."""
+    """One part: its name on the command line, what it proves, its commands, and the files without which it is empty."""
 
     name: str
     title: str
-    command: tuple[str, ...]
+    commands: tuple[tuple[str, ...], ...]
     needs: str | None = None  # a glob pattern; a part that finds nothing fails, it does not pass
+    only_by_name: bool = False
 
 
 def parts(python: str = sys.executable) -> list[Part]:
     """The parts in the order in which they run: the quick ones first."""
     pytest = (python, "-m", "pytest", "--color=yes" if sys.stdout.isatty() else "--color=no")
-    nbval = (
-        *pytest,
-        "--nbval",
-        "--nbval-current-env",
-        f"--nbval-cell-timeout={CELL_TIMEOUT}",
-        "-p",
-        "no:cacheprovider",
-    )
-    if (ROOT / "nbval.cfg").exists():
-        nbval += ("--nbval-sanitize-with", "nbval.cfg")
+    # A process for each core, a file of tests in one process: what a file builds, it builds once.
+    spread = ("-n", "auto", "--dist", "loadfile") if importlib.util.find_spec("xdist") else ()
+    unit = (*pytest, *spread, "tests", f"--ignore={STARTERS}")
+    nbval = (*pytest, "--nbval", "--nbval-current-env", f"--nbval-cell-timeout={CELL_TIMEOUT}",
+             "--nbval-sanitize-with", "nbval.cfg", "-p", "no:cacheprovider")  # fmt: skip
+    lint = ((python, "-m", "ruff", "check", "."), (python, "-m", "ruff", "format", "--check", "--quiet", "."),
+            (python, "-m", "mypy"))  # fmt: skip
     build = str(ROOT / "src" / "lessons" / "build.py")
 
     def ours(folder: str) -> list[str]:  # not a notebook that a learner made beside them
         return [str(path.relative_to(ROOT)) for path in sorted((ROOT / folder).glob("[0-9][0-9]_*.ipynb"))]
 
+    lectures, solutions = ((*nbval, *ours(folder)) for folder in ("notebooks", "solutions"))
+    starters = (*pytest, *spread, STARTERS)
     return [
-        Part("lint", "ruff", (python, "-m", "ruff", "check", "."), "pyproject.toml"),
-        Part("sync", "lessons in sync with the notebooks", (python, build, "--check"), "src/lessons/build.py"),
-        Part("unit", "unit and property tests", (*pytest, "tests", f"--ignore={STARTERS}"), "tests/test_*.py"),
-        Part("starters", "every unsolved exercise fails, and nothing else", (*pytest, STARTERS), STARTERS),
-        Part(
-            "lectures",
-            "every lecture gives the outputs it shows",
-            (*nbval, *ours("notebooks")),
-            "notebooks/[0-9]*.ipynb",
-        ),
-        Part(
-            "solutions",
-            "every solution gives the outputs it shows",
-            (*nbval, *ours("solutions")),
-            "solutions/[0-9]*.ipynb",
-        ),
+        Part("lint", "ruff and mypy", lint, "pyproject.toml"),
+        Part("sync", "lessons in sync with the notebooks", ((python, build, "--check"),), "src/lessons/build.py"),
+        Part("unit", "unit and property tests", (unit,), "tests/test_*.py"),
+        Part("quick", "unit tests that are not slow", ((*unit, "-m", "not slow"),), "tests/test_*.py", True),
+        Part("starters", "every unsolved exercise fails, and nothing else", (starters,), STARTERS),
+        Part("lectures", "every lecture gives the outputs it shows", (lectures,), "notebooks/[0-9]*.ipynb"),
+        Part("solutions", "every solution gives the outputs it shows", (solutions,), "solutions/[0-9]*.ipynb"),
     ]
 
 
@@ -80,7 +72,7 @@ def run_part(part: Part, number: int, of: int, begun: float) -> tuple[bool, floa
         print(f"nothing to run: there is no {part.needs}", flush=True)
         passed = False
     else:
-        passed = subprocess.run(part.command, cwd=ROOT).returncode == 0
+        passed = all([subprocess.run(command, cwd=ROOT).returncode == 0 for command in part.commands])
     seconds = time.time() - start
     print(f"[{number}/{of}] {'passed' if passed else 'FAILED'} in {clock(seconds)}", flush=True)
     return passed, seconds
@@ -116,7 +108,7 @@ def main(names: list[str]) -> int:
     if unknown:
         print(f"there is no part {unknown[0]}: choose from {', '.join(part.name for part in every)}", file=sys.stderr)
         return 2
-    chosen = [part for part in every if not names or part.name in names]
+    chosen = [part for part in every if part.name in names or not (names or part.only_by_name)]
     begun = time.time()
     results = []
     for number, part in enumerate(chosen, 1):

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import importlib
-import json
-import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from flashlab import doctor as _doctor
-from flashlab.bench import records
 
-ROOT = _doctor.ROOT
 console = Console(highlight=False)
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="FlashAttention, wall by wall.")
 bench = typer.Typer(no_args_is_help=True, help="Measure, and keep the figures as JSON.")
@@ -138,142 +131,32 @@ def check() -> None:
 # ------------------------------------------------------------------------------------------------------------- bench
 
 
-def time_checks(notebook: Path) -> list[dict[str, Any]]:
-    """Run a solution notebook's code cells in this process and time each `check(id, ...)` in them.
-
-    Returns [{"id": "2.3", "seconds": 1.2, "cpu_seconds": 1.9, "passed": True}, ...] in the notebook's order: elapsed
-    time, and processor time of all threads, which a busy machine does not lengthen. A cell that raises ends it, with
-    the exception; `flashlab bench check` runs this in a process of its own.
-    """
-    import nbformat
-
-    from flashlab import exercises as checker
-
-    os.environ["FLASHLAB_PROGRESS"] = "off"
-    found: list[dict[str, Any]] = []
-    original = checker.check
-
-    def timed(id: str, *answers: Any) -> Any:
-        start, cpu_start = time.perf_counter(), time.process_time()
-        passed = False
-        try:
-            result = original(id, *answers)
-            passed = True
-            return result
-        finally:
-            row = {"id": id, "seconds": time.perf_counter() - start, "cpu_seconds": time.process_time() - cpu_start}
-            found.append({name: round(x, 3) if name != "id" else x for name, x in row.items()} | {"passed": passed})
-
-    # Kernels are looked up by their source: each cell is a file, as in Jupyter.
-    namespace: dict[str, Any] = {"__name__": "__main__"}
-    checker.check = timed
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            for number, cell in enumerate(nbformat.read(notebook, as_version=4).cells):
-                if cell.cell_type == "code":
-                    file = Path(folder, f"cell_{number}.py")
-                    file.write_text(cell.source, encoding="utf-8")
-                    exec(compile(cell.source, str(file), "exec"), namespace)
-    finally:
-        checker.check = original
-    return found
-
-
-# What each bench module measures; its own options are passed on to it (`flashlab bench mma -- --help`).
-NATIVE = {
-    "walls": ("walls", "Phase 1: naive attention, scheme A to its refusal, the escape hatches."),
-    "triton": ("triton", "Phase 3: the minimal Triton kernel against its peers."),
-    "scalar": ("scalar", "Phase 6: the float32 CUDA kernels against unfused PyTorch and SDPA."),
-    "mma": ("mma", "Phases 7 and 8: the tensor-core ladder against FlashAttention-2, cuDNN, unfused PyTorch."),
-    "validation": ("validation", "The emulator against the hardware: results, counters, compute-sanitizer."),
+# A bench is a module of flashlab.bench with a `main`, and a row here: what it measures, and what it needs. Its options
+# are its own; --out FILE and --quick are among them.
+BENCHES = {
+    "walls": ("Phase 1: naive attention, scheme A to its refusal, the escape hatches.", "a GPU"),
+    "triton": ("Phase 3: the minimal Triton kernel against its peers.", "a GPU"),
+    "scalar": ("Phase 6: the float32 CUDA kernels against unfused PyTorch and SDPA.", "a GPU, nvcc"),
+    "mma": ("The tensor-core kernels against FlashAttention-2, cuDNN, unfused PyTorch.", "a GPU, nvcc"),
+    "hardware": ("What the hardware itself does: rates, sums, traffic, workspaces, stalls.", "a GPU, nvcc, ncu"),
+    "ablation": ("The last kernel with one idea at a time taken out.", "a GPU, nvcc"),
+    "validation": ("The emulator against the hardware: results, counters, sanitizer.", "a GPU, nvcc, ncu"),
+    "resources": ("Registers, spills, shared memory and instructions of the compiled kernels.", "nvcc"),
+    "check": ("How long the check of every solved exercise takes on this machine.", "nothing more"),
 }
 
 
-def _native(module: str) -> Callable[[typer.Context], None]:
+def _bench_command(name: str) -> Callable[[typer.Context], None]:
     def command(context: typer.Context) -> None:
-        try:
-            importlib.import_module(f"flashlab.bench.{module}").main(context.args)
-        except records.NoGpu as missing:
-            console.print(Text(str(missing), style="red"))
-            raise typer.Exit(1) from None
+        chosen = importlib.import_module(f"flashlab.bench.{name}")
+        importlib.import_module("flashlab.bench.records").entry(lambda: chosen.main(context.args))
 
     return command
 
 
-for _name, (_module, _help) in NATIVE.items():
-    _options = {"allow_extra_args": True, "ignore_unknown_options": True}
-    bench.command(_name, help=f"{_help} Needs a GPU.", context_settings=_options)(_native(_module))
-
-
-@bench.command("check")
-def bench_check(
-    out: Annotated[Path | None, typer.Option(help="The JSON file; default .flashlab/bench/check.json.")] = None,
-) -> None:
-    """How long the check of every solved exercise takes on this machine."""
-    notebooks = sorted((ROOT / "solutions").glob("[0-9][0-9]_*.ipynb"))
-    if not notebooks:
-        console.print(Text("There are no solutions beside this package: run it in a clone of the course.", style="red"))
-        raise typer.Exit(1)
-    result: dict[str, Any] = {"machine": _machine(), "checks": [], "errors": {}}
-    table = Table(title="Seconds a check of the solved exercise", title_justify="left", box=None, padding=(0, 2))
-    for column in ("Exercise", "Elapsed", "Processor", ""):
-        table.add_column(column, justify="right" if column in ("Elapsed", "Processor") else "left")
-    for notebook in notebooks:
-        found, error = _in_child(notebook)
-        result["checks"] += found
-        if error:
-            result["errors"][notebook.name] = error
-        for row in found:
-            times = (f"{row[name]:.2f}" for name in ("seconds", "cpu_seconds"))
-            table.add_row(row["id"], *times, "" if row["passed"] else "failed")
-    console.print(table)
-    target = out or ROOT / ".flashlab" / "bench" / "check.json"
-    records.write_json(target, result)
-    slowest = max((row["seconds"] for row in result["checks"]), default=0.0)
-    console.print(Text(f"{len(result['checks'])} checks, the slowest {slowest:.1f} s, kept in {target}"))
-    for name, error in result["errors"].items():
-        console.print(Text(f"✗ {name}: {error}", style="red"))
-    if result["errors"] or not all(row["passed"] for row in result["checks"]):
-        raise typer.Exit(1)
-
-
-def _in_child(notebook: Path) -> tuple[list[dict[str, Any]], str | None]:
-    """`time_checks` in a fresh process: a notebook starts from nothing, and one that crashes spoils no other."""
-    with tempfile.TemporaryDirectory() as folder:
-        answer = Path(folder, "answer.json")
-        code = (
-            "import json, sys; from pathlib import Path; from flashlab import cli; "
-            "Path(sys.argv[2]).write_text(json.dumps(cli.time_checks(Path(sys.argv[1]))))"
-        )
-        done = subprocess.run(
-            [sys.executable, "-c", code, str(notebook), str(answer)],
-            cwd=notebook.parent, env={**os.environ, "MPLBACKEND": "Agg"}, capture_output=True, text=True,
-        )  # fmt: skip
-        if done.returncode:
-            return [], (done.stderr.strip().splitlines() or [f"ended with status {done.returncode}"])[-1]
-        return json.loads(answer.read_text()), None
-
-
-def _machine() -> dict[str, Any]:
-    """What a figure needs beside it to mean something."""
-    import platform
-
-    import numpy
-    import torch
-    import triton
-
-    from flashlab import runtime
-
-    return {
-        "date": time.strftime("%Y-%m-%d"),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "numpy": numpy.__version__,
-        "cores": _doctor.cores(),
-        "triton_kernels": "interpreted" if runtime.INTERPRETED else "compiled",
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-    }
+for _name, (_what, _needs) in BENCHES.items():
+    _options = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+    bench.command(_name, help=f"{_what} Needs {_needs}.", context_settings=_options)(_bench_command(_name))
 
 
 def main() -> None:

@@ -22,9 +22,9 @@ import sys
 import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-if __package__:
+if TYPE_CHECKING or __package__:
     from flashlab.course import PHASES, Phase
 else:  # run by its path: its own folder is on the path, and the package, which imports torch, is not
     from course import PHASES, Phase
@@ -35,8 +35,9 @@ PYTHONS = ((3, 10), (3, 14))
 TRIED = {("2.13", "3.7"), ("2.11", "3.6")}
 
 
+# collect_env (what PyTorch's maintainers ask for in a report) takes seconds, and is asked for with --json only.
 _ASK_TORCH = """
-import json, torch
+import json, sys, torch
 gpus = []
 if torch.cuda.is_available():
     for index in range(torch.cuda.device_count()):
@@ -45,8 +46,16 @@ if torch.cuda.is_available():
             name=p.name, capability=[p.major, p.minor], multiprocessors=p.multi_processor_count,
             shared_memory_per_block=getattr(p, "shared_memory_per_block_optin", None), memory=p.total_memory,
             l2=getattr(p, "L2_cache_size", None)))
+collected = None
+if sys.argv[1:] == ["collect"]:
+    try:
+        from torch.utils import collect_env
+        collected = collect_env.get_env_info()._asdict()
+    except Exception as error:
+        collected = {"error": repr(error)}
 print(json.dumps(dict(
-    version=torch.__version__, built_for_cuda=torch.version.cuda, gpu_usable=torch.cuda.is_available(), gpus=gpus)))
+    version=torch.__version__, built_for_cuda=torch.version.cuda, gpu_usable=torch.cuda.is_available(), gpus=gpus,
+    collected=collected), default=str))
 """
 _ASK_VERSION = "import json, {0}; print(json.dumps(dict(version={0}.__version__)))"
 
@@ -54,13 +63,13 @@ _ASK_VERSION = "import json, {0}; print(json.dumps(dict(version={0}.__version__)
 # ------------------------------------------------------------------------------------------------------------ asking
 
 
-def ask_package(name: str, timeout: float = 120) -> dict[str, Any]:
+def ask_package(name: str, *options: str, timeout: float = 120) -> dict[str, Any]:
     """What a fresh Python says of a package: {"version": ..., ...}, or {"missing": True}, or {"broken": "why"}."""
     if importlib.util.find_spec(name) is None:
         return {"missing": True}
     code = _ASK_TORCH if name == "torch" else _ASK_VERSION.format(name)
     try:
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=timeout)
+        done = subprocess.run([sys.executable, "-c", code, *options], capture_output=True, text=True, timeout=timeout)
     except subprocess.TimeoutExpired:
         return {"broken": f"importing it took more than {timeout:.0f} s"}
     except OSError as error:
@@ -72,17 +81,6 @@ def ask_package(name: str, timeout: float = 120) -> dict[str, Any]:
         return {"broken": said[-1] if said else f"importing it ended the process (status {done.returncode})"}
 
 
-def command_output(*command: str) -> str | None:
-    """What a command prints, or None where it is missing, fails or hangs."""
-    if shutil.which(command[0]) is None:
-        return None
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
-
-
 def driver_cuda() -> str | None:
     """The newest CUDA that the NVIDIA driver supports ("13.0"), None without a driver."""
     try:
@@ -92,27 +90,6 @@ def driver_cuda() -> str | None:
     except (OSError, AttributeError):
         return None
     return f"{version.value // 1000}.{version.value % 1000 // 10}"
-
-
-def listed_gpus() -> list[dict[str, Any]]:
-    """GPUs that nvidia-smi lists, for when torch cannot be asked."""
-    text = command_output("nvidia-smi", "--query-gpu=name,compute_cap,memory.total", "--format=csv,noheader,nounits")
-    gpus = []
-    for line in (text or "").splitlines():
-        parts = [part.strip() for part in line.split(",")]
-        capability = re.fullmatch(r"(\d+)\.(\d+)", parts[1]) if len(parts) == 3 else None
-        if capability and parts[2].isdigit():
-            gpus.append({
-                "name": parts[0], "capability": [int(capability[1]), int(capability[2])],
-                "shared_memory_per_block": None, "memory": int(parts[2]) * 2**20,
-            })  # fmt: skip
-    return gpus
-
-
-def _first_line_version(command: str) -> str | None:
-    text = command_output(command, "--version")
-    found = re.search(r"\b(\d+\.\d+(?:\.\d+)?)\b", text) if text else None
-    return found[1] if found else (text.splitlines()[0] if text else None)
 
 
 def cores() -> int:
@@ -155,12 +132,17 @@ def python_headers() -> bool:
     return Path(sysconfig.get_path("include"), "Python.h").exists()
 
 
-def examine() -> dict[str, Any]:
-    """The whole report, ready for JSON: machine, software, gpus, phases, advice. Takes a few seconds."""
+def examine(collect: bool = False) -> dict[str, Any]:
+    """The whole report, ready for JSON: machine, software, gpus, phases, advice. Takes a few seconds.
+
+    collect: with what `python -m torch.utils.collect_env` says, as "collect_env".
+    """
     names = ("torch", "triton", "numpy")
+    options = {"torch": ["collect"] if collect else []}
     with ThreadPoolExecutor(len(names)) as pool:  # three processes side by side
-        asked = dict(zip(names, pool.map(ask_package, names), strict=True))
+        asked = dict(zip(names, pool.map(lambda name: ask_package(name, *options.get(name, [])), names), strict=True))
     torch = asked["torch"]
+    collected = torch.pop("collected", None)
     try:
         jupyterlab = importlib.metadata.version("jupyterlab")
     except importlib.metadata.PackageNotFoundError:
@@ -177,27 +159,40 @@ def examine() -> dict[str, Any]:
             "environment": sys.prefix,
             **asked,
             "jupyterlab": jupyterlab,
-            "g++": _first_line_version("g++"),
-            "clang++": _first_line_version("clang++"),
+            "compiler": next((name for name in ("g++", "clang++") if shutil.which(name)), None),
             "python_headers": python_headers(),
             "nvcc": _nvcc(),
             "ptxas": triton_ptxas() is not None,
             "driver_cuda": driver_cuda(),
         },
-        "gpus": torch.get("gpus") or listed_gpus(),
+        "gpus": torch.get("gpus") or [],
         "interpret": _wish_to_interpret(),
     }
     report["phases"] = [phase_report(phase, report) for phase in PHASES]
     report["advice"] = advice(report)
-    return report
+    return report | ({"collect_env": collected} if collect else {})
 
 
 def _nvcc() -> str | None:
-    text = command_output("nvcc", "--version") or command_output(
-        str(Path(os.environ.get("CUDA_HOME") or "/usr/local/cuda", "bin", "nvcc")), "--version"
-    )
-    found = re.search(r"release (\d+\.\d+)", text) if text else None
+    nvcc = shutil.which("nvcc") or str(Path(os.environ.get("CUDA_HOME") or "/usr/local/cuda", "bin", "nvcc"))
+    try:
+        text = subprocess.run([nvcc, "--version"], capture_output=True, text=True, timeout=20).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    found = re.search(r"release (\d+\.\d+)", text)
     return found[1] if found else None
+
+
+def without_home(value: Any) -> Any:
+    """The report with `~` for the user's home folder, so that it can be shown to others."""
+    if isinstance(value, dict):
+        return {name: without_home(x) for name, x in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_home(x) for x in value]
+    if isinstance(value, str):
+        for home in {str(Path.home()), str(Path.home().resolve())} - {"/"}:
+            value = re.sub(re.escape(home) + r"(?![\w.-])", "~", value)
+    return value
 
 
 def _wish_to_interpret() -> bool | None:
@@ -221,7 +216,7 @@ def phase_report(phase: Phase, report: dict[str, Any]) -> dict[str, Any]:
     torch, triton = software["torch"], software["triton"]
     torch_works, triton_works = "version" in torch, "version" in triton
     gpu = bool(torch.get("gpu_usable"))
-    compiler = software["g++"] or software["clang++"]
+    compiler = software["compiler"]
     name = gpus[0]["name"] if gpus else "GPU"
 
     mode, how = "cannot run", "needs torch"
@@ -321,7 +316,7 @@ def advice(report: dict[str, Any]) -> list[str]:
         if not software["python_headers"]:
             name = f"python{version[0]}.{version[1]}-dev"
             said.append(f"Python.h is missing, and Triton needs it to launch GPU kernels: install {name}.")
-    if not (software["g++"] or software["clang++"]):
+    if not software["compiler"]:
         said.append("there is no C++ compiler, which the CUDA phases (and Triton on a GPU) need: install g++.")
     elif torch.get("gpu_usable") and not software["nvcc"]:
         said.append("there is no nvcc, so the CUDA phases will be emulated: the CUDA toolkit has it.")
@@ -352,20 +347,14 @@ def rows(report: dict[str, Any]) -> list[tuple[str, str]]:
         built = f", built for {'CUDA ' + torch['built_for_cuda'] if torch['built_for_cuda'] else 'the CPU'}"
     found = [
         ("System", machine["system"]),
-        (
-            "Cores, memory",
-            f"{machine['cores']}, " + (f"{machine['memory'] / 1e9:.1f} GB" if machine["memory"] else "?"),
-        ),
+        ("Cores, memory", f"{machine['cores']}, {machine['memory'] / 1e9:.1f} GB" if machine["memory"] else "?"),
         ("Disk free", f"{machine['disk_free'] / 1e9:.0f} GB"),
         ("Python", f"{software['python']} in {software['environment']}"),
         ("torch", _package_line(torch) + built),
         ("triton", _package_line(software["triton"])),
         ("numpy", _package_line(software["numpy"])),
         ("JupyterLab", software["jupyterlab"] or "not installed"),
-        (
-            "C++ compiler",
-            ", ".join(f"{n} {software[n]}" for n in ("g++", "clang++") if software[n]) or "none",
-        ),
+        ("C++ compiler", software["compiler"] or "none"),
         ("nvcc", software["nvcc"] or "none"),
         ("NVIDIA driver", f"CUDA {software['driver_cuda']}" if software["driver_cuda"] else "none"),
     ]
@@ -373,7 +362,7 @@ def rows(report: dict[str, Any]) -> list[tuple[str, str]]:
         shared = gpu.get("shared_memory_per_block")
         found.append(("GPU", gpu["name"] + ", compute capability {}.{}".format(*gpu["capability"])))
         details = f"{gpu['memory'] / 2**30:.0f} GiB"
-        found.append(("", details + (f", {shared} bytes of shared memory a block" if shared else "")))
+        found.append(("", details + (f", {shared} bytes of shared memory per block" if shared else "")))
     return found if report["gpus"] else [*found, ("GPU", "none")]
 
 
@@ -411,13 +400,7 @@ def print_report(report: dict[str, Any]) -> None:
     table.add_column("", justify="right", no_wrap=True)
     for column in ("Phase", "Runs", "How"):
         table.add_column(column, no_wrap=column == "Runs")
-    styles = {
-        "native": "green",
-        "interpreted": "cyan",
-        "emulated": "cyan",
-        "cannot run": "red",
-        "to come": "dim",
-    }
+    styles = {"native": "green", "interpreted": "cyan", "emulated": "cyan", "cannot run": "red", "to come": "dim"}
     for number, title, mode, how in phase_rows(report):
         dim = "dim" if mode == "to come" else ""
         table.add_row(number, Text(title, style=dim), Text(mode, style=styles[mode]), Text(how, style=dim))
@@ -434,7 +417,7 @@ def main(arguments: list[str]) -> int:
     if unknown:
         print(f"unknown option {unknown[0]}: there is only --json", file=sys.stderr)
         return 2
-    report = examine()
+    report = without_home(examine(collect="--json" in arguments))
     if "--json" in arguments:
         print(json.dumps(report, indent=2))
     else:

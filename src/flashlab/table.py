@@ -76,8 +76,9 @@ class Table:
         if not self.rows:
             return self.caption
         table = rich.table.Table(caption=self.caption, caption_justify="left")
+        sides: dict[str, Any] = {"l": "left", "c": "center", "r": "right"}
         for i, column in enumerate(self.columns):
-            table.add_column(column, justify={"l": "left", "c": "center", "r": "right"}[self._side(i)])
+            table.add_column(column, justify=sides[self._side(i)])
         for row in self.rows:
             table.add_row(*row)
         return table

@@ -37,22 +37,25 @@ import itertools
 import math
 import random
 from functools import reduce
+from typing import NamedTuple
 
 import matplotlib.pyplot as plt
 import torch
 from IPython.display import display
 
 from flashlab.attention import reference
-from flashlab.figures import show
+from flashlab.figures import curves, rows, show
 from flashlab.attention.online_softmax import (
     State,
-    attention_by_loops,
     block_state,
-    finish,
     identity,
     merge,
-    merge_finished,
     online_softmax,
+    require_block,
+    require_mergeable,
+    require_one_dtype,
+    require_state,
+    row_max,
     shifted_exp,
     softmax_naive,
     softmax_safe,
@@ -92,26 +95,20 @@ V = torch.tensor([[20.0, 0.0], [0.0, 20.0], [20.0, 20.0]], dtype=torch.float64)
 # %%
 O_by_hand = torch.tensor([[10.0, 15.0], [15.0, 15.0], [12.0, 16.0]], dtype=torch.float64)
 S = Q @ K.T / math.sqrt(2)
-torch.testing.assert_close(torch.exp(S), torch.tensor([[1.0, 2, 1], [1, 1, 2], [1, 2, 2]], dtype=torch.float64))
+by_hand = torch.tensor([[1.0, 2, 1], [1, 1, 2], [1, 2, 2]], dtype=torch.float64)
+torch.testing.assert_close(torch.exp(S), by_hand)
 print("row sums of exp(S):", [round(l, 10) for l in torch.exp(S).sum(dim=1).tolist()])
 
 # %% [markdown]
 # The whole computation in one picture. Read it from left to right, one row at a time: the highlighted row of $Q$ becomes
-# a row of $S$, a row of $P$, a row of $O$, and no other row of $Q$ is involved. The two matrices in the middle are the
+# a row of $e^S$, a row of $P$, a row of $O$, and no other row of $Q$ is involved. The two matrices in the middle are the
 # trouble: they have $N^2$ entries, everything else has $N D$.
 
 # %%
 P = softmax_safe(S)
-names = ["Q  [3, 2]", "exp(S)  [3, 3]", "P  [3, 3]", "V  [3, 2]", "O = P V  [3, 2]"]
-fig, axes = plt.subplots(1, 5, figsize=(9, 2.1), width_ratios=[2, 3, 3, 2, 2])
-for ax, name, x in zip(axes, names, [Q, torch.exp(S), P, V, P @ V]):
-    for (i, j), value in zip(itertools.product(range(3), range(x.shape[1])), x.flatten().tolist()):
-        hot = i == 2 and not name.startswith("V")
-        face = show.COLORS["orange"] if hot else show.COLORS["light"]
-        ax.add_patch(plt.Rectangle((j, i), 0.94, 0.9, facecolor=face, alpha=0.8 if hot else 1))
-        ax.text(j + 0.47, i + 0.47, f"{value:.4g}", ha="center", va="center")
-    ax.set(title=name, xlim=(0, x.shape[1]), ylim=(3, 0), aspect="equal")
-    ax.axis("off")
+named = {"Q  [3, 2]": Q, "exp(S)  [3, 3]": torch.exp(S), "P  [3, 3]": P, "V  [3, 2]": V,
+         "O = P V  [3, 2]": P @ V}
+rows.matrices(named, rows={name: 2 for name in named if not name.startswith("V")})
 plt.show()
 
 # %% [markdown]
@@ -119,9 +116,7 @@ plt.show()
 # is nothing in it to misunderstand.
 
 # %%
-show.source(attention_by_loops, start="q, k, v = q.tolist()")
-
-# %%
+# FROM flashlab.attention.online_softmax: attention_by_loops (no docstrings)
 O_by_loops = attention_by_loops(Q, K, V)
 torch.testing.assert_close(O_by_loops, O_by_hand)
 print(O_by_loops.round(decimals=10))
@@ -177,8 +172,8 @@ for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
 # | every $e^{x}$ rounds to 0 | 0 / 0 = **NaN** | yes |
 
 # %%
-rows = {"one exp overflows": [12.0, 12.0], "only the sum does": [10.0] * 8, "all underflow": [-20.0] * 2}
-for what, row in rows.items():
+cases = {"one exp overflows": [12.0, 12.0], "only the sum does": [10.0] * 8, "all underflow": [-20.0] * 2}
+for what, row in cases.items():
     x = torch.tensor(row, dtype=torch.float16)
     print(f"{what:18} naive: {softmax_naive(x)[0].item():6}   right: {1 / len(row)}")
 
@@ -199,17 +194,15 @@ from statistics import NormalDist
 torch.manual_seed(0)
 sigma = [1.5, 2, 2.25, 2.5, 2.75, 3, 3.25, 3.5, 3.75, 4, 4.25, 4.5, 5, 5.5, 6]
 theory = [1 - NormalDist().cdf(math.log(65504) / s) ** 512 for s in sigma]
-rows = [softmax_naive((torch.randn(1000, 512) * s).half()) for s in sigma]
-nan = [p.isnan().any(dim=1).double().mean().item() for p in rows]
-zero = [p.eq(0).all(dim=1).double().mean().item() for p in rows]
+samples = [softmax_naive((torch.randn(1000, 512) * s).half()) for s in sigma]
+nan = [p.isnan().any(dim=1).double().mean().item() for p in samples]
+zero = [p.eq(0).all(dim=1).double().mean().item() for p in samples]
 
 fig, ax = plt.subplots()
-ax.plot(sigma, theory, color=show.COLORS["grey"], label="NaN, theory")
-ax.plot(sigma, nan, "o", color=show.COLORS["blue"], label="NaN, measured")
-ax.plot(sigma, zero, "s--", color=show.COLORS["red"], label="silently all zeros, measured")
-ax.set(xlabel="standard deviation of the scores", ylabel="fraction of rows")
-ax.set_title("Naive softmax in float16, rows of 512")
-ax.legend()
+lines = [("NaN, theory", sigma, theory, "grey", "-"), ("NaN, measured", sigma, nan, "blue", "o"),
+         ("silently all zeros, measured", sigma, zero, "red", "s--")]
+curves.curves(ax, lines, title="Naive softmax in float16, rows of 512",
+              xlabel="standard deviation of the scores", ylabel="fraction of rows")
 plt.show()
 distance = max(abs(a - b) for a, b in zip(theory, nan))
 print("theory and measurement differ by less than 0.05 everywhere:", distance < 0.05)
@@ -234,7 +227,7 @@ print("theory and measurement differ by less than 0.05 everywhere:", distance < 
 #   million lost terms together are still invisible.
 
 # %%
-show.source(softmax_safe)
+# FROM flashlab.attention.online_softmax: row_max, softmax_safe (no docstrings)
 
 # %% [markdown]
 # `shifted_exp(x, m)` is $e^{x-m}$ with one precaution, the subject of section 6. The claim to test now: the softmax is
@@ -296,7 +289,7 @@ def accesses(softmax, xs):
     return (x.accesses + y.accesses) / len(xs)
 
 xs = torch.linspace(-3, 3, 100).tolist()
-print(f"accesses an element   naive: {accesses(naive, xs)} (by hand 3)   safe: {accesses(safe, xs)} (by hand 4)")
+print(f"accesses per element   naive: {accesses(naive, xs)} (by hand 3)   safe: {accesses(safe, xs)} (4)")
 
 # %% [markdown]
 # ### The recurrence for the sum
@@ -418,15 +411,8 @@ states = list(itertools.accumulate((block_state(s[None], torch.ones(1, 1).double
 running_max = torch.stack([s.m for s in states])
 correction = shifted_exp(torch.cat([torch.tensor([-math.inf]).double(), running_max[:-1]]), running_max)
 
-fig, (top, middle, bottom) = plt.subplots(3, 1, figsize=(7, 5), sharex=True, height_ratios=[3, 1.6, 1.6])
-top.plot(scores, ".", color=show.COLORS["grey"], label="score")
-top.step(range(96), running_max, where="post", color=show.COLORS["red"], label="running maximum m")
-top.set(ylabel="score", title="A row of 96 keys, read once", ylim=(-5, 9.5))
-top.legend(ncols=2, loc="upper left")
-middle.stem(range(96), correction, linefmt=show.COLORS["blue"], markerfmt=" ", basefmt=" ")
-middle.set(ylabel="correction", ylim=(0, 1.1))
-bottom.plot([s.l for s in states], color=show.COLORS["green"])
-bottom.set(ylabel="sum l", xlabel="key j")
+rows.read_once(scores, running_max, correction, torch.stack([s.l for s in states]),
+               "A row of 96 keys, read once")
 plt.show()
 moved = (correction[1:] < 1).sum().item()
 print(f"the maximum moved at {moved + 1} of 96 keys, the first included")
@@ -461,6 +447,12 @@ for B in (1, 16, 64):
 #
 # $$m_A = \max_{i \in A} x_i, \qquad \ell_A = \sum_{i \in A} e^{x_i - m_A}, \qquad o_A = \sum_{i \in A} e^{x_i - m_A}\, v_i .$$
 #
+# Of one block of keys it is computed at once:
+
+# %%
+# FROM flashlab.attention.online_softmax: State, block_state (no docstrings)
+
+# %% [markdown]
 # For two disjoint sets the derivation of section 4 goes through with $B$ in place of the one new key: take each sum to
 # the common reference $m = \max(m_A, m_B)$, then add.
 #
@@ -468,7 +460,7 @@ for B in (1, 16, 64):
 #   o_{A \cup B} = o_A\, e^{m_A - m} + o_B\, e^{m_B - m} .$$
 
 # %%
-show.source(merge)
+# FROM flashlab.attention.online_softmax: merge (no docstrings)
 
 # %% [markdown]
 # The example of section 4 in two blocks, $A$ = keys 1–2 and $B$ = keys 3–5. By hand:
@@ -478,6 +470,7 @@ show.source(merge)
 # - together: $A$ is halved, $\ell = 0.625 + 1.3125 = 1.9375$: the number that the loop ended with.
 
 # %%
+# FROM flashlab.attention.online_softmax: finish (no docstrings)
 x = torch.tensor(xs, dtype=torch.float64)
 A, B = block_state(x[:2], vs[:2]), block_state(x[2:], vs[2:])
 AB = merge(A, B)
@@ -563,34 +556,11 @@ torch.manual_seed(16)
 x = torch.randn(32, dtype=torch.float64) * 1.3
 x[22] = 4.4                                                    # a late maximum
 v = torch.randn(32, 2, dtype=torch.float64) + torch.tensor([0.8, -0.6], dtype=torch.float64)
-final, _ = finish(block_state(x, v))
 
-def frames(block=4):
-    old = identity(head_dim=2, dtype=torch.float64)
-    for j in range(0, 32, block):
-        new = merge(old, block_state(x[j : j + block], v[j : j + block]))
-        kept = (old.l * shifted_exp(old.m, new.m)).item()
-        fig, axes = plt.subplot_mosaic([["x", "x"], ["l", "o"]], figsize=(7, 4.4), height_ratios=[1.3, 1])
-        colors = ["blue"] * j + ["orange"] * block + ["light"] * (32 - j - block)
-        axes["x"].bar(range(32), x + 5, bottom=-5, color=[show.COLORS[name] for name in colors])
-        axes["x"].hlines(new.m, -0.5, j + block - 0.5, color=show.COLORS["red"])
-        correction = shifted_exp(old.m, new.m).item()
-        axes["x"].set(ylim=(-5, 5), xlim=(-0.7, 31.7), xlabel="key", ylabel="score",
-                      title=f"block {j // block + 1} of 8   m = {new.m:.2f}   correction = {correction:.2f}")
-        axes["l"].barh([0], [kept], color=show.COLORS["blue"], label="old l × correction")
-        axes["l"].barh([0], [new.l.item() - kept], left=[kept], color=show.COLORS["orange"], label="this block")
-        axes["l"].set(xlim=(0, 6), ylim=(-0.6, 1.2), yticks=[], xlabel="sum l", title=f"l = {new.l:.2f}")
-        axes["l"].barh([0], [old.l], fill=False, linestyle=":", edgecolor=show.COLORS["black"], label="old l")
-        axes["l"].legend(loc="upper right", ncols=3, fontsize=7, columnspacing=1, handlelength=1.2)
-        axes["o"].bar([0, 1], new.o / new.l, color=show.COLORS["green"], width=0.6)
-        for d in (0, 1):
-            axes["o"].hlines(final[d], d - 0.4, d + 0.4, color=show.COLORS["black"], linestyle="--")
-        axes["o"].axhline(0, color=show.COLORS["grey"], linewidth=0.8)
-        axes["o"].set(ylim=(-2, 2), xticks=[0, 1], xlabel="component d", ylabel="o / l", title="output so far")
-        yield fig
-        old = new
+blocks = [block_state(x[j : j + 4], v[j : j + 4]) for j in range(0, 32, 4)]
+states = list(itertools.accumulate(blocks, merge, initial=identity(head_dim=2, dtype=torch.float64)))
 
-animation = show.gif(frames(), seconds_a_frame=1.2, dpi=100)
+animation = show.gif(rows.block_frames(x, states), seconds_a_frame=1.2, dpi=100)
 assert len(animation.data) < 600_000
 display(animation)
 
@@ -630,7 +600,7 @@ assert once.l.isfinite() and twice.l.isnan()
 # on $m$ is enough, and it is what real kernels do.
 
 # %%
-show.source(shifted_exp, start="return")
+# FROM flashlab.attention.online_softmax: shifted_exp (no docstrings)
 fixed = merge(merge(nothing, nothing), good)
 assert all(map(torch.equal, fixed, good))
 
@@ -756,20 +726,15 @@ assert rms["sequential"][-1] > 3 * rms["tree"][-1]
 
 # %%
 fig, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6))
-for i, es in enumerate(errors.values()):
-    jitter = torch.linspace(-0.3, 0.3, len(es))
-    left.plot(i + jitter, es, ".", markersize=4)
-left.axhline(0, color=show.COLORS["grey"], linewidth=0.8)
-left.set(xticks=range(3), xticklabels=[str(d).removeprefix("torch.") for d in errors])
-left.set(ylabel="relative error of l, in u", title="200 random splits each")
-for name, marker in {"sequential": "o-", "tree": "s-"}.items():
-    right.loglog(counts, rms[name], marker, label=f"{name}, measured")
+groups = {str(dtype).removeprefix("torch."): es for dtype, es in errors.items()}
+curves.dots(left, groups, title="200 random splits each", ylabel="relative error of l, in u")
 root, bound = [0.6 * math.sqrt(k) for k in counts], [4.0 * (k - 1) for k in counts]
-right.loglog(counts, root, ":", color=show.COLORS["grey"], label="grows like √k")
-right.loglog(counts, bound, "--", color=show.COLORS["red"], label="bound, sequential (d = 0)")
-right.set(xlabel="blocks k", ylabel="rms relative error of l, in u", ylim=(0.2, 2e4))
-right.set_title("float32, 256 rows of 4096")
-right.legend(fontsize=8)
+lines = [("sequential, measured", counts, rms["sequential"], "blue", "o-"),
+         ("tree, measured", counts, rms["tree"], "orange", "s-"),
+         ("grows like √k", counts, root, "grey", ":"),
+         ("bound, sequential (d = 0)", counts, bound, "red", "--")]
+curves.curves(right, lines, log="xy", title="float32, 256 rows of 4096", xlabel="blocks k",
+              ylabel="rms relative error of l, in u", ylim=(0.2, 2e4))
 plt.show()
 
 # %% [markdown]
@@ -831,7 +796,7 @@ torch.testing.assert_close(torch.exp(x - lse) * 31, torch.tensor([2.0, 8, 4, 16,
 # finished result *is* a state, the one with $m = \mathrm{lse}$ and $\ell = 1$. So nothing new has to be written.
 
 # %%
-show.source(merge_finished, start="first = State")
+# FROM flashlab.attention.online_softmax: merge_finished (no docstrings)
 o, lse = merge_finished(*finish(A), *finish(B))
 torch.testing.assert_close(o, finish(AB)[0])
 torch.testing.assert_close(lse, finish(AB)[1])

@@ -71,8 +71,7 @@ check("0.1", largest_safe_score)
 # Two functions, because everything later needs the first one: `shifted_exp` is $e^{x-m}$, and it is 0 where both are $-\infty$.
 
 # %% tags=["exercise"]
-# MILESTONE flashlab.attention.online_softmax:shifted_exp
-# MILESTONE flashlab.attention.online_softmax:softmax_safe
+# MILESTONE flashlab.attention.online_softmax: shifted_exp, softmax_safe
 def shifted_exp(x: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
     """exp(x - m) for x <= m; 0, not NaN, where x and m are both -inf. m is broadcastable to x."""
     raise NotImplementedError
@@ -124,7 +123,7 @@ check("0.3", online_max_and_sum)
 # Do not change `a` and `b`. Do not divide: a state stays unnormalised.
 
 # %% tags=["exercise"]
-# MILESTONE flashlab.attention.online_softmax:merge
+# MILESTONE flashlab.attention.online_softmax: merge
 def merge(a: State, b: State) -> State:
     """The state of two disjoint sets of keys together."""
     raise NotImplementedError
@@ -191,7 +190,7 @@ check("0.5", attention_in_blocks)
 # 1000, and a row may have seen no key on one device, or on both ($o = 0$, $\mathrm{lse} = -\infty$).
 
 # %% tags=["exercise"]
-# MILESTONE flashlab.attention.online_softmax:merge_finished
+# MILESTONE flashlab.attention.online_softmax: merge_finished
 def merge_finished(
     o1: torch.Tensor, lse1: torch.Tensor, o2: torch.Tensor, lse2: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -42,13 +42,15 @@ import torch
 
 from flashlab.attention import reference, schemes
 from flashlab.attention.cost import attainable_tflops, fused_cost, naive_cost, naive_peak_bytes, peak_bytes, trace_ops
-from flashlab.attention.naive import naive_attention
 from flashlab import runtime
-from flashlab.figures import show
+from flashlab.figures import curves, memory, show
 from flashlab.bench import published, walls
 from flashlab.check import verify_one_head
 from flashlab.triton_tools.compile_report import TARGETS, compile_report, compile_reports
 from flashlab.triton_tools.watch import hbm_traffic
+
+import triton  # after flashlab, which decides whether kernels are interpreted here
+import triton.language as tl
 
 show.style()
 torch.manual_seed(1)
@@ -62,9 +64,7 @@ device = runtime.device()
 # (`head_dim`).
 
 # %%
-show.source(naive_attention, start="scores = q @", end="return")
-
-# %%
+# FROM flashlab.attention.naive: naive_attention (no docstrings)
 q, k, v = torch.randn(3, 1, 1, 100, 64, dtype=torch.float64)
 want, _ = reference.attention(q, k, v)
 torch.testing.assert_close(naive_attention(q, k, v), want)
@@ -107,22 +107,17 @@ total = ("sum", cost.bytes_read / 1e6, cost.bytes_written / 1e6, cost.flops / 1e
 show.table([*rows, total], ["line", "MB read", "MB written", "GFLOP"])
 
 # %% [markdown]
-# The same as a picture. Each bar is one line of the program; dark is the part that has an $N^2$ in it. What the problem
-# asks for, $Q$, $K$, $V$ in and $O$ out, are the four thin light slices.
+# The same as a picture. Each bar is one line of the program; dark is what has an $N^2$ in it. What the problem asks for,
+# $Q$, $K$, $V$ in and $O$ out, are the four thin light slices, each with its letter.
 
 # %%
 fig, ax = plt.subplots(figsize=(7.5, 2.6))
 small, large = N * D * 2 / 1e6, N * N * 2 / 1e6  # MB of a matrix [N, D] and of a matrix [N, N], fp16
-bars = [(2 * small, large, "write S"), (0, 2 * large, "read S, write S"), (0, 2 * large, "read S, write P"),
-        (2 * small, large, "read P")]
-for y, ((line, *_), (thin, thick, text)) in enumerate(zip(cost.lines, bars)):
-    ax.barh(y, thin, color=show.COLORS["sky"])
-    ax.barh(y, thick, left=thin, color=show.COLORS["blue"])
-    ax.text(thin + thick / 2, y, text, ha="center", va="center", color="white")
-ax.set(yticks=range(4), yticklabels=[line.line for line in cost.lines], xlabel="MB moved, N = 4096, D = 128, fp16",
-       title="Six trips of the N × N matrix")
-ax.invert_yaxis()
-ax.grid(axis="y", visible=False)
+thin = {name: (name, small, "sky") for name in "QKVO"}
+parts = [[thin["Q"], thin["K"], ("write S", large, "blue")], [("read S, write S", 2 * large, "blue")],
+         [("read S, write P", 2 * large, "blue")], [("read P", large, "blue"), thin["V"], thin["O"]]]
+curves.stacked(ax, dict(zip((line.line for line in cost.lines), parts)),
+               title="Six trips of the N × N matrix", xlabel="MB moved, N = 4096, D = 128, fp16")
 plt.show()
 
 # %% [markdown]
@@ -186,20 +181,12 @@ assert naive_cost(10**6, 128).intensity < 43.2 and fused_cost(4096, 128).intensi
 
 # %%
 shown = ["H200", "H100", "A100", "RTX 4090", "RTX 5060 Ti"]
-hues = ["blue", "sky", "green", "orange", "red"]
-x = torch.logspace(0.5, 4, 200).tolist()
+roofs = {name: lambda i, name=name: attainable_tflops(i, runtime.GPUS[name]) for name in shown}
+points = {"naive\nD = 64": naive_cost(4096, 64).intensity, "naive\nD = 128": naive_cost(4096, 128).intensity,
+          "fused\nN = 4096": fused_cost(4096, 128).intensity}
 fig, ax = plt.subplots(figsize=(7.5, 4.2))
-for name, hue in zip(shown, hues):
-    ax.plot(x, [attainable_tflops(i, runtime.GPUS[name]) for i in x], color=show.COLORS[hue], label=name)
-points = {"naive\nD = 64": naive_cost(4096, 64), "naive\nD = 128": naive_cost(4096, 128),
-          "fused\nN = 4096": fused_cost(4096, 128)}
-for (label, point), side in zip(points.items(), ("right", "left", "center")):
-    ax.axvline(point.intensity, color=show.COLORS["grey"], linestyle="--", linewidth=1.2)
-    ax.text(point.intensity, 2200, label, ha=side, va="bottom", fontsize=9)
-ax.set(xscale="log", yscale="log", ylim=(1, 2000), xlabel="arithmetic intensity (FLOP / byte)",
-       ylabel="attainable TFLOP/s, fp16")
+curves.roofline(ax, roofs, points, ylim=(1, 2000), ylabel="attainable TFLOP/s, fp16")
 ax.set_title("Naive attention sits on the slope of every GPU", pad=34)
-ax.legend(loc="lower right")
 plt.show()
 
 # %% [markdown]
@@ -213,7 +200,8 @@ for name in shown:
     gpu = runtime.GPUS[name]
     best = attainable_tflops(intensity, gpu)
     assert intensity < gpu.ridge, "naive attention should be memory-bound"
-    rows.append((name, gpu.memory_gb_s, gpu.fp16_tflops, round(gpu.ridge), round(best), f"{best / gpu.fp16_tflops:.0%}"))
+    rows.append((name, gpu.memory_gb_s, gpu.fp16_tflops, round(gpu.ridge), round(best),
+                f"{best / gpu.fp16_tflops:.0%}"))
 show.table(rows, ["GPU", "GB/s", "peak TFLOP/s", "ridge (FLOP/byte)", "naive at most (TFLOP/s)", "of peak"])
 
 # %% [markdown]
@@ -269,17 +257,15 @@ for n in lengths:
 fig, (left, right) = plt.subplots(1, 2, figsize=(8.5, 3.2))
 exact = [naive_peak_bytes(n, 64, itemsize=4) for n in lengths]
 assert peaks == exact
-left.plot(lengths, [b / 1e6 for b in exact], color=show.COLORS["blue"], label="formula")
-left.plot(lengths, [b / 1e6 for b in peaks], "o", color=show.COLORS["orange"], label="counted")
-left.set(title="Peak memory, one head, float32", xlabel="N", ylabel="MB", xscale="log", yscale="log")
-quadratic = [timed[-1] * (n / lengths[-1]) ** 2 for n in lengths]
-right.plot(lengths, [1e3 * t for t in quadratic], color=show.COLORS["grey"], linestyle="--", label="four times as long for 2 N")
-right.plot(lengths, [1e3 * t for t in timed], "o-", color=show.COLORS["orange"], label="this machine")
-right.set(title="Time, one head, float32", xlabel="N", ylabel="ms", xscale="log", yscale="log")
-for ax in (left, right):
-    ax.set_xticks(lengths, [str(n) for n in lengths])
-    ax.minorticks_off()
-    ax.legend()
+in_mb, in_ms = ([x / unit for x in values] for values, unit in ((exact, 1e6), (timed, 1e-3)))
+quadratic = [in_ms[-1] * (n / lengths[-1]) ** 2 for n in lengths]
+both = [("formula", lengths, in_mb, "blue", "-"), ("counted", lengths, [b / 1e6 for b in peaks], "orange",
+        "o")]
+curves.curves(left, both, log="xy", xticks=lengths, title="Peak memory, one head, float32", xlabel="N",
+              ylabel="MB")
+both = [("four times as long for 2 N", lengths, quadratic, "grey", "--"),
+        ("this machine", lengths, in_ms, "orange", "o-")]
+curves.curves(right, both, log="xy", xticks=lengths, title="Time, one head, float32", xlabel="N", ylabel="ms")
 plt.show()
 
 # %% [markdown]
@@ -306,20 +292,16 @@ else:
 # %%
 for run in walls.recorded():
     m, s = run["machine"], run["shape"]
-    fig, (left, right) = plt.subplots(1, 2, figsize=(8.5, 3.2))
+    n = [r["seq_len"] for r in run["fused"] if "ms" in r]
+    time, peak = [], []
     for key, hue, label in (("naive", "orange", "naive"), ("fused", "blue", "FlashAttention-2")):
         kept = [r for r in run[key] if "ms" in r]
-        n = [r["seq_len"] for r in kept]
-        left.plot(n, [r["ms"] for r in kept], "o-", color=show.COLORS[hue], label=label)
-        right.plot(n, [r["peak_bytes"] / 2**20 for r in kept], "o-", color=show.COLORS[hue], label=label)
-    predicted = [r["predicted_peak_bytes"] / 2**20 for r in run["naive"]]
-    right.plot([r["seq_len"] for r in run["naive"]], predicted, "x", color=show.COLORS["black"], label="formula")
-    left.set(title="Time", xlabel="N", ylabel="ms", xscale="log", yscale="log")
-    right.set(title="Peak memory", xlabel="N", ylabel="MiB", xscale="log", yscale="log")
-    for ax in (left, right):
-        ax.set_xticks(n, [str(x) for x in n])
-        ax.minorticks_off()
-        ax.legend()
+        time.append((label, [r["seq_len"] for r in kept], [r["ms"] for r in kept], hue, "o-"))
+        peak.append((label, [r["seq_len"] for r in kept], [r["peak_bytes"] / 2**20 for r in kept], hue, "o-"))
+    peak.append(("formula", n, [r["predicted_peak_bytes"] / 2**20 for r in run["naive"]], "black", "x"))
+    fig, (left, right) = plt.subplots(1, 2, figsize=(8.5, 3.2))
+    curves.curves(left, time, log="xy", xticks=n, title="Time", xlabel="N", ylabel="ms")
+    curves.curves(right, peak, log="xy", xticks=n, title="Peak memory", xlabel="N", ylabel="MiB")
     fig.suptitle(f"{m['gpu']}, torch {m['torch']}, {m['date']}: {s['heads']} heads, head_dim {s['head_dim']}, fp16", fontsize=10)
     plt.show()
 print("machines recorded:", ", ".join(run["machine"]["gpu"] for run in walls.recorded()) or "none yet")
@@ -357,27 +339,9 @@ assert max(rest) - min(rest) < 2
 # Right: scheme B, for later. Blue and orange are on the chip at one time, grey stays in HBM.
 
 # %%
-def draw_scheme(ax, title, k_part, v_part):
-    """Q, K^T, V and S of a scheme; the solid part of K^T and V is on the chip at one time."""
-    blue, light, orange = show.COLORS["blue"], show.COLORS["light"], show.COLORS["orange"]
-
-    def box(x, y, w, h, color, text=""):
-        ax.add_patch(plt.Rectangle((x, y), w, h, facecolor=color, edgecolor="white"))
-        ax.text(x + w / 2, y + h / 2, text, ha="center", va="center", color="white" if color == blue else "black", fontsize=9)
-
-    for x, y, w, h in ((0, 0, 1, 4), (1.3, 4.3, 4, 1), (5.6, 0, 1, 4)):
-        box(x, y, w, h, light)
-    box(0, 2, 1, 1, blue, "Q")
-    box(1.3, 4.3, 4 * k_part, 1, blue, "Kᵀ")
-    box(5.6, 4 - 4 * v_part, 1, 4 * v_part, blue, "V")
-    box(1.3, 0, 4, 4, "#F6F6F6")
-    box(1.3, 2, 4, 1, orange, "S, P: BLOCK_M × N")
-    ax.set(xlim=(-0.1, 6.8), ylim=(-0.1, 5.5), aspect="equal", title=title)
-    ax.axis("off")
-
 fig, axes = plt.subplots(1, 2, figsize=(8.5, 3.4))
-draw_scheme(axes[0], "Scheme A: K and V whole", 1, 1)
-draw_scheme(axes[1], "Scheme B: K whole, V in blocks", 1, 0.25)
+memory.on_chip(axes[0], "Scheme A: K and V whole")
+memory.on_chip(axes[1], "Scheme B: K whole, V in blocks", v=0.25)
 plt.show()
 
 # %% [markdown]
@@ -386,7 +350,7 @@ plt.show()
 # nothing); $K$ is loaded with its axes swapped, so the tile in hand is $K^\top$; and nothing here depends on other programs.
 
 # %%
-show.source(schemes.scheme_a_kernel)
+# FROM flashlab.attention.schemes: scheme_a_kernel (no docstrings)
 
 # %% [markdown]
 # Is it right? The checker runs it on all its small cases: lengths that are no power of two, one query, one key, large scores, both
@@ -462,17 +426,16 @@ show.table(rows, ["GPU", "target", "limit a block (bytes)", "scheme A dies at N 
 
 # %%
 fig, ax = plt.subplots(figsize=(7.5, 3.8))
-lengths = list(needed)
-ax.plot(lengths, [schemes.scheme_a_shared_bytes(n, 128) / 1024 for n in lengths], "o-", color=show.COLORS["black"])
+in_kib = {n: schemes.scheme_a_shared_bytes(n, 128) / 1024 for n in needed}
 levels = {"sm_90": ("H100, H200", "blue"), "sm_80": ("A100", "green"), "sm_120": ("RTX 3090, 4090, 5060 Ti, 5090", "orange")}
+limits = {target: runtime.limits(target).shared_per_block / 1024 for target in levels}
+dies = sorted({next(n for n in in_kib if in_kib[n] > limit) for limit in limits.values()})
+curves.curves(ax, [("", list(in_kib), list(in_kib.values()), "black", "o-")], xticks=list(in_kib),
+              ylim=(0, 290), legend=None, xlabel="N (keys)", ylabel="shared memory per block (KiB)",
+              title="Scheme A: 512 bytes more for every key")
+ax.plot(dies, [in_kib[n] for n in dies], "x", color=show.COLORS["red"], markersize=13, markeredgewidth=3)
 for target, (names, hue) in levels.items():
-    limit = runtime.limits(target).shared_per_block
-    ax.axhline(limit / 1024, color=show.COLORS[hue], linewidth=1.6)
-    ax.text(512, limit / 1024 - 5, f"{names}: {limit // 1024} KiB", color=show.COLORS[hue], fontsize=9, ha="right", va="top")
-    n = schemes.first_failing_seq_len(limit, lambda n: schemes.scheme_a_shared_bytes(n, 128))
-    ax.plot(n, schemes.scheme_a_shared_bytes(n, 128) / 1024, "x", color=show.COLORS["red"], markersize=13, markeredgewidth=3)
-ax.set(xlabel="N (keys)", ylabel="shared memory a block (KiB)", ylim=(0, 290),
-       title="Scheme A: 512 bytes more for every key", xticks=lengths)
+    curves.level(ax, limits[target], f"{names}: {limits[target]:.0f} KiB", hue, below=True)
 plt.show()
 
 # %% [markdown]
@@ -554,20 +517,14 @@ assert [r.shared_bytes for r in variants] == [147456, 98304, 131072]
 moments = {"as above": [("Q", 16), ("Kᵀ", 64), ("V", 64)], "K by rows, then tl.trans": [("V", 64), ("P, fp16", 32)],
            "V late, P in float32": [("P, float32", 64), ("V", 64)]}
 hues = {"Q": "sky", "Kᵀ": "blue", "V": "green", "P, fp16": "orange", "P, float32": "orange"}
-fig, ax = plt.subplots(figsize=(7.5, 2.6))
-for y, ((name, tiles), r) in enumerate(zip(moments.items(), variants)):
+for tiles, r in zip(moments.values(), variants):
     assert sum(size for _, size in tiles) * 1024 == r.shared_bytes
-    left = 0
-    for tile, size in tiles:
-        ax.barh(y, size, left=left, color=show.COLORS[hues[tile]], edgecolor="white")
-        ax.text(left + size / 2, y, f"{tile}\n{size}", ha="center", va="center", fontsize=9,
-                color="white" if hues[tile] == "blue" else "black")
-        left += size
+fig, ax = plt.subplots(figsize=(7.5, 2.6))
+bars = {name: [(f"{tile}\n{size}", size, hues[tile]) for tile, size in tiles] for name,
+        tiles in moments.items()}
+curves.stacked(ax, bars, xlabel="shared memory at the worst moment (KiB), N = 256, sm_120", xlim=(0, 150))
 ax.axvline(99, color=show.COLORS["red"], linestyle="--")
-ax.text(100, -0.62, "limit, 99 KiB", color=show.COLORS["red"], fontsize=9)
-ax.set(yticks=range(3), yticklabels=list(moments), xlabel="shared memory at the worst moment (KiB), N = 256, sm_120", xlim=(0, 150))
-ax.invert_yaxis()
-ax.grid(axis="y", visible=False)
+ax.text(100, -0.55, "limit, 99 KiB", color=show.COLORS["red"], fontsize=9, va="bottom")
 plt.show()
 
 # %% [markdown]
@@ -601,7 +558,7 @@ for name, r in zip(switches, variants):
 # In NumPy or PyTorch that is a slice:
 
 # %%
-show.source(schemes.scheme_b_kernel, start='if HOW == "slice" or', end='p_j = slice_by_split')
+show.region(schemes, "V in blocks, P whole")
 
 # %% [markdown]
 # Compile it.
@@ -653,9 +610,7 @@ except Exception as error:
 # The first three are selections. Each is a few lines:
 
 # %%
-show.source(schemes.slice_by_split)
-show.source(schemes.slice_by_gather)
-show.source(schemes.slice_by_reduction)
+# FROM flashlab.attention.schemes: slice_by_split, slice_by_gather, slice_by_reduction (no docstrings)
 
 # %% [markdown]
 # `tl.split` wants a last axis of length 2. `reshape` to `[rows, 2, columns / 2]` makes the axis, `permute` puts it last. Check on something
@@ -729,10 +684,10 @@ show.table(rows, ["kernel", "target", "shared bytes", "registers", "spilled byte
 # %%
 for run in walls.recorded():
     m = run["machine"]
-    rows = [(row["how"], 1e3 * row["ms"], 1e3 * row["ms_p20"], 1e3 * row["ms_p80"], f"{row['max_error']:.1e}")
-            if row["ok"] else (row["how"], "out of shared memory", "", "", "") for row in run["scheme_b"]]
+    rows = [(row["how"], 1e3 * row["ms"], f"{row['max_error']:.1e}") if row["ok"] else (row["how"], "out of shared memory", "")
+            for row in run["scheme_b"]]
     print(f"{m['gpu']}, torch {m['torch']}, triton {m['triton']}, {m['date']}")
-    show.table(rows, ["kernel", "µs (median)", "20 %", "80 %", "max error"])
+    show.table(rows, ["kernel", "µs (median)", "max error"])
 print("machines recorded:", len(walls.recorded()))
 
 # %% [markdown]
@@ -790,21 +745,17 @@ assert all(r.fits for r in flat) and {r.shared_bytes for r in flat} == {(64 + 2 
 # schemes.
 
 # %%
-fig, ax = plt.subplots(figsize=(7.5, 3.8))
 lengths = [64, 128, 256, 512, 1024, 2048]
-schemes = {"scheme A": (schemes.scheme_a_shared_bytes, "orange"), "scheme B, any hatch": (schemes.scheme_b_shared_bytes, "purple"),
-           "two passes": (lambda n, d: flat[0].shared_bytes, "blue")}
-for name, (formula, hue) in schemes.items():
-    ax.plot(lengths, [formula(n, 128) / 1024 for n in lengths], "o-", color=show.COLORS[hue], label=name)
+needs = {"scheme A": (schemes.scheme_a_shared_bytes, "orange"),
+         "scheme B, any hatch": (schemes.scheme_b_shared_bytes, "purple"),
+         "two passes": (lambda n, d: flat[0].shared_bytes, "blue")}
+lines = [(name, lengths, [formula(n, 128) / 1024 for n in lengths], hue, "o-")
+         for name, (formula, hue) in needs.items()]
+fig, ax = plt.subplots(figsize=(7.5, 3.8))
+curves.curves(ax, lines, log="xy", xticks=lengths, yticks=[32, 64, 128, 256, 512, 1024], legend="upper left",
+              xlabel="N (keys)", ylabel="shared memory per block (KiB)", title="Two slopes and a floor")
 for target, names in (("sm_90", "H100, H200"), ("sm_80", "A100"), ("sm_120", "RTX cards")):
-    level = runtime.limits(target).shared_per_block / 1024
-    ax.axhline(level, color=show.COLORS["grey"], linewidth=1.2, linestyle="--")
-    ax.text(2048, level * 1.03, names, ha="right", fontsize=9, color=show.COLORS["grey"])
-ax.set(xscale="log", yscale="log", xlabel="N (keys)", ylabel="shared memory a block (KiB)", title="Two slopes and a floor")
-ax.set_xticks(lengths, [str(n) for n in lengths])
-ax.set_yticks([32, 64, 128, 256, 512, 1024], ["32", "64", "128", "256", "512", "1024"])
-ax.minorticks_off()
-ax.legend(loc="upper left")
+    curves.level(ax, runtime.limits(target).shared_per_block / 1024, names)
 plt.show()
 
 # %% [markdown]

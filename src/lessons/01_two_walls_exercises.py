@@ -117,7 +117,7 @@ check("1.3", frugal_attention)
 # $N$. `launch(scheme_a_kernel, q, k, v, BLOCK_N=padded(len(k)))` runs it.
 
 # %% tags=["exercise"]
-# MILESTONE flashlab.attention.schemes:scheme_a_kernel
+# MILESTONE flashlab.attention.schemes: scheme_a_kernel
 @triton.jit
 def scheme_a_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,
@@ -285,7 +285,7 @@ check("1.7", masked_kernel)
 # When it works, look at what is wasted. Which line of pass 2 could have run in pass 1, had you allowed its result to be corrected later?
 
 # %% tags=["exercise"]
-# MILESTONE flashlab.attention.schemes:two_pass_kernel
+# MILESTONE flashlab.attention.schemes: two_pass_kernel
 @triton.jit
 def two_pass_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,

@@ -37,12 +37,12 @@ import torch
 
 from flashlab.attention import reference
 from flashlab import runtime
-from flashlab.figures import show
+from flashlab.figures import curves, show
 from flashlab.check import CheckFailed, verify, verify_block
 from flashlab.attention.cost import Meter, flash_cost
 from flashlab.attention.simulation import (
-    flash_attention_forward_sim,
-    flash_attention_one_head_sim,
+    Step,
+    check_inputs,
     flash_attention_sim,
 )
 from flashlab.attention.naive import naive_attention
@@ -157,7 +157,7 @@ plt.show()
 # Here is the body of the milestone, `flash_attention_forward_sim`. Read it against the eight lines above.
 
 # %%
-show.source(flash_attention_forward_sim, start="BLOCK_M, N =", end="return O_block, lse")
+# FROM flashlab.attention.simulation: flash_attention_forward_sim (no docstrings)
 
 # %% [markdown]
 # Four choices in it deserve a word.
@@ -304,12 +304,11 @@ print("first wrong key block of rows A, B, C, D:", first_wrong)
 
 # %%
 figure, ax = plt.subplots(figsize=(7, 3.4))
-for r, (name, marker) in enumerate(zip("ABCD", "osD^", strict=True)):
-    ax.semilogy(wrong[:, r], marker=marker, label=f"row {name}, inverted")
-ax.semilogy(right.amax(dim=1), color=show.COLORS["grey"], ls="--", label="all rows, right")
-ax.set(xlabel="key block", ylabel="largest error of O after it")
-ax.set_title("The inverted correction, block by block")
-ax.legend(loc="center", bbox_to_anchor=(0.66, 0.5))
+hues = {"A": ("blue", "o-"), "B": ("orange", "s-"), "C": ("green", "D-"), "D": ("red", "^-")}
+lines = [(f"row {name}, inverted", range(8), wrong[:, r], *hue) for r, (name, hue) in enumerate(hues.items())]
+curves.curves(ax, [*lines, ("all rows, right", range(8), right.amax(dim=1), "grey", "--")], log="y",
+              legend=(0.5, 0.3), xlabel="key block", ylabel="largest error of O after it",
+              title="The inverted correction, block by block")
 plt.show()
 
 # %% [markdown]
@@ -478,7 +477,7 @@ animation
 # K tile and one V tile a step. The code is shorter than the animation's caption:
 
 # %%
-show.source(flash_attention_one_head_sim, start="M = Q.shape[0]", end="return O, lse")
+# FROM flashlab.attention.simulation: flash_attention_one_head_sim (no docstrings)
 
 # %% [markdown]
 # On a GPU the outer loop is not a loop. Its iterations share nothing that they write, so each becomes one *program* (one
@@ -509,18 +508,15 @@ print("measured peaks equal the formulas at N =", sizes)
 # formulas hold exactly, so the figure can go further than the measurement.
 
 # %%
-figure, ax = plt.subplots(figsize=(7, 3.4))
 N = torch.logspace(7, 17, 50, base=2)
-lines = {"naive": 4 * N * N + 128 * N, "tiled": 132 * N + 8448 + tiles + vectors}
-labels = {"naive": "naive: two N × N matrices", "tiled": "tiled: O, lse and 137 KiB"}
-for name, color in [("naive", show.COLORS["red"]), ("tiled", show.COLORS["blue"])]:
-    ax.loglog(N, lines[name] / 2**20, color=color, lw=1)
-    ax.loglog(sizes, [b / 2**20 for b in peaks[name]], "o", color=color, label=labels[name])
-ax.set_xticks([2**i for i in range(7, 18, 2)], [f"{2**i}" for i in range(7, 18, 2)])
-ax.minorticks_off()
-ax.set(xlabel="sequence length N", ylabel="peak memory, one head (MiB)")
-ax.set_title("Peak memory: quadratic against linear")
-ax.legend()
+formulas = {"naive": 4 * N * N + 128 * N, "tiled": 132 * N + 8448 + tiles + vectors}
+lines = [("naive: two N × N matrices", "naive", "red"), ("tiled: O, lse and 137 KiB", "tiled", "blue")]
+figure, ax = plt.subplots(figsize=(7, 3.4))
+curves.curves(ax, [("", N, formulas[name] / 2**20, hue, "-") for _, name, hue in lines]
+              + [(label, sizes, [b / 2**20 for b in peaks[name]], hue, "o") for label, name, hue in lines],
+              log="xy", xticks=[2**i for i in range(7, 18, 2)],
+              title="Peak memory: quadratic against linear", xlabel="sequence length N",
+              ylabel="peak memory, one head (MiB)")
 plt.show()
 
 # %% [markdown]
@@ -586,27 +582,21 @@ show.table(rows, columns)
 #    corrections). It is faster because of what it does not move.
 
 # %%
-figure, (left, right) = plt.subplots(1, 2, figsize=(8.4, 3.5))
 N = [2**i for i in range(9, 16)]
-curves = {"naive": ("red", [naive_cost(n, 64).bytes / 1e6 for n in N])}
-for BLOCK_M, color in [(16, "sky"), (64, "blue"), (256, "black")]:
-    traffic = [flash_cost(n, n, 64, BLOCK_M).bytes / 1e6 for n in N]
-    curves[f"BLOCK_M = {BLOCK_M}"] = (color, traffic)
-for label, (color, traffic) in curves.items():
-    left.loglog(N, traffic, color=show.COLORS[color], label=label)
-left.set_xticks([512, 2048, 8192, 32768], ["512", "2048", "8192", "32768"])
-left.minorticks_off()
-left.set(xlabel="sequence length N", ylabel="HBM traffic, one head (MB)", title="Bytes moved")
-left.legend()
+lines = [("naive", N, [naive_cost(n, 64).bytes / 1e6 for n in N], "red", "-")]
+for BLOCK_M, hue in [(16, "sky"), (64, "blue"), (256, "black")]:
+    lines.append((f"BLOCK_M = {BLOCK_M}", N, [flash_cost(n, n, 64, BLOCK_M).bytes / 1e6 for n in N], hue,
+                 "-"))
 sizes = [16, 32, 64, 128, 256, 512]
 intensities = [flash_cost(16384, 16384, 64, BLOCK_M).intensity for BLOCK_M in sizes]
-right.plot(sizes, intensities, "o-", label="tiled, N = 16384")
-for gpu, color in [("A100", "orange"), ("H100", "green")]:
-    ridge = runtime.limits(gpu).ridge
-    right.axhline(ridge, color=show.COLORS[color], ls="--", label=f"{gpu}'s ridge: {ridge:.0f}")
-right.set(xlabel="BLOCK_M (query rows)", ylabel="matmul FLOP a byte", xticks=sizes[2:])
-right.set_title("Arithmetic intensity")
-right.legend()
+figure, (left, right) = plt.subplots(1, 2, figsize=(8.4, 3.5))
+curves.curves(left, lines, log="xy", xticks=N[::2], title="Bytes moved", xlabel="sequence length N",
+              ylabel="HBM traffic, one head (MB)")
+curves.curves(right, [("tiled, N = 16384", sizes, intensities, "blue", "o-")], xticks=sizes[2:], legend=None,
+              title="Arithmetic intensity, N = 16384", xlabel="BLOCK_M (query rows)",
+              ylabel="matmul FLOP per byte")
+for gpu, hue in [("A100", "orange"), ("H100", "green")]:
+    curves.level(right, runtime.limits(gpu).ridge, f"{gpu}'s ridge: {runtime.limits(gpu).ridge:.0f}", hue)
 plt.show()
 
 # %% [markdown]
@@ -651,9 +641,9 @@ def errors_by_block_size(dtype, block_sizes, fn=flash_attention_forward_sim):
 
 blocks = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
 dtypes = (torch.float16, torch.bfloat16, torch.float32)
-curves = {dtype: errors_by_block_size(dtype, blocks) for dtype in dtypes}
+curves_of = {dtype: errors_by_block_size(dtype, blocks) for dtype in dtypes}
 for dtype in dtypes[:2]:
-    errors, twin = curves[dtype]
+    errors, twin = curves_of[dtype]
     assert all(error <= 2 * twin for error in errors) and max(errors) <= 1.5 * min(errors)
     print(
         f"{dtype}: {len(blocks)} block sizes within twice the twin's error, and within 1.5x of each other"
@@ -681,27 +671,23 @@ def low_precision_acc(Q_block, K, V, BLOCK_N, scale=None):
     return (acc / l_i[:, None]).to(V.dtype), m_i + torch.log(l_i)
 
 
-curves["bf16 acc"] = errors_by_block_size(torch.bfloat16, blocks, low_precision_acc)
-errors, twin = curves["bf16 acc"]
+curves_of["bf16 acc"] = errors_by_block_size(torch.bfloat16, blocks, low_precision_acc)
+errors, twin = curves_of["bf16 acc"]
 assert errors[0] > 20 * twin and errors[-1] <= 2 * twin
 print("acc in bfloat16, one key a block: over 20 times the twin's error:", errors[0] > 20 * twin)
 
 # %%
-figure, ax = plt.subplots(figsize=(7, 3.9))
 styles = [
-    ("bf16 acc", "red", "^", "bf16 inputs, acc rounded to bf16"),
-    (torch.bfloat16, "orange", "s", "bf16 inputs"),
-    (torch.float16, "blue", "o", "fp16 inputs"),
-    (torch.float32, "green", "D", "fp32 inputs"),
+    ("bf16 acc", "red", "^-", "bf16 inputs, acc rounded to bf16"),
+    (torch.bfloat16, "orange", "s-", "bf16 inputs"),
+    (torch.float16, "blue", "o-", "fp16 inputs"),
+    (torch.float32, "green", "D-", "fp32 inputs"),
 ]
-for key, color, marker, label in styles:
-    errors, twin = curves[key]
-    ax.loglog(blocks, errors, marker=marker, color=show.COLORS[color], label=label)
-    ax.axhline(twin, color=show.COLORS[color], ls=":", lw=1.2)
-ax.set_xticks(blocks[::2], [str(b) for b in blocks[::2]])
-ax.minorticks_off()
-ax.set(xlabel="BLOCK_N (keys a block)", ylabel="largest error against float64", ylim=(1e-7, 2))
-ax.set_title("Error by block size, N = 1024")
+lines = [(label, blocks, curves_of[key][0], hue, form) for key, hue, form, label in styles]
+lines += [("", blocks, [curves_of[key][1]] * len(blocks), hue, ":") for key, hue, *_ in styles[1:]]
+figure, ax = plt.subplots(figsize=(7, 3.9))
+curves.curves(ax, lines, log="xy", xticks=blocks[::2], ylim=(1e-7, 2), xlabel="BLOCK_N (keys per block)",
+              ylabel="largest error against float64", title="Error by block size, N = 1024", legend=None)
 ax.legend(ncols=2, loc="upper right")
 plt.show()
 

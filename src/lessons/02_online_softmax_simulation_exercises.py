@@ -83,7 +83,7 @@ check("2.2", block_state)
 # `check_inputs` is given. It raises the errors for bad shapes and dtypes, and returns the scale.
 
 # %% tags=["exercise"]
-# MILESTONE flashlab.attention.simulation:flash_attention_forward_sim
+# MILESTONE flashlab.attention.simulation: flash_attention_forward_sim
 def flash_attention_forward_sim(Q_block, K, V, BLOCK_N, scale=None):
     """softmax(scale * Q_block K^T) V, BLOCK_N keys at a time.
 
@@ -115,7 +115,7 @@ check("2.3", flash_attention_forward_sim)
 # `from flashlab.attention.simulation import flash_attention_forward_sim`.
 
 # %% tags=["exercise"]
-# MILESTONE flashlab.attention.simulation:flash_attention_one_head_sim
+# MILESTONE flashlab.attention.simulation: flash_attention_one_head_sim
 def flash_attention_one_head_sim(Q, K, V, BLOCK_M=64, BLOCK_N=64, scale=None):
     """Attention of one head. Q [M, HEAD_DIM], K [N, HEAD_DIM], V [N, V_DIM].
 
@@ -328,7 +328,7 @@ check("2.8", split_kv_sim)
 # counts the tiles. Watch the row whose keys so far are all masked: what is $-\infty - (-\infty)$?
 
 # %% tags=["exercise"]
-# MILESTONE flashlab.attention.simulation:flash_attention_causal_sim
+# MILESTONE flashlab.attention.simulation: flash_attention_causal_sim
 def flash_attention_causal_sim(Q, K, V, BLOCK_M=64, BLOCK_N=64, scale=None):
     """Causal attention of one head. Q [M, HEAD_DIM], K [N, HEAD_DIM], V [N, V_DIM].
 

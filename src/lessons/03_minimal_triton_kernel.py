@@ -28,6 +28,7 @@
 # GPU the kernel runs in Triton's interpreter, and the compiler's answers come from the real compiler: it needs no GPU.
 
 # %%
+import contextlib
 import math
 
 import matplotlib.pyplot as plt
@@ -36,7 +37,7 @@ import torch
 from flashlab.attention import reference, simulation, schemes
 from flashlab.attention.cost import naive_cost
 from flashlab import runtime
-from flashlab.figures import show
+from flashlab.figures import curves, memory, show
 from flashlab.bench import triton as bench
 from flashlab.check import verify_one_head
 from flashlab.check.cases import Case
@@ -44,9 +45,11 @@ from flashlab.check.tolerance import truth, within
 from flashlab.triton_tools.compile_report import TARGETS, compile_report, compile_reports
 from flashlab.triton_tools.watch import OutOfBounds, hbm_traffic
 from flashlab.attention.triton_minimal import (
+    LOG2_E,
+    _check,
     compile_arguments,
+    default_block,
     flash_attention_forward,
-    flash_attention_forward_kernel,
     hbm_bytes,
 )
 
@@ -106,9 +109,9 @@ def tile(memory, stride_row, stride_col, rows, cols):
 
 
 K = torch.tensor([[10, 11, 12], [20, 21, 22], [30, 31, 32], [40, 41, 42]])
-memory = K.flatten()  # 10 11 12 20 21 22 ...
+flat = K.flatten()  # 10 11 12 20 21 22 ...
 for name, matrix in (("K", K), ("K.T", K.T)):
-    offsets, values = tile(memory, *matrix.stride(), rows=[1, 2], cols=[0, 1, 2])
+    offsets, values = tile(flat, *matrix.stride(), rows=[1, 2], cols=[0, 1, 2])
     assert torch.equal(values, matrix[1:3, :3])
     print(f"{name:3s} strides {matrix.stride()}: offsets {offsets.tolist()} -> {values.tolist()}")
 
@@ -120,13 +123,8 @@ for name, matrix in (("K", K), ("K.T", K.T)):
 # %%
 figure, axes = plt.subplots(1, 2, figsize=(8.2, 1.9))
 for ax, (name, matrix) in zip(axes, (("K, strides (3, 1)", K), ("K.T, strides (1, 3)", K.T)), strict=True):
-    offsets, _ = tile(memory, *matrix.stride(), rows=[1, 2], cols=[0, 1, 2])
-    chosen = set(offsets.flatten().tolist())
-    for i, value in enumerate(memory.tolist()):
-        ax.bar(i, 1, width=0.94, color=show.COLORS["orange" if i in chosen else "light"])
-        ax.text(i, 0.5, str(value), ha="center", va="center", fontsize=9)
-    ax.set(title=f"rows 1 and 2 of {name}", xlabel="offset from the pointer (elements)", yticks=[], xticks=range(12))
-    ax.grid(False)
+    offsets, _ = tile(flat, *matrix.stride(), rows=[1, 2], cols=[0, 1, 2])
+    memory.words(ax, flat.tolist(), offsets.flatten().tolist(), f"rows 1 and 2 of {name}")
 plt.show()
 
 # %% [markdown]
@@ -242,7 +240,7 @@ assert e.ptx.count("mul.f32") == 8 and two.ptx.count("mul.f32") == 0
 # Here it is whole. Read it once for the shape of it: load Q, start from the identity $(-\infty, 0, 0)$, loop, normalise, store.
 
 # %%
-show.source(flash_attention_forward_kernel, start="offs_m =", end="tl.store(LSE_ptr")
+# FROM flashlab.attention.triton_minimal: flash_attention_forward_kernel
 
 # %% [markdown]
 # And here line for line beside phase 2. The cell takes both sides from the source files, so the table cannot drift from the code.
@@ -294,8 +292,7 @@ assert ieee < 2e-6 and tf32 > 2e-4
 # strides. And it checks, because a kernel cannot: with a wrong shape it would read the wrong memory and return numbers.
 
 # %%
-show.source(flash_attention_forward, start="BLOCK_M = BLOCK_M or", end="return o, lse")
-show.source(flash_attention_forward, start="with torch.cuda.device", end=")  # fmt")
+# FROM flashlab.attention.triton_minimal: flash_attention_forward (no docstrings)
 
 # %%
 attempts = {
@@ -328,7 +325,8 @@ for N in lengths:
     outputs[N] = inputs, o, lse
     error = (o - want).abs()
     cosine = torch.nn.functional.cosine_similarity(o.flatten(), want.flatten(), dim=0)
-    rows.append([N, error.max().item(), error.mean().item(), (error / want.abs()).max().item(), f"{cosine:.8f}"])
+    rows.append([N, error.max().item(), error.mean().item(), (error / want.abs()).max().item(),
+                f"{cosine:.8f}"])
 show.table(rows, ["N", "max abs", "mean abs", "max rel", "cosine"])
 
 # %% [markdown]
@@ -396,20 +394,16 @@ for target, needed in shared.items():
 # %%
 scheme_a_lengths = [64, 128, 256, 512, 1024]
 scheme_a = schemes.scheme_a_reports(scheme_a_lengths, 64, ["sm_90"])
+lines = [("scheme A", scheme_a_lengths, [r.shared_bytes / 1024 for r in scheme_a], "red", "s-")]
+for target, marker, hue in (("sm_90", "o-", "blue"), ("sm_120", "^-", "green")):
+    lines.append((f"minimal kernel, {target}", lengths[:-1], [b / 1024 for b in shared[target]][:-1], hue,
+                 marker))
 figure, ax = plt.subplots(figsize=(7.4, 3.8))
-ax.loglog(scheme_a_lengths, [r.shared_bytes / 1024 for r in scheme_a], "s-", color=show.COLORS["red"], label="scheme A")
-for target, marker, color in (("sm_90", "o", "blue"), ("sm_120", "^", "green")):
-    in_kib = [b / 1024 for b in shared[target]][:-1]
-    ax.loglog(lengths[:-1], in_kib, marker + "-", color=show.COLORS[color], label=f"minimal kernel, {target}")
+curves.curves(ax, lines, log="xy", xticks=lengths[:-1], yticks=[8, 16, 32, 64, 128, 256],
+              legend="lower right", xlabel="N, number of keys", ylabel="shared memory per program (KiB)",
+              title="The physical wall, D = 64, float16")
 for target in ("sm_120", "sm_80", "sm_90"):
-    limit = runtime.limits(target).shared_per_block / 1024
-    ax.axhline(limit, color=show.COLORS["grey"], ls="--", lw=1)
-    ax.text(4300, limit, f"limit of {target}", ha="right", va="bottom", fontsize=8)
-ax.set(xlabel="N, number of keys", ylabel="shared memory a program (KiB)", title="The physical wall, D = 64, float16")
-ax.set_xticks(lengths[:-1], [str(n) for n in lengths[:-1]])
-ax.set_yticks([8, 16, 32, 64, 128, 256], ["8", "16", "32", "64", "128", "256"])
-ax.minorticks_off()
-ax.legend(loc="lower right")
+    curves.level(ax, runtime.limits(target).shared_per_block / 1024, f"limit of {target}")
 plt.show()
 
 # %% [markdown]

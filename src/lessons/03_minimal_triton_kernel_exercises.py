@@ -114,7 +114,7 @@ check("3.3", row_lse_kernel)
 # The check runs lengths that no tile divides, maxima that rise in every block, scores near ±200, and three dtypes.
 
 # %% tags=["exercise"]
-# MILESTONE flashlab.attention.triton_minimal:flash_attention_forward_kernel
+# MILESTONE flashlab.attention.triton_minimal: flash_attention_forward_kernel
 @triton.jit
 def flash_attention_forward_kernel(
     Q_ptr,  # [M, HEAD_DIM]

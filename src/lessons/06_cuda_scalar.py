@@ -36,17 +36,15 @@ import re
 
 import matplotlib.pyplot as plt
 import torch
-from matplotlib.patches import Rectangle
 
 from flashlab.attention import reference
 from flashlab import runtime
-from flashlab.figures import show
+from flashlab.figures import curves, ladder, memory, show
 from flashlab.bench import published
 from flashlab.bench import scalar as bench
 from flashlab.bench.records import recorded as recorded_runs
 from flashlab.check import verify
-from flashlab.cuda import load_inline
-from flashlab.cuda.inline import default_backend
+from flashlab.cuda import default_backend, load_inline
 from flashlab.bench.resources import RECORDED, recorded
 from flashlab.kernels import steps
 from flashlab.attention.cost import fa1_cost, fa2_cost
@@ -66,25 +64,9 @@ device = runtime.device()
 # Who sees what is the heart of the matter. The figure goes from the largest and slowest memory to the smallest and fastest; the sizes are those of an H200.
 
 # %%
-def box(ax, x, y, w, h, text, color, size=9, **text_options):
-    ax.add_patch(Rectangle((x, y), w, h, facecolor=color, edgecolor="white", linewidth=1.5))
-    ax.text(x + w / 2, y + h / 2, text, ha="center", va="center", fontsize=size, **text_options)
-
-fig, ax = plt.subplots(figsize=(8.5, 3.7))
-box(ax, 0, 0, 12, 0.7, "global memory (HBM): 141 GB, every thread of every block", show.COLORS["sky"])
-for b in range(3):
-    x = 4.05 * b
-    box(ax, x, 0.95, 3.9, 3.2, "", show.COLORS["light"])
-    ax.text(x + 0.1, 3.95, f"block {b}" if b < 2 else "block 2 ...", va="center", fontsize=9, fontweight="bold")
-    box(ax, x + 0.15, 1.1, 3.6, 0.6, "shared memory: up to 227 KB, this block's", show.COLORS["orange"], 8)
-    for w in range(2):
-        y = 2.9 - 0.95 * w
-        for t in range(8):
-            box(ax, x + 0.95 + 0.35 * t, y, 0.32, 0.7, "", show.COLORS["blue"])
-        ax.text(x + 0.15, y + 0.35, f"warp {w}", va="center", fontsize=8)
-ax.text(6, -0.35, "each blue box: four of a warp's 32 threads, each with up to 255 registers that nobody else sees", ha="center", fontsize=9)
-ax.set(xlim=(0, 12), ylim=(-0.6, 4.3), title="Who sees which memory")
-ax.axis("off")
+memory.hierarchy("global memory (HBM): 141 GB, every thread of every block",
+                 "shared memory: up to 227 KB, this block's",
+                 "each blue box: four of a warp's 32 threads, each with up to 255 registers that nobody else sees")
 plt.show()
 
 # %% [markdown]
@@ -216,14 +198,7 @@ assert bad.report.findings[0].kind == "divergent"
 # %%
 fig, axes = plt.subplots(3, 1, figsize=(8.5, 2.8))
 for ax, stride in zip(axes, (1, 2, 8)):
-    for word in range(80):
-        wanted, fetched = word % stride == 0 and word < 32 * stride, word < 32 * stride
-        shade = show.COLORS["blue"] if wanted else show.COLORS["sky"] if fetched else show.COLORS["light"]
-        ax.add_patch(Rectangle((word, 0), 1, 1, facecolor=shade, edgecolor="white", linewidth=0.5))
-    for sector in range(11):
-        ax.axvline(8 * sector, color="black", linewidth=1.2)
-    ax.set(xlim=(0, 80), ylim=(0, 1), yticks=[], xticks=range(0, 81, 8), ylabel=f"stride {stride}")
-    ax.grid(False)
+    memory.sectors(ax, stride)
 axes[0].set_title("What 32 lanes fetch (first 80 floats; a box between black lines is one sector)")
 axes[-1].set_xlabel("float number")
 plt.show()
@@ -339,20 +314,8 @@ assert (y[3] == 9).all()
 
 # %%
 fig, axes = plt.subplots(1, 2, figsize=(9, 3.4), sharey=True)
-names = ["K, V", "Q", "O, m, l"]
-hues = [show.COLORS["blue"], show.COLORS["orange"], show.COLORS["green"], show.COLORS["purple"]]
-for ax, title, swapped in ((axes[0], "FlashAttention-1: for K, V: for Q", False), (axes[1], "FlashAttention-2: for Q: for K, V", True)):
-    for t in range(16):
-        outer, inner = divmod(t, 4)
-        n, m = (inner, outer) if swapped else (outer, inner)
-        for y, tile in zip((2, 1, 0), (n, m, m)):
-            ax.add_patch(Rectangle((t, y + 0.1), 1, 0.8, facecolor=hues[tile]))
-            before = None if t == 0 else divmod(t - 1, 4)[::-1] if swapped else divmod(t - 1, 4)
-            if before is None or before[0 if y == 2 else 1] != tile:
-                ax.text(t + 0.5, y + 0.5, f"{tile}", ha="center", va="center", color="white", fontsize=9)
-                ax.plot([t, t], [y + 0.1, y + 0.9], color="white", linewidth=2.5)
-    ax.set(xlim=(0, 16), ylim=(0, 3), yticks=[2.5, 1.5, 0.5], yticklabels=names, xlabel="inner iterations", title=title)
-    ax.grid(False)
+memory.loop_order(axes[0], "FlashAttention-1: for K, V: for Q", keys_outside=True)
+memory.loop_order(axes[1], "FlashAttention-2: for Q: for K, V", keys_outside=False)
 plt.show()
 
 # %% [markdown]
@@ -363,7 +326,7 @@ plt.show()
 
 # %%
 step1 = steps(6)[0]
-show.source(step1.path, start="for (int n_start = 0", end="m_gmem[row] = m_new")
+show._between(step1.path, "for (int n_start = 0", "m_gmem[row] = m_new")
 
 # %% [markdown]
 # Compare it with Algorithm 1: $S_{ij}$ (line 9 of the paper), the tile's maximum and $\tilde P$ (line 10), the new statistics (line 11), the rescaled and renormalised $O_i$ (line 12, written
@@ -480,23 +443,22 @@ print("bytes of both orders at N = 256, D = 64, each tile height:", measured)
 # six $N \times N$ matrices. On the right the tile height grows, at $N = 256$.
 
 # %%
+lengths, heights = [128 * 2**i for i in range(8)], [16, 32, 64, 128]
+against_n, against_tile = [], []
+for order, formula, hue, option in (("FA1", fa1_cost, "orange", "block_n"), ("FA2", fa2_cost, "blue", "block_m")):
+    against_n.append((f"{order}'s order", lengths, [formula(n, n, 64).bytes / 1e6 for n in lengths], hue,
+                     "-"))
+    against_tile.append(("", heights, [formula(256, 256, 64, **{option: h}).bytes / 1e6 for h in heights],
+                        hue, "-"))
+    points = [b / 1e6 for b in measured[order].values()]
+    against_tile.append((f"{order}'s order, counted ({option.upper()})", list(measured[order]), points, hue,
+                        "o"))
+against_n.append(("naive", lengths, [(4 * n * 64 + 6 * n * n) * 4 / 1e6 for n in lengths], "grey", "--"))
 fig, (left, right) = plt.subplots(1, 2, figsize=(9, 3.5))
-lengths = [128 * 2**i for i in range(8)]
-for order, formula, hue in (("FA1", fa1_cost, "orange"), ("FA2", fa2_cost, "blue")):
-    left.plot(lengths, [formula(n, n, 64).bytes / 1e6 for n in lengths], color=show.COLORS[hue], label=f"{order}'s order")
-    option = {"FA1": "block_n", "FA2": "block_m"}[order]
-    heights = [16, 32, 64, 128]
-    right.plot(heights, [formula(256, 256, 64, **{option: h}).bytes / 1e6 for h in heights], color=show.COLORS[hue])
-    right.plot(measured[order].keys(), [b / 1e6 for b in measured[order].values()], "o", color=show.COLORS[hue],
-               label=f"{order}'s order, counted ({option.upper()})")
-left.plot(lengths, [(4 * n * 64 + 6 * n * n) * 4 / 1e6 for n in lengths], "--", color=show.COLORS["grey"], label="naive")
-left.set(xscale="log", yscale="log", xlabel="N", ylabel="MB a head, D = 64, float32", title="Traffic against N")
-left.set_xticks(lengths[::2], [str(n) for n in lengths[::2]])
-right.set(xscale="log", xlabel="rows of the tile that stays on chip", ylabel="MB a head, N = 256", title="Traffic against the tile")
-right.set_xticks(heights, [str(h) for h in heights])
-for ax in (left, right):
-    ax.minorticks_off()
-    ax.legend()
+curves.curves(left, against_n, log="xy", xticks=lengths[::2], title="Traffic against N", xlabel="N",
+              ylabel="MB per head, D = 64, float32")
+curves.curves(right, against_tile, log="x", xticks=heights, title="Traffic against the tile",
+              xlabel="rows of the tile that stays on chip", ylabel="MB per head, N = 256")
 plt.show()
 
 # %% [markdown]
@@ -512,7 +474,8 @@ def by_line(step, *kinds, least=1):
     """(code, instructions, count, ideal) of the lines that count most in the check build."""
     module = load_inline(step.path, check=True, dtype=torch.float32)
     module.forward(*torch.randn(3, 1, 1, 256, 64))
-    lines = [re.sub(r"^for \(.*?\) |//.*", "", line.strip()).strip() for line in step.path.read_text().splitlines()]
+    lines = [re.sub(r"^for \(.*?\) |//.*", "", line.strip()).strip()
+             for line in step.path.read_text().splitlines()]
     for number, c in module.report.by_line.items():
         for kind, unit in kinds:
             if c[f"{kind}_{unit}"] >= least:
@@ -553,7 +516,7 @@ assert c2["shared_load_wavefronts"] == 2 * (2 * 256 * 256 * 64 // 32 // 4)
 
 # %%
 step3 = steps(6)[2]
-show.source(step3.path, start="// New: S_ij = Q_i K_j^T", end="__syncthreads();")
+show._between(step3.path, "// New: S_ij = Q_i K_j^T", "__syncthreads();")
 
 # %% [markdown]
 # *Predict:* step 2 reads one chunk of K for 4 `fmaf`, step 3 reads 8 chunks for 64: half as many reads for $QK^\top$. What becomes of the wavefronts?
@@ -570,7 +533,8 @@ assert 1.9 < fma_per_wavefront(c3) < 2.1
 # **That did not help.** Half of the reads, and as many wavefronts as before. *Why?* Ask for the counts line by line:
 
 # %%
-rows = [(*r[:3],) for r in by_line(step3, ("shared_load", "wavefronts"), ("shared_store", "wavefronts"), least=2000)]
+rows = [(*r[:3],) for r in by_line(step3, ("shared_load", "wavefronts"), ("shared_store", "wavefronts"),
+        least=2000)]
 show.table(rows, ["line of step 3", "instructions", "wavefronts"])
 
 # %% [markdown]
@@ -626,7 +590,7 @@ assert fma_per_wavefront(c4) > 4 and c4.bank_conflicts == 0
 
 # %%
 step5, step6 = steps(6)[4:]
-show.source(step5.path, start="// New: K_j has been read", end="cp_async_commit();")
+show._between(step5.path, "// New: K_j has been read", "cp_async_commit();")
 c5, c6 = counted(step5.path), counted(step6.path)
 print(f"loads through registers {c4['global_loads']} -> {c5['global_loads']}, cp.async {c4['cp_async']} -> {c5['cp_async']}")
 assert c5["cp_async_bytes"] == c4["global_load_bytes"]
@@ -659,12 +623,13 @@ assert fa2_cost(256, 256, 64, block_m=64).bytes_read == c6["cp_async_bytes"]
 # One head, $N = 256$, $D = 64$, everything counted by the emulator. (What `cp.async` writes to shared memory is not among the wavefronts of steps 5 and 6.)
 
 # %%
-ladder = list(zip(steps(6), (c1, c2, c3, c4, c5, c6)))
+counts = list(zip(steps(6), (c1, c2, c3, c4, c5, c6)))
 rows = []
-for step, c in ladder:
+for step, c in counts:
     read, sectors = c["global_load_bytes"] + c["cp_async_bytes"], c["global_load_sectors"] + c["cp_async_sectors"]
     wavefronts = c["shared_load_wavefronts"] + c["shared_store_wavefronts"]
-    rows.append((step.name[3:], read // 1024, c["global_store_bytes"] // 1024, sectors, wavefronts, fma_per_wavefront(c), c["barriers"]))
+    rows.append((step.name[3:], read // 1024, c["global_store_bytes"] // 1024, sectors, wavefronts,
+                fma_per_wavefront(c), c["barriers"]))
 show.table(rows, ["step", "KiB read", "KiB written", "sectors read", "shared wavefronts", "fmaf a wavefront", "barriers"])
 
 # %% [markdown]
@@ -672,18 +637,13 @@ show.table(rows, ["step", "KiB read", "KiB written", "sectors read", "shared wav
 
 # %%
 fig, (left, right) = plt.subplots(1, 2, figsize=(9, 3.2))
-names = [s.name[3:].replace("_", "\n", 1) for s, _ in ladder]
-for ax, values, label in (
-    (left, [(c["shared_load_wavefronts"] + c["shared_store_wavefronts"]) / 1000 for _, c in ladder], "thousand wavefronts"),
-    (right, [fma_per_wavefront(c) for _, c in ladder], "fmaf instructions a wavefront"),
-):
-    ax.bar(names, values, color=show.COLORS["blue"])
-    ax.set(ylabel=label)
-    ax.tick_params(axis="x", labelsize=8)
-    ax.grid(axis="x", visible=False)
-right.axhline(4, color=show.COLORS["red"], linestyle="--")
-left.set_title("Shared-memory wavefronts")
-right.set_title("Arithmetic for each of them")
+names = [s.name[3:].replace("_", "\n", 1) for s, _ in counts]
+thousands = [(c["shared_load_wavefronts"] + c["shared_store_wavefronts"]) / 1000 for _, c in counts]
+curves.columns(left, names, {"": (thousands, "blue")}, title="Shared-memory wavefronts",
+               ylabel="thousand wavefronts")
+curves.columns(right, names, {"": ([fma_per_wavefront(c) for _, c in counts], "blue")},
+               title="Arithmetic for each of them", ylabel="fmaf instructions per wavefront")
+curves.level(right, 4, "balance", "red")
 plt.show()
 
 # %% [markdown]
@@ -711,7 +671,8 @@ kernels = [r for r in recorded()["kernels"] if r.target == "sm_90" and r.step in
 gpu = runtime.limits("H200")
 rows = []
 for r in sorted(kernels, key=lambda r: (r.head_dim, names.index(r.step), r.kernel)):
-    rows.append((r.step[3:], r.head_dim, r.registers, r.spill_bytes, r.shared_bytes, r.instructions.get("FFMA", 0), r.instructions.get("LDS", 0)))
+    rows.append((r.step[3:], r.head_dim, r.registers, r.spill_bytes, r.shared_bytes,
+                r.instructions.get("FFMA", 0), r.instructions.get("LDS", 0)))
 show.table(rows, ["step", "D", "registers a thread", "spilled bytes", "shared bytes a block", "FFMA in the code", "LDS in the code"])
 
 # %% [markdown]
@@ -750,28 +711,19 @@ for s in [(8, 8, 256), (16, 16, 256)]:
 # %% [markdown]
 # Four times the heads for 1.3 times the time: so it looks when a head is one block, and 64 blocks leave most of a GPU empty. And a *fused* kernel lost to an *unfused* one by a factor of up to a hundred. Fusing saves nothing by itself. What counts is what you have counted here: traffic with its constant, wavefronts, blocks.
 #
-# The figure has those times, and what was recorded for our steps on an H200 at the same shapes. These are two machines: compare the curves of one panel with each other, not across. (`flashlab bench scalar` measures on your GPU.)
+# The first figure has those times. The second has what was recorded on an H200 at the same shapes: one panel for each of our steps, its speed against unfused torch, with the other steps in grey. These are two machines: compare within a figure, not across. (`flashlab bench scalar` measures on your GPU.)
 
 # %%
-def panel(ax, times, names, title):
-    """times: {(batch, heads, N, variant): ms}, for D = 64."""
-    order = sorted({key[:3] for key in times}, key=lambda s: (s[2], s[0] * s[1], s))
-    hues = dict(zip(("fa1_f32", *(s.name for s in steps(6)), "torch_naive_f32", "sdpa_efficient_f32"),
-                    ("orange", "orange", "yellow", "purple", "green", "red", "blue", "black", "grey")))
-    for variant, label in names.items():
-        ax.plot([times[(*s, variant)] for s in order], "o--" if "torch" in label else "o-", markersize=3.5, linewidth=1.4,
-                color=show.COLORS[hues[variant]], label=label)
-    ax.set_xticks(range(len(order)), [f"{b}·{h}\n{n}" for b, h, n in order], fontsize=7)
-    ax.set(yscale="log", ylabel="ms (log scale)", xlabel="batch · heads, below it N; D = 64, float32", title=title)
-    ax.legend(fontsize=7, ncols=2)
-
-runs = [bench.recorded()] if bench.RECORDED.exists() else []
-fig, axes = plt.subplots(1, 1 + len(runs), figsize=(5 + 5 * len(runs), 4), sharey=True, squeeze=False)
-panel(axes[0, 0], ada, {"fa1_f32": "FA1 kernel", "torch_naive_f32": "unfused torch"}, "Published, an Ada GPU")
-for ax, run in zip(axes[0, 1:], runs):
-    times = {(r["batch"], r["heads"], r["seq_len"], r["variant"]): r["ms"] for r in run["rows"] if r["head_dim"] == 64 and not r["causal"]}
-    labels = {s.name: f"step {s.name[3:]}" for s in steps(6)} | {"torch_naive_f32": "unfused torch", "sdpa_efficient_f32": "torch, fused"}
-    panel(ax, times, labels, f"Recorded, {run['machine']['gpu']}")
+runs = bench.recorded()
+fig, ax = plt.subplots(figsize=(6, 3.4))
+ladder.times(ax, ada, {"fa1_f32": ("FA1 kernel", "orange"), "torch_naive_f32": ("unfused torch", "black")},
+             "Published, an Ada GPU, D = 64, float32")
+for run in runs:
+    ms = {(r["batch"], r["heads"], r["seq_len"], r["variant"]): r["ms"]
+          for r in run["rows"] if r["head_dim"] == 64 and not r["causal"]}
+    ladder.small_multiples(ms, {s.name: f"step {s.name[3:]}" for s in steps(6)},
+                           ("torch_naive_f32", "unfused torch"), ("sdpa_efficient_f32", "torch, fused"),
+                           f"Recorded, {run['machine']['gpu']}, D = 64, float32")
 plt.show()
 
 # %% [markdown]
@@ -795,11 +747,12 @@ if not runs:
 # %%
 for run in runs:
     clock = {(r["batch"] * r["heads"], r["seq_len"], r["head_dim"], r["causal"], r["variant"]): r for r in run["rows"]}
-    peak = 132 * 128 * 2 * run["machine"]["sm_clock_mhz"][0] / 1e6
+    peak = 132 * 128 * 2 * run["machine"]["sm_clock_mhz"]["median"] / 1e6
     rows = []
     for step, c in zip(steps(6), (c1, c2, c3, c4, c5, c5)):
         ceiling, r = min(1, fma_per_wavefront(c) / 4) * peak, clock[256, 1024, 64, False, step.name]
-        rows.append((step.name[3:], r["ms"], round(r["tflops"], 1), round(ceiling, 1), f"{r['tflops'] / ceiling:.0%}"))
+        rows.append((step.name[3:], r["ms"], round(r["tflops"], 1), round(ceiling, 1),
+                    f"{r['tflops'] / ceiling:.0%}"))
         assert r["tflops"] < ceiling
     show.table(rows, ["step", "ms", "TFLOP/s", "ceiling by wavefronts", "of it"])
 

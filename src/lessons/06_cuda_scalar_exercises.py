@@ -251,7 +251,7 @@ copy_chunk = r"""
 scale_scores = r"""
         for (int n = 0; n < BLOCK_N; n++) {
             s[n] = s[n] * scale_log2;
-            m_tile = fmaxf(m_tile, s[n]);
+            m_new = fmaxf(m_new, s[n]);
         }
 """
 # END STARTER
@@ -262,7 +262,7 @@ copy_chunk = r"""
 scale_scores = r"""
         for (int n = 0; n < BLOCK_N; n++) {
             s[n] = n < keys ? s[n] * scale_log2 : -INFINITY;
-            m_tile = fmaxf(m_tile, s[n]);
+            m_new = fmaxf(m_new, s[n]);
         }
 """
 # END SOLUTION
@@ -281,7 +281,7 @@ check("6.5", copy_chunk, scale_scores)
 
 # %%
 path = kernels.path("p6_2_loop_order")
-show.source(path, start="// New: the row's state", end="the tiles are complete")
+show._between(path, "// New: the row's state", "another has not copied yet")
 print("        // your lines\n    }  // of the loop over tiles; after it: O = acc / l_i, and the lse")
 
 # %% [markdown]
@@ -306,21 +306,21 @@ inner_loop = r"""
         // 1. How many keys of this tile does this row see?
         const int keys = p.causal ? min(p.seq_k, m_start + row + diagonal + 1) - n_start : p.seq_k - n_start;
         // 2. S_ij
-        float s[BLOCK_N] = {}, m_tile = -INFINITY;
+        float s[BLOCK_N] = {};
 #pragma unroll
         for (int c = 0; c < CHUNKS; c++) {
 #pragma unroll
             for (int n = 0; n < BLOCK_N; n++) s[n] = dot(q_rmem[c], k_smem[n][c], s[n]);
         }
+        float m_new = m_i, l_tile = 0.f;
 #pragma unroll
         for (int n = 0; n < BLOCK_N; n++) {
             s[n] = n < keys ? s[n] * scale_log2 : -INFINITY;
-            m_tile = fmaxf(m_tile, s[n]);
+            m_new = fmaxf(m_new, s[n]);
         }
         // 3. and 4. The statistics and the probabilities
-        const float m_new = fmaxf(m_i, m_tile), base = m_new == -INFINITY ? 0.f : m_new;
+        const float base = m_new == -INFINITY ? 0.f : m_new;
         const float correction = exp2_approx(m_i - base);
-        float l_tile = 0.f;
 #pragma unroll
         for (int n = 0; n < BLOCK_N; n++) s[n] = exp2_approx(s[n] - base), l_tile += s[n];
         m_i = m_new, l_i = l_i * correction + l_tile;

@@ -42,13 +42,12 @@ from IPython.display import Markdown, display
 
 from flashlab.attention import reference
 from flashlab import runtime
-from flashlab.figures import show
+from flashlab.figures import curves, fragments, show
 from flashlab.bench.published import load
 from flashlab.check import CheckFailed, verify
 from flashlab.kernels import path, source
-from flashlab.figures import fragments
-from flashlab.cuda import load_inline
-from flashlab.cuda.inline import missing
+from flashlab.kernels.regions import region_text
+from flashlab.cuda import load_inline, missing
 from flashlab.bench.resources import RECORDED as RESOURCES
 from flashlab.bench.resources import recorded as resources_recorded
 from flashlab.bench.resources import table as resources_table
@@ -91,15 +90,12 @@ show.table(rows, ["GPU", "float32, TFLOP/s", "tensor cores, fp16 in, fp32 sums, 
 # what it received. The kernel is one warp:
 
 # %%
-def part(name, start, before):
-    """Shows a file of the series, from the line that has `start` to the last one before the line that has `before`."""
-    text = source(name)
-    first = text.rindex("\n", 0, text.index(start)) + 1
-    last = text.rindex("\n", 0, text.index(before, first))
-    display(Markdown(f"```cpp\n{textwrap.dedent(text[first:last].rstrip())}\n```"))
+def part(name, region):
+    """Shows a region of a file of the series."""
+    display(Markdown(f"```cpp\n{textwrap.dedent(region_text(source(name), region))}```"))
 
 
-part("p7_one_mma", "// Lane l gives the address", before="// One MMA, m16n8k16")
+part("p7_one_mma", "ldmatrix")
 
 # %% [markdown]
 # `load_inline` builds the file and gives back its `extern "C"` functions. `look` calls one of them: each lane says
@@ -266,7 +262,7 @@ plt.show()
 # kernel takes the fragments as they are and multiplies:
 
 # %%
-part("p7_one_mma", "// One MMA, m16n8k16", before="// C becomes A")
+part("p7_one_mma", "one MMA")
 
 # %% [markdown]
 # `fragments.fragment(matrix, "a")` picks each lane's elements by the formula, `fragments.matrix(held, "c")` puts them
@@ -374,7 +370,7 @@ __global__ void count_up(float* out_gmem, int times) {          // [3, 32]
     out_gmem[lane] = sum[0], out_gmem[32 + lane] = sum_k8[0], out_gmem[64 + lane] = unpack(half_sum[0]).x;
 }
 extern "C" int run(float* out, int times, void* stream) {
-    LAUNCH(count_up, 1, 32, 0, stream, out, times);
+    count_up<<<1, 32, 0, (cudaStream_t)stream>>>(out, times);
     return (int)cudaGetLastError();
 }
 """
@@ -459,7 +455,7 @@ print("256 elements: C's place is A's place")
 # And on values. The kernel `c_to_a` computes $(X Y^\mathsf{T}) Z$ with two products, and nothing between them but `pack`:
 
 # %%
-part("p7_one_mma", "uint32_t x[4], y[4], z[2];", before="for (int i = 0; i < 4; i++) out_gmem")
+part("p7_one_mma", "two products")
 
 # %% [markdown]
 # The emulator counts what it took. Three MMAs, two for the two C tiles of $X Y^\mathsf{T}$ and one for the second
@@ -502,7 +498,7 @@ __global__ void quad_max(const float* x_gmem, float* steps_gmem) {      // [32],
     steps_gmem[64 + lane] = x;
 }
 extern "C" int run(const float* x, float* steps, void* stream) {
-    LAUNCH(quad_max, 1, 32, 0, stream, x, steps);
+    quad_max<<<1, 32, 0, (cudaStream_t)stream>>>(x, steps);
     return (int)cudaGetLastError();
 }
 """
@@ -517,14 +513,9 @@ print("after two shuffles every lane of a quad has its row's maximum")
 
 # %%
 figure, axes = plt.subplots(1, 3, figsize=(8.4, 3.6), sharey=True)
-final = steps[2]
 for ax, values, title in zip(axes, steps, ("each lane's own", "after xor 1", "after xor 2"), strict=True):
-    ax.imshow(values == final, cmap="Blues", vmin=-0.3, vmax=2.2, aspect="auto")
-    for (i, j), value in ((divmod(n, 4), v) for n, v in enumerate(values.flatten().tolist())):
-        ax.text(j, i, f"{value:.0f}", ha="center", va="center", fontsize=9)
-    ax.set(title=title, xlabel="t = lane % 4", xticks=range(4))
-    ax.grid(False)
-axes[0].set(ylabel="g = lane // 4  (row of C)", yticks=range(8))
+    fragments.quads(ax, values, steps[2], title)
+axes[0].set(ylabel="g = lane // 4  (row of C)")
 plt.show()
 
 # %% [markdown]
@@ -544,15 +535,16 @@ plt.show()
 # grouped heads, and it returns the log-sum-exp.
 
 # %%
-part("p7_naive", "constexpr int D = HEAD_DIM", before="// Element (row, column)")
+part("p7_naive", "constants")
 
 # %% [markdown]
-# **State.** Compare with phase 2: `acc` is O's tile of 16 × D, now `O_TILES` C fragments; `row_max` and `row_sum` are
-# `m_i` and `l_i`, and a lane keeps two of each, for rows $g$ and $g + 8$. The loop loads a tile of K and V, with 0 for
+# **State.** Compare with phase 2: `acc` is O's tile of 16 × D, now `O_TILES` C fragments; of `m_i`
+# and `l_i` a lane keeps two each, for rows $g$ and $g + 8$. The loop loads a tile of K and V, with 0 for
 # rows that do not exist. Each of the two barriers prevents one hazard, which its comment names.
 
 # %%
-part("p7_naive", "// c0 c1 | c2 c3: columns", before="// S = Q K^T.")
+part("p7_naive", "state")
+part("p7_naive", "load K and V")
 
 # %% [markdown]
 # **S = Q Kᵀ.** For each 16 dimensions: one `ldmatrix.x4` for the A fragment of Q (section 3's addresses), and for each
@@ -560,41 +552,42 @@ part("p7_naive", "// c0 c1 | c2 c3: columns", before="// S = Q K^T.")
 # waste, and phase 8 removes it.
 
 # %%
-part("p7_naive", "// S = Q K^T. The rows of K", before="// The row maxima")
+part("p7_naive", "scores")
 
 # %% [markdown]
-# **The row maxima.** `h` is which of the lane's two rows, `e` which of the two columns: element `s[n][2 * h + e]` is
-# row $g + 8h$, column $8n + 2t + e$, straight from section 5's formula. That makes the mask easy to write: the key's
+# **The row maxima.** `r` is which of the lane's two rows, `e` which of the two columns: element `s[n][2 * r + e]` is
+# row $g + 8r$, column $8n + 2t + e$, straight from section 5's formula. That makes the mask easy to write: the key's
 # number is known to the lane that holds its score. Then the quad's two shuffles.
 
 # %%
-part("p7_naive", "// The row maxima", before="// What was summed under the old")
+part("p7_naive", "row maxima")
 
 # %% [markdown]
 # **Correction, and P.** Phase 3's base-2 trick: `scale_log2` is the scale times $\log_2 e$, so that
 # $e^{\text{scale} \cdot s}$ is one `ex2` instruction. The maximum is of the raw scores, and the scale is applied inside
-# a fused multiply-add. `row_sum` stays a *partial* sum, of this lane's columns only: the correction is the same in all
+# a fused multiply-add. `l_i` stays a *partial* sum, of this lane's columns only: the correction is the same in all
 # four lanes of a quad, so they can be added up once, at the end.
 
 # %%
-part("p7_naive", "// What was summed under the old", before="// O += P V.")
+part("p7_naive", "rescale")
+part("p7_naive", "probabilities")
 
 # %% [markdown]
 # **O += P V.** Section 8's packing, and section 4's `.trans`.
 
 # %%
-part("p7_naive", "// O += P V.", before="    // O and lse. Each lane")
+part("p7_naive", "output")
 
 # %% [markdown]
 # **O and lse.** After the last tile the quad adds up its four partial sums. A row that has seen no key has the sum 0: it
 # gets O = 0 and lse = $-\infty$. Each lane stores its pairs of columns, 4 bytes at a time.
 
 # %%
-part("p7_naive", "// O and lse. Each lane", before="// ---- host")
+part("p7_naive", "store")
 
 # %% [markdown]
 # Around all this are the lines that you know from phase 6: which rows and keys a block has, and the copy of a tile.
-# Nothing in these 170 lines is new to you. Does it work? First one case against the oracle, with a length that is no
+# Nothing in this file is new to you. Does it work? First one case against the oracle, with a length that is no
 # multiple of anything:
 
 # %%
@@ -622,7 +615,7 @@ print(report.verdict)
 
 # %%
 edits = {
-    "no mask for the tail": ("if (key + n * 8 + t * 2 + e > last_key)", "if (p.causal && key + n * 8 + t * 2 + e > last_key)"),
+    "no mask for the tail": ("if (n_start + n * MMA_N", "if (p.causal && n_start + n * MMA_N"),
     "c3 packed before c2": ("pack<T>(c[2], c[3])", "pack<T>(c[3], c[2])"),
     "b0 and b1 of V exchanged": ("mma_m16n8k16<T>(acc[n], a, b[0], b[1]);", "mma_m16n8k16<T>(acc[n], a, b[1], b[0]);"),
 }
@@ -644,7 +637,7 @@ show.table(rows, ["the edit", "diagnosis", "what the learner reads"])
 
 # %%
 text = source("p7_naive")
-barrier = next(line for line in text.splitlines() if "every thread's part of Q" in line)
+barrier = next(line for line in text.splitlines() if "another has not copied yet" in line)
 try:
     examine(text.replace(barrier, "        // (no barrier)"))
     raise AssertionError("a race, and nobody saw it")
@@ -702,7 +695,8 @@ lines, rows = source("p7_naive").splitlines(), []
 for number, line_counters in counting.report.by_line.items():
     if line_counters["ldmatrix"]:
         wavefronts, ideal = line_counters["ldmatrix_wavefronts"], line_counters["ldmatrix_ideal"]
-        rows.append([lines[number - 1].strip().split("(")[0], line_counters["ldmatrix"], wavefronts, ideal, f"{wavefronts / ideal:.0f}"])
+        rows.append([lines[number - 1].strip().split("(")[0], line_counters["ldmatrix"], wavefronts, ideal,
+                    f"{wavefronts / ideal:.0f}"])
 assert all(row[-1] == "8" for row in rows) and len(rows) == 3
 show.table(rows, ["load", "instructions", "wavefronts", "ideal", "factor"], align="lrrrr")
 
@@ -734,13 +728,14 @@ if not runs:
 for run in runs:
     rows = {}
     for row in run.get("ladder", []):
-        if row["name"] in ("p7_naive", "fa2"):
+        if row["name"] in ("p7_naive", "fa2") and row["inputs"] == "randn":
             label = "B{} H{} N{} D{}".format(*row["shape"]) + (" causal" if row["causal"] else "")
             rows.setdefault(label, {})[row["name"]] = row["tflops"]
     machine = run["machine"]
     clock = (machine.get("sm_clock_mhz") or {}).get("median", "unknown")
     print(f"{machine['gpu']}, torch {machine['torch']}, {machine['date']}, SM clock {clock} MHz")
-    both = [[label, x["p7_naive"], x["fa2"], x["fa2"] / x["p7_naive"]] for label, x in rows.items() if len(x) == 2]
+    both = [[label, x["p7_naive"], x["fa2"], x["fa2"] / x["p7_naive"]]
+            for label, x in rows.items() if len(x) == 2]
     both = [[label, f"{ours:.1f}", f"{theirs:.0f}", f"{factor:.0f}"] for label, ours, theirs, factor in both]
     show.table(both, ["shape", "naive, TFLOP/s", "FlashAttention-2, TFLOP/s", "factor"], align="lrrr")
 
@@ -762,7 +757,8 @@ predicted = {"shared_wavefronts": (6 * D + D // 2) * T + B * H * N * D * 2 // 12
 for run in runs:
     seen = [c for c in run.get("counters") or [] if c["name"] == "p7_naive" and c["shape"] == [B, H, N, D]]
     for c in seen[:1]:
-        rows = [[name, f"{value / 1e6:.2f} million", f"{c[name] / 1e6:.2f} million"] for name, value in predicted.items()]
+        rows = [[name, f"{value / 1e6:.2f} million", f"{c[name] / 1e6:.2f} million"]
+                for name, value in predicted.items()]
         show.table(rows, ["", "predicted", f"Nsight Compute, {run['machine']['gpu']}"], align="lrr")
         print(f"busy: shared memory {c['shared_active_pct']:.0f} % of the time, tensor cores {c['tensor_active_pct']:.0f} %")
 
@@ -777,16 +773,13 @@ for run in runs:
 # %%
 published = {(r["batch"], r["heads"], r["seq_len"], r["head_dim"], r["variant"]): r["ms"] for r in load("mma_stages_ada")}
 shapes = [(1, 1, 1024, 64), (1, 8, 1024, 64), (4, 8, 2048, 64), (4, 8, 2048, 128)]
-bars = [("mma_naive", "naive tensor-core kernel", "orange"), ("naive_unfused", "unfused PyTorch", "grey"),
-        ("flash_official", "FlashAttention-2", "blue")]  # fmt: skip
+variants = [("mma_naive", "naive tensor-core kernel", "orange"), ("naive_unfused", "unfused PyTorch", "grey"),
+            ("flash_official", "FlashAttention-2", "blue")]  # fmt: skip
+tflops = {label: ([4 * b * h * n * n * d / published[b, h, n, d, name] / 1e9 for b, h, n, d in shapes], hue)
+          for name, label, hue in variants}
 figure, ax = plt.subplots(figsize=(8, 3.4))
-for i, (variant, label, color) in enumerate(bars):
-    tflops = [4 * b * h * n * n * d / published[b, h, n, d, variant] / 1e9 for b, h, n, d in shapes]
-    drawn = ax.bar([x + 0.27 * (i - 1) for x in range(len(shapes))], tflops, 0.25, label=label, color=show.COLORS[color])
-    ax.bar_label(drawn, fmt="%.2g", fontsize=8)
-ax.set_xticks(range(len(shapes)), ["B{} H{} N{} D{}".format(*shape) for shape in shapes])
-ax.set(yscale="log", ylim=(0.2, 400), ylabel="TFLOP/s (higher is better)", title="Published, Ada GPU, fp16")
-ax.legend(ncols=3, loc="upper left")
+curves.columns(ax, ["B{} H{} N{} D{}".format(*shape) for shape in shapes], tflops, fmt="%.2g", yscale="log",
+               ylim=(0.2, 400), ylabel="TFLOP/s (higher is better)", title="Published, Ada GPU, fp16")
 plt.show()
 
 # %% [markdown]

@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(32) one_tile(const T* q_gmem, const T* k_gmem,
 }
 
 extern "C" int run(const T* q, const T* k, float* s) {
-    LAUNCH(one_tile, 1, 32, 0, 0, q, k, s);
+    one_tile<<<1, 32>>>(q, k, s);
     return (int)cudaGetLastError();
 }
 """
@@ -172,7 +172,7 @@ __global__ void __launch_bounds__(32) statistics(const float* s_gmem, float* max
 }
 
 extern "C" int run(const float* s, float* row_max, float* row_sum) {
-    LAUNCH(statistics, 1, 32, 0, 0, s, row_max, row_sum);
+    statistics<<<1, 32>>>(s, row_max, row_sum);
     return (int)cudaGetLastError();
 }
 """
@@ -223,7 +223,7 @@ __global__ void __launch_bounds__(32) second_product(const float* p_gmem, const 
 }
 
 extern "C" int run(const float* p, const T* v, float* o) {
-    LAUNCH(second_product, 1, 32, 0, 0, p, v, o);
+    second_product<<<1, 32>>>(p, v, o);
     return (int)cudaGetLastError();
 }
 """
@@ -276,7 +276,7 @@ __global__ void __launch_bounds__(32) pv(const T* p_gmem, const T* v_gmem, float
 }
 
 extern "C" int run(const T* p, const T* v, float* o, int keys) {
-    LAUNCH(pv, 1, 32, 0, 0, p, v, o, keys);
+    pv<<<1, 32>>>(p, v, o, keys);
     return (int)cudaGetLastError();
 }
 """
@@ -294,17 +294,17 @@ check("7.6", pv)
 # the maxima, the correction, P, and O are yours. What is around it:
 
 # %%
-show.source(path("p7_naive"), start="// c0 c1 | c2 c3: columns", end="every thread's part of Q, K_j and V_j is here")
+show._between(path("p7_naive"), "// c0 c1 | c2 c3 of", "another has not copied yet")
 
 # %% [markdown]
 # You may use everything above, and: `at(row, column)`, the byte offset of an element in a tile (`q_smem + at(...)` is
-# its address), `S_TILES` (2) and `O_TILES` (D / 8), `exp2_approx`, and, for the mask, `p.causal`, `p.seq_k`, `diagonal`
+# its address), `S_TILES` (2) and `O_TILES` (HEAD_DIM / 8), `exp2_approx`, and, for the mask, `p.causal`, `p.seq_k`, `diagonal`
 # (a row sees the keys up to `row + diagonal`), `m_start` (the block's first row), `warp_row` (0). Keys from `p.seq_k`
 # on do not exist: their scores are $-\infty$. A row that has seen no key yet has the maximum $-\infty$, and
 # $-\infty - (-\infty)$ is NaN.
 #
-# What the code after the loop expects: `row_max` of the raw, unscaled scores; `row_sum` of this lane's columns only;
-# `acc` not divided yet.
+# What the code after the loop expects: `m_i` of the raw, unscaled scores; `l_i` of this lane's columns only; `acc` not
+# divided yet.
 
 # %% tags=["exercise"]
 # BEGIN STARTER
@@ -368,7 +368,7 @@ __global__ void __launch_bounds__(32) row_sums(const T* p_gmem, float* sum_gmem)
 }
 
 extern "C" int run(const T* p, float* sum) {
-    LAUNCH(row_sums, 1, 32, 0, 0, p, sum);
+    row_sums<<<1, 32>>>(p, sum);
     return (int)cudaGetLastError();
 }
 """
@@ -432,7 +432,7 @@ __global__ void __launch_bounds__(32) any_eight(const T* q_gmem, const T* k_gmem
 }
 
 extern "C" int run(const T* q, const T* k, float* s) {
-    LAUNCH(any_eight, 1, 32, 0, 0, q, k, s);
+    any_eight<<<1, 32>>>(q, k, s);
     return (int)cudaGetLastError();
 }
 """

@@ -36,19 +36,17 @@ import matplotlib.pyplot as plt
 import torch
 
 from flashlab import runtime
-from flashlab.figures import show
+from flashlab.figures import banks, curves, ladder, show, traces
 from flashlab.bench.published import load
 from flashlab.bench.records import recorded
 from flashlab.check import verify
-from flashlab.cuda import load_inline
-from flashlab.figures import pipelines
-from flashlab.cuda.inline import missing
-from flashlab.figures.pipelines import COLUMNS, counted, grow, row
+from flashlab.cuda import load_inline, missing
+from flashlab.figures.ladder import COLUMNS, counted, grow, row
 from flashlab.kernels import step, steps
-from flashlab.check.cuda_answer import part
+from flashlab.check.cuda_answer import region
 
 show.style()
-SERIES = steps(7, 8)
+SERIES = steps(7, 8, 9)
 BACKEND = "emulator" if missing("nvcc") else "nvcc"
 
 # %% [markdown]
@@ -59,7 +57,7 @@ BACKEND = "emulator" if missing("nvcc") else "nvcc"
 # oracle, insists that nothing was found, and returns the report.
 
 # %%
-pipelines.prepare(s.name for s in SERIES)  # compile them all, two at a time; later runs find them in a cache
+ladder.prepare(s.name for s in SERIES)  # compile them all, two at a time; later runs find them in a cache
 report = counted("p7_naive")
 TABLE = [row("p7_naive")]
 show.table(TABLE, COLUMNS)
@@ -74,7 +72,7 @@ show.table(TABLE, COLUMNS)
 N, D = 256, 64
 needed = 4 * N * N * D // 4096
 assert TABLE[0][1] == needed == report.counters["mma"]
-print(f"MMAs: {needed}; an MMA comes with {pipelines.wavefronts(report) / needed:.1f} wavefronts and {report.counters['ldmatrix'] / needed:.2f} ldmatrix")
+print(f"MMAs: {needed}; an MMA comes with {ladder.wavefronts(report) / needed:.1f} wavefronts and {report.counters['ldmatrix'] / needed:.2f} ldmatrix")
 
 # %% [markdown]
 # Is 26 wavefronts a lot? A multiprocessor (SM) of an H100 or H200 can do 4096 fp16 tensor-core operations a clock: **one MMA a clock**. Shared memory delivers **one wavefront a
@@ -93,13 +91,13 @@ print(f"MMAs: {needed}; an MMA comes with {pipelines.wavefronts(report) / needed
 #
 # | | a warp's part of $S = QK^\top$ | so a row of S is | a warp's part of $O = PV$ |
 # |---|---|---|---|
-# | **split-KV** (as in FlashAttention-1) | 64 rows × 16 keys | spread over four warps | 64 rows × a quarter of the columns |
+# | **split-KV** (as in LeetCUDA) | 64 rows × 16 keys | spread over four warps | 64 rows × a quarter of the columns |
 # | **split-Q** (as in FlashAttention-2) | 16 rows × 64 keys | in one warp | 16 rows × all columns |
 #
 # The first looks attractive: a fragment of K, once loaded, serves 64 rows. What does it cost that a row is spread?
 
 # %%
-counted_kv = counted("p8_1_split_kv")
+counted_kv = counted("p8_side_split_kv")
 lines = counted_kv.source.splitlines()
 for number, c in counted_kv.by_line.items():
     if "smem" in lines[number - 1] and (c["shared_loads"] or c["shared_stores"]) and "tile_smem" not in lines[number - 1]:
@@ -107,26 +105,30 @@ for number, c in counted_kv.by_line.items():
         print(f"{passes:5} wavefronts: {lines[number - 1].split('//')[0].strip()[:88]}")
 
 # %% [markdown]
-# Maxima out and in, P out (and back in through `ldmatrix`), sums out and in: all of it only because a row has four owners. And each exchange needs a barrier, so that there are four barriers a
-# tile instead of two. The other cut exchanges nothing; this is the core of what FlashAttention-2 changed inside the block. Two places of the diff, from the first to the second: how a row's maximum is found, and where P comes from.
+# Maxima out and in, P out (and back in through `ldmatrix`), sums out and in: all of it only because a row has four owners. And each exchange needs a barrier: two more for every
+# tile. The other cut exchanges nothing. (FlashAttention-1 divides the keys over the warps too, and adds up partial O; it exchanges even more.) Two places of the diff, from the first to the second: how a row's maximum is found, and where P comes from.
 
 # %%
-show.diff(part(step("p8_1_split_kv"), "x = fmaxf(x, __shfl", "maxima are here"), part(step("p8_2_split_q"), "x = fmaxf(x, __shfl", "new_max[h]"), context=0)
-show.diff(part(step("p8_1_split_kv"), "uint32_t a[4];                                 // New", "ldmatrix_x4(a"),
-          part(step("p8_2_split_q"), "const float(&c)[4]", "const uint32_t a[4]"), context=0)
-
-# %%
-grow(TABLE, "p8_1_split_kv")
-grow(TABLE, "p8_2_split_q")
-exchanged = counted_kv.counters["shared_loads"] + counted_kv.counters["shared_stores"]
-assert TABLE[1][5] > 2 * TABLE[2][5] and TABLE[1][2] < TABLE[2][2]
-print(f"split-KV: {exchanged} shared loads and stores; split-Q: {counted('p8_2_split_q').counters['shared_stores']}, those of the copies")
+show.diff(region(step("p8_side_split_kv"), "row maxima"), region(step("p8_4_swizzle"), "row maxima"), context=0)
+show.diff(region(step("p8_side_split_kv"), "output"), region(step("p8_4_swizzle"), "output"), context=0)
 
 # %% [markdown]
-# (The whole diff of a step is `show.diff(step("p8_1_split_kv").path, step("p8_2_split_q").path)`; what is new is marked `// New:` in the files.)
+# To compare the two alone, both rows have everything up to section 5: asynchronous copies, two stages, no conflicts.
+
+# %%
+kv, q = row("p8_side_split_kv"), row("p8_4_swizzle")
+show.table([kv, q], COLUMNS)
+exchanged = counted_kv.counters["shared_loads"] + counted_kv.counters["shared_stores"]
+assert kv[5] > 2 * q[5] and kv[2] < q[2]
+print(f"split-KV: {exchanged} shared loads and stores; split-Q: {counted('p8_4_swizzle').counters['shared_stores']}")
+
+# %%
+grow(TABLE, "p8_1_split_q")
+
+# %% [markdown]
+# The first step of the ladder is split-Q: the naive kernel with two other numbers, and nothing else. (The whole diff of a step is `show.diff(step("p7_naive").path, step("p8_1_split_q").path)`; what is new is marked `// New:` in the files.)
 #
-# Not everything speaks for split-Q: it issues *more* `ldmatrix`, since its K fragments serve 16 rows only. Half of that comes back when a warp gets 32 rows (step 11). And both are
-# drowned in conflicts still.
+# Not everything speaks for split-Q: it issues *more* `ldmatrix`, since its K fragments serve 16 rows only. Half of that comes back when a warp gets 32 rows (`p9_4_warp_tiles`).
 #
 # *Predict:* sectors read fell from 33 792 to 9 216. Why not to a quarter of it?
 #
@@ -147,9 +149,9 @@ print(f"split-KV: {exchanged} shared loads and stores; split-Q: {counted('p8_2_s
 # - and a barrier after the wait, since other threads' copies are theirs to wait for.
 
 # %%
-show.diff(part(step("p8_2_split_q"), "uint4 x = make", "*(uint4*)"), part(step("p8_3_cp_async"), "// New: 0 bytes", "cp_async<16>"), context=0)
-grow(TABLE, "p8_3_cp_async")
-c2, c3 = counted("p8_2_split_q").counters, counted("p8_3_cp_async").counters
+show.diff(region(step("p8_1_split_q"), "copy a tile"), region(step("p8_2_cp_async"), "copy a tile"), context=0)
+grow(TABLE, "p8_2_cp_async")
+c2, c3 = counted("p8_1_split_q").counters, counted("p8_2_cp_async").counters
 assert c2["shared_stores"] == c2["global_loads"] == c3["cp_async"] and c3["shared_stores"] == c3["global_loads"] == 0
 print(f"{c2['global_loads']} loads and {c2['shared_stores']} stores became {c3['cp_async']} cp.async")
 
@@ -164,8 +166,7 @@ print(f"{c2['global_loads']} loads and {c2['shared_stores']} stores became {c3['
 # Give shared memory room for `STAGES` tiles of K and of V. Before the loop, ask for the first `STAGES - 1`. In round $j$: wait for tile $j$, barrier, ask for tile $j + \text{STAGES} - 1$, work on tile $j$.
 
 # %%
-show.diff(part(step("p8_3_cp_async"), "load_tile<BLOCK_M>(q_smem", "// every thread's part is here"),
-          part(step("p8_4_stages"), "load_tile<BLOCK_M>(q_smem", "// New: into the stage"), context=0)
+show.diff(region(step("p8_2_cp_async"), "load K and V"), region(step("p8_3_stages"), "load K and V"), context=0)
 
 # %% [markdown]
 # Three details carry all the weight.
@@ -179,16 +180,16 @@ show.diff(part(step("p8_3_cp_async"), "load_tile<BLOCK_M>(q_smem", "// every thr
 
 # %%
 fig, axes = plt.subplots(1, 3, figsize=(9.5, 2.9), sharey=True)
-overlap = {s: pipelines.timeline(ax, pipelines.events(s), f"STAGES = {s}") for s, ax in zip((1, 2, 3), axes)}
+overlap = {s: traces.timeline(ax, traces.events(s), f"STAGES = {s}") for s, ax in zip((1, 2, 3), axes)}
 axes[0].legend(loc="upper right", fontsize=8)
 plt.show()
 
 # %%
 for stages, copies in overlap.items():
-    shared = counted("p8_4_stages", STAGES=stages).launches[0].shared_bytes
+    shared = counted("p8_3_stages", STAGES=stages).launches[0].shared_bytes
     print(f"{stages} stages: copies under way during tiles 0 to 3: {copies}; shared memory {shared} bytes a block")
 assert overlap[1] == [0, 0, 0, 0] and overlap[2][0] == 1 and overlap[3][0] == 2
-grow(TABLE, "p8_4_stages")
+grow(TABLE, "p8_3_stages")
 
 # %% [markdown]
 # With one stage, copy and work never overlap; with two, the next tile is always on its way. Three would help if one tile's work were shorter than a copy's latency. Here the work of a tile takes longer (the MMAs of
@@ -205,10 +206,10 @@ grow(TABLE, "p8_4_stages")
 # Where do they lie? A row of K is $D \cdot 2 = 128$ bytes for $D = 64$: exactly once around all banks. Row $r + 1$ begins in the bank in which row $r$ began.
 
 # %%
-where = {name: pipelines.addresses(name) for name in ("p8_4_stages", "p8_5_swizzle")}
-print("bytes :", *where["p8_4_stages"])
-print("banks :", *(a // 4 % 32 for a in where["p8_4_stages"]))
-c = counted("p8_4_stages").counters
+where = {name: banks.addresses(name) for name in ("p8_3_stages", "p8_4_swizzle")}
+print("bytes :", *where["p8_3_stages"])
+print("banks :", *(a // 4 % 32 for a in where["p8_3_stages"]))
+c = counted("p8_3_stages").counters
 assert c["ldmatrix_wavefronts"] == 8 * c["ldmatrix_ideal"]
 print(f"ldmatrix: {c['ldmatrix_wavefronts']} wavefronts, {c['ldmatrix_ideal']} would do: 8 times")
 
@@ -227,7 +228,7 @@ print(f"ldmatrix: {c['ldmatrix_wavefronts']} wavefronts, {c['ldmatrix_ideal']} w
 #
 # Write the table of $f$ with rows $r$ and columns $c$: each row a permutation, each column a permutation. That is a Latin square of order 8. The simplest is the addition table, $(c + r) \bmod 8$. Another is the table of
 # exclusive or: $f_r(c) = c \oplus (r \bmod 8)$. Why is it one? $x \mapsto x \oplus y$ undoes itself, so it is one-to-one for fixed $r$ and for fixed $c$ alike. It is cheaper than the addition: no carry, no modulo for longer rows (only the lowest three bits
-# change), and later (step 9) the constant offsets of an unrolled loop can be XORed onto an address computed once.
+# change), and later (section 9) the constant offsets of an unrolled loop can be XORed onto an address computed once.
 
 # %%
 square = [[c ^ r for c in range(8)] for r in range(8)]
@@ -238,9 +239,9 @@ assert all(sorted(line) == list(range(8)) for line in square) and all(sorted(col
 # In the kernel it is one line. Writer and reader both go through it, which is the whole art: the swizzle on one side only is a classic, and it raises no alarm but wrong numbers (exercise 8.6).
 
 # %%
-show.diff(part(step("p8_4_stages"), "// Element (row, column)", "int at("), part(step("p8_5_swizzle"), "// Element (row, column)", "// New: the XOR"), context=0)
+show.diff(region(step("p8_3_stages"), "swizzle"), region(step("p8_4_swizzle"), "swizzle"), context=0)
 fig, axes = plt.subplots(1, 2, figsize=(9, 2.8))
-asked = [pipelines.bank_map(ax, where[name], f"{name}: K, columns 0 to 7") for name, ax in zip(where, axes)]
+asked = [banks.bank_map(ax, where[name], f"{name}: K, columns 0 to 7") for name, ax in zip(where, axes)]
 plt.show()
 
 # %% [markdown]
@@ -250,9 +251,9 @@ plt.show()
 
 # %%
 assert asked == [8, 1]
-grow(TABLE, "p8_5_swizzle")
+grow(TABLE, "p8_4_swizzle")
 for head_dim in (64, 128):
-    c = counted("p8_5_swizzle", head_dim=head_dim).counters
+    c = counted("p8_4_swizzle", head_dim=head_dim).counters
     print(f"D = {head_dim}: {c['ldmatrix_wavefronts']} wavefronts of ldmatrix, ideal {c['ldmatrix_ideal']}, conflicts {c.bank_conflicts}")
     assert c.bank_conflicts == 0
 
@@ -274,339 +275,33 @@ for head_dim in (64, 128):
 # loaded two 8 × 8 tiles at a time; `ldmatrix.x4` loads four: the same wavefronts, half the instructions.
 
 # %%
-show.diff(part(step("p8_5_swizzle"), "uint32_t b[2];                                 // B: 16 columns", "mma_m16n8k16"),
-          part(step("p8_6_registers"), "uint32_t b[4];                                 // New: B twice: 16 columns", "b[2], b[3]"), context=0)
-grow(TABLE, "p8_6_registers")
+show.diff(region(step("p8_4_swizzle"), "scores"), region(step("p8_5_registers"), "scores"), context=0)
+grow(TABLE, "p8_5_registers")
 assert 2 * TABLE[-1][2] < TABLE[-2][2]
 
 # %% [markdown]
-# The extra barrier a block is the price of reading Q before the loop. Per MMA there are 2.06 wavefronts now. Two of them are unavoidable *for a warp of 16 rows*: a B fragment for two MMAs is 512 bytes, four wavefronts. Remember this for step 11.
+# The extra barrier a block is the price of reading Q before the loop. Per MMA there are 2.06 wavefronts now. Two of them are unavoidable *for a warp of 16 rows*: a B fragment for two MMAs is 512 bytes, four wavefronts. Remember this for section 11.
 
 # %% [markdown]
 # ## 7 · The collective store
 #
 # At the end a lane holds columns $2t$ and $2t + 1$ of its rows: 4 bytes. Stored like that, a warp's store instruction touches 8 rows and uses 16 bytes of each 32-byte sector. The lanes have to trade first. Two ways: shuffles within the quad
-# (4 rounds), until lane $t$ holds 16 neighbouring bytes; or through shared memory, where Q's tile is free by now. `-DSTORE=` builds all three.
+# (4 rounds), until lane $t$ holds 16 neighbouring bytes; or through shared memory, where Q's tile is free by now.
 
 # %%
 rows = []
-for store, name in enumerate(("4 bytes a lane", "shuffles, 16 bytes", "through shared memory, 16 bytes")):
-    r = counted("p8_7_store", STORE=store)
+stores = {"p8_5_registers": "4 bytes per lane", "p8_side_shuffle_store": "shuffles, 16 bytes", "p8_6_store": "through shared memory, 16 bytes"}
+for name, how in stores.items():
+    r = counted(name)
     c = r.counters
-    rows.append([name, c["global_stores"], c["global_store_sectors"], c["global_store_ideal"], c["shuffles"], pipelines.wavefronts(r)])
+    rows.append([name, c["global_stores"], c["global_store_sectors"], c["global_store_ideal"], c["shuffles"],
+                ladder.wavefronts(r)])
 show.table(rows, ["store", "store instructions", "sectors", "ideal", "shuffles", "shared wavefronts"])
 assert rows[0][2] > 1.9 * rows[2][2] and rows[2][2] == rows[2][3]
 
 # %% [markdown]
 # A third of the instructions and half the sectors, either way. It happens once a block, not once a tile, so it matters for short sequences. The shared-memory way is shorter to write and leaves the shuffle units alone; the series keeps it.
 # Only a `__syncwarp` stands between writing and reading: each warp reads back its own 16 rows.
-
-# %% [markdown]
-# ## 8 · Full tiles and masked tiles
-#
-# The mask costs a comparison and a select for each score. But only few tiles need one: the ragged tile at the end, and with a causal mask those on the diagonal. Write the body of the loop as a lambda with a compile-time flag and compile it twice. And walk **backwards**: then
-# the masked tiles come first, and the long loop after them is simple. (Backwards also gives the masked tiles the time in which the pipeline fills.)
-
-# %%
-show.diff(part(step("p8_7_store"), "for (int j = 0; j < tiles; j++) {", "{"), part(step("p8_8_masks"), "    int j = last - 1;", "std::false_type"), context=0)
-said = pipelines.printed("p8_8_masks", ("cp_async_wait<0>();                                    // this", 'if (threadIdx.x == 0) printf("%d\\n", MASKED);'),
-                         n=512, causal=True).split()
-print(f"causal, N = 512: {said.count('1')} tiles with a mask, {said.count('0')} without")
-assert said.count("1") == 8 and said.count("0") == 28
-
-# %% [markdown]
-# At $N = 4096$ it is 64 masked tiles of 2080. Here is the first step whose gain the emulator cannot count: it counts no comparisons. The compiler and the profiler do; their figures are in section 16.
-
-# %% [markdown]
-# ## 9 · Addresses out of the loop
-#
-# `at(row, column)` is a multiplication, two shifts and an XOR; unrolled, it stands in front of every `ldmatrix`. All of it depends on the lane and not on the tile. Row offsets of 8, 16, ... only add to it; and column offsets of 16 elements, 32 bytes, *XOR* onto it, because they
-# change chunk bits that the lane's own part leaves alone. So each lane computes three addresses before the loop, and the loop has constants.
-
-# %%
-show.diff(part(step("p8_8_masks"), "const int row = n * 16 + lane % 8", "ldmatrix_x4(b"), part(step("p8_9_addresses"), "ldmatrix_x4(b,", "ldmatrix_x4(b,"), context=0)
-
-# %%
-def at(r, column, d=64):
-    return r * d * 2 + (column // 8 ^ r % 8) * 16
-
-assert all(at(r + 8 * i, c + 16 * k) == (at(r, c) ^ 32 * k) + 8 * i * 128 for r in range(16) for c in (0, 8) for k in range(4) for i in range(6))
-print("at(r + 8 i, c + 16 k) == (at(r, c) ^ 32 k) + 8 i · 128: True for all lanes")
-
-# %% [markdown]
-# The same for the copies: a thread copies the same chunk in each pass, so that a tile is one address plus constants, and the tiles are running pointers. That frees registers, which steps 11 and 12 will need: with addresses computed in the loop the final kernel spilled 88 bytes a thread.
-#
-# *Predict:* a fifth of all instructions go. Is the kernel faster?
-#
-# <details><summary>Answer</summary>
-#
-# With $D = 64$ yes. With $D = 128$ it becomes *slower*, on the H200, as long as the other steps are not there: section 16 shows it, and says why.
-#
-# </details>
-
-# %% [markdown]
-# ## 10 · Rescale only when it matters
-#
-# Each time a row's maximum moves, even by a hair, `acc` is multiplied by a correction: $D/8 \cdot 4$ multiplications a lane, for each tile. Phase 2 showed that any reference value will do instead of the maximum, as long as nothing overflows. So let the reference lag behind: rescale
-# only when the maximum has moved by more than 8, in log2 units. P then stays below $2^8 = 256$, far from fp16's 65 504, and the sum in float32 does not notice. The decision is one vote a warp.
-
-# %%
-show.diff(part(step("p8_9_addresses"), "// What was summed", "const float correction"), part(step("p8_10_rescale"), "// New: when some row", "const float correction"), context=0)
-for name in ("p8_9_addresses", "p8_10_rescale"):
-    times, tiles = pipelines.rescales(name, n=512)
-    print(f"{name}: a warp rescales in {times} of {tiles} tiles")
-assert pipelines.rescales("p8_10_rescale", n=512)[0] * 4 < pipelines.rescales("p8_9_addresses", n=512)[0]
-
-# %% [markdown]
-# Once for each row of tiles: the first time, when the reference is $-\infty$. (FlashAttention-4 brought this idea into the field's main kernels in 2025.) Is it exact? In exact arithmetic, yes. In fp16, P's relative rounding does not depend on its size, unless it
-# is so small that it becomes subnormal, and a lagging reference makes P larger, not smaller. The checker's nasty cases pass (section 14).
-
-# %% [markdown]
-# ## 11 · 32 query rows a warp
-#
-# Now the budget. A warp of 16 rows needs a 512-byte `ldmatrix.x4`, four wavefronts, for two MMAs. With **32 rows**, two MMA tiles, the same fragment of K or V serves four MMAs. That is split-KV's advantage, without its exchange.
-
-# %%
-show.diff(part(step("p8_10_rescale"), "uint32_t b[4];                                 // B twice: 16 columns", "b[2], b[3]"),
-          part(step("p8_11_warp_tiles"), "uint32_t b[4];                                 // B twice: 16 columns", "m][2 * n + 1], a"), context=0)
-TABLE += [row(s.name) for s in SERIES[7:11]]
-grow(TABLE, "p8_11_warp_tiles")
-assert 2 * TABLE[-1][3] < 1.1 * TABLE[-2][3]
-
-# %% [markdown]
-# The price is registers: two score tiles and two accumulators. With $D = 128$ there are 128 accumulators and 64 scores a lane of 255 registers in all, so that Q goes back to shared memory there: its fragments are loaded for each tile again, 4 rows of the budget for 32 MMAs.
-#
-# Here is the whole path in one picture: wavefronts for each MMA, and the two budgets from section 1.
-
-# %%
-names = [r[0] for r in TABLE]
-per_mma = [r[3] / r[1] for r in TABLE]
-fig, ax = plt.subplots(figsize=(8, 3.8))
-ax.bar(range(len(names)), per_mma, color=show.COLORS["blue"])
-ax.bar(range(len(names)), [r[4] / r[1] for r in TABLE], color=show.COLORS["red"], label="of these, bank conflicts")
-for level, name, hue in ((2.0, "A100", "green"), (1.6, "H200, mma.sync", "purple")):
-    ax.axhline(level, color=show.COLORS[hue], linestyle="--", linewidth=1.3, label=f"clocks of an MMA: {name}")
-ax.set(yscale="log", ylim=(0.5, 40), ylabel="shared wavefronts an MMA", title="Shared memory falls below the price of an MMA at step 11 (N = 256, D = 64)")
-ax.set_yticks([1, 2, 5, 10, 20], ["1", "2", "5", "10", "20"])
-ax.set_xticks(range(len(names)), [n.removeprefix("p8_").removeprefix("p7_") for n in names], rotation=40, ha="right")
-ax.legend(fontsize=8)
-plt.show()
-
-# %% [markdown]
-# The axis is logarithmic. After the swizzle no red is left; steps 5 to 10 sit above both lines; with 32 rows a warp shared memory costs less than the MMAs that it feeds. This is why 32 rows matter, and it could be known before any GPU ran it:
-
-# %%
-print(f"16 rows a warp: {per_mma[names.index('p8_10_rescale')]:.2f} wavefronts an MMA; 32 rows: {per_mma[-1]:.2f}")
-assert per_mma[names.index("p8_10_rescale")] > 1.6 > per_mma[-1]
-
-# %% [markdown]
-# ## 12 · Fragments one step ahead
-#
-# Enough bandwidth is not enough. Each `ldmatrix` was followed at once by the MMAs that need it, and its latency is some 30 clocks. A warp that waits is fine if others run; but 32 rows a warp leave room for only two blocks, two warps on each scheduler. Nsight Compute said
-# so of the version before: 0.36 warps eligible on average, and of each issued instruction 2.0 clocks waiting for `ldmatrix` results. So double-buffer the *fragments*: load the next one, then issue this one's MMAs.
-
-# %%
-show.diff(part(step("p8_11_warp_tiles"), "uint32_t b[4];                                 // B twice: 16 columns", "ldmatrix_x4(b"),
-          part(step("p8_12_prefetch"), "const int next_n", "ldmatrix_x4(b[(n + 1)"), context=0)
-grow(TABLE, "p8_12_prefetch")
-assert TABLE[-1][1:] == TABLE[-2][1:]
-print("not one count has changed: only the order of the instructions")
-
-# %% [markdown]
-# Only for K. Written out for V, it gained nothing: there the compiler had done it by itself.
-
-# %% [markdown]
-# ## 13 · The order of the blocks
-#
-# A causal block of the first rows has one tile of keys, one of the last rows has all of them. If the long ones start last, the GPU waits for them at the end with most of its SMs idle. Long ones first is the oldest rule of scheduling. A model in six lines: 264 places (two
-# blocks on each of 132 SMs), each block takes as long as it has tiles, and goes to the place that is free first.
-
-# %%
-import heapq
-
-def finish(blocks, places=264):
-    """When the last block ends, if each is started in order at the place that is free first."""
-    free = [0] * places
-    for length in blocks:
-        heapq.heappush(free, heapq.heappop(free) + length)
-    return max(free)
-
-for heads, n in ((64, 4096), (16, 4096), (16, 2048)):
-    blocks = [128 * (i + 1) // 64 for i in range(n // 128)] * heads
-    ideal = max(sum(blocks) / 264, max(blocks))
-    print(f"heads {heads}, N {n}: in order {finish(blocks) / ideal:.2f} of the ideal time, long ones first {finish(sorted(blocks, reverse=True)) / ideal:.2f}")
-
-# %% [markdown]
-# For 64 heads and $N = 4096$ the model promises 15 %; measured it is 5 % (section 16), since blocks that run side by side also slow each other. The step does just that, in groups of as many heads as have K and V in the L2 cache together. Nothing else changes, and without a causal mask nothing at all.
-#
-# ## 14 · Lower tiles, and D = 256
-#
-# 128 rows a block are too many when there are few rows: at batch 1, one head and $N = 1024$, eight blocks for 132 SMs. Below 1.5 blocks an SM the kernel takes 64 rows a block, 16 a warp: less efficient each, and twice as many of them. The tile height becomes a template parameter; with it $D = 256$ fits (eight
-# warps of 16 rows, one block an SM).
-
-# %%
-show.diff(part(step("p8_13_order"), "constexpr int D = HEAD_DIM, M_TILES", "constexpr bool Q_IN"), part(step("p8_14_tiles"), "// New: D = 256", "template <int M_TILES> constexpr int BLOCK_M"), context=0)
-for sms in (1, 132):
-    launch = counted("p8_14_tiles", n=256, sms=sms).launches[0]
-    print(f"a GPU of {sms} SMs: {launch.grid[0]} blocks of {launch.kernel}")
-
-# %% [markdown]
-# ## 15 · Split the keys, after all
-#
-# And when even low blocks are too few? Then several blocks share the keys of the same rows, each leaves a part $(o_s, \text{lse}_s)$ in a workspace, and a second kernel merges them, weighted by $e^{\text{lse}_s}$. That is phase 0's associative merge, and what
-# inference engines call flash decoding. Split-KV was wrong *within* a block, where it forces an exchange for each tile. *Between* blocks it exchanges once.
-
-# %%
-show.diff("", part(step("p8_flash"), "if (SPLIT) {                                               // New", "}"), context=0)
-for launch in counted("p8_flash", n=1024, sms=132).launches:
-    print(f"one head, N = 1024, 132 SMs: {launch.kernel}, {launch.grid[0]} blocks")
-
-# %% [markdown]
-# 16 row blocks times 4 shares of the keys, and 256 small blocks that merge. This is the last file. Does it still compute attention? Everything the checker has: causal and not, grouped heads, ragged and empty
-# lengths, strides, scores of $\pm 200$ and of $-2^{24}$, rows that see no key. The same cell runs natively where there is a GPU with `nvcc`, and in the emulator where not.
-
-# %%
-module = load_inline(step("p8_flash").path, backend=BACKEND)
-print(verify(module.forward, causal=True, gqa=True, empty=True, dtypes=(torch.float16, torch.bfloat16), head_dims=(64, 128)).verdict)
-
-# %% [markdown]
-# ## 16 · The ladder
-#
-# All that was counted, $N = 256$, $D = 64$, one head:
-
-# %%
-TABLE += [row(s.name) for s in SERIES[13:]]
-show.table(TABLE, COLUMNS)
-assert len(TABLE) == len(SERIES)
-
-# %% [markdown]
-# And what it is worth, measured on a GPU with `flashlab bench mma`: each step and FlashAttention-2 (`scaled_dot_product_attention` with its flash backend forced), as CUDA graphs that are replayed in turn in one run; the median of the rounds, and the
-# fastest and slowest as a thin line.
-
-# %%
-runs = recorded("mma")
-for run in runs:
-    m = run["machine"]
-    print(f"{m['gpu']}, torch {m['torch']}, driver {m['driver']}, {m['date']}, SM clock {m.get('sm_clock_mhz')}")
-    for shape, causal in (((4, 16, 4096, 128), False), ((4, 16, 4096, 128), True), ((4, 32, 4096, 64), False)):
-        if pipelines.ladder_figure(run, shape, causal):
-            plt.show()
-print("machines recorded:", len(runs))
-
-# %% [markdown]
-# Some of it is as expected, some is not. Each step's speed over the step before, for four large problems and a small one:
-
-# %%
-cases = {"D 128": ((4, 16, 4096, 128), False), "D 128, causal": ((4, 16, 4096, 128), True), "D 64": ((4, 32, 4096, 64), False),
-         "D 64, causal": ((4, 32, 4096, 64), True), "1 head, N 1024, D 64": ((1, 1, 1024, 64), False)}
-for run in runs:
-    columns = [pipelines.gains(run, *case) for case in cases.values()]
-    show.table([[s.name, *(f"{c[s.name]:.2f}" if s.name in c else "" for c in columns)] for s in SERIES[1:]], ["step", *cases], align="lrrrrr")
-
-# %% [markdown]
-# Four things to learn from it.
-#
-# - **The pipeline gained nothing, at first.** `cp.async` 1.05, two stages 1.01. The conflicts filled all the time that there was to hide. One, two or three stages made 51, 52 and 51 TFLOP/s. After the swizzle they could matter. *An optimisation is measured against the
-#   bottleneck of the moment*; order is part of the result.
-# - **Addresses out of the loop made $D = 128$ slower**, by a sixth, though a fifth of the instructions went. Registers went from 238 to 175 a thread: with less to compute, the compiler also held fewer fragments under way, and the tensor pipe was active 40 % of the time instead of 49 %. Latency, not instructions, was
-#   the limit. Step 12, which loads ahead explicitly, needs exactly the registers that this step has freed. Judged alone it would have been thrown away.
-# - **The lag of the maximum** is worth a few percent at $D = 64$, nothing or less at $D = 128$ at that moment, and with the final kernel 6 % (see the table of failures below). Same lesson.
-# - **Small problems live on steps 14 and 15.** 32 rows a warp halve the number of blocks: for one head that is a third *slower*, until blocks may be low again and share the keys.
-
-# %% [markdown]
-# What the emulator does not count, the profiler does: issued instructions (steps 8, 9 and 10), and how busy the tensor pipe is. One launch of each step under Nsight Compute, $B\,2$, $H\,8$, $N\,2048$. What both count agrees: conflicts are there until step 4, and from step 5 on what is left, below half a percent, is copies that arrive while
-# a warp reads.
-
-# %%
-for run in runs:
-    kept = [r for r in run.get("counters", []) if r["shape"][3] == 128 and "=" not in r["name"]]
-    rows = [[r["name"], *(round(r[k] or 0) for k in ("registers", "instructions", "shared_wavefronts", "bank_conflicts", "tensor_active_pct"))] for r in kept]
-    if rows:
-        show.table(rows, ["step, D = 128", "registers", "instructions", "shared wavefronts", "bank conflicts", "tensor pipe active, %"])
-print("runs with counters:", sum(bool(run.get("counters")) for run in runs))
-
-# %% [markdown]
-# Section 1 made a prediction before anything was measured: with one wavefront a clock and 1.6 clocks an MMA, the tensor pipe can be active at most 1.6 clocks for each MMA's wavefronts. The emulator's wavefronts, the profiler's pipe:
-
-# %%
-for run in runs:
-    active = {r["name"]: r["tensor_active_pct"] for r in run.get("counters", []) if r["shape"][3] == 128}
-    for name in (n for n in ("p7_naive", "p8_2_split_q", "p8_4_stages", "p8_6_registers", "p8_flash") if n in active):
-        r = counted(name, head_dim=128)
-        bound = min(1.0, 1.6 * r.counters["mma"] / pipelines.wavefronts(r))
-        print(f"{name:15} shared memory allows {bound:4.0%}, Nsight Compute saw {active[name]:3.0f} %")
-
-# %% [markdown]
-# While there are conflicts the prediction is the measurement: shared memory is the limit, and nothing else. Later it is only a bound, and a widening gap says that something else has taken over.
-
-# %% [markdown]
-# ### Beside the published figures
-#
-# A published course built the first third of this ladder (tile MMA and tile warps, `cp.async`, one stage and two, collective store) and printed 36 shapes, measured on *an Ada GPU*. Absolute times of two GPUs do not compare. Ratios to FlashAttention-2 *on the same machine* do, with
-# care. Orange is theirs, on Ada; blue is ours, on the machine recorded above.
-
-# %%
-ada = {(r["batch"], r["heads"], r["seq_len"], r["head_dim"], r["variant"]): r["ms"] for r in load("mma_stages_ada")}
-shapes = list(dict.fromkeys(key[:4] for key in ada))
-theirs = {v: [ada[(*s, "flash_official")] / ada[(*s, v)] for s in shapes] for v in ("mma_naive", "mma_stage1", "mma_stage2")}
-fig, ax = plt.subplots(figsize=(8.6, 3.6))
-for (name, values), hue in zip(theirs.items(), ("grey", "yellow", "orange")):
-    ax.plot(values, "o-", color=show.COLORS[hue], linewidth=1.2, markersize=4, label=f"published, Ada: {name}")
-for run in runs:
-    ours = {tuple(r["shape"]): r["vs_fa2"] for r in run.get("final", []) if r["table"] == "mma_stages_ada" and r["name"] == "p8_flash"}
-    ax.plot([ours.get(s) for s in shapes], "o-", color=show.COLORS["blue"], label=f"p8_flash, {run['machine']['gpu']}")
-ax.axhline(1, color=show.COLORS["black"], linewidth=1)
-ax.set(xlabel="shape: batch 1, 2, 4 × heads 1, 4, 8 × N 1024, 2048 × D 64, 128 (in the table's order)", ylabel="speed / FlashAttention-2", title="36 published shapes, each against FlashAttention-2 on its own machine", ylim=(0, None))
-ax.legend(fontsize=8)
-plt.show()
-
-# %%
-def geometric_mean(x):
-    return math.exp(sum(map(math.log, x)) / len(x))
-
-for name, values in theirs.items():
-    print(f"published, Ada: {name:10} {geometric_mean(values):.2f} of FlashAttention-2 on the geometric mean, best shape {max(values):.2f}")
-for run in runs:
-    for table, s in run.get("summary", {}).items():
-        print(f"{run['machine']['gpu']}: {table:20} {s['geomean_vs_fa2']:.2f} over {s['shapes']} shapes, worst {s['worst']:.2f}")
-
-# %% [markdown]
-# The published two-stage kernel wins at some of these shapes as well: they are small, and small grids are decided by how well a few blocks fill the GPU. With more work it falls to 0.35. Two stages instead of one gained it 5 %.
-
-# %% [markdown]
-# ### What did not help
-#
-# Measured on an H200 on the way (2026-11-20, fp16, medians, $B\,4$, $H\,16$, $N\,4096$, $D\,128$ unless said; in brackets the ratio to FlashAttention-2 in the same run). A ladder that shows only the successes teaches the wrong lesson.
-#
-# | tried | TFLOP/s | compare with |
-# |---|---|---|
-# | 8 warps a block, one block an SM | 343 (0.99) | 356 (1.03) with 4 warps: fewer blocks to hide each other's barriers |
-# | 16 rows a warp, three blocks an SM | 298 (0.86) | 335 (0.97) with two: registers spill |
-# | BLOCK_N 128, $D = 64$, causal | 282 (1.03) | 318 (1.17) with 64: more of the diagonal's tiles is masked |
-# | the scores of the next tile computed beside this tile's softmax | 339 (0.99) | 356 (1.03): two blocks on each SM overlap already, and the second score tile takes the registers that prefetch needs |
-# | rescaling at every move of the maximum | 335 (0.99) | 356 (1.03) with the lag of 8 |
-# | V's fragments prefetched by hand | 374 (1.09) | 371 (1.09): the compiler does it |
-# | K in two stages and V in one, $D = 128$ / 64 | 399 (1.13) / 343 (1.15) | 398 (1.13) / 347 (1.17) with two of both: registers limit the blocks here, not shared memory |
-# | `volatile` on the MMAs; the `.L2::128B` hint on the copies | no difference | |
-
-# %% [markdown]
-# ### What limits it now
-#
-# Nsight Compute on the way to step 11 ($D = 128$): 0.36 warps eligible a clock; an issued instruction had waited 2.3 clocks for fixed latencies and 2.0 for `ldmatrix`; tensor pipe active 58 %, shared memory at 49 % of its peak. No bandwidth is used up: it is **latency**, with two warps a scheduler. Prefetching took it to
-# 61 % (the table above). How good is that? Two numbers that know nothing of each other should agree: the pipe's activity, and the speed as a share of what `mma.sync` can do at the clock of that run.
-
-# %%
-for run in (r for r in runs if r["machine"].get("sm_clock_mhz") and r.get("ladder")):
-    m, last = run["machine"], [r for r in run["ladder"] if r["name"] == "p8_flash" and r["shape"] == [4, 16, 4096, 128] and not r["causal"]]
-    peak = m["sms"] * 4096 * m["sm_clock_mhz"]["median"] / 1e6
-    active = [r["tensor_active_pct"] for r in run.get("counters", []) if r["name"] == "p8_flash" and r["shape"][3] == 128]
-    print(f"{m['gpu']}: peak at its clock {peak:.0f} TFLOP/s, mma.sync 63 % of it {0.63 * peak:.0f}; p8_flash {last[0]['tflops']:.0f}: "
-          f"{last[0]['tflops'] / (0.63 * peak):.0%}; tensor pipe active {active[0] if active else math.nan:.0f} %")
-
-# %% [markdown]
-# They agree. So the tensor pipe is fed three clocks of five. The rest is softmax and waiting: its exponentials alone (16 a clock and SM) take half as many clocks as the MMAs at $D = 128$, and as many at $D = 64$; two blocks an SM overlap the one with the other only by luck.
-#
-# What lies beyond is another instruction set: `wgmma` reads its operands from shared memory by itself, TMA copies whole tiles, and warps specialise. cuDNN does all that and reaches about 640 TFLOP/s on the same shape. Phase 10 goes there.
 
 # %% [markdown]
 # ## Summary, and what is left to explore
@@ -624,7 +319,7 @@ for run in (r for r in runs if r["machine"].get("sm_clock_mhz") and r.get("ladde
 # %% [markdown]
 # ## References
 #
-# - Dao: *FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning* (2023), arXiv 2307.08691. Section 3.3 is our step 2.
+# - Dao: *FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning* (2023), arXiv 2307.08691. Section 3.3 is `p8_1_split_q`.
 # - Dao, Haziza, Massa, Sizov: *Flash-Decoding for long-context inference* (2023), pytorch.org/blog/flash-decoding. Split keys between blocks.
 # - Zadouri, Shah, Dao and others: *FlashAttention-4* (2025/26), github.com/Dao-AILab/flash-attention: rescaling only when the maximum has moved far.
 # - NVIDIA: *PTX ISA*, "Data Movement and Conversion: cp.async", "Warp-level matrix instructions: ldmatrix, mma"; *CUDA C++ Programming Guide*, "Shared memory: bank conflicts".

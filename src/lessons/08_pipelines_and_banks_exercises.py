@@ -71,7 +71,7 @@ check("8.2", place)
 # *Core · 10 min*
 #
 # Now as a line of the kernel. `at(row, column)` is the byte at which element (row, column) of a tile lies, counted from the tile's start; `column`
-# is a multiple of 8, an element has 2 bytes, `D` is the head size. In `p8_5_swizzle.cu` all who write and all who read go through it. The check wants
+# is a multiple of 8, an element has 2 bytes, a row `ROW_BYTES`. In `p8_4_swizzle.cu` all who write and all who read go through it. The check wants
 # the right result, and as many wavefronts as the ideal.
 
 # %% tags=["exercise"]
@@ -85,7 +85,7 @@ __device__ __forceinline__ int at(int row, int column) {
 # BEGIN SOLUTION
 at = r"""
 __device__ __forceinline__ int at(int row, int column) {
-    return row * D * 2 + (column / 8 ^ row % 8) * 16;
+    return row * ROW_BYTES + (column / 8 ^ row % 8) * 16;
 }
 """
 # END SOLUTION
@@ -99,10 +99,10 @@ check("8.3", at)
 #
 # *Core · 15 min*
 #
-# The loop of `p8_4_stages.cu`, for 1, 2, 3 or 4 stages:
+# The loop of `p8_3_stages.cu`, for 1, 2, 3 or 4 stages:
 
 # %%
-show.source(step("p8_4_stages").path, start="for (int j = 0; j < STAGES - 1; j++)", end="if (STAGES > 1) load_kv(j")
+show._between(step("p8_3_stages").path, "for (int j = 0; j < STAGES - 1; j++)", "if (STAGES > 1) load_kv(j")
 
 # %% [markdown]
 # Its wait is to be `cp_async_wait<IN_FLIGHT>()`. Write `IN_FLIGHT` as an expression in `STAGES`: small enough that tile $j$ has arrived, and no
@@ -130,14 +130,13 @@ check("8.4", in_flight)
 # *Bug hunt · 15 min*
 #
 # "Start the copy as early as you can", somebody thought, and moved the refill to the top of the loop. On a GPU this passed every test
-# of that day, and failed one run in some thousands. Run the check, read what the emulator says, repair the loop's head. All copies of later tiles
+# of that day, and failed one run in some thousands. Run the check, read what the emulator says, repair what tile $j$'s round begins with. All copies of later tiles
 # should still go on while tile $j$ is worked on.
 
 # %% tags=["exercise"]
 # BEGIN STARTER
 loop_head = r"""
-    for (int j = 0; j < tiles; j++) {
-        const int key = j * BLOCK_N, stage = j % STAGES * KV_TILE;
+        const int n_start = j * BLOCK_N, stage = j % STAGES * KV_BYTES;
         load_kv(j + STAGES - 1);
         cp_async_wait<STAGES - 1>();
         __syncthreads();
@@ -145,8 +144,7 @@ loop_head = r"""
 # END STARTER
 # BEGIN SOLUTION
 loop_head = r"""
-    for (int j = 0; j < tiles; j++) {
-        const int key = j * BLOCK_N, stage = j % STAGES * KV_TILE;
+        const int n_start = j * BLOCK_N, stage = j % STAGES * KV_BYTES;
         cp_async_wait<STAGES - 2>();
         __syncthreads();                   // every thread's part of tile j is here, and nobody reads tile j - 1 any more
         load_kv(j + STAGES - 1);           // repaired: so only now may its stage be filled again
@@ -168,162 +166,41 @@ check("8.5", loop_head)
 # %% tags=["exercise"]
 # BEGIN STARTER
 tile_addresses = r"""
-__device__ __forceinline__ int at(int row, int column) { return row * D * 2 + column * 2; }
+__device__ __forceinline__ int at(int row, int column) { return row * ROW_BYTES + column * 2; }
 
 template <int ROWS>
 __device__ __forceinline__ void load_tile(char* tile_smem, const T* tile_gmem, int64_t row_stride, int rows) {
 #pragma unroll
-    for (int i = 0; i < ROWS * D / 8; i += THREADS) {
-        const int row = (i + threadIdx.x) / (D / 8), column = (i + threadIdx.x) % (D / 8) * 8;
+    for (int i = 0; i < ROWS * CHUNKS; i += THREADS) {
+        const int row = (i + threadIdx.x) / CHUNKS, column = (i + threadIdx.x) % CHUNKS * 8;
         const bool exists = row < rows;
         const T* from = tile_gmem + (exists ? row : 0) * row_stride + column;
-        const int to = row * D * 2 + (column / 8 ^ row % 8) * 16;
+        const int to = row * ROW_BYTES + (column / 8 ^ row % 8) * 16;
         cp_async<16>(smem_u32(tile_smem + to), from, exists ? 16 : 0);
+    }
+}
 """
 # END STARTER
 # BEGIN SOLUTION
 tile_addresses = r"""
-__device__ __forceinline__ int at(int row, int column) { return row * D * 2 + (column / 8 ^ row % 8) * 16; }  // repaired
+__device__ __forceinline__ int at(int row, int column) { return row * ROW_BYTES + (column / 8 ^ row % 8) * 16; }  // repaired
 
 template <int ROWS>
 __device__ __forceinline__ void load_tile(char* tile_smem, const T* tile_gmem, int64_t row_stride, int rows) {
 #pragma unroll
-    for (int i = 0; i < ROWS * D / 8; i += THREADS) {
-        const int row = (i + threadIdx.x) / (D / 8), column = (i + threadIdx.x) % (D / 8) * 8;
+    for (int i = 0; i < ROWS * CHUNKS; i += THREADS) {
+        const int row = (i + threadIdx.x) / CHUNKS, column = (i + threadIdx.x) % CHUNKS * 8;
         const bool exists = row < rows;
         const T* from = tile_gmem + (exists ? row : 0) * row_stride + column;
         cp_async<16>(smem_u32(tile_smem + at(row, column)), from, exists ? 16 : 0);  // repaired: one function for both sides
+    }
+}
 """
 # END SOLUTION
 
 # %% tags=["check"]
 # hint("8.6")
 check("8.6", tile_addresses)
-
-# %% [markdown]
-# ## 8.7 Merge the parts
-#
-# *Core · 25 min*
-#
-# With few rows, several blocks share the keys (split-KV), and each leaves a part: `part_o`, normalised over its keys, and `part_lse`. A second
-# kernel merges them, one warp a row; a lane holds `D / 32` columns, in pairs. Phase 0 called this operation `merge`. Fill in the loop over
-# the parts. A part may have seen no key (`part_lse` is `-INFINITY`), and so may all of them. `exp2_approx` is $2^x$; `LOG2E` is there.
-
-# %% tags=["exercise"]
-# BEGIN STARTER
-merge_loop = r"""
-    float top = -INFINITY, sum = 0.f, o[D / 32] = {};
-    for (int s = 0; s < splits; s++) top = fmaxf(top, part_lse[s * rows + row]);
-    const float base = top == -INFINITY ? 0.f : top;
-    for (int s = 0; s < splits; s++) {
-        // YOUR CODE HERE: the weight of part s; sum
-#pragma unroll
-        for (int i = 0; i < D / 32; i += 2) {
-            const float2 x = *(const float2*)(part_o + (s * rows + row) * D + i * 32 + lane * 2);
-            // YOUR CODE HERE: o[i] and o[i + 1]
-        }
-    }
-    const float inverse = sum > 0.f ? 1.f / sum : sum;
-"""
-# END STARTER
-# BEGIN SOLUTION
-merge_loop = r"""
-    float top = -INFINITY, sum = 0.f, o[D / 32] = {};
-    for (int s = 0; s < splits; s++) top = fmaxf(top, part_lse[s * rows + row]);
-    const float base = top == -INFINITY ? 0.f : top;
-    for (int s = 0; s < splits; s++) {
-        const float weight = exp2_approx((part_lse[s * rows + row] - base) * LOG2E);
-        sum += weight;
-#pragma unroll
-        for (int i = 0; i < D / 32; i += 2) {
-            const float2 x = *(const float2*)(part_o + (s * rows + row) * D + i * 32 + lane * 2);
-            o[i] += weight * x.x, o[i + 1] += weight * x.y;
-        }
-    }
-    const float inverse = sum > 0.f ? 1.f / sum : sum;
-"""
-# END SOLUTION
-
-# %% tags=["check"]
-# hint("8.7")
-check("8.7", merge_loop)
-
-# %% [markdown]
-# ## 8.8 A third stage, backwards
-#
-# *Stretch · 30 min*
-#
-# From step 8 on the kernel walks its tiles backwards, from `last - 1` to 0, and has two stages. Give it three: two tiles are on their way while one
-# is worked on. The check sets `STAGES = 3`, and the size of shared memory follows from it. What has to change is below: what is under way before the
-# loop, when Q may be read, what each round waits for (`IN_FLIGHT`, again no smaller than it has to be), and which tile it asks for.
-#
-# (Whether it pays is another question. Three stages of K and V at `head_dim` 128 take 112 KB with Q: one block an SM fewer.)
-
-# %% tags=["exercise"]
-# BEGIN STARTER
-pipeline = r"""
-    auto load_kv = [&](int j) {
-        const int key = j * BLOCK_N, stage = (last - 1 - j) % STAGES * KV_TILE;
-        if (j >= 0) {
-            load_tile<BLOCK_N>(k_smem + stage, k_gmem + key * p.k_stride.row, p.k_stride.row, p.seq_k - key);
-            load_tile<BLOCK_N>(v_smem + stage, v_gmem + key * p.v_stride.row, p.v_stride.row, p.seq_k - key);
-        }
-        cp_async_commit();
-    };
-    load_tile<BLOCK_M>(q_smem, q_gmem, p.q_stride.row, p.seq_q - m_start);
-    cp_async_commit();                                         // Q is a group of its own
-    load_kv(last - 1);                                         // YOUR CODE HERE: the first tiles
-
-    uint32_t q_rmem[D / 16][4];                                // A: 16 rows x D columns of Q
-    cp_async_wait<1>();                                        // YOUR CODE HERE: Q
-    __syncthreads();
-#pragma unroll
-    for (int k = 0; k < D / 16; k++)
-        ldmatrix_x4(q_rmem[k], smem_u32(q_smem + at(warp_row + lane % 16, k * 16 + lane / 16 * 8)));
-
-    auto tile = [&](int j, auto is_masked) {
-        constexpr bool MASKED = decltype(is_masked)::value;
-        constexpr int IN_FLIGHT = 0;                           // YOUR CODE HERE
-        const int key = j * BLOCK_N, stage = (last - 1 - j) % STAGES * KV_TILE;
-        cp_async_wait<IN_FLIGHT>();
-        __syncthreads();
-        load_kv(j - 1);                                        // YOUR CODE HERE
-"""
-# END STARTER
-# BEGIN SOLUTION
-pipeline = r"""
-    auto load_kv = [&](int j) {
-        const int key = j * BLOCK_N, stage = (last - 1 - j) % STAGES * KV_TILE;
-        if (j >= 0) {
-            load_tile<BLOCK_N>(k_smem + stage, k_gmem + key * p.k_stride.row, p.k_stride.row, p.seq_k - key);
-            load_tile<BLOCK_N>(v_smem + stage, v_gmem + key * p.v_stride.row, p.v_stride.row, p.seq_k - key);
-        }
-        cp_async_commit();
-    };
-    load_tile<BLOCK_M>(q_smem, q_gmem, p.q_stride.row, p.seq_q - m_start);
-    cp_async_commit();                                         // Q is a group of its own
-    for (int i = 1; i < STAGES; i++) load_kv(last - i);        // tiles last - 1 and last - 2
-
-    uint32_t q_rmem[D / 16][4];                                // A: 16 rows x D columns of Q
-    cp_async_wait<STAGES - 1>();                               // two groups are younger than Q's
-    __syncthreads();
-#pragma unroll
-    for (int k = 0; k < D / 16; k++)
-        ldmatrix_x4(q_rmem[k], smem_u32(q_smem + at(warp_row + lane % 16, k * 16 + lane / 16 * 8)));
-
-    auto tile = [&](int j, auto is_masked) {
-        constexpr bool MASKED = decltype(is_masked)::value;
-        constexpr int IN_FLIGHT = STAGES - 2;                  // tile j - 1's group may still be under way
-        const int key = j * BLOCK_N, stage = (last - 1 - j) % STAGES * KV_TILE;
-        cp_async_wait<IN_FLIGHT>();
-        __syncthreads();
-        load_kv(j - STAGES + 1);                               // into the stage of tile j + 1
-"""
-# END SOLUTION
-
-# %% tags=["check"]
-# hint("8.8")
-check("8.8", pipeline)
 
 # %% [markdown]
 # ## Where you are

@@ -6,8 +6,10 @@ CONTRIBUTING.md describes the format; every departure from it is a LessonError t
 from __future__ import annotations
 
 import ast
+import builtins
 import hashlib
 import re
+import symtable
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +30,11 @@ TAGS = {"exercise", "check", "raises-exception", "nbval-ignore-output"}
 DIFFICULTIES = ("Warm-up", "Core", "Stretch", "Bug hunt")
 
 MARKER = re.compile(r"^(?P<indent>[ \t]*)#\s*(?P<edge>BEGIN|END) (?P<name>SOLUTION|STARTER)\b")
-MILESTONE = re.compile(r"^# MILESTONE\s+(?P<module>[\w.]+):(?P<symbol>\w+)\s*$")
+QUOTE = re.compile(
+    r"^# (?P<word>FROM|MILESTONE) +(?P<module>\w+(?:\.\w+)*): *(?P<symbols>\w+(?: *, *\w+)*)"
+    r"(?P<bare> +\(no docstrings\))?\s*$"
+)
+REGION = re.compile(r"^\s*# (region:.*|endregion)\s*$")  # flashlab.kernels.regions: never shown
 HEADING = re.compile(r"^## (?P<id>\d+\.\d+)\s+(?P<title>\S.*?)\s*$")
 EFFORT = re.compile(r"^\*(?P<difficulty>[^·*]+?) · (?P<minutes>\d+) min\*$")
 
@@ -159,9 +165,11 @@ def check_lecture(lesson: Lesson) -> None:
     for cell in lesson.cells:
         if tags := {"exercise", "check"} & set(cell.tags):
             raise lesson.error(cell.line, f"the tag {sorted(tags)[0]!r} belongs in {lesson.name}_exercises.py")
-        for number, line in cell.lines:
-            if cell.type == "code" and (MARKER.match(line) or line.startswith("# MILESTONE")):
-                raise lesson.error(number, f"{line.strip()!r} belongs in {lesson.name}_exercises.py")
+        if cell.type == "code":
+            read_quotes(lesson, cell, "FROM")  # raises where one is malformed
+            for number, line in cell.lines:
+                if MARKER.match(line) or line.startswith("# MILESTONE"):
+                    raise lesson.error(number, f"{line.strip()!r} belongs in {lesson.name}_exercises.py")
 
 
 def check_exercises(lesson: Lesson) -> None:
@@ -177,6 +185,9 @@ def check_exercises(lesson: Lesson) -> None:
             raise lesson.error(marked[0], 'a cell with something to fill needs tags=["exercise"]')
         if "exercise" in cell.tags and not marked:
             raise lesson.error(cell.line, "an exercise cell needs a MILESTONE line or BEGIN SOLUTION ... END SOLUTION")
+        quotes, _ = read_quotes(lesson, cell, "FROM")
+        if quotes and marked:
+            raise lesson.error(quotes[0].line, "a FROM line would give the answer away: fill a cell of its own")
         if marked:
             blocks(lesson, cell)  # raises where the markers are malformed
         calls = check_calls(cell) if "check" in cell.tags else []
@@ -236,7 +247,7 @@ class Block:
     line: int | None
     indent: str = ""
     lines: list[Line] = field(default_factory=list)
-    symbols: list[tuple[int, str, str]] = field(default_factory=list)  # of a milestone: line, module, symbol
+    quotes: list[Quote] = field(default_factory=list)  # of a milestone
 
     @property
     def is_empty(self) -> bool:
@@ -245,12 +256,12 @@ class Block:
 
 def blocks(lesson: Lesson, cell: Cell) -> list[Block]:
     """The parts of an exercise cell in order. A milestone is the only part of its cell, and holds its starter."""
-    symbols, body = read_milestones(lesson, cell)
-    if symbols:
+    quotes, body = read_quotes(lesson, cell, "MILESTONE")
+    if quotes:
         for number, line in body:
             if MARKER.match(line):
                 raise lesson.error(number, "a milestone cell holds its starter and no further marker")
-        milestone = Block("MILESTONE", symbols[0][0], "", body, symbols)
+        milestone = Block("MILESTONE", quotes[0].line, "", body, quotes)
         if milestone.is_empty:
             raise lesson.error(milestone.line, "a milestone needs a starter below it, with signature and docstring")
         return [milestone]
@@ -279,20 +290,6 @@ def blocks(lesson: Lesson, cell: Cell) -> list[Block]:
     return found
 
 
-def read_milestones(lesson: Lesson, cell: Cell) -> tuple[list[tuple[int, str, str]], list[Line]]:
-    """The MILESTONE lines at the head of a cell, as (line, module, symbol), and the lines below them."""
-    symbols: list[tuple[int, str, str]] = []
-    for i, (number, line) in enumerate(cell.lines):
-        if not line.startswith("# MILESTONE"):
-            continue
-        if not (match := MILESTONE.match(line)):
-            raise lesson.error(number, f"{line!r} should read '# MILESTONE flashlab.module:symbol'")
-        if i != len(symbols):
-            raise lesson.error(number, "MILESTONE lines come first in their cell")
-        symbols.append((number, match["module"], match["symbol"]))
-    return symbols, cell.lines[len(symbols) :]
-
-
 def unsolved(lesson: Lesson, cell: Cell) -> list[Line]:
     """The lines of an exercise cell as the learner gets them."""
     out: list[Line] = []
@@ -311,8 +308,7 @@ def solved(lesson: Lesson, cell: Cell, root: Path) -> list[Line]:
     out: list[Line] = []
     for block in blocks(lesson, cell):
         if block.kind == "MILESTONE":
-            text = "\n\n\n".join(symbol_source(lesson, root, *symbol) for symbol in block.symbols)
-            out += [(None, line) for line in text.split("\n")]
+            out += quoted(lesson, block.quotes, root)
         elif block.kind != "STARTER":
             out += block.lines
     return trimmed(out)
@@ -324,19 +320,175 @@ def trimmed(lines: list[Line]) -> list[Line]:
     return lines[full[0] : full[-1] + 1]
 
 
-def symbol_source(lesson: Lesson, root: Path, line: int, module: str, symbol: str) -> str:
+# ---------------------------------------------------------------- code of the package in a cell
+
+
+@dataclass(frozen=True)
+class Quote:
+    """`# FROM module: symbol, symbol` or `# MILESTONE ...`: what of the package a cell is filled with.
+
+    Attributes:
+        line: of the lesson.
+        word: "FROM" or "MILESTONE".
+        bare: without docstrings.
+    """
+
+    line: int
+    word: str
+    module: str
+    symbols: tuple[str, ...]
+    bare: bool
+
+    @property
+    def name(self) -> str:
+        return f"{self.word} {self.module}: {', '.join(self.symbols)}"
+
+
+def read_quotes(lesson: Lesson, cell: Cell, word: str) -> tuple[list[Quote], list[Line]]:
+    """The FROM or MILESTONE lines at the head of a cell, and the lines below them."""
+    quotes: list[Quote] = []
+    for i, (number, line) in enumerate(cell.lines):
+        if not re.match(rf"# {word}\b", line):
+            continue
+        if not (match := QUOTE.match(line)):
+            raise lesson.error(number, f"{line!r} should read '# {word} flashlab.module: symbol, symbol'")
+        if i != len(quotes):
+            raise lesson.error(number, f"{word} lines come first in their cell")
+        symbols = tuple(re.split(r" *, *", match["symbols"]))
+        quotes.append(Quote(number, word, match["module"], symbols, bool(match["bare"])))
+    return quotes, cell.lines[len(quotes) :]
+
+
+def cell_quotes(lesson: Lesson, cell: Cell) -> list[Quote]:
+    """What of the package a code cell holds."""
+    words = ("FROM", "MILESTONE") if cell.type == "code" else ()
+    return [quote for word in words for quote in read_quotes(lesson, cell, word)[0]]
+
+
+def filled(lesson: Lesson, cell: Cell, root: Path) -> list[Line]:
+    """The lines of a cell, its FROM lines replaced by the code that they name."""
+    quotes, rest = read_quotes(lesson, cell, "FROM") if cell.type == "code" else ([], cell.lines)
+    if not quotes:
+        return cell.lines
+    out = quoted(lesson, quotes, root, headed=True)
+    if any(text.strip() for _, text in rest):
+        out += [(quotes[-1].line, ""), (quotes[-1].line, ""), *trimmed(rest)]
+    return out
+
+
+def quoted(lesson: Lesson, quotes: list[Quote], root: Path, headed: bool = False) -> list[Line]:
+    """The lines that quotes stand for; `headed` says above each where it is from."""
+    out: list[Line] = []
+    for quote in quotes:
+        if headed:
+            file = module_file(root, quote.module)
+            out += [(quote.line, "")] * (2 if out else 0)
+            out.append((quote.line, f"# from {file.relative_to(root).as_posix() if file else quote.module}"))
+        for i, symbol in enumerate(quote.symbols):
+            out += [(quote.line, "")] * (2 if (i or not headed) and out else 0)
+            out += [(quote.line, text) for text in symbol_source(lesson, root, quote, symbol).split("\n")]
+    return out
+
+
+def symbol_source(lesson: Lesson, root: Path, quote: Quote, symbol: str) -> str:
     """The source text of a module-level function, class or constant, decorators included."""
-    path = module_file(root, module)
+    path = module_file(root, quote.module)
     if path is None:
-        raise lesson.error(line, f"MILESTONE {module}:{symbol}: there is no module {module} in src/")
+        raise lesson.error(quote.line, f"{quote.name}: there is no module {quote.module} in src/")
     text = path.read_text(encoding="utf-8")
     for node in ast.parse(text).body:
-        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", node)]
-        if symbol in (getattr(t, "name", getattr(t, "id", None)) for t in targets):
+        if symbol in bound_by(node) and not isinstance(node, (ast.Import, ast.ImportFrom)):
             decorators = getattr(node, "decorator_list", [])
             first = min([node.lineno, *(d.lineno for d in decorators)])
-            return "\n".join(text.splitlines()[first - 1 : node.end_lineno])
-    raise lesson.error(line, f"MILESTONE {module}:{symbol}: {module} defines no {symbol} at module level")
+            lines = text.splitlines()
+            dropped = docstring_lines(node, lines) if quote.bare else set()
+            kept = [n for n in range(first, (node.end_lineno or first) + 1) if n not in dropped]
+            return "\n".join(lines[n - 1] for n in kept if not REGION.match(lines[n - 1]))
+    raise lesson.error(quote.line, f"{quote.name}: {quote.module} defines no {symbol} at module level")
+
+
+def bound_by(node: ast.stmt) -> set[str]:
+    """The names that a statement at module level defines, assigns or imports."""
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        return {node.name}
+    if isinstance(node, (ast.Import, ast.ImportFrom)):
+        return {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+    return {name.id for target in targets if target for name in ast.walk(target) if isinstance(name, ast.Name)}
+
+
+def docstring_lines(node: ast.stmt, lines: list[str]) -> set[int]:
+    """The lines of the docstrings in a definition, and the blank ones under them; not where nothing else is there."""
+    found: set[int] = set()
+    for inner in ast.walk(node):
+        if not isinstance(inner, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) or len(inner.body) < 2:
+            continue
+        if ast.get_docstring(inner) is not None and inner.body[0].lineno > inner.lineno:
+            last = inner.body[0].end_lineno or inner.body[0].lineno
+            while not lines[last].strip():
+                last += 1
+            found |= set(range(inner.body[0].lineno, last + 1))
+    return found
+
+
+def check_names(lesson: Lesson, quotes: list[Quote], known: set[str], root: Path) -> None:
+    """Raises LessonError, if the package's code in a cell needs a name that neither this cell nor an earlier one has.
+
+    `known`: the names that they have.
+    """
+    source = "\n".join(text for _, text in quoted(lesson, quotes, root))
+    if missing := sorted(free_names(source) - known):
+        ways = "; ".join(how_to_get(name, quotes, root) for name in missing)
+        names = f"the name{'s' if len(missing) > 1 else ''} {', '.join(missing)}"
+        sentence = f"the code for this cell needs {names}, which no cell before it defines or imports: add {ways}"
+        raise lesson.error(quotes[0].line, sentence)
+
+
+def how_to_get(name: str, quotes: list[Quote], root: Path) -> str:
+    """The statement with which a cell gets a name that code of these modules uses."""
+    for module in (quote.module for quote in quotes):
+        path = module_file(root, module)
+        for node in ast.parse(path.read_text(encoding="utf-8")).body if path else []:
+            if name not in bound_by(node):
+                continue
+            if not isinstance(node, (ast.Import, ast.ImportFrom)):
+                return f"from {module} import {name}"
+            alias = next(a for a in node.names if (a.asname or a.name).split(".")[0] == name)
+            return ast.unparse(
+                ast.Import([alias])
+                if isinstance(node, ast.Import)
+                else ast.ImportFrom(node.module, [alias], node.level)
+            )
+    return name
+
+
+def free_names(source: str) -> set[str]:
+    """The global names that a cell's code uses, anywhere in it, and does not bind itself."""
+    table = symtable.symtable(plain_python(source), "cell", "exec")
+    used = {s.get_name() for s in table.get_symbols() if s.is_referenced()}
+    inner = list(table.get_children())
+    while inner:
+        scope = inner.pop()
+        used |= {s.get_name() for s in scope.get_symbols() if s.is_global() and s.is_referenced()}
+        inner += scope.get_children()
+    return used - defined_names(source) - set(dir(builtins)) - {"__name__", "__file__"}
+
+
+def defined_names(source: str) -> set[str]:
+    """The names that a cell's code leaves behind."""
+    symbols = symtable.symtable(plain_python(source), "cell", "exec").get_symbols()
+    return {s.get_name() for s in symbols if s.is_assigned() or s.is_imported()}
+
+
+def plain_python(source: str) -> str:
+    """A cell without IPython's magics; nothing, where it is no Python at all."""
+    for text in (source, re.sub(r"^\s*[%!].*$", "", source, flags=re.M)):
+        try:
+            ast.parse(text)
+        except SyntaxError:
+            continue
+        return text
+    return ""
 
 
 def module_file(root: Path, module: str) -> Path | None:
@@ -362,10 +514,13 @@ def make_notebook(lesson: Lesson, kind: str, root: Path) -> tuple[nbformat.Noteb
         }
     )
     numbers = []
+    known = {"display", "get_ipython"}  # IPython's own
     for cell in lesson.cells:
-        lines, tags = cell.lines, list(cell.tags)
+        lines, tags = filled(lesson, cell, root), list(cell.tags)
+        quotes = cell_quotes(lesson, cell)
         if "exercise" in tags:
             lines = unsolved(lesson, cell) if kind == "exercises" else solved(lesson, cell, root)
+            quotes = quotes if kind == "solutions" else []
         if kind == "exercises" and "check" in tags and "raises-exception" not in tags:
             tags.append("raises-exception")  # so that "Run All" goes on past an unsolved exercise
         source = "\n".join(text for _, text in lines)
@@ -375,6 +530,10 @@ def make_notebook(lesson: Lesson, kind: str, root: Path) -> tuple[nbformat.Noteb
         else:
             made = nbformat.v4.new_markdown_cell(source, id=cell.id, metadata=metadata)
         notebook.cells.append(made)
+        if cell.type == "code":
+            known |= defined_names(source)
+            if quotes:
+                check_names(lesson, quotes, known, root)
         numbers.append([n for n, _ in lines])
     if kind == "exercises":
         notebook.metadata["flashlab"]["as_written"] = content_digest(notebook)

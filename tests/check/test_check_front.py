@@ -1,15 +1,16 @@
 """check, hint and progress, as a learner calls them."""
 
-import json
 import signal
 import subprocess
 import sys
 import traceback
+from dataclasses import asdict
 
 import pytest
 import torch
 
 from flashlab.check import CheckFailed, expect_close, running, verify
+from flashlab.course import PHASES
 from flashlab.exercises import check, front, hint, progress, record
 from flashlab.exercises import registry as exercises
 
@@ -17,7 +18,7 @@ from flashlab.exercises import registry as exercises
 @pytest.fixture(autouse=True)
 def course(tmp_path, monkeypatch):
     """Two exercises of phase 97 and a progress file of their own."""
-    monkeypatch.setenv("FLASHLAB_PROGRESS", str(tmp_path / "progress.json"))
+    monkeypatch.setenv("FLASHLAB_PROGRESS", str(tmp_path / "progress.jsonl"))
     exercises.exercises()  # import the phases first: what they register has to outlive this test
     monkeypatch.setattr(exercises, "_registry", dict(exercises._registry))
     monkeypatch.setattr(front, "_shown_hints", {})
@@ -34,11 +35,12 @@ def course(tmp_path, monkeypatch):
     def _(first, second):
         assert first() == second()
 
-    return tmp_path / "progress.json"
+    return tmp_path / "progress.jsonl"
 
 
 def saved(file) -> dict:
-    return json.loads(file.read_text())["exercises"]
+    assert file.exists()
+    return {id: asdict(entry) for id, entry in record.load().items()}
 
 
 def failure(*args) -> CheckFailed:
@@ -131,6 +133,7 @@ def test_an_interrupt_passes_through_and_changes_nothing(course):
     assert torch._C._len_torch_function_stack() == 0  # fresh memory is no longer marked
 
 
+@pytest.mark.slow
 def test_an_endless_loop_can_be_stopped(tmp_path):
     script = (
         "from flashlab.check import verify\n"
@@ -176,10 +179,24 @@ def test_progress_lists_what_was_done(course):
     hint("97.1")
     table = progress(97)
     rows = {row[0]: row for row in table.rows}
-    assert set(rows) == {"97.1 ✓", "97.2"}
+    assert list(rows) == ["Phase 97", "97.1 ✓", "97.2"]
+    assert rows["Phase 97"] == ("Phase 97", "", "", "15", "1 of 2", "", "")
     assert rows["97.1 ✓"][4].startswith("20") and rows["97.1 ✓"][5:] == ("1", "1 of 2")
     assert table.caption == "1 of 2 solved, about 10 minutes left."
     assert "| :-- |" in table._repr_markdown_() and "Two functions" in repr(table)
+
+
+def test_progress_has_a_row_for_each_phase_and_then_its_exercises(course):
+    check("97.1", lambda x: x * x)
+    first = [row[0].removesuffix(" ✓") for row in progress().rows]
+    phases = [name.removeprefix("Phase ") for name in first if name.startswith("Phase ")]
+    assert phases == [*(str(p.number) for p in PHASES if any(name.startswith(f"{p.number}.") for name in first)), "97"]
+    for name, after in zip(first, first[1:], strict=False):
+        if name.startswith("Phase "):
+            assert after == name.removeprefix("Phase ") + ".1"
+    titles = {row[0]: row[1] for row in progress().rows}
+    assert titles["Phase 0"] == PHASES[0].title
+    assert progress().caption.startswith("1 of ")
 
 
 def test_nothing_is_written_when_progress_is_off(course, monkeypatch):

@@ -13,9 +13,24 @@ from flashlab.exercises import record
 
 @pytest.fixture(autouse=True)
 def file(tmp_path, monkeypatch):
-    monkeypatch.setenv("FLASHLAB_PROGRESS", str(tmp_path / "here" / "progress.json"))
+    monkeypatch.setenv("FLASHLAB_PROGRESS", str(tmp_path / "here" / "progress.jsonl"))
     monkeypatch.setattr(record, "_said", set())
-    return tmp_path / "here" / "progress.json"
+    return tmp_path / "here" / "progress.jsonl"
+
+
+def lines(file):
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_each_event_is_a_line(file):
+    record.failed_try("2.3")
+    record.saw_hints("2.3", 2)
+    record.solved("2.3")
+    tried, hint, solved = lines(file)
+    assert set(tried) == {"id", "event", "when"} and tried["event"] == "tried"
+    assert (hint["event"], hint["level"]) == ("hint", 2)
+    assert (solved["id"], solved["event"]) == ("2.3", "solved") and solved["when"][:2] == "20"
+    assert record.load() == {"2.3": record.Entry(tries=2, hints=2, solved=solved["when"])}
 
 
 def test_a_solved_exercise_keeps_its_first_date(file):
@@ -29,33 +44,79 @@ def test_a_solved_exercise_keeps_its_first_date(file):
     assert (first.tries, again.tries) == (2, 3)
 
 
+GOOD = '{"id": "0.1", "event": "tried", "when": "2026-11-20T10:00:00+01:00"}\n'
+
+
 @pytest.mark.parametrize(
-    "damage", ["", "{", "[]", "null", '{"exercises": 7}', "\x00\xff" * 50, '{"exercises": {"2.3": {"tries": "many"}}}']
-)
-def test_a_damaged_file_is_kept_aside_and_replaced(file, damage, capsys):
+    "damage",
+    [
+        "{", "[]", "null", '{"exercises": 7}', "\x00\xff" * 50, '{"id": 7, "event": "tried", "when": "2026-11-20"}',
+        '{"id": "2.3", "event": "eaten", "when": "2026-11-20"}', '{"id": "2.3", "event": "tried"}',
+        '{"id": "2.3", "event": "solved", "when": "yesterday"}', '{"id": "2.3", "event": "solved", "when": null}',
+        '{"id": "2.3", "event": "hint", "level": Infinity, "when": "2026-11-20"}', "[" * 100_000,
+        '{"exercises": {"2.3": {"tries": "many"}}}', GOOD[:40],
+    ],
+)  # fmt: skip
+def test_a_damaged_line_is_skipped_and_said_once(file, damage, capsys):
     file.parent.mkdir()
-    file.write_bytes(damage.encode("latin-1"))
-    record.solved("0.1")
+    file.write_bytes((GOOD + damage + "\n" + GOOD).encode("latin-1"))
+    assert record.load() == {"0.1": record.Entry(tries=2)}
     said = capsys.readouterr().out
-    assert "is damaged" in said and said.count("\n") == 1
-    assert list(record.load()) == ["0.1"]
-    assert file.with_name("progress.json.damaged-1").read_bytes() == damage.encode("latin-1")
+    assert "is damaged: 1 line of it cannot be understood" in said and said.count("\n") == 1
+    record.solved("0.2")
+    assert set(record.load()) == {"0.1", "0.2"}
     assert capsys.readouterr().out == ""
+    assert damage.encode("latin-1") in file.read_bytes()  # nothing is ever taken out of the file
 
 
-def test_what_can_be_read_of_a_damaged_file_is_kept(file, capsys):
-    good = {"tries": 1, "hints": 0, "solved": "2026-11-20T10:00:00+00:00"}
+def test_a_line_that_was_cut_short_spoils_no_other(file):
     file.parent.mkdir()
-    file.write_text(json.dumps({"version": 1, "exercises": {"0.1": good, "0.2": {"tries": []}}}))
-    record.failed_try("0.3")
-    assert set(record.load()) == {"0.1", "0.3"}
-    assert "keeping the 1 entries" in capsys.readouterr().out
+    file.write_text(GOOD + GOOD[:40])
+    record.failed_try("0.2")
+    record.failed_try("0.2")
+    assert record.load() == {"0.1": record.Entry(tries=1), "0.2": record.Entry(tries=2)}
+
+
+EARLIER = {
+    "version": 1,
+    "exercises": {
+        "0.1": {"tries": 3, "hints": 1, "solved": "2026-11-20T10:00:00+00:00"},
+        "0.2": {"tries": 1, "hints": 0, "solved": None},
+    },
+}
+
+
+def test_the_record_of_an_earlier_version_is_carried_over_once(file):
+    file.parent.mkdir()
+    earlier = file.with_name("progress.json")
+    earlier.write_text(json.dumps(EARLIER, indent=1) + "\n")
+    want = {"0.1": record.Entry(3, 1, "2026-11-20T10:00:00+00:00"), "0.2": record.Entry(1, 0, None)}
+    assert record.load() == want
+    record.failed_try("0.2")
+    assert record.load() == {**want, "0.2": record.Entry(tries=2)}
+    assert not earlier.exists()
+    file.unlink()  # the learner starts afresh
+    assert record.load() == {}
+
+
+def test_an_earlier_record_is_carried_over_by_the_first_write_too(file):
+    file.parent.mkdir()
+    file.with_name("progress.json").write_text(json.dumps(EARLIER))
+    record.solved("0.2")
+    assert set(record.load()) == {"0.1", "0.2"} and record.load()["0.2"].solved
+
+
+def test_an_earlier_record_under_a_name_of_ones_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLASHLAB_PROGRESS", str(tmp_path / "student.json"))
+    (tmp_path / "student.json").write_text(json.dumps(EARLIER, indent=1))
+    record.failed_try("0.2")
+    assert record.load()["0.2"].tries == 2 and record.load()["0.1"].tries == 3
 
 
 def test_a_place_that_cannot_be_written_is_said_once(tmp_path, monkeypatch, capsys):
     blocked = tmp_path / "a file"
     blocked.write_text("")
-    monkeypatch.setenv("FLASHLAB_PROGRESS", str(blocked / "progress.json"))
+    monkeypatch.setenv("FLASHLAB_PROGRESS", str(blocked / "progress.jsonl"))
     record.solved("0.1")
     record.solved("0.2")
     said = capsys.readouterr().out
@@ -63,22 +124,42 @@ def test_a_place_that_cannot_be_written_is_said_once(tmp_path, monkeypatch, caps
     assert record.load() == {}
 
 
-def test_a_failed_write_leaves_the_old_file(file, monkeypatch, capsys):
+@pytest.mark.parametrize("place", ["/dev/null", "/dev/zero", "a folder", "a pipe"])
+def test_what_is_no_file_is_refused_and_left_alone(tmp_path, monkeypatch, capsys, place):
+    place = place if place.startswith("/") else str(tmp_path / place)
+    if place.endswith("a folder"):
+        os.mkdir(place)
+    if place.endswith("a pipe"):
+        os.mkfifo(place)
+    before = os.stat(place).st_mode
+    monkeypatch.setenv("FLASHLAB_PROGRESS", place)
     record.solved("0.1")
+    assert record.load() == {}
+    said = capsys.readouterr().out
+    assert "a file is needed; FLASHLAB_PROGRESS=off records nothing" in said
+    assert os.stat(place).st_mode == before
 
-    def full(*_):
-        raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "replace", full)
+def test_a_link_is_followed(tmp_path, monkeypatch):
+    link, target = tmp_path / "link.jsonl", tmp_path / "elsewhere.jsonl"
+    link.symlink_to(target)
+    monkeypatch.setenv("FLASHLAB_PROGRESS", str(link))
+    record.solved("0.1")
+    assert link.is_symlink() and len(lines(target)) == 1
+    assert list(record.load()) == ["0.1"]
+
+
+def test_a_full_disk_is_said_and_leaves_what_was_there(file, monkeypatch, capsys):
+    record.solved("0.1")
+    monkeypatch.setattr(os, "write", lambda handle, data: 3)
     record.solved("0.2")
     assert "No space left" in capsys.readouterr().out
     monkeypatch.undo()
-    assert [p.name for p in file.parent.iterdir() if p.suffix == ".new"] == []
     assert "0.1" in file.read_text() and "0.2" not in file.read_text()
 
 
 def test_kernels_writing_at_once_lose_nothing(file):
-    # The module alone, without torch: eight processes that start fast enough to meet.
+    # The module alone, without torch: processes that start fast enough to meet, and a record to be carried over.
     script = (
         "import importlib.util, sys\n"
         "spec = importlib.util.spec_from_file_location('record', sys.argv[1])\n"
@@ -86,12 +167,15 @@ def test_kernels_writing_at_once_lose_nothing(file):
         "spec.loader.exec_module(record)\n"
         "for _ in range(20): record.failed_try('1.1'); record.failed_try('2.' + sys.argv[2])\n"
     )
+    file.parent.mkdir()
+    file.with_name("progress.json").write_text(json.dumps(EARLIER))
     env = {**os.environ, "FLASHLAB_PROGRESS": str(file)}
     running = [subprocess.Popen([sys.executable, "-c", script, record.__file__, str(i)], env=env) for i in range(1, 5)]
     assert [process.wait(60) for process in running] == [0] * 4
     entries = record.load()
     assert entries["1.1"].tries == 80
     assert [entries[f"2.{i}"].tries for i in range(1, 5)] == [20] * 4
+    assert entries["0.1"].tries == 3
 
 
 def test_where_it_is_kept(tmp_path, monkeypatch):
@@ -102,7 +186,7 @@ def test_where_it_is_kept(tmp_path, monkeypatch):
     monkeypatch.delenv("PYTEST_VERSION", raising=False)
     monkeypatch.delenv("JPY_SESSION_NAME", raising=False)
     monkeypatch.chdir(tmp_path / "exercises")
-    assert record.path() == tmp_path / ".flashlab" / "progress.json"
+    assert record.path() == tmp_path / ".flashlab" / "progress.jsonl"
     monkeypatch.chdir(tmp_path / "solutions")
     assert record.path() is None
     monkeypatch.chdir(tmp_path / "exercises")

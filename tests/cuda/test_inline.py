@@ -4,19 +4,19 @@ import math
 import os
 import subprocess
 import sys
-import threading
 
 import pytest
 import torch
 
+from flashlab import cuda
 from flashlab.attention import reference
-from flashlab.cuda import CompileError, LaunchError, Unavailable, inline, load_inline
-from flashlab.kernels import source
+from flashlab.cuda import CompileError, LaunchError, load_inline
+from flashlab.kernels import source, step
+from flashlab.runtime import cache as _cache
 from flashlab.simt import SimtError
 
-BACKENDS = [b for b in inline.BACKENDS if inline.missing(b) is None]
+BACKENDS = [b for b in cuda.BACKENDS if cuda.missing(b) is None]
 needs_gpu = pytest.mark.skipif(len(BACKENDS) == 1, reason="no GPU with nvcc")
-needs_nvcc = pytest.mark.skipif(inline.find_nvcc() is None, reason="no nvcc")
 
 SCALE = """#include "simt.h"
 __global__ void scale_kernel(const float* x, float* y, int n, float factor) {
@@ -43,7 +43,7 @@ def cache(tmp_path, monkeypatch):
 
     shared = build.runtime(build.find_compiler())
     monkeypatch.setenv("FLASHLAB_CACHE", str(tmp_path))
-    (build.cache_directory() / shared.name).symlink_to(shared)
+    (_cache.folder("simt") / shared.name).symlink_to(shared)
     return tmp_path
 
 
@@ -59,6 +59,11 @@ def test_one_source_for_every_backend(backend):
     assert torch.equal(y[:200], -x[:200]) and torch.equal(y[200:], 1.5 * x[200:])
     module.scale_void(x, y, 300)
     assert torch.equal(y, 2 * x)
+    if backend == "torch":  # the module that PyTorch made of the same build
+        assert module.extension.scale(x, y, 300, 2.5) == 0 and torch.equal(y, 2.5 * x)
+        assert module.extension.scale_void(x, y, 300) is None and torch.equal(y, 2 * x)
+    else:
+        assert module.extension is None
     assert "scale" in repr(module) and backend in repr(module)
 
 
@@ -151,18 +156,15 @@ def test_a_compile_error_in_a_notebook_is_its_message():
     assert caught.value.log.count("\n") >= rendered[0].count("not declared")
 
 
-def test_nvccs_messages_are_understood():
-    text = inline._read(BROKEN, "mine.cu")
-    log = 'mine.cu(4): error: identifier "j" is undefined\n\n1 error detected in the compilation of "kernel.cu".\n'
-    message = str(inline._compile_error(text, log, "nvcc 13.0.88, sm_90"))
-    assert message.splitlines() == [
-        "mine.cu does not compile (nvcc 13.0.88, sm_90):",
-        'mine.cu:4: identifier "j" is undefined',
-        "     3 |     int i = blockIdx.x * blockDim.x + threadIdx.x;",
-        ">    4 |     if (i < n) y[i] = factor * x[j];",
-    ]
-    unknown = str(inline._compile_error(text, "ld: out of luck\n", "nvcc"))
-    assert unknown.endswith("ld: out of luck")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_warnings_show_the_learners_line(backend):
+    noisy = SCALE.replace("factor * x[i]", "factor * x[j]").replace("int i =", "int j, i =")
+    module = load_inline(noisy, backend=backend, name="noisy.cu")
+    lines = module.warnings.splitlines()
+    assert lines[0].startswith("noisy.cu:4: ") and "j" in lines[0]
+    assert ">    4 |     if (i < n) y[i] = factor * x[j];" in lines
+    assert load_inline(noisy, backend=backend, name="noisy.cu").warnings == module.warnings  # from the cache, too
+    assert load_inline(SCALE, backend=backend).warnings == ""
 
 
 # ---- errors of a launch --------------------------------------------------------------------------------------------
@@ -185,45 +187,22 @@ def test_too_much_shared_memory_and_too_many_threads(backend):
     with pytest.raises((LaunchError, SimtError), match="shared memory") as caught:
         module.greedy(x, 300_000, 32)
     if backend != "emulator":
-        assert "the kernel wants 300000 bytes of shared memory a block, and this GPU has" in str(caught.value)
+        assert "the kernel wants 300000 bytes of shared memory per block, and this GPU has" in str(caught.value)
     with pytest.raises((LaunchError, SimtError)) as caught:
         module.greedy(x, 1024, 2048)
     assert "1024" in str(caught.value)
     module.greedy(x, 65536, 32)  # the next launch is fine
 
 
-def test_advice_for_cudas_codes():
-    error = inline._launch_error("forward", 701, "cudaErrorLaunchOutOfResources", 0, None)
-    assert str(error).startswith("forward returned 701, cudaErrorLaunchOutOfResources: a block needs more registers")
-    assert (error.code, error.name) == (701, "cudaErrorLaunchOutOfResources")
-    assert "restart Python" in str(inline._launch_error("f", 700, "cudaErrorIllegalAddress", 0, None))
-    assert str(inline._launch_error("f", 42, "cudaErrorNew", 0, None)) == "f returned 42, cudaErrorNew"
-
-
-def test_an_old_gpu_is_told_what_it_lacks():
-    text = inline._read(source("p8_5_swizzle"), "p8_5_swizzle.cu")
-    with pytest.raises(Unavailable, match="RTX 2080 has compute capability 7.5, and p8_5_swizzle.cu uses .*needs 8.0"):
-        inline._check_capability(text, (7, 5), "RTX 2080")
-    inline._check_capability(text, (8, 0), "A100")
-    inline._check_capability(inline._read("// cp_async in a comment\n" + SCALE, None), (7, 5), "RTX 2080")
-
-
-def test_what_is_missing_is_said(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert inline.missing("torch") == "PyTorch sees no CUDA GPU" and inline.missing("emulator") is None
-    with pytest.raises(Unavailable, match='backend "nvcc" cannot be used here: PyTorch sees no CUDA GPU'):
-        load_inline(SCALE, backend="nvcc")
-    monkeypatch.delenv("FLASHLAB_CUDA_BACKEND", raising=False)
-    assert inline.default_backend() == "emulator"
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(inline, "find_nvcc", lambda: None)
-    assert inline.missing("torch").startswith("there is no nvcc") and inline.default_backend() == "emulator"
-    monkeypatch.setenv("FLASHLAB_CUDA_BACKEND", "hip")
-    with pytest.raises(ValueError, match="FLASHLAB_CUDA_BACKEND is 'hip'"):
-        inline.default_backend()
-
-
 # ---- the cache -----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_step_is_compiled_once_however_it_is_named(backend, cache):
+    this = step("p6_1_fa1")
+    assert not load_inline(this, backend=backend).from_cache
+    assert load_inline(this.path, backend=backend, dtype=torch.float32, head_dim=64).from_cache
+    assert load_inline(str(this.path), backend=backend).from_cache
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_an_unchanged_source_comes_from_the_cache_and_a_changed_one_does_not(backend, cache):
     assert not load_inline(SCALE, backend=backend).from_cache
@@ -244,44 +223,6 @@ def test_a_changed_header_is_a_changed_source(backend, cache, tmp_path):
         assert y.tolist() == [value] * 3
 
 
-@needs_nvcc
-def test_builds_side_by_side_give_one_whole_build(cache):
-    text = inline._read(SCALE, None)
-    flags = inline._nvcc_flags(text, {}, [], "sm_80")
-    found, errors = [], []
-
-    def work():
-        try:
-            found.append(inline._build_nvcc(text, flags, "key"))
-        except Exception as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=work) for _ in range(3)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    assert not errors and len({str(path) for path, _ in found}) == 1 and found[0][0].stat().st_size > 10_000
-    assert [p.name for p in cache.glob("cuda/*")] == ["nvcc-key"], "no workspace is left"
-
-
-def test_a_build_that_came_second_leaves_the_first(tmp_path):
-    first, second, done = tmp_path / "a", tmp_path / "b", tmp_path / "done"
-    for path in (first, second):
-        path.mkdir()
-        (path / "manifest.json").write_text(path.name)
-    inline._keep(first, done)
-    inline._keep(second, done)
-    assert (done / "manifest.json").read_text() == "a" and second.exists()
-
-
-def test_the_cache_is_the_users_own(cache, monkeypatch):
-    assert inline.cache_folder() == cache / "cuda" and inline.cache_folder().stat().st_mode & 0o077 == 0
-    monkeypatch.setattr(os, "getuid", lambda: 12345)
-    with pytest.raises(Unavailable, match="belongs to another user: set FLASHLAB_CACHE"):
-        inline.cache_folder()
-
-
 @needs_gpu
 @pytest.mark.parametrize("backend", ["torch", "nvcc"])
 def test_two_processes_on_one_cache(backend, cache):
@@ -294,17 +235,6 @@ def test_two_processes_on_one_cache(backend, cache):
     both = [subprocess.Popen([sys.executable, "-c", code, SCALE], env=dict(os.environ)) for _ in range(2)]
     assert [p.wait(timeout=120) for p in both] == [0, 0]
     assert len(list(cache.glob("cuda/*"))) == 1
-
-
-# ---- the text that is compiled -------------------------------------------------------------------------------------
-def test_the_binding_is_small_and_the_cuda_source_needs_no_header_of_torch():
-    module = load_inline(SCALE, backend="emulator", name="scale.cu")
-    binding = module.binding_source
-    assert 'extern "C" int scale(const void*, void*, int, float, void*);' in binding
-    assert 'm.def("scale", &bound_scale);' in binding and "getCurrentCUDAStream(device)" in binding
-    assert len(binding.splitlines()) < 40 and "flashlab_" not in binding
-    native = inline._read(SCALE, "scale.cu").native
-    assert "torch" not in native and f'#line 1 "scale.cu"\n{SCALE}' in native
 
 
 # ---- forward -------------------------------------------------------------------------------------------------------
@@ -366,7 +296,7 @@ def test_forward_says_what_is_wrong_before_a_launch(flash):
         flash.forward(q[0], k, v)
     with pytest.raises(ValueError, match="head_dim is 32; this kernel is compiled for 64 or 128"):
         flash.forward(q[..., :32], k[..., :32], v[..., :32])
-    with pytest.raises(ValueError, match="they must agree"):
+    with pytest.raises(TypeError, match="one dtype for all three"):
         flash.forward(q, k.half(), v)
     with pytest.raises(ValueError, match="k is .* and v is .*; they must have one shape"):
         flash.forward(q, k, v[:, :, :5])
@@ -374,13 +304,15 @@ def test_forward_says_what_is_wrong_before_a_launch(flash):
         flash.forward(q[:, :1], *[x.expand(1, 2, 47, 64) for x in (k, v)])
     with pytest.raises(ValueError, match="scale is nan"):
         flash.forward(q, k, v, scale=math.nan)
+    with pytest.raises(TypeError, match="q is torch.float64; .* is taken: convert with"):
+        flash.forward(*(x.double() for x in (q, k, v)))
     with pytest.raises(TypeError, match="does not define forward"):
         load_inline(SCALE, backend="emulator").forward(q, k, v)
 
 
 def test_a_check_build_reports_on_any_machine():
     racy = source("p6_2_loop_order").replace(
-        "        __syncthreads();                                   // the", "        // the"
+        "__syncthreads();                                   // or a thread would read", "// or a thread would read"
     )
     module = load_inline(racy, name="racy.cu", check=True)
     assert module.backend == "emulator" and module.report is None

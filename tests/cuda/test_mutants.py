@@ -21,7 +21,7 @@ try:
 except SimtError as error:
     pytest.skip(str(error), allow_module_level=True)
 
-RIGHT = ("p8_1_split_kv", "p8_2_split_q", "p8_4_stages", "p8_5_swizzle", "p8_8_masks")
+RIGHT = ("p8_side_split_kv", "p8_1_split_q", "p8_3_stages", "p8_4_swizzle", "p9_1_masks")
 
 
 @pytest.fixture(scope="module")
@@ -57,31 +57,32 @@ def test_the_kernels_they_come_from_pass(name):
 
 
 def test_the_last_kernel_passes_with_split_keys():
-    assert trial.examine(step("p8_flash"), fast=False, max_seq=1100).cases > 30
+    assert trial.examine(step("p9_flash"), fast=False, max_seq=1100).cases > 30
 
 
 def test_a_finding_quotes_the_learners_lines():
-    wait = "cp_async_wait<STAGES == 1 ? 0 : STAGES - 2>();"
-    own = trial.part(step("p8_4_stages"), wait, wait).replace("2>", "1>")
-    source = trial.spliced(step("p8_4_stages"), wait, wait, own)
-    assert source.text.count("\n") == step("p8_4_stages").path.read_text().count("\n")
-    assert source.place(source.first) == "line 1 of your code, `cp_async_wait<STAGES == 1 ? 0 : STAGES - 1>();`,"
-    with pytest.raises(CheckFailed, match=r"line \d+ of p8_4_stages\.cu, `ldmatrix_x4\(a") as caught:
+    own = trial.region(step("p8_3_stages"), "load K and V").replace("STAGES - 2>", "STAGES - 1>")
+    source = trial.replaced(step("p8_3_stages"), "load K and V", own)
+    assert source.text.count("\n") == step("p8_3_stages").path.read_text().count("\n")
+    assert source.place(source.first + 5) == "line 6 of your code, `cp_async_wait<STAGES == 1 ? 0 : STAGES - 1>();`,"
+    with pytest.raises(CheckFailed, match=r"line \d+ of p8_3_stages\.cu, `ldmatrix_x4\(a") as caught:
         trial.examine(source)
     assert caught.value.diagnosis == "read-before-wait"
 
 
 def test_what_does_not_compile_is_told_with_its_line():
-    source = trial.spliced(step("p8_2_split_q"), "int at(int row", "int at(int row",
-                           "__device__ int at(int row, int column) {\n    return rows;\n}")  # fmt: skip
+    text = "__device__ int at(int row, int column) {\n    return rows;\n}"
+    source = trial.replaced(step("p8_1_split_q"), "swizzle", text)
     with pytest.raises(CheckFailed, match="line 2 of your code, `return rows;`, error.*rows") as caught:
         trial.examine(source)
     assert caught.value.diagnosis == "does-not-compile"
 
 
-def test_lines_that_are_not_there():
-    with pytest.raises(ValueError, match="no lines from 'nonsense'"):
-        trial.part(SERIES[0], "nonsense", "more")
+def test_a_region_that_is_not_there():
+    with pytest.raises(KeyError, match="no region 'nonsense'; its regions: 'constants', 'arithmetic'"):
+        trial.region(SERIES[0], "nonsense")
+    with pytest.raises(KeyError, match="no region 'nonsense'"):
+        trial.replaced(SERIES[0], "nonsense", "x")
 
 
 def test_the_models_of_fragments():

@@ -7,12 +7,12 @@ import torch
 
 from flashlab.attention import reference
 from flashlab.attention.reference import attention_backward
-from flashlab.cuda import inline, operators
+from flashlab.cuda import missing, operators
 from flashlab.cuda.operators import attention
 from flashlab.kernels import SERIES, step
 
-DEVICES = ["cpu", *(["cuda"] if inline.missing("nvcc") is None else [])]
-CHECKED = ("p6_2_loop_order", "p8_7_store")
+DEVICES = ["cpu", *(["cuda"] if missing("nvcc") is None else [])]
+CHECKED = ("p6_2_loop_order", "p8_6_store")
 
 
 def inputs(name, *, device="cpu", heads=2, kv_heads=1, seq_q=20, seq_k=37, grad=False):
@@ -23,7 +23,7 @@ def inputs(name, *, device="cpu", heads=2, kv_heads=1, seq_q=20, seq_k=37, grad=
 
 
 def test_every_step_is_registered_with_all_that_pytorch_asks():
-    assert [s.name for s in SERIES][:2] == ["p6_1_fa1", "p6_2_loop_order"] and SERIES[-1].name == "p8_flash"
+    assert [s.name for s in SERIES][:2] == ["p6_1_fa1", "p6_2_loop_order"] and SERIES[-1].name == "p9_flash"
     for s in SERIES:
         operator = getattr(torch.ops.flashlab, s.name).default
         assert str(operator._schema).endswith(
@@ -95,8 +95,8 @@ def test_torch_compile_keeps_the_graph_whole(device):
 
 def test_dtype_and_head_dim_that_a_step_does_not_take():
     q = torch.zeros(1, 1, 4, 64)
-    with pytest.raises(ValueError, match="q is torch.float32; p8_7_store takes torch.float16 or torch.bfloat16"):
-        attention("p8_7_store", q, q, q)
+    with pytest.raises(ValueError, match="q is torch.float32; p8_6_store takes torch.float16 or torch.bfloat16"):
+        attention("p8_6_store", q, q, q)
     with pytest.raises(ValueError, match="head_dim is 80; p6_1_fa1 takes 64 or 128"):
         attention("p6_1_fa1", *[torch.zeros(1, 1, 4, 80)] * 3)
     with pytest.raises(KeyError, match="no step 'p9_magic' in the series"):
@@ -120,7 +120,7 @@ def test_an_empty_batch():
     not torch.cuda.is_available() or torch.cuda.get_device_properties(0).total_memory < 40 * 2**30,
     reason="needs a GPU with 40 GB",
 )
-@pytest.mark.parametrize("name", ["p6_6_shapes", "p7_naive", "p8_flash"])
+@pytest.mark.parametrize("name", ["p6_6_shapes", "p7_naive", "p9_flash"])
 def test_tensors_of_more_than_2_to_the_31_elements(name):
     """Addresses in 32 bits wrap around and read wrong, finite values [flash-attention issues 767, 1500, 2611]."""
     dtype = step(name).dtypes[0]

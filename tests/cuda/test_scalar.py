@@ -1,7 +1,6 @@
 """Phase 6: every step is right, does nothing that it should not, and costs what the lecture says it costs."""
 
 import difflib
-import json
 import re
 
 import pytest
@@ -9,14 +8,12 @@ import torch
 
 from flashlab.attention import reference
 from flashlab.attention.cost import FA1_BLOCK_N, FA2_BLOCK_M, fa1_cost, fa2_cost
-from flashlab.bench import scalar as bench
-from flashlab.bench import timing
-from flashlab.cuda import inline, load_inline
+from flashlab.cuda import load_inline, missing
 from flashlab.cuda.operators import module
 from flashlab.kernels import source, steps
 
 STEPS = [s.name for s in steps(6)]
-DEVICES = ["cpu", *(["cuda"] if inline.missing("nvcc") is None else [])]
+DEVICES = ["cpu", *(["cuda"] if missing("nvcc") is None else [])]
 # batch, heads, kv_heads, seq_q, seq_k, causal: one, tails on both sides, more than one tile, rows that see nothing, GQA
 CASES = (
     (1, 1, 1, 1, 1, False), (1, 2, 1, 100, 77, False), (2, 4, 2, 33, 130, True), (1, 1, 1, 70, 20, True),
@@ -133,54 +130,3 @@ def test_a_step_is_one_idea_of_at_most_sixty_lines():
         changed = [line for line in difflib.ndiff(code(before), code(after)) if line.startswith("+ ")]
         assert 10 <= len(changed) <= 60, f"{before} to {after}: {len(changed)} lines"
         assert source(after).count("// New") >= 3, f"{after} does not mark what is new"
-
-
-# ---- the bench -------------------------------------------------------------------------------------------------------
-def test_the_published_shapes_are_all_measured():
-    assert {(r["batch"], r["heads"], r["seq_len"], r["head_dim"], False) for r in bench.published()} < set(
-        bench.shapes()
-    )
-    assert {r["variant"] for r in bench.published()} == {"fa1_f32", "torch_naive_f32"}
-    assert bench.flops(1, 2, 10, 64, False) == 2 * bench.flops(1, 2, 10, 64, True) == 4 * 2 * 100 * 64
-
-
-@pytest.mark.skipif(not bench.RECORDED.exists(), reason="no recorded run: python -m flashlab.bench.scalar on a GPU")
-def test_the_recorded_run_is_whole_and_keeps_the_promise():
-    data = bench.recorded()
-    assert data["machine"]["gpu"] == "NVIDIA H200" and data["tf32"] is False and data["machine"]["sm_clock_mhz"]
-    names = {*STEPS, *bench.PEERS}
-    for shape in bench.shapes():
-        rows = [
-            r for r in data["rows"] if tuple(r[k] for k in ("batch", "heads", "seq_len", "head_dim", "causal")) == shape
-        ]
-        assert {r["variant"] for r in rows} == names, shape
-        assert all(r["ms_low"] <= r["ms"] <= r["ms_high"] and r["max_error"] < 1e-4 for r in rows)
-    last = bench.ratios(data, STEPS[-1])
-    assert len(last) == len(bench.shapes()) and min(last.values()) > 1, "the last step beats unfused PyTorch everywhere"
-    json.dumps(data)
-
-
-def test_summary_of_samples():
-    t = timing.summary([3.0, 1.0, 2.0, 5.0, 4.0])
-    assert (t.ms, t.rounds, round(t.ms_low, 3), round(t.ms_high, 3)) == (3.0, 5, 1.4, 4.6)
-    assert round(t.spread, 4) == round(3.2 / 3, 4) and timing.summary([2.0]).tflops(4e9) == 2.0
-    with pytest.raises(ValueError, match="no samples"):
-        timing.summary([])
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_interleaved_orders_what_is_plainly_slower():
-    x = torch.randn(2048, 2048, device="cuda")
-    times = timing.interleaved(
-        {"one": lambda: x @ x, "four": lambda: x @ x @ x @ x @ x, "two sets": [lambda: x @ x] * 2}
-    )
-    assert 2 < times["four"].ms / times["one"].ms < 8 and times["one"].rounds == 15
-    assert timing.machine()["gpu"] and timing.input_sets(1) == 8 and timing.input_sets(10**12) == 1
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_timing_says_so():
-    with pytest.raises(timing.NoGpu, match="timing needs a GPU"):
-        timing.interleaved({"nothing": lambda: None})
-    with pytest.raises(timing.NoGpu):
-        bench.run()

@@ -191,6 +191,7 @@ def test_first_failing_length_without_the_padding():
 KEYS_MASKED = '    s = tl.where(offs_n[None, :] < N, s, float("-inf"))  # a padded key gets no weight\n'
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("replacements", "diagnoses"),
     [
@@ -248,6 +249,7 @@ def test_the_quarter_s_mistakes_are_told(replacements, diagnosis):
     assert rejected("1.6", solution("quarter_kernel", *replacements)) == diagnosis
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("replacements", "diagnoses"),
     [

@@ -59,6 +59,7 @@ UNMASKED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_wrong_kernel_is_told_its_mistake(tmp_path, mistake):
     assert diagnosis("3.4", kernel_from(tmp_path, MILESTONE, *MISTAKES[mistake])) == mistake
@@ -182,6 +183,7 @@ SKIPPING = (
 )
 
 
+@pytest.mark.slow
 def test_the_causal_kernel(tmp_path):
     assert check("3.8", kernel_from(tmp_path, MILESTONE, *CAUSAL, SKIPPING))
     assert diagnosis("3.8", kernel_from(tmp_path, MILESTONE, *CAUSAL)) == "causal-tiles-not-skipped"

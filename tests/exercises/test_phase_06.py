@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from flashlab.check import CheckFailed
+from flashlab.check.cuda_answer import region
 from flashlab.exercises import check
-from flashlab.exercises.phase_06 import inner_loop_of
 from flashlab.exercises.registry import exercises, find
 from flashlab.kernels import steps
 
@@ -77,7 +77,7 @@ def test_a_hole_is_not_solved_yet(id):
 
 def test_what_is_no_source_is_refused():
     assert rejected("6.1", 7)[0] == "wrong-type"
-    assert rejected("6.1", changed("add_bias", ("int run(", "int walk(")))[0] == "wrong-type"
+    assert rejected("6.1", changed("add_bias", ("int run(", "int walk(")))[0] == "wrong-entry"
 
 
 def test_a_compilers_message_quotes_the_line():
@@ -234,8 +234,7 @@ def test_the_solution_of_the_milestone_is_the_kernels_own_loop():
         stripped = (re.sub(r"//.*", "", line).split() for line in lines)
         return sorted(" ".join(words) for words in stripped if words)
 
-    first, last = inner_loop_of()
-    assert code(steps(6)[1].path.read_text().splitlines()[first:last]) == code(text("inner_loop").splitlines())
+    assert code(region(steps(6)[1], "one tile").splitlines()) == code(text("inner_loop").splitlines())
 
 
 # ---- 6.7 ------------------------------------------------------------------------------------------------------------

@@ -215,16 +215,16 @@ LOOP = {
         "#pragma unroll\n            for (int n = 0; n < O_TILES; n++) {",
         "k_smem[lane] = 0;\n            for (int n = 0; n < O_TILES; n++) {",
     ),
-    "tail-not-masked": ("if (key + n * 8", "if (p.causal && key + n * 8"),
-    "o-not-rescaled": ("acc[n][2 * h] *= correction, acc[n][2 * h + 1] *= correction", "(void)correction"),
-    "does-not-compile": ("float new_max[2];", "float new_max[2]"),
+    "tail-not-masked": ("if (n_start + n * MMA_N", "if (p.causal && n_start + n * MMA_N"),
+    "o-not-rescaled": ("acc[n][2 * r] *= correction, acc[n][2 * r + 1] *= correction", "(void)correction"),
+    "does-not-compile": ("float m_new[ROWS_PER_LANE];", "float m_new[ROWS_PER_LANE]"),
     "v-not-transposed": ("ldmatrix_x2_trans(b", "ldmatrix_x2(b"),
 }
 
 
 def test_the_loop_of_the_kernel():
     assert check("7.7", naive_loop())
-    error = failure("7.7", naive_loop().replace("float new_max[2];", "float new_max[2]"))
+    error = failure("7.7", naive_loop().replace("float m_new[ROWS_PER_LANE];", "float m_new[ROWS_PER_LANE]"))
     assert "of your code" in str(error)
 
 

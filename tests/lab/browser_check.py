@@ -110,6 +110,7 @@ class Lab:
                 "--IdentityProvider.token=",
                 "--LabApp.expose_app_in_browser=True",
                 f"--ServerApp.root_dir={folder}",
+                f"--LabApp.app_settings_dir={ROOT / 'tools' / 'jupyterlab'}",
             ],
             stdout=self.log,
             stderr=subprocess.STDOUT,

@@ -14,7 +14,6 @@ import pytest
 
 from flashlab import simt
 from flashlab.simt import CompileError, SimtError, compile_cuda, elf, lines, memory, source
-from flashlab.simt import build as build_module
 
 from .conftest import KERNELS
 
@@ -74,13 +73,6 @@ def test_builds_at_the_same_time():
         assert b[0] == want
 
 
-def test_a_build_that_fails_leaves_nothing(tmp_path):
-    with pytest.raises(RuntimeError), build_module._workspace(tmp_path) as work:
-        (work / "kernel.o").touch()
-        raise RuntimeError
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_compile_error_has_the_learners_lines():
     broken = ADD.replace("b[i] += a[i] * FACTOR", "b[i] += c[i]")
     with pytest.raises(CompileError) as caught:
@@ -103,15 +95,6 @@ extern "C" int run(float* p) { k<<<1, 1>>>(p); return cudaGetLastError(); }
         compile_cuda(text, defines={"FLOATS": 12289})
 
 
-def test_old_builds_are_removed(tmp_path):
-    for i in range(6):
-        path = tmp_path / f"{i}.so"
-        path.touch()
-        os.utime(path, (i, i) if i < 4 else None)
-    build_module._prune(tmp_path, keep=3)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["3.so", "4.so", "5.so"]
-
-
 def test_warnings_are_kept():
     text = ADD.replace("const int i", "int j; const int i").replace("a[i] *", "a[j] *")
     built = compile_cuda(text + f"// {os.urandom(4).hex()}", defines={"FACTOR": 1})
@@ -131,13 +114,6 @@ def test_no_compiler(monkeypatch):
             simt.find_compiler("mycc")
     finally:
         simt.find_compiler.cache_clear()
-
-
-def test_a_cache_of_someone_else(monkeypatch, tmp_path):
-    monkeypatch.setenv("FLASHLAB_CACHE", str(tmp_path))
-    monkeypatch.setattr(os, "getuid", lambda: 12345)
-    with pytest.raises(SimtError, match="belongs to another user"):
-        build_module.cache_directory()
 
 
 def test_without_addr2line(monkeypatch):
@@ -179,6 +155,7 @@ def test_the_other_compiler():
     assert racy.findings[0].kind == "race" and racy.findings[0].line
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_the_launch():
     """Ctrl-C in a notebook: KeyboardInterrupt, and the process lives on."""
     program = f"""

@@ -128,6 +128,7 @@ MUTANTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutants_are_found(name):
     old, new, expected = MUTANTS[name]

@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 import torch
 
+from flashlab.attention.inputs import check_qkv, scale_of
+
 __all__ = [
     "State",
     "attention_by_loops",
@@ -27,8 +29,10 @@ __all__ = [
     "merge_finished",
     "online_normalizer",
     "online_softmax",
+    "require_block",
     "require_mergeable",
     "require_one_dtype",
+    "require_state",
     "row_max",
     "shifted_exp",
     "softmax_naive",
@@ -47,23 +51,18 @@ def attention_by_loops(
     Returns:
         [M, Dv], float64.
     Raises:
-        ValueError: a tensor that is not a matrix, or shapes that do not belong together.
+        TypeError, ValueError: see `flashlab.attention.inputs.check_qkv`.
         OverflowError: a scaled score above 709.78; `math.exp` refuses where a tensor would hold inf.
     """
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.ndim != 2:
-            raise ValueError(f"{name} must be a matrix [rows, columns], but it has {x.ndim} dimensions")
-    if q.shape[1] != k.shape[1] or k.shape[0] != v.shape[0]:
-        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in (("q", q), ("k", k), ("v", v)))
-        raise ValueError(f"q [M, D], k [N, D] and v [N, Dv] do not fit together: {shapes}")
-    scale = 1.0 / math.sqrt(q.shape[1]) if scale is None else scale
-    q, k, v = q.tolist(), k.tolist(), v.tolist()
+    check_qkv(q, k, v, rank=2)
+    scale = scale_of(scale, q.shape[1])
+    Q, K, V = q.tolist(), k.tolist(), v.tolist()
     out = []
-    for q_i in q:
-        s = [scale * sum(a * b for a, b in zip(q_i, k_j, strict=True)) for k_j in k]  # scores of row i
+    for q_i in Q:
+        s = [scale * sum(a * b for a, b in zip(q_i, k_j, strict=True)) for k_j in K]  # scores of row i
         e = [math.exp(s_j) for s_j in s]
         p = [e_j / sum(e) for e_j in e]  # they sum to 1
-        out.append([sum(p_j * v_j[d] for p_j, v_j in zip(p, v, strict=True)) for d in range(len(v[0]))])
+        out.append([sum(p_j * v_j[d] for p_j, v_j in zip(p, V, strict=True)) for d in range(len(V[0]))])
     return torch.tensor(out, dtype=torch.float64)
 
 
@@ -175,16 +174,7 @@ def block_state(scores: torch.Tensor, v: torch.Tensor) -> State:
     Raises:
         ValueError: ranks or shapes that do not belong together. TypeError: different or non-floating dtypes.
     """
-    if scores.ndim < 1 or v.ndim < 2:
-        raise ValueError(
-            f"scores must be [..., N] and v [..., N, D], but they have {scores.ndim} and {v.ndim} dimensions"
-        )
-    if v.shape[-2] != scores.shape[-1] or v.shape[:-2] not in ((), scores.shape[:-2]):
-        raise ValueError(
-            f"scores {tuple(scores.shape)} and v {tuple(v.shape)} do not fit together: v must hold one row for "
-            "each of the N scores, as [N, D] or with the leading axes of scores [..., M, N]"
-        )
-    require_one_dtype(scores=scores, v=v)
+    require_block(scores, v)
     m = row_max(scores)
     p = shifted_exp(scores, m[..., None])
     return State(m, p.sum(dim=-1), p @ v)
@@ -217,7 +207,7 @@ def finish(state: State) -> tuple[torch.Tensor, torch.Tensor]:
     Raises:
         ValueError, TypeError: m, l and o do not belong together.
     """
-    _require_state(state, "state")
+    require_state(state, "state")
     m, l, o = state
     return o / l.masked_fill(l == 0, 1.0)[..., None], m + torch.log(l)
 
@@ -245,10 +235,24 @@ def merge_finished(
     return o.to(o1.dtype), lse
 
 
+def require_block(scores: torch.Tensor, v: torch.Tensor) -> None:
+    """Raise ValueError (shapes) or TypeError (dtypes) unless scores [..., N] and v [..., N, D] are of the same keys."""
+    if scores.ndim < 1 or v.ndim < 2:
+        raise ValueError(
+            f"scores must be [..., N] and v [..., N, D], but they have {scores.ndim} and {v.ndim} dimensions"
+        )
+    if v.shape[-2] != scores.shape[-1] or v.shape[:-2] not in ((), scores.shape[:-2]):
+        raise ValueError(
+            f"scores {tuple(scores.shape)} and v {tuple(v.shape)} do not fit together: v must hold one row for "
+            "each of the N scores, as [N, D] or with the leading axes of scores [..., M, N]"
+        )
+    require_one_dtype(scores=scores, v=v)
+
+
 def require_mergeable(a: State, b: State) -> None:
     """Raise ValueError (shapes) or TypeError (dtypes) unless `a` and `b` are states of the same rows."""
-    _require_state(a, "a")
-    _require_state(b, "b")
+    require_state(a, "a")
+    require_state(b, "b")
     if a.o.shape != b.o.shape:
         raise ValueError(
             f"the two states differ in rows or head_dim: a.o is {tuple(a.o.shape)}, b.o is {tuple(b.o.shape)}"
@@ -256,7 +260,8 @@ def require_mergeable(a: State, b: State) -> None:
     require_one_dtype(**{"a.m": a.m, "b.m": b.m})
 
 
-def _require_state(state: State, name: str) -> None:
+def require_state(state: State, name: str) -> None:
+    """Raise ValueError (shapes) or TypeError (dtypes) unless m, l and o are of the same rows."""
     m, l, o = state
     if o.ndim < 1 or m.shape != l.shape or m.shape != o.shape[:-1]:
         shapes = f"m is {tuple(m.shape)}, l is {tuple(l.shape)}, o is {tuple(o.shape)}"

@@ -14,6 +14,8 @@ import math
 
 import torch
 
+from flashlab.attention.inputs import check_qkv, scale_of
+
 __all__ = ["attention", "attention_backward", "attention_low_precision", "causal_mask"]
 
 
@@ -22,18 +24,6 @@ def causal_mask(seq_q: int, seq_k: int, device: torch.device | str | None = None
     i = torch.arange(seq_q, device=device)[:, None]
     j = torch.arange(seq_k, device=device)[None, :]
     return j <= i + (seq_k - seq_q)
-
-
-def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.ndim != 4:
-            raise ValueError(f"{name} must be [batch, heads, seq_len, head_dim], but it has {x.ndim} dimensions")
-    if k.shape[:3] != v.shape[:3]:
-        raise ValueError(f"k {tuple(k.shape)} and v {tuple(v.shape)} differ in batch, heads or seq_len")
-    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
-        raise ValueError(f"q {tuple(q.shape)} and k {tuple(k.shape)} differ in batch or head_dim")
-    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
-        raise ValueError(f"{q.shape[1]} query heads are no multiple of {k.shape[1]} key heads")
 
 
 def _expand_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -55,15 +45,15 @@ def attention(
     Returns:
         o: [batch, heads, seq_q, v_dim], float64. lse: [batch, heads, seq_q], float64, natural logarithm.
     Raises:
-        ValueError: a tensor that is not rank 4, or shapes that do not belong together.
+        TypeError, ValueError: see `flashlab.attention.inputs.check_qkv`.
     """
-    _check(q, k, v)
-    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
+    check_qkv(q, k, v)
+    scale = scale_of(scale, q.shape[-1])
     k, v = _expand_heads(q, k, v)
     s = scale * (q.double() @ k.double().transpose(-1, -2))
     visible = torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device)
     if causal:
-        visible = causal_mask(*s.shape[-2:], device=s.device)
+        visible = causal_mask(s.shape[-2], s.shape[-1], device=s.device)
         s = s.masked_fill(~visible, -math.inf)
     lse = torch.logsumexp(s, dim=-1)
     # A row with nothing to look at has lse = -inf; -inf - (-inf) would be NaN, so it is shifted by 0 instead.
@@ -85,12 +75,12 @@ def attention_low_precision(
     Returns:
         o in q.dtype, [batch, heads, seq_q, v_dim]; lse in float32, [batch, heads, seq_q].
     """
-    _check(q, k, v)
-    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
+    check_qkv(q, k, v)
+    scale = scale_of(scale, q.shape[-1])
     k, v = _expand_heads(q, k, v)
     s = (q @ k.transpose(-1, -2)) * scale
     if causal:
-        s = s.masked_fill(~causal_mask(*s.shape[-2:], device=s.device), -math.inf)
+        s = s.masked_fill(~causal_mask(s.shape[-2], s.shape[-1], device=s.device), -math.inf)
     lse = torch.logsumexp(s.float(), dim=-1)
     p = torch.softmax(s, dim=-1).masked_fill(torch.isneginf(lse)[..., None], 0.0)
     return p @ v, lse

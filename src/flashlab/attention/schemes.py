@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from flashlab import runtime  # before triton: it decides whether kernels are interpreted
+from flashlab.attention.inputs import TILE_SIDES, check_block, check_qkv, scale_of
 from flashlab.triton_tools.compile_report import CompileReport, compile_reports
 
 import triton  # isort: skip
@@ -68,9 +69,9 @@ def scheme_a(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of one head with scheme_a_kernel: right for any M and N, as long as K and V fit into shared memory.
 
-    q [M, HEAD_DIM], k and v [N, HEAD_DIM], float16 or bfloat16, HEAD_DIM a power of two >= 16. Returns o [M, HEAD_DIM]
-    in q's dtype and lse [M] in float32. `as_if_on` ("sm_120", "RTX 4090") asks the compiler first whether that GPU
-    could run it; the interpreter itself has no shared memory to run out of.
+    q [M, HEAD_DIM], k and v [N, HEAD_DIM], float16 or bfloat16, HEAD_DIM a power of two from 16 to 256. Returns o
+    [M, HEAD_DIM] in q's dtype and lse [M] in float32. `as_if_on` ("sm_120", "RTX 4090") asks the compiler first whether
+    that GPU could run it; the interpreter itself has no shared memory to run out of.
     Raises ValueError or TypeError for tensors it cannot take; OutOfSharedMemory when `as_if_on` could not launch it;
     triton's own OutOfResources when the GPU it runs on cannot.
     """
@@ -145,20 +146,7 @@ def scheme_a_report(
 
 def check_one_head(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """Raise ValueError or TypeError, with a sentence, unless q, k and v are one head that the kernels here can take."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.ndim != 2:
-            raise ValueError(f"{name} must be one head, [seq_len, head_dim], but it has {x.ndim} dimensions")
-        if x.dtype != q.dtype or x.device != q.device:
-            raise TypeError(
-                f"q, k and v must share dtype and device, but q is {q.dtype} on {q.device} and {name} is {x.dtype} "
-                f"on {x.device}"
-            )
-    if q.dtype not in (torch.float16, torch.bfloat16):
-        raise TypeError(f"q, k and v must be float16 or bfloat16, not {q.dtype}")
-    if k.shape != v.shape or q.shape[1] != k.shape[1]:
-        raise ValueError(f"q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not belong together")
-    if q.shape[1] < 16 or q.shape[1] & (q.shape[1] - 1):
-        raise ValueError(f"head_dim must be a power of two, at least 16, not {q.shape[1]}")
+    check_qkv(q, k, v, rank=2, dtypes=(torch.float16, torch.bfloat16), head_dims=TILE_SIDES, same_v=True)
 
 
 def launch(
@@ -180,7 +168,8 @@ def launch(
     check_one_head(q, k, v)
     o = torch.zeros_like(q, memory_format=torch.contiguous_format)
     lse = torch.full((len(q),), -math.inf, dtype=torch.float32, device=q.device)
-    scale = 1.0 / math.sqrt(q.shape[1]) if scale is None else scale
+    scale = scale_of(scale, q.shape[1])
+    check_block("BLOCK_M", BLOCK_M, power_of_two=True)
     if len(q) and len(k):
         kernel[(triton.cdiv(len(q), BLOCK_M),)](
             q, k, v, o, lse, *q.stride(), *k.stride(), *v.stride(), *o.stride(), len(q), len(k), scale,
@@ -288,6 +277,7 @@ def scheme_b_kernel(
     p = (p / l_i[:, None]).to(v_ptr.dtype.element_ty)
 
     acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
+    # region: V in blocks, P whole
     if HOW == "slice" or HOW == "split":
         for j in tl.static_range(KEYS // BLOCK_N):  # unrolled by the compiler: j is a constant in each copy
             rows = j * BLOCK_N + offs_n
@@ -298,6 +288,7 @@ def scheme_b_kernel(
             else:
                 p_j = slice_by_split(p, j, HALVINGS)
             acc = tl.dot(p_j, v, acc)
+    # endregion
     else:
         for j in range(KEYS // BLOCK_N):
             rows = j * BLOCK_N + offs_n
@@ -340,11 +331,10 @@ def scheme_b(
     """
     if how != "slice" and how not in ESCAPE_HATCHES:
         raise ValueError(f"how is 'slice' or one of {', '.join(ESCAPE_HATCHES)}, not {how!r}")
-    if BLOCK_N < 16 or BLOCK_N & (BLOCK_N - 1):
-        raise ValueError(f"BLOCK_N must be a power of two, at least 16, not {BLOCK_N}")
+    check_block("BLOCK_N", BLOCK_N, power_of_two=True)
     halvings = (max(BLOCK_N, padded(len(k))) // BLOCK_N).bit_length() - 1
-    constants = {"BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N, "HALVINGS": halvings, "HOW": how}
-    return launch(scheme_b_kernel, q, k, v, scale=scale, **constants)
+    constants = {"BLOCK_N": BLOCK_N, "HALVINGS": halvings, "HOW": how}
+    return launch(scheme_b_kernel, q, k, v, scale=scale, BLOCK_M=BLOCK_M, **constants)
 
 
 def scheme_b_shared_bytes(seq_len: int, head_dim: int, *, BLOCK_M: int = 64, itemsize: int = 2) -> int:

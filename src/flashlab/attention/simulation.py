@@ -22,6 +22,8 @@ from typing import NamedTuple
 
 import torch
 
+from flashlab.attention.inputs import check_block, check_qkv, scale_of
+
 __all__ = [
     "Step",
     "check_inputs",
@@ -47,34 +49,18 @@ class Step(NamedTuple):
 
 
 def check_inputs(
-    Q_block: torch.Tensor, K: torch.Tensor, V: torch.Tensor, BLOCK_N: int, scale: float | None = None
-) -> float:
+    Q_block: torch.Tensor, K: torch.Tensor, V: torch.Tensor, BLOCK_N: int, scale: float | None = None,
+    BLOCK_M: int | None = None,
+) -> float:  # fmt: skip
     """Raise a clear error for inputs that the block functions cannot take; return `scale`, or its default.
 
     Raises:
-        ValueError: a rank other than 2, shapes that do not belong together, no key at all, BLOCK_N below 1.
-        TypeError: dtypes that differ or are not float16, bfloat16 or float32; a BLOCK_N that is not an int.
+        TypeError, ValueError: see `check_qkv`; no key at all; a block size that is not an int, or below 1.
     """
-    for name, x in (("Q_block", Q_block), ("K", K), ("V", V)):
-        if x.ndim != 2:
-            raise ValueError(f"{name} must be [rows, head_dim], one head, but it has {x.ndim} dimensions")
-    if Q_block.shape[1] != K.shape[1]:
-        raise ValueError(f"Q_block has head_dim {Q_block.shape[1]}, but K has {K.shape[1]}: no dot product")
-    if K.shape[0] != V.shape[0]:
-        raise ValueError(f"K has {K.shape[0]} rows, but V has {V.shape[0]}: each key needs one value")
-    if K.shape[0] == 0 or K.shape[1] == 0:
-        raise ValueError(f"K has shape {list(K.shape)}: a softmax needs at least one key of one feature")
-    if not Q_block.dtype == K.dtype == V.dtype:
-        raise TypeError(f"one dtype for all three, please: Q_block {Q_block.dtype}, K {K.dtype}, V {V.dtype}")
-    if Q_block.dtype not in _DTYPES:
-        raise TypeError(f"{Q_block.dtype} is not simulated: use float16, bfloat16 or float32")
-    if not Q_block.device == K.device == V.device:
-        raise ValueError(f"one device for all three: Q_block {Q_block.device}, K {K.device}, V {V.device}")
-    if isinstance(BLOCK_N, bool) or not isinstance(BLOCK_N, int):
-        raise TypeError(f"BLOCK_N is a number of keys, an int, not {BLOCK_N!r}")
-    if BLOCK_N < 1:
-        raise ValueError(f"BLOCK_N is {BLOCK_N}: a block has at least one key")
-    return 1.0 / math.sqrt(Q_block.shape[1]) if scale is None else float(scale)
+    check_qkv(Q_block, K, V, rank=2, dtypes=_DTYPES, keys_needed=True, names=("Q_block", "K", "V"))
+    check_block("BLOCK_M", BLOCK_M)
+    check_block("BLOCK_N", BLOCK_N)
+    return scale_of(scale, Q_block.shape[1])
 
 
 def flash_attention_forward_sim(
@@ -139,11 +125,9 @@ def flash_attention_one_head_sim(
     Returns:
         O: [M, V_DIM] in V's dtype. lse: [M], float32.
     Raises:
-        ValueError: BLOCK_M below 1. ValueError, TypeError: see `check_inputs`.
+        ValueError, TypeError: see `check_inputs`.
     """
-    scale = check_inputs(Q, K, V, BLOCK_N, scale)
-    if BLOCK_M < 1:
-        raise ValueError(f"BLOCK_M is {BLOCK_M}: a block has at least one query row")
+    scale = check_inputs(Q, K, V, BLOCK_N, scale, BLOCK_M)
     M = Q.shape[0]
     O = Q.new_empty([M, V.shape[1]])
     lse = Q.new_empty([M], dtype=torch.float32)
@@ -168,9 +152,7 @@ def flash_attention_causal_sim(
     Query i sees the keys j <= i + N - M (the last query sees the last key). A row that sees no key at all
     gets O = 0 and lse = -inf. Arguments, results and errors as for `flash_attention_one_head_sim`.
     """
-    scale = check_inputs(Q, K, V, BLOCK_N, scale)
-    if BLOCK_M < 1:
-        raise ValueError(f"BLOCK_M is {BLOCK_M}: a block has at least one query row")
+    scale = check_inputs(Q, K, V, BLOCK_N, scale, BLOCK_M)
     M, N = Q.shape[0], K.shape[0]
     O = Q.new_empty([M, V.shape[1]])
     lse = Q.new_empty([M], dtype=torch.float32)
@@ -219,16 +201,9 @@ def flash_attention_sim(
         o: [batch, heads, seq_q, head_dim] in v's dtype; lse: [batch, heads, seq_q], float32.
         With no key at all (seq_k = 0) o is 0 and lse -inf.
     Raises:
-        ValueError: a rank other than 4, a batch or heads that do not match. See `check_inputs` for the rest.
+        ValueError, TypeError: see `check_qkv` and `check_inputs`.
     """
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.ndim != 4:
-            raise ValueError(f"{name} must be [batch, heads, seq_len, head_dim], not {x.ndim}-dimensional")
-    if not q.shape[0] == k.shape[0] == v.shape[0]:
-        raise ValueError(f"one batch size for all three: q {q.shape[0]}, k {k.shape[0]}, v {v.shape[0]}")
-    if k.shape[1] != v.shape[1] or k.shape[1] == 0 or q.shape[1] % k.shape[1]:
-        heads = q.shape[1], k.shape[1], v.shape[1]
-        raise ValueError("{} query heads, {} key heads and {} value heads do not fit together".format(*heads))
+    check_qkv(q, k, v, dtypes=_DTYPES)
     one_head = flash_attention_causal_sim if causal else flash_attention_one_head_sim
     group = q.shape[1] // k.shape[1]
     o = q.new_zeros([*q.shape[:3], v.shape[3]])

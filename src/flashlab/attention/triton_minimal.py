@@ -12,13 +12,13 @@ the same loop.
 """
 
 import contextlib
-import math
 
 import torch
 import triton
 import triton.language as tl
 
 from flashlab import runtime
+from flashlab.attention.inputs import TILE_SIDES, check_block, check_qkv, scale_of
 
 LOG2_E = 1.4426950408889634  # exp(x) == exp2(x * LOG2_E)
 
@@ -110,16 +110,16 @@ def flash_attention_forward(
         No key (N = 0), or only scores of -inf in a row: o is 0 and lse -inf there. A NaN or +inf among a row's scores
         makes the row NaN. A NaN in row j of v makes every row NaN, since 0 * NaN is NaN.
     Raises:
-        TypeError: something that is no tensor; a dtype that differs or is not one of the three.
-        ValueError: a rank other than 2, shapes that do not belong together, a HEAD_DIM or a block size that the kernel
-            does not take, different devices, a CPU tensor where kernels are compiled.
+        TypeError, ValueError: see `flashlab.attention.inputs.check_qkv`, `check_block` and `scale_of`.
     """
-    _check(q, k, v, BLOCK_M, BLOCK_N)
+    check_qkv(q, k, v, rank=2, dtypes=DTYPES, head_dims=TILE_SIDES, same_v=True, on_gpu=not runtime.INTERPRETED)
+    check_block("BLOCK_M", BLOCK_M, power_of_two=True)
+    check_block("BLOCK_N", BLOCK_N, power_of_two=True)
     M, HEAD_DIM = q.shape
     N = k.shape[0]
     BLOCK_M = BLOCK_M or default_block(HEAD_DIM, q.dtype)
     BLOCK_N = BLOCK_N or default_block(HEAD_DIM, q.dtype)
-    scale = 1.0 / math.sqrt(HEAD_DIM) if scale is None else float(scale)
+    scale = scale_of(scale, HEAD_DIM)
     o = torch.empty((M, HEAD_DIM), dtype=q.dtype, device=q.device)
     lse = torch.empty((M,), dtype=torch.float32, device=q.device)
     if M == 0:
@@ -155,32 +155,3 @@ def hbm_bytes(M: int, N: int, HEAD_DIM: int, itemsize: int, BLOCK_M: int = 64) -
     """Bytes (read, written) by one launch: Q once, all of K and V once for each block of queries; O and lse once."""
     programs = triton.cdiv(M, BLOCK_M)
     return (M + 2 * N * programs) * HEAD_DIM * itemsize, M * HEAD_DIM * itemsize + 4 * M
-
-
-def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, BLOCK_M: int | None, BLOCK_N: int | None) -> None:
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{name} is a {type(x).__name__}; a torch.Tensor is needed")
-        if x.ndim != 2:
-            hint = "; take one head, q[batch, head], and phase 4 for all of them at once" if x.ndim == 4 else ""
-            raise ValueError(f"{name} must be [rows, head_dim], one head, but it has {x.ndim} dimensions{hint}")
-    if not q.dtype == k.dtype == v.dtype:
-        raise TypeError(f"one dtype for all three, please: q is {q.dtype}, k {k.dtype}, v {v.dtype}")
-    if q.dtype not in DTYPES:
-        raise TypeError(f"the kernel takes float16, bfloat16 and float32, not {q.dtype}; convert with .to(...)")
-    if not q.device == k.device == v.device:
-        raise ValueError(f"one device for all three, please: q is on {q.device}, k on {k.device}, v on {v.device}")
-    if not runtime.INTERPRETED and not q.is_cuda:
-        raise ValueError(f"q is on {q.device}, but kernels are compiled for the GPU: move it to {runtime.device()}")
-    if q.shape[1] != k.shape[1]:
-        raise ValueError(f"q has head_dim {q.shape[1]}, but k has {k.shape[1]}: no dot product between them")
-    if k.shape != v.shape:
-        raise ValueError(f"k is {list(k.shape)}, but v is {list(v.shape)}: this kernel wants one shape for both")
-    if q.shape[1] not in (16, 32, 64, 128, 256):
-        raise ValueError(
-            f"head_dim is {q.shape[1]}: this kernel takes 16, 32, 64, 128 or 256, because a tile's sides are powers of "
-            "two; pad the last dimension with zeros, or see phase 4"
-        )
-    for name, block in (("BLOCK_M", BLOCK_M), ("BLOCK_N", BLOCK_N)):
-        if block is not None and (type(block) is not int or block < 16 or block & (block - 1)):
-            raise ValueError(f"{name} is {block!r}: a block is a power of two of at least 16 rows")

@@ -1,68 +1,68 @@
-"""Phases 7 and 8 on a GPU: every kernel of the series against FlashAttention-2, and the last one against its peers.
+"""Phases 7 to 9 on a GPU: every step against FlashAttention-2, and the last one against its peers.
 
-    python -m flashlab.bench.mma              # writes recorded/mma_<gpu>.json beside this file; about 2 minutes
-    python -m flashlab.bench.mma --only ladder --out x.json
+    flashlab bench mma                        # writes recorded/mma_<gpu>.json beside this file; some minutes
+    flashlab bench mma --only ladder --quick --out x.json
 
 ladder    every step at a few shapes, interleaved with FlashAttention-2; registers and spills as ptxas reports them
+exhibits  every exhibit beside its step, with its error
 final     the last step, FlashAttention-2, cuDNN and unfused PyTorch, at the published tables' shapes and at large ones
 counters  what Nsight Compute counts for one launch of each step, where ``ncu`` is installed
 
 Every kernel is first checked against float64. A measurement is a CUDA graph of as many launches as fill a few
 milliseconds; the graphs of one shape are replayed in turn, round after round; the median of the rounds is kept, with
-the fastest and the slowest. Inputs are random, and stay in L2 where they fit, for every peer alike. FLOPs: 4 B H N N D,
-halved when causal.
-Needs nvcc and a GPU of compute capability 8.0 or later.
+the fastest and the slowest. Inputs stay in L2 where they fit, for every peer alike. FLOPs: 4 B H N N D, halved when
+causal. Needs nvcc and a GPU of compute capability 8.0 or later.
+
+A row's ``inputs`` are "randn", where a row's maximum hardly moves after the first tile of keys, or "moving", where it
+moves far in every tile: what a kernel saves by not rescaling O shows only beside the two.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
-import ctypes
-import hashlib
-import io
 import json
 import math
 import os
 import re
-import shutil
 import statistics
-import subprocess
 import sys
-import tempfile
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from flashlab.bench import records, timing
+from flashlab.attention import reference
+from flashlab.bench import ncu, peers, published, records, timing
 from flashlab.bench.records import NoGpu
-from flashlab.kernels import FOLDER, Step, problem, steps
+from flashlab.check.poison import MarkedEmpty
+from flashlab.cuda import CudaModule, load_inline
+from flashlab.cuda.resources import Resources, resources
+from flashlab.cuda.toolchain import device_arch
+from flashlab.kernels import SERIES as ALL
+from flashlab.kernels import SIDE, Step, step
+from flashlab.table import Table
 
-SERIES = steps(7, 8)
-PUBLISHED = Path(__file__).parent / "published"
-INCLUDE = Path(__file__).parents[1] / "simt" / "include"
+SERIES = tuple(s for s in ALL if torch.float16 in s.dtypes)  # those on the tensor cores
+PARTS = ("ladder", "exhibits", "final", "counters")
 Shape = tuple[int, int, int, int]  # batch, heads, seq_len, head_dim
+Case = tuple[Shape, bool, str]  # shape, causal, inputs
 
-# (shape, causal)
 BIG: list[tuple[Shape, bool]] = [
     ((4, 16, 4096, 128), False), ((4, 16, 4096, 128), True), ((4, 32, 4096, 64), False), ((4, 32, 4096, 64), True),
 ]  # fmt: skip
-LADDER = [
-    *BIG,
-    ((1, 1, 1024, 64), False), ((2, 8, 2048, 64), False), ((1, 4, 1024, 128), False), ((4, 8, 2048, 128), False),
-]  # fmt: skip
+SMALL: list[Shape] = [(1, 1, 1024, 64), (2, 8, 2048, 64), (1, 4, 1024, 128), (4, 8, 2048, 128)]
 MORE: list[tuple[Shape, bool]] = [
     (shape, causal)
     for shape in ((16, 16, 1024, 128), (16, 32, 1024, 64), (1, 16, 16384, 128), (4, 8, 4096, 256))
     for causal in (False, True)
+]
+LADDER: list[Case] = [
+    *((shape, causal, "randn") for shape, causal in BIG),
+    *((shape, causal, "moving") for shape, causal in BIG),
+    *((shape, False, "randn") for shape in SMALL),
 ]
 COUNTED: list[Shape] = [(2, 8, 2048, 64), (2, 8, 2048, 128)]
 METRICS = {
@@ -79,7 +79,7 @@ METRICS = {
 }
 
 
-# ---- building --------------------------------------------------------------------------------------------------------
+# ---- what is measured ------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Variant:
     """A step with its defines, for one head_dim and dtype."""
@@ -93,282 +93,254 @@ class Variant:
     def name(self) -> str:
         return " ".join([self.step.name, *(f"{k}={v}" for k, v in self.defines)])
 
-
-class Kernel:
-    """A built variant: callable on CUDA tensors."""
-
-    def __init__(self, variant: Variant, library: Path, resources: dict[str, dict[str, int]]):
-        self.variant, self.resources = variant, resources
-        self._library = ctypes.CDLL(str(library))
-        self._library.workspace_floats.restype = ctypes.c_int64
-        self._library.forward.restype = ctypes.c_int
-
-    def prepare(self, q, k, v, *, causal: bool, o=None) -> tuple[Callable[[], None], torch.Tensor, torch.Tensor]:
-        """A function that launches the kernel on these tensors, and the o and lse that it writes."""
-        o = torch.empty_like(q) if o is None else o
-        lse = torch.empty(q.shape[:3], device=q.device)
-        sms = torch.cuda.get_device_properties(q.device).multi_processor_count
-        p = problem.problem(q, k, v, o, lse, causal=causal, sms=sms, head_dims=(self.variant.head_dim,))
-        workspace = torch.empty(max(1, self._library.workspace_floats(ctypes.byref(p))), device=q.device)
-        p.workspace = workspace.data_ptr()
-
-        def launch(keep=(q, k, v, o, lse, workspace)) -> None:
-            error = self._library.forward(ctypes.byref(p), ctypes.c_void_p(torch.cuda.current_stream().cuda_stream))
-            if error:
-                raise RuntimeError(f"{self.variant.name}: cudaError {error}")
-
-        return launch, o, lse
-
-    def main(self, causal: bool) -> dict[str, int]:
-        """Registers and spilled bytes of the kernel that a large grid runs."""
-        best: tuple[int, dict[str, int]] = (-1, {})
-        for name, numbers in self.resources.items():
-            bools = [int(x) for x in re.findall(r"Lb(\d)E", name)]
-            tiles = int((re.findall(r"Li(\d+)E", name) or ["0"])[0])
-            if "flash_forward" in name and bools[:1] in ([], [int(causal)]) and not any(bools[1:]) and tiles > best[0]:
-                best = (tiles, numbers)
-        return best[1]
+    def load(self) -> CudaModule:
+        """Built by nvcc, or found built."""
+        return load_inline(
+            self.step, backend="nvcc", head_dim=self.head_dim, dtype=self.dtype, defines=dict(self.defines)
+        )
 
 
-def variants(dtypes: Sequence[torch.dtype] = (torch.float16,), final_only: bool = False) -> list[Variant]:
-    """Every step at every head_dim, and beside the default of a define its other values, in the step that brings it."""
-    found, seen = [], set()
-    for step in SERIES[-1:] if final_only else SERIES:
-        for head_dim in step.head_dims:
+def variants(dtypes: Sequence[torch.dtype] = (torch.float16,), only_last: bool = False) -> list[Variant]:
+    """Every step at every head_dim, and beside the default of a define its other values, in each step that has it."""
+    found = []
+    for one in SERIES[-1:] if only_last else SERIES:
+        for head_dim in one.head_dims:
             for dtype in dtypes:
-                found.append(Variant(step, head_dim, dtype))
-                for define, values in step.defines.items():
-                    if (define, head_dim, dtype) not in seen:
-                        seen.add((define, head_dim, dtype))
-                        found += [Variant(step, head_dim, dtype, ((define, v),)) for v in values[1:]]
+                others = [((define, v),) for define, values in one.defines.items() for v in values[1:]]
+                found += [Variant(one, head_dim, dtype, defines) for defines in [(), *others]]
     return found
 
 
-def build(wanted: Sequence[Variant], folder: Path, architecture: str) -> list[Kernel]:
-    """Compiles the variants with nvcc, in parallel; what the folder holds already is not compiled again.
+Built = list[tuple[Variant, CudaModule]]
 
-    Raises:
-        NoGpu: there is no nvcc. RuntimeError: nvcc's messages.
-    """
-    nvcc = shutil.which("nvcc")
-    if nvcc is None:
-        raise NoGpu("the kernels are compiled with nvcc, and there is none on the PATH")
-    folder.mkdir(parents=True, exist_ok=True)
-    headers = b"".join(p.read_bytes() for p in sorted(FOLDER.glob("*.cuh")))
 
-    def one(v: Variant) -> Kernel:
-        defines = {"HEAD_DIM": v.head_dim, "ELEMENT": problem.ELEMENTS[v.dtype], **dict(v.defines)}
-        target = f"-gencode=arch=compute_{architecture},code=sm_{architecture}"
-        flags = ["-std=c++17", "-O3", target, "-Xptxas", "-v", *(f"-D{k}={x}" for k, x in defines.items())]
-        key = hashlib.sha256(headers + v.step.path.read_bytes() + " ".join(flags).encode()).hexdigest()[:16]
-        library, log = folder / f"{v.step.name}_{key}.so", folder / f"{v.step.name}_{key}.txt"
-        if not (library.exists() and log.exists()):
-            scratch = library.with_suffix(".tmp")
-            output = ["-shared", "-Xcompiler", "-fPIC", f"-I{INCLUDE}", "-o", str(scratch), str(v.step.path)]
-            done = subprocess.run([nvcc, *flags, *output], capture_output=True, text=True)
-            if done.returncode:
-                raise RuntimeError(f"nvcc does not compile {v.name}:\n{done.stderr}")
-            log.write_text(done.stderr)
-            scratch.replace(library)
-        return Kernel(v, library, resources(log.read_text()))
-
+def build(wanted: Sequence[Variant]) -> Built:
+    """The variants, built in parallel. Raises flashlab.cuda.Unavailable, CompileError."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return list(pool.map(one, wanted))
+        return list(zip(wanted, pool.map(Variant.load, wanted), strict=True))
 
 
-def resources(log: str) -> dict[str, dict[str, int]]:
-    """What ``ptxas -v`` says: registers and spilled bytes (stores + loads) by mangled kernel name."""
-    found: dict[str, dict[str, int]] = {}
-    name = ""
-    for line in log.splitlines():
-        if m := re.search(r"Compiling entry function '(\w+)'", line):
-            name = m[1]
-        elif m := re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", line):
-            found.setdefault(name, {})["spill_bytes"] = int(m[1]) + int(m[2])
-        elif m := re.search(r"Used (\d+) registers", line):
-            found.setdefault(name, {})["registers"] = int(m[1])
-    return found
+def main_kernel(found: Iterable[Resources], causal: bool) -> Resources | None:
+    """Of a step's kernels the one that a large grid runs: of its mask, with the largest tile, the keys not split.
+
+    Its template arguments are its tile (numbers), then its flags: the first says causal, a further one splits the keys.
+    """
+    suited = []
+    for r in found:
+        inside = re.search(r"<(.*)>", r.kernel)
+        words = re.findall(r"\w+", inside[1]) if inside else []
+        flags = [word == "true" for word in words if word in ("true", "false")]
+        tile = tuple(int(word) for word in words if word.isdigit())
+        if r.kernel.startswith("flash_forward") and flags[:1] in ([], [causal]) and not any(flags[1:]):
+            suited.append((tile, r))
+    return max(suited, key=lambda pair: pair[0])[1] if suited else None
+
+
+def compiled(variant: Variant) -> list[Resources]:
+    """Registers and spills of the variant's kernels: of the very build that is measured."""
+    return resources(
+        variant.step, target=device_arch(), head_dim=variant.head_dim, dtype=variant.dtype, launches=False,
+        **dict(variant.defines),
+    )  # fmt: skip
 
 
 # ---- checking --------------------------------------------------------------------------------------------------------
-# batch, heads, kv_heads, seq_q, seq_k
+# batch, heads, kv_heads, seq_q, seq_k: ragged lengths, seq_q != seq_k both ways, grouped heads.
 CASES = (
     (2, 4, 2, 300, 300), (1, 2, 2, 64, 130), (2, 4, 1, 513, 100),
     (1, 1, 1, 1, 147), (1, 3, 1, 3, 799), (2, 8, 2, 700, 1023),
 )  # fmt: skip
 
 
-def verify(kernel: Kernel) -> float:
+def verify(v: Any, module: CudaModule) -> float:
     """The worst error against float64, relative to the bound of its dtype; raises AssertionError above it.
 
-    The cases: ragged lengths, seq_q != seq_k both ways, grouped heads, causal and not, strides of both layouts.
+    Causal and not, strides of both layouts; what a kernel does not write is NaN. ``v`` is a Variant, or what else has
+    its name, head_dim and dtype.
     """
     worst = 0.0
     generator = torch.Generator("cuda").manual_seed(0)
-    dtype, d = kernel.variant.dtype, kernel.variant.head_dim
-    bound = 2e-3 if dtype == torch.float16 else 1.6e-2
+    bound = 2e-3 if v.dtype == torch.float16 else 1.6e-2
     for b, h, hk, m, n in CASES:
         for causal in (False, True):
-            q = torch.randn(b, m, h, d, device="cuda", generator=generator).to(dtype).transpose(1, 2)
-            k, v = (torch.randn(b, hk, n, d, device="cuda", generator=generator).to(dtype) for _ in range(2))
-            v = v + 0.5
-            o = torch.full((b, m, h, d), math.nan, device="cuda", dtype=dtype).transpose(1, 2)
-            launch, o, lse = kernel.prepare(q, k, v, causal=causal, o=o)
-            lse.fill_(math.nan)
-            launch()
-            kk, vv = (x.repeat_interleave(h // hk, 1).double() for x in (k, v))
-            s = q.double() @ kk.mT * d**-0.5
-            if causal:
-                s = s.masked_fill(~torch.ones(m, n, dtype=torch.bool, device="cuda").tril(n - m), -math.inf)
-            want, want_lse = s.softmax(-1).nan_to_num() @ vv, s.logsumexp(-1)
-            error = ((o - want).abs().max() / bound).item()
-            same_empty = torch.equal(lse.isneginf(), want_lse.isneginf())
-            lse_error = ((lse - want_lse).abs().nan_to_num(0.0) if same_empty else lse.new_ones(1)).max().item()
-            where = f"{kernel.variant.name} {dtype} D={d} at {(b, h, hk, m, n)}{' causal' if causal else ''}"
-            assert o.isfinite().all() and error <= 1, f"{where}: error {error:.2f} times the bound"
-            assert lse_error <= 1e-4, f"{where}: lse off by {lse_error:.2g}"
-            worst = max(worst, error)
+            q = torch.randn(b, m, h, v.head_dim, device="cuda", generator=generator).to(v.dtype).transpose(1, 2)
+            shape = (b, hk, n, v.head_dim)
+            k, values = (torch.randn(shape, device="cuda", generator=generator).to(v.dtype) for _ in range(2))
+            values = values + 0.5
+            where = f"{v.name} {v.dtype} D={v.head_dim} at {(b, h, hk, m, n)}{' causal' if causal else ''}"
+            worst = max(worst, _error(module, q, k, values, causal, where) / bound)
+    for causal in (False, True):
+        q, k, values = (x.to(v.dtype) for x in inputs((1, 2, 512, v.head_dim), "moving"))
+        worst = max(worst, _error(module, q, k, values, causal, f"{v.name} {v.dtype} D={v.head_dim}, moving") / bound)
+    assert worst <= 1, f"{v.name} {v.dtype} D={v.head_dim}: error {worst:.2f} times the bound"
     return worst
 
 
+def _error(module: CudaModule, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, where: str) -> float:
+    """The largest error of o. AssertionError for what was not written, and for a wrong lse."""
+    with MarkedEmpty():
+        o, lse = module.forward(q, k, v, causal=causal)
+    want, want_lse = reference.attention(q, k, v, causal=causal)
+    off = torch.where(lse == want_lse, 0.0, (lse - want_lse).abs() / want_lse.abs().clamp(min=1.0)).max().item()
+    assert o.isfinite().all(), f"{where}: o has elements that are not finite, or were not written"
+    assert off <= 1e-4, f"{where}: lse is off by {off:.2g}"  # NaN is not
+    return (o - want).abs().max().item()
+
+
+# ---- inputs ----------------------------------------------------------------------------------------------------------
+MOVE = 12.0
+"""How far, in log2 units after the scale, the maximum of a row moves from one tile of 64 keys to the next, "moving"."""
+
+
+def inputs(shape: Shape, kind: str = "randn", device: str = "cuda") -> list[torch.Tensor]:
+    """q, k, v in fp16, [batch, heads, seq_len, head_dim].
+
+    "moving": one component of all queries is 8, and that of the keys rises from each tile of 64 to the tile before it,
+    so that the scores rise by MOVE. FlashAttention-2, and the steps that may leave O as it is, read the keys from the
+    last to the first: every tile moves the maximum of every row by more than the 8 that such a step would let pass. The
+    other steps rescale in every tile, whatever the numbers.
+
+    Raises:
+        ValueError: another kind.
+    """
+    q, k, v = (torch.randn(shape, device=device, dtype=torch.float16) for _ in range(3))
+    if kind == "moving":
+        tiles = (shape[2] - 1 - torch.arange(shape[2], device=device)) // 64  # after the one that the key is in
+        q[..., 0] = 8.0
+        k[..., 0] = tiles * (MOVE / 8.0 * math.sqrt(shape[3]) * math.log(2))
+    elif kind != "randn":
+        raise ValueError(f"inputs are randn or moving, not {kind!r}")
+    return [q, k, v]
+
+
 # ---- measuring -------------------------------------------------------------------------------------------------------
-def peers(q, k, v, causal: bool) -> dict[str, Callable[[], object]]:
-    """FlashAttention-2 and cuDNN as torch has them, forced; and attention as separate operations in the same dtype."""
-    scale = q.shape[-1] ** -0.5
-
-    def sdpa(backend):
-        def run():
-            with sdpa_kernel(backend):
-                return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
-
-        return run
-
-    mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1) if causal else None
-
-    def unfused():
-        s = q @ k.mT * scale
-        if causal:
-            s.masked_fill_(mask, -math.inf)
-        return s.softmax(-1) @ v
-
-    return {"fa2": sdpa(SDPBackend.FLASH_ATTENTION), "cudnn": sdpa(SDPBackend.CUDNN_ATTENTION), "unfused": unfused}
+def times_of(functions: dict[str, Callable[[], Any]], rounds: int, ms: float) -> dict[str, timing.Timing]:
+    """The functions' times, in turns; what cannot run here is told, and left out."""
+    able, reasons = timing.able(functions)
+    for name, reason in reasons.items():
+        print(f"  {name} cannot run: {reason}", file=sys.stderr)
+    return timing.interleaved(able, rounds=rounds, target_ms=ms)
 
 
-def interleaved(
-    functions: dict[str, Callable[[], object]], rounds: int, ms: float
-) -> dict[str, dict[str, float] | None]:
-    """Milliseconds of each function: median, fastest and slowest of the rounds. None for one that cannot run here."""
-    able = {}
-    for name, f in functions.items():
-        try:
-            f()
-            torch.cuda.synchronize()
-            able[name] = f
-        except (RuntimeError, torch.OutOfMemoryError) as e:
-            print(f"\n  {name} cannot run: {str(e).splitlines()[0][:100]}", file=sys.stderr)
-    found = timing.interleaved(able, rounds=rounds, target_ms=ms)
-    spread = {name: {"ms": t.ms, "fastest": min(t.all_ms), "slowest": max(t.all_ms)} for name, t in found.items()}
-    return {name: spread.get(name) for name in functions}
-
-
-def flops(shape: Shape, causal: bool) -> float:
-    b, h, n, d = shape
-    return 4 * b * h * n * n * d / (2 if causal else 1)
-
-
-def inputs(shape: Shape) -> list[torch.Tensor]:
-    return [torch.randn(shape, device="cuda", dtype=torch.float16) for _ in range(3)]
-
-
-def published_shapes(file: str) -> list[Shape]:
-    """The shapes of a published table, in its order."""
-    with open(PUBLISHED / file, newline="") as f:
-        rows = [tuple(int(r[c]) for c in ("batch", "heads", "seq_len", "head_dim")) for r in csv.DictReader(f)]
-    return list(dict.fromkeys(rows))
-
-
-def rows_of(shape: Shape, causal: bool, times: dict[str, dict[str, float] | None]) -> list[dict[str, Any]]:
-    fa2 = times.get("fa2")
+def rows_of(case: Case, times: dict[str, timing.Timing]) -> list[dict[str, Any]]:
+    shape, causal, kind = case
+    work, fa2 = timing.attention_flops(*shape, causal), times.get("fa2")
     return [
-        {"shape": list(shape), "causal": causal, "name": name, **t, "tflops": flops(shape, causal) / t["ms"] / 1e9,
-         "vs_fa2": fa2["ms"] / t["ms"] if fa2 else None}
-        for name, t in times.items() if t
+        {"shape": list(shape), "causal": causal, "inputs": kind, "name": name, **t.row(), "tflops": t.tflops(work),
+         "vs_fa2": fa2.ms / t.ms if fa2 else None}
+        for name, t in times.items()
     ]  # fmt: skip
 
 
-def measure_ladder(built: Sequence[Kernel], rounds: int, progress: Progress) -> list[dict[str, Any]]:
-    """Every variant of the head_dim at the shapes of LADDER."""
+def measure_ladder(built: Built, cases: Sequence[Case], rounds: int, progress: Progress) -> list[dict[str, Any]]:
+    """Every variant of the head_dim at these cases, with its registers and spills."""
     rows = []
-    for shape, causal in LADDER:
-        q, k, v = inputs(shape)
-        functions = {"fa2": peers(q, k, v, causal)["fa2"]}
-        mine = {b.variant.name: b for b in built if b.variant.head_dim == shape[3] and b.variant.dtype == q.dtype}
-        functions |= {name: b.prepare(q, k, v, causal=causal)[0] for name, b in mine.items()}
-        found = rows_of(shape, causal, interleaved(functions, rounds, 2.0))
+    halves = [v for v, _ in built if v.dtype == torch.float16]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        found_kernels = zip(halves, pool.map(compiled, halves), strict=True)
+        kernels = {(v.name, v.head_dim): found for v, found in found_kernels}
+    for case in cases:
+        shape, causal, kind = case
+        q, k, v = inputs(shape, kind)
+        mine = [(one, m) for one, m in built if (one.head_dim, one.dtype) == (shape[3], q.dtype)]
+        functions: dict[str, Callable[[], Any]] = {"fa2": peers.sdpa("FLASH_ATTENTION", q, k, v, causal)}
+        functions |= {one.name: forward_of(module, q, k, v, causal=causal) for one, module in mine}
+        found = rows_of(case, times_of(functions, rounds, 2.0))
         for row in found:
-            if row["name"] in mine:
-                row |= mine[row["name"]].main(causal)
+            kernel = main_kernel(kernels.get((row["name"], shape[3]), []), causal)
+            row |= {"registers": kernel.registers, "spill_bytes": kernel.spill_bytes} if kernel else {}
         rows += found
-        progress.step("ladder", shape, causal, found)
+        progress.step("ladder", case, found)
     return rows
 
 
-def measure_final(built: Sequence[Kernel], rounds: int, progress: Progress) -> list[dict[str, Any]]:
-    """The last step and its peers at the shapes of both published tables, and at large ones."""
-    last = {b.variant.head_dim: b for b in built if b.variant.step is SERIES[-1] and b.variant.dtype == torch.float16}
-    tables: dict[str, list[tuple[Shape, bool]]] = {
-        "mma_stages_ada": [(s, False) for s in published_shapes("mma_stages_ada.csv")],
-        "fa1_f32_fa2_mma_ada": [(s, False) for s in published_shapes("fa1_f32_fa2_mma_ada.csv") if s[3] in last],
-        "big": [*BIG, *MORE],
-    }
+def forward_of(module: CudaModule, *qkv: torch.Tensor, causal: bool) -> Callable[[], Any]:
+    """The forward pass on these tensors, to be timed."""
+    return lambda: module.forward(*qkv, causal=causal)
+
+
+def final_cases(head_dims: Sequence[int], quick: bool = False) -> list[tuple[str, Case]]:
+    """(table, case): the shapes of both published tables, and large ones, those with moving maxima too."""
+
+    def of(name: str) -> list[Shape]:
+        columns = ("batch", "heads", "seq_len", "head_dim")
+        shapes = dict.fromkeys(tuple(int(str(r[c])) for c in columns) for r in published.load(name))
+        return [(b, h, n, d) for b, h, n, d in shapes if d in head_dims]
+
+    big = [("big", (shape, causal, kind)) for shape, causal in BIG for kind in ("randn", "moving")]
+    if quick:
+        return big
+    tables = [(name, (s, False, "randn")) for name in ("mma_stages_ada", "fa1_f32_fa2_mma_ada") for s in of(name)]
+    return [*tables, *big, *(("big", (shape, causal, "randn")) for shape, causal in MORE)]
+
+
+def measure_exhibits(rounds: int, progress: Progress) -> list[dict[str, Any]]:
+    """Every exhibit beside the step from which it differs, at large shapes; and the errors of o, against float64.
+
+    A head_dim that only the exhibit can be compiled for is measured without the step.
+    """
     rows = []
-    for table, shapes in tables.items():
-        for shape, causal in shapes:
+    for side in SIDE:
+        for shape in (*(shape for shape, causal in BIG if not causal), (2, 8, 2048, 256), (2, 8, 2048, 512)):
+            if shape[3] not in side.head_dims:
+                continue
+            pair = [s for s in (step(side.beside), side) if shape[3] in s.head_dims]
+            built = build([Variant(s, shape[3]) for s in pair])
             q, k, v = inputs(shape)
-            functions = {SERIES[-1].name: last[shape[3]].prepare(q, k, v, causal=causal)[0]}
-            every = peers(q, k, v, causal)
-            if shape[0] * shape[1] * shape[2] ** 2 > 2**33:  # scores of 16 GB
-                every.pop("unfused")
-            found = rows_of(shape, causal, interleaved(functions | every, rounds, 1.5))
-            rows += [row | {"table": table} for row in found]
-            progress.step(table, shape, causal, found)
+            want, _ = reference.attention(*(x[:1, :1] for x in (q, k, v)))
+            functions = {v_.name: forward_of(module, q, k, v, causal=False) for v_, module in built}
+            errors = {name: (f()[0][:1, :1] - want).abs().max().item() for name, f in functions.items()}
+            if shape[3] <= 128:
+                functions["fa2"] = peers.sdpa("FLASH_ATTENTION", q, k, v, False)
+            case = (shape, False, "randn")
+            found = rows_of(case, times_of(functions, rounds, 2.0))
+            rows += [r | {"exhibit": side.name, "error": errors.get(r["name"])} for r in found]
+            progress.step(f"beside {side.beside}", case, found)
     return rows
 
 
-def count(folder: Path) -> list[dict[str, Any]]:
-    """Nsight Compute's counters for one launch of each step; [] where there is no ncu, or it may not read them."""
-    ncu = shutil.which("ncu")
-    if ncu is None:
-        return []
-    profiler = [ncu, "--csv", "--page", "raw", "--clock-control", "none", "-k", "regex:flash_forward"]
-    profiled = [sys.executable, "-m", "flashlab.bench.mma", "--launch-once", "--build", str(folder)]
-    command = [*profiler, "--metrics", ",".join(METRICS.values()), *profiled]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    lines = done.stdout.splitlines()
-    start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
-    if start is None:
-        print(f"  ncu gave no counters: {(done.stderr or done.stdout).strip()[-300:]}", file=sys.stderr)
-        return []
-    launches = [json.loads(line[7:]) for line in lines[:start] if line.startswith("LAUNCH ")]
-    table = list(csv.DictReader(io.StringIO("\n".join(lines[start:]))))[1:]  # the second line holds the units
+def measure_final(
+    built: Built, cases: Sequence[tuple[str, Case]], rounds: int, progress: Progress
+) -> list[dict[str, Any]]:
+    """The last step and its peers."""
+    last = {v.head_dim: module for v, module in built if v == Variant(SERIES[-1], v.head_dim)}
     rows = []
-    for launch, row in zip(launches, table, strict=False):
-        values = {name: row.get(metric, "").replace(",", "") for name, metric in METRICS.items()}
-        rows.append(launch | {name: float(x) if x else None for name, x in values.items()})
+    for table, case in cases:
+        shape, causal, kind = case
+        q, k, v = inputs(shape, kind)
+        functions = {
+            SERIES[-1].name: forward_of(last[shape[3]], q, k, v, causal=causal),
+            "fa2": peers.sdpa("FLASH_ATTENTION", q, k, v, causal),
+            "cudnn": peers.sdpa("CUDNN_ATTENTION", q, k, v, causal),
+        }
+        if shape[0] * shape[1] * shape[2] ** 2 <= 2**33:  # scores of 16 GB
+            functions["unfused"] = peers.unfused(q, k, v, causal)
+        found = rows_of(case, times_of(functions, rounds, 1.5))
+        rows += [row | {"table": table} for row in found]
+        progress.step(table, case, found)
     return rows
 
 
-def launch_once(folder: Path) -> None:
+def count() -> list[dict[str, Any]]:
+    """Nsight Compute's counters for one launch of each step; [] where there is no ncu, or it may not read them."""
+    try:
+        rows = ncu.profile(["-m", "flashlab.bench.mma", "--launch-once"], METRICS, kernels="flash_forward")
+    except NoGpu as missing:
+        print(f"  {missing}", file=sys.stderr)
+        return []
+    return [row["launch"] | {name: row[name] for name in METRICS} for row in rows if row["launch"]]
+
+
+def launch_once() -> None:
     """For ncu: every step once at each counted shape, announced on a line."""
-    built = build(variants(), folder, architecture())
+    built = build(variants())
     for shape in COUNTED:
         q, k, v = inputs(shape)
-        for b in built:
-            if b.variant.head_dim == shape[3]:
-                b.prepare(q, k, v, causal=False)[0]()
+        for variant, module in built:
+            if variant.head_dim == shape[3]:
+                print("LAUNCH " + json.dumps({"shape": list(shape), "causal": False, "name": variant.name}), flush=True)
+                module.forward(q, k, v)
                 torch.cuda.synchronize()
-                launch = {"shape": list(shape), "causal": False, "name": b.variant.name}
-                print("LAUNCH " + json.dumps(launch), flush=True)
 
 
 # ---- the whole -------------------------------------------------------------------------------------------------------
@@ -381,49 +353,9 @@ class Progress:
     def say(self, text: str) -> None:
         print(f"{time.perf_counter() - self._start:6.1f} s  {text}", flush=True)
 
-    def step(self, table: str, shape: Shape, causal: bool, rows: list[dict[str, Any]]) -> None:
+    def step(self, table: str, case: Case, rows: list[dict[str, Any]]) -> None:
         numbers = "  ".join(f"{r['name']} {r['tflops']:.0f} ({r['vs_fa2'] or 0:.2f})" for r in rows)
-        self.say(f"{table} {shape}{' causal' if causal else ''}: {numbers}")
-
-
-class Clock:
-    """Samples the SM clock, in MHz, while it is open."""
-
-    def __enter__(self) -> Clock:
-        self.samples: list[int] = []
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._sample, daemon=True)
-        self._thread.start()
-        return self
-
-    def _sample(self) -> None:
-        device = torch.cuda.current_device()
-        query = ["nvidia-smi", "--query-gpu=clocks.sm", "--format=csv,noheader,nounits", f"--id={device}"]
-        while not self._done.wait(0.5):
-            try:
-                answer = subprocess.run(query, capture_output=True, text=True, timeout=10).stdout
-                self.samples.append(int(answer.split()[0]))
-            except (OSError, ValueError, IndexError, subprocess.TimeoutExpired):
-                return
-
-    def __exit__(self, *exception: object) -> None:
-        self._done.set()
-        self._thread.join()
-
-    def summary(self) -> dict[str, float] | None:
-        s = self.samples
-        return {"median": statistics.median(s), "lowest": min(s), "highest": max(s)} if s else None
-
-
-def machine() -> dict[str, Any]:
-    """What the figures were measured with, and when."""
-    nvcc = subprocess.run(["nvcc", "--version"], capture_output=True, text=True).stdout.strip().splitlines()
-    return timing.machine() | {"nvcc": nvcc[-1] if nvcc else None, "cudnn": torch.backends.cudnn.version()}
-
-
-def architecture() -> str:
-    """Of this machine's GPU, as nvcc names it: "90"."""
-    return "".join(map(str, torch.cuda.get_device_capability()))
+        self.say(f"{table} {case[0]}{' causal' if case[1] else ''}, {case[2]}: {numbers}")
 
 
 def geometric_mean(values: Sequence[float]) -> float:
@@ -431,56 +363,67 @@ def geometric_mean(values: Sequence[float]) -> float:
 
 
 def summary(final: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Per published table: the geometric mean of the last step's speed over FlashAttention-2's, and the worst shape."""
-    last = [r for r in final if r["name"] == SERIES[-1].name and r["vs_fa2"]]
+    """Per table, on randn: the geometric mean of the last step's speed over FlashAttention-2's, and the worst shape."""
+    last = [r for r in final if r["name"] == SERIES[-1].name and r["vs_fa2"] and r["inputs"] == "randn"]
     by_table = {t: [r["vs_fa2"] for r in last if r["table"] == t] for t in dict.fromkeys(r["table"] for r in last)}
     return {t: {"shapes": len(v), "geomean_vs_fa2": geometric_mean(v), "worst": min(v)} for t, v in by_table.items()}
 
 
-def run(out: Path, only: Sequence[str], rounds: int, folder: Path) -> dict[str, Any]:
-    """Build, check, measure, write. Raises NoGpu where there is none."""
+def run(only: Sequence[str] = PARTS, rounds: int = 9, quick: bool = False) -> dict[str, Any]:
+    """Build, check, measure. ``quick``: fp16 and the large shapes alone. Raises NoGpu where there is no GPU."""
     if not torch.cuda.is_available():
-        raise NoGpu("the ladder is measured on a CUDA GPU; this process sees none")
+        raise NoGpu("the tensor-core kernels are measured on a CUDA GPU, and PyTorch sees none")
     torch.manual_seed(0)
     progress = Progress()
-    dtypes = (torch.float16, torch.bfloat16)
-    built = build(variants(dtypes, final_only=list(only) == ["final"]), folder, architecture())
+    dtypes = (torch.float16,) if quick else (torch.float16, torch.bfloat16)
+    build([Variant(s, d) for s in SIDE for d in s.head_dims] if "exhibits" in only else [])
+    built = build(variants(dtypes, only_last=list(only) == ["final"]))
     progress.say(f"{len(built)} kernels built")
-    worst = max(verify(b) for b in built)
+    worst = max(verify(v, module) for v, module in built)
     progress.say(f"all of them agree with float64: the worst error is {worst:.2f} of the bound")
-    result: dict[str, Any] = {"machine": machine(), "rounds": rounds, "worst_error_of_bound": worst}
-    with Clock() as clock:
+    with timing.measured() as machine:
+        result: dict[str, Any] = {"machine": machine, "rounds": rounds, "worst_error_of_bound": worst}
         if "ladder" in only:
-            result["ladder"] = measure_ladder(built, rounds, progress)
+            cases = [c for c in LADDER if c[0] == BIG[0][0]] if quick else LADDER
+            result["ladder"] = measure_ladder(built, cases, rounds, progress)
+        if "exhibits" in only:
+            result["exhibits"] = measure_exhibits(rounds, progress)
         if "final" in only:
-            result["final"] = measure_final(built, rounds, progress)
+            result["final"] = measure_final(built, final_cases(SERIES[-1].head_dims, quick), rounds, progress)
             result["summary"] = summary(result["final"])
-    result["machine"]["sm_clock_mhz"] = clock.summary()
-    records.write_json(out, result)
     if "counters" in only:
-        result["counters"] = count(folder)
+        result["counters"] = count()
         progress.say(f"{len(result['counters'])} launches counted by ncu")
-        records.write_json(out, result)
-    progress.say(f"{out}: {json.dumps(result.get('summary', {}))}; SM clock {result['machine']['sm_clock_mhz']}")
     return result
 
 
+def table(data: dict[str, Any]) -> Table:
+    """TFLOP/s of every variant at the large shapes, and of the last step's peers."""
+    rows: dict[str, dict[tuple, str]] = {}
+    cases = {}
+    for r in [*data.get("ladder", []), *(r for r in data.get("final", []) if r["table"] == "big")]:
+        key = (tuple(r["shape"]), r["causal"], r.get("inputs", "randn"))
+        if key[:2] in BIG:
+            b, h, n, d = r["shape"]
+            cases[key] = f"D {d}{', causal' if r['causal'] else ''}{', moving' if key[2] == 'moving' else ''}"
+            rows.setdefault(r["name"], {}).setdefault(key, f"{r['tflops']:.0f}")
+    cells = [[name, *(found.get(key, "") for key in cases)] for name, found in rows.items()]
+    return Table.of(cells, ["TFLOP/s", *cases.values()], align="l" + "r" * len(cases))
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m flashlab.bench.mma", description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, help="the JSON file; recorded/mma_<gpu>.json by default")
-    parts = ["ladder", "final", "counters"]
+    parser = records.parser(__doc__, "mma")
     parser.add_argument(
-        "--only", nargs="+", default=parts, choices=parts, help="what to measure; everything by default"
+        "--only", nargs="+", default=PARTS, choices=PARTS, help="what to measure; everything by default"
     )
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--build", type=Path, default=Path(tempfile.gettempdir()) / f"flashlab-mma-{os.getuid()}")
     parser.add_argument("--launch-once", action="store_true", help=argparse.SUPPRESS)
-    args = parser.parse_args(arguments)
-    if args.launch_once:
-        launch_once(args.build)
+    given = parser.parse_args(arguments)
+    if given.launch_once:
+        launch_once()
         return
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
-    run(args.out or records.default_path("mma", gpu), args.only, args.rounds, args.build)
+    only = [part for part in given.only if part != "counters"] if given.quick else given.only
+    records.keep("mma", run(only, given.rounds, given.quick), table, given)
 
 
 if __name__ == "__main__":

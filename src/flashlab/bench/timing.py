@@ -1,7 +1,8 @@
 """Timing on a GPU that a reader can trust: peers in turns, the median and the spread, and what it was measured on.
 
-    times = interleaved({"ours": lambda: kernel(q, k, v), "torch": lambda: reference(q, k, v)})
-    times["ours"].ms, times["ours"].spread
+    with measured() as machine:
+        times = interleaved({"ours": lambda: kernel(q, k, v), "torch": lambda: reference(q, k, v)})
+    times["ours"].ms, times["ours"].spread, machine["gpu"], machine["sm_clock_mhz"]
 
 Each function is recorded into a CUDA graph, so that its launches cost no time on the CPU, repeated until a replay takes
 some milliseconds. The graphs are then replayed in turns, round after round: a clock that falls as the chip gets warm
@@ -11,62 +12,74 @@ of tensors would stay in the L2 cache, the graph goes through them in turn.
 
 from __future__ import annotations
 
-import datetime
-import platform
-import shutil
+import contextlib
+import functools
 import statistics
-import subprocess
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from flashlab import runtime
-from flashlab.bench.records import NoGpu
+from flashlab.bench.records import NoGpu, machine, nvidia_smi
+
+Work = Callable[[], Any] | Sequence[Callable[[], Any]]
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds of one call, over the rounds.
-
-    ms is the median; ms_low and ms_high are the 10th and the 90th percentile.
-    """
+    """Milliseconds of one call over the rounds: the median, the fastest and the slowest."""
 
     ms: float
-    ms_low: float
-    ms_high: float
+    fastest: float
+    slowest: float
     rounds: int
-    all_ms: tuple[float, ...] = field(repr=False, default=())
 
     @property
     def spread(self) -> float:
-        """(90th - 10th percentile) / median."""
-        return (self.ms_high - self.ms_low) / self.ms
+        """(slowest - fastest) / median."""
+        return (self.slowest - self.fastest) / self.ms
 
     def tflops(self, flops: float) -> float:
-        """10^12 floating-point operations a second, for that many in a call."""
+        """10^12 floating-point operations per second, for that many in a call."""
         return flops / (self.ms * 1e9)
+
+    def row(self) -> dict[str, float]:
+        """What a record keeps of it."""
+        return {"ms": self.ms, "fastest": self.fastest, "slowest": self.slowest, "rounds": self.rounds}
 
 
 def summary(samples: Sequence[float]) -> Timing:
     """The Timing of some milliseconds."""
     if not samples:
         raise ValueError("there is nothing to summarise: no samples")
-    ordered = sorted(samples)
+    return Timing(statistics.median(samples), min(samples), max(samples), len(samples))
 
-    def percentile(p: float) -> float:
-        place = p * (len(ordered) - 1)
-        low = int(place)
-        high = min(low + 1, len(ordered) - 1)
-        return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
 
-    return Timing(statistics.median(ordered), percentile(0.1), percentile(0.9), len(ordered), tuple(samples))
+def attention_flops(batch: int, heads: int, seq_len: int, head_dim: int, causal: bool = False) -> float:
+    """Of a forward pass: two products of 2 N^2 D each per head, half of that if causal."""
+    return 4.0 * batch * heads * seq_len**2 * head_dim / (2 if causal else 1)
+
+
+def able(functions: Mapping[str, Work]) -> tuple[dict[str, Work], dict[str, str]]:
+    """Those of the functions that run here; and for the others why they do not, in a line: no memory, no backend."""
+    runs: dict[str, Work] = {}
+    reasons: dict[str, str] = {}
+    for name, given in functions.items():
+        try:
+            for function in [given] if callable(given) else given:
+                function()
+            torch.cuda.synchronize()
+            runs[name] = given
+        except RuntimeError as error:  # torch.OutOfMemoryError is one
+            reasons[name] = str(error).strip().partition("\n")[0][:200]
+    return runs, reasons
 
 
 def interleaved(
-    functions: Mapping[str, Callable[[], Any] | Sequence[Callable[[], Any]]],
+    functions: Mapping[str, Work],
     *,
     rounds: int = 15,
     target_ms: float = 2.0,
@@ -97,11 +110,7 @@ def interleaved(
                 function()
             once = _milliseconds(several[0], stream)
             repeats = max(len(several), min(64, round(target_ms / max(once, 1e-3))))
-
-            def work(several=several, repeats=repeats):
-                for i in range(repeats):
-                    several[i % len(several)]()
-
+            work: Callable[[], Any] = functools.partial(_in_turn, several, repeats)
             if graphs:
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph, stream=stream):
@@ -117,6 +126,11 @@ def interleaved(
     return {name: summary(found[1:]) for name, found in samples.items()}  # the first round warms up
 
 
+def _in_turn(several: Sequence[Callable[[], Any]], repeats: int) -> None:
+    for i in range(repeats):
+        several[i % len(several)]()
+
+
 def _milliseconds(work: Callable[[], Any], stream: torch.cuda.Stream) -> float:
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record(stream)
@@ -126,54 +140,59 @@ def _milliseconds(work: Callable[[], Any], stream: torch.cuda.Stream) -> float:
     return begin.elapsed_time(end)
 
 
-def input_sets(bytes_a_call: int, *, most: int = 8) -> int:
+def input_sets(bytes_per_call: int, *, most: int = 8) -> int:
     """How many sets of tensors to go through in turn, so that together they exceed the L2 cache (1 if one does)."""
-    return max(1, min(most, -(-2 * runtime.limits().l2_bytes // max(1, bytes_a_call))))
+    return max(1, min(most, -(-2 * runtime.limits().l2_bytes // max(1, bytes_per_call))))
 
 
-def sm_clock_mhz() -> dict[str, int] | None:
-    """The multiprocessors' clock now and at most, in MHz, by nvidia-smi; None where it does not say."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None or not torch.cuda.is_available():
-        return None
-    query = [tool, "--query-gpu=clocks.sm,clocks.max.sm", "--format=csv,noheader,nounits", "-i", str(_index())]
-    said = subprocess.run(query, capture_output=True, text=True).stdout.strip().split(",")
-    try:
-        return {"now": int(said[0]), "max": int(said[1])}
-    except (ValueError, IndexError):
-        return None
-
-
-def _index() -> str:
-    """The current GPU as nvidia-smi names it: by its UUID, since CUDA_VISIBLE_DEVICES renumbers."""
-    uuid = getattr(torch.cuda.get_device_properties(torch.cuda.current_device()), "uuid", None)
-    return f"GPU-{uuid}" if uuid else str(torch.cuda.current_device())
-
-
-def machine() -> dict[str, Any]:
-    """What figures were measured on, with what, and when. Raises NoGpu."""
+# ---- the machine while it is measured --------------------------------------------------------------------------------
+@contextlib.contextmanager
+def measured() -> Iterator[dict[str, Any]]:
+    """The machine's description for a record; at the end it holds the SM clock as it was meanwhile. Raises NoGpu."""
     if not torch.cuda.is_available():
-        raise NoGpu("a machine's figures are those of its GPU, and PyTorch sees none")
-    gpu = runtime.limits()
-    try:
-        triton = version("triton")
-    except PackageNotFoundError:
-        triton = None
-    driver = None
-    if tool := shutil.which("nvidia-smi"):
-        query = [tool, "--query-gpu=driver_version", "--format=csv,noheader", "-i", _index()]
-        driver = subprocess.run(query, capture_output=True, text=True).stdout.strip() or None
-    return {
-        "gpu": gpu.name,
-        "target": gpu.target,
-        "sms": gpu.sms,
-        "driver": driver,
-        "cuda": torch.version.cuda,
-        "torch": torch.__version__,
-        "triton": triton,
-        "python": platform.python_version(),
-        "date": datetime.date.today().isoformat(),
-    }
+        raise NoGpu("this is measured on a CUDA GPU, and PyTorch sees none")
+    found = machine()
+    with Clock() as clock:
+        yield found
+    found["sm_clock_mhz"] = clock.summary()
 
 
-__all__ = ["NoGpu", "Timing", "input_sets", "interleaved", "machine", "sm_clock_mhz", "summary"]
+class Clock:
+    """Samples the clock of the multiprocessors, in MHz, while it is open."""
+
+    def __enter__(self) -> Clock:
+        self.samples: list[int] = []
+        self._most = self._number("clocks.max.sm")
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+        self._thread.start()
+        return self
+
+    @staticmethod
+    def _number(query: str) -> int | None:
+        said = nvidia_smi(query)
+        return int(said) if said and said.isdigit() else None
+
+    def _sample(self) -> None:
+        while not self._done.wait(0.5):
+            clock = self._number("clocks.sm")
+            if clock is None:
+                return
+            self.samples.append(clock)
+
+    def __exit__(self, *exception: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def summary(self) -> dict[str, float | None] | None:
+        """The median, lowest and highest sample, and what the chip can at most; None without samples."""
+        s = self.samples
+        if not s:
+            return None
+        return {"median": statistics.median(s), "lowest": min(s), "highest": max(s), "max": self._most}
+
+
+__all__ = [
+    "Clock", "NoGpu", "Timing", "able", "attention_flops", "input_sets", "interleaved", "machine", "measured",
+    "nvidia_smi", "summary",
+]  # fmt: skip

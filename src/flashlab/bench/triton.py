@@ -1,19 +1,19 @@
-"""Phase 3's figures: the minimal kernel beside unfused PyTorch and FlashAttention-2, one head, on this machine's GPU.
+"""Phase 3: the minimal Triton kernel beside unfused PyTorch and FlashAttention-2, one head.
 
-    python -m flashlab.bench.triton            # writes results/triton_<gpu>.json beside this file
-    python -m flashlab.bench.triton --out x.json
+    flashlab bench triton            # writes recorded/triton_<gpu>.json beside this file; about two minutes
+    flashlab bench triton --quick --out x.json
 
 One head is a small job for a big GPU: at N = 1024 and BLOCK_M = 64 it is 16 programs, and an H200 has 132
-multiprocessors. The figures say so; phase 4 fills the GPU with batch and heads. FLOPs: 4 · N · N · D, fp16 inputs,
-float32 accumulation in all three. Milliseconds are triton.testing.do_bench's (the L2 cache is flushed before every
-run); median, 20th and 80th percentile; the three are measured one after the other for each length.
+multiprocessors. The figures say so; phase 4 fills the GPU with batch and heads. fp16 inputs, float32 accumulation in
+all three; inputs stay in L2, for all alike. Times are of the kernels, not of their launches from Python: CUDA graphs,
+replayed in turns (flashlab.bench.timing); the median, the fastest and the slowest of the rounds.
+
+And the kernel's errors against float64 at lengths that the interpreter would take minutes for.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,52 +21,75 @@ import torch
 from flashlab import runtime
 from flashlab.attention.naive import naive_attention
 from flashlab.attention.triton_minimal import flash_attention_forward
-from flashlab.bench import records
+from flashlab.bench import peers, records, timing
 from flashlab.bench.records import NoGpu
-from flashlab.bench.walls import machine
+from flashlab.check.cases import Case, make_inputs
+from flashlab.check.tolerance import excess, truth
+from flashlab.table import Table
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+LONG = (4096, 4001)  # the second is no multiple of any tile
+NAMES = ("minimal kernel", "unfused PyTorch", "FlashAttention-2 (torch)")
 
 
-def run(lengths: Sequence[int] = LENGTHS, head_dims: Sequence[int] = (64, 128)) -> dict[str, Any]:
-    """Measure on this machine's GPU; return what is written to JSON. Less than a minute on an H200.
+def run(
+    lengths: Sequence[int] = LENGTHS, head_dims: Sequence[int] = (64, 128), long: Sequence[int] = LONG
+) -> dict[str, Any]:
+    """Measure on this machine's GPU; return what is written to JSON. About two minutes on an H200.
+
+    lengths: what is timed. long: where the errors are taken.
 
     Raises NoGpu where there is none, or where kernels are interpreted.
     """
     if runtime.INTERPRETED or not torch.cuda.is_available():
         raise NoGpu("phase 3's recorded figures are measured on a GPU, with Triton compiled; this process has none")
     torch.manual_seed(3)
-    rows = [row for head_dim in head_dims for n in lengths for row in measure(n, head_dim)]
-    return {"phase": 3, "machine": machine(), "dtype": "float16", "batch": 1, "heads": 1, "rows": rows}
+    with timing.measured() as machine:
+        rows = [row for head_dim in head_dims for n in lengths for row in measure(n, head_dim)]
+        errors = [accuracy(n, d, dtype, content) for d in head_dims for n in long
+                  for dtype in (torch.float16, torch.bfloat16) for content in ("plain", "rising")]  # fmt: skip
+        sizes = {"dtype": "float16", "batch": 1, "heads": 1}
+        return {"phase": 3, "machine": machine, **sizes, "rows": rows, "errors": errors}
 
 
 def measure(n: int, head_dim: int) -> list[dict[str, Any]]:
     """One row for each implementation: milliseconds and TFLOP/s, or why there are none."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
     q, k, v = (torch.randn(n, head_dim, device=runtime.device(), dtype=torch.float16) for _ in range(3))
-    heads = [x[None, None] for x in (q, k, v)]
+    ways: list[Callable[[], Any]] = [
+        lambda: flash_attention_forward(q, k, v),
+        lambda: naive_attention(q, k, v),
+        peers.sdpa("FLASH_ATTENTION", q[None, None], k[None, None], v[None, None]),
+    ]
+    able, reasons = timing.able(dict(zip(NAMES, ways, strict=True)))
+    times, work = timing.interleaved(able), timing.attention_flops(1, 1, n, head_dim)
+    rows = []
+    for name in NAMES:
+        row: dict[str, Any] = {"name": name, "seq_len": n, "head_dim": head_dim}
+        found = times.get(name)
+        rows.append(row | (found.row() | {"tflops": found.tflops(work)} if found else {"unavailable": reasons[name]}))
+    return rows
 
-    def flash_attention_2() -> torch.Tensor:
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            return torch.nn.functional.scaled_dot_product_attention(*heads)
 
-    ways: dict[str, Callable[[], Any]] = {
-        "minimal kernel": lambda: flash_attention_forward(q, k, v),
-        "unfused PyTorch": lambda: naive_attention(q, k, v),
-        "FlashAttention-2 (torch)": flash_attention_2,
-    }
-    return [{"name": name, "seq_len": n, "head_dim": head_dim} | _time(way, n, head_dim) for name, way in ways.items()]
+def accuracy(n: int, head_dim: int, dtype: torch.dtype = torch.float16, content: str = "plain") -> dict[str, Any]:
+    """The minimal kernel's largest errors against float64 on n queries and keys; on any machine.
 
-
-def _time(way: Callable[[], Any], n: int, head_dim: int) -> dict[str, Any]:
-    import triton.testing
-
-    try:
-        median, low, high = triton.testing.do_bench(way, quantiles=[0.5, 0.2, 0.8])
-    except RuntimeError as error:  # out of memory, or a backend that this GPU does not have
-        return {"unavailable": str(error).splitlines()[0]}
-    return {"ms": median, "ms_p20": low, "ms_p80": high, "tflops": 4 * n * n * head_dim / median / 1e9}
+    content: of the checker's inputs (flashlab.check.cases), "plain" or "rising", where every block has a new maximum.
+    o_error, lse_error: the largest absolute errors. twin_error: that of eager attention in `dtype`, for comparison.
+    o_of_bound, lse_of_bound: the largest error as a multiple of what the checker allows there; right is at most 1.
+    """
+    case = Case("", n, n, content, head_dim=head_dim, dtype=dtype)
+    q, k, v = make_inputs(case, torch.device("cpu"))
+    right = truth(case, q, k, v)
+    one, two, three = (x[0, 0].to(runtime.device()) for x in (q, k, v))
+    o, lse = (x.cpu().double()[None, None] for x in flash_attention_forward(one, two, three))
+    return {
+        "seq_len": n, "head_dim": head_dim, "dtype": str(dtype).removeprefix("torch."), "content": content,
+        "o_error": (o - right.o).abs().max().item(),
+        "twin_error": right.twin_error,
+        "lse_error": (lse - right.lse).abs().max().item(),
+        "o_of_bound": excess(o, right.o, right.o_bound).max().item(),
+        "lse_of_bound": excess(lse, right.lse, right.lse_bound).max().item(),
+    }  # fmt: skip
 
 
 def recorded() -> list[dict[str, Any]]:
@@ -74,14 +97,20 @@ def recorded() -> list[dict[str, Any]]:
     return records.recorded("triton")
 
 
+def table(data: dict[str, Any]) -> Table:
+    """Microseconds of each implementation over the lengths."""
+    lines: dict[tuple[int, int], dict[str, str]] = {}
+    for r in data["rows"]:
+        found = f"{1e3 * r['ms']:.1f} ({r['tflops']:.1f})" if "ms" in r else "none"
+        lines.setdefault((r["head_dim"], r["seq_len"]), {})[r["name"]] = found
+    rows = [[d, n, *(cells[name] for name in NAMES)] for (d, n), cells in lines.items()]
+    return Table.of(rows, ["D", "N", *NAMES], align="rrrrr", caption="microseconds, in brackets TFLOP/s")
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Measure and record phase 3's figures on this machine's GPU.")
-    parser.add_argument("--out", type=Path, help="the JSON file to write")
-    out = parser.parse_args(arguments).out
-    figures = run()
-    out = out or records.default_path("triton", figures["machine"]["gpu"])
-    records.write_json(out, figures)
-    print(f"written: {out.name}, {len(figures['rows'])} rows on {figures['machine']['gpu']}")
+    given = records.parser(__doc__, "triton").parse_args(arguments)
+    result = run(lengths=(512, 4096), head_dims=(64,), long=(512, 500)) if given.quick else run()
+    records.keep("triton", result, table, given)
 
 
 if __name__ == "__main__":

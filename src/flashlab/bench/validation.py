@@ -1,6 +1,6 @@
 """The emulator against the hardware, for every kernel of the series: results, counters, and compute-sanitizer.
 
-    python -m flashlab.bench.validation --out x.json     # on a machine with a GPU, nvcc, ncu and compute-sanitizer
+    flashlab bench validation       # writes recorded/validation_<gpu>.json; needs a GPU, nvcc, ncu, compute-sanitizer
 
 Every kernel is launched once, natively and emulated, on the same inputs: 2 heads of 200 rows, causal, so that every
 kernel meets a ragged end and a diagonal. The record holds, for each,
@@ -16,25 +16,21 @@ are sectors of plain loads and of cp.async together: the hardware has one counte
 from __future__ import annotations
 
 import argparse
-import csv
-import io
 import json
-import os
 import re
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from flashlab.bench import mma as mma_ladder
-from flashlab.bench import records, timing
+from flashlab.bench import ncu, records, timing
+from flashlab.bench.mma import Variant, build
 from flashlab.cuda import load_inline
 from flashlab.kernels import SERIES, path
+from flashlab.table import Table
 
 SHAPE = (1, 2, 200)  # batch, heads, rows
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
@@ -61,29 +57,30 @@ METRICS: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 
 
-def variants() -> list[mma_ladder.Variant]:
-    """Every step of phases 6 to 8 at head_dim 64, and the last of each phase at 128."""
-    last = {"p6_6_shapes", "p7_naive", "p8_flash"}
+def variants() -> list[Variant]:
+    """Every step at head_dim 64, and the last of each phase at 128."""
+    last = {step.phase: step for step in SERIES}.values()
     return [
-        mma_ladder.Variant(step, head_dim, step.dtypes[0])
+        Variant(step, head_dim, step.dtypes[0])
         for step in SERIES
         for head_dim in (64, 128)
-        if head_dim == 64 or step.name in last
+        if head_dim == 64 or step in last
     ]
 
 
-def inputs(v: mma_ladder.Variant) -> list[torch.Tensor]:
+def inputs(v: Variant) -> list[torch.Tensor]:
     """q, k, v on the CPU, the same in every process."""
     generator = torch.Generator().manual_seed(7)
     batch, heads, rows = SHAPE
     return [torch.randn(batch, heads, rows, v.head_dim, generator=generator).to(v.dtype) for _ in range(3)]
 
 
-def emulate(v: mma_ladder.Variant) -> tuple[torch.Tensor, dict[str, float]]:
+def emulate(v: Variant) -> tuple[torch.Tensor, dict[str, float]]:
     """O and the counters, from the build that sees every access. Raises KernelFindings if it finds anything."""
     module = load_inline(v.step, head_dim=v.head_dim, dtype=v.dtype, check=True, defines=dict(v.defines))
     o, _ = module.forward(*inputs(v), causal=True)
     report = module.report
+    assert report is not None
     report.raise_if_findings()
     c = dict(report.counters)
 
@@ -97,16 +94,14 @@ def emulate(v: mma_ladder.Variant) -> tuple[torch.Tensor, dict[str, float]]:
     return o, {name: sum(c.get(part, 0) for part in parts) for name, (_, parts) in METRICS.items()}
 
 
-def launch_all(folder: Path) -> list[torch.Tensor]:
+def launch_all() -> list[torch.Tensor]:
     """Every variant once on the GPU, in order; announced on a line each, for the profiler's table."""
     outputs = []
-    for kernel in mma_ladder.build(variants(), folder, mma_ladder.architecture()):
-        q, k, v = (x.cuda() for x in inputs(kernel.variant))
-        run, o, _ = kernel.prepare(q, k, v, causal=True)
-        run()
+    for v, module in build(variants()):
+        print("LAUNCH " + json.dumps([v.name, v.head_dim]), flush=True)
+        o, _ = module.forward(*(x.cuda() for x in inputs(v)), causal=True)
         torch.cuda.synchronize()
         outputs.append(o.cpu())
-        print(f"LAUNCHED {kernel.variant.name} D={kernel.variant.head_dim}", flush=True)
     launch_fragments()
     return outputs
 
@@ -129,43 +124,24 @@ def launch_fragments() -> None:
     torch.cuda.synchronize()
 
 
-def profile(folder: Path) -> list[dict[str, float | None]]:
-    """Nsight Compute's counters, a dict a variant; kernels that one launch call starts together are added up."""
-    command = [
-        "ncu",
-        "--csv",
-        "--page",
-        "raw",
-        "--clock-control",
-        "none",
-        "-k",
-        "regex:flash_forward",
-    ]
-    metrics = ",".join(metric for metric, _ in METRICS.values())
-    done = subprocess.run(
-        [*command, "--metrics", metrics, *_again(folder)], capture_output=True, text=True, timeout=500
-    )
-    rows: list[dict[str, float | None]] = []
-    lines = done.stdout.splitlines()
-    start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
-    if start is None:
-        raise RuntimeError(f"ncu gave no counters: {(done.stderr or done.stdout).strip()[-500:]}")
-    table = list(csv.DictReader(io.StringIO("\n".join(lines[start:]))))[1:]  # the second line holds the units
-    names = [line.split(" ", 1)[1] for line in lines[:start] if line.startswith("LAUNCHED ")]
-    for row in table:
-        rows.append({"kernel": row["Kernel Name"]} | {n: _number(row.get(m, "")) for n, (m, _) in METRICS.items()})
-    if len(rows) != len(names):
-        raise RuntimeError(
-            f"{len(names)} kernels were launched, and ncu lists {len(rows)}: {[r['kernel'] for r in rows]}"
-        )
+_AGAIN = ["-m", "flashlab.bench.validation", "--launch-all"]
+
+
+def profile() -> list[dict[str, Any]]:
+    """Nsight Compute's counters of each variant's forward kernel, in order."""
+    metrics = {name: metric for name, (metric, _) in METRICS.items()}
+    rows = ncu.profile(_AGAIN, metrics, kernels="flash_forward", timeout=500)
+    if len(rows) != len(variants()):
+        kernels = [row["kernel"] for row in rows]
+        raise RuntimeError(f"{len(variants())} kernels were launched, and ncu lists {len(rows)}: {kernels}")
     return rows
 
 
-def sanitize(folder: Path) -> dict[str, str]:
+def sanitize() -> dict[str, str]:
     """The closing line of each tool of compute-sanitizer, run over a process that launches every variant."""
     said = {}
     for tool in TOOLS:
-        command = ["compute-sanitizer", "--tool", tool, *_again(folder)]
+        command = ["compute-sanitizer", "--tool", tool, sys.executable, *_AGAIN]
         done = subprocess.run(command, capture_output=True, text=True, timeout=500)
         lines = re.findall(r"=+ ((?:ERROR|RACECHECK) SUMMARY: .*)", done.stdout)
         said[tool] = lines[-1] if lines else f"no summary: {done.stdout[-300:]}"
@@ -173,64 +149,52 @@ def sanitize(folder: Path) -> dict[str, str]:
     return said
 
 
-def _again(folder: Path) -> list[str]:
-    return [sys.executable, "-m", "flashlab.bench.validation", "--launch-all", "--build", str(folder)]
-
-
-def _number(text: str) -> float | None:
-    text = text.replace(",", "")
-    return float(text) if text else None
-
-
-def run(folder: Path, *, sanitizer: bool = True) -> dict[str, Any]:
+def run(*, sanitizer: bool = True) -> dict[str, Any]:
     """Everything; a few minutes. Raises NoGpu where there is no GPU or one of the tools is missing."""
     missing = [tool for tool in ("nvcc", "ncu", "compute-sanitizer") if shutil.which(tool) is None]
     missing += [] if torch.cuda.is_available() else ["a GPU"]
     if missing:
         raise records.NoGpu(f"validation compares with the hardware; there is no {', no '.join(missing)} here")
-    native = launch_all(folder)
-    counted = profile(folder)
-    rows = []
-    for v, o, counters in zip(variants(), native, counted, strict=True):
-        emulated_o, emulated = emulate(v)
-        # Both are right within rounding of the truth; each may be a unit or two in the last place from the other.
-        bound = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2, torch.float32: 1e-5}[v.dtype]
-        difference = (o.float() - emulated_o.float()).abs().max().item()
-        pairs = {name: [emulated[name], counters[name]] for name in METRICS}
-        rows.append(
-            {"kernel": v.name, "head_dim": v.head_dim, "difference": difference, "bound": bound, "counters": pairs}
-        )
-        unlike = {n: p for n, p in pairs.items() if p[0] != p[1]}
-        print(
-            f"{v.name} D={v.head_dim}: difference {difference:.1e} of {bound:.0e}; unlike: {unlike or 'none'}",
-            flush=True,
-        )
-    machine = timing.machine() | {"ncu": _version("ncu")}
+    with timing.measured() as machine:
+        native = launch_all()
+        counted = profile()
+        rows = []
+        for v, o, found in zip(variants(), native, counted, strict=True):
+            emulated_o, emulated = emulate(v)
+            # Both are right within rounding of the truth; each may be a unit or two in the last place from the other.
+            bound = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2, torch.float32: 1e-5}[v.dtype]
+            pairs = {name: [emulated[name], found[name]] for name in METRICS}
+            rows.append({
+                "kernel": v.name, "head_dim": v.head_dim, "bound": bound,
+                "difference": (o.float() - emulated_o.float()).abs().max().item(), "counters": pairs,
+            })  # fmt: skip
+    machine["ncu"] = ncu.ncu_version()
     result = {"machine": machine, "shape": list(SHAPE), "causal": True, "rows": rows}
-    return result | ({"sanitizer": sanitize(folder)} if sanitizer else {})
+    return result | ({"sanitizer": sanitize()} if sanitizer else {})
 
 
-def _version(tool: str) -> str:
-    done = subprocess.run([tool, "--version"], capture_output=True, text=True)
-    found = re.search(r"Version ([\d.]+)", done.stdout)
-    return found[1] if found else ""
+def table(data: dict[str, Any]) -> Table:
+    """Per kernel: the difference of its bound, and the counters that are not the same."""
+    rows = []
+    for r in data["rows"]:
+        unlike = [f"{name} {a} / {b}" for name, (a, b) in r["counters"].items() if a != b]
+        rows.append([r["kernel"], r["head_dim"], f"{r['difference'] / r['bound']:.2f}", "; ".join(unlike) or "none"])
+    pairs = [pair for r in data["rows"] for pair in r["counters"].values()]
+    caption = f"{sum(a == b for a, b in pairs)} of {len(pairs)} counters are equal. " + "; ".join(
+        f"{tool}: {said}" for tool, said in data.get("sanitizer", {}).items()
+    )
+    columns = ["kernel", "D", "difference / bound", "counters that differ, emulated / native"]
+    return Table.of(rows, columns, align="lrrl", caption=caption)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m flashlab.bench.validation", description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, help="the JSON file; recorded/validation_<gpu>.json by default")
-    parser.add_argument("--build", type=Path, default=Path(tempfile.gettempdir()) / f"flashlab-mma-{os.getuid()}")
+    parser = records.parser(__doc__, "validation")
     parser.add_argument("--launch-all", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     if given.launch_all:
-        launch_all(given.build)
+        launch_all()
         return
-    result = run(given.build)
-    out = given.out or records.default_path("validation", result["machine"]["gpu"])
-    records.write_json(out, result)
-    same = sum(p[0] == p[1] for row in result["rows"] for p in row["counters"].values())
-    count = sum(len(row["counters"]) for row in result["rows"])
-    print(f"written: {out.name}; {same} of {count} counters are equal; {json.dumps(result['sanitizer'])}")
+    records.keep("validation", run(sanitizer=not given.quick), table, given)
 
 
 if __name__ == "__main__":

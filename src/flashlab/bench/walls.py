@@ -1,23 +1,23 @@
-"""Phase 1's figures, measured natively on a GPU and recorded as JSON; the lecture draws what is recorded.
+"""Phase 1: naive attention beside FlashAttention-2, scheme A until the GPU refuses it, the escape hatches of scheme B.
 
-    python -m flashlab.bench.walls            # writes recorded/walls_<gpu>.json beside this file
-    python -m flashlab.bench.walls --out x.json
+    flashlab bench walls            # writes recorded/walls_<gpu>.json beside this file; about a minute
+    flashlab bench walls --quick --out x.json
 
 naive     naive_attention in fp16: milliseconds, and the allocator's peak beside the formula's
 fused     the same shapes through torch's FlashAttention-2 (the backend is forced, so the peer has a name)
 scheme_a  one head through scheme_a, N doubling until the GPU refuses; then what its error says
 scheme_b  one head through each escape hatch and through two_pass: milliseconds and error against float64
 
-Milliseconds are triton.testing.do_bench's: the L2 cache is flushed before every run; median, 20th and 80th percentile.
+Times are of the kernels, not of their launches from Python: CUDA graphs, replayed in turns (flashlab.bench.timing); the
+median, the fastest and the slowest of the rounds. Those of the schemes include filling their outputs first.
 """
 
 from __future__ import annotations
 
-import argparse
+import functools
 import gc
 import re
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,8 +26,9 @@ from flashlab import runtime
 from flashlab.attention import reference, schemes
 from flashlab.attention.cost import naive_peak_bytes
 from flashlab.attention.naive import naive_attention
-from flashlab.bench import records, timing
+from flashlab.bench import peers, records, timing
 from flashlab.bench.records import NoGpu
+from flashlab.table import Table
 
 
 def run(
@@ -40,31 +41,21 @@ def run(
     if runtime.INTERPRETED or not torch.cuda.is_available():
         raise NoGpu("phase 1's recorded figures are measured on a GPU, with Triton compiled; this process has none")
     torch.manual_seed(1)
-    return {
-        "phase": 1,
-        "machine": machine(),
-        "shape": {"batch": 1, "heads": heads, "head_dim": head_dim, "dtype": "float16"},
-        "naive": [measure_naive(n, heads, head_dim) for n in seq_lens],
-        "fused": [measure_fused(n, heads, head_dim) for n in seq_lens],
-        "scheme_a": measure_scheme_a(head_dim),
-        "scheme_b": measure_scheme_b(head_dim),
-    }
-
-
-def machine() -> dict[str, Any]:
-    """What the figures were measured with, and when."""
-    return timing.machine() | {"shared_per_block": runtime.limits().shared_per_block}
+    with timing.measured() as machine:
+        lengths = [measure_length(n, heads, head_dim) for n in seq_lens]
+        return {
+            "phase": 1,
+            "machine": machine,
+            "shape": {"batch": 1, "heads": heads, "head_dim": head_dim, "dtype": "float16"},
+            "naive": [naive for naive, _ in lengths],
+            "fused": [fused for _, fused in lengths],
+            "scheme_a": measure_scheme_a(head_dim),
+            "scheme_b": measure_scheme_b(head_dim),
+        }
 
 
 def _qkv(*shape: int) -> list[torch.Tensor]:
     return [torch.randn(shape, device=runtime.device(), dtype=torch.float16) for _ in range(3)]
-
-
-def _milliseconds(fn: Callable[[], Any]) -> dict[str, float]:
-    import triton.testing
-
-    median, low, high = triton.testing.do_bench(fn, quantiles=[0.5, 0.2, 0.8])
-    return {"ms": median, "ms_p20": low, "ms_p80": high}
 
 
 def _allocated(fn: Callable[[], Any]) -> int:
@@ -78,36 +69,24 @@ def _allocated(fn: Callable[[], Any]) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def measure_naive(seq_len: int, heads: int, head_dim: int) -> dict[str, Any]:
-    """One length of naive_attention; its row says "out_of_memory": True where memory runs out."""
-    predicted = naive_peak_bytes(seq_len, head_dim, heads=heads)
-    row: dict[str, Any] = {"seq_len": seq_len, "predicted_peak_bytes": predicted}
-    try:
-        q, k, v = _qkv(1, heads, seq_len, head_dim)
-        naive_attention(q, k, v)  # cuBLAS allocates its workspace on the first call
-        row["peak_bytes"] = _allocated(lambda: naive_attention(q, k, v))
-        return row | _milliseconds(lambda: naive_attention(q, k, v))
-    except torch.cuda.OutOfMemoryError:
-        return row | {"out_of_memory": True}
-
-
-def measure_fused(seq_len: int, heads: int, head_dim: int) -> dict[str, Any]:
-    """The same shape through torch's FlashAttention-2, or "unavailable" with its reason."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    row: dict[str, Any] = {"seq_len": seq_len, "backend": "FLASH_ATTENTION"}
+def measure_length(seq_len: int, heads: int, head_dim: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The rows of naive attention and of FlashAttention-2 at one length; one that cannot run says why."""
     q, k, v = _qkv(1, heads, seq_len, head_dim)
-
-    def fused() -> torch.Tensor:
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v)
-
-    try:
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            fused()
-            row["peak_bytes"] = _allocated(fused)
-            return row | _milliseconds(fused)
-    except RuntimeError as error:
-        return row | {"unavailable": str(error).splitlines()[0]}
+    predicted = naive_peak_bytes(seq_len, head_dim, heads=heads)
+    rows: dict[str, dict[str, Any]] = {
+        "naive": {"seq_len": seq_len, "predicted_peak_bytes": predicted},
+        "fused": {"seq_len": seq_len, "backend": "FLASH_ATTENTION"},
+    }
+    # What does not run is left out; what does has its workspaces then.
+    ways = {"naive": lambda: naive_attention(q, k, v), "fused": peers.sdpa("FLASH_ATTENTION", q, k, v)}
+    able, reasons = timing.able(ways)
+    for name, reason in reasons.items():
+        rows[name]["unavailable"] = reason
+    for name in able:
+        rows[name]["peak_bytes"] = _allocated(ways[name])
+    for name, times in timing.interleaved(able).items():
+        rows[name] |= times.row()
+    return rows["naive"], rows["fused"]
 
 
 def out_of_resources(error: Exception) -> dict[str, Any] | None:
@@ -121,46 +100,46 @@ def out_of_resources(error: Exception) -> dict[str, Any] | None:
 def measure_scheme_a(head_dim: int) -> list[dict[str, Any]]:
     """scheme_a on one head, N doubling from 64, ending with the first N that this GPU refuses."""
     rows: list[dict[str, Any]] = []
+    ways: dict[int, Callable[[], Any]] = {}
     seq_len = 64
-    while not rows or rows[-1]["ok"]:
+    while len(ways) == len(rows):
         q, k, v = _qkv(seq_len, head_dim)
-        row: dict[str, Any] = {"seq_len": seq_len, "shared_bytes": schemes.scheme_a_shared_bytes(seq_len, head_dim)}
-        try:
-            row |= {"ok": True, "max_error": _error(schemes.scheme_a(q, k, v)[0], q, k, v)}
-            row |= _milliseconds(lambda q=q, k=k, v=v: schemes.scheme_a(q, k, v))
-        except Exception as error:
-            figures = out_of_resources(error)
-            if figures is None:
-                raise
-            row |= {"ok": False, "message": str(error)} | figures
-        rows.append(row)
+        row = {"seq_len": seq_len, "shared_bytes": schemes.scheme_a_shared_bytes(seq_len, head_dim)}
+        way = functools.partial(schemes.scheme_a, q, k, v)
+        rows.append(row | _tried(way, q, k, v))
+        if rows[-1]["ok"]:
+            ways[seq_len] = way
         seq_len *= 2
-    return rows
+    times = timing.interleaved({str(n): way for n, way in ways.items()})
+    return [row | (times[str(row["seq_len"])].row() if row["ok"] else {}) for row in rows]
 
 
 def measure_scheme_b(head_dim: int, seq_len: int = 256) -> list[dict[str, Any]]:
-    """Each escape hatch and two_pass, one program a multiprocessor of the GPU, at a length scheme_b can hold."""
-    rows = []
+    """Each escape hatch and two_pass, one program per multiprocessor of the GPU, at a length scheme_b can hold."""
     q = torch.randn(64 * runtime.limits().sms, head_dim, device=runtime.device(), dtype=torch.float16)
     k, v = _qkv(seq_len, head_dim)[:2]
     ways: dict[str, Callable[[], Any]] = {"scheme A": lambda: schemes.scheme_a(q, k, v)}
-    ways |= {how: lambda how=how: schemes.scheme_b(q, k, v, how=how) for how in schemes.ESCAPE_HATCHES}
+    ways |= {how: functools.partial(schemes.scheme_b, q, k, v, how=how) for how in schemes.ESCAPE_HATCHES}
     ways |= {"two passes": lambda: schemes.two_pass(q, k, v)}
-    for name, way in ways.items():
-        row: dict[str, Any] = {"how": name, "seq_q": q.shape[0], "seq_len": seq_len}
-        try:
-            rows.append(row | {"ok": True, "max_error": _error(way()[0], q, k, v)} | _milliseconds(way))
-        except Exception as error:
-            figures = out_of_resources(error)
-            if figures is None:
-                raise
-            rows.append(row | {"ok": False, "message": str(error)} | figures)
-    return rows
+    tried = {name: _tried(way, q, k, v) for name, way in ways.items()}
+    times = timing.interleaved({name: ways[name] for name, row in tried.items() if row["ok"]})
+    return [
+        {"how": name, "seq_q": q.shape[0], "seq_len": seq_len} | row | (times[name].row() if row["ok"] else {})
+        for name, row in tried.items()
+    ]
 
 
-def _error(o: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> float:
+def _tried(way: Callable[[], Any], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, Any]:
+    """Whether it runs: with its error against float64, or with what Triton's refusal says."""
+    try:
+        o = way()[0]
+    except Exception as error:
+        figures = out_of_resources(error)
+        if figures is None:
+            raise
+        return {"ok": False, "message": str(error)} | figures
     want, _ = reference.attention(*(x[None, None] for x in (q, k, v)))
-    return (o.double() - want[0, 0]).abs().max().item()
+    return {"ok": True, "max_error": (o.double() - want[0, 0]).abs().max().item()}
 
 
 def recorded() -> list[dict[str, Any]]:
@@ -168,14 +147,21 @@ def recorded() -> list[dict[str, Any]]:
     return records.recorded("walls")
 
 
+def table(data: dict[str, Any]) -> Table:
+    """Time and peak memory of both ways over the lengths."""
+    rows = []
+    for naive, fused in zip(data["naive"], data["fused"], strict=True):
+        cells = [f"{r['ms']:.4f} {r['peak_bytes'] / 2**20:.1f}".split() if "ms" in r else ["none"] * 2
+                 for r in (naive, fused)]  # fmt: skip
+        rows.append([naive["seq_len"], cells[0][0], cells[1][0], cells[0][1], cells[1][1]])
+    columns = ["N", "naive, ms", "FlashAttention-2, ms", "naive, MiB", "FlashAttention-2, MiB"]
+    return Table.of(rows, columns, align="rrrrr")
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Measure and record phase 1's figures on this machine's GPU.")
-    parser.add_argument("--out", type=Path, help="the JSON file to write")
-    out = parser.parse_args(arguments).out
-    figures = run()
-    out = out or records.default_path("walls", figures["machine"]["gpu"])
-    records.write_json(out, figures)
-    print(f"written: {out.name}, {len(figures['naive'])} lengths on {figures['machine']['gpu']}")
+    given = records.parser(__doc__, "walls").parse_args(arguments)
+    result = run(seq_lens=(512, 2048)) if given.quick else run()
+    records.keep("walls", result, table, given)
 
 
 if __name__ == "__main__":

@@ -205,7 +205,8 @@ def make_inputs(case: Case, device: torch.device, seed: int = 0) -> tuple[torch.
         _creeping(q, k, v, case)
     else:
         _CONTENT[case.content](q, k, case.softmax_scale)
-    return tuple(guarded(x.to(case.dtype), case.layout, device) for x in (q, k, v))
+    q, k, v = (guarded(x.to(case.dtype), case.layout, device) for x in (q, k, v))
+    return q, k, v
 
 
 def _plain(q: torch.Tensor, k: torch.Tensor, scale: float) -> None:

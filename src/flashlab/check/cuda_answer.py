@@ -1,26 +1,32 @@
-"""Trying a kernel that may be wrong: the emulator looks for what it does, the checker at what it gives.
+"""A learner's CUDA, tried: the emulator looks for what it does, the checker at what it gives, and one sentence says it.
 
-    examine(step("p8_5_swizzle"))                         # a Verdict
-    examine(spliced(step("p8_4_stages"), "auto load_kv", "load_kv(j + STAGES", text))
+    Answer(text, "add_bias").run(x, bias, y, rows, cols, case="rows=4")    # any extern "C" function; its counters
+    examine(step("p8_4_swizzle"))                               # a Verdict
+    examine(replaced(step("p8_3_stages"), "load K and V", text))   # with somebody's own lines in a named region
 
-``examine`` raises ``flashlab.check.CheckFailed``: its diagnosis is the emulator's slug ("race", "stage-overwritten"),
-or the checker's ("tail-not-masked", "o-not-rescaled"), or "does-not-compile".
+Whatever goes wrong is raised as ``flashlab.check.CheckFailed``: its diagnosis is the emulator's slug ("race",
+"stage-overwritten"), or the checker's ("tail-not-masked", "o-not-rescaled"), or "does-not-compile".
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from flashlab.check import CheckFailed, verify
+from flashlab.check import CheckFailed, expect, verify
 from flashlab.check.mistakes.kernels import explain
 from flashlab.cuda import CompileError, CudaModule, load_inline
+from flashlab.kernels import regions
+from flashlab.kernels.problem import ELEMENTS
 from flashlab.kernels.series import Step
 from flashlab.simt import Counters, Finding, Report, SimtError
+from flashlab.simt.source import entries
+
+HOLE = "YOUR CODE HERE"
 
 # (batch, heads, kv_heads, seq_q, seq_k, causal): ragged tails, several tiles, rows that see no key, grouped heads.
 PROBES = ((1, 2, 1, 200, 200, True), (1, 1, 1, 64, 330, False), (2, 1, 1, 70, 24, True))
@@ -28,6 +34,24 @@ PROBES = ((1, 2, 1, 200, 200, True), (1, 1, 1, 64, 330, False), (2, 1, 1, 70, 24
 _ROUNDING = ("l-in-low-precision", "o-accumulated-in-low-precision")
 _VAGUE = ("wrong-value", "nan-everywhere", "p-columns-exchanged", *_ROUNDING)
 _QUOTED = 64  # characters of a line
+
+
+def text_of(answer: Any, name: str) -> str:
+    """The answer called ``name``, if it is CUDA text that has been filled in.
+
+    Raises:
+        NotImplementedError: it is still a blank.
+        CheckFailed: it is no text.
+    """
+    __tracebackhide__ = True
+    expect(
+        isinstance(answer, str),
+        f"{name} should be the CUDA text, a string, not a {type(answer).__name__}",
+        diagnosis="wrong-type",
+    )
+    if HOLE in answer:
+        raise NotImplementedError
+    return answer
 
 
 @dataclass(frozen=True)
@@ -45,20 +69,29 @@ class Source:
     first: int | None = None
     last: int | None = None
 
+    def own(self, line: int) -> bool:
+        """Whether it is one of somebody's own lines."""
+        return self.first is not None and self.first <= line <= (self.last or 0)
+
     def place(self, line: int) -> str:
         """How a line is called in a sentence: with its number in the learner's text, and what stands there."""
         lines = self.text.splitlines()
         code = lines[line - 1].split("//")[0].strip() if 0 < line <= len(lines) else ""
         code = code if len(code) <= _QUOTED else f"{code[: _QUOTED - 2].rstrip()} …"
-        if self.first is not None and self.first <= line <= (self.last or 0):
-            where = f"line {line - self.first + 1} of your code"
+        if self.own(line):
+            where = f"line {line - (self.first or 1) + 1} of your code"
         else:
             where = f"line {line} of {self.name}.cu" if self.first is not None else f"line {line}"
         return f"{where}, `{code}`," if code else where
 
     def told(self, finding: Finding) -> str:
-        """A finding's sentence, with the lines quoted."""
-        sentence = re.sub(r"\bline (\d+)\b", lambda m: self.place(int(m[1])), finding.message)
+        """A finding's sentence, with the lines quoted. Who called a line is left out, unless it was the learner."""
+
+        def caller(m: re.Match[str]) -> str:
+            return m[0] if self.first is None or self.own(int(m[1])) else ""
+
+        message = re.sub(r" \(called from line (\d+)\)", caller, finding.message)
+        sentence = re.sub(r"\bline (\d+)\b", lambda m: self.place(int(m[1])), message)
         return re.sub(r",([,:.;)]| \(|$)", r"\1", sentence)
 
 
@@ -84,77 +117,154 @@ def source_of(kernel: Step | Source | str) -> Source:
     return Source(kernel.path.read_text(), kernel.name) if isinstance(kernel, Step) else Source(kernel, "kernel")
 
 
-def part(kernel: Step | Source | str, start: str, end: str) -> str:
-    """The lines of a kernel from the first that contains ``start`` to the next that contains ``end``, both included.
+def region(kernel: Step | Source | str, name: str) -> str:
+    """The text of a named region of a kernel (see flashlab.kernels.regions).
 
-    Raises ValueError where there are none.
+    Raises KeyError where there is none; the message has the names there are.
     """
-    lines = source_of(kernel).text.splitlines()
-    first, last = _range(lines, start, end)
-    return "\n".join(lines[first : last + 1])
+    return regions.region_text(source_of(kernel).text, name)
 
 
-def spliced(kernel: Step | Source | str, start: str, end: str, text: str) -> Source:
-    """The kernel with the lines that ``part`` returns replaced by ``text``."""
+def replaced(kernel: Step | Source | str, name: str, text: str) -> Source:
+    """The kernel with the lines of a named region replaced by ``text``.
+
+    Raises KeyError where there is no such region; the message has the names there are.
+    """
     whole = source_of(kernel)
-    lines, new = whole.text.splitlines(), text.strip("\n").splitlines()
-    first, last = _range(lines, start, end)
-    joined = "\n".join([*lines[:first], *new, *lines[last + 1 :]]) + "\n"
-    return Source(joined, whole.name, first + 1, first + len(new))
+    joined, own = regions.replace(whole.text, name, text)
+    return Source(joined, whole.name, own.first, own.last)
 
 
-def _range(lines: Sequence[str], start: str, end: str) -> tuple[int, int]:
-    for i, line in enumerate(lines):
-        if start in line:
-            for j in range(i, len(lines)):
-                if end in lines[j]:
-                    return i, j
-    raise ValueError(f"the source has no lines from {start!r} to {end!r}")
+# ---- what is wrong with it, as a sentence --------------------------------------------------------------------------
+def failure(findings: Sequence[Finding], whole: Source, case: str | None = None) -> CheckFailed:
+    """The one finding that is told, of those that a run made.
+
+    First what ended the launch: nothing came after it. Then a race: what another thread has not written yet looks
+    uninitialised, which is the race's consequence and not its cause. Then the rest, in the order it was seen.
+    """
+    first = min(findings, key=lambda f: (not f.fatal, f.kind != "race"))
+    return CheckFailed(whole.told(first), diagnosis=first.kind, case=case)
+
+
+def does_not_compile(error: CompileError, whole: Source) -> CheckFailed:
+    """The compiler's first error, with the learner's line."""
+    if not error.messages:
+        said = next((line for line in error.log.splitlines() if line.strip()), str(error))
+    else:
+        first = error.messages[0]
+        own = first.line is not None and first.file == f"{whole.name}.cu"
+        said = f"{whole.place(first.line or 0) if own else first.file} error: {first.text}"
+    return CheckFailed(f"it does not compile: {said}", diagnosis="does-not-compile")
 
 
 def built(
-    kernel: Step | Source | str, *, check: bool, head_dim: int = 64, dtype: torch.dtype | None = None, **defines: Any
-) -> CudaModule:
-    """Compiles it for the emulator. Raises CheckFailed with the compiler's first error."""
+    kernel: Step | Source | str, *, check: bool, head_dim: int | None = None, dtype: torch.dtype | None = None,
+    **defines: Any,
+) -> CudaModule:  # fmt: skip
+    """Compiles a source for the emulator. Raises CheckFailed with the compiler's first error."""
     __tracebackhide__ = True
     whole = source_of(kernel)
+    source = kernel if isinstance(kernel, Step) else whole.text
     try:
-        return load_inline(whole.text, backend="emulator", check=check, head_dim=head_dim, dtype=dtype, defines=defines)
+        return load_inline(source, name=f"{whole.name}.cu", backend="emulator", check=check, head_dim=head_dim,
+                           dtype=dtype, defines=defines)  # fmt: skip
     except CompileError as error:
-        message = next((x for x in error.log.splitlines() if "error" in x), error.log.splitlines()[0])
-        message = re.sub(r"^.*?kernel\.cu:(\d+)(:\d+)?: ", lambda m: f"{whole.place(int(m[1]))} ", message)
-        raise CheckFailed(f"it does not compile: {message}", diagnosis="does-not-compile") from None
+        raise does_not_compile(error, whole) from None
 
 
-def probe(module: CudaModule, whole: Source, shape: Sequence[Any] = PROBES[0], **options: Any) -> Report:
-    """One run of a check build on random tensors. Raises CheckFailed with the first finding."""
+def ran(module: CudaModule, whole: Source, case: str | None, call: Callable[[], Any]) -> Any:
+    """call(), which runs something of the module. Raises CheckFailed with what the emulator found."""
+    __tracebackhide__ = True
+    try:
+        result = call()
+    except CompileError as error:  # of another head_dim
+        raise does_not_compile(error, whole) from None
+    except SimtError as error:
+        if error.report is None or not error.report.findings:
+            raise CheckFailed(str(error), diagnosis="launch-failed", case=case) from None
+        raise failure(error.report.findings, whole, case) from None
+    if module.report is not None and module.report.findings:
+        raise failure(module.report.findings, whole, case)
+    return result
+
+
+# ---- any extern "C" function ---------------------------------------------------------------------------------------
+class Answer:
+    """A learner's whole source with an extern "C" function: built when it is run, once for each set of macros.
+
+    Args:
+        answer: what the learner gave; see ``text_of`` for what it raises.
+        name: of the answer, for sentences.
+        entry: the function.
+    """
+
+    def __init__(self, answer: Any, name: str, entry: str = "run"):
+        __tracebackhide__ = True
+        text = text_of(answer, name)
+        self.whole, self.entry = Source(text, name, 1, len(text.splitlines())), entry
+        self._modules: dict[Any, CudaModule] = {}
+
+    def module(self, *, check: bool, **defines: Any) -> CudaModule:
+        """The source, built. Raises CheckFailed: it does not compile, or its function is gone."""
+        __tracebackhide__ = True
+        key = (check, *sorted(defines.items()))
+        if key not in self._modules:
+            expect(
+                self.entry in entries(self.whole.text),
+                f'the source has lost its extern "C" function `{self.entry}`',
+                diagnosis="wrong-entry",
+            )
+            self._modules[key] = built(self.whole, check=check, **defines)
+        return self._modules[key]
+
+    def run(
+        self, *arguments: Any, case: str, check: bool, dtype: torch.dtype | None = None, **defines: Any
+    ) -> Counters:
+        """Calls the function and returns what the emulator counted.
+
+        Args:
+            arguments: of the function; the stream is left out.
+            case: what it is run on, for the sentence.
+            check: the build that sees every access, or the fast one.
+            dtype: ELEMENT, where the source has one.
+            defines: further macros.
+
+        Raises:
+            CheckFailed: with the compiler's error, or what the emulator found.
+        """
+        __tracebackhide__ = True
+        module = self.module(check=check, **({"ELEMENT": ELEMENTS[dtype]} if dtype else {}), **defines)
+        try:
+            ran(module, self.whole, case, lambda: module.launch(self.entry, *arguments, echo=False))
+        except TypeError as error:
+            sentence = f"the parameters of `{self.entry}` should stay as they are: {error}"
+            raise CheckFailed(sentence, diagnosis="wrong-entry") from None
+        assert module.report is not None
+        return module.report.counters
+
+
+# ---- a kernel of the series ----------------------------------------------------------------------------------------
+def probe(
+    module: CudaModule, whole: Source, shape: Sequence[Any] = PROBES[0], *, head_dim: int = 64,
+    dtype: torch.dtype = torch.float16, **options: Any,
+) -> Report:  # fmt: skip
+    """One run of a check build on random tensors. Raises CheckFailed with what was found."""
     __tracebackhide__ = True
     batch, heads, kv_heads, seq_q, seq_k, causal = shape
-    head_dim = int(options.pop("head_dim", 64))
     generator = torch.Generator().manual_seed(0)
     q, k, v = (
-        torch.randn(batch, h, n, head_dim, generator=generator).half()
+        torch.randn(batch, h, n, head_dim, generator=generator).to(dtype)
         for h, n in ((heads, seq_q), (kv_heads, seq_k), (kv_heads, seq_k))
     )
     case = f"heads={heads}, kv_heads={kv_heads}, seq_q={seq_q}, seq_k={seq_k}{', causal' if causal else ''}"
-    try:
-        module.forward(q, k, v, causal=causal, **options)
-        report = module.report
-    except SimtError as error:
-        found = getattr(error, "report", None)
-        if found is None or not found.findings:
-            raise CheckFailed(str(error), diagnosis="launch-failed", case=case) from None
-        report = found
-    if report.findings:
-        # What ended the launch says more than what had been seen before it.
-        first = next((f for f in report.findings if f.fatal), report.findings[0])
-        raise CheckFailed(whole.told(first), diagnosis=first.kind, case=case)
-    return report
+    ran(module, whole, case, lambda: module.forward(q, k, v, causal=causal, echo=False, **options))
+    assert module.report is not None
+    return module.report
 
 
 def examine(
-    kernel: Step | Source | str, *, head_dim: int = 64, fast: bool = True, probes: Sequence[Any] = PROBES,
-    max_seq: int = 300, sms: int = 132, **defines: Any,
+    kernel: Step | Source | str, *, head_dim: int = 64, dtype: torch.dtype = torch.float16, fast: bool = True,
+    probes: Sequence[Any] = PROBES, max_seq: int = 300, sms: int = 132, **defines: Any,
 ) -> Verdict:  # fmt: skip
     """Runs a kernel of the series' interface (``forward`` and ``workspace_floats``) in the emulator.
 
@@ -162,8 +272,8 @@ def examine(
     cases: causal, grouped heads, ragged and empty lengths, strides, nasty scores.
 
     Args:
-        kernel: a step, a text, or ``spliced``'s result.
-        head_dim: it is compiled for.
+        kernel: a step, a text, or ``replaced``'s result.
+        head_dim, dtype: it is compiled for.
         fast: a fast build for the checker's cases; False saves its compilation and takes the check build.
         probes: shapes for the check build, as in PROBES.
         max_seq: the longest of the checker's cases.
@@ -175,34 +285,24 @@ def examine(
     """
     __tracebackhide__ = True
     whole = source_of(kernel)
-    module = built(whole, check=True, head_dim=head_dim, **defines)
-    reports = [probe(module, whole, shape, head_dim=head_dim, sms=sms) for shape in probes]
-    runs = built(whole, check=False, head_dim=head_dim, **defines) if fast else module
+    variant: dict[str, Any] = {"head_dim": head_dim, "dtype": dtype}
+    module = built(kernel, check=True, **variant, **defines)
+    reports = [probe(module, whole, shape, sms=sms, **variant) for shape in probes]
+    runs = built(kernel, check=False, **variant, **defines) if fast else module
 
     def forward(q, k, v, *, causal, scale):
         __tracebackhide__ = True
-        try:
-            o, lse = runs.forward(q.cpu(), k.cpu(), v.cpu(), causal=causal, scale=scale, sms=sms)
-        except SimtError as error:
-            raise _failed(error, whole) from None
-        if runs.report is not None and runs.report.findings:
-            raise CheckFailed(whole.told(runs.report.findings[0]), diagnosis=runs.report.findings[0].kind)
+        given, options = [x.cpu() for x in (q, k, v)], {"causal": causal, "scale": scale, "sms": sms}
+        o, lse = ran(runs, whole, None, lambda: runs.forward(*given, **options, echo=False))
         return o.to(q.device), lse.to(q.device)
 
     try:
-        checked = verify(forward, causal=True, gqa=True, head_dims=(head_dim,), max_seq=max_seq)
+        checked = verify(forward, causal=True, gqa=True, dtypes=(dtype,), head_dims=(head_dim,), max_seq=max_seq)
     except CheckFailed as failed:
         # The emulator's findings stand as they are; of the numbers, fragments and lanes may tell more.
-        known = explain(forward, head_dim) if failed.diagnosis in _VAGUE else None
+        vague = failed.diagnosis in _VAGUE and dtype != torch.float32
+        known = explain(forward, head_dim) if vague else None
         if known is None:
             raise
         raise CheckFailed(known[1], diagnosis=known[0], case=failed.case) from None
     return Verdict(checked.cases + len(reports), reports[0].counters)
-
-
-def _failed(error: SimtError, whole: Source) -> CheckFailed:
-    report = getattr(error, "report", None)
-    if report is None or not report.findings:
-        return CheckFailed(str(error), diagnosis="launch-failed")
-    first = next((f for f in report.findings if f.fatal), report.findings[0])
-    return CheckFailed(whole.told(first), diagnosis=first.kind)

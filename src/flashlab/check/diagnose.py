@@ -160,8 +160,8 @@ def _other_heads(seen: Observation, p: Problem) -> tuple[str, str] | None:
         ("everything", lambda at, other: (other, other, other)),
     )
     for what, operands in kinds:
-        others = {at: next((o for o in pairs if o != at and is_it(at, *operands(at, o))), None) for at in bad}
-        others = {at: other for at, other in others.items() if other is not None}
+        firsts = ((at, next((o for o in pairs if o != at and is_it(at, *operands(at, o))), None)) for at in bad)
+        others = {at: other for at, other in firsts if other is not None}
         if not others or len(others) < len(bad) / 2:
             continue
         (b, h), (b_other, h_other) = next(iter(others.items()))
@@ -265,12 +265,10 @@ def _explains(hypothesis: Hypothesis, size: int, seen: Observation) -> int | Non
         o_match = any(_same(seen.o, o, truth.o, truth.o_bound, seen.case.dtype, close) for o in o_options)
     if not o_match:
         return 0
-    if seen.lse_ok:
-        lse_match = (
-            close
-            or seen.lse is None
-            or any(bool((excess(seen.lse, x, truth.lse_bound) <= 4).all()) for x in lse_options)
-        )
+    if seen.lse is None:
+        lse_match = True
+    elif seen.lse_ok:
+        lse_match = close or any(bool((excess(seen.lse, x, truth.lse_bound) <= 4).all()) for x in lse_options)
     else:
         lse_match = any(_same(seen.lse, x, truth.lse, truth.lse_bound, torch.float32, close) for x in lse_options)
     if lse_match:
@@ -395,7 +393,7 @@ def _is_nearly_right(seen: Observation) -> bool:
     """The error is a few percent of the values at most: a matter of rounding."""
     error = (seen.o - seen.truth.o).abs().max()
     size = seen.truth.o.abs().max().clamp(min=1e-6)
-    lse_off = torch.zeros(()) if seen.lse is None else _lse_error(seen)
+    lse_off = torch.zeros(()) if seen.lse is None else _lse_error(seen.lse, seen.truth.lse)
     loud = seen.case.content not in CALM
     return bool(error <= (0.2 if loud else 0.03) * size) and bool(lse_off <= (1.0 if loud else 0.03))
 
@@ -413,10 +411,9 @@ def _worst_excess(seen: Observation) -> torch.Tensor:
     return torch.stack(parts)
 
 
-def _lse_error(seen: Observation) -> torch.Tensor:
-    same = seen.lse == seen.truth.lse
-    error = torch.where(same, torch.zeros_like(seen.truth.lse), (seen.lse - seen.truth.lse).abs())
-    return (error / seen.truth.lse.abs().nan_to_num(posinf=0.0).clamp(min=1.0)).max()
+def _lse_error(lse: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
+    error = torch.where(lse == truth, torch.zeros_like(truth), (lse - truth).abs())
+    return (error / truth.abs().nan_to_num(posinf=0.0).clamp(min=1.0)).max()
 
 
 def _nearly_right(observations: Sequence[Observation], wrong: Sequence[Observation]) -> Found | None:
@@ -441,7 +438,7 @@ def _describe(observations: Sequence[Observation], wrong: Sequence[Observation])
     """No known mistake: how the failing cases differ from the passing ones, and which rows of the first are wrong."""
     seen = wrong[0]
     name, x, right, bound = ("o", seen.o, seen.truth.o, seen.truth.o_bound)
-    if seen.o_ok:
+    if seen.o_ok and seen.lse is not None:
         name, x, right, bound = ("lse", seen.lse, seen.truth.lse, seen.truth.lse_bound)
     ratio = excess(x, right, bound)
     bad = ~(ratio <= 1)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -43,7 +44,7 @@ class Truth:
 
 def truth(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Truth:
     """The oracle, its twin and the bounds for CPU copies of a case's inputs."""
-    options = dict(causal=case.causal, scale=case.softmax_scale)
+    options: dict[str, Any] = dict(causal=case.causal, scale=case.softmax_scale)
     o, lse = reference.attention(q, k, v, **options)
     average_v, _ = reference.attention(q, k, v.abs(), **options)
     twin, _ = reference.attention_low_precision(q, k, v, **options)

@@ -1,6 +1,6 @@
-"""Every kernel of the series as an operator of PyTorch: torch.ops.flashlab.p6_1_fa1, ... p8_flash.
+"""Every kernel of the series as an operator of PyTorch: torch.ops.flashlab.p6_1_fa1, ... p9_flash.
 
-    o, lse = attention("p8_flash", q, k, v, causal=True)         # or torch.ops.flashlab.p8_flash(q, k, v, True)
+    o, lse = attention("p9_flash", q, k, v, causal=True)         # or torch.ops.flashlab.p9_flash(q, k, v, True)
 
 An operator that PyTorch knows nothing about ends a ``torch.compile`` graph, and autograd takes its result for a
 constant. So each kernel is registered with three things: what it computes (the kernel: on the GPU built by nvcc, on CPU
@@ -19,7 +19,8 @@ import math
 import torch
 
 from flashlab.attention.reference import attention_backward
-from flashlab.cuda.inline import CudaModule, load_inline, missing, new_output
+from flashlab.cuda.inline import CudaModule, load_inline, new_output
+from flashlab.cuda.toolchain import missing
 from flashlab.kernels.series import SERIES, Step, step
 
 _SCHEMA = "(Tensor q, Tensor k, Tensor v, bool causal=False, float? scale=None) -> (Tensor, Tensor)"

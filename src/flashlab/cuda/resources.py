@@ -1,6 +1,6 @@
 """What a compiled kernel uses: registers, spills, shared memory, and the instructions it is made of.
 
-    resources(step("p6_4_registers").path, target="sm_90", head_dim=64, dtype=torch.float32)
+    resources(step("p6_4_registers"), target="sm_90", head_dim=64)
 
 nvcc compiles for a GPU that need not be there; ptxas says registers, spills and static shared memory, cuobjdump lists
 the instructions. Dynamic shared memory is chosen at the launch: the emulator's launches say how much. Where there is no
@@ -9,11 +9,10 @@ nvcc, ``flashlab.bench.resources`` has the figures of the series that were measu
 
 from __future__ import annotations
 
-import importlib.util
+import itertools
 import re
 import shutil
 import subprocess
-import tempfile
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -22,20 +21,15 @@ from typing import Any
 
 import torch
 
-from flashlab.cuda.inline import (
-    INCLUDE,
-    KERNELS,
-    Unavailable,
-    _compile_error,
-    _read,
-    _Text,
-    find_nvcc,
-    load_inline,
-    nvcc_version,
-)
-from flashlab.kernels import problem as _problem
+from flashlab.cuda.builds import build
+from flashlab.cuda.errors import Unavailable
+from flashlab.cuda.inline import load_inline
+from flashlab.cuda.sources import macros, read
+from flashlab.cuda.toolchain import find_cuobjdump, find_nvcc, nvcc_flags
+from flashlab.kernels.problem import ELEMENTS
+from flashlab.kernels.series import Step
 
-TARGETS = ("sm_80", "sm_90")
+TARGETS = ("sm_80", "sm_89", "sm_90")
 OPCODES = ("FFMA", "HMMA", "LDS", "LDSM", "STS", "LDG", "LDGSTS", "STG", "MUFU", "SHFL", "BAR")
 """The instructions that tables show: arithmetic, shared memory, global memory, exponentials, shuffles, barriers."""
 
@@ -46,7 +40,7 @@ class Resources:
 
     Attributes:
         kernel: its name, template arguments included.
-        registers: 32-bit registers a thread.
+        registers: 32-bit registers per thread.
         spill_bytes: bytes that a thread stores to local memory for want of registers.
         static_shared_bytes: of its ``__shared__`` arrays of fixed size.
         dynamic_shared_bytes: what its launch asks for beside them; None, where no launch of it was seen.
@@ -68,18 +62,6 @@ class Resources:
     def shared_bytes(self) -> int | None:
         """Of one block, in all."""
         return None if self.dynamic_shared_bytes is None else self.static_shared_bytes + self.dynamic_shared_bytes
-
-
-def find_cuobjdump() -> str | None:
-    """cuobjdump's path: nvcc's neighbour, of the PATH, or the one that comes with Triton; or None."""
-    nvcc = find_nvcc()
-    places = [Path(nvcc).resolve().parent / "cuobjdump"] if nvcc else []
-    on_path = shutil.which("cuobjdump")
-    places += [Path(on_path)] if on_path else []
-    triton = importlib.util.find_spec("triton")
-    for folder in (triton.submodule_search_locations or []) if triton else []:
-        places.append(Path(folder, "backends", "nvidia", "bin", "cuobjdump"))
-    return next((str(p) for p in places if p.exists()), None)
 
 
 def available() -> bool:
@@ -107,14 +89,21 @@ def _opcodes(listing: str) -> Counter:
 
 
 def resources(
-    source: Path | str, *, target: str = "sm_90", head_dim: int = 64, dtype: torch.dtype = torch.float16, **defines: Any
+    source: Step | Path | str,
+    *,
+    target: str = "sm_90",
+    head_dim: int | None = None,
+    dtype: torch.dtype | None = None,
+    launches: bool = True,
+    **defines: Any,
 ) -> list[Resources]:
-    """The kernels of a source, compiled for a target.
+    """The kernels of a source, compiled for a target: by the very build that load_inline's "nvcc" makes.
 
     Args:
-        source: a ``.cu`` file, or its text.
-        target: "sm_80", "sm_90".
-        head_dim, dtype, defines: what the source is compiled for.
+        source: a step of the series, the path of a ``.cu`` file, or its text.
+        target: one of TARGETS, or another that nvcc knows.
+        head_dim, dtype, defines: what the source is compiled for; its own defaults, if None.
+        launches: whether to see, in the emulator, what dynamic shared memory small launches ask for.
 
     Raises:
         Unavailable: there is no nvcc, no host compiler or no cuobjdump here.
@@ -122,30 +111,23 @@ def resources(
     """
     if not available():
         raise Unavailable("resources are measured with nvcc, g++ and cuobjdump; recorded() has figures without them")
-    text = _read(source, None)
-    element = _problem.ELEMENTS[dtype]
-    macros = [f"-D{k}={v}" for k, v in {"HEAD_DIM": head_dim, "ELEMENT": element, **defines}.items()]
-    with tempfile.TemporaryDirectory(prefix="flashlab-resources-") as folder:
-        cubin = Path(folder, "kernel.cubin")
-        Path(folder, "kernel.cu").write_text(f'#line 1 "{text.name}"\n{text.text}', encoding="utf-8")
-        folders = [*([text.directory] if text.directory else []), INCLUDE, KERNELS]
-        command = [find_nvcc(), "-O3", "-std=c++17", f"-arch={target}", *macros, *[f"-I{f}" for f in folders]]
-        command += ["-Xptxas", "-v", "-cubin", "-o", str(cubin), "kernel.cu"]
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-        if done.returncode:
-            raise _compile_error(text, done.stderr, f"nvcc {nvcc_version()}, {target}")
-        listing = subprocess.run([find_cuobjdump(), "-sass", str(cubin)], capture_output=True, text=True, check=True)
-    functions = dict(re.findall(r"Function : (\S+)\n(.*?)(?=\n\s*Function : |\Z)", listing.stdout, re.DOTALL))
+    text = read(source)
+    dtype = dtype or (source.dtypes[0] if isinstance(source, Step) else None)
+    variant = text.variant(defines, head_dim, dtype)
+    flags = nvcc_flags(target, macros(defines, variant), text.folders())
+    built = build(text, flags, "nvcc", folders=text.folders())
+    command = [str(find_cuobjdump()), "-sass", str(built.library)]
+    listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    functions = dict(re.findall(r"Function : (\S+)\n(.*?)(?=\n\s*Function : |\Z)", listing, re.DOTALL))
     plain = _plain(functions)
-    dynamic = _dynamic_shared(text, head_dim, dtype, defines) if text.takes_problem else {}
+    dynamic = _dynamic_shared(source, *variant, defines) if variant and launches else {}
     found = []
-    for mangled, figures in _ptxas(done.stderr).items():
+    for mangled, figures in _ptxas(built.log).items():
         counts = _opcodes(functions.get(mangled, ""))
         kept = {opcode: counts[opcode] for opcode in (*OPCODES, "MUFU.EX2") if counts[opcode]}
-        name = text.name.removesuffix(".cu")
-        kernel = plain.get(mangled, mangled)
-        shared = dynamic.get(_key(kernel))
-        found.append(Resources(name, kernel, target, head_dim, element, *figures, shared, kept))
+        name, kernel = text.name.removesuffix(".cu"), plain.get(mangled, mangled)
+        head_dim, element = variant or (0, "")
+        found.append(Resources(name, kernel, target, head_dim, element, *figures, dynamic.get(_key(kernel)), kept))
     return sorted(found, key=lambda r: r.kernel)
 
 
@@ -154,18 +136,20 @@ def _key(kernel: str) -> str:
     return kernel.replace(" ", "")
 
 
-def _dynamic_shared(text: _Text, head_dim: int, dtype: torch.dtype, defines: dict[str, Any]) -> dict[str, int]:
+def _dynamic_shared(source: Step | Path | str, head_dim: int, element: str, defines: dict[str, Any]) -> dict[str, int]:
     """The dynamic shared memory of each kernel that some small problems launch, in the emulator.
 
     A launcher chooses among kernels by the mask, by how many blocks there are for each multiprocessor, by how many keys
     a block would have, and by the device's limit: these problems reach the choices that there are.
     """
-    module = load_inline(text.text, backend="emulator", head_dim=head_dim, dtype=dtype, defines=defines)
+    dtype = next(t for t, name in ELEMENTS.items() if name == element)
+    module = load_inline(source, backend="emulator", head_dim=head_dim, dtype=dtype, defines=defines)
     found: dict[str, int] = {}
-    for batch, seq_k, sms, limit in ((2, 64, 1, 227), (1, 512, 132, 227), (1, 64, 132, 99)):
-        for causal in (False, True):
-            q, k = (torch.zeros(batch, 1, n, head_dim, dtype=dtype) for n in (64, seq_k))
+    for batch, seq_k, sms in ((2, 64, 1), (1, 512, 132), (1, 64, 132)):
+        q, k = (torch.zeros(batch, 1, n, head_dim, dtype=dtype) for n in (64, seq_k))
+        for limit, causal in itertools.product((227, 163, 99), (False, True)):
             module.forward(q, k, k, causal=causal, sms=sms, shared_limit=limit * 1024)
+            assert module.report is not None
             found |= {_key(launch.kernel): launch.shared_bytes for launch in module.report.launches}
     return found
 
@@ -174,7 +158,7 @@ def _ptxas(log: str) -> dict[str, tuple[int, int, int]]:
     """(registers, spilled bytes, static shared bytes) of each kernel of ``ptxas -v``."""
     found = {}
     for block in re.split(r"Compiling entry function ", log)[1:]:
-        name = re.match(r"'(\S+?)'", block)[1]
+        name = block.split("'")[1]
         number = {
             key: int(m[1]) if (m := re.search(pattern, block)) else 0
             for key, pattern in {

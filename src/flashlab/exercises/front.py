@@ -11,6 +11,7 @@ from typing import Any
 
 from flashlab.check.failed import CheckFailed
 from flashlab.check.running import is_unsolved, running
+from flashlab.course import PHASES
 from flashlab.exercises import record, registry
 from flashlab.table import Table
 
@@ -159,22 +160,36 @@ def hint(id: str, *, level: int | None = None) -> Hint:
 
 
 def progress(phase: int | None = None) -> Table:
-    """A table of every exercise (or of one phase's): solved and when, tries, hints used, the minutes it may take."""
+    """A table of every exercise (or of one phase's), phase by phase, each phase with a row that sums it up.
+
+    Of an exercise: solved and when, tries, hints used, the minutes it may take. Of a phase: how many are solved.
+    """
     file = record.path()
     if file is None:
         return Table((), (), "Progress is not recorded here.")
     entries = record.load()
-    rows, done, minutes_left = [], 0, 0
+    titles = {p.number: p.title for p in PHASES}
+    rows: list[tuple[str, ...]] = []
+    done = of = minutes_left = 0
     chosen = [e for e in registry.exercises().values() if phase is None or e.phase == phase]
-    for exercise in chosen:
-        entry = entries.get(exercise.id, record.Entry())
-        done += entry.solved is not None
-        minutes_left += 0 if entry.solved else exercise.minutes
-        mark = "✓" if entry.solved else ("…" if entry.tries else "")
-        hints = f"{entry.hints} of {len(exercise.hints)}" if entry.hints else ""
-        row = (f"{exercise.id} {mark}".rstrip(), exercise.title, exercise.difficulty, str(exercise.minutes))
-        rows.append((*row, (entry.solved or "")[:10], str(entry.tries or ""), hints))
-    summary = f"{done} of {len(chosen)} solved"
+    for number in sorted({exercise.phase for exercise in chosen}):
+        mine = [exercise for exercise in chosen if exercise.phase == number]
+        solved = [exercise for exercise in mine if entries.get(exercise.id, record.Entry()).solved]
+        minutes = sum(exercise.minutes for exercise in mine)
+        rows.append(
+            (f"Phase {number}", titles.get(number, ""), "", str(minutes), f"{len(solved)} of {len(mine)}", "", "")
+        )
+        rows += [_exercise_row(exercise, entries.get(exercise.id, record.Entry())) for exercise in mine]
+        done, of = done + len(solved), of + len(mine)
+        minutes_left += minutes - sum(exercise.minutes for exercise in solved)
+    summary = f"{done} of {of} solved"
     summary += f", about {minutes_left} minutes left." if minutes_left else "."
     columns = ("Exercise", "Title", "Difficulty", "Minutes", "Solved", "Tries", "Hints")
     return Table(columns, tuple(rows), summary, align="lllrlrl")
+
+
+def _exercise_row(exercise: registry.Exercise, entry: record.Entry) -> tuple[str, ...]:
+    mark = "✓" if entry.solved else ("…" if entry.tries else "")
+    hints = f"{entry.hints} of {len(exercise.hints)}" if entry.hints else ""
+    row = (f"{exercise.id} {mark}".rstrip(), exercise.title, exercise.difficulty, str(exercise.minutes))
+    return (*row, (entry.solved or "")[:10], str(entry.tries or ""), hints)

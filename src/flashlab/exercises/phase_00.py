@@ -712,8 +712,8 @@ def _(lazy_attention):
                 "correction-inverted": (_lazy(x, v, n, threshold, "inverted")[0], _INVERTED),
             }
             true_maximum = _lazy(x, v, n, threshold, "lse-from-the-maximum")[1]
-            told = "lse is the true maximum plus ln(l), but l refers to the reference: lse = reference + ln(l)"
+            why = "lse is the true maximum plus ln(l), but l refers to the reference: lse = reference + ln(l)"
             expect_close(o, want_o, what="o", case=name, mistakes=o_mistakes)
-            expect_close(lse, want_lse, what="lse", case=name, mistakes={"lse-from-the-maximum": (true_maximum, told)})
+            expect_close(lse, want_lse, what="lse", case=name, mistakes={"lse-from-the-maximum": (true_maximum, why)})
             expect_close(count, want_count, what="the number of corrections", diagnosis="wrong-count", case=name)
     return "24 cases: same output, fewer corrections"

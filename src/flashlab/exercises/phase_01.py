@@ -24,7 +24,7 @@ from flashlab.triton_tools.compile_report import compile_report
 def _kernel(kernel: Any, name: str) -> Any:
     """The answer, if it is a Triton kernel that has been written; NotImplementedError while it is still a blank."""
     __tracebackhide__ = True
-    function = getattr(kernel, "fn", None)
+    function: Any = getattr(kernel, "fn", None)
     expect(
         function is not None,
         f"{name} should be a Triton kernel, a function under @triton.jit, not {type(kernel).__name__}",
@@ -165,6 +165,7 @@ def _(least_time: Callable[[float, float, runtime.GpuLimits], tuple[float, str]]
                 diagnosis="wrong-type",
                 case=case,
             )
+            assert gpu.fp16_tflops is not None and gpu.memory_gb_s is not None
             compute, memory = cost.flops / (gpu.fp16_tflops * 1e12), cost.bytes / (gpu.memory_gb_s * 1e9)
             want = max(compute, memory)
             expect_close(

@@ -35,7 +35,7 @@ FORWARD_PARAMETERS = tuple(inspect.signature(flash_attention_forward_kernel.fn).
 def _kernel(kernel: Any, parameters: tuple[str, ...]) -> Any:
     """The answer, if it is a Triton kernel with these parameters; NotImplementedError while it is still a blank."""
     __tracebackhide__ = True
-    function = getattr(kernel, "fn", None)
+    function: Any = getattr(kernel, "fn", None)
     expect(
         inspect.isfunction(function),
         f"hand in the kernel itself, a function under @triton.jit, not a {type(kernel).__name__}",

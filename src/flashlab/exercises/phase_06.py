@@ -7,85 +7,19 @@ own words, with the lines quoted. Then the results are compared, of the fast bui
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from flashlab.attention.cost import FA1_BLOCK_N, FA2_BLOCK_M, fa1_cost, fa2_cost
-from flashlab.check import CheckFailed, Report, expect, expect_close, running, verify
-from flashlab.check.cuda_answer import Source, spliced
-from flashlab.cuda import CudaModule, load_inline
+from flashlab.check import CheckFailed, expect, expect_close, running
+from flashlab.check.cuda_answer import Answer, Source, Verdict, examine, replaced, text_of
+from flashlab.cuda import load_inline
 from flashlab.exercises.registry import exercise
 from flashlab.kernels import steps
 from flashlab.kernels.series import Step
-from flashlab.simt import CompileError, Counters, Finding, Module, SimtError, compile_cuda
-
-HOLE = "YOUR CODE HERE"
-
-
-def _text(answer: Any) -> str:
-    """The learner's source, once it is text and the hole is filled."""
-    __tracebackhide__ = True
-    expect(isinstance(answer, str), "the CUDA source is expected, as text", diagnosis="wrong-type")
-    if HOLE in answer:
-        raise NotImplementedError
-    return answer
-
-
-def _compiled(source: Source, build: Callable[[], Module]) -> Module:
-    __tracebackhide__ = True
-    try:
-        return build()
-    except CompileError as error:
-        lines = getattr(error, "log", str(error)).splitlines()
-        message = next((x for x in lines if "error:" in x), lines[0])
-        message = re.sub(r"^.*?\.cu:(\d+)(:\d+)?: (fatal )?error: ", lambda m: f"{source.place(int(m[1]))} ", message)
-        raise CheckFailed(f"it does not compile: {message}", diagnosis="does-not-compile") from None
-
-
-def _failure(findings: Sequence[Finding], source: Source, case: str | None) -> CheckFailed:
-    """What ended the launch says most; then a race, of which an uninitialised read may be the consequence."""
-    first = min(findings, key=lambda f: (not f.fatal, f.kind != "race"))
-    short = replace(first, message=re.sub(r" \(called from line \d+\)", "", first.message))
-    return CheckFailed(source.told(short), diagnosis=first.kind, case=case)
-
-
-def _launch(module: Module, source: Source, case: str | None, call: Callable[[], Any]) -> Any:
-    """call() returns what it likes, the emulator's report last. CheckFailed with what was found."""
-    __tracebackhide__ = True
-    try:
-        result = call()
-    except SimtError as error:
-        findings = getattr(error.report, "findings", None)
-        if not findings:
-            raise CheckFailed(str(error), diagnosis="launch-failed", case=case) from None
-        raise _failure(findings, source, case) from None
-    report = result[-1] if isinstance(result, tuple) else result
-    if report.findings:
-        raise _failure(report.findings, source, case)
-    return result
-
-
-class _Toy:
-    """A small source with an extern "C" function `run(..., void* stream)`, in both builds."""
-
-    def __init__(self, answer: Any):
-        __tracebackhide__ = True
-        self.source = Source(_text(answer), "kernel")
-        self.builds = [
-            _compiled(self.source, lambda check=check: compile_cuda(self.source.text, check=check))
-            for check in (True, False)
-        ]
-        entries = self.builds[0].entries
-        expect("run" in entries, 'the source should keep its extern "C" function `run`', diagnosis="wrong-type")
-
-    def __call__(self, *args: Any, case: str, fast: bool = False) -> Counters:
-        __tracebackhide__ = True
-        module = self.builds[fast]
-        return _launch(module, self.source, case, lambda: module.launch("run", *args, None, echo=False)).counters
+from flashlab.simt import Counters
 
 
 def _random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -109,14 +43,14 @@ def _random(*shape: int, seed: int = 0) -> torch.Tensor:
     ],
 )
 def _(add_bias: str) -> str:
-    toy = _Toy(add_bias)
+    answer = Answer(add_bias, "add_bias")
     shapes = [(4, 32), (8, 64), (10, 50), (7, 33), (1, 1), (3, 100)]
     for rows, cols in shapes:
         case = f"rows={rows}, cols={cols}"
         x, bias = _random(rows, cols), _random(cols, seed=1)
-        for fast in (False, True):
+        for check in (True, False):
             y = torch.full((rows, cols), math.nan)
-            counters = toy(x, bias, y, rows, cols, case=case, fast=fast)
+            counters = answer.run(x, bias, y, rows, cols, case=case, check=check)
             missing = int(y.isnan().sum())
             expect(
                 missing == 0,
@@ -135,7 +69,7 @@ def _(add_bias: str) -> str:
                     "one-bias": (wrong, "every column got bias[0]"),
                 },
             )
-            if not fast and cols % 32 == 0:
+            if check and cols % 32 == 0:
                 expect(
                     counters["global_load_sectors"] <= counters["global_load_ideal"],
                     f"right, but the loads touch {counters['global_load_sectors']} sectors where "
@@ -162,15 +96,15 @@ def _(add_bias: str) -> str:
     ],
 )
 def _(block_sum: str) -> str:
-    toy = _Toy(block_sum)
+    answer = Answer(block_sum, "block_sum")
     for blocks in (1, 3):
         x = 1 + _random(blocks, 128, seed=blocks).abs()
-        for fast in (False, True):
+        for check in (True, False):
             y = torch.full((blocks, 128), math.nan)
-            counters = toy(x, y, blocks, case=f"blocks={blocks}", fast=fast)
+            counters = answer.run(x, y, blocks, case=f"blocks={blocks}", check=check)
             expect_close(y, x / x.sum(1, keepdim=True), what="y = x / sum", case=f"blocks={blocks}", tol=1e-5)
             expect(
-                fast or counters["shared_loads"] < 60 * blocks,
+                not check or counters["shared_loads"] < 60 * blocks,
                 "right, but the tree is gone: half of the threads that are left should add, in each round",
                 diagnosis="no-tree",
             )
@@ -196,14 +130,14 @@ def _(block_sum: str) -> str:
     ],
 )
 def _(transpose: str) -> str:
-    toy = _Toy(transpose)
+    answer = Answer(transpose, "transpose")
     shapes = [(64, 96), (32, 32), (50, 70), (33, 5), (1, 40)]
     for rows, cols in shapes:
         case = f"rows={rows}, cols={cols}"
         x = _random(rows, cols)
-        for fast in (False, True):
+        for check in (True, False):
             y = torch.full((cols, rows), math.nan)
-            counters = toy(x, y, rows, cols, case=case, fast=fast)
+            counters = answer.run(x, y, rows, cols, case=case, check=check)
             expect_close(
                 y,
                 x.T,
@@ -217,7 +151,7 @@ def _(transpose: str) -> str:
                     ),
                 },
             )
-            if fast or rows % 32 or cols % 32:
+            if not check or rows % 32 or cols % 32:
                 continue
             for kind, matrix in (("load", "x"), ("store", "y")):
                 sectors, ideal = counters[f"global_{kind}_sectors"], rows * cols // 8
@@ -265,7 +199,7 @@ def _tiles_swapped(x: torch.Tensor) -> torch.Tensor:
     ],
 )
 def _(row_lse: str) -> str:
-    toy = _Toy(row_lse)
+    answer = Answer(row_lse, "row_lse")
     cases = 0
     for n in (64, 100, 257, 32, 5, 1):
         for kind in ("random", "rising", "near -200", "near 300"):
@@ -278,9 +212,9 @@ def _(row_lse: str) -> str:
             first = [x[:, lane::32] for lane in range(min(32, n))]
             unscaled = torch.stack([_no_rescale(part) for part in first], 1)  # [rows, lanes]
             alone = torch.logsumexp(x[:, ::32].double(), 1)
-            for fast in (False, True):
+            for check in (True, False):
                 lse = torch.full((4,), math.nan)
-                counters = toy(x, lse, 4, n, case=case, fast=fast)
+                counters = answer.run(x, lse, 4, n, case=case, check=check)
                 if lse.isnan().any() and want.isfinite().all():
                     raise CheckFailed(
                         "the log-sum-exp is NaN: some lanes have no element, and their -INFINITY - (-INFINITY) is NaN",
@@ -305,7 +239,7 @@ def _(row_lse: str) -> str:
                         ),
                     },
                 )
-                if not fast:
+                if check:
                     _expect_one_pass(counters, n, case)
                 cases += 1
     return f"{cases // 2} cases in both builds, each row read once"
@@ -348,39 +282,9 @@ FRAME: Step = steps(6)[1]
 _PROBES = ((1, 1, 1, 70, 100, False), (1, 2, 1, 130, 130, True), (1, 1, 1, 50, 20, True))
 
 
-def _forward(module: CudaModule, *tensors: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor, Any]:
-    return *module.forward(*tensors, **options), module.report
-
-
-def _verified(source: Source) -> Report:
-    """A whole kernel in float32: the check build on a few shapes, then the checker's cases on the fast one."""
+def _examined(source: Source) -> Verdict:
     __tracebackhide__ = True
-    checked, fast = (
-        _compiled(
-            source, lambda check=check: load_inline(source.text, backend="emulator", dtype=torch.float32, check=check)
-        )
-        for check in (True, False)
-    )
-    for batch, heads, kv_heads, seq_q, seq_k, causal in _PROBES:
-        case = f"heads={heads}, kv_heads={kv_heads}, seq_q={seq_q}, seq_k={seq_k}{', causal' if causal else ''}"
-        q, k, v = (_random(batch, h, n, 64, seed=n) for h, n in ((heads, seq_q), (kv_heads, seq_k), (kv_heads, seq_k)))
-        _launch(checked, source, case, lambda q=q, k=k, v=v, causal=causal: _forward(checked, q, k, v, causal=causal))
-
-    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float) -> Any:
-        __tracebackhide__ = True
-        q_, k_, v_ = (x.cpu().contiguous() for x in (q, k, v))
-        o, lse, _ = _launch(fast, source, None, lambda: _forward(fast, q_, k_, v_, causal=causal, scale=scale))
-        return o.to(q.device), lse.to(q.device)
-
-    return verify(forward, causal=True, dtypes=(torch.float32,), gqa=True, max_seq=200)
-
-
-def inner_loop_of(step: Step = FRAME) -> tuple[int, int]:
-    """Where exercise 6.6's lines stand in the file: the first and the one after the last, from 0."""
-    lines = step.path.read_text(encoding="utf-8").splitlines()
-    first = next(i for i, line in enumerate(lines) if line.endswith("the tiles are complete")) + 1
-    last = next(i for i in range(first, len(lines)) if lines[i] == "    }")  # the end of the loop over the tiles
-    return first, last
+    return examine(source, dtype=torch.float32, probes=_PROBES, max_seq=200)
 
 
 @exercise(
@@ -396,12 +300,9 @@ def inner_loop_of(step: Step = FRAME) -> tuple[int, int]:
         "-INFINITY.",
     ],
 )
-def _(copy_chunk: str, scale_scores: str) -> Report:
-    copy, scores = _text(copy_chunk), _text(scale_scores)
-    half = spliced(FRAME, "tile_smem[row][chunk] =", "tile_smem[row][chunk] =", copy)
-    begin = "for (int n = 0; n < BLOCK_N; n++) {"
-    # The loop over the scores ends with the first line that is a brace alone, at its own indent.
-    return _verified(spliced(half, begin, "        }", scores))
+def _(copy_chunk: str, scale_scores: str) -> Verdict:
+    copy, scores = text_of(copy_chunk, "copy_chunk"), text_of(scale_scores, "scale_scores")
+    return _examined(replaced(replaced(FRAME, "copy a chunk", copy), "mask", scores))
 
 
 @exercise(
@@ -422,11 +323,8 @@ def _(copy_chunk: str, scale_scores: str) -> Report:
         "acc[c] = axpy(s[n], v_smem[n][c], acc[c]) for all n. Do not divide: that is done after the loop.",
     ],
 )
-def _(inner_loop: str) -> Report:
-    text = _text(inner_loop)
-    lines, (first, last) = FRAME.path.read_text(encoding="utf-8").splitlines(), inner_loop_of()
-    whole = "\n".join([*lines[:first], *text.strip("\n").splitlines(), *lines[last:]]) + "\n"
-    return _verified(Source(whole, FRAME.name, first + 1, first + len(text.strip("\n").splitlines())))
+def _(inner_loop: str) -> Verdict:
+    return _examined(replaced(FRAME, "one tile", text_of(inner_loop, "inner_loop")))
 
 
 # ---- 6.7 ------------------------------------------------------------------------------------------------------------
@@ -481,6 +379,7 @@ def _(causal_bytes_read: Callable[..., Any]) -> str:
     ):
         module = load_inline(step, check=True)
         module.forward(q, k, v, causal=True)
+        assert module.report is not None
         counted = module.report.counters["global_load_bytes"]
         expect(
             mine == counted, f"{order}: the emulator counted {counted} bytes for N=200, D=64", diagnosis="wrong-value"

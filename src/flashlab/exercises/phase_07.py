@@ -7,7 +7,6 @@ the known mistakes would have given.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,81 +15,16 @@ import torch
 
 from flashlab.attention import reference
 from flashlab.check import CheckFailed, expect, expect_close, running
-from flashlab.check.cuda_answer import Source, built, examine, spliced
+from flashlab.check.cuda_answer import Answer, built, examine, region, replaced, text_of
+from flashlab.cuda import load_inline
 from flashlab.exercises.registry import exercise
 from flashlab.figures import fragments
-from flashlab.kernels import FOLDER, path
-from flashlab.kernels.problem import ELEMENTS
+from flashlab.kernels import path
 from flashlab.kernels.series import step
-from flashlab.simt import CompileError, Counters, SimtError, compile_cuda
 
 DTYPES = (torch.float16, torch.bfloat16)
 LANES = range(32)
 Mistakes = Mapping[str, tuple[Any, str]]
-
-
-def _text(answer: Any, name: str) -> str:
-    """The answer, if it is CUDA text that has been filled in; NotImplementedError while it is a blank."""
-    __tracebackhide__ = True
-    expect(
-        isinstance(answer, str),
-        f"{name} should be the CUDA text, a string, not a {type(answer).__name__}",
-        diagnosis="wrong-type",
-    )
-    if "YOUR CODE HERE" in answer:
-        raise NotImplementedError
-    return answer
-
-
-class Answer:
-    """A learner's whole source, with an entry ``run``: built on demand, once for each set of macros."""
-
-    def __init__(self, text: str):
-        self.text = text
-        self.whole = Source(text, "answer", 1, len(text.splitlines()))
-        self._modules: dict[Any, Any] = {}
-
-    def module(self, *, check: bool, dtype: torch.dtype, **defines: Any):
-        __tracebackhide__ = True
-        key = (check, dtype, *sorted(defines.items()))
-        if key not in self._modules:
-            macros = {"ELEMENT": ELEMENTS[dtype], **defines}
-            try:
-                module = compile_cuda(self.text, name="answer.cu", check=check, include_dirs=[FOLDER], defines=macros)
-            except CompileError as error:
-                raise CheckFailed(self._compile_sentence(str(error)), diagnosis="does-not-compile") from None
-            expect("run" in module.entries, 'the source has lost its extern "C" function run', diagnosis="wrong-entry")
-            self._modules[key] = module
-        return self._modules[key]
-
-    def _compile_sentence(self, log: str) -> str:
-        lines = [line for line in log.splitlines() if "error" in line] or log.splitlines()
-        head, _, message = lines[0].partition("error: ")
-        place = head.removeprefix("answer.cu:").split(":")[0]
-        if head.startswith("answer.cu:") and place.isdigit():
-            return f"it does not compile: {self.whole.place(int(place))} {message}"
-        return f"it does not compile: {lines[0]}"
-
-    def run(
-        self, *arguments: Any, case: str, check: bool, dtype: torch.dtype = torch.float16, **defines: Any
-    ) -> Counters:
-        """Calls ``run``; CheckFailed with the emulator's first finding, else the counts."""
-        __tracebackhide__ = True
-        module = self.module(check=check, dtype=dtype, **defines)
-        try:
-            report = module.launch("run", *arguments)
-        except TypeError as error:
-            raise CheckFailed(
-                f"the parameters of `run` should stay as they are: {error}", diagnosis="wrong-entry"
-            ) from None
-        except SimtError as error:
-            if error.report is None or not error.report.findings:
-                raise CheckFailed(str(error), diagnosis="launch-failed", case=case) from None
-            report = error.report
-        if report.findings:
-            first = next((f for f in report.findings if f.fatal), report.findings[0])
-            raise CheckFailed(self.whole.told(first), diagnosis=first.kind, case=case)
-        return report.counters
 
 
 def _random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -132,7 +66,7 @@ def _table(fn: Callable[[int, int], Any], name: str, parts: int) -> dict[tuple[i
 
 def _expect_holder(
     got: dict[tuple[int, int], tuple[int, ...]],
-    want: dict[tuple[int, int], tuple[int, ...]],
+    want: Mapping[tuple[int, int], tuple[int, ...]],
     name: str,
     mistakes: Mapping[str, tuple[Callable[[int, int], tuple[int, ...]], str]],
 ) -> None:
@@ -231,9 +165,9 @@ def _addresses(fn: Callable[[int], Any], name: str) -> tuple[torch.Tensor, torch
 
 def _loaded(rows: torch.Tensor, columns: torch.Tensor, trans: int) -> torch.Tensor:
     """What ldmatrix.x4 gives the lanes of a 16 x 16 tile of indices: [32, 4, 2]."""
-    module = compile_cuda(path("p7_one_mma"))
+    module = load_inline(path("p7_one_mma"), backend="emulator")
     tile, out = torch.arange(256, dtype=torch.int16).reshape(16, 16), torch.zeros(32, 4, 2, dtype=torch.int16)
-    module.launch("ldmatrix", tile, rows, columns, out, 16, 16, 4, trans, None)
+    module.launch("ldmatrix", tile, rows, columns, out, 16, 16, 4, trans)
     return out.long()
 
 
@@ -377,7 +311,7 @@ def _check_scores(answer: Answer, cases: Sequence[tuple[int, torch.dtype]]) -> N
     ],
 )
 def _(one_tile: str) -> str:
-    _check_scores(Answer(_text(one_tile, "one_tile")), [(48, torch.float16), (16, torch.float16), (64, torch.bfloat16)])
+    _check_scores(Answer(one_tile, "one_tile"), [(48, torch.float16), (16, torch.float16), (64, torch.bfloat16)])
     return "D = 16, 48 and 64, with D/16 MMAs"
 
 
@@ -397,9 +331,7 @@ def _(one_tile: str) -> str:
     ],
 )
 def _(any_eight: str) -> str:
-    _check_scores(
-        Answer(_text(any_eight, "any_eight")), [(40, torch.float16), (8, torch.float16), (64, torch.bfloat16)]
-    )
+    _check_scores(Answer(any_eight, "any_eight"), [(40, torch.float16), (8, torch.float16), (64, torch.bfloat16)])
     return "D = 8, 40 and 64, no MMA too many"
 
 
@@ -431,7 +363,7 @@ def _maxima(s: torch.Tensor, masks: tuple[int, ...]) -> torch.Tensor:
     ],
 )
 def _(row_statistics: str) -> str:
-    answer = Answer(_text(row_statistics, "row_statistics"))
+    answer = Answer(row_statistics, "row_statistics")
     inputs = {"random scores": _random(16, 8), "rising scores": torch.arange(128.0).reshape(16, 8) / 8}
     inputs["the maximum in column 7"] = torch.where(torch.arange(8) == 7, 3.0, -1.0).repeat(16, 1) + _random(16, 1) * 2
     for case, s in inputs.items():
@@ -522,7 +454,7 @@ _PACKINGS = {
     ],
 )
 def _(second_product: str) -> str:
-    answer = Answer(_text(second_product, "second_product"))
+    answer = Answer(second_product, "second_product")
     for dtype in DTYPES:
         p, v = torch.rand(16, 16, generator=torch.Generator().manual_seed(5)), _random(16, 8).to(dtype)
         rounded, wide = p.to(dtype).double(), v.double()
@@ -558,7 +490,7 @@ def _(second_product: str) -> str:
     ],
 )
 def _(pv: str) -> str:
-    answer = Answer(_text(pv, "pv"))
+    answer = Answer(pv, "pv")
     cases = [(13, torch.float16), (16, torch.float16), (1, torch.float16), (9, torch.bfloat16)]
     for keys, dtype in cases:
         p, v = torch.rand(16, 16, generator=torch.Generator().manual_seed(keys)), _random(keys, 64, seed=keys)
@@ -589,26 +521,10 @@ def _(pv: str) -> str:
 
 # ---- 7.7 ------------------------------------------------------------------------------------------------------------
 
-_LOOP_START, _AFTER_LOOP = "// S = Q K^T. The rows of K", "// O and lse. Each lane stores"
-
 
 def naive_loop() -> str:
     """What `p7_naive.cu` does with a tile of K and V in shared memory: the body of its loop, after the barrier."""
-    text = step("p7_naive").path.read_text()
-    start = text.rindex("\n", 0, text.index(_LOOP_START)) + 1
-    return text[start : text.index("\n    }\n", start) + 1]
-
-
-def _with_loop(loop: str) -> Source:
-    """p7_naive.cu with another body of its loop."""
-    lines = loop.strip("\n").splitlines()
-    whole = spliced(
-        step("p7_naive"),
-        _LOOP_START,
-        _AFTER_LOOP,
-        "\n".join([*lines, "    }", "", f"    {_AFTER_LOOP} its pairs of columns."]),
-    )
-    return dataclasses.replace(whole, last=whole.first + len(lines) - 1)
+    return region(step("p7_naive"), "one tile")
 
 
 @exercise(
@@ -619,18 +535,18 @@ def _with_loop(loop: str) -> Source:
     hints=[
         "S is exercise 7.3 twice, for keys 0-7 and 8-15 of the tile: k_smem + at(n * 8 + lane % 8, k * 16 + lane / "
         "8 % 2 * 8). Check early: a line that does not compile, or reads what nobody wrote, is named at once.",
-        "For h = 0, 1 (row g + 8 h): mask s[n][2 * h + e] by its key, key + n * 8 + t * 2 + e; take the maximum "
-        "with row_max[h]; two shuffles, 1 and "
+        "For r = 0, 1 (row g + 8 r): mask s[n][2 * r + e] by its key, n_start + n * 8 + t * 2 + e; take the maximum "
+        "with m_i[r]; two shuffles, 1 and "
         "2. correction = exp2_approx((old - new) * scale_log2), with 0 in place of a new maximum of -infinity.",
-        "p = exp2_approx((s - max) * scale_log2); row_sum[h] = row_sum[h] * correction + the lane's own p; "
-        "acc[n][2 * h] and [2 * h + 1] times "
+        "p = exp2_approx((s - max) * scale_log2); l_i[r] = l_i[r] * correction + the lane's own p; "
+        "acc[n][2 * r] and [2 * r + 1] times "
         "correction. Then 7.5's packing, and for each n: ldmatrix_x2_trans(b, smem_u32(v_smem + at(lane % 16, n * "
         "8))).",
         "The lecture's section 10 has every part.",
     ],
 )
 def _(loop: str) -> str:
-    whole = _with_loop(_text(loop, "loop"))
+    whole = replaced(step("p7_naive"), "one tile", text_of(loop, "loop"))
     verdict = examine(whole)
     expect(
         verdict.counters["mma"] > 0,
@@ -664,7 +580,7 @@ def _(loop: str) -> str:
     ],
 )
 def _(row_sums: str) -> str:
-    answer = Answer(_text(row_sums, "row_sums"))
+    answer = Answer(row_sums, "row_sums")
     for dtype in DTYPES:
         p = torch.rand(16, 16, generator=torch.Generator().manual_seed(8)).to(dtype)
         want, case = p.double().sum(1), _name(dtype)

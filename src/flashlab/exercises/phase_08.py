@@ -8,29 +8,15 @@ the learner's line; a wrong result with the checker's diagnosis; a right result 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from flashlab.check import CheckFailed, expect, running
-from flashlab.check.cuda_answer import PROBES, Source, Verdict, built, examine, part, probe, spliced
+from flashlab.check.cuda_answer import Source, Verdict, built, examine, probe, region, replaced, text_of
 from flashlab.exercises.registry import exercise
 from flashlab.kernels.series import step
 
 BANK_BYTES, ROW_BYTES = 128, 16  # all 32 banks; what one address of ldmatrix stands for
-
-
-def _text(answer: Any, name: str) -> str:
-    """The answer, if it is CUDA text that has been filled in; NotImplementedError while it is a blank."""
-    __tracebackhide__ = True
-    expect(
-        isinstance(answer, str),
-        f"{name} should be the CUDA text, a string, not a {type(answer).__name__}",
-        diagnosis="wrong-type",
-    )
-    if "YOUR CODE HERE" in answer:
-        raise NotImplementedError
-    return answer
 
 
 def _without_conflicts(verdict: Verdict, head_dim: int) -> None:
@@ -138,14 +124,14 @@ def _(place: Callable[[int, int], int]) -> str:
     minutes=10,
     difficulty="Core",
     hints=[
-        "A row is D * 2 bytes, a chunk 16 bytes and 8 columns. Where does chunk column / 8 of this row go?",
+        "A row is ROW_BYTES bytes, a chunk 16 bytes and 8 columns. Where does chunk column / 8 of this row go?",
         "In C++, ^ binds less tightly than + and *: put the XOR in parentheses.",
-        "return row * D * 2 + (column / 8 ^ row % 8) * 16;",
+        "return row * ROW_BYTES + (column / 8 ^ row % 8) * 16;",
     ],
 )
 def _(at: str) -> str:
-    text = _text(at, "at")
-    source = spliced(step("p8_5_swizzle"), "int at(int row, int column)", "}", text)
+    text = text_of(at, "at")
+    source = replaced(step("p8_4_swizzle"), "swizzle", text)
     for head_dim in (64, 128):
         _without_conflicts(examine(source, head_dim=head_dim, fast=False, max_seq=150), head_dim)
     return "head_dim 64 and 128: right, and no bank conflict"
@@ -171,12 +157,13 @@ def _(at: str) -> str:
     ],
 )
 def _(in_flight: str) -> str:
-    text = _text(in_flight, "in_flight")
+    text = text_of(in_flight, "in_flight")
     name = "constexpr int IN_FLIGHT"
     expect(name in text, f"the text should still define `{name}`", diagnosis="wrong-type")
     wait = "cp_async_wait<STAGES == 1 ? 0 : STAGES - 2>();"
-    whole = spliced(step("p8_4_stages"), "constexpr float LOG2E", "constexpr float LOG2E",
-                    text.strip("\n") + "\n" + part(step("p8_4_stages"), "constexpr float LOG2E", "LOG2E"))  # fmt: skip
+    # The learner's definition stands before the region of the swizzle.
+    step3 = step("p8_3_stages")
+    whole = replaced(step3, "swizzle", text.strip("\n") + "\n" + region(step3, "swizzle"))
     whole = Source(
         whole.text.replace(wait, "cp_async_wait<IN_FLIGHT>();")
         + '\nextern "C" void in_flight(int* n) { *n = IN_FLIGHT; }\n',
@@ -228,8 +215,8 @@ def _(in_flight: str) -> str:
     ],
 )
 def _(loop_head: str) -> str:
-    text = _text(loop_head, "loop_head")
-    source = spliced(step("p8_4_stages"), "for (int j = 0; j < tiles; j++) {", "if (STAGES > 1) load_kv(j", text)
+    text = text_of(loop_head, "loop_head")
+    source = replaced(step("p8_3_stages"), "load K and V", text)
     cases = [examine(source, STAGES=stages, max_seq=300).cases for stages in (2, 3)]
     return f"{sum(cases)} cases with 2 and 3 stages, no race"
 
@@ -251,98 +238,8 @@ def _(loop_head: str) -> str:
     ],
 )
 def _(tile_addresses: str) -> str:
-    text = _text(tile_addresses, "tile_addresses")
-    source = spliced(step("p8_5_swizzle"), "int at(int row, int column)", "cp_async<16>(smem_u32(tile_smem", text)
+    text = text_of(tile_addresses, "tile_addresses")
+    source = replaced(replaced(step("p8_4_swizzle"), "copy a tile", "// (above)"), "swizzle", text)
     for head_dim in (64, 128):
         _without_conflicts(examine(source, head_dim=head_dim, fast=head_dim == 64, max_seq=150), head_dim)
     return "head_dim 64 and 128: right, and no bank conflict"
-
-
-# ---- 8.7 ------------------------------------------------------------------------------------------------------------
-
-
-@exercise(
-    "8.7",
-    title="Merge the parts",
-    minutes=25,
-    difficulty="Core",
-    hints=[
-        "Part s is a finished attention over its share of the keys: o_s is normalised, lse_s = log of the sum of its "
-        "exponentials. With which weight does o_s enter the whole?",
-        "Its share of the total sum: exp(lse_s) / sum of exp(lse_s'). Subtract the largest lse first, as "
-        "in any softmax; a part "
-        "without a key has lse = -inf, and if all have, -inf - (-inf) must not arise.",
-        "weight = exp2_approx((part_lse[s * rows + row] - base) * LOG2E) with base = top, or 0 where top "
-        "is -inf; sum += weight; "
-        "o[i] += weight * the part's element.",
-    ],
-)
-def _(merge_loop: str) -> str:
-    text = _text(merge_loop, "merge_loop")
-    whole = spliced(step("p8_flash"), "float top = -INFINITY", "const float inverse", text)
-    probes = ((1, 1, 1, 16, 1024, False), (1, 2, 1, 70, 700, True))
-    verdict = examine(whole, probes=probes, fast=False, max_seq=1100)
-    _rows_without_a_key(whole)
-    return f"{verdict.cases} cases, split keys among them"
-
-
-def _rows_without_a_key(whole: Source) -> None:
-    """Split keys, causal, and more queries than keys: the first rows have no key in any part."""
-    __tracebackhide__ = True
-    q, k = torch.ones(1, 1, 640, 64).half(), torch.ones(1, 1, 520, 64).half()
-    o, lse = built(whole, check=True).forward(q, k, k, causal=True)
-    expect(
-        o[0, 0, :120].eq(0).all() and lse[0, 0, :120].eq(-torch.inf).all(),
-        "rows that no part has seen a key for should be o = 0 and lse = -inf: mind -inf - (-inf)",
-        diagnosis="masked-rows-nan",
-        case="seq_q=640, seq_k=520, causal",
-    )
-
-
-# ---- 8.8 ------------------------------------------------------------------------------------------------------------
-
-
-@exercise(
-    "8.8",
-    title="A third stage, backwards",
-    minutes=30,
-    difficulty="Stretch",
-    hints=[
-        "Before the loop Q and the first STAGES - 1 tiles have to be on their way: last - 1, last - 2, "
-        "... Past the first tile "
-        "load_kv commits an empty group, so that the count goes on.",
-        "Q may be read when all but the latest STAGES - 1 groups have arrived; tile j when all but "
-        "STAGES - 2 have. Which tile "
-        "goes into the stage that tile j + 1 has left?",
-        "for (int i = 1; i < STAGES; i++) load_kv(last - i); wait for Q with STAGES - 1; IN_FLIGHT = "
-        "STAGES - 2; after the "
-        "barrier load_kv(j - STAGES + 1).",
-    ],
-)
-def _(pipeline: str) -> str:
-    text = _text(pipeline, "pipeline")
-    whole = spliced(step("p8_8_masks"), "auto load_kv = [&](int j)", "load_kv(j - 1);", text)
-    lines = whole.text.splitlines()
-    test = 'static_assert(IN_FLIGHT == STAGES - 2, "IN_FLIGHT");'
-    text = "\n".join([*lines[: whole.last], f"        {test}", *lines[whole.last or 0 :]]) + "\n"
-    whole = Source(text.replace("STAGES = 2;", "STAGES = 3;"), whole.name, whole.first, whole.last)
-    try:
-        verdict = examine(whole)
-    except CheckFailed as failed:
-        if failed.diagnosis == "does-not-compile" and "static assertion" in str(failed):
-            raise CheckFailed(
-                "IN_FLIGHT should leave the copies of all later tiles in flight, and wait for tile j's: "
-                "with three stages "
-                "that is one group",
-                diagnosis="wrong-wait-count",
-            ) from None
-        raise
-    shared = built(whole, check=True)
-    report = probe(shared, whole, PROBES[1])
-    bytes_ = report.launches[0].shared_bytes
-    expect(
-        bytes_ == (64 + 6 * 64) * 64 * 2,
-        f"the kernel asks for {bytes_} bytes of shared memory; Q and three stages of K and V are {(64 + 6 * 64) * 128}",
-        diagnosis="wrong-shared-size",
-    )
-    return f"{verdict.cases} cases, {bytes_} bytes of shared memory"

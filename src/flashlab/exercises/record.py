@@ -1,6 +1,11 @@
-"""The learner's record: which exercises were tried, solved, and with how many hints, in one small JSON file.
+"""The learner's record: which exercises were tried, solved, and with how many hints, in one file of JSON lines.
 
-The file is `.flashlab/progress.json` under the course's folder. The environment variable FLASHLAB_PROGRESS names
+Each event is one line that is appended in one write, so that kernels that write at once lose nothing:
+
+    {"id": "2.3", "event": "tried", "when": "2026-11-20T10:00:00+01:00"}       also "solved"
+    {"id": "2.3", "event": "hint", "level": 1, "when": "2026-11-20T10:01:00+01:00"}
+
+The file is `.flashlab/progress.jsonl` under the course's folder. The environment variable FLASHLAB_PROGRESS names
 another file, or says "off": then nothing is read or written, which is how notebooks are built and tested. Nothing is
 recorded either while pytest runs, or from a notebook in solutions/. A file that cannot be read or written never stops
 a check.
@@ -8,23 +13,14 @@ a check.
 
 from __future__ import annotations
 
-import contextlib
 import datetime
+import errno
 import json
 import os
-import shutil
-import tempfile
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+import stat
+from dataclasses import dataclass
 from pathlib import Path
 
-try:
-    import fcntl
-except ImportError:  # not a POSIX system: two kernels writing at the same instant are then not kept apart
-    fcntl = None
-
-_LOCK_SECONDS = 2.0
 _said: set[str] = set()
 
 
@@ -46,7 +42,7 @@ def path() -> Path | None:
         return Path(wanted).expanduser()
     if "PYTEST_VERSION" in os.environ or _in_a_solution():
         return None
-    return _course_root() / ".flashlab" / "progress.json"
+    return _course_root() / ".flashlab" / "progress.jsonl"
 
 
 def load() -> dict[str, Entry]:
@@ -55,134 +51,104 @@ def load() -> dict[str, Entry]:
     if file is None:
         return {}
     try:
-        return _read(file)
+        _prepare(file)
+        text = file.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return {}
     except OSError as error:
         _say(f"Your progress file {file} cannot be read ({error.strerror or error}); going on without it.")
         return {}
+    entries, text = _earlier_format(text)
+    damaged = 0
+    for line in text.splitlines():
+        if line.strip():
+            try:
+                _apply(entries, json.loads(line))
+            except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+                damaged += 1
+    if damaged:
+        lines = "1 line" if damaged == 1 else f"{damaged} lines"
+        _say(f"Your progress file {file} is damaged: {lines} of it cannot be understood; going on with the rest.")
+    return entries
 
 
-def update(id: str, change: Callable[[Entry], None]) -> None:
-    """Apply `change` to the entry of exercise `id`: read, change and replace the file while holding its lock."""
+def failed_try(id: str) -> None:
+    _append(id, "tried")
+
+
+def solved(id: str) -> None:
+    """Record a try that passed; the first one's date is what counts."""
+    _append(id, "solved")
+
+
+def saw_hints(id: str, level: int) -> None:
+    _append(id, "hint", level)
+
+
+def _append(id: str, event: str, level: int | None = None) -> None:
     file = path()
     if file is None:
         return
+    when = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+    line = json.dumps({"id": id, "event": event, **({} if level is None else {"level": level}), "when": when}) + "\n"
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(file):
-            entries = _read(file)
-            change(entries.setdefault(id, Entry()))
-            _write(file, entries)
+        _prepare(file)
+        handle = os.open(file, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+        try:
+            size = os.fstat(handle).st_size
+            if size and os.pread(handle, 1, size - 1) != b"\n":  # the last line was cut short: leave it to itself
+                line = "\n" + line
+            data = line.encode()
+            if os.write(handle, data) < len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        finally:
+            os.close(handle)
     except OSError as error:
         _say(f"Your progress could not be saved in {file} ({error.strerror or error}); going on without it.")
 
 
-def failed_try(id: str) -> None:
-    def change(entry: Entry) -> None:
-        entry.tries += 1
-
-    update(id, change)
-
-
-def solved(id: str) -> None:
-    """Count a try; keep the date of the first time it was solved."""
-
-    def change(entry: Entry) -> None:
-        if entry.solved is None:
-            entry.tries += 1
-            entry.solved = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
-
-    update(id, change)
-
-
-def saw_hints(id: str, level: int) -> None:
-    def change(entry: Entry) -> None:
+def _apply(entries: dict[str, Entry], line: dict[str, object]) -> None:
+    """Add one event to its entry; raises ValueError, KeyError or TypeError for what is none."""
+    id, event, when = line["id"], line["event"], line["when"]
+    if not isinstance(id, str) or event not in ("tried", "solved", "hint"):
+        raise ValueError(line)
+    datetime.datetime.fromisoformat(when)  # type: ignore[arg-type]  # raises TypeError for what is no text
+    level = int(line["level"]) if event == "hint" else 0  # type: ignore[call-overload]
+    entry = entries.setdefault(id, Entry())
+    if event == "hint":
         entry.hints = max(entry.hints, level)
+    elif event == "tried":
+        entry.tries += 1
+    elif entry.solved is None:
+        entry.tries, entry.solved = entry.tries + 1, str(when)
 
-    update(id, change)
 
-
-def _read(file: Path) -> dict[str, Entry]:
+def _earlier_format(text: str) -> tuple[dict[str, Entry], str]:
+    """The entries of a record that begins as one JSON document, as it was kept at first, and the lines after it."""
     try:
-        text = file.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return {}
-    except UnicodeDecodeError:
-        text = ""
-    entries, whole = _parse(text)
-    if not whole:
-        copy = _keep_copy(file)
-        kept = f", keeping the {len(entries)} entries that can be read" if entries else ""
-        saved = f"a copy is in {copy.name}" if copy else "it could not be copied"
-        _say(f"Your progress file {file} is damaged; {saved}, and a new one is begun{kept}.")
-    return entries
+        document, end = json.JSONDecoder().raw_decode(text)
+        fields = document["exercises"].items()
+        return {id: Entry(int(e["tries"]), int(e["hints"]), e["solved"]) for id, e in fields}, text[end:]
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+        return {}, text
 
 
-def _parse(text: str) -> tuple[dict[str, Entry], bool]:
-    """The entries that can be understood, and whether that was all of the text."""
-    try:
-        raw = json.loads(text)["exercises"].items()
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return {}, False
-    entries, whole = {}, True
-    for id, fields in raw:
+def _prepare(file: Path) -> None:
+    """Carry an earlier version's progress.json over; refuse what is no regular file. A link is followed."""
+    earlier = file.with_name("progress.json")
+    if file.name == "progress.jsonl" and not file.exists() and earlier.is_file():
         try:
-            entry = Entry(int(fields["tries"]), int(fields["hints"]), fields["solved"])
-            if entry.solved is not None:
-                datetime.datetime.fromisoformat(entry.solved)
-            entries[id] = entry
-        except (ValueError, KeyError, TypeError, OverflowError):
-            whole = False
-    return entries, whole
-
-
-def _write(file: Path, entries: dict[str, Entry]) -> None:
-    """Write beside the file, then rename: another kernel sees the old record or the new one, never a half."""
-    text = json.dumps({"version": 1, "exercises": {id: asdict(e) for id, e in sorted(entries.items())}}, indent=1)
-    handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=file.name, suffix=".new")
+            earlier.rename(file)
+        except FileNotFoundError:  # another kernel did it meanwhile
+            pass
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            stream.write(text + "\n")
-        os.replace(temporary, file)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
-
-
-def _keep_copy(file: Path) -> Path | None:
-    """Copy a damaged file aside, once for each content; None when that is not possible."""
-    try:
-        damaged = file.read_bytes()
-        for number in range(1, 100):
-            copy = file.with_name(f"{file.name}.damaged-{number}")
-            if not copy.exists():
-                shutil.copyfile(file, copy)
-                return copy
-            if copy.read_bytes() == damaged:
-                return copy
-    except OSError:
-        pass
-    return None
-
-
-@contextlib.contextmanager
-def _locked(file: Path) -> Iterator[None]:
-    if fcntl is None:
-        yield
+        mode = file.stat().st_mode
+    except FileNotFoundError:
         return
-    with open(file.with_name(file.name + ".lock"), "a") as lock:
-        deadline = time.monotonic() + _LOCK_SECONDS
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise OSError("another process holds its lock") from None
-                time.sleep(0.01)
-            except OSError:  # a file system without locks: the rename still keeps the file whole
-                break
-        yield
+    if not stat.S_ISREG(mode):
+        kind = "a folder" if stat.S_ISDIR(mode) else "a device or a pipe"
+        raise OSError(errno.EINVAL, f"it is {kind}, and a file is needed; FLASHLAB_PROGRESS=off records nothing")
 
 
 def _course_root() -> Path:

@@ -1,1 +1,12 @@
-"""What the notebooks show: source and diffs, tables, tiles, fragments, banks, ladders."""
+"""What the notebooks show, one file a subject. Each takes data and draws it; none knows any one kernel.
+
+show        regions of a source, diffs, tables, animations; the look of figures
+curves      lines and bars of what was measured or predicted; rooflines
+rows        phase 0: a row of scores, read block by block
+tiles       phase 2: which tiles are where, while the simulation runs
+memory      who sees which memory, what a load fetches, which tile is on chip when
+fragments   what a lane holds of the operands of an MMA
+banks       which banks of shared memory are asked for
+traces      what a kernel does in which order, from print statements in a copy of it
+ladder      the steps of the series side by side: counted, timed
+"""

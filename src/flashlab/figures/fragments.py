@@ -1,4 +1,4 @@
-"""Phase 7: what a lane holds of the operands of mma.m16n8k16, as formulas and as figures.
+"""What a lane holds of the operands of mma.m16n8k16, as formulas and as figures.
 
 A is [16, 16], B is [16, 8], C and D are [16, 8]. A register of A or B holds two 16-bit elements, its halves 0 (lower)
 and 1 (upper); a register of C holds one float. A fragment is a tensor [32 lanes, registers, halves], of C [32, 4].
@@ -108,6 +108,19 @@ def draw(
         side.set_visible(False)
 
 
+def quads(ax: Axes, values: torch.Tensor, final: torch.Tensor, title: str) -> None:
+    """What the lanes hold, a line for each quad: dark where it is the final value already.
+
+    Args:
+        values, final: [8, 4], lane 4 g + t at [g, t].
+    """
+    ax.imshow((values == final).numpy(), cmap="Blues", vmin=-0.3, vmax=2.2, aspect="auto")
+    for n, value in enumerate(values.flatten().tolist()):
+        ax.text(n % 4, n // 4, f"{value:.0f}", ha="center", va="center", fontsize=9)
+    ax.set(title=title, xlabel="t = lane % 4", xticks=range(4), yticks=range(8))
+    ax.grid(False)
+
+
 __all__ = [
     "A_SHAPE",
     "B_SHAPE",
@@ -118,5 +131,6 @@ __all__ = [
     "draw",
     "fragment",
     "matrix",
+    "quads",
     "slots",
 ]

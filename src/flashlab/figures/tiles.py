@@ -109,7 +109,7 @@ def _hbm(ax: Axes, M: int, N: int, BLOCK_M: int, BLOCK_N: int, start_m: int, sta
         for m in range(0, M, BLOCK_M):
             live = m == start_m and (name == "Q" or storing)
             old = done and m < start_m
-            color = _TILE[name] if live else "#F3C9B3" if old else _EMPTY
+            color = _TILE[name] if live else "#F0C2B8" if old else _EMPTY
             h = min(BLOCK_M, M - m) * row
             _box(ax, x, top - m * row - h, 0.9, h, color)
         ax.text(
@@ -139,7 +139,7 @@ def _hbm(ax: Axes, M: int, N: int, BLOCK_M: int, BLOCK_N: int, start_m: int, sta
     ax.text(
         left + _SIDE / 2,
         top + 0.45,
-        "S: one tile at a time, never stored",
+        "S and P: one tile at a time, never stored",
         fontsize=9,
         ha="center",
         va="center",
@@ -151,7 +151,7 @@ def _chip(ax: Axes, step: Step, stored: tuple[torch.Tensor, torch.Tensor] | None
     _box(ax, _CHIP, 0.1, 12.4, 11.9, "#FFEFC2", edgecolor="none")
     ax.text(_CHIP + 0.3, 11.4, "on chip", fontsize=11, weight="bold", color="#7A5C00", va="center")
     rows = step.m_i.shape[0]
-    tiles = [("q", "Q"), ("k", "K"), ("v", "V"), ("s, p", "S")]
+    tiles = [("q", "Q"), ("k", "K"), ("v", "V"), ("s, then p", "S")]
     for i, (name, kind) in enumerate(tiles):
         x = _CHIP + 0.6 + 3.0 * i
         live = stored is None or kind == "Q"

@@ -1,9 +1,10 @@
-"""The CUDA series, phases 6 on: one ``.cu`` file a step, a folder a phase.
+"""The CUDA series, phases 6 on: one ``.cu`` file per step, one folder per phase.
 
-series       the steps, in the order of the course
+series       the steps, in the order of the course, and the exhibits beside them
+regions      the named parts of a source
 problem      struct Problem of problem.cuh, the argument of every kernel, and the tensors that fit in it
 """
 
-from flashlab.kernels.series import FOLDER, SERIES, Step, path, source, step, steps
+from flashlab.kernels.series import FOLDER, SERIES, SIDE, Step, path, source, step, steps
 
-__all__ = ["FOLDER", "SERIES", "Step", "path", "source", "step", "steps"]
+__all__ = ["FOLDER", "SERIES", "SIDE", "Step", "path", "source", "step", "steps"]

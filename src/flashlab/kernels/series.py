@@ -1,7 +1,8 @@
 """The kernel series: which files there are, in the order of the course, and what each can be compiled for.
 
-A step is a whole ``.cu`` file: the one before it with one idea more. Its number says its phase: ``p8_5_swizzle`` is
-step 5 of phase 8.
+A step is a whole ``.cu`` file: the one before it with one idea more. Its number says its phase: ``p8_4_swizzle`` is
+step 4 of phase 8. Beside the ladder stand exhibits, whole files too: an idea that another ladder has and this one has
+not, as a short diff to one of its steps.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ HALVES = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Step:
-    """One file of the series.
+    """One file of the series, or of the exhibits beside it.
 
     Attributes:
         name: the file's, without ``.cu``.
@@ -25,6 +26,7 @@ class Step:
         head_dims: which the file can be compiled for.
         defines: macros it knows besides HEAD_DIM and ELEMENT, with the values to try; the first is the default.
         dtypes: of its tensors; the first is the default.
+        beside: of an exhibit, the step from which it differs; "" for a step of the ladder.
     """
 
     name: str
@@ -32,6 +34,7 @@ class Step:
     head_dims: tuple[int, ...] = (64, 128)
     defines: dict[str, tuple[int, ...]] = field(default_factory=dict)
     dtypes: tuple[torch.dtype, ...] = HALVES
+    beside: str = ""
 
     @property
     def phase(self) -> int:
@@ -45,44 +48,58 @@ class Step:
 
 _FLOAT = (torch.float32,)
 
+_STAGES: dict[str, tuple[int, ...]] = {"STAGES": (2, 1, 3)}
+
 SERIES = (
     Step("p6_1_fa1", "FlashAttention-1's loops: K and V outside, O and its statistics in global memory", dtypes=_FLOAT),
     Step("p6_2_loop_order", "the loops swapped: a row's state stays in registers", dtypes=_FLOAT),
-    Step("p6_3_tiles", "every tile in shared memory, 4 x 4 scores a thread", dtypes=_FLOAT),
-    Step("p6_4_registers", "S in registers, 8 x 8 scores a thread, maxima by shuffles", dtypes=_FLOAT),
+    Step("p6_3_tiles", "every tile in shared memory, 4 x 4 scores per thread", dtypes=_FLOAT),
+    Step("p6_4_registers", "S in registers, 8 x 8 scores per thread, maxima by shuffles", dtypes=_FLOAT),
     Step("p6_5_overlap", "cp.async: the next tile is on its way", dtypes=_FLOAT),
     Step("p6_6_shapes", "the tile's shape follows the grid and the device", dtypes=_FLOAT),
     Step("p7_naive", "one warp, one 16 x 16 tile at a time"),
-    Step("p8_1_split_kv", "64 x 64 tiles, four warps that divide the keys"),
-    Step("p8_2_split_q", "four warps that divide the query rows"),
-    Step("p8_3_cp_async", "copies that go past the registers"),
-    Step("p8_4_stages", "the next tile is copied while this one is worked on", defines={"STAGES": (2, 1, 3)}),
-    Step("p8_5_swizzle", "no bank conflicts: the XOR swizzle", defines={"STAGES": (2, 1, 3)}),
-    Step("p8_6_registers", "Q in registers, ldmatrix.x4", defines={"STAGES": (2, 1, 3)}),
-    Step("p8_7_store", "16-byte stores of O", defines={"STORE": (2, 1, 0)}),
-    Step("p8_8_masks", "masked tiles first, then a loop without a mask"),
-    Step("p8_9_addresses", "addresses out of the loop"),
-    Step("p8_10_rescale", "O is rescaled only when the maximum has moved far"),
-    Step("p8_11_warp_tiles", "32 query rows a warp"),
-    Step("p8_12_prefetch", "a fragment is loaded one step before its MMAs"),
-    Step("p8_13_order", "causal: the long blocks first"),
-    Step("p8_14_tiles", "lower tiles for small grids; D = 256", head_dims=(64, 128, 256)),
-    Step("p8_flash", "several blocks share the keys, when rows are few", head_dims=(64, 128, 256)),
+    Step("p8_1_split_q", "64 x 64 tiles, four warps that divide the query rows"),
+    Step("p8_2_cp_async", "copies that go past the registers"),
+    Step("p8_3_stages", "the next tile is copied while this one is worked on", defines=_STAGES),
+    Step("p8_4_swizzle", "no bank conflicts: the XOR swizzle", defines=_STAGES),
+    Step("p8_5_registers", "Q in registers, ldmatrix.x4", defines=_STAGES),
+    Step("p8_6_store", "16-byte stores of O, through shared memory", defines=_STAGES),
+    Step("p9_1_masks", "masked tiles first, then a loop without a mask"),
+    Step("p9_2_addresses", "addresses out of the loop"),
+    Step("p9_3_rescale", "O is rescaled only when the maximum has moved far"),
+    Step("p9_4_warp_tiles", "32 query rows per warp"),
+    Step("p9_5_prefetch", "a fragment is loaded one step before its MMAs"),
+    Step("p9_6_order", "causal: the long blocks first"),
+    Step("p9_7_tiles", "lower tiles for small grids; HEAD_DIM = 256", head_dims=(64, 128, 256)),
+    Step("p9_8_devices", "smaller tiles of K and V where shared memory is smaller", head_dims=(64, 128, 256)),
+    Step("p9_flash", "several blocks share the keys, when rows are few", head_dims=(64, 128, 256)),
 )
 """Every step, in the order of the course."""
 
+SIDE = (
+    Step("p8_side_split_kv", "four warps that divide the keys", defines=_STAGES, beside="p8_4_swizzle"),
+    Step("p8_side_tile_d", "slices of HEAD_DIM: shared memory that does not grow with it", beside="p8_5_registers",
+         head_dims=(64, 128, 256, 512)),
+    Step("p8_side_shuffle_store", "16-byte stores of O, by shuffles", defines=_STAGES, beside="p8_5_registers"),
+    Step("p8_side_shared_kv", "K and V take turns in one buffer", beside="p8_6_store"),
+    Step("p8_side_shared_qkv", "Q, K and V take turns in one buffer", beside="p8_side_shared_kv"),
+    Step("p8_side_fp16_acc", "S and O accumulated in fp16", defines=_STAGES, beside="p8_6_store",
+         dtypes=(torch.float16,)),
+)  # fmt: skip
+"""The exhibits beside the ladder."""
+
 
 def steps(*phases: int) -> tuple[Step, ...]:
-    """The steps of these phases."""
+    """The steps of these phases, without the exhibits."""
     return tuple(s for s in SERIES if s.phase in phases)
 
 
 def step(name: str) -> Step:
-    """The step of that name. Raises KeyError, with the names there are."""
-    for s in SERIES:
+    """The step, or the exhibit, of that name. Raises KeyError, with the names there are."""
+    for s in SERIES + SIDE:
         if s.name == name:
             return s
-    raise KeyError(f"no step {name!r} in the series; there are {', '.join(s.name for s in SERIES)}")
+    raise KeyError(f"no step {name!r} in the series; there are {', '.join(s.name for s in SERIES + SIDE)}")
 
 
 def path(name: str) -> Path:

@@ -1,6 +1,7 @@
 """The GPUs that the course speaks of: what a kernel may use on each, and how fast it is at best."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -123,7 +124,8 @@ def limits(target_or_name: str | None = None) -> GpuLimits:
 
 
 def _this_gpu() -> GpuLimits:
-    device_properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    # Any: torch's stubs lack two of the fields.
+    device_properties: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
     capability = (device_properties.major, device_properties.minor)
     known = _named_in(device_properties.name, capability)
     return GpuLimits(

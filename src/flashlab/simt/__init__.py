@@ -8,7 +8,7 @@ report.findings                            # races, out-of-bounds accesses ... w
 report.counters["shared_load_wavefronts"]  # and report.by_line
 """
 
-from flashlab.simt.build import Build, Compiler, cache_directory, find_compiler
+from flashlab.simt.build import Build, Compiler, find_compiler
 from flashlab.simt.errors import (
     CompileError,
     DeadlockError,
@@ -40,7 +40,6 @@ __all__ = [
     "Module",
     "Report",
     "SimtError",
-    "cache_directory",
     "compile_cuda",
     "find_compiler",
 ]

@@ -1,9 +1,8 @@
 """From a CUDA source to a shared library that the CPU can run: compilers, flags, and the cache of builds.
 
 A fast build is optimised code; only what goes through the runtime (collectives, copies, barriers) is checked
-and counted. A check build calls the runtime at each load and store as well. Builds are kept in a directory of
-the user's, under a name made from all that goes into them, and appear there in one step: two processes can
-share it, and an interrupted build leaves nothing behind.
+and counted. A check build calls the runtime at each load and store as well. Builds are kept (flashlab.runtime.cache)
+under a key made from all that goes into them: the source, the headers that it includes, compiler, flags and CPU.
 """
 
 from __future__ import annotations
@@ -11,18 +10,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import hashlib
-import json
 import os
 import platform
 import re
 import shutil
 import subprocess
-import tempfile
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from flashlab.runtime import cache
 from flashlab.simt import elf, hints, source
@@ -32,8 +28,6 @@ HERE = Path(__file__).resolve().parent
 INCLUDE = HERE / "include"
 RUNTIME = HERE / "runtime"
 DYNAMIC_SHARED = "simt_dynamic_shared"  # scheduler.cpp: what `extern __shared__` names are linked to
-
-
 CUDA_ARCH = 900  # of the GPU that the emulator stands for, unless the defines say otherwise
 INDICES = ("threadIdx", "blockIdx", "blockDim", "gridDim")
 RUNNER = "runner.cpp"  # the only part of the runtime that is not in the library
@@ -42,6 +36,7 @@ WRAPPED = (
     "malloc", "calloc", "realloc", "free", "_Znwm", "_Znam", "_ZdlPv", "_ZdaPv", "_ZdlPvm", "_ZdaPvm",
     "exit", "_exit", "_Exit", "quick_exit", "abort", "__cxa_throw", "__cxa_allocate_exception",
 )  # fmt: skip
+SYSTEM = [Path("/usr/local/include"), Path("/usr/include")]  # where headers of the machine are
 RED_ZONE = 1024  # bytes behind each static __shared__ array of a check build, which belong to nobody
 STATIC_SHARED = 48 * 1024  # bytes: what a GPU gives a kernel that has not asked for more
 
@@ -83,7 +78,7 @@ class Compiler:
 
     @property
     def kernel(self) -> tuple[str, ...]:
-        quiet = (
+        quiet: tuple[str, ...] = (
             "-Wall",
             "-Wno-unknown-pragmas",
             "-Wno-unused-variable",
@@ -97,7 +92,7 @@ class Compiler:
         # The runtime knows an instruction by its return address. So a call in tail position must stay a call,
         # and nothing may make two instructions of one in the source (jump threading) or one of two (merged
         # branches).
-        one_to_one = ("-fno-builtin-printf", "-fno-optimize-sibling-calls")
+        one_to_one: tuple[str, ...] = ("-fno-builtin-printf", "-fno-optimize-sibling-calls")
         if self.clang:
             for option in (
                 "-jump-threading-threshold=0", "-disable-tail-duplicate", "-disable-early-taildup",
@@ -172,54 +167,6 @@ def _cpu() -> str:
     return platform.processor()
 
 
-def cache_directory() -> Path:
-    """Where builds are kept (see flashlab.runtime.cache)."""
-    try:
-        return cache.folder("simt")
-    except cache.CacheError as error:
-        raise SimtError(str(error)) from None
-
-
-def _digest(*parts: object) -> str:
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
-
-
-def _file_digest(path: str | Path) -> str:
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:32]
-
-
-@functools.lru_cache(maxsize=4096)
-def _digest_at(path: str, size: int, changed: int, inode: int) -> str:
-    return _file_digest(path)
-
-
-def _header_digest(path: str) -> str:
-    """Of one of the many headers of a source, which are read once as long as they stay the same."""
-    known = os.stat(path)
-    # Within a few milliseconds of a change another one may leave no trace in the times.
-    if time.time_ns() - known.st_mtime_ns < 1_000_000_000:
-        return _file_digest(path)
-    return _digest_at(path, known.st_size, known.st_mtime_ns, known.st_ino)
-
-
-def _prune(cache: Path, keep: int = 500, days: float = 1.0) -> None:
-    """Removes the oldest builds, once there are many: an edited cell leaves one for each edit."""
-    libraries = sorted(cache.glob("*.so"), key=lambda p: p.stat().st_mtime)
-    for path in libraries[:-keep]:
-        if path.stat().st_mtime < time.time() - days * 86400:
-            path.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def _workspace(cache: Path):
-    """A directory for one build, on the cache's file system and never seen by another."""
-    path = Path(tempfile.mkdtemp(prefix="build-", dir=cache))
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
-
-
 def _run(command: list[str], where: Path, text: str | None = None) -> subprocess.CompletedProcess:
     environment = {**os.environ, "LC_ALL": "C.UTF-8"}
     return subprocess.run(command, cwd=where, input=text, capture_output=True, text=True, env=environment)
@@ -229,56 +176,47 @@ def _run(command: list[str], where: Path, text: str | None = None) -> subprocess
 def _runtime_key(compiler: Compiler, defines: tuple[str, ...]) -> str:
     how = [HERE / f"{name}.py" for name in ("build", "elf", "source")]
     files = sorted([*RUNTIME.glob("*"), *INCLUDE.rglob("*.h"), *how])
-    return _digest(compiler, _cpu(), defines, [(f.name, _file_digest(f)) for f in files if f.is_file()])
+    return cache.key(compiler, _cpu(), defines, [(f.name, cache.file_digest(f)) for f in files if f.is_file()])
 
 
 def runtime(compiler: Compiler, defines: tuple[str, ...] = ()) -> Path:
     """The runtime, compiled: one relocatable object, built once for each compiler and CPU (some seconds)."""
-    builds = cache_directory()
-    done = builds / f"runtime-{_runtime_key(compiler, defines)}.o"
-    if done.exists():
-        return done
-    with _workspace(builds) as work:
-        flags = [
-            "-std=c++17",
-            "-O3",
-            "-Wall",
-            "-Wextra",
-            *compiler.language,
-            "-g0",
-            "-DSIMT_RUNTIME",
-            *[f"-D{d}" for d in defines],
-        ]
+    flags = ["-std=c++17", "-O3", "-Wall", "-Wextra", *compiler.language, "-g0", "-DSIMT_RUNTIME"]
+    flags += [f"-D{d}" for d in defines]
 
+    def make(work: Path) -> dict[str, Any]:
         def compile_one(path: Path) -> str:
             result = _run([compiler.path, *flags, "-c", str(path), "-o", f"{path.stem}.o"], work)
             return result.stderr if result.returncode else ""
 
+        parts = [p for p in sorted(RUNTIME.glob("*.cpp")) if p.name != RUNNER]
         with ThreadPoolExecutor(os.cpu_count() or 2) as pool:
-            parts = [p for p in sorted(RUNTIME.glob("*.cpp")) if p.name != RUNNER]
             errors = [e for e in pool.map(compile_one, parts) if e]
         if errors:
             raise SimtError(f"the emulator's runtime does not compile with {compiler.version}:\n" + "\n".join(errors))
-        objects = sorted(str(p.name) for p in work.glob("*.o"))
-        result = _run([compiler.path, "-r", "-nostdlib", *objects, "-o", "runtime.o"], work)
+        objects = [f"{p.stem}.o" for p in parts]
+        result = _run([compiler.path, "-r", "-nostdlib", *objects, "-o", "linked"], work)
         if result.returncode:
             raise SimtError(f"the emulator's runtime cannot be linked with {compiler.version}:\n{result.stderr}")
-        os.replace(work / "runtime.o", done)
-    return done
+        for name in objects:
+            (work / name).unlink()
+        (work / "linked").rename(work / "runtime.o")
+        return {}
+
+    return cache.kept("simt", cache.key("runtime", _runtime_key(compiler, defines)), make).folder / "runtime.o"
 
 
 def runner(compiler: Compiler) -> Path:
     """The executable that loads a library into a process of its own, built once."""
-    builds = cache_directory()
-    done = builds / f"runner-{_runtime_key(compiler, ())}"
-    if not done.exists():
-        with _workspace(builds) as work:
-            command = [compiler.path, "-O1", "-std=c++17", str(RUNTIME / RUNNER), "-o", "runner", "-ldl"]
-            result = _run(command, work)
-            if result.returncode:
-                raise SimtError(f"the emulator's runner does not compile with {compiler.version}:\n{result.stderr}")
-            os.replace(work / "runner", done)
-    return done
+
+    def make(work: Path) -> dict[str, Any]:
+        command = [compiler.path, "-O1", "-std=c++17", str(RUNTIME / RUNNER), "-o", "runner", "-ldl"]
+        result = _run(command, work)
+        if result.returncode:
+            raise SimtError(f"the emulator's runner does not compile with {compiler.version}:\n{result.stderr}")
+        return {}
+
+    return cache.kept("simt", cache.key("runner", _runtime_key(compiler, ())), make).folder / "runner"
 
 
 @dataclass(frozen=True)
@@ -338,103 +276,81 @@ def build(
         flags += ["-iquote", str(Path(directory).resolve())]
     for folder in [*folders, str(INCLUDE), str(INCLUDE / "toolkit")]:
         flags += ["-I", folder]
-    builds = cache_directory()
-    executable = runner(cxx)
-    key = _digest(_runtime_key(cxx, runtime_defines), flags, name, text)
-    manifest = builds / f"{key}.json"
-    if (known := _known(builds, manifest)) is not None:
-        return Build(
-            runner=executable, library=builds / known["library"], name=name, text=text, check=check,
-            entries=source.entries(known["interface"]), warnings=known["warnings"], compiler=cxx, from_cache=True,
-            shared=tuple(elf.Symbol(*s) for s in known["shared"]), dynamic=known["dynamic"],
-        )  # fmt: skip
+    places = [*([directory] if directory else []), *map(Path, folders), *SYSTEM]
+    digests = [(str(p), cache.file_digest(p)) for p in source.includes(text, places)]
 
-    objects = [str(runtime(cxx, runtime_defines))]
-    with _workspace(builds) as work:
-        code = f'#line 1 "{name}"\n{text}'
-        result = _run([cxx.path, "-x", "c++", *flags, "-E", "-"], work, code)
-        if result.returncode:
-            raise CompileError(hints.explained(result.stderr, name))
-        preprocessed = source.Preprocessed(result.stdout, (str(INCLUDE),))
-        files = source.included(result.stdout)
-        if not any(f.startswith(str(INCLUDE)) for f in files):
-            hints.check_included(text, name)
-        try:
-            preprocessed.check()
-        except source.SourceError as error:
-            raise CompileError(str(error)) from None
-        (work / "kernel.ii").write_text(preprocessed.rewritten(inline_all=check))
-        result = _run([cxx.path, *flags, "-c", "kernel.ii", "-o", "kernel.o"], work)
-        if result.returncode:
-            raise CompileError(hints.explained(result.stderr, name) or f"{cxx.path} failed without a message")
-        symbols = elf.thread_local_symbols(work / "kernel.o")
-        for symbol in symbols:
-            if symbol.size > STATIC_SHARED:  # ptxas refuses it in these words, more or less
-                raise CompileError(
-                    f"the array {symbol.array} has {symbol.size} bytes of static shared memory; the limit "
-                    f"is {STATIC_SHARED} bytes: declare it `extern __shared__`, and ask at the launch"
-                )
-        if check:
-            elf.grow_thread_local(work / "kernel.o", RED_ZONE)
-        wanted = [s.name for s in symbols if not s.defined and s.name not in INDICES]
-        link = [
-            cxx.path,
-            "-shared",
-            "kernel.o",
-            *objects,
-            "-o",
-            "kernel.so",
-            "-Wl,-Bsymbolic",
-            "-Wl,--exclude-libs,ALL",
-        ]
-        link += [
-            "-static-libstdc++",
-            "-static-libgcc",
-            "-lpthread",
-            *[f"-Wl,--defsym,{s}={DYNAMIC_SHARED}" for s in wanted],
-        ]
-        link += [f"-Wl,--wrap={f}" for f in WRAPPED]
-        if cxx.clang and check:  # it copies structs with memcpy, and its sanitizer looks at that inside the function
-            link += [f"-Wl,--wrap={f}" for f in ("memcpy", "memmove", "memset")]
-        linked = _run([*link, "-Wl,-z,defs", "-lm", "-lc"], work)
-        if linked.returncode:
-            raise CompileError(linked.stderr.strip())
-        own_arrays = {s.name for s in symbols if s.defined}
-        linked_symbols = elf.thread_local_symbols(work / "kernel.so")
-        dynamic = next(s.offset for s in linked_symbols if s.name == DYNAMIC_SHARED)
-        arrays = [s for s in linked_symbols if s.name in own_arrays and s.defined and s.size]
-        functions = elf.functions(work / "kernel.so")
-        kernels = {n: at for n, at in functions.items() if elf.base_name(n) in preprocessed.kernels}
-        shared = tuple({(s.offset, s.size): s.owned(kernels) for s in arrays}.values())
-        own = str(INCLUDE)
-        paths = {str((work / f).resolve()) for f in files}
-        dependencies = {p: _header_digest(p) for p in paths if not p.startswith(own) and os.path.isfile(p)}
-        built = _file_digest(work / "kernel.so")
-        library = builds / f"{_digest(key, built)}.so"
-        interface = source.interface(preprocessed)
-        os.replace(work / "kernel.so", library)
-        record = {
-            "library": library.name, "digest": built, "dependencies": dependencies,
-            "warnings": result.stderr, "shared": [dataclasses.astuple(s) for s in shared], "dynamic": dynamic,
-            "interface": interface,
+    def make(work: Path) -> dict[str, Any]:
+        preprocessed, warnings = _compile(cxx, flags, text, name, work, check)
+        shared, dynamic = _link(cxx, runtime(cxx, runtime_defines), work, check, set(preprocessed.kernels))
+        return {
+            "warnings": warnings, "interface": source.interface(preprocessed), "dynamic": dynamic,
+            "shared": [dataclasses.astuple(s) for s in shared],
         }  # fmt: skip
-        (work / "manifest").write_text(json.dumps(record))
-        os.replace(work / "manifest", manifest)
-    with contextlib.suppress(OSError):  # another process may be pruning too
-        _prune(builds)
+
+    found = cache.kept("simt", cache.key(_runtime_key(cxx, runtime_defines), flags, name, text, digests), make)
+    notes = found.notes
     return Build(
-        runner=executable, library=library, name=name, text=text, check=check, entries=source.entries(interface),
-        warnings=result.stderr, compiler=cxx, from_cache=False, shared=shared, dynamic=dynamic,
+        runner=runner(cxx), library=found.folder / "kernel.so", name=name, text=text, check=check,
+        entries=source.entries(notes["interface"]), warnings=notes["warnings"], compiler=cxx,
+        from_cache=found.from_cache, shared=tuple(elf.Symbol(*s) for s in notes["shared"]), dynamic=notes["dynamic"],
     )  # fmt: skip
 
 
-def _known(builds: Path, manifest: Path) -> dict | None:
-    """What is known of a build: None where there is none, its files are not what they were, or a header has changed."""
+def _compile(
+    cxx: Compiler, flags: list[str], text: str, name: str, work: Path, check: bool
+) -> tuple[source.Preprocessed, str]:
+    """Makes kernel.o; returns what was compiled, and the compiler's warnings. Raises CompileError."""
+    printed = _run([cxx.path, "-x", "c++", *flags, "-E", "-"], work, f'#line 1 "{name}"\n{text}')
+    if printed.returncode:
+        raise CompileError(hints.explained(printed.stderr, name))
+    preprocessed = source.Preprocessed(printed.stdout, (str(INCLUDE),))
+    if not any(f.startswith(str(INCLUDE)) for f in source.included(printed.stdout)):
+        hints.check_included(text, name)
     try:
-        known = json.loads(manifest.read_text())
-        if _file_digest(builds / known["library"]) != known["digest"]:
-            return None
-        unchanged = all(_header_digest(p) == d for p, d in known["dependencies"].items())
-        return known if unchanged else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
+        preprocessed.check()
+    except source.SourceError as error:
+        raise CompileError(str(error)) from None
+    (work / "kernel.ii").write_text(preprocessed.rewritten(inline_all=check))
+    compiled = _run([cxx.path, *flags, "-c", "kernel.ii", "-o", "kernel.o"], work)
+    if compiled.returncode:
+        raise CompileError(hints.explained(compiled.stderr, name) or f"{cxx.path} failed without a message")
+    (work / "kernel.ii").unlink()
+    return preprocessed, compiled.stderr
+
+
+def _link(
+    cxx: Compiler, runtime: Path, work: Path, check: bool, kernels: set[str]
+) -> tuple[tuple[elf.Symbol, ...], int]:
+    """Makes kernel.so of kernel.o and the runtime.
+
+    Returns:
+        the static ``__shared__`` arrays, and where ``extern __shared__`` begins.
+
+    Raises:
+        CompileError: too much static shared memory, or what the linker says.
+    """
+    symbols = elf.thread_local_symbols(work / "kernel.o")
+    for symbol in symbols:
+        if symbol.size > STATIC_SHARED:  # ptxas refuses it in these words, more or less
+            raise CompileError(
+                f"the array {symbol.array} has {symbol.size} bytes of static shared memory; the limit "
+                f"is {STATIC_SHARED} bytes: declare it `extern __shared__`, and ask at the launch"
+            )
+    if check:
+        elf.grow_thread_local(work / "kernel.o", RED_ZONE)
+    command = [cxx.path, "-shared", "kernel.o", str(runtime), "-o", "kernel.so"]
+    command += ["-Wl,-Bsymbolic", "-Wl,--exclude-libs,ALL", "-static-libstdc++", "-static-libgcc", "-lpthread"]
+    wanted = [s.name for s in symbols if not s.defined and s.name not in INDICES]
+    command += [f"-Wl,--defsym,{s}={DYNAMIC_SHARED}" for s in wanted]
+    command += [f"-Wl,--wrap={f}" for f in WRAPPED]
+    if cxx.clang and check:  # it copies structs with memcpy, and its sanitizer looks at that from inside the function
+        command += [f"-Wl,--wrap={f}" for f in ("memcpy", "memmove", "memset")]
+    linked = _run([*command, "-Wl,-z,defs", "-lm", "-lc"], work)
+    if linked.returncode:
+        raise CompileError(linked.stderr.strip())
+    (work / "kernel.o").unlink()
+    own = {s.name for s in symbols if s.defined}
+    there = elf.thread_local_symbols(work / "kernel.so")
+    owners = {n: at for n, at in elf.functions(work / "kernel.so").items() if elf.base_name(n) in kernels}
+    arrays = {(s.offset, s.size): s.owned(owners) for s in there if s.name in own and s.defined and s.size}
+    return tuple(arrays.values()), next(s.offset for s in there if s.name == DYNAMIC_SHARED)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from flashlab.simt.errors import CompileError
-from flashlab.simt.source import _blank_comments
+from flashlab.simt.source import blank_comments
 
 # CUDA's headers, and others that CUDA sources include: what to use in the emulator instead.
 _INSTEAD = (
@@ -27,7 +27,7 @@ _NO_SIMT = 'did you forget #include "simt.h" at the top? It is what makes CUDA C
 
 def check_included(text: str, name: str) -> None:
     """Raises CompileError for CUDA C++ that includes none of the emulator's headers."""
-    for number, line in enumerate(_blank_comments(text).splitlines(), 1):
+    for number, line in enumerate(blank_comments(text).splitlines(), 1):
         if word := re.search(r"__(global|device|shared|host)__|<<<|\bthreadIdx\b", line):
             raise CompileError(f"{name}:{number}: error: {word[0]} is not known here: {_NO_SIMT}")
 

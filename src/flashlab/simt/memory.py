@@ -14,6 +14,7 @@ import os
 import struct
 import tempfile
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -45,7 +46,7 @@ class View:
     writable: bool
 
 
-def view(array: object) -> View | None:
+def view(array: Any) -> View | None:
     """The memory of a numpy array, a CPU tensor or a ctypes structure; None for anything else.
 
     Raises:
@@ -128,7 +129,7 @@ class GlobalMemory:
             at, file = at + pages + _GAP, file + pages
         self.bytes, self._file_bytes = at, file
         self.pieces = [(p.file, p.pages, p.at) for p in self._pieces]
-        self._base = None
+        self._base: int = 0
         self.file = _memory_file(file)
         try:
             base = _libc.mmap(None, file, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, self.file, 0)

@@ -60,7 +60,7 @@ class Narrator:
         self.resolver = resolver(str(build.library))
         self.source = build.text.splitlines()
 
-    def report(self, records: str, findings: str, printed: str, seconds: float, returned: object) -> Report:
+    def report(self, records: str, findings: str, printed: str, seconds: float, returned: int | float | None) -> Report:
         """The first three are as the runtime gives them (runtime/report.cpp, findings.cpp)."""
         rows = [line.split("\t") for line in records.splitlines()]
         facts = [line.split("\t") for line in findings.splitlines()]
@@ -94,7 +94,7 @@ class Narrator:
                 name = self.resolver.functions.get(int(row[2]), "??")
                 name = row[1] if name in ("", "??") else re.sub(r"^void |\(.*", "", name)
                 n = [int(x) for x in row[3:10]]
-                launches.append(Launch(name, tuple(n[:3]), tuple(n[3:6]), n[6], Counters(), {}))
+                launches.append(Launch(name, (n[0], n[1], n[2]), (n[3], n[4], n[5]), n[6], Counters(), {}))
                 continue
             line = self._own_line(self.resolver.place(int(row[2]))) or 0
             launch = launches[-1]
@@ -162,8 +162,11 @@ class Narrator:
     def _finding(
         self, kind, how, words, place, other_place, launch, thread, other, block, other_block, v, times, warning
     ) -> Finding:  # fmt: skip
-        one = (1, 1, 1)
-        threads, blocks = (tuple(max(1, n) for n in d) for d in ((launch.block, launch.grid) if launch else (one, one)))
+        def whole(shape: Index) -> Index:
+            x, y, z = (max(1, n) for n in shape)
+            return x, y, z
+
+        threads, blocks = (whole(launch.block), whole(launch.grid)) if launch else ((1, 1, 1), (1, 1, 1))
         me = _index(thread, threads) if thread >= 0 else None
         them = _index(other, threads) if other >= 0 else None
         at = _index(block, blocks)

@@ -21,6 +21,7 @@ import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from flashlab.simt.errors import SimtError
 
@@ -104,10 +105,12 @@ class Process:
             raise SimtError(f"the emulator's process cannot be started: {error}") from error
         finally:
             its.close()
-        for pipe in (self._popen.stdout, self._popen.stderr):
+        assert self._popen.stdout is not None and self._popen.stderr is not None
+        self._out, self._err = self._popen.stdout, self._popen.stderr
+        for pipe in (self._out, self._err):
             os.set_blocking(pipe.fileno(), False)
         self._unread = bytearray()
-        self._texts = {self._popen.stdout: bytearray(), self._popen.stderr: bytearray()}
+        self._texts = {self._out: bytearray(), self._err: bytearray()}
         self._lost = 0
         try:
             hello = self._wait(time.monotonic() + 60, {"hello"})
@@ -165,7 +168,7 @@ class Process:
             Gone: the process has ended.
         """
         frames = {} if frames is None else frames
-        watched = [self._socket, self._popen.stdout, self._popen.stderr]
+        watched: list[Any] = [self._socket, self._out, self._err]
         while not last & frames.keys():
             left = deadline - time.monotonic()
             if left <= 0:
@@ -189,9 +192,9 @@ class Process:
     def _gone(self) -> Gone:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._popen.wait(1)
-        for pipe in (self._popen.stdout, self._popen.stderr):
+        for pipe in (self._out, self._err):
             self._drain(pipe)
-        return Gone(self._popen.returncode, self._texts[self._popen.stderr].decode(errors="replace").strip())
+        return Gone(self._popen.returncode, self._texts[self._err].decode(errors="replace").strip())
 
     # ---- a call ----------------------------------------------------------------------------------
     def call(self, request: str, file: int, timeout: float, progress=None) -> Reply:
@@ -244,17 +247,17 @@ class Process:
         over = ending.kind in ("returned", "refused")
         if not over:
             self._kill()
-        for pipe in (self._popen.stdout, self._popen.stderr):
+        for pipe in (self._out, self._err):
             self._drain(pipe)
         if not over:
             self.close()
         printed, complained = (t.decode(errors="replace") for t in self._texts.values())
         if self._lost:
             printed += f"\n... and {self._lost} more bytes\n"
-        returned, _, error = frames.get("returned", b"0\t0").decode().partition("\t")
+        returned, _, failed = frames.get("returned", b"0\t0").decode().partition("\t")
         records, findings = (frames.get(n, b"").decode(errors="replace") for n in ("records", "findings"))
         self._between_calls = over
-        return Reply(ending, int(returned), int(error), records, findings, printed, complained, cancelled, interrupt)
+        return Reply(ending, int(returned), int(failed), records, findings, printed, complained, cancelled, interrupt)
 
     # ---- its end ---------------------------------------------------------------------------------
     @property
@@ -275,7 +278,7 @@ class Process:
         self._socket.close()
         if self.owner == os.getpid():
             self._kill()
-        for pipe in (self._popen.stdout, self._popen.stderr):
+        for pipe in (self._out, self._err):
             pipe.close()
 
 

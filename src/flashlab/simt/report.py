@@ -104,7 +104,7 @@ class Report:
     launches: list[Launch]
     printed: str
     seconds: float
-    returned: object
+    returned: int | float | None
     check: bool
     name: str
     source: str = field(repr=False)

@@ -10,6 +10,7 @@ import struct
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -28,7 +29,7 @@ from flashlab.simt.memory import GlobalMemory, View, view
 from flashlab.simt.narrator import Narrator
 from flashlab.simt.process import Reply
 from flashlab.simt.report import Report
-from flashlab.simt.source import Entry, Parameter
+from flashlab.simt.source import C_TYPES, DTYPES, Entry, Parameter, to_number
 
 TIMEOUT = 10.0  # seconds
 MAX_TIMEOUT = 86400
@@ -63,24 +64,6 @@ _ERRORS = {
     "host-call": KernelTrap,
     "launch-in-kernel": KernelTrap,
 }
-_C_TYPES = {
-    "bool": ctypes.c_bool, "char": ctypes.c_int8, "signed char": ctypes.c_int8,
-    "unsigned char": ctypes.c_uint8, "short": ctypes.c_short, "unsigned short": ctypes.c_ushort,
-    "int": ctypes.c_int, "unsigned": ctypes.c_uint,
-    "unsigned int": ctypes.c_uint, "long": ctypes.c_long, "unsigned long": ctypes.c_ulong,
-    "long long": ctypes.c_longlong, "unsigned long long": ctypes.c_ulonglong, "float": ctypes.c_float,
-    "double": ctypes.c_double, "size_t": ctypes.c_size_t, "int8_t": ctypes.c_int8, "uint8_t": ctypes.c_uint8,
-    "int16_t": ctypes.c_int16, "uint16_t": ctypes.c_uint16, "int32_t": ctypes.c_int32,
-    "uint32_t": ctypes.c_uint32, "int64_t": ctypes.c_int64, "uint64_t": ctypes.c_uint64,
-    "ptrdiff_t": ctypes.c_ssize_t,
-}  # fmt: skip
-# What an array passed for a pointer to such elements may hold; other element types take anything.
-_DTYPES = {
-    "float": ("float32",), "double": ("float64",), "int": ("int32",), "unsigned": ("uint32", "int32"),
-    "__half": ("float16", "uint16", "int16"), "half": ("float16", "uint16", "int16"),
-    "__nv_bfloat16": ("bfloat16", "uint16", "int16"), "nv_bfloat16": ("bfloat16", "uint16", "int16"),
-    "int64_t": ("int64",), "long long": ("int64",), "int32_t": ("int32",), "uint8_t": ("uint8", "bool"),
-}  # fmt: skip
 
 
 class Module:
@@ -254,7 +237,7 @@ class _Progress:
         print(f"{self.entry}: {seconds:.0f} s so far, {where}; {limit}", file=sys.stderr, flush=True)
 
 
-def _holds_nothing(array: object) -> bool:
+def _holds_nothing(array: Any) -> bool:
     """NaN throughout."""
     if isinstance(array, np.ndarray):
         return array.dtype.kind == "f" and array.size > 0 and bool(np.isnan(array).all())
@@ -294,7 +277,7 @@ def _check_array(entry: str, p: Parameter, v: View) -> None:
             f"{entry}: {p.name} is a pointer to pointers ({p.element}*), and the emulator passes arrays only: pass "
             "each as an argument of its own"
         )
-    allowed = _DTYPES.get(p.element)
+    allowed = DTYPES.get(p.element)
     if allowed and v.dtype not in (*allowed, "struct"):
         raise TypeError(
             f"{entry}: {p.name} points to {p.element}, which is {allowed[0]}, and got an array of {v.dtype}"
@@ -303,7 +286,7 @@ def _check_array(entry: str, p: Parameter, v: View) -> None:
         raise TypeError(f"{entry}: {p.name} is not declared const, and got an array that may not be written")
 
 
-def _scalar(entry: str, p: Parameter, value: object) -> str:
+def _scalar(entry: str, p: Parameter, value: Any) -> str:
     """An argument that is no array, as serve.cpp reads it: its kind, and its 8 bytes as an integer."""
     if p.kind == "pointer":
         if value is None or (isinstance(value, int) and not value):
@@ -316,30 +299,10 @@ def _scalar(entry: str, p: Parameter, value: object) -> str:
         raise TypeError(
             f"{entry}: {p.name} is a pointer: pass a numpy array, a CPU tensor or None, not {type(value).__name__}"
         )
-    kind = _C_TYPES.get(p.kind)
-    if kind is None:
-        raise TypeError(f"{entry}: {p.name} has the type {p.kind}; an entry takes pointers and plain numbers")
-    try:
-        number = value.item() if hasattr(value, "item") else value
-        if kind in (ctypes.c_float, ctypes.c_double):
-            number = float(number)
-            code = "f" if kind is ctypes.c_float else "d"
-            return f"f {int.from_bytes(struct.pack('<' + code, number), 'little')}"
-        if isinstance(number, float) and number.is_integer():
-            number = int(number)
-        number = operator.index(number)
-    except OverflowError:
-        raise ValueError(f"{entry}: {p.name} is {value!r}, which a {p.kind} cannot hold") from None
-    except (TypeError, ValueError):
-        raise TypeError(f"{entry}: {p.name} is declared {p.kind}, and got {value!r}") from None
-    bits = 8 * ctypes.sizeof(kind)
-    signed = kind(-1).value == -1
-    low, high = (-(1 << bits - 1), (1 << bits - 1) - 1) if signed else (0, (1 << bits) - 1)
-    if kind is ctypes.c_bool:
-        low, high = 0, 1
-    if not low <= number <= high:
-        raise ValueError(f"{entry}: {p.name} is {number}, and its type, {p.kind}, goes from {low} to {high}")
-    return f"i {number & 0xFFFFFFFFFFFFFFFF}"
+    number = to_number(entry, p, value)
+    if p.kind in ("float", "double"):
+        return f"f {int.from_bytes(struct.pack('<f' if p.kind == 'float' else '<d', number), 'little')}"
+    return f"i {int(number) & 0xFFFFFFFFFFFFFFFF}"
 
 
 def _value(kind: str, word: int) -> int | float | None:
@@ -349,13 +312,13 @@ def _value(kind: str, word: int) -> int | float | None:
     raw = word.to_bytes(8, "little")
     if kind in ("float", "double"):
         return struct.unpack("<f" if kind == "float" else "<d", raw[: 4 if kind == "float" else 8])[0]
-    c_type = ctypes.c_uint64 if "*" in kind else _C_TYPES.get(kind, ctypes.c_int)
+    c_type: Any = ctypes.c_uint64 if "*" in kind else C_TYPES.get(kind, ctypes.c_int)
     return c_type.from_buffer_copy(raw).value
 
 
 def _raise_if_failed(report: Report, entry: Entry, reply: Reply, narrator: Narrator, timeout: float) -> None:
     fatal = next((f for f in report.findings if f.fatal), None)
-    code = report.returned if entry.returns in ("int", "cudaError_t") else 0
+    code = int(report.returned or 0) if entry.returns in ("int", "cudaError_t") else 0
     if fatal is None and (reply.error or code):
         fatal = next((f for f in report.findings if f.kind in _ERRORS), None)
     host = narrator.host_sentence(entry.name, reply, timeout)

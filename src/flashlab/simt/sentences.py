@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from flashlab.simt.process import Ending
@@ -67,10 +68,10 @@ class Facts:
     there: str
     kernel: str
     warning: bool
-    shared: object
-    beyond: object
-    variable: object
-    argument: object
+    shared: Callable[[int, int], str]
+    beyond: Callable[[int, int], str]
+    variable: Callable[[int], str]
+    argument: Callable[[int], tuple[str, int, tuple[int, ...], int]]
 
 
 def _count(n: int, noun: str) -> str:
@@ -359,7 +360,7 @@ def sentence(kind: str, facts: Facts) -> str:
 
 
 # ---- the host part ---------------------------------------------------------------------------------
-_SIGNALS = {
+_SIGNALS: dict[int, str] = {
     signal.SIGFPE: "divides an integer by zero",
     signal.SIGILL: "comes to code that must not be reached",
     signal.SIGTRAP: "comes to code that must not be reached",

@@ -8,9 +8,14 @@ entries are read, so that Python can call them with the right types.
 
 from __future__ import annotations
 
+import ctypes
+import math
+import operator
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 KERNEL = 'annotate("simt_kernel")'  # what `__global__` has become (language.h)
 
@@ -22,7 +27,7 @@ class SourceError(ValueError):
         super().__init__(f"{file}:{line}: error: {sentence}")
 
 
-def _blank_comments(text: str) -> str:
+def blank_comments(text: str) -> str:
     """The text with comments and string contents replaced by spaces, of the same length and lines."""
     pattern = re.compile(
         r'R"([^\s()\\]{0,16})\(.*?\)\1"|//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'', re.S
@@ -78,7 +83,7 @@ class Preprocessed:
         for r in self.regions:
             part, gap = text[r.begin : r.end], " " * (r.begin - at)
             plain += [gap, part]
-            blanked += [gap, _blank_comments(part)]
+            blanked += [gap, blank_comments(part)]
             at = r.end
         self.learners, self.blanked = "".join(plain), "".join(blanked)
         self.kernels = _kernels(self.learners, self.blanked)
@@ -137,7 +142,7 @@ class Preprocessed:
             begin = _kernel_before(blanked, match.start())
             kernel = self.text[begin : match.start()].strip()
             quoted = re.sub(r"\s+", " ", kernel).replace("\\", "\\\\").replace('"', '\\"')
-            base = re.match(r"[\w:\s]*", kernel)[0].replace(" ", "").rpartition(":")[2]
+            base = re.split(r"[^\w:\s]", kernel)[0].replace(" ", "").rpartition(":")[2]
             known = self.kernels.get(base)
             if known is not None and known.needs_call(kernel):
                 head = f'simt_configure_deduced("{quoted}", [](auto... a) {{ {kernel}(a...); }}, '
@@ -269,17 +274,60 @@ class Entry:
     text: str = ""  # its head, on one line
 
 
-_NUMBERS = {
-    "bool", "char", "signed char", "unsigned char", "short", "unsigned short", "int", "unsigned",
-    "unsigned int", "long", "unsigned long", "long long", "unsigned long long", "float", "double", "size_t",
-    "int8_t", "uint8_t", "int16_t", "uint16_t", "int32_t", "uint32_t", "int64_t", "uint64_t", "ptrdiff_t",
+C_TYPES = {
+    "bool": ctypes.c_bool, "char": ctypes.c_int8, "signed char": ctypes.c_int8,
+    "unsigned char": ctypes.c_uint8, "short": ctypes.c_short, "unsigned short": ctypes.c_ushort,
+    "int": ctypes.c_int, "unsigned": ctypes.c_uint,
+    "unsigned int": ctypes.c_uint, "long": ctypes.c_long, "unsigned long": ctypes.c_ulong,
+    "long long": ctypes.c_longlong, "unsigned long long": ctypes.c_ulonglong, "float": ctypes.c_float,
+    "double": ctypes.c_double, "size_t": ctypes.c_size_t, "int8_t": ctypes.c_int8, "uint8_t": ctypes.c_uint8,
+    "int16_t": ctypes.c_int16, "uint16_t": ctypes.c_uint16, "int32_t": ctypes.c_int32,
+    "uint32_t": ctypes.c_uint32, "int64_t": ctypes.c_int64, "uint64_t": ctypes.c_uint64,
+    "ptrdiff_t": ctypes.c_ssize_t,
 }  # fmt: skip
+"""The number types that an entry may take and return."""
+DTYPES = {
+    "float": ("float32",), "double": ("float64",), "int": ("int32",), "unsigned": ("uint32", "int32"),
+    "__half": ("float16", "uint16", "int16"), "half": ("float16", "uint16", "int16"),
+    "__nv_bfloat16": ("bfloat16", "uint16", "int16"), "nv_bfloat16": ("bfloat16", "uint16", "int16"),
+    "int64_t": ("int64",), "long long": ("int64",), "int32_t": ("int32",), "uint8_t": ("uint8", "bool"),
+}  # fmt: skip
+"""What an array passed for a pointer to such elements may hold; other element types take anything."""
+
+
+def to_number(entry: str, p: Parameter, value: Any) -> bool | int | float:
+    """A value as the parameter's type wants it.
+
+    Raises:
+        TypeError: it is no such number.
+        ValueError: the type cannot hold it.
+    """
+    kind: Any = C_TYPES.get(p.kind)
+    if kind is None:
+        raise TypeError(f"{entry}: {p.name} has the type {p.kind}; an entry takes pointers and plain numbers")
+    try:
+        given = value.item() if hasattr(value, "item") else value
+        if kind in (ctypes.c_float, ctypes.c_double):
+            if math.isinf(kind(float(given)).value) and math.isfinite(given):
+                raise OverflowError
+            return float(given)
+        number = int(given) if isinstance(given, float) and given.is_integer() else operator.index(given)
+    except OverflowError:
+        raise ValueError(f"{entry}: {p.name} is {value!r}, which a {p.kind} cannot hold") from None
+    except (TypeError, ValueError):
+        raise TypeError(f"{entry}: {p.name} is declared {p.kind}, and got {value!r}") from None
+    bits = 1 if kind is ctypes.c_bool else 8 * ctypes.sizeof(kind)
+    signed = kind(-1).value == -1
+    low, high = (-(1 << bits - 1), (1 << bits - 1) - 1) if signed else (0, (1 << bits) - 1)
+    if not low <= number <= high:
+        raise ValueError(f"{entry}: {p.name} is {number}, and its type, {p.kind}, goes from {low} to {high}")
+    return bool(number) if kind is ctypes.c_bool else number
 
 
 def _parameter(text: str, number: int) -> Parameter:
     text = re.sub(r"\b__restrict__\b|\b__restrict\b", " ", text.split("=")[0]).strip()
     match = re.fullmatch(r"(.*?[\s*&])(\w+)", text, re.S)
-    type_, name = (match[1], match[2]) if match and match[2] not in _NUMBERS else (text, f"argument {number}")
+    type_, name = (match[1], match[2]) if match and match[2] not in C_TYPES else (text, f"argument {number}")
     if "*" in type_:
         element = re.sub(r"\bconst\b|\bstruct\b", " ", type_.split("*")[0]).split()
         deeper = "*" * (type_.count("*") - 1)
@@ -307,11 +355,11 @@ def entries(source: str) -> dict[str, Entry]:
     Args:
         source: as it was written, in which no macro but one for ``extern "C" ...`` is understood; or preprocessed.
     """
-    text = _blank_comments(source).replace('extern " "', 'extern "C"')
+    text = blank_comments(source).replace('extern " "', 'extern "C"')
     shorthands = dict(re.findall(r'^[ \t]*#[ \t]*define[ \t]+(\w+)[ \t]+(.*extern[ \t]+"C".*)$', text, re.M))
     text = re.sub(r"^[ \t]*#(?:.*\\\n)*.*$", "", text, flags=re.M)
     for name, body in shorthands.items():
-        text = re.sub(rf"\b{name}\b", lambda _, body=body: body, text)
+        text = re.sub(rf"\b{name}\b", body.replace("\\", r"\\"), text)
     found = {}
     heads = [m.end() for m in re.finditer(r'extern\s+"C"\s*(?!\s*\{)', text)]
     spans = []
@@ -345,3 +393,20 @@ def entries(source: str) -> dict[str, Entry]:
 def interface(source: Preprocessed) -> str:
     """The heads of a preprocessed source's ``extern "C"`` functions, for ``entries`` to read again."""
     return "".join(f'extern "C" {e.text} {{}}\n' for e in entries(source.learners).values())
+
+
+def includes(text: str, folders: Sequence[Path]) -> list[Path]:
+    """The headers that a source includes, and those that they include, where they are in one of these folders.
+
+    Conditions of the preprocessor are not looked at: what is named in an ``#include`` counts.
+    """
+    found: dict[Path, None] = {}
+    todo = [(text, list(folders))]
+    while todo:
+        given, places = todo.pop()
+        for name in re.findall(r'^[ \t]*#[ \t]*include[ \t]*["<]([^">\n]+)[">]', given, re.M):
+            path = next((p for p in (Path(f, name).resolve() for f in places) if p.is_file()), None)
+            if path is not None and path not in found:
+                found[path] = None
+                todo.append((path.read_text(encoding="utf-8", errors="replace"), [path.parent, *folders]))
+    return sorted(found)

@@ -61,7 +61,7 @@ def end_with_the_parent() -> None:
 def do_without_torch() -> None:
     """Triton's argument specialisation imports torch to know torch.Tensor, which takes longer than compiling."""
     stand_in = types.ModuleType("torch")
-    stand_in.Tensor = type("Tensor", (), {})
+    stand_in.Tensor = type("Tensor", (), {})  # type: ignore[attr-defined]
     sys.modules["torch"] = stand_in
 
 

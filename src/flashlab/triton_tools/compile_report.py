@@ -25,6 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -85,7 +86,7 @@ class CompileReport:
     @property
     def fits(self) -> bool:
         """It compiled, and its shared memory is within the target's limit: such a kernel can be launched."""
-        return self.ok and self.shared_bytes <= self.shared_limit
+        return self.ok and self.shared_bytes is not None and self.shared_bytes <= self.shared_limit
 
     @property
     def tensor_core_instructions(self) -> int:
@@ -171,7 +172,7 @@ def compile_reports(
         raise TypeError(f"a report is for a @triton.jit kernel; this is {_describe(kernel)}")
     name = unwrap(kernel).__name__
     source = module_source(kernel)
-    jobs = []
+    jobs: list[dict[str, Any]] = []
     for arguments in list_of_arguments:
         encoded, options = _encode(kernel, arguments, {"num_warps": num_warps, "num_stages": num_stages})
         for target in targets:

@@ -10,6 +10,7 @@ import ast
 import builtins
 import importlib.util
 import inspect
+import symtable
 import sys
 import textwrap
 from types import NoneType
@@ -97,7 +98,7 @@ class _Collector:
             text = f"@triton.{decorator}\n{text}"
             self.add("triton", sys.modules["triton"], raw.__name__)
         scope = _scope(raw)
-        for reference in _names_read(tree):
+        for reference in _names_read(text, tree):
             if reference in scope and reference != raw.__name__:
                 self.add(reference, scope[reference], raw.__name__)
         self.definitions.append(text if name == raw.__name__ else f"{text}\n{name} = {raw.__name__}\n")
@@ -121,10 +122,15 @@ def _source(raw, keep_decorators: bool) -> tuple[str, ast.AST]:
     return source.rstrip() + "\n", tree
 
 
-def _names_read(tree) -> list[str]:
-    """Names that a definition reads, in order, without the builtins; annotations included."""
-    names = (node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load))
-    return [name for name in dict.fromkeys(names) if not hasattr(builtins, name)]
+def _names_read(text: str, tree: ast.AST) -> list[str]:
+    """Global names that a definition reads, in order, without the builtins; annotations included."""
+    scopes = [symtable.symtable(text, "definition", "exec")]
+    names = {symbol.get_name() for symbol in scopes[0].get_symbols() if symbol.is_referenced()}
+    while scopes:
+        scopes += (scope := scopes.pop()).get_children()
+        names |= {s.get_name() for s in scope.get_symbols() if s.is_global() and s.is_referenced()}
+    read = (node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load))
+    return [name for name in dict.fromkeys(read) if name in names and not hasattr(builtins, name)]
 
 
 def _scope(raw) -> dict:
@@ -178,9 +184,12 @@ def _literal(value) -> str | None:
     if type(value) is float:
         return repr(value) if abs(value) < float("inf") else f"float('{value}')"
     if type(value) in (tuple, list):
-        items = [_literal(item) for item in value]
-        if None in items:
-            return None
+        items = []
+        for item in value:
+            literal = _literal(item)
+            if literal is None:
+                return None
+            items.append(literal)
         return f"[{', '.join(items)}]" if type(value) is list else f"({''.join(f'{item}, ' for item in items)})"
     module = type(value).__module__.split(".")[0]
     if module == "triton" and type(value).__name__ == "constexpr":

@@ -10,6 +10,7 @@ numpy >= 2.4; keeps numpy's warnings off; and takes a quarter off its time. Impo
 import inspect
 import types
 import warnings
+from collections.abc import Collection
 
 import numpy as np
 import triton.language as tl
@@ -74,19 +75,8 @@ class _RepairedBuilder:
             return _RepairedBuilder.original["binary_op"](self, lhs, rhs, op)
         return _result(op(_float(lhs), _float(rhs)), True, lhs.dtype.scalar)
 
-    def unary_op(self, arg, op):
-        return _result(op(_float(arg)), _is_bf16(arg), arg.dtype.scalar)
-
-    def ternary_op(self, lhs, rhs, other, op):
-        if op is np.where or not _is_bf16(other):  # choosing between bit patterns is right as it is
-            return _RepairedBuilder.original["ternary_op"](self, lhs, rhs, other, op)
-        return _result(op(_float(lhs), _float(rhs), _float(other)), True, tl.bfloat16)
-
     def create_fma(self, x, y, z):
         return _result(_float(x) * _float(y) + _float(z), _is_bf16(z), z.dtype.scalar)
-
-    def create_rsqrt(self, arg):
-        return _result(1 / np.sqrt(_float(arg)), _is_bf16(arg), arg.dtype.scalar)
 
     def create_maxnumf(self, lhs, rhs):
         return self.binary_op(lhs, rhs, np.fmax)  # of a number and a NaN: the number, as max.f32 does
@@ -126,101 +116,127 @@ class _RepairedBuilder:
 
 
 def _repair_reductions() -> None:
-    """Reductions and scans that numpy does in one call see float32, and round their result."""
+    """Reductions that numpy does in one call see float32, and round their result. (Triton itself widens for scans.)"""
+    original = ti.ReduceOps.apply_impl
 
-    def repaired(original):
-        def apply_impl(self, input):
-            quick = self.combine_fn in (
-                tl.standard._argmin_combine_tie_break_left, tl.standard._argmax_combine_tie_break_left,
-                tl.standard._elementwise_max, tl.standard._elementwise_min,
-                tl.standard._sum_combine, tl.standard._prod_combine,
-            )  # fmt: skip
-            if not quick or not any(_is_bf16(tensor.handle) for tensor in input):
-                return original(self, input)
-            wide = tuple(
-                self.to_tensor(widen(tensor.handle.data), tl.float32) if _is_bf16(tensor.handle) else tensor
-                for tensor in input
-            )
-            outputs = original(self, wide)
-            outputs = outputs if isinstance(outputs, tuple | list) else (outputs,)
-            for output in outputs:
-                if output.dtype == tl.float32:
-                    output.handle = ti.TensorHandle(narrow(output.handle.data), tl.bfloat16)
-                    shape = output.type.shape if output.type.is_block() else None
-                    output.type = tl.block_type(tl.bfloat16, shape) if shape else tl.bfloat16
-                    output.dtype = tl.bfloat16
-            return outputs
+    def apply_impl(self, input):
+        quick = self.combine_fn in (
+            tl.standard._argmin_combine_tie_break_left, tl.standard._argmax_combine_tie_break_left,
+            tl.standard._elementwise_max, tl.standard._elementwise_min, tl.standard._sum_combine,
+        )  # fmt: skip
+        if not quick or not any(_is_bf16(tensor.handle) for tensor in input):
+            return original(self, input)
+        wide = tuple(
+            self.to_tensor(widen(tensor.handle.data), tl.float32) if _is_bf16(tensor.handle) else tensor
+            for tensor in input
+        )
+        outputs = original(self, wide)
+        outputs = outputs if isinstance(outputs, tuple | list) else (outputs,)
+        for output in outputs:
+            if output.dtype == tl.float32:
+                output.handle = ti.TensorHandle(narrow(output.handle.data), tl.bfloat16)
+                shape = output.type.shape if output.type.is_block() else None
+                output.type = tl.block_type(tl.bfloat16, shape) if shape else tl.bfloat16
+                output.dtype = tl.bfloat16
+        return outputs
 
-        return apply_impl
-
-    for kind in (ti.ReduceOps, ti.ScanOps):
-        kind.apply_impl = repaired(kind.apply_impl)
+    ti.ReduceOps.apply_impl = apply_impl
 
 
 # ---- launches -------------------------------------------------------------------------------------------------------
 
 
-class _Launches:
-    """Replaces pieces of the interpreter that work around a launch."""
+def _repair_warnings() -> None:
+    original_call = ti.GridExecutor.__call__
 
-    patched = False  # triton.language is patched for a launch that is under way
+    def call(self, *args, **kwargs):
+        with np.errstate(all="ignore"), warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # numpy on NaN and overflow; a GPU says nothing
+            return original_call(self, *args, **kwargs)
 
-    @classmethod
-    def repair(cls) -> None:
-        original_call = ti.GridExecutor.__call__
-        original_patch_lang, original_patch_tensor = ti._patch_lang, ti._patch_lang_tensor
-        language = types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
-
-        def patch_lang_tensor(tensor, scope):
-            original_patch_tensor(tensor, scope)
-            # Scalars are arrays of one element here. numpy >= 2.4 does not convert those with int(array), which is how
-            # Triton 3.6 makes `range(0, n, BLOCK)` of a kernel argument work.
-            scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.reshape(-1)[0]))
-
-        def patch_lang(fn):
-            # Triton patches its language module again for every call of tl.max, tl.sum and the like, which takes
-            # more time than the arithmetic. Once a launch, for the two modules that functions see, is enough.
-            scope = ti._LangPatchScope()
-            if not cls.patched:
-                scope = original_patch_lang(language)
-                restore = scope.restore
-
-                def restore_once():
-                    restore()
-                    cls.patched = False
-
-                scope.restore = restore_once
-                cls.patched = True
-            return scope
-
-        def call(self, *args, **kwargs):
-            try:
-                with np.errstate(all="ignore"), warnings.catch_warnings(), WatchedMemory.launch(self, args, kwargs):
-                    warnings.simplefilter("ignore", RuntimeWarning)  # numpy on NaN and overflow; a GPU says nothing
-                    return original_call(self, *args, **kwargs)
-            except ti.InterpreterError as error:
-                cause = error
-                while cause is not None and not isinstance(cause, OutOfBounds):
-                    cause = cause.__cause__
-                if cause is not None:
-                    raise cause.with_traceback(None) from None
-                raise
-
-        ti._patch_lang_tensor, ti._patch_lang, ti.GridExecutor.__call__ = patch_lang_tensor, patch_lang, call
+    ti.GridExecutor.__call__ = call
 
 
-def install_repairs() -> None:
-    """Repair Triton's interpreter (see the module's docstring). Calling it again does nothing.
+def _repair_index() -> None:
+    """Scalars are arrays of one element here, and `range(0, n, BLOCK)` of a kernel argument wants an int of them."""
+    original_patch_tensor = ti._patch_lang_tensor
+
+    def patch_lang_tensor(tensor, scope):
+        original_patch_tensor(tensor, scope)
+        # numpy >= 2.4 does not convert such an array with int(array), which is what Triton 3.6 does.
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.reshape(-1)[0]))
+
+    ti._patch_lang_tensor = patch_lang_tensor
+
+
+def _repair_patching() -> None:
+    """Triton patches its language module again for every call of tl.max, tl.sum and the like, which takes more time
+    than the arithmetic. Once a launch, for the two modules that functions see, is enough."""
+    original_patch_lang = ti._patch_lang
+    language = types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
+    under_way = False  # triton.language is patched for a launch
+
+    def patch_lang(fn):
+        nonlocal under_way
+        scope = ti._LangPatchScope()
+        if not under_way:
+            scope = original_patch_lang(language)
+            restore = scope.restore
+
+            def restore_once():
+                nonlocal under_way
+                restore()
+                under_way = False
+
+            scope.restore = restore_once
+            under_way = True
+        return scope
+
+    ti._patch_lang = patch_lang
+
+
+def _watch_launches() -> None:
+    """Not a repair: what `flashlab.triton_tools.watch` sees of loads and stores, and its errors without a wrapper."""
+    original_call = ti.GridExecutor.__call__
+
+    def call(self, *args, **kwargs):
+        try:
+            with WatchedMemory.launch(self, args, kwargs):
+                return original_call(self, *args, **kwargs)
+        except ti.InterpreterError as error:
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, OutOfBounds):
+                cause = cause.__cause__
+            if cause is not None:
+                raise cause.with_traceback(None) from None
+            raise
+
+    ti.GridExecutor.__call__ = call
+    ti._interpreter = WatchedMemory(ti._interpreter)
+
+
+_METHODS = {name: method for name, method in vars(_RepairedBuilder).items() if inspect.isfunction(method)}
+_OTHERS = {
+    "reductions": _repair_reductions, "warnings": _repair_warnings, "index": _repair_index,
+    "patching": _repair_patching,
+}  # fmt: skip
+REPAIRS = (*_METHODS, *_OTHERS)
+"""The repairs by name. For each, tests/test_interpreter.py has a canary that says when Triton does without it."""
+
+
+def install_repairs(without: Collection[str] = ()) -> None:
+    """Repair Triton's interpreter (see the module's docstring), but for those named. Calling it again does nothing.
 
     Tried with Triton 3.6.0 and 3.7.1, numpy 2.3 to 2.5. It has no effect on compiled kernels.
     """
     if getattr(ti, "_repaired_by_flashlab", False):
         return
-    for name, method in vars(_RepairedBuilder).items():
-        if inspect.isfunction(method):
-            _RepairedBuilder.original[name] = getattr(ti.InterpreterBuilder, name, None)
+    for name, method in _METHODS.items():
+        _RepairedBuilder.original[name] = getattr(ti.InterpreterBuilder, name, None)
+        if name not in without:
             setattr(ti.InterpreterBuilder, name, method)
-    _repair_reductions()
-    _Launches.repair()
-    ti._interpreter = WatchedMemory(ti._interpreter)
+    for name, repair in _OTHERS.items():
+        if name not in without:
+            repair()
+    _watch_launches()
     ti._repaired_by_flashlab = True

@@ -342,8 +342,9 @@ def _traffic_in_child(fn, args, kwargs) -> Traffic:
         raise OutOfBounds(answer["out_of_bounds"])
     if "error" in answer:
         raise RuntimeError(f"interpreting {fn.__name__} raised {answer['error']}")
-    counters = {name: Counter(answer.pop(name)) for name in ("read_from", "written_to")}
-    return Traffic(**answer, **counters)
+    for counter in ("read_from", "written_to"):
+        answer[counter] = Counter(answer[counter])
+    return Traffic(**answer)
 
 
 def _child(folder: str, name: str) -> None:
@@ -353,6 +354,7 @@ def _child(folder: str, name: str) -> None:
         module = importlib.import_module(module_name)
     else:
         spec = importlib.util.spec_from_file_location("launcher_source", Path(folder, "launcher_source.py"))
+        assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules["launcher_source"] = module
         spec.loader.exec_module(module)

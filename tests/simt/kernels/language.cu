@@ -49,7 +49,7 @@ ENTRY run_reverse(const float* in, float* out, int blocks) {
     return cudaGetLastError();
 }
 ENTRY run_reverse_double(const double* in, double* out, int blocks) {
-    LAUNCH((reverse<double, 32>), blocks, 32, 0, nullptr, in, out);
+    reverse<double, 32><<<blocks, 32, 0, nullptr>>>(in, out);
     return cudaGetLastError();
 }
 ENTRY run_dynamic(const float* in, float* out, int n) {

@@ -144,7 +144,7 @@ def keys_left_out(which: Callable[[torch.Tensor, int, int], torch.Tensor]) -> Ca
         out = which(torch.arange(p.case.seq_k), p.case.seq_k, size)
         wrong = attended(p.scores.masked_fill(out, -INF), p.v)
         if out.all():  # a loop that never runs may also have been given one block
-            return Prediction((*wrong.o, p.truth.o), (*wrong.lse, p.truth.lse))
+            return Prediction((*(wrong.o or ()), p.truth.o), (*(wrong.lse or ()), p.truth.lse))
         return wrong
 
     return predict

@@ -43,8 +43,11 @@ def explain(forward: Callable[..., tuple[Tensor, Tensor]], head_dim: int) -> tup
 
 def _tensors(rows: int, head_dim: int, queries: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(8)
-    shapes = (queries or rows, rows, rows)
-    return tuple((1.5 * torch.randn(1, 1, n, head_dim, generator=generator)).half() for n in shapes)
+
+    def normal(n: int) -> Tensor:
+        return (1.5 * torch.randn(1, 1, n, head_dim, generator=generator)).half()
+
+    return normal(queries or rows), normal(rows), normal(rows)
 
 
 def _near(a: Tensor, b: Tensor) -> bool:
@@ -170,21 +173,21 @@ def _split(forward: Callable[..., tuple[Tensor, Tensor]], head_dim: int) -> tupl
         scores = one[0] @ one[1].T / math.sqrt(head_dim)
         lse = torch.stack([x.logsumexp(1) for x in scores.chunk(splits, 1)])
         weights = torch.exp(lse - lse.amax(0))[..., None]  # [splits, rows, 1]
-        weighted = sum(w * part for w, part in zip(weights, parts, strict=True))
+        weighted, added = (weights * torch.stack(parts)).sum(0), torch.stack(parts).sum(0)
         if _near(o, weighted):
             return "split-not-normalised", (
                 f"the {splits} parts are weighted and added, but the result is not divided by the sum of the weights"
             )
         odd = torch.arange(head_dim) % 2 == 1
         for columns, name in ((odd, "second"), (~odd, "first")):
-            if _near(o, torch.where(columns, sum(parts), weighted) / weights.sum(0)):
+            if _near(o, torch.where(columns, added, weighted) / weights.sum(0)):
                 sentence = f"in the {name} column of each pair the parts are added without their weights"
                 return "split-not-weighted", sentence
-        if _near(o, sum(parts) / splits):
+        if _near(o, added / splits):
             return "split-not-weighted", (
                 f"{splits} parts of the keys are averaged with equal weights: each counts by exp(its lse - the largest "
                 "lse)"
             )
-        if _near(o, sum(parts)):
+        if _near(o, added):
             return "split-not-weighted", f"{splits} parts of the keys are added: divide by the sum of their weights"
     return None

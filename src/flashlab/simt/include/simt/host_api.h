@@ -33,6 +33,7 @@ enum cudaDeviceAttr {
     cudaDevAttrMultiProcessorCount = 16,
     cudaDevAttrComputeCapabilityMajor = 75,
     cudaDevAttrComputeCapabilityMinor = 76,
+    cudaDevAttrMaxSharedMemoryPerMultiprocessor = 81,
     cudaDevAttrMaxSharedMemoryPerBlockOptin = 97
 };
 
@@ -102,8 +103,6 @@ SimtDeducedLaunch<F> simt_configure_deduced(const char* text, F call, dim3 grid,
     (void)stream;
     return {text, call, grid, block, shared_bytes};
 }
-#define LAUNCH(kernel, grid, block, shared_bytes, stream, ...) \
-    simt_configure(#kernel, (kernel), (grid), (block), (shared_bytes), (const void*)(stream))(__VA_ARGS__)
 
 static inline cudaError_t cudaGetLastError() { return (cudaError_t)simt_last_error(1); }
 static inline cudaError_t cudaPeekAtLastError() { return (cudaError_t)simt_last_error(0); }

@@ -1,4 +1,4 @@
-// What flashlab/cuda/ptx.cuh calls where nvcc would see inline PTX.
+// The emulator's matrix and copy operations: what ptx_emulated.h calls where nvcc would see inline PTX.
 #pragma once
 #include "warp.h"
 

@@ -1,0 +1,182 @@
+"""The one validator of q, k and v: each function asks it, and a mistake gets the same sentence everywhere.
+
+A kernel cannot check: with a wrong shape it reads the wrong memory and returns numbers. So its launcher asks
+`check_qkv` first, and `scale_of` for the scale.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import SupportsFloat
+
+import torch
+
+__all__ = ["TILE_SIDES", "check_block", "check_qkv", "scale_of"]
+
+TILE_SIDES = (16, 32, 64, 128, 256)
+"""The head_dims that a Triton kernel takes whole: `tl.arange` wants powers of two, `tl.dot` at least 16."""
+
+_LAYOUTS = {2: "[rows, head_dim], one head", 4: "[batch, heads, seq_len, head_dim]"}
+_LARGEST = 2.0**127  # float32 holds twice that: room for the factor log2(e) of the Triton kernels
+
+
+def check_qkv(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    rank: int = 4,
+    dtypes: Sequence[torch.dtype] | None = None,
+    head_dims: Sequence[int] | None = None,
+    keys_needed: bool = False,
+    same_v: bool = False,
+    aligned: bool = False,
+    on_gpu: bool = False,
+    names: tuple[str, str, str] = ("q", "k", "v"),
+) -> None:
+    """Raise, in a sentence that says what to do, unless q, k and v are inputs of one attention.
+
+    Args:
+        q: [batch, heads, seq_q, head_dim], or [M, head_dim] where `rank` is 2.
+        k, v: [batch, kv_heads, seq_k, head_dim or v_dim], or [N, ...]; heads is a multiple of kv_heads.
+        dtypes: what is taken, the same for all three; None takes any floating dtypes, mixed ones too.
+        head_dims: what is taken; None takes any of at least 1.
+        keys_needed: k and v must have at least one row.
+        same_v: v must have the head_dim of k.
+        aligned: rows must be contiguous and start on 16 bytes, as copies of 16 bytes need it.
+        on_gpu: they must be on a GPU, because the kernel is compiled for it; else on any device, one for all three.
+        names: what the caller calls them.
+    Raises:
+        TypeError: something that is no tensor, or a dtype that is not taken. ValueError: everything else.
+    """
+    tensors = dict(zip(names, (q, k, v), strict=True))
+    name_q, name_k, name_v = names
+    for name, x in tensors.items():
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name} is a {type(x).__name__}; a torch.Tensor is needed")
+        if x.ndim != rank:
+            raise ValueError(f"{name} must be {_LAYOUTS[rank]}, but it has {x.ndim} dimensions{_remedy(name, x, rank)}")
+    _check_dtypes(tensors, dtypes)
+    if not q.device == k.device == v.device:
+        where = ", ".join(f"{name} is on {x.device}" for name, x in tensors.items())
+        raise ValueError(f"one device for all three, please: {where}")
+    if on_gpu and not q.is_cuda:
+        raise ValueError(f"{name_q} is on {q.device}, but kernels are compiled for the GPU: move it to cuda")
+    if aligned:
+        for name, x in tensors.items():
+            _check_rows(name, x)
+
+    if q.shape[-1] != k.shape[-1]:
+        found = f"{name_q} has head_dim {q.shape[-1]}, but {name_k} has {k.shape[-1]}"
+        raise ValueError(f"{found}: no dot product between them")
+    if same_v and k.shape != v.shape:
+        raise ValueError(f"{name_k} is {list(k.shape)} and {name_v} is {list(v.shape)}; they must have one shape")
+    if rank == 4:
+        if not q.shape[0] == k.shape[0] == v.shape[0]:
+            sizes = ", ".join(f"{name} has {x.shape[0]}" for name, x in tensors.items())
+            raise ValueError(f"one batch size for all three, please: {sizes}")
+        heads, kv_heads = q.shape[1], k.shape[1]
+        if kv_heads != v.shape[1]:
+            raise ValueError(f"{name_k} has {kv_heads} heads, but {name_v} has {v.shape[1]}: they go in pairs")
+        if kv_heads == 0 or heads % kv_heads:
+            raise ValueError(f"{heads} query heads cannot share {kv_heads} key heads evenly: take a multiple of them")
+    if k.shape[-2] != v.shape[-2]:
+        rows = f"{name_k} has {k.shape[-2]} rows, but {name_v} has {v.shape[-2]}"
+        raise ValueError(f"{rows}: each key needs one value")
+    if k.shape[-1] == 0 or (keys_needed and k.shape[-2] == 0):
+        raise ValueError(f"{name_k} is {list(k.shape)}: a softmax needs at least one key of one feature")
+    if head_dims is not None and q.shape[-1] not in head_dims:
+        _refuse_head_dim(q.shape[-1], head_dims)
+
+
+def scale_of(scale: SupportsFloat | None, head_dim: int, *, positive: bool = False) -> float:
+    """The factor on the scores as a float: `scale`, or 1 / sqrt(head_dim) where it is None.
+
+    Args:
+        positive: for kernels that take the maximum of the scores before they scale them.
+    Raises:
+        TypeError: something that is no number.
+        ValueError: NaN, infinite, beyond what a kernel's float32 can hold (2^127), or not positive.
+    """
+    if scale is None:
+        return 1.0 / math.sqrt(head_dim)
+    if isinstance(scale, str | bytes | bool):
+        raise TypeError(f"scale is {scale!r}; it must be a number, or None for 1 / sqrt(head_dim)")
+    try:
+        value = float(scale)
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several elements
+        kind = type(scale).__name__
+        raise TypeError(f"scale is a {kind}; it must be one number, or None for 1 / sqrt(head_dim)") from None
+    except OverflowError:
+        value = math.inf
+    if not abs(value) <= _LARGEST:
+        raise ValueError(
+            f"scale is {value}; it must be a finite number that a kernel's float32 can hold (up to 2^127): "
+            "leave it out for 1 / sqrt(head_dim)"
+        )
+    if positive and value <= 0:
+        raise ValueError(f"scale is {value}; it must be a positive number: multiply q by a sign instead")
+    return value
+
+
+def check_block(name: str, rows: int | None, *, power_of_two: bool = False) -> None:
+    """Raise unless a tile's number of rows is an int of at least 1 (for Triton a power of two of at least 16).
+
+    None passes: it stands for the caller's default.
+
+    Raises:
+        TypeError: not an int. ValueError: too small, or no power of two.
+    """
+    if rows is None:
+        return
+    if isinstance(rows, bool) or not isinstance(rows, int):
+        raise TypeError(f"{name} is a number of rows, an int, not {rows!r}")
+    if power_of_two and (rows < 16 or rows & (rows - 1)):
+        raise ValueError(f"{name} is {rows}: a block is a power of two of at least 16 rows")
+    if rows < 1:
+        raise ValueError(f"{name} is {rows}: a block has at least one row")
+
+
+def _remedy(name: str, x: torch.Tensor, rank: int) -> str:
+    if rank == 2 and x.ndim == 4:
+        return f"; take one head, {name}[batch, head]"
+    if rank == 4 and x.ndim in (2, 3):
+        return f"; add the missing ones, {name}[{', '.join(['None'] * (4 - x.ndim))}]"
+    return ""
+
+
+def _check_dtypes(tensors: dict[str, torch.Tensor], dtypes: Sequence[torch.dtype] | None) -> None:
+    for name, x in tensors.items():
+        if not x.dtype.is_floating_point and dtypes is None:
+            raise TypeError(f"{name} is {x.dtype}; attention needs floating point: convert with {name}.float()")
+    found = [x.dtype for x in tensors.values()]
+    if dtypes is None:
+        return
+    if len(set(found)) > 1:
+        listed = ", ".join(f"{name} is {x.dtype}" for name, x in tensors.items())
+        raise TypeError(f"one dtype for all three, please: {listed}")
+    if found[0] not in dtypes:
+        allowed = _or([str(dtype) for dtype in dtypes])
+        raise TypeError(f"{next(iter(tensors))} is {found[0]}; {allowed} is taken: convert with .to({dtypes[0]})")
+
+
+def _check_rows(name: str, x: torch.Tensor) -> None:
+    if x.stride(-1) != 1 and x.shape[-1] > 1:
+        raise ValueError(f"the rows of {name} are not contiguous (stride {x.stride(-1)}): call {name}.contiguous()")
+    steps = [step for step, size in zip(x.stride()[:-1], x.shape[:-1], strict=True) if size > 1]
+    if x.numel() and (x.data_ptr() % 16 or any(step * x.element_size() % 16 for step in steps)):
+        raise ValueError(f"a row of {name} does not start on 16 bytes, which the copies need: pass {name}.clone()")
+
+
+def _refuse_head_dim(head_dim: int, head_dims: Sequence[int]) -> None:
+    sentence = f"head_dim is {head_dim}; this kernel is compiled for {_or([str(n) for n in head_dims])}"
+    if head_dim & (head_dim - 1):
+        sentence += ", because a tile's sides are powers of two"
+    if head_dim < max(head_dims):
+        sentence += f": pad the last dimension with zeros, and pass scale={head_dim}**-0.5"
+    raise ValueError(sentence)
+
+
+def _or(words: Sequence[str]) -> str:
+    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)

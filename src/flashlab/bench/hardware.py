@@ -1,0 +1,302 @@
+"""What the hardware itself does: the rates that the lectures argue with, and the facts that they state about it.
+
+    flashlab bench hardware            # writes recorded/hardware_<gpu>.json beside this file; about two minutes
+
+rates       per clock and multiprocessor: MMAs of mma.sync, exponentials, multiply-adds, wavefronts of ldmatrix
+sums        how the tensor cores add: what is cut off, what is rounded
+zero_copy   a cp.async of no bytes from an address that is nobody's
+float32     whether PyTorch's fused float32 attention runs on the tensor cores, with TF32 off
+traffic     bytes of DRAM and of L2, by ncu, beside the sizes of the tensors and the formulas
+workspace   what FlashAttention-2 allocates beside its result, over the number of heads
+stalls      where a kernel's issue slots go, by ncu
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from flashlab import runtime
+from flashlab.attention import cost
+from flashlab.attention.naive import naive_attention
+from flashlab.bench import ncu, records, timing
+from flashlab.cuda import load_inline
+from flashlab.figures import fragments
+from flashlab.kernels import SERIES, path, step
+from flashlab.table import Table
+
+SOURCE = Path(__file__).with_name("hardware.cu")
+CHAINS, UNROLL, WARP = 8, 4, 32  # of hardware.cu
+# The instruction, and what is counted of it: units per instruction of a warp.
+RATES = {
+    "mma, float32 sums": 1,
+    "mma, float16 sums": 1,
+    "exponentials": WARP,
+    "multiply-adds": WARP,
+    "ldmatrix wavefronts": 4,
+}
+
+
+# ---- rates -----------------------------------------------------------------------------------------------------------
+def rates(rounds: int = 4000) -> list[dict[str, Any]]:
+    """Units per clock and multiprocessor of each instruction, with 4 to 32 warps on every multiprocessor."""
+    module = load_inline(SOURCE, backend="nvcc")
+    sms = runtime.limits().sms
+    rows = []
+    for which, (name, units) in enumerate(RATES.items()):
+        for warps in (4, 8, 16, 32):
+            clocks = torch.zeros(sms, dtype=torch.int64, device="cuda")
+            out = torch.zeros(sms * warps * WARP, device="cuda")
+            for _ in range(3):  # the last counts: the clock has risen, the code is loaded
+                module.rate(which, sms, warps * WARP, rounds, clocks, out)
+            torch.cuda.synchronize()
+            instructions = warps * rounds * UNROLL * CHAINS
+            per_clock = instructions * units / clocks.double().median().item()
+            rows.append({"instruction": name, "warps": warps, "per_clock": per_clock})
+    return rows
+
+
+# ---- how the tensor cores add ----------------------------------------------------------------------------------------
+def sums() -> list[dict[str, Any]]:
+    """One MMA whose products and sum are known: 1 + k products of a fraction of 1's last place (2^-23).
+
+    `exact` is the sum in units of the last place above 1, `rounded` what rounding to nearest gives, `got` the MMA's.
+    """
+    module = load_inline(path("p7_one_mma"), backend="nvcc")
+    rows = []
+    for count, fraction in ((1, 0.75), (1, 0.5), (2, 0.5), (4, 0.25), (8, 0.125), (15, 0.25), (3, 0.75), (15, 0.75)):
+        a, b = torch.zeros(16, 16), torch.zeros(16, 8)
+        a[:, 0], b[0] = 1.0, 1.0
+        a[:, 1 : 1 + count], b[1 : 1 + count] = 2.0**-12, fraction * 2.0**-11  # products of fraction * 2^-23
+        c = torch.zeros(32, 4, device="cuda")
+        module.mma(fragments.fragment(a, "a").half().cuda(), fragments.fragment(b, "b").half().cuda(), c)
+        got = fragments.matrix(c.cpu(), "c")[0, 0].item()
+        exact = count * fraction
+        rows.append({
+            "products": count, "fraction": fraction, "exact": exact,
+            "rounded": (torch.tensor(1 + exact * 2.0**-23).item() - 1) * 2.0**23,
+            "got": (got - 1) * 2.0**23,
+        })  # fmt: skip
+    return rows
+
+
+# ---- a copy of no bytes ----------------------------------------------------------------------------------------------
+ADDRESSES = {"null": 0, "unmapped": 1 << 46, "misaligned": 1 << 46 | 2}
+
+
+def zero_copy() -> dict[str, str]:
+    """What cp.async of no bytes does at addresses that are nobody's; each in a process of its own, which it may end."""
+    found = {}
+    for name in ADDRESSES:
+        command = [sys.executable, "-m", "flashlab.bench.hardware", "--zero-copy", name]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        lines = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()
+        found[name] = lines[-1][:200] if lines else f"status {done.returncode}"
+    return found
+
+
+def _zero_copy(name: str) -> None:
+    out = torch.ones(WARP, dtype=torch.int32, device="cuda")
+    load_inline(SOURCE, backend="nvcc").zero_copy(ADDRESSES[name], out)
+    torch.cuda.synchronize()
+    print("zeros, no error" if not out.any() else "no error, but no zeros")
+
+
+# ---- under ncu -------------------------------------------------------------------------------------------------------
+TRAFFIC = {
+    "dram_read": "dram__bytes_read.sum",
+    "dram_written": "dram__bytes_write.sum",
+    "l2_read_sectors": "lts__t_sectors_srcunit_tex_op_read.sum",
+    "l2_write_sectors": "lts__t_sectors_srcunit_tex_op_write.sum",
+    "nanoseconds": "gpu__time_duration.sum",
+}
+TENSOR = {"tensor_instructions": "smsp__inst_executed_pipe_tensor_op_hmma.sum", "nanoseconds": TRAFFIC["nanoseconds"]}
+REASONS = (
+    "not_selected", "wait", "short_scoreboard", "long_scoreboard", "math_pipe_throttle", "mio_throttle",
+    "barrier", "dispatch_stall", "lg_throttle", "no_instruction", "branch_resolve", "sleeping", "membar", "imc_miss",
+    "drain", "tex_throttle", "misc",
+)  # fmt: skip
+STALLS = {
+    **{name: f"smsp__average_warps_issue_stalled_{name}_per_issue_active.ratio" for name in REASONS},
+    "issue_active_pct": "smsp__issue_active.avg.pct_of_peak_sustained_active",
+    "warps_active": "smsp__warps_active.avg.per_cycle_active",
+    "warps_eligible": "smsp__warps_eligible.avg.per_cycle_active",
+    "tensor_active_pct": "sm__pipe_tensor_op_hmma_cycles_active.avg.pct_of_peak_sustained_active",
+    "shared_active_pct": "l1tex__data_pipe_lsu_wavefronts_mem_shared.avg.pct_of_peak_sustained_elapsed",
+    "xu_active_pct": "sm__inst_executed_pipe_xu.avg.pct_of_peak_sustained_active",
+    "fma_active_pct": "sm__pipe_fma_cycles_active.avg.pct_of_peak_sustained_active",
+    "alu_active_pct": "sm__pipe_alu_cycles_active.avg.pct_of_peak_sustained_active",
+    "registers": "launch__registers_per_thread",
+    "shared_bytes": "launch__shared_mem_per_block",
+    "nanoseconds": TRAFFIC["nanoseconds"],
+}  # fmt: skip
+LAST = SERIES[-1].name
+
+
+def _tensors(shape: Sequence[int], dtype: torch.dtype = torch.float16) -> list[torch.Tensor]:
+    return [torch.randn(*shape, device="cuda").to(dtype) for _ in range(3)]
+
+
+def _sdpa(backend: SDPBackend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False) -> torch.Tensor:
+    with sdpa_kernel(backend):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+
+def _series(name: str) -> Callable[..., Any]:
+    module = load_inline(step(name), backend="nvcc")
+    return lambda q, k, v: module.forward(q, k, v)
+
+
+def _minimal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    from flashlab.attention.triton_minimal import flash_attention_forward
+
+    return flash_attention_forward(q[0, 0], k[0, 0], v[0, 0])[0]
+
+
+# launch name -> the tensors' shape, their dtype, what is run. One head of 16384 x 64: its scores are 512 MiB in fp16.
+LAUNCHES: dict[str, tuple[tuple[int, ...], torch.dtype, Callable[..., Any]]] = {
+    "naive": ((1, 1, 16384, 64), torch.float16, naive_attention),
+    "naive, in L2": ((1, 1, 2048, 64), torch.float16, naive_attention),
+    "minimal": ((1, 1, 16384, 64), torch.float16, _minimal),
+    "fa2": ((1, 1, 16384, 64), torch.float16, lambda q, k, v: _sdpa(SDPBackend.FLASH_ATTENTION, q, k, v)),
+    "series": ((1, 1, 16384, 64), torch.float16, lambda q, k, v: _series(LAST)(q, k, v)),
+    "series, 64 heads": ((4, 16, 8192, 64), torch.float16, lambda q, k, v: _series(LAST)(q, k, v)),
+    "efficient, float32": (
+        (4, 16, 1024, 64), torch.float32, lambda q, k, v: _sdpa(SDPBackend.EFFICIENT_ATTENTION, q, k, v),
+    ),
+    "math, float32": ((4, 16, 1024, 64), torch.float32, naive_attention),
+    "stalls, D=128": ((4, 16, 4096, 128), torch.float16, lambda q, k, v: _series(LAST)(q, k, v)),
+    "stalls, D=64": ((4, 32, 4096, 64), torch.float16, lambda q, k, v: _series(LAST)(q, k, v)),
+    "stalls, fa2, D=128": (
+        (4, 16, 4096, 128), torch.float16, lambda q, k, v: _sdpa(SDPBackend.FLASH_ATTENTION, q, k, v),
+    ),
+}  # fmt: skip
+
+
+def launch(name: str) -> None:
+    """For ncu: one of LAUNCHES, with the L2 cache flushed before it."""
+    shape, dtype, run = LAUNCHES[name]
+    torch.backends.cuda.matmul.allow_tf32 = False
+    q, k, v = _tensors(shape, dtype)
+    run(q, k, v)  # builds, workspaces
+    torch.cuda.synchronize()
+    torch.empty(512 * 2**20, dtype=torch.uint8, device="cuda").fill_(1)
+    torch.cuda.synchronize()
+    torch.cuda.profiler.start()
+    run(q, k, v)
+    torch.cuda.synchronize()
+    torch.cuda.profiler.stop()
+
+
+def counted(name: str, metrics: dict[str, str]) -> list[dict[str, Any]]:
+    """ncu's counters of the kernels of one of LAUNCHES."""
+    rows = ncu.profile(["-m", "flashlab.bench.hardware", "--launch", name], metrics, only_marked=True)
+    return [{"launch": name} | {k: x for k, x in row.items() if k != "launch"} for row in rows]
+
+
+def traffic() -> list[dict[str, Any]]:
+    """DRAM and L2 bytes of each kernel, and what the tensors and the formulas say of the whole launch."""
+    rows = []
+    for name in ("naive", "naive, in L2", "minimal", "fa2", "series", "series, 64 heads"):
+        (batch, heads, n, d), dtype, _ = LAUNCHES[name]
+        block_m = 64 if name == "minimal" else 128
+        formula = cost.naive_cost(n, d) if name.startswith("naive") else cost.flash_cost(n, n, d, block_m)
+        compulsory = 4 * batch * heads * n * d * dtype.itemsize
+        for row in counted(name, TRAFFIC):
+            rows.append(row | {
+                "shape": [batch, heads, n, d], "compulsory_bytes": compulsory,
+                "formula_read": batch * heads * formula.bytes_read,
+                "formula_written": batch * heads * formula.bytes_written,
+            })  # fmt: skip
+    return rows
+
+
+# ---- what FlashAttention-2 allocates ---------------------------------------------------------------------------------
+def workspace() -> list[dict[str, Any]]:
+    """Bytes that a call allocates at most, beside its output and lse, by the number of heads and the length."""
+    rows = []
+    for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION):
+        for heads in (1, 4, 16, 64, 128):
+            for n in (512, 1024, 2048, 4096, 8192, 16384):
+                q, k, v = _tensors((1, heads, n, 64))
+                _sdpa(backend, q, k, v)
+                torch.cuda.synchronize()
+                torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
+                o = _sdpa(backend, q, k, v)
+                torch.cuda.synchronize()
+                peak = torch.cuda.max_memory_allocated() - before
+                own = o.numel() * o.element_size()
+                own += heads * n * 4 if backend == SDPBackend.FLASH_ATTENTION else 0  # lse; the other leaves it out
+                row = {"backend": backend.name, "heads": heads, "seq_len": n}
+                rows.append(row | {"peak_bytes": peak, "beside": peak - own})
+                del q, k, v, o
+    return rows
+
+
+# ---- the whole -------------------------------------------------------------------------------------------------------
+def run(*, quick: bool = False) -> dict[str, Any]:
+    """Everything; quick: what needs no ncu. Raises NoGpu where there is no GPU or no ncu."""
+    parts: dict[str, Callable[[], Any]] = {
+        "rates": rates,
+        "sums": sums,
+        "zero_copy": zero_copy,
+        "workspace": workspace,
+        "float32": lambda: [r for n in ("efficient, float32", "math, float32") for r in counted(n, TENSOR)],
+        "traffic": traffic,
+        "stalls": lambda: [r for n in LAUNCHES if n.startswith("stalls") for r in counted(n, STALLS)],
+    }
+    with timing.measured() as machine:
+        result: dict[str, Any] = {"machine": machine | {"ncu": None if quick else ncu.ncu_version()}}
+        for name, part in list(parts.items())[: 4 if quick else None]:
+            try:
+                result[name] = part()
+            except (RuntimeError, subprocess.SubprocessError) as error:  # one part that fails loses no other
+                result[name] = {"failed": str(error)[-400:]}
+    result["machine"] = machine | {"ncu": result["machine"]["ncu"]}
+    return result
+
+
+def table(result: dict[str, Any]) -> Table:
+    """The highest rate of each instruction, and which parts there are."""
+    found = result["rates"]
+    best = {r["instruction"]: 0.0 for r in found} if isinstance(found, list) else {}
+    for r in found if best else ():
+        best[r["instruction"]] = max(best[r["instruction"]], r["per_clock"])
+    rows = [[name, rate, f"{result['machine']['gpu']}, per clock and multiprocessor"] for name, rate in best.items()]
+    rows += [
+        [name, "failed" if isinstance(part, dict) and "failed" in part else len(part), "rows"]
+        for name, part in result.items()
+        if name not in ("machine", "rates")
+    ]
+    return Table.of(rows, ["what", "measured", "unit"])
+
+
+def recorded() -> list[dict[str, Any]]:
+    """The recorded runs, one per GPU."""
+    return records.recorded("hardware")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = records.parser(__doc__, "hardware")
+    parser.add_argument("--launch", choices=LAUNCHES, help=argparse.SUPPRESS)
+    parser.add_argument("--zero-copy", choices=ADDRESSES, help=argparse.SUPPRESS)
+    given = parser.parse_args(arguments)
+    if given.launch:
+        launch(given.launch)
+    elif given.zero_copy:
+        _zero_copy(given.zero_copy)
+    else:
+        records.keep("hardware", run(quick=given.quick), table, given)
+
+
+if __name__ == "__main__":
+    records.entry(main)

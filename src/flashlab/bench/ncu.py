@@ -1,0 +1,95 @@
+"""Nsight Compute, asked from Python: which counters the kernels of a process leave behind.
+
+    rows = profile(["-m", "flashlab.bench.hardware", "--launch", "naive"], {"read": "dram__bytes_read.sum"})
+
+The profiled process may announce what it is about to launch: a line that begins with ``LAUNCH `` and goes on in JSON is
+handed back with the rows of the kernels that came after it.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from flashlab.bench.records import NoGpu
+
+
+def available() -> bool:
+    """Whether this machine has the profiler."""
+    return shutil.which("ncu") is not None
+
+
+def ncu_version() -> str:
+    """What ncu calls itself, "2025.3.1.0"."""
+    said = subprocess.run(["ncu", "--version"], capture_output=True, text=True).stdout
+    found = re.search(r"Version ([\d.]+)", said)
+    return found[1] if found else "unknown"
+
+
+def profile(
+    arguments: Sequence[str], metrics: Mapping[str, str], *, kernels: str | None = None, only_marked: bool = False,
+    timeout: float = 400,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Runs `python ARGUMENTS` under ncu; one row per kernel launch, in order.
+
+    Args:
+        arguments: of this Python.
+        metrics: name -> ncu's metric.
+        kernels: a regular expression that a kernel's name has to match.
+        only_marked: only what is launched between torch.cuda.profiler.start() and stop().
+        timeout: seconds.
+
+    Returns:
+        rows: {"kernel": its name, "launch": what was announced last before it or None, and each metric's value}.
+
+    Raises:
+        NoGpu: there is no ncu here, or it gave no counters; the message has its words.
+    """
+    if not available():
+        raise NoGpu("counters need Nsight Compute (ncu), and there is none on the PATH")
+    command = ["ncu", "--csv", "--page", "raw", "--clock-control", "none", "--metrics", ",".join(metrics.values())]
+    command += ["-k", f"regex:{kernels}"] if kernels else []
+    command += ["--profile-from-start", "off"] if only_marked else []
+    done = subprocess.run([*command, sys.executable, *arguments], capture_output=True, text=True, timeout=timeout)
+    return parse(done.stdout, metrics) or _nothing(done.stderr or done.stdout)
+
+
+def _nothing(said: str) -> list[dict[str, Any]]:
+    raise NoGpu(f"ncu gave no counters: {said.strip()[-400:]}")
+
+
+def parse(text: str, metrics: Mapping[str, str]) -> list[dict[str, Any]]:
+    """The rows of what ``ncu --csv --page raw`` printed; [] where there is no table."""
+    lines = text.splitlines()
+    start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
+    if start is None:
+        return []
+    # ncu prints its table at the end, and in front of it what the process printed, with a line for each launch.
+    announced: list[Any] = []
+    launches: list[Any] = []
+    for line in lines[:start]:
+        if line.startswith("LAUNCH "):
+            announced.append(json.loads(line.removeprefix("LAUNCH ")))
+        elif line.startswith("==PROF== Profiling "):
+            launches.append(announced[-1] if announced else None)
+    table = list(csv.DictReader(io.StringIO("\n".join(lines[start:]))))[1:]  # the first row holds the units
+    if len(launches) != len(table):  # its lines went elsewhere: one kernel for each, or nothing is known
+        launches = announced if len(announced) == len(table) else [None] * len(table)
+    return [
+        {"kernel": row["Kernel Name"], "launch": launch} | {name: _number(row.get(m)) for name, m in metrics.items()}
+        for launch, row in zip(launches, table, strict=True)
+    ]
+
+
+def _number(text: str | None) -> float | None:
+    try:
+        return float((text or "").replace(",", ""))
+    except ValueError:
+        return None

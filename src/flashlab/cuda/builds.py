@@ -1,0 +1,182 @@
+"""Builds of a CUDA source by nvcc, alone or through PyTorch: one key, one set of flags, one way to call what comes out.
+
+Both make a shared library with the source's extern "C" functions as symbols, which ``Native`` calls through ctypes. The
+one that PyTorch builds is a Python module too, with the functions bound to tensors (flashlab.cuda.binding).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.machinery
+import importlib.util
+import os
+import shlex
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from flashlab.cuda import toolchain
+from flashlab.cuda.binding import binding_source
+from flashlab.cuda.errors import compile_error, launch_error, messages, quoted
+from flashlab.cuda.sources import Text, is_stream
+from flashlab.runtime import cache
+from flashlab.simt import source as _source
+
+_FORMAT = 2  # raise it when a build of the same sources changes
+
+
+@dataclass(frozen=True)
+class Build:
+    """A shared library of a source: where it is, and what the compiler said of it.
+
+    Attributes:
+        log: the compiler's own: warnings, and the registers of each kernel.
+        module: the name that PyTorch gave it as a Python module; "" where nvcc built it alone.
+    """
+
+    library: Path
+    log: str
+    module: str
+    from_cache: bool
+
+    def warnings(self, text: Text) -> str:
+        return "\n".join(quoted(messages(self.log, "warning"), text.name, text.text))
+
+
+def build(text: Text, flags: Sequence[str], backend: str, *, folders: Sequence[Path], verbose: bool = False) -> Build:
+    """Compiles a source, or finds it compiled.
+
+    Args:
+        flags: nvcc's (toolchain.nvcc_flags).
+        backend: "nvcc" or "torch".
+        folders: where its headers are, for the key: a changed header is a changed source.
+        verbose: show PyTorch's build.
+
+    Raises:
+        CompileError: with the compiler's messages against the lines of the source.
+    """
+    headers = [(str(p), cache.file_digest(p)) for p in _source.includes(text.text, folders)]
+    parts = [_FORMAT, backend, text.native, text.name, list(flags), headers, toolchain.nvcc_version()]
+    make = functools.partial(_with_nvcc, text=text, flags=flags)
+    if backend == "torch":
+        binding = binding_source(text.entries.values(), text.name)
+        parts += [binding, torch.__version__, sysconfig.get_config_var("SOABI")]
+        make = functools.partial(_with_pytorch, text=text, flags=flags, binding=binding, verbose=verbose)
+    found = cache.kept("cuda", cache.key(*parts), make)
+    return Build(found.folder / "kernel.so", found.notes["log"], found.notes["module"], found.from_cache)
+
+
+def _compiler(flags: Sequence[str]) -> str:
+    arch = next(f.removeprefix("-arch=") for f in flags if f.startswith("-arch="))
+    return f"nvcc {toolchain.nvcc_version()}, {arch}"
+
+
+def _with_nvcc(work: Path, text: Text, flags: Sequence[str]) -> dict[str, Any]:
+    """Makes work/kernel.so; returns the notes of the build."""
+    (work / "kernel.cu").write_text(text.native, encoding="utf-8")
+    command = [toolchain.nvcc(), *flags, "-shared", "-Xcompiler", "-fPIC", "-o", "kernel.so", "kernel.cu"]
+    done = subprocess.run(command, cwd=work, capture_output=True, text=True)
+    if done.returncode:
+        raise compile_error(text.name, text.text, done.stderr + done.stdout, _compiler(flags))
+    return {"log": done.stderr, "module": ""}
+
+
+def _with_pytorch(work: Path, text: Text, flags: Sequence[str], binding: str, verbose: bool) -> dict[str, Any]:
+    """The same by torch.utils.cpp_extension.load_inline, with the binding; the module is in the process afterwards."""
+    from torch.utils import cpp_extension
+
+    # PyTorch takes a second build of one name in one process for a repetition, also after a failed one, and it waits
+    # for a lock file that a killed process leaves behind. A name and a directory for each attempt avoid both.
+    module = f"flashlab_{work.name}".replace("-", "_")
+    # PyTorch's own flags forbid the arithmetic of __half and __nv_bfloat16, which kernels use.
+    forbidden = ("HALF_OPERATORS", "HALF_CONVERSIONS", "HALF2_OPERATORS", "BFLOAT16_CONVERSIONS")
+    allowed = [f"-U__CUDA_NO_{x}__" for x in forbidden]
+    folders = [f.removeprefix("-I") for f in flags if f.startswith("-I")]  # PyTorch quotes these, and no others
+    options = [shlex.quote(f) for f in flags if not f.startswith("-I") and f != "--expt-relaxed-constexpr"]
+    log = work / "nvcc.log"  # PyTorch drops what nvcc says when it succeeds; the command is run by a shell
+    try:
+        sys.modules[module] = cpp_extension.load_inline(
+            name=module, cpp_sources=[binding], cuda_sources=[text.native], no_implicit_headers=True,
+            extra_cflags=["-O0"], extra_cuda_cflags=[*options, *allowed, f"2>{log.name}"],
+            extra_include_paths=folders, build_directory=str(work), verbose=verbose,
+        )  # fmt: skip
+    except RuntimeError as error:
+        said = log.read_text() if log.exists() else ""
+        raise compile_error(text.name, text.text, said + str(error), _compiler(flags)) from None
+    (work / f"{module}.so").rename(work / "kernel.so")
+    for leftover in ("main.o", "cuda.cuda.o", ".ninja_deps", ".ninja_log"):
+        (work / leftover).unlink(missing_ok=True)
+    return {"log": log.read_text(), "module": module}
+
+
+# ---- calling what was built --------------------------------------------------------------------------------------
+class Native:
+    """The functions of a build, called on a GPU at PyTorch's current stream.
+
+    Attributes:
+        library, from_cache: of the build.
+        warnings: what the compiler warned about, with the lines of the source.
+        extension: the Python module that PyTorch made of it; None where nvcc built it alone.
+    """
+
+    def __init__(self, text: Text, built: Build):
+        self.library, self.from_cache, self.warnings = built.library, built.from_cache, built.warnings(text)
+        self.extension = _import(built.library, built.module) if built.module else None
+        self._dll = ctypes.CDLL(str(built.library), mode=os.RTLD_NOW | os.RTLD_LOCAL)
+        self._dll.flashlab_error_name.restype = ctypes.c_char_p
+
+    def call(self, entry: _source.Entry, arguments: Sequence[Any], device: int) -> int:
+        """Calls a function of the source and returns what it returns; 0 for one that returns nothing.
+
+        Args:
+            arguments: one for each parameter: a tensor, an address or None for a pointer; what is given for the stream
+                is not looked at.
+            device: the GPU's number.
+
+        Raises:
+            LaunchError: a function that returns an int returned CUDA's code of an error; after one that returns
+                nothing, CUDA's last error was one.
+        """
+        function = getattr(self._dll, entry.name)
+        function.restype = None if entry.returns == "void" else _source.C_TYPES.get(entry.returns, ctypes.c_int)
+        with torch.cuda.device(device):
+            self._dll.flashlab_set_device(device)
+            stream = torch.cuda.current_stream(device).cuda_stream
+            returned = function(*(_value(p, x, stream) for p, x in zip(entry.parameters, arguments, strict=True)))
+        if entry.returns not in ("void", "int"):
+            return returned
+        code = self._dll.flashlab_last_error() if entry.returns == "void" else returned
+        if code:
+            name = self._dll.flashlab_error_name(code).decode() if code > 0 else "its own error code"
+            raise launch_error(entry.name, code, name, self._dll.flashlab_asked_shared())
+        return 0
+
+
+def _value(p: _source.Parameter, x: Any, stream: int) -> Any:
+    """An argument as ctypes passes it."""
+    if is_stream(p):
+        return ctypes.c_void_p(stream)
+    if p.kind == "pointer":
+        if isinstance(x, ctypes.Structure):
+            return ctypes.byref(x)
+        return ctypes.c_void_p(x.data_ptr() if isinstance(x, torch.Tensor) else x)
+    return _source.C_TYPES[p.kind](x)
+
+
+def _import(library: Path, name: str) -> ModuleType:
+    """The extension module in a file; one that is in the process already is not loaded twice."""
+    if name not in sys.modules:
+        loader = importlib.machinery.ExtensionFileLoader(name, str(library))
+        spec = importlib.machinery.ModuleSpec(name, loader, origin=str(library))
+        module = importlib.util.module_from_spec(spec)
+        loader.exec_module(module)
+        sys.modules[name] = module
+    return sys.modules[name]

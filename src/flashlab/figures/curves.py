@@ -1,0 +1,137 @@
+"""Lines and bars of what was measured or predicted, with axes that read as numbers.
+
+curves(ax, [("formula", n, bytes, "blue", "-"), ("counted", n, seen, "orange", "o")], log="xy", xticks=n)
+level(ax, 99, "RTX cards")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+
+from flashlab.figures.show import COLORS
+
+__all__ = ["columns", "curves", "dots", "level", "roofline", "stacked", "ticks"]
+
+Line = tuple[str, Sequence[float], Sequence[float], str, str]
+
+_DARK = ("blue", "red", "black")  # on these a text is white
+
+
+def curves(
+    ax: Axes,
+    lines: Iterable[Line],
+    *,
+    log: str = "",
+    xticks: Sequence[float] = (),
+    yticks: Sequence[float] = (),
+    legend: str | tuple[float, float] | None = "best",
+    size: float | None = None,
+    **axes: Any,
+) -> None:
+    """Draws lines, points or both.
+
+    Args:
+        lines: (label, x, y, name of a colour, matplotlib's format: "o-", "--", "s"); a label of "" is left out of the
+            legend.
+        log: "x", "y", "xy": the logarithmic axes.
+        xticks, yticks: see `ticks`.
+        legend: where it goes, as matplotlib calls it, or its lower left corner in the axes; None for no legend.
+        size: of the markers, in points.
+        axes: title, xlabel, ylabel, ylim and whatever else `Axes.set` takes.
+    """
+    for label, x, y, color, form in lines:
+        width = 1.4 if size else None
+        ax.plot(x, y, form, color=COLORS[color], label=label or None, markersize=size, linewidth=width)
+    ax.set(**{f"{axis}scale": "log" for axis in log})
+    ax.set(**axes)
+    ticks(ax, xticks, yticks)
+    if legend is not None:
+        ax.legend(loc=legend, fontsize=8 if size else 9)
+
+
+def ticks(ax: Axes, x: Sequence[float] = (), y: Sequence[float] = ()) -> None:
+    """Marks these values, and no others, on an axis (logarithmic or not), written as plain numbers."""
+    for values, axis in ((x, ax.xaxis), (y, ax.yaxis)):
+        if len(values):
+            axis.set_ticks(list(values), [f"{v:g}" if v < 1e6 else str(v) for v in values])
+            axis.set_ticks([], minor=True)
+
+
+def level(ax: Axes, value: float, text: str, color: str = "grey", *, below: bool = False) -> None:
+    """A dashed horizontal line, with its name above (or below) it at the right edge."""
+    ax.axhline(value, color=COLORS[color], linewidth=1.3, linestyle="--")
+    ax.annotate(text, (1, value), (-2, -3 if below else 2), ("axes fraction", "data"), "offset points",
+                color=COLORS[color], fontsize=9, ha="right", va="top" if below else "bottom")  # fmt: skip
+
+
+def roofline(ax: Axes, roofs: Mapping[str, Callable[[float], float]], points: Mapping[str, float], **axes: Any) -> None:
+    """The attainable speed of machines over arithmetic intensity, and where some programs are.
+
+    Args:
+        roofs: for each machine TFLOP/s as a function of FLOP per byte.
+        points: name and intensity of each program; a name may have two lines.
+    """
+    x = np.logspace(0.5, 4, 200)
+    for (name, attainable), hue in zip(roofs.items(), ("blue", "sky", "green", "orange", "red"), strict=False):
+        ax.plot(x, [attainable(i) for i in x], color=COLORS[hue], label=name)
+    ax.set(xscale="log", yscale="log", xlabel="arithmetic intensity (FLOP per byte)", **axes)
+    top = ax.get_ylim()[1]
+    for (name, intensity), side in zip(points.items(), ("right", "left", "center"), strict=False):
+        ax.axvline(intensity, color=COLORS["grey"], linestyle="--", linewidth=1.2)
+        ax.annotate(name, (intensity, top), (0, 3), "data", "offset points", ha=side, va="bottom", fontsize=9)
+    ax.legend(loc="lower right")
+
+
+def stacked(ax: Axes, bars: Mapping[str, Sequence[tuple[str, float, str]]], **axes: Any) -> None:
+    """Horizontal bars that are made of parts.
+
+    Args:
+        bars: for each bar its parts from left to right, (text, size, name of a colour); in a thin part there is room
+            for one letter.
+    """
+    longest = max(sum(size for _, size, _ in parts) for parts in bars.values())
+    for y, parts in enumerate(bars.values()):
+        left = 0.0
+        for text, size, color in parts:
+            ax.barh(y, size, left=left, color=COLORS[color], edgecolor="white", linewidth=1.2)
+            size_of_text = 9 if size > 0.05 * longest else 7
+            ax.text(left + size / 2, y, text, ha="center", va="center", fontsize=size_of_text,
+                    color="white" if color in _DARK else "black")  # fmt: skip
+            left += size
+    ax.set(yticks=range(len(bars)), yticklabels=list(bars), ylim=(len(bars) - 0.5, -0.62), **axes)
+    ax.grid(axis="y", visible=False)
+
+
+def columns(
+    ax: Axes, names: Sequence[str], bars: Mapping[str, tuple[Sequence[float], str]], *, fmt: str = "", **axes: Any
+) -> None:
+    """Upright bars, side by side where there are several for a name.
+
+    Args:
+        names: below the bars.
+        bars: for each kind (values, name of a colour).
+        fmt: how a value is written on its bar ("%.2g"); "" for not at all.
+    """
+    width = 0.8 / len(bars)
+    for i, (label, (values, color)) in enumerate(bars.items()):
+        at = [x + width * (i - (len(bars) - 1) / 2) for x in range(len(names))]
+        drawn = ax.bar(at, values, 0.93 * width, color=COLORS[color], label=label)
+        if fmt:
+            ax.bar_label(drawn, fmt=fmt, fontsize=8)
+    ax.set_xticks(range(len(names)), names, fontsize=8)
+    ax.set(**axes)
+    ax.grid(axis="x", visible=False)
+    if len(bars) > 1:
+        ax.legend(ncols=len(bars), loc="upper left")
+
+
+def dots(ax: Axes, groups: Mapping[str, Sequence[float]], **axes: Any) -> None:
+    """Every value of each group as a dot, spread sideways so that equal ones are seen."""
+    for i, values in enumerate(groups.values()):
+        ax.plot(i + np.linspace(-0.3, 0.3, len(values)), values, ".", markersize=4)
+    ax.axhline(0, color=COLORS["grey"], linewidth=0.8)
+    ax.set(xticks=range(len(groups)), xticklabels=list(groups), **axes)

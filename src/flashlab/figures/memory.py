@@ -1,0 +1,99 @@
+"""Who sees which memory, what one load fetches, and which tile is on chip when."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from flashlab.figures.show import COLORS
+
+__all__ = ["hierarchy", "loop_order", "on_chip", "sectors", "words"]
+
+
+def _box(ax: Axes, x: float, y: float, w: float, h: float, color: str, text: str = "", size: float = 9) -> None:
+    ax.add_patch(Rectangle((x, y), w, h, facecolor=color, edgecolor="white", linewidth=1.5))
+    ax.text(x + w / 2, y + h / 2, text, ha="center", va="center", fontsize=size,
+            color="white" if color == COLORS["blue"] else "black")  # fmt: skip
+
+
+def hierarchy(global_memory: str, shared_memory: str, threads: str) -> Figure:
+    """Global memory, blocks with their shared memory, and the warps of a block; each text names one of them."""
+    figure, ax = plt.subplots(figsize=(8.5, 3.7))
+    _box(ax, 0, 0, 12, 0.7, COLORS["sky"], global_memory)
+    for b in range(3):
+        x = 4.05 * b
+        _box(ax, x, 0.95, 3.9, 3.2, COLORS["light"])
+        ax.text(x + 0.1, 3.95, f"block {b}" if b < 2 else "block 2 ...", va="center", fontsize=9, fontweight="bold")
+        _box(ax, x + 0.15, 1.1, 3.6, 0.6, COLORS["orange"], shared_memory, 8)
+        for w in range(2):
+            y = 2.9 - 0.95 * w
+            for t in range(8):
+                _box(ax, x + 0.95 + 0.35 * t, y, 0.32, 0.7, COLORS["blue"])
+            ax.text(x + 0.15, y + 0.35, f"warp {w}", va="center", fontsize=8)
+    ax.text(6, -0.35, threads, ha="center", fontsize=9)
+    ax.set(xlim=(0, 12), ylim=(-0.6, 4.3), title="Who sees which memory")
+    ax.axis("off")
+    return figure
+
+
+def on_chip(ax: Axes, title: str, *, k: float = 1.0, v: float = 1.0) -> None:
+    """Q, K^T, V and S of one program that has a block of rows of Q: what is solid is on the chip at one time.
+
+    Args:
+        k, v: the share of K and of V that is there.
+    """
+    blue, light, orange = COLORS["blue"], COLORS["light"], COLORS["orange"]
+    for x, y, w, h in ((0, 0, 1, 4), (1.3, 4.3, 4, 1), (5.6, 0, 1, 4)):
+        _box(ax, x, y, w, h, light)
+    _box(ax, 0, 2, 1, 1, blue, "Q")
+    _box(ax, 1.3, 4.3, 4 * k, 1, blue, "Kᵀ")
+    _box(ax, 5.6, 4 - 4 * v, 1, 4 * v, blue, "V")
+    _box(ax, 1.3, 0, 4, 4, "#F6F6F6")
+    _box(ax, 1.3, 2, 4, 1, orange, "S, P: BLOCK_M × N")
+    ax.set(xlim=(-0.1, 6.8), ylim=(-0.1, 5.5), aspect="equal", title=title)
+    ax.axis("off")
+
+
+def words(ax: Axes, values: Sequence[object], chosen: Collection[int], title: str) -> None:
+    """A stretch of memory, value by value; those at the offsets `chosen` are orange."""
+    for i, value in enumerate(values):
+        ax.bar(i, 1, width=0.94, color=COLORS["orange" if i in chosen else "light"])
+        ax.text(i, 0.5, str(value), ha="center", va="center", fontsize=9)
+    ax.set(title=title, xlabel="offset from the pointer (elements)", yticks=[], xticks=range(len(values)))
+    ax.grid(False)
+
+
+def sectors(ax: Axes, stride: int, *, lanes: int = 32, shown: int = 80) -> None:
+    """The floats that a warp asks for with this stride (dark), and those that come along in their sectors (light)."""
+    for word in range(shown):
+        fetched = word // 8 in {lane * stride // 8 for lane in range(lanes)}
+        wanted = word % stride == 0 and word < lanes * stride
+        shade = COLORS["blue"] if wanted else COLORS["sky"] if fetched else COLORS["light"]
+        ax.add_patch(Rectangle((word, 0), 1, 1, facecolor=shade, edgecolor="white", linewidth=0.5))
+    for sector in range(shown // 8 + 1):
+        ax.axvline(8 * sector, color="black", linewidth=1.2)
+    ax.set(xlim=(0, shown), ylim=(0, 1), yticks=[], xticks=range(0, shown + 1, 8), ylabel=f"stride {stride}")
+    ax.grid(False)
+
+
+def loop_order(ax: Axes, title: str, *, keys_outside: bool, tiles: int = 4) -> None:
+    """Which tile is on chip in which iteration of two nested loops; a number where it arrives."""
+    hues = [COLORS[name] for name in ("blue", "orange", "green", "purple")]
+    before: tuple[int, ...] = ()
+    for t in range(tiles * tiles):
+        outer, inner = divmod(t, tiles)
+        n, m = (outer, inner) if keys_outside else (inner, outer)
+        now = (n, m, m)
+        for row, (y, tile) in enumerate(zip((2, 1, 0), now, strict=True)):
+            ax.add_patch(Rectangle((t, y + 0.1), 1, 0.8, facecolor=hues[tile % 4]))
+            if not before or before[row] != tile:
+                ax.text(t + 0.5, y + 0.5, f"{tile}", ha="center", va="center", color="white", fontsize=9)
+                ax.plot([t, t], [y + 0.1, y + 0.9], color="white", linewidth=2.5)
+        before = now
+    ax.set(xlim=(0, tiles * tiles), ylim=(0, 3), xlabel="inner iterations", title=title)
+    ax.set_yticks([2.5, 1.5, 0.5], ["K, V", "Q", "O, m, l"])
+    ax.grid(False)

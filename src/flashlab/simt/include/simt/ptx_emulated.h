@@ -1,0 +1,93 @@
+// The functions of ../ptx.cuh for a host compiler: each calls the emulator where nvcc would see inline PTX.
+// ptx.cuh says what they do; it includes this file, and declares smem_u32 and pack before it.
+#pragma once
+#include "ptx_ops.h"
+#include <type_traits>
+
+// ---- ldmatrix, stmatrix -------------------------------------------------------------------------
+SIMT_INLINE void ldmatrix_x1(uint32_t (&r)[1], uint32_t address) { simt_ldmatrix(r, address, 1, 0); }
+SIMT_INLINE void ldmatrix_x2(uint32_t (&r)[2], uint32_t address) { simt_ldmatrix(r, address, 2, 0); }
+SIMT_INLINE void ldmatrix_x4(uint32_t (&r)[4], uint32_t address) { simt_ldmatrix(r, address, 4, 0); }
+SIMT_INLINE void ldmatrix_x1_trans(uint32_t (&r)[1], uint32_t address) {
+    simt_ldmatrix(r, address, 1, SIMT_MATRIX_TRANS);
+}
+SIMT_INLINE void ldmatrix_x2_trans(uint32_t (&r)[2], uint32_t address) {
+    simt_ldmatrix(r, address, 2, SIMT_MATRIX_TRANS);
+}
+SIMT_INLINE void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t address) {
+    simt_ldmatrix(r, address, 4, SIMT_MATRIX_TRANS);
+}
+SIMT_INLINE void stmatrix_x1(uint32_t address, const uint32_t (&r)[1]) { simt_stmatrix(address, r, 1, 0); }
+SIMT_INLINE void stmatrix_x2(uint32_t address, const uint32_t (&r)[2]) { simt_stmatrix(address, r, 2, 0); }
+SIMT_INLINE void stmatrix_x4(uint32_t address, const uint32_t (&r)[4]) { simt_stmatrix(address, r, 4, 0); }
+SIMT_INLINE void stmatrix_x1_trans(uint32_t address, const uint32_t (&r)[1]) {
+    simt_stmatrix(address, r, 1, SIMT_MATRIX_TRANS);
+}
+SIMT_INLINE void stmatrix_x2_trans(uint32_t address, const uint32_t (&r)[2]) {
+    simt_stmatrix(address, r, 2, SIMT_MATRIX_TRANS);
+}
+SIMT_INLINE void stmatrix_x4_trans(uint32_t address, const uint32_t (&r)[4]) {
+    simt_stmatrix(address, r, 4, SIMT_MATRIX_TRANS);
+}
+
+// ---- mma ----------------------------------------------------------------------------------------
+template <class T>
+constexpr int SIMT_MMA_OPERANDS = std::is_same_v<T, __nv_bfloat16> ? SIMT_MMA_BF16 : SIMT_MMA_F16;
+
+template <class T = __half>
+SIMT_INLINE void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    SimtMmaIn in = {{a[0], a[1], a[2], a[3]}, {b0, b1}, {}};
+    uint32_t d[4];
+    memcpy(in.c, c, sizeof in.c);
+    simt_mma(d, in, SIMT_M16N8K16 | SIMT_MMA_ACC_F32 | SIMT_MMA_OPERANDS<T>);
+    memcpy(c, d, sizeof d);
+}
+template <class T = __half>
+SIMT_INLINE void mma_m16n8k8(float (&c)[4], const uint32_t (&a)[2], uint32_t b0) {
+    SimtMmaIn in = {{a[0], a[1]}, {b0}, {}};
+    uint32_t d[4];
+    memcpy(in.c, c, sizeof in.c);
+    simt_mma(d, in, SIMT_M16N8K8 | SIMT_MMA_ACC_F32 | SIMT_MMA_OPERANDS<T>);
+    memcpy(c, d, sizeof d);
+}
+SIMT_INLINE void mma_m16n8k16_f16(uint32_t (&c)[2], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    SimtMmaIn in = {{a[0], a[1], a[2], a[3]}, {b0, b1}, {c[0], c[1]}};
+    uint32_t d[4];
+    simt_mma(d, in, SIMT_M16N8K16 | SIMT_MMA_ACC_F16 | SIMT_MMA_F16);
+    c[0] = d[0], c[1] = d[1];
+}
+SIMT_INLINE void mma_m16n8k8_f16(uint32_t (&c)[2], const uint32_t (&a)[2], uint32_t b0) {
+    SimtMmaIn in = {{a[0], a[1]}, {b0}, {c[0], c[1]}};
+    uint32_t d[4];
+    simt_mma(d, in, SIMT_M16N8K8 | SIMT_MMA_ACC_F16 | SIMT_MMA_F16);
+    c[0] = d[0], c[1] = d[1];
+}
+
+// ---- cp.async -----------------------------------------------------------------------------------
+template <int BYTES = 16>
+SIMT_INLINE void cp_async(uint32_t dst, const void* src) {
+    static_assert(BYTES == 4 || BYTES == 8 || BYTES == 16, "cp.async copies 4, 8 or 16 bytes");
+    simt_cp_async(dst, src, BYTES, BYTES);
+}
+template <int BYTES = 16>
+SIMT_INLINE void cp_async(uint32_t dst, const void* src, int src_bytes) {
+    static_assert(BYTES == 4 || BYTES == 8 || BYTES == 16, "cp.async copies 4, 8 or 16 bytes");
+    simt_cp_async(dst, src, BYTES, src_bytes);
+}
+SIMT_INLINE void cp_async_commit() { simt_cp_async_commit(); }
+template <int N>
+SIMT_INLINE void cp_async_wait() {
+    simt_cp_async_wait(N);
+}
+SIMT_INLINE void cp_async_wait_all() { simt_cp_async_wait(-1); }
+
+// ---- barriers by number -------------------------------------------------------------------------
+SIMT_INLINE void named_barrier_sync(int id, int threads) { simt_named_barrier(id, threads, 1); }
+SIMT_INLINE void named_barrier_arrive(int id, int threads) { simt_named_barrier(id, threads, 0); }
+
+// ---- one-instruction maths ----------------------------------------------------------------------
+SIMT_INLINE float exp2_approx(float x) {
+    float y = exp2f(x);
+    return y < 0x1p-126f ? 0.f : y;
+}
+SIMT_INLINE float rcp_approx(float x) { return 1.f / x; }

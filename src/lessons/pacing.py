@@ -1,0 +1,284 @@
+"""How a lecture reads: what is counted of its cells, and how much it shows of its last kernel.
+
+    python src/lessons/pacing.py            the table of all lectures; * marks what is beyond its limit
+    python src/lessons/pacing.py 08 -v      with the cells that are beyond it, and the kernel's lines that are not seen
+    python src/lessons/pacing.py --allow    the entries of ALLOWED that are needed now
+
+`RULES` are the limits, `ALLOWED` is what today's lectures still break: tests/test_pacing.py lets no lecture be worse
+than that, and no allowance be wider than its lecture needs. The goal is an empty `ALLOWED`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import itertools
+import re
+import statistics
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import nbformat
+from lesson_source import (
+    Lesson,
+    Quote,
+    cell_quotes,
+    find_lessons,
+    make_notebook,
+    plain_python,
+    read_lesson,
+    symbol_source,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+
+RULES: dict[str, tuple[float, float, str]] = {
+    "text": (1.2, 2.5, "text cells per code cell"),
+    "in a row": (0, 2, "code cells in a row"),
+    "code": (0, 10, "lines of a code cell, the median"),
+    "longest": (0, 60, "lines of the longest code cell that the build does not fill"),
+    "filled": (0, 90, "lines of the longest code cell that the build fills"),
+    "width": (0, 110, "characters of the longest line of code"),
+    "words": (0, 60, "words of a text cell, the median; folds and references left out"),
+    "most words": (0, 160, "words of the longest text cell"),
+    "output": (0, 15, "lines of the longest text output of a cell; regions and diffs left out"),
+    "cut out": (0, 0, "cells that show a part of a source by its text, not by a region's name"),
+    "plotting": (0, 8, "lines of plotting in a cell"),
+    "unseen": (0, 0, "code lines of the phase's last kernel that its lecture does not show"),
+}
+
+ALLOWED: dict[str, dict[str, float]] = {
+    "00": {"code": 11, "words": 63, "most words": 199},
+    "01": {"width": 138, "words": 64.0, "most words": 214},
+    "02": {"code": 11, "words": 75.0, "most words": 189},
+    "03": {"code": 12, "width": 129, "most words": 181},
+    "06": {"width": 143, "words": 67.0, "most words": 193, "cut out": 3, "unseen": 61},
+    "07": {"width": 142, "words": 64, "most words": 232, "cut out": 10, "unseen": 39},
+    "08": {"width": 203, "words": 70.5, "most words": 210, "cut out": 12, "unseen": 204},
+}
+
+# The last kernel of a phase that ends with Python; the CUDA phases end with the last step of their series.
+PYTHON_KERNELS = {
+    2: ("flashlab.attention.simulation", "flash_attention_forward_sim"),
+    3: ("flashlab.attention.triton_minimal", "flash_attention_forward_kernel"),
+}
+
+# ---------------------------------------------------------------- counting
+
+
+@dataclass(frozen=True)
+class Pace:
+    """What was counted of a lecture, under the names of RULES; `where` has the cells (or lines) behind a number."""
+
+    number: str
+    values: dict[str, float]
+    where: dict[str, list[str]]
+    kernel: str
+    shown: float
+
+    def beyond(self) -> dict[str, float]:
+        """What is beyond its limit."""
+        return {name: value for name, value in self.values.items() if not RULES[name][0] <= value <= RULES[name][1]}
+
+
+def pace(path: Path, root: Path = ROOT) -> Pace:
+    """Count a lecture: its inputs from src/lessons, its outputs from the notebook as built."""
+    lesson = read_lesson(path)
+    notebook, _ = make_notebook(lesson, "notebooks", root)
+    built = root / "notebooks" / f"{lesson.name}.ipynb"
+    outputs = nbformat.read(built, as_version=4).cells if built.is_file() else []
+    pairs = list(zip(lesson.cells, notebook.cells, strict=True))
+    code = [made for _, made in pairs if made.cell_type == "code"]
+    filled = [made for cell, made in pairs if cell_quotes(lesson, cell)]
+    text = [made for made in notebook.cells if made.cell_type == "markdown" and not is_references(made.source)]
+    runs = [list(run) for kind, run in itertools.groupby(notebook.cells, lambda c: c.cell_type) if kind == "code"]
+    ratio = round(len([c for c in notebook.cells if c.cell_type == "markdown"]) / max(1, len(code)), 2)
+    kernel, lines, seen = kernel_lines(lesson, root, [*code, *outputs])
+    unseen = [line for line in lines if squeezed(line) not in seen]
+
+    def longest(name, cells, measure):
+        """The largest measure, and the cells beyond the limit."""
+        beyond = [f"{measure(cell)}: {head(cell)}" for cell in cells if measure(cell) > RULES[name][1]]
+        return max(map(measure, cells), default=0), beyond
+
+    found = {
+        "text": (ratio, []),
+        "in a row": longest("in a row", [run[0] | {"run": len(run)} for run in runs], lambda cell: cell["run"]),
+        "code": (statistics.median([line_count(c) for c in code] or [0]), []),
+        "longest": longest("longest", [c for c in code if c not in filled], line_count),
+        "filled": longest("filled", filled, line_count),
+        "width": longest("width", code, lambda cell: max(map(len, cell.source.split("\n")))),
+        "words": (statistics.median([words(c.source) for c in text] or [0]), []),
+        "most words": longest("most words", text, lambda cell: words(cell.source)),
+        "output": longest("output", [c for c in outputs if c.cell_type == "code"], output_lines),
+        "cut out": (sum(cuts_out(c.source) for c in code), [head(c) for c in code if cuts_out(c.source)]),
+        "plotting": longest("plotting", code, lambda cell: plotting_lines(cell.source)),
+        "unseen": (len(unseen), unseen),
+    }
+    values = {name: value for name, (value, _) in found.items()}
+    shown = 1 - len(unseen) / max(1, len(lines))
+    return Pace(lesson.name[:2], values, {name: cells for name, (_, cells) in found.items()}, kernel, shown)
+
+
+def head(cell) -> str:
+    return next((line for line in cell["source"].split("\n") if line.strip()), "")[:90]
+
+
+def line_count(cell) -> int:
+    return cell.source.count("\n") + 1
+
+
+def is_references(text: str) -> bool:
+    return text.startswith("## References")
+
+
+def words(text: str) -> int:
+    """Words that are read at once: no folds, a formula is one word, a fence and the rule of a table are none."""
+    for pattern in (r"<details>.*?</details>", r"^```.*?^```", r"^\|[ :|-]+\|$"):
+        text = re.sub(pattern, " ", text, flags=re.S | re.M)
+    text = re.sub(r"\$\$.*?\$\$|\$[^$\n]+\$", " x ", text, flags=re.S)
+    return sum(bool(re.search(r"\w", word)) for word in text.replace("|", " ").split())
+
+
+def output_lines(cell) -> int:
+    """Lines of text that a notebook shows for a cell: not the text that stands for a figure, table or region."""
+    return sum(shown_lines(output) for output in cell.get("outputs", []))
+
+
+def shown_lines(output) -> int:
+    if output.output_type == "stream":
+        return len(output.text.rstrip("\n").split("\n"))
+    if output.output_type == "error":
+        return sum(line.count("\n") + 1 for line in output.traceback)
+    rich = [mime for mime in output.data if mime != "text/plain"]
+    return 0 if rich else output.data.get("text/plain", "").count("\n") + 1
+
+
+def cuts_out(source: str) -> bool:
+    """Whether a cell shows a part of a source that it finds by a string of its text."""
+    for node in ast.walk(ast.parse(plain_python(source))):
+        if isinstance(node, ast.Call):
+            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            if name in ("part", "_between") or (
+                name == "source" and any(k.arg in ("start", "end") for k in node.keywords)
+            ):
+                return True
+    return False
+
+
+def plotting_lines(source: str) -> int:
+    """Lines of a cell that draw with matplotlib: statements on figures, axes and what is made of them.
+
+    A call into flashlab.figures is one such line, however much it draws.
+    """
+    drawing = {"plt", "ax", "axes", "fig", "figure", "Rectangle"}
+    tree = ast.parse(plain_python(source))
+
+    def uses(node: ast.AST) -> bool:
+        return any(isinstance(n, ast.Name) and n.id in drawing for n in ast.walk(node))
+
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and uses(node.value):
+            drawing |= {n.id for target in node.targets for n in ast.walk(target) if isinstance(n, ast.Name)}
+        elif isinstance(node, (ast.For, ast.comprehension)):
+            drawing |= set(loop_names(node.target, node.iter, uses))
+
+    def lines(body: list[ast.stmt]) -> Iterator[int]:
+        for node in body:
+            inner = [x for name in ("body", "orelse", "finalbody") for x in getattr(node, name, [])]
+            if inner:
+                yield from lines(inner)
+                fields = (value for name, value in ast.iter_fields(node) if name not in ("body", "orelse", "finalbody"))
+                flat = [x for value in fields for x in (value if isinstance(value, list) else [value])]
+                yield int(any(uses(x) for x in flat if isinstance(x, ast.AST)))
+            elif uses(node) and not isinstance(node, (ast.Import, ast.ImportFrom)):
+                yield (node.end_lineno or node.lineno) - node.lineno + 1
+
+    return sum(lines(tree.body))
+
+
+def loop_names(target: ast.expr, iterated: ast.expr, uses) -> Iterator[str]:
+    """The loop's variables that stand for something to draw on: of zip(...) and enumerate(...) only their own."""
+    if isinstance(target, ast.Tuple) and isinstance(iterated, ast.Call):
+        name = getattr(iterated.func, "id", "")
+        arguments = [ast.Constant(0), *iterated.args] if name == "enumerate" else iterated.args
+        if name in ("zip", "enumerate"):
+            for one, argument in zip(target.elts, arguments, strict=False):
+                yield from loop_names(one, argument, uses)
+            return
+    if uses(iterated):
+        yield from (n.id for n in ast.walk(target) if isinstance(n, ast.Name))
+
+
+# ---------------------------------------------------------------- what is seen of the last kernel
+
+
+def kernel_lines(lesson: Lesson, root: Path, cells) -> tuple[str, list[str], set[str]]:
+    """The name of the phase's last kernel, its code lines, and (squeezed) the lines of code that these cells show."""
+    from flashlab.figures import show
+    from flashlab.kernels import series
+
+    if lesson.number in PYTHON_KERNELS:
+        module, name = PYTHON_KERNELS[lesson.number]
+        text = symbol_source(lesson, root, Quote(0, "FROM", module, (name,), True), name)
+    elif steps := series.steps(lesson.number):
+        name, text = f"{steps[-1].name}.cu", steps[-1].path.read_text(encoding="utf-8")
+    else:
+        return "", [], set()
+    seen: set[str] = set()
+    for cell in cells:
+        seen |= {squeezed(line) for line in cell.source.split("\n")} if cell.cell_type == "code" else set()
+        for output in cell.get("outputs", []):
+            seen |= {squeezed(line) for line in show.shown(output.get("data", {}).get("text/markdown", ""))}
+    lines = [line.strip() for line in text.split("\n") if re.search(r"\w", squeezed(line))]
+    return name, lines, seen
+
+
+def squeezed(line: str) -> str:
+    """A line of C++ or Python without comment and white space."""
+    line = re.sub(r"//.*|(^|\s)#(?!\s*(?:pragma|include|define|if|el|endif)).*", "", line)
+    return re.sub(r"\s", "", line)
+
+
+# ---------------------------------------------------------------- the table
+
+
+def table(paces: list[Pace]) -> str:
+    heads = ["", *RULES, "shown"]
+    limits = [f"{low:g}-{high:g}" if low else f"{high:g}" for low, high, _ in RULES.values()]
+    rows = [["limit", *limits, "100 %"]]
+    for p in paces:
+        beyond = p.beyond()
+        share = f"{p.shown:.0%} of {p.kernel}" if p.kernel else "-"
+        rows.append([p.number, *(f"{v:g}{'*' if n in beyond else ''}" for n, v in p.values.items()), share])
+    widths = [max(len(row[i]) for row in [heads, *rows]) for i in range(len(heads))]
+    lines = ["  ".join(x.rjust(w) if i else x.ljust(w) for i, (x, w) in enumerate(zip(row, widths, strict=True)))
+             for row in [heads, *rows]]  # fmt: skip
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="pacing.py", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("only", nargs="*", help="lectures, by number, slug or file name; all of them by default")
+    parser.add_argument("-v", "--verbose", action="store_true", help="name the cells and lines beyond a limit")
+    parser.add_argument("--allow", action="store_true", help="print the ALLOWED that these lectures need now")
+    options = parser.parse_args(argv)
+    paces = [pace(p) for p in find_lessons(ROOT, options.only) if not p.stem.endswith("_exercises")]
+    if options.allow:
+        needed = {p.number: p.beyond() for p in paces if p.beyond()}
+        print("\n".join(f'    "{number}": {str(rules).replace(chr(39), chr(34))},' for number, rules in needed.items()))
+        return 0
+    print(table(paces))
+    print("\n".join(["", *(f"{name:12}{what}" for name, (*_, what) in RULES.items())]))
+    for p in paces if options.verbose else []:
+        for name in p.beyond():
+            print("\n".join([f"\n{p.number}, {name}: {p.values[name]:g}", *(f"    {cell}" for cell in p.where[name])]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,100 @@
+"""A learner's CUDA becomes a sentence: the blank, the compiler's words, what the emulator found, in one order."""
+
+import pytest
+import torch
+
+from flashlab.check import CheckFailed, cuda_answer
+from flashlab.check.cuda_answer import Answer, Source, does_not_compile, failure, text_of
+from flashlab.cuda.errors import compile_error
+from flashlab.kernels import step
+from flashlab.simt import Finding
+
+SUM = """#include "simt.h"
+__global__ void sum_kernel(const float* x, float* y) {
+    __shared__ float part_smem[64];
+    part_smem[threadIdx.x] = x[threadIdx.x];
+    __syncthreads();
+    y[threadIdx.x] = part_smem[63 - threadIdx.x];
+}
+extern "C" int run(const float* x, float* y, void* stream) {
+    sum_kernel<<<1, 64, 0, (cudaStream_t)stream>>>(x, y);
+    return cudaGetLastError();
+}
+"""
+
+
+def failed(call, *args, **options):
+    with pytest.raises(CheckFailed) as caught:
+        call(*args, **options)
+    return caught.value
+
+
+def test_a_blank_and_what_is_no_text():
+    assert text_of("code", "kernel") == "code"
+    with pytest.raises(NotImplementedError):
+        text_of(f"int x = /* {cuda_answer.HOLE} */", "kernel")
+    error = failed(text_of, 3, "kernel")
+    assert error.diagnosis == "wrong-type" and str(error) == "kernel should be the CUDA text, a string, not a int"
+
+
+def test_what_ended_the_launch_is_told_first_then_a_race_then_the_rest():
+    rest, other = Finding("uninitialised-shared", "reads nothing"), Finding("index-out-of-bounds", "reads too far")
+    race, end = Finding("race", "two threads"), Finding("deadlock", "all wait", fatal=True)
+    whole = Source("", "kernel")
+    assert failure([rest, other, race, end], whole).diagnosis == "deadlock"
+    assert failure([rest, other, race], whole, "n=3").diagnosis == "race"
+    assert failure([rest, other], whole).diagnosis == "uninitialised-shared"
+    assert failure([other, rest], whole, "n=3").case == "n=3"
+
+
+def test_a_finding_names_the_learners_line():
+    finding = Finding("race", "thread 1 writes in line 2 (called from line 5) what thread 2 read in line 6")
+    text = "a;\nb;  // why\nc;\nd;\ne;\nf;\n"
+    assert Source(text, "k", 5, 6).told(finding) == (
+        "thread 1 writes in line 2 of k.cu, `b;` (called from line 1 of your code, `e;`) what thread 2 read in "
+        "line 2 of your code, `f;`"
+    )
+    assert Source(text, "k", 2, 3).told(finding).startswith("thread 1 writes in line 1 of your code, `b;`, what")
+    assert "(called from line 5, `e;`)" in Source(text, "k").told(finding)
+
+
+@pytest.mark.parametrize("log", ["k.cu:4:9: error: no such thing", "k.cu(4): error: no such thing"])
+def test_a_compilers_error_is_one_sentence(log):
+    error = compile_error("k.cu", SUM, log, "a compiler")
+    said = does_not_compile(error, Source(SUM, "k", 3, 7))
+    assert said.diagnosis == "does-not-compile"
+    assert str(said) == (
+        "it does not compile: line 2 of your code, `part_smem[threadIdx.x] = x[threadIdx.x];`, error: no such thing"
+    )
+    elsewhere = compile_error("k.cu", SUM, log.replace("k.cu", "/include/ptx.cuh"), "a compiler")
+    assert str(does_not_compile(elsewhere, Source(SUM, "k"))).endswith("compile: /include/ptx.cuh error: no such thing")
+    wordless = compile_error("k.cu", SUM, "\nout of memory\n", "a compiler")
+    assert str(does_not_compile(wordless, Source(SUM, "k"))) == "it does not compile: out of memory"
+
+
+def test_an_answer_is_run_in_both_builds():
+    answer, x = Answer(SUM, "sum"), torch.arange(64.0)
+    for check in (True, False):
+        y = torch.zeros(64)
+        counters = answer.run(x, y, case="64", check=check)
+        assert torch.equal(y, x.flip(0)) and counters["barriers"] == 1
+    assert answer.module(check=True) is answer.module(check=True)
+
+
+def test_a_wrong_answer_is_told():
+    x, y = torch.zeros(64), torch.zeros(64)
+    racy = failed(Answer(SUM.replace("__syncthreads();", ""), "sum").run, x, y, case="64 numbers", check=True)
+    assert (racy.diagnosis, racy.case) == ("race", "64 numbers") and "line 4 of your code" in str(racy)
+    gone = failed(Answer(SUM.replace("int run(", "int walk("), "sum").run, x, y, case="", check=True)
+    assert gone.diagnosis == "wrong-entry" and "`run`" in str(gone)
+    fewer = failed(Answer(SUM.replace("float* y, void", "float* y, int n, void"), "sum").run, x, y, case="", check=True)
+    assert fewer.diagnosis == "wrong-entry" and "the parameters of `run` should stay" in str(fewer)
+    broken = failed(Answer(SUM.replace("63 -", "63 ="), "sum").run, x, y, case="", check=True)
+    assert broken.diagnosis == "does-not-compile" and "line 6 of your code" in str(broken)
+
+
+def test_a_float32_kernel_is_examined_in_float32():
+    verdict = cuda_answer.examine(
+        step("p6_1_fa1"), dtype=torch.float32, probes=cuda_answer.PROBES[:1], max_seq=70, fast=False
+    )
+    assert verdict.cases > 10 and verdict.counters["global_loads"] > 0

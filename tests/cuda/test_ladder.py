@@ -1,0 +1,108 @@
+"""The steps side by side: the counts that a lecture reasons from, and what its pictures are drawn from."""
+
+from __future__ import annotations
+
+import matplotlib
+
+matplotlib.use("agg")
+
+import matplotlib.pyplot as plt
+import pytest
+
+from flashlab.figures import banks, ladder, traces
+from flashlab.kernels import steps
+from flashlab.simt import SimtError, find_compiler
+
+try:
+    find_compiler()
+except SimtError as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+
+def test_the_work_is_the_same_in_every_step():
+    for name in ("p7_naive", "p8_1_split_q", "p8_4_swizzle", "p9_4_warp_tiles"):
+        assert ladder.counted(name).counters["mma_flops"] == 4 * 256 * 256 * 64
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_swizzle_removes_every_conflict(head_dim):
+    before, after = (ladder.counted(n, head_dim=head_dim).counters for n in ("p8_3_stages", "p8_4_swizzle"))
+    assert after.bank_conflicts == 0
+    assert before["ldmatrix_wavefronts"] == 8 * after["ldmatrix_wavefronts"]
+
+
+def test_no_later_step_brings_a_conflict_back():
+    assert [s.name for s in steps(7, 8)[5:] if ladder.counted(s.name).counters.bank_conflicts] == []
+
+
+def test_32_rows_a_warp_halve_the_fragments_loads():
+    narrow, wide = (ladder.counted(n).counters for n in ("p9_3_rescale", "p9_4_warp_tiles"))
+    loads = 256 // 16 * 64 // 16  # Q, once
+    assert narrow["ldmatrix"] - loads == 2 * (wide["ldmatrix"] - loads)
+
+
+def test_the_bank_map_is_drawn_from_the_kernels_own_addresses():
+    _, ax = plt.subplots()
+    assert banks.addresses("p8_3_stages") == tuple(128 * row for row in range(8))
+    assert banks.bank_map(ax, banks.addresses("p8_3_stages"), "") == 8
+    assert banks.bank_map(ax, banks.addresses("p8_4_swizzle"), "") == 1
+    assert banks.bank_map(ax, [0, 64, 128, 192, 256, 320, 384, 448], "") == 4
+    plt.close()
+
+
+@pytest.mark.parametrize("stages, copies", [(1, [0, 0, 0, 0]), (2, [1, 1, 1, 0]), (3, [2, 2, 1, 0])])
+def test_the_timeline_shows_the_copies_under_way(stages, copies):
+    _, ax = plt.subplots()
+    assert traces.timeline(ax, traces.events(stages), "") == copies
+    plt.close()
+
+
+def test_lazy_rescaling_is_rare():
+    always, seldom = (traces.rescales(n, n=256)[0] for n in ("p9_2_addresses", "p9_3_rescale"))
+    assert always == traces.rescales("p9_2_addresses", n=256)[1] and seldom <= always // 4
+
+
+def test_a_region_that_is_not_in_the_source():
+    with pytest.raises(KeyError, match="no region 'no such region'; its regions: 'constants', 'swizzle'"):
+        traces.printed("p8_3_stages", ("no such region", ""))
+
+
+def test_a_statement_in_front_of_a_region():
+    said = traces.printed("p8_3_stages", ("output", 'if (blockIdx.x == 0 && threadIdx.x == 0) printf("%d ", j);'))
+    assert said.split() == list("0123")
+
+
+RUN = {
+    "machine": {"gpu": "a GPU"},
+    "ladder": [
+        {"shape": [1, 1, 64, 64], "causal": False, "name": name, "tflops": tflops, "ms": 1.0, "fastest": 0.9,
+         "slowest": 1.1, "vs_fa2": tflops / 100}
+        for name, tflops in (("fa2", 100.0), ("p7_naive", 10.0), ("p8_3_stages", 40.0), ("p8_3_stages STAGES=1", 30.0))
+    ],
+}  # fmt: skip
+
+
+def test_recorded_ladders():
+    assert ladder.gains(RUN, (1, 1, 64, 64), False) == {"p8_3_stages": 4.0}
+    assert ladder.gains(RUN, (1, 1, 64, 128), False) == {}
+    assert ladder.ladder_figure(RUN, (1, 1, 64, 64), True) is None
+    figure = ladder.ladder_figure(RUN, (1, 1, 64, 64), False)
+    assert [t.get_text() for t in figure.axes[0].get_yticklabels()] == ["p7_naive", "p8_3_stages"]
+    plt.close(figure)
+
+
+def test_conflicts_and_the_rest_add_up():
+    table = [ladder.row(name) for name in ("p8_3_stages", "p8_4_swizzle")]
+    figure = ladder.conflicts_and_ideal(table, {"a GPU": 2.0})
+    left, right = ([bar.get_width() for bar in ax.patches] for ax in figure.axes)
+    assert [a + b for a, b in zip(left, right, strict=True)] == [r[3] / r[1] for r in table] and left[1] == 0
+    plt.close(figure)
+
+
+def test_small_multiples_have_a_panel_for_each_step():
+    ms = {(1, h, n, v): 10.0 / (i + h) for h in (1, 2) for n in (64, 128) for i, v in enumerate(("a", "b", "x", "y"))}
+    steps_ = {"a": "step a", "b": "step b"}
+    figure = ladder.small_multiples(ms, steps_, ("x", "torch"), ("y", "fused"), "a GPU")
+    assert [ax.get_title(loc="left") or ax.get_title() for ax in figure.axes[:2]] == ["step a", "step b"]
+    assert [t.get_text() for t in figure.axes[0].get_xticklabels()] == ["1\nN = 64", "2", "1\nN = 128", "2"]
+    plt.close(figure)

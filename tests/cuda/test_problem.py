@@ -1,0 +1,79 @@
+"""What the kernels of the series take: what is refused, and what is made to fit."""
+
+import math
+
+import pytest
+import torch
+
+from flashlab.kernels import problem
+
+
+def tensors(dtype=torch.float16):
+    return tuple(torch.randn(1, h, n, 64).to(dtype) for h, n in ((4, 8), (2, 9), (2, 9)))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda q, k, v: (q[0], k, v), "dimensions"),
+        (lambda q, k, v: (q, k.float(), v), "one dtype for all three"),
+        (lambda q, k, v: (q, k, v[:, :, :-1]), "one shape"),
+        (lambda q, k, v: (q, k.repeat(1, 2, 1, 1)[:, :3], v.repeat(1, 2, 1, 1)[:, :3]), "evenly"),
+        (lambda q, k, v: (q.repeat(2, 1, 1, 1), k, v), "one batch size for all three"),
+        (lambda q, k, v: (q[..., :32], k[..., :32], v[..., :32]), "compiled for 64 or 128"),
+        (lambda q, k, v: (q.double(), k.double(), v.double()), "is taken: convert with"),
+        (lambda q, k, v: (q[:, :2, :1].expand(2**16, 2, 2**15, 64), *[x.expand(2**16, 2, 9, 64) for x in (k, v)]),
+         "too many for one launch"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused(change, words):
+    with pytest.raises((TypeError, ValueError), match=words):
+        problem.check(*change(*tensors()), scale=None, head_dims=(64, 128))
+
+
+def test_a_scale_must_be_finite():
+    for scale in (math.inf, math.nan):
+        with pytest.raises(ValueError, match="must be a finite number"):
+            problem.check(*tensors(), scale=scale, head_dims=(64,))
+    problem.check(*tensors(), scale=-1.0, head_dims=(64,))
+
+
+def test_what_fits_is_not_copied():
+    q, k, v = tensors()
+    apart = q.transpose(1, 2).contiguous().transpose(1, 2)  # [B, N, H, D] in memory
+    fitted = problem.fitted(apart, k, v, None)
+    assert all(x is y for x, y in zip(fitted, (apart, k, v, None), strict=True) if y is not None)
+    assert fitted[3] == 64**-0.5
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x.transpose(2, 3).contiguous().transpose(2, 3),  # columns contiguous, not rows
+        lambda x: torch.cat([x.new_zeros(4), x.flatten()])[4:].view(x.shape),  # 8 bytes past a boundary
+        lambda x: torch.cat([x, x[..., :1]], 3)[..., :64],  # rows 65 elements apart
+    ],
+)
+def test_what_does_not_fit_is_copied(change):
+    q, k, v = tensors()
+    given = change(k)
+    assert torch.equal(given, k)
+    got = problem.fitted(q, given, v, 0.5)[1]
+    assert got is not given and torch.equal(got, k) and problem.rows_fit(got) and got.data_ptr() % 16 == 0
+
+
+@pytest.mark.parametrize(("scale", "sign", "left"), [(0.0, 0, 1.0), (-0.5, -1, 0.5)])
+def test_a_scale_that_is_not_positive_goes_into_q_exactly(scale, sign, left):
+    q, k, v = tensors()
+    got, _, _, factor = problem.fitted(q, k, v, scale)
+    assert factor == left and torch.equal(got, sign * q)
+
+
+def test_the_struct_holds_addresses_strides_and_sizes():
+    q, k, v = tensors()
+    o, lse = torch.empty_like(q), torch.empty(1, 4, 8)
+    p = problem.problem(q, k, v, o, lse, causal=True, scale=0.25, sms=7)
+    assert (p.q, p.k, p.v, p.o, p.lse, p.workspace) == (*(x.data_ptr() for x in (q, k, v, o, lse)), None)
+    assert (p.k_stride.batch, p.k_stride.head, p.k_stride.row) == k.stride()[:3]
+    assert (p.batch, p.heads, p.kv_heads, p.seq_q, p.seq_k, p.head_dim) == (1, 4, 2, 8, 9, 64)
+    assert (p.causal, p.scale, p.sms) == (1, 0.25, 7)

@@ -1,0 +1,232 @@
+"""The benches, as far as no GPU is needed: what would be measured, what is recorded, and the tables."""
+
+import contextlib
+import json
+import math
+
+import pytest
+import torch
+
+from flashlab.attention import reference
+from flashlab.bench import check, mma, peers, published, records, scalar, timing, triton, validation, walls
+from flashlab.bench import resources as resources_bench
+from flashlab.kernels import SERIES, steps
+from flashlab.table import Table
+
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+
+
+# ---- timing --------------------------------------------------------------------------------------------------------
+def test_summary_of_samples():
+    t = timing.summary([3.0, 1.0, 2.0, 5.0, 4.0])
+    assert t.row() == {"ms": 3.0, "fastest": 1.0, "slowest": 5.0, "rounds": 5}
+    assert t.spread == pytest.approx(4 / 3) and timing.summary([2.0]).tflops(4e9) == 2.0
+    with pytest.raises(ValueError, match="no samples"):
+        timing.summary([])
+
+
+def test_flops_of_attention():
+    assert timing.attention_flops(1, 2, 10, 64) == 2 * timing.attention_flops(1, 2, 10, 64, True) == 4 * 2 * 100 * 64
+
+
+@gpu
+def test_interleaved_orders_what_is_plainly_slower():
+    x = torch.randn(2048, 2048, device="cuda")
+    functions = {"one": lambda: x @ x, "four": lambda: x @ x @ x @ x @ x, "two sets": [lambda: x @ x] * 2}
+    able, reasons = timing.able(functions | {"impossible": lambda: torch.empty(2**50, device="cuda")})
+    assert list(able) == list(functions) and "memory" in reasons["impossible"]
+    times = timing.interleaved(able)
+    assert 2 < times["four"].ms / times["one"].ms < 8 and times["one"].rounds == 15
+    assert all(t.fastest <= t.ms <= t.slowest for t in times.values())
+    assert timing.input_sets(1) == 8 and timing.input_sets(10**12) == 1
+
+
+@gpu
+def test_the_clock_is_sampled_while_something_is_measured():
+    with timing.measured() as machine:
+        torch.cuda._sleep(2_000_000_000)
+        torch.cuda.synchronize()
+    clock = machine["sm_clock_mhz"]
+    assert clock["lowest"] <= clock["median"] <= clock["highest"] <= clock["max"]
+
+
+@no_gpu
+def test_without_a_gpu_timing_says_so():
+    with pytest.raises(timing.NoGpu, match="timing needs a GPU"):
+        timing.interleaved({"nothing": lambda: None})
+    for bench in (walls, triton, scalar, mma):
+        with pytest.raises(timing.NoGpu, match="GPU"):
+            bench.run()
+
+
+@pytest.mark.parametrize("content", ["plain", "rising"])
+def test_the_minimal_kernels_error_is_measured_anywhere(content):
+    row = triton.accuracy(100, 32, torch.float16, content)
+    assert row["o_of_bound"] <= 1 and row["lse_of_bound"] <= 1
+    assert 0 < row["o_error"] <= 2 * row["twin_error"] and 0 < row["lse_error"] < 1e-4
+
+
+# ---- peers ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_peers_compute_attention(causal):
+    q, k, v = (torch.randn(1, 2, 20, 16) for _ in range(3))
+    want, _ = reference.attention(q, k, v, causal=causal)
+    for peer in (peers.unfused(q, k, v, causal), peers.sdpa("MATH", q, k, v, causal)):
+        torch.testing.assert_close(peer().double(), want, atol=1e-5, rtol=0)
+
+
+@no_gpu
+def test_no_other_backend_takes_a_peers_place():
+    q = torch.randn(1, 2, 20, 16)
+    with pytest.raises(RuntimeError):
+        peers.sdpa("CUDNN_ATTENTION", q, q, q)()
+
+
+# ---- what every bench has ------------------------------------------------------------------------------------------
+def test_a_result_is_written_and_its_table_printed_last(tmp_path, capsys):
+    parser = records.parser("Measures things.\n\nAnd more.", "things")
+    result = {"machine": {"gpu": "NVIDIA H200", "date": "2026-11-20"}, "rows": [1, 2]}
+    table = lambda data: Table.of([[x] for x in data["rows"]], ["x"])  # noqa: E731
+    out = tmp_path / "deep" / "x.json"
+    records.keep("things", result, table, parser.parse_args(["--out", str(out)]))
+    assert json.loads(out.read_text()) == result
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert "x" in lines[0] and last.startswith("NVIDIA H200, 2026-11-20: written to ")
+    records.keep("things", result, table, parser.parse_args(["--quick"]))
+    assert capsys.readouterr().out.endswith("not written: a quick run\n")
+    assert not records.default_path("things", "NVIDIA H200").exists()
+
+
+def test_the_machine_is_described_once_for_all():
+    machine = records.machine()
+    assert {"gpu", "driver", "cuda", "cudnn", "nvcc", "torch", "triton", "python", "commit", "date", "cores"} <= set(
+        machine
+    )
+    assert machine["torch"] == torch.__version__ and json.dumps(machine)
+    assert (machine["gpu"] is None) == (not torch.cuda.is_available())
+    assert machine["commit"] is None or len(machine["commit"]) >= 7
+
+
+def test_what_is_missing_is_one_sentence():
+    def main():
+        raise records.NoGpu("there is no GPU")
+
+    with pytest.raises(SystemExit, match="there is no GPU"):
+        records.entry(main)
+
+
+# ---- the tensor-core bench -----------------------------------------------------------------------------------------
+def test_every_step_and_every_define_of_each_is_measured():
+    found = mma.variants()
+    names = {(v.name, v.head_dim) for v in found}
+    assert len(names) == len(found)
+    for s in mma.SERIES:
+        for d in s.head_dims:
+            assert (s.name, d) in names
+            for define, values in s.defines.items():
+                assert all((f"{s.name} {define}={value}", d) in names for value in values[1:])
+    assert {v.step.name for v in mma.variants(only_last=True)} == {SERIES[-1].name}
+    assert len(mma.variants((torch.float16, torch.bfloat16))) == 2 * len(found)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_moving_inputs_move_every_rows_maximum_in_every_tile(head_dim):
+    torch.manual_seed(0)
+    q, k, v = mma.inputs((1, 2, 1024, head_dim), "moving", "cpu")
+    assert q.dtype == torch.float16 and all(x.isfinite().all() for x in (q, k, v))
+    s = q.float() @ k.float().mT * head_dim**-0.5 * math.log2(math.e)
+    tiles = s.unflatten(3, (-1, 64)).amax(4).flip(3)  # in the order in which they are read
+    moves = tiles.cummax(3).values.diff(dim=3)
+    assert (moves > 8).float().mean() > 0.999  # RESCALE_ABOVE of the kernels
+    q, k, v = mma.inputs((1, 2, 1024, head_dim), "randn", "cpu")
+    s = q.float() @ k.float().mT * head_dim**-0.5 * math.log2(math.e)
+    assert not (s.unflatten(3, (-1, 64)).amax(4).flip(3).cummax(3).values.diff(dim=3) > 8).any()
+    with pytest.raises(ValueError, match="randn or moving"):
+        mma.inputs((1, 1, 64, 64), "still", "cpu")
+
+
+def test_the_kernel_of_a_large_grid():
+    found = [r for r in resources_bench.recorded()["kernels"] if r.target == "sm_90" and r.head_dim == 128]
+    for s in mma.SERIES:
+        for causal in (False, True):
+            kernel = mma.main_kernel([r for r in found if r.step == s.name], causal)
+            assert kernel is not None and "merge" not in kernel.kernel, s.name
+            assert ("true" in kernel.kernel) == (causal and "<" in kernel.kernel)
+            if s is SERIES[-1]:
+                assert kernel.kernel.startswith("flash_forward<Tile<2, 64>")
+    assert mma.main_kernel([], False) is None
+
+
+def test_rows_say_their_inputs_and_their_share_of_the_peer():
+    times = {"fa2": timing.summary([2.0, 4.0, 6.0]), "p9_flash": timing.summary([1.0, 2.0, 3.0])}
+    fa2, ours = mma.rows_of(((1, 2, 64, 64), True, "moving"), times)
+    assert ours["inputs"] == "moving" and ours["vs_fa2"] == 2.0 and fa2["vs_fa2"] == 1.0
+    assert (ours["ms"], ours["fastest"], ours["slowest"]) == (2.0, 1.0, 3.0)
+    assert ours["tflops"] == timing.attention_flops(1, 2, 64, 64, True) / 2e9
+
+
+def test_the_cases():
+    assert {kind for _, _, kind in mma.LADDER} == {"randn", "moving"}
+    cases = mma.final_cases((64, 128, 256))
+    assert {(table, case[2]) for table, case in cases} == {
+        ("mma_stages_ada", "randn"), ("fa1_f32_fa2_mma_ada", "randn"), ("big", "randn"), ("big", "moving"),
+    }  # fmt: skip
+    assert len({case for table, case in cases if table == "mma_stages_ada"}) == 36
+    assert len(mma.final_cases((64,), quick=True)) == 2 * len(mma.BIG)
+
+
+# ---- the other benches ---------------------------------------------------------------------------------------------
+def test_the_published_shapes_are_all_measured():
+    rows = scalar.published_rows()
+    assert {(r["batch"], r["heads"], r["seq_len"], r["head_dim"], False) for r in rows} < set(scalar.shapes())
+    assert {r["variant"] for r in rows} == {"fa1_f32", "torch_naive_f32"}
+    assert set(published.NAMES) >= {"fa1_f32_fa2_mma_ada", "mma_stages_ada"}
+
+
+def test_the_recorded_float32_run_is_whole_and_keeps_the_promise():
+    for data in scalar.recorded():
+        assert data["tf32"] is False and data["machine"]["sm_clock_mhz"]["median"]
+        names = {*(s.name for s in steps(6)), *scalar.PEERS}
+        keys = ("batch", "heads", "seq_len", "head_dim", "causal")
+        for shape in scalar.shapes():
+            rows = [r for r in data["rows"] if tuple(r[k] for k in keys) == shape]
+            assert {r["variant"] for r in rows} == names, shape
+            # The first records kept the 10th and the 90th percentile.
+            spread = [(r.get("fastest", r.get("ms_low")), r["ms"], r.get("slowest", r.get("ms_high"))) for r in rows]
+            assert all(low <= ms <= high for low, ms, high in spread) and all(r["max_error"] < 1e-4 for r in rows)
+        last = scalar.ratios(data, steps(6)[-1].name)
+        assert len(last) == len(scalar.shapes()) and min(last.values()) > 1, "the last step beats unfused PyTorch"
+
+
+@pytest.mark.parametrize("bench", [walls, triton, scalar, mma, validation], ids=lambda b: b.__name__.split(".")[-1])
+def test_the_recorded_runs_have_a_table(bench):
+    runs = records.recorded(bench.__name__.split(".")[-1])
+    assert runs
+    for run in runs:
+        found = bench.table(run)
+        assert len(found.rows) >= 5 and len(repr(found).splitlines()) > 6
+
+
+def test_the_checks_table_names_what_failed():
+    row = {"id": "1.1", "seconds": 1.5, "cpu_seconds": 2.0, "passed": True}
+    data = {"checks": [row, row | {"id": "1.2", "passed": False}], "errors": {"02.ipynb": "KeyError: 'x'"}}
+    text = repr(check.table(data))
+    assert "1.1" in text and "failed" in text and "the slowest 1.5 s" in text and "✗ 02.ipynb: KeyError: 'x'" in text
+
+
+def test_validation_takes_every_step_and_the_last_of_each_phase_wider():
+    found = [(v.step.name, v.head_dim) for v in validation.variants()]
+    assert {name for name, d in found if d == 64} == {s.name for s in SERIES}
+    assert {name for name, d in found if d == 128} == {steps(phase)[-1].name for phase in {s.phase for s in SERIES}}
+
+
+@gpu
+@pytest.mark.parametrize("bench", ["walls", "triton", "scalar", "mma"])
+def test_a_quick_run_on_this_gpu(bench, tmp_path):
+    module = {"walls": walls, "triton": triton, "scalar": scalar, "mma": mma}[bench]
+    out = tmp_path / "x.json"
+    options = ["--only", "final", "--rounds", "3"] if bench == "mma" else []
+    with contextlib.suppress(SystemExit):
+        module.main(["--quick", "--out", str(out), *options])
+    assert json.loads(out.read_text())["machine"]["gpu"]

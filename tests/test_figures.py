@@ -1,0 +1,139 @@
+"""The figures that need no kernel: they draw what they are given, and nothing overlaps that should be read."""
+
+import itertools
+
+import matplotlib
+
+matplotlib.use("agg")
+
+import matplotlib.pyplot as plt
+import pytest
+import torch
+
+from flashlab.attention.online_softmax import block_state, identity, merge
+from flashlab.figures import curves, fragments, memory, rows, show
+
+
+@pytest.fixture
+def ax():
+    show.style()
+    figure, ax = plt.subplots()
+    yield ax
+    plt.close("all")
+
+
+def labels(axis):
+    return [t.get_text() for t in axis.get_ticklabels()]
+
+
+def test_curves_on_logarithmic_axes_are_marked_with_plain_numbers(ax):
+    lines = [("formula", [128, 1024], [1, 100], "blue", "-"), ("", [128, 1024], [2, 99], "orange", "o")]
+    curves.curves(ax, lines, log="xy", xticks=[128, 1024, 2**20], yticks=[1, 100], title="T", xlabel="N")
+    assert labels(ax.xaxis) == ["128", "1024", "1048576"] and labels(ax.yaxis) == ["1", "100"]
+    assert not ax.xaxis.get_minorticklocs().size and ax.get_xscale() == "log"
+    assert [t.get_text() for t in ax.get_legend().get_texts()] == ["formula"]
+    assert ax.lines[1].get_linestyle() == "None"
+
+
+def test_a_level_is_named_at_its_line(ax):
+    curves.curves(ax, [("a", [1, 2], [1, 2], "blue", "-")])
+    curves.level(ax, 1.5, "limit")
+    assert ax.texts[0].get_text() == "limit" and ax.texts[0].xy == (1, 1.5)
+
+
+def test_stacked_bars_have_every_part(ax):
+    curves.stacked(ax, {"one": [("Q", 1, "sky"), ("write S", 30, "blue")], "two": [("read S", 60, "blue")]})
+    assert [round(bar.get_width()) for bar in ax.patches] == [1, 30, 60]
+    assert [t.get_text() for t in ax.texts] == ["Q", "write S", "read S"] and labels(ax.yaxis) == ["one", "two"]
+
+
+def test_columns_side_by_side(ax):
+    curves.columns(ax, ["a", "b"], {"x": ([1, 2], "blue"), "y": ([3, 4], "red")}, fmt="%d")
+    edges = sorted((bar.get_x(), bar.get_x() + bar.get_width()) for bar in ax.patches)
+    assert all(left[1] <= right[0] for left, right in itertools.pairwise(edges)) and len(edges) == 4
+    assert [t.get_text() for t in ax.texts] == ["1", "2", "3", "4"]
+
+
+def test_a_roofline_has_its_roofs_and_points(ax):
+    curves.roofline(ax, {"GPU": lambda i: min(10, i)}, {"naive\nD = 64": 20}, ylim=(1, 20))
+    assert max(ax.lines[0].get_ydata()) == 10 and ax.texts[0].get_text() == "naive\nD = 64"
+
+
+def test_dots_show_every_value(ax):
+    curves.dots(ax, {"fp16": [1, 1, 2], "fp32": [0]})
+    assert len(set(ax.lines[0].get_xdata())) == 3 and labels(ax.xaxis) == ["fp16", "fp32"]
+
+
+def test_matrices_number_by_number():
+    figure = rows.matrices({"Q": torch.eye(2), "V": torch.tensor([[0.5], [2]])}, rows={"Q": 1})
+    texts = [[t.get_text() for t in ax.texts] for ax in figure.axes]
+    assert texts == [["1", "0", "0", "1"], ["0.5", "2"]]
+    hot = [patch.get_facecolor()[:3] for patch in figure.axes[0].patches]
+    assert hot[0] == hot[1] != hot[2] == hot[3]
+    plt.close(figure)
+
+
+def test_a_row_in_blocks_has_a_frame_for_each():
+    scores, v = torch.arange(8.0, dtype=torch.float64), torch.randn(8, 2, dtype=torch.float64)
+    blocks = [block_state(scores[j : j + 2], v[j : j + 2]) for j in range(0, 8, 2)]
+    states = list(itertools.accumulate(blocks, merge, initial=identity(head_dim=2, dtype=torch.float64)))
+    titles = []
+    for figure in rows.block_frames(scores, states):
+        titles.append(figure.axes[0].get_title(loc="left"))
+        plt.close(figure)
+    assert [t.split("   ")[:2] for t in titles] == [[f"block {b} of 4", f"m = {2 * b - 1}.00"] for b in range(1, 5)]
+
+
+def test_sectors_of_a_strided_load(ax):
+    counts = {}
+    for stride in (1, 2, 8):
+        memory.sectors(ax, stride)
+        faces = [patch.get_facecolor() for patch in ax.patches[-80:]]
+        counts[stride] = sum(face == matplotlib.colors.to_rgba(show.COLORS["blue"]) for face in faces)
+    assert counts == {1: 32, 2: 32, 8: 10}
+
+
+@pytest.mark.parametrize("keys_outside, arrivals", [(True, 4 + 16 + 16), (False, 16 + 4 + 4)])
+def test_which_tile_arrives_when(ax, keys_outside, arrivals):
+    memory.loop_order(ax, "", keys_outside=keys_outside)
+    assert len(ax.texts) == arrivals
+
+
+def test_words_and_quads(ax):
+    memory.words(ax, [10, 11, 12], {1}, "")
+    fragments.quads(ax, torch.arange(32).reshape(8, 4), torch.full((8, 4), 3), "")
+    assert [t.get_text() for t in ax.texts][:4] == ["10", "11", "12", "0"]
+
+
+def test_memories_are_named():
+    figure = memory.hierarchy("HBM", "shared", "threads")
+    assert [t.get_text() for t in figure.axes[0].texts].count("shared") == 3
+    plt.close(figure)
+
+
+# Machado, Oliveira, Fernandes (2009): what a viewer without one kind of cone sees, in linear RGB.
+DICHROMACY = {
+    "protan": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
+    "deutan": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
+}
+
+
+def lab(color, matrix=None):
+    """CIE L*a*b* of a colour as seen through a matrix."""
+    rgb = torch.tensor(matplotlib.colors.to_rgb(color), dtype=torch.float64)
+    rgb = torch.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+    rgb = rgb if matrix is None else (torch.tensor(matrix, dtype=torch.float64) @ rgb).clamp(0, 1)
+    to_xyz = [[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]
+    xyz = torch.tensor(to_xyz, dtype=torch.float64) @ rgb / torch.tensor([0.95047, 1, 1.08883])
+    f = torch.where(xyz > 0.008856, xyz ** (1 / 3), 7.787 * xyz + 16 / 116)
+    return torch.stack([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
+
+
+@pytest.mark.parametrize("matrix", [None, *DICHROMACY.values()], ids=["normal", *DICHROMACY])
+def test_red_is_told_apart_from_every_other_colour(matrix):
+    distances = {
+        name: (lab(color, matrix) - lab(show.COLORS["red"], matrix)).norm().item()
+        for name, color in show.COLORS.items()
+        if name != "red"
+    }
+    assert min(distances.values()) > 25, distances

@@ -1,0 +1,118 @@
+"""How the lectures read: the counts of src/lessons/pacing.py, each within its limit or what is allowed for now."""
+
+import nbformat
+import pacing
+import pytest
+from lesson_source import find_lessons
+
+LECTURES = [p for p in find_lessons(pacing.ROOT) if not p.stem.endswith("_exercises")]
+
+
+@pytest.mark.parametrize("path", LECTURES, ids=lambda p: p.stem)
+def test_a_lecture_keeps_its_pace(path):
+    found = pacing.pace(path)
+    allowed = pacing.ALLOWED.get(found.number, {})
+    problems = []
+    for name, (low, high, what) in pacing.RULES.items():
+        value, allowance = found.values[name], allowed.get(name)
+        if low <= value <= high:
+            if allowance is not None:
+                problems.append(f"{name} is {value:g}, within its limit: take its allowance out of pacing.ALLOWED")
+        elif allowance is None:
+            cells = "".join(f"\n    {cell}" for cell in found.where[name])
+            problems.append(f"{value:g} {what}, where {low:g} to {high:g} are the limit{cells}")
+        elif not min(low, allowance) <= value <= max(high, allowance):
+            problems.append(f"{name} is {value:g}, worse than the {allowance:g} that pacing.ALLOWED has for it")
+        elif abs(value - allowance) > 0.05 * allowance:  # a word more or less is no matter
+            problems.append(f"{name} is {value:g}: shrink the {allowance:g} that pacing.ALLOWED has for it")
+    assert not problems, "\n".join(problems)
+
+
+def test_allowances_are_for_lectures_and_rules_that_there_are():
+    assert set(pacing.ALLOWED) <= {p.stem[:2] for p in LECTURES}
+    assert all(set(allowed) <= set(pacing.RULES) for allowed in pacing.ALLOWED.values())
+
+
+def test_the_table(capsys):
+    assert pacing.main(["03", "-v"]) == 0
+    out = capsys.readouterr().out
+    assert "of flash_attention_forward_kernel" in out and "text cells per code cell" in out
+
+
+# ---------------------------------------------------------------- what is counted
+
+
+@pytest.mark.parametrize(
+    "text, count",
+    [
+        ("# A title\n\nTwo *words*.", 4),
+        ("so $a + b = c$ holds, and\n$$x\n= y$$", 5),
+        ("see\n\n<details><summary>Answer</summary>\n\nlong text\n\n</details>\nthis", 2),
+        ("code:\n```\nx = 1\n```\n", 1),
+        ("| a | b c |\n|---|---|\n| 1 | 2 |", 5),
+    ],
+)
+def test_words(text, count):
+    assert pacing.words(text) == count
+
+
+@pytest.mark.parametrize(
+    "source, count",
+    [
+        ("import matplotlib.pyplot as plt\nx = 1", 0),
+        ("fig, ax = plt.subplots()\nax.plot(\n    x,\n    y)\nplt.show()", 5),
+        ("fig, (left, right) = plt.subplots(1, 2)\nz = f(x)\nleft.plot(z)\n", 2),
+        ("for a, x in zip(axes, data):\n    y = g(x)\n    a.plot(y)", 2),
+        ("for i, (a, b) in enumerate(zip(data, axes)):\n    b.plot(a)\n    print(a)", 2),
+        ("curves.curves(ax, [('one', x, y, 'blue', '-')])\nplt.show()", 2),
+        ("%matplotlib inline\nif ax:\n    pass\nelse:\n    x = 1", 1),
+    ],
+)
+def test_plotting_lines(source, count):
+    assert pacing.plotting_lines(source) == count
+
+
+@pytest.mark.parametrize(
+    "source, cut",
+    [
+        ('show.region(step, "main loop")', False),
+        ('show.source(fn, start="for", end="}")', True),
+        ('show.diff(part(a, "x", "y"), b)', True),
+        ("print(source)", False),
+    ],
+)
+def test_a_source_cut_out_by_its_text(source, cut):
+    assert pacing.cuts_out(source) == cut
+
+
+def test_output_lines_are_those_of_text():
+    stream = nbformat.v4.new_output("stream", text="a\nb\n")
+    figure = nbformat.v4.new_output("display_data", {"image/png": "x", "text/plain": "<Figure>"})
+    plain = nbformat.v4.new_output("execute_result", {"text/plain": "1\n2\n3"})
+    assert pacing.output_lines(nbformat.v4.new_code_cell("", outputs=[stream, figure, plain])) == 5
+
+
+@pytest.mark.parametrize(
+    "line, squeezed",
+    [
+        ("    for (int i = 0;  i < n; i++) {   // over the rows", "for(inti=0;i<n;i++){"),
+        ("x = y  # a comment", "x=y"),
+        ("#pragma unroll", "#pragmaunroll"),
+        ("// all of it", ""),
+        ("# all of it", ""),
+    ],
+)
+def test_lines_are_compared_without_comments_and_blanks(line, squeezed):
+    assert pacing.squeezed(line) == squeezed
+
+
+def test_what_is_seen_of_a_kernel():
+    """Cells, regions and the new lines of diffs count; folds and what a diff takes away do not."""
+    path = next(p for p in LECTURES if p.stem.startswith("03"))
+    lesson = pacing.read_lesson(path)
+    markdown = "`k.py`\n\n```python\n12  m_i = m_new\n```\n\n<details>\n\n```python\n13  l_i = 1\n```\n</details>"
+    gone = "<pre><code>- x = 3\n+ 12  y = 4\n  13  z = 5</code></pre>"
+    outputs = [nbformat.v4.new_output("display_data", {"text/markdown": text}) for text in (markdown, gone)]
+    name, lines, seen = pacing.kernel_lines(lesson, pacing.ROOT, [nbformat.v4.new_code_cell("a = 1", outputs=outputs)])
+    assert name == "flash_attention_forward_kernel" and "m_i = m_new" in lines
+    assert seen == {"a=1", "m_i=m_new", "y=4", "z=5"}

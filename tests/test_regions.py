@@ -1,0 +1,94 @@
+"""Named regions of a source: where they are, and that their markers are never seen."""
+
+import pytest
+
+from flashlab.kernels import FOLDER
+from flashlab.kernels.regions import Region, numbered, region_text, regions, replace
+
+KERNEL = """\
+#include "simt.h"
+// region: main loop
+for (int j = 0; j < tiles; j++) {
+    // region: scores
+    s += q * k;
+    // endregion
+
+    // region: update of O
+    o += p * v;
+    // endregion
+}
+// endregion
+"""
+
+
+def test_where_the_regions_are():
+    assert regions(KERNEL) == {"main loop": Region(3, 11), "scores": Region(5, 5), "update of O": Region(9, 9)}
+
+
+def test_the_text_of_a_region_has_no_markers_of_inner_ones():
+    text = "for (int j = 0; j < tiles; j++) {\n    s += q * k;\n\n    o += p * v;\n}\n"
+    assert region_text(KERNEL, "main loop") == text
+    assert region_text(KERNEL, "scores") == "    s += q * k;\n"
+
+
+def test_lines_keep_the_numbers_of_the_file():
+    assert numbered(KERNEL, "main loop")[:3] == [(3, KERNEL.splitlines()[2]), (5, "    s += q * k;"), (7, "")]
+    assert [n for n, _ in numbered(KERNEL)] == [1, 3, 5, 7, 9, 11]
+
+
+def test_a_region_that_begins_with_a_region():
+    nested = "// region: a\n// region: b\nx\n// endregion\ny\n// endregion\n"
+    assert regions(nested) == {"a": Region(3, 5), "b": Region(3, 3)}
+
+
+def test_python_markers():
+    assert region_text("def f():\n    # region: body\n    return 1\n    # endregion\n", "body") == "    return 1\n"
+
+
+def test_prose_about_a_region_is_no_marker():
+    assert regions("// The region: what a warp holds.\n// endregions are far\nint x;\n") == {}
+
+
+@pytest.mark.parametrize(
+    "text, sentence",
+    [
+        ("x\n// region: a\ny\n", "line 2: the region 'a' has no endregion"),
+        ("x\n// endregion\n", "line 2: an endregion without a region"),
+        ("// region: a\nx\n// endregion\n// region: a\ny\n// endregion\n", "line 4: the region 'a' has begun before"),
+        ("// region:\nx\n// endregion\n", "line 1: a region needs a name"),
+        ("// region: a\n\n// endregion\n", "line 1: the region 'a' holds no line"),
+        ("// region: a\n// region: a\nx\n// endregion\n// endregion\n", "line 2: the region 'a' has begun before"),
+    ],
+)
+def test_malformed_regions(text, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        regions(text)
+
+
+def test_a_name_that_is_not_there():
+    with pytest.raises(KeyError, match="no region 'copy'; its regions: 'main loop', 'scores', 'update of O'"):
+        region_text(KERNEL, "copy")
+    with pytest.raises(KeyError, match="its regions: none"):
+        region_text("x\n", "copy")
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.rglob("*.cu*")), ids=lambda p: p.name)
+def test_the_regions_of_every_source_of_the_series(path):
+    text = path.read_text(encoding="utf-8")
+    for name in regions(text):
+        assert region_text(text, name).strip()
+
+
+def test_a_region_is_replaced_with_what_is_inside_it():
+    text, where = replace(KERNEL, "main loop", "\nwork();\nmore();\n")
+    assert text == '#include "simt.h"\n// region: main loop\nwork();\nmore();\n// endregion\n' and where == Region(3, 4)
+    text, where = replace(KERNEL, "scores", "    s = 0;")
+    assert where == Region(5, 5) and text.splitlines()[4] == "    s = 0;" and regions(text) == regions(KERNEL)
+    assert replace(KERNEL, "scores", region_text(KERNEL, "scores"))[0] == KERNEL
+
+
+def test_what_cannot_be_replaced():
+    with pytest.raises(KeyError, match="no region 'copy'; its regions: 'main loop'"):
+        replace(KERNEL, "copy", "x")
+    with pytest.raises(ValueError, match="nothing to put in the place of the region 'scores'"):
+        replace(KERNEL, "scores", "\n")

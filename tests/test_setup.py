@@ -1,0 +1,540 @@
+"""The set-up: what it says when something is missing, what it never touches, and that it survives being cut short."""
+
+import importlib.util
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCE = (ROOT / "tools" / "bootstrap.py").read_text()
+VERSION = "{}.{}".format(*sys.version_info[:2])
+
+spec = importlib.util.spec_from_file_location("bootstrap", ROOT / "tools" / "bootstrap.py")
+bootstrap = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(bootstrap)
+
+# ---- finding a Python, in plain sh
+
+
+def tool_box(folder, *names):
+    """A PATH with sh's own tools and nothing else, but for `names`."""
+    folder.mkdir(exist_ok=True)
+    for name in ("sh", "dirname", "uname", "env", *names):
+        (folder / name).symlink_to(shutil.which(name))
+    return folder
+
+
+def fake_python(path, version, says="chosen"):
+    """Answers the question for its version, and otherwise says that it was chosen, and what for."""
+    path.write_text(f'#!/bin/sh\nif [ "$1" = -c ]; then echo {version}; else echo {says} {version} "$@"; fi\n')
+    path.chmod(0o755)
+
+
+def find(path, root=ROOT, **variables):
+    return subprocess.run(
+        ["/bin/sh", str(root / "tools" / "bootstrap.sh"), "setup"],
+        capture_output=True, text=True, env={"PATH": str(path), "VENV": "no-such-environment", **variables},
+    )  # fmt: skip
+
+
+def one_sentence(done):
+    """The one line that a set-up that cannot go on says."""
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("stopped: ")
+    assert line.endswith(".")
+    assert "Traceback" not in done.stderr
+    return line
+
+
+def test_no_python_at_all(tmp_path):
+    assert "there is no python3 on this machine: install" in one_sentence(find(tool_box(tmp_path / "bin")))
+
+
+def test_no_python_where_apt_is(tmp_path):
+    path = tool_box(tmp_path / "bin")
+    fake_python(path / "apt-get", "")
+    assert "apt install python3 python3-venv" in one_sentence(find(path))
+
+
+@pytest.mark.parametrize("version", ["3.8", "3.9", "3.15", "2.7"])
+def test_no_python_that_is_suitable(tmp_path, version):
+    path = tool_box(tmp_path / "bin")
+    fake_python(path / "python3", version)
+    assert f"this machine has Python {version}, and the course needs 3.10 to 3.14" in one_sentence(find(path))
+
+
+@pytest.mark.parametrize("others, chosen", [(["3.10", "3.12"], "3.12"), (["3.10", "3.15"], "3.10"), (["3.14"], "3.14")])
+def test_the_newest_suitable_python_is_taken_when_python3_is_not(tmp_path, others, chosen):
+    path = tool_box(tmp_path / "bin")
+    fake_python(path / "python3", "3.8")
+    for version in others:
+        fake_python(path / f"python{version}", version)
+    done = find(path)
+    assert done.stdout.startswith(f"chosen {chosen} ")
+    assert done.stdout.rstrip().endswith("tools/bootstrap.py setup")
+
+
+def test_python3_is_taken_when_it_is_suitable(tmp_path):
+    path = tool_box(tmp_path / "bin")
+    fake_python(path / "python3", "3.11")
+    fake_python(path / "python3.13", "3.13")
+    assert find(path).stdout.startswith("chosen 3.11 ")
+
+
+def test_a_python_that_does_not_run_is_passed_over(tmp_path):
+    path = tool_box(tmp_path / "bin")
+    (path / "python3").write_text("#!/bin/sh\necho 'python3: command not found' >&2\nexit 127\n")
+    (path / "python3").chmod(0o755)
+    fake_python(path / "python3.12", "3.12")
+    assert find(path).stdout.startswith("chosen 3.12 ")
+
+
+def test_python_by_name(tmp_path):
+    path = tool_box(tmp_path / "bin")
+    fake_python(path / "python3", "3.11")
+    other = tmp_path / "my python"
+    fake_python(other, "3.12")
+    assert find(path, PYTHON=str(other)).stdout.startswith("chosen 3.12 ")
+    fake_python(other, "3.9")
+    assert "is Python 3.9, and the course needs 3.10 to 3.14" in one_sentence(find(path, PYTHON=str(other)))
+    assert "is not a Python 3 that runs" in one_sentence(find(path, PYTHON="no-such-python"))
+
+
+def test_an_environment_made_earlier_is_enough(tmp_path):
+    path = tool_box(tmp_path / "bin")
+    (tmp_path / "made" / "bin").mkdir(parents=True)
+    fake_python(tmp_path / "made" / "bin" / "python", "3.12")
+    assert find(path, VENV=str(tmp_path / "made")).stdout.startswith("chosen 3.12 ")
+
+
+def test_a_path_with_spaces(tmp_path):
+    root = tmp_path / "my course"
+    shutil.copytree(ROOT / "tools", root / "tools")
+    path = tool_box(tmp_path / "bin")
+    fake_python(path / "python3", "3.11")
+    assert find(path, root).stdout == f"chosen 3.11 {root}/tools/bootstrap.py setup\n"
+
+
+def test_another_system(tmp_path):
+    path = tool_box(tmp_path / "bin")
+    (path / "uname").unlink()
+    (path / "uname").write_text("#!/bin/sh\necho Darwin\n")
+    (path / "uname").chmod(0o755)
+    assert "the course runs on Linux" in one_sentence(find(path))
+
+
+# ---- what a machine lacks, and why pip failed
+
+
+def test_no_compiler(tmp_path):
+    done = subprocess.run(
+        [sys.executable, ROOT / "tools" / "bootstrap.py"], capture_output=True, text=True,
+        env={"PATH": str(tool_box(tmp_path / "bin")), "VENV": str(tmp_path / "venv")},
+    )  # fmt: skip
+    assert "there is no C++ compiler (g++ or clang++): install one" in one_sentence(done)
+    assert not (tmp_path / "venv").exists()
+
+
+def test_no_venv_module_and_no_disk_space(monkeypatch):
+    assert bootstrap.missing() == []
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "ensurepip" else real(name))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100e9, 99e9, 1e9))
+    venv, disk = bootstrap.missing()
+    assert venv.startswith(f"python{VERSION} cannot make virtual environments: install")
+    assert disk.startswith("only 1.0 GB are free") and disk.endswith(".")
+
+
+@pytest.mark.parametrize(
+    "log, words",
+    [
+        ("ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device", "the disk is full"),
+        ("WARNING: Retrying ... NewConnectionError(': Failed to establish a new connection: [Errno 111]')", "reached"),
+        ("socket.gaierror: [Errno -3] Temporary failure in name resolution", "cannot be reached"),
+        ("Max retries exceeded ... SSLError(SSLCertVerificationError(1, 'CERTIFICATE_VERIFY_FAILED'))", "certificate"),
+        ("ERROR: No matching distribution found for torch==2.13.0", "found for torch==2.13.0."),
+        ("ERROR: No matching distribution found for setuptools>=77", "cannot be reached"),
+        ("ModuleNotFoundError: No module named 'triton'\n", "No module named 'triton'."),
+        ("ERROR: something else happened\n", "something else happened."),
+        ("", "pip does not say why."),
+        ("error: Failed to fetch: `https://pypi.org/simple/`\n  Caused by: dns error", "cannot be reached"),
+        ("  × No solution found:\n  ╰─▶ Because there is no version of torch==9", "there is no version of torch==9."),
+        ("error: failed to copy file: No space left on device (os error 28)", "the disk is full"),
+        ("  Caused by: invalid peer certificate: UnknownIssuer", "certificate was refused"),
+    ],
+)  # fmt: skip
+def test_why_pip_or_uv_failed_in_one_sentence(log, words):
+    said = bootstrap.explain(log)
+    assert words in said
+    assert said.endswith((".", ")")) and ".." not in said
+    assert "\n" not in said
+
+
+# ---- a small course whose set-up takes a third of a second
+
+
+FAKE_PIP = """
+import pathlib, sys, sysconfig, time
+root = pathlib.Path(sys.argv[-1])
+with open(root / "pip-was-run", "a") as file:
+    file.write(sys.prefix + "\\n")
+assert sys.prefix != sys.base_prefix, "this is the base's Python"
+print("Installing collected packages: pieces", flush=True)
+for i in range(10):
+    piece = pathlib.Path(sysconfig.get_path("purelib"), f"piece{i}")
+    if not piece.exists():  # pip believes what it finds, were it half copied
+        piece.write_text("half")
+        time.sleep(float((root / "seconds").read_text()))
+        piece.write_text("whole")
+if (root / "offline").exists():
+    sys.exit("ERROR: socket.gaierror: Temporary failure in name resolution")
+"""
+
+
+class Course:
+    """A folder with the real tools/, but a pip that copies ten files, slowly."""
+
+    def __init__(self, root, seconds=0.01):
+        self.root, self.venv = root, root / ".venv"
+        shutil.copytree(ROOT / "tools", root / "tools")
+        text = SOURCE
+        for name, value in {
+            "MAKE_VENV": ["-m", "venv", "--without-pip", "--clear"],
+            "PIP": [str(root / "pip.py")],
+            "PROBE": ["-c", "pass"],
+        }.items():
+            text, count = re.subn(rf"^{name} = .*$", f"{name} = {value}", text, flags=re.M)
+            assert count == 1
+        (root / "tools" / "bootstrap.py").write_text(text)
+        (root / "pip.py").write_text(FAKE_PIP)
+        (root / "seconds").write_text(str(seconds))
+        (root / "pyproject.toml").write_text("[project]\n")
+        (root / "hello.py").write_text("import sys; print('hello from', sys.prefix)")
+
+    def start(self, *arguments, **variables):
+        environment = {k: v for k, v in os.environ.items() if k not in ("PYTHON", "VENV", "PYTHONPATH")}
+        environment["PATH"] = os.pathsep.join(
+            place for place in environment["PATH"].split(os.pathsep) if not Path(place, "uv").exists()
+        )
+        return subprocess.Popen(
+            [sys.executable, str(self.root / "tools" / "bootstrap.py"), *arguments], cwd=self.root,
+            env={**environment, **variables}, start_new_session=True, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+
+    def run(self, *arguments, **variables):
+        process = self.start(*arguments, **variables)
+        process.stdout, process.stderr = map(str, process.communicate(timeout=60))
+        return process
+
+    def pip_runs(self):
+        file = self.root / "pip-was-run"
+        return file.read_text().splitlines() if file.exists() else []
+
+    def assert_right(self):
+        (purelib,) = self.venv.glob("lib/python*/site-packages")
+        assert [(purelib / f"piece{i}").read_text() for i in range(10)] == ["whole"] * 10
+        assert set(self.pip_runs()) == {str(self.venv.resolve())}
+        assert not list((self.root / ".flashlab").glob("setup-*.json"))
+
+
+@pytest.fixture
+def course(tmp_path):
+    return Course(tmp_path / "my course")
+
+
+def refused(done, words):
+    assert words in one_sentence(done)
+
+
+def test_a_set_up_and_what_it_runs(course):
+    done = course.run("hello.py")
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.splitlines()
+    assert first == f"making {course.venv}: there is none yet"
+    assert second == f"hello from {course.venv}"
+    course.assert_right()
+
+
+def test_what_is_ready_starts_at_once_and_without_pip(course):
+    course.run()
+    begun = time.monotonic()
+    done = course.run("hello.py")
+    assert time.monotonic() - begun < 2
+    assert done.stdout == f"hello from {course.venv}\n"
+    assert len(course.pip_runs()) == 1
+    assert course.run("setup").stdout == f"ready: {course.venv}/bin/python\n"
+
+
+@pytest.mark.slow
+def test_cut_short_at_twenty_moments_and_resumed(tmp_path):
+    whole = time.monotonic()
+    assert Course(tmp_path / "whole").run().returncode == 0
+    whole = time.monotonic() - whole
+    moments = random.Random(20)
+    for number in range(20):
+        course = Course(tmp_path / str(number), seconds=0.005)
+        for _ in range(1 + number % 2):  # every other one is resumed twice
+            process = course.start()
+            time.sleep(moments.uniform(0, whole))
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+        done = course.run()
+        assert done.returncode == 0, done.stderr
+        assert "ready: " in done.stdout
+        course.assert_right()
+
+
+def test_what_outlives_an_interrupt_is_waited_for(course):
+    (course.root / "seconds").write_text("0.1")
+    process = course.start()
+    while not list(course.venv.glob("lib/python*/site-packages/piece1")):
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)  # pip goes on, alone
+    process.wait()
+    done = course.run()
+    process.communicate()
+    assert "waiting for another set-up of the same folder" in done.stdout
+    assert "an earlier set-up was cut short" in done.stdout
+    course.assert_right()
+
+
+def test_two_at_once_wait_for_each_other(course):
+    both = [course.start("hello.py") for _ in range(2)]
+    said = [process.communicate(timeout=60)[0] for process in both]
+    assert [process.returncode for process in both] == [0, 0]
+    assert all(text.endswith(f"hello from {course.venv}\n") for text in said)
+    assert sum("waiting for another set-up" in text for text in said) == 1
+    assert len(course.pip_runs()) == 1
+    course.assert_right()
+
+
+# ---- what is never touched
+
+
+def contents(folder):
+    return {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*")}
+
+
+@pytest.mark.parametrize("how", ["absolute", "relative", "a link"])
+def test_a_folder_with_something_in_it_is_left_alone(course, tmp_path, how):
+    mine = tmp_path / "envs"
+    (mine / "bin").mkdir(parents=True)
+    (mine / "bin" / "thesis.tex").write_text("ten years of work")
+    (tmp_path / "link").symlink_to(mine)
+    place = {"absolute": str(mine), "relative": "../envs", "a link": str(tmp_path / "link")}[how]
+    before = contents(mine)
+    for _ in range(2):
+        done = course.run("setup", VENV=place)
+        refused(done, f"{mine} was not made by this set-up: move it away, or say VENV=/another")
+    assert contents(mine) == before
+    assert course.pip_runs() == []
+
+
+def test_an_environment_made_by_hand_is_left_alone(course):
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", course.venv], check=True)
+    before = contents(course.venv)
+    refused(course.run(), "was not made by this set-up")
+    assert contents(course.venv) == before
+
+
+def test_a_file_is_left_alone(course):
+    course.venv.write_text("a file")
+    assert course.run().returncode == 1
+    assert course.venv.read_text() == "a file"
+
+
+def test_an_empty_folder_is_taken(course):
+    course.venv.mkdir()
+    assert course.run().returncode == 0
+    course.assert_right()
+
+
+def cut_short(course):
+    (course.root / "offline").touch()
+    refused_because = course.run()
+    assert refused_because.returncode == 1
+    (course.root / "offline").unlink()
+
+
+def test_a_mark_is_of_one_folder_only(course):
+    cut_short(course)
+    shutil.rmtree(course.venv)
+    course.venv.mkdir()
+    (course.venv / "thesis.tex").write_text("ten years of work")  # be it with the same inode number
+    refused(course.run(), "was not made by this set-up")
+    assert contents(course.venv) == {"thesis.tex": 17}
+
+
+def test_without_its_pyvenv_cfg_nothing_goes_into_the_base(course):
+    course.run()
+    (course.venv / "pyvenv.cfg").unlink()  # from here on bin/python is the base's
+    done = course.run()
+    assert "its Python does not run" in done.stdout
+    course.assert_right()
+
+
+# ---- repairs
+
+
+def test_offline_is_one_sentence_and_the_next_run_begins_afresh(course):
+    (course.root / "offline").touch()
+    done = course.run()
+    assert done.returncode == 1
+    sentence, log = done.stderr.splitlines()
+    assert sentence.startswith("stopped: the package index cannot be reached")
+    assert str(course.root / ".flashlab" / "setup.log") in log
+    (course.root / "offline").unlink()
+    assert "an earlier set-up was cut short" in course.run().stdout
+    course.assert_right()
+
+
+def test_new_pins_are_installed_over_the_old(course):
+    course.run()
+    (course.root / "pyproject.toml").write_text('[project]\ndependencies = ["torch==9"]\n')
+    (course.venv / "mine").touch()
+    assert course.run("hello.py").stdout.startswith(f"bringing {course.venv} up to date")
+    assert len(course.pip_runs()) == 2 and (course.venv / "mine").exists()
+
+
+def test_new_pins_that_cannot_be_fetched_leave_what_was_there(course):
+    course.run()
+    old = (course.root / "pyproject.toml").read_text()
+    (course.root / "pyproject.toml").write_text('[project]\ndependencies = ["torch==9"]\n')
+    (course.root / "pip.py").write_text("raise SystemExit('ERROR: No matching distribution found for torch==9')")
+    done = course.run()
+    assert done.returncode == 1 and "No matching distribution found for torch==9." in done.stderr
+    (course.root / "pyproject.toml").write_text(old)
+    assert course.run("hello.py").stdout == f"hello from {course.venv}\n"
+
+
+def test_new_pins_that_were_cut_short_are_made_afresh(course):
+    course.run()
+    (course.root / "pyproject.toml").write_text('[project]\ndependencies = ["torch==9"]\n')
+    cut_short(course)
+    assert "an earlier set-up was cut short" in course.run().stdout
+    course.assert_right()
+
+
+def test_a_course_that_was_moved_is_set_up_again(course, tmp_path):
+    course.run()
+    course.root.rename(tmp_path / "elsewhere")
+    course.root, course.venv = tmp_path / "elsewhere", tmp_path / "elsewhere" / ".venv"
+    text = (course.root / "tools" / "bootstrap.py").read_text()
+    (course.root / "tools" / "bootstrap.py").write_text(text.replace("my course", "elsewhere"))
+    (course.root / "pip-was-run").unlink()
+    assert "it was moved or copied" in course.run().stdout
+    course.assert_right()
+
+
+def test_a_python_by_name_that_is_another_one(course, monkeypatch):
+    course.run()
+    stamp = course.venv / "flashlab-ready.json"
+    assert course.run("hello.py", PYTHON=sys.executable).stdout == f"hello from {course.venv}\n"
+    stamp.write_text(json.dumps({**json.loads(stamp.read_text()), "python": "3.9"}))
+    monkeypatch.setattr(bootstrap, "ROOT", course.root)
+    monkeypatch.setattr(bootstrap, "ASKED", "3.9")
+    assert f"it is of Python {VERSION}" in bootstrap.Environment(course.venv).why_afresh()
+
+
+@pytest.mark.parametrize("text", ['{"pyproject": ', "[]", "7", ""])
+def test_a_damaged_stamp_is_no_stamp(course, text):
+    course.run()
+    (course.venv / "flashlab-ready.json").write_text(text)
+    assert course.run("hello.py").returncode == 0
+    assert len(course.pip_runs()) == 2
+
+
+def test_a_folder_that_cannot_be_written_is_one_sentence(course):
+    done = course.run(VENV="/proc/flashlab")
+    assert done.returncode == 1
+    assert done.stderr.startswith("stopped: ") and "Traceback" not in done.stderr
+
+
+def test_the_doctor_needs_no_set_up(course):
+    (course.root / "doctor.py").write_text("import sys; print('seen by', sys.prefix)")
+    assert course.run("doctor.py").stdout == f"seen by {sys.prefix}\n"
+    course.run()
+    assert course.run("doctor.py").stdout == f"seen by {course.venv}\n"
+
+
+def test_no_environment_at_all(course):
+    assert course.run("hello.py", VENV="none").stdout == f"hello from {sys.prefix}\n"
+    assert not course.venv.exists()
+
+
+def test_what_leads_astray_stays_out(course):
+    (course.root / "hello.py").write_text("import json, os; print(json.dumps(dict(os.environ)))")
+    done = course.run("hello.py", PYTHONPATH="/somewhere", PIP_TARGET="/somewhere", PIP_USER="1")
+    variables = json.loads(done.stdout.splitlines()[-1])
+    assert not {"PYTHONPATH", "PIP_TARGET"} & set(variables)
+    assert variables["PIP_USER"] == "0" and variables["PIP_REQUIRE_VIRTUALENV"] == "1"
+    assert variables["VIRTUAL_ENV"] == str(course.venv)
+    assert variables["PATH"].startswith(f"{course.venv}/bin:")
+
+
+# ---- uv
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """An environment whose Python is this one, and a uv on the PATH."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "uv").write_text("#!/bin/sh\n")
+    (tmp_path / "bin" / "uv").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    environment = bootstrap.Environment(tmp_path)
+    environment.python = Path(sys.executable)
+    keep = {"PATH": str(tmp_path / "bin"), "HOME": str(tmp_path), "PIP_CONFIG_FILE": str(tmp_path / "pip.conf")}
+    monkeypatch.setattr(bootstrap, "VARIABLES", keep)
+    return environment
+
+
+def test_uv_is_told_what_pip_is_told(here, tmp_path):
+    (tmp_path / "pip.conf").write_text(
+        "[global]\nindex-url = https://a/simple\nextra-index-url = https://b/simple\n  https://c/simple\n"
+    )
+    bootstrap.VARIABLES.update(PIP_INDEX_URL="https://d/simple", PIP_FIND_LINKS="/wheels")
+    words = [str(word) for word in here.uv()]
+    assert words[:5] == [str(tmp_path / "bin" / "uv"), "pip", "install", "--python", sys.executable]
+    pairs = list(zip(words, words[1:], strict=False))
+    assert ("--default-index", "https://d/simple") in pairs  # the variable wins over the file
+    assert ("--index", "https://b/simple") in pairs and ("--index", "https://c/simple") in pairs
+    assert ("-f", "/wheels") in pairs
+
+
+def test_pip_it_is_without_uv_or_without_an_index(here, monkeypatch):
+    bootstrap.VARIABLES.update(PIP_NO_INDEX="1")
+    assert here.uv() == []
+    bootstrap.VARIABLES.pop("PIP_NO_INDEX")
+    assert here.uv() != []
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert here.uv() == []
+
+
+# ---- with the real pip
+
+
+@pytest.mark.slow
+def test_no_network(tmp_path):
+    shutil.copytree(ROOT / "tools", tmp_path / "tools")
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    nowhere = {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_CONFIG_FILE": os.devnull, "PIP_RETRIES": "1"}
+    environment = {"PATH": os.defpath, "HOME": str(tmp_path), **nowhere}
+    done = subprocess.run(
+        [sys.executable, tmp_path / "tools" / "bootstrap.py"], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("stopped: the package index cannot be reached")
+    assert "127.0.0.1" in (tmp_path / ".flashlab" / "setup.log").read_text()
+    assert not (tmp_path / ".venv" / "flashlab-ready.json").exists()
