@@ -67,8 +67,10 @@ class Compiler:
     def language(self) -> tuple[str, ...]:
         # -ffp-contract=off: the same sums on every machine. -fno-gnu-unique: or a library could never be
         # unloaded, and two builds of a template kernel would share its arrays. Fortified functions would
-        # bypass our printf.
-        common = ("-fPIC", "-fno-strict-aliasing", "-ffp-contract=off", "-U_FORTIFY_SOURCE")
+        # bypass our printf. -fno-semantic-interposition: or g++ would inline no function that others could replace.
+        common = (
+            "-fPIC", "-fno-semantic-interposition", "-fno-strict-aliasing", "-ffp-contract=off", "-U_FORTIFY_SOURCE",
+        )  # fmt: skip
         return (
             common
             + self.target
@@ -120,13 +122,13 @@ class Compiler:
         # be one instruction, as in the GPU's code. A float4 must stay one access of 16 bytes.
         if self.clang:
             return (
-                "-O1", "-fsanitize=thread,array-bounds", "-fno-vectorize", "-fno-slp-vectorize",
+                "-O1", "-fsanitize=thread,array-bounds,alignment", "-fno-vectorize", "-fno-slp-vectorize",
                 "-mllvm", "-tsan-instrument-func-entry-exit=0",
                 "-mllvm", "-tsan-instrument-read-before-write=1", "-mllvm", "-tsan-distinguish-volatile=1",
                 "-fdata-sections",
             )  # fmt: skip
         return (
-            "-O1", "-fsanitize=thread", "-fsanitize=bounds", "--param", "tsan-instrument-func-entry-exit=0",
+            "-O1", "-fsanitize=thread,bounds,alignment", "--param", "tsan-instrument-func-entry-exit=0",
             *(("--param", "tsan-distinguish-volatile=1") if self.major >= 11 else ()),
             "-fno-tree-sra", "-fno-store-merging", "-fno-tree-vectorize", "-fno-tree-slp-vectorize",
             "-fno-hoist-adjacent-loads", "-fdata-sections",

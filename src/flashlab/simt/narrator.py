@@ -150,10 +150,15 @@ class Narrator:
         races = {self._lines(f) for f in found if f.kind in ("race", "global-race") and f.severity == "error"}
         found = [f for f in found if f.severity == "error" or self._lines(f) not in races]
         between_blocks = {self._lines(f) for f in found if f.other_block is not None}
-        return [
+        found = [
             f for f in found
             if f.kind != "global-race" or f.other_block is not None or self._lines(f) not in between_blocks
         ]  # fmt: skip
+        # Who reads too early finds nothing there: that is told after the race that it is a part of.
+        in_a_race = set().union(*races, *late)
+        return sorted(
+            found, key=lambda f: f.kind in ("uninitialised-shared", "uninitialised-global") and f.line in in_a_race
+        )
 
     @staticmethod
     def _lines(finding: Finding) -> frozenset:

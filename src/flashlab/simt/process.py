@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -197,14 +198,14 @@ class Process:
         return Gone(self._popen.returncode, self._texts[self._err].decode(errors="replace").strip())
 
     # ---- a call ----------------------------------------------------------------------------------
-    def call(self, request: str, file: int, timeout: float, progress=None) -> Reply:
+    def call(self, request: str, file: int, watch: Callable[[float], float]) -> Reply:
         """Runs an entry.
 
         Args:
             request: as serve.cpp reads it.
             file: descriptor of the shared memory.
-            timeout: seconds after which the call is cancelled.
-            progress: called about twice a second with the seconds that have gone by.
+            watch: called twice a second and more with the seconds that have gone by; returns after how many of them
+                the call is to be cancelled.
 
         Returns:
             the reply; where it is cancelled by an exception of this thread (Ctrl-C), with that as ``interrupt``.
@@ -219,12 +220,13 @@ class Process:
         try:
             try:
                 self._send(request.encode(), file)
-                while not frames.keys() & {"ending", "refused"} and time.monotonic() < begin + timeout:
-                    self._wait(min(begin + timeout, time.monotonic() + 0.5), {"ending", "refused"}, frames)
-                    if progress is not None:
-                        progress(time.monotonic() - begin)
-                if not frames:
-                    cancelled = 1
+                while not frames.keys() & {"ending", "refused"}:
+                    now = time.monotonic()
+                    limit = begin + watch(now - begin)
+                    if now >= limit:
+                        cancelled = 1
+                        break
+                    self._wait(min(limit, now + 0.5), {"ending", "refused"}, frames)
             except KeyboardInterrupt as error:
                 cancelled, interrupt = 2, error
             if cancelled:

@@ -31,7 +31,8 @@ from flashlab.simt.process import Reply
 from flashlab.simt.report import Report
 from flashlab.simt.source import C_TYPES, DTYPES, Entry, Parameter, to_number
 
-TIMEOUT = 10.0  # seconds
+PATIENCE = 10.0  # seconds in which a block has to end, where the caller sets no limit
+LONGEST = 600.0  # and what the whole call may take then
 MAX_TIMEOUT = 86400
 MAX_SHARED = 227 * 1024  # machine.h
 ERROR_NAMES = {
@@ -112,7 +113,7 @@ class Module:
         entry: str,
         *args: object,
         threads: int | None = None,
-        timeout: float = TIMEOUT,
+        timeout: float | None = None,
         shared_limit: int = 227 * 1024,
         capability: int = 90,
         multiprocessors: int = 132,
@@ -130,7 +131,8 @@ class Module:
                 entry); for the rest numbers.
             threads: OS threads that run blocks; all the machine has by default. Results and counts do not depend
                 on it.
-            timeout: seconds after which the launch is given up. After two of them a line on stderr says how far it is.
+            timeout: seconds after which the call is given up. Without it that is after 10 s in which no block has
+                ended, and after 10 minutes. After 2 s a line on stderr says how far it is.
             shared_limit: bytes of dynamic shared memory that a block may ask for (227 KB: H100, H200; 99 KB:
                 RTX 30, 40, 50).
             capability: compute capability that cudaDeviceGetAttribute reports, times 10.
@@ -158,8 +160,9 @@ class Module:
             _within("capability", capability, 10, 1000),
             int(self.build.check),
         )
-        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout <= MAX_TIMEOUT:
-            raise ValueError(f"timeout is {timeout!r}; it is a number of seconds above 0, up to {MAX_TIMEOUT}")
+        if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int | float)
+                                    or not 0 < timeout <= MAX_TIMEOUT):  # fmt: skip
+            raise ValueError(f"timeout is {timeout!r}; it is a number of seconds above 0, up to {MAX_TIMEOUT}, or None")
         empty = _numbers_of(signature, unwritten)
         views: dict[int, View] = {}
         for number, (p, arg) in enumerate(zip(signature.parameters, args, strict=True)):
@@ -192,7 +195,8 @@ class Module:
                     )
                     buffers[number] = (p.name, v.bytes, v.shape, v.itemsize)
             begin = time.perf_counter()
-            reply = process.call("\n".join(request), memory.file, timeout, _Progress(entry, memory, timeout))
+            watch = _Watch(entry, memory, timeout)
+            reply = process.call("\n".join(request), memory.file, watch)
             seconds = time.perf_counter() - begin
             if echo:
                 print(reply.printed, end="")
@@ -202,7 +206,7 @@ class Module:
             returned = _value(signature.returns, reply.returned)
             narrator = Narrator(self.build, buffers)
             report = narrator.report(reply.records, reply.findings, reply.printed, seconds, returned)
-            _raise_if_failed(report, signature, reply, narrator, timeout)
+            _raise_if_failed(report, signature, reply, narrator, watch.limit)
             for number, v in views.items():
                 if not signature.parameters[number].const:
                     memory.copy_back(v)
@@ -220,21 +224,33 @@ class Module:
         return signature
 
 
-class _Progress:
-    """After two seconds, and then now and again, says on stderr how far a call is."""
+class _Watch:
+    """Says when a call is to be given up, and, after two seconds and then now and again, on stderr how far it is.
 
-    def __init__(self, entry: str, memory: GlobalMemory, timeout: float):
+    Attributes:
+        limit: seconds after its begin at which it is given up.
+    """
+
+    def __init__(self, entry: str, memory: GlobalMemory, timeout: float | None):
         self.entry, self.memory, self.timeout = entry, memory, timeout
-        self.next = 2.0
+        self.limit = timeout or PATIENCE
+        self._last = (0, 0)
+        self._next = 2.0
 
-    def __call__(self, seconds: float) -> None:
-        if seconds < self.next or seconds >= self.timeout:
-            return
-        self.next = max(10.0, 2 * self.next)
+    def __call__(self, seconds: float) -> float:
         launches, blocks, done, kernel = self.memory.progress
-        where = f"{kernel} has run {done} of its {blocks} blocks" if launches else "no kernel has been launched yet"
-        limit = f"it is given up after {self.timeout:g} s (timeout=...)"
-        print(f"{self.entry}: {seconds:.0f} s so far, {where}; {limit}", file=sys.stderr, flush=True)
+        if self.timeout is None and (launches, done) != self._last:
+            self._last = (launches, done)
+            self.limit = min(seconds + PATIENCE, LONGEST)
+        if self._next <= seconds < self.limit:
+            self._next = max(10.0, 2 * self._next)
+            where = f"{kernel} has run {done} of its {blocks} blocks" if launches else "no kernel has been launched yet"
+            rule = f"{self.timeout:g} s" if self.timeout else f"{PATIENCE:g} s in which no block ends"
+            print(
+                f"{self.entry}: {seconds:.0f} s so far, {where}; it is given up after {rule} (timeout=...)",
+                file=sys.stderr, flush=True,
+            )  # fmt: skip
+        return self.limit
 
 
 def _holds_nothing(array: Any) -> bool:
@@ -316,12 +332,12 @@ def _value(kind: str, word: int) -> int | float | None:
     return c_type.from_buffer_copy(raw).value
 
 
-def _raise_if_failed(report: Report, entry: Entry, reply: Reply, narrator: Narrator, timeout: float) -> None:
+def _raise_if_failed(report: Report, entry: Entry, reply: Reply, narrator: Narrator, seconds: float) -> None:
     fatal = next((f for f in report.findings if f.fatal), None)
     code = int(report.returned or 0) if entry.returns in ("int", "cudaError_t") else 0
     if fatal is None and (reply.error or code):
         fatal = next((f for f in report.findings if f.kind in _ERRORS), None)
-    host = narrator.host_sentence(entry.name, reply, timeout)
+    host = narrator.host_sentence(entry.name, reply, seconds)
     if fatal is not None:
         after = f"; after that, {host}" if host and reply.ending.kind != "stuck" else ""
         raise _ERRORS.get(fatal.kind, SimtError)(f"{fatal}{after}", report)

@@ -57,7 +57,7 @@ void* simt_shared_pointer(uint32_t address) {
 }
 
 // ---- atomics ------------------------------------------------------------------------------------
-void simt_atomic_check(const void* p, int bytes) {
+void simt_atomic_check(const void* p, int bytes, int needed) {
     Lane* me = current_lane();
     if (!me) return;
     Inside inside(me, CALLER);
@@ -72,14 +72,14 @@ void simt_atomic_check(const void* p, int bytes) {
         const uint64_t address = a - worker->window.base;
         const int site = worker->sites->find(me->pc, SHARED_ATOMIC);
         if (!worker->shadow->in_bounds(me, address, bytes, "atomic")) end_launch(me, cudaErrorIllegalAddress);
-        if (me->block->launch->checked) worker->shadow->touch(me, address, bytes, ATOMIC, site, "atomic", nullptr);
+        if (me->block->launch->checked) worker->shadow->touch(me, address, bytes, needed ? ATOMIC : EXCHANGE, site, "atomic", nullptr);
         count_access(me, site, address, bytes);
     } else {
         const int site = worker->sites->find(me->pc, GLOBAL_ATOMIC);
         const bool counted = check_global(me, a, bytes, true, "atomic");
         if (me->block->launch->checked) {
             Conflict none;
-            global_shadow.touch(me, a, bytes, ATOMIC, 0, "atomic", none);
+            global_shadow.touch(me, a, bytes, needed ? ATOMIC : EXCHANGE, 0, "atomic", none);
             meet(me, a, true, true);
         }
         if (counted) count_access(me, site, a, bytes);

@@ -71,12 +71,12 @@ bool GlobalShadow::touch(Lane* lane, uintptr_t address, int bytes, Access access
     });
     if (region == regions.end()) return false;
     const uint32_t block = (uint32_t)lane->block->number;
-    const bool writes = access != READ;
+    const bool writes = access != READ, reads = access == READ || access == ATOMIC;
     bool filed = false, pending = false;  // one finding an access: the next bytes say the same
     GlobalStamp now;
     now.block = block, now.pc = (uint32_t)(lane->pc - module_base);
     now.time = lane->warp->time, now.thread = (uint32_t)lane->id;
-    now.atomic = access == ATOMIC, now.execution = (uint8_t)execution;
+    now.atomic = is_atomic(access), now.execution = (uint8_t)execution;
     now.published = lane->block->published;
 
     auto conflicts = [&](const GlobalStamp& s, bool wrote) {
@@ -127,7 +127,7 @@ bool GlobalShadow::touch(Lane* lane, uintptr_t address, int bytes, Access access
         if (writes)
             for (const GlobalStamp& r : cell.read)
                 if (r.block == block && meets(r) && !same_block_ordered(r, lane)) conflicts(r, false);
-        if (!writes && region->empty && (cell.full & mine) != mine && !filed) {
+        if (reads && region->empty && (cell.full & mine) != mine && !filed) {
             Finding f{"uninitialised-global", how};
             f.value[0] = region->argument, f.value[1] = bytes, f.value[2] = (int64_t)(address - region->low);
             file(lane, f);
@@ -143,7 +143,10 @@ bool GlobalShadow::touch(Lane* lane, uintptr_t address, int bytes, Access access
             else if (s->block == block) s->bytes |= mine;  // of a block its first is kept
         }
         if (writes) {
-            cell.write = now;
+            const GlobalStamp& w = cell.write;  // as in shadow.cpp
+            if (!now.atomic || !w.pc || w.atomic || w.block != block || w.thread != now.thread || w.time != now.time ||
+                (w.bytes & mine) != mine)
+                cell.write = now;
             if (mine == (1 << grain) - 1) cell.read[0] = cell.read[1] = GlobalStamp();
             cell.full |= mine;
             continue;

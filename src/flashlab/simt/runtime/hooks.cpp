@@ -11,6 +11,14 @@ namespace simt {
 
 enum Style : uint8_t { PLAIN, UNALIGNED, VOLATILE, PART };  // PART: of a struct that is copied in one go
 
+static void file_misaligned(Lane* me, uintptr_t a, int bytes, bool write) {
+    const SharedWindow& window = me->block->worker->window;
+    const bool shared = a - window.low < window.high - window.low;
+    Finding f{"misaligned", write ? "store" : "load"};
+    f.text = shared ? "shared" : "global";
+    f.value[0] = shared ? (int64_t)(a - window.base) : (int64_t)(a % 256), f.value[1] = bytes;
+    file_fatal(me, f, cudaErrorMisalignedAddress);
+}
 static void access(Lane* me, uintptr_t a, int bytes, bool write, Style style, uintptr_t pc) {
     Inside inside(me, pc);
     Worker* worker = me->block->worker;
@@ -19,13 +27,7 @@ static void access(Lane* me, uintptr_t a, int bytes, bool write, Style style, ui
         let_others_run(me);
         me->pc = pc;
     }
-    if (style != UNALIGNED && style != PART && a % bytes) {
-        Finding f{"misaligned", how};
-        const bool shared = a - worker->window.low < worker->window.high - worker->window.low;
-        f.text = shared ? "shared" : "global";
-        f.value[0] = shared ? (int64_t)(a - worker->window.base) : (int64_t)(a % 256), f.value[1] = bytes;
-        file_fatal(me, f, cudaErrorMisalignedAddress);
-    }
+    if (style != UNALIGNED && style != PART && a % bytes) file_misaligned(me, a, bytes, write);
     Conflict conflict;
     bool conflicts = false;
     if (a - worker->window.low < worker->window.high - worker->window.low) {
@@ -42,7 +44,7 @@ static void access(Lane* me, uintptr_t a, int bytes, bool write, Style style, ui
         const int site = worker->sites->find(pc, write ? GLOBAL_STORE : GLOBAL_LOAD);
         const bool counted = check_global(me, a, bytes, write, how);
         // A volatile access is one by itself, like an atomic.
-        const Access kind = style == VOLATILE ? ATOMIC : write ? WRITE : READ;
+        const Access kind = style == VOLATILE ? EXCHANGE : write ? WRITE : READ;
         if (write || style != VOLATILE)
             conflicts = global_shadow.touch(me, a, bytes, kind, executions(me, site), how, conflict);
         if (style == VOLATILE) meet(me, a, !write, write);
@@ -199,6 +201,24 @@ void __ubsan_handle_out_of_bounds(UbsanIndex* data, uintptr_t index) {
 void __ubsan_handle_out_of_bounds_abort(UbsanIndex* data, uintptr_t index) {
     index_out_of_bounds(data, index, CALLER);
 }
+
+// -fsanitize=alignment: an access through a pointer that is no multiple of what its type wants. (Where the compiler
+// knows that, an access comes as an unaligned one, as those of memcpy do.)
+struct UbsanMismatch {
+    const char* file;
+    uint32_t line, column;
+    const UbsanType* type;
+    unsigned char log_alignment, kind;  // 0 load, 1 store; then members, references and the like
+};
+static void misaligned(const UbsanMismatch* data, uintptr_t a, uintptr_t pc) {
+    Lane* me = current_lane();
+    const int bytes = 1 << data->log_alignment;
+    if (!me || data->kind > 1 || a % (unsigned)bytes == 0 || a - (uintptr_t)me->stack < STACK) return;
+    Inside inside(me, pc);
+    file_misaligned(me, a, bytes, data->kind == 1);
+}
+void __ubsan_handle_type_mismatch_v1(UbsanMismatch* data, uintptr_t a) { misaligned(data, a, CALLER); }
+void __ubsan_handle_type_mismatch_v1_abort(UbsanMismatch* data, uintptr_t a) { misaligned(data, a, CALLER); }
 }
 
 }  // namespace simt

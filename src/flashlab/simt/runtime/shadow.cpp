@@ -67,10 +67,10 @@ void SharedShadow::land(Lane* lane, uint64_t address, int bytes, int site) {
 bool SharedShadow::touch(Lane* lane, uint64_t address, int bytes, Access access, int site, const char* how,
                          Conflict* conflict) {
     Sites& sites = *lane->block->worker->sites;
-    const bool writes = access != READ;
+    const bool writes = access != READ, reads = access == READ || access == ATOMIC;
     bool filed = false, pending = false;  // one finding an access: the next bytes say the same
     Stamp now{};
-    now.time = lane->warp->time, now.thread = lane->id, now.site = site, now.atomic = access == ATOMIC;
+    now.time = lane->warp->time, now.thread = lane->id, now.site = site, now.atomic = is_atomic(access);
     now.execution = executions(lane, site);
 
     auto file = [&](const char* kind, const Stamp& other, const char* other_how) {
@@ -104,7 +104,10 @@ bool SharedShadow::touch(Lane* lane, uint64_t address, int bytes, Access access,
         for (const Stamp& r : cell.read)
             if ((r.bytes & mine) && !ordered(r, lane))
                 file(access == COPY_ISSUED ? "stage-overwritten" : "race", r, verb(sites, r, false));
-        cell.write = now;
+        // A thread's own store just before its atomic is what the other threads' atomics conflict with.
+        const Stamp& w = cell.write;
+        if (!now.atomic || w.atomic || w.thread != now.thread || w.time != now.time || (w.bytes & mine) != mine)
+            cell.write = now;
         if (mine == 3) cell.read[0].time = cell.read[1].time = 0;
         cell.copying = access == COPY_ISSUED ? (uint16_t)(lane->id + 1) : 0;
         if (access != COPY_ISSUED) cell.full |= mine;
@@ -123,19 +126,16 @@ bool SharedShadow::touch(Lane* lane, uint64_t address, int bytes, Access access,
         before = cell;
         now.bytes = whole = mine;
         if (cell.copying) file(writes ? "stage-overwritten" : "read-before-wait", cell.write, "cp.async");
-        else if ((cell.write.bytes & mine) && !(access == ATOMIC && cell.write.atomic) && !ordered(cell.write, lane))
+        else if ((cell.write.bytes & mine) && !(now.atomic && cell.write.atomic) && !ordered(cell.write, lane))
             file("race", cell.write, verb(sites, cell.write, true));
-        if (writes) {
-            write(cell, mine);
-        } else {
-            if ((cell.full & mine) != mine && !filed && !cell.copying) {
-                Finding f{"uninitialised-shared", how};
-                f.value[0] = (int64_t)address, f.value[1] = bytes;
-                simt::file(lane, f);
-                filed = true;
-            }
-            read(cell);
+        if (reads && (cell.full & mine) != mine && !filed && !cell.copying) {
+            Finding f{"uninitialised-shared", how};
+            f.value[0] = (int64_t)address, f.value[1] = bytes;
+            simt::file(lane, f);
+            filed = true;
         }
+        if (writes) write(cell, mine);
+        else read(cell);
         after = cell;
     }
     return pending;

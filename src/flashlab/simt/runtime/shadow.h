@@ -26,7 +26,8 @@ struct Cell {
     uint8_t full;      // which of the two bytes hold something
 };
 
-enum Access : uint8_t { READ, WRITE, ATOMIC, COPY_ISSUED };
+enum Access : uint8_t { READ, WRITE, ATOMIC, EXCHANGE, COPY_ISSUED };  // EXCHANGE: an atomic that needs no value
+inline bool is_atomic(Access a) { return a == ATOMIC || a == EXCHANGE; }
 
 // The static __shared__ arrays of the module, as its symbol table gives them.
 struct StaticArray {
