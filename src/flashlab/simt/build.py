@@ -111,9 +111,10 @@ class Compiler:
                 "-fno-ipa-icf",
             )
             one_to_one += ("-fno-extern-tls-init",)  # `extern __shared__` arrays need no constructor
-        # A local that is never set holds a pattern (runtime/values.h); a large frame meets the guard of its stack.
+        # A local that is never set holds a pattern (runtime/values.h); a large frame meets the guard of its stack; a
+        # loop that never ends is not taken for one that has ended.
         pattern = ("-ftrivial-auto-var-init=pattern",) if self.clang or self.major >= 12 else ()
-        return (*self.language, *quiet, *one_to_one, *pattern, "-fstack-clash-protection")
+        return (*self.language, *quiet, *one_to_one, *pattern, "-fstack-clash-protection", "-fno-finite-loops")
 
     @property
     def check(self) -> tuple[str, ...]:

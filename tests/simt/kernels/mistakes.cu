@@ -613,6 +613,23 @@ KERNEL(into_the_next_array) {
 }
 RUN(into_the_next_array, 1, 64)
 
+__device__ __noinline__ void put(float* p, int i, float v) { p[i] = v; }
+__global__ void another(float* p) {
+    __shared__ float its[1024];
+    its[threadIdx.x] = p[threadIdx.x];
+    __syncthreads();
+    p[threadIdx.x] = its[31 - threadIdx.x];
+}
+// expect: shared-out-of-bounds | -
+KERNEL(into_the_array_of_another_kernel) {
+    __shared__ float mine[32];
+    mine[T] = in[T];
+    if (T == 0) put(mine, n * 4, 7.f), put(mine, -n * 4, 7.f);  // <-
+    __syncwarp();
+    out[T] = mine[T];
+}
+RUN(into_the_array_of_another_kernel, 1, 32)
+
 // expect: index-out-of-bounds shared-out-of-bounds | -
 KERNEL(a_column_too_many) {
     __shared__ float s[16][16];
