@@ -3,7 +3,13 @@
 import base64
 import json
 import os
+import signal
+import subprocess
+import sys
+import tempfile
 import textwrap
+import time
+from pathlib import Path
 
 import build
 import lesson_execution
@@ -132,6 +138,62 @@ def root(tmp_path, monkeypatch):
     lesson(tmp_path, "02_tiny_exercises", EXERCISES)
     monkeypatch.delenv("CI", raising=False)
     return tmp_path
+
+
+SLEEPY = """
+# %%
+import os, subprocess, sys, time
+from pathlib import Path
+
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+Path(PLACE).write_text(f"{os.getpid()} {child.pid}")
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_ctrl_c_stops_the_build(root, jobs):
+    marks = [root / f"mark{i}" for i in range(4)]
+    (root / "src" / "lessons" / "02_tiny.py").unlink()
+    (root / "src" / "lessons" / "02_tiny_exercises.py").unlink()
+    for i, mark in enumerate(marks):
+        text = f"# %% [markdown]\n# # {i} · Sleepy\n" + SLEEPY.replace("PLACE", repr(str(mark)))
+        lesson(root, f"{i:02d}_sleepy", text)
+    process = subprocess.Popen(
+        [sys.executable, build.__file__, "--root", str(root), "--jobs", str(jobs)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    patience = time.monotonic() + 120
+    while sum(mark.exists() and len(mark.read_text().split()) == 2 for mark in marks) < jobs:
+        assert time.monotonic() < patience and process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    begun = time.monotonic()
+    os.killpg(process.pid, signal.SIGINT)
+    said, complaint = process.communicate(timeout=60)
+    assert time.monotonic() - begun < 30
+    assert process.returncode == 130 and "Traceback" not in complaint, complaint
+    assert "stopped by you: what was built is kept" in said
+    assert said.count("stopped by you, its notebooks are as they were") == jobs
+    assert sum(mark.exists() for mark in marks) == jobs, "no other lesson was begun"
+    assert snapshot(root) == {} and not list(root.glob("*/.*.ipynb.*"))
+    for pid in (pid for mark in marks[:jobs] for pid in mark.read_text().split()):
+        state = Path(f"/proc/{pid}/stat")
+        assert not state.exists() or state.read_text().split()[2] == "Z", "a kernel, or what it started, still runs"
+
+
+def test_leftovers_of_killed_builds_are_swept(root, no_kernel, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    for name, age in (("notebooks/.02_tiny.ipynb.abc123", 2), ("notebooks/.02_tiny.ipynb.new", 0),
+                      ("temporary/flashlab-abc/kernel.log", 2), ("temporary/flashlab-new/kernel.log", 0),
+                      ("temporary/others", 2)):  # fmt: skip
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("")
+        for touched in (path, path.parent) if "flashlab-" in name else (path,):
+            os.utime(touched, (time.time() - age * 86400,) * 2)
+    assert run(root) == 0
+    left = {str(p.relative_to(tmp_path)) for p in (*root.glob("notebooks/.*"), *(tmp_path / "temporary").iterdir())}
+    assert left == {"notebooks/.02_tiny.ipynb.new", "temporary/flashlab-new", "temporary/others"}
 
 
 @pytest.fixture

@@ -1,5 +1,8 @@
 """Compile reports: what they say, for which kernels, what goes wrong clearly, and the cache."""
 
+import errno
+import gzip
+import json
 import os
 import subprocess
 import sys
@@ -9,7 +12,9 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.runtime.errors import PTXASError
 
+from flashlab.triton_tools import compile_child
 from flashlab.triton_tools import compile_report as module
 from flashlab.triton_tools.compile_report import CompileTimeout, NotPortable, compile_report, compile_reports
 
@@ -163,6 +168,72 @@ def test_a_damaged_cache_entry_is_compiled_again(cache):
     assert not again.from_cache and again == want
     assert compile_report(copy, arguments).from_cache
     assert not list(module.cache_folder().glob("*.part"))
+
+
+@pytest.mark.parametrize("change", [{"key": "x"}, {"seconds": None}, {"seconds": "1"}, {"sass": ""}])
+def test_an_entry_that_does_not_say_what_it_should_is_compiled_again(change, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    arguments = {"x_ptr": F16, "y_ptr": F16, "n": 32}
+    want = compile_report(copy, arguments)
+    for entry in module.cache_folder().glob("*.json.gz"):
+        outcome = json.loads(gzip.decompress(entry.read_bytes()))
+        entry.write_bytes(gzip.compress(json.dumps(outcome | change).encode()))
+    again = compile_report(copy, arguments)
+    assert not again.from_cache and again == want
+
+
+def error(raised, cause=None, context=None):
+    raised.__cause__, raised.__context__ = cause, context
+    return raised
+
+
+FULL = OSError(errno.ENOSPC, "No space left on device")
+EXIT = subprocess.CalledProcessError(255, "ptxas")
+
+
+@pytest.mark.parametrize(
+    ("raised", "refusal"),
+    [
+        (error(ValueError("unsupported tensor index")), True),
+        (error(RuntimeError("PassManager::run failed")), True),
+        (error(PTXASError("Internal Triton PTX codegen error: uses too much shared data"), context=EXIT), True),
+        (error(PTXASError("`ptxas` failed with error code 2"), context=EXIT), True),
+        (error(PTXASError("ptxas fatal: No space left on device"), context=EXIT), False),
+        (error(PTXASError("`ptxas` failed with error code -9"), context=EXIT), False),
+        (FULL, False),
+        (error(ValueError("wrapped"), cause=FULL), False),
+        (error(ValueError("handled"), context=FULL), False),
+        (error(ValueError("handled"), context=FileNotFoundError(2, "there was no entry")), True),
+        (MemoryError(), False),
+        (subprocess.CalledProcessError(-9, "cuobjdump"), False),
+        (ImportError("libcuda"), False),
+    ],
+)
+def test_who_refuses_the_compiler_or_the_machine(raised, refusal):
+    assert compile_child.is_refusal(raised) == refusal
+
+
+def test_only_the_compilers_refusals_are_remembered(monkeypatch):
+    arguments, real = {"x_ptr": torch.float32, "n": 32}, module._run_child
+    full = [{"job": 0, "started": True}, {"job": 0, "seconds": 1.0, "error": "OSError: full", "refused": False}]
+    monkeypatch.setattr(module, "_run_child", lambda *_: ([dict(line) for line in full], 0, ""))
+    with pytest.raises(module.CompileChildError, match="slices could not be compiled on this machine: OSError: full"):
+        compile_report(slices, arguments)
+    died = "OSError: [Errno 28] No space left on device"  # as it wrote its results
+    monkeypatch.setattr(module, "_run_child", lambda *_: ([{"job": 0, "started": True}], 1, died))
+    with pytest.raises(module.CompileChildError, match="ended with status 1: OSError: .* No space left"):
+        compile_report(slices, arguments)
+    monkeypatch.setattr(module, "_run_child", real)
+    first, again = compile_report(slices, arguments), compile_report(slices, arguments)
+    assert not first.ok and not first.from_cache and again.from_cache and "unsupported tensor index" in again.error
+
+
+def test_leftovers_of_killed_runs_are_swept():
+    left = module.cache_folder() / "tmp1234.part"
+    left.write_bytes(b"half a report")
+    os.utime(left, (1, 1))
+    compile_report(copy, {"x_ptr": F16, "y_ptr": F16, "n": 33})
+    assert not left.exists()
 
 
 def test_an_unwritable_cache_costs_nothing_but_time(monkeypatch, tmp_path):

@@ -54,6 +54,12 @@ def test_what_belongs_together_passes():
         ((X, K[:, :, :0], K[:, :, :0]), {"keys_needed": True}, ValueError,
          "k is [2, 2, 0, 16]: a softmax needs at least one key of one feature"),
         ((X[..., :0], K[..., :0], K), {}, ValueError, "at least one key of one feature"),
+        ((X, torch._neg_view(K), K), {}, ValueError,
+         "k is a view that PyTorch negates when it reads it: pass k.resolve_neg()"),
+        ((X, K, torch.randn(2, 2, 9, 16, dtype=torch.complex64).conj().imag), {}, ValueError, "pass v.resolve_neg()"),
+        ((X, K, K.clone().requires_grad_()), {"no_grad": True}, ValueError,
+         "v requires a gradient, and this kernel computes the forward pass alone: pass v.detach(), or call it under "
+         "torch.no_grad()"),
         ((X[..., :12], K[..., :12], K), {"head_dims": (16, 32)}, ValueError,
          "head_dim is 12; this kernel is compiled for 16 or 32, because a tile's sides are powers of two: pad the last "
          "dimension with zeros, and pass scale=12**-0.5"),
@@ -74,6 +80,14 @@ def test_each_mistake_gets_its_sentence(qkv, options, error, sentence):
 def test_the_sentence_uses_the_callers_names():
     with pytest.raises(ValueError, match="Q_block has head_dim 16, but K has 8"):
         check_qkv(ONE, ONE[:, :8], ONE, rank=2, names=("Q_block", "K", "V"))
+
+
+def test_gradients_that_nobody_asks_for_are_no_matter():
+    wanted = K.clone().requires_grad_()
+    check_qkv(X, wanted, K)
+    with torch.no_grad():
+        check_qkv(X, wanted, K, no_grad=True)
+    check_qkv(X, wanted.detach(), K, no_grad=True)
 
 
 @pytest.mark.parametrize("scale", [1, 0.5, -2.0, 0, np.float32(0.25), torch.tensor(0.125), 1e-300, 2.0**127])

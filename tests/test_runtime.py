@@ -94,6 +94,22 @@ def test_the_table_holds_together():
     assert runtime.limits("sm_90").name == "H100" and runtime.limits("rtx 5060 ti").sms == 36
 
 
+def test_multiply_adds_per_clock_are_the_datasheets_speed():
+    for gpu in runtime.GPUS.values():
+        if gpu.fp16_fma_per_clock:
+            clock = gpu.fp16_tflops * 1e12 / (2 * gpu.sms * gpu.fp16_fma_per_clock)
+            assert 1.3e9 < clock < 2.7e9, f"{gpu.name}: a boost clock of {clock / 1e9:.2f} GHz"
+
+
+@pytest.mark.parametrize(
+    "name, threads, shared, registers, blocks",
+    [("H200", 128, 0, None, 16), ("H200", 128, 40960, 128, 4), ("H200", 128, 0, 255, 2),
+     ("RTX 4090", 128, 81920, 237, 1), ("RTX 4090", 128, 8192, None, 11), ("H200", 32, 0, 16, 32)],
+)  # fmt: skip
+def test_blocks_on_a_multiprocessor(name, threads, shared, registers, blocks):
+    assert runtime.limits(name).resident_blocks(threads, shared, registers) == blocks
+
+
 def test_unknown_gpu_says_what_there_is():
     with pytest.raises(KeyError) as caught:
         runtime.limits("RTX 9999")

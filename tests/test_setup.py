@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import os
-import random
 import re
 import shutil
 import signal
@@ -21,6 +20,7 @@ VERSION = "{}.{}".format(*sys.version_info[:2])
 spec = importlib.util.spec_from_file_location("bootstrap", ROOT / "tools" / "bootstrap.py")
 bootstrap = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(bootstrap)
+MARK = "flashlab-setup-begun"
 
 # ---- finding a Python, in plain sh
 
@@ -209,7 +209,7 @@ class Course:
         shutil.copytree(ROOT / "tools", root / "tools")
         text = SOURCE
         for name, value in {
-            "MAKE_VENV": ["-m", "venv", "--without-pip", "--clear"],
+            "MAKE_VENV": ["-m", "venv", "--without-pip"],
             "PIP": [str(root / "pip.py")],
             "PROBE": ["-c", "pass"],
         }.items():
@@ -245,7 +245,7 @@ class Course:
         (purelib,) = self.venv.glob("lib/python*/site-packages")
         assert [(purelib / f"piece{i}").read_text() for i in range(10)] == ["whole"] * 10
         assert set(self.pip_runs()) == {str(self.venv.resolve())}
-        assert not list((self.root / ".flashlab").glob("setup-*.json"))
+        assert not (self.venv / MARK).exists()
 
 
 @pytest.fixture
@@ -276,23 +276,59 @@ def test_what_is_ready_starts_at_once_and_without_pip(course):
     assert course.run("setup").stdout == f"ready: {course.venv}/bin/python\n"
 
 
+HOW_IT_ENDS = {
+    "kill -9 of all": lambda process: os.killpg(process.pid, signal.SIGKILL),
+    "Ctrl-C": lambda process: os.killpg(process.pid, signal.SIGINT),
+    "kill -9 of make's child": lambda process: process.kill(),  # pip goes on, alone
+    "SIGTERM": lambda process: os.killpg(process.pid, signal.SIGTERM),
+}
+
+
 @pytest.mark.slow
 def test_cut_short_at_twenty_moments_and_resumed(tmp_path):
-    whole = time.monotonic()
-    assert Course(tmp_path / "whole").run().returncode == 0
-    whole = time.monotonic() - whole
-    moments = random.Random(20)
-    for number in range(20):
-        course = Course(tmp_path / str(number), seconds=0.005)
-        for _ in range(1 + number % 2):  # every other one is resumed twice
-            process = course.start()
-            time.sleep(moments.uniform(0, whole))
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
+    """`python tests/test_setup.py` prints what this test asserts, as the table of notes/setup.md."""
+    rows = twenty_moments(tmp_path)
+    assert len(rows) == 20 and all(row.startswith(str(i)) for i, row in enumerate(rows, 1))
+    assert sum("nothing yet" not in row for row in rows) > 10, rows  # most of them had begun
+
+
+def twenty_moments(folder, moments=20):
+    """One row for each: how it was ended, how often it was resumed, what was there, and what the last run said."""
+    begun = time.monotonic()
+    assert Course(folder / "whole", seconds=0.05).run().returncode == 0
+    whole, rows = time.monotonic() - begun, []
+    for number in range(moments):
+        course = Course(folder / str(number), seconds=0.05)
+        how, kill = list(HOW_IT_ENDS.items())[number % len(HOW_IT_ENDS)]
+        times, found = 1 + number // len(HOW_IT_ENDS) % 2, []  # some are cut short twice
+        for _ in range(times):
+            process, moment = course.start(), whole * (number + 0.5) / moments
+            time.sleep(moment)
+            kill(process)
+            said, complaint = process.communicate(timeout=60)
+            assert "Traceback" not in complaint or how == "Ctrl-C", complaint
+            assert "ready: " not in said or process.returncode == 0, said
+            found.append(state(course))
         done = course.run()
         assert done.returncode == 0, done.stderr
         assert "ready: " in done.stdout
         course.assert_right()
+        last = next(line for line in done.stdout.splitlines() if "waiting" not in line)
+        last = last.replace(str(course.venv), ".venv").replace(str(course.root), "")
+        rows.append(f"{number + 1} | {moment:.2f} s | {how}{', twice' * (times > 1)} | {found[-1]} | {last}")
+    return rows
+
+
+def state(course):
+    """What an interrupted set-up left."""
+    if not course.venv.exists():
+        return "nothing yet"
+    if (course.venv / "flashlab-ready.json").exists() and not (course.venv / MARK).exists():
+        return "all of it"
+    pieces = [file.read_text() for file in course.venv.glob("lib/python*/site-packages/piece*")]
+    if pieces:
+        return f"the mark, {pieces.count('whole')} of 10 pieces" + ", one half copied" * ("half" in pieces)
+    return "the mark, a part of the environment" if len(os.listdir(course.venv)) > 1 else "the mark"
 
 
 def test_what_outlives_an_interrupt_is_waited_for(course):
@@ -371,9 +407,51 @@ def test_a_mark_is_of_one_folder_only(course):
     cut_short(course)
     shutil.rmtree(course.venv)
     course.venv.mkdir()
-    (course.venv / "thesis.tex").write_text("ten years of work")  # be it with the same inode number
+    for name in ("thesis.tex", "bin", "share"):  # be it with the same inode number, and names that an environment has
+        (course.venv / name).write_text("ten years of work")
     refused(course.run(), "was not made by this set-up")
-    assert contents(course.venv) == {"thesis.tex": 17}
+    assert contents(course.venv) == {"thesis.tex": 17, "bin": 17, "share": 17}
+
+
+@pytest.mark.parametrize("was", ["cut short", "ready, and then the course moved"])
+def test_what_is_no_part_of_an_environment_survives_even_where_one_is_made_afresh(course, tmp_path, was):
+    mine, elsewhere = course.venv / "my other environment" / "bin", tmp_path / "a big disk"
+    if was == "cut short":
+        cut_short(course)
+    else:
+        course.run()
+        (course.venv / "flashlab-ready.json").write_text('{"folder": "/somewhere/else"}')
+    mine.mkdir(parents=True)
+    elsewhere.mkdir()
+    for folder in (mine, elsewhere):
+        (folder / "thesis.tex").write_text("ten years of work")
+    shutil.rmtree(course.venv / "include", ignore_errors=True)
+    (course.venv / "include").symlink_to(elsewhere)
+    assert "making" in course.run().stdout
+    course.assert_right()
+    assert (mine / "thesis.tex").exists() and (elsewhere / "thesis.tex").exists()
+
+
+def test_a_clearing_that_was_cut_short_is_gone_on_with(course):
+    course.run()
+    (course.venv / MARK).touch()
+    (course.venv / "flashlab-ready.json").unlink()
+    shutil.rmtree(course.venv / "bin")
+    for _ in range(2):
+        assert "ready: " in course.run("setup").stdout
+    course.assert_right()
+
+
+def test_an_environment_that_loses_its_pyvenv_cfg_on_the_way_is_not_ready(course):
+    text = FAKE_PIP + "(pathlib.Path(sys.prefix) / 'pyvenv.cfg').unlink()\n"  # from here on bin/python is the base's
+    (course.root / "pip.py").write_text(text)
+    for _ in range(2):
+        done = course.run()
+        assert done.returncode == 1 and "ready" not in done.stdout
+        assert "no environment could be made in" in done.stderr
+    (course.root / "pip.py").write_text(FAKE_PIP)
+    assert "ready: " in course.run().stdout
+    course.assert_right()
 
 
 def test_without_its_pyvenv_cfg_nothing_goes_into_the_base(course):
@@ -441,7 +519,7 @@ def test_a_python_by_name_that_is_another_one(course, monkeypatch):
     course.run()
     stamp = course.venv / "flashlab-ready.json"
     assert course.run("hello.py", PYTHON=sys.executable).stdout == f"hello from {course.venv}\n"
-    stamp.write_text(json.dumps({**json.loads(stamp.read_text()), "python": "3.9"}))
+    stamp.write_text(json.dumps({**json.loads(stamp.read_bytes()), "python": "3.9"}))
     monkeypatch.setattr(bootstrap, "ROOT", course.root)
     monkeypatch.setattr(bootstrap, "ASKED", "3.9")
     assert f"it is of Python {VERSION}" in bootstrap.Environment(course.venv).why_afresh()
@@ -538,3 +616,11 @@ def test_no_network(tmp_path):
     assert done.stderr.startswith("stopped: the package index cannot be reached")
     assert "127.0.0.1" in (tmp_path / ".flashlab" / "setup.log").read_text()
     assert not (tmp_path / ".venv" / "flashlab-ready.json").exists()
+
+
+if __name__ == "__main__":
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as scratch:
+        print("| | after | ended by | left behind | the next run |\n|---|---|---|---|---|")
+        print("\n".join(f"| {row} |" for row in twenty_moments(Path(scratch))))

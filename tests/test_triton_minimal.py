@@ -99,6 +99,31 @@ def test_rows_of_minus_infinity():
     assert o[3:].isnan().all() and lse[3:].isnan().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("scale", [-0.3, -1e5, 0.0, 1e-46, -1e-300])
+def test_any_scale_that_float32_holds(scale, dtype):
+    q, k, v = make(20, 90, 16, dtype)
+    o, lse = flash_attention_forward(q, k, v, scale)
+    want, want_lse = attention(*(x[None, None] for x in (q, k, v)), scale=scale)
+    torch.testing.assert_close(o.double(), want[0, 0], rtol=0, atol=2e-3)
+    torch.testing.assert_close(lse.double(), want_lse[0, 0], rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.skipif(not runtime.INTERPRETED, reason="a GPU has to have this memory; an untouched page has none")
+def test_rows_that_lie_past_32_bits():
+    q, k, v = make(40, 40, 16)
+    apart = torch.empty(39 * 2**26 + 16, dtype=torch.float16).as_strided((40, 16), (2**26, 1))  # 5 GB, of which 160 KB
+    apart.copy_(k)
+    for got, want in zip(flash_attention_forward(q, apart, v), flash_attention_forward(q, k, v), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_blocks_of_minus_16_rows():
+    for ask in (lambda: compile_arguments(torch.float16, 64, BLOCK_M=-16), lambda: hbm_bytes(8, 8, 16, 2, -16)):
+        with pytest.raises(ValueError, match="BLOCK_M is -16"):
+            ask()
+
+
 def test_nan_stays_in_its_row():
     q, k, v = make(40, 70, 16, torch.float32)
     clean, clean_lse = flash_attention_forward(q, k, v)
@@ -152,6 +177,15 @@ Q = torch.zeros(8, 16, device=DEVICE)
         ((Q, Q, Q, None, 48), ValueError, "BLOCK_M is 48: a block is a power of two of at least 16 rows"),
         ((Q, Q, Q, None, 64, 8), ValueError, "BLOCK_N is 8"),
         ((Q, Q, Q, None, 0), ValueError, "BLOCK_M is 0"),
+        ((Q, Q, Q, None, -16), ValueError, "BLOCK_M is -16: a block is a power of two of at least 16 rows"),
+        ((Q, Q, Q, None, 64, -16), ValueError, "BLOCK_N is -16"),
+        ((Q, Q, Q, 1e39), ValueError, "scale is 1e.39; it must be a finite number that a kernel's float32 can hold"),
+        ((Q, torch._neg_view(Q), Q), ValueError, r"k is a view that PyTorch negates .*: pass k.resolve_neg\(\)"),
+        (
+            (Q.clone().requires_grad_(), Q, Q),
+            ValueError,
+            "q requires a gradient, .* the forward pass alone: pass q.det",
+        ),
         ((Q, Q, Q, math.inf), ValueError, "scale is inf; it must be a finite number"),
         ((Q, Q, Q, None, 64.0), TypeError, "BLOCK_M is a number of rows, an int, not 64.0"),
         ((Q, Q.to("meta"), Q), ValueError, "one device for all three, please: q is on .*, k is on meta"),

@@ -161,6 +161,82 @@ def test_bad_tensors_get_a_sentence(change, error, sentence):
             fn(*change(*one_head(16, 16, 32)))
 
 
+WALLS = (schemes.scheme_a, schemes.scheme_b, schemes.two_pass)
+
+
+@pytest.mark.parametrize("fn", WALLS)
+def test_rows_without_a_finite_score_are_a_sentence(fn):
+    q, k, v = one_head(20, 130, 16)
+    q[:, 0], q[3, 0] = 1.0, -1.0
+    k[:, 0] = math.inf
+    with pytest.raises(ValueError, match=r"row 3 of q has scores of -inf and, in a block of keys, no other"):
+        fn(q, k, v)
+    k[:, 0] = math.nan  # a NaN is no sentence: it is the answer
+    assert fn(q, k, v)[0].isnan().all()
+
+
+def test_a_block_without_a_finite_score_is_a_sentence_where_it_comes_first():
+    q, k, v = one_head(20, 130, 16)
+    q[:, 0] = 1.0
+    k[:64, 0] = -math.inf
+    with pytest.raises(ValueError, match="in a block of keys, no other"):
+        schemes.two_pass(q, k, v)
+    want, _ = reference.attention(*(x[None, None] for x in (q, k[64:], v[64:])))
+    assert (schemes.scheme_a(q, k, v)[0] - want[0, 0]).abs().max() < 2e-3  # the whole row at once
+
+
+@pytest.mark.parametrize("fn", WALLS)
+def test_offsets_past_32_bits_are_a_sentence(fn):
+    q, k, v = one_head(40, 40, 16)
+    apart = torch.empty(0, dtype=torch.float16, device="meta").as_strided((40, 16), (2**26, 1))
+    assert 39 * 2**26 + 15 >= 2**31
+    for far in ((apart, k, v), (q, apart, v), (q, k, apart)):
+        meta = [x.to("meta") if x is not apart else x for x in far]
+        with pytest.raises(
+            ValueError, match=r"ends 2617245711 elements behind its first, .* count in 32 bits, to 2\^31"
+        ):
+            fn(*meta)
+    many = q[:1].expand(2**28, 16)
+    with pytest.raises(ValueError, match="the output ends 4294967295 elements behind"):
+        fn(many, k, v)
+
+
+@pytest.mark.parametrize("fn", WALLS)
+def test_what_the_kernels_cannot_take_is_a_sentence(fn):
+    q, k, v = one_head(16, 16, 32)
+    with pytest.raises(ValueError, match=r"k is a view that PyTorch negates when it reads it: pass k.resolve_neg\(\)"):
+        fn(q, torch._neg_view(k), v)
+    with pytest.raises(ValueError, match="q requires a gradient, and this kernel computes the forward pass alone"):
+        fn(q.clone().requires_grad_(), k, v)
+    for block in (-16, 0, 8, 48):
+        with pytest.raises(ValueError, match=f"BLOCK_M is {block}: a block is a power of two of at least 16 rows"):
+            fn(q, k, v, BLOCK_M=block)
+        if fn is not schemes.scheme_a:
+            with pytest.raises(ValueError, match=f"BLOCK_N is {block}"):
+                fn(q, k, v, BLOCK_N=block)
+
+
+@pytest.mark.parametrize("scale", [-0.3, 0.0, 1e-46, -1e-300])
+@pytest.mark.parametrize("fn", WALLS)
+def test_any_scale_that_float32_holds(fn, scale):
+    q, k, v = one_head(20, 70, 16)
+    want, want_lse = reference.attention(*(x[None, None] for x in (q, k, v)), scale=scale)
+    o, lse = fn(q, k, v, scale=scale)
+    assert (o - want[0, 0]).abs().max() < 2e-3 and (lse - want_lse[0, 0]).abs().max() < 1e-4
+
+
+def test_a_block_of_minus_16_rows_is_a_sentence_before_the_compiler_is_asked():
+    q, k, v = one_head(16, 16, 32)
+    for ask in (
+        lambda: schemes.scheme_a(q, k, v, BLOCK_M=-16, as_if_on="sm_90"),
+        lambda: schemes.scheme_a_report(16, 32, "sm_90", BLOCK_M=-16),
+        lambda: schemes.scheme_a_shared_bytes(16, 32, BLOCK_M=-16),
+        lambda: schemes.scheme_b_shared_bytes(16, 32, BLOCK_M=-16),
+    ):
+        with pytest.raises(ValueError, match="BLOCK_M is -16: a block is a power of two of at least 16 rows"):
+            ask()
+
+
 def test_scheme_b_knows_its_hatches():
     with pytest.raises(ValueError, match="'slice' or one of split"):
         schemes.scheme_b(*one_head(16, 16, 32), how="magic")

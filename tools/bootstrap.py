@@ -1,8 +1,8 @@
 """Set up `.venv`, then run its Python with the arguments given, if any but `setup`: what every make target calls.
 
 Standard library only: it runs before anything is installed. The environment is ready when the stamp in it, written
-last, says the same pyproject.toml, Python and course folder as now. While it is being made a mark lies outside it, in
-.flashlab/: what was cut short is made afresh. Only a folder that is empty, stamped or marked is ever cleared.
+last, says the same pyproject.toml, Python and course folder as now. A mark is written first, and outlives a clearing:
+what was cut short is made afresh. Only a folder that is stamped or marked is cleared, of what an environment holds.
 
     PYTHON   the interpreter to build from (tools/bootstrap.sh picks one)
     VENV     the environment's folder, default `.venv`; `none` uses the interpreter as it is and installs nothing
@@ -23,9 +23,9 @@ ROOT = Path(__file__).resolve().parent.parent
 VERSION = "{}.{}".format(*sys.version_info[:2])
 ASKED = VERSION if os.environ.get("PYTHON") else None  # then an environment of another version does not do
 SIZES = "3 GB, or 12 GB with the CUDA build of torch"
-MAKE_VENV = ["-m", "venv", "--clear"]
+MAKE_VENV = ["-m", "venv"]
 PIP = ["-m", "pip", "install", "--no-input", "--progress-bar", "off"]
-PROBE = ["-c", "import torch, triton, numpy, jupyterlab, pytest, ruff"]
+PROBE = ["-c", "import flashlab, torch, triton, numpy, jupyterlab, pytest, ruff"]
 VENV_HOLDS = {"bin", "etc", "include", "lib", "lib64", "man", "share", "pyvenv.cfg", ".gitignore", ".lock"}
 LEADS_ASTRAY = ("PYTHONPATH", "PYTHONHOME", "PIP_TARGET", "PIP_PREFIX", "PIP_ROOT", "PIP_PYTHON", "UV_SYSTEM_PYTHON")
 VARIABLES = {name: value for name, value in os.environ.items() if name not in LEADS_ASTRAY}
@@ -62,22 +62,13 @@ def explain(log: str) -> str:
     return f"no set-up with Python {VERSION} on {os.uname().machine}: {errors[-1].strip().rstrip('.')}."
 
 
-def read(file: Path) -> dict:
-    """What a JSON file holds; nothing where it is missing or damaged."""
-    try:
-        return dict(json.loads(file.read_text()))
-    except (OSError, ValueError, TypeError):
-        return {}
-
-
 class Environment:
     """The virtual environment at `folder`, made or repaired by `ready()`."""
 
     def __init__(self, folder: Path):
-        self.folder, state = folder.resolve(), ROOT / ".flashlab"
+        self.folder, self.log = folder.resolve(), ROOT / ".flashlab" / "setup.log"
         self.python, self.stamp = self.folder / "bin" / "python", self.folder / "flashlab-ready.json"
-        key = hashlib.sha256(os.path.relpath(self.folder, ROOT).encode()).hexdigest()[:8]
-        self.begun, self.log = state / f"setup-{key}.json", state / "setup.log"
+        self.begun = self.folder / "flashlab-setup-begun"
 
     def version(self) -> str | None:
         """ "3.11", or None where its Python does not run, or runs as the base's for want of a pyvenv.cfg."""
@@ -88,26 +79,25 @@ class Environment:
             return None
         return version if Path(prefix).resolve() == self.folder else None
 
-    def fingerprint(self) -> dict:
+    def fingerprint(self) -> bytes:
         pins = hashlib.sha256((ROOT / "pyproject.toml").read_bytes()).hexdigest()
-        return {"pyproject": pins, "python": self.version(), "folder": str(ROOT)}
+        return json.dumps({"pyproject": pins, "python": self.version(), "folder": str(ROOT)}).encode()
 
     def why_afresh(self) -> str | None:
         """Why it has to be made from nothing, None where one can build on it. Stop where the folder is not ours."""
         if not self.folder.exists() or not os.listdir(self.folder):
             return "there is none yet"
-        begun_here = read(self.begun).get("inode") == self.folder.stat().st_ino
-        if begun_here and (self.stamp.exists() or VENV_HOLDS.issuperset(os.listdir(self.folder))):
+        if self.begun.exists():
             return "an earlier set-up was cut short"
         if not self.stamp.exists():
             raise Stop(f"{self.folder} was not made by this set-up: move it away, or say VENV=/another, or VENV=none.")
-        if self.version() is None or read(self.stamp).get("folder") != str(ROOT):
+        if self.version() is None or json.dumps(str(ROOT)).encode() not in self.stamp.read_bytes():
             return "it was moved or copied, or its Python does not run"
         return None if ASKED in (None, self.version()) else f"it is of Python {self.version()}"
 
     def is_ready(self) -> bool:
-        stamp = read(self.stamp)
-        return not self.begun.exists() and stamp == self.fingerprint() and ASKED in (None, stamp["python"])
+        whole = self.stamp.exists() and not self.begun.exists() and self.stamp.read_bytes() == self.fingerprint()
+        return whole and ASKED in (None, self.version())
 
     def ready(self) -> None:
         """Make or repair the environment, one set-up at a time; raises Stop with one sentence where it cannot."""
@@ -129,12 +119,12 @@ class Environment:
             raise Stop("\n         ".join(lacks))
         print(f"making {self.folder}: {why}" if why else f"bringing {self.folder} up to date", flush=True)
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.begun.parent.mkdir(exist_ok=True)
-        self.begun.write_text(json.dumps({"folder": str(self.folder), "inode": self.folder.stat().st_ino}))
+        self.log.parent.mkdir(exist_ok=True)
+        self.begun.touch()
         if why:  # by the base's Python: this one may lie in the folder that is cleared
+            self.clear()
             self.run([os.path.realpath(sys.executable), *MAKE_VENV, self.folder], lock)
-        if self.version() is None:
-            raise Stop(f"no environment could be made in {self.folder}: delete the folder and try again.")
+        self.check()
         try:
             self.run([*(self.uv() or [self.python, *PIP]), "--editable", ROOT], lock)
         except Stop:
@@ -142,8 +132,18 @@ class Environment:
                 self.begun.unlink()  # nothing was touched: what was there works as before
             raise
         self.run([self.python, *PROBE], lock)
-        self.stamp.write_text(json.dumps(self.fingerprint()))
+        self.check()
+        self.stamp.write_bytes(self.fingerprint())
         self.begun.unlink()
+
+    def clear(self) -> None:
+        """Delete what an environment holds, the stamp first. What else lies there stays, and so does the mark."""
+        for path in (self.stamp, *(self.folder / name for name in VENV_HOLDS)):
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
+
+    def check(self) -> None:
+        if self.version() is None:  # its Python would be the base's
+            raise Stop(f"no environment could be made in {self.folder}: delete the folder and try again.")
 
     def uv(self) -> list[str | Path]:
         """uv, which is faster, with the indexes that pip is told of; nothing where it is not installed."""

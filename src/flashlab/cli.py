@@ -142,6 +142,7 @@ BENCHES = {
     "ablation": ("The last kernel with one idea at a time taken out.", "a GPU, nvcc"),
     "validation": ("The emulator against the hardware: results, counters, sanitizer.", "a GPU, nvcc, ncu"),
     "resources": ("Registers, spills, shared memory and instructions of the compiled kernels.", "nvcc"),
+    "schedule": ("How far ahead of its MMA each ldmatrix stands in the compiled loop.", "nvcc"),
     "check": ("How long the check of every solved exercise takes on this machine.", "nothing more"),
 }
 

@@ -9,28 +9,30 @@
 # %% [markdown]
 # # Phase 0 · Attention and online softmax
 #
-# Attention is two matrix products with a softmax between them. The softmax is what makes it hard: it seems to need a
-# whole row of scores before it can say anything about one of them. This lecture takes that "whole row" away. At its end
-# a row can be cut into pieces, the pieces computed in any order, on any device, and put together again, exactly. Every
-# kernel of this course, and every FlashAttention kernel in production, stands on that one fact.
+# Attention is two matrix products with a softmax between them. The softmax is the hard part, because it seems to need a whole
+# row of scores before it can say anything about one of them.
+#
+# This lecture takes that "whole row" away. At its end you can cut a row into pieces, compute the pieces in any order, on any
+# device, and put them together again. Every FlashAttention kernel stands on that one fact.
 
 # %% [markdown]
 # ## What you will be able to do
 #
-# - compute attention by hand on a 3×2 example, and say which of its steps needs the whole row;
-# - predict the score at which a softmax in a given dtype breaks, and the three ways in which it breaks;
-# - derive the online recurrence for the normaliser and for the output, and count what it saves in memory accesses;
-# - merge two partial results $(m, \ell, o)$, prove that the order cannot matter, and measure where rounding disagrees;
+# - compute attention by hand on a 3×2 example;
+# - predict at which score a softmax breaks in a given dtype, and how;
+# - derive the online recurrence for the sum and for the output;
+# - merge two partial results $(m, \ell, o)$, show that the order cannot matter, and measure where rounding disagrees;
 # - handle a row, or a block of a row, with nothing in it;
 # - say why the pair $(o, \mathrm{lse})$ is all that has to be kept of a row.
 
 # %% [markdown]
 # ## What you need first
 #
-# Python and the basics of PyTorch tensors; matrix products; $e^x$ and $\ln x$. No GPU, no Triton, no CUDA. About 75
-# minutes of reading and running, then the exercises in `exercises/00_attention_and_online_softmax.ipynb`.
+# Python and the basics of PyTorch tensors; matrix products; $e^x$ and $\ln x$. No GPU, no Triton, no CUDA.
 #
-# The course writes $m$, $\ell$ (`l`), $o$ for the state of a row; the FlashAttention papers use the same letters.
+# The lecture takes about 75 minutes, the eight exercises in `exercises/00_attention_and_online_softmax.ipynb` about two hours.
+#
+# The course writes $m$, $\ell$ (`l` in code) and $o$ for the state of a row, as the FlashAttention papers do.
 
 # %%
 import itertools
@@ -44,21 +46,15 @@ import torch
 from IPython.display import display
 
 from flashlab.attention import reference
+from flashlab.attention.inputs import check_qkv, scale_of
 from flashlab.figures import curves, rows, show
 from flashlab.attention.online_softmax import (
-    State,
-    block_state,
-    identity,
-    merge,
     online_softmax,
     require_block,
     require_mergeable,
     require_one_dtype,
     require_state,
-    row_max,
     shifted_exp,
-    softmax_naive,
-    softmax_safe,
 )
 
 show.style()
@@ -67,14 +63,18 @@ torch.set_printoptions(precision=4, sci_mode=False)
 # %% [markdown]
 # ## 1. Attention, by hand
 #
-# For queries $Q$ (one row a query), keys $K$ and values $V$ (one row a key), Vaswani et al. (2017) define
+# A token asks with its **query** $q$, and is found by its **key** $k$. What it has to say is its **value** $v$. The rows of $Q$, $K$
+# and $V$ are the queries, keys and values of all tokens. Each row has $D$ numbers. Vaswani et al. (2017) define
 #
 # $$S = \frac{Q K^\top}{\sqrt{D}}, \qquad P_{ij} = \frac{e^{S_{ij}}}{\sum_{j'} e^{S_{ij'}}}, \qquad O = P V .$$
 #
-# Row $i$ of $O$ is a weighted mean of the rows of $V$; the weights are positive and sum to 1. Each row of $O$ depends on
-# one row of $Q$ and on all of $K$ and $V$. So one query row is the unit of thought for this whole lecture.
+# $S$ holds the **scores**, $P$ the **probabilities**. $P$ is the softmax of $S$, row by row.
+
+# %% [markdown]
+# Row $i$ of $O$ is a weighted mean of the rows of $V$. The weights are positive and sum to 1. Each row of $O$ depends on one row
+# of $Q$, and on all of $K$ and $V$. So this lecture always thinks of one query row.
 #
-# Here are three of each, with $D = 2$. The odd factor in $K$ is there so that $e^{S}$ comes out in whole numbers.
+# Here are three of each, with $D = 2$. The odd factor `c` is there so that $e^{S}$ comes out in whole numbers.
 
 # %%
 c = math.sqrt(2) * math.log(2)
@@ -100,20 +100,21 @@ torch.testing.assert_close(torch.exp(S), by_hand)
 print("row sums of exp(S):", [round(l, 10) for l in torch.exp(S).sum(dim=1).tolist()])
 
 # %% [markdown]
-# The whole computation in one picture. Read it from left to right, one row at a time: the highlighted row of $Q$ becomes
-# a row of $e^S$, a row of $P$, a row of $O$, and no other row of $Q$ is involved. The two matrices in the middle are the
-# trouble: they have $N^2$ entries, everything else has $N D$.
+# The whole computation in one picture. Read it from left to right: the highlighted row of $Q$ becomes a row of $e^S$, then of $P$,
+# then of $O$. No other row of $Q$ is involved.
+#
+# The two matrices in the middle are the trouble: they have $N^2$ entries, where everything else has $N D$.
 
 # %%
-P = softmax_safe(S)
+P = torch.softmax(S, dim=1)
 named = {"Q  [3, 2]": Q, "exp(S)  [3, 3]": torch.exp(S), "P  [3, 3]": P, "V  [3, 2]": V,
          "O = P V  [3, 2]": P @ V}
 rows.matrices(named, rows={name: 2 for name in named if not name.startswith("V")})
 plt.show()
 
 # %% [markdown]
-# The oracle first: the formula in plain Python, one number at a time. It is slow and it takes no precaution, but there
-# is nothing in it to misunderstand.
+# Now in code. The **oracle** comes first: the slow version that cannot be misunderstood, with which every faster one is compared.
+# It is the formula, one number at a time. (`check_qkv` and `scale_of` refuse bad shapes and give $1/\sqrt D$.)
 
 # %%
 # FROM flashlab.attention.online_softmax: attention_by_loops (no docstrings)
@@ -122,10 +123,11 @@ torch.testing.assert_close(O_by_loops, O_by_hand)
 print(O_by_loops.round(decimals=10))
 
 # %% [markdown]
-# Now in tensors: three lines for the same numbers. The same again from the course's reference implementation, which
-# later phases use as their oracle (it takes `[batch, heads, seq_len, head_dim]`, like every real kernel).
+# The same in tensors, and once more from the course's reference, which is the oracle of all later phases. It takes
+# `[batch, heads, seq_len, head_dim]`, like every real kernel.
 
 # %%
+# FROM flashlab.attention.online_softmax: softmax_naive (no docstrings)
 O_in_tensors = softmax_naive(Q @ K.T / math.sqrt(2)) @ V
 O_reference, _ = reference.attention(Q[None, None], K[None, None], V[None, None])
 
@@ -136,11 +138,11 @@ print("by hand = loops = tensors = reference: True")
 # %% [markdown]
 # ## 2. The exponential does not fit
 #
-# $e^x$ grows out of every floating-point format. If the largest finite number is $X$, then $e^x$ overflows to `inf` near
-# $x = \ln X$. For float16 that is $\ln 65504 = 11.09$: a score of 12 is enough.
+# $e^x$ grows out of every floating-point format. If $X$ is the largest finite number, $e^x$ overflows to `inf` near
+# $x = \ln X$. For float16 that is $\ln 65504 = 11.09$, so a score of 12 is enough.
 #
-# Do not take the formula's word for it. Walk over the floating-point numbers themselves: the bits of positive floats,
-# read as integers, are in order, so bisection finds the last score whose exponential is still finite.
+# Test it on the numbers themselves. The bits of positive floats, read as integers, are in order. So bisection finds the last
+# score whose exponential is still finite.
 
 # %%
 def last_finite_score(dtype):
@@ -160,10 +162,11 @@ for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
     assert computed - measured < computed * torch.finfo(dtype).eps
 
 # %% [markdown]
-# Two things to notice. bfloat16 overflows where float32 does: it has float32's exponent bits, and gave up mantissa bits
-# for them. And its last good score is 88.5 only because the next bfloat16 number is 89: near 88 they are 0.5 apart.
-#
-# An overflow of one exponential is not the only failure. There are three, and they look different:
+# Two things to notice. bfloat16 overflows where float32 does, because it has float32's exponent bits. And its last good score is
+# 88.5 only because the next bfloat16 number is 89.
+
+# %% [markdown]
+# One exponential that overflows is not the only failure. There are three, and they look different:
 #
 # | what happens | the row becomes | seen? |
 # |:--|:--|:--|
@@ -180,13 +183,15 @@ for what, row in cases.items():
 assert softmax_naive(torch.full((8,), 10.0, dtype=torch.float16)).eq(0).all()  # zeros, and no NaN to warn you
 
 # %% [markdown]
-# How soon does that bite? The mean square of a dot product of two random vectors of length $D$ is $D$; the factor
-# $1/\sqrt{D}$ brings it back to 1, and that is why it is in the formula. But trained queries and keys are not random:
-# nothing keeps the scores of a real model at a standard deviation of 1.
+# How soon does that bite? The dot product of two random vectors of length $D$ has a mean square of $D$. The factor $1/\sqrt{D}$
+# brings it back to 1: that is why the formula has it. But trained queries and keys are not random, and nothing keeps their scores
+# at a standard deviation of 1.
+
+# %% [markdown]
+# Let the scores be normal with standard deviation $\sigma$, in rows of $N = 512$. A row turns to NaN when its largest score
+# passes 11.09. In theory that has the probability $1 - \Phi(11.09/\sigma)^N$, where $\Phi$ is the normal distribution function.
 #
-# Let the scores be normal with standard deviation $\sigma$, in rows of $N = 512$. A row turns to NaN when its largest
-# score passes 11.09, so theory says with probability $1 - \Phi(11.09/\sigma)^N$. The figure compares that with 1000 rows
-# for each $\sigma$, and adds the silent failure.
+# The figure compares this with 1000 measured rows per $\sigma$, and adds the silent failure.
 
 # %%
 from statistics import NormalDist
@@ -198,9 +203,12 @@ samples = [softmax_naive((torch.randn(1000, 512) * s).half()) for s in sigma]
 nan = [p.isnan().any(dim=1).double().mean().item() for p in samples]
 zero = [p.eq(0).all(dim=1).double().mean().item() for p in samples]
 
+# %%
 fig, ax = plt.subplots()
 lines = [("NaN, theory", sigma, theory, "grey", "-"), ("NaN, measured", sigma, nan, "blue", "o"),
          ("silently all zeros, measured", sigma, zero, "red", "s--")]
+at = sigma.index(3.5)
+assert 0.25 < nan[at] < 0.4 < zero[at] < 0.5
 curves.curves(ax, lines, title="Naive softmax in float16, rows of 512",
               xlabel="standard deviation of the scores", ylabel="fraction of rows")
 plt.show()
@@ -208,9 +216,8 @@ distance = max(abs(a - b) for a, b in zip(theory, nan))
 print("theory and measurement differ by less than 0.05 everywhere:", distance < 0.05)
 
 # %% [markdown]
-# *Rows of 512 float16 scores, 1000 rows a point. At a standard deviation of 3.5 a third of the rows is NaN, and another 45 %
-# are zeros without a word, because only their sum overflowed.* The zeros disappear again to the right only because those
-# rows have become NaN.
+# *At a standard deviation of 3.5 a third of the rows is NaN (blue), and nearly half are silently zeros (red), because only their
+# sum overflowed.* The zeros become fewer to the right only because those rows turn to NaN.
 
 # %% [markdown]
 # ## 3. The safe softmax
@@ -219,19 +226,21 @@ print("theory and measurement differ by less than 0.05 everywhere:", distance < 
 #
 # $$\frac{e^{x_j - c}}{\sum_i e^{x_i - c}} = \frac{e^{-c}\, e^{x_j}}{e^{-c} \sum_i e^{x_i}} = \frac{e^{x_j}}{\sum_i e^{x_i}}.$$
 #
-# Every $c$ is right in real numbers. In floating point one is best, the row maximum $c = m = \max_i x_i$:
-#
-# - every exponent is $\le 0$, so every exponential is in $[0, 1]$: nothing overflows;
-# - the largest of them is $e^0 = 1$ exactly, so $1 \le \ell \le N$: the division is safe;
-# - a term that underflows is far below the rounding error of the sum. In float32 a term is lost below $e^{-103}$, and a
-#   million lost terms together are still invisible.
+# In real numbers every $c$ is right. In floating point one is best, the row maximum $c = m = \max_i x_i$.
+
+# %% [markdown]
+# - Every exponent is $\le 0$, so every exponential is in $[0, 1]$: nothing overflows.
+# - The largest of them is exactly $e^0 = 1$, so $1 \le \ell \le N$: the division is safe.
+# - A term that underflows is far below the rounding error of the sum: in float32 it is smaller than $e^{-103}$.
 
 # %%
 # FROM flashlab.attention.online_softmax: row_max, softmax_safe (no docstrings)
 
 # %% [markdown]
-# `shifted_exp(x, m)` is $e^{x-m}$ with one precaution, the subject of section 6. The claim to test now: the softmax is
-# right at any height, for every dtype. We compare with float64, *for the same scores, after their rounding* to the dtype.
+# `shifted_exp(x, m)` is $e^{x-m}$ with one precaution, which section 6 explains.
+#
+# The claim to test: the softmax is right at any height of the scores, in every dtype. The truth is float64, *for the same scores,
+# after they were rounded* to the dtype.
 
 # %%
 torch.manual_seed(0)
@@ -242,19 +251,20 @@ for dtype, shift in itertools.product((torch.float16, torch.bfloat16, torch.floa
 print("9 combinations of dtype and height, error below 4 epsilon of the dtype: True")
 
 # %% [markdown]
-# What it cannot repair is a score that was rounded before it arrived. Near 1000 neighbouring float16 numbers are 0.5
-# apart, and $e^{0.5} = 1.65$. That is why kernels keep the *scores* in float32 too, straight from the matrix product.
+# It cannot repair a score that was rounded before it arrived. Near 1000 neighbouring float16 numbers are 0.5 apart, and
+# $e^{0.5} = 1.65$. That is why kernels keep the *scores* in float32 too, straight from the matrix product.
 
 # %% [markdown]
 # ## 4. Three passes, two passes, one pass
 #
-# Now think of memory. The row lives in a memory that is large and slow (HBM, on a GPU); arithmetic is cheap beside
-# fetching its operands. Count the accesses of one element, reads of $x$ and writes of the result $y$:
+# Now think of memory. A GPU has a large and slow main memory, called **HBM** (high-bandwidth memory), and small fast memories on
+# the chip. Arithmetic is cheap beside fetching its operands. So count how often one element is read or written in slow memory:
 #
 # - **naive**: read $x$ for the sum; read $x$ again and write $y$: 3;
-# - **safe**: read $x$ for the maximum; read $x$ for the sum; read $x$ again and write $y$: 4.
-#
-# Safety costs a third more traffic. A list that counts its accesses confirms it.
+# - **safe**: read $x$ for the maximum; read it for the sum; read it again and write $y$: 4.
+
+# %% [markdown]
+# Safety costs a third more traffic. A list that counts its accesses will confirm it.
 
 # %%
 class Row(list):
@@ -268,7 +278,7 @@ class Row(list):
         super().__setitem__(j, value)
 
 # %% [markdown]
-# The two softmaxes as loops over such rows: the shape of the code is the count.
+# The two softmaxes as loops over such rows. Each pass is a loop.
 
 # %%
 def naive(x, y):
@@ -282,6 +292,10 @@ def safe(x, y):
     for j in range(len(x)):                                       # pass 3
         y[j] = math.exp(x[j] - m) / l
 
+# %% [markdown]
+# Run both on 100 numbers, and divide the accesses by 100.
+
+# %%
 def accesses(softmax, xs):
     x, y = Row(xs), Row([0.0] * len(xs))
     softmax(x, y)
@@ -294,28 +308,35 @@ print(f"accesses per element   naive: {accesses(naive, xs)} (by hand 3)   safe: 
 # %% [markdown]
 # ### The recurrence for the sum
 #
-# Can the first two passes of the safe softmax become one? The sum
-# $\ell = \sum_i e^{x_i - m}$ needs the maximum $m$ of the *whole* row, which is known only at the end of pass 1. That
-# looks like a proof that two passes are needed. It is not: it only shows that we asked for the wrong sum.
-#
-# Ask for a sum that *can* be known after $j$ elements. Let $m_j = \max_{i \le j} x_i$, and refer to that:
+# Can the first two passes of the safe softmax become one? The sum $\ell = \sum_i e^{x_i - m}$ needs the maximum $m$ of the *whole*
+# row, which is known only at the end of pass 1. That looks like a proof that two passes are needed. It only shows that we asked
+# for the wrong sum.
+
+# %% [markdown]
+# Ask for a sum that *can* be known after $j$ elements. Let $m_j = \max_{i \le j} x_i$ be the maximum so far, and refer to that:
 #
 # $$\ell_j = \sum_{i \le j} e^{x_i - m_j}.$$
 #
-# For $j = N$ this is the $\ell$ we want. Each step has a new reference $m_j$, so express it by the step before it. Split
-# off the last term, then move the reference of the rest from $m_j$ back to $m_{j-1}$, by adding and subtracting it:
+# For $j = N$ this is the $\ell$ we want.
+
+# %% [markdown]
+# Each step has a new reference $m_j$, so express it by the step before. Split off the last term. Then move the reference of the
+# rest from $m_j$ back to $m_{j-1}$:
 #
 # $$\ell_j = \sum_{i<j} e^{x_i - m_j} + e^{x_j - m_j}
 #          = \sum_{i<j} e^{x_i - m_{j-1}}\, e^{m_{j-1} - m_j} + e^{x_j - m_j} .$$
 #
-# The second factor does not depend on $i$, so it leaves the sum, and the sum that remains is $\ell_{j-1}$ by definition:
+# The factor $e^{m_{j-1} - m_j}$ does not depend on $i$, so it leaves the sum. What remains is $\ell_{j-1}$:
 #
 # $$\boxed{\; m_j = \max(m_{j-1}, x_j), \qquad \ell_j = \ell_{j-1}\, e^{m_{j-1} - m_j} + e^{x_j - m_j} \;}
 # \qquad m_0 = -\infty,\; \ell_0 = 0 .$$
+
+# %% [markdown]
+# This is the *online normaliser* of Milakov & Gimelshein (2018). The factor $e^{m_{j-1} - m_j}$ is the **correction**. It is 1 while
+# the maximum stays, and below 1 when it moves.
 #
-# This is the *online normaliser* of Milakov & Gimelshein (2018). The factor $e^{m_{j-1} - m_j}$ is the **correction**: it
-# is 1 while the maximum stands still and below 1 when it moves. **It is never above 1**: the old maximum stands on the
-# left. Keep that sentence; it finds the commonest bug of the field.
+# **The correction is never above 1**, because the old maximum stands on the left. Keep that sentence: it finds the commonest bug of
+# the field.
 
 # %% [markdown]
 # A hand example with powers of two again. Let $x = \ln 2 \cdot (1, 3, 2, 4, 0)$, so that $e^{x} = (2, 8, 4, 16, 1)$ and
@@ -345,8 +366,8 @@ for x in xs:
 assert abs(l * math.exp(m) - 31) < 1e-12
 
 # %% [markdown]
-# With the recurrence the safe softmax needs two passes and 3 accesses an element: the naive one's traffic, without its
-# overflow. In the package, `online_softmax` does this for tensors; here it is on a counted row.
+# With the recurrence the safe softmax needs two passes and 3 accesses per element. That is the naive one's traffic without its
+# overflow. Here it is on a counted row; `online_softmax` of the package does the same for tensors.
 
 # %%
 def online(x, y):
@@ -359,31 +380,33 @@ def online(x, y):
     for j in range(len(x)):                                       # pass 2
         y[j] = math.exp(x[j] - m) / l
 
-print("accesses an element, online:", accesses(online, torch.linspace(-3, 3, 100).tolist()))
+print("accesses per element, online:", accesses(online, torch.linspace(-3, 3, 100).tolist()))
 x = torch.randn(32, 200, generator=torch.Generator().manual_seed(0)) * 10
 torch.testing.assert_close(online_softmax(x), torch.softmax(x, dim=-1))
 
 # %% [markdown]
 # ### The recurrence for the output
 #
-# Pass 2 cannot go: writing $p_j = e^{x_j - m}/\ell$ needs the final $m$ and $\ell$, for the very first $j$ already. Every
-# softmax must read its row twice.
+# Pass 2 cannot go: to write $p_j = e^{x_j - m}/\ell$ one needs the final $m$ and $\ell$, already for the first $j$. Every softmax must
+# read its row twice.
 #
-# But attention does not want $p$. It wants $\sum_j p_j v_j$, one vector of $D$ numbers, and $p$ is only on the way. Pull
-# the division out of the sum, and play the same trick on what is left. With $v_j$ the $j$-th row of $V$, let
+# But attention does not want $p$. It wants $\sum_j p_j v_j$, one vector of $D$ numbers, and $p$ is only on the way.
+
+# %% [markdown]
+# So pull the division out of the sum, and play the same trick on what is left. With $v_j$ the $j$-th row of $V$, let
 #
 # $$o_j = \sum_{i \le j} e^{x_i - m_j}\, v_i \qquad\text{so that the output is}\qquad \frac{o_N}{\ell_N}.$$
 #
-# Split off the last term and move the reference, exactly as before; $v_i$ only rides along:
+# Split off the last term and move the reference as before; $v_i$ only rides along:
 #
 # $$o_j = \sum_{i<j} e^{x_i - m_{j-1}}\, e^{m_{j-1} - m_j}\, v_i + e^{x_j - m_j}\, v_j
 # \;\;\Longrightarrow\;\; \boxed{\; o_j = o_{j-1}\, e^{m_{j-1} - m_j} + e^{x_j - m_j}\, v_j \;} \qquad o_0 = 0 .$$
+
+# %% [markdown]
+# One pass, and one division after it. **Nothing of length $N$ was kept**: the state is $m$, $\ell$ and $o$, that is $D + 2$ numbers.
+# Rabe & Staats (2021) showed with it that attention does not need $O(N^2)$ memory; Dao et al. (2022) made it FlashAttention.
 #
-# One pass. After it, one division. **Nothing of length $N$ was ever kept**: the state is $m$, $\ell$ and $o$, that is
-# $D + 2$ numbers. Rabe & Staats (2021) showed with it that attention does not need $O(N^2)$ memory; Dao et al. (2022) made
-# it FlashAttention.
-#
-# By hand: with $v = ([31,0], [0,31], [31,0], [0,31], [0,31])$ and the weights $2, 8, 4, 16, 1$ over 31 the output is
+# By hand: with $v = ([31,0], [0,31], [31,0], [0,31], [0,31])$ and the weights $2, 8, 4, 16, 1$ over 31, the output is
 # $[2+4,\; 8+16+1] = [6, 25]$.
 
 # %%
@@ -400,29 +423,30 @@ torch.testing.assert_close(o / l, torch.tensor([6.0, 25.0], dtype=torch.float64)
 # %% [markdown]
 # ### What a long row looks like
 #
-# The figure follows a row of 96 random scores. Above: the scores, and the running maximum as a staircase. In the middle:
-# the correction of each step. Below: the running sum $\ell$, which falls each time the staircase rises: the old terms
-# are re-measured against a larger reference.
+# The figure follows a row of 96 random scores. Above: the scores (grey), and the running maximum (red) as a staircase. In the
+# middle: the correction of each step (blue). Below: the running sum $\ell$ (green). It falls where the staircase rises, because the
+# old terms are then measured against a larger reference.
 
 # %%
 torch.manual_seed(3)
 scores = torch.randn(96, dtype=torch.float64) * 2
-states = list(itertools.accumulate((block_state(s[None], torch.ones(1, 1).double()) for s in scores), merge))
-running_max = torch.stack([s.m for s in states])
-correction = shifted_exp(torch.cat([torch.tensor([-math.inf]).double(), running_max[:-1]]), running_max)
-
-rows.read_once(scores, running_max, correction, torch.stack([s.l for s in states]),
-               "A row of 96 keys, read once")
+running_max = scores.cummax(dim=0).values
+before = torch.cat([torch.tensor([-math.inf]), running_max[:-1]])
+correction, l, sums = torch.exp(before - running_max), 0.0, []
+for x, m, c in zip(scores, running_max, correction):
+    l = l * c + torch.exp(x - m)
+    sums.append(l)
+rows.read_once(scores, running_max, correction, torch.stack(sums), "A row of 96 keys, read once")
 plt.show()
 moved = (correction[1:] < 1).sum().item()
 print(f"the maximum moved at {moved + 1} of 96 keys, the first included")
 assert (correction <= 1).all()
 
 # %% [markdown]
-# The corrections are nearly all 1, and that is no accident of this row. For scores in random order, key $j$ is the
-# largest of the first $j$ with probability $1/j$, whatever their distribution. So the maximum of a row of $N$ moves
-# $H_N = 1 + \frac12 + \dots + \frac1N \approx \ln N + 0.58$ times on average. In blocks of $B$ keys only the maximum of a
-# block counts, and it moves $H_{N/B}$ times.
+# The corrections are nearly all 1, and not by chance. For scores in random order, key $j$ is the largest of the first $j$ with
+# probability $1/j$. So the maximum of a row of $N$ moves $H_N = 1 + \frac12 + \dots + \frac1N \approx \ln N + 0.58$ times on average.
+#
+# In blocks of $B$ keys only the maximum of a block counts, and it moves $H_{N/B}$ times.
 
 # %%
 torch.manual_seed(0)
@@ -435,34 +459,39 @@ for B in (1, 16, 64):
     assert abs(measured - theory) < 0.2
 
 # %% [markdown]
-# FlashAttention-4 (2026) uses this: it skips a correction that would not matter much, and the last exercise of this
-# phase lets you do the same. But rare is not never. A kernel that forgets the correction is right on every row whose
-# largest score comes first, and a test with friendly inputs may hold no other rows.
+# FlashAttention-4 (2026) uses this: it skips corrections that would matter little. The last exercise of this phase does the same.
+#
+# But rare is not never. A kernel that forgets the correction is right on every row whose largest score comes first, and a test with
+# friendly inputs may hold no other rows.
 
 # %% [markdown]
 # ## 5. Merging two states
 #
-# One key at a time is no way to use a GPU; we want blocks, and blocks computed apart. So forget the order, and say what the
-# state of a *set* of keys $A$ is:
+# One key at a time is no way to use a GPU. We want blocks, and blocks that are computed apart. So forget the order, and say what
+# the state of a *set* of keys $A$ is:
 #
 # $$m_A = \max_{i \in A} x_i, \qquad \ell_A = \sum_{i \in A} e^{x_i - m_A}, \qquad o_A = \sum_{i \in A} e^{x_i - m_A}\, v_i .$$
 #
-# Of one block of keys it is computed at once:
+# In code: `State` has the three parts, and `block_state` computes them for one block of keys. (`require_block` only refuses shapes
+# that do not fit together.)
 
 # %%
 # FROM flashlab.attention.online_softmax: State, block_state (no docstrings)
 
 # %% [markdown]
-# For two disjoint sets the derivation of section 4 goes through with $B$ in place of the one new key: take each sum to
-# the common reference $m = \max(m_A, m_B)$, then add.
+# For two disjoint sets the derivation of section 4 works with $B$ in place of the one new key. Take each sum to the common
+# reference $m = \max(m_A, m_B)$, then add:
 #
 # $$\ell_{A \cup B} = \ell_A\, e^{m_A - m} + \ell_B\, e^{m_B - m}, \qquad
 #   o_{A \cup B} = o_A\, e^{m_A - m} + o_B\, e^{m_B - m} .$$
 
 # %%
-# FROM flashlab.attention.online_softmax: merge (no docstrings)
+# FROM flashlab.attention.online_softmax: identity, merge (no docstrings)
 
 # %% [markdown]
+# `finish` divides once, at the end. It also returns $\mathrm{lse} = m + \ln \ell$, the logarithm of the sum of exponentials, which
+# section 8 is about.
+#
 # The example of section 4 in two blocks, $A$ = keys 1–2 and $B$ = keys 3–5. By hand:
 #
 # - $A$: $m = 3\ln2$, $\;\ell = \frac14 + 1 = 1.25$, $\;o = [7.75, 31]$
@@ -478,26 +507,27 @@ AB = merge(A, B)
 for name, state in {"A": A, "B": B, "A + B": AB}.items():
     rounded = [round(value, 4) for value in state.o.tolist()]
     print(f"{name:6} m {state.m / LN2:.0f} ln 2   l {state.l:.4f}   o {rounded}")
-torch.testing.assert_close(AB.l.item(), l)
+assert abs(AB.l.item() - 1.9375) < 1e-12
 torch.testing.assert_close(finish(AB)[0], torch.tensor([6.0, 25.0], dtype=torch.float64))
 
 # %% [markdown]
 # ### Why the order cannot matter
 #
-# Is `merge` associative and commutative? One can expand both sides; it is more useful to see *why*. Map a state to the
-# two sums it stands for, with no reference at all:
+# Is `merge` associative and commutative? Map a state to the two sums it stands for, with no reference at all:
 #
 # $$\varphi(m, \ell, o) = \big(e^{m} \ell,\; e^{m} o\big) = \Big(\textstyle\sum_{i \in A} e^{x_i},\; \sum_{i \in A} e^{x_i} v_i\Big).$$
 #
-# Multiply the merge formulas by $e^m$ and read off $\varphi(\mathrm{merge}(a, b)) = \varphi(a) + \varphi(b)$: **merge is
-# addition of vectors**, and addition is associative and commutative. The maximum is so on its own, and $m$ and
-# $\varphi$ together determine the state. The identity is the state of no keys, $(-\infty, 0, 0)$.
+# Multiply the merge formulas by $e^m$, and read off $\varphi(\mathrm{merge}(a, b)) = \varphi(a) + \varphi(b)$.
+
+# %% [markdown]
+# So **merge is addition of vectors**, and addition is associative and commutative. So is the maximum, and $m$ and $\varphi$ together
+# determine the state. The state of no keys, $(-\infty, 0, 0)$, changes nothing when it is merged: it is the **identity**.
 #
-# So why not just add? Because $e^{x}$ does not fit. A state $(m, \ell, o)$ is the pair of sums in a floating-point
-# format of our own: $\ell$ and $o$ are the mantissas, and $m$ is their common exponent. The correction is the shift that
-# aligns two such numbers before an addition.
-#
-# Now run it. Cut a row of 200 keys at random, shuffle the keys first, merge random neighbours in random order, and do so 300 times.
+# Why not just add? Because $e^{x}$ does not fit. A state is a pair of sums in a floating-point format of our own: $\ell$ and $o$ are
+# the mantissas, $m$ is their common exponent. The correction aligns two such numbers before they are added.
+
+# %% [markdown]
+# Now run it. The two functions cut a row into random blocks of shuffled keys, and merge random neighbours in random order.
 
 # %%
 def merge_somehow(states, rng):
@@ -516,9 +546,14 @@ def random_blocks(x, v, count, rng):
     return [block_state(x[order[a:b]], v[order[a:b]]) for a, b in itertools.pairwise(edges)]
 
 # %% [markdown]
-# What to expect: agreement with the reference to about the precision of float64 for every split, and, bit for bit, the
-# identity and commutativity. (Commutativity is exact because IEEE addition and maximum are. A compiler that fuses one product and
-# the addition into a single `fma` loses it: only one of the two products is then rounded.)
+# Expect agreement with the reference, to about the precision of float64, for each of 300 splits. Expect the identity and
+# commutativity to hold bit for bit, because IEEE addition and maximum are commutative.
+#
+# <details><summary>When commutativity is lost</summary>
+#
+# A compiler that fuses one product and the addition into a single `fma` loses it: only one of the two products is then rounded.
+#
+# </details>
 
 # %%
 rng = random.Random(0)
@@ -545,11 +580,14 @@ print(f"bit for bit:  a + b = b + a in {same_swapped},  a + nothing = a in {same
 # %% [markdown]
 # ### A row, consumed in blocks
 #
-# The animation reads 32 keys in 8 blocks of 4. **Above**: the scores; the block at hand in orange, what has been read in
-# blue, what has not in grey, and the running maximum $m$ in red. **Below left**: $\ell$ after the merge, made of the old
-# $\ell$ times its correction (blue) and the block's own sum (orange); dotted, the old $\ell$ before its correction. **Below right**: $o/\ell$, the output *if the row
-# ended here*, on its way to the final values (dashed). When $m$ jumps, in block 6 above all, watch the blue part of
-# $\ell$ shrink inside its dotted outline.
+# The animation reads 32 keys in 8 blocks of 4.
+#
+# - **Above**: the scores; the block at hand in orange, what has been read in blue, the rest in grey, the running maximum $m$ in red.
+# - **Below left**: $\ell$ after the merge: the old $\ell$ times its correction (blue), plus the block's own sum (orange). Dotted: the
+#   old $\ell$ before its correction.
+# - **Below right**: $o/\ell$ (green), the output *if the row ended here*; dashed, the final values.
+#
+# When $m$ jumps, in block 6 above all, watch the blue part shrink inside its dotted outline.
 
 # %% tags=["nbval-ignore-output"]
 torch.manual_seed(16)
@@ -570,12 +608,14 @@ display(animation)
 # $-\infty$ comes into a state in two ways, both everyday:
 #
 # - the **start**: $m_0 = -\infty$, before any key;
-# - a **mask**: a causal mask, a sliding window or padding sets scores to $-\infty$, and a whole block may be masked. The
-#   first block of a row may.
+# - a **mask**: some keys must not be seen, and their scores are set to $-\infty$. Even a whole block may be masked, and it may be
+#   the first.
+
+# %% [markdown]
+# If at least one of the two maxima is finite, IEEE arithmetic does the right thing: $e^{-\infty - m} = e^{-\infty} = 0$. If neither
+# is, the exponent is $-\infty - (-\infty)$, and that is NaN.
 #
-# While at least one of the two maxima is finite, IEEE arithmetic does the right thing by itself:
-# $e^{-\infty - m} = e^{-\infty} = 0$. When neither is, the exponent is $-\infty - (-\infty)$, and that is NaN. Here is
-# the merge as the formula has it, without precaution, on two masked blocks and then a good one.
+# Here is the merge without precaution, on two masked blocks and then a good one.
 
 # %%
 def merge_as_written(a, b):
@@ -595,9 +635,9 @@ assert once.l.isfinite() and twice.l.isnan()
 # %% [markdown]
 # The NaN is born in a block that contributes nothing, and it survives everything after it: $0 \cdot \mathrm{NaN}$ is NaN.
 #
-# The precaution in `shifted_exp`: where the reference is $-\infty$, refer to 0 instead. Then the exponent is
-# $-\infty - 0 = -\infty$, the exponential is 0, and a block that saw nothing adds nothing. No branch is needed, one select
-# on $m$ is enough, and it is what real kernels do.
+# The precaution is in `shifted_exp`: where the reference is $-\infty$, refer to 0 instead. Then the exponent is
+# $-\infty - 0 = -\infty$, the exponential is 0, and a block that saw nothing adds nothing. Real kernels do the same, with one
+# select on $m$.
 
 # %%
 # FROM flashlab.attention.online_softmax: shifted_exp (no docstrings)
@@ -609,8 +649,11 @@ print(f"start, masked block, block: l = {fixed.l:.4f}")
 print(f"a row that saw no key:      o = {o.item()}, lse = {lse.item()}")
 
 # %% [markdown]
-# Note the convention in the last line: a row that may look at nothing gives $o = 0$ and $\mathrm{lse} = -\infty$ in this
-# course, as in FlashAttention. `torch.softmax` gives NaN for it. When two libraries disagree on a masked row, look here first.
+# Note the last line. A row that may look at nothing gives $o = 0$ and $\mathrm{lse} = -\infty$ in this course, because that is the
+# state of no keys.
+#
+# Libraries differ here. FlashAttention-3 writes $-\infty$ too. FlashAttention-2 writes $+\infty$ for such a row (and $-\infty$ in its
+# split-KV path). `torch.softmax` gives NaN. When two libraries disagree on a masked row, look here first.
 
 # %% [markdown]
 # ### The tempting repair that is wrong
@@ -634,13 +677,15 @@ assert abs(o.item() - (3 + 5 * math.e) / (1 + math.e)) < 1e-12
 # %% [markdown]
 # ## 7. Where rounding ends the algebra
 #
-# In real numbers `merge` is associative. In floating point, addition is not, so `merge` is not either: which blocks you
-# cut and how you bracket them moves the last bits of the result. That is no reason to worry and no reason to look away; it
-# is something to measure.
+# In real numbers `merge` is associative. In floating point, addition is not, so `merge` is not either: how you cut and bracket the
+# blocks moves the last bits of the result. That can be measured.
+
+# %% [markdown]
+# The natural unit is the **unit roundoff** $u$, the largest relative error of one rounding: $2^{-11}$ for float16, $2^{-24}$ for
+# float32, $2^{-53}$ for float64.
 #
-# The natural unit is the dtype's **unit roundoff** $u$, the largest relative error of one rounding: $2^{-11}$ for
-# float16, $2^{-24}$ for float32, $2^{-53}$ for float64. First question: how often do $(a+b)+c$ and $a+(b+c)$ differ in any
-# bit, and by how much? 20 000 triples of blocks for each dtype.
+# First question: how often do $(a+b)+c$ and $a+(b+c)$ differ in any bit, and by how much? The test takes 20 000 triples of blocks per
+# dtype.
 
 # %%
 def triples(dtype, count=20_000, keys=8):
@@ -651,8 +696,8 @@ def triples(dtype, count=20_000, keys=8):
     return [State(*parts) for parts in zip(m, p.sum(dim=-1), (p[..., None] * v).sum(dim=-2))]
 
 # %% [markdown]
-# A guess before the measurement: each merge rounds a difference, an exponential, a product and a sum, each within about $u$
-# of its value. So a few $u$, in every dtype.
+# A guess before the measurement: each merge rounds a difference, an exponential, a product and a sum, each by about $u$. So expect a
+# few $u$, in every dtype.
 
 # %% tags=["nbval-ignore-output"]
 for dtype in (torch.float16, torch.float32, torch.float64):
@@ -665,19 +710,21 @@ for dtype in (torch.float16, torch.float32, torch.float64):
     assert torch.equal(left.m, right.m) and 0.1 < differ < 0.4 and distance < 6
 
 # %% [markdown]
-# About a fifth to a quarter of all triples differ, in every dtype, and never by more than a few $u$. (The maxima never
-# differ: a maximum does not round.)
-#
+# About a fifth to a quarter of all triples differ, in every dtype, and never by more than a few $u$. The maxima never differ,
+# because a maximum does not round.
+
+# %% [markdown]
 # ### How the error grows
 #
-# More exactly. In one merge, the side that holds the maximum has correction $e^0 = 1$: its product is exact, and only the
-# addition rounds, which costs at most $u$. The other side is shrunk by $e^{-d}$, $d > 0$, and pays more: $d\,u$ for the rounding of
-# the exponent, about $2u$ for the exponential, $u$ for the product and $u$ for the sum. To first order, then,
+# More exactly: in one merge, the side that holds the maximum has the correction $e^0 = 1$. Its product is exact, and only the
+# addition rounds, by at most $u$. The other side is shrunk by $e^{-d}$, $d > 0$, and pays more: $d\,u$ for the exponent, about $2u$ for
+# the exponential, $u$ for the product and $u$ for the sum. To first order, then,
 #
 # $$\text{relative error of } \ell \;\le\; (\text{merges on the longest path}) \times (4 + d)\, u .$$
-#
-# A sequential loop over $k$ blocks has a path of $k - 1$ merges; a balanced tree has $\lceil \log_2 k \rceil$. That is a
-# bound for the worst case. Roundings that go either way grow only like the square root.
+
+# %% [markdown]
+# A loop over $k$ blocks has a path of $k - 1$ merges, a balanced tree one of $\lceil \log_2 k \rceil$. This is a bound for the worst
+# case. Roundings that go either way grow only like the square root.
 #
 # To see errors of float64 we need a better truth: `decimal` with 40 digits.
 
@@ -738,14 +785,17 @@ curves.curves(right, lines, log="xy", title="float32, 256 rows of 4096", xlabel=
 plt.show()
 
 # %% [markdown]
-# *Left: one row, 200 ways to cut and bracket it; each point is one way. In units of $u$ the three dtypes look alike: what
-# differs between them is $u$. (The points lie on levels because $\ell$ can only be one of the dtype's numbers.) Right: the error against the number of blocks, with the square-root law and the worst-case
-# bound.* The tree hardly grows; the sequential loop grows like the square root.
+# *Left: one row, 200 ways to cut and bracket it; each point is one way. In units of $u$ the three dtypes look alike. (The points
+# lie on levels because $\ell$ can only be one of the dtype's numbers.)*
+#
+# *Right: the error against the number of blocks. The loop (blue) grows like the square root, the tree (orange) hardly at all; the
+# worst-case bound (red) is far away.*
 
 # %% [markdown]
-# Is the worst case ever real? Yes, and with the friendliest input there is: equal scores, keys one at a time, in
-# float16. Once $\ell$ reaches 2048, adding 1 no longer changes it: the next float16 number is 2050, and $2048 + 1$ rounds back. Let the
-# first half of 4096 values be 0 and the second half 1; the output should be one half.
+# Is the worst case ever real? Yes, with the friendliest input there is: equal scores, keys one at a time, in float16. Once $\ell$
+# reaches 2048, adding 1 no longer changes it: the next float16 number is 2050, and $2048 + 1$ rounds back.
+#
+# Let the first half of 4096 values be 0 and the second half 1. The output should be one half.
 
 # %%
 v = torch.cat([torch.zeros(2048, 1), torch.ones(2048, 1)])
@@ -757,25 +807,26 @@ for dtype in (torch.float16, torch.float32):
     assert output == (0.5 if dtype == torch.float32 else 1.0)
 
 # %% [markdown]
-# Twice the right answer, with no overflow, no NaN and no large score. Hence the rule that all kernels of this course
-# follow: **$m$, $\ell$ and $o$ live in float32**, whatever the dtype of $Q$, $K$, $V$. The matrix products may take
-# float16 inputs; the statistics may not.
+# Twice the right answer, with no overflow, no NaN and no large score. Hence a rule that all kernels of this course follow: **$m$,
+# $\ell$ and $o$ live in float32**, whatever the dtype of $Q$, $K$, $V$. The matrix products may take float16 inputs; the statistics may
+# not.
+
+# %% [markdown]
+# Two more consequences:
 #
-# Two more consequences to carry away from this section:
-#
-# - A kernel that fixes its block size and order gives the same bits each time. One that lets the *schedule* decide which
-#   block is merged first does not. Both are right within $u$; only one is reproducible.
-# - Compare two kernels with a tolerance that comes from $u$, never bit for bit and never with a number out of the air.
+# - A kernel that fixes its block size and order gives the same bits each time. One that lets the *schedule* decide which block is
+#   merged first does not. Both are right within a few $u$.
+# - Compare two kernels with a tolerance that comes from $u$, never bit for bit, and never with a number out of the air.
 
 # %% [markdown]
 # ## 8. What is left of a row: lse
 #
-# To finish a row, divide. And keep one number more: the logarithm of the sum of exponentials,
+# To finish a row, divide. And keep one number more, the logarithm of the sum of exponentials:
 #
 # $$\text{output} = \frac{o}{\ell}, \qquad \mathrm{lse} = m + \ln \ell = \ln \sum_j e^{x_j} .$$
 #
-# It fits in a float where the sum would not, and it holds both $m$ and $\ell$ as far as anyone later needs them. First
-# use: any single probability can be recomputed from its score, with no row sum at hand. The backward pass (phase 5) lives on that:
+# It fits in a float where the sum would not. With it any probability can be computed again from its score, with no row sum at
+# hand. The backward pass (phase 5) lives on that:
 #
 # $$p_j = e^{x_j - m} / \ell = e^{x_j - \mathrm{lse}} .$$
 
@@ -790,10 +841,12 @@ torch.testing.assert_close(torch.exp(x - lse) * 31, torch.tensor([2.0, 8, 4, 16,
 # %% [markdown]
 # ### (o, lse) is enough
 #
-# Second use: merging *finished* results. Suppose two devices have each finished the same query against their own keys, and
-# have thrown $m$ and $\ell$ away. From $(o_1, \mathrm{lse}_1)$ one recovers the sums of section 5:
-# $\sum e^{x} = e^{\mathrm{lse}_1}$ and $\sum e^{x} v = e^{\mathrm{lse}_1} o_1$. Compare with $\varphi(m, \ell, o) = (e^m \ell, e^m o)$: a
-# finished result *is* a state, the one with $m = \mathrm{lse}$ and $\ell = 1$. So nothing new has to be written.
+# Second use: merging *finished* results. Suppose two devices have each finished the same query against their own keys, and thrown
+# $m$ and $\ell$ away. From $(o_1, \mathrm{lse}_1)$ one gets the sums of section 5 back:
+# $\sum e^{x} = e^{\mathrm{lse}_1}$ and $\sum e^{x} v = e^{\mathrm{lse}_1} o_1$.
+#
+# Compare with $\varphi(m, \ell, o) = (e^m \ell, e^m o)$: a finished result *is* a state, with $m = \mathrm{lse}$ and $\ell = 1$. So
+# `merge` can do it.
 
 # %%
 # FROM flashlab.attention.online_softmax: merge_finished (no docstrings)
@@ -803,8 +856,8 @@ torch.testing.assert_close(lse, finish(AB)[1])
 print(f"from finished halves: {[round(value, 4) for value in o.tolist()]}, exp(lse) = {torch.exp(lse):.4f}")
 
 # %% [markdown]
-# $o$ alone would not do. Below, two pairs of halves have the *same* outputs, 0 and 10; in the first pair both halves are equally heavy,
-# in the second one weighs $e^3$ times as much. Averaging cannot tell them apart.
+# $o$ alone would not do. Below, two pairs of halves have the *same* outputs, 0 and 10. In the first pair both halves are equally heavy; in
+# the second, one weighs $e^3$ times as much.
 
 # %%
 halves = torch.tensor([0.0]), torch.tensor([10.0])
@@ -815,12 +868,11 @@ for lse1, lse2 in ((2.0, 2.0), (2.0, 5.0)):
 # %% [markdown]
 # ### m is only a reference
 #
-# If $(m, \ell, o)$ and $(\mathrm{lse}, 1, o/\ell)$ stand for the same sums, so do all states in between:
+# If $(m, \ell, o)$ and $(\mathrm{lse}, 1, o/\ell)$ stand for the same sums, so do all states between them:
 #
 # $$(m, \ell, o) \;\sim\; (m + c,\; \ell e^{-c},\; o\, e^{-c}) \qquad \text{for every } c .$$
 #
-# Nothing in the algebra needs $m$ to be the maximum. It needs to be *near* it, so that nothing overflows, and that is a
-# different and cheaper requirement: a stale maximum, a little too low, is as good.
+# So $m$ need not be the maximum. It needs to be *near* it, so that nothing overflows. A stale maximum, a little too low, is as good.
 
 # %%
 for shift in (-5.0, 0.0, 5.0):
@@ -834,15 +886,17 @@ print("the reference can be moved by -5, 0, +5 and nothing changes: True")
 #
 # Count once more, now for attention over a row of $N$ keys. What has to be *stored* for one query row between the passes?
 #
-# | | passes over the keys | stored for a row in between |
+# | | passes over the keys | stored per row |
 # |:--|:--|:--|
-# | naive, safe | 3: scores and their maximum; exponentials and sum; weighted sum of $V$ | a row of $S$ or $P$: $N$ numbers |
+# | naive, safe | 3: scores and maximum; exponentials and sum; weighted sum of $V$ | a row of $S$ or $P$: $N$ numbers |
 # | online softmax, then $PV$ | 2 | a row of $S$ or $P$: $N$ numbers |
 # | online softmax with $o$ | **1** | $m, \ell, o$: $D + 2$ numbers |
+
+# %% [markdown]
+# Only the last row does not grow with $N$. That is the step from online softmax to FlashAttention; Ye's note (2023) derives it in
+# these three stages.
 #
-# Only the last row does not grow with $N$. That is the step from online softmax to FlashAttention, and Ye's note (2023)
-# derives it in just these three stages. The price is the rescaling: $D + 1$ multiplications a block of $B$ keys, beside
-# $4 B D$ operations of the two products.
+# The price is the rescaling: $D + 1$ multiplications per block of $B$ keys, beside the $4 B D$ operations of the two products.
 
 # %%
 D, B = 64, 64
@@ -851,9 +905,9 @@ for N in (1024, 16384, 262144):
 print(f"rescaling, blocks of {B}: {(D + 1) / (4 * B * D):.2%} of the operations of the two products")
 
 # %% [markdown]
-# And because the state merges in any order, the blocks need not even be on one machine. Here is **ring attention** (Liu et al.
-# 2023) with four pretend devices. Each holds a quarter of the queries and of the keys. In each step every device merges
-# in the keys it holds, then hands them to its neighbour. Each device sees the blocks in a different order.
+# Because states merge in any order, the blocks need not even be on one machine. Here is **ring attention** (Liu et al. 2023) with
+# four pretend devices. Each holds a quarter of the queries and of the keys. In each step every device merges in the keys that it holds,
+# then hands them to its neighbour. So each device sees the blocks in another order.
 
 # %%
 torch.manual_seed(0)
@@ -877,40 +931,41 @@ print("four devices, four orders, one result:", tuple(ring.shape))
 #
 # | piece | where it returns |
 # |:--|:--|
-# | the loop over blocks with $m, \ell, o$ | phases 2 (in Python), 3–4 (Triton), 6–8 (CUDA) |
-# | one division at the end, not one a block | FlashAttention-2; every kernel from phase 2 on |
+# | the loop over blocks with $m, \ell, o$ | phases 2 (in Python), 3–4 (Triton), 6–9 (CUDA) |
+# | one division at the end, not one per block | FlashAttention-2; every kernel from phase 2 on |
 # | $-\infty$ with care | causal masks and tails, from phase 3 on |
 # | $p = e^{x - \mathrm{lse}}$ | the backward pass, phase 5 |
-# | `merge_finished` | split-KV decoding and ring attention, phases 10 and later |
+# | `merge_finished` | split-KV decoding and ring attention, phases 12 and 13 |
 # | statistics in float32 | everywhere, and the checker looks for it |
 
 # %% [markdown]
 # ## Summary, and what is left to explore
 #
-# - Softmax is invariant under a shift; subtracting the maximum keeps every exponential in $[0, 1]$ and the sum in $[1, N]$.
+# - Subtracting the maximum changes no softmax, and keeps every exponential in $[0, 1]$ and the sum in $[1, N]$.
 # - The sum against the *running* maximum obeys a recurrence, and so does the unnormalised output. One pass is enough.
 # - The state $(m, \ell, o)$ is addition in disguise, with a common exponent $m$. Hence any order, any split, any device.
-# - In floating point the order costs a few $u$ a merge. Statistics in float16 can fail completely; in float32 they do not.
+# - In floating point each merge costs a few $u$. Statistics in float16 can fail completely; in float32 they do not.
 # - $-\infty - (-\infty)$ is the one exponent that needs care; a finite sentinel is not care.
 # - $(o, \mathrm{lse})$ is all that must be kept of a row.
-#
-# Test yourself: *a colleague proposes to compute the maximum of every row beforehand, in a cheap separate kernel that reads
-# only $Q$ and $K$, so that no correction is needed. What does it cost, and what does it save?*
+
+# %% [markdown]
+# Test yourself: *a colleague wants to compute the maximum of every row beforehand, in a cheap separate kernel that reads only $Q$ and
+# $K$, so that no correction is needed. What does it cost, and what does it save?*
 #
 # <details><summary>Answer</summary>
 #
-# The scores have to be computed twice: once for the maxima and once more for the exponentials. That is half of the forward
-# pass's products again ($2N^2D$ operations on top of $4N^2D$), and $K$ is read a second time. It saves the corrections,
-# $D + 1$ multiplications a row and block: 0.4 % of the operations at $B = D = 64$. (They do not run on the tensor cores, so
-# their share of the *time* is larger than that, but far from 50 %.) A good *bound* on the maximum is another matter: by
-# Cauchy–Schwarz $x_j \le \|q\| \max_j \|k_j\| / \sqrt{D}$ costs nearly nothing, and by section 8 any reference will do that
-# is close enough. Think about what "close enough" means in float32: if the bound is more than 103 too high, every
-# exponential of the row is 0.
+# The scores have to be computed twice: $2N^2D$ operations on top of $4N^2D$, half of the forward pass's products again, and $K$ is read a
+# second time. It saves the corrections, $D + 1$ multiplications per row and block: 0.4 % of the operations at $B = D = 64$. (They do not
+# run on the tensor cores, so their share of the *time* is larger than that.)
+#
+# A good *bound* on the maximum is another matter. By Cauchy–Schwarz $x_j \le \|q\| \max_j \|k_j\| / \sqrt{D}$ costs nearly nothing, and by
+# section 8 any reference will do that is close enough. But if the bound is more than 103 too high, every exponential of the row is 0 in
+# float32.
 #
 # </details>
 #
-# Left to explore: what the naive way costs in bytes, and why neither of the two obvious ways to tile it works (phase 1);
-# the loop over blocks for a whole matrix (phase 2); skipping corrections (exercise 0.8).
+# Left to explore: what the naive way costs in bytes, and why neither of the two obvious ways to tile it works (phase 1); the loop over
+# blocks for a whole matrix (phase 2); skipping corrections (exercise 0.8).
 
 # %% [markdown]
 # ## References

@@ -9,11 +9,11 @@
 # %% [markdown]
 # # Phase 0 · Exercises: attention and online softmax
 #
-# Replace `raise NotImplementedError` with your code, run the cell, then run the check below it.
-# A check that fails says in one sentence what is wrong, and on which input; `hint("0.3")` gives hints, one at a time.
-# Any order will do, but 0.4 is used by 0.6. `progress()` at the end shows where you stand.
+# Replace `raise NotImplementedError` with your code, run the cell, then run the check below it. A check that fails says in one
+# sentence what is wrong, and on which input. `hint("0.3")` gives a hint for exercise 0.3; call it again for the next one.
+# `progress()` at the end shows where you stand.
 #
-# Eight exercises, about two hours. They need nothing but the lecture of phase 0.
+# Eight exercises, about two hours. They need nothing but the lecture of phase 0. Any order will do, but 0.4 is used by 0.6.
 
 # %%
 from flashlab.exercises import check, hint, progress
@@ -36,18 +36,26 @@ from flashlab.attention.online_softmax import (
 torch.set_printoptions(precision=4, sci_mode=False)
 
 # %% [markdown]
-# Given, from the lecture: `State(m, l, o)`, `block_state(scores, v)`, `identity(*rows, head_dim=...)`, `finish(state)`;
-# `row_max(x)`, the maximum along the last axis. The two `require_...` functions only raise a clear sentence on inputs that
-# do not fit together; you may call them or leave them out.
+# Given, from the lecture:
+#
+# - `State(m, l, o)`: the largest score, the sum of $e^{x - m}$, the sum of $e^{x - m} v$;
+# - `block_state(scores, v)`: the state of one block of keys;
+# - `identity(*rows, head_dim=...)`: the state of no keys;
+# - `finish(state)`: the output $o / \ell$, and $\mathrm{lse} = m + \ln \ell$;
+# - `row_max(x)`: the maximum along the last axis.
+#
+# `require_mergeable(a, b)` and `require_one_dtype(...)` only raise a clear sentence on inputs that do not fit together. You may
+# leave them out.
 
 # %% [markdown]
 # ## 0.1 Where softmax overflows
 # *Warm-up · 5 min*
 #
-# A row holds `n` equal scores $s$, and its naive softmax is computed in some dtype. What is the largest $s$ for which
-# neither an exponential nor their sum overflows? Return it as a Python float, from the formula (no search).
+# A row holds `n` equal scores $s$. Its naive softmax is computed in some dtype. What is the largest $s$ for which neither an
+# exponential nor their sum overflows? Return it as a Python float, from the formula (no search).
 #
-# For `n = 1` in float16 the lecture measured 11.09. Will 1000 scores of 10 do in float16? Say so before you compute it.
+# For `n = 1` in float16 the lecture measured 11.09. Will 1000 scores of 10 do in float16? Guess before you compute it.
+# (`torch.finfo(dtype).max` is the largest finite number of a dtype.)
 
 # %% tags=["exercise"]
 def largest_safe_score(dtype: torch.dtype, n: int) -> float:
@@ -64,9 +72,8 @@ check("0.1", largest_safe_score)
 # ## 0.2 The safe softmax
 # *Warm-up · 10 min*
 #
-# Write the softmax that is right at any height of the scores, along the last axis, for any number of leading axes, in the
-# dtype of its input. A score of $-\infty$ is masked. A row of nothing but $-\infty$ gives zeros, where `torch.softmax` would
-# give NaN.
+# Write the softmax that is right at any height of the scores: along the last axis, for any number of leading axes, in the dtype of
+# its input. A score of $-\infty$ is masked. A row of nothing but $-\infty$ gives zeros.
 #
 # Two functions, because everything later needs the first one: `shifted_exp` is $e^{x-m}$, and it is 0 where both are $-\infty$.
 
@@ -116,9 +123,10 @@ check("0.3", online_max_and_sum)
 # ## 0.4 Merge two states
 # *Core · 15 min*
 #
-# Two blocks of keys of the same rows have given the states `a` and `b`. Return the state of both together. The states may
-# have any leading axes: `m` and `l` are `[...]`, `o` is `[..., D]`. Either of them may be the identity
-# $(-\infty, 0, 0)$, or a masked block, in all rows or in some; and both may.
+# `a` and `b` are the states of two blocks of keys, for the same query rows. Return the state of both blocks together.
+#
+# The states may have any leading axes: `m` and `l` are `[...]`, `o` is `[..., D]`. Either of them, or both, may be the identity
+# $(-\infty, 0, 0)$, in all rows or in some.
 #
 # Do not change `a` and `b`. Do not divide: a state stays unnormalised.
 
@@ -136,9 +144,10 @@ check("0.4", merge)
 # ## 0.5 Bug hunt: right until it is not
 # *Bug hunt · 15 min*
 #
-# The function below computes attention for one row, `BLOCK_N` keys at a time. Its author tested it, and it passed. It has
-# one bug, and it is the commonest one in hand-written FlashAttention kernels. Read the symptoms in the cell after it before
-# you read the code a second time: **for which rows is it right?** Then repair it.
+# The function below computes attention for one row, `BLOCK_N` keys at a time. Its author tested it, and it passed. It has one bug,
+# the commonest one in hand-written FlashAttention kernels.
+#
+# Read the symptoms in the cell after it before you read the code a second time: **for which rows is it right?** Then repair it.
 
 # %% tags=["exercise"]
 def attention_in_blocks(scores: torch.Tensor, v: torch.Tensor, BLOCK_N: int) -> torch.Tensor:
@@ -183,11 +192,11 @@ check("0.5", attention_in_blocks)
 # ## 0.6 Merge two finished results
 # *Core · 15 min*
 #
-# Two devices have each *finished* the same query rows against their own keys: the outputs are divided by their sums, and of
-# $m$ and $\ell$ only $\mathrm{lse} = m + \ln \ell$ is left. Merge `(o1, lse1)` and `(o2, lse2)` into the result over all keys.
+# Two devices have each *finished* the same query rows against their own keys. The outputs are divided by their sums, and of $m$ and
+# $\ell$ only $\mathrm{lse} = m + \ln \ell$ is left. Merge `(o1, lse1)` and `(o2, lse2)` into the result over all keys.
 #
-# There is a solution of three lines that uses your `merge` of 0.4 and `finish`; there is another from scratch. Either way: lse may be
-# 1000, and a row may have seen no key on one device, or on both ($o = 0$, $\mathrm{lse} = -\infty$).
+# Three lines are enough, with your `merge` of 0.4 and `finish`. Mind that lse may be 1000, and that a row may have seen no key on one
+# device, or on both ($o = 0$, $\mathrm{lse} = -\infty$).
 
 # %% tags=["exercise"]
 # MILESTONE flashlab.attention.online_softmax: merge_finished
@@ -206,9 +215,8 @@ check("0.6", merge_finished)
 # *Stretch · 20 min*
 #
 # A loop merges $n$ states one after another: $n - 1$ merges, each waiting for the one before it. Because `merge` is associative,
-# pairs can be merged at the same time, then pairs of the results: the same $n - 1$ merges, but only $\lceil \log_2 n \rceil$ deep. This is
-# how the threads of a warp combine their partial sums (phase 6), how split-KV decoding combines its splits, and by section 7
-# of the lecture it is also the more accurate order.
+# pairs can be merged at the same time, then pairs of the results. These are $n - 1$ merges too, but only $\lceil \log_2 n \rceil$ deep.
+# The threads of a GPU combine their partial sums in this way (phase 6). By section 7 of the lecture it is also the more accurate order.
 #
 # Write it for *any* associative operation: merge neighbours only and keep their order. The list may have any length; an empty one
 # gives `nothing`. Do not change the list.
@@ -231,10 +239,9 @@ check("0.7", merge_as_tree)
 # ## 0.8 Skip the correction
 # *Stretch · 30 min*
 #
-# By section 8 of the lecture, $m$ need not be the maximum: any reference will do that is close enough. FlashAttention-4 makes
-# use of it, because on its GPU the corrections had become a bottleneck. It lets the reference go stale, and corrects only when a block's maximum
-# is above the reference by more than a `threshold`. (There it is 8 in base 2, a factor of 256, which float32 sums
-# bear easily.)
+# By section 8 of the lecture, $m$ need not be the maximum: any reference that is close enough will do. FlashAttention-4 lets the
+# reference go stale, and corrects only when a block's maximum is above it by more than a `threshold`. (Its threshold is 8 in base 2, a
+# factor of 256, which float32 sums bear easily.)
 #
 # Write it for one row. The rules, so that your count can be compared:
 #
@@ -275,8 +282,7 @@ check("0.8", lazy_attention)
 
 # %% [markdown]
 # **To think about.** With a threshold of $8 \ln 2$, how often is there a correction in a row of random scores of standard
-# deviation 2, in blocks of 64? And why is the threshold of a kernel whose $P$ is converted to float16 before the product with $V$ limited,
-# where float32 sums would bear much more?
+# deviation 2, in blocks of 64? And a kernel converts $P$ to float16 before it multiplies by $V$. Why does that limit the threshold?
 #
 # <details><summary>Answer</summary>
 #

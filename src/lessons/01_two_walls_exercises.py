@@ -9,11 +9,11 @@
 # %% [markdown]
 # # Phase 1 · Naive attention and the two walls: exercises
 #
-# Fill in each cell that says `# YOUR CODE HERE`, run it, then run the check below it. A check that fails says in one
-# sentence what is wrong; `hint("1.4")` gives the next hint, `progress()` shows where you are.
+# Fill in each cell that says `# YOUR CODE HERE`, run it, then run the check below it. A check that fails says in one sentence what is
+# wrong. `hint("1.4")` gives a hint for exercise 1.4, one more with each call; `progress()` shows where you are.
 #
-# The kernels run in Triton's interpreter where there is no GPU. Their checks also hand them to the real compiler, which
-# needs none, because the interpreter accepts more than a GPU does.
+# Eight exercises, about two and a half hours. Without a GPU the kernels run in Triton's interpreter. It accepts more than a GPU does, so
+# the checks also hand them to the real compiler, which needs no GPU.
 
 # %%
 import math
@@ -41,8 +41,8 @@ import triton.language as tl
 #     probabilities = softmax(scores)
 #     o = probabilities @ v                     # v: [N, D]
 #
-# Each line reads its inputs from HBM and writes its result there; every number has `itemsize` bytes. Count the bytes read, the bytes
-# written and the FLOPs of all five lines. A multiply-add is 2 FLOPs; the softmax takes 5 a score.
+# Each line reads its inputs from HBM and writes its result there. Every number has `itemsize` bytes. Count the bytes read, the bytes
+# written and the FLOPs of all five lines. A multiply-add is 2 FLOPs; the softmax takes 5 per score.
 
 # %% tags=["exercise"]
 def count(N, D, itemsize):
@@ -64,9 +64,10 @@ check("1.1", count)
 #
 # *Warm-up · 10 min*
 #
-# The least time that a GPU can take for `flops` operations and `bytes_moved` bytes, if arithmetic and memory overlap perfectly, and which
-# of the two is the bound: `"memory"` or `"compute"`. `gpu.fp16_tflops` is in $10^{12}$ FLOP/s, `gpu.memory_gb_s` in $10^9$ byte/s; `gpu` is for instance
-# `runtime.GPUS["H200"]`.
+# What is the least time that a GPU can take for `flops` operations and `bytes_moved` bytes, if arithmetic and memory overlap perfectly?
+# And which of the two is the bound, `"memory"` or `"compute"`?
+#
+# `gpu` is for instance `runtime.GPUS["H200"]`; `gpu.fp16_tflops` is in $10^{12}$ FLOP/s, `gpu.memory_gb_s` in $10^9$ byte/s.
 
 # %% tags=["exercise"]
 def least_time(flops, bytes_moved, gpu):
@@ -86,11 +87,11 @@ check("1.2", least_time)
 #
 # *Core · 15 min*
 #
-# `naive_attention` holds two $N \times N$ matrices at its worst moment. Write the four lines in plain torch so that there is never more
-# than one: same result, q, k and v unchanged, scale $1/\sqrt D$, and no overflow for large scores. The check counts every byte; to see
-# what it sees, run `trace_ops(frugal_attention, q, k, v)`.
+# `naive_attention` of the lecture holds two $N \times N$ matrices at its worst moment. Write the four lines in plain torch so that there
+# is never more than one. Same result, `q`, `k` and `v` unchanged, scale $1/\sqrt D$, no overflow for large scores.
 #
-# (In place is a trick for inference. With autograd on, several of these tensors are needed again in the backward pass.)
+# Torch's methods with a trailing underscore work in place: `x.exp_()` overwrites `x`. The check counts every byte; to see what it sees, run
+# `trace_ops(frugal_attention, q, k, v)`.
 
 # %% tags=["exercise"]
 def frugal_attention(q, k, v):
@@ -112,9 +113,14 @@ check("1.3", frugal_attention)
 #
 # *Core · 30 min*
 #
-# **The milestone of this phase.** One program takes `BLOCK_M` rows of Q and all the keys. The pointers are given. Load the three tiles,
-# compute the scores and the softmax in float32, and store `o` and `lse`. $M$ and $N$ are any numbers: mind the rows past $M$ and the keys past
-# $N$. `launch(scheme_a_kernel, q, k, v, BLOCK_N=padded(len(k)))` runs it.
+# **The milestone of this phase.** One program takes `BLOCK_M` rows of Q and all the keys. The pointers are given: `stride_qm` is the step
+# from one row of Q to the next, `stride_qd` that from one column to the next, and so on for K (`kn`, `kd`), V and O.
+#
+# Load the three tiles, compute the scores and the softmax in float32, and store `o` and `lse`. There are `M` queries and `N` keys, any
+# numbers: mind the rows past `M` and the keys past `N`.
+#
+# To try it: `launch(scheme_a_kernel, q, k, v, BLOCK_N=padded(len(k)))` makes `o` and `lse`, starts one program per `BLOCK_M` rows, and returns
+# both. `padded(n)` is the next power of two, at least 16.
 
 # %% tags=["exercise"]
 # MILESTONE flashlab.attention.schemes: scheme_a_kernel
@@ -149,8 +155,8 @@ check("1.4", scheme_a_kernel)
 #
 # *Core · 10 min*
 #
-# Scheme A keeps a tile of `BLOCK_M` rows of Q and two tiles of `BLOCK_N` keys in shared memory, `HEAD_DIM` numbers a row, `itemsize` bytes a number.
-# `BLOCK_N` is $N$ padded to a power of two, at least 16. A block may have `limit` bytes.
+# Scheme A keeps three tiles in shared memory: `BLOCK_M` rows of Q, and `BLOCK_N` rows each of K and V. A row has `HEAD_DIM` numbers, a
+# number `itemsize` bytes. `BLOCK_N` is $N$ padded to a power of two, at least 16. A program may have `limit` bytes.
 #
 # Return the smallest number of keys $N$, **any integer from 1 on**, that scheme A cannot run. (It is not a power of two. Why?)
 
@@ -174,8 +180,10 @@ check("1.5", first_failing)
 #
 # *Core · 20 min*
 #
-# `x` is a tile `[ROWS, COLUMNS]`. Get its quarter `J` (0 to 3), columns `J * COLUMNS // 4` up to `(J + 1) * COLUMNS // 4`, with `tl.reshape`, `tl.permute` and
-# `tl.split`: no gather, no reduction, and do not load from `x_ptr` a second time. `J` is a `tl.constexpr`, so Python's `if` works on it.
+# `x` is a tile `[ROWS, COLUMNS]`. Get its quarter `J` (0 to 3): the columns `J * COLUMNS // 4` up to `(J + 1) * COLUMNS // 4`. Use
+# `tl.reshape`, `tl.permute` and `tl.split`, as in appendix B of the lecture. No gather, no reduction, and no second load from `x_ptr`.
+#
+# `J` is a `tl.constexpr`, so Python's `if` works on it.
 
 # %% tags=["exercise"]
 @triton.jit
@@ -206,8 +214,8 @@ check("1.6", quarter_kernel)
 #
 # *Bug hunt · 15 min*
 #
-# A colleague's scheme A. The tests at $N = 64$, 128 and 256 pass. A user reports that at $N = 100$ "the model got a bit worse". There is one bug; most
-# public attention checkers would not notice it, because they only try round numbers. Find it, repair it.
+# A colleague's scheme A. The tests at $N = 64$, 128 and 256 pass. A user reports that at $N = 100$ "the model got a bit worse". There is one
+# bug. Tests that try only round numbers do not notice it. Find it, repair it.
 #
 # Somewhere to start: with V all ones, every output must be 1.
 
@@ -279,8 +287,9 @@ check("1.7", masked_kernel)
 #
 # *Stretch · 40 min*
 #
-# The kernel of the lecture's last section, which you have not seen the source of. K and V in blocks of `BLOCK_N`, any $N$. Pass 1 finds `m_i` and `l_i`, pass 2
-# computes the scores again and accumulates `o`. No rescaling of `o`, no slice, and shared memory that does not depend on $N$.
+# The kernel of the lecture's section 10. K and V come in blocks of `BLOCK_N`, for any $N$. Pass 1 finds `m_i` and `l_i`, the maximum and the
+# sum of each row (phase 0's recurrence, for a block instead of one key). Pass 2 computes the scores again and accumulates `o` in `acc`.
+# No rescaling of `o`, no slice, and shared memory that does not depend on $N$.
 #
 # When it works, look at what is wasted. Which line of pass 2 could have run in pass 1, had you allowed its result to be corrected later?
 

@@ -10,11 +10,23 @@
 # # Phase 2 · Online-softmax simulation: exercises
 #
 # Fill in each cell that says `# YOUR CODE HERE`, run it, then run the check below it. A check that fails says in one
-# sentence what is wrong; `hint("2.3")` gives the next hint, `progress()` shows where you are.
+# sentence what is wrong. `hint("2.3")` gives the next hint, `progress()` shows where you are.
 #
-# All exercises are plain torch on one head: `Q_block` is `[BLOCK_M, HEAD_DIM]`, K and V are `[N, HEAD_DIM]`, natural
-# logarithms throughout. On a machine with a GPU the checks hand you GPU tensors, so make new tensors from the ones you
-# get: `q.new_zeros([3])`, not `torch.zeros(3)`.
+# **Time:** about 105 minutes, and an hour more for the two stretch exercises.
+
+# %% [markdown]
+# All exercises are plain torch on one head, with natural logarithms:
+#
+# | name | shape | what it is |
+# |:--|:--|:--|
+# | `Q_block` | `[BLOCK_M, HEAD_DIM]` | one block of query rows |
+# | `K`, `V` | `[N, HEAD_DIM]` | all keys and values |
+# | `BLOCK_N` | a number | keys per step of the loop |
+# | `m_i`, `l_i`, `acc` | `[BLOCK_M]`, `[BLOCK_M]`, `[BLOCK_M, HEAD_DIM]` | the state (lecture, section 3) |
+# | `lse` | `[BLOCK_M]` | log-sum-exp of each row of scores |
+#
+# With a GPU the checks hand you GPU tensors. So make new tensors from the ones you get: `q.new_zeros([3])`, not
+# `torch.zeros(3)`.
 
 # %%
 import math
@@ -22,7 +34,7 @@ import math
 import torch
 
 from flashlab.exercises import check, hint, progress
-from flashlab.attention.simulation import Step, check_inputs# Step: the milestone's `trace` makes one a block
+from flashlab.attention.simulation import Step, check_inputs
 
 # %% [markdown]
 # ## 2.1 One step by hand
@@ -77,10 +89,10 @@ check("2.2", block_state)
 # *Core · 30 min*
 #
 # **The milestone of this phase.** FlashAttention's forward pass for one block of query rows. Write it without looking at the
-# lecture; the five steps are in the comments. The check runs it with moving maxima, scores near ±200, ragged lengths and
-# three dtypes, and it also measures the memory: a function that computes the whole `Q_block @ K.T` first does not pass.
+# lecture; the five steps are in the comments. `check_inputs` is given: it refuses bad shapes and dtypes, and returns the scale.
 #
-# `check_inputs` is given. It raises the errors for bad shapes and dtypes, and returns the scale.
+# The check runs moving maxima, scores near ±200, lengths that BLOCK_N does not divide and three dtypes. It also measures the
+# memory: a function that computes the whole `Q_block @ K.T` first does not pass.
 
 # %% tags=["exercise"]
 # MILESTONE flashlab.attention.simulation: flash_attention_forward_sim
@@ -135,10 +147,10 @@ check("2.4", flash_attention_one_head_sim)
 # *Bug hunt · 15 min*
 #
 # The author of this simulation tested it on rows whose scores fall from the first key to the last, and on inputs of a single
-# block. Every test passed. On real inputs most rows are wrong, some a little, some completely; nothing overflows, and every
-# output lies within the range of V. One character-sized mistake. Find it, then repair it.
+# block. Every test passed. On real inputs most rows are wrong, but nothing overflows, and every output lies within the range
+# of V. There is one small mistake. Find it, then repair it.
 #
-# Advice: do not stare at the code. Decide first which rows are wrong and from which block on, as in the lecture's figure.
+# Advice: decide first which rows are wrong, and from which block on, as in the lecture's figure.
 
 # %% tags=["exercise"]
 # BEGIN STARTER
@@ -191,11 +203,14 @@ check("2.5", hunted_5)
 #
 # *Bug hunt · 20 min*
 #
-# A GPU has no shorter last tile, so this author fills the last block of K and V up with zeros, as a kernel would. There are two bugs,
-# both old acquaintances of real kernels. The first shows when N is no multiple of BLOCK_N. The second shows only when all scores of a row
-# are far below zero, and a popular way of "repairing" it (a large negative constant) is a third bug: the check knows that one too.
+# A GPU has no shorter last tile, so this author fills the last block of K and V up with zeros, as a kernel would. There are
+# two bugs, and real kernels have had both.
 #
-# You may not shorten the slice: the tile stays BLOCK_N keys wide.
+# - The first shows when N is no multiple of BLOCK_N.
+# - The second shows only when all scores of a row are far below zero. Repairing it with a large negative constant is a third
+#   bug, and the check knows it.
+#
+# The tile stays BLOCK_N keys wide: you may not shorten the slice.
 
 # %% tags=["exercise"]
 # BEGIN STARTER
@@ -252,9 +267,9 @@ check("2.6", hunted_6)
 #
 # *Core · 10 min*
 #
-# What does the whole-matrix simulation of 2.4 move between HBM and the chip? Q is `[M, HEAD_DIM]`, K and V are `[N, HEAD_DIM]`, `itemsize`
-# bytes an element; O has Q's dtype, and one float32 of lse is written for each row. Every load and store counts, also when the same
-# tile was loaded before by another query block.
+# What does the whole-matrix simulation of 2.4 ask of HBM, in bytes? Q is `[M, HEAD_DIM]`, K and V are `[N, HEAD_DIM]`, with
+# `itemsize` bytes per element. O has Q's dtype, and one float32 of lse is written for each row. Every load and store counts,
+# also when another query block has loaded the same tile before.
 
 # %% tags=["exercise"]
 def hbm_bytes(M, N, HEAD_DIM, BLOCK_M, itemsize):
@@ -271,17 +286,15 @@ def hbm_bytes(M, N, HEAD_DIM, BLOCK_M, itemsize):
 check("2.7", hbm_bytes)
 
 # %% [markdown]
-# Two questions to think about, once your formula passes. From which BLOCK_M on does the tiled version move less than the naive one,
-# which writes and reads S and P three times each way, $6 N^2$ elements (phase 1)? And what if the grid of query blocks is so small that only one of them is on the
-# GPU at a time?
+# Two questions, once your formula passes. From which BLOCK_M on does the tiled version ask for less than the naive one, with its
+# $6 N^2$ elements (phase 1)? And what if only one query block is on the GPU at a time?
 #
 # <details><summary>Answer</summary>
 #
 # For long sequences K and V dominate: $2 N^2 D / \mathrm{BLOCK\_M}$ elements against $6 N^2$, so from BLOCK_M > D / 3 on.
 #
-# Then every reading of K and V but the first may come from a cache, or not: with several query blocks walking over the same tiles
-# at the same time, one fetch from HBM serves them all through L2. With one at a time, each walks alone, and whether K and V are still
-# in L2 depends on their size. The formula counts the requests in either case.
+# Several query blocks that walk over the same tiles at the same time share one fetch from HBM, through L2. With one at a time, each
+# walks alone, and whether K and V are still in L2 depends on their size. The formula counts the requests in either case.
 #
 # </details>
 
@@ -290,11 +303,11 @@ check("2.7", hbm_bytes)
 #
 # *Stretch · 25 min*
 #
-# When a model writes one token at a time there is a single query row and a very long K and V: no query blocks to run in parallel. So cut
-# the *keys* into `splits` parts, give each part to a worker, and merge what comes back. A worker returns a *finished* part: a normalised O and
-# its lse. That is all you need to merge (phase 0: `lse` is what is left of a row).
+# When a model writes one token at a time there is a single query row and a very long K and V. Then there are no query blocks to
+# run in parallel. So cut the *keys* into `splits` parts, give each part to a worker, and merge what comes back.
 #
-# Use `flash_attention_forward_sim` for each part, then merge in float32. `splits` may be larger than N; no part is empty then.
+# The worker is `flash_attention_forward_sim`. It returns a *finished* part: a normalised O and its lse, which is all you need to
+# merge (phase 0). Merge in float32. `K.chunk(splits)` cuts K; where `splits` is larger than N it gives N parts, none empty.
 
 # %% tags=["exercise"]
 from flashlab.attention.simulation import flash_attention_forward_sim as worker
@@ -321,11 +334,12 @@ check("2.8", split_kv_sim)
 #
 # *Stretch · 35 min*
 #
-# In a language model a query may only see the keys up to its own position. With M queries and N keys the last query sees the last key:
-# query $i$ sees key $j$ if $j \le i + N - M$. A row that sees no key at all (the first rows, if M > N) gets O = 0 and lse = $-\infty$.
+# In a language model a query may only see the keys up to its own position. With M queries and N keys the last query sees the
+# last key: query $i$ sees key $j$ if $j \le i + N - M$. A row that sees no key (the first rows, if M > N) gets O = 0 and
+# lse = $-\infty$.
 #
-# Mask the tiles that are partly visible, and *skip* the tiles that are not visible at all: for a square matrix that is nearly half of the work. The check
-# counts the tiles. Watch the row whose keys so far are all masked: what is $-\infty - (-\infty)$?
+# Mask the tiles that are partly visible, and *skip* those that are not visible at all. The check counts the tiles. Watch the row
+# whose keys so far are all masked: what is $-\infty - (-\infty)$?
 
 # %% tags=["exercise"]
 # MILESTONE flashlab.attention.simulation: flash_attention_causal_sim

@@ -10,10 +10,22 @@
 # # Phase 3 · Minimal Triton kernel: exercises
 #
 # Fill in each cell that says `# YOUR CODE HERE`, run it, then run the check below it. A check that fails says in one
-# sentence what is wrong; `hint("3.4")` gives the next hint, `progress()` shows where you are.
+# sentence what is wrong. `hint("3.4")` gives the next hint, `progress()` shows where you are.
 #
-# You hand in kernels here, not launchers: the check launches them, on a GPU if there is one and in Triton's interpreter
-# if not. Interpreted, it also watches every address. A kernel that passes is compiled for a real GPU at the end.
+# **Time:** about two hours, and 45 minutes more for the stretch exercise.
+
+# %% [markdown]
+# You write kernels here; the check launches them, on a GPU if there is one and in Triton's interpreter if not. Interpreted, it
+# also watches every address. A kernel that passes is compiled for a real GPU at the end.
+#
+# | name | what it is |
+# |:--|:--|
+# | `x_ptr` | address of the first element of `x` |
+# | `stride_qm`, `stride_qd` | elements from one row of Q to the next, from one column to the next; likewise K, V, O |
+# | `M`, `N` | rows of Q; rows of K and V |
+# | `BLOCK_M`, `BLOCK_N`, `HEAD_DIM` | sides of the tiles, known when the kernel is compiled |
+# | `offs_m`, `offs_n`, `offs_d` | the rows of Q, the rows of K and V, and the columns of this tile |
+# | `scale_log2` | the softmax scale times $\log_2 e$ |
 
 # %%
 import math
@@ -30,8 +42,8 @@ import triton.language as tl
 #
 # *Warm-up · 10 min*
 #
-# Copy the ROWS × COLS matrix `x` to `y`. Each has its own strides: `stride_xr` elements from one row of x to the next, `stride_xc` from
-# one column to the next; likewise for y. One program, no masks: the tile is exactly the matrix.
+# Copy the ROWS × COLS matrix `x` to `y`. It is `stride_xr` elements from one row of x to the next, and `stride_xc` from one column
+# to the next; likewise for y. One program, no masks: the tile is exactly the matrix.
 
 # %% tags=["exercise"]
 @triton.jit
@@ -56,8 +68,9 @@ check("3.1", copy_tile_kernel)
 # *Warm-up · 10 min*
 #
 # The kernel works with $2^x$. Write the two conversions at its borders, in plain Python and torch:
-# `scale_log2(scale)`, the factor for $q \cdot k$ so that $2^{\mathrm{scale\_log2} \cdot (q \cdot k)} = e^{\text{scale} \cdot (q \cdot k)}$;
-# and `natural_lse(m, l)`, the natural log-sum-exp from the base-2 maximum `m` and the sum `l` of $2^{s - m}$.
+#
+# - `scale_log2(scale)`: the factor for $q \cdot k$ so that $2^{\mathrm{scale\_log2} \cdot (q \cdot k)} = e^{\text{scale} \cdot (q \cdot k)}$.
+# - `natural_lse(m, l)`: the natural log-sum-exp, from the base-2 maximum `m` and the sum `l` of $2^{s - m}$.
 
 # %% tags=["exercise"]
 def scale_log2(scale):
@@ -80,8 +93,8 @@ check("3.2", scale_log2, natural_lse)
 #
 # *Core · 20 min*
 #
-# Program `row` computes $\log \sum_j e^{x_j}$ of its row, N elements, BLOCK at a time. N is anything: the last block reaches over the end.
-# This is the online softmax without V, so the state is two numbers. Natural base here.
+# Program `row` computes $\log \sum_j e^{x_j}$ of its row of N elements, BLOCK at a time. N is anything, so the last block may reach
+# over the end. This is the online softmax without V: the state is two numbers, `m` and `l`. The base is $e$ here.
 
 # %% tags=["exercise"]
 @triton.jit
@@ -108,8 +121,9 @@ check("3.3", row_lse_kernel)
 #
 # *Core · 40 min*
 #
-# **The milestone of this phase.** The addresses are written; the loop's body is yours. Translate phase 2's loop: scores, mask, new maximum,
-# p, correction, l_i, acc. `scale_log2` is scale · log2(e), so use `tl.exp2`. Then normalise and store `o` and the natural `lse`.
+# **The milestone of this phase.** The addresses and loads are written; the state, the loop's body and the end are yours. Translate
+# phase 2's loop: scores, mask, new maximum, `p`, correction, `l_i`, `acc`. The scores are in base 2, so use `tl.exp2`. Then
+# normalise, and store `o` and the natural `lse`.
 #
 # The check runs lengths that no tile divides, maxima that rise in every block, scores near ±200, and three dtypes.
 
@@ -164,9 +178,9 @@ check("3.4", flash_attention_forward_kernel)
 #
 # *Bug hunt · 15 min*
 #
-# This kernel was tested with N = 32, 64, 128, 256, 512 and 1024, in three dtypes, and shipped. In production N is what the tokenizer says,
-# and outputs came out too small, sometimes by a little, sometimes by half. No NaN, no crash, no address out of bounds. Find the mistake and
-# repair it.
+# This kernel was tested with N = 32, 64, 128, 256, 512 and 1024, in three dtypes, and shipped. In production N is any number, and
+# outputs came out too small, sometimes by a little, sometimes by half. No NaN, no crash, no address out of bounds. Find the
+# mistake and repair it.
 
 # %% tags=["exercise"]
 # BEGIN STARTER
@@ -247,9 +261,9 @@ check("3.5", powers_of_two_kernel)
 #
 # *Bug hunt · 15 min*
 #
-# "Infinities are asking for NaN", wrote the author of this one, and used a very small number instead. It passes on random inputs of any
-# length. Then a model with large negative logits came along: whole rows of the output are wrong, without a NaN, and their `lse` is
-# the same in each. Find the mistake and repair it.
+# "Infinities lead to NaN", wrote the author of this one, and used a large negative number instead. The kernel passes on random
+# inputs of any length. Then came a model whose scores are hugely negative. Whole rows of the output are wrong, without a NaN, and
+# all of these rows have the same `lse`. Find the mistake and repair it.
 
 # %% tags=["exercise"]
 # BEGIN STARTER
@@ -333,8 +347,8 @@ check("3.6", no_infinity_kernel)
 #
 # *Core · 10 min*
 #
-# The bytes that one launch of the milestone kernel *reads* from HBM, for Q `[M, HEAD_DIM]`, K and V `[N, HEAD_DIM]` with `itemsize` bytes an
-# element. The check compares with what the interpreter counts, to the byte.
+# How many bytes does one launch of the milestone kernel ask to *read* from HBM? Q is `[M, HEAD_DIM]`, K and V are `[N, HEAD_DIM]`,
+# with `itemsize` bytes per element. The check compares with what the interpreter counts, to the byte.
 
 # %% tags=["exercise"]
 def bytes_read(M, N, HEAD_DIM, BLOCK_M, itemsize):
@@ -352,9 +366,12 @@ check("3.7", bytes_read)
 #
 # *Stretch · 45 min*
 #
-# Query i may look at the keys $j \le i + N - M$: the last query sees the last key. Write the kernel for that. Two parts: mask what must not
-# be seen inside a tile; and do not visit the tiles in which nothing is seen. The check counts the bytes of K, so a kernel that masks everything
-# and skips nothing does not pass. Mind M > N, where the first rows see no key at all: `o = 0`, `lse = -inf`.
+# Causal: query i sees the keys $j \le i + N - M$, so the last query sees the last key. Write the kernel for that, in two parts:
+#
+# - inside a tile, mask what must not be seen;
+# - do not visit the tiles in which nothing is seen. The check counts the bytes of K that are read.
+#
+# Mind M > N, where the first rows see no key at all: `o = 0`, `lse = -inf`.
 
 # %% tags=["exercise"]
 @triton.jit

@@ -9,25 +9,30 @@
 # %% [markdown]
 # # Phase 6 · Scalar CUDA C++: exercises
 #
-# You write CUDA here, in a string. Replace the line `// YOUR CODE HERE`, run the cell, then run the check below it (while that line is there, the check
-# says "not solved yet"). `hint("6.3")` gives the next hint, `progress()` shows where you are.
+# You write CUDA here, in a string. Replace the line `// YOUR CODE HERE`, run the cell, then run the check below it. While that line is there,
+# the check says "not solved yet". `hint("6.3")` gives the next hint, `progress()` shows where you are.
 #
-# A check builds your source twice in the emulator, on any machine. The check build watches every load and store and tells you about races and bad addresses, with the
-# line; the fast build runs more inputs. To look for yourself: `load_inline(source, check=True)`, run it, and read its `.report`.
+# A check builds your source twice in the emulator, on any machine. The check build watches every load and store, and tells you about races
+# and bad addresses, with the line. The fast build runs more inputs. To look for yourself: `module = load_inline(source, check=True)`, run it, and
+# read `module.report`. `printf` works in a kernel.
 
 # %%
-from flashlab.figures import show
-from flashlab.exercises import check, hint, progress
+import torch
+
 from flashlab import kernels
+from flashlab.check.cuda_answer import region
 from flashlab.cuda import load_inline
+from flashlab.exercises import check, hint, progress
+from flashlab.figures import show
 
 # %% [markdown]
 # ## 6.1 Which element is mine?
 #
 # *Warm-up · 10 min*
 #
-# `y = x + bias` for a matrix `x [rows][cols]`, stored row by row, and a `bias [cols]`. The launch is given: blocks of 32 × 4 threads, a grid that covers the matrix
-# and, at its edges, more. Write the body: this thread's row and column, the guard, the sum. Neighbouring threads (`threadIdx.x`) should have neighbouring columns.
+# `y = x + bias` for a matrix `x [rows][cols]`, stored row by row, and a `bias [cols]`. The launch is given: blocks of 32 × 4 threads, and a
+# grid that covers the matrix and, at its edges, more. Write the body: this thread's row and column, the guard, the sum. Neighbouring threads
+# (`threadIdx.x`) should have neighbouring columns.
 
 # %% tags=["exercise"]
 # BEGIN STARTER
@@ -70,8 +75,9 @@ check("6.1", add_bias)
 #
 # *Bug hunt · 10 min*
 #
-# A block of 128 threads divides 128 numbers by their sum, which it computes in a tree: 64 threads add the upper half to the lower, then 32, and so on. On its author's GPU
-# the result is right nearly always. Run the check, read the two lines that it names, and repair the kernel. Keep the tree.
+# A block of 128 threads divides 128 numbers by their sum. It computes the sum in a tree: 64 threads add the upper half to the lower, then 32,
+# and so on. On its author's GPU the result is nearly always right. Run the check, read the two lines that it names, and repair the kernel. Keep
+# the tree.
 
 # %% tags=["exercise"]
 # BEGIN STARTER
@@ -129,8 +135,9 @@ check("6.2", block_sum)
 #
 # *Core · 25 min*
 #
-# `y [cols][rows]` is the transpose of `x [rows][cols]`. Straight from `x` to `y`, either the loads or the stores of a warp have the stride of a row. So take the way through shared memory: a block of 32 × 8
-# threads brings in a tile of 32 × 32 numbers along the rows of `x`, and writes it out along the rows of `y`. The launch is given.
+# `y [cols][rows]` is the transpose of `x [rows][cols]`. Straight from `x` to `y`, either the loads or the stores of a warp have the stride of a
+# row. So go through shared memory: a block of 32 × 8 threads brings in a tile of 32 × 32 numbers along the rows of `x`, and writes it out along the
+# rows of `y`. The launch is given.
 #
 # The check wants the right result on any size, no sector more than needed, no race, and no bank conflict.
 
@@ -180,8 +187,9 @@ check("6.3", transpose)
 #
 # *Core · 30 min*
 #
-# A warp has a row of `n` numbers, any `n`. Lane $t$ takes the elements $t, t + 32, t + 64, \ldots$ and keeps its own state $(m, \ell)$, updated online: the row is read **once**. Then five rounds of
-# `__shfl_xor_sync` merge the 32 states, by phase 0's merge. No shared memory. At the end every lane has the row's $m$ and $\ell$; the last line stores the log-sum-exp.
+# A warp has a row of `n` numbers, any `n`. Lane $t$ takes the elements $t, t + 32, t + 64, \ldots$ and keeps its own state $(m, \ell)$, updated
+# online: the row is read **once**. Then five rounds of `__shfl_xor_sync` merge the 32 states, by phase 0's merge. No shared memory. At the end every
+# lane has the row's $m$ and $\ell$, and the last line stores the log-sum-exp.
 #
 # Mind the lanes that got no element: what is $-\infty - (-\infty)$?
 
@@ -238,10 +246,12 @@ check("6.4", row_lse)
 #
 # *Bug hunt · 15 min*
 #
-# Somebody simplified two places of `p6_2_loop_order.cu`: how a chunk of a tile is copied to shared memory, and how the scores of a tile are scaled. Every length that was tried passed; they were multiples of 32,
-# and no mask was tried. There are two bugs. The check puts both places into the file and runs it.
+# Somebody simplified two places of the lecture's step 2: how a chunk is copied to shared memory, and how the scores of a tile are scaled. Every
+# length that was tried passed. But all were multiples of 32, and no mask was tried. There are two bugs. The check puts both places into the file
+# and runs it.
 #
-# What the lines may use: in the copy `row`, `chunk`, `from`, and `rows`, the number of rows of this tile that exist; in the scaling `keys`, the number of keys of this tile that the thread's row sees (it can be 0 or less).
+# The copy may use `row`, `chunk`, `from`, and `rows`: how many rows of this tile exist. The scaling may use `keys`: how many keys of this tile the
+# thread's row sees. It can be 0 or less.
 
 # %% tags=["exercise"]
 # BEGIN STARTER
@@ -276,19 +286,28 @@ check("6.5", copy_chunk, scale_scores)
 #
 # *Core · 45 min*
 #
-# **The milestone of this phase.** The frame of step 2 is given: the state of this thread's row is in registers, and tile $j$ of K and V has just arrived in shared memory. Write what happens with the tile. The check
-# puts your lines in the place marked below, and then it is FlashAttention-2 in float32: any length, causal or not, grouped heads.
+# The frame of step 2 is given. The state of this thread's row is in registers, and tile $j$ of K and V has just arrived in shared memory. Write
+# what happens with the tile. The check puts your lines into step 2, and then it is FlashAttention-2 in float32: any length, causal or not,
+# grouped heads. Before the loop stands the state; the loop begins with the copy of a tile; your lines come after it:
 
 # %%
-path = kernels.path("p6_2_loop_order")
-show._between(path, "// New: the row's state", "another has not copied yet")
-print("        // your lines\n    }  // of the loop over tiles; after it: O = acc / l_i, and the lse")
+for name in ("state", "load K and V"):
+    show.source(region(kernels.step("p6_2_loop_order"), name))
 
 # %% [markdown]
-# You have `BLOCK_N` keys: `k_smem[n][c]` and `v_smem[n][c]` are `float4`, chunk `c` of key `n`; there are `CHUNKS` chunks in a row. Your row is `q_rmem[c]`. The state is `m_i`, `l_i` and `acc[c]`. `scale_log2` is the scale times $\log_2 e$, so
-# that `exp2_approx(x)` $= 2^x$ is the exponential to use. `dot(a, b, sum)` adds the product of two chunks to `sum`, `axpy(x, b, c)` is $x\,b + c$, `scaled(x, b)` is $x\,b$.
+# What you have:
 #
-# A causal mask and the tail are one thing: how many keys of this tile does the row see? Key `n` of the tile is key `n_start + n`. Row `m_start + row` sees the keys up to `m_start + row + diagonal` if `p.causal`, and never more than `p.seq_k`.
+# | | |
+# |---|---|
+# | `k_smem[n][c]`, `v_smem[n][c]` | chunk `c` (a `float4`) of key `n`, `n < BLOCK_N`, `c < CHUNKS` |
+# | `q_rmem[c]`, `m_i`, `l_i`, `acc[c]` | your row and its state |
+# | `scale_log2`, `exp2_approx(x)` | the scale times $\log_2 e$; $2^x$ |
+# | `dot(a, b, sum)` | `sum` plus the product of two chunks |
+# | `axpy(x, b, c)`, `scaled(x, b)` | $x\,b + c$ and $x\,b$, `b` and `c` chunks |
+
+# %% [markdown]
+# A causal mask and the tail are one thing: how many keys of this tile does the row see? Key `n` of the tile is key `n_start + n`. Row `m_start +
+# row` sees the keys up to `m_start + row + diagonal` if `p.causal` (`diagonal` is `seq_k - seq_q`), and never more than `p.seq_k`.
 
 # %% tags=["exercise"]
 # BEGIN STARTER
@@ -343,10 +362,17 @@ check("6.6", inner_loop)
 #
 # *Stretch · 30 min*
 #
-# With a causal mask ($N$ queries, $N$ keys, one head, float32) both kernels skip what nobody sees. Step 1's order: in the round of a K/V tile, a row that sees none of its keys does nothing. Step 2's order: a block stops before the first
-# tile that its last row does not see. How many bytes do the two orders **read**? Tiles have `BLOCK_M` rows and `BLOCK_N` keys; `BLOCK_M` is a multiple of `BLOCK_N`, and $N$ need be a multiple of neither.
+# With a causal mask ($N$ queries, $N$ keys, one head, float32) both kernels skip what nobody sees.
 #
-# Section 6 of the lecture has the table to start from. In step 1's order K and V are still loaded whole, and `lse` is still made from $m$ and $\ell$ at the end. The check compares with the formula and with what the emulator counts.
+# - Step 1's order: in the round of a K/V tile, a row that sees none of its keys does nothing.
+# - Step 2's order: a block stops before the first tile that its last row does not see.
+#
+# How many bytes do the two orders **read**? Tiles have `BLOCK_M` rows and `BLOCK_N` keys. `BLOCK_M` is a multiple of `BLOCK_N`; $N$ need be a
+# multiple of neither.
+
+# %% [markdown]
+# Section 7 of the lecture has the table to start from. In step 1's order K and V are still loaded whole, and `lse` is still made from $m$ and
+# $\ell$ at the end. The check compares with the formula and with what the emulator counts.
 
 # %% tags=["exercise"]
 def causal_bytes_read(N, D, BLOCK_M, BLOCK_N):
@@ -368,12 +394,63 @@ check("6.7", causal_bytes_read)
 #
 # <details><summary>Answer</summary>
 #
-# Neither: both sums become half of what they were, $N^2 / (2\,\text{BLOCK})$ in place of $N^2 / \text{BLOCK}$. For short ones FA1's order saves a little more. It skips row by row, FA2's order tile by tile: its
-# diagonal tiles are 128 × 32 blocks of which the upper part is loaded for nothing.
+# Neither: both sums become half of what they were, $N^2 / (2\,\text{BLOCK})$ in place of $N^2 / \text{BLOCK}$. For short ones FA1's order
+# saves a little more. It skips row by row, FA2's order tile by tile: of its diagonal tiles of 128 × 32 scores, the upper part is loaded for
+# nothing.
 #
 # </details>
+
+# %% [markdown]
+# ## 6.8 FlashAttention on an empty page
 #
-# You have written FlashAttention in CUDA, and you can say what it costs before it runs. Phase 7 gives the two products to the tensor cores. `progress()` shows what is left.
+# *Stretch · 90 min*
+#
+# Write a whole float32 FlashAttention: launch, shared memory, copy, loop, store. All you get is the signature,
+#
+# ```cpp
+# extern "C" int forward(const Problem* p, void* stream)
+# ```
+#
+# and the file that defines `Problem`, `#include "problem.cuh"`. What has to hold:
+#
+# - any lengths, also `seq_q` different from `seq_k`; causal or not; grouped K/V heads; any strides; head_dim 64;
+# - `lse` is the natural logarithm of a row's sum of exponentials; a row that sees no key has `o` = 0 and `lse` = $-\infty$;
+# - the rows of a block share what they load: each number of K and V serves at least 8 rows. Any tile size will do.
+
+# %% [markdown]
+# Close the lecture. Begin with something that launches and stores zeros, and let the check say what comes next: it first runs the check build
+# on three shapes, then compares many cases, then counts. To try things yourself:
+#
+# ```python
+# module = load_inline(flash_attention, check=True, dtype=torch.float32)
+# o, lse = module.forward(*torch.randn(3, 1, 1, 40, 64))
+# print(module.report.findings)
+# ```
+#
+# The struct, its helpers and constants:
+
+# %%
+show.source(kernels.path("problem.cuh"))
+
+# %% tags=["exercise"]
+# BEGIN STARTER
+flash_attention = r"""
+// YOUR CODE HERE
+"""
+# END STARTER
+# BEGIN SOLUTION
+# Step 2 of the lecture: one of many right answers. The whole text:
+flash_attention = kernels.source("p6_2_loop_order")
+show.source(flash_attention)
+# END SOLUTION
+
+# %% tags=["check"]
+# hint("6.8")
+check("6.8", flash_attention)
+
+# %% [markdown]
+# You have written FlashAttention in CUDA, and you can say what it costs before it runs. Phase 7 gives the two products to the tensor cores.
+# `progress()` shows what is left.
 
 # %% tags=["nbval-ignore-output"]
 progress(6)

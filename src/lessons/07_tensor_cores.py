@@ -10,123 +10,155 @@
 # # Phase 7 · Tensor cores
 #
 # Phase 6 multiplied matrices one number at a time. A tensor core multiplies a 16 × 16 tile by a 16 × 8 tile in one
-# instruction, and the price is a layout: the 32 threads of a warp hold the tiles together, each a few elements, in
-# places that the hardware chose. This lesson finds those places by looking, multiplies one tile by hand, and then reads
-# a whole FlashAttention kernel built on nothing else.
+# instruction. The price is a layout. The 32 threads of a warp hold the tiles together, a few elements each, in places
+# that the hardware chose.
+#
+# This lesson finds those places by looking. Then it multiplies one tile by hand, and reads a whole FlashAttention
+# kernel that is built on nothing else.
 
 # %% [markdown]
 # ## What you will be able to do
 #
-# - Say which lane and which register holds element (row, column) of A, B and C of `mma.m16n8k16`, and derive it from a
-#   run when in doubt.
-# - Load a fragment with `ldmatrix`, give it the right 8, 16 or 32 addresses, and say when it needs `.trans`.
-# - Explain why the scores, C of the first product, are A of the second without a single number changing lanes.
-# - Reduce a row that lives in four lanes with two shuffles.
-# - Write a FlashAttention forward pass on the tensor cores in 170 lines, and predict its instruction counts exactly.
+# - Say which lane and which register holds element (row, column) of A, B and C of `mma.m16n8k16`; find it by a run when
+#   in doubt.
+# - Load a fragment with `ldmatrix`: give it 8, 16 or 32 addresses, and say when it needs `.trans`.
+# - Explain why the scores, C of the first product, are A of the second, and no number changes lanes.
+# - Reduce a row that lives in four lanes, with two shuffles.
+# - Write a FlashAttention forward pass on the tensor cores, and predict its instruction counts exactly.
 
 # %% [markdown]
 # ## What you need first
 #
-# Phase 2 (the state `m_i`, `l_i`, `acc`) and phase 6 (threads, warps, shared memory, barriers, `load_inline`, the
-# emulator). On a machine with a GPU and `nvcc` the cells below run on its tensor cores. Without, the same sources run
-# in the emulator, lane by lane; what is *counted* always comes from the emulator, so those numbers are the same for
-# everybody.
+# Phase 2: the state `m_i`, `l_i`, `acc`. Phase 6: its CUDA primer (templates, `#pragma unroll`, references to arrays,
+# `smem_u32`), threads, warps, shared memory, barriers, the emulator.
+#
+# With a GPU and `nvcc` the cells below run on tensor cores. Without, the same sources run in the emulator, lane by
+# lane. What is *counted* always comes from the emulator, so those numbers are the same for everybody.
 
 # %%
-import json
-import textwrap
+from typing import Any
 
 import matplotlib.pyplot as plt
 import torch
-from IPython.display import Markdown, display
 
-from flashlab.attention import reference
 from flashlab import runtime
-from flashlab.figures import curves, fragments, show
+from flashlab.attention import reference
+from flashlab.bench import hardware, records, resources
 from flashlab.bench.published import load
 from flashlab.check import CheckFailed, verify
-from flashlab.kernels import path, source
-from flashlab.kernels.regions import region_text
+from flashlab.check.cuda_answer import examine, region, replaced
 from flashlab.cuda import load_inline, missing
-from flashlab.bench.resources import RECORDED as RESOURCES
-from flashlab.bench.resources import recorded as resources_recorded
-from flashlab.bench.resources import table as resources_table
-from flashlab.check.cuda_answer import examine
+from flashlab.figures import fragments, show
+from flashlab.kernels import path, step
+from flashlab.kernels.regions import regions
+from flashlab.simt.build import INCLUDE
 
 show.style()
 torch.manual_seed(0)
 DEVICE = runtime.device()
-BACKEND = "emulator" if missing("nvcc") else "nvcc"  # nvcc, called directly: the quickest build on a GPU
+BACKEND = "emulator" if missing("nvcc") else "nvcc"
+PTX, ONE_MMA, NAIVE = INCLUDE / "ptx.cuh", path("p7_one_mma"), step("p7_naive")
 
 # %% [markdown]
 # ## 1 · One instruction
 #
-# `mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32` computes $D = A\,B + C$ with A of 16 × 16, B of 16 × 8, C and D of
-# 16 × 8. The name reads: shape M = 16, N = 8, K = 16; A by rows, B by columns; D in float32, A and B in float16, C in
-# float32. One warp issues it once and gets $2 \cdot 16 \cdot 8 \cdot 16 = 4096$ floating-point operations. A fused
-# multiply-add, the best that phase 6 had, gives a warp 64.
+# `mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32` computes $D = A\,B + C$. Its name is read in three parts:
 #
-# It is worth the trouble because of this column of the data sheets:
+# | part | meaning |
+# |:--|:--|
+# | `m16n8k16` | A is 16 × 16, B is 16 × 8, C and D are 16 × 8 |
+# | `row.col` | A by rows, B by columns (section 4) |
+# | `f32.f16.f16.f32` | D in float32, A and B in float16, C in float32 |
+#
+# One warp issues it once and gets $2 \cdot 16 \cdot 8 \cdot 16 = 4096$ FLOPs. A fused multiply-add, the best that
+# phase 6 had, gives a warp 64.
+
+# %% [markdown]
+# What a whole GPU gains by it is in the data sheets:
 
 # %%
 rows = []
 for name in ("A100", "RTX 3090", "RTX 4090", "H200"):
     gpu = runtime.GPUS[name]
     rows.append([name, gpu.fp32_tflops, gpu.fp16_tflops, f"{gpu.fp16_tflops / gpu.fp32_tflops:.1f}"])
-show.table(rows, ["GPU", "float32, TFLOP/s", "tensor cores, fp16 in, fp32 sums, TFLOP/s", "factor"], align="lrrr")
+columns = ["TFLOP/s", "float32", "tensor cores, fp16 in, fp32 sums", "factor"]
+show.table(rows, columns, align="lrrr")
 
 # %% [markdown]
 # (On GeForce cards a tensor core with float32 sums runs at half of its fp16 rate, hence the factor of 2.)
 #
-# No thread holds a matrix. A is 256 numbers of 16 bits: 8 a lane, packed two and two into 4 registers, `a0` to `a3`. B
-# is 128 numbers: 2 registers, `b0 b1`. C and D are 128 floats: 4 registers each, `c0 c1 | c2 c3`. Ten registers a lane,
-# and 32 lanes: that is everything. *Which* 8 numbers are lane 5's is the question of this lesson.
+# No thread holds a matrix. A is 256 numbers of 16 bits: 8 per lane, packed two and two into 4 registers, `a0` to `a3`.
+# B is 128 numbers: 2 registers, `b0 b1`. C and D are 128 floats: 4 registers, `c0 c1 | c2 c3`.
+#
+# What the 32 lanes hold of an operand is called its **fragment**. *Which* 8 numbers of A are lane 5's is the question
+# of this lesson.
 
 # %% [markdown]
 # ## 2 · Let it tell us: `ldmatrix`
 #
-# The instruction that fills such registers from shared memory is `ldmatrix`. Its unit is a tile of 8 × 8 numbers of 16
-# bits; a row of it is 16 bytes. We will load a tile whose numbers are their own *indices*, and let every lane write out
-# what it received. The kernel is one warp:
+# `ldmatrix` fills such registers from shared memory. Its unit is a tile of 8 × 8 numbers of 16 bits. A row of the tile
+# is 16 bytes. `x1`, `x2` and `x4` load one, two or four tiles.
+#
+# C++ has no word for it. It is an instruction of PTX, the GPU's assembly language, and `ptx.cuh` wraps it in a function
+# of one line:
 
 # %%
-def part(name, region):
-    """Shows a region of a file of the series."""
-    display(Markdown(f"```cpp\n{textwrap.dedent(region_text(source(name), region))}```"))
-
-
-part("p7_one_mma", "ldmatrix")
+show.region(PTX, "ldmatrix x4")
 
 # %% [markdown]
-# `load_inline` builds the file and gives back its `extern "C"` functions. `look` calls one of them: each lane says
-# where a row begins (a row and a column of the tile), and what it received comes back as
-# `[32 lanes, registers, 2 halves]`. First a single 8 × 8 tile, `ldmatrix.x1`.
+# How to read an `asm` line:
+#
+# | piece | meaning |
+# |:--|:--|
+# | `{%0, %1, %2, %3}, [%4]` | places for the operands listed after the colons, counted from 0 |
+# | `"=r"(r[0])` | an output, in a 32-bit register |
+# | `"r"(address)` | an input: the address in shared memory, from `smem_u32` |
+# | `"memory"` | it reads memory: the compiler must not move stores past it |
+# | `volatile` | it must not be removed or merged |
+# | `.sync.aligned` | all 32 lanes execute it together |
+#
+# `uint32_t (&r)[4]` is a reference to an array of four (phase 6), so the function fills the caller's registers.
+
+# %% [markdown]
+# Now the question. We load a tile whose numbers are their own *indices*, and every lane writes out what it received.
+# The kernel is one warp. Each lane is told where the row begins whose address it gives.
 
 # %%
-one_mma = load_inline(path("p7_one_mma"), backend=BACKEND)
+show.region(ONE_MMA, "ldmatrix")
+
+# %% [markdown]
+# `load_inline` builds the file and gives back its `extern "C"` functions. Here it calls `nvcc` or the emulator. PyTorch's
+# own `torch.utils.cpp_extension.load_inline`, which phase 6 explains, builds the same text with `backend="torch"`; it
+# only takes longer.
+#
+# `look` calls the kernel above. First a single 8 × 8 tile, `x1`.
+
+# %%
+one_mma = load_inline(ONE_MMA, backend=BACKEND)
 
 
 def look(tile, first_row, first_column, count, trans=0):
     """What ldmatrix gives the lanes, [32 lanes, count registers, 2 halves], of a tile of 16-bit patterns."""
     out = torch.zeros(32, count, 2, dtype=torch.int16, device=DEVICE)
-    addresses = [x.to(DEVICE, torch.int32) for x in (first_row, first_column)]
-    one_mma.ldmatrix(tile.to(DEVICE, torch.int16), *addresses, out, *tile.shape, count, trans)
+    places = [x.to(DEVICE, torch.int32) for x in (first_row, first_column)]
+    one_mma.ldmatrix(tile.to(DEVICE, torch.int16), *places, out, *tile.shape, count, trans)
     return out.cpu()
 
 
 LANE = torch.arange(32)
 tile = torch.arange(64).reshape(8, 8)  # element (row, column) is 8 row + column
 got = look(tile, first_row=LANE % 8, first_column=0 * LANE, count=1)
-show.table([[f"lane {lane}", *got[lane, 0].tolist()] for lane in (0, 1, 2, 3, 4, 5, 31)], ["", "lower half", "upper half"])
+shown = [[f"lane {lane}", *got[lane, 0].tolist()] for lane in (0, 1, 2, 3, 4, 5, 31)]
+show.table(shown, ["", "lower half", "upper half"])
 
 # %% [markdown]
-# Lane 0 got elements 0 and 1, lane 1 got 2 and 3; after four lanes the row of eight is used up, and lane 4 begins with
-# 8, the second row. So with $g = \lfloor \text{lane} / 4 \rfloor$ and $t = \text{lane} \bmod 4$ (the PTX manual calls
-# them *groupID* and *threadID in group*):
+# Lane 0 got elements 0 and 1, lane 1 got 2 and 3. After four lanes the row of eight is used up, and lane 4 begins with
+# 8, the second row. So with $g = \lfloor \text{lane} / 4 \rfloor$ and $t = \text{lane} \bmod 4$:
 #
 # $$\text{row} = g, \qquad \text{column} = 2t + \text{half}.$$
 #
-# Four lanes with the same $g$ are a *quad*. Remember the word: a row lives in a quad.
+# (The PTX manual calls them *groupID* and *threadID in group*.) Four lanes with the same $g$ are a **quad**. Remember
+# the word: a row lives in a quad.
 
 # %%
 g, t = LANE // 4, LANE % 4
@@ -135,10 +167,11 @@ for half in (0, 1):
 print("row = lane // 4, column = 2 (lane % 4) + half: true of all 64 elements")
 
 # %% [markdown]
-# **Who says where the rows are?** Notice the two different things a lane does. It *gives an address*, of a whole row of
-# 8 numbers; and it *receives two numbers*, usually from rows whose addresses others gave. In `x1` the eight addresses
-# come from lanes 0 to 7. To see it, let lane 3 lie: it gives the address of row 0. Then everyone who should get a part
-# of row 3, lanes 12 to 15, gets row 0 instead, and lane 3 itself notices nothing.
+# **A lane does two different things.** It *gives an address*, of a whole row of 8 numbers. And it *receives two
+# numbers*, usually from a row whose address another lane gave.
+#
+# In `x1` the addresses come from lanes 0 to 7. To see it, let lane 3 lie and name row 0. Then all who should get a part
+# of row 3, lanes 12 to 15, get row 0 instead. Lane 3 itself notices nothing.
 
 # %%
 lie = LANE % 8
@@ -151,10 +184,12 @@ print("lanes that received something else:", changed)
 # %% [markdown]
 # ## 3 · The A fragment
 #
-# `ldmatrix.x4` loads four such tiles at once: lanes $8i$ to $8i + 7$ give the rows of tile $i$, and tile $i$ arrives in
-# register $i$. Which four 8 × 8 tiles of a 16 × 16 matrix should be registers `a0` to `a3`? The manual says: upper
-# left, lower left, upper right, lower right. So lane $l$ gives the address of row $l \bmod 16$, at column
-# $8 \lfloor l / 16 \rfloor$: two cheap operations, and you will read them in every kernel.
+# `ldmatrix.x4` loads four such tiles. Lanes $8i$ to $8i + 7$ give the rows of tile $i$, and tile $i$ arrives in register
+# $i$.
+#
+# Which four 8 × 8 tiles of a 16 × 16 matrix should be `a0` to `a3`? The manual says: upper left, lower left, upper
+# right, lower right. So lane $l$ names row $l \bmod 16$, at column $8 \lfloor l / 16 \rfloor$. You will read these two
+# expressions in every kernel.
 
 # %%
 tile = torch.arange(256).reshape(16, 16)
@@ -163,69 +198,78 @@ for lane in (0, 5, 31):
     print(f"lane {lane:2d}:", "  ".join(f"a{r} = {a[lane, r].tolist()}" for r in range(4)))
 
 # %% [markdown]
-# Three lanes' numbers are hard to see as places, so draw all of them: every register of every lane at the elements that
-# it received.
+# Three lanes' numbers are hard to see as places. So draw all of them: above, who names which row; below, who received
+# which element.
 
 # %%
-figure, ax = plt.subplots(figsize=(8.2, 4.6))
-fragments.draw(ax, a, (16, 16), "a", outlined=[5], fontsize=6.5)
-ax.set_aspect(0.5)
-ax.set(title="A, 16 × 16: which lane holds what (from the run)", ylabel="row")
-ax.set_xlabel("column")
+figure, axes = plt.subplots(2, 1, figsize=(7.8, 8.6))
+fragments.addresses(axes[0], LANE % 16, LANE // 16 * 8, (16, 16))
+fragments.draw(axes[1], a, (16, 16), "a", outlined=[5])
+titles = ("The address that each lane gives", "What each lane received: A, 16 × 16")
+for ax, title in zip(axes, titles, strict=True):
+    ax.set(title=title, aspect=0.5, ylabel="row")
 plt.show()
 
 # %% [markdown]
-# *Each box is one register of one lane: two neighbours of a row. T5 is lane 5; its four registers are framed. Colours
-# are the registers, which are also the four 8 × 8 tiles.*
+# *Above, a box is a row of 8 numbers, 16 bytes. Below, a box is one register of one lane, two neighbours of a row; T5 is
+# lane 5, and its four registers are framed. A colour is a register, `a0` blue, `a1` orange, `a2` green, `a3` pink, and
+# also one of the four 8 × 8 tiles.*
 #
-# The same as a formula, and the table of a lane's numbers without a figure:
+# The same as a formula:
 
 # %%
-show.source(fragments.a_position)
+# FROM flashlab.figures.fragments: a_position
+rows, columns = a_position(*fragments.slots("a"))  # every (lane, register, half)
+assert torch.equal(a.long(), tile[rows, columns])
+print("256 elements: the formula agrees with the run")
 
 # %% [markdown]
-# A claim about all 256 elements is checked on all 256. And the way back, from an element to its holder, is the same
-# arithmetic undone: the row's and the column's eights say the register, what is left of the row is $g$, what is left of
-# the column is $2t + \text{half}$.
+# The way back, from an element to its holder, is the same arithmetic undone. The eights of row and column say the
+# register. What is left of the row is $g$; what is left of the column is $2t + \text{half}$.
 
 # %%
-rows, columns = fragments.a_position(*fragments.slots("a"))
-assert torch.equal(a.long(), tile[rows, columns])
 for row in range(16):
     for column in range(16):
         lane = 4 * (row % 8) + column % 8 // 2
         register, half = row // 8 + 2 * (column // 8), column % 2
         assert a[lane, register, half] == tile[row, column]
-print("256 elements: the formula, and its inverse, agree with the run")
+print("256 elements: the inverse agrees too")
 
 # %% [markdown]
 # ## 4 · The B fragment, and what `.row.col` means
 #
 # B is 16 × 8, two registers. The manual: `b0` holds rows $2t$ and $2t + 1$ of column $g$; `b1` the same, 8 rows further
-# down. A register of A pairs two neighbours of a *row*; a register of B pairs two neighbours of a *column*. That is the
-# `.row.col` in the name: both operands are paired along K, the dimension that is summed over. The instruction knows no
-# other variant.
+# down.
 #
-# Where does attention's B come from? In $S = Q K^\mathsf{T}$, B is $K^\mathsf{T}$, so
+# A register of A pairs two neighbours of a *row*. A register of B pairs two neighbours of a *column*. That is the
+# `.row.col` in the name: both are paired along K, the dimension that is summed over. The instruction has no other
+# variant.
+
+# %%
+# FROM flashlab.figures.fragments: b_position
+print("lane 5:", [b_position(5, register, half) for register in (0, 1) for half in (0, 1)], "of B")
+
+# %% [markdown]
+# **K needs no transposition.** In $S = Q K^\mathsf{T}$, B is $K^\mathsf{T}$, so
 #
-# $$B[k][n] = K[n][k]:$$
+# $$B[k][n] = K[n][k].$$
 #
-# two neighbours of a column of B are two neighbours of a *row of K*, which is how K lies in memory. `ldmatrix` hands
-# out neighbours of rows. So K needs no transposition at all: load 8 keys × 16 dimensions as two tiles, and `b0 b1` are
-# there.
+# Two neighbours of a column of B are two neighbours of a *row of K*, which is how K lies in memory. `ldmatrix` hands
+# out neighbours of rows. So load 8 keys × 16 dimensions as two tiles, and `b0 b1` are there.
 
 # %%
 K_tile = torch.arange(128).reshape(8, 16)  # 8 keys, 16 dimensions
 b_of_K = look(K_tile, first_row=LANE % 8, first_column=LANE // 8 % 2 * 8, count=2)
-rows, columns = fragments.b_position(*fragments.slots("b"))
+rows, columns = b_position(*fragments.slots("b"))
 assert torch.equal(b_of_K.long(), K_tile.T[rows, columns])
 print("ldmatrix.x2 on the rows of K gives the B fragment of K^T")
 
 # %% [markdown]
-# In $O = P V$ it is different. B is V itself, $B[k][n] = V[k][n]$, and the two halves of a register are two neighbours
-# of a *column* of V: two keys, one below the other, a row apart in memory. For this `ldmatrix` has `.trans`: each 8 × 8
-# tile is transposed on its way to the registers, at no cost. Addresses as before, of rows: 16 keys, two tiles on top of
-# each other.
+# **V does.** In $O = P V$, B is V itself. The two halves of a register are two neighbours of a *column* of V: two keys,
+# one below the other, a row apart in memory.
+#
+# For this `ldmatrix` has `.trans`. Each 8 × 8 tile is transposed on its way to the registers, by the same instruction.
+# The addresses are those of rows, as before: 16 keys, two tiles on top of each other.
 
 # %%
 V_tile = torch.arange(128).reshape(16, 8)  # 16 keys, 8 dimensions
@@ -240,35 +284,51 @@ print("ldmatrix.x2.trans on the rows of V gives the B fragment of V; without .tr
 
 # %%
 figure, axes = plt.subplots(1, 2, figsize=(8.6, 5.4))
-fragments.draw(axes[0], b_of_V, (16, 8), "b", outlined=[5], fontsize=6.5)
-fragments.draw(axes[1], plain, (16, 8), "b", outlined=[5], fontsize=6.5)
+fragments.draw(axes[0], b_of_V, (16, 8), "b", outlined=[5])
+fragments.draw(axes[1], plain, (16, 8), "b", outlined=[5])
 axes[0].set(title="V, loaded with .trans: the B fragment", xlabel="column (dimension)", ylabel="row (key)")
 axes[1].set(title="without: each 8 × 8 tile transposed", xlabel="column (dimension)")
 plt.show()
 
 # %% [markdown]
-# *Who gets which element of V's 16 × 8 tile. Left: a register is two keys of one dimension, as B wants. Right: two
-# dimensions of one key. Lane 5 is framed in both.*
+# *Who gets which element of V's 16 × 8 tile; `b0` is blue, `b1` orange. Left: a register is two keys of one dimension,
+# as B wants. Right: two dimensions of one key. Lane 5 is framed in both.*
 #
-# A good question to pause at: is there no way to do without `.trans`, by giving other addresses? No. An address names a
-# whole row of 16 bytes, and the two halves of a register always come from one row, unless the tile is transposed in
-# flight. (Storing $V^\mathsf{T}$ in shared memory would do, at the price of 16-bit stores.)
+# Could other addresses do without `.trans`? No. An address names a whole row of 16 bytes, and without `.trans` the two
+# halves of a register come from one row. (Storing $V^\mathsf{T}$ in shared memory would do, at the price of 16-bit
+# stores.)
+#
+# All six wrappers differ in their number of registers and in `.trans`, in nothing else:
+
+# %%
+show.region(PTX, "ldmatrix")
 
 # %% [markdown]
 # ## 5 · The C fragment, and one product by hand
 #
-# C cannot be loaded with `ldmatrix`, it is float32. But we can let the tensor core tell: with A the identity and B the
-# matrix of indices, $D = B$, and what a lane finds in its four registers are the indices of the elements it holds. The
-# kernel takes the fragments as they are and multiplies:
+# The instruction itself is wrapped in the same way. `"+f"(c[0])` is a float that is read *and* written, so that C and D
+# are the same registers. `if constexpr` takes one branch while compiling: the name of the type is part of the
+# instruction's name.
 
 # %%
-part("p7_one_mma", "one MMA")
+show.region(PTX, "mma m16n8k16")
 
 # %% [markdown]
-# `fragments.fragment(matrix, "a")` picks each lane's elements by the formula, `fragments.matrix(held, "c")` puts them
-# back. The wrapper below launches one warp for one instruction.
+# C cannot be loaded with `ldmatrix`, because it is float32. But the tensor core can tell us where it is. With A the
+# identity and B the matrix of indices, $D = B$. What a lane then finds in its four registers are the indices of its
+# elements.
+#
+# This kernel takes fragments as they are, and multiplies:
 
 # %%
+show.region(ONE_MMA, "one MMA")
+
+# %% [markdown]
+# `fragments.fragment(matrix, "a")` picks each lane's elements by the formula; `fragments.matrix(held, "c")` puts them
+# back. `mma` launches one warp for one instruction.
+
+# %%
+# FROM flashlab.figures.fragments: c_position
 def mma(a, b, c=None, module=one_mma):
     """D = A B + C: fragments a [32, 4, 2], b [32, 2, 2], c [32, 4] (zeros, if None) -> d [32, 4]."""
     d = (torch.zeros(32, 4) if c is None else c.clone()).to(DEVICE)
@@ -278,87 +338,139 @@ def mma(a, b, c=None, module=one_mma):
 
 indices = torch.arange(128).reshape(16, 8).half()  # whole numbers up to 2048 are exact in fp16
 c = mma(fragments.fragment(torch.eye(16).half(), "a"), fragments.fragment(indices, "b"))
-rows, columns = fragments.c_position(*fragments.slots("c"))
+rows, columns = c_position(*fragments.slots("c"))
 assert torch.equal(c, indices.float()[rows, columns])
-print("lane 5 holds", c[5].int().tolist(), "= (1, 2) (1, 3) | (9, 2) (9, 3)")
+print("lane 5 holds", c[5].int().tolist(), "of 0 to 127, at", [c_position(5, i) for i in range(4)])
 
 # %% [markdown]
-# `c0 c1` are columns $2t$ and $2t + 1$ of row $g$; `c2 c3` the same columns of row $g + 8$. Here are all three in one
-# picture, placed as in a matrix product: a row of A against a column of B gives the element of C at their crossing.
+# `c0 c1` are columns $2t$ and $2t + 1$ of row $g$; `c2 c3` are the same columns of row $g + 8$.
+#
+# Here are all three fragments in one picture, placed as in a matrix product. A row of A meets a column of B in the
+# element of C at their crossing.
 
 # %%
 figure, axes = plt.subplots(2, 2, figsize=(9.6, 7.6), width_ratios=[2, 1])
 axes[0, 0].axis("off")
-for ax, held, name, title in [(axes[0, 1], b_of_V, "b", "B, 16 × 8"), (axes[1, 0], a, "a", "A, 16 × 16"),
-                              (axes[1, 1], c, "c", "C and D, 16 × 8")]:  # fmt: skip
-    fragments.draw(ax, held, (16, 16 if name == "a" else 8), name, outlined=[5], fontsize=5.4)
-    ax.set_aspect(0.55)
-    ax.set_title(title)
+for ax, name, held in ((axes[0, 1], "b", b_of_V), (axes[1, 0], "a", a), (axes[1, 1], "c", c)):
+    width = 16 if name == "a" else 8
+    fragments.draw(ax, held, (16, width), name, outlined=[5], fontsize=5.4)
+    ax.set(aspect=0.55, title=f"{name.upper()}, 16 × {width}")
 plt.show()
 
 # %% [markdown]
-# *The three fragments of `mma.m16n8k16`, each from a run. Lane 5's registers are framed. It holds parts of rows 1 and 9
-# of A and of C, and of column 1 of B: the elements of C that it ends up with are not the product of what it held. Lanes
-# work together inside the instruction.*
+# *The three fragments of `mma.m16n8k16`, each from a run; a colour is a register. Lane 5's are framed. It holds parts of
+# rows 1 and 9 of A and of C, and of column 1 of B. So the elements of C that it ends up with are not the product of what
+# it held: the lanes work together inside the instruction.*
 #
-# Now one product by hand. Small whole numbers, so that every sum is exact and "equal" means equal. Fragments are
-# written with the formulas, the product is read back with them.
+# Now one product by hand. Small whole numbers, so that every sum is exact and "equal" means equal.
 
 # %%
 A, B, C = (torch.randint(-8, 9, shape) for shape in (fragments.A_SHAPE, fragments.B_SHAPE, fragments.C_SHAPE))
-a, b, c = (fragments.fragment(x.half(), name) for x, name in ((A, "a"), (B, "b"), (C, "c")))
-D = fragments.matrix(mma(a, b, c.float()), "c")
+held = [fragments.fragment(x.half(), name) for x, name in ((A, "a"), (B, "b"), (C, "c"))]
+D = fragments.matrix(mma(held[0], held[1], held[2].float()), "c")
 assert torch.equal(D, (A @ B + C).double())
 print("one instruction: D = A B + C, all 128 elements equal to torch's")
 
 # %% [markdown]
 # **What a wrong fragment computes.** Give it V loaded without `.trans`. Nothing faults, nothing is NaN, and the numbers
-# are of the right size. The result is not noise either: it is P times a V whose 8 × 8 tiles are transposed. A symmetric
-# test matrix, or the identity, would pass.
+# are of the right size. The result is P times a V whose 8 × 8 tiles are transposed. A test with the identity, or with
+# any symmetric tile, would pass.
 
 # %%
 P, V = torch.randint(0, 5, (16, 16)), torch.randint(-4, 5, (16, 8))
-bits = V.half().view(torch.int16)
-for trans in (1, 0):
+tiles_transposed = torch.cat([V[:8].T, V[8:].T])
+for trans, wanted in ((1, V), (0, tiles_transposed)):
+    bits = V.half().view(torch.int16)
     b = look(bits, first_row=LANE % 16, first_column=0 * LANE, count=2, trans=trans).view(torch.float16)
     O = fragments.matrix(mma(fragments.fragment(P.half(), "a"), b), "c").long()
-    tiles_transposed = torch.cat([V[:8].T, V[8:].T])
-    print(f"trans={trans}: equals P V: {torch.equal(O, P @ V)},  P times V's tiles transposed: {torch.equal(O, P @ tiles_transposed)}")
-    assert torch.equal(O, P @ (V if trans else tiles_transposed))
+    assert torch.equal(O, P @ wanted)
+    names = {"P V": V, "P times the transposed tiles": tiles_transposed}
+    print(f"trans={trans}: the result is", *(name for name, x in names.items() if torch.equal(O, P @ x)))
 
 # %% [markdown]
 # ## 6 · Formats: what is rounded, and where
 #
-# A and B have 16 bits. The product of two fp16 or bf16 numbers is exact in float32, and sums are kept in float32
-# registers. So what is lost is lost *before* the instruction, when inputs are rounded to 16 bits. fp16 keeps 11
-# significant bits and overflows beyond 65504; bf16 keeps 8, with the range of float32. The layout is the same, so the
-# same source serves both: `-DELEMENT=__nv_bfloat16`.
+# A and B have 16 bits. fp16 keeps 11 significant bits and overflows beyond 65504. bf16 keeps 8, with the range of
+# float32. The layout is the same, so one source serves both: `-DELEMENT=__nv_bfloat16`.
+#
+# Rounding the *inputs* to 16 bits is the large error. Against the rounded matrices the instruction itself is exact to a
+# few units in the last place of float32:
 
 # %%
-one_mma_bf16 = load_inline(path("p7_one_mma"), backend=BACKEND, defines={"ELEMENT": "__nv_bfloat16"})
-A, B = torch.randn(16, 16), torch.randn(16, 8)
-rows = []
-for module, dtype in ((one_mma, torch.float16), (one_mma_bf16, torch.bfloat16)):
-    D = fragments.matrix(mma(*(fragments.fragment(x.to(dtype), n) for x, n in ((A, "a"), (B, "b"))), module=module), "c")
+bfloat = load_inline(ONE_MMA, backend=BACKEND, defines={"ELEMENT": "__nv_bfloat16"})
+A, B, rows = torch.randn(16, 16), torch.randn(16, 8), []
+for module, dtype in ((one_mma, torch.float16), (bfloat, torch.bfloat16)):
+    held = [fragments.fragment(x.to(dtype), name) for x, name in ((A, "a"), (B, "b"))]
+    D = fragments.matrix(mma(*held, module=module), "c")
     before = (D - A.double() @ B.double()).abs().max().item()
     after = (D - A.to(dtype).double() @ B.to(dtype).double()).abs().max().item()
     assert after < 4e-5 and before < 16 * torch.finfo(dtype).eps
     rows.append([str(dtype)[6:], f"{torch.finfo(dtype).max:.3g}", f"{before:.0e}", "yes"])
-show.table(rows, ["A, B", "largest", "error against the unrounded matrices", "below 4e-5 against the rounded ones"], align="lrrl")
+columns = ["A, B", "largest", "error against the unrounded", "below 4e-5 against the rounded"]
+show.table(rows, columns, align="lrrl")
 
 # %% [markdown]
-# There is a variant with fp16 *accumulators* (two registers of C in place of four, and twice as fast on GeForce cards).
-# Count to 3000 with it: A's first column and B's first row are ones, so each MMA adds 1. There is also a shorter shape,
-# `m16n8k8`: half of the sum, so `a0 a1` and `b0` only. Two of them in a row are one `m16n8k16`; it is for a K that is
-# no multiple of 16. Both fit in one small kernel. The lanes with `t == 0` are those that hold column 0 of A and row 0
-# of B.
+# **How a tensor core adds.** The product of two 16-bit numbers is exact in float32. The sum is not. A tensor core adds
+# many products at once: it shifts them to the exponent of the largest, and *cuts off* the bits that do not fit. IEEE
+# addition rounds to nearest instead.
+#
+# To see it, add to 1 some products that are each a fraction of 1's last place, $2^{-23}$. The exact sum is known.
+
+# %%
+def last_places(count, fraction):
+    """One MMA: 1 + count products of fraction * 2^-23. How many times 2^-23 above 1 is the result?"""
+    A, B = torch.zeros(16, 16), torch.zeros(16, 8)
+    A[:, 0], B[0] = 1.0, 1.0
+    A[:, 1 : 1 + count], B[1 : 1 + count] = 2.0**-12, fraction * 2.0**-11
+    D = fragments.matrix(mma(fragments.fragment(A.half(), "a"), fragments.fragment(B.half(), "b")), "c")
+    return (D[0, 0].item() - 1) * 2**23
+
+
+CASES = ((1, 0.75), (4, 0.25), (8, 0.125), (15, 0.25), (15, 0.75))
+here = {case: last_places(*case) for case in CASES}
+assert all(abs(got - count * fraction) <= count for (count, fraction), got in here.items())
+
+# %% [markdown]
+# The emulator adds one product after the other, each sum rounded to nearest. So it can differ from a GPU in the last
+# places, and neither is the exact sum rounded once. Where a GPU's run is recorded, its column is beside ours:
+
+# %% tags=["nbval-ignore-output"]
+runs = [run for run in hardware.recorded() if isinstance(run.get("sums"), list)]
+columns = ["products", "each, in last places", "exact sum", "rounded once", f"here ({BACKEND})"]
+seen = [{(r["products"], r["fraction"]): r["got"] for r in run["sums"]} for run in runs]
+rows = [[count, fraction, count * fraction, round(count * fraction), f"{here[count, fraction]:g}",
+         *(f"{gpu[count, fraction]:g}" for gpu in seen)] for count, fraction in CASES]  # fmt: skip
+columns += [f"recorded: {run['machine']['gpu']}" for run in runs]
+show.table(rows, columns, align="r" * len(columns))
+for gpu in seen:
+    assert gpu[1, 0.75] == 0 and gpu[15, 0.25] < 4  # cut off; to nearest they would be 1 and 4
+if not runs:
+    print("no GPU recorded yet: `flashlab bench hardware` on a GPU adds its column")
+
+# %% [markdown]
+# Read the H200's column. Three quarters of a last place are cut off, where rounding would make them 1. Four quarters
+# add up, but eight eighths vanish: each was cut off *before* the sum.
+#
+# For attention this is far below the rounding of P to 16 bits. But it is why results are compared with a tolerance, and
+# why two GPUs may differ.
+
+# %% [markdown]
+# There are two variants of the instruction. `m16n8k8` is half of the sum: `a0 a1` and `b0` only. It is for a K that is
+# no multiple of 16. And there are fp16 *accumulators*: half as many registers, and twice as fast on GeForce cards.
+
+# %%
+show.region(PTX, "mma m16n8k8", "mma fp16 sums")
+
+# %% [markdown]
+# Count to 3000 with each. A's first column and B's first row are ones, so each MMA adds 1. The lanes with `t == 0` hold
+# column 0 of A and row 0 of B.
 
 # %%
 FORMATS = r"""
 #include "ptx.cuh"
 __global__ void count_up(float* out_gmem, int times) {          // [3, 32]
     const int lane = threadIdx.x, t = lane % 4;
-    const uint32_t one = t == 0 ? pack(1.f, 0.f) : 0;           // (1, 0): a column of ones in A, a row of ones in B
+    const uint32_t one = t == 0 ? pack(1.f, 0.f) : 0;           // (1, 0): ones in A's column 0, in B's row 0
     const uint32_t a16[4] = {one, one, 0, 0}, a8[2] = {one, one};
     float sum[4] = {}, sum_k8[4] = {};
     uint32_t half_sum[2] = {};
@@ -382,19 +494,20 @@ print(f"3000 ones: fp32 accumulator {float32:.0f}, m16n8k8 {k8:.0f}, fp16 accumu
 
 # %% [markdown]
 # At 2048 the spacing of fp16 becomes 2, and $2048 + 1$ rounds back to 2048 for ever. Attention sums as many terms as
-# there are keys. All kernels of this course accumulate in float32, and comparisons with kernels that do not are not
-# comparisons.
+# there are keys. All kernels of this course accumulate in float32, unless they say otherwise.
 
 # %% [markdown]
 # ## 7 · What a load costs: wavefronts
 #
-# Shared memory has 32 banks, each 4 bytes wide and each able to serve one word a cycle. A tile's row is 16 bytes, four
-# banks. `ldmatrix` reads one 8 × 8 tile, 128 bytes, in one pass of all 32 banks, a *wavefront*, if its eight rows lie
-# in eight different groups of four banks. If two rows share their banks they take turns. The emulator counts
-# wavefronts; here is the same `x4` from a tile whose rows are longer and longer.
+# Shared memory has 32 banks. Each is 4 bytes wide and serves one word per clock. A pass of all 32 banks, 128 bytes, is a
+# *wavefront*.
+#
+# A row of an 8 × 8 tile is 16 bytes, four banks. `ldmatrix` reads a tile in one wavefront if its eight rows lie in eight
+# different groups of four banks. Rows that share banks take turns. The emulator counts; here is the same `x4` from a
+# tile whose rows are longer and longer.
 
 # %%
-counted = load_inline(path("p7_one_mma"), check=True)  # the emulator, on every machine
+counted = load_inline(ONE_MMA, check=True)  # the emulator, on every machine
 rows = []
 for columns in (16, 32, 64, 128, 72):
     tile = torch.zeros(16, columns, dtype=torch.int16)
@@ -406,84 +519,88 @@ assert [row[2] for row in rows] == [8, 16, 32, 32, 4] and {row[3] for row in row
 show.table(rows, ["row length, elements", "bytes", "wavefronts of one x4", "ideal"])
 
 # %% [markdown]
-# 512 bytes are four wavefronts at best. With rows of 128 bytes or a multiple of them, HEAD_DIM = 64 and 128, every row
-# begins in bank 0: eight rows take eight turns, and one `x4` takes 32 wavefronts. The last line shows the cheap way
-# out, rows with 16 bytes of padding: row $r$ begins $4r$ banks further. Phase 8 finds a way that wastes no memory. In
-# this phase we only look, and pay: the kernel of section 10 loads tiles as they are.
+# Four tiles are four wavefronts at best. With rows of 128 bytes or a multiple (HEAD_DIM = 64 and 128) every row begins
+# in bank 0. Eight rows take eight turns, and one `x4` takes 32 wavefronts.
+#
+# The last line shows a cheap way out: rows with 16 bytes of padding. Row $r$ then begins $4r$ banks further. Phase 8
+# finds a way that wastes no memory. In this phase we only look, and pay.
 
 # %% [markdown]
 # ## 8 · C is A
 #
-# FlashAttention is two products in a row: $S = Q K^\mathsf{T}$, then $O = P V$ with $P = e^{S - m}$, element by
-# element. S comes out of the tensor cores as C fragments, P has to go in as an A fragment. In phase 6 a tile travelled
-# through shared memory for that. Look at the two layouts side by side: two C tiles of 8 columns are one A tile of 16.
+# FlashAttention is two products in a row: $S = Q K^\mathsf{T}$, then $O = P V$ with $P = e^{S - m}$, element by element.
+# S comes out of the tensor cores as C fragments. P has to go in as an A fragment. In phase 6 a tile travelled through
+# shared memory for that.
+#
+# Look at the two layouts. Two C tiles of 8 columns are one A tile of 16:
 
 # %%
-lane, register = fragments.slots("c")
-row, column = fragments.c_position(lane, register)
+row, column = c_position(*fragments.slots("c"))
 two_tiles = torch.cat([row * 16 + column, row * 16 + column + 8], dim=1)  # [32 lanes, c0..c3 d0..d3]
 names = ["c0", "c1", "c2", "c3", "d0", "d1", "d2", "d3"]
 figure, axes = plt.subplots(2, 1, figsize=(8.6, 8.8))
 fragments.draw(axes[0], two_tiles, (16, 16), names, outlined=[5], hues=[0, 0, 1, 1, 2, 2, 3, 3], fontsize=5)
-rows, columns = fragments.a_position(*fragments.slots("a"))
-fragments.draw(axes[1], rows * 16 + columns, (16, 16), "a", outlined=[5], fontsize=6)
-for ax, title in zip(axes, ("S, two C tiles: c of columns 0–7, d of 8–15", "P as the A operand"), strict=True):
-    ax.set_aspect(0.5)
-    ax.set_title(title)
+fragments.draw(axes[1], a, (16, 16), "a", outlined=[5])
+titles = ("S, two C tiles: c of columns 0–7, d of 8–15", "P as the A operand")
+for ax, title in zip(axes, titles, strict=True):
+    ax.set(aspect=0.5, title=title)
 plt.show()
 
 # %% [markdown]
-# *Above: who ends up with S. Below: who must bring P. The lanes are the same everywhere; the colours say which pairs
-# become which register.*
+# *Above: who ends up with S. Below: who must bring P. The lanes are the same everywhere. A pair above has the colour of
+# the register below that it becomes.*
 #
 # So each lane rounds its own pairs to 16 bits, packs them, and has the A fragment:
 #
 # $$a_0 = (c_0, c_1), \quad a_1 = (c_2, c_3), \quad a_2 = (d_0, d_1), \quad a_3 = (d_2, d_3).$$
 #
-# No shuffle, no shared memory, no barrier. The layouts were made for this. It holds for every lane, as an identity of
-# the formulas:
+# No shuffle, no shared memory, no barrier. For every lane it is an identity of the formulas:
 
 # %%
 for lane in range(32):
-    for register, (tile_, pair) in enumerate([(0, 0), (0, 1), (1, 0), (1, 1)]):  # of a0 a1 a2 a3: which C tile, which pair
+    for register, (which, pair) in enumerate([(0, 0), (0, 1), (1, 0), (1, 1)]):  # which C tile, which pair
         for half in (0, 1):
-            row, column = fragments.c_position(lane, 2 * pair + half)
-            assert fragments.a_position(lane, register, half) == (row, column + 8 * tile_)
+            row, column = c_position(lane, 2 * pair + half)
+            assert a_position(lane, register, half) == (row, column + 8 * which)
 print("256 elements: C's place is A's place")
 
 # %% [markdown]
-# And on values. The kernel `c_to_a` computes $(X Y^\mathsf{T}) Z$ with two products, and nothing between them but `pack`:
+# `pack` rounds two floats to nearest and puts them into one register, the first into the lower half:
 
 # %%
-part("p7_one_mma", "two products")
+show.region(PTX, "pack")
 
 # %% [markdown]
-# The emulator counts what it took. Three MMAs, two for the two C tiles of $X Y^\mathsf{T}$ and one for the second
-# product:
+# And on values: `c_to_a` computes $(X Y^\mathsf{T}) Z$ with two products, and nothing between them but `pack`.
+
+# %%
+show.region(ONE_MMA, "C becomes A")
+
+# %% [markdown]
+# The emulator counts what it took. Three MMAs: two for the two C tiles of $X Y^\mathsf{T}$, one for the second product.
 
 # %%
 X, Y, Z = (torch.randint(-3, 4, shape) for shape in ((16, 16), (16, 16), (16, 8)))
 out = torch.zeros(16, 8, device=DEVICE)
 one_mma.reuse(*(x.half().to(DEVICE) for x in (X, Y, Z)), out)
 assert torch.equal(out.cpu().long(), X @ Y.T @ Z)
-inputs = [x.half() for x in (X, Y, Z)]
-counted.reuse(*inputs, torch.zeros(16, 8))
+counted.reuse(*(x.half() for x in (X, Y, Z)), torch.zeros(16, 8))
 counters = counted.report.counters
 assert counters["mma"] == 3 and counters["ldmatrix"] == 3 and counters["shuffles"] == 0
-print(f"(X Y^T) Z equals torch's: {counters['mma']} MMAs, {counters['ldmatrix']} ldmatrix, {counters['shuffles']} shuffles")
+print("(X Y^T) Z equals torch's:", {name: counters[name] for name in ("mma", "ldmatrix", "shuffles")})
 
 # %% [markdown]
-# What the packing costs: P is rounded to 16 bits, as every FlashAttention does, and as phase 2's `p.to(V.dtype)` did.
-# The sum `l_i` is taken from the unrounded floats. Exercise 7.5 is this step, with its three classic mistakes.
+# The cost: P is rounded to 16 bits, as every FlashAttention does, and as phase 2's `p.to(V.dtype)` did. The sum `l_i`
+# is taken from the unrounded floats. Exercise 7.5 is this step, with its three classic mistakes.
 
 # %% [markdown]
 # ## 9 · A row lives in a quad
 #
 # The softmax needs the maximum and the sum of each row of S. Row $g$ of a C tile is in the `c0 c1` of four lanes, $4g$
-# to $4g + 3$. Each lane first reduces what it holds; then the quad reduces across lanes. `__shfl_xor_sync(mask, x, d)`
-# gives each lane the `x` of the lane whose number differs in the bits of $d$. With $d = 1$ lanes 0↔1 and 2↔3 exchange;
-# with $d = 2$, 0↔2 and 1↔3. Two exchanges, and all four have the maximum of all four. They all *need* it, too: each
-# goes on with its own columns.
+# to $4g + 3$. Each lane first reduces what it holds. Then the quad reduces across its lanes.
+#
+# `__shfl_xor_sync(mask, x, d)` gives each lane the `x` of the lane whose number differs in the bits of $d$. With $d = 1$
+# lanes 0↔1 and 2↔3 exchange; with $d = 2$, 0↔2 and 1↔3. After both, all four have the maximum of all four.
 
 # %%
 QUAD = r"""
@@ -519,97 +636,172 @@ axes[0].set(ylabel="g = lane // 4  (row of C)")
 plt.show()
 
 # %% [markdown]
-# *Eight quads, one a row of C. Dark: the lane has its row's maximum already. No value crosses from one quad, one row of
-# the figure, to another.*
+# *Eight quads, one for each row of C. Dark: the lane has its row's maximum already. No value crosses from one quad, one
+# row of the figure, to another.*
 #
-# Two masks, 1 and 2: the two low bits of the lane number, which are $t$. Any higher bit changes $g$, and mixes rows. In
-# PTX and in many kernels the masks are written as binary literals, `0b01` and `0b10`. Exercise 7.4 is about one wrong
-# character in them.
+# The masks 1 and 2 are the two low bits of the lane number, which are $t$. Any higher bit changes $g$, and mixes rows.
+# In many kernels the masks are written as binary literals, `0b01` and `0b10`. Exercise 7.4 is about one wrong character
+# in them.
 
 # %% [markdown]
-# ## 10 · The kernel
+# ## 10 · The kernel, part by part
 #
-# `p7_naive.cu` is FlashAttention's forward pass built from exactly these pieces and as plainly as possible. A block is
-# one warp. It owns 16 query rows, the M of one MMA, and walks the keys 16 at a time, so that S is two C tiles, and P is
-# one A fragment. One stage, no overlap, no swizzle. It takes fp16 and bf16, HEAD_DIM 64 and 128, any lengths, causal,
-# grouped heads, and it returns the log-sum-exp.
+# `p7_naive.cu` is FlashAttention's forward pass, built from exactly these pieces and as plainly as possible. A block is
+# one warp. It owns 16 query rows, the M of one MMA. It walks the keys 16 at a time, so that S is two C tiles, and P is
+# one A fragment.
+#
+# It takes fp16 and bf16, HEAD_DIM 64 and 128, any lengths, causal, grouped heads. It returns the log-sum-exp too.
 
 # %%
-part("p7_naive", "constants")
+show.region(NAIVE, "constants")
 
 # %% [markdown]
-# **State.** Compare with phase 2: `acc` is O's tile of 16 × D, now `O_TILES` C fragments; of `m_i`
-# and `l_i` a lane keeps two each, for rows $g$ and $g + 8$. The loop loads a tile of K and V, with 0 for
-# rows that do not exist. Each of the two barriers prevents one hazard, which its comment names.
+# `WARP_SIZE`, `MMA_M`, `MMA_N`, `MMA_K`, `T` and `struct Problem` come from `problem.cuh`, which every kernel of the
+# series begins with (phase 6). `WARPS` is 1 here; the same lines will do for more.
+#
+# **Copy a tile.** Thread $i$ takes chunk $i$, $i + 32$, …, 16 bytes each, so that neighbouring threads read neighbouring
+# addresses. Rows that do not exist become zeros: a score of garbage can be masked, but $0 \cdot \text{NaN}$ in $PV$ is
+# NaN. `at` says where an element lies in a tile, for now row by row. (Its region is named *swizzle*, because phase 8
+# changes this line.)
 
 # %%
-part("p7_naive", "state")
-part("p7_naive", "load K and V")
+show.region(NAIVE, "swizzle", "copy a tile")
+
+# %% [markdown]
+# **Who works on what.** Three tiles of shared memory; their size is the third launch argument. The block's number says
+# which head and which 16 rows. Query head `head` uses K and V of head `head / (heads / kv_heads)`: grouped heads.
+
+# %%
+show.region(NAIVE, "shared memory", "which rows")
+
+# %% [markdown]
+# **Which keys.** Causal means: query $i$ sees the keys up to $i + \text{diagonal}$. So the block stops after the last
+# tile that its last row sees. If there are fewer keys than queries, `diagonal` is negative, and the first rows see no
+# key at all.
+#
+# **State.** Compare with phase 2. `acc` is O's 16 × D tile, now `O_TILES` C fragments. Of `m_i` and `l_i` a lane keeps
+# two each, for rows $g$ and $g + 8$.
+
+# %%
+show.region(NAIVE, "which keys", "state")
+
+# %% [markdown]
+# **Load K and V.** Inside the loop over the tiles. Each of the two barriers prevents one hazard, which its comment names.
+# One warp would get by with `__syncwarp`; from phase 8 on there are four.
+
+# %%
+show.region(NAIVE, "load K and V")
 
 # %% [markdown]
 # **S = Q Kᵀ.** For each 16 dimensions: one `ldmatrix.x4` for the A fragment of Q (section 3's addresses), and for each
-# of the two groups of 8 keys one `ldmatrix.x2` for B (section 4's). Q is loaded again for every key tile. That is
-# waste, and phase 8 removes it.
+# of the two groups of 8 keys one `ldmatrix.x2` for B (section 4's). Q is loaded again for every key tile. That is waste,
+# and phase 8 removes it.
 
 # %%
-part("p7_naive", "scores")
+show.region(NAIVE, "scores")
 
 # %% [markdown]
-# **The row maxima.** `r` is which of the lane's two rows, `e` which of the two columns: element `s[n][2 * r + e]` is
-# row $g + 8r$, column $8n + 2t + e$, straight from section 5's formula. That makes the mask easy to write: the key's
-# number is known to the lane that holds its score. Then the quad's two shuffles.
+# **The row maxima.** `r` is which of the lane's two rows, `e` which of the two columns. So `s[n][2 * r + e]` is row
+# $g + 8r$, column $8n + 2t + e$: section 5's formula.
+#
+# That makes the mask easy: the lane that holds a score knows its key's number. Keys that do not exist and keys above
+# the diagonal get $-\infty$. Then the quad's two shuffles.
 
 # %%
-part("p7_naive", "row maxima")
+show.region(NAIVE, "row maxima")
 
 # %% [markdown]
-# **Correction, and P.** Phase 3's base-2 trick: `scale_log2` is the scale times $\log_2 e$, so that
-# $e^{\text{scale} \cdot s}$ is one `ex2` instruction. The maximum is of the raw scores, and the scale is applied inside
-# a fused multiply-add. `l_i` stays a *partial* sum, of this lane's columns only: the correction is the same in all
-# four lanes of a quad, so they can be added up once, at the end.
+# **Correction, and P.** `scale_log2` is the scale times $\log_2 e$ (phase 3), so that $e^{\text{scale} \cdot s}$ is one
+# `ex2` instruction, `exp2_approx`. The maximum is of the raw scores; the scale is applied inside a fused multiply-add.
+#
+# A row that has seen no key has the maximum $-\infty$. `base` is 0 for it, because $-\infty - (-\infty)$ is NaN.
+#
+# `l_i` stays a *partial* sum, of this lane's columns. The correction is the same in all four lanes of a quad, so they
+# can be added up once, at the end.
 
 # %%
-part("p7_naive", "rescale")
-part("p7_naive", "probabilities")
+show.region(NAIVE, "rescale", "probabilities")
 
 # %% [markdown]
 # **O += P V.** Section 8's packing, and section 4's `.trans`.
 
 # %%
-part("p7_naive", "output")
+show.region(NAIVE, "output")
 
 # %% [markdown]
-# **O and lse.** After the last tile the quad adds up its four partial sums. A row that has seen no key has the sum 0: it
-# gets O = 0 and lse = $-\infty$. Each lane stores its pairs of columns, 4 bytes at a time.
+# **O and lse.** After the last tile the quad adds up its four partial sums. Each lane stores its pairs of columns, 4
+# bytes at a time, and only rows that exist.
+#
+# A row that has seen no key has the sum 0. It gets O = 0 and lse = $-\infty$, the logarithm of an empty sum. Libraries
+# differ here: FlashAttention-2 writes $+\infty$ for such a row, FlashAttention-3 $-\infty$.
 
 # %%
-part("p7_naive", "store")
+show.region(NAIVE, "store")
 
 # %% [markdown]
-# Around all this are the lines that you know from phase 6: which rows and keys a block has, and the copy of a tile.
-# Nothing in this file is new to you. Does it work? First one case against the oracle, with a length that is no
-# multiple of anything:
+# **The launch.** One block for each 16 rows of each head. The four arguments in `<<<>>>` are blocks, threads per block,
+# bytes of shared memory, and PyTorch's stream.
 
 # %%
-naive = load_inline(path("p7_naive"), backend=BACKEND)
+show.region(NAIVE, "launch")
+
+# %% [markdown]
+# ## 11 · Milestone: the whole kernel
+#
+# Nothing in this file is new to you any more. First a map, then all of it, uncut. Read it once from top to bottom, and
+# say for each region which shapes go in and come out.
+
+# %%
+MAP = {
+    "constants": "shapes; how many tiles a warp holds", "swizzle": "where an element of a tile lies (7)",
+    "copy a tile": "global to shared memory, zeros beyond the end", "shared memory": "three tiles (7)",
+    "which rows": "block number → head, 16 rows", "which keys": "the causal end of the loop",
+    "state": "acc, m_i, l_i in registers (5)", "load K and V": "two copies between two barriers",
+    "scores": "A and B fragments, D/16 × 2 MMAs (3, 4)", "row maxima": "mask; two shuffles (9)",
+    "rescale": "acc and l_i under the new maximum", "probabilities": "P = exp(S − m), in place",
+    "output": "C is A (8), .trans (4), D/8 MMAs", "store": "sum of the quad, O and lse", "launch": "the grid",
+}  # fmt: skip
+found = regions(NAIVE.path.read_text())
+assert set(found) - set(MAP) == {"main loop", "one tile"}  # which hold others
+rows = [[name, f"{found[name].first}–{found[name].last}", what] for name, what in MAP.items()]
+show.table(rows, ["region", "lines", "what it does (section of this lesson)"], align="lrl")
+
+# %% [markdown]
+# The whole file:
+
+# %%
+show.source(NAIVE.path)
+
+# %% [markdown]
+# To own it, write it. Exercise 7.7 gives you everything but the inside of the loop. Exercise 7.10 gives you the
+# signature of `forward`, and an empty page.
+
+# %% [markdown]
+# ## 12 · Does it work?
+#
+# First one case against the oracle, with a length that is a multiple of nothing:
+
+# %%
+naive = load_inline(NAIVE, backend=BACKEND)
 q, k, v = (torch.randn(1, 2, 100, 64).half().to(DEVICE) for _ in range(3))
 for causal in (False, True):
     o, lse = naive.forward(q, k, v, causal=causal)
     want, want_lse = reference.attention(*(x.cpu() for x in (q, k, v)), causal=causal)
     error, lse_error = (o.cpu() - want).abs().max().item(), (lse.cpu() - want_lse).abs().max().item()
     assert error < 2e-3 and lse_error < 1e-4
-    print(f"causal={causal!s:5}: o within 2e-3 of float64: {error < 2e-3}, lse within 1e-4: {lse_error < 1e-4}")
+    print(f"causal={causal!s:5}: o is within 2e-3 of float64, lse within 1e-4")
 
 # %% [markdown]
 # Then the checker: every nasty case it has, both dtypes, both head dimensions, causal, grouped heads, different lengths
 # of Q and K. That compiles four variants of the source.
 
 # %%
-report = verify(naive.forward, causal=True, gqa=True, dtypes=(torch.float16, torch.bfloat16), head_dims=(64, 128))
+HALVES = (torch.float16, torch.bfloat16)
+report = verify(naive.forward, causal=True, gqa=True, dtypes=HALVES, head_dims=(64, 128))
 print(report.verdict)
 
 # %% [markdown]
-# **And the other half of checking: kernels that are wrong.** `examine` runs a source in the emulator, with every access
+# **The other half of checking: kernels that are wrong.** `examine` runs a source in the emulator, with every access
 # watched, and then gives it to the checker. Where only fragments can explain the numbers, it tries the known ways to
 # get them wrong. Three edits of one line each:
 
@@ -617,13 +809,13 @@ print(report.verdict)
 edits = {
     "no mask for the tail": ("if (n_start + n * MMA_N", "if (p.causal && n_start + n * MMA_N"),
     "c3 packed before c2": ("pack<T>(c[2], c[3])", "pack<T>(c[3], c[2])"),
-    "b0 and b1 of V exchanged": ("mma_m16n8k16<T>(acc[n], a, b[0], b[1]);", "mma_m16n8k16<T>(acc[n], a, b[1], b[0]);"),
+    "b0 and b1 of V exchanged": ("(acc[n], a, b[0], b[1])", "(acc[n], a, b[1], b[0])"),
 }
-rows = []
+text, rows = NAIVE.path.read_text(), []
 for name, (old, new) in edits.items():
-    assert source("p7_naive").count(old) == 1
+    assert text.count(old) == 1
     try:
-        examine(source("p7_naive").replace(old, new), fast=False)
+        examine(text.replace(old, new), fast=False)
         raise AssertionError(f"{name}: passed, and should not have")
     except CheckFailed as failed:
         rows.append([name, failed.diagnosis, str(failed)])
@@ -631,221 +823,259 @@ assert [row[1] for row in rows] == ["tail-not-masked", "fragment-swapped", "frag
 show.table(rows, ["the edit", "diagnosis", "what the learner reads"])
 
 # %% [markdown]
-# A missing barrier is another matter. On a GPU it may give the right answer for years, as the lanes of a warp often run
-# in step; no comparison of numbers will find it. The check build does not look at the numbers, it looks at who touched
-# what. Take out the second barrier:
+# A missing barrier is another matter. On a GPU it may give the right answer for years, because the lanes of a warp often
+# run in step. No comparison of numbers finds it. The check build looks at who touched what. Take both barriers out of
+# *load K and V*. The first reader that is too early is the one of Q, whose copy had no barrier of its own:
 
 # %%
-text = source("p7_naive")
-barrier = next(line for line in text.splitlines() if "another has not copied yet" in line)
+without = region(NAIVE, "load K and V").replace("__syncthreads();", "/* no barrier */ ")
 try:
-    examine(text.replace(barrier, "        // (no barrier)"))
+    examine(replaced(NAIVE, "load K and V", without))
     raise AssertionError("a race, and nobody saw it")
 except CheckFailed as failed:
     assert failed.diagnosis == "race"
     print(failed)
 
 # %% [markdown]
-# ## 11 · Predict the counts
+# ## 13 · Predict the counts
 #
 # For one head of N queries and keys, with $T$ the number of (16 × 16) score tiles visited, count along the source:
 #
-# | | a tile costs | why |
+# | | per tile | why |
 # |:--|:--|:--|
-# | MMAs | $\tfrac{D}{16} \cdot 2 + \tfrac{D}{8} = \tfrac{D}{4}$ | S: two groups of keys for each 16 dimensions; O: one for each 8 columns |
-# | `ldmatrix` | $\tfrac{D}{16} \cdot 3 + \tfrac{D}{8} = \tfrac{5D}{16}$ | Q once and K twice for each 16 dimensions; V for each 8 columns |
-# | shuffles | 4 | two a row, two rows a lane; and 4 more a query block, for the sums |
+# | MMAs | $\tfrac{D}{16} \cdot 2 + \tfrac{D}{8} = \tfrac{D}{4}$ | S: 2 per 16 dimensions; O: 1 per 8 columns |
+# | `ldmatrix` | $\tfrac{D}{16} \cdot 3 + \tfrac{D}{8} = \tfrac{5D}{16}$ | Q 1, K 2 per 16 dimensions; V 1 per 8 columns |
+# | shuffles | 4 | 2 per row; and 4 per query block, for the sums |
 # | barriers | 2 | |
 #
-# $D/4$ MMAs of 4096 operations are $1024 D = 4 \cdot 16 \cdot 16 \cdot D$: the two products of a tile, with not one
-# wasted. $T$ is $(N/16)^2$, and in the causal case only the tiles on and under the diagonal.
-
-# %%
-counting = load_inline(path("p7_naive"), check=True)
-N, rows = 128, []
-for D in (64, 128):
-    for causal in (False, True):
-        counting.forward(*(torch.randn(1, 1, N, D).half() for _ in range(3)), causal=causal)
-        assert counting.report.ok
-        blocks = N // 16
-        T = blocks * (blocks + 1) // 2 if causal else blocks**2
-        expected = {"mma": T * D // 4, "ldmatrix": T * 5 * D // 16, "shuffles": 4 * T + 4 * blocks, "barriers": 2 * T}
-        seen = {name: counting.report.counters[name] for name in expected}
-        assert seen == expected
-        rows.append([D, str(causal), *seen.values(), "yes"])
-show.table(rows, ["D", "causal", "MMA", "ldmatrix", "shuffles", "barriers", "as predicted"], align="rlrrrrl")
+# $D/4$ MMAs of 4096 FLOPs are $1024 D = 4 \cdot 16 \cdot 16 \cdot D$: the two products of a tile, with not one wasted.
 
 # %% [markdown]
-# **Bytes of global memory.** Q is read once. K and V are read once for each block of 16 queries. That is the formula of
-# phase 2, with the smallest BLOCK_M there can be:
+# $T$ is $(N/16)^2$, and in the causal case only the tiles on and under the diagonal.
+
+# %%
+counting = load_inline(NAIVE, check=True)
+N, rows = 128, []
+for D, causal in ((64, False), (64, True), (128, False), (128, True)):
+    counting.forward(*(torch.randn(1, 1, N, D).half() for _ in range(3)), causal=causal)
+    assert counting.report.ok
+    blocks = N // 16
+    T = blocks * (blocks + 1) // 2 if causal else blocks**2
+    expected = {"mma": T * D // 4, "ldmatrix": T * 5 * D // 16}
+    expected |= {"shuffles": 4 * T + 4 * blocks, "barriers": 2 * T}
+    seen = {name: counting.report.counters[name] for name in expected}
+    assert seen == expected
+    rows.append([D, str(causal), *seen.values(), "yes"])
+show.table(rows, ["D", "causal", *expected, "as predicted"], align="rlrrrrl")
+
+# %% [markdown]
+# **Bytes of global memory.** Q is read once. K and V are read once for each block of 16 queries. That is phase 2's
+# formula, with the smallest BLOCK_M that an MMA allows:
 
 # %%
 counting.forward(*(torch.randn(1, 1, 128, 64).half() for _ in range(3)))
 counters = counting.report.counters
 predicted = (N + N // 16 * 2 * N) * 64 * 2
 assert counters["global_load_bytes"] == predicted
-print(f"read: counted {counters['global_load_bytes']} bytes, predicted {predicted}; the three inputs are {3 * N * 64 * 2}")
+print(f"bytes: {counters['global_load_bytes']} read, {predicted} predicted; the inputs have {3 * N * 64 * 2}")
 
 # %% [markdown]
-# **Bank conflicts**, by line. As section 7 promised, with rows of 128 bytes each tile of 8 rows takes 8 wavefronts
-# where one would do:
+# **Bank conflicts**, by line. As section 7 promised, with rows of 128 bytes each tile of 8 rows takes 8 wavefronts where
+# one would do:
 
 # %%
-lines, rows = source("p7_naive").splitlines(), []
+lines, rows = text.splitlines(), []
 for number, line_counters in counting.report.by_line.items():
     if line_counters["ldmatrix"]:
         wavefronts, ideal = line_counters["ldmatrix_wavefronts"], line_counters["ldmatrix_ideal"]
-        rows.append([lines[number - 1].strip().split("(")[0], line_counters["ldmatrix"], wavefronts, ideal,
-                    f"{wavefronts / ideal:.0f}"])
-assert all(row[-1] == "8" for row in rows) and len(rows) == 3
-show.table(rows, ["load", "instructions", "wavefronts", "ideal", "factor"], align="lrrrr")
+        called = lines[number - 1].strip().split("(")[0]
+        rows.append([number, called, line_counters["ldmatrix"], wavefronts, ideal, wavefronts // ideal])
+assert all(row[-1] == 8 for row in rows) and len(rows) == 3
+show.table(rows, ["line", "load", "instructions", "wavefronts", "ideal", "factor"], align="rlrrrr")
 
 # %% [markdown]
-# ## 12 · How fast is it?
+# ## 14 · How fast can it be?
 #
-# Before the measurement, a bound. A multiprocessor does one wavefront of shared memory a cycle, and an H200's does up
-# to 4096 dense fp16 operations on its tensor cores in the same cycle. The counts say how many operations the kernel
-# gets for a wavefront:
+# Before the measurement, a bound. Per clock, a multiprocessor (SM) does one wavefront of shared memory. Per clock, the
+# tensor cores of an H100 or H200 do 4096 dense fp16 FLOPs, twice an A100's (NVIDIA's white papers). That is one
+# `m16n8k16` per clock.
+#
+# The counts say how many FLOPs the kernel gets per wavefront:
 
 # %%
 flops = counters["mma_flops"]
-wavefronts = counters["ldmatrix_wavefronts"] + counters["shared_store_wavefronts"]
-ideal = counters["ldmatrix_ideal"] + counters["shared_store_ideal"]
-peak = runtime.GPUS["H200"].fp16_tflops
-for name, cycles in (("as it is", wavefronts), ("without bank conflicts", ideal)):
-    share = flops / cycles / 4096
-    print(f"{name}: {flops / cycles:.0f} FLOP a wavefront, so at most {share:.1%} of the tensor cores: {share * peak:.0f} TFLOP/s on an H200")
+stores, ideal_stores = counters["shared_store_wavefronts"], counters["shared_store_ideal"]
+wavefronts = {"as it is": counters["ldmatrix_wavefronts"] + stores,
+              "without bank conflicts": counters["ldmatrix_ideal"] + ideal_stores}  # fmt: skip
+for name, clocks in wavefronts.items():
+    share = flops / clocks / 4096
+    print(f"{name}: {flops / clocks:.0f} FLOPs per wavefront, so at most {share:.1%} of the peak")
 
 # %% [markdown]
-# So this kernel can use a few per cent of the tensor cores, whatever else it does: they wait for shared memory. Where
-# the course has a recorded run, here it is, beside FlashAttention-2 in the same run. On a GPU,
-# `flashlab.bench.mma` measures yours.
-
-# %% tags=["nbval-ignore-output"]
-runs = [json.loads(path.read_text()) for path in sorted(RESOURCES.parent.glob("mma_*.json"))]
-if not runs:
-    print("none recorded yet: `python -m flashlab.bench.mma` on a GPU measures it")
-for run in runs:
-    rows = {}
-    for row in run.get("ladder", []):
-        if row["name"] in ("p7_naive", "fa2") and row["inputs"] == "randn":
-            label = "B{} H{} N{} D{}".format(*row["shape"]) + (" causal" if row["causal"] else "")
-            rows.setdefault(label, {})[row["name"]] = row["tflops"]
-    machine = run["machine"]
-    clock = (machine.get("sm_clock_mhz") or {}).get("median", "unknown")
-    print(f"{machine['gpu']}, torch {machine['torch']}, {machine['date']}, SM clock {clock} MHz")
-    both = [[label, x["p7_naive"], x["fa2"], x["fa2"] / x["p7_naive"]]
-            for label, x in rows.items() if len(x) == 2]
-    both = [[label, f"{ours:.1f}", f"{theirs:.0f}", f"{factor:.0f}"] for label, ours, theirs, factor in both]
-    show.table(both, ["shape", "naive, TFLOP/s", "FlashAttention-2, TFLOP/s", "factor"], align="lrrr")
-
-# %% [markdown]
-# On the large shapes the kernel runs at about three quarters of its bound (which grows with the clock: at 1980 MHz it
-# is 41 TFLOP/s). One warp alone waits most of the time, but a multiprocessor holds many such blocks (18 at D = 64,
-# where a thread has 108 of its 65536 registers), and they fill each other's gaps. What they cannot fill is the queue in
-# front of shared memory. On the smallest shape, 64 warps for 132
-# multiprocessors, nobody fills the gaps, and a tenth of that is left.
+# So this kernel can use a few per cent of the tensor cores, whatever else it does: they wait for shared memory.
 #
-# Was it really shared memory? NVIDIA's profiler, Nsight Compute, counts wavefronts too. In the same recording it looked
-# at one launch with B = 2, H = 8, N = 2048, D = 64. The prediction needs no GPU: 384 wavefronts of `ldmatrix` a tile,
-# of which 336 are conflicts, and 32 of stores.
+# (Is the peak of 4096 within reach of `mma.sync` at all? Where a GPU's rates are recorded, this cell says it. What
+# `mma.sync` leaves on Hopper belongs to `wgmma`, phase 11: four warps together, operands in shared memory.)
 
 # %% tags=["nbval-ignore-output"]
-B, H, N, D = 2, 8, 2048, 64
-T = B * H * (N // 16) ** 2
-predicted = {"shared_wavefronts": (6 * D + D // 2) * T + B * H * N * D * 2 // 128, "bank_conflicts": 6 * D * T * 7 // 8}
+PEAK = {(8, 0): 0.5, (9, 0): 1.0}  # MMAs per clock and SM: A100, H100 and H200
+runs = [run for run in hardware.recorded() if isinstance(run.get("rates"), list)]
 for run in runs:
-    seen = [c for c in run.get("counters") or [] if c["name"] == "p7_naive" and c["shape"] == [B, H, N, D]]
-    for c in seen[:1]:
-        rows = [[name, f"{value / 1e6:.2f} million", f"{c[name] / 1e6:.2f} million"]
-                for name, value in predicted.items()]
-        show.table(rows, ["", "predicted", f"Nsight Compute, {run['machine']['gpu']}"], align="lrr")
-        print(f"busy: shared memory {c['shared_active_pct']:.0f} % of the time, tensor cores {c['tensor_active_pct']:.0f} %")
+    rates = {r["warps"]: r["per_clock"] for r in run["rates"] if r["instruction"] == "mma, float32 sums"}
+    peak = PEAK.get(tuple(run["machine"].get("capability", ())))
+    shares = "" if peak is None else f", at best {max(rates.values()) / peak:.0%} of the peak of {peak:g}"
+    print(run["machine"]["gpu"], "MMAs per clock and SM:",
+          ", ".join(f"{warps} warps {rate:.2f}" for warps, rate in rates.items()) + shares)
+if not runs:
+    print("no GPU recorded yet: `flashlab bench hardware` on a GPU measures it")
 
 # %% [markdown]
-# The conflicts agree to the fourth digit, the wavefronts within two per cent. Four fifths of all that shared memory
-# does is repeating itself, and the tensor cores, for which all of this was done, work one cycle in twenty.
+# Now the measurement. Where the course has a recorded run, here it is, with FlashAttention-2 in the same run. The bound
+# is the FLOPs per wavefront from above, times the SMs and their clock. `flashlab bench mma` measures your GPU.
+
+# %% tags=["nbval-ignore-output"]
+LADDERS = records.recorded("mma")
+for run in LADDERS:
+    machine, times = run["machine"], {}
+    clock = (machine.get("sm_clock_mhz") or {}).get("median") or float("nan")
+    bound = flops / wavefronts["as it is"] * machine["sms"] * clock / 1e6  # TFLOP/s
+    print(f"{machine['gpu']}, torch {machine['torch']}, {clock:.0f} MHz: the bound is {bound:.0f} TFLOP/s")
+    for row in run["ladder"]:
+        if row["name"] in ("p7_naive", "fa2") and row["inputs"] == "randn" and not row["causal"]:
+            times.setdefault("B{} H{} N{} D{}".format(*row["shape"]), {})[row["name"]] = row["tflops"]
+    both = [(shape, x["p7_naive"], x["fa2"]) for shape, x in times.items() if len(x) == 2]
+    rows = [[shape, f"{x:.1f}", f"{x / bound:.0%}", f"{fa2:.0f}", f"{fa2 / x:.0f}"] for shape, x, fa2 in both]
+    show.table(rows, ["TFLOP/s", "naive", "of the bound", "FlashAttention-2", "factor"], align="lrrrr")
+if not LADDERS:
+    print("none recorded yet: `flashlab bench mma` on a GPU measures it")
+
+# %% [markdown]
+# On the large shapes most of the bound is reached. One warp alone waits most of the time, but an SM holds several blocks
+# at once, and they fill each other's gaps. On the smallest shape, B1 H1 N1024, there are 64 warps for all SMs. Nobody
+# fills the gaps there.
+#
+# How many blocks an SM holds follows from what the compiler gave each thread. Registers come in steps of 256 per warp;
+# an H200 has 65536 of them, and 228 KiB of shared memory, of which each block costs 1 KiB extra:
+
+# %%
+gpu, rows = runtime.GPUS["H200"], []
+for r in resources.recorded()["kernels"]:
+    if (r.step, r.target) == ("p7_naive", "sm_90"):
+        by_registers = gpu.registers_per_sm // (-(-r.registers * 32 // 256) * 256)
+        shared = 3 * 16 * r.head_dim * 2  # bytes: the tiles of Q, K and V
+        by_shared = gpu.shared_per_sm // (shared + 1024)
+        fit = min(32, by_registers, by_shared)
+        rows.append([r.head_dim, r.registers, by_registers, shared, by_shared, fit])
+columns = ["D", "registers per thread", "so many blocks", "shared bytes", "so many blocks", "blocks per SM"]
+show.table(rows, columns, align="r" * 6)
+
+# %% [markdown]
+# Was it really shared memory? NVIDIA's profiler, Nsight Compute, counts wavefronts too. In the same recording it looked
+# at B = 2, H = 8, N = 2048. The prediction needs no GPU: $6D$ wavefronts of `ldmatrix` per tile, of which seven in eight
+# are conflicts, and $D/2$ of stores.
+
+# %% tags=["nbval-ignore-output"]
+def predict(B, H, N, D):
+    """Wavefronts of shared memory, and those that are conflicts."""
+    T = B * H * (N // 16) ** 2
+    return (6 * D + D // 2) * T + B * H * N * D * 2 // 128, 6 * D * T * 7 // 8
+
+
+for run in LADDERS:
+    rows = []
+    for c in (c for c in run.get("counters") or [] if c["name"] == "p7_naive" and not c["causal"]):
+        counted_pair, predicted_pair = (c["shared_wavefronts"], c["bank_conflicts"]), predict(*c["shape"])
+        ratios = [x / p for x, p in zip(counted_pair, predicted_pair, strict=True)]
+        assert all(abs(ratio - 1) < 0.05 for ratio in ratios)
+        busy = [f"{c[name]:.0f} %" for name in ("shared_active_pct", "tensor_active_pct")]
+        rows.append([c["shape"][3], *(f"{x:.4f}" for x in ratios), *busy])
+    columns = ["D", "wavefronts, counted / predicted", "conflicts", "shared memory busy", "tensor cores busy"]
+    show.table(rows, columns, align="r" * 5)
+
+# %% [markdown]
+# The counts meet the prediction. Most of what shared memory does is repeating itself, and the tensor cores, for which
+# all of this was done, are idle most of the time.
+#
+# At D = 64 shared memory is busy for most of the time, and the kernel is near its bound. At D = 128 it is less busy: the
+# bound is necessary, not sufficient. There fewer blocks fit on an SM (the table above), so fewer warps hide each other's
+# waiting. That would explain the gap; nothing here isolates it.
 
 # %% [markdown]
 # Others have been here. An earlier course published its own naive tensor-core kernel (`ldmatrix` and `mma`, one stage,
-# one small tile a block) on an Ada GPU, beside unfused PyTorch and FlashAttention-2:
+# one small tile per block) on an Ada GPU. These are its figures, not ours (`mma_stages_ada.csv`):
 
 # %%
-published = {(r["batch"], r["heads"], r["seq_len"], r["head_dim"], r["variant"]): r["ms"] for r in load("mma_stages_ada")}
-shapes = [(1, 1, 1024, 64), (1, 8, 1024, 64), (4, 8, 2048, 64), (4, 8, 2048, 128)]
-variants = [("mma_naive", "naive tensor-core kernel", "orange"), ("naive_unfused", "unfused PyTorch", "grey"),
-            ("flash_official", "FlashAttention-2", "blue")]  # fmt: skip
-tflops = {label: ([4 * b * h * n * n * d / published[b, h, n, d, name] / 1e9 for b, h, n, d in shapes], hue)
-          for name, label, hue in variants}
-figure, ax = plt.subplots(figsize=(8, 3.4))
-curves.columns(ax, ["B{} H{} N{} D{}".format(*shape) for shape in shapes], tflops, fmt="%.2g", yscale="log",
-               ylim=(0.2, 400), ylabel="TFLOP/s (higher is better)", title="Published, Ada GPU, fp16")
-plt.show()
+keys = ("batch", "heads", "seq_len", "head_dim", "variant")
+published = {tuple(row[key] for key in keys): row["ms"] for row in load("mma_stages_ada")}
+variants, rows = ("mma_naive", "naive_unfused", "flash_official"), []
+for b, h, n, d in ((1, 1, 1024, 64), (1, 8, 1024, 64), (4, 8, 2048, 64), (4, 8, 2048, 128)):
+    tflops = [4 * b * h * n * n * d / published[b, h, n, d, name] / 1e9 for name in variants]
+    rows.append([f"B{b} H{h} N{n} D{d}", *(f"{x:.2g}" for x in tflops), f"{tflops[2] / tflops[0]:.1f}"])
+columns = ["shape", "naive, tensor cores", "unfused PyTorch", "FlashAttention-2", "FlashAttention-2 / naive"]
+show.table(rows, columns, align="lrrrr")
 
 # %% [markdown]
-# *Figures of another course, not measured by us; a logarithmic axis. Their naive kernel is 4 to 7 times slower than
-# FlashAttention-2, and on three of these four shapes slower than PyTorch's unfused attention.*
+# *TFLOP/s, fp16.* Their naive kernel is slower than PyTorch's unfused attention on three of these four shapes.
 #
-# That is the lesson of this phase's last page: **the tensor cores make the multiplication cheap, and then everything
-# else is the kernel.** What the compiler made of ours, where `nvcc` has been asked:
+# **The tensor cores make the multiplication cheap, and then everything else is the kernel.** What the compiler made of
+# ours, recorded from `nvcc`:
 
 # %% tags=["nbval-ignore-output"]
-if RESOURCES.exists():
-    compiled = resources_table("sm_90", steps=["p7_naive"], head_dim=None, opcodes=("HMMA", "LDSM", "SHFL", "STS", "LDG", "BAR"))
-    for r in (r for r in resources_recorded()["kernels"] if (r.step, r.target) == ("p7_naive", "sm_90")):
+for r in resources.recorded()["kernels"]:
+    if (r.step, r.target) == ("p7_naive", "sm_90"):
         assert r.instructions["HMMA"] == r.head_dim // 4 and r.instructions["LDSM"] == 5 * r.head_dim // 16
-    display(compiled)
-else:
-    print("none recorded yet: `python -m flashlab.bench.resources` where there is an nvcc measures it")
+opcodes = ("HMMA", "LDSM", "SHFL", "STS", "LDG", "BAR")
+resources.table("sm_90", steps=["p7_naive"], head_dim=None, opcodes=opcodes)
 
 # %% [markdown]
-# `HMMA` is the MMA and `LDSM` is `ldmatrix` in the machine code; unrolled, the loop body holds exactly as many of them
-# as section 11 counted for one tile, $D/4$ and $5D/16$. Nothing spills: registers are no problem yet.
+# `HMMA` is the MMA and `LDSM` is `ldmatrix` in the machine code. Unrolled, the loop body holds exactly as many as
+# section 13 counted for one tile: $D/4$ and $5D/16$. Nothing spills: registers are no problem yet.
+
+# %% [markdown]
+# What keeps the kernel from its tensor cores:
 #
-# What keeps the kernel from its tensor cores, in the order in which phase 8 takes it on:
-#
-# 1. **Too little work a load.** 16 query rows make every K and V tile serve one A fragment. A block of 64 rows in four
-#    warps copies K and V into shared memory a quarter as often.
-# 2. **Waiting.** Load, barrier, compute, barrier. `cp.async` and a second stage let the copy of the next tile run under
-#    the arithmetic.
+# 1. **Too little work per load.** Every K and V tile serves 16 query rows. With 64 rows in four warps, K and V are
+#    copied a quarter as often.
+# 2. **Waiting.** Load, barrier, compute, barrier. With `cp.async` the next copy runs under the arithmetic.
 # 3. **Bank conflicts**: a factor of 8 on every `ldmatrix`. The XOR swizzle makes it 1.
-# 4. **The same Q fragment loaded for each tile**, half of the instructions' width unused (`x2` where `x4` would do),
-#    and stores of 4 bytes.
+# 4. **Narrow instructions**: Q loaded again for each tile, `x2` for `x4`, stores of 4 bytes.
 #
-# Phase 8 measures what each is worth. The counters above have already told you which one is worth the most; write your
-# guess down before you go on.
+# Phase 8 measures what each is worth. Which is worth the most? Write your guess down before you go on.
 
 # %% [markdown]
 # ## Summary, and what is left to explore
 #
 # - With $g = \lfloor \text{lane}/4 \rfloor$, $t = \text{lane} \bmod 4$: A's registers hold row $g$ (+8), columns
-#   $2t, 2t+1$ (+8); B's hold rows $2t, 2t+1$ (+8) of column $g$; C's hold columns $2t, 2t + 1$ of rows   $g$ and
-#   $g + 8$. When in doubt, load indices and look.
-# - `ldmatrix`: lane $8i + r$ gives the address of row $r$ of tile $i$; every lane receives two neighbours of row $g$. K
-#   needs no `.trans`, V does: B's registers pair along K, and in V that is across rows.
-# - Two C tiles, rounded and packed, are one A tile. FlashAttention's second product costs no data movement between lanes.
+#   $2t, 2t+1$ (+8); B's rows $2t, 2t+1$ (+8) of column $g$; C's columns $2t, 2t + 1$ of rows $g$ and $g + 8$.
+# - `ldmatrix`: lane $8i + r$ names row $r$ of tile $i$; every lane receives two neighbours of row $g$. K needs no
+#   `.trans`, V does.
+# - Two C tiles, rounded and packed, are one A tile.
 # - A row lives in a quad: shuffles with 1 and 2, never more.
-# - The counts of a kernel can be predicted from its source, exactly. Here: $D/4$ MMAs and $5D/16$ `ldmatrix` a tile,
-#   eight times the wavefronts that are needed.
+# - Per tile: $D/4$ MMAs, $5D/16$ `ldmatrix`, eight times the wavefronts that are needed.
+
+# %% [markdown]
+# Left to explore, some of it in the exercises:
 #
-# Left to explore, some of it in the exercises: let the tensor cores add up the rows (7.8: a B of ones); `m16n8k8` for a
-# head dimension of 40 (7.9); exchanging the columns of A *and* the rows of B in the same way changes nothing, so the K
-# index is yours to permute, and some kernels use that to load 8 bytes where a fragment wants 4. On Hopper the
-# warp-level `mma.sync` reaches about two thirds of the peak; the rest belongs to `wgmma`, four warps and operands in
-# shared memory.
+# - let the tensor cores add up the rows (7.8: a B of ones);
+# - `m16n8k8` for a head dimension of 40 (7.9);
+# - the whole kernel from an empty page (7.10);
+# - the columns of A *and* the rows of B exchanged in the same way change nothing. So the order along K is yours to
+#   choose, and some kernels use that to load 8 bytes where a fragment wants 4.
 
 # %% [markdown]
 # ## References
 #
 # - NVIDIA, *Parallel Thread Execution ISA*,
 #   [docs.nvidia.com/cuda/parallel-thread-execution](https://docs.nvidia.com/cuda/parallel-thread-execution/).
-#   Warp-level matrix instructions: matrix fragments for `mma.m16n8k16` and `m16n8k8` with floating-point   type (the
+#   Warp-level matrix instructions: matrix fragments for `mma.m16n8k16` and `m16n8k8` with floating-point type (the
 #   figures drawn here), `ldmatrix`.
+# - Massimiliano Fasi, Nicholas J. Higham, Mantas Mikaitis, Srikara Pranesh, *Numerical behavior of NVIDIA tensor cores*,
+#   PeerJ Computer Science 7:e330, 2021. How tensor cores add: truncation, extra bits, order.
 # - Tri Dao, *FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning*, 2023,
 #   [arXiv:2307.08691](https://arxiv.org/abs/2307.08691). Section 3: the loop order, and the division of work between
 #   warps.
 # - NVIDIA, *NVIDIA A100 Tensor Core GPU Architecture*, 2020, and *NVIDIA H100 Tensor Core GPU Architecture*, 2022
-#   (white papers). Operations a clock and multiprocessor, and what changed from one to the other.
+#   (white papers). FLOPs per clock and multiprocessor, and what changed from one to the other.
 # - gau-nernst, *learn-cuda*, [github.com/gau-nernst/learn-cuda](https://github.com/gau-nernst/learn-cuda),
 #   `07_attention`. A FlashAttention series on an RTX 5090, from a first MMA kernel to 94 % of the speed of light.
 # - Vijay Thakkar and others, *CUTLASS* and its CuTe documentation,

@@ -12,15 +12,24 @@
 # Fill in each cell that says `YOUR CODE HERE`, run it, then run the check below it. A check that fails says in one
 # sentence what is wrong; `hint("7.3")` gives the next hint, `progress()` shows where you are.
 #
-# The CUDA answers are text in a Python string. In it the mark is `// YOUR CODE HERE`: replace that line, and leave the
-# rest as it is. The check builds the text twice for the emulator, so no GPU is needed: once fast, and once with every
-# access to memory watched. The functions that a kernel may use (`ldmatrix_x1` to `_x4_trans`, `mma_m16n8k16<T>`,
-# `mma_m16n8k8<T>`, `pack<T>`, `smem_u32`) are those of `ptx.cuh`. As in the lecture, `g = lane / 4` and `t = lane % 4`.
+# The CUDA answers are text in a Python string. Replace the line `// YOUR CODE HERE` in it, and leave the rest as it is.
+# The check builds the text for the emulator, so no GPU is needed: once fast, and once with every access to memory
+# watched.
+#
+# As in the lecture, `g = lane / 4` and `t = lane % 4`. A kernel may use these functions of `ptx.cuh`:
+#
+# | function | what it does |
+# |:--|:--|
+# | `smem_u32(pointer)` | the address of something in shared memory, for `ldmatrix` |
+# | `ldmatrix_x1(r, address)`, `_x2`, `_x4`; `_x1_trans`, ... | 1, 2 or 4 tiles of 8 × 8 into the registers `r` |
+# | `mma_m16n8k16<T>(c, a, b0, b1)` | c += A B, 16 × 8 += 16 × 16 · 16 × 8 |
+# | `mma_m16n8k8<T>(c, a, b0)` | c += A B, 16 × 8 += 16 × 8 · 8 × 8 |
+# | `pack<T>(low, high)` | two floats, rounded to 16 bits, in one register |
 
 # %%
-from flashlab.figures import show
 from flashlab.exercises import check, hint, progress
-from flashlab.kernels import path
+from flashlab.figures import show
+from flashlab.kernels import path, step
 
 # %% [markdown]
 # ## 7.1 Who holds it?
@@ -142,9 +151,9 @@ check("7.3", one_tile)
 # *Bug hunt · 15 min*
 #
 # This kernel takes a C tile of scores, 16 × 8, and returns each row's maximum and its sum of exponentials. The author
-# knows that a row lives in four lanes, wrote the masks of the two exchanges as bits, and tested with scores that fall
-# from left to right. On real scores about half of the maxima are wrong. One character too few, or one too many. The
-# same slip has been made in published kernels.
+# knew that a row lives in four lanes, wrote the masks of the two exchanges as bits, and tested with scores that fall
+# from left to right. On real scores about half of the maxima are wrong. It is a matter of one character. The same slip
+# has been made in published kernels.
 #
 # Run the check first. Which elements does it say the maximum was taken over, and which lanes hold those?
 
@@ -290,18 +299,26 @@ check("7.6", pv)
 #
 # *Core · 40 min*
 #
-# **The milestone of this phase.** Write the inside of the loop of `p7_naive.cu`: K and V tiles are in shared memory, S,
-# the maxima, the correction, P, and O are yours. What is around it:
+# **The milestone of this phase.** Write the inside of the loop of `p7_naive.cu`. The tiles of K and V are in shared
+# memory. S, the maxima, the correction, P and O are yours. What stands before your lines:
 
 # %%
-show._between(path("p7_naive"), "// c0 c1 | c2 c3 of", "another has not copied yet")
+show.region(step("p7_naive"), "state", "load K and V")
 
 # %% [markdown]
-# You may use everything above, and: `at(row, column)`, the byte offset of an element in a tile (`q_smem + at(...)` is
-# its address), `S_TILES` (2) and `O_TILES` (HEAD_DIM / 8), `exp2_approx`, and, for the mask, `p.causal`, `p.seq_k`, `diagonal`
-# (a row sees the keys up to `row + diagonal`), `m_start` (the block's first row), `warp_row` (0). Keys from `p.seq_k`
-# on do not exist: their scores are $-\infty$. A row that has seen no key yet has the maximum $-\infty$, and
-# $-\infty - (-\infty)$ is NaN.
+# Names that you may use, besides those above:
+#
+# | name | meaning |
+# |:--|:--|
+# | `q_smem`, `k_smem`, `v_smem` | the tiles, 16 rows of HEAD_DIM each |
+# | `at(row, column)` | the byte offset of an element: `q_smem + at(...)` is its address |
+# | `S_TILES`, `O_TILES` | 2 and HEAD_DIM / 8: C tiles of S and of O |
+# | `m_start`, `warp_row` | the block's first row; 0, as there is one warp |
+# | `p.causal`, `p.seq_k`, `diagonal` | causal: a row sees the keys up to `row + diagonal` |
+# | `exp2_approx(x)` | $2^x$, and 0 for $-\infty$ |
+#
+# Keys from `p.seq_k` on do not exist: their scores are $-\infty$. A row that has seen no key yet has the maximum
+# $-\infty$, and $-\infty - (-\infty)$ is NaN.
 #
 # What the code after the loop expects: `m_i` of the raw, unscaled scores; `l_i` of this lane's columns only; `acc` not
 # divided yet.
@@ -442,8 +459,161 @@ extern "C" int run(const T* q, const T* k, float* s) {
 check("7.9", any_eight)
 
 # %% [markdown]
-# You can now read any kernel that is built on `mma.sync`, and you have written the core of one. It is slow, and you
-# know from the lecture's counts where the time goes. Phase 8 takes it back, one reason at a time.
+# ## 7.10 An empty page
+#
+# *Stretch · 120 min*
+#
+# Write a whole FlashAttention forward pass on the tensor cores: launch, shared memory, copies, loop, store. You get the
+# signature and nothing else. One warp and 16 query rows per block are enough. Names, structure and the order of the
+# steps are yours; any kernel that does the following is right:
+#
+# - O = softmax(scale · Q Kᵀ) V and the log-sum-exp, natural logarithm, `[batch, heads, seq_q]`, for any lengths;
+# - `T` is `__half` or `__nv_bfloat16`, `HEAD_DIM` 64 or 128: macros that the check sets;
+# - causal, if `p->causal`: query $i$ sees the keys up to $i + \text{seq\_k} - \text{seq\_q}$. Tiles that no row of the
+#   block sees are not computed. A row that sees no key has O = 0 and lse = $-\infty$;
+# - grouped heads: query head $h$ uses K and V of head $h / (\text{heads} / \text{kv\_heads})$;
+# - both products on the tensor cores, each tile once.
+
+# %% [markdown]
+# What the include gives you:
+
+# %%
+show.source(path("problem.cuh"))
+
+# %% [markdown]
+# It is a lot for one evening. Go in small steps, and run the check after each: it always tells the first thing that is
+# wrong. A good order: which rows and which head; the copies; S into the maxima; P and O; the store; causal last. `printf`
+# works in the emulator: `if (blockIdx.x == 0 && threadIdx.x == 5) printf(...)`. To see your numbers, run a tiny case:
+#
+# ```python
+# from flashlab.attention import reference
+# from flashlab.cuda import load_inline
+# import torch
+# q, k, v = (torch.randn(1, 1, 16, 64).half() for _ in range(3))
+# o, lse = load_inline(kernel, check=True).forward(q, k, v)
+# print(o - reference.attention(q, k, v)[0])
+# ```
+
+# %% tags=["exercise"]
+# BEGIN STARTER
+kernel = r"""
+#include "problem.cuh"
+
+// YOUR CODE HERE
+
+extern "C" int forward(const Problem* p, void* stream) {
+    return (int)cudaGetLastError();                             // what a launch before it had to say
+}
+"""
+# END STARTER
+# BEGIN SOLUTION
+kernel = r"""
+#include "problem.cuh"
+
+constexpr int PITCH = HEAD_DIM + 8;                             // of a row of shared memory: 16 bytes more, no conflicts
+
+// 16 rows from global to shared memory; those from `exist` on become zeros.
+__device__ void copy(T* smem, const T* gmem, int64_t stride, int exist) {
+    for (int i = threadIdx.x; i < 16 * HEAD_DIM / 8; i += 32) {
+        const int row = i / (HEAD_DIM / 8), column = i % (HEAD_DIM / 8) * 8;
+        uint4 x = make_uint4(0, 0, 0, 0);
+        if (row < exist) x = *(const uint4*)(gmem + row * stride + column);
+        *(uint4*)(smem + row * PITCH + column) = x;
+    }
+}
+
+// One warp: 16 rows of one head against all their keys, 16 at a time.
+__global__ void __launch_bounds__(32) attention(const Problem p) {
+    __shared__ __align__(16) T q_smem[16 * PITCH], k_smem[16 * PITCH], v_smem[16 * PITCH];
+    const int lane = threadIdx.x, g = lane / 4, t = lane % 4;
+    const int first = blockIdx.x * 16, batch = blockIdx.y / p.heads, head = blockIdx.y % p.heads;
+    const int kv_head = head / (p.heads / p.kv_heads), diagonal = p.seq_k - p.seq_q;
+    const T* k_gmem = rows_of(p.k, p.k_stride, batch, kv_head, 0);
+    const T* v_gmem = rows_of(p.v, p.v_stride, batch, kv_head, 0);
+
+    copy(q_smem, rows_of(p.q, p.q_stride, batch, head, first), p.q_stride.row, p.seq_q - first);
+    __syncwarp();                                               // Q is here
+    uint32_t q[HEAD_DIM / 16][4];                               // its A fragments, for all tiles
+#pragma unroll
+    for (int d = 0; d < HEAD_DIM / 16; d++)
+        ldmatrix_x4(q[d], smem_u32(q_smem + lane % 16 * PITCH + d * 16 + lane / 16 * 8));
+
+    float o[HEAD_DIM / 8][4] = {}, m[2] = {-INFINITY, -INFINITY}, l[2] = {};
+    const int end = p.causal ? min(p.seq_k, first + 16 + diagonal) : p.seq_k;   // the last row sees the keys before it
+    for (int start = 0; start < end; start += 16) {
+        __syncwarp();                                           // all lanes are done with the last tile
+        copy(k_smem, k_gmem + start * p.k_stride.row, p.k_stride.row, p.seq_k - start);
+        copy(v_smem, v_gmem + start * p.v_stride.row, p.v_stride.row, p.seq_k - start);
+        __syncwarp();                                           // K and V are here
+
+        float s[2][4] = {};
+#pragma unroll
+        for (int d = 0; d < HEAD_DIM / 16; d++) {
+            uint32_t b[4];                                      // b0 b1 of keys 0 to 7, and of 8 to 15
+            ldmatrix_x4(b, smem_u32(k_smem + (lane % 8 + lane / 16 * 8) * PITCH + d * 16 + lane / 8 % 2 * 8));
+            mma_m16n8k16<T>(s[0], q[d], b[0], b[1]);
+            mma_m16n8k16<T>(s[1], q[d], b[2], b[3]);
+        }
+#pragma unroll
+        for (int r = 0; r < 2; r++) {                           // rows g and g + 8
+            const int last = p.causal ? min(p.seq_k - 1, first + g + 8 * r + diagonal) : p.seq_k - 1;
+            float x = m[r];
+            for (int i = 0; i < 4; i++) {                       // this lane's columns: 2t, 2t + 1, and 8 further
+                float& c = s[i / 2][2 * r + i % 2];
+                c = start + i / 2 * 8 + t * 2 + i % 2 <= last ? c * p.scale : -INFINITY;
+                x = fmaxf(x, c);
+            }
+            x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+            x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+            const float base = x == -INFINITY ? 0.f : x, correction = expf(m[r] - base);
+            m[r] = x, l[r] *= correction;
+            for (int n = 0; n < HEAD_DIM / 8; n++) o[n][2 * r] *= correction, o[n][2 * r + 1] *= correction;
+            for (int i = 0; i < 4; i++) {
+                float& c = s[i / 2][2 * r + i % 2];
+                c = expf(c - base);
+                l[r] += c;
+            }
+        }
+        const uint32_t a[4] = {pack<T>(s[0][0], s[0][1]), pack<T>(s[0][2], s[0][3]),
+                               pack<T>(s[1][0], s[1][1]), pack<T>(s[1][2], s[1][3])};
+#pragma unroll
+        for (int n = 0; n < HEAD_DIM / 8; n++) {
+            uint32_t b[2];
+            ldmatrix_x2_trans(b, smem_u32(v_smem + lane % 16 * PITCH + n * 8));
+            mma_m16n8k16<T>(o[n], a, b[0], b[1]);
+        }
+    }
+
+    T* o_gmem = rows_of(p.o, p.o_stride, batch, head, first);
+    for (int r = 0; r < 2; r++) {
+        const int row = g + 8 * r;
+        float sum = l[r];
+        sum += __shfl_xor_sync(~0u, sum, 1);
+        sum += __shfl_xor_sync(~0u, sum, 2);
+        if (first + row >= p.seq_q) continue;
+        const float inverse = sum == 0.f ? 0.f : 1.f / sum;
+        for (int n = 0; n < HEAD_DIM / 8; n++)
+            *(uint32_t*)(o_gmem + row * p.o_stride.row + n * 8 + t * 2) =
+                pack<T>(o[n][2 * r] * inverse, o[n][2 * r + 1] * inverse);
+        if (t == 0) p.lse[(int64_t)blockIdx.y * p.seq_q + first + row] = m[r] + logf(sum);      // no key: -inf
+    }
+}
+
+extern "C" int forward(const Problem* p, void* stream) {
+    const dim3 grid(ceil_div(p->seq_q, 16), p->batch * p->heads);
+    attention<<<grid, 32, 0, (cudaStream_t)stream>>>(*p);
+    return (int)cudaGetLastError();
+}
+"""
+# END SOLUTION
+
+# %% tags=["check"]
+# hint("7.10")
+check("7.10", kernel)
+
+# %% [markdown]
+# You can now read any kernel that is built on `mma.sync`, and you have written one. It is slow, and you know from the
+# lecture's counts where the time goes. Phase 8 takes it back, one reason at a time.
 
 # %% tags=["nbval-ignore-output"]
 progress(7)

@@ -17,9 +17,9 @@
 # replace it, and leave the rest of the string as it is.
 
 # %%
-from flashlab.figures import show
 from flashlab.exercises import check, hint, progress
-from flashlab.kernels.series import step
+from flashlab.exercises.phase_08 import parts, two_groups
+from flashlab.figures import show
 
 # %% [markdown]
 # ## 8.1 Count the wavefronts of a padded tile
@@ -97,26 +97,29 @@ check("8.3", at)
 # %% [markdown]
 # ## 8.4 How many groups may be in flight?
 #
-# *Core · 15 min*
+# *Core · 20 min*
 #
-# The loop of `p8_3_stages.cu`, for 1, 2, 3 or 4 stages:
+# The lecture's pipeline has one group per tile. Here K and V of a tile are a group each, so that $S = QK^\top$ can begin
+# before V has arrived. For 2, 3 or 4 stages:
 
 # %%
-show._between(step("p8_3_stages").path, "for (int j = 0; j < STAGES - 1; j++)", "if (STAGES > 1) load_kv(j")
+show.source(two_groups())
 
 # %% [markdown]
-# Its wait is to be `cp_async_wait<IN_FLIGHT>()`. Write `IN_FLIGHT` as an expression in `STAGES`: small enough that tile $j$ has arrived, and no
-# smaller, so that the copies of later tiles go on.
+# Write both counts as expressions in `STAGES`. Each wait has to be long enough that its tile has arrived, and no longer:
+# the copies of later tiles should go on.
 
 # %% tags=["exercise"]
 # BEGIN STARTER
 in_flight = r"""
-constexpr int IN_FLIGHT = // YOUR CODE HERE
+constexpr int IN_FLIGHT_K = // YOUR CODE HERE
+constexpr int IN_FLIGHT_V = // YOUR CODE HERE
 """
 # END STARTER
 # BEGIN SOLUTION
 in_flight = r"""
-constexpr int IN_FLIGHT = STAGES == 1 ? 0 : STAGES - 2;
+constexpr int IN_FLIGHT_K = 2 * STAGES - 3;      // V_j, and K and V of STAGES - 2 later tiles
+constexpr int IN_FLIGHT_V = 2 * STAGES - 2;      // K and V of STAGES - 1 later tiles: the refill is among them by now
 """
 # END SOLUTION
 
@@ -203,10 +206,210 @@ __device__ __forceinline__ void load_tile(char* tile_smem, const T* tile_gmem, i
 check("8.6", tile_addresses)
 
 # %% [markdown]
+# ## 8.7 Put the kernel together
+#
+# *Core · 30 min*
+#
+# The milestone of this phase. Below are the seventeen parts of `p8_6_store.cu`, in no order, without their comments. Put
+# them together: a line `@K` in your text stands for part K. The parts bring every brace of theirs. Only the loop over the
+# tiles of keys is missing: its head and its closing brace are yours to write.
+
+# %%
+show.source("\n\n".join(f"// ---- part {letter} ----\n{code}" for letter, code in parts().items()))
+
+# %% tags=["exercise"]
+# BEGIN STARTER
+kernel = r"""
+@K
+// YOUR CODE HERE: sixteen more parts, and the loop
+"""
+# END STARTER
+# BEGIN SOLUTION
+kernel = r"""
+@K
+@C
+@N
+@F
+@P
+@A
+@J
+@M
+@D
+for (int j = 0; j < tiles; j++) {
+    @G
+    @Q
+    @B
+    @L
+    @H
+    @E
+}
+@O
+@I
+"""
+# END SOLUTION
+
+# %% tags=["check"]
+# hint("8.7")
+check("8.7", kernel)
+
+# %% [markdown]
+# ## 8.8 A pipelined kernel, from a blank page
+#
+# *Stretch · 180 min*
+#
+# Write a whole forward kernel: launch, shared memory, copies, loop, store. The page is empty; the signature is all that is
+# given:
+#
+# ```
+# #include "problem.cuh"
+# extern "C" int forward(const Problem* p, void* stream)
+# ```
+#
+# It is compiled with `HEAD_DIM` 64 and 128, and `T` is `__half`. Any right kernel passes if it multiplies on the tensor
+# cores, has no bank conflict in `ldmatrix`, keeps copies by `cp.async` under way during its MMAs, and stores full sectors.
+#
+# Do it in steps, and check after each: the check first says what is wrong, then what is slow.
+
+# %% tags=["exercise"]
+# BEGIN STARTER
+blank_page = r"""
+// YOUR CODE HERE
+"""
+# END STARTER
+# BEGIN SOLUTION
+blank_page = r"""
+#include "problem.cuh"
+
+constexpr int ROWS = 64, THREADS = 128;            // queries per block, keys per tile; a warp has 16 of the queries
+constexpr int CHUNKS = HEAD_DIM / 8, ROW_BYTES = HEAD_DIM * 2, TILE = ROWS * ROW_BYTES;
+
+__device__ __forceinline__ int at(int row, int column) { return row * ROW_BYTES + (column / 8 ^ row % 8) * 16; }
+
+__device__ __forceinline__ void copy(char* smem, const T* gmem, int64_t stride, int rows) {      // one group
+#pragma unroll
+    for (int i = threadIdx.x; i < ROWS * CHUNKS; i += THREADS) {
+        const int row = i / CHUNKS, column = i % CHUNKS * 8;
+        const bool there = row < rows;
+        cp_async<16>(smem_u32(smem + at(row, column)), gmem + (there ? row : 0) * stride + column, there ? 16 : 0);
+    }
+    cp_async_commit();
+}
+
+__global__ void __launch_bounds__(THREADS) attention(const Problem p) {
+    extern __shared__ __align__(128) char shared[];
+    char *q_smem = shared, *k_smem = shared + TILE, *v_smem = shared + 2 * TILE;
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, own = threadIdx.x / 32 * 16;
+    const int blocks = ceil_div(p.seq_q, ROWS), index = blockIdx.x / blocks, start = blockIdx.x % blocks * ROWS;
+    const int batch = index / p.heads, head = index % p.heads, kv_head = head / (p.heads / p.kv_heads);
+    const T *k = rows_of(p.k, p.k_stride, batch, kv_head, 0), *v = rows_of(p.v, p.v_stride, batch, kv_head, 0);
+    T* o = rows_of(p.o, p.o_stride, batch, head, start);
+    const int ahead = p.causal ? p.seq_k - p.seq_q : p.seq_k;          // query i sees the keys up to i + ahead
+    const int tiles = ceil_div(max(0, min(p.seq_k, start + ROWS + ahead)), ROWS);
+    const float scale = p.scale * LOG2E;
+
+    uint32_t q[HEAD_DIM / 16][4];
+    float acc[HEAD_DIM / 8][4] = {}, m[2] = {-INFINITY, -INFINITY}, l[2] = {};
+    copy(q_smem, rows_of(p.q, p.q_stride, batch, head, start), p.q_stride.row, p.seq_q - start);
+    if (tiles) copy(k_smem, k, p.k_stride.row, p.seq_k);
+    for (int j = 0; j < tiles; j++) {
+        cp_async_wait<0>();
+        __syncthreads();                           // K_j (and Q) is here for all; V_(j - 1) has been read by all
+        copy(v_smem, v + j * ROWS * p.v_stride.row, p.v_stride.row, p.seq_k - j * ROWS);     // behind S = Q K_j^T
+        float s[ROWS / 8][4] = {};
+#pragma unroll
+        for (int d = 0; d < HEAD_DIM / 16; d++) {
+            if (j == 0) ldmatrix_x4(q[d], smem_u32(q_smem + at(own + lane % 16, d * 16 + lane / 16 * 8)));
+#pragma unroll
+            for (int n = 0; n < ROWS / 16; n++) {
+                uint32_t b[4];
+                ldmatrix_x4(b, smem_u32(k_smem + at(n * 16 + lane % 8 + lane / 16 * 8, d * 16 + lane / 8 % 2 * 8)));
+                mma_m16n8k16<T>(s[2 * n], q[d], b[0], b[1]);
+                mma_m16n8k16<T>(s[2 * n + 1], q[d], b[2], b[3]);
+            }
+        }
+        cp_async_wait<0>();
+        __syncthreads();                           // V_j is here for all; K_j has been read by all
+        if (j + 1 < tiles)                         // behind the softmax and O += P V_j
+            copy(k_smem, k + (j + 1) * ROWS * p.k_stride.row, p.k_stride.row, p.seq_k - (j + 1) * ROWS);
+#pragma unroll
+        for (int r = 0; r < 2; r++) {              // rows g and g + 8 of the warp's 16
+            const int last = min(p.seq_k - 1, start + own + g + 8 * r + ahead) - j * ROWS;
+            float top = m[r];
+#pragma unroll
+            for (int i = 0; i < ROWS / 4; i++) {
+                float& x = s[i / 2][2 * r + i % 2];
+                if (i / 2 * 8 + t * 2 + i % 2 > last) x = -INFINITY;
+                top = fmaxf(top, x);
+            }
+            top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+            top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+            const float base = top == -INFINITY ? 0.f : top, correction = exp2_approx((m[r] - base) * scale);
+            m[r] = top, l[r] *= correction;
+#pragma unroll
+            for (int n = 0; n < HEAD_DIM / 8; n++) acc[n][2 * r] *= correction, acc[n][2 * r + 1] *= correction;
+#pragma unroll
+            for (int i = 0; i < ROWS / 4; i++) {
+                float& x = s[i / 2][2 * r + i % 2];
+                l[r] += x = exp2_approx((x - base) * scale);
+            }
+        }
+#pragma unroll
+        for (int n = 0; n < ROWS / 16; n++) {
+            const float *c = s[2 * n], *d = s[2 * n + 1];
+            const uint32_t a[4] = {pack<T>(c[0], c[1]), pack<T>(c[2], c[3]), pack<T>(d[0], d[1]), pack<T>(d[2], d[3])};
+#pragma unroll
+            for (int i = 0; i < HEAD_DIM / 16; i++) {
+                uint32_t b[4];
+                ldmatrix_x4_trans(b, smem_u32(v_smem + at(n * 16 + lane % 16, i * 16 + lane / 16 * 8)));
+                mma_m16n8k16<T>(acc[2 * i], a, b[0], b[1]);
+                mma_m16n8k16<T>(acc[2 * i + 1], a, b[2], b[3]);
+            }
+        }
+    }
+    cp_async_wait<0>();
+    __syncthreads();                               // Q of a block without keys: its copy ends before O is written there
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        const int row = own + g + 8 * r;
+        l[r] += __shfl_xor_sync(~0u, l[r], 1);
+        l[r] += __shfl_xor_sync(~0u, l[r], 2);
+        const float inverse = l[r] == 0.f ? 0.f : 1.f / l[r];
+        if (t == 0 && start + row < p.seq_q)
+            p.lse[(int64_t)index * p.seq_q + start + row] =
+                l[r] == 0.f ? -INFINITY : (m[r] * scale + log2f(l[r])) * LN2;
+#pragma unroll
+        for (int n = 0; n < HEAD_DIM / 8; n++)
+            *(uint32_t*)(q_smem + at(row, n * 8) + t * 4) = pack<T>(acc[n][2 * r] * inverse, acc[n][2 * r + 1] * inverse);
+    }
+    __syncwarp();                                  // a warp reads back its own rows only
+#pragma unroll
+    for (int i = lane; i < 16 * CHUNKS; i += 32) {
+        const int row = own + i / CHUNKS, column = i % CHUNKS * 8;
+        if (start + row < p.seq_q) *(uint4*)(o + row * p.o_stride.row + column) = *(uint4*)(q_smem + at(row, column));
+    }
+}
+
+extern "C" int forward(const Problem* p, void* stream) {
+    const unsigned grid = p->batch * p->heads * ceil_div(p->seq_q, ROWS);
+    cudaFuncSetAttribute(attention, cudaFuncAttributeMaxDynamicSharedMemorySize, 3 * TILE);
+    attention<<<grid, THREADS, 3 * TILE, (cudaStream_t)stream>>>(*p);
+    return (int)cudaGetLastError();
+}
+"""
+# END SOLUTION
+
+# %% tags=["check"]
+# hint("8.8")
+check("8.8", blank_page)
+
+# %% [markdown]
+# That solution is not the kernel of the series: it has one buffer for K and one for V, and copies each while the other is
+# used. It needs less shared memory, and one barrier more per tile.
+#
 # ## Where you are
 #
-# You have the whole kernel. Phase 9 puts it into a transformer and looks at what is left with the profiler; phase 10 leaves `mma.sync` behind for
-# Hopper's own instructions.
+# You can write a pipelined tensor-core kernel without bank conflicts. Phase 9 goes on from here, past FlashAttention-2:
+# masks, addresses, 32 rows per warp, and fragments that are loaded ahead.
 
 # %% tags=["nbval-ignore-output"]
 progress(8)

@@ -9,152 +9,381 @@
 # %% [markdown]
 # # Phase 9 · Past FlashAttention-2
 #
-# Phase 8 ended with a kernel that stores its output in whole sectors, has no bank conflict, and is still slower than FlashAttention-2. This lecture takes the rest, one idea a file.
+# Phase 8 ended with a kernel that has no bank conflict, copies ahead, and stores whole sectors. It is still slower than FlashAttention-2. This
+# lecture takes it past FlashAttention-2 in nine steps. Each step is a whole file with one new idea, and you will see all of its new lines.
+#
+# The first half of the course's ladder could be argued with counts alone. Here counts are no longer enough. So this lecture also asks the
+# compiler what it made of each step, and recorded measurements what each step was worth. Some steps lose before they win.
 
 # %% [markdown]
 # ## What you will be able to do
+#
+# - compile one loop body twice, so that most tiles pay nothing for the mask;
+# - keep addresses out of a loop, with an XOR that distributes over a swizzle;
+# - let the row maximum lag behind, and say why the result is the same;
+# - choose how many rows a warp owns from a budget of wavefronts and registers;
+# - compute how many blocks an SM of your GPU holds, and which resource ends it;
+# - tell what an idea is worth from an ablation, not from its place in a ladder;
+# - write such a kernel from an empty file.
 
 # %% [markdown]
 # ## What you need first
 #
-# Phase 8.
+# Phase 8: `cp.async`, stages, the XOR swizzle, and the meaning of a *wavefront* (one pass through shared memory, at most 128 bytes). Phase 7:
+# fragments, `ldmatrix`, `mma.m16n8k16`.
+#
+# No GPU is needed. Counts come from the emulator, compiled facts and times are recorded, each with its machine. About two hours to read, then
+# `exercises/09_past_flash_attention_2.ipynb`, which takes about four.
 
 # %%
+import heapq
 import math
 
 import matplotlib.pyplot as plt
 import torch
 
 from flashlab import runtime
-from flashlab.figures import banks, curves, ladder, show, traces
+from flashlab.bench import ablation, hardware, mma, resources, schedule
 from flashlab.bench.published import load
 from flashlab.bench.records import recorded
 from flashlab.check import verify
 from flashlab.cuda import load_inline, missing
+from flashlab.figures import curves, ladder, show, traces
 from flashlab.figures.ladder import COLUMNS, counted, grow, row
 from flashlab.kernels import step, steps
-from flashlab.check.cuda_answer import region
 
 show.style()
-SERIES = steps(7, 8, 9)
 BACKEND = "emulator" if missing("nvcc") else "nvcc"
 
+# %% [markdown]
+# ## 1 · Where phase 8 left us
+#
+# `counted` runs one head of $N = 256$, $D = 64$ in the emulator, compares the result with float64, and returns the counters. The number to
+# watch is wavefronts per MMA. (The first run compiles every kernel of phases 7 to 9, which takes some minutes.)
+
 # %%
-ladder.prepare(s.name for s in SERIES)
+ladder.prepare(s.name for s in steps(7, 8, 9))  # compiles them; later runs find them in a cache
 TABLE = [row(s.name) for s in steps(7, 8)]
+show.table(TABLE[-1:], COLUMNS)
+mmas, wavefronts = TABLE[-1][1], TABLE[-1][3]
+print(f"{wavefronts / mmas:.2f} wavefronts per MMA")
 
 # %% [markdown]
-# ## 1 · Full tiles and masked tiles
+# Shared memory delivers one wavefront per clock and SM (multiprocessor). So the budget is: **as many wavefronts per MMA as an MMA takes
+# clocks**. How many clocks is that?
 #
-# The mask costs a comparison and a select for each score. But only few tiles need one: the ragged tile at the end, and with a causal mask those on the diagonal. Write the body of the loop as a lambda with a compile-time flag and compile it twice. And walk **backwards**: then
-# the masked tiles come first, and the long loop after them is simple. (Backwards also gives the masked tiles the time in which the pipeline fills.)
+# An MMA is 2048 multiply-adds. The whitepapers say how many the tensor cores of an SM do per clock: 1024 on an A100, 256 on an RTX 4090. Hopper's
+# 2048 need `wgmma`. What `mma.sync` reaches there has been measured, with nothing else in the loop.
 
 # %%
-show.diff(part(step("p8_6_store"), "for (int j = 0; j < tiles; j++) {", "{"), part(step("p9_1_masks"), "    int j = last - 1;", "std::false_type"), context=0)
-said = traces.printed("p9_1_masks", ("cp_async_wait<0>();                                    // this",
-                      'if (threadIdx.x == 0) printf("%d\\n", MASKED);'), n=512, causal=True).split()
+MMA_CLOCKS = {gpu: 2048 / runtime.GPUS[gpu].fp16_fma_per_clock for gpu in ("A100", "RTX 4090")}
+
+def rate(run, instruction):
+    """Units per clock and SM, with the number of warps that does best."""
+    return max(r["per_clock"] for r in run["rates"] if r["instruction"] == instruction)
+
+for run in hardware.recorded():
+    name = run["machine"]["gpu"].removeprefix("NVIDIA ")
+    MMA_CLOCKS[name] = 1 / rate(run, "mma, float32 sums")
+    print(f"{name}: {MMA_CLOCKS[name]:.2f} clocks per mma.sync, {1 / MMA_CLOCKS[name]:.0%} of wgmma's peak")
+print({gpu: f"{clocks:.2f}" for gpu, clocks in MMA_CLOCKS.items()})
+
+# %% [markdown]
+# So phase 8's kernel spends more wavefronts per MMA than a Hopper SM has clocks for, and about as many as an A100 has. On an RTX 4090 shared
+# memory is far from its limit. Keep the budget in mind; section 5 meets it. It is necessary, but not sufficient: sections 3 and 6 are about
+# what else can make the tensor cores wait.
+
+# %% [markdown]
+# ## 2 · Full tiles and masked tiles
+#
+# The mask costs a comparison and a select per score. But only few tiles need it: the ragged tile at the end, and with a causal mask those on
+# the diagonal. From which tile on does some row of the block miss a key?
+
+# %%
+show.diff(step("p8_6_store"), step("p9_1_masks"), "which keys")
+
+# %% [markdown]
+# `end` is one past the last tile that any row needs. `full` is the first tile that some row does not see whole: for the first row of the
+# block, `m_start`, the keys up to `m_start + diagonal` are visible.
+#
+# `CAUSAL` was a field of the problem, and is now a template parameter. The compiler makes one kernel for each value, and the non-causal one
+# has no trace of the diagonal.
+#
+# Now the loop. Its body becomes a lambda with a compile-time flag, so that it is compiled twice:
+
+# %%
+show.diff(step("p8_6_store"), step("p9_1_masks"), "main loop", context=1)
+
+# %% [markdown]
+# - `auto is_masked` takes `std::true_type{}` or `std::false_type{}`. Only their *types* differ, so `MASKED` is a constant, and
+#   `if (MASKED && ...)` disappears from one of the two bodies.
+# - The tiles are walked **backwards**. Then the masked ones come first, and the long loop after them is simple.
+# - So the next tile is `j - 1`, and it goes into the stage that tile `j + 1` has left.
+#
+# How many tiles still pay?
+
+# %%
+said = traces.printed(
+    "p9_1_masks", ("one tile", 'if (threadIdx.x == 0) printf("%d ", MASKED);'), n=512, causal=True
+).split()
 print(f"causal, N = 512: {said.count('1')} tiles with a mask, {said.count('0')} without")
 assert said.count("1") == 8 and said.count("0") == 28
 
 # %% [markdown]
-# At $N = 4096$ it is 64 masked tiles of 2080. Here is the first step whose gain the emulator cannot count: it counts no comparisons. The compiler and the profiler do; their figures are in section 16.
-
-# %% [markdown]
-# ## 2 · Addresses out of the loop
+# One tile of each row of blocks: 8 of 36 here. At $N = 4096$ it is 64 of 2080.
 #
-# `at(row, column)` is a multiplication, two shifts and an XOR; unrolled, it stands in front of every `ldmatrix`. All of it depends on the lane and not on the tile. Row offsets of 8, 16, ... only add to it; and column offsets of 16 elements, 32 bytes, *XOR* onto it, because they
-# change chunk bits that the lane's own part leaves alone. So each lane computes three addresses before the loop, and the loop has constants.
+# This is the first step whose gain the emulator cannot count, because it counts no comparisons. The compiler knows: the loop over full tiles
+# has fewer instructions per MMA. `schedule` reads that loop from the compiled code (SASS) for `sm_90`.
 
 # %%
-show.diff(region(step("p9_1_masks"), "scores"), region(step("p9_2_addresses"), "scores"), context=0)
+def compiled(*names, head_dim=128):
+    rows = [r for name in names for r in schedule.recorded() if r["step"] == name]
+    show.table(schedule.cells(rows, head_dim), ["", *schedule.COLUMNS])
+    return {r["step"]: r for r in rows if r["head_dim"] == head_dim}
+
+loop = compiled("p8_6_store", "p9_1_masks")
+assert loop["p9_1_masks"]["instructions"] < loop["p8_6_store"]["instructions"]
+
+# %% [markdown]
+# (The last two columns are for later: how far in front of its MMA each `ldmatrix` stands.)
+
+# %% [markdown]
+# ## 3 · Addresses out of the loop
+#
+# `at(row, column)` is a multiplication, two shifts and an XOR. Unrolled, it stands in front of every `ldmatrix`. But all of it depends on the
+# lane, and nothing on the tile. Two facts let it leave the loop:
+#
+# - rows 8, 16, ... further only *add* a constant, since the swizzle looks at `row % 8`;
+# - columns 16, 32, ... further *XOR* a constant, because they change chunk bits that the lane's own part leaves alone.
 
 # %%
 def at(r, column, d=64):
     return r * d * 2 + (column // 8 ^ r % 8) * 16
 
-assert all(at(r + 8 * i, c + 16 * k) == (at(r, c) ^ 32 * k) + 8 * i * 128 for r in range(16) for c in (0, 8) for k in range(4) for i in range(6))
-print("at(r + 8 i, c + 16 k) == (at(r, c) ^ 32 k) + 8 i · 128: True for all lanes")
+for r in range(16):
+    for c in (0, 8):
+        for i in range(6):
+            for k in range(4):
+                assert at(r + 8 * i, c + 16 * k) == (at(r, c) ^ 32 * k) + 8 * i * 128
+print("at(r + 8 i, c + 16 k) == (at(r, c) ^ 32 k) + 8 i * 128, for every lane, i and k")
 
 # %% [markdown]
-# The same for the copies: a thread copies the same chunk in each pass, so that a tile is one address plus constants, and the tiles are running pointers. That frees registers, which sections 11 and 12 will need: with addresses computed in the loop the final kernel spilled 88 bytes a thread.
-#
-# *Predict:* a fifth of all instructions go. Is the kernel faster?
-#
-# <details><summary>Answer</summary>
-#
-# With $D = 64$ yes. With $D = 128$ it becomes *slower*, on the H200, as long as the other steps are not there: section 16 shows it, and says why.
-#
-# </details>
-
-# %% [markdown]
-# ## 3 · Rescale only when it matters
-#
-# Each time a row's maximum moves, even by a hair, `acc` is multiplied by a correction: $D/8 \cdot 4$ multiplications a lane, for each tile. Phase 2 showed that any reference value will do instead of the maximum, as long as nothing overflows. So let the reference lag behind: rescale
-# only when the maximum has moved by more than 8, in log2 units. P then stays below $2^8 = 256$, far from fp16's 65 504, and the sum in float32 does not notice. The decision is one vote a warp.
+# So each lane computes three addresses before the loop, for Q, K and V, and each thread one place to copy to and two running pointers to
+# copy from:
 
 # %%
-show.diff(part(step("p9_2_addresses"), "// What was summed", "const float correction"), part(step("p9_3_rescale"), "// New: when some row", "const float correction"), context=0)
-for name in ("p9_2_addresses", "p9_3_rescale"):
-    times, tiles = traces.rescales(name, n=512)
-    print(f"{name}: a warp rescales in {times} of {tiles} tiles")
-assert traces.rescales("p9_3_rescale", n=512)[0] * 4 < traces.rescales("p9_2_addresses", n=512)[0]
+show.region(step("p9_2_addresses"), "addresses")
+show.diff(step("p9_1_masks"), step("p9_2_addresses"), "scores", "output", context=1)
 
 # %% [markdown]
-# Once for each row of tiles: the first time, when the reference is $-\infty$. (FlashAttention-4 brought this idea into the field's main kernels in 2025.) Is it exact? In exact arithmetic, yes. In fp16, P's relative rounding does not depend on its size, unless it
-# is so small that it becomes subnormal, and a lagging reference makes P larger, not smaller. The checker's nasty cases pass (section 14).
-
-# %% [markdown]
-# ## 4 · 32 query rows a warp
+# In the loop nothing is left of an address but constants: `k_lane ^ (k * 32)`, plus the stage, plus rows. V works the same, with columns in
+# the place of `k`.
 #
-# Now the budget. A warp of 16 rows needs a 512-byte `ldmatrix.x4`, four wavefronts, for two MMAs. With **32 rows**, two MMA tiles, the same fragment of K or V serves four MMAs. That is split-KV's advantage, without its exchange.
+# The copies change too. A thread copies the same chunk in each pass, so a tile is one address plus constants. And tiles of which every row
+# exists need no test, so there are two functions:
 
 # %%
-show.diff(region(step("p9_3_rescale"), "scores"), region(step("p9_4_warp_tiles"), "scores"), context=0)
-TABLE += [row(s.name) for s in SERIES[6:10]]
+show.region(step("p9_2_addresses"), "copy a tile")
+
+# %% [markdown]
+# Why does `copy_part` keep an address that is `valid`, when it copies no bytes? Nothing promises that another one works. (On an H200 it did:
+# the record `hardware`, part `zero_copy`, has a null pointer and two others. No error, and zeros.)
+#
+# Since the tiles are walked backwards, only the first one can be ragged. So the loop needs `copy_tile` alone, and its pointers just step back:
+
+# %%
+show.diff(step("p9_1_masks"), step("p9_2_addresses"), "first copies", "load K and V", context=0)
+
+# %% [markdown]
+# *Predict:* a fifth of the loop's instructions go. Is the kernel faster?
+
+# %%
+# (batch, heads, N, D), causal
+LARGE = {"D 128": ((4, 16, 4096, 128), False), "D 64": ((4, 32, 4096, 64), False)}
+RUNS = recorded("mma")
+
+def worth(name):
+    """What a step gained over the one before, at both head_dims, and its registers before and after."""
+    for run in RUNS:
+        for label, case in LARGE.items():
+            at_case, names = ladder.speeds(run, *case), [s.name for s in steps(7, 8, 9)]
+            a, b = at_case[names[names.index(name) - 1]], at_case[name]
+            print(f"{label}: {a['tflops']:.0f} -> {b['tflops']:.0f} TFLOP/s, "
+                  f"times {b['tflops'] / a['tflops']:.2f}; registers "
+                  f"{a['registers']} -> {b['registers']}, spilled {b['spill_bytes']} bytes")
+
+worth("p9_2_addresses")
+
+# %% [markdown]
+# With $D = 64$ it is. With $D = 128$ the kernel became *slower*, with fewer instructions and fewer registers. The wavefronts are the same.
+# What else has changed? The order in which the compiler put the instructions:
+
+# %%
+before, after = compiled("p9_1_masks", "p9_2_addresses").values()
+narrow = compiled("p9_1_masks", "p9_2_addresses", head_dim=64)
+assert after["instructions"] < 0.85 * before["instructions"]
+assert after["at_once"] > 10 * before["at_once"] and after["median_distance"] < before["median_distance"] / 10
+assert narrow["p9_2_addresses"]["at_once"] < narrow["p9_1_masks"]["at_once"]
+
+# %% [markdown]
+# Read the last two columns. At $D = 128$ the compiler used to load a fragment dozens of instructions before the first MMA that needs it. Now
+# most `ldmatrix` stand right in front of their MMA, with no other MMA between: each time the warp waits for the load's whole latency. At
+# $D = 64$ it is the other way round, and there the step gained.
+#
+# That is a fact about the code, and it fits the times in both directions. It is not a proof; an experiment that moves the loads and nothing
+# else would be one. Section 6 is that experiment.
+
+# %% [markdown]
+# ## 4 · Rescale only when it matters
+#
+# Each time a row's maximum moves, even by a hair, `acc` is multiplied by a correction: $D/8 \cdot 4$ multiplications per lane, for each tile.
+# Phase 2 showed that any reference value will do instead of the maximum, as long as nothing overflows.
+#
+# So let the reference lag behind. Rescale only when the maximum has moved by more than 8, in log2 units. P then stays below $2^8 = 256$, far
+# from fp16's 65 504. The decision is one vote per warp.
+
+# %%
+show.diff(step("p9_2_addresses"), step("p9_3_rescale"), "row maxima", "rescale", context=1)
+
+# %% [markdown]
+# - `moved` is a lane's own wish: one of its rows has moved far. At the start `m_i` is $-\infty$, so the first tile always wishes.
+# - `__any_sync` asks the 32 lanes. All get the same answer, so the warp does not split.
+# - When the answer is no, `m_i` **stays as it is**, and so do `l_i` and `acc`. All three belong to one reference.
+# - *probabilities* subtracts `m_i`, whatever it is.
+
+# %% [markdown]
+# How often does a warp rescale? That depends on the numbers. Random ones are the kindest case: after the first tile their maximum hardly
+# moves. So here are two inputs: `randn`, and `moving`, in which every tile moves every row's maximum far.
+
+# %%
+moving = mma.inputs((1, 1, 512, 64), "moving", "cpu")
+cases = {"randn": None, "moving": moving}
+rows = [[name, *(traces.rescales(name, n=512, tensors=t)[0] for t in cases.values())]
+        for name in ("p9_2_addresses", "p9_3_rescale")]
+show.table(rows, ["of 256 tiles a warp rescales, inputs:", *cases])
+assert rows == [["p9_2_addresses", 256, 256], ["p9_3_rescale", 32, 256]]
+
+# %% [markdown]
+# With `randn` once per warp: the first time. With `moving` maxima in every tile, as before, and the vote comes on top. Real attention lies
+# between. So whoever measures this step on random numbers alone measures its best case. Both, from the record:
+
+# %%
+for run in RUNS:
+    for kind in ("randn", "moving"):
+        for label, case in LARGE.items():
+            gain = ladder.gains(run, *case, kind)["p9_3_rescale"]
+            print(f"{kind:6} {label:5}: times {gain:.2f}")
+
+# %% [markdown]
+# At this point of the ladder it is worth little on random numbers, and it costs a few percent where every tile moves. Section 12 asks again,
+# inside the final kernel.
+#
+# *Is it exact?* In exact arithmetic, yes. In fp16, P's relative rounding does not depend on its size, unless it is so small that it becomes
+# subnormal, and a lagging reference makes P larger, not smaller. FlashAttention-4 (2026) has the idea too; its authors call it conditional
+# rescaling.
+
+# %% [markdown]
+# ## 5 · 32 query rows per warp
+#
+# Now the budget. An `ldmatrix.x4` delivers 512 bytes, which are four wavefronts. With 16 rows per warp these bytes of K or V feed two MMAs.
+# With **32 rows**, two MMA tiles, they feed four. (Split-KV had that advantage in phase 8. Here it comes without an exchange.)
+
+# %%
+show.diff(step("p9_3_rescale"), step("p9_4_warp_tiles"), "scores", "output", context=1)
+
+# %% [markdown]
+# The new inner loop over `m` is all there is to it: one `b`, loaded once, multiplied with `M_TILES` fragments of Q, or of P.
+#
+# Everything a lane owns of its rows now comes twice. Row `r` of a lane is row `r % 2` of MMA tile `r / 2`:
+
+# %%
+show.region(step("p9_4_warp_tiles"), "state", "rescale", "probabilities")
+
+# %% [markdown]
+# The price is registers. At $D = 128$ a lane has 128 accumulators and 64 scores, of 255 registers in all. So there Q goes back to shared
+# memory, and its fragments are loaded again for each tile. With $D = 64$ they stay.
+
+# %%
+show.diff(step("p9_3_rescale"), step("p9_4_warp_tiles"), "constants", "Q in registers", context=0)
+TABLE += [row(s.name) for s in steps(9)[:3]]
 grow(TABLE, "p9_4_warp_tiles")
 assert 2 * TABLE[-1][3] < 1.1 * TABLE[-2][3]
 
 # %% [markdown]
-# The price is registers: two score tiles and two accumulators. With $D = 128$ there are 128 accumulators and 64 scores a lane of 255 registers in all, so that Q goes back to shared memory there: its fragments are loaded for each tile again, 4 rows of the budget for 32 MMAs.
+# The wavefronts are half. `__launch_bounds__(THREADS, BLOCKS_PER_SM)` asks the compiler to keep to the registers with which two blocks fit on
+# an SM.
 #
-# Here is the whole path in one picture: wavefronts for each MMA, and the two budgets from section 1.
+# Here is the whole path so far: on the left the bank conflicts, on the right what is left, with the clocks of an MMA as lines. The scales
+# differ by ten.
 
 # %%
-ladder.conflicts_and_ideal(TABLE, {"A100": 2.0, "H200, mma.sync": 1.6})
+ladder.conflicts_and_ideal(TABLE, {gpu: c for gpu, c in MMA_CLOCKS.items() if gpu != "RTX 4090"})
 plt.show()
 
 # %% [markdown]
-# Two scales: the conflicts are ten times the rest. After the swizzle none are left; steps 5 to 10 sit right of both lines; with 32 rows per warp shared memory costs less than the MMAs that it feeds. This is why 32 rows matter, and it could be known before any GPU ran it:
+# With 32 rows per warp shared memory costs fewer clocks than the MMAs that it feeds, on each of these GPUs. This could be known before any GPU
+# ran it.
 
 # %%
 per_mma = {r[0]: r[3] / r[1] for r in TABLE}
-print(f"16 rows a warp: {per_mma['p9_3_rescale']:.2f} wavefronts an MMA; 32 rows: {per_mma['p9_4_warp_tiles']:.2f}")
-assert per_mma["p9_3_rescale"] > 1.6 > per_mma["p9_4_warp_tiles"]
+for rows, name in ((16, "p9_3_rescale"), (32, "p9_4_warp_tiles")):
+    print(f"{rows} rows per warp: {per_mma[name]:.2f} wavefronts per MMA")
+assert per_mma["p9_3_rescale"] > 2 > 1.25 > per_mma["p9_4_warp_tiles"]
+worth("p9_4_warp_tiles")
 
 # %% [markdown]
-# ## 5 · Fragments one step ahead
+# At $D = 128$ the compiler ran out of registers: some values are *spilled*, kept in local memory.
+
+# %% [markdown]
+# ## 6 · Fragments one step ahead
 #
-# Enough bandwidth is not enough. Each `ldmatrix` was followed at once by the MMAs that need it, and its latency is some 30 clocks. A warp that waits is fine if others run; but 32 rows a warp leave room for only two blocks, two warps on each scheduler. Nsight Compute said
-# so of the version before: 0.36 warps eligible on average, and of each issued instruction 2.0 clocks waiting for `ldmatrix` results. So double-buffer the *fragments*: load the next one, then issue this one's MMAs.
+# Now the experiment that section 3 asked for. The compiler may put an `ldmatrix` right in front of the MMAs that need it. So say it in the
+# source: double-buffer the *fragments*. Load the next one, then issue this one's MMAs.
 
 # %%
-show.diff(region(step("p9_4_warp_tiles"), "scores"), region(step("p9_5_prefetch"), "scores"), context=0)
+show.diff(step("p9_4_warp_tiles"), step("p9_5_prefetch"), "scores", context=1)
+
+# %% [markdown]
+# `b` and (where it is not in registers) Q's fragment have two places each. `step` counts the fragments of K through both loops; its last bit
+# chooses the place. All of it is unrolled, so that no index is computed at run time.
+
+# %%
 grow(TABLE, "p9_5_prefetch")
 assert TABLE[-1][1:] == TABLE[-2][1:]
 print("not one count has changed: only the order of the instructions")
-
-# %% [markdown]
-# Only for K. Written out for V, it gained nothing: there the compiler had done it by itself.
-
-# %% [markdown]
-# ## 6 · The order of the blocks
-#
-# A causal block of the first rows has one tile of keys, one of the last rows has all of them. If the long ones start last, the GPU waits for them at the end with most of its SMs idle. Long ones first is the oldest rule of scheduling. A model in six lines: 264 places (two
-# blocks on each of 132 SMs), each block takes as long as it has tiles, and goes to the place that is free first.
+worth("p9_5_prefetch")
 
 # %%
-import heapq
+wide = compiled("p9_4_warp_tiles", "p9_5_prefetch")
+same = compiled("p9_4_warp_tiles", "p9_5_prefetch", head_dim=64)
+assert wide["p9_5_prefetch"]["at_once"] < wide["p9_4_warp_tiles"]["at_once"] / 4
+assert same["p9_5_prefetch"] | {"step": ""} == same["p9_4_warp_tiles"] | {"step": ""}
 
+# %% [markdown]
+# At $D = 64$ the compiled loop is the same as before: the compiler had already moved the loads, and the speed does not change. At $D = 128$
+# almost no load stands at its MMA any more, and the kernel is faster.
+#
+# But be careful: something else has changed with it. Before, this kernel spilled. With the prefetch in the source it does not:
+
+# %%
+spills = [(r.step, r.spill_bytes) for r in resources.recorded()["kernels"]
+          if r.target == "sm_90" and r.head_dim == 128 and r.kernel == "flash_forward<false>"]
+print({name: spilled for name, spilled in spills if name in ("p9_4_warp_tiles", "p9_5_prefetch")})
+assert dict(spills)["p9_4_warp_tiles"] > dict(spills)["p9_5_prefetch"] == 0
+
+# %% [markdown]
+# So the gain at $D = 128$ has several candidates: K's fragments earlier, Q's fragments earlier, no spills. This step does not separate them.
+# Section 12 takes one of them out alone. Written out for V as well, the prefetch gained nothing more (section 15).
+
+# %% [markdown]
+# ## 7 · The order of the blocks
+#
+# A causal block of the first rows has one tile of keys, one of the last rows has all of them. If the long ones start last, the GPU waits for
+# them at the end with most of its SMs idle. *Long ones first* is the oldest rule of scheduling.
+#
+# A model in six lines: 264 places, two blocks on each of 132 SMs. A block takes as long as it has tiles, and goes to the first free place.
+
+# %%
 def finish(blocks, places=264):
     """When the last block ends, if each is started in order at the place that is free first."""
     free = [0] * places
@@ -162,206 +391,475 @@ def finish(blocks, places=264):
         heapq.heappush(free, heapq.heappop(free) + length)
     return max(free)
 
+# %%
 for heads, n in ((64, 4096), (16, 4096), (16, 2048)):
     blocks = [128 * (i + 1) // 64 for i in range(n // 128)] * heads
     ideal = max(sum(blocks) / 264, max(blocks))
-    print(f"heads {heads}, N {n}: in order {finish(blocks) / ideal:.2f} of the ideal time, long ones first {finish(sorted(blocks, reverse=True)) / ideal:.2f}")
+    natural, sorted_ = finish(blocks) / ideal, finish(sorted(blocks, reverse=True)) / ideal
+    print(f"{heads} heads, N {n}: in order {natural:.2f} of the ideal time, long ones first {sorted_:.2f}")
+    assert sorted_ <= natural
 
 # %% [markdown]
-# For 64 heads and $N = 4096$ the model promises 15 %; measured it is 5 % (section 16), since blocks that run side by side also slow each other. The step does just that, in groups of as many heads as have K and V in the L2 cache together. Nothing else changes, and without a causal mask nothing at all.
-#
-# ## 7 · Lower tiles, and D = 256
-#
-# 128 rows a block are too many when there are few rows: at batch 1, one head and $N = 1024$, eight blocks for 132 SMs. Below 1.5 blocks an SM the kernel takes 64 rows a block, 16 a warp: less efficient each, and twice as many of them. The tile height becomes a template parameter; with it $D = 256$ fits (eight
-# warps of 16 rows, one block an SM).
+# The kernel gets it from its block's number. It takes groups of heads whose K and V fit in half of the L2 cache together; within a group the
+# last rows of all heads go first.
 
 # %%
-show.diff(region(step("p9_6_order"), "constants"), region(step("p9_7_tiles"), "constants"), context=0)
+show.diff(step("p9_5_prefetch"), step("p9_6_order"), "which rows", "launch", context=1)
+
+# %% [markdown]
+# Without a causal mask the order does not change. With one, the record says how much of the model's promise came true. The model leaves out
+# that blocks which run side by side slow each other.
+
+# %%
+for run in RUNS:
+    for label, (shape, _) in LARGE.items():
+        print(f"{label}, causal: times {ladder.gains(run, shape, True)['p9_6_order']:.2f}; "
+              f"not causal: {ladder.gains(run, shape, False)['p9_6_order']:.2f}")
+
+# %% [markdown]
+# ## 8 · Lower tiles, and D = 256
+#
+# 128 rows per block are too many when there are few rows: with one head of $N = 1024$ there are eight blocks for 132 SMs. Below 1.5 blocks per
+# SM the kernel takes 64 rows per block, 16 per warp: each block is less efficient, but there are twice as many.
+#
+# The tile's height becomes a template parameter, a `struct` whose constants follow from it:
+
+# %%
+show.diff(step("p9_6_order"), step("p9_7_tiles"), "constants", "launch", context=1)
+
+# %% [markdown]
+# With it $D = 256$ fits too: eight warps of 16 rows, one block per SM. The choice is made at launch, from the number of blocks and SMs.
+
+# %%
 for sms in (1, 132):
     launch = counted("p9_7_tiles", n=256, sms=sms).launches[0]
     print(f"a GPU of {sms} SMs: {launch.grid[0]} blocks of {launch.kernel}")
 
 # %% [markdown]
-# ## 8 · Split the keys, after all
+# ## 9 · Tiles that fit the device
 #
-# And when even low blocks are too few? Then several blocks share the keys of the same rows, each leaves a part $(o_s, \text{lse}_s)$ in a workspace, and a second kernel merges them, weighted by $e^{\text{lse}_s}$. That is phase 0's associative merge, and what
-# inference engines call flash decoding. Split-KV was wrong *within* a block, where it forces an exchange for each tile. *Between* blocks it exchanges once.
+# Two blocks at $D = 128$ want $2 \cdot 96$ KiB of shared memory, and 1 KiB more each, which the system takes. An H100 or H200 SM has 228 KiB,
+# an A100's 164, a GeForce's 100. There a tile of 64 keys would leave one block per SM: four warps, one on each scheduler, and nothing to do
+# while it waits.
+#
+# So the launch asks the device, and halves the tiles of K and V until two blocks fit:
 
 # %%
-show.diff(region(step("p9_8_devices"), "which keys"), region(step("p9_flash"), "which keys"), context=0)
+show.diff(step("p9_7_tiles"), step("p9_8_devices"), "constants", "launch a tile", context=1)
+
+# %%
+for gpu in ("H200", "A100", "RTX 4090"):
+    limits = runtime.limits(gpu)
+    launch = counted("p9_8_devices", head_dim=128, shared_limit=limits.shared_per_block).launches[0]
+    blocks = limits.shared_per_sm // (launch.shared_bytes + 1024)
+    print(f"{gpu:8}: {launch.kernel}, {launch.shared_bytes // 1024} KiB per block, {blocks} blocks per SM")
+    assert blocks == 2
+
+# %% [markdown]
+# Would one stage for V do instead? It saves 16 KiB per block: two blocks of 81 KiB fit on an A100, but not in the 100 KiB of a GeForce. And
+# smaller tiles have a price, since Q's fragments are loaded again for every tile.
+#
+# How many blocks an SM holds is the least of three quotients: its registers, its shared memory, and its warps, each divided by what a block
+# takes.
+
+# %%
+GPUS = ("A100", "H200", "RTX 4090")
+NAMES = [s.name for s in (*steps(8), *steps(9))]
+
+def speed_of_light(gpu, head_dim=128):
+    """Of each step: registers, blocks per SM and what ends them, and what shared memory allows."""
+    for o in resources.occupancy(gpu, NAMES, head_dim):
+        limit = runtime.limits(gpu).shared_per_block
+        r = counted(o.kernel.step, head_dim=head_dim, shared_limit=limit)
+        allowed = min(1, MMA_CLOCKS.get(gpu, math.nan) * r.counters["mma"] / ladder.wavefronts(r))
+        yield [o.kernel.registers, f"{o.blocks}: {o.limit}", f"{allowed:.0%}"]
+
+# %% [markdown]
+# Here is every step on three GPUs. An MMA's clocks are section 1's.
+
+# %%
+heads = [f"{gpu}: {what}" for gpu in GPUS for what in ("registers", "blocks", "allowed")]
+columns = zip(NAMES, *map(speed_of_light, GPUS))
+show.table([[name, *(cell for gpu in gpus for cell in gpu)] for name, *gpus in columns], ["D = 128", *heads])
+
+# %% [markdown]
+# *Registers* are ptxas's, for the GPU's own target. *Blocks*: per SM, four warps each, and what allows no more. *Allowed*: clocks per MMA divided
+# by wavefronts per MMA, the share of their time that shared memory lets the tensor cores work.
+#
+# - On an H200 registers limit the last steps to two blocks.
+# - On an A100 and a GeForce shared memory left one, until `p9_8_devices` made it two.
+# - On a GeForce an MMA takes 8 clocks, so its shared memory was no limit from the swizzle on.
+# - Fewer warps are not worse by themselves: the fastest kernels hold the fewest.
+
+# %% [markdown]
+# ## 10 · Split the keys, after all
+#
+# And when even low blocks are too few? Then several blocks share the keys of the same rows. Each leaves a part $(o_s, \text{lse}_s)$ in a
+# workspace, and a second kernel merges them, weighted by $e^{\text{lse}_s}$. That is phase 0's associative merge. Inference engines call it
+# *flash decoding*.
+#
+# Split-KV was wrong *within* a block, where it forces an exchange for each tile. *Between* blocks it exchanges once.
+
+# %%
+show.diff(step("p9_8_devices"), step("p9_flash"), "which keys", "store", context=0)
+
+# %% [markdown]
+# A block walks its share of the tiles, from `end - 1` down to `begin`. It stores its part in float, unrounded, and its `lse` beside it. Then
+# the merge, one warp per row:
+
+# %%
+show.region(step("p9_flash"), "weighted sum")
 for launch in counted("p9_flash", n=1024, sms=132).launches:
     print(f"one head, N = 1024, 132 SMs: {launch.kernel}, {launch.grid[0]} blocks")
 
 # %% [markdown]
-# 16 row blocks times 4 shares of the keys, and 256 small blocks that merge. This is the last file. Does it still compute attention? Everything the checker has: causal and not, grouped heads, ragged and empty
-# lengths, strides, scores of $\pm 200$ and of $-2^{24}$, rows that see no key. The same cell runs natively where there is a GPU with `nvcc`, and in the emulator where not.
+# 16 row blocks times 4 shares of the keys, and 256 small blocks that merge. This is the last file.
+#
+# Does it still compute attention? Here is everything the checker has: causal and not, grouped heads, ragged and empty lengths, strides, scores
+# of $\pm 200$ and of $-2^{24}$, rows that see no key. The cell runs natively where there is a GPU with `nvcc`, else in the emulator.
 
 # %%
 module = load_inline(step("p9_flash").path, backend=BACKEND)
-print(verify(module.forward, causal=True, gqa=True, empty=True, dtypes=(torch.float16, torch.bfloat16), head_dims=(64, 128)).verdict)
+options = dict(causal=True, gqa=True, empty=True, dtypes=(torch.float16, torch.bfloat16), head_dims=(64, 128))
+print(verify(module.forward, **options).verdict)
 
 # %% [markdown]
-# ## 9 · The ladder
+# ## 11 · The ladder
 #
 # All that was counted, $N = 256$, $D = 64$, one head:
 
 # %%
-TABLE += [row(s.name) for s in SERIES[12:]]
+TABLE += [row(s.name) for s in steps(9)[5:]]
 show.table(TABLE, COLUMNS)
-assert len(TABLE) == len(SERIES)
+assert [r[0] for r in TABLE] == [s.name for s in steps(7, 8, 9)]
 
 # %% [markdown]
-# And what it is worth, measured on a GPU with `flashlab bench mma`: each step and FlashAttention-2 (`scaled_dot_product_attention` with its flash backend forced), as CUDA graphs that are replayed in turn in one run; the median of the rounds, and the
-# fastest and slowest as a thin line.
+# And what it is worth, measured with `flashlab bench mma`: each step and FlashAttention-2 (`scaled_dot_product_attention` with its flash
+# backend forced), as CUDA graphs that are replayed in turn in one run. A bar is the median of the rounds; the thin line goes from the slowest
+# to the fastest.
 
 # %%
-runs = recorded("mma")
-for run in runs:
-    m = run["machine"]
-    print(f"{m['gpu']}, torch {m['torch']}, driver {m['driver']}, {m['date']}, SM clock {m.get('sm_clock_mhz')}")
-    for shape, causal in (((4, 16, 4096, 128), False), ((4, 16, 4096, 128), True), ((4, 32, 4096, 64), False)):
+for run in RUNS:
+    for shape, causal in (*LARGE.values(), ((4, 16, 4096, 128), True)):
         if ladder.ladder_figure(run, shape, causal):
             plt.show()
-print("machines recorded:", len(runs))
+print("machines recorded:", len(RUNS))
 
 # %% [markdown]
-# Some of it is as expected, some is not. Each step's speed over the step before, for four large problems and a small one:
+# Each step's speed over the step before, for four large problems and a small one:
 
 # %%
-cases = {"D 128": ((4, 16, 4096, 128), False), "D 128, causal": ((4, 16, 4096, 128), True), "D 64": ((4, 32, 4096, 64), False),
-         "D 64, causal": ((4, 32, 4096, 64), True), "1 head, N 1024, D 64": ((1, 1, 1024, 64), False)}
-for run in runs:
-    columns = [ladder.gains(run, *case) for case in cases.values()]
-    show.table([[s.name, *(f"{c[s.name]:.2f}" if s.name in c else "" for c in columns)] for s in SERIES[1:]], ["step", *cases], align="lrrrrr")
+CASES = {"D 128": ((4, 16, 4096, 128), False), "causal": ((4, 16, 4096, 128), True),
+         "D 64": ((4, 32, 4096, 64), False), "D 64, causal": ((4, 32, 4096, 64), True),
+         "1 head, N 1024, D 64": ((1, 1, 1024, 64), False)}
+for run in RUNS:
+    gains = [ladder.gains(run, *case) for case in CASES.values()]
+    rows = [[s.name, *(f"{g[s.name]:.2f}" for g in gains)] for s in steps(8, 9) if s.name in gains[0]]
+    show.table(rows, ["step", *CASES], align="lrrrrr")
 
 # %% [markdown]
-# Four things to learn from it.
+# What to learn from it:
 #
-# - **The pipeline gained nothing, at first.** `cp.async` 1.05, two stages 1.01. The conflicts filled all the time that there was to hide. One, two or three stages made 51, 52 and 51 TFLOP/s. After the swizzle they could matter. *An optimisation is measured against the
-#   bottleneck of the moment*; order is part of the result.
-# - **Addresses out of the loop made $D = 128$ slower**, by a sixth, though a fifth of the instructions went. Registers went from 238 to 175 a thread: with less to compute, the compiler also held fewer fragments under way, and the tensor pipe was active 40 % of the time instead of 49 %. Latency, not instructions, was
-#   the limit. `p9_5_prefetch`, which loads ahead explicitly, needs exactly the registers that this step has freed. Judged alone it would have been thrown away.
-# - **The lag of the maximum** is worth a few percent at $D = 64$, nothing or less at $D = 128$ at that moment, and with the final kernel 6 % (see the table of failures below). Same lesson.
-# - **Small problems live on the last steps, `p9_7_tiles` and `p9_flash`.** 32 rows a warp halve the number of blocks: for one head that is a third *slower*, until blocks may be low again and share the keys.
-
-# %% [markdown]
-# What the emulator does not count, the profiler does: issued instructions (`p9_1` to `p9_3`), and how busy the tensor pipe is. One launch of each step under Nsight Compute, $B\,2$, $H\,8$, $N\,2048$. What both count agrees: conflicts are there until `p8_3_stages`, and from `p8_4_swizzle` on what is left, below half a percent, is copies that arrive while
-# a warp reads.
+# - **A step can lose and still be right.** `p9_2_addresses` alone would have been thrown away at $D = 128$. The later steps need the registers
+#   that it freed.
+# - **Order is part of the result.** What a step gains depends on the bottleneck of that moment. The ablation in the next section asks again,
+#   at the end.
+# - **Small problems live on the last steps.** 32 rows per warp halve the number of blocks; for one head that is *slower*, until blocks may be
+#   low again and share the keys.
 
 # %%
-for run in runs:
-    kept = [r for r in run.get("counters", []) if r["shape"][3] == 128 and "=" not in r["name"]]
-    rows = [[r["name"], *(round(r[k] or 0) for k in ("registers", "instructions", "shared_wavefronts",
-            "bank_conflicts", "tensor_active_pct"))] for r in kept]
-    if rows:
-        show.table(rows, ["step, D = 128", "registers", "instructions", "shared wavefronts", "bank conflicts", "tensor pipe active, %"])
-print("runs with counters:", sum(bool(run.get("counters")) for run in runs))
+for run in RUNS:
+    first, last = gains[0], gains[4]
+    assert first["p9_2_addresses"] < 1 < first["p9_4_warp_tiles"]
+    assert last["p9_4_warp_tiles"] < 1 < min(last["p9_7_tiles"], last["p9_flash"])
+print("all three are in the record")
 
 # %% [markdown]
-# Section 1 made a prediction before anything was measured: with one wavefront a clock and 1.6 clocks an MMA, the tensor pipe can be active at most 1.6 clocks for each MMA's wavefronts. The emulator's wavefronts, the profiler's pipe:
-
-# %%
-for run in runs:
-    active = {r["name"]: r["tensor_active_pct"] for r in run.get("counters", []) if r["shape"][3] == 128}
-    for name in (n for n in ("p7_naive", "p8_1_split_q", "p8_3_stages", "p8_5_registers", "p9_flash") if n in active):
-        r = counted(name, head_dim=128)
-        bound = min(1.0, 1.6 * r.counters["mma"] / ladder.wavefronts(r))
-        print(f"{name:15} shared memory allows {bound:4.0%}, Nsight Compute saw {active[name]:3.0f} %")
-
-# %% [markdown]
-# While there are conflicts the prediction is the measurement: shared memory is the limit, and nothing else. Later it is only a bound, and a widening gap says that something else has taken over.
-
-# %% [markdown]
-# ### Beside the published figures
+# ## 12 · Why it is faster than FlashAttention-2
 #
-# A published course built the first third of this ladder (tile MMA and tile warps, `cp.async`, one stage and two, collective store) and printed 36 shapes, measured on *an Ada GPU*. Absolute times of two GPUs do not compare. Ratios to FlashAttention-2 *on the same machine* do, with
-# care. Orange is theirs, on Ada; blue is ours, on the machine recorded above.
+# Not because of 32 rows per warp alone: FlashAttention-2 has 32 rows per warp too, at these head_dims. So which ideas make the difference?
+# Take the *final* kernel, leave out one idea, keep all the others, and measure. That is an **ablation**. A value below 1 is what the kernel
+# falls to without the idea; the last row is FlashAttention-2 on the same scale.
 
 # %%
-ada = {(r["batch"], r["heads"], r["seq_len"], r["head_dim"], r["variant"]): r["ms"] for r in load("mma_stages_ada")}
+for run in ablation.recorded():
+    for kind in ("randn", "moving"):
+        print(f"{run['machine']['gpu']}, inputs {kind}:")
+        show.table(ablation.table(run, kind).rows, ablation.table(run, kind).columns)
+print("machines whose ablation is recorded:", len(ablation.recorded()))
+
+# %% [markdown]
+# Read it row by row.
+#
+# - **The swizzle** is worth the most by far. Without it every fragment waits for banks.
+# - **32 rows per warp**, **full tiles without a mask** and **copies during the work** are worth several percent everywhere.
+# - **Addresses out of the loop** are worth much at $D = 128$ and nothing at $D = 64$. When they came in, it was the reverse.
+# - **Lazy rescaling** is worth a few percent on random numbers, and nothing where every tile moves. It costs nothing there either.
+# - **Fragments of K one step ahead** are worth nothing: the compiler does as well. Section 6 gained by what this row leaves in place.
+
+# %%
+def without(run, idea, head_dim, kind="randn"):
+    return next(r["vs_whole"] for r in run["rows"] if (r["name"], r["shape"][3], r["inputs"], r["causal"])
+                == (idea, head_dim, kind, False))
+
+for run in ablation.recorded():
+    assert without(run, "the swizzle", 128) < 0.5
+    addresses = [without(run, "addresses out of the loop", d) for d in (64, 128)]
+    assert addresses[1] < 0.95 < addresses[0]
+    assert without(run, "lazy rescaling", 128) < 0.97 < without(run, "lazy rescaling", 128, "moving")
+    assert without(run, "fragments one step ahead", 128) > 0.98
+    assert without(run, "fa2", 128) < without(run, "fa2", 128, "moving") < 1
+print("all of that is in the record")
+
+# %% [markdown]
+# FlashAttention-2 has the swizzle, asynchronous copies, masked tiles apart, and 32 rows per warp. So no single idea of this list explains the
+# distance, and with moving maxima lazy rescaling does not help, but the kernel is still faster.
+#
+# Nsight Compute ran both. FlashAttention-2's kernel says its tile in its name: `head_dim`, rows, keys, warps. And how many instructions does each
+# issue per MMA?
+
+# %%
+for run in hardware.recorded():
+    clocks = 1 / rate(run, "mma, float32 sums")
+    per_mma = {}
+    for r in (r for r in run["stalls"] if r["launch"].endswith("D=128")):
+        mmas = r["tensor_active_pct"] / clocks  # an MMA keeps the pipe active for that many clocks
+        per_mma[r["launch"]] = 4 * r["issue_active_pct"] / mmas  # four schedulers
+        print(f"{per_mma[r['launch']]:.1f} instructions per MMA: {r['kernel'][:62]}")
+    assert per_mma["stalls, fa2, D=128"] > 1.3 * per_mma["stalls, D=128"]
+
+# %% [markdown]
+# That is the largest difference that is measured: FlashAttention-2 issues many more instructions for the same MMAs. It fits what the steps of this
+# lecture do: masks, addresses and rescaling all take instructions out of the loop. That this is *the* cause is a hypothesis. Nobody has taken them
+# out of FlashAttention-2 one by one.
+
+# %% [markdown]
+# ## 13 · What limits it now
+#
+# Start with the exponentials. A score costs one, and $4D$ FLOPs of MMAs. An MMA has 4096 FLOPs, so there are $1024 / D$ exponentials per MMA.
+# Both rates were measured on their own. How many clocks does the one take beside the other?
+
+# %%
+for run in hardware.recorded():
+    for head_dim in (64, 128):
+        clocks = 1024 / head_dim / rate(run, "exponentials")
+        share = clocks * rate(run, "mma, float32 sums")
+        print(f"{run['machine']['gpu']}, D = {head_dim}: {clocks:.2f} clocks of exponentials per MMA, "
+              f"{share:.0%} of the MMA's own")
+        assert share < 1
+print("machines whose rates are recorded:", len(hardware.recorded()))
+
+# %% [markdown]
+# They run on another unit than the MMAs, so in principle both fit side by side. But within one warp P has to be there before $PV$ begins. Only
+# *another* warp's MMAs can fill that time, and an SM holds two blocks: two warps on each scheduler. Nothing arranges that one of them computes
+# exponentials while the other multiplies.
+#
+# How much do they fill? Nsight Compute counts how long the tensor pipe is active. As a cross-check, that activity divided by the MMAs of the launch
+# should be the same for every kernel: what one MMA takes.
+
+# %%
+for run in hardware.recorded():
+    took = []
+    for r in run["stalls"]:
+        batch, heads, n, d = (4, 32, 4096, 64) if r["launch"].endswith("D=64") else (4, 16, 4096, 128)
+        mmas = 4 * batch * heads * n * n * d / 4096 / run["machine"]["sms"]
+        took.append(r["tensor_active_pct"] / 100 * r["nanoseconds"] / mmas)
+        print(f"{r['launch']:19}: tensor pipe active {r['tensor_active_pct']:.0f} %, "
+              f"{took[-1]:.3f} ns per MMA")
+    assert max(took) < 1.02 * min(took)
+
+# %% [markdown]
+# They agree. So the tensor cores work about two thirds of the time at $D = 128$, and less at $D = 64$, where there are more exponentials per
+# MMA. Where does the rest go?
+#
+# An SM has four schedulers. Each can issue one instruction per clock, from a warp that is ready, and each has two warps. For each instruction
+# that was issued, Nsight Compute says how many warps waited meanwhile, and for what.
+
+# %%
+for run in hardware.recorded():
+    show.table(hardware.stall_rows(run), hardware.STALL_COLUMNS, align="lrrr")
+    ours = next(r for r in run["stalls"] if r["launch"] == "stalls, D=128")
+    assert max(hardware.REASONS, key=lambda name: ours.get(name) or 0) == "wait"
+    assert ours["warps_eligible"] < 1
+print("machines whose stalls are recorded:", len(hardware.recorded()))
+
+# %% [markdown]
+# - *wait*: the instruction before has a fixed latency, and the next one depends on it, or may not follow at once;
+# - *math pipe throttle*: the unit, here mostly the tensor cores, is busy. This is the good reason to wait;
+# - *short scoreboard*: a result from shared memory (`ldmatrix`) or of an exponential is not there yet;
+# - *not selected*: ready, but the scheduler took the other warp.
+
+# %% [markdown]
+# No unit is used up, neither the tensor cores nor shared memory. It is **latency**: most of the time none of a scheduler's two warps is ready.
+# More warps would help, but registers allow no more. cuDNN's kernel for Hopper goes another way, with `wgmma` and specialised warps; it is in the
+# README's table. Phase 11 goes there.
+
+# %% [markdown]
+# ## 14 · Beside the published figures
+#
+# A published course, LeetCUDA, built the first third of this ladder (tile MMA and tile warps, `cp.async`, one stage and two, collective store)
+# and printed 36 shapes, measured on *an Ada GPU*. Absolute times of two GPUs do not compare. Ratios to FlashAttention-2 *on the same machine*
+# do, with care.
+
+# %%
+KEY = ("batch", "heads", "seq_len", "head_dim", "variant")
+ada = {tuple(r[k] for k in KEY): r["ms"] for r in load("mma_stages_ada")}
 shapes = list(dict.fromkeys(key[:4] for key in ada))
-theirs = {v: [ada[(*s, "flash_official")] / ada[(*s, v)] for s in shapes] for v in ("mma_naive", "mma_stage1", "mma_stage2")}
-lines = [(f"published, Ada: {name}", range(len(shapes)), values, hue, "o-")
-         for (name, values), hue in zip(theirs.items(), ("grey", "yellow", "orange"))]
-for run in runs:
-    ours = {tuple(r["shape"]): r["vs_fa2"] for r in run.get("final", []) if r["table"] == "mma_stages_ada" and r["name"] == "p9_flash"}
-    lines.append((f"p9_flash, {run['machine']['gpu']}", range(len(shapes)), [ours.get(s) for s in shapes],
-                 "blue", "o-"))
-fig, ax = plt.subplots(figsize=(8.6, 3.6))
-curves.curves(ax, lines, size=4, xlabel="shape: batch 1, 2, 4 × heads 1, 4, 8 × N 1024, 2048 × D 64, 128 (in the table's order)",
-              ylabel="speed / FlashAttention-2", title="36 published shapes, each against FlashAttention-2 on its own machine", ylim=(0, None))
+STEPS = {"mma_naive": "grey", "mma_stage1": "yellow", "mma_stage2": "orange"}
+theirs = {v: [ada[(*s, "flash_official")] / ada[(*s, v)] for s in shapes] for v in STEPS}
+lines = [(f"published, Ada: {v}", range(len(shapes)), theirs[v], hue, "o-") for v, hue in STEPS.items()]
+for run in RUNS:
+    ours = {tuple(r["shape"]): r["vs_fa2"] for r in run["final"]
+            if r["table"] == "mma_stages_ada" and r["name"] == "p9_flash"}
+    name = f"p9_flash, {run['machine']['gpu']}"
+    lines.append((name, range(len(shapes)), [ours[s] for s in shapes], "blue", "o-"))
+
+# %%
+fig, ax = plt.subplots(figsize=(8.6, 4.2))
+curves.curves(ax, lines, size=4, ylim=(0, 2.9), ylabel="speed / FlashAttention-2", legend="upper right",
+              xlabel="shape: batch 1, 2, 4 × heads 1, 4, 8 × N 1024, 2048 × D 64, 128 (the table's order)",
+              title="36 published shapes, each against FlashAttention-2 on its own machine")
 ax.axhline(1, color=show.COLORS["black"], linewidth=1)
 plt.show()
+
+# %% [markdown]
+# Orange, yellow and grey are theirs, on Ada; blue is ours, on the machine named. At the black line a kernel is as fast as FlashAttention-2. The
+# published two-stage kernel wins at some shapes too: they are small, and small grids are decided by how well a few blocks fill the GPU. How the
+# published times were taken is not known; ours are of kernels alone, without their launches.
 
 # %%
 def geometric_mean(x):
     return math.exp(sum(map(math.log, x)) / len(x))
 
 for name, values in theirs.items():
-    print(f"published, Ada: {name:10} {geometric_mean(values):.2f} of FlashAttention-2 on the geometric mean, best shape {max(values):.2f}")
-for run in runs:
-    for table, s in run.get("summary", {}).items():
-        print(f"{run['machine']['gpu']}: {table:20} {s['geomean_vs_fa2']:.2f} over {s['shapes']} shapes, worst {s['worst']:.2f}")
+    print(f"published, Ada: {name:10} {geometric_mean(values):.2f} of FlashAttention-2, "
+          f"worst {min(values):.2f}")
+for run in RUNS:
+    for table, s in run["summary"].items():
+        print(f"{run['machine']['gpu']}: {table:20} {s['geomean_vs_fa2']:.2f} over {s['shapes']} shapes, "
+              f"worst {s['worst']:.2f}")
 
 # %% [markdown]
-# The published two-stage kernel wins at some of these shapes as well: they are small, and small grids are decided by how well a few blocks fill the GPU. With more work it falls to 0.35. Two stages instead of one gained it 5 %.
-
-# %% [markdown]
-# ### What did not help
-#
-# Measured on an H200 on the way (2026-11-20, fp16, medians, $B\,4$, $H\,16$, $N\,4096$, $D\,128$ unless said; in brackets the ratio to FlashAttention-2 in the same run). A ladder that shows only the successes teaches the wrong lesson.
-#
-# | tried | TFLOP/s | compare with |
-# |---|---|---|
-# | 8 warps a block, one block an SM | 343 (0.99) | 356 (1.03) with 4 warps: fewer blocks to hide each other's barriers |
-# | 16 rows a warp, three blocks an SM | 298 (0.86) | 335 (0.97) with two: registers spill |
-# | BLOCK_N 128, $D = 64$, causal | 282 (1.03) | 318 (1.17) with 64: more of the diagonal's tiles is masked |
-# | the scores of the next tile computed beside this tile's softmax | 339 (0.99) | 356 (1.03): two blocks on each SM overlap already, and the second score tile takes the registers that prefetch needs |
-# | rescaling at every move of the maximum | 335 (0.99) | 356 (1.03) with the lag of 8 |
-# | V's fragments prefetched by hand | 374 (1.09) | 371 (1.09): the compiler does it |
-# | K in two stages and V in one, $D = 128$ / 64 | 399 (1.13) / 343 (1.15) | 398 (1.13) / 347 (1.17) with two of both: registers limit the blocks here, not shared memory |
-# | `volatile` on the MMAs; the `.L2::128B` hint on the copies | no difference | |
-
-# %% [markdown]
-# ### What limits it now
-#
-# Nsight Compute on the way to `p9_4_warp_tiles` ($D = 128$): 0.36 warps eligible a clock; an issued instruction had waited 2.3 clocks for fixed latencies and 2.0 for `ldmatrix`; tensor pipe active 58 %, shared memory at 49 % of its peak. No bandwidth is used up: it is **latency**, with two warps a scheduler. Prefetching took it to
-# 61 % (the table above). How good is that? Two numbers that know nothing of each other should agree: the pipe's activity, and the speed as a share of what `mma.sync` can do at the clock of that run.
+# All of these are on random numbers. At the large shapes the record also has maxima that move in every tile. FlashAttention-2 rescales in every
+# tile, whatever the numbers; our kernel now has to do the same.
 
 # %%
-for run in (r for r in runs if r["machine"].get("sm_clock_mhz") and r.get("ladder")):
-    m, last = run["machine"], [r for r in run["ladder"] if r["name"] == "p9_flash" and r["shape"] == [4, 16, 4096, 128] and not r["causal"] and r["inputs"] == "randn"]
-    peak = m["sms"] * 4096 * m["sm_clock_mhz"]["median"] / 1e6
-    active = [r["tensor_active_pct"] for r in run.get("counters", []) if r["name"] == "p9_flash" and r["shape"][3] == 128]
-    print(f"{m['gpu']}: peak at its clock {peak:.0f} TFLOP/s, mma.sync 63 % of it {0.63 * peak:.0f}; p9_flash {last[0]['tflops']:.0f}: "
-          f"{last[0]['tflops'] / (0.63 * peak):.0%}; tensor pipe active {active[0] if active else math.nan:.0f} %")
+for run in RUNS:
+    big = {(tuple(r["shape"]), r["causal"], r["inputs"]): r for r in run["final"] if r["name"] == "p9_flash"}
+    rows = []
+    for label, case in list(CASES.items())[:4]:
+        randn, moving = (big[(*case, kind)] for kind in ("randn", "moving"))
+        rows.append([label, *(f"{r['tflops']:.0f} ({r['vs_fa2']:.2f})" for r in (randn, moving))])
+        assert 1 < moving["vs_fa2"] < randn["vs_fa2"]
+    show.table(rows, ["p9_flash, TFLOP/s (of FlashAttention-2)", "randn", "moving"], align="lrr")
 
 # %% [markdown]
-# They agree. So the tensor pipe is fed three clocks of five. The rest is softmax and waiting: its exponentials alone (16 a clock and SM) take half as many clocks as the MMAs at $D = 128$, and as many at $D = 64$; two blocks an SM overlap the one with the other only by luck.
+# The README's table has these numbers. The ladder's for the same kernel and shape may differ by a percent or two, because they are other
+# measurements: there all steps take turns, here the kernel takes turns with cuDNN and unfused PyTorch, and the GPU's clock and caches are not the
+# same. So compare kernels within one of them only. Both have FlashAttention-2 for that.
+
+# %% [markdown]
+# ## 15 · What did not help
 #
-# What lies beyond is another instruction set: `wgmma` reads its operands from shared memory by itself, TMA copies whole tiles, and warps specialise. cuDNN does all that and reaches about 640 TFLOP/s on the same shape. Phase 10 goes there.
+# TFLOP/s on an H200 (2026-11-20, fp16, medians, $D\,128$ unless said), in brackets the ratio to FlashAttention-2 in the same run. Shapes
+# and more of them: `notes/phase_09_experiments.md`. All of it was tried on the kernel as it was then.
+
+# %% [markdown]
+# | tried | TFLOP/s | compare with |
+# |---|---|---|
+# | 8 warps per block, one block per SM | 343 (0.99) | 356 (1.03): 4 warps, two blocks |
+# | 16 rows per warp, three blocks per SM | 298 (0.86) | 335 (0.97): two blocks |
+# | BLOCK_N 128, $D = 64$, causal | 282 (1.03) | 318 (1.17): BLOCK_N 64 |
+# | next tile's scores beside this tile's softmax | 339 (0.99) | 356 (1.03): one after the other |
+# | V's fragments prefetched by hand | 374 (1.09) | 371 (1.09): left to the compiler |
+# | K in two stages and V in one | 399 (1.13) | 398 (1.13): two of both |
+# | `volatile` MMAs; the `.L2::128B` hint | no difference | |
+
+# %% [markdown]
+# ## 16 · The whole kernel
+#
+# You have met every line of `p9_flash.cu` as a change. Now read it as a whole, from top to bottom, part by part. In the exercises you will put
+# such a kernel together from its parts, and then write one.
+#
+# **The constants** fix the shape of the work. `Tile` holds all that depends on the tile's size, so that one source gives several kernels.
+
+# %%
+show.region(step("p9_flash"), "constants")
+
+# %% [markdown]
+# **The swizzle and the copies.** `at` is called before the loop only. Every thread copies its own chunk, and those `ROWS_PER_PASS` rows below.
+
+# %%
+show.region(step("p9_flash"), "swizzle", "copy a tile")
+
+# %% [markdown]
+# **Who works on what.** The block's number says which rows of which head, and which share of the keys. Q lies first in shared memory, then the
+# stages of K, then those of V. From `begin` to `end` the block walks backwards; from `full` on its tiles are masked.
+
+# %%
+show.region(step("p9_flash"), "shared memory", "which rows", "which keys")
+
+# %% [markdown]
+# **What a lane keeps**: its part of O, the maxima and sums of its rows, its addresses. Then the first copies: Q, and the last tile of K and V,
+# in one group. After the wait and the barrier Q's fragments move to registers, where there is room.
+
+# %%
+show.region(step("p9_flash"), "state", "addresses", "first copies", "Q in registers")
+
+# %% [markdown]
+# **The main loop**, uncut. Follow one tile through it:
+#
+# | part | from step | what it does |
+# |---|---|---|
+# | *load K and V* | `p8_3`, `p9_2` | waits for tile $j$, then asks for tile $j - 1$. One barrier does two jobs |
+# | *scores* | `p9_4`, `p9_5` | $QK^\top$: a fragment ahead, each feeds 2 `M_TILES` MMAs |
+# | *row maxima* | `p9_1` | masks, if `MASKED`; a row is in the four lanes of a quad |
+# | *rescale* | `p9_3` | only if some row of the warp has moved far |
+# | *probabilities* | `p7` | $2^{x - m}$ in place; sums stay the lane's own |
+# | *output* | `p7`, `p9_4` | $PV$: accumulators of S become A fragments |
+
+# %%
+show.region(step("p9_flash"), "main loop")
+
+# %% [markdown]
+# **The store.** Only now are the four lanes' sums added. Q's shared memory has done its work, so O goes through it to be stored in 16-byte pieces;
+# a part of split keys goes to the workspace, in float.
+
+# %%
+show.region(step("p9_flash"), "store")
+
+# %% [markdown]
+# **The merge and the launch**, on the host's side: which tile, how many shares, how much shared memory.
+
+# %%
+show.region(step("p9_flash"), "merge", "launch")
 
 # %% [markdown]
 # ## Summary, and what is left to explore
 #
-# - **Own rows, not keys:** a warp with whole rows exchanges nothing. Between blocks, where one exchange at the end is enough, splitting keys is right.
-# - **Copy ahead:** two stages; the barrier that publishes tile $j$ also frees tile $j - 1$; the refill comes after it.
-# - **Banks:** eight rows at a stride of 128 bytes are eight wavefronts. $c \oplus (r \bmod 8)$ is a Latin square, so it is one.
-# - **The budget:** an MMA costs 1.6 to 2 clocks, a wavefront one. 26 wavefronts an MMA at the start, 2.06 with 16 rows a warp, about 1 with 32.
-# - After that the limit is latency: fragments one step ahead, addresses out of the way, nothing spilled.
-# - Counts justify the first half of the ladder before a GPU runs it; the second half needs a profiler; and some good ideas gain nothing.
-#
-# Left to explore: one stage of V where a block has only 99 KiB; `stmatrix` for the store on sm_90; the mask of a sliding window, whose full tiles lie between two ragged ends; the same ladder on your own GPU with
-# `python -m flashlab.bench.mma`: on an A100 or an RTX card, which step pays most?
+# - Compile a loop body twice, and the common case pays nothing for the rare one.
+# - What depends on the lane alone is computed once. An XOR swizzle allows it.
+# - The softmax's reference may lag behind the maximum.
+# - Budget: as many wavefronts per MMA as an MMA takes clocks. 32 rows per warp keep it.
+# - After that it is latency. Where the compiler puts a load matters: read the SASS.
+# - A step is worth what an ablation says, on inputs that do not flatter it.
+
+# %% [markdown]
+# Left to explore: `stmatrix` for the store on sm_90; the mask of a sliding window, whose full tiles lie between two ragged ends; the same ladder on
+# your own GPU, with `flashlab bench mma` and `flashlab bench ablation`.
 
 # %% [markdown]
 # ## References
 #
-# - Dao: *FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning* (2023), arXiv 2307.08691. Section 3.3 is `p8_1_split_q`.
-# - Dao, Haziza, Massa, Sizov: *Flash-Decoding for long-context inference* (2023), pytorch.org/blog/flash-decoding. Split keys between blocks.
-# - Zadouri, Shah, Dao and others: *FlashAttention-4* (2025/26), github.com/Dao-AILab/flash-attention: rescaling only when the maximum has moved far.
-# - NVIDIA: *PTX ISA*, "Data Movement and Conversion: cp.async", "Warp-level matrix instructions: ldmatrix, mma"; *CUDA C++ Programming Guide*, "Shared memory: bank conflicts".
+# - Dao: *FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning* (2023), arXiv 2307.08691.
+# - Dao, Haziza, Massa, Sizov: *Flash-Decoding for long-context inference* (2023), pytorch.org/blog/flash-decoding: split keys between blocks.
+# - Zadouri, Hoehnerbach, Shah, Liu, Thakkar, Dao: *FlashAttention-4: Algorithm and Kernel Pipelining Co-Design for Asymmetric Hardware Scaling*
+#   (2026), arXiv 2603.05451: conditional rescaling.
+# - Milakov, Gimelshein: *Online normalizer calculation for softmax* (2018), arXiv 1805.02867.
+# - Graham: *Bounds on multiprocessing timing anomalies* (1969), SIAM J. Appl. Math. 17(2): long jobs first.
+# - NVIDIA: *PTX ISA*, "Warp-level matrix instructions"; *CUDA C++ Programming Guide*, "Compute capabilities" (registers, shared memory and warps
+#   per SM); whitepapers of the A100, H100 and Ada architectures (tensor-core FLOPs per clock and SM).
 # - Thakkar, Kerr and others: *CUTLASS*, github.com/NVIDIA/cutlass, `include/cute/swizzle.hpp`: swizzles as XORs of address bits.
-# - Boehm: *How to Optimize a CUDA Matmul Kernel for cuBLAS-like Performance* (2022), siboehm.com/articles/22/CUDA-MMM. The form of a ladder with a measured reason for each step.
-# - gau-nernst: *learn-cuda*, github.com/gau-nernst/learn-cuda, `07_attention` (2025): the same ladder on an RTX 5090, in the form of tables.
-# - Sun, Li, Geng and others: *Dissecting Tensor Cores via Microbenchmarks* (2022), arXiv 2206.02874: `ldmatrix` and `mma` latencies and throughputs.
+# - DefTruth and others: *LeetCUDA*, github.com/xlite-dev/LeetCUDA: the published table of section 14.
+# - gau-nernst: *learn-cuda*, github.com/gau-nernst/learn-cuda, `07_attention` (2025): such a ladder on an RTX 5090.
+# - Sun, Li, Geng and others: *Dissecting Tensor Cores via Microbenchmarks* (2022), arXiv 2206.02874: `ldmatrix` and `mma` latencies.

@@ -10,19 +10,117 @@
 # # Phase 9 · Past FlashAttention-2: exercises
 #
 # Fill in each cell that says `YOUR CODE HERE`, run it, then run the check below it. A check that fails says in one sentence what is
-# wrong; `hint("9.2")` gives the next hint, `progress()` shows where you are.
+# wrong. `hint("9.2")` gives the next hint, `progress()` shows where you are.
 #
-# The CUDA answers are a few lines of text in a Python string. The check puts them in the place of the same lines of a kernel of the
-# series, builds the whole file twice for the emulator, and runs it. No GPU is needed. In CUDA text the mark is `// YOUR CODE HERE`:
-# replace it, and leave the rest of the string as it is.
+# CUDA answers are text in a Python string. The check builds it for the emulator, twice, and runs it. No GPU is needed. In CUDA text the mark
+# is `// YOUR CODE HERE`. About four hours; the last exercise is half of it.
 
 # %%
-from flashlab.figures import show
 from flashlab.exercises import check, hint, progress
-from flashlab.kernels.series import step
+from flashlab.exercises.phase_09 import PARTS, part
+from flashlab.figures import show
 
 # %% [markdown]
-# ## 9.1 Merge the parts
+# ## 9.1 Which tiles need a mask?
+#
+# *Warm-up · 10 min*
+#
+# A block owns the query rows `m_start` to `m_start + block_m - 1`. Tile $j$ holds the keys `j * block_n` to `j * block_n + block_n - 1`. Keys
+# from `seq_k` on do not exist. If `causal`, row $i$ sees the keys up to $i$ + `seq_k - seq_q`.
+#
+# Return `end`, one past the last tile of which some row sees a key, and `full`: all tiles before it are seen whole by every row.
+
+# %% tags=["exercise"]
+def tiles(m_start, block_m, block_n, seq_q, seq_k, causal):
+    """(end, full): the block walks tiles end - 1 to 0; tiles full to end - 1 need a mask. 0 <= full, 0 <= end."""
+    # BEGIN SOLUTION
+    end, full = -(-seq_k // block_n), seq_k // block_n
+    if causal:
+        diagonal = seq_k - seq_q
+        end = max(0, min(end, -(-(m_start + block_m + diagonal) // block_n)))
+        full = max(0, min(full, (m_start + 1 + diagonal) // block_n))
+    return end, full
+    # END SOLUTION
+
+# %% tags=["check"]
+# hint("9.1")
+check("9.1", tiles)
+
+# %% [markdown]
+# ## 9.2 How many blocks fit?
+#
+# *Core · 15 min*
+#
+# Before you write a kernel, know how many of its blocks an SM will hold. Three things can end it:
+#
+# - **registers**: a warp takes 32 times a thread's registers, rounded up to a multiple of 256. An SM has 65 536, a quarter for each of its four
+#   schedulers, and a warp takes its registers from one quarter;
+# - **shared memory**: what the block asks for, and 1024 bytes more for the system;
+# - **warps**: an SM holds `warps_per_sm` of them.
+#
+# An A100 has 164 KiB of shared memory and 64 warps per SM, an RTX 4090 100 KiB and 48.
+
+# %% tags=["exercise"]
+def blocks_per_sm(registers, shared_bytes, threads, shared_per_sm, warps_per_sm):
+    """Blocks of `threads` threads, `registers` per thread and `shared_bytes` per block that one SM holds."""
+    # BEGIN SOLUTION
+    warps = threads // 32
+    per_warp = -(-32 * registers // 256) * 256
+    by_registers = 16384 // per_warp * 4 // warps
+    by_shared = shared_per_sm // (shared_bytes + 1024)
+    return min(by_registers, by_shared, warps_per_sm // warps)
+    # END SOLUTION
+
+# %% tags=["check"]
+# hint("9.2")
+check("9.2", blocks_per_sm)
+
+# %% [markdown]
+# ## 9.3 Right on random numbers
+#
+# *Bug hunt · 15 min*
+#
+# Somebody made the rescaling of `p9_3_rescale` lazy. It passed a thousand tests with `torch.randn`, and was shipped. Then some rows of a
+# model's output came out too small, always rows whose large scores come late in the walk. Run the check, read what it says, repair the text.
+
+# %% tags=["exercise"]
+# BEGIN STARTER
+rescale = r"""
+        // When some row needs it, what was summed under the old maximum is brought under the new one
+        if (__any_sync(~0u, moved)) {
+#pragma unroll
+            for (int r = 0; r < ROWS_PER_LANE; r++) {
+                const float base = m_new[r] == -INFINITY ? 0.f : m_new[r];     // -inf - (-inf) would be NaN
+                const float correction = exp2_approx((m_i[r] - base) * scale_log2);
+                m_i[r] = m_new[r];
+#pragma unroll
+                for (int n = 0; n < O_TILES; n++) acc[n][2 * r] *= correction, acc[n][2 * r + 1] *= correction;
+            }
+        }
+"""
+# END STARTER
+# BEGIN SOLUTION
+rescale = r"""
+        // When some row needs it, what was summed under the old maximum is brought under the new one
+        if (__any_sync(~0u, moved)) {
+#pragma unroll
+            for (int r = 0; r < ROWS_PER_LANE; r++) {
+                const float base = m_new[r] == -INFINITY ? 0.f : m_new[r];     // -inf - (-inf) would be NaN
+                const float correction = exp2_approx((m_i[r] - base) * scale_log2);
+                m_i[r] = m_new[r], l_i[r] *= correction;             // repaired: the sum too
+#pragma unroll
+                for (int n = 0; n < O_TILES; n++) acc[n][2 * r] *= correction, acc[n][2 * r + 1] *= correction;
+            }
+        }
+"""
+# END SOLUTION
+
+# %% tags=["check"]
+# hint("9.3")
+check("9.3", rescale)
+
+# %% [markdown]
+# ## 9.4 Merge the parts
 #
 # *Core · 25 min*
 #
@@ -66,11 +164,69 @@ merge_loop = r"""
 # END SOLUTION
 
 # %% tags=["check"]
-# hint("9.1")
-check("9.1", merge_loop)
+# hint("9.4")
+check("9.4", merge_loop)
 
 # %% [markdown]
-# ## 9.2 A third stage, backwards
+# ## 9.5 Put the kernel together
+#
+# *Core · 40 min*
+#
+# Here is `p9_5_prefetch.cu` in 18 parts, in no order. Each begins with the line that stands for it.
+
+# %%
+for letter in PARTS:
+    show.source(part(letter))
+
+# %% [markdown]
+# Write the kernel: a line `// PART A` stands for the part A. Put all of them in an order that works, each once. What is missing between them is
+# yours to write: the loop. Its body is a lambda `tile(j, is_masked)` that is compiled twice, with `MASKED` as a constant in it; then the tiles
+# are walked backwards, from `end - 1` to 0, those from `full` on with a mask.
+#
+# More than one order is right.
+
+# %% tags=["exercise"]
+# BEGIN STARTER
+kernel = r"""
+// PART A
+// YOUR CODE HERE
+"""
+# END STARTER
+# BEGIN SOLUTION
+kernel = r"""
+// PART F
+// PART N
+// PART D
+// PART Q
+// PART I
+// PART B
+// PART L
+// PART R
+// PART G
+// PART O
+    auto tile = [&](int j, auto is_masked) {
+        constexpr bool MASKED = decltype(is_masked)::value;
+        // PART K
+        // PART E
+        // PART A
+        // PART P
+        // PART H
+        // PART M
+    };
+    int j = end - 1;
+    for (; j >= full; j--) tile(j, std::true_type{});
+    for (; j >= 0; j--) tile(j, std::false_type{});
+// PART C
+// PART J
+"""
+# END SOLUTION
+
+# %% tags=["check"]
+# hint("9.5")
+check("9.5", kernel)
+
+# %% [markdown]
+# ## 9.6 A third stage, backwards
 #
 # *Stretch · 30 min*
 #
@@ -78,7 +234,7 @@ check("9.1", merge_loop)
 # is worked on. The check sets `STAGES = 3`, and the size of shared memory follows from it. What has to change is below: what is under way before the
 # loop and when Q may be read (`before_loop`), what each round waits for (`IN_FLIGHT`, again no smaller than it has to be), and which tile it asks for.
 #
-# (Whether it pays is another question. Three stages of K and V at `head_dim` 128 take 112 KB with Q: one block per SM fewer.)
+# (Whether it pays is another question. Three stages of K and V at `head_dim` 128 take 112 KiB with Q: a block fewer per SM.)
 
 # %% tags=["exercise"]
 # BEGIN STARTER
@@ -141,14 +297,175 @@ in_loop = r"""
 # END SOLUTION
 
 # %% tags=["check"]
-# hint("9.2")
-check("9.2", before_loop, in_loop)
+# hint("9.6")
+check("9.6", before_loop, in_loop)
+
+# %% [markdown]
+# ## 9.7 A kernel of your own
+#
+# *Stretch · 120 min*
+#
+# An empty page. Write a whole source: it includes `problem.cuh`, which you can read with
+# `show.source(flashlab.kernels.path("problem.cuh"))`, and it has
+#
+#     extern "C" int forward(const Problem* p, void* stream)
+#
+# which launches what you like and returns `(int)cudaGetLastError()`. It computes attention for `HEAD_DIM` 64 in fp16: causal and not, grouped heads,
+# any length, any strides, rows that see no key.
+#
+# Any right kernel is accepted that works on the tensor cores and keeps section 5's budget: at most 1.25 wavefronts per MMA, on one head of 256 rows
+# without a mask. That takes 32 rows per warp and no bank conflicts. Stages, lazy rescaling and the rest are up to you.
+
+# %% tags=["exercise"]
+# BEGIN STARTER
+my_kernel = r"""
+// YOUR CODE HERE
+"""
+# END STARTER
+# BEGIN SOLUTION
+my_kernel = r"""
+#include "problem.cuh"
+
+constexpr int WARPS = 4, THREADS = WARPS * WARP_SIZE, M_TILES = 2;
+constexpr int BLOCK_M = WARPS * M_TILES * MMA_M, BLOCK_N = 64;
+constexpr int CHUNKS = HEAD_DIM / 8, ROW_BYTES = HEAD_DIM * 2;
+constexpr int S_TILES = BLOCK_N / MMA_N, O_TILES = HEAD_DIM / MMA_N, ROWS_PER_LANE = 2 * M_TILES;
+constexpr int SHARED = (BLOCK_M + 2 * BLOCK_N) * ROW_BYTES;            // Q, K and V: one stage
+
+__device__ int at(int row, int column) { return row * ROW_BYTES + (column / 8 ^ row % 8) * 16; }
+
+__device__ void copy(uint32_t to, const T* from, int64_t row_stride, int tile_rows, int rows) {
+    for (int i = threadIdx.x; i < tile_rows * CHUNKS; i += THREADS) {
+        const int row = i / CHUNKS, column = i % CHUNKS * 8;
+        const bool exists = row < rows;
+        cp_async<16>(to + at(row, column), from + (exists ? row : 0) * row_stride + column, exists ? 16 : 0);
+    }
+}
+
+__global__ void __launch_bounds__(THREADS) attention(const Problem p) {
+    extern __shared__ __align__(1024) char shared[];
+    const uint32_t q_smem = smem_u32(shared), k_smem = q_smem + BLOCK_M * ROW_BYTES, v_smem = k_smem + BLOCK_N * ROW_BYTES;
+    const int lane = threadIdx.x % WARP_SIZE, g = lane / 4, t = lane % 4;
+    const int warp_row = threadIdx.x / WARP_SIZE * M_TILES * MMA_M;
+    const int blocks = ceil_div(p.seq_q, BLOCK_M), head_index = blockIdx.x / blocks, m_start = blockIdx.x % blocks * BLOCK_M;
+    const int batch = head_index / p.heads, head = head_index % p.heads, kv_head = head / (p.heads / p.kv_heads);
+    const T* k_gmem = rows_of(p.k, p.k_stride, batch, kv_head, 0);
+    const T* v_gmem = rows_of(p.v, p.v_stride, batch, kv_head, 0);
+    const int diagonal = p.seq_k - p.seq_q;
+    int end = ceil_div(p.seq_k, BLOCK_N);
+    if (p.causal) end = max(0, min(end, ceil_div(m_start + BLOCK_M + diagonal, BLOCK_N)));
+
+    float acc[M_TILES][O_TILES][4] = {}, m_i[ROWS_PER_LANE], l_i[ROWS_PER_LANE] = {};
+    for (int r = 0; r < ROWS_PER_LANE; r++) m_i[r] = -INFINITY;
+    const float scale_log2 = p.scale * LOG2E;
+
+    copy(q_smem, rows_of(p.q, p.q_stride, batch, head, m_start), p.q_stride.row, BLOCK_M, p.seq_q - m_start);
+    cp_async_commit();
+    cp_async_wait<0>();
+    __syncthreads();                                                   // Q is here
+    uint32_t q_rmem[HEAD_DIM / MMA_K][M_TILES][4];
+    for (int k = 0; k < HEAD_DIM / MMA_K; k++)
+        for (int m = 0; m < M_TILES; m++)
+            ldmatrix_x4(q_rmem[k][m], q_smem + at(warp_row + m * MMA_M + lane % 16, k * MMA_K + lane / 16 * 8));
+
+    for (int j = 0; j < end; j++) {
+        const int n_start = j * BLOCK_N;
+        __syncthreads();                                               // nobody reads tile j - 1 any more
+        copy(k_smem, k_gmem + n_start * p.k_stride.row, p.k_stride.row, BLOCK_N, p.seq_k - n_start);
+        copy(v_smem, v_gmem + n_start * p.v_stride.row, p.v_stride.row, BLOCK_N, p.seq_k - n_start);
+        cp_async_commit();
+        cp_async_wait<0>();
+        __syncthreads();                                               // K and V are here, every thread's part
+
+        float s[M_TILES][S_TILES][4] = {};
+        for (int k = 0; k < HEAD_DIM / MMA_K; k++)
+            for (int n = 0; n < S_TILES / 2; n++) {
+                uint32_t b[4];
+                ldmatrix_x4(b, k_smem + at(n * 16 + lane % 8 + lane / 16 * 8, k * MMA_K + lane / 8 % 2 * 8));
+                for (int m = 0; m < M_TILES; m++) {
+                    mma_m16n8k16<T>(s[m][2 * n], q_rmem[k][m], b[0], b[1]);
+                    mma_m16n8k16<T>(s[m][2 * n + 1], q_rmem[k][m], b[2], b[3]);
+                }
+            }
+
+        for (int r = 0; r < ROWS_PER_LANE; r++) {
+            const int row = m_start + warp_row + g + r * 8;
+            const int last_key = p.causal ? min(p.seq_k - 1, row + diagonal) : p.seq_k - 1;
+            float x = m_i[r];
+            for (int n = 0; n < S_TILES; n++)
+                for (int e = 0; e < 2; e++) {
+                    float& c = s[r / 2][n][r % 2 * 2 + e];
+                    if (n_start + n * MMA_N + t * 2 + e > last_key) c = -INFINITY;
+                    x = fmaxf(x, c);
+                }
+            x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+            x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+            const float base = x == -INFINITY ? 0.f : x;
+            const float correction = exp2_approx((m_i[r] - base) * scale_log2);
+            m_i[r] = x, l_i[r] *= correction;
+            for (int n = 0; n < O_TILES; n++)
+                for (int e = 0; e < 2; e++) acc[r / 2][n][r % 2 * 2 + e] *= correction;
+            for (int n = 0; n < S_TILES; n++)
+                for (int e = 0; e < 2; e++) {
+                    float& c = s[r / 2][n][r % 2 * 2 + e];
+                    c = exp2_approx((c - base) * scale_log2);
+                    l_i[r] += c;
+                }
+        }
+
+        for (int k = 0; k < BLOCK_N / MMA_K; k++) {
+            uint32_t a[M_TILES][4];
+            for (int m = 0; m < M_TILES; m++)
+                for (int i = 0; i < 4; i++) {
+                    const float* c = s[m][2 * k + i / 2] + i % 2 * 2;
+                    a[m][i] = pack<T>(c[0], c[1]);
+                }
+            for (int n = 0; n < O_TILES / 2; n++) {
+                uint32_t b[4];
+                ldmatrix_x4_trans(b, v_smem + at(k * MMA_K + lane % 16, n * 16 + lane / 16 * 8));
+                for (int m = 0; m < M_TILES; m++) {
+                    mma_m16n8k16<T>(acc[m][2 * n], a[m], b[0], b[1]);
+                    mma_m16n8k16<T>(acc[m][2 * n + 1], a[m], b[2], b[3]);
+                }
+            }
+        }
+    }
+
+    T* o_gmem = rows_of(p.o, p.o_stride, batch, head, m_start);
+    for (int r = 0; r < ROWS_PER_LANE; r++) {
+        const int row = warp_row + g + r * 8;
+        float sum = l_i[r];
+        sum += __shfl_xor_sync(~0u, sum, 1);
+        sum += __shfl_xor_sync(~0u, sum, 2);
+        const float inverse = sum > 0.f ? 1.f / sum : sum;
+        if (m_start + row >= p.seq_q) continue;
+        if (t == 0)
+            p.lse[(int64_t)head_index * p.seq_q + m_start + row] =
+                sum == 0.f ? -INFINITY : (m_i[r] * scale_log2 + log2f(sum)) * LN2;
+        for (int n = 0; n < O_TILES; n++) {
+            const float* c = acc[r / 2][n] + r % 2 * 2;
+            *(uint32_t*)(o_gmem + row * p.o_stride.row + n * MMA_N + t * 2) = pack<T>(c[0] * inverse, c[1] * inverse);
+        }
+    }
+}
+
+extern "C" int forward(const Problem* p, void* stream) {
+    cudaFuncSetAttribute(attention, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED);
+    attention<<<p->batch * p->heads * ceil_div(p->seq_q, BLOCK_M), THREADS, SHARED, (cudaStream_t)stream>>>(*p);
+    return (int)cudaGetLastError();
+}
+"""
+# END SOLUTION
+
+# %% tags=["check"]
+# hint("9.7")
+check("9.7", my_kernel)
 
 # %% [markdown]
 # ## Where you are
 #
-# You have the whole kernel. Phase 9 puts it into a transformer and looks at what is left with the profiler; phase 10 leaves `mma.sync` behind for
-# Hopper's own instructions.
+# You can write such a kernel, and say what each of its parts is worth. Phase 10 puts it into a transformer and looks at what is left with the
+# profiler; phase 11 leaves `mma.sync` behind for Hopper's own instructions.
 
 # %% tags=["nbval-ignore-output"]
 progress(9)

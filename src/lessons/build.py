@@ -28,6 +28,7 @@ import contextlib
 import copy
 import datetime
 import os
+import shutil
 import sys
 import tempfile
 import textwrap
@@ -38,7 +39,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import nbformat
-from lesson_execution import execute, execution_digest
+from lesson_execution import STOPPED, execute, execution_digest, stop_kernels
 from lesson_source import LessonError, content_digest, find_lessons, inputs, make_notebook, read_lesson
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -188,7 +189,12 @@ def build(
     force_exercises: bool = False,
     console: Console | None = None,
 ) -> bool:
-    """Build the lessons; a failing one is reported and the others go on. Returns whether all went well."""
+    """Build the lessons; a failing one is reported and the others go on. Returns whether all went well.
+
+    Ctrl-C (KeyboardInterrupt) ends the kernels that run, begins no other lesson, and leaves every notebook whole.
+    """
+    STOPPED.clear()
+    sweep(root)
     console = console or Console(highlight=False, soft_wrap=True)
     bars = Progress(
         TextColumn("{task.description}"),
@@ -202,6 +208,8 @@ def build(
     )
 
     def one(path: Path) -> bool:
+        if STOPPED.is_set():
+            return False
         task = bars.add_task(path.stem, total=None, visible=False)
         try:
             outcome = build_lesson(
@@ -217,12 +225,29 @@ def build(
         except Exception as error:  # the other lessons go on
             outcome = Outcome(False, [f"{path.stem}: the build failed with {type(error).__name__}: {error}"])
         bars.update(task, visible=False)
+        if STOPPED.is_set() and not outcome.ok:
+            outcome.lines = [f"{path.stem}: stopped by you, its notebooks are as they were"]
         for line in outcome.lines:
             console.print(line, style=None if outcome.ok else "red", markup=False)
         return outcome.ok
 
     with bars, ThreadPoolExecutor(max_workers=max(1, jobs)) as pool:
-        return all(list(pool.map(one, paths)))
+        try:
+            return all(list(pool.map(one, paths)))
+        except KeyboardInterrupt:
+            stop_kernels()
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def sweep(root: Path, days: float = 1.0) -> None:
+    """Remove what killed builds have left: notebooks half written, folders of kernels."""
+    leftovers = [*root.glob("*/.*.ipynb.*"), *Path(tempfile.gettempdir()).glob("flashlab-*")]
+    for path in leftovers:
+        with contextlib.suppress(OSError):
+            found = path.lstat()
+            if found.st_uid == os.getuid() and found.st_mtime < time.time() - days * 86400:
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 # ---------------------------------------------------------------- check
@@ -309,14 +334,18 @@ def main(argv: list[str] | None = None) -> int:
     paths = find_lessons(root, options.only)
     console = Console(highlight=False, soft_wrap=True)
     if not options.check:
-        ok = build(
-            paths,
-            root,
-            jobs=options.jobs,
-            force=options.force,
-            force_exercises=options.force_exercises,
-            console=console,
-        )
+        try:
+            ok = build(
+                paths,
+                root,
+                jobs=options.jobs,
+                force=options.force,
+                force_exercises=options.force_exercises,
+                console=console,
+            )
+        except KeyboardInterrupt:
+            console.print("stopped by you: what was built is kept, and the next build goes on from there")
+            return 130
         return 0 if ok else 1
     in_ci = os.environ.get("CI", "").lower() == "true"
     exercises = in_ci if options.exercises is None else options.exercises

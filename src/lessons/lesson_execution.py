@@ -8,9 +8,11 @@ import contextlib
 import hashlib
 import os
 import re
+import signal
 import struct
 import tempfile
 import textwrap
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -93,6 +95,21 @@ def imported_names(source: str, package: str) -> list[str]:
 
 # ---------------------------------------------------------------- execution
 
+_RUNNING: set[int] = set()  # process groups of kernels
+STOPPED = threading.Event()
+
+
+def stop_kernels() -> None:
+    """End every kernel that runs a notebook here, one that is only starting too: their cells fail."""
+    STOPPED.set()
+    for group in list(_RUNNING):
+        _kill(group)
+
+
+def _kill(group: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, signal.SIGKILL)
+
 
 class ThisInterpreter(KernelSpecManager):
     """Starts the kernel with the interpreter that runs this file, whatever kernels are installed."""
@@ -135,7 +152,15 @@ def kernel_for(notebook, folder: Path, root: Path) -> Iterator[tuple[NotebookCli
             return textwrap.shorten(log.read()[-2000:], 600)
 
         with client.setup_kernel(env=environment, stdout=log, stderr=log, cleanup_kc=True):
-            yield client, said
+            group = kernel.provisioner.pgid
+            if group and group != os.getpgrp():
+                _RUNNING.add(group)
+                if STOPPED.is_set():
+                    _kill(group)
+            try:
+                yield client, said
+            finally:
+                _RUNNING.discard(group)
 
 
 def execute(

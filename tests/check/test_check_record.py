@@ -158,6 +158,47 @@ def test_a_full_disk_is_said_and_leaves_what_was_there(file, monkeypatch, capsys
     assert "0.1" in file.read_text() and "0.2" not in file.read_text()
 
 
+@pytest.mark.parametrize("there", ["a record", "no record yet", "no record yet, and an earlier version's"])
+def test_a_link_is_followed_and_stays_a_link(file, tmp_path, there):
+    file.parent.mkdir()
+    target = tmp_path / "elsewhere" / "mine.jsonl"
+    target.parent.mkdir()
+    file.symlink_to(target)
+    if there == "a record":
+        target.write_text(GOOD)
+    if there.endswith("version's"):
+        file.with_name("progress.json").write_text(json.dumps(EARLIER))
+    record.load()
+    record.solved("0.2")
+    assert file.is_symlink() and target.is_file() and not target.is_symlink()
+    assert record.load()["0.2"].solved and ("0.1" in record.load()) == (there != "no record yet")
+
+
+def test_a_link_to_a_device_is_refused(file, capsys):
+    file.parent.mkdir()
+    file.symlink_to("/dev/null")
+    file.with_name("progress.json").write_text(json.dumps(EARLIER))
+    record.solved("0.1")
+    assert record.load() == {} and file.is_symlink() and os.readlink(file) == "/dev/null"
+    assert "it is a device or a pipe, and a file is needed" in capsys.readouterr().out
+
+
+def test_no_home_and_no_folder_stop_no_check(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("FLASHLAB_PROGRESS", "~no-such-user/progress.jsonl")
+    record.solved("0.1")
+    assert record.load() == {}
+    said = capsys.readouterr().out
+    assert said.startswith("There is no place for your progress (") and said.count("\n") == 1
+    monkeypatch.delenv("FLASHLAB_PROGRESS")
+    monkeypatch.delenv("PYTEST_VERSION", raising=False)
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    record.solved("0.1")
+    assert "There is no place for your progress" in capsys.readouterr().out
+    monkeypatch.chdir(tmp_path)
+
+
 def test_kernels_writing_at_once_lose_nothing(file):
     # The module alone, without torch: processes that start fast enough to meet, and a record to be carried over.
     script = (

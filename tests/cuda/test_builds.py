@@ -11,6 +11,7 @@ import torch
 from flashlab.cuda import Unavailable, builds, errors, inline, load_inline, resources, sources, toolchain
 from flashlab.cuda.binding import binding_source
 from flashlab.kernels import SERIES, source, step
+from flashlab.runtime.cache import CacheError
 
 needs_nvcc = pytest.mark.skipif(toolchain.find_nvcc() is None, reason="no nvcc")
 
@@ -236,6 +237,81 @@ def test_nvccs_errors_show_the_learners_line_and_leave_nothing(cache):
             caught.value
         )
     assert not list(cache.glob("cuda/*"))
+
+
+@needs_nvcc
+def test_a_library_that_was_cut_is_built_again_and_never_loaded(cache):
+    text = sources.read(SCALE)
+    library = nvcc(text).library
+    whole = library.read_bytes()
+    for damaged in (whole[: len(whole) // 2], whole[:5000] + b"\xff" + whole[5001:], b""):
+        library.write_bytes(damaged)
+        again = nvcc(text)
+        assert not again.from_cache and again.library.stat().st_size == len(whole)
+        ctypes.CDLL(str(again.library))
+
+
+def test_a_library_that_cannot_be_loaded_is_a_sentence(tmp_path):
+    (tmp_path / "kernel.so").write_text("another machine's")
+    for module in ("", "flashlab_build_x"):
+        with pytest.raises(
+            CacheError, match=r"the build of k.cu cannot be loaded .*: delete .*, or set FLASHLAB_CACHE"
+        ):
+            builds.Native(sources.read(SCALE, "k.cu"), builds.Build(tmp_path / "kernel.so", "", module, True))
+
+
+FACTOR = SCALE.replace("factor * x[i]", "FACTOR * x[i]")
+
+
+@needs_nvcc
+@pytest.mark.parametrize("folder", ["a space", "a#hash", "$HOME and $(pwd)", "usr/include"])
+def test_a_header_that_was_edited_is_built_again_wherever_it_is(cache, tmp_path, folder):
+    header = tmp_path / "headers" / folder / "factor.cuh"
+    header.parent.mkdir(parents=True)
+    text = sources.read(FACTOR.replace('"simt.h"', '"simt.h"\n#include "factor.cuh"'))
+    folders = text.folders([header.parent])
+    flags, libraries = toolchain.nvcc_flags("sm_80", {}, folders), []
+    for value, kept in ((2, False), (2, True), (3, False)):
+        header.write_text(f"#define FACTOR {value}.0f\n")
+        built = builds.build(text, flags, "nvcc", folders=folders)
+        assert built.from_cache == kept
+        libraries.append(built.library)
+    assert libraries[0] == libraries[1] != libraries[2]
+
+
+def test_what_else_goes_into_a_build_is_in_its_key(cache, tmp_path, monkeypatch):
+    """Absolute paths (those below /usr too), folders of variables, flags of variables; a header that a macro names."""
+    keys = []
+    monkeypatch.setattr(toolchain, "nvcc_version", lambda: "13.0.88")
+    monkeypatch.setattr(
+        builds.cache, "kept", lambda part, key, make: keys.append(key) or builds.cache.Kept(tmp_path, LOG, True)
+    )
+
+    def key(given):
+        builds.build(sources.read(given), ["-arch=sm_80"], "nvcc", folders=[])
+        return keys[-1]
+
+    header = tmp_path / "a #header$" / "factor.cuh"
+    header.parent.mkdir()
+    for given, variables in (
+        (f'#include "{header}"\n' + FACTOR, {}),
+        ('#include "factor.cuh"\n' + FACTOR, {"CPATH": str(header.parent)}),
+    ):
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        header.write_text("#define FACTOR 2.0f\n")
+        first = key(given)
+        assert key(given) == first
+        header.write_text("#define FACTOR 3.0f\n")
+        assert key(given) != first
+    first = key(FACTOR)
+    monkeypatch.setenv("NVCC_APPEND_FLAGS", "-DFACTOR=4")
+    assert key(FACTOR) != first
+    named = '#define HEADER "factor.cuh"\n#include HEADER\n' + FACTOR
+    assert key(named) != key(named)
+
+
+LOG = {"log": "", "module": ""}
 
 
 @needs_nvcc

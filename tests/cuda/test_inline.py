@@ -86,6 +86,53 @@ def test_arguments_that_do_not_fit(backend):
         module.scales  # noqa: B018
 
 
+INTEGERS = """#include "simt.h"
+__global__ void store(int64_t* y, int64_t value) { y[0] = value; }
+extern "C" void sum(int64_t* y, int a, unsigned b, int64_t c, char d, bool e, float f) {
+    store<<<1, 1>>>(y, (int64_t)a + b + c + d + e + (f > 0 ? 1 : 0));
+}
+"""
+
+
+def test_numbers_that_would_wrap_are_refused():
+    module, y = load_inline(INTEGERS, backend="emulator"), torch.zeros(1, dtype=torch.int64)
+    right = [2**31 - 1, 2**32 - 1, 2**40, -128, True, 3e38]
+    module.launch("sum", y, *right)
+    assert y.item() == sum(right[:5]) + 1
+    for i, value, words in (
+        (0, 2**32 + 100, "a is .*int.*"),
+        (0, 2**31, "a is .*int.*"),
+        (0, torch.tensor(2**32 + 1), "a is .*int.*"),
+        (1, -1, "b is .*unsigned.*"),
+        (2, 2**63, "c is .*int64_t.*"),
+        (3, 200, "d is .*char.*"),
+        (5, 1e39, "f is .*float.*"),
+        (5, 10**400, "f is .*float.*"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            module.launch("sum", y, *right[:i], value, *right[i + 1 :])
+    module.launch("sum", y, *right[:5], math.inf)  # which is a number of float's
+
+
+def test_what_is_no_address_is_refused():
+    module, x = load_inline(SCALE, backend="emulator"), torch.zeros(8)
+    for address in (-1, 2**64 + 16):
+        with pytest.raises(ValueError, match="x is a pointer, and .* is no address"):
+            module.scale(address, x, 8, 1.0)
+    with pytest.raises(TypeError, match="x is a pointer: pass a tensor or None, not bool"):
+        module.scale(True, x, 8, 1.0)
+
+
+def test_views_that_pytorch_negates():
+    module, x, y = load_inline(SCALE, backend="emulator"), torch.randn(8), torch.zeros(8)
+    module.scale(torch._neg_view(x), y, 8, 2.0)
+    assert torch.equal(y, -2 * x)
+    with pytest.raises(
+        ValueError, match=r"y is a view that PyTorch negates .*: pass y.resolve_conj\(\).resolve_neg\(\)"
+    ):
+        module.scale(x, torch._neg_view(y), 8, 2.0)
+
+
 @needs_gpu
 def test_a_cpu_tensor_for_a_native_kernel():
     module = load_inline(SCALE, backend="nvcc")
@@ -265,9 +312,24 @@ def test_forward(flash, causal):
     compare(flash, *qkv(head_dim=128, seq_q=10, seq_k=12), causal=causal)  # another variant, built when asked for
 
 
-@pytest.mark.parametrize("scale", [0.3, 0.0, -0.2])
+@pytest.mark.parametrize("scale", [0.3, 0.0, -0.2, 1e-46, -1e-300])
 def test_forward_with_a_scale(flash, scale):
     compare(flash, *qkv(), scale=scale)
+
+
+@pytest.mark.parametrize("name", ["p7_naive", "p9_flash"])
+@pytest.mark.parametrize("scale", [-0.125, -0.7, -1e5])
+def test_a_negative_scale_in_16_bit_is_as_accurate_as_a_positive_one(name, scale):
+    module = load_inline(step(name), backend="emulator")
+    q, k, v = (x.half() for x in qkv(heads=1, seq_q=20, seq_k=50))
+    o, lse = module.forward(q, k, v, scale=scale)
+    want, want_lse = reference.attention(q, k, v, scale=scale)
+    low, _ = reference.attention_low_precision(q, k, v, scale=scale)
+    positive, _ = module.forward(-q, k, v, scale=-scale)
+    assert torch.equal(o, positive) and lse.isfinite().all()
+    allowed = 2e-3 if scale == -1e5 else 2 * (low.double() - want).abs().max() + 1e-3
+    assert (o.double() - want).abs().max() <= allowed
+    assert ((lse.double() - want_lse).abs() <= 1e-5 * want_lse.abs() + 1e-3).all()
 
 
 def test_forward_keeps_the_layout_and_copies_what_it_cannot_read(flash):
@@ -304,6 +366,16 @@ def test_forward_says_what_is_wrong_before_a_launch(flash):
         flash.forward(q[:, :1], *[x.expand(1, 2, 47, 64) for x in (k, v)])
     with pytest.raises(ValueError, match="scale is nan"):
         flash.forward(q, k, v, scale=math.nan)
+    for scale in (1e39, -1e39):
+        with pytest.raises(ValueError, match=r"a kernel's float32 can hold \(up to 2\^127\)"):
+            flash.forward(q, k, v, scale=scale)
+    with pytest.raises(ValueError, match=r"k is a view that PyTorch negates when it reads it: pass k.resolve_neg\(\)"):
+        flash.forward(q, torch._neg_view(k), v)
+    with pytest.raises(ValueError, match="v requires a gradient, and this kernel computes the forward pass alone"):
+        flash.forward(q, k, v.clone().requires_grad_())
+    for sms in (0, -1, 2**32 + 132, 1.5):
+        with pytest.raises(ValueError, match="sms is .*; it is a number of multiprocessors"):
+            flash.forward(q, k, v, sms=sms)
     with pytest.raises(TypeError, match="q is torch.float64; .* is taken: convert with"):
         flash.forward(*(x.double() for x in (q, k, v)))
     with pytest.raises(TypeError, match="does not define forward"):

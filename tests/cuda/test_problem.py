@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from flashlab.kernels import problem
+from flashlab.cuda import inline, sources
+from flashlab.kernels import problem, step
 
 
 def tensors(dtype=torch.float16):
@@ -29,6 +30,22 @@ def tensors(dtype=torch.float16):
 def test_what_does_not_fit_is_refused(change, words):
     with pytest.raises((TypeError, ValueError), match=words):
         problem.check(*change(*tensors()), scale=None, head_dims=(64, 128))
+
+
+def test_shapes_are_looked_at_before_anything_is_copied(monkeypatch):
+    module, copies = object.__new__(inline.CudaModule), []
+    monkeypatch.setattr(
+        inline.CudaModule, "__getattr__", lambda self, name: (_ for _ in ()).throw(AttributeError(name))
+    )
+    module._text, module.head_dims = sources.read(step("p6_1_fa1")), (64,)
+    huge = torch.zeros(1, dtype=torch.float32).expand(2**10, 64, 2**20, 64)  # 16 TiB, were it copied
+    monkeypatch.setattr(problem, "fitted", lambda *_: copies.append("fitted"))
+    monkeypatch.setattr(inline, "new_output", lambda *_: copies.append("o"))
+    with pytest.raises(ValueError, match="one shape"):
+        module.forward(huge, huge, huge[:, :, :5])
+    with pytest.raises(ValueError, match="too many for one launch"):
+        module.forward(huge, huge, huge)
+    assert not copies
 
 
 def test_a_scale_must_be_finite():
@@ -62,7 +79,9 @@ def test_what_does_not_fit_is_copied(change):
     assert got is not given and torch.equal(got, k) and problem.rows_fit(got) and got.data_ptr() % 16 == 0
 
 
-@pytest.mark.parametrize(("scale", "sign", "left"), [(0.0, 0, 1.0), (-0.5, -1, 0.5)])
+@pytest.mark.parametrize(
+    ("scale", "sign", "left"), [(0.0, 0, 1.0), (-0.5, -1, 0.5), (-1e5, -1, 1e5), (1e-46, 0, 1.0), (-1e-300, 0, 1.0)]
+)
 def test_a_scale_that_is_not_positive_goes_into_q_exactly(scale, sign, left):
     q, k, v = tensors()
     got, _, _, factor = problem.fitted(q, k, v, scale)

@@ -5,7 +5,9 @@ import re
 import pytest
 import torch
 
+from flashlab import runtime
 from flashlab.bench import resources as bench
+from flashlab.bench import schedule
 from flashlab.cuda import Unavailable, resources
 from flashlab.cuda.resources import TARGETS
 from flashlab.kernels import SERIES, step
@@ -29,7 +31,7 @@ SASS = """\t.headerflags\t@"EF_CUDA_SM90"
 
 
 def test_ptxas_and_the_listing_are_read():
-    assert resources._ptxas(PTXAS) == {"_Z1kILi8EEv7Problem": (255, 576, 32768), "_Z1jPf": (12, 0, 0)}
+    assert resources._ptxas(PTXAS) == {"_Z1kILi8EEv7Problem": (255, 576, 32768, 320), "_Z1jPf": (12, 0, 0, 0)}
     counts = resources._opcodes(SASS)
     assert (counts["HMMA"], counts["MUFU.EX2"], counts["MUFU"], counts["FFMA"], counts["LDC"]) == (1, 1, 2, 2, 1)
 
@@ -80,3 +82,50 @@ def test_without_nvcc_it_says_so(monkeypatch):
     monkeypatch.setattr(resources, "find_nvcc", lambda: None)
     with pytest.raises(Unavailable, match="measured with nvcc"):
         resources.resources("text\n")
+
+
+# ---- what an SM holds ------------------------------------------------------------------------------------------------
+def test_the_last_step_has_two_blocks_on_every_gpu():
+    for gpu in ("A100", "H200", "RTX 4090"):
+        (last,) = bench.occupancy(gpu, ["p9_flash"], 128)
+        assert (last.blocks, last.warps) == (2, 8), gpu
+    tiles = {gpu: bench.occupancy(gpu, ["p9_flash"], 128)[0].kernel.kernel for gpu in ("A100", "H200", "RTX 4090")}
+    assert [re.findall(r"\d+", name)[:2] for name in tiles.values()] == [["2", "32"], ["2", "64"], ["2", "16"]]
+
+
+@pytest.mark.parametrize("gpu, blocks, limit", [("A100", 1, "shared memory"), ("H200", 2, "registers")])
+def test_what_ends_it(gpu, blocks, limit):
+    (found,) = bench.occupancy(gpu, ["p9_5_prefetch"], 128)
+    assert (found.blocks, found.limit) == (blocks, limit)
+
+
+def test_a_warps_registers_come_from_one_quarter():
+    kernel = resources.Resources("x", "k", "sm_90", 64, "__half", 208, 0, 0, 0, {})
+    assert bench.fits(kernel, runtime.limits("H200")).warps == 8  # 9 warps' worth, but two in each quarter
+    with pytest.raises(ValueError, match="no launch"):
+        bench.fits(resources.Resources("x", "k", "sm_90", 64, "__half", 32, 0, 0, None, {}), runtime.limits("H200"))
+    with pytest.raises(ValueError, match="no figures of p9_flash for sm_120"):
+        bench.occupancy("RTX 5090", ["p9_flash"])
+
+
+# ---- where the compiler puts the loads -------------------------------------------------------------------------------
+LOOP = """
+        /*0000*/                   LDSM.16.M88.4 R20, [R2] ;
+        /*0010*/                   LDSM.16.M88.4 R24, [R2+0x10] ;
+        /*0020*/                   HMMA.16816.F32 R4, R8, R20, R4 ;
+        /*0030*/                   FFMA R3, R3, R4, R5 ;
+        /*0040*/                   HMMA.16816.F32 R4, R8, R26, R4 ;
+        /*0050*/              @!P0 BRA `(.L_x_1) 0x0000 ;
+"""
+
+
+def test_distances_are_read_from_the_listing():
+    (body,) = schedule.loops(LOOP)
+    assert len(body) == 6
+    assert schedule.distances(body) == [(2, 0), (3, 1)]
+
+
+@pytest.mark.skipif(not resources.available(), reason="no nvcc, or no cuobjdump")
+def test_a_measured_schedule_is_the_recorded_one():
+    recorded = [r for r in schedule.recorded() if r["step"] == "p9_2_addresses"]
+    assert schedule.measure([step("p9_2_addresses")]) == recorded

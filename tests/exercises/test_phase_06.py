@@ -15,7 +15,7 @@ from flashlab.exercises.registry import exercises, find
 from flashlab.kernels import steps
 
 LESSON = Path(__file__).parents[2] / "src/lessons/06_cuda_scalar_exercises.py"
-IDS = [f"6.{i}" for i in range(1, 8)]
+IDS = [f"6.{i}" for i in range(1, 9)]
 
 
 def text(name, part="SOLUTION"):
@@ -38,7 +38,7 @@ def rejected(id, *answers):
     with pytest.raises(CheckFailed) as caught:
         find(id).run(*answers)
     sentence = str(caught.value)
-    assert sentence and "\n" not in sentence and len(sentence) < 330
+    assert sentence and "\n" not in sentence and len(sentence) < 400
     return caught.value.diagnosis, sentence
 
 
@@ -55,6 +55,7 @@ ANSWERS = {
     "6.4": ("row_lse",),
     "6.5": ("copy_chunk", "scale_scores"),
     "6.6": ("inner_loop",),
+    "6.8": ("flash_attention",),
 }
 
 
@@ -64,11 +65,12 @@ def test_the_phase_has_its_exercises():
 
 @pytest.mark.parametrize("id", IDS)
 def test_the_lessons_solution_passes(id):
-    answers = [text(name) for name in ANSWERS[id]] if id in ANSWERS else [causal_bytes_read]
+    answers = {"6.7": [causal_bytes_read], "6.8": [steps(6)[1].path.read_text()]}.get(id)
+    answers = answers or [text(name) for name in ANSWERS[id]]
     assert find(id).run(*answers)
 
 
-@pytest.mark.parametrize("id", ["6.1", "6.3", "6.4", "6.6"])
+@pytest.mark.parametrize("id", ["6.1", "6.3", "6.4", "6.6", "6.8"])
 def test_a_hole_is_not_solved_yet(id):
     with pytest.raises(CheckFailed) as caught:
         check(id, *(text(name, "STARTER") for name in ANSWERS[id]))
@@ -259,3 +261,113 @@ def test_counts_without_the_mask():
         return fa1_cost(N, N, D, block_n=BLOCK_N).bytes_read, fa2_cost(N, N, D, block_m=BLOCK_M).bytes_read
 
     assert rejected("6.7", unmasked)[0] == "nothing-skipped"
+
+
+# ---- 6.8 ------------------------------------------------------------------------------------------------------------
+
+STEP2 = steps(6)[1].path.read_text()
+
+# Another way to write it: a warp per block, one row per lane, exponentials to base e, rows in plain floats.
+ONE_WARP = """
+#include "problem.cuh"
+
+constexpr int ROWS = 32, KEYS = 16;
+
+__global__ void attention(Problem p) {
+    __shared__ float k[KEYS][64], v[KEYS][64];
+    const int tiles = (p.seq_q + ROWS - 1) / ROWS, which = blockIdx.x / tiles;
+    const int batch = which / p.heads, head = which % p.heads, kv = head * p.kv_heads / p.heads;
+    const int lane = threadIdx.x, row = blockIdx.x % tiles * ROWS + lane;
+    const bool exists = row < p.seq_q;
+    const int sees = !exists ? 0 : p.causal ? min(p.seq_k, row + p.seq_k - p.seq_q + 1) : p.seq_k;
+    float q[64], o[64], m = -INFINITY, l = 0;
+    for (int d = 0; d < 64; d++) q[d] = exists ? rows_of(p.q, p.q_stride, batch, head, row)[d] : 0, o[d] = 0;
+    for (int start = 0; start < p.seq_k; start += KEYS) {
+        __syncwarp();
+        for (int i = lane; i < KEYS * 64; i += 32) {
+            const int key = start + i / 64, d = i % 64;
+            k[i / 64][d] = key < p.seq_k ? rows_of(p.k, p.k_stride, batch, kv, key)[d] : 0;
+            v[i / 64][d] = key < p.seq_k ? rows_of(p.v, p.v_stride, batch, kv, key)[d] : 0;
+        }
+        __syncwarp();
+        for (int n = 0; n < KEYS && start + n < sees; n++) {
+            float s = 0;
+            for (int d = 0; d < 64; d++) s += q[d] * k[n][d];
+            const float m_new = fmaxf(m, s * p.scale), c = expf(m - m_new), e = expf(s * p.scale - m_new);
+            m = m_new, l = l * c + e;
+            for (int d = 0; d < 64; d++) o[d] = o[d] * c + e * v[n][d];
+        }
+    }
+    if (!exists) return;
+    for (int d = 0; d < 64; d++) rows_of(p.o, p.o_stride, batch, head, row)[d] = l > 0 ? o[d] / l : 0;
+    p.lse[(int64_t)which * p.seq_q + row] = l > 0 ? m + logf(l) : -INFINITY;
+}
+extern "C" int forward(const Problem* p, void* stream) {
+    const int blocks = p->batch * p->heads * ((p->seq_q + ROWS - 1) / ROWS);
+    attention<<<blocks, 32, 0, (cudaStream_t)stream>>>(*p);
+    return cudaGetLastError();
+}
+"""
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [STEP2, steps(6)[5].path.read_text(), ONE_WARP],
+    ids=["step 2", "step 6", "one warp"],
+)
+def test_any_right_kernel_is_accepted(answer):
+    assert "rows" in find("6.8").run(answer)
+
+
+@pytest.mark.parametrize("empty", ["", "\n  \n", "// YOUR CODE HERE\n"])
+def test_an_empty_page_is_not_solved_yet(empty):
+    with pytest.raises(CheckFailed) as caught:
+        check("6.8", empty)
+    assert caught.value.diagnosis == "not-solved-yet"
+
+
+LAUNCH = "    flash_forward<<<grid, THREADS, 0, (cudaStream_t)stream>>>(*p);\n"
+
+
+def without_barriers(source):
+    return re.sub(r"__syncthreads\(\);.*", "", source)
+
+
+def edited(*replacements, source=STEP2):
+    for old, new in replacements:
+        assert old in source
+        source = source.replace(old, new)
+    return source
+
+
+@pytest.mark.parametrize(
+    "answer, diagnosis",
+    [
+        (without_barriers(STEP2), "race"),
+        (edited(("acc[c] = scaled(correction, acc[c]);", "")), "o-not-rescaled"),
+        (edited(("l_i = l_i * correction + l_tile", "l_i = l_i + l_tile")), "l-not-rescaled"),
+        (edited(("row < rows ? *from : make_float4(0, 0, 0, 0)", "*from")), "global-out-of-bounds"),
+        (edited(("    if (m_start + row >= p.seq_q) return;\n", "")), "global-out-of-bounds"),
+        (edited(("n < keys ? s[n] * scale_log2 : -INFINITY", "s[n] * scale_log2")), None),
+        (edited(("(m_i + log2f(l_i)) * LN2", "m_i + log2f(l_i)")), None),
+        (edited(("head / (p.heads / p.kv_heads)", "head")), "global-out-of-bounds"),
+        (edited((LAUNCH, "    (void)grid;\n")), "no-launch"),
+        (edited(("THREADS, 0, (cudaStream_t)stream>>>", "THREADS>>>")), "wrong-stream"),
+        (edited(("(cudaStream_t)stream>>>", "0>>>")), "wrong-stream"),
+        (edited(("void* stream)", "cudaStream_t stream, int more)"), ("(cudaStream_t)", "")), "wrong-entry"),
+        (edited(("extern \"C\" int forward", "extern \"C\" int forwards")), "wrong-entry"),
+        (edited(('#include "problem.cuh"', "")), "does-not-compile"),
+        (edited(("k[n][d];", "rows_of(p.k, p.k_stride, batch, kv, start + n)[d];"), source=ONE_WARP),
+         "tiles-not-shared"),
+        (edited(("const int key = start + i / 64, d = i % 64;", "const int key = start + i % KEYS, d = i / KEYS;"),
+                ("[i / 64][d]", "[i % KEYS][d]"), source=ONE_WARP), "not-coalesced"),
+    ],
+)  # fmt: skip
+def test_wrong_kernels_are_told(answer, diagnosis):
+    found, sentence = rejected("6.8", answer)
+    assert diagnosis is None or found == diagnosis, sentence
+
+
+def test_a_launch_through_a_variable_names_its_stream():
+    through = "    cudaStream_t queue = (cudaStream_t)stream;\n" + LAUNCH.replace("(cudaStream_t)stream", "queue")
+    assert find("6.8").run(edited((LAUNCH, through)))

@@ -15,7 +15,7 @@ from flashlab.cuda import load_inline
 from flashlab.exercises import check
 from flashlab.exercises.phase_07 import naive_loop
 from flashlab.figures import fragments
-from flashlab.kernels import path
+from flashlab.kernels import path, source
 
 ROOT = Path(__file__).resolve().parents[2]
 LESSON = ROOT / "src" / "lessons" / "07_tensor_cores_exercises.py"
@@ -238,3 +238,101 @@ def test_a_wrong_loop_is_told_its_mistake(slug):
 def test_bf16_is_run_too():
     half_only = naive_loop().replace("pack<T>", "pack<__half>")
     assert failure("7.7", half_only).case.startswith("bfloat16")
+
+
+# ---- the empty page --------------------------------------------------------------------------------------------------
+
+READY = "__syncwarp();                                           // K and V are here"
+DONE = "__syncwarp();                                           // all lanes are done with the last tile"
+OUT = "T* o_gmem = rows_of(p.o, p.o_stride, batch, head, first);"
+BOUND = "if (first + row >= p.seq_q) continue;"
+PAGE = {
+    "no barrier before K and V are read": ("race", (READY, "")),
+    "no barrier before they are overwritten": ("race", (DONE, "")),
+    "O is not rescaled": ("o-not-rescaled", ("o[n][2 * r] *= correction, o[n][2 * r + 1] *= correction", "(void)n")),
+    "l is not rescaled": ("l-not-rescaled", ("m[r] = x, l[r] *= correction;", "m[r] = x;")),
+    "the tail is not masked": ("tail-not-masked", (": p.seq_k - 1;", ": 1 << 30;")),
+    "V without trans": ("v-not-transposed", ("ldmatrix_x2_trans(b", "ldmatrix_x2(b")),
+    "c2 and c3 exchanged": ("fragment-swapped", ("pack<T>(s[0][2], s[0][3])", "pack<T>(s[0][3], s[0][2])")),
+    "stores past the end": ("global-out-of-bounds", (BOUND, "")),
+    "loads past the end": ("global-out-of-bounds", ("if (row < exist) x", "x")),
+    "a workspace that nobody asked for": ("global-out-of-bounds", (OUT, f"{OUT}\n    p.workspace[lane] = 1.f;")),
+    "no scale": ("scale-missing", ("c * p.scale", "c")),
+    "every head has its own K": ("global-out-of-bounds", ("head / (p.heads / p.kv_heads), d", "head, d")),
+    "causal from the upper left": ("causal-top-left", ("diagonal = p.seq_k - p.seq_q", "diagonal = 0")),
+    "lse of base 2": ("lse-in-base-2", ("m[r] + logf(sum)", "(m[r] + logf(sum)) * LOG2E")),
+    "half a row of O": ("rows-not-written", ("n * 8 + t * 2) =", "n / 2 * 8 + t * 2) =")),
+    "fp16 alone": ("wrong-value", ("mma_m16n8k16<T>(o[n]", "mma_m16n8k16<__half>(o[n]")),
+    "HEAD_DIM 64 alone": ("race", ("PITCH = HEAD_DIM + 8", "PITCH = 64 + 8")),
+    "all tiles for a causal mask": (
+        "wrong-count",
+        ("p.causal ? min(p.seq_k, first + 16 + diagonal) : p.seq_k", "p.seq_k"),
+    ),
+    "S three times": (
+        "wrong-count",
+        ("uint32_t b[4]; ", "uint32_t b[4]; float x[4]; for (int i = 0; i < 4; i++) mma_m16n8k16<T>(x, q[d], 0, 0);"),
+    ),
+    "no launch": ("rows-not-written", ("attention<<<grid, 32, 0, (cudaStream_t)stream>>>(*p);", "(void)grid;")),
+    "no forward": ("wrong-entry", ("int forward(", "int start(")),
+    "a word too few": ("does-not-compile", ("const int lane = threadIdx.x,", "lane = threadIdx.x,")),
+}  # fmt: skip
+
+SCALAR = r"""
+#include "problem.cuh"
+__global__ void attention(const Problem p) {                     // a row per block, a thread per column of O
+    const int row = blockIdx.x, batch = blockIdx.y / p.heads, head = blockIdx.y % p.heads, d = threadIdx.x;
+    const int kv_head = head / (p.heads / p.kv_heads);
+    const T* q = rows_of(p.q, p.q_stride, batch, head, row);
+    const int end = p.causal ? min(p.seq_k, row + 1 + p.seq_k - p.seq_q) : p.seq_k;
+    float m = -INFINITY, l = 0.f, o = 0.f;
+    for (int j = 0; j < end; j++) {
+        const T* k = rows_of(p.k, p.k_stride, batch, kv_head, j);
+        float s = 0.f;
+        for (int i = 0; i < HEAD_DIM; i++) s += (float)q[i] * (float)k[i];
+        s *= p.scale;
+        const float larger = fmaxf(m, s), correction = expf(m - larger), weight = expf(s - larger);
+        m = larger, l = l * correction + weight;
+        o = o * correction + weight * (float)rows_of(p.v, p.v_stride, batch, kv_head, j)[d];
+    }
+    rows_of(p.o, p.o_stride, batch, head, row)[d] = T(l > 0.f ? o / l : 0.f);
+    if (d == 0) p.lse[(int64_t)blockIdx.y * p.seq_q + row] = m + logf(l);
+}
+extern "C" int forward(const Problem* p, void* stream) {
+    attention<<<dim3(p->seq_q, p->batch * p->heads), HEAD_DIM, 0, (cudaStream_t)stream>>>(*p);
+    return (int)cudaGetLastError();
+}
+"""
+
+
+@pytest.mark.parametrize("name", ["p7_naive", "p8_5_registers", "p9_flash"])
+def test_any_right_kernel_is_accepted(name):
+    """One warp, four warps, several blocks for a row with a workspace. The lesson's is tested with the solutions."""
+    assert check("7.10", source(name))
+
+
+@pytest.mark.parametrize("name", PAGE)
+def test_a_wrong_kernel_is_told_its_mistake(name):
+    slug, change = PAGE[name]
+    assert failure("7.10", changed("kernel", change)).diagnosis == slug
+
+
+def test_what_one_variant_alone_gets_wrong_says_which():
+    error = failure("7.10", changed("kernel", PAGE["fp16 alone"][1]))
+    assert "is there a 64 or a __half in it?" in str(error) and "right in float16" in str(error)
+
+
+def test_the_tensor_cores_have_to_be_used():
+    error = failure("7.10", SCALAR)
+    assert error.diagnosis == "wrong-count" and "no MMA" in str(error)
+
+
+@pytest.mark.parametrize("text", ["", "\n\n", answers("exercises")["kernel"]], ids=["empty", "blank", "as given"])
+def test_an_empty_page_is_not_solved_yet(text):
+    with pytest.raises(CheckFailed, match="not solved yet"):
+        check("7.10", text)
+
+
+def test_a_race_of_the_learners_kernel_is_told_with_its_line():
+    text = changed("kernel", (READY, ""))
+    line = next(i for i, x in enumerate(text.splitlines(), 1) if "ldmatrix_x4(b" in x)
+    assert f"line {line} of your code" in str(failure("7.10", text))

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from flashlab.check import CheckFailed
-from flashlab.exercises import check
+from flashlab.exercises import check, phase_08
+from flashlab.kernels import regions, step
 from flashlab.simt import SimtError, find_compiler
 
 try:
@@ -43,6 +44,8 @@ ANSWERS = {
     "8.4": "in_flight",
     "8.5": "loop_head",
     "8.6": "tile_addresses",
+    "8.7": "kernel",
+    "8.8": "blank_page",
 }
 
 
@@ -98,10 +101,22 @@ def test_a_wrong_address(formula, slug):
 
 
 @pytest.mark.parametrize(
-    "formula, slug", [("0", "waits-too-long"), ("STAGES - 1", "read-before-wait"), ("STAGES - 2", "wrong-value")]
+    "which, formula, slug",
+    [
+        ("K", "0", "waits-too-long"),
+        ("K", "STAGES - 1", "waits-too-long"),  # right with two stages
+        ("K", "2 * STAGES - 2", "read-before-wait"),
+        ("K", "2 * STAGES - 5", "wrong-value"),
+        ("V", "2 * STAGES - 4", "waits-too-long"),
+        ("V", "2 * STAGES - 1", "read-before-wait"),
+    ],
 )
-def test_a_wrong_count_of_groups(formula, slug):
-    assert diagnosis("8.4", solution("in_flight", ("STAGES == 1 ? 0 : STAGES - 2", formula))) == slug
+def test_a_wrong_count_of_groups(which, formula, slug):
+    right = {"K": "2 * STAGES - 3;", "V": "2 * STAGES - 2;"}[which]
+    assert (
+        diagnosis("8.4", solution("in_flight", (f"IN_FLIGHT_{which} = {right}", f"IN_FLIGHT_{which} = {formula};")))
+        == slug
+    )
 
 
 def test_the_bug_hunts_begin_with_their_bug():
@@ -111,6 +126,125 @@ def test_the_bug_hunts_begin_with_their_bug():
 
 def test_other_wrong_repairs():
     no_barrier = solution("loop_head", ("        __syncthreads();", "        //"))
-    assert diagnosis("8.5", no_barrier) in ("read-before-wait", "race", "uninitialised-shared")
+    assert diagnosis("8.5", no_barrier) in ("stage-overwritten", "read-before-wait", "race")
     unswizzled = solution("tile_addresses", ("(column / 8 ^ row % 8) * 16", "column * 2"))
     assert diagnosis("8.6", unswizzled) == "bank-conflicts"
+
+
+def test_a_pipeline_without_overlap_is_no_repair():
+    refill = "        load_kv(j + STAGES - 1);"
+    wait = ("        cp_async_wait<STAGES - 2>();", "        cp_async_wait<0>();")
+    again = (refill, f"{refill}\n        cp_async_wait<0>();\n        __syncthreads();")
+    assert diagnosis("8.5", solution("loop_head", again)) == "no-overlap"
+    assert diagnosis("8.5", solution("loop_head", wait)) == "waits-too-long"  # with three stages
+    two_barriers = "\n".join([
+        "        const int n_start = j * BLOCK_N, stage = j % STAGES * KV_BYTES;", "        __syncthreads();", refill,
+        "        cp_async_wait<STAGES - 1>();", "        __syncthreads();",
+    ])  # fmt: skip
+    assert check("8.5", two_barriers)
+
+
+# ---- 8.7: the parts -------------------------------------------------------------------------------------------------
+
+
+def swapped(a, b):
+    """The solution of 8.7 with two parts exchanged, by the names of their regions."""
+    a, b = (phase_08._LETTERS[name] for name in (a, b))
+    text = re.sub(rf"@{a}\b", "@@", TEXTS["kernel"]["SOLUTION"])
+    return re.sub(rf"@{b}\b", f"@{a}", text).replace("@@", f"@{b}")
+
+
+def test_the_parts_are_the_whole_kernel_and_say_nothing():
+    assert set(phase_08._LETTERS) <= set(regions.regions(step("p8_6_store").path.read_text()))
+    joined = "\n".join(phase_08.parts().values())
+    source = step("p8_6_store").path.read_text()
+    lines = {re.sub(r"//.*", "", line).strip() for line in source.split("\n")} - {
+        "",
+        "}",
+        "for (int j = 0; j < tiles; j++) {",
+    }
+    assert lines <= {line.strip() for line in joined.split("\n")} and "//" not in joined
+
+
+@pytest.mark.parametrize("first, later", [(a, b) for a, b, _ in phase_08._ORDER])
+def test_every_part_out_of_order_is_named(first, later):
+    with pytest.raises(CheckFailed) as caught:
+        check("8.7", swapped(first, later))
+    assert caught.value.diagnosis == "out-of-order"
+    assert re.search(r"part [A-Q] has to come before part [A-Q]", str(caught.value))
+
+
+@pytest.mark.parametrize("first, later", [("which keys", "state"), ("first copies", "state")])
+def test_orders_that_do_not_matter(first, later):
+    assert check("8.7", swapped(first, later))
+
+
+@pytest.mark.parametrize(
+    "old, new, slug",
+    [
+        ("@J\n", "", "part-missing"),
+        ("@J\n", "@J\n@J\n", "part-twice"),
+        ("@J\n", "@X\n", "unknown-part"),
+        ("    @E\n}\n", "}\n@E\n", "outside-the-loop"),
+        ("@D\nfor (int j = 0; j < tiles; j++) {\n", "for (int j = 0; j < tiles; j++) {\n@D\n", "inside-the-loop"),
+        ("j < tiles", "j < tiles - 1", None),
+        ("int j = 0", "int i = 0", "does-not-compile"),
+    ],
+)
+def test_a_kernel_put_together_wrongly(old, new, slug):
+    got = diagnosis("8.7", solution("kernel", (old, new)))
+    assert got == slug or (slug is None and got not in ("does-not-compile", "out-of-order", "not-solved-yet"))
+
+
+# ---- 8.8: the blank page --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["p8_6_store", "p8_side_shuffle_store", "p9_5_prefetch"])
+def test_other_right_kernels_are_welcome(name):
+    assert check("8.8", step(name).path.read_text())
+
+
+@pytest.mark.parametrize(
+    "name, slug",
+    [("p8_3_stages", "bank-conflicts"), ("p8_5_registers", "part-sectors"), ("p8_side_shared_kv", "no-overlap")],
+)
+def test_a_right_kernel_that_is_slow_is_told_why(name, slug):
+    assert diagnosis("8.8", step(name).path.read_text()) == slug
+
+
+COPY = "cp_async<16>(smem_u32(smem + at(row, column)), gmem + (there ? row : 0) * stride + column, there ? 16 : 0);"
+PLAIN = """uint4 x = make_uint4(0, 0, 0, 0);
+        if (there) x = *(const uint4*)(gmem + row * stride + column);
+        *(uint4*)(smem + at(row, column)) = x;"""
+
+
+@pytest.mark.parametrize(
+    "old, new, slugs",
+    [
+        ("(column / 8 ^ row % 8) * 16", "column * 2", ("bank-conflicts",)),
+        (COPY, PLAIN, ("no-cp-async",)),
+        ("        __syncthreads();                           // K_j (and Q)", "        //",
+         ("race", "read-before-wait", "uninitialised-shared")),
+        ("        __syncthreads();                           // V_j is here", "        //",
+         ("race", "read-before-wait", "stage-overwritten", "uninitialised-shared")),
+        ("    __syncwarp();", "    //", ("race", "uninitialised-shared")),
+        ("m[r] = top, l[r] *= correction;", "m[r] = top;", ("l-not-rescaled",)),
+        (" + ahead) - j * ROWS", ") - j * ROWS", None),
+        ("    cp_async_wait<0>();\n    __syncthreads();  ", "    //", ("never-waited",)),
+        ('extern "C" int forward', 'extern "C" int attend', ("wrong-entry",)),
+        ("ldmatrix_x4_trans", "ldmatrix_x4", ("v-not-transposed",)),
+    ],
+)  # fmt: skip
+def test_a_wrong_page(old, new, slugs):
+    got = diagnosis("8.8", solution("blank_page", (old, new)))
+    assert got in slugs if slugs else got not in ("does-not-compile", "not-solved-yet", "wrong-entry"), got
+
+
+def test_shared_memory_that_was_not_asked_for():
+    text = step("p8_6_store").path.read_text()
+    assert diagnosis("8.8", text.replace("    cudaFuncSetAttribute", "    //")) == "launch-configuration"
+
+
+@pytest.mark.parametrize("page", ["", "\n\n", "// YOUR CODE HERE"])
+def test_an_empty_page_is_not_solved_yet(page):
+    assert diagnosis("8.8", page) == "not-solved-yet"

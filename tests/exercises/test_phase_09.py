@@ -9,6 +9,8 @@ import pytest
 
 from flashlab.check import CheckFailed
 from flashlab.exercises import check
+from flashlab.exercises.phase_09 import PARTS
+from flashlab.kernels import step
 from flashlab.simt import SimtError, find_compiler
 
 try:
@@ -39,8 +41,11 @@ def diagnosis(id, *answers):
 
 
 ANSWERS = {
-    "9.1": "merge_loop",
-    "9.2": ("before_loop", "in_loop"),
+    "9.3": "rescale",
+    "9.4": "merge_loop",
+    "9.5": "kernel",
+    "9.6": ("before_loop", "in_loop"),
+    "9.7": "my_kernel",
 }
 
 
@@ -65,7 +70,7 @@ def test_text_is_wanted(id):
     ],
 )
 def test_a_wrong_merge(change, slug):
-    got = diagnosis("9.1", solution("merge_loop", change))
+    got = diagnosis("9.4", solution("merge_loop", change))
     assert got == slug
 
 
@@ -78,6 +83,142 @@ def test_a_wrong_merge(change, slug):
     ],
 )
 def test_a_wrong_third_stage(change, slug):
-    texts = (solution(name, *[change] if change[0] in TEXTS[name]["SOLUTION"] else []) for name in ANSWERS["9.2"])
-    got = diagnosis("9.2", *texts)
+    texts = (solution(name, *[change] if change[0] in TEXTS[name]["SOLUTION"] else []) for name in ANSWERS["9.6"])
+    got = diagnosis("9.6", *texts)
     assert got == slug or (slug == "stage-overwritten" and got == "read-before-wait")
+
+
+# ---- 9.1 and 9.2: Python ---------------------------------------------------------------------------------------------
+def tiles(m_start, block_m, block_n, seq_q, seq_k, causal, up=1, first=1):
+    end, full = -(-seq_k // block_n), seq_k // block_n
+    if causal:
+        diagonal = seq_k - seq_q
+        end = max(0, min(end, (m_start + block_m + diagonal + up * (block_n - 1)) // block_n))
+        full = max(0, min(full, (m_start + first + diagonal) // block_n))
+    return end, full
+
+
+def test_tiles():
+    assert check("9.1", tiles)
+    assert diagnosis("9.1", lambda *block: tiles(*block, up=0)) == "wrong-end"
+    assert diagnosis("9.1", lambda *block: tiles(*block, first=0)) == "wrong-full"
+    assert diagnosis("9.1", lambda *block: (tiles(*block)[0],) * 2) == "wrong-full"
+
+
+def blocks_per_sm(registers, shared_bytes, threads, shared_per_sm, warps_per_sm, unit=256, system=1024):
+    warps, per_warp = threads // 32, -(-32 * registers // unit) * unit
+    return min(16384 // per_warp * 4 // warps, shared_per_sm // (shared_bytes + system), warps_per_sm // warps)
+
+
+def test_blocks_per_sm():
+    assert check("9.2", blocks_per_sm)
+    assert diagnosis("9.2", lambda *kernel: blocks_per_sm(*kernel, system=0)) == "wrong-shared-memory"
+    assert diagnosis("9.2", lambda *kernel: blocks_per_sm(*kernel, unit=1)) == "wrong-registers"
+    assert diagnosis("9.2", lambda r, s, t, shared, w: blocks_per_sm(r, s, t, shared, 64)) == "wrong-warps"
+
+
+# ---- 9.3: the bug hunt -----------------------------------------------------------------------------------------------
+def test_the_bug_hunt_begins_with_its_bug():
+    assert diagnosis("9.3", TEXTS["rescale"]["STARTER"]) == "l-not-rescaled"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("l_i[r] *= correction;", "l_i[r] += correction;"),
+        ("acc[n][2 * r + 1] *= correction", "acc[n][2 * r + 1] += 0.f"),
+        ("if (__any_sync(~0u, moved)) {", "if (false) {"),
+    ],
+)
+def test_a_wrong_rescaling(change):
+    got = diagnosis("9.3", solution("rescale", change))
+    assert got not in ("does-not-compile", "not-solved-yet")
+
+
+def test_a_vote_is_for_speed_alone():
+    # The four lanes of a quad wish the same, and nobody else has a part of their rows.
+    assert check("9.3", solution("rescale", ("__any_sync(~0u, moved)", "moved")))
+
+
+# ---- 9.5: the parts --------------------------------------------------------------------------------------------------
+def swapped(a, b):
+    text = solution("kernel")
+    one, other = f"// PART {a}\n", f"// PART {b}\n"
+    return text.replace(one, "@@").replace(other, one).replace("@@", other)
+
+
+def letter(name):
+    return next(x for x, part in PARTS.items() if part == name)
+
+
+@pytest.mark.parametrize(
+    "a, b",
+    [
+        ("rescale", "probabilities"),
+        ("row maxima", "scores"),
+        ("swizzle", "shared memory"),
+        ("addresses", "first copies"),
+        ("store", "launch"),
+    ],
+)
+def test_a_part_out_of_place_is_named(a, b):
+    with pytest.raises(CheckFailed) as caught:
+        check("9.5", swapped(letter(a), letter(b)))
+    assert caught.value.diagnosis == "part-out-of-place"
+    assert a in str(caught.value) or b in str(caught.value)
+
+
+def test_parts_left_out_or_used_twice():
+    line = f"// PART {letter('store')}\n"
+    assert diagnosis("9.5", solution("kernel", (line, ""))) == "part-missing"
+    assert diagnosis("9.5", solution("kernel", (line, line + line))) == "part-twice"
+    assert diagnosis("9.5", solution("kernel", (line, line + "// PART Z\n"))) == "part-unknown"
+
+
+def test_other_orders_are_right():
+    assert check("9.5", swapped(letter("state"), letter("which keys")))
+
+
+@pytest.mark.parametrize(
+    "change, slugs",
+    [
+        (("for (; j >= full; j--) tile(j, std::true_type{});", ""), ("tail-not-masked", "diagonal-not-masked")),
+        (("for (; j >= full; j--)", "for (; j >= 0; j--)"), ("everything-masked",)),
+        (("for (; j >= 0; j--)", "for (; j > 0; j--)"), ("tile-skipped", "first-tile-skipped", "wrong-value")),
+    ],
+)
+def test_wrong_glue(change, slugs):
+    assert diagnosis("9.5", solution("kernel", change)) in slugs
+
+
+# ---- 9.7: a kernel of one's own --------------------------------------------------------------------------------------
+def test_the_series_own_kernels_are_accepted():
+    for name in ("p9_4_warp_tiles", "p9_flash"):
+        assert check("9.7", step(name).path.read_text())
+
+
+@pytest.mark.parametrize(
+    "name, slug", [("p8_6_store", "too-few-rows-per-warp"), ("p8_3_stages", "too-few-rows-per-warp")]
+)
+def test_right_but_too_dear(name, slug):
+    assert diagnosis("9.7", step(name).path.read_text()) == slug
+
+
+@pytest.mark.parametrize(
+    "change, slug",
+    [
+        (("(column / 8 ^ row % 8) * 16", "column * 2"), "bank-conflicts"),
+        (('extern "C" int forward', "int forward"), "wrong-entry"),
+        (("m_i[r] = x, l_i[r] *= correction;", "m_i[r] = x;"), "l-not-rescaled"),
+        (("        __syncthreads();                                               // nobody", "        //"), None),
+        (("constexpr int WARPS = 4,", "constexpr int WARPS = 4"), "does-not-compile"),
+        (("ldmatrix_x4_trans(b,", "ldmatrix_x4(b,"), "v-not-transposed"),
+    ],
+)
+def test_a_wrong_kernel(change, slug):
+    got = diagnosis("9.7", solution("my_kernel", change))
+    assert got == slug or (slug is None and got in ("race", "stage-overwritten", "read-before-wait"))
+
+
+def test_an_empty_page_is_not_solved_yet():
+    assert diagnosis("9.7", "") == "not-solved-yet"

@@ -126,12 +126,16 @@ def naive_peak_bytes(
     return heads * (2 * m * n + m * d) * itemsize
 
 
-def flash_cost(M: int, N: int, HEAD_DIM: int, BLOCK_M: int = 64, BLOCK_N: int = 64, itemsize: int = 2) -> Cost:
+def flash_cost(
+    M: int, N: int, HEAD_DIM: int, BLOCK_M: int = 64, BLOCK_N: int = 64, itemsize: int = 2
+) -> Cost:  # fmt: skip
     """The cost of one head in tiles: Q [M, HEAD_DIM], K and V [N, HEAD_DIM], `itemsize` bytes an element.
 
     Q is read once and O written once (and 4 bytes of lse a row); K and V are read once for each query block.
     BLOCK_N changes the number of rescalings, never the bytes. Tests hold both counts against `Meter`.
     """
+    if min(BLOCK_M, BLOCK_N) < 1:
+        raise ValueError(f"a block has at least one row, and these have {BLOCK_M} and {BLOCK_N}")
     q_blocks, k_blocks = -(-M // BLOCK_M), -(-N // BLOCK_N)
     # Each score: scale, max, subtract, exp, sum. Each row and key block: the new maximum, the correction
     # (two), l_i (two), and two for each element of acc. At the end: divide acc, log l_i, add m_i.

@@ -33,6 +33,7 @@ def check_qkv(
     same_v: bool = False,
     aligned: bool = False,
     on_gpu: bool = False,
+    no_grad: bool = False,
     names: tuple[str, str, str] = ("q", "k", "v"),
 ) -> None:
     """Raise, in a sentence that says what to do, unless q, k and v are inputs of one attention.
@@ -46,6 +47,7 @@ def check_qkv(
         same_v: v must have the head_dim of k.
         aligned: rows must be contiguous and start on 16 bytes, as copies of 16 bytes need it.
         on_gpu: they must be on a GPU, because the kernel is compiled for it; else on any device, one for all three.
+        no_grad: none may want a gradient, because a kernel's result has none.
         names: what the caller calls them.
     Raises:
         TypeError: something that is no tensor, or a dtype that is not taken. ValueError: everything else.
@@ -57,6 +59,13 @@ def check_qkv(
             raise TypeError(f"{name} is a {type(x).__name__}; a torch.Tensor is needed")
         if x.ndim != rank:
             raise ValueError(f"{name} must be {_LAYOUTS[rank]}, but it has {x.ndim} dimensions{_remedy(name, x, rank)}")
+        if x.is_neg():  # its memory holds the numbers with the other sign
+            raise ValueError(f"{name} is a view that PyTorch negates when it reads it: pass {name}.resolve_neg()")
+        if no_grad and x.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                f"{name} requires a gradient, and this kernel computes the forward pass alone: "
+                f"pass {name}.detach(), or call it under torch.no_grad()"
+            )
     _check_dtypes(tensors, dtypes)
     if not q.device == k.device == v.device:
         where = ", ".join(f"{name} is on {x.device}" for name, x in tensors.items())

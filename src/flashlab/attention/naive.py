@@ -7,7 +7,13 @@ import math
 import torch
 
 
-def naive_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None) -> torch.Tensor:
+def naive_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float | None = None,
+) -> torch.Tensor:
     """softmax(scale * q k^T) v as PyTorch runs it line by line, every intermediate in memory and in q's dtype.
 
     q [..., M, HEAD_DIM], k and v [..., N, HEAD_DIM]; scale defaults to 1 / sqrt(HEAD_DIM). Returns [..., M, HEAD_DIM].

@@ -76,6 +76,7 @@ def scheme_a(
     triton's own OutOfResources when the GPU it runs on cannot.
     """
     check_one_head(q, k, v)
+    check_block("BLOCK_M", BLOCK_M, power_of_two=True)
     if as_if_on is not None and len(k):
         require_shared_memory(scheme_a_report(len(k), q.shape[1], as_if_on, BLOCK_M=BLOCK_M, dtype=q.dtype))
     return launch(scheme_a_kernel, q, k, v, scale=scale, BLOCK_M=BLOCK_M, BLOCK_N=padded(len(k)))
@@ -92,6 +93,7 @@ def padded(n: int) -> int:
 
 def scheme_a_shared_bytes(seq_len: int, head_dim: int, *, BLOCK_M: int = 64, itemsize: int = 2) -> int:
     """Shared memory of a block of scheme_a_kernel, in bytes: the tiles of q, k and v lie there at the same time."""
+    check_block("BLOCK_M", BLOCK_M, power_of_two=True)
     return (BLOCK_M + 2 * padded(seq_len)) * head_dim * itemsize
 
 
@@ -116,6 +118,7 @@ def kernel_arguments(
     seq_len: int, head_dim: int, *, BLOCK_M: int = 64, dtype: torch.dtype = torch.float16, **constants: Any
 ) -> dict[str, Any]:
     """The arguments of this module's kernels on contiguous tensors, in the form that compile_report takes."""
+    check_block("BLOCK_M", BLOCK_M, power_of_two=True)
     strides = {f"stride_{axis}": head_dim for axis in ("qm", "kn", "vn", "om")}
     strides |= {f"stride_{axis}": 1 for axis in ("qd", "kd", "vd", "od")}
     pointers = {name: dtype for name in ("q_ptr", "k_ptr", "v_ptr", "o_ptr")} | {"lse_ptr": torch.float32}
@@ -145,8 +148,31 @@ def scheme_a_report(
 
 
 def check_one_head(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Raise ValueError or TypeError, with a sentence, unless q, k and v are one head that the kernels here can take."""
-    check_qkv(q, k, v, rank=2, dtypes=(torch.float16, torch.bfloat16), head_dims=TILE_SIDES, same_v=True)
+    """Raise ValueError or TypeError, with a sentence, unless q, k and v are one head that the kernels here can take.
+
+    They count in 32 bits, and take the maximum of scores of which one at least is finite; see `require_finite_rows`.
+    """
+    dtypes = (torch.float16, torch.bfloat16)
+    check_qkv(q, k, v, rank=2, dtypes=dtypes, head_dims=TILE_SIDES, same_v=True, no_grad=True)
+    for name, x in (("q", q), ("k", k), ("v", v), ("the output", torch.empty(q.shape, device="meta"))):
+        last = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
+        if last >= 2**31:
+            raise ValueError(
+                f"{name} ends {last} elements behind its first, and these kernels count in 32 bits, to 2^31: pass "
+                "fewer rows, or contiguous ones (flash_attention_forward of phase 3 counts in 64)"
+            )
+
+
+def require_finite_rows(q: torch.Tensor, k: torch.Tensor, scale: float, lse: torch.Tensor) -> None:
+    """Raise ValueError where a row is NaN for want of a finite score: the kernels here compute -inf - (-inf) for it."""
+    rows = lse.isnan().nonzero()[:64, 0]
+    scores = scale * (q[rows].float() @ k.float().T)
+    blind = scores.isneginf().any(1) & ~scores.logsumexp(1).isnan()
+    if blind.any():
+        raise ValueError(
+            f"row {rows[blind][0].item()} of q has scores of -inf and, in a block of keys, no other: the kernels of "
+            "this phase compute -inf - (-inf) there, which is NaN (flash_attention_forward of phase 3 takes such rows)"
+        )
 
 
 def launch(
@@ -164,17 +190,21 @@ def launch(
     q [M, HEAD_DIM], k and v [N, HEAD_DIM], o [M, HEAD_DIM] in q's dtype, lse [M] in float32. `constants` are the
     kernel's constexpr arguments beside HEAD_DIM and BLOCK_M. With no query or no key nothing is launched: o is 0 and
     lse -inf. Four warps and one stage: without a pipeline, shared memory holds just what the kernel's tiles need.
+    Raises as check_one_head and require_finite_rows do.
     """
     check_one_head(q, k, v)
-    o = torch.zeros_like(q, memory_format=torch.contiguous_format)
-    lse = torch.full((len(q),), -math.inf, dtype=torch.float32, device=q.device)
     scale = scale_of(scale, q.shape[1])
     check_block("BLOCK_M", BLOCK_M, power_of_two=True)
+    check_block("BLOCK_N", constants.get("BLOCK_N"), power_of_two=True)
+    o = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    lse = torch.full((len(q),), -math.inf, dtype=torch.float32, device=q.device)
     if len(q) and len(k):
         kernel[(triton.cdiv(len(q), BLOCK_M),)](
             q, k, v, o, lse, *q.stride(), *k.stride(), *v.stride(), *o.stride(), len(q), len(k), scale,
             HEAD_DIM=q.shape[1], BLOCK_M=BLOCK_M, **constants, num_warps=4, num_stages=1,
         )  # fmt: skip
+        if not (q.is_cuda and torch.cuda.is_current_stream_capturing()):  # a graph being captured waits for nothing
+            require_finite_rows(q, k, scale, lse)
     return o, lse
 
 
@@ -260,7 +290,7 @@ def scheme_b_kernel(
     M, N, scale,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HALVINGS: tl.constexpr, HOW: tl.constexpr,
 ):  # fmt: skip
-    """K whole, padded to BLOCK_N * 2**HALVINGS keys, V in blocks of BLOCK_N; HOW says how block j of P is come by."""
+    """K whole, padded to BLOCK_N * 2**HALVINGS keys, V in blocks of BLOCK_N; HOW says how block j of P is made."""
     KEYS: tl.constexpr = BLOCK_N << HALVINGS
     offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_k = tl.arange(0, KEYS)
@@ -311,7 +341,7 @@ def scheme_b_kernel(
 
 
 ESCAPE_HATCHES = ("split", "gather", "reduction", "recompute")
-"""What scheme_b takes for `how`: the ways to come by a block of P that the compiler accepts."""
+"""What scheme_b takes for `how`: the ways to a block of P that the compiler accepts."""
 
 
 def scheme_b(
@@ -339,6 +369,7 @@ def scheme_b(
 
 def scheme_b_shared_bytes(seq_len: int, head_dim: int, *, BLOCK_M: int = 64, itemsize: int = 2) -> int:
     """Shared memory of a block of scheme_b_kernel, in bytes: q and the whole of K at once (blocks of V come later)."""
+    check_block("BLOCK_M", BLOCK_M, power_of_two=True)
     return (BLOCK_M + padded(seq_len)) * head_dim * itemsize
 
 
@@ -401,7 +432,7 @@ def two_pass(
 
 __all__ = [
     "ESCAPE_HATCHES", "OutOfSharedMemory", "check_one_head", "first_failing_seq_len", "kernel_arguments", "launch",
-    "padded", "require_shared_memory", "scheme_a", "scheme_a_kernel",
+    "padded", "require_finite_rows", "require_shared_memory", "scheme_a", "scheme_a_kernel",
     "scheme_a_report", "scheme_a_reports", "scheme_a_shared_bytes", "scheme_a_variant_kernel", "scheme_b",
     "scheme_b_kernel", "scheme_b_shared_bytes", "slice_by_gather", "slice_by_reduction", "slice_by_split",
     "two_pass", "two_pass_kernel",

@@ -81,22 +81,22 @@ def flash_attention_forward_sim(
     Returns:
         O_block: [BLOCK_M, V_DIM] in V's dtype. lse: [BLOCK_M], float32, log(sum(exp(scores))), natural.
     Raises:
-        ValueError, TypeError: see `check_inputs`.
+        ValueError, TypeError: see `check_inputs`; a row whose scores in the first block are all -inf.
     """
     scale = check_inputs(Q_block, K, V, BLOCK_N, scale)
     BLOCK_M, N = Q_block.shape[0], K.shape[0]
 
-    # .float() is the load: from here on a tile is on chip. A product of two 16-bit numbers is exact in
-    # float32, so a float32 matmul of loaded tiles is what a tensor core computes.
-    q = Q_block.float()
-    m_i = q.new_full([BLOCK_M], -math.inf)
-    l_i = q.new_zeros([BLOCK_M])
-    acc = q.new_zeros([BLOCK_M, V.shape[1]])
+    # .float() is the load: from here on a tile is on chip. The product of two 16-bit numbers is exact in
+    # float32, and in a tensor core too.
+    q = Q_block.float()  # [BLOCK_M, HEAD_DIM]
+    m_i = q.new_full([BLOCK_M], -math.inf)  # the largest score of each row so far
+    l_i = q.new_zeros([BLOCK_M])  # the sum of exp(score - m_i) so far
+    acc = q.new_zeros([BLOCK_M, V.shape[1]])  # the sum of exp(score - m_i) * v so far
     for start_n in range(0, N, BLOCK_N):
         k = K[start_n : start_n + BLOCK_N].float()  # the last block may be shorter: Python cuts the slice
-        s = scale * (q @ k.T)
+        s = scale * (q @ k.T)  # [BLOCK_M, keys in this block]
         m_new = torch.maximum(m_i, s.amax(dim=1))
-        p = torch.exp(s - m_new[:, None])
+        p = torch.exp(s - m_new[:, None])  # like s, relative to the new maximum
         correction = torch.exp(m_i - m_new)  # exp(-inf) = 0 on the first block: nothing was there to correct
         l_i = l_i * correction + p.sum(dim=1)
         acc = acc * correction[:, None]
@@ -105,7 +105,9 @@ def flash_attention_forward_sim(
         m_i = m_new
         if trace is not None:
             trace(Step(start_n, s, p, correction, m_i, l_i, acc))
-    O_block = (acc / l_i[:, None]).to(V.dtype)
+    if (l_i.isnan() & (m_i < math.inf)).any():  # -inf - (-inf)
+        raise ValueError("a row's first scores are all -inf: masks are flash_attention_causal_sim's")
+    O_block = (acc / l_i[:, None]).to(V.dtype)  # the one division
     lse = m_i + torch.log(l_i)
     return O_block, lse
 
@@ -204,6 +206,9 @@ def flash_attention_sim(
         ValueError, TypeError: see `check_qkv` and `check_inputs`.
     """
     check_qkv(q, k, v, dtypes=_DTYPES)
+    check_block("BLOCK_M", BLOCK_M)
+    check_block("BLOCK_N", BLOCK_N)
+    scale = scale_of(scale, q.shape[3])
     one_head = flash_attention_causal_sim if causal else flash_attention_one_head_sim
     group = q.shape[1] // k.shape[1]
     o = q.new_zeros([*q.shape[:3], v.shape[3]])

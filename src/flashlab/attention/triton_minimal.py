@@ -47,34 +47,34 @@ def flash_attention_forward_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    # int64, because a row times its stride may pass 2^31 elements.
+    # This program's rows of Q. int64, because a row times its stride may pass 2^31 elements.
     offs_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, HEAD_DIM).to(tl.int64)
     q_ptrs = Q_ptr + offs_m[:, None] * stride_qm + offs_d[None, :] * stride_qd
-    q = tl.load(q_ptrs, mask=offs_m[:, None] < M, other=0.0)
+    q = tl.load(q_ptrs, mask=offs_m[:, None] < M, other=0.0)  # rows past M are zeros, and never stored
 
-    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    l_i = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
+    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)  # the largest score of each row so far
+    l_i = tl.zeros([BLOCK_M], tl.float32)  # the sum of exp2(score - m_i) so far
+    acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)  # the sum of exp2(score - m_i) * v so far
     for start_n in range(0, N, BLOCK_N):
         offs_n = start_n + tl.arange(0, BLOCK_N).to(tl.int64)
         in_range = offs_n < N  # false only in the last block, and only if BLOCK_N does not divide N
         k_ptrs = K_ptr + offs_n[:, None] * stride_kn + offs_d[None, :] * stride_kd
         k = tl.load(k_ptrs, mask=in_range[:, None], other=0.0)
-        s = tl.dot(q, k.T, input_precision="ieee") * scale_log2
+        s = tl.dot(q, k.T, input_precision="ieee") * scale_log2  # [BLOCK_M, BLOCK_N]
         s = tl.where(in_range[None, :], s, float("-inf"))  # a zero in K is a score of 0, and exp2(0) is 1
         m_new = tl.maximum(m_i, tl.max(s, axis=1))
-        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)  # no finite score yet: -inf - (-inf) would be NaN
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)  # no score yet: -inf - (-inf) is NaN
         p = tl.exp2(s - m_safe[:, None])
-        correction = tl.exp2(m_i - m_safe)
+        correction = tl.exp2(m_i - m_safe)  # at most 1: what was added so far, relative to the new maximum
         l_i = l_i * correction + tl.sum(p, axis=1)
         acc = acc * correction[:, None]
         v_ptrs = V_ptr + offs_n[:, None] * stride_vn + offs_d[None, :] * stride_vd
         v = tl.load(v_ptrs, mask=in_range[:, None], other=0.0)
-        acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")  # tensor cores want both operands in 16 bit
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")  # acc + p @ v; p in v's dtype
         m_i = m_new
 
-    acc = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]  # l_i is 0 where every score was -inf: such a row is 0
+    acc = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]  # l_i is 0 where every score was -inf: o is 0
     lse = (m_i + tl.log2(l_i)) * 0.6931471805599453  # times ln 2: a natural logarithm again
     o_ptrs = O_ptr + offs_m[:, None] * stride_om + offs_d[None, :] * stride_od
     tl.store(o_ptrs, acc.to(O_ptr.dtype.element_ty), mask=offs_m[:, None] < M)
@@ -99,8 +99,8 @@ def flash_attention_forward(
         q: [M, HEAD_DIM]; k, v: [N, HEAD_DIM]; all float16, all bfloat16 or all float32, with any strides, on the device
             that kernels run on (``runtime.device()``). HEAD_DIM is 16, 32, 64, 128 or 256; M and N are anything, 0 too.
         scale: 1 / sqrt(HEAD_DIM) unless given.
-        BLOCK_M, BLOCK_N: query and key rows a tile, powers of two from 16 on; by default 64, or as many as make a tile
-            of 16 KiB if that is fewer (``default_block``).
+        BLOCK_M, BLOCK_N: query and key rows per tile, powers of two from 16 on; by default 64, or as many as fill
+            16 KiB if that is fewer (``default_block``).
         num_warps, num_stages: as in any Triton launch; more stages hold more tiles of K and V in shared memory.
         kernel: another kernel with the same parameters; the exercises launch theirs with it.
     Returns:
@@ -112,7 +112,8 @@ def flash_attention_forward(
     Raises:
         TypeError, ValueError: see `flashlab.attention.inputs.check_qkv`, `check_block` and `scale_of`.
     """
-    check_qkv(q, k, v, rank=2, dtypes=DTYPES, head_dims=TILE_SIDES, same_v=True, on_gpu=not runtime.INTERPRETED)
+    on_gpu = not runtime.INTERPRETED
+    check_qkv(q, k, v, rank=2, dtypes=DTYPES, head_dims=TILE_SIDES, same_v=True, on_gpu=on_gpu, no_grad=True)
     check_block("BLOCK_M", BLOCK_M, power_of_two=True)
     check_block("BLOCK_N", BLOCK_N, power_of_two=True)
     M, HEAD_DIM = q.shape
@@ -135,7 +136,7 @@ def flash_attention_forward(
 
 
 def default_block(HEAD_DIM: int, dtype: torch.dtype) -> int:
-    """Rows a tile: 64, fewer where 64 rows are more than 16 KiB, so that three stages fit every GPU since 2020."""
+    """Rows per tile: 64, fewer where 64 rows are more than 16 KiB, so that three stages fit every GPU since 2020."""
     return min(64, 16 * 1024 // (HEAD_DIM * dtype.itemsize))
 
 
@@ -143,6 +144,8 @@ def compile_arguments(
     dtype: torch.dtype, HEAD_DIM: int, N: int = 1024, BLOCK_M: int | None = None, BLOCK_N: int | None = None
 ) -> dict[str, object]:
     """What a compile report needs for a launch on contiguous q, k, v [N, HEAD_DIM] of this dtype."""
+    check_block("BLOCK_M", BLOCK_M, power_of_two=True)
+    check_block("BLOCK_N", BLOCK_N, power_of_two=True)
     block = default_block(HEAD_DIM, dtype)
     strides = {f"stride_{tensor}": HEAD_DIM for tensor in ("qm", "kn", "vn", "om")}
     strides |= {f"stride_{tensor}d": 1 for tensor in "qkvo"}
@@ -153,5 +156,6 @@ def compile_arguments(
 
 def hbm_bytes(M: int, N: int, HEAD_DIM: int, itemsize: int, BLOCK_M: int = 64) -> tuple[int, int]:
     """Bytes (read, written) by one launch: Q once, all of K and V once for each block of queries; O and lse once."""
+    check_block("BLOCK_M", BLOCK_M, power_of_two=True)
     programs = triton.cdiv(M, BLOCK_M)
     return (M + 2 * N * programs) * HEAD_DIM * itemsize, M * HEAD_DIM * itemsize + 4 * M

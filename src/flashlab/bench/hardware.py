@@ -7,6 +7,7 @@ sums        how the tensor cores add: what is cut off, what is rounded
 zero_copy   a cp.async of no bytes from an address that is nobody's
 float32     whether PyTorch's fused float32 attention runs on the tensor cores, with TF32 off
 traffic     bytes of DRAM and of L2, by ncu, beside the sizes of the tensors and the formulas
+naive       which kernels PyTorch runs for naive attention, and how long each, over the length
 workspace   what FlashAttention-2 allocates beside its result, over the number of heads
 stalls      where a kernel's issue slots go, by ncu
 """
@@ -118,6 +119,7 @@ TRAFFIC = {
     "l2_write_sectors": "lts__t_sectors_srcunit_tex_op_write.sum",
     "nanoseconds": "gpu__time_duration.sum",
 }
+DRAM = {name: TRAFFIC[name] for name in ("dram_read", "dram_written")}  # one pass of ncu
 TENSOR = {"tensor_instructions": "smsp__inst_executed_pipe_tensor_op_hmma.sum", "nanoseconds": TRAFFIC["nanoseconds"]}
 REASONS = (
     "not_selected", "wait", "short_scoreboard", "long_scoreboard", "math_pipe_throttle", "mio_throttle",
@@ -188,7 +190,7 @@ def launch(name: str) -> None:
     q, k, v = _tensors(shape, dtype)
     run(q, k, v)  # builds, workspaces
     torch.cuda.synchronize()
-    torch.empty(512 * 2**20, dtype=torch.uint8, device="cuda").fill_(1)
+    torch.zeros(512 * 2**20, dtype=torch.uint8, device="cuda").max()  # read too: no written line is left in L2
     torch.cuda.synchronize()
     torch.cuda.profiler.start()
     run(q, k, v)
@@ -196,26 +198,70 @@ def launch(name: str) -> None:
     torch.cuda.profiler.stop()
 
 
-def counted(name: str, metrics: dict[str, str]) -> list[dict[str, Any]]:
-    """ncu's counters of the kernels of one of LAUNCHES."""
-    rows = ncu.profile(["-m", "flashlab.bench.hardware", "--launch", name], metrics, only_marked=True)
+def counted(name: str, metrics: dict[str, str], *, keep_caches: bool = False) -> list[dict[str, Any]]:
+    """ncu's counters of the kernels of one of LAUNCHES; keep_caches: see ncu.profile."""
+    arguments = ["-m", "flashlab.bench.hardware", "--launch", name]
+    rows = ncu.profile(arguments, metrics, only_marked=True, keep_caches=keep_caches)
     return [{"launch": name} | {k: x for k, x in row.items() if k != "launch"} for row in rows]
 
 
 def traffic() -> list[dict[str, Any]]:
-    """DRAM and L2 bytes of each kernel, and what the tensors and the formulas say of the whole launch."""
+    """DRAM and L2 bytes of each kernel, and what the tensors and the formulas say of the whole launch.
+
+    ncu empties the caches before each kernel, so `dram_read` has what the kernel before wrote too; of the launches of
+    several kernels `kept_read` and `kept_written` are DRAM bytes with the caches left alone.
+    """
     rows = []
     for name in ("naive", "naive, in L2", "minimal", "fa2", "series", "series, 64 heads"):
         (batch, heads, n, d), dtype, _ = LAUNCHES[name]
         block_m = 64 if name == "minimal" else 128
         formula = cost.naive_cost(n, d) if name.startswith("naive") else cost.flash_cost(n, n, d, block_m)
         compulsory = 4 * batch * heads * n * d * dtype.itemsize
-        for row in counted(name, TRAFFIC):
+        kept = counted(name, DRAM, keep_caches=True) if name.startswith("naive") else []
+        for i, row in enumerate(counted(name, TRAFFIC)):
+            if kept:
+                row |= {"kept_read": kept[i]["dram_read"], "kept_written": kept[i]["dram_written"]}
             rows.append(row | {
                 "shape": [batch, heads, n, d], "compulsory_bytes": compulsory,
                 "formula_read": batch * heads * formula.bytes_read,
                 "formula_written": batch * heads * formula.bytes_written,
             })  # fmt: skip
+    return rows
+
+
+def moved(run: dict[str, Any], name: str) -> dict[str, int] | None:
+    """Bytes of all kernels of a recorded launch; None where the run has no counters of it.
+
+    tensors: q, k, v and o once. asked: by the formula. l2: what the multiprocessors got from and gave to L2. dram.
+    """
+    part = run.get("traffic")
+    rows = [r for r in part if r["launch"] == name] if isinstance(part, list) else []
+    if not rows:
+        return None
+    return {
+        "tensors": rows[0]["compulsory_bytes"],
+        "asked": rows[0]["formula_read"] + rows[0]["formula_written"],
+        "l2": int(32 * sum(r["l2_read_sectors"] + r["l2_write_sectors"] for r in rows)),  # 32 bytes per sector
+        "dram": int(sum(r["dram_read"] + r["dram_written"] for r in rows)),
+    }
+
+
+# ---- naive attention's kernels ---------------------------------------------------------------------------------------
+def naive_kernels() -> list[dict[str, Any]]:
+    """Microseconds of each of PyTorch's four kinds of kernel (scores, scale, softmax, output) at phase 1's shapes."""
+    rows = []
+    for n in (2048, 4096, 8192, 16384):
+        q, k, v = _tensors((1, 16, n, 128))
+        for _ in range(3):
+            naive_attention(q, k, v)
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+            naive_attention(q, k, v)
+            torch.cuda.synchronize()
+        launched = sorted((e for e in profiler.events() if e.device_time_total > 5), key=lambda e: e.time_range.start)
+        for kernel in dict.fromkeys(e.name for e in launched):  # a large tensor is scaled by several launches
+            microseconds = sum(e.device_time_total for e in launched if e.name == kernel)
+            rows.append({"seq_len": n, "kernel": kernel, "microseconds": microseconds})
     return rows
 
 
@@ -250,13 +296,14 @@ def run(*, quick: bool = False) -> dict[str, Any]:
         "sums": sums,
         "zero_copy": zero_copy,
         "workspace": workspace,
+        "naive": naive_kernels,
         "float32": lambda: [r for n in ("efficient, float32", "math, float32") for r in counted(n, TENSOR)],
         "traffic": traffic,
         "stalls": lambda: [r for n in LAUNCHES if n.startswith("stalls") for r in counted(n, STALLS)],
     }
     with timing.measured() as machine:
         result: dict[str, Any] = {"machine": machine | {"ncu": None if quick else ncu.ncu_version()}}
-        for name, part in list(parts.items())[: 4 if quick else None]:
+        for name, part in list(parts.items())[: 5 if quick else None]:
             try:
                 result[name] = part()
             except (RuntimeError, subprocess.SubprocessError) as error:  # one part that fails loses no other
@@ -283,6 +330,27 @@ def table(result: dict[str, Any]) -> Table:
 def recorded() -> list[dict[str, Any]]:
     """The recorded runs, one per GPU."""
     return records.recorded("hardware")
+
+
+STALL_COLUMNS = ("per issued instruction, warps wait", "ours, D = 64", "ours, D = 128", "FlashAttention-2, D = 128")
+_STALL_LAUNCHES = ("stalls, D=64", "stalls, D=128", "stalls, fa2, D=128")
+_OVERALL = {
+    "issue_active_pct": "clocks in which a scheduler issues, %",
+    "warps_eligible": "warps that could issue, per clock",
+    "tensor_active_pct": "tensor pipe active, %",
+    "shared_active_pct": "shared memory active, %",
+}
+
+
+def stall_rows(run: dict[str, Any], reasons: int = 7) -> list[list[Any]]:
+    """A recorded run's stalls under STALL_COLUMNS: the largest reasons of all launches, then how busy the units are."""
+    found = {r["launch"]: r for r in run["stalls"]} if isinstance(run.get("stalls"), list) else {}
+    launches = [found.get(name, {}) for name in _STALL_LAUNCHES]
+    largest = sorted(REASONS, key=lambda name: -max((r.get(name) or 0.0) for r in launches))[:reasons]
+    return [
+        [label, *("" if r.get(name) is None else f"{r[name]:.2f}" for r in launches)]
+        for name, label in [*((n, n.replace("_", " ")) for n in largest), *_OVERALL.items()]
+    ]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

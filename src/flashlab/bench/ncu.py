@@ -35,7 +35,7 @@ def ncu_version() -> str:
 
 def profile(
     arguments: Sequence[str], metrics: Mapping[str, str], *, kernels: str | None = None, only_marked: bool = False,
-    timeout: float = 400,
+    keep_caches: bool = False, timeout: float = 400,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Runs `python ARGUMENTS` under ncu; one row per kernel launch, in order.
 
@@ -44,6 +44,8 @@ def profile(
         metrics: name -> ncu's metric.
         kernels: a regular expression that a kernel's name has to match.
         only_marked: only what is launched between torch.cuda.profiler.start() and stop().
+        keep_caches: a kernel finds in L2 what the one before it left; else ncu empties the caches before each kernel.
+            The metrics must then be few enough for one pass (ncu restores memory between passes, through the L2).
         timeout: seconds.
 
     Returns:
@@ -57,6 +59,7 @@ def profile(
     command = ["ncu", "--csv", "--page", "raw", "--clock-control", "none", "--metrics", ",".join(metrics.values())]
     command += ["-k", f"regex:{kernels}"] if kernels else []
     command += ["--profile-from-start", "off"] if only_marked else []
+    command += ["--cache-control", "none"] if keep_caches else []
     done = subprocess.run([*command, sys.executable, *arguments], capture_output=True, text=True, timeout=timeout)
     return parse(done.stdout, metrics) or _nothing(done.stderr or done.stdout)
 

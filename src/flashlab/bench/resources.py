@@ -2,6 +2,7 @@
 
 flashlab bench resources         # compiles every step again, and writes recorded/resources.json; no GPU is needed
 table("sm_90")                   # of the recorded figures
+occupancy("A100", ["p9_flash"])  # how many blocks and warps an SM of it holds, and which resource ends it
 """
 
 from __future__ import annotations
@@ -9,15 +10,18 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from flashlab import runtime
 from flashlab.bench import records
 from flashlab.cuda.resources import TARGETS, Resources, resources
 from flashlab.cuda.toolchain import nvcc_version
 from flashlab.kernels.series import SERIES, SIDE, Step, step
+from flashlab.runtime import GpuLimits
 from flashlab.table import Table
 
 RECORDED = records.RECORDED / "resources.json"
@@ -71,6 +75,79 @@ def _table(rows: Sequence[Resources], opcodes: Sequence[str]) -> Table:
     return Table.of(cells, columns, align="ll" + "r" * (len(columns) - 2))
 
 
+# ---- what an SM holds of them ----------------------------------------------------------------------------------------
+RESERVED_SHARED = 1024  # bytes that the system adds to every block, from sm_80 on
+WARP, REGISTERS_AT_ONCE, SCHEDULERS = (
+    32,
+    256,
+    4,
+)  # a warp's registers come in units of 256, from one scheduler's quarter
+
+
+@dataclass(frozen=True)
+class Occupancy:
+    """How often a kernel's block fits on one SM.
+
+    Attributes:
+        kernel: with its registers and shared memory.
+        blocks, warps: that an SM holds.
+        limit: what allows no more: "registers", "shared memory", "warps" or "blocks".
+    """
+
+    kernel: Resources
+    blocks: int
+    warps: int
+    limit: str
+
+
+def fits(kernel: Resources, gpu: GpuLimits, threads: int = 128) -> Occupancy:
+    """Blocks of ``threads`` threads that fit on an SM. Raises ValueError where the shared memory is not known."""
+    if kernel.shared_bytes is None:
+        raise ValueError(f"no launch of {kernel.step}'s {kernel.kernel} was seen, so its shared memory is not known")
+    per_warp = -(-kernel.registers * WARP // REGISTERS_AT_ONCE) * REGISTERS_AT_ONCE
+    warps = threads // WARP
+    allowed = {
+        "registers": gpu.registers_per_sm // SCHEDULERS // per_warp * SCHEDULERS // warps,
+        "shared memory": gpu.shared_per_sm // (kernel.shared_bytes + RESERVED_SHARED),
+        "warps": gpu.threads_per_sm // threads,
+        "blocks": gpu.blocks_per_sm,
+    }
+    limit = min(allowed, key=lambda name: allowed[name])
+    return Occupancy(kernel, allowed[limit], allowed[limit] * warps, limit)
+
+
+def occupancy(gpu: str, names: Sequence[str], head_dim: int = 64, threads: int = 128) -> list[Occupancy]:
+    """Of each step, as a large grid without a mask runs it: the recorded kernel, and how often it fits on an SM.
+
+    Where a step has several tiles, it is the one with the most rows per warp; of those with the most blocks per SM the
+    one with the most keys, as the steps' launchers choose.
+
+    Args:
+        gpu: of flashlab.runtime.GPUS, "A100".
+        names: of steps whose blocks have ``threads`` threads.
+    Raises:
+        ValueError: nothing is recorded for that GPU's target, or for a step.
+    """
+    limits = runtime.limits(gpu)
+    kernels = [r for r in recorded()["kernels"] if (r.target, r.head_dim) == (limits.target, head_dim)]
+    found = []
+    for name in names:
+        fitting = [(tile, fits(r, limits, threads)) for r in kernels if r.step == name if (tile := _plain_tile(r))]
+        if not fitting:
+            raise ValueError(f"no figures of {name} for {limits.target}, head_dim {head_dim}")
+        tallest = max(tile[0] for tile, _ in fitting)
+        tall = [(tile, o) for tile, o in fitting if tile[0] == tallest]
+        found.append(max(tall, key=lambda pair: (pair[1].blocks, pair[0]))[1])
+    return found
+
+
+def _plain_tile(kernel: Resources) -> tuple[int, ...] | None:
+    """The numbers among a kernel's template arguments; None for one with a mask, with split keys, or for the merge."""
+    if not kernel.kernel.startswith("flash_forward") or "true" in kernel.kernel or kernel.element == "__nv_bfloat16":
+        return None
+    return tuple(int(x) for x in re.findall(r"\b\d+\b", kernel.kernel)) or (0,)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measures every step (``--quick``: the last one, for one target) and writes the recorded figures."""
     given = records.parser(__doc__, "resources").parse_args(arguments)
@@ -84,7 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"nvcc {nvcc_version()}, {targets[-1]}: " + (f"written to {out}" if out else "not written: a quick run"))
 
 
-__all__ = ["RECORDED", "main", "measure", "recorded", "table"]
+__all__ = ["RECORDED", "Occupancy", "fits", "main", "measure", "occupancy", "recorded", "table"]
 
 if __name__ == "__main__":
     records.entry(main)

@@ -3,6 +3,7 @@
     Answer(text, "add_bias").run(x, bias, y, rows, cols, case="rows=4")    # any extern "C" function; its counters
     examine(step("p8_4_swizzle"))                               # a Verdict
     examine(replaced(step("p8_3_stages"), "load K and V", text))   # with somebody's own lines in a named region
+    examine(whole_kernel(text, "kernel"))                       # from an empty page
 
 Whatever goes wrong is raised as ``flashlab.check.CheckFailed``: its diagnosis is the emulator's slug ("race",
 "stage-overwritten"), or the checker's ("tail-not-masked", "o-not-rescaled"), or "does-not-compile".
@@ -20,11 +21,12 @@ import torch
 from flashlab.check import CheckFailed, expect, verify
 from flashlab.check.mistakes.kernels import explain
 from flashlab.cuda import CompileError, CudaModule, load_inline
+from flashlab.cuda.sources import takes_problem
 from flashlab.kernels import regions
 from flashlab.kernels.problem import ELEMENTS
 from flashlab.kernels.series import Step
 from flashlab.simt import Counters, Finding, Report, SimtError
-from flashlab.simt.source import entries
+from flashlab.simt.source import blank_comments, entries
 
 HOLE = "YOUR CODE HERE"
 
@@ -135,6 +137,52 @@ def replaced(kernel: Step | Source | str, name: str, text: str) -> Source:
     return Source(joined, whole.name, own.first, own.last)
 
 
+# ---- a kernel from an empty page -----------------------------------------------------------------------------------
+SIGNATURE = 'extern "C" int forward(const Problem* p, void* stream)'
+
+
+def whole_kernel(answer: Any, name: str) -> Source:
+    """A learner's whole file, if it has the one function that is asked for.
+
+    Raises:
+        NotImplementedError: it is still empty.
+        CheckFailed: it is no text, or has no ``forward`` of that signature.
+    """
+    __tracebackhide__ = True
+    text = text_of(answer, name)
+    if not text.strip():
+        raise NotImplementedError
+    forward = entries(text).get("forward")
+    fits = forward is not None and len(forward.parameters) == 2 and takes_problem(forward) and forward.returns == "int"
+    expect(fits, f"the text should define `{SIGNATURE}`", diagnosis="wrong-entry")
+    return Source(text, name, 1, len(text.splitlines()))
+
+
+def expect_launched(report: Report) -> None:
+    """Raises CheckFailed where a call launched nothing: its output is what was in memory before."""
+    __tracebackhide__ = True
+    expect(bool(report.launches), "forward returned, but it launched no kernel", diagnosis="no-launch")
+
+
+def expect_stream(whole: Source) -> None:
+    """Raises CheckFailed where a launch names no stream: the emulator has one queue, a GPU has many."""
+    __tracebackhide__ = True
+    code = blank_comments(whole.text)
+    for launch in re.finditer(r"<<<(.*?)>>>", code, re.S):
+        arguments, before = launch[1], ""
+        while before != arguments:  # what is in brackets has commas of its own
+            before, arguments = arguments, re.sub(r"\([^()]*\)|\{[^{}]*\}|(?<=\w)<[^<>]*>", "", arguments)
+        given = [x.strip() for x in arguments.split(",")]
+        line = code[: launch.start()].count("\n") + 1
+        expect(
+            len(given) == 4 and given[3] not in ("", "0", "nullptr", "NULL"),
+            f"right in the emulator, but the launch in {whole.place(line)} is not put into the stream that forward is "
+            "given: on a GPU it may run before its inputs are there. The fourth launch argument is "
+            "(cudaStream_t)stream",
+            diagnosis="wrong-stream",
+        )
+
+
 # ---- what is wrong with it, as a sentence --------------------------------------------------------------------------
 def failure(findings: Sequence[Finding], whole: Source, case: str | None = None) -> CheckFailed:
     """The one finding that is told, of those that a run made.
@@ -142,7 +190,7 @@ def failure(findings: Sequence[Finding], whole: Source, case: str | None = None)
     First what ended the launch: nothing came after it. Then a race: what another thread has not written yet looks
     uninitialised, which is the race's consequence and not its cause. Then the rest, in the order it was seen.
     """
-    first = min(findings, key=lambda f: (not f.fatal, f.kind != "race"))
+    first = min(findings, key=lambda f: (not f.fatal, f.severity != "error", f.kind not in ("race", "global-race")))
     return CheckFailed(whole.told(first), diagnosis=first.kind, case=case)
 
 
@@ -173,7 +221,7 @@ def built(
 
 
 def ran(module: CudaModule, whole: Source, case: str | None, call: Callable[[], Any]) -> Any:
-    """call(), which runs something of the module. Raises CheckFailed with what the emulator found."""
+    """call(), which runs something of the module. Raises CheckFailed with what the emulator found, but for warnings."""
     __tracebackhide__ = True
     try:
         result = call()
@@ -183,7 +231,7 @@ def ran(module: CudaModule, whole: Source, case: str | None, call: Callable[[], 
         if error.report is None or not error.report.findings:
             raise CheckFailed(str(error), diagnosis="launch-failed", case=case) from None
         raise failure(error.report.findings, whole, case) from None
-    if module.report is not None and module.report.findings:
+    if module.report is not None and not module.report.ok:
         raise failure(module.report.findings, whole, case)
     return result
 

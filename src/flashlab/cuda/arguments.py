@@ -19,7 +19,8 @@ def checked(entry: Entry, given: Sequence[Any]) -> list[Any]:
 
     Raises:
         TypeError: an argument does not fit the signature.
-        ValueError: a tensor that is not contiguous, or on another device than the first.
+        ValueError: a tensor that is not contiguous, on another device than the first, or a lazily negated one that the
+            function writes; a number that its parameter's type does not hold.
     """
     wanted = [p for p in entry.parameters if not is_stream(p)]
     if len(given) == len(entry.parameters):
@@ -56,13 +57,20 @@ def _value(entry: str, p: Parameter, x: Any) -> Any:
         if isinstance(x, torch.Tensor) and x.numel() != 1:
             raise TypeError(f"{entry}: {p.name} is declared {p.kind}, and got a tensor of shape {tuple(x.shape)}")
         return to_number(entry, p, x)
-    if x is None or isinstance(x, int | ctypes.Structure):
+    if x is None or isinstance(x, ctypes.Structure) or (isinstance(x, int) and not isinstance(x, bool)):
+        if isinstance(x, int) and not 0 <= x < 2**64:
+            raise ValueError(f"{entry}: {p.name} is a pointer, and {x} is no address")
         return x
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{entry}: {p.name} is a pointer: pass a tensor or None, not {type(x).__name__}")
     allowed = DTYPES.get(p.element)
     if allowed and str(x.dtype).removeprefix("torch.") not in allowed:
         raise TypeError(f"{entry}: {p.name} points to {p.element}, and got a tensor of {x.dtype}")
+    if x.is_neg() or x.is_conj():  # its memory holds other numbers
+        if not p.const:
+            resolved = f"{p.name}.resolve_conj().resolve_neg()"
+            raise ValueError(f"{entry}: {p.name} is a view that PyTorch negates or conjugates: pass {resolved}")
+        x = x.resolve_conj().resolve_neg()
     if not x.is_contiguous() and p.element != "void":
         raise ValueError(f"{entry}: {p.name} has strides {x.stride()}: pass {p.name}.contiguous()")
     return x.detach()

@@ -11,10 +11,13 @@ import functools
 import importlib.machinery
 import importlib.util
 import os
+import platform
+import re
 import shlex
 import subprocess
 import sys
 import sysconfig
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +34,7 @@ from flashlab.runtime import cache
 from flashlab.simt import source as _source
 
 _FORMAT = 2  # raise it when a build of the same sources changes
+_VARIABLES = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "NVCC_CCBIN", "CPATH", "CPLUS_INCLUDE_PATH")  # nvcc's, gcc's
 
 
 @dataclass(frozen=True)
@@ -63,8 +67,8 @@ def build(text: Text, flags: Sequence[str], backend: str, *, folders: Sequence[P
     Raises:
         CompileError: with the compiler's messages against the lines of the source.
     """
-    headers = [(str(p), cache.file_digest(p)) for p in _source.includes(text.text, folders)]
-    parts = [_FORMAT, backend, text.native, text.name, list(flags), headers, toolchain.nvcc_version()]
+    parts = [_FORMAT, backend, text.native, text.name, list(flags), _headers(text, folders), toolchain.nvcc_version()]
+    parts += [[os.environ.get(name) for name in _VARIABLES], platform.machine(), platform.libc_ver()]
     make = functools.partial(_with_nvcc, text=text, flags=flags)
     if backend == "torch":
         binding = binding_source(text.entries.values(), text.name)
@@ -72,6 +76,15 @@ def build(text: Text, flags: Sequence[str], backend: str, *, folders: Sequence[P
         make = functools.partial(_with_pytorch, text=text, flags=flags, binding=binding, verbose=verbose)
     found = cache.kept("cuda", cache.key(*parts), make)
     return Build(found.folder / "kernel.so", found.notes["log"], found.notes["module"], found.from_cache)
+
+
+def _headers(text: Text, folders: Sequence[Path]) -> list[tuple[str, str]]:
+    """What the headers of a source hold, for the key. One that a macro names is not known: then every build is new."""
+    more = [f for name in _VARIABLES[-2:] for f in os.environ.get(name, "").split(os.pathsep) if f]
+    found = _source.includes(text.text, [*folders, *map(Path, more), Path("/")])
+    texts = [text.text, *(p.read_text(encoding="utf-8", errors="replace") for p in found)]
+    unknown = any(re.search(r"^[ \t]*#[ \t]*include[ \t]+[A-Za-z_]", given, re.M) for given in texts)
+    return [*((str(p), cache.file_digest(p)) for p in found), *([("", uuid.uuid4().hex)] if unknown else [])]
 
 
 def _compiler(flags: Sequence[str]) -> str:
@@ -123,15 +136,23 @@ class Native:
 
     Attributes:
         library, from_cache: of the build.
+        dll: the library, loaded.
         warnings: what the compiler warned about, with the lines of the source.
         extension: the Python module that PyTorch made of it; None where nvcc built it alone.
     """
 
     def __init__(self, text: Text, built: Build):
+        """Raises CacheError where the library cannot be loaded."""
         self.library, self.from_cache, self.warnings = built.library, built.from_cache, built.warnings(text)
-        self.extension = _import(built.library, built.module) if built.module else None
-        self._dll = ctypes.CDLL(str(built.library), mode=os.RTLD_NOW | os.RTLD_LOCAL)
-        self._dll.flashlab_error_name.restype = ctypes.c_char_p
+        try:
+            self.extension = _import(built.library, built.module) if built.module else None
+            self.dll = ctypes.CDLL(str(built.library), mode=os.RTLD_NOW | os.RTLD_LOCAL)
+            self.dll.flashlab_error_name.restype = ctypes.c_char_p
+        except (OSError, ImportError, AttributeError) as error:  # another machine's, or no library at all
+            raise cache.CacheError(
+                f"the build of {text.name} cannot be loaded ({error}): delete {built.library.parent}, "
+                "or set FLASHLAB_CACHE to a folder of this machine alone"
+            ) from None
 
     def call(self, entry: _source.Entry, arguments: Sequence[Any], device: int) -> int:
         """Calls a function of the source and returns what it returns; 0 for one that returns nothing.
@@ -145,18 +166,18 @@ class Native:
             LaunchError: a function that returns an int returned CUDA's code of an error; after one that returns
                 nothing, CUDA's last error was one.
         """
-        function = getattr(self._dll, entry.name)
+        function = getattr(self.dll, entry.name)
         function.restype = None if entry.returns == "void" else _source.C_TYPES.get(entry.returns, ctypes.c_int)
         with torch.cuda.device(device):
-            self._dll.flashlab_set_device(device)
+            self.dll.flashlab_set_device(device)
             stream = torch.cuda.current_stream(device).cuda_stream
             returned = function(*(_value(p, x, stream) for p, x in zip(entry.parameters, arguments, strict=True)))
         if entry.returns not in ("void", "int"):
             return returned
-        code = self._dll.flashlab_last_error() if entry.returns == "void" else returned
+        code = self.dll.flashlab_last_error() if entry.returns == "void" else returned
         if code:
-            name = self._dll.flashlab_error_name(code).decode() if code > 0 else "its own error code"
-            raise launch_error(entry.name, code, name, self._dll.flashlab_asked_shared())
+            name = self.dll.flashlab_error_name(code).decode() if code > 0 else "its own error code"
+            raise launch_error(entry.name, code, name, self.dll.flashlab_asked_shared())
         return 0
 
 

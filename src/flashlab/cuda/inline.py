@@ -190,13 +190,16 @@ class CudaModule:
             o: like q. lse: [batch, heads, seq_q], float32. A row that sees no key has o = 0 and lse = -inf.
 
         Raises:
-            ValueError: tensors that do not belong together, an unsupported dtype or head_dim, too many rows.
+            ValueError: tensors that do not belong together, an unsupported dtype or head_dim, too many rows; one that
+                requires a gradient, which ``flashlab.cuda.operators.attention`` has.
             LaunchError: CUDA's error, and what to do.
             Unavailable: the GPU lacks an instruction of the kernel.
         """
         if not self._text.takes_problem:
             raise TypeError(f"{self._text.name} does not define forward(const Problem*, void* stream): use launch")
         _problem.check(q, k, v, scale=scale, head_dims=self.head_dims)
+        if sms is not None and not (isinstance(sms, int) and 0 < sms < 2**31):
+            raise ValueError(f"sms is {sms!r}; it is a number of multiprocessors, at least 1")
         if self.backend != "emulator" and q.device.type != "cuda":
             raise ValueError(f"q is on {q.device}, and the kernel runs on a GPU: pass q.cuda(), k.cuda(), v.cuda()")
         o, lse = new_output(q), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
@@ -223,7 +226,7 @@ class CudaModule:
             return 0
         if isinstance(built, Module):
             return int(built.launch("workspace_floats", p).returned or 0)
-        function = ctypes.CDLL(str(built.library)).workspace_floats
+        function = built.dll.workspace_floats
         function.restype = ctypes.c_int64
         return function(ctypes.byref(p))
 

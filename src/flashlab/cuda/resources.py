@@ -24,7 +24,7 @@ import torch
 from flashlab.cuda.builds import build
 from flashlab.cuda.errors import Unavailable
 from flashlab.cuda.inline import load_inline
-from flashlab.cuda.sources import macros, read
+from flashlab.cuda.sources import Text, macros, read
 from flashlab.cuda.toolchain import find_cuobjdump, find_nvcc, nvcc_flags
 from flashlab.kernels.problem import ELEMENTS
 from flashlab.kernels.series import Step
@@ -45,6 +45,7 @@ class Resources:
         static_shared_bytes: of its ``__shared__`` arrays of fixed size.
         dynamic_shared_bytes: what its launch asks for beside them; None, where no launch of it was seen.
         instructions: how often an opcode stands in the code (not: is executed); without modifiers, MUFU.EX2 aside.
+        stack_bytes: of local memory per thread: what is spilled, and arrays that are indexed while the kernel runs.
     """
 
     step: str
@@ -57,6 +58,7 @@ class Resources:
     static_shared_bytes: int
     dynamic_shared_bytes: int | None
     instructions: dict[str, int] = field(hash=False)
+    stack_bytes: int = field(default=0, compare=False)  # not in every record
 
     @property
     def shared_bytes(self) -> int | None:
@@ -111,6 +113,24 @@ def resources(
     """
     if not available():
         raise Unavailable("resources are measured with nvcc, g++ and cuobjdump; recorded() has figures without them")
+    text, variant, log, functions = _compiled(source, target, head_dim, dtype, defines)
+    plain = _plain(functions)
+    dynamic = _dynamic_shared(source, *variant, defines) if variant and launches else {}
+    found = []
+    for mangled, (registers, spills, static, stack) in _ptxas(log).items():
+        counts = _opcodes(functions.get(mangled, ""))
+        kept = {opcode: counts[opcode] for opcode in (*OPCODES, "MUFU.EX2") if counts[opcode]}
+        name, kernel = text.name.removesuffix(".cu"), plain.get(mangled, mangled)
+        head_dim, element = variant or (0, "")
+        shared = (static, dynamic.get(_key(kernel)))
+        found.append(Resources(name, kernel, target, head_dim, element, registers, spills, *shared, kept, stack))
+    return sorted(found, key=lambda r: r.kernel)
+
+
+def _compiled(
+    source: Step | Path | str, target: str, head_dim: int | None, dtype: torch.dtype | None, defines: dict[str, Any]
+) -> tuple[Text, tuple[int, str] | None, str, dict[str, str]]:
+    """The source as read, what it was compiled for, ptxas's log, and each function's instructions, by mangled name."""
     text = read(source)
     dtype = dtype or (source.dtypes[0] if isinstance(source, Step) else None)
     variant = text.variant(defines, head_dim, dtype)
@@ -119,16 +139,16 @@ def resources(
     command = [str(find_cuobjdump()), "-sass", str(built.library)]
     listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     functions = dict(re.findall(r"Function : (\S+)\n(.*?)(?=\n\s*Function : |\Z)", listing, re.DOTALL))
-    plain = _plain(functions)
-    dynamic = _dynamic_shared(source, *variant, defines) if variant and launches else {}
-    found = []
-    for mangled, figures in _ptxas(built.log).items():
-        counts = _opcodes(functions.get(mangled, ""))
-        kept = {opcode: counts[opcode] for opcode in (*OPCODES, "MUFU.EX2") if counts[opcode]}
-        name, kernel = text.name.removesuffix(".cu"), plain.get(mangled, mangled)
-        head_dim, element = variant or (0, "")
-        found.append(Resources(name, kernel, target, head_dim, element, *figures, dynamic.get(_key(kernel)), kept))
-    return sorted(found, key=lambda r: r.kernel)
+    return text, variant, built.log, functions
+
+
+def resources_listing(
+    source: Step | Path | str, *, target: str = "sm_90", head_dim: int | None = None, **defines: Any
+) -> dict[str, str]:
+    """The instructions (SASS) of each kernel of a source, by its mangled name. Arguments and errors as `resources`."""
+    if not available():
+        raise Unavailable("a listing needs nvcc, g++ and cuobjdump")
+    return _compiled(source, target, head_dim, None, defines)[3]
 
 
 def _key(kernel: str) -> str:
@@ -154,8 +174,8 @@ def _dynamic_shared(source: Step | Path | str, head_dim: int, element: str, defi
     return found
 
 
-def _ptxas(log: str) -> dict[str, tuple[int, int, int]]:
-    """(registers, spilled bytes, static shared bytes) of each kernel of ``ptxas -v``."""
+def _ptxas(log: str) -> dict[str, tuple[int, int, int, int]]:
+    """(registers, spilled bytes, static shared bytes, bytes of the stack) of each kernel of ``ptxas -v``."""
     found = {}
     for block in re.split(r"Compiling entry function ", log)[1:]:
         name = block.split("'")[1]
@@ -165,10 +185,11 @@ def _ptxas(log: str) -> dict[str, tuple[int, int, int]]:
                 "registers": r"Used (\d+) registers",
                 "spills": r"(\d+) bytes spill stores",
                 "shared": r"(\d+) bytes smem",
+                "stack": r"(\d+) bytes stack frame",
             }.items()
         }
-        found[name] = (number["registers"], number["spills"], number["shared"])
+        found[name] = (number["registers"], number["spills"], number["shared"], number["stack"])
     return found
 
 
-__all__ = ["OPCODES", "TARGETS", "Resources", "available", "resources"]
+__all__ = ["OPCODES", "TARGETS", "Resources", "available", "resources", "resources_listing"]

@@ -14,7 +14,19 @@ import torch
 
 from flashlab.attention.cost import FA1_BLOCK_N, FA2_BLOCK_M, fa1_cost, fa2_cost
 from flashlab.check import CheckFailed, expect, expect_close, running
-from flashlab.check.cuda_answer import Answer, Source, Verdict, examine, replaced, text_of
+from flashlab.check.cuda_answer import (
+    Answer,
+    Source,
+    Verdict,
+    built,
+    examine,
+    expect_launched,
+    expect_stream,
+    probe,
+    replaced,
+    text_of,
+    whole_kernel,
+)
 from flashlab.cuda import load_inline
 from flashlab.exercises.registry import exercise
 from flashlab.kernels import steps
@@ -385,3 +397,65 @@ def _(causal_bytes_read: Callable[..., Any]) -> str:
             mine == counted, f"{order}: the emulator counted {counted} bytes for N=200, D=64", diagnosis="wrong-value"
         )
     return "equal to what the emulator counts"
+
+
+# ---- 6.8: a whole kernel --------------------------------------------------------------------------------------------
+
+SERVED = 8  # query rows that each number of K and V has to serve, at least
+_SHARED_PROBE = (1, 1, 1, 256, 256, False)
+
+
+@exercise(
+    "6.8",
+    title="FlashAttention on an empty page",
+    minutes=90,
+    difficulty="Stretch",
+    hints=[
+        "Take step 2's plan: a block is 128 threads and a tile of 128 query rows of one head. A thread has one row; "
+        "its q, acc, m_i and l_i are registers. K and V come through shared memory in tiles of 32 keys. The page has "
+        "five parts: constants, where am I, state, loop over tiles, store; then forward.",
+        "Begin with what launches and stores: grid = p->batch * p->heads * ceil_div(p->seq_q, 128), 128 threads, 0 "
+        "bytes, (cudaStream_t)stream; pass *p by value. Store zeros to o and lse with the guard row < p.seq_q, and run "
+        "the check: from then on it tells you what is missing.",
+        "Where am I: blocks per head m_blocks = ceil_div(p.seq_q, 128); head_index = blockIdx.x / m_blocks; batch = "
+        "head_index / p.heads, head = head_index % p.heads, kv_head = head / (p.heads / p.kv_heads). Pointers by "
+        "rows_of(p.k, p.k_stride, batch, kv_head, 0), and so on.",
+        "The loop over tiles: __syncthreads(); all threads copy K and V, for (int i = threadIdx.x; i < 32 * 16; i += "
+        "128), row i / 16, chunk i % 16, zeros where n_start + row >= p.seq_k; __syncthreads(). No thread may leave "
+        "before its block's last barrier: threads without a row compute on zeros.",
+        "Row i sees the keys up to i + p.seq_k - p.seq_q if p.causal, and none past p.seq_k; other scores are "
+        "-INFINITY. m_new = fmaxf(m_i, scores); base = m_new == -INFINITY ? 0 : m_new; correction = exp(m_i - base); "
+        "l_i = l_i * correction + the sum of p; acc = acc * correction + p V.",
+        "The store: if the row exists, o = acc / l_i, and 0 where l_i is 0; lse = m_i + log(l_i) in natural logarithms "
+        "((m_i + log2f(l_i)) * LN2 if you used powers of two), and -INFINITY where l_i is 0.",
+    ],
+)
+def _(flash_attention: str) -> str:
+    whole = whole_kernel(flash_attention, "flash_attention")
+    module = built(whole, check=True, head_dim=64, dtype=torch.float32)
+    expect_launched(probe(module, whole, _SHARED_PROBE, dtype=torch.float32))
+    verdict = _examined(whole)
+    served = _expect_shared(probe(module, whole, _SHARED_PROBE, dtype=torch.float32).counters)
+    expect_stream(whole)
+    return f"{verdict.verdict}; each number of K and V serves {served:.0f} rows"
+
+
+def _expect_shared(c: Counters) -> float:
+    """That rows share what is loaded, and loads their sectors. Returns the rows that a number of K and V serves."""
+    __tracebackhide__ = True
+    _, _, _, rows, keys, _ = _SHARED_PROBE
+    asked, sectors = c["global_load_bytes"] + c["cp_async_bytes"], c["global_load_sectors"] + c["cp_async_sectors"]
+    alone, q = rows * keys * 2 * 64 * 4, rows * 64 * 4  # each row reads all of K and V by itself; Q once
+    expect(
+        asked - q <= alone / SERVED,
+        f"right, but the threads ask for {asked} bytes of global memory, where {alone + q} are those of rows that each "
+        "read all of K and V by themselves: bring a tile to shared memory once, and let all rows of the block use it",
+        diagnosis="tiles-not-shared",
+    )
+    expect(
+        32 * sectors <= 4 * asked,
+        f"right, and tiles are shared, but the loads touch {sectors} sectors where {asked // 32} hold what is asked "
+        "for: let neighbouring threads copy neighbouring numbers of a row",
+        diagnosis="not-coalesced",
+    )
+    return alone / max(1, asked - q)

@@ -1,4 +1,4 @@
-"""Checks of phase 7: fragments, ldmatrix, single MMAs, and the loop of the naive tensor-core kernel.
+"""Checks of phase 7: fragments, ldmatrix, single MMAs, the loop of the naive tensor-core kernel, a whole kernel.
 
 CUDA answers are text. Each is built for the emulator twice, a check build first: a race, a read of what nobody wrote or
 an address out of bounds is told with the learner's line. Then the numbers are compared with float64's, and with what
@@ -15,12 +15,13 @@ import torch
 
 from flashlab.attention import reference
 from flashlab.check import CheckFailed, expect, expect_close, running
-from flashlab.check.cuda_answer import Answer, built, examine, region, replaced, text_of
+from flashlab.check.cuda_answer import PROBES, Answer, Source, built, examine, ran, region, replaced, text_of
 from flashlab.cuda import load_inline
 from flashlab.exercises.registry import exercise
 from flashlab.figures import fragments
 from flashlab.kernels import path
 from flashlab.kernels.series import step
+from flashlab.simt.source import entries
 
 DTYPES = (torch.float16, torch.bfloat16)
 LANES = range(32)
@@ -36,8 +37,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _builds(dtype: torch.dtype, first: bool = True) -> tuple[bool, ...]:
-    """Which builds to run, check builds or fast ones: both of the first case, then only fast ones, to save "
-    "seconds."""
+    """Which builds to run, check builds or fast ones: both of the first case, then only fast ones, to save seconds."""
     return (True, False) if first and dtype == torch.float16 else (False,)
 
 
@@ -542,7 +542,7 @@ def naive_loop() -> str:
         "acc[n][2 * r] and [2 * r + 1] times "
         "correction. Then 7.5's packing, and for each n: ldmatrix_x2_trans(b, smem_u32(v_smem + at(lane % 16, n * "
         "8))).",
-        "The lecture's section 10 has every part.",
+        "The lecture's section 10 has every part, and section 11 the whole.",
     ],
 )
 def _(loop: str) -> str:
@@ -619,3 +619,99 @@ def _(row_sums: str) -> str:
             case=case,
         )
     return "fp16 and bf16, one MMA, no shuffle"
+
+
+# ---- 7.10 -----------------------------------------------------------------------------------------------------------
+
+COUNTED = 256  # rows of Q and of K: a multiple of the usual tiles
+SLACK = 1.5  # times the MMAs that the products need: tiles that do not divide COUNTED, row sums on the tensor cores
+CAUSAL = 0.8  # of the MMAs without a mask; tiles of 128 rows do 0.75
+
+
+def _run_whole(whole: Source, head_dim: int, dtype: torch.dtype) -> tuple[float, float]:
+    """Compares one variant with the oracle; returns FLOPs of its MMAs over those needed, and causal over all."""
+    __tracebackhide__ = True
+    module = built(whole, check=False, head_dim=head_dim, dtype=dtype)
+    q, k, v = (_random(1, 1, COUNTED, head_dim, seed=seed).to(dtype) for seed in (1, 2, 3))
+    flops = []
+    for causal in (False, True):
+        case = f"{_name(dtype)}, head_dim={head_dim}, seq_q=seq_k={COUNTED}{', causal' if causal else ''}"
+
+        def call(causal: bool = causal) -> tuple[torch.Tensor, torch.Tensor]:
+            return module.forward(q, k, v, causal=causal, echo=False)
+
+        o, lse = ran(module, whole, case, call)
+        want, want_lse = reference.attention(q, k, v, causal=causal)
+        tol = 2e-2 if dtype == torch.bfloat16 else 4e-3  # P and the output are rounded, to 8 or to 11 bits
+        expect_close(o, want, what="o", tol=tol, case=case)
+        expect_close(lse, want_lse, what="lse", tol=1e-4, case=case)
+        assert module.report is not None
+        flops.append(module.report.counters["mma_flops"])
+    return flops[0] / (4 * COUNTED**2 * head_dim), flops[1] / max(1, flops[0])
+
+
+@exercise(
+    "7.10",
+    title="An empty page",
+    minutes=120,
+    difficulty="Stretch",
+    hints=[
+        "Plan before you type. Which block has which rows of which head? What does a lane keep in registers from "
+        "tile to tile (acc, two maxima, two sums), and what is in shared memory (a tile of Q, of K, of V)? Where does "
+        "somebody read what another lane has written?",
+        "Launch: ceil_div(p->seq_q, 16) blocks for each of batch * heads, 32 threads, the stream as the fourth "
+        "argument. rows_of(p.q, p.q_stride, batch, head, row) is a pointer to a row; rows are p.q_stride.row "
+        "elements apart. Copy uint4, 8 elements each; rows that do not exist become zeros.",
+        "The loop: barrier, copy K and V, barrier. S as in 7.3, twice. Mask by the key's number, start + n * 8 + "
+        "t * 2 + e. Row maxima with shuffles 1 and 2; correction = exp(old - new), with 0 in place of a new maximum "
+        "of -infinity; acc and l times the correction; P; 7.5's packing; ldmatrix_x2_trans for V.",
+        "Causal: the last row of the block sees the keys before first + 16 + seq_k - seq_q: stop there. Store: add up "
+        "l over the quad, divide acc by it (0 where it is 0), write only rows below seq_q, pairs of columns as "
+        "pack<T>. lse = m + log(l), of scaled scores, at (batch * heads + head) * seq_q + row.",
+        "p7_naive.cu is one right answer: the lecture's section 11 has it on one page. Read it, close it, and write.",
+    ],
+)
+def _(kernel: str) -> str:
+    text = text_of(kernel, "kernel")
+    if not text.strip():
+        raise NotImplementedError
+    whole = Source(text, "kernel", 1, len(text.splitlines()))
+    expect(
+        "forward" in entries(text),
+        'there is no extern "C" int forward(const Problem* p, void* stream), which the check calls',
+        diagnosis="wrong-entry",
+    )
+    cases = examine(whole).cases
+    try:
+        cases += examine(whole, head_dim=128, dtype=torch.bfloat16, probes=PROBES[:1], max_seq=150).cases
+    except CheckFailed as failed:
+        sentence = f"{failed}; the same text is right in float16 with head_dim=64: is there a 64 or a __half in it?"
+        case = failed.case or "bfloat16, head_dim=128"
+        raise CheckFailed(sentence, diagnosis=failed.diagnosis, case=case) from None
+    for head_dim, dtype in ((64, torch.float16), (128, torch.bfloat16)):
+        cases += 2
+        share, causal = _run_whole(whole, head_dim, dtype)
+        case = f"{_name(dtype)}, head_dim={head_dim}"
+        said = "the result is right, but "
+        expect(share > 0, f"{said}there is no MMA in it: use the tensor cores", diagnosis="wrong-count", case=case)
+        expect(
+            share > 0.99,
+            f"{said}the MMAs do {share:.0%} of the two products: S = Q K^T and O = P V both belong on the tensor cores",
+            diagnosis="wrong-count",
+            case=case,
+        )
+        expect(
+            share <= SLACK,
+            f"{said}with {share:.1f} times the MMAs that the two products need: does every warp do the same tile, or "
+            "is a product computed twice?",
+            diagnosis="wrong-count",
+            case=case,
+        )
+        expect(
+            causal <= CAUSAL,
+            f"{said}a causal mask leaves {causal:.0%} of the MMAs, where about half are needed: stop after the last "
+            "tile that the block's last row sees",
+            diagnosis="wrong-count",
+            case=f"{case}, causal",
+        )
+    return f"{cases} cases right, nothing found by the emulator, as many MMAs as needed"

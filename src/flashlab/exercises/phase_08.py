@@ -1,4 +1,4 @@
-"""Checks of phase 8: banks, swizzles, stages, and the merge of split keys.
+"""Checks of phase 8: banks, swizzles, stages, and the whole kernel: from its parts, and from a blank page.
 
 CUDA answers are text: a few lines, which take the place of the same lines of a file of the series. The whole file is
 then built for the emulator, twice (checked and fast), and run: a race or a copy that was not waited for is told with
@@ -7,14 +7,28 @@ the learner's line; a wrong result with the checker's diagnosis; a right result 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import torch
 
 from flashlab.check import CheckFailed, expect, running
-from flashlab.check.cuda_answer import Source, Verdict, built, examine, probe, region, replaced, text_of
+from flashlab.check.cuda_answer import (
+    PROBES,
+    Source,
+    Verdict,
+    built,
+    examine,
+    probe,
+    region,
+    replaced,
+    source_of,
+    text_of,
+)
 from flashlab.exercises.registry import exercise
 from flashlab.kernels.series import step
+from flashlab.simt import Counters
+from flashlab.simt.source import entries
 
 BANK_BYTES, ROW_BYTES = 128, 16  # all 32 banks; what one address of ldmatrix stands for
 
@@ -139,59 +153,81 @@ def _(at: str) -> str:
 
 # ---- 8.4 ------------------------------------------------------------------------------------------------------------
 
+_LOAD_KV = """    auto load_kv = [&](int j) {
+        const int n_start = j * BLOCK_N, stage = j % STAGES * KV_BYTES;
+        if (j < tiles)
+            load_tile<BLOCK_N>(k_smem + stage, k_gmem + n_start * p.k_stride.row, p.k_stride.row, p.seq_k - n_start);
+        cp_async_commit();                                     // K_j is a group
+        if (j < tiles)
+            load_tile<BLOCK_N>(v_smem + stage, v_gmem + n_start * p.v_stride.row, p.v_stride.row, p.seq_k - n_start);
+        cp_async_commit();                                     // V_j is the next group
+    };
+    load_tile<BLOCK_M>(q_smem, q_gmem, p.q_stride.row, p.seq_q - m_start);     // Q belongs to K_0's group
+    for (int j = 0; j < STAGES - 1; j++) load_kv(j);
+"""
+_WAIT_K = """        const int n_start = j * BLOCK_N, stage = j % STAGES * KV_BYTES;
+        cp_async_wait<IN_FLIGHT_K>();                          // this thread's part of K_j is here
+        __syncthreads();                                       // or others' parts would be missing, tile j - 1 in use
+        load_kv(j + STAGES - 1);
+"""
+_WAIT_V = """        cp_async_wait<IN_FLIGHT_V>();                          // this thread's part of V_j is here
+        __syncthreads();                                       // or others' parts would be missing
+"""
+
+
+def two_groups() -> str:
+    """The pipeline of exercise 8.4: p8_3_stages, with K and V of a tile in a group each."""
+    loop = f"    for (int j = 0; j < tiles; j++) {{\n{_WAIT_K}        // S = Q K_j^T, softmax\n{_WAIT_V}"
+    return f"{_LOAD_KV}{loop}        // O += P V_j\n    }}\n"
+
 
 @exercise(
     "8.4",
     title="How many groups may be in flight?",
-    minutes=15,
+    minutes=20,
     difficulty="Core",
     hints=[
-        "cp_async_wait<N> returns when at most N of this thread's groups, the latest, are still in "
-        "flight. Write down which "
-        "groups have been committed when the loop comes to the wait for tile j.",
-        "With STAGES > 1 tiles 0 to j + STAGES - 2 have been committed by then (the refill of this round "
-        "comes later). How many "
-        "of those are later than j?",
-        "STAGES - 2 groups are younger than tile j's. With one stage tile j is the last group committed: "
-        "none is younger.",
+        "cp_async_wait<N> returns when at most N of this thread's groups, the latest, are still in flight. Take "
+        "STAGES = 2, and write down which groups have been committed when round j comes to each of its two waits.",
+        "At the wait for K_j, tiles 0 to j + STAGES - 2 have been committed, two groups each. Which of these groups "
+        "are younger than K_j's? At the wait for V_j the refill of this round has been committed too.",
+        "Younger than K_j at its wait: V_j, and the two groups of each of STAGES - 2 tiles. Younger than V_j at its "
+        "wait: the two groups of each of STAGES - 1 tiles.",
     ],
 )
 def _(in_flight: str) -> str:
     text = text_of(in_flight, "in_flight")
-    name = "constexpr int IN_FLIGHT"
-    expect(name in text, f"the text should still define `{name}`", diagnosis="wrong-type")
-    wait = "cp_async_wait<STAGES == 1 ? 0 : STAGES - 2>();"
-    # The learner's definition stands before the region of the swizzle.
-    step3 = step("p8_3_stages")
-    whole = replaced(step3, "swizzle", text.strip("\n") + "\n" + region(step3, "swizzle"))
-    whole = Source(
-        whole.text.replace(wait, "cp_async_wait<IN_FLIGHT>();")
-        + '\nextern "C" void in_flight(int* n) { *n = IN_FLIGHT; }\n',
-        whole.name,
-        whole.first,
-        whole.last,
-    )
-    for stages in (1, 2, 3, 4):
-        module = built(whole, check=True, STAGES=stages)
-        said = torch.zeros(1, dtype=torch.int32)
+    for name in ("IN_FLIGHT_K", "IN_FLIGHT_V"):
+        expect(f"int {name}" in text, f"the text should still define `{name}`", diagnosis="wrong-type")
+    whole = step("p8_3_stages")
+    ours = replaced(whole, "first copies", _LOAD_KV)
+    ours = replaced(ours, "load K and V", _WAIT_K)
+    ours = replaced(ours, "output", _WAIT_V + region(whole, "output"))
+    # The learner's definitions stand before the region of the swizzle.
+    ours = replaced(ours, "swizzle", text.strip("\n") + "\n" + region(whole, "swizzle"))
+    said_by = '\nextern "C" void in_flight(int* n) { n[0] = IN_FLIGHT_K, n[1] = IN_FLIGHT_V; }\n'
+    ours = Source(ours.text + said_by, ours.name, ours.first, ours.last)
+    for stages in (2, 3, 4):
+        module = built(ours, check=True, STAGES=stages)
+        said = torch.zeros(2, dtype=torch.int32)
         module.in_flight(said)
-        got, want = int(said), max(0, stages - 2)
-        case = f"STAGES={stages}"
-        expect(got >= 0, f"IN_FLIGHT is {got}; a count of groups is not negative", diagnosis="wrong-value", case=case)
-        expect(
-            got >= want,
-            f"IN_FLIGHT is {got}: right results, but the wait also waits for tile{'s' if want - got > 1 else ''} "
-            f"{' and '.join(f'j + {i}' for i in range(1 + got, 1 + want))}, which nobody needs yet; the "
-            "copies no longer overlap "
-            "with work as they could",
-            diagnosis="waits-too-long",
-            case=case,
-        )
-        probe(module, whole)
-        if got > want:  # the emulator should have seen it; say it all the same
-            sentence = f"IN_FLIGHT is {got}, so tile j may still be on its way"
-            raise CheckFailed(sentence, diagnosis="read-before-wait", case=case)
-    return "1 to 4 stages"
+        for which, got, want in zip("KV", said.tolist(), (2 * stages - 3, 2 * stages - 2), strict=True):
+            case, name = f"STAGES={stages}", f"IN_FLIGHT_{which}"
+            expect(got >= 0, f"{name} is {got}; a count of groups is not negative", diagnosis="wrong-value", case=case)
+            expect(
+                got >= want,
+                f"{name} is {got}: the result is right, but the wait for {which}_j also waits for {want - got} younger "
+                f"group{'s' if want - got > 1 else ''}, which nobody needs yet; the copies overlap with less work than "
+                "they could",
+                diagnosis="waits-too-long",
+                case=case,
+            )
+            if got > want:
+                probe(module, ours)  # the emulator should see it; if not, say it all the same
+                sentence = f"{name} is {got}, so {which}_j may still be on its way"
+                raise CheckFailed(sentence, diagnosis="read-before-wait", case=case)
+        probe(module, ours)
+    return "2, 3 and 4 stages"
 
 
 # ---- 8.5 ------------------------------------------------------------------------------------------------------------
@@ -217,8 +253,28 @@ def _(in_flight: str) -> str:
 def _(loop_head: str) -> str:
     text = text_of(loop_head, "loop_head")
     source = replaced(step("p8_3_stages"), "load K and V", text)
-    cases = [examine(source, STAGES=stages, max_seq=300).cases for stages in (2, 3)]
-    return f"{sum(cases)} cases with 2 and 3 stages, no race"
+    cases = 0
+    for stages in (2, 3):
+        verdict = examine(source, STAGES=stages, max_seq=300)
+        whole = step("p8_3_stages")
+        c, want = verdict.counters, probe(built(whole, check=True, STAGES=stages), source_of(whole)).counters
+        expect(
+            c["mma_during_copies"] > 0,
+            "no race, and the result is right; but no copy is under way during any MMA: the block waits for every copy "
+            "that it starts",
+            diagnosis="no-overlap",
+            case=f"STAGES={stages}",
+        )
+        expect(
+            c["mma_copy_groups"] >= want["mma_copy_groups"],
+            f"no race, and the result is right; but during an MMA {c['mma_copy_groups'] / c['mma']:.2f} groups are "
+            f"under way on average, where it could be {want['mma_copy_groups'] / c['mma']:.2f}: the wait also waits "
+            "for a tile that is not needed yet",
+            diagnosis="waits-too-long",
+            case=f"STAGES={stages}",
+        )
+        cases += verdict.cases
+    return f"{cases} cases with 2 and 3 stages, no race, and every copy under way during work"
 
 
 # ---- 8.6 ------------------------------------------------------------------------------------------------------------
@@ -243,3 +299,187 @@ def _(tile_addresses: str) -> str:
     for head_dim in (64, 128):
         _without_conflicts(examine(source, head_dim=head_dim, fast=head_dim == 64, max_seq=150), head_dim)
     return "head_dim 64 and 128: right, and no bank conflict"
+
+
+# ---- 8.7 ------------------------------------------------------------------------------------------------------------
+
+_BEFORE = ("constants", "swizzle", "copy a tile", "shared memory", "which rows", "which keys", "state", "first copies",
+           "Q in registers")  # fmt: skip
+_LOOP = ("load K and V", "scores", "row maxima", "rescale", "probabilities", "output")
+_AFTER = ("store", "launch")
+_LETTERS = dict(zip((*_BEFORE, *_LOOP, *_AFTER), "KCNFPAJMDGQBLHEOI", strict=True))
+_PART = re.compile(r"\s*@(\w+)\s*")
+
+# (what comes first, what comes later, why). The first that an answer breaks is told.
+_ORDER = (
+    ("constants", "swizzle", "{b} uses ROW_BYTES, which {a} defines"),
+    ("constants", "copy a tile", "{b} uses CHUNKS, which {a} defines"),
+    ("swizzle", "copy a tile", "{b} calls at(), which {a} defines"),
+    ("copy a tile", "shared memory", "{b} begins the kernel, and {a} is a function of its own"),
+    ("shared memory", "which rows", "{a} begins the kernel, and {b} is a part of it"),
+    ("which rows", "which keys", "{b} uses m_start, which {a} defines"),
+    ("which rows", "first copies", "{b} copies from q_gmem, which {a} defines"),
+    ("which keys", "first copies", "{b} asks how many `tiles` there are, which {a} says"),
+    ("shared memory", "state", "{a} begins the kernel, and {b} is a part of it"),
+    ("first copies", "Q in registers", "{b} waits for Q, and {a} starts its copy"),
+    ("Q in registers", "load K and V", "{b} is done for each tile, and {a} once for all"),
+    ("state", "load K and V", "{b} is done for each tile, and {a} starts the sums from zero"),
+    ("load K and V", "scores", "{b} reads tile j of K, and {a} waits for it"),
+    ("scores", "row maxima", "{b} takes the maxima of `s`, which {a} computes"),
+    ("row maxima", "rescale", "{b} needs m_new, which {a} computes"),
+    ("rescale", "probabilities", "{b} subtracts m_i, which is this tile's maximum only after {a}"),
+    ("probabilities", "output", "{b} multiplies P by V, and until {a} `s` still holds the scores"),
+    ("output", "store", "{b} divides and stores O, and {a} still adds to it"),
+    ("store", "launch", "{b} is a function of its own, and the kernel ends with {a}"),
+)
+
+
+def parts() -> dict[str, str]:
+    """The parts of p8_6_store.cu, each under a letter that says nothing, in the order of the letters; no comments."""
+    found = {}
+    for name, letter in sorted(_LETTERS.items(), key=lambda item: item[1]):
+        lines = (re.sub(r"\s*//.*", "", line).rstrip() for line in region(step("p8_6_store"), name).split("\n"))
+        found[letter] = "\n".join(line for line in lines if line)
+    return found
+
+
+def _put_together(text: str) -> str:
+    """The text with its lines @A, @B ... replaced by the parts. Raises CheckFailed, with what is out of place."""
+    __tracebackhide__ = True
+    letters, out = parts(), []
+    places: dict[str, int] = {}
+    depths: dict[str, int] = {}
+    depth = 0  # of the learner's own braces
+    for line in text.split("\n"):
+        found = _PART.fullmatch(line)
+        if not found:
+            own = line.split("//")[0]
+            depth += own.count("{") - own.count("}")
+            out.append(line)
+            continue
+        letter = found[1]
+        known = f"there is no part {letter!r}; the parts are {', '.join(letters)}"
+        expect(letter in letters, known, diagnosis="unknown-part")
+        expect(letter not in places, f"part {letter} is there twice", diagnosis="part-twice")
+        places[letter], depths[letter] = len(places), depth
+        out.append(letters[letter])
+    missing = [letter for letter in letters if letter not in places]
+    expect(not missing, f"part {' and part '.join(missing[:2])} is not there yet", diagnosis="part-missing")
+    for first, later, why in _ORDER:
+        a, b = _LETTERS[first], _LETTERS[later]
+        sentence = f"part {a} has to come before part {b}: " + why.format(a=f"part {a}", b=f"part {b}")
+        expect(places[a] < places[b], sentence, diagnosis="out-of-order")
+    for name, letter in _LETTERS.items():
+        inside = name in _LOOP
+        sentence = f"part {letter} is done for every tile of keys: it belongs between the braces of the loop"
+        if not inside:
+            sentence = f"part {letter} is done once: it does not belong between the braces of the loop"
+        expect((depths[letter] > 0) == inside, sentence, diagnosis="outside-the-loop" if inside else "inside-the-loop")
+    return "\n".join(out)
+
+
+@exercise(
+    "8.7",
+    title="Put the kernel together",
+    minutes=30,
+    difficulty="Core",
+    hints=[
+        "Begin with what is outside of the kernel. One part has the constants, two are functions of the device, one "
+        "begins with __global__, and one with extern.",
+        "The part with __global__ opens the kernel's brace, and the part with p.lse closes it. Before the loop: which "
+        "rows, how many tiles, the state, the first copies, the fragments of Q.",
+        "The loop is for (int j = 0; j < tiles; j++) { ... }. In it: wait, S, maxima, rescale, P, O. Look for the "
+        "two ldmatrix: the one with trans reads V.",
+    ],
+)
+def _(kernel: str) -> str:
+    whole = _put_together(text_of(kernel, "kernel"))
+    verdict = examine(whole, max_seq=150)
+    c = verdict.counters
+    _without_conflicts(verdict, 64)
+    expect(c["mma_during_copies"] > 0, "no copy is under way during any MMA", diagnosis="no-overlap")
+    return f"{len(_LETTERS)} parts, {verdict.verdict}"
+
+
+# ---- 8.8 ------------------------------------------------------------------------------------------------------------
+
+_COUNTED = (1, 1, 1, 512, 512, False)  # the shape for the counts: several tiles for any tile up to 128 keys
+
+
+@exercise(
+    "8.8",
+    title="A pipelined kernel, from a blank page",
+    minutes=180,
+    difficulty="Stretch",
+    hints=[
+        "Get it right before you get it fast. 1: a launch, a block per 64 query rows, plain copies, one buffer each "
+        "for Q, K and V; check. The check says what is wrong first, and only then what is slow.",
+        "2: at(row, column) with the XOR, used by every writer and every reader. 3: cp_async<16>, with 0 bytes for "
+        "rows that do not exist; commit; wait; barrier. Check after each of them.",
+        "4: the overlap. With one buffer of K and one of V: start V_j's copy before S = Q K_j^T, and K_(j+1)'s after "
+        "it. Each needs a wait and a barrier before it is read; that barrier also says that the other buffer is free.",
+        "5: the store. Each warp writes its 16 rows of O, rounded, over its rows of Q by at(), then __syncwarp, then "
+        "16 bytes per lane go out. Before the launch, where it may ask for more than 48 KB: "
+        "cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes).",
+        "Stuck in one place? Section 10 of the lecture has the whole kernel of the series. Close it again before you "
+        "write.",
+    ],
+)
+def _(kernel: str) -> str:
+    text = text_of(kernel, "kernel")
+    if not text.strip():
+        raise NotImplementedError
+    expect(
+        "forward" in entries(text),
+        'there is no `extern "C" int forward(const Problem* p, void* stream)`',
+        diagnosis="wrong-entry",
+    )
+    whole = Source(text, "kernel", 1, len(text.splitlines()))
+    cases = examine(whole, max_seq=300).cases
+    cases += examine(whole, head_dim=128, fast=False, probes=PROBES[:1], max_seq=150).cases
+    for head_dim in (64, 128):
+        c = probe(built(whole, check=True, head_dim=head_dim), whole, _COUNTED, head_dim=head_dim).counters
+        _well_made(c, head_dim)
+    return f"{cases} cases right at head_dim 64 and 128, no conflict, copies under way, full sectors"
+
+
+def _well_made(c: Counters, head_dim: int) -> None:
+    """Raises CheckFailed where a right kernel does not do what phase 8 is about. c: of one head, _COUNTED."""
+    __tracebackhide__ = True
+    *_, n, _, _ = _COUNTED
+    case, right = f"head_dim={head_dim}, N={n}", "the result is right, but"
+    mma, least = c["mma"], 4 * n * n * head_dim // 4096
+    expect(mma > 0, f"{right} there is no MMA in it: use the tensor cores", diagnosis="no-mma", case=case)
+    expect(mma <= 1.5 * least, f"{right} it takes {mma} MMAs where {least} suffice", diagnosis="wrong-count", case=case)
+    names = ("shared_load", "shared_store", "ldmatrix", "stmatrix")
+    passes = sum(c[f"{name}_wavefronts"] for name in names)
+    for name in names:
+        conflicts = c[f"{name}_wavefronts"] - c[f"{name}_ideal"]
+        expect(
+            conflicts <= (0 if name == "ldmatrix" else passes // 20),  # once per block, a few do no harm
+            f"{right} {name.replace('_', ' ')}s take {c[f'{name}_wavefronts']} wavefronts where "
+            f"{c[f'{name}_ideal']} would do: rows share their banks",
+            diagnosis="bank-conflicts",
+            case=case,
+        )
+    expect(
+        c["cp_async"] > 0,
+        f"{right} nothing is copied by cp.async: loads and stores hold up their thread",
+        diagnosis="no-cp-async",
+        case=case,
+    )
+    expect(
+        c["mma_during_copies"] >= mma / 3,
+        f"{right} a copy is under way during {c['mma_during_copies']} of {mma} MMAs: start the next copy before you "
+        "work on what has arrived",
+        diagnosis="no-overlap",
+        case=case,
+    )
+    sectors, fewest = c["global_store_sectors"], n * (head_dim * 2 + 4) // 32
+    expect(
+        sectors <= 1.2 * fewest,
+        f"{right} the stores touch {sectors} sectors of 32 bytes where {fewest} hold O and lse: a lane should store "
+        "16 bytes of a row, beside its neighbours",
+        diagnosis="part-sectors",
+        case=case,
+    )

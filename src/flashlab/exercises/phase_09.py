@@ -1,22 +1,181 @@
-"""Checks of phase 9: the merge of split keys, and a third stage of the backward walk.
+"""Checks of phase 9: masks, occupancy, a lazy rescaling, parts of kernels put together, a kernel from nothing.
 
-Answers are CUDA text, as in phase 8.
+CUDA answers are text, as in phase 8.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+
 import torch
 
-from flashlab.check import CheckFailed, expect
-from flashlab.check.cuda_answer import PROBES, Source, built, examine, probe, replaced, text_of
+from flashlab.attention import reference
+from flashlab.check import CheckFailed, expect, running
+from flashlab.check.cuda_answer import PROBES, Source, built, examine, probe, region, replaced, text_of
 from flashlab.exercises.registry import exercise
+from flashlab.figures.ladder import wavefronts
 from flashlab.kernels.series import step
+from flashlab.simt.source import entries
 
-# ---- 9.1 ------------------------------------------------------------------------------------------------------------
+# ---- 9.1 -------------------------------------------------------------------------------------------------------------
 
 
 @exercise(
     "9.1",
+    title="Which tiles need a mask?",
+    minutes=10,
+    difficulty="Warm-up",
+    hints=[
+        "Without a causal mask: how many tiles does seq_k need, rounded up, and how many of them are whole?",
+        "Causal: the block's last row, m_start + block_m - 1, sees the most keys, its first row, m_start, the fewest. "
+        "How many keys does each see?",
+        "Row i sees i + 1 + seq_k - seq_q keys. end is the last row's number of keys over block_n, rounded up; full is "
+        "the first row's, rounded down; neither above what seq_k allows, nor below 0.",
+    ],
+)
+def _(tiles: Callable[..., tuple[int, int]]) -> str:
+    cases = 0
+    for seq_q, seq_k in ((64, 64), (200, 200), (70, 330), (330, 70), (1, 129), (256, 512), (64, 127)):
+        for block_m, block_n in ((64, 64), (128, 64), (64, 32)):
+            for causal in (False, True):
+                for m_start in range(0, seq_q, block_m):
+                    case = f"m_start={m_start}, {block_m} x {block_n}, seq_q={seq_q}, seq_k={seq_k}, causal={causal}"
+                    _expect_tiles(tiles, (m_start, block_m, block_n, seq_q, seq_k, causal), case)
+                    cases += 1
+    return f"{cases} blocks"
+
+
+def _expect_tiles(
+    tiles: Callable[..., tuple[int, int]], block: tuple[int, int, int, int, int, bool], case: str
+) -> None:
+    """Counts for each tile how many keys the first and the last row of the block see in it."""
+    __tracebackhide__ = True
+    m_start, block_m, block_n, seq_q, seq_k, causal = block
+
+    def seen(row: int, tile: int) -> int:
+        last = min(seq_k - 1, row + seq_k - seq_q) if causal else seq_k - 1
+        return max(0, min(block_n, last + 1 - tile * block_n))
+
+    every = range(-(-seq_k // block_n))
+    end = sum(seen(m_start + block_m - 1, j) > 0 for j in every)
+    full = sum(seen(m_start, j) == block_n for j in every)
+    with running(case):
+        got = tuple(tiles(*block))
+    expect(
+        got[0] == end,
+        f"end is {got[0]}; the last row of the block sees keys in {end} tiles",
+        diagnosis="wrong-end",
+        case=case,
+    )
+    expect(
+        min(got[1], end) == min(full, end) and got[1] >= 0,
+        f"full is {got[1]}; the first row of the block sees {full} tiles whole",
+        diagnosis="wrong-full",
+        case=case,
+    )
+
+
+# ---- 9.2 -------------------------------------------------------------------------------------------------------------
+
+
+@exercise(
+    "9.2",
+    title="How many blocks fit?",
+    minutes=15,
+    difficulty="Core",
+    hints=[
+        "Compute three numbers of blocks, one for each resource, and take the least.",
+        "Registers: a warp's are 32 * registers, rounded up to a multiple of 256. How many such warps fit in one "
+        "quarter, 16384? Four times that many in the SM, and a block needs threads // 32 of them.",
+        "16384 // per_warp * 4 // warps, shared_per_sm // (shared_bytes + 1024), warps_per_sm // warps.",
+    ],
+)
+def _(blocks_per_sm: Callable[[int, int, int, int, int], int]) -> str:
+    cases = 0
+    for shared_per_sm, most_warps in ((164 * 1024, 64), (228 * 1024, 64), (100 * 1024, 48)):
+        for registers in (32, 64, 73, 96, 128, 143, 168, 175, 200, 238, 255):
+            for shared_bytes in (6144, 40960, 49152, 65536, 81920, 98304):
+                for threads in (64, 128, 256):
+                    case = f"{registers} registers, {shared_bytes} bytes, {threads} threads, {shared_per_sm} per SM"
+                    _expect_blocks(blocks_per_sm, registers, shared_bytes, threads, shared_per_sm, most_warps, case)
+                    cases += 1
+    return f"{cases} kernels"
+
+
+def _expect_blocks(
+    fn: Callable[..., int], registers: int, shared_bytes: int, threads: int, shared: int, most_warps: int, case: str
+) -> None:
+    __tracebackhide__ = True
+    warps, per_warp = threads // 32, -(-32 * registers // 256) * 256
+    allowed = {
+        "registers": 16384 // per_warp * 4 // warps,
+        "shared memory": shared // (shared_bytes + 1024),
+        "warps": most_warps // warps,
+    }
+    limit = min(allowed, key=lambda name: allowed[name])
+    with running(case):
+        got = fn(registers, shared_bytes, threads, shared, most_warps)
+    slug = {"registers": "wrong-registers", "shared memory": "wrong-shared-memory", "warps": "wrong-warps"}[limit]
+    expect(
+        got == allowed[limit],
+        f"{got} blocks; {limit} allow {allowed[limit]}" if limit != "shared memory"
+        else f"{got} blocks; shared memory allows {allowed[limit]}",
+        diagnosis=slug,
+        case=case,
+    )  # fmt: skip
+
+
+# ---- 9.3 -------------------------------------------------------------------------------------------------------------
+
+
+@exercise(
+    "9.3",
+    title="Right on random numbers",
+    minutes=15,
+    difficulty="Bug hunt",
+    hints=[
+        "With random numbers only the first tile of a row rescales. What are acc and l_i then, before the correction?",
+        "Both are 0, and 0 times anything is 0: a forgotten correction does not show. Which of a row's three numbers, "
+        "m_i, l_i and acc, belong to one reference?",
+        "All three. l_i[r] *= correction; beside m_i[r] = m_new[r].",
+    ],
+)
+def _(rescale: str) -> str:
+    text = text_of(rescale, "rescale")
+    whole = replaced(step("p9_3_rescale"), "rescale", text)
+    try:
+        verdict = examine(whole)
+    except CheckFailed as failed:
+        factors = _factors(whole) if failed.diagnosis == "wrong-value" else None
+        if factors is None:
+            raise
+        raise CheckFailed(
+            "where the maximum moves far in a late tile, all numbers of a row are wrong by one and the same factor "
+            f"(row 0: {factors[0]:.2f}): acc is under the new maximum, and what it is divided by is not",
+            diagnosis="l-not-rescaled",
+        ) from None
+    return f"{verdict.cases} cases, late maxima among them"
+
+
+def _factors(whole: Source) -> list[float] | None:
+    """The factor by which each row is wrong, if it is one per row: the tile that is walked last has the maxima."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, 128, 64, generator=generator).half() for _ in range(3))
+    q[..., 0], k[..., 0] = 8.0, 0.0
+    k[:, :, :64, 0] = 10.0  # scores of 10 in the first tile, in which the walk ends
+    o = built(whole, check=True).forward(q, k, v, causal=False, echo=False)[0][0, 0].double()
+    want = reference.attention(q, k, v)[0][0, 0].double()
+    factors = (o * want).sum(1) / want.square().sum(1)
+    one = (o - factors[:, None] * want).abs().max() < 1e-2 and (factors - 1).abs().min() > 0.02
+    return factors.tolist() if one else None
+
+
+# ---- 9.4 ------------------------------------------------------------------------------------------------------------
+
+
+@exercise(
+    "9.4",
     title="Merge the parts",
     minutes=25,
     difficulty="Core",
@@ -53,11 +212,113 @@ def _rows_without_a_key(whole: Source) -> None:
     )
 
 
-# ---- 9.2 ------------------------------------------------------------------------------------------------------------
+# ---- 9.5 -------------------------------------------------------------------------------------------------------------
+
+_TOGETHER = "p9_5_prefetch"
+PARTS = dict(zip("ABCDEFGHIJKLMNOPQR", (
+    "row maxima", "which keys", "store", "copy a tile", "scores", "constants", "first copies", "probabilities",
+    "which rows", "launch", "load K and V", "state", "output", "swizzle", "Q in registers", "rescale",
+    "shared memory", "addresses",
+), strict=True))  # fmt: skip
+"""The parts of p9_5_prefetch, which are its regions, by the letters that the exercise gives them."""
+
+# What a part needs of others: {part: {the other: what for}}.
+_NEEDS = {
+    "swizzle": {"constants": "it uses ROW_BYTES"},
+    "copy a tile": {"constants": "it uses CHUNKS and THREADS"},
+    "shared memory": {
+        "constants": "it uses the constants",
+        "swizzle": "it begins the kernel, and a function cannot stand inside of one",
+        "copy a tile": "it begins the kernel, and a function cannot stand inside of one",
+    },
+    "which rows": {"shared memory": "it stands inside of the kernel, which begins there"},
+    "which keys": {"which rows": "it uses m_start"},
+    "state": {"shared memory": "it stands inside of the kernel, which begins there"},
+    "addresses": {"which rows": "it uses lane and warp_row", "which keys": "it uses end"},
+    "first copies": {"addresses": "it uses the places to copy from and to"},
+    "Q in registers": {"first copies": "Q has to be on its way before it can be waited for"},
+    "load K and V": {"first copies": "the first tile has to be on its way before the loop waits for it"},
+    "scores": {
+        "load K and V": "the tile of K has to be waited for, and `stage` says where it lies",
+        "Q in registers": "it multiplies with Q's fragments",
+    },
+    "row maxima": {"scores": "it looks for the maxima of the scores", "state": "it begins with m_i"},
+    "rescale": {"row maxima": "it uses m_new and moved"},
+    "probabilities": {"rescale": "only then m_i is the reference of this tile"},
+    "output": {"probabilities": "it multiplies P, not S", "rescale": "acc has to be under the tile's reference"},
+    "store": {"output": "it stores what the loop has summed"},
+    "launch": {"store": "the kernel ends there, and a launch cannot stand inside of it"},
+}
+_PLACE = re.compile(r"^\s*// PART ([A-Z])\s*$", re.M)
+
+
+def part(letter: str) -> str:
+    """One of the parts of exercise 9.5, under the line that stands for it."""
+    return f"// PART {letter}\n{region(step(_TOGETHER), PARTS[letter])}"
 
 
 @exercise(
-    "9.2",
+    "9.5",
+    title="Put the kernel together",
+    minutes=40,
+    difficulty="Core",
+    hints=[
+        "Begin with the constants and the functions; then the part that begins the kernel; what each lane computes "
+        "once before the loop; the body of the loop in the order of the algorithm; the store; the launch.",
+        "The body is a lambda: auto tile = [&](int j, auto is_masked) { constexpr bool MASKED = "
+        "decltype(is_masked)::value; ... }; with six parts in it.",
+        "After it: int j = end - 1; for (; j >= full; j--) tile(j, std::true_type{}); and the same down to 0 with "
+        "std::false_type{}.",
+    ],
+)
+def _(kernel: str) -> str:
+    text = text_of(kernel, "kernel")
+    places = [match[1] for match in _PLACE.finditer(text)]
+    for letter in places:
+        known = letter in PARTS
+        expect(known, f"there is no part {letter}: they are A to {list(PARTS)[-1]}", diagnosis="part-unknown")
+        sentence = f"part {letter}, {PARTS.get(letter)}, stands there {places.count(letter)} times"
+        expect(places.count(letter) == 1, sentence, diagnosis="part-twice")
+    for letter, name in PARTS.items():
+        expect(letter in places, f"part {letter}, {name}, is missing", diagnosis="part-missing")
+    for at, letter in enumerate(places):
+        for other, why in _NEEDS.get(PARTS[letter], {}).items():
+            first = next(x for x in PARTS if PARTS[x] == other)
+            expect(
+                places.index(first) < at,
+                f"part {letter}, {PARTS[letter]}, is out of place: {why}, so part {first}, {other}, comes before it",
+                diagnosis="part-out-of-place",
+            )
+    whole = _PLACE.sub(lambda match: region(step(_TOGETHER), PARTS[match[1]]).rstrip("\n"), text)
+    expect("MASKED" in _PLACE.sub("", text), "the glue should define MASKED, for the two bodies", diagnosis="no-flag")
+    verdict = examine(Source(whole, "kernel"))
+    masked, plain = _bodies(whole)
+    expect(
+        masked < plain,
+        f"right, but {masked} tiles of a long causal problem are masked, and {plain} are not: only the tiles from "
+        "`full` on need a mask",
+        diagnosis="everything-masked",
+    )
+    return f"{verdict.cases} cases right, nothing found by the emulator"
+
+
+def _bodies(whole: str) -> tuple[int, int]:
+    """How many tiles of one causal head of 768 rows run with a mask, and how many without."""
+    scores = region(step(_TOGETHER), "scores").rstrip("\n")
+    said = 'if (threadIdx.x == 0) printf("%d\\n", (int)MASKED);\n'
+    module = built(Source(whole.replace(scores, said + scores), "kernel"), check=False)
+    q = torch.zeros(1, 1, 768, 64).half()
+    module.forward(q, q, q, causal=True, echo=False)
+    assert module.report is not None
+    words = module.report.printed.split()
+    return words.count("1"), words.count("0")
+
+
+# ---- 9.6 ------------------------------------------------------------------------------------------------------------
+
+
+@exercise(
+    "9.6",
     title="A third stage, backwards",
     minutes=30,
     difficulty="Stretch",
@@ -100,3 +361,48 @@ def _(before_loop: str, in_loop: str) -> str:
         diagnosis="wrong-shared-size",
     )
     return f"{verdict.cases} cases, {bytes_} bytes of shared memory"
+
+
+# ---- 9.7 -------------------------------------------------------------------------------------------------------------
+
+_BUDGET = 1.25  # wavefronts per MMA: 1 for K and V with 32 rows per warp, and room for Q, the store and small things
+
+
+@exercise(
+    "9.7",
+    title="A kernel of your own",
+    minutes=120,
+    difficulty="Stretch",
+    hints=[
+        "Make it right before you make it fast: one warp, 16 rows, no mask; then causal, lengths, four warps. Between "
+        "two steps run the check: it says what is wrong first.",
+        "Its parts: at(), the swizzle; a copy with cp.async that makes rows past the end zeros; in the kernel the "
+        "block's rows and keys; Q's fragments; a loop of copy, wait, barrier, scores, maxima, probabilities, output; "
+        "the division by the sums; the store. A barrier before the next copy, too.",
+        "32 rows per warp: s[2][...][4] and acc[2][...][4], and for each ldmatrix_x4 of K or V a loop over two "
+        "fragments of Q or P. Phase 9's section 16 has every line of a larger kernel.",
+    ],
+)
+def _(my_kernel: str) -> str:
+    text = text_of(my_kernel, "my_kernel")
+    if not text.strip():
+        raise NotImplementedError
+    whole = Source(text, "my_kernel", 1, len(text.splitlines()))
+    signature = 'extern "C" int forward(const Problem* p, void* stream)'
+    expect("forward" in entries(text), f"the source has no `{signature}`", diagnosis="wrong-entry")
+    verdict = examine(whole)
+    report = probe(built(whole, check=True), whole, (1, 1, 1, 256, 256, False), sms=1)
+    c = report.counters
+    expect(
+        c["mma"] > 0, "the result is right, but no MMA was issued: use the tensor cores", diagnosis="no-tensor-cores"
+    )
+    spent, conflicts = wavefronts(report) / c["mma"], c.bank_conflicts / c["mma"]
+    right = f"the result is right, but it takes {spent:.2f} wavefronts per MMA, where {_BUDGET} are the budget"
+    if spent > _BUDGET >= spent - conflicts:
+        raise CheckFailed(f"{right}: {conflicts:.2f} of them are bank conflicts", diagnosis="bank-conflicts")
+    expect(
+        spent <= _BUDGET,
+        f"{right}: with 16 rows per warp a fragment of K or V feeds two MMAs, with 32 rows four",
+        diagnosis="too-few-rows-per-warp",
+    )
+    return f"{verdict.cases} cases right, {spent:.2f} wavefronts per MMA"

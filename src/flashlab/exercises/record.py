@@ -13,6 +13,7 @@ a check.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import errno
 import json
@@ -38,11 +39,15 @@ def path() -> Path | None:
     wanted = os.environ.get("FLASHLAB_PROGRESS", "").strip()
     if wanted.lower() in ("off", "0", "no", "false"):
         return None
-    if wanted:
-        return Path(wanted).expanduser()
-    if "PYTEST_VERSION" in os.environ or _in_a_solution():
+    try:
+        if wanted:
+            return Path(wanted).expanduser()
+        if "PYTEST_VERSION" in os.environ or _in_a_solution():
+            return None
+        return _course_root() / ".flashlab" / "progress.jsonl"
+    except (OSError, RuntimeError) as error:  # no home folder, no current folder
+        _say(f"There is no place for your progress ({error}); going on without it. FLASHLAB_PROGRESS names one.")
         return None
-    return _course_root() / ".flashlab" / "progress.jsonl"
 
 
 def load() -> dict[str, Entry]:
@@ -138,10 +143,8 @@ def _prepare(file: Path) -> None:
     """Carry an earlier version's progress.json over; refuse what is no regular file. A link is followed."""
     earlier = file.with_name("progress.json")
     if file.name == "progress.jsonl" and not file.exists() and earlier.is_file():
-        try:
-            earlier.rename(file)
-        except FileNotFoundError:  # another kernel did it meanwhile
-            pass
+        with contextlib.suppress(OSError):  # another kernel did it meanwhile, or a link leads to another disk
+            earlier.rename(os.path.realpath(file))
     try:
         mode = file.stat().st_mode
     except FileNotFoundError:

@@ -98,6 +98,28 @@ def draw(
             between = "\n" if height > width else " "
             ax.text(left + width / 2, top + height / 2, f"T{lane}{between}{name}", ha="center", va="center",
                     fontsize=fontsize, zorder=4)  # fmt: skip
+    _frame(ax, shape)
+
+
+def addresses(
+    ax: Axes, rows: torch.Tensor, columns: torch.Tensor, shape: Sequence[int], *, fontsize: float = 6.5
+) -> None:
+    """Draws which lane of an ldmatrix names which row of 8 elements, coloured by the register that it is for.
+
+    Args:
+        rows, columns: of the element at which the row begins that lane 0, 1, ... names; as many as are used.
+        shape: (rows, columns) of the matrix.
+    """
+    for lane, (row, column) in enumerate(zip(rows.tolist(), columns.tolist(), strict=True)):
+        hue = _HUES[lane // 8]
+        ax.add_patch(Rectangle((column, row), 8, 1, facecolor=hue, alpha=0.45, ec="white", lw=0.8))
+        ax.text(column + 4, row + 0.5, f"lane {lane}", ha="center", va="center", fontsize=fontsize)
+    _frame(ax, shape)
+
+
+def _frame(ax: Axes, shape: Sequence[int]) -> None:
+    """The axes of a matrix: a number for each row and each column, which is written above."""
+    rows, columns = shape
     ax.set(xlim=(-0.05, columns + 0.05), ylim=(rows + 0.05, -0.05), aspect="equal")
     ax.set_xticks([c + 0.5 for c in range(columns)], range(columns), fontsize=7)
     ax.set_yticks([r + 0.5 for r in range(rows)], range(rows), fontsize=7)
@@ -126,6 +148,7 @@ __all__ = [
     "B_SHAPE",
     "C_SHAPE",
     "a_position",
+    "addresses",
     "b_position",
     "c_position",
     "draw",

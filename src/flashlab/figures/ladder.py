@@ -36,6 +36,7 @@ __all__ = [
     "row",
     "run",
     "small_multiples",
+    "speeds",
     "times",
     "wavefronts",
 ]
@@ -46,27 +47,38 @@ SHARED = ("shared_load", "shared_store", "ldmatrix", "stmatrix")
 # ---- counted ---------------------------------------------------------------------------------------------------------
 @functools.lru_cache(maxsize=128)
 def counted(
-    name: str, *, n: int = 256, head_dim: int = 64, heads: int = 1, causal: bool = False, sms: int = 1, **defines: int
-) -> Report:
+    name: str, *, n: int = 256, head_dim: int = 64, heads: int = 1, causal: bool = False, sms: int = 1,
+    shared_limit: int | None = None, **defines: int,
+) -> Report:  # fmt: skip
     """Runs a step's check build on [1, heads, n, head_dim] in fp16; the report has the counters.
 
     Args:
         name: of a step of flashlab.kernels.SERIES.
         sms: multiprocessors that the kernel is told of. With 1 the last steps take the tiles of a large grid.
+        shared_limit: bytes of shared memory that a block may ask for, of the device that is played.
         defines: macros of the step.
 
     Raises:
         AssertionError: the result is not that of the oracle, or the emulator found something.
     """
     module = load_inline(step(name), check=True, head_dim=head_dim, defines=defines)
-    return run(module, n=n, head_dim=head_dim, heads=heads, causal=causal, sms=sms)
+    options = {"sms": sms} | ({"shared_limit": shared_limit} if shared_limit else {})
+    return run(module, n=n, head_dim=head_dim, heads=heads, causal=causal, **options)
 
 
-def run(module: Any, *, n: int = 256, head_dim: int = 64, heads: int = 1, causal: bool = False, sms: int = 1) -> Report:
-    """Runs an emulated kernel on [1, heads, n, head_dim] in fp16, compares it with the oracle, returns its report."""
+def run(
+    module: Any, *, n: int = 256, head_dim: int = 64, heads: int = 1, causal: bool = False, sms: int = 1,
+    tensors: Sequence[torch.Tensor] | None = None, **options: Any,
+) -> Report:  # fmt: skip
+    """Runs an emulated kernel on [1, heads, n, head_dim] in fp16, compares it with the oracle, returns its report.
+
+    Args:
+        tensors: q, k and v; random ones of that shape, if None.
+        options: further ones of the module's forward.
+    """
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, heads, n, head_dim, generator=generator).half() for _ in range(3))
-    o, lse = module.forward(q, k, v, causal=causal, sms=sms, echo=False)
+    q, k, v = tensors or (torch.randn(1, heads, n, head_dim, generator=generator).half() for _ in range(3))
+    o, lse = module.forward(q, k, v, causal=causal, sms=sms, echo=False, **options)
     report = module.report
     want, want_lse = reference.attention(q, k, v, causal=causal)
     assert report.ok, report
@@ -128,8 +140,8 @@ def conflicts_and_ideal(table: Sequence[Sequence[Any]], prices: Mapping[str, flo
         ax.set(xlabel="shared wavefronts per MMA", title=title, xlim=(0, 1.12 * max(values)))
         ax.grid(axis="y", visible=False)
     for (gpu, clocks), color in zip(prices.items(), ("green", "purple", "orange"), strict=False):
-        right.axvline(clocks, color=COLORS[color], linestyle="--", linewidth=1.4, label=f"clocks per MMA, {gpu}")
-    right.legend(loc="center right", fontsize=8, frameon=True)
+        right.axvline(clocks, color=COLORS[color], linestyle="--", linewidth=1.4, label=gpu)
+    right.legend(title="clocks per MMA", loc="lower right", fontsize=8, title_fontsize=8, frameon=True)
     left.set_yticks(y, [r[0] for r in table])
     left.invert_yaxis()
     return figure
@@ -171,19 +183,24 @@ def ladder_figure(run: dict[str, Any], shape: Sequence[int], causal: bool) -> Fi
     return figure
 
 
-def gains(run: dict[str, Any], shape: Sequence[int], causal: bool) -> dict[str, float]:
+def gains(run: dict[str, Any], shape: Sequence[int], causal: bool, inputs: str = "randn") -> dict[str, float]:
     """Of a recorded run: each step's speed over the step's before, by name; {} where the run has not this shape."""
-    rows = _at(run, shape, causal)
+    rows = _at(run, shape, causal, inputs)
     rows = [r for r in rows if r["name"] != "fa2" and "=" not in r["name"]]
     return {b["name"]: b["tflops"] / a["tflops"] for a, b in zip(rows, rows[1:], strict=False)}
 
 
-def _at(run: dict[str, Any], shape: Sequence[int], causal: bool) -> list[dict[str, Any]]:
-    """The rows of a recorded ladder at a shape, measured on random inputs."""
+def speeds(run: dict[str, Any], shape: Sequence[int], causal: bool, inputs: str = "randn") -> dict[str, dict[str, Any]]:
+    """The rows of a recorded ladder at a shape, by name: "tflops", "vs_fa2", "registers", "spill_bytes"."""
+    return {r["name"]: r for r in _at(run, shape, causal, inputs)}
+
+
+def _at(run: dict[str, Any], shape: Sequence[int], causal: bool, inputs: str = "randn") -> list[dict[str, Any]]:
+    """The rows of a recorded ladder at a shape, measured on inputs of that kind."""
     return [
         r
         for r in run.get("ladder", [])
-        if r["shape"] == list(shape) and r["causal"] == causal and r.get("inputs", "randn") == "randn"
+        if r["shape"] == list(shape) and r["causal"] == causal and r.get("inputs", "randn") == inputs
     ]
 
 

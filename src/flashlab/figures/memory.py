@@ -10,14 +10,42 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from flashlab.figures.show import COLORS
+from flashlab.runtime import GpuLimits
 
-__all__ = ["hierarchy", "loop_order", "on_chip", "sectors", "words"]
+__all__ = ["hierarchy", "loop_order", "machine", "on_chip", "sectors", "words"]
 
 
 def _box(ax: Axes, x: float, y: float, w: float, h: float, color: str, text: str = "", size: float = 9) -> None:
     ax.add_patch(Rectangle((x, y), w, h, facecolor=color, edgecolor="white", linewidth=1.5))
     ax.text(x + w / 2, y + h / 2, text, ha="center", va="center", fontsize=size,
             color="white" if color == COLORS["blue"] else "black")  # fmt: skip
+
+
+def machine(gpu: GpuLimits) -> Figure:
+    """A GPU from its threads to its main memory: what each kind of memory is called, and how large it is on `gpu`."""
+    figure, ax = plt.subplots(figsize=(8.5, 4.4))
+    _box(ax, 0, 1.0, 12, 5.1, "#F6F6F6")
+    ax.text(0.15, 5.9, f"the chip: {gpu.sms} multiprocessors (SM)", va="center", fontsize=9, fontweight="bold")
+    for i, name in enumerate(("multiprocessor 0", "multiprocessor 1 ...")):
+        x = 0.15 + 5.9 * i
+        _box(ax, x, 2.0, 5.8, 3.65, COLORS["light"])
+        ax.text(x + 0.15, 5.4, name, va="center", fontsize=9)
+        for w in range(4):
+            y = 4.75 - 0.42 * w
+            ax.text(x + 0.15, y + 0.16, f"warp {w}" if w < 3 else "...", va="center", fontsize=8)
+            for t in range(32):
+                ax.add_patch(Rectangle((x + 0.9 + 0.094 * t, y), 0.075, 0.34, facecolor=COLORS["blue"]))
+        ax.text(x + 4.05, 4.33, f"threads, 32 per warp,\neach with its registers\n"
+                f"({gpu.registers_per_sm * 4 // 1024} KiB in all)", va="center", fontsize=8)  # fmt: skip
+        _box(ax, x + 0.15, 2.8, 5.5, 0.5, COLORS["green"], "tensor cores: multiply tiles")
+        shared = f"shared memory: up to {gpu.shared_per_block // 1024} KiB per program"
+        _box(ax, x + 0.15, 2.15, 5.5, 0.5, COLORS["orange"], shared)
+    _box(ax, 0.15, 1.15, 11.7, 0.6, COLORS["sky"], f"L2 cache, for all multiprocessors: {gpu.l2_bytes // 2**20} MiB")
+    hbm = f"HBM: {gpu.memory_bytes // 2**30} GiB, {gpu.memory_gb_s or 0:.0f} GB/s. Q, K, V and O lie here"
+    _box(ax, 0, 0, 12, 0.75, COLORS["yellow"], hbm)
+    ax.set(xlim=(0, 12), ylim=(0, 6.15), title=f"Where numbers can be ({gpu.name})")
+    ax.axis("off")
+    return figure
 
 
 def hierarchy(global_memory: str, shared_memory: str, threads: str) -> Figure:

@@ -9,6 +9,7 @@ import functools
 import re
 from collections.abc import Sequence
 
+import torch
 from matplotlib.axes import Axes
 
 from flashlab.cuda import load_inline
@@ -20,12 +21,16 @@ from flashlab.kernels.series import step
 __all__ = ["events", "printed", "rescales", "timeline"]
 
 
-def printed(name: str, *edits: tuple[str, str], n: int = 256, causal: bool = False, **defines: int) -> str:
+def printed(
+    name: str, *edits: tuple[str, str], n: int = 256, causal: bool = False,
+    tensors: Sequence[torch.Tensor] | None = None, **defines: int,
+) -> str:  # fmt: skip
     """What a step prints with more statements in it, on one head of n rows, head_dim 64.
 
     Args:
         name: of a step of the series.
         edits: (region, statement): the statement is put in front of the named region.
+        tensors: q, k and v, in fp16; random ones, if None.
         defines: macros of the step.
     Raises:
         KeyError: there is no such region; the message has the names there are.
@@ -36,7 +41,7 @@ def printed(name: str, *edits: tuple[str, str], n: int = 256, causal: bool = Fal
         lines.insert(numbered(text, region)[0][0] - 1, statement)
         text = "\n".join(lines)
     module = load_inline(text, backend="emulator", defines=defines)
-    return run(module, n=n, causal=causal).printed
+    return run(module, n=n, causal=causal, tensors=tensors).printed
 
 
 @functools.lru_cache(maxsize=8)
@@ -54,10 +59,13 @@ def events(stages: int, n: int = 256) -> tuple[tuple[str, int], ...]:
     return tuple((what, int(tile)) for what, tile in (line.split() for line in said.splitlines()))
 
 
-def rescales(name: str, n: int = 256) -> tuple[int, int]:
-    """How often a warp of this step rescales its accumulator, and how many tiles the warps work on together."""
+def rescales(name: str, n: int = 256, tensors: Sequence[torch.Tensor] | None = None) -> tuple[int, int]:
+    """How often a warp of this step rescales its accumulator, and how many tiles the warps work on together.
+
+    On one head of n rows, in blocks of 64 rows; ``tensors`` as in `printed`.
+    """
     where = "correction" if "correction" in regions(step(name).path.read_text(encoding="utf-8")) else "rescale"
-    said = printed(name, (where, 'if (lane == 0) printf("r\\n");'), n=n)
+    said = printed(name, (where, 'if (lane == 0) printf("r\\n");'), n=n, tensors=tensors)
     return len(re.findall("r", said)), n // 64 * (n // 64) * 4
 
 

@@ -46,7 +46,7 @@ def check(
         scale: of the scores; None is head_dim ** -0.5.
         head_dims: what the kernel can be compiled for.
     """
-    check_qkv(q, k, v, dtypes=tuple(ELEMENTS), head_dims=head_dims, same_v=True)
+    check_qkv(q, k, v, dtypes=tuple(ELEMENTS), head_dims=head_dims, same_v=True, no_grad=True)
     scale_of(scale, q.shape[-1])
     batch, heads, seq_q, _ = q.shape
     if batch * heads * seq_q >= 2**31 or max(seq_q, k.shape[2]) >= 2**30:
@@ -59,13 +59,13 @@ def fitted(
     """(q, k, v, scale) as the kernels take them: contiguous rows on 16-byte boundaries, and a positive scale.
 
     A tensor that is otherwise is copied. The kernels take the maximum of the scores before they scale them, so a scale
-    that is not positive goes into q: its sign, which is exact, or 0.
+    that is not positive goes into q: its sign, which is exact, or 0. So does one that is 0 in their float32.
     """
     scale = scale_of(scale, q.shape[-1])
-    if scale < 0:
-        q, scale = -q, -scale
-    elif scale == 0:
+    if ctypes.c_float(scale).value == 0:
         q, scale = torch.zeros_like(q), 1.0
+    elif scale < 0:
+        q, scale = -q, -scale
     q, k, v = (
         x if rows_fit(x) and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
         for x in (q, k, v)

@@ -32,6 +32,9 @@ class GpuLimits:
     memory_gb_s: float | None
     fp16_tflops: float | None  # tensor cores, float32 accumulation
     fp32_tflops: float | None  # outside the tensor cores
+    fp16_fma_per_clock: int | None  # of one SM's tensor cores: multiply-adds with float32 sums, dense
+    threads_per_sm: int
+    blocks_per_sm: int  # at most, however small
     source: str
 
     @property
@@ -45,6 +48,18 @@ class GpuLimits:
         if self.fp16_tflops is None or self.memory_gb_s is None:
             return None
         return self.fp16_tflops * 1e12 / (self.memory_gb_s * 1e9)
+
+    def resident_blocks(self, threads: int, shared_bytes: int, registers: int | None = None) -> int:
+        """How many blocks of a kernel an SM holds at once.
+
+        Args:
+            threads: per block. shared_bytes: per block; the system takes 1 KiB more.
+            registers: per thread; None leaves their limit out.
+        """
+        limits = [self.blocks_per_sm, self.threads_per_sm // threads, self.shared_per_sm // (shared_bytes + KIB)]
+        if registers is not None:  # a warp gets them in pieces of 256
+            limits.append(self.registers_per_sm // (-(-registers * 32 // 256) * 256) // -(-threads // 32))
+        return min(limits)
 
     def __str__(self) -> str:
         return (
@@ -70,14 +85,36 @@ SHARED_MEMORY: dict[tuple[int, int], tuple[int, int]] = {
     (12, 1): (99 * KIB, 100 * KIB),
 }
 
+# The same guide: threads, and blocks, that an SM holds at most.
+RESIDENT: dict[tuple[int, int], tuple[int, int]] = {
+    (7, 5): (1024, 16),
+    (8, 0): (2048, 32),
+    (8, 6): (1536, 16),
+    (8, 7): (1536, 16),
+    (8, 9): (1536, 24),
+    (9, 0): (2048, 32),
+    (10, 0): (2048, 32),
+    (10, 3): (2048, 32),
+    (12, 0): (1536, 24),
+    (12, 1): (1536, 24),
+}
+
 
 def _gpu(name, capability, sms, l2_mib, memory_gib, memory_gb_s, fp16_tflops, fp32_tflops, source) -> GpuLimits:
     block, sm = SHARED_MEMORY[capability]
     return GpuLimits(
         name, capability, sms, block, sm, 64 * KIB, int(l2_mib * MIB), memory_gib * GIB,
-        memory_gb_s, fp16_tflops, fp32_tflops, source,
+        memory_gb_s, fp16_tflops, fp32_tflops, TENSOR_FMA.get(name), *RESIDENT[capability], source,
     )  # fmt: skip
 
+
+# fp16 multiply-adds with float32 sums, dense, that the tensor cores of an SM do per clock. White papers: four tensor
+# cores per SM, of 256 (A100), 512 (H100) or 128 (GA102, Ada); GeForce does half of that with float32 sums. The others:
+# TFLOP/s divided by SMs, boost clock and 2.
+TENSOR_FMA = {
+    "A100": 1024, "H100": 2048, "H200": 2048, "L4": 512, "L40S": 512,
+    "RTX 3090": 256, "RTX 4090": 256, "RTX 5060 Ti": 256, "RTX 5090": 256,
+}  # fmt: skip
 
 _ADA = "NVIDIA Ada GPU Architecture whitepaper, appendix A"
 _BLACKWELL = "NVIDIA RTX Blackwell GPU Architecture whitepaper, appendix A"
@@ -140,6 +177,9 @@ def _this_gpu() -> GpuLimits:
         memory_gb_s=known.memory_gb_s if known else None,
         fp16_tflops=known.fp16_tflops if known else None,
         fp32_tflops=known.fp32_tflops if known else None,
+        fp16_fma_per_clock=known.fp16_fma_per_clock if known else None,
+        threads_per_sm=device_properties.max_threads_per_multi_processor,
+        blocks_per_sm=RESIDENT.get(capability, (0, 32))[1],
         source="this machine's driver" + (f"; speeds: {known.source}" if known else ""),
     )
 

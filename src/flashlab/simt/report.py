@@ -21,6 +21,8 @@ class Counters(Counter):
     fewest that hold those bytes.
     ``*_bytes``: what the lanes asked for; of global memory unless the name says shared, ldmatrix or stmatrix.
     ``mma_flops``: multiplications and additions.
+    ``mma_during_copies``: MMAs with a cp.async of the block issued and not waited for; ``mma_copy_groups``: groups of
+    such copies of the warp itself, summed over its MMAs.
 
     A fast build sees no plain loads and stores: it counts the rest.
     """
@@ -160,7 +162,7 @@ class Report:
         return "\n".join(rows)
 
     def __str__(self) -> str:
-        head = f"{self.name}: {'no findings' if self.ok else f'{len(self.findings)} findings'}"
+        head = f"{self.name}: {f'{len(self.findings)} findings' if self.findings else 'no findings'}"
         return "\n".join([head, *(f"  {f}" for f in self.findings)])
 
     __repr__ = __str__

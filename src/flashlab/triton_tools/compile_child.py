@@ -8,6 +8,7 @@ RESULTS, first {"job": i, "started": true} (so that the parent knows what a cras
 
 import contextlib
 import ctypes
+import errno
 import io
 import json
 import linecache
@@ -19,6 +20,9 @@ import tempfile
 import time
 import types
 from pathlib import Path
+
+# What a tool says where the compiler would have had no objection.
+MACHINE = "No space left|Disk quota|Input/output error|annot allocate memory|ut of memory|Read-only file system"
 
 
 class Pointer:
@@ -141,6 +145,21 @@ def error_text(error: BaseException) -> str:
     return "\n".join(f"{type(link).__name__}: {link}".rstrip() for link in chain)
 
 
+def is_refusal(error: BaseException) -> bool:
+    """Whether it is the compiler that refuses, and not the machine (a full disk, no memory, a tool that was killed)."""
+    cause, context = [error], [error]
+    while cause[-1].__cause__ is not None:
+        cause.append(cause[-1].__cause__)
+    while context[-1].__context__ is not None:  # what was being handled: for ptxas's own refusal, its exit status
+        context.append(context[-1].__context__)
+    if any(isinstance(e, (OSError, MemoryError, ImportError, subprocess.SubprocessError)) for e in cause):
+        return False
+    machine = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EIO, errno.EROFS, errno.EMFILE)
+    if any(isinstance(e, MemoryError) or getattr(e, "errno", None) in machine for e in context):
+        return False
+    return re.search(rf"{MACHINE}|ptxas.* failed with error code (?:-|137)", error_text(error)) is None
+
+
 def main(request_path: str, results_path: str) -> None:
     end_with_the_parent()
     request = json.loads(Path(request_path).read_text())
@@ -164,7 +183,7 @@ def main(request_path: str, results_path: str) -> None:
             try:
                 outcome = compile_job(kernel, job)
             except Exception as error:
-                outcome = {"error": error_text(error)}
+                outcome = {"error": error_text(error), "refused": is_refusal(error)}
             report(job=job["index"], seconds=time.perf_counter() - start, **outcome)
 
 

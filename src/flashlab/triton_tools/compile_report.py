@@ -31,6 +31,7 @@ import torch
 
 from flashlab import runtime
 from flashlab.runtime import cache
+from flashlab.triton_tools import compile_child
 from flashlab.triton_tools.portable import NotPortable, jit_function, module_source, unwrap
 
 TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_120")
@@ -46,7 +47,7 @@ class CompileTimeout(TimeoutError):
 
 
 class CompileChildError(RuntimeError):
-    """The compiling process could not be started, or could not load the kernel's source."""
+    """The compiling process could not be started, or load the kernel's source; or it met a full disk, and the like."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,7 @@ def compile_report(
 
     A kernel that the compiler refuses gives a report with ``ok`` False and its message in ``error``. Raises TypeError
     for something that is no kernel and for a missing or unknown argument, ValueError (NotPortable) for a kernel whose
-    source cannot be found, UnknownGpu for the target, CompileTimeout.
+    source cannot be found, UnknownGpu for the target, CompileTimeout, CompileChildError where the machine is at fault.
     """
     return compile_reports(
         kernel, [arguments], targets=[target], num_warps=num_warps, num_stages=num_stages, timeout=timeout
@@ -280,7 +281,8 @@ def _key(source: str, name: str, job: dict) -> str:
 def _cached(key: str) -> dict | None:
     try:
         outcome = json.loads(gzip.decompress((cache_folder() / f"{key}.json.gz").read_bytes()))
-        return outcome if outcome["key"] == key and ("error" in outcome or outcome["sass"]) else None
+        whole = outcome["key"] == key and outcome["seconds"] >= 0 and (outcome.get("refused") or outcome["sass"])
+        return outcome if whole else None
     except (cache.CacheError, OSError, EOFError, ValueError, KeyError, TypeError):  # damaged: again
         return None
 
@@ -291,6 +293,7 @@ def _store(key: str, outcome: dict) -> None:
         with tempfile.NamedTemporaryFile(dir=folder, suffix=".part", delete=False) as file:
             file.write(gzip.compress(json.dumps(outcome | {"key": key}).encode(), mtime=0))
         os.replace(file.name, folder / f"{key}.json.gz")  # whole or not at all
+        cache.sweep(folder)
     except (cache.CacheError, OSError):
         pass  # an unwritable or full disk costs the cache, nothing else
 
@@ -318,6 +321,8 @@ def _run_jobs(source: str, name: str, jobs: dict[str, dict], timeout: float) -> 
             key = keys[line.pop("job")]
             if "started" in line:
                 started = key
+            elif "error" in line and not line["refused"]:  # not stored: the next attempt may fare better
+                raise CompileChildError(f"{name} could not be compiled on this machine: {line['error']}")
             else:
                 outcomes[key] = line
                 _store(key, line)
@@ -325,7 +330,7 @@ def _run_jobs(source: str, name: str, jobs: dict[str, dict], timeout: float) -> 
             raise CompileTimeout(f"compiling {name} took more than {timeout:g} seconds a configuration and was stopped")
         if ended == 0:
             break
-        if started is None or started in outcomes:
+        if started is None or started in outcomes or re.search(compile_child.MACHINE, complaint):
             raise CompileChildError(f"the compiling process ended with status {ended}: {complaint}")
         # The compiler itself died (an assertion or a fault in LLVM or MLIR, too little memory): that is the outcome of
         # this job. It is not stored: the next attempt may fare better.

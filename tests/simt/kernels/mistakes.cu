@@ -613,7 +613,6 @@ KERNEL(into_the_next_array) {
 }
 RUN(into_the_next_array, 1, 64)
 
-__device__ __noinline__ void put(float* p, int i, float v) { p[i] = v; }
 __global__ void another(float* p) {
     __shared__ float its[1024];
     its[threadIdx.x] = p[threadIdx.x];
@@ -621,6 +620,7 @@ __global__ void another(float* p) {
     p[threadIdx.x] = its[31 - threadIdx.x];
 }
 // expect: shared-out-of-bounds | -
+__device__ __noinline__ void put(float* p, int i, float v) { p[i] = v; }  // <-
 KERNEL(into_the_array_of_another_kernel) {
     __shared__ float mine[32];
     mine[T] = in[T];

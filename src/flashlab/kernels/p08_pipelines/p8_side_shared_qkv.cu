@@ -34,7 +34,7 @@ __device__ __forceinline__ void load_tile(char* tile_smem, const T* tile_gmem, i
 #pragma unroll
     for (int i = 0; i < ROWS * CHUNKS; i += THREADS) {
         const int row = (i + threadIdx.x) / CHUNKS, column = (i + threadIdx.x) % CHUNKS * 8;
-        // 0 bytes are read of a row that does not exist; but its address has to be a valid one all the same.
+        // 0 bytes are read of a row that does not exist, from a valid address: PTX does not say that any will do.
         const bool exists = row < rows;
         const T* from = tile_gmem + (exists ? row : 0) * row_stride + column;
         cp_async<16>(smem_u32(tile_smem + at(row, column)), from, exists ? 16 : 0);

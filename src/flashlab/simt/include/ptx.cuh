@@ -17,6 +17,7 @@
 // The 32-bit address of a byte of shared memory.
 __device__ __forceinline__ uint32_t smem_u32(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
 
+// region: pack
 // Two floats, rounded, in one register.
 template <class T = __half>
 __device__ __forceinline__ uint32_t pack(float low, float high) {
@@ -30,6 +31,7 @@ __device__ __forceinline__ uint32_t pack(float low, float high) {
     }
     return u;
 }
+// endregion
 template <class T = __half>
 __device__ __forceinline__ float2 unpack(uint32_t u) {
     if constexpr (std::is_same_v<T, __nv_bfloat16>) {
@@ -48,6 +50,7 @@ __device__ __forceinline__ float2 unpack(uint32_t u) {
 #else
 
 // ---- ldmatrix: 8x8 tiles of 16-bit numbers, shared memory -> registers ----------------------------------------------
+// region: ldmatrix
 // Lane 8 i + r gives the address of row r of tile i (16 bytes, 16-byte aligned). Register i of lane l receives elements
 // (row l / 4, columns 2 (l % 4) and + 1) of tile i; with _trans, of the transposed tile. x1 uses the addresses of lanes
 // 0-7, x2 of 0-15, x4 of all.
@@ -58,10 +61,12 @@ __device__ __forceinline__ void ldmatrix_x2(uint32_t (&r)[2], uint32_t address) 
     asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
                  : "=r"(r[0]), "=r"(r[1]) : "r"(address) : "memory");
 }
+// region: ldmatrix x4
 __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], uint32_t address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
 }
+// endregion
 __device__ __forceinline__ void ldmatrix_x1_trans(uint32_t (&r)[1], uint32_t address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x1.trans.shared.b16 {%0}, [%1];" : "=r"(r[0]) : "r"(address) : "memory");
 }
@@ -73,6 +78,7 @@ __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t add
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
 }
+// endregion
 
 // ---- stmatrix: the way back, sm_90 and later ------------------------------------------------------------------------
 __device__ __forceinline__ void stmatrix_x1(uint32_t address, const uint32_t (&r)[1]) {
@@ -99,6 +105,7 @@ __device__ __forceinline__ void stmatrix_x4_trans(uint32_t address, const uint32
 }
 
 // ---- mma: C += A B on the tensor cores, A row-major, B column-major -------------------------------------------------
+// region: mma m16n8k16
 // With g = lane / 4 and t = lane % 4 (the PTX ISA's groupID and threadID_in_group), m16n8k16 holds
 //   A  a[0]: row g,     columns 2t, 2t+1        a[1]: row g + 8, the same columns
 //      a[2]: row g,     columns 2t+8, 2t+9      a[3]: row g + 8, the same columns
@@ -118,6 +125,8 @@ __device__ __forceinline__ void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[
                      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
+// endregion
+// region: mma m16n8k8
 template <class T = __half>
 __device__ __forceinline__ void mma_m16n8k8(float (&c)[4], const uint32_t (&a)[2], uint32_t b0) {
     if constexpr (std::is_same_v<T, __nv_bfloat16>)
@@ -129,11 +138,14 @@ __device__ __forceinline__ void mma_m16n8k8(float (&c)[4], const uint32_t (&a)[2
                      "{%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
                      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(b0));
 }
+// endregion
+// region: mma fp16 sums
 // fp16 accumulators: c[0] holds row g, columns 2t and 2t+1; c[1] the same of row g + 8.
 __device__ __forceinline__ void mma_m16n8k16_f16(uint32_t (&c)[2], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16 {%0, %1}, {%2, %3, %4, %5}, {%6, %7}, {%0, %1};"
                  : "+r"(c[0]), "+r"(c[1]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
+// endregion
 __device__ __forceinline__ void mma_m16n8k8_f16(uint32_t (&c)[2], const uint32_t (&a)[2], uint32_t b0) {
     asm volatile("mma.sync.aligned.m16n8k8.row.col.f16.f16.f16.f16 {%0, %1}, {%2, %3}, {%4}, {%0, %1};"
                  : "+r"(c[0]), "+r"(c[1]) : "r"(a[0]), "r"(a[1]), "r"(b0));

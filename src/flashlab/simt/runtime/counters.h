@@ -33,7 +33,8 @@ enum Kind : uint8_t {
 //   global_*, cp_async             executed by a warp, 32-byte sectors, ideal sectors, bytes
 //                                  (a sector whose halves a 16-byte cp.async sends to two 128-byte lines of
 //                                  shared memory is fetched twice; an H200's counters say so)
-//   mma                            executed by a warp, FLOPs
+//   mma                            executed by a warp, FLOPs; of those: with a cp.async of the block under way;
+//                                  groups of cp.async that the warp has under way, summed over its MMAs
 //   the rest                       executed by a warp (barrier: by a block)
 constexpr int COUNTERS = 4;
 extern const char* const KIND_NAME[KINDS];

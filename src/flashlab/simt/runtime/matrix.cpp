@@ -4,6 +4,7 @@
 #include "findings.h"
 #include "shadow.h"
 #include "values.h"
+#include <algorithm>
 
 namespace simt {
 
@@ -120,6 +121,22 @@ static void check_operands(Lane* lane, const char* what, const uint32_t* words, 
     for (int i = 0; i < count; i++)
         if (words[i] == NEVER_SET) return file_never_set(lane, what, pc);
 }
+// Whether a cp.async of any thread of the block has been issued and not been waited for.
+static bool copies_under_way(const Block* block) {
+    for (int t = 0; t < block->threads; t++)
+        if (block->lane[t].first_copy < block->lane[t].copies.size()) return true;
+    return false;
+}
+// Groups from the oldest to the youngest such copy of a lane: the largest number of the warp's lanes.
+static int groups_under_way(const Warp* warp) {
+    int most = 0;
+    for (int l = 0; l < warp->count; l++) {
+        const Lane& lane = warp->lanes[l];
+        if (lane.first_copy < lane.copies.size())
+            most = std::max(most, (int)(lane.copies.back().group - lane.copies[lane.first_copy].group) + 1);
+    }
+    return most;
+}
 
 void multiply(Warp* warp, const Slot& slot) {
     const bool bf16 = slot.param & SIMT_MMA_BF16, acc16 = slot.param & SIMT_MMA_ACC_F16;
@@ -128,9 +145,12 @@ void multiply(Warp* warp, const Slot& slot) {
     Site& site = sites[sites.find(slot.pc, k_size == 8 ? MMA_M16N8K8 : MMA_M16N8K16)];
     site.count[0]++;
     site.count[1] += 2 * 16 * 8 * k_size;
+    site.count[2] += copies_under_way(warp->block);
+    site.count[3] += groups_under_way(warp);
 
     // Gather the fragments into matrices: A is 16 x k, B k x 8, C 16 x 8. Products of two 16-bit numbers are
-    // exact in float, so that only the order of the sum tells this result from the hardware's.
+    // exact in float. Each addition is rounded to nearest here, one after the other; tensor cores add several numbers
+    // at once and cut off what is below the largest one's last bits: the last place may differ.
     uint32_t a16[16][16], b16[16][8];
     float a[16][16], b[16][8], c[16][8];
     for (int l = 0; l < WARP; l++) {
