@@ -114,6 +114,11 @@ def _still_filled(f: Facts) -> str:
 
 
 def _read_before_wait(f: Facts) -> str:
+    if f.how == "cp.async":  # the reader came first
+        return (
+            f"{f.who} fills with cp.async{f.here} shared memory that {f.whom} has {_DID[f.words]}{f.there} already: "
+            "wait for the copies (cp_async_wait), then a barrier, then read"
+        )
     return f"{_still_filled(f)}: wait for its group first (cp_async_wait), then a barrier"
 
 

@@ -311,7 +311,7 @@ KERNEL(a_wait_too_weak) {
 }
 RUN(a_wait_too_weak, 1, 32)
 
-// expect: stage-overwritten read-before-wait | -
+// expect: read-before-wait | -
 KERNEL(a_wait_without_barrier) {
     __shared__ __align__(16) float s[256];
     cp_async<16>(smem_u32(s + T * 4), in + T * 4);  // <-

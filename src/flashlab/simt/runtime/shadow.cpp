@@ -101,9 +101,10 @@ bool SharedShadow::touch(Lane* lane, uint64_t address, int bytes, Access access,
         }
     };
     auto write = [&](Cell& cell, uint8_t mine) {
+        // Where nothing was yet, not the copy is too early but the reader.
+        const char* kind = access != COPY_ISSUED ? "race" : cell.full & mine ? "stage-overwritten" : "read-before-wait";
         for (const Stamp& r : cell.read)
-            if ((r.bytes & mine) && !ordered(r, lane))
-                file(access == COPY_ISSUED ? "stage-overwritten" : "race", r, verb(sites, r, false));
+            if ((r.bytes & mine) && !ordered(r, lane)) file(kind, r, verb(sites, r, false));
         // A thread's own store just before its atomic is what the other threads' atomics conflict with.
         const Stamp& w = cell.write;
         if (!now.atomic || w.atomic || w.thread != now.thread || w.time != now.time || (w.bytes & mine) != mine)
