@@ -17,7 +17,7 @@ from flashlab import simt
 from .conftest import KERNELS, module
 
 N = 4096
-TIMEOUTS = {"timeout": 1.0}  # seconds that a kernel gets which never ends
+TIMEOUTS = {"timeout": 2.0}  # seconds that a kernel gets which never ends
 
 
 def cases(name: str, expected: str) -> dict[str, tuple[re.Match, set[int]]]:
