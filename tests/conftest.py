@@ -10,9 +10,10 @@ HERE = Path(__file__).parent
 # Whole kernels in the emulator, or the whole zoo of mutants: each of these takes ten seconds and more. Beside them,
 # single tests are marked where they stand.
 SLOW_FILES = (
-    "check/test_check_mutants.py", "cuda/test_mutants.py", "cuda/test_operators.py", "cuda/test_pipelines.py",
-    "cuda/test_resources.py", "cuda/test_scalar.py", "cuda/test_series.py", "exercises/test_phase_06.py",
-    "exercises/test_phase_07.py", "exercises/test_phase_08.py", "exercises/test_phase_09.py",
+    "check/test_check_mutants.py", "cuda/test_ablations.py", "cuda/test_ladder.py", "cuda/test_mutants.py",
+    "cuda/test_operators.py", "cuda/test_resources.py", "cuda/test_scalar.py", "cuda/test_series.py",
+    "exercises/test_phase_06.py", "exercises/test_phase_07.py", "exercises/test_phase_08.py",
+    "exercises/test_phase_09.py",
 )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ import matplotlib.pyplot as plt
 import pytest
 from PIL import Image as Picture
 
-from flashlab.attention import reference
+from flashlab.attention import reference, schemes
 from flashlab.figures import show
 
 
@@ -96,6 +96,12 @@ def test_a_region_of_a_text_and_of_a_function(shown):
     assert shown[0].startswith("lines 5 to 5, *state*\n\n<samp>\n\n```c++\n5  float m = 0;")
     with pytest.raises(KeyError, match="no region 'loop'; its regions: none"):
         show.region(reference.attention, "loop")
+
+
+def test_a_region_of_a_kernel_without_the_rest_of_its_file(shown):
+    show.region(schemes.scheme_b_kernel, "V in blocks, P whole", whole_file=False)
+    assert "*V in blocks, P whole*" in shown[0] and "the whole function" in shown[0]
+    assert "def scheme_b_kernel(" in shown[0] and "def two_pass_kernel(" not in shown[0]
 
 
 def test_a_region_that_is_not_there(shown, files):

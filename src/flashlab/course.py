@@ -71,7 +71,7 @@ PHASES = (
     ),
     Phase(
         9, "past_flash_attention_2", "Past FlashAttention-2", "cuda",
-        "masks, addresses, rescaling, 32 rows per warp, prefetch, order, tiles: faster than FlashAttention-2, and why",
+        "masks, addresses, rescaling, 32 rows per warp, prefetch, order, tiles: faster than FlashAttention-2",
     ),
     Phase(
         10, "profiling_a_transformer", "Profiling a transformer", "profiler",

@@ -13,7 +13,7 @@
 # instruction. The price is a layout. The 32 threads of a warp hold the tiles together, a few elements each, in places
 # that the hardware chose.
 #
-# This lesson finds those places by looking. Then it multiplies one tile by hand, and reads a whole FlashAttention
+# This lecture finds those places by looking. Then it multiplies one tile by hand, and reads a whole FlashAttention
 # kernel that is built on nothing else.
 
 # %% [markdown]
@@ -81,7 +81,7 @@ rows = []
 for name in ("A100", "RTX 3090", "RTX 4090", "H200"):
     gpu = runtime.GPUS[name]
     rows.append([name, gpu.fp32_tflops, gpu.fp16_tflops, f"{gpu.fp16_tflops / gpu.fp32_tflops:.1f}"])
-columns = ["TFLOP/s", "float32", "tensor cores, fp16 in, fp32 sums", "factor"]
+columns = ["GPU", "float32, TFLOP/s", "tensor cores (fp16 in, fp32 sums), TFLOP/s", "factor"]
 show.table(rows, columns, align="lrrr")
 
 # %% [markdown]
@@ -91,7 +91,7 @@ show.table(rows, columns, align="lrrr")
 # B is 128 numbers: 2 registers, `b0 b1`. C and D are 128 floats: 4 registers, `c0 c1 | c2 c3`.
 #
 # What the 32 lanes hold of an operand is called its **fragment**. *Which* 8 numbers of A are lane 5's is the question
-# of this lesson.
+# of this lecture.
 
 # %% [markdown]
 # ## 2 · Let it tell us: `ldmatrix`
@@ -393,8 +393,8 @@ for trans, wanted in ((1, V), (0, tiles_transposed)):
 # A and B have 16 bits. fp16 keeps 11 significant bits and overflows beyond 65504. bf16 keeps 8, with the range of
 # float32. The layout is the same, so one source serves both: `-DELEMENT=__nv_bfloat16`.
 #
-# Rounding the *inputs* to 16 bits is the large error. Against the rounded matrices the instruction itself is exact to a
-# few units in the last place of float32:
+# Rounding the *inputs* to 16 bits is the large error. Compared with the product of the rounded matrices, what the
+# instruction itself adds is small:
 
 # %%
 bfloat = load_inline(ONE_MMA, backend=BACKEND, defines={"ELEMENT": "__nv_bfloat16"})
@@ -405,7 +405,8 @@ for module, dtype in ((one_mma, torch.float16), (bfloat, torch.bfloat16)):
     before = (D - A.double() @ B.double()).abs().max().item()
     after = (D - A.to(dtype).double() @ B.to(dtype).double()).abs().max().item()
     assert after < 4e-5 and before < 16 * torch.finfo(dtype).eps
-    rows.append([str(dtype)[6:], f"{torch.finfo(dtype).max:.3g}", f"{before:.0e}", "yes"])
+    small = "yes" if after < 4e-5 else "no"
+    rows.append([str(dtype)[6:], f"{torch.finfo(dtype).max:.3g}", f"{before:.0e}", small])
 columns = ["A, B", "largest", "error against the unrounded", "below 4e-5 against the rounded"]
 show.table(rows, columns, align="lrrl")
 
@@ -686,11 +687,12 @@ show.region(NAIVE, "shared memory", "which rows")
 show.region(NAIVE, "which keys", "state")
 
 # %% [markdown]
-# **Load K and V.** Inside the loop over the tiles. Each of the two barriers prevents one hazard, which its comment names.
-# One warp would get by with `__syncwarp`; from phase 8 on there are four.
+# **Load Q, then K and V.** Q's tile is copied once, before the loop over the tiles of keys. It needs no barrier of its
+# own, because the loop begins with two. Each of these prevents one hazard, which its comment names. One warp would get
+# by with `__syncwarp`; from phase 8 on there are four.
 
 # %%
-show.region(NAIVE, "load K and V")
+show.region(NAIVE, "loop head", "load K and V")
 
 # %% [markdown]
 # **S = Q Kᵀ.** For each 16 dimensions: one `ldmatrix.x4` for the A fragment of Q (section 3's addresses), and for each
@@ -756,7 +758,8 @@ MAP = {
     "constants": "shapes; how many tiles a warp holds", "swizzle": "where an element of a tile lies (7)",
     "copy a tile": "global to shared memory, zeros beyond the end", "shared memory": "three tiles (7)",
     "which rows": "block number → head, 16 rows", "which keys": "the causal end of the loop",
-    "state": "acc, m_i, l_i in registers (5)", "load K and V": "two copies between two barriers",
+    "state": "acc, m_i, l_i in registers (5)", "loop head": "Q, once; then over the tiles of keys",
+    "load K and V": "two copies between two barriers",
     "scores": "A and B fragments, D/16 × 2 MMAs (3, 4)", "row maxima": "mask; two shuffles (9)",
     "rescale": "acc and l_i under the new maximum", "probabilities": "P = exp(S − m), in place",
     "output": "C is A (8), .trans (4), D/8 MMAs", "store": "sum of the quad, O and lse", "launch": "the grid",
@@ -764,7 +767,7 @@ MAP = {
 found = regions(NAIVE.path.read_text())
 assert set(found) - set(MAP) == {"main loop", "one tile"}  # which hold others
 rows = [[name, f"{found[name].first}–{found[name].last}", what] for name, what in MAP.items()]
-show.table(rows, ["region", "lines", "what it does (section of this lesson)"], align="lrl")
+show.table(rows, ["region", "lines", "what it does (section of this lecture)"], align="lrl")
 
 # %% [markdown]
 # The whole file:
@@ -865,7 +868,7 @@ for D, causal in ((64, False), (64, True), (128, False), (128, True)):
     expected |= {"shuffles": 4 * T + 4 * blocks, "barriers": 2 * T}
     seen = {name: counting.report.counters[name] for name in expected}
     assert seen == expected
-    rows.append([D, str(causal), *seen.values(), "yes"])
+    rows.append([D, str(causal), *seen.values(), "yes" if seen == expected else "no"])
 show.table(rows, ["D", "causal", *expected, "as predicted"], align="rlrrrrl")
 
 # %% [markdown]
@@ -903,27 +906,30 @@ show.table(rows, ["line", "load", "instructions", "wavefronts", "ideal", "factor
 # The counts say how many FLOPs the kernel gets per wavefront:
 
 # %%
-flops = counters["mma_flops"]
-stores, ideal_stores = counters["shared_store_wavefronts"], counters["shared_store_ideal"]
-wavefronts = {"as it is": counters["ldmatrix_wavefronts"] + stores,
-              "without bank conflicts": counters["ldmatrix_ideal"] + ideal_stores}  # fmt: skip
-for name, clocks in wavefronts.items():
-    share = flops / clocks / 4096
-    print(f"{name}: {flops / clocks:.0f} FLOPs per wavefront, so at most {share:.1%} of the peak")
+per_wavefront = {}
+for D in (64, 128):
+    counting.forward(*(torch.randn(1, 1, N, D).half() for _ in range(3)))
+    c = counting.report.counters
+    as_it_is = c["ldmatrix_wavefronts"] + c["shared_store_wavefronts"]
+    at_best = c["ldmatrix_ideal"] + c["shared_store_ideal"]
+    for name, wavefronts in (("as it is", as_it_is), ("without bank conflicts", at_best)):
+        per_wavefront[D, name] = got = c["mma_flops"] / wavefronts
+        print(f"D = {D:3}, {name:22}: {got:4.0f} FLOPs per wavefront, at most {got / 4096:.1%} of the peak")
+assert per_wavefront[64, "as it is"] == per_wavefront[128, "as it is"]
 
 # %% [markdown]
-# So this kernel can use a few per cent of the tensor cores, whatever else it does: they wait for shared memory.
+# The bound is the same for both D, because FLOPs and wavefronts both grow with D. So this kernel can use a few per cent of the tensor cores, whatever else it does: they wait for shared memory.
 #
 # (Is the peak of 4096 within reach of `mma.sync` at all? Where a GPU's rates are recorded, this cell says it. What
 # `mma.sync` leaves on Hopper belongs to `wgmma`, phase 11: four warps together, operands in shared memory.)
 
 # %% tags=["nbval-ignore-output"]
-PEAK = {(8, 0): 0.5, (9, 0): 1.0}  # MMAs per clock and SM: A100, H100 and H200
+PEAK = {"sm_80": 0.5, "sm_90": 1.0}  # MMAs per clock and SM: A100, H100 and H200
 runs = [run for run in hardware.recorded() if isinstance(run.get("rates"), list)]
 for run in runs:
     rates = {r["warps"]: r["per_clock"] for r in run["rates"] if r["instruction"] == "mma, float32 sums"}
-    peak = PEAK.get(tuple(run["machine"].get("capability", ())))
-    shares = "" if peak is None else f", at best {max(rates.values()) / peak:.0%} of the peak of {peak:g}"
+    peak = PEAK.get(run["machine"].get("target"))
+    shares = "" if peak is None else f"; at best {max(rates.values()) / peak:.0%} of the peak"
     print(run["machine"]["gpu"], "MMAs per clock and SM:",
           ", ".join(f"{warps} warps {rate:.2f}" for warps, rate in rates.items()) + shares)
 if not runs:
@@ -938,14 +944,15 @@ LADDERS = records.recorded("mma")
 for run in LADDERS:
     machine, times = run["machine"], {}
     clock = (machine.get("sm_clock_mhz") or {}).get("median") or float("nan")
-    bound = flops / wavefronts["as it is"] * machine["sms"] * clock / 1e6  # TFLOP/s
+    bound = per_wavefront[64, "as it is"] * machine["sms"] * clock / 1e6  # TFLOP/s, for D = 128 too
     print(f"{machine['gpu']}, torch {machine['torch']}, {clock:.0f} MHz: the bound is {bound:.0f} TFLOP/s")
     for row in run["ladder"]:
         if row["name"] in ("p7_naive", "fa2") and row["inputs"] == "randn" and not row["causal"]:
             times.setdefault("B{} H{} N{} D{}".format(*row["shape"]), {})[row["name"]] = row["tflops"]
     both = [(shape, x["p7_naive"], x["fa2"]) for shape, x in times.items() if len(x) == 2]
     rows = [[shape, f"{x:.1f}", f"{x / bound:.0%}", f"{fa2:.0f}", f"{fa2 / x:.0f}"] for shape, x, fa2 in both]
-    show.table(rows, ["TFLOP/s", "naive", "of the bound", "FlashAttention-2", "factor"], align="lrrrr")
+    columns = ["shape", "naive, TFLOP/s", "of the bound", "FlashAttention-2, TFLOP/s", "factor"]
+    show.table(rows, columns, align="lrrrr")
 if not LADDERS:
     print("none recorded yet: `flashlab bench mma` on a GPU measures it")
 

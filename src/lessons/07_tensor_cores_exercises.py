@@ -27,6 +27,7 @@
 # | `pack<T>(low, high)` | two floats, rounded to 16 bits, in one register |
 
 # %%
+from flashlab.check.cuda_answer import region
 from flashlab.exercises import check, hint, progress
 from flashlab.figures import show
 from flashlab.kernels import path, step
@@ -303,7 +304,8 @@ check("7.6", pv)
 # memory. S, the maxima, the correction, P and O are yours. What stands before your lines:
 
 # %%
-show.region(step("p7_naive"), "state", "load K and V")
+for name in ("state", "loop head", "load K and V"):
+    show.source(region(step("p7_naive"), name))
 
 # %% [markdown]
 # Names that you may use, besides those above:

@@ -22,7 +22,7 @@
 # - keep addresses out of a loop, with an XOR that distributes over a swizzle;
 # - let the row maximum lag behind, and say why the result is the same;
 # - choose how many rows a warp owns from a budget of wavefronts and registers;
-# - compute how many blocks an SM of your GPU holds, and which resource ends it;
+# - compute how many blocks an SM of your GPU holds, and which resource limits them;
 # - tell what an idea is worth from an ablation, not from its place in a ladder;
 # - write such a kernel from an empty file.
 
@@ -89,9 +89,9 @@ for run in hardware.recorded():
 print({gpu: f"{clocks:.2f}" for gpu, clocks in MMA_CLOCKS.items()})
 
 # %% [markdown]
-# So phase 8's kernel spends more wavefronts per MMA than a Hopper SM has clocks for, and about as many as an A100 has. On an RTX 4090 shared
-# memory is far from its limit. Keep the budget in mind; section 5 meets it. It is necessary, but not sufficient: sections 3 and 6 are about
-# what else can make the tensor cores wait.
+# So phase 8's kernel spends more wavefronts per MMA than a Hopper SM has clocks for, and about as many as an A100 has. On an RTX 4090
+# shared memory is far from its limit. Keep the budget in mind; section 5 meets it. It is not sufficient: sections 3 and 6 are about what
+# else can make the tensor cores wait.
 
 # %% [markdown]
 # ## 2 · Full tiles and masked tiles
@@ -119,6 +119,7 @@ show.diff(step("p8_6_store"), step("p9_1_masks"), "main loop", context=1)
 #   `if (MASKED && ...)` disappears from one of the two bodies.
 # - The tiles are walked **backwards**. Then the masked ones come first, and the long loop after them is simple.
 # - So the next tile is `j - 1`, and it goes into the stage that tile `j + 1` has left.
+# - `STAGES` is a constant now, 2. So the wait in the loop leaves no group under way: it is `<0>`.
 #
 # How many tiles still pay?
 
@@ -145,7 +146,24 @@ loop = compiled("p8_6_store", "p9_1_masks")
 assert loop["p9_1_masks"]["instructions"] < loop["p8_6_store"]["instructions"]
 
 # %% [markdown]
-# (The last two columns are for later: how far in front of its MMA each `ldmatrix` stands.)
+# (The last two columns are for later: how far in front of its MMA each `ldmatrix` stands.) And the time? From the record, on large grids:
+
+# %%
+# (batch, heads, N, D), causal
+LARGE = {"D 128": ((4, 16, 4096, 128), False), "D 64": ((4, 32, 4096, 64), False)}
+RUNS = recorded("mma")
+
+def worth(name):
+    """What a step gained over the one before, at both head_dims, and its registers before and after."""
+    for run in RUNS:
+        for label, case in LARGE.items():
+            at_case, names = ladder.speeds(run, *case), [s.name for s in steps(7, 8, 9)]
+            a, b = at_case[names[names.index(name) - 1]], at_case[name]
+            print(f"{label}: {a['tflops']:.0f} -> {b['tflops']:.0f} TFLOP/s, "
+                  f"times {b['tflops'] / a['tflops']:.2f}; registers "
+                  f"{a['registers']} -> {b['registers']}, spilled {b['spill_bytes']} bytes")
+
+worth("p9_1_masks")
 
 # %% [markdown]
 # ## 3 · Addresses out of the loop
@@ -189,7 +207,8 @@ show.region(step("p9_2_addresses"), "copy a tile")
 # Why does `copy_part` keep an address that is `valid`, when it copies no bytes? Nothing promises that another one works. (On an H200 it did:
 # the record `hardware`, part `zero_copy`, has a null pointer and two others. No error, and zeros.)
 #
-# Since the tiles are walked backwards, only the first one can be ragged. So the loop needs `copy_tile` alone, and its pointers just step back:
+# Since the tiles are walked backwards, only the first one can be ragged. So the loop needs `copy_tile` alone, and its pointers just step
+# back. Q and the first tile are one group again, and one wait before the loop is for both:
 
 # %%
 show.diff(step("p9_1_masks"), step("p9_2_addresses"), "first copies", "load K and V", context=0)
@@ -198,20 +217,6 @@ show.diff(step("p9_1_masks"), step("p9_2_addresses"), "first copies", "load K an
 # *Predict:* a fifth of the loop's instructions go. Is the kernel faster?
 
 # %%
-# (batch, heads, N, D), causal
-LARGE = {"D 128": ((4, 16, 4096, 128), False), "D 64": ((4, 32, 4096, 64), False)}
-RUNS = recorded("mma")
-
-def worth(name):
-    """What a step gained over the one before, at both head_dims, and its registers before and after."""
-    for run in RUNS:
-        for label, case in LARGE.items():
-            at_case, names = ladder.speeds(run, *case), [s.name for s in steps(7, 8, 9)]
-            a, b = at_case[names[names.index(name) - 1]], at_case[name]
-            print(f"{label}: {a['tflops']:.0f} -> {b['tflops']:.0f} TFLOP/s, "
-                  f"times {b['tflops'] / a['tflops']:.2f}; registers "
-                  f"{a['registers']} -> {b['registers']}, spilled {b['spill_bytes']} bytes")
-
 worth("p9_2_addresses")
 
 # %% [markdown]
@@ -230,14 +235,14 @@ assert narrow["p9_2_addresses"]["at_once"] < narrow["p9_1_masks"]["at_once"]
 # most `ldmatrix` stand right in front of their MMA, with no other MMA between: each time the warp waits for the load's whole latency. At
 # $D = 64$ it is the other way round, and there the step gained.
 #
-# That is a fact about the code, and it fits the times in both directions. It is not a proof; an experiment that moves the loads and nothing
-# else would be one. Section 6 is that experiment.
+# That is a fact about the code, and it fits the times in both directions. It is not a proof; an experiment that moves the loads and
+# nothing else would be one. Section 6 comes near it.
 
 # %% [markdown]
 # ## 4 · Rescale only when it matters
 #
-# Each time a row's maximum moves, even by a hair, `acc` is multiplied by a correction: $D/8 \cdot 4$ multiplications per lane, for each tile.
-# Phase 2 showed that any reference value will do instead of the maximum, as long as nothing overflows.
+# In every tile `acc` is multiplied by a correction, also where no maximum has moved and the correction is 1: $D/8 \cdot 4$
+# multiplications per lane. Phase 2 showed that any reference value will do instead of the maximum, as long as nothing overflows.
 #
 # So let the reference lag behind. Rescale only when the maximum has moved by more than 8, in log2 units. P then stays below $2^8 = 256$, far
 # from fp16's 65 504. The decision is one vote per warp.
@@ -264,19 +269,19 @@ show.table(rows, ["of 256 tiles a warp rescales, inputs:", *cases])
 assert rows == [["p9_2_addresses", 256, 256], ["p9_3_rescale", 32, 256]]
 
 # %% [markdown]
-# With `randn` once per warp: the first time. With `moving` maxima in every tile, as before, and the vote comes on top. Real attention lies
-# between. So whoever measures this step on random numbers alone measures its best case. Both, from the record:
+# With `randn` a warp rescales once, at its first tile. With `moving` it rescales in every tile, as before, and the vote comes on top.
+# Real attention lies between. So whoever measures this step on random numbers alone measures its best case. Both, from the record:
 
 # %%
 for run in RUNS:
     for kind in ("randn", "moving"):
-        for label, case in LARGE.items():
-            gain = ladder.gains(run, *case, kind)["p9_3_rescale"]
-            print(f"{kind:6} {label:5}: times {gain:.2f}")
+        for label, (shape, _) in LARGE.items():
+            plain, causal = (ladder.gains(run, shape, c, kind)["p9_3_rescale"] for c in (False, True))
+            print(f"{kind:6} {label:5}: times {plain:.2f}, causal {causal:.2f}")
 
 # %% [markdown]
-# At this point of the ladder it is worth little on random numbers, and it costs a few percent where every tile moves. Section 12 asks again,
-# inside the final kernel.
+# At this point of the ladder it gains a little at $D = 64$ on random numbers. At $D = 128$ it gains nothing, and with the causal mask it
+# loses. Where every tile moves it costs. Section 12 asks again, inside the final kernel.
 #
 # *Is it exact?* In exact arithmetic, yes. In fp16, P's relative rounding does not depend on its size, unless it is so small that it becomes
 # subnormal, and a lagging reference makes P larger, not smaller. FlashAttention-4 (2026) has the idea too; its authors call it conditional
@@ -313,8 +318,8 @@ assert 2 * TABLE[-1][3] < 1.1 * TABLE[-2][3]
 # The wavefronts are half. `__launch_bounds__(THREADS, BLOCKS_PER_SM)` asks the compiler to keep to the registers with which two blocks fit on
 # an SM.
 #
-# Here is the whole path so far: on the left the bank conflicts, on the right what is left, with the clocks of an MMA as lines. The scales
-# differ by ten.
+# Here is the whole path so far: on the left the bank conflicts, on the right what is left, with the clocks of an MMA as lines. Each panel
+# has its own scale.
 
 # %%
 ladder.conflicts_and_ideal(TABLE, {gpu: c for gpu, c in MMA_CLOCKS.items() if gpu != "RTX 4090"})
@@ -337,8 +342,8 @@ worth("p9_4_warp_tiles")
 # %% [markdown]
 # ## 6 · Fragments one step ahead
 #
-# Now the experiment that section 3 asked for. The compiler may put an `ldmatrix` right in front of the MMAs that need it. So say it in the
-# source: double-buffer the *fragments*. Load the next one, then issue this one's MMAs.
+# Section 3 asked for an experiment that moves the loads and nothing else. This is an attempt. The compiler may put an `ldmatrix` right in
+# front of the MMAs that need it. So say it in the source: double-buffer the *fragments*. Load the next one, then issue this one's MMAs.
 
 # %%
 show.diff(step("p9_4_warp_tiles"), step("p9_5_prefetch"), "scores", context=1)
@@ -400,8 +405,8 @@ for heads, n in ((64, 4096), (16, 4096), (16, 2048)):
     assert sorted_ <= natural
 
 # %% [markdown]
-# The kernel gets it from its block's number. It takes groups of heads whose K and V fit in half of the L2 cache together; within a group the
-# last rows of all heads go first.
+# The kernel gets it from its block's number. Within a group of heads the last rows of all heads go first. Why groups? Blocks that run at
+# the same time should find their K and V in the L2 cache. A group may fill half of it, since Q and O pass through too.
 
 # %%
 show.diff(step("p9_5_prefetch"), step("p9_6_order"), "which rows", "launch", context=1)
@@ -428,12 +433,17 @@ for run in RUNS:
 show.diff(step("p9_6_order"), step("p9_7_tiles"), "constants", "launch", context=1)
 
 # %% [markdown]
-# With it $D = 256$ fits too: eight warps of 16 rows, one block per SM. The choice is made at launch, from the number of blocks and SMs.
+# With it $D = 256$ fits too: eight warps of 16 rows, and one block per SM. The choice is made at launch, from the number of blocks and
+# SMs.
 
 # %%
 for sms in (1, 132):
     launch = counted("p9_7_tiles", n=256, sms=sms).launches[0]
     print(f"a GPU of {sms} SMs: {launch.grid[0]} blocks of {launch.kernel}")
+launch = counted("p9_7_tiles", n=128, head_dim=256).launches[0]  # compared with the oracle
+fits = runtime.limits("H200").shared_per_sm // (launch.shared_bytes + 1024)
+print(f"D = 256: {launch.block[0] // 32} warps, {launch.shared_bytes // 1024} KiB; {fits} block per SM")
+assert fits == 1 and launch.block[0] == 8 * 32
 
 # %% [markdown]
 # ## 9 · Tiles that fit the device
@@ -467,7 +477,7 @@ GPUS = ("A100", "H200", "RTX 4090")
 NAMES = [s.name for s in (*steps(8), *steps(9))]
 
 def speed_of_light(gpu, head_dim=128):
-    """Of each step: registers, blocks per SM and what ends them, and what shared memory allows."""
+    """Of each step: registers, blocks per SM and what limits them, and what shared memory allows."""
     for o in resources.occupancy(gpu, NAMES, head_dim):
         limit = runtime.limits(gpu).shared_per_block
         r = counted(o.kernel.step, head_dim=head_dim, shared_limit=limit)
@@ -487,8 +497,8 @@ show.table([[name, *(cell for gpu in gpus for cell in gpu)] for name, *gpus in c
 # by wavefronts per MMA, the share of their time that shared memory lets the tensor cores work.
 #
 # - On an H200 registers limit the last steps to two blocks.
-# - On an A100 and a GeForce shared memory left one, until `p9_8_devices` made it two.
-# - On a GeForce an MMA takes 8 clocks, so its shared memory was no limit from the swizzle on.
+# - On an A100 and a GeForce the *size* of shared memory left one block, until `p9_8_devices` made it two.
+# - On a GeForce an MMA takes 8 clocks, so the *speed* of shared memory was no limit from the swizzle on.
 # - Fewer warps are not worse by themselves: the fastest kernels hold the fewest.
 
 # %% [markdown]
@@ -560,8 +570,8 @@ for run in RUNS:
 # %% [markdown]
 # What to learn from it:
 #
-# - **A step can lose and still be right.** `p9_2_addresses` alone would have been thrown away at $D = 128$. The later steps need the registers
-#   that it freed.
+# - **A step can lose and still be right.** `p9_2_addresses` alone would have been thrown away at $D = 128$. In the final kernel it is worth
+#   a good deal there, as the next section shows.
 # - **Order is part of the result.** What a step gains depends on the bottleneck of that moment. The ablation in the next section asks again,
 #   at the end.
 # - **Small problems live on the last steps.** 32 rows per warp halve the number of blocks; for one head that is *slower*, until blocks may be
@@ -575,7 +585,7 @@ for run in RUNS:
 print("all three are in the record")
 
 # %% [markdown]
-# ## 12 · Why it is faster than FlashAttention-2
+# ## 12 · What makes it faster than FlashAttention-2?
 #
 # Not because of 32 rows per warp alone: FlashAttention-2 has 32 rows per warp too, at these head_dims. So which ideas make the difference?
 # Take the *final* kernel, leave out one idea, keep all the others, and measure. That is an **ablation**. A value below 1 is what the kernel
@@ -592,10 +602,10 @@ print("machines whose ablation is recorded:", len(ablation.recorded()))
 # Read it row by row.
 #
 # - **The swizzle** is worth the most by far. Without it every fragment waits for banks.
-# - **32 rows per warp**, **full tiles without a mask** and **copies during the work** are worth several percent everywhere.
+# - **32 rows per warp** and **full tiles without a mask** are worth several percent everywhere, **copies during the work** some percent.
 # - **Addresses out of the loop** are worth much at $D = 128$ and nothing at $D = 64$. When they came in, it was the reverse.
 # - **Lazy rescaling** is worth a few percent on random numbers, and nothing where every tile moves. It costs nothing there either.
-# - **Fragments of K one step ahead** are worth nothing: the compiler does as well. Section 6 gained by what this row leaves in place.
+# - **Fragments of K one step ahead** are worth nothing here, although section 6 gained at $D = 128$.
 
 # %%
 def without(run, idea, head_dim, kind="randn"):
@@ -606,14 +616,26 @@ for run in ablation.recorded():
     assert without(run, "the swizzle", 128) < 0.5
     addresses = [without(run, "addresses out of the loop", d) for d in (64, 128)]
     assert addresses[1] < 0.95 < addresses[0]
+    assert abs(addresses[1] - without(run, "fa2", 128)) < 0.03
     assert without(run, "lazy rescaling", 128) < 0.97 < without(run, "lazy rescaling", 128, "moving")
     assert without(run, "fragments one step ahead", 128) > 0.98
+    assert all(without(run, "copies during the work", 128, kind) < 0.985 for kind in ("randn", "moving"))
+    assert without(run, "Q in registers", 64) < 0.97 < 0.98 < without(run, "Q in registers", 128)
+    assert without(run, "16-byte stores", 128) < 0.99 < without(run, "16-byte stores", 64)
     assert without(run, "fa2", 128) < without(run, "fa2", 128, "moving") < 1
 print("all of that is in the record")
 
 # %% [markdown]
-# FlashAttention-2 has the swizzle, asynchronous copies, masked tiles apart, and 32 rows per warp. So no single idea of this list explains the
-# distance, and with moving maxima lazy rescaling does not help, but the kernel is still faster.
+# The other rows are smaller:
+#
+# - **Long blocks first** helps where it does something: with the causal mask. **Q in registers** helps at $D = 64$ only.
+# - **16-byte stores** help at $D = 128$. That was not to be expected: the step that brought them gained hardly anything.
+
+# %% [markdown]
+# FlashAttention-2 has the swizzle, asynchronous copies, masked tiles apart, and 32 rows per warp. With moving maxima lazy rescaling does
+# not help, but the kernel is still faster. Addresses out of the loop are worth as much as the whole distance at $D = 128$, and nothing at
+# $D = 64$, where the distance is as large. (How FlashAttention-2 computes its addresses we have not looked up.) So no single idea of this
+# list explains it at both.
 #
 # Nsight Compute ran both. FlashAttention-2's kernel says its tile in its name: `head_dim`, rows, keys, warps. And how many instructions does each
 # issue per MMA?
@@ -629,9 +651,12 @@ for run in hardware.recorded():
     assert per_mma["stalls, fa2, D=128"] > 1.3 * per_mma["stalls, D=128"]
 
 # %% [markdown]
-# That is the largest difference that is measured: FlashAttention-2 issues many more instructions for the same MMAs. It fits what the steps of this
-# lecture do: masks, addresses and rescaling all take instructions out of the loop. That this is *the* cause is a hypothesis. Nobody has taken them
-# out of FlashAttention-2 one by one.
+# (Section 6 counted 3.5 per MMA for our loop. That includes the rescaling, which is nearly always skipped: its $2 D/8 \cdot 4$ multiplications
+# of `acc` are 128 for 256 MMAs, the missing half.)
+#
+# That is the largest difference that is measured: FlashAttention-2 issues many more instructions for the same MMAs. It fits what the steps
+# of this lecture do: masks, addresses and rescaling all take instructions out of the loop. That this is *the* cause is a hypothesis.
+# Nobody has taken them out of FlashAttention-2 one by one.
 
 # %% [markdown]
 # ## 13 · What limits it now
@@ -687,12 +712,15 @@ print("machines whose stalls are recorded:", len(hardware.recorded()))
 # - *wait*: the instruction before has a fixed latency, and the next one depends on it, or may not follow at once;
 # - *math pipe throttle*: the unit, here mostly the tensor cores, is busy. This is the good reason to wait;
 # - *short scoreboard*: a result from shared memory (`ldmatrix`) or of an exponential is not there yet;
-# - *not selected*: ready, but the scheduler took the other warp.
+# - *not selected*: ready, but the scheduler took the other warp;
+# - *dispatch stall*: the scheduler had chosen the warp, but the dispatch unit held it back;
+# - *long scoreboard*: a result from global or local memory is not there yet;
+# - *barrier*: another warp of the block has not come to `__syncthreads()`.
 
 # %% [markdown]
-# No unit is used up, neither the tensor cores nor shared memory. It is **latency**: most of the time none of a scheduler's two warps is ready.
-# More warps would help, but registers allow no more. cuDNN's kernel for Hopper goes another way, with `wgmma` and specialised warps; it is in the
-# README's table. Phase 11 goes there.
+# No unit is used up, neither the tensor cores nor shared memory. It is **latency**: most of the time none of a scheduler's two warps is
+# ready. More warps? With 32 rows per warp registers allow no more. With 16 rows they do, and both tries were slower (sections 12 and 15).
+# cuDNN's kernel for Hopper goes another way, with `wgmma` and specialised warps; it is in the README's table. Phase 11 goes there.
 
 # %% [markdown]
 # ## 14 · Beside the published figures
@@ -778,8 +806,9 @@ for run in RUNS:
 # %% [markdown]
 # ## 16 · The whole kernel
 #
-# You have met every line of `p9_flash.cu` as a change. Now read it as a whole, from top to bottom, part by part. In the exercises you will put
-# such a kernel together from its parts, and then write one.
+# You have met nearly every line of `p9_flash.cu` as a change; new are the merge's frame and the division of the keys at the launch. Now
+# read it as a whole, from top to bottom, part by part. In the exercises you will put such a kernel together from its parts, and then
+# write one.
 #
 # **The constants** fix the shape of the work. `Tile` holds all that depends on the tile's size, so that one source gives several kernels.
 
@@ -829,7 +858,8 @@ show.region(step("p9_flash"), "main loop")
 show.region(step("p9_flash"), "store")
 
 # %% [markdown]
-# **The merge and the launch**, on the host's side: which tile, how many shares, how much shared memory.
+# **The merge**, a second kernel, with one warp per row. **The launch**, on the host's side: which tile, how many shares (`splits_of`),
+# how much shared memory. `workspace_floats` tells the caller how much room the parts need.
 
 # %%
 show.region(step("p9_flash"), "merge", "launch")
@@ -841,7 +871,7 @@ show.region(step("p9_flash"), "merge", "launch")
 # - What depends on the lane alone is computed once. An XOR swizzle allows it.
 # - The softmax's reference may lag behind the maximum.
 # - Budget: as many wavefronts per MMA as an MMA takes clocks. 32 rows per warp keep it.
-# - After that it is latency. Where the compiler puts a load matters: read the SASS.
+# - After that it is latency. The SASS shows where the compiler has put each load; what that is worth, only an experiment shows.
 # - A step is worth what an ablation says, on inputs that do not flatter it.
 
 # %% [markdown]

@@ -261,3 +261,37 @@ def test_the_quarter_s_mistakes_are_told(replacements, diagnosis):
 def test_two_pass_mistakes_are_told(replacements, diagnoses):
     got = rejected("1.8", solution("two_pass_kernel", *replacements))
     assert got in diagnoses, got
+
+
+# ---- no answer ends the Python process: addresses are watched -------------------------------------------------------
+
+O_MASK = ("(o_ptr.dtype.element_ty), mask=offs_m[:, None] < M)", "(o_ptr.dtype.element_ty))")
+LSE_MASK = ("tl.log(l_i), mask=offs_m < M)", "tl.log(l_i))")
+
+
+@pytest.mark.skipif(not runtime.INTERPRETED, reason="addresses are watched where kernels are interpreted")
+@pytest.mark.parametrize(
+    ("id", "name"), [("1.4", "scheme_a_kernel"), ("1.7", "masked_kernel"), ("1.8", "two_pass_kernel")]
+)
+@pytest.mark.parametrize(("mask", "tensor"), [(O_MASK, "o"), (LSE_MASK, "lse")])
+def test_a_store_without_its_mask_is_told_and_never_carried_out(id, name, mask, tensor):
+    with pytest.raises(CheckFailed, match=f"store out of bounds: element .* of {tensor}, ") as caught:
+        check(id, solution(name, mask))
+    assert caught.value.diagnosis == "out-of-bounds" and caught.value.case
+
+
+@pytest.mark.skipif(not runtime.INTERPRETED, reason="addresses are watched where kernels are interpreted")
+@pytest.mark.parametrize(
+    ("load", "diagnosis", "tensor"),
+    [
+        (("tl.load(q_ptrs, mask=offs_m[:, None] < M, other=0.0)", "tl.load(q_ptrs)"), "out-of-bounds", "of q,"),
+        (("tl.load(k_ptrs, mask=offs_n[None, :] < N, other=0.0)", "tl.load(k_ptrs)"), "out-of-bounds", "of k,"),
+        (("tl.load(v_ptrs, mask=offs_n[:, None] < N, other=0.0)", "tl.load(v_ptrs)"), "out-of-bounds", "of v,"),
+        (("v_ptrs, mask=offs_n[:, None] < N, other=0.0)", "v_ptrs, mask=offs_n[:, None] < N)"), "other-missing",
+         "v is"),
+    ],
+)  # fmt: skip
+def test_a_load_without_mask_or_other_is_told(load, diagnosis, tensor):
+    with pytest.raises(CheckFailed, match=tensor) as caught:
+        check("1.4", solution("scheme_a_kernel", load))
+    assert caught.value.diagnosis == diagnosis

@@ -12,6 +12,7 @@ from flashlab.attention import triton_minimal
 from flashlab.attention.triton_minimal import LOG2_E
 from flashlab.check import CheckFailed
 from flashlab.exercises import check
+from flashlab.triton_tools.watch import watched
 
 MILESTONE = inspect.getsource(triton_minimal.flash_attention_forward_kernel.fn)
 
@@ -190,3 +191,25 @@ def test_the_causal_kernel(tmp_path):
     top_left = (CAUSAL[1][0], CAUSAL[1][1].replace(" + N - M", ""))
     slug = diagnosis("3.8", kernel_from(tmp_path, MILESTONE, top_left))
     assert "causal" in slug or slug == "wrong-value"
+
+
+MASKED_COPY = """@triton.jit
+def copy(x_ptr, y_ptr, N, E, BLOCK: tl.constexpr):
+    o = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + o, mask={mask}, other=0.0)
+    tl.store(y_ptr + o, x, mask=o < N)
+"""
+
+
+@pytest.mark.parametrize(
+    "mask", ["(o < N) & (tl.program_id(0) < E)", "(o < N) & (E > 3)", "(o < N) & (o < E)", "(o < N) & (N - E > 0)"]
+)
+@pytest.mark.skipif(not triton_minimal.runtime.INTERPRETED, reason="only interpreted kernels can be watched")
+def test_a_mask_of_a_tile_and_a_scalar_can_be_watched(tmp_path, mask):
+    kernel = kernel_from(tmp_path, MASKED_COPY.format(mask=mask))
+    x, y = torch.randn(40), torch.zeros(40)
+    with watched() as traffic:
+        kernel[(1,)](x, y, 40, 16, BLOCK=64)
+    seen = 16 if "(o < E)" in mask else 40
+    assert traffic.bytes_read == 4 * seen
+    assert torch.equal(y[:seen], x[:seen])

@@ -70,6 +70,13 @@ def test_the_lessons_solution_passes(id):
     assert find(id).run(*answers)
 
 
+@pytest.mark.parametrize("id, answers", [("6.6", [""]), ("6.5", ["", " "])])
+def test_a_deleted_text_is_not_solved_yet(id, answers):
+    with pytest.raises(CheckFailed) as caught:
+        check(id, *answers)
+    assert caught.value.diagnosis == "not-solved-yet"
+
+
 @pytest.mark.parametrize("id", ["6.1", "6.3", "6.4", "6.6", "6.8"])
 def test_a_hole_is_not_solved_yet(id):
     with pytest.raises(CheckFailed) as caught:
@@ -100,6 +107,7 @@ def test_a_compilers_message_quotes_the_line():
         ([("+ bias[col]", "+ bias[0]")], "one-bias"),
         ([(" + bias[col]", "")], "no-bias"),
         ([("blockIdx.x * blockDim.x + threadIdx.x", "threadIdx.x")], "elements-missing"),
+        ([("row * cols + col] =", "row * rows + col] =")], "wrong-pitch"),
     ],
 )
 def test_wrong_indices(replacements, diagnosis):
@@ -149,6 +157,7 @@ def test_one_thread_that_adds_everything_is_no_tree():
     "replacements, diagnosis",
     [
         ([("[32][33]", "[32][32]")], "bank-conflicts"),
+        ([("        if (col + i < cols && row + lane < rows) y", "        if (false) y")], "nothing-stored"),
         ([("    __syncthreads();", "    //")], "race"),
         ([("tile_smem[lane][i];", "tile_smem[i][lane];")], "tiles-only"),
         ([("if (row + i < rows && col + lane < cols) tile", "tile")], "global-out-of-bounds"),
@@ -171,7 +180,9 @@ def test_wrong_transposes(replacements, diagnosis):
         ([("l = l * expf(m - m_new) + expf(value - m_new)", "l = l + expf(value - m_new)")], "no-rescale"),
         ([("base = m_new == -INFINITY ? 0.f : m_new", "base = m_new")], "nan-from-empty-lanes"),
         ([("step < 32", "step < 1")], "lanes-not-merged"),
-        ([("step < 32", "step < 16")], "wrong-value"),
+        ([("step < 32", "step < 16")], "one-round-short"),
+        ([("l * expf(m - base) + l_other * expf(m_other - base)", "l + l_other")], "merge-not-rescaled"),
+        ([("if (threadIdx.x == 0) lse[blockIdx.x] = m + logf(l);", "")], "nothing-stored"),
         ([("i < n;", "i < (n + 31) / 32 * 32;")], None),
         (
             [
@@ -205,7 +216,14 @@ def test_the_two_bugs_of_the_tail_one_after_the_other():
     assert rejected("6.5", copy, scores)[0] == "global-out-of-bounds"
     assert rejected("6.5", copy, text("scale_scores"))[0] == "global-out-of-bounds"
     diagnosis, _ = rejected("6.5", text("copy_chunk"), scores)
-    assert diagnosis in ("tail-not-masked", "causal-mask-missing", "no-causal-mask", "wrong-value")
+    assert diagnosis == "tail-not-masked"
+
+
+def test_a_mask_after_the_maximum_is_not_taken_for_a_wrong_start():
+    late = "s[n] *= scale_log2; m_new = fmaxf(m_new, s[n]); if (n >= keys) s[n] = -INFINITY;"
+    scores = re.sub(r"s\[n\] = n < keys.*?m_new = fmaxf\(m_new, s\[n\]\);", late, text("scale_scores"), flags=re.S)
+    assert late in scores
+    assert rejected("6.5", text("copy_chunk"), scores)[0] == "mask-after-maximum"
 
 
 def test_a_finite_minus_infinity_is_found():
@@ -221,8 +239,14 @@ def test_a_finite_minus_infinity_is_found():
         ([("exp2_approx(m_i - base)", "exp2_approx(base - m_i)")], None),
         ([("row + diagonal + 1", "row + diagonal")], None),
         ([("base = m_new == -INFINITY ? 0.f : m_new", "base = m_new")], None),
-        ([("s[n] * scale_log2", "s[n] * p.scale")], None),
-        ([("n < keys ? s[n] * scale_log2 : -INFINITY", "s[n] * scale_log2")], None),
+        ([("s[n] * scale_log2", "s[n] * p.scale")], "exp2-without-log2e"),
+        ([("s[n] * scale_log2", "s[n]")], "scale-missing"),
+        ([("n < keys ? s[n] * scale_log2 : -INFINITY", "s[n] * scale_log2")], "tail-not-masked"),
+        ([(" - n_start : p.seq_k - n_start", " : p.seq_k")], "n-start-forgotten"),
+        (
+            [("v_smem[n][c], acc[c]);", "v_smem[n][c], acc[c]);\n            acc[c] = scaled(1 / l_i, acc[c]);")],
+            "divided-twice",
+        ),
         ([("v_smem[n][c]", "v_smem[n + 1][c]")], "index-out-of-bounds"),
     ],
 )
@@ -247,11 +271,23 @@ def test_the_solution_of_the_milestone_is_the_kernels_own_loop():
     [
         (lambda a, b: (a / 4, b), "numbers"),
         (lambda a, b: (a, b + 4), "wrong-value"),
+        (lambda a, b: (a, str(b)), "wrong-type"),
         (lambda a, b: (int(a), None), "returned-none"),
     ],
 )
 def test_wrong_counts(change, diagnosis):
     assert rejected("6.7", lambda *shape: change(*causal_bytes_read(*shape)))[0] == diagnosis
+
+
+def test_what_is_left_out_of_a_count_is_named():
+    def without(numbers):
+        return lambda N, D, M, B: (
+            causal_bytes_read(N, D, M, B)[0] - 4 * numbers(N, B),
+            causal_bytes_read(N, D, M, B)[1],
+        )
+
+    assert rejected("6.7", without(lambda N, B: 2 * N))[0] == "no-lse-pass"
+    assert rejected("6.7", without(lambda N, B: 2 * sum(N - n for n in range(0, N, B))))[0] == "no-state"
 
 
 def test_counts_without_the_mask():
@@ -319,6 +355,26 @@ def test_any_right_kernel_is_accepted(answer):
     assert "rows" in find("6.8").run(answer)
 
 
+ZEROS = """
+#include "problem.cuh"
+__global__ void zeros(const Problem p) {
+    const int tiles = ceil_div(p.seq_q, 128), head = blockIdx.x / tiles, row = blockIdx.x % tiles * 128 + threadIdx.x;
+    if (row >= p.seq_q) return;
+    for (int d = 0; d < HEAD_DIM; d++) rows_of(p.o, p.o_stride, head / p.heads, head % p.heads, row)[d] = 0;
+    p.lse[(int64_t)head * p.seq_q + row] = 0;
+}
+extern "C" int forward(const Problem* p, void* stream) {
+    zeros<<<p->batch * p->heads * ceil_div(p->seq_q, 128), 128, 0, (cudaStream_t)stream>>>(*p);
+    return (int)cudaGetLastError();
+}
+"""
+
+
+def test_the_first_step_that_the_text_recommends_is_told_as_such():
+    diagnosis, sentence = rejected("6.8", ZEROS)
+    assert diagnosis == "only-zeros" and "all of o is stored" in sentence
+
+
 @pytest.mark.parametrize("empty", ["", "\n  \n", "// YOUR CODE HERE\n"])
 def test_an_empty_page_is_not_solved_yet(empty):
     with pytest.raises(CheckFailed) as caught:
@@ -357,6 +413,15 @@ def edited(*replacements, source=STEP2):
         (edited(("void* stream)", "cudaStream_t stream, int more)"), ("(cudaStream_t)", "")), "wrong-entry"),
         (edited(("extern \"C\" int forward", "extern \"C\" int forwards")), "wrong-entry"),
         (edited(('#include "problem.cuh"', "")), "does-not-compile"),
+        (edited(("    if (m_start + row >= p.seq_q) return;", "    return;")), "nothing-stored"),
+        (edited(("    lse_gmem[row] = l_i", "    const float unused = l_i")), "lse-not-stored"),
+        (edited(("p.lse + (int64_t)head_index * p.seq_q + m_start", "p.lse + m_start")), "lse-of-heads-not-stored"),
+        (edited(("c < CHUNKS; c++) o[c]", "c < CHUNKS / 2; c++) o[c]")), "columns-not-written"),
+        (edited(("l_i == 0.f ? -INFINITY : (m_i + log2f(l_i)) * LN2", "0")), "lse-zero"),
+        (edited(("BLOCK_M = 128", "BLOCK_M = 4")), "tiles-too-small"),
+        (edited(("BLOCK_N = 32", "BLOCK_N = 128")), "does-not-compile"),
+        (edited(("BLOCK_M = 128", "BLOCK_M = 16"), ("base = m_new == -INFINITY ? 0.f : m_new", "base = m_new")),
+         "masked-rows-nan"),
         (edited(("k[n][d];", "rows_of(p.k, p.k_stride, batch, kv, start + n)[d];"), source=ONE_WARP),
          "tiles-not-shared"),
         (edited(("const int key = start + i / 64, d = i % 64;", "const int key = start + i % KEYS, d = i / KEYS;"),

@@ -163,8 +163,17 @@ MISTAKES = [
     ("7.8", "row_sums", "half-of-the-columns", ("pack<T>(1.f, 1.f)", "pack<T>(1.f, 0.f)")),
     ("7.8", "row_sums", "eight-columns", ("a, ones, ones", "a, ones, 0")),
     ("7.8", "row_sums", "rows-exchanged", ("l[0], sum_gmem[g + 8] = l[2]", "l[2], sum_gmem[g + 8] = l[0]")),
-    ("7.9", "any_eight", "wrong-value", ("if (D % 16)", "if (false)")),
-    ("7.9", "any_eight", "wrong-value", ("lane % 16 * D + D - 8", "lane % 8 * D + D - 8")),
+    ("7.9", "any_eight", "tail-missing", ("if (D % 16)", "if (false)")),
+    ("7.9", "any_eight", "tail-always", ("if (D % 16)", "if (true)")),
+    ("7.9", "any_eight", "k-not-plain", ("ldmatrix_x1(b", "ldmatrix_x1_trans(b")),
+    ("7.9", "any_eight", "rows-repeated", ("lane % 16 * D + D - 8", "lane % 8 * D + D - 8")),
+    ("7.3", "one_tile", "same-slice-of-a", ("* D + d + lane / 16", "* D + lane / 16")),
+    ("7.3", "one_tile", "nothing-stored", ("i < 4; i++) s_gmem", "i < 0; i++) s_gmem")),
+    ("7.3", "one_tile", "fp16-alone", ("mma_m16n8k16<T>", "mma_m16n8k16")),
+    ("7.6", "pv", "b-registers-exchanged", ("b[0], b[1]", "b[1], b[0]")),
+    ("7.8", "row_sums", "fp16-alone", ("mma_m16n8k16<T>", "mma_m16n8k16")),
+    ("7.8", "row_sums", "nothing-stored", ("if (t == 0)", "if (t == 4)")),
+    ("7.8", "row_sums", "elements-missing", (", sum_gmem[g + 8] = l[2]", "")),
 ]
 
 
@@ -219,6 +228,9 @@ LOOP = {
     "o-not-rescaled": ("acc[n][2 * r] *= correction, acc[n][2 * r + 1] *= correction", "(void)correction"),
     "does-not-compile": ("float m_new[ROWS_PER_LANE];", "float m_new[ROWS_PER_LANE]"),
     "v-not-transposed": ("ldmatrix_x2_trans(b", "ldmatrix_x2(b"),
+    "fragment-swapped": ("pack<T>(c[2], c[3]), pack<T>(d[0], d[1])", "pack<T>(d[0], d[1]), pack<T>(c[2], c[3])"),
+    "quad-not-reduced": ("fmaxf(x, __shfl_xor_sync(~0u, x, 2))", "x"),
+    "masked-rows-nan": ("(m_i[r] == -INFINITY ? 0.f : m_i[r])", "m_i[r]"),
 }
 
 
@@ -261,9 +273,14 @@ PAGE = {
     "every head has its own K": ("global-out-of-bounds", ("head / (p.heads / p.kv_heads), d", "head, d")),
     "causal from the upper left": ("causal-top-left", ("diagonal = p.seq_k - p.seq_q", "diagonal = 0")),
     "lse of base 2": ("lse-in-base-2", ("m[r] + logf(sum)", "(m[r] + logf(sum)) * LOG2E")),
-    "half a row of O": ("rows-not-written", ("n * 8 + t * 2) =", "n / 2 * 8 + t * 2) =")),
-    "fp16 alone": ("wrong-value", ("mma_m16n8k16<T>(o[n]", "mma_m16n8k16<__half>(o[n]")),
-    "HEAD_DIM 64 alone": ("race", ("PITCH = HEAD_DIM + 8", "PITCH = 64 + 8")),
+    "only zeros": ("only-zeros", ("o[n][2 * r] * inverse, o[n][2 * r + 1] * inverse", "0.f, 0.f")),
+    "lse never stored": ("lse-not-stored", ("if (t == 0) p.lse", "if (t == 4) p.lse")),
+    "lse of one head": ("lse-of-heads-not-stored", ("(int64_t)blockIdx.y * p.seq_q + first", "first")),
+    "one shuffle": ("quad-not-reduced", ("            x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));\n", "")),
+    "no guard for -inf - (-inf)": ("masked-rows-nan", ("base = x == -INFINITY ? 0.f : x", "base = x")),
+    "half a row of O": ("columns-not-written", ("n * 8 + t * 2) =", "n / 2 * 8 + t * 2) =")),
+    "fp16 alone": ("fp16-alone", ("mma_m16n8k16<T>(o[n]", "mma_m16n8k16<__half>(o[n]")),
+    "HEAD_DIM 64 alone": ("head-dim-64-alone", ("PITCH = HEAD_DIM + 8", "PITCH = 64 + 8")),
     "all tiles for a causal mask": (
         "wrong-count",
         ("p.causal ? min(p.seq_k, first + 16 + diagonal) : p.seq_k", "p.seq_k"),
@@ -275,7 +292,7 @@ PAGE = {
             "uint32_t b[4]; float x[4] = {}; for (int i = 0; i < 4; i++) mma_m16n8k16<T>(x, q[d], 0, 0);",
         ),
     ),
-    "no launch": ("rows-not-written", ("attention<<<grid, 32, 0, (cudaStream_t)stream>>>(*p);", "(void)grid;")),
+    "no launch": ("no-launch", ("attention<<<grid, 32, 0, (cudaStream_t)stream>>>(*p);", "(void)grid;")),
     "no forward": ("wrong-entry", ("int forward(", "int start(")),
     "a word too few": ("does-not-compile", ("const int lane = threadIdx.x,", "lane = threadIdx.x,")),
 }  # fmt: skip
@@ -321,7 +338,7 @@ def test_a_wrong_kernel_is_told_its_mistake(name):
 
 def test_what_one_variant_alone_gets_wrong_says_which():
     error = failure("7.10", changed("kernel", PAGE["fp16 alone"][1]))
-    assert "is there a 64 or a __half in it?" in str(error) and "right in float16" in str(error)
+    assert "__half somewhere?" in str(error) and "right in float16" in str(error)
 
 
 def test_the_tensor_cores_have_to_be_used():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -248,3 +249,31 @@ def test_shared_memory_that_was_not_asked_for():
 @pytest.mark.parametrize("page", ["", "\n\n", "// YOUR CODE HERE"])
 def test_an_empty_page_is_not_solved_yet(page):
     assert diagnosis("8.8", page) == "not-solved-yet"
+
+
+@pytest.mark.parametrize(
+    "formula, slug",
+    [
+        ("row * (ROW_BYTES + 16) + column * 2", "outside-the-tile"),
+        ("row * ROW_BYTES + (column / 8 ^ row) * 16", "outside-the-tile"),
+        ("row * ROW_BYTES + (column / 8 + row) % 8 * 16", "not-a-permutation"),  # at head_dim 128
+    ],
+)
+def test_at_is_tried_alone(formula, slug):
+    assert diagnosis("8.3", solution("at", ("row * ROW_BYTES + (column / 8 ^ row % 8) * 16", formula))) == slug
+
+
+def test_a_brace_is_forgotten_and_a_tile():
+    assert diagnosis("8.7", solution("kernel", ("    @E\n}\n", "    @E\n"))) == "braces"
+    assert diagnosis("8.7", solution("kernel", ("j < tiles", "j < tiles - 1"))) == "tile-skipped"
+
+
+def test_a_missing_barrier_is_called_so():
+    with pytest.raises(CheckFailed, match="barrier"):
+        check("8.5", solution("loop_head", ("        __syncthreads();", "        //")))
+
+
+def test_a_loop_without_an_end_is_told_soon():
+    begin = time.monotonic()
+    assert diagnosis("8.7", solution("kernel", ("j++", ""))) == "timeout"
+    assert time.monotonic() - begin < 60  # of a busy machine; it was 120 and the build

@@ -222,3 +222,78 @@ def test_a_wrong_kernel(change, slug):
 
 def test_an_empty_page_is_not_solved_yet():
     assert diagnosis("9.7", "") == "not-solved-yet"
+
+
+# ---- what only some inputs show --------------------------------------------------------------------------------------
+def lazy(above, base):
+    """The kernel of 9.7 with a lazy rescaling."""
+    old = """            const float base = x == -INFINITY ? 0.f : x;
+            const float correction = exp2_approx((m_i[r] - base) * scale_log2);
+            m_i[r] = x, l_i[r] *= correction;
+            for (int n = 0; n < O_TILES; n++)
+                for (int e = 0; e < 2; e++) acc[r / 2][n][r % 2 * 2 + e] *= correction;
+"""
+    new = f"""            if (__any_sync(~0u, (x - m_i[r]) * scale_log2 > {above})) {{
+                const float correction = exp2_approx((m_i[r] - ({base})) * scale_log2);
+                m_i[r] = x, l_i[r] *= correction;
+                for (int n = 0; n < O_TILES; n++)
+                    for (int e = 0; e < 2; e++) acc[r / 2][n][r % 2 * 2 + e] *= correction;
+            }}
+            const float base = m_i[r] == -INFINITY ? 0.f : m_i[r];
+"""
+    return solution("my_kernel", (old, new))
+
+
+FINITE = "x == -INFINITY ? 0.f : x"
+
+
+def test_a_lazy_rescaling():
+    assert check("9.7", lazy(8, FINITE))
+    assert diagnosis("9.7", lazy(8, "x")) == "masked-rows-nan"
+    assert diagnosis("9.7", lazy(20, FINITE)) == "p-overflows"
+    assert diagnosis("9.7", lazy(16.5, FINITE)) == "p-overflows"
+
+
+def test_the_rescaling_of_9_3_stays_lazy_and_minds_rows_without_a_key():
+    assert diagnosis("9.3", solution("rescale", ("__any_sync(~0u, moved)", "true"))) == "not-lazy"
+    base = ("m_new[r] == -INFINITY ? 0.f : m_new[r]", "m_new[r]")
+    assert diagnosis("9.3", solution("rescale", base)) == "masked-rows-nan"
+
+
+def test_the_maximum_moves_alone():
+    vote = "        if (__any_sync(~0u, moved)) {"
+    alone = "        for (int r = 0; r < 2; r++) if (!__any_sync(~0u, moved)) m_i[r] = m_new[r];\n"
+    assert diagnosis("9.3", solution("rescale", (vote, alone + vote))) == "maximum-moved-alone"
+
+
+def test_a_merge_at_head_dim_128_and_with_large_sums():
+    inner = ("            acc[i] +=", "            l_i += weight;\n            acc[i] +=")
+    assert diagnosis("9.4", solution("merge_loop", ("        l_i += weight;\n", ""), inner)) == "wrong-at-head-dim-128"
+    assert diagnosis("9.4", solution("merge_loop", (" * LOG2E", ""))) == "split-not-weighted"
+    base = ("m_i == -INFINITY ? 0.f : m_i", "0.f")
+    assert diagnosis("9.4", solution("merge_loop", base)) == "no-max-subtraction"
+
+
+def test_masked_is_a_constant():
+    text = solution(
+        "kernel",
+        ("auto is_masked", "bool MASKED"),
+        ("        constexpr bool MASKED = decltype(is_masked)::value;\n", ""),
+        ("std::true_type{}", "true"),
+        ("std::false_type{}", "false"),
+    )
+    assert diagnosis("9.5", text) == "not-a-constant"
+
+
+def test_q_is_waited_for_alone_and_tiles_come_in_order():
+    before, loop = solution("before_loop"), solution("in_loop")
+    as_given = before.replace("cp_async_wait<STAGES - 1>", "cp_async_wait<1>")
+    assert diagnosis("9.6", as_given, loop) == "waits-too-long"
+    assert diagnosis("9.6", before, loop.replace("load_kv(j - STAGES + 1)", "load_kv(j + 2)")) == "wrong-tile"
+
+
+def test_sentences_name_the_call():
+    with pytest.raises(CheckFailed, match=r"tiles\(m_start=0, .*\): full is \d+"):
+        check("9.1", lambda *block: (tiles(*block)[0],) * 2)
+    with pytest.raises(CheckFailed, match=r"blocks_per_sm\(.*\) is \d+, not \d+; there is room by registers"):
+        check("9.2", lambda r, *rest: blocks_per_sm(2 * r, *rest))

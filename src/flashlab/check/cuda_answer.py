@@ -11,14 +11,17 @@ Whatever goes wrong is raised as ``flashlab.check.CheckFailed``: its diagnosis i
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from flashlab.check import CheckFailed, expect, verify
+from flashlab.attention import reference
+from flashlab.check import CheckFailed, expect, verification, verify
+from flashlab.check.cases import Case
 from flashlab.check.mistakes.kernels import explain
 from flashlab.cuda import CompileError, CudaModule, load_inline
 from flashlab.cuda.sources import takes_problem
@@ -34,8 +37,20 @@ HOLE = "YOUR CODE HERE"
 PROBES = ((1, 2, 1, 200, 200, True), (1, 1, 1, 64, 330, False), (2, 1, 1, 70, 24, True))
 # Diagnoses that a mistake of a fragment, a lane or a merge may hide behind.
 _ROUNDING = ("l-in-low-precision", "o-accumulated-in-low-precision")
-_VAGUE = ("wrong-value", "nan-everywhere", "p-columns-exchanged", *_ROUNDING)
+_VAGUE = (
+    "wrong-value", "nan-everywhere", "output-scaled", "p-columns-exchanged", "low-precision", *_ROUNDING,
+)  # fmt: skip
 _QUOTED = 64  # characters of a line
+
+# Causal, more queries than keys: a warp's rows with a key and without one. In the last one, a row may also see keys of
+# one tile and none of the next.
+_FEW_KEYS = tuple(
+    Case("rows that see no key beside rows that do, in one warp", seq_q, seq_k, causal=True)
+    for seq_q, seq_k in ((70, 64), (70, 24), (140, 130))
+)
+# By how much a row's maximum moves from one tile to the next, in powers of two. P = 2^16 is too large for fp16.
+_MOVES = (9, 12, 15, 16.25, 17, 18, 20)
+_MOVED_AT = 128  # the key from which the scores are higher, or lower: a multiple of any tile
 
 
 def text_of(answer: Any, name: str) -> str:
@@ -191,7 +206,12 @@ def failure(findings: Sequence[Finding], whole: Source, case: str | None = None)
     uninitialised, which is the race's consequence and not its cause. Then the rest, in the order it was seen.
     """
     first = min(findings, key=lambda f: (not f.fatal, f.severity != "error", f.kind not in ("race", "global-race")))
-    return CheckFailed(whole.told(first), diagnosis=first.kind, case=case)
+    sentence = whole.told(first)
+    if first.kind == "uninitialised-shared":
+        sentence += (
+            "; if another thread writes it, a barrier between the two is missing, or that thread has returned before"
+        )
+    return CheckFailed(sentence, diagnosis=first.kind, case=case)
 
 
 def does_not_compile(error: CompileError, whole: Source) -> CheckFailed:
@@ -349,8 +369,100 @@ def examine(
     except CheckFailed as failed:
         # The emulator's findings stand as they are; of the numbers, fragments and lanes may tell more.
         vague = failed.diagnosis in _VAGUE and dtype != torch.float32
+        if failed.diagnosis == "no-max-subtraction":
+            _expect_in_range(forward, head_dim, dtype)
         known = explain(forward, head_dim) if vague else None
         if known is None:
-            raise
+            raise _honest(failed) from None
         raise CheckFailed(known[1], diagnosis=known[0], case=failed.case) from None
+    _expect_few_keys(forward, head_dim, dtype)
+    _expect_moving_maxima(forward, head_dim, dtype)
     return Verdict(checked.cases + len(reports), reports[0].counters)
+
+
+_FAR = 4  # times what is allowed: no rounding errs by so much
+
+
+def _honest(failed: CheckFailed) -> CheckFailed:
+    """The checker's verdict on a kernel: a rounding is blamed only for an error that a rounding can make."""
+    sentence = failed.sentence.replace("start_n", "n_start")  # as the series calls it
+    times = re.match(r"nearly right, but (\w+) errs by ([\d.e+]+) times", sentence)
+    if failed.diagnosis == "low-precision" and times and float(times[2]) > _FAR:
+        sentence = (
+            f"close, but {times[1]} errs by {float(times[2]):.0f} times what is allowed, more than any rounding does: "
+            "a factor or a weight is wrong (exp or exp2? LOG2E, the scale, a correction twice or not at all), or a "
+            "maximum is not subtracted"
+        )
+        return CheckFailed(sentence, diagnosis="wrong-weights", case=failed.case)
+    return CheckFailed(sentence, diagnosis=failed.diagnosis, case=failed.case)
+
+
+def _expect_in_range(forward: Callable[..., Any], head_dim: int, dtype: torch.dtype) -> None:
+    """For a kernel that is not finite where scores are large: raises CheckFailed where it does subtract a maximum."""
+    __tracebackhide__ = True
+    q = torch.full((1, 1, 16, head_dim), 5.0).to(dtype)  # scores of 200 and more, all the same
+    if forward(q, q, q, causal=False, scale=None)[0].isfinite().all():
+        _expect_moving_maxima(forward, head_dim, dtype)
+
+
+def _expect_few_keys(forward: Callable[..., Any], head_dim: int, dtype: torch.dtype) -> None:
+    """Raises CheckFailed where a row that sees no key spoils, or is spoiled by, the others of its warp."""
+    __tracebackhide__ = True
+    *first, last = (replace(case, head_dim=head_dim, dtype=dtype) for case in _FEW_KEYS)
+
+    def call(case, q, k, v):
+        __tracebackhide__ = True
+        return forward(q, k, v, causal=case.causal, scale=case.softmax_scale)
+
+    verification.run(call, first)
+    try:
+        verification.run(call, [last])
+    except CheckFailed as failed:
+        raise CheckFailed(
+            f"wrong only where a tile has keys for some rows of a warp and none for others: {failed}; what does a row "
+            "give whose maximum is still -inf after a tile?",
+            diagnosis="masked-rows-nan",
+            case=str(last),
+        ) from None
+
+
+def _expect_moving_maxima(forward: Callable[..., Any], head_dim: int, dtype: torch.dtype) -> None:
+    """Raises CheckFailed where a maximum that moves by 2^9 to 2^20 from tile to tile is not followed.
+
+    A head for each of the moves, upwards from the first keys to the last; and as many downwards.
+    """
+    __tracebackhide__ = True
+    generator = torch.Generator().manual_seed(0)
+    moves = torch.tensor([*_MOVES, *(-x for x in _MOVES)], dtype=torch.float32) * math.log(2)
+    q = 0.05 * torch.randn(1, len(moves), 16, head_dim, generator=generator)
+    k, v = (torch.randn(1, len(moves), 2 * _MOVED_AT, head_dim, generator=generator) for _ in range(2))
+    q[..., 0] = math.sqrt(head_dim)
+    k[..., 0] = 0.0
+    k[:, :, _MOVED_AT:, 0] = moves[:, None]
+    q, k, v = q.to(dtype), k.to(dtype), (v + 0.5).to(dtype)
+    o, lse = (x.cpu().double() for x in forward(q, k, v, causal=False, scale=None))
+    want_o, want_lse = (x.double() for x in reference.attention(q, k, v))
+    # Twice the spacing of the dtype, for P and for O; wrong is wrong by much more here.
+    off = ((o - want_o).abs().flatten(2).amax(2) > 8 * torch.finfo(dtype).eps + 1e-4) | ~o.isfinite().flatten(2).all(2)
+    off |= ~((lse - want_lse).abs().amax(2) < 1e-2)
+    wrong = off[0].nonzero().flatten().tolist()
+    if not wrong:
+        return
+    at = wrong[0]
+    move, way = _MOVES[at % len(_MOVES)], "the keys from 128 on" if at < len(_MOVES) else "the keys before 128"
+    case = f"seq_q=16, seq_k={2 * _MOVED_AT}, the scores of {way} higher by {move:g} in powers of two"
+    if all(_MOVES[i % len(_MOVES)] > 15 for i in wrong) and dtype == torch.float16:
+        raise CheckFailed(
+            f"where a row's maximum rises by {move:g} (powers of two) from one tile to the next, o is "
+            f"{o[0, at, 0, 0].item():.3g} instead of {want_o[0, at, 0, 0].item():.3g}: P reaches 2^{move:g} under the "
+            "old maximum, and fp16 ends at 65504, below 2^16; rescale before the maximum lags so far behind",
+            diagnosis="p-overflows",
+            case=case,
+        )
+    raise CheckFailed(
+        f"where a row's maximum rises by {move:g} (powers of two) from one tile to the next, o is "
+        f"{o[0, at, 0, 0].item():.3g} instead of {want_o[0, at, 0, 0].item():.3g}: what was summed under it, "
+        "acc and l, has to be multiplied by exp(old - new) whenever the maximum that P uses changes",
+        diagnosis="o-not-rescaled",
+        case=case,
+    )

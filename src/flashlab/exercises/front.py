@@ -85,7 +85,8 @@ def _check_count(exercise: registry.Exercise, answers: tuple[Any, ...]) -> None:
     except TypeError:
         wanted = ", ".join(signature.parameters)
         raise CheckFailed(
-            f'this check is called as check("{exercise.id}", {wanted}); it was given {len(answers)} answers',
+            f'this check is called as check("{exercise.id}", {wanted}); it was given {len(answers)} '
+            f"answer{'s' if len(answers) != 1 else ''}",
             diagnosis="wrong-arguments",
         ) from None
     if any(answer is None for answer in answers):

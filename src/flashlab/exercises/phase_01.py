@@ -6,7 +6,6 @@ then handed to the real compiler: the interpreter accepts more than a GPU does.
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -18,35 +17,7 @@ from flashlab.attention import reference, schemes
 from flashlab.attention.cost import fused_cost, naive_cost, naive_peak_bytes, trace_ops
 from flashlab.check import CheckFailed, expect, expect_close, running, verify_one_head
 from flashlab.exercises.registry import exercise
-from flashlab.triton_tools.compile_report import compile_report
-
-
-def _kernel(kernel: Any, name: str) -> Any:
-    """The answer, if it is a Triton kernel that has been written; NotImplementedError while it is still a blank."""
-    __tracebackhide__ = True
-    function: Any = getattr(kernel, "fn", None)
-    expect(
-        function is not None,
-        f"{name} should be a Triton kernel, a function under @triton.jit, not {type(kernel).__name__}",
-        diagnosis="wrong-type",
-    )
-    # Compiled, a `raise` in a kernel is a compiler error and not the exception it names.
-    if "raise NotImplementedError" in inspect.getsource(function):
-        raise NotImplementedError
-    return kernel
-
-
-def _compiles(kernel: Any, arguments: dict[str, Any], target: str = "sm_90") -> Any:
-    """compile_report of an answer that is already right when interpreted; CheckFailed with the compiler's sentence."""
-    __tracebackhide__ = True
-    report = compile_report(kernel, arguments, target=target, num_stages=1)
-    expect(
-        report.ok,
-        f"right when interpreted, but the compiler refuses it for {target}: {report.error_line}",
-        diagnosis="does-not-compile",
-    )
-    return report
-
+from flashlab.exercises.triton_answers import compiles, explain_undefined, in_bounds, kernel_of
 
 # ---- 1.1 ------------------------------------------------------------------------------------------------------------
 
@@ -270,12 +241,29 @@ def _(frugal_attention: Callable[..., torch.Tensor]) -> str:
 # ---- 1.4 ------------------------------------------------------------------------------------------------------------
 
 
+BLOCK_M = 64
+
+
 def _one_head(kernel: Any, **tiles: Callable[[int], int]) -> Callable[..., Any]:
-    """fn(q, k, v, *, scale) around a kernel of the learner's; `tiles` give its constexpr arguments from N."""
+    """fn(q, k, v, *, scale) around a kernel of the learner's; `tiles` give its constexpr arguments from N.
+
+    As `schemes.launch`, but with every address watched, and an output that shows what was never written.
+    """
 
     def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None) -> Any:
         __tracebackhide__ = True
-        return schemes.launch(kernel, q, k, v, scale=scale, **{name: tile(len(k)) for name, tile in tiles.items()})
+        constants = {name: tile(len(k)) for name, tile in tiles.items()}
+        o, lse = torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(len(q), dtype=torch.float32)
+        strides = (*q.stride(), *k.stride(), *v.stride(), *o.stride())
+        scale = q.shape[1] ** -0.5 if scale is None else scale
+        case = f"M={len(q)}, N={len(k)}, BLOCK_M={BLOCK_M}, " + ", ".join(f"{n}={x}" for n, x in constants.items())
+        with in_bounds(case, q=q, k=k, v=v, o=o, lse=lse) as traffic:
+            kernel[(-(-len(q) // BLOCK_M),)](
+                q, k, v, o, lse, *strides, len(q), len(k), scale,
+                HEAD_DIM=q.shape[1], BLOCK_M=BLOCK_M, **constants, num_warps=4, num_stages=1,
+            )  # fmt: skip
+        explain_undefined(traffic, o, case)
+        return o, lse
 
     return run
 
@@ -327,9 +315,9 @@ def _verify_padded(kernel: Any, **options: Any) -> Any:
     ],
 )
 def _(scheme_a_kernel: Any) -> str:
-    kernel = _kernel(scheme_a_kernel, "scheme_a_kernel")
+    kernel = kernel_of(scheme_a_kernel)
     report = _verify_padded(kernel, dtypes=(torch.float16, torch.bfloat16))
-    _compiles(kernel, schemes.kernel_arguments(64, 64, BLOCK_N=64))
+    compiles(kernel, schemes.kernel_arguments(64, 64, BLOCK_N=64), num_stages=1)
     return f"{report.verdict}; compiled for sm_90"
 
 
@@ -413,7 +401,7 @@ def _(first_failing: Callable[[int, int, int, int], int]) -> str:
     ],
 )
 def _(quarter_kernel: Any) -> str:
-    kernel = _kernel(quarter_kernel, "quarter_kernel")
+    kernel = kernel_of(quarter_kernel)
     device = runtime.device()
     for rows, columns in ((16, 64), (32, 16)):
         x = torch.arange(rows * columns, device=device, dtype=torch.float32).reshape(rows, columns)
@@ -421,7 +409,7 @@ def _(quarter_kernel: Any) -> str:
         for j in range(4):
             case = f"x [{rows}, {columns}], J={j}"
             y = torch.full((rows, columns // 4), math.nan, device=device)
-            with running(case):
+            with in_bounds(case, x=x, y=y):
                 kernel[(1,)](x, y, ROWS=rows, COLUMNS=columns, J=j)
             swapped = quarters[2 * (j % 2) + j // 2]
             even_odd = x[:, j // 2 :: 2][:, j % 2 :: 2]
@@ -445,9 +433,8 @@ def _(quarter_kernel: Any) -> str:
                     "always-the-first": (quarters[0], "y holds the first quarter, whatever J is"),
                 },
             )
-    _compiles(
-        kernel, {"x_ptr": torch.float32, "y_ptr": torch.float32, "ROWS": 64, "COLUMNS": 256, "J": 2}, target="sm_120"
-    )
+    arguments = {"x_ptr": torch.float32, "y_ptr": torch.float32, "ROWS": 64, "COLUMNS": 256, "J": 2}
+    compiles(kernel, arguments, target="sm_120", num_stages=1)
     return "all four quarters at two sizes; compiled for sm_120"
 
 
@@ -469,7 +456,7 @@ def _(quarter_kernel: Any) -> str:
     ],
 )
 def _(masked_kernel: Any) -> str:
-    kernel = _kernel(masked_kernel, "masked_kernel")
+    kernel = kernel_of(masked_kernel)
     report = _verify_padded(kernel)
     return f"found: {report.verdict}"
 
@@ -495,11 +482,11 @@ def _(masked_kernel: Any) -> str:
     ],
 )
 def _(two_pass_kernel: Any) -> str:
-    kernel = _kernel(two_pass_kernel, "two_pass_kernel")
+    kernel = kernel_of(two_pass_kernel)
     report = verify_one_head(_one_head(kernel, BLOCK_N=lambda n: 32), max_seq=300)
-    compiled = _compiles(kernel, schemes.kernel_arguments(4096, 64, BLOCK_N=64), target="sm_120")
+    compiled = compiles(kernel, schemes.kernel_arguments(4096, 64, BLOCK_N=64), target="sm_120", num_stages=1)
     expect(
-        compiled.shared_bytes <= 4 * 64 * 64 * 2,
+        (compiled.shared_bytes or 0) <= 4 * 64 * 64 * 2,
         f"right, but it needs {compiled.shared_bytes} bytes of shared memory for tiles of 64 keys: hold "
         "one block of K and "
         "one of V at a time",

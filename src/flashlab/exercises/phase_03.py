@@ -6,10 +6,9 @@ is given to the real compiler, which accepts less than the interpreter.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,55 +22,13 @@ from flashlab.attention.triton_minimal import (
     flash_attention_forward_kernel,
     hbm_bytes,
 )
-from flashlab.check import CheckFailed, expect, expect_close, running, verify_one_head
+from flashlab.check import expect, expect_close, running, verify_one_head
 from flashlab.check.verification import Report
 from flashlab.exercises.registry import exercise
-from flashlab.triton_tools.compile_report import compile_report
-from flashlab.triton_tools.watch import OutOfBounds, hbm_traffic, watched
+from flashlab.exercises.triton_answers import compiles, explain_undefined, in_bounds, kernel_of
+from flashlab.triton_tools.watch import hbm_traffic
 
 FORWARD_PARAMETERS = tuple(inspect.signature(flash_attention_forward_kernel.fn).parameters)
-
-
-def _kernel(kernel: Any, parameters: tuple[str, ...]) -> Any:
-    """The answer, if it is a Triton kernel with these parameters; NotImplementedError while it is still a blank."""
-    __tracebackhide__ = True
-    function: Any = getattr(kernel, "fn", None)
-    expect(
-        inspect.isfunction(function),
-        f"hand in the kernel itself, a function under @triton.jit, not a {type(kernel).__name__}",
-        diagnosis="wrong-type",
-    )
-    # Compiled, a `raise` in a kernel is a compiler error and not the exception it names.
-    if "raise NotImplementedError" in inspect.getsource(function):
-        raise NotImplementedError
-    got = tuple(inspect.signature(function).parameters)
-    expect(
-        got == parameters,
-        f"the kernel's parameters should stay ({', '.join(parameters)}), they are ({', '.join(got)})",
-        diagnosis="wrong-parameters",
-    )
-    return kernel
-
-
-@contextlib.contextmanager
-def _in_bounds(case: str, **tensors: torch.Tensor) -> Iterator[None]:
-    """Run with every address checked where kernels are interpreted; CheckFailed names the element."""
-    __tracebackhide__ = True
-    try:
-        with running(case), watched(**tensors) if runtime.INTERPRETED else contextlib.nullcontext():
-            yield
-    except OutOfBounds as error:
-        raise CheckFailed(f"{error}: a mask or a stride is wrong", diagnosis="out-of-bounds", case=case) from None
-
-
-def _compiles(kernel: Any, arguments: dict[str, Any], target: str = "sm_90") -> None:
-    __tracebackhide__ = True
-    report = compile_report(kernel, arguments, target=target)
-    expect(
-        report.ok,
-        f"right when interpreted, but the compiler refuses it for {target}: {report.error_line}",
-        diagnosis="does-not-compile",
-    )
 
 
 def _random(*shapes: tuple[int, ...], seed: int = 0, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -84,14 +41,11 @@ def _forward(kernel: Any) -> Callable[..., Any]:
 
     def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None) -> Any:
         __tracebackhide__ = True
-        if not runtime.INTERPRETED:
-            return flash_attention_forward(q, k, v, scale, 32, 32, kernel=kernel)
-        try:
-            with watched(q=q, k=k, v=v):
-                return flash_attention_forward(q, k, v, scale, 32, 32, kernel=kernel)
-        except OutOfBounds as error:
-            case = f"M={len(q)}, N={len(k)}, BLOCK_M = BLOCK_N = 32"
-            raise CheckFailed(f"{error}: a mask or a stride is wrong", diagnosis="out-of-bounds", case=case) from None
+        case = f"M={len(q)}, N={len(k)}, BLOCK_M = BLOCK_N = 32"
+        with in_bounds(case, q=q, k=k, v=v) as traffic:
+            o, lse = flash_attention_forward(q, k, v, scale, 32, 32, kernel=kernel)
+        explain_undefined(traffic, o, case)
+        return o, lse
 
     return forward
 
@@ -123,7 +77,7 @@ def _launcher(kernel: Any) -> Callable[..., Any]:
 )
 def _(copy_tile_kernel: Any) -> str:
     names = ("x_ptr", "y_ptr", "stride_xr", "stride_xc", "stride_yr", "stride_yc", "ROWS", "COLS")
-    kernel = _kernel(copy_tile_kernel, names)
+    kernel = kernel_of(copy_tile_kernel, names)
     (x,) = _random((8, 16))
     cases = {
         "a contiguous matrix": (x, torch.zeros_like(x)),
@@ -135,7 +89,7 @@ def _(copy_tile_kernel: Any) -> str:
         ),
     }
     for case, (source, target) in cases.items():
-        with _in_bounds(case, x=source, y=target):
+        with in_bounds(case, x=source, y=target):
             kernel[(1,)](source, target, *source.stride(), *target.stride(), ROWS=8, COLS=16)
         expect_close(
             target, x, what="the copy", case=case, because="are the strides with the right index, x's and y's?"
@@ -206,7 +160,7 @@ def _(scale_log2: Callable[..., Any], natural_lse: Callable[..., Any]) -> str:
     ],
 )
 def _(row_lse_kernel: Any) -> str:
-    kernel = _kernel(row_lse_kernel, ("x_ptr", "lse_ptr", "stride", "N", "BLOCK"))
+    kernel = kernel_of(row_lse_kernel, ("x_ptr", "lse_ptr", "stride", "N", "BLOCK"))
     shapes = [(3, 64), (2, 100), (4, 5), (2, 129), (1, 1)]
     for rows, n in shapes:
         (x,) = _random((rows, n), seed=n)
@@ -214,7 +168,7 @@ def _(row_lse_kernel: Any) -> str:
             case = f"N={n}, BLOCK=32, scores near {level:g}"
             lse = torch.full((rows,), math.nan, device=x.device)
             values = 3 * x + level
-            with _in_bounds(case, x=values):
+            with in_bounds(case, x=values):
                 kernel[(rows,)](values, lse, values.stride(0), n, BLOCK=32)
             want = torch.logsumexp(values.double(), 1)
             padded = torch.cat([values, torch.zeros(rows, -n % 32, device=x.device)], 1)
@@ -235,7 +189,7 @@ def _(row_lse_kernel: Any) -> str:
                     ),
                 },
             )
-    _compiles(kernel, {"x_ptr": torch.float32, "lse_ptr": torch.float32, "stride": 100, "N": 100, "BLOCK": 32})
+    compiles(kernel, {"x_ptr": torch.float32, "lse_ptr": torch.float32, "stride": 100, "N": 100, "BLOCK": 32})
     return f"{3 * len(shapes)} cases, and it compiles"
 
 
@@ -252,10 +206,10 @@ def _lse_without_rescale(x: torch.Tensor, block: int) -> torch.Tensor:
 
 def _verify_forward(kernel: Any, *, dtypes: tuple[torch.dtype, ...] = (torch.float16,)) -> Report:
     __tracebackhide__ = True
-    _kernel(kernel, FORWARD_PARAMETERS)
+    kernel_of(kernel, FORWARD_PARAMETERS)
     report = verify_one_head(_forward(kernel), dtypes=dtypes, max_seq=300)
     _expect_own_strides(kernel)
-    _compiles(kernel, compile_arguments(torch.float16, 64))
+    compiles(kernel, compile_arguments(torch.float16, 64))
     return report
 
 
@@ -398,7 +352,7 @@ def _(bytes_read: Callable[..., Any]) -> str:
     ],
 )
 def _(flash_attention_causal_kernel: Any) -> Report:
-    kernel = _kernel(flash_attention_causal_kernel, FORWARD_PARAMETERS)
+    kernel = kernel_of(flash_attention_causal_kernel, FORWARD_PARAMETERS)
     forward = _forward(kernel)
 
     def causal_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float) -> Any:
@@ -420,5 +374,5 @@ def _(flash_attention_causal_kernel: Any) -> Report:
         "end the loop where the program's last row stops seeing keys",
         diagnosis="causal-tiles-not-skipped",
     )
-    _compiles(kernel, compile_arguments(torch.float16, 64))
+    compiles(kernel, compile_arguments(torch.float16, 64))
     return report

@@ -20,18 +20,22 @@ from flashlab.check.cuda_answer import (
     Verdict,
     built,
     examine,
-    expect_launched,
     expect_stream,
     probe,
+    ran,
     replaced,
     text_of,
     whole_kernel,
 )
+from flashlab.check.mistakes import tiles
+from flashlab.check.poison import unwritten
+from flashlab.check.stored import expect_stored, expect_written, marked
 from flashlab.cuda import load_inline
 from flashlab.exercises.registry import exercise
 from flashlab.kernels import steps
 from flashlab.kernels.series import Step
 from flashlab.simt import Counters
+from flashlab.simt.sentences import KINDS
 
 
 def _random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -61,14 +65,18 @@ def _(add_bias: str) -> str:
         case = f"rows={rows}, cols={cols}"
         x, bias = _random(rows, cols), _random(cols, seed=1)
         for check in (True, False):
-            y = torch.full((rows, cols), math.nan)
+            y = marked(rows, cols)
             counters = answer.run(x, bias, y, rows, cols, case=case, check=check)
-            missing = int(y.isnan().sum())
             expect(
-                missing == 0,
-                f"{missing} of {rows * cols} elements of y were never written: does every (row, col) have a thread?",
-                diagnosis="elements-missing",
+                not _is_row_times_rows(y),
+                "the element at (row, col) is number row * cols + col, because a row has cols "
+                "elements: your y begins a "
+                "new row after rows elements",
+                diagnosis="wrong-pitch",
                 case=case,
+            )
+            expect_written(
+                y, "y", case=case, because="either no thread has them, or what their threads store lands elsewhere"
             )
             wrong = x + bias[:1]
             expect_close(
@@ -92,6 +100,15 @@ def _(add_bias: str) -> str:
     return f"{len(shapes)} shapes, both builds"
 
 
+def _is_row_times_rows(y: torch.Tensor) -> bool:
+    """Whether the elements written are those at row * rows + col."""
+    rows, cols = y.shape
+    places = torch.arange(rows)[:, None] * rows + torch.arange(cols)
+    reached = torch.zeros(rows * cols, dtype=torch.bool)
+    reached[places[places < rows * cols]] = True
+    return not reached.all() and torch.equal(reached, ~unwritten(y).flatten())
+
+
 # ---- 6.2 ------------------------------------------------------------------------------------------------------------
 
 
@@ -101,8 +118,8 @@ def _(add_bias: str) -> str:
     minutes=10,
     difficulty="Bug hunt",
     hints=[
-        "Both lines of the race are the same line, in different rounds of the loop. Who writes part_smem[40] in the "
-        "first round, and who reads it in the second?",
+        "The check names one pair of lines that race; there is another. Who writes part_smem[40] in the first round of "
+        "the loop, and who reads it in the second? A barrier before the division alone would mend the first pair only.",
         "Every round reads what other threads wrote in the round before. What has to come between two rounds?",
         "One __syncthreads() in the loop. Careful where: inside the `if`, not every thread would reach it.",
     ],
@@ -112,8 +129,9 @@ def _(block_sum: str) -> str:
     for blocks in (1, 3):
         x = 1 + _random(blocks, 128, seed=blocks).abs()
         for check in (True, False):
-            y = torch.full((blocks, 128), math.nan)
+            y = marked(blocks, 128)
             counters = answer.run(x, y, blocks, case=f"blocks={blocks}", check=check)
+            expect_written(y, "y", case=f"blocks={blocks}")
             expect_close(y, x / x.sum(1, keepdim=True), what="y = x / sum", case=f"blocks={blocks}", tol=1e-5)
             expect(
                 not check or counters["shared_loads"] < 60 * blocks,
@@ -148,8 +166,9 @@ def _(transpose: str) -> str:
         case = f"rows={rows}, cols={cols}"
         x = _random(rows, cols)
         for check in (True, False):
-            y = torch.full((cols, rows), math.nan)
+            y = marked(cols, rows)
             counters = answer.run(x, y, rows, cols, case=case, check=check)
+            expect_written(y, "y", case=case, because="does every element of the tile have a round of a loop?")
             expect_close(
                 y,
                 x.T,
@@ -224,9 +243,21 @@ def _(row_lse: str) -> str:
             first = [x[:, lane::32] for lane in range(min(32, n))]
             unscaled = torch.stack([_no_rescale(part) for part in first], 1)  # [rows, lanes]
             alone = torch.logsumexp(x[:, ::32].double(), 1)
+            lanes = [x[:, lane::32].double() for lane in range(min(32, n))]
+            tops, sums = (torch.stack([f(part) for part in lanes], 1) for f in (_top, _sum_below_top))
+            half = torch.logsumexp(torch.stack([y for i, y in enumerate(lanes) if i < 16 for y in y.unbind(1)], 1), 1)
             for check in (True, False):
-                lse = torch.full((4,), math.nan)
+                lse = marked(4)
                 counters = answer.run(x, lse, 4, n, case=case, check=check)
+                expect_written(lse, "lse", case=case)
+                expect(
+                    kind not in ("near -200", "near 300") or not lse.isinf().any(),
+                    "the scores are right while they are small: near -200 and near 300 the sum of "
+                    "exp is 0 or infinite. "
+                    "Is the maximum subtracted before exp, in the loop and in the merge?",
+                    diagnosis="no-max-subtraction",
+                    case=case,
+                )
                 if lse.isnan().any() and want.isfinite().all():
                     raise CheckFailed(
                         "the log-sum-exp is NaN: some lanes have no element, and their -INFINITY - (-INFINITY) is NaN",
@@ -245,6 +276,16 @@ def _(row_lse: str) -> str:
                             "elements past the end of the row were counted: they belong to the next row",
                         ),
                         "lanes-not-merged": (alone, "that is lane 0's own part: the 32 states were not merged"),
+                        "merge-not-rescaled": (
+                            tops.amax(1) + sums.sum(1).log(),
+                            "the 32 sums are added as they are: each is relative to its own lane's "
+                            "maximum, and has to be "
+                            "brought under the common one, l * expf(m - m_new), before it is added",
+                        ),
+                        "one-round-short": (
+                            half,
+                            "that is the log-sum-exp of lanes 0 to 15: 32 lanes take five rounds, steps 1, 2, 4, 8, 16",
+                        ),
                         "no-rescale": (
                             torch.logsumexp(unscaled, 1),
                             "wrong where a lane's maximum moves: l was not rescaled to the new maximum",
@@ -255,6 +296,14 @@ def _(row_lse: str) -> str:
                     _expect_one_pass(counters, n, case)
                 cases += 1
     return f"{cases // 2} cases in both builds, each row read once"
+
+
+def _top(x: torch.Tensor) -> torch.Tensor:
+    return x.amax(1)
+
+
+def _sum_below_top(x: torch.Tensor) -> torch.Tensor:
+    return torch.exp(x - x.amax(1, keepdim=True)).sum(1)
 
 
 def _no_rescale(x: torch.Tensor) -> torch.Tensor:
@@ -294,9 +343,40 @@ FRAME: Step = steps(6)[1]
 _PROBES = ((1, 1, 1, 70, 100, False), (1, 2, 1, 130, 130, True), (1, 1, 1, 50, 20, True))
 
 
-def _examined(source: Source) -> Verdict:
+# What the frame cannot get wrong, told for the lines that are the learner's.
+_OF_THE_LINES = {
+    "m-starts-at-zero": (
+        "mask-after-maximum",
+        "wrong where all scores of a row are negative: the maximum takes in a 0, the score of a key "
+        "that does not exist. "
+        "A key that is not seen has to score -INFINITY before the maximum is taken",
+    ),
+}
+
+
+def _examined(source: Source, lines_only: bool = True) -> Verdict:
+    """examine, with more to say about float32 kernels; lines_only: the state and the store are given."""
     __tracebackhide__ = True
-    return examine(source, dtype=torch.float32, probes=_PROBES, max_seq=200)
+    try:
+        return examine(source, dtype=torch.float32, probes=_PROBES, max_seq=200)
+    except CheckFailed as failed:
+        if failed.diagnosis in (*KINDS, "does-not-compile"):
+            raise
+        known = _OF_THE_LINES.get(failed.diagnosis) if lines_only else None
+        known = known or _explained(source, failed.diagnosis)
+        if known is None:
+            raise
+        raise CheckFailed(known[1], diagnosis=known[0], case=failed.case) from None
+
+
+def _explained(source: Source, diagnosis: str) -> tuple[str, str] | None:
+    module = built(source, check=False, head_dim=64, dtype=torch.float32)
+
+    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
+        return ran(module, source, None, lambda: module.forward(q, k, v, echo=False, **options))
+
+    known = tiles.explain if diagnosis in ("wrong-value", "output-scaled") else tiles.adds_nothing
+    return known(forward, 64, torch.float32)
 
 
 @exercise(
@@ -314,6 +394,8 @@ def _examined(source: Source) -> Verdict:
 )
 def _(copy_chunk: str, scale_scores: str) -> Verdict:
     copy, scores = text_of(copy_chunk, "copy_chunk"), text_of(scale_scores, "scale_scores")
+    if not copy.strip() or not scores.strip():
+        raise NotImplementedError
     return _examined(replaced(replaced(FRAME, "copy a chunk", copy), "mask", scores))
 
 
@@ -336,7 +418,10 @@ def _(copy_chunk: str, scale_scores: str) -> Verdict:
     ],
 )
 def _(inner_loop: str) -> Verdict:
-    return _examined(replaced(FRAME, "one tile", text_of(inner_loop, "inner_loop")))
+    text = text_of(inner_loop, "inner_loop")
+    if not text.strip():
+        raise NotImplementedError
+    return _examined(replaced(FRAME, "one tile", text))
 
 
 # ---- 6.7 ------------------------------------------------------------------------------------------------------------
@@ -346,6 +431,61 @@ def _causal_bytes(N: int, D: int, block_m: int, block_n: int) -> tuple[int, int]
     visits = sum(N - start for start in range(0, N, block_n))
     keys = sum(min(N, start + block_m) for start in range(0, N, block_m))
     return 4 * (2 * N * D + visits * (2 * D + 2) + 2 * N), 4 * (N * D + 2 * D * keys)
+
+
+def _forgotten(order: str, N: int, D: int, block_m: int, block_n: int) -> dict[str, tuple[int, str]]:
+    """{slug: (bytes, sentence)} of what is easily left out, or counted too often."""
+    visits = sum(N - start for start in range(0, N, block_n))
+    keys = sum(min(N, start + block_m) for start in range(0, N, block_m))
+    fa1, fa2 = _causal_bytes(N, D, block_m, block_n)
+    if order == "FA1":
+        return {
+            "no-state": (fa1 - 8 * visits, "FA1: a row that is visited reads its m and its l too, 2 numbers"),
+            "no-lse-pass": (fa1 - 8 * N, "FA1: at the end m and l of each row are read once more, for lse: 2N numbers"),
+            "no-kv": (fa1 - 8 * N * D, "FA1: K and V are read too, once each: 2ND numbers"),
+            "no-o": (fa1 - 4 * visits * D, "FA1: a row that is visited reads both its row of Q and its row of O"),
+        }
+    past = 8 * D * sum(start + block_m for start in range(0, N, block_m))
+    rows = 4 * N * D
+    return {
+        "past-the-end": (
+            rows + past,
+            "FA2: a block reads no key from N on: the last one ends at N, not at m_start + BLOCK_M",
+        ),
+        "no-q": (fa2 - rows, "FA2: Q is read too, once: ND numbers"),
+        "k-or-v": (rows + 4 * D * keys, "FA2: a block reads the keys it needs twice: of K and of V"),
+        "block-skipped": (fa2 - 8 * D * min(N, block_m), "FA2: the first block reads keys too: those of its own rows"),
+    }
+
+
+def _expect_bytes(
+    order: str, mine: Any, want: int, unmasked: int, forgotten: dict[str, tuple[int, str]], case: str
+) -> None:
+    __tracebackhide__ = True
+    expect(
+        mine is not None, f"the number for {order} is None: return two numbers", diagnosis="returned-none", case=case
+    )
+    expect(
+        isinstance(mine, (int, float)) and not isinstance(mine, bool),
+        f"the bytes of {order}'s order should be a whole number, not {mine!r}",
+        diagnosis="wrong-type",
+        case=case,
+    )
+    known = {
+        "nothing-skipped": (unmasked, f"{order}: that is the count without a mask"),
+        "halved": (unmasked / 2, f"{order}: half of the count without a mask is only nearly right"),
+        "numbers": (want / 4, f"{order}: that counts numbers; a float32 has 4 bytes"),
+        **forgotten,
+    }
+    for slug, (value, sentence) in known.items():
+        expect(mine != value or value == want, sentence, diagnosis=slug, case=case)
+    expect(
+        mine == want,
+        f"{order}'s order reads {want} bytes, and your formula gives {mine}: {abs(mine - want)} "
+        f"{'more' if mine > want else 'fewer'}",
+        diagnosis="wrong-value",
+        case=case,
+    )
 
 
 @exercise(
@@ -373,18 +513,7 @@ def _(causal_bytes_read: Callable[..., Any]) -> str:
         for order, mine, want, unmasked in zip(
             ("FA1", "FA2"), got, _causal_bytes(N, D, block_m, block_n), full, strict=True
         ):
-            expect_close(
-                mine,
-                want,
-                what=f"the bytes that {order}'s order reads",
-                case=case,
-                tol=0.5,
-                mistakes={
-                    "nothing-skipped": (unmasked, f"{order}: that is the count without a mask"),
-                    "halved": (unmasked / 2, f"{order}: half of the count without a mask is only nearly right"),
-                    "numbers": (want / 4, f"{order}: that counts numbers; a float32 has 4 bytes"),
-                },
-            )
+            _expect_bytes(order, mine, want, unmasked, _forgotten(order, N, D, block_m, block_n), case)
     q, k, v = (_random(1, 1, 200, 64, seed=i) for i in range(3))
     for order, step, mine in zip(
         ("FA1", "FA2"), steps(6)[:2], causal_bytes_read(200, 64, FA2_BLOCK_M, FA1_BLOCK_N), strict=True
@@ -432,9 +561,9 @@ _SHARED_PROBE = (1, 1, 1, 256, 256, False)
 )
 def _(flash_attention: str) -> str:
     whole = whole_kernel(flash_attention, "flash_attention")
+    expect_stored(whole, dtype=torch.float32)
+    verdict = _examined(whole, lines_only=False)
     module = built(whole, check=True, head_dim=64, dtype=torch.float32)
-    expect_launched(probe(module, whole, _SHARED_PROBE, dtype=torch.float32))
-    verdict = _examined(whole)
     served = _expect_shared(probe(module, whole, _SHARED_PROBE, dtype=torch.float32).counters)
     expect_stream(whole)
     return f"{verdict.verdict}; each number of K and V serves {served:.0f} rows"
@@ -446,8 +575,15 @@ def _expect_shared(c: Counters) -> float:
     _, _, _, rows, keys, _ = _SHARED_PROBE
     asked, sectors = c["global_load_bytes"] + c["cp_async_bytes"], c["global_load_sectors"] + c["cp_async_sectors"]
     alone, q = rows * keys * 2 * 64 * 4, rows * 64 * 4  # each row reads all of K and V by itself; Q once
+    served = alone / max(1, asked - q)
     expect(
-        asked - q <= alone / SERVED,
+        served >= SERVED or served < 2,  # below 2: K or V is not shared
+        f"right, and tiles are shared, but a number of K and V serves {served:.3g} rows where at least {SERVED} are "
+        "wanted: give each block more rows",
+        diagnosis="tiles-too-small",
+    )
+    expect(
+        served >= SERVED,
         f"right, but the threads ask for {asked} bytes of global memory, where {alone + q} are those of rows that each "
         "read all of K and V by themselves: bring a tile to shared memory once, and let all rows of the block use it",
         diagnosis="tiles-not-shared",
@@ -458,4 +594,4 @@ def _expect_shared(c: Counters) -> float:
         "for: let neighbouring threads copy neighbouring numbers of a row",
         diagnosis="not-coalesced",
     )
-    return alone / max(1, asked - q)
+    return served

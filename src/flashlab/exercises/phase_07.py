@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,11 +17,14 @@ import torch
 from flashlab.attention import reference
 from flashlab.check import CheckFailed, expect, expect_close, running
 from flashlab.check.cuda_answer import PROBES, Answer, Source, built, examine, ran, region, replaced, text_of
+from flashlab.check.stored import expect_stored, expect_written, marked
 from flashlab.cuda import load_inline
 from flashlab.exercises.registry import exercise
 from flashlab.figures import fragments
 from flashlab.kernels import path
 from flashlab.kernels.series import step
+from flashlab.simt import Counters
+from flashlab.simt.sentences import KINDS
 from flashlab.simt.source import entries
 
 DTYPES = (torch.float16, torch.bfloat16)
@@ -41,11 +45,28 @@ def _builds(dtype: torch.dtype, first: bool = True) -> tuple[bool, ...]:
     return (True, False) if first and dtype == torch.float16 else (False,)
 
 
-def _unwritten(*shape: int) -> torch.Tensor:
-    return torch.full(shape, float("nan"))
+def _in_fp16_too(failed: CheckFailed, dtype: torch.dtype, again: Callable[[], Any]) -> CheckFailed:
+    """The failure of a case in bf16, with what the same case does in fp16; that of another dtype as it is."""
+    if dtype != torch.bfloat16 or failed.diagnosis in KINDS:
+        return failed
+    try:
+        again()
+    except CheckFailed:
+        return failed
+    sentence = (
+        f"wrong in bfloat16 alone, the same case is right in float16 ({failed}). Is there a <T> at every mma and pack? "
+        "Without it they take __half"
+    )
+    return CheckFailed(sentence, diagnosis="fp16-alone", case=failed.case)
 
 
 # ---- 7.1 ------------------------------------------------------------------------------------------------------------
+
+
+def _slash(got: Any) -> str:
+    """A question, where a number is not whole."""
+    fractions = isinstance(got, (tuple, list)) and any(isinstance(x, float) for x in got)
+    return " (is a / there that should be a //?)" if fractions else ""
 
 
 def _table(fn: Callable[[int, int], Any], name: str, parts: int) -> dict[tuple[int, int], tuple[int, ...]]:
@@ -56,8 +77,7 @@ def _table(fn: Callable[[int, int], Any], name: str, parts: int) -> dict[tuple[i
             got = fn(row, column)
         expect(
             isinstance(got, (tuple, list)) and len(got) == parts and all(isinstance(x, int) for x in got),
-            f"{name}({row}, {column}) should return {parts} whole numbers, not {got!r} (is a / there that should "
-            "be a //?)",
+            f"{name}({row}, {column}) should return {parts} whole numbers, not {got!r}{_slash(got)}",
             diagnosis="wrong-type",
         )
         out[row, column] = tuple(got)
@@ -239,6 +259,14 @@ def _score_mistakes(q: torch.Tensor, k: torch.Tensor) -> Mistakes:
             times * q[:, first] @ k[:, first].T,
             "every step of the sum takes dimensions 0 to 15 again: the addresses have to move with d",
         ),
+        "same-slice-of-a": (
+            sum(q[:, first] @ k[:, d : d + 16].T for d in range(0, q.shape[1] - 15, 16)),
+            "every step takes dimensions 0 to 15 of Q again, and K is right: A's address has to move with d",
+        ),
+        "same-slice-of-b": (
+            sum(q[:, d : d + 16] @ k[:, first].T for d in range(0, q.shape[1] - 15, 16)),
+            "every step takes dimensions 0 to 15 of K again, and Q is right: B's address has to move with d",
+        ),
         "last-slice-only": (q[:, last] @ k[:, last].T, "only the last 16 dimensions are in c: it has to add up over d"),
         "rows-exchanged": (
             half,
@@ -265,18 +293,33 @@ def _a1_a2(x: torch.Tensor) -> torch.Tensor:
     return fragments.matrix(fragments.fragment(x, "a")[:, [0, 2, 1, 3]], "a")
 
 
-def _check_scores(answer: Answer, cases: Sequence[tuple[int, torch.dtype]]) -> None:
+def _check_scores(answer: Answer, cases: Sequence[tuple[int, torch.dtype]], tail: bool = False) -> None:
     """Runs Q K^T of 16 queries and 8 keys for each (head_dim, dtype); the first one's check build too."""
     __tracebackhide__ = True
     for number, (head_dim, dtype) in enumerate(cases):
         q, k = _random(16, head_dim, seed=head_dim).to(dtype), _random(8, head_dim, seed=head_dim + 1).to(dtype)
         case = f"D={head_dim}, {_name(dtype)}"
         wide_q, wide_k = q.double(), k.double()
+        mistakes = _tail_mistakes(wide_q, wide_k) if tail else {}
+        if head_dim % 16 == 0:
+            mistakes = {**_score_mistakes(wide_q, wide_k), **mistakes}
+
+        def compared(
+            check: bool, q: Any = q, k: Any = k, dtype: torch.dtype = dtype, head_dim: int = head_dim,
+            case: str = case, mistakes: Mistakes = mistakes,
+        ) -> Counters:  # fmt: skip
+            __tracebackhide__ = True
+            s = marked(16, 8)
+            counters = answer.run(q.to(dtype), k.to(dtype), s, case=case, check=check, dtype=dtype, HEAD_DIM=head_dim)
+            expect_written(s, "s_gmem", case=case)
+            expect_close(s, q.double() @ k.double().T, what="s", tol=1e-4, case=case, mistakes=mistakes)
+            return counters
+
         for check in _builds(dtype, number == 0):
-            s = _unwritten(16, 8)
-            counters = answer.run(q, k, s, case=case, check=check, dtype=dtype, HEAD_DIM=head_dim)
-            mistakes = _score_mistakes(wide_q, wide_k) if head_dim % 16 == 0 else {}
-            expect_close(s, wide_q @ wide_k.T, what="s", tol=1e-4, case=case, mistakes=mistakes)
+            try:
+                counters = compared(check)
+            except CheckFailed as failed:
+                raise _in_fp16_too(failed, dtype, partial(compared, False, dtype=torch.float16)) from None
         wanted = {"mma_m16n8k16": head_dim // 16, "mma_m16n8k8": head_dim % 16 // 8}
         for name, count in wanted.items():
             expect(
@@ -293,6 +336,40 @@ def _check_scores(answer: Answer, cases: Sequence[tuple[int, torch.dtype]]) -> N
             diagnosis="wrong-count",
             case=case,
         )
+
+
+def _tail_mistakes(q: torch.Tensor, k: torch.Tensor) -> Mistakes:
+    """Of a head dimension that may not be a multiple of 16."""
+    head_dim = q.shape[1]
+    whole = head_dim // 16 * 16
+    tail = slice(head_dim - 8, None)
+    most, rest = q[:, :whole] @ k[:, :whole].T, q[:, tail] @ k[:, tail].T
+    if head_dim % 16 == 0:
+        return {
+            "tail-always": (
+                most + rest,
+                "the last 8 dimensions are in the sum twice: D is a multiple of 16, and nothing is left for m16n8k8",
+            )
+        }
+    turned = q[:, tail] @ _tiles_transposed(k[:, tail]).T
+    upper = q[:8, tail].repeat(2, 1)
+    return {
+        "tail-missing": (most, "the last 8 dimensions are missing from the sum"),
+        "tail-alone": (rest, "only the last 8 dimensions are in the sum"),
+        "k-not-plain": (
+            most + turned,
+            "the last 8 dimensions come from a K whose 8 x 8 tile is transposed: the rows of K are the columns of B "
+            "already, so no .trans",
+        ),
+        "rows-repeated": (
+            most + upper @ k[:, tail].T,
+            "in the last 8 dimensions rows 8 to 15 of A are rows 0 to 7 again: lanes 8 to 15 name the lower tile",
+        ),
+        "tail-from-0": (
+            most + q[:, :8] @ k[:, :8].T,
+            "the last step takes dimensions 0 to 7: what is left begins at column D - 8",
+        ),
+    }
 
 
 @exercise(
@@ -331,7 +408,7 @@ def _(one_tile: str) -> str:
     ],
 )
 def _(any_eight: str) -> str:
-    _check_scores(Answer(any_eight, "any_eight"), [(40, torch.float16), (8, torch.float16), (64, torch.bfloat16)])
+    _check_scores(Answer(any_eight, "any_eight"), [(40, torch.float16), (8, torch.float16), (64, torch.bfloat16)], True)
     return "D = 8, 40 and 64, no MMA too many"
 
 
@@ -368,8 +445,10 @@ def _(row_statistics: str) -> str:
     inputs["the maximum in column 7"] = torch.where(torch.arange(8) == 7, 3.0, -1.0).repeat(16, 1) + _random(16, 1) * 2
     for case, s in inputs.items():
         for check in (True, False):
-            row_max, row_sum = _unwritten(16), _unwritten(16)
+            row_max, row_sum = marked(16), marked(16)
             answer.run(s, row_max, row_sum, case=case, check=check)
+            expect_written(row_max, "max_gmem", case=case)
+            expect_written(row_sum, "sum_gmem", case=case)
             expect_close(
                 row_max,
                 s.amax(1),
@@ -456,19 +535,28 @@ _PACKINGS = {
 def _(second_product: str) -> str:
     answer = Answer(second_product, "second_product")
     for dtype in DTYPES:
-        p, v = torch.rand(16, 16, generator=torch.Generator().manual_seed(5)), _random(16, 8).to(dtype)
-        rounded, wide = p.to(dtype).double(), v.double()
-        case = _name(dtype)
-        for check in _builds(dtype):
-            o = _unwritten(16, 8)
-            counters = answer.run(p, v, o, case=case, check=check, dtype=dtype)
+        p, v = torch.rand(16, 16, generator=torch.Generator().manual_seed(5)), _random(16, 8)
+
+        def compared(check: bool, dtype: torch.dtype = dtype, p: Any = p, v: Any = v) -> Counters:
+            __tracebackhide__ = True
+            rounded, wide = p.to(dtype).double(), v.to(dtype).double()
+            o = marked(16, 8)
+            counters = answer.run(p, v.to(dtype), o, case=_name(dtype), check=check, dtype=dtype)
+            expect_written(o, "o_gmem", case=_name(dtype))
             mistakes = {slug: (_packed(rounded, order) @ wide, said) for slug, (order, said) in _PACKINGS.items()}
-            expect_close(o, rounded @ wide, what="P V", tol=1e-4, case=case, mistakes=mistakes)
+            expect_close(o, rounded @ wide, what="P V", tol=1e-4, case=_name(dtype), mistakes=mistakes)
+            return counters
+
+        for check in _builds(dtype):
+            try:
+                counters = compared(check)
+            except CheckFailed as failed:
+                raise _in_fp16_too(failed, dtype, partial(compared, False, torch.float16)) from None
         expect(
             counters["shuffles"] == 0,
             f"right, but with {counters['shuffles']} shuffles: no lane needs another lane's numbers",
             diagnosis="wrong-count",
-            case=case,
+            case=_name(dtype),
         )
     return "fp16 and bf16, no shuffle"
 
@@ -499,8 +587,9 @@ def _(pv: str) -> str:
         filled = torch.cat([v, v.new_zeros(16 - keys, 64)]).double()
         case = f"{keys} keys, {_name(dtype)}"
         for check in _builds(dtype):
-            o = _unwritten(16, 64)
+            o = marked(16, 64)
             answer.run(p, v, o, keys, case=case, check=check, dtype=dtype)
+            expect_written(o, "o_gmem", case=case)
             expect_close(
                 o,
                 p.double() @ filled,
@@ -513,10 +602,34 @@ def _(pv: str) -> str:
                         "that is P times a V whose 8 x 8 tiles are transposed: each register of B got two "
                         "dimensions of one key, and "
                         "should have two keys of one dimension",
-                    )
+                    ),
+                    "b-registers-exchanged": (
+                        p.double() @ filled.roll(8, 0),
+                        "b0 and b1 are exchanged: b0 has keys 0 to 7, b1 keys 8 to 15",
+                    ),
                 },
             )
     return f"{len(cases)} cases"
+
+
+def _of_a_variant(failed: CheckFailed, in_fp16: Callable[[], Any]) -> CheckFailed:
+    """What fails in bf16 with head_dim = 128, and is right in fp16 with 64: which of the two is it?"""
+    case = failed.case or "bfloat16, head_dim=128"
+    try:
+        in_fp16()
+    except CheckFailed as again:
+        if failed.diagnosis == "does-not-compile" and again.diagnosis != failed.diagnosis:
+            return failed
+        sentence = (
+            f"right with head_dim=64, wrong with 128, in either dtype ({failed}): is there a number that should follow "
+            "HEAD_DIM, 64, or 8 for HEAD_DIM / 8, or 4 for HEAD_DIM / 16?"
+        )
+        return CheckFailed(sentence, diagnosis="head-dim-64-alone", case=case)
+    sentence = (
+        f"wrong in bfloat16, the same case is right in float16 ({failed}): is T used everywhere, mma_m16n8k16<T> and "
+        "pack<T>, or __half somewhere?"
+    )
+    return CheckFailed(sentence, diagnosis="fp16-alone", case=case)
 
 
 # ---- 7.7 ------------------------------------------------------------------------------------------------------------
@@ -546,7 +659,10 @@ def naive_loop() -> str:
     ],
 )
 def _(loop: str) -> str:
-    whole = replaced(step("p7_naive"), "one tile", text_of(loop, "loop"))
+    text = text_of(loop, "loop")
+    if not text.strip():
+        raise NotImplementedError
+    whole = replaced(step("p7_naive"), "one tile", text)
     verdict = examine(whole)
     expect(
         verdict.counters["mma"] > 0,
@@ -556,11 +672,20 @@ def _(loop: str) -> str:
     generator = torch.Generator().manual_seed(7)
     q, k, v = (torch.randn(1, 2, 77, 128, generator=generator).bfloat16() for _ in range(3))
     case = "bfloat16, head_dim=128, seq_q=seq_k=77, causal"
-    o, lse = built(whole, check=False, head_dim=128, dtype=torch.bfloat16).forward(q, k, v, causal=True)
-    want, want_lse = reference.attention(q, k, v, causal=True)
-    # Rounding of P and of the output, to 8 bits each.
-    expect_close(o, want, what="o", tol=2e-2, case=case, because="is T used everywhere, or __half somewhere?")
-    expect_close(lse, want_lse, what="lse", tol=1e-4, case=case)
+
+    def compared(dtype: torch.dtype = torch.bfloat16) -> None:
+        __tracebackhide__ = True
+        given, module = [x.to(dtype) for x in (q, k, v)], built(whole, check=False, head_dim=128, dtype=dtype)
+        o, lse = ran(module, whole, case, lambda: module.forward(*given, causal=True, echo=False))
+        want, want_lse = reference.attention(*given, causal=True)
+        # Rounding of P and of the output, to 8 bits each.
+        expect_close(o, want, what="o", tol=2e-2, case=case)
+        expect_close(lse, want_lse, what="lse", tol=1e-4, case=case)
+
+    try:
+        compared()
+    except CheckFailed as failed:
+        raise _of_a_variant(failed, lambda: compared(torch.float16)) from None
     return f"{verdict.cases + 1} cases right, nothing found by the emulator"
 
 
@@ -582,24 +707,27 @@ def _(loop: str) -> str:
 def _(row_sums: str) -> str:
     answer = Answer(row_sums, "row_sums")
     for dtype in DTYPES:
-        p = torch.rand(16, 16, generator=torch.Generator().manual_seed(8)).to(dtype)
-        want, case = p.double().sum(1), _name(dtype)
-        for check in _builds(dtype):
-            sums = _unwritten(16)
-            counters = answer.run(p, sums, case=case, check=check, dtype=dtype)
+        p, case = torch.rand(16, 16, generator=torch.Generator().manual_seed(8)), _name(dtype)
+
+        def compared(check: bool, dtype: torch.dtype = dtype, p: Any = p) -> Counters:
+            __tracebackhide__ = True
+            wide, case = p.to(dtype).double(), _name(dtype)
+            want, sums = wide.sum(1), marked(16)
+            counters = answer.run(p.to(dtype), sums, case=case, check=check, dtype=dtype)
+            expect_written(sums, "sum_gmem", case=case, because="lane t = 0 of each quad writes rows g and g + 8")
             expect_close(
                 sums,
                 want,
-                what="the row sums",
+                what="sum_gmem",
                 tol=1e-4,
                 case=case,
                 mistakes={
                     "half-of-the-columns": (
-                        p.double()[:, ::2].sum(1),
+                        wide[:, ::2].sum(1),
                         "only every second column is in the sum: both halves of b0 and b1 have to be one",
                     ),
                     "eight-columns": (
-                        p.double()[:, :8].sum(1),
+                        wide[:, :8].sum(1),
                         "only columns 0 to 7 are in the sum: b1 has to be ones too",
                     ),
                     "fp16-ones": (
@@ -610,6 +738,15 @@ def _(row_sums: str) -> str:
                     "rows-exchanged": (want.roll(8), "the sums of the upper and the lower 8 rows are exchanged"),
                 },
             )
+            return counters
+
+        for check in _builds(dtype):
+            try:
+                counters = compared(check)
+            except CheckFailed as failed:
+                if failed.diagnosis == "fp16-ones":
+                    raise
+                raise _in_fp16_too(failed, dtype, partial(compared, False, torch.float16)) from None
         expect(
             counters["mma"] == 1 and counters["shuffles"] == 0 and counters["ldmatrix"] == 1,
             f"the sums are right, with {counters['mma']} MMAs, {counters['shuffles']} shuffles and "
@@ -681,13 +818,17 @@ def _(kernel: str) -> str:
         'there is no extern "C" int forward(const Problem* p, void* stream), which the check calls',
         diagnosis="wrong-entry",
     )
+    expect_stored(whole)
     cases = examine(whole).cases
+
+    def large(dtype: torch.dtype = torch.bfloat16) -> int:
+        __tracebackhide__ = True
+        return examine(whole, head_dim=128, dtype=dtype, probes=PROBES[:1], max_seq=150).cases
+
     try:
-        cases += examine(whole, head_dim=128, dtype=torch.bfloat16, probes=PROBES[:1], max_seq=150).cases
+        cases += large()
     except CheckFailed as failed:
-        sentence = f"{failed}; the same text is right in float16 with head_dim=64: is there a 64 or a __half in it?"
-        case = failed.case or "bfloat16, head_dim=128"
-        raise CheckFailed(sentence, diagnosis=failed.diagnosis, case=case) from None
+        raise _of_a_variant(failed, lambda: large(torch.float16)) from None
     for head_dim, dtype in ((64, torch.float16), (128, torch.bfloat16)):
         cases += 2
         share, causal = _run_whole(whole, head_dim, dtype)

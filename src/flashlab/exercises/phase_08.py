@@ -147,8 +147,33 @@ def _(at: str) -> str:
     text = text_of(at, "at")
     source = replaced(step("p8_4_swizzle"), "swizzle", text)
     for head_dim in (64, 128):
+        _expect_places(source, head_dim)
         _without_conflicts(examine(source, head_dim=head_dim, fast=False, max_seq=150), head_dim)
     return "head_dim 64 and 128: right, and no bank conflict"
+
+
+def _expect_places(source: Source, head_dim: int, rows: int = 64) -> None:
+    """Raises CheckFailed where at(), called alone, is no place of its own for each chunk of a tile."""
+    __tracebackhide__ = True
+    chunks, case = head_dim // 8, f"head_dim={head_dim}"
+    called = (
+        '\nextern "C" void places(int* n, int rows) {\n    for (int i = 0; i < rows * HEAD_DIM / 8; i++) '
+        "n[i] = at(i / (HEAD_DIM / 8), i % (HEAD_DIM / 8) * 8);\n}\n"
+    )
+    own = Source(source.text + called, source.name, source.first, source.last)
+    n = torch.zeros(rows * chunks, dtype=torch.int32)
+    built(own, check=False, head_dim=head_dim).places(n, rows)
+    taken: dict[int, str] = {}
+    for i, byte in enumerate(n.tolist()):
+        name = f"at({i // chunks}, {i % chunks * 8})"
+        sentence = f"{name} is byte {byte}; sixteen bytes that ldmatrix reads begin at a multiple of 16"
+        expect(byte % ROW_BYTES == 0, sentence, diagnosis="misaligned", case=case)
+        sentence = f"{name} and {taken.get(byte)} are both byte {byte}: two chunks of a tile in one place"
+        expect(byte not in taken, sentence, diagnosis="not-a-permutation", case=case)
+        taken[byte] = name
+    for byte, name in taken.items():
+        sentence = f"{name} is byte {byte}; a tile of {rows} rows has {rows * head_dim * 2} bytes, and no room for more"
+        expect(0 <= byte < rows * head_dim * 2, sentence, diagnosis="outside-the-tile", case=case)
 
 
 # ---- 8.4 ------------------------------------------------------------------------------------------------------------
@@ -363,6 +388,9 @@ def _put_together(text: str) -> str:
         expect(letter not in places, f"part {letter} is there twice", diagnosis="part-twice")
         places[letter], depths[letter] = len(places), depth
         out.append(letters[letter])
+    more = "more { than }" if depth > 0 else "more } than {"
+    sentence = f"the braces of your own lines do not match, {more}: the loop needs one of each, and the parts their own"
+    expect(depth == 0, sentence, diagnosis="braces")
     missing = [letter for letter in letters if letter not in places]
     expect(not missing, f"part {' and part '.join(missing[:2])} is not there yet", diagnosis="part-missing")
     for first, later, why in _ORDER:
@@ -443,6 +471,10 @@ def _(kernel: str) -> str:
     return f"{cases} cases right at head_dim 64 and 128, no conflict, copies under way, full sectors"
 
 
+_PLURAL = {"shared_load": "loads from shared memory", "shared_store": "stores to shared memory",
+           "ldmatrix": "its ldmatrix instructions", "stmatrix": "its stmatrix instructions"}  # fmt: skip
+
+
 def _well_made(c: Counters, head_dim: int) -> None:
     """Raises CheckFailed where a right kernel does not do what phase 8 is about. c: of one head, _COUNTED."""
     __tracebackhide__ = True
@@ -457,7 +489,7 @@ def _well_made(c: Counters, head_dim: int) -> None:
         conflicts = c[f"{name}_wavefronts"] - c[f"{name}_ideal"]
         expect(
             conflicts <= (0 if name == "ldmatrix" else passes // 20),  # once per block, a few do no harm
-            f"{right} {name.replace('_', ' ')}s take {c[f'{name}_wavefronts']} wavefronts where "
+            f"{right} {_PLURAL[name]} take {c[f'{name}_wavefronts']} wavefronts where "
             f"{c[f'{name}_ideal']} would do: rows share their banks",
             diagnosis="bank-conflicts",
             case=case,

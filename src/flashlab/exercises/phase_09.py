@@ -5,6 +5,7 @@ CUDA answers are text, as in phase 8.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 
@@ -16,7 +17,7 @@ from flashlab.check.cuda_answer import PROBES, Source, built, examine, probe, re
 from flashlab.exercises.registry import exercise
 from flashlab.figures.ladder import wavefronts
 from flashlab.kernels.series import step
-from flashlab.simt.source import entries
+from flashlab.simt.source import blank_comments, entries
 
 # ---- 9.1 -------------------------------------------------------------------------------------------------------------
 
@@ -62,15 +63,18 @@ def _expect_tiles(
     full = sum(seen(m_start, j) == block_n for j in every)
     with running(case):
         got = tuple(tiles(*block))
+    call = (
+        f"tiles(m_start={m_start}, block_m={block_m}, block_n={block_n}, seq_q={seq_q}, seq_k={seq_k}, causal={causal})"
+    )
     expect(
         got[0] == end,
-        f"end is {got[0]}; the last row of the block sees keys in {end} tiles",
+        f"{call}: end is {got[0]}; the last row of the block sees keys in {end} tile{'' if end == 1 else 's'}",
         diagnosis="wrong-end",
         case=case,
     )
     expect(
         min(got[1], end) == min(full, end) and got[1] >= 0,
-        f"full is {got[1]}; the first row of the block sees {full} tiles whole",
+        f"{call}: full is {got[1]}; the first row of the block sees {full} tile{'' if full == 1 else 's'} whole",
         diagnosis="wrong-full",
         case=case,
     )
@@ -117,13 +121,17 @@ def _expect_blocks(
     with running(case):
         got = fn(registers, shared_bytes, threads, shared, most_warps)
     slug = {"registers": "wrong-registers", "shared memory": "wrong-shared-memory", "warps": "wrong-warps"}[limit]
+    call = f"blocks_per_sm({registers}, {shared_bytes}, {threads}, {shared}, {most_warps})"
+    numbers = ", ".join(f"{name} for {number}" for name, number in allowed.items())
+    wrong = f"too many: you allow more than {limit} do" if limit != "shared memory" else f"too many for the {limit}"
+    if got < allowed[limit]:
+        slug, wrong = "too-few-blocks", "fewer than each resource allows: which of your three numbers is too small?"
     expect(
         got == allowed[limit],
-        f"{got} blocks; {limit} allow {allowed[limit]}" if limit != "shared memory"
-        else f"{got} blocks; shared memory allows {allowed[limit]}",
+        f"{call} is {allowed[limit]}, not {got}; there is room by {numbers}. {got} is {wrong}",
         diagnosis=slug,
         case=case,
-    )  # fmt: skip
+    )
 
 
 # ---- 9.3 -------------------------------------------------------------------------------------------------------------
@@ -147,7 +155,7 @@ def _(rescale: str) -> str:
     try:
         verdict = examine(whole)
     except CheckFailed as failed:
-        factors = _factors(whole) if failed.diagnosis == "wrong-value" else None
+        factors = _factors(whole) if failed.diagnosis in ("wrong-value", "low-precision") else None
         if factors is None:
             raise
         raise CheckFailed(
@@ -155,7 +163,30 @@ def _(rescale: str) -> str:
             f"(row 0: {factors[0]:.2f}): acc is under the new maximum, and what it is divided by is not",
             diagnosis="l-not-rescaled",
         ) from None
+    _expect_lazy(whole)
     return f"{verdict.cases} cases, late maxima among them"
+
+
+_SEEN = ("exp2_approx", "exp2f", "exp2", "expf", "__expf")  # functions that a correction may be computed with
+
+
+def _expect_lazy(whole: Source) -> None:
+    """Counts the corrections where no maximum moves after the first tile: scores of 0, four tiles of keys."""
+    __tracebackhide__ = True
+    lines, first, last = whole.text.splitlines(), whole.first or 1, whole.last or 0
+    count = [f'#define {name}(...) (printf("r"), {name}(__VA_ARGS__))' for name in _SEEN]
+    own = [*count, *lines[first - 1 : last], *(f"#undef {name}" for name in _SEEN)]
+    module = built(Source("\n".join([*lines[: first - 1], *own, *lines[last:], ""]), whole.name), check=False)
+    q, k = torch.zeros(1, 1, 64, 64).half(), torch.zeros(1, 1, 256, 64).half()
+    module.forward(q, k, k, echo=False)
+    assert module.report is not None
+    times = module.report.printed.count("r") / (4 * 64)  # the four lanes of a row
+    expect(
+        times < 2,
+        f"the result is right, but not lazy: each row computes its correction {times:.3g} times in 4 tiles, though its "
+        "maximum moves in the first tile only. Keep the vote: it spares the other tiles the multiplications",
+        diagnosis="not-lazy",
+    )
 
 
 def _factors(whole: Source) -> list[float] | None:
@@ -196,7 +227,47 @@ def _(merge_loop: str) -> str:
     probes = ((1, 1, 1, 16, 1024, False), (1, 2, 1, 70, 700, True))
     verdict = examine(whole, probes=probes, fast=False, max_seq=1100)
     _rows_without_a_key(whole)
+    _other_head_dim(whole)
     return f"{verdict.cases} cases, split keys among them"
+
+
+def _other_head_dim(whole: Source) -> None:
+    """Split keys at head_dim 128, where the loop over a lane's columns has two rounds."""
+    __tracebackhide__ = True
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, n, 128, generator=generator).half() for n in (16, 1024, 1024))
+    module = built(whole, check=False, head_dim=128)
+    o, lse = module.forward(q, k, v, echo=False)
+    want_o, want_lse = reference.attention(q, k, v)
+    case = "head_dim=128, seq_q=16, seq_k=1024"
+    expect(
+        bool((lse - want_lse).abs().max() < 1e-2),
+        f"right at head_dim 64, but at 128 lse[0, 0, 0] is {lse[0, 0, 0]:.4g} instead of {want_lse[0, 0, 0]:.4g}: a "
+        "lane has four columns there, and goes through the inner loop twice. What must be summed once per part?",
+        diagnosis="wrong-at-head-dim-128",
+        case=case,
+    )
+    off = (o - want_o).abs().amax((0, 1, 2))
+    column = int(off.argmax())
+    expect(
+        bool(off.max() < 5e-3),
+        f"right at head_dim 64, but at 128 o[0, 0, 0, {column}] is {o[0, 0, 0, column]:.4g} instead of "
+        f"{want_o[0, 0, 0, column]:.4g}: a lane has four columns there, two pairs 64 apart",
+        diagnosis="wrong-at-head-dim-128",
+        case=case,
+    )
+    for level in (200.0, -200.0):
+        q[..., 0], k[..., 0] = 8.0, level * math.sqrt(128) / 8
+        o, lse = module.forward(q, k, v, echo=False)
+        want_o, want_lse = reference.attention(q, k, v)
+        right = (o - want_o).abs().max() < 2e-2 and (lse - want_lse).abs().max() < 1e-1
+        expect(
+            bool(right),
+            f"right while the scores are small, but near {level:+.0f} lse[0, 0, 0] is {lse[0, 0, 0]:.4g} instead of "
+            f"{want_lse[0, 0, 0]:.4g}: exp of a part's lse overflows, or is 0; subtract the largest lse first",
+            diagnosis="no-max-subtraction",
+            case=f"{case}, every score near {level:+.0f}",
+        )
 
 
 def _rows_without_a_key(whole: Source) -> None:
@@ -303,10 +374,23 @@ def _(kernel: str) -> str:
 
 
 def _bodies(whole: str) -> tuple[int, int]:
-    """How many tiles of one causal head of 768 rows run with a mask, and how many without."""
+    """How many tiles of one causal head of 768 rows run with a mask, and how many without.
+
+    Raises CheckFailed where MASKED is no constant.
+    """
+    __tracebackhide__ = True
     scores = region(step(_TOGETHER), "scores").rstrip("\n")
     said = 'if (threadIdx.x == 0) printf("%d\\n", (int)MASKED);\n'
-    module = built(Source(whole.replace(scores, said + scores), "kernel"), check=False)
+    said += 'static_assert(MASKED || !MASKED, "MASKED");\n'
+    try:
+        module = built(Source(whole.replace(scores, said + scores), "kernel"), check=False)
+    except CheckFailed:  # it compiled without these lines
+        raise CheckFailed(
+            "right, but MASKED is a variable that is looked at while the kernel runs: the body is compiled once, and "
+            "every tile pays for the mask. Make it a constant of each of two bodies: constexpr bool MASKED = "
+            "decltype(is_masked)::value",
+            diagnosis="not-a-constant",
+        ) from None
     q = torch.zeros(1, 1, 768, 64).half()
     module.forward(q, q, q, causal=True, echo=False)
     assert module.report is not None
@@ -315,6 +399,27 @@ def _bodies(whole: str) -> tuple[int, int]:
 
 
 # ---- 9.6 ------------------------------------------------------------------------------------------------------------
+
+
+def _expect_earlier_tile(in_loop: str) -> None:
+    """Raises CheckFailed where a round asks for a tile that the walk has been through: load_kv(j + something)."""
+    __tracebackhide__ = True
+    for asked in re.findall(r"\bload_kv\(\s*j\s*\+\s*(\w+)\s*\)", blank_comments(in_loop)):
+        sentence = f"load_kv(j + {asked}) asks for a tile that has been worked on: the walk goes from end - 1 down to 0"
+        raise CheckFailed(sentence, diagnosis="wrong-tile")
+
+
+_WAIT = re.compile(r"\bcp_async_wait<([^;]*)>\(\)\s*;")
+
+
+def _expect_q_alone(wait: re.Match[str]) -> str:
+    """The wait for Q, and before it, on the same line, the test that it waits for no tile.
+
+    A learner who puts Q into the first tile's group has to wait for that one too.
+    """
+    own_group = wait.string[: wait.start()].count("cp_async_commit()") >= 2
+    test = f'static_assert(({wait[1]}) >= STAGES - 1, "Q_WAIT"); ' if own_group else ""
+    return test + wait[0]
 
 
 @exercise(
@@ -335,7 +440,8 @@ def _bodies(whole: str) -> tuple[int, int]:
     ],
 )
 def _(before_loop: str, in_loop: str) -> str:
-    whole = replaced(step("p9_1_masks"), "first copies", text_of(before_loop, "before_loop"))
+    before = _WAIT.sub(_expect_q_alone, text_of(before_loop, "before_loop"))
+    whole = replaced(step("p9_1_masks"), "first copies", before)
     whole = replaced(replaced(whole, "Q in registers", "// (above)"), "load K and V", text_of(in_loop, "in_loop"))
     lines = whole.text.splitlines()
     test = 'static_assert(IN_FLIGHT == STAGES - 2, "IN_FLIGHT");'
@@ -344,6 +450,13 @@ def _(before_loop: str, in_loop: str) -> str:
     try:
         verdict = examine(whole)
     except CheckFailed as failed:
+        if failed.diagnosis == "does-not-compile" and "Q_WAIT" in str(failed):
+            raise CheckFailed(
+                "the wait for Q should leave the copies of all tiles in flight: Q's group is older than the groups of "
+                "the first STAGES - 1 tiles, and nobody needs a tile yet",
+                diagnosis="waits-too-long",
+            ) from None
+        _expect_earlier_tile(in_loop)
         if failed.diagnosis == "does-not-compile" and "static assertion" in str(failed):
             raise CheckFailed(
                 "IN_FLIGHT should leave the copies of all later tiles in flight, and wait for tile j's: "

@@ -41,7 +41,8 @@ def machine(gpu: GpuLimits) -> Figure:
         shared = f"shared memory: up to {gpu.shared_per_block // 1024} KiB per program"
         _box(ax, x + 0.15, 2.15, 5.5, 0.5, COLORS["orange"], shared)
     _box(ax, 0.15, 1.15, 11.7, 0.6, COLORS["sky"], f"L2 cache, for all multiprocessors: {gpu.l2_bytes // 2**20} MiB")
-    hbm = f"HBM: {gpu.memory_bytes // 2**30} GiB, {gpu.memory_gb_s or 0:.0f} GB/s. Q, K, V and O lie here"
+    size = gpu.memory_bytes // 2**30  # the datasheet's GB
+    hbm = f"HBM: {size} GB, {gpu.memory_gb_s or 0:.0f} GB/s (datasheet). Q, K, V and O lie here"
     _box(ax, 0, 0, 12, 0.75, COLORS["yellow"], hbm)
     ax.set(xlim=(0, 12), ylim=(0, 6.15), title=f"Where numbers can be ({gpu.name})")
     ax.axis("off")
@@ -51,7 +52,7 @@ def machine(gpu: GpuLimits) -> Figure:
 def hierarchy(global_memory: str, shared_memory: str, threads: str) -> Figure:
     """Global memory, blocks with their shared memory, and the warps of a block; each text names one of them."""
     figure, ax = plt.subplots(figsize=(8.5, 3.7))
-    _box(ax, 0, 0, 12, 0.7, COLORS["sky"], global_memory)
+    _box(ax, 0, 0, 12, 0.7, COLORS["yellow"], global_memory)
     for b in range(3):
         x = 4.05 * b
         _box(ax, x, 0.95, 3.9, 3.2, COLORS["light"])
@@ -69,7 +70,7 @@ def hierarchy(global_memory: str, shared_memory: str, threads: str) -> Figure:
 
 
 def on_chip(ax: Axes, title: str, *, k: float = 1.0, v: float = 1.0) -> None:
-    """Q, K^T, V and S of one program that has a block of rows of Q: what is solid is on the chip at one time.
+    """Q, K^T, V and S of one program that has a block of rows of Q: blue and orange are on the chip at one time.
 
     Args:
         k, v: the share of K and of V that is there.
@@ -80,7 +81,7 @@ def on_chip(ax: Axes, title: str, *, k: float = 1.0, v: float = 1.0) -> None:
     _box(ax, 0, 2, 1, 1, blue, "Q")
     _box(ax, 1.3, 4.3, 4 * k, 1, blue, "Kᵀ")
     _box(ax, 5.6, 4 - 4 * v, 1, 4 * v, blue, "V")
-    _box(ax, 1.3, 0, 4, 4, "#F6F6F6")
+    ax.add_patch(Rectangle((1.3, 0), 4, 4, fill=False, edgecolor=COLORS["grey"], linestyle="--"))  # nowhere now
     _box(ax, 1.3, 2, 4, 1, orange, "S, P: BLOCK_M × N")
     ax.set(xlim=(-0.1, 6.8), ylim=(-0.1, 5.5), aspect="equal", title=title)
     ax.axis("off")

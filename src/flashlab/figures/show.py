@@ -108,22 +108,24 @@ def _between(path: Path, start: str, end: str) -> None:
     _show(read.caption([("", lines[first : last + 1])]), _listing([lines[first : last + 1]], read.language))
 
 
-def region(source: Any, *names: str) -> None:
+def region(source: Any, *names: str, whole_file: bool = True) -> None:
     """Show named regions of a source, highlighted and with the file's line numbers; the whole file in a fold.
 
     Args:
         source: a step of the series, a path, a module or function (its file is meant), or text.
         names: of one or more regions, shown in this order.
+        whole_file: False: of a function or kernel only its own lines are read, and are in the fold.
     Raises:
         KeyError: the source has no such region; the message has the names there are.
         ValueError: no name, or the source's region markers do not pair.
     """
     if not names:
         raise ValueError("name a region to show, or use show.source for the whole")
-    read = _read(source)
+    read = _read(source, whole_file)
     pieces = [(name, read.lines(name)) for name in names]
     whole = read.lines()
-    fold = _fold(f"the whole file, {len(whole)} lines", _listing([whole], read.language))
+    kind = "file" if whole_file else "function"
+    fold = _fold(f"the whole {kind}, {len(whole)} lines", _listing([whole], read.language))
     _show(read.caption(pieces), _listing([lines for _, lines in pieces], read.language), fold)
 
 

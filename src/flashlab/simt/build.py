@@ -321,6 +321,23 @@ def _compile(
     return preprocessed, compiled.stderr
 
 
+def _expect_static_fits(symbols: list[elf.Symbol]) -> None:
+    """Raises CompileError where a function's static __shared__ arrays are more than a GPU gives, as ptxas would."""
+    owners: dict[str, list[elf.Symbol]] = {}
+    for symbol in symbols:
+        if symbol.defined:  # _ZZ9transposePfE4tile: what stands before the array's own name is the function's
+            owners.setdefault(symbol.name.rpartition(f"{len(symbol.array)}{symbol.array}")[0], []).append(symbol)
+    for arrays in owners.values():
+        size = sum(s.size for s in arrays)
+        if size > STATIC_SHARED:
+            names = [s.array for s in arrays]
+            who = f"the array {names[0]} has" if len(names) == 1 else f"the arrays {', '.join(names)} have together"
+            raise CompileError(
+                f"{who} {size} bytes of static shared memory; the limit is {STATIC_SHARED} bytes: declare "
+                "it `extern __shared__`, and ask at the launch"
+            )
+
+
 def _link(
     cxx: Compiler, runtime: Path, work: Path, check: bool, kernels: set[str]
 ) -> tuple[tuple[elf.Symbol, ...], int]:
@@ -333,12 +350,7 @@ def _link(
         CompileError: too much static shared memory, or what the linker says.
     """
     symbols = elf.thread_local_symbols(work / "kernel.o")
-    for symbol in symbols:
-        if symbol.size > STATIC_SHARED:  # ptxas refuses it in these words, more or less
-            raise CompileError(
-                f"the array {symbol.array} has {symbol.size} bytes of static shared memory; the limit "
-                f"is {STATIC_SHARED} bytes: declare it `extern __shared__`, and ask at the launch"
-            )
+    _expect_static_fits(symbols)
     if check:
         elf.grow_thread_local(work / "kernel.o", RED_ZONE)
     command = [cxx.path, "-shared", "kernel.o", str(runtime), "-o", "kernel.so"]

@@ -211,6 +211,16 @@ def _watch_launches() -> None:
                 raise cause.with_traceback(None) from None
             raise
 
+    original_load = ti.InterpreterBuilder.create_masked_load
+
+    def create_masked_load(self, ptrs, mask, other, *options):
+        WatchedMemory.no_other = other is None
+        try:
+            return original_load(self, ptrs, mask, other, *options)
+        finally:
+            WatchedMemory.no_other = False
+
+    ti.InterpreterBuilder.create_masked_load = create_masked_load
     ti.GridExecutor.__call__ = call
     ti._interpreter = WatchedMemory(ti._interpreter)
 

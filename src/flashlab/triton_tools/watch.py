@@ -45,6 +45,8 @@ class Traffic:
     sectors                     32-byte sectors touched, each operation for itself: what DRAM really moves. Scattered
                                 elements touch more sectors than ``(bytes_read + bytes_written) / 32``
     read_from, written_to       bytes by tensor: the name given to ``watched``, else the kernel's parameter
+    undefined                   tensors of which masked-off elements were loaded without ``other``: their value is
+                                undefined on a GPU, and NaN here
     """
 
     bytes_read: int = 0
@@ -54,6 +56,7 @@ class Traffic:
     sectors: int = 0
     read_from: Counter = field(default_factory=Counter)
     written_to: Counter = field(default_factory=Counter)
+    undefined: set = field(default_factory=set)
 
     @property
     def bytes(self) -> int:
@@ -145,6 +148,7 @@ class WatchedMemory:
     watchers: list["_Watcher"] = []
     windows: list[_Window] = []
     names: dict[int, list[str]] = {}  # of the launch under way: address -> parameters
+    no_other = False  # the load under way has a mask, but says nothing about what it leaves out
 
     def __init__(self, real):
         self._real = real
@@ -194,7 +198,8 @@ class WatchedMemory:
         """Real addresses for made-up ones; raises OutOfBounds before anything is touched."""
         if not self.watchers:
             return pointers
-        active = np.broadcast_to(mask, pointers.shape)
+        # A mask of a tile & a scalar comes as integers, with which numpy would index instead of choose.
+        active = np.broadcast_to(np.asarray(mask, bool), pointers.shape)
         real = pointers.copy()
         used = pointers[active]
         doing = "load" if read and not write else "store" if not read else "atomic operation"
@@ -224,6 +229,13 @@ class WatchedMemory:
         return real
 
     def load(self, pointers, mask, other, dtype):
+        left_out = ~np.broadcast_to(np.asarray(mask, bool), pointers.shape)
+        if self.watchers and self.no_other and left_out.any():
+            numbers = np.unique((pointers[left_out] - np.uint64(_FLAG)) >> np.uint64(_WINDOW_BITS))
+            for window in (self.windows[int(n)] for n in numbers if n < len(self.windows)):
+                for watcher in self.watchers:
+                    watcher.traffic.undefined.add(window.name)
+            other = undefined_like(other)
         return self._real.load(self._resolve(pointers, mask, True, False), mask, other, dtype)
 
     def store(self, pointers, data, mask):
@@ -235,6 +247,13 @@ class WatchedMemory:
     def atomic_cas(self, pointers, compare, data, sem):
         mask = np.ones(pointers.shape, bool)
         return self._real.atomic_cas(self._resolve(pointers, mask, True, True), compare, data, sem)
+
+
+def undefined_like(zeros: np.ndarray) -> np.ndarray:
+    """NaN in the place of the interpreter's zeros; bfloat16 comes as uint16, and other integers stay as they are."""
+    if zeros.dtype.kind == "f":
+        return np.full_like(zeros, np.nan)
+    return np.full_like(zeros, 0x7FC0) if zeros.dtype == np.uint16 else zeros
 
 
 def _tensors_in(name: str, value):
@@ -344,6 +363,7 @@ def _traffic_in_child(fn, args, kwargs) -> Traffic:
         raise RuntimeError(f"interpreting {fn.__name__} raised {answer['error']}")
     for counter in ("read_from", "written_to"):
         answer[counter] = Counter(answer[counter])
+    answer["undefined"] = set(answer["undefined"])
     return Traffic(**answer)
 
 
@@ -361,6 +381,7 @@ def _child(folder: str, name: str) -> None:
     args, kwargs = torch.load(Path(folder, "arguments.pt"), weights_only=False)
     try:
         answer = vars(hbm_traffic(getattr(module, name), *args, **kwargs))
+        answer["undefined"] = sorted(answer["undefined"])
     except OutOfBounds as error:
         answer = {"out_of_bounds": str(error)}
     except Exception as error:

@@ -13,8 +13,11 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from flashlab.check.mistakes import tiles
+
 Tensor = torch.Tensor
 ROWS = 64  # of Q, K and V in the small problem: one tile of each
+MMA_K = 16  # and of a smaller one: a kernel's smallest tile
 _CHUNK = 8  # elements of 16 bytes
 
 
@@ -24,21 +27,31 @@ def explain(forward: Callable[..., tuple[Tensor, Tensor]], head_dim: int) -> tup
     Args:
         forward: takes q, k, v [1, 1, rows, head_dim] in fp16 and returns (o, lse).
     """
-    q, k, v = _tensors(ROWS, head_dim)
-    o = forward(q, k, v, causal=False, scale=None)[0][0, 0].double()
-    if o.isnan().all():
-        return "nan-everywhere", (
-            "every output is NaN, from the first tile on. At the start the maximum is -inf and the sum 0: which "
-            "difference is +inf or -inf - (-inf), and which product is inf * 0?"
-        )
-    one = [x[0, 0].double() for x in (q, k, v)]
-    truth = _attend(*one)
-    if _near(o, truth):
-        return _causal(forward, head_dim) or _split(forward, head_dim)
-    for slug, sentence, prediction in _predictions(*one):
-        if not _near(prediction, truth) and _near(o, prediction):
-            return slug, sentence
-    return None
+    for rows in (ROWS, MMA_K):
+        q, k, v = _tensors(rows, head_dim)
+        o = forward(q, k, v, causal=False, scale=None)[0][0, 0].double()
+        if o.isnan().all():
+            return "nan-everywhere", (
+                "every output is NaN, from the first tile on. At the start the maximum is -inf and the sum 0: which "
+                "difference is +inf or -inf - (-inf), and which product is inf * 0?"
+            )
+        if rows == ROWS and o.eq(0).all():
+            return "tile-skipped", (
+                f"with {ROWS} keys every output is 0: the loop over tiles leaves out a tile, and a short "
+                f"problem has no "
+                "other. Where does it begin, and where does it end?"
+            )
+        one = [x[0, 0].double() for x in (q, k, v)]
+        truth = _attend(*one)
+        if _near(o, truth):
+            if rows < ROWS:
+                break
+            found = _causal(forward, head_dim) or _tiles(forward, head_dim) or _split(forward, head_dim)
+            return found or tiles.explain(forward, head_dim)
+        for slug, sentence, prediction in _predictions(*one):
+            if not _near(prediction, truth) and _near(o, prediction):
+                return slug, sentence
+    return tiles.explain(forward, head_dim)
 
 
 def _tensors(rows: int, head_dim: int, queries: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -65,10 +78,10 @@ def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return p @ v / p.sum(1, keepdim=True)
 
 
-def _swizzled(x: Tensor) -> Tensor:
-    """Chunk c of row r where chunk c ^ (r % 8) belongs."""
+def _swizzled(x: Tensor, bits: int = 7) -> Tensor:
+    """Chunk c of row r where chunk c ^ (r & bits) belongs."""
     chunks = x.unflatten(1, (-1, _CHUNK))
-    place = torch.arange(chunks.shape[1])[None, :] ^ (torch.arange(len(x)) % 8)[:, None]
+    place = torch.arange(chunks.shape[1])[None, :] ^ (torch.arange(len(x)) & bits)[:, None]
     return torch.gather(chunks, 1, place[..., None].expand_as(chunks)).flatten(1)
 
 
@@ -99,6 +112,15 @@ def _predictions(q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[str, str, Te
     yield "swizzle-one-side", f"each of Q and V {one_side}", _attend(_swizzled(q), k, _swizzled(v))
     yield "swizzle-one-side", f"each of Q and K {one_side}", _attend(_swizzled(q), _swizzled(k), v)
     yield "swizzle-one-side", f"each of Q, K and V {one_side}", _attend(_swizzled(q), _swizzled(k), _swizzled(v))
+    for bits, mod in ((4, "row % 4"), (6, "row % 2")):
+        two = f"is swizzled by two formulas, as by row % 8 where it is written and {mod} where it is read"
+        for name, prediction in (
+            ("K", _attend(q, _swizzled(k, bits), v)), ("V", _attend(q, k, _swizzled(v, bits))),
+            ("each of K and V", _attend(q, _swizzled(k, bits), _swizzled(v, bits))),
+            ("Q", _attend(_swizzled(q, bits), k, v)),
+            ("each of Q, K and V", _attend(*(_swizzled(x, bits) for x in (q, k, v)))),
+        ):  # fmt: skip
+            yield "swizzle-one-side", f"{name} {two}", prediction
 
     transposed = "B wants two keys of one column in a register, so V needs ldmatrix with .trans"
     sentence = f"every 8 x 8 block of V arrives transposed: {transposed}"
@@ -108,8 +130,8 @@ def _predictions(q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[str, str, Te
 
     p = _weights(q, k)
     total = p.sum(1, keepdim=True)
-    lower = torch.arange(ROWS) % 16 >= 8
-    first = torch.arange(ROWS) % 16 < 8  # keys of c, the rest of d
+    lower = torch.arange(len(q)) % 16 >= 8
+    first = torch.arange(len(q)) % 16 < 8  # keys of c, the rest of d
     for rows, name in ((lower, "c2 and c3, of row g + 8,"), (~lower, "c0 and c1, of row g,")):
         swapped = _columns(p, 1, rows)
         for keys in (first, ~first, first | ~first):
@@ -132,8 +154,8 @@ def _predictions(q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[str, str, Te
 def _reductions(q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[str, str, Tensor]]:
     """A row lives in the four lanes 4 g + t; what comes of reducing it over others."""
     s = q @ k.T / math.sqrt(q.shape[1])
-    pair = torch.arange(ROWS) // 4 % 2  # lanes t and t ^ 1 hold key columns 2t, 2t + 1 of every 8
-    other_row = torch.arange(ROWS) ^ 4  # lane ^ 16 is row g ^ 4
+    pair = torch.arange(len(q)) // 4 % 2  # lanes t and t ^ 1 hold key columns 2t, 2t + 1 of every 8
+    other_row = torch.arange(len(q)) ^ 4  # lane ^ 16 is row g ^ 4
     halves = torch.stack([s[:, pair == i].amax(1) for i in (0, 1)], 1)  # [rows, pair]
     advice = "a row lives in the four lanes of a quad: reduce with lane masks 1 and 2 (0b10, not 0x10)"
     for m in (halves, torch.maximum(halves, halves[other_row])):
@@ -142,6 +164,17 @@ def _reductions(q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[str, str, Ten
     p = _weights(q, k)
     sums = torch.stack([p[:, pair == i].sum(1) for i in (0, 1)], 1)
     column_pair = torch.arange(v.shape[1]) // 4 % 2
+    keys, columns = torch.arange(ROWS), torch.arange(v.shape[1])
+    for shift, count, masks in ((2, 4, "neither with mask 1 nor 2"), (2, 2, "with mask 2 only")):  # lanes that differ
+        lane, column_lane = keys // shift % count, columns // shift % count
+        m = torch.stack([s[:, lane == x].amax(1) for x in range(count)], 1)
+        own = torch.exp(s - m[:, lane])
+        yield "quad-not-reduced", f"the maximum is reduced {masks}: {advice}", own @ v / own.sum(1, keepdim=True)
+        some = torch.stack([own[:, lane == x].sum(1) for x in range(count)], 1)
+        both = f"the maximum and the sum are reduced {masks}: {advice}"
+        yield "quad-not-reduced", both, own @ v / some[:, column_lane]
+        some = torch.stack([p[:, lane == x].sum(1) for x in range(count)], 1)
+        yield "quad-not-reduced", f"the sum is reduced {masks}: {advice}", p @ v / some[:, column_lane]
     for total in (sums, sums + sums[other_row]):
         yield "quad-not-reduced", f"the sum is not that of the row: {advice}", p @ v / total[:, column_pair]
 
@@ -155,14 +188,98 @@ def _causal(forward: Callable[..., tuple[Tensor, Tensor]], head_dim: int) -> tup
         by_block = (s.masked_fill(i[None, :] // size > i[:, None] // size, -math.inf)).softmax(1) @ v[0, 0].double()
         if _near(o, by_block):
             return "diagonal-not-masked", (
-                f"causal: tiles of {size} keys on the diagonal are not masked, only those behind it are left out; a "
-                "tile is full only if the block's first row sees all of it"
+                f"causal: each row sees the keys to the last row of its {size}, so the tiles on the diagonal are not "
+                "masked; a tile is full only if the block's first row sees all of it"
             )
+    visible = i[None, :] <= i[:, None]
+    for block_m, block_n in itertools.product((64, 128), (32, 64, 128)):
+        full = (i // block_m * block_m + 1) // block_n  # of each row's block
+        plain = visible | (i[None, :] // block_n == full[:, None])
+        if _near(o, s.masked_fill(~plain, -math.inf).softmax(1) @ v[0, 0].double()):
+            return "diagonal-not-masked", (
+                "causal: of the tiles that need a mask, the first one (tile `full`) runs without one: which tiles does "
+                "each of the two loops walk?"
+            )
+    strict = s.masked_fill(i[None, :] >= i[:, None], -math.inf)[1:].softmax(1) @ v[0, 0].double()
+    if _near(o[1:], strict):
+        return "diagonal-masked", "causal: a row does not see its own key, on the diagonal: <= and < are exchanged"
+    if o.isnan().any():
+        return "masked-rows-nan", (
+            "right without a mask, but causal some rows are NaN: where all keys of a tile are masked for a row, its "
+            "maximum may still be -inf, and -inf - (-inf) is NaN"
+        )
     return None
+
+
+def _tiles(forward: Callable[..., tuple[Tensor, Tensor]], head_dim: int) -> tuple[str, str] | None:
+    """Mistakes that show with several tiles of keys: one is left out, or what was summed is not rescaled."""
+    q, k, v = _tensors(4 * ROWS, head_dim, queries=16)
+    for move in (0.0, 12.0, -12.0, 4.0, -4.0):  # of the maximum in the middle, in powers of two
+        if move:
+            q[..., 0], k[..., 0] = math.sqrt(head_dim), 0.0
+            q[..., 1:] *= 0.25
+            k[:, :, 2 * ROWS :, 0] = move * math.log(2)
+        o = forward(q, k, v, causal=False, scale=None)[0][0, 0].double()
+        one = [x[0, 0].double() for x in (q, k, v)]
+        truth = _attend(*one)
+        if _near(o, truth):
+            continue
+        for size in (32, 64, 128):
+            for slug, sentence, prediction in _tile_predictions(one[0], one[1], one[2], size):
+                if _near(prediction, truth) or not _near(o, prediction):
+                    continue
+                if abs(move) == 4 and slug == "o-not-rescaled":  # and 12 is right
+                    return "maximum-moved-alone", (
+                        "the maximum moves although nothing is rescaled: where it moves too little for that, m_i "
+                        "has to stay what acc and l are under"
+                    )
+                return slug, sentence
+    return None
+
+
+def _tile_predictions(q: Tensor, k: Tensor, v: Tensor, size: int) -> Iterator[tuple[str, str, Tensor]]:
+    yield (
+        "tile-skipped",
+        f"the last {size} keys, a tile, are left out: where does the loop over tiles end?",
+        _attend(q, k[:-size], v[:-size]),
+    )
+    yield (
+        "tile-skipped",
+        f"the first {size} keys, a tile, are left out: does the loop over tiles reach tile 0?",
+        _attend(q, k[size:], v[size:]),
+    )
+    s = q @ k.T / math.sqrt(q.shape[1])
+    for order in (1, -1):
+        tiles = list(zip(s.split(size, 1), v.split(size), strict=True))[::order]
+        for lazy in (0.0, 8.0 * math.log(2)):  # what moves by less is not followed
+            for scale_acc, scale_l, slug, sentence in _RESCALED:
+                m, total, acc = torch.full((len(q), 1), -math.inf), torch.zeros(len(q), 1), torch.zeros_like(q)
+                m, total, acc = m.double(), total.double(), acc.double()
+                for part, values in tiles:
+                    new = torch.maximum(m, part.amax(1, keepdim=True))
+                    moved = (new - m > lazy).any()
+                    correction = torch.exp(m - new) if moved else torch.ones_like(m)
+                    m = new if moved else m
+                    p = torch.exp(part - m)
+                    acc = acc * correction**scale_acc + p @ values
+                    total = total * correction**scale_l + p.sum(1, keepdim=True)
+                yield slug, sentence, acc / total
+
+
+# (powers of the correction that acc and l are multiplied by, slug, sentence)
+_RESCALED = (
+    (0, 0, "o-not-rescaled", "when the maximum moves from tile to tile, neither acc nor l is rescaled"),
+    (1, 0, "l-not-rescaled", "when the maximum moves from tile to tile, acc is rescaled and l is not"),
+    (0, 1, "o-not-rescaled", "when the maximum moves from tile to tile, l is rescaled and acc is not"),
+    (1, 2, "l-rescaled-twice", "when the maximum moves from tile to tile, l is rescaled twice"),
+    (2, 1, "o-rescaled-twice", "when the maximum moves from tile to tile, acc is rescaled twice"),
+)  # fmt: skip
 
 
 def _split(forward: Callable[..., tuple[Tensor, Tensor]], head_dim: int) -> tuple[str, str] | None:
     q, k, v = _tensors(16 * ROWS, head_dim, queries=16)
+    q[..., 0] = math.sqrt(head_dim)
+    k[..., 0] = 2 * torch.sin(torch.arange(16.0)).repeat_interleave(ROWS)  # parts of different weights
     o = forward(q, k, v, causal=False, scale=None)[0][0, 0].double()
     one = [x[0, 0].double() for x in (q, k, v)]
     if _near(o, _attend(*one)):
@@ -177,6 +294,12 @@ def _split(forward: Callable[..., tuple[Tensor, Tensor]], head_dim: int) -> tupl
         if _near(o, weighted):
             return "split-not-normalised", (
                 f"the {splits} parts are weighted and added, but the result is not divided by the sum of the weights"
+            )
+        halved = torch.exp2(lse - lse.amax(0))[..., None]
+        if _near(o, (halved * torch.stack(parts)).sum(0) / halved.sum(0)):
+            return "split-not-weighted", (
+                "the parts are weighted by 2^(lse - the largest lse): lse is a natural logarithm, so the exponent of "
+                "exp2 needs LOG2E"
             )
         odd = torch.arange(head_dim) % 2 == 1
         for columns, name in ((odd, "second"), (~odd, "first")):

@@ -1,7 +1,7 @@
 // Phase 6, step 6: the tile's shape follows the problem and the device.
 //
-// A multiprocessor hides the latency of one warp behind the work of others. Step 5 has 4 warps per block, few for a
-// grid with a block or less per multiprocessor: there 16 lanes share a row, and the same tile takes twice the warps.
+// A multiprocessor hides the latency of one warp behind the work of others. Step 5 has 4 warps per block. At HEAD_DIM 64,
+// where its grid has less than 1.5 blocks per multiprocessor, 16 lanes share a row: blocks of 64 rows, and twice as many.
 //
 // Compile with -DHEAD_DIM=64 or 128 and -DELEMENT=float.
 
@@ -234,8 +234,8 @@ template <class Tile> static int launch(const Problem& p, void* stream) {    // 
     return (int)cudaGetLastError();
 }
 
-// New: which tile. Wide outer products need the fewest reads from shared memory; where the grid is too small to fill
-// the multiprocessors with such blocks, or the device's shared memory too small for one, narrower ones do better.
+// New: which tile. Wide outer products need the fewest reads from shared memory. At HEAD_DIM 64 a grid with less than
+// 1.5 such blocks per multiprocessor gets smaller ones, at 128 a device with too little shared memory for a large one.
 extern "C" int forward(const Problem* p, void* stream) {
 #if HEAD_DIM == 64
     const int blocks = p->batch * p->heads * ceil_div(p->seq_q, 128);

@@ -74,9 +74,11 @@ __global__ void __launch_bounds__(THREADS) flash_forward(const Problem p) {
     // endregion
 
     // region: main loop
+    // region: loop head
     load_tile<BLOCK_M>(q_smem, q_gmem, p.q_stride.row, p.seq_q - m_start);
     for (int j = 0; j < tiles; j++) {
         const int n_start = j * BLOCK_N;                       // the tile's first key
+        // endregion
         // region: load K and V
         __syncthreads();                                       // or one would overwrite tile j - 1 while another reads
         load_tile<BLOCK_N>(k_smem, k_gmem + n_start * p.k_stride.row, p.k_stride.row, p.seq_k - n_start);

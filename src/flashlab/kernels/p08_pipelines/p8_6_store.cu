@@ -207,7 +207,7 @@ __global__ void __launch_bounds__(THREADS) flash_forward(const Problem p) {
     // region: store
     // O and lse
     cp_async_wait<0>();
-    __syncthreads();                                           // New: or one would write O over Q while another reads Q
+    __syncthreads();                                           // New: or a warp would write O over Q it still reads
     const int64_t first_row = (int64_t)head_index * p.seq_q + m_start;         // of lse [batch, heads, seq_q]
 #pragma unroll
     for (int r = 0; r < ROWS_PER_LANE; r++) {

@@ -276,7 +276,7 @@ flash_forward(const Problem p, int heads_together) {
     // region: store
     // O and lse
     cp_async_wait<0>();
-    __syncthreads();                                           // or one would write O over Q while another reads Q
+    __syncthreads();                                           // or a warp would write O over Q it still reads
     const int64_t first_row = (int64_t)head_index * p.seq_q + m_start;         // of lse [batch, heads, seq_q]
 #pragma unroll
     for (int r = 0; r < ROWS_PER_LANE; r++) {

@@ -1,0 +1,136 @@
+"""The mistakes of a loop over tiles, known by what they give on a problem of one or two small tiles.
+
+The diagnosis of many cases (flashlab.check.diagnose) knows what attention can get wrong. These are slips of a kernel's
+lines: an index that begins at the tile, a division too early, a sum that is exchanged too early or not at all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+
+Tensor = torch.Tensor
+Forward = Callable[..., tuple[Tensor, Tensor]]
+Found = tuple[str, str]
+_LOG2E = math.log2(math.e)
+_ZERO_KEYS = "the keys that do not exist count as keys of zeros, with a score of 0"
+
+
+def adds_nothing(forward: Forward, head_dim: int, dtype: torch.dtype = torch.float16) -> Found | None:
+    """Whether o is 0 everywhere: the slug and the sentence."""
+    o, _ = forward(*_tensors(16, 16, head_dim, dtype), causal=False, scale=None)
+    if bool((o == 0).all()):
+        return "nothing-added", "o is 0 everywhere: nothing is added to acc, or it is multiplied by 0"
+    return None
+
+
+def explain(forward: Forward, head_dim: int, dtype: torch.dtype = torch.float16) -> Found | None:
+    """The slug and the sentence of the slip that ``forward(q, k, v, causal=..., scale=...)`` makes, if it is known."""
+    near = _Near(dtype)
+    q, k, v = _tensors(16, 16, head_dim, dtype)
+    o = forward(q, k, v, causal=False, scale=None)[0][0, 0].double()
+    one = (q[0, 0].double(), k[0, 0].double(), v[0, 0].double())
+    if bool((o == 0).all()):
+        return adds_nothing(forward, head_dim, dtype)
+    right = near(o, _softmax(*one))
+    if not right:
+        for slug, sentence, prediction in _one_tile(*one):
+            if near(o, prediction):
+                return slug, sentence
+    return _tail(forward, head_dim, dtype, right) or _diagonal(forward, head_dim, dtype)
+
+
+class _Near:
+    """Whether two outputs are the same but for the rounding of a dtype."""
+
+    def __init__(self, dtype: torch.dtype):
+        self.relative = 1e-4 if dtype == torch.float32 else 0.012 if dtype == torch.float16 else 0.05
+
+    def __call__(self, got: Tensor, want: Tensor) -> bool:
+        return bool((got - want).abs().max() < self.relative * want.abs().max().clamp(max=1.0))
+
+
+def _tensors(rows: int, keys: int, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+
+    def normal(n: int) -> Tensor:
+        return torch.randn(1, 1, n, head_dim, generator=generator)
+
+    return normal(rows).to(dtype), normal(keys).to(dtype), (normal(keys) + 0.5).to(dtype)
+
+
+def _weights(s: Tensor) -> Tensor:
+    return torch.exp(s - s.amax(1, keepdim=True))
+
+
+def _softmax(q: Tensor, k: Tensor, v: Tensor, factor: float = 1.0, seen: Tensor | None = None) -> Tensor:
+    s = factor * (q @ k.T) / math.sqrt(q.shape[1])
+    return (s if seen is None else s.masked_fill(~seen, -math.inf)).softmax(1) @ v
+
+
+def _one_tile(q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[str, str, Tensor]]:
+    root, d = math.sqrt(q.shape[1]), q.shape[1]
+    sentence = "2^x is taken of the raw scores: multiply them by scale_log2, the scale times log2(e)"
+    yield "scale-missing", sentence, _softmax(q, k, v, root / _LOG2E)
+    sentence = "the scores are not multiplied by the scale, 1 / sqrt(head_dim) unless the caller has another"
+    yield "scale-missing", sentence, _softmax(q, k, v, root)
+    sentence = "exp2 is used on scores that were not multiplied by log2(e): exp(x) is exp2(x * log2(e))"
+    yield "exp2-without-log2e", sentence, _softmax(q, k, v, 1 / _LOG2E)
+
+    p = _weights(q @ k.T / root)
+    total, truth = p.sum(1, keepdim=True), p @ v / p.sum(1, keepdim=True)
+    sentence = "acc is divided by the sum inside of the loop, and again after it: leave the division to the end"
+    yield "divided-twice", sentence, truth / total
+    sentence = "the output is 1/4 of what it should be: the sum is exchanged in the quad with each tile, and once more "
+    yield "l-reduced-twice", f"{sentence}at the end. In the loop a lane sums its own columns only", truth / 4
+    # A lane t of a quad has the columns 2t and 2t + 1 of every 8, of S and of O.
+    key_lane, column_lane = torch.arange(len(k)) // 2 % 4, torch.arange(d) // 2 % 4
+    own = torch.stack([p[:, key_lane == t].sum(1) for t in range(4)], 1)[:, column_lane]
+    sentence = (
+        "a lane divides by the sum of its own columns: a row's sum is that of the quad, two shuffles, masks 1 and 2"
+    )
+    yield "quad-not-reduced", sentence, p @ v / own
+    sentence = "acc is divided by a lane's own sum inside of the loop: leave the division to the end"
+    yield "divided-twice", sentence, p @ v / own / total
+
+
+def _tail(forward: Forward, head_dim: int, dtype: torch.dtype, one_tile_right: bool) -> Found | None:
+    """Keys past the end of the last tile."""
+    near = _Near(dtype)
+    for keys, alone in ((5, True), (72, False)):
+        q, k, v = _tensors(16, keys, head_dim, dtype)
+        o = forward(q, k, v, causal=False, scale=None)[0][0, 0].double()
+        wide_q, wide_k, wide_v = (x[0, 0].double() for x in (q, k, v))
+        if near(o, _softmax(wide_q, wide_k, wide_v)):
+            continue
+        for tile in (16, 32, 64, 128):
+            more = wide_k.new_zeros(-keys % tile, head_dim)
+            if near(o, _softmax(wide_q, torch.cat([wide_k, more]), torch.cat([wide_v, more]))):
+                if alone:
+                    return "tail-not-masked", f"{_ZERO_KEYS}: their scores have to be -INFINITY"
+                return "n-start-forgotten", (
+                    f"right in the first tile; in the last, {_ZERO_KEYS}. Key n of a tile is key "
+                    f"n_start + n: is n_start "
+                    "in the comparison?"
+                )
+    return None
+
+
+def _diagonal(forward: Forward, head_dim: int, dtype: torch.dtype) -> Found | None:
+    """Causal: the mask of the first tile in every tile."""
+    q, k, v = _tensors(128, 128, head_dim, dtype)
+    o = forward(q, k, v, causal=True, scale=None)[0][0, 0].double()
+    one, i = (q[0, 0].double(), k[0, 0].double(), v[0, 0].double()), torch.arange(128)
+    for tile in (16, 32, 64):
+        for block in (16, 32, 64, 128):  # rows of a block: it visits the tiles up to its last row
+            visited = i[None, :] // tile <= (i[:, None] // block * block + block - 1) // tile
+            seen = (i[None, :] % tile <= i[:, None]) & visited
+            if _Near(dtype)(o, _softmax(*one, seen=seen)):
+                return "n-start-forgotten", (
+                    "causal: every tile is masked as if it were the first. Key n of a tile is key "
+                    "n_start + n: is n_start "
+                    "in the comparison?"
+                )
+    return None

@@ -1,0 +1,156 @@
+"""What a kernel has stored, told by what it has not: an output carries a mark before the launch.
+
+An answer that is half written is usually right in what it does and only not finished. Then the sentence says what is
+not stored yet, before anything is said about numbers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from flashlab.attention import reference
+from flashlab.check import CheckFailed
+from flashlab.check.cuda_answer import Source, built, expect_launched, ran
+from flashlab.check.poison import MarkedEmpty, mark_unwritten, unwritten
+
+# (batch, heads, kv_heads, seq_q, seq_k): several heads; then more rows than any tile has
+_SHAPES = ((2, 2, 1, 40, 72), (1, 1, 1, 200, 48))
+_BEFORE = "what was there before the launch"
+
+
+def marked(*shape: int) -> torch.Tensor:
+    """A float32 output that nobody has written: each element holds the mark (a NaN)."""
+    return mark_unwritten(torch.empty(shape))
+
+
+def expect_written(x: torch.Tensor, what: str, *, case: str | None = None, because: str = "") -> None:
+    """Raises CheckFailed where elements of an output still carry the mark of ``marked``.
+
+    Args:
+        x: after the launch.
+        what: its name.
+        case: what the kernel was run on.
+        because: words for the end of the sentence, where a part is missing.
+    """
+    __tracebackhide__ = True
+    missing = unwritten(x)
+    if missing.all():
+        raise CheckFailed(
+            f"nothing is stored to {what}: all its {x.numel()} elements still hold {_BEFORE}",
+            diagnosis="nothing-stored",
+            case=case,
+        )
+    if missing.any():
+        raise CheckFailed(
+            f"{int(missing.sum())} of {x.numel()} elements of {what} were never written, {_where(missing)}"
+            + (f": {because}" if because else ""),
+            diagnosis="elements-missing",
+            case=case,
+        )
+
+
+def _where(missing: torch.Tensor) -> str:
+    """Words for the elements of a vector or a matrix: "columns 32 to 63"."""
+    for axis, name in enumerate(("row", "column")[: missing.ndim]):
+        other = [d for d in range(missing.ndim) if d != axis]
+        lines = missing.all(dim=other[0]) if other else missing
+        if torch.equal(missing, lines.unsqueeze(other[0]).expand_as(missing) if other else lines):
+            return _spans(lines, name if other else "element")
+    return f"the first at {missing.nonzero()[0].tolist()}"
+
+
+def _spans(lines: torch.Tensor, name: str) -> str:
+    """Words for a boolean vector: "rows 64 to 99", "32 columns, the first number 1"."""
+    at = lines.nonzero().flatten().tolist()
+    if len(at) == 1:
+        return f"{name} {at[0]}"
+    if at[-1] - at[0] + 1 == len(at):
+        return f"{name}s {at[0]} to {at[-1]}"
+    return f"{len(at)} {name}s, the first of them number {at[0]}"
+
+
+def expect_stored(whole: Source, *, head_dim: int = 64, dtype: torch.dtype = torch.float16) -> None:
+    """Raises CheckFailed where a whole kernel (``forward``) leaves a part of o or lse unwritten, or stores only zeros.
+
+    The check build is run, so that a race or a bad address is told first.
+    """
+    __tracebackhide__ = True
+    module = built(whole, check=True, head_dim=head_dim, dtype=dtype)
+    zeros, lse_zeros, right = [], [], []
+    for batch, heads, kv_heads, seq_q, seq_k in _SHAPES:
+        generator = torch.Generator().manual_seed(3)
+        q, k, v = (
+            torch.randn(batch, h, n, head_dim, generator=generator).to(dtype)
+            for h, n in ((heads, seq_q), (kv_heads, seq_k), (kv_heads, seq_k))
+        )
+        case = f"batch={batch}, heads={heads}, kv_heads={kv_heads}, seq_q={seq_q}, seq_k={seq_k}"
+
+        def call(q: Any = q, k: Any = k, v: Any = v) -> tuple[torch.Tensor, torch.Tensor]:
+            with MarkedEmpty():
+                return module.forward(q, k, v, echo=False)
+
+        o, lse = ran(module, whole, case, call)
+        assert module.report is not None
+        expect_launched(module.report)
+        _expect_both(unwritten(o), unwritten(lse), case)
+        zeros.append(bool((o == 0).all()))
+        lse_zeros.append(bool((lse == 0).all()))
+        right.append(bool(((o.double() - reference.attention(q, k, v)[0]).abs() < 0.03).all()))
+    if all(zeros):
+        raise CheckFailed(
+            "so far so good: all of o is stored, but every number in it is 0. What comes between is missing, or is "
+            "multiplied by 0: the copy of K and V, the scores, P and its product with V",
+            diagnosis="only-zeros",
+        )
+    if all(lse_zeros) and all(right):
+        raise CheckFailed(
+            "o is right. lse is 0 in every row: store the maximum plus the logarithm of the sum", diagnosis="lse-zero"
+        )
+
+
+def _expect_both(o: torch.Tensor, lse: torch.Tensor, case: str) -> None:
+    """The masks of what is not written of o [batch, heads, rows, head_dim] and lse [batch, heads, rows]."""
+    __tracebackhide__ = True
+    if o.all() and lse.all():
+        raise CheckFailed(
+            f"the kernel runs, but it stores nothing: all of o and lse still hold {_BEFORE}",
+            diagnosis="nothing-stored",
+            case=case,
+        )
+    for name, missing in (("o", o), ("lse", lse)):
+        if not missing.any():
+            continue
+        if missing.all():
+            other = "o is" if name == "lse" else "only lse is"
+            raise CheckFailed(
+                f"{name} is never stored, {other}: all its {missing.numel()} elements still hold {_BEFORE}",
+                diagnosis=f"{name}-not-stored",
+                case=case,
+            )
+        raise _partly(name, missing, case)
+
+
+def _partly(name: str, missing: torch.Tensor, case: str) -> CheckFailed:
+    """What to say where a part of o or lse is not written."""
+    whole_heads = missing.flatten(2).all(2)  # [batch, heads]
+    if torch.equal(missing, whole_heads.view(*whole_heads.shape, *[1] * (missing.ndim - 2)).expand_as(missing)):
+        b, h = whole_heads.nonzero()[0].tolist()
+        advice = "its row is number (batch * heads + head) * seq_q + row" if name == "lse" else "rows_of finds the rows"
+        return CheckFailed(
+            f"{name} is stored for {int((~whole_heads).sum())} of {whole_heads.numel()} heads: "
+            f"nothing is ever written to "
+            f"batch {b}, head {h}; {advice}",
+            diagnosis=f"{name}-of-heads-not-stored",
+            case=case,
+        )
+    one = missing.flatten(0, 1).all(0)  # what no head has
+    if one.any():
+        there = "in every head"
+    else:
+        one, there = missing[tuple(missing.flatten(2).any(2).nonzero()[0].tolist())], "in a head"
+    slug = "rows-not-written"
+    if one.ndim == 2 and torch.equal(one, one.all(0).expand_as(one)):
+        slug = "columns-not-written"
+    return CheckFailed(f"{name} is stored in part: {_where(one)} were never written {there}", diagnosis=slug, case=case)

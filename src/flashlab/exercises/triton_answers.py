@@ -1,0 +1,89 @@
+"""What the checks of Triton exercises share: the answer must be a kernel, its addresses are watched, it must compile.
+
+No answer may end the Python process: an interpreted kernel without a mask would write into the heap, so no check runs
+one unwatched.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import inspect
+import textwrap
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from flashlab import runtime
+from flashlab.check import CheckFailed, expect, running
+from flashlab.triton_tools.compile_report import CompileReport, compile_report
+from flashlab.triton_tools.watch import OutOfBounds, Traffic, watched
+
+
+def kernel_of(answer: Any, parameters: Sequence[str] | None = None) -> Any:
+    """The answer, if it is a Triton kernel (with these parameters); NotImplementedError while it is still a blank."""
+    __tracebackhide__ = True
+    function: Any = getattr(answer, "fn", None)
+    expect(
+        inspect.isfunction(function),
+        f"hand in the kernel itself, a function under @triton.jit, not a {type(answer).__name__}",
+        diagnosis="wrong-type",
+    )
+    # Compiled, a `raise` in a kernel is a compiler error and not the exception it names.
+    if "raise NotImplementedError" in inspect.getsource(function):
+        raise NotImplementedError
+    got = tuple(inspect.signature(function).parameters)
+    expect(
+        parameters is None or got == tuple(parameters),
+        f"the kernel's parameters should stay ({', '.join(parameters or ())}), they are ({', '.join(got)})",
+        diagnosis="wrong-parameters",
+    )
+    return answer
+
+
+@contextlib.contextmanager
+def in_bounds(case: str | None, **tensors: torch.Tensor) -> Iterator[Traffic | None]:
+    """Run with every address checked where kernels are interpreted; CheckFailed names the element.
+
+    A NaN that came from a load with a mask and without `other` is told by `explain_undefined`.
+    """
+    __tracebackhide__ = True
+    try:
+        with running(case), watched(**tensors) if runtime.INTERPRETED else contextlib.nullcontext() as traffic:
+            yield traffic
+    except OutOfBounds as error:
+        raise CheckFailed(f"{error}: a mask or a stride is wrong", diagnosis="out-of-bounds", case=case) from None
+
+
+def explain_undefined(traffic: Traffic | None, o: torch.Tensor, case: str | None) -> None:
+    """CheckFailed if `o` has a NaN, and a tensor was loaded with a mask, but without `other`."""
+    __tracebackhide__ = True
+    if traffic is None or not traffic.undefined or not o.isnan().any():
+        return
+    name = sorted(traffic.undefined)[0]
+    raise CheckFailed(
+        f"{name} is loaded with a mask, but without `other=`: what the masked-off elements hold is undefined (here it "
+        "is NaN, on a GPU whatever the register held), and it reaches the result; 0 * NaN is NaN",
+        diagnosis="other-missing",
+        case=case,
+    )
+
+
+def compiles(kernel: Any, arguments: dict[str, Any], target: str = "sm_90", **options: Any) -> CompileReport:
+    """compile_report of an answer that is already right when interpreted; CheckFailed with the compiler's sentence."""
+    __tracebackhide__ = True
+    report = compile_report(kernel, arguments, target=target, **options)
+    expect(
+        report.ok,
+        f"right when interpreted, but the compiler refuses it for {target}: {report.error_line}",
+        diagnosis="does-not-compile",
+    )
+    return report
+
+
+def calls(kernel: Any) -> list[str]:
+    """The names of the functions and methods that a kernel's text calls, in its order: ["program_id", "load", ...]."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(kernel.fn)))
+    called = sorted((n for n in ast.walk(tree) if isinstance(n, ast.Call)), key=lambda n: (n.lineno, n.col_offset))
+    return [str(getattr(n.func, "attr", None) or getattr(n.func, "id", "")) for n in called]
