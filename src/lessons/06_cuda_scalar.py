@@ -183,7 +183,7 @@ code = [REVERSE.splitlines()[n - 1].strip() for n in (races[0].other_line, races
 assert kinds == {"race", "uninitialised-shared"} and {c.split("[")[0] for c in code} == {"tile_smem", "y"}
 
 # %% [markdown]
-# A **race**: two threads touch one word, one of them writes, and nothing orders them. Line 6 is the store, line 8 the load. The first
+# A **race**: two threads touch one word, one of them writes, and nothing orders them. Line 6 is the store, line 8 the load. The last
 # sentence is the consequence: a thread read a word before anybody had written it.
 #
 # The remedy is a **barrier**. `__syncthreads()` lets no thread of the block past until all have arrived. What was written before it is seen

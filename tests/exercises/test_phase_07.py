@@ -287,7 +287,10 @@ PAGE = {
     ),
     "S three times": (
         "wrong-count",
-        ("uint32_t b[4]; ", "uint32_t b[4]; float x[4]; for (int i = 0; i < 4; i++) mma_m16n8k16<T>(x, q[d], 0, 0);"),
+        (
+            "uint32_t b[4]; ",
+            "uint32_t b[4]; float x[4] = {}; for (int i = 0; i < 4; i++) mma_m16n8k16<T>(x, q[d], 0, 0);",
+        ),
     ),
     "no launch": ("no-launch", ("attention<<<grid, 32, 0, (cudaStream_t)stream>>>(*p);", "(void)grid;")),
     "no forward": ("wrong-entry", ("int forward(", "int start(")),

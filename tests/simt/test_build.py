@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from flashlab import simt
-from flashlab.simt import CompileError, SimtError, compile_cuda, elf, lines, memory, narrator, source
+from flashlab.simt import CompileError, SimtError, compile_cuda, elf, lines, memory, source
 
 from .conftest import KERNELS
 
@@ -176,31 +176,6 @@ except KeyboardInterrupt:
 
 
 # ---- the pieces ----------------------------------------------------------------------------------
-def test_launches_are_rewritten_line_for_line():
-    text = """template <int N> __global__ void k(int* p) {}
-template <class T> __global__ void __launch_bounds__(32) d(T* p) {}
-void f(int* p, cudaStream_t s) {
-    k<64><<<dim3(1, 2),
-            32, 0, s>>>(p);  // k<<<1, 1>>>(p)
-    ns::k<3><<<1, 32>>>(p);
-    d<<<1, 32>>>(p);
-    (pick(p))<<<1, 32>>>(p);
-    const char* s = "<<<>>>";
-    int x = 1 << 2 >> 1;
-}
-"""
-    got = source.rewrite(text)
-    assert got.count("\n") == text.count("\n")
-    rows = got.splitlines()
-    assert rows[3] == '    simt_configure("k<64>", k<64>, dim3(1, 2),'
-    assert rows[4] == "            32, 0, s)(p);  // k<<<1, 1>>>(p)"
-    assert rows[5] == '    simt_configure("ns::k<3>", ns::k<3>, 1, 32)(p);'
-    assert rows[6] == '    simt_configure_deduced("d", [](auto... a) { d(a...); }, 1, 32)(p);'
-    assert rows[7] == '    simt_configure("(pick(p))", (pick(p)), 1, 32)(p);'
-    assert rows[8:] == text.splitlines()[8:]
-    assert "__attribute__((__noinline__)) int f();" == source.rewrite("__noinline__ int f();")
-
-
 def test_entries_are_read():
     text = """
 extern "C" int one(const float* __restrict__ a, __half *b, int n = 3, unsigned long long big,
@@ -222,7 +197,7 @@ bool three(const void* const p, std::int64_t n) { return f(n); } }
 
 def test_shared_arrays_in_the_symbol_table():
     built = compile_cuda(KERNELS / "broken.cu", check=True).build
-    arrays = {(s.array, s.size) for s in narrator.static_arrays(built)}
+    arrays = {(s.array, s.size) for s in built.shared}
     assert ("tile", 256) in arrays and ("total", 4) in arrays and ("other", 256) in arrays
     with pytest.raises(ValueError, match="no 64-bit"):
         elf.thread_local_symbols(__file__)

@@ -269,7 +269,7 @@ def test_threads_that_stop_themselves(check, capfd):
 
 @pytest.mark.parametrize("check", [False, True])
 def test_a_stack_that_overflows(check):
-    with pytest.raises(IllegalAccess, match="more than 128 KB of local memory"):
+    with pytest.raises(IllegalAccess, match="more than 640 KB of local memory"):
         run("run_overflows", ints(), check=check)
 
 
@@ -277,7 +277,7 @@ def test_a_stack_that_overflows(check):
 def test_a_loop_that_does_not_end(check):
     begin = time.monotonic()
     with pytest.raises(KernelTimeout, match="still running") as caught:
-        run("run_for_ever", ints(), check=check, timeout=0.2)
+        run("run_for_ever", ints(), check=check, timeout=2)
     assert time.monotonic() - begin < 60  # it ended: without the limit it would run for ever
     line = caught.value.report.findings[-1].line
     assert LINES["loop"] - 1 <= line <= LINES["loop"] + 4

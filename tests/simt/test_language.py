@@ -184,7 +184,8 @@ def test_named_barriers(language):
 def test_barrier_of_the_threads_that_are_left(language):
     a = np.arange(64, dtype=np.int32)
     out = np.zeros_like(a)
-    assert language.run_early_exit(a, out, 40).ok
+    report = language.run_early_exit(a, out, 40)  # the hardware goes on without them; CUDA does not promise it
+    assert [f.kind for f in report.findings] == ["exited-threads"] and "40 of 64 threads" in report.findings[0].message
     assert (out[:40] == a[:40][::-1]).all() and not out[40:].any()
 
 

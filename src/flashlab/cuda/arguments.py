@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import math
+import ctypes
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from flashlab.cuda.sources import is_stream
-from flashlab.simt.source import C_TYPES, DTYPES, Entry, Parameter, to_number
+from flashlab.simt.source import DTYPES, Entry, Parameter, to_number
 
 
 def checked(entry: Entry, given: Sequence[Any]) -> list[Any]:
-    """A value for each parameter: a tensor, an address or None for a pointer, a number for the rest.
+    """A value for each parameter: a tensor, an address, a structure or None for a pointer, a number for the rest.
 
     The stream may be left out of ``given``. Its value is None: it is PyTorch's current one.
 
@@ -56,9 +56,9 @@ def _value(entry: str, p: Parameter, x: Any) -> Any:
     if p.kind != "pointer":
         if isinstance(x, torch.Tensor) and x.numel() != 1:
             raise TypeError(f"{entry}: {p.name} is declared {p.kind}, and got a tensor of shape {tuple(x.shape)}")
-        return _in_range(entry, p, x)
-    if x is None or (isinstance(x, int) and not isinstance(x, bool)):
-        if x is not None and not 0 <= x < 2**64:
+        return to_number(entry, p, x)
+    if x is None or isinstance(x, ctypes.Structure) or (isinstance(x, int) and not isinstance(x, bool)):
+        if isinstance(x, int) and not 0 <= x < 2**64:
             raise ValueError(f"{entry}: {p.name} is a pointer, and {x} is no address")
         return x
     if not isinstance(x, torch.Tensor):
@@ -74,19 +74,3 @@ def _value(entry: str, p: Parameter, x: Any) -> Any:
     if not x.is_contiguous() and p.element != "void":
         raise ValueError(f"{entry}: {p.name} has strides {x.stride()}: pass {p.name}.contiguous()")
     return x.detach()
-
-
-def _in_range(entry: str, p: Parameter, given: Any) -> bool | int | float:
-    """The number. Raises TypeError where it is none, and ValueError where C would make another of it."""
-    try:
-        value = to_number(entry, p, given)
-    except OverflowError:
-        raise ValueError(f"{entry}: {p.name} is declared {p.kind}, and {given} is beyond what it holds") from None
-    kind: Any = C_TYPES[p.kind]
-    held = kind(value).value
-    if isinstance(value, float):
-        if math.isinf(held) and not math.isinf(value):
-            raise ValueError(f"{entry}: {p.name} is declared {p.kind}, and {value} is beyond what it holds")
-    elif held != value:
-        raise ValueError(f"{entry}: {p.name} is declared {p.kind}, and would be {held} in place of {value}")
-    return value

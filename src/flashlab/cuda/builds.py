@@ -186,6 +186,8 @@ def _value(p: _source.Parameter, x: Any, stream: int) -> Any:
     if is_stream(p):
         return ctypes.c_void_p(stream)
     if p.kind == "pointer":
+        if isinstance(x, ctypes.Structure):
+            return ctypes.byref(x)
         return ctypes.c_void_p(x.data_ptr() if isinstance(x, torch.Tensor) else x)
     return _source.C_TYPES[p.kind](x)
 

@@ -214,7 +214,9 @@ class CudaModule:
         p = _problem.problem(q, k, v, o, lse, causal=causal, scale=factor, sms=sms)
         built = self._variant((q.shape[-1], _problem.ELEMENTS[q.dtype]))
         workspace = torch.empty(max(1, self._workspace_floats(built, p)), device=q.device)
-        given = [q, k, v, o, lse, workspace, ctypes.addressof(p)]
+        given = [q, k, v, o, lse, workspace, p]
+        if isinstance(built, Module):
+            launch = {"unwritten": ("o", "lse", "workspace"), **launch}
         self._launch(built, self._text.every_entry["forward_arrays"], given, launch)
         return o, lse
 
@@ -222,7 +224,9 @@ class CudaModule:
         """What the source's function of that name says; it runs on the CPU, whatever the backend."""
         if "workspace_floats" not in self._text.entries:
             return 0
-        function = (built.dll if isinstance(built, Native) else ctypes.CDLL(str(built.build.library))).workspace_floats
+        if isinstance(built, Module):
+            return int(built.launch("workspace_floats", p).returned or 0)
+        function = built.dll.workspace_floats
         function.restype = ctypes.c_int64
         return function(ctypes.byref(p))
 

@@ -12,6 +12,7 @@ from flashlab.simt.build import Build, Compiler, find_compiler
 from flashlab.simt.errors import (
     CompileError,
     DeadlockError,
+    HostError,
     IllegalAccess,
     KernelFindings,
     KernelTimeout,
@@ -29,6 +30,7 @@ __all__ = [
     "Counters",
     "DeadlockError",
     "Finding",
+    "HostError",
     "IllegalAccess",
     "KernelFindings",
     "KernelTimeout",

@@ -8,25 +8,36 @@ under a key made from all that goes into them: the source, the headers that it i
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import os
 import platform
+import re
 import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from flashlab.runtime import cache
-from flashlab.simt import elf, source
+from flashlab.simt import elf, hints, source
 from flashlab.simt.errors import CompileError, SimtError
 
 HERE = Path(__file__).resolve().parent
 INCLUDE = HERE / "include"
 RUNTIME = HERE / "runtime"
 DYNAMIC_SHARED = "simt_dynamic_shared"  # scheduler.cpp: what `extern __shared__` names are linked to
-
-
+CUDA_ARCH = 900  # of the GPU that the emulator stands for, unless the defines say otherwise
+INDICES = ("threadIdx", "blockIdx", "blockDim", "gridDim")
+RUNNER = "runner.cpp"  # the only part of the runtime that is not in the library
+# What the linker is to send to runtime/wrapped.cpp.
+WRAPPED = (
+    "malloc", "calloc", "realloc", "free", "_Znwm", "_Znam", "_ZdlPv", "_ZdaPv", "_ZdlPvm", "_ZdaPvm",
+    "exit", "_exit", "_Exit", "quick_exit", "abort", "__cxa_throw", "__cxa_allocate_exception",
+)  # fmt: skip
+SYSTEM = [Path("/usr/local/include"), Path("/usr/include")]  # where headers of the machine are
+RED_ZONE = 1024  # bytes behind each static __shared__ array of a check build, which belong to nobody
 STATIC_SHARED = 48 * 1024  # bytes: what a GPU gives a kernel that has not asked for more
 
 
@@ -47,11 +58,19 @@ class Compiler:
     target: tuple[str, ...]
 
     @property
+    def major(self) -> int:
+        """The first number of its version; 0 where it does not say."""
+        number = re.search(r"(\d+)\.\d+", self.version)
+        return int(number[1]) if number else 0
+
+    @property
     def language(self) -> tuple[str, ...]:
         # -ffp-contract=off: the same sums on every machine. -fno-gnu-unique: or a library could never be
         # unloaded, and two builds of a template kernel would share its arrays. Fortified functions would
-        # bypass our printf.
-        common = ("-std=c++17", "-fPIC", "-fno-strict-aliasing", "-ffp-contract=off", "-U_FORTIFY_SOURCE")
+        # bypass our printf. -fno-semantic-interposition: or g++ would inline no function that others could replace.
+        common = (
+            "-fPIC", "-fno-semantic-interposition", "-fno-strict-aliasing", "-ffp-contract=off", "-U_FORTIFY_SOURCE",
+        )  # fmt: skip
         return (
             common
             + self.target
@@ -89,9 +108,13 @@ class Compiler:
                 "-fno-crossjumping",
                 "-fno-tree-tail-merge",
                 "-fno-code-hoisting",
+                "-fno-ipa-icf",
             )
             one_to_one += ("-fno-extern-tls-init",)  # `extern __shared__` arrays need no constructor
-        return self.language + quiet + one_to_one
+        # A local that is never set holds a pattern (runtime/values.h); a large frame meets the guard of its stack; a
+        # loop that never ends is not taken for one that has ended.
+        pattern = ("-ftrivial-auto-var-init=pattern",) if self.clang or self.major >= 12 else ()
+        return (*self.language, *quiet, *one_to_one, *pattern, "-fstack-clash-protection", "-fno-finite-loops")
 
     @property
     def check(self) -> tuple[str, ...]:
@@ -100,13 +123,16 @@ class Compiler:
         # be one instruction, as in the GPU's code. A float4 must stay one access of 16 bytes.
         if self.clang:
             return (
-                "-O1", "-fsanitize=thread,array-bounds", "-fno-vectorize", "-fno-slp-vectorize",
+                "-O1", "-fsanitize=thread,array-bounds,alignment", "-fno-vectorize", "-fno-slp-vectorize",
                 "-mllvm", "-tsan-instrument-func-entry-exit=0",
-                "-mllvm", "-tsan-instrument-read-before-write=1",
+                "-mllvm", "-tsan-instrument-read-before-write=1", "-mllvm", "-tsan-distinguish-volatile=1",
+                "-fdata-sections",
             )  # fmt: skip
         return (
-            "-O1", "-fsanitize=thread", "-fsanitize=bounds", "--param", "tsan-instrument-func-entry-exit=0",
+            "-O1", "-fsanitize=thread,bounds,alignment", "--param", "tsan-instrument-func-entry-exit=0",
+            *(("--param", "tsan-distinguish-volatile=1") if self.major >= 11 else ()),
             "-fno-tree-sra", "-fno-store-merging", "-fno-tree-vectorize", "-fno-tree-slp-vectorize",
+            "-fno-hoist-adjacent-loads", "-fdata-sections",
         )  # fmt: skip
 
     @property
@@ -151,39 +177,56 @@ def _run(command: list[str], where: Path, text: str | None = None) -> subprocess
 
 @functools.cache
 def _runtime_key(compiler: Compiler, defines: tuple[str, ...]) -> str:
-    files = sorted([*RUNTIME.glob("*"), *INCLUDE.rglob("*.h")])
+    how = [HERE / f"{name}.py" for name in ("build", "elf", "source")]
+    files = sorted([*RUNTIME.glob("*"), *INCLUDE.rglob("*.h"), *how])
     return cache.key(compiler, _cpu(), defines, [(f.name, cache.file_digest(f)) for f in files if f.is_file()])
 
 
 def runtime(compiler: Compiler, defines: tuple[str, ...] = ()) -> Path:
     """The runtime, compiled: one relocatable object, built once for each compiler and CPU (some seconds)."""
-    builds = cache.folder("simt")
-    done = builds / f"runtime-{_runtime_key(compiler, defines)}.o"
-    if done.exists():
-        return done
-    with cache.workspace(builds) as work:
-        flags = ["-O3", "-Wall", "-Wextra", *compiler.language, "-g0", *[f"-D{d}" for d in defines]]
+    flags = ["-std=c++17", "-O3", "-Wall", "-Wextra", *compiler.language, "-g0", "-DSIMT_RUNTIME"]
+    flags += [f"-D{d}" for d in defines]
 
+    def make(work: Path) -> dict[str, Any]:
         def compile_one(path: Path) -> str:
             result = _run([compiler.path, *flags, "-c", str(path), "-o", f"{path.stem}.o"], work)
             return result.stderr if result.returncode else ""
 
+        parts = [p for p in sorted(RUNTIME.glob("*.cpp")) if p.name != RUNNER]
         with ThreadPoolExecutor(os.cpu_count() or 2) as pool:
-            errors = [e for e in pool.map(compile_one, sorted(RUNTIME.glob("*.cpp"))) if e]
+            errors = [e for e in pool.map(compile_one, parts) if e]
         if errors:
             raise SimtError(f"the emulator's runtime does not compile with {compiler.version}:\n" + "\n".join(errors))
-        objects = sorted(str(p.name) for p in work.glob("*.o"))
-        result = _run([compiler.path, "-r", "-nostdlib", *objects, "-o", "runtime.o"], work)
+        objects = [f"{p.stem}.o" for p in parts]
+        result = _run([compiler.path, "-r", "-nostdlib", *objects, "-o", "linked"], work)
         if result.returncode:
             raise SimtError(f"the emulator's runtime cannot be linked with {compiler.version}:\n{result.stderr}")
-        os.replace(work / "runtime.o", done)
-    return done
+        for name in objects:
+            (work / name).unlink()
+        (work / "linked").rename(work / "runtime.o")
+        return {}
+
+    return cache.kept("simt", cache.key("runtime", _runtime_key(compiler, defines)), make).folder / "runtime.o"
+
+
+def runner(compiler: Compiler) -> Path:
+    """The executable that loads a library into a process of its own, built once."""
+
+    def make(work: Path) -> dict[str, Any]:
+        command = [compiler.path, "-O1", "-std=c++17", str(RUNTIME / RUNNER), "-o", "runner", "-ldl"]
+        result = _run(command, work)
+        if result.returncode:
+            raise SimtError(f"the emulator's runner does not compile with {compiler.version}:\n{result.stderr}")
+        return {}
+
+    return cache.kept("simt", cache.key("runner", _runtime_key(compiler, ())), make).folder / "runner"
 
 
 @dataclass(frozen=True)
 class Build:
     """A compiled module: the library, and what its source says about its entries."""
 
+    runner: Path  # the executable that runs it
     library: Path
     name: str  # of the source, as it appears in messages and line tables
     text: str  # the source as the learner wrote it
@@ -192,6 +235,8 @@ class Build:
     warnings: str
     compiler: Compiler
     from_cache: bool
+    shared: tuple[elf.Symbol, ...]  # the static __shared__ arrays, by their offset in the thread-local segment
+    dynamic: int  # where `extern __shared__` begins in it
 
 
 def build(
@@ -203,6 +248,7 @@ def build(
     defines: dict[str, object] | None = None,
     include_dirs: tuple[str | Path, ...] = (),
     compiler: str | None = None,
+    std: str = "c++17",
     runtime_defines: tuple[str, ...] = (),
 ) -> Build:
     """Compiles a source, or finds it compiled.
@@ -215,6 +261,7 @@ def build(
         defines: macros; True defines a macro as 1, None or False leaves it undefined.
         include_dirs: more directories for headers.
         compiler: as in :func:`find_compiler`.
+        std: the C++ standard of the source, "c++17" or later.
         runtime_defines: macros for the runtime itself (its tests use them).
 
     Raises:
@@ -223,26 +270,55 @@ def build(
     cxx = find_compiler(compiler)
     macros = [f"-D{k}={1 if v is True else v}" for k, v in (defines or {}).items() if v is not None and v is not False]
     folders = [str(Path(d).resolve()) for d in include_dirs]
-    flags = [*cxx.kernel, *(cxx.check if check else cxx.fast), *macros]
+    if not re.fullmatch(r"(c|gnu)\+\+(17|1z|2.)", std):
+        raise ValueError(f'std is {std!r}; it is "c++17", "c++20" or a later standard that the compiler knows')
+    if "__CUDA_ARCH__" not in (defines or {}):
+        macros.append(f"-D__CUDA_ARCH__={CUDA_ARCH}")
+    flags = [f"-std={std}", *cxx.kernel, *(cxx.check if check else cxx.fast), *macros]
     if directory:
         flags += ["-iquote", str(Path(directory).resolve())]
     for folder in [*folders, str(INCLUDE), str(INCLUDE / "toolkit")]:
         flags += ["-I", folder]
-    headers = source.includes(text, [*([directory] if directory else []), *map(Path, folders), INCLUDE])
-    digests = [(str(p), cache.file_digest(p)) for p in headers]
+    places = [*([directory] if directory else []), *map(Path, folders), *SYSTEM]
+    digests = [(str(p), cache.file_digest(p)) for p in source.includes(text, places)]
 
-    def make(work: Path) -> dict[str, str]:
-        code = f'#line 1 "{name}"\n' + source.rewrite(text)
-        compiled = _run([cxx.path, "-x", "c++", *flags, "-c", "-", "-o", "kernel.o"], work, code)
-        if compiled.returncode:
-            raise CompileError(compiled.stderr.strip() or f"{cxx.path} failed without a message")
-        _link(cxx, runtime(cxx, runtime_defines), work, check)
-        return {"warnings": compiled.stderr}
+    def make(work: Path) -> dict[str, Any]:
+        preprocessed, warnings = _compile(cxx, flags, text, name, work, check)
+        shared, dynamic = _link(cxx, runtime(cxx, runtime_defines), work, check, set(preprocessed.kernels))
+        return {
+            "warnings": warnings, "interface": source.interface(preprocessed), "dynamic": dynamic,
+            "shared": [dataclasses.astuple(s) for s in shared],
+        }  # fmt: skip
 
-    key = cache.key(_runtime_key(cxx, runtime_defines), flags, name, text, digests)
-    found = cache.kept("simt", key, make)
-    library, warnings = found.folder / "kernel.so", found.notes["warnings"]
-    return Build(library, name, text, check, source.entries(text), warnings, cxx, found.from_cache)
+    found = cache.kept("simt", cache.key(_runtime_key(cxx, runtime_defines), flags, name, text, digests), make)
+    notes = found.notes
+    return Build(
+        runner=runner(cxx), library=found.folder / "kernel.so", name=name, text=text, check=check,
+        entries=source.entries(notes["interface"]), warnings=notes["warnings"], compiler=cxx,
+        from_cache=found.from_cache, shared=tuple(elf.Symbol(*s) for s in notes["shared"]), dynamic=notes["dynamic"],
+    )  # fmt: skip
+
+
+def _compile(
+    cxx: Compiler, flags: list[str], text: str, name: str, work: Path, check: bool
+) -> tuple[source.Preprocessed, str]:
+    """Makes kernel.o; returns what was compiled, and the compiler's warnings. Raises CompileError."""
+    printed = _run([cxx.path, "-x", "c++", *flags, "-E", "-"], work, f'#line 1 "{name}"\n{text}')
+    if printed.returncode:
+        raise CompileError(hints.explained(printed.stderr, name))
+    preprocessed = source.Preprocessed(printed.stdout, (str(INCLUDE),))
+    if not any(f.startswith(str(INCLUDE)) for f in source.included(printed.stdout)):
+        hints.check_included(text, name)
+    try:
+        preprocessed.check()
+    except source.SourceError as error:
+        raise CompileError(str(error)) from None
+    (work / "kernel.ii").write_text(preprocessed.rewritten(inline_all=check))
+    compiled = _run([cxx.path, *flags, "-c", "kernel.ii", "-o", "kernel.o"], work)
+    if compiled.returncode:
+        raise CompileError(hints.explained(compiled.stderr, name) or f"{cxx.path} failed without a message")
+    (work / "kernel.ii").unlink()
+    return preprocessed, compiled.stderr
 
 
 def _expect_static_fits(symbols: list[elf.Symbol]) -> None:
@@ -262,16 +338,34 @@ def _expect_static_fits(symbols: list[elf.Symbol]) -> None:
             )
 
 
-def _link(cxx: Compiler, runtime: Path, work: Path, check: bool) -> None:
-    """Makes kernel.so of kernel.o and the runtime. Raises CompileError."""
+def _link(
+    cxx: Compiler, runtime: Path, work: Path, check: bool, kernels: set[str]
+) -> tuple[tuple[elf.Symbol, ...], int]:
+    """Makes kernel.so of kernel.o and the runtime.
+
+    Returns:
+        the static ``__shared__`` arrays, and where ``extern __shared__`` begins.
+
+    Raises:
+        CompileError: too much static shared memory, or what the linker says.
+    """
     symbols = elf.thread_local_symbols(work / "kernel.o")
     _expect_static_fits(symbols)
+    if check:
+        elf.grow_thread_local(work / "kernel.o", RED_ZONE)
     command = [cxx.path, "-shared", "kernel.o", str(runtime), "-o", "kernel.so"]
     command += ["-Wl,-Bsymbolic", "-Wl,--exclude-libs,ALL", "-static-libstdc++", "-static-libgcc", "-lpthread"]
-    command += [f"-Wl,--defsym,{s.name}={DYNAMIC_SHARED}" for s in symbols if not s.defined]
+    wanted = [s.name for s in symbols if not s.defined and s.name not in INDICES]
+    command += [f"-Wl,--defsym,{s}={DYNAMIC_SHARED}" for s in wanted]
+    command += [f"-Wl,--wrap={f}" for f in WRAPPED]
     if cxx.clang and check:  # it copies structs with memcpy, and its sanitizer looks at that from inside the function
         command += [f"-Wl,--wrap={f}" for f in ("memcpy", "memmove", "memset")]
     linked = _run([*command, "-Wl,-z,defs", "-lm", "-lc"], work)
     if linked.returncode:
         raise CompileError(linked.stderr.strip())
     (work / "kernel.o").unlink()
+    own = {s.name for s in symbols if s.defined}
+    there = elf.thread_local_symbols(work / "kernel.so")
+    owners = {n: at for n, at in elf.functions(work / "kernel.so").items() if elf.base_name(n) in kernels}
+    arrays = {(s.offset, s.size): s.owned(owners) for s in there if s.name in own and s.defined and s.size}
+    return tuple(arrays.values()), next(s.offset for s in there if s.name == DYNAMIC_SHARED)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-_SYMTAB, _TLS = 2, 6
+_SYMTAB, _NOBITS = 2, 8  # sections
+_OBJECT, _FUNC, _TLS = 1, 2, 6  # symbols
+_TLS_FLAG = 0x400  # of a section
 
 
 @dataclass(frozen=True)
@@ -18,6 +21,14 @@ class Symbol:
     offset: int
     size: int
     defined: bool
+    kernel: int = 0  # the address of the kernel whose own it is; 0: of a function that several may call
+
+    def owned(self, kernels: dict[str, int]) -> Symbol:
+        """With its kernel, of these by mangled name."""
+        for name, at in kernels.items():
+            if self.name.startswith(f"_ZZ{name[2:]}E"):
+                return dataclasses.replace(self, kernel=at)
+        return self
 
     @property
     def array(self) -> str:
@@ -29,20 +40,16 @@ class Symbol:
         return re.sub(r"\.\d+$", "", self.name)
 
 
-def thread_local_symbols(path: Path | str) -> list[Symbol]:
-    """The thread-local symbols of a 64-bit little-endian ELF file, by offset.
-
-    Raises:
-        ValueError: the file is no such ELF file.
-    """
-    data = Path(path).read_bytes()
+def _sections(data: bytes, path: object) -> list[tuple]:
     if data[:6] != b"\x7fELF\x02\x01":
         raise ValueError(f"{path} is no 64-bit little-endian ELF file")
-    sections_at, section_bytes, sections = (
-        *struct.unpack_from("<Q", data, 40),
-        *struct.unpack_from("<HH", data, 58),
-    )
-    headers = [struct.unpack_from("<IIQQQQIIQQ", data, sections_at + i * section_bytes) for i in range(sections)]
+    at, size, count = (*struct.unpack_from("<Q", data, 40), *struct.unpack_from("<HH", data, 58))
+    return [struct.unpack_from("<IIQQQQIIQQ", data, at + i * size) for i in range(count)]
+
+
+def _symbols(path: Path | str, wanted: int) -> list[Symbol]:
+    data = Path(path).read_bytes()
+    headers = _sections(data, path)
     found = []
     for _, kind, _, _, offset, size, link, _, _, entry in headers:
         if kind != _SYMTAB:
@@ -50,7 +57,50 @@ def thread_local_symbols(path: Path | str) -> list[Symbol]:
         names = headers[link][4]
         for at in range(offset, offset + size, entry):
             name, info, _, section, value, length = struct.unpack_from("<IBBHQQ", data, at)
-            if info & 15 == _TLS:
+            if info & 15 == wanted:
                 text = data[names + name : data.index(b"\0", names + name)].decode()
                 found.append(Symbol(text, value, length, section != 0))
     return sorted(found, key=lambda s: (s.offset, s.name))
+
+
+def thread_local_symbols(path: Path | str) -> list[Symbol]:
+    """The thread-local symbols of a 64-bit little-endian ELF file, by offset.
+
+    Raises:
+        ValueError: the file is no such ELF file.
+    """
+    return _symbols(path, _TLS)
+
+
+def functions(path: Path | str) -> dict[str, int]:
+    """The functions that a file defines: mangled name -> address."""
+    return {s.name: s.offset for s in _symbols(path, _FUNC) if s.defined}
+
+
+def variables(path: Path | str) -> list[Symbol]:
+    """The variables that a file defines, by address."""
+    return [s for s in _symbols(path, _OBJECT) if s.defined and s.size]
+
+
+def base_name(mangled: str) -> str:
+    """``scale`` of ``_ZN4deep5scaleIfEEvPT_``; nothing where the name is not a function's."""
+    at, last = 2, ""
+    if not mangled.startswith("_Z"):
+        return mangled
+    if mangled[at : at + 1] == "N":
+        at += 1
+    while number := re.match(r"[KVL]*(\d+)", mangled[at:]):
+        begin = at + number.end()
+        at = begin + int(number[1])
+        last = mangled[begin:at]
+    return last
+
+
+def grow_thread_local(path: Path | str, extra: int) -> None:
+    """Makes each section of thread-local zeros larger: so many bytes behind each variable, where each has its own."""
+    data = bytearray(Path(path).read_bytes())
+    (at,), (size, _) = struct.unpack_from("<Q", data, 40), struct.unpack_from("<HH", data, 58)
+    for i, (_, kind, flags, _, _, length, *_) in enumerate(_sections(bytes(data), path)):
+        if kind == _NOBITS and flags & _TLS_FLAG and length:
+            struct.pack_into("<Q", data, at + i * size + 32, length + extra)
+    Path(path).write_bytes(data)

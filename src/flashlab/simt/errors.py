@@ -31,6 +31,10 @@ class KernelTimeout(SimtError):
     """The launch took longer than allowed: most likely a loop that does not end."""
 
 
+class HostError(SimtError):
+    """The host part of the source ended its process: a bad pointer, ``exit()``, an exception, a failed assertion."""
+
+
 class KernelTrap(SimtError):
     """A thread stopped itself: ``assert``, ``__trap()``, a division by zero."""
 

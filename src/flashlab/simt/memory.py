@@ -3,13 +3,16 @@
 A pointer that runs past the end of one array must not land in the next, as it would where the host's
 allocator put them side by side. Each array's copy starts on a 256-byte boundary, as on a GPU, plus the offset
 that the caller's view has in its storage: counts of sectors then do not depend on where the host happened to
-allocate.
+allocate. The copies lie in a file in memory, which the emulator's process maps too (process.py).
 """
 
 from __future__ import annotations
 
 import ctypes
 import mmap
+import os
+import struct
+import tempfile
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,9 +30,7 @@ _libc.mmap.argtypes = [
     ctypes.c_int,
     ctypes.c_long,
 ]
-_libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-_PROT_NONE, _MAP_NORESERVE = 0, 0x4000
 
 
 @dataclass(frozen=True)
@@ -46,12 +47,15 @@ class View:
 
 
 def view(array: Any) -> View | None:
-    """The memory of a numpy array or a CPU tensor; None for anything else.
+    """The memory of a numpy array, a CPU tensor or a ctypes structure; None for anything else.
 
     Raises:
-        TypeError: a tensor that is not on the CPU, or an array whose strides run backwards.
+        TypeError: memory that a kernel cannot work on: of another device, with strides that run backwards, of Python
+            objects, in another byte order, sparse.
     """
     if isinstance(array, np.ndarray):
+        if array.dtype.hasobject or not array.dtype.isnative:
+            raise TypeError(f"an array of {array.dtype} cannot be passed to a kernel: it takes plain numbers")
         if any(s < 0 for s in array.strides):
             raise TypeError("an array with negative strides cannot be passed to a kernel: copy it first")
         extent = sum((n - 1) * s for n, s in zip(array.shape, array.strides, strict=True)) + array.itemsize
@@ -66,18 +70,44 @@ def view(array: Any) -> View | None:
     if hasattr(array, "data_ptr") and hasattr(array, "untyped_storage"):
         if array.device.type != "cpu":
             raise TypeError(f"the emulator runs on CPU tensors, and this one is on {array.device}: pass tensor.cpu()")
+        if "strided" not in str(array.layout) or array.is_quantized:
+            raise TypeError(f"a tensor of layout {array.layout} cannot be passed to a kernel: pass a dense one")
+        if array.is_neg() or array.is_conj():
+            raise TypeError(
+                "a negated or conjugated view cannot be passed to a kernel, as its memory holds the other values: pass "
+                "tensor.resolve_neg().resolve_conj()"
+            )
         array = array.detach()
         size = array.element_size()
         extent = (sum((n - 1) * s for n, s in zip(array.shape, array.stride(), strict=True)) + 1) * size
         return View(array.data_ptr(), extent if array.numel() else 0, array.storage_offset() * size,
                     str(array.dtype).removeprefix("torch."), tuple(array.shape), size, True)  # fmt: skip
+    if isinstance(array, ctypes.Structure | ctypes.Array):
+        size = ctypes.sizeof(array)
+        return View(ctypes.addressof(array), size, 0, "struct", (), size, True)
     return None
 
 
-class GlobalMemory:
-    """Copies of some arrays in one mapping; a context manager.
+@dataclass(frozen=True)
+class _Piece:
+    low: int  # the caller's bytes from here
+    high: int  # to here
+    start: int  # where `low` is in the piece
+    file: int  # where the piece is in the file
+    at: int  # and in the emulated memory
+    pages: int  # its bytes
 
-    Arrays that overlap in the caller's memory overlap here in the same way.
+
+class GlobalMemory:
+    """Copies of some arrays in a file; a context manager.
+
+    Arrays that overlap in the caller's memory overlap here in the same way. Addresses are relative to where the
+    emulator's process puts the memory.
+
+    Attributes:
+        file: its descriptor. The first page is for the process to say how far it is.
+        bytes: of addresses that the process is to reserve.
+        pieces: (place in the file, bytes, address) of what it is to map.
     """
 
     def __init__(self, views: list[View]):
@@ -88,40 +118,72 @@ class GlobalMemory:
                 merged[-1][1] = max(merged[-1][1], high)
             else:
                 merged.append([low, high, offset])
-        self._spans: list[tuple[int, int, int]] = []  # host low, host high, emulated address of low
-        layout, at = [], _GAP
+        self._pieces: list[_Piece] = []
+        at, file = _GAP, _PAGE
         for low, high, offset in merged:
             # The end lies just below a gap, as near as the alignment allows: a fast build has no other check.
             start = offset % 256
             room = -(-(start + high - low) // 256) * 256
             pages = -(-room // _PAGE) * _PAGE
-            layout.append((low, high, at + pages - room + start, at, pages))
-            at += pages + _GAP
-        self._bytes = at
-        base = _libc.mmap(None, at, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1, 0)
-        if base is None or base == ctypes.c_void_p(-1).value:
-            raise MemoryError(f"no {at} bytes for the emulated global memory")
+            self._pieces.append(_Piece(low, high, pages - room + start, file, at, pages))
+            at, file = at + pages + _GAP, file + pages
+        self.bytes, self._file_bytes = at, file
+        self.pieces = [(p.file, p.pages, p.at) for p in self._pieces]
+        self._base: int = 0
+        self.file = _memory_file(file)
+        try:
+            base = _libc.mmap(None, file, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, self.file, 0)
+            if base is None or base == ctypes.c_void_p(-1).value:
+                raise MemoryError(f"no {file} bytes for the emulated global memory")
+        except BaseException:
+            os.close(self.file)
+            raise
         self._base = base
-        for low, high, where, page, pages in layout:
-            _libc.mprotect(base + page, pages, mmap.PROT_READ | mmap.PROT_WRITE)
-            ctypes.memset(base + page, 0xFF, pages)
-            ctypes.memmove(base + where, low, high - low)
-            self._spans.append((low, high, base + where))
+        for p in self._pieces:
+            ctypes.memset(base + p.file, 0xFF, p.start)
+            ctypes.memmove(base + p.file + p.start, p.low, p.high - p.low)
+            end = p.start + p.high - p.low
+            ctypes.memset(base + p.file + end, 0xFF, p.pages - end)
+
+    def _piece(self, v: View) -> _Piece | None:
+        return next((p for p in self._pieces if p.low <= v.address < p.high), None) if v.bytes else None
 
     def address(self, v: View) -> int:
         """Where the copy of this view begins."""
-        for low, high, where in self._spans:
-            if low <= v.address < high:
-                return where + v.address - low
-        return self._base + _GAP // 2  # an empty array: somewhere that may not be touched
+        p = self._piece(v)
+        if p is None:
+            return _GAP // 2  # an empty array: somewhere that may not be touched
+        return p.at + p.start + v.address - p.low
 
     def copy_back(self, v: View) -> None:
         """Brings what a kernel wrote to the caller's array."""
-        if v.bytes:
-            ctypes.memmove(v.address, self.address(v), v.bytes)
+        p = self._piece(v)
+        if p is not None:
+            ctypes.memmove(v.address, self._base + p.file + p.start + v.address - p.low, v.bytes)
+
+    @property
+    def progress(self) -> tuple[int, int, int, str]:
+        """Of the call that runs: launches begun; blocks of the last, and how many are done; its kernel."""
+        page = ctypes.string_at(self._base, 24 + 128)
+        return (*struct.unpack_from("QQQ", page), page[24:].partition(b"\0")[0].decode(errors="replace"))
 
     def __enter__(self) -> GlobalMemory:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        _libc.munmap(self._base, self._bytes)
+        _libc.munmap(self._base, self._file_bytes)
+        os.close(self.file)
+
+
+def _memory_file(size: int) -> int:
+    try:
+        file = os.memfd_create("flashlab", os.MFD_CLOEXEC)
+    except (AttributeError, OSError):  # forbidden here
+        with tempfile.TemporaryFile() as temporary:
+            file = os.dup(temporary.fileno())
+    try:
+        os.ftruncate(file, size)
+    except OSError as error:
+        os.close(file)
+        raise MemoryError(f"no {size} bytes for the emulated global memory: {error}") from None
+    return file

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import re
+from dataclasses import replace
 
 from flashlab.simt import elf
-from flashlab.simt.build import DYNAMIC_SHARED, Build
+from flashlab.simt.build import RED_ZONE, Build
 from flashlab.simt.lines import Place, resolver
+from flashlab.simt.process import Reply
 from flashlab.simt.report import Counters, Finding, Launch, Report
-from flashlab.simt.sentences import FATAL, Facts, sentence
+from flashlab.simt.sentences import FATAL, Facts, host_end, sentence
 
 # A site's four counters (runtime/counters.h), by its kind: the names under which they are reported.
 _COUNTERS = {
@@ -58,7 +60,7 @@ class Narrator:
         self.resolver = resolver(str(build.library))
         self.source = build.text.splitlines()
 
-    def report(self, records: str, findings: str, printed: str, seconds: float, returned: object) -> Report:
+    def report(self, records: str, findings: str, printed: str, seconds: float, returned: int | float | None) -> Report:
         """The first three are as the runtime gives them (runtime/report.cpp, findings.cpp)."""
         rows = [line.split("\t") for line in records.splitlines()]
         facts = [line.split("\t") for line in findings.splitlines()]
@@ -75,6 +77,15 @@ class Narrator:
             source=self.build.text,
             notes=(self.resolver.note,) if self.resolver.note else (),
         )
+
+    def host_sentence(self, entry: str, reply: Reply, seconds: float) -> str:
+        """How the host part ended, with its line; nothing where it returned."""
+        ending = reply.ending
+        self.resolver.learn(ending.pcs)
+        line = next((n for n in map(self._own_line, map(self.resolver.place, ending.pcs)) if n), None)
+        if not ending.text and reply.complained.strip():
+            ending = replace(ending, text=reply.complained.strip().splitlines()[-1])
+        return host_end(entry, ending, f" in line {line}" if line else "", seconds)
 
     def _launches(self, rows: list[list[str]]) -> list[Launch]:
         launches: list[Launch] = []
@@ -111,6 +122,7 @@ class Narrator:
         found, seen = [], set()
         for row in sorted(rows, key=lambda r: (int(r[6]), int(r[7]), int(r[8]))):
             kind, how, words = row[0], row[1], row[13]
+            other_block, warning = int(row[14]), row[15] == "1"
             pc, other_pc, thread, other, number, block, _, times, *v = (int(x) for x in row[2:13])
             if block > ended.get(number, block):
                 continue  # whether that block had begun is a matter of luck
@@ -119,23 +131,42 @@ class Narrator:
                 place, other_place = place or other_place, None
             if kind == "divergent" and how == words and place and place == other_place:
                 continue  # one line, compiled twice
-            key = (kind, how, place, other_place, words, number)
+            key = (kind, how, place, other_place, words)
             if key in seen:
                 continue
             seen.add(key)
             if number in ended:
                 times = 1  # the other blocks of a launch that was cut short saw more or less of it
             launch = launches[number] if number < len(launches) else None
-            found.append(self._finding(kind, how, words, place, other_place, launch, thread, other, block, v, times))
-        # Bytes that arrive too late for one thread arrive without a barrier for another: one mistake.
+            found.append(
+                self._finding(
+                    kind, how, words, place, other_place, launch, thread, other, block, other_block, v, times, warning
+                )
+            )
+        # One mistake is told once. Bytes that arrive too late for one thread arrive without a barrier for another;
+        # what the lanes of a warp do to each other, two warps do; and what two threads do, two blocks do.
         late = {self._lines(f) for f in found if f.kind in ("read-before-wait", "stage-overwritten")}
-        return [f for f in found if f.kind != "race" or self._lines(f) not in late]
+        found = [f for f in found if f.kind != "race" or self._lines(f) not in late]
+        races = {self._lines(f) for f in found if f.kind in ("race", "global-race") and f.severity == "error"}
+        found = [f for f in found if f.severity == "error" or self._lines(f) not in races]
+        between_blocks = {self._lines(f) for f in found if f.other_block is not None}
+        found = [
+            f for f in found
+            if f.kind != "global-race" or f.other_block is not None or self._lines(f) not in between_blocks
+        ]  # fmt: skip
+        # Who reads too early finds nothing there: that is told after the race that it is a part of.
+        in_a_race = set().union(*races, *late)
+        return sorted(
+            found, key=lambda f: f.kind in ("uninitialised-shared", "uninitialised-global") and f.line in in_a_race
+        )
 
     @staticmethod
     def _lines(finding: Finding) -> frozenset:
         return frozenset((finding.line, finding.other_line))
 
-    def _finding(self, kind, how, words, place, other_place, launch, thread, other, block, v, times) -> Finding:
+    def _finding(
+        self, kind, how, words, place, other_place, launch, thread, other, block, other_block, v, times, warning
+    ) -> Finding:  # fmt: skip
         def whole(shape: Index) -> Index:
             x, y, z = (max(1, n) for n in shape)
             return x, y, z
@@ -153,11 +184,15 @@ class Narrator:
             words=words,
             v=tuple(v),
             who=f"thread {_show(me, threads)} of block {_show(at, blocks)}",
-            whom=f"thread {_show(them, threads)}",
+            whom=f"thread {_show(them, threads)}"
+            + (f" of block {_show(_index(other_block, blocks), blocks)}" if other_block >= 0 else ""),
             here=here,
             there=f" in line {other_line}" if other_line else "",
             kernel=launch.kernel if launch else "a kernel",
+            warning=warning,
             shared=self._shared,
+            beyond=self._beyond,
+            variable=self._variable,
             argument=lambda number: self.arguments.get(number, ("", 0, (), 1)),
         )
         return Finding(
@@ -171,31 +206,47 @@ class Narrator:
             thread=me,
             other_thread=them,
             times=times,
+            severity="warning" if warning else "error",
+            other_block=_index(other_block, blocks) if other_block >= 0 else None,
             fatal=kind in FATAL or (kind == "divergent" and how != words),
             kernel=launch.kernel if launch else "",
         )
 
     def _shared(self, address: int, count: int) -> str:
         """Names bytes of shared memory. The static arrays come first, the dynamic one is the last."""
-        dynamic = _dynamic_offset(str(self.build.library))
+        dynamic = self.build.dynamic
         if address >= dynamic:
             return f"bytes {address - dynamic} to {address - dynamic + count - 1} of the dynamic shared memory"
-        for symbol in static_arrays(self.build):
+        for symbol in self.build.shared:
             if symbol.offset <= address < symbol.offset + symbol.size:
                 return f"{symbol.array} at byte {address - symbol.offset}"
         return "shared memory"
 
+    def _beyond(self, offset: int, count: int) -> str:
+        """What bytes of shared memory are that belong to no array of the kernel: what they are near to."""
+        address = self.build.dynamic + offset
+        for s in self.build.shared:
+            if s.offset <= address < s.offset + s.size:
+                return f"{s.array}, which is another kernel's"
+        before = max((s for s in self.build.shared if s.offset <= address), key=lambda s: s.offset, default=None)
+        if before and address + count - before.offset - before.size <= RED_ZONE:
+            over = address + count - before.offset - before.size
+            return f"{over} byte{'s' * (over > 1)} beyond the end of {before.array} ({before.size} bytes)"
+        after = min((s for s in self.build.shared if s.offset > address), key=lambda s: s.offset, default=None)
+        if after and after.offset - address <= RED_ZONE:
+            return f"{after.offset - address} bytes before the start of {after.array}"
+        if self.build.dynamic - address <= RED_ZONE:
+            return f"{self.build.dynamic - address} bytes before the dynamic shared memory"
+        return "outside of every __shared__ array"
 
-@functools.lru_cache(maxsize=64)
-def _symbols(library: str) -> tuple[elf.Symbol, ...]:
-    return tuple(elf.thread_local_symbols(library))
+    def _variable(self, address: int) -> str:
+        """The module's variable at an address."""
+        return _variable_name(str(self.build.library), address)
 
 
-def _dynamic_offset(library: str) -> int:
-    return next(s.offset for s in _symbols(library) if s.name == DYNAMIC_SHARED)
-
-
-def static_arrays(build: Build) -> tuple[elf.Symbol, ...]:
-    """The static ``__shared__`` arrays of a module."""
-    arrays = [s for s in _symbols(str(build.library)) if s.defined and s.size and s.name != DYNAMIC_SHARED]
-    return tuple({(s.offset, s.size): s for s in arrays}.values())
+@functools.lru_cache(maxsize=256)
+def _variable_name(library: str, address: int) -> str:
+    for s in elf.variables(library):
+        if s.offset <= address < s.offset + s.size:
+            return elf.base_name(s.name)
+    return "a variable"

@@ -48,8 +48,10 @@ class Finding:
         text: the source at ``line``.
         block, thread: CUDA indices (x, y, z); ``thread`` is None for what concerns a whole launch.
         other_thread: of a race, the one that was there before.
-        times: how often it was seen.
+        times: how often it was seen, in all launches; once where blocks meet, since how often is a matter of luck.
         fatal: the launch ended there.
+        severity: "error"; or "warning" for what can be meant so and then does no harm.
+        other_block: of other_thread, where it is in another.
     """
 
     kind: str
@@ -64,9 +66,12 @@ class Finding:
     times: int = 1
     fatal: bool = False
     kernel: str = ""
+    severity: str = "error"
+    other_block: tuple[int, int, int] | None = None
 
     def __str__(self) -> str:
-        return f"{self.kind}: {self.message}" + (f" (seen {self.times} times)" if self.times > 1 else "")
+        warning = "warning, " if self.severity == "warning" else ""
+        return f"{warning}{self.kind}: {self.message}" + (f" (seen {self.times} times)" if self.times > 1 else "")
 
 
 @dataclass(frozen=True)
@@ -101,7 +106,7 @@ class Report:
     launches: list[Launch]
     printed: str
     seconds: float
-    returned: object
+    returned: int | float | None
     check: bool
     name: str
     source: str = field(repr=False)
@@ -109,8 +114,8 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Nothing was found."""
-        return not self.findings
+        """Nothing was found, or nothing but warnings."""
+        return not any(f.severity == "error" for f in self.findings)
 
     @property
     def counters(self) -> Counters:
@@ -135,10 +140,11 @@ class Report:
         return total
 
     def raise_if_findings(self) -> Report:
-        """Returns itself, or raises :class:`KernelFindings` with the first of the findings."""
-        if self.findings:
-            more = len(self.findings) - 1
-            raise KernelFindings(str(self.findings[0]) + (f" ... and {more} more" if more else ""), self)
+        """Returns itself, or raises :class:`KernelFindings` with the first of the errors among the findings."""
+        errors = [f for f in self.findings if f.severity == "error"]
+        if errors:
+            more = len(errors) - 1
+            raise KernelFindings(str(errors[0]) + (f" ... and {more} more" if more else ""), self)
         return self
 
     def annotated(self, *names: str) -> str:
@@ -156,7 +162,7 @@ class Report:
         return "\n".join(rows)
 
     def __str__(self) -> str:
-        head = f"{self.name}: {'no findings' if self.ok else f'{len(self.findings)} findings'}"
+        head = f"{self.name}: {f'{len(self.findings)} findings' if self.findings else 'no findings'}"
         return "\n".join([head, *(f"  {f}" for f in self.findings)])
 
     __repr__ = __str__

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import operator
 import os
-import threading
+import struct
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from flashlab.simt import process as processes
 from flashlab.simt.build import Build, build
 from flashlab.simt.errors import (
     DeadlockError,
+    HostError,
     IllegalAccess,
     KernelTimeout,
     KernelTrap,
@@ -20,11 +26,26 @@ from flashlab.simt.errors import (
     SimtError,
 )
 from flashlab.simt.memory import GlobalMemory, View, view
-from flashlab.simt.narrator import Narrator, static_arrays
+from flashlab.simt.narrator import Narrator
+from flashlab.simt.process import Reply
 from flashlab.simt.report import Report
 from flashlab.simt.source import C_TYPES, DTYPES, Entry, Parameter, to_number
 
-_one_at_a_time = threading.Lock()
+PATIENCE = 10.0  # seconds in which a block has to end, where the caller sets no limit
+LONGEST = 600.0  # and what the whole call may take then
+MAX_TIMEOUT = 86400
+MAX_SHARED = 227 * 1024  # machine.h
+ERROR_NAMES = {
+    1: "cudaErrorInvalidValue",
+    2: "cudaErrorMemoryAllocation",
+    9: "cudaErrorInvalidConfiguration",
+    98: "cudaErrorInvalidDeviceFunction",
+    700: "cudaErrorIllegalAddress",
+    702: "cudaErrorLaunchTimeout",
+    710: "cudaErrorAssert",
+    716: "cudaErrorMisalignedAddress",
+    719: "cudaErrorLaunchFailure",
+}
 _ERRORS = {
     "launch-configuration": LaunchError,
     "deadlock": DeadlockError,
@@ -41,18 +62,9 @@ _ERRORS = {
     "trap": KernelTrap,
     "assert": KernelTrap,
     "division-by-zero": KernelTrap,
+    "host-call": KernelTrap,
+    "launch-in-kernel": KernelTrap,
 }
-
-
-@functools.cache
-def _load(path: str) -> ctypes.CDLL:
-    library = ctypes.CDLL(path, mode=os.RTLD_NOW | os.RTLD_LOCAL)
-    library.simt_reset.argtypes = [ctypes.c_int, ctypes.c_size_t, ctypes.c_int, ctypes.c_int]
-    library.simt_buffer.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_int]
-    library.simt_static_array.argtypes = [ctypes.c_uint64, ctypes.c_uint64]
-    for name in ("simt_records", "simt_findings", "simt_printed", "simt_fiber_kind", "simt_error_name"):
-        getattr(library, name).restype = ctypes.c_char_p
-    return library
 
 
 class Module:
@@ -69,11 +81,6 @@ class Module:
     def __init__(self, built: Build):
         self.build = built
         self.entries: dict[str, Entry] = built.entries
-        self._library = _load(str(built.library))
-        if not getattr(self._library, "_simt_arrays", False):
-            for symbol in static_arrays(built):
-                self._library.simt_static_array(symbol.offset, symbol.size)
-            self._library._simt_arrays = True  # type: ignore[attr-defined]
 
     @property
     def warnings(self) -> str:
@@ -83,7 +90,12 @@ class Module:
     @property
     def fiber_kind(self) -> str:
         """How the emulator switches threads: "x86-64" or, on any CPU, "ucontext"."""
-        return self._library.simt_fiber_kind().decode()
+        with self._process() as process:
+            return process.fiber_kind
+
+    def _process(self):
+        description = "".join(f"array {s.offset} {s.size} {s.kernel}\n" for s in self.build.shared)
+        return processes.process(self.build.runner, self.build.library, description)
 
     def __getattr__(self, name: str):
         if name.startswith("_") or name not in self.__dict__.get("entries", {}):
@@ -101,39 +113,106 @@ class Module:
         entry: str,
         *args: object,
         threads: int | None = None,
-        timeout: float = 120.0,
+        timeout: float | None = None,
         shared_limit: int = 227 * 1024,
         capability: int = 90,
         multiprocessors: int = 132,
+        unwritten: tuple[str, ...] | list[str] = (),
         echo: bool = True,
     ) -> Report:
         """Calls an entry of the source, and waits for the kernels that it launches.
 
-        The kernels work on copies of the arrays, each with room around it that may not be touched; what they
-        wrote to arguments that are not ``const`` is copied back when the call succeeds.
+        It runs in a process of its own, on copies of the arrays, each with room around it that may not be touched;
+        what was written to arguments that are not ``const`` is copied back when the call succeeds.
 
         Args:
             entry: an ``extern "C"`` function of the source.
-            args: for a pointer a numpy array, a CPU tensor or None (or a ctypes structure, for the host part
-                of the entry to read, or an address); for the rest numbers.
-            threads: OS threads that run blocks; all the machine has by default. Results and counts do not
-                depend on it.
-            timeout: seconds after which the launch is given up.
+            args: for a pointer a numpy array, a CPU tensor or None (or a ctypes structure, for the host part of the
+                entry); for the rest numbers.
+            threads: OS threads that run blocks; all the machine has by default. Results and counts do not depend
+                on it.
+            timeout: seconds after which the call is given up. Without it that is after 10 s in which no block has
+                ended, and after 10 minutes. After 2 s a line on stderr says how far it is.
             shared_limit: bytes of dynamic shared memory that a block may ask for (227 KB: H100, H200; 99 KB:
                 RTX 30, 40, 50).
             capability: compute capability that cudaDeviceGetAttribute reports, times 10.
             multiprocessors: the number of SMs that it reports.
-            echo: print what the kernels printed.
+            unwritten: names of arguments that hold nothing yet: a check build finds reads of what no kernel has
+                written. An array that is NaN throughout holds nothing either.
+            echo: print what the source printed.
 
         Returns:
             The findings, if any, and the counts.
 
         Raises:
-            TypeError: an argument does not fit the entry's signature.
-            LaunchError: the launch was refused, or the entry returned something other than 0.
+            TypeError, ValueError: an argument does not fit the entry's signature, or an option is out of range.
+            LaunchError: the launch was refused, or the entry returned an error code (an ``int`` other than 0).
             IllegalAccess, DeadlockError, KernelTrap, KernelTimeout: the launch ended there. The error carries
                 the report.
+            HostError: the host part ended the process instead of returning.
         """
+        signature = self._signature(entry, args)
+        threads = _default_threads() if threads is None else _within("threads", threads, 1, 4096)
+        settings = (
+            threads,
+            _within("shared_limit", shared_limit, 0, MAX_SHARED),
+            _within("multiprocessors", multiprocessors, 1, 1 << 20),
+            _within("capability", capability, 10, 1000),
+            int(self.build.check),
+        )
+        if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int | float)
+                                    or not 0 < timeout <= MAX_TIMEOUT):  # fmt: skip
+            raise ValueError(f"timeout is {timeout!r}; it is a number of seconds above 0, up to {MAX_TIMEOUT}, or None")
+        empty = _numbers_of(signature, unwritten)
+        views: dict[int, View] = {}
+        for number, (p, arg) in enumerate(zip(signature.parameters, args, strict=True)):
+            try:
+                v = view(arg)
+            except TypeError as error:
+                raise TypeError(f"{entry}: {p.name}: {error}") from None
+            if v is not None:
+                _check_array(entry, p, v)
+                views[number] = v
+                if self.build.check and not p.const and _holds_nothing(arg):
+                    empty.add(number)
+        request = [f"call {entry}", f"settings {' '.join(map(str, settings))}"]
+        if signature.returns in ("float", "double"):
+            request.append("float")
+        with self._process() as process, GlobalMemory(list(views.values())) as memory:
+            request.append(f"memory {memory.bytes}")
+            request += [f"piece {file} {pages} {at}" for file, pages, at in memory.pieces]
+            buffers = {}
+            for number, (p, arg) in enumerate(zip(signature.parameters, args, strict=True)):
+                v = views.get(number)
+                if v is None:
+                    request.append(_scalar(entry, p, arg))
+                    continue
+                at = memory.address(v)
+                request.append(f"array {at}")
+                if v.dtype != "struct":
+                    request.append(
+                        f"buffer {at} {v.bytes} {int(not p.const)} {int(number in empty)} {v.itemsize} {number}"
+                    )
+                    buffers[number] = (p.name, v.bytes, v.shape, v.itemsize)
+            begin = time.perf_counter()
+            watch = _Watch(entry, memory, timeout)
+            reply = process.call("\n".join(request), memory.file, watch)
+            seconds = time.perf_counter() - begin
+            if echo:
+                print(reply.printed, end="")
+                print(reply.complained, end="", file=sys.stderr)
+            if reply.interrupt is not None:
+                raise reply.interrupt
+            returned = _value(signature.returns, reply.returned)
+            narrator = Narrator(self.build, buffers)
+            report = narrator.report(reply.records, reply.findings, reply.printed, seconds, returned)
+            _raise_if_failed(report, signature, reply, narrator, watch.limit)
+            for number, v in views.items():
+                if not signature.parameters[number].const:
+                    memory.copy_back(v)
+        return report
+
+    def _signature(self, entry: str, args: tuple) -> Entry:
         if entry not in self.entries:
             raise TypeError(
                 f'the source has no extern "C" function {entry!r}; it has {", ".join(self.entries) or "none"}'
@@ -142,65 +221,80 @@ class Module:
         if len(args) != len(signature.parameters):
             wanted = ", ".join(p.name for p in signature.parameters)
             raise TypeError(f"{entry} takes {len(signature.parameters)} arguments ({wanted}), not {len(args)}")
-        views: dict[int, View] = {}
-        for number, (p, arg) in enumerate(zip(signature.parameters, args, strict=True)):
-            v = view(arg)
-            if v is not None:
-                _check_array(entry, p, v)
-                views[number] = v
-        with _one_at_a_time, GlobalMemory(list(views.values())) as memory:
-            library = self._library
-            library.simt_cancel(0)
-            library.simt_reset(threads or _default_threads(), shared_limit, multiprocessors, capability)
-            values, buffers = [], {}
-            for number, (p, arg) in enumerate(zip(signature.parameters, args, strict=True)):
-                if number in views:
-                    v = views[number]
-                    address = memory.address(v)
-                    library.simt_buffer(address, v.bytes, int(not p.const), number)
-                    buffers[number] = (p.name, v.bytes, v.shape, v.itemsize)
-                    values.append(ctypes.c_void_p(address))
-                else:
-                    values.append(_scalar(entry, p, arg))
-            function = getattr(library, entry)
-            function.restype = None if signature.returns == "void" else ctypes.c_int
-            function.argtypes = [type(x) for x in values]
-            begin = time.perf_counter()
-            returned = _call(library, function, values, timeout)
-            seconds = time.perf_counter() - begin
-            report = Narrator(self.build, buffers).report(
-                library.simt_records().decode(errors="replace"),
-                library.simt_findings().decode(errors="replace"),
-                library.simt_printed().decode(errors="replace"),
-                seconds,
-                returned,
-            )
-            if echo and report.printed:
-                print(report.printed, end="")
-            error = library.simt_last_error(0)
-            _raise_if_failed(report, entry, error, returned, library)
-            for number, v in views.items():
-                if not signature.parameters[number].const:
-                    memory.copy_back(v)
-        return report
+        return signature
+
+
+class _Watch:
+    """Says when a call is to be given up, and, after two seconds and then now and again, on stderr how far it is.
+
+    Attributes:
+        limit: seconds after its begin at which it is given up.
+    """
+
+    def __init__(self, entry: str, memory: GlobalMemory, timeout: float | None):
+        self.entry, self.memory, self.timeout = entry, memory, timeout
+        self.limit = timeout or PATIENCE
+        self._last = (0, 0)
+        self._next = 2.0
+
+    def __call__(self, seconds: float) -> float:
+        launches, blocks, done, kernel = self.memory.progress
+        if self.timeout is None and (launches, done) != self._last:
+            self._last = (launches, done)
+            self.limit = min(seconds + PATIENCE, LONGEST)
+        if self._next <= seconds < self.limit:
+            self._next = max(10.0, 2 * self._next)
+            where = f"{kernel} has run {done} of its {blocks} blocks" if launches else "no kernel has been launched yet"
+            rule = f"{self.timeout:g} s" if self.timeout else f"{PATIENCE:g} s in which no block ends"
+            print(
+                f"{self.entry}: {seconds:.0f} s so far, {where}; it is given up after {rule} (timeout=...)",
+                file=sys.stderr, flush=True,
+            )  # fmt: skip
+        return self.limit
+
+
+def _holds_nothing(array: Any) -> bool:
+    """NaN throughout."""
+    if isinstance(array, np.ndarray):
+        return array.dtype.kind == "f" and array.size > 0 and bool(np.isnan(array).all())
+    if isinstance(array, ctypes.Structure | ctypes.Array) or not array.is_floating_point():
+        return False
+    return array.numel() > 0 and bool(array.isnan().all())
+
+
+def _numbers_of(signature: Entry, names: tuple[str, ...] | list[str]) -> set[int]:
+    known = {p.name: number for number, p in enumerate(signature.parameters)}
+    for name in names:
+        if name not in known:
+            raise ValueError(f"unwritten names {name!r}; the parameters of {signature.name} are {', '.join(known)}")
+    return {known[name] for name in names}
+
+
+def _within(name: str, value: object, low: int, high: int) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__") or not low <= operator.index(value) <= high:
+        raise ValueError(f"{name} is {value!r}; it is an integer from {low} to {high}")
+    return operator.index(value)
 
 
 def _default_threads() -> int:
-    wanted = os.environ.get("FLASHLAB_SIMT_THREADS")
-    return (
-        int(wanted)
-        if wanted
-        else len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count() or 1
-    )
+    wanted = os.environ.get("FLASHLAB_SIMT_THREADS", "").strip()
+    if wanted:
+        if not wanted.isdecimal() or not int(wanted):
+            raise ValueError(f"FLASHLAB_SIMT_THREADS is {wanted!r}; it is the number of OS threads that run blocks")
+        return min(int(wanted), 4096)
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _check_array(entry: str, p: Parameter, v: View) -> None:
     if p.kind != "pointer":
         raise TypeError(f"{entry}: {p.name} is declared {p.kind}, and got an array")
+    if p.element.endswith("*"):
+        raise TypeError(
+            f"{entry}: {p.name} is a pointer to pointers ({p.element}*), and the emulator passes arrays only: pass "
+            "each as an argument of its own"
+        )
     allowed = DTYPES.get(p.element)
-    if allowed and v.dtype not in allowed:
+    if allowed and v.dtype not in (*allowed, "struct"):
         raise TypeError(
             f"{entry}: {p.name} points to {p.element}, which is {allowed[0]}, and got an array of {v.dtype}"
         )
@@ -208,59 +302,52 @@ def _check_array(entry: str, p: Parameter, v: View) -> None:
         raise TypeError(f"{entry}: {p.name} is not declared const, and got an array that may not be written")
 
 
-def _scalar(entry: str, p: Parameter, value: Any) -> Any:
+def _scalar(entry: str, p: Parameter, value: Any) -> str:
+    """An argument that is no array, as serve.cpp reads it: its kind, and its 8 bytes as an integer."""
     if p.kind == "pointer":
-        if value is None:
-            return ctypes.c_void_p(None)
+        if value is None or (isinstance(value, int) and not value):
+            return "i 0"
         if isinstance(value, int):
-            return ctypes.c_void_p(value)
-        if isinstance(value, ctypes.Structure | ctypes.Array):
-            return ctypes.c_void_p(ctypes.addressof(value))
+            raise TypeError(
+                f"{entry}: {p.name} got an address. The source runs in a process of its own, where it means nothing: "
+                "pass the array, the tensor or the ctypes structure itself"
+            )
         raise TypeError(
             f"{entry}: {p.name} is a pointer: pass a numpy array, a CPU tensor or None, not {type(value).__name__}"
         )
-    given: Any = to_number(entry, p, value)  # which refuses a type that is none of these
-    return C_TYPES[p.kind](given)
+    number = to_number(entry, p, value)
+    if p.kind in ("float", "double"):
+        return f"f {int.from_bytes(struct.pack('<f' if p.kind == 'float' else '<d', number), 'little')}"
+    return f"i {int(number) & 0xFFFFFFFFFFFFFFFF}"
 
 
-def _call(library: ctypes.CDLL, function, values: list, timeout: float):
-    """Calls in another thread, so that this one can give up on time and hear the user's interrupt."""
-    result: list = []
-    done = threading.Event()
-
-    def work() -> None:
-        try:
-            result.append(function(*values))
-        finally:
-            done.set()
-
-    thread = threading.Thread(target=work, name="simt", daemon=True)
-    thread.start()
-    interrupted = None
-    try:
-        reason = 0 if done.wait(timeout) else 1
-    except KeyboardInterrupt as e:
-        reason, interrupted = 2, e
-    while not done.is_set():
-        library.simt_cancel(reason)
-        done.wait(0.01)
-    thread.join()
-    if interrupted:
-        raise interrupted
-    return result[0] if result else None
+def _value(kind: str, word: int) -> int | float | None:
+    """What an entry returned, of the 8 bytes of its register."""
+    if kind == "void":
+        return None
+    raw = word.to_bytes(8, "little")
+    if kind in ("float", "double"):
+        return struct.unpack("<f" if kind == "float" else "<d", raw[: 4 if kind == "float" else 8])[0]
+    c_type: Any = ctypes.c_uint64 if "*" in kind else C_TYPES.get(kind, ctypes.c_int)
+    return c_type.from_buffer_copy(raw).value
 
 
-def _raise_if_failed(report: Report, entry: str, error: int, returned: object, library: ctypes.CDLL) -> None:
+def _raise_if_failed(report: Report, entry: Entry, reply: Reply, narrator: Narrator, seconds: float) -> None:
     fatal = next((f for f in report.findings if f.fatal), None)
-    if fatal is None and (error or returned):
+    code = int(report.returned or 0) if entry.returns in ("int", "cudaError_t") else 0
+    if fatal is None and (reply.error or code):
         fatal = next((f for f in report.findings if f.kind in _ERRORS), None)
+    host = narrator.host_sentence(entry.name, reply, seconds)
     if fatal is not None:
-        raise _ERRORS.get(fatal.kind, SimtError)(str(fatal), report)
-    if isinstance(returned, int) and returned:
-        name = library.simt_error_name(returned).decode() if returned > 0 else "its own error code"
-        raise LaunchError(f"{entry} returned {returned} ({name})", report)
-    if error:
-        raise LaunchError(f"{entry}: {library.simt_error_name(error).decode()}", report)
+        after = f"; after that, {host}" if host and reply.ending.kind != "stuck" else ""
+        raise _ERRORS.get(fatal.kind, SimtError)(f"{fatal}{after}", report)
+    if host:
+        raise (KernelTimeout if reply.ending.kind == "stuck" else HostError)(host, report)
+    if code:
+        name = ERROR_NAMES.get(code, "an unknown CUDA error") if code > 0 else "its own error code"
+        raise LaunchError(f"{entry.name} returned {code} ({name})", report)
+    if reply.error:
+        raise LaunchError(f"{entry.name}: {ERROR_NAMES.get(reply.error, 'an unknown CUDA error')}", report)
 
 
 def compile_cuda(
@@ -271,6 +358,7 @@ def compile_cuda(
     include_dirs: tuple[str | Path, ...] | list[str | Path] = (),
     compiler: str | None = None,
     name: str | None = None,
+    std: str = "c++17",
     runtime_defines: tuple[str, ...] = (),
 ) -> Module:
     """Compiles CUDA C++ for the CPU.
@@ -285,6 +373,7 @@ def compile_cuda(
             ``cuda_bf16.h`` are found anyway.
         compiler: "g++", "clang++" or a path; ``$FLASHLAB_CXX``, or the first one found, by default.
         name: what messages call a source given as text.
+        std: the C++ standard of the source, "c++17" or later.
         runtime_defines: for tests of the runtime.
 
     Raises:
@@ -304,6 +393,7 @@ def compile_cuda(
             defines=defines,
             include_dirs=tuple(include_dirs),
             compiler=compiler,
+            std=std,
             runtime_defines=runtime_defines,
         )
     )

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass
+
+from flashlab.simt.process import Ending
 
 # After these the launch cannot go on. (So it is with a divergence in which two different operations meet.)
 FATAL = {
     "assert", "barrier-arguments", "copy-size", "deadlock", "division-by-zero", "global-out-of-bounds",
-    "interrupted", "lanes-missing", "launch-configuration", "mask-without-self", "misaligned", "not-shared",
+    "host-call", "interrupted", "lanes-missing", "launch-configuration", "launch-in-kernel",
+    "mask-without-self", "misaligned", "not-shared",
     "stack-overflow", "timeout", "trap",
 }  # fmt: skip
 
@@ -33,7 +37,8 @@ _CONFIGURATION = {
     "shared": "{0} bytes of dynamic shared memory a block; the limit is {1}",
     "shared-opt-in": "{0} bytes of dynamic shared memory a block: above {1} a kernel has to be "
     "allowed to, with cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)",
-    "memory": "no memory for the stacks of its threads",
+    "memory": "a block needs {0} threads, and the system has room for the stacks of {1} (vm.max_map_count, ulimit -v)",
+    "os-threads": "the system has no thread left to run it",
 }
 
 
@@ -46,6 +51,10 @@ class Facts:
         who, whom: the threads, in words.
         here, there: " in line 12", or nothing.
         kernel: its name.
+        warning: it may be meant so.
+        beyond: says what bytes of shared memory are that belong to no array, given their offset from the dynamic
+            part (below 0), and number.
+        variable: names a variable of the module, given its address.
         shared: names bytes of shared memory, given their address and number.
         argument: name, bytes, shape and item size of an argument, given its number.
     """
@@ -58,7 +67,10 @@ class Facts:
     here: str
     there: str
     kernel: str
+    warning: bool
     shared: Callable[[int, int], str]
+    beyond: Callable[[int, int], str]
+    variable: Callable[[int], str]
     argument: Callable[[int], tuple[str, int, tuple[int, ...], int]]
 
 
@@ -82,8 +94,17 @@ def lanes(mask: int) -> str:
 
 # ---- shared memory ---------------------------------------------------------------------------------
 def _race(f: Facts) -> str:
+    same = ". Both store the same value, so that it may do no harm" if f.warning else ""
     return (
         f"{f.who} {_DOES[f.how]}{f.here} shared memory that {f.whom} {_DID[f.words]}{f.there}, with no barrier between"
+        f"{same}"
+    )
+
+
+def _lanes_disagree(f: Facts) -> str:
+    return (
+        f"{f.who} and {f.whom} of one warp store different values{f.here} to the same place, with one instruction: "
+        "one of them is kept, and CUDA does not say which"
     )
 
 
@@ -93,6 +114,11 @@ def _still_filled(f: Facts) -> str:
 
 
 def _read_before_wait(f: Facts) -> str:
+    if f.how == "cp.async":  # the reader came first
+        return (
+            f"{f.who} fills with cp.async{f.here} shared memory that {f.whom} has {_DID[f.words]}{f.there} already: "
+            "wait for the copies (cp_async_wait), then a barrier, then read"
+        )
     return f"{_still_filled(f)}: wait for its group first (cp_async_wait), then a barrier"
 
 
@@ -112,7 +138,7 @@ def _uninitialised_shared(f: Facts) -> str:
 def _shared_out_of_bounds(f: Facts) -> str:
     offset, size, limit = f.v
     if offset < 0:
-        return f"{f.who} {_DOES[f.how]}{f.here} shared memory outside of every __shared__ array"
+        return f"{f.who} {_DOES[f.how]}{f.here} shared memory: {f.beyond(offset, size)}"
     return (
         f"{f.who} {_DOES[f.how]}{f.here} bytes {offset} to {offset + size - 1} of dynamic shared memory; "
         f"the launch asked for {limit}"
@@ -147,6 +173,40 @@ def _global_out_of_bounds(f: Facts) -> str:
     if offset < size:
         return f"{does} {_count(number, 'byte')} that run over the end of {array}"
     return f"{does} element {offset // item} of {array}, {_count(offset + number - size, 'byte')} past its end"
+
+
+def _place(f: Facts) -> str:
+    """What lies at an offset in an argument, or in the module's variables: the facts' first and third number."""
+    number, _, offset = f.v
+    if number < 0:
+        return f.variable(offset)
+    name, _, shape, item = f.argument(number)
+    return f"element {offset // item} of {name}" if shape else name
+
+
+def _global_race(f: Facts) -> str:
+    if " of block" in f.whom:
+        between = "nothing orders two blocks of a launch but a __threadfence() and an atomic"
+    else:
+        between = "with no barrier between"
+    same = ". Both store the same value, so that it may do no harm" if f.warning else ""
+    joint = ": " if " of block" in f.whom else ", "
+    did = _DID[f.words] if f.words in _DID else f.words
+    return f"{f.who} {_DOES[f.how]}{f.here} {_place(f)}, which {f.whom} {did}{f.there}{joint}{between}{same}"
+
+
+def _uninitialised_global(f: Facts) -> str:
+    return f"{f.who} {_DOES[f.how]}{f.here} {_place(f)}, which nobody has written"
+
+
+def _uninitialised_local(f: Facts) -> str:
+    if f.how == "load":
+        return f"{f.who} reads{f.here} a local variable that was never set"
+    if f.how.startswith("mma"):
+        part = f.how.partition(" ")[2]
+        return f"{f.who} gives mma{f.here} registers that were never set ({part})"
+    does = {"store": "stores", "stmatrix": "stores with stmatrix", "shuffle": "gives to a shuffle"}[f.how]
+    return f"{f.who} {does}{f.here} a value that was never set"
 
 
 def _read_only(f: Facts) -> str:
@@ -190,6 +250,13 @@ def _deadlock(f: Facts) -> str:
     return f"{f.who} waits for ever in {f.how}{f.here}{other}; {left}"
 
 
+def _exited_threads(f: Facts) -> str:
+    return (
+        f"{f.who} waits in {f.how}{f.here} for a block of which only {f.v[0]} of {f.v[1]} threads are left: {f.whom} "
+        "has returned before the barrier"
+    )
+
+
 def _lanes_missing(f: Facts) -> str:
     reason = f"the warp has only {f.v[1]} threads" if f.v[1] < 32 else "the others have exited"
     return f"{f.who} executes {f.how}{f.here} with lanes {lanes(f.v[0])} only, but it needs all 32: {reason}"
@@ -221,8 +288,27 @@ def _stack_overflow(f: Facts) -> str:
     return f"{f.who} uses{f.here} more than {f.v[0] // 1024} KB of local memory: deep recursion, or large arrays"
 
 
+def _unfinished(f: Facts) -> str:
+    return f"{f.kernel} had run {f.v[0]} of its {_count(f.v[1], 'block')}"
+
+
 def _timeout(f: Facts) -> str:
+    if f.how == "launch":
+        return f"{_unfinished(f)} when the time was up"
     return f"{f.who} was still running{f.here} when the time was up: a loop that does not end, or too much work"
+
+
+_INSTEAD = {
+    "malloc": "pass the memory to the kernel, or use __shared__", "throw": "a kernel has no exceptions: use assert",
+    "exit": "use return, or __trap()", "abort": "use assert, or __trap()",
+}  # fmt: skip
+_SAME = {"calloc": "malloc", "realloc": "malloc", "free": "malloc", "new": "malloc", "new[]": "malloc",
+         "delete": "malloc", "_exit": "exit", "_Exit": "exit", "quick_exit": "exit"}  # fmt: skip
+
+
+def _host_call(f: Facts) -> str:
+    instead = _INSTEAD[_SAME.get(f.words, f.words)]
+    return f"{f.who} calls {f.words}{f.here}, which is not emulated in a kernel: {instead}"
 
 
 def _launch_configuration(f: Facts) -> str:
@@ -231,6 +317,11 @@ def _launch_configuration(f: Facts) -> str:
 
 _SENTENCES = {
     "race": _race,
+    "lanes-disagree": _lanes_disagree,
+    "global-race": _global_race,
+    "uninitialised-global": _uninitialised_global,
+    "uninitialised-local": _uninitialised_local,
+    "exited-threads": _exited_threads,
     "read-before-wait": _read_before_wait,
     "stage-overwritten": _stage_overwritten,
     "uninitialised-shared": _uninitialised_shared,
@@ -254,7 +345,15 @@ _SENTENCES = {
     "division-by-zero": lambda f: f"{f.who} divides an integer by zero{f.here}",
     "stack-overflow": _stack_overflow,
     "timeout": _timeout,
-    "interrupted": lambda f: f"{f.who} was running{f.here} when it was interrupted",
+    "interrupted": lambda f: (
+        f"{_unfinished(f)} when it was interrupted"
+        if f.how == "launch"
+        else f"{f.who} was running{f.here} when it was interrupted"
+    ),
+    "host-call": _host_call,
+    "launch-in-kernel": lambda f: (
+        f"{f.who} launches {f.words}{f.here}: a kernel that launches another is not emulated: launch it on the host"
+    ),
     "launch-configuration": _launch_configuration,
 }
 KINDS = tuple(_SENTENCES)
@@ -263,3 +362,53 @@ KINDS = tuple(_SENTENCES)
 def sentence(kind: str, facts: Facts) -> str:
     """One sentence: who did what, where, and against whom."""
     return _SENTENCES[kind](facts)
+
+
+# ---- the host part ---------------------------------------------------------------------------------
+_SIGNALS: dict[int, str] = {
+    signal.SIGFPE: "divides an integer by zero",
+    signal.SIGILL: "comes to code that must not be reached",
+    signal.SIGTRAP: "comes to code that must not be reached",
+    signal.SIGABRT: "ends with abort()",
+}
+
+
+def host_end(entry: str, ending: Ending, here: str, seconds: float) -> str:
+    """How the host part of an entry ended instead of returning; nothing where it returned.
+
+    Args:
+        entry: its name.
+        ending: see process.py.
+        here: " in line 12", or nothing.
+        seconds: what the call was allowed.
+    """
+    who = f"the host part of {entry}"
+    said = f": {ending.text}" if ending.text else ""
+    check = "a check build looks for the kernel's line"
+    if ending.kind == "returned":
+        return ""
+    if ending.kind == "stuck":
+        return f"{who} was still running{here} when the time was up ({seconds:g} s)"
+    if ending.kind == "exit":
+        return f"{who} calls {ending.text}({ending.code}){here}"
+    if ending.kind == "assert":
+        return f"{who} fails the assertion `{ending.text}`{here}"
+    if ending.kind == "exception":
+        return f"{who} throws an exception{here}{said}"
+    if ending.kind == "device-call":
+        return f"{who} calls{here} what only a kernel can call: launch a kernel that does"
+    if ending.kind == "refused":
+        return f"{entry} could not be called: the system has no {ending.text or 'such function'}"
+    if ending.kind == "signal" and ending.host:
+        if ending.code in (signal.SIGSEGV, signal.SIGBUS):
+            if ending.stack:
+                return f"{who} overflows its stack{here}: a recursion that does not end, or large local arrays"
+            wild = "a null pointer" if ending.address < 65536 else "a pointer to memory that is not its own"
+            return f"{who} follows {wild}{here}"
+        return f"{who} {_SIGNALS.get(ending.code, f'was ended by signal {ending.code}')}{here}{said}"
+    if ending.kind == "signal":
+        return f"the emulator was ended by signal {ending.code} while a kernel of {entry} ran{said}: {check}"
+    if ending.code in (signal.SIGKILL, signal.SIGTERM):
+        return f"the process that ran {entry} was killed (signal {ending.code}): by the source, or for want of memory"
+    how = f"with signal {ending.code}" if ending.code else "by itself"
+    return f"the process that ran {entry} ended {how}{said}: {check}"

@@ -1,30 +1,235 @@
-"""What is read from a CUDA source before the compiler does.
+"""What the emulator reads from a CUDA source, and rewrites, before the compiler does.
 
-Two things of the language cannot be said in C++ at all, and are rewritten for the emulator without moving a line: the
-launch ``kernel<<<grid, block>>>(args)``, and the keyword ``__noinline__`` (a name that the C++ library uses for
-itself). The signatures of the ``extern "C"`` entries are read, so that Python can call them with the right types; and
-the ``#include`` lines, so that a build knows what it is made from.
+The source is preprocessed first, so that a launch may stand in a macro, under a pasted name, in a header. What cannot
+be said in C++ at all is then rewritten without moving a line: the launch ``kernel<<<grid, block>>>(args)``, and the
+keyword ``__noinline__`` (a name that the C++ library uses for itself). And the signatures of the ``extern "C"``
+entries are read, so that Python can call them with the right types.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
+import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+KERNEL = 'annotate("simt_kernel")'  # what `__global__` has become (language.h)
+
+
+class SourceError(ValueError):
+    """The source does what the emulator cannot do: ``file``, ``line`` and the sentence."""
+
+    def __init__(self, file: str, line: int, sentence: str):
+        super().__init__(f"{file}:{line}: error: {sentence}")
+
 
 def blank_comments(text: str) -> str:
     """The text with comments and string contents replaced by spaces, of the same length and lines."""
-    pattern = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'', re.S)
+    pattern = re.compile(
+        r'R"([^\s()\\]{0,16})\(.*?\)\1"|//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'', re.S
+    )
 
     def blank(match: re.Match) -> str:
         kept = match[0][0] if match[0][0] in "\"'" else " "
         return kept + re.sub(r"[^\n]", " ", match[0][1:-1]) + (kept if len(match[0]) > 1 else "")
 
     return pattern.sub(blank, text)
+
+
+# ---- preprocessed text -----------------------------------------------------------------------------
+_MARKER = re.compile(r'^# (\d+) "((?:[^"\\]|\\.)*)"((?: \d)*)\n', re.M)
+
+
+@dataclass(frozen=True)
+class _Region:
+    """Lines of one file in the preprocessor's output."""
+
+    file: str
+    line: int  # of the first
+    system: bool
+    begin: int
+    end: int
+
+
+def _regions(text: str) -> Iterator[_Region]:
+    markers = list(_MARKER.finditer(text))
+    for i, m in enumerate(markers):
+        end = markers[i + 1].start() if i + 1 < len(markers) else len(text)
+        yield _Region(re.sub(r"\\(.)", r"\1", m[2]), int(m[1]), "3" in m[3].split(), m.end(), end)
+
+
+def included(text: str) -> set[str]:
+    """The files that went into the preprocessor's output."""
+    return {r.file for r in _regions(text) if not r.file.startswith("<")}
+
+
+class Preprocessed:
+    """The learner's part of a preprocessed source: all but the emulator's own headers and the system's.
+
+    Args:
+        text: what the compiler printed for ``-E``.
+        own: folders whose files are not the learner's.
+    """
+
+    def __init__(self, text: str, own: tuple[str, ...]):
+        self.text = text
+        self.regions = [r for r in _regions(text) if not (r.system or r.file.startswith("<") or r.file.startswith(own))]
+        # Everything else is blank in these two, and in the second the strings too. Positions are those of the text.
+        plain, blanked, at = [], [], 0
+        for r in self.regions:
+            part, gap = text[r.begin : r.end], " " * (r.begin - at)
+            plain += [gap, part]
+            blanked += [gap, blank_comments(part)]
+            at = r.end
+        self.learners, self.blanked = "".join(plain), "".join(blanked)
+        self.kernels = _kernels(self.learners, self.blanked)
+
+    def place(self, at: int) -> tuple[str, int]:
+        """File and line of a position."""
+        for r in self.regions:
+            if r.begin <= at < r.end:
+                return r.file, r.line + self.text.count("\n", r.begin, at)
+        return "?", 0
+
+    def error(self, at: int, sentence: str) -> SourceError:
+        return SourceError(*self.place(at), sentence)
+
+    def check(self) -> None:
+        """Raises SourceError for what would compile, or nearly so, and not mean what it means on a GPU."""
+        if match := re.search(r"\b(?:asm|__asm__|__asm)\b\s*(?:volatile|__volatile__)?\s*\(", self.blanked):
+            raise self.error(
+                match.start(),
+                "inline PTX is not emulated: call the functions of ptx.cuh (cp_async, ldmatrix_x4, mma_m16n8k16 ...)",
+            )
+        for name, kernel in self.kernels.items():
+            if kernel.overloaded:
+                continue
+            call = re.compile(rf"(?<![\w.>])(?:\w+\s*::\s*)*{name}\s*(?:<(?:(?!<<)[^;{{}}()])*?>\s*)?\(")
+            for match in call.finditer(self.blanked):
+                before = re.search(r"(\w+|\S)\s*$", self.blanked[max(0, match.start() - 200) : match.start()])
+                word = before[1] if before else ";"
+                if word in ("return", "else", "do") or not (word[-1].isalnum() or word[-1] in "_*&>"):
+                    if match.end() - 1 not in kernel.declared:
+                        raise self.error(
+                            match.start(), f"{name} is a kernel: launch it with {name}<<<grid, block>>>(...)"
+                        )
+
+    def rewritten(self, *, inline_all: bool = False) -> str:
+        """The whole text, with its launches in C++, line for line.
+
+        ``kernel<<<grid, block, bytes>>>(args)`` becomes ``simt_configure("kernel", kernel, grid, ...)(args)``. Where
+        the kernel's name alone does not say which function is meant, or with which defaults, its call is wrapped in a
+        lambda.
+
+        Args:
+            inline_all: ``__noinline__`` is dropped; a check build sees more of what it can inline.
+        """
+        blanked, edits = self.blanked, []  # (begin, end, text)
+        noinline = "" if inline_all else "__attribute__((__noinline__))"
+        if inline_all:
+            for m in re.finditer(r"__attribute__\s*\(\(\s*(?:__)?noinline(?:__)?\s*\)\)", blanked):
+                edits.append((m.start(), m.end(), ""))
+        edits += [(m.start(), m.end(), noinline) for m in re.finditer(r"(?<![(,\w])(?<![(,] )__noinline__\b", blanked)]
+        edits += [(m.start(), m.end(), "noinline") for m in re.finditer(re.escape(KERNEL), self.learners)]
+        for match in re.finditer(r"<<\s*<", blanked):
+            close = re.compile(r">>\s*>").search(blanked, match.end())
+            if not close:
+                continue
+            begin = _kernel_before(blanked, match.start())
+            kernel = self.text[begin : match.start()].strip()
+            quoted = re.sub(r"\s+", " ", kernel).replace("\\", "\\\\").replace('"', '\\"')
+            base = re.split(r"[^\w:\s]", kernel)[0].replace(" ", "").rpartition(":")[2]
+            known = self.kernels.get(base)
+            if known is not None and known.needs_call(kernel):
+                head = f'simt_configure_deduced("{quoted}", [](auto... a) {{ {kernel}(a...); }}, '
+                edits += _null_pointers(blanked, close.end())
+            else:
+                head = f'simt_configure("{quoted}", {kernel}, '
+            edits += [(begin, match.end(), head), (close.start(), close.end(), ")")]
+        parts, done = [], 0
+        for begin, end, new in sorted(edits):
+            if begin < done:
+                continue
+            parts += [self.text[done:begin], new]
+            done = end
+        return "".join(parts) + self.text[done:]
+
+
+@dataclass
+class _Kernel:
+    """What the preprocessed text says of the kernels of one name."""
+
+    signatures: set[str]
+    declared: set[int]  # where the parameter lists begin
+    defaults: bool = False
+    parameters: int = 0  # of the template, without those that have a default
+    template: bool = False
+    overloaded: bool = False  # with a function that is no kernel
+
+    def needs_call(self, launched: str) -> bool:
+        """Its name (``k``, ``k<64>``) alone is no function."""
+        if self.defaults or self.overloaded or len(self.signatures) > 1:
+            return True
+        if not self.template:
+            return False
+        given = re.search(r"<(.*)>\s*$", launched, re.S)
+        return not given or len(_split(given[1])) < self.parameters
+
+
+def _matching(text: str, at: int) -> int:
+    """Just behind the bracket that closes the one at ``at``."""
+    depth = 0
+    for i in range(at, len(text)):
+        depth += (text[i] in "([{") - (text[i] in ")]}")
+        if not depth:
+            return i + 1
+    return len(text)
+
+
+def _kernels(text: str, blanked: str) -> dict[str, _Kernel]:
+    found: dict[str, _Kernel] = {}
+    attribute = r"__attribute__\s*\(\([^;{}]*?\)\)"
+    head = re.compile(
+        rf"(?:\s|\bvoid\b|\bstatic\b|\binline\b|\bextern\b|\"[^\"]*\"|{attribute})*(\w+)\s*(?:<[^;{{}}()]*>\s*)?\("
+    )
+    for m in re.finditer(re.escape(KERNEL) + r"[^;{}]*?\)\)", text):
+        declarator = head.match(blanked, m.end())
+        if not declarator:
+            continue
+        open_ = declarator.end() - 1
+        parameters = _split(blanked[open_ + 1 : _matching(blanked, open_) - 1])
+        kernel = found.setdefault(declarator[1], _Kernel(set(), set()))
+        kernel.defaults |= any("=" in p for p in parameters)
+        types = (re.sub(r"(?<=[\s*&>])\w+(\[\d*\])?$", "", p.split("=")[0].strip()) for p in parameters)
+        kernel.signatures.add(",".join(re.sub(r"\s", "", t) for t in types))
+        kernel.declared.add(open_)
+        before = blanked[max(blanked.rfind(c, 0, m.start()) for c in ";{}") + 1 : m.start()]
+        if template := re.search(r"\btemplate\s*<(.*)>", before, re.S):
+            kernel.template = True
+            kernel.parameters = sum("=" not in p and "..." not in p for p in _split(template[1]))
+    for name, kernel in found.items():
+        for m in re.finditer(rf"(?<=[\w*&>\s])\b{name}\s*\(", blanked):
+            if m.end() - 1 in kernel.declared:
+                continue
+            before = blanked[: m.start()].rstrip()[-1:]
+            after = blanked[_matching(blanked, m.end() - 1) :].lstrip()[:1]
+            kernel.overloaded |= after == "{" and bool(before) and (before.isalnum() or before in "_*&>")
+    return found
+
+
+def _null_pointers(blanked: str, at: int) -> list[tuple[int, int, str]]:
+    """The arguments of a call that are NULL, which a lambda would take for a number."""
+    open_ = blanked.find("(", at)
+    if open_ < 0 or blanked[at:open_].strip():
+        return []
+    inside = blanked[open_ : _matching(blanked, open_)]
+    return [
+        (open_ + m.start(1), open_ + m.end(1), "nullptr") for m in re.finditer(r"[(,]\s*(__null)(?=\s*[,)])", inside)
+    ]
 
 
 def _kernel_before(text: str, end: int) -> int:
@@ -42,40 +247,11 @@ def _kernel_before(text: str, end: int) -> int:
                 break
         if close == ")":
             return at
+        while at and text[at - 1].isspace():
+            at -= 1
     while at and (text[at - 1].isalnum() or text[at - 1] in "_:"):
         at -= 1
     return at
-
-
-def rewrite(source: str) -> str:
-    """The source with its launches in C++, line for line.
-
-    ``kernel<<<grid, block, bytes>>>(args)`` becomes ``simt_configure("kernel", kernel, grid, ...)(args)``;
-    where the kernel is a template whose arguments are left to be deduced, its call is wrapped in a lambda.
-    """
-    source = re.sub(r"\b__noinline__\b", "__attribute__((__noinline__))", source)
-    blanked = blank_comments(source)
-    templates = set(
-        re.findall(
-            r"\btemplate\s*<[^;{]*?>\s*__global__[^;{(]*?(?:__launch_bounds__\s*\([^)]*\)\s*)?(\w+)\s*\(",
-            blanked,
-        )
-    )
-    parts, done = [], 0
-    for match in re.finditer(r"<<<", blanked):
-        close = blanked.find(">>>", match.end())
-        if close < 0:
-            continue
-        begin = _kernel_before(blanked, match.start())
-        kernel = source[begin : match.start()].strip()
-        text = re.sub(r"\s+", " ", kernel).replace("\\", "\\\\").replace('"', '\\"')
-        if kernel in templates:
-            head = f'simt_configure_deduced("{text}", [](auto... a) {{ {kernel}(a...); }}, '
-        else:
-            head = f'simt_configure("{text}", {kernel}, '
-        parts += [source[done:begin], head, source[match.end() : close], ")"]
-        done = close + 3
-    return "".join(parts) + source[done:]
 
 
 @dataclass(frozen=True)
@@ -84,7 +260,7 @@ class Parameter:
 
     name: str
     kind: str
-    element: str = ""  # of a pointer: "float", "__half", "void" ...
+    element: str = ""  # of a pointer: "float", "__half", "void", "float*" ...
     const: bool = False
 
 
@@ -95,6 +271,7 @@ class Entry:
     name: str
     returns: str
     parameters: tuple[Parameter, ...]
+    text: str = ""  # its head, on one line
 
 
 C_TYPES = {
@@ -119,19 +296,32 @@ DTYPES = {
 
 
 def to_number(entry: str, p: Parameter, value: Any) -> bool | int | float:
-    """A value as the parameter's type wants it. Raises TypeError where it is no such number."""
-    kind = C_TYPES.get(p.kind)
+    """A value as the parameter's type wants it.
+
+    Raises:
+        TypeError: it is no such number.
+        ValueError: the type cannot hold it.
+    """
+    kind: Any = C_TYPES.get(p.kind)
     if kind is None:
         raise TypeError(f"{entry}: {p.name} has the type {p.kind}; an entry takes pointers and plain numbers")
     try:
         given = value.item() if hasattr(value, "item") else value
         if kind in (ctypes.c_float, ctypes.c_double):
+            if math.isinf(kind(float(given)).value) and math.isfinite(given):
+                raise OverflowError
             return float(given)
-        if isinstance(given, float) and not given.is_integer():
-            raise TypeError
-        return bool(given) if kind is ctypes.c_bool else int(given)
+        number = int(given) if isinstance(given, float) and given.is_integer() else operator.index(given)
+    except OverflowError:
+        raise ValueError(f"{entry}: {p.name} is {value!r}, which a {p.kind} cannot hold") from None
     except (TypeError, ValueError):
         raise TypeError(f"{entry}: {p.name} is declared {p.kind}, and got {value!r}") from None
+    bits = 1 if kind is ctypes.c_bool else 8 * ctypes.sizeof(kind)
+    signed = kind(-1).value == -1
+    low, high = (-(1 << bits - 1), (1 << bits - 1) - 1) if signed else (0, (1 << bits) - 1)
+    if not low <= number <= high:
+        raise ValueError(f"{entry}: {p.name} is {number}, and its type, {p.kind}, goes from {low} to {high}")
+    return bool(number) if kind is ctypes.c_bool else number
 
 
 def _parameter(text: str, number: int) -> Parameter:
@@ -139,8 +329,9 @@ def _parameter(text: str, number: int) -> Parameter:
     match = re.fullmatch(r"(.*?[\s*&])(\w+)", text, re.S)
     type_, name = (match[1], match[2]) if match and match[2] not in C_TYPES else (text, f"argument {number}")
     if "*" in type_:
-        element = re.sub(r"\bconst\b|\*|\bstruct\b", " ", type_.split("*")[0]).split()
-        return Parameter(name, "pointer", " ".join(element), "const" in type_.split("*")[0].split())
+        element = re.sub(r"\bconst\b|\bstruct\b", " ", type_.split("*")[0]).split()
+        deeper = "*" * (type_.count("*") - 1)
+        return Parameter(name, "pointer", " ".join(element) + deeper, "const" in type_.split("*")[0].split())
     kind = " ".join(w for w in type_.split() if w not in ("const", "std::")).removeprefix("std::")
     if kind == "cudaStream_t":
         return Parameter(name, "pointer", "stream")
@@ -159,7 +350,11 @@ def _split(text: str) -> list[str]:
 
 
 def entries(source: str) -> dict[str, Entry]:
-    """The ``extern "C"`` functions that the source defines, by name."""
+    """The ``extern "C"`` functions that the source defines, by name.
+
+    Args:
+        source: as it was written, in which no macro but one for ``extern "C" ...`` is understood; or preprocessed.
+    """
     text = blank_comments(source).replace('extern " "', 'extern "C"')
     shorthands = dict(re.findall(r'^[ \t]*#[ \t]*define[ \t]+(\w+)[ \t]+(.*extern[ \t]+"C".*)$', text, re.M))
     text = re.sub(r"^[ \t]*#(?:.*\\\n)*.*$", "", text, flags=re.M)
@@ -189,8 +384,15 @@ def entries(source: str) -> dict[str, Entry]:
             continue
         parameters = [p for p in _split(text[start : at - 1]) if p.strip() != "void"]
         returns = " ".join(w for w in match[1].split() if w not in ("static", "inline", "__host__"))
-        found[match[2]] = Entry(match[2], returns, tuple(_parameter(p, i) for i, p in enumerate(parameters, 1)))
+        head = re.sub(r"\s+", " ", text[begin:at]).strip()
+        named = tuple(_parameter(p, i) for i, p in enumerate(parameters, 1))
+        found[match[2]] = Entry(match[2], returns, named, head)
     return found
+
+
+def interface(source: Preprocessed) -> str:
+    """The heads of a preprocessed source's ``extern "C"`` functions, for ``entries`` to read again."""
+    return "".join(f'extern "C" {e.text} {{}}\n' for e in entries(source.learners).values())
 
 
 def includes(text: str, folders: Sequence[Path]) -> list[Path]:

@@ -5,7 +5,7 @@
 #include "counters.h"
 #include "findings.h"
 #include "global_memory.h"
-#include "shadow.h"
+#include "global_shadow.h"
 
 namespace simt {
 
@@ -15,7 +15,7 @@ static void land(Lane* me, const Copy& copy) {
     memcpy(to, copy.src, copy.src_bytes);
     memset(to + copy.src_bytes, 0, copy.bytes - copy.src_bytes);
     if (me->block->launch->checked)
-        worker->shadow->touch(me, copy.dst, copy.bytes, COPY_LANDED, copy.site, "cp.async");
+        worker->shadow->land(me, copy.dst, copy.bytes, copy.site);
 }
 
 bool copies_in_flight(const Lane* lane, Copy& first) {
@@ -25,7 +25,7 @@ bool copies_in_flight(const Lane* lane, Copy& first) {
 }
 
 extern "C" void simt_cp_async(uint32_t dst, const void* src, int bytes, int src_bytes) {
-    Lane* me = current_lane();
+    Lane* me = kernel_lane(CALLER);
     Inside inside(me, CALLER);
     Worker* worker = me->block->worker;
     if (dst % bytes || (uintptr_t)src % bytes) {
@@ -42,14 +42,18 @@ extern "C" void simt_cp_async(uint32_t dst, const void* src, int bytes, int src_
     const int site = worker->sites->find(me->pc, CP_ASYNC);
     const bool ok = worker->shadow->in_bounds(me, dst, bytes, "cp.async");
     if (ok && me->block->launch->checked)
-        worker->shadow->touch(me, dst, bytes, COPY_ISSUED, site, "cp.async");
-    if (src_bytes) check_global(me, (uintptr_t)src, src_bytes, false, "cp.async");
-    count_access(me, site, src_bytes ? (uintptr_t)src : NO_ADDRESS, bytes);
+        worker->shadow->touch(me, dst, bytes, COPY_ISSUED, site, "cp.async", nullptr);
+    if (src_bytes) {
+        check_global(me, (uintptr_t)src, src_bytes, false, "cp.async");
+        Conflict none;
+        if (me->block->launch->checked) global_shadow.touch(me, (uintptr_t)src, src_bytes, READ, 0, "cp.async", none);
+    }
+    count_access(me, site, src_bytes ? (uintptr_t)src | (uint64_t)(dst / 128) << 48 : NO_ADDRESS, bytes);
     if (ok) me->copies.push_back({dst, (const char*)src, bytes, src_bytes, site, me->group});
 }
-extern "C" void simt_cp_async_commit() { current_lane()->group++; }
+extern "C" void simt_cp_async_commit() { kernel_lane(CALLER)->group++; }
 extern "C" void simt_cp_async_wait(int groups_left) {
-    Lane* me = current_lane();
+    Lane* me = kernel_lane(CALLER);
     Inside inside(me, CALLER);
     if (groups_left < 0) me->group++, groups_left = 0;
     while (me->first_copy < me->copies.size() &&

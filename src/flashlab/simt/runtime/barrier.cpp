@@ -24,6 +24,13 @@ static void arrive(Lane* me, Barrier& b) {
 static void let_go(Block* block, Barrier& b) {
     Sites& sites = *block->worker->sites;
     sites[sites.find(b.pc, BARRIER)].count[0]++;
+    if (&b == block->barriers && b.arrived < block->threads) {
+        Lane* gone = std::find_if(block->lane, block->lane + block->threads, [](Lane& l) { return l.state == DONE; });
+        Finding f{"exited-threads", "__syncthreads"};
+        f.pc = b.pc, f.thread = b.first, f.other_thread = gone->id;
+        f.value[0] = b.arrived, f.value[1] = block->threads;
+        file(gone, f);
+    }
     b.result = b.kind == SIMT_BAR_AND ? b.count == b.arrived : b.kind == SIMT_BAR_OR ? b.count > 0 : b.count;
     b.arrived = 0;
     uint64_t seen = 0;  // warps that have learnt
@@ -47,7 +54,7 @@ void thread_gone(Block* block) {
 }
 
 extern "C" int simt_barrier(int kind, int predicate) {
-    Lane* me = current_lane();
+    Lane* me = kernel_lane(CALLER);
     Inside inside(me, CALLER);
     Barrier& b = me->block->barriers[0];
     if (b.arrived && (b.kind != kind || b.pc != me->pc)) {
@@ -72,7 +79,7 @@ extern "C" int simt_barrier(int kind, int predicate) {
 }
 
 extern "C" void simt_named_barrier(int id, int threads, int wait) {
-    Lane* me = current_lane();
+    Lane* me = kernel_lane(CALLER);
     Inside inside(me, CALLER);
     if (id < 0 || id >= BARRIERS || threads <= 0 || threads % WARP) {
         Finding f{"barrier-arguments", "bar.sync"};

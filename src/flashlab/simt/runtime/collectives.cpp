@@ -6,6 +6,7 @@
 #include "collectives.h"
 #include "counters.h"
 #include "findings.h"
+#include "values.h"
 #include <string.h>
 
 namespace simt {
@@ -47,7 +48,9 @@ static void shuffle(Warp* warp, const Slot& slot) {
             file(&warp->lanes[l], f);
             from = l;
         }
-        *(uint64_t*)warp->lanes[l].out = ((const SimtShuffleIn*)warp->lanes[from].in)->value;
+        const uint64_t value = ((const SimtShuffleIn*)warp->lanes[from].in)->value;
+        if (slot.param >= 2 && never_set(&value, slot.param)) file_never_set(&warp->lanes[from], "shuffle", slot.pc);
+        *(uint64_t*)warp->lanes[l].out = value;
     }
 }
 
@@ -172,7 +175,7 @@ void lane_gone(Warp* warp) {
 }
 
 extern "C" void simt_warp(int op, unsigned mask, const void* in, void* out, int param) {
-    Lane* me = current_lane();
+    Lane* me = kernel_lane(CALLER);
     Inside inside(me, CALLER);
     Warp* warp = me->warp;
     const unsigned bit = 1u << me->lane;
@@ -209,7 +212,7 @@ extern "C" void simt_warp(int op, unsigned mask, const void* in, void* out, int 
 
 // Which lanes are active here: those that come to this place before the warp can go on without them.
 extern "C" unsigned simt_activemask(int line) {
-    Lane* me = current_lane();
+    Lane* me = kernel_lane(CALLER);
     Inside inside(me, CALLER);
     unsigned result = 0;
     me->in = (const void*)(intptr_t)line;

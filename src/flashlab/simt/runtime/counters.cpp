@@ -81,12 +81,14 @@ static int unique(uint64_t* values, int n) {
 static void count_sectors(Site& site, const Request& r) {
     uint64_t sectors[WARP * 2], words[WARP * 4];
     int n = 0, w = 0, lanes = 0;
+    const bool by_line = site.kind == CP_ASYNC && r.bytes == 16;
     for (int l = 0; l < WARP; l++) {
         if (!(r.mask >> l & 1) || r.address[l] == NO_ADDRESS) continue;
         lanes++;
-        for (uint64_t s = r.address[l] / 32; s <= (r.address[l] + r.bytes - 1) / 32; s++)
-            if (!n || sectors[n - 1] != s) sectors[n++] = s;
-        for (uint64_t v = r.address[l] / 4; v <= (r.address[l] + r.bytes - 1) / 4 && w < WARP * 4; v++)
+        const uint64_t a = r.address[l] & ((1ull << 48) - 1), line = by_line ? r.address[l] >> 48 << 48 : 0;
+        for (uint64_t s = a / 32; s <= (a + r.bytes - 1) / 32; s++)
+            if (!n || sectors[n - 1] != (s | line)) sectors[n++] = s | line;
+        for (uint64_t v = a / 4; v <= (a + r.bytes - 1) / 4 && w < WARP * 4; v++)
             if (!w || words[w - 1] != v) words[w++] = v;
     }
     site.count[1] += unique(sectors, n);
@@ -111,6 +113,11 @@ static void count_request(Site& site, const Request& r) {
     case CP_ASYNC: count_sectors(site, r); break;
     default: break;
     }
+}
+
+uint32_t executions(const Lane* lane, int site) {
+    const auto& logs = lane->warp->logs;
+    return (size_t)site < logs.size() ? logs[site].executions[lane->lane] : 0;
 }
 
 // ---- requests -----------------------------------------------------------------------------------

@@ -31,6 +31,8 @@ enum Kind : uint8_t {
 // The meaning of a site's four counters.
 //   shared_*, ldmatrix, stmatrix   executed by a warp, wavefronts, ideal wavefronts, bytes
 //   global_*, cp_async             executed by a warp, 32-byte sectors, ideal sectors, bytes
+//                                  (a sector whose halves a 16-byte cp.async sends to two 128-byte lines of
+//                                  shared memory is fetched twice; an H200's counters say so)
 //   mma                            executed by a warp, FLOPs; of those: with a cp.async of the block under way;
 //                                  groups of cp.async that the warp has under way, summed over its MMAs
 //   the rest                       executed by a warp (barrier: by a block)
@@ -59,7 +61,9 @@ private:
 
 // Files one lane's part of a load, store, copy or atomic of the warp; `address` is a shared address for the
 // shared kinds, NO_ADDRESS where the lane moves no bytes (a cp.async that only fills with zeros).
+// A cp.async's address carries where it goes: its 128-byte line of shared memory, from bit 48 on.
 constexpr uint64_t NO_ADDRESS = ~0ull;
+uint32_t executions(const Lane* lane, int site);  // of an instruction by this lane, since the lanes last met
 void count_access(Lane* lane, int site, uint64_t address, int bytes);
 // The lanes have met: what is incomplete now stays so (lanes that did not take part).
 void count_incomplete(Warp* warp);

@@ -2,6 +2,9 @@
 #include "counters.h"
 #include "findings.h"
 #include "global_memory.h"
+#include "global_shadow.h"
+#include "host_part.h"
+#include "report.h"
 #include "shadow.h"
 #include <stdarg.h>
 #include <stdio.h>
@@ -13,12 +16,7 @@
 namespace simt {
 
 extern "C" {
-// ---- built-in variables -------------------------------------------------------------------------
-uint3 simt_thread_idx() { return current_lane()->thread_idx; }
-uint3 simt_block_idx() { return current_lane()->block->block_idx; }
-uint3 simt_block_dim() { return current_lane()->block->launch->block; }
-uint3 simt_grid_dim() { return current_lane()->block->launch->grid; }
-
+// ---- odds and ends ---------------------------------------------------------------------------------
 long long clock64() {
 #ifdef __x86_64__
     return (long long)__rdtsc();
@@ -28,15 +26,23 @@ long long clock64() {
     return t.tv_sec * 1000000000ll + t.tv_nsec;
 #endif
 }
+void simt_fence() {
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+    Lane* me = kernel_lane(CALLER);
+    Inside inside(me, CALLER);
+    if (me->block->launch->checked) fence(me);
+}
+// The host part has written to an array with one of the calls of host_api.h.
+void simt_written(const void* p, size_t bytes) { global_shadow.written((uintptr_t)p, bytes); }
 void simt_yield() {
-    Lane* me = current_lane();
+    Lane* me = kernel_lane(CALLER);
     Inside inside(me, CALLER);
     let_others_run(me);
 }
 
 // ---- shared memory addresses --------------------------------------------------------------------
 uint32_t simt_shared_address(const void* p) {
-    Lane* me = current_lane();
+    Lane* me = kernel_lane(CALLER);
     const SharedWindow& w = me->block->worker->window;
     const uintptr_t a = (uintptr_t)p;
     if (a < w.low || a > w.high) {
@@ -47,11 +53,11 @@ uint32_t simt_shared_address(const void* p) {
     return (uint32_t)(a - w.base);
 }
 void* simt_shared_pointer(uint32_t address) {
-    return (void*)(current_lane()->block->worker->window.base + address);
+    return (void*)(kernel_lane(CALLER)->block->worker->window.base + address);
 }
 
 // ---- atomics ------------------------------------------------------------------------------------
-void simt_atomic_check(const void* p, int bytes) {
+void simt_atomic_check(const void* p, int bytes, int needed) {
     Lane* me = current_lane();
     if (!me) return;
     Inside inside(me, CALLER);
@@ -66,31 +72,33 @@ void simt_atomic_check(const void* p, int bytes) {
         const uint64_t address = a - worker->window.base;
         const int site = worker->sites->find(me->pc, SHARED_ATOMIC);
         if (!worker->shadow->in_bounds(me, address, bytes, "atomic")) end_launch(me, cudaErrorIllegalAddress);
-        if (me->block->launch->checked) worker->shadow->touch(me, address, bytes, ATOMIC, site, "atomic");
+        if (me->block->launch->checked) worker->shadow->touch(me, address, bytes, needed ? ATOMIC : EXCHANGE, site, "atomic", nullptr);
         count_access(me, site, address, bytes);
     } else {
-        if (check_global(me, a, bytes, true, "atomic"))
-            count_access(me, worker->sites->find(me->pc, GLOBAL_ATOMIC), a, bytes);
+        const int site = worker->sites->find(me->pc, GLOBAL_ATOMIC);
+        const bool counted = check_global(me, a, bytes, true, "atomic");
+        if (me->block->launch->checked) {
+            Conflict none;
+            global_shadow.touch(me, a, bytes, needed ? ATOMIC : EXCHANGE, 0, "atomic", none);
+            meet(me, a, true, true);
+        }
+        if (counted) count_access(me, site, a, bytes);
     }
     if (++me->accesses > 64) let_others_run(me);  // it may be spinning on a lock
 }
 
 // ---- the end of a thread ------------------------------------------------------------------------
 void simt_trap() {
-    Lane* me = current_lane();
+    Lane* me = kernel_lane(CALLER);
     Inside inside(me, CALLER);
     file_fatal(me, {"trap"}, cudaErrorLaunchFailure);
 }
 // These two names are the C library's. The module is linked with ours first, so that `assert` and `printf` of
 // a kernel come here; host code goes on to the library.
 __attribute__((visibility("hidden"), noreturn)) void __assert_fail(const char* expression,
-                                                                   const char* file_name, unsigned line,
-                                                                   const char*) {
+                                                                   const char*, unsigned, const char*) {
     Lane* me = current_lane();
-    if (!me) {
-        fprintf(stderr, "%s:%u: assertion `%s` failed\n", file_name, line, expression);
-        abort();
-    }
+    if (!me) end_host("assert", 0, CALLER - 1, expression);
     Inside inside(me, CALLER);
     Finding f{"assert"};
     f.text = expression;
@@ -108,7 +116,7 @@ __attribute__((visibility("hidden"))) int printf(const char* format, ...) {
         char line[4096];
         n = vsnprintf(line, sizeof line, format, arguments);
         std::string& printed = *me->block->worker->printed;
-        if (n > 0 && printed.size() < (1 << 20)) printed.append(line, std::min<size_t>(n, sizeof line - 1));
+        if (n > 0 && printed.size() < PRINTED_LIMIT) printed.append(line, std::min<size_t>(n, sizeof line - 1));
     }
     va_end(arguments);
     return n;

@@ -2,32 +2,31 @@
 //
 // A wild pointer, a division by zero, an overflowing stack: the CPU raises a signal, the handler files a
 // finding and jumps out of the lane, back to the scheduler, and the launch ends. A kernel that never ends is
-// left the same way, when Python cancels it. A fault outside of a lane is none of our business: it goes to
-// whoever had the handler before.
+// left the same way, when Python cancels it. A fault outside of a lane ends the host part (host_part.cpp).
 #include "faults.h"
 #include "findings.h"
 #include "global_memory.h"
+#include "host_part.h"
 #include <mutex>
-#include <signal.h>
 #include <stdlib.h>
 #include <ucontext.h>
 
 namespace simt {
 
-static const int FAULTS[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT};
-static const int CANCEL = SIGURG;  // ignored by default, so that a late one does no harm
-static struct sigaction old_faults[5], old_cancel;
-static pthread_key_t key = [] {
+static const int FAULTS[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT, SIGTRAP, SIGSYS};
+// Not thread_local: that memory lies beside the kernel's shared arrays, which it may overrun.
+static const pthread_key_t key = [] {
     pthread_key_t k;
     pthread_key_create(&k, nullptr);
     return k;
 }();
+static Worker* this_worker() { return (Worker*)pthread_getspecific(key); }
 static std::vector<Worker>* watched;
 static std::mutex mutex;
 static std::atomic<int> cancel_reason{0};
-constexpr size_t HANDLER_STACK = 64 << 10;
+constexpr size_t HANDLER_STACK = 128 << 10;
 
-bool cancelled() { return cancel_reason != 0; }
+int cancelled() { return cancel_reason; }
 
 static uintptr_t program_counter(void* context) {
 #if defined(__x86_64__)
@@ -42,28 +41,41 @@ static uintptr_t program_counter(void* context) {
 static void leave_lane(Worker* worker, Finding f, int error, void* context) {
     Lane* lane = worker->running;
     const uintptr_t pc = program_counter(context);
-    f.pc = in_module(pc) && !worker->inside ? pc + 1 : lane->pc;  // a report looks just before the address
+    if (worker->inside || worker->leaving) {
+        f.pc = lane->pc;
+    } else if (in_module(pc)) {
+        f.pc = pc + 1;  // a report looks just before the address
+    } else {            // in a library, or nowhere: who called it?
+        worker->leaving = true;  // a broken stack may fault once more
+        uintptr_t pcs[24];
+        const int n = backtrace(pcs, 24);
+        bool past = false;  // the frames of the handler, which lie in the module too
+        for (int i = 0; i < n && !f.pc; i++) {
+            if (past && in_module(pcs[i])) f.pc = pcs[i] + 1;
+            past |= !in_module(pcs[i]);
+        }
+        if (!f.pc) f.pc = lane->pc;
+    }
     f.other_pc = lane->pc;  // second best: where it last entered the runtime
     file(lane, f);
     stop_launch(&worker->block, error);
+    worker->leaving = false;
     siglongjmp(worker->escape, 1);
 }
 
 static void on_fault(int signal, siginfo_t* info, void* context) {
-    Worker* worker = (Worker*)pthread_getspecific(key);
-    if (!worker || !worker->in_lane) {  // not ours: let it happen again under the old handler
-        for (int i = 0; i < 5; i++)
-            if (FAULTS[i] == signal) sigaction(signal, &old_faults[i], nullptr);
-        return;
-    }
+    Worker* worker = this_worker();
+    // abort() inside the runtime is the C library's, which has found its heap destroyed, and holds its lock.
+    if (!worker || !worker->in_lane || (worker->inside && signal == SIGABRT))
+        end_host("signal", signal, program_counter(context), "", info);
     const Lane* lane = worker->running;
     const uintptr_t a = (uintptr_t)info->si_addr;
     if (signal == SIGFPE) leave_lane(worker, {"division-by-zero"}, cudaErrorLaunchFailure, context);
-    if (signal == SIGILL || signal == SIGABRT) leave_lane(worker, {"trap"}, cudaErrorLaunchFailure, context);
-    if (a < (uintptr_t)lane->stack && a + 17 * PAGE >= (uintptr_t)lane->stack) {
+    if (signal != SIGSEGV && signal != SIGBUS) leave_lane(worker, {"trap"}, cudaErrorLaunchFailure, context);
+    if (a < (uintptr_t)lane->stack && a + STACK_GUARD + PAGE >= (uintptr_t)lane->stack) {
         Finding f{"stack-overflow"};
         f.value[0] = STACK;
-        leave_lane(worker, f, cudaErrorLaunchFailure, context);
+        leave_lane(worker, f, cudaErrorIllegalAddress, context);
     }
     Finding f{"global-out-of-bounds", "access"};
     describe_address(f, a, 1);
@@ -73,60 +85,58 @@ static void on_fault(int signal, siginfo_t* info, void* context) {
         f.text = "wild-or-misaligned";
     leave_lane(worker, f, cudaErrorIllegalAddress, context);
 }
-static void on_cancel(int, siginfo_t*, void* context) {
-    Worker* worker = (Worker*)pthread_getspecific(key);
-    if (!worker || !worker->in_lane || worker->inside || !cancelled()) return;
-    Finding f{cancel_reason == 1 ? "timeout" : "interrupted"};
-    leave_lane(worker, f, cudaErrorLaunchTimeout, context);
+static void on_cancel(int, siginfo_t* info, void* context) {
+    Worker* worker = this_worker();
+    if (!cancelled()) return;
+    if (!worker && on_host()) end_host("stuck", 0, program_counter(context), "", info);
+    if (!worker || !worker->in_lane || worker->inside) return;
+    leave_lane(worker, {cancelled() == 1 ? "timeout" : "interrupted"}, cudaErrorLaunchTimeout, context);
 }
 
-void start_watching(std::vector<Worker>& workers) {
+void install_handlers() {
     struct sigaction action {};
     sigemptyset(&action.sa_mask);
-    action.sa_flags = SA_SIGINFO | SA_ONSTACK;
+    action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;
     action.sa_sigaction = on_fault;
-    for (int i = 0; i < 5; i++) sigaction(FAULTS[i], &action, &old_faults[i]);
+    for (int fault : FAULTS) sigaction(fault, &action, nullptr);
     action.sa_flags |= SA_RESTART;
     action.sa_sigaction = on_cancel;
-    sigaction(CANCEL, &action, &old_cancel);
-    std::lock_guard<std::mutex> lock(mutex);
-    watched = &workers;
+    sigaction(CANCEL, &action, nullptr);
 }
-void stop_watching() {
-    {
-        std::lock_guard<std::mutex> lock(mutex);
-        watched = nullptr;
-    }
-    for (int i = 0; i < 5; i++) sigaction(FAULTS[i], &old_faults[i], nullptr);
-    sigaction(CANCEL, &old_cancel, nullptr);
-}
-void enter_worker(Worker* worker) {
+void enter_thread() {
     stack_t stack{};
     stack.ss_sp = malloc(HANDLER_STACK);
     stack.ss_size = HANDLER_STACK;
     sigaltstack(&stack, nullptr);
-    pthread_setspecific(key, worker);
-    std::lock_guard<std::mutex> lock(mutex);
-    worker->alive = true;
 }
-void leave_worker() {
-    Worker* worker = (Worker*)pthread_getspecific(key);
-    {
-        std::lock_guard<std::mutex> lock(mutex);
-        worker->alive = false;
-    }
-    pthread_setspecific(key, nullptr);
+void leave_thread() {
     stack_t stack{}, off{};
     sigaltstack(nullptr, &stack);
     off.ss_flags = SS_DISABLE;
     sigaltstack(&off, nullptr);
     free(stack.ss_sp);
 }
+void enter_worker(Worker* worker) {
+    enter_thread();
+    pthread_setspecific(key, worker);
+    std::lock_guard<std::mutex> lock(mutex);
+    worker->alive = true;
+}
+void leave_worker() {
+    {
+        std::lock_guard<std::mutex> lock(mutex);
+        this_worker()->alive = false;
+    }
+    pthread_setspecific(key, nullptr);
+    leave_thread();
+}
+void watch(std::vector<Worker>* workers) {
+    std::lock_guard<std::mutex> lock(mutex);
+    watched = workers;
+}
 
-// Python: end the launch that runs. 1 because it took too long, 2 because the user interrupted it, 0 to begin
-// anew. To be repeated until the launch is over: a lane that is inside the runtime at the moment is left
-// alone.
-extern "C" void simt_cancel(int reason) {
+// To be repeated until the launch is over: a lane that is inside the runtime at the moment is left alone.
+void cancel(int reason) {
     cancel_reason = reason;
     std::lock_guard<std::mutex> lock(mutex);
     if (!reason || !watched) return;

@@ -1,13 +1,19 @@
-// Signals: what a kernel does to the process must not reach Python.
+// Signals: what a kernel does to the process must not end it before Python knows.
 #pragma once
 #include "machine.h"
+#include <signal.h>
 
 namespace simt {
 
-void start_watching(std::vector<Worker>& workers);  // installs the handlers
-void stop_watching();                               // and puts the old ones back
-void enter_worker(Worker* worker);                  // called by each OS thread of the launch
+constexpr int CANCEL = SIGURG;  // ignored by default, so that a late one does no harm
+
+void install_handlers();                      // of the process; again before each call
+void enter_thread();                          // gives this OS thread a stack for its handlers
+void leave_thread();
+void enter_worker(Worker* worker);            // called by each OS thread of a launch
 void leave_worker();
-bool cancelled();
+void watch(std::vector<Worker>* workers);     // those of the launch that runs; null: none
+void cancel(int reason);                      // 1: it took too long, 2: the user interrupted it, 0: begin anew
+int cancelled();                              // the reason
 
 }  // namespace simt

@@ -3,27 +3,35 @@
 #include "global_memory.h"
 #include <map>
 #include <mutex>
+#include <algorithm>
 #include <tuple>
 
 namespace simt {
 
 std::atomic<int> last_error{0};
-typedef std::tuple<std::string, uintptr_t, uintptr_t, int> Key;
+typedef std::tuple<std::string, uintptr_t, uintptr_t, bool> Key;
 static std::mutex mutex;
 static std::map<Key, Finding> findings;
 static uint64_t sequence;
 
+// The lower, the better an example.
+static auto rank(const Finding& f) {
+    const bool within_a_warp = f.other_thread >= 0 && f.other_block < 0 && f.thread / WARP == f.other_thread / WARP;
+    const uint64_t later = f.other_block < 0 ? f.block : std::max(f.block, (uint64_t)f.other_block);
+    return std::make_tuple(f.warning, f.other_block >= 0, within_a_warp, f.launch, later, f.block, f.thread);
+}
 static void keep(Finding f) {
     std::lock_guard<std::mutex> lock(mutex);
     f.sequence = sequence++;
-    Key key{f.kind, f.pc, f.other_pc, f.launch};
+    Key key{f.kind, f.pc, f.other_pc, f.other_block >= 0};
     auto it = findings.find(key);
     if (it == findings.end()) {
         findings.emplace(key, f);
         return;
     }
-    uint64_t times = it->second.times + 1;
-    if (std::tie(f.block, f.thread) < std::tie(it->second.block, it->second.thread)) {
+    // How often two blocks meet is a matter of luck.
+    const uint64_t times = it->second.times + (f.other_block < 0);
+    if (rank(f) < rank(it->second)) {
         if (f.block == it->second.block) f.sequence = it->second.sequence;
         it->second = f;
     }
@@ -32,9 +40,11 @@ static void keep(Finding f) {
 void file(Lane* lane, const Finding& finding) {
     Finding f = finding;
     if (!f.pc) f.pc = lane->pc;
-    if (f.thread < 0) f.thread = lane->id;
+    if (f.other_block < 0) {
+        if (f.thread < 0) f.thread = lane->id;
+        f.block = lane->block->number;
+    }
     f.launch = lane->block->launch->number;
-    f.block = lane->block->number;
     keep(f);
 }
 void file_fatal(Lane* lane, const Finding& f, int error) {
@@ -51,18 +61,16 @@ void file_of_launch(int launch, const Finding& finding, int error) {
 }
 
 // ---- for Python ---------------------------------------------------------------------------------
-static std::string text;
-extern "C" {
-void simt_forget_findings() {
+void forget_findings() {
     std::lock_guard<std::mutex> lock(mutex);
     findings.clear();
     sequence = 0;
 }
 // One finding a line, fields separated by tabs; addresses are relative to the module and lie inside the
 // instruction (a return address is the next one's).
-const char* simt_findings() {
+std::string findings_text() {
     std::lock_guard<std::mutex> lock(mutex);
-    text.clear();
+    std::string text;
     auto relative = [](uintptr_t pc) {
         return pc && in_module(pc) ? std::to_string(pc - 1 - module_base) : std::string("0");
     };
@@ -75,10 +83,9 @@ const char* simt_findings() {
         std::string words = f.text;
         for (char& c : words)
             if (c == '\t' || c == '\n') c = ' ';
-        text += '\t' + words + '\n';
+        text += '\t' + words + '\t' + std::to_string(f.other_block) + '\t' + (f.warning ? "1" : "0") + '\n';
     }
-    return text.c_str();
-}
+    return text;
 }
 
 }  // namespace simt

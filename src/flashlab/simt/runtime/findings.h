@@ -16,15 +16,19 @@ struct Finding {
     uint64_t block = 0, sequence = 0, times = 1;
     int64_t value[3] = {0, 0, 0};  // what the kind needs: an offset, bytes, a limit
     std::string text = "";         // and a word or two
+    int64_t other_block = -1;      // of other_thread, where it is another
+    bool warning = false;          // it may be meant, and does no harm then
 };
 
-// Files a finding of this lane. The same one is kept once: that of the lowest block and thread, with the
-// number of times it was seen.
+// Files a finding of this lane. The same one is kept once: between two warps rather than within one, of the
+// lowest launch, block and thread, with the number of times it was seen.
 void file(Lane* lane, const Finding& f);
 // A finding after which the launch cannot go on.
 [[noreturn]] void file_fatal(Lane* lane, const Finding& f, int error);
 void file_of_launch(int launch, const Finding& f, int error);
 
 extern std::atomic<int> last_error;
+void forget_findings();
+std::string findings_text();  // for Python, see findings.cpp
 
 }  // namespace simt

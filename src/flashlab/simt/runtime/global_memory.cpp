@@ -7,23 +7,27 @@ namespace simt {
 
 std::vector<Buffer> buffers;
 uintptr_t module_base;
-static std::vector<std::pair<uintptr_t, uintptr_t>> module_segments, other_segments;
+typedef std::vector<std::pair<uintptr_t, uintptr_t>> Ranges;
+static Ranges module_segments, other_segments, written_segments;
+std::vector<std::pair<uintptr_t, uintptr_t>> module_variables() { return written_segments; }
 
 void find_module() {
     module_segments.clear();
     other_segments.clear();
+    written_segments.clear();
     dl_iterate_phdr(
         [](dl_phdr_info* info, size_t, void*) {
-            std::vector<std::pair<uintptr_t, uintptr_t>> segments;
+            Ranges segments, writable;
             bool mine = false;
             for (int i = 0; i < info->dlpi_phnum; i++) {
                 if (info->dlpi_phdr[i].p_type != PT_LOAD) continue;
                 uintptr_t low = info->dlpi_addr + info->dlpi_phdr[i].p_vaddr,
                           high = low + info->dlpi_phdr[i].p_memsz;
                 segments.push_back({low, high});
+                if (info->dlpi_phdr[i].p_flags & PF_W) writable.push_back({low, high});
                 mine |= (uintptr_t)&find_module >= low && (uintptr_t)&find_module < high;
             }
-            if (mine) module_base = info->dlpi_addr;
+            if (mine) module_base = info->dlpi_addr, written_segments = writable;
             auto& list = mine ? module_segments : other_segments;
             list.insert(list.end(), segments.begin(), segments.end());
             return 0;

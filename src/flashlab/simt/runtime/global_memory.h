@@ -9,7 +9,7 @@ struct Buffer {
     bool writable;
     int number;  // of the argument
 };
-extern std::vector<Buffer> buffers;  // sorted; they may overlap
+extern std::vector<Buffer> buffers;  // they may overlap
 
 // Is this access allowed? Files the finding where not; an access outside of every buffer ends the launch.
 // Returns whether it is an access to a buffer, which is to be counted.
@@ -17,6 +17,7 @@ bool check_global(Lane* lane, uintptr_t address, int bytes, bool write, const ch
 void describe_address(Finding& f, uintptr_t address, int bytes);  // for an illegal one: what is it near?
 void find_module();                                               // where this module's own code and data lie
 bool in_module(uintptr_t address);
+std::vector<std::pair<uintptr_t, uintptr_t>> module_variables();  // where those that can be written lie
 extern uintptr_t module_base;
 
 }  // namespace simt

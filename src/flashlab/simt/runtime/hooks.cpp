@@ -4,21 +4,32 @@
 #include "counters.h"
 #include "findings.h"
 #include "global_memory.h"
-#include "shadow.h"
+#include "global_shadow.h"
+#include "values.h"
 
 namespace simt {
 
-static void access(Lane* me, uintptr_t a, int bytes, bool write, bool aligned, uintptr_t pc) {
+enum Style : uint8_t { PLAIN, UNALIGNED, VOLATILE, PART };  // PART: of a struct that is copied in one go
+
+static void file_misaligned(Lane* me, uintptr_t a, int bytes, bool write) {
+    const SharedWindow& window = me->block->worker->window;
+    const bool shared = a - window.low < window.high - window.low;
+    Finding f{"misaligned", write ? "store" : "load"};
+    f.text = shared ? "shared" : "global";
+    f.value[0] = shared ? (int64_t)(a - window.base) : (int64_t)(a % 256), f.value[1] = bytes;
+    file_fatal(me, f, cudaErrorMisalignedAddress);
+}
+static void access(Lane* me, uintptr_t a, int bytes, bool write, Style style, uintptr_t pc) {
     Inside inside(me, pc);
     Worker* worker = me->block->worker;
     const char* how = write ? "store" : "load";
-    if (aligned && a % bytes) {
-        Finding f{"misaligned", how};
-        const bool shared = a - worker->window.low < worker->window.high - worker->window.low;
-        f.text = shared ? "shared" : "global";
-        f.value[0] = shared ? (int64_t)(a - worker->window.base) : (int64_t)(a % 256), f.value[1] = bytes;
-        file_fatal(me, f, cudaErrorMisalignedAddress);
+    if (++me->accesses > 128) {  // a lane far ahead would pile up half-filled requests
+        let_others_run(me);
+        me->pc = pc;
     }
+    if (style != UNALIGNED && style != PART && a % bytes) file_misaligned(me, a, bytes, write);
+    Conflict conflict;
+    bool conflicts = false;
     if (a - worker->window.low < worker->window.high - worker->window.low) {
         const uint64_t address = a - worker->window.base;
         const int site = worker->sites->find(pc, write ? SHARED_STORE : SHARED_LOAD);
@@ -26,41 +37,57 @@ static void access(Lane* me, uintptr_t a, int bytes, bool write, bool aligned, u
             if (write) end_launch(me, cudaErrorIllegalAddress);  // it would hit something that is not its own
             return;
         }
-        worker->shadow->touch(me, address, bytes, write ? WRITE : READ, site, how);
+        conflicts = worker->shadow->touch(me, address, bytes, write ? WRITE : READ, site, how,
+                                          write && style != PART ? &conflict : nullptr);
         count_access(me, site, address, bytes);
-    } else if (check_global(me, a, bytes, write, how)) {
-        count_access(me, worker->sites->find(pc, write ? GLOBAL_STORE : GLOBAL_LOAD), a, bytes);
+    } else {
+        const int site = worker->sites->find(pc, write ? GLOBAL_STORE : GLOBAL_LOAD);
+        const bool counted = check_global(me, a, bytes, write, how);
+        // A volatile access is one by itself, like an atomic.
+        const Access kind = style == VOLATILE ? EXCHANGE : write ? WRITE : READ;
+        if (write || style != VOLATILE)
+            conflicts = global_shadow.touch(me, a, bytes, kind, executions(me, site), how, conflict);
+        if (style == VOLATILE) meet(me, a, !write, write);
+        if (counted) count_access(me, site, a, bytes);
+        if (conflicts && style == PART) file_conflict(me, conflict, pc, false), conflicts = false;
     }
-    if (++me->accesses > 128) let_others_run(me);  // a lane far ahead would pile up half-filled requests
+    if (write && style != PART) expect_store(me, a, bytes, conflicts ? &conflict : nullptr);
 }
-static inline __attribute__((always_inline)) void hook(void* p, int bytes, bool write, bool aligned,
+static inline __attribute__((always_inline)) void hook(void* p, int bytes, bool write, Style style,
                                                        uintptr_t pc) {
     Lane* me = current_lane();
-    if (!me || (uintptr_t)p - (uintptr_t)me->stack < STACK) return;  // host code; local memory
-    access(me, (uintptr_t)p, bytes, write, aligned, pc);
+    if (!me) return;                                        // host code
+    if ((uintptr_t)p - (uintptr_t)me->stack < STACK) {      // local memory
+        if (!write && __builtin_expect(never_set(p, bytes), 0)) {
+            Inside inside(me, pc);
+            file_never_set(me, "load");
+        }
+        return;
+    }
+    access(me, (uintptr_t)p, bytes, write, style, pc);
 }
 static void range(void* p, long bytes, bool write, uintptr_t pc) {  // a struct copied in one go
     for (char* at = (char*)p; bytes > 0; at += 16, bytes -= 16)
-        hook(at, bytes < 16 ? (int)bytes : 16, write, false, pc);
+        hook(at, bytes < 16 ? (int)bytes : 16, write, PART, pc);
 }
 
 extern "C" {
-#define HOOKS(n)                                                                          \
-    void __tsan_read##n(void* p) { hook(p, n, false, true, CALLER); }                     \
-    void __tsan_write##n(void* p) { hook(p, n, true, true, CALLER); }                     \
-    void __tsan_unaligned_read##n(void* p) { hook(p, n, false, false, CALLER); }          \
-    void __tsan_unaligned_write##n(void* p) { hook(p, n, true, false, CALLER); }          \
-    void __tsan_volatile_read##n(void* p) { hook(p, n, false, true, CALLER); }            \
-    void __tsan_volatile_write##n(void* p) { hook(p, n, true, true, CALLER); }            \
-    void __tsan_unaligned_volatile_read##n(void* p) { hook(p, n, false, false, CALLER); } \
-    void __tsan_unaligned_volatile_write##n(void* p) { hook(p, n, true, false, CALLER); } \
-    void __tsan_read_write##n(void* p) {                                                  \
-        hook(p, n, false, true, CALLER);                                                  \
-        hook(p, n, true, true, CALLER);                                                   \
-    }                                                                                     \
-    void __tsan_unaligned_read_write##n(void* p) {                                        \
-        hook(p, n, false, false, CALLER);                                                 \
-        hook(p, n, true, false, CALLER);                                                  \
+#define HOOKS(n)                                                                              \
+    void __tsan_read##n(void* p) { hook(p, n, false, PLAIN, CALLER); }                        \
+    void __tsan_write##n(void* p) { hook(p, n, true, PLAIN, CALLER); }                        \
+    void __tsan_unaligned_read##n(void* p) { hook(p, n, false, UNALIGNED, CALLER); }          \
+    void __tsan_unaligned_write##n(void* p) { hook(p, n, true, UNALIGNED, CALLER); }          \
+    void __tsan_volatile_read##n(void* p) { hook(p, n, false, VOLATILE, CALLER); }            \
+    void __tsan_volatile_write##n(void* p) { hook(p, n, true, VOLATILE, CALLER); }            \
+    void __tsan_unaligned_volatile_read##n(void* p) { hook(p, n, false, UNALIGNED, CALLER); } \
+    void __tsan_unaligned_volatile_write##n(void* p) { hook(p, n, true, UNALIGNED, CALLER); } \
+    void __tsan_read_write##n(void* p) {                                                      \
+        hook(p, n, false, PLAIN, CALLER);                                                     \
+        hook(p, n, true, PLAIN, CALLER);                                                      \
+    }                                                                                         \
+    void __tsan_unaligned_read_write##n(void* p) {                                            \
+        hook(p, n, false, UNALIGNED, CALLER);                                                 \
+        hook(p, n, true, UNALIGNED, CALLER);                                                  \
     }
 // clang-format off
 HOOKS(1)
@@ -174,6 +201,24 @@ void __ubsan_handle_out_of_bounds(UbsanIndex* data, uintptr_t index) {
 void __ubsan_handle_out_of_bounds_abort(UbsanIndex* data, uintptr_t index) {
     index_out_of_bounds(data, index, CALLER);
 }
+
+// -fsanitize=alignment: an access through a pointer that is no multiple of what its type wants. (Where the compiler
+// knows that, an access comes as an unaligned one, as those of memcpy do.)
+struct UbsanMismatch {
+    const char* file;
+    uint32_t line, column;
+    const UbsanType* type;
+    unsigned char log_alignment, kind;  // 0 load, 1 store; then members, references and the like
+};
+static void misaligned(const UbsanMismatch* data, uintptr_t a, uintptr_t pc) {
+    Lane* me = current_lane();
+    const int bytes = 1 << data->log_alignment;
+    if (!me || data->kind > 1 || a % (unsigned)bytes == 0 || a - (uintptr_t)me->stack < STACK) return;
+    Inside inside(me, pc);
+    file_misaligned(me, a, bytes, data->kind == 1);
+}
+void __ubsan_handle_type_mismatch_v1(UbsanMismatch* data, uintptr_t a) { misaligned(data, a, CALLER); }
+void __ubsan_handle_type_mismatch_v1_abort(UbsanMismatch* data, uintptr_t a) { misaligned(data, a, CALLER); }
 }
 
 }  // namespace simt

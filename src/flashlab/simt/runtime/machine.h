@@ -14,16 +14,21 @@
 #include <pthread.h>
 #include <setjmp.h>
 #include <atomic>
+#include <string.h>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace simt {
 
 constexpr int WARP = 32, MAX_THREADS = 1024, MAX_WARPS = MAX_THREADS / WARP, BARRIERS = 16;
 constexpr size_t PAGE = 4096;
-constexpr size_t STACK = 128 << 10;  // a lane's local memory
-// Between two stacks lie 17 pages. Some are a guard, and a stride that is no power of two keeps the tops of a
-// block's stacks from falling into the same set of the cache.
+// A lane's local memory: the 512 KB that a GPU gives a thread, and a quarter more, as a CPU's frames are larger.
+constexpr size_t STACK = 640 << 10;
+// Between two stacks lie 17 pages. Most are a guard, and a stride that is no power of two keeps the tops of a
+// block's stacks from falling into the same set of the cache. Large frames are probed page by page
+// (-fstack-clash-protection), so that none steps over the guard.
+constexpr size_t STACK_GUARD = 16 * PAGE;
 constexpr size_t STACK_STRIDE = STACK + 17 * PAGE;
 constexpr size_t MAX_SHARED = 227 << 10;  // what the largest GPUs give a block (sm_90, sm_100)
 
@@ -42,6 +47,24 @@ struct Copy {
     uint32_t group;
 };
 
+// Two accesses that nothing orders: what is known of the earlier one, and how to tell of it.
+struct Conflict {
+    const char *kind, *how, *other_how;
+    uintptr_t other_pc;
+    int other_thread;
+    int64_t other_block;  // -1: the same
+    int64_t value[3];
+    bool same_warp, same_instruction;  // one execution of one instruction
+};
+// A store whose hook has run (values.h).
+struct PendingStore {
+    uintptr_t address, pc;
+    int bytes = 0;  // 0: none
+    bool has_conflict;
+    uint8_t before[16];
+    Conflict conflict;
+};
+
 struct Lane {  // one CUDA thread
     Fiber fiber;
     Block* block;
@@ -52,6 +75,11 @@ struct Lane {  // one CUDA thread
     State state;
     uintptr_t pc;    // return address of the runtime call it is in, or was last in
     int accesses;    // since it last let others run
+    PendingStore store;
+    struct {
+        uint32_t time;  // of the warp; 0: there was none
+        std::vector<uint32_t> known;
+    } fence;  // its last __threadfence (ordering.h)
     const void* in;  // while in a collective: its operands and its result, on its own stack
     void* out;
     uint32_t group;     // cp.async: number of the open group
@@ -108,22 +136,26 @@ struct Launch {  // what is the same for every block
     const void* closure;
     size_t closure_bytes;
     bool checked;
+    const void* kernel;  // its address; null where there is no one function
     int number;  // of the launch, counted from 0
     uint64_t blocks;
     std::atomic<uint64_t> next{0};      // the next block to deal out
     std::atomic<uint64_t> stop{~0ull};  // no block beyond this one matters: it ended the launch
+    std::atomic<uint64_t> done{0};      // blocks that ran to their end
 };
 
 struct Block {
     Worker* worker;
     Launch* launch;
     uint64_t number;
-    uint3 block_idx;
     int threads, warps, alive;
     bool ended;  // by a fatal finding
     Warp* warp;  // warps of them
     Lane* lane;  // threads of them
     Barrier barriers[BARRIERS];
+    typedef std::vector<std::pair<struct Word*, uint32_t>> Learnt;
+    Learnt learnt;          // of other blocks (ordering.h)
+    uint8_t published = 0;  // how often, more or less
 };
 
 struct SharedWindow {     // where this worker's shared memory lies
@@ -143,12 +175,14 @@ struct Worker {  // an OS thread that runs blocks
     Lane* lanes;  // MAX_THREADS or fewer, reused by each block
     std::vector<Warp> warps;
     SharedWindow window;
+    uint3* thread_idx;  // this OS thread's threadIdx
     SharedShadow* shadow;
     Sites* sites;
     sigjmp_buf escape;              // how a signal handler leaves a lane
     bool alive = false;             // its OS thread (faults.cpp)
     volatile bool in_lane = false;  // a lane runs, not the scheduler
     volatile bool inside = false;   // the running lane is inside the runtime
+    volatile bool leaving = false;  // a signal handler is at work on it
     Lane* volatile running = nullptr;
     std::string* printed;  // by the block that runs
 };
@@ -157,6 +191,7 @@ struct Settings {     // set by Python
     int threads = 2;  // OS threads
     size_t shared_limit = MAX_SHARED;
     int multiprocessors = 132, capability = 90;
+    bool checked = false;  // a check build
 };
 extern Settings settings;
 
@@ -170,13 +205,26 @@ inline __attribute__((always_inline)) Lane* current_lane() {
     return at < stacks_bytes ? &all_lanes[at / STACK_STRIDE] : nullptr;
 }
 
+void settle_store(Lane* lane);  // values.cpp
+
 // Marks the time that a lane spends inside the runtime: it must not be torn out of there (faults.cpp).
 struct Inside {
     Worker* worker;
-    Inside(Lane* lane, uintptr_t pc) : worker(lane->block->worker) { worker->inside = true, lane->pc = pc; }
+    Inside(Lane* lane, uintptr_t pc) : worker(lane->block->worker) {
+        worker->inside = true, lane->pc = pc;
+        if (__builtin_expect(lane->store.bytes != 0, 0)) settle_store(lane);
+    }
     ~Inside() { worker->inside = false; }
 };
 #define CALLER ((uintptr_t)__builtin_return_address(0))
+
+// For what only a kernel may call: the lane, or the end of the host part that has called it (host_part.cpp).
+[[noreturn]] void called_on_host(uintptr_t pc);
+inline __attribute__((always_inline)) Lane* kernel_lane(uintptr_t pc) {
+    Lane* me = current_lane();
+    if (__builtin_expect(!me, 0)) called_on_host(pc);
+    return me;
+}
 
 // ---- scheduler.cpp ------------------------------------------------------------------------------
 void wait_for_others(Lane* me, State state);  // the lane stops here until it is made runnable
@@ -184,6 +232,7 @@ void make_runnable(Lane* lane);
 void let_others_run(Lane* me);
 void stop_launch(Block* block, int error);          // after a fatal finding: no later block matters any more
 [[noreturn]] void end_launch(Lane* me, int error);  // the same, and the lane that runs stops for good
+void release_stacks();
 void lane_gone(Warp* warp);  // collectives.cpp: a lane has exited, and others may wait for it
 
 void thread_gone(Block* block);  // barrier.cpp: the same

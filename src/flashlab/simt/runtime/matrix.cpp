@@ -3,6 +3,7 @@
 #include "counters.h"
 #include "findings.h"
 #include "shadow.h"
+#include "values.h"
 #include <algorithm>
 
 namespace simt {
@@ -35,7 +36,7 @@ static Rows find_rows(Warp* warp, const Slot& slot, int count, bool write) {
             }
             if (!worker->shadow->in_bounds(lane, a, 16, how)) continue;
             if (warp->block->launch->checked)
-                worker->shadow->touch(lane, a, 16, write ? WRITE : READ, site, how);
+                worker->shadow->touch(lane, a, 16, write ? WRITE : READ, site, how, nullptr);
             rows.row[i][r] = (uint8_t*)worker->window.base + a;
         }
         s.count[1] +=
@@ -72,6 +73,7 @@ void store_matrix(Warp* warp, const Slot& slot) {
         for (int l = 0; l < WARP; l++) {
             const int g = l / 4, t = l % 4 * 2;
             const uint32_t r = ((const SimtStmatrixIn*)warp->lanes[l].in)->r[i];
+            if (r == NEVER_SET) file_never_set(&warp->lanes[l], "stmatrix", slot.pc);
             (trans ? tile[t][g] : tile[g][t]) = (uint16_t)r;
             (trans ? tile[t + 1][g] : tile[g][t + 1]) = (uint16_t)(r >> 16);
         }
@@ -115,6 +117,10 @@ static inline uint32_t float_to_half_bits(float f) {
     return sign | (a + 0xc8000fff + (a >> 13 & 1)) >> 13;
 }
 
+static void check_operands(Lane* lane, const char* what, const uint32_t* words, int count, uintptr_t pc) {
+    for (int i = 0; i < count; i++)
+        if (words[i] == NEVER_SET) return file_never_set(lane, what, pc);
+}
 // Whether a cp.async of any thread of the block has been issued and not been waited for.
 static bool copies_under_way(const Block* block) {
     for (int t = 0; t < block->threads; t++)
@@ -149,6 +155,9 @@ void multiply(Warp* warp, const Slot& slot) {
     float a[16][16], b[16][8], c[16][8];
     for (int l = 0; l < WARP; l++) {
         const SimtMmaIn& in = *(const SimtMmaIn*)warp->lanes[l].in;
+        check_operands(&warp->lanes[l], "mma's accumulator", in.c, acc16 ? 2 : 4, slot.pc);
+        check_operands(&warp->lanes[l], "mma's A", in.a, k_size / 4, slot.pc);
+        check_operands(&warp->lanes[l], "mma's B", in.b, k_size / 8, slot.pc);
         const int g = l / 4, t = l % 4 * 2;
         for (int i = 0; i < k_size / 4; i++) {
             uint32_t* at = &a16[g + i % 2 * 8][t + i / 2 * 8];

@@ -8,6 +8,7 @@
 #include <array>
 #include <map>
 #include <mutex>
+#include <stdio.h>
 
 namespace simt {
 
@@ -17,14 +18,14 @@ struct Record {
     dim3 grid, block;
     size_t shared_bytes;
     std::map<std::pair<uintptr_t, int>, std::array<uint64_t, COUNTERS>> counts;  // by place and kind
-    std::map<uint64_t, std::string> printed;                                     // by block
 };
 static std::vector<Record> records;
 static std::mutex mutex;
-static std::string text;
+static std::map<uint64_t, std::string> printed;  // by the launch that runs, by block
+static size_t printed_bytes;
 
 int record_launch(const char* name, const void* kernel, const Launch& launch) {
-    records.push_back({name, kernel, launch.grid, launch.block, launch.shared_bytes, {}, {}});
+    records.push_back({name, kernel, launch.grid, launch.block, launch.shared_bytes, {}});
     return (int)records.size() - 1;
 }
 void record_counts(const Sites& sites) {
@@ -33,30 +34,32 @@ void record_counts(const Sites& sites) {
         for (int i = 0; i < COUNTERS; i++) to[i] += s.count[i];
     }
 }
-void record_printed(int launch, uint64_t block, const std::string& what) {
+void record_printed(uint64_t block, const std::string& what) {
     std::lock_guard<std::mutex> lock(mutex);
-    records[launch].printed[block] += what;
+    if (printed_bytes > PRINTED_LIMIT) return;
+    printed[block] += what;
+    printed_bytes += what.size();
+}
+void show_printed() {
+    if (printed.empty()) return;
+    fflush(stdout);
+    for (auto& p : printed) fwrite(p.second.data(), 1, p.second.size(), stdout);
+    fflush(stdout);
+    printed.clear();
+    printed_bytes = 0;
 }
 
-extern "C" {
-void simt_forget_findings();
-
-void simt_reset(int threads, size_t shared_limit, int multiprocessors, int capability) {
+void forget_run() {
     records.clear();
     buffers.clear();
-    simt_forget_findings();
-    simt_last_error(1);
-    settings = {threads, shared_limit, multiprocessors, capability};
+    forget_findings();
+    last_error = 0;
 }
-void simt_buffer(uintptr_t low, size_t bytes, int writable, int number) {
-    buffers.push_back({low, low + bytes, writable != 0, number});
-}
-void simt_static_array(uint64_t offset, uint64_t bytes) { static_arrays.push_back({offset, bytes}); }
 
 // A line `launch ...` for each launch, followed by its lines `count ...`; addresses as in simt_findings.
-const char* simt_records() {
-    text.clear();
-    auto field = [](uint64_t v) { text += '\t' + std::to_string(v); };
+std::string records_text() {
+    std::string text;
+    auto field = [&text](uint64_t v) { text += '\t' + std::to_string(v); };
     for (const Record& r : records) {
         text += "launch\t" + r.text;
         field(r.kernel ? (uintptr_t)r.kernel - module_base : 0);
@@ -72,16 +75,10 @@ const char* simt_records() {
             text += '\n';
         }
     }
-    return text.c_str();
+    return text;
 }
-const char* simt_printed() {  // in the order of the launches and of their blocks
-    text.clear();
-    for (const Record& r : records)
-        for (auto& p : r.printed) text += p.second;
-    return text.c_str();
-}
-const char* simt_fiber_kind() { return fiber_kind(); }
 
+extern "C" {
 const char* simt_error_name(int e) {
     switch (e) {
     case cudaSuccess: return "cudaSuccess";

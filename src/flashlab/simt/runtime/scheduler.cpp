@@ -9,12 +9,14 @@
 #include "faults.h"
 #include "findings.h"
 #include "global_memory.h"
+#include "global_shadow.h"
 #include "report.h"
 #include "shadow.h"
 #include <algorithm>
 #include <link.h>
 #include <map>
 #include <mutex>
+#include <stdio.h>
 #include <string>
 #include <sys/mman.h>
 
@@ -24,6 +26,7 @@ namespace simt {
 // a block may ask for, so that just beyond the end there is still something to protect.
 extern "C" {
 alignas(1024) thread_local char simt_dynamic_shared[MAX_SHARED + 1024];
+__thread uint3 threadIdx, blockIdx, blockDim, gridDim;
 }
 
 uintptr_t stacks_low, stacks_bytes;
@@ -34,6 +37,7 @@ static std::map<const void*, int> opted_in;  // cudaFuncSetAttribute(MaxDynamicS
 // ---- from lane to lane --------------------------------------------------------------------------
 static void switch_to(Worker* worker, Fiber& from, Lane* to) {
     worker->running = to;
+    *worker->thread_idx = to->thread_idx;
     fiber_switch(from, to->fiber);
 }
 static void back_to_scheduler(Lane* me) {
@@ -97,6 +101,7 @@ static void lane_main() {
     Block* block = me->block;
     Worker* worker = block->worker;
     worker->inside = true;
+    if (me->store.bytes) settle_store(me);
     me->state = DONE;
     me->warp->runnable &= ~(1u << me->lane);
     me->warp->alive &= ~(1u << me->lane);
@@ -116,11 +121,12 @@ static void prepare_block(Worker* worker, Launch* launch, uint64_t number) {
     block.worker = worker;
     block.launch = launch;
     block.number = number;
-    block.block_idx = {(unsigned)(number % g.x), (unsigned)(number / g.x % g.y),
-                       (unsigned)(number / g.x / g.y)};
+    blockIdx = {(unsigned)(number % g.x), (unsigned)(number / g.x % g.y), (unsigned)(number / g.x / g.y)};
     block.threads = block.alive = (int)(b.x * b.y * b.z);
     block.warps = (block.threads + WARP - 1) / WARP;
     block.ended = false;
+    block.learnt.clear();
+    block.published = 0;
     block.warp = worker->warps.data();
     block.lane = worker->lanes;
     for (Barrier& barrier : block.barriers) barrier.arrived = 0, barrier.waiting.clear();
@@ -144,6 +150,8 @@ static void prepare_block(Worker* worker, Launch* launch, uint64_t number) {
         lane.state = RUNNABLE;
         lane.pc = 0, lane.accesses = 0;
         lane.group = 0, lane.first_copy = 0;
+        lane.store.bytes = 0;
+        lane.fence.time = 0;
         lane.copies.clear();
         // The frames of different lanes begin at different offsets, so that they do not compete for one cache
         // set.
@@ -151,7 +159,8 @@ static void prepare_block(Worker* worker, Launch* launch, uint64_t number) {
     }
     // Shared memory holds NaN (all bits set) until something is written there.
     const SharedWindow& window = worker->window;
-    memset((void*)window.low, 0xff, window.dynamic - window.low + launch->shared_bytes);
+    for (const StaticArray& a : static_arrays) memset((void*)(window.low + a.offset), 0xff, a.bytes);
+    memset((void*)window.dynamic, 0xff, launch->shared_bytes);
     worker->shadow->begin_block(launch->shared_bytes);
 }
 
@@ -252,16 +261,19 @@ static void* worker_main(void* argument) {
     Worker* worker = (Worker*)argument;
     Launch* launch = worker->launch;
     worker->window = find_window();
-    SharedShadow shadow(worker->window);
+    SharedShadow shadow(worker->window, launch->kernel ? (uint64_t)launch->kernel - module_base : 0);
     std::string printed;
     worker->shadow = &shadow;
     worker->printed = &printed;
+    worker->thread_idx = &threadIdx;
+    blockDim = launch->block, gridDim = launch->grid;
     enter_worker(worker);
     for (;;) {
         const uint64_t number = launch->next++;
         if (number >= launch->blocks || number > launch->stop || cancelled()) break;
         run_block(worker, launch, number);
-        if (!printed.empty()) record_printed(launch->number, number, printed);
+        if (!worker->block.ended) progress->done = ++launch->done;
+        if (!printed.empty()) record_printed(number, printed);
         printed.clear();
     }
     leave_worker();
@@ -269,14 +281,23 @@ static void* worker_main(void* argument) {
 }
 
 // ---- a launch -----------------------------------------------------------------------------------
+static void refuse(const Launch& launch, const char* text, int64_t value, int64_t limit, int error) {
+    Finding f{"launch-configuration"};
+    f.text = text;
+    f.value[0] = value, f.value[1] = limit;
+    file_of_launch(launch.number, f, error);
+}
+
+static void file_unfinished(const Launch& launch) {
+    Finding f{cancelled() == 2 ? "interrupted" : "timeout", "launch"};
+    f.value[0] = (int64_t)launch.done, f.value[1] = (int64_t)launch.blocks;
+    file_of_launch(launch.number, f, cudaErrorLaunchTimeout);
+}
+
 static bool configuration_error(const Launch& l, const void* kernel) {
     const uint64_t threads = (uint64_t)l.block.x * l.block.y * l.block.z;
-    const int number = l.number;
-    auto wrong = [number](const char* text, uint64_t value, uint64_t limit, int error) {
-        Finding f{"launch-configuration"};
-        f.text = text;
-        f.value[0] = (int64_t)value, f.value[1] = (int64_t)limit;
-        file_of_launch(number, f, error);
+    auto wrong = [&l](const char* text, uint64_t value, uint64_t limit, int error) {
+        refuse(l, text, (int64_t)value, (int64_t)limit, error);
         return true;
     };
     if (!l.grid.x || !l.grid.y || !l.grid.z) return wrong("grid-empty", 0, 0, cudaErrorInvalidConfiguration);
@@ -296,45 +317,85 @@ static bool configuration_error(const Launch& l, const void* kernel) {
     return false;
 }
 
-static void run(Launch& launch, int count) {
-    const size_t lanes = ((size_t)launch.block.x * launch.block.y * launch.block.z + WARP - 1) / WARP * WARP;
-    stacks_bytes = count * lanes * STACK_STRIDE;
-    void* region = mmap(nullptr, stacks_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (region == MAP_FAILED) {
-        Finding f{"launch-configuration"};
-        f.text = "memory";
-        file_of_launch(launch.number, f, cudaErrorMemoryAllocation);
-        stacks_bytes = 0;
-        return;
+// The stacks of all lanes lie in one region, which is kept for the next launch of the call.
+static size_t stacks_ready;  // how many of them can be used
+
+void release_stacks() {
+    if (stacks_bytes) munmap((void*)stacks_low, stacks_bytes);
+    stacks_low = stacks_bytes = stacks_ready = 0;
+}
+// How many stacks the system lets this process have: each is a mapping, and so is the gap before it.
+static size_t stacks_allowed() {
+    size_t limit = 65530, used = 0;
+    if (FILE* f = fopen("/proc/sys/vm/max_map_count", "r")) {
+        if (fscanf(f, "%zu", &limit) != 1) limit = 65530;
+        fclose(f);
     }
-    stacks_low = (uintptr_t)region;
+    if (FILE* f = fopen("/proc/self/maps", "r")) {
+        for (int c; (c = fgetc(f)) != EOF;) used += c == '\n';
+        fclose(f);
+    }
+    used += 512;
+    return limit > used ? (limit - used) / 2 : 0;
+}
+// Makes `wanted` stacks, or as many as there is room for; returns how many there are.
+static size_t make_stacks(size_t wanted) {
+    if (stacks_ready >= wanted) return wanted;
+    release_stacks();
+    wanted = std::min(wanted, stacks_allowed());
+    void* region = MAP_FAILED;
+    for (; wanted; wanted /= 2) {
+        region = mmap(nullptr, wanted * STACK_STRIDE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (region != MAP_FAILED) break;
+    }
+    if (region == MAP_FAILED) return 0;
+    stacks_low = (uintptr_t)region, stacks_bytes = wanted * STACK_STRIDE;
+    for (; stacks_ready < wanted; stacks_ready++)  // what lies below each stays a guard
+        if (mprotect((void*)(stacks_low + stacks_ready * STACK_STRIDE + STACK_GUARD), STACK, PROT_READ | PROT_WRITE))
+            break;
+    return stacks_ready;
+}
+
+static void run(Launch& launch, size_t count) {
+    const size_t lanes = ((size_t)launch.block.x * launch.block.y * launch.block.z + WARP - 1) / WARP * WARP;
+    count = make_stacks(count * lanes) / lanes;
+    if (!count) return refuse(launch, "memory", (int64_t)lanes, (int64_t)stacks_ready, cudaErrorMemoryAllocation);
     std::vector<Lane> lane_storage(count * lanes);
     all_lanes = lane_storage.data();
-    for (size_t i = 0; i < count * lanes; i++) {
-        all_lanes[i].stack = (uint8_t*)stacks_low + i * STACK_STRIDE + 16 * PAGE;
-        mprotect(all_lanes[i].stack, STACK, PROT_READ | PROT_WRITE);  // what lies below stays a guard
-    }
+    for (size_t i = 0; i < count * lanes; i++)
+        all_lanes[i].stack = (uint8_t*)stacks_low + i * STACK_STRIDE + STACK_GUARD;
     std::vector<Sites> sites(count);
     std::vector<Worker> workers(count);
-    for (int i = 0; i < count; i++) {
+    for (size_t i = 0; i < count; i++) {
         workers[i].launch = &launch;
         workers[i].lanes = all_lanes + i * lanes;
         workers[i].warps.resize(lanes / WARP);
         workers[i].sites = &sites[i];
     }
-    start_watching(workers);
-    for (Worker& w : workers) pthread_create(&w.thread, nullptr, worker_main, &w);
-    for (Worker& w : workers) pthread_join(w.thread, nullptr);
-    stop_watching();
+    global_shadow.begin_launch();
+    watch(&workers);
+    size_t started = 0;  // where the system has no more threads, fewer do the same work
+    while (started < count && !pthread_create(&workers[started].thread, nullptr, worker_main, &workers[started]))
+        started++;
+    for (size_t i = 0; i < started; i++) pthread_join(workers[i].thread, nullptr);
+    watch(nullptr);
     for (Sites& s : sites) record_counts(s);
-    stacks_bytes = 0;
-    munmap(region, count * lanes * STACK_STRIDE);
+    all_lanes = nullptr;
+    show_printed();
+    if (!started) return refuse(launch, "os-threads", 0, 0, cudaErrorMemoryAllocation);
+    // A launch that Python has cancelled is a success only if nothing of it is missing.
+    if (launch.done < launch.blocks && launch.stop == ~0ull) file_unfinished(launch);
 }
 
 extern "C" void simt_launch(const char* text, const void* kernel, uint3 grid, uint3 block,
                             size_t shared_bytes, void (*call)(const void*), const void* closure,
                             size_t closure_bytes, int checked) {
-    if (current_lane()) simt_trap();  // a kernel launched by a kernel
+    if (Lane* me = current_lane()) {
+        Inside inside(me, CALLER);
+        Finding f{"launch-in-kernel"};
+        f.text = text;
+        file_fatal(me, f, cudaErrorLaunchFailure);
+    }
     if (last_error == cudaErrorIllegalAddress || last_error == cudaErrorLaunchFailure ||
         last_error == cudaErrorLaunchTimeout)
         return;
@@ -342,12 +403,15 @@ extern "C" void simt_launch(const char* text, const void* kernel, uint3 grid, ui
     launch.grid = grid, launch.block = block;
     launch.shared_bytes = shared_bytes;
     launch.call = call, launch.closure = closure, launch.closure_bytes = closure_bytes;
-    launch.checked = checked;
+    launch.checked = checked, launch.kernel = kernel;
     launch.blocks = (uint64_t)grid.x * grid.y * grid.z;
     launch.number = record_launch(text, kernel, launch);
     if (configuration_error(launch, kernel)) return;
-    find_module();
-    run(launch, (int)std::max<uint64_t>(1, std::min<uint64_t>(settings.threads, launch.blocks)));
+    progress->done = 0, progress->blocks = launch.blocks;
+    strncpy(progress->kernel, text, sizeof progress->kernel - 1);
+    progress->launches++;
+    if (cancelled()) return file_unfinished(launch);
+    run(launch, (size_t)std::max<uint64_t>(1, std::min<uint64_t>((uint64_t)settings.threads, launch.blocks)));
 }
 extern "C" int simt_last_error(int forget) {
     const int error = last_error;

@@ -1,6 +1,7 @@
 // Races, uninitialised bytes and bounds in shared memory: see shadow.h.
 #include "shadow.h"
 #include "findings.h"
+#include "values.h"
 #include <sys/mman.h>
 #include <algorithm>
 
@@ -8,7 +9,7 @@ namespace simt {
 
 std::vector<StaticArray> static_arrays;
 
-SharedShadow::SharedShadow(const SharedWindow& w) : window(w) {
+SharedShadow::SharedShadow(const SharedWindow& w, uint64_t kernel) : window(w) {
     count = (w.high - w.base) / 2 + 1;
     cells = (Cell*)mmap(nullptr, count * sizeof(Cell), PROT_READ | PROT_WRITE,
                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -16,6 +17,7 @@ SharedShadow::SharedShadow(const SharedWindow& w) : window(w) {
     dynamic_end = dynamic;
     owner.assign(dynamic / 2 + 1, 0);
     for (size_t i = 0; i < static_arrays.size(); i++) {
+        if (kernel && static_arrays[i].kernel && static_arrays[i].kernel != kernel) continue;
         uint64_t low = w.low - w.base + static_arrays[i].offset;
         for (uint64_t c = low / 2; c < (low + static_arrays[i].bytes + 1) / 2 && c < owner.size(); c++)
             owner[c] = (uint16_t)(i + 1);
@@ -32,17 +34,6 @@ void SharedShadow::begin_block(size_t dynamic_bytes) {
 // Did what the stamp stands for happen before what `lane` does now?
 static inline bool ordered(const Stamp& s, const Lane* lane) {
     return s.time == 0 || s.thread == (uint64_t)lane->id || s.time <= lane->warp->known[s.thread / WARP];
-}
-
-static void file_conflict(Lane* lane, const char* kind, const char* how, const Stamp& other,
-                          const char* other_how, uint64_t address, int bytes) {
-    Finding f{kind, how};
-    Sites& sites = *lane->block->worker->sites;
-    f.other_thread = (int)other.thread;
-    f.other_pc = sites[other.site].pc;
-    f.text = other_how;
-    f.value[0] = (int64_t)address, f.value[1] = bytes;
-    file(lane, f);
 }
 
 static const char* verb(Sites& sites, const Stamp& s, bool write) {
@@ -62,69 +53,93 @@ void SharedShadow::file_out_of_bounds(Lane* lane, uint64_t address, int bytes, c
     file(lane, f);
 }
 
-void SharedShadow::touch(Lane* lane, uint64_t address, int bytes, Access access, int site, const char* how) {
-    Sites& sites = *lane->block->worker->sites;
-    const bool writes = access != READ;
-    bool filed = false;  // one finding an access: the next bytes say the same
+void SharedShadow::land(Lane* lane, uint64_t address, int bytes, int site) {
     Stamp now{};
-    now.time = lane->warp->time, now.thread = lane->id, now.site = site, now.atomic = access == ATOMIC;
+    now.time = lane->warp->time, now.thread = lane->id, now.site = site;
+    for (uint64_t c = address / 2; c < (address + bytes) / 2; c++) {  // copies are of 4 bytes or more, and aligned
+        now.bytes = 3;
+        cells[c].write = now;
+        cells[c].copying = 0;
+        cells[c].full = 3;
+    }
+}
+
+bool SharedShadow::touch(Lane* lane, uint64_t address, int bytes, Access access, int site, const char* how,
+                         Conflict* conflict) {
+    Sites& sites = *lane->block->worker->sites;
+    const bool writes = access != READ, reads = access == READ || access == ATOMIC;
+    bool filed = false, pending = false;  // one finding an access: the next bytes say the same
+    Stamp now{};
+    now.time = lane->warp->time, now.thread = lane->id, now.site = site, now.atomic = is_atomic(access);
+    now.execution = executions(lane, site);
+
+    auto file = [&](const char* kind, const Stamp& other, const char* other_how) {
+        if (filed || pending) return;
+        Conflict c{};
+        c.kind = kind, c.how = how, c.other_how = other_how;
+        c.other_pc = sites[other.site].pc, c.other_thread = (int)other.thread, c.other_block = -1;
+        c.value[0] = (int64_t)address, c.value[1] = bytes;
+        c.same_warp = other.thread / WARP == now.thread / WARP;
+        c.same_instruction = c.same_warp && other.site == now.site && other.time == now.time &&
+                             other.execution == now.execution;
+        if (conflict && !strcmp(other_how, "store")) *conflict = c, pending = true;  // perhaps of the same value
+        else file_conflict(lane, c, lane->pc, false), filed = true;
+    };
+    // Of the readers since the last write keep two. A later write conflicts with some reader exactly when it
+    // conflicts with one of these: readers of two different warps catch a writer of any warp, and two different
+    // lanes catch a writer of their own warp. A newer read of a warp stands for its older ones.
+    auto read = [&](Cell& cell) {
+        Stamp &first = cell.read[0], &second = cell.read[1];
+        const uint64_t warp = now.thread / WARP;
+        if (first.thread == now.thread && first.time == now.time) now.bytes |= first.bytes;
+        if (first.time == 0 || first.thread == now.thread || ordered(first, lane)) {
+            if (second.time && second.thread == now.thread) second.time = 0;
+            first = now;
+        } else if (second.time == 0 || second.thread == now.thread || ordered(second, lane) ||
+                   (first.thread / WARP == second.thread / WARP && first.thread / WARP != warp)) {
+            second = now;
+        }
+    };
+    auto write = [&](Cell& cell, uint8_t mine) {
+        // Where nothing was yet, not the copy is too early but the reader.
+        const char* kind = access != COPY_ISSUED ? "race" : cell.full & mine ? "stage-overwritten" : "read-before-wait";
+        for (const Stamp& r : cell.read)
+            if ((r.bytes & mine) && !ordered(r, lane)) file(kind, r, verb(sites, r, false));
+        // A thread's own store just before its atomic is what the other threads' atomics conflict with.
+        const Stamp& w = cell.write;
+        if (!now.atomic || w.atomic || w.thread != now.thread || w.time != now.time || (w.bytes & mine) != mine)
+            cell.write = now;
+        if (mine == 3) cell.read[0].time = cell.read[1].time = 0;
+        cell.copying = access == COPY_ISSUED ? (uint16_t)(lane->id + 1) : 0;
+        if (access != COPY_ISSUED) cell.full |= mine;
+    };
+    Cell before, after;  // the cell to the left
+    uint8_t whole = 0;   // it was touched as a whole
     for (uint64_t c = address / 2; c <= (address + bytes - 1) / 2; c++) {
         Cell& cell = cells[c];
         uint8_t mine = 3;  // which of the cell's two bytes
         if (c * 2 < address) mine &= 2;
         if (c * 2 + 1 >= address + bytes) mine &= 1;
-        now.bytes = mine;
-
-        if (access == COPY_LANDED) {  // the check was made when it was issued
-            cell.write = now;
-            cell.copying = 0;
-            cell.full |= mine;
+        if (whole == 3 && mine == 3 && !memcmp(&cell, &before, sizeof cell)) {  // as most often
+            cell = after;
             continue;
         }
-        if (cell.copying && !filed) {
-            file_conflict(lane, writes ? "stage-overwritten" : "read-before-wait", how, cell.write,
-                          "cp.async", address, bytes);
+        before = cell;
+        now.bytes = whole = mine;
+        if (cell.copying) file(writes ? "stage-overwritten" : "read-before-wait", cell.write, "cp.async");
+        else if ((cell.write.bytes & mine) && !(now.atomic && cell.write.atomic) && !ordered(cell.write, lane))
+            file("race", cell.write, verb(sites, cell.write, true));
+        if (reads && (cell.full & mine) != mine && !filed && !cell.copying) {
+            Finding f{"uninitialised-shared", how};
+            f.value[0] = (int64_t)address, f.value[1] = bytes;
+            simt::file(lane, f);
             filed = true;
         }
-        if ((cell.write.bytes & mine) && !(access == ATOMIC && cell.write.atomic) && !filed &&
-            !cell.copying && !ordered(cell.write, lane)) {
-            file_conflict(lane, "race", how, cell.write, verb(sites, cell.write, true), address, bytes);
-            filed = true;
-        }
-        if (!writes) {
-            if ((cell.full & mine) != mine && !filed && !cell.copying) {
-                Finding f{"uninitialised-shared", how};
-                f.value[0] = (int64_t)address, f.value[1] = bytes;
-                file(lane, f);
-                filed = true;
-            }
-            // Of the readers since the last write keep two. A later write conflicts with some reader exactly
-            // when it conflicts with one of these: readers of two different warps catch a writer of any warp,
-            // and two different lanes catch a writer of their own warp. A newer read of a warp stands for its
-            // older ones.
-            Stamp &first = cell.read[0], &second = cell.read[1];
-            const uint64_t warp = now.thread / WARP;
-            if (first.thread == now.thread && first.time == now.time) now.bytes |= first.bytes;
-            if (first.time == 0 || first.thread == now.thread || ordered(first, lane)) {
-                if (second.time && second.thread == now.thread) second.time = 0;
-                first = now;
-            } else if (second.time == 0 || second.thread == now.thread || ordered(second, lane) ||
-                       (first.thread / WARP == second.thread / WARP && first.thread / WARP != warp)) {
-                second = now;
-            }
-            continue;
-        }
-        for (const Stamp& read : cell.read)
-            if (!filed && (read.bytes & mine) && !ordered(read, lane)) {
-                file_conflict(lane, access == COPY_ISSUED ? "stage-overwritten" : "race", how, read,
-                              verb(sites, read, false), address, bytes);
-                filed = true;
-            }
-        cell.write = now;
-        if (mine == 3) cell.read[0].time = cell.read[1].time = 0;
-        cell.copying = access == COPY_ISSUED ? (uint16_t)(lane->id + 1) : 0;
-        if (access != COPY_ISSUED) cell.full |= mine;
+        if (writes) write(cell, mine);
+        else read(cell);
+        after = cell;
     }
+    return pending;
 }
 
 }  // namespace simt

@@ -8,7 +8,6 @@
 // before what I do now?" is one comparison.
 #pragma once
 #include "counters.h"
-#include <string.h>
 
 namespace simt {
 
@@ -18,6 +17,7 @@ struct Stamp {
     uint64_t site : 20;
     uint64_t bytes : 2;  // which of the two
     uint64_t atomic : 1;
+    uint64_t execution : 5;  // how often the lane had come to the site, the lowest bits
 };
 struct Cell {
     Stamp write;
@@ -26,17 +26,19 @@ struct Cell {
     uint8_t full;      // which of the two bytes hold something
 };
 
-enum Access : uint8_t { READ, WRITE, ATOMIC, COPY_ISSUED, COPY_LANDED };
+enum Access : uint8_t { READ, WRITE, ATOMIC, EXCHANGE, COPY_ISSUED };  // EXCHANGE: an atomic that needs no value
+inline bool is_atomic(Access a) { return a == ATOMIC || a == EXCHANGE; }
 
 // The static __shared__ arrays of the module, as its symbol table gives them.
 struct StaticArray {
     uint64_t offset, bytes;  // in the module's thread_local segment
+    uint64_t kernel;         // whose own it is, as an address in the module; 0: of a function that several call
 };
 extern std::vector<StaticArray> static_arrays;
 
 class SharedShadow {
 public:
-    explicit SharedShadow(const SharedWindow& window);
+    SharedShadow(const SharedWindow& window, uint64_t kernel);  // the one that runs; 0 where that is not known
     ~SharedShadow();
     void begin_block(size_t dynamic_bytes);
     // `address` is a shared address. False when the bytes lie in no array; the finding has then been filed.
@@ -47,8 +49,10 @@ public:
         file_out_of_bounds(lane, address, bytes, how);
         return false;
     }
-    // Looks for conflicts with earlier accesses to these bytes, and notes this one.
-    void touch(Lane* lane, uint64_t address, int bytes, Access access, int site, const char* how);
+    // Looks for conflicts with earlier accesses to these bytes, and notes this one. Where a store meets a
+    // store it fills in `conflict` and returns true; it files the rest.
+    bool touch(Lane* lane, uint64_t address, int bytes, Access access, int site, const char* how, Conflict* conflict);
+    void land(Lane* lane, uint64_t address, int bytes, int site);  // a cp.async that was checked when issued
 
 private:
     void file_out_of_bounds(Lane* lane, uint64_t address, int bytes, const char* how);

@@ -4,14 +4,14 @@
 #include "language.h"
 
 extern "C" {
-void simt_atomic_check(const void* p, int bytes);  // bounds, alignment, race, count
+void simt_atomic_check(const void* p, int bytes, int needed);  // bounds, alignment, race, count; is the value read?
 }
 
 // The loop that every atomic is: read, compute, and try again when another thread was faster.
 template <class Bits, class T, class F>
-SIMT_INLINE T simt_atomic(T* p, F update) {
+SIMT_INLINE T simt_atomic(T* p, F update, int needed = 1) {
     static_assert(sizeof(Bits) == sizeof(T), "the word that is compared is the value");
-    simt_atomic_check(p, sizeof(T));
+    simt_atomic_check(p, sizeof(T), needed);
     Bits old_bits = __atomic_load_n((Bits*)p, __ATOMIC_RELAXED), new_bits;
     T old_value, new_value;
     do {
@@ -49,13 +49,16 @@ SIMT_ATOMIC(atomicAdd, old + v)
 SIMT_ATOMIC(atomicSub, old - v)
 SIMT_ATOMIC(atomicMin, v < old ? v : old)
 SIMT_ATOMIC(atomicMax, old < v ? v : old)
-SIMT_ATOMIC(atomicExch, v)
 SIMT_ATOMIC(atomicAnd, old & v)
 SIMT_ATOMIC(atomicOr, old | v)
 SIMT_ATOMIC(atomicXor, old ^ v)
 SIMT_ATOMIC(atomicInc, old >= v ? T(0) : T(old + 1))
 SIMT_ATOMIC(atomicDec, old == T(0) || old > v ? v : T(old - 1))
 #undef SIMT_ATOMIC
+template <class T>
+SIMT_INLINE T atomicExch(T* p, typename SimtSame<T>::type v) {
+    return simt_atomic<typename SimtBits<sizeof(T)>::type>(p, [v](T) -> T { return v; }, 0);
+}
 template <class T>
 SIMT_INLINE T atomicCAS(T* p, typename SimtSame<T>::type compare, typename SimtSame<T>::type v) {
     return simt_atomic<typename SimtBits<sizeof(T)>::type>(

@@ -45,18 +45,11 @@ int simt_last_error(int forget);
 int simt_func_attribute(const void* kernel, int attribute, int value);
 int simt_device_attribute(int attribute);
 const char* simt_error_name(int error);
+void simt_written(const void* p, size_t bytes);  // by the host, in one of the calls below
 }
 
-#if defined(__SANITIZE_THREAD__)
-#define SIMT_CHECKED 1
-#elif defined(__has_feature)
-#if __has_feature(thread_sanitizer)
-#define SIMT_CHECKED 1
-#endif
-#endif
-#ifndef SIMT_CHECKED
-#define SIMT_CHECKED 0
-#endif
+// A launch is wherever it was written: the runtime's caller is that line.
+#define SIMT_HERE __attribute__((always_inline))
 
 // A launch copies its arguments, converted to the kernel's parameter types, as a GPU's constant bank does.
 template <class... P>
@@ -65,13 +58,12 @@ struct SimtLaunch {
     void (*kernel)(P...);
     uint3 grid, block;
     size_t shared_bytes;
-    template <class... A>
-    void operator()(A&&... args) const {
+    SIMT_HERE void operator()(P... args) const {
         struct Closure {
             void (*kernel)(P...);
             std::tuple<P...> parameters;
         };
-        Closure closure = {kernel, std::tuple<P...>(static_cast<P>(std::forward<A>(args))...)};
+        Closure closure = {kernel, std::tuple<P...>(static_cast<P>(args)...)};
         simt_launch(
             text, (const void*)kernel, grid, block, shared_bytes,
             [](const void* c) { std::apply(((const Closure*)c)->kernel, ((const Closure*)c)->parameters); },
@@ -84,8 +76,8 @@ SimtLaunch<P...> simt_configure(const char* text, void (*kernel)(P...), dim3 gri
     (void)stream;
     return {text, kernel, grid, block, shared_bytes};
 }
-// A launch whose template arguments follow from the arguments: there is no one function to take the address
-// of.
+// A launch whose kernel follows from the arguments (of a template, of several overloads, with default arguments):
+// there is no one function to take the address of.
 template <class F>
 struct SimtDeducedLaunch {
     const char* text;
@@ -93,7 +85,7 @@ struct SimtDeducedLaunch {
     uint3 grid, block;
     size_t shared_bytes;
     template <class... A>
-    void operator()(A... args) const {
+    SIMT_HERE void operator()(A... args) const {
         struct Closure {
             F call;
             std::tuple<A...> parameters;
@@ -133,6 +125,7 @@ static inline cudaError_t cudaFuncSetAttribute(K* kernel, cudaFuncAttribute a, i
 }
 static inline cudaError_t cudaMemset(void* p, int byte, size_t n) {
     memset(p, byte, n);
+    simt_written(p, n);
     return cudaSuccess;
 }
 static inline cudaError_t cudaMemsetAsync(void* p, int byte, size_t n, cudaStream_t = nullptr) {
@@ -140,6 +133,7 @@ static inline cudaError_t cudaMemsetAsync(void* p, int byte, size_t n, cudaStrea
 }
 static inline cudaError_t cudaMemcpy(void* d, const void* s, size_t n, cudaMemcpyKind) {
     memcpy(d, s, n);
+    simt_written(d, n);
     return cudaSuccess;
 }
 static inline cudaError_t cudaMemcpyAsync(void* d, const void* s, size_t n, cudaMemcpyKind k,

@@ -6,12 +6,30 @@
 #include <stdio.h>
 #include <string.h>
 
+#if defined(__SANITIZE_THREAD__)
+#define SIMT_CHECKED 1
+#elif defined(__has_feature)
+#if __has_feature(thread_sanitizer)
+#define SIMT_CHECKED 1
+#endif
+#endif
+#ifndef SIMT_CHECKED
+#define SIMT_CHECKED 0
+#endif
+
 // ---- keywords -----------------------------------------------------------------------------------
-#define __global__
+// The annotation is how flashlab.simt.source knows a kernel; the compiler never sees it. In a check build all that
+// a kernel calls becomes part of it, as on a GPU: g++ does not instrument a store of what a function returns.
+#if SIMT_CHECKED
+#define __global__ __attribute__((annotate("simt_kernel"), flatten))
+#else
+#define __global__ __attribute__((annotate("simt_kernel")))
+#endif
 #define __device__
 #define __host__
 #define __constant__
 #define __grid_constant__
+#define __managed__
 #define __launch_bounds__(...)
 #define __align__(n) __attribute__((aligned(n)))
 #define __forceinline__ inline __attribute__((always_inline))
@@ -67,30 +85,30 @@ struct dim3 {
 };
 
 // ---- built-in variables -------------------------------------------------------------------------
-// `const` tells the compiler that within one call of the kernel the answer never changes.
+// Set whenever a lane goes on (runtime/scheduler.cpp). `const` tells the compiler that a thread sees one value.
+#ifdef SIMT_RUNTIME
+#define SIMT_INDEX extern __thread uint3
+#else
+#define SIMT_INDEX extern __thread const uint3
+#endif
 extern "C" {
-__attribute__((const, nothrow)) uint3 simt_thread_idx();
-__attribute__((const, nothrow)) uint3 simt_block_idx();
-__attribute__((const, nothrow)) uint3 simt_block_dim();
-__attribute__((const, nothrow)) uint3 simt_grid_dim();
+SIMT_INDEX threadIdx, blockIdx, blockDim, gridDim;
 }
-#define threadIdx (simt_thread_idx())
-#define blockIdx (simt_block_idx())
-#define blockDim (simt_block_dim())
-#define gridDim (simt_grid_dim())
 constexpr int warpSize = 32;
+#define CUDART_VERSION 13000
 
 // ---- odds and ends ------------------------------------------------------------------------------
 extern "C" {
 long long clock64();  // cycles of the CPU: they order events, they measure nothing of a GPU
+void simt_fence();
 void simt_yield();    // let the other threads of the block run
 void simt_trap() __attribute__((noreturn));
 }
 SIMT_INLINE long long wall_clock64() { return clock64(); }
 SIMT_INLINE void __nanosleep(unsigned) { simt_yield(); }
 SIMT_INLINE void __threadfence_block() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
-SIMT_INLINE void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
-SIMT_INLINE void __threadfence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+SIMT_INLINE void __threadfence() { simt_fence(); }
+SIMT_INLINE void __threadfence_system() { simt_fence(); }
 SIMT_INLINE void __trap() { simt_trap(); }
 
 // Loads with a cache hint are loads.

@@ -41,8 +41,8 @@ SIMT_INLINE unsigned __activemask(int line = __builtin_LINE()) { return simt_act
 
 template <class T>
 SIMT_INLINE T simt_shuffle(unsigned mask, T value, int arg, int width, int kind) {
-    static_assert(sizeof(T) == 2 || sizeof(T) == 4 || sizeof(T) == 8,
-                  "a shuffle moves 2, 4 or 8 bytes a lane");
+    static_assert(sizeof(T) == 1 || sizeof(T) == 2 || sizeof(T) == 4 || sizeof(T) == 8,
+                  "a shuffle moves 1, 2, 4 or 8 bytes a lane");
     SimtShuffleIn in = {0, arg, width, kind};
     memcpy(&in.value, &value, sizeof(T));
     uint64_t got;

@@ -1,0 +1,337 @@
+"""The process in which a module's code runs, and the talk with it.
+
+A source may do anything: follow a null pointer in its host part, call ``exit()``, never return, destroy the heap.
+So each library is loaded into a small process of its own (runtime/runner.cpp, runtime/serve.cpp). It lives from one
+call to the next, so that ``__device__`` variables keep their values, and ends with a call that did not return.
+"""
+
+from __future__ import annotations
+
+import array
+import atexit
+import contextlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flashlab.simt.errors import SimtError
+
+PATIENCE = 2.0  # seconds that a cancelled call has to end by itself
+PRINTED = 1 << 20  # bytes that are kept of what a call prints, as a GPU's buffer has
+ALIVE = 32  # processes that wait for a next call; beyond that the one that has waited longest ends
+
+
+@dataclass
+class Ending:
+    """How a call ended.
+
+    Attributes:
+        kind: "returned"; "exit", "assert", "exception", "device-call" and "signal" of the host part; "stuck" (it did
+            not end when it was told to); "killed" (the process is gone, and could not say why).
+        code: of exit(), or the signal's number.
+        host: it happened in the host part's thread.
+        stack: a SIGSEGV just beyond the thread's stack.
+        address: that the signal was about.
+        pcs: where, innermost first, in the module; 0 is elsewhere.
+        text: of an assertion or an exception, or the last of what the process wrote to stderr.
+    """
+
+    kind: str
+    code: int = 0
+    host: bool = True
+    stack: bool = False
+    address: int = 0
+    pcs: tuple[int, ...] = ()
+    text: str = ""
+
+
+@dataclass
+class Reply:
+    """What came of a call: its end, value and CUDA error, and the runtime's records (see narrator.py)."""
+
+    ending: Ending
+    returned: int = 0
+    error: int = 0
+    records: str = ""
+    findings: str = ""
+    printed: str = ""
+    complained: str = ""  # on stderr
+    cancelled: int = 0  # 1: it took too long; 2: the user interrupted it
+    interrupt: BaseException | None = field(default=None, repr=False)
+
+
+class Gone(Exception):
+    """The process has ended; ``args[0]`` is its exit status, ``args[1]`` what it wrote to stderr."""
+
+
+class Process:
+    """A library in a process.
+
+    Args:
+        runner: the executable that loads it.
+        library: the module.
+        description: sent first (``describe`` of serve.cpp).
+
+    Raises:
+        SimtError: the process cannot be started, or the library not be loaded.
+    """
+
+    def __init__(self, runner: Path, library: Path, description: str):
+        self.owner = os.getpid()
+        self.lock = threading.Lock()  # one call at a time
+        self._between_calls = True
+        mine, its = socket.socketpair()
+        self._socket = mine
+        try:
+            self._popen = subprocess.Popen(
+                [str(runner), str(library), str(its.fileno())],
+                pass_fds=(its.fileno(),),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,  # a Ctrl-C in the terminal is for Python alone
+            )
+        except OSError as error:
+            mine.close()
+            raise SimtError(f"the emulator's process cannot be started: {error}") from error
+        finally:
+            its.close()
+        assert self._popen.stdout is not None and self._popen.stderr is not None
+        self._out, self._err = self._popen.stdout, self._popen.stderr
+        for pipe in (self._out, self._err):
+            os.set_blocking(pipe.fileno(), False)
+        self._unread = bytearray()
+        self._texts = {self._out: bytearray(), self._err: bytearray()}
+        self._lost = 0
+        try:
+            hello = self._wait(time.monotonic() + 60, {"hello"})
+            if "hello" not in hello:
+                raise Gone(None, "it does not answer")
+        except Gone as gone:
+            self.close()
+            raise SimtError(f"the emulator's process does not start: {gone.args[1] or gone.args[0]}") from None
+        self.fiber_kind = hello["hello"].decode()
+        self._send(description.encode())
+
+    # ---- frames ----------------------------------------------------------------------------------
+    def _send(self, text: bytes, file: int | None = None) -> None:
+        frame = len(text).to_bytes(8, sys.byteorder) + text
+        try:
+            if file is None:
+                self._socket.sendall(frame)
+            else:
+                passed = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [file]))]
+                sent = self._socket.sendmsg([frame], passed)
+                self._socket.sendall(frame[sent:])
+        except OSError:  # it is gone: found out at the next read
+            pass
+
+    def _frames(self):
+        while len(self._unread) >= 8:
+            length = int.from_bytes(self._unread[:8], sys.byteorder)
+            if len(self._unread) < 8 + length:
+                return
+            frame = bytes(self._unread[8 : 8 + length])
+            del self._unread[: 8 + length]
+            name, _, data = frame.partition(b"\n")
+            yield name.decode(), data
+
+    def _drain(self, pipe) -> bool:
+        """Takes what is in a pipe; False when it has been closed."""
+        while True:
+            try:
+                data = os.read(pipe.fileno(), 1 << 16)
+            except BlockingIOError:
+                return True
+            if not data:
+                return False
+            text = self._texts[pipe]
+            room = PRINTED - len(text)
+            text += data[:room]
+            self._lost += len(data) - max(0, min(room, len(data)))
+            if len(data) < 1 << 16:
+                return True
+
+    def _wait(self, deadline: float, last: set[str], frames: dict[str, bytes] | None = None) -> dict[str, bytes]:
+        """Reads frames until one of ``last`` is there, or the time is up.
+
+        Raises:
+            Gone: the process has ended.
+        """
+        frames = {} if frames is None else frames
+        watched: list[Any] = [self._socket, self._out, self._err]
+        while not last & frames.keys():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                break
+            ready, _, _ = select.select(watched, [], [], left)
+            for source in ready:
+                if source is not self._socket:
+                    if not self._drain(source):
+                        watched.remove(source)
+                    continue
+                try:
+                    data = source.recv(1 << 16)
+                except ConnectionError:
+                    data = b""
+                if not data:
+                    raise self._gone()
+                self._unread += data
+                frames.update(self._frames())
+        return frames
+
+    def _gone(self) -> Gone:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._popen.wait(1)
+        for pipe in (self._out, self._err):
+            self._drain(pipe)
+        return Gone(self._popen.returncode, self._texts[self._err].decode(errors="replace").strip())
+
+    # ---- a call ----------------------------------------------------------------------------------
+    def call(self, request: str, file: int, watch: Callable[[float], float]) -> Reply:
+        """Runs an entry.
+
+        Args:
+            request: as serve.cpp reads it.
+            file: descriptor of the shared memory.
+            watch: called twice a second and more with the seconds that have gone by; returns after how many of them
+                the call is to be cancelled.
+
+        Returns:
+            the reply; where it is cancelled by an exception of this thread (Ctrl-C), with that as ``interrupt``.
+        """
+        self._between_calls = False
+        for text in self._texts.values():
+            text.clear()
+        self._lost = 0
+        begin = time.monotonic()
+        frames: dict[str, bytes] = {}
+        cancelled, interrupt = 0, None
+        try:
+            try:
+                self._send(request.encode(), file)
+                while not frames.keys() & {"ending", "refused"}:
+                    now = time.monotonic()
+                    limit = begin + watch(now - begin)
+                    if now >= limit:
+                        cancelled = 1
+                        break
+                    self._wait(min(limit, now + 0.5), {"ending", "refused"}, frames)
+            except KeyboardInterrupt as error:
+                cancelled, interrupt = 2, error
+            if cancelled:
+                with contextlib.suppress(OSError):
+                    self._socket.sendall(bytes([cancelled]))
+            # After the ending comes the report, unless the heap is so broken that it cannot be written.
+            self._wait(time.monotonic() + PATIENCE, {"end", "refused"}, frames)
+            ending = None
+        except Gone as gone:
+            status = gone.args[0]
+            ending = Ending("killed", -status if status is not None and status < 0 else 0, text=gone.args[1])
+        except KeyboardInterrupt as error:  # a second one: no patience
+            cancelled, interrupt, ending = 2, error, Ending("killed", int(signal.SIGKILL))
+        if "ending" in frames:
+            ending = _ending(frames["ending"])
+        elif "refused" in frames:
+            ending = Ending("refused", text=frames["refused"].decode())
+        elif ending is None:
+            ending = Ending("stuck")
+        over = ending.kind in ("returned", "refused")
+        if not over:
+            self._kill()
+        for pipe in (self._out, self._err):
+            self._drain(pipe)
+        if not over:
+            self.close()
+        printed, complained = (t.decode(errors="replace") for t in self._texts.values())
+        if self._lost:
+            printed += f"\n... and {self._lost} more bytes\n"
+        returned, _, failed = frames.get("returned", b"0\t0").decode().partition("\t")
+        records, findings = (frames.get(n, b"").decode(errors="replace") for n in ("records", "findings"))
+        self._between_calls = over
+        return Reply(ending, int(returned), int(failed), records, findings, printed, complained, cancelled, interrupt)
+
+    # ---- its end ---------------------------------------------------------------------------------
+    @property
+    def alive(self) -> bool:
+        """It can take a call."""
+        mine = self.owner == os.getpid() and self._socket.fileno() >= 0
+        return mine and self._between_calls and self._popen.poll() is None
+
+    def _kill(self) -> None:
+        if self._popen.poll() is None:
+            with contextlib.suppress(OSError):
+                os.killpg(self._popen.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._popen.wait(5)
+
+    def close(self) -> None:
+        """Ends the process, with all that it has started."""
+        self._socket.close()
+        if self.owner == os.getpid():
+            self._kill()
+        for pipe in (self._out, self._err):
+            pipe.close()
+
+
+def _ending(frame: bytes) -> Ending:
+    kind, code, host, stack, address, pcs, text = frame.decode(errors="replace").split("\t", 6)
+    places = tuple(int(pc) for pc in pcs.split())
+    return Ending(kind, int(code), host == "1", stack == "1", int(address), places, text)
+
+
+_processes: OrderedDict[str, Process] = OrderedDict()
+_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def process(runner: Path, library: Path, description: str):
+    """The process of a library, for one call; a new one where there is none, or it has ended.
+
+    Raises:
+        SimtError: it cannot be started.
+    """
+    key = str(library)
+    while True:
+        with _lock:
+            wanted = _processes.pop(key, None)
+            if wanted is None or not (wanted.alive or wanted.lock.locked()):
+                if wanted is not None:
+                    wanted.close()
+                wanted = Process(runner, library, description)
+            _processes[key] = wanted
+        with wanted.lock:
+            if wanted.alive:
+                yield wanted
+                break
+    with _lock:
+        for other in list(_processes)[: max(0, len(_processes) - ALIVE)]:
+            if not _processes[other].lock.locked():
+                _processes.pop(other).close()
+
+
+@atexit.register
+def _close_all() -> None:
+    for p in _processes.values():
+        p.close()
+
+
+def _forget_all() -> None:  # in a forked child: they are the parent's
+    global _lock
+    _lock = threading.Lock()
+    for p in _processes.values():
+        p._socket.close()
+    _processes.clear()
+
+
+os.register_at_fork(after_in_child=_forget_all)

@@ -1,0 +1,168 @@
+// Races and unwritten bytes of global memory: see global_shadow.h.
+#include "global_shadow.h"
+#include "findings.h"
+#include "global_memory.h"
+#include "values.h"
+#include <sys/mman.h>
+#include <algorithm>
+
+namespace simt {
+
+GlobalShadow global_shadow;
+
+// `write` and `read` are of the block that came here last; `low_...` and `high_...` are accesses of the blocks
+// with the lowest and the highest number, of all that have come. Two blocks are enough: who conflicts with any
+// conflicts with one of them. And as they are kept by number, the findings do not depend on who was faster.
+struct GlobalShadow::Cell {
+    uint32_t launch;
+    uint8_t full;  // a bit a byte
+    GlobalStamp write, read[2];
+    GlobalStamp low_write, high_write, low_read, high_read;
+};
+
+// Blocks come from several OS threads.
+static std::atomic_flag locks[4096];
+struct CellLock {
+    std::atomic_flag& flag;
+    explicit CellLock(uintptr_t address) : flag(locks[address / 16 % 4096]) {
+        while (flag.test_and_set(std::memory_order_acquire)) {}
+    }
+    ~CellLock() { flag.clear(std::memory_order_release); }
+};
+
+void GlobalShadow::add(uintptr_t low, uintptr_t high, int argument, int item, bool empty) {
+    const int grain = item >= 4 ? 4 : 2;
+    for (Region& r : regions)
+        if (low < r.high && high > r.low) {  // the same bytes as another argument's
+            if (low >= r.low && high <= r.high) {
+                r.empty &= empty;
+                return;
+            }
+        }
+    const size_t count = (high - low) / grain + 2;
+    void* cells = mmap(nullptr, count * sizeof(Cell), PROT_READ | PROT_WRITE,
+                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (cells != MAP_FAILED) regions.push_back({low, high, argument, grain, empty, (Cell*)cells, count});
+}
+void GlobalShadow::clear() {
+    for (Region& r : regions) munmap((void*)r.cells, r.count * sizeof(Cell));
+    regions.clear();
+}
+void GlobalShadow::begin_launch() {
+    launch++;
+    forget_order();
+}
+void GlobalShadow::written(uintptr_t address, size_t bytes) {
+    for (Region& r : regions) {
+        if (!r.empty) continue;
+        for (uintptr_t a = std::max(address, r.low); a < std::min(address + bytes, r.high); a++)
+            r.cells[a / r.grain - r.low / r.grain].full |= 1 << a % r.grain;
+    }
+}
+
+static bool same_block_ordered(const GlobalStamp& s, const Lane* lane) {
+    return !s.pc || s.thread == (uint32_t)lane->id || s.time <= lane->warp->known[s.thread / WARP];
+}
+
+bool GlobalShadow::touch(Lane* lane, uintptr_t address, int bytes, Access access, uint32_t execution,
+                         const char* how, Conflict& conflict) {
+    const auto region = std::find_if(regions.begin(), regions.end(), [&](const Region& r) {
+        return address >= r.low && address + (uintptr_t)bytes <= r.high;
+    });
+    if (region == regions.end()) return false;
+    const uint32_t block = (uint32_t)lane->block->number;
+    const bool writes = access != READ, reads = access == READ || access == ATOMIC;
+    bool filed = false, pending = false;  // one finding an access: the next bytes say the same
+    GlobalStamp now;
+    now.block = block, now.pc = (uint32_t)(lane->pc - module_base);
+    now.time = lane->warp->time, now.thread = (uint32_t)lane->id;
+    now.atomic = is_atomic(access), now.execution = (uint8_t)execution;
+    now.published = lane->block->published;
+
+    auto conflicts = [&](const GlobalStamp& s, bool wrote) {
+        Conflict c{};
+        c.kind = "global-race", c.how = how;
+        c.other_how = s.atomic ? "atomic" : wrote ? "store" : "load";
+        c.other_pc = s.pc + module_base, c.other_thread = (int)s.thread;
+        c.other_block = s.block == block ? -1 : (int64_t)s.block;
+        c.value[0] = region->argument, c.value[1] = bytes, c.value[2] = (int64_t)(address - region->low);
+        c.same_warp = s.block == block && s.thread / WARP == now.thread / WARP;
+        c.same_instruction =
+            c.same_warp && s.pc == now.pc && s.time == now.time && s.execution == now.execution;
+        if (access == WRITE && wrote && !s.atomic) {  // perhaps of the same value
+            if (!pending) conflict = c, pending = true;
+        } else if (!filed) {
+            file_conflict(lane, c, lane->pc, false);
+            filed = true;
+        }
+    };
+    const uintptr_t grain = (uintptr_t)region->grain, end = address + (uintptr_t)bytes;
+    for (uintptr_t at = address / grain * grain; at < end; at += grain) {
+        Cell& cell = region->cells[at / grain - region->low / grain];
+        CellLock lock(at);
+        if (cell.launch != launch) {
+            const uint8_t full = cell.full;
+            cell = Cell();
+            cell.launch = launch, cell.full = full;
+        }
+        uint8_t mine = (uint8_t)((1 << grain) - 1);  // which of the cell's bytes
+        if (at < address) mine &= (uint8_t)(~0u << (address - at));
+        if (at + grain > end) mine &= (uint8_t)((1 << (end - at)) - 1);
+        now.bytes = mine;
+        auto meets = [&](const GlobalStamp& s) { return s.pc && (s.bytes & mine) && !(s.atomic && now.atomic); };
+
+        // Other blocks.
+        for (GlobalStamp* s : {&cell.low_write, &cell.high_write, &cell.low_read, &cell.high_read}) {
+            const bool wrote = s == &cell.low_write || s == &cell.high_write;
+            if (!s->pc || s->block == block || (!wrote && !writes)) continue;
+            if (known(lane, *s)) {
+                if (writes) *s = GlobalStamp();  // who is ordered after this access is ordered after that one
+            } else if (meets(*s)) {
+                conflicts(*s, wrote);
+            }
+        }
+        // The same block.
+        if (cell.write.pc && cell.write.block == block && meets(cell.write) && !same_block_ordered(cell.write, lane))
+            conflicts(cell.write, true);
+        if (writes)
+            for (const GlobalStamp& r : cell.read)
+                if (r.block == block && meets(r) && !same_block_ordered(r, lane)) conflicts(r, false);
+        if (reads && region->empty && (cell.full & mine) != mine && !filed) {
+            Finding f{"uninitialised-global", how};
+            f.value[0] = region->argument, f.value[1] = bytes, f.value[2] = (int64_t)(address - region->low);
+            file(lane, f);
+            filed = true;
+        }
+
+        // What is kept.
+        GlobalStamp &low = writes ? cell.low_write : cell.low_read, &high = writes ? cell.high_write : cell.high_read;
+        for (GlobalStamp* s : {&low, &high}) {
+            if (!s->pc || (s == &low ? block < s->block : block > s->block)) *s = now;
+            else if (s->atomic && now.atomic) *s = now;  // atomics of one word come one after the other
+            else if (s->block == block && s->published != now.published) *s = now;
+            else if (s->block == block) s->bytes |= mine;  // of a block its first is kept
+        }
+        if (writes) {
+            const GlobalStamp& w = cell.write;  // as in shadow.cpp
+            if (!now.atomic || !w.pc || w.atomic || w.block != block || w.thread != now.thread || w.time != now.time ||
+                (w.bytes & mine) != mine)
+                cell.write = now;
+            if (mine == (1 << grain) - 1) cell.read[0] = cell.read[1] = GlobalStamp();
+            cell.full |= mine;
+            continue;
+        }
+        GlobalStamp &first = cell.read[0], &second = cell.read[1];  // as in shadow.cpp
+        if (first.block != block) first = GlobalStamp();
+        if (second.block != block) second = GlobalStamp();
+        if (!first.pc || first.thread == now.thread || same_block_ordered(first, lane)) {
+            if (second.pc && second.thread == now.thread) second = GlobalStamp();
+            first = now;
+        } else if (!second.pc || second.thread == now.thread || same_block_ordered(second, lane) ||
+                   (first.thread / WARP == second.thread / WARP && first.thread / WARP != now.thread / WARP)) {
+            second = now;
+        }
+    }
+    return pending;
+}
+
+}  // namespace simt

@@ -1,0 +1,54 @@
+// Pending stores: see values.h.
+#include "values.h"
+
+namespace simt {
+
+void file_never_set(Lane* lane, const char* how, uintptr_t pc) {
+    Finding f{"uninitialised-local", how};
+    f.pc = pc;
+    file(lane, f);
+}
+
+void file_conflict(Lane* lane, const Conflict& c, uintptr_t pc, bool warning) {
+    Finding f{c.kind, c.how};
+    f.pc = pc, f.thread = lane->id, f.block = lane->block->number;
+    f.other_pc = c.other_pc, f.other_thread = c.other_thread;
+    f.text = c.other_how;
+    f.warning = warning;
+    for (int i = 0; i < 3; i++) f.value[i] = c.value[i];
+    if (c.other_block >= 0) {
+        // Which block came first is a matter of luck: the one that writes is told of, or the later one.
+        const bool i_read = !strcmp(c.how, "load") || !strcmp(c.how, "cp.async");
+        f.other_block = c.other_block;
+        if (i_read || (strcmp(c.other_how, "load") && f.block < (uint64_t)c.other_block)) {
+            std::swap(f.pc, f.other_pc);
+            std::swap(f.thread, f.other_thread);
+            f.block = (uint64_t)c.other_block, f.other_block = (int64_t)lane->block->number;
+            f.how = c.other_how, f.text = c.how;
+        }
+    }
+    file(lane, f);
+}
+
+void expect_store(Lane* lane, uintptr_t address, int bytes, const Conflict* conflict) {
+    PendingStore& s = lane->store;
+    s.address = address, s.pc = lane->pc, s.bytes = bytes;
+    s.has_conflict = conflict != nullptr;
+    if (!conflict) return;
+    s.conflict = *conflict;
+    memcpy(s.before, (const void*)address, (size_t)bytes);
+}
+
+void settle_store(Lane* lane) {
+    PendingStore s = lane->store;
+    lane->store.bytes = 0;
+    if (never_set((const void*)s.address, s.bytes)) file_never_set(lane, "store", s.pc);
+    if (!s.has_conflict) return;
+    Conflict& c = s.conflict;
+    const bool same = !memcmp((const void*)s.address, s.before, (size_t)s.bytes);
+    if (same && c.same_warp && c.other_pc == s.pc) return;  // CUDA: one of them takes effect
+    if (!same && c.same_instruction) c.kind = "lanes-disagree";
+    file_conflict(lane, c, s.pc, same || c.same_instruction);
+}
+
+}  // namespace simt

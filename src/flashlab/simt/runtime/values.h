@@ -1,0 +1,49 @@
+// The values that lanes store, and those that were never set.
+//
+// A hook comes before its store, so what is stored can be looked at only when the lane next enters the
+// runtime: until then the store is pending. Two questions wait for it. Is it the pattern with which the
+// compiler fills locals that nothing has set (-ftrivial-auto-var-init=pattern)? And where another lane has
+// stored to the same place: is it the same value, which does no harm?
+#pragma once
+#include "findings.h"
+
+namespace simt {
+
+#ifdef __clang__
+constexpr uint32_t NEVER_SET = 0xaaaaaaaau;
+#else
+constexpr uint32_t NEVER_SET = 0xfefefefeu;
+#endif
+
+// Do these bytes hold what was never set? At least half of them: a struct may have padding, of one word in
+// four. A single byte of that value says nothing.
+inline __attribute__((always_inline)) bool never_set(const void* p, int bytes) {
+    if (bytes == 4) {
+        uint32_t v;
+        memcpy(&v, p, 4);
+        return v == NEVER_SET;
+    }
+    if (bytes == 2) {
+        uint16_t v;
+        memcpy(&v, p, 2);
+        return v == (uint16_t)NEVER_SET;
+    }
+    int words = 0;
+    for (int i = 0; i + 4 <= bytes; i += 4) {
+        uint32_t v;
+        memcpy(&v, (const char*)p + i, 4);
+        words += v == NEVER_SET;
+    }
+    return words && words * 8 >= bytes;
+}
+
+// Files that a lane uses, in the way `how`, what it never set.
+void file_never_set(Lane* lane, const char* how, uintptr_t pc = 0);
+
+void file_conflict(Lane* lane, const Conflict& c, uintptr_t pc, bool warning);
+
+// The store that the lane is about to do. conflict: with an earlier one; null where there is none.
+void expect_store(Lane* lane, uintptr_t address, int bytes, const Conflict* conflict);
+void settle_store(Lane* lane);  // looks at it, once it has been done
+
+}  // namespace simt

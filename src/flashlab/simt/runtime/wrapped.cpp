@@ -1,0 +1,117 @@
+// Functions of the C and C++ libraries that a source calls and that must not happen as they stand. The linker
+// sends the module's calls of NAME to __wrap_NAME, and ours of __real_NAME to the library (build.py has the
+// list).
+#include "faults.h"
+#include "findings.h"
+#include "host_part.h"
+#include <malloc.h>
+#include <stdlib.h>
+#include <unistd.h>
+#include <new>
+
+namespace simt {
+
+// In a kernel it ends the launch. (The runtime allocates on a lane's stack too: that is not the kernel's call.)
+static inline __attribute__((always_inline)) void not_in_a_kernel(const char* name, uintptr_t pc) {
+    Lane* me = current_lane();
+    if (!me || me->block->worker->inside) return;
+    Inside inside(me, pc);
+    Finding f{"host-call"};
+    f.text = name;
+    file_fatal(me, f, cudaErrorLaunchFailure);
+}
+
+// The host part may ask for memory without end: half of the machine's is enough, and then there is none.
+static const int64_t limit = std::max<int64_t>(1 << 30, (int64_t)sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE) / 2);
+static std::atomic<int64_t> in_use{0};
+
+extern "C" {
+void* __real_malloc(size_t);
+void* __real_calloc(size_t, size_t);
+void* __real_realloc(void*, size_t);
+void __real_free(void*);
+}
+static void* charged(void* p) {
+    if (!p || (in_use += (int64_t)malloc_usable_size(p)) <= limit) return p;
+    in_use -= (int64_t)malloc_usable_size(p);
+    __real_free(p);
+    return nullptr;
+}
+static void discharge(void* p) {
+    if (p) in_use -= (int64_t)malloc_usable_size(p);
+}
+
+extern "C" {
+void* __wrap_malloc(size_t n) {
+    not_in_a_kernel("malloc", CALLER);
+    return charged(__real_malloc(n));
+}
+void* __wrap_calloc(size_t n, size_t size) {
+    not_in_a_kernel("calloc", CALLER);
+    return charged(__real_calloc(n, size));
+}
+void* __wrap_realloc(void* p, size_t n) {
+    not_in_a_kernel("realloc", CALLER);
+    discharge(p);
+    return charged(__real_realloc(p, n));
+}
+void __wrap_free(void* p) {
+    not_in_a_kernel("free", CALLER);
+    discharge(p);
+    __real_free(p);
+}
+#define WRAP_NEW(name, text)                \
+    void* __real_##name(size_t);            \
+    void* __wrap_##name(size_t n) {         \
+        not_in_a_kernel(text, CALLER);      \
+        return __real_##name(n);            \
+    }
+#define WRAP_DELETE(name)                   \
+    void __real_##name(void*);              \
+    void __wrap_##name(void* p) {           \
+        not_in_a_kernel("delete", CALLER);  \
+        __real_##name(p);                   \
+    }
+#define WRAP_SIZED_DELETE(name)             \
+    void __real_##name(void*, size_t);      \
+    void __wrap_##name(void* p, size_t n) { \
+        not_in_a_kernel("delete", CALLER);  \
+        __real_##name(p, n);                \
+    }
+WRAP_NEW(_Znwm, "new")
+WRAP_NEW(_Znam, "new[]")
+WRAP_DELETE(_ZdlPv)
+WRAP_DELETE(_ZdaPv)
+WRAP_SIZED_DELETE(_ZdlPvm)
+WRAP_SIZED_DELETE(_ZdaPvm)
+
+// The process would end before Python knows why.
+#define WRAP_EXIT(name)                                                   \
+    __attribute__((noreturn)) void __wrap_##name(int code) {              \
+        not_in_a_kernel(#name, CALLER);                                   \
+        fflush(stdout);                                                   \
+        end_host("exit", code, CALLER - 1, #name);                        \
+    }
+WRAP_EXIT(exit)
+WRAP_EXIT(_exit)
+WRAP_EXIT(_Exit)
+WRAP_EXIT(quick_exit)
+__attribute__((noreturn)) void __real_abort();
+__attribute__((noreturn)) void __wrap_abort() {
+    not_in_a_kernel("abort", CALLER);
+    __real_abort();
+}
+void* __real___cxa_allocate_exception(size_t);
+void* __wrap___cxa_allocate_exception(size_t n) {
+    not_in_a_kernel("throw", CALLER);
+    return __real___cxa_allocate_exception(n);
+}
+__attribute__((noreturn)) void __real___cxa_throw(void*, void*, void (*)(void*));
+__attribute__((noreturn)) void __wrap___cxa_throw(void* thrown, void* type, void (*destroy)(void*)) {
+    not_in_a_kernel("throw", CALLER);
+    note_throw();
+    __real___cxa_throw(thrown, type, destroy);
+}
+}
+
+}  // namespace simt

@@ -1,0 +1,186 @@
+// Host parts that do what ends a process. Above each the words of the sentence. `// <-` marks the line that it names.
+#include "simt.h"
+#include <assert.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+#include <stdexcept>
+#include <thread>
+#include <vector>
+
+#define ENTRY(name) extern "C" int run_##name(float* p, int n)
+__global__ void k(float* p) { p[threadIdx.x] = 1; }
+
+// expect: HostError: follows a null pointer
+ENTRY(null_pointer) { return *(volatile int*)(size_t)(n - 64); }  // <-
+
+// expect: HostError: follows a pointer to memory that is not its own
+ENTRY(a_wild_pointer) { return *(volatile int*)0x123456789000; }  // <-
+
+// expect: HostError: throws an exception|no such thing
+ENTRY(an_exception) {
+    if (n) throw std::runtime_error("no such thing");  // <-
+    return 0;
+}
+
+// expect: HostError: throws an exception|something that is no std::exception
+ENTRY(an_exception_of_no_class) { throw n; }  // <-
+
+// expect: HostError: throws an exception|vector::at|out_of_range|range
+ENTRY(an_exception_of_the_library) {
+    std::vector<int> v(3);
+    return v.at(n);  // <-
+}
+
+// expect: HostError: fails the assertion `n < 0`
+ENTRY(an_assertion) {
+    assert(n < 0);  // <-
+    return 0;
+}
+
+// expect: HostError: divides an integer by zero
+ENTRY(a_division) {
+    volatile int zero = n - 64;
+    return 7 / zero;  // <-
+}
+
+volatile int sink;
+__attribute__((noinline)) int deeper(int n) {
+    volatile char pad[4096];
+    pad[n % 4096] = 1;
+    sink = pad[0];
+    return deeper(n + 1) + pad[1];  // <-
+}
+// expect: HostError: overflows its stack
+ENTRY(a_recursion) { return deeper(n); }
+
+// expect: KernelTimeout: was still running
+ENTRY(a_loop) {
+    for (volatile int i = 0; n; i = i + 1) {}  // <-
+    return 0;
+}
+
+// expect: KernelTimeout: was still running
+ENTRY(a_sleep) {
+    sleep(1000);
+    return 0;
+}
+
+// expect: HostError: calls exit(3)
+ENTRY(an_exit) {
+    exit(3);  // <-
+}
+
+// expect: HostError: calls _exit(4)
+ENTRY(an_exit_at_once) {
+    _exit(4);  // <-
+}
+
+// expect: HostError: ends with abort()
+ENTRY(an_abort) {
+    abort();  // <-
+}
+
+// expect: HostError: was ended by signal|was killed
+ENTRY(a_signal) {
+    raise(SIGKILL);
+    return 0;
+}
+
+// expect: HostError: was ended by signal|was killed
+ENTRY(the_end_of_the_process) {
+    kill(getpid(), SIGTERM);
+    return pause();
+}
+
+// expect: HostError: ends with abort()|free
+ENTRY(a_double_free) {
+    char* a = (char*)malloc(100);
+    free(a);
+    char* volatile b = a;
+    free(b);  // <-
+    return 0;
+}
+
+// expect: HostError: abort|memory that is not its own
+ENTRY(a_heap_overrun) {
+    char* a = (char*)malloc(24);
+    for (volatile int i = 0; i < 4096 * n; i = i + 1) ((volatile char*)a)[i] = 0x41;
+    free(a);
+    free(malloc(5000));
+    return 0;
+}
+
+// expect: HostError: null pointer
+ENTRY(memory_without_end) {
+    for (;;) {
+        char* a = (char*)malloc(1 << 26);
+        memset(a, 1, 1 << 12);  // <-
+    }
+}
+
+// expect: HostError: bad_alloc
+ENTRY(memory_without_end_in_a_vector) {
+    std::vector<char*> all;
+    for (;;) all.push_back(new char[1 << 28]);  // <-
+}
+
+// expect: HostError: terminate|exception|abort
+ENTRY(an_exception_in_a_thread) {
+    std::thread t([] { throw std::runtime_error("in a thread"); });
+    t.join();
+    return 0;
+}
+
+// expect: HostError: ends with abort()|terminate
+ENTRY(a_thread_that_is_not_joined) {
+    std::thread t([] { sleep(1); });
+    return 0;
+}
+
+// expect: HostError: calls|only a kernel can call
+ENTRY(a_shuffle_on_the_host) { return __shfl_sync(~0u, n, 0); }  // <-
+
+// expect: HostError: calls|only a kernel can call
+ENTRY(a_barrier_on_the_host) {
+    __syncthreads();  // <-
+    return 0;
+}
+
+// expect: LaunchError: returned -7
+ENTRY(an_error_code) { return -7; }
+
+// expect: LaunchError: a block of 2000 threads; the limit is 1024
+ENTRY(a_refused_launch) {
+    k<<<1, 2000>>>(p);
+    return cudaGetLastError();
+}
+
+// expect: LaunchError: a block of 2000 threads; the limit is 1024
+ENTRY(a_refused_launch_that_nobody_looks_at) {
+    k<<<1, 2000>>>(p);
+    return 0;
+}
+
+// expect: HostError: comes to code that must not be reached|signal
+ENTRY(a_trap) { __builtin_trap(); }
+
+// expect: HostError: by itself|killed|signal|ended
+ENTRY(the_descriptors_are_closed) {
+    for (int i = 0; i < 1024; i++) close(i);
+    return 0;
+}
+
+// expect: KernelTimeout: was still running|killed
+ENTRY(signals_are_ignored) {
+    for (int i = 1; i < 32; i++) signal(i, SIG_IGN);
+    for (volatile int i = 0; n; i = i + 1) {}
+    return 0;
+}
+
+// expect: HostError: null pointer
+ENTRY(after_a_kernel) {
+    k<<<1, 32>>>(p);
+    return *(volatile int*)(size_t)(n - 64);  // <-
+}

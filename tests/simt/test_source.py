@@ -1,0 +1,169 @@
+"""What a source may look like: launches in macros and headers, overloads, names of CUDA as names of variables."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from flashlab.simt import CompileError, compile_cuda, source
+
+from .conftest import module
+
+
+@pytest.fixture(params=["fast", "check"])
+def dialect(request):
+    return module("dialect.cu", request.param == "check")
+
+
+def floats() -> np.ndarray:
+    return np.zeros(64, np.float32)
+
+
+@pytest.mark.parametrize(
+    "entry, want",
+    [
+        ("run_null", 1), ("run_null_deduced", 4), ("run_half_given", 6), ("run_braces", 12), ("run_pointer", 10),
+        ("run_macro", 3), ("run_pasted", 1), ("run_header", 1), ("run_add_f32_kernel", 1), ("run_called", 5),
+        ("run_arch", 900),
+    ],
+)  # fmt: skip
+def test_launches(dialect, entry, want):
+    p = floats()
+    assert dialect.launch(entry, p).ok
+    assert (p[:32] == want).all() and not p[32:].any()
+
+
+def test_the_kernel_follows_from_the_arguments(dialect):
+    p = np.zeros(32, np.int32)
+    assert dialect.run_default(p).ok and (p == 14).all()
+    assert dialect.run_half_default(p).ok and (p == 10).all()
+    f, i = np.ones(32, np.float32), np.ones(32, np.int32)
+    assert dialect.run_overloads(f, i).ok and (f == 2).all() and (i == 4).all()
+
+
+def test_names_of_cuda_may_be_variables_of_the_host(dialect):
+    p = floats()
+    assert dialect.run_host_variables(p, 64).ok and (p == 2).all()
+
+
+def test_bytes_are_shuffled(dialect):
+    p = np.arange(32, dtype=np.int32)
+    assert dialect.run_bytes(p).ok and p.tolist() == [100 + (i ^ 1) for i in range(32)]
+
+
+def test_strings_are_no_launches(dialect):
+    p = floats()
+    assert dialect.run_text(p).ok and p[0] == 2
+
+
+def test_numbers_of_every_kind_go_in_and_out(dialect):
+    assert dialect.returns_long().returned == 1 << 40
+    assert dialect.returns_float(1.5, 2.25, -3).returned == 0.75
+    numbers = [1, 2.5, -40, 4.0, 5, 6.0, 7, 8, 9, 10, 11.0, 12.0, 13.0, 14.0, 15.0, 16.0, -17, True]
+    got = dialect.many(*numbers, np.full(3, 100, np.float32), 0.5).returned
+    assert got == sum(numbers) + 100.5
+
+
+def test_another_standard():
+    text = """#include "simt.h"
+#include <concepts>
+template <std::integral T> __global__ void k(T* p) { p[threadIdx.x] = STANDARD; }
+extern "C" int run(int* p) { k<<<1, 32>>>(p); return cudaGetLastError(); }
+"""
+    p = np.zeros(32, np.int32)
+    for check in (False, True):
+        report = compile_cuda(text, std="c++20", check=check, defines={"STANDARD": "__cplusplus"}).run(p)
+        assert report.ok and (p == 202002).all()
+    with pytest.raises(ValueError, match='std is "c\\+\\+14"|std is .c\\+\\+14.'):
+        compile_cuda(text, std="c++14")
+
+
+HEAD = '#include "simt.h"\n'
+KERNEL = "__global__ void k(float* p) { p[threadIdx.x] = 1; }\n"
+
+
+@pytest.mark.parametrize(
+    "text, sentence",
+    [
+        (KERNEL, 'kernel.cu:1: error: __global__ is not known here: did you forget #include "simt.h"'),
+        (HEAD + KERNEL + "void f(float* p) { k(p); }", "kernel.cu:3: error: k is a kernel: launch it with k<<<grid"),
+        (HEAD + KERNEL + "int f(float* p) { return p ? (k(p), 1) : 0; }", "kernel.cu:3: error: k is a kernel"),
+        (
+            HEAD + "template <int N> __global__ void t(float* p) {}\nvoid f(float* p) {\n\n    t<64>(p);\n}",
+            "kernel.cu:5: error: t is a kernel",
+        ),
+        (
+            HEAD + '__device__ void f(unsigned d) {\n    asm volatile("cp.async.wait_all;" ::"r"(d));\n}',
+            "kernel.cu:3: error: inline PTX is not emulated: call the functions of ptx.cuh",
+        ),
+        (
+            HEAD + "#include <cooperative_groups.h>\n",
+            "kernel.cu:2:10: error: cooperative_groups.h is not emulated: use __syncthreads",
+        ),
+        (HEAD + "#include <mma.h>\n", "mma.h is not emulated: use mma_m16n8k16"),
+        (HEAD + "#include <cub/cub.cuh>\n", "cub/cub.cuh is not emulated: use a reduction"),
+        (HEAD + "#include <torch/extension.h>\n", "torch/extension.h is not emulated: use an extern"),
+        (HEAD + "#include <nowhere.h>\n", "kernel.cu:2:10: fatal error: nowhere.h: No such file"),
+        (HEAD + "void f() { void* p; cudaHostAlloc(&p, 1, 0); }", "cudaHostAlloc is not emulated"),
+    ],
+)
+def test_what_is_not_emulated_is_said(text, sentence):
+    with pytest.raises(CompileError) as caught:
+        compile_cuda(text)
+    assert sentence in str(caught.value)
+
+
+def test_kernels_that_are_declared_are_not_called():
+    text = (
+        HEAD
+        + """namespace deep {
+template <int N> __global__ void t(float* p);
+template __global__ void t<3>(float* p);
+template <int N> __global__ void t(float* p) { p[threadIdx.x] = N; }
+}
+static __global__ void __launch_bounds__(32) k(float* p);
+void __global__ k(float* p) { p[threadIdx.x] += 1; }
+extern "C" int run(float* p) {
+    void (*f)(float*) = &k;
+    deep::t<3><<<dim3(1, 1),
+                 32>>>(p);
+    f<<<1, 32>>>(p);
+    k<<<1, 32>>>(p);
+    return cudaGetLastError();
+}
+"""
+    )
+    p = floats()
+    report = compile_cuda(text).run(p)
+    assert (p[:32] == 5).all() and [x.kernel for x in report.launches] == ["deep::t<3>", "k", "k"]
+
+
+def test_launches_are_rewritten_line_for_line():
+    text = f"""# 1 "cell.cu"
+template <int N> __attribute__(({source.KERNEL})) void k(int* p) {{}}
+template <class T> __attribute__(({source.KERNEL})) void d(T* p) {{}}
+void f(int* p, cudaStream_t s) {{
+    k<64><<<dim3(1, 2),
+            32, 0, s>>>(p);
+    ns::k<3> <<<1, 32>>>(p);
+    d<<<1, 32>>>(p, __null);
+    (pick(p))<<<1, 32>>>(p);
+    const char* s = "<<<>>>";
+    int x = 1 << 2 >> 1;
+}}
+# 7 "/usr/include/other.h" 1 3
+__noinline__ int f();
+# 12 "cell.cu" 2
+__noinline__ int f();
+__attribute__((__noinline__)) int g();
+"""
+    rows = source.Preprocessed(text, ()).rewritten().splitlines()
+    assert len(rows) == len(text.splitlines())
+    assert rows[4] == '    simt_configure("k<64>", k<64>, dim3(1, 2),'
+    assert rows[5] == "            32, 0, s)(p);"
+    assert rows[6] == '    simt_configure("ns::k<3>", ns::k<3>, 1, 32)(p);'
+    assert rows[7] == '    simt_configure_deduced("d", [](auto... a) { d(a...); }, 1, 32)(p, nullptr);'
+    assert rows[8] == '    simt_configure("(pick(p))", (pick(p)), 1, 32)(p);'
+    assert rows[9:14] == text.splitlines()[9:14]
+    assert rows[15:] == ["__attribute__((__noinline__)) int f();", "__attribute__((__noinline__)) int g();"]
+    assert source.Preprocessed(text, ()).rewritten(inline_all=True).splitlines()[15:] == [" int f();", " int g();"]
