@@ -130,6 +130,7 @@ def test_ctrl_c_at_any_time(what):
 import os, signal, threading, time
 import numpy as np
 from flashlab import simt
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests may ignore it
 built = simt.compile_cuda({TEXT!r}, name="process.cu")
 p = np.zeros(64, np.int32)
 built.run_count(p)
@@ -272,6 +273,30 @@ def test_a_process_that_is_killed_is_replaced(built):
         other._popen.wait()
     built.run_count(p)
     assert p[0] == 1
+
+
+@pytest.mark.parametrize("entry", ["run_count(p)", "run_late(p, 1)"], ids=["between calls", "in a call"])
+def test_the_process_ends_with_python(entry):
+    program = f"""
+import os, signal, threading
+import numpy as np
+from flashlab import simt
+from flashlab.simt import process
+built = simt.compile_cuda({TEXT!r}, name="process.cu")
+p = np.zeros(64, np.int32)
+built.run_count(p)
+print(*(x._popen.pid for x in process._processes.values()), flush=True)
+threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
+built.{entry}
+threading.Event().wait()
+"""
+    python = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert python.returncode == -signal.SIGKILL, python.stderr
+    deadline = time.monotonic() + 20
+    with pytest.raises(ProcessLookupError):
+        while time.monotonic() < deadline:
+            os.kill(int(python.stdout), 0)
+            time.sleep(0.05)
 
 
 def test_no_more_processes_than_wanted(monkeypatch):

@@ -164,7 +164,7 @@ def _reductions(q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[str, str, Ten
     p = _weights(q, k)
     sums = torch.stack([p[:, pair == i].sum(1) for i in (0, 1)], 1)
     column_pair = torch.arange(v.shape[1]) // 4 % 2
-    keys, columns = torch.arange(ROWS), torch.arange(v.shape[1])
+    keys, columns = torch.arange(len(k)), torch.arange(v.shape[1])
     for shift, count, masks in ((2, 4, "neither with mask 1 nor 2"), (2, 2, "with mask 2 only")):  # lanes that differ
         lane, column_lane = keys // shift % count, columns // shift % count
         m = torch.stack([s[:, lane == x].amax(1) for x in range(count)], 1)
@@ -213,8 +213,8 @@ def _causal(forward: Callable[..., tuple[Tensor, Tensor]], head_dim: int) -> tup
 
 def _tiles(forward: Callable[..., tuple[Tensor, Tensor]], head_dim: int) -> tuple[str, str] | None:
     """Mistakes that show with several tiles of keys: one is left out, or what was summed is not rescaled."""
-    q, k, v = _tensors(4 * ROWS, head_dim, queries=16)
-    for move in (0.0, 12.0, -12.0, 4.0, -4.0):  # of the maximum in the middle, in powers of two
+    for move in (12.0, -12.0, 4.0, -4.0, 0.0):  # of the maximum in the middle, in powers of two; 0: as it comes
+        q, k, v = _tensors(4 * ROWS, head_dim, queries=16)
         if move:
             q[..., 0], k[..., 0] = math.sqrt(head_dim), 0.0
             q[..., 1:] *= 0.25

@@ -34,6 +34,8 @@ bool begin_call(Call& call, int notify);
 void interrupt_call();  // makes the thread end as "stuck", wherever it is
 void finish_call();     // after "returned"
 
+[[noreturn]] void end_process(int code);  // _exit() itself; as the module calls it, it is an end of the host part
+
 bool on_host();  // is this the thread of the host part?
 // Ends it; the thread never goes on. The first end counts.
 [[noreturn]] void end_host(const char* kind, int code, uintptr_t pc, const char* text = "",

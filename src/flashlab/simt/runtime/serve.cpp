@@ -50,7 +50,7 @@ static void send_frame(const char* name, const char* data, size_t bytes) {
     char head[64];
     const uint64_t length = (uint64_t)snprintf(head + 8, sizeof head - 8, "%s\n", name) + bytes;
     memcpy(head, &length, 8);
-    if (!send_all(head, 8 + length - bytes) || !send_all(data, bytes)) _exit(1);
+    if (!send_all(head, 8 + length - bytes) || !send_all(data, bytes)) end_process(1);
 }
 static void receive(void* data, size_t bytes, int* file) {
     for (char* at = (char*)data; bytes;) {
@@ -61,7 +61,7 @@ static void receive(void* data, size_t bytes, int* file) {
         message.msg_control = control, message.msg_controllen = sizeof control;
         const ssize_t n = recvmsg(python, &message, MSG_CMSG_CLOEXEC);
         if (n < 0 && errno == EINTR) continue;
-        if (n <= 0) _exit(0);  // Python is gone
+        if (n <= 0) end_process(0);  // Python is gone
         cmsghdr* c = CMSG_FIRSTHDR(&message);
         if (file && c && c->cmsg_type == SCM_RIGHTS) memcpy(file, CMSG_DATA(c), sizeof(int));
         at += n, bytes -= (size_t)n;
@@ -203,7 +203,7 @@ static void serve_call(const std::string& text, int file) {
     if (returned) finish_call(), fflush(nullptr);
     send_ending();
     send_report(call.returned);
-    if (!returned) _exit(0);
+    if (!returned) end_process(0);
     release_stacks();
     global_shadow.clear();
 }

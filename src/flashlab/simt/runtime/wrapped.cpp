@@ -87,6 +87,7 @@ WRAP_SIZED_DELETE(_ZdaPvm)
 
 // The process would end before Python knows why.
 #define WRAP_EXIT(name)                                                   \
+    __attribute__((noreturn)) void __real_##name(int);                    \
     __attribute__((noreturn)) void __wrap_##name(int code) {              \
         not_in_a_kernel(#name, CALLER);                                   \
         fflush(stdout);                                                   \
@@ -113,5 +114,7 @@ __attribute__((noreturn)) void __wrap___cxa_throw(void* thrown, void* type, void
     __real___cxa_throw(thrown, type, destroy);
 }
 }
+
+void end_process(int code) { __real__exit(code); }
 
 }  // namespace simt
