@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -153,7 +151,6 @@ def test_the_other_compiler():
     assert got.counters["mma"] and all(line for line in got.by_line)
     racy = compile_cuda(KERNELS / "broken.cu", check=True, compiler="clang++").run_both_write(np.zeros(64, np.int32))
     assert racy.findings[0].kind == "race" and racy.findings[0].line
-
 
 
 # ---- the pieces ----------------------------------------------------------------------------------
