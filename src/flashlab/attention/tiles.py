@@ -1,0 +1,176 @@
+"""Which tile a Triton kernel takes: recorded choices for each class of chips, and measured anew on request.
+
+A good tile is large, because each row of K and V that is loaded is used by BLOCK_M queries; and it has to fit: into the
+shared memory of a block (99 KiB on consumer GPUs, 163 on an A100, 227 on an H100), and into 255 registers a thread.
+`Choice.source` says what a recorded choice rests on: "measured" on a GPU of that class, or "compiled": among the usual
+tiles a large one that fits and does not spill, but was never timed there.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+from collections.abc import Callable
+from functools import cache as remember
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import triton
+
+from flashlab import runtime
+from flashlab.runtime import cache
+
+__all__ = ["SEARCH", "Choice", "Tile", "Work", "chip_class", "choose", "recorded", "tune"]
+
+
+class Tile(NamedTuple):
+    """What a kernel is compiled with."""
+
+    BLOCK_M: int
+    BLOCK_N: int
+    num_warps: int
+    num_stages: int
+
+
+class Choice(NamedTuple):
+    """The tile for head_dims up to `head_dim`."""
+
+    head_dim: int
+    tile: Tile
+    source: str  # "measured" or "compiled"
+
+
+class Work(NamedTuple):
+    """What the choice depends on: kernel is "forward", "dkdv" or "dq"; rows and seq are the lengths of the two sides,
+    rows those that one program keeps a block of."""
+
+    kernel: str
+    head_dim: int
+    dtype: torch.dtype
+    masked: bool
+    rows: int
+    seq: int
+
+
+def chip_class(capability: tuple[int, int] | None) -> str:
+    """ "hopper", "ampere" or "consumer"; a chip that is not known gets what fits everywhere. None is no GPU."""
+    if capability is None:
+        return "interpreter"
+    if capability in ((8, 0), (8, 7)):
+        return "ampere"
+    return "hopper" if capability[0] in (9, 10) else "consumer"
+
+
+def _choices(*rows: tuple[int, tuple[int, int, int, int]], source: str = "compiled") -> tuple[Choice, ...]:
+    return tuple(Choice(head_dim, Tile(*tile), source) for head_dim, tile in rows)
+
+
+_FLOAT32 = _choices((64, (32, 32, 4, 2)), (256, (32, 16, 4, 2)))  # FMA units, not tensor cores: small tiles
+
+# By kernel, class of chips, and whether the dtype is float32.
+_TABLE: dict[tuple[str, str, bool], tuple[Choice, ...]] = {
+    ("forward", "hopper", False): _choices((64, (128, 64, 4, 3)), (128, (128, 64, 8, 3)), (256, (128, 64, 8, 2))),
+    ("forward", "ampere", False): _choices((64, (128, 64, 4, 3)), (128, (128, 64, 8, 2)), (256, (64, 64, 8, 2))),
+    ("forward", "consumer", False): _choices((64, (128, 64, 4, 3)), (128, (128, 64, 8, 2)), (256, (64, 32, 8, 2))),
+    ("forward", "interpreter", False): _choices((256, (64, 64, 4, 1))),
+    ("forward", "hopper", True): _FLOAT32,
+    ("forward", "ampere", True): _FLOAT32,
+    ("forward", "consumer", True): _FLOAT32,
+    ("forward", "interpreter", True): _choices((256, (64, 64, 4, 1))),
+}
+
+SEARCH: dict[str, tuple[Tile, ...]] = {
+    "forward": tuple(
+        Tile(block_m, block_n, num_warps, num_stages)
+        for block_m in (64, 128)
+        for block_n in (32, 64, 128)
+        for num_warps in (4, 8)
+        for num_stages in (2, 3, 4)
+    ),
+}
+"""What `tune` tries: the search space of the Triton tutorial "Fused Attention". A tile that does not fit drops out."""
+
+
+def recorded(kernel: str, chip: str, dtype: torch.dtype) -> tuple[Choice, ...]:
+    """The choices for one kernel, class of chips and dtype, by rising head_dim."""
+    return _TABLE[kernel, chip, dtype == torch.float32]
+
+
+def choose(work: Work, device: torch.device) -> Tile:
+    """The tile for a launch: what `tune` found on this machine, else the recorded choice.
+
+    Few rows take a smaller BLOCK_M: a program computes all the rows of its block, those that are not there too.
+    """
+    name, chip = _gpu(device)
+    if known := _tuned().get(_key(work, name)):
+        return known
+    choices = recorded(work.kernel, chip, work.dtype)
+    tile = next(choice.tile for choice in choices if work.head_dim <= choice.head_dim)
+    if work.rows <= 64 and work.kernel != "dkdv":
+        rows = min(tile.BLOCK_M, max(16, triton.next_power_of_2(work.rows)))
+        return tile._replace(BLOCK_M=rows, num_warps=min(tile.num_warps, 4))
+    return tile
+
+
+def tune(work: Work, device: torch.device, launch: Callable[[Tile], None]) -> Tile:
+    """Time launch(tile) for each tile of the search space, and remember the fastest for work of this kind.
+
+    It is remembered in this process and in the cache folder (flashlab.runtime.cache), by the GPU's name.
+    Raises RuntimeError where kernels are interpreted, and where no tile fits.
+    """
+    if runtime.INTERPRETED:
+        raise RuntimeError("tuning times compiled kernels on a GPU, and in this process they are interpreted")
+    times: dict[Tile, float] = {}
+    for tile in SEARCH[work.kernel]:
+        try:
+            launch(tile)  # compiles
+        except triton.OutOfResources:
+            continue
+        times[tile] = triton.testing.do_bench(lambda tile=tile: launch(tile), warmup=10, rep=50, return_mode="median")
+    if not times:
+        raise RuntimeError(f"no tile of the search space fits on {_gpu(device)[0]}")
+    best = min(times, key=times.__getitem__)
+    _tuned()[_key(work, _gpu(device)[0])] = best
+    _store()
+    return best
+
+
+@remember
+def _gpu(device: torch.device) -> tuple[str, str]:
+    """The name and the class of a device; asked once, since every launch wants to know."""
+    if device.type != "cuda":
+        return "no GPU", chip_class(None)
+    return torch.cuda.get_device_name(device), chip_class(torch.cuda.get_device_capability(device))
+
+
+def _key(work: Work, gpu: str) -> str:
+    """Work of one kind: lengths count by their powers of two."""
+    sizes = [math.ceil(math.log2(max(1, length))) for length in (work.rows, work.seq)]
+    kind = [work.kernel, str(work.dtype), work.head_dim, "masked" if work.masked else "whole", *sizes]
+    return "/".join(map(str, [gpu, triton.__version__, *kind]))
+
+
+def _file() -> Path:
+    return cache.folder("tiles") / "tuned.json"
+
+
+@remember
+def _tuned() -> dict[str, Tile]:
+    """What this machine has tuned: read once, kept for the process."""
+    try:
+        return {key: Tile(*numbers) for key, numbers in json.loads(_file().read_text()).items()}
+    except (OSError, ValueError, TypeError, cache.CacheError):
+        return {}
+
+
+def _store() -> None:
+    try:
+        path = _file()
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as file:
+            json.dump({key: list(tile) for key, tile in _tuned().items()}, file, indent=1)
+        os.replace(file.name, path)  # whole or not at all
+    except (OSError, cache.CacheError):
+        pass  # an unwritable cache costs a tuning the next time

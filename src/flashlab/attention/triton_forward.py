@@ -1,0 +1,317 @@
+"""Phase 4: FlashAttention's forward pass as a Triton kernel that a model can use.
+
+The loop is phase 3's. Around it stands what real inputs ask for: batch and heads on the grid, key heads shared by
+several query heads, any head_dim up to 256, any lengths and strides, masks, a soft-cap, three dtypes.
+
+What is worth knowing before reading the kernel:
+
+- Every mask is two numbers: query i sees the keys i + first to i + last (flashlab.attention.options). `tile_edges`
+  turns them into four positions, and the loop walks from edge to edge: tiles cut by the left border, tiles that every
+  row sees whole, tiles cut by the right border or by the end of K. Tiles that no row sees are never loaded, and the
+  tiles in the middle, nearly all of them, have no mask at all.
+- A `tl.constexpr` is decided before compiling: a kernel without a soft-cap has no line of it.
+
+Sources: Dao et al., "FlashAttention" (2022), and Dao, "FlashAttention-2" (2023); the Triton tutorial "Fused Attention"
+for the two kinds of tiles; sliding windows: Beltagy et al., "Longformer" (2020); soft-caps: Gemma 2 (2024).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from flashlab import runtime
+from flashlab.attention.inputs import check_block, check_qkv, scale_of
+from flashlab.attention.options import Window, band, softcap_of
+from flashlab.attention.tiles import Tile, Work, choose, tune
+
+LOG2_E = 1.4426950408889634  # exp(x) == exp2(x * LOG2_E)
+SMALLEST_SCALE = 2.0**-126  # float32's smallest normal stands for a scale of 0: 0 * -inf is NaN
+MAX_HEAD_DIM = 256
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+@triton.jit
+def tile_edges(
+    start, stop, first, last, LENGTH,
+    BLOCK: tl.constexpr, HAS_FIRST: tl.constexpr, HAS_LAST: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Where tiles change their kind, for rows start ... stop - 1; row i sees i + first ... i + last of LENGTH others.
+
+    Four positions. Between the first two and between the last two a tile has to be masked, between the second and the
+    third every row sees all of it. Tiles begin at the first and are BLOCK long: what no row sees is never loaded.
+    """
+    begin, end = 0, LENGTH
+    whole_begin, whole_end = 0, LENGTH  # what all the rows see
+    if HAS_LAST:
+        end = tl.maximum(tl.minimum(LENGTH, stop + last), 0)
+        whole_end = tl.minimum(LENGTH, start + last + 1)
+    if HAS_FIRST:
+        begin = tl.minimum(tl.maximum(start + first, 0), end)
+        whole_begin = tl.minimum(tl.maximum(stop - 1 + first, 0), end)
+        whole_begin = begin + tl.cdiv(whole_begin - begin, BLOCK) * BLOCK
+    if SPLIT:
+        whole_end = whole_begin + tl.maximum(whole_end - whole_begin, 0) // BLOCK * BLOCK
+    else:
+        whole_end = whole_begin
+    return begin, whole_begin, whole_end, end
+
+
+@triton.jit
+def in_band(query, key, first, last, HAS_FIRST: tl.constexpr, HAS_LAST: tl.constexpr):
+    """Whether each query sees each key, for positions of two shapes that broadcast."""
+    seen = key == key
+    if HAS_FIRST:
+        seen = seen & (key >= query + first)
+    if HAS_LAST:
+        seen = seen & (key <= query + last)
+    return seen
+
+
+@triton.jit
+def load_tile(ptrs, rows, columns, end, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, EDGE: tl.constexpr):
+    """[rows, BLOCK_D]; zeros past HEAD_DIM, and in an edge tile from row `end` on."""
+    if EDGE and HEAD_DIM < BLOCK_D:
+        return tl.load(ptrs, mask=(rows[:, None] < end) & (columns[None, :] < HEAD_DIM), other=0.0)
+    elif EDGE:
+        return tl.load(ptrs, mask=rows[:, None] < end, other=0.0)
+    elif HEAD_DIM < BLOCK_D:
+        return tl.load(ptrs, mask=columns[None, :] < HEAD_DIM, other=0.0)
+    else:
+        return tl.load(ptrs)
+
+
+@triton.jit
+def store_tile(ptrs, x, rows, columns, end, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """x [rows, BLOCK_D] in the pointers' dtype, without the padding."""
+    x = x.to(ptrs.dtype.element_ty)
+    if HEAD_DIM < BLOCK_D:
+        tl.store(ptrs, x, mask=(rows[:, None] < end) & (columns[None, :] < HEAD_DIM))
+    else:
+        tl.store(ptrs, x, mask=rows[:, None] < end)
+
+
+@triton.jit
+def soft_capped(s, tanh_scale):
+    """tanh(s * tanh_scale / (2 log2(e))) from the exponential that the hardware has; right up to infinity."""
+    return 1.0 - 2.0 / (1.0 + tl.exp2(s * tanh_scale))
+
+
+@triton.jit
+def flash_attention_kernel(
+    Q_ptr,  # [batch, heads, M, HEAD_DIM]
+    K_ptr,  # [batch, heads / group, N, HEAD_DIM]
+    V_ptr,  # like K
+    O_ptr,  # like Q
+    LSE_ptr,  # [batch, heads, M], float32, contiguous
+    stride_qb, stride_qh, stride_qm, stride_qd,
+    stride_kb, stride_kh, stride_kn, stride_kd,
+    stride_vb, stride_vh, stride_vn, stride_vd,
+    stride_ob, stride_oh, stride_om, stride_od,
+    scale_log2,  # positive: scores times it are in units of log 2
+    tanh_scale,  # of the soft-cap
+    M, N, heads,
+    group,  # query heads to each key head
+    first, last,  # query i sees the keys i + first ... i + last
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,  # BLOCK_D: the next power of two
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_FIRST: tl.constexpr, HAS_LAST: tl.constexpr, SPLIT: tl.constexpr,
+    SOFTCAP: tl.constexpr, NEGATE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    # One program: BLOCK_M queries of one head. All are on grid x, whose limit is 2^31; on y and z it is 65535.
+    m_blocks = tl.cdiv(M, BLOCK_M)
+    block_m = tl.program_id(0) % m_blocks
+    if HAS_LAST:
+        block_m = m_blocks - 1 - block_m  # the longest programs first: short ones fill the gaps at the end
+    batch_head = (tl.program_id(0) // m_blocks).to(tl.int64)  # int64: an offset may pass 2^31 elements
+    batch, head = batch_head // heads, batch_head % heads
+    kv_head = head // group
+
+    start_m = block_m * BLOCK_M
+    offs_m = start_m + tl.arange(0, BLOCK_M)
+    offs_d = tl.arange(0, BLOCK_D)
+    rows_m, columns = offs_m.to(tl.int64)[:, None], offs_d.to(tl.int64)[None, :]
+    rows_n = tl.arange(0, BLOCK_N).to(tl.int64)[:, None]
+    q_ptrs = Q_ptr + batch * stride_qb + head * stride_qh + rows_m * stride_qm + columns * stride_qd
+    k_ptrs = K_ptr + batch * stride_kb + kv_head * stride_kh + rows_n * stride_kn + columns * stride_kd
+    v_ptrs = V_ptr + batch * stride_vb + kv_head * stride_vh + rows_n * stride_vn + columns * stride_vd
+    q = load_tile(q_ptrs, offs_m, offs_d, M, HEAD_DIM, BLOCK_D, True)
+    if NEGATE:
+        q = -q  # the scale is negative: the maximum of the scores is found before they are scaled
+
+    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)  # the largest score of each row so far
+    l_i = tl.zeros([BLOCK_M], tl.float32)  # the sum of exp2(score - m_i) so far
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)  # the sum of exp2(score - m_i) * v so far
+    edges = tile_edges(start_m, tl.minimum(start_m + BLOCK_M, M), first, last, N, BLOCK_N, HAS_FIRST, HAS_LAST, SPLIT)
+    for part in tl.static_range(3):  # the left edge, the tiles that are seen whole, the right edge
+        for start_n in tl.range(edges[part], edges[part + 1], BLOCK_N):
+            offs_n = start_n + tl.arange(0, BLOCK_N)
+            k_tile = k_ptrs + start_n * tl.cast(stride_kn, tl.int64)
+            k = load_tile(k_tile, offs_n, offs_d, edges[3], HEAD_DIM, BLOCK_D, part != 1)
+            s = tl.dot(q, k.T, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+            if SOFTCAP:
+                s = soft_capped(s, tanh_scale)
+            if part != 1:
+                seen = in_band(offs_m[:, None], offs_n[None, :], first, last, HAS_FIRST, HAS_LAST)
+                s = tl.where(seen & (offs_n[None, :] < edges[3]), s, float("-inf"))
+            m_new = tl.maximum(m_i, tl.max(s, axis=1) * scale_log2)
+            m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)  # no score yet: -inf - (-inf) is NaN
+            p = tl.exp2(s * scale_log2 - m_safe[:, None])  # scaled here: one multiply-add a score
+            correction = tl.exp2(m_i - m_safe)  # at most 1: what was added so far, relative to the new maximum
+            l_i = l_i * correction + tl.sum(p, axis=1)
+            acc = acc * correction[:, None]
+            v_tile = v_ptrs + start_n * tl.cast(stride_vn, tl.int64)
+            v = load_tile(v_tile, offs_n, offs_d, edges[3], HEAD_DIM, BLOCK_D, part != 1)
+            acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)  # acc + p @ v; p in v's dtype
+            m_i = m_new
+
+    acc = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]  # l_i is 0 in a row that sees no key: o is 0
+    lse = (m_i + tl.log2(l_i)) * 0.6931471805599453  # times ln 2: a natural logarithm
+    o_ptrs = O_ptr + batch * stride_ob + head * stride_oh + rows_m * stride_om + columns * stride_od
+    store_tile(o_ptrs, acc, offs_m, offs_d, M, HEAD_DIM, BLOCK_D)
+    tl.store(LSE_ptr + batch_head * M + offs_m, lse, mask=offs_m < M)
+
+
+def flash_attention_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    window: Window = None,
+    softcap: float | None = None,
+    allow_tf32: bool = False,
+    split: bool = True,
+    tile: Tile | None = None,
+    tune_tile: bool = False,
+    kernel=flash_attention_kernel,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """softmax(scale * q k^T + mask) v in one kernel launch.
+
+    Args:
+        q: [batch, heads, seq_q, head_dim]; k, v: [batch, kv_heads, seq_k, head_dim], heads a multiple of kv_heads. All
+            float16, all bfloat16 or all float32, with any strides; head_dim up to 256; any lengths, 0 too.
+        causal, window: which keys a query sees, aligned at the end; see `flashlab.attention.options`.
+        scale: 1 / sqrt(head_dim) unless given. softcap: scores become softcap * tanh(score / softcap).
+        allow_tf32: multiply float32 inputs in TF32, with 10 bits of mantissa instead of 23; never without asking.
+        split: False masks every tile, also those that all rows see whole: to measure what it costs.
+        tile: instead of the recorded choice (`flashlab.attention.tiles`).
+        tune_tile: measure the tiles of the search space first, on these inputs; this machine remembers the fastest.
+        kernel: another kernel with the same parameters.
+    Returns:
+        o: like q, in its dtype and its order in memory. lse: [batch, heads, seq_q], float32: log(sum(exp(scores))).
+        A row that sees no key gives o = 0 and lse = -inf. A key that no query sees is never looked at.
+    Raises:
+        TypeError, ValueError: see `check_inputs`, and `flashlab.attention.options` for what is asked for; a tile whose
+            sides are no powers of two of at least 16. RuntimeError: tune_tile where kernels are interpreted.
+    """
+    check_inputs(q, k, v, no_grad=True)
+    o = torch.empty_like(q)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    if q.numel() == 0:
+        return o, lse  # a grid of 0 programs cannot be launched
+
+    scores = positive_scale(score_arguments(q, k, causal, scale, window, softcap, allow_tf32)) | {"SPLIT": split}
+    work = Work("forward", q.shape[3], q.dtype, scores["HAS_FIRST"] or scores["HAS_LAST"], q.shape[2], k.shape[2])
+
+    def launch(tile: Tile) -> None:
+        with current_device(q):
+            grid = (triton.cdiv(q.shape[2], tile.BLOCK_M) * q.shape[0] * q.shape[1],)
+            kernel[grid](q, k, v, o, lse, **launch_arguments(tile, k=k, q=q, v=v, o=o), **scores)
+
+    launch(tile_for(work, tile, q.device, launch if tune_tile else None))
+    return o, lse
+
+
+def check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, no_grad: bool = False) -> None:
+    """Raise unless the Triton kernels of phases 4 and 5 take q, k and v.
+
+    Raises:
+        TypeError, ValueError: see `check_qkv`; a head_dim over 256.
+    """
+    check_qkv(q, k, v, dtypes=DTYPES, same_v=True, on_gpu=not runtime.INTERPRETED, no_grad=no_grad)
+    if q.shape[3] > MAX_HEAD_DIM:
+        raise ValueError(f"head_dim is {q.shape[3]}; a tile of this kernel has room for {MAX_HEAD_DIM} columns at most")
+
+
+def score_arguments(
+    q: torch.Tensor, k: torch.Tensor, causal: bool, scale: float | None, window: Window, softcap: float | None,
+    allow_tf32: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    """What all the kernels are told about the scores and their mask, by parameter name."""
+    factor, cap = scale_of(scale, q.shape[3]), softcap_of(softcap)
+    first, last = band(q.shape[2], k.shape[2], causal, window)
+    return {
+        "scale_log2": LOG2_E * (factor if cap is None else cap),
+        "tanh_scale": 0.0 if cap is None else 2 * LOG2_E * factor / cap,
+        "first": first or 0,
+        "last": last or 0,
+        "HAS_FIRST": first is not None,
+        "HAS_LAST": last is not None,
+        "SOFTCAP": cap is not None,
+        "PRECISION": "tf32" if allow_tf32 else "ieee",
+    }
+
+
+def positive_scale(scores: dict[str, Any]) -> dict[str, Any]:
+    """The forward kernel's scale is positive, and never 0; it negates q where the scale is negative."""
+    signed = scores["scale_log2"]
+    return scores | {"scale_log2": max(abs(signed), SMALLEST_SCALE), "NEGATE": signed < 0}
+
+
+def launch_arguments(tile: Tile, *, q: torch.Tensor, k: torch.Tensor, **others: torch.Tensor) -> dict[str, Any]:
+    """What all the kernels are told about sizes, strides and tiles, by parameter name.
+
+    others: the launch's other tensors of four dimensions by name; a name that ends in k or v has its rows along N.
+    """
+    batch, heads, seq_q, head_dim = q.shape
+    strides = {
+        f"stride_{name}{axis}": stride
+        for name, x in {"q": q, "k": k, **others}.items()
+        for axis, stride in zip("bhnd" if name[-1] in "kv" else "bhmd", x.stride(), strict=True)
+    }
+    return strides | tile._asdict() | {
+        "M": seq_q, "N": k.shape[2], "heads": heads, "group": heads // k.shape[1],
+        "HEAD_DIM": head_dim, "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
+    }  # fmt: skip
+
+
+def tile_for(work: Work, given: Tile | None, device: torch.device, launch: Callable[[Tile], None] | None) -> Tile:
+    """The caller's tile, or the one that is found with `launch` to be the fastest, or the recorded choice."""
+    if given is not None:
+        check_block("BLOCK_M", given.BLOCK_M, power_of_two=True)
+        check_block("BLOCK_N", given.BLOCK_N, power_of_two=True)
+        return given
+    return choose(work, device) if launch is None else tune(work, device, launch)
+
+
+def current_device(x: torch.Tensor) -> contextlib.AbstractContextManager:
+    """Triton launches on the current device, and on PyTorch's current stream there: make it the tensor's."""
+    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
+
+
+def compile_arguments(
+    dtype: torch.dtype, head_dim: int, tile: Tile, *, seq: int = 4096, heads: int = 16, causal: bool = False,
+    window: Window = None, softcap: float | None = None, scale: float | None = None, allow_tf32: bool = False,
+) -> dict[str, object]:  # fmt: skip
+    """What a compile report needs for a launch on contiguous tensors [1, heads, seq, head_dim]."""
+    x = torch.empty((1, heads, seq, head_dim), dtype=dtype, device="meta")
+    scores = positive_scale(score_arguments(x, x, causal, scale, window, softcap, allow_tf32)) | {"SPLIT": True}
+    pointers = {f"{name}_ptr": dtype for name in "QKVO"} | {"LSE_ptr": torch.float32}
+    return pointers | launch_arguments(tile, q=x, k=x, v=x, o=x) | scores
+
+
+def hbm_bytes(
+    batch: int, heads: int, kv_heads: int, seq_q: int, seq_k: int, head_dim: int, itemsize: int, BLOCK_M: int
+) -> tuple[int, int]:
+    """Bytes (read, written) by one launch without a mask: Q once, K and V once for each block of queries of each head;
+    O and lse once. The caches of a GPU spare HBM much of the second reading."""
+    rows = batch * heads * seq_q
+    tiles_of_q = batch * heads * triton.cdiv(seq_q, BLOCK_M)
+    return (rows + tiles_of_q * 2 * seq_k) * head_dim * itemsize, rows * (head_dim * itemsize + 4)

@@ -1,0 +1,320 @@
+"""Phase 4's kernel: right on the checker's cases and on drawn ones, with every mask, dtype, layout; and compiled."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flashlab import runtime
+from flashlab.attention import tiles
+from flashlab.attention.reference import attention
+from flashlab.attention.tiles import Tile
+from flashlab.attention.triton_forward import (
+    compile_arguments,
+    flash_attention_forward,
+    flash_attention_kernel,
+    hbm_bytes,
+)
+from flashlab.check import verify
+from flashlab.check.training import wanted, worst
+from flashlab.triton_tools.compile_report import compile_reports
+from flashlab.triton_tools.watch import hbm_traffic
+
+DEVICE = runtime.device()
+SMALL = Tile(16, 16, 4, 2)
+SIXTEEN, FLOAT32 = torch.float16, torch.float32
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def make(batch, heads, kv_heads, seq_q, seq_k, head_dim, dtype=FLOAT32, layout="bhnd", seed=0):
+    """q, k, v; layout: bhnd, bnhd, or bhdn, whose head_dim is not the last in memory."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = []
+    for count, rows, mean in ((heads, seq_q, 0), (kv_heads, seq_k, 0), (kv_heads, seq_k, 0.5)):
+        x = (torch.randn(batch, count, rows, head_dim, generator=generator) + mean).to(DEVICE, dtype)
+        order = {"bhnd": (0, 1, 2, 3), "bnhd": (0, 2, 1, 3), "bhdn": (0, 1, 3, 2)}[layout]
+        drawn.append(x.permute(order).contiguous().permute(order))
+    return tuple(drawn)
+
+
+def expect(q, k, v, *, run=flash_attention_forward, tile=SMALL, **options):
+    o, lse = run(q, k, v, tile=tile, **options)
+    assert o.dtype == q.dtype and o.shape == q.shape and lse.dtype == FLOAT32 and lse.shape == q.shape[:3]
+    name, error = worst(wanted(q, k, v, **options), o=o, lse=lse)
+    assert error <= 1, f"{name} is off by {error:.3g} times its bound"
+    return o, lse
+
+
+def test_the_checkers_cases():
+    report = verify(flash_attention_forward, causal=True, gqa=True, dtypes=DTYPES, head_dims=(64, 40), empty=True)
+    assert report.worst < 1.5
+
+
+@pytest.mark.slow
+def test_the_checkers_cases_in_small_tiles():
+    def forward(q, k, v, *, causal, scale):
+        return flash_attention_forward(q, k, v, causal=causal, scale=scale, tile=Tile(32, 16, 4, 2))
+
+    verify(forward, causal=True, gqa=True, head_dims=(16,), max_seq=300, deterministic=True)
+
+
+WINDOWS = st.one_of(
+    st.none(), st.integers(0, 40), st.tuples(st.none() | st.integers(0, 40), st.none() | st.integers(0, 40))
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_drawn_shapes_masks_and_layouts(data):
+    draw = data.draw
+    kv_heads, group = draw(st.integers(1, 2), "kv_heads"), draw(st.sampled_from([1, 2, 7]), "group")
+    seq_q, seq_k = draw(st.integers(1, 70), "seq_q"), draw(st.integers(1, 70), "seq_k")
+    dtype, layout = draw(st.sampled_from(DTYPES), "dtype"), draw(st.sampled_from(["bhnd", "bnhd", "bhdn"]), "layout")
+    head_dim = draw(st.sampled_from([8, 16, 40, 59]), "head_dim")
+    q, k, v = make(1, kv_heads * group, kv_heads, seq_q, seq_k, head_dim, dtype, layout)
+    options = dict(
+        causal=draw(st.booleans(), "causal"),
+        window=draw(WINDOWS, "window"),
+        softcap=draw(st.sampled_from([None, 2.0, 30.0]), "softcap"),
+        scale=draw(st.sampled_from([None, -0.3, 0.0, 1.0]), "scale"),
+    )
+    sides = st.sampled_from([16, 32])
+    expect(q, k, v, tile=Tile(draw(sides, "BLOCK_M"), draw(sides, "BLOCK_N"), 4, 2), **options)
+
+
+LENGTHS = [
+    (1, 1), (1, 147), (1, 239), (2, 1), (3, 513), (3, 799), (127, 513), (113, 203), (108, 256), (239, 1), (799, 3),
+    (512, 256), (640, 128), (1023, 1024), (1024, 1023),
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("causal", [False, True], ids=["whole", "causal"])
+@pytest.mark.parametrize("seq_q, seq_k", LENGTHS)
+def test_flash_attentions_list_of_lengths(seq_q, seq_k, causal):
+    tile = None if seq_q * seq_k > 2**17 else Tile(64, 32, 4, 2)
+    expect(*make(1, 2, 1, seq_q, seq_k, 32, SIXTEEN), tile=tile, causal=causal)
+
+
+@pytest.mark.parametrize("head_dim", [8, 16, 32, 40, 59, 64, 80, 96, 111, 128, 160, 192, 256])
+def test_flash_attentions_list_of_head_sizes(head_dim):
+    expect(*make(1, 7, 1, 37, 50, head_dim, torch.bfloat16), tile=None, causal=True)
+
+
+@pytest.mark.parametrize("split", [True, False])
+def test_the_split_changes_no_result(split):
+    q, k, v = make(1, 2, 2, 80, 120, 16)
+    for options in (dict(), dict(causal=True), dict(window=(20, 30))):
+        o, lse = flash_attention_forward(q, k, v, tile=SMALL, split=split, **options)
+        assert worst(wanted(q, k, v, **options), o=o, lse=lse)[1] <= 1
+
+
+def test_tiles_that_no_row_sees_are_never_loaded():
+    """What would spread if it were: NaN above the diagonal tile, left and right of a window, behind the last key."""
+    q, k, v = make(1, 1, 1, 16, 160, 16)
+    want, _ = flash_attention_forward(q, k, v, window=(10, 5), tile=SMALL)
+    k[:, :, : 160 - 16 - 10] = math.nan
+    v[:, :, : 160 - 16 - 10] = math.nan
+    assert torch.equal(flash_attention_forward(q, k, v, window=(10, 5), tile=SMALL)[0], want)
+    q, k, v = make(1, 1, 1, 64, 64, 16)
+    want, _ = flash_attention_forward(q, k, v, causal=True, tile=SMALL)
+    k[:, :, 32:] = math.nan
+    v[:, :, 32:] = math.nan
+    assert torch.equal(flash_attention_forward(q, k, v, causal=True, tile=SMALL)[0][:, :, :32], want[:, :, :32])
+
+
+@pytest.mark.skipif(not runtime.INTERPRETED, reason="counted where kernels are interpreted")
+def test_causal_reads_the_tiles_of_the_triangle():
+    q, k, v = make(1, 1, 1, 128, 128, 16, SIXTEEN)
+    traffic = hbm_traffic(flash_attention_forward, q, k, v, causal=True, tile=SMALL)
+    triangle = 8 * 9 // 2  # tiles of 16 keys: 1 for the first block of queries, 8 for the last
+    assert traffic.read_from["k"] == traffic.read_from["v"] == triangle * 16 * 16 * 2
+    traffic = hbm_traffic(flash_attention_forward, q, k, v, window=(16, 0), tile=SMALL)
+    assert traffic.read_from["k"] == (16 + 7 * 32) * 16 * 2 - (0 if 32 >= 32 else 1)
+
+
+@pytest.mark.parametrize("heads, kv_heads, seq_q, seq_k, head_dim", [(3, 3, 128, 96, 32), (6, 2, 100, 150, 40)])
+def test_bytes_are_what_the_formula_says(heads, kv_heads, seq_q, seq_k, head_dim):
+    q, k, v = make(2, heads, kv_heads, seq_q, seq_k, head_dim, SIXTEEN)
+    traffic = hbm_traffic(flash_attention_forward, q, k, v, tile=Tile(64, 32, 4, 2))
+    want = hbm_bytes(2, heads, kv_heads, seq_q, seq_k, head_dim, 2, 64)
+    assert (traffic.bytes_read, traffic.bytes_written) == want
+
+
+def test_rows_that_see_no_key():
+    q, k, v = make(1, 2, 1, 40, 17, 16)
+    o, lse = expect(q, k, v, causal=True)
+    assert (o[:, :, :23] == 0).all() and (lse[:, :, :23] == -math.inf).all() and lse[:, :, 23:].isfinite().all()
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 2, 5, 5), (2, 2, 1, 0, 5), (2, 2, 1, 5, 0), (1, 0, 1, 5, 5)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_empty_inputs(shape, causal):
+    q, k, v = make(*shape, 16)
+    o, lse = flash_attention_forward(q, k, v, causal=causal)
+    assert o.shape == q.shape and lse.shape == q.shape[:3]
+    assert (o == 0).all() and (lse == -math.inf).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("logit", [-1e4, -2.45e5, 2e5])
+def test_logits_far_from_zero(dtype, logit):
+    """A finite stand-in for minus infinity would win against such scores."""
+    q, k, v = make(1, 1, 1, 20, 40, 16, dtype)
+    q.zero_()
+    k.zero_()
+    q[..., 0], k[..., 0] = 256.0, round(logit / 256)
+    o, lse = flash_attention_forward(q, k, v, causal=True, scale=1.0, tile=SMALL)
+    want, _ = attention(*(x.double().cpu() for x in (torch.zeros_like(q), torch.zeros_like(k), v)), causal=True)
+    torch.testing.assert_close(o.double().cpu(), want, rtol=0, atol=4 * torch.finfo(dtype).eps)
+
+
+def test_bfloat16_beyond_the_range_of_float16():
+    q, k, v = make(1, 1, 1, 20, 40, 16, torch.bfloat16)
+    v.fill_(133120.0)
+    assert (flash_attention_forward(q, k, v)[0] == 133120.0).all()
+
+
+def test_a_row_of_minus_infinity_and_a_row_of_nan():
+    q, k, v = make(1, 1, 1, 20, 40, 16)
+    k[..., 0] = -math.inf
+    q[:, :, :3, 0] = 1.0
+    q[:, :, 3:] = 0.0  # 0 * -inf is NaN
+    o, lse = flash_attention_forward(q, k, v, tile=SMALL)
+    assert (o[:, :, :3] == 0).all() and (lse[:, :, :3] == -math.inf).all()
+    assert o[:, :, 3:].isnan().all() and lse[:, :, 3:].isnan().all()
+
+
+def test_strides_of_zero_and_gaps():
+    q, k, v = make(2, 4, 1, 30, 50, 16)
+    wide = torch.full((2, 1, 50, 3, 16), math.nan, device=DEVICE)
+    wide[:, :, :, 1] = k
+    gaps = wide[:, :, :, 1]
+    for options in (dict(), dict(causal=True)):
+        want = flash_attention_forward(q, k, v, tile=SMALL, **options)
+        got = flash_attention_forward(q, gaps.expand(2, 4, 50, 16), v.expand(2, 4, 50, 16), tile=SMALL, **options)
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=5e-6)
+    expect(q[:1].expand(2, 4, 30, 16), k, v)
+
+
+@pytest.mark.skipif(not runtime.INTERPRETED, reason="a GPU has to have this memory; an untouched page has none")
+def test_offsets_past_32_bits():
+    q, k, v = make(1, 1, 1, 40, 40, 16, SIXTEEN)
+    apart = torch.empty(39 * 2**26 + 16, dtype=SIXTEEN).as_strided(
+        (1, 1, 40, 16), (0, 0, 2**26, 1)
+    )  # 5 GB, 160 KB used
+    apart.copy_(k)
+    for got, want in zip(flash_attention_forward(q, apart, v), flash_attention_forward(q, k, v), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_the_output_has_the_inputs_order_in_memory_and_the_run_repeats():
+    q, k, v = make(2, 3, 3, 33, 40, 16, SIXTEEN, "bnhd")
+    before = [x.clone() for x in (q, k, v)]
+    first, second = (flash_attention_forward(q, k, v, causal=True) for _ in range(2))
+    assert first[0].stride() == q.stride()
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip((q, k, v), before, strict=True))
+
+
+def test_float32_is_float32_unless_tf32_is_asked_for():
+    q, k, v = make(1, 1, 1, 64, 64, 64)
+    want, _ = attention(q, k, v)
+    error = [
+        (flash_attention_forward(q, k, v, allow_tf32=ask)[0] - want.to(DEVICE)).abs().max() for ask in (False, True)
+    ]
+    assert error[0] < 2e-6 and 1e-5 < error[1] < 1e-2
+
+
+Q = torch.zeros(1, 4, 8, 16, device=DEVICE)
+
+
+@pytest.mark.parametrize(
+    "arguments, options, error, sentence",
+    [
+        ((Q[0], Q, Q), {}, ValueError, r"q must be \[batch, heads, seq_len, head_dim\], but it has 3 dimensions"),
+        ((Q, Q.half(), Q), {}, TypeError, "one dtype for all three"),
+        ((Q.double(),) * 3, {}, TypeError, "q is torch.float64; .* is taken"),
+        ((Q, Q[:, :3], Q[:, :3]), {}, ValueError, "4 query heads cannot share 3 key heads evenly"),
+        ((Q, Q.expand(2, 4, 8, 16), Q.expand(2, 4, 8, 16)), {}, ValueError, "one batch size for all three"),
+        ((Q, Q, Q[..., :8]), {}, ValueError, "they must have one shape"),
+        ((torch.zeros(1, 1, 2, 257, device=DEVICE),) * 3, {}, ValueError, "head_dim is 257; .* 256 columns at most"),
+        ((Q.clone().requires_grad_(), Q, Q), {}, ValueError, "q requires a gradient"),
+        ((Q, Q, Q), {"window": "wide"}, TypeError, "window is 'wide'; it counts keys"),
+        ((Q, Q, Q), {"window": (1, 2, 3)}, TypeError, r"window is \(1, 2, 3\); it must be \(left, right\)"),
+        ((Q, Q, Q), {"window": -2}, ValueError, "window is -2; a side is a number of keys"),
+        ((Q, Q, Q), {"softcap": -1.0}, ValueError, "softcap is -1.0; it must be positive"),
+        ((Q, Q, Q), {"softcap": "30"}, TypeError, "softcap is '30'; it must be a number"),
+        ((Q, Q, Q), {"scale": math.nan}, ValueError, "scale is nan"),
+        ((Q, Q, Q), {"tile": Tile(48, 16, 4, 2)}, ValueError, "BLOCK_M is 48: a block is a power of two"),
+    ],
+)
+def test_clear_errors(arguments, options, error, sentence):
+    with pytest.raises(error, match=sentence):
+        flash_attention_forward(*arguments, **options)
+
+
+@pytest.mark.skipif(not runtime.INTERPRETED, reason="a GPU can be tuned")
+def test_tuning_needs_a_gpu():
+    with pytest.raises(RuntimeError, match="tuning times compiled kernels on a GPU"):
+        flash_attention_forward(Q, Q, Q, tune_tile=True)
+
+
+@pytest.mark.skipif(runtime.INTERPRETED, reason="tuning needs a GPU")
+def test_tuning_keeps_the_result_and_is_remembered(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLASHLAB_CACHE", str(tmp_path))
+    monkeypatch.setitem(tiles.SEARCH, "forward", (Tile(64, 32, 4, 2), Tile(64, 64, 4, 2), Tile(256, 256, 8, 4)))
+    tiles._tuned.cache_clear()
+    q, k, v = make(1, 4, 4, 512, 512, 64, SIXTEEN)
+    o, lse = flash_attention_forward(q, k, v, tune_tile=True)
+    assert worst(wanted(q, k, v), o=o, lse=lse)[1] <= 1
+    (tile,) = tiles._tuned().values()
+    assert tile in tiles.SEARCH["forward"][:2]
+    tiles._tuned.cache_clear()
+    assert tiles.choose(tiles.Work("forward", 64, SIXTEEN, False, 512, 512), DEVICE) == tile
+    tiles._tuned.cache_clear()
+
+
+# ---- the compiler ---------------------------------------------------------------------------------------------------
+
+CHIPS = {"sm_80": "ampere", "sm_86": "consumer", "sm_90": "hopper", "sm_120": "consumer"}
+
+
+@pytest.mark.parametrize("target", CHIPS)
+def test_recorded_tiles_fit_and_spill_little(target):
+    """Causal, the longest of the common kernels; each head_dim at which the choice changes."""
+    jobs = [
+        (dtype, choice)
+        for dtype in (torch.bfloat16, torch.float32)
+        if dtype != FLOAT32 or target in ("sm_86", "sm_90")  # float32 takes the compiler longest
+        for choice in tiles.recorded("forward", CHIPS[target], dtype)
+    ]
+    arguments = [compile_arguments(dtype, choice.head_dim, choice.tile, causal=True) for dtype, choice in jobs]
+    for (dtype, _), report in zip(
+        jobs, compile_reports(flash_attention_kernel, arguments, targets=[target]), strict=True
+    ):
+        assert report.fits and report.spill_bytes <= 16, report
+        assert (report.tensor_core_instructions > 0) == (dtype != FLOAT32), report  # float32 means float32
+
+
+def test_variants_compile_too():
+    tile = tiles.recorded("forward", "consumer", SIXTEEN)[0].tile
+    variants = [
+        dict(), dict(window=(128, 128)), dict(causal=True, window=128, softcap=30.0), dict(scale=-0.1),
+        dict(softcap=30.0),
+    ]  # fmt: skip
+    arguments = [compile_arguments(SIXTEEN, 40, tile, **variant) for variant in variants]
+    for report in compile_reports(flash_attention_kernel, arguments, targets=["sm_86"]):
+        assert report.fits and report.spill_bytes <= 16, report
+    tf32 = compile_arguments(FLOAT32, 64, tiles.recorded("forward", "consumer", FLOAT32)[0].tile, allow_tf32=True)
+    (report,) = compile_reports(flash_attention_kernel, [tf32], targets=["sm_86"])
+    assert report.fits and report.tensor_core_instructions > 0
+
+
+def test_a_chip_that_nobody_knows_gets_what_fits_everywhere():
+    known = {None: "interpreter", (8, 0): "ampere", (8, 6): "consumer", (8, 9): "consumer", (9, 0): "hopper"}
+    known |= {(10, 0): "hopper", (12, 0): "consumer", (7, 5): "consumer", (13, 0): "consumer"}
+    assert {capability: tiles.chip_class(capability) for capability in known} == known
