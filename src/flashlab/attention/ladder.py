@@ -44,8 +44,8 @@ class Step:
 
 def _steps() -> tuple[Step, ...]:
     """Each step has the constants of the one before, and one idea more."""
-    rows = [
-        ("heads", "batch and heads on the grid, shared key heads by index, any length and stride", {}, {"split": False}),
+    rows: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
+        ("heads", "batch and heads on the grid, shared key heads by index, any length", {}, {"split": False}),
         ("head_dim", "a head_dim that is no power of two: padded on chip", {"HEAD_DIM": 40}, {}),
         ("causal", "a causal mask; tiles above the diagonal are never loaded", {"HAS_LAST": True}, {"causal": True}),
         ("split", "tiles that every row sees whole have no mask", {"SPLIT": True}, {"split": True}),

@@ -80,6 +80,10 @@ _TABLE: dict[tuple[str, str, bool], tuple[Choice, ...]] = {
     ("forward", "ampere", True): _FLOAT32,
     ("forward", "consumer", True): _FLOAT32,
     ("forward", "interpreter", True): _choices((256, (64, 64, 4, 1))),
+    ("dkdv", "interpreter", False): _choices((256, (64, 64, 4, 1))),
+    ("dkdv", "interpreter", True): _choices((256, (64, 64, 4, 1))),
+    ("dq", "interpreter", False): _choices((256, (64, 64, 4, 1))),
+    ("dq", "interpreter", True): _choices((256, (64, 64, 4, 1))),
 }
 
 SEARCH: dict[str, tuple[Tile, ...]] = {

@@ -1,0 +1,341 @@
+"""Phase 5: FlashAttention's backward pass as three Triton kernels, for all that phase 4's forward pass takes.
+
+    delta_kernel   delta = rowsum(dO * O), one number a row
+    dkdv_kernel    a program keeps a block of keys and walks over the queries that see it, of every head that shares it
+    dq_kernel      a program keeps a block of queries and walks over the keys that it sees
+
+No program adds to what another one writes: there are no atomics, and two runs agree in every bit. The price is that
+each tile of P is computed twice. The loops are those of `flashlab.attention.simulation_backward`; edges, masks and
+loads are those of `flashlab.attention.triton_forward`.
+
+In dkdv_kernel the scores are computed transposed, K Q^T. The other way, `tl.dot(tl.trans(p), do)` with p fresh from a
+product, once gave wrong gradients on Hopper; and a transposition of registers costs time everywhere.
+
+Sources: Dao et al., "FlashAttention" (2022), Algorithm 4; Dao, "FlashAttention-2" (2023), section 3.1; the Triton
+tutorial "Fused Attention" for two kernels without atomics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from flashlab.attention.inputs import scale_of
+from flashlab.attention.options import Window
+from flashlab.attention.tiles import Tile, Work
+from flashlab.attention.triton_forward import (
+    check_inputs,
+    current_device,
+    in_band,
+    launch_arguments,
+    load_tile,
+    score_arguments,
+    soft_capped,
+    store_tile,
+    tile_edges,
+    tile_for,
+    tile_ptrs,
+    tile_step,
+)
+
+
+@triton.jit
+def delta_kernel(
+    O_ptr,  # [batch, heads, M, HEAD_DIM]
+    DO_ptr,  # like O
+    DLSE_ptr,  # [batch, heads, M], float32, contiguous; the gradient of the log-sum-exp, if HAS_DLSE
+    DELTA_ptr,  # like DLSE
+    stride_ob, stride_oh, stride_om, stride_od,
+    stride_dob, stride_doh, stride_dom, stride_dod,
+    M, heads,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ALIGN: tl.constexpr, BLOCK_M: tl.constexpr,
+    HAS_DLSE: tl.constexpr,
+):  # fmt: skip
+    m_blocks = tl.cdiv(M, BLOCK_M)
+    batch_head = (tl.program_id(0) // m_blocks).to(tl.int64)
+    batch, head = batch_head // heads, batch_head % heads
+    offs_m = tl.program_id(0) % m_blocks * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_d = tl.arange(0, BLOCK_D)
+    o_ptrs = tile_ptrs(O_ptr, batch, head, offs_m, offs_d, stride_ob, stride_oh, stride_om, stride_od, ALIGN)
+    do_ptrs = tile_ptrs(DO_ptr, batch, head, offs_m, offs_d, stride_dob, stride_doh, stride_dom, stride_dod, ALIGN)
+    o = load_tile(o_ptrs, offs_m, offs_d, M, HEAD_DIM, BLOCK_D, True).to(tl.float32)
+    do = load_tile(do_ptrs, offs_m, offs_d, M, HEAD_DIM, BLOCK_D, True).to(tl.float32)
+    delta = tl.sum(o * do, axis=1)
+    rows = batch_head * M + offs_m
+    if HAS_DLSE:
+        delta -= tl.load(DLSE_ptr + rows, mask=offs_m < M, other=0.0)  # dlse / ds is P too
+    tl.store(DELTA_ptr + rows, delta, mask=offs_m < M)
+
+
+@triton.jit
+def load_statistics(LSE_ptr, DELTA_ptr, rows, offs_m, end, EDGE: tl.constexpr):
+    """lse in units of log 2, and delta, of some rows. lse is +inf, and so P is 0, in rows that see no key or that are
+    not there."""
+    if EDGE:
+        lse = tl.load(LSE_ptr + rows + offs_m, mask=offs_m < end, other=float("inf"))
+        delta = tl.load(DELTA_ptr + rows + offs_m, mask=offs_m < end, other=0.0)
+    else:
+        lse = tl.load(LSE_ptr + rows + offs_m)
+        delta = tl.load(DELTA_ptr + rows + offs_m)
+    return tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634), delta
+
+
+@triton.jit
+def dkdv_kernel(
+    Q_ptr,  # [batch, heads, M, HEAD_DIM]
+    K_ptr,  # [batch, heads / group, N, HEAD_DIM]
+    V_ptr,  # like K
+    DO_ptr,  # like Q
+    LSE_ptr,  # [batch, heads, M], float32, contiguous
+    DELTA_ptr,  # like LSE
+    DK_ptr,  # like K
+    DV_ptr,  # like K
+    stride_qb, stride_qh, stride_qm, stride_qd,
+    stride_kb, stride_kh, stride_kn, stride_kd,
+    stride_vb, stride_vh, stride_vn, stride_vd,
+    stride_dob, stride_doh, stride_dom, stride_dod,
+    stride_dkb, stride_dkh, stride_dkn, stride_dkd,
+    stride_dvb, stride_dvh, stride_dvn, stride_dvd,
+    scale, scale_log2, tanh_scale,
+    M, N, heads, group, first, last,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ALIGN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_FIRST: tl.constexpr, HAS_LAST: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    # One program: BLOCK_N keys of one key head. Under a causal mask the first keys are seen most, and come first.
+    n_blocks = tl.cdiv(N, BLOCK_N)
+    start_n = tl.program_id(0) % n_blocks * BLOCK_N
+    batch_kv = (tl.program_id(0) // n_blocks).to(tl.int64)
+    kv_heads = heads // group
+    batch, kv_head = batch_kv // kv_heads, batch_kv % kv_heads
+
+    offs_n = start_n + tl.arange(0, BLOCK_N)
+    offs_d = tl.arange(0, BLOCK_D)
+    tile_m = tl.arange(0, BLOCK_M)
+    k_ptrs = tile_ptrs(K_ptr, batch, kv_head, offs_n, offs_d, stride_kb, stride_kh, stride_kn, stride_kd, ALIGN)
+    v_ptrs = tile_ptrs(V_ptr, batch, kv_head, offs_n, offs_d, stride_vb, stride_vh, stride_vn, stride_vd, ALIGN)
+    k = load_tile(k_ptrs, offs_n, offs_d, N, HEAD_DIM, BLOCK_D, True)
+    v = load_tile(v_ptrs, offs_n, offs_d, N, HEAD_DIM, BLOCK_D, True)
+
+    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    # Seen from a key: query i sees key j <= i + last, so key j is seen by the queries i >= j - last.
+    stop_n = tl.minimum(start_n + BLOCK_N, N)
+    edges = tile_edges(start_n, stop_n, -last, -first, M, BLOCK_M, HAS_LAST, HAS_FIRST, True)
+    for member in range(group):  # the query heads that read this key head: their gradients add up
+        head = kv_head * group + member
+        rows = (batch * heads + head) * M
+        q_ptrs = tile_ptrs(Q_ptr, batch, head, tile_m, offs_d, stride_qb, stride_qh, stride_qm, stride_qd, ALIGN)
+        do_ptrs = tile_ptrs(DO_ptr, batch, head, tile_m, offs_d, stride_dob, stride_doh, stride_dom, stride_dod, ALIGN)
+        for part in tl.static_range(3):
+            for start_m in tl.range(edges[part], edges[part + 1], BLOCK_M):
+                offs_m = start_m + tile_m
+                q_tile = q_ptrs + tile_step(start_m, stride_qm, ALIGN)
+                q = load_tile(q_tile, offs_m, offs_d, edges[3], HEAD_DIM, BLOCK_D, part != 1)
+                lse, delta = load_statistics(LSE_ptr, DELTA_ptr, rows, offs_m, edges[3], part != 1)
+                s_t = tl.dot(k, q.T, input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]: the scores, transposed
+                if SOFTCAP:
+                    s_t = soft_capped(s_t, tanh_scale)
+                p_t = tl.exp2(s_t * scale_log2 - lse[None, :])  # no maximum is needed: lse is known
+                seen = in_band(offs_m[None, :], offs_n[:, None], first, last, HAS_FIRST, HAS_LAST)
+                if part != 1:
+                    p_t = tl.where(seen, p_t, 0.0)
+                do_tile = do_ptrs + tile_step(start_m, stride_dom, ALIGN)
+                do = load_tile(do_tile, offs_m, offs_d, edges[3], HEAD_DIM, BLOCK_D, part != 1)
+                dv = tl.dot(p_t.to(do.dtype), do, dv, input_precision=PRECISION)
+                dp_t = tl.dot(v, do.T, input_precision=PRECISION)
+                ds_t = p_t * (dp_t - delta[None, :])
+                if SOFTCAP:
+                    ds_t *= 1.0 - s_t * s_t  # the slope of tanh
+                if part != 1:
+                    ds_t = tl.where(seen, ds_t, 0.0)  # again: 0 times a hidden NaN is NaN
+                dk = tl.dot(ds_t.to(q.dtype), q, dk, input_precision=PRECISION)
+
+    dk_ptrs = tile_ptrs(DK_ptr, batch, kv_head, offs_n, offs_d, stride_dkb, stride_dkh, stride_dkn, stride_dkd, ALIGN)
+    dv_ptrs = tile_ptrs(DV_ptr, batch, kv_head, offs_n, offs_d, stride_dvb, stride_dvh, stride_dvn, stride_dvd, ALIGN)
+    store_tile(dk_ptrs, dk * scale, offs_n, offs_d, N, HEAD_DIM, BLOCK_D)
+    store_tile(dv_ptrs, dv, offs_n, offs_d, N, HEAD_DIM, BLOCK_D)
+
+
+@triton.jit
+def dq_kernel(
+    Q_ptr,  # [batch, heads, M, HEAD_DIM]
+    K_ptr,  # [batch, heads / group, N, HEAD_DIM]
+    V_ptr,  # like K
+    DO_ptr,  # like Q
+    LSE_ptr,  # [batch, heads, M], float32, contiguous
+    DELTA_ptr,  # like LSE
+    DQ_ptr,  # like Q
+    stride_qb, stride_qh, stride_qm, stride_qd,
+    stride_kb, stride_kh, stride_kn, stride_kd,
+    stride_vb, stride_vh, stride_vn, stride_vd,
+    stride_dob, stride_doh, stride_dom, stride_dod,
+    stride_dqb, stride_dqh, stride_dqm, stride_dqd,
+    scale, scale_log2, tanh_scale,
+    M, N, heads, group, first, last,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ALIGN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_FIRST: tl.constexpr, HAS_LAST: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    # One program: BLOCK_M queries of one head, as in the forward kernel.
+    m_blocks = tl.cdiv(M, BLOCK_M)
+    block_m = tl.program_id(0) % m_blocks
+    if HAS_LAST:
+        block_m = m_blocks - 1 - block_m
+    batch_head = (tl.program_id(0) // m_blocks).to(tl.int64)
+    batch, head = batch_head // heads, batch_head % heads
+    kv_head = head // group
+
+    start_m = block_m * BLOCK_M
+    offs_m = start_m + tl.arange(0, BLOCK_M)
+    offs_d = tl.arange(0, BLOCK_D)
+    tile_n = tl.arange(0, BLOCK_N)
+    q_ptrs = tile_ptrs(Q_ptr, batch, head, offs_m, offs_d, stride_qb, stride_qh, stride_qm, stride_qd, ALIGN)
+    k_ptrs = tile_ptrs(K_ptr, batch, kv_head, tile_n, offs_d, stride_kb, stride_kh, stride_kn, stride_kd, ALIGN)
+    v_ptrs = tile_ptrs(V_ptr, batch, kv_head, tile_n, offs_d, stride_vb, stride_vh, stride_vn, stride_vd, ALIGN)
+    do_ptrs = tile_ptrs(DO_ptr, batch, head, offs_m, offs_d, stride_dob, stride_doh, stride_dom, stride_dod, ALIGN)
+    q = load_tile(q_ptrs, offs_m, offs_d, M, HEAD_DIM, BLOCK_D, True)
+    do = load_tile(do_ptrs, offs_m, offs_d, M, HEAD_DIM, BLOCK_D, True)
+    lse, delta = load_statistics(LSE_ptr, DELTA_ptr, batch_head * M, offs_m, M, True)
+
+    dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    edges = tile_edges(start_m, tl.minimum(start_m + BLOCK_M, M), first, last, N, BLOCK_N, HAS_FIRST, HAS_LAST, True)
+    for part in tl.static_range(3):
+        for start_n in tl.range(edges[part], edges[part + 1], BLOCK_N):
+            offs_n = start_n + tile_n
+            k_tile = k_ptrs + tile_step(start_n, stride_kn, ALIGN)
+            k = load_tile(k_tile, offs_n, offs_d, edges[3], HEAD_DIM, BLOCK_D, part != 1)
+            s = tl.dot(q, k.T, input_precision=PRECISION)
+            if SOFTCAP:
+                s = soft_capped(s, tanh_scale)
+            p = tl.exp2(s * scale_log2 - lse[:, None])
+            v_tile = v_ptrs + tile_step(start_n, stride_vn, ALIGN)
+            v = load_tile(v_tile, offs_n, offs_d, edges[3], HEAD_DIM, BLOCK_D, part != 1)
+            dp = tl.dot(do, v.T, input_precision=PRECISION)
+            ds = p * (dp - delta[:, None])
+            if SOFTCAP:
+                ds *= 1.0 - s * s
+            if part != 1:
+                seen = in_band(offs_m[:, None], offs_n[None, :], first, last, HAS_FIRST, HAS_LAST)
+                ds = tl.where(seen & (offs_n[None, :] < edges[3]), ds, 0.0)  # a key that is not there has a P too
+            dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+
+    dq_ptrs = tile_ptrs(DQ_ptr, batch, head, offs_m, offs_d, stride_dqb, stride_dqh, stride_dqm, stride_dqd, ALIGN)
+    store_tile(dq_ptrs, dq * scale, offs_m, offs_d, M, HEAD_DIM, BLOCK_D)
+
+
+class Tiles(NamedTuple):
+    """The tiles of the two large kernels; neither needs to divide the other's."""
+
+    dkdv: Tile
+    dq: Tile
+
+
+def flash_attention_backward(
+    grad_o: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    grad_lse: torch.Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    window: Window = None,
+    softcap: float | None = None,
+    allow_tf32: bool = False,
+    tiles: Tiles | None = None,
+    tune_tiles: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dq, dk and dv, from what `flash_attention_forward` took and gave.
+
+    Args:
+        grad_o: like q, with any strides, those of an expanded tensor too. grad_lse: like lse, or None for zeros.
+        q, k, v, causal, scale, window, softcap, allow_tf32: as in the forward pass. o, lse: what it gave.
+        tiles, tune_tiles: as `tile` and `tune_tile` there.
+    Returns:
+        Each like its input, in its dtype. A key head's gradient is the sum over the query heads that read it. A row
+        that sees no key has dq = 0, a key that no query sees dk = dv = 0. Two runs agree in every bit.
+    Raises:
+        TypeError, ValueError: see `flash_attention_forward`; o, lse or a gradient that does not go with q.
+    """
+    check_inputs(q, k, v)
+    _check_results(q, {"grad_o": grad_o, "o": o}, {"lse": lse, "grad_lse": grad_lse})
+    dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+    if q.numel() == 0 or k.numel() == 0:
+        return dq.zero_(), dk.zero_(), dv.zero_()
+    scores = score_arguments(q, k, causal, scale, window, softcap, allow_tf32) | {"scale": scale_of(scale, q.shape[3])}
+    masked = scores["HAS_FIRST"] or scores["HAS_LAST"]
+    batch, heads, seq_q, head_dim = q.shape
+    kv_heads, seq_k = k.shape[1:3]
+    lse = lse.contiguous()
+    delta = torch.empty_like(lse)
+
+    def launch_delta(BLOCK_M: int = 64) -> None:
+        grid = (triton.cdiv(seq_q, BLOCK_M) * batch * heads,)
+        arguments = launch_arguments(Tile(BLOCK_M, 16, 4, 1), q=q, k=k, o=o, do=grad_o)
+        wanted = {name: arguments[name] for name in arguments if name.startswith(("stride_o", "stride_do"))}
+        wanted |= {name: arguments[name] for name in ("M", "heads", "HEAD_DIM", "BLOCK_D", "ALIGN", "BLOCK_M")}
+        given = lse if grad_lse is None else grad_lse.contiguous()
+        delta_kernel[grid](o, grad_o, given, delta, **wanted, HAS_DLSE=grad_lse is not None)
+
+    def launch_dkdv(tile: Tile) -> None:
+        grid = (triton.cdiv(seq_k, tile.BLOCK_N) * batch * kv_heads,)
+        arguments = launch_arguments(tile, q=q, k=k, v=v, do=grad_o, dk=dk, dv=dv)
+        dkdv_kernel[grid](q, k, v, grad_o, lse, delta, dk, dv, **arguments, **scores)
+
+    def launch_dq(tile: Tile) -> None:
+        grid = (triton.cdiv(seq_q, tile.BLOCK_M) * batch * heads,)
+        arguments = launch_arguments(tile, q=q, k=k, v=v, do=grad_o, dq=dq)
+        dq_kernel[grid](q, k, v, grad_o, lse, delta, dq, **arguments, **scores)
+
+    def run(kernel: str, launch: Callable[[Tile], None], given: Tile | None) -> None:
+        rows, others = (seq_k, seq_q) if kernel == "dkdv" else (seq_q, seq_k)
+        work = Work(kernel, head_dim, q.dtype, masked, rows, others)
+        launch(tile_for(work, given, q.device, launch if tune_tiles else None))
+
+    with current_device(q):
+        launch_delta()
+        run("dkdv", launch_dkdv, tiles and tiles.dkdv)
+        run("dq", launch_dq, tiles and tiles.dq)
+    return dq, dk, dv
+
+
+def _check_results(q: torch.Tensor, wide: dict[str, Any], rows: dict[str, Any]) -> None:
+    """Raise unless what comes from the forward pass, and the gradients, go with q."""
+    for name, x in (wide | rows).items():
+        if x is None:
+            continue
+        shape, dtype = (q.shape, q.dtype) if name in wide else (q.shape[:3], torch.float32)
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name} is a {type(x).__name__}; a torch.Tensor is needed")
+        if x.shape != shape:
+            raise ValueError(f"{name} is {list(x.shape)}; with this q it must be {list(shape)}")
+        if x.dtype != dtype:
+            raise TypeError(f"{name} is {x.dtype}; it must be {dtype}: convert with .to({dtype})")
+        if x.device != q.device:
+            raise ValueError(f"{name} is on {x.device} and q on {q.device}: one device for all, please")
+
+
+def compile_arguments(
+    kernel: str, dtype: torch.dtype, head_dim: int, tile: Tile, *, seq: int = 4096, heads: int = 16,
+    causal: bool = False, window: Window = None, softcap: float | None = None,
+) -> dict[str, object]:  # fmt: skip
+    """What a compile report needs for a launch of "delta", "dkdv" or "dq" on contiguous [1, heads, seq, head_dim]."""
+    x = torch.empty((1, heads, seq, head_dim), dtype=dtype, device="meta")
+    if kernel == "delta":
+        arguments = launch_arguments(tile, q=x, k=x, o=x, do=x)
+        dropped = ("stride_q", "stride_k", "N", "group", "BLOCK_N", "num")
+        pointers = {"O_ptr": dtype, "DO_ptr": dtype, "DLSE_ptr": torch.float32, "DELTA_ptr": torch.float32}
+        kept: dict[str, Any] = {name: value for name, value in arguments.items() if not name.startswith(dropped)}
+        return pointers | kept | {"HAS_DLSE": False}
+    results = {"dq": x} if kernel == "dq" else {"dk": x, "dv": x}
+    pointers = {f"{name}_ptr": dtype for name in ("Q", "K", "V", "DO", *(name.upper() for name in results))}
+    pointers |= {"LSE_ptr": torch.float32, "DELTA_ptr": torch.float32}
+    scores = score_arguments(x, x, causal, None, window, softcap) | {"scale": scale_of(None, head_dim)}
+    return pointers | launch_arguments(tile, q=x, k=x, v=x, do=x, **results) | scores

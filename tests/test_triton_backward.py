@@ -1,0 +1,295 @@
+"""Phase 5: the simulation and the three kernels against float64; determinism, strides, short lengths; compiled."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flashlab import runtime
+from flashlab.attention import full_reference as reference
+from flashlab.attention import reference as first_reference
+from flashlab.attention import tiles
+from flashlab.attention.simulation_backward import flash_attention_backward_sim
+from flashlab.attention.tiles import Tile
+from flashlab.attention.triton_backward import (
+    Tiles,
+    compile_arguments,
+    delta_kernel,
+    dkdv_kernel,
+    dq_kernel,
+    flash_attention_backward,
+)
+from flashlab.attention.triton_forward import flash_attention_forward
+from flashlab.check.training import wanted, worst
+from flashlab.triton_tools.compile_report import compile_reports
+from flashlab.triton_tools.watch import watched
+
+DEVICE = runtime.device()
+SMALL = Tiles(Tile(16, 16, 4, 2), Tile(16, 16, 4, 2))
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def make(batch, heads, kv_heads, seq_q, seq_k, head_dim, dtype=torch.float32, seed=0, layout="bhnd"):
+    """q, k, v and the gradient of o."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = []
+    for count, rows, mean in ((heads, seq_q, 0), (kv_heads, seq_k, 0), (kv_heads, seq_k, 0.5), (heads, seq_q, 0.1)):
+        x = (torch.randn(batch, count, rows, head_dim, generator=generator) + mean).to(DEVICE, dtype)
+        drawn.append(x.transpose(1, 2).contiguous().transpose(1, 2) if layout == "bnhd" else x)
+    return tuple(drawn)
+
+
+def gradients(q, k, v, do, tiles=SMALL, **options):
+    o, lse = flash_attention_forward(q, k, v, **options)
+    return flash_attention_backward(do, q, k, v, o, lse, tiles=tiles, **options)
+
+
+def expect(q, k, v, do, tiles=SMALL, **options):
+    dq, dk, dv = gradients(q, k, v, do, tiles, **options)
+    for got, x in ((dq, q), (dk, k), (dv, v)):
+        assert got.shape == x.shape and got.dtype == x.dtype
+    name, error = worst(wanted(q, k, v, do, **options), dq=dq, dk=dk, dv=dv)
+    assert error <= 1, f"{name} is off by {error:.3g} times its bound"
+    return dq, dk, dv
+
+
+# ---- the oracle -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [
+    dict(), dict(causal=True), dict(window=(3, 2)), dict(softcap=1.5), dict(causal=True, window=4, softcap=3.0),
+])  # fmt: skip
+@pytest.mark.parametrize("seq_q, seq_k", [(9, 12), (12, 9)])
+def test_the_oracle_has_the_derivative_of_its_own_formula(options, seq_q, seq_k):
+    q, k, v, do = (x.cpu() for x in make(1, 4, 2, seq_q, seq_k, 8, torch.float64))
+    o, lse = reference.attention(q, k, v, **options)
+    dlse = torch.randn(lse.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    dlse = torch.where(lse.isneginf(), 0.0, dlse)
+    found = reference.attention_backward(do, q, k, v, grad_lse=dlse, **options)
+
+    def loss(q, k, v):
+        o, lse = reference.attention(q, k, v, **options)
+        return (o * do).sum() + torch.where(lse.isneginf(), 0.0, lse * dlse).sum()
+
+    step = 1e-6
+    for name, x, gradient in zip("qkv", (q, k, v), found, strict=True):
+        direction = torch.randn(x.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+        shifted = [loss(**{"q": q, "k": k, "v": v, name: x + sign * step * direction}) for sign in (1, -1)]
+        slope = (shifted[0] - shifted[1]) / (2 * step)
+        torch.testing.assert_close(slope, (gradient * direction).sum(), rtol=1e-6, atol=1e-6)
+
+
+def test_the_oracle_is_the_first_one_where_that_has_an_answer():
+    q, k, v, do = (x.cpu() for x in make(2, 4, 2, 12, 9, 8, torch.float64))
+    for causal in (False, True):
+        mine, theirs = reference.attention(q, k, v, causal=causal), first_reference.attention(q, k, v, causal=causal)
+        for a, b in zip(mine, theirs, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+        old = first_reference.attention_backward(do, None, q, k, v, *theirs, causal=causal, scale=8**-0.5)
+        for a, b in zip(reference.attention_backward(do, q, k, v, causal=causal), old, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+
+
+# ---- the simulation -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("seq_q, seq_k", [(1, 1), (5, 17), (17, 5), (40, 40), (33, 70)])
+def test_the_simulation(seq_q, seq_k, causal):
+    for dtype in (torch.float32, torch.bfloat16):
+        q, k, v, do = (x.cpu() for x in make(1, 2, 1, seq_q, seq_k, 16, dtype))
+        o, lse = (
+            x.to(kind)
+            for x, kind in zip(reference.attention(q, k, v, causal=causal), (dtype, torch.float32), strict=True)
+        )
+        dq, dk, dv = flash_attention_backward_sim(do, q, k, v, o, lse, 16, 32, causal=causal)
+        assert worst(wanted(q, k, v, do, causal=causal), dq=dq, dk=dk, dv=dv)[1] <= 1
+
+
+def test_the_same_loops_as_the_simulation():
+    """Same tiles, same order, same roundings: only exp2 and the order inside a dot or a sum may differ."""
+    q, k, v, do = make(1, 2, 1, 60, 75, 32)
+    o, lse = flash_attention_forward(q, k, v, causal=True)
+    got = flash_attention_backward(
+        do, q, k, v, o, lse, causal=True, tiles=Tiles(Tile(16, 32, 4, 2), Tile(16, 32, 4, 2))
+    )
+    sim = flash_attention_backward_sim(*(x.cpu() for x in (do, q, k, v, o, lse)), 16, 32, causal=True)
+    for a, b in zip(got, sim, strict=True):
+        torch.testing.assert_close(a.cpu(), b, rtol=0, atol=1e-5)
+
+
+# ---- the kernels ----------------------------------------------------------------------------------------------------
+
+WINDOWS = st.one_of(
+    st.none(), st.integers(0, 40), st.tuples(st.none() | st.integers(0, 40), st.none() | st.integers(0, 40))
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_drawn_shapes_masks_and_layouts(data):
+    draw = data.draw
+    kv_heads, group = draw(st.integers(1, 2), "kv_heads"), draw(st.sampled_from([1, 2, 7]), "group")
+    seq_q, seq_k = draw(st.integers(1, 60), "seq_q"), draw(st.integers(1, 60), "seq_k")
+    dtype, layout = draw(st.sampled_from(DTYPES), "dtype"), draw(st.sampled_from(["bhnd", "bnhd"]), "layout")
+    head_dim = draw(st.sampled_from([8, 16, 40, 59]), "head_dim")
+    inputs = make(1, kv_heads * group, kv_heads, seq_q, seq_k, head_dim, dtype, layout=layout)
+    sides = st.sampled_from([16, 32])
+    blocks = Tiles(*(Tile(draw(sides, "BLOCK_M"), draw(sides, "BLOCK_N"), 4, 2) for _ in range(2)))
+    expect(
+        *inputs,
+        blocks,
+        causal=draw(st.booleans(), "causal"),
+        window=draw(WINDOWS, "window"),
+        softcap=draw(st.sampled_from([None, 2.0, 30.0]), "softcap"),
+        scale=draw(st.sampled_from([None, -0.3, 0.0, 1.0]), "scale"),
+    )
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["whole", "causal"])
+@pytest.mark.parametrize("length", [1, 2, 5, 17])
+def test_short_lengths(length, causal):
+    for dtype in DTYPES:
+        expect(*make(2, 2, 2, length, length, 32, dtype), None, causal=causal)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("causal", [False, True], ids=["whole", "causal"])
+@pytest.mark.parametrize("seq_q, seq_k", [(3, 513), (127, 300), (300, 128), (239, 1), (257, 256)])
+def test_longer_lengths(seq_q, seq_k, causal):
+    expect(
+        *make(1, 2, 1, seq_q, seq_k, 32, torch.bfloat16), Tiles(Tile(64, 32, 4, 2), Tile(32, 64, 4, 2)), causal=causal
+    )
+
+
+@pytest.mark.parametrize("head_dim", [8, 16, 59, 80, 111, 128, 192, 256])
+def test_head_sizes(head_dim):
+    expect(*make(1, 3, 1, 30, 37, head_dim, torch.float16), None, causal=True)
+
+
+def test_blocks_that_do_not_divide_each_other():
+    inputs = make(1, 1, 1, 100, 90, 16)
+    for dkdv, dq in (((64, 16), (16, 64)), ((16, 64), (64, 16)), ((128, 16), (32, 128))):
+        for options in (dict(), dict(causal=True), dict(window=(20, 9))):
+            expect(*inputs, Tiles(Tile(*dkdv, 4, 2), Tile(*dq, 4, 2)), **options)
+
+
+def test_a_gradient_with_strides_of_zero_or_out_of_order():
+    """y.sum().backward() hands on an expanded tensor; a transposed output one whose rows are apart."""
+    q, k, v, do = make(1, 2, 2, 40, 40, 16)
+    one = torch.ones((), device=DEVICE).expand(q.shape)
+    for a, b in zip(gradients(q, k, v, one), gradients(q, k, v, one.contiguous()), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+    apart = do.transpose(2, 3).contiguous().transpose(2, 3)
+    for a, b in zip(gradients(q, k, v, apart), gradients(q, k, v, do), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+
+
+def test_two_runs_agree_in_every_bit():
+    inputs = make(2, 6, 2, 70, 90, 16, torch.float16)
+    for options in (dict(), dict(causal=True, softcap=20.0)):
+        first, second = gradients(*inputs, **options), gradients(*inputs, **options)
+        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_rows_and_keys_that_see_nothing_have_no_gradient():
+    dq, dk, dv = expect(*make(1, 2, 1, 40, 17, 16), causal=True)
+    assert (dq[:, :, :23] == 0).all()
+    dq, dk, dv = expect(*make(1, 2, 1, 10, 80, 16), window=(5, 0))
+    assert (dk[:, :, :65] == 0).all() and (dv[:, :, :65] == 0).all()
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 2, 5, 5), (2, 2, 1, 0, 5), (2, 2, 1, 5, 0)])
+def test_empty_inputs(shape):
+    q, k, v, do = make(*shape, 16)
+    for gradient, x in zip(gradients(q, k, v, do), (q, k, v), strict=True):
+        assert gradient.shape == x.shape and (gradient == 0).all()
+
+
+def test_scores_far_from_zero():
+    """exp(0 - lse) overflows for keys that are not there; what is masked must not turn into NaN."""
+    q, k, v, do = make(1, 1, 1, 20, 37, 16)
+    q[..., 0], k[..., 0] = 20.0, -40.0
+    for options in (dict(), dict(causal=True), dict(window=(4, 4))):
+        dq, dk, dv = gradients(q, k, v, do, **options)
+        right = reference.attention_backward(do.cpu(), q.cpu(), k.cpu(), v.cpu(), **options)
+        for got, want in zip((dq, dk, dv), right, strict=True):
+            torch.testing.assert_close(got.cpu().double(), want, rtol=1e-3, atol=2e-3)
+
+
+def test_the_gradient_of_the_log_sum_exp():
+    q, k, v, do = make(1, 2, 1, 20, 30, 16)
+    o, lse = flash_attention_forward(q, k, v, causal=True)
+    dlse = torch.randn(lse.shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    got = flash_attention_backward(do, q, k, v, o, lse, grad_lse=dlse, causal=True, tiles=SMALL)
+    right = reference.attention_backward(*(x.cpu() for x in (do, q, k, v)), causal=True, grad_lse=dlse.cpu())
+    for a, b in zip(got, right, strict=True):
+        torch.testing.assert_close(a.cpu().double(), b, rtol=0, atol=1e-5)
+
+
+@pytest.mark.skipif(not runtime.INTERPRETED, reason="addresses are watched where kernels are interpreted")
+def test_no_access_out_of_bounds_and_each_result_written_once():
+    q, k, v, do = make(1, 4, 2, 33, 50, 24, torch.float16)
+    o, lse = flash_attention_forward(q, k, v, causal=True)
+    with watched() as traffic:
+        flash_attention_backward(do, q, k, v, o, lse, causal=True, tiles=SMALL)
+    assert traffic.written_to["DK_ptr"] == traffic.written_to["DV_ptr"] == k.numel() * 2
+    assert traffic.written_to["DQ_ptr"] == q.numel() * 2 and traffic.written_to["DELTA_ptr"] == lse.numel() * 4
+    assert not traffic.undefined
+
+
+X, LSE = torch.zeros(1, 2, 8, 16, device=DEVICE), torch.zeros(1, 2, 8, device=DEVICE)
+
+
+@pytest.mark.parametrize(
+    "changes, error, sentence",
+    [
+        ({"grad_o": X[:, :, :4]}, ValueError, r"grad_o is \[1, 2, 4, 16\]; with this q it must be \[1, 2, 8, 16\]"),
+        ({"grad_o": X.half()}, TypeError, "grad_o is torch.float16; it must be torch.float32"),
+        ({"lse": LSE.double()}, TypeError, "lse is torch.float64; it must be torch.float32"),
+        ({"o": None, "grad_lse": 3.0}, TypeError, "grad_lse is a float; a torch.Tensor is needed"),
+        ({"lse": LSE.to("meta")}, ValueError, "lse is on meta and q on"),
+    ],
+)
+def test_clear_errors(changes, error, sentence):
+    given = {"grad_o": X, "q": X, "k": X, "v": X, "o": X, "lse": LSE} | changes
+    with pytest.raises(error, match=sentence):
+        flash_attention_backward(**given)
+
+
+# ---- the compiler ---------------------------------------------------------------------------------------------------
+
+SPILL = 64
+CHIPS = {"sm_80": "ampere", "sm_86": "consumer", "sm_90": "hopper", "sm_120": "consumer"}
+KERNELS = {"dkdv": dkdv_kernel, "dq": dq_kernel}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("target", CHIPS)
+def test_recorded_tiles_fit_and_spill_little(target, kernel):
+    jobs = [
+        (dtype, choice)
+        for dtype in (torch.bfloat16, torch.float32)
+        if dtype != torch.float32 or target == "sm_86"
+        for choice in tiles.recorded(kernel, CHIPS[target], dtype)
+    ]
+    arguments = [compile_arguments(kernel, dtype, c.head_dim, c.tile, causal=True) for dtype, c in jobs]
+    for (dtype, _), report in zip(jobs, compile_reports(KERNELS[kernel], arguments, targets=[target]), strict=True):
+        assert report.fits and report.spill_bytes <= SPILL, report
+        assert (report.tensor_core_instructions > 0) == (dtype != torch.float32), report
+
+
+def test_variants_compile_too():
+    for name, kernel in KERNELS.items():
+        tile = tiles.recorded(name, "consumer", torch.float16)[0].tile
+        variants = [compile_arguments(name, torch.float16, 40, tile, window=(128, 128), softcap=30.0)]
+        (report,) = compile_reports(kernel, variants, targets=["sm_86"])
+        assert report.fits and report.spill_bytes <= SPILL, report
+    (report,) = compile_reports(
+        delta_kernel, [compile_arguments("delta", torch.bfloat16, 128, Tile(64, 16, 4, 1))], targets=["sm_86"]
+    )
+    assert report.fits and report.spill_bytes == 0
+    assert math.isfinite(report.registers)
