@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import flashlab
-from flashlab.attention import schemes, triton_forward, triton_minimal
+from flashlab.attention import schemes, triton_backward, triton_forward, triton_minimal
 from flashlab.attention.tiles import Tile
 from flashlab.triton_tools.compile_report import TARGETS, compile_reports
 from flashlab.triton_tools.portable import jit_function
@@ -22,6 +22,12 @@ LAUNCHES = {
     "flashlab.attention.triton_forward.flash_attention_kernel": [
         triton_forward.compile_arguments(torch.float16, 64, Tile(64, 32, 4, 2), causal=True)
     ],
+    "flashlab.attention.triton_backward.dkdv_kernel": [
+        triton_backward.compile_arguments("dkdv", torch.float16, 64, Tile(32, 64, 4, 2), causal=True)
+    ],
+    "flashlab.attention.triton_backward.dq_kernel": [
+        triton_backward.compile_arguments("dq", torch.float16, 64, Tile(64, 32, 4, 2), causal=True)
+    ],
     "flashlab.attention.schemes.scheme_a_kernel": [_WALLS | {"BLOCK_N": 128, "num_stages": 1}],
     "flashlab.attention.schemes.scheme_a_variant_kernel": [
         _WALLS | {"BLOCK_N": 128, "K_BY_ROWS": flag, "V_LATE": flag, "P_FLOAT32": False, "num_stages": 1}
@@ -34,6 +40,7 @@ LAUNCHES = {
 }
 # Called by kernels, and compiled with them.
 DEVICE_FUNCTIONS = {
+    "flashlab.attention.triton_backward.load_statistics",
     *(
         f"flashlab.attention.triton_forward.{name}"
         for name in ("tile_edges", "in_band", "tile_ptrs", "tile_step", "load_tile", "store_tile", "soft_capped")
@@ -55,8 +62,12 @@ def kernels():
     return {name: value for name, value in found.items() if name.startswith(f"{jit_function(value).fn.__module__}.")}
 
 
+# No product of matrices in it; tests/test_triton_backward.py compiles it.
+WITHOUT_TENSOR_CORES = {"flashlab.attention.triton_backward.delta_kernel"}
+
+
 def test_every_kernel_has_a_launch_to_compile():
-    assert set(kernels()) == set(LAUNCHES) | DEVICE_FUNCTIONS
+    assert set(kernels()) == set(LAUNCHES) | DEVICE_FUNCTIONS | WITHOUT_TENSOR_CORES
 
 
 @pytest.mark.parametrize("name", LAUNCHES)

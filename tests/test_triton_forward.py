@@ -65,11 +65,11 @@ WINDOWS = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_drawn_shapes_masks_and_layouts(data):
     draw = data.draw
-    kv_heads, group = draw(st.integers(1, 2), "kv_heads"), draw(st.sampled_from([1, 2, 7]), "group")
+    kv_heads, group = draw(st.integers(1, 2), "kv_heads"), draw(st.sampled_from([1, 3]), "group")
     seq_q, seq_k = draw(st.integers(1, 70), "seq_q"), draw(st.integers(1, 70), "seq_k")
     dtype, layout = draw(st.sampled_from(DTYPES), "dtype"), draw(st.sampled_from(["bhnd", "bnhd", "bhdn"]), "layout")
     head_dim = draw(st.sampled_from([8, 16, 40, 59]), "head_dim")

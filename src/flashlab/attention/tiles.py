@@ -69,6 +69,8 @@ def _choices(*rows: tuple[int, tuple[int, int, int, int]], source: str = "compil
 
 
 _FLOAT32 = _choices((64, (32, 32, 4, 2)), (256, (32, 16, 4, 2)))  # FMA units, not tensor cores: small tiles
+_FLOAT32_DKDV = _choices((64, (16, 32, 4, 2)), (128, (16, 32, 8, 1)), (256, (16, 16, 8, 1)))
+_FLOAT32_DQ = _choices((128, (32, 16, 4, 2)), (256, (16, 16, 8, 2)))
 
 # By kernel, class of chips, and whether the dtype is float32.
 _TABLE: dict[tuple[str, str, bool], tuple[Choice, ...]] = {
@@ -80,20 +82,41 @@ _TABLE: dict[tuple[str, str, bool], tuple[Choice, ...]] = {
     ("forward", "ampere", True): _FLOAT32,
     ("forward", "consumer", True): _FLOAT32,
     ("forward", "interpreter", True): _choices((256, (64, 64, 4, 1))),
+    # dkdv keeps BLOCK_N keys and walks over BLOCK_M queries at a time, dq the other way round.
+    ("dkdv", "hopper", False): _choices((128, (64, 128, 8, 3)), (256, (64, 32, 8, 2))),
+    ("dkdv", "ampere", False): _choices((64, (32, 128, 8, 2)), (128, (64, 64, 8, 2)), (256, (32, 32, 8, 1))),
+    ("dkdv", "consumer", False): _choices((64, (32, 128, 8, 2)), (128, (32, 64, 8, 2)), (256, (32, 32, 8, 1))),
+    ("dkdv", "hopper", True): _FLOAT32_DKDV,
+    ("dkdv", "ampere", True): _FLOAT32_DKDV,
+    ("dkdv", "consumer", True): _FLOAT32_DKDV,
+    ("dq", "hopper", False): _choices((128, (128, 64, 8, 3)), (256, (128, 32, 8, 2))),
+    ("dq", "ampere", False): _choices((64, (128, 32, 8, 2)), (128, (64, 64, 8, 2)), (256, (32, 32, 8, 1))),
+    ("dq", "consumer", False): _choices((64, (128, 32, 8, 2)), (128, (64, 32, 8, 2)), (256, (32, 32, 8, 1))),
+    ("dq", "hopper", True): _FLOAT32_DQ,
+    ("dq", "ampere", True): _FLOAT32_DQ,
+    ("dq", "consumer", True): _FLOAT32_DQ,
     ("dkdv", "interpreter", False): _choices((256, (64, 64, 4, 1))),
     ("dkdv", "interpreter", True): _choices((256, (64, 64, 4, 1))),
     ("dq", "interpreter", False): _choices((256, (64, 64, 4, 1))),
     ("dq", "interpreter", True): _choices((256, (64, 64, 4, 1))),
 }
 
-SEARCH: dict[str, tuple[Tile, ...]] = {
-    "forward": tuple(
+
+def _product(*sides: tuple[tuple[int, ...], tuple[int, ...]], stages: tuple[int, ...]) -> tuple[Tile, ...]:
+    return tuple(
         Tile(block_m, block_n, num_warps, num_stages)
-        for block_m in (64, 128)
-        for block_n in (32, 64, 128)
+        for all_m, all_n in sides
+        for block_m in all_m
+        for block_n in all_n
         for num_warps in (4, 8)
-        for num_stages in (2, 3, 4)
-    ),
+        for num_stages in stages
+    )
+
+
+SEARCH: dict[str, tuple[Tile, ...]] = {
+    "forward": _product(((64, 128), (32, 64, 128)), stages=(2, 3, 4)),
+    "dkdv": _product(((32, 64), (64, 128)), stages=(2, 3)),
+    "dq": _product(((64, 128), (32, 64)), stages=(2, 3)),
 }
 """What `tune` tries: the search space of the Triton tutorial "Fused Attention". A tile that does not fit drops out."""
 
