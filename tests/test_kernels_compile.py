@@ -20,13 +20,13 @@ LAUNCHES = {
         triton_minimal.compile_arguments(torch.float16, 64)
     ],
     "flashlab.attention.triton_forward.flash_attention_kernel": [
-        triton_forward.compile_arguments(torch.float16, 64, Tile(64, 32, 4, 2), causal=True)
+        triton_forward.compile_arguments(torch.float16, 32, Tile(32, 32, 4, 1))
     ],
     "flashlab.attention.triton_backward.dkdv_kernel": [
-        triton_backward.compile_arguments("dkdv", torch.float16, 64, Tile(32, 64, 4, 2), causal=True)
+        triton_backward.compile_arguments("dkdv", torch.float16, 32, Tile(32, 32, 4, 1))
     ],
     "flashlab.attention.triton_backward.dq_kernel": [
-        triton_backward.compile_arguments("dq", torch.float16, 64, Tile(64, 32, 4, 2), causal=True)
+        triton_backward.compile_arguments("dq", torch.float16, 32, Tile(32, 32, 4, 1))
     ],
     "flashlab.attention.schemes.scheme_a_kernel": [_WALLS | {"BLOCK_N": 128, "num_stages": 1}],
     "flashlab.attention.schemes.scheme_a_variant_kernel": [

@@ -225,8 +225,10 @@ def test_the_gradient_of_the_log_sum_exp():
     dlse = torch.randn(lse.shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     got = flash_attention_backward(do, q, k, v, o, lse, grad_lse=dlse, causal=True, tiles=SMALL)
     right = reference.attention_backward(*(x.cpu() for x in (do, q, k, v)), causal=True, grad_lse=dlse.cpu())
-    for a, b in zip(got, right, strict=True):
-        torch.testing.assert_close(a.cpu().double(), b, rtol=0, atol=1e-5)
+    sim = flash_attention_backward_sim(*(x.cpu() for x in (do, q, k, v, o, lse)), causal=True, grad_lse=dlse.cpu())
+    for a, b, c in zip(got, sim, right, strict=True):
+        torch.testing.assert_close(a.cpu().double(), c, rtol=0, atol=1e-5)
+        torch.testing.assert_close(b.double(), c, rtol=0, atol=1e-5)
 
 
 @pytest.mark.skipif(not runtime.INTERPRETED, reason="addresses are watched where kernels are interpreted")
@@ -278,10 +280,7 @@ def test_recorded_tiles_fit_and_spill_little(target, kernel):
     ]
     arguments = [compile_arguments(kernel, dtype, c.head_dim, c.tile, causal=True) for dtype, c in jobs]
     for (dtype, _), report in zip(jobs, compile_reports(KERNELS[kernel], arguments, targets=[target]), strict=True):
-        limit = (
-            640 if (kernel, dtype) == ("dq", torch.float32) else SPILL
-        )  # q and do stay in registers, 256 floats a row
-        assert report.fits and report.spill_bytes <= limit, report
+        assert report.fits and report.spill_bytes <= SPILL, report
         assert (report.tensor_core_instructions > 0) == (dtype != torch.float32), report
 
 

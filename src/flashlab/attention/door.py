@@ -53,8 +53,8 @@ def flash_attention(
     Args:
         q: [batch, heads, seq_q, head_dim]; k, v: [batch, kv_heads, seq_k, head_dim]; heads is a multiple of kv_heads,
             and query head h reads key head h // (heads / kv_heads). One dtype and one device. Any strides, no copies.
-        causal: query i sees the keys j <= i + seq_k - seq_q: aligned at the end, as FlashAttention-2 does it. (PyTorch's
-            ``is_causal`` is aligned at the beginning.)
+        causal: query i sees the keys j <= i + seq_k - seq_q: aligned at the end, as in FlashAttention-2 (PyTorch's
+            ``is_causal`` is aligned at the beginning).
         scale: 1 / sqrt(head_dim) unless given.
         window: (left, right), how many keys before and after its own position a query sees; None is no bound, a number
             n is (n, n). With causal the right side is 0.
@@ -239,9 +239,8 @@ def _simulation_forward(q, k, v, *, left, right, softcap, scale):
 
 
 def _simulation_backward(grad_o, grad_lse, q, k, v, o, lse, *, left, right, softcap, scale):
-    if grad_lse is not None:
-        raise NotImplementedError("the simulation has no gradient of the log-sum-exp: take another backend")
-    return flash_attention_backward_sim(grad_o, q, k, v, o, lse, scale=scale, causal=right == 0)
+    options = dict(scale=scale, causal=right == 0, grad_lse=grad_lse)
+    return flash_attention_backward_sim(grad_o, q, k, v, o, lse, **options)
 
 
 _register("reference", _check_reference, _reference_forward, _reference_backward)

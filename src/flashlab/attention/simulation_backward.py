@@ -84,12 +84,13 @@ def query_block_sim(
 def flash_attention_backward_sim(
     grad_o: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
     BLOCK_M: int = 64, BLOCK_N: int = 64, *, causal: bool = False, scale: float | None = None,
+    grad_lse: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """dq, dk, dv from what the forward pass took and gave.
 
     Args:
         q, o, grad_o: [batch, heads, seq_q, head_dim]; k, v: [batch, kv_heads, seq_k, head_dim]; one dtype.
-        lse: [batch, heads, seq_q], natural logarithm; -inf where a row sees no key.
+        lse: [batch, heads, seq_q], natural logarithm; -inf where a row sees no key. grad_lse: like lse, or None.
     Returns:
         Each like its input. A key head's gradient is the sum over the query heads that read it.
     Raises:
@@ -108,6 +109,8 @@ def flash_attention_backward_sim(
             Q, dO, L = q[b, h], grad_o[b, h], lse[b, h]
             K, V = k[b, h // group], v[b, h // group]
             delta = delta_sim(o[b, h], dO)
+            if grad_lse is not None:
+                delta = delta - grad_lse[b, h]  # d lse / d score is P too
             for start_n in range(0, N, BLOCK_N):
                 columns = slice(start_n, min(start_n + BLOCK_N, N))
                 parts = key_block_sim(K[columns], V[columns], start_n, Q, dO, L, delta, N, BLOCK_M, scale, causal)
