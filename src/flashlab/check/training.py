@@ -7,15 +7,22 @@ attention in that dtype errs by: twice for o, three times for gradients (flash-a
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+from flashlab import runtime
 from flashlab.attention import full_reference as reference
+from flashlab.attention.full_reference import Gradients
 from flashlab.attention.inputs import scale_of
+from flashlab.attention.options import visible
+from flashlab.check.cases import Case, make_inputs
+from flashlab.check.failed import CheckFailed
+from flashlab.check.running import running
 from flashlab.check.tolerance import FLOAT32, excess
 
-__all__ = ["Wanted", "worst", "wanted"]
+__all__ = ["GradientReport", "Wanted", "gradient_cases", "verify_gradients", "wanted", "worst"]
 
 
 class Wanted(NamedTuple):
@@ -104,3 +111,184 @@ def worst(found: dict[str, Wanted], **got: torch.Tensor) -> tuple[str, float]:
     """The result that is furthest off, and its error as a multiple of its bound; NaN counts as infinite."""
     errors = {name: found[name].excess(x) for name, x in got.items()}
     return max(errors.items(), key=lambda item: float("inf") if item[1] != item[1] else item[1])
+
+
+# ---- verify for functions with a gradient ---------------------------------------------------------------------------
+
+
+class GradientReport(NamedTuple):
+    """Success: how many cases, and the largest error in units of its bound."""
+
+    cases: int
+    worst: float
+
+    def __repr__(self) -> str:
+        return f"✓ {self.cases} cases, forward and backward · worst error {self.worst:.2f} of its bound"
+
+
+def gradient_cases(
+    *, causal: bool = True, gqa: bool = True, dtypes: Sequence[torch.dtype] = (torch.float32, torch.float16)
+) -> Iterator[Case]:
+    """Short ones, each made to break one way of being wrong: tails, masks, heads, the size of the scores."""
+    for dtype in dtypes:
+        for length in (1, 2, 5, 17):
+            yield Case("a short sequence", length, length, head_dim=16, dtype=dtype)
+        yield Case("several tiles, the last not full", 50, 70, heads=2, kv_heads=2, head_dim=16, dtype=dtype)
+        yield Case("more queries than keys", 70, 33, head_dim=16, dtype=dtype, batch=2)
+        yield Case("another scale", 33, 40, head_dim=16, dtype=dtype, scale=0.7)
+        yield Case("every score near -200", 20, 37, "near -200", head_dim=16, dtype=dtype)
+        yield Case(
+            "heads interleaved in memory", 20, 30, heads=3, kv_heads=3, head_dim=16, dtype=dtype, layout="by token"
+        )
+        if gqa:
+            yield Case("grouped queries", 20, 33, heads=6, kv_heads=2, batch=2, head_dim=16, dtype=dtype)
+        if causal:
+            yield Case("a square", 60, 60, head_dim=16, dtype=dtype, causal=True)
+            yield Case("more keys than queries", 20, 53, head_dim=16, dtype=dtype, causal=True)
+            yield Case("queries that see no key", 53, 20, head_dim=16, dtype=dtype, causal=True)
+
+
+def verify_gradients(
+    fn: Callable[..., Any], *, causal: bool = True, gqa: bool = True,
+    dtypes: Sequence[torch.dtype] = (torch.float32, torch.float16),
+) -> GradientReport:  # fmt: skip
+    """Check an attention function and its gradient on every case; raise `CheckFailed` with a diagnosis.
+
+    fn(q, k, v, *, causal, scale) gives o, or (o, lse), from which `o.backward(...)` reaches q, k and v; see `verify`
+    for the shapes. Half of the cases hand on a gradient of stride 0, as ``o.sum().backward()`` does.
+    """
+    __tracebackhide__ = True
+    seen: list[tuple[Case, dict[str, Wanted], dict[str, torch.Tensor], tuple[torch.Tensor, ...]]] = []
+    largest, failed = 0.0, False
+    for number, case in enumerate(gradient_cases(causal=causal, gqa=gqa, dtypes=dtypes)):
+        q, k, v = (x.requires_grad_() for x in make_inputs(case, runtime.device()))
+        generator = torch.Generator().manual_seed(number)
+        grad_o = torch.randn(q.shape, generator=generator, dtype=torch.float64).to(q.device, q.dtype)
+        if number % 2:
+            grad_o = torch.full((), 0.5, dtype=q.dtype, device=q.device).expand(q.shape)
+        with running(str(case)), torch.enable_grad():
+            result = fn(q, k, v, causal=case.causal, scale=case.softmax_scale)
+            o = result[0] if isinstance(result, tuple | list) else result
+            if not isinstance(o, torch.Tensor) or not o.requires_grad:
+                raise CheckFailed(
+                    "the output has no gradient: nothing leads back to q, k and v", diagnosis="no-gradient"
+                )
+            found = torch.autograd.grad(o, (q, k, v), grad_o, allow_unused=True)
+        options = dict(causal=case.causal, scale=case.softmax_scale)
+        right = wanted(q, k, v, grad_o, **options)
+        got: dict[str, torch.Tensor] = {"o": o.detach()}
+        for name, x, like in zip(("dq", "dk", "dv"), found, (q, k, v), strict=True):
+            if x is None or x.shape != like.shape or x.dtype != like.dtype:
+                is_ = "missing" if x is None else f"{list(x.shape)}, {x.dtype}"
+                raise CheckFailed(
+                    f"{name} is {is_}; it should be like its input, {list(like.shape)}, {like.dtype}",
+                    diagnosis="wrong-shape", case=str(case),
+                )  # fmt: skip
+            got[name] = x
+        _, error = worst(right, **got)
+        seen.append((case, right, got, tuple(x.detach().cpu() for x in (q, k, v, grad_o))))
+        failed |= not error <= 1
+        largest = max(largest, error)
+    if failed:
+        raise _diagnosed(seen)
+    return GradientReport(len(seen), largest)
+
+
+class _Terms(NamedTuple):
+    """The parts of the backward pass in float64, for each query head by itself."""
+
+    dq: torch.Tensor
+    dk: torch.Tensor
+    dv: torch.Tensor
+
+
+def _terms(
+    case: Case, q, k, v, do, *, hidden: torch.Tensor | None = None, delta: bool = True, lse: bool = True
+) -> _Terms:
+    """As a kernel would compute them from o and lse, with another mask, or without delta or lse."""
+    group = q.shape[1] // k.shape[1]
+    o, row_lse = reference.attention(q, k, v, causal=case.causal, scale=case.softmax_scale)
+    wide_k, wide_v = (x.double().repeat_interleave(group, 1) for x in (k, v))
+    if hidden is None:
+        hidden = ~visible(q.shape[2], k.shape[2], case.causal)
+    s = case.softmax_scale * (q.double() @ wide_k.transpose(-1, -2))
+    shift = row_lse if lse else s.masked_fill(hidden, -torch.inf).amax(-1)
+    empty = torch.isneginf(row_lse)
+    p = torch.exp(s - shift.masked_fill(empty, 0.0)[..., None]).masked_fill(hidden | empty[..., None], 0.0)
+    ds = do.double() @ wide_v.transpose(-1, -2)
+    if delta:
+        ds = ds - (do.double() * o).sum(-1, keepdim=True)
+    ds = case.softmax_scale * p * ds
+    return _Terms(ds @ wide_k, ds.transpose(-1, -2) @ q.double(), p.transpose(-1, -2) @ do.double())
+
+
+def _summed(terms: _Terms, group: int) -> Gradients:
+    return Gradients(terms.dq, _shared_sum(terms.dk, group), _shared_sum(terms.dv, group))
+
+
+def _models(case: Case, q, k, v, do) -> dict[str, Gradients]:
+    """What known mistakes give on a case, by diagnosis."""
+    group, scale = q.shape[1] // k.shape[1], case.softmax_scale
+    right = _terms(case, q, k, v, do)
+    whole = _summed(right, group)
+    everything = torch.zeros(q.shape[2], k.shape[2], dtype=torch.bool)
+    top_left = ~_top_left(q.shape[2], k.shape[2])
+    return {
+        "delta-missing": _summed(_terms(case, q, k, v, do, delta=False), group),
+        "dq-not-scaled": whole._replace(dq=whole.dq / scale),
+        "dk-not-scaled": whole._replace(dk=whole.dk / scale),
+        "dq-scaled-twice": whole._replace(dq=whole.dq * scale),
+        "group-not-summed": Gradients(whole.dq, right.dk[:, group - 1 :: group], right.dv[:, group - 1 :: group]),
+        "causal-mask-missing": _summed(_terms(case, q, k, v, do, hidden=everything), group),
+        "causal-aligned-top-left": _summed(
+            _terms(case, q, k, v, do, hidden=top_left if case.causal else everything), group
+        ),
+        "probabilities-not-normalised": _summed(_terms(case, q, k, v, do, lse=False), group),
+    }
+
+
+def _top_left(seq_q: int, seq_k: int) -> torch.Tensor:
+    return torch.arange(seq_k)[None, :] <= torch.arange(seq_q)[:, None]
+
+
+SENTENCES = {
+    "delta-missing": "dq and dk are those of dS = P * dP: delta, the row's sum of dO * O, is not subtracted",
+    "dq-not-scaled": "dq is right but for the factor scale",
+    "dk-not-scaled": "dk is right but for the factor scale",
+    "dq-scaled-twice": "dq has the factor scale twice",
+    "group-not-summed": "dk and dv of a key head are those of one query head; all the heads that read it add to them",
+    "causal-mask-missing": "the gradients are those of P without the causal mask",
+    "causal-aligned-top-left": "the gradients are those of a causal mask aligned at the first key, not at the last",
+    "probabilities-not-normalised": "the gradients are those of exp(score - maximum), not divided by the row's sum",
+}
+
+
+def _diagnosed(seen: Sequence[tuple[Case, dict[str, Wanted], dict[str, torch.Tensor], tuple]]) -> CheckFailed:
+    """The mistake whose model gives what was found on every case, else what was seen on the first wrong case."""
+    wrong = [entry for entry in seen if not worst(entry[1], **entry[2])[1] <= 1]
+    case, right, got, _ = wrong[0]
+    name, error = worst(right, **got)
+    if all(right["o"].excess(got["o"]) <= 1 for _, right, got, _ in seen):
+        models = [_models(case, *inputs) for case, _, _, inputs in wrong]
+        for slug, sentence in SENTENCES.items():
+            if all(_fits(model[slug], entry[1], entry[2]) for model, entry in zip(models, wrong, strict=True)):
+                return CheckFailed(sentence, diagnosis=slug, case=str(case))
+    off = right[name].value - got[name].cpu().double()
+    index = tuple(int(i) for i in torch.unravel_index(off.nan_to_num(nan=torch.inf).abs().argmax(), off.shape))
+    values = f"{got[name].cpu().double()[index]:.4g}, where {right[name].value[index]:.4g} is right"
+    sizes = "NaN" if error != error else f"off by {error:.3g} times what rounding explains"
+    others = ", ".join(n for n in right if n != "lse" and n in got and right[n].excess(got[n]) <= 1) or "nothing else"
+    return CheckFailed(
+        f"{name} is {sizes}: {name}{list(index)} is {values}; within their bounds there: {others}",
+        diagnosis=f"wrong-{name}",
+        case=str(case),
+    )
+
+
+def _fits(model: Gradients, right: dict[str, Wanted], got: dict[str, torch.Tensor]) -> bool:
+    """Whether what was found is the model's result, up to some roundings of its largest elements."""
+    for name, value in zip(("dq", "dk", "dv"), model, strict=True):
+        room = right[name].bound + 16 * torch.finfo(got[name].dtype).eps * value.abs().max()
+        if not Wanted(value, room).excess(got[name]) <= 1:
+            return False
+    return True
