@@ -69,7 +69,7 @@ def flash_attention(
     q, k, v = _autocast(q, k, v)
     if not torch.compiler.is_compiling():  # then the operator's fake checks
         check_qkv(q, k, v, same_v=True)
-    chosen = choose_backend(q, k, v, window=window, softcap=softcap, backend=backend).backend
+    chosen, _ = _choose(q, window, softcap, backend)
     left, right = window_of(window, causal)
     operator = getattr(torch.ops.flashlab, f"{chosen}_attention")
     return operator(q, k, v, scale_of(scale, q.shape[-1]), left, right, softcap_of(softcap))[0]
@@ -84,17 +84,25 @@ def choose_backend(
     Raises:
         ValueError: no backend of that name, or one that does not take the inputs; the message says why not.
     """
+    chosen, refusal = _choose(q, window, softcap, backend)
+    if backend != "auto":
+        return Chosen(chosen, "it was asked for")
+    if refusal:
+        return Chosen(chosen, f"the backend triton does not take these inputs: {refusal}")
+    how = "interpreted on the CPU, which is slow" if runtime.INTERPRETED else f"compiled for {q.device}"
+    return Chosen(chosen, f"the Triton kernels take {q.dtype} with a head_dim of {q.shape[-1]}; they are {how}")
+
+
+def _choose(q: torch.Tensor, window: Window, softcap: float | None, backend: str) -> tuple[str, str | None]:
+    """The backend, and why it is not Triton's where "auto" had to take another one."""
     if backend not in ("auto", *BACKENDS):
         raise ValueError(f"backend is {backend!r}; it must be auto, {', '.join(BACKENDS[:-1])} or {BACKENDS[-1]}")
-    if backend != "auto":
-        if refusal := _refusal(backend, q, window, softcap):
-            raise ValueError(f"backend is {backend!r}, which does not take these inputs: {refusal}")
-        return Chosen(backend, "it was asked for")
-    refusal = _refusal("triton", q, window, softcap)
-    if refusal is None:
-        how = "interpreted on the CPU, which is slow" if runtime.INTERPRETED else f"compiled for {q.device}"
-        return Chosen("triton", f"the Triton kernels take {q.dtype} with a head_dim of {q.shape[-1]}; they are {how}")
-    return Chosen("reference", f"the backend triton does not take these inputs: {refusal}")
+    refusal = _refusal("triton" if backend == "auto" else backend, q, window, softcap)
+    if backend == "auto":
+        return ("reference" if refusal else "triton"), refusal
+    if refusal:
+        raise ValueError(f"backend is {backend!r}, which does not take these inputs: {refusal}")
+    return backend, None
 
 
 def _refusal(backend: str, q: torch.Tensor, window: Window, softcap: float | None) -> str | None:
@@ -113,7 +121,8 @@ def _refusal(backend: str, q: torch.Tensor, window: Window, softcap: float | Non
             return f"its kernels are compiled for the GPU, and q is on {q.device}"
         if runtime.INTERPRETED and q.device.type not in ("cpu", "cuda"):
             return f"it runs on the CPU or a GPU, and q is on {q.device}"
-        if q.is_cuda and torch.cuda.get_device_capability(q.device) < (8, 0):
+        # torch.compile may not look at the device; what it generates needs a newer one anyway.
+        if q.is_cuda and not torch.compiler.is_compiling() and torch.cuda.get_device_capability(q.device) < (8, 0):
             major, minor = torch.cuda.get_device_capability(q.device)
             return f"it needs compute capability 8.0, and this GPU has {major}.{minor}"
     return None
