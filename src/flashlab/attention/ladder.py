@@ -24,7 +24,7 @@ HELPERS = (
     triton_forward.tile_edges, triton_forward.in_band, triton_forward.tile_ptrs, triton_forward.tile_step,
     triton_forward.load_tile, triton_forward.store_tile, triton_forward.soft_capped,
 )  # fmt: skip
-_OFF = {"HAS_FIRST": False, "HAS_LAST": False, "SPLIT": False, "SOFTCAP": False, "NEGATE": False}
+_OFF = {"HAS_FIRST": False, "HAS_LAST": False, "SPLIT": False, "SOFTCAP": False, "NEGATE": False, "TMA": False}
 
 
 @dataclass(frozen=True)
