@@ -284,6 +284,7 @@ def test_recorded_tiles_fit_and_spill_little(target, kernel):
         assert (report.tensor_core_instructions > 0) == (dtype != torch.float32), report
 
 
+@pytest.mark.slow
 def test_variants_compile_too():
     for name, kernel in KERNELS.items():
         tile = tiles.recorded(name, "consumer", torch.float16)[0].tile

@@ -158,9 +158,19 @@ def verify_gradients(
     for the shapes. Half of the cases hand on a gradient of stride 0, as ``o.sum().backward()`` does.
     """
     __tracebackhide__ = True
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the cases are small: more threads only get in each other's way
+    try:
+        return _verified(fn, list(gradient_cases(causal=causal, gqa=gqa, dtypes=dtypes)))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _verified(fn: Callable[..., Any], cases: Sequence[Case]) -> GradientReport:
+    __tracebackhide__ = True
     seen: list[tuple[Case, dict[str, Wanted], dict[str, torch.Tensor], tuple[torch.Tensor, ...]]] = []
     largest, failed = 0.0, False
-    for number, case in enumerate(gradient_cases(causal=causal, gqa=gqa, dtypes=dtypes)):
+    for number, case in enumerate(cases):
         q, k, v = (x.requires_grad_() for x in make_inputs(case, runtime.device()))
         generator = torch.Generator().manual_seed(number)
         grad_o = torch.randn(q.shape, generator=generator, dtype=torch.float64).to(q.device, q.dtype)
