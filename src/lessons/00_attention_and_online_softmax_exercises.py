@@ -90,7 +90,7 @@ def softmax_safe(x: torch.Tensor) -> torch.Tensor:
 
 # %% tags=["check"]
 # hint("0.2")
-check("0.2", softmax_safe)
+check("0.2", softmax_safe, shifted_exp)
 
 # %% [markdown]
 # ## 0.3 Maximum and sum in one pass

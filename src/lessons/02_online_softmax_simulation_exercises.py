@@ -45,8 +45,8 @@ from flashlab.attention.simulation import Step, check_inputs
 #
 # $$m_i = \ln 2, \qquad l_i = 1 + \tfrac12 = 1.5, \qquad \mathrm{acc} = 1 \cdot 3 + \tfrac12 \cdot 5 = 5.5 .$$
 #
-# Block 1 has the scores $(\ln 8,\ \ln 4)$ and the values $(1,\ 6)$. Do the step with pencil and paper. Return the new maximum, the
-# correction, `l_i` and `acc` after block 1, and the output `O` that the row ends with.
+# Block 1 has the scores $(\ln 8,\ \ln 4)$ and the values $(1,\ 6)$. Do the step with pencil and paper. Return a dictionary
+# with the keys `m_new`, `correction`, `l_i`, `acc` (all after block 1) and `O`, the output that the row ends with.
 
 # %% tags=["exercise"]
 def one_step():

@@ -125,7 +125,8 @@ check("3.3", row_lse_kernel)
 # phase 2's loop: scores, mask, new maximum, `p`, correction, `l_i`, `acc`. The scores are in base 2, so use `tl.exp2`. Then
 # normalise, and store `o` and the natural `lse`.
 #
-# The check runs lengths that no tile divides, maxima that rise in every block, scores near ±200, and three dtypes.
+# The check runs lengths that no tile divides, maxima that rise in every block, scores near ±200, and three dtypes. In float32
+# `tl.dot` needs `input_precision="ieee"`, or it multiplies in TF32.
 
 # %% tags=["exercise"]
 # MILESTONE flashlab.attention.triton_minimal: flash_attention_forward_kernel

@@ -27,7 +27,7 @@ LESSON = Path(__file__).parents[2] / "src/lessons/00_attention_and_online_softma
 
 
 def run(id, answer):
-    return find(id).run(answer)
+    return find(id).run(answer, *([shifted_exp] if id == "0.2" else []))
 
 
 def rejected(id, answer):
@@ -93,7 +93,7 @@ def test_other_right_ways_pass():
         m = torch.maximum(a.m, b.m)
         r = torch.where(m == -INF, torch.zeros_like(m), m)
         ca, cb = (a.m - r).exp().unsqueeze(-1), (b.m - r).exp().unsqueeze(-1)
-        return m, a.l * ca[..., 0] + b.l * cb[..., 0], a.o * ca + b.o * cb
+        return State(m, a.l * ca[..., 0] + b.l * cb[..., 0], a.o * ca + b.o * cb)
 
     def from_scratch(o1, lse1, o2, lse2):
         lse = torch.logaddexp(lse1, lse2)
@@ -475,3 +475,30 @@ def test_an_unsolved_blank_is_passed_on_as_unsolved(id):
 def test_the_identity_of_the_wrong_dtype_does_not_slip_through():
     with pytest.raises(TypeError):
         finish(merge(identity(head_dim=2), identity(head_dim=2, dtype=torch.float64)))
+
+
+# ---- what the checks once accepted -----------------------------------------------------------------------------------
+
+
+def guarded_for_all_rows_at_once(a, b):
+    if b.l.sum() == 0:
+        return a
+    return b if a.l.sum() == 0 else merge_with(unguarded, unguarded)(a, b)
+
+
+@pytest.mark.parametrize(
+    ("answer", "diagnosis"),
+    [
+        (guarded_for_all_rows_at_once, "minus-infinity"),
+        (lambda a, b: State(*(x.float() for x in merge(a, b))), "wrong-dtype"),
+        (lambda a, b: tuple(merge(a, b)), "wrong-type"),
+        (lambda a, b: list(merge(a, b)), "wrong-type"),
+    ],
+)
+def test_a_merge_of_mixed_rows_in_its_own_dtype_and_type(answer, diagnosis):
+    assert rejected("0.4", answer) == diagnosis
+
+
+def test_shifted_exp_is_checked_too():
+    with pytest.raises(CheckFailed, match="shifted_exp"):
+        find("0.2").run(softmax_safe, lambda x, m: torch.exp(x - m))

@@ -295,3 +295,44 @@ def test_a_load_without_mask_or_other_is_told(load, diagnosis, tensor):
     with pytest.raises(CheckFailed, match=tensor) as caught:
         check("1.4", solution("scheme_a_kernel", load))
     assert caught.value.diagnosis == diagnosis
+
+
+# ---- what the checks once accepted, or refused ----------------------------------------------------------------------
+
+
+def frugal(divide_late, per_row):
+    def fn(q, k, v):
+        s = (q / math.sqrt(q.shape[1])) @ k.T
+        s -= s.amax(1, keepdim=True) if per_row else s.max()
+        s.exp_()
+        if divide_late:
+            o = s @ v
+            return o / s.sum(1, keepdim=True)
+        s /= s.sum(1, keepdim=True)
+        return s @ v
+
+    return fn
+
+
+def test_one_matrix_is_enough_whenever_it_is_divided_and_has_a_maximum_per_row():
+    assert run("1.3", frugal(True, True))
+    assert rejected("1.3", frugal(False, False)) == "global-max"
+
+
+def test_an_exact_fit_and_the_smallest_tile():
+    assert rejected("1.5", solution("first_failing", ("<= limit", "< limit"))) == "exact-fit-refused"
+
+
+def test_a_second_load_is_no_slice():
+    again = ("    x = tl.load(", "    again = tl.load(x_ptr)\n    x = tl.load(")
+    assert rejected("1.6", solution("quarter_kernel", again)) == "loaded-again"
+
+
+@pytest.mark.slow
+def test_a_finite_sentinel_is_found_however_low():
+    assert rejected("1.4", solution("scheme_a_kernel", ('float("-inf")', "-1e30"))) == "finite-sentinel"
+
+
+def test_an_lse_that_is_never_stored_and_padding_in_the_maximum_are_told():
+    store = next(line for line in show.source_text(schemes.scheme_a_kernel).splitlines() if "tl.store(lse_ptr" in line)
+    assert rejected("1.4", solution("scheme_a_kernel", (store, ""))) == "lse-not-written"

@@ -53,6 +53,8 @@ def _structure(observations: Sequence[Observation], wrong: Sequence[Observation]
     for seen in wrong:
         if seen.unwritten.any():
             return "rows-not-written", f"nothing is ever written to {_rows(seen.unwritten)} of o", seen
+    if all(seen.lse_unwritten for seen in wrong):
+        return "lse-not-written", "nothing is ever written to lse", first
     if all(_nothing_finite(seen.o) for seen in observations):
         if all(seen.lse is not None and seen.lse.isnan().all() for seen in observations):
             return (

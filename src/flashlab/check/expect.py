@@ -115,7 +115,10 @@ def expect_close(
     here, there = actual[at].item(), expected[at].item()
     if here != here:
         fail(f"{what} is NaN{place}, it should be {there:.6g}")
-    fail(f"{what} is wrong{place}: it is {here:.6g}, it should be {there:.6g} (allowed error {bound:.2g})")
+    digits = next((d for d in (6, 9, 12) if f"{here:.{d}g}" != f"{there:.{d}g}"), 17)  # never the same number twice
+    fail(
+        f"{what} is wrong{place}: it is {here:.{digits}g}, it should be {there:.{digits}g} (allowed error {bound:.2g})"
+    )
     raise AssertionError("unreachable")
 
 

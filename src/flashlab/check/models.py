@@ -80,8 +80,10 @@ def problem(case: Case) -> Problem:
 
 def attend(scores: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Softmax of the scores times v, and the lse; rows without a key give 0 and -inf."""
-    lse = torch.logsumexp(scores, -1)
-    return torch.exp(scores - lse.masked_fill(lse == -INF, 0.0)[..., None]) @ v, lse
+    m = scores.amax(-1, keepdim=True)
+    weights = torch.exp(scores - m.masked_fill(m == -INF, 0.0))  # against m: beside -1e38 lse has no room for log(l)
+    l = weights.sum(-1, keepdim=True)  # noqa: E741
+    return (weights @ v) / l.masked_fill(l == 0, 1.0), torch.logsumexp(scores, -1)
 
 
 def attended(scores: torch.Tensor, v: torch.Tensor) -> Prediction:

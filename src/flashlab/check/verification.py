@@ -119,10 +119,14 @@ def verify_one_head(
     empty: bool = False,
     lse: bool = True,
     max_seq: int | None = None,
+    max_tile: int = 256,
     deterministic: bool = False,
     full: bool = False,
 ) -> Report:
-    """`verify` for fn(q, k, v, *, causal, scale) -> (o, lse) on one head: q and o [M, D], k and v [N, D], lse [M]."""
+    """`verify` for fn(q, k, v, *, causal, scale) -> (o, lse) on one head: q and o [M, D], k and v [N, D], lse [M].
+
+    max_tile: 128 for a function whose tiles are no larger, to save time.
+    """
     __tracebackhide__ = True
     takes = _parameters(fn)
 
@@ -144,6 +148,7 @@ def verify_one_head(
         batched=False,
         scaled="scale" in takes,
         max_seq=max_seq,
+        max_tile=max_tile,
         full=full,
     )
     if strided:
@@ -250,9 +255,10 @@ def _observe(call: Call, case: Case, lse: bool, one_head: bool) -> tuple[Observa
                 diagnosis="input-modified",
                 case=str(case),
             )
+    never = row_lse is not None and row_lse.numel() > 0 and bool(unwritten(row_lse.detach().cpu()).all())
     row_lse = None if row_lse is None else row_lse.detach().cpu().double()
     observed = o.detach().cpu()
-    return Observation(case, truth_of(case), observed.double(), row_lse, unwritten(observed)), o
+    return Observation(case, truth_of(case), observed.double(), row_lse, unwritten(observed), never), o
 
 
 def _outputs(

@@ -104,6 +104,23 @@ def _(largest_safe_score):
 # ---- 0.2 ------------------------------------------------------------------------------------------------------------
 
 
+def _expect_shifted_exp(shifted_exp: Callable[..., Any]) -> None:
+    __tracebackhide__ = True
+    cases = {
+        "shifted_exp of two rows": (_t([1.0, 2.0, 3.0], [-5.0, 0.0, -1.0]), _t([3.0], [0.0])),
+        "shifted_exp near 1000": (_t([999.0, 1000.0]), _t(1000.0)),
+        "shifted_exp of masked scores": (_t([-INF, 1.0], [-INF, -INF]), _t([1.0], [-INF])),
+    }
+    for case, (x, m) in cases.items():
+        got = _call(case, shifted_exp, x, m, unchanged=[x, m])
+        right = torch.where(torch.isneginf(x), 0.0, torch.exp(x - m.clamp(min=-1e30)))
+        if not torch.isneginf(m).any():
+            expect_close(got, right, what="shifted_exp(x, m)", case=case)
+            continue
+        expect(not _has_nan(got), f"shifted_exp: {_MINUS_INFINITY}", diagnosis="minus-infinity", case=case)
+        expect_close(got, right, what="shifted_exp(x, m)", case=case)
+
+
 @exercise(
     "0.2",
     title="The safe softmax",
@@ -116,7 +133,8 @@ def _(largest_safe_score):
         "Such a row then has the sum 0. Divide by 1 there: `l.masked_fill(l == 0, 1.0)`.",
     ],
 )
-def _(softmax):
+def _(softmax, shifted_exp):
+    _expect_shifted_exp(shifted_exp)
     x = _t([1.0, 2.0, 3.0], [3.0, 1.0, 1.0])
     mistakes = {
         "wrong-axis": (torch.softmax(x, dim=0), "the softmax runs along the wrong axis: each row is to sum to 1"),
@@ -175,6 +193,9 @@ class _Score(float):
     """A float that can be watched: how many of a row are alive at once says whether the row was kept."""
 
     __slots__ = ("__weakref__",)
+
+
+_Score.__name__ = "float"  # as a message should call it
 
 
 def _watched_row(xs: Sequence[float], most: list[int]) -> Iterator[float]:
@@ -293,8 +314,14 @@ def _expect_state(got: Any, a: State, b: State, case: str) -> None:
     """Compare a merged state with the right one; `a` and `b` are what was merged."""
     __tracebackhide__ = True
     m, l, o = _parts(got, "m l o", case)
+    expect(
+        hasattr(got, "m") and hasattr(got, "l") and hasattr(got, "o"),
+        f"the function returns a plain {type(got).__name__}: return State(m, l, o), whose parts have names",
+        diagnosis="wrong-type",
+        case=case,
+    )
     right = merge(a, b)
-    expect_close(m, right.m, what="m", diagnosis="wrong-maximum", case=case)
+    expect_close(m, right.m, what="m", diagnosis="wrong-maximum", case=case, dtype=right.m.dtype)
     if _has_nan(l, o) and torch.isneginf(torch.minimum(a.m, b.m)).any():
         raise CheckFailed(_MINUS_INFINITY, diagnosis="minus-infinity", case=case)
 
@@ -313,7 +340,8 @@ def _expect_state(got: Any, a: State, b: State, case: str) -> None:
         "corrections-swapped": (cb, ca, "each state was multiplied by the other one's correction"),
     }
     wrong = {slug: (*both_with(wa, wb), sentence) for slug, (wa, wb, sentence) in known.items()}
-    expect_close(l, right.l, what="l", case=case, mistakes={s: (x, why) for s, (x, _, why) in wrong.items()})
+    told = {slug: (x, why) for slug, (x, _, why) in wrong.items()}
+    expect_close(l, right.l, what="l", case=case, dtype=right.l.dtype, mistakes=told)
 
     mistakes = {slug: (x, f"l is right, but o is not: {why}") for slug, (_, x, why) in wrong.items()}
     mistakes["normalised-early"] = (
@@ -325,7 +353,7 @@ def _expect_state(got: Any, a: State, b: State, case: str) -> None:
             a.o * ca + b.o * cb,
             "the corrections were broadcast along the columns of o; there is one a row: correction[..., None]",
         )
-    expect_close(o, right.o, what="o", case=case, mistakes=mistakes)
+    expect_close(o, right.o, what="o", case=case, dtype=right.o.dtype, mistakes=mistakes)
 
 
 @exercise(
@@ -350,6 +378,8 @@ def _(merge_states):
 
     low, high, nothing = block(0.0), block(4.0), identity(head_dim=3, dtype=torch.float64)
     masked = block_state(_t(-INF, -INF), torch.ones(2, 3, dtype=torch.float64))
+    seen, keys = _t([1.0, 2.0], [-INF, -INF], [0.0, -INF], [-INF, -INF]), torch.ones(2, 3, dtype=torch.float64)
+    mixed, mixed_too = block_state(seen, keys), block_state(seen.flip(0).roll(1, 0) + 1, 2 * keys)
     many, more = block(0.0, rows=(6,)), block(0.0, rows=(6,))  # in each row another one has the maximum
     cases = {
         "equal maxima": (low, low),
@@ -362,6 +392,7 @@ def _(merge_states):
         "a is the identity": (nothing, low),
         "a is masked": (masked, low),
         "the identity twice": (nothing, nothing),
+        "some rows masked in both, some in one": (mixed, mixed_too),
         "batch and heads": (block(0.0, rows=(2, 2, 4)), block(0.0, rows=(2, 2, 4))),
     }
     for case, (a, b) in cases.items():
@@ -376,7 +407,7 @@ def _(merge_states):
     ):
         o, _ = finish(State(*_call(case, way)))
         expect_close(o, right, what="the output of three blocks", case=case)
-    return "12 cases, the identity and masked blocks among them"
+    return "13 cases, the identity and masked blocks among them"
 
 
 # ---- 0.5 ------------------------------------------------------------------------------------------------------------
@@ -635,11 +666,13 @@ def _lazy(
         if seen == -INF:
             continue
         compared = last if mistake == "drift" else m
-        moves = top > compared + (0.0 if mistake == "threshold-ignored" else threshold)
+        moves = bool(top > compared + (0.0 if mistake == "threshold-ignored" else threshold))
+        moves = moves or (mistake == "not-above-the-threshold" and bool(top == compared + threshold))
         if m == -INF:
             m = top
             count += mistake == "start-counted"
         elif moves and mistake != "never":
+            top = m + threshold if mistake == "moved-too-little" else top
             correction = torch.exp(top - m if mistake == "inverted" else m - top)
             correction = torch.ones_like(m) if mistake == "not-rescaled" else correction
             l, o = l * correction, o * correction
@@ -672,12 +705,13 @@ def _(lazy_attention):
     masked = noise.clone()
     masked[:9] = -INF
     rows = {
+        "the maximum first": torch.linspace(4, -4, 24, dtype=torch.float64),
         "random scores": 3 * noise,
         "a slow climb": torch.linspace(0, 23, 24, dtype=torch.float64),
         "a climb to 3000": torch.linspace(0, 3000, 24, dtype=torch.float64),
-        "the maximum first": torch.linspace(4, -4, 24, dtype=torch.float64),
         "masked blocks first": masked,
         "all masked": torch.full((24,), -INF, dtype=torch.float64),
+        "steps of exactly the threshold": 2.5 * torch.arange(24, dtype=torch.float64),
     }
     drift = (
         "the block was compared with the last maximum seen; compare it with the reference, or many small steps add up "
@@ -693,6 +727,10 @@ def _(lazy_attention):
                 expect(not _has_nan(o, lse), _MINUS_INFINITY, diagnosis="minus-infinity", case=name)
             if count != want_count:
                 told = {
+                    "not-above-the-threshold": "a correction was made where the maximum is just reference + threshold; "
+                    "the rule is `>`, not `>=`",
+                    "moved-too-little": "more corrections than needed: the reference moves to the block's maximum, not "
+                    "to reference + threshold",
                     "threshold-ignored": "a correction was made for every new maximum; below the threshold it can wait",
                     "drift": drift,
                     "start-counted": "the first block sets the reference; no correction to count yet",
@@ -716,4 +754,4 @@ def _(lazy_attention):
             expect_close(o, want_o, what="o", case=name, mistakes=o_mistakes)
             expect_close(lse, want_lse, what="lse", case=name, mistakes={"lse-from-the-maximum": (true_maximum, why)})
             expect_close(count, want_count, what="the number of corrections", diagnosis="wrong-count", case=name)
-    return "24 cases: same output, fewer corrections"
+    return "28 cases: same output, fewer corrections"

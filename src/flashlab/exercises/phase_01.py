@@ -17,7 +17,8 @@ from flashlab.attention import reference, schemes
 from flashlab.attention.cost import fused_cost, naive_cost, naive_peak_bytes, trace_ops
 from flashlab.check import CheckFailed, expect, expect_close, running, verify_one_head
 from flashlab.exercises.registry import exercise
-from flashlab.exercises.triton_answers import compiles, explain_undefined, in_bounds, kernel_of
+from flashlab.exercises.triton_answers import calls, compiles, explain_undefined, in_bounds, kernel_of
+from flashlab.triton_tools.watch import watched
 
 # ---- 1.1 ------------------------------------------------------------------------------------------------------------
 
@@ -217,14 +218,16 @@ def _(frugal_attention: Callable[..., torch.Tensor]) -> str:
             mistakes={"scale-missing": (unscaled[0, 0], "the scores are not scaled by 1 / sqrt(D)")},
             because="subtract the row's maximum before the exp, or large scores overflow" if size > 1 else None,
         )
-    ops = trace_ops(frugal_attention, q, k, v)
+    _expect_a_maximum_per_row(frugal_attention)
+    # Few columns, so that what has N rows weighs little: only a second N x N tensor may count.
+    ops = trace_ops(frugal_attention, *(torch.randn(512, 16, generator=generator).to(device) for _ in range(3)))
     worst = max(ops, key=lambda op: op.live_bytes)
     matrices = worst.live_bytes / (512 * 512 * 4)
     expect(
         matrices < 1.3,
         f"right, but it holds {matrices:.2f} matrices of N × N when `{worst.name}` ends; one is enough",
         diagnosis="second-matrix-alive",
-        case="N=512, D=64",
+        case="N=512, D=16",
     )
     expect(
         max(op.bytes_written for op in ops) >= 512 * 512 * 4,
@@ -232,10 +235,30 @@ def _(frugal_attention: Callable[..., torch.Tensor]) -> str:
         "four lines in "
         "place. What you did is phase 2, well ahead of time",
         diagnosis="not-the-four-lines",
-        case="N=512, D=64",
+        case="N=512, D=16",
     )
-    naive = naive_peak_bytes(512, 64, itemsize=4) / (512 * 512 * 4)
+    naive = naive_peak_bytes(512, 16, itemsize=4) / (512 * 512 * 4)
     return f"peak {matrices:.2f} matrices of N × N, naive_attention has {naive:.2f}"
+
+
+def _expect_a_maximum_per_row(fn: Callable[..., torch.Tensor]) -> None:
+    """Rows whose scores are 400 apart: against one maximum for all, every exponential of the lower row is 0."""
+    __tracebackhide__ = True
+    case = "two rows of scores, near +200 and near -200"
+    q, k = torch.ones(2, 16, device=runtime.device()), torch.full((2, 16), 50.0, device=runtime.device())
+    q[1], k[1] = -1.0, 49.5
+    v = torch.arange(32.0, device=q.device).view(2, 16)
+    with running(case):
+        got = fn(q, k, v)
+    want, _ = reference.attention(*(x[None, None] for x in (q, k, v)))
+    lower = torch.as_tensor(got)[1]
+    expect(
+        bool(lower.isfinite().all()) and bool(lower.abs().sum() > 0),
+        "one maximum was taken for the whole matrix: a row far below it has only zeros; take each row's own",
+        diagnosis="global-max",
+        case=case,
+    )
+    expect_close(got, want[0, 0].float(), what="o", case=case, tol=1e-3)
 
 
 # ---- 1.4 ------------------------------------------------------------------------------------------------------------
@@ -290,7 +313,7 @@ def _verify_padded(kernel: Any, **options: Any) -> Any:
     __tracebackhide__ = True
     run = _one_head(kernel, BLOCK_N=schemes.padded)
     try:
-        return verify_one_head(run, max_seq=150, **options)
+        return verify_one_head(run, max_seq=150, max_tile=128, **options)
     except CheckFailed as failed:
         if failed.diagnosis != "not-solved-yet":
             _explain_padding(run)
@@ -343,12 +366,14 @@ def _(first_failing: Callable[[int, int, int, int], int]) -> str:
         for head_dim, block_m, itemsize in ((128, 16, 4), (128, 64, 2), (64, 64, 2), (32, 128, 2))
     ]
     cases.append((48 * 1024, 256, 64, 4))  # nothing fits here
+    cases.append(((64 + 2 * 128) * 128 * 2, 128, 64, 2))  # the tiles of 128 keys fit to the byte
+    cases.append(((64 + 2 * 10) * 128 * 2, 128, 64, 2))  # 8 keys would fit, but a tile has 16 at least
     for limit, d, block_m, e in cases:
         case = f"limit={limit}, D={d}, BLOCK_M={block_m}, itemsize={e}"
         with running(case):
             got = first_failing(limit, d, block_m, e)
 
-        def answer(tiles: float, block_m: int = block_m, limit: int = limit, row: int = d * e) -> int:
+        def answer(tiles: float, block_m: int = block_m, row: int = d * e, *, limit: int = limit) -> int:
             """The first failing N if `tiles` tiles of BLOCK_N keys had to fit beside q's."""
             block_n = 16
             while (block_m + tiles * block_n) * row <= limit:
@@ -359,6 +384,8 @@ def _(first_failing: Callable[[int, int, int, int], int]) -> str:
             answer: Callable[..., int] = answer, limit: int = limit, d: int = d, block_m: int = block_m, e: int = e
         ):
             power = 2 * (answer(2) - 1)
+            tight = answer(2, limit=limit - 1)
+            small = next(n for n in (2**i for i in range(20)) if (block_m + 2 * n) * d * e > limit) // 2 + 1
             exact = max(0, (limit // (d * e) - block_m) // 2) + 1
             return {
                 "one-tile-forgotten": (answer(1), "only one of K and V is counted: both tiles are there at once"),
@@ -373,6 +400,8 @@ def _(first_failing: Callable[[int, int, int, int], int]) -> str:
                     power,
                     "that is the first power of two that fails; lengths below it are padded to it and fail as well",
                 ),
+                "exact-fit-refused": (tight, "tiles that need just the limit fit: the first length fails above it"),
+                "minimum-forgotten": (small, "a tile has at least 16 keys: N is padded to 16, however short it is"),
                 "last-that-runs": (answer(2) - 1, "that is the last length that runs; the next one fails"),
             }
 
@@ -402,6 +431,13 @@ def _(first_failing: Callable[[int, int, int, int], int]) -> str:
 )
 def _(quarter_kernel: Any) -> str:
     kernel = kernel_of(quarter_kernel)
+    called = calls(kernel)
+    expect("gather" not in called, "tl.gather is not allowed here: reshape, permute and split", diagnosis="gather-used")
+    expect(
+        called.count("load") == 1,
+        f"the kernel calls tl.load {called.count('load')} times; it should load x once, and cut what it loaded",
+        diagnosis="loaded-again",
+    )
     device = runtime.device()
     for rows, columns in ((16, 64), (32, 16)):
         x = torch.arange(rows * columns, device=device, dtype=torch.float32).reshape(rows, columns)
@@ -430,6 +466,14 @@ def _(quarter_kernel: Any) -> str:
                         "y holds another quarter: J // 2 says which half, J % 2 which half of that",
                     ),
                     "left-and-right-swapped": (quarters[3 - j], "y holds quarter 3 - J: left and right are swapped"),
+                    "halves-swapped": (
+                        quarters[(j + 2) % 4],
+                        "y holds a quarter of the other half: tl.split gives the left half first, and J >= 2 is right",
+                    ),
+                    "quarters-swapped": (
+                        quarters[j ^ 1],
+                        "y holds the other quarter of that half: J % 2 says which",
+                    ),
                     "always-the-first": (quarters[0], "y holds the first quarter, whatever J is"),
                 },
             )
@@ -464,6 +508,24 @@ def _(masked_kernel: Any) -> str:
 # ---- 1.8 ------------------------------------------------------------------------------------------------------------
 
 
+def _expect_two_passes(run: Callable[..., Any]) -> None:
+    """K is read twice, V once; and no more than that."""
+    __tracebackhide__ = True
+    if not runtime.INTERPRETED:
+        return
+    q, k, v = (torch.randn(64, 64, generator=torch.Generator().manual_seed(18)).half() for _ in range(3))
+    with watched(q=q, k=k, v=v) as traffic:
+        run(q, k, v)
+    passes = traffic.read_from["k"] / (64 * 64 * 2)
+    expect(
+        passes >= 2,
+        f"right, but K is read {passes:g} times: this is one pass that corrects o, phase 3's kernel; here the first "
+        "pass finds m and l of the whole row, so that the second never has to rescale o",
+        diagnosis="one-pass",
+        case="M=N=64, BLOCK_N=32",
+    )
+
+
 @exercise(
     "1.8",
     title="Both walls, in two passes",
@@ -483,7 +545,9 @@ def _(masked_kernel: Any) -> str:
 )
 def _(two_pass_kernel: Any) -> str:
     kernel = kernel_of(two_pass_kernel)
-    report = verify_one_head(_one_head(kernel, BLOCK_N=lambda n: 32), max_seq=300)
+    run = _one_head(kernel, BLOCK_N=lambda n: 32)
+    report = verify_one_head(run, max_tile=128)
+    _expect_two_passes(run)
     compiled = compiles(kernel, schemes.kernel_arguments(4096, 64, BLOCK_N=64), target="sm_120", num_stages=1)
     expect(
         (compiled.shared_bytes or 0) <= 4 * 64 * 64 * 2,

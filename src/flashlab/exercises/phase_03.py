@@ -22,7 +22,7 @@ from flashlab.attention.triton_minimal import (
     flash_attention_forward_kernel,
     hbm_bytes,
 )
-from flashlab.check import expect, expect_close, running, verify_one_head
+from flashlab.check import CheckFailed, expect, expect_close, running, verify_one_head
 from flashlab.check.verification import Report
 from flashlab.exercises.registry import exercise
 from flashlab.exercises.triton_answers import compiles, explain_undefined, in_bounds, kernel_of
@@ -89,10 +89,17 @@ def _(copy_tile_kernel: Any) -> str:
         ),
     }
     for case, (source, target) in cases.items():
+        target.fill_(math.nan)
+        before = source.clone()
         with in_bounds(case, x=source, y=target):
             kernel[(1,)](source, target, *source.stride(), *target.stride(), ROWS=8, COLS=16)
+        same = torch.equal(source.nan_to_num(), before.nan_to_num())
+        expect(same, "x was overwritten: load from x, store to y", diagnosis="input-modified", case=case)
+        expect(not target.isnan().all(), "nothing is ever stored to y", diagnosis="never-written", case=case)
+        missing = int(target.isnan().sum())
+        expect(not missing, f"{missing} of 128 elements of y are never stored", diagnosis="never-written", case=case)
         expect_close(
-            target, x, what="the copy", case=case, because="are the strides with the right index, x's and y's?"
+            target, before, what="the copy", case=case, because="are the strides with the right index, x's and y's?"
         )
     return f"{len(cases)} layouts"
 
@@ -162,14 +169,21 @@ def _(scale_log2: Callable[..., Any], natural_lse: Callable[..., Any]) -> str:
 def _(row_lse_kernel: Any) -> str:
     kernel = kernel_of(row_lse_kernel, ("x_ptr", "lse_ptr", "stride", "N", "BLOCK"))
     shapes = [(3, 64), (2, 100), (4, 5), (2, 129), (1, 1)]
+    levels = {"near 0": 0.0, "near -5": -5.0, "near 300": 300.0, "falling by 300": None, "near -3.39e38": -3.39e38}
     for rows, n in shapes:
         (x,) = _random((rows, n), seed=n)
-        for level in (0.0, -5.0, 300.0):
-            case = f"N={n}, BLOCK=32, scores near {level:g}"
+        for words, level in levels.items():
+            case = f"N={n}, BLOCK=32, rows apart in memory, scores {words}"
             lse = torch.full((rows,), math.nan, device=x.device)
-            values = 3 * x + level
-            with in_bounds(case, x=values):
+            wide = torch.full((rows, n + 7), 1e4, device=x.device)  # the rows of a wider matrix
+            values = wide[:, :n]
+            values.copy_(x if level is None else 3 * x + level)
+            if level is None:
+                values.add_(torch.linspace(300, 0, n, device=x.device))
+            with in_bounds(case, x=values) as traffic:
                 kernel[(rows,)](values, lse, values.stride(0), n, BLOCK=32)
+            explain_undefined(traffic, lse, case)
+            _explain_row(lse, values, case)
             want = torch.logsumexp(values.double(), 1)
             padded = torch.cat([values, torch.zeros(rows, -n % 32, device=x.device)], 1)
             expect_close(
@@ -177,7 +191,7 @@ def _(row_lse_kernel: Any) -> str:
                 want,
                 what="the log-sum-exp",
                 case=case,
-                tol=1e-4,
+                tol=max(1e-4, 1e-7 * abs(want.max().item())),
                 mistakes={
                     "tail-not-masked": (
                         torch.logsumexp(padded.double(), 1),
@@ -190,7 +204,49 @@ def _(row_lse_kernel: Any) -> str:
                 },
             )
     compiles(kernel, {"x_ptr": torch.float32, "lse_ptr": torch.float32, "stride": 100, "N": 100, "BLOCK": 32})
-    return f"{3 * len(shapes)} cases, and it compiles"
+    return f"{len(levels) * len(shapes)} cases, and it compiles"
+
+
+def _explain_row(lse: torch.Tensor, x: torch.Tensor, case: str) -> None:
+    """CheckFailed where NaN or an infinity says which line is wrong."""
+    __tracebackhide__ = True
+    rows, n = x.shape
+    if "falling" in case and not lse.isfinite().all():
+        raise CheckFailed(
+            "right until the maximum falls from one block to the next: m_new is the block's own maximum; it has to be "
+            "the larger of that and m",
+            diagnosis="m-of-this-block-only",
+            case=case,
+        )
+    if lse.isnan().all():
+        raise CheckFailed(
+            "everything is NaN: is the correction upside down? At the start, where m is -inf, exp(m - m_new) is 0, but "
+            "exp(m_new - m) is infinite, and inf * 0 is NaN",
+            diagnosis="correction-inverted",
+            case=case,
+        )
+    if torch.isneginf(lse).all():
+        raise CheckFailed(
+            "every log-sum-exp is -inf: m never leaves its start; set m = m_new at the end of each block",
+            diagnosis="m-not-updated",
+            case=case,
+        )
+    if "-3.39e38" in case and n % 32:
+        expect(
+            bool(((lse - x.amax(1)).abs() <= 1e33).all()),
+            "the elements past the end hold a large negative number, and these scores are below it: use -inf",
+            diagnosis="finite-sentinel",
+            case=case,
+        )
+    for stride, name in ((n, "row * N"), (0, "no row at all")):
+        other = torch.logsumexp(torch.as_strided(x, (rows, n), (stride, 1)).double(), 1)
+        right = torch.logsumexp(x.double(), 1)
+        if rows > 1 and torch.allclose(lse.double(), other, atol=1e-3) and not torch.allclose(other, right, atol=1e-3):
+            raise CheckFailed(
+                f"only the first row is right: its neighbours start at row * stride, and the address uses {name}",
+                diagnosis="wrong-stride",
+                case=case,
+            )
 
 
 def _lse_without_rescale(x: torch.Tensor, block: int) -> torch.Tensor:
@@ -207,7 +263,7 @@ def _lse_without_rescale(x: torch.Tensor, block: int) -> torch.Tensor:
 def _verify_forward(kernel: Any, *, dtypes: tuple[torch.dtype, ...] = (torch.float16,)) -> Report:
     __tracebackhide__ = True
     kernel_of(kernel, FORWARD_PARAMETERS)
-    report = verify_one_head(_forward(kernel), dtypes=dtypes, max_seq=300)
+    report = verify_one_head(_forward(kernel), dtypes=dtypes, max_seq=300, max_tile=128)
     _expect_own_strides(kernel)
     compiles(kernel, compile_arguments(torch.float16, 64))
     return report
@@ -226,6 +282,16 @@ def _expect_own_strides(kernel: Any) -> None:
     because = "does every pointer use its own two strides?"
     expect_close(o, want[0, 0], what="o", case=case, tol=1e-2, diagnosis="wrong-strides", because=because)
     expect_close(lse, want_lse[0, 0], what="lse", case=case, tol=1e-2, diagnosis="wrong-strides", because=because)
+
+    case = "o stored by columns"
+    o, lse = torch.full((32, 40), math.nan, device=q.device).T, torch.full((40,), math.nan, device=q.device)
+    with in_bounds(case, q=q, k=k, v=v, o=o, lse=lse):
+        kernel[(2,)](
+            q, k, v, o, lse, *q.stride(), *k.stride(), *v.stride(), *o.stride(), 32**-0.5 * LOG2_E, 40, 50,
+            HEAD_DIM=32, BLOCK_M=32, BLOCK_N=32,
+        )  # fmt: skip
+    because = "are the addresses of O made with stride_om and stride_od?"
+    expect_close(o, want[0, 0], what="o", case=case, tol=1e-2, diagnosis="wrong-strides", because=because)
 
 
 @exercise(
@@ -363,7 +429,7 @@ def _(flash_attention_causal_kernel: Any) -> Report:
         o, lse = reference.attention(*(x[None, None] for x in (q, k, v)), scale=scale)
         return o[0, 0].to(q.dtype), lse[0, 0].float()
 
-    report = verify_one_head(causal_forward, causal=True, max_seq=200)
+    report = verify_one_head(causal_forward, causal=True, max_seq=200, max_tile=128)
     q, k, v = _random((128, 32), (128, 32), (128, 32), dtype=torch.float16)
     row = 32 * 2  # bytes
     needed = (32 + 64 + 96 + 128) * row  # of K, by the four programs of 32 rows

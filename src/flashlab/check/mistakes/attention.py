@@ -479,6 +479,13 @@ HYPOTHESES: tuple[Hypothesis, ...] = (
         without_maximum,
     ),
     Hypothesis(
+        "padding-in-the-maximum",
+        "wrong where seq_k is no multiple of the tile and all scores are negative: the padded keys, with scores of 0, "
+        "take part in the row maximum; mask the scores with minus infinity before the maximum",
+        lambda p, b: maximum_from_zero(p, b) if p.padding(b) else Prediction(),
+        TILES,
+    ),
+    Hypothesis(
         "m-starts-at-zero",
         "wrong where all scores of a row are negative: the running maximum starts at 0; it has to "
         "start at minus infinity",
