@@ -188,7 +188,7 @@ def exchanged(a: str, b: str) -> Callable[[Problem, int], Prediction | None]:
 def p_columns(p: Problem, distance: int) -> Prediction:
     """P[:, n ^ distance] meets V[n]; columns past the end are 0."""
     j = torch.arange(p.case.seq_k) ^ distance
-    weights = torch.exp(p.scores - p.truth.lse.masked_fill(p.truth.lse == -INF, 0.0)[..., None])
+    weights = torch.nan_to_num(torch.softmax(p.scores, -1))
     weights = torch.nn.functional.pad(weights, (0, 2 * distance))[..., j]
     return Prediction((weights @ p.v,), None)
 
@@ -479,17 +479,17 @@ HYPOTHESES: tuple[Hypothesis, ...] = (
         without_maximum,
     ),
     Hypothesis(
+        "m-starts-at-zero",
+        "wrong where all scores of a row are negative: the running maximum starts at 0; it has to "
+        "start at minus infinity",
+        maximum_from_zero,
+    ),
+    Hypothesis(
         "padding-in-the-maximum",
         "wrong where seq_k is no multiple of the tile and all scores are negative: the padded keys, with scores of 0, "
         "take part in the row maximum; mask the scores with minus infinity before the maximum",
         lambda p, b: maximum_from_zero(p, b) if p.padding(b) else Prediction(),
         TILES,
-    ),
-    Hypothesis(
-        "m-starts-at-zero",
-        "wrong where all scores of a row are negative: the running maximum starts at 0; it has to "
-        "start at minus infinity",
-        maximum_from_zero,
     ),
     Hypothesis(
         "softmax-over-queries",
