@@ -114,11 +114,11 @@ def _spec(name: str, seq_q: int, seq_k: int, content: str = "plain", **rest) -> 
 
 
 def _edges(tile: int) -> list[dict]:
-    """Lengths that are a multiple of every power of two up to `tile`, one more, and one less."""
+    """Lengths that are a multiple of every power of two up to `tile`, one more, and one less; diagonals at -1, 0, 1."""
     return [
-        _spec(f"one query less than {tile}, {tile} keys", tile - 1, tile),
-        _spec(f"one query more than {tile}, one key less", tile + 1, tile - 1),
-        _spec(f"{tile} queries, one key more", tile, tile + 1),
+        _spec(f"{tile} keys, one query less", tile - 1, tile),
+        _spec(f"{tile} queries, one key less", tile, tile - 1),
+        _spec(f"one query and one key more than {tile}", tile + 1, tile + 1),
     ]
 
 
@@ -163,7 +163,7 @@ _CAUSAL = [
     _spec("one query and one key", 1, 1),
     _spec("more keys than queries", 50, 130),
     _spec("one query", 1, 147),
-    _spec("queries that may look at no key", 130, 50),
+    _spec("queries that may look at no key", 130, 47),
     _spec("several batches and heads", 40, 40, batch=2, heads=3, kv_heads=3),
     _spec("a row maximum that rises in every block", 144, 144, "rising"),
     _spec("every score near +200", 72, 72, "near +200"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -122,6 +122,41 @@ def expect_close(
     raise AssertionError("unreachable")
 
 
+def expect_all_close(
+    answers: Sequence[tuple[str, Any, Any]],
+    *,
+    what: str,
+    mistakes: Mapping[str, tuple[Sequence[Any], str]] | None = None,
+    tol: float | None = None,
+    diagnosis: str = "wrong-value",
+) -> None:
+    """`expect_close` of several (case, got, want) at once; a known mistake is told only if it gives every answer.
+
+    On one case alone two mistakes often agree. mistakes is {slug: (a value per answer, sentence)}; see `expect_close`.
+    """
+    __tracebackhide__ = True
+
+    def all_close(values: Sequence[Any]) -> bool:
+        try:
+            return all(_is_close(got, value, tol) for (_, got, _), value in zip(answers, values, strict=True))
+        except (TypeError, ValueError, RuntimeError):
+            return False  # not a number or a tensor: expect_close says so
+
+    if not all_close([want for _, _, want in answers]):
+        for slug, (values, sentence) in (mistakes or {}).items():
+            if all_close(values):
+                telling = (not _is_close(value, want, tol) for value, (_, _, want) in zip(values, answers, strict=True))
+                case = next(case for (case, _, _), tells in zip(answers, telling, strict=True) if tells)
+                raise CheckFailed(sentence, diagnosis=slug, case=case)
+    for case, got, want in answers:
+        expect_close(got, want, what=what, diagnosis=diagnosis, case=case, tol=tol)
+
+
+def _is_close(got: Any, want: Any, tol: float | None) -> bool:
+    actual, expected = _tensor(got), _tensor(want)
+    return actual.shape == expected.shape and _agrees(actual, expected, _bound(expected, got, want, tol))
+
+
 def _tensor(value: Any) -> torch.Tensor:
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", torch.float64)
@@ -145,7 +180,7 @@ def _errors(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
 
 
 def _agrees(actual: torch.Tensor, expected: torch.Tensor, bound: float) -> bool:
-    return bool(_errors(actual, expected).max() <= bound)
+    return actual.numel() == 0 or bool(_errors(actual, expected).max() <= bound)
 
 
 def _worst(actual: torch.Tensor, expected: torch.Tensor) -> tuple[float, tuple[int, ...]]:
