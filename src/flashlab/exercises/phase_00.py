@@ -16,16 +16,12 @@ import torch
 
 from flashlab.attention.online_softmax import State, block_state, finish, identity, merge, softmax_safe
 from flashlab.check import CheckFailed, expect, expect_close, running
+from flashlab.check.mistakes.row import INVERTED, NOT_RESCALED, OF_THE_OUTPUT, ROW_MISTAKES, walk
 from flashlab.exercises.registry import exercise
 
 INF = math.inf
 LN2 = math.log(2)
 
-_NOT_RESCALED = (
-    "was not rescaled when the maximum moved: the old terms must be multiplied by exp(m - m_new), "
-    "computed before m is overwritten"
-)
-_INVERTED = "the correction is inverted: it is exp(m - m_new), old minus new, and never above 1"
 _MINUS_INFINITY = (
     "NaN came out of exp(-inf - (-inf)): where the maximum itself is -inf there is nothing to add, so use 0"
 )
@@ -243,74 +239,12 @@ def _watched_row(xs: Sequence[float], most: list[int]) -> Iterator[float]:
         yield score
 
 
-# What a known mistake changes in the recurrence, in words.
-_MISTAKES = {
-    "not-rescaled": f"what is kept {_NOT_RESCALED}",
-    "l-not-rescaled": f"l {_NOT_RESCALED}",
-    "o-not-rescaled": f"o {_NOT_RESCALED}",
-    "correction-inverted": _INVERTED,
-    "corrected-twice": "the old terms are corrected twice: multiply them by exp(m - m_new) once",
-    "corrected-by-half": "the correction is the square root of the right one: it is exp(m - m_new)",
-    "new-term-rescaled": "the correction belongs to the old terms only; the new ones already refer to the new maximum",
-    "first-term-lost": "the correction belongs to the old terms only: at the start, where m is -inf, it is 0, and "
-    "takes the new terms with it",
-    "new-term-lost": "a new maximum must be counted too: its own term is exp(0) = 1",
-    "old-maximum-used": "the new terms are taken against the old maximum: they are exp(x - m_new)",
-    "m-not-updated": "m is never set to m_new, so that each step starts from the first maximum again",
-    "base-2": "2 is raised to the difference: the exponential is e^x, math.exp or torch.exp",
-    "normalised-early": "o is divided by l in every block: divide once, at the end",
-    "normalised-each-block": "o is divided by l in every block, and again at the end: divide once, at the end",
-    "normalised-in-the-loop": "o is divided by l in every block but the first, and again at the end: divide once",
-    "not-normalised": "o is not divided by l at the end",
-    "tail-lost": "the last, shorter block is left out",
-    "first-block-lost": "the first block is left out",
-    "last-block-lost": "the last block is left out",
-}
-_OF_O = (
-    "normalised-early",
-    "normalised-each-block",
-    "normalised-in-the-loop",
-    "not-normalised",
-    "tail-lost",
-    "o-not-rescaled",
-)
-
-
-def _walk(x: torch.Tensor, v: torch.Tensor, n: int, mistake: str = "") -> State:
-    """The online softmax of a row x [N], `n` keys at a time; o [D] divided by l. Right, or with one of `_MISTAKES`."""
-    m, l, o = x.new_tensor(-INF), x.new_zeros(()), x.new_zeros(v.shape[-1])
-    power = {"corrected-twice": 2.0, "corrected-by-half": 0.5, "correction-inverted": -1.0}.get(mistake, 1.0)
-    exp = torch.exp2 if mistake == "base-2" else torch.exp
-    blocks = list(range(0, len(x) // n * n if mistake == "tail-lost" else len(x), n))
-    if "block-lost" in mistake:
-        blocks = blocks[1:] if mistake.startswith("first") else blocks[:-1]
-    for start in blocks:
-        x_j, v_j = x[start : start + n], v[start : start + n]
-        m_new = torch.maximum(m, x_j.max())
-        if m_new == -INF:
-            continue
-        first = bool(m == -INF)
-        correction = torch.zeros_like(m) if first else exp(power * (m - m_new))
-        p = exp(x_j - (m if mistake == "old-maximum-used" and not first else m_new))
-        if mistake == "first-term-lost" or mistake == "new-term-rescaled" and not first:
-            p = p * correction
-        if mistake == "new-term-lost" and m_new > m and not first:
-            p = p * 0.0
-        l = l * (1.0 if mistake in ("not-rescaled", "l-not-rescaled") else correction) + p.sum()
-        o = o * (1.0 if mistake in ("not-rescaled", "o-not-rescaled") else correction) + p @ v_j
-        if mistake in ("normalised-early", "normalised-each-block") or mistake == "normalised-in-the-loop" and start:
-            o = o / l
-        m = m if mistake == "m-not-updated" and not first else m_new
-    divided = mistake in ("normalised-early", "not-normalised") or l == 0
-    return State(m, l, o if divided else o / l)
-
-
 def _normalizer(xs: Sequence[float], mistake: str = "") -> tuple[float, float]:
     """(m, l) as the right function gives it, or as one with a known mistake would."""
     if mistake == "unshifted":
         return max(xs), sum(math.exp(x) for x in xs)
     row = torch.tensor(list(xs), dtype=torch.float64)
-    m, l, _ = _walk(row, torch.zeros_like(row)[:, None], 1, mistake)
+    m, l, _ = walk(row, torch.zeros_like(row)[:, None], 1, mistake)
     return m.item(), l.item()
 
 
@@ -382,7 +316,7 @@ def _(online_max_and_sum):
         )
         if _has_nan(l):
             masked = xs[0] == -INF
-            slug, sentence = ("minus-infinity", _MINUS_INFINITY) if masked else ("correction-inverted", _INVERTED)
+            slug, sentence = ("minus-infinity", _MINUS_INFINITY) if masked else ("correction-inverted", INVERTED)
             raise CheckFailed(sentence, diagnosis=slug, case=case)
         expect(
             not (want_m == -INF and want_l == 0 and l == l and l != 0),
@@ -392,8 +326,8 @@ def _(online_max_and_sum):
         )
         mistakes = {}
         if xs and want_m > -INF:
-            known = [slug for slug in _MISTAKES if slug not in _OF_O and slug != "l-not-rescaled"]
-            mistakes = {slug: (_normalizer(xs, slug)[1], f"l: {_MISTAKES[slug]}") for slug in known}
+            known = [slug for slug in ROW_MISTAKES if slug not in OF_THE_OUTPUT and slug != "l-not-rescaled"]
+            mistakes = {slug: (_normalizer(xs, slug)[1], f"l: {ROW_MISTAKES[slug]}") for slug in known}
             mistakes["lse-for-l"] = (want_m + math.log(want_l), "that is m + ln(l), the log-sum-exp; return l itself")
             mistakes["log-for-l"] = (math.log(want_l), "that is ln(l); return l itself")
             if max(xs) < 700:
@@ -461,11 +395,11 @@ def _expect_state(got: Any, a: State, b: State, case: str) -> None:
     either = "was not rescaled: either of the two may have the smaller maximum"
     known = {
         "only-the-first-rescaled": (ca, one, f"b {either}"),
-        "not-rescaled": (one, one, f"what is kept {_NOT_RESCALED}"),
+        "not-rescaled": (one, one, f"what is kept {NOT_RESCALED}"),
         "only-the-second-rescaled": (one, cb, f"a {either}"),
-        "correction-inverted": (torch.exp(reference - a.m), torch.exp(reference - b.m), _INVERTED),
+        "correction-inverted": (torch.exp(reference - a.m), torch.exp(reference - b.m), INVERTED),
         "corrections-swapped": (cb, ca, "each state was multiplied by the other one's correction"),
-        "base-2": (torch.exp2(a.m - reference), torch.exp2(b.m - reference), _MISTAKES["base-2"]),
+        "base-2": (torch.exp2(a.m - reference), torch.exp2(b.m - reference), ROW_MISTAKES["base-2"]),
         "only-a": (one * (a.m >= b.m), one * (b.m > a.m), "the state with the smaller maximum was dropped"),
     }
     wrong = {slug: (*both_with(wa, wb), sentence) for slug, (wa, wb, sentence) in known.items()}
@@ -579,8 +513,8 @@ def _(attention_in_blocks):
             overflow = "exp overflowed: every exponent must be a score minus the running maximum"
             unshifted = _finite_where(got, v[0]) or row.max() < 700
             expect(unshifted, overflow, diagnosis="no-max-subtraction", case=name)
-            mistakes = {slug: (_walk(row, v, n, slug).o, why) for slug, why in _MISTAKES.items()}
-            expect_close(got, _walk(row, v, n).o, what="the output", case=name, mistakes=mistakes)
+            mistakes = {slug: (walk(row, v, n, slug)[2], why) for slug, why in ROW_MISTAKES.items()}
+            expect_close(got, walk(row, v, n)[2], what="the output", case=name, mistakes=mistakes)
     return "20 cases"
 
 
@@ -870,12 +804,12 @@ def _(lazy_attention):
         "never": "the reference never moved",
     }
     valued = {
-        "not-rescaled": f"what is kept {_NOT_RESCALED}",
-        "l-not-rescaled": f"l {_NOT_RESCALED}",
-        "o-not-rescaled": f"o {_NOT_RESCALED}",
-        "inverted": _INVERTED,
-        "not-normalised": _MISTAKES["not-normalised"],
-        "tail-lost": _MISTAKES["tail-lost"],
+        "not-rescaled": f"what is kept {NOT_RESCALED}",
+        "l-not-rescaled": f"l {NOT_RESCALED}",
+        "o-not-rescaled": f"o {NOT_RESCALED}",
+        "inverted": INVERTED,
+        "not-normalised": ROW_MISTAKES["not-normalised"],
+        "tail-lost": ROW_MISTAKES["tail-lost"],
         "moved-unseen": "the reference moves although no correction is made: below the threshold it stays as it is",
         "starts-at-zero": counted["starts-at-zero"],
     }

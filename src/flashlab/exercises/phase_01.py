@@ -55,11 +55,11 @@ def _(count: Callable[[int, int, int], tuple[int, int, int]]) -> str:
     if all(a[1] == b[2] and a[2] == b[1] for a, b in zip(read, written, strict=True)):
         raise CheckFailed("bytes_read and bytes_written are swapped", diagnosis="swapped", case=read[0][0])
     matrices, known = [(n * n, n * d) for n, d, _ in sizes], {}
-    for e, slug, why in (
-        (lambda e: 1, "elements-not-bytes", "counts elements: each has itemsize bytes"),
-        (lambda e: 2, "itemsize-ignored", "takes every element for 2 bytes: each has itemsize bytes"),
+    for bytes_of, slug, why in (
+        (lambda itemsize: 1, "elements-not-bytes", "counts elements: each has itemsize bytes"),
+        (lambda itemsize: 2, "itemsize-ignored", "takes every element for 2 bytes: each has itemsize bytes"),
     ):
-        known[slug] = [e(size[2]) / size[2] for size in sizes], why
+        known[slug] = [bytes_of(size[2]) / size[2] for size in sizes], why
     for what, counted in (("bytes_read", read), ("bytes_written", written)):
         mistakes = {
             slug: ([want * f for (_, _, want), f in zip(counted, factors, strict=True)], f"{what} {why}")
