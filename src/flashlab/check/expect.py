@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from flashlab.check import pattern
 from flashlab.check.failed import CheckFailed
 
 # Relative to the size of the expected values; a few hundred roundings of each dtype, far below any real mistake.
@@ -116,8 +117,10 @@ def expect_close(
     if here != here:
         fail(f"{what} is NaN{place}, it should be {there:.6g}")
     digits = next((d for d in (6, 9, 12) if f"{here:.{d}g}" != f"{there:.{d}g}"), 17)  # never the same number twice
+    common = pattern.observe(actual, expected, bound)
     fail(
         f"{what} is wrong{place}: it is {here:.{digits}g}, it should be {there:.{digits}g} (allowed error {bound:.2g})"
+        + (f"; {common}" if common else "")
     )
     raise AssertionError("unreachable")
 

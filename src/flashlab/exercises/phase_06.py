@@ -7,7 +7,7 @@ own words, with the lines quoted. Then the results are compared, of the fast bui
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -42,6 +42,9 @@ def _random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
+_WRITTEN = "either no thread has them, or what their threads store lands elsewhere"
+
+
 # ---- 6.1 ------------------------------------------------------------------------------------------------------------
 
 
@@ -60,7 +63,7 @@ def _random(*shape: int, seed: int = 0) -> torch.Tensor:
 )
 def _(add_bias: str) -> str:
     answer = Answer(add_bias, "add_bias")
-    shapes = [(4, 32), (8, 64), (10, 50), (7, 33), (1, 1), (3, 100)]
+    shapes = [(4, 32), (8, 64), (10, 50), (7, 33), (1, 1), (3, 100), (50, 10)]
     for rows, cols in shapes:
         case = f"rows={rows}, cols={cols}"
         x, bias = _random(rows, cols), _random(cols, seed=1)
@@ -75,9 +78,7 @@ def _(add_bias: str) -> str:
                 diagnosis="wrong-pitch",
                 case=case,
             )
-            expect_written(
-                y, "y", case=case, because="either no thread has them, or what their threads store lands elsewhere"
-            )
+            expect_written(y, "y", case=case, because=_WRITTEN)
             wrong = x + bias[:1]
             expect_close(
                 y,
@@ -87,17 +88,32 @@ def _(add_bias: str) -> str:
                 mistakes={
                     "no-bias": (x, "y is x: the bias is missing"),
                     "one-bias": (wrong, "every column got bias[0]"),
+                    "bias-of-the-row": (
+                        x + bias[torch.arange(rows) % cols, None],
+                        "bias has an element per column, and you take that of the row",
+                    ),
                 },
             )
-            if check and cols % 32 == 0:
+            if check:
+                sectors, ideal = counters["global_load_sectors"], _row_sectors(rows, cols)
                 expect(
-                    counters["global_load_sectors"] <= counters["global_load_ideal"],
-                    f"right, but the loads touch {counters['global_load_sectors']} sectors where "
-                    f"{counters['global_load_ideal']} suffice: threadIdx.x should run along the row",
+                    sectors <= ideal,
+                    f"right, but the loads touch {sectors} sectors where {ideal} suffice: "
+                    "threadIdx.x should run along the row",
                     diagnosis="not-coalesced",
                     case=case,
                 )
     return f"{len(shapes)} shapes, both builds"
+
+
+def _row_sectors(rows: int, cols: int) -> int:
+    """Sectors that loads of x and of bias touch where each warp has 32 neighbouring columns of a row."""
+    return sum(
+        (4 * (first + min(32, cols - start)) - 1) // 32 - 4 * first // 32 + 1
+        for row in range(rows)
+        for start in range(0, cols, 32)
+        for first in (row * cols + start, start)  # of x, and of bias
+    )
 
 
 def _is_row_times_rows(y: torch.Tensor) -> bool:
@@ -132,13 +148,42 @@ def _(block_sum: str) -> str:
             y = marked(blocks, 128)
             counters = answer.run(x, y, blocks, case=f"blocks={blocks}", check=check)
             expect_written(y, "y", case=f"blocks={blocks}")
-            expect_close(y, x / x.sum(1, keepdim=True), what="y = x / sum", case=f"blocks={blocks}", tol=1e-5)
+            expect_close(
+                y,
+                x / x.sum(1, keepdim=True),
+                what="y = x / sum",
+                case=f"blocks={blocks}",
+                tol=1e-5,
+                mistakes={
+                    "upper-half-left-out": (
+                        x / x[:, :64].sum(1, keepdim=True),
+                        "the sum is that of the first 64 numbers: in the first round, 64 threads add the upper half",
+                    ),
+                    "odd-left-out": (
+                        x / x[:, ::2].sum(1, keepdim=True),
+                        "the sum is that of elements 0, 2, 4, ...: the last round, in which thread 0 adds "
+                        "part_smem[1], is missing",
+                    ),
+                    "part-for-value": (
+                        _tree(x) / x.sum(1, keepdim=True),
+                        "part_smem[threadIdx.x] is divided, a partial sum by now: divide the thread's own value",
+                    ),
+                },
+            )
             expect(
                 not check or counters["shared_loads"] < 60 * blocks,
                 "right, but the tree is gone: half of the threads that are left should add, in each round",
                 diagnosis="no-tree",
             )
     return "no race, right fractions"
+
+
+def _tree(x: torch.Tensor) -> torch.Tensor:
+    """What the tree leaves in part_smem, for x [blocks, 128]."""
+    parts = x.clone()
+    for half in (64, 32, 16, 8, 4, 2, 1):
+        parts[:, :half] += parts[:, half : 2 * half]
+    return parts
 
 
 # ---- 6.3 ------------------------------------------------------------------------------------------------------------
@@ -168,7 +213,7 @@ def _(transpose: str) -> str:
         for check in (True, False):
             y = marked(cols, rows)
             counters = answer.run(x, y, rows, cols, case=case, check=check)
-            expect_written(y, "y", case=case, because="does every element of the tile have a round of a loop?")
+            expect_written(y, "y", case=case, because=_WRITTEN)
             expect_close(
                 y,
                 x.T,
@@ -196,7 +241,7 @@ def _(transpose: str) -> str:
             expect(
                 counters.bank_conflicts == 0,
                 f"right, and coalesced, but shared memory takes {counters.bank_conflicts} wavefronts more than needed: "
-                "a column of the tile lies in one bank",
+                "number i of a column of the tile is in bank i * pitch % 32, where pitch is the words of a row",
                 diagnosis="bank-conflicts",
                 case=case,
             )
@@ -238,6 +283,7 @@ def _(row_lse: str) -> str:
             x = 3 * _random(4, n, seed=n) + {"near -200": -200, "near 300": 300}.get(kind, 0)
             x = x.sort(1).values if kind == "rising" else x
             want = torch.logsumexp(x.double(), 1)
+            state = _lane_states(x)
             whole = torch.cat([x.flatten(), torch.zeros(64)])
             padded = torch.stack([whole[r * n : r * n - (-n // 32) * 32] for r in range(4)])
             first = [x[:, lane::32] for lane in range(min(32, n))]
@@ -250,14 +296,8 @@ def _(row_lse: str) -> str:
                 lse = marked(4)
                 counters = answer.run(x, lse, 4, n, case=case, check=check)
                 expect_written(lse, "lse", case=case)
-                expect(
-                    kind not in ("near -200", "near 300") or not lse.isinf().any(),
-                    "the scores are right while they are small: near -200 and near 300 the sum of "
-                    "exp is 0 or infinite. "
-                    "Is the maximum subtracted before exp, in the loop and in the merge?",
-                    diagnosis="no-max-subtraction",
-                    case=case,
-                )
+                if kind.startswith("near") and lse.isinf().any():
+                    _raise_overflow(answer, n, case)
                 if lse.isnan().any() and want.isfinite().all():
                     raise CheckFailed(
                         "the log-sum-exp is NaN: some lanes have no element, and their -INFINITY - (-INFINITY) is NaN",
@@ -290,12 +330,87 @@ def _(row_lse: str) -> str:
                             torch.logsumexp(unscaled, 1),
                             "wrong where a lane's maximum moves: l was not rescaled to the new maximum",
                         ),
+                        "tail-dropped": (
+                            torch.logsumexp(x[:, : n // 32 * 32].double(), 1),
+                            "the last n % 32 elements were left out: some lanes have one more than others",
+                        ),
+                        "exp2-for-exp": (
+                            _top(x.double()) + torch.exp2(x.double() - x.double().amax(1, keepdim=True)).sum(1).log(),
+                            "2^x is summed, and the natural logarithm is taken of it: exp2f belongs with x * log2(e)",
+                        ),
+                        "one-row": (
+                            want[:1].expand(4),
+                            "every row got the log-sum-exp of row 0: which row is this block's?",
+                        ),
+                        **_merge_mistakes(*state),
                     },
                 )
                 if check:
                     _expect_one_pass(counters, n, case)
                 cases += 1
     return f"{cases // 2} cases in both builds, each row read once"
+
+
+def _lane_states(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """m and l of each lane, [rows, 32], after its loop over x [rows, n]; -inf and 0 where it has no element."""
+    padded = torch.nn.functional.pad(x.double(), (0, -x.shape[1] % 32), value=-math.inf).unflatten(1, (-1, 32))
+    m = padded.amax(1)
+    return m, torch.exp(padded - m.masked_fill(m == -math.inf, 0.0)[:, None]).sum(1)
+
+
+def _merge_mistakes(m: torch.Tensor, l: torch.Tensor) -> dict[str, tuple[torch.Tensor, str]]:  # noqa: E741
+    """What lane 0 has in the end where the merge of two of the states m and l [rows, 32] has a mistake."""
+
+    def merged(
+        own: bool = True, other: bool = True, late: bool = False, steps: Sequence[int] = (1, 2, 4, 8, 16)
+    ) -> torch.Tensor:
+        top, total = m, l
+        for step in steps:
+            lane = torch.arange(32) ^ step
+            new = torch.maximum(top, top[:, lane])
+            base = new.masked_fill(new == -math.inf, 0.0)
+            mine, its = torch.exp(top - base), torch.exp((new if late else top)[:, lane] - base)
+            total = total * (mine if own else 1.0) + total[:, lane] * (its if other else 1.0)
+            top = new
+        return top[:, 0] + total[:, 0].log()
+
+    rescale = "is not brought under the common maximum before the sums are added: l * expf(m - m_new)"
+    return {
+        "own-not-rescaled": (merged(own=False), f"in the merge, the lane's own l {rescale}"),
+        "other-not-rescaled": (merged(other=False), f"in the merge, the other lane's l {rescale}"),
+        "shuffled-after-the-maximum": (
+            merged(late=True),
+            "the other lane's m is fetched after it has become m_new: fetch m and l of both before either changes",
+        ),
+        "steps-not-doubled": (
+            merged(steps=range(1, 32)),
+            "the steps of the exchange are 1, 2, 3, 4, ...: they have to double, 1, 2, 4, 8, 16",
+        ),
+    }
+
+
+def _raise_overflow(answer: Answer, n: int, case: str) -> None:
+    """The result is infinite near -200 or near 300: is it so in both?"""
+    __tracebackhide__ = True
+    infinite = []
+    for level in (-200, 300):
+        lse = marked(4)
+        answer.run(3 * _random(4, n, seed=n) + level, lse, 4, n, case=case, check=False)
+        infinite.append(bool(lse.isinf().any()))
+    if all(infinite):
+        sentence = (
+            "the result is right while the scores are small: near -200 and near 300 the sum of exp is 0 or infinite. "
+            "Is the maximum subtracted before exp, in the loop and in the merge?"
+        )
+    elif infinite[0]:
+        sentence = (
+            "right near 300, and infinite near -200, where every exp is 0: the maximum is larger than all scores. "
+            "Where does m begin?"
+        )
+    else:
+        sentence = "right near -200, and infinite near 300: some exp is not relative to the maximum"
+    slug = "m-starts-at-zero" if infinite == [True, False] else "no-max-subtraction"
+    raise CheckFailed(sentence, diagnosis=slug, case=case)
 
 
 def _top(x: torch.Tensor) -> torch.Tensor:

@@ -185,12 +185,14 @@ def _place(f: Facts) -> str:
 
 
 def _global_race(f: Facts) -> str:
-    if " of block" in f.whom:
+    if f.how == "store" and f.words == "store":
+        between = "only one of the two is kept. Is the index that of this thread and block alone?"
+    elif " of block" in f.whom:
         between = "nothing orders two blocks of a launch but a __threadfence() and an atomic"
     else:
         between = "with no barrier between"
     same = ". Both store the same value, so that it may do no harm" if f.warning else ""
-    joint = ": " if " of block" in f.whom else ", "
+    joint = ", " if between == "with no barrier between" else ": "
     did = _DID[f.words] if f.words in _DID else f.words
     return f"{f.who} {_DOES[f.how]}{f.here} {_place(f)}, which {f.whom} {did}{f.there}{joint}{between}{same}"
 
