@@ -107,7 +107,8 @@ def test_a_compilers_message_quotes_the_line():
         ([("+ bias[col]", "+ bias[0]")], "one-bias"),
         ([(" + bias[col]", "")], "no-bias"),
         ([("blockIdx.x * blockDim.x + threadIdx.x", "threadIdx.x")], "elements-missing"),
-        ([("row * cols + col] =", "row * rows + col] =")], "wrong-pitch"),
+        ([("row * cols + col] =", "row * rows + col] =")], "global-race"),
+        ([("+ bias[col]", "+ bias[row]")], "bias-of-the-row"),
     ],
 )
 def test_wrong_indices(replacements, diagnosis):
@@ -223,7 +224,7 @@ def test_a_mask_after_the_maximum_is_not_taken_for_a_wrong_start():
     late = "s[n] *= scale_log2; m_new = fmaxf(m_new, s[n]); if (n >= keys) s[n] = -INFINITY;"
     scores = re.sub(r"s\[n\] = n < keys.*?m_new = fmaxf\(m_new, s\[n\]\);", late, text("scale_scores"), flags=re.S)
     assert late in scores
-    assert rejected("6.5", text("copy_chunk"), scores)[0] == "mask-after-maximum"
+    assert rejected("6.5", text("copy_chunk"), scores)[0] == "padding-in-the-maximum"
 
 
 def test_a_finite_minus_infinity_is_found():
@@ -297,6 +298,25 @@ def test_counts_without_the_mask():
         return fa1_cost(N, N, D, block_n=BLOCK_N).bytes_read, fa2_cost(N, N, D, block_m=BLOCK_M).bytes_read
 
     assert rejected("6.7", unmasked)[0] == "nothing-skipped"
+    assert rejected("6.7", lambda *shape: causal_bytes_read(*shape)[::-1])[0] == "exchanged"
+
+    def halved(N, D, BLOCK_M, BLOCK_N):
+        q = 4 * N * D
+        return causal_bytes_read(N, D, BLOCK_M, BLOCK_N)[0], q + (unmasked(N, D, BLOCK_M, BLOCK_N)[1] - q) // 2
+
+    assert rejected("6.7", halved)[0] == "keys-halved"
+
+
+@pytest.mark.parametrize(
+    "replacements, diagnosis",
+    [
+        ([("l * expf(m - base) + l_other", "l + l_other")], "own-not-rescaled"),
+        ([("l_other * expf(m_other - base)", "l_other")], "other-not-rescaled"),
+        ([("m = -INFINITY", "m = 0.f")], "m-starts-at-zero"),
+    ],
+)
+def test_mistakes_of_the_merge(replacements, diagnosis):
+    assert rejected("6.4", changed("row_lse", *replacements))[0] == diagnosis
 
 
 # ---- 6.8 ------------------------------------------------------------------------------------------------------------
@@ -415,7 +435,7 @@ def edited(*replacements, source=STEP2):
         (edited(('#include "problem.cuh"', "")), "does-not-compile"),
         (edited(("    if (m_start + row >= p.seq_q) return;", "    return;")), "nothing-stored"),
         (edited(("    lse_gmem[row] = l_i", "    const float unused = l_i")), "lse-not-stored"),
-        (edited(("p.lse + (int64_t)head_index * p.seq_q + m_start", "p.lse + m_start")), "lse-of-heads-not-stored"),
+        (edited(("p.lse + (int64_t)head_index * p.seq_q + m_start", "p.lse + m_start")), "global-race"),
         (edited(("c < CHUNKS; c++) o[c]", "c < CHUNKS / 2; c++) o[c]")), "columns-not-written"),
         (edited(("l_i == 0.f ? -INFINITY : (m_i + log2f(l_i)) * LN2", "0")), "lse-zero"),
         (edited(("BLOCK_M = 128", "BLOCK_M = 4")), "tiles-too-small"),

@@ -101,8 +101,11 @@ def tiles(m_start, block_m, block_n, seq_q, seq_k, causal, up=1, first=1):
 def test_tiles():
     assert check("9.1", tiles)
     assert diagnosis("9.1", lambda *block: tiles(*block, up=0)) == "wrong-end"
-    assert diagnosis("9.1", lambda *block: tiles(*block, first=0)) == "wrong-full"
+    assert diagnosis("9.1", lambda *block: tiles(*block, first=0)) == "own-key-left-out"
     assert diagnosis("9.1", lambda *block: (tiles(*block)[0],) * 2) == "wrong-full"
+    assert diagnosis("9.1", lambda *block: tiles(*block)[::-1]) == "exchanged"
+    assert diagnosis("9.1", lambda m, bm, bn, sq, sk, c: tiles(m, bm, bn, 64, 64, c)[:2] if c else
+                     tiles(m, bm, bn, sq, sk, c)) == "wrong-end"  # fmt: skip
 
 
 def blocks_per_sm(registers, shared_bytes, threads, shared_per_sm, warps_per_sm, unit=256, system=1024):

@@ -147,6 +147,7 @@ _BASE = [
     _spec("every score near the lowest number of float32", 33, 72, "huge", scale=LOWEST_SCALE),
     _spec("many small contributions after a large one", 16, 1024, "creeping"),
     _spec("heads interleaved in memory", 40, 72, batch=2, heads=2, kv_heads=2, layout="by token"),
+    _spec("q, k and v each laid out in another way", 40, 72, heads=2, kv_heads=2, layout="each its own"),
     _spec("gaps between the heads in memory", 24, 72, batch=1, heads=2, kv_heads=2, layout="spaced"),
 ]
 
@@ -227,7 +228,8 @@ def make_inputs(case: Case, device: torch.device, seed: int = 0) -> tuple[torch.
         _creeping(q, k, v, case)
     else:
         _CONTENT[case.content](q, k, case.softmax_scale)
-    q, k, v = (guarded(x.to(case.dtype), case.layout, device) for x in (q, k, v))
+    layouts = ("by token", "spaced", "rows apart") if case.layout == "each its own" else (case.layout,) * 3
+    q, k, v = (guarded(x.to(case.dtype), layout, device) for x, layout in zip((q, k, v), layouts, strict=True))
     return q, k, v
 
 

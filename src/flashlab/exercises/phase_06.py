@@ -28,7 +28,6 @@ from flashlab.check.cuda_answer import (
     whole_kernel,
 )
 from flashlab.check.mistakes import tiles
-from flashlab.check.poison import unwritten
 from flashlab.check.stored import expect_stored, expect_written, marked
 from flashlab.cuda import load_inline
 from flashlab.exercises.registry import exercise
@@ -70,14 +69,6 @@ def _(add_bias: str) -> str:
         for check in (True, False):
             y = marked(rows, cols)
             counters = answer.run(x, bias, y, rows, cols, case=case, check=check)
-            expect(
-                not _is_row_times_rows(y),
-                "the element at (row, col) is number row * cols + col, because a row has cols "
-                "elements: your y begins a "
-                "new row after rows elements",
-                diagnosis="wrong-pitch",
-                case=case,
-            )
             expect_written(y, "y", case=case, because=_WRITTEN)
             wrong = x + bias[:1]
             expect_close(
@@ -114,15 +105,6 @@ def _row_sectors(rows: int, cols: int) -> int:
         for start in range(0, cols, 32)
         for first in (row * cols + start, start)  # of x, and of bias
     )
-
-
-def _is_row_times_rows(y: torch.Tensor) -> bool:
-    """Whether the elements written are those at row * rows + col."""
-    rows, cols = y.shape
-    places = torch.arange(rows)[:, None] * rows + torch.arange(cols)
-    reached = torch.zeros(rows * cols, dtype=torch.bool)
-    reached[places[places < rows * cols]] = True
-    return not reached.all() and torch.equal(reached, ~unwritten(y).flatten())
 
 
 # ---- 6.2 ------------------------------------------------------------------------------------------------------------
@@ -548,59 +530,77 @@ def _causal_bytes(N: int, D: int, block_m: int, block_n: int) -> tuple[int, int]
     return 4 * (2 * N * D + visits * (2 * D + 2) + 2 * N), 4 * (N * D + 2 * D * keys)
 
 
-def _forgotten(order: str, N: int, D: int, block_m: int, block_n: int) -> dict[str, tuple[int, str]]:
+def _known_counts(order: str, N: int, D: int, block_m: int, block_n: int) -> dict[str, tuple[float, str]]:
     """{slug: (bytes, sentence)} of what is easily left out, or counted too often."""
     visits = sum(N - start for start in range(0, N, block_n))
     keys = sum(min(N, start + block_m) for start in range(0, N, block_m))
     fa1, fa2 = _causal_bytes(N, D, block_m, block_n)
     if order == "FA1":
-        return {
-            "no-state": (fa1 - 8 * visits, "FA1: a row that is visited reads its m and its l too, 2 numbers"),
-            "no-lse-pass": (fa1 - 8 * N, "FA1: at the end m and l of each row are read once more, for lse: 2N numbers"),
-            "no-kv": (fa1 - 8 * N * D, "FA1: K and V are read too, once each: 2ND numbers"),
-            "no-o": (fa1 - 4 * visits * D, "FA1: a row that is visited reads both its row of Q and its row of O"),
+        want, other, unmasked = fa1, fa2, fa1_cost(N, N, D, block_n=block_n).bytes_read
+        own: dict[str, tuple[float, str]] = {
+            "no-state": (fa1 - 8 * visits, "a row that is visited reads its m and its l too, 2 numbers"),
+            "no-lse-pass": (fa1 - 8 * N, "at the end m and l of each row are read once more, for lse: 2N numbers"),
+            "no-statistics": (fa1 - 8 * visits - 8 * N, "m and l are read too: at each visit of a row, and for lse"),
+            "no-kv": (fa1 - 8 * N * D, "K and V are read too, once each: 2ND numbers"),
+            "no-o": (fa1 - 4 * visits * D, "a row that is visited reads both its row of Q and its row of O"),
+            "writes-counted": (fa1 + 4 * visits * (D + 2) + 4 * N, "that counts what is written too: O, m, l and lse"),
         }
-    past = 8 * D * sum(start + block_m for start in range(0, N, block_m))
-    rows = 4 * N * D
-    return {
-        "past-the-end": (
-            rows + past,
-            "FA2: a block reads no key from N on: the last one ends at N, not at m_start + BLOCK_M",
-        ),
-        "no-q": (fa2 - rows, "FA2: Q is read too, once: ND numbers"),
-        "k-or-v": (rows + 4 * D * keys, "FA2: a block reads the keys it needs twice: of K and of V"),
-        "block-skipped": (fa2 - 8 * D * min(N, block_m), "FA2: the first block reads keys too: those of its own rows"),
+    else:
+        rows, past = 4 * N * D, 8 * D * sum(start + block_m for start in range(0, N, block_m))
+        want, other, unmasked = fa2, fa1, fa2_cost(N, N, D, block_m=block_m).bytes_read
+        own = {
+            "past-the-end": (
+                rows + past,
+                "a block reads no key from N on: the last one ends at N, not at m_start + BLOCK_M",
+            ),
+            "no-q": (fa2 - rows, "Q is read too, once: ND numbers"),
+            "k-or-v": (rows + 4 * D * keys, "a block reads the keys it needs twice: of K and of V"),
+            "block-skipped": (fa2 - 8 * D * min(N, block_m), "the first block reads keys too: those of its own rows"),
+            "keys-halved": (
+                rows + (unmasked - rows) / 2,
+                "half of the keys is only nearly right: a block reads up to the last key of its last row",
+            ),
+            "writes-counted": (fa2 + rows + 4 * N, "that counts what is written too: O and lse"),
+        }
+    return own | {
+        "nothing-skipped": (unmasked, "that is the count without a mask"),
+        "halved": (unmasked / 2, "half of the count without a mask is only nearly right"),
+        "numbers": (want / 4, "that counts numbers; a float32 has 4 bytes"),
+        "exchanged": (other, "that is the other order's count: return (FA1, FA2)"),
     }
 
 
-def _expect_bytes(
-    order: str, mine: Any, want: int, unmasked: int, forgotten: dict[str, tuple[int, str]], case: str
-) -> None:
+def _expect_bytes(order: str, answers: Sequence[Any]) -> None:
+    """The numbers of one order, an answer for each of _COUNTED; a mistake is told only if it gives all of them."""
     __tracebackhide__ = True
-    expect(
-        mine is not None, f"the number for {order} is None: return two numbers", diagnosis="returned-none", case=case
-    )
-    expect(
-        isinstance(mine, (int, float)) and not isinstance(mine, bool),
-        f"the bytes of {order}'s order should be a whole number, not {mine!r}",
-        diagnosis="wrong-type",
-        case=case,
-    )
-    known = {
-        "nothing-skipped": (unmasked, f"{order}: that is the count without a mask"),
-        "halved": (unmasked / 2, f"{order}: half of the count without a mask is only nearly right"),
-        "numbers": (want / 4, f"{order}: that counts numbers; a float32 has 4 bytes"),
-        **forgotten,
-    }
-    for slug, (value, sentence) in known.items():
-        expect(mine != value or value == want, sentence, diagnosis=slug, case=case)
-    expect(
-        mine == want,
-        f"{order}'s order reads {want} bytes, and your formula gives {mine}: {abs(mine - want)} "
-        f"{'more' if mine > want else 'fewer'}",
-        diagnosis="wrong-value",
-        case=case,
-    )
+    for mine, count in zip(answers, _COUNTED, strict=True):
+        expect(mine is not None, f"the number for {order} is None: return two numbers", diagnosis="returned-none")
+        expect(
+            isinstance(mine, (int, float)) and not isinstance(mine, bool),
+            f"the bytes of {order}'s order should be a whole number, not {mine!r}",
+            diagnosis="wrong-type",
+            case=_count_case(count),
+        )
+    wants = [_causal_bytes(*count)[order == "FA2"] for count in _COUNTED]
+    known = [_known_counts(order, *count) for count in _COUNTED]
+    for slug, (_, sentence) in known[0].items():
+        same = all(mine == case[slug][0] for mine, case in zip(answers, known, strict=True))
+        expect(not same or list(answers) == wants, f"{order}: {sentence}", diagnosis=slug)
+    for mine, want, count in zip(answers, wants, _COUNTED, strict=True):
+        expect(
+            mine == want,
+            f"{order}'s order reads {want} bytes, and your formula gives {mine}: {abs(mine - want)} "
+            f"{'more' if mine > want else 'fewer'}",
+            diagnosis="wrong-value",
+            case=_count_case(count),
+        )
+
+
+_COUNTED = ((256, 64, 128, 32), (128, 64, 64, 64), (200, 64, 128, 32), (300, 128, 64, 16))
+
+
+def _count_case(count: tuple[int, int, int, int]) -> str:
+    return "N={}, D={}, BLOCK_M={}, BLOCK_N={}".format(*count)
 
 
 @exercise(
@@ -619,16 +619,14 @@ def _expect_bytes(
 )
 def _(causal_bytes_read: Callable[..., Any]) -> str:
     expect(callable(causal_bytes_read), "a function is expected, not its result", diagnosis="wrong-type")
-    for N, D, block_m, block_n in ((256, 64, 128, 32), (128, 64, 64, 64), (200, 64, 128, 32), (300, 128, 64, 16)):
-        case = f"N={N}, D={D}, BLOCK_M={block_m}, BLOCK_N={block_n}"
-        with running(case):
-            got = causal_bytes_read(N, D, block_m, block_n)
+    answers = []
+    for count in _COUNTED:
+        with running(_count_case(count)):
+            got = causal_bytes_read(*count)
         expect(isinstance(got, tuple) and len(got) == 2, "return two numbers, (FA1, FA2)", diagnosis="wrong-type")
-        full = fa1_cost(N, N, D, block_n=block_n).bytes_read, fa2_cost(N, N, D, block_m=block_m).bytes_read
-        for order, mine, want, unmasked in zip(
-            ("FA1", "FA2"), got, _causal_bytes(N, D, block_m, block_n), full, strict=True
-        ):
-            _expect_bytes(order, mine, want, unmasked, _forgotten(order, N, D, block_m, block_n), case)
+        answers.append(got)
+    for i, order in enumerate(("FA1", "FA2")):
+        _expect_bytes(order, [answer[i] for answer in answers])
     q, k, v = (_random(1, 1, 200, 64, seed=i) for i in range(3))
     for order, step, mine in zip(
         ("FA1", "FA2"), steps(6)[:2], causal_bytes_read(200, 64, FA2_BLOCK_M, FA1_BLOCK_N), strict=True

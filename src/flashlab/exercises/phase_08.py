@@ -28,7 +28,7 @@ from flashlab.check.cuda_answer import (
 from flashlab.exercises.registry import exercise
 from flashlab.kernels.series import step
 from flashlab.simt import Counters
-from flashlab.simt.source import entries
+from flashlab.simt.source import blank_comments, entries
 
 BANK_BYTES, ROW_BYTES = 128, 16  # all 32 banks; what one address of ldmatrix stands for
 
@@ -462,7 +462,13 @@ def _put_together(text: str) -> str:
     ],
 )
 def _(kernel: str) -> str:
-    whole = _put_together(text_of(kernel, "kernel"))
+    text = text_of(kernel, "kernel")
+    whole = _put_together(text)
+    expect(
+        re.search(r"\b(for|while)\b", blank_comments(text)) is not None,
+        "there is no loop: what stands between the braces is done once, for the first tile",
+        diagnosis="no-loop",
+    )
     verdict = examine(whole, max_seq=150)
     c = verdict.counters
     _without_conflicts(verdict, 64)

@@ -216,6 +216,13 @@ def _(rescale: str) -> str:
     try:
         verdict = examine(whole)
     except CheckFailed as failed:
+        if failed.diagnosis == "no-max-subtraction":
+            raise CheckFailed(
+                "not finite where the maximum moves far: some row is not moved to its new maximum. The warp has to "
+                "rescale as soon as any of its rows moves far",
+                diagnosis="row-not-moved",
+                case=failed.case,
+            ) from None
         factors = _factors(whole) if failed.diagnosis in ("wrong-value", "low-precision") else None
         if factors is None:
             raise
@@ -338,7 +345,7 @@ def _rows_without_a_key(whole: Source) -> None:
     o, lse = built(whole, check=True).forward(q, k, k, causal=True)
     expect(
         o[0, 0, :120].eq(0).all() and lse[0, 0, :120].eq(-torch.inf).all(),
-        "rows that no part has seen a key for should be o = 0 and lse = -inf: mind -inf - (-inf)",
+        "rows that no part has seen a key for should be o = 0 and lse = -inf: mind -inf - (-inf), and 0 / 0",
         diagnosis="masked-rows-nan",
         case="seq_q=640, seq_k=520, causal",
     )
@@ -513,8 +520,8 @@ def _(before_loop: str, in_loop: str) -> str:
     except CheckFailed as failed:
         if failed.diagnosis == "does-not-compile" and "Q_WAIT" in str(failed):
             raise CheckFailed(
-                "the wait for Q should leave the copies of all tiles in flight: Q's group is older than the groups of "
-                "the first STAGES - 1 tiles, and nobody needs a tile yet",
+                "where Q is waited for, STAGES - 1 groups should be left in flight, those of the first tiles: Q's "
+                "group is older, and nobody needs a tile yet. Are that many tiles on their way before the loop?",
                 diagnosis="waits-too-long",
             ) from None
         _expect_earlier_tile(in_loop)

@@ -26,6 +26,8 @@ _DID = {
     "cp.async": "filled with cp.async", "atomic": "updated with an atomic",
 }  # fmt: skip
 
+_WRITES = ("store", "stmatrix", "cp.async")
+
 _CONFIGURATION = {
     "grid-empty": "the grid has no blocks",
     "block-empty": "the block has no threads",
@@ -95,6 +97,8 @@ def lanes(mask: int) -> str:
 # ---- shared memory ---------------------------------------------------------------------------------
 def _race(f: Facts) -> str:
     same = ". Both store the same value, so that it may do no harm" if f.warning else ""
+    if f.how in _WRITES and f.words in _WRITES and not f.warning:
+        same = ". Both write there: has each thread a place of its own?"
     return (
         f"{f.who} {_DOES[f.how]}{f.here} shared memory that {f.whom} {_DID[f.words]}{f.there}, with no barrier between"
         f"{same}"
@@ -119,7 +123,10 @@ def _read_before_wait(f: Facts) -> str:
             f"{f.who} fills with cp.async{f.here} shared memory that {f.whom} has {_DID[f.words]}{f.there} already: "
             "wait for the copies (cp_async_wait), then a barrier, then read"
         )
-    return f"{_still_filled(f)}: wait for its group first (cp_async_wait), then a barrier"
+    return (
+        f"{_still_filled(f)}. What is read has to be committed and waited for (cp_async_commit, cp_async_wait, then a "
+        "barrier); and a copy for a later tile may not go where this one lies"
+    )
 
 
 def _stage_overwritten(f: Facts) -> str:
