@@ -37,8 +37,12 @@ def _run(fn: Callable[..., Any], *args: Any, case: str, **options: Any) -> tuple
     """Call the learner's function; CheckFailed unless it returns two tensors."""
     __tracebackhide__ = True
     expect(callable(fn), "a function is expected: give its name, without calling it", diagnosis="wrong-type")
+    given = [x for x in args if isinstance(x, torch.Tensor)]
+    before = [x.clone() for x in given]
     with running(case):
         result = fn(*args, **options)
+    changed = not all(torch.equal(x, y) for x, y in zip(given, before, strict=True))
+    expect(not changed, "the function changes its inputs: work on copies", diagnosis="input-modified", case=case)
     if (
         not isinstance(result, (tuple, list))
         or len(result) != 2
@@ -308,12 +312,12 @@ def _verify_block(fn: Callable[..., Any], **options: Any) -> Any:
         raise
 
 
-def _expect_value_columns(fn: Callable[..., Any]) -> None:
+def _expect_value_columns(fn: Callable[..., Any], **options: Any) -> None:
     """V may have another number of columns than Q and K."""
     __tracebackhide__ = True
     Q, K, V = _random((6, 16), (10, 16), (10, 24))
     case = "Q [6, 16], K [10, 16], V [10, 24]"
-    want, _ = _oracle(Q, K, V)
+    want, _ = _oracle(Q, K, V, **options)
     told = "the number of columns of O is V's, which need not be HEAD_DIM; your function "
     try:
         O, _ = _run(fn, Q, K, V, case=case)
@@ -626,6 +630,14 @@ def _(hbm_bytes: Callable[..., Any]) -> str:
                 counted(lambda M, N, D, B, blocks, e: ((M + blocks * 2 * N) * D + M * N) * e),
                 "bytes read: the scores never leave the chip, so nobody reads them",
             ),
+            "itemsize-ignored": (
+                counted(lambda M, N, D, B, blocks, e: (M + blocks * 2 * N) * D * 2),
+                "bytes read: every element is taken for 2 bytes; it has itemsize",
+            ),
+            "head-dim-ignored": (
+                counted(lambda M, N, D, B, blocks, e: (M + blocks * 2 * N) * 64 * e),
+                "bytes read: every row is taken for 64 elements; it has HEAD_DIM",
+            ),
             "elements-not-bytes": (
                 counted(lambda M, N, D, B, blocks, e: (M + blocks * 2 * N) * D),
                 "bytes read: these are elements; an element has itemsize bytes",
@@ -884,7 +896,9 @@ def _(flash_attention_causal_sim: Callable[..., Any]) -> Any:
                 return o[0, 0].to(q.dtype), lse[0, 0].float()
             return flash_attention_causal_sim(q, k, v, BLOCK_M, BLOCK_N, scale)
 
-        report = verify_one_head(one_head, causal=True, head_dims=(64, 20), max_tile=128)
+        dtypes = (torch.float16, torch.float32)
+        report = verify_one_head(one_head, causal=True, dtypes=dtypes, head_dims=(64, 20), max_tile=128)
+    _expect_value_columns(lambda q, k, v: flash_attention_causal_sim(q, k, v, 4, 4), causal=True)
     M = N = 256
     D, BLOCK = 32, 32
     Q, K, V = _random((M, D), (N, D), (N, D))
