@@ -170,7 +170,7 @@ def _(softmax, shifted_exp=None):
     case = "three rows and two axes before them"
     x = torch.linspace(-2, 3, 24, dtype=torch.float64).sin().view(2, 3, 4) * 4
     told = {
-        f"wrong-axis-{dim}": (torch.softmax(x, dim), f"the softmax runs along dim={dim}: the last axis is dim=-1")
+        f"wrong-axis {dim}": (torch.softmax(x, dim), f"the softmax runs along dim={dim}: the last axis is dim=-1")
         for dim in (0, 1)
     }
     expect_close(_call(case, softmax, x), softmax_safe(x), what="the softmax", case=case, mistakes=told)
@@ -375,7 +375,7 @@ def _expect_state(got: Any, a: State, b: State, case: str) -> None:
     }
     rows = right.m.shape
     told |= {
-        f"rows-together-{i}": (
+        f"rows-together {i}": (
             x.expand(rows),
             "m is taken from one of the two for all rows at once: compare row by row, with torch.maximum",
         )

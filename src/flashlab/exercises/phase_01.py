@@ -182,9 +182,9 @@ def _(least_time: Callable[[float, float, runtime.GpuLimits], tuple[float, str]]
         "memory-only": ([m for _, m in clocks()], "only the memory's time counts: arithmetic can be the slower one"),
         "compute-only": ([c for c, _ in clocks()], "only the arithmetic's time counts: memory can be the slower one"),
         "bits": (slower(b=8.0), bits),
-        "bits-too-many": (slower(b=1 / 8), bits),
+        "bits 2": (slower(b=1 / 8), bits),
         "binary-units": (slower(**binary), "tera and giga are powers of ten here: 10¹² and 10⁹"),
-        "binary-gigabytes": (slower(b=binary["b"]), "giga is a power of ten here: 10⁹"),
+        "binary-units 2": (slower(b=binary["b"]), "giga is a power of ten here: 10⁹"),
         "rate-not-time": (
             [max(c.flops * g.fp16_tflops * 1e12, c.bytes * g.memory_gb_s * 1e9) for g, c, _ in pairs],  # type: ignore[operator]
             "the work is multiplied by the rate: a time is work divided by its rate",
@@ -195,7 +195,7 @@ def _(least_time: Callable[[float, float, runtime.GpuLimits], tuple[float, str]]
         ),
     }
     for gpu in gpus:
-        mistakes[f"one-gpu-{gpu.name}"] = (
+        mistakes[f"one-gpu {gpu.name}"] = (
             slower(on=gpu),
             f"the numbers of the {gpu.name} are used for every GPU: read them from the argument gpu",
         )
@@ -204,7 +204,7 @@ def _(least_time: Callable[[float, float, runtime.GpuLimits], tuple[float, str]]
         for b in factors:
             power = f"10^{round(math.log10(a))} and 10^{round(math.log10(b))}"
             why = f"{_UNITS}; yours are {power} times those of arithmetic and memory"
-            mistakes[f"units-{a:g}-{b:g}"] = (slower(a=a, b=b), why)
+            mistakes[f"wrong-units {a:g} {b:g}"] = (slower(a=a, b=b), why)
     # Relative errors: the times span six powers of ten.
     answers = [(case, _ratio(got[0], want), 1.0) for (_, _, case), got, want in zip(pairs, seconds, right, strict=True)]
     wrong = {slug: ([x / want for x, want in zip(xs, right, strict=True)], why) for slug, (xs, why) in mistakes.items()}
@@ -499,7 +499,7 @@ def _(first_failing: Callable[[int, int, int, int], int]) -> str:
         ),
         "last-that-runs": ([n - 1 for n in given()], "that is the last length that runs; the next one fails"),
     }
-    mistakes["first-power-or-1"] = (
+    mistakes["first-power-not-first-length 2"] = (
         [2 * (n - 1) if n > 1 else 1 for n in given()],
         mistakes["first-power-not-first-length"][1],
     )
@@ -665,8 +665,9 @@ def _expect_two_passes(run: Callable[..., Any]) -> None:
     difficulty="Stretch",
     hints=[
         "Pass 1 is phase 0's online normaliser: for each block of K, a tile of scores, then m_i and l_i. "
-        "Nothing else is kept.",
-        "In pass 1: m_new = max(m_i, row maximum of s); l_i = l_i · exp(m_i - m_new) + row sum of exp(s - m_new).",
+        'Nothing else is kept. Before the loop, m_i is `tl.full([BLOCK_M], float("-inf"), tl.float32)`, l_i is '
+        "`tl.zeros([BLOCK_M], tl.float32)`.",
+        "In pass 1: m_new = tl.maximum(m_i, row maximum of s); l_i = l_i · exp(m_i - m_new) + row sum of exp(s - m_new).",
         "In pass 2 compute s again, from the same q and the same block of K. Now m_i and l_i are those of "
         "the whole row, so "
         "p = exp(s - m_i) / l_i is final: acc = tl.dot(p.to(v.dtype), v, acc). No rescaling.",

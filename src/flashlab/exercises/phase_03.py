@@ -79,38 +79,46 @@ def _launcher(kernel: Any) -> Callable[..., Any]:
 def _(copy_tile_kernel: Any) -> str:
     names = ("x_ptr", "y_ptr", "stride_xr", "stride_xc", "stride_yr", "stride_yc", "ROWS", "COLS")
     kernel = kernel_of(copy_tile_kernel, names)
-    (x,) = _random((8, 16))
-    cases = {
-        "a contiguous matrix": (x, torch.zeros_like(x)),
-        "a transposed source": (x.T.contiguous().T, torch.zeros_like(x)),
-        "a transposed destination": (x, torch.zeros_like(x.T.contiguous()).T),
-        "every second column of a wider matrix": (
-            torch.stack([x, torch.full_like(x, math.nan)], dim=2).reshape(8, 32)[:, ::2],
-            torch.zeros_like(x),
-        ),
-    }
+    cases = {}
+    for rows, cols in ((8, 16), (32, 4)):
+        (x,) = _random((rows, cols))
+        layouts = {
+            "a contiguous matrix": (x, torch.zeros_like(x)),
+            "a transposed source": (x.T.contiguous().T, torch.zeros_like(x)),
+            "a transposed destination": (x, torch.zeros_like(x.T.contiguous()).T),
+            "every second column of a wider matrix": (
+                torch.stack([x, torch.full_like(x, math.nan)], dim=2).reshape(rows, 2 * cols)[:, ::2],
+                torch.zeros_like(x),
+            ),
+        }
+        cases |= {f"{words}, {rows} × {cols}": both for words, both in layouts.items()}
     for case, (source, target) in cases.items():
         target.fill_(math.nan)
         before = source.clone()
         with in_bounds(case, x=source, y=target):
-            kernel[(1,)](source, target, *source.stride(), *target.stride(), ROWS=8, COLS=16)
+            kernel[(1,)](source, target, *source.stride(), *target.stride(), ROWS=len(source), COLS=source.shape[1])
         same = torch.equal(source.nan_to_num(), before.nan_to_num())
         expect(same, "x was overwritten: load from x, store to y", diagnosis="input-modified", case=case)
         expect(not target.isnan().all(), "nothing is ever stored to y", diagnosis="never-written", case=case)
         missing = int(target.isnan().sum())
-        expect(not missing, f"{missing} of 128 elements of y are never stored", diagnosis="never-written", case=case)
+        expect(
+            not missing,
+            f"{missing} of {target.numel()} elements of y are never stored",
+            diagnosis="never-written",
+            case=case,
+        )
         moved = (target != before).nonzero()
         if len(moved):
             i, j = moved[0].tolist()
             source_at = (before == target[i, j]).nonzero()
             held = f"x[{', '.join(map(str, source_at[0].tolist()))}]" if len(source_at) else "no element of x"
             raise CheckFailed(
-                f"y[{i}, {j}] holds {held}, it should hold x[{i}, {j}] ({len(moved)} of 128 elements are wrong): is each "
+                f"y[{i}, {j}] holds {held}, it should hold x[{i}, {j}] ({len(moved)} of {target.numel()} elements are wrong): is each "
                 "stride with its own index, x's for the load and y's for the store?",
                 diagnosis="wrong-place",
                 case=case,
             )
-    return f"{len(cases)} layouts"
+    return f"{len(cases) // 2} layouts at two sizes"
 
 
 # ---- 3.2 ------------------------------------------------------------------------------------------------------------
@@ -129,7 +137,7 @@ def _(copy_tile_kernel: Any) -> str:
     ],
 )
 def _(scale_log2: Callable[..., Any], natural_lse: Callable[..., Any]) -> str:
-    for scale in (1.0, 0.125, 0.3):
+    for scale in (0.3, 1.0, 0.125):
         expect_close(
             scale_log2(scale),
             scale * LOG2_E,
@@ -144,6 +152,7 @@ def _(scale_log2: Callable[..., Any], natural_lse: Callable[..., Any]) -> str:
                 "rounded": (round(LOG2_E, 2) * scale, "log2(e) has more digits: use math.log2(math.e)"),
                 "log-of-the-scale": (math.log2(scale), "that is the logarithm of the scale; multiply it by log2(e)"),
                 "exponential": (2.0**scale, "that is 2^scale; the scale is multiplied by log2(e)"),
+                "scale-ignored": (LOG2_E, "that is log2(e) for every scale; multiply the scale by it"),
                 "unchanged": (scale, "the scale is unchanged: 2^(scale · qk) is not exp(scale · qk)"),
             },
         )
@@ -461,6 +470,19 @@ def _(bytes_read: Callable[..., Any]) -> str:
             given(lambda M, N, D, B, P, e: (2 * M + 2 * N * P) * D * e),
             "M rows too many: O is written, not read",
         ),
+        "block-m-ignored": (
+            given(lambda M, N, D, B, P, e: (M + 2 * N * -(-M // 64)) * D * e),
+            "every program is taken for 64 rows; it has BLOCK_M",
+        ),
+        "head-dim-ignored": (
+            given(lambda M, N, D, B, P, e: (M + 2 * N * P) * 64 * e),
+            "every row is taken for 64 elements; it has HEAD_DIM",
+        ),
+        "lse-read": (
+            given(lambda M, N, D, B, P, e: (M + 2 * N * P) * D * e + 4 * M),
+            "4 · M bytes too many: lse is written, not read",
+        ),
+        "in-kib": (given(lambda M, N, D, B, P, e: (M + 2 * N * P) * D * e / 1024), "that is in KiB; return bytes"),
         "itemsize-ignored": (
             given(lambda M, N, D, B, P, e: (M + 2 * N * P) * D * 2),
             "every element is taken for 2 bytes; it has `itemsize`",
