@@ -366,16 +366,18 @@ def test_the_quarters_that_are_held_are_named():
         run("1.6", solution("quarter_kernel", ("if J < 2", "if J <= 2")))
 
 
+MASKED = "s = tl.where(offs_n[None, :] {} N, s, float('-inf'))".replace("'", '"')
+LOADED = "k = tl.load(k_ptrs, mask=offs_n[None, :] < N, other={})"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "diagnosis"),
     [
-        (('s = tl.where(offs_n[None, :] < N, s, float("-inf"))', 's = tl.where(offs_n[None, :] <= N, s, float("-inf"))'),
-         "mask-one-too-late"),
-        (("k = tl.load(k_ptrs, mask=offs_n[None, :] < N, other=0.0)",
-          'k = tl.load(k_ptrs, mask=offs_n[None, :] < N, other=float("-inf"))'), "read-past-the-end"),
+        ((MASKED.format("<"), MASKED.format("<=")), "mask-one-too-late"),
+        ((LOADED.format("0.0"), LOADED.format('float("-inf")')), "read-past-the-end"),
     ],
-)  # fmt: skip
+)
 def test_the_padding_of_one_tile_is_told(change, diagnosis):
     assert rejected("1.7", solution("masked_kernel", change)) == diagnosis
 

@@ -667,7 +667,8 @@ def _expect_two_passes(run: Callable[..., Any]) -> None:
         "Pass 1 is phase 0's online normaliser: for each block of K, a tile of scores, then m_i and l_i. "
         'Nothing else is kept. Before the loop, m_i is `tl.full([BLOCK_M], float("-inf"), tl.float32)`, l_i is '
         "`tl.zeros([BLOCK_M], tl.float32)`.",
-        "In pass 1: m_new = tl.maximum(m_i, row maximum of s); l_i = l_i · exp(m_i - m_new) + row sum of exp(s - m_new).",
+        "In pass 1: m_new = tl.maximum(m_i, row maximum of s); "
+        "l_i = l_i · exp(m_i - m_new) + row sum of exp(s - m_new).",
         "In pass 2 compute s again, from the same q and the same block of K. Now m_i and l_i are those of "
         "the whole row, so "
         "p = exp(s - m_i) / l_i is final: acc = tl.dot(p.to(v.dtype), v, acc). No rescaling.",

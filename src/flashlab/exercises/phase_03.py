@@ -113,8 +113,8 @@ def _(copy_tile_kernel: Any) -> str:
             source_at = (before == target[i, j]).nonzero()
             held = f"x[{', '.join(map(str, source_at[0].tolist()))}]" if len(source_at) else "no element of x"
             raise CheckFailed(
-                f"y[{i}, {j}] holds {held}, it should hold x[{i}, {j}] ({len(moved)} of {target.numel()} elements are wrong): is each "
-                "stride with its own index, x's for the load and y's for the store?",
+                f"y[{i}, {j}] holds {held}, it should hold x[{i}, {j}] ({len(moved)} of {target.numel()} elements are "
+                "wrong): is each stride with its own index, x's for the load and y's for the store?",
                 diagnosis="wrong-place",
                 case=case,
             )
