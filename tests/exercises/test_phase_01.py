@@ -374,12 +374,12 @@ LOADED = "k = tl.load(k_ptrs, mask=offs_n[None, :] < N, other={})"
 @pytest.mark.parametrize(
     ("change", "diagnosis"),
     [
-        ((MASKED.format("<"), MASKED.format("<=")), "mask-one-too-late"),
-        ((LOADED.format("0.0"), LOADED.format('float("-inf")')), "read-past-the-end"),
+        ([(MASKED.format("<"), MASKED.format("<="))], "mask-one-too-late"),
+        ([(MASKED.format("<"), ""), (LOADED.format("0.0"), LOADED.format('float("-inf")'))], "read-past-the-end"),
     ],
 )
 def test_the_padding_of_one_tile_is_told(change, diagnosis):
-    assert rejected("1.7", solution("masked_kernel", change)) == diagnosis
+    assert rejected("1.7", solution("masked_kernel", *change)) == diagnosis
 
 
 @pytest.mark.slow

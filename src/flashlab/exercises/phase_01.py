@@ -209,7 +209,7 @@ def _(least_time: Callable[[float, float, runtime.GpuLimits], tuple[float, str]]
     answers = [(case, _ratio(got[0], want), 1.0) for (_, _, case), got, want in zip(pairs, seconds, right, strict=True)]
     wrong = {slug: ([x / want for x, want in zip(xs, right, strict=True)], why) for slug, (xs, why) in mistakes.items()}
     if not all(abs(ratio - 1) <= 1e-6 for _, ratio, _ in answers if isinstance(ratio, float)):
-        expect_all_close(answers, what="your time, over the right one,", tol=1e-6, mistakes=wrong)
+        expect_all_close(answers, what="your time, over the right one,", mistakes=wrong)
     for (gpu, cost, case), got, want, (compute, memory) in zip(pairs, seconds, right, clocks(), strict=True):
         expect_close(got[0], want, what="the time in seconds", case=case, tol=1e-6 * want)
         bound = "memory" if memory > compute else "compute"
@@ -430,11 +430,11 @@ def _(scheme_a_kernel: Any) -> str:
 
 
 def _first_failing(
-    limit: int, d: int, block_m: int, e: int, *, tiles: int = 2, q_tiles: int = 1, bytes: bool = True, unit: int = 1,
+    limit: int, d: int, block_m: int, e: int, *, tiles: int = 2, q_tiles: int = 1, itemsize: int = 0, unit: int = 1,
     room: int = 0, least: int = 16,
 ) -> int:  # fmt: skip
     """The smallest N that does not fit, if so many tiles of so many bytes had to."""
-    row, block_n = d * (e if bytes else 1), least
+    row, block_n = d * (itemsize or e), least
     while (q_tiles * block_m + tiles * block_n) * row <= limit * unit + room:
         block_n *= 2
     return 1 if block_n == least else block_n // 2 + 1
@@ -477,7 +477,8 @@ def _(first_failing: Callable[[int, int, int, int], int]) -> str:
         "one-tile-forgotten": (given(tiles=1), "only one of K and V is counted: both tiles are there at once"),
         "q-forgotten": (given(q_tiles=0), "the tile of Q is not counted: BLOCK_M rows of it are there too"),
         "o-counted": (given(q_tiles=2), "a tile of O is counted too: only Q, K and V are kept in shared memory"),
-        "elements-not-bytes": (given(bytes=False), "elements are counted, not bytes: each has itemsize of them"),
+        "elements-not-bytes": (given(itemsize=1), "elements are counted, not bytes: each has itemsize of them"),
+        "itemsize-ignored": (given(itemsize=2), "every element is taken for 2 bytes; it has itemsize"),
         "limit-in-kib": (given(unit=1024), "the limit is in bytes already, not in KiB"),
         "padding-forgotten": (
             exact,

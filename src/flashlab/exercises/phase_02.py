@@ -889,15 +889,11 @@ def _(flash_attention_causal_sim: Callable[..., Any]) -> Any:
     report = None
     for BLOCK_M, BLOCK_N in [(16, 32), (64, 16)]:
 
-        def one_head(q, k, v, *, causal=False, scale=None, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N):
-            # The case list holds cases without a mask too; the function at hand has none to switch off.
-            if not causal:
-                o, lse = reference.attention(q[None, None], k[None, None], v[None, None], scale=scale)
-                return o[0, 0].to(q.dtype), lse[0, 0].float()
+        def one_head(q, k, v, *, scale=None, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N):
             return flash_attention_causal_sim(q, k, v, BLOCK_M, BLOCK_N, scale)
 
         dtypes = (torch.float16, torch.float32)
-        report = verify_one_head(one_head, causal=True, dtypes=dtypes, head_dims=(64, 20), max_tile=128)
+        report = verify_one_head(one_head, always_causal=True, dtypes=dtypes, head_dims=(64, 20), max_tile=128)
     _expect_value_columns(lambda q, k, v: flash_attention_causal_sim(q, k, v, 4, 4), causal=True)
     M = N = 256
     D, BLOCK = 32, 32

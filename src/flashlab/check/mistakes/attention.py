@@ -109,8 +109,11 @@ def weights_not_scaled(p: Problem, _: int) -> Prediction:
 
 def weights_from_lse(p: Problem, _: int) -> Prediction:
     """P = exp(s - lse) with lse in float32, which has no room for log(l) beside a large maximum."""
-    lse = p.truth.lse.float().double()
-    return Prediction((p.truth.o * torch.exp(p.maximum + log_l(p) - lse)[..., None],), (p.truth.lse,))
+    m = p.maximum.masked_fill(p.maximum == -INF, 0.0)
+    log_sum = torch.exp(p.scores - m[..., None]).sum(-1).log()
+    m = m.float().double()
+    lse = (m.float() + log_sum.float()).double()
+    return Prediction((p.truth.o * torch.exp((m - lse) + log_sum)[..., None].nan_to_num(),), (p.truth.lse,))
 
 
 def one_maximum(p: Problem, block_m: int) -> Prediction:
