@@ -307,7 +307,7 @@ check("2.7", hbm_bytes)
 # run in parallel. So cut the *keys* into `splits` parts, give each part to a worker, and merge what comes back.
 #
 # The worker is `flash_attention_forward_sim`. It returns a *finished* part: a normalised O and its lse, which is all you need to
-# merge (phase 0). Merge in float32. `K.chunk(splits)` cuts K; where `splits` is larger than N it gives N parts, none empty.
+# merge (phase 0). Merge in float32, and return O in V's dtype and lse in float32, as the worker does. `K.chunk(splits)` cuts K; where `splits` is larger than N it gives N parts, none empty.
 
 # %% tags=["exercise"]
 from flashlab.attention.simulation import flash_attention_forward_sim as worker

@@ -133,7 +133,12 @@ wrong_01 = {
     "wrong-base-10": lambda dtype, n: math.log10(torch.finfo(dtype).max / n),
     "sign-of-log-n": lambda dtype, n: log_max(dtype) + math.log(n),
     "not-the-dtypes-limit": lambda dtype, n: math.log(65504 / n),
-    "wrong-value": lambda dtype, n: log_max(dtype) / n,
+    "quotient-outside-the-log": lambda dtype, n: log_max(dtype) / n,
+    "log-to-the-base-n": lambda dtype, n: log_max(dtype) / (math.log(n) or 1),
+    "off-by-one": lambda dtype, n: log_max(dtype) - math.log(max(n - 1, 1)),
+    "n-subtracted": lambda dtype, n: math.log(torch.finfo(dtype).max - (n if n > 1 else 0)),
+    "rounded": lambda dtype, n: torch.tensor(log_max(dtype) - math.log(n)).to(dtype),
+    "wrong-value": lambda dtype, n: 7.0,
     "returned-none": lambda dtype, n: None,
 }
 
@@ -277,7 +282,10 @@ wrong_04 = [
     ("minus-infinity", merge_with(unguarded, unguarded)),
     ("normalised-early", merge_with(finish_early=True)),
     ("inputs-changed", in_place),
-    ("wrong-maximum", lambda a, b: merge(a, b)._replace(m=a.m + b.m)),
+    ("m-added", lambda a, b: merge(a, b)._replace(m=a.m + b.m)),
+    ("m-of-a", lambda a, b: merge(a, b)._replace(m=a.m)),
+    ("guard-in-m", lambda a, b: merge(a, b)._replace(m=torch.nan_to_num(merge(a, b).m, neginf=0.0))),
+    ("wrong-maximum", lambda a, b: merge(a, b)._replace(m=a.m * 3 + 1)),
     ("wrong-type", lambda a, b: merge(a, b).o),
     ("returned-none", lambda a, b: None),
 ]
@@ -502,3 +510,62 @@ def test_a_merge_of_mixed_rows_in_its_own_dtype_and_type(answer, diagnosis):
 def test_shifted_exp_is_checked_too():
     with pytest.raises(CheckFailed, match="shifted_exp"):
         find("0.2").run(softmax_safe, lambda x, m: torch.exp(x - m))
+
+
+def recurrence(*, correction="exp(m - m_new)", old="l * c", new="exp(x - m_new)", keep="m_new"):
+    """online_max_and_sum with parts of its loop replaced."""
+
+    def fn(xs):
+        m, l = -INF, 0.0
+        for x in xs:
+            m_new = max(m, x)
+            if m_new == -INF:
+                continue
+            names = dict(m=m, m_new=m_new, x=x, l=l, exp=lambda y: math.exp(min(y, 700.0)), INF=INF)
+            names["c"] = eval(correction, names)
+            l = eval(old, names) + eval(new, names)
+            m = eval(keep, names)
+        return m, l
+
+    return fn
+
+
+@pytest.mark.parametrize(
+    ("changes", "diagnosis"),
+    [
+        ({"old": "l * c * c"}, "corrected-twice"),
+        ({"new": "exp(x - (m if m > -INF else m_new))"}, "old-maximum-used"),
+        ({"new": "exp(x - m_new) * c"}, "first-term-lost"),
+        ({"old": "0"}, "overwritten"),
+        ({"keep": "m if m > -INF else m_new"}, "m-not-updated"),
+        ({"correction": "2 ** (m - m_new)", "new": "2 ** (x - m_new)"}, "base-2"),
+    ],
+)
+def test_each_part_of_the_recurrence_is_named(changes, diagnosis):
+    assert rejected("0.3", recurrence(**changes)) == diagnosis
+
+
+def test_a_finished_result_with_a_sum_of_0_is_told_by_its_lse():
+    def fn(o1, lse1, o2, lse2):
+        zero = torch.zeros_like(lse1)
+        return finish(merge(State(lse1, zero, o1), State(lse2, zero, o2)))
+
+    assert rejected("0.6", fn) == "empty-sum"
+
+
+@pytest.mark.parametrize(
+    ("change", "diagnosis"),
+    [
+        (("o * correction, top", "o, top"), "o-not-rescaled"),
+        (("(o / l if l > 0 else o)", "o"), "not-normalised"),
+        (("top > m + threshold", "top > m + threshold * math.log(2)"), "threshold-in-base-2"),
+        (("top > m + threshold", "abs(top - m) > threshold"), "below-too"),
+    ],
+)
+def test_a_count_of_corrections_is_told_by_all_counts(change, diagnosis):
+    cell = next(c for c in LESSON.read_text().split("# %%") if "def lazy_attention(" in c)
+    text = "\n".join(cell.splitlines()[1:])
+    assert text.count(change[0]) == 1
+    scope = {"math": math, "torch": torch}
+    exec(compile(text.replace(*change), "lazy", "exec"), scope)
+    assert rejected("0.8", scope["lazy_attention"]) == diagnosis

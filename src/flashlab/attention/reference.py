@@ -56,8 +56,8 @@ def attention(
         visible = causal_mask(s.shape[-2], s.shape[-1], device=s.device)
         s = s.masked_fill(~visible, -math.inf)
     lse = torch.logsumexp(s, dim=-1)
-    # Not exp(s - lse): beside a score of -1e38, lse has no room for log(l). The softmax of a row with nothing to look at
-    # is NaN; its output is 0.
+    # Not exp(s - lse): beside a score of -1e38, lse has no room for log(l). A row with nothing to look at would be NaN;
+    # its output is 0.
     p = torch.softmax(s, dim=-1).masked_fill(torch.isneginf(lse)[..., None], 0.0)
     # A key that no query may see must not reach the output, whatever V holds there: 0 * NaN is NaN.
     seen = visible.any(dim=0)

@@ -166,6 +166,7 @@ _CAUSAL = [
     _spec("one query", 1, 147),
     _spec("queries that may look at no key", 130, 47),
     _spec("several batches and heads", 40, 40, batch=2, heads=3, kv_heads=3),
+    _spec("another scale", 32, 80, scale=0.3),
     _spec("a row maximum that rises in every block", 144, 144, "rising"),
     _spec("every score near +200", 72, 72, "near +200"),
     _spec("every score hugely negative", 72, 72, "huge"),

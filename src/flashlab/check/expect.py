@@ -79,7 +79,7 @@ def expect_close(
     dtype       when given, `got` must be a tensor of this dtype.
     because     words for the end of the sentence: what to look at.
     mistakes    {slug: (value, sentence)}: what known mistakes would have produced. If `got` is one of them, that slug
-                and that sentence are raised in place of the general ones.
+                and that sentence are raised in place of the general ones. Two ways to one mistake: "slug 1", "slug 2".
     """
     __tracebackhide__ = True
 
@@ -106,7 +106,7 @@ def expect_close(
         wrong = _tensor(value)
         if wrong.shape == actual.shape and _agrees(actual, wrong, _bound(wrong, got, value, tol)):
             if not _agrees(wrong, expected, _bound(expected, got, want, tol)):
-                raise CheckFailed(sentence, diagnosis=slug, case=case)
+                raise CheckFailed(sentence, diagnosis=slug.partition(" ")[0], case=case)
 
     bound = _bound(expected, got, want, tol)
     error, at = _worst(actual, expected)
@@ -150,7 +150,7 @@ def expect_all_close(
             if all_close(values):
                 telling = (not _is_close(value, want, tol) for value, (_, _, want) in zip(values, answers, strict=True))
                 case = next(case for (case, _, _), tells in zip(answers, telling, strict=True) if tells)
-                raise CheckFailed(sentence, diagnosis=slug, case=case)
+                raise CheckFailed(sentence, diagnosis=slug.partition(" ")[0], case=case)
     for case, got, want in answers:
         expect_close(got, want, what=what, diagnosis=diagnosis, case=case, tol=tol)
 

@@ -112,6 +112,7 @@ def verify_one_head(
     fn: Callable[..., Any],
     *,
     causal: bool = False,
+    always_causal: bool = False,
     dtypes: Sequence[torch.dtype] = (torch.float16,),
     head_dims: Sequence[int] = (64,),
     cross: bool = True,
@@ -125,7 +126,8 @@ def verify_one_head(
 ) -> Report:
     """`verify` for fn(q, k, v, *, causal, scale) -> (o, lse) on one head: q and o [M, D], k and v [N, D], lse [M].
 
-    max_tile: 128 for a function whose tiles are no larger, to save time.
+    always_causal: the function has the mask built in, and no parameter for it. max_tile: 128 for a function whose tiles
+    are no larger, to save time.
     """
     __tracebackhide__ = True
     takes = _parameters(fn)
@@ -139,7 +141,7 @@ def verify_one_head(
         return _as_batch(fn(q[0, 0], k[0, 0], v[0, 0], **options))
 
     cases = case_list(
-        causal=causal,
+        causal=causal or always_causal,
         dtypes=dtypes,
         head_dims=head_dims,
         cross=cross,
@@ -151,6 +153,8 @@ def verify_one_head(
         max_tile=max_tile,
         full=full,
     )
+    if always_causal:
+        cases = list(dict.fromkeys(replace(case, causal=True) for case in cases))
     if strided:
         cases.append(replace(cases[0], name="rows apart in memory", seq_q=40, seq_k=40, layout="rows apart"))
     return run(call, cases, lse=lse, deterministic=deterministic, one_head=True)

@@ -170,23 +170,23 @@ def _(softmax, shifted_exp=None):
     case = "three rows and two axes before them"
     x = torch.linspace(-2, 3, 24, dtype=torch.float64).sin().view(2, 3, 4) * 4
     told = {
-        f"wrong-axis-{dim}": (torch.softmax(x, dim), f"the softmax runs along dim={dim}: the last axis is dim=-1")
+        f"wrong-axis {dim}": (torch.softmax(x, dim), f"the softmax runs along dim={dim}: the last axis is dim=-1")
         for dim in (0, 1)
     }
     expect_close(_call(case, softmax, x), softmax_safe(x), what="the softmax", case=case, mistakes=told)
-    case = "one score far above the others"
-    x = _t([0.0] * 15 + [1000.0])
-    got = _call(case, softmax, x)
-    sentence = "exp overflowed: what is subtracted from each row must be its maximum, so that no exponent is above 0"
-    expect(not _has_nan(got), sentence, diagnosis="not-the-maximum", case=case)
-    expect_close(got, softmax_safe(x), what="the softmax", case=case)
-
     for case, x in {"scores of 1000": _t([1000.0, 1001.0]), "scores of -1000": _t([-1000.0, -1001.0])}.items():
         got = _call(case, softmax, x)
         sentence = "the exponentials overflowed or all underflowed: subtract the row maximum before exp"
         fine = not _has_nan(got) and torch.as_tensor(got).sum() > 0.5
         expect(fine, sentence, diagnosis="no-max-subtraction", case=case)
         expect_close(got, softmax_safe(x), what="the softmax", case=case)
+
+    case = "one score far above the others"
+    x = _t([0.0] * 15 + [1000.0])
+    got = _call(case, softmax, x)
+    sentence = "exp overflowed: what is subtracted from each row must be its maximum, so that no exponent is above 0"
+    expect(not _has_nan(got), sentence, diagnosis="not-the-maximum", case=case)
+    expect_close(got, softmax_safe(x), what="the softmax", case=case)
 
     case = "rows at different heights"
     x = _t([0.0, 1.0], [2000.0, 2001.0])
@@ -375,7 +375,7 @@ def _expect_state(got: Any, a: State, b: State, case: str) -> None:
     }
     rows = right.m.shape
     told |= {
-        f"rows-together-{i}": (
+        f"rows-together {i}": (
             x.expand(rows),
             "m is taken from one of the two for all rows at once: compare row by row, with torch.maximum",
         )

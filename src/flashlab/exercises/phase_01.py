@@ -182,9 +182,9 @@ def _(least_time: Callable[[float, float, runtime.GpuLimits], tuple[float, str]]
         "memory-only": ([m for _, m in clocks()], "only the memory's time counts: arithmetic can be the slower one"),
         "compute-only": ([c for c, _ in clocks()], "only the arithmetic's time counts: memory can be the slower one"),
         "bits": (slower(b=8.0), bits),
-        "bits-too-many": (slower(b=1 / 8), bits),
+        "bits 2": (slower(b=1 / 8), bits),
         "binary-units": (slower(**binary), "tera and giga are powers of ten here: 10¹² and 10⁹"),
-        "binary-gigabytes": (slower(b=binary["b"]), "giga is a power of ten here: 10⁹"),
+        "binary-units 2": (slower(b=binary["b"]), "giga is a power of ten here: 10⁹"),
         "rate-not-time": (
             [max(c.flops * g.fp16_tflops * 1e12, c.bytes * g.memory_gb_s * 1e9) for g, c, _ in pairs],  # type: ignore[operator]
             "the work is multiplied by the rate: a time is work divided by its rate",
@@ -195,7 +195,7 @@ def _(least_time: Callable[[float, float, runtime.GpuLimits], tuple[float, str]]
         ),
     }
     for gpu in gpus:
-        mistakes[f"one-gpu-{gpu.name}"] = (
+        mistakes[f"one-gpu {gpu.name}"] = (
             slower(on=gpu),
             f"the numbers of the {gpu.name} are used for every GPU: read them from the argument gpu",
         )
@@ -204,12 +204,12 @@ def _(least_time: Callable[[float, float, runtime.GpuLimits], tuple[float, str]]
         for b in factors:
             power = f"10^{round(math.log10(a))} and 10^{round(math.log10(b))}"
             why = f"{_UNITS}; yours are {power} times those of arithmetic and memory"
-            mistakes[f"units-{a:g}-{b:g}"] = (slower(a=a, b=b), why)
+            mistakes[f"wrong-units {a:g} {b:g}"] = (slower(a=a, b=b), why)
     # Relative errors: the times span six powers of ten.
     answers = [(case, _ratio(got[0], want), 1.0) for (_, _, case), got, want in zip(pairs, seconds, right, strict=True)]
     wrong = {slug: ([x / want for x, want in zip(xs, right, strict=True)], why) for slug, (xs, why) in mistakes.items()}
     if not all(abs(ratio - 1) <= 1e-6 for _, ratio, _ in answers if isinstance(ratio, float)):
-        expect_all_close(answers, what="your time, over the right one,", tol=1e-6, mistakes=wrong)
+        expect_all_close(answers, what="your time, over the right one,", mistakes=wrong)
     for (gpu, cost, case), got, want, (compute, memory) in zip(pairs, seconds, right, clocks(), strict=True):
         expect_close(got[0], want, what="the time in seconds", case=case, tol=1e-6 * want)
         bound = "memory" if memory > compute else "compute"
@@ -430,11 +430,11 @@ def _(scheme_a_kernel: Any) -> str:
 
 
 def _first_failing(
-    limit: int, d: int, block_m: int, e: int, *, tiles: int = 2, q_tiles: int = 1, bytes: bool = True, unit: int = 1,
+    limit: int, d: int, block_m: int, e: int, *, tiles: int = 2, q_tiles: int = 1, itemsize: int = 0, unit: int = 1,
     room: int = 0, least: int = 16,
 ) -> int:  # fmt: skip
     """The smallest N that does not fit, if so many tiles of so many bytes had to."""
-    row, block_n = d * (e if bytes else 1), least
+    row, block_n = d * (itemsize or e), least
     while (q_tiles * block_m + tiles * block_n) * row <= limit * unit + room:
         block_n *= 2
     return 1 if block_n == least else block_n // 2 + 1
@@ -477,7 +477,8 @@ def _(first_failing: Callable[[int, int, int, int], int]) -> str:
         "one-tile-forgotten": (given(tiles=1), "only one of K and V is counted: both tiles are there at once"),
         "q-forgotten": (given(q_tiles=0), "the tile of Q is not counted: BLOCK_M rows of it are there too"),
         "o-counted": (given(q_tiles=2), "a tile of O is counted too: only Q, K and V are kept in shared memory"),
-        "elements-not-bytes": (given(bytes=False), "elements are counted, not bytes: each has itemsize of them"),
+        "elements-not-bytes": (given(itemsize=1), "elements are counted, not bytes: each has itemsize of them"),
+        "itemsize-ignored": (given(itemsize=2), "every element is taken for 2 bytes; it has itemsize"),
         "limit-in-kib": (given(unit=1024), "the limit is in bytes already, not in KiB"),
         "padding-forgotten": (
             exact,
@@ -499,7 +500,7 @@ def _(first_failing: Callable[[int, int, int, int], int]) -> str:
         ),
         "last-that-runs": ([n - 1 for n in given()], "that is the last length that runs; the next one fails"),
     }
-    mistakes["first-power-or-1"] = (
+    mistakes["first-power-not-first-length 2"] = (
         [2 * (n - 1) if n > 1 else 1 for n in given()],
         mistakes["first-power-not-first-length"][1],
     )
@@ -665,8 +666,10 @@ def _expect_two_passes(run: Callable[..., Any]) -> None:
     difficulty="Stretch",
     hints=[
         "Pass 1 is phase 0's online normaliser: for each block of K, a tile of scores, then m_i and l_i. "
-        "Nothing else is kept.",
-        "In pass 1: m_new = max(m_i, row maximum of s); l_i = l_i · exp(m_i - m_new) + row sum of exp(s - m_new).",
+        'Nothing else is kept. Before the loop, m_i is `tl.full([BLOCK_M], float("-inf"), tl.float32)`, l_i is '
+        "`tl.zeros([BLOCK_M], tl.float32)`.",
+        "In pass 1: m_new = tl.maximum(m_i, row maximum of s); "
+        "l_i = l_i · exp(m_i - m_new) + row sum of exp(s - m_new).",
         "In pass 2 compute s again, from the same q and the same block of K. Now m_i and l_i are those of "
         "the whole row, so "
         "p = exp(s - m_i) / l_i is final: acc = tl.dot(p.to(v.dtype), v, acc). No rescaling.",

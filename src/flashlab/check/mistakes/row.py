@@ -45,7 +45,10 @@ OF_THE_OUTPUT = ("o-not-rescaled", "tail-lost", *(slug for slug in ROW_MISTAKES 
 def walk(
     x: torch.Tensor, v: torch.Tensor, n: int, mistake: str = ""
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """m, l and o of the online softmax of a row x [N], `n` keys at a time; o [D] is divided by l. Right, or with one of `ROW_MISTAKES`."""
+    """m, l and o of the online softmax of a row x [N], `n` keys at a time; o [D] is divided by l.
+
+    Right, or with one of `ROW_MISTAKES`.
+    """
     m, l, o = x.new_tensor(-INF), x.new_zeros(()), x.new_zeros(v.shape[-1])
     power = {"corrected-twice": 2.0, "corrected-by-half": 0.5, "correction-inverted": -1.0}.get(mistake, 1.0)
     exp = torch.exp2 if mistake == "base-2" else torch.exp
