@@ -23,6 +23,7 @@ from flashlab.attention import reference
 from flashlab.check import CheckFailed, expect, verification, verify
 from flashlab.check.cases import Case
 from flashlab.check.mistakes.kernels import explain
+from flashlab.check.symptoms import watched
 from flashlab.cuda import CompileError, CudaModule, load_inline
 from flashlab.cuda.sources import takes_problem
 from flashlab.kernels import regions
@@ -252,8 +253,23 @@ def ran(module: CudaModule, whole: Source, case: str | None, call: Callable[[], 
             raise CheckFailed(str(error), diagnosis="launch-failed", case=case) from None
         raise failure(error.report.findings, whole, case) from None
     if module.report is not None and not module.report.ok:
-        raise failure(module.report.findings, whole, case)
+        if (seen := watched()) is None:
+            raise failure(module.report.findings, whole, case)
+        seen.remark(_hazards(module.report))
     return result
+
+
+def _hazards(report: Report) -> str:
+    """Findings without their kinds and lines: all that a bug hunt tells before it has begun."""
+    found = [f for f in report.findings if f.severity == "error"]
+    first = next((f for f in found if f.other_thread is not None), found[0])
+    who = f"threads {first.other_thread[0]} and {first.thread[0]}" if first.other_thread and first.thread else (
+        f"thread {first.thread[0]}" if first.thread else "the launch"
+    )  # fmt: skip
+    return (
+        f"the check build, which sees every access to memory, objects {sum(f.times for f in found)} times, first to "
+        f"{who} of block {first.block[0]}; the numbers above are those of one order of the threads"
+    )
 
 
 # ---- any extern "C" function ---------------------------------------------------------------------------------------

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import inspect
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any
 
 from flashlab.check.failed import CheckFailed
-from flashlab.check.running import is_unsolved, running
+from flashlab.check.running import is_unsolved, last_case, ran_on, running
+from flashlab.check.symptoms import watching
 from flashlab.course import PHASES
 from flashlab.exercises import record, registry
+from flashlab.exercises.answers import Called, expect_kinds, fingerprint, told
 from flashlab.table import Table
 
 _NUMBERS = "no one two three four five six seven eight nine".split()
@@ -40,26 +40,54 @@ def check(id: str, *answers: Any) -> Passed:
     """Check the learner's `answers` to exercise `id`: `check("2.3", my_function)`.
 
     Returns a `Passed`. Raises `CheckFailed` when the answer is wrong (`.diagnosis` is a slug, "not-solved-yet" for a
-    blank that still raises NotImplementedError). An exception of the learner's own code is raised as theirs, with
-    their traceback and a note that says which input was being run. A KeyboardInterrupt passes through.
+    blank that still raises NotImplementedError). So is an exception of the learner's own code, with their line and the
+    input (`__cause__` is the exception itself), and whatever a strange answer makes of the check. A bug hunt whose code
+    is as it was given shows symptoms only. A KeyboardInterrupt passes through.
     """
     __tracebackhide__ = True
     exercise = _find(id)
     _check_count(exercise, answers)
+    expect_kinds(exercise.id, exercise.run, answers)
+    if exercise.untouched and fingerprint(*answers) == exercise.untouched:
+        raise _symptoms(exercise, answers)
+    called = Called()
+    ran_on(None)
     try:
         with running(None):
-            report = exercise.run(*answers)
+            report = exercise.run(*_wrapped(exercise, answers, called))
     except CheckFailed as failed:
         if failed.diagnosis != "not-solved-yet":
             record.failed_try(id)
+            failed.case = failed.case or last_case()
         raise failed.with_traceback(None) from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if is_unsolved(error):
             raise _not_solved(exercise) from None
         record.failed_try(id)
-        raise error.with_traceback(_without_checker(error.__traceback__))  # noqa: B904 (it is the learner's error)
+        raise told(error, exercise.run, called, last_case()) from error
     record.solved(id)
     return Passed(exercise.id, exercise.title, report)
+
+
+def _wrapped(exercise: registry.Exercise, answers: tuple[Any, ...], called: Called) -> list[Any]:
+    names = inspect.signature(exercise.run).parameters
+    return [called.wrap(answer, name) for name, answer in zip(names, answers, strict=True)]
+
+
+def _symptoms(exercise: registry.Exercise, answers: tuple[Any, ...]) -> CheckFailed:
+    """What can be seen of a bug hunt's own code. Its cause would spoil the hunt."""
+    where = None
+    with watching() as seen, running(None):
+        try:
+            exercise.run(*answers)
+        except Exception as error:  # told only once the learner has changed something
+            where = getattr(error, "case", None)
+    lines = seen.lines() or [f"it fails its check{f' on {where}' if where else ''}"]
+    head = (
+        f"{exercise.id} {exercise.title}: this is the code as it was given, so here are its symptoms, without a cause."
+    )
+    last = "Change something and run the check again: then it says what it thinks of your change."
+    return CheckFailed("\n".join([head, *lines, last]), diagnosis="symptoms")
 
 
 def _find(id: str) -> registry.Exercise:
@@ -95,20 +123,6 @@ def _check_count(exercise: registry.Exercise, answers: tuple[Any, ...]) -> None:
 
 def _not_solved(exercise: registry.Exercise) -> CheckFailed:
     return CheckFailed(f"{exercise.id} {exercise.title}: not solved yet", diagnosis="not-solved-yet")
-
-
-def _without_checker(traceback: TracebackType | None) -> TracebackType | None:
-    """The same traceback without the checker's own frames, so that it begins in the learner's code."""
-    frames = []
-    while traceback is not None:
-        frames.append(traceback)
-        traceback = traceback.tb_next
-    ours = ("flashlab.check", "flashlab.exercises")
-    theirs = [f for f in frames if not f.tb_frame.f_globals.get("__name__", "").startswith(ours)]
-    clean = None
-    for f in reversed([f for f in theirs if f.tb_frame.f_code.co_filename != contextlib.__file__] or frames):
-        clean = TracebackType(clean, f.tb_frame, f.tb_lasti, f.tb_lineno)
-    return clean
 
 
 # ---- hint -----------------------------------------------------------------------------------------------------------

@@ -406,6 +406,7 @@ def _blockwise(x: torch.Tensor, v: torch.Tensor, n: int, mistake: str = "") -> t
     title="Bug hunt: right until it is not",
     minutes=15,
     difficulty="Bug hunt",
+    untouched="1e0d4bd35900",
     hints=[
         "The function is right whenever the largest score is in the first block. What is different in the code path of "
         "a later block that brings a new maximum?",

@@ -345,6 +345,7 @@ def _(flash_attention_one_head_sim: Callable[..., Any]) -> Any:
     title="Right on a sorted row",
     minutes=15,
     difficulty="Bug hunt",
+    untouched="08881ce58b9c",
     hints=[
         "If the scores of a row only fall, its maximum never moves after the first block. Which line "
         "matters only when it does?",
@@ -365,6 +366,7 @@ def _(hunted: Callable[..., Any]) -> Any:
     title="Two bugs in the padding",
     minutes=20,
     difficulty="Bug hunt",
+    untouched="8041c1b71c87",
     hints=[
         "First bug: try N = 8 and N = 10 with BLOCK_N = 4. Which rows of the padded K does the softmax "
         "count? What does a key of zeros score?",

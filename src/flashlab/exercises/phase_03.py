@@ -255,6 +255,7 @@ def _(flash_attention_forward_kernel: Any) -> Report:
     title="Right for every power of two",
     minutes=15,
     difficulty="Bug hunt",
+    untouched="dd406e65459a",
     hints=[
         "It is right for N = 32, 64, 128 and wrong for 33 and 100. What is different about the last block?",
         "Print the error by row for N = 33: rows whose scores are mostly negative suffer most, and outputs are pulled "
@@ -272,6 +273,7 @@ def _(flash_attention_forward_kernel: Any) -> Report:
     title="A very small number",
     minutes=15,
     difficulty="Bug hunt",
+    untouched="91615cf68108",
     hints=[
         "Which rows are zero? Look at their scores: nothing is special about them but their size.",
         "The author wanted to avoid -inf - (-inf). What does m_i start from instead, and what happens to a row whose "

@@ -117,6 +117,7 @@ def _is_row_times_rows(y: torch.Tensor) -> bool:
     title="The sum that is sometimes right",
     minutes=10,
     difficulty="Bug hunt",
+    untouched="a802e116fc57",
     hints=[
         "The check names one pair of lines that race; there is another. Who writes part_smem[40] in the first round of "
         "the loop, and who reads it in the second? A barrier before the division alone would mend the first pair only.",
@@ -384,6 +385,7 @@ def _explained(source: Source, diagnosis: str) -> tuple[str, str] | None:
     title="Right for every multiple of 32",
     minutes=15,
     difficulty="Bug hunt",
+    untouched="80b4efda9f67",
     hints=[
         "The first bug is an address: with 100 keys, the fourth tile has 4 rows, and the copy takes 32.",
         "Copy a row only if row < rows, and put zeros otherwise. Then run the check again: the addresses are right, "

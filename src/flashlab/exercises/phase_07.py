@@ -431,6 +431,7 @@ def _maxima(s: torch.Tensor, masks: tuple[int, ...]) -> torch.Tensor:
     title="Four lanes, one maximum",
     minutes=15,
     difficulty="Bug hunt",
+    untouched="21bdc0084f34",
     hints=[
         "A lane holds two columns of its row. After the first exchange it knows four of the eight columns. Which "
         "lane has the other four?",
@@ -569,6 +570,7 @@ def _(second_product: str) -> str:
     title="Two bugs in P V",
     minutes=20,
     difficulty="Bug hunt",
+    untouched="7f418a5ab76d",
     hints=[
         "What the emulator calls uninitialised holds anything, also the bits of a NaN. What is 0 times NaN?",
         "The missing rows of V have to be zeros in shared memory. And then: a register of B holds two neighbours "

@@ -263,6 +263,7 @@ def _(in_flight: str) -> str:
     title="A stage that is overwritten",
     minutes=15,
     difficulty="Bug hunt",
+    untouched="439f5987c60d",
     hints=[
         "The message names two lines: one reads a tile, the other fills the same bytes with the next "
         "copy. Which tile is in the "
@@ -310,6 +311,7 @@ def _(loop_head: str) -> str:
     title="Right threads, wrong numbers",
     minutes=15,
     difficulty="Bug hunt",
+    untouched="f843e5a348fc",
     hints=[
         "The emulator finds no race and no address out of bounds. Follow one chunk: row 1, columns 0 to "
         "7. At which byte does "
