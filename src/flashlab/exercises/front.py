@@ -25,15 +25,20 @@ _shown_hints: dict[str, int] = {}
 
 @dataclass(frozen=True)
 class Passed:
-    """What `check` returns: its repr is one line, the same on every machine; `report` is what the check returned."""
+    """What `check` returns: its repr is the same on every machine; `report` is what the check returned.
+
+    The repr is one line, and for a bug hunt a second one with the bug's history.
+    """
 
     id: str
     title: str
     report: Any = field(repr=False, default=None)
+    history: str = field(repr=False, default="")
 
     def __repr__(self) -> str:
         what = getattr(self.report, "verdict", self.report)
-        return f"✓ {self.id} {self.title}" + (f" — {what}" if isinstance(what, str) and what else "")
+        line = f"✓ {self.id} {self.title}" + (f" — {what}" if isinstance(what, str) and what else "")
+        return f"{line}\n  The bug's history: {self.history}." if self.history else line
 
 
 def check(id: str, *answers: Any) -> Passed:
@@ -66,7 +71,7 @@ def check(id: str, *answers: Any) -> Passed:
         record.failed_try(id)
         raise told(error, exercise.run, called, last_case()) from error
     record.solved(id)
-    return Passed(exercise.id, exercise.title, report)
+    return Passed(exercise.id, exercise.title, report, exercise.history)
 
 
 def _wrapped(exercise: registry.Exercise, answers: tuple[Any, ...], called: Called) -> list[Any]:

@@ -407,6 +407,7 @@ def _blockwise(x: torch.Tensor, v: torch.Tensor, n: int, mistake: str = "") -> t
     minutes=15,
     difficulty="Bug hunt",
     untouched="1e0d4bd35900",
+    history="Algorithm 1 of the FlashAttention-2 paper inverts this factor too (Dao-AILab/flash-attention, issue 991)",
     hints=[
         "The function is right whenever the largest score is in the first block. What is different in the code path of "
         "a later block that brings a new maximum?",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +12,18 @@ import torch
 from flashlab import runtime
 from flashlab.attention import reference
 from flashlab.attention.cost import Meter, flash_cost
-from flashlab.check import CheckFailed, expect, expect_close, running, verify_block, verify_one_head
+from flashlab.check import (
+    CheckFailed,
+    Report,
+    expect,
+    expect_close,
+    running,
+    verification,
+    verify_block,
+    verify_one_head,
+)
+from flashlab.check.cases import Case, case_list
+from flashlab.check.symptoms import watched
 from flashlab.exercises.registry import exercise
 
 
@@ -340,87 +352,71 @@ def _(flash_attention_one_head_sim: Callable[..., Any]) -> Any:
 # ---- 2.5, 2.6: bug hunts -----------------------------------------------------------------------------------
 
 
+def _verify_causal(hunted: Callable[..., Any]) -> Report:
+    """Every causal case of the checker, in tiles of 16 keys."""
+    __tracebackhide__ = True
+
+    def call(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        __tracebackhide__ = True
+        o, lse = _run(hunted, q[0, 0], k[0, 0], v[0, 0], 16, case.softmax_scale, case=str(case))
+        return o[None, None], lse[None, None]
+
+    cases = [case for case in case_list(causal=True, batched=False, strided=False, max_seq=200) if case.causal]
+    return verification.run(call, [replace(case, block_n=16) for case in cases], one_head=True)
+
+
 @exercise(
     "2.5",
-    title="Right on a sorted row",
+    title="Right without a past",
     minutes=15,
     difficulty="Bug hunt",
-    untouched="08881ce58b9c",
+    untouched="10cf5f0cbfe8",
+    history="Dao-AILab/flash-attention, issue 282 (2023); its version 2.1 changed the alignment",
     hints=[
-        "If the scores of a row only fall, its maximum never moves after the first block. Which line "
-        "matters only when it does?",
-        "Let the maximum rise from 1 to 4. The old exponentials were relative to 1. Relative to 4, are "
-        "they larger or smaller?",
-        "`correction` must be at most 1: `torch.exp(m_i - m_new)`.",
+        "It is right wherever there are as many queries as keys. Take 2 queries and 5 keys: write down the mask that "
+        "the code makes, as a 2 x 5 table of 0 and 1.",
+        "The last query should see all 5 keys, and the one before it all but one. Which keys does the code let it see?",
+        "Query i is at position i + N - M of the keys: mask where key > row + N - M.",
     ],
 )
-def _(hunted: Callable[..., Any]) -> Any:
-    _expect_rescaled(hunted)
-    report = verify_block(hunted)
-    _expect_flat_memory(hunted)
-    return report
+def _(hunted: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Any:
+    return _verify_causal(hunted)
 
 
 @exercise(
     "2.6",
-    title="Two bugs in the padding",
+    title="The walk from the other end",
     minutes=20,
     difficulty="Bug hunt",
-    untouched="8041c1b71c87",
+    untouched="3b7a9eee7ed5",
+    history="flashinfer-ai/flashinfer, pull request 4401 (2026), and many before it",
     hints=[
-        "First bug: try N = 8 and N = 10 with BLOCK_N = 4. Which rows of the padded K does the softmax "
-        "count? What does a key of zeros score?",
-        "A padded column must have the score -inf before the maximum is taken: compare `start_n + "
-        "arange(BLOCK_N)` with N.",
-        "Second bug: let every score of a row be near -200. What is the running maximum after the first "
-        "block, and what is exp(-200) in float32? The maximum must start below every score there can be; a "
-        "large negative number is still too large for someone.",
+        "With 32 queries, 32 keys and tiles of 16: which rows see a key of the tile 16 to 31, which the walk meets "
+        "first? Which rows are NaN?",
+        "Print s, m_new and p of row 0 in the first round. Every score of it is masked. What is m_new, and what is "
+        "s - m_new?",
+        "-inf - (-inf) is NaN. Where m_new is still -inf, subtract 0 instead, in p and in the correction: exp(-inf - 0) "
+        "is 0, which is what a row without a key should add.",
     ],
 )
-def _(hunted: Callable[..., Any]) -> Any:
-    Q_block, K, V = _random((4, 16), (10, 16), (10, 16))
-    case = "10 keys, 4 a block"
-    want, want_lse = _oracle(Q_block, K, V)
-    padded = [torch.cat([x, x.new_zeros(2, 16)]) for x in (K, V)]
-    unmasked, unmasked_lse = _oracle(Q_block, *padded)
-    O, lse = _run(hunted, Q_block, K, V, 4, case=case)
-    sentence = (
-        "the rows that fill up the last block take part in the softmax: a key of zeros scores 0, and exp(0 "
-        "- m) is not 0; give it the score -inf before the maximum"
-    )
-    expect_close(O, want, what="O", case=case, tol=1e-4, mistakes={"tail-not-masked": (unmasked, sentence)})
-    expect_close(lse, want_lse, what="lse", case=case, tol=1e-4, mistakes={"tail-not-masked": (unmasked_lse, sentence)})
-
-    for low, keys, case in [
-        (-200.0, 8, "every score near -200"),
-        (-3e4, 10, "every score near -30 000, 10 keys"),
-    ]:
-        S = low + _random((3, keys))[0]
-        Q_block, K, V = _from_scores(S, _random((keys, 5), seed=1)[0])
-        want, want_lse = _oracle(Q_block, K, V, scale=1.0)
-        O, lse = _run(hunted, Q_block, K, V, 4, scale=1.0, case=case)
-        if not (O.isfinite().all() and lse.isfinite().all()):
-            raise CheckFailed(
-                "the running maximum does not start below the scores: every exp(s - m) is then 0, l_i is "
-                "0, and 0 / 0 is NaN; start it at -inf",
-                diagnosis="maximum-starts-too-high",
+def _(hunted: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Any:
+    for keys, queries in ((32, 32), (40, 24)):
+        case = f"{queries} queries, {keys} keys, tiles of 16, causal"
+        Q, K, V = _random((queries, 16), (keys, 16), (keys, 16))
+        O, lse = _run(hunted, Q, K, V, 16, case=case)
+        if watched() is None and O.shape == Q.shape:
+            late = (
+                torch.arange(queries, device=Q.device) + keys - queries < (keys - 1) // 16 * 16
+            )  # none of the last tile
+            nan = O.isnan().any(1)
+            expect(
+                not (nan.any() and (nan <= late).all()),
+                f"{int(nan.sum())} rows are NaN, and all of them see no key of the tile in which the walk begins: there "
+                "m_new is still -inf, and -inf - (-inf) is NaN; the exponent of p and that of the correction need a guard",
+                diagnosis="first-tile-masked",
                 case=case,
             )
-        expect_close(
-            O,
-            want,
-            what="O",
-            case=case,
-            tol=1e-3,
-            mistakes={
-                "finite-sentinel": (
-                    torch.zeros_like(want),
-                    "the padded columns have a large negative score, but these rows have scores below it, "
-                    "so the padding wins and the output is 0; use -inf",
-                )
-            },
-        )
-    return verify_block(hunted)
+    return _verify_causal(hunted)
 
 
 # ---- 2.7 ---------------------------------------------------------------------------------------------------

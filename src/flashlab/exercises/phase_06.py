@@ -118,6 +118,7 @@ def _is_row_times_rows(y: torch.Tensor) -> bool:
     minutes=10,
     difficulty="Bug hunt",
     untouched="a802e116fc57",
+    history="a common mistake, in reductions of every library; for one, ORNL/HeCBench, issue 253 (2026)",
     hints=[
         "The check names one pair of lines that race; there is another. Who writes part_smem[40] in the first round of "
         "the loop, and who reads it in the second? A barrier before the division alone would mend the first pair only.",
@@ -382,23 +383,23 @@ def _explained(source: Source, diagnosis: str) -> tuple[str, str] | None:
 
 @exercise(
     "6.5",
-    title="Right for every multiple of 32",
+    title="Right for two kinds of model",
     minutes=15,
     difficulty="Bug hunt",
-    untouched="80b4efda9f67",
+    untouched="f8f540e53745",
+    history="HazyResearch/HipKittens, pull request 22 (2025): a mapping of heads that was right for 64 and 8 heads alone",
     hints=[
-        "The first bug is an address: with 100 keys, the fourth tile has 4 rows, and the copy takes 32.",
-        "Copy a row only if row < rows, and put zeros otherwise. Then run the check again: the addresses are right, "
-        "the numbers are not. What score does a key of zeros get, and what is exp of it?",
-        "A missing key's score has to be -INFINITY, before the maximum is taken: s[n] = n < keys ? s[n] * scale_log2 : "
-        "-INFINITY.",
+        "Only cases with 1 < kv_heads < heads are wrong. With which formulas does a head of K and V follow from a head of "
+        "Q, in this code? Compute it for heads = 4, kv_heads = 2.",
+        "The code gives 0, 1, 0, 1. Grouped-query attention wants neighbours to share: 0, 0, 1, 1.",
+        "A group has p.heads / p.kv_heads heads of Q: divide the head by that.",
     ],
 )
-def _(copy_chunk: str, scale_scores: str) -> Verdict:
-    copy, scores = text_of(copy_chunk, "copy_chunk"), text_of(scale_scores, "scale_scores")
-    if not copy.strip() or not scores.strip():
+def _(which_rows: str) -> Verdict:
+    text = text_of(which_rows, "which_rows")
+    if not text.strip():
         raise NotImplementedError
-    return _examined(replaced(replaced(FRAME, "copy a chunk", copy), "mask", scores))
+    return _examined(replaced(FRAME, "which rows", text))
 
 
 @exercise(

@@ -432,6 +432,7 @@ def _maxima(s: torch.Tensor, masks: tuple[int, ...]) -> torch.Tensor:
     minutes=15,
     difficulty="Bug hunt",
     untouched="21bdc0084f34",
+    history="a common mistake",
     hints=[
         "A lane holds two columns of its row. After the first exchange it knows four of the eight columns. Which "
         "lane has the other four?",
@@ -571,6 +572,7 @@ def _(second_product: str) -> str:
     minutes=20,
     difficulty="Bug hunt",
     untouched="7f418a5ab76d",
+    history="0 times NaN: pytorch/pytorch, issue 101967 (2023); .trans is a common mistake",
     hints=[
         "What the emulator calls uninitialised holds anything, also the bits of a NaN. What is 0 times NaN?",
         "The missing rows of V have to be zeros in shared memory. And then: a register of B holds two neighbours "

@@ -264,6 +264,7 @@ def _(in_flight: str) -> str:
     minutes=15,
     difficulty="Bug hunt",
     untouched="439f5987c60d",
+    history="a common mistake in pipelines written by hand",
     hints=[
         "The message names two lines: one reads a tile, the other fills the same bytes with the next "
         "copy. Which tile is in the "
@@ -312,6 +313,7 @@ def _(loop_head: str) -> str:
     minutes=15,
     difficulty="Bug hunt",
     untouched="f843e5a348fc",
+    history="a common mistake",
     hints=[
         "The emulator finds no race and no address out of bounds. Follow one chunk: row 1, columns 0 to "
         "7. At which byte does "

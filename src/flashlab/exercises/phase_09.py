@@ -143,6 +143,7 @@ def _expect_blocks(
     minutes=15,
     difficulty="Bug hunt",
     untouched="f6c43c9aea9b",
+    history="a common mistake; a related one, in a lazy rescaling too, is meta-pytorch/MSLK, pull request 242 (2026)",
     hints=[
         "With random numbers only the first tile of a row rescales. What are acc and l_i then, before the correction?",
         "Both are 0, and 0 times anything is 0: a forgotten correction does not show. Which of a row's three numbers, "

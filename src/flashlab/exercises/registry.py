@@ -30,7 +30,8 @@ _imported: set[str] = set()  # phase modules that were run to their end
 class Exercise:
     """One exercise: `id` is "phase.number", `minutes` an estimate, `hints` go from a nudge to nearly the answer.
 
-    untouched: of a bug hunt, the `answers.fingerprint` of the code that it begins with.
+    untouched: of a bug hunt, the `answers.fingerprint` of the code that it begins with; history: where the bug has
+    been seen, told to those who have mended it.
     """
 
     id: str
@@ -40,6 +41,7 @@ class Exercise:
     hints: tuple[str, ...]
     run: Callable[..., Any] = field(repr=False, compare=False)
     untouched: str = ""
+    history: str = ""
 
     @property
     def phase(self) -> int:
@@ -52,7 +54,14 @@ class Exercise:
 
 
 def exercise(
-    id: str, *, title: str, minutes: int, difficulty: str = "Core", hints: Sequence[str] = (), untouched: str = ""
+    id: str,
+    *,
+    title: str,
+    minutes: int,
+    difficulty: str = "Core",
+    hints: Sequence[str] = (),
+    untouched: str = "",
+    history: str = "",
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register the decorated function as the check of exercise `id`; ValueError when the id is malformed or taken.
 
@@ -65,14 +74,14 @@ def exercise(
         raise ValueError(f"difficulty is one of {', '.join(DIFFICULTIES)}, not {difficulty!r}")
     if isinstance(hints, str):
         raise ValueError(f"exercise {id}: hints is a list of sentences, not one string")
-    if (difficulty == "Bug hunt") != bool(untouched):
-        raise ValueError(f"exercise {id}: a bug hunt, and nothing else, needs the fingerprint of its untouched code")
+    if (difficulty == "Bug hunt") != bool(untouched and history):
+        raise ValueError(f"exercise {id}: a bug hunt, and nothing else, has the fingerprint of its code and a history")
 
     def register(run: Callable[..., Any]) -> Callable[..., Any]:
         before = _registry.get(id)
         if before is not None and not _replaces(run, before.run):
             raise ValueError(f"exercise {id} is registered twice: {before.title!r} and {title!r}")
-        _registry[id] = Exercise(id, title, minutes, difficulty, tuple(hints), run, untouched)
+        _registry[id] = Exercise(id, title, minutes, difficulty, tuple(hints), run, untouched, history)
         return run
 
     return register
