@@ -25,14 +25,15 @@ class Symptoms:
     remarks: list[str] = field(default_factory=list)
 
     def compared(
-        self, case: str | None, what: str, got: torch.Tensor, want: torch.Tensor, bound: torch.Tensor | float
-    ) -> None:
-        """Note one comparison. got, want: float64, of one shape; bound: the error allowed, an element or all."""
+        self, case: str | None, what: str, got: torch.Tensor, want: torch.Tensor, bound: torch.Tensor | float,
+        axes: Sequence[str] = (),
+    ) -> None:  # fmt: skip
+        """Note one comparison. got, want: float64, of one shape; bound: the error allowed; axes: what to call them."""
         name = case or "the one case"
         off = ~(((got - want).abs() <= bound) | (got == want) | (got.isnan() & want.isnan()))
         if off.any():
             off, got, want = (x.reshape(_shape(x)) for x in (off, got, want))
-            sentence = f"{what}: {_where(off)}; {_examples(off, got, want)}"
+            sentence = f"{what}: {_where(off, axes)}; {_examples(off, got, want)}"
             if sentence not in self.wrong.setdefault(name, []):
                 self.wrong[name].append(sentence)
             self.right.pop(name, None)
@@ -89,13 +90,12 @@ def _shape(x: torch.Tensor) -> list[int]:
     return shape
 
 
-def _where(off: torch.Tensor) -> str:
+def _where(off: torch.Tensor, axes: Sequence[str]) -> str:
     """'rows 4 to 7 of 8, all 64 columns'."""
     if off.ndim == 0:
         return "wrong"
-    names = {1: ("elements",), 2: ("rows", "columns"), 3: ("heads", "rows", "columns")}.get(off.ndim)
-    if names is None:
-        names = (*(f"index {i}" for i in range(off.ndim - 4)), "batches", "heads", "rows", "columns")
+    names = list(axes) or (["elements"] if off.ndim == 1 else ["rows", "columns"])
+    names = [*(["axis"] * off.ndim), *names][-off.ndim :]
     parts = []
     for axis, (name, size) in enumerate(zip(names, off.shape, strict=True)):
         others = [i for i in range(off.ndim) if i != axis]

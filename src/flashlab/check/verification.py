@@ -241,9 +241,9 @@ def _run(call: Call, cases: Sequence[Case], lse: bool, deterministic: bool, one_
 def _note(seen: Symptoms, observation: Observation) -> None:
     """What can be seen of one case, for a bug hunt that is as it was given."""
     case, truth = str(observation.case), observation.truth
-    seen.compared(case, "o", observation.o, truth.o, truth.o_bound)
+    seen.compared(case, "o", observation.o, truth.o, truth.o_bound, ("batches", "heads", "rows", "columns"))
     if observation.lse is not None:
-        seen.compared(case, "lse", observation.lse, truth.lse, truth.lse_bound)
+        seen.compared(case, "lse", observation.lse, truth.lse, truth.lse_bound, ("batches", "heads", "rows"))
 
 
 def _observe(call: Call, case: Case, lse: bool, one_head: bool) -> tuple[Observation, torch.Tensor]:

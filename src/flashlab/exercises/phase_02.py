@@ -395,8 +395,8 @@ def _(hunted: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Any:
         "first? Which rows are NaN?",
         "Print s, m_new and p of row 0 in the first round. Every score of it is masked. What is m_new, and what is "
         "s - m_new?",
-        "-inf - (-inf) is NaN. Where m_new is still -inf, subtract 0 instead, in p and in the correction: exp(-inf - 0) "
-        "is 0, which is what a row without a key should add.",
+        "-inf - (-inf) is NaN. Where m_new is still -inf, subtract 0 instead, in p and in the correction: exp(-inf) is "
+        "0, which is what a row without a key should add.",
     ],
 )
 def _(hunted: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Any:
@@ -411,8 +411,8 @@ def _(hunted: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Any:
             nan = O.isnan().any(1)
             expect(
                 not (nan.any() and (nan <= late).all()),
-                f"{int(nan.sum())} rows are NaN, and all of them see no key of the tile in which the walk begins: there "
-                "m_new is still -inf, and -inf - (-inf) is NaN; the exponent of p and that of the correction need a guard",
+                f"{int(nan.sum())} rows are NaN, and none of them sees a key of the tile in which the walk begins: m_new "
+                "is still -inf there, and -inf - (-inf) is NaN. The exponents of p and of the correction need a guard",
                 diagnosis="first-tile-masked",
                 case=case,
             )

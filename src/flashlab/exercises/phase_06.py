@@ -387,10 +387,10 @@ def _explained(source: Source, diagnosis: str) -> tuple[str, str] | None:
     minutes=15,
     difficulty="Bug hunt",
     untouched="f8f540e53745",
-    history="HazyResearch/HipKittens, pull request 22 (2025): a mapping of heads that was right for 64 and 8 heads alone",
+    history="HazyResearch/HipKittens, pull request 22 (2025): a mapping that was right for 64 and 8 heads alone",
     hints=[
-        "Only cases with 1 < kv_heads < heads are wrong. With which formulas does a head of K and V follow from a head of "
-        "Q, in this code? Compute it for heads = 4, kv_heads = 2.",
+        "Only cases with 1 < kv_heads < heads are wrong. Which head of K and V does this code give to each head of Q? "
+        "Compute it for heads = 4, kv_heads = 2.",
         "The code gives 0, 1, 0, 1. Grouped-query attention wants neighbours to share: 0, 0, 1, 1.",
         "A group has p.heads / p.kv_heads heads of Q: divide the head by that.",
     ],
