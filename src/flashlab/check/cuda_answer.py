@@ -23,6 +23,7 @@ from flashlab.attention import reference
 from flashlab.check import CheckFailed, expect, verification, verify
 from flashlab.check.cases import Case
 from flashlab.check.mistakes.kernels import explain
+from flashlab.check.running import compiler_warned
 from flashlab.check.symptoms import watched
 from flashlab.cuda import CompileError, CudaModule, load_inline
 from flashlab.cuda.sources import takes_problem
@@ -235,10 +236,23 @@ def built(
     whole = source_of(kernel)
     source = kernel if isinstance(kernel, Step) else whole.text
     try:
-        return load_inline(source, name=f"{whole.name}.cu", backend="emulator", check=check, head_dim=head_dim,
-                           dtype=dtype, defines=defines)  # fmt: skip
+        module = load_inline(source, name=f"{whole.name}.cu", backend="emulator", check=check, head_dim=head_dim,
+                             dtype=dtype, defines=defines)  # fmt: skip
     except CompileError as error:
         raise does_not_compile(error, whole) from None
+    _heed_warnings(module.warnings, whole)
+    return module
+
+
+# Of a right kernel too. What is left is worth a look: a variable that is used before it is set, a missing return.
+_NOISE = ("sign-compare", "unused", "comment", "unknown-pragmas", "reorder", "attributes", "misleading-indentation")
+
+
+def _heed_warnings(said: str, whole: Source) -> None:
+    """Note the warnings about somebody's own lines, but for those that are noise."""
+    for m in re.finditer(rf"^{re.escape(whole.name)}\.cu:(\d+): (.*?)(?: \[-W([\w=-]+)\])?$", said, re.M):
+        if whole.own(int(m[1])) and not (m[3] or "").startswith(_NOISE):
+            compiler_warned(f"{whole.place(int(m[1]))} {m[2]}")
 
 
 def ran(module: CudaModule, whole: Source, case: str | None, call: Callable[[], Any]) -> Any:

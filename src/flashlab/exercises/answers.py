@@ -54,9 +54,8 @@ class Called:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             __tracebackhide__ = True
-            self.call = (
-                f"{name}({', '.join([_kind(x) for x in args] + [f'{k}={_kind(x)}' for k, x in kwargs.items()])})"
-            )
+            given = [_kind(x) for x in args] + [f"{k}={_kind(x)}" for k, x in kwargs.items()]
+            self.call = f"{name}({', '.join(given)})"
             self.returned = ""
             ran_on(f"the call {self.call}")
             if signature is not None:
@@ -90,6 +89,8 @@ def _kind(x: Any, article: bool = False) -> str:
             return f"{'a ' * article}{type(x).__name__} of {len(x)}"
         if isinstance(x, (torch.dtype, torch.device)):
             return str(x)
+        if isinstance(x, type):
+            return f"the class {x.__name__}"
     except Exception:  # a learner's own class may raise from anywhere
         pass
     name = type(x).__name__
@@ -100,7 +101,9 @@ def expect_kinds(id: str, run: Callable[..., Any], answers: tuple[Any, ...]) -> 
     """CheckFailed where a function is wanted and something else is handed in. Kernels and texts: by their checks."""
     __tracebackhide__ = True
     for parameter, answer in zip(inspect.signature(run).parameters.values(), answers, strict=False):
-        if parameter.annotation in ("str", "Any", str, Any) or callable(answer):
+        if parameter.annotation in ("str", "Any", str, Any):
+            continue
+        if callable(answer) and not isinstance(answer, type):
             continue
         raise CheckFailed(
             f"{parameter.name} should be a function, and this is {_kind(answer, article=True)}: hand in its name, "

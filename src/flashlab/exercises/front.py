@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flashlab.check.failed import CheckFailed
-from flashlab.check.running import is_unsolved, last_case, ran_on, running
+from flashlab.check.running import heeding_warnings, is_unsolved, last_case, ran_on, running
 from flashlab.check.symptoms import watching
 from flashlab.course import PHASES
 from flashlab.exercises import record, registry
@@ -16,6 +16,8 @@ from flashlab.exercises.answers import Called, expect_kinds, fingerprint, told
 from flashlab.table import Table
 
 _NUMBERS = "no one two three four five six seven eight nine".split()
+
+_WARNINGS = 3  # of a compiler that are told
 
 _shown_hints: dict[str, int] = {}
 
@@ -34,11 +36,13 @@ class Passed:
     title: str
     report: Any = field(repr=False, default=None)
     history: str = field(repr=False, default="")
+    warnings: tuple[str, ...] = field(repr=False, default=())
 
     def __repr__(self) -> str:
         what = getattr(self.report, "verdict", self.report)
         line = f"✓ {self.id} {self.title}" + (f" — {what}" if isinstance(what, str) and what else "")
-        return f"{line}\n  The bug's history: {self.history}." if self.history else line
+        lines = [line, *(f"  The compiler warns: {said}." for said in self.warnings)]
+        return "\n".join([*lines, f"  The bug's history: {self.history}."] if self.history else lines)
 
 
 def check(id: str, *answers: Any) -> Passed:
@@ -57,21 +61,25 @@ def check(id: str, *answers: Any) -> Passed:
         raise _symptoms(exercise, answers)
     called = Called()
     ran_on(None)
+    warnings: list[str] = []
     try:
-        with running(None):
+        with running(None), heeding_warnings() as warnings:
             report = exercise.run(*_wrapped(exercise, answers, called))
     except CheckFailed as failed:
-        if failed.diagnosis != "not-solved-yet":
-            record.failed_try(id)
-            failed.case = failed.case or last_case()
-        raise failed.with_traceback(None) from None
+        if failed.diagnosis == "not-solved-yet":
+            raise failed.with_traceback(None) from None
+        record.failed_try(id)
+        also = f". The compiler warns: {'; '.join(warnings[:_WARNINGS])}" if warnings else ""
+        raise CheckFailed(
+            failed.sentence + also, diagnosis=failed.diagnosis, case=failed.case or last_case()
+        ).with_traceback(None) from failed.__cause__
     except (Exception, SystemExit) as error:
         if is_unsolved(error):
             raise _not_solved(exercise) from None
         record.failed_try(id)
         raise told(error, exercise.run, called, last_case()) from error
     record.solved(id)
-    return Passed(exercise.id, exercise.title, report, exercise.history)
+    return Passed(exercise.id, exercise.title, report, exercise.history, tuple(warnings[:_WARNINGS]))
 
 
 def _wrapped(exercise: registry.Exercise, answers: tuple[Any, ...], called: Called) -> list[Any]:

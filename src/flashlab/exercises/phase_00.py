@@ -76,7 +76,7 @@ def _has_nan(*values: Any) -> bool:
         "With n equal scores s the sum is n · e^s. Set it equal to the largest number and solve for s.",
     ],
 )
-def _(largest_safe_score):
+def _(largest_safe_score: Callable[..., float]) -> Any:
     for dtype, n in ((torch.float16, 1), (torch.float16, 8), (torch.bfloat16, 4096), (torch.float32, 1024)):
         case = f"{n} equal scores in {str(dtype).removeprefix('torch.')}"
         largest = torch.finfo(dtype).max
@@ -116,7 +116,7 @@ def _(largest_safe_score):
         "Such a row then has the sum 0. Divide by 1 there: `l.masked_fill(l == 0, 1.0)`.",
     ],
 )
-def _(softmax):
+def _(softmax: Callable[..., torch.Tensor]) -> Any:
     x = _t([1.0, 2.0, 3.0], [3.0, 1.0, 1.0])
     mistakes = {
         "wrong-axis": (torch.softmax(x, dim=0), "the softmax runs along the wrong axis: each row is to sum to 1"),
@@ -220,7 +220,7 @@ def _normalizer(xs: Sequence[float], mistake: str = "") -> tuple[float, float]:
         "If m_new is still -inf, nothing has been seen yet: go on to the next x before any subtraction.",
     ],
 )
-def _(online_max_and_sum):
+def _(online_max_and_sum: Callable[..., tuple[float, float]]) -> Any:
     rows = {
         "the lecture's row": [1 * LN2, 3 * LN2, 2 * LN2, 4 * LN2, 0.0],
         "the maximum comes first": [4.0, 1.0, 2.0, 3.0],
@@ -339,7 +339,7 @@ def _expect_state(got: Any, a: State, b: State, case: str) -> None:
         "When both maxima are -inf, refer to 0 instead: `shifted_exp` of exercise 0.2 does that.",
     ],
 )
-def _(merge_states):
+def _(merge_states: Callable[..., State]) -> Any:
     g = torch.Generator().manual_seed(0)
 
     def block(low: float, n: int = 5, rows: tuple[int, ...] = (), d: int = 3) -> State:
@@ -415,7 +415,7 @@ def _blockwise(x: torch.Tensor, v: torch.Tensor, n: int, mistake: str = "") -> t
         "Old terms are too large, by what? They are exp(x - m) and should be exp(x - m_new). Write down the quotient.",
     ],
 )
-def _(attention_in_blocks):
+def _(attention_in_blocks: Callable[..., torch.Tensor]) -> Any:
     g = torch.Generator().manual_seed(1)
     v = 0.5 + torch.randn(12, 3, generator=g, dtype=torch.float64)
     x = torch.randn(12, generator=g, dtype=torch.float64)
@@ -467,7 +467,7 @@ def _(attention_in_blocks):
         "o = (w1 o1 + w2 o2) / (w1 + w2) and lse = m + ln(w1 + w2). Mind two rows that saw no key.",
     ],
 )
-def _(merge_results):
+def _(merge_results: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Any:
     g = torch.Generator().manual_seed(2)
 
     def result(low: float, rows: tuple[int, ...] = (4,), n: int = 6) -> tuple[torch.Tensor, torch.Tensor]:
@@ -563,7 +563,7 @@ def _leaves(tree: Any) -> list[int]:
         "The empty list needs an answer too: what is the sum of no states?",
     ],
 )
-def _(merge_as_tree):
+def _(merge_as_tree: Callable[..., State]) -> Any:
     for n in (1, 2, 3, 4, 5, 7, 8, 13, 64, 100):
         case = f"{n} states"
         count = [0]
@@ -667,7 +667,7 @@ def _lazy(
         "finite score sets m and is no correction.",
     ],
 )
-def _(lazy_attention):
+def _(lazy_attention: Callable[..., tuple[torch.Tensor, torch.Tensor, int]]) -> Any:
     g = torch.Generator().manual_seed(4)
     v = 0.5 + torch.randn(24, 2, generator=g, dtype=torch.float64)
     noise = torch.randn(24, generator=g, dtype=torch.float64)

@@ -411,8 +411,8 @@ def _(hunted: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Any:
             nan = O.isnan().any(1)
             expect(
                 not (nan.any() and (nan <= late).all()),
-                f"{int(nan.sum())} rows are NaN, and none of them sees a key of the tile in which the walk begins: m_new "
-                "is still -inf there, and -inf - (-inf) is NaN. The exponents of p and of the correction need a guard",
+                f"{int(nan.sum())} rows are NaN, and none of them sees a key of the tile in which the walk "
+                "begins: m_new is still -inf there, and -inf - (-inf) is NaN. Both exponents, p's and the correction's, need a guard",
                 diagnosis="first-tile-masked",
                 case=case,
             )
