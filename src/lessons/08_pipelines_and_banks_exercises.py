@@ -128,7 +128,7 @@ constexpr int IN_FLIGHT_V = 2 * STAGES - 2;      // K and V of STAGES - 1 later 
 check("8.4", in_flight)
 
 # %% [markdown]
-# ## 8.5 A stage that is overwritten
+# ## 8.5 One run in some thousands
 #
 # *Bug hunt · 15 min*
 #

@@ -200,14 +200,18 @@ def expect_stream(whole: Source) -> None:
         )
 
 
+_RACES = ("race", "global-race", "stage-overwritten")
+
+
 # ---- what is wrong with it, as a sentence --------------------------------------------------------------------------
 def failure(findings: Sequence[Finding], whole: Source, case: str | None = None) -> CheckFailed:
     """The one finding that is told, of those that a run made.
 
     First what ended the launch: nothing came after it. Then a race: what another thread has not written yet looks
-    uninitialised, which is the race's consequence and not its cause. Then the rest, in the order it was seen.
+    uninitialised, and a stage that is overwritten looks as if its copy had not been waited for; these are consequences
+    of the race and not its cause. Then the rest, in the order it was seen.
     """
-    first = min(findings, key=lambda f: (not f.fatal, f.severity != "error", f.kind not in ("race", "global-race")))
+    first = min(findings, key=lambda f: (not f.fatal, f.severity != "error", f.kind not in _RACES))
     sentence = whole.told(first)
     if first.kind == "uninitialised-shared":
         sentence += (

@@ -71,7 +71,9 @@ def check(id: str, *answers: Any) -> Passed:
         record.failed_try(id)
         also = f". The compiler warns: {'; '.join(warnings[:_WARNINGS])}" if warnings else ""
         raise CheckFailed(
-            failed.sentence + also, diagnosis=failed.diagnosis, case=failed.case or last_case()
+            failed.sentence + also,
+            diagnosis=failed.diagnosis,
+            case=failed.case or (last_case() if called.call else None),
         ).with_traceback(None) from failed.__cause__
     except (Exception, SystemExit) as error:
         if is_unsolved(error):

@@ -412,7 +412,7 @@ def _(hunted: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Any:
             expect(
                 not (nan.any() and (nan <= late).all()),
                 f"{int(nan.sum())} rows are NaN, and none of them sees a key of the tile in which the walk "
-                "begins: m_new is still -inf there, and -inf - (-inf) is NaN. Both exponents, p's and the correction's, need a guard",
+                "begins: m_new is still -inf there, and -inf - (-inf) is NaN. Guard both exponents",
                 diagnosis="first-tile-masked",
                 case=case,
             )

@@ -139,6 +139,7 @@ def _(block_sum: str) -> str:
                 not check or counters["shared_loads"] < 60 * blocks,
                 "right, but the tree is gone: half of the threads that are left should add, in each round",
                 diagnosis="no-tree",
+                case=f"blocks={blocks}",
             )
     return "no race, right fractions"
 
@@ -399,7 +400,7 @@ def _(which_rows: str) -> Verdict:
     text = text_of(which_rows, "which_rows")
     if not text.strip():
         raise NotImplementedError
-    return _examined(replaced(FRAME, "which rows", text))
+    return _examined(replaced(FRAME, "which rows", text), lines_only=False)
 
 
 @exercise(
@@ -576,6 +577,7 @@ def _expect_shared(c: Counters) -> float:
     """That rows share what is loaded, and loads their sectors. Returns the rows that a number of K and V serves."""
     __tracebackhide__ = True
     _, _, _, rows, keys, _ = _SHARED_PROBE
+    case = f"seq_q={rows}, seq_k={keys}, head_dim=64, float32"
     asked, sectors = c["global_load_bytes"] + c["cp_async_bytes"], c["global_load_sectors"] + c["cp_async_sectors"]
     alone, q = rows * keys * 2 * 64 * 4, rows * 64 * 4  # each row reads all of K and V by itself; Q once
     served = alone / max(1, asked - q)
@@ -584,17 +586,20 @@ def _expect_shared(c: Counters) -> float:
         f"right, and tiles are shared, but a number of K and V serves {served:.3g} rows where at least {SERVED} are "
         "wanted: give each block more rows",
         diagnosis="tiles-too-small",
+        case=case,
     )
     expect(
         served >= SERVED,
         f"right, but the threads ask for {asked} bytes of global memory, where {alone + q} are those of rows that each "
         "read all of K and V by themselves: bring a tile to shared memory once, and let all rows of the block use it",
         diagnosis="tiles-not-shared",
+        case=case,
     )
     expect(
         32 * sectors <= 4 * asked,
         f"right, and tiles are shared, but the loads touch {sectors} sectors where {asked // 32} hold what is asked "
         "for: let neighbouring threads copy neighbouring numbers of a row",
         diagnosis="not-coalesced",
+        case=case,
     )
     return served

@@ -672,6 +672,7 @@ def _(loop: str) -> str:
         verdict.counters["mma"] > 0,
         "the result is right, but there is no MMA in it: use the tensor cores",
         diagnosis="wrong-count",
+        case="heads=2, kv_heads=1, seq_q=200, seq_k=200, head_dim=64, float16, causal",
     )
     generator = torch.Generator().manual_seed(7)
     q, k, v = (torch.randn(1, 2, 77, 128, generator=generator).bfloat16() for _ in range(3))
