@@ -221,6 +221,16 @@ def test_validation_takes_every_step_and_the_last_of_each_phase_wider():
     assert {name for name, d in found if d == 128} == {steps(phase)[-1].name for phase in {s.phase for s in SERIES}}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["p6_1_fa1", "p6_5_overlap", "p7_naive", "p9_flash"])
+def test_the_emulator_still_counts_what_was_compared_with_the_hardware(name):
+    variant = next(v for v in validation.variants() if v.name == name)
+    recorded = next(r for r in records.recorded("validation")[0]["rows"] if r["kernel"] == name)
+    _, counted = validation.emulate(variant)
+    assert {k: counted[k] for k in recorded["counters"]} == {k: pair[0] for k, pair in recorded["counters"].items()}
+
+
+
 @gpu
 @pytest.mark.parametrize("bench", ["walls", "triton", "scalar", "mma"])
 def test_a_quick_run_on_this_gpu(bench, tmp_path):

@@ -275,7 +275,7 @@ PAGE = {
     "lse of base 2": ("lse-in-base-2", ("m[r] + logf(sum)", "(m[r] + logf(sum)) * LOG2E")),
     "only zeros": ("only-zeros", ("o[n][2 * r] * inverse, o[n][2 * r + 1] * inverse", "0.f, 0.f")),
     "lse never stored": ("lse-not-stored", ("if (t == 0) p.lse", "if (t == 4) p.lse")),
-    "lse of one head": ("lse-of-heads-not-stored", ("(int64_t)blockIdx.y * p.seq_q + first", "first")),
+    "lse of one head": ("global-race", ("(int64_t)blockIdx.y * p.seq_q + first", "first")),
     "one shuffle": ("quad-not-reduced", ("            x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));\n", "")),
     "no guard for -inf - (-inf)": ("masked-rows-nan", ("base = x == -INFINITY ? 0.f : x", "base = x")),
     "half a row of O": ("columns-not-written", ("n * 8 + t * 2) =", "n / 2 * 8 + t * 2) =")),
