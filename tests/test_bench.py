@@ -230,7 +230,6 @@ def test_the_emulator_still_counts_what_was_compared_with_the_hardware(name):
     assert {k: counted[k] for k in recorded["counters"]} == {k: pair[0] for k, pair in recorded["counters"].items()}
 
 
-
 @gpu
 @pytest.mark.parametrize("bench", ["walls", "triton", "scalar", "mma"])
 def test_a_quick_run_on_this_gpu(bench, tmp_path):

@@ -120,11 +120,6 @@ def test_a_wrong_count_of_groups(which, formula, slug):
     )
 
 
-def test_the_bug_hunts_begin_with_their_bug():
-    assert diagnosis("8.5", TEXTS["loop_head"]["STARTER"]) == "stage-overwritten"
-    assert diagnosis("8.6", TEXTS["tile_addresses"]["STARTER"]) == "swizzle-one-side"
-
-
 def test_other_wrong_repairs():
     no_barrier = solution("loop_head", ("        __syncthreads();", "        //"))
     assert diagnosis("8.5", no_barrier) in ("read-before-wait", "race")

@@ -118,7 +118,7 @@ def expect_kinds(id: str, run: Callable[..., Any], answers: tuple[Any, ...]) -> 
 def told(error: BaseException, run: Callable[..., Any], called: Called, case: str | None) -> CheckFailed:
     """The exception as a sentence for the learner."""
     for raised in reversed(_chain(error)):
-        if place := _learners_line(raised.__traceback__):
+        if place := _learners_line(raised.__traceback__, run):
             return CheckFailed(f"your code raised {_words(raised)}, {place}", diagnosis="exception", case=case)
     wanted = _wanted(run)
     if called.returned:
@@ -149,12 +149,13 @@ def _words(error: BaseException) -> str:
     return f"{type(error).__name__}: {said}" if said else type(error).__name__
 
 
-def _learners_line(traceback: TracebackType | None) -> str:
-    """'in line 3 of the cell, `x = y[0]`': the innermost frame that is neither ours nor a library's, or ''."""
+def _learners_line(traceback: TracebackType | None, run: Callable[..., Any]) -> str:
+    """'in line 3 of the cell, `x = y[0]`': the innermost frame that is neither the check's nor a library's, or ''."""
     found = ""
     while traceback is not None:
         file, number = traceback.tb_frame.f_code.co_filename, traceback.tb_lineno
-        if not file.startswith((_PACKAGE, *_LIBRARIES, "<frozen")) and "site-packages" not in file:
+        library = file.startswith((_PACKAGE, *_LIBRARIES, "<frozen")) or "site-packages" in file
+        if not library and traceback.tb_frame.f_code is not getattr(run, "__code__", None):
             code = linecache.getline(file, number, traceback.tb_frame.f_globals).strip()
             code = code if len(code) <= _LINE else code[:_LINE].rstrip() + " …"
             # What IPython runs is a cell, called <ipython-input-3-...> or .../ipykernel_123/456.py.

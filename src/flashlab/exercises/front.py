@@ -190,9 +190,10 @@ def hint(id: str, *, level: int | None = None) -> Hint:
 
 
 def progress(phase: int | None = None) -> Table:
-    """A table of every exercise (or of one phase's), phase by phase, each phase with a row that sums it up.
+    """A table of the phases, each with a row that sums it up, and below it the exercises of the phases begun.
 
-    Of an exercise: solved and when, tries, hints used, the minutes it may take. Of a phase: how many are solved.
+    Of an exercise: solved and when, tries, hints used, the minutes it may take. Of a phase: how many are solved. A
+    phase that is asked for by its number is listed in full.
     """
     file = record.path()
     if file is None:
@@ -200,22 +201,33 @@ def progress(phase: int | None = None) -> Table:
     entries = record.load()
     titles = {p.number: p.title for p in PHASES}
     rows: list[tuple[str, ...]] = []
+    heads: list[int] = []
     done = of = minutes_left = 0
     chosen = [e for e in registry.exercises().values() if phase is None or e.phase == phase]
     for number in sorted({exercise.phase for exercise in chosen}):
         mine = [exercise for exercise in chosen if exercise.phase == number]
         solved = [exercise for exercise in mine if entries.get(exercise.id, record.Entry()).solved]
         minutes = sum(exercise.minutes for exercise in mine)
+        heads.append(len(rows))
         rows.append(
             (f"Phase {number}", titles.get(number, ""), "", str(minutes), f"{len(solved)} of {len(mine)}", "", "")
         )
-        rows += [_exercise_row(exercise, entries.get(exercise.id, record.Entry())) for exercise in mine]
+        if phase is not None or any(exercise.id in entries for exercise in mine):
+            rows += [_exercise_row(exercise, entries.get(exercise.id, record.Entry())) for exercise in mine]
         done, of = done + len(solved), of + len(mine)
         minutes_left += minutes - sum(exercise.minutes for exercise in solved)
-    summary = f"{done} of {of} solved"
-    summary += f", about {minutes_left} minutes left." if minutes_left else "."
+    summary = f"{done} of {of} solved" + (f", {_time(minutes_left)} left." if minutes_left else ".")
+    if phase is None and len(heads) == len(rows) > 0:
+        summary += f" You have not begun yet: {chosen[0].id}, {chosen[0].title}, is the first."
     columns = ("Exercise", "Title", "Difficulty", "Minutes", "Solved", "Tries", "Hints")
-    return Table(columns, tuple(rows), summary, align="lllrlrl")
+    used = [i for i, name in enumerate(columns) if name in ("Exercise", "Title", "Solved") or any(r[i] for r in rows)]
+    kept = tuple(tuple(row[i] for i in used) for row in rows)
+    align = "".join("lllrlrl"[i] for i in used)
+    return Table(tuple(columns[i] for i in used), kept, summary, align=align, heads=frozenset(heads))
+
+
+def _time(minutes: int) -> str:
+    return f"about {minutes} minutes" if minutes < 120 else f"about {round(minutes / 60)} hours"
 
 
 def _exercise_row(exercise: registry.Exercise, entry: record.Entry) -> tuple[str, ...]:
