@@ -104,7 +104,7 @@ def test_a_float32_kernel_is_examined_in_float32():
 @pytest.mark.parametrize(
     "extra, warned",
     [
-        ("float a; y[i] = n > 99 ? a : 1.f;", "line 3 of your code, `float a; y[i] = n > 99 ? a : 1.f;`, "),
+        ("float a; y[i] = a + n;", "line 3 of your code, `float a; y[i] = a + n;`, "),
         ("unsigned u = 3; int unused; y[i] = i < u;", ""),
     ],
 )
