@@ -16,6 +16,7 @@ from flashlab.check.failed import CheckFailed
 from flashlab.check.observation import Observation
 from flashlab.check.poison import MarkedEmpty, memory, unwritten
 from flashlab.check.running import running
+from flashlab.check.symptoms import Symptoms, watched
 from flashlab.check.tolerance import truth_of
 from flashlab.table import Table
 
@@ -233,6 +234,8 @@ def _run(call: Call, cases: Sequence[Case], lse: bool, deterministic: bool, one_
                 break
             raise
         observations.append(observation)
+        if (seen := watched()) is not None:
+            _note(seen, observation)
         wrong = wrong or not observation.ok
         kept = kept or (case, o, o.clone())
     if wrong:
@@ -242,6 +245,14 @@ def _run(call: Call, cases: Sequence[Case], lse: bool, deterministic: bool, one_
     if deterministic:
         _expect_same_twice(call, cases, lse, one_head)
     return _report(observations)
+
+
+def _note(seen: Symptoms, observation: Observation) -> None:
+    """What can be seen of one case, for a bug hunt that is as it was given."""
+    case, truth = str(observation.case), observation.truth
+    seen.compared(case, "o", observation.o, truth.o, truth.o_bound, ("batches", "heads", "rows", "columns"))
+    if observation.lse is not None:
+        seen.compared(case, "lse", observation.lse, truth.lse, truth.lse_bound, ("batches", "heads", "rows"))
 
 
 def _observe(call: Call, case: Case, lse: bool, one_head: bool) -> tuple[Observation, torch.Tensor]:

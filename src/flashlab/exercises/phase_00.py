@@ -72,7 +72,7 @@ def _has_nan(*values: Any) -> bool:
         "With n equal scores s the sum is n · e^s. Set it equal to the largest number and solve for s.",
     ],
 )
-def _(largest_safe_score):
+def _(largest_safe_score: Callable[..., float]) -> Any:
     for dtype, n in ((torch.float16, 1), (torch.float16, 8), (torch.bfloat16, 4096), (torch.float32, 1024)):
         case = f"{n} equal scores in {str(dtype).removeprefix('torch.')}"
         largest = torch.finfo(dtype).max
@@ -149,7 +149,7 @@ def _expect_shifted_exp(shifted_exp: Callable[..., Any]) -> None:
         "Such a row then has the sum 0. Divide by 1 there: `l.masked_fill(l == 0, 1.0)`.",
     ],
 )
-def _(softmax, shifted_exp=None):
+def _(softmax: Callable[..., torch.Tensor], shifted_exp: Callable[..., torch.Tensor] | None = None) -> Any:
     if shifted_exp is not None:
         _expect_shifted_exp(shifted_exp)
     x = _t([1.0, 2.0, 3.0], [3.0, 1.0, 1.0])
@@ -282,7 +282,7 @@ def _expect_maximum(m: Any, xs: Sequence[float], case: str) -> None:
         "If m_new is still -inf, nothing has been seen yet: go on to the next x before any subtraction.",
     ],
 )
-def _(online_max_and_sum):
+def _(online_max_and_sum: Callable[..., tuple[float, float]]) -> Any:
     rows = {
         "the lecture's row": [1 * LN2, 3 * LN2, 2 * LN2, 4 * LN2, 0.0],
         "the maximum comes first": [4.0, 1.0, 2.0, 3.0],
@@ -430,7 +430,7 @@ def _expect_state(got: Any, a: State, b: State, case: str) -> None:
         "When both maxima are -inf, refer to 0 instead: `shifted_exp` of exercise 0.2 does that.",
     ],
 )
-def _(merge_states):
+def _(merge_states: Callable[..., State]) -> Any:
     g = torch.Generator().manual_seed(0)
 
     def block(low: float, n: int = 5, rows: tuple[int, ...] = (), d: int = 3) -> State:
@@ -481,6 +481,8 @@ def _(merge_states):
     title="Bug hunt: right until it is not",
     minutes=15,
     difficulty="Bug hunt",
+    untouched="1e0d4bd35900",
+    history="Algorithm 1 of the FlashAttention-2 paper inverts this factor too (Dao-AILab/flash-attention, issue 991)",
     hints=[
         "The function is right whenever the largest score is in the first block. What is different in the code path of "
         "a later block that brings a new maximum?",
@@ -488,7 +490,7 @@ def _(merge_states):
         "Old terms are too large, by what? They are exp(x - m) and should be exp(x - m_new). Write down the quotient.",
     ],
 )
-def _(attention_in_blocks):
+def _(attention_in_blocks: Callable[..., torch.Tensor]) -> Any:
     g = torch.Generator().manual_seed(1)
     v = 0.5 + torch.randn(12, 3, generator=g, dtype=torch.float64)
     x = torch.randn(12, generator=g, dtype=torch.float64)
@@ -532,7 +534,7 @@ def _(attention_in_blocks):
         "o = (w1 o1 + w2 o2) / (w1 + w2) and lse = m + ln(w1 + w2). Mind two rows that saw no key.",
     ],
 )
-def _(merge_results):
+def _(merge_results: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Any:
     g = torch.Generator().manual_seed(2)
 
     def result(low: float, rows: tuple[int, ...] = (4,), n: int = 6) -> tuple[torch.Tensor, torch.Tensor]:
@@ -658,7 +660,7 @@ def _leaves(tree: Any) -> list[int]:
         "The empty list needs an answer too: what is the sum of no states?",
     ],
 )
-def _(merge_as_tree):
+def _(merge_as_tree: Callable[..., State]) -> Any:
     for n in (1, 2, 3, 4, 5, 7, 8, 13, 64, 100):
         case = f"{n} states"
         count = [0]
@@ -774,7 +776,7 @@ def _lazy(
         "finite score sets m and is no correction.",
     ],
 )
-def _(lazy_attention):
+def _(lazy_attention: Callable[..., tuple[torch.Tensor, torch.Tensor, int]]) -> Any:
     g = torch.Generator().manual_seed(4)
     v = 0.5 + torch.randn(24, 2, generator=g, dtype=torch.float64)
     noise = torch.randn(24, generator=g, dtype=torch.float64)

@@ -623,6 +623,8 @@ def _(quarter_kernel: Any) -> str:
     title="Right at 128, wrong at 100",
     minutes=15,
     difficulty="Bug hunt",
+    untouched="0798636dde1d",
+    history="a common mistake; a masked load looks like a mask",
     hints=[
         "It is right whenever N is a power of two. What is different about the tile when N is not?",
         "Print `o` of a row for N = 100 with V all ones: every weight is positive and they should sum to "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,13 +14,17 @@ from flashlab.attention import reference
 from flashlab.attention.cost import Meter, flash_cost
 from flashlab.check import (
     CheckFailed,
+    Report,
     expect,
     expect_all_close,
     expect_close,
     running,
+    verification,
     verify_block,
     verify_one_head,
 )
+from flashlab.check.cases import Case, case_list
+from flashlab.check.symptoms import watched
 from flashlab.exercises.registry import exercise
 
 
@@ -437,114 +442,71 @@ def _expect_blocks_not_exchanged(fn: Callable[..., Any]) -> None:
 # ---- 2.5, 2.6: bug hunts -----------------------------------------------------------------------------------
 
 
+def _verify_causal(hunted: Callable[..., Any]) -> Report:
+    """Every causal case of the checker, in tiles of 16 keys."""
+    __tracebackhide__ = True
+
+    def call(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        __tracebackhide__ = True
+        o, lse = _run(hunted, q[0, 0], k[0, 0], v[0, 0], 16, case.softmax_scale, case=str(case))
+        return o[None, None], lse[None, None]
+
+    cases = [case for case in case_list(causal=True, batched=False, strided=False, max_seq=200) if case.causal]
+    return verification.run(call, [replace(case, block_n=16) for case in cases], one_head=True)
+
+
 @exercise(
     "2.5",
-    title="Right on a sorted row",
+    title="Right without a past",
     minutes=15,
     difficulty="Bug hunt",
+    untouched="10cf5f0cbfe8",
+    history="Dao-AILab/flash-attention, issue 282 (2023); its version 2.1 changed the alignment",
     hints=[
-        "If the scores of a row only fall, its maximum never moves after the first block. Which line "
-        "matters only when it does?",
-        "Let the maximum rise from 1 to 4. The old exponentials were relative to 1. Relative to 4, are "
-        "they larger or smaller?",
-        "`correction` must be at most 1: `torch.exp(m_i - m_new)`.",
+        "It is right wherever there are as many queries as keys. Take 2 queries and 5 keys: write down the mask that "
+        "the code makes, as a 2 x 5 table of 0 and 1.",
+        "The last query should see all 5 keys, and the one before it all but one. Which keys does the code let it see?",
+        "Query i is at position i + N - M of the keys: mask where key > row + N - M.",
     ],
 )
-def _(hunted: Callable[..., Any]) -> Any:
-    report = _verify_block(hunted)
-    _expect_flat_memory(hunted)
-    return report
+def _(hunted: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Any:
+    return _verify_causal(hunted)
 
 
 @exercise(
     "2.6",
-    title="Two bugs in the padding",
+    title="The walk from the other end",
     minutes=20,
     difficulty="Bug hunt",
+    untouched="3b7a9eee7ed5",
+    history="flashinfer-ai/flashinfer, pull request 4401 (2026), and many before it",
     hints=[
-        "First bug: try N = 8 and N = 10 with BLOCK_N = 4. Which rows of the padded K does the softmax "
-        "count? What does a key of zeros score?",
-        "A padded column must have the score -inf before the maximum is taken: compare `start_n + "
-        "arange(BLOCK_N)` with N.",
-        "Second bug: let every score of a row be near -200. What is the running maximum after the first "
-        "block, and what is exp(-200) in float32? The maximum must start below every score there can be; a "
-        "large negative number is still too large for someone.",
+        "With 32 queries, 32 keys and tiles of 16: which rows see a key of the tile 16 to 31, which the walk meets "
+        "first? Which rows are NaN?",
+        "Print s, m_new and p of row 0 in the first round. Every score of it is masked. What is m_new, and what is "
+        "s - m_new?",
+        "-inf - (-inf) is NaN. Where m_new is still -inf, subtract 0 instead, in p and in the correction: exp(-inf) is "
+        "0, which is what a row without a key should add.",
     ],
 )
-def _(hunted: Callable[..., Any]) -> Any:
-    Q_block, K, V = _random((4, 16), (10, 16), (10, 16))
-    case = "10 keys, 4 a block"
-    want, want_lse = _oracle(Q_block, K, V)
-    padded = [torch.cat([x, x.new_zeros(2, 16)]) for x in (K, V)]
-    unmasked, unmasked_lse = _oracle(Q_block, *padded)
-    O, lse = _run(hunted, Q_block, K, V, 4, case=case)
-    if O.isnan().all():
-        O_full, _ = _run(hunted, Q_block, K[:8], V[:8], 4, case="8 keys, 4 a block")
-        why = "is the mask inverted, so that the real keys get -inf? " if O_full.isnan().all() else ""
-        raise CheckFailed(
-            f"every output is NaN{', also where no block is padded' if why else ' where the last block is padded'}: "
-            f"{why}-inf - (-inf), 0 * inf and 0 * NaN are NaN",
-            diagnosis="mask-inverted" if why else "nan-in-the-padding",
-            case=case,
-        )
-    sentence = (
-        "the rows that fill up the last block take part in the softmax: a key of zeros scores 0, and exp(0 "
-        "- m) is not 0; give it the score -inf before the maximum"
-    )
-    one_more, one_more_lse = _oracle(Q_block, *(x[:11] for x in padded))
-    one_less, one_less_lse = _oracle(Q_block, K[:9], V[:9])
-    too_late = "the mask is off by one: the first padded column, number N, still counts; keys are 0 to N - 1"
-    too_early = "the mask is off by one: the last key, number N - 1, does not count"
-    mistakes = {
-        "tail-not-masked": ((unmasked, unmasked_lse), sentence),
-        "mask-one-too-late": ((one_more, one_more_lse), too_late),
-        "mask-one-too-early": ((one_less, one_less_lse), too_early),
-    }
-    told = {slug: (x, why) for slug, ((x, _), why) in mistakes.items()}
-    expect_close(O, want, what="O", case=case, tol=1e-4, mistakes=told)
-    told = {slug: (x, why) for slug, ((_, x), why) in mistakes.items()}
-    expect_close(lse, want_lse, what="lse", case=case, tol=1e-4, mistakes=told)
-
-    _expect_padded(hunted)
-    lowest = torch.finfo(torch.float32).min
-    for low, keys in [(-200.0, 8), (-3e4, 8), (lowest, 8), (-200.0, 10), (-3e4, 10), (lowest, 10)]:
-        case = f"every score near {low:.4g}, {keys} keys, 4 a block"
-        S = torch.full((3, keys), low, device=runtime.device()) if low == lowest else low + _random((3, keys))[0]
-        Q_block, K, V = _from_scores(S, _random((keys, 5), seed=1)[0])
-        want, _ = _oracle(Q_block, K, V, scale=1.0)
-        O, lse = _run(hunted, Q_block, K, V, 4, scale=1.0, case=case)
-        start = "the running maximum does not start below these scores, so that exp(s - m) underflows: start it at -inf"
-        padding = (
-            "the padded columns, with scores of 0, take part in the running maximum (or in p): give them the score "
-            "-inf before the maximum is taken"
-        )
-        sentinel = (
-            "the padded columns have a large negative score, but these rows have scores as low, so the padding gets "
-            "weight; use -inf"
-        )
-        slug, why = ("maximum-starts-too-high", start) if keys % 4 == 0 else ("padding-in-the-maximum", padding)
-        expect(O.isfinite().all() and lse.isfinite().all(), why, diagnosis=slug, case=case)
-        slug, why = ("maximum-starts-too-high", start) if keys % 4 == 0 else ("finite-sentinel", sentinel)
-        close = (O - want).abs().max() <= 1e-3
-        expect(close, why, diagnosis=slug, case=case)
-        expect_close(O, want, what="O", case=case, tol=1e-3)
-    return verify_block(hunted)
-
-
-def _expect_padded(fn: Callable[..., Any]) -> None:
-    """A kernel's tile has one size: the exercise is to mask the padding, not to leave it out."""
-    __tracebackhide__ = True
-    Q_block, K, V = _random((4, 16), (10, 16), (10, 16))
-    case = "10 keys, 4 a block"
-    with Meter() as meter:
-        _run(fn, Q_block, K, V, 4, case=case)
-    needed = 2 * 2 * 4 * 12 * 16
-    expect(
-        meter.matmul_flops >= needed,
-        "right, but the last block is shorter: a tile in a kernel has one size, so keep the padding, and mask it",
-        diagnosis="slice-shortened",
-        case=case,
-    )
+def _(hunted: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Any:
+    for keys, queries in ((32, 32), (40, 24)):
+        case = f"{queries} queries, {keys} keys, tiles of 16, causal"
+        Q, K, V = _random((queries, 16), (keys, 16), (keys, 16))
+        O, lse = _run(hunted, Q, K, V, 16, case=case)
+        if watched() is None and O.shape == Q.shape:
+            late = (
+                torch.arange(queries, device=Q.device) + keys - queries < (keys - 1) // 16 * 16
+            )  # none of the last tile
+            nan = O.isnan().any(1)
+            expect(
+                not (nan.any() and (nan <= late).all()),
+                f"{int(nan.sum())} rows are NaN, and none of them sees a key of the tile in which the walk "
+                "begins: m_new is still -inf there, and -inf - (-inf) is NaN. Guard both exponents",
+                diagnosis="first-tile-masked",
+                case=case,
+            )
+    return _verify_causal(hunted)
 
 
 # ---- 2.7 ---------------------------------------------------------------------------------------------------

@@ -377,15 +377,17 @@ def _(flash_attention_forward_kernel: Any) -> Report:
 
 @exercise(
     "3.5",
-    title="Right for every power of two",
+    title="The half that is never looked at",
     minutes=15,
     difficulty="Bug hunt",
+    untouched="0301d4112ed1",
+    history="flashinfer-ai/flashinfer, issue 2113 (2025), and sgl-project/sglang, pull request 35045 (2026)",
     hints=[
-        "It is right for N = 32, 64, 128 and wrong for 33 and 100. What is different about the last block?",
-        "Print the error by row for N = 33: rows whose scores are mostly negative suffer most, and outputs are pulled "
-        "towards zero. Who has a score of 0 and a value of 0?",
-        "The load of K is masked, with other=0. That makes the missing keys zeros; it does not take their columns out "
-        "of s. One line is missing after the dot.",
+        "The outputs are right, so m_i, l_i and acc belong together. Only the last line can be wrong. What does the "
+        "check say that it stores, and what should be there?",
+        "The quotient is 1.4427 in every row. Which number of this kernel is 1.4427?",
+        "The scores were multiplied by log2(e), so m_i and log2(l_i) are logarithms in base 2. lse is a natural one: "
+        "times ln 2 = 0.6931.",
     ],
 )
 def _(flash_attention_forward_kernel: Any) -> Report:
@@ -397,6 +399,8 @@ def _(flash_attention_forward_kernel: Any) -> Report:
     title="A very small number",
     minutes=15,
     difficulty="Bug hunt",
+    untouched="91615cf68108",
+    history="TransformerLensOrg/TransformerLens, issue 318 (2023); flashinfer-ai/flashinfer, pull request 4401 (2026)",
     hints=[
         "Which rows are zero? Look at their scores: nothing is special about them but their size.",
         "The author wanted to avoid -inf - (-inf). What does m_i start from instead, and what happens to a row whose "

@@ -115,6 +115,8 @@ def _row_sectors(rows: int, cols: int) -> int:
     title="The sum that is sometimes right",
     minutes=10,
     difficulty="Bug hunt",
+    untouched="a802e116fc57",
+    history="a common mistake, in reductions of every library; for one, ORNL/HeCBench, issue 253 (2026)",
     hints=[
         "The check names one pair of lines that race; there is another. Who writes part_smem[40] in the first round of "
         "the loop, and who reads it in the second? A barrier before the division alone would mend the first pair only.",
@@ -156,6 +158,7 @@ def _(block_sum: str) -> str:
                 not check or counters["shared_loads"] < 60 * blocks,
                 "right, but the tree is gone: half of the threads that are left should add, in each round",
                 diagnosis="no-tree",
+                case=f"blocks={blocks}",
             )
     return "no race, right fractions"
 
@@ -478,22 +481,23 @@ def _explained(source: Source, diagnosis: str) -> tuple[str, str] | None:
 
 @exercise(
     "6.5",
-    title="Right for every multiple of 32",
+    title="Right for two kinds of model",
     minutes=15,
     difficulty="Bug hunt",
+    untouched="f8f540e53745",
+    history="HazyResearch/HipKittens, pull request 22 (2025): a mapping that was right for 64 and 8 heads alone",
     hints=[
-        "The first bug is an address: with 100 keys, the fourth tile has 4 rows, and the copy takes 32.",
-        "Copy a row only if row < rows, and put zeros otherwise. Then run the check again: the addresses are right, "
-        "the numbers are not. What score does a key of zeros get, and what is exp of it?",
-        "A missing key's score has to be -INFINITY, before the maximum is taken: s[n] = n < keys ? s[n] * scale_log2 : "
-        "-INFINITY.",
+        "Only cases with 1 < kv_heads < heads are wrong. Which head of K and V does this code give to each head of Q? "
+        "Compute it for heads = 4, kv_heads = 2.",
+        "The code gives 0, 1, 0, 1. Grouped-query attention wants neighbours to share: 0, 0, 1, 1.",
+        "A group has p.heads / p.kv_heads heads of Q: divide the head by that.",
     ],
 )
-def _(copy_chunk: str, scale_scores: str) -> Verdict:
-    copy, scores = text_of(copy_chunk, "copy_chunk"), text_of(scale_scores, "scale_scores")
-    if not copy.strip() or not scores.strip():
+def _(which_rows: str) -> Verdict:
+    text = text_of(which_rows, "which_rows")
+    if not text.strip():
         raise NotImplementedError
-    return _examined(replaced(replaced(FRAME, "copy a chunk", copy), "mask", scores))
+    return _examined(replaced(FRAME, "which rows", text), lines_only=False)
 
 
 @exercise(
@@ -686,6 +690,7 @@ def _expect_shared(c: Counters) -> float:
     """That rows share what is loaded, and loads their sectors. Returns the rows that a number of K and V serves."""
     __tracebackhide__ = True
     _, _, _, rows, keys, _ = _SHARED_PROBE
+    case = f"seq_q={rows}, seq_k={keys}, head_dim=64, float32"
     asked, sectors = c["global_load_bytes"] + c["cp_async_bytes"], c["global_load_sectors"] + c["cp_async_sectors"]
     alone, q = rows * keys * 2 * 64 * 4, rows * 64 * 4  # each row reads all of K and V by itself; Q once
     served = alone / max(1, asked - q)
@@ -694,17 +699,20 @@ def _expect_shared(c: Counters) -> float:
         f"right, and tiles are shared, but a number of K and V serves {served:.3g} rows where at least {SERVED} are "
         "wanted: give each block more rows",
         diagnosis="tiles-too-small",
+        case=case,
     )
     expect(
         served >= SERVED,
         f"right, but the threads ask for {asked} bytes of global memory, where {alone + q} are those of rows that each "
         "read all of K and V by themselves: bring a tile to shared memory once, and let all rows of the block use it",
         diagnosis="tiles-not-shared",
+        case=case,
     )
     expect(
         32 * sectors <= 4 * asked,
         f"right, and tiles are shared, but the loads touch {sectors} sectors where {asked // 32} hold what is asked "
         "for: let neighbouring threads copy neighbouring numbers of a row",
         diagnosis="not-coalesced",
+        case=case,
     )
     return served

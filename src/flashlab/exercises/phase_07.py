@@ -447,6 +447,8 @@ def _maxima(s: torch.Tensor, masks: tuple[int, ...]) -> torch.Tensor:
     title="Four lanes, one maximum",
     minutes=15,
     difficulty="Bug hunt",
+    untouched="21bdc0084f34",
+    history="a common mistake",
     hints=[
         "A lane holds two columns of its row. After the first exchange it knows four of the eight columns. Which "
         "lane has the other four?",
@@ -585,6 +587,8 @@ def _(second_product: str) -> str:
     title="Two bugs in P V",
     minutes=20,
     difficulty="Bug hunt",
+    untouched="7f418a5ab76d",
+    history="0 times NaN: pytorch/pytorch, issue 101967 (2023); .trans is a common mistake",
     hints=[
         "What the emulator calls uninitialised holds anything, also the bits of a NaN. What is 0 times NaN?",
         "The missing rows of V have to be zeros in shared memory. And then: a register of B holds two neighbours "
@@ -684,6 +688,7 @@ def _(loop: str) -> str:
         verdict.counters["mma"] > 0,
         "the result is right, but there is no MMA in it: use the tensor cores",
         diagnosis="wrong-count",
+        case="heads=2, kv_heads=1, seq_q=200, seq_k=200, head_dim=64, float16, causal",
     )
     generator = torch.Generator().manual_seed(7)
     q, k, v = (torch.randn(1, 2, 77, 128, generator=generator).bfloat16() for _ in range(3))

@@ -301,9 +301,11 @@ def _(in_flight: str) -> str:
 
 @exercise(
     "8.5",
-    title="A stage that is overwritten",
+    title="One run in some thousands",
     minutes=15,
     difficulty="Bug hunt",
+    untouched="439f5987c60d",
+    history="a common mistake in pipelines written by hand",
     hints=[
         "The message names two lines: one reads a tile, the other fills the same bytes with the next "
         "copy. Which tile is in the "
@@ -351,6 +353,8 @@ def _(loop_head: str) -> str:
     title="Right threads, wrong numbers",
     minutes=15,
     difficulty="Bug hunt",
+    untouched="f843e5a348fc",
+    history="a common mistake",
     hints=[
         "The emulator finds no race and no address out of bounds. Follow one chunk: row 1, columns 0 to "
         "7. At which byte does "
@@ -472,7 +476,8 @@ def _(kernel: str) -> str:
     verdict = examine(whole, max_seq=150)
     c = verdict.counters
     _without_conflicts(verdict, 64)
-    expect(c["mma_during_copies"] > 0, "no copy is under way during any MMA", diagnosis="no-overlap")
+    case = "heads=2, kv_heads=1, seq_q=200, seq_k=200, head_dim=64, float16, causal"
+    expect(c["mma_during_copies"] > 0, "no copy is under way during any MMA", diagnosis="no-overlap", case=case)
     return f"{len(_LETTERS)} parts, {verdict.verdict}"
 
 

@@ -203,6 +203,8 @@ def _expect_blocks(
     title="Right on random numbers",
     minutes=15,
     difficulty="Bug hunt",
+    untouched="f6c43c9aea9b",
+    history="a common mistake; a related one, in a lazy rescaling too, is meta-pytorch/MSLK, pull request 242 (2026)",
     hints=[
         "With random numbers only the first tile of a row rescales. What are acc and l_i then, before the correction?",
         "Both are 0, and 0 times anything is 0: a forgotten correction does not show. Which of a row's three numbers, "
@@ -230,6 +232,7 @@ def _(rescale: str) -> str:
             "where the maximum moves far in a late tile, all numbers of a row are wrong by one and the same factor "
             f"(row 0: {factors[0]:.2f}): acc is under the new maximum, and what it is divided by is not",
             diagnosis="l-not-rescaled",
+            case="seq_q=128, seq_k=128, head_dim=64, float16, the largest scores in the tile that is walked last",
         ) from None
     _expect_lazy(whole)
     return f"{verdict.cases} cases, late maxima among them"
@@ -254,6 +257,7 @@ def _expect_lazy(whole: Source) -> None:
         f"the result is right, but not lazy: each row computes its correction {times:.3g} times in 4 tiles, though its "
         "maximum moves in the first tile only. Keep the vote: it spares the other tiles the multiplications",
         diagnosis="not-lazy",
+        case="seq_q=64, seq_k=256, head_dim=64, float16, all scores 0",
     )
 
 
@@ -573,17 +577,21 @@ def _(my_kernel: str) -> str:
     expect("forward" in entries(text), f"the source has no `{signature}`", diagnosis="wrong-entry")
     verdict = examine(whole)
     report = probe(built(whole, check=True), whole, (1, 1, 1, 256, 256, False), sms=1)
-    c = report.counters
+    c, case = report.counters, "seq_q=256, seq_k=256, head_dim=64, float16"
     expect(
-        c["mma"] > 0, "the result is right, but no MMA was issued: use the tensor cores", diagnosis="no-tensor-cores"
+        c["mma"] > 0,
+        "the result is right, but no MMA was issued: use the tensor cores",
+        diagnosis="no-tensor-cores",
+        case=case,
     )
     spent, conflicts = wavefronts(report) / c["mma"], c.bank_conflicts / c["mma"]
     right = f"the result is right, but it takes {spent:.2f} wavefronts per MMA, where {_BUDGET} are the budget"
     if spent > _BUDGET >= spent - conflicts:
-        raise CheckFailed(f"{right}: {conflicts:.2f} of them are bank conflicts", diagnosis="bank-conflicts")
+        raise CheckFailed(f"{right}: {conflicts:.2f} of them are bank conflicts", diagnosis="bank-conflicts", case=case)
     expect(
         spent <= _BUDGET,
         f"{right}: with 16 rows per warp a fragment of K or V feeds two MMAs, with 32 rows four",
         diagnosis="too-few-rows-per-warp",
+        case=case,
     )
     return f"{verdict.cases} cases right, {spent:.2f} wavefronts per MMA"
