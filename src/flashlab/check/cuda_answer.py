@@ -366,7 +366,7 @@ def probe(
 
 def examine(
     kernel: Step | Source | str, *, head_dim: int = 64, dtype: torch.dtype = torch.float16, fast: bool = True,
-    probes: Sequence[Any] = PROBES, max_seq: int = 300, sms: int = 132, **defines: Any,
+    probes: Sequence[Any] = PROBES, max_seq: int = 300, max_tile: int = 128, sms: int = 132, **defines: Any,
 ) -> Verdict:  # fmt: skip
     """Runs a kernel of the series' interface (``forward`` and ``workspace_floats``) in the emulator.
 
@@ -378,7 +378,7 @@ def examine(
         head_dim, dtype: it is compiled for.
         fast: a fast build for the checker's cases; False saves its compilation and takes the check build.
         probes: shapes for the check build, as in PROBES.
-        max_seq: the longest of the checker's cases.
+        max_seq, max_tile: the longest of the checker's cases, and the largest tile whose edges they have.
         sms: multiprocessors that the kernel is told the GPU has.
         defines: macros.
 
@@ -399,7 +399,9 @@ def examine(
         return o.to(q.device), lse.to(q.device)
 
     try:
-        checked = verify(forward, causal=True, gqa=True, dtypes=(dtype,), head_dims=(head_dim,), max_seq=max_seq)
+        checked = verify(
+            forward, causal=True, gqa=True, dtypes=(dtype,), head_dims=(head_dim,), max_seq=max_seq, max_tile=max_tile
+        )
     except CheckFailed as failed:
         # The emulator's findings stand as they are; of the numbers, fragments and lanes may tell more.
         vague = failed.diagnosis in _VAGUE and dtype != torch.float32

@@ -57,6 +57,7 @@ def verify(
     empty: bool = False,
     lse: bool = True,
     max_seq: int | None = None,
+    max_tile: int = 256,
     deterministic: bool = False,
     full: bool = False,
 ) -> Report:
@@ -74,6 +75,7 @@ def verify(
     empty           test no keys (o = 0, lse = -inf), no queries, no batch.
     lse             False for a function that returns o alone.
     max_seq         leave out longer cases.
+    max_tile        128 for a function whose tiles are no larger, to save time.
     deterministic   run a case twice and compare bit by bit.
     full            add long cases, for a GPU or for CI.
 
@@ -104,6 +106,7 @@ def verify(
         empty=empty,
         scaled="scale" in takes,
         max_seq=max_seq,
+        max_tile=max_tile,
         full=full,
     )
     return run(call, cases, lse=lse, deterministic=deterministic)
