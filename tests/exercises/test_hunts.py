@@ -45,7 +45,7 @@ TOUCHED = params([
 # A change that goes half the way, or the wrong way.
 HALF = params([
     ("0.5", [("torch.exp(m_new - m)", "torch.exp(m - m_new)"), ("l = l * correction", "l = l")], "l-not-rescaled"),
-    ("1.7", [("offs_m[:, None] < M, s", "offs_n[None, :] < M, s")], "wrong-value"),
+    ("1.7", [("offs_m[:, None] < M, s", "offs_n[None, :] < M, s")], "mask-uses-seq-q"),
     ("2.5", [("row[:, None]", "row[:, None] + M - N")], "causal-offset-sign"),
     ("2.6", [("s - m_new[:, None]", "s - torch.where(m_new == -math.inf, 0.0, m_new)[:, None]")], "first-tile-masked"),
     ("2.6", [("N - M, -math.inf", "N - M, -1e30")], "masked-rows-not-zero"),

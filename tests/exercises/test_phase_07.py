@@ -135,7 +135,6 @@ MISTAKES = [
     ("7.3", "one_tile", "race", ("    __syncwarp();", "    ")),
     ("7.3", "one_tile", "does-not-compile", ("ldmatrix_x4(a", "ldmatrix_x4(b")),
     ("7.3", "one_tile", "wrong-entry", ("int run(", "int start(")),
-    ("7.4", "row_statistics", "wrong-shuffle-mask", ("m, 0b10)", "m, 0x10)")),
     ("7.4", "row_statistics", "one-shuffle", ("m, 0b10)", "m, 0b01)")),
     ("7.4", "row_statistics", "wrong-value", ("l, 0b10)", "l, 0x10)")),
     (

@@ -294,5 +294,5 @@ def test_q_is_waited_for_alone_and_tiles_come_in_order():
 def test_sentences_name_the_call():
     with pytest.raises(CheckFailed, match=r"tiles\(m_start=0, .*\): full is \d+"):
         check("9.1", lambda *block: (tiles(*block)[0],) * 2)
-    with pytest.raises(CheckFailed, match=r"blocks_per_sm\(.*\) is \d+, not \d+; there is room by registers"):
+    with pytest.raises(CheckFailed, match=r"blocks_per_sm\(.*\) is \d+, and should be \d+: there is room by registers"):
         check("9.2", lambda r, *rest: blocks_per_sm(2 * r, *rest))

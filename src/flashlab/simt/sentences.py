@@ -131,7 +131,10 @@ def _read_before_wait(f: Facts) -> str:
 
 def _stage_overwritten(f: Facts) -> str:
     if f.words == "cp.async":
-        return _still_filled(f)
+        return (
+            f"{_still_filled(f)}: two copies to one place are under way. Has the first been committed and waited for "
+            "(cp_async_commit, cp_async_wait), or does the second come too early, or go to the wrong place?"
+        )
     return (
         f"{f.who} overwrites with cp.async{f.here} shared memory that {f.whom} {_DID[f.words]}{f.there}, "
         "with no barrier between: the stage is still in use"

@@ -184,6 +184,12 @@ def _reductions(q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[str, str, Ten
         yield "quad-not-reduced", f"the sum is not that of the row: {advice}", p @ v / total[:, column_pair]
 
 
+_TILE_MASKED = (
+    "right without a mask, but causal some rows are NaN: where all keys of a tile are masked for a row, its maximum "
+    "may still be -inf, and -inf - (-inf) is NaN"
+)
+
+
 def _causal(forward: Callable[..., tuple[Tensor, Tensor]], head_dim: int) -> tuple[str, str] | None:
     q, k, v = _tensors(2 * ROWS, head_dim)
     o = forward(q, k, v, causal=True, scale=None)[0][0, 0].double()
@@ -209,10 +215,10 @@ def _causal(forward: Callable[..., tuple[Tensor, Tensor]], head_dim: int) -> tup
     if _near(o[1:], strict):
         return "diagonal-masked", "causal: a row does not see its own key, on the diagonal: <= and < are exchanged"
     if o.isnan().any():
-        return "masked-rows-nan", (
-            "right without a mask, but causal some rows are NaN: where all keys of a tile are masked for a row, its "
-            "maximum may still be -inf, and -inf - (-inf) is NaN"
-        )
+        return "masked-rows-nan", _TILE_MASKED
+    q, k, v = _tensors(2 * ROWS - 1, head_dim, queries=2 * ROWS)  # row ROWS sees no key of the second tile
+    if forward(q, k, v, causal=True, scale=None)[0].isnan().any():
+        return "masked-rows-nan", _TILE_MASKED
     return None
 
 

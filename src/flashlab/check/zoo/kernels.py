@@ -76,13 +76,13 @@ _FIRST = PROBES[:1]
 MUTANTS: tuple[Mutant, ...] = (
     # ---- copies, barriers, stages: the emulator sees them
     _mutant("the copies are not waited for", "p8_3_stages", (_WAIT, ""),
-            found=["read-before-wait"], words=["wait for its group first", "cp_async<16>"]),
+            found=["read-before-wait", "stage-overwritten"], words=["cp_async_commit, cp_async_wait", "cp_async<16>"]),
     _mutant("wait_group off by one", "p8_3_stages", (_WAIT, "cp_async_wait<STAGES - 1>();"),
-            found=["read-before-wait"], words=["wait for its group first"]),
+            found=["read-before-wait"], words=["cp_async_wait"]),
     _mutant("wait_group off by one, three stages", "p8_3_stages", (_WAIT, "cp_async_wait<STAGES - 1>();"),
             found=["read-before-wait"], STAGES=3),
     _mutant("the group is not committed", "p8_2_cp_async", ("cp_async_commit();", ""),
-            found=["read-before-wait", "never-waited"]),
+            found=["read-before-wait", "stage-overwritten", "never-waited"]),
     _mutant("no barrier after the wait", "p8_3_stages", (_BARRIER, "//"),
             found=["read-before-wait", "stage-overwritten", "race", "uninitialised-shared"]),
     _mutant("no barrier before a tile is overwritten, one stage", "p8_3_stages",
