@@ -840,7 +840,7 @@ def _(kernel: str) -> str:
         diagnosis="wrong-entry",
     )
     expect_stored(whole)
-    cases = examine(whole, max_tile=256).cases
+    cases = examine(whole).cases
 
     def large(dtype: torch.dtype = torch.bfloat16) -> int:
         __tracebackhide__ = True

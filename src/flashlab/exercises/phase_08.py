@@ -515,7 +515,7 @@ def _(kernel: str) -> str:
         diagnosis="wrong-entry",
     )
     whole = Source(text, "kernel", 1, len(text.splitlines()))
-    cases = examine(whole, max_tile=256).cases
+    cases = examine(whole).cases
     cases += examine(whole, head_dim=128, fast=False, probes=PROBES[:1], max_seq=150).cases
     for head_dim in (64, 128):
         c = probe(built(whole, check=True, head_dim=head_dim), whole, _COUNTED, head_dim=head_dim).counters

@@ -575,7 +575,7 @@ def _(my_kernel: str) -> str:
     whole = Source(text, "my_kernel", 1, len(text.splitlines()))
     signature = 'extern "C" int forward(const Problem* p, void* stream)'
     expect("forward" in entries(text), f"the source has no `{signature}`", diagnosis="wrong-entry")
-    verdict = examine(whole, max_tile=256)
+    verdict = examine(whole)
     report = probe(built(whole, check=True), whole, (1, 1, 1, 256, 256, False), sms=1)
     c, case = report.counters, "seq_q=256, seq_k=256, head_dim=64, float16"
     expect(
