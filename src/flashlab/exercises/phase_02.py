@@ -384,7 +384,7 @@ def _expect_rescaled(fn: Callable[..., Any]) -> None:
                 torch.tensor([1.875, 2.25]).log(),
                 "lse is log(l_i), but l_i is relative to m_i: add m_i",
             ),
-            "lse-base-2": (want_lse / ln2, "lse is in base 2; it is the natural logarithm here"),
+            "lse-in-base-2": (want_lse / ln2, "lse is in base 2; it is the natural logarithm here"),
         },
     )
 
@@ -618,6 +618,10 @@ def _(hbm_bytes: Callable[..., Any]) -> str:
             "lse-itemsize": (
                 counted(lambda M, N, D, B, blocks, e: M * D * e + M * e),
                 "bytes written: lse is float32, 4 bytes, whatever the inputs are",
+            ),
+            "lse-in-half-precision": (
+                counted(lambda M, N, D, B, blocks, e: M * D * e + M * 2),
+                "bytes written: a float32 of lse has 4 bytes, not 2",
             ),
             "o-in-float32": (
                 counted(lambda M, N, D, B, blocks, e: M * D * 4 + M * 4),
