@@ -265,7 +265,7 @@ def flash_attention_backward(
         TypeError, ValueError: see `flash_attention_forward`; o, lse or a gradient that does not go with q.
     """
     check_inputs(q, k, v)
-    _check_results(q, {"grad_o": grad_o, "o": o}, {"lse": lse, "grad_lse": grad_lse})
+    check_results(q, {"grad_o": grad_o, "o": o}, {"lse": lse, "grad_lse": grad_lse})
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
     if q.numel() == 0 or k.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
@@ -306,7 +306,7 @@ def flash_attention_backward(
     return dq, dk, dv
 
 
-def _check_results(q: torch.Tensor, wide: dict[str, Any], rows: dict[str, Any]) -> None:
+def check_results(q: torch.Tensor, wide: dict[str, Any], rows: dict[str, Any]) -> None:
     """Raise unless what comes from the forward pass, and the gradients, go with q."""
     for name, x in (wide | rows).items():
         if x is None:

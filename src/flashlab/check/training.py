@@ -253,6 +253,9 @@ def _models(case: Case, q, k, v, do) -> dict[str, Gradients]:
         "causal-aligned-top-left": _summed(
             _terms(case, q, k, v, do, hidden=top_left if case.causal else everything), group
         ),
+        "causal-always": _summed(
+            _terms(case, q, k, v, do, hidden=~visible(q.shape[2], k.shape[2], causal=True)), group
+        ),
         "probabilities-not-normalised": _summed(_terms(case, q, k, v, do, lse=False), group),
     }
 
@@ -269,6 +272,7 @@ SENTENCES = {
     "group-not-summed": "dk and dv of a key head are those of one query head; all the heads that read it add to them",
     "causal-mask-missing": "the gradients are those of P without the causal mask",
     "causal-aligned-top-left": "the gradients are those of a causal mask aligned at the first key, not at the last",
+    "causal-always": "the gradients have a causal mask where none was asked for; with causal=True they are right",
     "probabilities-not-normalised": "the gradients are those of exp(score - maximum), not divided by the row's sum",
 }
 

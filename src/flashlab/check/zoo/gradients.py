@@ -4,7 +4,7 @@ A mutant is an edit of `flashlab.attention.simulation_backward` by its exact tex
 `verify_gradients` has to give, or None where any will do.
 
 The mistakes come from public kernels and their issue trackers: ragged tails (PyTorch 153799), gradients of grouped
-heads, masks, delta of the wrong rows.
+heads, masks, a backward pass that is always causal (triton 4541 and 5660), delta of the wrong rows.
 """
 
 from __future__ import annotations
@@ -101,6 +101,11 @@ MUTANTS = (
         _ALL_ROWS,
         _ALL_KEYS,
         found="causal-aligned-top-left",
+    ),
+    _mutant(
+        "the causal mask is there in every case",
+        ("    scale = scale_of(scale, q.shape[3])\n", "    scale, causal = scale_of(scale, q.shape[3]), True\n"),
+        found="causal-always",
     ),
     _mutant("the causal mask is off by one", (_MASK, _MASK.replace(" > ", " >= "))),
     _mutant("a causal block begins a tile too late", ("start_n - (N - M))", "start_n + BLOCK_M - (N - M))")),
