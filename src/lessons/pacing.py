@@ -47,10 +47,11 @@ RULES: dict[str, tuple[float, float, str]] = {
     "unseen": (0, 0, "code lines of the phase's last kernel that its lecture does not show"),
 }
 
-# The last kernel of a phase that ends with Python; the CUDA phases end with the last step of their series.
-PYTHON_KERNELS = {
+# The last kernels of a phase that ends with Python; the CUDA phases end with the last step of their series.
+PYTHON_KERNELS: dict[int, tuple[str, ...]] = {
     2: ("flashlab.attention.simulation", "flash_attention_forward_sim"),
     3: ("flashlab.attention.triton_minimal", "flash_attention_forward_kernel"),
+    5: ("flashlab.attention.triton_backward", "delta_kernel", "load_statistics", "dkdv_kernel", "dq_kernel"),
 }
 
 # ---------------------------------------------------------------- counting
@@ -209,8 +210,9 @@ def kernel_lines(lesson: Lesson, root: Path, cells) -> tuple[str, list[str], set
     from flashlab.kernels import series
 
     if lesson.number in PYTHON_KERNELS:
-        module, name = PYTHON_KERNELS[lesson.number]
-        text = symbol_source(lesson, root, Quote(0, "FROM", module, (name,), True), name)
+        module, *names = PYTHON_KERNELS[lesson.number]
+        quote = Quote(0, "FROM", module, tuple(names), True)
+        name, text = ", ".join(names), "\n".join(symbol_source(lesson, root, quote, one) for one in names)
     elif steps := series.steps(lesson.number):
         name, text = f"{steps[-1].name}.cu", steps[-1].path.read_text(encoding="utf-8")
     else:

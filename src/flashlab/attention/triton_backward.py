@@ -43,6 +43,7 @@ from flashlab.attention.triton_forward import (
 )
 
 
+# region: delta kernel
 @triton.jit
 def delta_kernel(
     O_ptr,  # [batch, heads, M, HEAD_DIM]
@@ -71,6 +72,10 @@ def delta_kernel(
     tl.store(DELTA_ptr + rows, delta, mask=offs_m < M)
 
 
+# endregion
+
+
+# region: statistics
 @triton.jit
 def load_statistics(LSE_ptr, DELTA_ptr, rows, offs_m, end, EDGE: tl.constexpr):
     """lse in units of log 2, and delta, of some rows. lse is +inf, and so P is 0, in rows that see no key or that are
@@ -84,6 +89,10 @@ def load_statistics(LSE_ptr, DELTA_ptr, rows, offs_m, end, EDGE: tl.constexpr):
     return tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634), delta
 
 
+# endregion
+
+
+# region: dkdv arguments
 @triton.jit
 def dkdv_kernel(
     Q_ptr,  # [batch, heads, M, HEAD_DIM]
@@ -106,6 +115,8 @@ def dkdv_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     HAS_FIRST: tl.constexpr, HAS_LAST: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    # endregion
+    # region: dkdv block
     # One program: BLOCK_N keys of one key head. Under a causal mask the first keys are seen most, and come first.
     n_blocks = tl.cdiv(N, BLOCK_N)
     start_n = tl.program_id(0) % n_blocks * BLOCK_N
@@ -121,6 +132,8 @@ def dkdv_kernel(
     k = load_tile(k_ptrs, offs_n, offs_d, N, HEAD_DIM, BLOCK_D, True)
     v = load_tile(v_ptrs, offs_n, offs_d, N, HEAD_DIM, BLOCK_D, True)
 
+    # endregion
+    # region: dkdv walk
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     # Seen from a key: query i sees key j <= i + last, so key j is seen by the queries i >= j - last.
@@ -133,6 +146,8 @@ def dkdv_kernel(
         do_ptrs = tile_ptrs(DO_ptr, batch, head, tile_m, offs_d, stride_dob, stride_doh, stride_dom, stride_dod, ALIGN)
         for part in tl.static_range(3):
             for start_m in tl.range(edges[part], edges[part + 1], BLOCK_M):
+                # endregion
+                # region: dkdv probabilities
                 offs_m = start_m + tile_m
                 q_tile = q_ptrs + tile_step(start_m, stride_qm, ALIGN)
                 q = load_tile(q_tile, offs_m, offs_d, edges[3], HEAD_DIM, BLOCK_D, part != 1)
@@ -144,6 +159,8 @@ def dkdv_kernel(
                 seen = in_band(offs_m[None, :], offs_n[:, None], first, last, HAS_FIRST, HAS_LAST)
                 if part != 1:
                     p_t = tl.where(seen, p_t, 0.0)
+                # endregion
+                # region: dkdv gradients
                 do_tile = do_ptrs + tile_step(start_m, stride_dom, ALIGN)
                 do = load_tile(do_tile, offs_m, offs_d, edges[3], HEAD_DIM, BLOCK_D, part != 1)
                 dv = tl.dot(p_t.to(do.dtype), do, dv, input_precision=PRECISION)
@@ -154,13 +171,17 @@ def dkdv_kernel(
                 if part != 1:
                     ds_t = tl.where(seen, ds_t, 0.0)  # again: 0 times a hidden NaN is NaN
                 dk = tl.dot(ds_t.to(q.dtype), q, dk, input_precision=PRECISION)
+                # endregion
 
+    # region: dkdv store
     dk_ptrs = tile_ptrs(DK_ptr, batch, kv_head, offs_n, offs_d, stride_dkb, stride_dkh, stride_dkn, stride_dkd, ALIGN)
     dv_ptrs = tile_ptrs(DV_ptr, batch, kv_head, offs_n, offs_d, stride_dvb, stride_dvh, stride_dvn, stride_dvd, ALIGN)
     store_tile(dk_ptrs, dk * scale, offs_n, offs_d, N, HEAD_DIM, BLOCK_D)
     store_tile(dv_ptrs, dv, offs_n, offs_d, N, HEAD_DIM, BLOCK_D)
+    # endregion
 
 
+# region: dq arguments
 @triton.jit
 def dq_kernel(
     Q_ptr,  # [batch, heads, M, HEAD_DIM]
@@ -181,6 +202,8 @@ def dq_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     HAS_FIRST: tl.constexpr, HAS_LAST: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    # endregion
+    # region: dq block
     # One program: BLOCK_M queries of one head, as in the forward kernel.
     m_blocks = tl.cdiv(M, BLOCK_M)
     block_m = tl.program_id(0) % m_blocks
@@ -202,6 +225,8 @@ def dq_kernel(
     do = load_tile(do_ptrs, offs_m, offs_d, M, HEAD_DIM, BLOCK_D, True)
     lse, delta = load_statistics(LSE_ptr, DELTA_ptr, batch_head * M, offs_m, M, True)
 
+    # endregion
+    # region: dq walk
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     edges = tile_edges(start_m, tl.minimum(start_m + BLOCK_M, M), first, last, N, BLOCK_N, HAS_FIRST, HAS_LAST, True)
     for part in tl.static_range(3):
@@ -223,9 +248,12 @@ def dq_kernel(
                 seen = in_band(offs_m[:, None], offs_n[None, :], first, last, HAS_FIRST, HAS_LAST)
                 ds = tl.where(seen & (offs_n[None, :] < edges[3]), ds, 0.0)  # a key that is not there has a P too
             dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+    # endregion
 
+    # region: dq store
     dq_ptrs = tile_ptrs(DQ_ptr, batch, head, offs_m, offs_d, stride_dqb, stride_dqh, stride_dqm, stride_dqd, ALIGN)
     store_tile(dq_ptrs, dq * scale, offs_m, offs_d, M, HEAD_DIM, BLOCK_D)
+    # endregion
 
 
 class Tiles(NamedTuple):

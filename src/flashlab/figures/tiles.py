@@ -16,7 +16,7 @@ from matplotlib.patches import Rectangle
 from flashlab.attention.simulation import Step, flash_attention_forward_sim
 from flashlab.figures.show import COLORS
 
-__all__ = ["tile_figure", "tile_frames"]
+__all__ = ["tile_figure", "tile_frames", "walk"]
 
 _TILE = {
     "Q": COLORS["blue"],
@@ -184,3 +184,26 @@ def _chip(ax: Axes, step: Step, stored: tuple[torch.Tensor, torch.Tensor] | None
             va="center",
             color=_TILE["O"] if stored else "black",
         )
+
+
+def walk(ax: Axes, rows: int, columns: int, keeps: str, number: int, *, causal: bool = False) -> None:
+    """The tiles that one program visits, numbered in its order, among all the tiles of P.
+
+    Args:
+        rows, columns: blocks of queries, blocks of keys; as many of both where it is causal.
+        keeps: "keys" walks down the column `number`, "queries" along the row `number`.
+    """
+    step = 0
+    for i in range(rows):
+        for j in range(columns):
+            hidden = causal and j > i
+            mine = (j if keeps == "keys" else i) == number and not hidden
+            color = _TILE["S"] if mine else "#FFFFFF" if hidden else COLORS["light"]
+            ax.add_patch(Rectangle((j, i), 0.94, 0.94, facecolor=color, edgecolor=COLORS["grey"], linewidth=0.6))
+            if mine:
+                step += 1
+                ax.text(j + 0.47, i + 0.47, str(step), ha="center", va="center", fontsize=10)
+    ax.set(xlim=(-0.1, columns), ylim=(rows, -0.1), aspect="equal", xticks=[], yticks=[])
+    ax.set(xlabel="blocks of keys", ylabel="blocks of queries")
+    ax.grid(visible=False)
+    ax.spines[["left", "bottom"]].set_visible(False)
