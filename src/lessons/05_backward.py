@@ -174,7 +174,8 @@ O = P @ V
 assert torch.allclose(O, torch.tensor([[4.0, 3], [5, 5]]))
 long_way, short_way = (P * (dO @ V.T)).sum(1), (dO * O).sum(1)
 assert torch.allclose(long_way, short_way) and torch.allclose(short_way, torch.tensor([4.0, 5]))
-print("delta over the keys:", [round(x, 4) for x in long_way.tolist()], " over the columns:", short_way.tolist())
+ways = [[round(x, 4) for x in way.tolist()] for way in (long_way, short_way)]
+print(f"delta over the keys: {ways[0]}, over the columns: {ways[1]}")
 
 # %% [markdown]
 # ## 4 · All three gradients: loops first
@@ -372,7 +373,7 @@ q, k, v, do = (x.float() for x in (q, k, v, do))
 s, whole, lse = s.float(), whole.float(), lse.float()
 assert torch.allclose(probabilities_sim(q[2:4], k[5:9], lse[2:4], None, 0.3), whole[2:4, 5:9], atol=1e-6)
 corner = probabilities_sim(q[2:4], k[5:9], lse[2:4], 0, 0.3)
-print("a tile with distance 0:", ["x" if x else "." for x in corner[0]], ["x" if x else "." for x in corner[1]])
+print("distance 0:", [["x" if x else "." for x in row] for row in corner])
 assert (corner[0, 1:] == 0).all() and (corner[1, 2:] == 0).all() and (corner[1, :2] > 0).all()
 
 # %% [markdown]
@@ -514,7 +515,7 @@ assert torch.allclose(dk, dk_wide.unflatten(1, (2, 3)).sum(2))
 print("dK of 2 key heads is the sum over 3 query heads each: True")
 
 # %% [markdown]
-# This has been forgotten in public: the library levanter trained without it until its pull request 449 (2024).
+# This has been forgotten in public: the library levanter had no such sum in its backward pass until its pull request 449 (2024).
 #
 # ### Causal, and rows that see nothing
 #
@@ -582,8 +583,8 @@ print("strides of o:", o.stride(), " strides of dO after o.sum():", found["strid
 assert found["strides"] == (0, 0, 0, 0)
 
 # %% [markdown]
-# flash-attention (issue 355, 2023) and xformers (pull request 282, 2022) both had wrong gradients from this. Then the statistics, loaded by
-# both of the large kernels. Two numbers per row:
+# flash-attention gave wrong gradients for a dO that is not contiguous (issue 355, 2023), and xformers had to learn to take one (pull request
+# 282, 2022). Then the statistics, loaded by both of the large kernels. Two numbers per row:
 
 # %%
 show.region(triton_backward, "statistics", whole_file=False)
@@ -709,7 +710,7 @@ for length in (1, 2, 5, 17):
             dq, dk, dv = flash_attention_backward(do, q, k, v, o, lse, causal=causal)
             ok.append(worst(wanted(q, k, v, do, causal=causal), o=o, dq=dq, dk=dk, dv=dv)[1] <= 1)
     assert all(ok)
-    print(f"length {length:2d}: fp16, bf16 and fp32, causal and not: {sum(ok)} of {len(ok)} within the bounds")
+    print(f"length {length:2d}: fp16, bf16 and fp32, causal and not: {sum(ok)} of {len(ok)} right")
 
 # %% [markdown]
 # Then what a neighbour in the network may hand in: a dO with strides of 0, and one that lies transposed. And tiles of the two kernels that do
@@ -782,7 +783,7 @@ show.table([[name, f"`{said}`"] for name, said in found.items()], ["the mistake"
 # | TF32 by default | float32 gradients off by 0.72, the forward pass within its tolerance | triton_docs_tutorials 6 | `input_precision` is always given |
 # | blocks must divide | one kernel asserts `BLOCK_N1 % BLOCK_M1 == 0` | Triton's tutorial | any two tiles, section 10 |
 # | no bounds check | NaN for lengths below a tile | tokamax 316 | lengths 1, 2, 5, 17 |
-# | strides of dO | wrong gradients after `.sum()` | flash-attention 355, xformers 282 | strides of 0, section 10 |
+# | strides of dO | wrong gradients where dO is not contiguous | flash-attention 355, xformers 282 | strides of 0, section 10 |
 
 # %% [markdown]
 # The first trap deserves its own look. Here is a backward pass that is always causal, on two groups of cases. Its author tested the first.
@@ -831,7 +832,8 @@ def backward_bytes(M, N, D, e, tiles):
     return read, 4 * M + 2 * N * D * e + M * D * e
 
 # %%
-for M, N, dkdv, dq in ((64, 64, (32, 32), (32, 32)), (100, 150, (32, 64), (64, 32)), (100, 150, (64, 32), (16, 64))):
+cases = ((64, 64, (32, 32), (32, 32)), (100, 150, (32, 64), (64, 32)), (100, 150, (64, 32), (16, 64)))
+for M, N, dkdv, dq in cases:
     chosen = Tiles(Tile(*dkdv, 4, 2), Tile(*dq, 4, 2))
     q, k, v, do = (x.cpu() for x in random_inputs(1, 1, 1, M, N, 64))
     o, lse = (x.to(t) for x, t in zip(reference.attention(q, k, v), (torch.float16, torch.float32)))
@@ -853,7 +855,8 @@ assert 4.3 < naive[-1] / flash[-1] < 4.6
 
 # %%
 figure, (left, right) = plt.subplots(1, 2, figsize=(8.4, 3.4))
-for ax, (a, b), title in ((left, kept, "Kept for the backward pass"), (right, (naive, flash), "Asked for by it")):
+parts = ((left, kept, "Kept for the backward pass"), (right, (naive, flash), "Asked for by it"))
+for ax, (a, b), title in parts:
     lines = [("naive", lengths, [x / 2**20 for x in a], "red", "s-")]
     lines += [("FlashAttention", lengths, [x / 2**20 for x in b], "blue", "o-")]
     curves.curves(ax, lines, log="xy", xticks=lengths[::2], title=title, xlabel="sequence length N",
@@ -862,7 +865,7 @@ plt.show()
 
 # %% [markdown]
 # *Left: what waits in memory is linear in N. Right: what is asked for is still quadratic, about 4.4 times less than the naive pass. As in phase 2,
-# the caches answer much of what FlashAttention asks for; P does not fit in them.*
+# the caches answer much of what FlashAttention asks for. A P of 512 MiB, at N = 16384, is in no cache.*
 
 # %% [markdown]
 # ### The compiler
@@ -879,6 +882,9 @@ for target, chip in chips.items():
         arguments = triton_backward.compile_arguments(name, torch.bfloat16, 128, choice.tile, causal=True)
         (reports[target, name],) = compile_reports(kernel, [arguments], targets=[target])
 
+# %% [markdown]
+# Whatever the compiler made of them, three things should hold on each target, and one more: section 7 promised that there are no atomics.
+
 # %%
 for report in reports.values():
     assert report.fits and report.spill_bytes <= 128 and report.tensor_core_instructions > 0
@@ -886,8 +892,11 @@ for report in reports.values():
 print(len(reports), "kernels: each fits, spills at most 128 bytes a thread, uses the tensor cores,")
 print("and has no atomic operation")
 
+# %% [markdown]
+# What each needs, in figures. (They differ a little from one compiler to the next, so the tests do not compare them.)
+
 # %% tags=["nbval-ignore-output"]
-rows = [[target, name, r.registers, r.spill_bytes, r.shared_bytes // 1024] for (target, name), r in reports.items()]
+rows = [[*key, r.registers, r.spill_bytes, r.shared_bytes // 1024] for key, r in reports.items()]
 show.table(rows, ["target", "kernel", "registers per thread", "bytes spilled", "shared memory, KiB"])
 
 # %% [markdown]
@@ -902,8 +911,8 @@ show.table(rows, ["target", "kernel", "registers per thread", "bytes spilled", "
 found = records.recorded("backward")
 for run in found:
     print(run["machine"]["gpu"])
-    rows = [[run_row.get(key, "") for key in ("name", "pass", "head_dim", "seq_len", "causal", "ms", "tflops")]
-            for run_row in run["rows"]]
+    columns = ("name", "pass", "head_dim", "seq_len", "causal", "ms", "tflops")
+    rows = [[row.get(key, "") for key in columns] for row in run["rows"]]
     show.table(rows, ["", "pass", "D", "N", "causal", "ms", "TFLOP/s"])
 print("runs recorded:", len(found))
 
@@ -954,7 +963,11 @@ def recall(batch, generator, asked=5):
     values = torch.randint(VALUES, (batch, KEYS), generator=generator)
     place = torch.randint(KEYS, (batch, asked), generator=generator)
     unknown = torch.full((batch, asked), VALUES)  # the values that are asked for are not told
-    return torch.cat([keys, keys.gather(1, place)], 1), torch.cat([values, unknown], 1), values.gather(1, place)
+    keys, answers = torch.cat([keys, keys.gather(1, place)], 1), values.gather(1, place)
+    return keys, torch.cat([values, unknown], 1), answers
+
+# %% [markdown]
+# The model. Its q, k and v are slices of one tensor, so none of them is contiguous; nothing is copied for that.
 
 # %%
 class Recaller(torch.nn.Module):

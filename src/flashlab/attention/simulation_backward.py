@@ -71,7 +71,7 @@ def query_block_sim(
     q, do = Q_block.float(), dO_block.float()
     dq = torch.zeros_like(q)
     N = K.shape[0]
-    end = min(N, start_m + len(q) + N - M) if causal else N  # behind the last key that the block's last query sees
+    end = min(N, start_m + len(q) + N - M) if causal else N  # behind the last key that its last row sees
     for start_n in range(0, end, BLOCK_N):
         columns = slice(start_n, min(start_n + BLOCK_N, N))
         k, v = K[columns].float(), V[columns].float()

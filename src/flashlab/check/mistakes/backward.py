@@ -1,0 +1,121 @@
+"""The gradients of one head of attention in float64, right or with one mistake, as a learner may make it.
+
+A function of tiles is told its mistake by the numbers it gives: on every case they are those of one of these models.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from flashlab.attention.full_reference import Gradients
+
+__all__ = ["MISTAKES", "Head", "gradients", "statistics"]
+
+
+class Head(NamedTuple):
+    """One head: q and do [M, HEAD_DIM], k and v [N, HEAD_DIM]; block is how many rows a walk takes at once."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    do: torch.Tensor
+    scale: float
+    block: int
+    causal: bool = False
+
+
+def _hidden(head: Head, mistake: str) -> torch.Tensor:
+    """Boolean [M, N]: the keys that a query does not see, aligned at the end."""
+    M, N = len(head.q), len(head.k)
+    last = torch.arange(M)[:, None] + (0 if mistake == "causal-aligned-top-left" else N - M)
+    keys = torch.arange(N)[None, :]
+    if mistake == "causal-mask-missing" or (not head.causal and mistake != "causal-always"):
+        return torch.zeros(M, N, dtype=torch.bool)
+    return keys >= last if mistake == "causal-off-by-one" else keys > last
+
+
+def statistics(head: Head) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """o [M, HEAD_DIM], lse and delta [M], in float64 on the CPU. lse is -inf in a row that sees no key."""
+    q, k, v, do = (x.detach().cpu().double() for x in head[:4])
+    s = (head.scale * q @ k.T).masked_fill(_hidden(head, ""), -torch.inf)
+    lse = torch.logsumexp(s, 1)
+    o = torch.exp(s - lse.masked_fill(torch.isneginf(lse), 0.0)[:, None]) @ v
+    return o, lse, (o * do).sum(1)
+
+
+def gradients(head: Head, mistake: str = "") -> Gradients:
+    """dq, dk and dv in float64 on the CPU; mistake: one of `MISTAKES`, or none."""
+    q, k, v, do = (x.detach().cpu().double() for x in head[:4])
+    _, lse, delta = statistics(head)
+    lse = lse.masked_fill(torch.isneginf(lse), torch.inf)
+    if mistake in ("statistics-of-the-first-rows", "delta-of-the-first-rows"):
+        first = torch.arange(len(q)) % head.block
+        delta = delta[first]
+        lse = lse[first] if mistake == "statistics-of-the-first-rows" else lse
+    hidden = _hidden(head, mistake)
+    s = (1.0 if mistake == "scores-not-scaled" else head.scale) * q @ k.T
+    if mistake == "probabilities-not-normalised":
+        p = torch.exp(s - s.masked_fill(hidden, -torch.inf).amax(1, keepdim=True))
+    elif mistake == "softmax-per-tile":
+        p = torch.cat([torch.softmax(tile, 1) for tile in s.masked_fill(hidden, -torch.inf).split(head.block, 1)], 1)
+    elif mistake == "lse-ignored":
+        p = torch.exp(s)
+    else:
+        p = (torch.exp2 if mistake == "exp2-for-exp" else torch.exp)(s - lse[:, None])
+    p = p.masked_fill(hidden | torch.isinf(lse)[:, None], 0.0)
+    dp = do @ (k if mistake == "k-for-v" else v).T
+    weight = torch.ones_like(p) if mistake == "p-missing" else p
+    shift = {"delta-missing": 0.0, "delta-added": -1.0}.get(mistake, 1.0)
+    ds = weight * (dp - shift * delta[:, None])
+    scale = {"scale-missing": 1.0, "scale-twice": head.scale**2, "sign-inverted": -head.scale}.get(mistake, head.scale)
+    left = p if mistake == "p-for-ds" else dp if mistake == "dp-for-ds" else ds
+    keys, queries = _taken(len(k), head.block, mistake), _taken(len(q), head.block, mistake)
+    dq = scale * (left * keys) @ (v if mistake == "v-for-k" else k)
+    dk = scale * (left * queries[:, None]).T @ (do if mistake == "do-for-q" else q)
+    dv = ((ds if mistake == "ds-for-p" else p) * queries[:, None]).T @ (q if mistake == "q-for-do" else do)
+    return Gradients(dq, dk, dv)
+
+
+def _taken(length: int, block: int, mistake: str) -> torch.Tensor:
+    """1.0 for the rows of a walk that count, else 0.0."""
+    rows = torch.arange(length)
+    if mistake == "first-block-only":
+        return (rows < block).double()
+    if mistake == "overwritten":
+        return (rows >= (length - 1) // block * block).double()
+    if mistake == "tail-dropped":
+        return (rows < length // block * block).double()
+    return torch.ones(length, dtype=torch.float64)
+
+
+MISTAKES = {
+    "delta-missing": "these are the values of dS = P · dP: delta is not subtracted from dP",
+    "delta-added": "delta is added to dP; it is subtracted",
+    "p-missing": "dP - delta is not multiplied by P",
+    "dp-for-ds": "dP stands where dS belongs: it is P · (dP - delta)",
+    "p-for-ds": "P stands where dS belongs",
+    "ds-for-p": "dS stands where P belongs: dV is P transposed times dO",
+    "v-for-k": "dS is multiplied by V; the scores come from Q and K",
+    "do-for-q": "dS is multiplied by dO; the scores come from Q and K",
+    "q-for-do": "P is multiplied by Q; the output is P times V, so dV has dO in it",
+    "k-for-v": "dP is dO times K transposed; the output is P times V",
+    "scale-missing": "right but for the factor scale: the scores are scale · Q K^T",
+    "scale-twice": "the factor scale is there twice",
+    "scores-not-scaled": "P is recomputed from Q K^T without the scale",
+    "sign-inverted": "every value has the other sign",
+    "probabilities-not-normalised": "P is recomputed with the row's maximum in the place of lse",
+    "softmax-per-tile": "P is a softmax over the keys of one tile; exp(score - lse) knows the whole row",
+    "lse-ignored": "P is exp(score): lse is not subtracted",
+    "exp2-for-exp": "P is 2^(score - lse), and these are natural logarithms: exp, or both times log2(e)",
+    "first-block-only": "only the first block of the walk counts",
+    "overwritten": "only the last block of the walk counts: is the sum overwritten by each block?",
+    "tail-dropped": "the last block is left out where it is not full",
+    "statistics-of-the-first-rows": "lse and delta are those of the first block's rows in every block",
+    "delta-of-the-first-rows": "delta is that of the first block's rows in every block",
+    "causal-always": "there is a causal mask where none was asked for",
+    "causal-mask-missing": "the causal mask is missing",
+    "causal-aligned-top-left": "the causal mask is aligned at the first key; the last query sees the last key",
+    "causal-off-by-one": "a query does not see its own position: the mask hides one key too many",
+}

@@ -1,0 +1,854 @@
+"""The checks of phase 5: the softmax's Jacobian, delta, the two walks of the backward pass, and its Triton kernels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from flashlab import runtime
+from flashlab.attention.cost import Meter
+from flashlab.check import CheckFailed, expect, expect_all_close, expect_close, running
+from flashlab.check.mistakes.backward import MISTAKES, Head, gradients, statistics
+from flashlab.exercises.registry import exercise
+from flashlab.exercises.triton_answers import compiles, explain_undefined, in_bounds, kernel_of
+
+
+def _random(*shapes: tuple[int, ...], seed: int = 0, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(*shape, generator=generator).to(runtime.device(), dtype) for shape in shapes]
+
+
+def _call(fn: Callable[..., Any], case: str, *args: Any, count: int = 1, names: str = "") -> Any:
+    """Call the learner's function; CheckFailed where it changes its inputs, or gives no tensor or not `count`."""
+    __tracebackhide__ = True
+    before = [x.clone() if isinstance(x, torch.Tensor) else x for x in args]
+    with running(case):
+        result = fn(*args)
+    for x, old in zip(args, before, strict=True):
+        same = not isinstance(x, torch.Tensor) or torch.equal(x, old)
+        expect(same, "the function changes its inputs: write to new tensors", diagnosis="input-modified", case=case)
+    expect(
+        result is not None, "the function returns None: is a `return` missing?", diagnosis="returned-none", case=case
+    )
+    if count == 1:
+        is_ = isinstance(result, torch.Tensor)
+        expect(is_, f"a tensor should be returned, not a {type(result).__name__}", diagnosis="wrong-type", case=case)
+        return result
+    right = isinstance(result, (tuple, list)) and len(result) == count
+    right = right and all(isinstance(x, torch.Tensor) for x in result)
+    expect(right, f"{count} tensors should be returned: {names}", diagnosis="wrong-type", case=case)
+    return result
+
+
+# ---- 5.1 ------------------------------------------------------------------------------------------------------------
+
+
+def _rows(seed: int, M: int, N: int, hidden: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """p and dp [M, N]; the last `hidden` keys have p = 0."""
+    s, dp = _random((M, N), (M, N), seed=seed)
+    s[:, N - hidden :] = -math.inf
+    return torch.softmax(s, 1), dp + 0.5
+
+
+@exercise(
+    "5.1",
+    title="Through the softmax",
+    minutes=10,
+    difficulty="Warm-up",
+    hints=[
+        "The Jacobian of a row is diag(p) - p pᵀ. Multiply it by dp on paper: which of the two products is a number?",
+        "p · dp is one number per row, delta. Then ds_j = p_j (dp_j - delta).",
+        "delta = (p * dp).sum(dim=1, keepdim=True); return p * (dp - delta).",
+    ],
+)
+def _(softmax_backward: Callable[..., torch.Tensor]) -> str:
+    device = runtime.device()
+    tiny = (torch.tensor([[0.5, 0.25, 0.25]], device=device), torch.tensor([[4.0, 0.0, 8.0]], device=device))
+    inputs = {
+        "the lecture's row, p = (1/2, 1/4, 1/4)": tiny, "3 rows of 5 keys": _rows(1, 3, 5),
+        "6 rows of 6 keys": _rows(2, 6, 6), "4 rows, the last 3 of 9 keys hidden": _rows(3, 4, 9, hidden=3),
+    }  # fmt: skip
+    answers = []
+    for case, (p, dp) in inputs.items():
+        answers.append((case, _call(softmax_backward, case, p, dp), p * (dp - (p * dp).sum(1, keepdim=True))))
+
+    def given(formula: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
+        return [formula(p, dp).expand(p.shape) for p, dp in inputs.values()]
+
+    expect_all_close(
+        answers,
+        what="ds",
+        mistakes={
+            "delta-missing": (given(lambda p, dp: p * dp), "that is p · dp: delta is not subtracted from dp"),
+            "p-missing": (
+                given(lambda p, dp: dp - (p * dp).sum(1, keepdim=True)),
+                "that is dp - delta; it is multiplied by p",
+            ),
+            "delta-added": (
+                given(lambda p, dp: p * (dp + (p * dp).sum(1, keepdim=True))),
+                "delta is added to dp; it is subtracted",
+            ),
+            "diagonal-only": (
+                given(lambda p, dp: p * (1 - p) * dp),
+                "that is the Jacobian's diagonal alone, p (1 - p): a score also moves the other elements of its row",
+            ),
+            "delta-of-the-whole-tile": (
+                given(lambda p, dp: p * (dp - (p * dp).sum())),
+                "delta is a sum over all rows; each row has its own",
+            ),
+            "wrong-axis": (
+                given(lambda p, dp: p * (dp - (p * dp).sum(0, keepdim=True))),
+                "delta sums over the rows; it sums over the keys, dim=1",
+            ),
+            "delta-unweighted": (
+                given(lambda p, dp: p * (dp - dp.sum(1, keepdim=True))),
+                "delta is the plain sum of dp; each element is weighted by p",
+            ),
+            "delta-mean": (
+                given(lambda p, dp: p * (dp - dp.mean(1, keepdim=True))),
+                "delta is the plain mean of dp; it is the mean weighted by p",
+            ),
+            "delta-divided": (
+                given(lambda p, dp: p * (dp - (p * dp).mean(1, keepdim=True))),
+                "delta is a mean over the keys: p sums to 1 already, so it is the sum of p · dp",
+            ),
+            "p-twice": (
+                given(lambda p, dp: p * (p * dp - (p * dp).sum(1, keepdim=True))),
+                "dp is multiplied by p twice",
+            ),
+            "sign-inverted": (
+                given(lambda p, dp: p * ((p * dp).sum(1, keepdim=True) - dp)),
+                "every value has the other sign: it is dp - delta",
+            ),
+            "dp-for-p": (
+                given(lambda p, dp: dp * (dp - (p * dp).sum(1, keepdim=True))),
+                "dp - delta is multiplied by dp; it is multiplied by p",
+            ),
+        },
+    )
+    return f"{len(answers)} tiles"
+
+
+# ---- 5.2 ------------------------------------------------------------------------------------------------------------
+
+
+@exercise(
+    "5.2",
+    title="delta, two ways",
+    minutes=10,
+    difficulty="Warm-up",
+    hints=[
+        "Both are a product and a sum along a row: over the keys for P and dP, over the columns for O and dO.",
+        "16-bit inputs: convert with .float() before you multiply, or the products are rounded.",
+        "(p * dp).sum(dim=1) and (o.float() * do.float()).sum(dim=1).",
+    ],
+)
+def _(delta_over_keys: Callable[..., torch.Tensor], delta_over_columns: Callable[..., torch.Tensor]) -> str:
+    keys, columns = [], []
+    cases: list[str] = []
+    inputs: list[tuple[torch.Tensor, ...]] = []  # p, dp, o, do
+    for M, N, D in ((3, 5, 4), (6, 6, 6), (9, 20, 16)):
+        p, _ = _rows(M, M, N)
+        v, do = _random((N, D), (M, D), seed=N)
+        inputs.append((p, do @ v.T, p @ v, do))
+        cases.append(f"{M} rows, {N} keys, {D} columns")
+    for case, (p, dp, _, _) in zip(cases, inputs, strict=True):
+        keys.append((case, _call(delta_over_keys, case, p, dp), (p.double() * dp.double()).sum(1)))
+
+    def given(x: int, y: int, formula: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
+        return [formula(one[x].double(), one[y].double()) for one in inputs]
+
+    def told(x: int, y: int, over: str) -> dict[str, tuple[list[torch.Tensor], str]]:
+        first, second = ("p", "dp") if over == "keys" else ("o", "do")
+        return {
+            "mean-for-sum": (given(x, y, lambda a, b: (a * b).mean(1)), "that is the mean; delta is the sum"),
+            "wrong-axis": (given(x, y, lambda a, b: (a * b).sum(0)), f"the sum runs along each row, over the {over}"),
+            "product-missing": (given(x, y, lambda a, b: a.sum(1)), f"that is the sum of {first} alone"),
+            "second-alone": (given(x, y, lambda a, b: b.sum(1)), f"that is the sum of {second} alone"),
+            "square": (given(x, y, lambda a, b: (b * b).sum(1)), f"{second} is multiplied by itself"),
+            "square 1": (given(x, y, lambda a, b: (a * a).sum(1)), f"{first} is multiplied by itself"),
+            "absolute-values": (given(x, y, lambda a, b: (a * b).abs().sum(1)), "the products keep their signs"),
+            "sign-inverted": (given(x, y, lambda a, b: -(a * b).sum(1)), "every value has the other sign"),
+            "maximum": (given(x, y, lambda a, b: (a * b).amax(1)), "that is the largest product; delta is the sum"),
+        }
+
+    expect_all_close(keys, what="delta_over_keys", mistakes=told(0, 1, "keys"))
+    for case, (_, _, o, do) in zip(cases, inputs, strict=True):
+        columns.append((case, _call(delta_over_columns, case, o, do), (o.double() * do.double()).sum(1)))
+    expect_all_close(columns, what="delta_over_columns", mistakes=told(2, 3, "columns"))
+    o, do = (x.half() for x in _random((5, 256), (5, 256), seed=7))
+    case = "float16, 256 columns"
+    got = _call(delta_over_columns, case, o, do)
+    expect(
+        got.dtype == torch.float32,
+        f"delta should be float32, it is {got.dtype}: convert o and do before you multiply",
+        diagnosis="low-precision", case=case,
+    )  # fmt: skip
+    want = (o.double() * do.double()).sum(1)
+    expect(
+        bool((got.cpu().double() - want.cpu()).abs().max() <= 1e-3),
+        "delta of float16 inputs is right to a few digits only: the products are rounded before they are summed",
+        diagnosis="low-precision", case=case,
+    )  # fmt: skip
+    return "equal, and in float32 for 16-bit inputs"
+
+
+# ---- the walks ------------------------------------------------------------------------------------------------------
+
+
+def _head(M: int, N: int, D: int, scale: float, block: int, *, dtype=torch.float32, causal=False, seed=0) -> Head:
+    q, k, v, do = _random((M, D), (N, D), (N, D), (M, D), seed=seed, dtype=dtype)
+    return Head(q, k, v + 0.5, do + 0.25, scale, block, causal)
+
+
+def _saved(head: Head) -> tuple[torch.Tensor, torch.Tensor]:
+    """lse and delta as kernels get them: float32, on the device; lse is +inf in a row that sees no key."""
+    _, lse, delta = statistics(head)
+    lse = lse.masked_fill(torch.isneginf(lse), math.inf)
+    return tuple(x.float().to(head.q.device) for x in (lse, delta))  # type: ignore[return-value]
+
+
+Answer = tuple[str, Head, dict[str, torch.Tensor]]
+Models = dict[str, tuple[list[torch.Tensor], str]]
+
+
+def _expect_gradients(
+    answers: Sequence[Answer],
+    names: Sequence[str],
+    mistakes: Sequence[str],
+    *,
+    rows: Sequence[slice] | None = None,
+    more: Callable[[str], Models] | None = None,
+) -> None:
+    """Compare the gradients of every case; a mistake is told if it gives all the cases of one gradient.
+
+    rows: which rows of the gradient each answer holds; all by default. more: further models, by the gradient's name.
+    """
+    __tracebackhide__ = True
+    parts = rows or [slice(None)] * len(answers)
+
+    def values(name: str, slug: str = "") -> list[torch.Tensor]:
+        heads = (head for _, head, _ in answers)
+        return [getattr(gradients(head, slug), name)[part] for head, part in zip(heads, parts, strict=True)]
+
+    for name in names:
+
+        def models(name: str = name) -> Models:
+            told = {slug: (values(name, slug), f"{name}: {MISTAKES[slug]}") for slug in mistakes}
+            return told | (more(name) if more else {})
+
+        right = [(case, got[name], want) for (case, _, got), want in zip(answers, values(name), strict=True)]
+        expect_all_close(right, what=name, mistakes=models)
+
+
+_OF_DQ = (
+    "delta-missing", "delta-added", "p-missing", "dp-for-ds", "p-for-ds", "v-for-k", "k-for-v", "scale-missing",
+    "scale-twice", "scores-not-scaled", "sign-inverted", "probabilities-not-normalised", "softmax-per-tile",
+    "lse-ignored", "exp2-for-exp", "first-block-only", "overwritten", "tail-dropped",
+)  # fmt: skip
+_OF_DKDV = (
+    *(slug for slug in _OF_DQ if slug not in ("v-for-k", "softmax-per-tile")), "ds-for-p", "do-for-q", "q-for-do",
+    "statistics-of-the-first-rows", "delta-of-the-first-rows",
+)  # fmt: skip
+_CAUSAL = ("causal-always", "causal-mask-missing", "causal-aligned-top-left", "causal-off-by-one")
+
+
+@exercise(
+    "5.3",
+    title="dQ of one block",
+    minutes=20,
+    difficulty="Core",
+    hints=[
+        "A loop over the keys as in phase 2, but without a state: lse is known, so each tile of P stands alone.",
+        "Per tile: p = exp(scale * q @ k.T - lse[:, None]), then ds = p * (do @ v.T - delta[:, None]).",
+        "dq starts at zeros; dq += ds @ k in each tile; return scale * dq.",
+    ],
+)
+def _(dq_block: Callable[..., torch.Tensor]) -> str:
+    shapes = ((4, 12, 8, 0.3, 4), (5, 30, 8, 0.5, 8), (7, 7, 16, 0.2, 7), (3, 20, 8, 1.0, 64))
+    answers = []
+    for M, N, D, scale, block in shapes:
+        head = _head(M, N, D, scale, block, seed=N)
+        case = f"{M} queries, {N} keys, BLOCK_N={block}, scale={scale}"
+        lse, delta = _saved(head)
+        got = _call(dq_block, case, head.q, head.do, lse, delta, head.k, head.v, block, scale)
+        answers.append((case, head, {"dq": got}))
+    _expect_gradients(answers, ["dq"], _OF_DQ)
+    peaks = []
+    for N in (256, 1024):
+        head = _head(128, N, 8, 0.3, 16)
+        lse, delta = _saved(head)
+        with Meter() as meter:
+            _call(dq_block, f"N={N}, BLOCK_N=16", head.q, head.do, lse, delta, head.k, head.v, 16, 0.3)
+        peaks.append(meter.peak_bytes)
+    expect(
+        peaks[1] - peaks[0] < 128 * (1024 - 256) * 4 // 2,
+        f"the values are right, the memory is not: with four times the keys your function held {peaks[1]} bytes at "
+        f"once instead of {peaks[0]}, so some tensor in it is [BLOCK_M, N]",
+        diagnosis="memory-grows-with-n",
+    )
+    return f"{len(answers)} shapes, and nothing in it grows with N"
+
+
+@exercise(
+    "5.4",
+    title="key_block_sim",
+    minutes=30,
+    difficulty="Core",
+    hints=[
+        "Two accumulators, dk and dv, like K_block and V_block, in float32. The loop runs over blocks of BLOCK_M "
+        "queries; it needs their rows of Q, dO, lse and delta.",
+        "Causal: query i sees key j if j <= i + N - M. Which is the first query that sees start_n? Begin there. The "
+        "tile's distance is that of its corner: start_m + N - M - start_n.",
+        "p = probabilities_sim(q, k, lse[rows], distance or None, scale); dv += pᵀ do; ds = p * (do vᵀ - delta); "
+        "dk += dsᵀ q. Return scale * dk, dv.",
+        "p.to(dO.dtype).float() and ds.to(Q.dtype).float() round as a tensor core would.",
+    ],
+)
+def _(key_block_sim: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> str:
+    shapes = (
+        (12, 8, 4, 0, 0.3, False), (30, 20, 8, 8, 0.5, False), (17, 40, 4, 20, 0.2, False),
+        (24, 24, 8, 8, 0.4, True), (10, 25, 4, 20, 0.6, True), (25, 10, 4, 4, 0.6, True),
+    )  # fmt: skip
+    answers: list[Answer] = []
+    rows: list[slice] = []
+    for M, N, block, start_n, scale, causal in shapes:
+        head = _head(M, N, 8, scale, block, causal=causal, seed=M)
+        case = f"{M} queries, {N} keys, keys {start_n} to {min(N, start_n + 8) - 1}, BLOCK_M={block}, causal={causal}"
+        lse, delta = _saved(head)
+        keys = slice(start_n, start_n + 8)
+        got = _call(
+            key_block_sim, case, head.k[keys], head.v[keys], start_n, head.q, head.do, lse, delta, N, block, scale,
+            causal, count=2, names="dk and dv",
+        )  # fmt: skip
+        whole = {}
+        for name, x in (("dk", got[0]), ("dv", got[1])):
+            expect(
+                x.shape == head.k[keys].shape,
+                f"{name} has shape {list(x.shape)}, it should be {list(head.k[keys].shape)}, like its block",
+                diagnosis="wrong-shape", case=case,
+            )  # fmt: skip
+            whole[name] = x
+        answers.append((case, head, whole))
+        rows.append(keys)
+    _expect_gradients(answers, ("dv", "dk"), (*_OF_DKDV, *_CAUSAL), rows=rows)
+    head = _head(128, 128, 8, 0.3, 16, causal=True)
+    lse, delta = _saved(head)
+    with Meter() as meter:
+        key_block_sim(head.k[64:80], head.v[64:80], 64, head.q, head.do, lse, delta, 128, 16, 0.3, True)
+    tiles = meter.matmul_flops / (4 * 2 * 16 * 16 * 8)
+    expect(
+        tiles <= 4,
+        f"right, but {tiles:g} tiles are computed for keys 64 to 79 of 128, causal, BLOCK_M=16, where 4 have a query "
+        "that sees one of them: begin at the first query that does",
+        diagnosis="causal-tiles-not-skipped",
+    )
+    return f"{len(answers)} blocks, causal and not"
+
+
+# ---- 5.5 ------------------------------------------------------------------------------------------------------------
+
+DELTA_PARAMETERS = (
+    "O_ptr", "DO_ptr", "DELTA_ptr", "stride_om", "stride_od", "stride_dom", "stride_dod", "M", "HEAD_DIM", "BLOCK_M",
+)  # fmt: skip
+
+
+@exercise(
+    "5.5",
+    title="delta_kernel",
+    minutes=20,
+    difficulty="Core",
+    hints=[
+        "As 3.1: rows down, columns across, and each tensor with its own two strides.",
+        "The last block reaches over the end: mask the loads and the store with offs_m < M, and say other=0.0.",
+        "tl.sum(o.to(tl.float32) * do.to(tl.float32), axis=1), stored at DELTA_ptr + offs_m.",
+    ],
+)
+def _(delta_kernel: Any) -> str:
+    kernel = kernel_of(delta_kernel, DELTA_PARAMETERS)
+    o, do = _random((50, 32), (50, 32), seed=3)
+    one = torch.ones((), device=o.device).expand(50, 32)
+    layouts = {
+        "contiguous, float32": (o, do), "contiguous, float16": (o.half(), do.half()),
+        "48 rows, a whole number of blocks": (o[:48], do[:48]),
+        "dO stored by columns": (o, do.T.contiguous().T), "O stored by columns": (o.T.contiguous().T, do),
+        "dO with strides of 0, as o.sum().backward() gives": (o, one),
+    }  # fmt: skip
+    answers = []
+    for case, (x, y) in layouts.items():
+        case = f"{case}, {len(x)} rows, BLOCK_M=16"
+        out = torch.full((len(x),), math.nan, device=x.device)
+        with in_bounds(case, o=x, do=y, delta=out) as traffic:
+            kernel[(-(-len(x) // 16),)](x, y, out, *x.stride(), *y.stride(), len(x), HEAD_DIM=32, BLOCK_M=16)
+        explain_undefined(traffic, out, case)
+        missing = int(out.isnan().sum())
+        expect(not missing, f"{missing} of {len(x)} rows of delta are never stored, or NaN",
+               diagnosis="never-written", case=case)  # fmt: skip
+        answers.append((case, out, (x.double() * y.double()).sum(1)))
+    _expect_delta(answers, list(layouts.values()))
+    strides = {"stride_om": 32, "stride_od": 1, "stride_dom": 32, "stride_dod": 1, "M": 50}
+    pointers = {"O_ptr": torch.float16, "DO_ptr": torch.float16, "DELTA_ptr": torch.float32}
+    compiles(kernel, {**pointers, **strides, "HEAD_DIM": 32, "BLOCK_M": 16})
+    return f"{len(answers)} layouts, and it compiles"
+
+
+def _expect_delta(answers: list[tuple[str, torch.Tensor, torch.Tensor]], inputs: Sequence[tuple]) -> None:
+    """The first two answers are of contiguous tensors in float32 and float16, those from the fourth on of strided."""
+    __tracebackhide__ = True
+
+    def given(formula: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
+        return [formula(x.double(), y.double()) for x, y in inputs]
+
+    def error(answer: tuple[str, torch.Tensor, torch.Tensor]) -> float:
+        return (answer[1].cpu().double() - answer[2].cpu()).abs().max().item()
+
+    wrong = {
+        "mean-for-sum": (given(lambda x, y: (x * y).mean(1)), "that is the mean; delta is the sum"),
+        "square": (given(lambda x, y: (x * x).sum(1)), "o is multiplied by itself: is dO loaded?"),
+        "square 1": (given(lambda x, y: (y * y).sum(1)), "dO is multiplied by itself: is O loaded?"),
+        "product-missing": (given(lambda x, y: x.sum(1)), "that is the sum of o alone"),
+        "absolute-values": (given(lambda x, y: (x * y).abs().sum(1)), "the products keep their signs"),
+        "sign-inverted": (given(lambda x, y: -(x * y).sum(1)), "every value has the other sign"),
+        "maximum": (given(lambda x, y: (x * y).amax(1)), "that is the largest product; delta is the sum"),
+        "first-block-again": (
+            given(lambda x, y: (x * y).sum(1)[torch.arange(len(x)) % 16]),
+            "every block has the rows of the first: does the address use the program's number?",
+        ),
+    }
+    if error(answers[0]) <= 1e-3:
+        if 1e-3 < error(answers[1]) < 5e-2:
+            raise CheckFailed(
+                "float32 is right, float16 to a few digits only: the products are rounded before they are summed",
+                diagnosis="low-precision", case=answers[1][0],
+            )  # fmt: skip
+        for answer in answers[3:]:
+            expect(
+                error(answer) <= 1e-3,
+                "right for contiguous tensors only: is each stride with its own tensor and its own index?",
+                diagnosis="wrong-strides", case=answer[0],
+            )  # fmt: skip
+    expect_all_close(answers, what="delta", mistakes=wrong, tol=1e-3)
+
+
+# ---- 5.6, 5.11 ------------------------------------------------------------------------------------------------------
+
+DQ_PARAMETERS = (
+    "Q_ptr", "K_ptr", "V_ptr", "DO_ptr", "LSE_ptr", "DELTA_ptr", "DQ_ptr", "stride_qm", "stride_kn", "stride_vn",
+    "stride_dom", "stride_dqm", "scale", "M", "N", "HEAD_DIM", "BLOCK_M", "BLOCK_N",
+)  # fmt: skip
+DKDV_PARAMETERS = (
+    "Q_ptr", "K_ptr", "V_ptr", "DO_ptr", "LSE_ptr", "DELTA_ptr", "DK_ptr", "DV_ptr", "stride_qm", "stride_kn",
+    "stride_vn", "stride_dom", "stride_dkn", "stride_dvn", "scale", "M", "N", "HEAD_DIM", "BLOCK_M", "BLOCK_N",
+)  # fmt: skip
+
+
+def _apart(x: torch.Tensor, gap: int) -> torch.Tensor:
+    """The same values, with `gap` elements of NaN behind every row."""
+    wide = torch.full((len(x), x.shape[1] + gap), math.nan, dtype=x.dtype, device=x.device)
+    wide[:, : x.shape[1]] = x
+    return wide[:, : x.shape[1]]
+
+
+def _launch(kernel: Any, head: Head, names: Sequence[str], case: str, grid: int, BLOCK_M: int, BLOCK_N: int):
+    """Launch a kernel for one head, every address watched; the gradients by name."""
+    __tracebackhide__ = True
+    q, k, v, do = (_apart(x, gap) for x, gap in zip(head[:4], (0, 8, 16, 24), strict=True))
+    lse, delta = _saved(head)
+    out = {name: _apart(torch.full_like(head.q if name == "dq" else head.k, math.nan), 8) for name in names}
+    strides = [x.stride(0) for x in (q, k, v, do, *out.values())]
+    with in_bounds(case, q=q, k=k, v=v, do=do, lse=lse, delta=delta, **out) as traffic:
+        kernel[(grid,)](
+            q, k, v, do, lse, delta, *out.values(), *strides, head.scale, len(q), len(k),
+            HEAD_DIM=q.shape[1], BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N,
+        )  # fmt: skip
+    for x in out.values():
+        explain_undefined(traffic, x, case)
+    return out
+
+
+def _check_kernel(kernel: Any, names: Sequence[str], mistakes: Sequence[str]) -> str:
+    """Run on float16, float32 and a row with a very negative lse; then compile."""
+    __tracebackhide__ = True
+    keeps_queries = names == ("dq",)
+    answers: dict[torch.dtype, list] = {torch.float16: [], torch.float32: []}
+    shapes = ((48, 32, 16, 32), (32, 48, 32, 16), (40, 50, 16, 16), (7, 70, 16, 32), (70, 7, 32, 16))
+    for dtype, found in answers.items():
+        for M, N, BLOCK_M, BLOCK_N in shapes if dtype == torch.float16 else shapes[1:3]:
+            block = BLOCK_N if keeps_queries else BLOCK_M
+            head = _head(M, N, 16, 0.3, block, dtype=dtype, seed=M)
+            case = f"{M} queries, {N} keys, BLOCK_M={BLOCK_M}, BLOCK_N={BLOCK_N}, {str(dtype).removeprefix('torch.')}"
+            grid = -(-M // BLOCK_M) if keeps_queries else -(-N // BLOCK_N)
+            out = _launch(kernel, head, names, case, grid, BLOCK_M, BLOCK_N)
+            for name, x in out.items():
+                missing = int(x.isnan().sum())
+                expect(missing < x.numel(), f"{name} is NaN everywhere, or nothing is ever stored to it",
+                       diagnosis="never-written", case=case)  # fmt: skip
+            found.append((case, head, out))
+    for name in names:
+        _expect_gradients(answers[torch.float16], [name], mistakes)
+        _expect_ieee(answers[torch.float32], name)
+    _expect_tail(kernel, names)
+    pointers = {name: torch.float16 for name in kernel.fn.__code__.co_varnames[:8] if name.endswith("_ptr")}
+    pointers |= {"LSE_ptr": torch.float32, "DELTA_ptr": torch.float32}
+    parameters = DQ_PARAMETERS if keeps_queries else DKDV_PARAMETERS
+    numbers = {name: 64 for name in parameters if name.startswith("stride")}
+    compiles(kernel, {**pointers, **numbers, "scale": 0.125, "M": 512, "N": 512, "HEAD_DIM": 64, "BLOCK_M": 64,
+                      "BLOCK_N": 64})  # fmt: skip
+    return f"{sum(map(len, answers.values())) + 1} cases, and it compiles"
+
+
+def _expect_ieee(answers: Sequence[tuple[str, Head, dict[str, torch.Tensor]]], name: str) -> None:
+    __tracebackhide__ = True
+    for case, head, got in answers:
+        want = getattr(gradients(head), name)
+        error = (got[name].cpu().double() - want).abs().max().item() / want.abs().max().item()
+        if 1e-5 < error < 1e-2:
+            raise CheckFailed(
+                f"{name} is right in float16; in float32 it has {-math.log10(error):.0f} right digits, where 5 are "
+                "expected: tl.dot takes float32 operands as TF32 unless it is told input_precision='ieee'",
+                diagnosis="tf32", case=case,
+            )  # fmt: skip
+        expect_close(got[name], want, what=name, case=case)
+
+
+def _expect_tail(kernel: Any, names: Sequence[str]) -> None:
+    """Scores near -120: the exponential of a key or a query that is not there overflows."""
+    __tracebackhide__ = True
+    head = _head(20, 20, 16, 1.0, 16, seed=5)
+    q, k = head.q.clone(), head.k.clone()
+    q[:, 0], k[:, 0] = 10.0, -12.0
+    head = head._replace(q=q, k=k)
+    case = "20 queries and keys, tiles of 16, every score near -120"
+    out = _launch(kernel, head, names, case, 2, 16, 16)
+    for name in names:
+        expect(
+            not out[name].isnan().any(),
+            f"{name} has NaN where every lse is near -120: in the last tile, what is exp(0 - lse) for a key or a query "
+            "that is not there, and what is that times 0?",
+            diagnosis="tail-overflows", case=case,
+        )  # fmt: skip
+        expect_close(out[name], getattr(gradients(head), name), what=name, case=case, tol=0.05)
+
+
+@exercise(
+    "5.6",
+    title="dq_kernel",
+    minutes=35,
+    difficulty="Core",
+    hints=[
+        "Your dq_block of 5.3, line by line. What the program keeps is loaded already: q, do, lse, delta.",
+        "Scores: tl.dot(q, k.T, input_precision='ieee') * scale. p = tl.exp(s - lse[:, None]); ds as in 5.3; "
+        "dq = tl.dot(ds.to(k.dtype), k, dq, input_precision='ieee').",
+        "A key that is not there has k = 0, so its score is 0 and its p is exp(-lse), which may be infinite. Set ds to "
+        "0 there with tl.where(in_range[None, :], ds, 0.0).",
+        "Store (dq * scale).to(DQ_ptr.dtype.element_ty), masked by offs_m[:, None] < M.",
+    ],
+)
+def _(dq_kernel: Any) -> str:
+    return _check_kernel(kernel_of(dq_kernel, DQ_PARAMETERS), ("dq",), _OF_DQ)
+
+
+@exercise(
+    "5.11",
+    title="dkdv_kernel, from an empty page",
+    minutes=60,
+    difficulty="Stretch",
+    hints=[
+        "Program i keeps keys i * BLOCK_N ...: load its k and v once, masked. Two accumulators in float32. Then a loop "
+        "over the queries, as in 5.4.",
+        "Compute the tile transposed: s_t = tl.dot(k, q.T) is [BLOCK_N, BLOCK_M], and lse[None, :] belongs to its "
+        "columns. Then dv = tl.dot(p_t.to(do.dtype), do, dv) needs no transposition.",
+        "Load lse with other=float('inf') and delta with other=0.0: then p is 0 for queries that are not there.",
+        "dp_t = tl.dot(v, do.T); ds_t = p_t * (dp_t - delta[None, :]); dk = tl.dot(ds_t.to(q.dtype), q, dk); at the "
+        "end dk * scale. All four products with input_precision='ieee'.",
+    ],
+)
+def _(dkdv_kernel: Any) -> str:
+    return _check_kernel(kernel_of(dkdv_kernel, DKDV_PARAMETERS), ("dk", "dv"), _OF_DKDV)
+
+
+# ---- 5.7 ------------------------------------------------------------------------------------------------------------
+
+
+@exercise(
+    "5.7",
+    title="A loss that uses lse",
+    minutes=15,
+    difficulty="Core",
+    hints=[
+        "Two ways lead from a score to the loss: through P and O, and through lse. Their gradients add up.",
+        "d lse_i / d s_ij = p_ij. So the second part is p * dlse[:, None].",
+        "delta = (o * do).sum(1); return p * (do @ v.T - delta[:, None] + dlse[:, None]).",
+    ],
+)
+def _(scores_gradient: Callable[..., torch.Tensor]) -> str:
+    answers, parts = [], []
+    for M, N, D in ((3, 5, 4), (6, 6, 6), (4, 20, 8)):
+        s, v, do, dlse = _random((M, N), (N, D), (M, D), (M,), seed=M)
+        p = torch.softmax(s, 1)
+        o, dlse = p @ v, dlse + 0.5
+        case = f"{M} queries, {N} keys, {D} columns"
+        dp, delta = do @ v.T, (o * do).sum(1)[:, None]
+        got = _call(scores_gradient, case, p, v, o, do, dlse)
+        answers.append((case, got, p * (dp - delta + dlse[:, None])))
+        parts.append((p, dp, delta, dlse[:, None], torch.logsumexp(s, 1)[:, None]))
+
+    def given(formula: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+        return [formula(*part) for part in parts]
+
+    expect_all_close(
+        answers,
+        what="ds",
+        mistakes={
+            "lse-gradient-missing": (
+                given(lambda p, dp, delta, dl, lse: p * (dp - delta)),
+                "that is the part through O alone: dlse does not reach the scores",
+            ),
+            "output-gradient-missing": (
+                given(lambda p, dp, delta, dl, lse: p * dl),
+                "that is the part through lse alone: dO does not reach the scores",
+            ),
+            "wrong-sign": (
+                given(lambda p, dp, delta, dl, lse: p * (dp - delta - dl)),
+                "dlse is subtracted from dP; a larger score makes lse larger, so it is added",
+            ),
+            "not-weighted": (
+                given(lambda p, dp, delta, dl, lse: p * (dp - delta) + dl),
+                "dlse reaches every score of its row alike; the derivative of lse with respect to a score is its p",
+            ),
+            "delta-missing": (
+                given(lambda p, dp, delta, dl, lse: p * (dp + dl)),
+                "delta is not subtracted from dP",
+            ),
+            "delta-added": (
+                given(lambda p, dp, delta, dl, lse: p * (dp + delta + dl)),
+                "delta is added to dP; it is subtracted",
+            ),
+            "p-missing": (
+                given(lambda p, dp, delta, dl, lse: dp - delta + dl),
+                "the sum is not multiplied by p",
+            ),
+            "times-dlse": (
+                given(lambda p, dp, delta, dl, lse: p * (dp - delta) * dl),
+                "dP - delta is multiplied by dlse; the two parts add up",
+            ),
+            "through-the-softmax": (
+                given(lambda p, dp, delta, dl, lse: p * (dp + dl - ((dp + dl) * p).sum(1, keepdim=True))),
+                "dlse is added to dP before delta is taken, so that delta takes it away again: delta is that of dO",
+            ),
+            "p-twice": (
+                given(lambda p, dp, delta, dl, lse: p * (dp - delta + p * dl)),
+                "dlse is multiplied by p twice",
+            ),
+            "exponential": (
+                given(lambda p, dp, delta, dl, lse: p * (dp - delta + dl * lse.exp())),
+                "dlse is multiplied by exp(lse): that is the derivative of the sum, not of its logarithm",
+            ),
+        },
+    )
+    return f"{len(answers)} shapes"
+
+
+# ---- 5.8 ------------------------------------------------------------------------------------------------------------
+
+
+@exercise(
+    "5.8",
+    title="The sum over a group",
+    minutes=10,
+    difficulty="Core",
+    hints=[
+        "Query head h reads key head h // group: the heads of one group lie side by side.",
+        "x.unflatten(1, (kv_heads, group)) has the group in dimension 2. Sum over it.",
+        "dk.unflatten(1, (kv_heads, -1)).float().sum(2).to(dk.dtype).",
+    ],
+)
+def _(group_sum: Callable[..., torch.Tensor]) -> str:
+    answers, inputs = [], []
+    for batch, heads, kv_heads, N, D in ((1, 4, 2, 3, 5), (2, 6, 3, 4, 2), (2, 6, 1, 3, 3), (1, 3, 3, 2, 2)):
+        (x,) = _random((batch, heads, N, D), seed=heads)
+        case = f"batch {batch}, {heads} query heads, {kv_heads} key heads"
+        got = _call(group_sum, case, x, kv_heads)
+        answers.append((case, got, x.unflatten(1, (kv_heads, -1)).sum(2)))
+        inputs.append((x, kv_heads, heads // kv_heads))
+
+    def given(formula: Callable[[torch.Tensor, int, int], torch.Tensor]) -> list[torch.Tensor]:
+        return [formula(*one) for one in inputs]
+
+    expect_all_close(
+        answers,
+        what="dk",
+        mistakes={
+            "mean-for-sum": (given(lambda x, n, g: x.unflatten(1, (n, g)).mean(2)), "that is the mean over the group"),
+            "heads-interleaved": (
+                given(lambda x, n, g: x.unflatten(1, (g, n)).sum(1)),
+                "the heads of a group are taken n apart; query head h reads key head h // group",
+            ),
+            "last-head-only": (
+                given(lambda x, n, g: x[:, g - 1 :: g]),
+                "that is the gradient of the group's last head alone: all of them add up",
+            ),
+            "first-head-only": (
+                given(lambda x, n, g: x[:, ::g]),
+                "that is the gradient of the group's first head alone: all of them add up",
+            ),
+            "first-heads": (given(lambda x, n, g: x[:, :n]), "those are the first heads; nothing is summed"),
+            "maximum": (given(lambda x, n, g: x.unflatten(1, (n, g)).amax(2)), "that is the largest of the group"),
+            "all-heads": (
+                given(lambda x, n, g: x.sum(1, keepdim=True).expand(-1, n, -1, -1)),
+                "every key head has the sum over all query heads; it has that of its own group",
+            ),
+            "times-group": (
+                given(lambda x, n, g: x.unflatten(1, (n, g)).sum(2) * g),
+                "each gradient is counted `group` times",
+            ),
+            "product": (given(lambda x, n, g: x.unflatten(1, (n, g)).prod(2)), "that is the product over the group"),
+        },
+    )
+    case = "float16: 2048, and seven times 1"
+    x = torch.ones(1, 8, 1, 1, dtype=torch.float16, device=runtime.device())
+    x[0, 0] = 2048.0
+    got = _call(group_sum, case, x, 1)
+    expect(got.dtype == torch.float16, f"dk should have its input's dtype, float16; it is {got.dtype}",
+           diagnosis="wrong-dtype", case=case)  # fmt: skip
+    expect(
+        got.item() == 2056.0,
+        f"the sum of 2048 and seven times 1 is {got.item():g}; 2055 is nearest to 2056 in float16. Is it added up in "
+        "float16? There 2048 + 1 is 2048",
+        diagnosis="summed-in-16-bit", case=case,
+    )  # fmt: skip
+    return f"{len(answers)} groupings, summed in float32"
+
+
+# ---- 5.9, 5.10: bug hunts -------------------------------------------------------------------------------------------
+
+
+@exercise(
+    "5.9",
+    title="It was only ever asked for one",
+    minutes=20,
+    difficulty="Bug hunt",
+    untouched="795de1edd30d",
+    history="the tutorial of Triton: triton-lang/triton, issues 4541 (2024) and 5660 (2025), pull request 5241",
+    hints=[
+        "Which cases are right? What have they in common?",
+        "There is an argument that says what was asked for. Where in the function is it used?",
+        "Two lines depend on causal: where the walk over the queries begins, and whether the tile on the diagonal is "
+        "masked. Without a mask every query sees every key.",
+    ],
+)
+def _(hunted_9: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> str:
+    answers = []
+    for n, block, causal in ((16, 8, True), (16, 8, False), (21, 8, True), (21, 8, False), (5, 8, False)):
+        head = _head(n, n, 8, 0.4, block, causal=causal, seed=n)
+        case = f"{n} queries and keys, blocks of {block}, causal={causal}"
+        lse, delta = _saved(head)
+        got = _call(
+            hunted_9, case, head.q, head.k, head.v, head.do, lse, delta, block, head.scale, causal,
+            count=2, names="dk and dv",
+        )  # fmt: skip
+        answers.append((case, head, {"dk": got[0], "dv": got[1]}))
+
+    def halves(name: str) -> Models:
+        def given(left: str) -> list[torch.Tensor]:
+            return [_half_causal(head, name, left) for _, head, _ in answers]
+
+        return {
+            "diagonal-masked": (
+                given("mask"),
+                f"{name}: without causal every tile is visited now, but those on the diagonal are still masked",
+            ),
+            "tiles-above-skipped": (
+                given("range"),
+                f"{name}: without causal no tile is masked now, but the queries before the block are never visited",
+            ),
+            "causal-tiles-visited": (
+                given("unmasked"),
+                f"{name}: with causal the tiles of earlier queries count as well, unmasked",
+            ),
+        }
+
+    _expect_gradients(answers, ("dv", "dk"), (*_CAUSAL, *_OF_DKDV), more=halves)
+    return f"{len(answers)} cases"
+
+
+def _half_causal(head: Head, name: str, left: str) -> torch.Tensor:
+    """dk or dv where only one of two lines asks for causal: the diagonal's mask, or where the walk begins."""
+    q, k, v, do = (x.detach().cpu().double() for x in head[:4])
+    _, lse, delta = statistics(head)
+    i, j = torch.arange(len(q))[:, None], torch.arange(len(k))[None, :]
+    on_diagonal, above = i // head.block == j // head.block, i // head.block < j // head.block
+    if head.causal:
+        hidden = (on_diagonal & (j > i)) if left == "unmasked" else j > i
+    else:
+        hidden = {"mask": on_diagonal & (j > i), "range": above, "unmasked": torch.zeros_like(above)}[left]
+    p = torch.exp(head.scale * q @ k.T - lse[:, None]).masked_fill(hidden, 0.0)
+    return p.T @ do if name == "dv" else head.scale * (p * (do @ v.T - delta[:, None])).T @ q
+
+
+@exercise(
+    "5.10",
+    title="One grid for both",
+    minutes=20,
+    difficulty="Bug hunt",
+    untouched="fb09be96a493",
+    history="the tutorial of Triton in 2023: its backward pass was launched with the forward pass's grid "
+    "(triton-lang/triton, issue 1975)",
+    hints=[
+        "Which of the three gradients is wrong, and in which rows? What have the right cases in common?",
+        "How many programs are there, and what is each of them to do? Count for 64 queries, 64 keys, BLOCK_M = 32, "
+        "BLOCK_N = 16.",
+        "There are ceil(M / BLOCK_M) blocks of queries and ceil(N / BLOCK_N) blocks of keys. Take the larger number of "
+        "programs, or two loops.",
+    ],
+)
+def _(hunted_10: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> str:
+    shapes = ((32, 32, 16, 16), (64, 64, 32, 16), (40, 40, 8, 16), (20, 50, 16, 16), (50, 20, 16, 8))
+    answers: list[Answer] = []
+    for M, N, BLOCK_M, BLOCK_N in shapes:
+        head = _head(M, N, 8, 0.3, BLOCK_M, seed=M)
+        case = f"{M} queries, {N} keys, BLOCK_M={BLOCK_M}, BLOCK_N={BLOCK_N}"
+        o, lse, _ = statistics(head)
+        given = [x.float().to(head.q.device) for x in (o, lse)]
+        got = _call(
+            hunted_10, case, head.q, head.k, head.v, *given, head.do, BLOCK_M, BLOCK_N, head.scale,
+            count=3, names="dq, dk and dv",
+        )  # fmt: skip
+        answers.append((case, head, dict(zip(("dq", "dk", "dv"), got, strict=True))))
+
+    def grids(name: str) -> Models:
+        def cut(programs: Callable[[int, int], int], up: bool = True) -> list[torch.Tensor]:
+            """The gradients' first rows, those that so many programs compute: 0 from there on."""
+            found = []
+            for (_, head, _), (M, N, BLOCK_M, BLOCK_N) in zip(answers, shapes, strict=True):
+                blocks = (-(-M // BLOCK_M), -(-N // BLOCK_N)) if up else (M // BLOCK_M, N // BLOCK_N)
+                x = getattr(gradients(head), name)
+                rows = programs(*blocks) * (BLOCK_M if name == "dq" else BLOCK_N)
+                found.append(x * (torch.arange(len(x))[:, None] < rows))
+            return found
+
+        start = f"{name} is 0 from a row on: "
+        return {
+            "grid-of-the-queries": (
+                cut(lambda queries, keys: queries),
+                start + "there are as many programs as blocks of queries, and there are more blocks of keys",
+            ),
+            "grid-of-the-keys": (
+                cut(lambda queries, keys: keys),
+                start + "there are as many programs as blocks of keys, and there are more blocks of queries",
+            ),
+            "smaller-grid": (
+                cut(min),
+                start + "the smaller number of blocks is taken; each kind needs all of its own",
+            ),
+            "rounded-down": (
+                cut(max, up=False),
+                start + "the number of programs is rounded down, and the last block is not full",
+            ),
+        }
+
+    _expect_gradients(answers, ("dv", "dk", "dq"), ("first-block-only", *_OF_DKDV), more=grids)
+    return f"{len(answers)} pairs of lengths and tiles"

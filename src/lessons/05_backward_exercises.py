@@ -1,0 +1,409 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Phase 5 · The backward pass: exercises
+#
+# Fill in each cell that says `# YOUR CODE HERE`, run it, then run the check below it. A check that fails says in one
+# sentence what is wrong. `hint("5.4")` gives the next hint, `progress()` shows where you are.
+#
+# **Time:** about three hours, and an hour more for the stretch exercise.
+
+# %% [markdown]
+# The names are the lecture's:
+#
+# | name | what it is |
+# |:--|:--|
+# | `do`, `dO` | the gradient of the loss with respect to O; `dp`, `ds`, `dq`, `dk`, `dv` likewise |
+# | `lse` | log-sum-exp of each row of scores, natural logarithm; `p = exp(score - lse)` |
+# | `delta` | `(o * do).sum(dim=1)`, one number per row |
+# | `scale` | the scores are `scale * q @ k.T` |
+# | `M`, `N` | number of queries; number of keys |
+
+# %%
+import math
+
+import torch
+
+from flashlab.attention import simulation_backward as lecture
+from flashlab.attention.simulation_backward import probabilities_sim
+from flashlab.exercises import check, hint, progress
+
+import triton  # after flashlab, which decides whether kernels are interpreted here
+import triton.language as tl
+
+# %% [markdown]
+# ## 5.1 Through the softmax
+#
+# *Warm-up · 10 min*
+#
+# `p` and `dp` are `[M, N]`; each row of p is a softmax of scores s. Return `ds`, the gradient with respect to the scores. No N × N
+# matrix is needed for it, and no loop.
+
+# %% tags=["exercise"]
+def softmax_backward(p, dp):
+    # BEGIN SOLUTION
+    delta = (p * dp).sum(dim=1, keepdim=True)
+    return p * (dp - delta)
+    # END SOLUTION
+
+# %% tags=["check"]
+# hint("5.1")
+check("5.1", softmax_backward)
+
+# %% [markdown]
+# ## 5.2 delta, two ways
+#
+# *Warm-up · 10 min*
+#
+# The same number per row, in two ways: from `p` and `dp`, both `[M, N]`; and from `o` and `do`, both `[M, HEAD_DIM]`. Return float32
+# `[M]`. The second gets 16-bit tensors in a model, and should not lose digits then.
+
+# %% tags=["exercise"]
+def delta_over_keys(p, dp):
+    # BEGIN SOLUTION
+    return (p * dp).sum(dim=1)
+    # END SOLUTION
+
+
+def delta_over_columns(o, do):
+    # BEGIN SOLUTION
+    return (o.float() * do.float()).sum(dim=1)
+    # END SOLUTION
+
+# %% tags=["check"]
+# hint("5.2")
+check("5.2", delta_over_keys, delta_over_columns)
+
+# %% [markdown]
+# ## 5.3 dQ of one block
+#
+# *Core · 20 min*
+#
+# A block of queries walks along the keys, BLOCK_N at a time; the last block of keys may be shorter. Nothing in the function may have
+# all N keys in its shape, but K and V themselves.
+
+# %% tags=["exercise"]
+def dq_block(q, do, lse, delta, K, V, BLOCK_N, scale):
+    """dQ [BLOCK_M, HEAD_DIM] of a block of queries, no mask.
+
+    q, do: [BLOCK_M, HEAD_DIM]; lse, delta: [BLOCK_M]; K, V: [N, HEAD_DIM]. All float32.
+    """
+    # BEGIN SOLUTION
+    dq = torch.zeros_like(q)
+    for start_n in range(0, len(K), BLOCK_N):
+        k, v = K[start_n : start_n + BLOCK_N], V[start_n : start_n + BLOCK_N]
+        p = torch.exp(scale * (q @ k.T) - lse[:, None])
+        ds = p * (do @ v.T - delta[:, None])
+        dq = dq + ds @ k
+    return scale * dq
+    # END SOLUTION
+
+# %% tags=["check"]
+# hint("5.3")
+check("5.3", dq_block)
+
+# %% [markdown]
+# ## 5.4 key_block_sim
+#
+# *Core · 30 min*
+#
+# **The milestone of this phase.** A block of keys walks down over the queries, BLOCK_M at a time, causal or not. The last query sees
+# the last key. A block of queries that sees none of these keys is not visited.
+#
+# `probabilities_sim(q, k, lse, distance, scale)` gives a tile of P in float32. `distance` is None without a mask; else row i of the tile
+# sees its columns j ≤ i + distance.
+
+# %% tags=["exercise"]
+# MILESTONE flashlab.attention.simulation_backward: key_block_sim
+def key_block_sim(K_block, V_block, start_n, Q, dO, lse, delta, N, BLOCK_M, scale, causal):
+    """dK and dV of the block of keys that begins at row start_n of N; float32 [rows, HEAD_DIM] each.
+
+    K_block, V_block: [rows, HEAD_DIM]; Q, dO: [M, HEAD_DIM]; lse, delta: [M].
+    """
+    # 1. Two accumulators. Where does the walk over the queries begin?
+    # 2. For each block of queries: q, do, a tile of p.
+    # 3. dv, then ds, then dk. (P and dS are rounded to the inputs' dtype before they are multiplied.)
+    # YOUR CODE HERE
+    raise NotImplementedError
+
+# %% tags=["check"]
+# hint("5.4")
+check("5.4", key_block_sim)
+
+# %% [markdown]
+# ## 5.5 delta_kernel
+#
+# *Core · 20 min*
+#
+# $\delta$ of BLOCK_M rows per program, in Triton. M need not be a multiple of BLOCK_M. O and dO each have their own two strides, and those of
+# dO may be anything, also 0. Multiply in float32.
+
+# %% tags=["exercise"]
+@triton.jit
+def delta_kernel(
+    O_ptr, DO_ptr, DELTA_ptr, stride_om, stride_od, stride_dom, stride_dod, M,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
+):
+    offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_d = tl.arange(0, HEAD_DIM)
+    # BEGIN SOLUTION
+    o_ptrs = O_ptr + offs_m[:, None] * stride_om + offs_d[None, :] * stride_od
+    do_ptrs = DO_ptr + offs_m[:, None] * stride_dom + offs_d[None, :] * stride_dod
+    o = tl.load(o_ptrs, mask=offs_m[:, None] < M, other=0.0).to(tl.float32)
+    do = tl.load(do_ptrs, mask=offs_m[:, None] < M, other=0.0).to(tl.float32)
+    tl.store(DELTA_ptr + offs_m, tl.sum(o * do, axis=1), mask=offs_m < M)
+    # END SOLUTION
+
+# %% tags=["check"]
+# hint("5.5")
+check("5.5", delta_kernel)
+
+# %% [markdown]
+# ## 5.6 dq_kernel
+#
+# *Core · 35 min*
+#
+# 5.3 as a Triton kernel: one head, no mask, any M and N. The addresses and loads are written. The loop's body and the end are yours. The
+# scale multiplies the scores, and once more the result. Use `tl.exp`; the statistics are natural logarithms.
+#
+# The check has float32 inputs too, and a case in which every lse is near −120. Think of the last tile there.
+
+# %% tags=["exercise"]
+@triton.jit
+def dq_kernel(
+    Q_ptr, K_ptr, V_ptr, DO_ptr, LSE_ptr, DELTA_ptr, DQ_ptr,
+    stride_qm, stride_kn, stride_vn, stride_dom, stride_dqm,
+    scale, M, N, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):
+    offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_d = tl.arange(0, HEAD_DIM)
+    rows = offs_m[:, None] < M
+    q = tl.load(Q_ptr + offs_m[:, None] * stride_qm + offs_d[None, :], mask=rows, other=0.0)
+    do = tl.load(DO_ptr + offs_m[:, None] * stride_dom + offs_d[None, :], mask=rows, other=0.0)
+    lse = tl.load(LSE_ptr + offs_m, mask=offs_m < M, other=float("inf"))
+    delta = tl.load(DELTA_ptr + offs_m, mask=offs_m < M, other=0.0)
+    dq = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
+    for start_n in range(0, N, BLOCK_N):
+        offs_n = start_n + tl.arange(0, BLOCK_N)
+        in_range = offs_n < N
+        k = tl.load(K_ptr + offs_n[:, None] * stride_kn + offs_d[None, :], mask=in_range[:, None], other=0.0)
+        v = tl.load(V_ptr + offs_n[:, None] * stride_vn + offs_d[None, :], mask=in_range[:, None], other=0.0)
+        # BEGIN SOLUTION
+        s = tl.dot(q, k.T, input_precision="ieee") * scale
+        p = tl.exp(s - lse[:, None])
+        dp = tl.dot(do, v.T, input_precision="ieee")
+        ds = tl.where(in_range[None, :], p * (dp - delta[:, None]), 0.0)
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
+    dq_ptrs = DQ_ptr + offs_m[:, None] * stride_dqm + offs_d[None, :]
+    tl.store(dq_ptrs, (dq * scale).to(DQ_ptr.dtype.element_ty), mask=rows)
+    # END SOLUTION
+
+# %% tags=["check"]
+# hint("5.6")
+check("5.6", dq_kernel)
+
+# %% [markdown]
+# ## 5.7 A loss that uses lse
+#
+# *Core · 15 min*
+#
+# A loss depends on O and on the log-sum-exp of each row. `do` is its gradient with respect to O `[M, HEAD_DIM]`, `dlse` that with respect to
+# lse `[M]`. Return `ds` `[M, N]`, the gradient with respect to the scores.
+
+# %% tags=["exercise"]
+def scores_gradient(p, v, o, do, dlse):
+    """p: [M, N]; v: [N, HEAD_DIM]; o, do: [M, HEAD_DIM]; dlse: [M]."""
+    # BEGIN SOLUTION
+    delta = (o * do).sum(dim=1)
+    return p * (do @ v.T - delta[:, None] + dlse[:, None])
+    # END SOLUTION
+
+# %% tags=["check"]
+# hint("5.7")
+check("5.7", scores_gradient)
+
+# %% [markdown]
+# ## 5.8 The sum over a group
+#
+# *Core · 10 min*
+#
+# Some kernels write dK for every *query* head, `[batch, heads, N, HEAD_DIM]`, and leave the sum to be done afterwards. Do it: return
+# `[batch, kv_heads, N, HEAD_DIM]` in the dtype of `dk`. Query head h reads key head h // (heads / kv_heads). Add up in float32.
+
+# %% tags=["exercise"]
+def group_sum(dk, kv_heads):
+    # BEGIN SOLUTION
+    return dk.unflatten(1, (kv_heads, -1)).float().sum(dim=2).to(dk.dtype)
+    # END SOLUTION
+
+# %% tags=["check"]
+# hint("5.8")
+check("5.8", group_sum)
+
+# %% [markdown]
+# ## 5.9 It was only ever asked for one
+#
+# *Bug hunt · 20 min*
+#
+# dK and dV of one head with as many queries as keys, in square tiles. It has trained language models, and its author compared every
+# gradient with autograd's before. Then somebody used it for images, and the model did not learn. The forward pass was right.
+#
+# The check shows the symptoms, and no cause, until you change the code. **Which cases are right, and which are not?**
+
+# %% tags=["exercise"]
+# BEGIN STARTER
+def hunted_9(q, k, v, do, lse, delta, BLOCK, scale, causal):
+    """dk and dv of one head, as many queries as keys. q, k, v, do: [N, HEAD_DIM]; lse, delta: [N]; all float32."""
+    N = len(q)
+    dk, dv = torch.zeros_like(k), torch.zeros_like(v)
+    for start_n in range(0, N, BLOCK):
+        keys = slice(start_n, start_n + BLOCK)
+        for start_m in range(start_n, N, BLOCK):
+            rows = slice(start_m, start_m + BLOCK)
+            p = torch.exp(scale * (q[rows] @ k[keys].T) - lse[rows, None])
+            if start_m == start_n:
+                p = torch.tril(p)
+            dv[keys] += p.T @ do[rows]
+            ds = p * (do[rows] @ v[keys].T - delta[rows, None])
+            dk[keys] += scale * (ds.T @ q[rows])
+    return dk, dv
+# END STARTER
+# BEGIN SOLUTION
+def hunted_9(q, k, v, do, lse, delta, BLOCK, scale, causal):
+    """dk and dv of one head, as many queries as keys. q, k, v, do: [N, HEAD_DIM]; lse, delta: [N]; all float32."""
+    N = len(q)
+    dk, dv = torch.zeros_like(k), torch.zeros_like(v)
+    for start_n in range(0, N, BLOCK):
+        keys = slice(start_n, start_n + BLOCK)
+        for start_m in range(start_n if causal else 0, N, BLOCK):  # repaired: else every query sees these keys
+            rows = slice(start_m, start_m + BLOCK)
+            p = torch.exp(scale * (q[rows] @ k[keys].T) - lse[rows, None])
+            if causal and start_m == start_n:  # repaired: and nothing is masked
+                p = torch.tril(p)
+            dv[keys] += p.T @ do[rows]
+            ds = p * (do[rows] @ v[keys].T - delta[rows, None])
+            dk[keys] += scale * (ds.T @ q[rows])
+    return dk, dv
+# END SOLUTION
+
+# %% tags=["check"]
+# hint("5.9")
+check("5.9", hunted_9)
+
+# %% [markdown]
+# ## 5.10 One grid for both
+#
+# *Bug hunt · 20 min*
+#
+# The whole backward pass in one launch: program i does its share of dQ and its share of dK and dV. The loop over `program` stands for
+# the grid. All was well for a year. Then somebody tuned the tiles: it became faster, and the model worse.
+#
+# The functions of `lecture` are those of its section 6, and right. What is wrong stands around them.
+
+# %% tags=["exercise"]
+# BEGIN STARTER
+def hunted_10(q, k, v, o, lse, do, BLOCK_M, BLOCK_N, scale):
+    """dq, dk and dv of one head, no mask. q, o, do: [M, HEAD_DIM]; k, v: [N, HEAD_DIM]; lse: [M]; all float32."""
+    M, N = len(q), len(k)
+    delta = lecture.delta_sim(o, do)
+    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    for program in range(math.ceil(M / BLOCK_M)):
+        start_m, start_n = program * BLOCK_M, program * BLOCK_N
+        rows, keys = slice(start_m, start_m + BLOCK_M), slice(start_n, start_n + BLOCK_N)
+        if start_m < M:
+            dq[rows] = lecture.query_block_sim(
+                q[rows], do[rows], start_m, k, v, lse[rows], delta[rows], M, BLOCK_N, scale, False
+            )
+        if start_n < N:
+            dk[keys], dv[keys] = lecture.key_block_sim(
+                k[keys], v[keys], start_n, q, do, lse, delta, N, BLOCK_M, scale, False
+            )
+    return dq, dk, dv
+# END STARTER
+# BEGIN SOLUTION
+def hunted_10(q, k, v, o, lse, do, BLOCK_M, BLOCK_N, scale):
+    """dq, dk and dv of one head, no mask. q, o, do: [M, HEAD_DIM]; k, v: [N, HEAD_DIM]; lse: [M]; all float32."""
+    M, N = len(q), len(k)
+    delta = lecture.delta_sim(o, do)
+    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    # Repaired: enough programs for the blocks of queries and for the blocks of keys.
+    for program in range(max(math.ceil(M / BLOCK_M), math.ceil(N / BLOCK_N))):
+        start_m, start_n = program * BLOCK_M, program * BLOCK_N
+        rows, keys = slice(start_m, start_m + BLOCK_M), slice(start_n, start_n + BLOCK_N)
+        if start_m < M:
+            dq[rows] = lecture.query_block_sim(
+                q[rows], do[rows], start_m, k, v, lse[rows], delta[rows], M, BLOCK_N, scale, False
+            )
+        if start_n < N:
+            dk[keys], dv[keys] = lecture.key_block_sim(
+                k[keys], v[keys], start_n, q, do, lse, delta, N, BLOCK_M, scale, False
+            )
+    return dq, dk, dv
+# END SOLUTION
+
+# %% tags=["check"]
+# hint("5.10")
+check("5.10", hunted_10)
+
+# %% [markdown]
+# ## 5.11 dkdv_kernel, from an empty page
+#
+# *Stretch · 60 min*
+#
+# The other large kernel, with nothing written but its parameters. One head, no mask, any M and N; program i keeps the keys
+# i · BLOCK_N and following. Every row is contiguous; `stride_qm` and the others go from one row to the next. lse and delta are
+# contiguous, in float32.
+#
+# The check is that of 5.6. `tl.dot(tl.trans(p), ...)` is right in the interpreter; the lecture says why not to write it.
+
+# %% tags=["exercise"]
+@triton.jit
+def dkdv_kernel(
+    Q_ptr, K_ptr, V_ptr, DO_ptr, LSE_ptr, DELTA_ptr, DK_ptr, DV_ptr,
+    stride_qm, stride_kn, stride_vn, stride_dom, stride_dkn, stride_dvn,
+    scale, M, N, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):
+    # BEGIN SOLUTION
+    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    offs_d = tl.arange(0, HEAD_DIM)
+    keys = offs_n[:, None] < N
+    k = tl.load(K_ptr + offs_n[:, None] * stride_kn + offs_d[None, :], mask=keys, other=0.0)
+    v = tl.load(V_ptr + offs_n[:, None] * stride_vn + offs_d[None, :], mask=keys, other=0.0)
+    dk = tl.zeros([BLOCK_N, HEAD_DIM], tl.float32)
+    dv = tl.zeros([BLOCK_N, HEAD_DIM], tl.float32)
+    for start_m in range(0, M, BLOCK_M):
+        offs_m = start_m + tl.arange(0, BLOCK_M)
+        rows = offs_m[:, None] < M
+        q = tl.load(Q_ptr + offs_m[:, None] * stride_qm + offs_d[None, :], mask=rows, other=0.0)
+        do = tl.load(DO_ptr + offs_m[:, None] * stride_dom + offs_d[None, :], mask=rows, other=0.0)
+        lse = tl.load(LSE_ptr + offs_m, mask=offs_m < M, other=float("inf"))
+        delta = tl.load(DELTA_ptr + offs_m, mask=offs_m < M, other=0.0)
+        s_t = tl.dot(k, q.T, input_precision="ieee") * scale  # transposed: keys down, queries across
+        p_t = tl.exp(s_t - lse[None, :])
+        dv = tl.dot(p_t.to(do.dtype), do, dv, input_precision="ieee")
+        dp_t = tl.dot(v, do.T, input_precision="ieee")
+        ds_t = p_t * (dp_t - delta[None, :])
+        dk = tl.dot(ds_t.to(q.dtype), q, dk, input_precision="ieee")
+    dk_ptrs = DK_ptr + offs_n[:, None] * stride_dkn + offs_d[None, :]
+    dv_ptrs = DV_ptr + offs_n[:, None] * stride_dvn + offs_d[None, :]
+    tl.store(dk_ptrs, (dk * scale).to(DK_ptr.dtype.element_ty), mask=keys)
+    tl.store(dv_ptrs, dv.to(DV_ptr.dtype.element_ty), mask=keys)
+    # END SOLUTION
+
+# %% tags=["check"]
+# hint("5.11")
+check("5.11", dkdv_kernel)
+
+# %% [markdown]
+# ## Where you are
+#
+# You have the forward and the backward pass in Triton. Next, phase 6 begins again, in CUDA C++.
+
+# %% tags=["nbval-ignore-output"]
+progress(5)
