@@ -317,6 +317,7 @@ def _(key_block_sim: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> str:
     rows: list[slice] = []
     for M, N, block, start_n, scale, causal in shapes:
         head = _head(M, N, 8, scale, block, causal=causal, seed=M)
+        head = head._replace(begin=max(0, start_n - (N - M)) if causal else 0)
         case = f"{M} queries, {N} keys, keys {start_n} to {min(N, start_n + 8) - 1}, BLOCK_M={block}, causal={causal}"
         lse, delta = _saved(head)
         keys = slice(start_n, start_n + 8)
@@ -635,10 +636,6 @@ def _(scores_gradient: Callable[..., torch.Tensor]) -> str:
                 given(lambda p, dp, delta, dl, lse: p * (dp - delta) * dl),
                 "dP - delta is multiplied by dlse; the two parts add up",
             ),
-            "through-the-softmax": (
-                given(lambda p, dp, delta, dl, lse: p * (dp + dl - ((dp + dl) * p).sum(1, keepdim=True))),
-                "dlse is added to dP before delta is taken, so that delta takes it away again: delta is that of dO",
-            ),
             "p-twice": (
                 given(lambda p, dp, delta, dl, lse: p * (dp - delta + p * dl)),
                 "dlse is multiplied by p twice",
@@ -769,6 +766,10 @@ def _(hunted_9: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> str:
                 given("unmasked"),
                 f"{name}: with causal the tiles of earlier queries count as well, unmasked",
             ),
+            "diagonal-always-masked": (
+                given("both"),
+                f"{name}: every tile is visited, and those on the diagonal are masked, whatever causal says",
+            ),
         }
 
     _expect_gradients(answers, ("dv", "dk"), (*_CAUSAL, *_OF_DKDV), more=halves)
@@ -776,15 +777,18 @@ def _(hunted_9: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> str:
 
 
 def _half_causal(head: Head, name: str, left: str) -> torch.Tensor:
-    """dk or dv where only one of two lines asks for causal: the diagonal's mask, or where the walk begins."""
+    """dk or dv where one of two lines alone is mended, the diagonal's mask or where the walk begins.
+
+    left: what is still wrong without causal ("mask", "range"), with it ("unmasked"), or in either case ("both").
+    """
     q, k, v, do = (x.detach().cpu().double() for x in head[:4])
     _, lse, delta = statistics(head)
     i, j = torch.arange(len(q))[:, None], torch.arange(len(k))[None, :]
-    on_diagonal, above = i // head.block == j // head.block, i // head.block < j // head.block
+    tile_above, masked = i // head.block < j // head.block, (i // head.block == j // head.block) & (j > i)
     if head.causal:
-        hidden = (on_diagonal & (j > i)) if left == "unmasked" else j > i
+        hidden = masked if left in ("unmasked", "both") else j > i
     else:
-        hidden = {"mask": on_diagonal & (j > i), "range": above, "unmasked": torch.zeros_like(above)}[left]
+        hidden = {"mask": masked, "both": masked, "range": tile_above}.get(left, torch.zeros_like(masked))
     p = torch.exp(head.scale * q @ k.T - lse[:, None]).masked_fill(hidden, 0.0)
     return p.T @ do if name == "dv" else head.scale * (p * (do @ v.T - delta[:, None])).T @ q
 
@@ -794,7 +798,7 @@ def _half_causal(head: Head, name: str, left: str) -> torch.Tensor:
     title="One grid for both",
     minutes=20,
     difficulty="Bug hunt",
-    untouched="fb09be96a493",
+    untouched="76a668890fca",
     history="the tutorial of Triton in 2023: its backward pass was launched with the forward pass's grid "
     "(triton-lang/triton, issue 1975)",
     hints=[
@@ -834,15 +838,11 @@ def _(hunted_10: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]])
         return {
             "grid-of-the-queries": (
                 cut(lambda queries, keys: queries),
-                start + "there are as many programs as blocks of queries, and there are more blocks of keys",
+                start + "there are more blocks of keys than of queries, and no program for the rest of them",
             ),
             "grid-of-the-keys": (
                 cut(lambda queries, keys: keys),
-                start + "there are as many programs as blocks of keys, and there are more blocks of queries",
-            ),
-            "smaller-grid": (
-                cut(min),
-                start + "the smaller number of blocks is taken; each kind needs all of its own",
+                start + "there are more blocks of queries than of keys, and no program for the rest of them",
             ),
             "rounded-down": (
                 cut(max, up=False),

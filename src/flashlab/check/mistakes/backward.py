@@ -15,7 +15,10 @@ __all__ = ["MISTAKES", "Head", "gradients", "statistics"]
 
 
 class Head(NamedTuple):
-    """One head: q and do [M, HEAD_DIM], k and v [N, HEAD_DIM]; block is how many rows a walk takes at once."""
+    """One head: q and do [M, HEAD_DIM], k and v [N, HEAD_DIM].
+
+    block: how many rows a walk takes at once; begin: the first query that a walk over the queries visits.
+    """
 
     q: torch.Tensor
     k: torch.Tensor
@@ -24,6 +27,7 @@ class Head(NamedTuple):
     scale: float
     block: int
     causal: bool = False
+    begin: int = 0
 
 
 def _hidden(head: Head, mistake: str) -> torch.Tensor:
@@ -51,7 +55,7 @@ def gradients(head: Head, mistake: str = "") -> Gradients:
     _, lse, delta = statistics(head)
     lse = lse.masked_fill(torch.isneginf(lse), torch.inf)
     if mistake in ("statistics-of-the-first-rows", "delta-of-the-first-rows"):
-        first = torch.arange(len(q)) % head.block
+        first = (torch.arange(len(q)) - head.begin).clamp(min=0) % head.block
         delta = delta[first]
         lse = lse[first] if mistake == "statistics-of-the-first-rows" else lse
     hidden = _hidden(head, mistake)
@@ -71,23 +75,24 @@ def gradients(head: Head, mistake: str = "") -> Gradients:
     ds = weight * (dp - shift * delta[:, None])
     scale = {"scale-missing": 1.0, "scale-twice": head.scale**2, "sign-inverted": -head.scale}.get(mistake, head.scale)
     left = p if mistake == "p-for-ds" else dp if mistake == "dp-for-ds" else ds
-    keys, queries = _taken(len(k), head.block, mistake), _taken(len(q), head.block, mistake)
+    keys, queries = _taken(len(k), 0, head.block, mistake), _taken(len(q), head.begin, head.block, mistake)
     dq = scale * (left * keys) @ (v if mistake == "v-for-k" else k)
     dk = scale * (left * queries[:, None]).T @ (do if mistake == "do-for-q" else q)
     dv = ((ds if mistake == "ds-for-p" else p) * queries[:, None]).T @ (q if mistake == "q-for-do" else do)
     return Gradients(dq, dk, dv)
 
 
-def _taken(length: int, block: int, mistake: str) -> torch.Tensor:
+def _taken(length: int, begin: int, block: int, mistake: str) -> torch.Tensor:
     """1.0 for the rows of a walk that count, else 0.0."""
-    rows = torch.arange(length)
+    rows = torch.arange(length) - begin
+    taken = rows >= 0
     if mistake == "first-block-only":
-        return (rows < block).double()
-    if mistake == "overwritten":
-        return (rows >= (length - 1) // block * block).double()
-    if mistake == "tail-dropped":
-        return (rows < length // block * block).double()
-    return torch.ones(length, dtype=torch.float64)
+        taken &= rows < block
+    elif mistake == "overwritten":
+        taken &= rows >= (length - begin - 1) // block * block
+    elif mistake == "tail-dropped":
+        taken &= rows < (length - begin) // block * block
+    return taken.double()
 
 
 MISTAKES = {

@@ -1,0 +1,547 @@
+"""Phase 5's checks: right answers in every style pass, and the mistakes that learners make are named."""
+
+import importlib.util
+import re
+
+import pytest
+import torch
+from lesson_answers import answers_of, cell_of
+
+from flashlab import runtime
+from flashlab.attention import simulation_backward
+from flashlab.check import CheckFailed
+from flashlab.exercises import check
+from flashlab.exercises.registry import find
+
+IDS = [f"5.{i}" for i in range(1, 12)]
+
+
+def told(id, *answers):
+    with pytest.raises(CheckFailed) as caught:
+        check(id, *answers)
+    sentence = str(caught.value)
+    assert 20 < len(sentence) < 330 and "\n" not in sentence
+    return caught.value.diagnosis
+
+
+@pytest.mark.parametrize("id", IDS)
+def test_the_solution_passes(id):
+    assert check(id, *answers_of(id, "solutions"))
+
+
+def test_every_exercise_has_hints_and_a_time():
+    for id in IDS:
+        exercise = find(id)
+        assert len(exercise.hints) >= 3 and exercise.minutes >= 10
+
+
+# ---- 5.1 ------------------------------------------------------------------------------------------------------------
+
+
+def delta(p, dp):
+    return (p * dp).sum(1, keepdim=True)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda p, dp: p * (dp - delta(p, dp)),
+        lambda p, dp: p * dp - p * delta(p, dp),
+        lambda p, dp: torch.stack([(torch.diag(a) - torch.outer(a, a)) @ b for a, b in zip(p, dp, strict=True)]),
+        lambda p, dp: torch.einsum("ij,ij->ij", p, dp - torch.einsum("ij,ij->i", p, dp)[:, None]),
+    ],
+)
+def test_the_softmax_backward_in_several_styles(fn):
+    assert check("5.1", fn)
+
+
+@pytest.mark.parametrize(
+    "fn, slug",
+    [
+        (lambda p, dp: p * dp, "delta-missing"),
+        (lambda p, dp: dp - delta(p, dp), "p-missing"),
+        (lambda p, dp: p * (dp + delta(p, dp)), "delta-added"),
+        (lambda p, dp: p * (1 - p) * dp, "diagonal-only"),
+        (lambda p, dp: p * (dp - (p * dp).sum()), "delta-of-the-whole-tile"),
+        (lambda p, dp: p * (dp - (p * dp).sum(0)), "wrong-axis"),
+        (lambda p, dp: p * (dp - dp.sum(1, keepdim=True)), "delta-unweighted"),
+        (lambda p, dp: p * (dp - dp.mean(1, keepdim=True)), "delta-mean"),
+        (lambda p, dp: p * (dp - (p * dp).mean(1, keepdim=True)), "delta-divided"),
+        (lambda p, dp: p * (delta(p, dp) - dp), "sign-inverted"),
+        (lambda p, dp: dp * (dp - delta(p, dp)), "dp-for-p"),
+        (lambda p, dp: p * (p * dp - delta(p, dp)), "p-twice"),
+        (lambda p, dp: p.mul_(dp - delta(p, dp)), "input-modified"),
+        (lambda p, dp: (p * dp).sum(1), "wrong-shape"),
+        (lambda p, dp: p + dp, "wrong-value"),
+        (lambda p, dp: None, "returned-none"),
+    ],
+)
+def test_the_softmax_backward_gone_wrong(fn, slug):
+    assert told("5.1", fn) == slug
+
+
+# ---- 5.2 ------------------------------------------------------------------------------------------------------------
+
+
+def keys(p, dp):
+    return (p * dp).sum(1)
+
+
+def columns(o, do):
+    return (o.float() * do.float()).sum(1)
+
+
+def test_delta_in_other_styles():
+    assert check("5.2", lambda p, dp: torch.einsum("ij,ij->i", p, dp), columns)
+    assert check("5.2", keys, lambda o, do: (o.float() * do).sum(-1))
+    assert check("5.2", keys, lambda o, do: torch.stack([a.float() @ b.float() for a, b in zip(o, do, strict=True)]))
+
+
+@pytest.mark.parametrize(
+    "fn, slug",
+    [
+        (lambda a, b: (a.float() * b.float()).mean(1), "mean-for-sum"),
+        (lambda a, b: a.float().sum(1), "product-missing"),
+        (lambda a, b: b.float().sum(1), "second-alone"),
+        (lambda a, b: (b.float() * b.float()).sum(1), "square"),
+        (lambda a, b: (a.float() * a.float()).sum(1), "square"),
+        (lambda a, b: (a.float() * b.float()).abs().sum(1), "absolute-values"),
+        (lambda a, b: -(a.float() * b.float()).sum(1), "sign-inverted"),
+        (lambda a, b: (a.float() * b.float()).amax(1), "maximum"),
+        (lambda a, b: (a.float() * b.float()).sum(), "wrong-shape"),
+        (lambda a, b: (a.float() * b.float()).sum(1, keepdim=True), "wrong-shape"),
+    ],
+)
+def test_delta_gone_wrong(fn, slug):
+    assert told("5.2", fn, columns) == slug
+    assert told("5.2", keys, fn) == slug
+
+
+def test_delta_of_16_bit_inputs():
+    assert told("5.2", keys, lambda o, do: (o * do).sum(1)) == "low-precision"
+    assert told("5.2", keys, lambda o, do: (o * do).float().sum(1)) == "low-precision"
+
+
+# ---- 5.3 ------------------------------------------------------------------------------------------------------------
+
+
+def walk(
+    s="scale * (q @ k.T)", p="exp(s - lse[:, None])", dp="do @ v.T", ds="p * (dp - delta[:, None])",
+    add="dq + ds @ k", end="scale * dq", keys="range(0, len(K), B)",
+):  # fmt: skip
+    def dq_block(q, do, lse, delta, K, V, B, scale):
+        names = dict(q=q, do=do, lse=lse, delta=delta, scale=scale, K=K, V=V, B=B, exp=torch.exp, torch=torch)
+        names["dq"] = torch.zeros_like(q)
+        for start in eval(keys, names):
+            names |= dict(start=start, k=K[start : start + B], v=V[start : start + B])
+            for name, text in (("s", s), ("p", p), ("dp", dp), ("ds", ds), ("dq", add)):
+                names[name] = eval(text, names)
+        return eval(end, names)
+
+    return dq_block
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {}, {"add": "dq + scale * ds @ k", "end": "dq"}, {"keys": "reversed(range(0, len(K), B))"},
+        {"p": "torch.exp2((s - lse[:, None]) * 1.4426950408889634)"}, {"ds": "p * dp - p * delta[:, None]"},
+        {"ds": "(p.half() * (dp - delta[:, None]).half()).float() * 0 + p * (dp - delta[:, None])"},
+    ],
+)  # fmt: skip
+def test_dq_in_several_styles(changes):
+    assert check("5.3", walk(**changes))
+
+
+@pytest.mark.parametrize(
+    "changes, slug",
+    [
+        ({"ds": "p * dp"}, "delta-missing"),
+        ({"ds": "p * (dp + delta[:, None])"}, "delta-added"),
+        ({"ds": "dp - delta[:, None]"}, "p-missing"),
+        ({"ds": "dp"}, "dp-for-ds"),
+        ({"ds": "p"}, "p-for-ds"),
+        ({"add": "dq + ds @ v"}, "v-for-k"),
+        ({"dp": "do @ k.T"}, "k-for-v"),
+        ({"end": "dq"}, "scale-missing"),
+        ({"end": "scale * scale * dq"}, "scale-twice"),
+        ({"end": "-scale * dq"}, "sign-inverted"),
+        ({"s": "q @ k.T"}, "scores-not-scaled"),
+        ({"p": "torch.softmax(s, 1)"}, "softmax-per-tile"),
+        ({"p": "exp(s)"}, "lse-ignored"),
+        ({"p": "torch.exp2(s - lse[:, None])"}, "exp2-for-exp"),
+        ({"add": "ds @ k"}, "overwritten"),
+        ({"keys": "range(0, len(K) // B * B, B)"}, "tail-dropped"),
+        ({"keys": "range(0, 1, B)"}, "first-block-only"),
+        ({"end": "(scale * dq).sum(0)"}, "wrong-shape"),
+        ({"end": "(scale * dq).tolist()"}, "wrong-type"),
+    ],
+)
+def test_dq_gone_wrong(changes, slug):
+    assert told("5.3", walk(**changes)) == slug
+
+
+def test_dq_without_tiles():
+    def whole(q, do, lse, delta, K, V, BLOCK_N, scale):
+        p = torch.exp(scale * q @ K.T - lse[:, None])
+        return scale * (p * (do @ V.T - delta[:, None])) @ K
+
+    assert told("5.3", whole) == "memory-grows-with-n"
+
+
+# ---- 5.4 ------------------------------------------------------------------------------------------------------------
+
+
+def changed(source, *changes):
+    for old, new in changes:
+        assert source.count(old) >= 1, old
+        source = source.replace(old, new)
+    return source
+
+
+def keys_walk(*changes):
+    """The milestone as the lesson fills it, with pieces of its text replaced."""
+    scope = dict(vars(simulation_backward))
+    source = changed(cell_of("5.4", "solutions"), *changes)
+    exec("from __future__ import annotations\n" + source, scope)
+    return scope["key_block_sim"]
+
+
+BEGIN = "max(0, start_n - (N - M)) if causal else 0"
+DISTANCE = "start_m + N - M - start_n if causal else None"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        [("p.to(dO.dtype).float()", "p"), ("ds.to(Q.dtype).float()", "ds")],
+        [(BEGIN, f"({BEGIN}) // BLOCK_M * BLOCK_M")],
+        [("dk = dk + ", "dk += "), ("dv = dv + ", "dv += ")],
+        [("return scale * dk, dv", "return [dk * scale, dv]")],
+    ],
+)
+def test_key_block_in_several_styles(changes):
+    assert check("5.4", keys_walk(*changes))
+
+
+@pytest.mark.parametrize(
+    "changes, slug",
+    [
+        ([("- delta[rows, None]", "- 0 * delta[rows, None]")], "delta-missing"),
+        ([("- delta[rows, None]", "+ delta[rows, None]")], "delta-added"),
+        ([("ds = p * (", "ds = (")], "p-missing"),
+        ([("return scale * dk", "return dk")], "scale-missing"),
+        ([("return scale * dk", "return scale * scale * dk")], "scale-twice"),
+        ([("dv = dv + ", "dv = ")], "overwritten"),
+        ([("dk = dk + ", "dk = ")], "overwritten"),
+        ([("p.to(dO.dtype).float().T @ do", "p.to(dO.dtype).float().T @ q")], "q-for-do"),
+        ([("ds.to(Q.dtype).float().T @ q", "ds.to(Q.dtype).float().T @ do")], "do-for-q"),
+        ([("ds.to(Q.dtype).float().T @ q", "p.T @ q")], "p-for-ds"),
+        ([("do @ v.T", "do @ k.T")], "k-for-v"),
+        ([(DISTANCE, "None"), (BEGIN, "0")], "causal-mask-missing"),
+        ([(DISTANCE, "start_m - start_n if causal else None"), (BEGIN, "0")], "causal-aligned-top-left"),
+        ([(DISTANCE, "start_m + N - M - start_n - 1 if causal else None")], "causal-off-by-one"),
+        ([(DISTANCE, "start_m + N - M - start_n"), (BEGIN, "0")], "causal-always"),
+        ([(BEGIN, "0")], "causal-tiles-not-skipped"),
+        ([("- delta[rows, None]", "- delta[: len(q), None]")], "delta-of-the-first-rows"),
+        ([("range(begin, M, BLOCK_M)", "range(begin, M // BLOCK_M * BLOCK_M, BLOCK_M)")], "tail-dropped"),
+        ([("return scale * dk, dv", "return dv, scale * dk")], "wrong-value"),
+        ([("return scale * dk, dv", "return scale * dk")], "wrong-type"),
+        ([("return scale * dk, dv", "return scale * dk.T, dv")], "wrong-shape"),
+    ],
+)
+def test_key_block_gone_wrong(changes, slug):
+    assert told("5.4", keys_walk(*changes)) == slug
+
+
+# ---- 5.5, 5.6, 5.11: kernels ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def kernel(tmp_path):
+    """kernel(id, *changes): the solution's kernel with pieces of its text replaced; in a file, as Triton wants it."""
+
+    def make(id, *changes):
+        text = changed(cell_of(id, "solutions"), *changes)
+        path = tmp_path / f"answer_{abs(hash(text))}.py"
+        path.write_text(f"import triton\nimport triton.language as tl\n\n\n{text}\n")
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return next(value for value in vars(module).values() if hasattr(value, "fn"))
+
+    return make
+
+
+INTERPRETED = pytest.mark.skipif(not runtime.INTERPRETED, reason="addresses are watched where kernels are interpreted")
+SUM = "tl.sum(o * do, axis=1)"
+
+
+@pytest.mark.slow
+@INTERPRETED
+@pytest.mark.parametrize(
+    "changes, slug",
+    [
+        ([(SUM, "tl.sum(o * do, axis=1) / HEAD_DIM")], "mean-for-sum"),
+        ([(SUM, "tl.sum(o * o, axis=1)")], "square"),
+        ([(SUM, "tl.sum(do * do, axis=1)")], "square"),
+        ([(SUM, "tl.sum(o, axis=1)")], "product-missing"),
+        ([(SUM, "tl.sum(tl.abs(o * do), axis=1)")], "absolute-values"),
+        ([(SUM, "-tl.sum(o * do, axis=1)")], "sign-inverted"),
+        ([(SUM, "tl.max(o * do, axis=1)")], "maximum"),
+        ([(SUM, "tl.sum((o.to(tl.float16) * do.to(tl.float16)).to(tl.float32), axis=1)")], "wrong-value"),
+        ([(").to(tl.float32)", ")")], "low-precision"),
+        ([("offs_m[:, None] * stride_dom + offs_d[None, :] * stride_dod",
+           "offs_m[:, None] * stride_om + offs_d[None, :] * stride_od")], "out-of-bounds"),
+        ([("offs_d[None, :] * stride_dod", "offs_d[None, :]")], "out-of-bounds"),
+        ([("o = tl.load(o_ptrs, mask=offs_m[:, None] < M, other=0.0)", "o = tl.load(o_ptrs)")], "out-of-bounds"),
+        ([(", mask=offs_m < M)", ")")], "out-of-bounds"),
+        ([("DELTA_ptr + offs_m,", "DELTA_ptr + tl.arange(0, BLOCK_M),")], "never-written"),
+        ([("stride_dod, M,", "stride_dod, N_ROWS,"), ("< M", "< N_ROWS")], "wrong-parameters"),
+    ],
+)  # fmt: skip
+def test_delta_kernel_gone_wrong(kernel, changes, slug):
+    assert told("5.5", kernel("5.5", *changes)) == slug
+
+
+IEEE = ', input_precision="ieee"'
+MASKED = "ds = tl.where(in_range[None, :], p * (dp - delta[:, None]), 0.0)"
+
+
+@pytest.mark.slow
+@INTERPRETED
+@pytest.mark.parametrize(
+    "changes",
+    [
+        [("dq = tl.dot(ds.to(k.dtype), k, dq" + IEEE, "dq += tl.dot(ds.to(k.dtype), k" + IEEE)],
+        [("p = tl.exp(s - lse[:, None])", "p = tl.exp2((s - lse[:, None]) * 1.4426950408889634)")],
+        [("p = tl.exp(s - lse[:, None])", "p = tl.where(in_range[None, :], tl.exp(s - lse[:, None]), 0.0)"),
+         (MASKED, "ds = p * (dp - delta[:, None])")],
+        [("* scale\n        p =", '* scale\n        s = tl.where(in_range[None, :], s, float("-inf"))\n        p =')],
+    ],
+)  # fmt: skip
+def test_dq_kernel_in_several_styles(kernel, changes):
+    assert check("5.6", kernel("5.6", *changes))
+
+
+@pytest.mark.slow
+@INTERPRETED
+@pytest.mark.parametrize(
+    "changes, slug",
+    [
+        ([("(dp - delta[:, None])", "dp")], "delta-missing"),
+        ([("(dp - delta[:, None])", "(dp + delta[:, None])")], "delta-added"),
+        ([("p * (dp - delta[:, None])", "dp - delta[:, None]")], "p-missing"),
+        ([("tl.dot(ds.to(k.dtype), k, dq", "tl.dot(ds.to(k.dtype), v, dq")], "v-for-k"),
+        ([("tl.dot(do, v.T", "tl.dot(do, k.T")], "k-for-v"),
+        ([("(dq * scale)", "dq")], "scale-missing"),
+        ([('"ieee") * scale', '"ieee")')], "scores-not-scaled"),
+        ([("tl.exp(s - lse[:, None])", "tl.exp2(s - lse[:, None])")], "exp2-for-exp"),
+        ([("k, dq, input", "k, input")], "overwritten"),
+        ([("range(0, N, BLOCK_N)", "range(0, N // BLOCK_N * BLOCK_N, BLOCK_N)")], "tail-dropped"),
+        ([(MASKED, "ds = p * (dp - delta[:, None])")], "tail-overflows"),
+        ([(IEEE, "")], "tf32"),
+        ([(".to(DQ_ptr.dtype.element_ty), mask=rows)", ".to(DQ_ptr.dtype.element_ty))")], "out-of-bounds"),
+        ([("offs_m[:, None] * stride_dqm", "offs_m[:, None] * HEAD_DIM")], "out-of-bounds"),
+        ([("    tl.store(dq_ptrs", "    if N < 0:\n        tl.store(dq_ptrs")], "never-written"),
+    ],
+)
+def test_dq_kernel_gone_wrong(kernel, changes, slug):
+    assert told("5.6", kernel("5.6", *changes)) == slug
+
+
+@pytest.mark.slow
+@INTERPRETED
+@pytest.mark.parametrize(
+    "changes",
+    [
+        [('s_t = tl.dot(k, q.T, input_precision="ieee") * scale', 's = tl.dot(q, k.T, input_precision="ieee") * scale'),
+         ("p_t = tl.exp(s_t - lse[None, :])", "p_t = tl.exp(s - lse[:, None]).T")],
+        [("dk * scale", "dk"), ("ds_t = p_t *", "ds_t = scale * p_t *")],
+        [('other=float("inf")', "other=0.0")],  # p is 1 for queries that are not there, and their do is 0
+    ],
+)  # fmt: skip
+def test_dkdv_kernel_in_several_styles(kernel, changes):
+    assert check("5.11", kernel("5.11", *changes))
+
+
+@pytest.mark.slow
+@INTERPRETED
+@pytest.mark.parametrize(
+    "changes, slug",
+    [
+        ([("(dp_t - delta[None, :])", "dp_t")], "delta-missing"),
+        ([("(dp_t - delta[None, :])", "(dp_t + delta[None, :])")], "delta-added"),
+        ([("(dk * scale)", "dk")], "scale-missing"),
+        ([('"ieee") * scale', '"ieee")')], "scores-not-scaled"),
+        ([("tl.dot(ds_t.to(q.dtype), q, dk", "tl.dot(ds_t.to(q.dtype), do, dk")], "do-for-q"),
+        ([("tl.dot(p_t.to(do.dtype), do, dv", "tl.dot(p_t.to(do.dtype), q, dv")], "q-for-do"),
+        ([("tl.dot(v, do.T", "tl.dot(k, do.T")], "k-for-v"),
+        ([("do, dv, input", "do, input")], "overwritten"),
+        ([("q, dk, input", "q, input")], "overwritten"),
+        ([("range(0, M, BLOCK_M)", "range(0, M // BLOCK_M * BLOCK_M, BLOCK_M)")], "tail-dropped"),
+        ([("LSE_ptr + offs_m,", "LSE_ptr + offs_m - start_m,"), ("DELTA_ptr + offs_m", "DELTA_ptr + offs_m - start_m")],
+         "statistics-of-the-first-rows"),
+        ([("DELTA_ptr + offs_m,", "DELTA_ptr + offs_m - start_m,")], "delta-of-the-first-rows"),
+        ([('other=float("inf")', "other=-1000.0")], "wrong-value"),
+        ([(', other=float("inf")', "")], "other-missing"),
+        ([(IEEE, "")], "tf32"),
+        ([("mask=keys)", "mask=keys & (N < 0))")], "never-written"),
+    ],
+)  # fmt: skip
+def test_dkdv_kernel_gone_wrong(kernel, changes, slug):
+    assert told("5.11", kernel("5.11", *changes)) == slug
+
+
+# ---- 5.7 ------------------------------------------------------------------------------------------------------------
+
+
+def gradient(text):
+    names = {"torch": torch}
+    return lambda p, v, o, do, dlse: eval(
+        text, names | dict(p=p, v=v, o=o, do=do, dl=dlse[:, None], dp=do @ v.T, d=(o * do).sum(1)[:, None], dlse=dlse)
+    )
+
+
+@pytest.mark.parametrize("text", ["p * (dp - d + dl)", "p * (dp - (d - dl))", "p * (dp - d) + p * dl"])
+def test_the_lse_gradient_in_several_styles(text):
+    assert check("5.7", gradient(text))
+
+
+@pytest.mark.parametrize(
+    "text, slug",
+    [
+        ("p * (dp - d)", "lse-gradient-missing"),
+        ("p * dl", "output-gradient-missing"),
+        ("p * (dp - d - dl)", "wrong-sign"),
+        ("p * (dp - d) + dl", "not-weighted"),
+        ("p * (dp + dl)", "delta-missing"),
+        ("p * (dp + d + dl)", "delta-added"),
+        ("dp - d + dl", "p-missing"),
+        ("p * (dp - d) * dl", "times-dlse"),
+        ("p * (dp + dl - ((dp + dl) * p).sum(1, keepdim=True))", "lse-gradient-missing"),
+        ("p * (dp - d + p * dl)", "p-twice"),
+        ("p * (dp - d + dl * 2)", "wrong-value"),
+        ("(p * (dp - d + dl)).T", "wrong-shape"),
+        ("None", "returned-none"),
+    ],
+)
+def test_the_lse_gradient_gone_wrong(text, slug):
+    assert told("5.7", gradient(text)) == slug
+
+
+# ---- 5.8 ------------------------------------------------------------------------------------------------------------
+
+
+def looped(dk, kv_heads):
+    group = dk.shape[1] // kv_heads
+    return torch.stack([sum(dk[:, h * group + i].float() for i in range(group)) for h in range(kv_heads)], 1).to(dk)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        looped,
+        lambda dk, n: dk.unflatten(1, (n, -1)).sum(2),  # PyTorch adds up in float32 by itself
+        lambda dk, n: dk.reshape(dk.shape[0], n, -1, *dk.shape[2:]).double().sum(2).to(dk.dtype),
+    ],
+)
+def test_group_sums_in_several_styles(fn):
+    assert check("5.8", fn)
+
+
+def one_by_one(dk, n):
+    group = dk.shape[1] // n
+    total = dk[:, ::group].clone()
+    for i in range(1, group):
+        total = total + dk[:, i::group]
+    return total
+
+
+@pytest.mark.parametrize(
+    "fn, slug",
+    [
+        (lambda dk, n: dk.unflatten(1, (n, -1)).mean(2), "mean-for-sum"),
+        (lambda dk, n: dk.unflatten(1, (-1, n)).sum(1), "heads-interleaved"),
+        (lambda dk, n: dk[:, dk.shape[1] // n - 1 :: dk.shape[1] // n], "last-head-only"),
+        (lambda dk, n: dk[:, :: dk.shape[1] // n], "first-head-only"),
+        (lambda dk, n: dk[:, :n], "first-heads"),
+        (lambda dk, n: dk.unflatten(1, (n, -1)).amax(2), "maximum"),
+        (lambda dk, n: dk.sum(1, keepdim=True).expand(-1, n, -1, -1), "all-heads"),
+        (lambda dk, n: dk.unflatten(1, (n, -1)).sum(2) * (dk.shape[1] // n), "times-group"),
+        (lambda dk, n: dk.unflatten(1, (n, -1)).prod(2), "product"),
+        (one_by_one, "summed-in-16-bit"),
+        (lambda dk, n: dk.float().unflatten(1, (n, -1)).sum(2), "wrong-dtype"),
+        (lambda dk, n: dk, "wrong-shape"),
+        (lambda dk, n: dk.unflatten(1, (n, -1)).sum(1), "wrong-value"),
+    ],
+)
+def test_group_sums_gone_wrong(fn, slug):
+    assert told("5.8", fn) == slug
+
+
+# ---- 5.9, 5.10 ------------------------------------------------------------------------------------------------------
+
+
+def hunted(id, *changes):
+    source = changed(re.sub(r"# repaired.*", "", cell_of(id, "solutions")), *changes)
+    scope = {"torch": torch, "math": __import__("math"), "lecture": simulation_backward}
+    exec(source, scope)
+    return scope[f"hunted_{id.split('.')[1]}"]
+
+
+START, MASK = "start_n if causal else 0", "causal and start_m == start_n"
+
+
+def test_the_first_hunt_is_mended_in_other_ways():
+    assert check("5.9", hunted("5.9", (START, "start_n * causal")))
+    assert check("5.9", hunted("5.9", (MASK, "start_m == start_n and causal")))
+    above = ("p = torch.tril(p)", "p = torch.tril(p, diagonal=start_m - start_n)")
+    assert check("5.9", hunted("5.9", (START, "0"), (f"if {MASK}", "if causal"), above))
+
+
+@pytest.mark.parametrize(
+    "changes, slug",
+    [
+        ([(START, "start_n"), (MASK, "start_m == start_n")], "causal-always"),
+        ([(MASK, "start_m == start_n")], "diagonal-masked"),
+        ([(START, "start_n")], "tiles-above-skipped"),
+        ([(START, "0")], "causal-tiles-visited"),
+        ([(START, "0"), (MASK, "start_m == start_n")], "diagonal-always-masked"),
+        ([(START, "0"), (MASK, "False")], "causal-mask-missing"),
+        ([("torch.tril(p)", "torch.tril(p, -1)")], "causal-off-by-one"),
+        ([("- delta[rows, None]", "")], "delta-missing"),
+        ([("dk[keys] += ", "dk[keys] = ")], "overwritten"),
+        ([("dv[keys] += ", "dv[keys] = ")], "overwritten"),
+        ([("scale * (ds.T", "(ds.T")], "scale-missing"),
+    ],
+)
+def test_the_first_hunt_gone_wrong(changes, slug):
+    assert told("5.9", hunted("5.9", *changes)) == slug
+
+
+GRID = "max(math.ceil(M / BLOCK_M), math.ceil(N / BLOCK_N))"
+
+
+def test_the_second_hunt_is_mended_in_other_ways():
+    assert check("5.10", hunted("5.10", (GRID, "math.ceil(M / BLOCK_M) + math.ceil(N / BLOCK_N)")))
+    assert check("5.10", hunted("5.10", (GRID, "max(M, N)")))
+    assert check("5.10", hunted("5.10", (GRID, "math.ceil(max(M, N) / min(BLOCK_M, BLOCK_N))")))
+
+
+@pytest.mark.parametrize(
+    "changes, slug",
+    [
+        ([(GRID, "-(-M // BLOCK_M)")], "grid-of-the-queries"),
+        ([(GRID, "math.ceil(N / BLOCK_N)")], "grid-of-the-keys"),
+        ([(GRID, GRID.replace("max", "min"))], "grid-of-the-queries"),
+        ([(GRID, "max(M // BLOCK_M, N // BLOCK_N)")], "rounded-down"),
+        ([(GRID, "1")], "wrong-value"),
+        ([("scale, False\n            )\n        if", "1.0, False\n            )\n        if")], "wrong-value"),
+        ([("delta = lecture.delta_sim(o, do)", "delta = torch.zeros_like(lse)")], "delta-missing"),
+        ([("return dq, dk, dv", "return dq, dv, dk")], "wrong-value"),
+        ([("return dq, dk, dv", "return dq, dk")], "wrong-type"),
+    ],
+)
+def test_the_second_hunt_gone_wrong(changes, slug):
+    assert told("5.10", hunted("5.10", *changes)) == slug
