@@ -244,7 +244,10 @@ def test_key_block_in_several_styles(changes):
         ([(DISTANCE, "start_m + N - M - start_n"), (BEGIN, "0")], "causal-always"),
         ([(BEGIN, "0")], "causal-tiles-not-skipped"),
         ([("- delta[rows, None]", "- delta[: len(q), None]")], "delta-of-the-first-rows"),
-        ([("range(begin, M, BLOCK_M)", "range(begin, M // BLOCK_M * BLOCK_M, BLOCK_M)")], "tail-dropped"),
+        (
+            [("range(begin, M, BLOCK_M)", "range(begin, begin + (M - begin) // BLOCK_M * BLOCK_M, BLOCK_M)")],
+            "tail-dropped",
+        ),
         ([("return scale * dk, dv", "return dv, scale * dk")], "wrong-value"),
         ([("return scale * dk, dv", "return scale * dk")], "wrong-type"),
         ([("return scale * dk, dv", "return scale * dk.T, dv")], "wrong-shape"),
@@ -387,6 +390,7 @@ def test_dkdv_kernel_in_several_styles(kernel, changes):
         ([(', other=float("inf")', "")], "other-missing"),
         ([(IEEE, "")], "tf32"),
         ([("mask=keys)", "mask=keys & (N < 0))")], "never-written"),
+        ([("mask=keys)", "mask=keys & (offs_n[:, None] < N // BLOCK_N * BLOCK_N))")], "never-written"),
     ],
 )  # fmt: skip
 def test_dkdv_kernel_gone_wrong(kernel, changes, slug):
