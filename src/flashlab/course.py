@@ -54,7 +54,10 @@ PHASES = (
         4, "industrial_triton", "The industrial Triton kernel", "triton",
         "batch, heads, GQA, causal, any head_dim, autotuning, measured against its peers",
     ),
-    Phase(5, "backward", "The backward pass", "triton", "recomputation, dQ, dK and dV kernels, autograd"),
+    Phase(
+        5, "backward", "The backward pass", "triton",
+        "recomputation, delta, dK/dV and dQ kernels without atomics, gradients checked, autograd; a model that trains",
+    ),
     Phase(
         6, "cuda_scalar", "Scalar CUDA C++", "cuda",
         "threads, blocks and shared memory; FlashAttention-1 and -2 in float32 CUDA, from the paper's loops to a "
