@@ -143,6 +143,34 @@ def test_bytes_are_what_the_formula_says(heads, kv_heads, seq_q, seq_k, head_dim
     assert (traffic.bytes_read, traffic.bytes_written) == want
 
 
+HAS_TMA = runtime.INTERPRETED or torch.cuda.get_device_capability()[0] >= 9
+
+
+@pytest.mark.skipif(not HAS_TMA, reason="tensor descriptors need compute capability 9.0")
+@pytest.mark.parametrize("head_dim", [16, 40, 64])
+def test_tensor_descriptors(head_dim):
+    for layout in ("bhnd", "bnhd"):
+        inputs = make(2, 4, 2, 70, 130, head_dim, SIXTEEN, layout)
+        for options in (dict(), dict(causal=True), dict(window=(20, 9), softcap=4.0)):
+
+            def run(*args, **kwargs):
+                return flash_attention_forward(*args, tma=True, **kwargs)
+
+            expect(*inputs, run=run, tile=Tile(64, 16, 4, 2), **options)
+
+
+def test_tensor_descriptors_that_cannot_be():
+    for inputs in (make(1, 1, 1, 20, 20, 59, SIXTEEN), make(1, 1, 1, 20, 24, 16, layout="bhdn")):
+        with pytest.raises(ValueError, match="k has strides .* a tensor descriptor needs a last stride of 1 and rows"):
+            flash_attention_forward(*inputs, tma=True)
+
+
+def test_tensor_descriptors_are_the_copy_engine():
+    arguments = compile_arguments(torch.bfloat16, 64, Tile(64, 64, 4, 3), tma=True)
+    (report,) = compile_reports(flash_attention_kernel, [arguments], targets=["sm_90"])
+    assert report.instructions["UTMALDG"] > 0 and report.spill_bytes == 0
+
+
 def test_rows_that_see_no_key():
     q, k, v = make(1, 2, 1, 40, 17, 16)
     o, lse = expect(q, k, v, causal=True)

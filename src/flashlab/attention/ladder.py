@@ -24,7 +24,7 @@ HELPERS = (
     triton_forward.tile_edges, triton_forward.in_band, triton_forward.tile_ptrs, triton_forward.tile_step,
     triton_forward.load_tile, triton_forward.store_tile, triton_forward.soft_capped,
 )  # fmt: skip
-_OFF = {"HAS_FIRST": False, "HAS_LAST": False, "SPLIT": False, "SOFTCAP": False, "NEGATE": False}
+_OFF = {"HAS_FIRST": False, "HAS_LAST": False, "SPLIT": False, "SOFTCAP": False, "NEGATE": False, "TMA": False}
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,7 @@ def _steps() -> tuple[Step, ...]:
         ("split", "tiles that every row sees whole have no mask", {"SPLIT": True}, {"split": True}),
         ("window", "a sliding window; tiles to its left are never loaded", {"HAS_FIRST": True}, {"window": 128}),
         ("softcap", "scores bounded by tanh", {"SOFTCAP": True}, {"softcap": 30.0}),
+        ("descriptors", "whole tiles fetched by the chip's copy engine", {"TMA": True}, {"tma": True}),
     ]  # fmt: skip
     constants: dict[str, Any] = {"HEAD_DIM": 64, "BLOCK_D": 64, **_OFF}
     options: dict[str, Any] = {}

@@ -138,6 +138,7 @@ def flash_attention_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     HAS_FIRST: tl.constexpr, HAS_LAST: tl.constexpr, SPLIT: tl.constexpr,
     SOFTCAP: tl.constexpr, NEGATE: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr,  # K and V by tensor descriptors
 ):  # fmt: skip
     # One program: BLOCK_M queries of one head. All are on grid x, whose limit is 2^31; on y and z it is 65535.
     m_blocks = tl.cdiv(M, BLOCK_M)
@@ -158,6 +159,13 @@ def flash_attention_kernel(
     q = load_tile(q_ptrs, offs_m, offs_d, M, HEAD_DIM, BLOCK_D, True)
     if NEGATE:
         q = -q  # the scale is negative: the maximum of the scores is found before they are scaled
+    if TMA:  # a box of K or V, which the chip's copy engine fetches by itself: no thread computes its addresses
+        k_box = tl.make_tensor_descriptor(
+            K_ptr + batch * stride_kb + kv_head * stride_kh, [N, HEAD_DIM], [stride_kn, 1], [BLOCK_N, BLOCK_D]
+        )
+        v_box = tl.make_tensor_descriptor(
+            V_ptr + batch * stride_vb + kv_head * stride_vh, [N, HEAD_DIM], [stride_vn, 1], [BLOCK_N, BLOCK_D]
+        )
 
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)  # the largest score of each row so far
     l_i = tl.zeros([BLOCK_M], tl.float32)  # the sum of exp2(score - m_i) so far
@@ -166,8 +174,11 @@ def flash_attention_kernel(
     for part in tl.static_range(3):  # the left edge, the tiles that are seen whole, the right edge
         for start_n in tl.range(edges[part], edges[part + 1], BLOCK_N):
             offs_n = start_n + tile_n
-            k_tile = k_ptrs + tile_step(start_n, stride_kn, ALIGN)
-            k = load_tile(k_tile, offs_n, offs_d, edges[3], HEAD_DIM, BLOCK_D, part != 1)
+            if TMA and part == 1:
+                k = k_box.load([start_n, 0])
+            else:
+                k_tile = k_ptrs + tile_step(start_n, stride_kn, ALIGN)
+                k = load_tile(k_tile, offs_n, offs_d, edges[3], HEAD_DIM, BLOCK_D, part != 1)
             s = tl.dot(q, k.T, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
             if SOFTCAP:
                 s = soft_capped(s, tanh_scale)
@@ -180,8 +191,11 @@ def flash_attention_kernel(
             correction = tl.exp2(m_i - m_safe)  # at most 1: what was added so far, relative to the new maximum
             l_i = l_i * correction + tl.sum(p, axis=1)
             acc = acc * correction[:, None]
-            v_tile = v_ptrs + tile_step(start_n, stride_vn, ALIGN)
-            v = load_tile(v_tile, offs_n, offs_d, edges[3], HEAD_DIM, BLOCK_D, part != 1)
+            if TMA and part == 1:
+                v = v_box.load([start_n, 0])
+            else:
+                v_tile = v_ptrs + tile_step(start_n, stride_vn, ALIGN)
+                v = load_tile(v_tile, offs_n, offs_d, edges[3], HEAD_DIM, BLOCK_D, part != 1)
             acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)  # acc + p @ v; p in v's dtype
             m_i = m_new
 
@@ -203,6 +217,7 @@ def flash_attention_forward(
     softcap: float | None = None,
     allow_tf32: bool = False,
     split: bool = True,
+    tma: bool = False,
     tile: Tile | None = None,
     tune_tile: bool = False,
     kernel=flash_attention_kernel,
@@ -216,6 +231,8 @@ def flash_attention_forward(
         scale: 1 / sqrt(head_dim) unless given. softcap: scores become softcap * tanh(score / softcap).
         allow_tf32: multiply float32 inputs in TF32, with 10 bits of mantissa instead of 23; never without asking.
         split: False masks every tile, also those that all rows see whole: to measure what it costs.
+        tma: load the tiles that all rows see by tensor descriptors, with the copy engine of Hopper and later chips.
+            K and V need a last stride of 1, and rows that begin on 16 bytes.
         tile: instead of the recorded choice (`flashlab.attention.tiles`).
         tune_tile: measure the tiles of the search space first, on these inputs; this machine remembers the fastest.
         kernel: another kernel with the same parameters.
@@ -232,7 +249,12 @@ def flash_attention_forward(
     if q.numel() == 0:
         return o, lse  # a grid of 0 programs cannot be launched
 
-    scores = positive_scale(score_arguments(q, k, causal, scale, window, softcap, allow_tf32)) | {"SPLIT": split}
+    scores = positive_scale(score_arguments(q, k, causal, scale, window, softcap, allow_tf32)) | {
+        "SPLIT": split,
+        "TMA": tma,
+    }
+    if tma:
+        check_boxes(k=k, v=v)
     work = Work("forward", q.shape[3], q.dtype, scores["HAS_FIRST"] or scores["HAS_LAST"], q.shape[2], k.shape[2])
 
     def launch(tile: Tile) -> None:
@@ -272,6 +294,25 @@ def score_arguments(
         "SOFTCAP": cap is not None,
         "PRECISION": "tf32" if allow_tf32 else "ieee",
     }
+
+
+def check_boxes(**tensors: torch.Tensor) -> None:
+    """Raise ValueError unless a tensor descriptor can describe [rows, head_dim] of each head; by name.
+
+    Also gives Triton the means to allocate what descriptors that are made on the GPU are kept in.
+    """
+    for name, x in tensors.items():
+        steps = [step * x.element_size() for step, size in zip(x.stride()[:3], x.shape, strict=False) if size > 1]
+        if x.numel() and (x.stride(3) != 1 or x.data_ptr() % 16 or any(step % 16 for step in steps)):
+            raise ValueError(
+                f"{name} has strides {tuple(x.stride())}; a tensor descriptor needs a last stride of 1 and rows that "
+                f"begin on 16 bytes: pass {name}.contiguous() with a head_dim of a multiple of 8, or tma=False"
+            )
+        if x.is_cuda and torch.cuda.get_device_capability(x.device)[0] < 9:
+            raise ValueError(
+                f"{name} is on a GPU without a copy engine for tensors (compute capability 9.0): tma=False"
+            )
+    triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=runtime.device()))
 
 
 def positive_scale(scores: dict[str, Any]) -> dict[str, Any]:
@@ -325,10 +366,14 @@ def current_device(x: torch.Tensor) -> contextlib.AbstractContextManager:
 def compile_arguments(
     dtype: torch.dtype, head_dim: int, tile: Tile, *, seq: int = 4096, heads: int = 16, causal: bool = False,
     window: Window = None, softcap: float | None = None, scale: float | None = None, allow_tf32: bool = False,
+    tma: bool = False,
 ) -> dict[str, object]:  # fmt: skip
     """What a compile report needs for a launch on contiguous tensors [1, heads, seq, head_dim]."""
     x = torch.empty((1, heads, seq, head_dim), dtype=dtype, device="meta")
-    scores = positive_scale(score_arguments(x, x, causal, scale, window, softcap, allow_tf32)) | {"SPLIT": True}
+    scores = positive_scale(score_arguments(x, x, causal, scale, window, softcap, allow_tf32)) | {
+        "SPLIT": True,
+        "TMA": tma,
+    }
     pointers = {f"{name}_ptr": dtype for name in "QKVO"} | {"LSE_ptr": torch.float32}
     return pointers | launch_arguments(tile, q=x, k=x, v=x, o=x) | scores
 

@@ -213,10 +213,10 @@ def _watch_launches() -> None:
 
     original_load = ti.InterpreterBuilder.create_masked_load
 
-    def create_masked_load(self, ptrs, mask, other, *options):
+    def create_masked_load(self, ptrs, mask, other, *options, **named):  # a descriptor's load names its options
         WatchedMemory.no_other = other is None
         try:
-            return original_load(self, ptrs, mask, other, *options)
+            return original_load(self, ptrs, mask, other, *options, **named)
         finally:
             WatchedMemory.no_other = False
 
