@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 import flashlab  # noqa: F401
 
@@ -16,8 +17,14 @@ SLOW_FILES = (
     "exercises/test_phase_09.py",
 )  # fmt: skip
 
+# Tests are small, and run side by side: more threads only wait for each other.
+torch.set_num_threads(1)
 
-def pytest_collection_modifyitems(items):
+
+def pytest_collection_modifyitems(config, items):
+    if "gpu" not in config.option.markexpr:  # thousands of cases: only where they are asked for
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("gpu")])
+        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
     for item in items:
         if item.path.is_relative_to(HERE) and str(item.path.relative_to(HERE)) in SLOW_FILES:
             item.add_marker(pytest.mark.slow)
