@@ -1,6 +1,10 @@
 """flashlab comes before triton, in whatever order a test imports them: it decides whether kernels are interpreted."""
 
+import os
 from pathlib import Path
+
+# Tests are small, and run side by side: more threads only wait for each other. numpy's library reads it once.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import pytest
 import torch
@@ -17,7 +21,6 @@ SLOW_FILES = (
     "exercises/test_phase_09.py",
 )  # fmt: skip
 
-# Tests are small, and run side by side: more threads only wait for each other.
 torch.set_num_threads(1)
 
 
