@@ -44,7 +44,7 @@ from flashlab.attention.triton_forward import (
 
 
 # region: delta kernel
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def delta_kernel(
     O_ptr,  # [batch, heads, M, HEAD_DIM]
     DO_ptr,  # like O
@@ -93,7 +93,7 @@ def load_statistics(LSE_ptr, DELTA_ptr, rows, offs_m, end, EDGE: tl.constexpr):
 
 
 # region: dkdv arguments
-@triton.jit
+@triton.jit(do_not_specialize=["M", "N", "first", "last"])
 def dkdv_kernel(
     Q_ptr,  # [batch, heads, M, HEAD_DIM]
     K_ptr,  # [batch, heads / group, N, HEAD_DIM]
@@ -182,7 +182,7 @@ def dkdv_kernel(
 
 
 # region: dq arguments
-@triton.jit
+@triton.jit(do_not_specialize=["M", "N", "first", "last"])
 def dq_kernel(
     Q_ptr,  # [batch, heads, M, HEAD_DIM]
     K_ptr,  # [batch, heads / group, N, HEAD_DIM]

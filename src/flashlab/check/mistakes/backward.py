@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from flashlab.attention.full_reference import Gradients
+from flashlab.attention.reference import Gradients
 
 __all__ = ["MISTAKES", "Head", "gradients", "statistics"]
 
