@@ -12,6 +12,7 @@ import torch
 
 from flashlab.attention.online_softmax import block_state, identity, merge
 from flashlab.figures import curves, fragments, memory, rows, show
+from flashlab.figures.tiles import walk
 
 
 @pytest.fixture
@@ -137,3 +138,19 @@ def test_red_is_told_apart_from_every_other_colour(matrix):
         if name != "red"
     }
     assert min(distances.values()) > 25, distances
+
+
+@pytest.mark.parametrize(
+    "keeps, number, causal, visited",
+    [
+        ("keys", 1, False, [(1, 0), (1, 1), (1, 2)]),
+        ("queries", 1, False, [(0, 1), (1, 1), (2, 1)]),
+        ("keys", 1, True, [(1, 1), (1, 2)]),
+        ("queries", 1, True, [(0, 1), (1, 1)]),
+    ],
+)
+def test_a_walk_numbers_the_tiles_it_visits(ax, keeps, number, causal, visited):
+    walk(ax, 3, 3, keeps, number, causal=causal)
+    found = {text.get_text(): tuple(int(x) for x in text.get_position()) for text in ax.texts}
+    assert [found[str(i + 1)] for i in range(len(found))] == visited
+    assert len(ax.patches) == 9

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from flashlab.check import CheckFailed, expect, expect_close, expect_raises
+from flashlab.check import CheckFailed, expect, expect_all_close, expect_close, expect_raises
+from flashlab.check.symptoms import watching
 
 
 def failure(*args, **kwargs) -> CheckFailed:
@@ -90,3 +91,22 @@ def test_expect_raises():
 
     with pytest.raises(NotImplementedError):
         expect_raises(ValueError, unsolved, what="it", diagnosis="d")
+
+
+def test_the_mistakes_of_several_answers_are_computed_only_where_one_is_wrong():
+    def never():
+        raise AssertionError("asked for, and all is right")
+
+    expect_all_close([("a", 1.0, 1.0), ("b", 2.0, 2.0)], what="x", mistakes=never)
+    with pytest.raises(CheckFailed, match="that is twice as much") as caught:
+        told = {"doubled": ([2.0, 4.0], "that is twice as much")}
+        expect_all_close([("a", 2.0, 1.0), ("b", 4.0, 2.0)], what="x", mistakes=lambda: told)
+    assert caught.value.diagnosis == "doubled" and caught.value.case == "a"
+
+
+def test_several_answers_of_an_untouched_hunt_are_noted_without_a_cause():
+    told = {"doubled": ([2.0, 4.0], "that is twice as much")}
+    with watching() as seen:
+        expect_all_close([("a", 2.0, 1.0), ("b", 4.0, 2.0), ("c", 3.0, 3.0)], what="x", mistakes=told)
+    assert set(seen.wrong) == {"a", "b"} and set(seen.right) == {"c"}
+    assert not any("twice" in line for line in seen.lines())
