@@ -1,8 +1,13 @@
 """flashlab comes before triton, in whatever order a test imports them: it decides whether kernels are interpreted."""
 
+import os
 from pathlib import Path
 
+# Tests are small, and run side by side: more threads only wait for each other. numpy's library reads it once.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 import pytest
+import torch
 
 import flashlab  # noqa: F401
 
@@ -15,6 +20,8 @@ SLOW_FILES = (
     "exercises/test_phase_06.py", "exercises/test_phase_07.py", "exercises/test_phase_08.py",
     "exercises/test_phase_09.py",
 )  # fmt: skip
+
+torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items):
