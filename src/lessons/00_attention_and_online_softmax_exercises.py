@@ -86,7 +86,7 @@ def shifted_exp(x: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
 
 
 def softmax_safe(x: torch.Tensor) -> torch.Tensor:
-    """Softmax along the last axis of x [..., N], each row against its own maximum; a masked row gives zeros."""
+    """Softmax along the last axis of x [..., N], each row less its own maximum; a masked row gives zeros."""
     # YOUR CODE HERE
     raise NotImplementedError
 

@@ -95,7 +95,7 @@ check("1.2", least_time)
 
 # %% tags=["exercise"]
 def frugal_attention(q, k, v):
-    """q, k, v: [N, D] float32. Returns o [N, D]; at most one tensor of N × N numbers is alive at any moment."""
+    """q, k, v: [N, D] float32. Returns o [N, D]; no two tensors of N × N numbers are alive at a time."""
     # BEGIN SOLUTION
     scores = (q / math.sqrt(q.shape[-1])) @ k.T
     scores -= scores.amax(dim=-1, keepdim=True)
@@ -266,8 +266,8 @@ def masked_kernel(
     k = tl.load(k_ptrs, mask=offs_n[None, :] < N, other=0.0)
     v = tl.load(v_ptrs, mask=offs_n[:, None] < N, other=0.0)
     s = tl.dot(q, k) * scale
-    # The columns of s are keys: padded ones must get no weight. (The mask was on the other axis. It silenced rows that
-    # are never stored, and left the padded keys with a score of 0 and a share of every row.)
+    # The columns of s are keys: padded ones must get no weight. (The mask was on the other axis. It silenced
+    # rows that are never stored, and left the padded keys with a score of 0 and a share of every row.)
     s = tl.where(offs_n[None, :] < N, s, float("-inf"))
     m_i = tl.max(s, axis=1)
     p = tl.exp(s - m_i[:, None])
@@ -305,7 +305,7 @@ def two_pass_kernel(
     M, N, scale,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
-    """Pass 1 finds the maximum and the sum of each row; pass 2 computes the scores again and uses them on V."""
+    """Pass 1 finds the maximum and the sum of each row; pass 2 computes the scores again, for P @ V."""
     offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, HEAD_DIM)

@@ -193,7 +193,7 @@ def hunted_5(Q, K, V, BLOCK_N, scale=None):
         k, v = K[start_n : start_n + BLOCK_N].float(), V[start_n : start_n + BLOCK_N].float()
         key = torch.arange(start_n, start_n + len(k), device=Q.device)
         s = scale * (q @ k.T)
-        s = s.masked_fill(key[None, :] > row[:, None] + N - M, -math.inf)  # repaired: row M - 1 sees key N - 1
+        s = s.masked_fill(key[None, :] > row[:, None] + N - M, -math.inf)  # row M - 1 sees key N - 1
         m_new = torch.maximum(m_i, s.amax(dim=1))
         m_safe = torch.where(m_new == -math.inf, 0.0, m_new)  # -inf - (-inf) would be NaN
         p = torch.exp(s - m_safe[:, None])

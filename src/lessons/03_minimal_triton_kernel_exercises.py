@@ -253,7 +253,7 @@ def half_right_kernel(
         m_i = m_new
     o_ptrs = O_ptr + offs_m[:, None] * stride_om + offs_d[None, :] * stride_od
     tl.store(o_ptrs, (acc / l_i[:, None]).to(O_ptr.dtype.element_ty), mask=offs_m[:, None] < M)
-    # Repaired: m_i and log2(l_i) are in base 2, because the scores are; times ln 2 the sum is a natural logarithm.
+    # m_i and log2(l_i) are in base 2, because the scores are; times ln 2 the sum is a natural logarithm.
     tl.store(LSE_ptr + offs_m, (m_i + tl.log2(l_i)) * 0.6931471805599453, mask=offs_m < M)
 # END SOLUTION
 

@@ -181,10 +181,10 @@ def block_state(scores: torch.Tensor, v: torch.Tensor) -> State:
 
 
 def merge(a: State, b: State) -> State:
-    """The state of two disjoint sets of keys together: associative, commutative, with `identity` as its identity.
+    """The state of two disjoint sets of keys together: associative, commutative, `identity` is its identity.
 
-    All three are exact in real numbers. In floating point it is still commutative bit for bit (here no product is
-    fused with the addition), `identity` still is exact, and it is associative up to rounding.
+    All three are exact in real numbers. In floating point it is still commutative bit for bit (no product
+    here is fused with the addition), `identity` still is exact, and it is associative up to rounding.
 
     Raises:
         ValueError: states of different shapes. TypeError: different dtypes.
@@ -217,8 +217,8 @@ def merge_finished(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Merge two finished results over disjoint keys: a finished result is itself a state, m = lse and l = 1.
 
-    Used where parts of a row are finished apart: split-KV decoding, ring attention, a cached prefix (FlashInfer's
-    `merge_state`). The arithmetic is in the dtype of lse; o may be of a lower precision.
+    Used where parts of a row are finished apart: split-KV decoding, ring attention, a cached prefix
+    (FlashInfer's `merge_state`). The arithmetic is in the dtype of lse; o may be of a lower precision.
 
     Args:
         o1, o2: [..., D], of one dtype. lse1, lse2: [...], of one dtype.

@@ -383,7 +383,7 @@ def two_pass_kernel(
     M, N, scale,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Pass 1 finds the maximum and the sum of each row; pass 2 computes the scores again and uses them on V."""
+    """Pass 1 finds the maximum and the sum of each row; pass 2 computes the scores again, for P @ V."""
     offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, HEAD_DIM)

@@ -147,7 +147,7 @@ _BASE = [
     _spec("every score near the lowest number of float32", 33, 72, "huge", scale=LOWEST_SCALE),
     _spec("many small contributions after a large one", 16, 1024, "creeping"),
     _spec("heads interleaved in memory", 40, 72, batch=2, heads=2, kv_heads=2, layout="by token"),
-    _spec("q, k and v each laid out in another way", 40, 72, heads=2, kv_heads=2, layout="each its own"),
+    _spec("q, k and v each laid out in another way", 40, 72, heads=3, kv_heads=3, layout="each its own"),
     _spec("gaps between the heads in memory", 24, 72, batch=1, heads=2, kv_heads=2, layout="spaced"),
 ]
 
@@ -216,7 +216,7 @@ _LONG_CAUSAL = [
 
 # Three tensors, three layouts: a stride taken for another, or for 1, shows.
 MIXED_LAYOUTS = {
-    "each its own": ("by token", "spaced", "rows apart"),
+    "each its own": ("rows apart", "by token", "spaced"),  # and o, made like q, is dense
     "q by columns": ("by columns", "rows apart", "contiguous"),
     "k by columns": ("contiguous", "by columns", "rows apart"),
     "v by columns": ("rows apart", "contiguous", "by columns"),

@@ -424,7 +424,8 @@ def _(one_tile: str) -> str:
     ],
 )
 def _(any_eight: str) -> str:
-    _check_scores(Answer(any_eight, "any_eight"), [(40, torch.float16), (8, torch.float16), (64, torch.bfloat16)], True)
+    cases = [(40, torch.float16), (8, torch.bfloat16), (64, torch.bfloat16)]
+    _check_scores(Answer(any_eight, "any_eight"), cases, True)
     return "D = 8, 40 and 64, no MMA too many"
 
 
