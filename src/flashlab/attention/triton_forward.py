@@ -140,6 +140,7 @@ def flash_attention_kernel(
     SOFTCAP: tl.constexpr, NEGATE: tl.constexpr, PRECISION: tl.constexpr,
     TMA: tl.constexpr,  # K and V by tensor descriptors
 ):  # fmt: skip
+    # region: programs
     # One program: BLOCK_M queries of one head. All are on grid x, whose limit is 2^31; on y and z it is 65535.
     m_blocks = tl.cdiv(M, BLOCK_M)
     block_m = tl.program_id(0) % m_blocks
@@ -148,7 +149,9 @@ def flash_attention_kernel(
     batch_head = (tl.program_id(0) // m_blocks).to(tl.int64)
     batch, head = batch_head // heads, batch_head % heads
     kv_head = head // group
+    # endregion
 
+    # region: tiles
     start_m = block_m * BLOCK_M
     offs_m = start_m + tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, BLOCK_D)
@@ -166,7 +169,9 @@ def flash_attention_kernel(
         v_box = tl.make_tensor_descriptor(
             V_ptr + batch * stride_vb + kv_head * stride_vh, [N, HEAD_DIM], [stride_vn, 1], [BLOCK_N, BLOCK_D]
         )
+    # endregion
 
+    # region: loop
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)  # the largest score of each row so far
     l_i = tl.zeros([BLOCK_M], tl.float32)  # the sum of exp2(score - m_i) so far
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)  # the sum of exp2(score - m_i) * v so far
@@ -198,6 +203,7 @@ def flash_attention_kernel(
                 v = load_tile(v_tile, offs_n, offs_d, edges[3], HEAD_DIM, BLOCK_D, part != 1)
             acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)  # acc + p @ v; p in v's dtype
             m_i = m_new
+    # endregion
 
     acc = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]  # l_i is 0 in a row that sees no key: o is 0
     lse = (m_i + tl.log2(l_i)) * 0.6931471805599453  # times ln 2: a natural logarithm
