@@ -627,7 +627,8 @@ for name, a, b in zip(OPTIONS, reports[::2], reports[1::2], strict=True):
     rows.append([name, *(x for r in (a, b) for x in (r.registers, r.spill_bytes, r.shared_bytes // 1024,
                                                      r.instructions["MUFU.EX2"]))])
     assert a.fits and b.fits and max(a.spill_bytes, b.spill_bytes) <= 64
-heads = [f"{target}: {what}" for target in ("sm_80", "sm_90") for what in ("registers", "spilled", "KiB", "ex2")]
+facts = ("registers", "spilled", "KiB", "ex2")
+heads = [f"{target}: {fact}" for target in ("sm_80", "sm_90") for fact in facts]
 print("triton", triton.__version__)
 show.table(rows, ["step", *heads])
 

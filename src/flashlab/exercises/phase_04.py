@@ -192,7 +192,7 @@ _BLOCKS = tuple(
     difficulty="Core",
     hints=[
         "Query i sees the keys j <= i + seq_k - seq_q. So how many keys does query i see, if there are enough?",
-        "`end`: the row that sees most is the last, stop - 1. `whole_end`: the row that sees least is the first, start. "
+        "`end`: the row that sees most is the last, stop - 1. `whole_end`: the row that sees least is the first. "
         "Neither can be below 0 or above seq_k.",
         "end = max(0, min(seq_k, stop + seq_k - seq_q)); whole_end = max(0, min(seq_k, start + 1 + seq_k - seq_q)) "
         "// BLOCK_N * BLOCK_N.",
@@ -763,7 +763,7 @@ def _capped(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cap: float, scale: float, *, hidden: str = "-inf",
     mask: str = "causal", cap_it: bool = True, twice: bool = False, outer: float | None = None, scaled: bool = True,
 ) -> torch.Tensor:  # fmt: skip
-    """Causal attention with capped scores, in tiles of 32 keys of which the last is filled up; right or with a mistake."""
+    """Causal attention with capped scores, in tiles of 32 keys, the last filled up; right or with a mistake."""
     M, N = len(q), len(k)
     more = -N % 32
     k, v = (torch.cat([x, x.new_zeros(more, x.shape[1])]) for x in (k, v))
@@ -911,7 +911,7 @@ _SINKS = (
     hints=[
         "The sink is one more key, whose score is `sink` for every query, and whose value is a row of zeros. What does "
         "such a key change in m_i, in l_i, in acc?",
-        "Imagine that the loop had already met it, alone, before the first tile. The state is then m_i = sink, l_i = "
+        "Imagine that the loop had already met it, alone, before the first tile. Then the state is m_i = sink, l_i = "
         "exp(sink - m_i), acc = 0.",
         "m_i = tl.full([BLOCK_M], sink, tl.float32), l_i = 1 (0 if the sink is -inf), acc = 0. The rest stays. (Or join "
         "it after the loop, as one more tile.)",
@@ -1023,13 +1023,14 @@ def _explain_sink(o: torch.Tensor, lse: torch.Tensor, want: torch.Tensor, sink: 
     minutes=75,
     difficulty="Stretch",
     hints=[
-        "Begin with phase 3's kernel, and with one program for each block of each head of each batch, as in 4.1. Run the "
-        "check: it says which case fails first.",
+        "Begin with phase 3's kernel, and with one program for each block of each head of each batch, as in 4.1. Run "
+        "the check: it says which case fails first.",
         "Four strides per tensor. The pointer of a head is Q_ptr + batch * stride_qb + head * stride_qh; from there on "
         "it is phase 3.",
         "head_dim: BLOCK_D = triton.next_power_of_2(head_dim), and a second condition in every load and store (4.4). "
         "Causal: the mask of 4.3, and range(0, end, BLOCK_N) with the end of 4.2.",
-        "A row that sees no key: m_safe = tl.where(m_new == float('-inf'), 0.0, m_new), and divide by 1 where l_i is 0.",
+        "A row that sees no key: m_safe = tl.where(m_new == float('-inf'), 0.0, m_new), and a division by 1 where l_i is "
+        "0.",
     ],
 )
 def _(my_attention: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Report:
