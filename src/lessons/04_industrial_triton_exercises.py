@@ -86,6 +86,8 @@ check("4.2", causal_edges)
 #
 # Now the tiles between the two. This kernel stores 1 where query `start_m + r` sees key `start_n + c`, and 0 elsewhere:
 # causal, aligned at the end, with M queries and N keys. Keys from N on do not exist. (Rows from M on may hold anything.)
+#
+# *Is a comparison with N needed at all, for a row that exists?*
 
 # %% tags=["exercise"]
 @triton.jit

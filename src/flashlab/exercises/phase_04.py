@@ -179,6 +179,7 @@ _BLOCKS = tuple(
     (start, min(start + block, seq_q), seq_q, seq_k, tile)
     for seq_q, seq_k, block, tile in (
         (64, 64, 16, 16), (50, 130, 16, 32), (100, 37, 32, 16), (1, 147, 16, 64), (40, 40, 32, 8), (33, 35, 8, 8),
+        (33, 40, 16, 8),
         (200, 90, 64, 32),
     )
     for start in range(0, seq_q, block)
@@ -223,7 +224,7 @@ def _(causal_edges: Callable[..., tuple[int, int]]) -> str:
         return given(lambda a, z, d, n, t: (right(a, z, d, n, t)[0], f(a, z, d, n, t)))
 
     top_left = [(cut(a + 1, n) // t * t, cut(z, n)) for a, z, m, n, t in _BLOCKS]
-    mistakes = {
+    mistakes: dict[str, tuple[Sequence[Any], str]] = {
         "top-left": (top_left, "both are those of a mask that begins at the first key; the last query sees the last "
                      "key, so query i sees j <= i + seq_k - seq_q"),
         "offset-sign": (
@@ -282,7 +283,8 @@ def _(causal_edges: Callable[..., tuple[int, int]]) -> str:
             whole(lambda a, z, d, n, t: cut(a + 1 + d, n) // t),
             "whole_end is a number of tiles; it should be a number of keys",
         ),
-        "end-ignores-seq-k": (end(lambda a, z, d, n, t: max(0, z + abs(d))), "end goes past seq_k"),
+        "end-ignores-seq-k": (end(lambda a, z, d, n, t: max(0, z + abs(d))),
+                              "end goes past seq_k: there is no key from seq_k on"),
     }  # fmt: skip
     answers = [(case, x, y) for (case, x), y in zip(got, given(right), strict=True)]
     _expect_all(answers, mistakes, what="(whole_end, end)")
@@ -359,10 +361,6 @@ def _(tile_mask_kernel: Any) -> str:
             given(lambda r, c, a, b, M, N: (c <= a + r + N - M) & (b + c < N)),
             forgot.format(what="column", letter="n") + ": the comparison with the query uses it without",
         ),
-        "start-n-forgotten 3": (
-            given(lambda r, c, a, b, M, N: (b + c <= a + r + N - M) & (c < N)),
-            forgot.format(what="column", letter="n") + ": the comparison with N uses it without",
-        ),
         "starts-forgotten": (
             given(lambda r, c, a, b, M, N: (c <= r + N - M) & (c < N)),
             "row 0 of the tile is query start_m, and column 0 is key start_n",
@@ -375,10 +373,6 @@ def _(tile_mask_kernel: Any) -> str:
             given(lambda r, c, a, b, M, N: (b + c >= a + r + N - M) & (b + c < N)),
             "the comparison is turned round: a query sees the keys up to its own position",
         ),
-        "tail-not-masked": (
-            given(lambda r, c, a, b, M, N: b + c <= a + r + N - M),
-            "keys from N on do not exist",
-        ),
         "compared-with-m": (
             given(lambda r, c, a, b, M, N: (b + c <= a + r + N - M) & (b + c < M)),
             "keys are compared with M, the number of queries; there are N keys",
@@ -386,10 +380,6 @@ def _(tile_mask_kernel: Any) -> str:
         "inverted": (
             given(lambda r, c, a, b, M, N: ~((b + c <= a + r + N - M) & (b + c < N))),
             "1 and 0 are exchanged: 1 where the key is seen",
-        ),
-        "or-for-and": (
-            given(lambda r, c, a, b, M, N: (b + c <= a + r + N - M) | (b + c < N)),
-            "a key has to meet both conditions: & for |",
         ),
     }
     _expect_all(answers, mistakes, what="seen")
@@ -569,7 +559,10 @@ def _(window_keys: Callable[..., tuple[int, int]]) -> str:
             end(lambda a, z, d, n, lo, hi: min(n, z + 1 + d + hi)),
             "end is one key too late: the last row is stop - 1, and end is one past the last key that it sees",
         ),
-        "end-past-the-keys": (end(lambda a, z, d, n, lo, hi: z + d + hi), "end goes past seq_k"),
+        "end-past-the-keys": (
+            end(lambda a, z, d, n, lo, hi: z + d + hi),
+            "end goes past seq_k: there is no key from seq_k on",
+        ),
         "right-ignored": (
             end(lambda a, z, d, n, lo, hi: min(n, z + d)),
             "end is that of a causal mask: `right` keys behind the query's own position are seen too",
@@ -607,7 +600,7 @@ def _(cap_kernel: Any) -> str:
         with in_bounds(case, x=x, y=y):
             kernel[(1,)](x, y, cap, BLOCK=64)
         inputs.append((x.cpu().double(), cap))
-        got.append((case, y / cap))
+        got.append((case, (y / cap).clamp(-10, 10)))  # far beyond any right one
     right = [torch.tanh(x / cap) for x, cap in inputs]
     for (case, y), want, (x, cap) in zip(got, right, inputs, strict=True):
         lost = y.cpu().isnan()
@@ -623,7 +616,7 @@ def _(cap_kernel: Any) -> str:
             )
 
     def given(f: Callable[[torch.Tensor, float], torch.Tensor]) -> list[torch.Tensor]:
-        return [f(x, cap) / cap for x, cap in inputs]
+        return [(f(x, cap) / cap).clamp(-10, 10) for x, cap in inputs]
 
     log2e = math.log2(math.e)
     mistakes = {
@@ -875,32 +868,33 @@ def _(row_offsets_kernel: Any) -> str:
             "no offset is negative any more, but they still wrap around, at 2^32 now: unsigned numbers of 32 bits hold "
             "one bit more, and 64 are needed",
         ),
-        "float-offsets": (
-            given(lambda b, h, n: (b.float() + h.float() + n.float()).long()),
-            "the offsets are rounded: float32 has 24 bits for a number, and an address needs them all",
-        ),
     }
     if watched() is None:
-        _expect_all(answers, mistakes, what="the offset", tol=0.5)
-    else:
-        for case, got, want in answers:
-            expect_close(got, want, what="the offset", case=case, tol=0.5)
+        _explain_rounded(answers)
+    _expect_all(answers, mistakes, what="the offset", tol=0.5)
     compiles(kernel, {"out_ptr": torch.int64, "heads": 4, "stride_b": 2**30 + 64, "stride_h": 2**29 + 32,
                       "stride_n": 2**27 + 16, "BLOCK": 32})  # fmt: skip
     return f"{len(_LAYOUTS)} layouts, and it compiles"
 
 
+def _explain_rounded(answers: Sequence[Answer]) -> None:
+    """CheckFailed where every offset is nearly right."""
+    __tracebackhide__ = True
+    for case, got, want in answers:
+        off = (got.cpu() - want).abs()
+        if bool((off <= 1e-6 * want).all()) and off.any():
+            raise CheckFailed(
+                f"the offsets are rounded: the largest is off by {int(off.max())}; an address needs every bit, and "
+                "float32 has 24 of them",
+                diagnosis="float-offsets",
+                case=case,
+            )
+
+
 # ---- 4.9 ------------------------------------------------------------------------------------------------------------
 
-_SINKS = (
-    (20, 70, 0.0),
-    (16, 32, 3.0),
-    (33, 50, -2.0),
-    (20, 40, 200.0),
-    (20, 40, -200.0),
-    (5, 90, 1.0),
-    (20, 33, -math.inf),
-)
+_SINKS = ((20, 70, 0.0), (16, 32, 3.0), (33, 50, -2.0), (5, 90, 1.0))  # M, N, sink
+_EXTREME_SINKS = ((20, 40, -math.inf), (20, 40, 200.0), (20, 40, -200.0))  # tried once the others are right
 
 
 @exercise(
@@ -913,30 +907,35 @@ _SINKS = (
         "such a key change in m_i, in l_i, in acc?",
         "Imagine that the loop had already met it, alone, before the first tile. Then the state is m_i = sink, l_i = "
         "exp(sink - m_i), acc = 0.",
-        "m_i = tl.full([BLOCK_M], sink, tl.float32), l_i = 1 (0 if the sink is -inf), acc = 0. The rest stays. (Or join "
-        "it after the loop, as one more tile.)",
+        "m_i = tl.full([BLOCK_M], sink, tl.float32), l_i = 1 (0 if the sink is -inf), acc = 0. The rest stays. (Or "
+        "join it after the loop, as one more tile.)",
     ],
 )
 def _(sink_attention_kernel: Any) -> str:
     names = ("Q_ptr", "K_ptr", "V_ptr", "O_ptr", "LSE_ptr", "M", "N", "scale", "sink", "HEAD_DIM", "BLOCK_M", "BLOCK_N")
     kernel = kernel_of(sink_attention_kernel, names)
-    o_answers, lse_answers, operands = [], [], []
-    for M, N, sink in _SINKS:
-        case = f"M={M}, N={N}, sink={sink:g}"
-        q, k, v = _random((M, 16), (N, 16), (N, 16), seed=M + N)
-        v = v + 0.5
-        o, lse = torch.full_like(q, math.nan), torch.full((M,), math.nan, device=q.device)
-        with in_bounds(case, q=q, k=k, v=v, o=o, lse=lse):
-            kernel[(-(-M // 16),)](q, k, v, o, lse, M, N, 0.4, sink, **_ONE_HEAD)
-        s = q.cpu().double() @ k.cpu().double().T * 0.4
-        operands.append((s, v.cpu().double(), sink))
-        want_o, want_lse = _with_sink(*operands[-1])
-        _explain_sink(o.cpu(), lse.cpu(), want_o, sink, case)
-        o_answers.append((case, o, want_o))
-        lse_answers.append((case, lse, want_lse))
+    operands = []
+
+    def answers_for(cases: Sequence[tuple[int, int, float]]) -> tuple[list[Answer], list[Answer]]:
+        o_answers, lse_answers = [], []
+        for M, N, sink in cases:
+            case = f"M={M}, N={N}, sink={sink:g}"
+            q, k, v = _random((M, 16), (N, 16), (N, 16), seed=M + N)
+            v = v + 0.5
+            o, lse = torch.full_like(q, math.nan), torch.full((M,), math.nan, device=q.device)
+            with in_bounds(case, q=q, k=k, v=v, o=o, lse=lse):
+                kernel[(-(-M // 16),)](q, k, v, o, lse, M, N, 0.4, sink, **_ONE_HEAD)
+            s = q.cpu().double() @ k.cpu().double().T * 0.4
+            operands.append((s, v.cpu().double(), sink))
+            want_o, want_lse = _with_sink(*operands[-1])
+            o_answers.append((case, o, want_o))
+            lse_answers.append((case, lse, want_lse))
+        return o_answers, lse_answers
+
+    o_answers, lse_answers = answers_for(_SINKS)
 
     def given(which: int, f: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
-        return [f(*x)[which] for x in operands]
+        return [f(*x)[which] for x in operands[: len(_SINKS)]]
 
     def without(s, v, sink):
         return _with_sink(s, v, -math.inf)
@@ -947,16 +946,16 @@ def _(sink_attention_kernel: Any) -> str:
     def per_tile(s, v, sink):
         return _with_sink(s, v, sink + math.log(-(-s.shape[1] // 32)))
 
-    def unshifted(s, v, sink):  # l begins with exp(sink), as if the maximum were 0: scaled away with the first tile
-        m = s[:, :32].amax(1, keepdim=True)
-        return _with_sink(s, v, sink, weight=torch.exp(sink + 0 * m), m=s.amax(1, keepdim=True))
+    def unshifted(s, v, sink):  # exp(sink) is added as it is, and the others are relative to the maximum
+        m = s.amax(1, keepdim=True)
+        return _with_sink(s, v, sink, weight=torch.exp(sink + 0 * m), m=m)
 
     def a_value(s, v, sink):
         o, lse = _with_sink(s, v, sink)
         return o + torch.exp(sink - lse)[:, None], lse
 
     def of_every_score(s, v, sink):
-        return _with_sink(s + sink, v, -math.inf) if math.isfinite(sink) else without(s, v, sink)
+        return _with_sink(s + sink, v, -math.inf)
 
     told = {
         "sink-ignored": (without, "the result is that without a sink: does l_i hold its term, exp(sink - m_i)?"),
@@ -965,7 +964,8 @@ def _(sink_attention_kernel: Any) -> str:
         "sink-in-base-2": (times(math.log2(math.e)), "the sink is multiplied by log2(e), and e is raised to the power"),
         "sink-in-base-2 2": (times(math.log(2)), "2 is raised to the power of the sink; its term is e^(sink - m_i)"),
         "sink-in-every-tile": (per_tile, "the sink is counted once in every tile; it is one key"),
-        "sink-not-shifted": (unshifted, "the sink's term is exp(sink), the others are exp(score - m_i): all need one m"),
+        "sink-not-shifted": (unshifted,
+                             "the sink's term is exp(sink), those of the keys are relative to m_i: all need one m"),
         "sink-has-a-value": (a_value, "the sink's share is added to o: its value is a row of zeros"),
         "sink-added-to-scores": (of_every_score, "the sink is added to every score, which changes no softmax: it is a "
                                  "score of its own"),
@@ -973,15 +973,16 @@ def _(sink_attention_kernel: Any) -> str:
     mistakes = {slug: (given(0, f), why) for slug, (f, why) in told.items() if slug != "sink-added-to-scores"}
     _expect_all(o_answers, mistakes, what="o", tol=0.01)
     lse_mistakes = {slug: (given(1, f), f"o is right, lse is not: {why}") for slug, (f, why) in told.items()}
-    lse_mistakes["lse-without-sink"] = (
-        given(1, without),
-        "o is right; lse is the logarithm of the sum without the sink",
-    )
-    lse_mistakes = {"lse-without-sink": lse_mistakes.pop("lse-without-sink"), **lse_mistakes}
+    without_sink = (given(1, without), "o is right; lse is the logarithm of the sum without the sink")
+    lse_mistakes = {"lse-without-sink": without_sink} | lse_mistakes
     _expect_all(lse_answers, lse_mistakes, what="lse", tol=2e-3)
+    for (case, o, want_o), (_, lse, want_lse) in zip(*answers_for(_EXTREME_SINKS), strict=True):
+        _explain_sink(o, lse, case)
+        expect_close(o, want_o, what="o", case=case, tol=0.01)
+        expect_close(lse, want_lse, what="lse", case=case, tol=2e-3)
     pointers = dict.fromkeys(("Q_ptr", "K_ptr", "V_ptr", "O_ptr"), torch.float16) | {"LSE_ptr": torch.float32}
     compiles(kernel, pointers | {"M": 20, "N": 70, "scale": 0.4, "sink": 1.5} | _ONE_HEAD)
-    return f"{len(_SINKS)} cases, and it compiles"
+    return f"{len(_SINKS) + len(_EXTREME_SINKS)} cases, and it compiles"
 
 
 def _with_sink(
@@ -996,22 +997,24 @@ def _with_sink(
     return p @ v / total, (m + total.log())[:, 0]
 
 
-def _explain_sink(o: torch.Tensor, lse: torch.Tensor, want: torch.Tensor, sink: float, case: str) -> None:
-    """CheckFailed where NaN says which line is wrong, and everything else is right."""
+def _explain_sink(o: torch.Tensor, lse: torch.Tensor, case: str) -> None:
+    """CheckFailed where a result is not finite, though those of smaller sinks are right."""
     __tracebackhide__ = True
-    if sink == -math.inf and bool(o.isnan().any() | lse.isnan().any()):
-        raise CheckFailed(
-            "NaN where the sink is -inf, which is ordinary attention: exp(sink - m_i) must not become exp(-inf + inf)",
+    finite = bool(o.isfinite().all() and lse.isfinite().all())
+    if "inf" in case:
+        expect(
+            finite,
+            "not finite where the sink is -inf, which is ordinary attention: which difference is -inf - (-inf)?",
             diagnosis="no-sink-is-nan",
             case=case,
         )
-    if abs(sink) == 200 and not bool(o.isfinite().all() and lse.isfinite().all()):
-        raise CheckFailed(
-            f"not finite where the sink is {sink:g}: exp(sink) alone overflows or vanishes in float32; relative to a "
-            "maximum that the sink is part of, nothing is above 1",
-            diagnosis="sink-overflows",
-            case=case,
-        )
+    expect(
+        finite,
+        "not finite, though smaller sinks are right: of which number is an exponential or a logarithm taken here? "
+        "Relative to a maximum that the sink is part of, no exponent is above 0",
+        diagnosis="sink-overflows",
+        case=case,
+    )
 
 
 # ---- 4.10 -----------------------------------------------------------------------------------------------------------
@@ -1029,8 +1032,8 @@ def _explain_sink(o: torch.Tensor, lse: torch.Tensor, want: torch.Tensor, sink: 
         "it is phase 3.",
         "head_dim: BLOCK_D = triton.next_power_of_2(head_dim), and a second condition in every load and store (4.4). "
         "Causal: the mask of 4.3, and range(0, end, BLOCK_N) with the end of 4.2.",
-        "A row that sees no key: m_safe = tl.where(m_new == float('-inf'), 0.0, m_new), and a division by 1 where l_i is "
-        "0.",
+        "A row that sees no key: m_safe = tl.where(m_new == float('-inf'), 0.0, m_new), and a division by 1 where l_i "
+        "is 0.",
     ],
 )
 def _(my_attention: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Report:
