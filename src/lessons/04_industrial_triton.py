@@ -44,9 +44,9 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from flashlab import runtime
 from flashlab.attention import tiles, triton_forward
 from flashlab.attention.door import choose_backend, flash_attention
-from flashlab.attention.full_reference import attention
 from flashlab.attention.ladder import STEPS, text
 from flashlab.attention.options import band, visible
+from flashlab.attention.reference import attention
 from flashlab.attention.tiles import SEARCH, Tile
 from flashlab.attention.triton_forward import (
     compile_arguments, flash_attention_forward, hbm_bytes, in_band, load_tile, soft_capped, store_tile,
