@@ -12,7 +12,7 @@
 # Fill in each cell that says `# YOUR CODE HERE`, run it, then run the check below it. A check that fails says in one
 # sentence what is wrong. `hint("4.2")` gives the next hint, `progress()` shows where you are.
 #
-# **Time:** about two hours, and two hours more for the stretch exercises.
+# **Time:** about two hours, and nearly two hours more for the two stretch exercises.
 
 # %% [markdown]
 # Some answers are plain Python, some are kernels. The check launches the kernels, on a GPU if there is one and in Triton's
