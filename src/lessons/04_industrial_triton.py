@@ -483,15 +483,16 @@ plt.show()
 # What would tiles cost that begin at multiples of BLOCK_N?
 
 # %%
-for window in (100, 128, 1000):
-    own = walks(4096, 4096, 128, 64, window=(window, 0))
+for N, window in ((4096, 128), (4096, 100), (4100, 128), (4100, 1024)):
+    own = walks(4096, N, 128, 64, window=(window, 0))
     visited = sum(map(len, own))
     aligned = sum(-(-walk[-1][1] // 64) - walk[0][0] // 64 for walk in own)
-    print(f"window {window}: {visited} tiles, aligned {aligned}")
+    print(f"4096 queries, {N} keys, window {window}: {visited} tiles, aligned {aligned}")
     assert visited <= aligned
 
 # %% [markdown]
-# Nothing where the window is a multiple of the tile, as in most models; elsewhere some tiles.
+# Nothing in training, where there are as many queries as keys: the right border falls on a multiple anyway. With another offset, one tile per block of
+# queries.
 #
 # The work of a windowed layer grows with N, not with its square:
 
@@ -889,9 +890,9 @@ print("runs recorded:", len(runs))
 # | tiles of 128 × 128 at $D = 128$ | section 10: on `sm_86` they spill; on `sm_90` they do not |
 # | tiles of 256 × 64 at $D = 128$ | section 10: they spill on both |
 # | 4 warps for 128 rows at $D = 128$ | section 10: each thread holds twice as much, and it spills on both |
-# | tiles that begin where the window does | section 6: nothing, if the window is a multiple of the tile |
-# | large tiles for a head size of 80 | section 3: 1.6 times the multiplications, whatever the tile |
-#
+# | tiles that begin where the window does | section 6: they save nothing if there are as many queries as keys |
+
+# %% [markdown]
 # TODO(measure): the same table with times, of the tries on a GPU.
 
 # %% [markdown]
