@@ -337,7 +337,7 @@ show.diff(text(STEPS[1]), text(STEPS[2]), context=1)
 #   sees are never loaded.** `tl.maximum(..., 0)` is for blocks that see no key at all.
 # - `in_band`: inside a tile, the rows see different keys.
 # - The order of the blocks: the last block of queries visits the most tiles. If it starts last, the GPU waits for it while everything else has
-#   ended. So the longest start first.
+#   ended. So the longest start first. (Phase 9 puts a number on it.)
 
 # %% [markdown]
 # Which tiles are visited? Let `tile_edges` itself say it. This kernel stores its four positions for each block of queries:
@@ -430,8 +430,8 @@ for mask in ({}, {"causal": True}):
 # %% [markdown]
 # Without a causal mask and with a length that the tile divides, none. One key more, and one tile of each block pays.
 #
-# What does it save? The compiler can say how many selections of $-\infty$ it wrote, with and without the line. It now holds two bodies of the
-# loop, one with and one without.
+# What does it save, and what does it cost? The kernel now holds two bodies of the loop, one with a mask and one without. Ask the compiler about the kernel
+# with and without that line:
 
 # %% tags=["nbval-ignore-output"]
 TILE = Tile(128, 64, 8, 2)
@@ -647,8 +647,8 @@ print("triton", triton.__version__)
 show.table(rows, ["step", *heads])
 
 # %% [markdown]
-# Read the column of `ex2`, exponentials in the program's text. The soft-cap adds one for each score, as many as the softmax has. The GPU makes few
-# exponentials per clock (phase 8 counts them), so a cap is not free. A window adds a third body of the loop to the text. It is not run unless tiles are cut.
+# Read the column of `ex2`, exponentials in the program's text. The soft-cap adds one for each score, as many as the softmax has. An SM makes 16
+# exponentials per clock, beside a thousand multiply-adds and more, so a cap is not free. A window adds a third body of the loop to the text. It is not run unless tiles are cut.
 
 # %% [markdown]
 # ## 10 · Which tile?
@@ -697,8 +697,8 @@ except RuntimeError as error:
     print(error)
 
 # %% [markdown]
-# With a GPU `tune_tile=True` times them all on your inputs, which takes about a minute, because each is compiled first. The fastest is remembered on
-# this machine, by the GPU's name and by the lengths' powers of two. Without being asked nothing is tuned: the first call should not take a minute.
+# With a GPU `tune_tile=True` times them all on your inputs. That takes a while, because each is compiled first. The fastest is remembered on this machine, by
+# the GPU's name and by the lengths' powers of two. Without being asked nothing is tuned: the first call should not make you wait.
 #
 # Few queries are a case of their own. A program computes all rows of its block, also those that are not there. So with 20 queries the block shrinks:
 
@@ -911,5 +911,5 @@ print("runs recorded:", len(runs))
 # - Gemma Team, *Gemma 2*, 2024, [arXiv:2408.00118](https://arxiv.org/abs/2408.00118): soft-caps, windows in every second layer.
 # - Juechu Dong et al., *FlexAttention*, 2024, [arXiv:2412.05496](https://arxiv.org/abs/2412.05496).
 # - Triton documentation, tutorial *Fused Attention*: full and masked tiles, the search space.
-# - NVIDIA, *CUDA C++ Programming Guide*: limits of a grid; tensor maps and the copy engine.
+# - NVIDIA, *CUDA C++ Programming Guide*: limits of a grid; results per clock, by kind of instruction; tensor maps and the copy engine.
 # - flash-attention issue 767 and pull request 1500: offsets in 32 bits. flash-linear-attention issue 172: the limit of grid y and z.

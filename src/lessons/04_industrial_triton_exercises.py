@@ -194,9 +194,9 @@ check("4.6", cap_kernel)
 #
 # *Bug hunt · 20 min*
 #
-# A causal kernel with a soft-cap, one head. With a cap of 50 its outputs agree with the reference to three digits, so it was
-# merged. With a cap of 4 a language model that was trained with it knew the next token suspiciously well. Read the symptoms,
-# find the mistake, repair it.
+# A causal kernel with a soft-cap, one head. With a cap of 50 its outputs agree with the reference, so it was merged. With a cap
+# of 2 a language model that was trained with it knew the next token suspiciously well. Read the symptoms, find the mistake,
+# repair it.
 
 # %% tags=["exercise"]
 # BEGIN STARTER
