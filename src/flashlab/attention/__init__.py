@@ -12,4 +12,5 @@ triton_forward      phase 4: a forward pass that a model can use; tiles: with wh
 simulation_backward phase 5: the backward pass in plain PyTorch
 triton_backward     phase 5: its kernels
 backends, door      what implementations there are, and `flash_attention`, the one door to them
+transformers_door   the door as an attention implementation of Hugging Face transformers
 """

@@ -118,7 +118,7 @@ def soft_capped(s, tanh_scale):
     return 1.0 - 2.0 / (1.0 + tl.exp2(s * tanh_scale))
 
 
-@triton.jit(do_not_specialize=["first", "last"])
+@triton.jit(do_not_specialize=["M", "N", "first", "last"])  # one kernel for all lengths
 def flash_attention_kernel(
     Q_ptr,  # [batch, heads, M, HEAD_DIM]
     K_ptr,  # [batch, heads / group, N, HEAD_DIM]
