@@ -710,7 +710,7 @@ for rows in (1, 20, 64, 65):
 # %% [markdown]
 # ## 11 · The whole kernel
 #
-# You have seen every part. Here is the kernel as it stands in the package, the one text behind all the steps. Read it with the constants in mind: every
+# Here is the kernel as it stands in the package, the one text behind all the steps. Read it with the constants in mind: every
 # `if` in it is decided before the GPU sees anything.
 
 # %%
@@ -719,6 +719,8 @@ for rows in (1, 20, 64, 65):
 # %% [markdown]
 # What has not been said yet, from top to bottom:
 #
+# - **`do_not_specialize`.** Triton compiles a kernel anew for arguments that are 1, or multiples of 16. That helps with strides. For the lengths the code is
+#   the same to the instruction, so one kernel serves them all.
 # - **`LSE_ptr` has no strides.** The launcher allocates it, so it is contiguous: `batch_head * M + offs_m`.
 # - **`load_tile(q_ptrs, ..., True)`.** Q is loaded once, so its mask costs nothing that counts.
 # - **`stop_m`.** The rows past M do not exist, so they must not move the edges.
@@ -762,7 +764,8 @@ print("8 combinations of window and soft-cap, within their bounds")
 # %% [markdown]
 # ## 13 · The door
 #
-# A model calls none of this. It calls one function, with a gradient (phase 5 makes it), which takes the kernel where it can:
+# A model calls none of this. It calls one function, with a gradient (phase 5 makes it), which takes the kernel where it can. `torch.compile` takes it whole,
+# and `flashlab.attention.transformers_door` gives it to models of Hugging Face's transformers.
 
 # %%
 q, k, v = inputs(1, 4, 2, 60, 90, 64)
@@ -896,7 +899,7 @@ print("runs recorded:", len(runs))
 # TODO(measure): the same table with times, of the tries on a GPU.
 
 # %% [markdown]
-# Worth trying now: sink tokens, which every query sees, as a second band. Two tiles of columns for a head size of 80. A block mask of your own for documents
+# Worth trying now: a persistent grid, as many programs as the GPU holds, each of which takes several blocks. Sink tokens, which every query sees, as a second band. Two tiles of columns for a head size of 80. A block mask of your own for documents
 # that are packed into one sequence.
 #
 # Phase 5 makes the gradient. There `lse` earns its place.
