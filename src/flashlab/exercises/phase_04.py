@@ -52,15 +52,28 @@ def _whole_numbers(got: Any, names: Sequence[str], case: str) -> Numbers:
     )
     found = []
     for name, value in zip(names, got, strict=True):
-        try:
-            found.append(operator.index(value))
-        except TypeError:
+        number = _whole_number(value)
+        if number is None:
             raise CheckFailed(
                 f"{name} is {value!r:.40}, which is no whole number: division by // gives one",
                 diagnosis="no-whole-number",
                 case=case,
-            ) from None
+            )
+        found.append(number)
     return tuple(found)
+
+
+def _whole_number(value: Any) -> int | None:
+    """The value as an int, also from a tensor or from 16.0; None where it is none."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        pass
+    try:
+        number = math.nan if isinstance(value, str) else float(value)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+    return int(number) if number.is_integer() else None
 
 
 def _expect_all(
@@ -462,7 +475,7 @@ def _(scores_kernel: Any) -> str:
         ),
         "negative": (given(lambda q, k, d, b: -(q @ k.T)), "every score has the wrong sign"),
     }
-    _expect_all(answers, mistakes, what="s", tol=0.02)
+    _expect_all(answers, mistakes, what="s", tol=0.06)
     pointers = {"Q_ptr": torch.float16, "K_ptr": torch.float16, "S_ptr": torch.float32}
     sizes = {"M": 11, "N": 20, "HEAD_DIM": 40, "BLOCK_D": 64, "BLOCK_M": 16, "BLOCK_N": 32}
     compiles(kernel, pointers | {"stride_q": 136, "stride_k": 152} | sizes)
