@@ -41,9 +41,8 @@ import torch
 from IPython.display import display
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from flashlab import runtime
+from flashlab import choose_backend, flash_attention, runtime
 from flashlab.attention import tiles, triton_forward
-from flashlab.attention.door import choose_backend, flash_attention
 from flashlab.attention.ladder import STEPS, text
 from flashlab.attention.options import band, visible
 from flashlab.attention.reference import attention
