@@ -51,6 +51,7 @@ RULES: dict[str, tuple[float, float, str]] = {
 PYTHON_KERNELS: dict[int, tuple[str, ...]] = {
     2: ("flashlab.attention.simulation", "flash_attention_forward_sim"),
     3: ("flashlab.attention.triton_minimal", "flash_attention_forward_kernel"),
+    4: ("flashlab.attention.triton_forward", "flash_attention_kernel"),
     5: ("flashlab.attention.triton_backward", "delta_kernel", "load_statistics", "dkdv_kernel", "dq_kernel"),
 }
 

@@ -141,7 +141,8 @@ def flash_attention_kernel(
     SOFTCAP: tl.constexpr, NEGATE: tl.constexpr, PRECISION: tl.constexpr,
     TMA: tl.constexpr,  # K and V by tensor descriptors
 ):  # fmt: skip
-    # One program: BLOCK_M queries of one head. All are on grid x, whose limit is 2^31; on y and z it is 65535.
+    # region: programs
+    # One program: BLOCK_M queries of one head. All are on grid x: up to 2^31 - 1; on y and z it is 65535.
     m_blocks = tl.cdiv(M, BLOCK_M)
     block_m = tl.program_id(0) % m_blocks
     if HAS_LAST:
@@ -149,32 +150,37 @@ def flash_attention_kernel(
     batch_head = (tl.program_id(0) // m_blocks).to(tl.int64)
     batch, head = batch_head // heads, batch_head % heads
     kv_head = head // group
+    # endregion
 
+    # region: tiles
     start_m = block_m * BLOCK_M
     offs_m = start_m + tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, BLOCK_D)
-    tile_n = tl.arange(0, BLOCK_N)
+    keys = tl.arange(0, BLOCK_N)
     q_ptrs = tile_ptrs(Q_ptr, batch, head, offs_m, offs_d, stride_qb, stride_qh, stride_qm, stride_qd, ALIGN)
-    k_ptrs = tile_ptrs(K_ptr, batch, kv_head, tile_n, offs_d, stride_kb, stride_kh, stride_kn, stride_kd, ALIGN)
-    v_ptrs = tile_ptrs(V_ptr, batch, kv_head, tile_n, offs_d, stride_vb, stride_vh, stride_vn, stride_vd, ALIGN)
+    k_ptrs = tile_ptrs(K_ptr, batch, kv_head, keys, offs_d, stride_kb, stride_kh, stride_kn, stride_kd, ALIGN)
+    v_ptrs = tile_ptrs(V_ptr, batch, kv_head, keys, offs_d, stride_vb, stride_vh, stride_vn, stride_vd, ALIGN)
     q = load_tile(q_ptrs, offs_m, offs_d, M, HEAD_DIM, BLOCK_D, True)
     if NEGATE:
         q = -q  # the scale is negative: the maximum of the scores is found before they are scaled
-    if TMA:  # a box of K or V, which the chip's copy engine fetches by itself: no thread computes its addresses
+    if TMA:  # boxes of K and V, which the chip's copy engine fetches: no thread computes their addresses
         k_box = tl.make_tensor_descriptor(
             K_ptr + batch * stride_kb + kv_head * stride_kh, [N, HEAD_DIM], [stride_kn, 1], [BLOCK_N, BLOCK_D]
         )
         v_box = tl.make_tensor_descriptor(
             V_ptr + batch * stride_vb + kv_head * stride_vh, [N, HEAD_DIM], [stride_vn, 1], [BLOCK_N, BLOCK_D]
         )
+    # endregion
 
+    # region: loop
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)  # the largest score of each row so far
     l_i = tl.zeros([BLOCK_M], tl.float32)  # the sum of exp2(score - m_i) so far
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)  # the sum of exp2(score - m_i) * v so far
-    edges = tile_edges(start_m, tl.minimum(start_m + BLOCK_M, M), first, last, N, BLOCK_N, HAS_FIRST, HAS_LAST, SPLIT)
+    stop_m = tl.minimum(start_m + BLOCK_M, M)  # rows that do not exist must not move the edges
+    edges = tile_edges(start_m, stop_m, first, last, N, BLOCK_N, HAS_FIRST, HAS_LAST, SPLIT)
     for part in tl.static_range(3):  # the left edge, the tiles that are seen whole, the right edge
         for start_n in tl.range(edges[part], edges[part + 1], BLOCK_N):
-            offs_n = start_n + tile_n
+            offs_n = start_n + keys
             if TMA and part == 1:
                 k = k_box.load([start_n, 0])
             else:
@@ -189,7 +195,7 @@ def flash_attention_kernel(
             m_new = tl.maximum(m_i, tl.max(s, axis=1) * scale_log2)
             m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)  # no score yet: -inf - (-inf) is NaN
             p = tl.exp2(s * scale_log2 - m_safe[:, None])  # scaled here: one multiply-add a score
-            correction = tl.exp2(m_i - m_safe)  # at most 1: what was added so far, relative to the new maximum
+            correction = tl.exp2(m_i - m_safe)  # at most 1: what was added so far, for the new maximum
             l_i = l_i * correction + tl.sum(p, axis=1)
             acc = acc * correction[:, None]
             if TMA and part == 1:
@@ -199,6 +205,7 @@ def flash_attention_kernel(
                 v = load_tile(v_tile, offs_n, offs_d, edges[3], HEAD_DIM, BLOCK_D, part != 1)
             acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)  # acc + p @ v; p in v's dtype
             m_i = m_new
+    # endregion
 
     acc = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]  # l_i is 0 in a row that sees no key: o is 0
     lse = (m_i + tl.log2(l_i)) * 0.6931471805599453  # times ln 2: a natural logarithm

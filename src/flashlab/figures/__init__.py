@@ -4,6 +4,7 @@ show        regions of a source, diffs, tables, animations; the look of figures
 curves      lines and bars of what was measured or predicted; rooflines
 rows        phase 0: a row of scores, read block by block
 tiles       phase 2: which tiles are where, while the simulation runs
+masks       phase 4: which program computes what, which tiles of a mask are visited
 memory      who sees which memory, what a load fetches, which tile is on chip when
 fragments   what a lane holds of the operands of an MMA
 banks       which banks of shared memory are asked for

@@ -1,0 +1,917 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Phase 4 · Industrial Triton
+#
+# Phase 3's kernel is right, and no model can use it. It takes one head. It has no mask. A head size of 80 is refused. This lecture makes of it a
+# kernel that a model can train with, one idea at a time. You will see each idea as a diff, with the reason for it and with something that is counted.
+#
+# **Time:** about two hours for the lecture. The exercises take about two hours, and nearly two more for the stretch exercises.
+
+# %% [markdown]
+# ## What you will be able to do
+#
+# - Put batch and heads on the grid, and share key heads among query heads without a copy.
+# - Take any head size, any two lengths and any strides.
+# - Compute, for any mask that is a band, which tiles are never loaded, which need a mask and which need none.
+# - Add a window, a soft-cap or another scale so that a kernel without them pays nothing.
+# - Read the compiler's report for two GPUs, and choose tiles with it.
+# - Say what FlexAttention does for you, and when to write a kernel instead.
+
+# %% [markdown]
+# ## What you need first
+#
+# - Phase 3: the kernel, its four masks, `exp2`, and the words *program*, *grid*, *stride*.
+# - Phase 0: causal masks, and how two partial results are merged by their `lse`.
+#
+# Without a GPU the kernels run in Triton's interpreter, on small inputs. What the compiler says comes from the real compiler.
+
+# %%
+import math
+import warnings
+
+import matplotlib.pyplot as plt
+import torch
+from IPython.display import display
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from flashlab import choose_backend, flash_attention, runtime
+from flashlab.attention import tiles, triton_forward
+from flashlab.attention.ladder import STEPS, text
+from flashlab.attention.options import band, visible
+from flashlab.attention.reference import attention
+from flashlab.attention.tiles import SEARCH, Tile
+from flashlab.attention.triton_forward import (
+    compile_arguments, flash_attention_forward, hbm_bytes, in_band, load_tile, soft_capped, store_tile,
+)
+from flashlab.bench.records import recorded
+from flashlab.check import verify
+from flashlab.check.training import wanted, worst
+from flashlab.figures import curves, ladder, masks, show
+from flashlab.triton_tools.compile_report import compile_reports
+from flashlab.triton_tools.watch import hbm_traffic
+
+import triton  # after flashlab, which decides whether kernels are interpreted here
+import triton.language as tl
+
+show.style()
+
+# %% [markdown]
+# ## 1 · The end first, and one kernel that is many
+#
+# Here is what we are going to build, on an input as a model has it: two batches, six query heads that share two key heads, a head size of 40,
+# fewer queries than keys, a causal mask. `wanted` is the formula in float64, with the error that each element may have.
+
+# %%
+def inputs(batch, heads, kv_heads, seq_q, seq_k, head_dim, dtype=torch.float16, seed=0):
+    """q, k, v: random, the same on every machine, where kernels run."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = ((heads, seq_q), (kv_heads, seq_k), (kv_heads, seq_k))
+    drawn = [torch.randn(batch, h, n, head_dim, generator=generator) for h, n in sizes]
+    return [x.to(runtime.device(), dtype) for x in (drawn[0], drawn[1], drawn[2] + 0.5)]
+
+
+def of_bound(q, k, v, tma=False, tile=None, **options):
+    """The kernel's largest error as a part of what is allowed."""
+    o, lse = flash_attention_forward(q, k, v, tma=tma, tile=tile, **options)
+    return worst(wanted(q, k, v, **options), o=o, lse=lse)[1]
+
+# %%
+q, k, v = inputs(2, 6, 2, 50, 130, 40)
+assert of_bound(q, k, v, causal=True) <= 1
+print("o", list(q.shape), "and lse", list(q.shape[:3]), "are within their bounds")
+
+# %% [markdown]
+# It is one kernel, and it serves all the cases of this lecture. But a kernel that can do everything should not cost everything. The means is
+# `tl.constexpr`: a parameter that is known when the kernel is *compiled*. An `if` on such a parameter is decided then, and the other branch
+# leaves no instruction behind. A small example:
+
+# %%
+@triton.jit
+def maybe_capped(x_ptr, CAP: tl.constexpr):
+    i = tl.arange(0, 128)
+    x = tl.load(x_ptr + i)
+    if CAP:
+        x = tl.exp2(x)
+    tl.store(x_ptr + i, x)
+
+
+arguments = [{"x_ptr": torch.float32, "CAP": cap} for cap in (False, True)]
+both = compile_reports(maybe_capped, arguments, targets=["sm_90"])
+print("ex2 instructions in the PTX:", [report.ptx.count("ex2.approx") for report in both])
+assert "ex2" not in both[0].ptx and "ex2" in both[1].ptx
+
+# %% [markdown]
+# So a launch with `CAP=False` and one with `CAP=True` run two different kernels. Each is compiled the first time it is asked for.
+#
+# This also gives us the steps of this lecture. A *step* is the final kernel with some constants fixed. Its text is what the compiler is left
+# with, so the difference between two steps is one idea:
+
+# %%
+show.table([[step.name, step.idea] for step in STEPS], ["step", "idea"])
+
+# %% [markdown]
+# ## 2 · Batch and heads
+#
+# Attention of one head has nothing to do with attention of another. So batch and heads multiply the number of programs, and nothing inside a
+# program changes. Phase 3 launched one program per block of queries. Now it is one per block of queries *of each head of each batch*:
+
+# %%
+show.region(text(STEPS[0]), "programs")
+
+# %% [markdown]
+# - All programs are on the grid's first axis, x, and take their number apart by division. A grid may have $2^{31} - 1$ programs on x, but only
+#   65 535 on y and z. Kernels with batch × heads on another axis fail at large batches (flash-linear-attention, issue 172).
+# - Neighbouring numbers are blocks of *one* head. They run at about the same time, and read the same K and V, which then come from the L2 cache.
+# - `kv_head` is the next paragraph. `.to(tl.int64)` is the one after.
+
+# %% [markdown]
+# Models save memory by **grouped queries** (GQA): several query heads share one head of K and V. With `group` query heads to each key head, query
+# head `h` reads key head `h // group`. That is all that the kernel has to do. A group of 1 is ordinary attention. A group of all heads is called MQA.
+#
+# Let a kernel of six lines write down what each program computes:
+
+# %%
+@triton.jit
+def who_kernel(out_ptr, M, heads, group, BLOCK_M: tl.constexpr):
+    pid = tl.program_id(0)
+    m_blocks = tl.cdiv(M, BLOCK_M)
+    batch_head = pid // m_blocks
+    head = batch_head % heads
+    tl.store(out_ptr + 4 * pid, batch_head // heads)
+    tl.store(out_ptr + 4 * pid + 1, head)
+    tl.store(out_ptr + 4 * pid + 2, head // group)
+    tl.store(out_ptr + 4 * pid + 3, pid % m_blocks)
+
+
+found = torch.zeros(2 * 6 * 4, 4, dtype=torch.int32, device=runtime.device())
+who_kernel[(len(found),)](found, 50, 6, 3, BLOCK_M=16)
+assert len(set(map(tuple, found.tolist()))) == len(found), "each block of each head once"
+
+# %%
+figure, ax = plt.subplots(figsize=(6.4, 4.2))
+masks.programs(ax, found.tolist(), "Programs of a launch: B 2, H 6, H_kv 2, 50 queries, BLOCK_M 16")
+plt.show()
+
+# %% [markdown]
+# *Each box is a program, with its number. Three query heads of a batch have one colour: they read the same head of K and V.*
+#
+# The other way to do it is to copy each key head `group` times, as `repeat_interleave` does. The result is the same. The memory is not:
+
+# %%
+o, _ = flash_attention_forward(q, k, v)
+copies = [x.repeat_interleave(3, dim=1) for x in (k, v)]
+assert torch.equal(flash_attention_forward(q, *copies)[0], o)
+by_index, by_copy = (sum(x.nbytes for x in pair) for pair in ((k, v), copies))
+print(f"the same bits; K and V take {by_index} bytes by index, {by_copy} with copies")
+assert by_copy == 3 * by_index
+
+# %% [markdown]
+# ### Four strides, 64 bits
+#
+# A tensor now has four strides. A tile of one head begins at `batch * stride_b + head * stride_h`, and from there it is phase 3's tile:
+
+# %%
+# FROM flashlab.attention.triton_forward: tile_ptrs, tile_step (no docstrings)
+
+# %% [markdown]
+# - `rows.to(tl.int64)`, and `batch` and `head` are 64 bits already. An offset of more than $2^{31}$ elements wraps around in 32 bits.
+# - `tl.multiple_of` is a promise to the compiler. Triton finds out by itself whether a stride is a multiple of 16. The strides of a head size of 40 are
+#   not. But they are multiples of 8, which is 16 bytes of fp16, the most that a thread loads at once. `ALIGN` says so, if it is so.
+
+# %% [markdown]
+# *Predict: batch 64, 32 heads, 8192 tokens, head size 128. Is $2^{31}$ far away?*
+
+# %%
+elements = 64 * 32 * 8192 * 128
+print(f"{elements} elements, that is 2^{math.log2(elements):.0f}; {elements * 2 / 2**30:.0f} GiB in fp16")
+assert elements == 2**31
+
+# %% [markdown]
+# One tensor of 4 GiB, then, which an H200 holds thirty times. FlashAttention had this bug (its issue 767 and pull request 1500), and
+# FlexAttention's backward in 2026 (PyTorch issue 190857).
+#
+# Because the kernel takes strides, it does not care how a model lays its tensors out. Most projections of a transformer give `[B, N, H, D]`, which we
+# see as `[B, H, N, D]` after a `transpose` that moves nothing:
+
+# %%
+by_token = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+again, _ = flash_attention_forward(*by_token)
+assert torch.equal(again, o)
+print("strides", q.stride(), "and", by_token[0].stride(), "give the same bits")
+print("o has the order in memory of q:", again.stride() == by_token[0].stride())
+
+# %% [markdown]
+# ### The loop, as it begins
+#
+# Now the loop of the first step. It is phase 3's, with `tile_ptrs` and `load_tile` for the lines that made addresses. Look for what is different:
+
+# %%
+show.region(text(STEPS[0]), "loop")
+
+# %% [markdown]
+# - **The scale has moved.** Phase 3 multiplied all of `s` by it. Here only the row maximum is multiplied, and then
+#   `s * scale_log2 - m_safe` is *one* instruction per score, a multiply-add. It needs a positive scale: otherwise the maximum of the scaled
+#   scores is not the scaled maximum. (For a negative one the kernel negates Q, once. `NEGATE` says so.)
+# - **The loop has three parts**, `for part in tl.static_range(3)`. This is written out three times when the kernel is compiled. In this step two parts are
+#   empty. From section 4 on they are the point.
+
+# %% [markdown]
+# How many bytes does a launch ask for? As in phase 3: a program reads its queries once, and all keys and values of its head. The interpreter
+# counts. Grouped queries change nothing here, since each program reads for itself. (The caches change, because there is less to hold.)
+
+# %%
+rows = []
+for BLOCK_M in (16, 32, 64, 128):
+    x = inputs(1, 4, 2, 256, 256, 64)
+    traffic = hbm_traffic(flash_attention_forward, *x, tile=Tile(BLOCK_M, 32, 4, 2))
+    read, written = hbm_bytes(1, 4, 2, 256, 256, 64, 2, BLOCK_M)
+    assert (traffic.bytes_read, traffic.bytes_written) == (read, written)
+    paper = 4 * 2 * (256 * 64 * 2) ** 2 / (BLOCK_M * 64 * 2)
+    rows.append([BLOCK_M, BLOCK_M * 64 * 2, traffic.bytes_read, f"{paper / traffic.bytes_read:.2f}"])
+show.table(rows, ["BLOCK_M", "bytes of a tile of Q", "bytes read, counted", "of these K and V"])
+
+# %% [markdown]
+# The counts equal the formula, to the byte. And they are the law of the FlashAttention paper: theorem 2 says $\Theta(N^2 D^2 / S)$ accesses with $S$ of
+# on-chip memory. Our on-chip tile of Q has $S = \mathrm{BLOCK\_M} \cdot D \cdot e$ bytes, and K and V together are
+# $2 (N D e)^2 / S$ bytes per head. **Twice the tile, half the traffic.** The last column is that formula over the count; what is missing to 1 is Q.
+
+# %% [markdown]
+# ## 3 · Any head size
+#
+# The sides of a tile are powers of two. Models have head sizes of 40, 80, 96, 112, 160. So a tile gets `BLOCK_D` columns, the next power of two,
+# and the columns past `HEAD_DIM` are padding. The diff:
+
+# %%
+show.diff(text(STEPS[0]), text(STEPS[1]), context=1)
+
+# %% [markdown]
+# Padding columns of Q and K are zeros, so they add 0 to every score. Those of V are zeros, and their sums are never stored. No score has to be masked
+# for it: this padding is harmless, and padded *keys* are not.
+#
+# `load_tile` picks its mask when it is compiled: two conditions, one, or none. Here is what it loads, from a matrix of ones:
+
+# %%
+@triton.jit
+def loaded_kernel(x_ptr, out_ptr, N, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr):
+    rows, columns = tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)
+    x_ptrs = x_ptr + rows[:, None] * HEAD_DIM + columns[None, :]
+    x = load_tile(x_ptrs, rows, columns, N, HEAD_DIM, BLOCK_D, True)
+    tl.store(out_ptr + rows[:, None] * BLOCK_D + columns[None, :], x)
+
+
+ones = torch.ones(11, 40, device=runtime.device())
+tile = torch.full((16, 64), -1.0, device=runtime.device())
+loaded_kernel[(1,)](ones, tile, 11, HEAD_DIM=40, BLOCK_D=64, BLOCK=16)
+assert tile[:11, :40].eq(1).all() and tile.sum() == 11 * 40
+
+# %%
+figure, ax = plt.subplots(figsize=(6.4, 2.4))
+ax.imshow(tile.cpu(), cmap="Blues", vmin=-0.4, vmax=1.6, aspect="auto")
+ax.set(title="The last tile of K: 11 rows are left, HEAD_DIM 40, BLOCK_D 64", xlabel="column", ylabel="row")
+ax.grid(visible=False)
+plt.show()
+
+# %% [markdown]
+# *Dark: loaded. Light: zeros that no address was read for.*
+#
+# So padding costs no bytes. What it costs is multiplications with zeros, and registers. A head size of 80 is multiplied as 128:
+
+# %%
+for head_dim in (40, 64, 80, 128):
+    x = inputs(1, 1, 1, 64, 64, head_dim)
+    read = hbm_traffic(flash_attention_forward, *x).bytes_read
+    padded = triton.next_power_of_2(head_dim)
+    print(f"head_dim {head_dim:3d}: {read:6d} bytes read, {padded / head_dim:.2f} times the multiplications")
+    assert read == 3 * 64 * head_dim * 2
+
+# %% [markdown]
+# *Could two tiles, 64 and 16 columns wide, do 80 columns?*
+#
+# <details><summary>Answer</summary>
+#
+# Yes: two products for the scores, two accumulators, and 80 columns instead of 128. It doubles the lines of the loop and the number of loads, and
+# `acc` becomes two variables. Some libraries do it. This kernel does not, because every head size would be another text.
+#
+# </details>
+
+# %% [markdown]
+# ## 4 · Causal, aligned at the end
+#
+# A causal query sees the keys up to its own position. With as many queries as keys this is the lower triangle. But when a model generates, there are fewer
+# queries than keys: the last query is the newest token, and stands beside the *last* key. So **query $i$ sees the keys
+# $j \le i + N - M$**. This is called bottom-right alignment. (PyTorch's `is_causal` is aligned top-left.)
+
+# %%
+print(visible(2, 5, causal=True).int())
+print("query i sees the keys up to i +", band(2, 5, causal=True).last)
+print(visible(5, 2, causal=True).int())
+print("query i sees the keys up to i -", -band(5, 2, causal=True).last, ": the first three see none")
+
+# %% [markdown]
+# A row that sees no key gives `o = 0` and `lse = -inf`, the logarithm of an empty sum. The kernel gets this from `m_safe` and from the division by 1 in
+# place of 0. Both were in phase 3, for inputs with infinities. Now ordinary inputs get there:
+
+# %%
+x = inputs(1, 1, 1, 5, 2, 16)
+o, lse = flash_attention_forward(*x, causal=True)
+assert of_bound(*x, causal=True) <= 1
+print("rows that are 0:", (o[0, 0] == 0).all(-1).tolist())
+print("lse is -inf:   ", lse[0, 0].isneginf().tolist())
+
+# %% [markdown]
+# The diff has three parts. `last` is the number from above, $N - M$.
+
+# %%
+show.diff(text(STEPS[1]), text(STEPS[2]), context=1)
+
+# %% [markdown]
+# - `end` in `tile_edges`: the last row of the block is `stop - 1`, and it sees the keys before `stop + last`. The loop ends there. **Tiles that no row
+#   sees are never loaded.** `tl.maximum(..., 0)` is for blocks that see no key at all.
+# - `in_band`: inside a tile, the rows see different keys.
+# - The order of the blocks: the last block of queries visits the most tiles. If it starts last, the GPU waits for it while everything else has
+#   ended. So the longest start first. (Phase 9 puts a number on it.)
+
+# %% [markdown]
+# Which tiles are visited? Let `tile_edges` itself say it. This kernel stores its four positions for each block of queries:
+
+# %%
+# FROM flashlab.attention.triton_forward: tile_edges (no docstrings)
+
+# %% [markdown]
+# In this step `HAS_FIRST` and `SPLIT` are false; the next two sections need them. `edges` below has a row for each block of queries, and `walks` lists the
+# tiles between the positions.
+
+# %%
+@triton.jit
+def edges_kernel(
+    out_ptr, M, N, first, last, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_FIRST: tl.constexpr, HAS_LAST: tl.constexpr, SPLIT: tl.constexpr,
+):
+    start = tl.program_id(0) * BLOCK_M
+    stop = tl.minimum(start + BLOCK_M, M)
+    edges = tile_edges(start, stop, first, last, N, BLOCK_N, HAS_FIRST, HAS_LAST, SPLIT)
+    for i in tl.static_range(4):
+        tl.store(out_ptr + 4 * tl.program_id(0) + i, edges[i])
+
+
+def walks(M, N, BLOCK_M, BLOCK_N, split=True, **mask):
+    """For each block of queries the tiles that it visits: (first key, end, is masked)."""
+    first, last = band(M, N, **mask)
+    edges = torch.zeros(triton.cdiv(M, BLOCK_M), 4, dtype=torch.int32, device=runtime.device())
+    edges_kernel[(len(edges),)](
+        edges, M, N, first or 0, last or 0, BLOCK_M, BLOCK_N, first is not None, last is not None, split
+    )
+    return [[(start, min(start + BLOCK_N, e[3]), part != 1) for part in range(3)
+             for start in range(e[part], e[part + 1], BLOCK_N)] for e in edges.tolist()]
+
+# %%
+figure, axes = plt.subplots(1, 2, figsize=(8.6, 3.6), width_ratios=[26, 40])
+for ax, (M, N) in zip(axes, ((32, 26), (26, 40)), strict=True):
+    walk = walks(M, N, 8, 8, split=False, causal=True)
+    masks.tile_map(ax, visible(M, N, causal=True), walk, 8, f"{M} queries, {N} keys", legend=ax is axes[1])
+plt.show()
+
+# %% [markdown]
+# *Dots: pairs that are seen. Orange: tiles that are visited, all with a mask in this step. Grey: never loaded. The diagonal ends in the corner at the
+# bottom right, for any two lengths.*
+#
+# The interpreter counts the bytes of K that are really asked for. It must be the sum of the ends:
+
+# %%
+for M, N in ((128, 128), (100, 150), (150, 100)):
+    x = inputs(1, 1, 1, M, N, 32)
+    read = hbm_traffic(flash_attention_forward, *x, causal=True, tile=Tile(16, 16, 4, 2)).read_from["k"]
+    ends = sum(walk[-1][1] for walk in walks(M, N, 16, 16, causal=True) if walk)
+    print(f"M={M}, N={N}: {read} bytes of K, of {-(-M // 16) * N * 64} without the mask")
+    assert read == ends * 32 * 2
+
+# %% [markdown]
+# ## 5 · Tiles that need no mask
+#
+# Most of the orange tiles above are full of dots. Comparing positions there is work for nothing: two comparisons and a select for each score. So
+# where does a tile stop being full? Where the *first* row of the block stops seeing it. The whole step is one line:
+
+# %%
+show.diff(text(STEPS[2]), text(STEPS[3]), context=2)
+
+# %% [markdown]
+# `whole_end` is rounded *down* to a tile. Before it, every row sees everything, and no key is past the end. The tile at `whole_end` is the first that is
+# cut. Now the loop's three parts have something to do: part 1 is the full tiles, and there `part != 1` is false when the kernel is compiled. No mask on the
+# scores, and none on the loads.
+
+# %%
+figure, axes = plt.subplots(1, 2, figsize=(8.6, 3.6), width_ratios=[26, 40])
+for ax, (M, N) in zip(axes, ((32, 26), (26, 40)), strict=True):
+    walk = walks(M, N, 8, 8, causal=True)
+    masks.tile_map(ax, visible(M, N, causal=True), walk, 8, f"{M} queries, {N} keys", legend=ax is axes[1])
+plt.show()
+
+# %% [markdown]
+# *Blue: every row sees the whole tile. Only the diagonal is masked. It crosses two tiles of a block of queries where its offset is no multiple of the
+# tile, as on the right.*
+#
+# How many tiles still pay, at a real size?
+
+# %%
+for mask in ({}, {"causal": True}):
+    for N in (4096, 4097):
+        visited = [tile for walk in walks(N, N, 128, 64, **mask) for tile in walk]
+        masked = sum(is_masked for *_, is_masked in visited)
+        print(f"N={N}, {mask or 'no mask'}: {len(visited)} tiles, {masked} with a mask")
+
+# %% [markdown]
+# Without a causal mask and with a length that the tile divides, none. One key more, and one tile of each block pays.
+#
+# What does it save, and what does it cost? The kernel now holds two bodies of the loop, one with a mask and one without. Ask the compiler about the kernel
+# with and without that line:
+
+# %% tags=["nbval-ignore-output"]
+TILE = Tile(128, 64, 8, 2)
+arguments = compile_arguments(torch.bfloat16, 128, TILE, causal=True)
+variants = [arguments | {"SPLIT": split} for split in (False, True)]
+reports = compile_reports(triton_forward.flash_attention_kernel, variants, targets=["sm_80", "sm_90"])
+for report, split in zip(reports, (False, False, True, True), strict=True):
+    size = sum(report.instructions.values())
+    print(f"{report.target}, SPLIT={split}: {size} instructions, {report.registers} registers,",
+          f"{report.spill_bytes} bytes spilled")
+
+# %% [markdown]
+# More code, then, and a shorter path through most of it. What that is worth in time only a GPU can say: section 15.
+#
+# *Predict: why is it right to test `whole_end` with the first row, and `end` with the last?*
+#
+# <details><summary>Answer</summary>
+#
+# With a causal mask the rows of a block see more and more keys. A tile is full if the row that sees least sees all of it: the first. A tile is visited if
+# the row that sees most sees any of it: the last.
+#
+# </details>
+
+# %% [markdown]
+# ## 6 · A sliding window
+#
+# Mistral and Gemma have layers in which a query sees only the keys near it. With `window=(left, right)` query $i$ sees `left` keys before its own position
+# and `right` after it. Now a mask has two borders, so the kernel takes two numbers: **query $i$ sees the keys $i + \mathrm{first}$ to
+# $i + \mathrm{last}$**. Causal is the special case without `first`.
+
+# %%
+show.diff(text(STEPS[3]), text(STEPS[4]), context=1)
+
+# %% [markdown]
+# The left border mirrors the right one. The first row sees furthest to the left, so tiles begin at `start + first`. The last row begins to see at
+# `stop - 1 + first`, so from there on tiles are full; rounded *up*. The tiles do not begin at a multiple of BLOCK_N. They begin where the window does,
+# so that none is wasted.
+
+# %%
+figure, axes = plt.subplots(1, 2, figsize=(8.6, 3.6))
+for ax, window in zip(axes, ((14, 0), (20, 6)), strict=True):
+    walk = walks(40, 40, 8, 8, window=window)
+    masks.tile_map(ax, visible(40, 40, window=window), walk, 8, f"window {window}", legend=ax is axes[1])
+plt.show()
+
+# %% [markdown]
+# *The left window is narrow: between its borders no tile is full. The right one leaves room for one or two.*
+#
+# What would tiles cost that begin at multiples of BLOCK_N?
+
+# %%
+for N, window in ((4096, 128), (4096, 100), (4100, 128), (4100, 1024)):
+    own = walks(4096, N, 128, 64, window=(window, 0))
+    visited = sum(map(len, own))
+    aligned = sum(-(-walk[-1][1] // 64) - walk[0][0] // 64 for walk in own)
+    print(f"4096 queries, {N} keys, window {window}: {visited} tiles, aligned {aligned}")
+    assert visited <= aligned
+
+# %% [markdown]
+# Nothing in training, where there are as many queries as keys: the right border falls on a multiple anyway. With another offset, one tile per block of
+# queries.
+#
+# The work of a windowed layer grows with N, not with its square:
+
+# %%
+for N in (256, 512, 1024):
+    x = inputs(1, 1, 1, N, N, 16)
+    options = {"causal": True, "tile": Tile(64, 32, 4, 2)}
+    whole, window = (hbm_traffic(flash_attention_forward, *x, window=w, **options).read_from["k"]
+                     for w in (None, 128))
+    print(f"N={N:4d}: {whole:7d} bytes of K causal, {window:6d} with a window of 128")
+assert whole > 3 * window
+
+# %% [markdown]
+# Are the four positions right for *every* mask? That is a question for a search. A pair that is seen must be in a visited tile. A tile without a mask must be
+# seen whole. And no tile may be visited in which nothing is seen:
+
+# %%
+checked = 0
+for M, N in ((1, 1), (5, 40), (40, 5), (33, 33), (24, 40)):
+    for left in (None, 0, 3, 20):
+        for right in (None, 0, 9):
+            seen = visible(M, N, window=(left, right))
+            reached = torch.zeros_like(seen)
+            for block, walk in enumerate(walks(M, N, 8, 4, window=(left, right))):
+                for start, end, masked in walk:
+                    tile = seen[8 * block : 8 * block + 8, start:end]
+                    assert tile.any() and (masked or tile.all())
+                    reached[8 * block : 8 * block + 8, start:end] = True
+                    checked += 1
+            assert reached[seen].all()
+print(f"{checked} tiles, each as it should be")
+
+# %% [markdown]
+# ## 7 · Soft-cap, scale, dtypes
+#
+# Gemma 2 bounds its scores: $s$ becomes $c \tanh(s / c)$. It is one more constant, and one line in the loop:
+
+# %%
+show.diff(text(STEPS[4]), text(STEPS[5]), context=1)
+
+# %% [markdown]
+# Where is $c$? In the scale. The loop computes $2^{\,s \cdot \mathrm{scale\_log2} - m}$, so with a cap `scale_log2` is $c \log_2 e$, and what the line
+# returns is $\tanh$ alone, between $-1$ and $1$. And $\tanh$ itself is made of the one exponential that the hardware has:
+#
+# $$\tanh x = 1 - \frac{2}{1 + e^{2x}} = 1 - \frac{2}{1 + 2^{2 x \log_2 e}}$$
+#
+# Why this form? $\tanh x = (e^{2x} - 1) / (e^{2x} + 1)$ says the same, and is $\infty / \infty$ for large $x$.
+
+# %%
+@triton.jit
+def cap_kernel(x_ptr, y_ptr, tanh_scale, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    tl.store(y_ptr + i, soft_capped(tl.load(x_ptr + i), tanh_scale))
+
+
+x = torch.cat([torch.linspace(-20, 20, 62), torch.tensor([-math.inf, math.inf])]).to(runtime.device())
+y = torch.empty_like(x)
+cap_kernel[(1,)](x, y, 2 * math.log2(math.e), BLOCK=64)
+assert (y - torch.tanh(x)).abs().max() < 1e-6
+print("as torch.tanh, from -inf to inf; the ends are", y[-2:].tolist())
+
+# %% [markdown]
+# A mask and a cap have an order: first the cap, then the mask. The other way round $-\infty$ becomes $-c$, and every masked key gets a share. (FlashAttention's
+# pull request 1025 discusses it. The ONNX standard had it wrong until its issue 7865.)
+#
+# The remaining options are arguments. A scale may be anything, also negative or 0 (0 makes every key equal). fp16, bf16 and fp32 are one kernel. float32
+# is multiplied in float32; TF32 is for those who ask for it:
+
+# %%
+for dtype in (torch.float16, torch.bfloat16, torch.float32):
+    x = inputs(1, 2, 1, 40, 70, 32, dtype)
+    for options in ({"scale": -0.3}, {"scale": 0.0}, {"causal": True, "window": 30, "softcap": 5.0}):
+        assert of_bound(*x, **options) <= 1
+want = attention(*x)[0].cpu()
+error = [(flash_attention_forward(*x, allow_tf32=ask)[0].cpu() - want).abs().max() for ask in (False, True)]
+assert error[0] < 2e-6 and 1e-5 < error[1]
+print("three dtypes, each with three sets of options: within the bounds")
+print("float32: error below 2e-6; with allow_tf32=True above 1e-5")
+
+# %% [markdown]
+# What is `lse` for? The backward pass of phase 5 makes P again from it. And it merges: cut the keys in two, attend to each half, and weigh the two results
+# by their `lse`. This is how a long sequence is spread over programs, or over GPUs.
+
+# %%
+q, k, v = inputs(1, 2, 1, 40, 200, 64)
+(o1, lse1), (o2, lse2) = (flash_attention_forward(q, k[:, :, part], v[:, :, part])
+                          for part in (slice(0, 77), slice(77, None)))
+lse = torch.logaddexp(lse1, lse2)
+merged = o1 * torch.exp(lse1 - lse)[..., None] + o2 * torch.exp(lse2 - lse)[..., None]
+want, want_lse = attention(q, k, v)
+assert (merged.cpu() - want.cpu()).abs().max() < 2e-3 and (lse.cpu() - want_lse.cpu()).abs().max() < 1e-5
+print("two halves of the keys, merged by their lse: right")
+
+# %% [markdown]
+# ## 8 · Tiles fetched by the copy engine
+#
+# So far each thread computes addresses and asks for 16 bytes at a time. Hopper and later chips have a copy engine, the TMA (Tensor Memory Accelerator). It
+# is told once what a matrix looks like: where it begins, its shape, its strides, the size of a box. That is a *tensor descriptor*. Then one
+# thread says "the box at row 64", and the engine fetches it.
+
+# %%
+show.diff(text(STEPS[5]), text(STEPS[6]), context=1)
+
+# %% [markdown]
+# - The shape in the descriptor is `[N, HEAD_DIM]`, the box is `[BLOCK_N, BLOCK_D]`. Outside of the shape the engine fills in zeros by itself. So padding
+#   needs no mask.
+# - Only full tiles come this way. Past the *end of the window* there is memory that exists, and the engine would fetch it.
+# - It has conditions: the last stride is 1, and rows begin on 16 bytes. The launcher says so when they are not met.
+
+# %%
+x = inputs(1, 4, 2, 70, 130, 40)
+assert of_bound(*x, tma=runtime.INTERPRETED or torch.cuda.get_device_capability()[0] >= 9) <= 1
+try:
+    flash_attention_forward(*inputs(1, 1, 1, 20, 20, 59), tma=True)
+except ValueError as error:
+    print(error)
+
+# %% [markdown]
+# The compiler's report shows the engine at work. `UTMALDG` is its instruction; `LDGSTS` is the copy of 16 bytes per thread.
+
+# %% tags=["nbval-ignore-output"]
+pair = [compile_arguments(torch.bfloat16, 128, Tile(128, 64, 8, 2), tma=tma) for tma in (False, True)]
+plain, boxed = compile_reports(triton_forward.flash_attention_kernel, pair, targets=["sm_90"])
+for name, r in (("pointers", plain), ("descriptors", boxed)):
+    print(f"{name:12}: {r.instructions['LDGSTS']} LDGSTS, {r.instructions['UTMALDG']} UTMALDG,",
+          f"{sum(r.instructions.values())} instructions, {r.registers} registers")
+assert plain.instructions["UTMALDG"] == 0 < boxed.instructions["UTMALDG"]
+
+# %% [markdown]
+# It is an option, off unless asked for. TODO(measure): whether it is faster, at which lengths, is not recorded yet. Section 15 will draw it.
+
+# %% [markdown]
+# ## 9 · What each step costs to have
+#
+# All steps, for an A100 (`sm_80`) and an H100 or H200 (`sm_90`), with a head size of 128 and the tile of 128 × 64. A thread has at most 255 registers. What
+# does not fit is *spilled* to slow memory. (Numbers differ between compilers, so the tests do not compare this table. They do hold that nothing spills.)
+
+# %% tags=["nbval-ignore-output"]
+OPTIONS = {"heads": {}, "causal": {"causal": True}}
+OPTIONS["window"] = OPTIONS["causal"] | {"window": 128}
+OPTIONS["softcap"] = OPTIONS["window"] | {"softcap": 30.0}
+arguments = [compile_arguments(torch.bfloat16, 128, TILE, **options) for options in OPTIONS.values()]
+reports = compile_reports(triton_forward.flash_attention_kernel, arguments, targets=["sm_80", "sm_90"])
+rows = []
+for name, a, b in zip(OPTIONS, reports[::2], reports[1::2], strict=True):
+    rows.append([name, *(x for r in (a, b) for x in (r.registers, r.spill_bytes, r.shared_bytes // 1024,
+                                                     r.instructions["MUFU.EX2"]))])
+    assert a.fits and b.fits and max(a.spill_bytes, b.spill_bytes) <= 64
+facts = ("registers", "spilled", "KiB", "ex2")
+heads = [f"{target}: {fact}" for target in ("sm_80", "sm_90") for fact in facts]
+print("triton", triton.__version__)
+show.table(rows, ["step", *heads])
+
+# %% [markdown]
+# Read the column of `ex2`, exponentials in the program's text. The soft-cap adds one for each score, as many as the softmax has. An SM makes 16
+# exponentials per clock, beside a thousand multiply-adds and more, so a cap is not free. A window adds a third body of the loop to the text. It is not run unless tiles are cut.
+
+# %% [markdown]
+# ## 10 · Which tile?
+#
+# A large tile reads K and V less often. But it must fit: into the shared memory of a block and into 255 registers per thread. GPUs differ in the first. So
+# there is a table of recorded choices, by class of chip, head size and dtype:
+
+# %%
+rows = []
+for chip in ("hopper", "ampere", "consumer"):
+    for choice in tiles.recorded("forward", chip, torch.bfloat16):
+        rows.append([chip, f"up to {choice.head_dim}", *choice.tile, choice.source])
+show.table(rows, ["chip", "head_dim", *Tile._fields, "source"])
+
+# %% [markdown]
+# `source` says what a choice rests on. "compiled" means: a usual tile, which fits and does not spill, but nobody has timed it on such a chip.
+# "measured" means timed. TODO(measure): the choices for Hopper are still "compiled".
+#
+# Why are the choices not larger? Ask the compiler about the choice for Hopper, and about three other tiles:
+
+# %% tags=["nbval-ignore-output"]
+tried = [Tile(128, 64, 8, 3), Tile(128, 128, 8, 2), Tile(128, 64, 4, 2), Tile(256, 64, 8, 2)]
+arguments = [compile_arguments(torch.bfloat16, 128, tile, causal=True) for tile in tried]
+reports = compile_reports(triton_forward.flash_attention_kernel, arguments, targets=["sm_86", "sm_90"])
+
+
+def verdict(r):
+    return f"{r.shared_bytes // 1024} KiB{'' if r.fits else ' (too much)'}, {r.spill_bytes} bytes spilled"
+
+
+pairs = zip(tried, reports[::2], reports[1::2], strict=True)
+rows = [[*tile, verdict(a), verdict(b)] for tile, a, b in pairs]
+show.table(rows, [*Tile._fields, "sm_86, limit 99 KiB", "sm_90, limit 227 KiB"])
+
+# %% [markdown]
+# Spilled bytes are per thread, and the loop touches them in every pass. Such a tile is a negative result that costs no GPU time at all.
+#
+# What the compiler cannot say is which of the tiles that fit is fastest. **Autotuning** times them. The search space is small on purpose:
+
+# %% tags=["nbval-ignore-output"]
+print(len(SEARCH["forward"]), "tiles, from", tuple(SEARCH["forward"][0]), "to", tuple(SEARCH["forward"][-1]))
+try:
+    flash_attention_forward(*inputs(1, 1, 1, 64, 64, 64), tune_tile=True)
+    print("tuned")
+except RuntimeError as error:
+    print(error)
+
+# %% [markdown]
+# With a GPU `tune_tile=True` times them all on your inputs. That takes a while, because each is compiled first. The fastest is remembered on this machine, by
+# the GPU's name and by the lengths' powers of two. Without being asked nothing is tuned: the first call should not make you wait.
+#
+# Few queries are a case of their own. A program computes all rows of its block, also those that are not there. So with 20 queries the block shrinks:
+
+# %%
+for rows in (1, 20, 64, 65):
+    work = tiles.Work("forward", 128, torch.bfloat16, True, rows, 4096)
+    print(f"{rows} queries: BLOCK_M", tiles.choose(work, torch.device("cpu")).BLOCK_M)
+
+# %% [markdown]
+# ## 11 · The whole kernel
+#
+# Here is the kernel as it stands in the package, the one text behind all the steps. Read it with the constants in mind: every
+# `if` in it is decided before the GPU sees anything.
+
+# %%
+# FROM flashlab.attention.triton_forward: flash_attention_kernel
+
+# %% [markdown]
+# What has not been said yet, from top to bottom:
+#
+# - **`do_not_specialize`.** Triton compiles a kernel anew for arguments that are 1, or multiples of 16. That helps with strides. For the lengths the code is
+#   the same to the instruction, so one kernel serves them all.
+# - **`LSE_ptr` has no strides.** The launcher allocates it, so it is contiguous: `batch_head * M + offs_m`.
+# - **`load_tile(q_ptrs, ..., True)`.** Q is loaded once, so its mask costs nothing that counts.
+# - **`stop_m`.** The rows past M do not exist, so they must not move the edges.
+# - **`tile_step`.** `k_ptrs` are made once. Tile after tile only one number is added to them.
+
+# %% [markdown]
+# - **`part != 1` in `load_tile`.** The third part ends where K ends, or where the window does. In both cases `edges[3]` is the first row that may not be
+#   loaded.
+# - **`p.to(v.dtype)`.** P is rounded to 16 bits for the tensor cores. `l_i` is summed before that, in float32.
+# - **`input_precision=PRECISION`** is "ieee" or "tf32", and concerns float32 only.
+
+# %% [markdown]
+# The cell above has defined the kernel anew, in this notebook. Give it to the launcher, and to the checker: causal and not, grouped, three dtypes, empty
+# inputs, rows that see no key, strides with gaps of NaN.
+
+# %%
+def ours(q, k, v, *, causal=False, scale=None):
+    return flash_attention_forward(q, k, v, causal=causal, scale=scale, kernel=flash_attention_kernel)
+
+
+dtypes = (torch.float16, torch.bfloat16, torch.float32)
+report = verify(ours, causal=True, gqa=True, dtypes=dtypes, head_dims=(64, 40), empty=True, max_seq=300)
+print(report.verdict)
+
+# %% [markdown]
+# The window and the soft-cap are not in the checker's list. Here they are against the formula, with lengths that no tile divides:
+
+# %%
+x = inputs(1, 6, 2, 75, 133, 40)
+for window in (None, 20, (30, 10), (None, 5)):
+    for softcap in (None, 2.0):
+        error = of_bound(*x, causal=window == 20, window=window, softcap=softcap, tile=Tile(32, 16, 4, 2))
+        assert error <= 1
+print("8 combinations of window and soft-cap, within their bounds")
+
+# %% [markdown]
+# ## 12 · The same loop in Gluon
+#
+# TODO: this section is still to be written. Gluon is Triton's lower layer: the programmer says which thread holds which element, and when a copy begins.
+
+# %% [markdown]
+# ## 13 · The door
+#
+# A model calls none of this. It calls one function, with a gradient (phase 5 makes it), which takes the kernel where it can. `torch.compile` takes it whole,
+# and `flashlab.attention.transformers_door` gives it to models of Hugging Face's transformers.
+
+# %%
+q, k, v = inputs(1, 4, 2, 60, 90, 64)
+o = flash_attention(q, k, v, causal=True, window=40)
+want, _ = attention(q, k, v, causal=True, window=40)
+assert (o.cpu() - want.cpu()).abs().max() < 2e-3
+print("right, by the backend", choose_backend(q, k, v).backend)
+print("float64:", choose_backend(*(x.double() for x in (q, k, v))).reason)
+
+# %% [markdown]
+# It refuses what it cannot do, before anything is launched. A kernel with a wrong shape would read the wrong memory, and return numbers.
+
+# %%
+attempts = {
+    "heads": (q, k[:, :1].expand(-1, 3, -1, -1), v[:, :1].expand(-1, 3, -1, -1), {}),
+    "dtypes": (q, k.float(), v, {}),
+    "window": (q, k, v, {"window": -3}),
+}
+for name, (*tensors, options) in attempts.items():
+    try:
+        flash_attention(*tensors, **options)
+    except (TypeError, ValueError) as error:
+        print(f"{name}: {error}\n")
+
+# %% [markdown]
+# ## 14 · FlexAttention, beside it
+#
+# PyTorch has a function for masks and scores of your own: FlexAttention. You write two small functions, and `torch.compile` makes them part of
+# a Triton kernel much like ours. `score_mod` changes a score. `mask_mod` says whether query `i` sees key `j`. Our options, in its terms:
+
+# %%
+q, k, v = inputs(1, 4, 2, 300, 400, 64, torch.float32)
+
+
+def score_mod(score, b, h, i, j):
+    return 30.0 * torch.tanh(score / 30.0)
+
+
+def mask_mod(b, h, i, j):
+    i = i + 400 - 300  # bottom-right
+    return (j <= i) & (j >= i - 150)
+
+
+block_mask = create_block_mask(mask_mod, None, None, 300, 400, device=runtime.device())
+flex = flex_attention if runtime.INTERPRETED else torch.compile(flex_attention)
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # uncompiled it says that it is slow, which is right
+    theirs = flex(q, k, v, score_mod=score_mod, block_mask=block_mask, enable_gqa=True)
+
+# %%
+ours_too = flash_attention(q, k, v, causal=True, window=150, softcap=30.0)
+want, _ = attention(q, k, v, causal=True, window=150, softcap=30.0)
+for name, o in (("FlexAttention", theirs), ("flash_attention", ours_too)):
+    assert (o.cpu() - want.cpu()).abs().max() < 1e-4
+    print(f"{name}: right")
+
+# %% [markdown]
+# A `mask_mod` may be anything, so FlexAttention cannot compute edges from two numbers. It *evaluates* the mask, and keeps a table: for each block of
+# queries the list of tiles that are cut, and the list of those that are full. This is the **block mask**. For a causal mask it must agree with our edges:
+
+# %%
+def causal(b, h, i, j):
+    return j <= i + 128
+
+table = create_block_mask(causal, None, None, 512, 640, device=runtime.device())
+cut, full = table.kv_num_blocks[0, 0].tolist(), table.full_kv_num_blocks[0, 0].tolist()
+own = walks(512, 640, 128, 128, causal=True)
+print("cut:", cut, " full:", full)
+assert cut == [sum(masked for *_, masked in walk) for walk in own]
+assert full == [sum(not masked for *_, masked in walk) for walk in own]
+
+# %% [markdown]
+# | | FlexAttention | the kernel of this lecture |
+# |---|---|---|
+# | masks | any, by a Python function | bands: causal, windows |
+# | the mask costs | a table, built anew for each mask and length | two numbers |
+# | scores | any `score_mod`, with its gradient | scale, soft-cap |
+# | needs | `torch.compile`; another one for new functions | Triton |
+# | you change | two functions | the loop itself |
+
+# %% [markdown]
+# So: take FlexAttention for masks that are not bands (documents packed in one sequence, prefixes), for biases such as ALiBi, and to try an idea in ten
+# lines. Take a kernel of your own where the loop itself changes, where a library must not compile at run time, or where its speed is worth your week.
+#
+# One trap: compiled anew too often, it falls back to the unfused form, silently but for a log line. Then any kernel looks good beside it.
+
+# %% [markdown]
+# ## 15 · How fast?
+#
+# TODO(measure): no GPU has run this kernel for the record yet. This cell draws what is recorded, beside FlashAttention-2, once it is.
+
+# %%
+runs = recorded("industrial")
+for run in runs:
+    for mask in (False, True):
+        if ladder.ladder_figure(run, (4, 16, 4096, 128), mask):
+            plt.show()
+print("runs recorded:", len(runs))
+
+# %% [markdown]
+# And over shapes, beside those who do the same work: FlashAttention-2 and cuDNN by PyTorch, FlexAttention compiled, and eager attention.
+
+# %%
+for run in runs:
+    shown = [r for r in run["final"] if r["shape"][2] in (1024, 4096, 16384)]
+    rows = [[*r["shape"], "causal" * r["causal"], r["name"], r["tflops"], r["vs_fa2"]] for r in shown]
+    show.table(rows, ["B", "H", "N", "D", "", "kernel", "TFLOP/s", "of FlashAttention-2"])
+print("runs recorded:", len(runs))
+
+# %% [markdown]
+# ## Summary, and what is left to explore
+#
+# - Batch and heads are programs. Grouped queries are one division. Neither copies anything.
+# - Padded columns are harmless zeros. Padded keys are not.
+# - A mask that is a band is two numbers, and four positions per block of queries: never loaded, masked, whole, masked.
+# - A `constexpr` makes one text into many kernels. What is not asked for is not there.
+# - The bytes follow the paper's law: twice the tile of Q, half the traffic.
+# - Tiles are chosen by what fits, then by a stopwatch, and the record says which.
+
+# %% [markdown]
+# What did not help, as far as it can be known without a stopwatch:
+#
+# | tried, or thought of | seen |
+# |---|---|
+# | tiles of 128 × 128 at $D = 128$ | section 10: on `sm_86` they spill; on `sm_90` they do not |
+# | tiles of 256 × 64 at $D = 128$ | section 10: they spill on both |
+# | 4 warps for 128 rows at $D = 128$ | section 10: each thread holds twice as much, and it spills on both |
+# | tiles that begin where the window does | section 6: they save nothing if there are as many queries as keys |
+
+# %% [markdown]
+# TODO(measure): the same table with times, of the tries on a GPU.
+
+# %% [markdown]
+# Worth trying now: a persistent grid, as many programs as the GPU holds, each of which takes several blocks. Sink tokens, which every query sees, as a second band. Two tiles of columns for a head size of 80. A block mask of your own for documents
+# that are packed into one sequence.
+#
+# Phase 5 makes the gradient. There `lse` earns its place.
+
+# %% [markdown]
+# ## References
+#
+# - Tri Dao et al., *FlashAttention*, NeurIPS 2022, [arXiv:2205.14135](https://arxiv.org/abs/2205.14135): theorem 2.
+# - Tri Dao, *FlashAttention-2*, 2023, [arXiv:2307.08691](https://arxiv.org/abs/2307.08691): blocks of queries in parallel, fewer masks.
+# - Joshua Ainslie et al., *GQA*, EMNLP 2023, [arXiv:2305.13245](https://arxiv.org/abs/2305.13245); Noam Shazeer, *Fast Transformer Decoding*, 2019: MQA.
+# - Iz Beltagy et al., *Longformer*, 2020, [arXiv:2004.05150](https://arxiv.org/abs/2004.05150): sliding windows.
+# - Gemma Team, *Gemma 2*, 2024, [arXiv:2408.00118](https://arxiv.org/abs/2408.00118): soft-caps, windows in every second layer.
+# - Juechu Dong et al., *FlexAttention*, 2024, [arXiv:2412.05496](https://arxiv.org/abs/2412.05496).
+# - Triton documentation, tutorial *Fused Attention*: full and masked tiles, the search space.
+# - NVIDIA, *CUDA C++ Programming Guide*: limits of a grid; results per clock, by kind of instruction; tensor maps and the copy engine.
+# - flash-attention issue 767 and pull request 1500: offsets in 32 bits. flash-linear-attention issue 172: the limit of grid y and z.

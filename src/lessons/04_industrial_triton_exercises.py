@@ -1,0 +1,472 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Phase 4 · Industrial Triton: exercises
+#
+# Fill in each cell that says `# YOUR CODE HERE`, run it, then run the check below it. A check that fails says in one
+# sentence what is wrong. `hint("4.2")` gives the next hint, `progress()` shows where you are.
+#
+# **Time:** about two hours, and nearly two hours more for the two stretch exercises.
+
+# %% [markdown]
+# Some answers are plain Python, some are kernels. The check launches the kernels, on a GPU if there is one and in Triton's
+# interpreter if not. Interpreted, it also watches every address. A kernel that passes is compiled for a real GPU at the end.
+#
+# | name | what it is |
+# |:--|:--|
+# | `seq_q`, `seq_k` (in kernels `M`, `N`) | number of queries; number of keys |
+# | `start`, `stop` | a block of queries: rows `start` to `stop - 1`, all of which exist |
+# | `BLOCK_M`, `BLOCK_N`, `BLOCK_D` | sides of the tiles, powers of two |
+# | aligned at the end | the last query stands beside the last key: query `i` beside key `i + seq_k - seq_q` |
+
+# %%
+import torch
+
+from flashlab.exercises import check, hint, progress
+
+import triton  # after flashlab, which decides whether kernels are interpreted here
+import triton.language as tl
+
+# %% [markdown]
+# ## 4.1 Whose rows?
+#
+# *Warm-up · 10 min*
+#
+# All programs of a launch are on grid x. Program `pid` computes one block of queries of one head of one batch. Neighbouring
+# programs are blocks of one head, then come the heads of a batch, then the batches. Query heads share key heads in groups of
+# neighbours. Take `pid` apart.
+
+# %% tags=["exercise"]
+def whose(pid, m_blocks, heads, kv_heads):
+    """(batch, head, kv_head, block) of program pid. m_blocks: blocks of queries of one head."""
+    # BEGIN SOLUTION
+    batch_head, block = pid // m_blocks, pid % m_blocks
+    batch, head = batch_head // heads, batch_head % heads
+    return batch, head, head // (heads // kv_heads), block
+    # END SOLUTION
+
+# %% tags=["check"]
+# hint("4.1")
+check("4.1", whose)
+
+# %% [markdown]
+# ## 4.2 How far a block sees
+#
+# *Core · 15 min*
+#
+# A causal mask, aligned at the end. For the block of queries `start` to `stop - 1` return two positions:
+#
+# - `whole_end`: the largest multiple of BLOCK_N such that *every* row of the block sees *all* keys before it;
+# - `end`: one past the last key that *some* row of the block sees; 0 if there is none.
+
+# %% tags=["exercise"]
+def causal_edges(start, stop, seq_q, seq_k, BLOCK_N):
+    """(whole_end, end), two numbers of keys, 0 to seq_k."""
+    # BEGIN SOLUTION
+    offset = seq_k - seq_q
+    end = max(0, min(seq_k, stop + offset))
+    whole_end = max(0, min(seq_k, start + 1 + offset)) // BLOCK_N * BLOCK_N
+    return whole_end, end
+    # END SOLUTION
+
+# %% tags=["check"]
+# hint("4.2")
+check("4.2", causal_edges)
+
+# %% [markdown]
+# ## 4.3 The mask of a tile
+#
+# *Core · 15 min*
+#
+# Now the tiles between the two. This kernel stores 1 where query `start_m + r` sees key `start_n + c`, and 0 elsewhere:
+# causal, aligned at the end, with M queries and N keys. Keys from N on do not exist. (Rows from M on may hold anything.)
+#
+# *Is a comparison with N needed at all, for a row that exists?*
+
+# %% tags=["exercise"]
+@triton.jit
+def tile_mask_kernel(seen_ptr, start_m, start_n, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    r = tl.arange(0, BLOCK_M)
+    c = tl.arange(0, BLOCK_N)
+    # BEGIN SOLUTION
+    offs_m = start_m + r
+    offs_n = start_n + c
+    seen = (offs_n[None, :] <= offs_m[:, None] + N - M) & (offs_n[None, :] < N)
+    # END SOLUTION
+    tl.store(seen_ptr + r[:, None] * BLOCK_N + c[None, :], seen.to(tl.int32))
+
+# %% tags=["check"]
+# hint("4.3")
+check("4.3", tile_mask_kernel)
+
+# %% [markdown]
+# ## 4.4 A head size of 40
+#
+# *Core · 20 min*
+#
+# One program computes `s` = Q Kᵀ for M ≤ BLOCK_M queries and N ≤ BLOCK_N keys, without a scale. The matrices have HEAD_DIM
+# columns, the tiles BLOCK_D, which is the next power of two. A row of Q begins `stride_q` elements after the one before, and
+# what lies between the rows is not yours to read.
+
+# %% tags=["exercise"]
+@triton.jit
+def scores_kernel(
+    Q_ptr, K_ptr, S_ptr, stride_q, stride_k, M, N,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):
+    offs_m = tl.arange(0, BLOCK_M)
+    offs_n = tl.arange(0, BLOCK_N)
+    offs_d = tl.arange(0, BLOCK_D)
+    # BEGIN SOLUTION
+    real = offs_d[None, :] < HEAD_DIM
+    q = tl.load(
+        Q_ptr + offs_m[:, None] * stride_q + offs_d[None, :], mask=(offs_m[:, None] < M) & real, other=0.0
+    )
+    k = tl.load(
+        K_ptr + offs_n[:, None] * stride_k + offs_d[None, :], mask=(offs_n[:, None] < N) & real, other=0.0
+    )
+    s = tl.dot(q, k.T)
+    # END SOLUTION
+    s_ptrs = S_ptr + offs_m[:, None] * N + offs_n[None, :]
+    tl.store(s_ptrs, s, mask=(offs_m[:, None] < M) & (offs_n[None, :] < N))
+
+# %% tags=["check"]
+# hint("4.4")
+check("4.4", scores_kernel)
+
+# %% [markdown]
+# ## 4.5 The keys of a window
+#
+# *Core · 15 min*
+#
+# A window, aligned at the end: a query sees `left` keys before its own position, `right` keys after it, and the one beside
+# it. Return `begin` and `end`: the block's rows see the keys `begin` to `end - 1` and no others. Where no row sees a key, any
+# `begin >= end` will do.
+#
+# (Libraries count differently. Where one says `left` keys *before* and another a window of so many keys *in all*, models were
+# off by one: Hugging Face transformers, issue 39408.)
+
+# %% tags=["exercise"]
+def window_keys(start, stop, seq_q, seq_k, left, right):
+    """(begin, end) of the keys that rows start to stop - 1 see."""
+    # BEGIN SOLUTION
+    offset = seq_k - seq_q
+    begin = max(0, start + offset - left)
+    end = min(seq_k, stop + offset + right)
+    return begin, end
+    # END SOLUTION
+
+# %% tags=["check"]
+# hint("4.5")
+check("4.5", window_keys)
+
+# %% [markdown]
+# ## 4.6 A cap that does not overflow
+#
+# *Core · 15 min*
+#
+# Store $y = \mathrm{cap} \cdot \tanh(x / \mathrm{cap})$ for BLOCK numbers. Triton has no `tanh`, but it has `tl.exp` and
+# `tl.exp2`. Any x may come, infinity too. (vLLM's kernels returned NaN for scores above 88 times the cap until 2026: its issue
+# 56578.)
+
+# %% tags=["exercise"]
+@triton.jit
+def cap_kernel(x_ptr, y_ptr, cap, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + i)
+    # BEGIN SOLUTION
+    y = cap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * x / cap)))
+    # END SOLUTION
+    tl.store(y_ptr + i, y)
+
+# %% tags=["check"]
+# hint("4.6")
+check("4.6", cap_kernel)
+
+# %% [markdown]
+# ## 4.7 Nobody looks ahead
+#
+# *Bug hunt · 20 min*
+#
+# A causal kernel with a soft-cap, one head. With a cap of 50 its outputs agree with the reference, so it was merged. With a cap
+# of 2 a language model that was trained with it knew the next token suspiciously well. Read the symptoms, find the mistake,
+# repair it.
+
+# %% tags=["exercise"]
+# BEGIN STARTER
+@triton.jit
+def capped_causal_kernel(
+    Q_ptr, K_ptr, V_ptr, O_ptr, M, N, scale, cap,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):
+    offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_d = tl.arange(0, HEAD_DIM)
+    at_m = offs_m[:, None] * HEAD_DIM + offs_d[None, :]
+    q = tl.load(Q_ptr + at_m, mask=offs_m[:, None] < M, other=0.0)
+    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l_i = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
+    for start_n in range(0, N, BLOCK_N):
+        offs_n = start_n + tl.arange(0, BLOCK_N)
+        at_n = offs_n[:, None] * HEAD_DIM + offs_d[None, :]
+        k = tl.load(K_ptr + at_n, mask=offs_n[:, None] < N, other=0.0)
+        s = tl.dot(q, k.T) * scale
+        seen = (offs_n[None, :] < N) & (offs_n[None, :] <= offs_m[:, None] + N - M)
+        s = tl.where(seen, s, float("-inf"))
+        s = cap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * s / cap)))
+        m_new = tl.maximum(m_i, tl.max(s, axis=1))
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        p = tl.exp(s - m_safe[:, None])
+        correction = tl.exp(m_i - m_safe)
+        l_i = l_i * correction + tl.sum(p, axis=1)
+        acc = acc * correction[:, None]
+        v = tl.load(V_ptr + at_n, mask=offs_n[:, None] < N, other=0.0)
+        acc = tl.dot(p.to(v.dtype), v, acc)
+        m_i = m_new
+    o = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]
+    tl.store(O_ptr + at_m, o.to(O_ptr.dtype.element_ty), mask=offs_m[:, None] < M)
+# END STARTER
+# BEGIN SOLUTION
+@triton.jit
+def capped_causal_kernel(
+    Q_ptr, K_ptr, V_ptr, O_ptr, M, N, scale, cap,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):
+    offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_d = tl.arange(0, HEAD_DIM)
+    at_m = offs_m[:, None] * HEAD_DIM + offs_d[None, :]
+    q = tl.load(Q_ptr + at_m, mask=offs_m[:, None] < M, other=0.0)
+    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l_i = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
+    for start_n in range(0, N, BLOCK_N):
+        offs_n = start_n + tl.arange(0, BLOCK_N)
+        at_n = offs_n[:, None] * HEAD_DIM + offs_d[None, :]
+        k = tl.load(K_ptr + at_n, mask=offs_n[:, None] < N, other=0.0)
+        s = tl.dot(q, k.T) * scale
+        # Repaired: the cap first. Of a score of -inf it would make -cap, which has a share of the softmax.
+        s = cap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * s / cap)))
+        seen = (offs_n[None, :] < N) & (offs_n[None, :] <= offs_m[:, None] + N - M)
+        s = tl.where(seen, s, float("-inf"))
+        m_new = tl.maximum(m_i, tl.max(s, axis=1))
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        p = tl.exp(s - m_safe[:, None])
+        correction = tl.exp(m_i - m_safe)
+        l_i = l_i * correction + tl.sum(p, axis=1)
+        acc = acc * correction[:, None]
+        v = tl.load(V_ptr + at_n, mask=offs_n[:, None] < N, other=0.0)
+        acc = tl.dot(p.to(v.dtype), v, acc)
+        m_i = m_new
+    o = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]
+    tl.store(O_ptr + at_m, o.to(O_ptr.dtype.element_ty), mask=offs_m[:, None] < M)
+# END SOLUTION
+
+# %% tags=["check"]
+# hint("4.7")
+check("4.7", capped_causal_kernel)
+
+# %% [markdown]
+# ## 4.8 Far apart in memory
+#
+# *Bug hunt · 15 min*
+#
+# This kernel writes down at which element each of the first BLOCK rows of each head begins: program `pid` has head
+# `pid % heads` of batch `pid // heads`. It was tested on small tensors. On a long video, whose Q, K and V are views into one
+# large buffer, the output was noise, without an error. The author had thought of the problem, as you can see. Read the
+# symptoms, repair the kernel.
+
+# %% tags=["exercise"]
+# BEGIN STARTER
+@triton.jit
+def row_offsets_kernel(out_ptr, heads, stride_b, stride_h, stride_n, BLOCK: tl.constexpr):
+    pid = tl.program_id(0)
+    batch = pid // heads
+    head = pid % heads
+    rows = tl.arange(0, BLOCK)
+    offsets = batch * stride_b + head * stride_h + rows * stride_n
+    tl.store(out_ptr + pid * BLOCK + tl.arange(0, BLOCK), offsets.to(tl.int64))
+# END STARTER
+# BEGIN SOLUTION
+@triton.jit
+def row_offsets_kernel(out_ptr, heads, stride_b, stride_h, stride_n, BLOCK: tl.constexpr):
+    pid = tl.program_id(0)
+    # Repaired: 64 bits before anything is multiplied. int64 times int32 is int64.
+    batch = (pid // heads).to(tl.int64)
+    head = (pid % heads).to(tl.int64)
+    rows = tl.arange(0, BLOCK).to(tl.int64)
+    offsets = batch * stride_b + head * stride_h + rows * stride_n
+    tl.store(out_ptr + pid * BLOCK + tl.arange(0, BLOCK), offsets)
+# END SOLUTION
+
+# %% tags=["check"]
+# hint("4.8")
+check("4.8", row_offsets_kernel)
+
+# %% [markdown]
+# ## 4.9 An attention sink
+#
+# *Stretch · 30 min*
+#
+# A softmax has to give its weight to something, even if no key fits. Models such as gpt-oss give it a way out: one more score,
+# the *sink*, a learned number per head, the same for every query. It takes part in the softmax, and its value is zero:
+#
+# $$o_i = \frac{\sum_j e^{s_{ij}} v_j}{e^{\text{sink}} + \sum_j e^{s_{ij}}}, \qquad
+#   \text{lse}_i = \ln \Big( e^{\text{sink}} + \sum_j e^{s_{ij}} \Big)$$
+#
+# Write the state before the loop, and the two lines after it. A sink of $-\infty$ is no sink. (Base $e$ here, no causal mask.)
+
+# %% tags=["exercise"]
+@triton.jit
+def sink_attention_kernel(
+    Q_ptr, K_ptr, V_ptr, O_ptr, LSE_ptr, M, N, scale, sink,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):
+    offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_d = tl.arange(0, HEAD_DIM)
+    at_m = offs_m[:, None] * HEAD_DIM + offs_d[None, :]
+    q = tl.load(Q_ptr + at_m, mask=offs_m[:, None] < M, other=0.0)
+    # m_i, l_i and acc before the first tile:
+    # BEGIN SOLUTION
+    m_i = tl.full([BLOCK_M], sink, tl.float32)
+    l_i = tl.where(m_i == float("-inf"), 0.0, 1.0)  # exp(sink - m_i)
+    acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
+    # END SOLUTION
+    for start_n in range(0, N, BLOCK_N):
+        offs_n = start_n + tl.arange(0, BLOCK_N)
+        at_n = offs_n[:, None] * HEAD_DIM + offs_d[None, :]
+        k = tl.load(K_ptr + at_n, mask=offs_n[:, None] < N, other=0.0)
+        s = tl.dot(q, k.T) * scale
+        s = tl.where(offs_n[None, :] < N, s, float("-inf"))
+        m_new = tl.maximum(m_i, tl.max(s, axis=1))
+        p = tl.exp(s - m_new[:, None])
+        correction = tl.exp(m_i - m_new)
+        l_i = l_i * correction + tl.sum(p, axis=1)
+        acc = acc * correction[:, None]
+        v = tl.load(V_ptr + at_n, mask=offs_n[:, None] < N, other=0.0)
+        acc = tl.dot(p.to(v.dtype), v, acc)
+        m_i = m_new
+    # o and lse:
+    # BEGIN SOLUTION
+    o = acc / l_i[:, None]
+    lse = m_i + tl.log(l_i)
+    # END SOLUTION
+    tl.store(O_ptr + at_m, o.to(O_ptr.dtype.element_ty), mask=offs_m[:, None] < M)
+    tl.store(LSE_ptr + offs_m, lse, mask=offs_m < M)
+
+# %% tags=["check"]
+# hint("4.9")
+check("4.9", sink_attention_kernel)
+
+# %% [markdown]
+# ## 4.10 From an empty page
+#
+# *Stretch · 75 min*
+#
+# Write a kernel and its launcher, from nothing. It takes q `[batch, heads, seq_q, head_dim]` and k, v
+# `[batch, kv_heads, seq_k, head_dim]`, in fp16, with any strides, any lengths, any `head_dim` up to 128, and heads a multiple of
+# kv_heads. `causal` is aligned at the end. A row that sees no key gives o = 0 and lse = −inf. Tiles that no row sees are not
+# loaded: the check counts.
+#
+# It does not have to be the lecture's kernel. One loop with one mask is enough.
+
+# %% tags=["exercise"]
+# BEGIN STARTER
+# The kernel here.
+
+
+def my_attention(q, k, v, *, causal=False, scale=None):
+    """(o, lse): o like q, contiguous; lse [batch, heads, seq_q], float32, natural logarithm.
+
+    scale: 1 / sqrt(head_dim) unless given.
+    """
+    raise NotImplementedError  # YOUR CODE HERE
+# END STARTER
+# BEGIN SOLUTION
+@triton.jit
+def my_kernel(
+    Q_ptr, K_ptr, V_ptr, O_ptr, LSE_ptr,
+    stride_qb, stride_qh, stride_qm, stride_qd,
+    stride_kb, stride_kh, stride_kn, stride_kd,
+    stride_vb, stride_vh, stride_vn, stride_vd,
+    heads, group, M, N, scale_log2, CAUSAL: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):
+    m_blocks = tl.cdiv(M, BLOCK_M)
+    block = tl.program_id(0) % m_blocks
+    batch_head = (tl.program_id(0) // m_blocks).to(tl.int64)
+    batch, head = batch_head // heads, batch_head % heads
+    Q_ptr += batch * stride_qb + head * stride_qh
+    K_ptr += batch * stride_kb + head // group * stride_kh
+    V_ptr += batch * stride_vb + head // group * stride_vh
+
+    offs_m = block * BLOCK_M + tl.arange(0, BLOCK_M).to(tl.int64)
+    offs_d = tl.arange(0, BLOCK_D).to(tl.int64)
+    rows, real = offs_m[:, None] < M, offs_d[None, :] < HEAD_DIM
+    q_ptrs = Q_ptr + offs_m[:, None] * stride_qm + offs_d[None, :] * stride_qd
+    q = tl.load(q_ptrs, mask=rows & real, other=0.0)
+    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l_i = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    end = N
+    if CAUSAL:
+        end = tl.minimum(N, (block + 1) * BLOCK_M + N - M)
+    for start_n in range(0, end, BLOCK_N):
+        offs_n = start_n + tl.arange(0, BLOCK_N).to(tl.int64)
+        keys = (offs_n[:, None] < N) & real
+        k_ptrs = K_ptr + offs_n[:, None] * stride_kn + offs_d[None, :] * stride_kd
+        s = tl.dot(q, tl.load(k_ptrs, mask=keys, other=0.0).T) * scale_log2
+        seen = offs_n[None, :] < N
+        if CAUSAL:
+            seen = seen & (offs_n[None, :] <= offs_m[:, None] + N - M)
+        s = tl.where(seen, s, float("-inf"))
+        m_new = tl.maximum(m_i, tl.max(s, axis=1))
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        p = tl.exp2(s - m_safe[:, None])
+        correction = tl.exp2(m_i - m_safe)
+        l_i = l_i * correction + tl.sum(p, axis=1)
+        v_ptrs = V_ptr + offs_n[:, None] * stride_vn + offs_d[None, :] * stride_vd
+        v = tl.load(v_ptrs, mask=keys, other=0.0)
+        acc = tl.dot(p.to(v.dtype), v, acc * correction[:, None])
+        m_i = m_new
+
+    o = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]
+    o_ptrs = O_ptr + (batch_head * M + offs_m[:, None]) * HEAD_DIM + offs_d[None, :]  # contiguous
+    tl.store(o_ptrs, o.to(O_ptr.dtype.element_ty), mask=rows & real)
+    tl.store(LSE_ptr + batch_head * M + offs_m, (m_i + tl.log2(l_i)) * 0.6931471805599453, mask=offs_m < M)
+
+
+def my_attention(q, k, v, *, causal=False, scale=None):
+    """(o, lse): o like q, contiguous; lse [batch, heads, seq_q], float32, natural logarithm.
+
+    scale: 1 / sqrt(head_dim) unless given.
+    """
+    batch, heads, M, head_dim = q.shape
+    N = k.shape[2]
+    scale = head_dim**-0.5 if scale is None else scale
+    o = torch.empty((batch, heads, M, head_dim), dtype=q.dtype, device=q.device)
+    lse = torch.empty((batch, heads, M), dtype=torch.float32, device=q.device)
+    my_kernel[(triton.cdiv(M, 64) * batch * heads,)](
+        q, k, v, o, lse, *q.stride(), *k.stride(), *v.stride(),
+        heads, heads // k.shape[1], M, N, scale * 1.4426950408889634, causal,
+        HEAD_DIM=head_dim, BLOCK_D=max(16, triton.next_power_of_2(head_dim)), BLOCK_M=64, BLOCK_N=64,
+    )
+    return o, lse
+# END SOLUTION
+
+# %% tags=["check"]
+# hint("4.10")
+check("4.10", my_attention)
+
+# %% [markdown]
+# ## Where you are
+#
+# You have every part of the lecture's kernel in your own words. Next, phase 5 gives it a gradient.
+
+# %% tags=["nbval-ignore-output"]
+progress(4)

@@ -1,0 +1,516 @@
+"""Phase 4's checks: right answers of every style pass, and at least eight wrong ones of each exercise are told why."""
+
+import math
+
+import pytest
+import torch
+from lesson_answers import answers_of, cell_of, namespace, run
+
+from flashlab import runtime
+from flashlab.check import CheckFailed
+from flashlab.exercises import check
+from flashlab.exercises.registry import find
+
+WATCHED = pytest.mark.skipif(not runtime.INTERPRETED, reason="addresses are watched where kernels are interpreted")
+
+
+def diagnosis(id, *answers):
+    with pytest.raises(CheckFailed) as caught:
+        check(id, *answers)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) > 20
+    return caught.value.diagnosis
+
+
+def solved(id, *changes):
+    """The solution of an exercise, as its cell gives it after some changes."""
+    names, answers = namespace(4, "solutions")
+    cell = cell_of(id, "solutions")
+    for old, new in changes:
+        assert cell.count(old) == 1, f"{old!r} occurs {cell.count(old)} times"
+        cell = cell.replace(old, new)
+    scope = dict(names)
+    run(cell, f"<{id} {hash(cell)}>", scope)
+    return [scope[x] for x in answers[id]]
+
+
+@pytest.mark.parametrize("id", [f"4.{i}" for i in range(1, 11)])
+def test_the_solutions_pass(id):
+    assert check(id, *answers_of(id, "solutions"))
+
+
+# ---- 4.1 ------------------------------------------------------------------------------------------------------------
+
+
+def by_divmod(pid, m_blocks, heads, kv_heads):
+    rest, block = divmod(pid, m_blocks)
+    batch, head = divmod(rest, heads)
+    return [batch, head, head * kv_heads // heads, block]
+
+
+def by_tensors(pid, m_blocks, heads, kv_heads):
+    return tuple(torch.tensor(x) for x in by_divmod(pid, m_blocks, heads, kv_heads))
+
+
+@pytest.mark.parametrize("right", [by_divmod, by_tensors])
+def test_whose_rows_in_other_styles(right):
+    assert check("4.1", right)
+
+
+@pytest.mark.parametrize(
+    "wrong, slug",
+    [
+        (lambda p, m, h, kv: (p // m // h, p // m % h, p // m % h % kv, p % m), "modulo-kv-heads"),
+        (lambda p, m, h, kv: (p // m // h, p // m % h, p // m % h // kv, p % m), "divided-by-kv-heads"),
+        (lambda p, m, h, kv: (p // m // h, p // m % h, p // m % h, p % m), "query-head-used"),
+        (lambda p, m, h, kv: (p // m // h, p // m % h, p // m // (h // kv), p % m), "kv-head-over-batches"),
+        (lambda p, m, h, kv: (p // m // h, p // m % h, 0, p % m), "kv-head-zero"),
+        (lambda p, m, h, kv: (p // m // h, p % h, p % h // (h // kv), p // h % m), "heads-fastest"),
+        (lambda p, m, h, kv: (p % m // h, p % m % h, p % m % h // (h // kv), p // m), "quotient-for-remainder"),
+        (lambda p, m, h, kv: (p // m // h, p // m, p // m // (h // kv), p % m), "head-not-reduced"),
+        (lambda p, m, h, kv: (p // m, p // m % h, p // m % h // (h // kv), p % m), "batch-not-divided"),
+        (lambda p, m, h, kv: (p // h, p // m % h, p // m % h // (h // kv), p % m), "batch-from-pid"),
+        (lambda p, m, h, kv: (p // m % h, p // m // h, p // m % h // (h // kv), p % m), "batch-and-head-exchanged"),
+        (lambda p, m, h, kv: (p // m // h, p // m % h, p // m % h / (h // kv), p % m), "no-whole-number"),
+        (lambda p, m, h, kv: (p // m // h, p // m % h, p % m), "wrong-type"),
+        (lambda p, m, h, kv: (p // m // h, p // m % h, p // m % h // (kv // h), p % m), "exception"),
+    ],
+)
+def test_whose_rows_wrong(wrong, slug):
+    assert diagnosis("4.1", wrong) == slug
+
+
+# ---- 4.2 ------------------------------------------------------------------------------------------------------------
+
+
+def cut(x, n):
+    return max(0, min(n, x))
+
+
+def edges(whole=None, end=None):
+    """causal_edges from two formulas of (first row, one past the last, offset, seq_k, BLOCK_N)."""
+    whole = whole or (lambda a, z, d, n, t: cut(a + 1 + d, n) // t * t)
+    end = end or (lambda a, z, d, n, t: cut(z + d, n))
+    return lambda a, z, m, n, t: (whole(a, z, n - m, n, t), end(a, z, n - m, n, t))
+
+
+def by_looking(start, stop, seq_q, seq_k, BLOCK_N):
+    seen = [[j <= i + seq_k - seq_q for j in range(seq_k)] for i in range(start, stop)]
+    whole = 0
+    while whole + BLOCK_N <= seq_k and all(all(row[whole : whole + BLOCK_N]) for row in seen):
+        whole += BLOCK_N
+    return whole, max(sum(row) for row in seen)
+
+
+def test_how_far_a_block_sees_in_other_styles():
+    assert check("4.2", edges()) and check("4.2", by_looking)
+    assert check("4.2", edges(whole=lambda a, z, d, n, t: math.floor(cut(a + 1 + d, n) / t) * float(t)))
+
+
+@pytest.mark.parametrize(
+    "wrong, slug",
+    [
+        (lambda a, z, m, n, t: (cut(a + 1, n) // t * t, cut(z, n)), "top-left"),
+        (lambda a, z, m, n, t: (cut(a + 1 + m - n, n) // t * t, cut(z + m - n, n)), "offset-sign"),
+        (lambda *x: edges()(*x)[::-1], "exchanged"),
+        (lambda a, z, m, n, t: (min(n, a + 1 + n - m) // t * t, min(n, z + n - m)), "negative"),
+        (edges(end=lambda a, z, d, n, t: min(n, z + d)), "negative-end"),
+        (edges(whole=lambda a, z, d, n, t: min(n, a + 1 + d) // t * t), "negative-whole-end"),
+        (edges(end=lambda a, z, d, n, t: cut(a + 1 + d, n)), "end-of-the-first-row"),
+        (edges(end=lambda a, z, d, n, t: cut(z - 1 + d, n)), "end-one-too-early"),
+        (edges(end=lambda a, z, d, n, t: cut(z + 1 + d, n)), "end-one-too-late"),
+        (edges(end=lambda a, z, d, n, t: n), "no-causal-end"),
+        (edges(end=lambda a, z, d, n, t: -(-cut(z + d, n) // t) * t), "end-rounded"),
+        (edges(whole=lambda a, z, d, n, t: cut(z + d, n) // t * t), "whole-of-the-last-row"),
+        (edges(whole=lambda a, z, d, n, t: cut(a + d, n) // t * t), "whole-one-too-early"),
+        (edges(whole=lambda a, z, d, n, t: -(-cut(a + 1 + d, n) // t) * t), "whole-rounded-up"),
+        (edges(whole=lambda a, z, d, n, t: cut(a + 1 + d, n)), "whole-not-rounded"),
+        (edges(whole=lambda a, z, d, n, t: cut(a + 1 + d, n) // t), "tiles-counted"),
+        (edges(whole=lambda a, z, d, n, t: cut(a + 1 + d, n) / t * t), "whole-not-rounded"),
+        (edges(whole=lambda a, z, d, n, t: cut(a + 1 + d, n) / t), "no-whole-number"),
+    ],
+)
+def test_how_far_a_block_sees_wrong(wrong, slug):
+    assert diagnosis("4.2", wrong) == slug
+
+
+# ---- 4.3 ------------------------------------------------------------------------------------------------------------
+
+MASK = "seen = (offs_n[None, :] <= offs_m[:, None] + N - M) & (offs_n[None, :] < N)"
+
+
+@pytest.mark.parametrize(
+    "right",
+    [
+        "seen = (offs_n[None, :] - offs_m[:, None] <= N - M) & (offs_n < N)[None, :]",
+        "seen = offs_n[None, :] <= offs_m[:, None] + N - M",  # for a row that exists this hides the keys from N on too
+        "seen = offs_n[None, :] < tl.minimum(offs_m[:, None] + N - M + 1, N)",
+        "seen = tl.where(offs_m[:, None] + N >= offs_n[None, :] + M, 1, 0) * (offs_n[None, :] < N)",
+    ],
+)
+def test_the_mask_of_a_tile_in_other_styles(right):
+    assert check("4.3", *solved("4.3", (MASK, right)))
+
+
+@pytest.mark.parametrize(
+    "change, slug",
+    [
+        ((" + N - M) &", ") &"), "top-left"),
+        ((" + N - M) &", " + M - N) &"), "offset-sign"),
+        (("] <= offs_m", "] < offs_m"), "diagonal-missing"),
+        ((" + N - M) &", " + N - M + 1) &"), "one-too-many"),
+        (("offs_m = start_m + r", "offs_m = r"), "start-m-forgotten"),
+        (("offs_n = start_n + c", "offs_n = c"), "start-n-forgotten"),
+        (("(offs_n[None, :] <= ", "(c[None, :] <= "), "start-n-forgotten"),
+        ((MASK, "seen = (c[None, :] <= r[:, None] + N - M) & (c[None, :] < N)"), "starts-forgotten"),
+        ((MASK, "seen = (offs_n[None, :] < N) & (offs_m[:, None] >= 0)"), "tail-only"),
+        (("] <= offs_m", "] >= offs_m"), "future-seen"),
+        (("(offs_n[None, :] < N)", "(offs_n[None, :] < M)"), "compared-with-m"),
+        ((MASK, MASK + "\n    seen = ~seen"), "inverted"),
+        ((") & (", ") | ("), "tail-only"),
+    ],
+)
+def test_the_mask_of_a_tile_wrong(change, slug):
+    assert diagnosis("4.3", *solved("4.3", change)) == slug
+
+
+# ---- 4.4 ------------------------------------------------------------------------------------------------------------
+
+Q_MASK, K_MASK = "mask=(offs_m[:, None] < M) & real", "mask=(offs_n[:, None] < N) & real"
+
+
+def test_a_head_size_of_40_in_other_styles():
+    later = ("s = tl.dot(q, k.T)", "s = tl.dot(q, tl.trans(k)) + 0.0")
+    assert check("4.4", *solved("4.4", later))
+    summed = ("s = tl.dot(q, k.T)", "s = tl.sum(q[:, None, :] * k[None, :, :], axis=2)")
+    assert check("4.4", *solved("4.4", summed))
+    pointers = ("    s = tl.dot(q, k.T)", "    k = tl.where(real, k, 0.0)\n    s = tl.dot(q, k.T)")
+    assert check("4.4", *solved("4.4", pointers))
+
+
+@pytest.mark.parametrize(
+    "changes, slug",
+    [
+        pytest.param([(Q_MASK, "mask=offs_m[:, None] < M")], "out-of-bounds", marks=WATCHED),
+        pytest.param([(K_MASK, "mask=offs_n[:, None] < N")], "out-of-bounds", marks=WATCHED),
+        pytest.param([(K_MASK, "mask=real")], "out-of-bounds", marks=WATCHED),
+        pytest.param([(Q_MASK, "mask=real")], "out-of-bounds", marks=WATCHED),
+        pytest.param([("[None, :] < HEAD_DIM", "[None, :] < BLOCK_D")], "out-of-bounds", marks=WATCHED),
+        pytest.param([("* stride_k", "* HEAD_DIM")], "out-of-bounds", marks=WATCHED),
+        pytest.param([(K_MASK + ", other=0.0", K_MASK)], "other-missing", marks=WATCHED),
+        pytest.param(
+            [(K_MASK + ", other=0.0", K_MASK + ', other=float("-inf")')], "nan-from-padding", marks=WATCHED
+        ),
+        ([(Q_MASK + ", other=0.0", Q_MASK + ", other=1.0"), (K_MASK + ", other=0.0", K_MASK + ", other=1.0")],
+         "padded-with-ones"),
+        ([("s = tl.dot(q, k.T)", "s = tl.dot(q, k.T) * HEAD_DIM**-0.5")], "scaled"),
+        ([("s = tl.dot(q, k.T)", "s = tl.dot(q, k.T) * BLOCK_D**-0.5")], "scaled"),
+        ([("[None, :] < HEAD_DIM", "[None, :] < HEAD_DIM - 1")], "last-column-lost"),
+        ([("[None, :] < HEAD_DIM", "[None, :] < BLOCK_D // 2")], "half-the-columns"),
+        ([("s = tl.dot(q, k.T)",
+           "q, k = q.to(tl.float32), k.to(tl.float32)\n    s = tl.sum(q, 1)[:, None] + tl.sum(k, 1)[None, :]")],
+         "added"),
+        ([("s = tl.dot(q, k.T)", "s = -tl.dot(q, k.T)")], "negative"),
+    ],
+)  # fmt: skip
+def test_a_head_size_of_40_wrong(changes, slug):
+    assert diagnosis("4.4", *solved("4.4", *changes)) == slug
+
+
+# ---- 4.5 ------------------------------------------------------------------------------------------------------------
+
+
+def keys(begin=None, end=None):
+    """window_keys from two formulas of (first row, one past the last, offset, seq_k, left, right)."""
+    begin = begin or (lambda a, z, d, n, lo, hi: max(0, a + d - lo))
+    end = end or (lambda a, z, d, n, lo, hi: min(n, z + d + hi))
+    return lambda a, z, m, n, lo, hi: (begin(a, z, n - m, n, lo, hi), end(a, z, n - m, n, lo, hi))
+
+
+def by_looking_for_keys(start, stop, seq_q, seq_k, left, right):
+    offset = seq_k - seq_q
+    seen = [j for j in range(seq_k) if any(i + offset - left <= j <= i + offset + right for i in range(start, stop))]
+    return (seen[0], seen[-1] + 1) if seen else (0, 0)
+
+
+def test_the_keys_of_a_window_in_other_styles():
+    assert check("4.5", keys()) and check("4.5", by_looking_for_keys)
+    assert check("4.5", keys(end=lambda a, z, d, n, lo, hi: max(0, min(n, z + d + hi))))
+    assert check("4.5", keys(begin=lambda a, z, d, n, lo, hi: min(n, max(0, a + d - lo))))
+
+
+@pytest.mark.parametrize(
+    "wrong, slug",
+    [
+        (lambda a, z, m, n, lo, hi: (max(0, a - lo), min(n, z + hi)), "top-left"),
+        (lambda a, z, m, n, lo, hi: (max(0, a + m - n - lo), min(n, z + m - n + hi)), "offset-sign"),
+        (lambda a, z, m, n, lo, hi: (max(0, a + n - m - hi), min(n, z + n - m + lo)), "sides-exchanged"),
+        (keys(begin=lambda a, z, d, n, lo, hi: a + d - lo), "negative-begin"),
+        (keys(begin=lambda a, z, d, n, lo, hi: max(0, z - 1 + d - lo)), "begin-of-the-last-row"),
+        (keys(begin=lambda a, z, d, n, lo, hi: max(0, a + d - lo + 1)), "own-key-counted"),
+        (keys(begin=lambda a, z, d, n, lo, hi: max(0, a + d - lo - 1)), "one-key-too-many"),
+        (keys(begin=lambda a, z, d, n, lo, hi: 0), "left-ignored"),
+        (keys(end=lambda a, z, d, n, lo, hi: min(n, a + 1 + d + hi)), "end-of-the-first-row"),
+        (keys(end=lambda a, z, d, n, lo, hi: min(n, z - 1 + d + hi)), "end-one-too-early"),
+        (keys(end=lambda a, z, d, n, lo, hi: min(n, z + 1 + d + hi)), "end-one-too-late"),
+        (keys(end=lambda a, z, d, n, lo, hi: z + d + hi), "end-past-the-keys"),
+        (keys(end=lambda a, z, d, n, lo, hi: min(n, z + d)), "right-ignored"),
+        (keys(end=lambda a, z, d, n, lo, hi: n), "no-end"),
+    ],
+)
+def test_the_keys_of_a_window_wrong(wrong, slug):
+    assert diagnosis("4.5", wrong) == slug
+
+
+# ---- 4.6 ------------------------------------------------------------------------------------------------------------
+
+CAP = "y = cap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * x / cap)))"
+
+
+@pytest.mark.parametrize(
+    "right",
+    [
+        "y = cap * (2.0 / (1.0 + tl.exp(-2.0 * x / cap)) - 1.0)",
+        "y = cap - 2.0 * cap / (1.0 + tl.exp2(x * (2.885390081777927 / cap)))",
+        "y = cap * (2.0 * tl.sigmoid(2.0 * x / cap) - 1.0)",
+        "t = tl.exp(-2.0 * tl.abs(x) / cap)\n    y = tl.where(x < 0, -cap, cap) * (1.0 - t) / (1.0 + t)",
+    ],
+)
+def test_a_cap_in_other_styles(right):
+    assert check("4.6", *solved("4.6", (CAP, right)))
+
+
+@pytest.mark.parametrize(
+    "wrong, slug",
+    [
+        ("t = tl.exp(2.0 * x / cap)\n    y = cap * (t - 1.0) / (t + 1.0)", "overflow"),
+        ("a, b = tl.exp(x / cap), tl.exp(-x / cap)\n    y = cap * (a - b) / (a + b)", "overflow"),
+        ("t = tl.exp(-2.0 * x / cap)\n    y = cap * (1.0 - t) / (1.0 + t)", "overflow"),
+        ("y = 1.0 - 2.0 / (1.0 + tl.exp(2.0 * x / cap))", "cap-not-restored"),
+        ("y = cap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * x)))", "not-divided"),
+        ("y = cap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * x * cap)))", "multiplied"),
+        ("y = cap * (1.0 - 2.0 / (1.0 + tl.exp(x / cap)))", "two-missing"),
+        ("y = cap * (1.0 - 2.0 / (1.0 + tl.exp2(2.0 * x / cap)))", "exp2-for-exp"),
+        ("y = cap * (1.0 - 2.0 / (1.0 + tl.exp(2.885390081777927 * x / cap)))", "log2e-twice"),
+        ("y = tl.minimum(tl.maximum(x, -cap), cap)", "clipped"),
+        ("y = x", "not-capped"),
+        ("y = cap * (2.0 / (1.0 + tl.exp(2.0 * x / cap)) - 1.0)", "wrong-sign"),
+        ("y = cap * tl.sigmoid(x / cap)", "sigmoid"),
+    ],
+)
+def test_a_cap_wrong(wrong, slug):
+    assert diagnosis("4.6", *solved("4.6", (CAP, wrong))) == slug
+
+
+# ---- 4.7 ------------------------------------------------------------------------------------------------------------
+
+CAPPED = "        s = cap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * s / cap)))\n"
+SEEN = "seen = (offs_n[None, :] < N) & (offs_n[None, :] <= offs_m[:, None] + N - M)"
+MASKED = '        s = tl.where(seen, s, float("-inf"))\n'
+
+
+def test_nobody_looks_ahead_in_other_styles():
+    sigmoid = (CAPPED, "        s = cap * (2.0 * tl.sigmoid(2.0 * s / cap) - 1.0)\n")
+    assert check("4.7", *solved("4.7", sigmoid))
+    added = (MASKED, '        s += tl.where(seen, 0.0, float("-inf"))\n')
+    assert check("4.7", *solved("4.7", added))
+
+
+@pytest.mark.parametrize(
+    "changes, slug",
+    [
+        ([(CAPPED, ""), (MASKED, MASKED + CAPPED + "        m_i += 0\n")], "capped-after-mask"),
+        ([(MASKED, MASKED + CAPPED)], "capped-after-mask"),
+        ([(MASKED, "        s = tl.where(seen, s, -cap)\n")], "capped-after-mask"),
+        ([(MASKED, "        s = tl.where(seen, s, 0.0)\n")], "hidden-is-zero"),
+        ([(CAPPED, "")], "not-capped"),
+        ([(CAPPED, CAPPED + CAPPED)], "capped-twice"),
+        ([("s = cap * (1.0 -", "s = (1.0 -")], "cap-not-restored"),
+        ([(MASKED, "")], "not-masked"),
+        ([(SEEN, "seen = (offs_n[None, :] < N) & (offs_m[:, None] >= 0)")], "tail-only"),
+        ([(SEEN, SEEN.replace(" + N - M", ""))], "top-left"),
+        ([(SEEN, SEEN.replace("<=", "<"))], "diagonal-missing"),
+        ([("tl.dot(q, k.T) * scale", "tl.dot(q, k.T)")], "scale-missing"),
+        ([("p = tl.exp(s - m_safe[:, None])", "p = tl.exp(s - m_new[:, None])")], "masked-rows"),
+    ],
+)
+def test_nobody_looks_ahead_wrong(changes, slug):
+    assert diagnosis("4.7", *solved("4.7", *changes)) == slug
+
+
+# ---- 4.8 ------------------------------------------------------------------------------------------------------------
+
+BATCH, HEAD = "batch = (pid // heads).to(tl.int64)", "head = (pid % heads).to(tl.int64)"
+ROWS = "rows = tl.arange(0, BLOCK).to(tl.int64)"
+OFFSETS = "offsets = batch * stride_b + head * stride_h + rows * stride_n"
+
+
+def without(*names):
+    old = {"batch": (BATCH, "batch = pid // heads"), "head": (HEAD, "head = pid % heads")}
+    old |= {"rows": (ROWS, "rows = tl.arange(0, BLOCK)")}
+    return [old[name] for name in names]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        [("pid = tl.program_id(0)", "pid = tl.program_id(0).to(tl.int64)"), *without("batch", "head")],
+        [*without("batch", "head", "rows"),
+         (OFFSETS, "offsets = tl.cast(stride_b, tl.int64) * batch + tl.cast(stride_h, tl.int64) * head"
+                   " + tl.cast(stride_n, tl.int64) * rows")],
+    ],
+)  # fmt: skip
+def test_far_apart_in_other_styles(changes):
+    if len(changes) == 3:  # pid has 64 bits, and what is made of it
+        changes = [changes[0], (BATCH, "batch = pid // heads"), (HEAD, "head = pid % heads")]
+    assert check("4.8", *solved("4.8", *changes))
+
+
+@pytest.mark.parametrize(
+    "changes, slug",
+    [
+        ([*without("batch", "head", "rows"), (OFFSETS, OFFSETS + " + 0")], "offset-overflow"),
+        (without("batch"), "batch-overflows"),
+        (without("head"), "head-overflows"),
+        (without("rows"), "rows-overflow"),
+        (without("batch", "head"), "batch-and-head-overflow"),
+        (without("head", "rows"), "head-and-rows-overflow"),
+        (without("batch", "rows"), "batch-and-rows-overflow"),
+        ([*without("batch", "head", "rows"),
+          (OFFSETS, "offsets = (batch * stride_b).to(tl.int64) + (head * stride_h).to(tl.int64)"
+                    " + (rows * stride_n).to(tl.int64)")], "products-overflow"),
+        ([*without("batch", "head", "rows"),
+          (OFFSETS, "offsets = (batch * stride_b + head * stride_h).to(tl.int64) + rows * stride_n")],
+         "products-overflow"),
+        ([*without("batch", "head", "rows"),
+          (OFFSETS, "offsets = (batch * stride_b + head * stride_h + rows * stride_n).to(tl.uint32)")], "unsigned"),
+        ([(OFFSETS, "offsets = (batch.to(tl.float32) * stride_b + head.to(tl.float32) * stride_h"
+                    " + rows.to(tl.float32) * stride_n).to(tl.int64)")], "float-offsets"),
+        ([(OFFSETS, "offsets = batch * stride_b + rows * stride_n")], "wrong-value"),
+    ],
+)  # fmt: skip
+def test_far_apart_wrong(changes, slug):
+    assert diagnosis("4.8", *solved("4.8", *changes)) == slug
+
+
+# ---- 4.9 ------------------------------------------------------------------------------------------------------------
+
+START = "m_i = tl.full([BLOCK_M], sink, tl.float32)"
+TERM = 'l_i = tl.where(m_i == float("-inf"), 0.0, 1.0)  # exp(sink - m_i)'
+ORDINARY = [
+    (START, 'm_i = tl.full([BLOCK_M], float("-inf"), tl.float32)'),
+    (TERM, "l_i = tl.zeros([BLOCK_M], tl.float32)"),
+]
+AFTER = "    o = acc / l_i[:, None]\n    lse = m_i + tl.log(l_i)\n"
+
+
+def test_a_sink_in_other_styles():
+    joined = """    m_new = tl.maximum(m_i, sink)
+    total = l_i * tl.exp(m_i - m_new) + tl.exp(sink - m_new)
+    o = acc * tl.exp(m_i - m_new)[:, None] / total[:, None]
+    lse = m_new + tl.log(total)
+"""
+    assert check("4.9", *solved("4.9", *ORDINARY, (AFTER, joined)))
+    weighed = """    lse = m_i + tl.log(l_i)
+    top = tl.maximum(lse, sink)
+    total = top + tl.log(tl.exp(lse - top) + tl.exp(sink - top))
+    o = acc / l_i[:, None] * tl.exp(lse - total)[:, None]
+    lse = total
+"""
+    assert check("4.9", *solved("4.9", *ORDINARY, (AFTER, weighed)))
+
+
+def joined_as(term):
+    """The sink joined after the loop, its term another one."""
+    text = f"    l_i = l_i + {term}\n    o = acc / l_i[:, None]\n    lse = m_i + tl.log(l_i)\n"
+    return [*ORDINARY, (AFTER, text)]
+
+
+@pytest.mark.parametrize(
+    "changes, slug",
+    [
+        (ORDINARY, "sink-ignored"),
+        ([(TERM, "l_i = tl.zeros([BLOCK_M], tl.float32)")], "sink-ignored"),
+        ([(START, "m_i = tl.full([BLOCK_M], sink * scale, tl.float32)")], "sink-scaled"),
+        ([(START, "m_i = tl.where(sink == float('-inf'), sink, -sink) + tl.zeros([BLOCK_M], tl.float32)")],
+         "sink-negated"),
+        ([(START, "m_i = tl.full([BLOCK_M], sink * 1.4426950408889634, tl.float32)")], "sink-in-base-2"),
+        ([(START, "m_i = tl.full([BLOCK_M], sink * 0.6931471805599453, tl.float32)")], "sink-in-base-2"),
+        ([(TERM, TERM.split("  #")[0] + " * tl.cdiv(N, BLOCK_N)")], "sink-in-every-tile"),
+        (joined_as("tl.exp(sink + 0.0 * m_i)"), "sink-not-shifted"),
+        (joined_as("tl.exp(sink) * tl.exp(-m_i)"), "sink-overflows"),
+        ([(AFTER, AFTER + "    o += tl.exp(sink - lse)[:, None]\n")], "sink-has-a-value"),
+        ([(AFTER, "    o = acc / l_i[:, None]\n    lse = m_i + tl.log(l_i - tl.exp(sink - m_i))\n")],
+         "lse-without-sink"),
+        ([(TERM, "l_i = tl.exp(sink - m_i)")], "no-sink-is-nan"),
+        ([(AFTER, "    o = acc\n    lse = m_i + tl.log(l_i)\n")], "wrong-value"),
+        ([(AFTER, "    o = acc / l_i[:, None]\n    lse = tl.log(l_i)\n")], "wrong-value"),
+    ],
+)  # fmt: skip
+def test_a_sink_wrong(changes, slug):
+    assert diagnosis("4.9", *solved("4.9", *changes)) == slug
+
+
+# ---- 4.10 -----------------------------------------------------------------------------------------------------------
+
+
+def test_pytorch_is_no_kernel():
+    def eager(q, k, v, *, causal=False, scale=None):
+        group = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        s = (q.float() @ k.float().mT) * (scale or q.shape[-1] ** -0.5)
+        return (s.softmax(-1) @ v.float()).to(q.dtype), s.logsumexp(-1)
+
+    assert diagnosis("4.10", eager) == ("no-kernel" if runtime.INTERPRETED else "causal-mask-missing")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "change, slug",
+    [
+        (("V_ptr += batch * stride_vb + head // group", "V_ptr += batch * stride_vb + head % (heads // group)"),
+         "wrong-kv-head"),
+        (("        end = tl.minimum(N, (block + 1) * BLOCK_M + N - M)", "        end = N"), "causal-tiles-not-skipped"),
+        (("        end = tl.minimum(N, (block + 1) * BLOCK_M + N - M)",
+          "        end = tl.minimum(N, (block + 1) * BLOCK_M)"), None),
+        ([("offs_m[:, None] + N - M)", "offs_m[:, None])"), ("BLOCK_M + N - M)", "BLOCK_M)")], "causal-top-left"),
+        (("m_safe = tl.where(m_new == float(\"-inf\"), 0.0, m_new)", "m_safe = m_new"), "masked-rows-nan"),
+        (("acc * correction[:, None])", "acc)"), "o-not-rescaled"),
+        ((" * 0.6931471805599453, mask", ", mask"), "lse-in-base-2"),
+        (("HEAD_DIM + offs_d[None, :]  # contiguous", "BLOCK_D + offs_d[None, :]  # contiguous"), "out-of-bounds"),
+        (("        seen = offs_n[None, :] < N\n", "        seen = offs_n[None, :] < end + BLOCK_N\n"),
+         "tail-not-masked"),
+        (("rows, real = offs_m[:, None] < M, offs_d[None, :] < HEAD_DIM",
+          "rows, real = offs_m[:, None] < M, offs_d[None, :] < BLOCK_D"), "out-of-bounds"),
+        (("batch, head = batch_head // heads, batch_head % heads",
+          "batch, head = batch_head % heads, batch_head // heads"),
+         "out-of-bounds"),
+    ],
+)  # fmt: skip
+def test_from_an_empty_page_wrong(change, slug):
+    if slug in ("out-of-bounds", "causal-tiles-not-skipped") and not runtime.INTERPRETED:
+        pytest.skip("such a kernel must not run on a GPU, or nobody counts its loads there")
+    found = diagnosis("4.10", *solved("4.10", *([change] if isinstance(change, tuple) else change)))
+    assert found == slug or (slug is None and found not in ("exception", "not-solved-yet"))
+
+
+# ---- all ------------------------------------------------------------------------------------------------------------
+
+
+def test_no_kernel_is_not_an_answer():
+    for id in ("4.3", "4.4", "4.6", "4.7", "4.8", "4.9"):
+        assert diagnosis(id, len) == "wrong-type"
+
+
+def test_the_sink_of_the_lesson_is_the_formula():
+    s, v = torch.randn(3, 5, dtype=torch.float64), torch.randn(5, 2, dtype=torch.float64)
+    from flashlab.exercises.phase_04 import _with_sink
+
+    o, lse = _with_sink(s, v, 0.7)
+    total = s.exp().sum(1) + math.exp(0.7)
+    torch.testing.assert_close(o, s.exp() @ v / total[:, None])
+    torch.testing.assert_close(lse, total.log())
+
+
+def test_every_hint_is_a_sentence():
+    for i in range(1, 11):
+        assert len(find(f"4.{i}").hints) >= 3
