@@ -13,13 +13,15 @@ _RULE = {"l": ":--", "c": ":-:", "r": "--:"}
 class Table:
     """Rows of text under `columns`, and a caption below.
 
-    align: one letter for each column, `l`, `c` or `r`. Make one from values with `Table.of`.
+    align: one letter for each column, `l`, `c` or `r`. heads: the rows that head a group of rows.
+    Make one from values with `Table.of`.
     """
 
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     caption: str = ""
     align: str = ""
+    heads: frozenset[int] = frozenset()
 
     @classmethod
     def of(
@@ -60,13 +62,17 @@ class Table:
             return "  ".join(turn[self._side(i)](x, widths[i]) for i, x in enumerate(line)).rstrip()
 
         rule = "  ".join("─" * width for width in widths)
-        return "\n".join([text(self.columns), rule, *map(text, self.rows), *([self.caption] if self.caption else [])])
+        body = [line for i, row in enumerate(self.rows) for line in ([""] * (i > 0 and i in self.heads) + [text(row)])]
+        return "\n".join([text(self.columns), rule, *body, *([self.caption] if self.caption else [])])
 
     def _repr_markdown_(self) -> str:
         if not self.rows:
             return self.caption
         rule = [_RULE[self._side(i)] for i in range(len(self.columns))]
-        lines = [self.columns, rule, *([x.replace("|", "\\|") for x in row] for row in self.rows)]
+        lines = [self.columns, rule]
+        for i, row in enumerate(self.rows):
+            cells = [x.replace("|", "\\|") for x in row]
+            lines.append([f"**{x}**" if x and i in self.heads else x for x in cells])
         table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
         return f"{table}\n\n{self.caption}" if self.caption else table
 
@@ -79,8 +85,10 @@ class Table:
         sides: dict[str, Any] = {"l": "left", "c": "center", "r": "right"}
         for i, column in enumerate(self.columns):
             table.add_column(column, justify=sides[self._side(i)])
-        for row in self.rows:
-            table.add_row(*row)
+        for i, row in enumerate(self.rows):
+            if i in self.heads:
+                table.add_section()
+            table.add_row(*row, style="bold" if i in self.heads else None)
         return table
 
 

@@ -81,16 +81,18 @@ check("0.1", largest_safe_score)
 # MILESTONE flashlab.attention.online_softmax: shifted_exp, softmax_safe
 def shifted_exp(x: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
     """exp(x - m) for x <= m; 0, not NaN, where x and m are both -inf. m is broadcastable to x."""
+    # YOUR CODE HERE
     raise NotImplementedError
 
 
 def softmax_safe(x: torch.Tensor) -> torch.Tensor:
     """Softmax along the last axis of x [..., N], each row against its own maximum; a masked row gives zeros."""
+    # YOUR CODE HERE
     raise NotImplementedError
 
 # %% tags=["check"]
 # hint("0.2")
-check("0.2", softmax_safe)
+check("0.2", softmax_safe, shifted_exp)
 
 # %% [markdown]
 # ## 0.3 Maximum and sum in one pass
@@ -134,6 +136,7 @@ check("0.3", online_max_and_sum)
 # MILESTONE flashlab.attention.online_softmax: merge
 def merge(a: State, b: State) -> State:
     """The state of two disjoint sets of keys together."""
+    # YOUR CODE HERE
     raise NotImplementedError
 
 # %% tags=["check"]
@@ -204,6 +207,7 @@ def merge_finished(
     o1: torch.Tensor, lse1: torch.Tensor, o2: torch.Tensor, lse2: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(o, lse) over both sets of keys. o1, o2: [..., D]; lse1, lse2: [...]."""
+    # YOUR CODE HERE
     raise NotImplementedError
 
 # %% tags=["check"]

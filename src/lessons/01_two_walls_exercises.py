@@ -291,6 +291,9 @@ check("1.7", masked_kernel)
 # sum of each row (phase 0's recurrence, for a block instead of one key). Pass 2 computes the scores again and accumulates `o` in `acc`.
 # No rescaling of `o`, no slice, and shared memory that does not depend on $N$.
 #
+# Three functions that scheme A did not need: `tl.zeros([A, B], tl.float32)` makes a tile of zeros, `tl.full([A], value, tl.float32)` one of
+# any value, and `tl.maximum(x, y)` takes the larger of two tiles, element by element.
+#
 # When it works, look at what is wasted. Which line of pass 2 could have run in pass 1, had you allowed its result to be corrected later?
 
 # %% tags=["exercise"]

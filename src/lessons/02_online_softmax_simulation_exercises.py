@@ -45,8 +45,8 @@ from flashlab.attention.simulation import Step, check_inputs
 #
 # $$m_i = \ln 2, \qquad l_i = 1 + \tfrac12 = 1.5, \qquad \mathrm{acc} = 1 \cdot 3 + \tfrac12 \cdot 5 = 5.5 .$$
 #
-# Block 1 has the scores $(\ln 8,\ \ln 4)$ and the values $(1,\ 6)$. Do the step with pencil and paper. Return the new maximum, the
-# correction, `l_i` and `acc` after block 1, and the output `O` that the row ends with.
+# Block 1 has the scores $(\ln 8,\ \ln 4)$ and the values $(1,\ 6)$. Do the step with pencil and paper. Return a dictionary
+# with the keys `m_new`, `correction`, `l_i`, `acc` (all after block 1) and `O`, the output that the row ends with.
 
 # %% tags=["exercise"]
 def one_step():
@@ -142,56 +142,67 @@ def flash_attention_one_head_sim(Q, K, V, BLOCK_M=64, BLOCK_N=64, scale=None):
 check("2.4", flash_attention_one_head_sim)
 
 # %% [markdown]
-# ## 2.5 Right on a sorted row
+# ## 2.5 Right without a past
 #
 # *Bug hunt · 15 min*
 #
-# The author of this simulation tested it on rows whose scores fall from the first key to the last, and on inputs of a single
-# block. Every test passed. On real inputs most rows are wrong, but nothing overflows, and every output lies within the range
-# of V. There is one small mistake. Find it, then repair it.
+# A causal simulation: each query may see the keys up to its own position. It passed every test with as many queries as keys, and
+# a model was trained with it. Then the model had to write a text, with the keys of what it had written before kept in a cache:
+# a few new queries, many keys. It wrote as if it had forgotten the end of its own text.
 #
-# Advice: decide first which rows are wrong, and from which block on, as in the lecture's figure.
+# One thing is wrong. The check shows the symptoms, and no cause, until you change the code. **Which lengths are right, and which are
+# not?** The convention is this course's: the last query sees the last key.
 
 # %% tags=["exercise"]
 # BEGIN STARTER
-def hunted_5(Q_block, K, V, BLOCK_N, scale=None):
-    scale = check_inputs(Q_block, K, V, BLOCK_N, scale)
-    q = Q_block.float()
-    s = scale * (q @ K[:BLOCK_N].float().T)  # the first block on its own
-    m_i = s.amax(dim=1)
-    p = torch.exp(s - m_i[:, None])
-    l_i = p.sum(dim=1)
-    acc = p.to(V.dtype).float() @ V[:BLOCK_N].float()
-    for start_n in range(BLOCK_N, K.shape[0], BLOCK_N):
+def hunted_5(Q, K, V, BLOCK_N, scale=None):
+    """Causal attention of one head; the last query sees the last key. Returns (O, lse)."""
+    scale = check_inputs(Q, K, V, BLOCK_N, scale)
+    M, N = Q.shape[0], K.shape[0]
+    row = torch.arange(M, device=Q.device)
+    q = Q.float()
+    m_i = q.new_full([M], -math.inf)
+    l_i = q.new_zeros([M])
+    acc = q.new_zeros([M, V.shape[1]])
+    for start_n in range(0, N, BLOCK_N):
         k, v = K[start_n : start_n + BLOCK_N].float(), V[start_n : start_n + BLOCK_N].float()
+        key = torch.arange(start_n, start_n + len(k), device=Q.device)
         s = scale * (q @ k.T)
+        s = s.masked_fill(key[None, :] > row[:, None], -math.inf)
         m_new = torch.maximum(m_i, s.amax(dim=1))
-        p = torch.exp(s - m_new[:, None])
-        correction = torch.exp(m_new - m_i)
+        m_safe = torch.where(m_new == -math.inf, 0.0, m_new)  # -inf - (-inf) would be NaN
+        p = torch.exp(s - m_safe[:, None])
+        correction = torch.exp(m_i - m_safe)
         l_i = l_i * correction + p.sum(dim=1)
         acc = acc * correction[:, None] + p.to(V.dtype).float() @ v
         m_i = m_new
-    return (acc / l_i[:, None]).to(V.dtype), m_i + torch.log(l_i)
+    l_safe = torch.where(l_i == 0, 1.0, l_i)  # a row that sees no key: O = 0, lse = -inf
+    return (acc / l_safe[:, None]).to(V.dtype), m_i + torch.log(l_i)
 # END STARTER
 # BEGIN SOLUTION
-def hunted_5(Q_block, K, V, BLOCK_N, scale=None):
-    scale = check_inputs(Q_block, K, V, BLOCK_N, scale)
-    q = Q_block.float()
-    s = scale * (q @ K[:BLOCK_N].float().T)  # the first block on its own
-    m_i = s.amax(dim=1)
-    p = torch.exp(s - m_i[:, None])
-    l_i = p.sum(dim=1)
-    acc = p.to(V.dtype).float() @ V[:BLOCK_N].float()
-    for start_n in range(BLOCK_N, K.shape[0], BLOCK_N):
+def hunted_5(Q, K, V, BLOCK_N, scale=None):
+    """Causal attention of one head; the last query sees the last key. Returns (O, lse)."""
+    scale = check_inputs(Q, K, V, BLOCK_N, scale)
+    M, N = Q.shape[0], K.shape[0]
+    row = torch.arange(M, device=Q.device)
+    q = Q.float()
+    m_i = q.new_full([M], -math.inf)
+    l_i = q.new_zeros([M])
+    acc = q.new_zeros([M, V.shape[1]])
+    for start_n in range(0, N, BLOCK_N):
         k, v = K[start_n : start_n + BLOCK_N].float(), V[start_n : start_n + BLOCK_N].float()
+        key = torch.arange(start_n, start_n + len(k), device=Q.device)
         s = scale * (q @ k.T)
+        s = s.masked_fill(key[None, :] > row[:, None] + N - M, -math.inf)  # repaired: row M - 1 sees key N - 1
         m_new = torch.maximum(m_i, s.amax(dim=1))
-        p = torch.exp(s - m_new[:, None])
-        correction = torch.exp(m_i - m_new)  # was upside down: the old sums must shrink
+        m_safe = torch.where(m_new == -math.inf, 0.0, m_new)  # -inf - (-inf) would be NaN
+        p = torch.exp(s - m_safe[:, None])
+        correction = torch.exp(m_i - m_safe)
         l_i = l_i * correction + p.sum(dim=1)
         acc = acc * correction[:, None] + p.to(V.dtype).float() @ v
         m_i = m_new
-    return (acc / l_i[:, None]).to(V.dtype), m_i + torch.log(l_i)
+    l_safe = torch.where(l_i == 0, 1.0, l_i)  # a row that sees no key: O = 0, lse = -inf
+    return (acc / l_safe[:, None]).to(V.dtype), m_i + torch.log(l_i)
 # END SOLUTION
 
 # %% tags=["check"]
@@ -199,63 +210,66 @@ def hunted_5(Q_block, K, V, BLOCK_N, scale=None):
 check("2.5", hunted_5)
 
 # %% [markdown]
-# ## 2.6 Two bugs in the padding
+# ## 2.6 The walk from the other end
 #
 # *Bug hunt · 20 min*
 #
-# A GPU has no shorter last tile, so this author fills the last block of K and V up with zeros, as a kernel would. There are
-# two bugs, and real kernels have had both.
+# The same causal attention, and its mask is right. Its author had read that FlashAttention-2 walks over the keys from the last tile
+# to the first, and turned the loop round. The order of the tiles cannot matter: the online softmax is associative (phase 0). Yet the
+# output is full of NaN.
 #
-# - The first shows when N is no multiple of BLOCK_N.
-# - The second shows only when all scores of a row are far below zero. Repairing it with a large negative constant is a third
-#   bug, and the check knows it.
-#
-# The tile stays BLOCK_N keys wide: you may not shorten the slice.
+# **Which rows are NaN, and what is special about the first tile that they meet?** A large negative number in the place of
+# $-\infty$ is no repair: the check has rows that see no key at all, and for them O = 0 and lse = $-\infty$.
 
 # %% tags=["exercise"]
 # BEGIN STARTER
-def hunted_6(Q_block, K, V, BLOCK_N, scale=None):
-    scale = check_inputs(Q_block, K, V, BLOCK_N, scale)
-    N, missing = K.shape[0], -K.shape[0] % BLOCK_N
-    K = torch.cat([K, K.new_zeros(missing, K.shape[1])])
-    V = torch.cat([V, V.new_zeros(missing, V.shape[1])])
-    q = Q_block.float()
-    m_i = q.new_zeros([q.shape[0]])
-    l_i = q.new_zeros([q.shape[0]])
-    acc = q.new_zeros([q.shape[0], V.shape[1]])
-    for start_n in range(0, N, BLOCK_N):
+def hunted_6(Q, K, V, BLOCK_N, scale=None):
+    """Causal attention of one head; the last query sees the last key. Returns (O, lse)."""
+    scale = check_inputs(Q, K, V, BLOCK_N, scale)
+    M, N = Q.shape[0], K.shape[0]
+    row = torch.arange(M, device=Q.device)
+    q = Q.float()
+    m_i = q.new_full([M], -math.inf)
+    l_i = q.new_zeros([M])
+    acc = q.new_zeros([M, V.shape[1]])
+    for start_n in reversed(range(0, N, BLOCK_N)):
         k, v = K[start_n : start_n + BLOCK_N].float(), V[start_n : start_n + BLOCK_N].float()
+        key = torch.arange(start_n, start_n + len(k), device=Q.device)
         s = scale * (q @ k.T)
+        s = s.masked_fill(key[None, :] > row[:, None] + N - M, -math.inf)
         m_new = torch.maximum(m_i, s.amax(dim=1))
         p = torch.exp(s - m_new[:, None])
         correction = torch.exp(m_i - m_new)
         l_i = l_i * correction + p.sum(dim=1)
         acc = acc * correction[:, None] + p.to(V.dtype).float() @ v
         m_i = m_new
-    return (acc / l_i[:, None]).to(V.dtype), m_i + torch.log(l_i)
+    l_safe = torch.where(l_i == 0, 1.0, l_i)  # a row that sees no key: O = 0, lse = -inf
+    return (acc / l_safe[:, None]).to(V.dtype), m_i + torch.log(l_i)
 # END STARTER
 # BEGIN SOLUTION
-def hunted_6(Q_block, K, V, BLOCK_N, scale=None):
-    scale = check_inputs(Q_block, K, V, BLOCK_N, scale)
-    N, missing = K.shape[0], -K.shape[0] % BLOCK_N
-    K = torch.cat([K, K.new_zeros(missing, K.shape[1])])
-    V = torch.cat([V, V.new_zeros(missing, V.shape[1])])
-    q = Q_block.float()
-    m_i = q.new_full([q.shape[0]], -math.inf)  # with 0 here, scores near -200 all underflow
-    l_i = q.new_zeros([q.shape[0]])
-    acc = q.new_zeros([q.shape[0], V.shape[1]])
-    for start_n in range(0, N, BLOCK_N):
+def hunted_6(Q, K, V, BLOCK_N, scale=None):
+    """Causal attention of one head; the last query sees the last key. Returns (O, lse)."""
+    scale = check_inputs(Q, K, V, BLOCK_N, scale)
+    M, N = Q.shape[0], K.shape[0]
+    row = torch.arange(M, device=Q.device)
+    q = Q.float()
+    m_i = q.new_full([M], -math.inf)
+    l_i = q.new_zeros([M])
+    acc = q.new_zeros([M, V.shape[1]])
+    for start_n in reversed(range(0, N, BLOCK_N)):
         k, v = K[start_n : start_n + BLOCK_N].float(), V[start_n : start_n + BLOCK_N].float()
+        key = torch.arange(start_n, start_n + len(k), device=Q.device)
         s = scale * (q @ k.T)
-        key = torch.arange(start_n, start_n + BLOCK_N, device=s.device)
-        s = s.masked_fill(key[None, :] >= N, -math.inf)  # zeros score 0: not absent
+        s = s.masked_fill(key[None, :] > row[:, None] + N - M, -math.inf)
         m_new = torch.maximum(m_i, s.amax(dim=1))
-        p = torch.exp(s - m_new[:, None])
-        correction = torch.exp(m_i - m_new)
+        m_safe = torch.where(m_new == -math.inf, 0.0, m_new)  # -inf - (-inf) would be NaN: repaired
+        p = torch.exp(s - m_safe[:, None])
+        correction = torch.exp(m_i - m_safe)
         l_i = l_i * correction + p.sum(dim=1)
         acc = acc * correction[:, None] + p.to(V.dtype).float() @ v
         m_i = m_new
-    return (acc / l_i[:, None]).to(V.dtype), m_i + torch.log(l_i)
+    l_safe = torch.where(l_i == 0, 1.0, l_i)  # a row that sees no key: O = 0, lse = -inf
+    return (acc / l_safe[:, None]).to(V.dtype), m_i + torch.log(l_i)
 # END SOLUTION
 
 # %% tags=["check"]
@@ -307,7 +321,7 @@ check("2.7", hbm_bytes)
 # run in parallel. So cut the *keys* into `splits` parts, give each part to a worker, and merge what comes back.
 #
 # The worker is `flash_attention_forward_sim`. It returns a *finished* part: a normalised O and its lse, which is all you need to
-# merge (phase 0). Merge in float32. `K.chunk(splits)` cuts K; where `splits` is larger than N it gives N parts, none empty.
+# merge (phase 0). Merge in float32, and return O in V's dtype and lse in float32, as the worker does. `K.chunk(splits)` cuts K; where `splits` is larger than N it gives N parts, none empty.
 
 # %% tags=["exercise"]
 from flashlab.attention.simulation import flash_attention_forward_sim as worker

@@ -125,7 +125,8 @@ check("3.3", row_lse_kernel)
 # phase 2's loop: scores, mask, new maximum, `p`, correction, `l_i`, `acc`. The scores are in base 2, so use `tl.exp2`. Then
 # normalise, and store `o` and the natural `lse`.
 #
-# The check runs lengths that no tile divides, maxima that rise in every block, scores near ±200, and three dtypes.
+# The check runs lengths that no tile divides, maxima that rise in every block, scores near ±200, and three dtypes. In float32
+# `tl.dot` needs `input_precision="ieee"`, or it multiplies in TF32.
 
 # %% tags=["exercise"]
 # MILESTONE flashlab.attention.triton_minimal: flash_attention_forward_kernel
@@ -174,18 +175,21 @@ def flash_attention_forward_kernel(
 check("3.4", flash_attention_forward_kernel)
 
 # %% [markdown]
-# ## 3.5 Right for every power of two
+# ## 3.5 The half that is never looked at
 #
 # *Bug hunt · 15 min*
 #
-# This kernel was tested with N = 32, 64, 128, 256, 512 and 1024, in three dtypes, and shipped. In production N is any number, and
-# outputs came out too small, sometimes by a little, sometimes by half. No NaN, no crash, no address out of bounds. Find the
-# mistake and repair it.
+# The outputs of this kernel were compared with PyTorch's for every length and dtype, and they agree. For a year nobody used what
+# else it returns. Then the keys were cut among two GPUs, and the two results merged by their `lse` (phase 0): the merged output was
+# wrong, although both halves were right.
+#
+# Read the symptoms: what is the quotient of what it stores and what it should store, row by row? Repair the kernel. It should go on
+# working with `exp2`, which is what the hardware has.
 
 # %% tags=["exercise"]
 # BEGIN STARTER
 @triton.jit
-def powers_of_two_kernel(
+def half_right_kernel(
     Q_ptr, K_ptr, V_ptr, O_ptr, LSE_ptr,
     stride_qm, stride_qd, stride_kn, stride_kd, stride_vn, stride_vd, stride_om, stride_od,
     scale_log2, M, N,
@@ -203,40 +207,6 @@ def powers_of_two_kernel(
         k_ptrs = K_ptr + offs_n[:, None] * stride_kn + offs_d[None, :] * stride_kd
         k = tl.load(k_ptrs, mask=offs_n[:, None] < N, other=0.0)
         s = tl.dot(q, k.T) * scale_log2
-        m_new = tl.maximum(m_i, tl.max(s, axis=1))
-        p = tl.exp2(s - m_new[:, None])
-        correction = tl.exp2(m_i - m_new)
-        l_i = l_i * correction + tl.sum(p, axis=1)
-        acc = acc * correction[:, None]
-        v_ptrs = V_ptr + offs_n[:, None] * stride_vn + offs_d[None, :] * stride_vd
-        v = tl.load(v_ptrs, mask=offs_n[:, None] < N, other=0.0)
-        acc = tl.dot(p.to(v.dtype), v, acc)
-        m_i = m_new
-    o_ptrs = O_ptr + offs_m[:, None] * stride_om + offs_d[None, :] * stride_od
-    tl.store(o_ptrs, (acc / l_i[:, None]).to(O_ptr.dtype.element_ty), mask=offs_m[:, None] < M)
-    tl.store(LSE_ptr + offs_m, (m_i + tl.log2(l_i)) * 0.6931471805599453, mask=offs_m < M)
-# END STARTER
-# BEGIN SOLUTION
-@triton.jit
-def powers_of_two_kernel(
-    Q_ptr, K_ptr, V_ptr, O_ptr, LSE_ptr,
-    stride_qm, stride_qd, stride_kn, stride_kd, stride_vn, stride_vd, stride_om, stride_od,
-    scale_log2, M, N,
-    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):
-    offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    offs_d = tl.arange(0, HEAD_DIM)
-    q_ptrs = Q_ptr + offs_m[:, None] * stride_qm + offs_d[None, :] * stride_qd
-    q = tl.load(q_ptrs, mask=offs_m[:, None] < M, other=0.0)
-    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    l_i = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
-    for start_n in range(0, N, BLOCK_N):
-        offs_n = start_n + tl.arange(0, BLOCK_N)
-        k_ptrs = K_ptr + offs_n[:, None] * stride_kn + offs_d[None, :] * stride_kd
-        k = tl.load(k_ptrs, mask=offs_n[:, None] < N, other=0.0)
-        s = tl.dot(q, k.T) * scale_log2
-        # Repaired: the keys past the end were loaded as zeros, had scores of 0, and took their share of every row.
         s = tl.where(offs_n[None, :] < N, s, float("-inf"))
         m_new = tl.maximum(m_i, tl.max(s, axis=1))
         p = tl.exp2(s - m_new[:, None])
@@ -249,12 +219,47 @@ def powers_of_two_kernel(
         m_i = m_new
     o_ptrs = O_ptr + offs_m[:, None] * stride_om + offs_d[None, :] * stride_od
     tl.store(o_ptrs, (acc / l_i[:, None]).to(O_ptr.dtype.element_ty), mask=offs_m[:, None] < M)
+    tl.store(LSE_ptr + offs_m, m_i + tl.log2(l_i), mask=offs_m < M)
+# END STARTER
+# BEGIN SOLUTION
+@triton.jit
+def half_right_kernel(
+    Q_ptr, K_ptr, V_ptr, O_ptr, LSE_ptr,
+    stride_qm, stride_qd, stride_kn, stride_kd, stride_vn, stride_vd, stride_om, stride_od,
+    scale_log2, M, N,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):
+    offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_d = tl.arange(0, HEAD_DIM)
+    q_ptrs = Q_ptr + offs_m[:, None] * stride_qm + offs_d[None, :] * stride_qd
+    q = tl.load(q_ptrs, mask=offs_m[:, None] < M, other=0.0)
+    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l_i = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
+    for start_n in range(0, N, BLOCK_N):
+        offs_n = start_n + tl.arange(0, BLOCK_N)
+        k_ptrs = K_ptr + offs_n[:, None] * stride_kn + offs_d[None, :] * stride_kd
+        k = tl.load(k_ptrs, mask=offs_n[:, None] < N, other=0.0)
+        s = tl.dot(q, k.T) * scale_log2
+        s = tl.where(offs_n[None, :] < N, s, float("-inf"))
+        m_new = tl.maximum(m_i, tl.max(s, axis=1))
+        p = tl.exp2(s - m_new[:, None])
+        correction = tl.exp2(m_i - m_new)
+        l_i = l_i * correction + tl.sum(p, axis=1)
+        acc = acc * correction[:, None]
+        v_ptrs = V_ptr + offs_n[:, None] * stride_vn + offs_d[None, :] * stride_vd
+        v = tl.load(v_ptrs, mask=offs_n[:, None] < N, other=0.0)
+        acc = tl.dot(p.to(v.dtype), v, acc)
+        m_i = m_new
+    o_ptrs = O_ptr + offs_m[:, None] * stride_om + offs_d[None, :] * stride_od
+    tl.store(o_ptrs, (acc / l_i[:, None]).to(O_ptr.dtype.element_ty), mask=offs_m[:, None] < M)
+    # Repaired: m_i and log2(l_i) are in base 2, because the scores are; times ln 2 the sum is a natural logarithm.
     tl.store(LSE_ptr + offs_m, (m_i + tl.log2(l_i)) * 0.6931471805599453, mask=offs_m < M)
 # END SOLUTION
 
 # %% tags=["check"]
 # hint("3.5")
-check("3.5", powers_of_two_kernel)
+check("3.5", half_right_kernel)
 
 # %% [markdown]
 # ## 3.6 A very small number

@@ -76,8 +76,8 @@ check("6.1", add_bias)
 # *Bug hunt · 10 min*
 #
 # A block of 128 threads divides 128 numbers by their sum. It computes the sum in a tree: 64 threads add the upper half to the lower, then 32,
-# and so on. On its author's GPU the result is nearly always right. Run the check, read the two lines that it names, and repair the kernel. Keep
-# the tree.
+# and so on. On its author's GPU the result is nearly always right. Run the check and read the symptoms: **by which factors are the quotients wrong, and
+# do all warps have the same one?** Then repair the kernel. Keep the tree.
 
 # %% tags=["exercise"]
 # BEGIN STARTER
@@ -242,44 +242,54 @@ extern "C" int run(const float* x, float* lse, int rows, int n, void* stream) {
 check("6.4", row_lse)
 
 # %% [markdown]
-# ## 6.5 Right for every multiple of 32
+# ## 6.5 Right for two kinds of model
 #
 # *Bug hunt · 15 min*
 #
-# Somebody simplified two places of the lecture's step 2: how a chunk is copied to shared memory, and how the scores of a tile are scaled. Every
-# length that was tried passed. But all were multiples of 32, and no mask was tried. There are two bugs. The check puts both places into the file
-# and runs it.
+# These are the lines of the lecture's step 2 in which a block finds out what is its own. Somebody wrote them anew. Models with as many heads
+# of K and V as of Q: every test passed. Models with a single head of K and V: every test passed. Then came a model with 8 heads of Q and 2 of K
+# and V, and its texts made no sense.
 #
-# The copy may use `row`, `chunk`, `from`, and `rows`: how many rows of this tile exist. The scaling may use `keys`: how many keys of this tile the
-# thread's row sees. It can be 0 or less.
+# The check puts the lines into the file and runs it. It shows which heads of which case are wrong. Whose keys do they see?
 
 # %% tags=["exercise"]
 # BEGIN STARTER
-copy_chunk = r"""
-        tile_smem[row][chunk] = *from;
-"""
-scale_scores = r"""
-        for (int n = 0; n < BLOCK_N; n++) {
-            s[n] = s[n] * scale_log2;
-            m_new = fmaxf(m_new, s[n]);
-        }
+which_rows = r"""
+    // A block is one tile of Q. Causal: the last rows see the most keys, so they start first.
+    const int m_blocks = ceil_div(p.seq_q, BLOCK_M), head_index = blockIdx.x / m_blocks;
+    const int m_block = blockIdx.x % m_blocks, m_start = (p.causal ? m_blocks - 1 - m_block : m_block) * BLOCK_M;
+    const int batch = head_index / p.heads, head = head_index % p.heads, kv_head = head % p.kv_heads;
+    const int diagonal = p.seq_k - p.seq_q;                // causal: row i sees the keys up to i + diagonal
+    const float scale_log2 = p.scale * LOG2E;              // exp(x) is computed as exp2(x * log2(e))
+    const float* q_gmem = rows_of(p.q, p.q_stride, batch, head, m_start);    // [BLOCK_M, HEAD_DIM]
+    const float* k_gmem = rows_of(p.k, p.k_stride, batch, kv_head, 0);       // [seq_k, HEAD_DIM]
+    const float* v_gmem = rows_of(p.v, p.v_stride, batch, kv_head, 0);       // [seq_k, HEAD_DIM]
+    float* o_gmem = rows_of(p.o, p.o_stride, batch, head, m_start);          // [BLOCK_M, HEAD_DIM]
+    float* lse_gmem = p.lse + (int64_t)head_index * p.seq_q + m_start;       // [BLOCK_M]
+    const int row = threadIdx.x;                           // this thread's, of the tile
 """
 # END STARTER
 # BEGIN SOLUTION
-copy_chunk = r"""
-        tile_smem[row][chunk] = row < rows ? *from : make_float4(0, 0, 0, 0);
-"""
-scale_scores = r"""
-        for (int n = 0; n < BLOCK_N; n++) {
-            s[n] = n < keys ? s[n] * scale_log2 : -INFINITY;
-            m_new = fmaxf(m_new, s[n]);
-        }
+# Neighbouring heads of Q share a head of K and V: with 8 and 2, heads 0 to 3 have the first. The % gave them turns.
+which_rows = r"""
+    // A block is one tile of Q. Causal: the last rows see the most keys, so they start first.
+    const int m_blocks = ceil_div(p.seq_q, BLOCK_M), head_index = blockIdx.x / m_blocks;
+    const int m_block = blockIdx.x % m_blocks, m_start = (p.causal ? m_blocks - 1 - m_block : m_block) * BLOCK_M;
+    const int batch = head_index / p.heads, head = head_index % p.heads, kv_head = head / (p.heads / p.kv_heads);
+    const int diagonal = p.seq_k - p.seq_q;                // causal: row i sees the keys up to i + diagonal
+    const float scale_log2 = p.scale * LOG2E;              // exp(x) is computed as exp2(x * log2(e))
+    const float* q_gmem = rows_of(p.q, p.q_stride, batch, head, m_start);    // [BLOCK_M, HEAD_DIM]
+    const float* k_gmem = rows_of(p.k, p.k_stride, batch, kv_head, 0);       // [seq_k, HEAD_DIM]
+    const float* v_gmem = rows_of(p.v, p.v_stride, batch, kv_head, 0);       // [seq_k, HEAD_DIM]
+    float* o_gmem = rows_of(p.o, p.o_stride, batch, head, m_start);          // [BLOCK_M, HEAD_DIM]
+    float* lse_gmem = p.lse + (int64_t)head_index * p.seq_q + m_start;       // [BLOCK_M]
+    const int row = threadIdx.x;                           // this thread's, of the tile
 """
 # END SOLUTION
 
 # %% tags=["check"]
 # hint("6.5")
-check("6.5", copy_chunk, scale_scores)
+check("6.5", which_rows)
 
 # %% [markdown]
 # ## 6.6 FlashAttention-2's inner loop

@@ -156,7 +156,7 @@ check("7.3", one_tile)
 # from left to right. On real scores about half of the maxima are wrong. It is a matter of one character. The same slip
 # has been made in published kernels.
 #
-# Run the check first. Which elements does it say the maximum was taken over, and which lanes hold those?
+# Run the check first, for the symptoms. Of which elements is the maximum that is stored, and which lanes hold those?
 
 # %% tags=["exercise"]
 row_statistics = r"""
@@ -249,8 +249,8 @@ check("7.5", second_product)
 #
 # $O = P V$ for 16 queries and up to 16 keys, 64 dimensions. If there are fewer keys than 16, the columns of P that
 # belong to none are 0, so that, the author says, it does not matter what stands in the missing rows of V. All tests
-# passed: they were made with V = ones. There are two bugs. The emulator names the first; the second is about which way
-# V lies.
+# passed: they were made with V = ones, and 16 keys. There are two bugs. One of them depends on how many keys there are,
+# the other does not. Once you have changed something, the check tells what it makes of your change.
 
 # %% tags=["exercise"]
 pv = r"""

@@ -128,13 +128,13 @@ constexpr int IN_FLIGHT_V = 2 * STAGES - 2;      // K and V of STAGES - 1 later 
 check("8.4", in_flight)
 
 # %% [markdown]
-# ## 8.5 A stage that is overwritten
+# ## 8.5 One run in some thousands
 #
 # *Bug hunt · 15 min*
 #
-# "Start the copy as early as you can", somebody thought, and moved the refill to the top of the loop. On a GPU this passed every test
-# of that day, and failed one run in some thousands. Run the check, read what the emulator says, repair what tile $j$'s round begins with. All copies of later tiles
-# should still go on while tile $j$ is worked on.
+# These lines are what tile $j$'s round begins with. On a GPU they passed every test of the day on which they were written, and failed one run
+# in some thousands. The emulator's values are right too; but it watches every access, and it objects. Run the check: **which two threads
+# does it name, and are they of one warp?** Repair the lines. All copies of later tiles should still go on while tile $j$ is worked on.
 
 # %% tags=["exercise"]
 # BEGIN STARTER

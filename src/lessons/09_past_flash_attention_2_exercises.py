@@ -81,8 +81,8 @@ check("9.2", blocks_per_sm)
 # *Bug hunt · 15 min*
 #
 # Somebody made the rescaling of `p9_3_rescale` lazy. It passed a thousand tests with `torch.randn`, and was shipped. Then some rows of a
-# model's output came out too small, always rows whose large scores come late in the walk. Run the check, read what it says, repair the text. It has to stay lazy: where no
-# maximum moves, nothing is multiplied.
+# model's output came out too small, always rows whose large scores come late in the walk. Run the check: **in which cases is it right, and by
+# which factor is a row wrong?** Repair the text. It has to stay lazy: where no maximum moves, nothing is multiplied.
 
 # %% tags=["exercise"]
 # BEGIN STARTER

@@ -1,9 +1,11 @@
 """check, hint and progress, as a learner calls them."""
 
+import inspect
+import linecache
 import signal
 import subprocess
 import sys
-import traceback
+from collections.abc import Callable
 from dataclasses import asdict
 
 import pytest
@@ -97,23 +99,47 @@ def test_an_operation_that_torch_lacks_is_an_error_not_a_blank():
     def lacking(x):
         raise NotImplementedError("Could not run 'aten::bmm' with arguments from the 'SparseCPU' backend")
 
-    with pytest.raises(NotImplementedError, match="aten::bmm"):
-        check("97.1", lacking)
+    failed = failure("97.1", lacking)
+    assert failed.diagnosis == "exception" and "aten::bmm" in str(failed)
 
 
-def test_a_learners_exception_is_theirs(course):
+def test_a_learners_exception_is_told_with_its_line_and_case(course):
     def mine(x):
         return [][1]
 
-    with pytest.raises(IndexError) as caught:
-        check("97.1", mine)
-    if sys.version_info >= (3, 11):
-        assert any("x = 2" in note for note in caught.value.__notes__)
-    frames = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
-    assert frames[-1] == "mine"
-    files = {frame.filename for frame in traceback.extract_tb(caught.value.__traceback__)}
-    assert not any("contextlib" in file for file in files), files
+    failed = failure("97.1", mine)
+    line = inspect.getsourcelines(mine)[1] + 1
+    assert str(failed) == (
+        f"your code raised IndexError: list index out of range, in line {line} of test_check_front.py, `return [][1]`"
+    )
+    assert (failed.diagnosis, failed.case) == ("exception", "x = 2")
+    assert isinstance(failed.__cause__, IndexError)
     assert saved(course)["97.1"]["tries"] == 1
+
+
+def test_a_line_of_a_cell_is_called_so(course):
+    source = "def mine(x):\n    y = x\n    return y.missing\n"
+    names = {}
+    linecache.cache["/tmp/ipykernel_7/12.py"] = (len(source), None, source.splitlines(True), "/tmp/ipykernel_7/12.py")
+    exec(compile(source, "/tmp/ipykernel_7/12.py", "exec"), names)
+    assert "in line 3 of the cell, `return y.missing`" in str(failure("97.1", names["mine"]))
+
+
+def test_what_the_check_cannot_use_is_told_as_what_was_returned(course):
+    @exercises.exercise("97.3", title="Pair", minutes=5)
+    def _(fn: Callable[..., tuple[int, float]]):
+        first, second = fn(3)
+        return "" if first < second else ""
+
+    assert "your function returned None, and" in str(failure("97.3", lambda x: None))
+    assert "a tuple of 2 (a whole number, a number) is wanted (TypeError" in str(failure("97.3", lambda x: (None, "a")))
+    failed = failure("97.3", lambda: 1)
+    assert failed.diagnosis == "wrong-signature" and "your function(3)" in str(failed)
+    assert failed.case == "the call your function(3)"
+
+
+def test_an_exit_in_an_answer_ends_nothing(course):
+    assert "SystemExit: 3" in str(failure("97.1", lambda x: sys.exit(3)))
 
 
 def test_an_interrupt_passes_through_and_changes_nothing(course):
@@ -186,17 +212,27 @@ def test_progress_lists_what_was_done(course):
     assert "| :-- |" in table._repr_markdown_() and "Two functions" in repr(table)
 
 
-def test_progress_has_a_row_for_each_phase_and_then_its_exercises(course):
+def test_progress_has_a_row_for_each_phase_and_the_exercises_of_those_begun(course):
     check("97.1", lambda x: x * x)
-    first = [row[0].removesuffix(" ✓") for row in progress().rows]
-    phases = [name.removeprefix("Phase ") for name in first if name.startswith("Phase ")]
-    assert phases == [*(str(p.number) for p in PHASES if any(name.startswith(f"{p.number}.") for name in first)), "97"]
-    for name, after in zip(first, first[1:], strict=False):
-        if name.startswith("Phase "):
-            assert after == name.removeprefix("Phase ") + ".1"
-    titles = {row[0]: row[1] for row in progress().rows}
+    hint("0.3")
+    table = progress()
+    first = [row[0].removesuffix(" ✓") for row in table.rows]
+    phases = {e.phase for e in exercises.exercises().values()}
+    assert [first[i] for i in sorted(table.heads)] == [f"Phase {number}" for number in sorted(phases)]
+    listed = [name for name in first if not name.startswith("Phase ")]
+    assert listed == [*(f"0.{i}" for i in range(1, 9)), "97.1", "97.2"], "of a phase that was begun, all"
+    titles = {row[0]: row[1] for row in table.rows}
     assert titles["Phase 0"] == PHASES[0].title
-    assert progress().caption.startswith("1 of ")
+    assert table.caption.startswith("1 of ")
+    assert [row[0] for row in progress(1).rows][:2] == ["Phase 1", "1.1"], "one that is asked for is listed in full"
+    assert "**Phase 0**" in table._repr_markdown_()
+
+
+def test_progress_reads_well_before_anything_is_solved(course):
+    table = progress()
+    assert all(row[0].startswith("Phase ") and " of " in row[-1] for row in table.rows)
+    assert table.columns == ("Exercise", "Title", "Minutes", "Solved")
+    assert "hours left. You have not begun yet: 0.1" in table.caption
 
 
 def test_nothing_is_written_when_progress_is_off(course, monkeypatch):

@@ -277,3 +277,71 @@ def test_empty_inputs_can_be_asked_for():
 
     failed = fails(nan_without_keys, empty=True)
     assert failed.diagnosis == "masked-rows-nan" and "no keys" in failed.case
+
+
+# ---- the classes of lengths -----------------------------------------------------------------------------------------
+
+
+def classes(lengths: list[int], tile: int) -> set[str]:
+    """What a kernel with this tile can get wrong about a length."""
+    found = set()
+    for length in lengths:
+        words = {0: "full", 1: "one more", tile - 1: "one less"}.get(length % tile, "ragged")
+        found |= {words} if length < tile or words != "one more" else {f"{words}, several tiles"}
+    return found
+
+
+@pytest.mark.parametrize("tile", [16, 32, 64, 128, 256])
+def test_every_class_of_length_and_diagonal_is_among_the_cases(tile):
+    plain = [c for c in case_list() if c.content == "plain"]
+    causal = [c for c in case_list(causal=True) if c.causal and c.content == "plain"]
+    for cases in (plain, causal):
+        for lengths in ([c.seq_q for c in cases], [c.seq_k for c in cases]):
+            assert {"full", "one less", "one more, several tiles", "ragged"} <= classes(lengths, tile)
+    shifts = {c.seq_k - c.seq_q for c in causal if max(c.seq_q, c.seq_k) > min(tile, 128)}
+    assert {-1, 0, 1} <= shifts
+    assert any(s < -1 and s % tile for s in shifts)  # rows that see no key and rows that do, in one tile
+    assert any(s > 1 and s % tile for s in shifts)
+
+
+def test_every_head_dim_that_is_asked_for_meets_ragged_lengths_and_several_heads():
+    for causal in (False, True):
+        asked = (64, 20, 59, 128, 256)
+        cases = case_list(causal=causal, head_dims=asked)
+        for head_dim in asked:
+            mine = [c for c in cases if c.head_dim == head_dim and c.causal == causal]
+            assert any(c.seq_q % 16 and c.seq_k % 16 for c in mine)
+            assert causal or any(c.heads > 1 and c.batch > 1 for c in mine)
+
+
+def test_the_oracle_stands_beside_the_lowest_numbers():
+    case = next(c for c in case_list() if c.scale is not None and c.scale > 1e30)
+    q, k, v = make_inputs(case, torch.device("cpu"))
+    o, lse = reference.attention(q, k, v, scale=case.softmax_scale)
+    assert torch.allclose(o, v.double().mean(2, keepdim=True).expand(o.shape), rtol=1e-12)
+    assert bool((lse < -2.3e38).all()) and bool((lse * 1.4427 > torch.finfo(torch.float32).min).all())
+
+
+@pytest.mark.parametrize("block_n", [16, 64, 128])
+def test_scaling_q_or_the_scores_is_right_at_any_height(on_cpu, block_n):
+    def scaled_q(Q, K, V, BLOCK_N, scale=None):
+        q = Q.float() * (Q.shape[1] ** -0.5 if scale is None else scale)
+        m, l, acc = q.new_full([len(q)], -float("inf")), q.new_zeros([len(q)]), q.new_zeros(len(q), V.shape[1])  # noqa: E741
+        for start in range(0, len(K), BLOCK_N):
+            s = q @ K[start : start + BLOCK_N].float().T
+            m_new = torch.maximum(m, s.amax(1))
+            p, c = torch.exp(s - m_new[:, None]), torch.exp(m - m_new)
+            l, m = l * c + p.sum(1), m_new  # noqa: E741
+            acc = acc * c[:, None] + p.to(V.dtype).float() @ V[start : start + BLOCK_N].float()
+        return (acc / l[:, None]).to(V.dtype), m + torch.log(l)
+
+    assert verify_block(scaled_q, block_sizes=(block_n,), head_dims=(64, 20))
+
+
+def test_the_scale_is_tested_under_the_causal_mask_too(on_cpu):
+    def ignores(q, k, v, *, causal, scale):
+        return flash_forward(q, k, v, causal=causal, scale=None if causal else scale)
+
+    with pytest.raises(CheckFailed) as caught:
+        verify(ignores, causal=True)
+    assert caught.value.case and "causal" in caught.value.case

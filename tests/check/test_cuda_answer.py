@@ -5,6 +5,7 @@ import torch
 
 from flashlab.check import CheckFailed, cuda_answer
 from flashlab.check.cuda_answer import Answer, Source, does_not_compile, failure, text_of
+from flashlab.check.running import heeding_warnings
 from flashlab.cuda.errors import compile_error
 from flashlab.kernels import step
 from flashlab.simt import Finding
@@ -98,3 +99,26 @@ def test_a_float32_kernel_is_examined_in_float32():
         step("p6_1_fa1"), dtype=torch.float32, probes=cuda_answer.PROBES[:1], max_seq=70, fast=False
     )
     assert verdict.cases > 10 and verdict.counters["global_loads"] > 0
+
+
+@pytest.mark.parametrize(
+    "extra, warned",
+    [
+        ("float a; y[i] = a + n;", "line 3 of your code, `float a; y[i] = a + n;`, "),
+        ("unsigned u = 3; int unused; y[i] = i < u;", ""),
+    ],
+)
+def test_a_compilers_warning_reaches_the_learner_and_its_noise_does_not(extra, warned):
+    text = f"""#include "simt.h"
+__global__ void fill(float* y, int n) {{ const int i = threadIdx.x;
+    {extra}
+}}
+extern "C" int run(float* y, int n, void* stream) {{
+    fill<<<1, 32, 0, (cudaStream_t)stream>>>(y, n);
+    return (int)cudaGetLastError();
+}}
+"""
+    with heeding_warnings() as warnings:
+        Answer(text, "fill").run(torch.zeros(32), 32, case="one warp", check=False)
+    assert len(warnings) == bool(warned)
+    assert not warned or (warnings[0].startswith(warned) and "uninitialized" in warnings[0])

@@ -97,7 +97,8 @@ def test_a_right_function_has_no_mistake_to_explain():
     def right(q, k, v, *, causal, scale):
         s = q.double() @ k.double().mT * q.shape[-1] ** -0.5
         if causal:
-            s = s.masked_fill(~torch.ones(s.shape[-2:], dtype=torch.bool).tril(), -torch.inf)
-        return s.softmax(-1) @ v.double(), s.logsumexp(-1)
+            seen = torch.ones(s.shape[-2:], dtype=torch.bool).tril(k.shape[2] - q.shape[2])
+            s = s.masked_fill(~seen, -torch.inf)
+        return s.softmax(-1).nan_to_num() @ v.double(), s.logsumexp(-1)
 
     assert explain(right, 64) is None

@@ -27,7 +27,7 @@ LESSON = Path(__file__).parents[2] / "src/lessons/00_attention_and_online_softma
 
 
 def run(id, answer):
-    return find(id).run(answer)
+    return find(id).run(answer, *([shifted_exp] if id == "0.2" else []))
 
 
 def rejected(id, answer):
@@ -84,16 +84,12 @@ def test_every_exercise_has_hints_and_is_in_the_lesson():
         assert f"# ## {e.id} {e.title}\n# *{e.difficulty} · {e.minutes} min*" in text
 
 
-def test_the_starter_of_the_bug_hunt_is_diagnosed():
-    assert rejected("0.5", solution("attention_in_blocks", "STARTER")) == "correction-inverted"
-
-
 def test_other_right_ways_pass():
     def merge_by_finite_maximum(a, b):
         m = torch.maximum(a.m, b.m)
         r = torch.where(m == -INF, torch.zeros_like(m), m)
         ca, cb = (a.m - r).exp().unsqueeze(-1), (b.m - r).exp().unsqueeze(-1)
-        return m, a.l * ca[..., 0] + b.l * cb[..., 0], a.o * ca + b.o * cb
+        return State(m, a.l * ca[..., 0] + b.l * cb[..., 0], a.o * ca + b.o * cb)
 
     def from_scratch(o1, lse1, o2, lse2):
         lse = torch.logaddexp(lse1, lse2)
@@ -133,7 +129,12 @@ wrong_01 = {
     "wrong-base-10": lambda dtype, n: math.log10(torch.finfo(dtype).max / n),
     "sign-of-log-n": lambda dtype, n: log_max(dtype) + math.log(n),
     "not-the-dtypes-limit": lambda dtype, n: math.log(65504 / n),
-    "wrong-value": lambda dtype, n: log_max(dtype) / n,
+    "quotient-outside-the-log": lambda dtype, n: log_max(dtype) / n,
+    "log-to-the-base-n": lambda dtype, n: log_max(dtype) / (math.log(n) or 1),
+    "off-by-one": lambda dtype, n: log_max(dtype) - math.log(max(n - 1, 1)),
+    "n-subtracted": lambda dtype, n: math.log(torch.finfo(dtype).max - (n if n > 1 else 0)),
+    "rounded": lambda dtype, n: torch.tensor(log_max(dtype) - math.log(n)).to(dtype),
+    "wrong-value": lambda dtype, n: 7.0,
     "returned-none": lambda dtype, n: None,
 }
 
@@ -277,7 +278,10 @@ wrong_04 = [
     ("minus-infinity", merge_with(unguarded, unguarded)),
     ("normalised-early", merge_with(finish_early=True)),
     ("inputs-changed", in_place),
-    ("wrong-maximum", lambda a, b: merge(a, b)._replace(m=a.m + b.m)),
+    ("m-added", lambda a, b: merge(a, b)._replace(m=a.m + b.m)),
+    ("m-of-a", lambda a, b: merge(a, b)._replace(m=a.m)),
+    ("guard-in-m", lambda a, b: merge(a, b)._replace(m=torch.nan_to_num(merge(a, b).m, neginf=0.0))),
+    ("wrong-maximum", lambda a, b: merge(a, b)._replace(m=a.m * 3 + 1)),
     ("wrong-type", lambda a, b: merge(a, b).o),
     ("returned-none", lambda a, b: None),
 ]
@@ -475,3 +479,89 @@ def test_an_unsolved_blank_is_passed_on_as_unsolved(id):
 def test_the_identity_of_the_wrong_dtype_does_not_slip_through():
     with pytest.raises(TypeError):
         finish(merge(identity(head_dim=2), identity(head_dim=2, dtype=torch.float64)))
+
+
+# ---- what the checks once accepted -----------------------------------------------------------------------------------
+
+
+def guarded_for_all_rows_at_once(a, b):
+    if b.l.sum() == 0:
+        return a
+    return b if a.l.sum() == 0 else merge_with(unguarded, unguarded)(a, b)
+
+
+@pytest.mark.parametrize(
+    ("answer", "diagnosis"),
+    [
+        (guarded_for_all_rows_at_once, "minus-infinity"),
+        (lambda a, b: State(*(x.float() for x in merge(a, b))), "wrong-dtype"),
+        (lambda a, b: tuple(merge(a, b)), "wrong-type"),
+        (lambda a, b: list(merge(a, b)), "wrong-type"),
+    ],
+)
+def test_a_merge_of_mixed_rows_in_its_own_dtype_and_type(answer, diagnosis):
+    assert rejected("0.4", answer) == diagnosis
+
+
+def test_shifted_exp_is_checked_too():
+    with pytest.raises(CheckFailed, match="shifted_exp"):
+        find("0.2").run(softmax_safe, lambda x, m: torch.exp(x - m))
+
+
+def recurrence(*, correction="exp(m - m_new)", old="l * c", new="exp(x - m_new)", keep="m_new"):
+    """online_max_and_sum with parts of its loop replaced."""
+
+    def fn(xs):
+        m, l = -INF, 0.0
+        for x in xs:
+            m_new = max(m, x)
+            if m_new == -INF:
+                continue
+            names = dict(m=m, m_new=m_new, x=x, l=l, exp=lambda y: math.exp(min(y, 700.0)), INF=INF)
+            names["c"] = eval(correction, names)
+            l = eval(old, names) + eval(new, names)
+            m = eval(keep, names)
+        return m, l
+
+    return fn
+
+
+@pytest.mark.parametrize(
+    ("changes", "diagnosis"),
+    [
+        ({"old": "l * c * c"}, "corrected-twice"),
+        ({"new": "exp(x - (m if m > -INF else m_new))"}, "old-maximum-used"),
+        ({"new": "exp(x - m_new) * c"}, "first-term-lost"),
+        ({"old": "0"}, "overwritten"),
+        ({"keep": "m if m > -INF else m_new"}, "m-not-updated"),
+        ({"correction": "2 ** (m - m_new)", "new": "2 ** (x - m_new)"}, "base-2"),
+    ],
+)
+def test_each_part_of_the_recurrence_is_named(changes, diagnosis):
+    assert rejected("0.3", recurrence(**changes)) == diagnosis
+
+
+def test_a_finished_result_with_a_sum_of_0_is_told_by_its_lse():
+    def fn(o1, lse1, o2, lse2):
+        zero = torch.zeros_like(lse1)
+        return finish(merge(State(lse1, zero, o1), State(lse2, zero, o2)))
+
+    assert rejected("0.6", fn) == "empty-sum"
+
+
+@pytest.mark.parametrize(
+    ("change", "diagnosis"),
+    [
+        (("o * correction, top", "o, top"), "o-not-rescaled"),
+        (("(o / l if l > 0 else o)", "o"), "not-normalised"),
+        (("top > m + threshold", "top > m + threshold * math.log(2)"), "threshold-in-base-2"),
+        (("top > m + threshold", "abs(top - m) > threshold"), "below-too"),
+    ],
+)
+def test_a_count_of_corrections_is_told_by_all_counts(change, diagnosis):
+    cell = next(c for c in LESSON.read_text().split("# %%") if "def lazy_attention(" in c)
+    text = "\n".join(cell.splitlines()[1:])
+    assert text.count(change[0]) == 1
+    scope = {"math": math, "torch": torch}
+    exec(compile(text.replace(*change), "lazy", "exec"), scope)
+    assert rejected("0.8", scope["lazy_attention"]) == diagnosis

@@ -113,14 +113,16 @@ def test_a_blank_is_not_solved_yet(id, name):
     ("old", "new", "diagnosis"),
     [
         ("N * N * itemsize, N * D * itemsize", "N * N, N * D", "elements-not-bytes"),
-        ("+ 2 * matrix + matrix", "+ matrix + matrix", "mask-not-read"),
-        ("(matrix + tall)", "matrix", "v-not-read"),
-        ("4 * matrix + tall", "4 * matrix", "o-not-written"),
-        ("4 * matrix + tall", "3 * matrix + tall", "line-not-written"),
+        ("+ 2 * matrix + matrix", "+ matrix + matrix", "matrices-miscounted"),
+        ("(matrix + tall)", "matrix", "matrices-miscounted"),
+        ("4 * matrix + tall", "4 * matrix", "matrices-miscounted"),
+        ("4 * matrix + tall", "3 * matrix + tall", "matrices-miscounted"),
         ("2 * N * N * D", "N * N * D", "multiply-add-is-two"),
         ("N * N + N * N + 5 * N * N +", "", "only-matmuls"),
-        ("N * N + N * N + 5", "N * N + 5", "mask-not-added"),
-        ("+ 5 * N * N", "+ 3 * N * N", "wrong-value"),
+        ("N * N + N * N + 5", "N * N + 5", "flops-miscounted"),
+        ("+ 5 * N * N", "+ 3 * N * N", "flops-miscounted"),
+        ("return bytes_read, bytes_written, flops", "return bytes_written, bytes_read, flops", "swapped"),
+        ("2 * N * N * D", "N * N * N", "wrong-value"),
         ("return bytes_read, bytes_written, flops", "return bytes_read", "wrong-type"),
     ],
 )
@@ -133,7 +135,11 @@ def test_counts(old, new, diagnosis):
     [
         ("return max(compute, memory)", "return min(compute, memory)", "min-not-max"),
         ("return max(compute, memory)", "return compute + memory", "sum-not-max"),
-        ("* 1e12", "* 1e9", "units-0"),
+        ("* 1e12", "* 1e9", "wrong-units"),
+        ("* 1e9", "* 2**30", "binary-units"),
+        ("/ (gpu.memory_gb_s", "* (gpu.memory_gb_s", "wrong-value"),
+        ("bytes_moved / (", "8 * bytes_moved / (", "bits"),
+        ('"memory" if', '"bandwidth" if', "wrong-word"),
         ("memory > compute", "memory < compute", "wrong-bound"),
         ('"memory" if memory > compute else "compute"', "0", "wrong-type"),
     ],
@@ -145,24 +151,27 @@ def test_the_roofline(old, new, diagnosis):
 @pytest.mark.parametrize(
     ("replacements", "diagnosis"),
     [
-        ([("    scores -= scores.amax(dim=-1, keepdim=True)\n", "")], "wrong-value"),
+        ([("    scores -= scores.amax(dim=-1, keepdim=True)\n", "")], "no-max-subtraction"),
+        ([("math.sqrt(q.shape[-1])", "q.shape[-1]")], "scale-one-over-d"),
+        ([("    scores /= scores.sum(dim=-1, keepdim=True)\n", "")], "not-normalised"),
+        ([("scores.sum(dim=-1, keepdim=True)", "scores.sum(dim=-1)")], "keepdim-missing"),
         ([("(q / math.sqrt(q.shape[-1]))", "q")], "scale-missing"),
         ([("scores.exp_()", "scores = scores.exp()")], "second-matrix-alive"),
         ([("(q / math.sqrt(q.shape[-1]))", "q.div_(math.sqrt(q.shape[-1]))")], "inputs-changed"),
-        ([("dim=-1", "dim=0")], "wrong-value"),
+        ([("dim=-1", "dim=0")], "wrong-axis"),
     ],
 )
 def test_frugal_attention(replacements, diagnosis):
     assert rejected("1.3", solution("frugal_attention", *replacements)) == diagnosis
 
 
-def test_the_naive_way_is_not_frugal_and_blocks_are_another_exercise():
+def test_the_naive_way_is_not_frugal_and_blocks_are():
     assert rejected("1.3", naive_attention) == "second-matrix-alive"
 
     def row_by_row(q, k, v):
         return torch.cat([naive_attention(row[None], k, v) for row in q])
 
-    assert rejected("1.3", row_by_row) == "not-the-four-lines"
+    assert run("1.3", row_by_row)
 
 
 @pytest.mark.parametrize(
@@ -295,3 +304,85 @@ def test_a_load_without_mask_or_other_is_told(load, diagnosis, tensor):
     with pytest.raises(CheckFailed, match=tensor) as caught:
         check("1.4", solution("scheme_a_kernel", load))
     assert caught.value.diagnosis == diagnosis
+
+
+# ---- what the checks once accepted, or refused ----------------------------------------------------------------------
+
+
+def frugal(divide_late, per_row):
+    def fn(q, k, v):
+        s = (q / math.sqrt(q.shape[1])) @ k.T
+        s -= s.amax(1, keepdim=True) if per_row else s.max()
+        s.exp_()
+        if divide_late:
+            o = s @ v
+            return o / s.sum(1, keepdim=True)
+        s /= s.sum(1, keepdim=True)
+        return s @ v
+
+    return fn
+
+
+def test_one_matrix_is_enough_whenever_it_is_divided_and_has_a_maximum_per_row():
+    assert run("1.3", frugal(True, True))
+    assert rejected("1.3", frugal(False, False)) == "global-max"
+
+
+def test_an_exact_fit_and_the_smallest_tile():
+    assert rejected("1.5", solution("first_failing", ("<= limit", "< limit"))) == "exact-fit-refused"
+
+
+def test_a_second_load_is_no_slice():
+    again = ("    x = tl.load(", "    again = tl.load(x_ptr)\n    x = tl.load(")
+    assert rejected("1.6", solution("quarter_kernel", again)) == "loaded-again"
+
+
+@pytest.mark.slow
+def test_a_finite_sentinel_is_found_however_low():
+    assert rejected("1.4", solution("scheme_a_kernel", ('float("-inf")', "-1e30"))) == "finite-sentinel"
+
+
+def test_an_lse_that_is_never_stored_and_padding_in_the_maximum_are_told():
+    store = next(line for line in show.source_text(schemes.scheme_a_kernel).splitlines() if "tl.store(lse_ptr" in line)
+    assert rejected("1.4", solution("scheme_a_kernel", (store, ""))) == "lse-not-written"
+
+
+def test_a_hypothesis_must_give_every_answer():
+    assert rejected("1.5", lambda *a: max(17, solution("first_failing")(*a))) == "nothing-fits"
+    o_too = solution("first_failing", ("(BLOCK_M +", "(2 * BLOCK_M +"))
+    assert rejected("1.5", o_too) == "o-counted"
+
+
+def test_a_reduction_is_no_slice():
+    pick = (
+        "left, right = tl.split(",
+        "left, right = tl.sum(tl.reshape(x, [ROWS, 2, COLUMNS // 2]), axis=1), tl.split(",
+    )
+    assert rejected("1.6", solution("quarter_kernel", pick)) == "sum-used"
+
+
+def test_the_quarters_that_are_held_are_named():
+    with pytest.raises(CheckFailed, match="y holds the quarters 0, 1, 0, 3"):
+        run("1.6", solution("quarter_kernel", ("if J < 2", "if J <= 2")))
+
+
+MASKED = "s = tl.where(offs_n[None, :] {} N, s, float('-inf'))".replace("'", '"')
+LOADED = "k = tl.load(k_ptrs, mask=offs_n[None, :] < N, other={})"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("change", "diagnosis"),
+    [
+        ([(MASKED.format("<"), MASKED.format("<="))], "mask-one-too-late"),
+        ([(MASKED.format("<"), ""), (LOADED.format("0.0"), LOADED.format('float("-inf")'))], "read-past-the-end"),
+    ],
+)
+def test_the_padding_of_one_tile_is_told(change, diagnosis):
+    assert rejected("1.7", solution("masked_kernel", *change)) == diagnosis
+
+
+@pytest.mark.slow
+def test_p_from_the_lse_is_no_finite_sentinel():
+    change = ("p = tl.exp(s - m_i[:, None]) / l_i[:, None]", "p = tl.exp(s - (m_i + tl.log(l_i))[:, None])")
+    assert rejected("1.8", solution("two_pass_kernel", change)) == "weights-from-lse"

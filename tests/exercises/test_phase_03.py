@@ -109,9 +109,9 @@ def copy(x_ptr, y_ptr, stride_xr, stride_xc, stride_yr, stride_yc, ROWS: tl.cons
 def test_the_tiles_addresses(tmp_path):
     assert check("3.1", kernel_from(tmp_path, COPY))
     one_set = ("stride_yr + cols[None, :] * stride_yc", "stride_xr + cols[None, :] * stride_xc")
-    assert diagnosis("3.1", kernel_from(tmp_path, COPY, one_set)) in ("wrong-value", "out-of-bounds")
+    assert diagnosis("3.1", kernel_from(tmp_path, COPY, one_set)) in ("wrong-place", "out-of-bounds")
     dense = ("cols[None, :] * stride_xc", "cols[None, :]")
-    assert diagnosis("3.1", kernel_from(tmp_path, COPY, dense)) in ("wrong-value", "out-of-bounds")
+    assert diagnosis("3.1", kernel_from(tmp_path, COPY, dense)) in ("wrong-place", "out-of-bounds")
 
 
 def test_the_two_bases():
@@ -213,3 +213,58 @@ def test_a_mask_of_a_tile_and_a_scalar_can_be_watched(tmp_path, mask):
     seen = 16 if "(o < E)" in mask else 40
     assert traffic.bytes_read == 4 * seen
     assert torch.equal(y[:seen], x[:seen])
+
+
+# ---- the small kernels and formulas ---------------------------------------------------------------------------------
+
+ROW_LSE = """@triton.jit
+def row_lse_kernel(x_ptr, lse_ptr, stride, N, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    m = float("-inf")
+    l = 0.0
+    for start in range(0, N, BLOCK):
+        offs = start + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + row * stride + offs, mask=offs < N, other=float("-inf"))
+        m_new = tl.maximum(m, tl.max(x, axis=0))
+        l = l * tl.exp(m - m_new) + tl.sum(tl.exp(x - m_new), axis=0)
+        m = m_new
+    tl.store(lse_ptr + row, m + tl.log(l))
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "slug"),
+    [
+        (("l * tl.exp(m - m_new) + ", "l * tl.exp(m - m_new) * tl.exp(m - m_new) + "), "corrected-twice"),
+        (("l * tl.exp(m - m_new) + ", "l + "), "no-rescale"),
+        (("l * tl.exp(m - m_new) + ", ""), "overwritten"),
+        (("offs = start + tl", "offs = tl"), "first-block-again"),
+        (('    m = float("-inf")', "    m = 0.0"), "m-starts-too-high"),
+    ],
+)
+def test_each_part_of_the_row_s_recurrence_is_named(tmp_path, change, slug):
+    assert diagnosis("3.3", kernel_from(tmp_path, ROW_LSE, change)) == slug
+
+
+def test_the_place_of_each_element_is_told(tmp_path):
+    copy = """@triton.jit
+def copy_tile_kernel(
+    x_ptr, y_ptr, stride_xr, stride_xc, stride_yr, stride_yc, ROWS: tl.constexpr, COLS: tl.constexpr
+):
+    rows = tl.arange(0, ROWS)
+    cols = tl.arange(0, COLS)
+    x_ptrs = x_ptr + 0 * rows[:, None] + cols[None, :] * stride_xc
+    tl.store(y_ptr + rows[:, None] * stride_yr + cols[None, :] * stride_yc, tl.load(x_ptrs))
+"""
+    with pytest.raises(CheckFailed, match=r"y\[1, 0\] holds x\[0, 0\]"):
+        check("3.1", kernel_from(tmp_path, copy))
+
+
+def test_the_natural_lse_is_computed_without_2_to_the_m():
+    with pytest.raises(CheckFailed, match="overflows"):
+        check("3.2", lambda scale: scale * LOG2_E, lambda m, l: torch.log(2.0**m * l))  # noqa: E741
+
+
+def test_bytes_read_are_told_by_the_formula_that_gives_them_all():
+    assert diagnosis("3.7", lambda M, N, D, B, e: 2 * N * -(-M // B) * D * e) == "q-forgotten"
+    assert diagnosis("3.7", lambda M, N, D, B, e: (M + 2 * N * (M // B + 1)) * D * e) == "plus-one"

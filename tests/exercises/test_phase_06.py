@@ -53,7 +53,7 @@ ANSWERS = {
     "6.2": ("block_sum",),
     "6.3": ("transpose",),
     "6.4": ("row_lse",),
-    "6.5": ("copy_chunk", "scale_scores"),
+    "6.5": ("which_rows",),
     "6.6": ("inner_loop",),
     "6.8": ("flash_attention",),
 }
@@ -70,7 +70,7 @@ def test_the_lessons_solution_passes(id):
     assert find(id).run(*answers)
 
 
-@pytest.mark.parametrize("id, answers", [("6.6", [""]), ("6.5", ["", " "])])
+@pytest.mark.parametrize("id, answers", [("6.6", [""]), ("6.5", [" "])])
 def test_a_deleted_text_is_not_solved_yet(id, answers):
     with pytest.raises(CheckFailed) as caught:
         check(id, *answers)
@@ -107,7 +107,8 @@ def test_a_compilers_message_quotes_the_line():
         ([("+ bias[col]", "+ bias[0]")], "one-bias"),
         ([(" + bias[col]", "")], "no-bias"),
         ([("blockIdx.x * blockDim.x + threadIdx.x", "threadIdx.x")], "elements-missing"),
-        ([("row * cols + col] =", "row * rows + col] =")], "wrong-pitch"),
+        ([("row * cols + col] =", "row * rows + col] =")], "global-race"),
+        ([("+ bias[col]", "+ bias[row]")], "bias-of-the-row"),
     ],
 )
 def test_wrong_indices(replacements, diagnosis):
@@ -211,24 +212,16 @@ def test_a_row_in_pieces_is_not_coalesced():
 # ---- 6.5 and 6.6 ----------------------------------------------------------------------------------------------------
 
 
-def test_the_two_bugs_of_the_tail_one_after_the_other():
-    copy, scores = text("copy_chunk", "STARTER"), text("scale_scores", "STARTER")
-    assert rejected("6.5", copy, scores)[0] == "global-out-of-bounds"
-    assert rejected("6.5", copy, text("scale_scores"))[0] == "global-out-of-bounds"
-    diagnosis, _ = rejected("6.5", text("copy_chunk"), scores)
-    assert diagnosis == "tail-not-masked"
-
-
 def test_a_mask_after_the_maximum_is_not_taken_for_a_wrong_start():
     late = "s[n] *= scale_log2; m_new = fmaxf(m_new, s[n]); if (n >= keys) s[n] = -INFINITY;"
-    scores = re.sub(r"s\[n\] = n < keys.*?m_new = fmaxf\(m_new, s\[n\]\);", late, text("scale_scores"), flags=re.S)
-    assert late in scores
-    assert rejected("6.5", text("copy_chunk"), scores)[0] == "mask-after-maximum"
+    loop = re.sub(r"s\[n\] = n < keys.*?m_new = fmaxf\(m_new, s\[n\]\);", late, text("inner_loop"), flags=re.S)
+    assert late in loop
+    assert rejected("6.6", loop)[0] in ("mask-after-maximum", "padding-in-the-maximum")
 
 
 def test_a_finite_minus_infinity_is_found():
-    scores = text("scale_scores").replace("-INFINITY", "-10000.f")
-    assert rejected("6.5", text("copy_chunk"), scores)[0]
+    loop = text("inner_loop").replace("s[n] * scale_log2 : -INFINITY", "s[n] * scale_log2 : -10000.f")
+    assert loop != text("inner_loop") and rejected("6.6", loop)[0]
 
 
 @pytest.mark.parametrize(
@@ -297,6 +290,25 @@ def test_counts_without_the_mask():
         return fa1_cost(N, N, D, block_n=BLOCK_N).bytes_read, fa2_cost(N, N, D, block_m=BLOCK_M).bytes_read
 
     assert rejected("6.7", unmasked)[0] == "nothing-skipped"
+    assert rejected("6.7", lambda *shape: causal_bytes_read(*shape)[::-1])[0] == "exchanged"
+
+    def halved(N, D, BLOCK_M, BLOCK_N):
+        q = 4 * N * D
+        return causal_bytes_read(N, D, BLOCK_M, BLOCK_N)[0], q + (unmasked(N, D, BLOCK_M, BLOCK_N)[1] - q) // 2
+
+    assert rejected("6.7", halved)[0] == "keys-halved"
+
+
+@pytest.mark.parametrize(
+    "replacements, diagnosis",
+    [
+        ([("l * expf(m - base) + l_other", "l + l_other")], "own-not-rescaled"),
+        ([("l_other * expf(m_other - base)", "l_other")], "other-not-rescaled"),
+        ([("m = -INFINITY", "m = 0.f")], "m-starts-at-zero"),
+    ],
+)
+def test_mistakes_of_the_merge(replacements, diagnosis):
+    assert rejected("6.4", changed("row_lse", *replacements))[0] == diagnosis
 
 
 # ---- 6.8 ------------------------------------------------------------------------------------------------------------
@@ -415,7 +427,7 @@ def edited(*replacements, source=STEP2):
         (edited(('#include "problem.cuh"', "")), "does-not-compile"),
         (edited(("    if (m_start + row >= p.seq_q) return;", "    return;")), "nothing-stored"),
         (edited(("    lse_gmem[row] = l_i", "    const float unused = l_i")), "lse-not-stored"),
-        (edited(("p.lse + (int64_t)head_index * p.seq_q + m_start", "p.lse + m_start")), "lse-of-heads-not-stored"),
+        (edited(("p.lse + (int64_t)head_index * p.seq_q + m_start", "p.lse + m_start")), "global-race"),
         (edited(("c < CHUNKS; c++) o[c]", "c < CHUNKS / 2; c++) o[c]")), "columns-not-written"),
         (edited(("l_i == 0.f ? -INFINITY : (m_i + log2f(l_i)) * LN2", "0")), "lse-zero"),
         (edited(("BLOCK_M = 128", "BLOCK_M = 4")), "tiles-too-small"),

@@ -4,7 +4,7 @@
 
 After SECONDS (300) what is left is not tried.
 
-notes/emulator.md holds the table that this made, beside what the emulator finds.
+sanitizer_h200.json is what it wrote on an H200; notes/emulator.md sums it up, beside what the emulator finds.
 """
 
 from __future__ import annotations

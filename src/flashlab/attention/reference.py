@@ -56,8 +56,9 @@ def attention(
         visible = causal_mask(s.shape[-2], s.shape[-1], device=s.device)
         s = s.masked_fill(~visible, -math.inf)
     lse = torch.logsumexp(s, dim=-1)
-    # A row with nothing to look at has lse = -inf; -inf - (-inf) would be NaN, so it is shifted by 0 instead.
-    p = torch.exp(s - lse.masked_fill(torch.isneginf(lse), 0.0)[..., None])
+    # Not exp(s - lse): beside a score of -1e38, lse has no room for log(l). A row with nothing to look at would be NaN;
+    # its output is 0.
+    p = torch.softmax(s, dim=-1).masked_fill(torch.isneginf(lse)[..., None], 0.0)
     # A key that no query may see must not reach the output, whatever V holds there: 0 * NaN is NaN.
     seen = visible.any(dim=0)
     o = p[..., seen] @ v.double()[..., seen, :]

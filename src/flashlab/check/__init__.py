@@ -1,11 +1,12 @@
 """The checker: it says whether an attention function is right, and where it is not, why.
 
 On any attention function: `verify(fn)`, and its fronts `verify_one_head` and `verify_block`.
-In an exercise's own check: `expect`, `expect_close`, `expect_raises`, `CheckFailed`, and `with running("the case"):`
-around a call of the learner's function, so that an exception of theirs says what it was run on.
+In an exercise's own check: `expect`, `expect_close`, `expect_all_close`, `expect_raises`, `CheckFailed`, and
+`with running("the case"):` around a call of the learner's function, so that an exception of theirs says what it was run
+on.
 """
 
-from flashlab.check.expect import expect, expect_close, expect_raises
+from flashlab.check.expect import expect, expect_all_close, expect_close, expect_raises
 from flashlab.check.failed import CheckFailed
 from flashlab.check.running import running
 from flashlab.check.verification import Report, verify, verify_block, verify_one_head
@@ -14,6 +15,7 @@ __all__ = [
     "CheckFailed",
     "Report",
     "expect",
+    "expect_all_close",
     "expect_close",
     "expect_raises",
     "running",

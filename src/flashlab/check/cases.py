@@ -18,6 +18,10 @@ from flashlab.check.poison import guarded
 HUGE = -(2.0**24)  # q.k of the "huge" content: exact in float32, and below every finite "minus infinity" in use
 
 
+# With this scale q.k = HUGE, a power of two, gives scores of -2.35e38 (in base 2 -3.39e38): below -1e30 and -3e38 too.
+LOWEST_SCALE = 3.39e38 * math.log(2) / -HUGE
+
+
 @dataclass(frozen=True)
 class Case:
     """One input. `name` says in plain words what is special about it; `scale` None means 1 / sqrt(head_dim)."""
@@ -65,17 +69,22 @@ def case_list(
     strided: bool = True,
     empty: bool = False,
     max_seq: int | None = None,
+    max_tile: int = 256,
     full: bool = False,
 ) -> list[Case]:
     """The cases for a kernel that can do what the arguments say, simplest first.
 
     batched: several batches and heads. cross: seq_q != seq_k. scaled: it takes `scale`. strided: any strides.
-    empty: no keys, no queries, no batch. max_seq: the longest sequence. full: more and longer ones, for a GPU or CI.
+    empty: no keys, no queries, no batch. max_seq: the longest sequence. max_tile: 128 where no tile is larger, to save
+    time. full: more and longer ones, for a GPU or CI.
     """
     first = Case("", 1, 1, dtype=dtypes[0], head_dim=head_dims[0])
-    cases = [replace(first, **changes) for changes in _BASE + (_LONG if full else []) + (_EMPTY if empty else [])]
+    edges = [spec for tile in (128, 256) if tile <= max_tile for spec in _edges(tile)]
+    cases = [replace(first, **changes) for changes in _BASE + edges]
+    cases += [replace(first, **changes) for changes in (_LONG if full else []) + (_EMPTY if empty else [])]
     if causal:
-        cases += [replace(first, causal=True, **changes) for changes in _CAUSAL + (_LONG_CAUSAL if full else [])]
+        chosen = _CAUSAL + edges + (_LONG_CAUSAL if full else [])
+        cases += [replace(first, causal=True, **changes) for changes in chosen]
     if gqa:
         cases += [replace(first, causal=causal, **changes) for changes in _GQA]
     for i, dtype in enumerate(dtypes):
@@ -104,6 +113,15 @@ def _spec(name: str, seq_q: int, seq_k: int, content: str = "plain", **rest) -> 
     return dict(name=name, seq_q=seq_q, seq_k=seq_k, content=content, **rest)
 
 
+def _edges(tile: int) -> list[dict]:
+    """Lengths that are a multiple of every power of two up to `tile`, one more, and one less; diagonals at -1, 0, 1."""
+    return [
+        _spec(f"{tile} keys, one query less", tile - 1, tile),
+        _spec(f"{tile} queries, one key less", tile, tile - 1),
+        _spec(f"one query and one key more than {tile}", tile + 1, tile + 1),
+    ]
+
+
 _BASE = [
     _spec("one small tile", 16, 16),
     _spec("a square of full tiles", 128, 128),
@@ -122,10 +140,14 @@ _BASE = [
     _spec("a row maximum in the first block", 40, 200, "falling"),
     _spec("every score near +200", 40, 144, "near +200"),
     _spec("every score near -200", 40, 144, "near -200"),
+    _spec("every score near -200, full tiles", 40, 128, "near -200"),
     _spec("scores of every size up to 100", 40, 200, "spread"),
+    _spec("scores of every size, another scale", 40, 80, "spread", scale=0.3),
     _spec("every score hugely negative", 33, 72, "huge"),
+    _spec("every score near the lowest number of float32", 33, 72, "huge", scale=LOWEST_SCALE),
     _spec("many small contributions after a large one", 16, 1024, "creeping"),
     _spec("heads interleaved in memory", 40, 72, batch=2, heads=2, kv_heads=2, layout="by token"),
+    _spec("q, k and v each laid out in another way", 40, 72, heads=2, kv_heads=2, layout="each its own"),
     _spec("gaps between the heads in memory", 24, 72, batch=1, heads=2, kv_heads=2, layout="spaced"),
 ]
 
@@ -142,8 +164,9 @@ _CAUSAL = [
     _spec("one query and one key", 1, 1),
     _spec("more keys than queries", 50, 130),
     _spec("one query", 1, 147),
-    _spec("queries that may look at no key", 130, 50),
+    _spec("queries that may look at no key", 130, 47),
     _spec("several batches and heads", 40, 40, batch=2, heads=3, kv_heads=3),
+    _spec("another scale", 32, 80, scale=0.3),
     _spec("a row maximum that rises in every block", 144, 144, "rising"),
     _spec("every score near +200", 72, 72, "near +200"),
     _spec("every score hugely negative", 72, 72, "huge"),
@@ -161,6 +184,7 @@ _OTHER_DTYPE = [
     _spec("a row maximum that rises in every block", 40, 272, "rising"),
     _spec("every score near +200", 40, 144, "near +200"),
     _spec("scores of every size up to 100", 40, 200, "spread"),
+    _spec("scores of every size, another scale", 40, 80, "spread", scale=0.3),
 ]
 
 _OTHER_HEAD_DIM = [
@@ -205,7 +229,8 @@ def make_inputs(case: Case, device: torch.device, seed: int = 0) -> tuple[torch.
         _creeping(q, k, v, case)
     else:
         _CONTENT[case.content](q, k, case.softmax_scale)
-    q, k, v = (guarded(x.to(case.dtype), case.layout, device) for x in (q, k, v))
+    layouts = ("by token", "spaced", "rows apart") if case.layout == "each its own" else (case.layout,) * 3
+    q, k, v = (guarded(x.to(case.dtype), layout, device) for x, layout in zip((q, k, v), layouts, strict=True))
     return q, k, v
 
 
@@ -251,11 +276,10 @@ def _spread(q, k, scale):
 
 def _huge(q, k, scale):
     """Every q.k is HUGE, exactly: a right kernel averages V, and no rounding of the scores is to be forgiven."""
-    used = 2 ** int(math.log2(min(q.shape[-1], 16)))
     q.zero_()
     k.zero_()
-    q[..., :used] = 256.0
-    k[..., :used] = HUGE / (256.0 * used)
+    q[..., 0] = 4096.0  # one feature only: a sum would be rounded by its order, where the scale is no power of two
+    k[..., 0] = HUGE / 4096.0
 
 
 def _creeping(q, k, v, case):

@@ -23,6 +23,8 @@ from flashlab.attention import reference
 from flashlab.check import CheckFailed, expect, verification, verify
 from flashlab.check.cases import Case
 from flashlab.check.mistakes.kernels import explain
+from flashlab.check.running import compiler_warned
+from flashlab.check.symptoms import watched
 from flashlab.cuda import CompileError, CudaModule, load_inline
 from flashlab.cuda.sources import takes_problem
 from flashlab.kernels import regions
@@ -198,14 +200,18 @@ def expect_stream(whole: Source) -> None:
         )
 
 
+_RACES = ("race", "global-race", "stage-overwritten")
+
+
 # ---- what is wrong with it, as a sentence --------------------------------------------------------------------------
 def failure(findings: Sequence[Finding], whole: Source, case: str | None = None) -> CheckFailed:
     """The one finding that is told, of those that a run made.
 
     First what ended the launch: nothing came after it. Then a race: what another thread has not written yet looks
-    uninitialised, which is the race's consequence and not its cause. Then the rest, in the order it was seen.
+    uninitialised, and a stage that is overwritten looks as if its copy had not been waited for; these are consequences
+    of the race and not its cause. Then the rest, in the order it was seen.
     """
-    first = min(findings, key=lambda f: (not f.fatal, f.severity != "error", f.kind not in ("race", "global-race")))
+    first = min(findings, key=lambda f: (not f.fatal, f.severity != "error", f.kind not in _RACES))
     sentence = whole.told(first)
     if first.kind == "uninitialised-shared":
         sentence += (
@@ -234,10 +240,23 @@ def built(
     whole = source_of(kernel)
     source = kernel if isinstance(kernel, Step) else whole.text
     try:
-        return load_inline(source, name=f"{whole.name}.cu", backend="emulator", check=check, head_dim=head_dim,
-                           dtype=dtype, defines=defines)  # fmt: skip
+        module = load_inline(source, name=f"{whole.name}.cu", backend="emulator", check=check, head_dim=head_dim,
+                             dtype=dtype, defines=defines)  # fmt: skip
     except CompileError as error:
         raise does_not_compile(error, whole) from None
+    _heed_warnings(module.warnings, whole)
+    return module
+
+
+# Of a right kernel too. What is left is worth a look: a variable that is used before it is set, a missing return.
+_NOISE = ("sign-compare", "unused", "comment", "unknown-pragmas", "reorder", "attributes", "misleading-indentation")
+
+
+def _heed_warnings(said: str, whole: Source) -> None:
+    """Note the warnings about somebody's own lines, but for those that are noise."""
+    for m in re.finditer(rf"^{re.escape(whole.name)}\.cu:(\d+): (.*?)(?: \[-W([\w=-]+)\])?$", said, re.M):
+        if whole.own(int(m[1])) and not (m[3] or "").startswith(_NOISE):
+            compiler_warned(f"{whole.place(int(m[1]))} {m[2]}")
 
 
 def ran(module: CudaModule, whole: Source, case: str | None, call: Callable[[], Any]) -> Any:
@@ -252,8 +271,23 @@ def ran(module: CudaModule, whole: Source, case: str | None, call: Callable[[], 
             raise CheckFailed(str(error), diagnosis="launch-failed", case=case) from None
         raise failure(error.report.findings, whole, case) from None
     if module.report is not None and not module.report.ok:
-        raise failure(module.report.findings, whole, case)
+        if (seen := watched()) is None:
+            raise failure(module.report.findings, whole, case)
+        seen.remark(_hazards(module.report))
     return result
+
+
+def _hazards(report: Report) -> str:
+    """Findings without their kinds and lines: all that a bug hunt tells before it has begun."""
+    found = [f for f in report.findings if f.severity == "error"]
+    first = next((f for f in found if f.other_thread is not None), found[0])
+    who = f"threads {first.other_thread[0]} and {first.thread[0]}" if first.other_thread and first.thread else (
+        f"thread {first.thread[0]}" if first.thread else "the launch"
+    )  # fmt: skip
+    return (
+        f"the check build, which sees every access to memory, objects {sum(f.times for f in found)} times, first to "
+        f"{who} of block {first.block[0]}; the numbers above are those of one order of the threads"
+    )
 
 
 # ---- any extern "C" function ---------------------------------------------------------------------------------------
@@ -332,7 +366,7 @@ def probe(
 
 def examine(
     kernel: Step | Source | str, *, head_dim: int = 64, dtype: torch.dtype = torch.float16, fast: bool = True,
-    probes: Sequence[Any] = PROBES, max_seq: int = 300, sms: int = 132, **defines: Any,
+    probes: Sequence[Any] = PROBES, max_seq: int = 300, max_tile: int = 128, sms: int = 132, **defines: Any,
 ) -> Verdict:  # fmt: skip
     """Runs a kernel of the series' interface (``forward`` and ``workspace_floats``) in the emulator.
 
@@ -344,7 +378,7 @@ def examine(
         head_dim, dtype: it is compiled for.
         fast: a fast build for the checker's cases; False saves its compilation and takes the check build.
         probes: shapes for the check build, as in PROBES.
-        max_seq: the longest of the checker's cases.
+        max_seq, max_tile: the longest of the checker's cases, and the largest tile whose edges they have.
         sms: multiprocessors that the kernel is told the GPU has.
         defines: macros.
 
@@ -365,7 +399,9 @@ def examine(
         return o.to(q.device), lse.to(q.device)
 
     try:
-        checked = verify(forward, causal=True, gqa=True, dtypes=(dtype,), head_dims=(head_dim,), max_seq=max_seq)
+        checked = verify(
+            forward, causal=True, gqa=True, dtypes=(dtype,), head_dims=(head_dim,), max_seq=max_seq, max_tile=max_tile
+        )
     except CheckFailed as failed:
         # The emulator's findings stand as they are; of the numbers, fragments and lanes may tell more.
         vague = failed.diagnosis in _VAGUE and dtype != torch.float32

@@ -8,7 +8,8 @@ class CheckFailed(Exception):
 
     `str(error)` is one plain sentence. `diagnosis` is a stable slug that names the mistake ("tail-not-masked",
     "not-solved-yet", "wrong-value", ...) and `case` names the input on which it showed, or is None. In a notebook it is
-    rendered as one short line instead of a traceback, because the traceback would only show the checker's own code.
+    rendered as one short line (the symptoms of a
+    bug hunt: as some) instead of a traceback, because the traceback would only show the checker's own code.
     """
 
     def __init__(self, sentence: str, *, diagnosis: str = "wrong-value", case: str | None = None):
@@ -22,7 +23,7 @@ class CheckFailed(Exception):
 
     def _render_traceback_(self) -> list[str]:  # IPython calls this in place of its own traceback
         where = f" [case: {self.case}]" if self.case else ""
-        return [f"✗ {self.sentence}{where} ({self.diagnosis})"]
+        return f"✗ {self.sentence}{where} ({self.diagnosis})".split("\n")
 
 
 def _rebuild(cls: type[CheckFailed], sentence: str, diagnosis: str, case: str | None) -> CheckFailed:

@@ -69,8 +69,8 @@ class Problem:
         return torch.arange(seq_q)[:, None], torch.arange(seq_k)[None, :], seq_k - seq_q
 
     def padding(self, block_n: int) -> int:
-        """How many keys the last tile lacks."""
-        return -self.case.seq_k % block_n
+        """How many keys the last tile lacks; block_n 0 is one tile, padded to a power of two from 16 on."""
+        return -self.case.seq_k % (block_n or max(16, 1 << (self.case.seq_k - 1).bit_length()))
 
 
 @lru_cache(maxsize=64)
@@ -80,8 +80,10 @@ def problem(case: Case) -> Problem:
 
 def attend(scores: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Softmax of the scores times v, and the lse; rows without a key give 0 and -inf."""
-    lse = torch.logsumexp(scores, -1)
-    return torch.exp(scores - lse.masked_fill(lse == -INF, 0.0)[..., None]) @ v, lse
+    m = scores.amax(-1, keepdim=True)
+    weights = torch.exp(scores - m.masked_fill(m == -INF, 0.0))  # against m: beside -1e38 lse has no room for log(l)
+    l = weights.sum(-1, keepdim=True)  # noqa: E741
+    return (weights @ v) / l.masked_fill(l == 0, 1.0), torch.logsumexp(scores, -1)
 
 
 def attended(scores: torch.Tensor, v: torch.Tensor) -> Prediction:
@@ -101,6 +103,8 @@ def online(
     correct_o: Callable = lambda c, m_old, m_new: c,
     correct_l: Callable = lambda c, m_old, m_new: c,
     exp_p: Callable = torch.exp,
+    against: Callable = lambda m_old, m_new: m_new,
+    next_m: Callable = lambda m_old, m_new: m_new,
     tail_first: bool = False,
     after: Callable = lambda acc, l: (acc, l),
     normalise: bool = True,
@@ -109,6 +113,8 @@ def online(
 
     correct_o, correct_l   (correction, m_old, m_new) -> the factor that acc and l are really multiplied by
     exp_p                  what P is made with
+    against                (m_old, m_new) -> the maximum that P is made against
+    next_m                 (m_old, m_new) -> the m that the next block starts from
     tail_first             the factor is applied after the block was added
     after                  (acc, l) -> (acc, l) at the end of each block
     """
@@ -120,14 +126,14 @@ def online(
         s, v_block = scores[..., start : start + block_n], v[..., start : start + block_n, :]
         m_new = torch.maximum(m, s.amax(-1))
         shift = m_new.masked_fill(m_new == -INF, 0.0)
-        p = exp_p(s - shift[..., None])
+        p = exp_p(s - against(m, shift)[..., None])
         correction = torch.exp(m - shift)
         factor_o, factor_l = correct_o(correction, m, m_new), correct_l(correction, m, m_new)
         l = l * factor_l + p.sum(-1)  # noqa: E741
         added = p @ v_block
         acc = (acc + added) * factor_o[..., None] if tail_first else acc * factor_o[..., None] + added
         acc, l = after(acc, l)  # noqa: E741
-        m = m_new
+        m = next_m(m, m_new)
     divisor = l.masked_fill(l == 0, 1.0)
     return (acc / divisor[..., None] if normalise else acc), torch.where(l == 0, -INF, m + torch.log(l))
 

@@ -20,6 +20,7 @@ class Observation:
     o: torch.Tensor  # float64
     lse: torch.Tensor | None  # float64; None when the function is not asked for it
     unwritten: torch.Tensor  # boolean, like o: elements that nobody wrote
+    lse_unwritten: bool = False  # all of lse
 
     @cached_property
     def o_ok(self) -> bool:

@@ -10,12 +10,47 @@ from contextvars import ContextVar
 from flashlab.check.failed import CheckFailed
 
 _current_case: ContextVar[str | None] = ContextVar("flashlab_case", default=None)
+_last_case: ContextVar[str | None] = ContextVar("flashlab_last_case", default=None)
+
+
+_compiler_warnings: ContextVar[list[str] | None] = ContextVar("flashlab_compiler_warnings", default=None)
+
+
+@contextlib.contextmanager
+def heeding_warnings() -> Iterator[list[str]]:
+    """Collect what compilers warn about in a learner's own lines."""
+    warnings: list[str] = []
+    token = _compiler_warnings.set(warnings)
+    try:
+        yield warnings
+    finally:
+        _compiler_warnings.reset(token)
+
+
+def compiler_warned(sentence: str) -> None:
+    """Note a compiler's warning, once, if somebody heeds it."""
+    warnings = _compiler_warnings.get()
+    if warnings is not None and sentence not in warnings:
+        warnings.append(sentence)
+
+
+def ran_on(case: str | None) -> None:
+    """Say what a learner's code is run on, where no case is named at the moment; None forgets the last one."""
+    if case is None or _current_case.get() is None:
+        _last_case.set(case)
+
+
+def last_case() -> str | None:
+    """What a learner's code was last run on."""
+    return _last_case.get()
 
 
 @contextlib.contextmanager
 def running(case: str | None) -> Iterator[None]:
     """Name the case that is being run, so that an exception raised inside carries a note that says so."""
     token = _current_case.set(case)
+    if case is not None:
+        _last_case.set(case)
     try:
         yield
     except CheckFailed:

@@ -16,6 +16,7 @@ from flashlab.check.failed import CheckFailed
 from flashlab.check.observation import Observation
 from flashlab.check.poison import MarkedEmpty, memory, unwritten
 from flashlab.check.running import running
+from flashlab.check.symptoms import Symptoms, watched
 from flashlab.check.tolerance import truth_of
 from flashlab.table import Table
 
@@ -56,6 +57,7 @@ def verify(
     empty: bool = False,
     lse: bool = True,
     max_seq: int | None = None,
+    max_tile: int = 256,
     deterministic: bool = False,
     full: bool = False,
 ) -> Report:
@@ -73,6 +75,7 @@ def verify(
     empty           test no keys (o = 0, lse = -inf), no queries, no batch.
     lse             False for a function that returns o alone.
     max_seq         leave out longer cases.
+    max_tile        128 for a function whose tiles are no larger, to save time.
     deterministic   run a case twice and compare bit by bit.
     full            add long cases, for a GPU or for CI.
 
@@ -103,6 +106,7 @@ def verify(
         empty=empty,
         scaled="scale" in takes,
         max_seq=max_seq,
+        max_tile=max_tile,
         full=full,
     )
     return run(call, cases, lse=lse, deterministic=deterministic)
@@ -112,6 +116,7 @@ def verify_one_head(
     fn: Callable[..., Any],
     *,
     causal: bool = False,
+    always_causal: bool = False,
     dtypes: Sequence[torch.dtype] = (torch.float16,),
     head_dims: Sequence[int] = (64,),
     cross: bool = True,
@@ -119,10 +124,15 @@ def verify_one_head(
     empty: bool = False,
     lse: bool = True,
     max_seq: int | None = None,
+    max_tile: int = 256,
     deterministic: bool = False,
     full: bool = False,
 ) -> Report:
-    """`verify` for fn(q, k, v, *, causal, scale) -> (o, lse) on one head: q and o [M, D], k and v [N, D], lse [M]."""
+    """`verify` for fn(q, k, v, *, causal, scale) -> (o, lse) on one head: q and o [M, D], k and v [N, D], lse [M].
+
+    always_causal: the function has the mask built in, and no parameter for it. max_tile: 128 for a function whose tiles
+    are no larger, to save time.
+    """
     __tracebackhide__ = True
     takes = _parameters(fn)
 
@@ -135,7 +145,7 @@ def verify_one_head(
         return _as_batch(fn(q[0, 0], k[0, 0], v[0, 0], **options))
 
     cases = case_list(
-        causal=causal,
+        causal=causal or always_causal,
         dtypes=dtypes,
         head_dims=head_dims,
         cross=cross,
@@ -144,8 +154,11 @@ def verify_one_head(
         batched=False,
         scaled="scale" in takes,
         max_seq=max_seq,
+        max_tile=max_tile,
         full=full,
     )
+    if always_causal:
+        cases = list(dict.fromkeys(replace(case, causal=True) for case in cases))
     if strided:
         cases.append(replace(cases[0], name="rows apart in memory", seq_q=40, seq_k=40, layout="rows apart"))
     return run(call, cases, lse=lse, deterministic=deterministic, one_head=True)
@@ -224,6 +237,8 @@ def _run(call: Call, cases: Sequence[Case], lse: bool, deterministic: bool, one_
                 break
             raise
         observations.append(observation)
+        if (seen := watched()) is not None:
+            _note(seen, observation)
         wrong = wrong or not observation.ok
         kept = kept or (case, o, o.clone())
     if wrong:
@@ -233,6 +248,14 @@ def _run(call: Call, cases: Sequence[Case], lse: bool, deterministic: bool, one_
     if deterministic:
         _expect_same_twice(call, cases, lse, one_head)
     return _report(observations)
+
+
+def _note(seen: Symptoms, observation: Observation) -> None:
+    """What can be seen of one case, for a bug hunt that is as it was given."""
+    case, truth = str(observation.case), observation.truth
+    seen.compared(case, "o", observation.o, truth.o, truth.o_bound, ("batches", "heads", "rows", "columns"))
+    if observation.lse is not None:
+        seen.compared(case, "lse", observation.lse, truth.lse, truth.lse_bound, ("batches", "heads", "rows"))
 
 
 def _observe(call: Call, case: Case, lse: bool, one_head: bool) -> tuple[Observation, torch.Tensor]:
@@ -250,9 +273,10 @@ def _observe(call: Call, case: Case, lse: bool, one_head: bool) -> tuple[Observa
                 diagnosis="input-modified",
                 case=str(case),
             )
+    never = row_lse is not None and row_lse.numel() > 0 and bool(unwritten(row_lse.detach().cpu()).all())
     row_lse = None if row_lse is None else row_lse.detach().cpu().double()
     observed = o.detach().cpu()
-    return Observation(case, truth_of(case), observed.double(), row_lse, unwritten(observed)), o
+    return Observation(case, truth_of(case), observed.double(), row_lse, unwritten(observed), never), o
 
 
 def _outputs(

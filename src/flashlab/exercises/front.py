@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import inspect
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any
 
 from flashlab.check.failed import CheckFailed
-from flashlab.check.running import is_unsolved, running
+from flashlab.check.running import heeding_warnings, is_unsolved, last_case, ran_on, running
+from flashlab.check.symptoms import watching
 from flashlab.course import PHASES
 from flashlab.exercises import record, registry
+from flashlab.exercises.answers import Called, expect_kinds, fingerprint, told
 from flashlab.table import Table
 
 _NUMBERS = "no one two three four five six seven eight nine".split()
+
+_WARNINGS = 3  # of a compiler that are told
 
 _shown_hints: dict[str, int] = {}
 
@@ -25,41 +27,82 @@ _shown_hints: dict[str, int] = {}
 
 @dataclass(frozen=True)
 class Passed:
-    """What `check` returns: its repr is one line, the same on every machine; `report` is what the check returned."""
+    """What `check` returns: its repr is the same on every machine; `report` is what the check returned.
+
+    The repr is one line, and for a bug hunt a second one with the bug's history.
+    """
 
     id: str
     title: str
     report: Any = field(repr=False, default=None)
+    history: str = field(repr=False, default="")
+    warnings: tuple[str, ...] = field(repr=False, default=())
 
     def __repr__(self) -> str:
         what = getattr(self.report, "verdict", self.report)
-        return f"✓ {self.id} {self.title}" + (f" — {what}" if isinstance(what, str) and what else "")
+        line = f"✓ {self.id} {self.title}" + (f" — {what}" if isinstance(what, str) and what else "")
+        lines = [line, *(f"  The compiler warns: {said}." for said in self.warnings)]
+        return "\n".join([*lines, f"  The bug's history: {self.history}."] if self.history else lines)
 
 
 def check(id: str, *answers: Any) -> Passed:
     """Check the learner's `answers` to exercise `id`: `check("2.3", my_function)`.
 
     Returns a `Passed`. Raises `CheckFailed` when the answer is wrong (`.diagnosis` is a slug, "not-solved-yet" for a
-    blank that still raises NotImplementedError). An exception of the learner's own code is raised as theirs, with
-    their traceback and a note that says which input was being run. A KeyboardInterrupt passes through.
+    blank that still raises NotImplementedError). So is an exception of the learner's own code, with their line and the
+    input (`__cause__` is the exception itself), and whatever a strange answer makes of the check. A bug hunt whose code
+    is as it was given shows symptoms only. A KeyboardInterrupt passes through.
     """
     __tracebackhide__ = True
     exercise = _find(id)
     _check_count(exercise, answers)
+    expect_kinds(exercise.id, exercise.run, answers)
+    if exercise.untouched and fingerprint(*answers) == exercise.untouched:
+        raise _symptoms(exercise, answers)
+    called = Called()
+    ran_on(None)
+    warnings: list[str] = []
     try:
-        with running(None):
-            report = exercise.run(*answers)
+        with running(None), heeding_warnings() as warnings:
+            report = exercise.run(*_wrapped(exercise, answers, called))
     except CheckFailed as failed:
-        if failed.diagnosis != "not-solved-yet":
-            record.failed_try(id)
-        raise failed.with_traceback(None) from None
-    except Exception as error:
+        if failed.diagnosis == "not-solved-yet":
+            raise failed.with_traceback(None) from None
+        record.failed_try(id)
+        also = f". The compiler warns: {'; '.join(warnings[:_WARNINGS])}" if warnings else ""
+        raise CheckFailed(
+            failed.sentence + also,
+            diagnosis=failed.diagnosis,
+            case=failed.case or (last_case() if called.call else None),
+        ).with_traceback(None) from failed.__cause__
+    except (Exception, SystemExit) as error:
         if is_unsolved(error):
             raise _not_solved(exercise) from None
         record.failed_try(id)
-        raise error.with_traceback(_without_checker(error.__traceback__))  # noqa: B904 (it is the learner's error)
+        raise told(error, exercise.run, called, last_case()) from error
     record.solved(id)
-    return Passed(exercise.id, exercise.title, report)
+    return Passed(exercise.id, exercise.title, report, exercise.history, tuple(warnings[:_WARNINGS]))
+
+
+def _wrapped(exercise: registry.Exercise, answers: tuple[Any, ...], called: Called) -> list[Any]:
+    names = inspect.signature(exercise.run).parameters
+    return [called.wrap(answer, name) for name, answer in zip(names, answers, strict=True)]
+
+
+def _symptoms(exercise: registry.Exercise, answers: tuple[Any, ...]) -> CheckFailed:
+    """What can be seen of a bug hunt's own code. Its cause would spoil the hunt."""
+    where = None
+    with watching() as seen, running(None):
+        try:
+            exercise.run(*answers)
+        except Exception as error:  # told only once the learner has changed something
+            where = getattr(error, "case", None)
+    lines = seen.lines() or [f"it fails its check{f' on {where}' if where else ''}"]
+    head = (
+        f"{exercise.id} {exercise.title}: this is the code as it was given, so here are its symptoms, without a cause."
+    )
+    last = "Change something and run the check again: then it says what it thinks of your change."
+    return CheckFailed("\n".join([head, *lines, last]), diagnosis="symptoms")
 
 
 def _find(id: str) -> registry.Exercise:
@@ -95,20 +138,6 @@ def _check_count(exercise: registry.Exercise, answers: tuple[Any, ...]) -> None:
 
 def _not_solved(exercise: registry.Exercise) -> CheckFailed:
     return CheckFailed(f"{exercise.id} {exercise.title}: not solved yet", diagnosis="not-solved-yet")
-
-
-def _without_checker(traceback: TracebackType | None) -> TracebackType | None:
-    """The same traceback without the checker's own frames, so that it begins in the learner's code."""
-    frames = []
-    while traceback is not None:
-        frames.append(traceback)
-        traceback = traceback.tb_next
-    ours = ("flashlab.check", "flashlab.exercises")
-    theirs = [f for f in frames if not f.tb_frame.f_globals.get("__name__", "").startswith(ours)]
-    clean = None
-    for f in reversed([f for f in theirs if f.tb_frame.f_code.co_filename != contextlib.__file__] or frames):
-        clean = TracebackType(clean, f.tb_frame, f.tb_lasti, f.tb_lineno)
-    return clean
 
 
 # ---- hint -----------------------------------------------------------------------------------------------------------
@@ -161,9 +190,10 @@ def hint(id: str, *, level: int | None = None) -> Hint:
 
 
 def progress(phase: int | None = None) -> Table:
-    """A table of every exercise (or of one phase's), phase by phase, each phase with a row that sums it up.
+    """A table of the phases, each with a row that sums it up, and below it the exercises of the phases begun.
 
-    Of an exercise: solved and when, tries, hints used, the minutes it may take. Of a phase: how many are solved.
+    Of an exercise: solved and when, tries, hints used, the minutes it may take. Of a phase: how many are solved. A
+    phase that is asked for by its number is listed in full.
     """
     file = record.path()
     if file is None:
@@ -171,22 +201,33 @@ def progress(phase: int | None = None) -> Table:
     entries = record.load()
     titles = {p.number: p.title for p in PHASES}
     rows: list[tuple[str, ...]] = []
+    heads: list[int] = []
     done = of = minutes_left = 0
     chosen = [e for e in registry.exercises().values() if phase is None or e.phase == phase]
     for number in sorted({exercise.phase for exercise in chosen}):
         mine = [exercise for exercise in chosen if exercise.phase == number]
         solved = [exercise for exercise in mine if entries.get(exercise.id, record.Entry()).solved]
         minutes = sum(exercise.minutes for exercise in mine)
+        heads.append(len(rows))
         rows.append(
             (f"Phase {number}", titles.get(number, ""), "", str(minutes), f"{len(solved)} of {len(mine)}", "", "")
         )
-        rows += [_exercise_row(exercise, entries.get(exercise.id, record.Entry())) for exercise in mine]
+        if phase is not None or any(exercise.id in entries for exercise in mine):
+            rows += [_exercise_row(exercise, entries.get(exercise.id, record.Entry())) for exercise in mine]
         done, of = done + len(solved), of + len(mine)
         minutes_left += minutes - sum(exercise.minutes for exercise in solved)
-    summary = f"{done} of {of} solved"
-    summary += f", about {minutes_left} minutes left." if minutes_left else "."
+    summary = f"{done} of {of} solved" + (f", {_time(minutes_left)} left." if minutes_left else ".")
+    if phase is None and len(heads) == len(rows) > 0:
+        summary += f" You have not begun yet: {chosen[0].id}, {chosen[0].title}, is the first."
     columns = ("Exercise", "Title", "Difficulty", "Minutes", "Solved", "Tries", "Hints")
-    return Table(columns, tuple(rows), summary, align="lllrlrl")
+    used = [i for i, name in enumerate(columns) if name in ("Exercise", "Title", "Solved") or any(r[i] for r in rows)]
+    kept = tuple(tuple(row[i] for i in used) for row in rows)
+    align = "".join("lllrlrl"[i] for i in used)
+    return Table(tuple(columns[i] for i in used), kept, summary, align=align, heads=frozenset(heads))
+
+
+def _time(minutes: int) -> str:
+    return f"about {minutes} minutes" if minutes < 120 else f"about {round(minutes / 60)} hours"
 
 
 def _exercise_row(exercise: registry.Exercise, entry: record.Entry) -> tuple[str, ...]:

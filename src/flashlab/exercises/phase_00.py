@@ -16,16 +16,12 @@ import torch
 
 from flashlab.attention.online_softmax import State, block_state, finish, identity, merge, softmax_safe
 from flashlab.check import CheckFailed, expect, expect_close, running
+from flashlab.check.mistakes.row import INVERTED, NOT_RESCALED, OF_THE_OUTPUT, ROW_MISTAKES, walk
 from flashlab.exercises.registry import exercise
 
 INF = math.inf
 LN2 = math.log(2)
 
-_NOT_RESCALED = (
-    "was not rescaled when the maximum moved: the old terms must be multiplied by exp(m - m_new), "
-    "computed before m is overwritten"
-)
-_INVERTED = "the correction is inverted: it is exp(m - m_new), old minus new, and never above 1"
 _MINUS_INFINITY = (
     "NaN came out of exp(-inf - (-inf)): where the maximum itself is -inf there is nothing to add, so use 0"
 )
@@ -76,7 +72,7 @@ def _has_nan(*values: Any) -> bool:
         "With n equal scores s the sum is n · e^s. Set it equal to the largest number and solve for s.",
     ],
 )
-def _(largest_safe_score):
+def _(largest_safe_score: Callable[..., float]) -> Any:
     for dtype, n in ((torch.float16, 1), (torch.float16, 8), (torch.bfloat16, 4096), (torch.float32, 1024)):
         case = f"{n} equal scores in {str(dtype).removeprefix('torch.')}"
         largest = torch.finfo(dtype).max
@@ -91,6 +87,26 @@ def _(largest_safe_score):
                 math.log(largest) + math.log(n),
                 "more scores leave less room for each: ln(n) is subtracted",
             ),
+            "quotient-outside-the-log": (
+                math.log(largest) / n,
+                "n divides the logarithm; n terms divide the largest number, before its logarithm is taken",
+            ),
+            "log-to-the-base-n": (
+                math.log(largest) / math.log(n) if n > 1 else math.nan,
+                "the two logarithms are divided; the logarithm of a quotient is their difference",
+            ),
+            "n-subtracted": (
+                math.log(largest - n),
+                "n is subtracted from the largest number; n equal terms divide it among them",
+            ),
+            "off-by-one": (
+                math.log(largest) - math.log(n - 1) if n > 1 else math.nan,
+                "that is the largest score for n - 1 terms",
+            ),
+            "rounded": (
+                torch.tensor(right).to(dtype),
+                "the result was rounded to the dtype itself: compute it as a Python float",
+            ),
             "not-the-dtypes-limit": (
                 math.log(65504) - math.log(n),
                 "that is float16's limit; take the limit of the dtype, torch.finfo(dtype).max",
@@ -102,6 +118,23 @@ def _(largest_safe_score):
 
 
 # ---- 0.2 ------------------------------------------------------------------------------------------------------------
+
+
+def _expect_shifted_exp(shifted_exp: Callable[..., Any]) -> None:
+    __tracebackhide__ = True
+    cases = {
+        "shifted_exp of two rows": (_t([1.0, 2.0, 3.0], [-5.0, 0.0, -1.0]), _t([3.0], [0.0])),
+        "shifted_exp near 1000": (_t([999.0, 1000.0]), _t(1000.0)),
+        "shifted_exp of masked scores": (_t([-INF, 1.0], [-INF, -INF]), _t([1.0], [-INF])),
+    }
+    for case, (x, m) in cases.items():
+        got = _call(case, shifted_exp, x, m, unchanged=[x, m])
+        right = torch.where(torch.isneginf(x), 0.0, torch.exp(x - m.clamp(min=-1e30)))
+        if not torch.isneginf(m).any():
+            expect_close(got, right, what="shifted_exp(x, m)", case=case)
+            continue
+        expect(not _has_nan(got), f"shifted_exp: {_MINUS_INFINITY}", diagnosis="minus-infinity", case=case)
+        expect_close(got, right, what="shifted_exp(x, m)", case=case)
 
 
 @exercise(
@@ -116,7 +149,9 @@ def _(largest_safe_score):
         "Such a row then has the sum 0. Divide by 1 there: `l.masked_fill(l == 0, 1.0)`.",
     ],
 )
-def _(softmax):
+def _(softmax: Callable[..., torch.Tensor], shifted_exp: Callable[..., torch.Tensor] | None = None) -> Any:
+    if shifted_exp is not None:
+        _expect_shifted_exp(shifted_exp)
     x = _t([1.0, 2.0, 3.0], [3.0, 1.0, 1.0])
     mistakes = {
         "wrong-axis": (torch.softmax(x, dim=0), "the softmax runs along the wrong axis: each row is to sum to 1"),
@@ -132,12 +167,26 @@ def _(softmax):
     got = _call("two small rows", softmax, x, unchanged=[x])
     expect_close(got, softmax_safe(x), what="the softmax", case="two small rows", mistakes=mistakes)
 
+    case = "three rows and two axes before them"
+    x = torch.linspace(-2, 3, 24, dtype=torch.float64).sin().view(2, 3, 4) * 4
+    told = {
+        f"wrong-axis {dim}": (torch.softmax(x, dim), f"the softmax runs along dim={dim}: the last axis is dim=-1")
+        for dim in (0, 1)
+    }
+    expect_close(_call(case, softmax, x), softmax_safe(x), what="the softmax", case=case, mistakes=told)
     for case, x in {"scores of 1000": _t([1000.0, 1001.0]), "scores of -1000": _t([-1000.0, -1001.0])}.items():
         got = _call(case, softmax, x)
         sentence = "the exponentials overflowed or all underflowed: subtract the row maximum before exp"
         fine = not _has_nan(got) and torch.as_tensor(got).sum() > 0.5
         expect(fine, sentence, diagnosis="no-max-subtraction", case=case)
         expect_close(got, softmax_safe(x), what="the softmax", case=case)
+
+    case = "one score far above the others"
+    x = _t([0.0] * 15 + [1000.0])
+    got = _call(case, softmax, x)
+    sentence = "exp overflowed: what is subtracted from each row must be its maximum, so that no exponent is above 0"
+    expect(not _has_nan(got), sentence, diagnosis="not-the-maximum", case=case)
+    expect_close(got, softmax_safe(x), what="the softmax", case=case)
 
     case = "rows at different heights"
     x = _t([0.0, 1.0], [2000.0, 2001.0])
@@ -165,7 +214,7 @@ def _(softmax):
         expect_close(_call(case, softmax, x), softmax_safe(x), what="the softmax", case=case, dtype=dtype)
     x = _t(7.0)
     expect_close(_call("one element", softmax, x), _t(1.0), what="the softmax", case="one element")
-    return "8 cases: any height, masked rows, one element"
+    return "10 cases: any height, masked rows, one element"
 
 
 # ---- 0.3 ------------------------------------------------------------------------------------------------------------
@@ -175,6 +224,9 @@ class _Score(float):
     """A float that can be watched: how many of a row are alive at once says whether the row was kept."""
 
     __slots__ = ("__weakref__",)
+
+
+_Score.__name__ = "float"  # as a message should call it
 
 
 def _watched_row(xs: Sequence[float], most: list[int]) -> Iterator[float]:
@@ -191,22 +243,32 @@ def _normalizer(xs: Sequence[float], mistake: str = "") -> tuple[float, float]:
     """(m, l) as the right function gives it, or as one with a known mistake would."""
     if mistake == "unshifted":
         return max(xs), sum(math.exp(x) for x in xs)
-    m, l = -INF, 0.0
-    for x in xs:
-        m_new = max(m, x)
-        if m_new == -INF:
-            continue
-        old, new = (0.0 if m == -INF else math.exp(m - m_new)), math.exp(x - m_new)
-        if mistake == "not-rescaled":
-            old = 1.0
-        elif mistake == "inverted":
-            old = 0.0 if m == -INF else math.exp(min(m_new - m, 700.0))
-        elif mistake == "new-term-too":
-            new *= old if m != -INF else 1.0
-        elif mistake == "new-term-lost" and x > m:
-            new = 0.0 if m != -INF else 1.0
-        m, l = m_new, l * old + new
-    return m, l
+    row = torch.tensor(list(xs), dtype=torch.float64)
+    m, l, _ = walk(row, torch.zeros_like(row)[:, None], 1, mistake)
+    return m.item(), l.item()
+
+
+def _expect_maximum(m: Any, xs: Sequence[float], case: str) -> None:
+    __tracebackhide__ = True
+    want = max(xs, default=-INF)
+    told = {}
+    if xs:
+        unmasked = [x for x in xs if x > -INF] or [-INF]
+        told = {
+            "minimum": (min(unmasked), "m is the smallest score; it is the largest"),
+            "m-not-updated": (unmasked[0], "m is the first score, though a larger one comes later"),
+            "last-score": (xs[-1], "m is the last score, though a larger one came before it"),
+        }
+        if want > -INF:
+            masked = (-INF, "m is -inf, though a finite score comes later: a masked score does not end the row")
+            told["stopped-at-the-mask"] = masked
+    expect(
+        not (isinstance(m, float | int) and want < m < INF and m not in xs),
+        f"m is {m:.6g}, and no score is that large: it must start at -inf, not at a finite number",
+        diagnosis="finite-start",
+        case=case,
+    )
+    expect_close(m, want, what="the maximum m", diagnosis="wrong-maximum", case=case, mistakes=told)
 
 
 @exercise(
@@ -220,7 +282,7 @@ def _normalizer(xs: Sequence[float], mistake: str = "") -> tuple[float, float]:
         "If m_new is still -inf, nothing has been seen yet: go on to the next x before any subtraction.",
     ],
 )
-def _(online_max_and_sum):
+def _(online_max_and_sum: Callable[..., tuple[float, float]]) -> Any:
     rows = {
         "the lecture's row": [1 * LN2, 3 * LN2, 2 * LN2, 4 * LN2, 0.0],
         "the maximum comes first": [4.0, 1.0, 2.0, 3.0],
@@ -245,13 +307,7 @@ def _(online_max_and_sum):
         want_m, want_l = _normalizer(xs)
         if m == want_l and l == want_m and want_m != want_l:
             raise CheckFailed("the two results are swapped: return m, l", diagnosis="swapped", case=case)
-        expect(
-            not (isinstance(m, float | int) and want_m < m < INF and m not in xs),
-            f"m is {m:.6g}, and no score is that large: it must start at -inf, not at a finite number",
-            diagnosis="finite-start",
-            case=case,
-        )
-        expect_close(m, want_m, what="the maximum m", diagnosis="wrong-maximum", case=case)
+        _expect_maximum(m, xs, case)
         expect(
             not (xs and want_l and l == 0),
             "l is 0: the row was read a second time, and by then it was used up; both must be found in one loop",
@@ -260,18 +316,20 @@ def _(online_max_and_sum):
         )
         if _has_nan(l):
             masked = xs[0] == -INF
-            slug, sentence = ("minus-infinity", _MINUS_INFINITY) if masked else ("correction-inverted", _INVERTED)
+            slug, sentence = ("minus-infinity", _MINUS_INFINITY) if masked else ("correction-inverted", INVERTED)
             raise CheckFailed(sentence, diagnosis=slug, case=case)
+        expect(
+            not (want_m == -INF and want_l == 0 and l == l and l != 0),
+            f"l is {l:.6g} for a row without a finite score: a masked score adds nothing",
+            diagnosis="masked-counted",
+            case=case,
+        )
         mistakes = {}
         if xs and want_m > -INF:
-            new_term = "the correction belongs to the old sum only; the new term already refers to the new maximum"
-            new_lost = "a new maximum must be counted too: its own term is exp(0) = 1"
-            mistakes = {
-                "not-rescaled": (_normalizer(xs, "not-rescaled")[1], f"l {_NOT_RESCALED}"),
-                "correction-inverted": (_normalizer(xs, "inverted")[1], _INVERTED),
-                "new-term-rescaled": (_normalizer(xs, "new-term-too")[1], new_term),
-                "new-term-lost": (_normalizer(xs, "new-term-lost")[1], new_lost),
-            }
+            known = [slug for slug in ROW_MISTAKES if slug not in OF_THE_OUTPUT and slug != "l-not-rescaled"]
+            mistakes = {slug: (_normalizer(xs, slug)[1], f"l: {ROW_MISTAKES[slug]}") for slug in known}
+            mistakes["lse-for-l"] = (want_m + math.log(want_l), "that is m + ln(l), the log-sum-exp; return l itself")
+            mistakes["log-for-l"] = (math.log(want_l), "that is ln(l); return l itself")
             if max(xs) < 700:
                 value = _normalizer([x for x in xs if x > -INF], "unshifted")[1]
                 mistakes["no-max-subtraction"] = (value, "l is the sum of exp(x): subtract the running maximum")
@@ -293,8 +351,38 @@ def _expect_state(got: Any, a: State, b: State, case: str) -> None:
     """Compare a merged state with the right one; `a` and `b` are what was merged."""
     __tracebackhide__ = True
     m, l, o = _parts(got, "m l o", case)
+    expect(
+        hasattr(got, "m") and hasattr(got, "l") and hasattr(got, "o"),
+        f"the function returns a plain {type(got).__name__}: return State(m, l, o), whose parts have names",
+        diagnosis="wrong-type",
+        case=case,
+    )
     right = merge(a, b)
-    expect_close(m, right.m, what="m", diagnosis="wrong-maximum", case=case)
+    told = {
+        "m-of-a": (a.m, "m is a's maximum, also where b's is larger: either may be"),
+        "m-of-b": (b.m, "m is b's maximum, also where a's is larger: either may be"),
+        "minimum": (torch.minimum(a.m, b.m), "m is the smaller of the two maxima; it is the larger"),
+        "global-max": (right.m.max().expand(right.m.shape), "m is one maximum for all rows: each row has its own"),
+        "m-added": (a.m + b.m, "m is the sum of the two maxima; it is the larger of them"),
+        "lse-for-m": (
+            torch.logaddexp(a.m, b.m),
+            "m is a log-sum-exp of both; it is the larger of the two maxima",
+        ),
+        "guard-in-m": (
+            right.m.masked_fill(torch.isneginf(right.m), 0.0),
+            "a row that saw no key has m = -inf: the 0 that keeps NaN out belongs in the exponents only",
+        ),
+    }
+    rows = right.m.shape
+    told |= {
+        f"rows-together {i}": (
+            x.expand(rows),
+            "m is taken from one of the two for all rows at once: compare row by row, with torch.maximum",
+        )
+        for i, x in enumerate((a.m, b.m))
+        if bool((a.m > b.m).any()) and bool((b.m > a.m).any())
+    }
+    expect_close(m, right.m, what="m", diagnosis="wrong-maximum", case=case, dtype=right.m.dtype, mistakes=told)
     if _has_nan(l, o) and torch.isneginf(torch.minimum(a.m, b.m)).any():
         raise CheckFailed(_MINUS_INFINITY, diagnosis="minus-infinity", case=case)
 
@@ -307,13 +395,16 @@ def _expect_state(got: Any, a: State, b: State, case: str) -> None:
     either = "was not rescaled: either of the two may have the smaller maximum"
     known = {
         "only-the-first-rescaled": (ca, one, f"b {either}"),
-        "not-rescaled": (one, one, f"what is kept {_NOT_RESCALED}"),
+        "not-rescaled": (one, one, f"what is kept {NOT_RESCALED}"),
         "only-the-second-rescaled": (one, cb, f"a {either}"),
-        "correction-inverted": (torch.exp(reference - a.m), torch.exp(reference - b.m), _INVERTED),
+        "correction-inverted": (torch.exp(reference - a.m), torch.exp(reference - b.m), INVERTED),
         "corrections-swapped": (cb, ca, "each state was multiplied by the other one's correction"),
+        "base-2": (torch.exp2(a.m - reference), torch.exp2(b.m - reference), ROW_MISTAKES["base-2"]),
+        "only-a": (one * (a.m >= b.m), one * (b.m > a.m), "the state with the smaller maximum was dropped"),
     }
     wrong = {slug: (*both_with(wa, wb), sentence) for slug, (wa, wb, sentence) in known.items()}
-    expect_close(l, right.l, what="l", case=case, mistakes={s: (x, why) for s, (x, _, why) in wrong.items()})
+    told = {slug: (x, why) for slug, (x, _, why) in wrong.items()}
+    expect_close(l, right.l, what="l", case=case, dtype=right.l.dtype, mistakes=told)
 
     mistakes = {slug: (x, f"l is right, but o is not: {why}") for slug, (_, x, why) in wrong.items()}
     mistakes["normalised-early"] = (
@@ -325,7 +416,7 @@ def _expect_state(got: Any, a: State, b: State, case: str) -> None:
             a.o * ca + b.o * cb,
             "the corrections were broadcast along the columns of o; there is one a row: correction[..., None]",
         )
-    expect_close(o, right.o, what="o", case=case, mistakes=mistakes)
+    expect_close(o, right.o, what="o", case=case, dtype=right.o.dtype, mistakes=mistakes)
 
 
 @exercise(
@@ -339,7 +430,7 @@ def _expect_state(got: Any, a: State, b: State, case: str) -> None:
         "When both maxima are -inf, refer to 0 instead: `shifted_exp` of exercise 0.2 does that.",
     ],
 )
-def _(merge_states):
+def _(merge_states: Callable[..., State]) -> Any:
     g = torch.Generator().manual_seed(0)
 
     def block(low: float, n: int = 5, rows: tuple[int, ...] = (), d: int = 3) -> State:
@@ -350,6 +441,8 @@ def _(merge_states):
 
     low, high, nothing = block(0.0), block(4.0), identity(head_dim=3, dtype=torch.float64)
     masked = block_state(_t(-INF, -INF), torch.ones(2, 3, dtype=torch.float64))
+    seen, keys = _t([1.0, 2.0], [-INF, -INF], [0.0, -INF], [-INF, -INF]), torch.ones(2, 3, dtype=torch.float64)
+    mixed, mixed_too = block_state(seen, keys), block_state(seen.flip(0).roll(1, 0) + 1, 2 * keys)
     many, more = block(0.0, rows=(6,)), block(0.0, rows=(6,))  # in each row another one has the maximum
     cases = {
         "equal maxima": (low, low),
@@ -362,6 +455,7 @@ def _(merge_states):
         "a is the identity": (nothing, low),
         "a is masked": (masked, low),
         "the identity twice": (nothing, nothing),
+        "some rows masked in both, some in one": (mixed, mixed_too),
         "batch and heads": (block(0.0, rows=(2, 2, 4)), block(0.0, rows=(2, 2, 4))),
     }
     for case, (a, b) in cases.items():
@@ -376,29 +470,10 @@ def _(merge_states):
     ):
         o, _ = finish(State(*_call(case, way)))
         expect_close(o, right, what="the output of three blocks", case=case)
-    return "12 cases, the identity and masked blocks among them"
+    return "13 cases, the identity and masked blocks among them"
 
 
 # ---- 0.5 ------------------------------------------------------------------------------------------------------------
-
-
-def _blockwise(x: torch.Tensor, v: torch.Tensor, n: int, mistake: str = "") -> torch.Tensor:
-    """Attention of one row, `n` keys at a time, right or with a known mistake."""
-    m, l, o = x.new_tensor(-INF), x.new_zeros(()), x.new_zeros(v.shape[-1])
-    stop = len(x) // n * n if mistake == "tail-lost" else len(x)
-    for start in range(0, stop, n):
-        x_j, v_j = x[start : start + n], v[start : start + n]
-        m_new = torch.maximum(m, x_j.max())
-        correction = torch.exp(m - m_new)
-        if mistake == "inverted" and start:
-            correction = torch.exp(m_new - m)
-        p = torch.exp(x_j - m_new)
-        l = l * (correction if mistake != "l-not-rescaled" and mistake != "not-rescaled" else 1.0) + p.sum()
-        o = o * (correction if mistake != "o-not-rescaled" and mistake != "not-rescaled" else 1.0) + p @ v_j
-        if mistake == "normalised-early":
-            o = o / l
-        m = m_new
-    return o if mistake in ("not-normalised", "normalised-early") else o / l
 
 
 @exercise(
@@ -406,6 +481,8 @@ def _blockwise(x: torch.Tensor, v: torch.Tensor, n: int, mistake: str = "") -> t
     title="Bug hunt: right until it is not",
     minutes=15,
     difficulty="Bug hunt",
+    untouched="1e0d4bd35900",
+    history="Algorithm 1 of the FlashAttention-2 paper inverts this factor too (Dao-AILab/flash-attention, issue 991)",
     hints=[
         "The function is right whenever the largest score is in the first block. What is different in the code path of "
         "a later block that brings a new maximum?",
@@ -413,7 +490,7 @@ def _blockwise(x: torch.Tensor, v: torch.Tensor, n: int, mistake: str = "") -> t
         "Old terms are too large, by what? They are exp(x - m) and should be exp(x - m_new). Write down the quotient.",
     ],
 )
-def _(attention_in_blocks):
+def _(attention_in_blocks: Callable[..., torch.Tensor]) -> Any:
     g = torch.Generator().manual_seed(1)
     v = 0.5 + torch.randn(12, 3, generator=g, dtype=torch.float64)
     x = torch.randn(12, generator=g, dtype=torch.float64)
@@ -424,14 +501,6 @@ def _(attention_in_blocks):
         "the largest score in the last block": late,
         "a maximum that moves in every block": torch.linspace(-3, 3, 12, dtype=torch.float64),
         "scores around 1000": late + 1000,
-    }
-    sentences = {
-        "not-rescaled": f"neither l nor o is right: what is kept {_NOT_RESCALED}",
-        "l-not-rescaled": f"l {_NOT_RESCALED}",
-        "o-not-rescaled": f"o {_NOT_RESCALED}",
-        "normalised-early": "o is divided by l in every block: divide once, at the end",
-        "not-normalised": "o is not divided by l at the end",
-        "tail-lost": "the last, shorter block is left out",
     }
     for case, row in rows.items():
         for n in (4, 5, 1, 12, 100):
@@ -444,10 +513,10 @@ def _(attention_in_blocks):
                 case=name,
             )
             overflow = "exp overflowed: every exponent must be a score minus the running maximum"
-            expect(not _has_nan(got) or row.max() < 700, overflow, diagnosis="no-max-subtraction", case=name)
-            mistakes = {"correction-inverted": (_blockwise(row, v, n, "inverted"), _INVERTED)}
-            mistakes |= {slug: (_blockwise(row, v, n, slug), why) for slug, why in sentences.items()}
-            expect_close(got, _blockwise(row, v, n), what="the output", case=name, mistakes=mistakes)
+            unshifted = _finite_where(got, v[0]) or row.max() < 700
+            expect(unshifted, overflow, diagnosis="no-max-subtraction", case=name)
+            mistakes = {slug: (walk(row, v, n, slug)[2], why) for slug, why in ROW_MISTAKES.items()}
+            expect_close(got, walk(row, v, n)[2], what="the output", case=name, mistakes=mistakes)
     return "20 cases"
 
 
@@ -465,7 +534,7 @@ def _(attention_in_blocks):
         "o = (w1 o1 + w2 o2) / (w1 + w2) and lse = m + ln(w1 + w2). Mind two rows that saw no key.",
     ],
 )
-def _(merge_results):
+def _(merge_results: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Any:
     g = torch.Generator().manual_seed(2)
 
     def result(low: float, rows: tuple[int, ...] = (4,), n: int = 6) -> tuple[torch.Tensor, torch.Tensor]:
@@ -492,6 +561,12 @@ def _(merge_results):
             overflow = "the weights overflowed or underflowed: subtract the larger lse before exp"
             slug, sentence = ("minus-infinity", _MINUS_INFINITY) if empty else ("no-max-subtraction", overflow)
             raise CheckFailed(sentence, diagnosis=slug, case=case)
+        expect(
+            want_lse.isneginf().all() or not torch.as_tensor(lse).isneginf().all(),
+            "lse is -inf, the logarithm of a sum that is 0: a finished result counts with a sum of 1 beside m = lse",
+            diagnosis="empty-sum",
+            case=case,
+        )
         w1, w2 = torch.exp(lse1 - want_lse)[..., None], torch.exp(lse2 - want_lse)[..., None]
         m = torch.maximum(lse1, lse2)
         total = lse1 + lse2
@@ -505,6 +580,17 @@ def _(merge_results):
                 (o1 * lse1[..., None] + o2 * lse2[..., None]) / total[..., None],
                 "the outputs are weighted by lse; the weight is exp(lse)",
             ),
+            "base-2": (
+                (torch.exp2(lse1 - m)[..., None] * o1 + torch.exp2(lse2 - m)[..., None] * o2)
+                / (torch.exp2(lse1 - m) + torch.exp2(lse2 - m))[..., None],
+                "2 is raised to lse; lse is a natural logarithm, so the weights are e to the lse",
+            ),
+            "largest-only": (
+                torch.where((lse1 >= lse2)[..., None], o1, o2),
+                "the lighter of the two results is dropped; both count, by their weights",
+            ),
+            "only-the-first": (o1, "o is the first result: the second is missing"),
+            "only-the-second": (o2, "o is the second result: the first is missing"),
             "weights-swapped": (w2 * o1 + w1 * o2, "each output was multiplied by the other one's weight"),
             "not-normalised": (
                 torch.exp(lse1 - m)[..., None] * o1 + torch.exp(lse2 - m)[..., None] * o2,
@@ -518,6 +604,15 @@ def _(merge_results):
         mistakes = {
             "lse-added": (total, "the two lse were added; add their exponentials, then take the logarithm"),
             "lse-is-the-maximum": (m, "lse is the larger of the two; the other one's share is missing"),
+            "lse-sign": (-want_lse, "lse has the wrong sign: it is m + ln(w1 + w2)"),
+            "lse-difference": (
+                2 * m - want_lse,
+                "the logarithm was subtracted from the maximum; add it: lse = m + ln(w1 + w2)",
+            ),
+            "lse-mean": (total / 2, "lse is the mean of the two; add their exponentials, then take the logarithm"),
+            "lse-in-base-2": (want_lse / LN2, "lse is in base 2; take the natural logarithm"),
+            "lse-mixed-bases": (m + (want_lse - m) / LN2, "m is natural and the logarithm in base 2: use torch.log"),
+            "log-forgotten": (m + torch.exp(want_lse - m), "lse is m plus the sum of the weights; take its logarithm"),
             "lse-without-the-maximum": (want_lse - m, "the maximum was subtracted, and not added back"),
         }
         expect_close(lse, want_lse, what="lse", case=case, mistakes=mistakes)
@@ -546,6 +641,10 @@ def _depth(tree: Any) -> int:
     return 1 + max(_depth(part) for part in tree) if isinstance(tree, tuple) else 0
 
 
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}" + ("" if count == 1 else "s")
+
+
 def _leaves(tree: Any) -> list[int]:
     return [leaf for part in tree for leaf in _leaves(part)] if isinstance(tree, tuple) else [tree]
 
@@ -561,7 +660,7 @@ def _leaves(tree: Any) -> list[int]:
         "The empty list needs an answer too: what is the sum of no states?",
     ],
 )
-def _(merge_as_tree):
+def _(merge_as_tree: Callable[..., State]) -> Any:
     for n in (1, 2, 3, 4, 5, 7, 8, 13, 64, 100):
         case = f"{n} states"
         count = [0]
@@ -587,11 +686,13 @@ def _(merge_as_tree):
         )
         expect(leaves == list(range(n)), sentence, diagnosis="reordered", case=case)
         most = math.ceil(math.log2(n))
-        sentence = f"the result is {_depth(tree)} merges deep; a balanced tree of {n} states needs {most}"
+        sentence = (
+            f"the result is {_plural(_depth(tree), 'merge')} deep; {_plural(n, 'state')} need no more than {most}"
+        )
         expect(_depth(tree) <= most, sentence, diagnosis="not-a-tree", case=case)
         expect(
             count[0] == n - 1,
-            f"{count[0]} merges for {n} states; {n - 1} are enough",
+            f"{_plural(count[0], 'merge')} for {_plural(n, 'state')}; {n - 1} suffice",
             diagnosis="extra-merges",
             case=case,
         )
@@ -626,29 +727,39 @@ def _lazy(
     x: torch.Tensor, v: torch.Tensor, n: int, threshold: float, mistake: str = ""
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Blockwise attention with a reference that moves only when it must; right, or with a known mistake."""
-    m, last, count = x.new_tensor(-INF), x.new_tensor(-INF), 0
+    m, last, count = x.new_tensor(0.0 if mistake == "starts-at-zero" else -INF), x.new_tensor(-INF), 0
     l, o = x.new_zeros(()), x.new_zeros(v.shape[-1])
-    for start in range(0, len(x), n):
+    threshold = {"threshold-ignored": 0.0, "threshold-in-base-2": threshold * LN2}.get(mistake, threshold)
+    for start in range(0, len(x) // n * n if mistake == "tail-lost" else len(x), n):
         x_j, v_j = x[start : start + n], v[start : start + n]
         top = x_j.max()
         seen = torch.maximum(last, top)
         if seen == -INF:
             continue
         compared = last if mistake == "drift" else m
-        moves = top > compared + (0.0 if mistake == "threshold-ignored" else threshold)
+        moves = bool(top > compared + threshold)
+        moves = moves or (mistake == "not-above-the-threshold" and bool(top == compared + threshold))
+        moves = moves or (mistake == "below-too" and bool((top - m).abs() > threshold))
         if m == -INF:
             m = top
             count += mistake == "start-counted"
         elif moves and mistake != "never":
+            top = m + threshold if mistake == "moved-too-little" else top
             correction = torch.exp(top - m if mistake == "inverted" else m - top)
-            correction = torch.ones_like(m) if mistake == "not-rescaled" else correction
-            l, o = l * correction, o * correction
+            l = l * (1.0 if mistake in ("not-rescaled", "l-not-rescaled") else correction)
+            o = o * (1.0 if mistake in ("not-rescaled", "o-not-rescaled") else correction)
             m, count = top, count + 1
+        elif mistake == "moved-unseen":
+            m = torch.maximum(m, top)
         p = torch.exp(x_j - m)
         l, o, last = l + p.sum(), o + p @ v_j, seen
     if m == -INF:
         return o, m, 0
-    return o / l, (last if mistake == "lse-from-the-maximum" else m) + torch.log(l), count
+    return (
+        o if mistake == "not-normalised" else o / l,
+        (last if mistake == "lse-from-the-maximum" else m) + torch.log(l),
+        count,
+    )
 
 
 @exercise(
@@ -665,55 +776,68 @@ def _lazy(
         "finite score sets m and is no correction.",
     ],
 )
-def _(lazy_attention):
+def _(lazy_attention: Callable[..., tuple[torch.Tensor, torch.Tensor, int]]) -> Any:
     g = torch.Generator().manual_seed(4)
     v = 0.5 + torch.randn(24, 2, generator=g, dtype=torch.float64)
     noise = torch.randn(24, generator=g, dtype=torch.float64)
     masked = noise.clone()
     masked[:9] = -INF
     rows = {
+        "the maximum first": torch.linspace(4, -4, 24, dtype=torch.float64),
         "random scores": 3 * noise,
         "a slow climb": torch.linspace(0, 23, 24, dtype=torch.float64),
         "a climb to 3000": torch.linspace(0, 3000, 24, dtype=torch.float64),
-        "the maximum first": torch.linspace(4, -4, 24, dtype=torch.float64),
         "masked blocks first": masked,
         "all masked": torch.full((24,), -INF, dtype=torch.float64),
+        "steps of exactly the threshold": 2.5 * torch.arange(24, dtype=torch.float64),
     }
-    drift = (
-        "the block was compared with the last maximum seen; compare it with the reference, or many small steps add up "
-        "unseen until exp overflows"
-    )
+    counted = {
+        "not-above-the-threshold": "a correction was made where the maximum is just reference + threshold; "
+        "the rule is `>`, not `>=`",
+        "moved-too-little": "more corrections than needed: the reference moves to the block's maximum, not to "
+        "reference + threshold",
+        "threshold-ignored": "a correction was made for every new maximum; below the threshold it can wait",
+        "threshold-in-base-2": "corrections are made from threshold * ln 2 on: the threshold here is in natural units",
+        "below-too": "a correction was made for a block that lies far below the reference; only one above it needs one",
+        "drift": "the block was compared with the last maximum seen; compare it with the reference, or many small "
+        "steps add up unseen until exp overflows",
+        "start-counted": "the first block sets the reference; no correction to count yet",
+        "starts-at-zero": "the reference starts at 0, so that the first block is taken for a move: it starts at -inf",
+        "never": "the reference never moved",
+    }
+    valued = {
+        "not-rescaled": f"what is kept {NOT_RESCALED}",
+        "l-not-rescaled": f"l {NOT_RESCALED}",
+        "o-not-rescaled": f"o {NOT_RESCALED}",
+        "inverted": INVERTED,
+        "not-normalised": ROW_MISTAKES["not-normalised"],
+        "tail-lost": ROW_MISTAKES["tail-lost"],
+        "moved-unseen": "the reference moves although no correction is made: below the threshold it stays as it is",
+        "starts-at-zero": counted["starts-at-zero"],
+    }
+    answers = []
     for case, x in rows.items():
         for n, threshold in ((4, 0.0), (4, 5.0), (1, 2.5), (7, 8 * LN2)):
             name = f"{case}, blocks of {n}, threshold {threshold:.3g}"
             got = _call(name, lazy_attention, x, v, n, threshold, unchanged=[x, v])
-            o, lse, count = _parts(got, "o lse corrections", name)
-            want_o, want_lse, want_count = _lazy(x, v, n, threshold)
-            if torch.isneginf(x).any():
-                expect(not _has_nan(o, lse), _MINUS_INFINITY, diagnosis="minus-infinity", case=name)
-            if count != want_count:
-                told = {
-                    "threshold-ignored": "a correction was made for every new maximum; below the threshold it can wait",
-                    "drift": drift,
-                    "start-counted": "the first block sets the reference; no correction to count yet",
-                    "never": "the reference never moved",
-                }
-                for slug, why in told.items():
-                    if count == _lazy(x, v, n, threshold, slug)[2]:
-                        raise CheckFailed(why, diagnosis=slug, case=name)
-            finite = not _has_nan(o, lse) and _finite_where(o, want_o)
-            sentence = "exp overflowed: the reference must follow a maximum that is above it by more than the threshold"
-            expect(finite, sentence, diagnosis="reference-too-low", case=name)
-            o_mistakes = {
-                "not-rescaled": (
-                    _lazy(x, v, n, threshold, "not-rescaled")[0],
-                    f"l and o: what is kept {_NOT_RESCALED}",
-                ),
-                "correction-inverted": (_lazy(x, v, n, threshold, "inverted")[0], _INVERTED),
-            }
-            true_maximum = _lazy(x, v, n, threshold, "lse-from-the-maximum")[1]
-            why = "lse is the true maximum plus ln(l), but l refers to the reference: lse = reference + ln(l)"
-            expect_close(o, want_o, what="o", case=name, mistakes=o_mistakes)
-            expect_close(lse, want_lse, what="lse", case=name, mistakes={"lse-from-the-maximum": (true_maximum, why)})
-            expect_close(count, want_count, what="the number of corrections", diagnosis="wrong-count", case=name)
-    return "24 cases: same output, fewer corrections"
+            answers.append((name, (x, v, n, threshold), _parts(got, "o lse corrections", name)))
+    # A wrong count is no proof on one row: the mistake must give all the counts.
+    counts = [count for _, _, (_, _, count) in answers]
+    fits = [slug for slug in counted if counts == [_lazy(*inputs, slug)[2] for _, inputs, _ in answers]]
+    for name, inputs, (o, lse, count) in answers:
+        want_o, want_lse, want_count = _lazy(*inputs)
+        if torch.isneginf(inputs[0]).any():
+            expect(not _has_nan(o, lse), _MINUS_INFINITY, diagnosis="minus-infinity", case=name)
+        if count != want_count and fits:
+            raise CheckFailed(counted[fits[0]], diagnosis=fits[0], case=name)
+        finite = not _has_nan(o, lse) and _finite_where(o, want_o)
+        sentence = "exp overflowed: the reference must follow a maximum that is above it by more than the threshold"
+        expect(finite, sentence, diagnosis="reference-too-low", case=name)
+        slugs = {slug: "correction-inverted" if slug == "inverted" else slug for slug in valued}
+        mistakes = {slugs[slug]: (_lazy(*inputs, slug)[0], why) for slug, why in valued.items()}
+        true_maximum = _lazy(*inputs, "lse-from-the-maximum")[1]
+        why = "lse is the true maximum plus ln(l), but l refers to the reference: lse = reference + ln(l)"
+        expect_close(o, want_o, what="o", case=name, mistakes=mistakes)
+        expect_close(lse, want_lse, what="lse", case=name, mistakes={"lse-from-the-maximum": (true_maximum, why)})
+        expect_close(count, want_count, what="the number of corrections", diagnosis="wrong-count", case=name)
+    return "28 cases: same output, fewer corrections"

@@ -7,7 +7,7 @@ then handed to the real compiler: the interpreter accepts more than a GPU does.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,9 +15,10 @@ import torch
 from flashlab import runtime
 from flashlab.attention import reference, schemes
 from flashlab.attention.cost import fused_cost, naive_cost, naive_peak_bytes, trace_ops
-from flashlab.check import CheckFailed, expect, expect_close, running, verify_one_head
+from flashlab.check import CheckFailed, expect, expect_all_close, expect_close, running, verify_one_head
 from flashlab.exercises.registry import exercise
-from flashlab.exercises.triton_answers import compiles, explain_undefined, in_bounds, kernel_of
+from flashlab.exercises.triton_answers import calls, compiles, explain_undefined, in_bounds, kernel_of
+from flashlab.triton_tools.watch import watched
 
 # ---- 1.1 ------------------------------------------------------------------------------------------------------------
 
@@ -34,7 +35,9 @@ from flashlab.exercises.triton_answers import compiles, explain_undefined, in_bo
     ],
 )
 def _(count: Callable[[int, int, int], tuple[int, int, int]]) -> str:
-    for n, d, e in ((8, 4, 2), (1024, 64, 2), (4096, 128, 4)):
+    sizes = ((8, 4, 2), (1024, 64, 2), (4096, 128, 4), (96, 40, 8))
+    answers, wants = [], []
+    for n, d, e in sizes:
         case = f"N={n}, D={d}, itemsize={e}"
         with running(case):
             got = count(n, d, e)
@@ -45,63 +48,73 @@ def _(count: Callable[[int, int, int], tuple[int, int, int]]) -> str:
             case=case,
         )
         s, x = n * n, n * d
-        read, written, flops = (5 * s + 3 * x) * e, (4 * s + x) * e, 4 * s * d + 7 * s
-        expect_close(
-            got[0],
-            read,
-            what="bytes_read",
-            case=case,
-            tol=0.5,
-            mistakes={
-                "elements-not-bytes": (read / e, "bytes_read counts elements: each has itemsize bytes"),
-                "mask-not-read": (
-                    (4 * s + 3 * x) * e,
-                    "bytes_read lacks one N × N matrix: adding the mask reads the scores and the mask",
-                ),
-                "mask-read-only": (
-                    (4 * s + 3 * x) * e - x * e,
-                    "bytes_read lacks an N × N matrix and one of Q, K and V",
-                ),
-                "v-not-read": (
-                    (5 * s + 2 * x) * e,
-                    "bytes_read lacks N·D numbers: the first product reads Q and K, the last V",
-                ),
-            },
+        answers.append((case, got))
+        wants.append(((5 * s + 3 * x) * e, (4 * s + x) * e, 4 * s * d + 7 * s))
+    both = list(zip(answers, wants, strict=True))
+    read, written, flops = ([(case, got[i], want[i]) for (case, got), want in both] for i in range(3))
+    if all(a[1] == b[2] and a[2] == b[1] for a, b in zip(read, written, strict=True)):
+        raise CheckFailed("bytes_read and bytes_written are swapped", diagnosis="swapped", case=read[0][0])
+    matrices, known = [(n * n, n * d) for n, d, _ in sizes], {}
+    for bytes_of, slug, why in (
+        (lambda itemsize: 1, "elements-not-bytes", "counts elements: each has itemsize bytes"),
+        (lambda itemsize: 2, "itemsize-ignored", "takes every element for 2 bytes: each has itemsize bytes"),
+    ):
+        known[slug] = [bytes_of(size[2]) / size[2] for size in sizes], why
+    for what, counted in (("bytes_read", read), ("bytes_written", written)):
+        mistakes = {
+            slug: ([want * f for (_, _, want), f in zip(counted, factors, strict=True)], f"{what} {why}")
+            for slug, (factors, why) in known.items()
+        }
+        units = [(s * e, x * e) for (s, x), (_, _, e) in zip(matrices, sizes, strict=True)]
+        verb = what.removeprefix("bytes_").replace("written", "writes").replace("read", "reads")
+        told = (
+            f"{what} counts {{0}} matrices of N × N and {{1}} of N × D: go through the five lines, and note for each "
+            f"which matrices it {verb}"
         )
-        expect_close(
-            got[1],
-            written,
-            what="bytes_written",
-            case=case,
-            tol=0.5,
-            mistakes={
-                "elements-not-bytes": (written / e, "bytes_written counts elements: each has itemsize bytes"),
-                "o-not-written": (4 * s * e, "bytes_written lacks the output, N·D numbers"),
-                "line-not-written": (
-                    (3 * s + x) * e,
-                    "bytes_written lacks a matrix: four of the five lines write N × N numbers",
-                ),
-            },
-        )
-        expect_close(
-            got[2],
-            flops,
-            what="flops",
-            case=case,
-            tol=0.5,
-            mistakes={
-                "multiply-add-is-two": (
-                    2 * s * d + 7 * s,
-                    "flops: a multiply-add is two operations, 2·N·N·D a product",
-                ),
-                "only-matmuls": (4 * s * d, "flops has the two products only: scaling, mask and softmax add 7·N·N"),
-                "mask-not-added": (4 * s * d + 6 * s, "flops lacks N·N additions: those of the mask"),
-            },
-        )
-    return "reads, writes and FLOPs right at three sizes"
+        _explain_count(counted, units, told, "matrices-miscounted", mistakes)
+    told = (
+        "flops counts {0} times N·N·D and {1} times N·N: a multiply-add is two operations; a score is scaled, has the "
+        "mask added, and takes 5 in the softmax"
+    )
+    mistakes = {
+        "multiply-add-is-two": (
+            [2 * n * n * d + 7 * n * n for n, d, _ in sizes],
+            "flops: a multiply-add is two operations, 2·N·N·D a product",
+        ),
+        "only-matmuls": (
+            [4 * n * n * d for n, d, _ in sizes],
+            "flops has the two products only: scaling, mask and softmax add 7·N·N",
+        ),
+    }
+    units = [(n * n * d, n * n) for n, d, _ in sizes]
+    _explain_count(flops, units, told, "flops-miscounted", mistakes)
+    return f"reads, writes and FLOPs right at {len(sizes)} sizes"
 
 
-_UNITS = "a factor of 1000: TFLOP/s are 10¹² operations, GB/s 10⁹ bytes a second"
+def _explain_count(
+    counted: Sequence[tuple[str, Any, float]],
+    units: Sequence[tuple[float, float]],
+    told: str,
+    slug: str,
+    mistakes: Mapping[str, tuple[Sequence[float], str]],
+) -> None:
+    """Compare counts; where a wrong one is a sum of the same units at every size, say how many of each it has."""
+    __tracebackhide__ = True
+    try:
+        got = torch.tensor([float(value) for _, value, _ in counted], dtype=torch.float64)
+        rows = torch.tensor(units, dtype=torch.float64)
+        parts = torch.linalg.lstsq(rows, got[:, None]).solution[:, 0]
+        parts = (2 * parts).round() / 2
+        if bool(((rows @ parts - got).abs() <= 1e-9 * got.abs() + 0.5).all()):
+            sentence = told.format(*(f"{x:g}" for x in parts.tolist()))
+            mistakes = {**mistakes, slug: ([value for _, value, _ in counted], sentence)}
+    except (TypeError, ValueError, RuntimeError):
+        pass  # not numbers: the comparison says so
+    what = told.split()[0]
+    expect_all_close(counted, what=what, tol=0.5, mistakes=mistakes)
+
+
+_UNITS = "wrong units: TFLOP/s are 10¹² operations, GB/s 10⁹ bytes a second, and the time is in seconds"
 
 
 # ---- 1.2 ------------------------------------------------------------------------------------------------------------
@@ -125,51 +138,97 @@ def _(least_time: Callable[[float, float, runtime.GpuLimits], tuple[float, str]]
         "fused, N=4096": fused_cost(4096, 128),
         "fused, N=64": fused_cost(64, 64),
     }
-    for gpu in (runtime.GPUS[name] for name in ("H200", "A100", "RTX 4090", "RTX 5060 Ti")):
-        for name, cost in costs.items():
-            case = f"{name} on {gpu.name}"
-            with running(case):
-                got = least_time(cost.flops, cost.bytes, gpu)
-            expect(
-                isinstance(got, tuple | list) and len(got) == 2 and isinstance(got[1], str),
-                'return two things: the seconds, and "memory" or "compute"',
-                diagnosis="wrong-type",
-                case=case,
-            )
-            assert gpu.fp16_tflops is not None and gpu.memory_gb_s is not None
-            compute, memory = cost.flops / (gpu.fp16_tflops * 1e12), cost.bytes / (gpu.memory_gb_s * 1e9)
-            want = max(compute, memory)
-            expect_close(
-                got[0],
-                want,
-                what="the time in seconds",
-                case=case,
-                tol=1e-6 * want,
-                mistakes={
-                    "min-not-max": (
-                        min(compute, memory),
-                        "the time is that of the faster clock: the slower one is the bound",
-                    ),
-                    "sum-not-max": (
-                        compute + memory,
-                        "the two times are added: arithmetic and memory work at the same time",
-                    ),
-                    **{
-                        f"units-{i}": (max(a * compute, b * memory), _UNITS)
-                        for i, (a, b) in enumerate(((1e3, 1), (1, 1e3), (1e3, 1e3), (1e-3, 1), (1, 1e-3), (1e-3, 1e-3)))
-                    },
-                },
-            )
-            bound = "memory" if memory > compute else "compute"
-            expect(
-                got[1] == bound,
-                f'the bound is "{bound}": {cost.intensity:.0f} FLOP a byte is '
-                f"{'below' if bound == 'memory' else 'above'} "
-                f"the ridge of {gpu.name}, {gpu.ridge:.0f}; you said {got[1]!r}",
-                diagnosis="wrong-bound",
-                case=case,
-            )
+    gpus = [runtime.GPUS[name] for name in ("H200", "A100", "RTX 4090", "RTX 5060 Ti")]
+    pairs = [(gpu, cost, f"{name} on {gpu.name}") for gpu in gpus for name, cost in costs.items()]
+    seconds = []
+    for gpu, cost, case in pairs:
+        with running(case):
+            got = least_time(cost.flops, cost.bytes, gpu)
+        expect(
+            isinstance(got, tuple | list) and len(got) == 2 and isinstance(got[1], str),
+            'return two things: the seconds, and "memory" or "compute"',
+            diagnosis="wrong-type",
+            case=case,
+        )
+        expect(
+            got[1] in ("memory", "compute"),
+            f'the bound is called "memory" or "compute", not {got[1]!r}',
+            diagnosis="wrong-word",
+            case=case,
+        )
+        seconds.append(got)
+
+    def clocks(a: float = 1.0, b: float = 1.0, on: runtime.GpuLimits | None = None) -> list[tuple[float, float]]:
+        """The two times of every pair, a and b times as long, perhaps on another GPU."""
+        return [
+            (a * c.flops / ((on or g).fp16_tflops * 1e12), b * c.bytes / ((on or g).memory_gb_s * 1e9))  # type: ignore[operator]
+            for g, c, _ in pairs
+        ]
+
+    def slower(**changes: Any) -> list[float]:
+        return [max(both) for both in clocks(**changes)]
+
+    right = slower()
+    binary, bits = {"a": 1e12 / 2**40, "b": 1e9 / 2**30}, "bytes are counted as bits: memory_gb_s is in bytes a second"
+    mistakes: dict[str, tuple[list[float], str]] = {
+        "min-not-max": (
+            [min(both) for both in clocks()],
+            "the time is that of the faster clock: the slower one is the bound",
+        ),
+        "sum-not-max": (
+            [sum(both) for both in clocks()],
+            "the two times are added: arithmetic and memory work at the same time",
+        ),
+        "memory-only": ([m for _, m in clocks()], "only the memory's time counts: arithmetic can be the slower one"),
+        "compute-only": ([c for c, _ in clocks()], "only the arithmetic's time counts: memory can be the slower one"),
+        "bits": (slower(b=8.0), bits),
+        "bits 2": (slower(b=1 / 8), bits),
+        "binary-units": (slower(**binary), "tera and giga are powers of ten here: 10¹² and 10⁹"),
+        "binary-units 2": (slower(b=binary["b"]), "giga is a power of ten here: 10⁹"),
+        "rate-not-time": (
+            [max(c.flops * g.fp16_tflops * 1e12, c.bytes * g.memory_gb_s * 1e9) for g, c, _ in pairs],  # type: ignore[operator]
+            "the work is multiplied by the rate: a time is work divided by its rate",
+        ),
+        "inverted": (
+            [1 / time for time in right],
+            "that is the inverse, in runs a second: a time is work divided by its rate",
+        ),
+    }
+    for gpu in gpus:
+        mistakes[f"one-gpu {gpu.name}"] = (
+            slower(on=gpu),
+            f"the numbers of the {gpu.name} are used for every GPU: read them from the argument gpu",
+        )
+    factors = (1e-12, 1e-9, 1e-6, 1e-3, 1.0, 1e3, 1e6, 1e9, 1e12)
+    for a in factors:
+        for b in factors:
+            power = f"10^{round(math.log10(a))} and 10^{round(math.log10(b))}"
+            why = f"{_UNITS}; yours are {power} times those of arithmetic and memory"
+            mistakes[f"wrong-units {a:g} {b:g}"] = (slower(a=a, b=b), why)
+    # Relative errors: the times span six powers of ten.
+    answers = [(case, _ratio(got[0], want), 1.0) for (_, _, case), got, want in zip(pairs, seconds, right, strict=True)]
+    wrong = {slug: ([x / want for x, want in zip(xs, right, strict=True)], why) for slug, (xs, why) in mistakes.items()}
+    if not all(abs(ratio - 1) <= 1e-6 for _, ratio, _ in answers if isinstance(ratio, float)):
+        expect_all_close(answers, what="your time, over the right one,", mistakes=wrong)
+    for (gpu, cost, case), got, want, (compute, memory) in zip(pairs, seconds, right, clocks(), strict=True):
+        expect_close(got[0], want, what="the time in seconds", case=case, tol=1e-6 * want)
+        bound = "memory" if memory > compute else "compute"
+        expect(
+            got[1] == bound,
+            f'the bound is "{bound}": {cost.intensity:.0f} FLOP a byte is '
+            f"{'below' if bound == 'memory' else 'above'} "
+            f"the ridge of {gpu.name}, {gpu.ridge:.0f}; you said {got[1]!r}",
+            diagnosis="wrong-bound",
+            case=case,
+        )
     return "four GPUs, three costs"
+
+
+def _ratio(got: Any, want: float) -> Any:
+    try:
+        return float(got) / want
+    except (TypeError, ValueError):
+        return got
 
 
 # ---- 1.3 ------------------------------------------------------------------------------------------------------------
@@ -207,35 +266,81 @@ def _(frugal_attention: Callable[..., torch.Tensor]) -> str:
             case=case,
         )
         want, _ = reference.attention(*(x[None, None] for x in (q, k, v)))
-        unscaled, _ = reference.attention(*(x[None, None] for x in (q, k, v)), scale=1.0)
-        expect_close(
-            got,
-            want[0, 0].float(),
-            what="o",
+        expect(
+            size == 1 or not isinstance(got, torch.Tensor) or bool(got.isfinite().all()),
+            "not finite where the scores are large: subtract the row's maximum before the exp",
+            diagnosis="no-max-subtraction",
             case=case,
-            tol=1e-4 if size == 1 else 1e-3,
-            mistakes={"scale-missing": (unscaled[0, 0], "the scores are not scaled by 1 / sqrt(D)")},
-            because="subtract the row's maximum before the exp, or large scores overflow" if size > 1 else None,
         )
-    ops = trace_ops(frugal_attention, q, k, v)
+        tol = 1e-4 if size == 1 else 1e-3
+        mistakes = _naive_mistakes(q.double(), k.double(), v.double()) if size == 1 else {}
+        if isinstance(got, torch.Tensor) and got.shape == q.shape:
+            off = (got.double() - want[0, 0]).abs().max().item()
+            rounded = "nearly right: is something in 16 bits? The matrix has to stay in float32"
+            if tol < off < 0.02:
+                mistakes["low-precision"] = (got, rounded)
+        expect_close(got, want[0, 0].float(), what="o", case=case, tol=tol, mistakes=mistakes)
+    _expect_a_maximum_per_row(frugal_attention)
+    # Few columns, so that what has N rows weighs little: only a second N x N tensor may count.
+    ops = trace_ops(frugal_attention, *(torch.randn(512, 16, generator=generator).to(device) for _ in range(3)))
     worst = max(ops, key=lambda op: op.live_bytes)
     matrices = worst.live_bytes / (512 * 512 * 4)
     expect(
         matrices < 1.3,
         f"right, but it holds {matrices:.2f} matrices of N × N when `{worst.name}` ends; one is enough",
         diagnosis="second-matrix-alive",
-        case="N=512, D=64",
+        case="N=512, D=16",
     )
-    expect(
-        max(op.bytes_written for op in ops) >= 512 * 512 * 4,
-        "right and small, but the scores were never there as one matrix: this exercise is about doing the "
-        "four lines in "
-        "place. What you did is phase 2, well ahead of time",
-        diagnosis="not-the-four-lines",
-        case="N=512, D=64",
-    )
-    naive = naive_peak_bytes(512, 64, itemsize=4) / (512 * 512 * 4)
+    naive = naive_peak_bytes(512, 16, itemsize=4) / (512 * 512 * 4)
     return f"peak {matrices:.2f} matrices of N × N, naive_attention has {naive:.2f}"
+
+
+def _naive_mistakes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, tuple[torch.Tensor, str]]:
+    """What slips in the four lines would give, for small scores."""
+    n, d = q.shape
+    s = q @ k.T
+    scales = {
+        "scale-missing": (1.0, "the scores are not scaled by 1 / sqrt(D)"),
+        "scale-one-over-d": (
+            1 / d,
+            "the scores are scaled by 1 / D, or twice; it is 1 / sqrt(D), once",
+        ),
+        "scale-inverted": (math.sqrt(d), "the scores are multiplied by sqrt(D); divide them by it"),
+        "scale-of-n": (n**-0.5, "the scores are scaled by 1 / sqrt(N); it is 1 / sqrt(D)"),
+        "scale-hard-coded": (1 / 8, "the scores are always scaled by 1/8, which is right for D = 64 only"),
+    }
+    told = {slug: (torch.softmax(s * scale, 1) @ v, why) for slug, (scale, why) in scales.items()}
+    s = s * d**-0.5
+    p = torch.exp(s - s.amax(1, keepdim=True))
+    lost = "sum(dim=1) without keepdim divides column j by the sum of row j: keep the axis, keepdim=True"
+    return told | {
+        "not-normalised": (p @ v, "the exponentials are not divided by their row's sum"),
+        "wrong-axis": (torch.softmax(s, 0) @ v, "the softmax runs along the columns: a row's keys lie along dim=-1"),
+        "sum-of-columns": (p / p.sum(0, keepdim=True) @ v, "the sum runs along the columns: each row has its own"),
+        "keepdim-missing": (p / p.sum(1) @ v, lost),
+        "one-sum": (p / p.sum() @ v, "one sum was taken for the whole matrix: each row has its own"),
+        "base-2": (torch.softmax(s * math.log(2), 1) @ v, "2 is raised to the scores: the exponential is e^x"),
+    }
+
+
+def _expect_a_maximum_per_row(fn: Callable[..., torch.Tensor]) -> None:
+    """Rows whose scores are 400 apart: against one maximum for all, every exponential of the lower row is 0."""
+    __tracebackhide__ = True
+    case = "two rows of scores, near +200 and near -200"
+    q, k = torch.ones(2, 16, device=runtime.device()), torch.full((2, 16), 50.0, device=runtime.device())
+    q[1], k[1] = -1.0, 49.5
+    v = torch.arange(32.0, device=q.device).view(2, 16)
+    with running(case):
+        got = fn(q, k, v)
+    want, _ = reference.attention(*(x[None, None] for x in (q, k, v)))
+    lower = torch.as_tensor(got)[1]
+    expect(
+        bool(lower.isfinite().all()) and bool(lower.abs().sum() > 0),
+        "one maximum was taken for the whole matrix: a row far below it has only zeros; take each row's own",
+        diagnosis="global-max",
+        case=case,
+    )
+    expect_close(got, want[0, 0].float(), what="o", case=case, tol=1e-3)
 
 
 # ---- 1.4 ------------------------------------------------------------------------------------------------------------
@@ -290,7 +395,7 @@ def _verify_padded(kernel: Any, **options: Any) -> Any:
     __tracebackhide__ = True
     run = _one_head(kernel, BLOCK_N=schemes.padded)
     try:
-        return verify_one_head(run, max_seq=150, **options)
+        return verify_one_head(run, max_seq=150, max_tile=128, **options)
     except CheckFailed as failed:
         if failed.diagnosis != "not-solved-yet":
             _explain_padding(run)
@@ -324,6 +429,17 @@ def _(scheme_a_kernel: Any) -> str:
 # ---- 1.5 ------------------------------------------------------------------------------------------------------------
 
 
+def _first_failing(
+    limit: int, d: int, block_m: int, e: int, *, tiles: int = 2, q_tiles: int = 1, itemsize: int = 0, unit: int = 1,
+    room: int = 0, least: int = 16,
+) -> int:  # fmt: skip
+    """The smallest N that does not fit, if so many tiles of so many bytes had to."""
+    row, block_n = d * (itemsize or e), least
+    while (q_tiles * block_m + tiles * block_n) * row <= limit * unit + room:
+        block_n *= 2
+    return 1 if block_n == least else block_n // 2 + 1
+
+
 @exercise(
     "1.5",
     title="The first length that fails",
@@ -343,44 +459,107 @@ def _(first_failing: Callable[[int, int, int, int], int]) -> str:
         for head_dim, block_m, itemsize in ((128, 16, 4), (128, 64, 2), (64, 64, 2), (32, 128, 2))
     ]
     cases.append((48 * 1024, 256, 64, 4))  # nothing fits here
+    cases.append(((64 + 2 * 128) * 128 * 2, 128, 64, 2))  # the tiles of 128 keys fit to the byte
+    cases.append(((64 + 2 * 128) * 128 * 2 + 100, 128, 64, 2))  # they fit, with a little to spare
+    cases.append(((64 + 2 * 10) * 128 * 2, 128, 64, 2))  # 8 keys would fit, but a tile has 16 at least
+    answers = []
     for limit, d, block_m, e in cases:
         case = f"limit={limit}, D={d}, BLOCK_M={block_m}, itemsize={e}"
         with running(case):
             got = first_failing(limit, d, block_m, e)
+        answers.append((case, got, _first_failing(limit, d, block_m, e)))
 
-        def answer(tiles: float, block_m: int = block_m, limit: int = limit, row: int = d * e) -> int:
-            """The first failing N if `tiles` tiles of BLOCK_N keys had to fit beside q's."""
-            block_n = 16
-            while (block_m + tiles * block_n) * row <= limit:
-                block_n *= 2
-            return 1 if block_n == 16 else block_n // 2 + 1
+    def given(**changes: Any) -> list[int]:
+        return [_first_failing(*case, **changes) for case in cases]
 
-        def mistakes(
-            answer: Callable[..., int] = answer, limit: int = limit, d: int = d, block_m: int = block_m, e: int = e
-        ):
-            power = 2 * (answer(2) - 1)
-            exact = max(0, (limit // (d * e) - block_m) // 2) + 1
-            return {
-                "one-tile-forgotten": (answer(1), "only one of K and V is counted: both tiles are there at once"),
-                "q-forgotten": (answer(2, 0), "the tile of Q is not counted: BLOCK_M rows of it are there too"),
-                "elements-not-bytes": (answer(2, row=d), "elements are counted, not bytes: each has itemsize of them"),
-                "padding-forgotten": (
-                    exact,
-                    "N is padded to a power of two before it meets shared memory: a length just above one "
-                    "costs as much as the next",
-                ),
-                "first-power-not-first-length": (
-                    power,
-                    "that is the first power of two that fails; lengths below it are padded to it and fail as well",
-                ),
-                "last-that-runs": (answer(2) - 1, "that is the last length that runs; the next one fails"),
-            }
-
-        expect_close(got, answer(2), what="the first failing N", case=case, tol=0.5, mistakes=mistakes())
+    exact = [max(0, (limit // (d * e) - block_m) // 2) + 1 for limit, d, block_m, e in cases]
+    mistakes = {
+        "one-tile-forgotten": (given(tiles=1), "only one of K and V is counted: both tiles are there at once"),
+        "q-forgotten": (given(q_tiles=0), "the tile of Q is not counted: BLOCK_M rows of it are there too"),
+        "o-counted": (given(q_tiles=2), "a tile of O is counted too: only Q, K and V are kept in shared memory"),
+        "elements-not-bytes": (given(itemsize=1), "elements are counted, not bytes: each has itemsize of them"),
+        "itemsize-ignored": (given(itemsize=2), "every element is taken for 2 bytes; it has itemsize"),
+        "limit-in-kib": (given(unit=1024), "the limit is in bytes already, not in KiB"),
+        "padding-forgotten": (
+            exact,
+            "N is padded to a power of two before it meets shared memory: a length just above one costs as much as the "
+            "next",
+        ),
+        "first-power-not-first-length": (
+            [2 * (n - 1) or 16 for n in given()],
+            "that is the first power of two that fails; lengths below it are padded to it and fail as well",
+        ),
+        "exact-fit-refused": (given(room=-1), "tiles that need just the limit fit: the first length fails above it"),
+        "minimum-forgotten": (
+            given(least=1),
+            "a tile has at least 16 keys: N is padded to 16, however short it is",
+        ),
+        "nothing-fits": (
+            [max(17, n) for n in given()],
+            "where not even the smallest tile of 16 keys fits, every length fails, and the first is 1",
+        ),
+        "last-that-runs": ([n - 1 for n in given()], "that is the last length that runs; the next one fails"),
+    }
+    mistakes["first-power-not-first-length 2"] = (
+        [2 * (n - 1) if n > 1 else 1 for n in given()],
+        mistakes["first-power-not-first-length"][1],
+    )
+    expect_all_close(answers, what="the first failing N", tol=0.5, mistakes=mistakes)
     return f"{len(cases)} combinations of limit, D, BLOCK_M and itemsize"
 
 
 # ---- 1.6 ------------------------------------------------------------------------------------------------------------
+
+
+FORBIDDEN = {"gather", "sum", "max", "min", "reduce", "dot", "associative_scan", "cumsum", "sort", "histogram"}
+
+
+def _explain_quarters(answers: list[tuple[str, torch.Tensor, torch.Tensor]], x: torch.Tensor) -> None:
+    """Compare the quarters J = 0 to 3; say which quarter stands where another should."""
+    __tracebackhide__ = True
+    quarters = [want for _, _, want in answers]
+    rows, columns = x.shape
+
+    def halves(t: torch.Tensor, way: str) -> tuple[torch.Tensor, torch.Tensor]:
+        if way == "interleaved":
+            return t[:, ::2], t[:, 1::2]
+        if way == "rows":  # the flat tile's first and second half
+            first, second = t.reshape(2, rows, -1)
+            return first, second
+        first, second = t.chunk(2, dim=1)
+        return first, second
+
+    mistakes: dict[str, tuple[list[torch.Tensor], str]] = {}
+    for slug, ways, why in (
+        ("interleaved-columns", ("interleaved", "interleaved"), "both times"),
+        ("interleaved-columns-first", ("interleaved", "right"), "in the first cut"),
+        ("interleaved-columns-second", ("right", "interleaved"), "in the second cut"),
+    ):
+        cut = [part for half in halves(x, ways[0]) for part in halves(half, ways[1])]
+        told = (
+            "reshaping to [.., COLUMNS // 2, 2] separates even from odd columns; the axis of length 2 has to come first"
+        )
+        mistakes[slug] = (cut, f"y holds columns that are not neighbours in x, {why}: {told}")
+    for slug, ways in (("rows-cut", ("rows", "right")), ("rows-cut-second", ("right", "rows"))):
+        cut = [part for half in halves(x, ways[0]) for part in halves(half, ways[1])]
+        why = "y holds rows of x, cut in two: in the reshape ROWS comes first, so that the new axis cuts the columns"
+        mistakes[slug] = (cut, why)
+    held = [next((i for i, quarter in enumerate(quarters) if torch.equal(y, quarter)), None) for _, y, _ in answers]
+    if None not in held and held != [0, 1, 2, 3]:
+        slug, why = "another-quarter", "J // 2 says which half, J % 2 which half of that"
+        for known, order, words in (
+            ("left-and-right-swapped", [3, 2, 1, 0], "left and right are swapped, both times"),
+            ("halves-swapped", [2, 3, 0, 1], "tl.split gives the left half first, and J >= 2 is right"),
+            ("quarters-swapped", [1, 0, 3, 2], "the two quarters of each half are swapped"),
+            ("halves-mixed", [0, 2, 1, 3], why),
+            ("always-the-first", [0, 0, 0, 0], "J has no effect"),
+        ):
+            if held == order:
+                slug, why = known, words
+        at = next(j for j in range(4) if held[j] != j)
+        sentence = f"for J = 0, 1, 2, 3 y holds the quarters {', '.join(map(str, held))}: {why}"
+        raise CheckFailed(sentence, diagnosis=slug, case=answers[at][0])
+    expect_all_close(answers, what="y", mistakes=mistakes)
 
 
 @exercise(
@@ -402,37 +581,35 @@ def _(first_failing: Callable[[int, int, int, int], int]) -> str:
 )
 def _(quarter_kernel: Any) -> str:
     kernel = kernel_of(quarter_kernel)
+    called = calls(kernel)
+    used = sorted(FORBIDDEN & set(called))
+    expect(
+        not used,
+        f"tl.{used[0] if used else ''} is not allowed here: use reshape, permute and split",
+        diagnosis=f"{used[0] if used else ''}-used",
+    )
+    expect(
+        called.count("load") == 1,
+        f"the kernel calls tl.load {called.count('load')} times; it should load x once, and cut what it loaded",
+        diagnosis="loaded-again",
+    )
     device = runtime.device()
     for rows, columns in ((16, 64), (32, 16)):
         x = torch.arange(rows * columns, device=device, dtype=torch.float32).reshape(rows, columns)
-        quarters = list(x.split(columns // 4, dim=1))
+        answers = []
         for j in range(4):
             case = f"x [{rows}, {columns}], J={j}"
             y = torch.full((rows, columns // 4), math.nan, device=device)
-            with in_bounds(case, x=x, y=y):
+            with in_bounds(case, x=x, y=y) as traffic:
                 kernel[(1,)](x, y, ROWS=rows, COLUMNS=columns, J=j)
-            swapped = quarters[2 * (j % 2) + j // 2]
-            even_odd = x[:, j // 2 :: 2][:, j % 2 :: 2]
-            expect_close(
-                y,
-                quarters[j],
-                what="y",
+            expect(
+                traffic is None or traffic.read_from["x"] <= x.nbytes,
+                "x is read more than once; load it once, and cut what was loaded",
+                diagnosis="loaded-again",
                 case=case,
-                mistakes={
-                    "interleaved-columns": (
-                        even_odd,
-                        "y holds every fourth column of x: reshaping to [.., COLUMNS // 2, 2] separates "
-                        "even from odd "
-                        "columns; the axis of length 2 has to come first, then be permuted to the end",
-                    ),
-                    "halves-mixed": (
-                        swapped,
-                        "y holds another quarter: J // 2 says which half, J % 2 which half of that",
-                    ),
-                    "left-and-right-swapped": (quarters[3 - j], "y holds quarter 3 - J: left and right are swapped"),
-                    "always-the-first": (quarters[0], "y holds the first quarter, whatever J is"),
-                },
             )
+            answers.append((case, y, x[:, j * columns // 4 : (j + 1) * columns // 4]))
+        _explain_quarters(answers, x)
     arguments = {"x_ptr": torch.float32, "y_ptr": torch.float32, "ROWS": 64, "COLUMNS": 256, "J": 2}
     compiles(kernel, arguments, target="sm_120", num_stages=1)
     return "all four quarters at two sizes; compiled for sm_120"
@@ -446,6 +623,8 @@ def _(quarter_kernel: Any) -> str:
     title="Right at 128, wrong at 100",
     minutes=15,
     difficulty="Bug hunt",
+    untouched="0798636dde1d",
+    history="a common mistake; a masked load looks like a mask",
     hints=[
         "It is right whenever N is a power of two. What is different about the tile when N is not?",
         "Print `o` of a row for N = 100 with V all ones: every weight is positive and they should sum to "
@@ -464,6 +643,24 @@ def _(masked_kernel: Any) -> str:
 # ---- 1.8 ------------------------------------------------------------------------------------------------------------
 
 
+def _expect_two_passes(run: Callable[..., Any]) -> None:
+    """K is read twice, V once; and no more than that."""
+    __tracebackhide__ = True
+    if not runtime.INTERPRETED:
+        return
+    q, k, v = (torch.randn(64, 64, generator=torch.Generator().manual_seed(18)).half() for _ in range(3))
+    with watched(q=q, k=k, v=v) as traffic:
+        run(q, k, v)
+    passes = traffic.read_from["k"] / (64 * 64 * 2)
+    expect(
+        passes >= 2,
+        f"right, but K is read {passes:g} times: this is one pass that corrects o, phase 3's kernel; here the first "
+        "pass finds m and l of the whole row, so that the second never has to rescale o",
+        diagnosis="one-pass",
+        case="M=N=64, BLOCK_N=32",
+    )
+
+
 @exercise(
     "1.8",
     title="Both walls, in two passes",
@@ -471,8 +668,10 @@ def _(masked_kernel: Any) -> str:
     difficulty="Stretch",
     hints=[
         "Pass 1 is phase 0's online normaliser: for each block of K, a tile of scores, then m_i and l_i. "
-        "Nothing else is kept.",
-        "In pass 1: m_new = max(m_i, row maximum of s); l_i = l_i · exp(m_i - m_new) + row sum of exp(s - m_new).",
+        'Nothing else is kept. Before the loop, m_i is `tl.full([BLOCK_M], float("-inf"), tl.float32)`, l_i is '
+        "`tl.zeros([BLOCK_M], tl.float32)`.",
+        "In pass 1: m_new = tl.maximum(m_i, row maximum of s); "
+        "l_i = l_i · exp(m_i - m_new) + row sum of exp(s - m_new).",
         "In pass 2 compute s again, from the same q and the same block of K. Now m_i and l_i are those of "
         "the whole row, so "
         "p = exp(s - m_i) / l_i is final: acc = tl.dot(p.to(v.dtype), v, acc). No rescaling.",
@@ -483,7 +682,9 @@ def _(masked_kernel: Any) -> str:
 )
 def _(two_pass_kernel: Any) -> str:
     kernel = kernel_of(two_pass_kernel)
-    report = verify_one_head(_one_head(kernel, BLOCK_N=lambda n: 32), max_seq=300)
+    run = _one_head(kernel, BLOCK_N=lambda n: 32)
+    report = verify_one_head(run, max_tile=128)
+    _expect_two_passes(run)
     compiled = compiles(kernel, schemes.kernel_arguments(4096, 64, BLOCK_N=64), target="sm_120", num_stages=1)
     expect(
         (compiled.shared_bytes or 0) <= 4 * 64 * 64 * 2,

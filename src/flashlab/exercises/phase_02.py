@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +12,19 @@ import torch
 from flashlab import runtime
 from flashlab.attention import reference
 from flashlab.attention.cost import Meter, flash_cost
-from flashlab.check import CheckFailed, expect, expect_close, running, verify_block, verify_one_head
+from flashlab.check import (
+    CheckFailed,
+    Report,
+    expect,
+    expect_all_close,
+    expect_close,
+    running,
+    verification,
+    verify_block,
+    verify_one_head,
+)
+from flashlab.check.cases import Case, case_list
+from flashlab.check.symptoms import watched
 from flashlab.exercises.registry import exercise
 
 
@@ -29,14 +42,21 @@ def _run(fn: Callable[..., Any], *args: Any, case: str, **options: Any) -> tuple
     """Call the learner's function; CheckFailed unless it returns two tensors."""
     __tracebackhide__ = True
     expect(callable(fn), "a function is expected: give its name, without calling it", diagnosis="wrong-type")
+    given = [x for x in args if isinstance(x, torch.Tensor)]
+    before = [x.clone() for x in given]
     with running(case):
         result = fn(*args, **options)
+    changed = not all(torch.equal(x, y) for x, y in zip(given, before, strict=True))
+    expect(not changed, "the function changes its inputs: work on copies", diagnosis="input-modified", case=case)
     if (
         not isinstance(result, (tuple, list))
         or len(result) != 2
         or not all(isinstance(x, torch.Tensor) for x in result)
     ):
-        kind = "nothing" if result is None else f"a {type(result).__name__}"
+        kind = "nothing: is a `return` missing?" if result is None else f"a {type(result).__name__}"
+        if isinstance(result, (tuple, list)):
+            kind = ", ".join("a tensor" if isinstance(x, torch.Tensor) else f"{x!r:.40}" for x in result)
+            kind = f"{len(result)} things: {kind}" if result else "an empty tuple"
         raise CheckFailed(
             f"the function should return two tensors, (O, lse), but it returned {kind}",
             diagnosis="wrong-type",
@@ -101,6 +121,7 @@ def _(one_step: Callable[[], dict[str, float]]) -> str:
         what="m_new",
         tol=1e-3,
         mistakes={
+            "exponential-for-score": (8.0, "m_new is a score, ln 8; 8 is its exponential"),
             "block-maximum-only": (ln(4), "m_new is the largest score seen so far, in both blocks: ln 8"),
             "base-2": (3.0, "m_new is in natural units: ln 8, not log2 of it"),
         },
@@ -115,7 +136,11 @@ def _(one_step: Callable[[], dict[str, float]]) -> str:
                 4.0,
                 "the correction is upside down: a larger maximum must shrink the old sums, exp(m_i - "
                 "m_new), not exp(m_new - m_i)",
-            )
+            ),
+            "exponential-forgotten": (
+                ln(2) - ln(8),
+                "that is m_i - m_new; the correction is its exponential",
+            ),
         },
     )
     expect_close(
@@ -129,6 +154,10 @@ def _(one_step: Callable[[], dict[str, float]]) -> str:
                 "l_i: the old sum 1.5 is relative to the old maximum; correct it before you add",
             ),
             "l-forgotten": (1.5, "l_i: only one block is in it"),
+            "p-not-shifted": (0.375 + 12, "l_i: p of the second block is relative to m_new: 8/8 and 4/8, not 8 and 4"),
+            "p-not-shifted-nor-l": (1.5 + 12, "l_i: both blocks' sums have to be relative to m_new"),
+            "p-of-4": (1.625, "l_i: p of the score ln 4 is exp(ln 4 - ln 8)"),
+            "l-of-the-old": (0.375, "l_i: the second block's sum is missing"),
         },
     )
     expect_close(
@@ -142,6 +171,13 @@ def _(one_step: Callable[[], dict[str, float]]) -> str:
                 "acc: the old 5.5 is relative to the old maximum; correct it before you add",
             ),
             "acc-forgotten": (4.0, "acc: only the second block is in it"),
+            "acc-of-the-old": (1.375, "acc: the second block's values are missing"),
+            "values-swapped": (1.375 + 6 + 0.5, "acc: each value goes with its own key's weight: 1 · 1 + 1/2 · 6"),
+            "p-not-shifted": (1.375 + 8 + 24, "acc: p of the second block is relative to m_new: 8/8 and 4/8"),
+            "normalised-early": (
+                5.5 / 1.5 * 0.25 + 4,
+                "acc: the old one was divided by l_i first; it stays unnormalised until the end",
+            ),
         },
     )
     expect_close(
@@ -149,7 +185,11 @@ def _(one_step: Callable[[], dict[str, float]]) -> str:
         43 / 15,
         what="O",
         tol=1e-3,
-        mistakes={"not-normalised": (5.375, "O is acc divided by l_i, once, at the end")},
+        mistakes={
+            "not-normalised": (5.375, "O is acc divided by l_i, once, at the end"),
+            "old-l": (5.375 / 1.5, "O is acc divided by the new l_i, not by the one before the step"),
+            "inverted": (15 / 43, "O is acc divided by l_i, not l_i by acc"),
+        },
     )
     return "all five values right; O = 43/15, as the softmax over all four keys gives"
 
@@ -173,8 +213,11 @@ def _(block_state: Callable[[torch.Tensor, torch.Tensor], tuple]) -> str:
     s = torch.tensor([[1.0, 3, 2], [0, -1, -2]], device=device)
     v = torch.tensor([[1.0, 10], [2, 20], [4, 40]], device=device)
     for case, scores in [("a 2 x 3 tile", s), ("scores near 300", s + 300), ("scores near -300", s - 300)]:
+        given = scores.clone()
         with running(case):
-            result = block_state(scores, v)
+            result = block_state(given, v)
+        changed = not torch.equal(given, scores)
+        expect(not changed, "s was changed in place: write to a new tensor", diagnosis="inputs-changed", case=case)
         expect(
             isinstance(result, (tuple, list)) and len(result) == 3,
             "return three tensors: m, l, acc",
@@ -196,6 +239,11 @@ def _(block_state: Callable[[torch.Tensor, torch.Tensor], tuple]) -> str:
                     "m: each row has its own maximum; yours is that of the whole tile",
                 ),
                 "wrong-axis": (scores.amax(dim=0), "m: the maximum runs over the keys, so along dim=1"),
+                "maximum-from-zero": (
+                    want.clamp(min=0),
+                    "m is 0 where all scores are negative: the maximum starts at -inf, not at 0",
+                ),
+                "minimum": (scores.amin(dim=1), "m: that is the smallest score of each row"),
             },
         )
         expect_close(
@@ -207,7 +255,12 @@ def _(block_state: Callable[[torch.Tensor, torch.Tensor], tuple]) -> str:
                 "no-max-subtraction": (
                     torch.exp(scores).sum(dim=1),
                     "l: subtract the row's maximum before the exponential; without it scores of 300 overflow",
-                )
+                ),
+                "log-for-l": (p.sum(dim=1).log(), "l: that is ln(l); return the sum itself"),
+                "lse-for-l": (want + p.sum(dim=1).log(), "l: that is m + ln(l); return the sum itself"),
+                "sum-of-scores": (scores.sum(dim=1), "l: the scores are summed, not their exponentials"),
+                "mean-for-sum": (p.mean(dim=1), "l: that is the mean; it is the sum"),
+                "base-2": (torch.exp2(scores - want[:, None]).sum(dim=1), "l: 2 is raised to s - m; use torch.exp"),
             },
         )
         expect_close(
@@ -219,7 +272,9 @@ def _(block_state: Callable[[torch.Tensor, torch.Tensor], tuple]) -> str:
                 "normalised-too-early": (
                     (p / p.sum(dim=1, keepdim=True)) @ v,
                     "acc is divided by l already; leave it unnormalised, the division comes once, at the very end",
-                )
+                ),
+                "scores-for-p": (scores @ v, "acc: the scores are multiplied by v; it is their exponentials p"),
+                "sum-of-v": (v.sum(0).expand(2, 2), "acc: v is summed without weights; it is p @ v"),
             },
         )
     return "m, l and acc right, also for scores near +300 and -300"
@@ -244,10 +299,38 @@ def _(block_state: Callable[[torch.Tensor, torch.Tensor], tuple]) -> str:
     ],
 )
 def _(flash_attention_forward_sim: Callable[..., Any]) -> Any:
-    _expect_rescaled(flash_attention_forward_sim)
-    report = verify_block(flash_attention_forward_sim, dtypes=(torch.float32, torch.float16, torch.bfloat16))
+    dtypes = (torch.float32, torch.float16, torch.bfloat16)
+    report = _verify_block(flash_attention_forward_sim, dtypes=dtypes, head_dims=(64, 20))
+    _expect_value_columns(lambda q, k, v: flash_attention_forward_sim(q, k, v, 4))
     _expect_flat_memory(flash_attention_forward_sim)
     return report
+
+
+def _verify_block(fn: Callable[..., Any], **options: Any) -> Any:
+    """`verify_block`; where it cannot name the cause, an example of four keys may tell it from the numbers alone."""
+    __tracebackhide__ = True
+    try:
+        return verify_block(fn, **options)
+    except CheckFailed as failed:
+        if failed.diagnosis == "wrong-value":
+            _expect_rescaled(fn)
+        raise
+
+
+def _expect_value_columns(fn: Callable[..., Any], **options: Any) -> None:
+    """V may have another number of columns than Q and K."""
+    __tracebackhide__ = True
+    Q, K, V = _random((6, 16), (10, 16), (10, 24))
+    case = "Q [6, 16], K [10, 16], V [10, 24]"
+    want, _ = _oracle(Q, K, V, **options)
+    told = "the number of columns of O is V's, which need not be HEAD_DIM; your function "
+    try:
+        O, _ = _run(fn, Q, K, V, case=case)
+    except (RuntimeError, ValueError, IndexError) as error:
+        raise CheckFailed(f"{told}raises {type(error).__name__}", diagnosis="v-dim-ignored", case=case) from error
+    same = O.shape == want.shape
+    expect(same, f"{told}gives O the shape {list(O.shape)}", diagnosis="v-dim-ignored", case=case)
+    expect_close(O, want, what="O", case=case, tol=1e-4, diagnosis="v-dim-ignored")
 
 
 def _expect_rescaled(fn: Callable[..., Any]) -> None:
@@ -301,7 +384,7 @@ def _expect_rescaled(fn: Callable[..., Any]) -> None:
                 torch.tensor([1.875, 2.25]).log(),
                 "lse is log(l_i), but l_i is relative to m_i: add m_i",
             ),
-            "lse-base-2": (want_lse / ln2, "lse is in base 2; it is the natural logarithm here"),
+            "lse-in-base-2": (want_lse / ln2, "lse is in base 2; it is the natural logarithm here"),
         },
     )
 
@@ -324,7 +407,9 @@ def _(flash_attention_one_head_sim: Callable[..., Any]) -> Any:
         def one_head(q, k, v, *, scale=None, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N):
             return flash_attention_one_head_sim(q, k, v, BLOCK_M, BLOCK_N, scale)
 
-        report = verify_one_head(one_head, dtypes=(torch.float16, torch.float32))
+        report = verify_one_head(one_head, dtypes=(torch.float16, torch.float32), head_dims=(64, 20), max_tile=128)
+    _expect_value_columns(lambda q, k, v: flash_attention_one_head_sim(q, k, v, 4, 4))
+    _expect_blocks_not_exchanged(flash_attention_one_head_sim)
     Q, K, V = _random((300, 32), (256, 32), (256, 32), dtype=torch.float16)
     with Meter(Q, K, V) as meter:
         _run(flash_attention_one_head_sim, Q, K, V, 64, 32, case="M=300, N=256, BLOCK_M=64, BLOCK_N=32")
@@ -337,88 +422,91 @@ def _(flash_attention_one_head_sim: Callable[..., Any]) -> Any:
     return report
 
 
+def _expect_blocks_not_exchanged(fn: Callable[..., Any]) -> None:
+    """Products of 16 rows and 64 keys, not of 64 rows and 16 keys: told by how many there are."""
+    __tracebackhide__ = True
+    Q, K, V = _random((16, 32), (128, 32), (128, 32))
+    case = "M=16, N=128, BLOCK_M=16, BLOCK_N=64"
+    with Meter() as meter:
+        _run(fn, Q, K, V, 16, 64, case=case)
+    products = sum(op.name in ("mm", "addmm", "matmul", "bmm") for op in meter.ops)
+    expect(
+        products <= 4,
+        f"the values are right, but {products} products were computed where one block of rows and two blocks of keys "
+        "need 4: are BLOCK_M and BLOCK_N exchanged?",
+        diagnosis="blocks-exchanged",
+        case=case,
+    )
+
+
 # ---- 2.5, 2.6: bug hunts -----------------------------------------------------------------------------------
+
+
+def _verify_causal(hunted: Callable[..., Any]) -> Report:
+    """Every causal case of the checker, in tiles of 16 keys."""
+    __tracebackhide__ = True
+
+    def call(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        __tracebackhide__ = True
+        o, lse = _run(hunted, q[0, 0], k[0, 0], v[0, 0], 16, case.softmax_scale, case=str(case))
+        return o[None, None], lse[None, None]
+
+    cases = [case for case in case_list(causal=True, batched=False, strided=False, max_seq=200) if case.causal]
+    return verification.run(call, [replace(case, block_n=16) for case in cases], one_head=True)
 
 
 @exercise(
     "2.5",
-    title="Right on a sorted row",
+    title="Right without a past",
     minutes=15,
     difficulty="Bug hunt",
+    untouched="10cf5f0cbfe8",
+    history="Dao-AILab/flash-attention, issue 282 (2023); its version 2.1 changed the alignment",
     hints=[
-        "If the scores of a row only fall, its maximum never moves after the first block. Which line "
-        "matters only when it does?",
-        "Let the maximum rise from 1 to 4. The old exponentials were relative to 1. Relative to 4, are "
-        "they larger or smaller?",
-        "`correction` must be at most 1: `torch.exp(m_i - m_new)`.",
+        "It is right wherever there are as many queries as keys. Take 2 queries and 5 keys: write down the mask that "
+        "the code makes, as a 2 x 5 table of 0 and 1.",
+        "The last query should see all 5 keys, and the one before it all but one. Which keys does the code let it see?",
+        "Query i is at position i + N - M of the keys: mask where key > row + N - M.",
     ],
 )
-def _(hunted: Callable[..., Any]) -> Any:
-    _expect_rescaled(hunted)
-    report = verify_block(hunted)
-    _expect_flat_memory(hunted)
-    return report
+def _(hunted: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Any:
+    return _verify_causal(hunted)
 
 
 @exercise(
     "2.6",
-    title="Two bugs in the padding",
+    title="The walk from the other end",
     minutes=20,
     difficulty="Bug hunt",
+    untouched="3b7a9eee7ed5",
+    history="flashinfer-ai/flashinfer, pull request 4401 (2026), and many before it",
     hints=[
-        "First bug: try N = 8 and N = 10 with BLOCK_N = 4. Which rows of the padded K does the softmax "
-        "count? What does a key of zeros score?",
-        "A padded column must have the score -inf before the maximum is taken: compare `start_n + "
-        "arange(BLOCK_N)` with N.",
-        "Second bug: let every score of a row be near -200. What is the running maximum after the first "
-        "block, and what is exp(-200) in float32? The maximum must start below every score there can be; a "
-        "large negative number is still too large for someone.",
+        "With 32 queries, 32 keys and tiles of 16: which rows see a key of the tile 16 to 31, which the walk meets "
+        "first? Which rows are NaN?",
+        "Print s, m_new and p of row 0 in the first round. Every score of it is masked. What is m_new, and what is "
+        "s - m_new?",
+        "-inf - (-inf) is NaN. Where m_new is still -inf, subtract 0 instead, in p and in the correction: exp(-inf) is "
+        "0, which is what a row without a key should add.",
     ],
 )
-def _(hunted: Callable[..., Any]) -> Any:
-    Q_block, K, V = _random((4, 16), (10, 16), (10, 16))
-    case = "10 keys, 4 a block"
-    want, want_lse = _oracle(Q_block, K, V)
-    padded = [torch.cat([x, x.new_zeros(2, 16)]) for x in (K, V)]
-    unmasked, unmasked_lse = _oracle(Q_block, *padded)
-    O, lse = _run(hunted, Q_block, K, V, 4, case=case)
-    sentence = (
-        "the rows that fill up the last block take part in the softmax: a key of zeros scores 0, and exp(0 "
-        "- m) is not 0; give it the score -inf before the maximum"
-    )
-    expect_close(O, want, what="O", case=case, tol=1e-4, mistakes={"tail-not-masked": (unmasked, sentence)})
-    expect_close(lse, want_lse, what="lse", case=case, tol=1e-4, mistakes={"tail-not-masked": (unmasked_lse, sentence)})
-
-    for low, keys, case in [
-        (-200.0, 8, "every score near -200"),
-        (-3e4, 10, "every score near -30 000, 10 keys"),
-    ]:
-        S = low + _random((3, keys))[0]
-        Q_block, K, V = _from_scores(S, _random((keys, 5), seed=1)[0])
-        want, want_lse = _oracle(Q_block, K, V, scale=1.0)
-        O, lse = _run(hunted, Q_block, K, V, 4, scale=1.0, case=case)
-        if not (O.isfinite().all() and lse.isfinite().all()):
-            raise CheckFailed(
-                "the running maximum does not start below the scores: every exp(s - m) is then 0, l_i is "
-                "0, and 0 / 0 is NaN; start it at -inf",
-                diagnosis="maximum-starts-too-high",
+def _(hunted: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Any:
+    for keys, queries in ((32, 32), (40, 24)):
+        case = f"{queries} queries, {keys} keys, tiles of 16, causal"
+        Q, K, V = _random((queries, 16), (keys, 16), (keys, 16))
+        O, lse = _run(hunted, Q, K, V, 16, case=case)
+        if watched() is None and O.shape == Q.shape:
+            late = (
+                torch.arange(queries, device=Q.device) + keys - queries < (keys - 1) // 16 * 16
+            )  # none of the last tile
+            nan = O.isnan().any(1)
+            expect(
+                not (nan.any() and (nan <= late).all()),
+                f"{int(nan.sum())} rows are NaN, and none of them sees a key of the tile in which the walk "
+                "begins: m_new is still -inf there, and -inf - (-inf) is NaN. Guard both exponents",
+                diagnosis="first-tile-masked",
                 case=case,
             )
-        expect_close(
-            O,
-            want,
-            what="O",
-            case=case,
-            tol=1e-3,
-            mistakes={
-                "finite-sentinel": (
-                    torch.zeros_like(want),
-                    "the padded columns have a large negative score, but these rows have scores below it, "
-                    "so the padding wins and the output is 0; use -inf",
-                )
-            },
-        )
-    return verify_block(hunted)
+    return _verify_causal(hunted)
 
 
 # ---- 2.7 ---------------------------------------------------------------------------------------------------
@@ -439,6 +527,7 @@ def _(hunted: Callable[..., Any]) -> Any:
 )
 def _(hbm_bytes: Callable[..., Any]) -> str:
     cases = [(192, 128, 64, 64, 2), (1024, 1024, 128, 64, 2), (1000, 1500, 64, 128, 2), (5, 7, 8, 64, 4)]
+    read, written = [], []
     for M, N, D, BLOCK_M, e in cases:
         case = f"M={M}, N={N}, HEAD_DIM={D}, BLOCK_M={BLOCK_M}, itemsize={e}"
         with running(case):
@@ -450,52 +539,108 @@ def _(hbm_bytes: Callable[..., Any]) -> str:
             case=case,
         )
         cost = flash_cost(M, N, D, BLOCK_M, itemsize=e)
-        blocks = -(-M // BLOCK_M)
-        expect_close(
-            got[0],
-            cost.bytes_read,
-            what="bytes read",
-            case=case,
-            tol=0.5,
-            mistakes={
-                "kv-read-once": (
-                    (M + 2 * N) * D * e,
-                    "bytes read: K and V are read again by every query block, not once",
-                ),
-                "q-read-again": (
-                    blocks * (M + 2 * N) * D * e,
-                    "bytes read: each query block reads its own rows of Q only",
-                ),
-                "blocks-rounded-down": (
-                    (M + M // BLOCK_M * 2 * N) * D * e,
-                    "bytes read: the last query block is not full, but it reads all of K and V like the "
-                    "others: round up",
-                ),
-                "blocks-not-rounded": (
-                    (M + M / BLOCK_M * 2 * N) * D * e,
-                    "bytes read: there is no fraction of a query block: round up",
-                ),
-                "v-forgotten": ((M + blocks * N) * D * e, "bytes read: K and V are two matrices"),
-                "elements-not-bytes": (
-                    cost.bytes_read / e,
-                    "bytes read: these are elements; an element has itemsize bytes",
-                ),
-            },
-        )
-        expect_close(
-            got[1],
-            cost.bytes_written,
-            what="bytes written",
-            case=case,
-            tol=0.5,
-            mistakes={
-                "lse-forgotten": (M * D * e, "bytes written: one float32 of lse for each row is written too"),
-                "lse-itemsize": (
-                    M * D * e + M * e,
-                    "bytes written: lse is float32, 4 bytes, whatever the inputs are",
-                ),
-            },
-        )
+        read.append((case, got[0], cost.bytes_read))
+        written.append((case, got[1], cost.bytes_written))
+    if all(r[1] == w[2] and w[1] == r[2] for r, w in zip(read, written, strict=True)):
+        raise CheckFailed("the two numbers are swapped: bytes read come first", diagnosis="swapped", case=read[0][0])
+
+    def counted(formula: Callable[[int, int, int, int, int, int], float]) -> list[float]:
+        return [formula(M, N, D, BLOCK_M, -(-M // BLOCK_M), e) for M, N, D, BLOCK_M, e in cases]
+
+    expect_all_close(
+        read,
+        what="bytes read",
+        tol=0.5,
+        mistakes={
+            "kv-read-once": (
+                counted(lambda M, N, D, B, blocks, e: (M + 2 * N) * D * e),
+                "bytes read: K and V are read again by every query block, not once",
+            ),
+            "kv-read-by-every-row": (
+                counted(lambda M, N, D, B, blocks, e: (M + M * 2 * N) * D * e),
+                "bytes read: K and V are read once by each block of BLOCK_M rows, not by each row",
+            ),
+            "q-read-again": (
+                counted(lambda M, N, D, B, blocks, e: blocks * (M + 2 * N) * D * e),
+                "bytes read: each query block reads its own rows of Q only",
+            ),
+            "q-padded": (
+                counted(lambda M, N, D, B, blocks, e: (blocks * B + blocks * 2 * N) * D * e),
+                "bytes read: the last query block has fewer rows, and only these are read",
+            ),
+            "q-forgotten": (
+                counted(lambda M, N, D, B, blocks, e: blocks * 2 * N * D * e),
+                "bytes read: Q is missing",
+            ),
+            "blocks-rounded-down": (
+                counted(lambda M, N, D, B, blocks, e: (M + M // B * 2 * N) * D * e),
+                "bytes read: the last query block is not full, but it reads all of K and V like the others: round up",
+            ),
+            "blocks-plus-one": (
+                counted(lambda M, N, D, B, blocks, e: (M + (M // B + 1) * 2 * N) * D * e),
+                "bytes read: M // BLOCK_M + 1 is one block too many where BLOCK_M divides M",
+            ),
+            "blocks-not-rounded": (
+                counted(lambda M, N, D, B, blocks, e: (M + M / B * 2 * N) * D * e),
+                "bytes read: there is no fraction of a query block: round up",
+            ),
+            "v-forgotten": (
+                counted(lambda M, N, D, B, blocks, e: (M + blocks * N) * D * e),
+                "bytes read: K and V are two matrices",
+            ),
+            "scores-read": (
+                counted(lambda M, N, D, B, blocks, e: ((M + blocks * 2 * N) * D + M * N) * e),
+                "bytes read: the scores never leave the chip, so nobody reads them",
+            ),
+            "itemsize-ignored": (
+                counted(lambda M, N, D, B, blocks, e: (M + blocks * 2 * N) * D * 2),
+                "bytes read: every element is taken for 2 bytes; it has itemsize",
+            ),
+            "head-dim-ignored": (
+                counted(lambda M, N, D, B, blocks, e: (M + blocks * 2 * N) * 64 * e),
+                "bytes read: every row is taken for 64 elements; it has HEAD_DIM",
+            ),
+            "elements-not-bytes": (
+                counted(lambda M, N, D, B, blocks, e: (M + blocks * 2 * N) * D),
+                "bytes read: these are elements; an element has itemsize bytes",
+            ),
+        },
+    )
+    expect_all_close(
+        written,
+        what="bytes written",
+        tol=0.5,
+        mistakes={
+            "lse-forgotten": (
+                counted(lambda M, N, D, B, blocks, e: M * D * e),
+                "bytes written: one float32 of lse for each row is written too",
+            ),
+            "lse-itemsize": (
+                counted(lambda M, N, D, B, blocks, e: M * D * e + M * e),
+                "bytes written: lse is float32, 4 bytes, whatever the inputs are",
+            ),
+            "lse-in-half-precision": (
+                counted(lambda M, N, D, B, blocks, e: M * D * e + M * 2),
+                "bytes written: a float32 of lse has 4 bytes, not 2",
+            ),
+            "o-in-float32": (
+                counted(lambda M, N, D, B, blocks, e: M * D * 4 + M * 4),
+                "bytes written: O has Q's dtype, itemsize bytes an element",
+            ),
+            "scores-written": (
+                counted(lambda M, N, D, B, blocks, e: M * D * e + M * 4 + M * N * e),
+                "bytes written: the scores never leave the chip",
+            ),
+            "o-written-per-block": (
+                counted(lambda M, N, D, B, blocks, e: blocks * M * D * e + M * 4),
+                "bytes written: each query block writes its own rows of O only",
+            ),
+            "elements-not-bytes": (
+                counted(lambda M, N, D, B, blocks, e: M * D + M),
+                "bytes written: these are elements; an element of O has itemsize bytes, one of lse 4",
+            ),
+        },
+    )
     return f"{len(cases)} shapes, equal to what the meter counts"
 
 
@@ -523,6 +668,7 @@ def _(split_kv_sim: Callable[..., Any]) -> str:
         case = f"50 keys, {splits} splits"
         want, want_lse = _oracle(Q_block, K, V)
         O, lse = _run(split_kv_sim, Q_block, K, V, 4, splits, case=case)
+        lses = torch.stack([_oracle(Q_block, k, v)[1] for k, v in zip(K.chunk(splits), V.chunk(splits), strict=True)])
         parts = [_oracle(Q_block, k, v) for k, v in zip(K.chunk(splits), V.chunk(splits), strict=True)]
         mean = torch.stack([o for o, _ in parts]).mean(dim=0)
         expect_close(
@@ -536,6 +682,11 @@ def _(split_kv_sim: Callable[..., Any]) -> str:
                     mean,
                     "the parts are averaged as if they weighed the same; a part weighs exp(its lse)",
                 ),
+                "weighted-by-lse": (
+                    (torch.stack([o for o, _ in parts]) * (lses / lses.sum(dim=0))[..., None]).sum(dim=0),
+                    "the parts are weighted by their lse; the weight is exp(lse)",
+                ),
+                **_merge_mistakes(parts, Q_block, K, V, splits),
                 "parts-summed": (
                     mean * len(parts),
                     "the parts are added up; each is normalised by its own sum already: weigh them",
@@ -553,12 +704,21 @@ def _(split_kv_sim: Callable[..., Any]) -> str:
                     torch.stack([x for _, x in parts]).sum(dim=0),
                     "lse: exponentials add up, logarithms do not: it is the log of the sum of exp(lse)",
                 ),
+                "keys-dropped": (
+                    _oracle(Q_block, K[: max(1, 50 // splits * splits)], V[: max(1, 50 // splits * splits)])[1],
+                    "lse: the keys left over by the division do not count: N need not be a multiple of splits",
+                ),
+                "first-and-last": (
+                    torch.logaddexp(lses[0], lses[-1]),
+                    "lse: only the first and the last part count (one part alone counts twice)",
+                ),
                 "lse-maximum": (
                     torch.stack([x for _, x in parts]).amax(dim=0),
                     "lse: that is the largest part's; the others have keys too",
                 ),
             },
         )
+    _expect_split(split_kv_sim)
     for shift in (+400.0, -400.0):
         case = f"every score near {shift:+.0f}"
         S = shift + _random((3, 12))[0]
@@ -574,6 +734,103 @@ def _(split_kv_sim: Callable[..., Any]) -> str:
         expect_close(O, want, what="O", case=case, tol=1e-3)
         expect_close(lse, want_lse, what="lse", case=case, tol=1e-3)
     return "6 ways to cut 50 keys, and scores near +400 and -400: all equal to the undivided result"
+
+
+def _merge_mistakes(
+    parts: list[tuple[torch.Tensor, torch.Tensor]],
+    Q_block: torch.Tensor,
+    K: torch.Tensor,
+    V: torch.Tensor,
+    splits: int,
+) -> dict[str, tuple[torch.Tensor, str]]:
+    """O as a wrong merge of the parts would give it."""
+    os, lses = torch.stack([o for o, _ in parts]), torch.stack([x for _, x in parts])
+    top = lses.amax(0)
+
+    def merged(weights: torch.Tensor) -> torch.Tensor:
+        return (os * weights[..., None]).sum(0)
+
+    kept = max(1, len(K) // splits * splits)
+    first_last = torch.softmax(lses[[0, -1]], 0)
+    return {
+        "weights-inverted": (
+            merged(torch.softmax(-lses, 0)),
+            "the weights are upside down: a part with a larger lse weighs more",
+        ),
+        "weights-inverted-unnormalised": (
+            merged(torch.exp(torch.logsumexp(lses, 0) - lses)),
+            "the weights are upside down: a part weighs exp(its lse - the whole lse)",
+        ),
+        "softmax-over-rows": (
+            merged(torch.softmax(lses, 1)),
+            "the weights are normalised over the rows; each row's weights sum to 1 over the parts, dim=0",
+        ),
+        "not-normalised": (
+            merged(torch.exp(lses - top)),
+            "the weights do not sum to 1: they are exp(lse of the part - lse of the whole), not minus the largest lse",
+        ),
+        "keys-dropped": (
+            _oracle(Q_block, K[:kept], V[:kept])[0],
+            "the keys left over by the division do not count: N need not be a multiple of splits",
+        ),
+        "first-and-last": (
+            (os[[0, -1]] * first_last[..., None]).sum(0),
+            "only the first and the last part count",
+        ),
+        "last-part-lost": (
+            (os[:-1] * torch.softmax(lses[:-1], 0)[..., None]).sum(0) if len(os) > 1 else os[0] * math.nan,
+            "the last part does not count",
+        ),
+    }
+
+
+def _expect_split(fn: Callable[..., Any]) -> None:
+    """`splits` and `scale` are used, half precision goes in and comes out, and the merge itself is in float32."""
+    __tracebackhide__ = True
+    Q_block, K, V = _random((6, 16), (50, 16), (50, 16))
+    case = "50 keys, BLOCK_N=64, 5 splits"
+    with Meter() as meter:
+        _run(fn, Q_block, K, V, 64, 5, case=case)
+    products = sum(op.name in ("mm", "addmm", "matmul", "bmm") for op in meter.ops)
+    expect(
+        products >= 10,
+        f"the values are right, but {products} products were computed: 5 parts need two each. Is `splits` used?",
+        diagnosis="not-split",
+        case=case,
+    )
+    expect(
+        products < 20,
+        f"the values are right, but {products} products were computed: 5 parts need two each. Is `splits` taken for "
+        "the length of a part? It is their number",
+        diagnosis="parts-too-short",
+        case=case,
+    )
+    case = "50 keys, 5 splits, scale=0.7"
+    want, want_lse = _oracle(Q_block, K, V, scale=0.7)
+    ignored, ignored_lse = _oracle(Q_block, K, V)
+    why = "the argument `scale` is ignored: hand it on to the simulation"
+    O, lse = _run(fn, Q_block, K, V, 4, 5, scale=0.7, case=case)
+    expect_close(O, want, what="O", case=case, tol=1e-4, mistakes={"scale-ignored": (ignored, why)})
+    expect_close(lse, want_lse, what="lse", case=case, tol=1e-4, mistakes={"scale-ignored": (ignored_lse, why)})
+
+    Q_block, K, V = _random((64, 16), (256, 16), (256, 16), dtype=torch.float16)
+    case = "256 keys in float16, 64 splits"
+    V = 1 + V / 64  # near 1: the parts' own rounding is small beside that of 64 rounded weights
+    want, _ = _oracle(Q_block, K, V)
+    O, lse = _run(fn, Q_block, K, V, 16, 64, case=case)
+    expect(
+        O.dtype == V.dtype, f"O is {O.dtype}; it should be of V's dtype, {V.dtype}", diagnosis="wrong-dtype", case=case
+    )
+    sentence = f"lse is {lse.dtype}; it should be torch.float32"
+    expect(lse.dtype == torch.float32, sentence, diagnosis="wrong-dtype", case=case)
+    error, allowed = (O.double() - want).square().mean().sqrt().item(), 2.0**-11
+    expect(
+        error <= allowed,
+        f"O errs by {error:.1e} on average, where {allowed:.1e} is allowed: are the weights, or the sum, in V's dtype? "
+        "Merge in float32, and round once at the end",
+        diagnosis="merged-in-low-precision",
+        case=case,
+    )
 
 
 # ---- 2.9 ---------------------------------------------------------------------------------------------------
@@ -598,14 +855,12 @@ def _(flash_attention_causal_sim: Callable[..., Any]) -> Any:
     report = None
     for BLOCK_M, BLOCK_N in [(16, 32), (64, 16)]:
 
-        def one_head(q, k, v, *, causal=False, scale=None, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N):
-            # The case list holds cases without a mask too; the function at hand has none to switch off.
-            if not causal:
-                o, lse = reference.attention(q[None, None], k[None, None], v[None, None], scale=scale)
-                return o[0, 0].to(q.dtype), lse[0, 0].float()
+        def one_head(q, k, v, *, scale=None, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N):
             return flash_attention_causal_sim(q, k, v, BLOCK_M, BLOCK_N, scale)
 
-        report = verify_one_head(one_head, causal=True)
+        dtypes = (torch.float16, torch.float32)
+        report = verify_one_head(one_head, always_causal=True, dtypes=dtypes, head_dims=(64, 20), max_tile=128)
+    _expect_value_columns(lambda q, k, v: flash_attention_causal_sim(q, k, v, 4, 4), causal=True)
     M = N = 256
     D, BLOCK = 32, 32
     Q, K, V = _random((M, D), (N, D), (N, D))

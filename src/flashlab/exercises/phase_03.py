@@ -22,7 +22,8 @@ from flashlab.attention.triton_minimal import (
     flash_attention_forward_kernel,
     hbm_bytes,
 )
-from flashlab.check import expect, expect_close, running, verify_one_head
+from flashlab.check import CheckFailed, expect, expect_all_close, expect_close, running, verify_one_head
+from flashlab.check.mistakes.row import OF_THE_OUTPUT, ROW_MISTAKES, walk
 from flashlab.check.verification import Report
 from flashlab.exercises.registry import exercise
 from flashlab.exercises.triton_answers import compiles, explain_undefined, in_bounds, kernel_of
@@ -78,23 +79,46 @@ def _launcher(kernel: Any) -> Callable[..., Any]:
 def _(copy_tile_kernel: Any) -> str:
     names = ("x_ptr", "y_ptr", "stride_xr", "stride_xc", "stride_yr", "stride_yc", "ROWS", "COLS")
     kernel = kernel_of(copy_tile_kernel, names)
-    (x,) = _random((8, 16))
-    cases = {
-        "a contiguous matrix": (x, torch.zeros_like(x)),
-        "a transposed source": (x.T.contiguous().T, torch.zeros_like(x)),
-        "a transposed destination": (x, torch.zeros_like(x.T.contiguous()).T),
-        "every second column of a wider matrix": (
-            torch.stack([x, torch.full_like(x, math.nan)], dim=2).reshape(8, 32)[:, ::2],
-            torch.zeros_like(x),
-        ),
-    }
+    cases: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    for rows, cols in ((8, 16), (32, 4)):
+        (x,) = _random((rows, cols))
+        layouts = {
+            "a contiguous matrix": (x, torch.zeros_like(x)),
+            "a transposed source": (x.T.contiguous().T, torch.zeros_like(x)),
+            "a transposed destination": (x, torch.zeros_like(x.T.contiguous()).T),
+            "every second column of a wider matrix": (
+                torch.stack([x, torch.full_like(x, math.nan)], dim=2).reshape(rows, 2 * cols)[:, ::2],
+                torch.zeros_like(x),
+            ),
+        }
+        cases |= {f"{words}, {rows} × {cols}": both for words, both in layouts.items()}
     for case, (source, target) in cases.items():
+        target.fill_(math.nan)
+        before = source.clone()
         with in_bounds(case, x=source, y=target):
-            kernel[(1,)](source, target, *source.stride(), *target.stride(), ROWS=8, COLS=16)
-        expect_close(
-            target, x, what="the copy", case=case, because="are the strides with the right index, x's and y's?"
+            kernel[(1,)](source, target, *source.stride(), *target.stride(), ROWS=len(source), COLS=source.shape[1])
+        same = torch.equal(source.nan_to_num(), before.nan_to_num())
+        expect(same, "x was overwritten: load from x, store to y", diagnosis="input-modified", case=case)
+        expect(not target.isnan().all(), "nothing is ever stored to y", diagnosis="never-written", case=case)
+        missing = int(target.isnan().sum())
+        expect(
+            not missing,
+            f"{missing} of {target.numel()} elements of y are never stored",
+            diagnosis="never-written",
+            case=case,
         )
-    return f"{len(cases)} layouts"
+        moved = (target != before).nonzero()
+        if len(moved):
+            i, j = moved[0].tolist()
+            source_at = (before == target[i, j]).nonzero()
+            held = f"x[{', '.join(map(str, source_at[0].tolist()))}]" if len(source_at) else "no element of x"
+            raise CheckFailed(
+                f"y[{i}, {j}] holds {held}, it should hold x[{i}, {j}] ({len(moved)} of {target.numel()} elements are "
+                "wrong): is each stride with its own index, x's for the load and y's for the store?",
+                diagnosis="wrong-place",
+                case=case,
+            )
+    return f"{len(cases) // 2} layouts at two sizes"
 
 
 # ---- 3.2 ------------------------------------------------------------------------------------------------------------
@@ -113,7 +137,7 @@ def _(copy_tile_kernel: Any) -> str:
     ],
 )
 def _(scale_log2: Callable[..., Any], natural_lse: Callable[..., Any]) -> str:
-    for scale in (1.0, 0.125, 0.3):
+    for scale in (0.3, 1.0, 0.125):
         expect_close(
             scale_log2(scale),
             scale * LOG2_E,
@@ -121,24 +145,47 @@ def _(scale_log2: Callable[..., Any], natural_lse: Callable[..., Any]) -> str:
             tol=1e-6,
             mistakes={
                 "ln2-for-log2e": (scale / LOG2_E, "that is scale · ln 2; the factor is log2(e) = 1.4427, its inverse"),
+                "log10-for-log2": (
+                    scale * math.log10(math.e),
+                    "that is scale · log10 e; the factor is log2(e) = 1.4427",
+                ),
+                "rounded": (round(LOG2_E, 2) * scale, "log2(e) has more digits: use math.log2(math.e)"),
+                "log-of-the-scale": (math.log2(scale), "that is the logarithm of the scale; multiply it by log2(e)"),
+                "exponential": (2.0**scale, "that is 2^scale; the scale is multiplied by log2(e)"),
+                "scale-ignored": (LOG2_E, "that is log2(e) for every scale; multiply the scale by it"),
                 "unchanged": (scale, "the scale is unchanged: 2^(scale · qk) is not exp(scale · qk)"),
             },
         )
     (s,) = _random((5, 40))
-    s = s * 8
-    m = (s * LOG2_E).amax(1)
-    l = torch.exp2(s * LOG2_E - m[:, None]).sum(1)  # noqa: E741
-    expect_close(
-        natural_lse(m, l),
-        torch.logsumexp(s, 1),
-        what="natural_lse(m, l)",
-        tol=1e-4,
-        mistakes={
-            "lse-in-base-2": (m + torch.log2(l), "that is in base 2 still; times ln 2 makes it natural"),
-            "mixed-bases": (m + torch.log(l), "m is in base 2, log(l) in base e: bring both to the same base first"),
-            "log-of-l-only": (m / LOG2_E + torch.log2(l), "m is natural now, log2(l) is not"),
-        },
-    )
+    for size, words in ((8, "scores near 0"), (800, "scores of 1000")):
+        x = s * size
+        m = (x * LOG2_E).amax(1)
+        l = torch.exp2(x * LOG2_E - m[:, None]).sum(1)  # noqa: E741
+        log2_l, ln2 = torch.log2(l), math.log(2)
+        expect_close(
+            natural_lse(m, l),
+            torch.logsumexp(x, 1),
+            what="natural_lse(m, l)",
+            tol=1e-6 * size * 12,
+            case=words,
+            mistakes={
+                "lse-in-base-2": (m + log2_l, "that is in base 2 still; times ln 2 makes it natural"),
+                "mixed-bases": (
+                    m + torch.log(l),
+                    "m is in base 2, log(l) in base e: bring both to the same base first",
+                ),
+                "ln-times-ln2": (
+                    (m + torch.log(l)) * ln2,
+                    "log(l) is natural already, and is multiplied by ln 2 once more: use log2(l) inside",
+                ),
+                "log-of-l-only": (m * ln2 + log2_l, "m is natural now, log2(l) is not"),
+                "log2e-for-ln2": ((m + log2_l) * LOG2_E, "from base 2 to base e it is times ln 2, not times log2(e)"),
+                "minus": ((m - log2_l) * ln2, "log2(l) is subtracted; the logarithm of a product is the sum"),
+                "l-forgotten": (m * ln2, "that is m alone: log2(l) is missing"),
+                "l-for-log-l": ((m + l) * ln2, "l is added to m; it is log2(l)"),
+            },
+            because="is 2^m computed? It overflows" if size > 8 else None,
+        )
     return "both directions"
 
 
@@ -161,15 +208,24 @@ def _(scale_log2: Callable[..., Any], natural_lse: Callable[..., Any]) -> str:
 )
 def _(row_lse_kernel: Any) -> str:
     kernel = kernel_of(row_lse_kernel, ("x_ptr", "lse_ptr", "stride", "N", "BLOCK"))
-    shapes = [(3, 64), (2, 100), (4, 5), (2, 129), (1, 1)]
+    shapes = [(3, 96), (2, 100), (4, 5), (2, 129), (1, 1)]
+    levels = {"near 0": 0.0, "near -5": -5.0, "near 300": 300.0, "falling by 300": None, "near -3.39e38": -3.39e38}
     for rows, n in shapes:
         (x,) = _random((rows, n), seed=n)
-        for level in (0.0, -5.0, 300.0):
-            case = f"N={n}, BLOCK=32, scores near {level:g}"
+        for words, level in levels.items():
+            case = f"N={n}, BLOCK=32, rows apart in memory, scores {words}"
             lse = torch.full((rows,), math.nan, device=x.device)
-            values = 3 * x + level
-            with in_bounds(case, x=values):
+            wide = torch.full((rows, n + 7), 1e4, device=x.device)  # the rows of a wider matrix
+            values = wide[:, :n]
+            values.copy_(x if level is None else 3 * x + level)
+            if level is None:
+                values.add_(torch.linspace(300, 0, n, device=x.device))
+            given = values.clone()
+            with in_bounds(case, x=values) as traffic:
                 kernel[(rows,)](values, lse, values.stride(0), n, BLOCK=32)
+            expect(torch.equal(values, given), "x was overwritten", diagnosis="input-modified", case=case)
+            explain_undefined(traffic, lse, case)
+            _explain_row(lse, values, case)
             want = torch.logsumexp(values.double(), 1)
             padded = torch.cat([values, torch.zeros(rows, -n % 32, device=x.device)], 1)
             expect_close(
@@ -177,28 +233,87 @@ def _(row_lse_kernel: Any) -> str:
                 want,
                 what="the log-sum-exp",
                 case=case,
-                tol=1e-4,
+                tol=max(1e-4, 1e-7 * abs(want.max().item())),
                 mistakes={
                     "tail-not-masked": (
                         torch.logsumexp(padded.double(), 1),
                         "the elements past the end count as zeros, and exp(0) is 1: they have to be -inf",
                     ),
-                    "no-rescale": (
-                        _lse_without_rescale(values, 32),
-                        "the sum is wrong where the maximum moves: l was not rescaled to the new maximum",
-                    ),
+                    **_row_mistakes(values, 32),
                 },
             )
     compiles(kernel, {"x_ptr": torch.float32, "lse_ptr": torch.float32, "stride": 100, "N": 100, "BLOCK": 32})
-    return f"{3 * len(shapes)} cases, and it compiles"
+    return f"{len(levels) * len(shapes)} cases, and it compiles"
 
 
-def _lse_without_rescale(x: torch.Tensor, block: int) -> torch.Tensor:
-    m, total = torch.full_like(x[:, 0], -math.inf), torch.zeros_like(x[:, 0])
-    for part in x.split(block, 1):
-        m = torch.maximum(m, part.amax(1))
-        total = total + torch.exp(part - m[:, None]).sum(1)
-    return m + torch.log(total)
+def _explain_row(lse: torch.Tensor, x: torch.Tensor, case: str) -> None:
+    """CheckFailed where NaN or an infinity says which line is wrong."""
+    __tracebackhide__ = True
+    rows, n = x.shape
+    if "falling" in case and not lse.isfinite().all():
+        raise CheckFailed(
+            "right until the maximum falls from one block to the next: m_new is the block's own maximum; it has to be "
+            "the larger of that and m",
+            diagnosis="m-of-this-block-only",
+            case=case,
+        )
+    if lse.isnan().all():
+        raise CheckFailed(
+            "everything is NaN: is the correction upside down? At the start, where m is -inf, exp(m - m_new) is 0, but "
+            "exp(m_new - m) is infinite, and inf * 0 is NaN",
+            diagnosis="correction-inverted",
+            case=case,
+        )
+    if torch.isneginf(lse).all() and "-3.39e38" in case:
+        raise CheckFailed(
+            "every log-sum-exp is -inf where the scores are hugely negative: m starts above them, so that every "
+            "exponential is 0; start it at -inf",
+            diagnosis="m-starts-too-high",
+            case=case,
+        )
+    if torch.isneginf(lse).all():
+        raise CheckFailed(
+            "every log-sum-exp is -inf: m never leaves its start; set m = m_new at the end of each block",
+            diagnosis="m-not-updated",
+            case=case,
+        )
+    if "-3.39e38" in case and n % 32:
+        expect(
+            bool(((lse - x.amax(1)).abs() <= 1e33).all()),
+            "the elements past the end hold a large negative number, and these scores are below it: use -inf",
+            diagnosis="finite-sentinel",
+            case=case,
+        )
+    for stride, name in ((n, "row * N"), (0, "no row at all")):
+        other = torch.logsumexp(torch.as_strided(x, (rows, n), (stride, 1)).double(), 1)
+        right = torch.logsumexp(x.double(), 1)
+        if rows > 1 and torch.allclose(lse.double(), other, atol=1e-3) and not torch.allclose(other, right, atol=1e-3):
+            raise CheckFailed(
+                f"only the first row is right: its neighbours start at row * stride, and the address uses {name}",
+                diagnosis="wrong-stride",
+                case=case,
+            )
+
+
+def _row_mistakes(x: torch.Tensor, block: int) -> dict[str, tuple[torch.Tensor, str]]:
+    """The log-sum-exp of each row with each known mistake in the recurrence."""
+
+    def lse(mistake: str) -> torch.Tensor:
+        rows = (walk(row.double(), torch.zeros(len(row), 1, dtype=torch.float64), block, mistake) for row in x.cpu())
+        return torch.stack([m + torch.log(l) for m, l, _ in rows])
+
+    right = torch.logsumexp(x.double().cpu(), 1)
+    rounds = -(-x.shape[1] // block)
+    first = x[:, :block].double().cpu()
+    told = {slug: (lse(slug), why) for slug, why in ROW_MISTAKES.items() if slug not in OF_THE_OUTPUT}
+    told["no-rescale"] = told.pop("not-rescaled")
+    del told["l-not-rescaled"]
+    told["first-block-only"] = (torch.logsumexp(first, 1), "only the first block counts: do the addresses and the mask "
+        "use offs, which moves with start?")  # fmt: skip
+    again = torch.logsumexp(first, 1) + math.log(rounds)
+    told["first-block-again"] = (again, "the first block is read again and again: its address has to move with start")
+    told["lse-in-base-2"] = (right * LOG2_E, "that is in base 2; the base is e here")
+    return told
 
 
 # ---- 3.4, and the two bug hunts that repair the same kernel ---------------------------------------------------------
@@ -207,7 +322,7 @@ def _lse_without_rescale(x: torch.Tensor, block: int) -> torch.Tensor:
 def _verify_forward(kernel: Any, *, dtypes: tuple[torch.dtype, ...] = (torch.float16,)) -> Report:
     __tracebackhide__ = True
     kernel_of(kernel, FORWARD_PARAMETERS)
-    report = verify_one_head(_forward(kernel), dtypes=dtypes, max_seq=300)
+    report = verify_one_head(_forward(kernel), dtypes=dtypes, max_seq=300, max_tile=128)
     _expect_own_strides(kernel)
     compiles(kernel, compile_arguments(torch.float16, 64))
     return report
@@ -226,6 +341,16 @@ def _expect_own_strides(kernel: Any) -> None:
     because = "does every pointer use its own two strides?"
     expect_close(o, want[0, 0], what="o", case=case, tol=1e-2, diagnosis="wrong-strides", because=because)
     expect_close(lse, want_lse[0, 0], what="lse", case=case, tol=1e-2, diagnosis="wrong-strides", because=because)
+
+    case = "o stored by columns"
+    o, lse = torch.full((32, 40), math.nan, device=q.device).T, torch.full((40,), math.nan, device=q.device)
+    with in_bounds(case, q=q, k=k, v=v, o=o, lse=lse):
+        kernel[(2,)](
+            q, k, v, o, lse, *q.stride(), *k.stride(), *v.stride(), *o.stride(), 32**-0.5 * LOG2_E, 40, 50,
+            HEAD_DIM=32, BLOCK_M=32, BLOCK_N=32,
+        )  # fmt: skip
+    because = "are the addresses of O made with stride_om and stride_od?"
+    expect_close(o, want[0, 0], what="o", case=case, tol=1e-2, diagnosis="wrong-strides", because=because)
 
 
 @exercise(
@@ -252,15 +377,17 @@ def _(flash_attention_forward_kernel: Any) -> Report:
 
 @exercise(
     "3.5",
-    title="Right for every power of two",
+    title="The half that is never looked at",
     minutes=15,
     difficulty="Bug hunt",
+    untouched="0301d4112ed1",
+    history="flashinfer-ai/flashinfer, issue 2113 (2025), and sgl-project/sglang, pull request 35045 (2026)",
     hints=[
-        "It is right for N = 32, 64, 128 and wrong for 33 and 100. What is different about the last block?",
-        "Print the error by row for N = 33: rows whose scores are mostly negative suffer most, and outputs are pulled "
-        "towards zero. Who has a score of 0 and a value of 0?",
-        "The load of K is masked, with other=0. That makes the missing keys zeros; it does not take their columns out "
-        "of s. One line is missing after the dot.",
+        "The outputs are right, so m_i, l_i and acc belong together. Only the last line can be wrong. What does the "
+        "check say that it stores, and what should be there?",
+        "The quotient is 1.4427 in every row. Which number of this kernel is 1.4427?",
+        "The scores were multiplied by log2(e), so m_i and log2(l_i) are logarithms in base 2. lse is a natural one: "
+        "times ln 2 = 0.6931.",
     ],
 )
 def _(flash_attention_forward_kernel: Any) -> Report:
@@ -272,6 +399,8 @@ def _(flash_attention_forward_kernel: Any) -> Report:
     title="A very small number",
     minutes=15,
     difficulty="Bug hunt",
+    untouched="91615cf68108",
+    history="TransformerLensOrg/TransformerLens, issue 318 (2023); flashinfer-ai/flashinfer, pull request 4401 (2026)",
     hints=[
         "Which rows are zero? Look at their scores: nothing is special about them but their size.",
         "The author wanted to avoid -inf - (-inf). What does m_i start from instead, and what happens to a row whose "
@@ -300,30 +429,77 @@ def _(flash_attention_forward_kernel: Any) -> Report:
 )
 def _(bytes_read: Callable[..., Any]) -> str:
     expect(callable(bytes_read), "a function is expected: give its name, without calling it", diagnosis="wrong-type")
-    for M, N, D, BLOCK_M in ((64, 64, 32, 32), (150, 200, 32, 64), (1, 40, 16, 64), (90, 30, 64, 16)):
-        case = f"M={M}, N={N}, HEAD_DIM={D}, BLOCK_M={BLOCK_M}, 2 bytes an element"
+    cases = ((64, 64, 32, 32, 2), (150, 200, 32, 64, 2), (1, 40, 16, 64, 4), (90, 30, 64, 16, 2))
+    answers = []
+    for M, N, D, BLOCK_M, e in cases:
+        case = f"M={M}, N={N}, HEAD_DIM={D}, BLOCK_M={BLOCK_M}, {e} bytes an element"
         with running(case):
-            got = bytes_read(M, N, D, BLOCK_M, 2)
-        programs = -(-M // BLOCK_M)
-        expect_close(
-            got,
-            hbm_bytes(M, N, D, 2, BLOCK_M)[0],
-            what="bytes_read",
-            case=case,
-            tol=0.5,
-            mistakes={
-                "read-once": ((M + 2 * N) * D * 2, "K and V are read by every program, not once"),
-                "rounded-down": (
-                    (M + 2 * N * (M // BLOCK_M)) * D * 2,
-                    "the last program counts too, if BLOCK_M does not divide M",
-                ),
-                "masked-rows": (
-                    (programs * BLOCK_M + 2 * N * programs) * D * 2,
-                    "rows of Q past the end are masked: they are not read",
-                ),
-                "elements": ((M + 2 * N * programs) * D, "that is elements; an element has `itemsize` bytes"),
-            },
-        )
+            answers.append((case, bytes_read(M, N, D, BLOCK_M, e), hbm_bytes(M, N, D, e, BLOCK_M)[0]))
+
+    def given(formula: Callable[[int, int, int, int, int, int], float]) -> list[float]:
+        return [formula(M, N, D, B, -(-M // B), e) for M, N, D, B, e in cases]
+
+    mistakes = {
+        "read-once": (
+            given(lambda M, N, D, B, P, e: (M + 2 * N) * D * e),
+            "K and V are read by every program, not once",
+        ),
+        "read-by-every-row": (
+            given(lambda M, N, D, B, P, e: (M + 2 * N * M) * D * e),
+            "K and V are read once by each program of BLOCK_M rows, not by each row",
+        ),
+        "q-read-again": (
+            given(lambda M, N, D, B, P, e: P * (M + 2 * N) * D * e),
+            "each program reads its own rows of Q only",
+        ),
+        "q-forgotten": (
+            given(lambda M, N, D, B, P, e: 2 * N * P * D * e),
+            "Q is missing: each program reads its own rows",
+        ),
+        "v-forgotten": (given(lambda M, N, D, B, P, e: (M + N * P) * D * e), "K and V are two matrices"),
+        "rounded-down": (
+            given(lambda M, N, D, B, P, e: (M + 2 * N * (M // B)) * D * e),
+            "the last program counts too, if BLOCK_M does not divide M",
+        ),
+        "plus-one": (
+            given(lambda M, N, D, B, P, e: (M + 2 * N * (M // B + 1)) * D * e),
+            "M // BLOCK_M + 1 is one program too many where BLOCK_M divides M",
+        ),
+        "not-rounded": (
+            given(lambda M, N, D, B, P, e: (M + 2 * N * M / B) * D * e),
+            "there is no fraction of a program: round up",
+        ),
+        "masked-rows": (
+            given(lambda M, N, D, B, P, e: (P * B + 2 * N * P) * D * e),
+            "rows of Q past the end are masked: they are not read",
+        ),
+        "o-read": (
+            given(lambda M, N, D, B, P, e: (2 * M + 2 * N * P) * D * e),
+            "M rows too many: O is written, not read",
+        ),
+        "block-m-ignored": (
+            given(lambda M, N, D, B, P, e: (M + 2 * N * -(-M // 64)) * D * e),
+            "every program is taken for 64 rows; it has BLOCK_M",
+        ),
+        "head-dim-ignored": (
+            given(lambda M, N, D, B, P, e: (M + 2 * N * P) * 64 * e),
+            "every row is taken for 64 elements; it has HEAD_DIM",
+        ),
+        "lse-read": (
+            given(lambda M, N, D, B, P, e: (M + 2 * N * P) * D * e + 4 * M),
+            "4 · M bytes too many: lse is written, not read",
+        ),
+        "in-kib": (given(lambda M, N, D, B, P, e: (M + 2 * N * P) * D * e / 1024), "that is in KiB; return bytes"),
+        "itemsize-ignored": (
+            given(lambda M, N, D, B, P, e: (M + 2 * N * P) * D * 2),
+            "every element is taken for 2 bytes; it has `itemsize`",
+        ),
+        "elements": (
+            given(lambda M, N, D, B, P, e: (M + 2 * N * P) * D),
+            "that is elements; an element has `itemsize` bytes",
+        ),
+    }
+    expect_all_close(answers, what="bytes_read", tol=0.5, mistakes=mistakes)
     q, k, v = _random((100, 32), (150, 32), (150, 32), dtype=torch.float16)
     counted = hbm_traffic(flash_attention_forward, q, k, v, BLOCK_M=32).bytes_read
     expect(
@@ -354,16 +530,7 @@ def _(bytes_read: Callable[..., Any]) -> str:
 def _(flash_attention_causal_kernel: Any) -> Report:
     kernel = kernel_of(flash_attention_causal_kernel, FORWARD_PARAMETERS)
     forward = _forward(kernel)
-
-    def causal_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float) -> Any:
-        __tracebackhide__ = True
-        if causal:
-            return forward(q, k, v, scale=scale)
-        # The cases without a mask are not this kernel's business: give them to the reference's low-precision twin.
-        o, lse = reference.attention(*(x[None, None] for x in (q, k, v)), scale=scale)
-        return o[0, 0].to(q.dtype), lse[0, 0].float()
-
-    report = verify_one_head(causal_forward, causal=True, max_seq=200)
+    report = verify_one_head(forward, always_causal=True, max_seq=200, max_tile=128)
     q, k, v = _random((128, 32), (128, 32), (128, 32), dtype=torch.float16)
     row = 32 * 2  # bytes
     needed = (32 + 64 + 96 + 128) * row  # of K, by the four programs of 32 rows

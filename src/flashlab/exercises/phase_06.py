@@ -7,7 +7,7 @@ own words, with the lines quoted. Then the results are compared, of the fast bui
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,6 @@ from flashlab.check.cuda_answer import (
     whole_kernel,
 )
 from flashlab.check.mistakes import tiles
-from flashlab.check.poison import unwritten
 from flashlab.check.stored import expect_stored, expect_written, marked
 from flashlab.cuda import load_inline
 from flashlab.exercises.registry import exercise
@@ -40,6 +39,9 @@ from flashlab.simt.sentences import KINDS
 
 def _random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+_WRITTEN = "either no thread has them, or what their threads store lands elsewhere"
 
 
 # ---- 6.1 ------------------------------------------------------------------------------------------------------------
@@ -60,24 +62,14 @@ def _random(*shape: int, seed: int = 0) -> torch.Tensor:
 )
 def _(add_bias: str) -> str:
     answer = Answer(add_bias, "add_bias")
-    shapes = [(4, 32), (8, 64), (10, 50), (7, 33), (1, 1), (3, 100)]
+    shapes = [(4, 32), (8, 64), (10, 50), (7, 33), (1, 1), (3, 100), (50, 10)]
     for rows, cols in shapes:
         case = f"rows={rows}, cols={cols}"
         x, bias = _random(rows, cols), _random(cols, seed=1)
         for check in (True, False):
             y = marked(rows, cols)
             counters = answer.run(x, bias, y, rows, cols, case=case, check=check)
-            expect(
-                not _is_row_times_rows(y),
-                "the element at (row, col) is number row * cols + col, because a row has cols "
-                "elements: your y begins a "
-                "new row after rows elements",
-                diagnosis="wrong-pitch",
-                case=case,
-            )
-            expect_written(
-                y, "y", case=case, because="either no thread has them, or what their threads store lands elsewhere"
-            )
+            expect_written(y, "y", case=case, because=_WRITTEN)
             wrong = x + bias[:1]
             expect_close(
                 y,
@@ -87,26 +79,32 @@ def _(add_bias: str) -> str:
                 mistakes={
                     "no-bias": (x, "y is x: the bias is missing"),
                     "one-bias": (wrong, "every column got bias[0]"),
+                    "bias-of-the-row": (
+                        x + bias[torch.arange(rows) % cols, None],
+                        "bias has an element per column, and you take that of the row",
+                    ),
                 },
             )
-            if check and cols % 32 == 0:
+            if check:
+                sectors, ideal = counters["global_load_sectors"], _row_sectors(rows, cols)
                 expect(
-                    counters["global_load_sectors"] <= counters["global_load_ideal"],
-                    f"right, but the loads touch {counters['global_load_sectors']} sectors where "
-                    f"{counters['global_load_ideal']} suffice: threadIdx.x should run along the row",
+                    sectors <= ideal,
+                    f"right, but the loads touch {sectors} sectors where {ideal} suffice: "
+                    "threadIdx.x should run along the row",
                     diagnosis="not-coalesced",
                     case=case,
                 )
     return f"{len(shapes)} shapes, both builds"
 
 
-def _is_row_times_rows(y: torch.Tensor) -> bool:
-    """Whether the elements written are those at row * rows + col."""
-    rows, cols = y.shape
-    places = torch.arange(rows)[:, None] * rows + torch.arange(cols)
-    reached = torch.zeros(rows * cols, dtype=torch.bool)
-    reached[places[places < rows * cols]] = True
-    return not reached.all() and torch.equal(reached, ~unwritten(y).flatten())
+def _row_sectors(rows: int, cols: int) -> int:
+    """Sectors that loads of x and of bias touch where each warp has 32 neighbouring columns of a row."""
+    return sum(
+        (4 * (first + min(32, cols - start)) - 1) // 32 - 4 * first // 32 + 1
+        for row in range(rows)
+        for start in range(0, cols, 32)
+        for first in (row * cols + start, start)  # of x, and of bias
+    )
 
 
 # ---- 6.2 ------------------------------------------------------------------------------------------------------------
@@ -117,6 +115,8 @@ def _is_row_times_rows(y: torch.Tensor) -> bool:
     title="The sum that is sometimes right",
     minutes=10,
     difficulty="Bug hunt",
+    untouched="a802e116fc57",
+    history="a common mistake, in reductions of every library; for one, ORNL/HeCBench, issue 253 (2026)",
     hints=[
         "The check names one pair of lines that race; there is another. Who writes part_smem[40] in the first round of "
         "the loop, and who reads it in the second? A barrier before the division alone would mend the first pair only.",
@@ -132,13 +132,43 @@ def _(block_sum: str) -> str:
             y = marked(blocks, 128)
             counters = answer.run(x, y, blocks, case=f"blocks={blocks}", check=check)
             expect_written(y, "y", case=f"blocks={blocks}")
-            expect_close(y, x / x.sum(1, keepdim=True), what="y = x / sum", case=f"blocks={blocks}", tol=1e-5)
+            expect_close(
+                y,
+                x / x.sum(1, keepdim=True),
+                what="y = x / sum",
+                case=f"blocks={blocks}",
+                tol=1e-5,
+                mistakes={
+                    "upper-half-left-out": (
+                        x / x[:, :64].sum(1, keepdim=True),
+                        "the sum is that of the first 64 numbers: in the first round, 64 threads add the upper half",
+                    ),
+                    "odd-left-out": (
+                        x / x[:, ::2].sum(1, keepdim=True),
+                        "the sum is that of elements 0, 2, 4, ...: the last round, in which thread 0 adds "
+                        "part_smem[1], is missing",
+                    ),
+                    "part-for-value": (
+                        _tree(x) / x.sum(1, keepdim=True),
+                        "part_smem[threadIdx.x] is divided, a partial sum by now: divide the thread's own value",
+                    ),
+                },
+            )
             expect(
                 not check or counters["shared_loads"] < 60 * blocks,
                 "right, but the tree is gone: half of the threads that are left should add, in each round",
                 diagnosis="no-tree",
+                case=f"blocks={blocks}",
             )
     return "no race, right fractions"
+
+
+def _tree(x: torch.Tensor) -> torch.Tensor:
+    """What the tree leaves in part_smem, for x [blocks, 128]."""
+    parts = x.clone()
+    for half in (64, 32, 16, 8, 4, 2, 1):
+        parts[:, :half] += parts[:, half : 2 * half]
+    return parts
 
 
 # ---- 6.3 ------------------------------------------------------------------------------------------------------------
@@ -168,7 +198,7 @@ def _(transpose: str) -> str:
         for check in (True, False):
             y = marked(cols, rows)
             counters = answer.run(x, y, rows, cols, case=case, check=check)
-            expect_written(y, "y", case=case, because="does every element of the tile have a round of a loop?")
+            expect_written(y, "y", case=case, because=_WRITTEN)
             expect_close(
                 y,
                 x.T,
@@ -196,7 +226,7 @@ def _(transpose: str) -> str:
             expect(
                 counters.bank_conflicts == 0,
                 f"right, and coalesced, but shared memory takes {counters.bank_conflicts} wavefronts more than needed: "
-                "a column of the tile lies in one bank",
+                "number i of a column of the tile is in bank i * pitch % 32, where pitch is the words of a row",
                 diagnosis="bank-conflicts",
                 case=case,
             )
@@ -238,6 +268,7 @@ def _(row_lse: str) -> str:
             x = 3 * _random(4, n, seed=n) + {"near -200": -200, "near 300": 300}.get(kind, 0)
             x = x.sort(1).values if kind == "rising" else x
             want = torch.logsumexp(x.double(), 1)
+            state = _lane_states(x)
             whole = torch.cat([x.flatten(), torch.zeros(64)])
             padded = torch.stack([whole[r * n : r * n - (-n // 32) * 32] for r in range(4)])
             first = [x[:, lane::32] for lane in range(min(32, n))]
@@ -250,14 +281,8 @@ def _(row_lse: str) -> str:
                 lse = marked(4)
                 counters = answer.run(x, lse, 4, n, case=case, check=check)
                 expect_written(lse, "lse", case=case)
-                expect(
-                    kind not in ("near -200", "near 300") or not lse.isinf().any(),
-                    "the scores are right while they are small: near -200 and near 300 the sum of "
-                    "exp is 0 or infinite. "
-                    "Is the maximum subtracted before exp, in the loop and in the merge?",
-                    diagnosis="no-max-subtraction",
-                    case=case,
-                )
+                if kind.startswith("near") and lse.isinf().any():
+                    _raise_overflow(answer, n, case)
                 if lse.isnan().any() and want.isfinite().all():
                     raise CheckFailed(
                         "the log-sum-exp is NaN: some lanes have no element, and their -INFINITY - (-INFINITY) is NaN",
@@ -290,12 +315,87 @@ def _(row_lse: str) -> str:
                             torch.logsumexp(unscaled, 1),
                             "wrong where a lane's maximum moves: l was not rescaled to the new maximum",
                         ),
+                        "tail-dropped": (
+                            torch.logsumexp(x[:, : n // 32 * 32].double(), 1),
+                            "the last n % 32 elements were left out: some lanes have one more than others",
+                        ),
+                        "exp2-for-exp": (
+                            _top(x.double()) + torch.exp2(x.double() - x.double().amax(1, keepdim=True)).sum(1).log(),
+                            "2^x is summed, and the natural logarithm is taken of it: exp2f belongs with x * log2(e)",
+                        ),
+                        "one-row": (
+                            want[:1].expand(4),
+                            "every row got the log-sum-exp of row 0: which row is this block's?",
+                        ),
+                        **_merge_mistakes(*state),
                     },
                 )
                 if check:
                     _expect_one_pass(counters, n, case)
                 cases += 1
     return f"{cases // 2} cases in both builds, each row read once"
+
+
+def _lane_states(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """m and l of each lane, [rows, 32], after its loop over x [rows, n]; -inf and 0 where it has no element."""
+    padded = torch.nn.functional.pad(x.double(), (0, -x.shape[1] % 32), value=-math.inf).unflatten(1, (-1, 32))
+    m = padded.amax(1)
+    return m, torch.exp(padded - m.masked_fill(m == -math.inf, 0.0)[:, None]).sum(1)
+
+
+def _merge_mistakes(m: torch.Tensor, l: torch.Tensor) -> dict[str, tuple[torch.Tensor, str]]:  # noqa: E741
+    """What lane 0 has in the end where the merge of two of the states m and l [rows, 32] has a mistake."""
+
+    def merged(
+        own: bool = True, other: bool = True, late: bool = False, steps: Sequence[int] = (1, 2, 4, 8, 16)
+    ) -> torch.Tensor:
+        top, total = m, l
+        for step in steps:
+            lane = torch.arange(32) ^ step
+            new = torch.maximum(top, top[:, lane])
+            base = new.masked_fill(new == -math.inf, 0.0)
+            mine, its = torch.exp(top - base), torch.exp((new if late else top)[:, lane] - base)
+            total = total * (mine if own else 1.0) + total[:, lane] * (its if other else 1.0)
+            top = new
+        return top[:, 0] + total[:, 0].log()
+
+    rescale = "is not brought under the common maximum before the sums are added: l * expf(m - m_new)"
+    return {
+        "own-not-rescaled": (merged(own=False), f"in the merge, the lane's own l {rescale}"),
+        "other-not-rescaled": (merged(other=False), f"in the merge, the other lane's l {rescale}"),
+        "shuffled-after-the-maximum": (
+            merged(late=True),
+            "the other lane's m is fetched after it has become m_new: fetch m and l of both before either changes",
+        ),
+        "steps-not-doubled": (
+            merged(steps=range(1, 32)),
+            "the steps of the exchange are 1, 2, 3, 4, ...: they have to double, 1, 2, 4, 8, 16",
+        ),
+    }
+
+
+def _raise_overflow(answer: Answer, n: int, case: str) -> None:
+    """The result is infinite near -200 or near 300: is it so in both?"""
+    __tracebackhide__ = True
+    infinite = []
+    for level in (-200, 300):
+        lse = marked(4)
+        answer.run(3 * _random(4, n, seed=n) + level, lse, 4, n, case=case, check=False)
+        infinite.append(bool(lse.isinf().any()))
+    if all(infinite):
+        sentence = (
+            "the result is right while the scores are small: near -200 and near 300 the sum of exp is 0 or infinite. "
+            "Is the maximum subtracted before exp, in the loop and in the merge?"
+        )
+    elif infinite[0]:
+        sentence = (
+            "right near 300, and infinite near -200, where every exp is 0: the maximum is larger than all scores. "
+            "Where does m begin?"
+        )
+    else:
+        sentence = "right near -200, and infinite near 300: some exp is not relative to the maximum"
+    slug = "m-starts-at-zero" if infinite == [True, False] else "no-max-subtraction"
+    raise CheckFailed(sentence, diagnosis=slug, case=case)
 
 
 def _top(x: torch.Tensor) -> torch.Tensor:
@@ -381,22 +481,23 @@ def _explained(source: Source, diagnosis: str) -> tuple[str, str] | None:
 
 @exercise(
     "6.5",
-    title="Right for every multiple of 32",
+    title="Right for two kinds of model",
     minutes=15,
     difficulty="Bug hunt",
+    untouched="f8f540e53745",
+    history="HazyResearch/HipKittens, pull request 22 (2025): a mapping that was right for 64 and 8 heads alone",
     hints=[
-        "The first bug is an address: with 100 keys, the fourth tile has 4 rows, and the copy takes 32.",
-        "Copy a row only if row < rows, and put zeros otherwise. Then run the check again: the addresses are right, "
-        "the numbers are not. What score does a key of zeros get, and what is exp of it?",
-        "A missing key's score has to be -INFINITY, before the maximum is taken: s[n] = n < keys ? s[n] * scale_log2 : "
-        "-INFINITY.",
+        "Only cases with 1 < kv_heads < heads are wrong. Which head of K and V does this code give to each head of Q? "
+        "Compute it for heads = 4, kv_heads = 2.",
+        "The code gives 0, 1, 0, 1. Grouped-query attention wants neighbours to share: 0, 0, 1, 1.",
+        "A group has p.heads / p.kv_heads heads of Q: divide the head by that.",
     ],
 )
-def _(copy_chunk: str, scale_scores: str) -> Verdict:
-    copy, scores = text_of(copy_chunk, "copy_chunk"), text_of(scale_scores, "scale_scores")
-    if not copy.strip() or not scores.strip():
+def _(which_rows: str) -> Verdict:
+    text = text_of(which_rows, "which_rows")
+    if not text.strip():
         raise NotImplementedError
-    return _examined(replaced(replaced(FRAME, "copy a chunk", copy), "mask", scores))
+    return _examined(replaced(FRAME, "which rows", text), lines_only=False)
 
 
 @exercise(
@@ -433,59 +534,77 @@ def _causal_bytes(N: int, D: int, block_m: int, block_n: int) -> tuple[int, int]
     return 4 * (2 * N * D + visits * (2 * D + 2) + 2 * N), 4 * (N * D + 2 * D * keys)
 
 
-def _forgotten(order: str, N: int, D: int, block_m: int, block_n: int) -> dict[str, tuple[int, str]]:
+def _known_counts(order: str, N: int, D: int, block_m: int, block_n: int) -> dict[str, tuple[float, str]]:
     """{slug: (bytes, sentence)} of what is easily left out, or counted too often."""
     visits = sum(N - start for start in range(0, N, block_n))
     keys = sum(min(N, start + block_m) for start in range(0, N, block_m))
     fa1, fa2 = _causal_bytes(N, D, block_m, block_n)
     if order == "FA1":
-        return {
-            "no-state": (fa1 - 8 * visits, "FA1: a row that is visited reads its m and its l too, 2 numbers"),
-            "no-lse-pass": (fa1 - 8 * N, "FA1: at the end m and l of each row are read once more, for lse: 2N numbers"),
-            "no-kv": (fa1 - 8 * N * D, "FA1: K and V are read too, once each: 2ND numbers"),
-            "no-o": (fa1 - 4 * visits * D, "FA1: a row that is visited reads both its row of Q and its row of O"),
+        want, other, unmasked = fa1, fa2, fa1_cost(N, N, D, block_n=block_n).bytes_read
+        own: dict[str, tuple[float, str]] = {
+            "no-state": (fa1 - 8 * visits, "a row that is visited reads its m and its l too, 2 numbers"),
+            "no-lse-pass": (fa1 - 8 * N, "at the end m and l of each row are read once more, for lse: 2N numbers"),
+            "no-statistics": (fa1 - 8 * visits - 8 * N, "m and l are read too: at each visit of a row, and for lse"),
+            "no-kv": (fa1 - 8 * N * D, "K and V are read too, once each: 2ND numbers"),
+            "no-o": (fa1 - 4 * visits * D, "a row that is visited reads both its row of Q and its row of O"),
+            "writes-counted": (fa1 + 4 * visits * (D + 2) + 4 * N, "that counts what is written too: O, m, l and lse"),
         }
-    past = 8 * D * sum(start + block_m for start in range(0, N, block_m))
-    rows = 4 * N * D
-    return {
-        "past-the-end": (
-            rows + past,
-            "FA2: a block reads no key from N on: the last one ends at N, not at m_start + BLOCK_M",
-        ),
-        "no-q": (fa2 - rows, "FA2: Q is read too, once: ND numbers"),
-        "k-or-v": (rows + 4 * D * keys, "FA2: a block reads the keys it needs twice: of K and of V"),
-        "block-skipped": (fa2 - 8 * D * min(N, block_m), "FA2: the first block reads keys too: those of its own rows"),
+    else:
+        rows, past = 4 * N * D, 8 * D * sum(start + block_m for start in range(0, N, block_m))
+        want, other, unmasked = fa2, fa1, fa2_cost(N, N, D, block_m=block_m).bytes_read
+        own = {
+            "past-the-end": (
+                rows + past,
+                "a block reads no key from N on: the last one ends at N, not at m_start + BLOCK_M",
+            ),
+            "no-q": (fa2 - rows, "Q is read too, once: ND numbers"),
+            "k-or-v": (rows + 4 * D * keys, "a block reads the keys it needs twice: of K and of V"),
+            "block-skipped": (fa2 - 8 * D * min(N, block_m), "the first block reads keys too: those of its own rows"),
+            "keys-halved": (
+                rows + (unmasked - rows) / 2,
+                "half of the keys is only nearly right: a block reads up to the last key of its last row",
+            ),
+            "writes-counted": (fa2 + rows + 4 * N, "that counts what is written too: O and lse"),
+        }
+    return own | {
+        "nothing-skipped": (unmasked, "that is the count without a mask"),
+        "halved": (unmasked / 2, "half of the count without a mask is only nearly right"),
+        "numbers": (want / 4, "that counts numbers; a float32 has 4 bytes"),
+        "exchanged": (other, "that is the other order's count: return (FA1, FA2)"),
     }
 
 
-def _expect_bytes(
-    order: str, mine: Any, want: int, unmasked: int, forgotten: dict[str, tuple[int, str]], case: str
-) -> None:
+def _expect_bytes(order: str, answers: Sequence[Any]) -> None:
+    """The numbers of one order, an answer for each of _COUNTED; a mistake is told only if it gives all of them."""
     __tracebackhide__ = True
-    expect(
-        mine is not None, f"the number for {order} is None: return two numbers", diagnosis="returned-none", case=case
-    )
-    expect(
-        isinstance(mine, (int, float)) and not isinstance(mine, bool),
-        f"the bytes of {order}'s order should be a whole number, not {mine!r}",
-        diagnosis="wrong-type",
-        case=case,
-    )
-    known = {
-        "nothing-skipped": (unmasked, f"{order}: that is the count without a mask"),
-        "halved": (unmasked / 2, f"{order}: half of the count without a mask is only nearly right"),
-        "numbers": (want / 4, f"{order}: that counts numbers; a float32 has 4 bytes"),
-        **forgotten,
-    }
-    for slug, (value, sentence) in known.items():
-        expect(mine != value or value == want, sentence, diagnosis=slug, case=case)
-    expect(
-        mine == want,
-        f"{order}'s order reads {want} bytes, and your formula gives {mine}: {abs(mine - want)} "
-        f"{'more' if mine > want else 'fewer'}",
-        diagnosis="wrong-value",
-        case=case,
-    )
+    for mine, count in zip(answers, _COUNTED, strict=True):
+        expect(mine is not None, f"the number for {order} is None: return two numbers", diagnosis="returned-none")
+        expect(
+            isinstance(mine, (int, float)) and not isinstance(mine, bool),
+            f"the bytes of {order}'s order should be a whole number, not {mine!r}",
+            diagnosis="wrong-type",
+            case=_count_case(count),
+        )
+    wants = [_causal_bytes(*count)[order == "FA2"] for count in _COUNTED]
+    known = [_known_counts(order, *count) for count in _COUNTED]
+    for slug, (_, sentence) in known[0].items():
+        same = all(mine == case[slug][0] for mine, case in zip(answers, known, strict=True))
+        expect(not same or list(answers) == wants, f"{order}: {sentence}", diagnosis=slug)
+    for mine, want, count in zip(answers, wants, _COUNTED, strict=True):
+        expect(
+            mine == want,
+            f"{order}'s order reads {want} bytes, and your formula gives {mine}: {abs(mine - want)} "
+            f"{'more' if mine > want else 'fewer'}",
+            diagnosis="wrong-value",
+            case=_count_case(count),
+        )
+
+
+_COUNTED = ((256, 64, 128, 32), (128, 64, 64, 64), (200, 64, 128, 32), (300, 128, 64, 16))
+
+
+def _count_case(count: tuple[int, int, int, int]) -> str:
+    return "N={}, D={}, BLOCK_M={}, BLOCK_N={}".format(*count)
 
 
 @exercise(
@@ -504,16 +623,14 @@ def _expect_bytes(
 )
 def _(causal_bytes_read: Callable[..., Any]) -> str:
     expect(callable(causal_bytes_read), "a function is expected, not its result", diagnosis="wrong-type")
-    for N, D, block_m, block_n in ((256, 64, 128, 32), (128, 64, 64, 64), (200, 64, 128, 32), (300, 128, 64, 16)):
-        case = f"N={N}, D={D}, BLOCK_M={block_m}, BLOCK_N={block_n}"
-        with running(case):
-            got = causal_bytes_read(N, D, block_m, block_n)
+    answers = []
+    for count in _COUNTED:
+        with running(_count_case(count)):
+            got = causal_bytes_read(*count)
         expect(isinstance(got, tuple) and len(got) == 2, "return two numbers, (FA1, FA2)", diagnosis="wrong-type")
-        full = fa1_cost(N, N, D, block_n=block_n).bytes_read, fa2_cost(N, N, D, block_m=block_m).bytes_read
-        for order, mine, want, unmasked in zip(
-            ("FA1", "FA2"), got, _causal_bytes(N, D, block_m, block_n), full, strict=True
-        ):
-            _expect_bytes(order, mine, want, unmasked, _forgotten(order, N, D, block_m, block_n), case)
+        answers.append(got)
+    for i, order in enumerate(("FA1", "FA2")):
+        _expect_bytes(order, [answer[i] for answer in answers])
     q, k, v = (_random(1, 1, 200, 64, seed=i) for i in range(3))
     for order, step, mine in zip(
         ("FA1", "FA2"), steps(6)[:2], causal_bytes_read(200, 64, FA2_BLOCK_M, FA1_BLOCK_N), strict=True
@@ -573,6 +690,7 @@ def _expect_shared(c: Counters) -> float:
     """That rows share what is loaded, and loads their sectors. Returns the rows that a number of K and V serves."""
     __tracebackhide__ = True
     _, _, _, rows, keys, _ = _SHARED_PROBE
+    case = f"seq_q={rows}, seq_k={keys}, head_dim=64, float32"
     asked, sectors = c["global_load_bytes"] + c["cp_async_bytes"], c["global_load_sectors"] + c["cp_async_sectors"]
     alone, q = rows * keys * 2 * 64 * 4, rows * 64 * 4  # each row reads all of K and V by itself; Q once
     served = alone / max(1, asked - q)
@@ -581,17 +699,20 @@ def _expect_shared(c: Counters) -> float:
         f"right, and tiles are shared, but a number of K and V serves {served:.3g} rows where at least {SERVED} are "
         "wanted: give each block more rows",
         diagnosis="tiles-too-small",
+        case=case,
     )
     expect(
         served >= SERVED,
         f"right, but the threads ask for {asked} bytes of global memory, where {alone + q} are those of rows that each "
         "read all of K and V by themselves: bring a tile to shared memory once, and let all rows of the block use it",
         diagnosis="tiles-not-shared",
+        case=case,
     )
     expect(
         32 * sectors <= 4 * asked,
         f"right, and tiles are shared, but the loads touch {sectors} sectors where {asked // 32} hold what is asked "
         "for: let neighbouring threads copy neighbouring numbers of a row",
         diagnosis="not-coalesced",
+        case=case,
     )
     return served

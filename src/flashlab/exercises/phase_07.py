@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from flashlab.attention import reference
-from flashlab.check import CheckFailed, expect, expect_close, running
+from flashlab.check import CheckFailed, expect, expect_close, pattern, running
 from flashlab.check.cuda_answer import PROBES, Answer, Source, built, examine, ran, region, replaced, text_of
 from flashlab.check.stored import expect_stored, expect_written, marked
 from flashlab.cuda import load_inline
@@ -97,10 +97,26 @@ def _expect_holder(
         if all(got[key] == wrong(*key) for key in got):
             raise CheckFailed(sentence, diagnosis=slug)
     at = next(key for key in want if got[key] != want[key])
-    right = sum(got[key] == want[key] for key in want)
     raise CheckFailed(
-        f"{name}{at} is {want[at]}, not {got[at]}; {right} of 128 elements are right", diagnosis="wrong-value"
+        f"{name}{at} is {got[at]}, and should be {want[at]}; {_common(got, want)}", diagnosis="wrong-value"
     )
+
+
+def _common(got: Mapping[tuple[int, int], tuple[int, ...]], want: Mapping[tuple[int, int], tuple[int, ...]]) -> str:
+    """Which of lane, register and half are wrong, and for which rows and columns of the 16 x 8 matrix."""
+    parts = ("lane", "register", "half")[: len(next(iter(want.values())))]
+    for i, j in itertools.combinations(range(len(parts)), 2):
+        if all({i: x[j], j: x[i]}.get(n, x[n]) == want[key][n] for key, x in got.items() for n in range(len(parts))):
+            return f"{parts[i]} and {parts[j]} are exchanged everywhere"
+    said = []
+    for i, part in enumerate(parts):
+        wrong = torch.tensor([[got[r, c][i] != want[r, c][i] for c in range(8)] for r in range(16)])
+        where = pattern.where(wrong)
+        if not wrong.any():
+            said.append(f"the {part} is right everywhere")
+        else:
+            said.append(f"the {part} is wrong for {f'all of {where}' if where else f'{int(wrong.sum())} of 128'}")
+    return ", ".join(said)
 
 
 @exercise(
@@ -431,6 +447,8 @@ def _maxima(s: torch.Tensor, masks: tuple[int, ...]) -> torch.Tensor:
     title="Four lanes, one maximum",
     minutes=15,
     difficulty="Bug hunt",
+    untouched="21bdc0084f34",
+    history="a common mistake",
     hints=[
         "A lane holds two columns of its row. After the first exchange it knows four of the eight columns. Which "
         "lane has the other four?",
@@ -569,6 +587,8 @@ def _(second_product: str) -> str:
     title="Two bugs in P V",
     minutes=20,
     difficulty="Bug hunt",
+    untouched="7f418a5ab76d",
+    history="0 times NaN: pytorch/pytorch, issue 101967 (2023); .trans is a common mistake",
     hints=[
         "What the emulator calls uninitialised holds anything, also the bits of a NaN. What is 0 times NaN?",
         "The missing rows of V have to be zeros in shared memory. And then: a register of B holds two neighbours "
@@ -668,6 +688,7 @@ def _(loop: str) -> str:
         verdict.counters["mma"] > 0,
         "the result is right, but there is no MMA in it: use the tensor cores",
         diagnosis="wrong-count",
+        case="heads=2, kv_heads=1, seq_q=200, seq_k=200, head_dim=64, float16, causal",
     )
     generator = torch.Generator().manual_seed(7)
     q, k, v = (torch.randn(1, 2, 77, 128, generator=generator).bfloat16() for _ in range(3))

@@ -8,7 +8,7 @@ the learner's line; a wrong result with the checker's diagnosis; a right result 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -28,7 +28,7 @@ from flashlab.check.cuda_answer import (
 from flashlab.exercises.registry import exercise
 from flashlab.kernels.series import step
 from flashlab.simt import Counters
-from flashlab.simt.source import entries
+from flashlab.simt.source import blank_comments, entries
 
 BANK_BYTES, ROW_BYTES = 128, 16  # all 32 banks; what one address of ldmatrix stands for
 
@@ -65,19 +65,60 @@ def _without_conflicts(verdict: Verdict, head_dim: int) -> None:
 )
 def _(wavefronts: Callable[[int], int]) -> str:
     widths = [16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 192, 256, 264 // 8 * 16, 272, 288, 384, 512]
+    got = {}
     for width in widths:
-        groups = [row * width // ROW_BYTES % 8 for row in range(8)]
-        want = max(groups.count(g) for g in set(groups))
         with running(f"row_bytes={width}"):
-            got = wavefronts(width)
-        why = f"the eight rows begin at {', '.join(str(r * width % BANK_BYTES) for r in range(8))} modulo 128"
+            got[width] = wavefronts(width)
+    want = {width: _most([r * width // ROW_BYTES % 8 for r in range(8)]) for width in widths}
+    for slug, (wrong, sentence) in _MISCOUNTED.items():
+        expect(got == want or any(got[w] != wrong(w) for w in widths), sentence, diagnosis=slug)
+    for width in widths:
+        begin = ", ".join(str(r * width % BANK_BYTES) for r in range(8))
+        same = f"{want[width]} of them share a place" if want[width] > 1 else "no two of them share a place"
         expect(
-            got == want,
-            f"wavefronts({width}) is {want}, not {got}: {why}",
+            got[width] == want[width],
+            f"wavefronts({width}) is {got[width]}, and should be {want[width]}: the eight rows begin at bytes {begin} "
+            f"of the 128 that the banks are wide, and {same}",
             diagnosis="wrong-value",
             case=f"row_bytes={width}",
         )
     return f"{len(widths)} widths"
+
+
+def _most(places: Sequence[int]) -> int:
+    return max(places.count(p) for p in places)
+
+
+_MISCOUNTED: dict[str, tuple[Callable[[int], float], str]] = {
+    "counts-groups": (
+        lambda w: len({r * w // ROW_BYTES % 8 for r in range(8)}),
+        "that is the number of groups that are asked for; the group that is asked for most often decides",
+    ),
+    "inverted": (
+        lambda w: 8 / _most([r * w // ROW_BYTES % 8 for r in range(8)]),
+        "that is how many rows are served at once; the number of wavefronts is 8 over it",
+    ),
+    "bytes-for-chunks": (
+        lambda w: _most([r * w % 8 for r in range(8)]),
+        "a group is 16 bytes wide, and you take the rows' bytes modulo 8",
+    ),
+    "words-for-chunks": (
+        lambda w: _most([r * w // 4 % 8 for r in range(8)]),
+        "a group is 16 bytes wide, and you take the rows' words modulo 8",
+    ),
+    "first-word-alone": (
+        lambda w: _most([r * w // 4 % 32 for r in range(8)]),
+        "a row is 16 bytes, four banks wide: rows that begin at different banks may still meet",
+    ),
+    "thirty-two-groups": (
+        lambda w: _most([r * w // ROW_BYTES % 32 for r in range(8)]),
+        "there are 32 banks of 4 bytes, so 8 groups of 16 bytes, and not 32",
+    ),
+    "whole-lines-alone": (
+        lambda w: 8 if w % BANK_BYTES == 0 else 1,
+        "rows may meet without lying whole lines of 128 bytes apart: at 64, every second row begins at the same bank",
+    ),
+}
 
 
 # ---- 8.2 ------------------------------------------------------------------------------------------------------------
@@ -260,9 +301,11 @@ def _(in_flight: str) -> str:
 
 @exercise(
     "8.5",
-    title="A stage that is overwritten",
+    title="One run in some thousands",
     minutes=15,
     difficulty="Bug hunt",
+    untouched="439f5987c60d",
+    history="a common mistake in pipelines written by hand",
     hints=[
         "The message names two lines: one reads a tile, the other fills the same bytes with the next "
         "copy. Which tile is in the "
@@ -310,6 +353,8 @@ def _(loop_head: str) -> str:
     title="Right threads, wrong numbers",
     minutes=15,
     difficulty="Bug hunt",
+    untouched="f843e5a348fc",
+    history="a common mistake",
     hints=[
         "The emulator finds no race and no address out of bounds. Follow one chunk: row 1, columns 0 to "
         "7. At which byte does "
@@ -421,11 +466,18 @@ def _put_together(text: str) -> str:
     ],
 )
 def _(kernel: str) -> str:
-    whole = _put_together(text_of(kernel, "kernel"))
+    text = text_of(kernel, "kernel")
+    whole = _put_together(text)
+    expect(
+        re.search(r"\b(for|while)\b", blank_comments(text)) is not None,
+        "there is no loop: what stands between the braces is done once, for the first tile",
+        diagnosis="no-loop",
+    )
     verdict = examine(whole, max_seq=150)
     c = verdict.counters
     _without_conflicts(verdict, 64)
-    expect(c["mma_during_copies"] > 0, "no copy is under way during any MMA", diagnosis="no-overlap")
+    case = "heads=2, kv_heads=1, seq_q=200, seq_k=200, head_dim=64, float16, causal"
+    expect(c["mma_during_copies"] > 0, "no copy is under way during any MMA", diagnosis="no-overlap", case=case)
     return f"{len(_LETTERS)} parts, {verdict.verdict}"
 
 
@@ -463,7 +515,7 @@ def _(kernel: str) -> str:
         diagnosis="wrong-entry",
     )
     whole = Source(text, "kernel", 1, len(text.splitlines()))
-    cases = examine(whole, max_seq=300).cases
+    cases = examine(whole).cases
     cases += examine(whole, head_dim=128, fast=False, probes=PROBES[:1], max_seq=150).cases
     for head_dim in (64, 128):
         c = probe(built(whole, check=True, head_dim=head_dim), whole, _COUNTED, head_dim=head_dim).counters

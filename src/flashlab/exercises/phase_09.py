@@ -36,47 +36,108 @@ from flashlab.simt.source import blank_comments, entries
     ],
 )
 def _(tiles: Callable[..., tuple[int, int]]) -> str:
-    cases = 0
+    blocks: list[_Block] = []
     for seq_q, seq_k in ((64, 64), (200, 200), (70, 330), (330, 70), (1, 129), (256, 512), (64, 127)):
         for block_m, block_n in ((64, 64), (128, 64), (64, 32)):
             for causal in (False, True):
                 for m_start in range(0, seq_q, block_m):
-                    case = f"m_start={m_start}, {block_m} x {block_n}, seq_q={seq_q}, seq_k={seq_k}, causal={causal}"
-                    _expect_tiles(tiles, (m_start, block_m, block_n, seq_q, seq_k, causal), case)
-                    cases += 1
-    return f"{cases} blocks"
+                    blocks.append((m_start, block_m, block_n, seq_q, seq_k, causal))
+    answers = []
+    for block in blocks:
+        with running(_case(block)):
+            end, full = tiles(*block)
+        answers.append((end, full))
+    if any(answer != _tile_range(*block) for answer, block in zip(answers, blocks, strict=True)):
+        for slug, (wrong, sentence) in _TILE_MISTAKES.items():
+            known = all(answer == wrong(block) for answer, block in zip(answers, blocks, strict=True))
+            expect(not known, sentence, diagnosis=slug)
+    for answer, block in zip(answers, blocks, strict=True):
+        _expect_tiles(answer, block)
+    return f"{len(blocks)} blocks"
 
 
-def _expect_tiles(
-    tiles: Callable[..., tuple[int, int]], block: tuple[int, int, int, int, int, bool], case: str
-) -> None:
-    """Counts for each tile how many keys the first and the last row of the block see in it."""
+_Block = tuple[int, int, int, int, int, bool]
+
+
+def _case(block: _Block) -> str:
+    m_start, block_m, block_n, seq_q, seq_k, causal = block
+    return f"m_start={m_start}, {block_m} x {block_n}, seq_q={seq_q}, seq_k={seq_k}, causal={causal}"
+
+
+def _tile_range(
+    m_start: int, block_m: int, block_n: int, seq_q: int, seq_k: int, causal: bool, *,
+    diagonal: int | None = None, end_row: int | None = None, full_row: int | None = None,
+    end_up: bool = True, full_up: bool = False, own: tuple[int, int] = (1, 1),
+) -> tuple[int, int]:  # fmt: skip
+    """(end, full) of a block, or what they are with another diagonal, other rows, roundings, or counts of own keys."""
+    last = m_start + block_m - 1 if end_row is None else end_row
+    first = m_start if full_row is None else full_row
+    diagonal = seq_k - seq_q if diagonal is None else diagonal
+    most, least = (
+        min(seq_k, max(0, r + n + diagonal)) if causal else seq_k for r, n in zip((last, first), own, strict=True)
+    )
+    return (most + (block_n - 1) * end_up) // block_n, (least + (block_n - 1) * full_up) // block_n
+
+
+# What is returned where all the rest is right.
+_TILE_MISTAKES: dict[str, tuple[Callable[[_Block], tuple[int, int]], str]] = {
+    "exchanged": (
+        lambda b: (_tile_range(*b)[1], _tile_range(*b)[0]),
+        "the two numbers are exchanged: end comes first, then full",
+    ),
+    "top-left-aligned": (
+        lambda b: _tile_range(*b, diagonal=0),
+        "row i is taken to see i + 1 keys. The last query sees the last key, so that row i sees i + 1 + seq_k - seq_q",
+    ),
+    "diagonal-negated": (
+        lambda b: _tile_range(*b, diagonal=b[3] - b[4]),
+        "the diagonal is shifted the wrong way: row i sees i + 1 + seq_k - seq_q keys, not i + 1 + seq_q - seq_k",
+    ),
+    "end-of-the-first-row": (
+        lambda b: _tile_range(*b, end_row=b[0]),
+        "end is that of the block's first row; its last row sees more keys",
+    ),
+    "end-past-the-last-row": (
+        lambda b: _tile_range(*b, end_row=b[0] + b[1]),
+        "end is one row too far: the block's last row is m_start + block_m - 1",
+    ),
+    "end-rounded-down": (
+        lambda b: _tile_range(*b, end_up=False),
+        "end is rounded down: a tile that is not whole has to be visited too",
+    ),
+    "full-rounded-up": (
+        lambda b: _tile_range(*b, full_up=True),
+        "full is rounded up: a tile of which the first row sees only a part needs the mask",
+    ),
+    "full-of-the-last-row": (
+        lambda b: _tile_range(*b, full_row=b[0] + b[1] - 1),
+        "full is that of the block's last row; its first row sees fewer keys, and decides",
+    ),
+    "own-key-left-out": (
+        lambda b: _tile_range(*b, own=(1, 0)),
+        "full leaves out a key: row i sees its own key too, so i + 1 and not i (and seq_k - seq_q more)",
+    ),
+}
+
+
+def _expect_tiles(answer: tuple[int, int], block: _Block) -> None:
     __tracebackhide__ = True
     m_start, block_m, block_n, seq_q, seq_k, causal = block
-
-    def seen(row: int, tile: int) -> int:
-        last = min(seq_k - 1, row + seq_k - seq_q) if causal else seq_k - 1
-        return max(0, min(block_n, last + 1 - tile * block_n))
-
-    every = range(-(-seq_k // block_n))
-    end = sum(seen(m_start + block_m - 1, j) > 0 for j in every)
-    full = sum(seen(m_start, j) == block_n for j in every)
-    with running(case):
-        got = tuple(tiles(*block))
+    end, full = _tile_range(*block)
     call = (
         f"tiles(m_start={m_start}, block_m={block_m}, block_n={block_n}, seq_q={seq_q}, seq_k={seq_k}, causal={causal})"
     )
     expect(
-        got[0] == end,
-        f"{call}: end is {got[0]}; the last row of the block sees keys in {end} tile{'' if end == 1 else 's'}",
+        answer[0] == end,
+        f"{call}: end is {answer[0]}; the last row of the block sees keys in {end} tile{'' if end == 1 else 's'}",
         diagnosis="wrong-end",
-        case=case,
+        case=_case(block),
     )
     expect(
-        min(got[1], end) == min(full, end) and got[1] >= 0,
-        f"{call}: full is {got[1]}; the first row of the block sees {full} tile{'' if full == 1 else 's'} whole",
+        min(answer[1], end) == min(full, end) and answer[1] >= 0,
+        f"{call}: full is {answer[1]}; the first row of the block sees {full} tile{'' if full == 1 else 's'} whole",
         diagnosis="wrong-full",
-        case=case,
+        case=_case(block),
     )
 
 
@@ -128,7 +189,7 @@ def _expect_blocks(
         slug, wrong = "too-few-blocks", "fewer than each resource allows: which of your three numbers is too small?"
     expect(
         got == allowed[limit],
-        f"{call} is {allowed[limit]}, not {got}; there is room by {numbers}. {got} is {wrong}",
+        f"{call} is {got}, and should be {allowed[limit]}: there is room by {numbers}. {got} is {wrong}",
         diagnosis=slug,
         case=case,
     )
@@ -142,6 +203,8 @@ def _expect_blocks(
     title="Right on random numbers",
     minutes=15,
     difficulty="Bug hunt",
+    untouched="f6c43c9aea9b",
+    history="a common mistake; a related one, in a lazy rescaling too, is meta-pytorch/MSLK, pull request 242 (2026)",
     hints=[
         "With random numbers only the first tile of a row rescales. What are acc and l_i then, before the correction?",
         "Both are 0, and 0 times anything is 0: a forgotten correction does not show. Which of a row's three numbers, "
@@ -155,6 +218,13 @@ def _(rescale: str) -> str:
     try:
         verdict = examine(whole)
     except CheckFailed as failed:
+        if failed.diagnosis == "no-max-subtraction":
+            raise CheckFailed(
+                "not finite where the maximum moves far: some row is not moved to its new maximum. The warp has to "
+                "rescale as soon as any of its rows moves far",
+                diagnosis="row-not-moved",
+                case=failed.case,
+            ) from None
         factors = _factors(whole) if failed.diagnosis in ("wrong-value", "low-precision") else None
         if factors is None:
             raise
@@ -162,6 +232,7 @@ def _(rescale: str) -> str:
             "where the maximum moves far in a late tile, all numbers of a row are wrong by one and the same factor "
             f"(row 0: {factors[0]:.2f}): acc is under the new maximum, and what it is divided by is not",
             diagnosis="l-not-rescaled",
+            case="seq_q=128, seq_k=128, head_dim=64, float16, the largest scores in the tile that is walked last",
         ) from None
     _expect_lazy(whole)
     return f"{verdict.cases} cases, late maxima among them"
@@ -186,6 +257,7 @@ def _expect_lazy(whole: Source) -> None:
         f"the result is right, but not lazy: each row computes its correction {times:.3g} times in 4 tiles, though its "
         "maximum moves in the first tile only. Keep the vote: it spares the other tiles the multiplications",
         diagnosis="not-lazy",
+        case="seq_q=64, seq_k=256, head_dim=64, float16, all scores 0",
     )
 
 
@@ -277,7 +349,7 @@ def _rows_without_a_key(whole: Source) -> None:
     o, lse = built(whole, check=True).forward(q, k, k, causal=True)
     expect(
         o[0, 0, :120].eq(0).all() and lse[0, 0, :120].eq(-torch.inf).all(),
-        "rows that no part has seen a key for should be o = 0 and lse = -inf: mind -inf - (-inf)",
+        "rows that no part has seen a key for should be o = 0 and lse = -inf: mind -inf - (-inf), and 0 / 0",
         diagnosis="masked-rows-nan",
         case="seq_q=640, seq_k=520, causal",
     )
@@ -452,8 +524,8 @@ def _(before_loop: str, in_loop: str) -> str:
     except CheckFailed as failed:
         if failed.diagnosis == "does-not-compile" and "Q_WAIT" in str(failed):
             raise CheckFailed(
-                "the wait for Q should leave the copies of all tiles in flight: Q's group is older than the groups of "
-                "the first STAGES - 1 tiles, and nobody needs a tile yet",
+                "where Q is waited for, STAGES - 1 groups should be left in flight, those of the first tiles: Q's "
+                "group is older, and nobody needs a tile yet. Are that many tiles on their way before the loop?",
                 diagnosis="waits-too-long",
             ) from None
         _expect_earlier_tile(in_loop)
@@ -505,17 +577,21 @@ def _(my_kernel: str) -> str:
     expect("forward" in entries(text), f"the source has no `{signature}`", diagnosis="wrong-entry")
     verdict = examine(whole)
     report = probe(built(whole, check=True), whole, (1, 1, 1, 256, 256, False), sms=1)
-    c = report.counters
+    c, case = report.counters, "seq_q=256, seq_k=256, head_dim=64, float16"
     expect(
-        c["mma"] > 0, "the result is right, but no MMA was issued: use the tensor cores", diagnosis="no-tensor-cores"
+        c["mma"] > 0,
+        "the result is right, but no MMA was issued: use the tensor cores",
+        diagnosis="no-tensor-cores",
+        case=case,
     )
     spent, conflicts = wavefronts(report) / c["mma"], c.bank_conflicts / c["mma"]
     right = f"the result is right, but it takes {spent:.2f} wavefronts per MMA, where {_BUDGET} are the budget"
     if spent > _BUDGET >= spent - conflicts:
-        raise CheckFailed(f"{right}: {conflicts:.2f} of them are bank conflicts", diagnosis="bank-conflicts")
+        raise CheckFailed(f"{right}: {conflicts:.2f} of them are bank conflicts", diagnosis="bank-conflicts", case=case)
     expect(
         spent <= _BUDGET,
         f"{right}: with 16 rows per warp a fragment of K or V feeds two MMAs, with 32 rows four",
         diagnosis="too-few-rows-per-warp",
+        case=case,
     )
     return f"{verdict.cases} cases right, {spent:.2f} wavefronts per MMA"

@@ -28,7 +28,11 @@ _imported: set[str] = set()  # phase modules that were run to their end
 
 @dataclass(frozen=True)
 class Exercise:
-    """One exercise: `id` is "phase.number", `minutes` an estimate, `hints` go from a nudge to nearly the answer."""
+    """One exercise: `id` is "phase.number", `minutes` an estimate, `hints` go from a nudge to nearly the answer.
+
+    untouched: of a bug hunt, the `answers.fingerprint` of the code that it begins with; history: where the bug has
+    been seen, told to those who have mended it.
+    """
 
     id: str
     title: str
@@ -36,6 +40,8 @@ class Exercise:
     difficulty: str
     hints: tuple[str, ...]
     run: Callable[..., Any] = field(repr=False, compare=False)
+    untouched: str = ""
+    history: str = ""
 
     @property
     def phase(self) -> int:
@@ -48,21 +54,34 @@ class Exercise:
 
 
 def exercise(
-    id: str, *, title: str, minutes: int, difficulty: str = "Core", hints: Sequence[str] = ()
+    id: str,
+    *,
+    title: str,
+    minutes: int,
+    difficulty: str = "Core",
+    hints: Sequence[str] = (),
+    untouched: str = "",
+    history: str = "",
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register the decorated function as the check of exercise `id`; ValueError when the id is malformed or taken."""
+    """Register the decorated function as the check of exercise `id`; ValueError when the id is malformed or taken.
+
+    The annotation of a parameter says what is handed in: `str` is CUDA text, `Any` a Triton kernel, anything else a
+    function; `Callable[..., float]` also says, in a sentence for the learner, what it should return.
+    """
     if not re.fullmatch(r"\d+\.\d+", id):
         raise ValueError(f'an exercise id is "phase.number", for instance "2.3", not {id!r}')
     if difficulty not in DIFFICULTIES:
         raise ValueError(f"difficulty is one of {', '.join(DIFFICULTIES)}, not {difficulty!r}")
     if isinstance(hints, str):
         raise ValueError(f"exercise {id}: hints is a list of sentences, not one string")
+    if (difficulty == "Bug hunt") != bool(untouched and history):
+        raise ValueError(f"exercise {id}: a bug hunt, and nothing else, has the fingerprint of its code and a history")
 
     def register(run: Callable[..., Any]) -> Callable[..., Any]:
         before = _registry.get(id)
         if before is not None and not _replaces(run, before.run):
             raise ValueError(f"exercise {id} is registered twice: {before.title!r} and {title!r}")
-        _registry[id] = Exercise(id, title, minutes, difficulty, tuple(hints), run)
+        _registry[id] = Exercise(id, title, minutes, difficulty, tuple(hints), run, untouched, history)
         return run
 
     return register

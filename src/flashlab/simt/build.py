@@ -82,6 +82,7 @@ class Compiler:
     def kernel(self) -> tuple[str, ...]:
         quiet: tuple[str, ...] = (
             "-Wall",
+            "-Werror=return-type",  # without its `return`, the host part runs on into whatever comes next
             "-Wno-unknown-pragmas",
             "-Wno-unused-variable",
             "-Wno-unused-function",

@@ -26,6 +26,8 @@ _DID = {
     "cp.async": "filled with cp.async", "atomic": "updated with an atomic",
 }  # fmt: skip
 
+_WRITES = ("store", "stmatrix", "cp.async")
+
 _CONFIGURATION = {
     "grid-empty": "the grid has no blocks",
     "block-empty": "the block has no threads",
@@ -95,6 +97,8 @@ def lanes(mask: int) -> str:
 # ---- shared memory ---------------------------------------------------------------------------------
 def _race(f: Facts) -> str:
     same = ". Both store the same value, so that it may do no harm" if f.warning else ""
+    if f.how in _WRITES and f.words in _WRITES and not f.warning:
+        same = ". Both write there: has each thread a place of its own?"
     return (
         f"{f.who} {_DOES[f.how]}{f.here} shared memory that {f.whom} {_DID[f.words]}{f.there}, with no barrier between"
         f"{same}"
@@ -119,12 +123,18 @@ def _read_before_wait(f: Facts) -> str:
             f"{f.who} fills with cp.async{f.here} shared memory that {f.whom} has {_DID[f.words]}{f.there} already: "
             "wait for the copies (cp_async_wait), then a barrier, then read"
         )
-    return f"{_still_filled(f)}: wait for its group first (cp_async_wait), then a barrier"
+    return (
+        f"{_still_filled(f)}. What is read has to be committed and waited for (cp_async_commit, cp_async_wait, then a "
+        "barrier); and a copy for a later tile may not go where this one lies"
+    )
 
 
 def _stage_overwritten(f: Facts) -> str:
     if f.words == "cp.async":
-        return _still_filled(f)
+        return (
+            f"{_still_filled(f)}: two copies to one place are under way. Has the first been committed and waited for "
+            "(cp_async_commit, cp_async_wait), or does the second come too early, or go to the wrong place?"
+        )
     return (
         f"{f.who} overwrites with cp.async{f.here} shared memory that {f.whom} {_DID[f.words]}{f.there}, "
         "with no barrier between: the stage is still in use"
@@ -185,12 +195,14 @@ def _place(f: Facts) -> str:
 
 
 def _global_race(f: Facts) -> str:
-    if " of block" in f.whom:
+    if f.how == "store" and f.words == "store":
+        between = "only one of the two is kept. Is the index that of this thread and block alone?"
+    elif " of block" in f.whom:
         between = "nothing orders two blocks of a launch but a __threadfence() and an atomic"
     else:
         between = "with no barrier between"
     same = ". Both store the same value, so that it may do no harm" if f.warning else ""
-    joint = ": " if " of block" in f.whom else ", "
+    joint = ", " if between == "with no barrier between" else ": "
     did = _DID[f.words] if f.words in _DID else f.words
     return f"{f.who} {_DOES[f.how]}{f.here} {_place(f)}, which {f.whom} {did}{f.there}{joint}{between}{same}"
 

@@ -11,6 +11,8 @@ import torch
 from flashlab.check.models import INF, LN2, Prediction, Problem, attend, attended, online, rounded, tf32
 
 TILES = (32, 64, 16, 128, 8, 256, 48, 80, 96)
+PADDED = (0, *TILES)  # 0: one tile for all keys, padded to a power of two
+TILE_PAIRS = tuple(1000 * m + n for m in (16, 32, 64, 128) for n in (16, 32, 64, 128))  # BLOCK_M and BLOCK_N
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,98 @@ def inverse(c, m_old, m_new):
 def first_kept(c, m_old, m_new):
     """exp(m_old - m_new), but 1 for the first block, where there is nothing to rescale."""
     return torch.where(m_old == -INF, 1.0, c)
+
+
+def twice(c, m_old, m_new):
+    return c * c
+
+
+def nothing(c, m_old, m_new):
+    return torch.zeros_like(c)
+
+
+def old_unless_first(m_old, m_new):
+    return torch.where(m_old == -INF, m_new, m_old)
+
+
+def online_with(**options) -> Callable[[Problem, int], Prediction]:
+    def predict(p: Problem, block_n: int) -> Prediction:
+        o, lse = online(p, block_n, **options)
+        return Prediction((o,), (lse, p.truth.lse))
+
+    return predict
+
+
+def against_block_maximum(p: Problem, block_n: int) -> Prediction:
+    """A second pass whose P refers to the block's own maximum, divided by the l of the whole row."""
+    l = torch.exp(log_l(p))  # noqa: E741
+    o = torch.zeros_like(p.truth.o)
+    for s, v in zip(p.scores.split(block_n, -1), p.v.split(block_n, 2), strict=True):
+        o = o + torch.exp(s - s.amax(-1, keepdim=True)).nan_to_num() @ v
+    return Prediction((o / l[..., None],), (p.truth.lse,))
+
+
+def sum_not_shifted(p: Problem, _: int) -> Prediction:
+    """l = sum of exp(s), P = exp(s - m)."""
+    o = p.truth.o * torch.exp(-p.maximum)[..., None]
+    return Prediction((o,), (p.maximum + p.truth.lse,))
+
+
+def weights_not_scaled(p: Problem, _: int) -> Prediction:
+    """A second pass without the scale: P = exp(q.k - m) / l."""
+    return Prediction((torch.exp(p.masked(p.dots) - p.truth.lse[..., None]) @ p.v,), (p.truth.lse,))
+
+
+def weights_from_lse(p: Problem, _: int) -> Prediction:
+    """P = exp(s - lse) with lse in float32, which has no room for log(l) beside a large maximum."""
+    m = p.maximum.masked_fill(p.maximum == -INF, 0.0)
+    log_sum = torch.exp(p.scores - m[..., None]).sum(-1).log()
+    m = m.float().double()
+    lse = (m.float() + log_sum.float()).double()
+    return Prediction((p.truth.o * torch.exp((m - lse) + log_sum)[..., None].nan_to_num(),), (p.truth.lse,))
+
+
+def one_maximum(p: Problem, block_m: int) -> Prediction:
+    """One maximum for all rows of a tile: the exponentials of a row far below it are 0 in float32."""
+    tops = [s.amax((-1, -2), keepdim=True).expand(*s.shape[:-1], 1) for s in p.scores.split(block_m or 10**6, -2)]
+    top = torch.cat(tops, -2)
+    weights = torch.exp((p.scores - top.masked_fill(top == -INF, 0.0)).float()).double()
+    l = weights.sum(-1)  # noqa: E741
+    o = (weights @ p.v) / l[..., None]
+    lse = top[..., 0] + torch.log(l)
+    return Prediction((o, o.nan_to_num()), (lse, p.truth.lse))
+
+
+def keys_of_the_same_rows(p: Problem, size: int) -> Prediction:
+    i, j, _ = p.index()
+    return attended(p.scores.masked_fill(i // size != j // size, -INF), p.v)
+
+
+def keys_stepped_over(p: Problem, step: int) -> Prediction:
+    """Blocks of BLOCK_N keys, but `step` keys from one to the next."""
+    out = torch.arange(p.case.seq_k) % step >= (p.case.block_n or step)
+    return attended(p.scores.masked_fill(out, -INF), p.v)
+
+
+def limited_by_queries(p: Problem, block_n: int) -> Prediction:
+    """The mask of the tail compares keys with seq_q."""
+    more = min(max(p.case.seq_q - p.case.seq_k, 0), p.padding(block_n))
+    scores = p.scores.masked_fill(torch.arange(p.case.seq_k) >= p.case.seq_q, -INF)
+    return attended(torch.nn.functional.pad(scores, (0, more)), torch.nn.functional.pad(p.v, (0, 0, 0, more)))
+
+
+def one_padded_key(p: Problem, block_n: int) -> Prediction:
+    more = min(1, 0 if p.case.causal else p.padding(block_n))
+    scores = torch.nn.functional.pad(p.scores, (0, more), value=0.0)
+    return attended(scores, torch.nn.functional.pad(p.v, (0, 0, 0, more)))
+
+
+def k_tiles_reshaped(p: Problem, block_n: int) -> Prediction:
+    """Each tile of K [BLOCK_N, D], filled up with zeros, read as [D, BLOCK_N]."""
+    k = torch.nn.functional.pad(p.k, (0, 0, 0, p.padding(block_n)))
+    tiles = k.unflatten(2, (-1, block_n)).reshape(*k.shape[:2], -1, k.shape[-1], block_n)
+    dots = torch.cat([p.q @ tile for tile in tiles.unbind(2)], -1)[..., : p.case.seq_k]
+    return attended(p.masked(dots * p.case.softmax_scale), p.v)
 
 
 def rescaled_after(p: Problem, block_n: int) -> Prediction:
@@ -137,11 +231,15 @@ def past_the_end(p: Problem, block_n: int) -> Prediction | None:
     return Prediction((torch.full_like(p.truth.o, math.nan),), (nan, p.truth.lse))
 
 
-def keys_left_out(which: Callable[[torch.Tensor, int, int], torch.Tensor]) -> Callable[[Problem, int], Prediction]:
-    """Keys for which which(j, seq_k, size) holds do not count."""
+def keys_left_out(
+    which: Callable[[torch.Tensor, int, int], torch.Tensor], only_some: bool = False
+) -> Callable[[Problem, int], Prediction | None]:
+    """Keys for which which(j, seq_k, size) holds do not count; only_some: no opinion where that would be all keys."""
 
-    def predict(p: Problem, size: int) -> Prediction:
+    def predict(p: Problem, size: int) -> Prediction | None:
         out = which(torch.arange(p.case.seq_k), p.case.seq_k, size)
+        if out.all() and only_some:
+            return None
         wrong = attended(p.scores.masked_fill(out, -INF), p.v)
         if out.all():  # a loop that never runs may also have been given one block
             return Prediction((*(wrong.o or ()), p.truth.o), (*(wrong.lse or ()), p.truth.lse))
@@ -188,7 +286,7 @@ def exchanged(a: str, b: str) -> Callable[[Problem, int], Prediction | None]:
 def p_columns(p: Problem, distance: int) -> Prediction:
     """P[:, n ^ distance] meets V[n]; columns past the end are 0."""
     j = torch.arange(p.case.seq_k) ^ distance
-    weights = torch.exp(p.scores - p.truth.lse.masked_fill(p.truth.lse == -INF, 0.0)[..., None])
+    weights = torch.nan_to_num(torch.softmax(p.scores, -1))
     weights = torch.nn.functional.pad(weights, (0, 2 * distance))[..., j]
     return Prediction((weights @ p.v,), None)
 
@@ -359,6 +457,16 @@ HYPOTHESES: tuple[Hypothesis, ...] = (
         scaled(lambda p: 1.0 / p.case.softmax_scale),
     ),
     Hypothesis(
+        "scale-missing",
+        "the scores are not scaled: q k^T has to be multiplied by scale before the softmax",
+        scaled(lambda p: LN2),  # in base 2, where scale and log2(e) come as one factor
+    ),
+    Hypothesis(
+        "scale-twice",
+        "the scale is applied twice: once to q (or k), and again to the scores",
+        scaled(lambda p: p.case.softmax_scale**2 / LN2),
+    ),
+    Hypothesis(
         "exp2-without-log2e",
         "exp2 is used on scores that were not multiplied by log2(e): exp(x) is exp2(x * log2(e))",
         base_two,
@@ -410,6 +518,59 @@ HYPOTHESES: tuple[Hypothesis, ...] = (
         "grow where exp(m_old - m_new) has to shrink it",
         with_factors(keep, inverse),
         TILES,
+    ),
+    *(
+        Hypothesis(
+            "corrected-twice",
+            f"the correction of {what} is applied twice: multiply what was there before by it once",
+            with_factors(*factors),
+            TILES,
+        )
+        for what, factors in {"O and l": (twice, twice), "O": (twice, keep), "l": (keep, twice)}.items()
+    ),
+    Hypothesis(
+        "overwritten",
+        "only the last block of keys counts in O: acc is replaced by p @ v in each block, it has to be added to",
+        with_factors(nothing, keep),
+        TILES,
+    ),
+    Hypothesis(
+        "overwritten",
+        "only the last block of keys counts in l: l is replaced by the block's sum, it has to be added to",
+        with_factors(keep, nothing),
+        TILES,
+    ),
+    Hypothesis(
+        "old-maximum-used",
+        "p is made against the maximum before this block, m_old; it is exp(s - m_new)",
+        online_with(against=old_unless_first),
+        TILES,
+    ),
+    Hypothesis(
+        "m-not-updated",
+        "m is not set to m_new at the end of the loop, so that every block starts from the first block's maximum",
+        online_with(next_m=old_unless_first),
+        TILES,
+    ),
+    Hypothesis(
+        "block-maximum-in-p",
+        "p is made against the block's own maximum, and divided by an l that is relative to the whole row's",
+        against_block_maximum,
+        TILES,
+    ),
+    Hypothesis(
+        "l-not-shifted", "l sums exp(s), while p is exp(s - m): both are relative to the same maximum", sum_not_shifted
+    ),
+    Hypothesis(
+        "weights-not-scaled",
+        "p is made from scores that were not scaled, with an m and l of scores that were",
+        weights_not_scaled,
+    ),
+    Hypothesis(
+        "weights-from-lse",
+        "wrong where the scores are hugely negative: p is exp(s - lse), but beside so large an m there is no room in "
+        "float32 for log(l), and it is lost; use exp(s - m), and divide by l",
+        weights_from_lse,
     ),
     Hypothesis(
         "rescaled-after-the-sum",
@@ -471,6 +632,11 @@ HYPOTHESES: tuple[Hypothesis, ...] = (
         normalised_each_block(False),
         TILES,
     ),
+    Hypothesis(
+        "normalised-twice",
+        "O is divided by l twice: p (or acc) is divided already",
+        lambda p, _: Prediction((p.truth.o * torch.exp(-log_l(p))[..., None],), None),
+    ),
     Hypothesis("not-normalised", "O is never divided by l: the last step is acc / l", not_normalised),
     Hypothesis(
         "no-max-subtraction",
@@ -485,6 +651,19 @@ HYPOTHESES: tuple[Hypothesis, ...] = (
         maximum_from_zero,
     ),
     Hypothesis(
+        "one-maximum",
+        "one maximum is taken for all rows of a tile; a row far below it underflows: each row has its own",
+        one_maximum,
+        (0, *TILES),
+    ),
+    Hypothesis(
+        "padding-in-the-maximum",
+        "wrong where seq_k is no multiple of the tile and all scores are negative: the padded keys, with scores of 0, "
+        "take part in the row maximum; mask the scores with minus infinity before the maximum",
+        lambda p, b: maximum_from_zero(p, b) if p.padding(b) else Prediction(),
+        PADDED,
+    ),
+    Hypothesis(
         "softmax-over-queries",
         "the softmax runs over the queries: maximum and sum of a row are taken along the keys",
         softmax_over_queries,
@@ -496,26 +675,50 @@ HYPOTHESES: tuple[Hypothesis, ...] = (
         "wrong where seq_k is no multiple of the tile: the keys that fill up the last tile are not "
         "masked; their scores of 0 count in m and l",
         padded_tail,
-        TILES,
+        PADDED,
     ),
     Hypothesis(
         "tail-in-l",
         "wrong where seq_k is no multiple of the tile: l counts the keys that fill up the last tile; mask "
         "the scores with minus infinity before P is summed",
         padded_tail_in_l,
-        TILES,
+        PADDED,
     ),
     Hypothesis(
         "read-past-the-end",
-        "NaN where seq_k is no multiple of the tile: K or V is read past its last row; "
-        "masked-out rows must be loaded as 0, because 0 * NaN is NaN",
+        "NaN where seq_k is no multiple of the tile: what fills up the last tile of K or V is not 0; masked-out rows "
+        "must be loaded as 0, because 0 * NaN and 0 * inf are NaN",
         past_the_end,
-        TILES,
+        PADDED,
+    ),
+    Hypothesis(
+        "mask-one-too-late",
+        "wrong where seq_k is no multiple of the tile: the mask is off by one, and the padded key number seq_k counts",
+        one_padded_key,
+        PADDED,
+    ),
+    Hypothesis(
+        "mask-uses-seq-q",
+        "wrong where seq_q != seq_k: the mask of the tail compares the keys' numbers with the number of queries",
+        limited_by_queries,
+        PADDED,
+    ),
+    Hypothesis(
+        "same-rows-only",
+        "each block of queries meets the keys of the same rows only: K and V belong to all of them",
+        keys_of_the_same_rows,
+        (16, 48, 32, 64, 128),
+    ),
+    Hypothesis(
+        "keys-stepped-over",
+        "keys are left out: the loop goes on by {size} keys, but a block has BLOCK_N of them",
+        keys_stepped_over,
+        (32, 64, 128, 256, 16),
     ),
     Hypothesis(
         "tail-skipped",
         "wrong where seq_k is no multiple of the tile: the last, partly filled block is never visited",
-        keys_left_out(lambda j, n, b: j >= n // b * b),
+        keys_left_out(lambda j, n, b: j >= n // b * b, only_some=True),
         TILES,
     ),
     Hypothesis(
@@ -634,6 +837,19 @@ HYPOTHESES: tuple[Hypothesis, ...] = (
         TILES,
     ),
     Hypothesis(
+        "causal-by-block",
+        "causal is right for whole tiles only: inside a tile that some rows see in part, each row needs its own mask",
+        causal(lambda i, j, d, t: j // (t % 1000) * (t % 1000) <= (i // (t // 1000) + 1) * (t // 1000) - 1 + d),
+        TILE_PAIRS,
+    ),
+    Hypothesis(
+        "causal-key-in-the-tile",
+        "causal is right in the first tile of keys only: the mask uses the key's number within the tile, without the "
+        "tile's own start",
+        causal(lambda i, j, d, t: j % t <= i + d),
+        TILES,
+    ),
+    Hypothesis(
         "masked-with-zero",
         "masked scores are set to 0, which exp turns into a weight: set them to minus infinity",
         masked_with_zero,
@@ -663,6 +879,12 @@ HYPOTHESES: tuple[Hypothesis, ...] = (
         "K is reshaped to [HEAD_DIM, BLOCK_N], not transposed: its elements are in the wrong places",
         k_reshaped,
     ),
+    Hypothesis(
+        "k-not-transposed",
+        "K is reshaped to [HEAD_DIM, BLOCK_N], not transposed: its elements are in the wrong places",
+        k_tiles_reshaped,
+        TILES,
+    ),
     Hypothesis("head-dim-cut", "only the first 1/{size} of head_dim enters the scores", head_dim_cut, (2, 4, 8)),
     # lse, where o is right.
     Hypothesis(
@@ -673,7 +895,17 @@ HYPOTHESES: tuple[Hypothesis, ...] = (
     Hypothesis(
         "lse-mixed-bases",
         "lse mixes the bases: m and log(l) have to be in the same base, the natural one",
-        lse_is(lambda p: p.maximum + log_l(p) / LN2, lambda p: p.maximum / LN2 + log_l(p)),
+        lse_is(
+            lambda p: p.maximum + log_l(p) / LN2,
+            lambda p: p.maximum / LN2 + log_l(p),
+            lambda p: p.maximum + log_l(p) * LN2,
+            lambda p: p.maximum * LN2 + log_l(p),
+        ),
+    ),
+    Hypothesis(
+        "lse-log2e-for-ln2",
+        "lse is multiplied by log2(e), from base 2 to base e it is multiplied by ln(2)",
+        lse_is(lambda p: p.truth.lse / LN2**2),
     ),
     Hypothesis("lse-without-log-l", "lse is only the row maximum: it is m + log(l)", lse_is(lambda p: p.maximum)),
     Hypothesis("lse-without-m", "lse is only log(l): it is m + log(l)", lse_is(log_l)),

@@ -156,15 +156,19 @@ def _reductions(q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[str, str, Ten
     """A row lives in the four lanes 4 g + t; what comes of reducing it over others."""
     s = q @ k.T / math.sqrt(q.shape[1])
     pair = torch.arange(len(q)) // 4 % 2  # lanes t and t ^ 1 hold key columns 2t, 2t + 1 of every 8
-    other_row = torch.arange(len(q)) ^ 4  # lane ^ 16 is row g ^ 4
+    other_rows = [torch.arange(len(q)) ^ bit for bit in (1, 2, 4)]  # lane ^ 4, 8 or 16 is row g ^ 1, 2 or 4
     halves = torch.stack([s[:, pair == i].amax(1) for i in (0, 1)], 1)  # [rows, pair]
     advice = "a row lives in the four lanes of a quad: reduce with lane masks 1 and 2 (0b10, not 0x10)"
-    for m in (halves, torch.maximum(halves, halves[other_row])):
+    column_pair = torch.arange(v.shape[1]) // 4 % 2
+    for m in (halves, *(torch.maximum(halves, halves[other]) for other in other_rows)):
         p = torch.exp(s - m[:, pair])
         yield "quad-not-reduced", f"the maximum is not that of the row: {advice}", p @ v / p.sum(1, keepdim=True)
+        sums = torch.stack([p[:, pair == i].sum(1) for i in (0, 1)], 1)
+        for total in (sums, *(sums + sums[other] for other in other_rows)):
+            both = f"neither the maximum nor the sum is that of the row: {advice}"
+            yield "quad-not-reduced", both, p @ v / total[:, column_pair]
     p = _weights(q, k)
     sums = torch.stack([p[:, pair == i].sum(1) for i in (0, 1)], 1)
-    column_pair = torch.arange(v.shape[1]) // 4 % 2
     keys, columns = torch.arange(len(k)), torch.arange(v.shape[1])
     for shift, count, masks in ((2, 4, "neither with mask 1 nor 2"), (2, 2, "with mask 2 only")):  # lanes that differ
         lane, column_lane = keys // shift % count, columns // shift % count
@@ -176,8 +180,14 @@ def _reductions(q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[str, str, Ten
         yield "quad-not-reduced", both, own @ v / some[:, column_lane]
         some = torch.stack([p[:, lane == x].sum(1) for x in range(count)], 1)
         yield "quad-not-reduced", f"the sum is reduced {masks}: {advice}", p @ v / some[:, column_lane]
-    for total in (sums, sums + sums[other_row]):
+    for total in (sums, *(sums + sums[other] for other in other_rows)):
         yield "quad-not-reduced", f"the sum is not that of the row: {advice}", p @ v / total[:, column_pair]
+
+
+_TILE_MASKED = (
+    "right without a mask, but causal some rows are NaN: where all keys of a tile are masked for a row, its maximum "
+    "may still be -inf, and -inf - (-inf) is NaN"
+)
 
 
 def _causal(forward: Callable[..., tuple[Tensor, Tensor]], head_dim: int) -> tuple[str, str] | None:
@@ -205,10 +215,10 @@ def _causal(forward: Callable[..., tuple[Tensor, Tensor]], head_dim: int) -> tup
     if _near(o[1:], strict):
         return "diagonal-masked", "causal: a row does not see its own key, on the diagonal: <= and < are exchanged"
     if o.isnan().any():
-        return "masked-rows-nan", (
-            "right without a mask, but causal some rows are NaN: where all keys of a tile are masked for a row, its "
-            "maximum may still be -inf, and -inf - (-inf) is NaN"
-        )
+        return "masked-rows-nan", _TILE_MASKED
+    q, k, v = _tensors(2 * ROWS - 1, head_dim, queries=2 * ROWS)  # row ROWS sees no key of the second tile
+    if forward(q, k, v, causal=True, scale=None)[0].isnan().any():
+        return "masked-rows-nan", _TILE_MASKED
     return None
 
 
@@ -297,6 +307,11 @@ def _split(forward: Callable[..., tuple[Tensor, Tensor]], head_dim: int) -> tupl
                 f"the {splits} parts are weighted and added, but the result is not divided by the sum of the weights"
             )
         halved = torch.exp2(lse - lse.amax(0))[..., None]
+        steep = torch.exp((lse - lse.amax(0)) * math.log2(math.e))[..., None]
+        if _near(o, (steep * torch.stack(parts)).sum(0) / steep.sum(0)):
+            return "split-not-weighted", (
+                "the weights of the parts are exp(x * log2(e)): that factor belongs with exp2"
+            )
         if _near(o, (halved * torch.stack(parts)).sum(0) / halved.sum(0)):
             return "split-not-weighted", (
                 "the parts are weighted by 2^(lse - the largest lse): lse is a natural logarithm, so the exponent of "

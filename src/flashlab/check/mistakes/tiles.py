@@ -39,7 +39,11 @@ def explain(forward: Forward, head_dim: int, dtype: torch.dtype = torch.float16)
         for slug, sentence, prediction in _one_tile(*one):
             if near(o, prediction):
                 return slug, sentence
-    return _tail(forward, head_dim, dtype, right) or _diagonal(forward, head_dim, dtype)
+    return (
+        _tail(forward, head_dim, dtype, right)
+        or _always_causal(forward, head_dim, dtype)
+        or _diagonal(forward, head_dim, dtype)
+    )
 
 
 class _Near:
@@ -78,6 +82,12 @@ def _one_tile(q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[str, str, Tenso
     yield "scale-missing", sentence, _softmax(q, k, v, root)
     sentence = "exp2 is used on scores that were not multiplied by log2(e): exp(x) is exp2(x * log2(e))"
     yield "exp2-without-log2e", sentence, _softmax(q, k, v, 1 / _LOG2E)
+    sentence = "the scale is applied twice: once where the scores are made, and again in the exponent"
+    yield "scale-twice", sentence, _softmax(q, k, v, 1 / root)
+    yield "scale-twice", sentence, _softmax(q, k, v, _LOG2E / root)
+    yield "scale-twice", f"{sentence}, with log2(e) both times", _softmax(q, k, v, _LOG2E * _LOG2E / root)
+    sentence = "log2(e) is applied twice: it is in scale_log2 already"
+    yield "log2e-twice", sentence, _softmax(q, k, v, _LOG2E)
 
     p = _weights(q @ k.T / root)
     total, truth = p.sum(1, keepdim=True), p @ v / p.sum(1, keepdim=True)
@@ -118,8 +128,25 @@ def _tail(forward: Forward, head_dim: int, dtype: torch.dtype, one_tile_right: b
     return None
 
 
+def _always_causal(forward: Forward, head_dim: int, dtype: torch.dtype) -> Found | None:
+    q, k, v = _tensors(16, 16, head_dim, dtype)
+    o = forward(q, k, v, causal=False, scale=None)[0][0, 0].double()
+    seen = torch.ones(16, 16, dtype=torch.bool).tril()
+    if _Near(dtype)(o, _softmax(q[0, 0].double(), k[0, 0].double(), v[0, 0].double(), seen=seen)):
+        return "always-causal", "the causal mask is applied where none is asked for: is p.causal looked at?"
+    return None
+
+
 def _diagonal(forward: Forward, head_dim: int, dtype: torch.dtype) -> Found | None:
-    """Causal: the mask of the first tile in every tile."""
+    """Causal: the mask of the first tile in every tile, of the first rows in all, or aligned top-left."""
+    q, k, v = _tensors(32, 64, head_dim, dtype)
+    o = forward(q, k, v, causal=True, scale=None)[0][0, 0].double()
+    i, j = torch.arange(32)[:, None], torch.arange(64)[None, :]
+    if _Near(dtype)(o, _softmax(q[0, 0].double(), k[0, 0].double(), v[0, 0].double(), seen=j <= i)):
+        return "causal-top-left", (
+            "causal: query i sees the keys up to i, as if the mask began at the first key. The last query sees the "
+            "last key, query i those up to i + seq_k - seq_q"
+        )
     q, k, v = _tensors(128, 128, head_dim, dtype)
     o = forward(q, k, v, causal=True, scale=None)[0][0, 0].double()
     one, i = (q[0, 0].double(), k[0, 0].double(), v[0, 0].double()), torch.arange(128)

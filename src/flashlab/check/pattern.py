@@ -1,0 +1,96 @@
+"""What is common to the errors of a wrong tensor: a true observation, for a learner to reason from.
+
+Nothing here knows a mistake. Each observation is checked on every element before it is said.
+"""
+
+from __future__ import annotations
+
+import torch
+
+Tensor = torch.Tensor
+NAMES = {1: ("element",), 2: ("row", "column"), 3: ("plane", "row", "column")}
+
+
+def observe(actual: Tensor, expected: Tensor, bound: float) -> str | None:
+    """A half-sentence on how `actual` is wrong, or None.
+
+    Args:
+        actual, expected: of one shape, float64.
+        bound: the largest absolute error that is no error.
+    """
+    if actual.numel() < 4 or not actual.isfinite().all() or not expected.isfinite().all():
+        return None
+    wrong = (actual - expected).abs() > bound
+    found = _factor(actual, expected, bound) or _shift(actual, expected, bound)
+    if found is None and actual.ndim in NAMES:
+        found = _misplaced(actual, expected, wrong, bound)
+        if found is None and (places := where(wrong)):
+            found = f"wrong are {places}, all of the others are right"
+    return found
+
+
+def _factor(actual: Tensor, expected: Tensor, bound: float) -> str | None:
+    square = expected.square().sum()
+    if square == 0 or expected.numel() < 4:
+        return None
+    factor = ((actual * expected).sum() / square).item()
+    if abs(factor - 1) < 1e-3 or abs(factor) < 1e-6 or expected.abs().max() < 100 * bound:
+        return None
+    if (actual - factor * expected).abs().max() > max(bound, bound * abs(factor)):
+        return None
+    return f"every value is {factor:.6g} times what it should be"
+
+
+def _shift(actual: Tensor, expected: Tensor, bound: float) -> str | None:
+    difference = actual - expected
+    shift = difference.mean().item()
+    if abs(shift) < 10 * bound or (difference - shift).abs().max() > bound:
+        return None
+    return f"every value is {abs(shift):.6g} too {'large' if shift > 0 else 'small'}"
+
+
+def _misplaced(actual: Tensor, expected: Tensor, wrong: Tensor, bound: float) -> str | None:
+    """Values that belong elsewhere: the whole transposed, or each wrong one that of another place."""
+    if actual.ndim >= 2 and actual.shape[-1] == actual.shape[-2]:
+        if (actual - expected.transpose(-1, -2)).abs().max() <= bound:
+            return "rows and columns are exchanged"
+    values, order = expected.flatten().sort()
+    mine, spread = actual[wrong], (values[-1] - values[0]).item()
+    # So often a random number would be near one of the values: all of the wrong ones by chance?
+    chance = min(1.0, 2 * bound * len(values) / spread) if spread else 1.0
+    if chance ** len(mine) > 1e-6:
+        return None
+    after = torch.searchsorted(values, mine).clamp(1, len(values) - 1)
+    nearest = torch.where((mine - values[after - 1]).abs() < (values[after] - mine).abs(), after - 1, after)
+    if ((values[nearest] - mine).abs() > bound).any():
+        return None
+    around = torch.searchsorted(values, mine + 2 * bound) - torch.searchsorted(values, mine - 2 * bound)
+    example = int(around.argmin())  # whose place is least in doubt
+    here, there = wrong.nonzero()[example].tolist(), order[nearest[example]]
+    source = [int(i) for i in torch.unravel_index(there, expected.shape)]
+    return f"each wrong value is a right one in another place: at {here} stands what belongs at {source}"
+
+
+def where(wrong: Tensor) -> str | None:
+    """Rows or columns that are wrong as a whole, where the others are right: "rows 4 to 7"."""
+    if wrong.all() or not wrong.any():
+        return None
+    for axis, name in enumerate(NAMES[wrong.ndim]):
+        lines = wrong.movedim(axis, 0).flatten(1) if wrong.ndim > 1 else wrong[:, None]
+        if torch.equal(lines.any(1), lines.all(1)) and lines.any() and not lines.all():
+            return runs(lines.any(1), name)
+    return None
+
+
+def runs(chosen: Tensor, name: str) -> str:
+    """ "rows 4 to 7", "row 3", "the odd rows", from a boolean vector."""
+    places = chosen.nonzero().flatten().tolist()
+    if len(places) == 1:
+        return f"{name} {places[0]}"
+    steps = {b - a for a, b in zip(places, places[1:], strict=False)}
+    if steps == {1}:
+        return f"{name}s {places[0]} to {places[-1]}"
+    if steps == {2} and len(places) >= len(chosen) // 2:
+        return f"the {'odd' if places[0] % 2 else 'even'} {name}s"
+    listed = ", ".join(map(str, places[:6]))
+    return f"{name}s {listed}{', ...' if len(places) > 6 else ''}"

@@ -1,0 +1,127 @@
+"""What can be seen of a wrong result, without a cause: for a bug hunt that nobody has begun yet.
+
+While `watching`, a comparison that fails is noted and passed over, so that every case is run. What was seen is then
+told case by case: which elements are wrong, two of them with the right value beside.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+import torch
+
+_WRONG, _RIGHT = 3, 3  # cases that are told of each kind
+
+
+@dataclass
+class Symptoms:
+    """What was compared: `wrong` is {case: sentences}, `right` the cases in which everything was."""
+
+    wrong: dict[str, list[str]] = field(default_factory=dict)
+    right: dict[str, None] = field(default_factory=dict)
+    remarks: list[str] = field(default_factory=list)
+
+    def compared(
+        self, case: str | None, what: str, got: torch.Tensor, want: torch.Tensor, bound: torch.Tensor | float,
+        axes: Sequence[str] = (),
+    ) -> None:  # fmt: skip
+        """Note one comparison. got, want: float64, of one shape; bound: the error allowed; axes: what to call them."""
+        name = case or "the one case"
+        off = ~(((got - want).abs() <= bound) | (got == want) | (got.isnan() & want.isnan()))
+        if off.any():
+            off, got, want = (x.reshape(_shape(x)) for x in (off, got, want))
+            sentence = f"{what}: {_where(off, axes)}; {_examples(off, got, want)}"
+            if sentence not in self.wrong.setdefault(name, []):
+                self.wrong[name].append(sentence)
+            self.right.pop(name, None)
+        elif name not in self.wrong:
+            self.right[name] = None
+
+    def remark(self, sentence: str) -> None:
+        if sentence not in self.remarks:
+            self.remarks.append(sentence)
+
+    def lines(self) -> list[str]:
+        """At most 14 lines; none if nothing was seen."""
+        if not self.wrong and not self.remarks:
+            return []
+        count = len(self.wrong) + len(self.right)
+        out = [f"{len(self.wrong)} of {count} cases wrong"] if count else []
+        for name, sentences in _spread(list(self.wrong.items()), _WRONG):
+            out += [f"  wrong  {name}", *(f"         {sentence}" for sentence in sentences[:2])]
+        out += [f"  right  {name}" for name in _spread(list(self.right), _RIGHT)]
+        return out + self.remarks[:1]
+
+
+_watched: ContextVar[Symptoms | None] = ContextVar("flashlab_symptoms", default=None)
+
+
+@contextlib.contextmanager
+def watching() -> Iterator[Symptoms]:
+    """Collect what comparisons see; they raise nothing meanwhile."""
+    seen = Symptoms()
+    token = _watched.set(seen)
+    try:
+        yield seen
+    finally:
+        _watched.reset(token)
+
+
+def watched() -> Symptoms | None:
+    """Who collects at the moment, or None."""
+    return _watched.get()
+
+
+def _spread(items: list, most: int) -> list:
+    """At most so many of them: the first, the last, and others in between."""
+    if len(items) <= most:
+        return items
+    return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
+
+
+def _shape(x: torch.Tensor) -> list[int]:
+    """Without the batch and the heads where there is one of them."""
+    shape = list(x.shape)
+    while len(shape) > 1 and shape[0] == 1:
+        shape = shape[1:]
+    return shape
+
+
+def _where(off: torch.Tensor, axes: Sequence[str]) -> str:
+    """'rows 4 to 7 of 8, all 64 columns'."""
+    if off.ndim == 0:
+        return "wrong"
+    names = list(axes) or (["elements"] if off.ndim == 1 else ["rows", "columns"])
+    names = [*(["axis"] * off.ndim), *names][-off.ndim :]
+    parts = []
+    for axis, (name, size) in enumerate(zip(names, off.shape, strict=True)):
+        others = [i for i in range(off.ndim) if i != axis]
+        hit = off.any(dim=others) if others else off
+        if size > 1:
+            parts.append(_spans(hit.nonzero().flatten().tolist(), name, size))
+    whole = "" if bool(off.all()) else f" ({int(off.sum())} of {off.numel()} numbers)"
+    return "wrong in " + ", ".join(parts or ["its one number"]) + whole
+
+
+def _spans(indices: Sequence[int], name: str, size: int) -> str:
+    if len(indices) == size:
+        return f"all {size} {name}"
+    spans: list[list[int]] = []
+    for i in indices:
+        if spans and spans[-1][1] == i - 1:
+            spans[-1][1] = i
+        else:
+            spans.append([i, i])
+    said = [str(a) if a == b else f"{a} to {b}" for a, b in spans[:4]]
+    return f"{name} {', '.join(said)}{', ...' if len(spans) > 4 else ''} of {size}"
+
+
+def _examples(off: torch.Tensor, got: torch.Tensor, want: torch.Tensor) -> str:
+    at = off.nonzero().tolist()
+    chosen = at if len(at) < 2 else [at[0], at[-1]]
+    return " and ".join(
+        f"{f'{i} ' if i else ''}is {got[tuple(i)].item():.4g}, should be {want[tuple(i)].item():.4g}" for i in chosen
+    )

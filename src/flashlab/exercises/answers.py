@@ -1,0 +1,222 @@
+"""A learner's answers on their way into a check, and what comes back from them when something is not as it should be.
+
+A function is handed to the check in a wrapper that refuses a call which its parameters do not take, and remembers what
+it was last called with and what it gave. An exception is then told as one sentence: with the learner's line if it came
+out of their code, else with what their function returned, since the check could do nothing with it.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import io
+import linecache
+import re
+import sysconfig
+import textwrap
+import tokenize
+import typing
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from flashlab.check.failed import CheckFailed
+from flashlab.check.running import ran_on
+from flashlab.simt.source import blank_comments
+
+_PACKAGE = str(Path(__file__).resolve().parents[1])
+_LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_LONGEST = 160  # characters of an exception's own words
+_LINE = 80  # characters of a line of code
+
+
+class Called:
+    """The learner's functions in one check: the last call, and the kind of what it returned."""
+
+    def __init__(self) -> None:
+        self.call = ""
+        self.returned = ""
+
+    def wrap(self, answer: Any, name: str) -> Any:
+        """The answer, if it is no plain callable; else a function that does the same and is watched."""
+        if not callable(answer) or isinstance(answer, type) or hasattr(answer, "fn"):  # .fn: a Triton kernel
+            return answer
+        try:
+            signature = inspect.signature(answer)
+        except (TypeError, ValueError):  # some built-in functions
+            signature = None
+        name = str(getattr(answer, "__name__", "") or name)
+        name = name if name.isidentifier() else "your function"
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            __tracebackhide__ = True
+            given = [_kind(x) for x in args] + [f"{k}={_kind(x)}" for k, x in kwargs.items()]
+            self.call = f"{name}({', '.join(given)})"
+            self.returned = ""
+            ran_on(f"the call {self.call}")
+            if signature is not None:
+                try:
+                    signature.bind(*args, **kwargs)
+                except TypeError as error:
+                    raise CheckFailed(
+                        f"{name}{signature} cannot be called as this exercise calls it, {self.call}: {error}",
+                        diagnosis="wrong-signature",
+                    ) from None
+            result = answer(*args, **kwargs)
+            self.returned = _kind(result, article=True)  # not the result: a check may count what stays alive
+            return result
+
+        try:
+            return functools.wraps(answer)(call)
+        except (AttributeError, TypeError, ValueError):
+            return call
+
+
+def _kind(x: Any, article: bool = False) -> str:
+    """A value in a few words: 'tensor [3, 4] float32', '0.5', 'a list of 3'."""
+    try:
+        if x is None or type(x) in (bool, int, float):
+            return repr(x)
+        if type(x) is str:
+            return repr(x) if len(x) <= 20 else ("a text" if article else "text")
+        if isinstance(x, torch.Tensor):
+            return f"{'a ' * article}tensor {list(x.shape)} {str(x.dtype).removeprefix('torch.')}"
+        if isinstance(x, (tuple, list, dict, set)):
+            return f"{'a ' * article}{type(x).__name__} of {len(x)}"
+        if isinstance(x, (torch.dtype, torch.device)):
+            return str(x)
+        if isinstance(x, type):
+            return f"the class {x.__name__}"
+    except Exception:  # a learner's own class may raise from anywhere
+        pass
+    name = type(x).__name__
+    return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}" if article else name
+
+
+def expect_kinds(id: str, run: Callable[..., Any], answers: tuple[Any, ...]) -> None:
+    """CheckFailed where a function is wanted and something else is handed in. Kernels and texts: by their checks."""
+    __tracebackhide__ = True
+    for parameter, answer in zip(inspect.signature(run).parameters.values(), answers, strict=False):
+        if parameter.annotation in ("str", "Any", str, Any):
+            continue
+        if callable(answer) and not isinstance(answer, type):
+            continue
+        raise CheckFailed(
+            f"{parameter.name} should be a function, and this is {_kind(answer, article=True)}: hand in its name, "
+            f'without brackets behind it, as in check("{id}", {parameter.name})',
+            diagnosis="wrong-type",
+        )
+
+
+# ---- exceptions -----------------------------------------------------------------------------------------------------
+
+
+def told(error: BaseException, run: Callable[..., Any], called: Called, case: str | None) -> CheckFailed:
+    """The exception as a sentence for the learner."""
+    for raised in reversed(_chain(error)):
+        if place := _learners_line(raised.__traceback__, run):
+            return CheckFailed(f"your code raised {_words(raised)}, {place}", diagnosis="exception", case=case)
+    wanted = _wanted(run)
+    if called.returned:
+        sentence = f"your function returned {called.returned}, and the check could do nothing with it"
+    elif called.call:
+        sentence = f"{called.call} could not be called"
+    else:
+        sentence = "the check could do nothing with this answer"
+    sentence += f": {wanted} is wanted" if wanted and called.returned else ""
+    return CheckFailed(f"{sentence} ({_words(error)})", diagnosis="wrong-type", case=case)
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """The exception and what it was raised from, as Triton's interpreter wraps a kernel's own."""
+    chain: list[BaseException] = []
+    while error is not None and error not in chain and len(chain) < 8:
+        chain.append(error)
+        error = error.__cause__ or error.__context__  # type: ignore[assignment]
+    return chain
+
+
+def _words(error: BaseException) -> str:
+    try:
+        said = " ".join(str(error).split())
+    except Exception:  # a learner's own exception class
+        said = ""
+    said = said if len(said) <= _LONGEST else said[:_LONGEST].rstrip() + " …"
+    return f"{type(error).__name__}: {said}" if said else type(error).__name__
+
+
+def _learners_line(traceback: TracebackType | None, run: Callable[..., Any]) -> str:
+    """'in line 3 of the cell, `x = y[0]`': the innermost frame that is neither the check's nor a library's, or ''."""
+    found = ""
+    while traceback is not None:
+        file, number = traceback.tb_frame.f_code.co_filename, traceback.tb_lineno
+        library = file.startswith((_PACKAGE, *_LIBRARIES, "<frozen")) or "site-packages" in file
+        if not library and traceback.tb_frame.f_code is not getattr(run, "__code__", None):
+            code = linecache.getline(file, number, traceback.tb_frame.f_globals).strip()
+            code = code if len(code) <= _LINE else code[:_LINE].rstrip() + " …"
+            # What IPython runs is a cell, called <ipython-input-3-...> or .../ipykernel_123/456.py.
+            where = "the cell" if re.search(r"ipykernel_\d+|<ipython-input|^<", file) else Path(file).name
+            found = f"in line {number} of {where}" + (f", `{code}`" if code else "")
+        traceback = traceback.tb_next
+    return found
+
+
+# ---- what a function should return ----------------------------------------------------------------------------------
+
+_PLAIN = {int: "a whole number", float: "a number", bool: "True or False", str: "a text", torch.Tensor: "a tensor"}
+
+
+def _wanted(run: Callable[..., Any]) -> str:
+    """In words what the check's annotation says that the learner's function returns, or ''."""
+    try:
+        hints = typing.get_type_hints(run)
+    except Exception:
+        return ""
+    for parameter in inspect.signature(run).parameters:
+        arguments = typing.get_args(hints.get(parameter))
+        if len(arguments) == 2 and arguments[1] is not Any:
+            return _type_in_words(arguments[1])
+    return ""
+
+
+def _type_in_words(kind: Any) -> str:
+    parts = typing.get_args(kind)
+    if typing.get_origin(kind) is tuple and parts and Ellipsis not in parts:
+        return f"a tuple of {len(parts)} ({', '.join(_type_in_words(p) for p in parts)})"
+    name = str(getattr(typing.get_origin(kind) or kind, "__name__", kind))
+    return _PLAIN.get(kind, f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}")
+
+
+# ---- has it been touched? -------------------------------------------------------------------------------------------
+
+
+def fingerprint(*answers: Any) -> str:
+    """A short digest of the answers' texts, whatever their comments and blank space; "" where there is no text."""
+    texts = []
+    for answer in answers:
+        if isinstance(answer, str):
+            texts.append(re.sub(r"\s+", "", blank_comments(answer)))
+            continue
+        try:
+            source = inspect.getsource(inspect.unwrap(getattr(answer, "fn", answer)))
+            texts.append(_python_tokens(source))
+        except (OSError, TypeError, ValueError, SyntaxError, tokenize.TokenError):
+            return ""
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:12]
+
+
+def _python_tokens(source: str) -> str:
+    """The tokens that mean something; where a block begins and ends is among them."""
+    out = []
+    for token in tokenize.generate_tokens(io.StringIO(textwrap.dedent(source)).readline):
+        if token.type in (tokenize.COMMENT, tokenize.NL, tokenize.ENDMARKER):
+            continue
+        if token.type in (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT):
+            out.append(tokenize.tok_name[token.type])
+        else:
+            out.append(token.string)
+    return " ".join(out)

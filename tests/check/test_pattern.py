@@ -1,0 +1,64 @@
+"""What is said to be common to the errors of a wrong tensor is true of all of them."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from flashlab.check import CheckFailed, expect_close, pattern
+
+X = torch.randn(24, 40, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def shown(actual: torch.Tensor, expected: torch.Tensor = X) -> str | None:
+    return pattern.observe(actual, expected, 1e-6)
+
+
+def changed(rows=slice(None), columns=slice(None), by: float = 1.0) -> torch.Tensor:
+    y = X.clone()
+    y[rows, columns] += by + y[rows, columns].cos()
+    return y
+
+
+@pytest.mark.parametrize(
+    "actual, sentence",
+    [
+        (2.5 * X, "every value is 2.5 times what it should be"),
+        (X - 0.25, "every value is 0.25 too small"),
+        (changed(rows=slice(4, 8)), "wrong are rows 4 to 7, all of the others are right"),
+        (changed(rows=[3]), "wrong are row 3, all of the others are right"),
+        (changed(columns=slice(1, None, 2)), "wrong are the odd columns, all of the others are right"),
+        (changed(rows=[0, 5, 9]), "wrong are rows 0, 5, 9, all of the others are right"),
+        (changed(rows=slice(4, 8), columns=slice(4, 8)), None),
+        (changed(), None),
+        (X * torch.nan, None),
+    ],
+    ids=str,
+)
+def test_what_is_observed(actual, sentence):
+    assert shown(actual) == sentence
+
+
+def test_exchanged_axes():
+    assert shown(X[:, :24].T, X[:, :24]) == "rows and columns are exchanged"
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_right_values_in_wrong_places(axis):
+    said = shown(X.roll(1, axis))
+    *here, a, b = map(int, re.findall(r"\d+", said))
+    there = (a, b)
+    assert (here[axis] - 1) % X.shape[axis] == there[axis] and here[1 - axis] == there[1 - axis]
+
+
+def test_a_few_values_may_be_near_others_by_chance():
+    y = X.clone()
+    y[2, 3] = X[7, 7]
+    assert shown(y, X.round(decimals=1)) is None
+
+
+def test_it_is_said_with_the_comparison():
+    with pytest.raises(CheckFailed, match=r"y is wrong at .*; every value is 3 times what it should be"):
+        expect_close(3 * X, X, what="y")

@@ -1,0 +1,56 @@
+"""The answers that a learner's notebook holds: unsolved as it is given, or solved."""
+
+import ast
+import functools
+import linecache
+from pathlib import Path
+
+from lesson_source import find_lessons, make_notebook, read_lesson
+
+ROOT = Path(__file__).resolve().parents[2]
+PATHS = {int(p.stem[:2]): p for p in find_lessons(ROOT) if p.stem.endswith("_exercises")}
+
+
+@functools.cache
+def namespace(phase: int, kind: str) -> tuple[dict, dict]:
+    """Runs a notebook's cells but its checks. Returns its names, and {exercise id: names of the answers}.
+
+    kind: "exercises" or "solutions".
+    """
+    notebook, _ = make_notebook(read_lesson(PATHS[phase]), kind, ROOT)
+    names: dict = {"__name__": "__main__"}
+    answers = {}
+    for i, cell in enumerate(c for c in notebook.cells if c.cell_type == "code"):
+        if "check" in cell.metadata.get("tags", []):
+            for call in ast.walk(ast.parse(cell.source)):
+                if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "check":
+                    answers[call.args[0].value] = [ast.unparse(x) for x in call.args[1:]]
+        elif "matplotlib" not in cell.source:
+            run(cell.source, f"<{kind} {phase} cell {i}>", names)
+    return names, answers
+
+
+def run(source: str, name: str, names: dict) -> None:
+    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+    exec(compile(source, name, "exec"), names)
+
+
+def answers_of(id: str, kind: str) -> list:
+    names, answers = namespace(int(id.split(".")[0]), kind)
+    return [names[x] for x in answers[id]]
+
+
+def cell_of(id: str, kind: str) -> str:
+    """The source of the cell that defines an exercise's answers."""
+    notebook, _ = make_notebook(read_lesson(PATHS[int(id.split(".")[0])]), kind, ROOT)
+    wanted = namespace(int(id.split(".")[0]), kind)[1][id][0]
+    for cell in notebook.cells:
+        if cell.cell_type == "code" and "exercise" in cell.metadata.get("tags", []):
+            tree = ast.parse(cell.source)
+            found = {n.name for n in tree.body if isinstance(n, ast.FunctionDef)}
+            found |= {
+                t.id for n in tree.body if isinstance(n, ast.Assign) for t in n.targets if isinstance(t, ast.Name)
+            }
+            if wanted in found:
+                return cell.source
+    raise LookupError(id)

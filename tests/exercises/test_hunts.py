@@ -1,0 +1,145 @@
+"""The bug hunts: untouched they show symptoms and no cause; touched they are told why; each has a bug of its own."""
+
+import re
+
+import pytest
+from lesson_answers import answers_of, cell_of, namespace, run
+
+from flashlab.check import CheckFailed
+from flashlab.exercises import check
+from flashlab.exercises.answers import fingerprint
+from flashlab.exercises.registry import exercises, find
+from flashlab.simt import SimtError, find_compiler
+
+HUNTS = [e.id for e in exercises().values() if e.difficulty == "Bug hunt" and e.phase < 90]
+try:
+    find_compiler()
+except SimtError:
+    HUNTS = [id for id in HUNTS if int(id.split(".")[0]) < 6]
+
+
+def params(table):
+    """The rows of the hunts that can be run here; those that need the emulator are slow."""
+    slow = pytest.mark.slow
+    ids = {id for id, *_ in table} & set(HUNTS)
+    return [pytest.param(*r, marks=slow if int(r[0].split(".")[0]) >= 6 else ()) for r in table if r[0] in ids]
+
+
+HUNTS_BY_SPEED = params([(id,) for id in HUNTS])
+# What a touch that changes nothing is told: the bug.
+TOUCHED = params([
+    ("0.5", "        m = m_new\n", "        m = m_new + 0\n", "correction-inverted"),
+    ("1.7", "offs_n = tl.arange(0, BLOCK_N)", "offs_n = tl.arange(0, BLOCK_N) + 0", "tail-not-masked"),
+    ("2.5", "q = Q.float()", "q = Q.float() + 0", "causal-top-left"),
+    ("2.6", "q = Q.float()", "q = Q.float() + 0", "first-tile-masked"),
+    ("3.5", "    o_ptrs = O_ptr", "    offs_m += 0\n    o_ptrs = O_ptr", "lse-in-base-2"),
+    ("3.6", "    o_ptrs = O_ptr", "    offs_m += 0\n    o_ptrs = O_ptr", "finite-sentinel"),
+    ("6.2", "const float value", "; const float value", "race"),
+    ("6.5", "const int row = ", "; const int row = ", "wrong-kv-head"),
+    ("7.4", "0x10", "16", "wrong-shuffle-mask"),
+    ("7.6", "uint32_t a[4];", "; uint32_t a[4];", "uninitialised-shared"),
+    ("8.5", "__syncthreads();", "; __syncthreads();", "stage-overwritten"),
+    ("8.6", "return row", "; return row", "swizzle-one-side"),
+    ("9.3", "m_i[r] = m_new[r];", "m_i[r] = m_new[r]; ;", "l-not-rescaled"),
+])  # fmt: skip
+# A change that goes half the way, or the wrong way.
+HALF = params([
+    ("0.5", [("torch.exp(m_new - m)", "torch.exp(m - m_new)"), ("l = l * correction", "l = l")], "l-not-rescaled"),
+    ("1.7", [("offs_m[:, None] < M, s", "offs_n[None, :] < M, s")], "mask-uses-seq-q"),
+    ("2.5", [("row[:, None]", "row[:, None] + M - N")], "causal-offset-sign"),
+    ("2.6", [("s - m_new[:, None]", "s - torch.where(m_new == -math.inf, 0.0, m_new)[:, None]")], "first-tile-masked"),
+    ("2.6", [("N - M, -math.inf", "N - M, -1e30")], "masked-rows-not-zero"),
+    ("3.5", [("m_i + tl.log2(l_i)", "m_i + tl.log2(l_i) * 0.6931471805599453")], "lse-mixed-bases"),
+    ("3.6", [("< N, s, -1e6)", '< N, s, float("-inf"))')], "finite-sentinel"),
+    ("6.2", [("    y[blockIdx.x * 128", "    __syncthreads();\n    y[blockIdx.x * 128")], "race"),
+    ("6.5", [("head % p.kv_heads", "head / p.kv_heads")], "global-out-of-bounds"),
+    ("7.4", [("0x10", "0b01")], "one-shuffle"),
+    ("7.6", [("i < keys * D; i += 32) v_smem[i] = v_gmem[i]",
+              "i < 16 * D; i += 32) v_smem[i] = i < keys * D ? v_gmem[i] : T(0.f)")], "v-not-transposed"),
+    ("8.5", [("        load_kv(j + STAGES - 1);\n        cp_async_wait<STAGES - 1>();\n",
+              "        cp_async_wait<STAGES - 2>();\n        load_kv(j + STAGES - 1);\n")], "stage-overwritten"),
+    ("8.6", [("(column / 8 ^ row % 8) * 16", "column * 2")], "bank-conflicts"),
+    ("9.3", [("if (__any_sync(~0u, moved)) {", "{"), ("= m_new[r];\n#", "= m_new[r], l_i[r] *= correction;\n#")],
+     "not-lazy"),
+])  # fmt: skip
+# Words of a diagnosis, which untouched code is not told.
+CAUSES = re.compile(
+    r"rescal|correction|invert|upside|guard|\bbase\b|barrier|swizzl|transpos|\.trans|uninitial|nobody has written|"
+    r"sentinel|align|wait for|overwr|no barrier|\brace\b|shuffle|leaves the quad|// group|belongs to|not masked|padded|"
+    r"padding|\bexp\b|\bln\b|log2",
+    re.I,
+)
+
+
+def changed(id, *changes):
+    """The hunt's answers after some changes of its cell, which is run as a cell would be."""
+    names, answers = namespace(int(id.split(".")[0]), "exercises")
+    cell = cell_of(id, "exercises")
+    for old, new in changes:
+        assert old in cell, f"{id} has no {old!r}"
+        cell = cell.replace(old, new)
+    scope = dict(names)
+    run(cell, f"<{id} {hash(cell)}>", scope)
+    return [scope[x] for x in answers[id]]
+
+
+def failure(id, answers):
+    with pytest.raises(CheckFailed) as caught:
+        check(id, *answers)
+    return caught.value
+
+
+@pytest.mark.parametrize("id", HUNTS_BY_SPEED)
+def test_untouched_it_shows_symptoms_and_no_cause(id):
+    failed = failure(id, answers_of(id, "exercises"))
+    said = str(failed).partition("without a cause.")[2]
+    assert failed.diagnosis == "symptoms"
+    assert not CAUSES.search(re.sub(r"\(.*?\)", "", said)), said
+    lines = said.strip().splitlines()
+    assert re.fullmatch(r"\d+ of \d+ cases wrong", lines[0]) and len(lines) <= 15
+    assert "is " in said and "should be" in said or "objects" in said, "values, or what the emulator counted"
+    assert failed._render_traceback_()[-1].endswith("(symptoms)")
+
+
+@pytest.mark.parametrize("id", HUNTS_BY_SPEED)
+def test_the_solution_passes_and_tells_the_bugs_history(id):
+    assert "The bug's history: " in repr(check(id, *answers_of(id, "solutions")))
+
+
+@pytest.mark.parametrize("id, old, new, slug", TOUCHED)
+def test_touched_it_is_told_its_bug(id, old, new, slug):
+    assert failure(id, changed(id, (old, new))).diagnosis == slug
+
+
+def test_every_hunt_has_a_bug_of_its_own():
+    slugs = {p.values[0]: p.values[-1] for p in TOUCHED}
+    assert set(slugs) == set(HUNTS)
+    assert len(set(slugs.values())) == len(slugs)
+
+
+@pytest.mark.parametrize("id, changes, slug", HALF)
+def test_half_a_repair_is_told_why_it_is_none(id, changes, slug):
+    failed = failure(id, changed(id, *changes))
+    assert failed.diagnosis == slug and len(str(failed)) > 20 and failed.case
+
+
+@pytest.mark.parametrize("id", HUNTS_BY_SPEED)
+def test_its_fingerprint_is_that_of_the_lesson(id):
+    found = fingerprint(*answers_of(id, "exercises"))
+    assert found == find(id).untouched, f'write untouched="{found}" into the registration of {id}'
+
+
+def test_comments_and_blank_space_are_no_change():
+    old = answers_of("2.5", "exercises")
+    text = "    q = Q.float()\n"
+    same = changed("2.5", (text, "    # a thought\n\n    q = Q . float( )  # another\n"))
+    assert fingerprint(*same) == fingerprint(*old)
+    loop = "        m_i = m_new\n"
+    assert fingerprint(*changed("2.5", (loop, "    m_i = m_new\n"))) != fingerprint(*old), "out of the loop is a change"
+    cuda = answers_of("6.2", "exercises")[0]
+    assert fingerprint(cuda) == fingerprint(cuda.replace("__shared__ float", "__shared__   float  /* here */"))
+    assert fingerprint(cuda) != fingerprint(cuda.replace("half > 0", "half > 1"))
+
+
+def test_what_is_no_source_is_a_change():
+    assert fingerprint(len) == "" and fingerprint(3) == ""

@@ -1,0 +1,147 @@
+"""Phase 2's checks: right answers pass, and each part of the loop that is wrong is named."""
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from flashlab.attention import simulation
+from flashlab.attention.simulation import check_inputs, flash_attention_forward_sim
+from flashlab.check import CheckFailed
+from flashlab.exercises.registry import find
+
+LESSON = Path(__file__).parents[2] / "src/lessons/02_online_softmax_simulation_exercises.py"
+
+
+def rejected(id, answer):
+    with pytest.raises(CheckFailed) as caught:
+        find(id).run(answer)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 260
+    return caught.value.diagnosis
+
+
+def changed(name, *changes):
+    """A function of the simulation with pieces of its text replaced."""
+    text = inspect.getsource(getattr(simulation, name))
+    for old, new in changes:
+        assert text.count(old) == 1, f"{old!r} occurs {text.count(old)} times"
+        text = text.replace(old, new)
+    scope = dict(vars(simulation))
+    exec(text, scope)
+    return scope[name]
+
+
+def hunted_6(*changes):
+    text = re.search(r"# BEGIN SOLUTION\n(def hunted_6.*?)# END SOLUTION", LESSON.read_text(), re.S).group(1)
+    for old, new in changes:
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    scope = {"torch": torch, "math": __import__("math"), "check_inputs": check_inputs}
+    exec(text, scope)
+    return scope["hunted_6"]
+
+
+def loop(*, first="exp(m_i - m_new)", p="exp(s - m_new[:, None])", acc="acc * c[:, None]", l="l_i * c", keep="m_new"):  # noqa: E741
+    """The simulation in few lines, with parts of the loop replaced."""
+
+    def fn(Q_block, K, V, BLOCK_N, scale=None):
+        scale = check_inputs(Q_block, K, V, BLOCK_N, scale)
+        q = Q_block.float()
+        m_i, l_i = q.new_full([len(q)], -float("inf")), q.new_zeros([len(q)])
+        acc_ = q.new_zeros([len(q), V.shape[1]])
+        for start in range(0, len(K), BLOCK_N):
+            s = scale * (q @ K[start : start + BLOCK_N].float().T)
+            names = dict(s=s, m_i=m_i, m_new=torch.maximum(m_i, s.amax(1)), exp=torch.exp, l_i=l_i, acc=acc_)
+            names |= {"torch": torch, "inf": float("inf")}
+            names["c"] = eval(first, names)
+            p_ = eval(p, names)
+            l_i = eval(l, names) + p_.sum(1)
+            acc_ = eval(acc, names) + p_.to(V.dtype).float() @ V[start : start + BLOCK_N].float()
+            m_i = eval(keep, names)
+        return (acc_ / l_i[:, None]).to(V.dtype), m_i + torch.log(l_i)
+
+    return fn
+
+
+def test_the_right_answers_pass():
+    assert find("2.3").run(flash_attention_forward_sim)
+    assert find("2.3").run(loop())
+    assert find("2.6").run(hunted_6())
+
+
+@pytest.mark.parametrize(
+    ("changes", "diagnosis"),
+    [
+        ({"first": "exp(m_new - m_i)"}, "correction-inverted"),  # inf * 0 in the first block: NaN everywhere
+        ({"first": "exp(m_new - m_i).nan_to_num(posinf=0)"}, "correction-inverted"),
+        ({"first": "exp(m_i - m_new) ** 2"}, "corrected-twice"),
+        ({"acc": "acc * 0"}, "overwritten"),
+        ({"acc": "acc"}, "o-not-rescaled"),
+        ({"p": "exp(s - torch.where(m_i == -inf, m_new, m_i)[:, None])"}, "old-maximum-used"),
+        ({"keep": "torch.where(m_i == -inf, m_new, m_i)"}, "m-not-updated"),
+    ],
+)
+def test_each_part_of_the_loop_is_named(changes, diagnosis):
+    assert rejected("2.3", loop(**changes)) == diagnosis
+
+
+def test_a_number_for_the_lse_is_called_that():
+    with pytest.raises(CheckFailed, match="lse is a int"):
+        find("2.3").run(lambda *args, **options: (flash_attention_forward_sim(*args, **options)[0], 0))
+
+
+@pytest.mark.parametrize("id", ["2.3", "2.4", "2.9"])
+def test_v_may_have_other_columns_than_q(id):
+    names = {
+        "2.3": "flash_attention_forward_sim",
+        "2.4": "flash_attention_one_head_sim",
+        "2.9": "flash_attention_causal_sim",
+    }
+    right = getattr(simulation, names[id])
+
+    def head_dim_only(Q, K, V, *rest, **options):
+        if V.shape[1] != K.shape[1]:
+            raise RuntimeError("The size of tensor a must match the size of tensor b")
+        return right(Q, K, V, *rest, **options)
+
+    assert rejected(id, head_dim_only) == "v-dim-ignored"
+
+
+def test_the_causal_answer_uses_its_scale_and_leaves_its_inputs():
+    def own_scale(Q, K, V, BLOCK_M, BLOCK_N, scale=None):
+        return simulation.flash_attention_causal_sim(Q, K, V, BLOCK_M, BLOCK_N)
+
+    def in_place(Q, K, V, BLOCK_M, BLOCK_N, scale=None):
+        if Q.dtype == torch.float32:  # where .float() would be Q itself
+            Q *= Q.shape[1] ** -0.5 if scale is None else scale
+            scale = 1.0
+        return simulation.flash_attention_causal_sim(Q, K, V, BLOCK_M, BLOCK_N, scale)
+
+    assert rejected("2.9", own_scale) == "scale-ignored"
+    assert rejected("2.9", in_place) == "input-modified"
+
+
+@pytest.mark.parametrize(
+    ("formula", "diagnosis"),
+    [
+        (lambda M, N, D, B, e: (-(-M // B) * 2 * N * D * e, M * D * e + 4 * M), "q-forgotten"),
+        (lambda M, N, D, B, e: ((M + (M // B + 1) * 2 * N) * D * e, M * D * e + 4 * M), "blocks-plus-one"),
+        (lambda M, N, D, B, e: (M * D * e + 4 * M, (M + -(-M // B) * 2 * N) * D * e), "swapped"),
+        (lambda M, N, D, B, e: ((M + -(-M // B) * 2 * N) * D * e, M * D * 4 + 4 * M), "o-in-float32"),
+    ],
+)
+def test_bytes_are_told_by_the_formula_that_gives_them_all(formula, diagnosis):
+    assert rejected("2.7", formula) == diagnosis
+
+
+def test_the_number_of_parts_is_not_their_length():
+    def split(Q, K, V, BLOCK_N, splits, scale=None):
+        parts = [flash_attention_forward_sim(Q, k, v, BLOCK_N, scale) for k, v in zip(K.split(splits), V.split(splits))]  # noqa: B905
+        lses = torch.stack([x for _, x in parts])
+        weights = torch.softmax(lses, 0)
+        o = sum(w[:, None] * o.float() for w, (o, _) in zip(weights, parts, strict=True))
+        return o.to(V.dtype), torch.logsumexp(lses, 0)
+
+    assert rejected("2.8", split) == "parts-too-short"

@@ -1,0 +1,150 @@
+"""Every exercise, given every kind of answer that is none: a sentence, never a raw exception, never a pass."""
+
+import asyncio
+import inspect
+
+import numpy as np
+import pytest
+import torch
+import triton
+
+from flashlab.check import CheckFailed
+from flashlab.exercises import check
+from flashlab.exercises.registry import exercises, find
+from flashlab.simt import SimtError, find_compiler
+
+IDS = [id for id, e in exercises().items() if e.phase < 90]
+try:
+    find_compiler()
+except SimtError:
+    IDS = [id for id in IDS if int(id.split(".")[0]) < 6]
+
+
+class Odd:
+    """A value whose every operation raises."""
+
+    def __repr__(self):
+        raise ValueError("no repr")
+
+    def __len__(self):
+        raise ValueError("no length")
+
+    def __bool__(self):
+        raise ValueError("no truth")
+
+
+def generator(*args, **options):
+    yield 1
+
+
+async def coroutine(*args, **options):
+    return 1
+
+
+def endless(*args, **options):
+    return endless(*args, **options)
+
+
+def misspelt(*args, **options):
+    return torch.zeross(3)
+
+
+def unknown(*args, **options):
+    return no_such_name  # noqa: F821
+
+
+def raising(*args, **options):
+    raise ValueError
+
+
+def asserting(*args, **options):
+    assert not args and not options, "nothing wanted"
+
+
+def leaving(*args, **options):
+    raise SystemExit(1)
+
+
+def too_few():
+    return 1
+
+
+def too_many(a, b, c, d, e, f, g, h):
+    return 1
+
+
+def indexing(first, *args, **options):
+    return first["no such key"]
+
+
+@triton.jit
+def stray_kernel(x_ptr):
+    pass
+
+
+RETURNED = {
+    "None": None, "a list": [1, 2], "an empty tuple": (), "a string": "abc", "a negative number": -7,
+    "NaN": float("nan"), "an array": np.zeros((3, 2)), "seven numbers": (1, 2, 3, 4, 5, 6, 7), "Nones": (None, None),
+    "strings": ("a", "b"), "a dictionary": {"a": 1}, "a tensor of five axes": torch.zeros(2, 3, 4, 5, 6),
+    "an odd object": Odd(), "a function": print, "a complex number": 1j, "a dtype": torch.float16,
+    "lists in a list": [[1], [2, 3]],
+}  # fmt: skip
+HANDED_IN = {
+    "a list": [1, 2], "a number": 3, "a string": "abc", "a dictionary": {"a": 1}, "a tensor": torch.zeros(3),
+    "an array": np.zeros(3), "bytes": b"x", "a class": Odd, "an odd object": Odd(), "a module": torch,
+    "a built-in function": len, "another kernel": stray_kernel,
+}  # fmt: skip
+FUNCTIONS = (
+    generator, coroutine, endless, misspelt, unknown, raising, asserting, leaving, too_few, too_many, indexing,
+)  # fmt: skip
+
+
+def wrong_answers():
+    yield from HANDED_IN.items()
+    for name, value in RETURNED.items():
+        yield f"a function that returns {name}", lambda *args, value=value, **options: value
+    for function in FUNCTIONS:
+        yield function.__name__, function
+
+
+WRONG = dict(wrong_answers())
+
+
+@pytest.mark.filterwarnings("ignore:coroutine", "ignore:Using a non-tuple")
+@pytest.mark.parametrize("id", IDS)
+def test_a_wrong_kind_of_answer_gets_a_sentence(id):
+    parameters = inspect.signature(find(id).run).parameters
+    for kind, answer in WRONG.items():
+        with pytest.raises(CheckFailed) as caught:
+            check(id, *[answer] * len(parameters))
+            pytest.fail(f"{id} accepts {kind}")
+        failed = caught.value
+        assert failed.diagnosis not in ("", "not-solved-yet"), kind
+        assert len(str(failed)) >= 20, (kind, str(failed))
+        assert "object at 0x" not in str(failed), (kind, str(failed))
+
+
+def test_there_are_enough_kinds():
+    assert len(WRONG) >= 25
+    assert asyncio.iscoroutinefunction(coroutine)
+
+
+@pytest.mark.parametrize("id", [id for id in ("0.2", "1.1", "2.3", "3.2", "7.1", "8.1", "9.2") if id in IDS])
+def test_an_interrupt_passes_through(id):
+    def stopped(*args, **options):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        check(id, *[stopped] * len(inspect.signature(find(id).run).parameters))
+
+
+def test_a_kernel_is_told_its_own_line():
+    @triton.jit
+    def copy(x_ptr, y_ptr, stride_xr, stride_xc, stride_yr, stride_yc, ROWS: triton.language.constexpr, COLS):
+        missing + x_ptr  # noqa: B018, F821
+
+    with pytest.raises(CheckFailed) as caught:
+        check("3.1", copy)
+    line = inspect.getsourcelines(copy.fn)[1] + 2
+    assert f"in line {line} of test_wrong_kinds.py, `missing + x_ptr" in str(caught.value)
+    assert "NameError: name 'missing'" in str(caught.value) and caught.value.case == "a contiguous matrix, 8 × 16"
