@@ -123,7 +123,7 @@ def store_rows(o_desc, LSE_ptr, batch, head, heads, start, M, rows, acc, m_i, l_
     fence_async_shared()  # before the copy engine reads what threads wrote
     tma.async_copy_shared_to_global(o_desc, [batch, head, start, 0], smem)
     lse = (m_i + gl.log2(l_i)) * LN_2
-    gl.store(LSE_ptr + (batch * heads + head).to(gl.int64) * M + rows, lse, mask=rows < M)
+    gl.store(LSE_ptr + gl.to_tensor(batch * heads + head).to(gl.int64) * M + rows, lse, mask=rows < M)
     tma.store_wait(0)
 
 
@@ -341,7 +341,6 @@ def specialised_step(
     slot, before = at % STAGES, (at - 1) % STAGES
     k = k_smem.index(slot).reshape([BLOCK_N, BLOCK_D])
     v = v_smem.index(before).reshape([BLOCK_N, BLOCK_D])
-    mbarrier.wait(ready[1].index(slot), at // STAGES & 1)
     scores = warpgroup_mma(q, k.permute((1, 0)), no_scores, use_acc=False, is_async=True)
     mbarrier.wait(ready[2].index(before), (at - 1) // STAGES & 1)
     sums = warpgroup_mma(p, v, acc, is_async=True)
@@ -350,6 +349,8 @@ def specialised_step(
     if MASKED:
         s = masked(s, rows, (tiles - 1 - i) * BLOCK_N, N, last, CAUSAL)
     weights, correction, m_i, l_i = softmax_step(s, m_i, l_i, scale_log2)
+    after = at + 1
+    mbarrier.wait(ready[1].index(after % STAGES), after // STAGES & 1, pred=i + 1 < tiles)
     acc = warpgroup_mma_wait(0, deps=(sums,))
     give_back(free[2].index(before))
     acc = acc * along_rows(correction, acc)
@@ -391,6 +392,7 @@ def compute_part(o_desc, LSE_ptr, places, ready, free, scale_log2, sizes, CAUSAL
         s = masked(s, rows, (tiles - 1) * BLOCK_N, N, last, CAUSAL)
         p, correction, m_i, l_i = softmax_step(s, m_i, l_i, scale_log2)
         p = gl.convert_layout(p.to(k_smem.dtype), P_LAYOUT)
+        mbarrier.wait(ready[1].index((done + 1) % STAGES), (done + 1) // STAGES & 1, pred=tiles > 1)
 
         whole_from = gl.maximum(tiles_masked(tiles, start, N, last, BLOCK_N, CAUSAL), 1)
         for i in range(1, gl.minimum(whole_from, tiles)):
@@ -455,3 +457,145 @@ def specialised_kernel(
             (compute_part, (o_desc, LSE_ptr, places, ready, free, scale_log2, sizes, CAUSAL, 2)),
             (load_part, (descriptors, places, ready, free, sizes, CAUSAL)),
         ], [4, 4, 1], [160, 160, 32])  # fmt: skip
+
+
+# ---- the launch ------------------------------------------------------------------------------------------------------
+class GluonTile(NamedTuple):
+    """What a Gluon kernel is compiled with: 64 rows of Q for each warpgroup, BLOCK_N keys a tile, STAGES tiles of K and
+    of V in shared memory (`one_tile` has one of each)."""
+
+    warpgroups: int
+    BLOCK_N: int
+    STAGES: int
+
+
+KERNELS = {"one_tile": one_tile_kernel, "pipelined": pipelined_kernel, "specialised": specialised_kernel}
+# By the columns of a tile. All fit into the 227 KiB of shared memory, and none spills registers (tests/test_gluon.py).
+TILES = {64: GluonTile(2, 128, 3), 128: GluonTile(2, 128, 2), 256: GluonTile(2, 64, 2)}
+
+
+def flash_attention_gluon(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    step: str = "specialised",
+    tile: GluonTile | None = None,
+    persistent: bool | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """softmax(scale * q k^T + mask) v by a Gluon kernel, on Hopper.
+
+    Args:
+        q: [batch, heads, seq_q, head_dim]; k, v: [batch, kv_heads, seq_k, head_dim], heads a multiple of kv_heads. All
+            float16 or all bfloat16; head_dim a multiple of 8 up to 256; the last stride 1, the others multiples of 8
+            elements: [batch, seq, heads, head_dim] transposed is one of them.
+        causal: query i sees the keys j <= i + seq_k - seq_q. scale: 1 / sqrt(head_dim) unless given.
+        step: "one_tile", "pipelined" or "specialised". tile: instead of that of `TILES`.
+        persistent: for "specialised", as many programs as multiprocessors, each with many blocks of queries; else one
+            for each block. Unless given, only without a mask, where all blocks are equally long.
+    Returns:
+        o: like q. lse: [batch, heads, seq_q], float32. A row that sees no key gives o = 0 and lse = -inf.
+    Raises:
+        TypeError, ValueError: a sentence that names the argument. RuntimeError: a process or a GPU that cannot run it.
+    """
+    check_qkv(q, k, v, dtypes=DTYPES, same_v=True, no_grad=True)
+    if step not in KERNELS:
+        raise ValueError(f"step is {step!r}; it must be one of {', '.join(KERNELS)}")
+    if reason := why_not(q.device):
+        raise RuntimeError(f"the Gluon kernels are compiled for Hopper's warpgroups, compute capability 9.0: {reason}")
+    if q.numel() == 0:
+        return torch.empty_like(q), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    if k.shape[2] == 0:  # a descriptor of nothing cannot be made
+        return torch.zeros_like(q), torch.full(q.shape[:3], float("-inf"), device=q.device)
+    signed = LOG2_E * scale_of(scale, q.shape[3])
+    factor = positive_scale({"scale_log2": signed})["scale_log2"]
+    o = torch.empty_like(q)
+    if signed < 0:
+        q = -q  # the maximum is found before the scores are scaled
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    arguments = launch_arguments(step, q, k, v, o, causal, tile)
+    programs = triton.cdiv(q.shape[2], WARPGROUP_ROWS * (tile or tile_for(q)).warpgroups) * q.shape[0] * q.shape[1]
+    if step == "specialised" and (not causal if persistent is None else persistent):
+        programs = min(programs, multiprocessors(q.device))
+    with current_device(q):
+        KERNELS[step][(programs,)](LSE_ptr=lse, scale_log2=factor, **arguments)
+    return o, lse
+
+
+def why_not(device: torch.device) -> str | None:
+    """Why the kernels cannot run on a device, as a clause; None where they can."""
+    if runtime.INTERPRETED:
+        return "this process interprets Triton, and the interpreter does not know Gluon"
+    if device.type != "cuda":
+        return f"the tensors are on {device}"
+    capability = torch.cuda.get_device_capability(device)
+    return None if capability == (9, 0) else f"this GPU has {capability[0]}.{capability[1]}"
+
+
+def multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def tile_for(q: torch.Tensor) -> GluonTile:
+    """The tile for a head_dim: that of the next width in `TILES`."""
+    return next(tile for columns, tile in TILES.items() if q.shape[3] <= columns)
+
+
+def boxes(name: str, x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """The descriptor of [batch, heads, seq, head_dim] in boxes of rows x columns of one head.
+
+    Raises ValueError for strides that the copy engine cannot have.
+    """
+    # The stride of an axis with one element is never used, and may be anything.
+    dense = torch.empty(x.shape, device="meta").stride()
+    strides = [s if size > 1 else d for s, d, size in zip(x.stride(), dense, x.shape, strict=True)]
+    if x.shape[3] % 8 or strides[3] != 1 or x.data_ptr() % 16 or any(s <= 0 or s % 8 for s in strides[:3]):
+        raise ValueError(
+            f"{name} has shape {tuple(x.shape)} and strides {tuple(x.stride())}; the copy engine needs a last stride "
+            f"of 1, and rows that begin on 16 bytes: a head_dim that is a multiple of 8, and {name}.contiguous()"
+        )
+    # 128-byte swizzle: the order in shared memory in which a product reads it without bank conflicts.
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+    return TensorDescriptor(x, list(x.shape), strides, [1, 1, rows, columns], layout)
+
+
+def launch_arguments(
+    step: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, causal: bool,
+    tile: GluonTile | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """What a kernel is told, by parameter name, but for lse and the scale."""
+    if q.shape[3] > max(TILES):
+        raise ValueError(f"head_dim is {q.shape[3]}; a tile of this kernel has room for {max(TILES)} columns at most")
+    tile = tile or tile_for(q)
+    possible = (2, 3) if step == "specialised" else (1, 2)
+    if tile.warpgroups not in possible:
+        raise ValueError(f"tile has {tile.warpgroups} warpgroups; {step} takes {possible[0]} or {possible[1]}")
+    columns = next(columns for columns in TILES if q.shape[3] <= columns)
+    block_m = WARPGROUP_ROWS * tile.warpgroups
+    rows = WARPGROUP_ROWS if step == "specialised" else block_m
+    arguments: dict[str, Any] = {
+        "q_desc": boxes("q", q, rows, columns),
+        "k_desc": boxes("k", k, tile.BLOCK_N, columns),
+        "v_desc": boxes("v", v, tile.BLOCK_N, columns),
+        "o_desc": boxes("o", o, rows, columns),
+        "M": q.shape[2], "N": k.shape[2], "heads": q.shape[1], "group": q.shape[1] // k.shape[1],
+        "last": k.shape[2] - q.shape[2], "CAUSAL": causal,
+        "num_warps": 4 * (1 if step == "specialised" else tile.warpgroups),
+    }  # fmt: skip
+    if step != "one_tile":
+        arguments["STAGES"] = tile.STAGES
+    if step == "specialised":
+        pieces = triton.cdiv(q.shape[2], block_m) * q.shape[0] * q.shape[1]
+        arguments |= {"pieces": pieces, "GROUPS": tile.warpgroups}
+    return arguments
+
+
+def compile_arguments(
+    step: str, dtype: torch.dtype, head_dim: int, tile: GluonTile | None = None, *, seq: int = 4096, heads: int = 16,
+    causal: bool = False,
+) -> dict[str, object]:  # fmt: skip
+    """What a compile report needs for a launch on contiguous tensors [1, heads, seq, head_dim]."""
+    x = torch.empty((1, heads, seq, head_dim), dtype=dtype, device="meta")
+    return launch_arguments(step, x, x, x, x, causal, tile) | {"LSE_ptr": torch.float32, "scale_log2": 0.1}
