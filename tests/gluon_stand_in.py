@@ -1,4 +1,4 @@
-"""Gluon kernels on a CPU, as far as their logic goes: loops, barriers, stages, masks. Layouts are the compiler's matter.
+"""Gluon kernels on a CPU, as far as their logic goes: loops, barriers, stages, masks. Layouts are for the compiler.
 
 `on_cpu` loads a module with Gluon kernels over stand-ins that are as unkind as the hardware may be. A box that the copy
 engine is asked for is NaN from then on, and arrives later, from another thread. A product reads its operands when it is
@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-PATIENCE = 20.0  # seconds until a wait is taken for a deadlock
+PATIENCE = 5.0  # seconds until a wait is taken for a deadlock
 
 
 class Block(torch.Tensor):

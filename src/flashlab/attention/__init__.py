@@ -7,4 +7,6 @@ online_softmax      phase 0: the state (m, l, o) and its merge
 naive, schemes      phase 1: four lines of PyTorch, and the kernels that meet the two walls
 simulation          phase 2: the forward pass in plain PyTorch
 triton_minimal      phase 3: the forward pass as a Triton kernel
+triton_forward      phase 4: the same for a model: any heads, lengths, masks, dtypes; gluon_forward: Hopper by hand
+transformers_attention   the door as an attention of Hugging Face's transformers
 """
