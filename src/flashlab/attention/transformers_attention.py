@@ -10,6 +10,7 @@ sentence when the model is called, before a result could be wrong: padding, sequ
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -33,14 +34,15 @@ def register(name: str = NAME) -> str:
     Raises ImportError where transformers is not installed, or is older than 4.53.
     """
     try:
-        from transformers import AttentionInterface
-        from transformers.masking_utils import AttentionMaskInterface
-    except ImportError as error:
+        transformers = importlib.import_module("transformers")
+        masking = importlib.import_module("transformers.masking_utils")
+        interfaces = (transformers.AttentionInterface, masking.AttentionMaskInterface)
+    except (ImportError, AttributeError) as error:
         raise ImportError(
             f"transformers, version 4.53 or newer, is needed for this: pip install transformers ({error})"
         ) from error
-    AttentionInterface.register(name, attention)
-    AttentionMaskInterface.register(name, mask)
+    for interface, function in zip(interfaces, (attention, mask), strict=True):
+        interface.register(name, function)
     return name
 
 
