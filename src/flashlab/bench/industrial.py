@@ -277,11 +277,11 @@ def launcher(kernel: str, shape: Sequence[int], causal: bool) -> Callable[[tiles
     q, k, v, grad_o = make(shape)
     if kernel == "forward":
         return lambda tile: lambda: triton_forward.flash_attention_forward(q, k, v, causal=causal, tile=tile)
-    small = tiles.Tile(64, 64, 4, 2) if kernel == "dq" else tiles.Tile(64, 32, 4, 2)
     o, lse = triton_forward.flash_attention_forward(q, k, v, causal=causal)
+    recorded_tiles: dict[str, Any] = {"dkdv": None, "dq": None}
 
     def way(tile: tiles.Tile) -> Way:
-        both = triton_backward.Tiles(**{"dkdv": small, "dq": small} | {kernel: tile})
+        both = triton_backward.Tiles(**recorded_tiles | {kernel: tile})
         return lambda: triton_backward.flash_attention_backward(grad_o, q, k, v, o, lse, causal=causal, tiles=both)
 
     return way
