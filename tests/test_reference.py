@@ -91,3 +91,56 @@ def test_the_low_precision_twin_errs_by_its_dtype(dtype, bound):
 def test_shapes_that_do_not_belong_together(shapes, words):
     with pytest.raises(ValueError, match=words):
         reference.attention(*(torch.zeros(s) for s in shapes))
+
+
+OPTIONS = [
+    dict(), dict(causal=True), dict(window=(3, 2)), dict(softcap=1.5), dict(causal=True, window=4, softcap=3.0),
+    dict(scale=-0.7),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("seq_q, seq_k", [(3, 5), (5, 3)])
+def test_the_gradient_is_the_derivative_of_the_formula(options, seq_q, seq_k):
+    """Of both outputs; 5 causal queries on 3 keys have rows that see nothing."""
+
+    class Attention(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, q, k, v):
+            o, lse = reference.attention(q, k, v, **options)
+            ctx.save_for_backward(q, k, v)
+            return o, torch.where(lse.isneginf(), 0.0, lse)
+
+        @staticmethod
+        def backward(ctx, grad_o, grad_lse):
+            return reference.attention_backward(grad_o, *ctx.saved_tensors, grad_lse=grad_lse, **options)
+
+    inputs = [x.requires_grad_() for x in qkv(2, 4, 2, seq_q, seq_k, 3)]
+    assert torch.autograd.gradcheck(Attention.apply, inputs)
+
+
+@pytest.mark.parametrize("window", [(2, 3), (0, 0), (None, 1), 4])
+def test_a_window_equals_sdpa_with_its_mask(window):
+    q, k, v = qkv(1, 4, 2, 7, 9, 8)
+    left, right = window if isinstance(window, tuple) else (window, window)
+    distance = torch.arange(9)[None, :] - torch.arange(7)[:, None] - 2  # the last query stands beside the last key
+    mask = (distance >= (-99 if left is None else -left)) & (distance <= right)
+    want = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+    torch.testing.assert_close(reference.attention(q, k, v, window=window)[0], want, rtol=1e-12, atol=1e-12)
+
+
+def test_a_soft_cap_bounds_the_scores():
+    q, k, v = qkv(1, 1, 1, 4, 6, 8)
+    s = 3 * torch.tanh(8**-0.5 * (q @ k.transpose(-1, -2)) / 3)
+    torch.testing.assert_close(reference.attention(q, k, v, softcap=3)[0], torch.softmax(s, -1) @ v)
+    o, _ = reference.attention(1e3 * q, k, v, softcap=1e-2)
+    torch.testing.assert_close(o, v.mean(2, keepdim=True).expand_as(o), rtol=0, atol=0.02)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_the_low_precision_gradient_is_near_the_right_one(options):
+    q, k, v = qkv(1, 4, 2, 6, 4, 8, torch.float32)
+    grad_o = torch.randn(q.shape, generator=torch.Generator().manual_seed(1))
+    right = reference.attention_backward(grad_o, q, k, v, **options)
+    for got, want in zip(reference.low_precision_backward(grad_o, q, k, v, **options), right, strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=0, atol=2e-5)

@@ -1,126 +1,88 @@
-"""`flash_attention` in models of Hugging Face's transformers, beside its own attention; skipped where it is missing."""
-
-from importlib.util import find_spec
+"""The door in real models of Hugging Face transformers, small and random: outputs and gradients beside `sdpa`."""
 
 import pytest
 import torch
 
 from flashlab import runtime
-from flashlab.attention import transformers_attention
+from flashlab.attention import transformers_door
 
-transformers = pytest.importorskip("transformers", "4.53") if find_spec("transformers") else None
-needs_transformers = pytest.mark.skipif(transformers is None, reason="transformers is not installed")
+transformers = pytest.importorskip("transformers")
 DEVICE = runtime.device()
+SIZES = dict(
+    hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    vocab_size=61, head_dim=8, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
+MODELS = {  # family: its options, and what it is compared with
+    "Llama": (dict(), "sdpa"),
+    "Mistral": (dict(sliding_window=5), "sdpa"),
+    "Gemma2": (dict(sliding_window=6, attn_logit_softcapping=2.0, query_pre_attn_scalar=8), "eager"),
+}
 
 
-def make(kind="Llama", seed=0, dtype=torch.float32, **changes):
-    """A small model with random weights, and its twin with transformers' own attention."""
-    sizes = dict(
-        vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=256,
-    ) | changes  # fmt: skip
-    made = []
-    for implementation in (transformers_attention.register(), sizes.pop("peer", "sdpa")):
-        torch.manual_seed(seed)
-        config = getattr(transformers, f"{kind}Config")(**sizes, attn_implementation=implementation)
-        model = getattr(transformers, f"{kind}ForCausalLM")(config).to(DEVICE, dtype)
-        assert model.config._attn_implementation == implementation
-        made.append(model)
-    made[1].load_state_dict(made[0].state_dict())
-    return made
+@pytest.fixture(autouse=True, scope="module")
+def registered():
+    transformers_door.register()
 
 
-def tokens(batch=2, length=45, seed=1):
-    return torch.randint(0, 97, (batch, length), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+def model_of(family, implementation, **options):
+    config = getattr(transformers, f"{family}Config")(**SIZES, **MODELS[family][0], **options)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    model.set_attn_implementation(implementation)
+    return model.to(DEVICE)
 
 
-def expect_alike(ours, theirs, ids, bound=2e-5):
-    """Logits and every parameter's gradient of a training step: their largest error relative to the largest value."""
-    losses = [model(input_ids=ids, labels=ids) for model in (ours, theirs)]
-    for out in losses:
-        out.loss.backward()
-    pairs = {"logits": (losses[0].logits, losses[1].logits)}
-    pairs |= {
-        name: (a.grad, b.grad)
-        for (name, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True)
-        if b.grad is not None
-    }
-    errors = {name: ((a - b).abs().max() / b.abs().max()).item() for name, (a, b) in pairs.items()}
-    assert len(pairs) > 10 and max(errors.values()) <= bound, max(errors.items(), key=lambda pair: pair[1])
-    return errors
+def tokens(batch=2, length=13):
+    return torch.randint(3, 61, (batch, length), generator=torch.Generator().manual_seed(1)).to(DEVICE)
 
 
-@needs_transformers
-def test_a_small_llama_trains_as_with_sdpa():
-    errors = expect_alike(*make(), tokens())
-    print(f"logits {errors['logits']:.2g}, the worst gradient {max(errors.values()):.2g}")
+@pytest.mark.parametrize("family", MODELS)
+def test_outputs_and_gradients(family):
+    found = {}
+    for implementation in ("wall_by_wall", MODELS[family][1]):
+        model = model_of(family, implementation).train()
+        result = model(tokens(), labels=tokens())
+        result.loss.backward()
+        gradients = {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
+        found[implementation] = result.logits.detach(), gradients
+    (ours, our_gradients), (theirs, their_gradients) = found.values()
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    assert our_gradients.keys() == their_gradients.keys() and len(our_gradients) > 15
+    for name, gradient in our_gradients.items():
+        torch.testing.assert_close(gradient, their_gradients[name], rtol=1e-3, atol=1e-5, msg=name)
 
 
-@needs_transformers
-def test_the_backend_is_ours(monkeypatch):
-    called = []
-    real = transformers_attention.flash_attention
-    monkeypatch.setattr(
-        transformers_attention,
-        "flash_attention",
-        lambda *x, **options: (called.append(options), real(*x, **options))[1],
-    )
-    ours, theirs = make()
-    ours(tokens()), theirs(tokens())
-    assert len(called) == 2 and called[0]["causal"] is True
+@pytest.mark.parametrize("family", MODELS)
+def test_generation_with_a_cache(family):
+    said = [
+        model_of(family, name).eval().generate(tokens(1, 7), max_new_tokens=6, do_sample=False)
+        for name in ("wall_by_wall", MODELS[family][1])
+    ]
+    assert torch.equal(*said)
 
 
-@needs_transformers
-def test_generation_with_a_growing_cache():
-    ours, theirs = make()
-    options = dict(max_new_tokens=12, do_sample=False, pad_token_id=0)
-    assert torch.equal(ours.generate(tokens(1, 20), **options), theirs.generate(tokens(1, 20), **options))
+def test_another_backend():
+    transformers_door.register("by_formula", backend="reference")
+    logits = [model_of("Llama", name)(tokens()).logits for name in ("by_formula", "sdpa")]
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-5)
 
 
-@needs_transformers
-def test_a_sliding_window_and_a_softcap():
-    expect_alike(*make("Mistral", sliding_window=7), tokens())
-    changes = dict(sliding_window=7, query_pre_attn_scalar=16, attn_logit_softcapping=20.0, peer="eager")
-    expect_alike(*make("Gemma2", **changes), tokens())
-
-
-@needs_transformers
-def test_what_it_does_not_have_is_refused():
-    ours, _ = make()
-    ids = tokens()
-    padded = torch.ones_like(ids)
-    padded[0, :5] = 0
-    with pytest.raises(ValueError, match="marks padding"):
-        ours(ids, attention_mask=padded)
-    packed = torch.arange(45, device=DEVICE).repeat(2, 1)
-    packed[:, 20:] -= 20
-    with pytest.raises(ValueError, match="packed into one"):
-        ours(ids, position_ids=packed, use_cache=False)  # with a cache transformers does not look for it
-    dropping, _ = make(attention_dropout=0.1)
-    with pytest.raises(ValueError, match="attention_dropout is 0.1"):
-        dropping.train()(ids)
-    assert ours(ids, attention_mask=torch.ones_like(ids)).logits.isfinite().all()
-
-
-@pytest.mark.skipif(transformers is not None, reason="transformers is installed")
-def test_without_transformers_a_sentence_says_so():
-    with pytest.raises(ImportError, match="pip install transformers"):
-        transformers_attention.register()
-
-
-def test_the_mask_is_looked_at_beside_the_diagonal():
-    """Without transformers: its mask functions are plain functions of positions."""
-    causal = lambda b, h, q, k: k <= q  # noqa: E731
-    sizes = dict(batch_size=2, q_length=9, kv_length=9)
-    assert transformers_attention.mask(**sizes, mask_function=causal) is None
-    assert transformers_attention.mask(2, 3, 9, 6, 0, causal) is None
-    window = lambda b, h, q, k: (k <= q) & (k > q - 4)  # noqa: E731
-    assert transformers_attention.mask(**sizes, mask_function=window, local_size=4) is None
-    everything = lambda b, h, q, k: k == k  # noqa: E731
-    assert transformers_attention.mask(**sizes, mask_function=everything) is None
-    packed = lambda b, h, q, k: (k <= q) & ((k < 5) == (q < 5))  # noqa: E731
-    for wrong in (packed, window, lambda b, h, q, k: k < q):
-        with pytest.raises(ValueError, match="neither causal nor a window"):
-            transformers_attention.mask(**sizes, mask_function=wrong)
-    with pytest.raises(ValueError, match="DynamicCache"):
-        transformers_attention.mask(2, 3, 9, 0, 0, causal)
+def test_what_it_cannot_do_is_said():
+    with pytest.raises(ValueError, match="the name is 'flashlab'; transformers takes a name with"):
+        transformers_door.register("flashlab")
+    model = model_of("Llama", "wall_by_wall")
+    padded = torch.ones(2, 13, dtype=torch.long, device=DEVICE)
+    model(tokens(), attention_mask=padded)
+    padded[0, :3] = 0
+    with pytest.raises(ValueError, match="this batch is padded, and the kernels have no mask of padding"):
+        model(tokens(), attention_mask=padded)
+    packed = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6, 7]] * 2, device=DEVICE)
+    with pytest.raises(ValueError, match="neither causal nor a sliding window .several sequences packed"):
+        model(tokens(), position_ids=packed, use_cache=False)
+    with pytest.raises(ValueError, match="dropout is 0.1, and the kernels have none"):
+        model_of("Llama", "wall_by_wall", attention_dropout=0.1).train()(tokens())
+    x = torch.zeros(1, 2, 3, 8, device=DEVICE)
+    with pytest.raises(ValueError, match="this layer passes s_aux, which the kernels do not know"):
+        transformers_door.attend(model, x, x, x, None, s_aux=x)
+    with pytest.raises(ValueError, match="this layer has a mask of its own"):
+        transformers_door.attend(model, x, x, x, x)

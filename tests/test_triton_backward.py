@@ -4,13 +4,12 @@ import math
 
 import pytest
 import torch
+from huge_tensors import NO_ROOM, REASON, far_apart
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashlab import runtime
-from flashlab.attention import full_reference as reference
-from flashlab.attention import reference as first_reference
-from flashlab.attention import tiles
+from flashlab.attention import reference, tiles, triton_backward
 from flashlab.attention.simulation_backward import flash_attention_backward_sim
 from flashlab.attention.tiles import Tile
 from flashlab.attention.triton_backward import (
@@ -55,43 +54,6 @@ def expect(q, k, v, do, tiles=SMALL, **options):
     return dq, dk, dv
 
 
-# ---- the oracle -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("options", [
-    dict(), dict(causal=True), dict(window=(3, 2)), dict(softcap=1.5), dict(causal=True, window=4, softcap=3.0),
-])  # fmt: skip
-@pytest.mark.parametrize("seq_q, seq_k", [(9, 12), (12, 9)])
-def test_the_oracle_has_the_derivative_of_its_own_formula(options, seq_q, seq_k):
-    q, k, v, do = (x.cpu() for x in make(1, 4, 2, seq_q, seq_k, 8, torch.float64))
-    o, lse = reference.attention(q, k, v, **options)
-    dlse = torch.randn(lse.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-    dlse = torch.where(lse.isneginf(), 0.0, dlse)
-    found = reference.attention_backward(do, q, k, v, grad_lse=dlse, **options)
-
-    def loss(q, k, v):
-        o, lse = reference.attention(q, k, v, **options)
-        return (o * do).sum() + torch.where(lse.isneginf(), 0.0, lse * dlse).sum()
-
-    step = 1e-6
-    for name, x, gradient in zip("qkv", (q, k, v), found, strict=True):
-        direction = torch.randn(x.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
-        shifted = [loss(**{"q": q, "k": k, "v": v, name: x + sign * step * direction}) for sign in (1, -1)]
-        slope = (shifted[0] - shifted[1]) / (2 * step)
-        torch.testing.assert_close(slope, (gradient * direction).sum(), rtol=1e-6, atol=1e-6)
-
-
-def test_the_oracle_is_the_first_one_where_that_has_an_answer():
-    q, k, v, do = (x.cpu() for x in make(2, 4, 2, 12, 9, 8, torch.float64))
-    for causal in (False, True):
-        mine, theirs = reference.attention(q, k, v, causal=causal), first_reference.attention(q, k, v, causal=causal)
-        for a, b in zip(mine, theirs, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-        old = first_reference.attention_backward(do, None, q, k, v, *theirs, causal=causal, scale=8**-0.5)
-        for a, b in zip(reference.attention_backward(do, q, k, v, causal=causal), old, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
-
-
 # ---- the simulation -------------------------------------------------------------------------------------------------
 
 
@@ -127,12 +89,12 @@ WINDOWS = st.one_of(
 )
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(st.data())
 def test_drawn_shapes_masks_and_layouts(data):
     draw = data.draw
-    kv_heads, group = draw(st.integers(1, 2), "kv_heads"), draw(st.sampled_from([1, 3]), "group")
-    seq_q, seq_k = draw(st.integers(1, 45), "seq_q"), draw(st.integers(1, 45), "seq_k")
+    kv_heads, group = draw(st.integers(1, 2), "kv_heads"), draw(st.integers(1, 2), "group")
+    seq_q, seq_k = draw(st.integers(1, 36), "seq_q"), draw(st.integers(1, 36), "seq_k")
     dtype, layout = draw(st.sampled_from(DTYPES), "dtype"), draw(st.sampled_from(["bhnd", "bnhd"]), "layout")
     head_dim = draw(st.sampled_from([8, 16, 40, 59]), "head_dim")
     inputs = make(1, kv_heads * group, kv_heads, seq_q, seq_k, head_dim, dtype, layout=layout)
@@ -157,21 +119,21 @@ def test_short_lengths(length, causal):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("causal", [False, True], ids=["whole", "causal"])
-@pytest.mark.parametrize("seq_q, seq_k", [(3, 513), (127, 300), (300, 128), (239, 1), (257, 256)])
+@pytest.mark.parametrize("seq_q, seq_k", [(3, 513), (127, 200), (200, 128), (239, 1), (129, 128)])
 def test_longer_lengths(seq_q, seq_k, causal):
     expect(
-        *make(1, 2, 1, seq_q, seq_k, 32, torch.bfloat16), Tiles(Tile(64, 32, 4, 2), Tile(32, 64, 4, 2)), causal=causal
+        *make(1, 1, 1, seq_q, seq_k, 32, torch.bfloat16), Tiles(Tile(64, 32, 4, 2), Tile(32, 64, 4, 2)), causal=causal
     )
 
 
 @pytest.mark.parametrize("head_dim", [8, 16, 59, 80, 111, 128, 192, 256])
 def test_head_sizes(head_dim):
-    expect(*make(1, 3, 1, 30, 37, head_dim, torch.float16), None, causal=True)
+    expect(*make(1, 2, 1, 30, 37, head_dim, torch.float16), None, causal=True)
 
 
 def test_blocks_that_do_not_divide_each_other():
-    inputs = make(1, 1, 1, 70, 75, 16)
-    for dkdv, dq in (((64, 16), (16, 64)), ((16, 64), (64, 16)), ((32, 128), (128, 32))):
+    inputs = make(1, 1, 1, 50, 70, 16)
+    for dkdv, dq in (((32, 16), (16, 64)), ((16, 64), (64, 16))):
         for options in (dict(), dict(causal=True), dict(window=(20, 9))):
             expect(*inputs, Tiles(Tile(*dkdv, 4, 2), Tile(*dq, 4, 2)), **options)
 
@@ -188,10 +150,51 @@ def test_a_gradient_with_strides_of_zero_or_out_of_order():
 
 
 def test_two_runs_agree_in_every_bit():
-    inputs = make(2, 2, 1, 40, 50, 16, torch.float16)
+    inputs = make(2, 2, 1, 20, 33, 16, torch.float16)
     for options in (dict(), dict(causal=True, softcap=20.0)):
-        first, second = gradients(*inputs, **options), gradients(*inputs, **options)
-        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+        first = gradients(*inputs, **options)
+        for _ in range(1 if runtime.INTERPRETED else 50):
+            again = gradients(*inputs, **options)
+            assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@pytest.mark.skipif(NO_ROOM, reason=REASON)
+@pytest.mark.parametrize("axis", [0, 1, 2], ids=["batches", "heads", "rows"])
+def test_offsets_past_32_bits(axis):
+    shape = [1, 1, 20, 16]
+    shape[axis] = 3
+    q, k, v, do = make(shape[0], shape[1], shape[1], shape[2], shape[2], 16, torch.float16)
+    want = gradients(q, k, v, do)
+    for got, right in zip(gradients(*far_apart((q, k, v, do), axis)), want, strict=True):
+        assert torch.equal(got, right)
+
+
+def test_batches_and_heads_are_on_grid_x(monkeypatch):
+    grids = []
+
+    def recorded(kernel):
+        class Kernel:
+            def __getitem__(self, grid):
+                grids.append(grid)
+                return (lambda *args, **options: None) if runtime.INTERPRETED else kernel[grid]
+
+        return Kernel()
+
+    for name in ("delta_kernel", "dkdv_kernel", "dq_kernel"):
+        monkeypatch.setattr(triton_backward, name, recorded(getattr(triton_backward, name)))
+    q, k, v, do = make(70, 1000, 1000, 3, 3, 8, torch.float16)
+    lse = torch.full(q.shape[:3], 1.1, device=DEVICE)
+    dq, dk, dv = flash_attention_backward(do, q, k, v, q, lse)
+    assert grids == [(70_000,)] * 3
+    if not runtime.INTERPRETED:
+        assert dq.isfinite().all() and dk.isfinite().all() and (dv[-1, -1] != 0).any()
+
+
+def test_float32_is_float32_unless_tf32_is_asked_for():
+    inputs = make(1, 1, 1, 40, 40, 32)
+    expect(*inputs)
+    dq, dk, dv = gradients(*inputs, allow_tf32=True)
+    assert worst(wanted(*inputs), dq=dq, dk=dk, dv=dv)[1] > 3
 
 
 def test_rows_and_keys_that_see_nothing_have_no_gradient():

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from huge_tensors import NO_ROOM, REASON, far_apart
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -48,16 +49,17 @@ def expect(q, k, v, *, run=flash_attention_forward, tile=SMALL, **options):
 
 
 def test_the_checkers_cases():
-    report = verify(flash_attention_forward, causal=True, gqa=True, dtypes=DTYPES, head_dims=(64, 40), empty=True)
+    options = dict(causal=True, gqa=True, dtypes=DTYPES, empty=True)
+    report = verify(flash_attention_forward, head_dims=(16, 40), max_seq=147, **options)
     assert report.worst < 1.5
 
 
 @pytest.mark.slow
-def test_the_checkers_cases_in_small_tiles():
+def test_the_checkers_longer_cases():
     def forward(q, k, v, *, causal, scale):
-        return flash_attention_forward(q, k, v, causal=causal, scale=scale, tile=Tile(32, 16, 4, 2))
+        return flash_attention_forward(q, k, v, causal=causal, scale=scale, tile=Tile(64, 32, 4, 2))
 
-    verify(forward, causal=True, gqa=True, head_dims=(16,), max_seq=300, deterministic=True)
+    verify(forward, causal=True, head_dims=(16,), max_tile=128, deterministic=True)
 
 
 WINDOWS = st.one_of(
@@ -65,12 +67,12 @@ WINDOWS = st.one_of(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.data())
 def test_drawn_shapes_masks_and_layouts(data):
     draw = data.draw
-    kv_heads, group = draw(st.integers(1, 2), "kv_heads"), draw(st.sampled_from([1, 3]), "group")
-    seq_q, seq_k = draw(st.integers(1, 70), "seq_q"), draw(st.integers(1, 70), "seq_k")
+    kv_heads, group = draw(st.integers(1, 2), "kv_heads"), draw(st.integers(1, 2), "group")
+    seq_q, seq_k = draw(st.integers(1, 40), "seq_q"), draw(st.integers(1, 50), "seq_k")
     dtype, layout = draw(st.sampled_from(DTYPES), "dtype"), draw(st.sampled_from(["bhnd", "bnhd", "bhdn"]), "layout")
     head_dim = draw(st.sampled_from([8, 16, 40, 59]), "head_dim")
     q, k, v = make(1, kv_heads * group, kv_heads, seq_q, seq_k, head_dim, dtype, layout)
@@ -94,18 +96,18 @@ LENGTHS = [
 @pytest.mark.parametrize("causal", [False, True], ids=["whole", "causal"])
 @pytest.mark.parametrize("seq_q, seq_k", LENGTHS)
 def test_flash_attentions_list_of_lengths(seq_q, seq_k, causal):
-    tile = None if seq_q * seq_k > 2**17 else Tile(64, 32, 4, 2)
-    expect(*make(1, 2, 1, seq_q, seq_k, 32, SIXTEEN), tile=tile, causal=causal)
+    tile = Tile(128, 128, 8, 2) if seq_q * seq_k > 2**17 else Tile(64, 32, 4, 2)
+    expect(*make(1, 2 - (seq_q > 256), 1, seq_q, seq_k, 32, SIXTEEN), tile=tile, causal=causal)
 
 
 @pytest.mark.parametrize("head_dim", [8, 16, 32, 40, 59, 64, 80, 96, 111, 128, 160, 192, 256])
 def test_flash_attentions_list_of_head_sizes(head_dim):
-    expect(*make(1, 7, 1, 37, 50, head_dim, torch.bfloat16), tile=None, causal=True)
+    expect(*make(1, 7 if head_dim == 8 else 2, 1, 37, 50, head_dim, torch.bfloat16), tile=None, causal=True)
 
 
 @pytest.mark.parametrize("split", [True, False])
 def test_the_split_changes_no_result(split):
-    q, k, v = make(1, 2, 2, 80, 120, 16)
+    q, k, v = make(1, 1, 1, 50, 80, 16)
     for options in (dict(), dict(causal=True), dict(window=(20, 30))):
         o, lse = flash_attention_forward(q, k, v, tile=SMALL, split=split, **options)
         assert worst(wanted(q, k, v, **options), o=o, lse=lse)[1] <= 1
@@ -135,7 +137,7 @@ def test_causal_reads_the_tiles_of_the_triangle():
     assert traffic.read_from["k"] == (16 + 7 * 32) * 16 * 2
 
 
-@pytest.mark.parametrize("heads, kv_heads, seq_q, seq_k, head_dim", [(3, 3, 128, 96, 32), (6, 2, 100, 150, 40)])
+@pytest.mark.parametrize("heads, kv_heads, seq_q, seq_k, head_dim", [(3, 3, 128, 96, 32), (4, 2, 70, 90, 40)])
 def test_bytes_are_what_the_formula_says(heads, kv_heads, seq_q, seq_k, head_dim):
     q, k, v = make(2, heads, kv_heads, seq_q, seq_k, head_dim, SIXTEEN)
     traffic = hbm_traffic(flash_attention_forward, q, k, v, tile=Tile(64, 32, 4, 2))
@@ -150,13 +152,13 @@ HAS_TMA = runtime.INTERPRETED or torch.cuda.get_device_capability()[0] >= 9
 @pytest.mark.parametrize("head_dim", [16, 40, 64])
 def test_tensor_descriptors(head_dim):
     for layout in ("bhnd", "bnhd"):
-        inputs = make(2, 4, 2, 70, 130, head_dim, SIXTEEN, layout)
+        inputs = make(1, 2, 1, 40, 70, head_dim, SIXTEEN, layout)
         for options in (dict(), dict(causal=True), dict(window=(20, 9), softcap=4.0)):
 
             def run(*args, **kwargs):
                 return flash_attention_forward(*args, tma=True, **kwargs)
 
-            expect(*inputs, run=run, tile=Tile(64, 16, 4, 2), **options)
+            expect(*inputs, run=run, tile=Tile(32, 16, 4, 2), **options)
 
 
 def test_tensor_descriptors_that_cannot_be():
@@ -216,35 +218,69 @@ def test_a_row_of_minus_infinity_and_a_row_of_nan():
 
 
 def test_strides_of_zero_and_gaps():
-    q, k, v = make(2, 4, 1, 30, 50, 16)
-    wide = torch.full((2, 1, 50, 3, 16), math.nan, device=DEVICE)
+    q, k, v = make(2, 2, 1, 20, 35, 16)
+    wide = torch.full((2, 1, 35, 3, 16), math.nan, device=DEVICE)
     wide[:, :, :, 1] = k
     gaps = wide[:, :, :, 1]
     for options in (dict(), dict(causal=True)):
         want = flash_attention_forward(q, k, v, tile=SMALL, **options)
-        got = flash_attention_forward(q, gaps.expand(2, 4, 50, 16), v.expand(2, 4, 50, 16), tile=SMALL, **options)
+        got = flash_attention_forward(q, gaps.expand(2, 2, 35, 16), v.expand(2, 2, 35, 16), tile=SMALL, **options)
         for a, b in zip(got, want, strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=5e-6)
-    expect(q[:1].expand(2, 4, 30, 16), k, v)
+    expect(q[:1].expand(2, 2, 20, 16), k, v)
 
 
-@pytest.mark.skipif(not runtime.INTERPRETED, reason="a GPU has to have this memory; an untouched page has none")
-def test_offsets_past_32_bits():
-    q, k, v = make(1, 1, 1, 40, 40, 16, SIXTEEN)
-    apart = torch.empty(39 * 2**26 + 16, dtype=SIXTEEN).as_strided(
-        (1, 1, 40, 16), (0, 0, 2**26, 1)
-    )  # 5 GB, 160 KB used
-    apart.copy_(k)
-    for got, want in zip(flash_attention_forward(q, apart, v), flash_attention_forward(q, k, v), strict=True):
+@pytest.mark.skipif(NO_ROOM, reason=REASON)
+@pytest.mark.parametrize("axis", [0, 1, 2], ids=["batches", "heads", "rows"])
+def test_offsets_past_32_bits(axis):
+    shape = [1, 1, 20, 16]
+    shape[axis] = 3
+    near = tuple(make(shape[0], shape[1], shape[1], shape[2], shape[2], 16, SIXTEEN))
+    far = far_apart(near, axis)
+    for got, want in zip(flash_attention_forward(*far), flash_attention_forward(*near), strict=True):
         assert torch.equal(got, want)
+
+
+def test_batches_and_heads_are_on_grid_x():
+    """y and z end at 65535 blocks. Interpreted, so many programs would take minutes: there the grid alone is seen."""
+    grids = []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            grids.append(grid)
+            return (lambda *args, **options: None) if runtime.INTERPRETED else flash_attention_kernel[grid]
+
+    q, k, v = make(70, 1000, 1000, 3, 3, 8, SIXTEEN)
+    o, lse = flash_attention_forward(q, k, v, kernel=Kernel())
+    assert grids == [(70_000,)]
+    if not runtime.INTERPRETED:
+        assert worst(wanted(q, k, v), o=o, lse=lse)[1] <= 1
+
+
+def test_too_many_rows_for_one_launch():
+    one = torch.zeros((), dtype=SIXTEEN, device=DEVICE)
+    for shape, sentence in (
+        ((2**16, 2**15, 1, 16), r"q has 2147483648 heads of 1 rows; a grid has 2\^31 - 1 programs"),
+        ((1, 1, 2**30 + 1, 16), "q has 1073741825 rows; their numbers have to fit 32 bits"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            flash_attention_forward(*(one.expand(shape),) * 3)
+
+
+def test_a_window_wider_than_32_bits():
+    q, k, v = make(1, 1, 1, 20, 30, 16)
+    for window in ((2**40, 3), (3, 2**40), 2**40):
+        expect(q, k, v, window=window)
 
 
 def test_the_output_has_the_inputs_order_in_memory_and_the_run_repeats():
     q, k, v = make(2, 3, 3, 33, 40, 16, SIXTEEN, "bnhd")
     before = [x.clone() for x in (q, k, v)]
-    first, second = (flash_attention_forward(q, k, v, causal=True) for _ in range(2))
+    first = flash_attention_forward(q, k, v, causal=True)
     assert first[0].stride() == q.stride()
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    for _ in range(1 if runtime.INTERPRETED else 250):
+        again = flash_attention_forward(q, k, v, causal=True)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
     assert all(torch.equal(a, b) for a, b in zip((q, k, v), before, strict=True))
 
 

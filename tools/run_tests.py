@@ -103,6 +103,8 @@ def record(results: list[tuple[Part, bool, float]]) -> None:
 
 
 def main(names: list[str]) -> int:
+    # A process for each core: numpy's own threads, in interpreted kernels, would only wait for each other.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     every = parts()
     unknown = [name for name in names if name not in {part.name for part in every}]
     if unknown:

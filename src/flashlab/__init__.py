@@ -1,5 +1,7 @@
 """FlashAttention, wall by wall: the solution modules that every notebook imports.
 
+`flashlab.flash_attention(q, k, v, causal=True)` is the one door for a model (flashlab.attention.door).
+
 The rooms, in the order in which they may import each other (a later one an earlier one, never the reverse):
 
     course          the phases of the course
@@ -17,6 +19,7 @@ The rooms, in the order in which they may import each other (a later one an earl
 """
 
 import sys as _sys
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 # First of all: it decides whether Triton interprets, before anything imports triton.
 try:
@@ -35,4 +38,19 @@ else:
         else:
             _repairs.install_repairs()
 
+if _TYPE_CHECKING:
+    from flashlab.attention.door import choose_backend, flash_attention
+
 __version__ = "0.1.0"
+__all__ = ["choose_backend", "flash_attention", "runtime"]
+
+
+def __getattr__(name: str):
+    """The door and its backends are imported when they are first asked for: `import flashlab` stays quick."""
+    if name not in ("choose_backend", "flash_attention"):
+        raise AttributeError(f"module 'flashlab' has no attribute {name!r}")
+    from flashlab.attention import door
+    from flashlab.cuda import operators  # noqa: F401  (registers the CUDA series as backends)
+
+    globals().update(choose_backend=door.choose_backend, flash_attention=door.flash_attention)
+    return globals()[name]

@@ -1,22 +1,48 @@
-"""verify_gradients: right attention passes, every mutant of the backward pass is rejected, the known ones by name."""
+"""verify(fn, grads=True): right attention passes, every mutant of the backward pass is rejected, the known by name."""
 
 import pytest
 import torch
 
-from flashlab import runtime
+from flashlab import flash_attention, runtime
 from flashlab.attention import simulation_backward
-from flashlab.attention.door import flash_attention
-from flashlab.attention.full_reference import attention_low_precision
-from flashlab.check import CheckFailed
-from flashlab.check.training import verify_gradients
+from flashlab.attention.reference import attention, attention_low_precision
+from flashlab.check import CheckFailed, verify
 from flashlab.check.zoo.gradients import MUTANTS, attention_with
+
+BOTH = (torch.float32, torch.float16)
+
+
+def verify_gradients(fn, *, dtypes=BOTH, max_seq=70, **options):
+    """With the shorter cases of the forward pass, whose own tests are elsewhere."""
+    options = dict(causal=True, gqa=True, lse=False, head_dims=(16,), max_seq=max_seq) | options
+    return verify(fn, grads=True, dtypes=dtypes, **options)
+
+
+def by_reference(q, k, v, **options):
+    return flash_attention(q, k, v, backend="reference", **options)
 
 
 def test_the_simulation_passes():
     report = verify_gradients(attention_with(simulation_backward))
-    assert report.cases == 26 and report.worst <= 1
-    assert "26 cases, forward and backward" in repr(report)
-    verify_gradients(attention_with(simulation_backward, 64, 16), dtypes=(torch.bfloat16,))
+    assert report.gradients.cases == 26 and report.gradients.worst <= 1 and report.cases >= 10
+    assert "26 cases of the gradient, worst error 0." in repr(report)
+    assert report.verdict == f"{report.cases} cases and 26 of the gradient, all within their bounds"
+    verify_gradients(attention_with(simulation_backward, 64, 16), dtypes=(torch.bfloat16,), max_seq=60)
+
+
+def test_the_formula_passes_with_every_option():
+    report = verify_gradients(by_reference, empty=True, deterministic=True, head_dims=(16, 40))
+    assert report.gradients.cases == 26 + 3 + 2
+
+
+def test_what_is_not_asked_for_is_not_tested():
+    def plain(q, k, v):
+        assert q.shape == k.shape == v.shape and q.is_contiguous()
+        return by_reference(q, k, v)
+
+    report = verify_gradients(plain, causal=False, gqa=False, cross=False, strided=False)
+    assert 10 < report.gradients.cases < 26
+    assert verify(by_reference, lse=False, max_seq=40, head_dims=(16,)).gradients is None
 
 
 @pytest.mark.slow
@@ -24,15 +50,29 @@ def test_the_door_passes():
     verify_gradients(flash_attention)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(runtime.INTERPRETED, reason="long cases are for a GPU")
+def test_the_door_passes_on_a_gpu():
+    dtypes = (torch.float16, torch.bfloat16, torch.float32)
+    verify_gradients(
+        flash_attention, dtypes=dtypes, head_dims=(64, 128, 40, 256), max_seq=None, full=True, empty=True,
+        deterministic=True,
+    )  # fmt: skip
+
+
 def test_eager_attention_passes():
     """It errs more than any kernel should, and is the measure."""
-    verify_gradients(attention_low_precision, dtypes=(torch.float32,))
+
+    def eager(q, k, v, *, causal, scale):
+        return attention_low_precision(q, k, v, causal=causal, scale=scale)[0]
+
+    verify_gradients(eager, dtypes=(torch.float32,))
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_every_mutant_is_rejected(mutant):
     with pytest.raises(CheckFailed) as caught:
-        verify_gradients(attention_with(mutant.module()))
+        verify_gradients(attention_with(mutant.module()), max_seq=70)
     assert mutant.found in (None, caught.value.diagnosis), caught.value.sentence
     assert caught.value.case is not None
     if mutant.found is None:
@@ -41,34 +81,56 @@ def test_every_mutant_is_rejected(mutant):
 
 def test_an_output_that_leads_nowhere():
     with pytest.raises(CheckFailed, match="the output has no gradient"):
-        verify_gradients(lambda q, k, v, *, causal, scale: flash_attention(q.detach(), k.detach(), v.detach()))
+        verify_gradients(lambda q, k, v, **options: by_reference(q.detach(), k.detach(), v.detach(), **options))
 
 
 def test_a_gradient_that_is_missing():
-    def forward(q, k, v, *, causal, scale):
-        return flash_attention(q, k.detach(), v, causal=causal, scale=scale, backend="reference")
-
     with pytest.raises(CheckFailed, match="dk is missing; it should be like its input"):
-        verify_gradients(forward)
+        verify_gradients(lambda q, k, v, **options: by_reference(q, k.detach(), v, **options))
 
 
 def test_nan_is_never_right():
-    def forward(q, k, v, *, causal, scale):
+    def forward(q, k, v, **options):
         q = q * 1.0
         if q.requires_grad:
             q.register_hook(lambda gradient: gradient * float("nan"))
-        return flash_attention(q, k, v, causal=causal, scale=scale, backend="reference")
+        return by_reference(q, k, v, **options)
 
     with pytest.raises(CheckFailed, match="dq is NaN"):
         verify_gradients(forward)
 
 
+def test_a_gradient_that_changes_from_run_to_run():
+    runs = []
+
+    def forward(q, k, v, **options):
+        runs.append(None)
+        jitter = 1 + 1e-7 * len(runs)
+        if q.requires_grad:
+            q = q * 1.0
+            q.register_hook(lambda gradient: gradient * jitter)
+        return by_reference(q, k, v, **options)
+
+    verify_gradients(forward, dtypes=(torch.float32,))
+    with pytest.raises(CheckFailed, match="dq of two runs on the same input differ in their last bits"):
+        verify_gradients(forward, dtypes=(torch.float32,), deterministic=True)
+
+
+def test_a_wrong_forward_pass_is_told_first():
+    def forward(q, k, v, *, causal, scale):
+        return 2 * attention(q, k, v, causal=causal, scale=scale)[0].to(q.dtype)
+
+    with pytest.raises(CheckFailed) as caught:
+        verify_gradients(forward)
+    assert caught.value.diagnosis != "no-gradient" and not caught.value.diagnosis.startswith("wrong-d")
+
+
 def test_the_device_is_that_of_the_kernels():
     seen = set()
 
-    def forward(q, k, v, *, causal, scale):
+    def forward(q, k, v, **options):
         seen.add(q.device.type)
-        return flash_attention(q, k, v, causal=causal, scale=scale, backend="reference")
+        return by_reference(q, k, v, **options)
 
     verify_gradients(forward, dtypes=(torch.float32,))
     assert seen == {runtime.device().type}

@@ -2,11 +2,16 @@
 
 inputs              the one validator of q, k and v
 cost                bytes and FLOPs, by formula and counted
+options             masks, windows and soft-caps, checked and put one way
 reference           the oracle in float64, its low-precision twin, the gradient
 online_softmax      phase 0: the state (m, l, o) and its merge
 naive, schemes      phase 1: four lines of PyTorch, and the kernels that meet the two walls
 simulation          phase 2: the forward pass in plain PyTorch
 triton_minimal      phase 3: the forward pass as a Triton kernel
-triton_forward      phase 4: the same for a model: any heads, lengths, masks, dtypes; gluon_forward: Hopper by hand
-transformers_attention   the door as an attention of Hugging Face's transformers
+triton_forward      phase 4: a forward pass that a model can use; tiles: with which tiles; ladder: its steps
+gluon_forward       phase 4: its loop in Gluon, with Hopper's own instructions
+simulation_backward phase 5: the backward pass in plain PyTorch
+triton_backward     phase 5: its kernels
+backends, door      what implementations there are, and `flash_attention`, the one door to them
+transformers_door   the door as an attention implementation of Hugging Face transformers
 """

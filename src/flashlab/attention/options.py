@@ -47,10 +47,13 @@ def window_of(window: Window, causal: bool = False) -> tuple[int | None, int | N
 
 
 def band(seq_q: int, seq_k: int, causal: bool = False, window: Window = None) -> Band:
-    """Which keys a query sees, relative to its own number."""
+    """Which keys a query sees, relative to its own number. A bound that hides nothing is none: a kernel without it is
+    quicker, and what is left fits 32 bits whatever the window."""
     left, right = window_of(window, causal)
     beside = seq_k - seq_q  # the key beside query 0
-    return Band(None if left is None else beside - left, None if right is None else beside + right)
+    first = None if left is None or beside - left <= 1 - seq_q else beside - left
+    last = None if right is None or beside + right >= seq_k - 1 else beside + right
+    return Band(first, last)
 
 
 def visible(

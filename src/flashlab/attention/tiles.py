@@ -68,7 +68,8 @@ def _choices(*rows: tuple[int, tuple[int, int, int, int]], source: str = "compil
     return tuple(Choice(head_dim, Tile(*tile), source) for head_dim, tile in rows)
 
 
-_FLOAT32 = _choices((64, (32, 32, 4, 2)), (256, (32, 16, 4, 2)))  # FMA units, not tensor cores: small tiles
+# FMA units, not tensor cores: small tiles.
+_FLOAT32 = _choices((64, (32, 32, 4, 2)), (128, (32, 16, 4, 2)), (256, (32, 16, 8, 2)))
 _FLOAT32_DKDV = _choices((64, (16, 32, 4, 2)), (128, (16, 32, 8, 1)), (256, (16, 16, 8, 1)))
 _FLOAT32_DQ = _choices((128, (32, 16, 4, 2)), (256, (16, 16, 8, 2)))
 

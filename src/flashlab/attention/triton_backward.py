@@ -43,7 +43,7 @@ from flashlab.attention.triton_forward import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def delta_kernel(
     O_ptr,  # [batch, heads, M, HEAD_DIM]
     DO_ptr,  # like O
@@ -84,7 +84,7 @@ def load_statistics(LSE_ptr, DELTA_ptr, rows, offs_m, end, EDGE: tl.constexpr):
     return tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634), delta
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "N", "first", "last"])
 def dkdv_kernel(
     Q_ptr,  # [batch, heads, M, HEAD_DIM]
     K_ptr,  # [batch, heads / group, N, HEAD_DIM]
@@ -161,7 +161,7 @@ def dkdv_kernel(
     store_tile(dv_ptrs, dv, offs_n, offs_d, N, HEAD_DIM, BLOCK_D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "N", "first", "last"])
 def dq_kernel(
     Q_ptr,  # [batch, heads, M, HEAD_DIM]
     K_ptr,  # [batch, heads / group, N, HEAD_DIM]

@@ -34,6 +34,7 @@ from flashlab.attention.tiles import Tile, Work, choose, tune
 LOG2_E = 1.4426950408889634  # exp(x) == exp2(x * LOG2_E)
 SMALLEST_SCALE = 2.0**-126  # float32's smallest normal stands for a scale of 0: 0 * -inf is NaN
 MAX_HEAD_DIM = 256
+MAX_ROWS = 2**30
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -117,7 +118,7 @@ def soft_capped(s, tanh_scale):
     return 1.0 - 2.0 / (1.0 + tl.exp2(s * tanh_scale))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "N", "first", "last"])  # one kernel for all lengths
 def flash_attention_kernel(
     Q_ptr,  # [batch, heads, M, HEAD_DIM]
     K_ptr,  # [batch, heads / group, N, HEAD_DIM]
@@ -270,11 +271,19 @@ def check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, no_grad: 
     """Raise unless the Triton kernels of phases 4 and 5 take q, k and v.
 
     Raises:
-        TypeError, ValueError: see `check_qkv`; a head_dim over 256.
+        TypeError, ValueError: see `check_qkv`; a head_dim over 256; too many rows.
     """
     check_qkv(q, k, v, dtypes=DTYPES, same_v=True, on_gpu=not runtime.INTERPRETED, no_grad=no_grad)
     if q.shape[3] > MAX_HEAD_DIM:
         raise ValueError(f"head_dim is {q.shape[3]}; a tile of this kernel has room for {MAX_HEAD_DIM} columns at most")
+    for name, x in (("q", q), ("k", k)):
+        batch, heads, rows, _ = x.shape
+        if rows > MAX_ROWS:
+            raise ValueError(f"{name} has {rows} rows; their numbers have to fit 32 bits: {MAX_ROWS} at most")
+        if batch * heads * triton.cdiv(rows, 16) >= 2**31:  # a block has at least 16 rows
+            raise ValueError(
+                f"{name} has {batch * heads} heads of {rows} rows; a grid has 2^31 - 1 programs: split the batch"
+            )
 
 
 def score_arguments(

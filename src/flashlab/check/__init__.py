@@ -1,6 +1,7 @@
 """The checker: it says whether an attention function is right, and where it is not, why.
 
-On any attention function: `verify(fn)`, and its fronts `verify_one_head` and `verify_block`.
+On any attention function: `verify(fn)`, with its gradient `verify(fn, grads=True)`; and its fronts `verify_one_head`
+and `verify_block`.
 In an exercise's own check: `expect`, `expect_close`, `expect_all_close`, `expect_raises`, `CheckFailed`, and
 `with running("the case"):` around a call of the learner's function, so that an exception of theirs says what it was run
 on.

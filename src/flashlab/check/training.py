@@ -7,26 +7,27 @@ attention in that dtype errs by: twice for o, three times for gradients (flash-a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
 from flashlab import runtime
-from flashlab.attention import full_reference as reference
-from flashlab.attention.full_reference import Gradients
+from flashlab.attention import reference
 from flashlab.attention.inputs import scale_of
 from flashlab.attention.options import visible
+from flashlab.attention.reference import Gradients
 from flashlab.check.cases import Case, make_inputs
 from flashlab.check.failed import CheckFailed
 from flashlab.check.running import running
 from flashlab.check.tolerance import FLOAT32, excess
 
-__all__ = ["GradientReport", "Wanted", "gradient_cases", "verify_gradients", "wanted", "worst"]
+__all__ = ["GradientReport", "Wanted", "gradient_cases", "run_gradients", "wanted", "worst"]
 
 
 class Wanted(NamedTuple):
-    """A right result, float64 on the CPU, and the allowed error of each element."""
+    """A right result in float64, and the allowed error of each element."""
 
     value: torch.Tensor
     bound: torch.Tensor
@@ -35,19 +36,20 @@ class Wanted(NamedTuple):
         """The largest error as a multiple of its bound: at most 1 where it is right; NaN where `got` has a NaN."""
         if got.shape != self.value.shape:
             raise ValueError(f"the result is {list(got.shape)}; {list(self.value.shape)} is wanted")
-        return excess(got.detach().cpu().double(), self.value, self.bound).max().item() if got.numel() else 0.0
+        got = got.detach().to(self.value.device).double()
+        return excess(got, self.value, self.bound).max().item() if got.numel() else 0.0
 
 
 def wanted(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad_o: torch.Tensor | None = None, **options: Any
 ) -> dict[str, Wanted]:
-    """o and lse of an attention, and dq, dk and dv where `grad_o` is given, with their bounds.
+    """o and lse of an attention, and dq, dk and dv where `grad_o` is given, with their bounds; computed where q is.
 
-    options: causal, scale, window, softcap, as `flashlab.attention.full_reference.attention` takes them.
+    options: causal, scale, window, softcap, as `flashlab.attention.reference.attention` takes them.
     """
-    q, k, v = (x.detach().cpu() for x in (q, k, v))
+    q, k, v = (x.detach() for x in (q, k, v))
     o, lse = reference.attention(q, k, v, **options)
-    twin = reference.attention_low_precision(q, k, v, **options)
+    twin, _ = reference.attention_low_precision(q, k, v, **options)
     epsilon, tiny = torch.finfo(q.dtype).eps, torch.finfo(q.dtype).smallest_normal
     factor = abs(scale_of(options.get("scale"), q.shape[3]))
     group = q.shape[1] // max(1, k.shape[1])
@@ -69,7 +71,7 @@ def wanted(
     if grad_o is None:
         return found
 
-    grad_o = grad_o.detach().cpu()
+    grad_o = grad_o.detach()
     right = reference.attention_backward(grad_o, q, k, v, **options)
     eager = reference.low_precision_backward(grad_o, q, k, v, **options)
     do = grad_o.double().abs()
@@ -99,7 +101,7 @@ def _calibrated(value: torch.Tensor, analytic: torch.Tensor, twin: torch.Tensor,
 
 def _probabilities(q: torch.Tensor, k: torch.Tensor, **options: Any) -> torch.Tensor:
     """P [batch, heads, seq_q, seq_k] in float64: attention to the rows of the unit matrix."""
-    unit = torch.eye(k.shape[2], dtype=torch.float64).expand(*k.shape[:2], -1, -1)
+    unit = torch.eye(k.shape[2], dtype=torch.float64, device=k.device).expand(*k.shape[:2], -1, -1)
     return reference.attention(q, k, unit, **options)[0]
 
 
@@ -113,7 +115,9 @@ def worst(found: dict[str, Wanted], **got: torch.Tensor) -> tuple[str, float]:
     return max(errors.items(), key=lambda item: float("inf") if item[1] != item[1] else item[1])
 
 
-# ---- verify for functions with a gradient ---------------------------------------------------------------------------
+# ---- verify, for functions with a gradient --------------------------------------------------------------------------
+
+Call = Callable[[Case, torch.Tensor, torch.Tensor, torch.Tensor], Any]
 
 
 class GradientReport(NamedTuple):
@@ -123,50 +127,75 @@ class GradientReport(NamedTuple):
     worst: float
 
     def __repr__(self) -> str:
-        return f"✓ {self.cases} cases, forward and backward · worst error {self.worst:.2f} of its bound"
+        return f"{self.cases} cases of the gradient, worst error {self.worst:.2f} of its bound"
 
 
 def gradient_cases(
-    *, causal: bool = True, gqa: bool = True, dtypes: Sequence[torch.dtype] = (torch.float32, torch.float16)
-) -> Iterator[Case]:
-    """Short ones, each made to break one way of being wrong: tails, masks, heads, the size of the scores."""
-    for dtype in dtypes:
-        for length in (1, 2, 5, 17):
-            yield Case("a short sequence", length, length, head_dim=16, dtype=dtype)
-        yield Case("several tiles, the last not full", 50, 70, heads=2, kv_heads=2, head_dim=16, dtype=dtype)
-        yield Case("more queries than keys", 70, 33, head_dim=16, dtype=dtype, batch=2)
-        yield Case("another scale", 33, 40, head_dim=16, dtype=dtype, scale=0.7)
-        yield Case("every score near -200", 20, 37, "near -200", head_dim=16, dtype=dtype)
-        yield Case(
-            "heads interleaved in memory", 20, 30, heads=3, kv_heads=3, head_dim=16, dtype=dtype, layout="by token"
-        )
-        if gqa:
-            yield Case("grouped queries", 20, 33, heads=6, kv_heads=2, batch=2, head_dim=16, dtype=dtype)
-        if causal:
-            yield Case("a square", 60, 60, head_dim=16, dtype=dtype, causal=True)
-            yield Case("more keys than queries", 20, 53, head_dim=16, dtype=dtype, causal=True)
-            yield Case("queries that see no key", 53, 20, head_dim=16, dtype=dtype, causal=True)
+    *, causal: bool, dtypes: Sequence[torch.dtype], head_dims: Sequence[int], gqa: bool, cross: bool, scaled: bool,
+    strided: bool, empty: bool, max_seq: int | None, full: bool,
+) -> list[Case]:  # fmt: skip
+    """Short ones, each made to break one way of being wrong: tails, masks, heads, the size of the scores.
+
+    The arguments are those of `flashlab.check.cases.case_list`.
+    """
+    first = Case("", 1, 1, dtype=dtypes[0], head_dim=head_dims[0])
+    specs = _CASES + (_GROUPED if gqa else []) + (_CAUSAL if causal else [])
+    cases = [replace(first, dtype=dtype, **spec) for dtype in dtypes for spec in specs]
+    for head_dim in head_dims[1:]:
+        cases += [replace(first, head_dim=head_dim, **_TAILS)]
+        cases += [replace(first, head_dim=head_dim, causal=True, **_TAILS)] if causal else []
+    cases += [replace(first, **spec) for spec in (_EMPTY if empty else []) + (_LONG if full else [])]
+    cases += [replace(first, causal=True, **spec) for spec in (_LONG if full and causal else [])]
+    if not cross:
+        cases = [replace(c, seq_k=c.seq_q) for c in cases]
+    if not strided:
+        cases = [replace(c, layout="contiguous") for c in cases]
+    if not scaled:
+        cases = [replace(c, scale=None) for c in cases]
+    if max_seq is not None:
+        cases = [c for c in cases if max(c.seq_q, c.seq_k) <= max_seq]
+    return list(dict.fromkeys(cases))
 
 
-def verify_gradients(
-    fn: Callable[..., Any], *, causal: bool = True, gqa: bool = True,
-    dtypes: Sequence[torch.dtype] = (torch.float32, torch.float16),
-) -> GradientReport:  # fmt: skip
-    """Check an attention function and its gradient on every case; raise `CheckFailed` with a diagnosis.
+def _spec(name: str, seq_q: int, seq_k: int, **rest: Any) -> dict[str, Any]:
+    return dict(name=name, seq_q=seq_q, seq_k=seq_k, **rest)
 
-    fn(q, k, v, *, causal, scale) gives o, or (o, lse), from which `o.backward(...)` reaches q, k and v; see `verify`
-    for the shapes. Half of the cases hand on a gradient of stride 0, as ``o.sum().backward()`` does.
+
+_TAILS = _spec("several tiles, the last not full", 50, 70, heads=2, kv_heads=2)
+_CASES = [
+    *(_spec("a short sequence", length, length) for length in (1, 2, 5, 17)),
+    _TAILS,
+    _spec("more queries than keys", 70, 33, batch=2),
+    _spec("another scale", 33, 40, scale=0.7),
+    _spec("every score near -200", 20, 37, content="near -200"),
+    _spec("heads interleaved in memory", 20, 30, heads=3, kv_heads=3, layout="by token"),
+]
+_GROUPED = [_spec("grouped queries", 20, 33, heads=6, kv_heads=2, batch=2)]
+_CAUSAL = [
+    _spec("a square", 60, 60, causal=True),
+    _spec("more keys than queries", 20, 53, causal=True),
+    _spec("queries that see no key", 53, 20, causal=True),
+]
+_EMPTY = [_spec("no keys", 5, 0), _spec("no queries", 0, 5), _spec("no batch", 5, 5, batch=0)]
+_LONG = [_spec("a long sequence", 513, 513, heads=2, kv_heads=2), _spec("a long sequence, few keys", 512, 130)]
+
+
+def run_gradients(call: Call, cases: Sequence[Case], *, deterministic: bool = False) -> GradientReport:
+    """Run `call(case, q, k, v)` on every case and differentiate it; raise `CheckFailed` with a diagnosis.
+
+    Its result is o or (o, lse, ...), from which autograd has to reach q, k and v. Half of the cases hand on a gradient
+    of stride 0, as ``o.sum().backward()`` does. deterministic: each case twice, compared bit by bit.
     """
     __tracebackhide__ = True
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the cases are small: more threads only get in each other's way
     try:
-        return _verified(fn, list(gradient_cases(causal=causal, gqa=gqa, dtypes=dtypes)))
+        return _verified(call, cases, deterministic)
     finally:
         torch.set_num_threads(threads)
 
 
-def _verified(fn: Callable[..., Any], cases: Sequence[Case]) -> GradientReport:
+def _verified(call: Call, cases: Sequence[Case], deterministic: bool) -> GradientReport:
     __tracebackhide__ = True
     seen: list[tuple[Case, dict[str, Wanted], dict[str, torch.Tensor], tuple[torch.Tensor, ...]]] = []
     largest, failed = 0.0, False
@@ -176,32 +205,49 @@ def _verified(fn: Callable[..., Any], cases: Sequence[Case]) -> GradientReport:
         grad_o = torch.randn(q.shape, generator=generator, dtype=torch.float64).to(q.device, q.dtype)
         if number % 2:
             grad_o = torch.full((), 0.5, dtype=q.dtype, device=q.device).expand(q.shape)
-        with running(str(case)), torch.enable_grad():
-            result = fn(q, k, v, causal=case.causal, scale=case.softmax_scale)
-            o = result[0] if isinstance(result, tuple | list) else result
-            if not isinstance(o, torch.Tensor) or not o.requires_grad:
+        got = _differentiated(call, case, q, k, v, grad_o)
+        if deterministic:
+            again = _differentiated(call, case, q, k, v, grad_o)
+            if name := next((name for name, x in got.items() if not _same(x, again[name])), None):
                 raise CheckFailed(
-                    "the output has no gradient: nothing leads back to q, k and v", diagnosis="no-gradient"
-                )
-            found = torch.autograd.grad(o, (q, k, v), grad_o, allow_unused=True)
-        options = dict(causal=case.causal, scale=case.softmax_scale)
-        right = wanted(q, k, v, grad_o, **options)
-        got: dict[str, torch.Tensor] = {"o": o.detach()}
-        for name, x, like in zip(("dq", "dk", "dv"), found, (q, k, v), strict=True):
-            if x is None or x.shape != like.shape or x.dtype != like.dtype:
-                is_ = "missing" if x is None else f"{list(x.shape)}, {x.dtype}"
-                raise CheckFailed(
-                    f"{name} is {is_}; it should be like its input, {list(like.shape)}, {like.dtype}",
-                    diagnosis="wrong-shape", case=str(case),
+                    f"{name} of two runs on the same input differ in their last bits: the order of a sum is not fixed",
+                    diagnosis="not-deterministic", case=str(case),
                 )  # fmt: skip
-            got[name] = x
+        inputs = tuple(x.detach().cpu() for x in (q, k, v, grad_o))
+        right = wanted(*inputs, causal=case.causal, scale=case.softmax_scale)
         _, error = worst(right, **got)
-        seen.append((case, right, got, tuple(x.detach().cpu() for x in (q, k, v, grad_o))))
+        seen.append((case, right, got, inputs))
         failed |= not error <= 1
         largest = max(largest, error)
     if failed:
         raise _diagnosed(seen)
     return GradientReport(len(seen), largest)
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Bit by bit, but for the bits of a NaN and of a zero's sign."""
+    return bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def _differentiated(call: Call, case: Case, q, k, v, grad_o) -> dict[str, torch.Tensor]:
+    """o, dq, dk and dv, of the right shapes and dtypes."""
+    __tracebackhide__ = True
+    with running(str(case)), torch.enable_grad():
+        result = call(case, q, k, v)
+        o = result[0] if isinstance(result, tuple | list) else result
+        if not isinstance(o, torch.Tensor) or not o.requires_grad:
+            raise CheckFailed("the output has no gradient: nothing leads back to q, k and v", diagnosis="no-gradient")
+        found = torch.autograd.grad(o, (q, k, v), grad_o, allow_unused=True)
+    got: dict[str, torch.Tensor] = {"o": o.detach()}
+    for name, x, like in zip(("dq", "dk", "dv"), found, (q, k, v), strict=True):
+        if x is None or x.shape != like.shape or x.dtype != like.dtype:
+            is_ = "missing" if x is None else f"{list(x.shape)}, {x.dtype}"
+            raise CheckFailed(
+                f"{name} is {is_}; it should be like its input, {list(like.shape)}, {like.dtype}",
+                diagnosis="wrong-shape", case=str(case),
+            )  # fmt: skip
+        got[name] = x
+    return got
 
 
 class _Terms(NamedTuple):

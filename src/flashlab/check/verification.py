@@ -18,6 +18,7 @@ from flashlab.check.poison import MarkedEmpty, memory, unwritten
 from flashlab.check.running import running
 from flashlab.check.symptoms import Symptoms, watched
 from flashlab.check.tolerance import truth_of
+from flashlab.check.training import GradientReport, gradient_cases, run_gradients
 from flashlab.table import Table
 
 Call = Callable[[Case, torch.Tensor, torch.Tensor, torch.Tensor], Any]
@@ -29,20 +30,24 @@ class Report:
 
     worst is the largest error over all cases, as a multiple of the eager low-precision attention's error in that case
     (of one rounding, where that attention happens to be exact); lse_error the largest |error| / max(1, |lse|).
+    gradients is what was found of dq, dk and dv, where they were asked for.
     """
 
     cases: int
     worst: float
     lse_error: float | None
     details: Table = field(repr=False, compare=False)
+    gradients: GradientReport | None = None
 
     @property
     def verdict(self) -> str:
-        return f"{self.cases} cases, all within their bounds"
+        gradients = "" if self.gradients is None else f" and {self.gradients.cases} of the gradient"
+        return f"{self.cases} cases{gradients}, all within their bounds"
 
     def __repr__(self) -> str:
         lse = "" if self.lse_error is None else f" · lse error {self.lse_error:.1e}"
-        return f"✓ {self.cases} cases · worst error {self.worst:.2f} × the low-precision twin's{lse}"
+        gradients = "" if self.gradients is None else f" · {self.gradients}"
+        return f"✓ {self.cases} cases · worst error {self.worst:.2f} × the low-precision twin's{lse}{gradients}"
 
 
 def verify(
@@ -60,6 +65,7 @@ def verify(
     max_tile: int = 256,
     deterministic: bool = False,
     full: bool = False,
+    grads: bool = False,
 ) -> Report:
     """Check an attention function on every case; return a `Report`, or raise `CheckFailed` with a diagnosis.
 
@@ -78,6 +84,7 @@ def verify(
     max_tile        128 for a function whose tiles are no larger, to save time.
     deterministic   run a case twice and compare bit by bit.
     full            add long cases, for a GPU or for CI.
+    grads           test dq, dk and dv too, on cases of their own: autograd has to lead from o to q, k and v.
 
     An exception raised by `fn` passes through, with a note that names the case.
     """
@@ -96,7 +103,7 @@ def verify(
             options = {name: value for name, value in options.items() if not takes[name]}
         return fn(q, k, v, **options)
 
-    cases = case_list(
+    common: dict[str, Any] = dict(
         causal=causal,
         dtypes=dtypes,
         head_dims=head_dims,
@@ -106,10 +113,12 @@ def verify(
         empty=empty,
         scaled="scale" in takes,
         max_seq=max_seq,
-        max_tile=max_tile,
         full=full,
     )
-    return run(call, cases, lse=lse, deterministic=deterministic)
+    report = run(call, case_list(max_tile=max_tile, **common), lse=lse, deterministic=deterministic)
+    if not grads:
+        return report
+    return replace(report, gradients=run_gradients(call, gradient_cases(**common), deterministic=deterministic))
 
 
 def verify_one_head(

@@ -1,29 +1,23 @@
-"""Every kernel of the series as an operator of PyTorch: torch.ops.flashlab.p6_1_fa1, ... p9_flash.
+"""Every kernel of the series as a backend of the one door, and as an operator of PyTorch: p6_1_fa1, ... p9_flash.
 
-    o, lse = attention("p9_flash", q, k, v, causal=True)         # or torch.ops.flashlab.p9_flash(q, k, v, True)
+    o = flashlab.flash_attention(q, k, v, causal=True, backend="p9_flash")
+    o, lse = attention("p9_flash", q, k, v, causal=True)          # with the log-sum-exp; torch.ops.flashlab.p9_flash
 
-An operator that PyTorch knows nothing about ends a ``torch.compile`` graph, and autograd takes its result for a
-constant. So each kernel is registered with three things: what it computes (the kernel: on the GPU built by nvcc, on CPU
-tensors emulated), what shapes come out without computing (the *fake* implementation, for tracing), and its gradient.
-
-The gradient is plain PyTorch for now: it computes the probabilities again from q, k and the log-sum-exp, as
-FlashAttention's backward does (Dao et al. 2022, Algorithm 4), but with the whole N x N matrix in memory. Phase 5 writes
-the kernels that need no such matrix.
+The forward pass is the kernel's: on the GPU built by nvcc, on CPU tensors emulated. The kernels have no backward pass
+of their own; the gradient is that of phase 5's Triton kernels, or of the formula where those do not take the inputs.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 
 import torch
 
-from flashlab.attention.reference import attention_backward
-from flashlab.cuda.inline import CudaModule, load_inline, new_output
+from flashlab.attention.backends import Backend, best_backward, register
+from flashlab.attention.inputs import scale_of
+from flashlab.cuda.inline import CudaModule, load_inline
 from flashlab.cuda.toolchain import missing
 from flashlab.kernels.series import SERIES, Step, step
-
-_SCHEMA = "(Tensor q, Tensor k, Tensor v, bool causal=False, float? scale=None) -> (Tensor, Tensor)"
 
 
 @functools.cache
@@ -56,45 +50,35 @@ def attention(
         o: like q; lse: [batch, heads, seq_q], float32.
     """
     step(name)
-    return getattr(torch.ops.flashlab, name)(q, k, v, causal, scale)
+    operator = getattr(torch.ops.flashlab, name)
+    return operator(q, k, v, scale_of(scale, q.shape[-1]), None, 0 if causal else None, None)
 
 
-def _register(this: Step) -> None:
-    def run(q, k, v, causal=False, scale=None):
-        loaded = module(
-            this.name, head_dim=q.shape[-1] if q.dim() == 4 else 64, dtype=_known(this, q), on_gpu=q.is_cuda
-        )
-        return loaded.forward(q, k, v, causal=causal, scale=scale)
+def _backend(this: Step) -> Backend:
+    def forward(q, k, v, *, left, right, softcap, scale):
+        loaded = module(this.name, head_dim=q.shape[-1], dtype=q.dtype, on_gpu=q.is_cuda)
+        return loaded.forward(q, k, v, causal=right == 0, scale=scale)
 
-    operator = torch.library.custom_op(f"flashlab::{this.name}", run, mutates_args=(), schema=_SCHEMA)
-
-    @operator.register_fake
-    def _(q, k, v, causal=False, scale=None):
-        return new_output(q), q.new_empty(q.shape[:3], dtype=torch.float32)
-
-    def keep(ctx, inputs, output):
-        q, k, v, causal, scale = inputs
-        ctx.save_for_backward(q, k, v, *output)
-        ctx.causal, ctx.scale = causal, 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-
-    def backward(ctx, grad_o, grad_lse):
-        grads = attention_backward(grad_o, grad_lse, *ctx.saved_tensors, causal=ctx.causal, scale=ctx.scale)
-        return *grads, None, None
-
-    operator.register_autograd(backward, setup_context=keep)
+    return Backend(
+        this.name,
+        f"the CUDA kernel of phase {this.phase}",
+        forward,
+        best_backward,
+        dtypes=this.dtypes,
+        head_dims=this.head_dims,
+        masks=False,
+        where="on a GPU, built by nvcc at the first call, or emulated on the CPU",
+        unfit=_unfit,
+    )
 
 
-def _known(this: Step, q: torch.Tensor) -> torch.dtype:
-    """q's dtype, if the step takes it."""
-    allowed = this.dtypes
-    if q.dtype not in allowed:
-        raise ValueError(f"q is {q.dtype}; {this.name} takes {' or '.join(map(str, allowed))}")
-    if q.dim() == 4 and q.shape[-1] not in this.head_dims:
-        raise ValueError(f"head_dim is {q.shape[-1]}; {this.name} takes {' or '.join(map(str, this.head_dims))}")
-    return q.dtype
+def _unfit(device: torch.device) -> str | None:
+    if device.type not in ("cpu", "cuda"):
+        return f"it runs on a GPU of Nvidia, or emulated on the CPU, and q is on {device}"
+    return None
 
 
 for _step in SERIES:
-    _register(_step)
+    register(_backend(_step))
 
 __all__ = ["attention", "module"]

@@ -1,7 +1,7 @@
 """The zoo of the backward pass: the simulation with one mistake each, as a kernel's author makes them.
 
 A mutant is an edit of `flashlab.attention.simulation_backward` by its exact text. ``found`` is the diagnosis that
-`verify_gradients` has to give, or None where any will do.
+`verify(..., grads=True)` has to give, or None where any will do.
 
 The mistakes come from public kernels and their issue trackers: ragged tails (PyTorch 153799), gradients of grouped
 heads, masks, delta of the wrong rows.
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from flashlab.attention import full_reference, simulation_backward
+from flashlab.attention import reference, simulation_backward
 
 __all__ = ["MUTANTS", "Mutant", "attention_with"]
 
@@ -48,7 +48,7 @@ def attention_with(module: types.ModuleType, BLOCK_M: int = 16, BLOCK_N: int = 3
     class Attention(torch.autograd.Function):
         @staticmethod
         def forward(ctx, q, k, v, causal, scale):
-            o, lse = full_reference.attention(q, k, v, causal=causal, scale=scale)
+            o, lse = reference.attention(q, k, v, causal=causal, scale=scale)
             o, lse = o.to(q.dtype), lse.float()
             ctx.save_for_backward(q, k, v, o, lse)
             ctx.options = dict(causal=causal, scale=scale)

@@ -1,0 +1,266 @@
+"""What stands behind the one door: each implementation, what it takes, and its registration with PyTorch.
+
+A `Backend` says of itself which dtypes, head sizes, options and devices it takes. From that come its sentence
+(`accepts`), the reason why it does not take an input (`refusal`), and the check before every launch: one source.
+
+`register` makes of it an operator of PyTorch, torch.ops.flashlab.<name>, with three things beside the computation
+itself: what shapes come out (the *fake* implementation, with which torch.compile traces without computing), the
+gradient, and what happens under vmap. So a model with this attention compiles as one graph, and trains.
+
+Three backends are here. Later rooms register their own: flashlab.cuda.operators every step of the CUDA series.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from flashlab import runtime
+from flashlab.attention import reference, triton_backward, triton_forward
+from flashlab.attention.inputs import check_qkv
+from flashlab.attention.simulation import flash_attention_sim
+from flashlab.attention.simulation_backward import flash_attention_backward_sim
+
+__all__ = ["BACKENDS", "DTYPES", "Backend", "best_backward", "one_of", "register"]
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+def anywhere(device: torch.device) -> str | None:
+    """Of a backend that runs on every device."""
+    return None
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One implementation of attention and of its gradient.
+
+    Attributes:
+        what: it is, in a few words.
+        forward: (q, k, v, *, scale, left, right, softcap) -> o, lse: a query sees `left` keys before its own position
+            and `right` after it, None is no bound; a causal mask is right = 0. softcap None is none.
+        backward: (grad_o, grad_lse, q, k, v, o, lse, *, scale, left, right, softcap) -> dq, dk, dv; grad_lse may be
+            None.
+        dtypes, head_dims: which it takes; one number is the largest head_dim, None is any.
+        masks: whether it has windows and soft-caps beside the causal mask.
+        where: it runs, in words.
+        unfit: why it cannot run on a device, as a clause; None where it can.
+    """
+
+    name: str
+    what: str
+    forward: Callable[..., Tensors]
+    backward: Callable[..., Tensors]
+    dtypes: tuple[torch.dtype, ...] = DTYPES
+    head_dims: int | tuple[int, ...] | None = None
+    masks: bool = True
+    where: str = "on any device"
+    unfit: Callable[[torch.device], str | None] = anywhere
+
+    @property
+    def accepts(self) -> str:
+        """What it takes, in a sentence."""
+        masks = "with windows and soft-caps" if self.masks else "without windows and soft-caps"
+        return (
+            f"{self.name}, {self.what}, takes {one_of(self.dtypes)}, {self._head_dims()}, causal or not, {masks}, "
+            f"{self.where}."
+        )
+
+    def refusal(
+        self, q: torch.Tensor, left: int | None = None, right: int | None = None, softcap: float | None = None
+    ) -> str | None:
+        """Why it does not take inputs like q with these options, as a clause; None where it does."""
+        if q.dtype not in self.dtypes:
+            return f"it takes {one_of(self.dtypes)}, and q is {q.dtype}"
+        if not self._takes_head_dim(q.shape[-1]):
+            return f"it takes {self._head_dims()}, and q has {q.shape[-1]}"
+        if not self.masks and (left is not None or right not in (None, 0) or softcap is not None):
+            return "it has neither window nor softcap"
+        return self.unfit(q.device)
+
+    def check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, left, right, softcap) -> None:
+        """Raise, before any launch, for inputs that it does not take: TypeError or ValueError, a sentence."""
+        check_qkv(q, k, v, dtypes=DTYPES, same_v=True)
+        if why := self.refusal(q, left, right, softcap):
+            raise ValueError(f"backend is {self.name!r}, which does not take these inputs: {why}")
+
+    def _takes_head_dim(self, head_dim: int) -> bool:
+        if isinstance(self.head_dims, int):
+            return head_dim <= self.head_dims
+        return self.head_dims is None or any(head_dim == taken for taken in self.head_dims)
+
+    def _head_dims(self) -> str:
+        if self.head_dims is None:
+            return "any head_dim"
+        if isinstance(self.head_dims, int):
+            return f"a head_dim up to {self.head_dims}"
+        return f"a head_dim of {one_of(self.head_dims)}"
+
+
+def one_of(things: Sequence[Any]) -> str:
+    """ "a, b or c"."""
+    words = [str(thing).removeprefix("torch.") for thing in things]
+    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+BACKENDS: dict[str, Backend] = {}
+"""Every backend by its name; `register` adds to it."""
+
+_OPTIONS = "float scale, SymInt? left, SymInt? right, float? softcap"
+_FORWARD = f"(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)"
+_BACKWARD = (
+    "(Tensor grad_o, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, "
+    f"{_OPTIONS}) -> (Tensor, Tensor, Tensor)"
+)
+
+
+def register(backend: Backend) -> None:
+    """Offer a backend at the door, and as torch.ops.flashlab.<name>; its gradient is an operator too, <name>_backward.
+
+    Outputs of operators must have the order in memory that the fakes promise: that of torch.empty_like.
+    """
+    if backend.name in BACKENDS:
+        raise ValueError(f"there is a backend {backend.name!r} already")
+
+    def run(q, k, v, scale, left, right, softcap):
+        backend.check(q, k, v, left, right, softcap)
+        with torch.no_grad():
+            o, lse = backend.forward(q, k, v, scale=scale, left=left, right=right, softcap=softcap)
+        return _ordered(o, q), lse.to(torch.float32)
+
+    def run_backward(grad_o, grad_lse, q, k, v, o, lse, scale, left, right, softcap):
+        options = dict(scale=scale, left=left, right=right, softcap=softcap)
+        with torch.no_grad():
+            found = backend.backward(grad_o, grad_lse, q, k, v, o, lse, **options)
+        return tuple(_ordered(x, like) for x, like in zip(found, (q, k, v), strict=True))
+
+    operator = torch.library.custom_op(f"flashlab::{backend.name}", run, mutates_args=(), schema=_FORWARD)
+    gradient = torch.library.custom_op(
+        f"flashlab::{backend.name}_backward", run_backward, mutates_args=(), schema=_BACKWARD
+    )
+
+    @operator.register_fake
+    def _(q, k, v, scale, left, right, softcap):
+        backend.check(q, k, v, left, right, softcap)
+        return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+    @gradient.register_fake
+    def _(grad_o, grad_lse, q, k, v, o, lse, scale, left, right, softcap):
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+    def keep(ctx, inputs, output):
+        q, k, v, *ctx.options = inputs
+        ctx.save_for_backward(q, k, v, *output)
+        ctx.set_materialize_grads(False)  # lse is seldom part of a loss
+
+    def gradients(ctx, grad_o, grad_lse):
+        q, k, v, o, lse = ctx.saved_tensors
+        grad_o = torch.zeros_like(o) if grad_o is None else grad_o
+        return *gradient(grad_o, grad_lse, q, k, v, o, lse, *ctx.options), None, None, None, None
+
+    operator.register_autograd(gradients, setup_context=keep)
+    operator.register_vmap(_refuse_vmap)
+    gradient.register_vmap(_refuse_vmap)
+    BACKENDS[backend.name] = backend
+
+
+def _ordered(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """x in the dtype of `like` and in the order in memory of torch.empty_like(like)."""
+    out = torch.empty_like(like)
+    return x if (x.dtype, x.stride()) == (out.dtype, out.stride()) else out.copy_(x)
+
+
+def _refuse_vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
+    raise NotImplementedError(
+        "flash_attention is not batched by torch.vmap: it has a batch dimension of its own, the first; "
+        "fold the mapped dimension into that"
+    )
+
+
+# ---- the formula ----------------------------------------------------------------------------------------------------
+
+
+def _reference_forward(q, k, v, *, left, right, **options):
+    return reference.attention(q, k, v, window=(left, right), **options)
+
+
+def _reference_backward(grad_o, grad_lse, q, k, v, o, lse, *, left, right, **options):
+    return reference.attention_backward(grad_o, q, k, v, window=(left, right), grad_lse=grad_lse, **options)
+
+
+# ---- the loops in plain PyTorch -------------------------------------------------------------------------------------
+
+
+def _simulation_forward(q, k, v, *, left, right, softcap, scale):
+    return flash_attention_sim(q, k, v, scale=scale, causal=right == 0)
+
+
+def _simulation_backward(grad_o, grad_lse, q, k, v, o, lse, *, left, right, softcap, scale):
+    options = dict(scale=scale, causal=right == 0, grad_lse=grad_lse)
+    return flash_attention_backward_sim(grad_o, q, k, v, o, lse, **options)
+
+
+# ---- the Triton kernels ---------------------------------------------------------------------------------------------
+
+
+def _triton_forward(q, k, v, *, left, right, **options):
+    return triton_forward.flash_attention_forward(q, k, v, window=(left, right), **options)
+
+
+def _triton_backward(grad_o, grad_lse, *saved, left, right, **options):
+    window = (left, right)
+    return triton_backward.flash_attention_backward(grad_o, *saved, grad_lse=grad_lse, window=window, **options)
+
+
+def _triton_unfit(device: torch.device) -> str | None:
+    if device.type not in ("cpu", "cuda"):
+        return f"it runs on the CPU or a GPU of Nvidia, and q is on {device}"
+    if device.type == "cpu":
+        return None if runtime.INTERPRETED else f"its kernels are compiled for the GPU, and q is on {device}"
+    # torch.compile may not look at the device; what it generates needs a newer one anyway.
+    if not torch.compiler.is_compiling() and (capability := torch.cuda.get_device_capability(device)) < (8, 0):
+        return f"it needs compute capability 8.0, and this GPU has {capability[0]}.{capability[1]}"
+    return None
+
+
+def best_backward(grad_o, grad_lse, q, k, v, o, lse, *, left, right, softcap, scale):
+    """The gradient for a backend that has none of its own: by the Triton kernels where they take q, else the formula.
+
+    From lse the kernels compute the forward pass's probabilities again, whoever computed that. The formula needs
+    memory for whole matrices of scores.
+    """
+    options = dict(left=left, right=right, softcap=softcap, scale=scale)
+    backend = BACKENDS["triton"]
+    if backend.refusal(q, left, right, softcap):
+        backend = BACKENDS["reference"]
+    return backend.backward(grad_o, grad_lse, q, k, v, o, lse, **options)
+
+
+register(Backend("reference", "the formula in float64", _reference_forward, _reference_backward))
+register(
+    Backend(
+        "simulation",
+        "the loops in plain PyTorch",
+        _simulation_forward,
+        _simulation_backward,
+        dtypes=triton_forward.DTYPES,
+        masks=False,
+    )
+)
+register(
+    Backend(
+        "triton",
+        "the Triton kernels",
+        _triton_forward,
+        _triton_backward,
+        dtypes=triton_forward.DTYPES,
+        head_dims=triton_forward.MAX_HEAD_DIM,
+        where="on a GPU from compute capability 8.0 on, or interpreted on the CPU",
+        unfit=_triton_unfit,
+    )
+)
