@@ -70,6 +70,7 @@ def test_the_logic_of_programs_that_take_one_block_after_the_other(cpu, causal):
             expect(cpu.flash_attention_gluon, q, k, v, causal=causal, tile=tile, persistent=persistent, scale=-0.2)
 
 
+@pytest.mark.slow
 def test_the_stand_in_finds_a_place_that_is_filled_too_early(cpu, monkeypatch):
     q, k, v = make(1, 1, 1, 128, 600, 64)
     real = cpu.mbarrier.wait
@@ -119,6 +120,7 @@ def test_elsewhere_it_says_what_is_missing():
 
 
 # ---- the compiler --------------------------------------------------------------------------------------------------
+@pytest.mark.slow
 @pytest.mark.parametrize("step", STEPS)
 def test_compiled_for_hopper(step):
     dtypes = (torch.bfloat16, torch.float16)
@@ -134,6 +136,7 @@ def test_compiled_for_hopper(step):
         assert ("setmaxnreg" in report.ptx) == (step == "specialised")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", STEPS[1:])
 def test_exponentials_stand_between_the_two_waits(step):
     """Where ptxas moves the softmax behind the wait for P V, the two are computed one after the other."""
