@@ -9,6 +9,7 @@ from gluon_stand_in import on_cpu
 from flashlab import runtime
 from flashlab.attention import gluon_forward
 from flashlab.attention.gluon_forward import TILES, GluonTile, boxes, compile_arguments, flash_attention_gluon
+from flashlab.bench import industrial
 from flashlab.check import verify
 from flashlab.check.training import wanted, worst
 from flashlab.triton_tools.compile_report import compile_reports
@@ -147,7 +148,16 @@ def test_exponentials_stand_between_the_two_waits(step):
 
 
 # ---- on Hopper -----------------------------------------------------------------------------------------------------
+@pytest.fixture
+def tried(request):
+    """A kernel that waits for ever would take all the tests with it: each is first tried in a process of its own."""
+    step = request.node.callspec.params.get("step", "specialised")
+    reason = industrial.trial(step)
+    assert reason is None, reason
+
+
 @hopper
+@pytest.mark.usefixtures("tried")
 @pytest.mark.parametrize("step", STEPS)
 def test_the_checkers_cases(step):
     def forward(q, k, v, *, causal, scale):
@@ -157,6 +167,7 @@ def test_the_checkers_cases(step):
 
 
 @hopper
+@pytest.mark.usefixtures("tried")
 @pytest.mark.parametrize("causal", [False, True], ids=["whole", "causal"])
 @pytest.mark.parametrize("head_dim", [40, 64, 128, 256])
 @pytest.mark.parametrize("step", STEPS)
@@ -168,6 +179,7 @@ def test_many_lengths(step, head_dim, causal):
 
 
 @hopper
+@pytest.mark.usefixtures("tried")
 @pytest.mark.parametrize("tile", [GluonTile(2, 64, 4), GluonTile(3, 128, 2), GluonTile(3, 64, 3)])
 @pytest.mark.parametrize("persistent", [False, True])
 def test_other_tiles(tile, persistent):
@@ -177,6 +189,7 @@ def test_other_tiles(tile, persistent):
 
 
 @hopper
+@pytest.mark.usefixtures("tried")
 @pytest.mark.parametrize("step", STEPS)
 def test_the_same_bits_each_time(step):
     q, k, v = make(2, 16, 16, 1000, 1000, 128, device=runtime.device())

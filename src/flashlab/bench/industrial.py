@@ -24,6 +24,7 @@ import json
 import math
 import os
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -171,6 +172,41 @@ def _both(way: Way, inputs: Sequence[torch.Tensor], grad_o: torch.Tensor) -> Any
     return torch.autograd.grad(way(), inputs, grad_o)
 
 
+# ---- is Gluon fit to be measured? ------------------------------------------------------------------------------------
+_TRIAL = """
+import sys
+import torch
+from flashlab.attention.gluon_forward import flash_attention_gluon
+
+for d, n, causal in ((64, 300, False), (128, 1000, True), (128, 4096, False), (256, 520, True)):
+    q, k, v = (torch.randn(2, 16, n, d, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    o, _ = flash_attention_gluon(q, k, v, causal=causal, step=sys.argv[1])
+    want = torch.nn.functional.scaled_dot_product_attention(q.float(), k.float(), v.float(), is_causal=causal)
+    error = (o.float() - want).abs().max().item()
+    assert error < 0.05, f"at D = {d}, N = {n}, {'causal' if causal else 'whole'} it is off by {error:.3g}"
+"""
+
+
+@functools.cache
+def trial(step: str, seconds: float = 120.0) -> str | None:
+    """Why a Gluon kernel is not to be launched here, or None: it is tried in a process of its own.
+
+    Barriers are set by hand in them: one that waits for ever, or writes where it should not, would take the whole run
+    with it.
+    """
+    if reason := gluon_forward.why_not(runtime.device()):
+        return reason
+    paths = os.pathsep.join([str(Path(gluon_forward.__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-c", _TRIAL, step]
+    try:
+        done = subprocess.run(
+            command, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, timeout=seconds
+        )
+    except subprocess.TimeoutExpired:
+        return f"the trial of {step} had not ended after {seconds:.0f} s"
+    return None if done.returncode == 0 else f"the trial of {step} failed: {done.stderr.strip().splitlines()[-1:]}"
+
+
 # ---- measuring -------------------------------------------------------------------------------------------------------
 def times_of(ways: dict[str, Way], rounds: int = 9) -> tuple[dict[str, Row], dict[str, str]]:
     """Rows of milliseconds by name, and why the others have none."""
@@ -232,7 +268,7 @@ def measure(job: Row, without: Sequence[str] = ()) -> list[Row]:
     q, k, v, grad_o = make(job["shape"], dtype, with_grad)
     names: list[str] = [OURS, "eager"]
     if job["part"] == "shapes" and torch.cuda.is_available() and not runtime.INTERPRETED:
-        hopper = [BOXES] + ([GLUON] if gluon_forward.why_not(q.device) is None else [])
+        hopper = [BOXES] + ([GLUON] if GLUON not in without and trial("specialised") is None else [])
         hopper = hopper if torch.cuda.get_device_capability(q.device) >= (9, 0) else []
         names = [OURS, *([] if with_grad else hopper), *PEERS]
     names = [name for name in names if name not in without]
@@ -252,6 +288,7 @@ def measure_gluon(job: Row) -> list[Row]:
     ways: dict[str, Way] = {
         step: functools.partial(flash_attention_gluon, q, k, v, causal=causal, step=step)
         for step in gluon_forward.KERNELS
+        if trial(step) is None
     }
     others: dict[str, dict[str, Any]] = {
         "persistent": {"persistent": True},
@@ -260,10 +297,11 @@ def measure_gluon(job: Row) -> list[Row]:
     if q.shape[3] == 64:
         for tile in (GluonTile(2, 128, 2), GluonTile(2, 128, 4), GluonTile(3, 128, 2), GluonTile(3, 64, 4)):
             others[f"{tile.warpgroups} warpgroups, {tile.BLOCK_N} keys, {tile.STAGES} stages"] = {"tile": tile}
-    for name, options in others.items():
+    for name, options in others.items() if "specialised" in ways else ():
         ways[f"specialised, {name}"] = functools.partial(flash_attention_gluon, q, k, v, causal=causal, **options)
     ways |= {"cuDNN": peers.sdpa("CUDNN_ATTENTION", q, k, v, causal)}
     found, reasons = times_of(ways)
+    reasons |= {step: str(trial(step)) for step in gluon_forward.KERNELS if trial(step) is not None}
     if "cuDNN" in found:
         want = ways["cuDNN"]().float()
         for name in found.keys() - {"cuDNN"}:
