@@ -9,7 +9,7 @@ threads; a barrier that is waited for in vain is an error after some seconds.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
+import inspect
 import random
 import sys
 import threading
@@ -280,20 +280,22 @@ def stand_ins(machine: Machine) -> dict[str, types.ModuleType]:
 
 
 @contextlib.contextmanager
-def on_cpu(module, seed=0):
-    """A second copy of a module with Gluon kernels, which runs on this CPU."""
+def on_cpu(module, old="", new="", seed=0):
+    """A second copy of a module with Gluon kernels, which runs on this CPU; its text may be changed in one place."""
     import triton.experimental
 
+    text = inspect.getsource(module)
+    assert not old or text.count(old) == 1, f"{text.count(old)} places, not one: {old}"
     machine = Machine(seed)
     modules = stand_ins(machine)
     real = {name: sys.modules.get(name) for name in modules}
     gluon = triton.experimental.gluon
+    copy = types.ModuleType(f"{module.__name__}_on_cpu")
+    sys.modules[copy.__name__] = copy
     try:
         sys.modules.update(modules)
         triton.experimental.gluon = modules["triton.experimental.gluon"]
-        spec = importlib.util.spec_from_file_location(f"{module.__name__}_on_cpu", module.__file__)
-        copy = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(copy)
+        exec(compile(text.replace(old, new) if old else text, f"{copy.__name__}.py", "exec"), vars(copy))
     finally:
         triton.experimental.gluon = gluon
         sys.modules.update(real)
@@ -301,3 +303,4 @@ def on_cpu(module, seed=0):
         yield copy
     finally:
         machine.engine.shutdown()
+        del sys.modules[copy.__name__]

@@ -1,7 +1,9 @@
 """Phase 4's Gluon kernels: their logic on a CPU, what the compiler makes of them, and on Hopper their results."""
 
+import contextlib
 import re
 
+import gluon_stand_in
 import pytest
 import torch
 from gluon_stand_in import on_cpu
@@ -42,15 +44,32 @@ LENGTHS = [(1, 1), (64, 64), (70, 33), (128, 128), (129, 257), (33, 300), (300, 
 
 
 # ---- the logic, without a GPU --------------------------------------------------------------------------------------
-@pytest.fixture
-def cpu(monkeypatch):
+@contextlib.contextmanager
+def stood_in(old="", new=""):
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the parts of a program are threads themselves
-    with on_cpu(gluon_forward) as copy:
-        monkeypatch.setattr(copy, "why_not", lambda device: None)
-        monkeypatch.setattr(copy, "multiprocessors", lambda device: 3)
+    try:
+        with on_cpu(gluon_forward, old, new) as copy:
+            copy.why_not = lambda device: None
+            copy.multiprocessors = lambda device: 3
+            yield copy
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def cpu():
+    with stood_in() as copy:
         yield copy
-    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_the_logic_on_the_checkers_cases(cpu, step):
+    def forward(q, k, v, *, causal, scale):
+        return cpu.flash_attention_gluon(q, k, v, causal=causal, scale=scale, step=step)
+
+    sixteen = (torch.float16, torch.bfloat16)
+    verify(forward, causal=True, gqa=True, dtypes=sixteen, head_dims=(64, 128, 256, 40), max_seq=600)
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["whole", "causal"])
@@ -71,18 +90,36 @@ def test_the_logic_of_programs_that_take_one_block_after_the_other(cpu, causal):
             expect(cpu.flash_attention_gluon, q, k, v, causal=causal, tile=tile, persistent=persistent, scale=-0.2)
 
 
+# What a kernel like this can get wrong, as a change of its text.
+MISTAKES = {
+    "K is loaded into a place that is being read": ("mbarrier.wait(k_free.index(slot), at // STAGES & 1 ^ 1)", "pass"),
+    "V is loaded into a place that is being read": ("mbarrier.wait(v_free.index(slot), at // STAGES & 1 ^ 1)", "pass"),
+    "Q is loaded while o is in its place": ("mbarrier.wait(q_free.index(number), turn & 1 ^ 1)", "pass"),
+    "Q is used before it is there": ("mbarrier.wait(ready[0].index(NUMBER), turn & 1)", "pass"),
+    "V is used before it is there": ("mbarrier.wait(ready[2].index(before), (at - 1) // STAGES & 1)", "pass"),
+    "a place is free before all warpgroups have read it": ("barriers(STAGES, GROUPS), barriers(STAGES, GROUPS))",
+                                                           "barriers(STAGES, 1), barriers(STAGES, 1))"),
+    "the count of tiles starts anew with each block": (
+        "        done += tiles\n        turn += 1\n\n\n@gluon.jit\ndef barriers",
+        "        turn += 1\n\n\n@gluon.jit\ndef barriers",
+    ),
+    "the wait for the scores covers nothing": ("warpgroup_mma_wait(1, deps=(scores,))\n    give_back",
+                                               "warpgroup_mma_wait(2, deps=(scores,))\n    give_back"),
+    "the last tile of keys is not masked": ("columns[None, :] < N", "columns[None, :] >= 0"),
+    "one tile too few is masked": ("tiles - whole // BLOCK_N, 0)", "tiles - whole // BLOCK_N - 1, 0)"),
+    "rows without a score": ("gl.where(m_new == float(\"-inf\"), 0.0, m_new)", "m_new"),
+    "o is sent before it is waited for": ("    tma.store_wait(0)\n", ""),
+}  # fmt: skip
+
+
 @pytest.mark.slow
-def test_the_stand_in_finds_a_place_that_is_filled_too_early(cpu, monkeypatch):
-    q, k, v = make(1, 1, 1, 128, 600, 64)
-    real = cpu.mbarrier.wait
-
-    def hasty(barrier, phase, pred=True):  # the loading warp does not wait until a place of K or V is free
-        if barrier.count != 2:
-            real(barrier, phase, pred)
-
-    monkeypatch.setattr(cpu.mbarrier, "wait", hasty)
-    with pytest.raises(AssertionError):  # of the barrier that is expected to complete twice, or of the values
-        expect(cpu.flash_attention_gluon, q, k, v, tile=cpu.GluonTile(2, 32, 2))
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_the_stand_in_finds(mistake, monkeypatch):
+    monkeypatch.setattr(gluon_stand_in, "PATIENCE", 1.0)
+    with pytest.raises((AssertionError, TimeoutError)), stood_in(*MISTAKES[mistake]) as cpu:
+        for seq_q, seq_k, causal in ((300, 290, True), (300, 290, False), (290, 130, True)):
+            q, k, v = make(1, 3, 1, seq_q, seq_k, 64)
+            expect(cpu.flash_attention_gluon, q, k, v, causal=causal, tile=cpu.GluonTile(2, 32, 2), persistent=True)
 
 
 # ---- refusals ------------------------------------------------------------------------------------------------------
