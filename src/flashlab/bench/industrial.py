@@ -399,7 +399,10 @@ def prepare_all(todo: Sequence[Row], until: float) -> None:
             )
         except TimeoutError:
             done = sum(f.done() for f in futures)
+            processes = [*(pool._processes or {}).values()]  # before the pool forgets them
             pool.shutdown(wait=False, cancel_futures=True)
+            for process in processes:  # what is still being compiled would disturb the clocks
+                process.kill()
     print(f"compiled {done} of {len(tasks)} beforehand in {time.monotonic() - start:.0f} s", flush=True)
 
 
