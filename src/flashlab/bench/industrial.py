@@ -9,6 +9,7 @@ A run stops when its time is up, after a whole measurement, and says so; the nex
 tune        every tile of the search space of each Triton kernel; the best go to attention/tiles.json, which it reads
 shapes      16384 queries and 2048 columns in all heads together, bf16: N 512 ... 16384, D 64, 128, 256, causal and
             not; forward, backward, both, and for both the memory that they need at their worst moment
+options     the Triton forward with one thing more or less: masks, split, descriptors, soft-cap, at N = 4096
 gluon       the three Gluon kernels and some of their tiles, forward at N = 4096
 published   the rows of published/triton_vs_torch.csv again: causal, one head; ours and eager
 
@@ -44,11 +45,22 @@ from flashlab.bench import peers, published, records, timing
 from flashlab.bench.records import NoGpu
 from flashlab.table import Table
 
-PARTS = ("tune", "shapes", "gluon", "published")
+PARTS = ("tune", "shapes", "options", "gluon", "published")
 PASSES = ("forward", "backward", "both")
 WORK_OF = {"forward": 1.0, "backward": 2.5, "both": 3.5}
 OURS, BOXES, GLUON = "triton", "triton, descriptors", "gluon"
 PEERS = ("FlashAttention-2", "cuDNN", "FlexAttention", "eager")
+OPTIONS: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "whole, descriptors": {"tma": True},
+    "whole, soft-cap": {"softcap": 30.0},
+    "causal": {"causal": True},
+    "causal, every tile masked": {"causal": True, "split": False},
+    "causal, descriptors": {"causal": True, "tma": True},
+    "window of 1024": {"window": (1023, 0)},
+    "window of 128": {"window": (127, 0)},
+}
+"""Of `flash_attention_forward`: what each costs or gains."""
 EAGER_MOST = 4096  # longer, its scores do not fit, or take the time of all the others
 DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
 Shape = tuple[int, int, int, int]  # batch, heads, seq_len, head_dim
@@ -76,6 +88,8 @@ def jobs(parts: Sequence[str] = PARTS) -> list[Row]:
             {"part": "shapes", "shape": list(shape), "causal": causal, "pass": name}
             for shape in shapes() for causal in (False, True) for name in PASSES
         ]  # fmt: skip
+    if "options" in parts:
+        found += [{"part": "options", "shape": [4, 2048 // d, 4096, d], "pass": "forward"} for d in (128, 64)]
     if "gluon" in parts:
         found += [
             {"part": "gluon", "shape": [4, 2048 // d, 4096, d], "causal": causal, "pass": "forward"}
@@ -262,6 +276,8 @@ def measure(job: Row, without: Sequence[str] = ()) -> list[Row]:
         return tune(job["kernel"], job["head_dim"], job["causal"])
     if job["part"] == "gluon":
         return measure_gluon(job)
+    if job["part"] == "options":
+        return measure_options(job)
     torch.manual_seed(job["shape"][2])
     dtype = DTYPES[job.get("dtype", "bf16")]
     with_grad = job["pass"] != "forward"
@@ -278,6 +294,16 @@ def measure(job: Row, without: Sequence[str] = ()) -> list[Row]:
         for name in found:
             found[name]["peak_bytes"] = timing.allocated(ways[name])
     return rows_of(job, found, reasons)
+
+
+def measure_options(job: Row) -> list[Row]:
+    """A row for each of OPTIONS; without TFLOP/s, since they compute different numbers of scores."""
+    torch.manual_seed(0)
+    q, k, v, _ = make(job["shape"])
+    forward = triton_forward.flash_attention_forward
+    found, reasons = times_of({name: functools.partial(forward, q, k, v, **o) for name, o in OPTIONS.items()})
+    rows = [job | {"name": name} | row for name, row in found.items()]
+    return rows + [job | {"name": name, "unavailable": why} for name, why in reasons.items()]
 
 
 def measure_gluon(job: Row) -> list[Row]:

@@ -228,7 +228,7 @@ def _encode_value(kernel: str, name: str, value):
             return _encode_value(kernel, name, value.value)
         if type(value).__name__ == "dtype":
             return ["dtype", value.name]
-    if type(value).__name__ == "TensorDescriptor":  # of Gluon; Triton's own has no layout
+    if type(value).__name__ == "TensorDescriptor" and hasattr(value, "layout"):  # Gluon's
         layout = value.layout
         box = [value.shape, value.strides, value.block_shape]
         kept = [layout.swizzle_byte_width, layout.element_bitwidth, layout.rank]
