@@ -12,7 +12,7 @@ Three backends are here. Later rooms register their own: flashlab.cuda.operators
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,11 +20,11 @@ import torch
 
 from flashlab import runtime
 from flashlab.attention import reference, triton_backward, triton_forward
-from flashlab.attention.inputs import check_qkv
+from flashlab.attention.inputs import check_qkv, one_of
 from flashlab.attention.simulation import flash_attention_sim
 from flashlab.attention.simulation_backward import flash_attention_backward_sim
 
-__all__ = ["BACKENDS", "DTYPES", "Backend", "best_backward", "one_of", "register"]
+__all__ = ["BACKENDS", "DTYPES", "Backend", "best_backward", "register"]
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -67,7 +67,7 @@ class Backend:
         """What it takes, in a sentence."""
         masks = "with windows and soft-caps" if self.masks else "without windows and soft-caps"
         return (
-            f"{self.name}, {self.what}, takes {one_of(self.dtypes)}, {self._head_dims()}, causal or not, {masks}, "
+            f"{self.name}, {self.what}, takes {self._dtypes()}, {self._head_dims()}, causal or not, {masks}, "
             f"{self.where}."
         )
 
@@ -76,7 +76,7 @@ class Backend:
     ) -> str | None:
         """Why it does not take inputs like q with these options, as a clause; None where it does."""
         if q.dtype not in self.dtypes:
-            return f"it takes {one_of(self.dtypes)}, and q is {q.dtype}"
+            return f"it takes {self._dtypes()}, and q is {q.dtype}"
         if not self._takes_head_dim(q.shape[-1]):
             return f"it takes {self._head_dims()}, and q has {q.shape[-1]}"
         if not self.masks and (left is not None or right not in (None, 0) or softcap is not None):
@@ -99,13 +99,10 @@ class Backend:
             return "any head_dim"
         if isinstance(self.head_dims, int):
             return f"a head_dim up to {self.head_dims}"
-        return f"a head_dim of {one_of(self.head_dims)}"
+        return f"a head_dim of {one_of([str(n) for n in self.head_dims])}"
 
-
-def one_of(things: Sequence[Any]) -> str:
-    """ "a, b or c"."""
-    words = [str(thing).removeprefix("torch.") for thing in things]
-    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+    def _dtypes(self) -> str:
+        return one_of([str(dtype).removeprefix("torch.") for dtype in self.dtypes])
 
 
 BACKENDS: dict[str, Backend] = {}

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 
 from flashlab import runtime
-from flashlab.attention.backends import BACKENDS, DTYPES, one_of
-from flashlab.attention.inputs import check_qkv, scale_of
+from flashlab.attention.backends import BACKENDS, DTYPES
+from flashlab.attention.inputs import check_qkv, one_of, scale_of
 from flashlab.attention.options import Window, softcap_of, window_of
 
 __all__ = ["Chosen", "choose_backend", "flash_attention"]

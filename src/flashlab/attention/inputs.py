@@ -12,7 +12,7 @@ from typing import SupportsFloat
 
 import torch
 
-__all__ = ["TILE_SIDES", "check_block", "check_qkv", "scale_of"]
+__all__ = ["TILE_SIDES", "check_block", "check_qkv", "one_of", "scale_of"]
 
 TILE_SIDES = (16, 32, 64, 128, 256)
 """The head_dims that a Triton kernel takes whole: `tl.arange` wants powers of two, `tl.dot` at least 16."""
@@ -166,7 +166,7 @@ def _check_dtypes(tensors: dict[str, torch.Tensor], dtypes: Sequence[torch.dtype
         listed = ", ".join(f"{name} is {x.dtype}" for name, x in tensors.items())
         raise TypeError(f"one dtype for all three, please: {listed}")
     if found[0] not in dtypes:
-        allowed = _or([str(dtype) for dtype in dtypes])
+        allowed = one_of([str(dtype) for dtype in dtypes])
         raise TypeError(f"{next(iter(tensors))} is {found[0]}; {allowed} is taken: convert with .to({dtypes[0]})")
 
 
@@ -179,7 +179,7 @@ def _check_rows(name: str, x: torch.Tensor) -> None:
 
 
 def _refuse_head_dim(head_dim: int, head_dims: Sequence[int]) -> None:
-    sentence = f"head_dim is {head_dim}; this kernel is compiled for {_or([str(n) for n in head_dims])}"
+    sentence = f"head_dim is {head_dim}; this kernel is compiled for {one_of([str(n) for n in head_dims])}"
     if head_dim & (head_dim - 1):
         sentence += ", because a tile's sides are powers of two"
     if head_dim < max(head_dims):
@@ -187,5 +187,6 @@ def _refuse_head_dim(head_dim: int, head_dims: Sequence[int]) -> None:
     raise ValueError(sentence)
 
 
-def _or(words: Sequence[str]) -> str:
+def one_of(words: Sequence[str]) -> str:
+    """ "a, b or c"."""
     return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)

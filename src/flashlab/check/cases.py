@@ -214,6 +214,15 @@ _LONG_CAUSAL = [
 ]
 
 
+# Three tensors, three layouts: a stride taken for another, or for 1, shows.
+MIXED_LAYOUTS = {
+    "each its own": ("by token", "spaced", "rows apart"),
+    "q by columns": ("by columns", "rows apart", "contiguous"),
+    "k by columns": ("contiguous", "by columns", "rows apart"),
+    "v by columns": ("rows apart", "contiguous", "by columns"),
+}
+
+
 def make_inputs(case: Case, device: torch.device, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q, k, v of a case: views of buffers filled with NaN, drawn on the CPU so that every machine gets the same.
 
@@ -229,7 +238,7 @@ def make_inputs(case: Case, device: torch.device, seed: int = 0) -> tuple[torch.
         _creeping(q, k, v, case)
     else:
         _CONTENT[case.content](q, k, case.softmax_scale)
-    layouts = ("by token", "spaced", "rows apart") if case.layout == "each its own" else (case.layout,) * 3
+    layouts = MIXED_LAYOUTS.get(case.layout, (case.layout,) * 3)
     q, k, v = (guarded(x.to(case.dtype), layout, device) for x, layout in zip((q, k, v), layouts, strict=True))
     return q, k, v
 

@@ -59,8 +59,8 @@ def _structure(observations: Sequence[Observation], wrong: Sequence[Observation]
         if all(seen.lse is not None and seen.lse.isnan().all() for seen in observations):
             return (
                 "correction-inverted",
-                "everything is NaN from the first block on, so the correction is upside down: at the start, where m is "
-                "-inf, exp(m_old - m_new) is 0, but exp(m_new - m_old) is infinite, and inf * 0 is NaN",
+                "everything is NaN from the first block on: is the correction upside down? At the start, where m is "
+                "-inf (is it?), exp(m_old - m_new) is 0, but exp(m_new - m_old) is infinite, and inf * 0 is NaN",
                 first,
             )
         return (
@@ -141,8 +141,8 @@ def _masked_rows(seen: Observation) -> Found:
         )
     return (
         "masked-rows-not-zero",
-        "rows that may look at no key are not 0: a finite number stands for minus infinity, so that their masked keys "
-        "all get the same weight; o has to be 0 there, and lse -inf",
+        "rows that may look at no key are not 0: o has to be 0 there, and lse -inf; does a finite number stand for "
+        "minus infinity, so that their masked keys all get the same weight?",
         seen,
     )
 
@@ -354,6 +354,12 @@ def _contents(observations: Sequence[Observation], wrong: Sequence[Observation])
     if any(s.case.content in CALM for s in wrong) or not any(s.ok for s in observations):
         return None
     broken = [s for s in wrong if not s.o.isfinite().all() or (s.lse is not None and s.lse.isnan().any())]
+    if broken and all(_far_below_zero(s) for s in wrong) and not all(_far_below_zero(s) for s in observations):
+        return (
+            "m-starts-too-high",
+            "wrong where every score of a row is far below 0, right elsewhere: does m start at minus infinity?",
+            broken[0],
+        )
     if broken:
         return (
             "no-max-subtraction",
@@ -362,6 +368,10 @@ def _contents(observations: Sequence[Observation], wrong: Sequence[Observation])
             broken[0],
         )
     return None
+
+
+def _far_below_zero(seen: Observation) -> bool:
+    return bool(problem(seen.case).maximum.max() < -80)
 
 
 def _permuted(observations: Sequence[Observation], wrong: Sequence[Observation]) -> Found | None:

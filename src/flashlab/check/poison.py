@@ -54,7 +54,8 @@ def guarded(x: torch.Tensor, layout: str, device: torch.device) -> torch.Tensor:
 
     layout "contiguous": dense, with NaN before and after the whole tensor. "by token": memory order [batch, seq_len,
     heads, head_dim], as a projection layer leaves it. "spaced": NaN rows between one head and the next. "rows apart":
-    each row followed by as much NaN, as in a buffer that holds several tensors side by side.
+    each row followed by as much NaN, as in a buffer that holds several tensors side by side. "by columns": transposed,
+    the elements of a column side by side.
     """
     batch, heads, rows, dim = x.shape
     if layout == "contiguous":
@@ -70,8 +71,11 @@ def guarded(x: torch.Tensor, layout: str, device: torch.device) -> torch.Tensor:
     elif layout == "rows apart":
         shape = (batch, heads, rows + GUARD_ROWS, 2 * dim)
         view = torch.full(shape, float("nan"), dtype=x.dtype, device=device)[:, :, :rows, :dim]
+    elif layout == "by columns":
+        shape = (batch, heads, dim, rows + GUARD_ROWS)
+        view = torch.full(shape, float("nan"), dtype=x.dtype, device=device)[..., :rows].mT
     else:
-        raise ValueError(f"layout is contiguous, by token, spaced or rows apart, not {layout!r}")
+        raise ValueError(f"layout is contiguous, by token, spaced, rows apart or by columns, not {layout!r}")
     view.copy_(x)
     return view
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from flashlab.attention import reference
+from flashlab.attention.inputs import scale_of
 from flashlab.check.cases import Case, make_inputs
 
 FLOAT32 = 2.0**-24  # the rounding of float32
@@ -27,7 +28,7 @@ FLOAT32 = 2.0**-24  # the rounding of float32
 
 @dataclass(frozen=True)
 class Truth:
-    """What a case should give, on the CPU in float64, and how far from it a right kernel may be."""
+    """What inputs should give, in float64, and how far from it a right kernel may be."""
 
     o: torch.Tensor  # [batch, heads, seq_q, head_dim]
     lse: torch.Tensor  # [batch, heads, seq_q], natural logarithm; -inf where a row may look at no key
@@ -35,6 +36,7 @@ class Truth:
     lse_bound: torch.Tensor  # like lse
     twin_error: float  # largest error of the eager low-precision attention; inf where it overflows
     rounding: float  # one rounding of the largest output in the inputs' dtype
+    score_error: torch.Tensor  # like lse: the relative error of a row's P that float32 explains
 
     @property
     def unit(self) -> float:
@@ -44,28 +46,37 @@ class Truth:
 
 def truth(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Truth:
     """The oracle, its twin and the bounds for CPU copies of a case's inputs."""
-    options: dict[str, Any] = dict(causal=case.causal, scale=case.softmax_scale)
+    # In the "huge" case every product and every sum is exact, and equal for all keys: nothing to forgive in P.
+    return bounded(q, k, v, exact=case.content == "huge", causal=case.causal, scale=case.softmax_scale)
+
+
+def bounded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, exact: bool = False, **options: Any) -> Truth:
+    """The oracle, its twin and the bounds for any inputs and options of `flashlab.attention.reference.attention`.
+
+    exact: the scores are exact in float32.
+    """
     o, lse = reference.attention(q, k, v, **options)
     average_v, _ = reference.attention(q, k, v.abs(), **options)
     twin, _ = reference.attention_low_precision(q, k, v, **options)
     twin_error = (twin.double() - o).abs().max().item() if o.numel() else 0.0
     twin_error = twin_error if twin_error == twin_error else float("inf")
 
+    seq_k, head_dim = k.shape[2:]
     group = q.shape[1] // k.shape[1]
-    size = q.double().abs() @ k.double().abs().repeat_interleave(group, 1).transpose(-1, -2) * case.softmax_scale
-    size = size.amax(-1) if size.numel() else torch.zeros_like(lse)
-    # In the "huge" case every product and every sum is exact, and equal for all keys: nothing to forgive in P.
-    walk = max(8.0, case.head_dim**0.5) * FLOAT32  # a sum of head_dim products: as many roundings, in a random walk
-    score_error = 2 * walk * (8 + (torch.zeros_like(size) if case.content == "huge" else size))
-    epsilon = torch.finfo(case.dtype).eps
-    tiny = case.seq_k * torch.finfo(case.dtype).smallest_normal * epsilon * (v.abs().max().item() if v.numel() else 0)
+    size = q.double().abs() @ k.double().abs().repeat_interleave(group, 1).transpose(-1, -2)
+    size = size.amax(-1) * abs(scale_of(options.get("scale"), head_dim)) if size.numel() else torch.zeros_like(lse)
+    # A sum of head_dim products: as many roundings, in a random walk. exp turns it into a relative error.
+    walk = max(8.0, head_dim**0.5) * FLOAT32
+    score_error = 2 * walk * (8 + (torch.zeros_like(size) if exact else size))
+    epsilon = torch.finfo(q.dtype).eps
+    tiny = seq_k * torch.finfo(q.dtype).smallest_normal * epsilon * (v.abs().max().item() if v.numel() else 0)
     analytic = (epsilon + score_error[..., None]) * average_v + tiny
 
     rounding = epsilon / 2 * o.abs().max().item() if o.numel() else 0.0
     float32_error = (score_error[..., None] * average_v).max().item() if o.numel() else 0.0
     calibrated = 2 * twin_error + rounding + float32_error
     lse_bound = 1e-5 + walk * (size + lse.abs().nan_to_num(posinf=0.0))
-    return Truth(o, lse, analytic.clamp(max=calibrated), lse_bound, twin_error, rounding)
+    return Truth(o, lse, analytic.clamp(max=calibrated), lse_bound, twin_error, rounding, score_error)
 
 
 @lru_cache(maxsize=256)

@@ -1,8 +1,8 @@
 """What an attention should give, forward and backward, with every option of the door; and how far off it may be.
 
-The bounds follow `flashlab.check.tolerance`: each element's error may be at most what its own terms allow after one
-rounding of P, of dS and of the result to the inputs' dtype, and the largest at most a multiple of what an eager
-attention in that dtype errs by: twice for o, three times for gradients (flash-attention's test suite).
+The bounds of o and lse are those of `flashlab.check.tolerance`, and those of gradients follow it: each element's error
+may be at most what its own terms allow after one rounding of P, of dS and of the result to the inputs' dtype, and the
+largest at most 3 times what an eager attention in that dtype errs by (the rule of flash-attention's test suite).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from flashlab.attention.reference import Gradients
 from flashlab.check.cases import Case, make_inputs
 from flashlab.check.failed import CheckFailed
 from flashlab.check.running import running
-from flashlab.check.tolerance import FLOAT32, excess
+from flashlab.check.tolerance import FLOAT32, bounded, excess
 
 __all__ = ["GradientReport", "Wanted", "gradient_cases", "run_gradients", "wanted", "worst"]
 
@@ -48,55 +48,45 @@ def wanted(
     options: causal, scale, window, softcap, as `flashlab.attention.reference.attention` takes them.
     """
     q, k, v = (x.detach() for x in (q, k, v))
-    o, lse = reference.attention(q, k, v, **options)
-    twin, _ = reference.attention_low_precision(q, k, v, **options)
+    truth = bounded(q, k, v, **options)
+    found = {"o": Wanted(truth.o, truth.o_bound), "lse": Wanted(truth.lse, truth.lse_bound)}
+    if grad_o is None:
+        return found
+
     epsilon, tiny = torch.finfo(q.dtype).eps, torch.finfo(q.dtype).smallest_normal
     factor = abs(scale_of(options.get("scale"), q.shape[3]))
-    group = q.shape[1] // max(1, k.shape[1])
+    group = q.shape[1] // k.shape[1]
 
     def shared(x: torch.Tensor) -> torch.Tensor:  # a key head's rows for each query head that reads them
         return x.double().abs().repeat_interleave(group, 1)
-
-    # A sum of head_dim products in float32: as many roundings, in a random walk. exp turns it into a relative error.
-    walk = max(8.0, q.shape[3] ** 0.5) * FLOAT32
-    sizes = factor * (q.double().abs() @ shared(k).transpose(-1, -2))
-    size = sizes.amax(-1) if sizes.shape[-1] else torch.zeros_like(lse)
-    score_error = 2 * walk * (8 + size)
-    average_v, _ = reference.attention(q, k, v.abs(), **options)
-    o_bound = (epsilon + score_error[..., None]) * average_v + tiny * k.shape[2]
-    found = {
-        "o": _calibrated(o, o_bound, twin, 2),
-        "lse": Wanted(lse, 1e-5 + walk * (size + lse.abs().nan_to_num(posinf=0.0))),
-    }
-    if grad_o is None:
-        return found
 
     grad_o = grad_o.detach()
     right = reference.attention_backward(grad_o, q, k, v, **options)
     eager = reference.low_precision_backward(grad_o, q, k, v, **options)
     do = grad_o.double().abs()
-    zeros = torch.zeros_like(sizes)
-    p = zeros if not sizes.numel() else _probabilities(q, k, **options)
-    terms = p * (do @ shared(v).transpose(-1, -2) + (do * o.abs()).sum(-1, keepdim=True))  # of dS, without their signs
-    allowed = 2 * epsilon + score_error[..., None]
+    p = _probabilities(q, k, **options)
+    terms = p * (
+        do @ shared(v).transpose(-1, -2) + (do * truth.o.abs()).sum(-1, keepdim=True)
+    )  # of dS, without their signs
+    allowed = 2 * epsilon + truth.score_error[..., None]
     bounds = {
         "dq": factor * (allowed * terms) @ shared(k),
         "dk": _shared_sum(factor * (allowed * terms).transpose(-1, -2) @ q.double().abs(), group),
         "dv": _shared_sum((allowed * p).transpose(-1, -2) @ do, group),
     }
     for name, value, twin in zip(bounds, right, eager, strict=True):
-        found[name] = _calibrated(value, bounds[name] + 64 * tiny * epsilon * max(q.shape[2], k.shape[2]), twin, 3)
+        found[name] = _calibrated(value, bounds[name] + 64 * tiny * epsilon * max(q.shape[2], k.shape[2]), twin)
     return found
 
 
-def _calibrated(value: torch.Tensor, analytic: torch.Tensor, twin: torch.Tensor, times: int) -> Wanted:
-    """The analytic bound, cut at `times` the largest error of the eager twin and one rounding of the largest result."""
+def _calibrated(value: torch.Tensor, analytic: torch.Tensor, twin: torch.Tensor) -> Wanted:
+    """The analytic bound, cut at 3 times the largest error of the eager twin and one rounding of the largest result."""
     if not value.numel():
         return Wanted(value, analytic)
     error = (twin.double() - value).abs().max().nan_to_num(nan=float("inf")).item()
     rounding = torch.finfo(twin.dtype).eps * value.abs().max().item()
     floor = 8 * FLOAT32 * analytic.max().item() / torch.finfo(twin.dtype).eps
-    return Wanted(value, analytic.clamp(max=times * error + rounding + floor))
+    return Wanted(value, analytic.clamp(max=3 * error + rounding + floor))
 
 
 def _probabilities(q: torch.Tensor, k: torch.Tensor, **options: Any) -> torch.Tensor:

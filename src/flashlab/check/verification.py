@@ -169,7 +169,8 @@ def verify_one_head(
     if always_causal:
         cases = list(dict.fromkeys(replace(case, causal=True) for case in cases))
     if strided:
-        cases.append(replace(cases[0], name="rows apart in memory", seq_q=40, seq_k=40, layout="rows apart"))
+        for layout in ("q by columns", "k by columns", "v by columns"):
+            cases.append(replace(cases[0], name=f"{layout}, the others not", seq_q=40, seq_k=40, layout=layout))
     return run(call, cases, lse=lse, deterministic=deterministic, one_head=True)
 
 

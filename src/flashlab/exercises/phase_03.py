@@ -322,26 +322,16 @@ def _row_mistakes(x: torch.Tensor, block: int) -> dict[str, tuple[torch.Tensor, 
 def _verify_forward(kernel: Any, *, dtypes: tuple[torch.dtype, ...] = (torch.float16,)) -> Report:
     __tracebackhide__ = True
     kernel_of(kernel, FORWARD_PARAMETERS)
-    report = verify_one_head(_forward(kernel), dtypes=dtypes, max_seq=300, max_tile=128)
-    _expect_own_strides(kernel)
+    report = verify_one_head(_forward(kernel), dtypes=dtypes, head_dims=(64, 32), max_seq=300, max_tile=128)
+    _expect_strides_of_o(kernel)
     compiles(kernel, compile_arguments(torch.float16, 64))
     return report
 
 
-def _expect_own_strides(kernel: Any) -> None:
-    """q, k and v each lie differently in memory: a stride of one, used for another, shows."""
+def _expect_strides_of_o(kernel: Any) -> None:
+    """The launcher's o is contiguous; this one is not."""
     __tracebackhide__ = True
     q, k, v = _random((40, 32), (50, 32), (50, 32))
-    columns, wide = q.T.contiguous().T, torch.full((50, 96), math.nan, device=v.device)
-    wide[:, 0:64:2] = v
-    case = "q stored by columns, v as every second column of a wider matrix"
-    with running(case):
-        o, lse = _forward(kernel)(columns, k, wide[:, 0:64:2])
-    want, want_lse = reference.attention(*(x[None, None] for x in (q, k, v)))
-    because = "does every pointer use its own two strides?"
-    expect_close(o, want[0, 0], what="o", case=case, tol=1e-2, diagnosis="wrong-strides", because=because)
-    expect_close(lse, want_lse[0, 0], what="lse", case=case, tol=1e-2, diagnosis="wrong-strides", because=because)
-
     case = "o stored by columns"
     o, lse = torch.full((32, 40), math.nan, device=q.device).T, torch.full((40,), math.nan, device=q.device)
     with in_bounds(case, q=q, k=k, v=v, o=o, lse=lse):
@@ -349,6 +339,7 @@ def _expect_own_strides(kernel: Any) -> None:
             q, k, v, o, lse, *q.stride(), *k.stride(), *v.stride(), *o.stride(), 32**-0.5 * LOG2_E, 40, 50,
             HEAD_DIM=32, BLOCK_M=32, BLOCK_N=32,
         )  # fmt: skip
+    want, _ = reference.attention(*(x[None, None] for x in (q, k, v)))
     because = "are the addresses of O made with stride_om and stride_od?"
     expect_close(o, want[0, 0], what="o", case=case, tol=1e-2, diagnosis="wrong-strides", because=because)
 
@@ -530,7 +521,7 @@ def _(bytes_read: Callable[..., Any]) -> str:
 def _(flash_attention_causal_kernel: Any) -> Report:
     kernel = kernel_of(flash_attention_causal_kernel, FORWARD_PARAMETERS)
     forward = _forward(kernel)
-    report = verify_one_head(forward, always_causal=True, max_seq=200, max_tile=128)
+    report = verify_one_head(forward, always_causal=True, head_dims=(64, 32), max_seq=200, max_tile=128)
     q, k, v = _random((128, 32), (128, 32), (128, 32), dtype=torch.float16)
     row = 32 * 2  # bytes
     needed = (32 + 64 + 96 + 128) * row  # of K, by the four programs of 32 rows

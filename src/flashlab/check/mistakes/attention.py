@@ -151,6 +151,13 @@ def one_padded_key(p: Problem, block_n: int) -> Prediction:
     return attended(scores, torch.nn.functional.pad(p.v, (0, 0, 0, more)))
 
 
+def only_padding(p: Problem, block_n: int) -> Prediction | None:
+    """The real keys hidden, the zeros that fill up the last tile seen."""
+    if not (more := p.padding(block_n)):
+        return None
+    return Prediction((torch.zeros_like(p.truth.o),), (torch.full_like(p.truth.lse, math.log(more)),))
+
+
 def k_tiles_reshaped(p: Problem, block_n: int) -> Prediction:
     """Each tile of K [BLOCK_N, D], filled up with zeros, read as [D, BLOCK_N]."""
     k = torch.nn.functional.pad(p.k, (0, 0, 0, p.padding(block_n)))
@@ -257,6 +264,36 @@ def causal(mask: Callable[[torch.Tensor, torch.Tensor, int, int], torch.Tensor])
         i, j, offset = p.index()
         hidden = ~(mask(i, j, offset, size) & torch.ones_like(p.visible))
         return attended((p.dots * p.case.softmax_scale).masked_fill(hidden, -INF), p.v)
+
+    return predict
+
+
+def visited(i: torch.Tensor, j: torch.Tensor, offset: int, pair: int) -> torch.Tensor:
+    """The keys in tiles that a causal loop does not skip: those that some row of the query block may see."""
+    block_m, block_n = divmod(pair, 1000)
+    return j // block_n * block_n < (i // block_m + 1) * block_m + offset
+
+
+def hidden_but_visited(counts: bool) -> Callable[[Problem, int], Prediction]:
+    """Hidden keys of visited tiles have the score 0; counts: they keep their own in l, and have no part in P V."""
+
+    def predict(p: Problem, pair: int) -> Prediction:
+        if not p.case.causal:
+            return Prediction()
+        scores = p.dots * p.case.softmax_scale
+        scores = scores if counts else scores.masked_fill(~p.visible, 0.0)
+        i, j, offset = p.index()
+        options = []
+        for more in {0, p.padding(pair % 1000)}:  # the tail hidden rightly, or as the other keys
+            s = torch.nn.functional.pad(scores, (0, more))
+            v = torch.nn.functional.pad(p.v, (0, 0, 0, more))
+            loop = visited(i, torch.arange(j.shape[1] + more)[None, :], offset, pair)
+            for seen in (loop, torch.ones_like(loop)):  # a loop that skips tiles, and one that does not
+                o, lse = attend(s.masked_fill(~seen, -INF), v)
+                if counts:
+                    o = torch.nan_to_num(torch.exp(p.scores - lse[..., None])) @ p.v
+                options.append((o, lse))
+        return Prediction(tuple(o for o, _ in options), tuple(lse for _, lse in options))
 
     return predict
 
@@ -473,7 +510,7 @@ HYPOTHESES: tuple[Hypothesis, ...] = (
     ),
     Hypothesis(
         "exp-with-log2e",
-        "the scores are multiplied by log2(e), but exp is used: that factor belongs with exp2",
+        "the scores are multiplied by log2(e) once too often: exp2 needs that factor once, exp not at all",
         scaled(lambda p: p.case.softmax_scale / LN2),
     ),
     # The online softmax.
@@ -722,6 +759,13 @@ HYPOTHESES: tuple[Hypothesis, ...] = (
         TILES,
     ),
     Hypothesis(
+        "mask-inverted",
+        "wrong everywhere: the keys are hidden, and the padding of the last tile is seen; the mask is the wrong way "
+        "round",
+        only_padding,
+        (0, *TILES),
+    ),
+    Hypothesis(
         "last-block-skipped",
         "the last block of keys is never visited: the loop ends one block early",
         keys_left_out(lambda j, n, b: (j >= (n - 1) // b * b) & torch.tensor(n > b)),
@@ -783,6 +827,25 @@ HYPOTHESES: tuple[Hypothesis, ...] = (
         "causal-one-too-far",
         "causal is off by one: every query sees one key of the future",
         causal(lambda i, j, d, t: j <= i + d + 1),
+    ),
+    Hypothesis(
+        "causal-one-too-far",
+        "causal is off by one: every query sees one key of the future",
+        causal(lambda i, j, d, t: (j <= i + d + 1) & visited(i, j, d, t)),
+        TILE_PAIRS,
+    ),
+    Hypothesis(
+        "causal-loop-too-short",
+        "the loop over the keys ends a block of queries too early: the last row of the block sees more keys",
+        causal(lambda i, j, d, t: (j <= i + d) & visited(i - t // 1000, j, d, t)),
+        TILE_PAIRS,
+    ),
+    Hypothesis(
+        "causal-loop-top-left",
+        "the loop over the keys ends in the right place for seq_q = seq_k only: query i sees the keys up to "
+        "i + seq_k - seq_q",
+        causal(lambda i, j, d, t: (j <= i + d) & visited(i, j, 0, t)),
+        TILE_PAIRS,
     ),
     Hypothesis(
         "causal-top-left",
@@ -850,10 +913,30 @@ HYPOTHESES: tuple[Hypothesis, ...] = (
         TILES,
     ),
     Hypothesis(
+        "causal-key-in-the-tile",
+        "causal is right in the first tile of keys only: the mask uses the key's number within the tile, without the "
+        "tile's own start",
+        causal(lambda i, j, d, t: (j % (t % 1000) <= i + d) & visited(i, j, d, t)),
+        TILE_PAIRS,
+    ),
+    Hypothesis(
+        "l-counts-hidden-keys",
+        "the causal mask comes too late: hidden keys have no part in O, but l counts them; mask the scores, before the "
+        "maximum and the sum",
+        hidden_but_visited(counts=True),
+        TILE_PAIRS,
+    ),
+    Hypothesis(
         "masked-with-zero",
         "masked scores are set to 0, which exp turns into a weight: set them to minus infinity",
         masked_with_zero,
         TILES,
+    ),
+    Hypothesis(
+        "masked-with-zero",
+        "masked scores are set to 0, which exp turns into a weight: set them to minus infinity",
+        hidden_but_visited(counts=False),
+        TILE_PAIRS,
     ),
     # Operands.
     Hypothesis("k-and-v-exchanged", "K and V are exchanged", exchanged("k", "v")),

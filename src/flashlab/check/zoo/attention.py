@@ -125,6 +125,7 @@ _O = "o_tile = acc / torch.where(l_i == 0, 1.0, l_i)[:, None]"
 _LSE = "lse_tile = torch.where(l_i == 0, -inf, m_i + torch.log(l_i))"
 _STORE = "o[b, h, rows] = o_tile[: len(rows)].to(o.dtype)"
 _KEYS = "for start_n in range(0, seq_k, BLOCK_N):"
+_SKIPPING = "for start_n in range(0, min(seq_k, start_m + BLOCK_M + seq_k - seq_q) if causal else seq_k, BLOCK_N):"
 _HEAD = "h_kv = h // (heads // kv_heads)"
 _Q = "q_tile = load(q, b, h, offs_m, offs_m < seq_q).float()"
 _K = "k_tile = load(k, b, h_kv, offs_n, offs_n < seq_k).float()"
@@ -205,6 +206,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (_V, _V.replace("offs_n < seq_k", "offs_n >= 0")),
         origin="PyTorch 101967: 0 * NaN",
     ),
+    _mutant("the tail's mask is inverted", "mask-inverted", (_TAIL, _TAIL.replace("<", ">="))),
     _mutant(
         "the last block is skipped",
         "last-block-skipped",
@@ -275,6 +277,27 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant("no causal mask", "causal-missing", (_CAUSAL, "(offs_n >= 0)[None, :]")),
     _mutant("causal without the diagonal", "causal-without-diagonal", (_CAUSAL, _CAUSAL.replace("<=", "<"))),
     _mutant("causal one too far", "causal-one-too-far", (_CAUSAL, _CAUSAL + " + 1")),
+    _mutant(
+        "causal one too far, tiles above the diagonal skipped",
+        "causal-one-too-far",
+        (_KEYS, _SKIPPING),
+        (_CAUSAL, _CAUSAL + " + 1"),
+    ),
+    _mutant(
+        "the loop ends a block of queries too early",
+        "causal-loop-too-short",
+        (_KEYS, _SKIPPING.replace(" + BLOCK_M", "")),
+    ),
+    _mutant(
+        "the loop ends as for seq_q = seq_k", "causal-loop-top-left", (_KEYS, _SKIPPING.replace("+ seq_k - seq_q", ""))
+    ),
+    _mutant(
+        "p is masked after its sum",
+        "l-counts-hidden-keys",
+        (_KEYS, _SKIPPING),
+        (_CAUSAL, "(offs_n >= 0)[None, :]"),
+        (_ACC, f"p = torch.where({_CAUSAL}, p, 0.0) if causal else p; {_ACC}"),
+    ),
     _mutant("causal aligned top-left", "causal-top-left", (_CAUSAL, _CAUSAL.replace(" + seq_k - seq_q", ""))),
     _mutant(
         "causal offset with the wrong sign",
