@@ -136,6 +136,7 @@ def check() -> None:
 BENCHES = {
     "walls": ("Phase 1: naive attention, scheme A to its refusal, the escape hatches.", "a GPU"),
     "triton": ("Phase 3: the minimal Triton kernel against its peers.", "a GPU"),
+    "industrial": ("Phases 4 and 5: forward and backward against FlashAttention-2, cuDNN, Flex, eager.", "a GPU"),
     "scalar": ("Phase 6: the float32 CUDA kernels against unfused PyTorch and SDPA.", "a GPU, nvcc"),
     "mma": ("The tensor-core kernels against FlashAttention-2, cuDNN, unfused PyTorch.", "a GPU, nvcc"),
     "hardware": ("What the hardware itself does: rates, sums, traffic, workspaces, stalls.", "a GPU, nvcc, ncu"),

@@ -9,6 +9,7 @@ naive, schemes      phase 1: four lines of PyTorch, and the kernels that meet th
 simulation          phase 2: the forward pass in plain PyTorch
 triton_minimal      phase 3: the forward pass as a Triton kernel
 triton_forward      phase 4: a forward pass that a model can use; tiles: with which tiles; ladder: its steps
+gluon_forward       phase 4: its loop in Gluon, with Hopper's own instructions
 simulation_backward phase 5: the backward pass in plain PyTorch
 triton_backward     phase 5: its kernels
 backends, door      what implementations there are, and `flash_attention`, the one door to them

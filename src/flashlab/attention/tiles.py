@@ -122,9 +122,21 @@ SEARCH: dict[str, tuple[Tile, ...]] = {
 """What `tune` tries: the search space of the Triton tutorial "Fused Attention". A tile that does not fit drops out."""
 
 
+MEASURED = Path(__file__).with_name("tiles.json")
+"""What `flashlab bench industrial --only tune` found for 16-bit dtypes: {"forward hopper": [[head_dim, tile], ...]}."""
+
+
 def recorded(kernel: str, chip: str, dtype: torch.dtype) -> tuple[Choice, ...]:
-    """The choices for one kernel, class of chips and dtype, by rising head_dim."""
-    return _TABLE[kernel, chip, dtype == torch.float32]
+    """The choices for one kernel, class of chips and dtype, by rising head_dim; measured ones go before others."""
+    choices = {choice.head_dim: choice for choice in _TABLE[kernel, chip, dtype == torch.float32]}
+    if dtype != torch.float32:
+        choices |= {d: Choice(d, Tile(*tile), "measured") for d, tile in _measured().get(f"{kernel} {chip}", [])}
+    return tuple(choices[head_dim] for head_dim in sorted(choices))
+
+
+@remember
+def _measured() -> dict[str, list[tuple[int, list[int]]]]:
+    return json.loads(MEASURED.read_text(encoding="utf-8")) if MEASURED.exists() else {}
 
 
 def choose(work: Work, device: torch.device) -> Tile:

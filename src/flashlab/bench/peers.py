@@ -5,8 +5,10 @@ Each returns a function without arguments, for flashlab.bench.timing: what it ne
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -39,3 +41,31 @@ def unfused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = Fa
         return s.softmax(-1) @ v
 
     return run
+
+
+def flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False) -> Callable[[], torch.Tensor]:
+    """FlexAttention, compiled for these shapes; a causal mask as a block mask, made here.
+
+    It raises where it would not be fused: past its limit of recompilations torch.compile otherwise runs the unfused
+    operations, which would make any kernel look good. The limit is raised as well.
+    """
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    rows, keys = q.shape[2], k.shape[2]
+    mask = create_block_mask(_causal, None, None, rows, keys, device=q.device.type) if causal else None
+    compiled = _compiled_flex()
+    return lambda: compiled(q, k, v, block_mask=mask)
+
+
+def _causal(batch: Any, head: Any, query: Any, key: Any) -> Any:
+    return query >= key
+
+
+@functools.cache
+def _compiled_flex() -> Callable[..., torch.Tensor]:
+    import torch._dynamo
+    from torch.nn.attention.flex_attention import flex_attention
+
+    torch._dynamo.config.recompile_limit = 512
+    torch._dynamo.config.accumulated_recompile_limit = 1024
+    return torch.compile(flex_attention, dynamic=False, fullgraph=True)

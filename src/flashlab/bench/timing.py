@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import statistics
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -145,6 +146,17 @@ def input_sets(bytes_per_call: int, *, most: int = 8) -> int:
     return max(1, min(most, -(-2 * runtime.limits().l2_bytes // max(1, bytes_per_call))))
 
 
+def allocated(fn: Callable[[], Any]) -> int:
+    """Bytes that the allocator had given out at the worst moment of fn(), beyond those given out before."""
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    fn()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
 # ---- the machine while it is measured --------------------------------------------------------------------------------
 @contextlib.contextmanager
 def measured() -> Iterator[dict[str, Any]]:
@@ -193,6 +205,6 @@ class Clock:
 
 
 __all__ = [
-    "Clock", "NoGpu", "Timing", "able", "attention_flops", "input_sets", "interleaved", "machine", "measured",
-    "nvidia_smi", "summary",
+    "Clock", "NoGpu", "Timing", "able", "allocated", "attention_flops", "input_sets", "interleaved", "machine",
+    "measured", "nvidia_smi", "summary",
 ]  # fmt: skip

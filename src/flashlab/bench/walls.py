@@ -15,7 +15,6 @@ median, the fastest and the slowest of the rounds. Those of the schemes include 
 from __future__ import annotations
 
 import functools
-import gc
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -58,17 +57,6 @@ def _qkv(*shape: int) -> list[torch.Tensor]:
     return [torch.randn(shape, device=runtime.device(), dtype=torch.float16) for _ in range(3)]
 
 
-def _allocated(fn: Callable[[], Any]) -> int:
-    """Bytes that the allocator had given out at the worst moment of fn(), beyond those given out before."""
-    gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    fn()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
-
-
 def measure_length(seq_len: int, heads: int, head_dim: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """The rows of naive attention and of FlashAttention-2 at one length; one that cannot run says why."""
     q, k, v = _qkv(1, heads, seq_len, head_dim)
@@ -83,7 +71,7 @@ def measure_length(seq_len: int, heads: int, head_dim: int) -> tuple[dict[str, A
     for name, reason in reasons.items():
         rows[name]["unavailable"] = reason
     for name in able:
-        rows[name]["peak_bytes"] = _allocated(ways[name])
+        rows[name]["peak_bytes"] = timing.allocated(ways[name])
     for name, times in timing.interleaved(able).items():
         rows[name] |= times.row()
     return rows["naive"], rows["fused"]

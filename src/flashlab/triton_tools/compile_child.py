@@ -51,6 +51,12 @@ def decode(spec):
         return Pointer(*value)
     if kind == "dtype":
         return tl.dtype(value)
+    if kind == "box":
+        from triton.experimental.gluon.language import NVMMASharedLayout
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+        pointer, shape, strides, block_shape, layout = value
+        return TensorDescriptor(Pointer(*pointer), shape, strides, block_shape, NVMMASharedLayout(*layout))
     if kind == "tuple":
         return tuple(decode(item) for item in value)
     return value
@@ -107,9 +113,12 @@ def compile_job(kernel, job) -> dict:
     options, signature, constexprs, attributes = kernel._pack_args(
         backend, dict(job["options"]), bound, specialization, job["options"]
     )
+    if kernel.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource as ASTSource  # noqa: F811
     source = ASTSource(kernel, signature, constexprs, attributes)
     log = io.StringIO()
     knobs.nvidia.dump_ptxas_log = True
+    knobs.compilation.always_compile = True  # of a kernel from Triton's own cache there is no log
     with contextlib.redirect_stdout(log):
         compiled = triton.compile(source, target=target, options=options.__dict__)
     registers = re.search(r"Used (\d+) registers", log.getvalue())

@@ -137,8 +137,8 @@ def compile_report(
 ) -> CompileReport:
     """Compile a Triton kernel for a target and say what it needs.
 
-    kernel      a ``@triton.jit`` function, compiled or interpreted here, perhaps under ``@triton.autotune``; from a
-                module or from a notebook cell.
+    kernel      a ``@triton.jit`` function, compiled or interpreted here, perhaps under ``@triton.autotune``, or a
+                ``@gluon.jit`` function; from a module or from a notebook cell.
     arguments   name -> what a launch would get: a torch.dtype stands for a 16-byte aligned tensor of that type, or give
                 a tensor, an int, a float, a bool, None; a value for each ``tl.constexpr``. They are specialised as a
                 launch does (integers that are 1 or divisible by 16). Launch options such as ``num_warps`` may be among
@@ -228,6 +228,11 @@ def _encode_value(kernel: str, name: str, value):
             return _encode_value(kernel, name, value.value)
         if type(value).__name__ == "dtype":
             return ["dtype", value.name]
+    if type(value).__name__ == "TensorDescriptor" and hasattr(value, "layout"):  # Gluon's
+        layout = value.layout
+        box = [value.shape, value.strides, value.block_shape]
+        kept = [layout.swizzle_byte_width, layout.element_bitwidth, layout.rank]
+        return ["box", [_encode_value(kernel, name, value.base)[1], *(list(map(int, x)) for x in box), kept]]
     if value is None or type(value) in (bool, int, float, str):
         return ["value", value]
     if type(value) is tuple:

@@ -28,12 +28,17 @@ def unwrap(function):
 
 
 def jit_function(value):
-    """The JITFunction or InterpretedFunction that value is (perhaps under autotune), or None."""
+    """The JITFunction, InterpretedFunction or GluonJITFunction that value is (perhaps under autotune), or None."""
     while not inspect.isfunction(value) and hasattr(value, "fn"):
-        if type(value).__name__ in ("JITFunction", "InterpretedFunction"):
+        if type(value).__name__ in ("JITFunction", "InterpretedFunction", "GluonJITFunction"):
             return value
         value = value.fn
     return None
+
+
+def is_gluon(value) -> bool:
+    """Whether value is a kernel or function of Gluon, the layer under Triton."""
+    return type(jit_function(value)).__name__ == "GluonJITFunction"
 
 
 def module_source(function) -> str:
@@ -95,8 +100,10 @@ class _Collector:
         self.values[name] = value  # before what it refers to, so that recursion ends
         if raw is not value:
             decorator = f"jit{_jit_arguments(value)}" if jit_function(value) else "constexpr_function"
-            text = f"@triton.{decorator}\n{text}"
-            self.add("triton", sys.modules["triton"], raw.__name__)
+            module = "triton.experimental.gluon" if is_gluon(value) else "triton"
+            language = module.rpartition(".")[2]
+            text = f"@{language}.{decorator}\n{text}"
+            self.add(language, sys.modules[module], raw.__name__)
         scope = _scope(raw)
         for reference in _names_read(text, tree):
             if reference in scope and reference != raw.__name__:

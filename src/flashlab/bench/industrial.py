@@ -1,0 +1,569 @@
+"""Phases 4 and 5: forward, backward and both against FlashAttention-2, cuDNN, FlexAttention and eager PyTorch.
+
+    flashlab bench industrial                  # recorded/industrial_<gpu>.json beside this file
+    flashlab bench industrial --only tune      # one part; --minutes 8: how long at most
+    flashlab bench industrial --quick          # a little of it, on a CPU too, where it times the interpreter
+
+A run stops when its time is up, after a whole measurement, and says so; the next one goes on where it ended.
+
+tune        every tile of the search space of each Triton kernel; the best go to attention/tiles.json, which it reads
+shapes      16384 queries and 2048 columns in all heads together, bf16: N 512 ... 16384, D 64, 128, 256, causal and
+            not; forward, backward, both, and for both the memory that they need at their worst moment
+options     the Triton forward with one thing more or less: masks, split, descriptors, soft-cap, at N = 4096
+gluon       the three Gluon kernels and some of their tiles, forward at N = 4096
+published   the rows of published/triton_vs_torch.csv again: causal, one head; ours and eager
+
+Times are of the kernels, not of their launches from Python: CUDA graphs, replayed in turns (flashlab.bench.timing).
+TFLOP/s count 4 N^2 D for each head forward, half if causal, and 2.5 times that backward.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+from flashlab import runtime
+from flashlab.attention import gluon_forward, tiles, triton_backward, triton_forward
+from flashlab.attention.door import flash_attention
+from flashlab.attention.gluon_forward import GluonTile, flash_attention_gluon
+from flashlab.bench import peers, published, records, timing
+from flashlab.bench.records import NoGpu
+from flashlab.table import Table
+
+PARTS = ("tune", "shapes", "options", "gluon", "published")
+PASSES = ("forward", "backward", "both")
+WORK_OF = {"forward": 1.0, "backward": 2.5, "both": 3.5}
+OURS, BOXES, GLUON = "triton", "triton, descriptors", "gluon"
+PEERS = ("FlashAttention-2", "cuDNN", "FlexAttention", "eager")
+OPTIONS: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "whole, descriptors": {"tma": True},
+    "whole, soft-cap": {"softcap": 30.0},
+    "causal": {"causal": True},
+    "causal, every tile masked": {"causal": True, "split": False},
+    "causal, descriptors": {"causal": True, "tma": True},
+    "window of 1024": {"window": (1023, 0)},
+    "window of 128": {"window": (127, 0)},
+}
+"""Of `flash_attention_forward`: what each costs or gains."""
+EAGER_MOST = 4096  # longer, its scores do not fit, or take the time of all the others
+DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
+Shape = tuple[int, int, int, int]  # batch, heads, seq_len, head_dim
+Row = dict[str, Any]
+Way = Callable[[], Any]
+
+
+# ---- what is measured ------------------------------------------------------------------------------------------------
+def shapes() -> list[Shape]:
+    """The lengths at each head_dim, the most telling first: a run may end before the last."""
+    lengths = (4096, 1024, 16384, 2048, 8192, 512)
+    return [(16384 // n, 2048 // d, n, d) for n in lengths for d in (128, 64, 256)]
+
+
+def jobs(parts: Sequence[str] = PARTS) -> list[Row]:
+    """Every measurement, as what its rows will say of themselves."""
+    found: list[Row] = []
+    if "tune" in parts:
+        found += [
+            {"part": "tune", "kernel": kernel, "head_dim": d, "causal": causal}
+            for kernel in tiles.SEARCH for d in (128, 64, 256) for causal in (False, True)
+        ]  # fmt: skip
+    if "shapes" in parts:
+        found += [
+            {"part": "shapes", "shape": list(shape), "causal": causal, "pass": name}
+            for shape in shapes() for causal in (False, True) for name in PASSES
+        ]  # fmt: skip
+    if "options" in parts:
+        found += [{"part": "options", "shape": [4, 2048 // d, 4096, d], "pass": "forward"} for d in (128, 64)]
+    if "gluon" in parts:
+        found += [
+            {"part": "gluon", "shape": [4, 2048 // d, 4096, d], "causal": causal, "pass": "forward"}
+            for d in (128, 64, 256) for causal in (False, True)
+        ]  # fmt: skip
+    if "published" in parts:
+        found += [
+            {"part": "published", "shape": [1, 1, r["seq_len"], r["d_model"]], "causal": True,
+             "dtype": r["precision"], "pass": name}
+            for r in published.load("triton_vs_torch") for name in PASSES
+        ]  # fmt: skip
+    return found
+
+
+def quick_jobs() -> list[Row]:
+    """A few small measurements, of every part that this machine can run."""
+    n = 64 if runtime.INTERPRETED else 1024
+    found: list[Row] = [
+        {"part": "shapes", "shape": [1, 2, n, 64], "causal": causal, "pass": name}
+        for causal in (False, True)
+        for name in PASSES
+    ]
+    row: Row = {"part": "published", "shape": [1, 1, 128, 16], "causal": True, "dtype": "f32"}
+    found += [row | {"pass": name} for name in PASSES]
+    if not runtime.INTERPRETED:
+        found += [{"part": "gluon", "shape": [1, 16, n, 128], "causal": True, "pass": "forward"}]
+    return found
+
+
+def make(shape: Sequence[int], dtype: torch.dtype = torch.bfloat16, grad: bool = False) -> list[torch.Tensor]:
+    """q, k, v and the gradient of o, drawn anew."""
+    drawn = [torch.randn(tuple(shape), device=runtime.device(), dtype=dtype) for _ in range(4)]
+    for x in drawn[:3]:
+        x.requires_grad_(grad)
+    return drawn
+
+
+def forwards(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, names: Iterable[str]) -> dict[str, Way]:
+    """The forward pass of each implementation, with a gradient where q wants one."""
+    long = q.shape[2] > EAGER_MOST
+
+    def eager() -> Way:
+        if long and q.shape[0] * q.shape[1] > 1:
+            return _refuse(f"not measured beyond N = {EAGER_MOST}")
+        return peers.unfused(q, k, v, causal)
+
+    def ours() -> Way:
+        if q.requires_grad:
+            return lambda: flash_attention(q, k, v, causal=causal, backend="triton")
+        return lambda: triton_forward.flash_attention_forward(q, k, v, causal=causal)[0]
+
+    made: dict[str, Callable[[], Way]] = {
+        OURS: ours,
+        BOXES: lambda: lambda: triton_forward.flash_attention_forward(q, k, v, causal=causal, tma=True)[0],
+        GLUON: lambda: lambda: flash_attention_gluon(q, k, v, causal=causal)[0],
+        "FlashAttention-2": lambda: peers.sdpa("FLASH_ATTENTION", q, k, v, causal),
+        "cuDNN": lambda: peers.sdpa("CUDNN_ATTENTION", q, k, v, causal),
+        "FlexAttention": lambda: peers.flex(q, k, v, causal),
+        "eager": eager,
+    }
+    return {name: made[name]() for name in names}
+
+
+def _refuse(reason: str) -> Way:
+    def refuse() -> None:
+        raise RuntimeError(reason)
+
+    return refuse
+
+
+def passes(name: str, forward: dict[str, Way], inputs: Sequence[torch.Tensor], grad_o: torch.Tensor) -> dict[str, Way]:
+    """The functions to time for a pass, from those that compute o with a gradient."""
+
+    def backward(way: Way) -> Way:
+        kept: dict[Any, torch.Tensor] = {}
+
+        def run() -> Any:
+            # Autograd computes a gradient on the stream of its forward pass: each stream has one of its own.
+            stream = torch.cuda.current_stream() if grad_o.is_cuda else None
+            if stream not in kept:
+                kept[stream] = way()
+            return torch.autograd.grad(kept[stream], inputs, grad_o, retain_graph=True)
+
+        return run
+
+    if name == "forward":
+        return forward
+    if name == "backward":
+        return {key: backward(way) for key, way in forward.items()}
+    return {key: functools.partial(_both, way, inputs, grad_o) for key, way in forward.items()}
+
+
+def _both(way: Way, inputs: Sequence[torch.Tensor], grad_o: torch.Tensor) -> Any:
+    return torch.autograd.grad(way(), inputs, grad_o)
+
+
+# ---- is Gluon fit to be measured? ------------------------------------------------------------------------------------
+_TRIAL = """
+import sys
+import torch
+from flashlab.attention.gluon_forward import flash_attention_gluon
+
+for d, n, causal in ((64, 300, False), (128, 1000, True), (128, 4096, False), (256, 520, True)):
+    q, k, v = (torch.randn(2, 16, n, d, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    o, _ = flash_attention_gluon(q, k, v, causal=causal, step=sys.argv[1])
+    want = torch.nn.functional.scaled_dot_product_attention(q.float(), k.float(), v.float(), is_causal=causal)
+    error = (o.float() - want).abs().max().item()
+    assert error < 0.05, f"at D = {d}, N = {n}, {'causal' if causal else 'whole'} it is off by {error:.3g}"
+"""
+
+
+@functools.cache
+def trial(step: str, seconds: float = 120.0) -> str | None:
+    """Why a Gluon kernel is not to be launched here, or None: it is tried in a process of its own.
+
+    Barriers are set by hand in them: one that waits for ever, or writes where it should not, would take the whole run
+    with it.
+    """
+    if reason := gluon_forward.why_not(runtime.device()):
+        return reason
+    paths = os.pathsep.join([str(Path(gluon_forward.__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-c", _TRIAL, step]
+    try:
+        done = subprocess.run(
+            command, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, timeout=seconds
+        )
+    except subprocess.TimeoutExpired:
+        return f"the trial of {step} had not ended after {seconds:.0f} s"
+    return None if done.returncode == 0 else f"the trial of {step} failed: {done.stderr.strip().splitlines()[-1:]}"
+
+
+# ---- measuring -------------------------------------------------------------------------------------------------------
+def times_of(ways: dict[str, Way], rounds: int = 9) -> tuple[dict[str, Row], dict[str, str]]:
+    """Rows of milliseconds by name, and why the others have none."""
+    if runtime.INTERPRETED or not torch.cuda.is_available():
+        return {name: _wall_clock(way) for name, way in ways.items()}, {}
+    able, reasons = timing.able({name: _with_one_kind_of_error(way) for name, way in ways.items()})
+    try:
+        found = {name: t.row() for name, t in timing.interleaved(able, rounds=rounds).items()}
+    except RuntimeError as error:  # something here cannot be recorded into a graph: plain launches for all
+        print(f"  without CUDA graphs: {str(error).strip().splitlines()[0][:120]}", file=sys.stderr)
+        torch.cuda.synchronize()
+        found = {
+            name: t.row() | {"graph": False}
+            for name, t in timing.interleaved(able, rounds=rounds, graphs=False).items()
+        }
+    return found, reasons
+
+
+def _with_one_kind_of_error(way: Way) -> Way:
+    """timing.able takes a RuntimeError for what cannot run here; Triton's lack of shared memory is none."""
+
+    def run() -> Any:
+        try:
+            return way()
+        except RuntimeError:
+            raise
+        except Exception as error:
+            raise RuntimeError(f"{type(error).__name__}: {error}") from error
+
+    return run
+
+
+def _wall_clock(way: Way) -> Row:
+    way()
+    samples = []
+    for _ in range(3):
+        start = time.perf_counter()
+        way()
+        samples.append(1e3 * (time.perf_counter() - start))
+    return {"ms": statistics.median(samples), "fastest": min(samples), "slowest": max(samples), "rounds": 3}
+
+
+def rows_of(job: Row, found: dict[str, Row], reasons: dict[str, str]) -> list[Row]:
+    batch, heads, seq_len, head_dim = job["shape"]
+    work = timing.attention_flops(batch, heads, seq_len, head_dim, job["causal"]) * WORK_OF[job["pass"]]
+    rows = [job | {"name": name} | row | {"tflops": work / (row["ms"] * 1e9)} for name, row in found.items()]
+    return rows + [job | {"name": name, "unavailable": reason} for name, reason in reasons.items()]
+
+
+def measure(job: Row, without: Sequence[str] = ()) -> list[Row]:
+    """The rows of one job. Its inputs are its own, and gone afterwards. without: implementations to leave out."""
+    if job["part"] == "tune":
+        return tune(job["kernel"], job["head_dim"], job["causal"])
+    if job["part"] == "gluon":
+        return measure_gluon(job)
+    if job["part"] == "options":
+        return measure_options(job)
+    torch.manual_seed(job["shape"][2])
+    dtype = DTYPES[job.get("dtype", "bf16")]
+    with_grad = job["pass"] != "forward"
+    q, k, v, grad_o = make(job["shape"], dtype, with_grad)
+    names: list[str] = [OURS, "eager"]
+    if job["part"] == "shapes" and torch.cuda.is_available() and not runtime.INTERPRETED:
+        hopper = [BOXES] + ([GLUON] if GLUON not in without and trial("specialised") is None else [])
+        hopper = hopper if torch.cuda.get_device_capability(q.device) >= (9, 0) else []
+        names = [OURS, *([] if with_grad else hopper), *PEERS]
+    names = [name for name in names if name not in without]
+    ways = passes(job["pass"], forwards(q, k, v, job["causal"], names), (q, k, v), grad_o)
+    found, reasons = times_of(ways)
+    if job["pass"] == "both" and q.is_cuda:
+        for name in found:
+            found[name]["peak_bytes"] = timing.allocated(ways[name])
+    return rows_of(job, found, reasons)
+
+
+def measure_options(job: Row) -> list[Row]:
+    """A row for each of OPTIONS; without TFLOP/s, since they compute different numbers of scores."""
+    torch.manual_seed(0)
+    q, k, v, _ = make(job["shape"])
+    forward = triton_forward.flash_attention_forward
+    found, reasons = times_of({name: functools.partial(forward, q, k, v, **o) for name, o in OPTIONS.items()})
+    rows = [job | {"name": name} | row for name, row in found.items()]
+    return rows + [job | {"name": name, "unavailable": why} for name, why in reasons.items()]
+
+
+def measure_gluon(job: Row) -> list[Row]:
+    """The steps, and the last with other tiles and grids; beside cuDNN, and with their largest error."""
+    torch.manual_seed(0)
+    q, k, v, _ = make(job["shape"])
+    causal = job["causal"]
+    ways: dict[str, Way] = {
+        step: functools.partial(flash_attention_gluon, q, k, v, causal=causal, step=step)
+        for step in gluon_forward.KERNELS
+        if trial(step) is None
+    }
+    others: dict[str, dict[str, Any]] = {
+        "persistent": {"persistent": True},
+        "a program a block": {"persistent": False},
+    }
+    if q.shape[3] == 64:
+        for tile in (GluonTile(2, 128, 2), GluonTile(2, 128, 4), GluonTile(3, 128, 2), GluonTile(3, 64, 4)):
+            others[f"{tile.warpgroups} warpgroups, {tile.BLOCK_N} keys, {tile.STAGES} stages"] = {"tile": tile}
+    for name, options in others.items() if "specialised" in ways else ():
+        ways[f"specialised, {name}"] = functools.partial(flash_attention_gluon, q, k, v, causal=causal, **options)
+    ways |= {"cuDNN": peers.sdpa("CUDNN_ATTENTION", q, k, v, causal)}
+    found, reasons = times_of(ways)
+    reasons |= {step: str(trial(step)) for step in gluon_forward.KERNELS if trial(step) is not None}
+    if "cuDNN" in found:
+        want = ways["cuDNN"]().float()
+        for name in found.keys() - {"cuDNN"}:
+            found[name]["difference_to_cudnn"] = (ways[name]()[0].float() - want).abs().max().item()
+    return rows_of(job, found, reasons)
+
+
+# ---- tuning ----------------------------------------------------------------------------------------------------------
+def launcher(kernel: str, shape: Sequence[int], causal: bool) -> Callable[[tiles.Tile], Way]:
+    """What a launch of one kernel with a tile is, on new inputs; the backward kernels come in pairs."""
+    q, k, v, grad_o = make(shape)
+    if kernel == "forward":
+        return lambda tile: lambda: triton_forward.flash_attention_forward(q, k, v, causal=causal, tile=tile)
+    o, lse = triton_forward.flash_attention_forward(q, k, v, causal=causal)
+    recorded_tiles: dict[str, Any] = {"dkdv": None, "dq": None}
+
+    def way(tile: tiles.Tile) -> Way:
+        both = triton_backward.Tiles(**recorded_tiles | {kernel: tile})
+        return lambda: triton_backward.flash_attention_backward(grad_o, q, k, v, o, lse, causal=causal, tiles=both)
+
+    return way
+
+
+def tune(kernel: str, head_dim: int, causal: bool, length: int = 4096) -> list[Row]:
+    """A row for each tile of the search space. Those of the backward hold delta and the other kernel, for all alike."""
+    way = launcher(kernel, (16384 // length, 2048 // head_dim, length, head_dim), causal)
+    found, reasons = times_of({json.dumps(list(tile)): way(tile) for tile in tiles.SEARCH[kernel]}, rounds=5)
+    job: Row = {"part": "tune", "kernel": kernel, "head_dim": head_dim, "causal": causal}
+    rows = [job | {"tile": json.loads(name)} | row for name, row in found.items()]
+    return rows + [job | {"tile": json.loads(name), "unavailable": why} for name, why in reasons.items()]
+
+
+def choices(rows: Sequence[Row]) -> dict[tuple[str, int], list[int]]:
+    """By kernel and head_dim: the tile with the best geometric mean, relative to the best, over causal and not."""
+    found: dict[tuple[str, int], dict[bool, dict[tuple[int, ...], float]]] = {}
+    for r in rows:
+        if r["part"] == "tune" and "ms" in r:
+            found.setdefault((r["kernel"], r["head_dim"]), {}).setdefault(r["causal"], {})[tuple(r["tile"])] = r["ms"]
+    best = {}
+    for key, by_mask in found.items():
+        everywhere = set.intersection(*(set(times) for times in by_mask.values()))
+        if everywhere:
+            cost = {
+                tile: sum(math.log(times[tile] / min(times.values())) for times in by_mask.values())
+                for tile in everywhere
+            }
+            best[key] = list(min((cost[tile], tile) for tile in cost)[1])
+    return best
+
+
+def write_choices(rows: Sequence[Row], target: str, path: Path | None = None) -> None:
+    """Put the best tiles where flashlab.attention.tiles reads them, for this class of chips."""
+    path = path or tiles.MEASURED
+    kept: dict[str, list[Any]] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    chip = tiles.chip_class((int(target[3:]) // 10, int(target[3:]) % 10))
+    for kernel in tiles.SEARCH:
+        new = {d: tile for (name, d), tile in choices(rows).items() if name == kernel}
+        if new:
+            old = {d: tile for d, tile in kept.get(f"{kernel} {chip}", [])}
+            kept[f"{kernel} {chip}"] = sorted(([d, tile] for d, tile in (old | new).items()), key=lambda row: row[0])
+    records.write_json(path, kept)
+    tiles._measured.cache_clear()
+
+
+# ---- compiling beforehand, on all cores ------------------------------------------------------------------------------
+def prepare(job: Row, tile: Sequence[int] | None = None) -> None:
+    """In a process of its own: compile what a job will launch, into the caches on disk. Same arguments, fewer rows."""
+    if job["part"] == "tune":
+        way = launcher(job["kernel"], (1, 2048 // job["head_dim"], 512, job["head_dim"]), job["causal"])
+        timing.able({"": way(tiles.Tile(*tile or ()))})
+        return
+    q, k, v, grad_o = make(job["shape"], grad=job["pass"] != "forward")
+    flex = {"flex": peers.flex(q, k, v, job["causal"])}
+    timing.able(passes(job["pass"], flex, (q, k, v), grad_o))
+
+
+def prepare_all(todo: Sequence[Row], until: float) -> None:
+    """Compile for all the jobs at once, as far as the time goes."""
+    tasks: list[tuple[Row, list[int] | None]] = []
+    for job in todo:
+        if job["part"] == "tune":
+            tasks += [(job, list(tile)) for tile in tiles.SEARCH[job["kernel"]]]
+        elif job["part"] == "shapes" and job["pass"] != "backward":  # which "both" compiles
+            tasks.append((job, None))
+    if not tasks:
+        return
+    workers = max(1, min(12, (os.cpu_count() or 2) - 2))
+    start = time.monotonic()
+    # What a worker does not compile, because it crashed with the compiler, say, is compiled later.
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        futures = [pool.submit(prepare, *task) for task in tasks]
+        try:
+            done = sum(
+                1 for f in as_completed(futures, timeout=max(1.0, until - time.monotonic())) if not f.exception()
+            )
+        except TimeoutError:
+            done = sum(f.done() for f in futures)
+            processes = [*(pool._processes or {}).values()]  # before the pool forgets them
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in processes:  # what is still being compiled would disturb the clocks
+                process.kill()
+    print(f"compiled {done} of {len(tasks)} beforehand in {time.monotonic() - start:.0f} s", flush=True)
+
+
+# ---- a run -----------------------------------------------------------------------------------------------------------
+def identity(row: Row) -> str:
+    """Which job a row is of."""
+    return json.dumps([row.get(name) for name in ("part", "kernel", "head_dim", "shape", "causal", "pass", "dtype")])
+
+
+def run(
+    todo: Sequence[Row], known: Sequence[Row] = (), *, minutes: float = 8.0, without: Sequence[str] = (),
+    keep: Callable[[dict[str, Any]], None] = lambda result: None,
+) -> dict[str, Any]:  # fmt: skip
+    """Measure the jobs that `known` rows are not of, until the time is up; keep(result) is called around each.
+
+    A job is kept as one during which the process ended, until it has ended: so the next run goes on behind it.
+    Raises RuntimeError where a kernel has left the GPU in a state in which nothing runs: a new process is needed.
+    """
+    start = time.monotonic()
+    done = {identity(row) for row in known}
+    left = [job for job in todo if identity(job) not in done]
+    rows = [*known]
+
+    def result(machine: dict[str, Any], waiting: int, rows: Sequence[Row]) -> dict[str, Any]:
+        return {"bench": "industrial", "machine": machine, "dtype": "bfloat16", "left": waiting, "rows": [*rows]}
+
+    if runtime.INTERPRETED or not torch.cuda.is_available():
+        for job in left:
+            rows += measure(job, without)
+        return result(records.machine(), 0, rows)
+    prepare_all(left, start + 60 * minutes * 0.5)
+    with timing.measured() as machine:
+        for i, job in enumerate(left):
+            if time.monotonic() - start > 60 * minutes:
+                print(f"the time is up: {len(left) - i} measurements are left; run it again to go on", flush=True)
+                break
+            attempt = job | {"name": "all", "unavailable": "the process ended while this was measured"}
+            keep(result(machine, len(left) - i, [*rows, attempt]))
+            try:
+                found = measure(job, without)
+            except Exception as error:  # one that fails does not cost the others
+                found = [attempt | {"unavailable": f"{type(error).__name__}: {error}"[:300]}]
+            try:
+                torch.cuda.synchronize()
+            except RuntimeError as error:
+                raise RuntimeError(
+                    f"after {identity(job)} nothing runs on this GPU in this process ({str(error).splitlines()[0]}); "
+                    "run it again to go on behind it, perhaps with --without and the name of what fails"
+                ) from error
+            rows += found
+            torch.cuda.empty_cache()
+            keep(result(machine, len(left) - i - 1, rows))
+            fast = min((r for r in found if "ms" in r), key=lambda r: r["ms"], default=None)
+            said = f"{fast.get('name', fast.get('tile'))}, {1e3 * fast['ms']:.1f} us" if fast else "none runs"
+            print(f"{i + 1}/{len(left)}  {identity(job)}: fastest {said}", flush=True)
+    done = {identity(row) for row in rows}
+    return result(machine, sum(identity(job) not in done for job in todo), rows)
+
+
+def recorded() -> list[dict[str, Any]]:
+    """Every recorded run there is, in the order of their file names; [] where none is."""
+    return records.recorded("industrial")
+
+
+def ratios(data: dict[str, Any], name: str, peer: str, which: str) -> dict[tuple[int, int, bool], float]:
+    """By (head_dim, seq_len, causal): how many times as fast as the peer it is in a pass of the part "shapes"."""
+    times: dict[str, dict[tuple[int, int, bool], float]] = {}
+    for r in data["rows"]:
+        if r["part"] == "shapes" and r["pass"] == which and "ms" in r:
+            times.setdefault(r["name"], {})[r["shape"][3], r["shape"][2], r["causal"]] = r["ms"]
+    theirs = times.get(peer, {})
+    return {key: theirs[key] / ms for key, ms in times.get(name, {}).items() if key in theirs}
+
+
+def table(data: dict[str, Any]) -> Table:
+    """TFLOP/s of each implementation at each shape, for the part "shapes"."""
+    names: list[str] = []
+    lines: dict[tuple[str, int, bool, int], dict[str, str]] = {}
+    for r in data["rows"]:
+        if r["part"] == "shapes":
+            key = (r["pass"], r["shape"][3], r["causal"], r["shape"][2])
+            names += [] if r["name"] in names else [r["name"]]
+            lines.setdefault(key, {})[r["name"]] = f"{r['tflops']:.3g}" if "ms" in r else ""
+    rows = [[key[0], key[1], "causal" if key[2] else "whole", key[3], *(lines[key].get(n, "") for n in names)]
+            for key in sorted(lines, key=lambda k: (PASSES.index(k[0]), *k[1:]))]  # fmt: skip
+    return Table.of(rows, ["pass", "D", "mask", "N", *names], align="lrlr" + "r" * len(names), caption="TFLOP/s")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = records.parser(__doc__, "industrial")
+    parser.add_argument(
+        "--only", nargs="+", default=PARTS, choices=PARTS, help="what to measure; everything by default"
+    )
+    parser.add_argument("--minutes", type=float, default=8.0, help="stop after about so many; run again to go on")
+    parser.add_argument("--without", nargs="+", default=(), metavar="NAME", help="implementations to leave out")
+    parser.add_argument("--anew", action="store_true", help="measure again what the record already has")
+    parser.add_argument("--retry", action="store_true", help="measure again where all failed, or the process ended")
+    given = parser.parse_args(arguments)
+    if given.quick:
+        records.keep("industrial", run(quick_jobs(), minutes=given.minutes), table, given)
+        return
+    if runtime.INTERPRETED or not torch.cuda.is_available():
+        raise NoGpu("phases 4 and 5 are measured on a GPU, with Triton compiled, and this process has none: --quick")
+    path = given.out or records.default_path("industrial", runtime.limits().name)
+    todo = jobs(given.only)
+    again = {identity(job) for job in todo} if given.anew else set()
+    known = [
+        row
+        for row in (_same_stack(path) if path.exists() else [])
+        if identity(row) not in again and not (given.retry and row.get("name") == "all")
+    ]
+    end = time.monotonic() + 60 * given.minutes
+    result: dict[str, Any] = {}
+    # The tiles first: what comes after them is measured with them.
+    for part in (["tune"], [part for part in PARTS if part != "tune"]):
+        now = [job for job in todo if job["part"] in part]
+        if now and (not result or not result["left"]):
+            result = run(
+                now, known, minutes=(end - time.monotonic()) / 60, without=given.without,
+                keep=lambda found: records.write_json(path, found),
+            )  # fmt: skip
+            known = result["rows"]
+            if part == ["tune"]:
+                write_choices(known, result["machine"]["target"])
+    records.keep("industrial", result, table, argparse.Namespace(out=path, quick=False))
+
+
+def _same_stack(path: Path) -> list[Row]:
+    """The rows of an unfinished record, if they were measured with this torch and Triton; else none."""
+    data = json.loads(path.read_text(encoding="utf-8"))
+    same = (data["machine"]["torch"], data["machine"]["triton"]) == (torch.__version__, triton.__version__)
+    if not same:
+        print(f"{path} was measured with another torch or Triton: everything is measured anew", file=sys.stderr)
+    return data["rows"] if same else []
+
+
+if __name__ == "__main__":
+    records.entry(main)

@@ -1,0 +1,190 @@
+"""The bench of phases 4 and 5, as far as no GPU is needed: its jobs, how a run ends and goes on, recorded tiles."""
+
+import contextlib
+import json
+
+import pytest
+import torch
+
+from flashlab.attention import reference, tiles
+from flashlab.bench import industrial, peers, published, records
+from flashlab.bench.industrial import GLUON, OURS, PASSES
+
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+
+
+def test_the_jobs():
+    found = industrial.jobs()
+    assert len({industrial.identity(job) for job in found}) == len(found)
+    measured = {(tuple(j["shape"]), j["causal"], j["pass"]) for j in found if j["part"] == "shapes"}
+    assert len(measured) == 6 * 3 * 2 * 3
+    assert all(b * n == 16384 and h * d == 2048 for (b, h, n, d), _, _ in measured)
+    assert {d for (_, _, _, d), _, _ in measured} == {64, 128, 256}
+    rows = {(j["shape"][2], j["shape"][3], j["dtype"], j["pass"]) for j in found if j["part"] == "published"}
+    theirs = {(r["seq_len"], r["d_model"], r["precision"]) for r in published.load("triton_vs_torch")}
+    assert rows == {(*key, name) for key in theirs for name in PASSES}
+    assert {(j["kernel"], j["head_dim"]) for j in found if j["part"] == "tune"} == {
+        (kernel, d) for kernel in tiles.SEARCH for d in (64, 128, 256)
+    }
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_each_pass_computes_what_it_says(causal):
+    torch.manual_seed(0)
+    q, k, v, grad_o = industrial.make((1, 2, 40, 16), torch.float32, grad=True)
+    forward = industrial.forwards(q, k, v, causal, [OURS, "eager"])
+    want = reference.attention(q.double(), k.double(), v.double(), causal=causal)[0]
+    grads = torch.autograd.grad(want, (q, k, v), grad_o.double())
+    for name in forward:
+        torch.testing.assert_close(forward[name]().double(), want, atol=1e-5, rtol=0)
+        for which in ("backward", "both"):
+            ways = industrial.passes(which, forward, (q, k, v), grad_o)
+            for _ in range(2):
+                for got, right in zip(ways[name](), grads, strict=True):
+                    torch.testing.assert_close(got, right, atol=1e-4, rtol=0)
+
+
+def test_flex_is_the_same_attention(monkeypatch):
+    monkeypatch.setattr(peers, "_compiled_flex", lambda: torch.nn.attention.flex_attention.flex_attention)
+    q, k, v, _ = industrial.make((1, 2, 20, 16), torch.float32)
+    for causal in (False, True):
+        want, _ = reference.attention(q, k, v, causal=causal)
+        torch.testing.assert_close(peers.flex(q, k, v, causal)().double(), want, atol=1e-5, rtol=0)
+
+
+@pytest.mark.slow
+def test_a_quick_run_of_the_interpreter(tmp_path, capsys):
+    out = tmp_path / "x.json"
+    industrial.main(["--quick", "--out", str(out)])
+    data = json.loads(out.read_text())
+    assert {row["part"] for row in data["rows"]} >= {"shapes", "published"} and not data["left"]
+    assert all(row["ms"] > 0 for row in data["rows"] if "unavailable" not in row)
+    assert "TFLOP/s" in capsys.readouterr().out
+    assert (data["machine"]["gpu"] is None) == (not torch.cuda.is_available())
+
+
+def test_a_gluon_kernel_is_tried_in_a_process_of_its_own_first(monkeypatch):
+    industrial.trial.cache_clear()
+    monkeypatch.setattr(industrial.gluon_forward, "why_not", lambda device: None)
+    assert industrial.trial("one_tile", 0.01) == "the trial of one_tile had not ended after 0 s"
+    monkeypatch.setattr(industrial, "_TRIAL", "import flashlab.attention.gluon_forward, sys\nassert False, sys.argv[1]")
+    assert industrial.trial("pipelined") == "the trial of pipelined failed: ['AssertionError: pipelined']"
+    monkeypatch.setattr(industrial, "_TRIAL", "print('right')")
+    assert industrial.trial("specialised") is None
+    industrial.trial.cache_clear()
+
+
+# ---- a run on a GPU, with the GPU left out -------------------------------------------------------------------------
+@pytest.fixture
+def pretended(monkeypatch):
+    """Jobs are measured at once; `broken` names those after which the GPU does not answer."""
+    machine = records.machine() | {"gpu": "NVIDIA Pretended", "target": "sm_90"}
+    state = {"measured": [], "broken": set(), "seconds": 0.0}
+    monkeypatch.setattr(industrial.runtime, "INTERPRETED", False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(industrial, "prepare_all", lambda todo, until: None)
+    monkeypatch.setattr(industrial.timing, "measured", lambda: contextlib.nullcontext(dict(machine)))
+    monkeypatch.setattr(industrial.time, "monotonic", lambda: state["seconds"])
+
+    def measure(job, without=()):
+        state["measured"].append(industrial.identity(job))
+        state["seconds"] += 10
+        if job.get("fails"):
+            raise ValueError("it fails")
+        return [job | {"name": OURS, "ms": 1.0, "tflops": 1.0}]
+
+    def synchronize():
+        if state["measured"][-1] in state["broken"]:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(industrial, "measure", measure)
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    return state
+
+
+def test_a_run_ends_in_time_and_the_next_goes_on(pretended):
+    todo = industrial.jobs(["gluon"])
+    kept = []
+    first = industrial.run(todo, minutes=0.5, keep=lambda result: kept.append(json.loads(json.dumps(result))))
+    assert len(first["rows"]) == 4 and first["left"] == 2 and first["machine"]["gpu"] == "NVIDIA Pretended"
+    assert kept[-1] == first
+    second = industrial.run(todo, first["rows"], minutes=0.5)
+    assert len(second["rows"]) == 6 and second["left"] == 0
+    assert len(pretended["measured"]) == len(set(pretended["measured"])) == 6
+
+
+def test_one_that_fails_does_not_cost_the_others(pretended):
+    todo = industrial.jobs(["gluon"])
+    todo[1]["fails"] = True
+    result = industrial.run(todo)
+    assert [row.get("unavailable") for row in result["rows"]] == [None, "ValueError: it fails", None, None, None, None]
+
+
+def test_behind_a_broken_gpu_the_next_process_goes_on(pretended):
+    todo = industrial.jobs(["gluon"])
+    pretended["broken"] = {industrial.identity(todo[2])}
+    kept = []
+    with pytest.raises(RuntimeError, match="run it again to go on behind it"):
+        industrial.run(todo, keep=kept.append)
+    known = kept[-1]["rows"]
+    assert len(known) == 3 and "the process ended" in known[2]["unavailable"]
+    assert len(industrial.run(todo, known)["rows"]) == 6
+
+
+def test_main_goes_on_in_the_record_and_measures_again_on_request(pretended, tmp_path, monkeypatch):
+    out = tmp_path / "x.json"
+    industrial.main(["--only", "gluon", "--minutes", "0.5", "--out", str(out)])
+    assert json.loads(out.read_text())["left"] == 2
+    industrial.main(["--only", "gluon", "--out", str(out)])
+    assert len(json.loads(out.read_text())["rows"]) == 6 and len(pretended["measured"]) == 6
+    industrial.main(["--only", "gluon", "--out", str(out), "--anew"])
+    assert len(json.loads(out.read_text())["rows"]) == 6 and len(pretended["measured"]) == 12
+    monkeypatch.setattr(torch, "__version__", "9.9")
+    industrial.main(["--only", "gluon", "--out", str(out)])
+    assert len(pretended["measured"]) == 18, "figures of two versions are not mixed"
+
+
+# ---- the tiles -----------------------------------------------------------------------------------------------------
+def tuned(kernel, head_dim, causal, **times):
+    job = {"part": "tune", "kernel": kernel, "head_dim": head_dim, "causal": causal}
+    return [job | {"tile": [64, int(name[1:]), 4, 2], "ms": ms} for name, ms in times.items()]
+
+
+def test_the_best_tile_is_best_over_both_masks_and_is_read_from_then_on(tmp_path, monkeypatch):
+    rows = tuned("forward", 64, False, n32=1.0, n64=1.1, n128=9.0)
+    rows += tuned("forward", 64, True, n32=2.0, n64=1.0) + tuned("forward", 256, False, n64=1.0)
+    rows += [rows[0] | {"tile": [1, 1, 1, 1]}, {"part": "tune", "kernel": "dq", "unavailable": "too large"}]
+    rows[-2].pop("ms")
+    assert industrial.choices(rows) == {("forward", 64): [64, 64, 4, 2], ("forward", 256): [64, 64, 4, 2]}
+
+    path = tmp_path / "tiles.json"
+    industrial.write_choices(rows, "sm_90", path)
+    industrial.write_choices(tuned("forward", 256, False, n32=1.0), "sm_90", path)
+    assert json.loads(path.read_text()) == {"forward hopper": [[64, [64, 64, 4, 2]], [256, [64, 32, 4, 2]]]}
+    monkeypatch.setattr(tiles, "MEASURED", path)
+    tiles._measured.cache_clear()
+    found = tiles.recorded("forward", "hopper", torch.bfloat16)
+    assert [(c.head_dim, c.source) for c in found] == [(64, "measured"), (128, "compiled"), (256, "measured")]
+    assert found[0].tile == (64, 64, 4, 2)
+    assert all(c.source == "compiled" for c in tiles.recorded("forward", "ampere", torch.bfloat16))
+    assert all(c.source == "compiled" for c in tiles.recorded("forward", "hopper", torch.float32))
+    tiles._measured.cache_clear()
+
+
+def test_the_table_and_the_ratios():
+    job = {"part": "shapes", "shape": [4, 16, 4096, 128], "causal": True, "pass": "forward"}
+    rows = [job | {"name": OURS, "ms": 1.0, "tflops": 412.3}, job | {"name": "cuDNN", "ms": 2.0, "tflops": 206.0},
+            job | {"name": GLUON, "unavailable": "no"}, {"part": "tune"}]  # fmt: skip
+    data = {"rows": rows}
+    assert industrial.ratios(data, OURS, "cuDNN", "forward") == {(128, 4096, True): 2.0}
+    text = repr(industrial.table(data))
+    assert "412" in text and "206" in text and "causal" in text
+
+
+@gpu
+def test_a_quick_run_on_this_gpu(tmp_path):
+    out = tmp_path / "x.json"
+    industrial.main(["--quick", "--out", str(out)])
+    rows = json.loads(out.read_text())["rows"]
+    assert {row["name"] for row in rows if "ms" in row} >= {OURS, "eager", "FlashAttention-2"}

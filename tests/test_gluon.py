@@ -1,0 +1,236 @@
+"""Phase 4's Gluon kernels: their logic on a CPU, what the compiler makes of them, and on Hopper their results."""
+
+import contextlib
+import re
+
+import gluon_stand_in
+import pytest
+import torch
+from gluon_stand_in import on_cpu
+
+from flashlab import runtime
+from flashlab.attention import gluon_forward
+from flashlab.attention.gluon_forward import TILES, GluonTile, boxes, compile_arguments, flash_attention_gluon
+from flashlab.bench import industrial
+from flashlab.check import verify
+from flashlab.check.training import wanted, worst
+from flashlab.triton_tools.compile_report import compile_reports
+
+STEPS = list(gluon_forward.KERNELS)
+hopper = pytest.mark.skipif(
+    gluon_forward.why_not(runtime.device()) is not None, reason="Gluon's kernels run on Hopper, compiled"
+)
+
+
+def make(batch, heads, kv_heads, seq_q, seq_k, head_dim, dtype=torch.bfloat16, layout="bhnd", device="cpu"):
+    generator = torch.Generator().manual_seed(seq_q + seq_k)
+    drawn = []
+    for count, rows, mean in ((heads, seq_q, 0), (kv_heads, seq_k, 0), (kv_heads, seq_k, 0.5)):
+        x = (torch.randn(batch, count, rows, head_dim, generator=generator) + mean).to(device, dtype)
+        drawn.append(x if layout == "bhnd" else x.transpose(1, 2).contiguous().transpose(1, 2))
+    return tuple(drawn)
+
+
+def expect(run, q, k, v, **options):
+    o, lse = run(q, k, v, **options)
+    assert o.dtype == q.dtype and o.shape == q.shape and lse.dtype == torch.float32 and lse.shape == q.shape[:3]
+    asked = {name: options[name] for name in ("causal", "scale") if name in options}
+    name, error = worst(wanted(q, k, v, **asked), o=o, lse=lse)
+    assert error <= 1, f"{name} is off by {error:.3g} times its bound"
+
+
+# Lengths of one tile, of several, and beside them; more queries than keys: rows and whole blocks that see no key.
+LENGTHS = [(1, 1), (64, 64), (70, 33), (128, 128), (129, 257), (33, 300), (300, 33), (200, 520)]
+
+
+# ---- the logic, without a GPU --------------------------------------------------------------------------------------
+@contextlib.contextmanager
+def stood_in(old="", new=""):
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the parts of a program are threads themselves
+    try:
+        with on_cpu(gluon_forward, old, new) as copy:
+            copy.why_not = lambda device: None
+            copy.multiprocessors = lambda device: 3
+            yield copy
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def cpu():
+    with stood_in() as copy:
+        yield copy
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_the_logic_on_the_checkers_cases(cpu, step):
+    def forward(q, k, v, *, causal, scale):
+        return cpu.flash_attention_gluon(q, k, v, causal=causal, scale=scale, step=step)
+
+    sixteen = (torch.float16, torch.bfloat16)
+    verify(forward, causal=True, gqa=True, dtypes=sixteen, head_dims=(64, 128, 256, 40), max_seq=600)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["whole", "causal"])
+@pytest.mark.parametrize("step", STEPS)
+def test_the_logic_at_many_lengths(cpu, step, causal):
+    for seq_q, seq_k in LENGTHS:
+        for tile in (cpu.GluonTile(2, 32, 2), cpu.GluonTile(3 if step == "specialised" else 1, 64, 3)):
+            q, k, v = make(1, 2, 1, seq_q, seq_k, 40, layout="bnhd" if seq_q % 2 else "bhnd")
+            expect(cpu.flash_attention_gluon, q, k, v, causal=causal, step=step, tile=tile)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["whole", "causal"])
+def test_the_logic_of_programs_that_take_one_block_after_the_other(cpu, causal):
+    for stages in (1, 2, 3, 4):
+        q, k, v = make(1, 3, 1, 300, 290, 64)
+        tile = cpu.GluonTile(2, 32, stages)
+        for persistent in (True, False):
+            expect(cpu.flash_attention_gluon, q, k, v, causal=causal, tile=tile, persistent=persistent, scale=-0.2)
+
+
+# What a kernel like this can get wrong, as a change of its text.
+MISTAKES = {
+    "K is loaded into a place that is being read": ("mbarrier.wait(k_free.index(slot), at // STAGES & 1 ^ 1)", "pass"),
+    "V is loaded into a place that is being read": ("mbarrier.wait(v_free.index(slot), at // STAGES & 1 ^ 1)", "pass"),
+    "Q is loaded while o is in its place": ("mbarrier.wait(q_free.index(number), turn & 1 ^ 1)", "pass"),
+    "Q is used before it is there": ("mbarrier.wait(ready[0].index(NUMBER), turn & 1)", "pass"),
+    "V is used before it is there": ("mbarrier.wait(ready[2].index(before), (at - 1) // STAGES & 1)", "pass"),
+    "a place is free before all warpgroups have read it": ("barriers(STAGES, GROUPS), barriers(STAGES, GROUPS))",
+                                                           "barriers(STAGES, 1), barriers(STAGES, 1))"),
+    "the count of tiles starts anew with each block": (
+        "        done += tiles\n        turn += 1\n\n\n@gluon.jit\ndef barriers",
+        "        turn += 1\n\n\n@gluon.jit\ndef barriers",
+    ),
+    "the wait for the scores covers nothing": ("warpgroup_mma_wait(1, deps=(scores,))\n    give_back",
+                                               "warpgroup_mma_wait(2, deps=(scores,))\n    give_back"),
+    "the last tile of keys is not masked": ("columns[None, :] < N", "columns[None, :] >= 0"),
+    "one tile too few is masked": ("tiles - whole // BLOCK_N, 0)", "tiles - whole // BLOCK_N - 1, 0)"),
+    "rows without a score": ("gl.where(m_new == float(\"-inf\"), 0.0, m_new)", "m_new"),
+    "o is sent before it is waited for": ("    tma.store_wait(0)\n", ""),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_the_stand_in_finds(mistake, monkeypatch):
+    monkeypatch.setattr(gluon_stand_in, "PATIENCE", 1.0)
+    with pytest.raises((AssertionError, TimeoutError)), stood_in(*MISTAKES[mistake]) as cpu:
+        for seq_q, seq_k, causal in ((300, 290, True), (300, 290, False), (290, 130, True)):
+            q, k, v = make(1, 3, 1, seq_q, seq_k, 64)
+            expect(cpu.flash_attention_gluon, q, k, v, causal=causal, tile=cpu.GluonTile(2, 32, 2), persistent=True)
+
+
+# ---- refusals ------------------------------------------------------------------------------------------------------
+def test_bad_inputs_are_refused_with_a_sentence(cpu):
+    q, k, v = make(1, 1, 1, 10, 10, 36)
+    with pytest.raises(ValueError, match="a head_dim that is a multiple of 8"):
+        cpu.flash_attention_gluon(q, k, v)
+    q, k, v = make(1, 1, 1, 10, 10, 264)
+    with pytest.raises(ValueError, match="head_dim is 264"):
+        cpu.flash_attention_gluon(q, k, v)
+    q, k, v = make(1, 1, 1, 10, 10, 64)
+    with pytest.raises(ValueError, match="step is 'fast'"):
+        cpu.flash_attention_gluon(q, k, v, step="fast")
+    with pytest.raises(ValueError, match="4 warpgroups"):
+        cpu.flash_attention_gluon(q, k, v, tile=cpu.GluonTile(4, 64, 2))
+    with pytest.raises(ValueError, match="last stride of 1"):
+        cpu.flash_attention_gluon(q.mT.contiguous().mT, k, v)
+    with pytest.raises(ValueError, match=r"k\.contiguous\(\)"):
+        boxes("k", k.expand(1, 2, 10, 64), 64, 64)
+    with pytest.raises(TypeError, match="float32"):
+        cpu.flash_attention_gluon(q.float(), k.float(), v.float())
+
+
+def test_empty_inputs(cpu):
+    q, k, v = make(1, 1, 1, 10, 0, 64)
+    o, lse = cpu.flash_attention_gluon(q, k, v)
+    assert (o == 0).all() and (lse == float("-inf")).all() and o.shape == q.shape
+    q, k, v = make(0, 1, 1, 10, 10, 64)
+    assert cpu.flash_attention_gluon(q, k, v)[0].shape == q.shape
+
+
+@pytest.mark.skipif(gluon_forward.why_not(runtime.device()) is None, reason="this is a Hopper GPU")
+def test_elsewhere_it_says_what_is_missing():
+    with pytest.raises(RuntimeError, match="compute capability 9.0"):
+        flash_attention_gluon(*make(1, 1, 1, 10, 10, 64))
+
+
+# ---- the compiler --------------------------------------------------------------------------------------------------
+@pytest.mark.slow
+@pytest.mark.parametrize("step", STEPS)
+def test_compiled_for_hopper(step):
+    dtypes = (torch.bfloat16, torch.float16)
+    asked = [(d, dtype, causal) for d in TILES for dtype in dtypes[: 2 if d == 64 else 1] for causal in (False, True)]
+    arguments = [compile_arguments(step, dtype, d, causal=causal) for d, dtype, causal in asked]
+    for report in compile_reports(gluon_forward.KERNELS[step], arguments, targets=["sm_90"]):
+        assert report.ok, report.error
+        assert report.fits and report.spill_bytes == 0, report
+        assert {"wgmma.mma_async", "cp.async.bulk.tensor.4d", "mbarrier.try_wait"} <= set(
+            re.findall(r"wgmma\.mma_async|cp\.async\.bulk\.tensor\.4d|mbarrier\.try_wait", report.ptx)
+        )
+        assert report.instructions["HGMMA"] and report.instructions["UTMALDG"]
+        assert ("setmaxnreg" in report.ptx) == (step == "specialised")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", STEPS[1:])
+def test_exponentials_stand_between_the_two_waits(step):
+    """Where ptxas moves the softmax behind the wait for P V, the two are computed one after the other."""
+    arguments = compile_arguments(step, torch.bfloat16, 128)
+    (report,) = compile_reports(gluon_forward.KERNELS[step], [arguments], targets=["sm_90"])
+    between = re.findall(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x1(.*?)WARPGROUP\.DEPBAR\.LE gsb0, 0x0", report.sass, re.DOTALL)
+    assert between and all(part.count("MUFU.EX2") >= 60 for part in between)
+
+
+# ---- on Hopper -----------------------------------------------------------------------------------------------------
+@pytest.fixture
+def tried(request):
+    """A kernel that waits for ever would take all the tests with it: each is first tried in a process of its own."""
+    step = request.node.callspec.params.get("step", "specialised")
+    reason = industrial.trial(step)
+    assert reason is None, reason
+
+
+@hopper
+@pytest.mark.usefixtures("tried")
+@pytest.mark.parametrize("step", STEPS)
+def test_the_checkers_cases(step):
+    def forward(q, k, v, *, causal, scale):
+        return flash_attention_gluon(q, k, v, causal=causal, scale=scale, step=step)
+
+    verify(forward, causal=True, gqa=True, dtypes=(torch.float16, torch.bfloat16), head_dims=(64, 128, 256, 40))
+
+
+@hopper
+@pytest.mark.usefixtures("tried")
+@pytest.mark.parametrize("causal", [False, True], ids=["whole", "causal"])
+@pytest.mark.parametrize("head_dim", [40, 64, 128, 256])
+@pytest.mark.parametrize("step", STEPS)
+def test_many_lengths(step, head_dim, causal):
+    for seq_q, seq_k in [*LENGTHS, (1023, 1024), (1024, 1023), (640, 128), (3, 799), (2048, 2048)]:
+        for layout in ("bhnd", "bnhd"):
+            q, k, v = make(2, 4, 2, seq_q, seq_k, head_dim, layout=layout, device=runtime.device())
+            expect(flash_attention_gluon, q, k, v, causal=causal, step=step)
+
+
+@hopper
+@pytest.mark.usefixtures("tried")
+@pytest.mark.parametrize("tile", [GluonTile(2, 64, 4), GluonTile(3, 128, 2), GluonTile(3, 64, 3)])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_other_tiles(tile, persistent):
+    q, k, v = make(2, 32, 8, 1111, 1333, 64, device=runtime.device())
+    for causal in (False, True):
+        expect(flash_attention_gluon, q, k, v, causal=causal, tile=tile, persistent=persistent)
+
+
+@hopper
+@pytest.mark.usefixtures("tried")
+@pytest.mark.parametrize("step", STEPS)
+def test_the_same_bits_each_time(step):
+    q, k, v = make(2, 16, 16, 1000, 1000, 128, device=runtime.device())
+    first = flash_attention_gluon(q, k, v, causal=True, step=step)
+    for _ in range(50):
+        again = flash_attention_gluon(q, k, v, causal=True, step=step)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
