@@ -25,6 +25,10 @@ LN2 = math.log(2)
 _MINUS_INFINITY = (
     "NaN came out of exp(-inf - (-inf)): where the maximum itself is -inf there is nothing to add, so use 0"
 )
+_NO_KEY = (
+    "a row that sees no key gives NaN: by -inf - (-inf), where the maximum itself is -inf, or by 0 / 0, where the sum "
+    "is 0"
+)
 
 
 def _t(*values: Any, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -198,7 +202,7 @@ def _(softmax: Callable[..., torch.Tensor], shifted_exp: Callable[..., torch.Ten
     case = "masked scores and a masked row"
     x = _t([-INF, 1.0, 2.0], [-INF, -INF, -INF])
     got = _call(case, softmax, x, unchanged=[x])
-    expect(not _has_nan(got), _MINUS_INFINITY, diagnosis="minus-infinity", case=case)
+    expect(not _has_nan(got), _NO_KEY, diagnosis="minus-infinity", case=case)
     uniform = torch.where(torch.isneginf(x).all(-1, keepdim=True), 1 / 3, softmax_safe(x))
     mistakes = {
         "finite-sentinel": (
@@ -559,7 +563,7 @@ def _(merge_results: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Any:
         if _has_nan(o, lse) or not _finite_where(o, want_o):
             empty = torch.isneginf(want_lse).any()
             overflow = "the weights overflowed or underflowed: subtract the larger lse before exp"
-            slug, sentence = ("minus-infinity", _MINUS_INFINITY) if empty else ("no-max-subtraction", overflow)
+            slug, sentence = ("minus-infinity", _NO_KEY) if empty else ("no-max-subtraction", overflow)
             raise CheckFailed(sentence, diagnosis=slug, case=case)
         expect(
             want_lse.isneginf().all() or not torch.as_tensor(lse).isneginf().all(),
@@ -827,7 +831,7 @@ def _(lazy_attention: Callable[..., tuple[torch.Tensor, torch.Tensor, int]]) -> 
     for name, inputs, (o, lse, count) in answers:
         want_o, want_lse, want_count = _lazy(*inputs)
         if torch.isneginf(inputs[0]).any():
-            expect(not _has_nan(o, lse), _MINUS_INFINITY, diagnosis="minus-infinity", case=name)
+            expect(not _has_nan(o, lse), _NO_KEY, diagnosis="minus-infinity", case=name)
         if count != want_count and fits:
             raise CheckFailed(counted[fits[0]], diagnosis=fits[0], case=name)
         finite = not _has_nan(o, lse) and _finite_where(o, want_o)
