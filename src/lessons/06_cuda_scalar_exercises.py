@@ -115,7 +115,7 @@ __global__ void fractions(const float* x, float* y) {      // x and y [blocks][1
         if (threadIdx.x < half) {
             part_smem[threadIdx.x] += part_smem[threadIdx.x + half];
         }
-        __syncthreads();                                   // this round is written; outside of the if: all 128 get here
+        __syncthreads();                         // this round is written; outside of the if: all 128 get here
     }
     y[blockIdx.x * 128 + threadIdx.x] = value / part_smem[0];
 }
@@ -146,7 +146,8 @@ check("6.2", block_sum)
 transpose = r"""
 #include "simt.h"
 
-__global__ void transpose(const float* x, float* y, int rows, int cols) {       // block (bx, by): rows 32 by.., columns 32 bx..
+// Block (bx, by): rows 32 by to 32 by + 31, columns 32 bx to 32 bx + 31.
+__global__ void transpose(const float* x, float* y, int rows, int cols) {
     __shared__ float tile_smem[32][32];
     // YOUR CODE HERE
 }
@@ -161,7 +162,8 @@ extern "C" int run(const float* x, float* y, int rows, int cols, void* stream) {
 transpose = r"""
 #include "simt.h"
 
-__global__ void transpose(const float* x, float* y, int rows, int cols) {       // block (bx, by): rows 32 by.., columns 32 bx..
+// Block (bx, by): rows 32 by to 32 by + 31, columns 32 bx to 32 bx + 31.
+__global__ void transpose(const float* x, float* y, int rows, int cols) {
     __shared__ float tile_smem[32][33];                    // one word of padding: a column lies in 32 banks
     const int row = 32 * blockIdx.y, col = 32 * blockIdx.x, lane = threadIdx.x;
     for (int i = threadIdx.y; i < 32; i += 8)
@@ -198,7 +200,7 @@ check("6.3", transpose)
 row_lse = r"""
 #include "simt.h"
 
-__global__ void row_lse(const float* x, float* lse, int n) {                    // x [rows][n]; a block is one warp, one row
+__global__ void row_lse(const float* x, float* lse, int n) {      // x [rows][n]; a block is one warp, one row
     const float* row = x + blockIdx.x * n;
     float m = -INFINITY, l = 0.f;                          // this lane's state
     // YOUR CODE HERE
@@ -214,7 +216,7 @@ extern "C" int run(const float* x, float* lse, int rows, int n, void* stream) {
 row_lse = r"""
 #include "simt.h"
 
-__global__ void row_lse(const float* x, float* lse, int n) {                    // x [rows][n]; a block is one warp, one row
+__global__ void row_lse(const float* x, float* lse, int n) {      // x [rows][n]; a block is one warp, one row
     const float* row = x + blockIdx.x * n;
     float m = -INFINITY, l = 0.f;                          // this lane's state
     for (int i = threadIdx.x; i < n; i += 32) {
@@ -257,8 +259,10 @@ check("6.4", row_lse)
 which_rows = r"""
     // A block is one tile of Q. Causal: the last rows see the most keys, so they start first.
     const int m_blocks = ceil_div(p.seq_q, BLOCK_M), head_index = blockIdx.x / m_blocks;
-    const int m_block = blockIdx.x % m_blocks, m_start = (p.causal ? m_blocks - 1 - m_block : m_block) * BLOCK_M;
-    const int batch = head_index / p.heads, head = head_index % p.heads, kv_head = head % p.kv_heads;
+    const int m_block = blockIdx.x % m_blocks;
+    const int m_start = (p.causal ? m_blocks - 1 - m_block : m_block) * BLOCK_M;
+    const int batch = head_index / p.heads, head = head_index % p.heads;
+    const int kv_head = head % p.kv_heads;
     const int diagonal = p.seq_k - p.seq_q;                // causal: row i sees the keys up to i + diagonal
     const float scale_log2 = p.scale * LOG2E;              // exp(x) is computed as exp2(x * log2(e))
     const float* q_gmem = rows_of(p.q, p.q_stride, batch, head, m_start);    // [BLOCK_M, HEAD_DIM]
@@ -270,12 +274,14 @@ which_rows = r"""
 """
 # END STARTER
 # BEGIN SOLUTION
-# Neighbouring heads of Q share a head of K and V: with 8 and 2, heads 0 to 3 have the first. The % gave them turns.
+# Neighbouring heads of Q share a head of K and V: with 8 and 2, heads 0 to 3 have the first. The % took turns.
 which_rows = r"""
     // A block is one tile of Q. Causal: the last rows see the most keys, so they start first.
     const int m_blocks = ceil_div(p.seq_q, BLOCK_M), head_index = blockIdx.x / m_blocks;
-    const int m_block = blockIdx.x % m_blocks, m_start = (p.causal ? m_blocks - 1 - m_block : m_block) * BLOCK_M;
-    const int batch = head_index / p.heads, head = head_index % p.heads, kv_head = head / (p.heads / p.kv_heads);
+    const int m_block = blockIdx.x % m_blocks;
+    const int m_start = (p.causal ? m_blocks - 1 - m_block : m_block) * BLOCK_M;
+    const int batch = head_index / p.heads, head = head_index % p.heads;
+    const int kv_head = head / (p.heads / p.kv_heads);
     const int diagonal = p.seq_k - p.seq_q;                // causal: row i sees the keys up to i + diagonal
     const float scale_log2 = p.scale * LOG2E;              // exp(x) is computed as exp2(x * log2(e))
     const float* q_gmem = rows_of(p.q, p.q_stride, batch, head, m_start);    // [BLOCK_M, HEAD_DIM]
@@ -323,8 +329,8 @@ for name in ("state", "load K and V"):
 # BEGIN STARTER
 inner_loop = r"""
         // 1. How many keys of this tile does this row see?
-        // 2. S_ij: BLOCK_N scores in a float s[BLOCK_N]; those that are not seen become -INFINITY. Their maximum.
-        // 3. The new maximum and the correction. A row that has seen no key has the maximum -INFINITY: no NaN, please.
+        // 2. S_ij: BLOCK_N scores in a float s[BLOCK_N]; unseen ones become -INFINITY. Their maximum.
+        // 3. The new maximum and the correction. A row that has seen no key has -INFINITY: no NaN, please.
         // 4. The probabilities, and their sum. Then m_i and l_i.
         // 5. acc = correction * acc + P_ij V_j.
         // YOUR CODE HERE
@@ -388,7 +394,7 @@ check("6.6", inner_loop)
 def causal_bytes_read(N, D, BLOCK_M, BLOCK_N):
     """Return (bytes read in FlashAttention-1's order, bytes read in FlashAttention-2's order)."""
     # BEGIN SOLUTION
-    visits = sum(N - n_start for n_start in range(0, N, BLOCK_N))  # rows that see a key of the tile, over all tiles
+    visits = sum(N - n_start for n_start in range(0, N, BLOCK_N))  # rows that see the tile, over all tiles
     fa1 = 2 * N * D + visits * (2 * D + 2) + 2 * N
     keys = sum(min(N, m_start + BLOCK_M) for m_start in range(0, N, BLOCK_M))
     fa2 = N * D + 2 * D * keys

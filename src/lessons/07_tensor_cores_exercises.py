@@ -172,7 +172,7 @@ __global__ void __launch_bounds__(32) statistics(const float* s_gmem, float* max
         m = fmaxf(m, __shfl_xor_sync(~0u, m, 0x10));
 # END STARTER
 # BEGIN SOLUTION
-        m = fmaxf(m, __shfl_xor_sync(~0u, m, 0b10));                    // 2: 0x10 would be lane ^ 16, four rows away
+        m = fmaxf(m, __shfl_xor_sync(~0u, m, 0b10));             // 2: 0x10 would be lane ^ 16, four rows away
 # END SOLUTION
         float l = expf(c[2 * h] - m) + expf(c[2 * h + 1] - m);
         l += __shfl_xor_sync(~0u, l, 0b01);
@@ -266,7 +266,7 @@ __global__ void __launch_bounds__(32) pv(const T* p_gmem, const T* v_gmem, float
     for (int i = lane; i < keys * D; i += 32) v_smem[i] = v_gmem[i];
 # END STARTER
 # BEGIN SOLUTION
-    for (int i = lane; i < 16 * D; i += 32) v_smem[i] = i < keys * D ? v_gmem[i] : T(0.f);     // 0 * NaN is NaN
+    for (int i = lane; i < 16 * D; i += 32) v_smem[i] = i < keys * D ? v_gmem[i] : T(0.f);   // 0 * NaN is NaN
 # END SOLUTION
     __syncwarp();                                                       // P and V are here
     uint32_t a[4];
@@ -277,7 +277,7 @@ __global__ void __launch_bounds__(32) pv(const T* p_gmem, const T* v_gmem, float
         ldmatrix_x2(b, smem_u32(v_smem + lane % 16 * D + n * 8));
 # END STARTER
 # BEGIN SOLUTION
-        ldmatrix_x2_trans(b, smem_u32(v_smem + lane % 16 * D + n * 8)); // a register wants two keys of one column
+        ldmatrix_x2_trans(b, smem_u32(v_smem + lane % 16 * D + n * 8));  // two keys of one column
 # END SOLUTION
         float o[4] = {};
         mma_m16n8k16<T>(o, a, b[0], b[1]);
@@ -366,7 +366,7 @@ check("7.7", loop)
 # %% tags=["exercise"]
 row_sums = r"""
 #include "ptx.cuh"
-using T = ELEMENT;                                                      // fp16, and bf16: a one looks different
+using T = ELEMENT;                                                    // fp16, and bf16: a one looks different
 
 __global__ void __launch_bounds__(32) row_sums(const T* p_gmem, float* sum_gmem) {
     __shared__ __align__(16) T p_smem[16 * 16];
@@ -442,7 +442,7 @@ __global__ void __launch_bounds__(32) any_eight(const T* q_gmem, const T* k_gmem
     }
     if (D % 16) {
         uint32_t a[2], b[1];
-        ldmatrix_x2(a, smem_u32(q_smem + lane % 16 * D + D - 8));       // two 8 x 8 tiles of A, one above the other
+        ldmatrix_x2(a, smem_u32(q_smem + lane % 16 * D + D - 8));  // two tiles of A, one above the other
         ldmatrix_x1(b, smem_u32(k_smem + lane % 8 * D + D - 8));
         mma_m16n8k8<T>(c, a, b[0]);
     }
@@ -512,7 +512,7 @@ extern "C" int forward(const Problem* p, void* stream) {
 kernel = r"""
 #include "problem.cuh"
 
-constexpr int PITCH = HEAD_DIM + 8;                             // of a row of shared memory: 16 bytes more, no conflicts
+constexpr int PITCH = HEAD_DIM + 8;                  // of a row of shared memory: 16 bytes more, no conflicts
 
 // 16 rows from global to shared memory; those from `exist` on become zeros.
 __device__ void copy(T* smem, const T* gmem, int64_t stride, int exist) {
@@ -541,7 +541,7 @@ __global__ void __launch_bounds__(32) attention(const Problem p) {
         ldmatrix_x4(q[d], smem_u32(q_smem + lane % 16 * PITCH + d * 16 + lane / 16 * 8));
 
     float o[HEAD_DIM / 8][4] = {}, m[2] = {-INFINITY, -INFINITY}, l[2] = {};
-    const int end = p.causal ? min(p.seq_k, first + 16 + diagonal) : p.seq_k;   // the last row sees the keys before it
+    const int end = p.causal ? min(p.seq_k, first + 16 + diagonal) : p.seq_k;  // those of the last row
     for (int start = 0; start < end; start += 16) {
         __syncwarp();                                           // all lanes are done with the last tile
         copy(k_smem, k_gmem + start * p.k_stride.row, p.k_stride.row, p.seq_k - start);
@@ -560,7 +560,7 @@ __global__ void __launch_bounds__(32) attention(const Problem p) {
         for (int r = 0; r < 2; r++) {                           // rows g and g + 8
             const int last = p.causal ? min(p.seq_k - 1, first + g + 8 * r + diagonal) : p.seq_k - 1;
             float x = m[r];
-            for (int i = 0; i < 4; i++) {                       // this lane's columns: 2t, 2t + 1, and 8 further
+            for (int i = 0; i < 4; i++) {                    // this lane's columns: 2t, 2t + 1, and 8 further
                 float& c = s[i / 2][2 * r + i % 2];
                 c = start + i / 2 * 8 + t * 2 + i % 2 <= last ? c * p.scale : -INFINITY;
                 x = fmaxf(x, c);
@@ -597,7 +597,7 @@ __global__ void __launch_bounds__(32) attention(const Problem p) {
         for (int n = 0; n < HEAD_DIM / 8; n++)
             *(uint32_t*)(o_gmem + row * p.o_stride.row + n * 8 + t * 2) =
                 pack<T>(o[n][2 * r] * inverse, o[n][2 * r + 1] * inverse);
-        if (t == 0) p.lse[(int64_t)blockIdx.y * p.seq_q + first + row] = m[r] + logf(sum);      // no key: -inf
+        if (t == 0) p.lse[(int64_t)blockIdx.y * p.seq_q + first + row] = m[r] + logf(sum);     // no key: -inf
     }
 }
 

@@ -119,7 +119,7 @@ constexpr int IN_FLIGHT_V = // YOUR CODE HERE
 # BEGIN SOLUTION
 in_flight = r"""
 constexpr int IN_FLIGHT_K = 2 * STAGES - 3;      // V_j, and K and V of STAGES - 2 later tiles
-constexpr int IN_FLIGHT_V = 2 * STAGES - 2;      // K and V of STAGES - 1 later tiles: the refill is among them by now
+constexpr int IN_FLIGHT_V = 2 * STAGES - 2;  // STAGES - 1 later tiles: the refill is among them by now
 """
 # END SOLUTION
 
@@ -149,7 +149,7 @@ loop_head = r"""
 loop_head = r"""
         const int n_start = j * BLOCK_N, stage = j % STAGES * KV_BYTES;
         cp_async_wait<STAGES - 2>();
-        __syncthreads();                   // every thread's part of tile j is here, and nobody reads tile j - 1 any more
+        __syncthreads();        // every thread's part of tile j is here, and nobody reads tile j - 1 any more
         load_kv(j + STAGES - 1);           // repaired: so only now may its stage be filled again
 """
 # END SOLUTION
@@ -186,7 +186,9 @@ __device__ __forceinline__ void load_tile(char* tile_smem, const T* tile_gmem, i
 # END STARTER
 # BEGIN SOLUTION
 tile_addresses = r"""
-__device__ __forceinline__ int at(int row, int column) { return row * ROW_BYTES + (column / 8 ^ row % 8) * 16; }  // repaired
+__device__ __forceinline__ int at(int row, int column) {
+    return row * ROW_BYTES + (column / 8 ^ row % 8) * 16;  // repaired
+}
 
 template <int ROWS>
 __device__ __forceinline__ void load_tile(char* tile_smem, const T* tile_gmem, int64_t row_stride, int rows) {
@@ -195,7 +197,7 @@ __device__ __forceinline__ void load_tile(char* tile_smem, const T* tile_gmem, i
         const int row = (i + threadIdx.x) / CHUNKS, column = (i + threadIdx.x) % CHUNKS * 8;
         const bool exists = row < rows;
         const T* from = tile_gmem + (exists ? row : 0) * row_stride + column;
-        cp_async<16>(smem_u32(tile_smem + at(row, column)), from, exists ? 16 : 0);  // repaired: one function for both sides
+        cp_async<16>(smem_u32(tile_smem + at(row, column)), from, exists ? 16 : 0);  // repaired
     }
 }
 """
@@ -280,17 +282,20 @@ blank_page = r"""
 blank_page = r"""
 #include "problem.cuh"
 
-constexpr int ROWS = 64, THREADS = 128;            // queries per block, keys per tile; a warp has 16 of the queries
+constexpr int ROWS = 64, THREADS = 128;      // queries per block, keys per tile; a warp has 16 of the queries
 constexpr int CHUNKS = HEAD_DIM / 8, ROW_BYTES = HEAD_DIM * 2, TILE = ROWS * ROW_BYTES;
 
-__device__ __forceinline__ int at(int row, int column) { return row * ROW_BYTES + (column / 8 ^ row % 8) * 16; }
+__device__ __forceinline__ int at(int row, int column) {
+    return row * ROW_BYTES + (column / 8 ^ row % 8) * 16;
+}
 
 __device__ __forceinline__ void copy(char* smem, const T* gmem, int64_t stride, int rows) {      // one group
 #pragma unroll
     for (int i = threadIdx.x; i < ROWS * CHUNKS; i += THREADS) {
         const int row = i / CHUNKS, column = i % CHUNKS * 8;
         const bool there = row < rows;
-        cp_async<16>(smem_u32(smem + at(row, column)), gmem + (there ? row : 0) * stride + column, there ? 16 : 0);
+        const T* from = gmem + (there ? row : 0) * stride + column;
+        cp_async<16>(smem_u32(smem + at(row, column)), from, there ? 16 : 0);
     }
     cp_async_commit();
 }
@@ -299,11 +304,13 @@ __global__ void __launch_bounds__(THREADS) attention(const Problem p) {
     extern __shared__ __align__(128) char shared[];
     char *q_smem = shared, *k_smem = shared + TILE, *v_smem = shared + 2 * TILE;
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, own = threadIdx.x / 32 * 16;
-    const int blocks = ceil_div(p.seq_q, ROWS), index = blockIdx.x / blocks, start = blockIdx.x % blocks * ROWS;
+    const int blocks = ceil_div(p.seq_q, ROWS);
+    const int index = blockIdx.x / blocks, start = blockIdx.x % blocks * ROWS;
     const int batch = index / p.heads, head = index % p.heads, kv_head = head / (p.heads / p.kv_heads);
-    const T *k = rows_of(p.k, p.k_stride, batch, kv_head, 0), *v = rows_of(p.v, p.v_stride, batch, kv_head, 0);
+    const T* k = rows_of(p.k, p.k_stride, batch, kv_head, 0);
+    const T* v = rows_of(p.v, p.v_stride, batch, kv_head, 0);
     T* o = rows_of(p.o, p.o_stride, batch, head, start);
-    const int ahead = p.causal ? p.seq_k - p.seq_q : p.seq_k;          // query i sees the keys up to i + ahead
+    const int ahead = p.causal ? p.seq_k - p.seq_q : p.seq_k;         // query i sees the keys up to i + ahead
     const int tiles = ceil_div(max(0, min(p.seq_k, start + ROWS + ahead)), ROWS);
     const float scale = p.scale * LOG2E;
 
@@ -313,8 +320,8 @@ __global__ void __launch_bounds__(THREADS) attention(const Problem p) {
     if (tiles) copy(k_smem, k, p.k_stride.row, p.seq_k);
     for (int j = 0; j < tiles; j++) {
         cp_async_wait<0>();
-        __syncthreads();                           // K_j (and Q) is here for all; V_(j - 1) has been read by all
-        copy(v_smem, v + j * ROWS * p.v_stride.row, p.v_stride.row, p.seq_k - j * ROWS);     // behind S = Q K_j^T
+        __syncthreads();                        // K_j (and Q) is here for all; V_(j - 1) has been read by all
+        copy(v_smem, v + j * ROWS * p.v_stride.row, p.v_stride.row, p.seq_k - j * ROWS); // behind S = Q K_j^T
         float s[ROWS / 8][4] = {};
 #pragma unroll
         for (int d = 0; d < HEAD_DIM / 16; d++) {
@@ -322,7 +329,8 @@ __global__ void __launch_bounds__(THREADS) attention(const Problem p) {
 #pragma unroll
             for (int n = 0; n < ROWS / 16; n++) {
                 uint32_t b[4];
-                ldmatrix_x4(b, smem_u32(k_smem + at(n * 16 + lane % 8 + lane / 16 * 8, d * 16 + lane / 8 % 2 * 8)));
+                const int key = n * 16 + lane % 8 + lane / 16 * 8;
+                ldmatrix_x4(b, smem_u32(k_smem + at(key, d * 16 + lane / 8 % 2 * 8)));
                 mma_m16n8k16<T>(s[2 * n], q[d], b[0], b[1]);
                 mma_m16n8k16<T>(s[2 * n + 1], q[d], b[2], b[3]);
             }
@@ -346,7 +354,8 @@ __global__ void __launch_bounds__(THREADS) attention(const Problem p) {
             const float base = top == -INFINITY ? 0.f : top, correction = exp2_approx((m[r] - base) * scale);
             m[r] = top, l[r] *= correction;
 #pragma unroll
-            for (int n = 0; n < HEAD_DIM / 8; n++) acc[n][2 * r] *= correction, acc[n][2 * r + 1] *= correction;
+            for (int n = 0; n < HEAD_DIM / 8; n++)
+                acc[n][2 * r] *= correction, acc[n][2 * r + 1] *= correction;
 #pragma unroll
             for (int i = 0; i < ROWS / 4; i++) {
                 float& x = s[i / 2][2 * r + i % 2];
@@ -356,7 +365,8 @@ __global__ void __launch_bounds__(THREADS) attention(const Problem p) {
 #pragma unroll
         for (int n = 0; n < ROWS / 16; n++) {
             const float *c = s[2 * n], *d = s[2 * n + 1];
-            const uint32_t a[4] = {pack<T>(c[0], c[1]), pack<T>(c[2], c[3]), pack<T>(d[0], d[1]), pack<T>(d[2], d[3])};
+            const uint32_t a[4] = {pack<T>(c[0], c[1]), pack<T>(c[2], c[3]),
+                                   pack<T>(d[0], d[1]), pack<T>(d[2], d[3])};
 #pragma unroll
             for (int i = 0; i < HEAD_DIM / 16; i++) {
                 uint32_t b[4];
@@ -367,7 +377,7 @@ __global__ void __launch_bounds__(THREADS) attention(const Problem p) {
         }
     }
     cp_async_wait<0>();
-    __syncthreads();                               // Q of a block without keys: its copy ends before O is written there
+    __syncthreads();                     // Q of a block without keys: its copy ends before O is written there
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         const int row = own + g + 8 * r;
@@ -379,13 +389,15 @@ __global__ void __launch_bounds__(THREADS) attention(const Problem p) {
                 l[r] == 0.f ? -INFINITY : (m[r] * scale + log2f(l[r])) * LN2;
 #pragma unroll
         for (int n = 0; n < HEAD_DIM / 8; n++)
-            *(uint32_t*)(q_smem + at(row, n * 8) + t * 4) = pack<T>(acc[n][2 * r] * inverse, acc[n][2 * r + 1] * inverse);
+            *(uint32_t*)(q_smem + at(row, n * 8) + t * 4) =
+                pack<T>(acc[n][2 * r] * inverse, acc[n][2 * r + 1] * inverse);
     }
     __syncwarp();                                  // a warp reads back its own rows only
 #pragma unroll
     for (int i = lane; i < 16 * CHUNKS; i += 32) {
         const int row = own + i / CHUNKS, column = i % CHUNKS * 8;
-        if (start + row < p.seq_q) *(uint4*)(o + row * p.o_stride.row + column) = *(uint4*)(q_smem + at(row, column));
+        if (start + row < p.seq_q)
+            *(uint4*)(o + row * p.o_stride.row + column) = *(uint4*)(q_smem + at(row, column));
     }
 }
 

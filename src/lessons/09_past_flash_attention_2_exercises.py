@@ -32,7 +32,7 @@ from flashlab.figures import show
 
 # %% tags=["exercise"]
 def tiles(m_start, block_m, block_n, seq_q, seq_k, causal):
-    """(end, full): the block walks tiles end - 1 to 0; tiles full to end - 1 need a mask. 0 <= full, 0 <= end."""
+    """(end, full), not below 0: the block walks tiles end - 1 to 0; tiles full to end - 1 need a mask."""
     # BEGIN SOLUTION
     end, full = -(-seq_k // block_n), seq_k // block_n
     if causal:
@@ -95,7 +95,8 @@ rescale = r"""
                 const float correction = exp2_approx((m_i[r] - base) * scale_log2);
                 m_i[r] = m_new[r];
 #pragma unroll
-                for (int n = 0; n < O_TILES; n++) acc[n][2 * r] *= correction, acc[n][2 * r + 1] *= correction;
+                for (int n = 0; n < O_TILES; n++)
+                    acc[n][2 * r] *= correction, acc[n][2 * r + 1] *= correction;
             }
         }
 """
@@ -110,7 +111,8 @@ rescale = r"""
                 const float correction = exp2_approx((m_i[r] - base) * scale_log2);
                 m_i[r] = m_new[r], l_i[r] *= correction;             // repaired: the sum too
 #pragma unroll
-                for (int n = 0; n < O_TILES; n++) acc[n][2 * r] *= correction, acc[n][2 * r + 1] *= correction;
+                for (int n = 0; n < O_TILES; n++)
+                    acc[n][2 * r] *= correction, acc[n][2 * r + 1] *= correction;
             }
         }
 """
@@ -243,8 +245,10 @@ before_loop = r"""
     auto load_kv = [&](int j) {
         const int n_start = j * BLOCK_N, stage = (end - 1 - j) % STAGES * KV_BYTES;
         if (j >= 0) {
-            load_tile<BLOCK_N>(k_smem + stage, k_gmem + n_start * p.k_stride.row, p.k_stride.row, p.seq_k - n_start);
-            load_tile<BLOCK_N>(v_smem + stage, v_gmem + n_start * p.v_stride.row, p.v_stride.row, p.seq_k - n_start);
+            load_tile<BLOCK_N>(k_smem + stage, k_gmem + n_start * p.k_stride.row, p.k_stride.row,
+                               p.seq_k - n_start);
+            load_tile<BLOCK_N>(v_smem + stage, v_gmem + n_start * p.v_stride.row, p.v_stride.row,
+                               p.seq_k - n_start);
         }
         cp_async_commit();
     };
@@ -272,8 +276,10 @@ before_loop = r"""
     auto load_kv = [&](int j) {
         const int n_start = j * BLOCK_N, stage = (end - 1 - j) % STAGES * KV_BYTES;
         if (j >= 0) {
-            load_tile<BLOCK_N>(k_smem + stage, k_gmem + n_start * p.k_stride.row, p.k_stride.row, p.seq_k - n_start);
-            load_tile<BLOCK_N>(v_smem + stage, v_gmem + n_start * p.v_stride.row, p.v_stride.row, p.seq_k - n_start);
+            load_tile<BLOCK_N>(k_smem + stage, k_gmem + n_start * p.k_stride.row, p.k_stride.row,
+                               p.seq_k - n_start);
+            load_tile<BLOCK_N>(v_smem + stage, v_gmem + n_start * p.v_stride.row, p.v_stride.row,
+                               p.seq_k - n_start);
         }
         cp_async_commit();
     };
@@ -345,11 +351,14 @@ __device__ void copy(uint32_t to, const T* from, int64_t row_stride, int tile_ro
 
 __global__ void __launch_bounds__(THREADS) attention(const Problem p) {
     extern __shared__ __align__(1024) char shared[];
-    const uint32_t q_smem = smem_u32(shared), k_smem = q_smem + BLOCK_M * ROW_BYTES, v_smem = k_smem + BLOCK_N * ROW_BYTES;
+    const uint32_t q_smem = smem_u32(shared);
+    const uint32_t k_smem = q_smem + BLOCK_M * ROW_BYTES, v_smem = k_smem + BLOCK_N * ROW_BYTES;
     const int lane = threadIdx.x % WARP_SIZE, g = lane / 4, t = lane % 4;
     const int warp_row = threadIdx.x / WARP_SIZE * M_TILES * MMA_M;
-    const int blocks = ceil_div(p.seq_q, BLOCK_M), head_index = blockIdx.x / blocks, m_start = blockIdx.x % blocks * BLOCK_M;
-    const int batch = head_index / p.heads, head = head_index % p.heads, kv_head = head / (p.heads / p.kv_heads);
+    const int blocks = ceil_div(p.seq_q, BLOCK_M);
+    const int head_index = blockIdx.x / blocks, m_start = blockIdx.x % blocks * BLOCK_M;
+    const int batch = head_index / p.heads, head = head_index % p.heads;
+    const int kv_head = head / (p.heads / p.kv_heads);
     const T* k_gmem = rows_of(p.k, p.k_stride, batch, kv_head, 0);
     const T* v_gmem = rows_of(p.v, p.v_stride, batch, kv_head, 0);
     const int diagonal = p.seq_k - p.seq_q;
@@ -367,7 +376,8 @@ __global__ void __launch_bounds__(THREADS) attention(const Problem p) {
     uint32_t q_rmem[HEAD_DIM / MMA_K][M_TILES][4];
     for (int k = 0; k < HEAD_DIM / MMA_K; k++)
         for (int m = 0; m < M_TILES; m++)
-            ldmatrix_x4(q_rmem[k][m], q_smem + at(warp_row + m * MMA_M + lane % 16, k * MMA_K + lane / 16 * 8));
+            ldmatrix_x4(q_rmem[k][m],
+                        q_smem + at(warp_row + m * MMA_M + lane % 16, k * MMA_K + lane / 16 * 8));
 
     for (int j = 0; j < end; j++) {
         const int n_start = j * BLOCK_N;
@@ -376,7 +386,7 @@ __global__ void __launch_bounds__(THREADS) attention(const Problem p) {
         copy(v_smem, v_gmem + n_start * p.v_stride.row, p.v_stride.row, BLOCK_N, p.seq_k - n_start);
         cp_async_commit();
         cp_async_wait<0>();
-        __syncthreads();                                               // K and V are here, every thread's part
+        __syncthreads();                                              // K and V are here, every thread's part
 
         float s[M_TILES][S_TILES][4] = {};
         for (int k = 0; k < HEAD_DIM / MMA_K; k++)
@@ -445,14 +455,16 @@ __global__ void __launch_bounds__(THREADS) attention(const Problem p) {
                 sum == 0.f ? -INFINITY : (m_i[r] * scale_log2 + log2f(sum)) * LN2;
         for (int n = 0; n < O_TILES; n++) {
             const float* c = acc[r / 2][n] + r % 2 * 2;
-            *(uint32_t*)(o_gmem + row * p.o_stride.row + n * MMA_N + t * 2) = pack<T>(c[0] * inverse, c[1] * inverse);
+            *(uint32_t*)(o_gmem + row * p.o_stride.row + n * MMA_N + t * 2) =
+                pack<T>(c[0] * inverse, c[1] * inverse);
         }
     }
 }
 
 extern "C" int forward(const Problem* p, void* stream) {
     cudaFuncSetAttribute(attention, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED);
-    attention<<<p->batch * p->heads * ceil_div(p->seq_q, BLOCK_M), THREADS, SHARED, (cudaStream_t)stream>>>(*p);
+    const int blocks = p->batch * p->heads * ceil_div(p->seq_q, BLOCK_M);
+    attention<<<blocks, THREADS, SHARED, (cudaStream_t)stream>>>(*p);
     return (int)cudaGetLastError();
 }
 """

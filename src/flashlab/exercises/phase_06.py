@@ -484,7 +484,7 @@ def _explained(source: Source, diagnosis: str) -> tuple[str, str] | None:
     title="Right for two kinds of model",
     minutes=15,
     difficulty="Bug hunt",
-    untouched="f8f540e53745",
+    untouched="daa139947b0c",
     history="HazyResearch/HipKittens, pull request 22 (2025): a mapping that was right for 64 and 8 heads alone",
     hints=[
         "Only cases with 1 < kv_heads < heads are wrong. Which head of K and V does this code give to each head of Q? "
