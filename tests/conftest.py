@@ -12,13 +12,14 @@ import torch
 import flashlab  # noqa: F401
 
 HERE = Path(__file__).parent
-# Whole kernels in the emulator, or the whole zoo of mutants: each of these takes ten seconds and more. Beside them,
-# single tests are marked where they stand.
+# Whole kernels in the emulator, the whole zoo of mutants, compilers, processes: each file takes ten seconds and more.
+# Beside them, single tests are marked where they stand.
 SLOW_FILES = (
-    "check/test_check_mutants.py", "cuda/test_ablations.py", "cuda/test_ladder.py", "cuda/test_mutants.py",
-    "cuda/test_operators.py", "cuda/test_resources.py", "cuda/test_scalar.py", "cuda/test_series.py",
-    "exercises/test_phase_06.py", "exercises/test_phase_07.py", "exercises/test_phase_08.py",
-    "exercises/test_phase_09.py",
+    "check/test_check_mutants.py", "cuda/test_ablations.py", "cuda/test_builds.py", "cuda/test_ladder.py",
+    "cuda/test_mutants.py", "cuda/test_operators.py", "cuda/test_resources.py", "cuda/test_scalar.py",
+    "cuda/test_series.py", "exercises/test_hunts.py", "exercises/test_phase_06.py", "exercises/test_phase_07.py",
+    "exercises/test_phase_08.py", "exercises/test_phase_09.py", "simt/test_build.py", "simt/test_mistakes.py",
+    "simt/test_process.py", "test_build.py", "test_compile_report.py", "test_doctor.py", "test_setup.py",
 )  # fmt: skip
 
 torch.set_num_threads(1)

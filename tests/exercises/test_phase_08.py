@@ -208,7 +208,7 @@ def test_a_right_kernel_that_is_slow_is_told_why(name, slug):
     assert diagnosis("8.8", step(name).path.read_text()) == slug
 
 
-COPY = "cp_async<16>(smem_u32(smem + at(row, column)), gmem + (there ? row : 0) * stride + column, there ? 16 : 0);"
+COPY = "cp_async<16>(smem_u32(smem + at(row, column)), from, there ? 16 : 0);"
 PLAIN = """uint4 x = make_uint4(0, 0, 0, 0);
         if (there) x = *(const uint4*)(gmem + row * stride + column);
         *(uint4*)(smem + at(row, column)) = x;"""
@@ -219,7 +219,7 @@ PLAIN = """uint4 x = make_uint4(0, 0, 0, 0);
     [
         ("(column / 8 ^ row % 8) * 16", "column * 2", ("bank-conflicts",)),
         (COPY, PLAIN, ("no-cp-async",)),
-        ("        __syncthreads();                           // K_j (and Q)", "        //",
+        ("        __syncthreads();                        // K_j (and Q)", "        //",
          ("race", "stage-overwritten", "read-before-wait")),
         ("        __syncthreads();                           // V_j is here", "        //",
          ("race", "read-before-wait", "stage-overwritten", "uninitialised-shared")),
