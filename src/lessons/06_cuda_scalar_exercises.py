@@ -274,7 +274,7 @@ which_rows = r"""
 """
 # END STARTER
 # BEGIN SOLUTION
-# Neighbouring heads of Q share a head of K and V: with 8 and 2, heads 0 to 3 have the first. The % took turns.
+# Neighbouring heads of Q share a head of K and V: with 8 and 2, heads 0 to 3 have the first; % took turns.
 which_rows = r"""
     // A block is one tile of Q. Causal: the last rows see the most keys, so they start first.
     const int m_blocks = ceil_div(p.seq_q, BLOCK_M), head_index = blockIdx.x / m_blocks;

@@ -466,8 +466,7 @@ check("7.9", any_eight)
 # *Stretch · 120 min*
 #
 # Write a whole FlashAttention forward pass on the tensor cores: launch, shared memory, copies, loop, store. You get the
-# signature and nothing else. One warp and 16 query rows per block are enough. Names, structure and the order of the
-# steps are yours; any kernel that does the following is right:
+# signature and nothing else. One warp and 16 query rows per block are enough. Any kernel that does the following is right:
 #
 # - O = softmax(scale · Q Kᵀ) V and the log-sum-exp, natural logarithm, `[batch, heads, seq_q]`, for any lengths;
 # - `T` is `__half` or `__nv_bfloat16`, `HEAD_DIM` 64 or 128: macros that the check sets;
