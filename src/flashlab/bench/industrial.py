@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import math
 import os
 import statistics
 import subprocess
@@ -351,41 +350,30 @@ def launcher(kernel: str, shape: Sequence[int], causal: bool) -> Callable[[tiles
 def tune(kernel: str, head_dim: int, causal: bool, length: int = 4096) -> list[Row]:
     """A row for each tile of the search space. Those of the backward hold delta and the other kernel, for all alike."""
     way = launcher(kernel, (16384 // length, 2048 // head_dim, length, head_dim), causal)
-    found, reasons = times_of({json.dumps(list(tile)): way(tile) for tile in tiles.SEARCH[kernel]}, rounds=5)
+    found, reasons = times_of({json.dumps(list(tile)): way(tile) for tile in tiles.search(kernel, head_dim)}, rounds=5)
     job: Row = {"part": "tune", "kernel": kernel, "head_dim": head_dim, "causal": causal}
     rows = [job | {"tile": json.loads(name)} | row for name, row in found.items()]
     return rows + [job | {"tile": json.loads(name), "unavailable": why} for name, why in reasons.items()]
 
 
-def choices(rows: Sequence[Row]) -> dict[tuple[str, int], list[int]]:
-    """By kernel and head_dim: the tile with the best geometric mean, relative to the best, over causal and not."""
-    found: dict[tuple[str, int], dict[bool, dict[tuple[int, ...], float]]] = {}
+def choices(rows: Sequence[Row]) -> dict[tuple[str, bool, int], list[int]]:
+    """By kernel, mask and head_dim: the fastest tile."""
+    found: dict[tuple[str, bool, int], list[tuple[float, list[int]]]] = {}
     for r in rows:
         if r["part"] == "tune" and "ms" in r:
-            found.setdefault((r["kernel"], r["head_dim"]), {}).setdefault(r["causal"], {})[tuple(r["tile"])] = r["ms"]
-    best = {}
-    for key, by_mask in found.items():
-        everywhere = set.intersection(*(set(times) for times in by_mask.values()))
-        if everywhere:
-            cost = {
-                tile: sum(math.log(times[tile] / min(times.values())) for times in by_mask.values())
-                for tile in everywhere
-            }
-            best[key] = list(min((cost[tile], tile) for tile in cost)[1])
-    return best
+            found.setdefault((r["kernel"], r["causal"], r["head_dim"]), []).append((r["ms"], r["tile"]))
+    return {key: min(times)[1] for key, times in found.items()}
 
 
 def write_choices(rows: Sequence[Row], target: str, path: Path | None = None) -> None:
-    """Put the best tiles where flashlab.attention.tiles reads them, for this class of chips."""
+    """Put the fastest tiles where flashlab.attention.tiles reads them, for this class of chips."""
     path = path or tiles.MEASURED
     kept: dict[str, list[Any]] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     chip = tiles.chip_class((int(target[3:]) // 10, int(target[3:]) % 10))
-    for kernel in tiles.SEARCH:
-        new = {d: tile for (name, d), tile in choices(rows).items() if name == kernel}
-        if new:
-            old = {d: tile for d, tile in kept.get(f"{kernel} {chip}", [])}
-            kept[f"{kernel} {chip}"] = sorted(([d, tile] for d, tile in (old | new).items()), key=lambda row: row[0])
-    records.write_json(path, kept)
+    for (kernel, masked, head_dim), tile in choices(rows).items():
+        name = f"{kernel} {chip} {tiles.mask_name(masked)}"
+        kept[name] = sorted([[head_dim, tile], *(old for old in kept.get(name, []) if old[0] != head_dim)])
+    records.write_json(path, dict(sorted(kept.items())))
     tiles._measured.cache_clear()
 
 
@@ -406,7 +394,7 @@ def prepare_all(todo: Sequence[Row], until: float) -> None:
     tasks: list[tuple[Row, list[int] | None]] = []
     for job in todo:
         if job["part"] == "tune":
-            tasks += [(job, list(tile)) for tile in tiles.SEARCH[job["kernel"]]]
+            tasks += [(job, list(tile)) for tile in tiles.search(job["kernel"], job["head_dim"])]
         elif job["part"] == "shapes" and job["pass"] != "backward":  # which "both" compiles
             tasks.append((job, None))
     if not tasks:
@@ -457,8 +445,8 @@ def run(
             rows += measure(job, without)
         return result(records.machine(), 0, rows)
     prepare_all(left, start + 60 * minutes * 0.5)
-    # Autograd computes a gradient on the stream of its forward pass, and a CUDA graph is recorded on one stream that is not
-    # the default: all is done on one.
+    # Autograd computes a gradient on the stream of its forward pass, and a CUDA graph is recorded on one stream that is
+    # not the default: all is done on one.
     with timing.measured() as machine, torch.cuda.stream(torch.cuda.Stream()):
         for i, job in enumerate(left):
             if time.monotonic() - start > 60 * minutes:
