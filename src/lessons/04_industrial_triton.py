@@ -50,7 +50,7 @@ from flashlab.attention.tiles import SEARCH, Tile
 from flashlab.attention.triton_forward import (
     compile_arguments, flash_attention_forward, hbm_bytes, in_band, load_tile, soft_capped, store_tile,
 )
-from flashlab.bench.records import recorded
+from flashlab.bench import industrial
 from flashlab.check import verify
 from flashlab.check.training import wanted, worst
 from flashlab.figures import curves, ladder, masks, show
@@ -758,8 +758,425 @@ print("8 combinations of window and soft-cap, within their bounds")
 # %% [markdown]
 # ## 12 · The same loop in Gluon
 #
-# TODO: this section is still to be written. Gluon is Triton's lower layer: the programmer says which thread holds which element, and when a copy begins.
+# The kernel above says *what* is computed. Three other things the compiler has decided for us until now:
+#
+# | | in Triton | in Gluon |
+# |---|---|---|
+# | Which thread holds which element of a tile? | the compiler | you, by a *layout* |
+# | When does a copy begin, and who waits for it? | the compiler, from `num_stages` | you, with *barriers* |
+# | When is a product waited for? | the compiler | you |
+#
+# **Gluon** is the layer under Triton, and comes with it. It has the same programs, tiles and Python. But these three decisions are yours. So a
+# Gluon kernel is written for one kind of chip. Ours are for Hopper, the H100 and H200.
 
+# %% [markdown]
+# There are three kernels. Each is the one before with one idea more:
+#
+# - `one_tile`: a tile of K and one of V are fetched, waited for, and used. Then come the next.
+# - `pipelined`: tiles are fetched ahead, and two products are under way at a time.
+# - `specialised`: one warp only fetches, the others only compute.
+#
+# A warp, as in phase 1, is 32 threads that execute together. A thread's number in its warp, 0 to 31, is called its *lane*. Four warps are a
+# **warpgroup**. On Hopper a warpgroup starts a product together. Its 128 threads then hold 64 rows of the result.
+
+# %%
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait,
+)
+
+from flashlab.attention import gluon_forward
+from flashlab.attention.gluon_forward import LN_2, all_threads
+from flashlab.figures import fragments, timelines
+
+# %% [markdown]
+# ### Which thread holds which element
+#
+# A product leaves its result in registers, in an order that the hardware sets. Gluon calls this order `NVMMADistributedLayout`. It can be written down
+# with bits. A register of a thread has a number, and so have its lane and its warp. **Each bit of these numbers is a step in the tile.**
+# To find an element, add up the steps of the bits that are 1:
+
+# %%
+# A step is (rows, columns). The first is that of bit 0.
+REGISTER = ((0, 1), (8, 0), (0, 8), (0, 16), (0, 32), (0, 64))
+LANE = ((0, 2), (0, 4), (1, 0), (2, 0), (4, 0))
+WARP = ((16, 0), (32, 0))
+
+
+def place(register, lane, warp):
+    """The (row, column) of a 64 x 128 product that this register of this thread holds."""
+    numbers = ((register, REGISTER), (lane, LANE), (warp, WARP))
+    steps = [step for number, bits in numbers for bit, step in enumerate(bits) if number >> bit & 1]
+    return tuple(map(sum, zip((0, 0), *steps, strict=True)))
+
+
+holder = {place(r, lane, w): (w, lane) for w in range(4) for lane in range(32) for r in range(64)}
+assert len(holder) == 64 * 128, "each element is held once"
+print("lane 5 of warp 1 holds", *(place(register, 5, 1) for register in range(6)), "...")
+
+# %% [markdown]
+# Is that what the hardware does? The compiler knows. The next kernel makes a tile in the layout of a product, and converts it to our bits.
+# With `assert_trivial` it does not compile if any element would change its thread. It asks the same of `P_LAYOUT`, in which the second product
+# wants its left operand, P:
+
+# %%
+@gluon.jit
+def agrees_kernel(REGISTER: gl.constexpr, LANE: gl.constexpr, WARP: gl.constexpr):
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
+    BITS: gl.constexpr = gl.DistributedLinearLayout(REGISTER, LANE, WARP, [], [64, 128])
+    s = gl.full([64, 128], 1.0, gl.float32, S_LAYOUT)
+    gl.convert_layout(s, BITS, assert_trivial=True)
+    gl.convert_layout(s.to(gl.float16), P_LAYOUT, assert_trivial=True)
+
+
+bits = {"REGISTER": REGISTER, "LANE": LANE, "WARP": WARP}
+ours_, reversed_ = compile_reports(agrees_kernel, [bits, bits | {"LANE": LANE[::-1]}], targets=["sm_90"])
+print("our bits:", "accepted" if ours_.ok else "refused")
+print("the lane's bits reversed:", "accepted" if reversed_.ok else "refused")
+assert ours_.ok and "is not trivial" in reversed_.error
+
+# %%
+figure, axes = plt.subplots(1, 2, figsize=(8.6, 4.2), width_ratios=[1, 1.35])
+fragments.warps(axes[0], holder, (64, 128), "64 x 128: the warps")
+fragments.lanes(axes[1], holder, (16, 16), "its corner: the lanes of warp 0", marked=5)
+plt.show()
+
+# %% [markdown]
+# *Left: each warp has 16 rows, whole. Right: the first 16 rows and columns, with the lane that holds each element. Black: what lane 5 holds.*
+#
+# Softmax needs the maximum and the sum of each row. So the question is: in how many threads is a row?
+
+# %%
+threads = [{holder[row, column] for column in range(128)} for row in range(64)]
+own = {row for (row, _), who in holder.items() if who == (1, 5)}
+print("row 17 is in", sorted(threads[17]), "(warp, lane)")
+print("lane 5 of warp 1 holds numbers of the rows", sorted(own))
+assert all(len(t) == 4 and len({lane // 4 for _, lane in t}) == 1 for t in threads)
+
+# %% [markdown]
+# In four neighbouring threads, a *quad*. Each of them finds the maximum of its own 32 numbers. Two exchanges, and all four know that of the row.
+# Nothing goes through shared memory. That is why the warps lie along the rows, `[warps, 1]` in the layout. The compiler makes such choices
+# too. Here you see it made.
+
+# %% [markdown]
+# ### A copy, and who waits for it
+#
+# Section 8's copy engine fetches a box by itself. In Gluon one orders the box, and waits for it later:
+
+# %%
+# FROM flashlab.attention.gluon_forward: load_box
+
+# %% [markdown]
+# `ready` is an **mbarrier**, a counter in shared memory. It counts *phases*, beginning with phase 0.
+#
+# - `init(ready, count=1)`: a phase needs one report.
+# - `expect(ready, bytes)` is that report, and says how many bytes will come. The engine takes them off as they arrive.
+# - When no report and no byte is missing, the phase is over. The next begins by itself.
+# - `wait(ready, parity)` waits for the end of a phase. It knows the phase by its last bit, the *parity*: that is all the hardware compares.
+
+# %%
+class Barrier:
+    """What an mbarrier counts."""
+
+    def __init__(self, count):
+        self.count = self.missing = count
+        self.bytes = self.phase = 0
+
+    def change(self, reports=0, nbytes=0):
+        self.missing -= reports
+        self.bytes += nbytes
+        if self.missing == 0 and self.bytes == 0:
+            self.phase, self.missing = self.phase + 1, self.count
+
+    def passes(self, parity):
+        return self.phase % 2 != parity  # the phase under way is another: that one is over
+
+# %%
+def seen(barrier):
+    return [barrier.phase, *("passes" if barrier.passes(parity) else "waits" for parity in (0, 1))]
+
+
+ready = Barrier(count=1)
+rows = [["the barrier is new", *seen(ready)]]
+for i in range(3):
+    ready.change(reports=1, nbytes=32768)
+    rows.append([f"tile {i} is ordered", *seen(ready)])
+    ready.change(nbytes=-32768)
+    rows.append([f"tile {i} has arrived", *seen(ready)])
+show.table(rows, ["after this", "the phase under way", "wait(ready, 0)", "wait(ready, 1)"])
+
+# %% [markdown]
+# So tile $i$ is waited for with parity `i & 1`. With a ring of `STAGES` places, tile $i$ lies in place `i % STAGES`, and its phase there is
+# `i // STAGES`.
+#
+# Look at the first row: `wait(ready, 1)` passes on a new barrier. The third kernel uses that, for places that are free at first. It is also
+# the trap: **a wrong parity is no error.** The wait passes at once, and the product reads the tile before, or none.
+
+# %% [markdown]
+# ### The first kernel, line by line
+#
+# First the softmax of a tile. It is section 11's, with the same names:
+
+# %%
+# FROM flashlab.attention.gluon_forward: softmax_step, masked, along_rows
+
+# %% [markdown]
+# - **`SliceLayout`** is the layout of a tile without one of its axes: `rows` or `columns`, held by the threads that need them.
+# - **`along_rows`**: `correction` was made in the layout of the scores, and multiplies `acc`, which has `BLOCK_D` columns. In both a row is in the
+#   same quad. So the conversion moves nothing.
+#
+# Three small functions are left. They say where a program works, how many tiles it visits, and how it ends:
+
+# %%
+# FROM flashlab.attention.gluon_forward: place_of, tiles_seen, store_rows
+
+# %% [markdown]
+# `tiles_seen` is section 4's `end`. The copy engine also stores: rows past the end it leaves out. `fence_async_shared` is for a detail of
+# the hardware: what threads wrote to shared memory, the engine sees only after this fence.
+#
+# Now the kernel. Read the loop at its end first:
+
+# %%
+# FROM flashlab.attention.gluon_forward: one_tile_kernel
+
+# %% [markdown]
+# | section 11 | here | what is said now |
+# |---|---|---|
+# | `load_tile(k_ptrs, ...)` | `load_box(k_desc, ...)`, `mbarrier.wait` | when a copy begins, and when it must have ended |
+# | `tl.dot(q, k)` | `warpgroup_mma(q, k, no_scores, use_acc=False)` | `q` and `k` are read from shared memory, `s` comes in `S_LAYOUT` |
+# | `tl.where(in_band(...))` | `masked` | each thread compares the positions that it holds |
+# | `p.to(v.dtype)` | `gl.convert_layout(p.to(...), P_LAYOUT)` | P stays in the threads that computed it |
+# | `acc * correction[:, None]` | `acc * along_rows(correction, acc)` | so does `correction` |
+# | `tl.dot(p, v, acc)` | `warpgroup_mma(p, v, acc)` | `p` comes from registers, `v` from shared memory |
+
+# %% [markdown]
+# - **`k.permute((1, 0))`** moves nothing. The product reads K along the other axis.
+# - **`use_acc=False`**: nothing is added to, so `no_scores` is never read.
+# - **The tiles go from right to left.** Then those that need a mask come first. This kernel masks them all. The next two do not.
+# - **Both waits have the parity `i & 1`**, as in the table above.
+# - K and V have one place each. So tile $i + 1$ can be ordered only when tile $i$ has been used. That is what is wrong with this kernel.
+
+# %% [markdown]
+# ### Who does what, and when
+#
+# How much is wrong with it? Here is a model of one multiprocessor. It has three units: the copy engine, the tensor cores, and the units that make
+# the softmax. A unit does one thing at a time, and begins when what it needs is there.
+
+# %%
+PRODUCT = 2 * 128 * 128 * 128 // 4096  # clocks: 128 queries and keys, head size 128, 4096 FLOPs per clock
+EXPONENTIALS = 128 * 128 // 16  # 16 per clock
+SOFTMAX = EXPONENTIALS * 3 // 2  # assumed: half as much again for maxima, sums, masks
+COPY = 32768 // 32  # assumed: 32 bytes per clock
+print(f"a product {PRODUCT} clocks, the exponentials {EXPONENTIALS}, with the rest {SOFTMAX}, a copy {COPY}")
+
+
+def timeline(orders):
+    """When each (unit, name, clocks, names of what it needs) begins: bars (unit, name, start, clocks)."""
+    ends, free, bars = {}, {}, []
+    for unit, name, clocks, needs in orders:
+        start = max([free.get(unit, 0), *(ends[x] for x in needs if x in ends)])
+        ends[name] = free[unit] = start + clocks
+        bars.append((unit, name, start, clocks))
+    return bars
+
+# %%
+def one_tile_orders(tiles):
+    for i in range(tiles):
+        yield "copies", f"K{i}", COPY, [f"O{i - 1}"]
+        yield "copies", f"V{i}", COPY, [f"O{i - 1}"]
+        yield "products", f"S{i}", PRODUCT, [f"K{i}"]
+        yield "softmax", f"P{i}", SOFTMAX, [f"S{i}"]
+        yield "products", f"O{i}", PRODUCT, [f"P{i}", f"V{i}"]
+
+
+def busy(bars):
+    """The tensor cores' share of the time, of a long run."""
+    return sum(clocks for unit, *_, clocks in bars if unit == "products") / max(s + c for *_, s, c in bars)
+
+
+figure, ax = plt.subplots(figsize=(8.6, 1.9))
+timelines.units(ax, timeline(one_tile_orders(3)), "one_tile")
+plt.show()
+print(f"the tensor cores work {busy(timeline(one_tile_orders(200))):.0%} of the time")
+
+# %% [markdown]
+# *S: scores. P: softmax. O: the sums P V. Each number is a tile.* At any time one unit works, and the others wait for it. The tensor cores, for
+# which all this is done, wait half of the time and more.
+#
+# So the second kernel does two things differently. It fetches tiles `STAGES` ahead. And it starts *two* products before it waits for one. The loop is
+# one new function:
+
+# %%
+# FROM flashlab.attention.gluon_forward: pipelined_step
+
+# %% [markdown]
+# - **`is_async=True`**: the product is started, and the program goes on. **`warpgroup_mma_wait(1, ...)`** waits until at most one product is
+#   under way. Products end in order, so the scores are there. The other one, P V of the tile before, runs beside the softmax.
+# - **Only then is the next box ordered** into the place of K: now nothing reads it any more. The same holds for V, after `wait(0)`.
+# - **`acc` is rescaled after the wait.** While a product adds to it, nobody else may touch it.
+
+# %% [markdown]
+# The rest of the kernel begins and ends the pipeline: the first scores have no P V beside them, and the last P V has no scores. And the loop is written
+# twice, with and without a mask, as in section 5. (Open the fold for the whole.)
+
+# %%
+show.region(gluon_forward.pipelined_kernel, "pipelined loop", whole_file=False)
+
+# %% [markdown]
+# One wait is left. All eight warps of the program take each step together, because one place is refilled for all of them. So there is a time when all
+# compute softmax, and a time when all wait for products.
+#
+# The third kernel takes this apart. Each warpgroup has its own 64 rows, and goes at its own pace. The order of the boxes is the work of one more
+# warp, which does nothing else. The step:
+
+# %%
+step, after = (show.source_text(f) for f in (gluon_forward.pipelined_step, gluon_forward.specialised_step))
+show.diff(step, after, context=1)
+
+# %% [markdown]
+# The loads are gone. In their place is `give_back`: "I have read this place." Such a report goes to a second barrier of the place, `free`. It needs a
+# report from *each* warpgroup: `barriers(STAGES, GROUPS)`. The loading warp waits for it, then refills the place, and `ready` tells the others.
+
+# %%
+# FROM flashlab.attention.gluon_forward: give_back, load_part
+
+# %% [markdown]
+# - **`parity ^ 1`** in the waits for `free`: on a new barrier such a wait passes at once, and every place is free at first.
+# - **`done`** counts tiles over *all* blocks of queries that the program takes. Both sides count alike, so they agree on places and phases, and never
+#   exchange a number.
+# - K of tile $i$ comes before V of tile $i - 1$: the order in which they are used.
+#
+# The other side, `compute_part`, is the second kernel with these reports in it. Both are started by one call:
+
+# %%
+show.region(gluon_forward.specialised_kernel, "parts", whole_file=False)
+
+# %% [markdown]
+# `[4, 1]` are warps: each part has its own. `[240, 24]` are registers. The warp that loads needs few. What it gives up the
+# computing warps can use (`setmaxnreg` in the machine code).
+#
+# The model again. In the third kernel the two warpgroups, a and b, take turns at the units:
+
+# %%
+def pipelined_orders(tiles):
+    for i in range(tiles + 1):
+        if i < tiles:
+            yield "copies", f"K{i}", COPY, [f"S{i - 2}"]
+            yield "products", f"S{i}", PRODUCT, [f"K{i}", f"P{i - 1}", f"O{i - 2}"]
+        if i > 0:
+            yield "copies", f"V{i - 1}", COPY, [f"O{i - 3}"]
+            yield "products", f"O{i - 1}", PRODUCT, [f"P{i - 1}", f"V{i - 1}"]
+        if i < tiles:
+            yield "softmax", f"P{i}", SOFTMAX, [f"S{i}"]
+
+
+def specialised_orders(tiles):
+    for unit, name, clocks, needs in pipelined_orders(tiles):
+        if unit == "copies":
+            yield unit, name, clocks, [f"{x}{group}" for x in needs for group in "ab"]
+            continue
+        for group in "ab":
+            own = [x if x[0] in "KV" else x + group for x in needs]
+            yield unit, name + group, clocks // 2, own
+
+# %%
+figure, axes = plt.subplots(2, 1, figsize=(8.6, 3.8), sharex=True)
+orders = {"pipelined": pipelined_orders, "specialised": specialised_orders}
+for ax, (name, made) in zip(axes, orders.items(), strict=True):
+    timelines.units(ax, timeline(made(5)), name)
+    print(f"{name}: the tensor cores work {busy(timeline(made(200))):.0%} of the time")
+plt.show()
+
+# %% [markdown]
+# *In `pipelined` the softmax of a tile runs beside P V of the tile before. In `specialised` one warpgroup's softmax runs beside the other's products.*
+#
+# This is a model with two assumed numbers. It knows nothing of waits, masks and the cost of starting things. It shows an order, and why the
+# order matters. The real speeds are at the end of this section.
+
+# %% [markdown]
+# ### What the compiler makes of them
+#
+# Each kernel is compiled for `sm_90`. The first time this takes half a minute. `HGMMA` is a product of a warpgroup, `UTMALDG` a box from the
+# copy engine, `SYNCS` what is done with barriers.
+
+# %% tags=["nbval-ignore-output"]
+rows = []
+for step, kernel in gluon_forward.KERNELS.items():
+    arguments = gluon_forward.compile_arguments(step, torch.bfloat16, 128, causal=True)
+    (r,) = compile_reports(kernel, [arguments], targets=["sm_90"])
+    counts = [r.instructions[name] for name in ("HGMMA", "UTMALDG", "SYNCS", "SHFL")]
+    rows.append([step, r.registers, r.spill_bytes, r.shared_bytes // 1024, *counts, r.ptx.count("setmaxnreg")])
+    assert r.fits and r.spill_bytes == 0 and r.instructions["HGMMA"] and r.instructions["UTMALDG"]
+show.table(rows, ["kernel", "registers", "spilled", "KiB", "HGMMA", "UTMALDG", "SYNCS", "SHFL", "setmaxnreg"])
+
+# %% [markdown]
+# An HGMMA multiplies 16 columns of its left operand. So a product of 128 is 8 of them, and one loop has 16. `pipelined` has that loop twice, and half
+# of it before and after. `specialised` has all of this for each warpgroup. The exchanges in the quads are the `SHFL`: in `one_tile` two for the
+# maximum and two for the sum, of two rows.
+#
+# How many programs does a multiprocessor hold at once? It has 65 536 registers, and 228 KiB of shared memory, of which each program takes 1 KiB more
+# than it asks for:
+
+# %% tags=["nbval-ignore-output"]
+rows, asked = [], [(d, causal) for d in (64, 128) for causal in (False, True)]
+arguments = [gluon_forward.compile_arguments("one_tile", torch.bfloat16, d, causal=causal) for d, causal in asked]
+for (d, causal), r in zip(asked, compile_reports(one_tile_kernel, arguments, targets=["sm_90"]), strict=True):
+    by_registers = 65536 // (32 * r.num_warps * 8 * math.ceil(r.registers / 8))  # they are given out in eights
+    by_memory = 228 * 1024 // (r.shared_bytes + 1024)
+    rows.append([d, "causal" if causal else "whole", r.registers, by_registers, by_memory])
+show.table(rows, ["head size", "mask", "registers", "programs by registers", "by shared memory"])
+
+# %% [markdown]
+# Where two programs of `one_tile` fit, one computes while the other waits. They do for each other what the pipeline does inside a program. And a few registers
+# decide it. With two programs of 256 threads each thread may have 128.
+#
+# ### Run, where there is a Hopper GPU
+
+# %% tags=["nbval-ignore-output"]
+reason = gluon_forward.why_not(runtime.device())
+for step in gluon_forward.KERNELS if reason is None else ():
+    def forward(q, k, v, *, causal, scale, step=step):
+        return gluon_forward.flash_attention_gluon(q, k, v, causal=causal, scale=scale, step=step)
+
+    report = verify(forward, causal=True, gqa=True, dtypes=(torch.float16, torch.bfloat16), head_dims=(64, 128))
+    print(f"{step}: {report.verdict}")
+print("not run here:", reason) if reason else None
+
+# %% [markdown]
+# And how fast? This draws what is recorded, at $N = 4096$, beside cuDNN:
+
+# %%
+STEPS_AND_COLORS = {"one_tile": "sky", "pipelined": "blue", "specialised": "purple", "cuDNN": "green"}
+for run in runs:
+    found = industrial.gluon_speeds(run)
+    names = [f"D = {d}\n{'causal' if causal else 'whole'}" for d, causal in found]
+    bars = {step: ([row.get(step, math.nan) for row in found.values()], color)
+            for step, color in STEPS_AND_COLORS.items()}
+    figure, ax = plt.subplots(figsize=(8.6, 3.6))
+    curves.columns(ax, names, bars, fmt="%.0f", ylabel="TFLOP/s", title=run["machine"]["gpu"])
+    plt.show()
+
+# %%
+for run in runs:
+    for (d, causal), row in industrial.gluon_speeds(run).items():
+        if "one_tile" in row and "specialised" in row:
+            best = max((v, name) for name, v in row.items() if name != "cuDNN")
+            print(f"D = {d:3d}, {'causal' if causal else 'whole ':6}: loads ahead {row['pipelined'] / row['one_tile']:.2f},",
+                  f"parts {row['specialised'] / row['pipelined']:.2f} times as fast; of cuDNN {best[0] / row['cuDNN']:.2f}")
+
+# %% [markdown]
+# ### What Gluon costs
+#
+# - **No interpreter.** The kernels of this section run on Hopper and nowhere else. (The tests of this course run their *logic* on a CPU, over a
+#   stand-in for barriers, copies and products.)
+# - **Nobody checks your barriers.** A wrong one hangs the GPU, or reads an old tile.
+# - **It moves.** Gluon is under `triton.experimental`. Between Triton 3.6 and 3.7 `thread_barrier` became `barrier`.
+# - **These kernels do less.** fp16 and bf16, head sizes that are multiples of 8, causal or not. No window, no soft-cap, no gradient.
+#
+# Phase 11 says the same things once more, in CUDA C++.
 # %% [markdown]
 # ## 13 · The door
 #
@@ -857,7 +1274,7 @@ assert full == [sum(not masked for *_, masked in walk) for walk in own]
 # TODO(measure): no GPU has run this kernel for the record yet. This cell draws what is recorded, beside FlashAttention-2, once it is.
 
 # %%
-runs = recorded("industrial")
+runs = industrial.recorded()
 for run in runs:
     for mask in (False, True):
         if ladder.ladder_figure(run, (4, 16, 4096, 128), mask):

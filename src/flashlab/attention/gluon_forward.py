@@ -263,6 +263,7 @@ def pipelined_kernel(
     p, correction, m_i, l_i = softmax_step(s, m_i, l_i, scale_log2)
     p = gl.convert_layout(p.to(v_desc.dtype), P_LAYOUT)
 
+    # region: pipelined loop
     whole_from = gl.maximum(tiles_masked(tiles, start_m, N, last, BLOCK_N, CAUSAL), 1)
     for i in range(1, gl.minimum(whole_from, tiles)):
         p, acc, m_i, l_i = pipelined_step(
@@ -278,6 +279,7 @@ def pipelined_kernel(
     end = (tiles - 1) % STAGES
     mbarrier.wait(v_ready.index(end), (tiles - 1) // STAGES & 1)
     acc = warpgroup_mma(p, v_smem.index(end).reshape([BLOCK_N, BLOCK_D]), acc)
+    # endregion
     store_rows(o_desc, LSE_ptr, batch, head, heads, start_m, M, rows, acc, m_i, l_i, q_smem)
 
 
@@ -440,6 +442,7 @@ def specialised_kernel(
     v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES] + v_desc.block_type.shape, v_desc.layout)
     descriptors = (q_desc, k_desc, v_desc)
     places = (q_smem, k_smem, v_smem)
+    # region: parts
     ready = (barriers(GROUPS, 1), barriers(STAGES, 1), barriers(STAGES, 1))
     free = (barriers(GROUPS, 1), barriers(STAGES, GROUPS), barriers(STAGES, GROUPS))  # when all groups have read it
     sizes = (M, N, heads, group, last, pieces)
@@ -457,6 +460,7 @@ def specialised_kernel(
             (compute_part, (o_desc, LSE_ptr, places, ready, free, scale_log2, sizes, CAUSAL, 2)),
             (load_part, (descriptors, places, ready, free, sizes, CAUSAL)),
         ], [4, 4, 1], [160, 160, 32])  # fmt: skip
+    # endregion
 
 
 # ---- the launch ------------------------------------------------------------------------------------------------------

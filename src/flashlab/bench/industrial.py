@@ -493,6 +493,41 @@ def recorded() -> list[dict[str, Any]]:
     return records.recorded("industrial")
 
 
+def gluon_speeds(data: dict[str, Any]) -> dict[tuple[int, bool], dict[str, float]]:
+    """By (head_dim, causal), rising: TFLOP/s of each row of the part "gluon", the steps, other tiles and cuDNN."""
+    found: dict[tuple[int, bool], dict[str, float]] = {}
+    for r in data["rows"]:
+        if r["part"] == "gluon" and "ms" in r:
+            found.setdefault((r["shape"][3], r["causal"]), {})[r["name"]] = r["tflops"]
+    return {key: found[key] for key in sorted(found)}
+
+
+def option_times(data: dict[str, Any]) -> dict[int, dict[str, float]]:
+    """By head_dim, rising: milliseconds of each of OPTIONS, where it ran."""
+    found: dict[int, dict[str, float]] = {}
+    for r in data["rows"]:
+        if r["part"] == "options" and "ms" in r:
+            found.setdefault(r["shape"][3], {})[r["name"]] = r["ms"]
+    return {d: found[d] for d in sorted(found)}
+
+
+def ratio_table(data: dict[str, Any], name: str, others: Sequence[str], which: str = "forward") -> Table | None:
+    """How many times as fast as each of the others it is, by head_dim, mask and length; None where nothing is known."""
+    found = {other: ratios(data, name, other, which) for other in others}
+    keys = {key for by_shape in found.values() for key in by_shape}
+    lengths = sorted({n for _, n, _ in keys})
+    if not keys:
+        return None
+    rows = [
+        [d, "causal" if causal else "whole", other, *(f"{x:.2f}" if x else "" for x in line)]
+        for d, causal in sorted({(d, causal) for d, _, causal in keys})
+        for other, by_shape in found.items()
+        if any(line := [by_shape.get((d, n, causal)) for n in lengths])
+    ]
+    caption = f"{name}, {which}: times as fast as the other"
+    return Table.of(rows, ["D", "mask", "beside", *map(str, lengths)], align="rll" + "r" * len(lengths), caption=caption)
+
+
 def ratios(data: dict[str, Any], name: str, peer: str, which: str) -> dict[tuple[int, int, bool], float]:
     """By (head_dim, seq_len, causal): how many times as fast as the peer it is in a pass of the part "shapes"."""
     times: dict[str, dict[tuple[int, int, bool], float]] = {}
