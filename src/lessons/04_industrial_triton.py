@@ -12,7 +12,7 @@
 # Phase 3's kernel is right, and no model can use it. It takes one head. It has no mask. A head size of 80 is refused. This lecture makes of it a
 # kernel that a model can train with, one idea at a time. You will see each idea as a diff, with the reason for it and with something that is counted.
 #
-# **Time:** about two hours for the lecture. The exercises take about two hours, and nearly two more for the stretch exercises.
+# **Time:** about two and a half hours for the lecture. The exercises take about two hours, and nearly two more for the stretch exercises.
 
 # %% [markdown]
 # ## What you will be able to do
@@ -22,6 +22,7 @@
 # - Compute, for any mask that is a band, which tiles are never loaded, which need a mask and which need none.
 # - Add a window, a soft-cap or another scale so that a kernel without them pays nothing.
 # - Read the compiler's report for two GPUs, and choose tiles with it.
+# - Read a kernel in Gluon: say what a layout and a barrier are, and why one warp only loads.
 # - Say what FlexAttention does for you, and when to write a kernel instead.
 
 # %% [markdown]
@@ -53,7 +54,8 @@ from flashlab.attention.triton_forward import (
 from flashlab.bench import industrial
 from flashlab.check import verify
 from flashlab.check.training import wanted, worst
-from flashlab.figures import curves, ladder, masks, show
+from flashlab.figures import curves, masks, show
+from flashlab.figures.panels import panels
 from flashlab.triton_tools.compile_report import compile_reports
 from flashlab.triton_tools.watch import hbm_traffic
 
@@ -621,7 +623,15 @@ for name, r in (("pointers", plain), ("descriptors", boxed)):
 assert plain.instructions["UTMALDG"] == 0 < boxed.instructions["UTMALDG"]
 
 # %% [markdown]
-# It is an option, off unless asked for. TODO(measure): whether it is faster, at which lengths, is not recorded yet. Section 15 will draw it.
+# It is an option, off unless asked for. Is it faster? Only a GPU can say. `flashlab bench industrial` has times of all the kernels of this lecture,
+# and keeps them in a record. The cells that read it show a part for each GPU that it was run on. A number above 1: the
+# copy engine is faster than pointers.
+
+# %%
+runs = industrial.recorded()
+print("runs recorded:", len(runs))
+for run in industrial.having(runs, "shapes"):
+    display(industrial.ratio_table(run, industrial.BOXES, [industrial.OURS]))
 
 # %% [markdown]
 # ## 9 · What each step costs to have
@@ -647,7 +657,32 @@ show.table(rows, ["step", *heads])
 
 # %% [markdown]
 # Read the column of `ex2`, exponentials in the program's text. The soft-cap adds one for each score, as many as the softmax has. An SM makes 16
-# exponentials per clock, beside a thousand multiply-adds and more, so a cap is not free. A window adds a third body of the loop to the text. It is not run unless tiles are cut.
+# exponentials per clock, beside a thousand multiply-adds and more, so a cap is not free. A window adds a third body of the loop to the text. It is
+# not run unless tiles are cut.
+#
+# And in time? The record has launches with one thing more or less, at $N = 4096$. Each bar is the time *with* it over the time *without* it:
+
+# %%
+IDEAS = {
+    "a causal\nmask": ("causal", "whole"),
+    "no mask on\nwhole tiles": ("causal", "causal, every tile masked"),
+    "window 1024\n(over causal)": ("window of 1024", "causal"),
+    "window 128\n(over causal)": ("window of 128", "causal"),
+    "a soft-cap": ("whole, soft-cap", "whole"),
+    "descriptors": ("whole, descriptors", "whole"),
+    "descriptors,\ncausal": ("causal, descriptors", "causal"),
+}
+for run in industrial.having(runs, "options"):
+    figure, ax = plt.subplots(figsize=(8.6, 3.2))
+    bars = {f"D = {d}": [ms.get(a, math.nan) / ms.get(b, math.nan) for a, b in IDEAS.values()]
+            for d, ms in industrial.option_times(run).items()}
+    pairs = {name: (values, color) for (name, values), color in zip(bars.items(), ("sky", "blue"), strict=False)}
+    curves.ratio_columns(ax, list(IDEAS), pairs, ylabel="time with / without", title=run["machine"]["gpu"])
+    plt.show()
+
+# %% [markdown]
+# How to read it: a causal mask leaves half of the scores, so its best would be 0.5. Windows of 1024 and of 128 keys leave 0.44 and 0.06 of the causal
+# scores. Every program also has work that no mask saves: it loads Q, stores O, and rounds windows up to whole tiles.
 
 # %% [markdown]
 # ## 10 · Which tile?
@@ -664,12 +699,13 @@ show.table(rows, ["chip", "head_dim", *Tile._fields, "source"])
 
 # %% [markdown]
 # `source` says what a choice rests on. "compiled" means: a usual tile, which fits and does not spill, but nobody has timed it on such a chip.
-# "measured" means timed. TODO(measure): the choices for Hopper are still "compiled".
+# "measured" means timed.
 #
-# Why are the choices not larger? Ask the compiler about the choice for Hopper, and about three other tiles:
+# Why not the largest that there is? Ask the compiler about the choice for Hopper, and about three other tiles:
 
 # %% tags=["nbval-ignore-output"]
-tried = [Tile(128, 64, 8, 3), Tile(128, 128, 8, 2), Tile(128, 64, 4, 2), Tile(256, 64, 8, 2)]
+choice = next(c for c in tiles.recorded("forward", "hopper", torch.bfloat16) if c.head_dim >= 128)
+tried = [choice.tile, Tile(128, 128, 8, 2), Tile(128, 64, 4, 2), Tile(256, 64, 8, 2)]
 arguments = [compile_arguments(torch.bfloat16, 128, tile, causal=True) for tile in tried]
 reports = compile_reports(triton_forward.flash_attention_kernel, arguments, targets=["sm_86", "sm_90"])
 
@@ -698,6 +734,24 @@ except RuntimeError as error:
 # %% [markdown]
 # With a GPU `tune_tile=True` times them all on your inputs. That takes a while, because each is compiled first. The fastest is remembered on this machine, by
 # the GPU's name and by the lengths' powers of two. Without being asked nothing is tuned: the first call should not make you wait.
+#
+# The bench has timed the whole space once, at $N = 4096$. How much does a wrong tile lose?
+
+# %%
+rows = [f"{m} rows, {warps} warps" for m in (64, 128) for warps in (4, 8)]
+columns = [f"{n}\n{stages}" for n in (32, 64, 128) for stages in (2, 3, 4)]
+for run in industrial.having(runs, "tune"):
+    figure, axes = plt.subplots(3, 2, figsize=(8.6, 6.4), sharex=True, sharey=True)
+    for ax, ((d, causal), found) in zip(axes.flat, industrial.tile_times(run, "forward").items(), strict=False):
+        slower = {(f"{t.BLOCK_M} rows, {t.num_warps} warps", f"{t.BLOCK_N}\n{t.num_stages}"): ms / found[0][1]
+                  for t, ms in found}
+        curves.matrix(ax, rows, columns, slower, f"D = {d}, {'causal' if causal else 'whole'}")
+    figure.supxlabel("keys of a tile, below them num_stages")
+    plt.show()
+
+# %% [markdown]
+# *Each number is the time over that of the fastest tile. A dash: the tile does not fit, or was not timed.* The choice for a chip is the tile that is best over
+# both masks.
 #
 # Few queries are a case of their own. A program computes all rows of its block, also those that are not there. So with 20 queries the block shrinks:
 
@@ -969,7 +1023,7 @@ show.table(rows, ["after this", "the phase under way", "wait(ready, 0)", "wait(r
 PRODUCT = 2 * 128 * 128 * 128 // 4096  # clocks: 128 queries and keys, head size 128, 4096 FLOPs per clock
 EXPONENTIALS = 128 * 128 // 16  # 16 per clock
 SOFTMAX = EXPONENTIALS * 3 // 2  # assumed: half as much again for maxima, sums, masks
-COPY = 32768 // 32  # assumed: 32 bytes per clock
+COPY = 32768 // 64  # assumed: 64 bytes per clock
 print(f"a product {PRODUCT} clocks, the exponentials {EXPONENTIALS}, with the rest {SOFTMAX}, a copy {COPY}")
 
 
@@ -1049,7 +1103,14 @@ show.diff(step, after, context=1)
 #   exchange a number.
 # - K of tile $i$ comes before V of tile $i - 1$: the order in which they are used.
 #
-# The other side, `compute_part`, is the second kernel with these reports in it. Both are started by one call:
+# The other side, `compute_part`, is the second kernel with these reports in it. So it takes a block of queries, of which a warpgroup has its own 64 rows.
+# Here is how it treats the first tile of a block; the rest is in the fold:
+
+# %%
+show.region(gluon_forward.compute_part, "first tile", whole_file=False)
+
+# %% [markdown]
+# Both sides are started by one call:
 
 # %%
 show.region(gluon_forward.specialised_kernel, "parts", whole_file=False)
@@ -1150,7 +1211,7 @@ print("not run here:", reason) if reason else None
 
 # %%
 STEPS_AND_COLORS = {"one_tile": "sky", "pipelined": "blue", "specialised": "purple", "cuDNN": "green"}
-for run in runs:
+for run in industrial.having(runs, "gluon"):
     found = industrial.gluon_speeds(run)
     names = [f"D = {d}\n{'causal' if causal else 'whole'}" for d, causal in found]
     bars = {step: ([row.get(step, math.nan) for row in found.values()], color)
@@ -1159,13 +1220,24 @@ for run in runs:
     curves.columns(ax, names, bars, fmt="%.0f", ylabel="TFLOP/s", title=run["machine"]["gpu"])
     plt.show()
 
+# %% [markdown]
+# Each step over the one before, the fastest of our rows over cuDNN's, and the other tiles that were tried at $D = 64$, over the last step:
+
 # %%
-for run in runs:
-    for (d, causal), row in industrial.gluon_speeds(run).items():
-        if "one_tile" in row and "specialised" in row:
-            best = max((v, name) for name, v in row.items() if name != "cuDNN")
-            print(f"D = {d:3d}, {'causal' if causal else 'whole ':6}: loads ahead {row['pipelined'] / row['one_tile']:.2f},",
-                  f"parts {row['specialised'] / row['pipelined']:.2f} times as fast; of cuDNN {best[0] / row['cuDNN']:.2f}")
+for run in industrial.having(runs, "gluon"):
+    rows = []
+    for (d, causal), speed in industrial.gluon_speeds(run).items():
+        one, ahead, parts, cudnn = (speed.get(name, math.nan) for name in STEPS_AND_COLORS)
+        best = max([v for name, v in speed.items() if name != "cuDNN"], default=math.nan)
+        other = max([v for name, v in speed.items() if "keys" in name], default=math.nan)
+        ratios = (ahead / one, parts / ahead, best / cudnn, other / parts)
+        rows.append([d, "causal" if causal else "whole", *(f"{x:.2f}" if x == x else "" for x in ratios)])
+    show.table(rows, ["D", "mask", "loads ahead", "parts", "best of cuDNN", "other tiles"])
+
+# %% [markdown]
+# Read the two tables together. "loads ahead" is below 1 where it made the kernel *slower*. Is it where two programs of `one_tile` fit on a multiprocessor?
+# Then the pipeline costs more, one program where there were two, than it gives. (That is what the numbers suggest. To isolate it, one would
+# have to limit `one_tile` to one program.)
 
 # %% [markdown]
 # ### What Gluon costs
@@ -1263,6 +1335,13 @@ assert full == [sum(not masked for *_, masked in walk) for walk in own]
 # | you change | two functions | the loop itself |
 
 # %% [markdown]
+# And its speed? Compiled, without a mask or with a causal one, beside ours. Above 1, ours is faster:
+
+# %%
+for run in industrial.having(runs, "shapes"):
+    display(industrial.ratio_table(run, industrial.OURS, ["FlexAttention"]))
+
+# %% [markdown]
 # So: take FlexAttention for masks that are not bands (documents packed in one sequence, prefixes), for biases such as ALiBi, and to try an idea in ten
 # lines. Take a kernel of your own where the loop itself changes, where a library must not compile at run time, or where its speed is worth your week.
 #
@@ -1271,25 +1350,72 @@ assert full == [sum(not masked for *_, masked in walk) for walk in own]
 # %% [markdown]
 # ## 15 · How fast?
 #
-# TODO(measure): no GPU has run this kernel for the record yet. This cell draws what is recorded, beside FlashAttention-2, once it is.
+# Now beside those who do the same work, all in bf16 on the same inputs: FlashAttention-2 and cuDNN, which PyTorch calls, FlexAttention, compiled, and eager
+# attention, which writes its scores to memory. There are 16 384 queries in all, so that short sequences fill the GPU too. Times are of the
+# kernels on the GPU, without the launch from Python.
 
 # %%
-runs = industrial.recorded()
-for run in runs:
-    for mask in (False, True):
-        if ladder.ladder_figure(run, (4, 16, 4096, 128), mask):
-            plt.show()
-print("runs recorded:", len(runs))
+NAMES = (industrial.OURS, industrial.GLUON, *industrial.PEERS)
+for run in industrial.having(runs, "shapes"):
+    plots = {f"D = {d}, {'causal' if causal else 'whole'}": industrial.speeds(run, NAMES, "forward", d, causal)
+             for d in (64, 128, 256) for causal in (False, True)}
+    panels(plots, columns=2, ylabel="TFLOP/s", title=run["machine"]["gpu"])
+    plt.show()
+    print(run["machine"]["gpu"], run["machine"]["date"], "torch", run["machine"]["torch"], "triton", run["machine"]["triton"])
 
 # %% [markdown]
-# And over shapes, beside those who do the same work: FlashAttention-2 and cuDNN by PyTorch, FlexAttention compiled, and eager attention.
+# *Only half of the work counts under a causal mask.* The same as ratios: how many times as fast as each of them is the Triton kernel?
 
 # %%
-for run in runs:
-    shown = [r for r in run["final"] if r["shape"][2] in (1024, 4096, 16384)]
-    rows = [[*r["shape"], "causal" * r["causal"], r["name"], r["tflops"], r["vs_fa2"]] for r in shown]
-    show.table(rows, ["B", "H", "N", "D", "", "kernel", "TFLOP/s", "of FlashAttention-2"])
-print("runs recorded:", len(runs))
+for run in industrial.having(runs, "shapes"):
+    display(industrial.ratio_table(run, industrial.OURS, ["FlashAttention-2", "cuDNN", "eager"]))
+
+# %% [markdown]
+# Where Triton's kernel is behind cuDNN, section 12 has shown one reason that a kernel can do something about: who waits for whom, and when. Triton decides it
+# for us, Gluon lets us decide. Whether it is the reason *here* only the third Gluon kernel beside both can tell: it is the line "gluon" above.
+
+# %% [markdown]
+# ### Beside a published table
+#
+# An earlier course published times of its Triton kernel, causal, with one head, beside eager PyTorch. We have measured its rows again:
+
+# %%
+for run in industrial.having(runs, "published"):
+    display(industrial.published_table(run, "forward", 64, "bf16"))
+
+# %% [markdown]
+# The milliseconds are of two machines and two ways to measure, so they do not compare. What compares is each kernel beside eager attention *on its own
+# machine*. One head of a short sequence cannot fill a GPU. There a kernel is as good as its launch.
+
+# %% [markdown]
+# ### What did not help
+#
+# Some of it is known without a stopwatch:
+#
+# | tried, or thought of | seen |
+# |---|---|
+# | tiles of 128 × 128 at $D = 128$ | section 10: on `sm_86` they spill; on `sm_90` they do not |
+# | tiles of 256 × 64 at $D = 128$ | section 10: they spill on both |
+# | 4 warps for 128 rows at $D = 128$ | section 10: each thread holds twice as much, and it spills on both |
+# | tiles that begin where the window does | section 6: they save nothing if there are as many queries as keys |
+#
+# The rest with one. A number is the best time that a part of the search space can reach, over the best of all. 1.00: the best tile is one
+# of these.
+
+# %%
+PARTS = {
+    "64 rows": lambda t: t.BLOCK_M == 64, "128 rows": lambda t: t.BLOCK_M == 128,
+    "32 keys": lambda t: t.BLOCK_N == 32, "64 keys": lambda t: t.BLOCK_N == 64,
+    "128 keys": lambda t: t.BLOCK_N == 128,
+    "4 warps": lambda t: t.num_warps == 4, "8 warps": lambda t: t.num_warps == 8,
+    "2 stages": lambda t: t.num_stages == 2, "4 stages": lambda t: t.num_stages == 4,
+}
+for run in industrial.having(runs, "tune"):
+    found = industrial.tile_times(run, "forward")
+    best = {part: [min((ms for t, ms in times if keep(t)), default=math.nan) / times[0][1] for times in found.values()]
+            for part, keep in PARTS.items()}
+    heads = [f"D = {d}, {'causal' if causal else 'whole'}" for d, causal in found]
+    show.table([[part, *(f"{x:.2f}" for x in row)] for part, row in best.items()], ["only", *heads])
 
 # %% [markdown]
 # ## Summary, and what is left to explore
@@ -1300,19 +1426,7 @@ print("runs recorded:", len(runs))
 # - A `constexpr` makes one text into many kernels. What is not asked for is not there.
 # - The bytes follow the paper's law: twice the tile of Q, half the traffic.
 # - Tiles are chosen by what fits, then by a stopwatch, and the record says which.
-
-# %% [markdown]
-# What did not help, as far as it can be known without a stopwatch:
-#
-# | tried, or thought of | seen |
-# |---|---|
-# | tiles of 128 × 128 at $D = 128$ | section 10: on `sm_86` they spill; on `sm_90` they do not |
-# | tiles of 256 × 64 at $D = 128$ | section 10: they spill on both |
-# | 4 warps for 128 rows at $D = 128$ | section 10: each thread holds twice as much, and it spills on both |
-# | tiles that begin where the window does | section 6: they save nothing if there are as many queries as keys |
-
-# %% [markdown]
-# TODO(measure): the same table with times, of the tries on a GPU.
+# - Under Triton there is Gluon: layouts, barriers and waits in your own hands, for one kind of chip.
 
 # %% [markdown]
 # Worth trying now: a persistent grid, as many programs as the GPU holds, each of which takes several blocks. Sink tokens, which every query sees, as a second band. Two tiles of columns for a head size of 80. A block mask of your own for documents

@@ -385,6 +385,7 @@ def compute_part(o_desc, LSE_ptr, places, ready, free, scale_log2, sizes, CAUSAL
         l_i = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, S_LAYOUT))
         acc = gl.zeros([ROWS, BLOCK_D], gl.float32, O_LAYOUT)
 
+        # region: first tile
         slot = done % STAGES
         mbarrier.wait(ready[0].index(NUMBER), turn & 1)
         mbarrier.wait(ready[1].index(slot), done // STAGES & 1)
@@ -395,6 +396,7 @@ def compute_part(o_desc, LSE_ptr, places, ready, free, scale_log2, sizes, CAUSAL
         p, correction, m_i, l_i = softmax_step(s, m_i, l_i, scale_log2)
         p = gl.convert_layout(p.to(k_smem.dtype), P_LAYOUT)
         mbarrier.wait(ready[1].index((done + 1) % STAGES), (done + 1) // STAGES & 1, pred=tiles > 1)
+        # endregion
 
         whole_from = gl.maximum(tiles_masked(tiles, start, N, last, BLOCK_N, CAUSAL), 1)
         for i in range(1, gl.minimum(whole_from, tiles)):

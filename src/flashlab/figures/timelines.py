@@ -17,11 +17,10 @@ Bar = tuple[str, str, int, int]  # unit, name, when it begins, how long it takes
 
 
 def units(ax: Axes, bars: Sequence[Bar], title: str) -> None:
-    """Draws a bar for each thing that is done, coloured by the first letter of its name; a name may end in a group's
-    letter, and what belongs to the second group is hatched."""
+    """Draws a bar for each thing that is done, coloured by the first letter of its name; paler, if the last is b."""
     lines = list(dict.fromkeys(unit for unit, *_ in bars))
-    kinds = list(dict.fromkeys(name[0] for _, name, *_ in bars))
-    hues = [COLORS[hue] for hue in ("grey", "light", "sky", "orange", "green", "purple")]
+    kinds = sorted({name[0] for _, name, *_ in bars})
+    hues = [COLORS[hue] for hue in ("grey", "green", "orange", "sky", "light", "purple")]
     end = max(start + length for *_, start, length in bars)
     for unit, name, start, length in bars:
         second = name.endswith("b")
@@ -32,4 +31,5 @@ def units(ax: Axes, bars: Sequence[Bar], title: str) -> None:
                     fontsize=8 if length > 0.03 * end else 6)  # fmt: skip
     ax.set(yticks=range(len(lines)), yticklabels=lines, xlabel="clocks", title=title)
     ax.invert_yaxis()
+    ax.label_outer()
     ax.grid(axis="y", visible=False)
