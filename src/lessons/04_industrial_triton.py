@@ -748,6 +748,7 @@ for run in industrial.having(runs, "tune"):
         curves.matrix(ax, rows, columns, slower, f"D = {d}, {'causal' if causal else 'whole'}")
     figure.supxlabel("keys of a tile, below them num_stages")
     plt.show()
+    print(run["machine"]["gpu"])
 
 # %% [markdown]
 # *Each number is the time over that of the fastest tile. A dash: the tile does not fit, or was not timed.* The choice for a chip is the tile that is best over
@@ -1144,7 +1145,7 @@ def specialised_orders(tiles):
             yield unit, name + group, clocks // 2, own
 
 # %%
-figure, axes = plt.subplots(2, 1, figsize=(8.6, 3.8), sharex=True)
+figure, axes = plt.subplots(2, 1, figsize=(8.6, 3.6), sharex=True)
 orders = {"pipelined": pipelined_orders, "specialised": specialised_orders}
 for ax, (name, made) in zip(axes, orders.items(), strict=True):
     timelines.units(ax, timeline(made(5)), name)
@@ -1216,8 +1217,9 @@ for run in industrial.having(runs, "gluon"):
     names = [f"D = {d}\n{'causal' if causal else 'whole'}" for d, causal in found]
     bars = {step: ([row.get(step, math.nan) for row in found.values()], color)
             for step, color in STEPS_AND_COLORS.items()}
+    top = max(max(row.values()) for row in found.values())
     figure, ax = plt.subplots(figsize=(8.6, 3.6))
-    curves.columns(ax, names, bars, fmt="%.0f", ylabel="TFLOP/s", title=run["machine"]["gpu"])
+    curves.columns(ax, names, bars, fmt="%.0f", ylabel="TFLOP/s", title=run["machine"]["gpu"], ylim=(0, 1.2 * top))
     plt.show()
 
 # %% [markdown]

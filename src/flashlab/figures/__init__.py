@@ -10,5 +10,6 @@ fragments   what a lane holds of the operands of an MMA
 timelines   what the units of a chip do at which time
 banks       which banks of shared memory are asked for
 traces      what a kernel does in which order, from print statements in a copy of it
+panels      several small plots of one kind, over sequence lengths
 ladder      the steps of the series side by side: counted, timed
 """
