@@ -9,5 +9,6 @@ memory      who sees which memory, what a load fetches, which tile is on chip wh
 fragments   what a lane holds of the operands of an MMA
 banks       which banks of shared memory are asked for
 traces      what a kernel does in which order, from print statements in a copy of it
+panels      several small plots of one kind, over sequence lengths
 ladder      the steps of the series side by side: counted, timed
 """
