@@ -12,6 +12,7 @@ import torch
 
 from flashlab.attention.online_softmax import block_state, identity, merge
 from flashlab.figures import curves, fragments, memory, rows, show
+from flashlab.figures.panels import panels
 from flashlab.figures.tiles import walk
 
 
@@ -154,3 +155,14 @@ def test_a_walk_numbers_the_tiles_it_visits(ax, keeps, number, causal, visited):
     found = {text.get_text(): tuple(int(x) for x in text.get_position()) for text in ax.texts}
     assert [found[str(i + 1)] for i in range(len(found))] == visited
     assert len(ax.patches) == 9
+
+
+def test_panels_share_a_legend_and_say_what_was_not_measured():
+    plots = {"left": {"a": ([512, 1024], [1.0, 2.0]), "b": ([512], [3.0])}, "right": {}}
+    figure = panels(plots, columns=2, ylabel="TFLOP/s", level=1.5, level_text="peer")
+    left, right = figure.axes
+    assert labels(left.xaxis) == ["512", "1k"] and left.get_ylim()[0] == 0
+    assert [t.get_text() for t in figure.legends[0].get_texts()] == ["a", "b"]
+    assert "not measured" in [t.get_text() for t in right.texts]
+    assert panels({"left": {}, "right": {}}, ylabel="ms") is None
+    plt.close("all")

@@ -1,6 +1,6 @@
 """Lecture 4 reads the record of `flashlab bench industrial`: with none, with a part of one, and with a whole one.
 
-The records here are made up: their times say nothing.
+The records here are a stand-in's: their times say nothing.
 """
 
 from __future__ import annotations
@@ -12,50 +12,27 @@ import random
 import matplotlib
 import matplotlib.pyplot as plt
 import pytest
+from industrial_stand_in import record
 from lesson_source import find_lessons, make_notebook, read_lesson
 from pacing import ROOT
 
-from flashlab.attention import gluon_forward, tiles
+from flashlab.attention import gluon_forward
 from flashlab.bench import industrial
 from flashlab.table import Table
 
-MACHINE = {"gpu": "NVIDIA Made-up", "date": "2026-01-01", "torch": "2.11", "triton": "3.6", "target": "sm_90"}
+
+def rows_of(data, keep):
+    return data | {"rows": [row for row in data["rows"] if keep(row)]}
 
 
-def made_up(parts=industrial.PARTS, keep=lambda row: True):
-    """A record with every row that the bench has, of times that grow with the work; some tiles do not fit."""
-    draw = random.Random(0)
-    rows = []
-    for job in industrial.jobs(parts):
-        if job["part"] == "tune":
-            for i, tile in enumerate(tiles.SEARCH[job["kernel"]]):
-                row = job | {"tile": list(tile)}
-                rows.append(row | ({"unavailable": "too large"} if i % 11 == 5 else {"ms": draw.uniform(0.7, 3.0)}))
-            continue
-        names = {
-            "shapes": [industrial.OURS, industrial.BOXES, industrial.GLUON, *industrial.PEERS],
-            "options": [*industrial.OPTIONS],
-            "gluon": [*gluon_forward.KERNELS, "specialised, persistent", "cuDNN"],
-            "published": [industrial.OURS, "eager"],
-        }[job["part"]]
-        names = names if job["pass"] == "forward" else [n for n in names if n not in (industrial.BOXES, industrial.GLUON)]
-        for name in names:
-            _, _, n, d = job["shape"]
-            if name == "eager" and n > 4096:
-                rows.append(job | {"name": name, "unavailable": "not measured beyond N = 4096"})
-                continue
-            ms = draw.uniform(0.5, 1.5) * (n * 16384 * d * 1e-9 if job["part"] == "shapes" else 1.0)
-            rows.append(job | {"name": name, "ms": ms, "tflops": draw.uniform(100, 700), "peak_bytes": n * d})
-    return {"bench": "industrial", "machine": MACHINE, "rows": [r for r in rows if keep(r)]}
-
-
+WHOLE = record()
 RECORDS = {
     "none": [],
-    "whole": [made_up()],
-    "two": [made_up(), made_up(["gluon"])],
-    "nothing ran": [made_up(keep=lambda r: "ms" not in r)],
-    "half": [made_up(keep=lambda r: random.Random(str(r)).random() < 0.5)],
-    **{part: [made_up([part])] for part in industrial.PARTS},
+    "whole": [WHOLE],
+    "two": [WHOLE, record(["gluon"])],
+    "nothing ran": [rows_of(WHOLE, lambda row: "ms" not in row)],
+    "half": [rows_of(WHOLE, lambda row: random.Random(str(row)).random() < 0.5)],
+    **{part: [record([part])] for part in industrial.PARTS},
 }
 
 
@@ -91,27 +68,31 @@ def test_the_cells_that_read_the_record(cells, name, monkeypatch, capsys):
 
 
 def test_ratio_table():
-    data = made_up()
-    found = industrial.ratio_table(data, industrial.OURS, ["cuDNN", "eager"])
+    found = industrial.ratio_table(WHOLE, industrial.OURS, ["cuDNN", "eager"])
     assert isinstance(found, Table) and found.columns[3:] == ("512", "1024", "2048", "4096", "8192", "16384")
-    assert len(found.rows) == 12 and found.rows[1][-1] == ""
-    times = {r["name"]: r["ms"] for r in data["rows"] if r["part"] == "shapes" and r["pass"] == "forward"
+    assert len(found.rows) == 10 and found.rows[1][-1] == ""
+    times = {r["name"]: r["ms"] for r in WHOLE["rows"] if r["part"] == "shapes" and r["pass"] == "forward"
              and r["shape"][2:] == [512, 64] and not r["causal"]}  # fmt: skip
-    assert found.rows[0] == ("64", "whole", "cuDNN", f"{times['cuDNN'] / times[industrial.OURS]:.2f}", *found.rows[0][4:])
+    assert found.rows[0] == (
+        "64",
+        "whole",
+        "cuDNN",
+        f"{times['cuDNN'] / times[industrial.OURS]:.2f}",
+        *found.rows[0][4:],
+    )
 
 
 def test_times_by_option_and_by_step():
-    data = made_up()
-    assert list(industrial.option_times(data)) == [64, 128]
-    assert all(set(ms) == set(industrial.OPTIONS) for ms in industrial.option_times(data).values())
-    speeds = industrial.gluon_speeds(data)
+    assert list(industrial.option_times(WHOLE)) == [64, 128]
+    assert all(set(ms) == set(industrial.OPTIONS) for ms in industrial.option_times(WHOLE).values())
+    speeds = industrial.gluon_speeds(WHOLE)
     assert list(speeds) == list(itertools.product((64, 128, 256), (False, True)))
-    assert all({*gluon_forward.KERNELS, "cuDNN"} <= set(row) for row in speeds.values())
+    assert all({*gluon_forward.KERNELS} <= set(row) for row in speeds.values())
 
 
 def test_published_table():
-    found = industrial.published_table(made_up(), "forward", 64, "bf16")
+    found = industrial.published_table(WHOLE, "forward", 64, "bf16")
     assert [row[0] for row in found.rows[:2]] == ["128", "256"]
     (row,) = (row for row in found.rows if row[0] == "4 096")
     assert row[1:3] == ("0.347", "0.078") and math.isclose(float(row[3]), 0.347 / 0.078, abs_tol=0.06)
-    assert "Made-up" in found.caption
+    assert "Stand-in" in found.caption

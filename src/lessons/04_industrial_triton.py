@@ -1359,8 +1359,8 @@ for run in industrial.having(runs, "shapes"):
 # %%
 NAMES = (industrial.OURS, industrial.GLUON, *industrial.PEERS)
 for run in industrial.having(runs, "shapes"):
-    plots = {f"D = {d}, {'causal' if causal else 'whole'}": industrial.speeds(run, NAMES, "forward", d, causal)
-             for d in (64, 128, 256) for causal in (False, True)}
+    plots = {f"D = {d}, {mask}": industrial.over_lengths(run, "forward", d, mask == "causal", NAMES)
+             for d in (64, 128, 256) for mask in ("whole", "causal")}
     panels(plots, columns=2, ylabel="TFLOP/s", title=run["machine"]["gpu"])
     plt.show()
     print(run["machine"]["gpu"], run["machine"]["date"], "torch", run["machine"]["torch"], "triton", run["machine"]["triton"])

@@ -498,23 +498,6 @@ def having(runs: Sequence[dict[str, Any]], part: str) -> list[dict[str, Any]]:
     return [run for run in runs if any(r["part"] == part and "ms" in r for r in run["rows"])]
 
 
-def speeds(
-    data: dict[str, Any], names: Sequence[str], which: str, head_dim: int, causal: bool
-) -> dict[str, tuple[list[int], list[float]]]:
-    """By name lengths, rising, and TFLOP/s there in a pass of the part "shapes"; who has no row has no line."""
-    found = {}
-    for name in names:
-        line = sorted(
-            (r["shape"][2], r["tflops"])
-            for r in data["rows"]
-            if r["part"] == "shapes" and (r["name"], r["pass"], r["causal"]) == (name, which, causal)
-            and r["shape"][3] == head_dim and "ms" in r
-        )  # fmt: skip
-        if line:
-            found[name] = ([n for n, _ in line], [y for _, y in line])
-    return found
-
-
 def gluon_speeds(data: dict[str, Any]) -> dict[tuple[int, bool], dict[str, float]]:
     """By (head_dim, causal), rising: TFLOP/s of each row of the part "gluon", the steps, other tiles and cuDNN."""
     found: dict[tuple[int, bool], dict[str, float]] = {}
@@ -544,14 +527,16 @@ def ratio_table(data: dict[str, Any], name: str, others: Sequence[str], which: s
         for other, by_shape in found.items()
         if any(line := [by_shape.get((d, n, causal)) for n in lengths])
     ]
-    caption = f"{data['machine']['gpu']}, {which}: how many times as fast {name} is, at N = ..." if rows else "not measured"
-    return Table.of(rows, ["D", "mask", "beside", *map(str, lengths)], align="rll" + "r" * len(lengths), caption=caption)
+    caption = f"{data['machine']['gpu']}, {which}: how many times as fast {name} is, at these N"
+    columns = ["D", "mask", "beside", *map(str, lengths)]
+    return Table.of(rows, columns, align="rll" + "r" * len(lengths), caption=caption if rows else "not measured")
 
 
 def published_table(data: dict[str, Any], which: str, head_dim: int, dtype: str) -> Table:
     """Milliseconds of triton_vs_torch.csv beside those of the same rows in this record, by length."""
-    found = {name: dict(zip(*line, strict=True)) for name, line in beside_published(data, which, head_dim, dtype).items()}
-    pairs = (("published, eager", "published, Triton"), ("eager", "ours"))
+    lines = beside_published(data, which, head_dim, dtype)
+    found = {name: dict(zip(*line, strict=True)) for name, line in lines.items()}
+    pairs = (("eager, beside it", "published"), ("eager, beside ours", "ours"))
     rows = []
     for n in sorted(found.get("ours", {})):
         row: list[Any] = [n]
@@ -602,9 +587,11 @@ def rows_by_shape(data: dict[str, Any], name: str, which: str) -> dict[Key, Row]
     }
 
 
-def over_lengths(data: dict[str, Any], which: str, head_dim: int, causal: bool) -> Lines:
-    """TFLOP/s in a pass of the part "shapes", ours and the peers'; who has no row there has no line."""
-    return _lines(data, which, head_dim, causal, lambda row: row["tflops"])
+def over_lengths(
+    data: dict[str, Any], which: str, head_dim: int, causal: bool, names: Sequence[str] = (OURS, *PEERS)
+) -> Lines:
+    """TFLOP/s in a pass of the part "shapes"; who has no row there has no line."""
+    return _lines(data, which, head_dim, causal, lambda row: row["tflops"], names)
 
 
 def peak_over_lengths(data: dict[str, Any], head_dim: int, causal: bool) -> Lines:
@@ -615,10 +602,11 @@ def peak_over_lengths(data: dict[str, Any], head_dim: int, causal: bool) -> Line
 
 
 def _lines(
-    data: dict[str, Any], which: str, head_dim: int, causal: bool, value: Callable[[Row], float | None]
-) -> Lines:
+    data: dict[str, Any], which: str, head_dim: int, causal: bool, value: Callable[[Row], float | None],
+    names: Sequence[str] = (OURS, *PEERS),
+) -> Lines:  # fmt: skip
     found = {}
-    for name in (OURS, *PEERS):
+    for name in names:
         rows = rows_by_shape(data, name, which)
         points = sorted((n, value(r)) for (d, n, mask), r in rows.items() if (d, mask) == (head_dim, causal))
         points = [(n, y) for n, y in points if y is not None]
@@ -664,21 +652,20 @@ def beside_published(data: dict[str, Any], which: str, head_dim: int, dtype: str
     What ran out of memory, there or here, has no point.
     """
     column = {"forward": "fwd", "backward": "bwd", "both": "fwd_bwd"}[which]
-    points: dict[str, list[tuple[int, float]]] = {}
-    for p in published.load("triton_vs_torch"):
-        if (p["d_model"], p["precision"]) == (head_dim, dtype):
-            for name, theirs in (("published, Triton", "triton"), ("published, eager", "torch")):
-                ms = p[f"{theirs}_{column}_ms"]
-                if isinstance(p["seq_len"], int) and isinstance(ms, int | float):
-                    points.setdefault(name, []).append((p["seq_len"], float(ms)))
+    names = {OURS: "ours", "eager": "eager, beside ours", "triton_": "published", "torch_": "eager, beside it"}
+    points: dict[str, list[tuple[int, Any]]] = {name: [] for name in names.values()}
     for r in data["rows"]:
         if (
             r["part"] == "published"
-            and "ms" in r
             and (r["shape"][3], r["dtype"], r["pass"]) == (head_dim, dtype, which)
+            and "ms" in r
         ):
-            points.setdefault("ours" if r["name"] == OURS else r["name"], []).append((r["shape"][2], r["ms"]))
-    return {name: ([n for n, _ in sorted(found)], [y for _, y in sorted(found)]) for name, found in points.items()}
+            points[names[r["name"]]].append((r["shape"][2], r["ms"]))
+    for p in published.load("triton_vs_torch"):
+        for name in ("triton_", "torch_") if (p["d_model"], p["precision"]) == (head_dim, dtype) else ():
+            points[names[name]].append((int(str(p["seq_len"])), p[f"{name}{column}_ms"]))
+    kept = {name: sorted((n, y) for n, y in found if isinstance(y, int | float)) for name, found in points.items()}
+    return {name: ([n for n, _ in found], [y for _, y in found]) for name, found in kept.items() if found}
 
 
 def span(values: Iterable[float]) -> str:

@@ -129,9 +129,7 @@ def columns(
         ax.legend(ncols=len(bars), loc="upper left")
 
 
-def ratio_columns(
-    ax: Axes, names: Sequence[str], bars: Mapping[str, tuple[Sequence[float], str]], **axes: Any
-) -> None:
+def ratio_columns(ax: Axes, names: Sequence[str], bars: Mapping[str, tuple[Sequence[float], str]], **axes: Any) -> None:
     """`columns` of ratios, with a line at 1; what is not known is NaN, and has no bar."""
     columns(ax, names, bars, fmt="%.2f", **axes)
     ax.axhline(1, color=COLORS["black"], linewidth=1)

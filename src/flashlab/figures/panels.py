@@ -61,10 +61,15 @@ def panels(
     for ax in axes.flat:
         curves.ticks(ax, x=lengths)
         ax.set_xticks(lengths, [_short(x) for x in lengths], fontsize=8)
-        if "y" not in log:
-            ax.set_ylim(bottom=0)
-    figure.supxlabel("sequence length N", fontsize=10)
-    figure.supylabel(ylabel, fontsize=10)
+        if "y" in log:
+            ax.margins(y=0.12)
+            ax.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
+        else:
+            ax.set_ylim(0, 1.12 * max(y for lines in plots.values() for _, ys in lines.values() for y in ys))
+        if ax.get_subplotspec().is_last_row():
+            ax.set_xlabel("sequence length N", fontsize=9)
+        if ax.get_subplotspec().is_first_col():
+            ax.set_ylabel(ylabel, fontsize=9)
     if title:
         figure.suptitle(title, fontsize=11)
     found: dict[str, object] = {}
