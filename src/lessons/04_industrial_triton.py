@@ -19,10 +19,10 @@
 #
 # - Put batch and heads on the grid, and share key heads among query heads without a copy.
 # - Take any head size, any two lengths and any strides.
-# - Compute, for any mask that is a band, which tiles are never loaded, which need a mask and which need none.
+# - Compute, for any mask that is a band, which tiles are never loaded, and which need a mask.
 # - Add a window, a soft-cap or another scale so that a kernel without them pays nothing.
-# - Read the compiler's report for two GPUs, and choose tiles with it.
-# - Read a kernel in Gluon: say what a layout and a barrier are, and why one warp only loads.
+# - Choose tiles by the compiler's report and by a stopwatch.
+# - Read a kernel in Gluon: layouts, barriers, and why one warp only loads.
 # - Say what FlexAttention does for you, and when to write a kernel instead.
 
 # %% [markdown]
@@ -131,7 +131,7 @@ show.region(text(STEPS[0]), "programs")
 # - All programs are on the grid's first axis, x, and take their number apart by division. A grid may have $2^{31} - 1$ programs on x, but only
 #   65 535 on y and z. Kernels with batch × heads on another axis fail at large batches (flash-linear-attention, issue 172).
 # - Neighbouring numbers are blocks of *one* head. They run at about the same time, and read the same K and V, which then come from the L2 cache.
-# - `kv_head` is the next paragraph. `.to(tl.int64)` is the one after.
+# - `kv_head` is explained below, and `.to(tl.int64)` under "Four strides".
 
 # %% [markdown]
 # Models save memory by **grouped queries** (GQA): several query heads share one head of K and V. With `group` query heads to each key head, query
@@ -445,7 +445,7 @@ for report, split in zip(reports, (False, False, True, True), strict=True):
           f"{report.spill_bytes} bytes spilled")
 
 # %% [markdown]
-# More code, then, and a shorter path through most of it. What that is worth in time only a GPU can say: section 15.
+# More code, then, and a shorter path through most of it. What that is worth in time only a GPU can say: section 9 has the times.
 #
 # *Predict: why is it right to test `whole_end` with the first row, and `end` with the last?*
 #
@@ -676,8 +676,8 @@ for run in industrial.having(runs, "options"):
     figure, ax = plt.subplots(figsize=(8.6, 3.2))
     bars = {f"D = {d}": [ms.get(a, math.nan) / ms.get(b, math.nan) for a, b in IDEAS.values()]
             for d, ms in industrial.option_times(run).items()}
-    pairs = {name: (values, color) for (name, values), color in zip(bars.items(), ("sky", "blue"), strict=False)}
-    curves.ratio_columns(ax, list(IDEAS), pairs, ylabel="time with / without", title=run["machine"]["gpu"])
+    colored = {name: (bars[name], color) for name, color in zip(bars, ("sky", "blue"), strict=True)}
+    curves.ratio_columns(ax, list(IDEAS), colored, ylabel="time with / without", title=run["machine"]["gpu"])
     plt.show()
 
 # %% [markdown]
@@ -738,13 +738,15 @@ except RuntimeError as error:
 # The bench has timed the whole space once, at $N = 4096$. How much does a wrong tile lose?
 
 # %%
-rows = [f"{m} rows, {warps} warps" for m in (64, 128) for warps in (4, 8)]
-columns = [f"{n}\n{stages}" for n in (32, 64, 128) for stages in (2, 3, 4)]
+def fields(t):
+    return f"{t.BLOCK_M} rows, {t.num_warps} warps", f"{t.BLOCK_N}\n{t.num_stages}"
+
+
+rows, columns = (list(dict.fromkeys(names)) for names in zip(*map(fields, SEARCH["forward"]), strict=True))
 for run in industrial.having(runs, "tune"):
     figure, axes = plt.subplots(3, 2, figsize=(8.6, 6.4), sharex=True, sharey=True)
     for ax, ((d, causal), found) in zip(axes.flat, industrial.tile_times(run, "forward").items(), strict=False):
-        slower = {(f"{t.BLOCK_M} rows, {t.num_warps} warps", f"{t.BLOCK_N}\n{t.num_stages}"): ms / found[0][1]
-                  for t, ms in found}
+        slower = {fields(t): ms / found[0][1] for t, ms in found}
         curves.matrix(ax, rows, columns, slower, f"D = {d}, {'causal' if causal else 'whole'}")
     figure.supxlabel("keys of a tile, below them num_stages")
     plt.show()
@@ -821,8 +823,8 @@ print("8 combinations of window and soft-cap, within their bounds")
 # | When does a copy begin, and who waits for it? | the compiler, from `num_stages` | you, with *barriers* |
 # | When is a product waited for? | the compiler | you |
 #
-# **Gluon** is the layer under Triton, and comes with it. It has the same programs, tiles and Python. But these three decisions are yours. So a
-# Gluon kernel is written for one kind of chip. Ours are for Hopper, the H100 and H200.
+# **Gluon** is the layer under Triton, and comes with it: the same programs, tiles and Python, but these decisions are yours. So a Gluon kernel is
+# written for one kind of chip. Ours are for Hopper, the H100 and H200.
 
 # %% [markdown]
 # There are three kernels. Each is the one before with one idea more:
@@ -888,10 +890,10 @@ def agrees_kernel(REGISTER: gl.constexpr, LANE: gl.constexpr, WARP: gl.constexpr
 
 
 bits = {"REGISTER": REGISTER, "LANE": LANE, "WARP": WARP}
-ours_, reversed_ = compile_reports(agrees_kernel, [bits, bits | {"LANE": LANE[::-1]}], targets=["sm_90"])
-print("our bits:", "accepted" if ours_.ok else "refused")
-print("the lane's bits reversed:", "accepted" if reversed_.ok else "refused")
-assert ours_.ok and "is not trivial" in reversed_.error
+right, wrong = compile_reports(agrees_kernel, [bits, bits | {"LANE": LANE[::-1]}], targets=["sm_90"])
+print("our bits:", "accepted" if right.ok else "refused")
+print("the lane's bits in another order:", "accepted" if wrong.ok else "refused")
+assert right.ok and "is not trivial" in wrong.error
 
 # %%
 figure, axes = plt.subplots(1, 2, figsize=(8.6, 4.2), width_ratios=[1, 1.35])
@@ -1103,9 +1105,10 @@ show.diff(step, after, context=1)
 # - **`done`** counts tiles over *all* blocks of queries that the program takes. Both sides count alike, so they agree on places and phases, and never
 #   exchange a number.
 # - K of tile $i$ comes before V of tile $i - 1$: the order in which they are used.
-#
-# The other side, `compute_part`, is the second kernel with these reports in it. So it takes a block of queries, of which a warpgroup has its own 64 rows.
-# Here is how it treats the first tile of a block; the rest is in the fold:
+
+# %% [markdown]
+# The other side, `compute_part`, is the second kernel with these reports in it. Here is how a warpgroup treats the first tile of a block of queries;
+# the rest is in the fold:
 
 # %%
 show.region(gluon_forward.compute_part, "first tile", whole_file=False)
@@ -1170,7 +1173,8 @@ for step, kernel in gluon_forward.KERNELS.items():
     arguments = gluon_forward.compile_arguments(step, torch.bfloat16, 128, causal=True)
     (r,) = compile_reports(kernel, [arguments], targets=["sm_90"])
     counts = [r.instructions[name] for name in ("HGMMA", "UTMALDG", "SYNCS", "SHFL")]
-    rows.append([step, r.registers, r.spill_bytes, r.shared_bytes // 1024, *counts, r.ptx.count("setmaxnreg")])
+    counts.append(r.ptx.count("setmaxnreg"))
+    rows.append([step, r.registers, r.spill_bytes, r.shared_bytes // 1024, *counts])
     assert r.fits and r.spill_bytes == 0 and r.instructions["HGMMA"] and r.instructions["UTMALDG"]
 show.table(rows, ["kernel", "registers", "spilled", "KiB", "HGMMA", "UTMALDG", "SYNCS", "SHFL", "setmaxnreg"])
 
@@ -1184,9 +1188,10 @@ show.table(rows, ["kernel", "registers", "spilled", "KiB", "HGMMA", "UTMALDG", "
 
 # %% tags=["nbval-ignore-output"]
 rows, asked = [], [(d, causal) for d in (64, 128) for causal in (False, True)]
-arguments = [gluon_forward.compile_arguments("one_tile", torch.bfloat16, d, causal=causal) for d, causal in asked]
-for (d, causal), r in zip(asked, compile_reports(one_tile_kernel, arguments, targets=["sm_90"]), strict=True):
-    by_registers = 65536 // (32 * r.num_warps * 8 * math.ceil(r.registers / 8))  # they are given out in eights
+arguments = [gluon_forward.compile_arguments("one_tile", torch.bfloat16, d, causal=mask) for d, mask in asked]
+reports = compile_reports(one_tile_kernel, arguments, targets=["sm_90"])
+for (d, causal), r in zip(asked, reports, strict=True):
+    by_registers = 65536 // (32 * r.num_warps * 8 * math.ceil(r.registers / 8))  # given out in eights
     by_memory = 228 * 1024 // (r.shared_bytes + 1024)
     rows.append([d, "causal" if causal else "whole", r.registers, by_registers, by_memory])
 show.table(rows, ["head size", "mask", "registers", "programs by registers", "by shared memory"])
@@ -1203,7 +1208,8 @@ for step in gluon_forward.KERNELS if reason is None else ():
     def forward(q, k, v, *, causal, scale, step=step):
         return gluon_forward.flash_attention_gluon(q, k, v, causal=causal, scale=scale, step=step)
 
-    report = verify(forward, causal=True, gqa=True, dtypes=(torch.float16, torch.bfloat16), head_dims=(64, 128))
+    sixteen = (torch.float16, torch.bfloat16)
+    report = verify(forward, causal=True, gqa=True, dtypes=sixteen, head_dims=(64, 128))
     print(f"{step}: {report.verdict}")
 print("not run here:", reason) if reason else None
 
@@ -1217,9 +1223,9 @@ for run in industrial.having(runs, "gluon"):
     names = [f"D = {d}\n{'causal' if causal else 'whole'}" for d, causal in found]
     bars = {step: ([row.get(step, math.nan) for row in found.values()], color)
             for step, color in STEPS_AND_COLORS.items()}
-    top = max(max(row.values()) for row in found.values())
+    top = 1.2 * max(max(row.values()) for row in found.values())
     figure, ax = plt.subplots(figsize=(8.6, 3.6))
-    curves.columns(ax, names, bars, fmt="%.0f", ylabel="TFLOP/s", title=run["machine"]["gpu"], ylim=(0, 1.2 * top))
+    curves.columns(ax, names, bars, fmt="%.0f", ylabel="TFLOP/s", ylim=(0, top), title=run["machine"]["gpu"])
     plt.show()
 
 # %% [markdown]
@@ -1363,7 +1369,7 @@ for run in industrial.having(runs, "shapes"):
              for d in (64, 128, 256) for mask in ("whole", "causal")}
     panels(plots, columns=2, ylabel="TFLOP/s", title=run["machine"]["gpu"])
     plt.show()
-    print(run["machine"]["gpu"], run["machine"]["date"], "torch", run["machine"]["torch"], "triton", run["machine"]["triton"])
+    print({key: run["machine"][key] for key in ("gpu", "torch", "triton", "date")})
 
 # %% [markdown]
 # *Only half of the work counts under a causal mask.* The same as ratios: how many times as fast as each of them is the Triton kernel?
@@ -1400,7 +1406,8 @@ for run in industrial.having(runs, "published"):
 # | tiles of 256 × 64 at $D = 128$ | section 10: they spill on both |
 # | 4 warps for 128 rows at $D = 128$ | section 10: each thread holds twice as much, and it spills on both |
 # | tiles that begin where the window does | section 6: they save nothing if there are as many queries as keys |
-#
+
+# %% [markdown]
 # The rest with one. A number is the best time that a part of the search space can reach, over the best of all. 1.00: the best tile is one
 # of these.
 
@@ -1414,25 +1421,30 @@ PARTS = {
 }
 for run in industrial.having(runs, "tune"):
     found = industrial.tile_times(run, "forward")
-    best = {part: [min((ms for t, ms in times if keep(t)), default=math.nan) / times[0][1] for times in found.values()]
-            for part, keep in PARTS.items()}
-    heads = [f"D = {d}, {'causal' if causal else 'whole'}" for d, causal in found]
-    show.table([[part, *(f"{x:.2f}" for x in row)] for part, row in best.items()], ["only", *heads])
+    rows = []
+    for part, keep in PARTS.items():  # times are sorted, the fastest first
+        best = [next((ms for t, ms in times if keep(t)), math.nan) / times[0][1] for times in found.values()]
+        rows.append([part, *(f"{x:.2f}" for x in best)])
+    show.table(rows, ["only", *(f"D = {d}, {'causal' if causal else 'whole'}" for d, causal in found)])
 
 # %% [markdown]
 # ## Summary, and what is left to explore
 #
-# - Batch and heads are programs. Grouped queries are one division. Neither copies anything.
+# - Batch and heads are programs. Grouped queries are one division.
 # - Padded columns are harmless zeros. Padded keys are not.
 # - A mask that is a band is two numbers, and four positions per block of queries: never loaded, masked, whole, masked.
-# - A `constexpr` makes one text into many kernels. What is not asked for is not there.
+# - A `constexpr` makes one text into many kernels.
 # - The bytes follow the paper's law: twice the tile of Q, half the traffic.
 # - Tiles are chosen by what fits, then by a stopwatch, and the record says which.
-# - Under Triton there is Gluon: layouts, barriers and waits in your own hands, for one kind of chip.
+# - Gluon puts layouts, barriers and waits into your hands, for one kind of chip.
 
 # %% [markdown]
-# Worth trying now: a persistent grid, as many programs as the GPU holds, each of which takes several blocks. Sink tokens, which every query sees, as a second band. Two tiles of columns for a head size of 80. A block mask of your own for documents
-# that are packed into one sequence.
+# Worth trying now:
+#
+# - A persistent grid: as many programs as the GPU holds, each of which takes several blocks. (The third Gluon kernel can do it.)
+# - Sink tokens, which every query sees, as a second band.
+# - Two tiles of columns for a head size of 80.
+# - A block mask of your own, for documents that are packed into one sequence.
 #
 # Phase 5 makes the gradient. There `lse` earns its place.
 

@@ -64,8 +64,10 @@ def place_of(work, M, heads, BLOCK_M: gl.constexpr, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def tiles_seen(stop, N, last, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr):
-    """How many tiles of keys the queries before `stop` see; query i sees the keys up to i + last. At least one: a tile
-    that is masked whole is right too."""
+    """How many tiles of keys the queries before `stop` see; query i sees the keys up to i + last.
+
+    At least one: a tile that is masked whole is right too.
+    """
     seen = N
     if CAUSAL:
         seen = gl.minimum(N, stop + last)
@@ -100,7 +102,7 @@ def masked(s, rows, start_n, N, last, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def softmax_step(s, m_i, l_i, scale_log2):
-    """One tile of scores: the weights p, what earlier sums are to be multiplied with, and the new maximum and sum."""
+    """One tile of scores: the weights p, the correction of earlier sums, and the new maximum and sum."""
     m_new = gl.maximum(m_i, gl.max(s, axis=1) * scale_log2)
     m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)  # no score yet: -inf - (-inf) is NaN
     p = gl.exp2(s * scale_log2 - m_safe[:, None])
@@ -110,7 +112,7 @@ def softmax_step(s, m_i, l_i, scale_log2):
 
 @gluon.jit
 def along_rows(x, like):
-    """A number for each row, in the layout in which it multiplies `like`. Nothing moves: the same thread has both."""
+    """A number for each row, in the layout in which it multiplies `like`. No number changes its thread."""
     return gl.convert_layout(x, gl.SliceLayout(1, like.type.layout))[:, None]
 
 
@@ -307,18 +309,19 @@ def load_part(descriptors, places, ready, free, sizes, CAUSAL: gl.constexpr):
                 at = done + i
                 slot = at % STAGES
                 mbarrier.wait(k_free.index(slot), at // STAGES & 1 ^ 1)  # a new barrier counts as free
-                load_box(k_desc, batch, kv_head, (tiles - 1 - i) * BLOCK_N, k_ready.index(slot), k_smem.index(slot),
-                         True)  # fmt: skip
+                load_box(k_desc, batch, kv_head, (tiles - 1 - i) * BLOCK_N, k_ready.index(slot),
+                         k_smem.index(slot), True)  # fmt: skip
             if i == 0:
                 for number in gl.static_range(GROUPS):
                     mbarrier.wait(q_free.index(number), turn & 1 ^ 1)
-                    load_box(q_desc, batch, head, start_m + number * ROWS, q_ready.index(number), q_smem.index(number),
-                             True)  # fmt: skip
+                    load_box(q_desc, batch, head, start_m + number * ROWS, q_ready.index(number),
+                             q_smem.index(number), True)  # fmt: skip
             else:
                 at = done + i - 1
                 slot = at % STAGES
                 mbarrier.wait(v_free.index(slot), at // STAGES & 1 ^ 1)
-                load_box(v_desc, batch, kv_head, (tiles - i) * BLOCK_N, v_ready.index(slot), v_smem.index(slot), True)
+                load_box(v_desc, batch, kv_head, (tiles - i) * BLOCK_N, v_ready.index(slot),
+                         v_smem.index(slot), True)  # fmt: skip
         done += tiles
         turn += 1
 
@@ -446,9 +449,10 @@ def specialised_kernel(
     places = (q_smem, k_smem, v_smem)
     # region: parts
     ready = (barriers(GROUPS, 1), barriers(STAGES, 1), barriers(STAGES, 1))
-    free = (barriers(GROUPS, 1), barriers(STAGES, GROUPS), barriers(STAGES, GROUPS))  # when all groups have read it
+    # Free when all the warpgroups have read it.
+    free = (barriers(GROUPS, 1), barriers(STAGES, GROUPS), barriers(STAGES, GROUPS))
     sizes = (M, N, heads, group, last, pieces)
-    # The warps of each part but the first, and the registers of their threads; the first gets those that are left.
+    # The warps of each part but the first, and the registers of their threads; the first gets what is left.
     if GROUPS == 2:
         gl.warp_specialize([
             (compute_part, (o_desc, LSE_ptr, places, ready, free, scale_log2, sizes, CAUSAL, 0)),
