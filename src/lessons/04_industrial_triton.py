@@ -35,6 +35,7 @@
 
 # %%
 import math
+import re
 import warnings
 
 import matplotlib.pyplot as plt
@@ -56,7 +57,7 @@ from flashlab.check import verify
 from flashlab.check.training import wanted, worst
 from flashlab.figures import curves, masks, show
 from flashlab.figures.panels import panels
-from flashlab.triton_tools.compile_report import compile_reports
+from flashlab.triton_tools.compile_report import compile_report, compile_reports
 from flashlab.triton_tools.watch import hbm_traffic
 
 import triton  # after flashlab, which decides whether kernels are interpreted here
@@ -742,10 +743,12 @@ def fields(t):
     return f"{t.BLOCK_M} rows, {t.num_warps} warps", f"{t.BLOCK_N}\n{t.num_stages}"
 
 
-rows, columns = (list(dict.fromkeys(names)) for names in zip(*map(fields, SEARCH["forward"]), strict=True))
+names = zip(*map(fields, SEARCH["forward"]), strict=True)
+rows, columns = (list(dict.fromkeys(x)) for x in names)  # without repeats
 for run in industrial.having(runs, "tune"):
+    times = industrial.tile_times(run, "forward")
     figure, axes = plt.subplots(3, 2, figsize=(8.6, 6.4), sharex=True, sharey=True)
-    for ax, ((d, causal), found) in zip(axes.flat, industrial.tile_times(run, "forward").items(), strict=False):
+    for ax, ((d, causal), found) in zip(axes.flat, times.items(), strict=False):
         slower = {fields(t): ms / found[0][1] for t, ms in found}
         curves.matrix(ax, rows, columns, slower, f"D = {d}, {'causal' if causal else 'whole'}")
     figure.supxlabel("keys of a tile, below them num_stages")
@@ -1003,7 +1006,7 @@ show.table(rows, ["after this", "the phase under way", "wait(ready, 0)", "wait(r
 # | section 11 | here | what is said now |
 # |---|---|---|
 # | `load_tile(k_ptrs, ...)` | `load_box(k_desc, ...)`, `mbarrier.wait` | when a copy begins, and when it must have ended |
-# | `tl.dot(q, k)` | `warpgroup_mma(q, k, no_scores, use_acc=False)` | `q` and `k` are read from shared memory, `s` comes in `S_LAYOUT` |
+# | `tl.dot(q, k.T)` | `warpgroup_mma(q, k.permute((1, 0)), ...)` | `q` and `k` are read from shared memory, `s` comes in `S_LAYOUT` |
 # | `tl.where(in_band(...))` | `masked` | each thread compares the positions that it holds |
 # | `p.to(v.dtype)` | `gl.convert_layout(p.to(...), P_LAYOUT)` | P stays in the threads that computed it |
 # | `acc * correction[:, None]` | `acc * along_rows(correction, acc)` | so does `correction` |
@@ -1060,8 +1063,8 @@ plt.show()
 print(f"the tensor cores work {busy(timeline(one_tile_orders(200))):.0%} of the time")
 
 # %% [markdown]
-# *S: scores. P: softmax. O: the sums P V. Each number is a tile.* At any time one unit works, and the others wait for it. The tensor cores, for
-# which all this is done, wait half of the time and more.
+# *S: scores. P: softmax. O: the sums P V. Each number is a tile.* At nearly any time one unit works, and the others wait for it. The tensor cores
+# do what all this is for, and they wait half of the time.
 #
 # So the second kernel does two things differently. It fetches tiles `STAGES` ahead. And it starts *two* products before it waits for one. The loop is
 # one new function:
@@ -1083,10 +1086,10 @@ print(f"the tensor cores work {busy(timeline(one_tile_orders(200))):.0%} of the 
 show.region(gluon_forward.pipelined_kernel, "pipelined loop", whole_file=False)
 
 # %% [markdown]
-# One wait is left. All eight warps of the program take each step together, because one place is refilled for all of them. So there is a time when all
-# compute softmax, and a time when all wait for products.
+# One thing is left. A place may be refilled only when *all* eight warps have read it. So they meet in every step, and keep in step: there is a time
+# when all compute softmax, and a time when all wait for products.
 #
-# The third kernel takes this apart. Each warpgroup has its own 64 rows, and goes at its own pace. The order of the boxes is the work of one more
+# The third kernel takes this apart. Each warpgroup has its own 64 rows, and goes at its own pace. Boxes are ordered by one more
 # warp, which does nothing else. The step:
 
 # %%
@@ -1168,10 +1171,10 @@ plt.show()
 # copy engine, `SYNCS` what is done with barriers.
 
 # %% tags=["nbval-ignore-output"]
-rows = []
+rows, compiled = [], {}
 for step, kernel in gluon_forward.KERNELS.items():
     arguments = gluon_forward.compile_arguments(step, torch.bfloat16, 128, causal=True)
-    (r,) = compile_reports(kernel, [arguments], targets=["sm_90"])
+    compiled[step] = r = compile_report(kernel, arguments, target="sm_90")
     counts = [r.instructions[name] for name in ("HGMMA", "UTMALDG", "SYNCS", "SHFL")]
     counts.append(r.ptx.count("setmaxnreg"))
     rows.append([step, r.registers, r.spill_bytes, r.shared_bytes // 1024, *counts])
@@ -1182,6 +1185,17 @@ show.table(rows, ["kernel", "registers", "spilled", "KiB", "HGMMA", "UTMALDG", "
 # An HGMMA multiplies 16 columns of its left operand. So a product of 128 is 8 of them, and one loop has 16. `pipelined` has that loop twice, and half
 # of it before and after. `specialised` has all of this for each warpgroup. The exchanges in the quads are the `SHFL`: in `one_tile` two for the
 # maximum and two for the sum, of two rows.
+#
+# And who meets whom? `BAR.SYNC` is where threads wait for each other. A plain `0x0` is for all threads of a program. A second number is
+# how many threads meet: `0x80` is 128, one warpgroup.
+
+# %% tags=["nbval-ignore-output"]
+for step, r in compiled.items():
+    meetings = re.findall(r"BAR\.SYNC\S* (0x\w+(?:, 0x\w+)?)", r.sass)
+    print(f"{step:12}", {who: meetings.count(who) for who in sorted(set(meetings))})
+
+# %% [markdown]
+# In `pipelined` all meet, everywhere. In `specialised` nearly all meetings are of one warpgroup with itself, which is what the third kernel is for.
 #
 # How many programs does a multiprocessor hold at once? It has 65 536 registers, and 228 KiB of shared memory, of which each program takes 1 KiB more
 # than it asks for:
@@ -1379,8 +1393,8 @@ for run in industrial.having(runs, "shapes"):
     display(industrial.ratio_table(run, industrial.OURS, ["FlashAttention-2", "cuDNN", "eager"]))
 
 # %% [markdown]
-# Where Triton's kernel is behind cuDNN, section 12 has shown one reason that a kernel can do something about: who waits for whom, and when. Triton decides it
-# for us, Gluon lets us decide. Whether it is the reason *here* only the third Gluon kernel beside both can tell: it is the line "gluon" above.
+# Compare "triton" with "gluon" in the figure. The formula is the same, and so is the order of the tiles within a row of the causal mask, up to its
+# direction. What differs is what section 12 is about: layouts, copies, waits. So their distance is what these decisions are worth.
 
 # %% [markdown]
 # ### Beside a published table
