@@ -608,8 +608,8 @@ def _lines(
     found = {}
     for name in names:
         rows = rows_by_shape(data, name, which)
-        points = sorted((n, value(r)) for (d, n, mask), r in rows.items() if (d, mask) == (head_dim, causal))
-        points = [(n, y) for n, y in points if y is not None]
+        asked = ((n, value(r)) for (d, n, mask), r in rows.items() if (d, mask) == (head_dim, causal))
+        points = sorted((n, y) for n, y in asked if y is not None)
         if points:
             found[name] = ([n for n, _ in points], [y for _, y in points])
     return found
