@@ -885,7 +885,10 @@ assert len(holder) == 64 * 128, "each element is held once"
 print("lane 5 of warp 1 holds", *(place(register, 5, 1) for register in range(6)), "...")
 
 # %% [markdown]
-# Is that what the hardware does? The compiler knows. The next kernel makes a tile in the layout of a product, and converts it to our bits.
+# By hand: register 3 is `11` in bits, so it adds (0, 1) and (8, 0). Lane 5 is `101`, and adds (0, 2) and (1, 0). Warp 1 adds (16, 0). Together that is
+# (25, 3), the fourth above.
+#
+# Is it what the hardware does? The compiler knows. The next kernel makes a tile in the layout of a product, and converts it to our bits.
 # With `assert_trivial` it does not compile if any element would change its thread. It asks the same of `P_LAYOUT`, in which the second product
 # wants its left operand, P:
 
@@ -929,8 +932,11 @@ assert all(len(t) == 4 and len({lane // 4 for _, lane in t}) == 1 for t in threa
 
 # %% [markdown]
 # In four neighbouring threads, a *quad*. Each of them finds the maximum of its own 32 numbers. Two exchanges, and all four know that of the row.
-# Nothing goes through shared memory. That is why the warps lie along the rows, `[warps, 1]` in the layout. The compiler makes such choices
-# too. Here you see it made.
+# Nothing goes through shared memory.
+#
+# This is chosen in the layout's numbers. `NVMMADistributedLayout([3, 0], [warps, 1], [16, BLOCK_N, 16])` says: a product of Hopper (version 3),
+# all `warps` along the rows and one along the columns, 16 rows and `BLOCK_N` columns for each. With eight warps a tile has 128 rows: one more
+# bit in `WARP`. Triton's compiler makes such choices too. Here you see them made.
 
 # %% [markdown]
 # ### A copy, and who waits for it
@@ -980,11 +986,26 @@ for i in range(3):
 show.table(rows, ["after this", "the phase under way", "wait(ready, 0)", "wait(ready, 1)"])
 
 # %% [markdown]
-# So tile $i$ is waited for with parity `i & 1`. With a ring of `STAGES` places, tile $i$ lies in place `i % STAGES`, and its phase there is
-# `i // STAGES`.
+# So tile $i$ is waited for with parity `i & 1`. Look at the first row, too: `wait(ready, 1)` passes on a new barrier. The third kernel uses that, for places
+# that are free at first.
 #
-# Look at the first row: `wait(ready, 1)` passes on a new barrier. The third kernel uses that, for places that are free at first. It is also
-# the trap: **a wrong parity is no error.** The wait passes at once, and the product reads the tile before, or none.
+# *Predict: a kernel waits with parity 0 for every tile. What happens at tile 1?*
+#
+# <details><summary>Answer</summary>
+#
+# When tile 1 is ordered, phase 1 is under way. `wait(ready, 0)` passes, because phase 0 is over. So the product reads what lies there: tile 0, or a part
+# of tile 1. **A wrong parity is no error.** Nothing hangs, and the result is wrong, or even right when the copy was quick.
+#
+# </details>
+
+# %% [markdown]
+# The other two kernels have `STAGES` places for tiles, used in turn, and a barrier for each. Then tile $i$ lies in place `i % STAGES`, and it is
+# the tile number `i // STAGES` there:
+
+# %%
+STAGES = 2
+rows = [[i, i % STAGES, i // STAGES, i // STAGES & 1] for i in range(6)]
+show.table(rows, ["tile", "place", "phase of its barrier", "parity to wait for"])
 
 # %% [markdown]
 # ### The first kernel, line by line
@@ -1024,8 +1045,12 @@ show.table(rows, ["after this", "the phase under way", "wait(ready, 0)", "wait(r
 # | `tl.dot(p, v, acc)` | `warpgroup_mma(p, v, acc)` | `p` comes from registers, `v` from shared memory |
 
 # %% [markdown]
+# - **`DotOperandLayout(0, O_LAYOUT, 2)`**: the left operand of a product whose result has `O_LAYOUT`, two 16-bit numbers in a register.
+# - **`q_desc.layout`** is the order of a box in shared memory, in which products read it fast. (Phase 8 explains it: a swizzle.)
 # - **`k.permute((1, 0))`** moves nothing. The product reads K along the other axis.
-# - **`use_acc=False`**: nothing is added to, so `no_scores` is never read.
+# - **`use_acc=False`**: the product is not added to anything, so `no_scores` is never read.
+
+# %% [markdown]
 # - **The tiles go from right to left.** Then those that need a mask come first. This kernel masks them all. The next two do not.
 # - **Both waits have the parity `i & 1`**, as in the table above.
 # - K and V have one place each. So tile $i + 1$ can be ordered only when tile $i$ has been used. That is what is wrong with this kernel.
@@ -1482,6 +1507,8 @@ for run in industrial.having(runs, "tune"):
 # - Iz Beltagy et al., *Longformer*, 2020, [arXiv:2004.05150](https://arxiv.org/abs/2004.05150): sliding windows.
 # - Gemma Team, *Gemma 2*, 2024, [arXiv:2408.00118](https://arxiv.org/abs/2408.00118): soft-caps, windows in every second layer.
 # - Juechu Dong et al., *FlexAttention*, 2024, [arXiv:2412.05496](https://arxiv.org/abs/2412.05496).
-# - Triton documentation, tutorial *Fused Attention*: full and masked tiles, the search space.
+# - Triton documentation, tutorial *Fused Attention*: full and masked tiles, the search space. Triton's repository, `python/tutorials/gluon`: the language.
+# - Jay Shah et al., *FlashAttention-3*, 2024, [arXiv:2407.08608](https://arxiv.org/abs/2407.08608): two products at a time, warps that only load.
+# - NVIDIA, *PTX ISA*: mbarrier, `wgmma`, the layout of its result.
 # - NVIDIA, *CUDA C++ Programming Guide*: limits of a grid; results per clock, by kind of instruction; tensor maps and the copy engine.
 # - flash-attention issue 767 and pull request 1500: offsets in 32 bits. flash-linear-attention issue 172: the limit of grid y and z.
