@@ -543,16 +543,13 @@ def peak_over_lengths(data: dict[str, Any], head_dim: int, causal: bool) -> Line
     )
 
 
-def _lines(
-    data: dict[str, Any], which: str, head_dim: int, causal: bool, value: Callable[[Row], float | None]
-) -> Lines:
+def _lines(data: dict[str, Any], which: str, head_dim: int, causal: bool, value: Callable[[Row], Any]) -> Lines:
     found = {}
     for name in (OURS, *PEERS):
         rows = rows_by_shape(data, name, which)
         points = sorted((n, value(r)) for (d, n, mask), r in rows.items() if (d, mask) == (head_dim, causal))
-        points = [(n, y) for n, y in points if y is not None]
-        if points:
-            found[name] = ([n for n, _ in points], [y for _, y in points])
+        if any(y is not None for _, y in points):
+            found[name] = ([n for n, y in points if y is not None], [y for _, y in points if y is not None])
     return found
 
 
