@@ -138,7 +138,7 @@ show.region(text(STEPS[0]), "programs")
 # Models save memory by **grouped queries** (GQA): several query heads share one head of K and V. With `group` query heads to each key head, query
 # head `h` reads key head `h // group`. That is all that the kernel has to do. A group of 1 is ordinary attention. A group of all heads is called MQA.
 #
-# Let a kernel of six lines write down what each program computes:
+# Let a small kernel write down what each program computes:
 
 # %%
 @triton.jit
@@ -601,7 +601,8 @@ show.diff(text(STEPS[5]), text(STEPS[6]), context=1)
 # %% [markdown]
 # - The shape in the descriptor is `[N, HEAD_DIM]`, the box is `[BLOCK_N, BLOCK_D]`. Outside of the shape the engine fills in zeros by itself. So padding
 #   needs no mask.
-# - Only full tiles come this way. Past the *end of the window* there is memory that exists, and the engine would fetch it.
+# - Only full tiles come this way. The engine knows the end of the matrix, and not the end of a window. So a tile that is cut is loaded with pointers
+#   and a mask, as before.
 # - It has conditions: the last stride is 1, and rows begin on 16 bytes. The launcher says so when they are not met.
 
 # %%
@@ -692,7 +693,7 @@ for run in industrial.having(runs, "options"):
     plt.show()
 
 # %% [markdown]
-# A mask does not reach its share of the scores: every program also loads Q, stores O, and computes tiles whole that the mask cuts.
+# A mask does not quite reach its share of the scores: every program also loads Q, stores O, and computes tiles whole that the mask cuts.
 
 # %% [markdown]
 # ## 10 · Which tile?
@@ -1429,8 +1430,8 @@ for run in industrial.having(runs, "shapes"):
     display(industrial.ratio_table(run, industrial.OURS, ["FlashAttention-2", "cuDNN", "eager"]))
 
 # %% [markdown]
-# Compare "triton" with "gluon" in the figure. The formula is the same, and so is the order of the tiles within a row of the causal mask, up to its
-# direction. What differs is what section 12 is about: layouts, copies, waits. So their distance is what these decisions are worth.
+# Compare "triton" with "gluon" in the figure. Formula and algorithm are the same. What differs is what section 12 is about: layouts, copies,
+# waits, and the tiles that go with them. So their distance is what these decisions are worth, made by hand.
 
 # %% [markdown]
 # ### Beside a published table
@@ -1458,8 +1459,8 @@ for run in industrial.having(runs, "published"):
 # | tiles that begin where the window does | section 6: they save nothing if there are as many queries as keys |
 
 # %% [markdown]
-# The rest with one. A number is the best time that a part of the search space can reach, over the best of all. 1.00: the best tile is one
-# of these.
+# The rest needs one. Descriptors are in section 8, loads ahead with two programs on a multiprocessor in section 12. And for tiles: a number is the
+# best time that a part of the search space reaches, over the best of all. 1.00: the best tile is one of these.
 
 # %%
 PARTS = {

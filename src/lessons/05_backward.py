@@ -503,11 +503,12 @@ for run in industrial.recorded():
     rows = []
     for name, walks in ((industrial.OURS, "two"), ("FlashAttention-2", "one")):
         times = industrial.backward_of_forward(run, name)
-        spans = [industrial.span(ratio for key, ratio in times.items() if key[2] == causal) for causal in (False, True)]
-        rows += [[name, walks, *spans]] if times else []
+        for causal in (False, True) if times else ():
+            span = industrial.span(ratio for key, ratio in times.items() if key[2] == causal)
+            rows.append([name, walks, "causal" if causal else "whole", span])
     print(run["machine"]["gpu"])
     if rows:
-        show.table(rows, ["", "walks", "backward / forward, whole", "causal"])
+        show.table(rows, ["", "walks", "mask", "backward / forward"])
 print("runs recorded:", len(industrial.recorded()))
 
 # %% [markdown]
@@ -942,8 +943,8 @@ print("runs recorded:", len(runs))
 
 # %%
 for run in runs:
-    plots = {f"D = {d}, {'causal' if causal else 'whole'}": industrial.over_lengths(run, "backward", d, causal)
-             for causal in (False, True) for d in (64, 128, 256)}
+    plots = {f"D = {d}, {mask}": industrial.over_lengths(run, "backward", d, mask == "causal")
+             for mask in ("whole", "causal") for d in (64, 128, 256)}
     panels(plots, ylabel="TFLOP/s", title=f"Backward pass alone, {run['machine']['gpu']}")
     plt.show()
 
@@ -957,7 +958,8 @@ for run in runs:
 for run in runs:
     passes = (("backward", "Backward alone"), ("both", "Forward and backward"))
     plots = {title: industrial.ratios_over_lengths(run, "FlashAttention-2", which) for which, title in passes}
-    panels(plots, columns=2, pairs=True, ylabel="times as fast", level=1, level_text="FlashAttention-2")
+    panels(plots, columns=2, pairs=True, ylabel="times as fast", level=1,
+           level_text="FlashAttention-2")
     plt.show()
 
 # %% [markdown]
@@ -969,8 +971,8 @@ for run in runs:
 for run in runs:
     rows = []
     for peer in industrial.PEERS:
-        found = [industrial.ratios(run, industrial.OURS, peer, which).values() for which in ("backward", "both")]
-        rows += [[peer, *map(industrial.span, found)]] if any(found) else []
+        found = [industrial.ratios(run, industrial.OURS, peer, which) for which in ("backward", "both")]
+        rows += [[peer, *(industrial.span(ratios.values()) for ratios in found)]] if any(found) else []
     if rows:
         show.table(rows, ["beside", "backward", "forward and backward"])
 
@@ -1010,9 +1012,11 @@ for run in runs:
     for kernel in ("dkdv", "dq"):
         for (d, causal), times in industrial.tile_times(run, kernel).items():
             (best, ms), (worst_tile, slow) = times[0], times[-1]
-            rows += [[kernel, d, "causal" * causal, str(tuple(best)), ms, str(tuple(worst_tile)), slow / ms]]
+            mask = "causal" if causal else "whole"
+            rows += [[kernel, d, mask, f"{tuple(best)}", ms, f"{tuple(worst_tile)}", slow / ms]]
     if rows:
-        show.table(rows, ["kernel", "D", "", "fastest (M, N, warps, stages)", "ms", "slowest", "times as long"])
+        names = ["fastest (M, N, warps, stages)", "ms", "slowest", "times as long"]
+        show.table(rows, ["kernel", "D", "mask", *names])
 
 # %% [markdown]
 # ### A table that somebody published

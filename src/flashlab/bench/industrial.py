@@ -602,16 +602,15 @@ def peak_over_lengths(data: dict[str, Any], head_dim: int, causal: bool) -> Line
 
 
 def _lines(
-    data: dict[str, Any], which: str, head_dim: int, causal: bool, value: Callable[[Row], float | None],
+    data: dict[str, Any], which: str, head_dim: int, causal: bool, value: Callable[[Row], Any],
     names: Sequence[str] = (OURS, *PEERS),
 ) -> Lines:  # fmt: skip
     found = {}
     for name in names:
         rows = rows_by_shape(data, name, which)
-        asked = ((n, value(r)) for (d, n, mask), r in rows.items() if (d, mask) == (head_dim, causal))
-        points = sorted((n, y) for n, y in asked if y is not None)
-        if points:
-            found[name] = ([n for n, _ in points], [y for _, y in points])
+        points = sorted((n, value(r)) for (d, n, mask), r in rows.items() if (d, mask) == (head_dim, causal))
+        if any(y is not None for _, y in points):
+            found[name] = ([n for n, y in points if y is not None], [y for _, y in points if y is not None])
     return found
 
 
