@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from industrial_stand_in import record
 
 from flashlab.attention import reference, tiles
 from flashlab.bench import industrial, peers, published, records
@@ -83,7 +84,8 @@ def pretended(monkeypatch):
     monkeypatch.setattr(industrial.runtime, "INTERPRETED", False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)  # torch.cuda.stream(None) does nothing
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
     monkeypatch.setattr(industrial, "prepare_all", lambda todo, until: None)
     monkeypatch.setattr(industrial.timing, "measured", lambda: contextlib.nullcontext(dict(machine)))
     monkeypatch.setattr(industrial.time, "monotonic", lambda: state["seconds"])
@@ -197,3 +199,52 @@ def test_a_quick_run_on_this_gpu(tmp_path):
     industrial.main(["--quick", "--out", str(out)])
     rows = json.loads(out.read_text())["rows"]
     assert {row["name"] for row in rows if "ms" in row} >= {OURS, "eager", "FlashAttention-2"}
+
+
+# ---- reading a record ----------------------------------------------------------------------------------------------
+def test_speeds_over_lengths():
+    data = record(["shapes"])
+    lines = industrial.over_lengths(data, "backward", 128, True)
+    assert list(lines) == [OURS, *industrial.PEERS]
+    assert lines[OURS][0] == [512, 1024, 2048, 4096, 8192, 16384] and lines["eager"][0][-1] == industrial.EAGER_MOST
+    assert lines[OURS][1] == sorted(lines[OURS][1]) and all(0 < y < 401 for y in lines[OURS][1])
+    assert "cuDNN" not in industrial.over_lengths(data, "backward", 256, True)
+    assert industrial.over_lengths(data, "backward", 80, True) == {}
+
+
+def test_ratios_over_lengths_and_of_forward():
+    data = record(["shapes"], keep=lambda job: job["shape"][3] != 64)
+    lines = industrial.ratios_over_lengths(data, "FlashAttention-2", "both")
+    assert list(lines) == [f"D = {d}, {mask}" for d in (128, 256) for mask in ("whole", "causal")]
+    assert all(xs == sorted(xs) and all(1 < y < 4 / 3 + 1e-6 for y in ys) for xs, ys in lines.values())
+    times = industrial.backward_of_forward(data, OURS)
+    assert {key[1] for key in times} == {1024, 2048, 4096, 8192, 16384} and all(2.3 < x <= 2.5 for x in times.values())
+    assert industrial.span(times.values()).endswith(" to 2.50") and industrial.span([]) == ""
+
+
+def test_peaks_over_lengths():
+    peaks = industrial.peak_over_lengths(record(["shapes"]), 64, True)
+    assert peaks[OURS][1] == [256.0] * 6 and peaks["FlashAttention-2"][1] == [384.0] * 6
+    assert peaks["eager"][1] == sorted(peaks["eager"][1]) and len(peaks["eager"][1]) == 4
+
+
+def test_times_of_tiles():
+    found = industrial.tile_times(record(["tune"]), "dq")
+    assert list(found) == [(d, causal) for d in (64, 128, 256) for causal in (False, True)]
+    assert all(len(times) == len(tiles.SEARCH["dq"]) - 1 for times in found.values())
+    assert all(times == sorted(times, key=lambda pair: pair[1]) for times in found.values())
+
+
+def test_the_published_rows_beside_ours():
+    lines = industrial.beside_published(record(["published"]), "backward", 64, "f32")
+    assert set(lines) == {"ours", "eager, beside ours", "published", "eager, beside it"}
+    assert lines["eager, beside it"][0][-1] == 16384 and lines["ours"][0][-1] == 32768  # theirs ran out of memory
+    assert lines["published"][1][0] == 0.165
+
+
+def test_a_record_that_has_none_of_it():
+    data = record(["gluon"])
+    assert industrial.over_lengths(data, "both", 64, False) == industrial.peak_over_lengths(data, 64, False) == {}
+    assert industrial.ratios_over_lengths(data, "cuDNN", "both") == industrial.backward_of_forward(data, OURS) == {}
+    assert industrial.tile_times(data, "dkdv") == {}
+    assert set(industrial.beside_published(data, "both", 64, "bf16")) == {"published", "eager, beside it"}

@@ -48,11 +48,12 @@ from flashlab.attention.simulation_backward import flash_attention_backward_sim
 from flashlab.attention.triton_backward import Tiles, flash_attention_backward
 from flashlab.attention.triton_forward import flash_attention_forward
 from flashlab.attention.tiles import Tile
-from flashlab.bench import records
+from flashlab.bench import industrial, published
 from flashlab.check import CheckFailed, verify
 from flashlab.check.training import wanted, worst
 from flashlab.check.zoo.gradients import MUTANTS, attention_with
 from flashlab.figures import curves, show
+from flashlab.figures.panels import panels
 from flashlab.figures.tiles import walk
 from flashlab.triton_tools.compile_report import compile_reports
 from flashlab.triton_tools.watch import hbm_traffic
@@ -493,7 +494,25 @@ print("eight blocks added in two orders: close: True, equal in every bit:", torc
 # you look for the step at which a training run went wrong. Triton's tutorial *Fused Attention* is built in this way, and so are our kernels.
 
 # %% [markdown]
-# `TODO(measure)`: what the second walk costs in time on the H200 is not recorded yet. Section 12 draws the record when it is there.
+# What does the second walk cost in time? If every product of a tile took equally long, a backward pass of one walk would take 2.5 times as long as
+# the forward pass, and one of two walks 3.5 times. On a GPU neither holds by itself: there are exponentials, loads and, in one walk, atomics.
+# So it was measured. Times of the backward pass, as multiples of the same implementation's forward pass, at lengths from 1024 on:
+
+# %%
+for run in industrial.recorded():
+    rows = []
+    for name, walks in ((industrial.OURS, "two"), ("FlashAttention-2", "one")):
+        times = industrial.backward_of_forward(run, name)
+        for causal in (False, True) if times else ():
+            span = industrial.span(ratio for key, ratio in times.items() if key[2] == causal)
+            rows.append([name, walks, "causal" if causal else "whole", span])
+    print(run["machine"]["gpu"])
+    if rows:
+        show.table(rows, ["", "walks", "mask", "backward / forward"])
+print("runs recorded:", len(industrial.recorded()))
+
+# %% [markdown]
+# Read a ratio with care: it is small if the backward pass is good, and also if the forward pass is slow. Section 12 has the times themselves.
 
 # %% [markdown]
 # ## 8 · Heads, masks, and a second output
@@ -904,19 +923,127 @@ show.table(rows, ["target", "kernel", "registers per thread", "bytes spilled", "
 # %% [markdown]
 # ## 12 · How fast?
 #
-# The comparison to make: the backward pass alone, and forward and backward together, against FlashAttention-2, cuDNN and FlexAttention, in
-# one run, taking turns. The cell below draws every record there is.
-#
-# `TODO(measure)`: no record of the backward pass on the H200 exists yet. No figure stands here until one does.
+# The kernels were timed beside FlashAttention-2, cuDNN, FlexAttention and eager attention: forward and backward, in one run, taking turns. Each
+# case has 16384 tokens and 2048 columns in all heads together, in bf16. So with a longer N there are fewer sequences, and each token has more to look at.
 
 # %%
-runs = [run for run in records.recorded("industrial") if "backward" in run]
+runs = industrial.recorded()
 for run in runs:
-    shown = [r for r in run["backward"] if r["shape"][2] in (1024, 4096, 16384)]
-    cells = ("pass", "name", "tflops", "vs_fa2")
-    rows = [[*r["shape"], "causal" * r["causal"], *(r[cell] for cell in cells)] for r in shown]
-    show.table(rows, ["B", "H", "N", "D", "", "pass", "kernel", "TFLOP/s", "of FlashAttention-2"])
+    machine = run["machine"]
+    print(f"{machine['gpu']}, torch {machine['torch']}, triton {machine['triton']}, {machine['date']}")
+    left = f"{run['left']} measurements are still to be made"
+    print(left if run["left"] else "every measurement was made")
 print("runs recorded:", len(runs))
+
+# %% [markdown]
+# **What is counted.** A backward pass counts as 2.5 forward passes: five products, however many are computed. So all get the same work credited, and our
+# kernels get nothing for the two products that they compute twice. Under a causal mask it is half of that.
+#
+# **What is timed:** the kernels, not their launches from Python. CUDA graphs replay them, as in phase 3. A line shows the median of the rounds.
+
+# %%
+for run in runs:
+    plots = {f"D = {d}, {mask}": industrial.over_lengths(run, "backward", d, mask == "causal")
+             for mask in ("whole", "causal") for d in (64, 128, 256)}
+    panels(plots, ylabel="TFLOP/s", title=f"Backward pass alone, {run['machine']['gpu']}")
+    plt.show()
+
+# %% [markdown]
+# *Higher is better. Upper row: no mask; lower row: causal. "triton" are the kernels of this lecture. Where a line is missing, that implementation does not run
+# such a case. Eager attention ends where its scores take too much memory.*
+#
+# One comparison more closely: how many times as fast as FlashAttention-2? A training step pays for forward and backward, so both are shown.
+
+# %%
+for run in runs:
+    passes = (("backward", "Backward alone"), ("both", "Forward and backward"))
+    plots = {title: industrial.ratios_over_lengths(run, "FlashAttention-2", which) for which, title in passes}
+    panels(plots, columns=2, pairs=True, ylabel="times as fast", level=1,
+           level_text="FlashAttention-2")
+    plt.show()
+
+# %% [markdown]
+# *Above the dashed line our kernels are faster, below it FlashAttention-2 is. Full lines: no mask; broken lines: causal.*
+#
+# The same in numbers, beside each peer: the smallest and the largest ratio over all lengths.
+
+# %%
+for run in runs:
+    rows = []
+    for peer in industrial.PEERS:
+        found = [industrial.ratios(run, industrial.OURS, peer, which) for which in ("backward", "both")]
+        rows += [[peer, *(industrial.span(ratios.values()) for ratios in found)]] if any(found) else []
+    if rows:
+        show.table(rows, ["beside", "backward", "forward and backward"])
+
+# %% [markdown]
+# Three things to have in mind when you read the ratios.
+#
+# - FlashAttention-2 uses `mma.sync`, the tensor-core instruction before Hopper's. Triton and cuDNN use Hopper's `wgmma`, which is faster.
+# - FlashAttention-2 has one walk, so it computes five products where our kernels compute seven.
+# - FlexAttention's kernels are Triton too, with two walks like ours. So the two differ in tiles and details, not in the plan.
+
+# %% [markdown]
+# ### The memory
+#
+# What is allocated at the worst moment of forward and backward together, beside the inputs? In theory: o, dq, dk and dv. Each has $16384 \cdot 2048$
+# numbers of 2 bytes, 64 MiB. The lse and $\delta$ are small beside that. FlashAttention-2 has dQ's float32 buffer in addition. Nothing of that depends on N:
+
+# %%
+for run in runs:
+    plots = {f"D = {d}, causal": industrial.peak_over_lengths(run, d, True) for d in (64, 128, 256)}
+    panels(plots, log="xy", ylabel="MiB at the worst moment", level=4 * 64, level_text="o, dq, dk, dv")
+    plt.show()
+    for lines in plots.values():
+        _, ours = lines.get(industrial.OURS, ([], [1.0]))
+        assert max(ours) < 1.5 * min(ours)  # flat: what a token needs does not grow with N
+
+# %% [markdown]
+# *All sequences together always have 16384 tokens. So memory that is linear in N shows as a flat line, and memory that is quadratic rises with N.*
+#
+# ### Which tiles
+#
+# Each kernel was timed with each tile of a search space (`tiles.SEARCH`). The time is that of the whole backward pass: delta, and the other kernel with its own
+# tile, are in it. So the last column says what the choice of one tile is worth to the whole pass.
+
+# %%
+for run in runs:
+    rows = []
+    for kernel in ("dkdv", "dq"):
+        for (d, causal), times in industrial.tile_times(run, kernel).items():
+            (best, ms), (worst_tile, slow) = times[0], times[-1]
+            mask = "causal" if causal else "whole"
+            rows += [[kernel, d, mask, f"{tuple(best)}", ms, f"{tuple(worst_tile)}", slow / ms]]
+    if rows:
+        names = ["fastest (M, N, warps, stages)", "ms", "slowest", "times as long"]
+        show.table(rows, ["kernel", "D", "mask", *names])
+
+# %% [markdown]
+# ### A table that somebody published
+#
+# A tutorial's table compares a Triton forward pass, with a compiled PyTorch backward pass, to eager attention: one head, causal, on a GPU that it does not
+# name. Its backward passes at short lengths tell something about its clock:
+
+# %%
+table = published.load("triton_vs_torch")
+short = {r["seq_len"]: r["torch_bwd_ms"] for r in table if (r["d_model"], r["precision"]) == (16, "bf16")}
+print("its eager backward, D = 16, bf16, in ms:", {n: short[n] for n in (128, 256, 512, 1024, 2048)})
+assert short[2048] < short[128]  # 256 times the scores, in less time
+
+# %% [markdown]
+# With 256 times the scores the time is *less*. So at these lengths the work is not what was timed. A likely candidate is the launch from Python, which took
+# longer than the kernels. Here are its rows and ours, timed without launches:
+
+# %%
+for run in runs:
+    plots = {f"{title}, {dtype}": industrial.beside_published(run, which, 64, dtype)
+             for which, title in (("backward", "Backward"), ("both", "Both")) for dtype in ("bf16", "f32")}
+    panels(plots, columns=2, pairs=True, log="xy", ylabel="ms", title="One head, D = 64, causal")
+    plt.show()
+
+# %% [markdown]
+# *Lower is better. Theirs and ours ran on different GPUs, so compare shapes of lines, not heights: the distance from a kernel to the eager attention of its
+# own GPU. A line that ends early ran out of memory.*
 
 # %% [markdown]
 # ## 13 · Through the door

@@ -53,6 +53,14 @@ def test_right_values_in_wrong_places(axis):
     assert (here[axis] - 1) % X.shape[axis] == there[axis] and here[1 - axis] == there[1 - axis]
 
 
+def test_zeros_are_not_called_right_values_of_another_place():
+    want = X.clone()
+    want[0] = 0.0  # a key that no query sees
+    got = want.clone()
+    got[4:8] = 0.0
+    assert shown(got, want) == "wrong are rows 4 to 7, all of the others are right"
+
+
 def test_a_few_values_may_be_near_others_by_chance():
     y = X.clone()
     y[2, 3] = X[7, 7]

@@ -64,8 +64,10 @@ def place_of(work, M, heads, BLOCK_M: gl.constexpr, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def tiles_seen(stop, N, last, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr):
-    """How many tiles of keys the queries before `stop` see; query i sees the keys up to i + last. At least one: a tile
-    that is masked whole is right too."""
+    """How many tiles of keys the queries before `stop` see; query i sees the keys up to i + last.
+
+    At least one: a tile that is masked whole is right too.
+    """
     seen = N
     if CAUSAL:
         seen = gl.minimum(N, stop + last)
@@ -106,7 +108,7 @@ def sums_of_threads(p):
 
 @gluon.jit
 def softmax_step(s, m_i, l_i, scale_log2):
-    """One tile of scores: the weights p, what earlier sums are to be multiplied with, and the new maximum and sums.
+    """One tile of scores: the weights p, the correction of earlier sums, and the new maximum and sums.
 
     The maximum needs all the columns of a row, so its four threads exchange theirs in each step. The sum does not.
     """
@@ -119,7 +121,7 @@ def softmax_step(s, m_i, l_i, scale_log2):
 
 @gluon.jit
 def along_rows(x, like):
-    """A number for each row, in the layout in which it multiplies `like`. Nothing moves: the same thread has both."""
+    """A number for each row, in the layout in which it multiplies `like`. No number changes its thread."""
     return gl.convert_layout(x, gl.SliceLayout(1, like.type.layout))[:, None]
 
 
@@ -273,6 +275,7 @@ def pipelined_kernel(
     p, correction, m_i, l_i = softmax_step(s, m_i, l_i, scale_log2)
     p = gl.convert_layout(p.to(v_desc.dtype), P_LAYOUT)
 
+    # region: pipelined loop
     whole_from = gl.maximum(tiles_masked(tiles, start_m, N, last, BLOCK_N, CAUSAL), 1)
     for i in range(1, gl.minimum(whole_from, tiles)):
         p, acc, m_i, l_i = pipelined_step(
@@ -288,6 +291,7 @@ def pipelined_kernel(
     end = (tiles - 1) % STAGES
     mbarrier.wait(v_ready.index(end), (tiles - 1) // STAGES & 1)
     acc = warpgroup_mma(p, v_smem.index(end).reshape([BLOCK_N, BLOCK_D]), acc)
+    # endregion
     store_rows(o_desc, LSE_ptr, batch, head, heads, start_m, M, rows, acc, m_i, l_i, q_smem)
 
 
@@ -315,18 +319,19 @@ def load_part(descriptors, places, ready, free, sizes, CAUSAL: gl.constexpr):
                 at = done + i
                 slot = at % STAGES
                 mbarrier.wait(k_free.index(slot), at // STAGES & 1 ^ 1)  # a new barrier counts as free
-                load_box(k_desc, batch, kv_head, (tiles - 1 - i) * BLOCK_N, k_ready.index(slot), k_smem.index(slot),
-                         True)  # fmt: skip
+                load_box(k_desc, batch, kv_head, (tiles - 1 - i) * BLOCK_N, k_ready.index(slot),
+                         k_smem.index(slot), True)  # fmt: skip
             if i == 0:
                 for number in gl.static_range(GROUPS):
                     mbarrier.wait(q_free.index(number), turn & 1 ^ 1)
-                    load_box(q_desc, batch, head, start_m + number * ROWS, q_ready.index(number), q_smem.index(number),
-                             True)  # fmt: skip
+                    load_box(q_desc, batch, head, start_m + number * ROWS, q_ready.index(number),
+                             q_smem.index(number), True)  # fmt: skip
             else:
                 at = done + i - 1
                 slot = at % STAGES
                 mbarrier.wait(v_free.index(slot), at // STAGES & 1 ^ 1)
-                load_box(v_desc, batch, kv_head, (tiles - i) * BLOCK_N, v_ready.index(slot), v_smem.index(slot), True)
+                load_box(v_desc, batch, kv_head, (tiles - i) * BLOCK_N, v_ready.index(slot),
+                         v_smem.index(slot), True)  # fmt: skip
         done += tiles
         turn += 1
 
@@ -404,6 +409,7 @@ def compute_part(
         l_i = sums_of_threads(no_scores)
         acc = gl.zeros([ROWS, BLOCK_D], gl.float32, O_LAYOUT)
 
+        # region: first tile
         slot = done % STAGES
         mbarrier.wait(ready[0].index(NUMBER), turn & 1)
         mbarrier.wait(ready[1].index(slot), done // STAGES & 1)
@@ -414,6 +420,7 @@ def compute_part(
         p, correction, m_i, l_i = softmax_step(s, m_i, l_i, scale_log2)
         p = gl.convert_layout(p.to(k_smem.dtype), P_LAYOUT)
         mbarrier.wait(ready[1].index((done + 1) % STAGES), (done + 1) // STAGES & 1, pred=tiles > 1)
+        # endregion
 
         whole_from = gl.maximum(tiles_masked(tiles, start, N, last, BLOCK_N, CAUSAL), 1)
         for i in range(1, gl.minimum(whole_from, tiles)):
@@ -462,11 +469,13 @@ def specialised_kernel(
     v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES] + v_desc.block_type.shape, v_desc.layout)
     descriptors = (q_desc, k_desc, v_desc)
     places = (q_smem, k_smem, v_smem)
+    # region: parts
     ready = (barriers(GROUPS, 1), barriers(STAGES, 1), barriers(STAGES, 1))
-    free = (barriers(GROUPS, 1), barriers(STAGES, GROUPS), barriers(STAGES, GROUPS))  # when all groups have read it
+    # Free when all the warpgroups have read it.
+    free = (barriers(GROUPS, 1), barriers(STAGES, GROUPS), barriers(STAGES, GROUPS))
     sizes = (M, N, heads, group, last, pieces)
     turns = barriers(GROUPS, 1)
-    # The warps of each part but the first, and the registers of their threads; the first gets those that are left.
+    # The warps of each part but the first, and the registers of their threads; the first gets what is left.
     if GROUPS == 2:
         gl.warp_specialize([
             (compute_part, (o_desc, LSE_ptr, places, ready, free, turns, scale_log2, sizes, CAUSAL, TURNS, 0)),
@@ -480,6 +489,7 @@ def specialised_kernel(
             (compute_part, (o_desc, LSE_ptr, places, ready, free, turns, scale_log2, sizes, CAUSAL, TURNS, 2)),
             (load_part, (descriptors, places, ready, free, sizes, CAUSAL)),
         ], [4, 4, 1], [160, 160, 32])  # fmt: skip
+    # endregion
 
 
 # ---- the launch ------------------------------------------------------------------------------------------------------

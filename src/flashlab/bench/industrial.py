@@ -480,6 +480,62 @@ def recorded() -> list[dict[str, Any]]:
     return records.recorded("industrial")
 
 
+def having(runs: Sequence[dict[str, Any]], part: str) -> list[dict[str, Any]]:
+    """The recorded runs in which something of a part was measured."""
+    return [run for run in runs if any(r["part"] == part and "ms" in r for r in run["rows"])]
+
+
+def gluon_speeds(data: dict[str, Any]) -> dict[tuple[int, bool], dict[str, float]]:
+    """By (head_dim, causal), rising: TFLOP/s of each row of the part "gluon", the steps, other tiles and cuDNN."""
+    found: dict[tuple[int, bool], dict[str, float]] = {}
+    for r in data["rows"]:
+        if r["part"] == "gluon" and "ms" in r:
+            found.setdefault((r["shape"][3], r["causal"]), {})[r["name"]] = r["tflops"]
+    return {key: found[key] for key in sorted(found)}
+
+
+def option_times(data: dict[str, Any]) -> dict[int, dict[str, float]]:
+    """By head_dim, rising: milliseconds of each of OPTIONS, where it ran."""
+    found: dict[int, dict[str, float]] = {}
+    for r in data["rows"]:
+        if r["part"] == "options" and "ms" in r:
+            found.setdefault(r["shape"][3], {})[r["name"]] = r["ms"]
+    return {d: found[d] for d in sorted(found)}
+
+
+def ratio_table(data: dict[str, Any], name: str, others: Sequence[str], which: str = "forward") -> Table:
+    """How many times as fast as each of the others it is, by head_dim, mask and length."""
+    found = {other: ratios(data, name, other, which) for other in others}
+    keys = {key for by_shape in found.values() for key in by_shape}
+    lengths = sorted({n for _, n, _ in keys})
+    rows = [
+        [d, "causal" if causal else "whole", other, *(f"{x:.2f}" if x else "" for x in line)]
+        for d, causal in sorted({(d, causal) for d, _, causal in keys})
+        for other, by_shape in found.items()
+        if any(line := [by_shape.get((d, n, causal)) for n in lengths])
+    ]
+    caption = f"{data['machine']['gpu']}, {which}: how many times as fast {name} is, at these N"
+    columns = ["D", "mask", "beside", *map(str, lengths)]
+    return Table.of(rows, columns, align="rll" + "r" * len(lengths), caption=caption if rows else "not measured")
+
+
+def published_table(data: dict[str, Any], which: str, head_dim: int, dtype: str) -> Table:
+    """Milliseconds of triton_vs_torch.csv beside those of the same rows in this record, by length."""
+    lines = beside_published(data, which, head_dim, dtype)
+    found = {name: dict(zip(*line, strict=True)) for name, line in lines.items()}
+    pairs = (("eager, beside it", "published"), ("eager, beside ours", "ours"))
+    rows = []
+    for n in sorted(found.get("ours", {})):
+        row: list[Any] = [n]
+        for slow, fast in pairs:
+            a, b = (found.get(name, {}).get(n) for name in (slow, fast))
+            row += [f"{x:.3f}" if x else "" for x in (a, b)] + [f"{a / b:.1f}" if a and b else ""]
+        rows.append(row)
+    columns = ["N", "there: eager", "Triton", "times as fast", "here: eager", "Triton", "times as fast"]
+    where = f"ms, {which}, D = {head_dim}, {dtype}. There: a machine without a name. Here: {data['machine']['gpu']}."
+    return Table.of(rows, columns, align="r" * 7, caption=where if rows else "not measured")
+
+
 def ratios(data: dict[str, Any], name: str, peer: str, which: str) -> dict[tuple[int, int, bool], float]:
     """By (head_dim, seq_len, causal): how many times as fast as the peer it is in a pass of the part "shapes"."""
     times: dict[str, dict[tuple[int, int, bool], float]] = {}
@@ -502,6 +558,106 @@ def table(data: dict[str, Any]) -> Table:
     rows = [[key[0], key[1], "causal" if key[2] else "whole", key[3], *(lines[key].get(n, "") for n in names)]
             for key in sorted(lines, key=lambda k: (PASSES.index(k[0]), *k[1:]))]  # fmt: skip
     return Table.of(rows, ["pass", "D", "mask", "N", *names], align="lrlr" + "r" * len(names), caption="TFLOP/s")
+
+
+# ---- reading: the backward pass --------------------------------------------------------------------------------------
+Key = tuple[int, int, bool]  # head_dim, seq_len, causal
+Lines = dict[str, tuple[list[int], list[float]]]  # by name: lengths, rising, and a value for each
+
+
+def rows_by_shape(data: dict[str, Any], name: str, which: str) -> dict[Key, Row]:
+    """The rows of an implementation in a pass of the part "shapes", where it ran."""
+    return {
+        (r["shape"][3], r["shape"][2], r["causal"]): r
+        for r in data["rows"]
+        if r["part"] == "shapes" and (r["name"], r["pass"]) == (name, which) and "ms" in r
+    }
+
+
+def over_lengths(
+    data: dict[str, Any], which: str, head_dim: int, causal: bool, names: Sequence[str] = (OURS, *PEERS)
+) -> Lines:
+    """TFLOP/s in a pass of the part "shapes"; who has no row there has no line."""
+    return _lines(data, which, head_dim, causal, lambda row: row["tflops"], names)
+
+
+def peak_over_lengths(data: dict[str, Any], head_dim: int, causal: bool) -> Lines:
+    """MiB that forward and backward together had allocated at their worst moment, beside their inputs."""
+    return _lines(
+        data, "both", head_dim, causal, lambda row: row["peak_bytes"] / 2**20 if "peak_bytes" in row else None
+    )
+
+
+def _lines(
+    data: dict[str, Any], which: str, head_dim: int, causal: bool, value: Callable[[Row], Any],
+    names: Sequence[str] = (OURS, *PEERS),
+) -> Lines:  # fmt: skip
+    found = {}
+    for name in names:
+        rows = rows_by_shape(data, name, which)
+        points = sorted((n, value(r)) for (d, n, mask), r in rows.items() if (d, mask) == (head_dim, causal))
+        if any(y is not None for _, y in points):
+            found[name] = ([n for n, y in points if y is not None], [y for _, y in points if y is not None])
+    return found
+
+
+def ratios_over_lengths(data: dict[str, Any], peer: str, which: str) -> Lines:
+    """How many times as fast as the peer ours is in a pass; the names are "D = 64, whole", "D = 64, causal", ...."""
+    found: Lines = {}
+    for (d, n, causal), ratio in sorted(ratios(data, OURS, peer, which).items()):
+        lengths, values = found.setdefault(f"D = {d}, {'causal' if causal else 'whole'}", ([], []))
+        lengths.append(n)
+        values.append(ratio)
+    return found
+
+
+def backward_of_forward(data: dict[str, Any], name: str, least: int = 1024) -> dict[Key, float]:
+    """How many times as long as its forward pass an implementation's backward pass takes, from seq_len `least` on."""
+    forward = rows_by_shape(data, name, "forward")
+    backward = rows_by_shape(data, name, "backward")
+    return {
+        key: r["ms"] / forward[key]["ms"] for key, r in sorted(backward.items()) if key in forward and key[1] >= least
+    }
+
+
+def tile_times(data: dict[str, Any], kernel: str) -> dict[tuple[int, bool], list[tuple[tiles.Tile, float]]]:
+    """By (head_dim, causal): each tile that ran in the part "tune" and its ms, the fastest first.
+
+    A time of "dkdv" or "dq" is that of the whole backward pass, in which the other kernel keeps its tile.
+    """
+    found: dict[tuple[int, bool], list[tuple[tiles.Tile, float]]] = {}
+    for r in data["rows"]:
+        if r["part"] == "tune" and r["kernel"] == kernel and "ms" in r:
+            found.setdefault((r["head_dim"], r["causal"]), []).append((tiles.Tile(*r["tile"]), r["ms"]))
+    return {key: sorted(found[key], key=lambda pair: pair[1]) for key in sorted(found)}
+
+
+def beside_published(data: dict[str, Any], which: str, head_dim: int, dtype: str) -> Lines:
+    """Milliseconds in a pass of published/triton_vs_torch.csv and in the same rows of this record: kernels and eager.
+
+    What ran out of memory, there or here, has no point.
+    """
+    column = {"forward": "fwd", "backward": "bwd", "both": "fwd_bwd"}[which]
+    names = {OURS: "ours", "eager": "eager, beside ours", "triton_": "published", "torch_": "eager, beside it"}
+    points: dict[str, list[tuple[int, Any]]] = {name: [] for name in names.values()}
+    for r in data["rows"]:
+        if (
+            r["part"] == "published"
+            and (r["shape"][3], r["dtype"], r["pass"]) == (head_dim, dtype, which)
+            and "ms" in r
+        ):
+            points[names[r["name"]]].append((r["shape"][2], r["ms"]))
+    for p in published.load("triton_vs_torch"):
+        for name in ("triton_", "torch_") if (p["d_model"], p["precision"]) == (head_dim, dtype) else ():
+            points[names[name]].append((int(str(p["seq_len"])), p[f"{name}{column}_ms"]))
+    kept = {name: sorted((n, y) for n, y in found if isinstance(y, int | float)) for name, found in points.items()}
+    return {name: ([n for n, _ in found], [y for _, y in found]) for name, found in kept.items() if found}
+
+
+def span(values: Iterable[float]) -> str:
+    """ "0.93 to 1.21": the smallest and the largest; "" for none."""
+    found = sorted(values)
+    return f"{found[0]:.2f} to {found[-1]:.2f}" if found else ""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -56,6 +56,8 @@ def _misplaced(actual: Tensor, expected: Tensor, wrong: Tensor, bound: float) ->
             return "rows and columns are exchanged"
     values, order = expected.flatten().sort()
     mine, spread = actual[wrong], (values[-1] - values[0]).item()
+    if mine.numel() and (mine.max() - mine.min()).item() <= bound:  # one number everywhere has no place of its own
+        return None
     # So often a random number would be near one of the values: all of the wrong ones by chance?
     chance = min(1.0, 2 * bound * len(values) / spread) if spread else 1.0
     if chance ** len(mine) > 1e-6:

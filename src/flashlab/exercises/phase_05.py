@@ -212,7 +212,25 @@ def _saved(head: Head) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 Answer = tuple[str, Head, dict[str, torch.Tensor]]
-Models = dict[str, tuple[list[torch.Tensor], str]]
+Models = dict[str, tuple[Sequence[torch.Tensor], str]]
+
+
+class _Given(Sequence[torch.Tensor]):
+    """One gradient of every head, with a mistake or none; computed when asked for: most models fail on the first."""
+
+    def __init__(self, heads: Sequence[Head], parts: Sequence[slice], name: str, slug: str = ""):
+        self._heads, self._parts, self._name, self._slug = heads, parts, name, slug
+        self._known: dict[int, torch.Tensor] = {}
+
+    def __len__(self) -> int:
+        return len(self._heads)
+
+    def __getitem__(self, i: Any) -> Any:
+        if not 0 <= i < len(self):
+            raise IndexError(i)
+        if i not in self._known:
+            self._known[i] = getattr(gradients(self._heads[i], self._slug), self._name)[self._parts[i]]
+        return self._known[i]
 
 
 def _expect_gradients(
@@ -230,14 +248,21 @@ def _expect_gradients(
     __tracebackhide__ = True
     parts = rows or [slice(None)] * len(answers)
 
-    def values(name: str, slug: str = "") -> list[torch.Tensor]:
-        heads = (head for _, head, _ in answers)
-        return [getattr(gradients(head, slug), name)[part] for head, part in zip(heads, parts, strict=True)]
+    heads = [head for _, head, _ in answers]
+
+    def values(name: str, slug: str = "") -> Sequence[torch.Tensor]:
+        return _Given(heads, parts, name, slug)
 
     for name in names:
 
         def models(name: str = name) -> Models:
             told = {slug: (values(name, slug), f"{name}: {MISTAKES[slug]}") for slug in mistakes}
+            for other in names:
+                if other != name:
+                    told[f"exchanged {other}"] = (
+                        values(other),
+                        f"{name} holds the values of {other}: are they exchanged?",
+                    )
             return told | (more(name) if more else {})
 
         right = [(case, got[name], want) for (case, _, got), want in zip(answers, values(name), strict=True)]
@@ -247,13 +272,17 @@ def _expect_gradients(
 _OF_DQ = (
     "delta-missing", "delta-added", "p-missing", "dp-for-ds", "p-for-ds", "v-for-k", "k-for-v", "scale-missing",
     "scale-twice", "scores-not-scaled", "sign-inverted", "probabilities-not-normalised", "softmax-per-tile",
-    "lse-ignored", "exp2-for-exp", "first-block-only", "overwritten", "tail-dropped",
+    "maximum-of-the-tile", "lse-ignored", "lse-added", "exp2-for-exp", "lse-in-base-2", "scores-in-base-2",
+    "lse-in-base-10", "delta-not-weighted", "first-block-only", "overwritten", "tail-dropped", "last-block-dropped",
 )  # fmt: skip
 _OF_DKDV = (
-    *(slug for slug in _OF_DQ if slug not in ("v-for-k", "softmax-per-tile")), "ds-for-p", "do-for-q", "q-for-do",
-    "statistics-of-the-first-rows", "delta-of-the-first-rows",
+    *(slug for slug in _OF_DQ if slug not in ("v-for-k", "softmax-per-tile", "maximum-of-the-tile")), "ds-for-p",
+    "do-for-q", "q-for-do", "dv-scaled", "statistics-of-the-first-rows", "delta-of-the-first-rows",
 )  # fmt: skip
-_CAUSAL = ("causal-always", "causal-mask-missing", "causal-aligned-top-left", "causal-off-by-one")
+_CAUSAL = (
+    "causal-always", "causal-mask-missing", "causal-aligned-top-left", "causal-shifted-back", "causal-off-by-one",
+    "causal-one-too-many", "causal-from-the-block",
+)  # fmt: skip
 
 
 @exercise(
@@ -311,13 +340,14 @@ def _(dq_block: Callable[..., torch.Tensor]) -> str:
 def _(key_block_sim: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> str:
     shapes = (
         (12, 8, 4, 0, 0.3, False), (30, 20, 8, 8, 0.5, False), (17, 40, 4, 20, 0.2, False),
-        (24, 24, 8, 8, 0.4, True), (10, 25, 4, 20, 0.6, True), (25, 10, 4, 4, 0.6, True),
+        (24, 24, 8, 8, 0.4, True), (10, 25, 4, 20, 0.6, True), (10, 25, 4, 8, 0.6, True), (25, 10, 4, 4, 0.6, True),
+        (22, 17, 4, 5, 0.6, True), (15, 20, 4, 10, 0.6, True),
     )  # fmt: skip
     answers: list[Answer] = []
     rows: list[slice] = []
     for M, N, block, start_n, scale, causal in shapes:
         head = _head(M, N, 8, scale, block, causal=causal, seed=M)
-        head = head._replace(begin=max(0, start_n - (N - M)) if causal else 0)
+        head = head._replace(begin=max(0, start_n - (N - M)) if causal else 0, first_key=start_n)
         case = f"{M} queries, {N} keys, keys {start_n} to {min(N, start_n + 8) - 1}, BLOCK_M={block}, causal={causal}"
         lse, delta = _saved(head)
         keys = slice(start_n, start_n + 8)
@@ -336,15 +366,35 @@ def _(key_block_sim: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> str:
         answers.append((case, head, whole))
         rows.append(keys)
 
-    def from_the_first_query(name: str) -> Models:
-        heads = [head._replace(begin=0) for _, head, _ in answers]
+    mistakes = (*_CAUSAL, "begins-late", *_OF_DKDV)
+    of_the_walk = (
+        *_CAUSAL, "begins-late", "first-block-only", "overwritten", "tail-dropped", "last-block-dropped", "p-missing",
+        "dp-for-ds", "statistics-of-the-first-rows", "delta-of-the-first-rows",
+    )  # fmt: skip
 
-        def given(slug: str) -> list[torch.Tensor]:
-            return [getattr(gradients(head, slug), name)[part] for head, part in zip(heads, rows, strict=True)]
+    def from_other_queries(name: str) -> Models:
+        """The mistakes of a walk that begins at another query: at a multiple of BLOCK_M, at 0, at row start_n."""
 
-        return {f"{slug} 1": (given(slug), f"{name}: {MISTAKES[slug]}") for slug in _CAUSAL}
+        def given(slug: str, begin: Callable[[Head], int]) -> Sequence[torch.Tensor]:
+            return _Given([head._replace(begin=begin(head)) for _, head, _ in answers], rows, name, slug)
 
-    _expect_gradients(answers, ("dv", "dk"), (*_OF_DKDV, *_CAUSAL), rows=rows, more=from_the_first_query)
+        def aligned(head: Head) -> int:
+            return head.begin // head.block * head.block
+
+        found = {f"{slug} 1": (given(slug, aligned), f"{name}: {MISTAKES[slug]}") for slug in of_the_walk}
+        found |= {f"{slug} 2": (given(slug, lambda head: 0), f"{name}: {MISTAKES[slug]}") for slug in of_the_walk}
+        at_its_row = (
+            f"{name}: the walk begins at the query with the number of the block's first key; is that the first query "
+            "that sees it, if there are not as many queries as keys?"
+        )
+        ways: tuple[Callable[[Head], int], ...] = (
+            lambda head: head.first_key if head.causal else 0,
+            lambda head: head.first_key // head.block * head.block if head.causal else 0,
+        )
+        return found | {f"begins-at-its-row {i}": (given("", way), at_its_row) for i, way in enumerate(ways)}
+
+    _expect_gradients(answers, ("dv", "dk"), mistakes, rows=rows, more=from_other_queries)
+    _expect_float32(key_block_sim)
     head = _head(128, 128, 8, 0.3, 16, causal=True)
     lse, delta = _saved(head)
     with Meter() as meter:
@@ -357,6 +407,26 @@ def _(key_block_sim: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> str:
         diagnosis="causal-tiles-not-skipped",
     )
     return f"{len(answers)} blocks, causal and not"
+
+
+def _expect_float32(key_block_sim: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """16-bit inputs: the results are float32 all the same, and as near as a walk with 16-bit tiles comes."""
+    __tracebackhide__ = True
+    head = _head(64, 16, 8, 0.3, 8, dtype=torch.float16, seed=1)
+    case = "float16, 64 queries, 16 keys, BLOCK_M=8"
+    lse, delta = _saved(head)
+    got = _call(
+        key_block_sim, case, head.k[:8], head.v[:8], 0, head.q, head.do, lse, delta, 16, 8, 0.3, False,
+        count=2, names="dk and dv",
+    )  # fmt: skip
+    for name, x in zip(("dk", "dv"), got, strict=True):
+        expect(
+            x.dtype == torch.float32,
+            f"{name} of 16-bit inputs should be float32, it is {x.dtype}: in which dtype are the sums kept?",
+            diagnosis="wrong-dtype", case=case,
+        )  # fmt: skip
+        want = getattr(gradients(head), name)[:8]
+        expect_close(x, want, what=name, case=case, tol=0.02 * want.abs().max().item())
 
 
 # ---- 5.5 ------------------------------------------------------------------------------------------------------------
@@ -470,7 +540,10 @@ def _launch(kernel: Any, head: Head, names: Sequence[str], case: str, grid: int,
     __tracebackhide__ = True
     q, k, v, do = (_apart(x, gap) for x, gap in zip(head[:4], (0, 8, 16, 24), strict=True))
     lse, delta = _saved(head)
-    out = {name: _apart(torch.full_like(head.q if name == "dq" else head.k, _NOTHING), 8) for name in names}
+    out = {
+        name: _apart(torch.full_like(head.q if name == "dq" else head.k, _NOTHING), gap)
+        for name, gap in zip(names, (32, 40), strict=False)
+    }
     strides = [x.stride(0) for x in (q, k, v, do, *out.values())]
     with in_bounds(case, q=q, k=k, v=v, do=do, lse=lse, delta=delta, **out) as traffic:
         kernel[(grid,)](
@@ -500,8 +573,8 @@ def _check_kernel(kernel: Any, names: Sequence[str], mistakes: Sequence[str]) ->
                 expect(not missing, f"{missing} of {x.numel()} elements of {name} are never stored",
                        diagnosis="never-written", case=case)  # fmt: skip
             found.append((case, head, out))
+    _expect_gradients(answers[torch.float16], names, mistakes)
     for name in names:
-        _expect_gradients(answers[torch.float16], [name], mistakes)
         _expect_ieee(answers[torch.float32], name)
     _expect_tail(kernel, names)
     pointers = {name: torch.float16 for name in kernel.fn.__code__.co_varnames[:8] if name.endswith("_ptr")}
@@ -639,6 +712,10 @@ def _(scores_gradient: Callable[..., torch.Tensor]) -> str:
             "delta-added": (
                 given(lambda p, dp, delta, dl, lse: p * (dp + delta + dl)),
                 "delta is added to dP; it is subtracted",
+            ),
+            "delta-unweighted": (
+                given(lambda p, dp, delta, dl, lse: p * (dp - dp.sum(1, keepdim=True) + dl)),
+                "delta is the plain sum of dP; each element is weighted by p",
             ),
             "p-missing": (
                 given(lambda p, dp, delta, dl, lse: dp - delta + dl),

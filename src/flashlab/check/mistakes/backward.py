@@ -5,6 +5,7 @@ A function of tiles is told its mistake by the numbers it gives: on every case t
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -17,7 +18,8 @@ __all__ = ["MISTAKES", "Head", "gradients", "statistics"]
 class Head(NamedTuple):
     """One head: q and do [M, HEAD_DIM], k and v [N, HEAD_DIM].
 
-    block: how many rows a walk takes at once; begin: the first query that a walk over the queries visits.
+    block: how many rows a walk takes at once; begin: the first query that a walk over the queries visits; first_key:
+    where the block of keys begins whose gradients are asked for.
     """
 
     q: torch.Tensor
@@ -28,16 +30,17 @@ class Head(NamedTuple):
     block: int
     causal: bool = False
     begin: int = 0
+    first_key: int = 0
 
 
 def _hidden(head: Head, mistake: str) -> torch.Tensor:
     """Boolean [M, N]: the keys that a query does not see, aligned at the end."""
     M, N = len(head.q), len(head.k)
-    last = torch.arange(M)[:, None] + (0 if mistake == "causal-aligned-top-left" else N - M)
-    keys = torch.arange(N)[None, :]
+    shift = {"causal-aligned-top-left": 0, "causal-shifted-back": M - N, "causal-one-too-many": N - M + 1}
+    shift |= {"causal-off-by-one": N - M - 1, "causal-from-the-block": N - M + head.first_key}
     if mistake == "causal-mask-missing" or (not head.causal and mistake != "causal-always"):
         return torch.zeros(M, N, dtype=torch.bool)
-    return keys >= last if mistake == "causal-off-by-one" else keys > last
+    return torch.arange(N)[None, :] > torch.arange(M)[:, None] + shift.get(mistake, N - M)
 
 
 def statistics(head: Head) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -64,21 +67,34 @@ def gradients(head: Head, mistake: str = "") -> Gradients:
         p = torch.exp(s - s.masked_fill(hidden, -torch.inf).amax(1, keepdim=True))
     elif mistake == "softmax-per-tile":
         p = torch.cat([torch.softmax(tile, 1) for tile in s.masked_fill(hidden, -torch.inf).split(head.block, 1)], 1)
+    elif mistake == "maximum-of-the-tile":
+        tiles = s.masked_fill(hidden, -torch.inf).split(head.block, 1)
+        p = torch.cat([torch.exp(tile - tile.amax(1, keepdim=True)) for tile in tiles], 1)
     elif mistake == "lse-ignored":
         p = torch.exp(s)
     else:
-        p = (torch.exp2 if mistake == "exp2-for-exp" else torch.exp)(s - lse[:, None])
+        in_base_2 = 1 / math.log(2)
+        times = {
+            "lse-in-base-2": in_base_2,
+            "scores-in-base-2": 1.0,
+            "lse-in-base-10": 1 / math.log(10),
+            "lse-added": -1.0,
+        }
+        s = s * in_base_2 if mistake == "scores-in-base-2" else s
+        exponential = torch.exp2 if mistake in ("exp2-for-exp", "scores-in-base-2") else torch.exp
+        p = exponential(s - times.get(mistake, 1.0) * lse[:, None])
     p = p.masked_fill(hidden | torch.isinf(lse)[:, None], 0.0)
     dp = do @ (k if mistake == "k-for-v" else v).T
     weight = torch.ones_like(p) if mistake == "p-missing" else p
     shift = {"delta-missing": 0.0, "delta-added": -1.0}.get(mistake, 1.0)
-    ds = weight * (dp - shift * delta[:, None])
+    ds = weight * dp - (1.0 if mistake == "delta-not-weighted" else weight) * shift * delta[:, None]
     scale = {"scale-missing": 1.0, "scale-twice": head.scale**2, "sign-inverted": -head.scale}.get(mistake, head.scale)
     left = p if mistake == "p-for-ds" else dp if mistake == "dp-for-ds" else ds
     keys, queries = _taken(len(k), 0, head.block, mistake), _taken(len(q), head.begin, head.block, mistake)
     dq = scale * (left * keys) @ (v if mistake == "v-for-k" else k)
     dk = scale * (left * queries[:, None]).T @ (do if mistake == "do-for-q" else q)
-    dv = ((ds if mistake == "ds-for-p" else p) * queries[:, None]).T @ (q if mistake == "q-for-do" else do)
+    of_v = head.scale if mistake == "dv-scaled" else 1.0
+    dv = of_v * ((ds if mistake == "ds-for-p" else p) * queries[:, None]).T @ (q if mistake == "q-for-do" else do)
     return Gradients(dq, dk, dv)
 
 
@@ -92,12 +108,17 @@ def _taken(length: int, begin: int, block: int, mistake: str) -> torch.Tensor:
         taken &= rows >= (length - begin - 1) // block * block
     elif mistake == "tail-dropped":
         taken &= rows < (length - begin) // block * block
+    elif mistake == "last-block-dropped":
+        taken &= rows < (length - begin - 1) // block * block
+    elif mistake == "begins-late":
+        taken &= torch.arange(length) >= -(-begin // block) * block
     return taken.double()
 
 
 MISTAKES = {
     "delta-missing": "these are the values of dS = P · dP: delta is not subtracted from dP",
     "delta-added": "delta is added to dP; it is subtracted",
+    "delta-not-weighted": "delta is subtracted from P · dP; it is subtracted from dP, before P multiplies",
     "p-missing": "dP - delta is not multiplied by P",
     "dp-for-ds": "dP stands where dS belongs: it is P · (dP - delta)",
     "p-for-ds": "P stands where dS belongs",
@@ -108,19 +129,30 @@ MISTAKES = {
     "k-for-v": "dP is dO times K transposed; the output is P times V",
     "scale-missing": "right but for the factor scale: the scores are scale · Q K^T",
     "scale-twice": "the factor scale is there twice",
+    "dv-scaled": "the factor scale is in it; it belongs to the scores alone, and V is not in them",
     "scores-not-scaled": "P is recomputed from Q K^T without the scale",
     "sign-inverted": "every value has the other sign",
     "probabilities-not-normalised": "P is recomputed with the row's maximum in the place of lse",
+    "maximum-of-the-tile": "P is recomputed with the maximum of the tile's scores in the place of lse",
     "softmax-per-tile": "P is a softmax over the keys of one tile; exp(score - lse) knows the whole row",
+    "lse-added": "lse is added to the scores; it is subtracted",
+    "lse-in-base-2": "lse is multiplied by log2(e), but P is e^(score - lse): both are natural",
+    "scores-in-base-2": "P is 2^x with the scores times log2(e), but lse is still a natural logarithm",
+    "lse-in-base-10": "lse is divided by log(10), but P is e^(score - lse): both are natural",
     "lse-ignored": "P is exp(score): lse is not subtracted",
     "exp2-for-exp": "P is 2^(score - lse), and these are natural logarithms: exp, or both times log2(e)",
     "first-block-only": "only the first block of the walk counts",
     "overwritten": "only the last block of the walk counts: is the sum overwritten by each block?",
     "tail-dropped": "the last block is left out where it is not full",
+    "last-block-dropped": "the last block of the walk is left out",
+    "begins-late": "the walk begins a block too late: the first queries that see these keys are left out",
     "statistics-of-the-first-rows": "lse and delta are those of the first block's rows in every block",
     "delta-of-the-first-rows": "delta is that of the first block's rows in every block",
     "causal-always": "there is a causal mask where none was asked for",
     "causal-mask-missing": "the causal mask is missing",
     "causal-aligned-top-left": "the causal mask is aligned at the first key; the last query sees the last key",
     "causal-off-by-one": "a query does not see its own position: the mask hides one key too many",
+    "causal-one-too-many": "a query sees one key too many: the mask is one off",
+    "causal-shifted-back": "the causal mask is shifted in the wrong direction; the last query sees the last key",
+    "causal-from-the-block": "the causal mask counts the keys from the first of their block, not from key 0",
 }

@@ -1,0 +1,87 @@
+"""Several small plots of the same kind side by side, with one legend: what was measured over sequence lengths.
+
+panels({"D = 64": {"triton": ([512, 1024], [90, 140])}}, ylabel="TFLOP/s", log="x")
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
+
+from flashlab.figures import curves
+from flashlab.figures.show import COLORS
+
+__all__ = ["panels"]
+
+Lines = Mapping[str, tuple[Sequence[float], Sequence[float]]]
+
+_HUES = ("blue", "orange", "green", "purple", "grey", "red")
+_MARKERS = "os^Dvx"
+
+
+def panels(
+    plots: Mapping[str, Lines], *, columns: int = 3, ylabel: str, log: str = "x", level: float | None = None,
+    level_text: str = "", pairs: bool = False, title: str = "",
+) -> Figure | None:  # fmt: skip
+    """A plot for each title, of lines over the sequence length; None where there is nothing to draw.
+
+    Args:
+        plots: for each title its lines by name, as (lengths, values). A plot may have no line: it says so.
+        columns: plots in a row.
+        log: the logarithmic axes, "x" or "xy".
+        level, level_text: a dashed line in each plot, named in the first.
+        pairs: the names come in twos of one colour, the second of each dashed.
+        title: above them all.
+    """
+    names = list(dict.fromkeys(name for lines in plots.values() for name in lines))
+    lengths = sorted({x for lines in plots.values() for xs, _ in lines.values() for x in xs})
+    if not names:
+        return None
+    rows = math.ceil(len(plots) / columns)
+    figure, axes = plt.subplots(
+        rows, columns, figsize=(8.6, 0.75 + 2.3 * rows), sharex=True, sharey=True, squeeze=False, layout="constrained"
+    )
+    for i, (ax, (name, lines)) in enumerate(zip(axes.flat, plots.items(), strict=False)):
+        for line, (xs, ys) in lines.items():
+            at = names.index(line)
+            hue = (at // 2 if pairs else at) % len(_HUES)
+            ax.plot(xs, ys, "--" if pairs and at % 2 else "-", color=COLORS[_HUES[hue]], marker=_MARKERS[hue],
+                    markersize=4, linewidth=1.4, label=line)  # fmt: skip
+        ax.set_title(name, fontsize=10)
+        ax.set(**{f"{axis}scale": "log" for axis in log})
+        if not lines:
+            ax.text(0.5, 0.5, "not measured", transform=ax.transAxes, ha="center", color=COLORS["grey"])
+        if level is not None:
+            curves.level(ax, level, level_text if i == 0 else "")
+    for ax in axes.flat[len(plots) :]:
+        ax.axis("off")
+    for ax in axes.flat:
+        curves.ticks(ax, x=lengths)
+        ax.set_xticks(lengths, [_short(x) for x in lengths], fontsize=8)
+        if "y" in log:
+            ax.margins(y=0.12)
+            ax.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
+        else:
+            ax.set_ylim(0, 1.12 * max(y for lines in plots.values() for _, ys in lines.values() for y in ys))
+        if ax.get_subplotspec().is_last_row():
+            ax.set_xlabel("sequence length N", fontsize=9)
+        if ax.get_subplotspec().is_first_col():
+            ax.set_ylabel(ylabel, fontsize=9)
+    if title:
+        figure.suptitle(title, fontsize=11)
+    found: dict[str, object] = {}
+    for ax in axes.flat:
+        for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
+            found.setdefault(label, handle)
+    figure.legend(
+        [found[name] for name in names], names, loc="outside lower center", ncols=min(len(names), 6), fontsize=8
+    )
+    return figure
+
+
+def _short(length: float) -> str:
+    """512, 1k, 16k: as lengths are spoken of."""
+    return f"{length / 1024:g}k" if length >= 1024 else f"{length:g}"
