@@ -1082,9 +1082,9 @@ def timeline(orders):
 # %%
 def one_tile_orders(tiles):
     for i in range(tiles):
-        yield "copies", f"K{i}", COPY, [f"O{i - 1}"]
+        yield "copies", f"K{i}", COPY, [f"O{i - 1}"]  # K i is ordered when O of the tile before is done
         yield "copies", f"V{i}", COPY, [f"O{i - 1}"]
-        yield "products", f"S{i}", PRODUCT, [f"K{i}"]
+        yield "products", f"S{i}", PRODUCT, [f"K{i}"]  # S i needs K i
         yield "softmax", f"P{i}", SOFTMAX, [f"S{i}"]
         yield "products", f"O{i}", PRODUCT, [f"P{i}", f"V{i}"]
 
