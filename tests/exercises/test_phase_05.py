@@ -411,6 +411,7 @@ def test_dkdv_kernel_in_several_styles(kernel, changes):
         ([("offs_n[:, None] * stride_dvn", "offs_n[:, None] * stride_dkn")], "out-of-bounds"),
         ([("(dk * scale).to", "dv.to"), (" dv.to(DV", " (dk * scale).to(DV")], "exchanged"),
         ([('other=float("inf")', "other=-1000.0")], "wrong-value"),
+        ([("p_t * (dp_t", "p_t.to(tl.float16).to(tl.float32) * (dp_t")], "low-precision"),
         ([(', other=float("inf")', "")], "other-missing"),
         ([(IEEE, "")], "tf32"),
         ([("mask=keys)", "mask=keys & (N < 0))")], "never-written"),
