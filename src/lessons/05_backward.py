@@ -315,7 +315,7 @@ print("a tile of P from q, k and lse alone is the tile of the whole P: True")
 
 # %% [markdown]
 # No maximum, no correction, no state. No overflow either: a score is never larger than its row's lse, so the exponent is at most 0.
-# (Section 9 shows who can break that.)
+# (Section 9 shows what can break that: a key that is not there.)
 #
 # ### Why recomputing wins
 #
@@ -795,7 +795,7 @@ show.table([[name, f"`{said}`"] for name, said in found.items()], ["the mistake"
 #
 # | trap | what happened | where | here |
 # |:--|:--|:--|:--|
-# | only causal was tested | the tutorial's backward pass masked always; non-causal gradients were wrong | triton 4541, 5660, pull request 5241 | section 10: the row *in every case* |
+# | only causal was tested | the tutorial's backward pass masked always; non-causal gradients were wrong | triton 4541, 5660, pull request 5241 | section 10's table: *the causal mask is there in every case* |
 # | a transposed operand in `wgmma`'s layout | wrong gradients on Hopper, Triton 3.4 to 3.7.0 | flash-linear-attention 640 | the scores are computed transposed |
 
 # %% [markdown]
@@ -907,7 +907,8 @@ for target, chip in chips.items():
 # Whatever the compiler made of them, three things should hold on each target, and one more: section 7 promised that there are no atomics.
 
 # %%
-for report in reports.values():
+for (target, _), report in reports.items():
+    assert ("wgmma" in report.ptx) == (target == "sm_90")  # Hopper's own tensor-core instruction
     assert report.fits and report.spill_bytes <= 128 and report.tensor_core_instructions > 0
     assert not re.search(r"\b(atom|red)\.", report.ptx)  # PTX's atomic operations
 print(len(reports), "kernels: each fits, spills at most 128 bytes a thread, uses the tensor cores,")
@@ -949,8 +950,8 @@ for run in runs:
     plt.show()
 
 # %% [markdown]
-# *Higher is better. Upper row: no mask; lower row: causal. "triton" are the kernels of this lecture. Where a line is missing, that implementation does not run
-# such a case. Eager attention ends where its scores take too much memory.*
+# *Higher is better. Upper row: no mask; lower row: causal. "triton" are the kernels of this lecture. Eager attention was timed up to N = 4096. Where another
+# line is missing, that implementation did not run the case.*
 #
 # One comparison more closely: how many times as fast as FlashAttention-2? A training step pays for forward and backward, so both are shown.
 
@@ -979,7 +980,7 @@ for run in runs:
 # %% [markdown]
 # Three things to have in mind when you read the ratios.
 #
-# - FlashAttention-2 uses `mma.sync`, the tensor-core instruction before Hopper's. Triton and cuDNN use Hopper's `wgmma`, which is faster.
+# - FlashAttention-2 uses `mma.sync`, the tensor-core instruction of the generation before Hopper. On Hopper, Triton emits `wgmma`, which is faster there.
 # - FlashAttention-2 has one walk, so it computes five products where our kernels compute seven.
 # - FlexAttention's kernels are Triton too, with two walks like ours. So the two differ in tiles and details, not in the plan.
 
@@ -987,7 +988,8 @@ for run in runs:
 # ### The memory
 #
 # What is allocated at the worst moment of forward and backward together, beside the inputs? In theory: o, dq, dk and dv. Each has $16384 \cdot 2048$
-# numbers of 2 bytes, 64 MiB. The lse and $\delta$ are small beside that. FlashAttention-2 has dQ's float32 buffer in addition. Nothing of that depends on N:
+# numbers of 2 bytes, 64 MiB. The lse and $\delta$ are small beside that. FlashAttention-2 also has the float32 buffer for dQ. As long as the number of tokens
+# stays the same, none of this should depend on N:
 
 # %%
 for run in runs:
@@ -1031,8 +1033,8 @@ print("its eager backward, D = 16, bf16, in ms:", {n: short[n] for n in (128, 25
 assert short[2048] < short[128]  # 256 times the scores, in less time
 
 # %% [markdown]
-# With 256 times the scores the time is *less*. So at these lengths the work is not what was timed. A likely candidate is the launch from Python, which took
-# longer than the kernels. Here are its rows and ours, timed without launches:
+# With 256 times the scores the time is *less*. So at these lengths it is not the work that was timed. It may be the launches from Python, which take longer than
+# such short kernels. Here are its rows, and the same rows timed without launches:
 
 # %%
 for run in runs:
@@ -1042,8 +1044,8 @@ for run in runs:
     plt.show()
 
 # %% [markdown]
-# *Lower is better. Theirs and ours ran on different GPUs, so compare shapes of lines, not heights: the distance from a kernel to the eager attention of its
-# own GPU. A line that ends early ran out of memory.*
+# *Lower is better. The two pairs of lines ran on different GPUs. So do not compare blue with orange. Compare the two distances, each from a kernel to the
+# eager attention on the same GPU. A line that ends early ran out of memory.*
 
 # %% [markdown]
 # ## 13 · Through the door

@@ -566,6 +566,7 @@ def test_the_second_hunt_is_mended_in_other_ways():
         ([(GRID, GRID.replace("max", "min"))], "grid-of-the-queries"),
         ([(GRID, "max(M // BLOCK_M, N // BLOCK_N)")], "rounded-down"),
         ([(GRID, "1")], "wrong-value"),
+        ([(GRID, "max(math.ceil(M / BLOCK_N), math.ceil(N / BLOCK_M))")], "wrong-value"),
         ([("scale, False\n            )\n        if", "1.0, False\n            )\n        if")], "wrong-value"),
         ([("delta = lecture.delta_sim(o, do)", "delta = torch.zeros_like(lse)")], "delta-missing"),
         ([("return dq, dk, dv", "return dq, dv, dk")], "exchanged"),

@@ -922,7 +922,7 @@ def _half_causal(head: Head, name: str, left: str) -> torch.Tensor:
     ],
 )
 def _(hunted_10: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> str:
-    shapes = ((32, 32, 16, 16), (64, 64, 32, 16), (40, 40, 8, 16), (20, 50, 16, 16), (50, 20, 16, 8))
+    shapes = ((32, 32, 16, 16), (64, 64, 32, 16), (40, 40, 8, 16), (20, 50, 16, 16), (50, 20, 16, 8), (64, 16, 8, 32))
     answers: list[Answer] = []
     for M, N, BLOCK_M, BLOCK_N in shapes:
         head = _head(M, N, 8, 0.3, BLOCK_M, seed=M)
