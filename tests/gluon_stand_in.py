@@ -231,6 +231,9 @@ def stand_ins(machine: Machine) -> dict[str, types.ModuleType]:
 
             return launch
 
+    def jit(fn=None, **options):
+        return Kernel(fn) if fn else Kernel
+
     def module(name, **members):
         made = types.ModuleType(name)
         vars(made).update(members)
@@ -272,7 +275,7 @@ def stand_ins(machine: Machine) -> dict[str, types.ModuleType]:
     )  # fmt: skip
     root = "triton.experimental.gluon"
     return {
-        root: module("gluon", jit=Kernel, language=language),
+        root: module("gluon", jit=jit, language=language),
         f"{root}.language": language,
         f"{root}.language.nvidia.hopper": hopper,
         f"{root}.nvidia.hopper": module("hopper", TensorDescriptor=Descriptor),

@@ -5,6 +5,8 @@ import math
 from flashlab.attention import tiles
 from flashlab.bench import industrial, timing
 
+HOPPER = {"triton, descriptors": 420.0, "gluon": 480.0}  # forward passes only
+STEPS = {"one_tile": 300.0, "pipelined": 400.0, "specialised": 480.0, "specialised, persistent": 490.0, "cuDNN": 500.0}
 SPEEDS = {"triton": 400.0, "FlashAttention-2": 300.0, "cuDNN": 500.0, "FlexAttention": 350.0, "eager": 40.0}  # TFLOP/s
 
 
@@ -22,11 +24,12 @@ def _rows(job):
         times = [(list(tile), 1.0 + 0.1 * i) for i, tile in enumerate(tiles.SEARCH[job["kernel"]])]
         rows = [job | {"tile": tile, "ms": ms} for tile, ms in times[1:]]
         return [*rows, job | {"tile": times[0][0], "unavailable": "it does not fit"}]
-    if job["part"] not in ("shapes", "published"):
-        return []
+    if job["part"] == "options":
+        return [job | {"name": name, "ms": 1.0 + 0.1 * i} for i, name in enumerate(industrial.OPTIONS)]
     batch, heads, n, d = job["shape"]
     found, reasons = {}, {}
-    for name, speed in SPEEDS.items():
+    speeds = SPEEDS | (HOPPER if (job["part"], job["pass"]) == ("shapes", "forward") else {})
+    for name, speed in (STEPS if job["part"] == "gluon" else speeds).items():
         if (job["part"] == "published" and name not in ("triton", "eager")) or (name == "cuDNN" and d == 256):
             continue
         if name == "eager" and n > industrial.EAGER_MOST and batch * heads > 1:

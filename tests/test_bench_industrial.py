@@ -84,6 +84,8 @@ def pretended(monkeypatch):
     monkeypatch.setattr(industrial.runtime, "INTERPRETED", False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
     monkeypatch.setattr(industrial, "prepare_all", lambda todo, until: None)
     monkeypatch.setattr(industrial.timing, "measured", lambda: contextlib.nullcontext(dict(machine)))
     monkeypatch.setattr(industrial.time, "monotonic", lambda: state["seconds"])
@@ -152,22 +154,30 @@ def tuned(kernel, head_dim, causal, **times):
     return [job | {"tile": [64, int(name[1:]), 4, 2], "ms": ms} for name, ms in times.items()]
 
 
-def test_the_best_tile_is_best_over_both_masks_and_is_read_from_then_on(tmp_path, monkeypatch):
+def test_the_fastest_tile_with_and_without_a_mask_is_read_from_then_on(tmp_path, monkeypatch):
     rows = tuned("forward", 64, False, n32=1.0, n64=1.1, n128=9.0)
     rows += tuned("forward", 64, True, n32=2.0, n64=1.0) + tuned("forward", 256, False, n64=1.0)
     rows += [rows[0] | {"tile": [1, 1, 1, 1]}, {"part": "tune", "kernel": "dq", "unavailable": "too large"}]
     rows[-2].pop("ms")
-    assert industrial.choices(rows) == {("forward", 64): [64, 64, 4, 2], ("forward", 256): [64, 64, 4, 2]}
+    assert industrial.choices(rows) == {
+        ("forward", False, 64): [64, 32, 4, 2],
+        ("forward", True, 64): [64, 64, 4, 2],
+        ("forward", False, 256): [64, 64, 4, 2],
+    }
 
     path = tmp_path / "tiles.json"
     industrial.write_choices(rows, "sm_90", path)
     industrial.write_choices(tuned("forward", 256, False, n32=1.0), "sm_90", path)
-    assert json.loads(path.read_text()) == {"forward hopper": [[64, [64, 64, 4, 2]], [256, [64, 32, 4, 2]]]}
+    assert json.loads(path.read_text()) == {
+        "forward hopper masked": [[64, [64, 64, 4, 2]]],
+        "forward hopper whole": [[64, [64, 32, 4, 2]], [256, [64, 32, 4, 2]]],
+    }
     monkeypatch.setattr(tiles, "MEASURED", path)
     tiles._measured.cache_clear()
     found = tiles.recorded("forward", "hopper", torch.bfloat16)
     assert [(c.head_dim, c.source) for c in found] == [(64, "measured"), (128, "compiled"), (256, "measured")]
-    assert found[0].tile == (64, 64, 4, 2)
+    assert found[0].tile == (64, 32, 4, 2)
+    assert tiles.recorded("forward", "hopper", torch.bfloat16, masked=True)[0].tile == (64, 64, 4, 2)
     assert all(c.source == "compiled" for c in tiles.recorded("forward", "ampere", torch.bfloat16))
     assert all(c.source == "compiled" for c in tiles.recorded("forward", "hopper", torch.float32))
     tiles._measured.cache_clear()

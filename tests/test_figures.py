@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from flashlab.attention.online_softmax import block_state, identity, merge
-from flashlab.figures import curves, fragments, memory, rows, show
+from flashlab.figures import curves, fragments, memory, rows, show, timelines
 from flashlab.figures.panels import panels
 from flashlab.figures.tiles import walk
 
@@ -166,3 +166,32 @@ def test_panels_share_a_legend_and_say_what_was_not_measured():
     assert "not measured" in [t.get_text() for t in right.texts]
     assert panels({"left": {}, "right": {}}, ylabel="ms") is None
     plt.close("all")
+
+
+# ---------------------------------------------------------------- threads, timelines, ratios
+
+
+def test_the_holders_of_a_tile(ax):
+    holder = {(row, column): (row // 2, (row % 2) * 4 + column // 2) for row in range(4) for column in range(8)}
+    fragments.warps(ax, holder, (4, 8), "")
+    assert [text.get_text() for text in ax.texts] == ["warp 0", "warp 1"]
+    ax.clear()
+    fragments.lanes(ax, holder, (2, 4), "", marked=5)
+    assert [text.get_text() for text in ax.texts] == ["0", "0", "1", "1", "4", "4", "5", "5"]
+    assert [text.get_color() == "white" for text in ax.texts] == [False] * 6 + [True] * 2
+
+
+def test_units_over_time(ax):
+    timelines.units(ax, [("copies", "K0", 0, 10), ("products", "S0a", 10, 5), ("products", "S0b", 15, 5)], "")
+    assert [(bar.get_x(), bar.get_width()) for bar in ax.patches] == [(0, 10), (10, 5), (15, 5)]
+    assert [text.get_text() for text in ax.get_yticklabels()] == ["copies", "products"]
+
+
+def test_a_matrix_of_ratios(ax):
+    curves.matrix(ax, ["a", "b"], ["x"], {("a", "x"): 1.0, ("b", "y"): 2.0}, "")
+    assert [text.get_text() for text in ax.texts] == ["1.00", "–"]
+
+
+def test_columns_of_ratios_have_no_bar_for_what_is_not_known(ax):
+    curves.ratio_columns(ax, ["a", "b"], {"x": ([0.5, float("nan")], "blue")})
+    assert [line.get_ydata()[0] for line in ax.lines] == [1] and ax.texts[0].get_text() == "0.50"

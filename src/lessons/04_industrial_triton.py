@@ -12,16 +12,17 @@
 # Phase 3's kernel is right, and no model can use it. It takes one head. It has no mask. A head size of 80 is refused. This lecture makes of it a
 # kernel that a model can train with, one idea at a time. You will see each idea as a diff, with the reason for it and with something that is counted.
 #
-# **Time:** about two hours for the lecture. The exercises take about two hours, and nearly two more for the stretch exercises.
+# **Time:** about two and a half hours for the lecture. The exercises take about two hours, and nearly two more for the stretch exercises.
 
 # %% [markdown]
 # ## What you will be able to do
 #
 # - Put batch and heads on the grid, and share key heads among query heads without a copy.
 # - Take any head size, any two lengths and any strides.
-# - Compute, for any mask that is a band, which tiles are never loaded, which need a mask and which need none.
+# - Compute, for any mask that is a band, which tiles are never loaded, and which need a mask.
 # - Add a window, a soft-cap or another scale so that a kernel without them pays nothing.
-# - Read the compiler's report for two GPUs, and choose tiles with it.
+# - Choose tiles by the compiler's report and by a stopwatch.
+# - Read a kernel in Gluon: layouts, barriers, and why one warp only loads.
 # - Say what FlexAttention does for you, and when to write a kernel instead.
 
 # %% [markdown]
@@ -34,6 +35,7 @@
 
 # %%
 import math
+import re
 import warnings
 
 import matplotlib.pyplot as plt
@@ -50,11 +52,12 @@ from flashlab.attention.tiles import SEARCH, Tile
 from flashlab.attention.triton_forward import (
     compile_arguments, flash_attention_forward, hbm_bytes, in_band, load_tile, soft_capped, store_tile,
 )
-from flashlab.bench.records import recorded
+from flashlab.bench import industrial
 from flashlab.check import verify
 from flashlab.check.training import wanted, worst
-from flashlab.figures import curves, ladder, masks, show
-from flashlab.triton_tools.compile_report import compile_reports
+from flashlab.figures import curves, masks, show
+from flashlab.figures.panels import panels
+from flashlab.triton_tools.compile_report import compile_report, compile_reports
 from flashlab.triton_tools.watch import hbm_traffic
 
 import triton  # after flashlab, which decides whether kernels are interpreted here
@@ -129,13 +132,13 @@ show.region(text(STEPS[0]), "programs")
 # - All programs are on the grid's first axis, x, and take their number apart by division. A grid may have $2^{31} - 1$ programs on x, but only
 #   65 535 on y and z. Kernels with batch × heads on another axis fail at large batches (flash-linear-attention, issue 172).
 # - Neighbouring numbers are blocks of *one* head. They run at about the same time, and read the same K and V, which then come from the L2 cache.
-# - `kv_head` is the next paragraph. `.to(tl.int64)` is the one after.
+# - `kv_head` is explained below, and `.to(tl.int64)` under "Four strides".
 
 # %% [markdown]
 # Models save memory by **grouped queries** (GQA): several query heads share one head of K and V. With `group` query heads to each key head, query
 # head `h` reads key head `h // group`. That is all that the kernel has to do. A group of 1 is ordinary attention. A group of all heads is called MQA.
 #
-# Let a kernel of six lines write down what each program computes:
+# Let a small kernel write down what each program computes:
 
 # %%
 @triton.jit
@@ -443,7 +446,7 @@ for report, split in zip(reports, (False, False, True, True), strict=True):
           f"{report.spill_bytes} bytes spilled")
 
 # %% [markdown]
-# More code, then, and a shorter path through most of it. What that is worth in time only a GPU can say: section 15.
+# More code, then, and a shorter path through most of it. What that is worth in time only a GPU can say: section 9 has the times.
 #
 # *Predict: why is it right to test `whole_end` with the first row, and `end` with the last?*
 #
@@ -598,7 +601,8 @@ show.diff(text(STEPS[5]), text(STEPS[6]), context=1)
 # %% [markdown]
 # - The shape in the descriptor is `[N, HEAD_DIM]`, the box is `[BLOCK_N, BLOCK_D]`. Outside of the shape the engine fills in zeros by itself. So padding
 #   needs no mask.
-# - Only full tiles come this way. Past the *end of the window* there is memory that exists, and the engine would fetch it.
+# - Only full tiles come this way. The engine knows the end of the matrix, and not the end of a window. So a tile that is cut is loaded with pointers
+#   and a mask, as before.
 # - It has conditions: the last stride is 1, and rows begin on 16 bytes. The launcher says so when they are not met.
 
 # %%
@@ -621,7 +625,15 @@ for name, r in (("pointers", plain), ("descriptors", boxed)):
 assert plain.instructions["UTMALDG"] == 0 < boxed.instructions["UTMALDG"]
 
 # %% [markdown]
-# It is an option, off unless asked for. TODO(measure): whether it is faster, at which lengths, is not recorded yet. Section 15 will draw it.
+# It is an option, off unless asked for. Is it faster? Only a GPU can say. `flashlab bench industrial` has times of all the kernels of this lecture,
+# and keeps them in a record. The cells that read it show a part for each GPU that it was run on. A number above 1: the
+# copy engine is faster than pointers.
+
+# %%
+runs = industrial.recorded()
+print("runs recorded:", len(runs))
+for run in industrial.having(runs, "shapes"):
+    display(industrial.ratio_table(run, industrial.BOXES, [industrial.OURS]))
 
 # %% [markdown]
 # ## 9 · What each step costs to have
@@ -647,7 +659,41 @@ show.table(rows, ["step", *heads])
 
 # %% [markdown]
 # Read the column of `ex2`, exponentials in the program's text. The soft-cap adds one for each score, as many as the softmax has. An SM makes 16
-# exponentials per clock, beside a thousand multiply-adds and more, so a cap is not free. A window adds a third body of the loop to the text. It is not run unless tiles are cut.
+# exponentials per clock, beside a thousand multiply-adds and more, so a cap is not free. A window adds a third body of the loop to the text. It is
+# not run unless tiles are cut.
+#
+# And in time? The record has launches with one thing more or less, at $N = 4096$. What can be hoped for is the share of the scores that a mask leaves:
+
+# %%
+causal = visible(4096, 4096, causal=True).sum().item()
+print(f"causal: {causal / 4096**2:.3f} of all scores")
+for keys in (1024, 128):
+    left = visible(4096, 4096, window=(keys - 1, 0)).sum().item()
+    print(f"a window of {keys}: {left / causal:.3f} of the causal scores")
+
+# %% [markdown]
+# Each bar is the time *with* it over the time *without* it:
+
+# %%
+IDEAS = {
+    "a causal\nmask": ("causal", "whole"),
+    "no mask on\nwhole tiles": ("causal", "causal, every tile masked"),
+    "window 1024\n(over causal)": ("window of 1024", "causal"),
+    "window 128\n(over causal)": ("window of 128", "causal"),
+    "a soft-cap": ("whole, soft-cap", "whole"),
+    "descriptors": ("whole, descriptors", "whole"),
+    "descriptors,\ncausal": ("causal, descriptors", "causal"),
+}
+for run in industrial.having(runs, "options"):
+    figure, ax = plt.subplots(figsize=(8.6, 3.2))
+    bars = {f"D = {d}": [ms.get(a, math.nan) / ms.get(b, math.nan) for a, b in IDEAS.values()]
+            for d, ms in industrial.option_times(run).items()}
+    colored = {name: (bars[name], color) for name, color in zip(bars, ("sky", "blue"), strict=True)}
+    curves.ratio_columns(ax, list(IDEAS), colored, ylabel="time with / without", title=run["machine"]["gpu"])
+    plt.show()
+
+# %% [markdown]
+# A mask does not quite reach its share of the scores: every program also loads Q, stores O, and computes tiles whole that the mask cuts.
 
 # %% [markdown]
 # ## 10 · Which tile?
@@ -664,12 +710,13 @@ show.table(rows, ["chip", "head_dim", *Tile._fields, "source"])
 
 # %% [markdown]
 # `source` says what a choice rests on. "compiled" means: a usual tile, which fits and does not spill, but nobody has timed it on such a chip.
-# "measured" means timed. TODO(measure): the choices for Hopper are still "compiled".
+# "measured" means timed.
 #
-# Why are the choices not larger? Ask the compiler about the choice for Hopper, and about three other tiles:
+# Why not the largest that there is? Ask the compiler about the choice for Hopper, and about three other tiles:
 
 # %% tags=["nbval-ignore-output"]
-tried = [Tile(128, 64, 8, 3), Tile(128, 128, 8, 2), Tile(128, 64, 4, 2), Tile(256, 64, 8, 2)]
+choice = next(c for c in tiles.recorded("forward", "hopper", torch.bfloat16) if c.head_dim >= 128)
+tried = [choice.tile, Tile(128, 128, 8, 2), Tile(128, 64, 4, 2), Tile(256, 64, 8, 2)]
 arguments = [compile_arguments(torch.bfloat16, 128, tile, causal=True) for tile in tried]
 reports = compile_reports(triton_forward.flash_attention_kernel, arguments, targets=["sm_86", "sm_90"])
 
@@ -698,6 +745,29 @@ except RuntimeError as error:
 # %% [markdown]
 # With a GPU `tune_tile=True` times them all on your inputs. That takes a while, because each is compiled first. The fastest is remembered on this machine, by
 # the GPU's name and by the lengths' powers of two. Without being asked nothing is tuned: the first call should not make you wait.
+#
+# The bench has timed the whole space once, at $N = 4096$. How much does a wrong tile lose?
+
+# %%
+def fields(t):
+    return f"{t.BLOCK_M} rows, {t.num_warps} warps", f"{t.BLOCK_N}\n{t.num_stages}"
+
+
+names = zip(*map(fields, SEARCH["forward"]), strict=True)
+rows, columns = (list(dict.fromkeys(x)) for x in names)  # without repeats
+for run in industrial.having(runs, "tune"):
+    times = industrial.tile_times(run, "forward")
+    figure, axes = plt.subplots(3, 2, figsize=(8.6, 6.4), sharex=True, sharey=True)
+    for ax, ((d, causal), found) in zip(axes.flat, times.items(), strict=False):
+        slower = {fields(t): ms / found[0][1] for t, ms in found}
+        curves.matrix(ax, rows, columns, slower, f"D = {d}, {'causal' if causal else 'whole'}")
+    figure.supxlabel("keys of a tile, below them num_stages")
+    plt.show()
+    print(run["machine"]["gpu"])
+
+# %% [markdown]
+# *Each number is the time over that of the fastest tile. A dash: the tile does not fit, or was not timed.* The choice for a chip is the tile that is best over
+# both masks.
 #
 # Few queries are a case of their own. A program computes all rows of its block, also those that are not there. So with 20 queries the block shrinks:
 
@@ -758,8 +828,486 @@ print("8 combinations of window and soft-cap, within their bounds")
 # %% [markdown]
 # ## 12 · The same loop in Gluon
 #
-# TODO: this section is still to be written. Gluon is Triton's lower layer: the programmer says which thread holds which element, and when a copy begins.
+# The kernel above says *what* is computed. Three other things the compiler has decided for us until now:
+#
+# | | in Triton | in Gluon |
+# |---|---|---|
+# | Which thread holds which element of a tile? | the compiler | you, by a *layout* |
+# | When does a copy begin, and who waits for it? | the compiler, from `num_stages` | you, with *barriers* |
+# | When is a product waited for? | the compiler | you |
+#
+# **Gluon** is the layer under Triton, and comes with it: the same programs, tiles and Python, but these decisions are yours. So a Gluon kernel is
+# written for one kind of chip. Ours are for Hopper, the H100 and H200.
 
+# %% [markdown]
+# There are three kernels. Each is the one before with one idea more:
+#
+# - `one_tile`: a tile of K and one of V are fetched, waited for, and used. Then come the next.
+# - `pipelined`: tiles are fetched ahead, and two products are under way at a time.
+# - `specialised`: one warp only fetches, the others only compute.
+#
+# A warp, as in phase 1, is 32 threads that execute together. A thread's number in its warp, 0 to 31, is called its *lane*. Four warps are a
+# **warpgroup**. On Hopper a warpgroup starts a product together. Its 128 threads then hold 64 rows of the result.
+
+# %%
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait,
+)
+
+from flashlab.attention import gluon_forward
+from flashlab.attention.gluon_forward import LN_2, all_threads
+from flashlab.figures import fragments, timelines
+
+# %% [markdown]
+# ### Which thread holds which element
+#
+# A product leaves its result in registers, in an order that the hardware sets. Gluon calls this order `NVMMADistributedLayout`. It can be written down
+# with bits. A register of a thread has a number, and so have its lane and its warp. **Each bit of these numbers is a step in the tile.**
+# To find an element, add up the steps of the bits that are 1:
+
+# %%
+# A step is (rows, columns). The first is that of bit 0.
+REGISTER = ((0, 1), (8, 0), (0, 8), (0, 16), (0, 32), (0, 64))
+LANE = ((0, 2), (0, 4), (1, 0), (2, 0), (4, 0))
+WARP = ((16, 0), (32, 0))
+
+
+def place(register, lane, warp):
+    """The (row, column) of a 64 x 128 product that this register of this thread holds."""
+    numbers = ((register, REGISTER), (lane, LANE), (warp, WARP))
+    steps = [step for number, bits in numbers for bit, step in enumerate(bits) if number >> bit & 1]
+    return tuple(map(sum, zip((0, 0), *steps, strict=True)))
+
+
+holder = {place(r, lane, w): (w, lane) for w in range(4) for lane in range(32) for r in range(64)}
+assert len(holder) == 64 * 128, "each element is held once"
+print("lane 5 of warp 1 holds", *(place(register, 5, 1) for register in range(6)), "...")
+
+# %% [markdown]
+# By hand: register 3 is `11` in bits, so it adds (0, 1) and (8, 0). Lane 5 is `101`, and adds (0, 2) and (1, 0). Warp 1 adds (16, 0). Together that is
+# (25, 3), the fourth above.
+#
+# Is it what the hardware does? The compiler knows. The next kernel makes a tile in the layout of a product, and converts it to our bits.
+# With `assert_trivial` it does not compile if any element would change its thread. It asks the same of `P_LAYOUT`, in which the second product
+# wants its left operand, P:
+
+# %%
+@gluon.jit
+def agrees_kernel(REGISTER: gl.constexpr, LANE: gl.constexpr, WARP: gl.constexpr):
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
+    BITS: gl.constexpr = gl.DistributedLinearLayout(REGISTER, LANE, WARP, [], [64, 128])
+    s = gl.full([64, 128], 1.0, gl.float32, S_LAYOUT)
+    gl.convert_layout(s, BITS, assert_trivial=True)
+    gl.convert_layout(s.to(gl.float16), P_LAYOUT, assert_trivial=True)
+
+
+bits = {"REGISTER": REGISTER, "LANE": LANE, "WARP": WARP}
+right, wrong = compile_reports(agrees_kernel, [bits, bits | {"LANE": LANE[::-1]}], targets=["sm_90"])
+print("our bits:", "accepted" if right.ok else "refused")
+print("the lane's bits in another order:", "accepted" if wrong.ok else "refused")
+print("the compiler's own:", re.search(r"reg_bases=\[\[.*warp_bases=\[.*?\]\]", wrong.error)[0])
+assert right.ok and "is not trivial" in wrong.error
+assert all(str([list(step) for step in steps]) in wrong.error for steps in (REGISTER, LANE))
+
+# %%
+figure, axes = plt.subplots(1, 2, figsize=(8.6, 4.2), width_ratios=[1, 1.35])
+fragments.warps(axes[0], holder, (64, 128), "64 x 128: the warps")
+fragments.lanes(axes[1], holder, (16, 16), "its corner: the lanes of warp 0", marked=5)
+plt.show()
+
+# %% [markdown]
+# *Left: each warp has 16 rows, whole. Right: the first 16 rows and columns, with the lane that holds each element. Black: what lane 5 holds.*
+#
+# Softmax needs the maximum and the sum of each row. So the question is: in how many threads is a row?
+
+# %%
+threads = [{holder[row, column] for column in range(128)} for row in range(64)]
+own = {row for (row, _), who in holder.items() if who == (1, 5)}
+print("row 17 is in", sorted(threads[17]), "(warp, lane)")
+print("lane 5 of warp 1 holds numbers of the rows", sorted(own))
+assert all(len(t) == 4 and len({lane // 4 for _, lane in t}) == 1 for t in threads)
+
+# %% [markdown]
+# In four neighbouring threads, a *quad*. Each of them finds the maximum of its own 32 numbers. Two exchanges, and all four know that of the row.
+# Nothing goes through shared memory.
+#
+# This is chosen in the layout's numbers. `NVMMADistributedLayout([3, 0], [warps, 1], [16, BLOCK_N, 16])` says: a product of Hopper (version 3),
+# all `warps` along the rows and one along the columns, 16 rows and `BLOCK_N` columns for each. With eight warps a tile has 128 rows: one more
+# bit in `WARP`. Triton's compiler makes such choices too. Here you see them made.
+
+# %% [markdown]
+# ### A copy, and who waits for it
+#
+# Section 8's copy engine fetches a box by itself. In Gluon one orders the box, and waits for it later:
+
+# %%
+# FROM flashlab.attention.gluon_forward: load_box
+
+# %% [markdown]
+# `ready` is an **mbarrier**, a counter in shared memory. It counts *phases*, beginning with phase 0.
+#
+# - `init(ready, count=1)`: a phase needs one report.
+# - `expect(ready, bytes)` is that report, and says how many bytes will come. The engine takes them off as they arrive.
+# - When no report and no byte is missing, the phase is over. The next begins by itself.
+# - `wait(ready, parity)` waits for the end of a phase. It knows the phase by its last bit, the *parity*: that is all the hardware compares.
+
+# %%
+class Barrier:
+    """What an mbarrier counts."""
+
+    def __init__(self, count):
+        self.count = self.missing = count
+        self.bytes = self.phase = 0
+
+    def change(self, reports=0, nbytes=0):
+        self.missing -= reports
+        self.bytes += nbytes
+        if self.missing == 0 and self.bytes == 0:
+            self.phase, self.missing = self.phase + 1, self.count
+
+    def passes(self, parity):
+        return self.phase % 2 != parity  # the phase under way is another: that one is over
+
+# %%
+def seen(barrier):
+    return [barrier.phase, *("passes" if barrier.passes(parity) else "waits" for parity in (0, 1))]
+
+
+ready = Barrier(count=1)
+rows = [["the barrier is new", *seen(ready)]]
+for i in range(3):
+    ready.change(reports=1, nbytes=32768)
+    rows.append([f"tile {i} is ordered", *seen(ready)])
+    ready.change(nbytes=-32768)
+    rows.append([f"tile {i} has arrived", *seen(ready)])
+show.table(rows, ["after this", "the phase under way", "wait(ready, 0)", "wait(ready, 1)"])
+
+# %% [markdown]
+# So tile $i$ is waited for with parity `i & 1`. Look at the first row, too: `wait(ready, 1)` passes on a new barrier. The third kernel uses that, for places
+# that are free at first.
+#
+# *Predict: a kernel waits with parity 0 for every tile. What happens at tile 1?*
+#
+# <details><summary>Answer</summary>
+#
+# When tile 1 is ordered, phase 1 is under way. `wait(ready, 0)` passes, because phase 0 is over. So the product reads what lies there: tile 0, or a part
+# of tile 1. **A wrong parity is no error.** Nothing hangs, and the result is wrong, or even right when the copy was quick.
+#
+# </details>
+
+# %% [markdown]
+# The other two kernels have `STAGES` places for tiles, used in turn, and a barrier for each. Then tile $i$ lies in place `i % STAGES`, and it is
+# the tile number `i // STAGES` there:
+
+# %%
+STAGES = 2
+rows = [[i, i % STAGES, i // STAGES, i // STAGES & 1] for i in range(6)]
+show.table(rows, ["tile", "place", "phase of its barrier", "parity to wait for"])
+
+# %% [markdown]
+# ### The first kernel, line by line
+#
+# First the softmax of a tile. It is section 11's, with the same names:
+
+# %%
+# FROM flashlab.attention.gluon_forward: softmax_step, masked, along_rows
+
+# %% [markdown]
+# - **`SliceLayout`** is the layout of a tile without one of its axes: `rows` or `columns`, held by the threads that need them.
+# - **`along_rows`**: `correction` was made in the layout of the scores, and multiplies `acc`, which has `BLOCK_D` columns. In both a row is in the
+#   same quad. So the conversion moves nothing.
+#
+# Three small functions are left. They say where a program works, how many tiles it visits, and how it ends:
+
+# %%
+# FROM flashlab.attention.gluon_forward: place_of, tiles_seen, store_rows
+
+# %% [markdown]
+# `tiles_seen` is section 4's `end`. The copy engine also stores: rows past the end it leaves out. `fence_async_shared` is for a detail of
+# the hardware: what threads wrote to shared memory, the engine sees only after this fence.
+#
+# Now the kernel. Read the loop at its end first:
+
+# %%
+# FROM flashlab.attention.gluon_forward: one_tile_kernel
+
+# %% [markdown]
+# | section 11 | here | what is said now |
+# |---|---|---|
+# | `load_tile(k_ptrs, ...)` | `load_box(k_desc, ...)`, `mbarrier.wait` | when a copy begins, and when it must have ended |
+# | `tl.dot(q, k.T)` | `warpgroup_mma(q, k.permute((1, 0)), ...)` | `q` and `k` are read from shared memory, `s` comes in `S_LAYOUT` |
+# | `tl.where(in_band(...))` | `masked` | each thread compares the positions that it holds |
+# | `p.to(v.dtype)` | `gl.convert_layout(p.to(...), P_LAYOUT)` | P stays in the threads that computed it |
+# | `acc * correction[:, None]` | `acc * along_rows(correction, acc)` | so does `correction` |
+# | `tl.dot(p, v, acc)` | `warpgroup_mma(p, v, acc)` | `p` comes from registers, `v` from shared memory |
+
+# %% [markdown]
+# - **`DotOperandLayout(0, O_LAYOUT, 2)`**: the left operand of a product whose result has `O_LAYOUT`, two 16-bit numbers in a register.
+# - **`q_desc.layout`** is the order of a box in shared memory, in which products read it fast. (Phase 8 explains it: a swizzle.)
+# - **`k.permute((1, 0))`** moves nothing. The product reads K along the other axis.
+# - **`use_acc=False`**: the product is not added to anything, so `no_scores` is never read.
+
+# %% [markdown]
+# - **The tiles go from right to left.** Then those that need a mask come first. This kernel masks them all. The next two do not.
+# - **Both waits have the parity `i & 1`**, as in the table above.
+# - K and V have one place each. So tile $i + 1$ can be ordered only when tile $i$ has been used. That is what is wrong with this kernel.
+
+# %% [markdown]
+# ### Who does what, and when
+#
+# How much is wrong with it? Here is a model of one multiprocessor. It has three units: the copy engine, the tensor cores, and the units that make
+# the softmax. A unit does one thing at a time, and begins when what it needs is there.
+
+# %%
+PRODUCT = 2 * 128 * 128 * 128 // 4096  # clocks: 128 queries and keys, head size 128, 4096 FLOPs per clock
+EXPONENTIALS = 128 * 128 // 16  # 16 per clock
+SOFTMAX = EXPONENTIALS * 3 // 2  # assumed: half as much again for maxima, sums, masks
+COPY = 32768 // 64  # assumed: 64 bytes per clock
+print(f"a product {PRODUCT} clocks, the exponentials {EXPONENTIALS}, with the rest {SOFTMAX}, a copy {COPY}")
+
+
+def timeline(orders):
+    """When each (unit, name, clocks, names of what it needs) begins: bars (unit, name, start, clocks)."""
+    ends, free, bars = {}, {}, []
+    for unit, name, clocks, needs in orders:
+        start = max([free.get(unit, 0), *(ends[x] for x in needs if x in ends)])
+        ends[name] = free[unit] = start + clocks
+        bars.append((unit, name, start, clocks))
+    return bars
+
+# %%
+def one_tile_orders(tiles):
+    for i in range(tiles):
+        yield "copies", f"K{i}", COPY, [f"O{i - 1}"]
+        yield "copies", f"V{i}", COPY, [f"O{i - 1}"]
+        yield "products", f"S{i}", PRODUCT, [f"K{i}"]
+        yield "softmax", f"P{i}", SOFTMAX, [f"S{i}"]
+        yield "products", f"O{i}", PRODUCT, [f"P{i}", f"V{i}"]
+
+
+def busy(bars):
+    """The tensor cores' share of the time, of a long run."""
+    return sum(clocks for unit, *_, clocks in bars if unit == "products") / max(s + c for *_, s, c in bars)
+
+
+figure, ax = plt.subplots(figsize=(8.6, 1.9))
+timelines.units(ax, timeline(one_tile_orders(3)), "one_tile")
+plt.show()
+print(f"the tensor cores work {busy(timeline(one_tile_orders(200))):.0%} of the time")
+
+# %% [markdown]
+# *S: scores. P: softmax. O: the sums P V. Each number is a tile.* At nearly any time one unit works, and the others wait for it. The tensor cores
+# do what all this is for, and they wait half of the time.
+#
+# So the second kernel does two things differently. It fetches tiles `STAGES` ahead. And it starts *two* products before it waits for one. The loop is
+# one new function:
+
+# %%
+# FROM flashlab.attention.gluon_forward: pipelined_step
+
+# %% [markdown]
+# - **`is_async=True`**: the product is started, and the program goes on. **`warpgroup_mma_wait(1, ...)`** waits until at most one product is
+#   under way. Products end in order, so the scores are there. The other one, P V of the tile before, runs beside the softmax.
+# - **Only then is the next box ordered** into the place of K: now nothing reads it any more. The same holds for V, after `wait(0)`.
+# - **`acc` is rescaled after the wait.** While a product adds to it, nobody else may touch it.
+
+# %% [markdown]
+# The rest of the kernel begins and ends the pipeline: the first scores have no P V beside them, and the last P V has no scores. And the loop is written
+# twice, with and without a mask, as in section 5. (Open the fold for the whole.)
+
+# %%
+show.region(gluon_forward.pipelined_kernel, "pipelined loop", whole_file=False)
+
+# %% [markdown]
+# One thing is left. A place may be refilled only when *all* eight warps have read it. So they meet in every step, and keep in step: there is a time
+# when all compute softmax, and a time when all wait for products.
+#
+# The third kernel takes this apart. Each warpgroup has its own 64 rows, and goes at its own pace. Boxes are ordered by one more
+# warp, which does nothing else. The step:
+
+# %%
+step, after = (show.source_text(f) for f in (gluon_forward.pipelined_step, gluon_forward.specialised_step))
+show.diff(step, after, context=1)
+
+# %% [markdown]
+# The loads are gone. In their place is `give_back`: "I have read this place." Such a report goes to a second barrier of the place, `free`. It needs a
+# report from *each* warpgroup: `barriers(STAGES, GROUPS)`. The loading warp waits for it, then refills the place, and `ready` tells the others.
+
+# %%
+# FROM flashlab.attention.gluon_forward: give_back, load_part
+
+# %% [markdown]
+# - **`parity ^ 1`** in the waits for `free`: on a new barrier such a wait passes at once, and every place is free at first.
+# - **`done`** counts tiles over *all* blocks of queries that the program takes. Both sides count alike, so they agree on places and phases, and never
+#   exchange a number.
+# - K of tile $i$ comes before V of tile $i - 1$: the order in which they are used.
+
+# %% [markdown]
+# The other side, `compute_part`, is the second kernel with these reports in it. Here is how a warpgroup treats the first tile of a block of queries;
+# the rest is in the fold:
+
+# %%
+show.region(gluon_forward.compute_part, "first tile", whole_file=False)
+
+# %% [markdown]
+# Both sides are started by one call:
+
+# %%
+show.region(gluon_forward.specialised_kernel, "parts", whole_file=False)
+
+# %% [markdown]
+# `[4, 1]` are warps: each part has its own. `[240, 24]` are registers. The warp that loads needs few. What it gives up the
+# computing warps can use (`setmaxnreg` in the machine code).
+#
+# The model again. In the third kernel the two warpgroups, a and b, take turns at the units:
+
+# %%
+def pipelined_orders(tiles):
+    for i in range(tiles + 1):
+        if i < tiles:
+            yield "copies", f"K{i}", COPY, [f"S{i - 2}"]
+            yield "products", f"S{i}", PRODUCT, [f"K{i}", f"P{i - 1}", f"O{i - 2}"]
+        if i > 0:
+            yield "copies", f"V{i - 1}", COPY, [f"O{i - 3}"]
+            yield "products", f"O{i - 1}", PRODUCT, [f"P{i - 1}", f"V{i - 1}"]
+        if i < tiles:
+            yield "softmax", f"P{i}", SOFTMAX, [f"S{i}"]
+
+
+def specialised_orders(tiles):
+    for unit, name, clocks, needs in pipelined_orders(tiles):
+        if unit == "copies":
+            yield unit, name, clocks, [f"{x}{group}" for x in needs for group in "ab"]
+            continue
+        for group in "ab":
+            own = [x if x[0] in "KV" else x + group for x in needs]
+            yield unit, name + group, clocks // 2, own
+
+# %%
+figure, axes = plt.subplots(2, 1, figsize=(8.6, 3.6), sharex=True)
+orders = {"pipelined": pipelined_orders, "specialised": specialised_orders}
+for ax, (name, made) in zip(axes, orders.items(), strict=True):
+    timelines.units(ax, timeline(made(5)), name)
+    print(f"{name}: the tensor cores work {busy(timeline(made(200))):.0%} of the time")
+plt.show()
+
+# %% [markdown]
+# *In `pipelined` the softmax of a tile runs beside P V of the tile before. In `specialised` one warpgroup's softmax runs beside the other's products.*
+#
+# This is a model with two assumed numbers. It knows nothing of waits, masks and the cost of starting things. It shows an order, and why the
+# order matters. The real speeds are at the end of this section.
+
+# %% [markdown]
+# ### What the compiler makes of them
+#
+# Each kernel is compiled for `sm_90`. The first time this takes half a minute. `HGMMA` is a product of a warpgroup, `UTMALDG` a box from the
+# copy engine, `SYNCS` what is done with barriers.
+
+# %% tags=["nbval-ignore-output"]
+rows, compiled = [], {}
+for step, kernel in gluon_forward.KERNELS.items():
+    arguments = gluon_forward.compile_arguments(step, torch.bfloat16, 128, causal=True)
+    compiled[step] = r = compile_report(kernel, arguments, target="sm_90")
+    counts = [r.instructions[name] for name in ("HGMMA", "UTMALDG", "SYNCS", "SHFL")]
+    counts.append(r.ptx.count("setmaxnreg"))
+    rows.append([step, r.registers, r.spill_bytes, r.shared_bytes // 1024, *counts])
+    assert r.fits and r.spill_bytes == 0 and r.instructions["HGMMA"] and r.instructions["UTMALDG"]
+show.table(rows, ["kernel", "registers", "spilled", "KiB", "HGMMA", "UTMALDG", "SYNCS", "SHFL", "setmaxnreg"])
+
+# %% [markdown]
+# An HGMMA multiplies 16 columns of its left operand. So a product of 128 is 8 of them, and one loop has 16. `pipelined` has that loop twice, and half
+# of it before and after. `specialised` has all of this for each warpgroup. The exchanges in the quads are the `SHFL`: in `one_tile` two for the
+# maximum and two for the sum, of two rows.
+#
+# And who meets whom? `BAR.SYNC` is where threads wait for each other. A plain `0x0` is for all threads of a program. A second number is
+# how many threads meet: `0x80` is 128, one warpgroup.
+
+# %% tags=["nbval-ignore-output"]
+for step, r in compiled.items():
+    meetings = re.findall(r"BAR\.SYNC\S* (0x\w+(?:, 0x\w+)?)", r.sass)
+    print(f"{step:12}", {who: meetings.count(who) for who in sorted(set(meetings))})
+
+# %% [markdown]
+# In `pipelined` all meet, everywhere. In `specialised` nearly all meetings are of one warpgroup with itself, which is what the third kernel is for.
+#
+# How many programs does a multiprocessor hold at once? It has 65 536 registers, and 228 KiB of shared memory, of which each program takes 1 KiB more
+# than it asks for:
+
+# %% tags=["nbval-ignore-output"]
+rows, asked = [], [(d, causal) for d in (64, 128) for causal in (False, True)]
+arguments = [gluon_forward.compile_arguments("one_tile", torch.bfloat16, d, causal=mask) for d, mask in asked]
+reports = compile_reports(one_tile_kernel, arguments, targets=["sm_90"])
+for (d, causal), r in zip(asked, reports, strict=True):
+    by_registers = 65536 // (32 * r.num_warps * 8 * math.ceil(r.registers / 8))  # given out in eights
+    by_memory = 228 * 1024 // (r.shared_bytes + 1024)
+    rows.append([d, "causal" if causal else "whole", r.registers, by_registers, by_memory])
+show.table(rows, ["head size", "mask", "registers", "programs by registers", "by shared memory"])
+
+# %% [markdown]
+# Where two programs of `one_tile` fit, one computes while the other waits. They do for each other what the pipeline does inside a program. And a few registers
+# decide it. With two programs of 256 threads each thread may have 128.
+#
+# ### Run, where there is a Hopper GPU
+
+# %% tags=["nbval-ignore-output"]
+reason = gluon_forward.why_not(runtime.device())
+for step in gluon_forward.KERNELS if reason is None else ():
+    def forward(q, k, v, *, causal, scale, step=step):
+        return gluon_forward.flash_attention_gluon(q, k, v, causal=causal, scale=scale, step=step)
+
+    sixteen = (torch.float16, torch.bfloat16)
+    report = verify(forward, causal=True, gqa=True, dtypes=sixteen, head_dims=(64, 128))
+    print(f"{step}: {report.verdict}")
+print("not run here:", reason) if reason else None
+
+# %% [markdown]
+# And how fast? This draws what is recorded, at $N = 4096$, beside cuDNN:
+
+# %%
+STEPS_AND_COLORS = {"one_tile": "sky", "pipelined": "blue", "specialised": "purple", "cuDNN": "green"}
+for run in industrial.having(runs, "gluon"):
+    found = industrial.gluon_speeds(run)
+    names = [f"D = {d}\n{'causal' if causal else 'whole'}" for d, causal in found]
+    bars = {step: ([row.get(step, math.nan) for row in found.values()], color)
+            for step, color in STEPS_AND_COLORS.items()}
+    top = 1.2 * max(max(row.values()) for row in found.values())
+    figure, ax = plt.subplots(figsize=(8.6, 3.6))
+    curves.columns(ax, names, bars, fmt="%.0f", ylabel="TFLOP/s", ylim=(0, top), title=run["machine"]["gpu"])
+    plt.show()
+
+# %% [markdown]
+# Each step over the one before, the fastest of our rows over cuDNN's, and the other tiles that were tried at $D = 64$, over the last step:
+
+# %%
+for run in industrial.having(runs, "gluon"):
+    rows = []
+    for (d, causal), speed in industrial.gluon_speeds(run).items():
+        one, ahead, parts, cudnn = (speed.get(name, math.nan) for name in STEPS_AND_COLORS)
+        best = max([v for name, v in speed.items() if name != "cuDNN"], default=math.nan)
+        other = max([v for name, v in speed.items() if "keys" in name], default=math.nan)
+        ratios = (ahead / one, parts / ahead, best / cudnn, other / parts)
+        rows.append([d, "causal" if causal else "whole", *(f"{x:.2f}" if x == x else "" for x in ratios)])
+    show.table(rows, ["D", "mask", "loads ahead", "parts", "best of cuDNN", "other tiles"])
+
+# %% [markdown]
+# Read the two tables together. "loads ahead" is below 1 where it made the kernel *slower*. Is it where two programs of `one_tile` fit on a multiprocessor?
+# Then the pipeline costs more, one program where there were two, than it gives. (That is what the numbers suggest. To isolate it, one would
+# have to limit `one_tile` to one program.)
+
+# %% [markdown]
+# ### What Gluon costs
+#
+# - **No interpreter.** The kernels of this section run on Hopper and nowhere else. (The tests of this course run their *logic* on a CPU, over a
+#   stand-in for barriers, copies and products.)
+# - **Nobody checks your barriers.** A wrong one hangs the GPU, or reads an old tile.
+# - **It moves.** Gluon is under `triton.experimental`. Between Triton 3.6 and 3.7 `thread_barrier` became `barrier`.
+# - **These kernels do less.** fp16 and bf16, head sizes that are multiples of 8, causal or not. No window, no soft-cap, no gradient.
+#
+# Phase 11 says the same things once more, in CUDA C++.
 # %% [markdown]
 # ## 13 · The door
 #
@@ -846,6 +1394,13 @@ assert full == [sum(not masked for *_, masked in walk) for walk in own]
 # | you change | two functions | the loop itself |
 
 # %% [markdown]
+# And its speed? Compiled, without a mask or with a causal one, beside ours. Above 1, ours is faster:
+
+# %%
+for run in industrial.having(runs, "shapes"):
+    display(industrial.ratio_table(run, industrial.OURS, ["FlexAttention"]))
+
+# %% [markdown]
 # So: take FlexAttention for masks that are not bands (documents packed in one sequence, prefixes), for biases such as ALiBi, and to try an idea in ten
 # lines. Take a kernel of your own where the loop itself changes, where a library must not compile at run time, or where its speed is worth your week.
 #
@@ -854,38 +1409,47 @@ assert full == [sum(not masked for *_, masked in walk) for walk in own]
 # %% [markdown]
 # ## 15 · How fast?
 #
-# TODO(measure): no GPU has run this kernel for the record yet. This cell draws what is recorded, beside FlashAttention-2, once it is.
+# Now beside those who do the same work, all in bf16 on the same inputs: FlashAttention-2 and cuDNN, which PyTorch calls, FlexAttention, compiled, and eager
+# attention, which writes its scores to memory. There are 16 384 queries in all, so that short sequences fill the GPU too. Times are of the
+# kernels on the GPU, without the launch from Python.
 
 # %%
-runs = recorded("industrial")
-for run in runs:
-    for mask in (False, True):
-        if ladder.ladder_figure(run, (4, 16, 4096, 128), mask):
-            plt.show()
-print("runs recorded:", len(runs))
+NAMES = (industrial.OURS, industrial.GLUON, *industrial.PEERS)
+for run in industrial.having(runs, "shapes"):
+    plots = {f"D = {d}, {mask}": industrial.over_lengths(run, "forward", d, mask == "causal", NAMES)
+             for d in (64, 128, 256) for mask in ("whole", "causal")}
+    panels(plots, columns=2, ylabel="TFLOP/s", title=run["machine"]["gpu"])
+    plt.show()
+    print({key: run["machine"][key] for key in ("gpu", "torch", "triton", "date")})
 
 # %% [markdown]
-# And over shapes, beside those who do the same work: FlashAttention-2 and cuDNN by PyTorch, FlexAttention compiled, and eager attention.
+# *Only half of the work counts under a causal mask.* The same as ratios: how many times as fast as each of them is the Triton kernel?
 
 # %%
-for run in runs:
-    shown = [r for r in run["final"] if r["shape"][2] in (1024, 4096, 16384)]
-    rows = [[*r["shape"], "causal" * r["causal"], r["name"], r["tflops"], r["vs_fa2"]] for r in shown]
-    show.table(rows, ["B", "H", "N", "D", "", "kernel", "TFLOP/s", "of FlashAttention-2"])
-print("runs recorded:", len(runs))
+for run in industrial.having(runs, "shapes"):
+    display(industrial.ratio_table(run, industrial.OURS, ["FlashAttention-2", "cuDNN", "eager"]))
 
 # %% [markdown]
-# ## Summary, and what is left to explore
+# Compare "triton" with "gluon" in the figure. Formula and algorithm are the same. What differs is what section 12 is about: layouts, copies,
+# waits, and the tiles that go with them. So their distance is what these decisions are worth, made by hand.
+
+# %% [markdown]
+# ### Beside a published table
 #
-# - Batch and heads are programs. Grouped queries are one division. Neither copies anything.
-# - Padded columns are harmless zeros. Padded keys are not.
-# - A mask that is a band is two numbers, and four positions per block of queries: never loaded, masked, whole, masked.
-# - A `constexpr` makes one text into many kernels. What is not asked for is not there.
-# - The bytes follow the paper's law: twice the tile of Q, half the traffic.
-# - Tiles are chosen by what fits, then by a stopwatch, and the record says which.
+# An earlier course published times of its Triton kernel, causal, with one head, beside eager PyTorch. We have measured its rows again:
+
+# %%
+for run in industrial.having(runs, "published"):
+    display(industrial.published_table(run, "forward", 64, "bf16"))
 
 # %% [markdown]
-# What did not help, as far as it can be known without a stopwatch:
+# The milliseconds are of two machines and two ways to measure, so they do not compare. What compares is each kernel beside eager attention *on its own
+# machine*. One head of a short sequence cannot fill a GPU. There a kernel is as good as its launch.
+
+# %% [markdown]
+# ### What did not help
+#
+# Some of it is known without a stopwatch:
 #
 # | tried, or thought of | seen |
 # |---|---|
@@ -895,11 +1459,43 @@ print("runs recorded:", len(runs))
 # | tiles that begin where the window does | section 6: they save nothing if there are as many queries as keys |
 
 # %% [markdown]
-# TODO(measure): the same table with times, of the tries on a GPU.
+# The rest needs one. Descriptors are in section 8, loads ahead with two programs on a multiprocessor in section 12. And for tiles: a number is the
+# best time that a part of the search space reaches, over the best of all. 1.00: the best tile is one of these.
+
+# %%
+PARTS = {
+    "64 rows": lambda t: t.BLOCK_M == 64, "128 rows": lambda t: t.BLOCK_M == 128,
+    "32 keys": lambda t: t.BLOCK_N == 32, "64 keys": lambda t: t.BLOCK_N == 64,
+    "128 keys": lambda t: t.BLOCK_N == 128,
+    "4 warps": lambda t: t.num_warps == 4, "8 warps": lambda t: t.num_warps == 8,
+    "2 stages": lambda t: t.num_stages == 2, "4 stages": lambda t: t.num_stages == 4,
+}
+for run in industrial.having(runs, "tune"):
+    found = industrial.tile_times(run, "forward")
+    rows = []
+    for part, keep in PARTS.items():  # times are sorted, the fastest first
+        best = [next((ms for t, ms in times if keep(t)), math.nan) / times[0][1] for times in found.values()]
+        rows.append([part, *(f"{x:.2f}" for x in best)])
+    show.table(rows, ["only", *(f"D = {d}, {'causal' if causal else 'whole'}" for d, causal in found)])
 
 # %% [markdown]
-# Worth trying now: a persistent grid, as many programs as the GPU holds, each of which takes several blocks. Sink tokens, which every query sees, as a second band. Two tiles of columns for a head size of 80. A block mask of your own for documents
-# that are packed into one sequence.
+# ## Summary, and what is left to explore
+#
+# - Batch and heads are programs. Grouped queries are one division.
+# - Padded columns are harmless zeros. Padded keys are not.
+# - A mask that is a band is two numbers, and four positions per block of queries: never loaded, masked, whole, masked.
+# - A `constexpr` makes one text into many kernels.
+# - The bytes follow the paper's law: twice the tile of Q, half the traffic.
+# - Tiles are chosen by what fits, then by a stopwatch, and the record says which.
+# - Gluon puts layouts, barriers and waits into your hands, for one kind of chip.
+
+# %% [markdown]
+# Worth trying now:
+#
+# - A persistent grid: as many programs as the GPU holds, each of which takes several blocks. (The third Gluon kernel can do it.)
+# - Sink tokens, which every query sees, as a second band.
+# - Two tiles of columns for a head size of 80.
+# - A block mask of your own, for documents that are packed into one sequence.
 #
 # Phase 5 makes the gradient. There `lse` earns its place.
 
@@ -912,6 +1508,8 @@ print("runs recorded:", len(runs))
 # - Iz Beltagy et al., *Longformer*, 2020, [arXiv:2004.05150](https://arxiv.org/abs/2004.05150): sliding windows.
 # - Gemma Team, *Gemma 2*, 2024, [arXiv:2408.00118](https://arxiv.org/abs/2408.00118): soft-caps, windows in every second layer.
 # - Juechu Dong et al., *FlexAttention*, 2024, [arXiv:2412.05496](https://arxiv.org/abs/2412.05496).
-# - Triton documentation, tutorial *Fused Attention*: full and masked tiles, the search space.
+# - Triton documentation, tutorial *Fused Attention*: full and masked tiles, the search space. Triton's repository, `python/tutorials/gluon`: the language.
+# - Jay Shah et al., *FlashAttention-3*, 2024, [arXiv:2407.08608](https://arxiv.org/abs/2407.08608): two products at a time, warps that only load.
+# - NVIDIA, *PTX ISA*: mbarrier, `wgmma`, the layout of its result.
 # - NVIDIA, *CUDA C++ Programming Guide*: limits of a grid; results per clock, by kind of instruction; tensor maps and the copy engine.
 # - flash-attention issue 767 and pull request 1500: offsets in 32 bits. flash-linear-attention issue 172: the limit of grid y and z.

@@ -64,8 +64,10 @@ def place_of(work, M, heads, BLOCK_M: gl.constexpr, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def tiles_seen(stop, N, last, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr):
-    """How many tiles of keys the queries before `stop` see; query i sees the keys up to i + last. At least one: a tile
-    that is masked whole is right too."""
+    """How many tiles of keys the queries before `stop` see; query i sees the keys up to i + last.
+
+    At least one: a tile that is masked whole is right too.
+    """
     seen = N
     if CAUSAL:
         seen = gl.minimum(N, stop + last)
@@ -99,24 +101,34 @@ def masked(s, rows, start_n, N, last, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
+def sums_of_threads(p):
+    """[rows, 4]: the four threads that share a row have two columns in eight each, and each adds up its own."""
+    return gl.sum(gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 4, 2]), axis=3), axis=1)
+
+
+@gluon.jit
 def softmax_step(s, m_i, l_i, scale_log2):
-    """One tile of scores: the weights p, what earlier sums are to be multiplied with, and the new maximum and sum."""
+    """One tile of scores: the weights p, the correction of earlier sums, and the new maximum and sums.
+
+    The maximum needs all the columns of a row, so its four threads exchange theirs in each step. The sum does not.
+    """
     m_new = gl.maximum(m_i, gl.max(s, axis=1) * scale_log2)
     m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)  # no score yet: -inf - (-inf) is NaN
     p = gl.exp2(s * scale_log2 - m_safe[:, None])
     correction = gl.exp2(m_i - m_safe)
-    return p, correction, m_new, l_i * correction + gl.sum(p, axis=1)
+    return p, correction, m_new, l_i * along_rows(correction, l_i) + sums_of_threads(p)
 
 
 @gluon.jit
 def along_rows(x, like):
-    """A number for each row, in the layout in which it multiplies `like`. Nothing moves: the same thread has both."""
+    """A number for each row, in the layout in which it multiplies `like`. No number changes its thread."""
     return gl.convert_layout(x, gl.SliceLayout(1, like.type.layout))[:, None]
 
 
 @gluon.jit
 def store_rows(o_desc, LSE_ptr, batch, head, heads, start, M, rows, acc, m_i, l_i, smem):
     """Normalise 64 or more rows, and send o by the copy engine, which leaves out what is past the end."""
+    l_i = gl.convert_layout(gl.sum(l_i, axis=1), m_i.type.layout)
     acc = acc / along_rows(gl.where(l_i == 0.0, 1.0, l_i), acc)
     tile = smem.reshape([acc.shape[0], acc.shape[1]])
     tile.store(acc.to(o_desc.dtype))
@@ -128,7 +140,7 @@ def store_rows(o_desc, LSE_ptr, batch, head, heads, start, M, rows, acc, m_i, l_
 
 
 # ---- one tile after the other ----------------------------------------------------------------------------------------
-@gluon.jit
+@gluon.jit(do_not_specialize=["M", "N", "heads", "group", "last"])
 def one_tile_kernel(
     q_desc,  # [batch, heads, M, D] in boxes of [1, 1, BLOCK_M, BLOCK_D]
     k_desc,  # [batch, heads / group, N, D] in boxes of [1, 1, BLOCK_N, BLOCK_D]
@@ -165,9 +177,9 @@ def one_tile_kernel(
     v = v_smem.reshape([BLOCK_N, BLOCK_D])
 
     m_i = gl.full([BLOCK_M], float("-inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
-    l_i = gl.zeros([BLOCK_M], gl.float32, gl.SliceLayout(1, S_LAYOUT))
     acc = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, O_LAYOUT)
     no_scores = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, S_LAYOUT)
+    l_i = sums_of_threads(no_scores)
     tiles = tiles_seen(gl.minimum(start_m + BLOCK_M, M), N, last, BLOCK_N, CAUSAL)
     for i in range(tiles):
         start_n = (tiles - 1 - i) * BLOCK_N  # from the right: the tiles to be masked come first
@@ -217,7 +229,7 @@ def pipelined_step(
     return gl.convert_layout(weights.to(v_desc.dtype), p.type.layout), acc, m_i, l_i
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["M", "N", "heads", "group", "last"])
 def pipelined_kernel(
     q_desc, k_desc, v_desc, o_desc, LSE_ptr, scale_log2, M, N, heads, group, last,
     CAUSAL: gl.constexpr,
@@ -251,9 +263,9 @@ def pipelined_kernel(
         load_box(v_desc, batch, kv_head, (tiles - 1 - i) * BLOCK_N, v_ready.index(i), v_smem.index(i), i < tiles)
 
     m_i = gl.full([BLOCK_M], float("-inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
-    l_i = gl.zeros([BLOCK_M], gl.float32, gl.SliceLayout(1, S_LAYOUT))
     acc = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, O_LAYOUT)
     no_scores = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, S_LAYOUT)
+    l_i = sums_of_threads(no_scores)
     q = q_smem.reshape([BLOCK_M, BLOCK_D])
     mbarrier.wait(q_ready, 0)
     mbarrier.wait(k_ready.index(0), 0)
@@ -263,6 +275,7 @@ def pipelined_kernel(
     p, correction, m_i, l_i = softmax_step(s, m_i, l_i, scale_log2)
     p = gl.convert_layout(p.to(v_desc.dtype), P_LAYOUT)
 
+    # region: pipelined loop
     whole_from = gl.maximum(tiles_masked(tiles, start_m, N, last, BLOCK_N, CAUSAL), 1)
     for i in range(1, gl.minimum(whole_from, tiles)):
         p, acc, m_i, l_i = pipelined_step(
@@ -278,6 +291,7 @@ def pipelined_kernel(
     end = (tiles - 1) % STAGES
     mbarrier.wait(v_ready.index(end), (tiles - 1) // STAGES & 1)
     acc = warpgroup_mma(p, v_smem.index(end).reshape([BLOCK_N, BLOCK_D]), acc)
+    # endregion
     store_rows(o_desc, LSE_ptr, batch, head, heads, start_m, M, rows, acc, m_i, l_i, q_smem)
 
 
@@ -305,18 +319,19 @@ def load_part(descriptors, places, ready, free, sizes, CAUSAL: gl.constexpr):
                 at = done + i
                 slot = at % STAGES
                 mbarrier.wait(k_free.index(slot), at // STAGES & 1 ^ 1)  # a new barrier counts as free
-                load_box(k_desc, batch, kv_head, (tiles - 1 - i) * BLOCK_N, k_ready.index(slot), k_smem.index(slot),
-                         True)  # fmt: skip
+                load_box(k_desc, batch, kv_head, (tiles - 1 - i) * BLOCK_N, k_ready.index(slot),
+                         k_smem.index(slot), True)  # fmt: skip
             if i == 0:
                 for number in gl.static_range(GROUPS):
                     mbarrier.wait(q_free.index(number), turn & 1 ^ 1)
-                    load_box(q_desc, batch, head, start_m + number * ROWS, q_ready.index(number), q_smem.index(number),
-                             True)  # fmt: skip
+                    load_box(q_desc, batch, head, start_m + number * ROWS, q_ready.index(number),
+                             q_smem.index(number), True)  # fmt: skip
             else:
                 at = done + i - 1
                 slot = at % STAGES
                 mbarrier.wait(v_free.index(slot), at // STAGES & 1 ^ 1)
-                load_box(v_desc, batch, kv_head, (tiles - i) * BLOCK_N, v_ready.index(slot), v_smem.index(slot), True)
+                load_box(v_desc, batch, kv_head, (tiles - i) * BLOCK_N, v_ready.index(slot),
+                         v_smem.index(slot), True)  # fmt: skip
         done += tiles
         turn += 1
 
@@ -330,10 +345,14 @@ def give_back(place):
 
 @gluon.jit
 def specialised_step(
-    i, done, tiles, p, acc, m_i, l_i, q, no_scores, rows, k_smem, v_smem, ready, free, scale_log2, N, last,
-    CAUSAL: gl.constexpr, MASKED: gl.constexpr,
+    i, done, tiles, p, acc, m_i, l_i, q, no_scores, rows, k_smem, v_smem, ready, free, turns, number,
+    scale_log2, N, last, CAUSAL: gl.constexpr, TURNS: gl.constexpr, MASKED: gl.constexpr, NUMBER: gl.constexpr,
 ):  # fmt: skip
-    """As `pipelined_step`; the loads are another warp's, which is told what has been read."""
+    """As `pipelined_step`; the loads are another warp's, which is told what has been read.
+
+    With TURNS two warpgroups start their products in turn, so that one has its softmax while the other multiplies;
+    `number` counts the turns.
+    """
     STAGES: gl.constexpr = k_smem.shape[0]
     BLOCK_N: gl.constexpr = no_scores.shape[1]
     BLOCK_D: gl.constexpr = acc.shape[1]
@@ -341,9 +360,13 @@ def specialised_step(
     slot, before = at % STAGES, (at - 1) % STAGES
     k = k_smem.index(slot).reshape([BLOCK_N, BLOCK_D])
     v = v_smem.index(before).reshape([BLOCK_N, BLOCK_D])
+    if TURNS:
+        mbarrier.wait(turns.index(NUMBER), number + 1 - NUMBER & 1)  # a new barrier counts as the first one's turn
     scores = warpgroup_mma(q, k.permute((1, 0)), no_scores, use_acc=False, is_async=True)
     mbarrier.wait(ready[2].index(before), (at - 1) // STAGES & 1)
     sums = warpgroup_mma(p, v, acc, is_async=True)
+    if TURNS:
+        mbarrier.arrive(turns.index(1 - NUMBER), count=1)
     s = warpgroup_mma_wait(1, deps=(scores,))
     give_back(free[1].index(slot))
     if MASKED:
@@ -358,7 +381,10 @@ def specialised_step(
 
 
 @gluon.jit
-def compute_part(o_desc, LSE_ptr, places, ready, free, scale_log2, sizes, CAUSAL: gl.constexpr, NUMBER: gl.constexpr):
+def compute_part(
+    o_desc, LSE_ptr, places, ready, free, turns, scale_log2, sizes,
+    CAUSAL: gl.constexpr, TURNS: gl.constexpr, NUMBER: gl.constexpr,
+):  # fmt: skip
     """Warpgroup NUMBER: its 64 rows of each block of queries, against all the tiles of the block."""
     q_smem, k_smem, v_smem = places
     M, N, heads, group, last, pieces = sizes
@@ -373,16 +399,17 @@ def compute_part(o_desc, LSE_ptr, places, ready, free, scale_log2, sizes, CAUSAL
     q = q_smem.index(NUMBER).reshape([ROWS, BLOCK_D])
     no_scores = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
     done = 0  # tiles, over all the pieces of work: the same count as in the warp that loads
-    turn = 0
+    turn = 0  # pieces of work
     for work in range(gl.program_id(0), pieces, gl.num_programs(0)):
         start_m, batch, head = place_of(work, M, heads, GROUPS * ROWS, CAUSAL)
         tiles = tiles_seen(gl.minimum(start_m + GROUPS * ROWS, M), N, last, BLOCK_N, CAUSAL)
         start = start_m + NUMBER * ROWS
         rows = start + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S_LAYOUT))
         m_i = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
-        l_i = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, S_LAYOUT))
+        l_i = sums_of_threads(no_scores)
         acc = gl.zeros([ROWS, BLOCK_D], gl.float32, O_LAYOUT)
 
+        # region: first tile
         slot = done % STAGES
         mbarrier.wait(ready[0].index(NUMBER), turn & 1)
         mbarrier.wait(ready[1].index(slot), done // STAGES & 1)
@@ -393,17 +420,18 @@ def compute_part(o_desc, LSE_ptr, places, ready, free, scale_log2, sizes, CAUSAL
         p, correction, m_i, l_i = softmax_step(s, m_i, l_i, scale_log2)
         p = gl.convert_layout(p.to(k_smem.dtype), P_LAYOUT)
         mbarrier.wait(ready[1].index((done + 1) % STAGES), (done + 1) // STAGES & 1, pred=tiles > 1)
+        # endregion
 
         whole_from = gl.maximum(tiles_masked(tiles, start, N, last, BLOCK_N, CAUSAL), 1)
         for i in range(1, gl.minimum(whole_from, tiles)):
             p, acc, m_i, l_i = specialised_step(
                 i, done, tiles, p, acc, m_i, l_i, q, no_scores, rows, k_smem, v_smem, ready, free,
-                scale_log2, N, last, CAUSAL, True,
+                turns, done - turn + i - 1, scale_log2, N, last, CAUSAL, TURNS, True, NUMBER,
             )  # fmt: skip
         for i in range(whole_from, tiles):
             p, acc, m_i, l_i = specialised_step(
                 i, done, tiles, p, acc, m_i, l_i, q, no_scores, rows, k_smem, v_smem, ready, free,
-                scale_log2, N, last, CAUSAL, False,
+                turns, done - turn + i - 1, scale_log2, N, last, CAUSAL, TURNS, False, NUMBER,
             )  # fmt: skip
 
         end = (done + tiles - 1) % STAGES
@@ -425,7 +453,7 @@ def barriers(NUMBER: gl.constexpr, COUNT: gl.constexpr):
     return made
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["M", "N", "heads", "group", "last", "pieces"])
 def specialised_kernel(
     q_desc,  # in boxes of 64 rows, one for each warpgroup
     k_desc, v_desc,
@@ -434,44 +462,51 @@ def specialised_kernel(
     pieces,  # blocks of queries of all heads; a program takes one after the other
     CAUSAL: gl.constexpr, STAGES: gl.constexpr,
     GROUPS: gl.constexpr,  # warpgroups that compute: 2 or 3
+    TURNS: gl.constexpr,  # two warpgroups start their products in turn
 ):  # fmt: skip
     q_smem = gl.allocate_shared_memory(q_desc.dtype, [GROUPS] + q_desc.block_type.shape, q_desc.layout)
     k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES] + k_desc.block_type.shape, k_desc.layout)
     v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES] + v_desc.block_type.shape, v_desc.layout)
     descriptors = (q_desc, k_desc, v_desc)
     places = (q_smem, k_smem, v_smem)
+    # region: parts
     ready = (barriers(GROUPS, 1), barriers(STAGES, 1), barriers(STAGES, 1))
-    free = (barriers(GROUPS, 1), barriers(STAGES, GROUPS), barriers(STAGES, GROUPS))  # when all groups have read it
+    # Free when all the warpgroups have read it.
+    free = (barriers(GROUPS, 1), barriers(STAGES, GROUPS), barriers(STAGES, GROUPS))
     sizes = (M, N, heads, group, last, pieces)
-    # The warps of each part but the first, and the registers of their threads; the first gets those that are left.
+    turns = barriers(GROUPS, 1)
+    # The warps of each part but the first, and the registers of their threads; the first gets what is left.
     if GROUPS == 2:
         gl.warp_specialize([
-            (compute_part, (o_desc, LSE_ptr, places, ready, free, scale_log2, sizes, CAUSAL, 0)),
-            (compute_part, (o_desc, LSE_ptr, places, ready, free, scale_log2, sizes, CAUSAL, 1)),
+            (compute_part, (o_desc, LSE_ptr, places, ready, free, turns, scale_log2, sizes, CAUSAL, TURNS, 0)),
+            (compute_part, (o_desc, LSE_ptr, places, ready, free, turns, scale_log2, sizes, CAUSAL, TURNS, 1)),
             (load_part, (descriptors, places, ready, free, sizes, CAUSAL)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (compute_part, (o_desc, LSE_ptr, places, ready, free, scale_log2, sizes, CAUSAL, 0)),
-            (compute_part, (o_desc, LSE_ptr, places, ready, free, scale_log2, sizes, CAUSAL, 1)),
-            (compute_part, (o_desc, LSE_ptr, places, ready, free, scale_log2, sizes, CAUSAL, 2)),
+            (compute_part, (o_desc, LSE_ptr, places, ready, free, turns, scale_log2, sizes, CAUSAL, TURNS, 0)),
+            (compute_part, (o_desc, LSE_ptr, places, ready, free, turns, scale_log2, sizes, CAUSAL, TURNS, 1)),
+            (compute_part, (o_desc, LSE_ptr, places, ready, free, turns, scale_log2, sizes, CAUSAL, TURNS, 2)),
             (load_part, (descriptors, places, ready, free, sizes, CAUSAL)),
         ], [4, 4, 1], [160, 160, 32])  # fmt: skip
+    # endregion
 
 
 # ---- the launch ------------------------------------------------------------------------------------------------------
 class GluonTile(NamedTuple):
     """What a Gluon kernel is compiled with: 64 rows of Q for each warpgroup, BLOCK_N keys a tile, STAGES tiles of K and
-    of V in shared memory (`one_tile` has one of each)."""
+    of V in shared memory (`one_tile` has one of each). turns: in `specialised`, two warpgroups start their products in
+    turn ("ping-pong")."""
 
     warpgroups: int
     BLOCK_N: int
     STAGES: int
+    turns: bool = False
 
 
 KERNELS = {"one_tile": one_tile_kernel, "pipelined": pipelined_kernel, "specialised": specialised_kernel}
 # By the columns of a tile. All fit into the 227 KiB of shared memory, and none spills registers (tests/test_gluon.py).
-TILES = {64: GluonTile(2, 128, 3), 128: GluonTile(2, 128, 2), 256: GluonTile(2, 64, 2)}
+TILES = {64: GluonTile(2, 128, 3), 128: GluonTile(2, 128, 2, turns=True), 256: GluonTile(2, 64, 2)}
 
 
 def flash_attention_gluon(
@@ -572,6 +607,8 @@ def launch_arguments(
     possible = (2, 3) if step == "specialised" else (1, 2)
     if tile.warpgroups not in possible:
         raise ValueError(f"tile has {tile.warpgroups} warpgroups; {step} takes {possible[0]} or {possible[1]}")
+    if tile.turns and tile.warpgroups != 2:
+        raise ValueError(f"tile has turns and {tile.warpgroups} warpgroups; two take turns")
     columns = next(columns for columns in TILES if q.shape[3] <= columns)
     block_m = WARPGROUP_ROWS * tile.warpgroups
     rows = WARPGROUP_ROWS if step == "specialised" else block_m
@@ -588,7 +625,7 @@ def launch_arguments(
         arguments["STAGES"] = tile.STAGES
     if step == "specialised":
         pieces = triton.cdiv(q.shape[2], block_m) * q.shape[0] * q.shape[1]
-        arguments |= {"pieces": pieces, "GROUPS": tile.warpgroups}
+        arguments |= {"pieces": pieces, "GROUPS": tile.warpgroups, "TURNS": tile.turns}
     return arguments
 
 

@@ -23,7 +23,7 @@ import triton
 from flashlab import runtime
 from flashlab.runtime import cache
 
-__all__ = ["SEARCH", "Choice", "Tile", "Work", "chip_class", "choose", "recorded", "tune"]
+__all__ = ["SEARCH", "Choice", "Tile", "Work", "chip_class", "choose", "mask_name", "recorded", "search", "tune"]
 
 
 class Tile(NamedTuple):
@@ -122,16 +122,33 @@ SEARCH: dict[str, tuple[Tile, ...]] = {
 """What `tune` tries: the search space of the Triton tutorial "Fused Attention". A tile that does not fit drops out."""
 
 
+def search(kernel: str, head_dim: int) -> tuple[Tile, ...]:
+    """The tiles of SEARCH that can be good: what a program adds up has to fit into the 255 registers of its threads.
+
+    One that does not fit is slow at best; with Triton 3.6 one of them, dq's (128, 32, 4, 3) at head_dim 256, writes
+    where it must not.
+    """
+    rows = {"forward": lambda t: t.BLOCK_M, "dkdv": lambda t: 2 * t.BLOCK_N, "dq": lambda t: t.BLOCK_M}[kernel]
+    columns = max(16, triton.next_power_of_2(head_dim))
+    return tuple(tile for tile in SEARCH[kernel] if rows(tile) * columns <= 255 * 32 * tile.num_warps)
+
+
 MEASURED = Path(__file__).with_name("tiles.json")
-"""What `flashlab bench industrial --only tune` found for 16-bit dtypes: {"forward hopper": [[head_dim, tile], ...]}."""
+"""What `flashlab bench industrial --only tune` found for 16-bit dtypes:
+{"forward hopper whole": [[head_dim, tile], ...], "forward hopper masked": ...}."""
 
 
-def recorded(kernel: str, chip: str, dtype: torch.dtype) -> tuple[Choice, ...]:
+def recorded(kernel: str, chip: str, dtype: torch.dtype, masked: bool = False) -> tuple[Choice, ...]:
     """The choices for one kernel, class of chips and dtype, by rising head_dim; measured ones go before others."""
     choices = {choice.head_dim: choice for choice in _TABLE[kernel, chip, dtype == torch.float32]}
     if dtype != torch.float32:
-        choices |= {d: Choice(d, Tile(*tile), "measured") for d, tile in _measured().get(f"{kernel} {chip}", [])}
+        found = _measured().get(f"{kernel} {chip} {mask_name(masked)}", [])
+        choices |= {head_dim: Choice(head_dim, Tile(*tile), "measured") for head_dim, tile in found}
     return tuple(choices[head_dim] for head_dim in sorted(choices))
+
+
+def mask_name(masked: bool) -> str:
+    return "masked" if masked else "whole"
 
 
 @remember
@@ -147,7 +164,7 @@ def choose(work: Work, device: torch.device) -> Tile:
     name, chip = _gpu(device)
     if known := _tuned().get(_key(work, name)):
         return known
-    choices = recorded(work.kernel, chip, work.dtype)
+    choices = recorded(work.kernel, chip, work.dtype, work.masked)
     tile = next(choice.tile for choice in choices if work.head_dim <= choice.head_dim)
     if work.rows <= 64 and work.kernel != "dkdv":
         rows = min(tile.BLOCK_M, max(16, triton.next_power_of_2(work.rows)))
@@ -164,7 +181,7 @@ def tune(work: Work, device: torch.device, launch: Callable[[Tile], None]) -> Ti
     if runtime.INTERPRETED:
         raise RuntimeError("tuning times compiled kernels on a GPU, and in this process they are interpreted")
     times: dict[Tile, float] = {}
-    for tile in SEARCH[work.kernel]:
+    for tile in search(work.kernel, work.head_dim):
         try:
             launch(tile)  # compiles
         except triton.OutOfResources:
@@ -189,7 +206,7 @@ def _gpu(device: torch.device) -> tuple[str, str]:
 def _key(work: Work, gpu: str) -> str:
     """Work of one kind: lengths count by their powers of two."""
     sizes = [math.ceil(math.log2(max(1, length))) for length in (work.rows, work.seq)]
-    kind = [work.kernel, str(work.dtype), work.head_dim, "masked" if work.masked else "whole", *sizes]
+    kind = [work.kernel, str(work.dtype), work.head_dim, mask_name(work.masked), *sizes]
     return "/".join(map(str, [gpu, triton.__version__, *kind]))
 
 

@@ -33,6 +33,7 @@ from flashlab.attention.triton_forward import (
     in_band,
     launch_arguments,
     load_tile,
+    longest_first,
     score_arguments,
     soft_capped,
     store_tile,
@@ -117,10 +118,15 @@ def dkdv_kernel(
 ):  # fmt: skip
     # endregion
     # region: dkdv block
-    # One program: BLOCK_N keys of one key head. Under a causal mask the first keys are seen most, and come first.
+    # One program: BLOCK_N keys of one key head.
     n_blocks = tl.cdiv(N, BLOCK_N)
-    start_n = tl.program_id(0) % n_blocks * BLOCK_N
-    batch_kv = (tl.program_id(0) // n_blocks).to(tl.int64)
+    if HAS_LAST:  # the first keys are seen most: counted from the end they are the last block
+        block_n, batch_kv = longest_first(n_blocks)
+        block_n = n_blocks - 1 - block_n
+    else:
+        block_n, batch_kv = tl.program_id(0) % n_blocks, tl.program_id(0) // n_blocks
+    start_n = block_n * BLOCK_N
+    batch_kv = batch_kv.to(tl.int64)
     kv_heads = heads // group
     batch, kv_head = batch_kv // kv_heads, batch_kv % kv_heads
 
@@ -139,36 +145,42 @@ def dkdv_kernel(
     # Seen from a key: query i sees key j <= i + last, so key j is seen by the queries i >= j - last.
     stop_n = tl.minimum(start_n + BLOCK_N, N)
     edges = tile_edges(start_n, stop_n, -last, -first, M, BLOCK_M, HAS_LAST, HAS_FIRST, True)
+    left = (edges[1] - edges[0]) // BLOCK_M
+    tiles = ((edges[2] - edges[1]) // BLOCK_M, left + tl.cdiv(edges[3] - edges[2], BLOCK_M))  # seen whole, and cut
     for member in range(group):  # the query heads that read this key head: their gradients add up
         head = kv_head * group + member
         rows = (batch * heads + head) * M
         q_ptrs = tile_ptrs(Q_ptr, batch, head, tile_m, offs_d, stride_qb, stride_qh, stride_qm, stride_qd, ALIGN)
         do_ptrs = tile_ptrs(DO_ptr, batch, head, tile_m, offs_d, stride_dob, stride_doh, stride_dom, stride_dod, ALIGN)
-        for part in tl.static_range(3):
-            for start_m in tl.range(edges[part], edges[part + 1], BLOCK_M):
+        for CUT in tl.static_range(2):
+            # Cut tiles are few. With both loops pipelined, ptxas puts a wait behind every product (C7515).
+            for tile in tl.range(tiles[CUT], num_stages=1 if CUT else None):
+                start_m = edges[1] + tile * BLOCK_M
+                if CUT:
+                    start_m = tl.where(tile < left, edges[0], edges[2] - left * BLOCK_M) + tile * BLOCK_M
                 # endregion
                 # region: dkdv probabilities
                 offs_m = start_m + tile_m
                 q_tile = q_ptrs + tile_step(start_m, stride_qm, ALIGN)
-                q = load_tile(q_tile, offs_m, offs_d, edges[3], HEAD_DIM, BLOCK_D, part != 1)
-                lse, delta = load_statistics(LSE_ptr, DELTA_ptr, rows, offs_m, edges[3], part != 1)
+                q = load_tile(q_tile, offs_m, offs_d, edges[3], HEAD_DIM, BLOCK_D, CUT)
+                lse, delta = load_statistics(LSE_ptr, DELTA_ptr, rows, offs_m, edges[3], CUT)
+                do_tile = do_ptrs + tile_step(start_m, stride_dom, ALIGN)
+                do = load_tile(do_tile, offs_m, offs_d, edges[3], HEAD_DIM, BLOCK_D, CUT)
                 s_t = tl.dot(k, q.T, input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]: the scores, transposed
+                dp_t = tl.dot(v, do.T, input_precision=PRECISION)  # computed while the exponentials are
                 if SOFTCAP:
                     s_t = soft_capped(s_t, tanh_scale)
                 p_t = tl.exp2(s_t * scale_log2 - lse[None, :])  # no maximum is needed: lse is known
                 seen = in_band(offs_m[None, :], offs_n[:, None], first, last, HAS_FIRST, HAS_LAST)
-                if part != 1:
+                if CUT:
                     p_t = tl.where(seen, p_t, 0.0)
                 # endregion
                 # region: dkdv gradients
-                do_tile = do_ptrs + tile_step(start_m, stride_dom, ALIGN)
-                do = load_tile(do_tile, offs_m, offs_d, edges[3], HEAD_DIM, BLOCK_D, part != 1)
                 dv = tl.dot(p_t.to(do.dtype), do, dv, input_precision=PRECISION)
-                dp_t = tl.dot(v, do.T, input_precision=PRECISION)
                 ds_t = p_t * (dp_t - delta[None, :])
                 if SOFTCAP:
                     ds_t *= 1.0 - s_t * s_t  # the slope of tanh
-                if part != 1:
+                if CUT:
                     ds_t = tl.where(seen, ds_t, 0.0)  # again: 0 times a hidden NaN is NaN
                 dk = tl.dot(ds_t.to(q.dtype), q, dk, input_precision=PRECISION)
                 # endregion
@@ -206,10 +218,11 @@ def dq_kernel(
     # region: dq block
     # One program: BLOCK_M queries of one head, as in the forward kernel.
     m_blocks = tl.cdiv(M, BLOCK_M)
-    block_m = tl.program_id(0) % m_blocks
     if HAS_LAST:
-        block_m = m_blocks - 1 - block_m
-    batch_head = (tl.program_id(0) // m_blocks).to(tl.int64)
+        block_m, batch_head = longest_first(m_blocks)
+    else:
+        block_m, batch_head = tl.program_id(0) % m_blocks, tl.program_id(0) // m_blocks
+    batch_head = batch_head.to(tl.int64)
     batch, head = batch_head // heads, batch_head % heads
     kv_head = head // group
 

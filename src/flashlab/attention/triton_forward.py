@@ -65,6 +65,20 @@ def tile_edges(
 
 
 @triton.jit
+def longest_first(blocks):
+    """This program's block and head, if later blocks are more work: 16 heads at a time, the last block of each first.
+
+    Short programs fill the gaps that the long ones leave. All heads at once would not do: what runs at the same time
+    has to share K and V in the L2 cache.
+    """
+    program = tl.program_id(0)
+    begin = program // (16 * blocks) * 16
+    heads = tl.minimum(16, tl.num_programs(0) // blocks - begin)
+    place = program % (16 * blocks)
+    return blocks - 1 - place // heads, begin + place % heads
+
+
+@triton.jit
 def in_band(query, key, first, last, HAS_FIRST: tl.constexpr, HAS_LAST: tl.constexpr):
     """Whether each query sees each key, for positions of two shapes that broadcast."""
     seen = key == key
@@ -144,10 +158,11 @@ def flash_attention_kernel(
     # region: programs
     # One program: BLOCK_M queries of one head. All are on grid x: up to 2^31 - 1; on y and z it is 65535.
     m_blocks = tl.cdiv(M, BLOCK_M)
-    block_m = tl.program_id(0) % m_blocks
     if HAS_LAST:
-        block_m = m_blocks - 1 - block_m  # the longest programs first: short ones fill the gaps at the end
-    batch_head = (tl.program_id(0) // m_blocks).to(tl.int64)
+        block_m, batch_head = longest_first(m_blocks)
+    else:
+        block_m, batch_head = tl.program_id(0) % m_blocks, tl.program_id(0) // m_blocks
+    batch_head = batch_head.to(tl.int64)
     batch, head = batch_head // heads, batch_head % heads
     kv_head = head // group
     # endregion

@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import math
 import os
 import statistics
 import subprocess
@@ -120,8 +119,10 @@ def quick_jobs() -> list[Row]:
 
 
 def make(shape: Sequence[int], dtype: torch.dtype = torch.bfloat16, grad: bool = False) -> list[torch.Tensor]:
-    """q, k, v and the gradient of o, drawn anew."""
-    drawn = [torch.randn(tuple(shape), device=runtime.device(), dtype=dtype) for _ in range(4)]
+    """q, k, v and the gradient of o, drawn anew, and the same each time."""
+    # A generator of its own: a recording of a CUDA graph that failed leaves PyTorch's unusable.
+    generator = torch.Generator(runtime.device()).manual_seed(sum(shape))
+    drawn = [torch.randn(tuple(shape), device=runtime.device(), dtype=dtype, generator=generator) for _ in range(4)]
     for x in drawn[:3]:
         x.requires_grad_(grad)
     return drawn
@@ -164,14 +165,12 @@ def passes(name: str, forward: dict[str, Way], inputs: Sequence[torch.Tensor], g
     """The functions to time for a pass, from those that compute o with a gradient."""
 
     def backward(way: Way) -> Way:
-        kept: dict[Any, torch.Tensor] = {}
+        kept: list[torch.Tensor] = []
 
         def run() -> Any:
-            # Autograd computes a gradient on the stream of its forward pass: each stream has one of its own.
-            stream = torch.cuda.current_stream() if grad_o.is_cuda else None
-            if stream not in kept:
-                kept[stream] = way()
-            return torch.autograd.grad(kept[stream], inputs, grad_o, retain_graph=True)
+            if not kept:
+                kept.append(way())
+            return torch.autograd.grad(kept[0], inputs, grad_o, retain_graph=True)
 
         return run
 
@@ -278,7 +277,6 @@ def measure(job: Row, without: Sequence[str] = ()) -> list[Row]:
         return measure_gluon(job)
     if job["part"] == "options":
         return measure_options(job)
-    torch.manual_seed(job["shape"][2])
     dtype = DTYPES[job.get("dtype", "bf16")]
     with_grad = job["pass"] != "forward"
     q, k, v, grad_o = make(job["shape"], dtype, with_grad)
@@ -298,7 +296,6 @@ def measure(job: Row, without: Sequence[str] = ()) -> list[Row]:
 
 def measure_options(job: Row) -> list[Row]:
     """A row for each of OPTIONS; without TFLOP/s, since they compute different numbers of scores."""
-    torch.manual_seed(0)
     q, k, v, _ = make(job["shape"])
     forward = triton_forward.flash_attention_forward
     found, reasons = times_of({name: functools.partial(forward, q, k, v, **o) for name, o in OPTIONS.items()})
@@ -308,7 +305,6 @@ def measure_options(job: Row) -> list[Row]:
 
 def measure_gluon(job: Row) -> list[Row]:
     """The steps, and the last with other tiles and grids; beside cuDNN, and with their largest error."""
-    torch.manual_seed(0)
     q, k, v, _ = make(job["shape"])
     causal = job["causal"]
     ways: dict[str, Way] = {
@@ -354,41 +350,30 @@ def launcher(kernel: str, shape: Sequence[int], causal: bool) -> Callable[[tiles
 def tune(kernel: str, head_dim: int, causal: bool, length: int = 4096) -> list[Row]:
     """A row for each tile of the search space. Those of the backward hold delta and the other kernel, for all alike."""
     way = launcher(kernel, (16384 // length, 2048 // head_dim, length, head_dim), causal)
-    found, reasons = times_of({json.dumps(list(tile)): way(tile) for tile in tiles.SEARCH[kernel]}, rounds=5)
+    found, reasons = times_of({json.dumps(list(tile)): way(tile) for tile in tiles.search(kernel, head_dim)}, rounds=5)
     job: Row = {"part": "tune", "kernel": kernel, "head_dim": head_dim, "causal": causal}
     rows = [job | {"tile": json.loads(name)} | row for name, row in found.items()]
     return rows + [job | {"tile": json.loads(name), "unavailable": why} for name, why in reasons.items()]
 
 
-def choices(rows: Sequence[Row]) -> dict[tuple[str, int], list[int]]:
-    """By kernel and head_dim: the tile with the best geometric mean, relative to the best, over causal and not."""
-    found: dict[tuple[str, int], dict[bool, dict[tuple[int, ...], float]]] = {}
+def choices(rows: Sequence[Row]) -> dict[tuple[str, bool, int], list[int]]:
+    """By kernel, mask and head_dim: the fastest tile."""
+    found: dict[tuple[str, bool, int], list[tuple[float, list[int]]]] = {}
     for r in rows:
         if r["part"] == "tune" and "ms" in r:
-            found.setdefault((r["kernel"], r["head_dim"]), {}).setdefault(r["causal"], {})[tuple(r["tile"])] = r["ms"]
-    best = {}
-    for key, by_mask in found.items():
-        everywhere = set.intersection(*(set(times) for times in by_mask.values()))
-        if everywhere:
-            cost = {
-                tile: sum(math.log(times[tile] / min(times.values())) for times in by_mask.values())
-                for tile in everywhere
-            }
-            best[key] = list(min((cost[tile], tile) for tile in cost)[1])
-    return best
+            found.setdefault((r["kernel"], r["causal"], r["head_dim"]), []).append((r["ms"], r["tile"]))
+    return {key: min(times)[1] for key, times in found.items()}
 
 
 def write_choices(rows: Sequence[Row], target: str, path: Path | None = None) -> None:
-    """Put the best tiles where flashlab.attention.tiles reads them, for this class of chips."""
+    """Put the fastest tiles where flashlab.attention.tiles reads them, for this class of chips."""
     path = path or tiles.MEASURED
     kept: dict[str, list[Any]] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     chip = tiles.chip_class((int(target[3:]) // 10, int(target[3:]) % 10))
-    for kernel in tiles.SEARCH:
-        new = {d: tile for (name, d), tile in choices(rows).items() if name == kernel}
-        if new:
-            old = {d: tile for d, tile in kept.get(f"{kernel} {chip}", [])}
-            kept[f"{kernel} {chip}"] = sorted(([d, tile] for d, tile in (old | new).items()), key=lambda row: row[0])
-    records.write_json(path, kept)
+    for (kernel, masked, head_dim), tile in choices(rows).items():
+        name = f"{kernel} {chip} {tiles.mask_name(masked)}"
+        kept[name] = sorted([[head_dim, tile], *(old for old in kept.get(name, []) if old[0] != head_dim)])
+    records.write_json(path, dict(sorted(kept.items())))
     tiles._measured.cache_clear()
 
 
@@ -409,7 +394,7 @@ def prepare_all(todo: Sequence[Row], until: float) -> None:
     tasks: list[tuple[Row, list[int] | None]] = []
     for job in todo:
         if job["part"] == "tune":
-            tasks += [(job, list(tile)) for tile in tiles.SEARCH[job["kernel"]]]
+            tasks += [(job, list(tile)) for tile in tiles.search(job["kernel"], job["head_dim"])]
         elif job["part"] == "shapes" and job["pass"] != "backward":  # which "both" compiles
             tasks.append((job, None))
     if not tasks:
@@ -460,7 +445,9 @@ def run(
             rows += measure(job, without)
         return result(records.machine(), 0, rows)
     prepare_all(left, start + 60 * minutes * 0.5)
-    with timing.measured() as machine:
+    # Autograd computes a gradient on the stream of its forward pass, and a CUDA graph is recorded on one stream that is
+    # not the default: all is done on one.
+    with timing.measured() as machine, torch.cuda.stream(torch.cuda.Stream()):
         for i, job in enumerate(left):
             if time.monotonic() - start > 60 * minutes:
                 print(f"the time is up: {len(left) - i} measurements are left; run it again to go on", flush=True)
@@ -491,6 +478,62 @@ def run(
 def recorded() -> list[dict[str, Any]]:
     """Every recorded run there is, in the order of their file names; [] where none is."""
     return records.recorded("industrial")
+
+
+def having(runs: Sequence[dict[str, Any]], part: str) -> list[dict[str, Any]]:
+    """The recorded runs in which something of a part was measured."""
+    return [run for run in runs if any(r["part"] == part and "ms" in r for r in run["rows"])]
+
+
+def gluon_speeds(data: dict[str, Any]) -> dict[tuple[int, bool], dict[str, float]]:
+    """By (head_dim, causal), rising: TFLOP/s of each row of the part "gluon", the steps, other tiles and cuDNN."""
+    found: dict[tuple[int, bool], dict[str, float]] = {}
+    for r in data["rows"]:
+        if r["part"] == "gluon" and "ms" in r:
+            found.setdefault((r["shape"][3], r["causal"]), {})[r["name"]] = r["tflops"]
+    return {key: found[key] for key in sorted(found)}
+
+
+def option_times(data: dict[str, Any]) -> dict[int, dict[str, float]]:
+    """By head_dim, rising: milliseconds of each of OPTIONS, where it ran."""
+    found: dict[int, dict[str, float]] = {}
+    for r in data["rows"]:
+        if r["part"] == "options" and "ms" in r:
+            found.setdefault(r["shape"][3], {})[r["name"]] = r["ms"]
+    return {d: found[d] for d in sorted(found)}
+
+
+def ratio_table(data: dict[str, Any], name: str, others: Sequence[str], which: str = "forward") -> Table:
+    """How many times as fast as each of the others it is, by head_dim, mask and length."""
+    found = {other: ratios(data, name, other, which) for other in others}
+    keys = {key for by_shape in found.values() for key in by_shape}
+    lengths = sorted({n for _, n, _ in keys})
+    rows = [
+        [d, "causal" if causal else "whole", other, *(f"{x:.2f}" if x else "" for x in line)]
+        for d, causal in sorted({(d, causal) for d, _, causal in keys})
+        for other, by_shape in found.items()
+        if any(line := [by_shape.get((d, n, causal)) for n in lengths])
+    ]
+    caption = f"{data['machine']['gpu']}, {which}: how many times as fast {name} is, at these N"
+    columns = ["D", "mask", "beside", *map(str, lengths)]
+    return Table.of(rows, columns, align="rll" + "r" * len(lengths), caption=caption if rows else "not measured")
+
+
+def published_table(data: dict[str, Any], which: str, head_dim: int, dtype: str) -> Table:
+    """Milliseconds of triton_vs_torch.csv beside those of the same rows in this record, by length."""
+    lines = beside_published(data, which, head_dim, dtype)
+    found = {name: dict(zip(*line, strict=True)) for name, line in lines.items()}
+    pairs = (("eager, beside it", "published"), ("eager, beside ours", "ours"))
+    rows = []
+    for n in sorted(found.get("ours", {})):
+        row: list[Any] = [n]
+        for slow, fast in pairs:
+            a, b = (found.get(name, {}).get(n) for name in (slow, fast))
+            row += [f"{x:.3f}" if x else "" for x in (a, b)] + [f"{a / b:.1f}" if a and b else ""]
+        rows.append(row)
+    columns = ["N", "there: eager", "Triton", "times as fast", "here: eager", "Triton", "times as fast"]
+    where = f"ms, {which}, D = {head_dim}, {dtype}. There: a machine without a name. Here: {data['machine']['gpu']}."
+    return Table.of(rows, columns, align="r" * 7, caption=where if rows else "not measured")
 
 
 def ratios(data: dict[str, Any], name: str, peer: str, which: str) -> dict[tuple[int, int, bool], float]:
@@ -531,9 +574,11 @@ def rows_by_shape(data: dict[str, Any], name: str, which: str) -> dict[Key, Row]
     }
 
 
-def over_lengths(data: dict[str, Any], which: str, head_dim: int, causal: bool) -> Lines:
-    """TFLOP/s in a pass of the part "shapes", ours and the peers'; who has no row there has no line."""
-    return _lines(data, which, head_dim, causal, lambda row: row["tflops"])
+def over_lengths(
+    data: dict[str, Any], which: str, head_dim: int, causal: bool, names: Sequence[str] = (OURS, *PEERS)
+) -> Lines:
+    """TFLOP/s in a pass of the part "shapes"; who has no row there has no line."""
+    return _lines(data, which, head_dim, causal, lambda row: row["tflops"], names)
 
 
 def peak_over_lengths(data: dict[str, Any], head_dim: int, causal: bool) -> Lines:
@@ -543,9 +588,12 @@ def peak_over_lengths(data: dict[str, Any], head_dim: int, causal: bool) -> Line
     )
 
 
-def _lines(data: dict[str, Any], which: str, head_dim: int, causal: bool, value: Callable[[Row], Any]) -> Lines:
+def _lines(
+    data: dict[str, Any], which: str, head_dim: int, causal: bool, value: Callable[[Row], Any],
+    names: Sequence[str] = (OURS, *PEERS),
+) -> Lines:  # fmt: skip
     found = {}
-    for name in (OURS, *PEERS):
+    for name in names:
         rows = rows_by_shape(data, name, which)
         points = sorted((n, value(r)) for (d, n, mask), r in rows.items() if (d, mask) == (head_dim, causal))
         if any(y is not None for _, y in points):

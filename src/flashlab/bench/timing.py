@@ -101,8 +101,10 @@ def interleaved(
     """
     if not torch.cuda.is_available():
         raise NoGpu("timing needs a GPU, and PyTorch sees none")
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
+    stream = torch.cuda.current_stream()
+    if stream == torch.cuda.default_stream():  # on which nothing can be recorded
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
     runs: dict[str, tuple[Callable[[], Any], int]] = {}
     with torch.cuda.stream(stream):
         for name, given in functions.items():
@@ -123,7 +125,8 @@ def interleaved(
             for name, (work, repeats) in runs.items():
                 if len(samples[name]) < 4 or sum(samples[name]) * repeats < most_ms:
                     samples[name].append(_milliseconds(work, stream) / repeats)
-    torch.cuda.current_stream().wait_stream(stream)
+    if stream != torch.cuda.current_stream():
+        torch.cuda.current_stream().wait_stream(stream)
     return {name: summary(found[1:]) for name, found in samples.items()}  # the first round warms up
 
 

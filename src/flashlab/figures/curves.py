@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 
 from flashlab.figures.show import COLORS
 
-__all__ = ["columns", "curves", "dots", "level", "roofline", "stacked", "ticks"]
+__all__ = ["columns", "curves", "dots", "level", "matrix", "ratio_columns", "roofline", "stacked", "ticks"]
 
 Line = tuple[str, Sequence[float], Sequence[float], str, str]
 
@@ -127,6 +127,31 @@ def columns(
     ax.grid(axis="x", visible=False)
     if len(bars) > 1:
         ax.legend(ncols=len(bars), loc="upper left")
+
+
+def ratio_columns(ax: Axes, names: Sequence[str], bars: Mapping[str, tuple[Sequence[float], str]], **axes: Any) -> None:
+    """`columns` of ratios, with a line at 1; what is not known is NaN, and has no bar."""
+    columns(ax, names, bars, fmt="%.2f", **axes)
+    ax.axhline(1, color=COLORS["black"], linewidth=1)
+    if ax.get_legend():
+        ax.legend(ncols=len(bars), loc="lower right", bbox_to_anchor=(1, 1))
+
+
+def matrix(
+    ax: Axes, rows: Sequence[str], columns: Sequence[str], values: Mapping[tuple[str, str], float], title: str
+) -> None:
+    """Ratios by row and column, written and coloured, 1 white and 2 or more dark; a dash where there is none."""
+    found = np.array([[values.get((row, column), np.nan) for column in columns] for row in rows])
+    ax.imshow(np.clip(found, 1, 2), cmap="Blues", vmin=1, vmax=2.6, aspect="auto")
+    for i, line in enumerate(found):
+        for j, value in enumerate(line):
+            text = "–" if np.isnan(value) else f"{value:.2f}" if value < 9.995 else f"{value:.0f}"
+            ax.text(j, i, text, ha="center", va="center", fontsize=7.5, fontweight="bold" if value == 1 else "normal")
+    ax.set(title=title)
+    ax.set_xticks(range(len(columns)), columns, fontsize=8)
+    ax.set_yticks(range(len(rows)), rows, fontsize=8)
+    ax.tick_params(length=0)
+    ax.grid(visible=False)
 
 
 def dots(ax: Axes, groups: Mapping[str, Sequence[float]], **axes: Any) -> None:

@@ -8,11 +8,12 @@ ISA, "Matrix fragments for mma.m16n8k16 with floating point type".
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from matplotlib.axes import Axes
+from matplotlib.colors import ListedColormap
 from matplotlib.patches import Rectangle
 
 from flashlab.figures.show import COLORS
@@ -143,6 +144,37 @@ def quads(ax: Axes, values: torch.Tensor, final: torch.Tensor, title: str) -> No
     ax.grid(False)
 
 
+Holders = Mapping[tuple[int, int], tuple[int, int]]  # by (row, column) of a tile: the warp and the lane that hold it
+
+
+def warps(ax: Axes, holder: Holders, shape: Sequence[int], title: str) -> None:
+    """A tile of this shape in the colours of the warps that hold its elements."""
+    rows, columns = shape
+    warp = [[holder[row, column][0] for column in range(columns)] for row in range(rows)]
+    ax.imshow(warp, cmap=ListedColormap(_HUES), vmin=-0.5, vmax=len(_HUES) - 0.5, alpha=0.6, aspect="auto")
+    for number in sorted({w for line in warp for w in line}):
+        mine = [(r, c) for r in range(rows) for c in range(columns) if warp[r][c] == number]
+        row, column = (sum(place) / len(mine) for place in zip(*mine, strict=True))
+        ax.text(column, row, f"warp {number}", ha="center", va="center")
+    ax.set(title=title, xlabel="column", ylabel="row")
+    ax.grid(False)
+
+
+def lanes(ax: Axes, holder: Holders, shape: Sequence[int], title: str, *, marked: int | None = None) -> None:
+    """The first rows and columns of a tile, each element with the lane that holds it; one lane's are dark."""
+    rows, columns = shape
+    for row in range(rows):
+        for column in range(columns):
+            lane = holder[row, column][1]
+            dark = lane == marked
+            hue = COLORS["black"] if dark else _HUES[lane // 4 % 4]
+            ax.add_patch(Rectangle((column, row), 1, 1, facecolor=hue, alpha=1 if dark else 0.45, ec="white", lw=0.8))
+            ax.text(column + 0.5, row + 0.5, str(lane), ha="center", va="center", fontsize=7,
+                    color="white" if dark else "black")  # fmt: skip
+    _frame(ax, shape)
+    ax.set(title=title)
+
+
 __all__ = [
     "A_SHAPE",
     "B_SHAPE",
@@ -153,7 +185,9 @@ __all__ = [
     "c_position",
     "draw",
     "fragment",
+    "lanes",
     "matrix",
     "quads",
     "slots",
+    "warps",
 ]
