@@ -619,24 +619,26 @@ show.region(triton_backward, "statistics", whole_file=False)
 show.region(triton_backward, "dkdv arguments", whole_file=False)
 
 # %% [markdown]
-# A program owns BLOCK_N keys of one *key* head. It loads its tiles of K and V once and keeps them.
+# A program owns BLOCK_N keys of one *key* head. It loads its tiles of K and V once and keeps them. Under a causal mask the first keys are seen by most
+# queries, so their programs are the longest. Phase 4's `longest_first` starts the last block first; so the blocks are counted from the end.
 
 # %%
 show.region(triton_backward, "dkdv block", whole_file=False)
 
 # %% [markdown]
 # Two accumulators in float32, and three loops. The outer loop goes over the query heads that share this key head, so GQA's sum costs
-# nothing. The middle one is phase 4's split into edge tiles and whole tiles: only the edge tiles are masked. The inner one walks over the
-# queries.
+# nothing. The middle one has two turns: first the tiles that are seen whole, then those that the mask or the end cuts (`CUT`). Only these are masked. The
+# inner loop walks over the queries.
 
 # %%
 show.region(triton_backward, "dkdv walk", whole_file=False)
 
 # %% [markdown]
 # `tile_edges` was written for a query that asks which keys it sees. Here a key asks which queries see it, so the two bounds change their
-# sign and their places: `-last, -first`.
+# sign and their places: `-last, -first`. Cut tiles lie at both ends of the walk: `left` of them before the whole ones, the others behind. (ptxas is the
+# assembler behind Triton; C7515 is the number of its warning.)
 #
-# Now the tile of P. It is computed *transposed*, keys down and queries across:
+# Now the tile of P, and beside it that of dP. Both are computed *transposed*, keys down and queries across:
 
 # %%
 show.region(triton_backward, "dkdv probabilities", whole_file=False)
@@ -650,7 +652,7 @@ show.region(triton_backward, "dkdv probabilities", whole_file=False)
 show.region(triton_backward, "dkdv gradients", whole_file=False)
 
 # %% [markdown]
-# `p_t`, `dp_t` and `ds_t` are the simulation's `p`, `do @ v.T` and `ds`, all transposed. The soft-cap multiplies the slope of its tanh in. At
+# Why is dP computed before P is finished? The tensor cores can multiply while other units compute exponentials. `p_t`, `dp_t` and `ds_t` are the simulation's `p`, `do @ v.T` and `ds`, all transposed. The soft-cap multiplies the slope of its tanh in. At
 # the end the scale, once, and two masked stores:
 
 # %%
@@ -899,7 +901,8 @@ chips = {"sm_80": "ampere", "sm_90": "hopper"}
 reports = {}
 for target, chip in chips.items():
     for name, kernel in (("dkdv", triton_backward.dkdv_kernel), ("dq", triton_backward.dq_kernel)):
-        choice = next(c for c in tiles.recorded(name, chip, torch.bfloat16) if c.head_dim >= 128)
+        choices = tiles.recorded(name, chip, torch.bfloat16, masked=True)
+        choice = next(choice for choice in choices if choice.head_dim >= 128)
         arguments = triton_backward.compile_arguments(name, torch.bfloat16, 128, choice.tile, causal=True)
         (reports[target, name],) = compile_reports(kernel, [arguments], targets=[target])
 
@@ -1005,7 +1008,7 @@ for run in runs:
 #
 # ### Which tiles
 #
-# Each kernel was timed with each tile of a search space (`tiles.SEARCH`). The time is that of the whole backward pass: delta, and the other kernel with its own
+# Each kernel was timed with each tile of a search space (`tiles.search`). The time is that of the whole backward pass: delta, and the other kernel with its own
 # tile, are in it. So the last column says what the choice of one tile is worth to the whole pass.
 
 # %%
