@@ -86,7 +86,7 @@ def pretended(monkeypatch):
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
     monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
-    monkeypatch.setattr(industrial, "prepare_all", lambda todo, until: None)
+    monkeypatch.setattr(industrial, "prepare_all", lambda todo, until, without=(): None)
     monkeypatch.setattr(industrial.timing, "measured", lambda: contextlib.nullcontext(dict(machine)))
     monkeypatch.setattr(industrial.time, "monotonic", lambda: state["seconds"])
 

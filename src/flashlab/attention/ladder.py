@@ -22,7 +22,7 @@ __all__ = ["HELPERS", "STEPS", "Step", "text"]
 
 HELPERS = (
     triton_forward.tile_edges, triton_forward.in_band, triton_forward.tile_ptrs, triton_forward.tile_step,
-    triton_forward.load_tile, triton_forward.store_tile, triton_forward.soft_capped,
+    triton_forward.load_tile, triton_forward.store_tile, triton_forward.soft_capped, triton_forward.longest_first,
 )  # fmt: skip
 _OFF = {"HAS_FIRST": False, "HAS_LAST": False, "SPLIT": False, "SOFTCAP": False, "NEGATE": False, "TMA": False}
 

@@ -60,6 +60,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "window of 128": {"window": (127, 0)},
 }
 """Of `flash_attention_forward`: what each costs or gains."""
+OTHER_GLUON_TILES = {
+    64: (GluonTile(2, 128, 2), GluonTile(2, 128, 3, turns=True), GluonTile(3, 128, 2), GluonTile(3, 64, 4)),
+    128: (GluonTile(2, 128, 2), GluonTile(2, 64, 4, turns=True)),
+    256: (GluonTile(2, 64, 2, turns=True),),
+}
 EAGER_MOST = 4096  # longer, its scores do not fit, or take the time of all the others
 DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
 Shape = tuple[int, int, int, int]  # batch, heads, seq_len, head_dim
@@ -294,33 +299,34 @@ def measure(job: Row, without: Sequence[str] = ()) -> list[Row]:
     return rows_of(job, found, reasons)
 
 
+def option_ways(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, Way]:
+    forward = triton_forward.flash_attention_forward
+    return {name: functools.partial(forward, q, k, v, **options) for name, options in OPTIONS.items()}
+
+
 def measure_options(job: Row) -> list[Row]:
     """A row for each of OPTIONS; without TFLOP/s, since they compute different numbers of scores."""
-    q, k, v, _ = make(job["shape"])
-    forward = triton_forward.flash_attention_forward
-    found, reasons = times_of({name: functools.partial(forward, q, k, v, **o) for name, o in OPTIONS.items()})
+    found, reasons = times_of(option_ways(*make(job["shape"])[:3]))
     rows = [job | {"name": name} | row for name, row in found.items()]
     return rows + [job | {"name": name, "unavailable": why} for name, why in reasons.items()]
 
 
+def gluon_ways(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> dict[str, Way]:
+    """The steps, and the last with other grids and tiles."""
+    options: dict[str, dict[str, Any]] = {step: {"step": step} for step in gluon_forward.KERNELS}
+    options["specialised, persistent"] = {"persistent": True}
+    options["specialised, a program a block"] = {"persistent": False}
+    for tile in OTHER_GLUON_TILES[q.shape[3]]:
+        name = f"{tile.warpgroups} warpgroups, {tile.BLOCK_N} keys, {tile.STAGES} stages{', in turn' * tile.turns}"
+        options[f"specialised, {name}"] = {"tile": tile}
+    return {n: functools.partial(flash_attention_gluon, q, k, v, causal=causal, **o) for n, o in options.items()}
+
+
 def measure_gluon(job: Row) -> list[Row]:
-    """The steps, and the last with other tiles and grids; beside cuDNN, and with their largest error."""
+    """Beside cuDNN, and with their largest difference to it."""
     q, k, v, _ = make(job["shape"])
     causal = job["causal"]
-    ways: dict[str, Way] = {
-        step: functools.partial(flash_attention_gluon, q, k, v, causal=causal, step=step)
-        for step in gluon_forward.KERNELS
-        if trial(step) is None
-    }
-    others: dict[str, dict[str, Any]] = {
-        "persistent": {"persistent": True},
-        "a program a block": {"persistent": False},
-    }
-    if q.shape[3] == 64:
-        for tile in (GluonTile(2, 128, 2), GluonTile(2, 128, 4), GluonTile(3, 128, 2), GluonTile(3, 64, 4)):
-            others[f"{tile.warpgroups} warpgroups, {tile.BLOCK_N} keys, {tile.STAGES} stages"] = {"tile": tile}
-    for name, options in others.items() if "specialised" in ways else ():
-        ways[f"specialised, {name}"] = functools.partial(flash_attention_gluon, q, k, v, causal=causal, **options)
+    ways = {n: way for n, way in gluon_ways(q, k, v, causal).items() if trial(n.partition(",")[0]) is None}
     ways |= {"cuDNN": peers.sdpa("CUDNN_ATTENTION", q, k, v, causal)}
     found, reasons = times_of(ways)
     reasons |= {step: str(trial(step)) for step in gluon_forward.KERNELS if trial(step) is not None}
@@ -378,32 +384,37 @@ def write_choices(rows: Sequence[Row], target: str, path: Path | None = None) ->
 
 
 # ---- compiling beforehand, on all cores ------------------------------------------------------------------------------
-def prepare(job: Row, tile: Sequence[int] | None = None) -> None:
+def prepare(job: Row, tile: Sequence[int] | None = None, without: Sequence[str] = ()) -> None:
     """In a process of its own: compile what a job will launch, into the caches on disk. Same arguments, fewer rows."""
     if job["part"] == "tune":
         way = launcher(job["kernel"], (1, 2048 // job["head_dim"], 512, job["head_dim"]), job["causal"])
         timing.able({"": way(tiles.Tile(*tile or ()))})
         return
-    q, k, v, grad_o = make(job["shape"], grad=job["pass"] != "forward")
-    flex = {"flex": peers.flex(q, k, v, job["causal"])}
-    timing.able(passes(job["pass"], flex, (q, k, v), grad_o))
+    if job["part"] in ("options", "gluon"):
+        q, k, v, _ = make([1, *job["shape"][1:]])
+        timing.able(option_ways(q, k, v) if job["part"] == "options" else gluon_ways(q, k, v, job["causal"]))
+        return
+    q, k, v, grad_o = make(job["shape"], DTYPES[job.get("dtype", "bf16")], grad=job["pass"] != "forward")
+    names = [OURS, *(["FlexAttention"] if job["part"] == "shapes" and "FlexAttention" not in without else [])]
+    timing.able(passes(job["pass"], forwards(q, k, v, job["causal"], names), (q, k, v), grad_o))
 
 
-def prepare_all(todo: Sequence[Row], until: float) -> None:
+def prepare_all(todo: Sequence[Row], until: float, without: Sequence[str] = ()) -> None:
     """Compile for all the jobs at once, as far as the time goes."""
-    tasks: list[tuple[Row, list[int] | None]] = []
+    tasks: dict[str, tuple[Any, ...]] = {}
     for job in todo:
         if job["part"] == "tune":
-            tasks += [(job, list(tile)) for tile in tiles.search(job["kernel"], job["head_dim"])]
-        elif job["part"] == "shapes" and job["pass"] != "backward":  # which "both" compiles
-            tasks.append((job, None))
-    if not tasks:
-        return
+            for tile in tiles.search(job["kernel"], job["head_dim"]):
+                tasks[f"{identity(job)} {tile}"] = (job, list(tile))
+        elif job.get("pass") != "backward":  # which "both" compiles
+            # A Triton kernel is the same for all lengths; FlexAttention is compiled for each.
+            every = job["part"] == "shapes" and "FlexAttention" not in without
+            tasks[identity(job if every else job | {"shape": job["shape"][3]})] = (job, None, without)
     workers = max(1, min(12, (os.cpu_count() or 2) - 2))
     start = time.monotonic()
     # What a worker does not compile, because it crashed with the compiler, say, is compiled later.
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        futures = [pool.submit(prepare, *task) for task in tasks]
+        futures = [pool.submit(prepare, *task) for task in tasks.values()]
         try:
             done = sum(
                 1 for f in as_completed(futures, timeout=max(1.0, until - time.monotonic())) if not f.exception()
@@ -444,7 +455,7 @@ def run(
         for job in left:
             rows += measure(job, without)
         return result(records.machine(), 0, rows)
-    prepare_all(left, start + 60 * minutes * 0.5)
+    prepare_all(left, start + 60 * minutes * 0.5, without)
     # Autograd computes a gradient on the stream of its forward pass, and a CUDA graph is recorded on one stream that is
     # not the default: all is done on one.
     with timing.measured() as machine, torch.cuda.stream(torch.cuda.Stream()):
