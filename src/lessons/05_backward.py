@@ -315,7 +315,7 @@ print("a tile of P from q, k and lse alone is the tile of the whole P: True")
 
 # %% [markdown]
 # No maximum, no correction, no state. No overflow either: a score is never larger than its row's lse, so the exponent is at most 0.
-# (Section 9 shows who can break that.)
+# (Section 9 shows what can break that: a key that is not there.)
 #
 # ### Why recomputing wins
 #
@@ -619,24 +619,26 @@ show.region(triton_backward, "statistics", whole_file=False)
 show.region(triton_backward, "dkdv arguments", whole_file=False)
 
 # %% [markdown]
-# A program owns BLOCK_N keys of one *key* head. It loads its tiles of K and V once and keeps them.
+# A program owns BLOCK_N keys of one *key* head. It loads its tiles of K and V once and keeps them. Under a causal mask the first keys are seen by most
+# queries, so their programs are the longest. Phase 4's `longest_first` starts the last block first; so the blocks are counted from the end.
 
 # %%
 show.region(triton_backward, "dkdv block", whole_file=False)
 
 # %% [markdown]
 # Two accumulators in float32, and three loops. The outer loop goes over the query heads that share this key head, so GQA's sum costs
-# nothing. The middle one is phase 4's split into edge tiles and whole tiles: only the edge tiles are masked. The inner one walks over the
-# queries.
+# nothing. The middle one has two turns: first the tiles that are seen whole, then those that the mask or the end cuts (`CUT`). Only these are masked. The
+# inner loop walks over the queries.
 
 # %%
 show.region(triton_backward, "dkdv walk", whole_file=False)
 
 # %% [markdown]
 # `tile_edges` was written for a query that asks which keys it sees. Here a key asks which queries see it, so the two bounds change their
-# sign and their places: `-last, -first`.
+# sign and their places: `-last, -first`. Cut tiles lie at both ends of the walk: `left` of them before the whole ones, the others behind. (ptxas is the
+# assembler behind Triton; C7515 is the number of its warning.)
 #
-# Now the tile of P. It is computed *transposed*, keys down and queries across:
+# Now the tile of P, and beside it that of dP. Both are computed *transposed*, keys down and queries across:
 
 # %%
 show.region(triton_backward, "dkdv probabilities", whole_file=False)
@@ -650,7 +652,7 @@ show.region(triton_backward, "dkdv probabilities", whole_file=False)
 show.region(triton_backward, "dkdv gradients", whole_file=False)
 
 # %% [markdown]
-# `p_t`, `dp_t` and `ds_t` are the simulation's `p`, `do @ v.T` and `ds`, all transposed. The soft-cap multiplies the slope of its tanh in. At
+# Why is dP computed before P is finished? The tensor cores can multiply while other units compute exponentials. `p_t`, `dp_t` and `ds_t` are the simulation's `p`, `do @ v.T` and `ds`, all transposed. The soft-cap multiplies the slope of its tanh in. At
 # the end the scale, once, and two masked stores:
 
 # %%
@@ -795,7 +797,7 @@ show.table([[name, f"`{said}`"] for name, said in found.items()], ["the mistake"
 #
 # | trap | what happened | where | here |
 # |:--|:--|:--|:--|
-# | only causal was tested | the tutorial's backward pass masked always; non-causal gradients were wrong | triton 4541, 5660, pull request 5241 | section 10: the row *in every case* |
+# | only causal was tested | the tutorial's backward pass masked always; non-causal gradients were wrong | triton 4541, 5660, pull request 5241 | section 10's table: *the causal mask is there in every case* |
 # | a transposed operand in `wgmma`'s layout | wrong gradients on Hopper, Triton 3.4 to 3.7.0 | flash-linear-attention 640 | the scores are computed transposed |
 
 # %% [markdown]
@@ -899,7 +901,8 @@ chips = {"sm_80": "ampere", "sm_90": "hopper"}
 reports = {}
 for target, chip in chips.items():
     for name, kernel in (("dkdv", triton_backward.dkdv_kernel), ("dq", triton_backward.dq_kernel)):
-        choice = next(c for c in tiles.recorded(name, chip, torch.bfloat16) if c.head_dim >= 128)
+        choices = tiles.recorded(name, chip, torch.bfloat16, masked=True)
+        choice = next(choice for choice in choices if choice.head_dim >= 128)
         arguments = triton_backward.compile_arguments(name, torch.bfloat16, 128, choice.tile, causal=True)
         (reports[target, name],) = compile_reports(kernel, [arguments], targets=[target])
 
@@ -907,7 +910,8 @@ for target, chip in chips.items():
 # Whatever the compiler made of them, three things should hold on each target, and one more: section 7 promised that there are no atomics.
 
 # %%
-for report in reports.values():
+for (target, _), report in reports.items():
+    assert ("wgmma" in report.ptx) == (target == "sm_90")  # Hopper's own tensor-core instruction
     assert report.fits and report.spill_bytes <= 128 and report.tensor_core_instructions > 0
     assert not re.search(r"\b(atom|red)\.", report.ptx)  # PTX's atomic operations
 print(len(reports), "kernels: each fits, spills at most 128 bytes a thread, uses the tensor cores,")
@@ -949,8 +953,8 @@ for run in runs:
     plt.show()
 
 # %% [markdown]
-# *Higher is better. Upper row: no mask; lower row: causal. "triton" are the kernels of this lecture. Where a line is missing, that implementation does not run
-# such a case. Eager attention ends where its scores take too much memory.*
+# *Higher is better. Upper row: no mask; lower row: causal. "triton" are the kernels of this lecture. Eager attention was timed up to N = 4096. Where another
+# line is missing, that implementation did not run the case.*
 #
 # One comparison more closely: how many times as fast as FlashAttention-2? A training step pays for forward and backward, so both are shown.
 
@@ -979,7 +983,7 @@ for run in runs:
 # %% [markdown]
 # Three things to have in mind when you read the ratios.
 #
-# - FlashAttention-2 uses `mma.sync`, the tensor-core instruction before Hopper's. Triton and cuDNN use Hopper's `wgmma`, which is faster.
+# - FlashAttention-2 uses `mma.sync`, the tensor-core instruction of the generation before Hopper. On Hopper, Triton emits `wgmma`, which is faster there.
 # - FlashAttention-2 has one walk, so it computes five products where our kernels compute seven.
 # - FlexAttention's kernels are Triton too, with two walks like ours. So the two differ in tiles and details, not in the plan.
 
@@ -987,7 +991,8 @@ for run in runs:
 # ### The memory
 #
 # What is allocated at the worst moment of forward and backward together, beside the inputs? In theory: o, dq, dk and dv. Each has $16384 \cdot 2048$
-# numbers of 2 bytes, 64 MiB. The lse and $\delta$ are small beside that. FlashAttention-2 has dQ's float32 buffer in addition. Nothing of that depends on N:
+# numbers of 2 bytes, 64 MiB. The lse and $\delta$ are small beside that. FlashAttention-2 also has the float32 buffer for dQ. As long as the number of tokens
+# stays the same, none of this should depend on N:
 
 # %%
 for run in runs:
@@ -1003,7 +1008,7 @@ for run in runs:
 #
 # ### Which tiles
 #
-# Each kernel was timed with each tile of a search space (`tiles.SEARCH`). The time is that of the whole backward pass: delta, and the other kernel with its own
+# Each kernel was timed with each tile of a search space (`tiles.search`). The time is that of the whole backward pass: delta, and the other kernel with its own
 # tile, are in it. So the last column says what the choice of one tile is worth to the whole pass.
 
 # %%
@@ -1031,8 +1036,8 @@ print("its eager backward, D = 16, bf16, in ms:", {n: short[n] for n in (128, 25
 assert short[2048] < short[128]  # 256 times the scores, in less time
 
 # %% [markdown]
-# With 256 times the scores the time is *less*. So at these lengths the work is not what was timed. A likely candidate is the launch from Python, which took
-# longer than the kernels. Here are its rows and ours, timed without launches:
+# With 256 times the scores the time is *less*. So at these lengths it is not the work that was timed. It may be the launches from Python, which take longer than
+# such short kernels. Here are its rows, and the same rows timed without launches:
 
 # %%
 for run in runs:
@@ -1042,8 +1047,8 @@ for run in runs:
     plt.show()
 
 # %% [markdown]
-# *Lower is better. Theirs and ours ran on different GPUs, so compare shapes of lines, not heights: the distance from a kernel to the eager attention of its
-# own GPU. A line that ends early ran out of memory.*
+# *Lower is better. The two pairs of lines ran on different GPUs. So do not compare blue with orange. Compare the two distances, each from a kernel to the
+# eager attention on the same GPU. A line that ends early ran out of memory.*
 
 # %% [markdown]
 # ## 13 · Through the door

@@ -172,7 +172,7 @@ check("5.5", delta_kernel)
 # 5.3 as a Triton kernel: one head, no mask, any M and N. The addresses and loads are written. The loop's body and the end are yours. The
 # scale multiplies the scores, and once more the result. Use `tl.exp`; the statistics are natural logarithms.
 #
-# The check has float32 inputs too, and a case in which every lse is near −120. Think of the last tile there.
+# The check has float32 inputs too, and cases in which every lse is near −120, or near −20000. Think of the last tile there.
 
 # %% tags=["exercise"]
 @triton.jit

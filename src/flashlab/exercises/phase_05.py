@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from flashlab.check import CheckFailed, expect, expect_all_close, expect_close, 
 from flashlab.check.mistakes.backward import MISTAKES, Head, gradients, statistics
 from flashlab.exercises.registry import exercise
 from flashlab.exercises.triton_answers import compiles, explain_undefined, in_bounds, kernel_of
+from flashlab.triton_tools import repairs
 
 
 def _random(*shapes: tuple[int, ...], seed: int = 0, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -369,7 +371,7 @@ def _(key_block_sim: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> str:
     mistakes = (*_CAUSAL, "begins-late", *_OF_DKDV)
     of_the_walk = (
         *_CAUSAL, "begins-late", "first-block-only", "overwritten", "tail-dropped", "last-block-dropped", "p-missing",
-        "dp-for-ds", "statistics-of-the-first-rows", "delta-of-the-first-rows",
+        "dp-for-ds", "delta-not-weighted", "statistics-of-the-first-rows", "delta-of-the-first-rows",
     )  # fmt: skip
 
     def from_other_queries(name: str) -> Models:
@@ -560,6 +562,7 @@ def _check_kernel(kernel: Any, names: Sequence[str], mistakes: Sequence[str]) ->
     __tracebackhide__ = True
     keeps_queries = names == ("dq",)
     answers: dict[torch.dtype, list] = {torch.float16: [], torch.float32: []}
+    again: dict[str, Callable[[], dict[str, torch.Tensor]]] = {}
     shapes = ((48, 32, 16, 32), (32, 48, 32, 16), (40, 50, 16, 16), (7, 70, 16, 32), (70, 7, 32, 16))
     for dtype, found in answers.items():
         for M, N, BLOCK_M, BLOCK_N in shapes if dtype == torch.float16 else shapes[1:3]:
@@ -567,7 +570,8 @@ def _check_kernel(kernel: Any, names: Sequence[str], mistakes: Sequence[str]) ->
             head = _head(M, N, 16, 0.3, block, dtype=dtype, seed=M)
             case = f"{M} queries, {N} keys, BLOCK_M={BLOCK_M}, BLOCK_N={BLOCK_N}, {str(dtype).removeprefix('torch.')}"
             grid = -(-M // BLOCK_M) if keeps_queries else -(-N // BLOCK_N)
-            out = _launch(kernel, head, names, case, grid, BLOCK_M, BLOCK_N)
+            again[case] = functools.partial(_launch, kernel, head, names, case, grid, BLOCK_M, BLOCK_N)
+            out = again[case]()
             for name, x in out.items():
                 missing = int((x == _NOTHING).sum())
                 expect(not missing, f"{missing} of {x.numel()} elements of {name} are never stored",
@@ -575,48 +579,67 @@ def _check_kernel(kernel: Any, names: Sequence[str], mistakes: Sequence[str]) ->
             found.append((case, head, out))
     _expect_gradients(answers[torch.float16], names, mistakes)
     for name in names:
-        _expect_ieee(answers[torch.float32], name)
-    _expect_tail(kernel, names)
+        _expect_ieee(answers[torch.float32], name, again)
+    for near, columns in ((120, slice(None)), (20000, slice(1, None))):
+        _expect_tail(kernel, names, near, columns)
     pointers = {name: torch.float16 for name in kernel.fn.__code__.co_varnames[:8] if name.endswith("_ptr")}
     pointers |= {"LSE_ptr": torch.float32, "DELTA_ptr": torch.float32}
     parameters = DQ_PARAMETERS if keeps_queries else DKDV_PARAMETERS
     numbers = {name: 64 for name in parameters if name.startswith("stride")}
     compiles(kernel, {**pointers, **numbers, "scale": 0.125, "M": 512, "N": 512, "HEAD_DIM": 64, "BLOCK_M": 64,
                       "BLOCK_N": 64})  # fmt: skip
-    return f"{sum(map(len, answers.values())) + 1} cases, and it compiles"
+    return f"{sum(map(len, answers.values())) + 2} cases, and it compiles"
 
 
-def _expect_ieee(answers: Sequence[tuple[str, Head, dict[str, torch.Tensor]]], name: str) -> None:
+def _expect_ieee(answers: Sequence[Answer], name: str, again: dict[str, Callable[[], dict[str, torch.Tensor]]]) -> None:
+    """again: by case, launches the kernel once more. Without TF32 its digits come back, or something else cut them."""
     __tracebackhide__ = True
     for case, head, got in answers:
         want = getattr(gradients(head), name)
-        error = (got[name].cpu().double() - want).abs().max().item() / want.abs().max().item()
-        if 1e-5 < error < 1e-2:
-            raise CheckFailed(
-                f"{name} is right in float16; in float32 it has {-math.log10(error):.0f} right digits, where 5 are "
-                "expected: tl.dot takes float32 operands as TF32 unless it is told input_precision='ieee'",
-                diagnosis="tf32", case=case,
-            )  # fmt: skip
+
+        def error(x: torch.Tensor, want: torch.Tensor = want) -> float:
+            return (x.cpu().double() - want).abs().max().item() / want.abs().max().item()
+
+        found = error(got[name])
+        if 1e-5 < found < 1e-2:
+            digits = f"{-math.log10(found):.0f} right digits, where 5 are expected"
+            said = f"{name} is right in float16; in float32 it has {digits}"
+            if runtime.INTERPRETED:
+                with repairs.without_tf32():
+                    is_tf32 = error(again[case]()[name]) <= 1e-5
+                why = "tl.dot takes float32 operands as TF32 unless it is told input_precision='ieee'"
+                why = (
+                    why
+                    if is_tf32
+                    else "something on the way has fewer digits than float32: is it converted to 16 bits?"
+                )
+            else:
+                is_tf32, why = False, "has every tl.dot input_precision='ieee', and is nothing converted to 16 bits?"
+            raise CheckFailed(f"{said}: {why}", diagnosis="tf32" if is_tf32 else "low-precision", case=case)
         expect_close(got[name], want, what=name, case=case)
 
 
-def _expect_tail(kernel: Any, names: Sequence[str]) -> None:
-    """Scores near -120: the exponential of a key or a query that is not there overflows."""
+def _expect_tail(kernel: Any, names: Sequence[str], near: int, columns: slice) -> None:
+    """Scores near -near: the exponential of a key or a query that is not there overflows.
+
+    columns: those that are compared. Column 0 makes the scores, and with large ones it cannot be right.
+    """
     __tracebackhide__ = True
     head = _head(20, 20, 16, 1.0, 16, seed=5)
     q, k = head.q.clone(), head.k.clone()
-    q[:, 0], k[:, 0] = 10.0, -12.0
+    q[:, 0], k[:, 0] = near / 12, -12.0
     head = head._replace(q=q, k=k)
-    case = "20 queries and keys, tiles of 16, every score near -120"
+    case = f"20 queries and keys, tiles of 16, every score near -{near}"
     out = _launch(kernel, head, names, case, 2, 16, 16)
     for name in names:
         expect(
             not out[name].isnan().any(),
-            f"{name} has NaN where every lse is near -120: in the last tile, what is exp(0 - lse) for a key or a query "
-            "that is not there, and what is that times 0?",
+            f"{name} has NaN where every lse is near -{near}: in the last tile, what is exp(score - lse) for a key or "
+            "a query that is not there, and what is that times 0?",
             diagnosis="tail-overflows", case=case,
         )  # fmt: skip
-        expect_close(out[name], getattr(gradients(head), name), what=name, case=case, tol=0.05)
+        want = getattr(gradients(head), name)
+        expect_close(out[name][:, columns], want[:, columns], what=name, case=case, tol=0.05)
 
 
 @exercise(
@@ -899,7 +922,7 @@ def _half_causal(head: Head, name: str, left: str) -> torch.Tensor:
     ],
 )
 def _(hunted_10: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> str:
-    shapes = ((32, 32, 16, 16), (64, 64, 32, 16), (40, 40, 8, 16), (20, 50, 16, 16), (50, 20, 16, 8))
+    shapes = ((32, 32, 16, 16), (64, 64, 32, 16), (40, 40, 8, 16), (20, 50, 16, 16), (50, 20, 16, 8), (64, 16, 8, 32))
     answers: list[Answer] = []
     for M, N, BLOCK_M, BLOCK_N in shapes:
         head = _head(M, N, 8, 0.3, BLOCK_M, seed=M)

@@ -7,10 +7,11 @@ for tensors (triton/runtime/interpreter.py). It is the semantics of the language
 numpy >= 2.4; keeps numpy's warnings off; and takes a quarter off its time. Importing flashlab installs them.
 """
 
+import contextlib
 import inspect
 import types
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 import numpy as np
 import triton.language as tl
@@ -54,6 +55,23 @@ def _truncate_to_tf32(values: np.ndarray) -> np.ndarray:
     return (np.ascontiguousarray(values).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
 
 
+_tf32_allowed = True
+
+
+@contextlib.contextmanager
+def without_tf32() -> Iterator[None]:
+    """Inside it the interpreter multiplies float32 as float32, whatever a `tl.dot` asks for.
+
+    A result whose digits come back is one that TF32 had cut.
+    """
+    global _tf32_allowed
+    before, _tf32_allowed = _tf32_allowed, False
+    try:
+        yield
+    finally:
+        _tf32_allowed = before
+
+
 class _RepairedBuilder:
     """Methods that replace those of Triton's InterpreterBuilder; ``original`` holds the replaced ones."""
 
@@ -89,7 +107,7 @@ class _RepairedBuilder:
         if not all(kind in (tl.float16, tl.bfloat16, tl.float32) for kind in kinds):
             return _RepairedBuilder.original["create_dot"](self, a, b, d, input_precision, max_num_imprecise_acc)
         left, right = _float(a).astype(np.float32), _float(b).astype(np.float32)
-        if kinds == (tl.float32, tl.float32) and input_precision == ir.INPUT_PRECISION.TF32:
+        if _tf32_allowed and kinds == (tl.float32, tl.float32) and input_precision == ir.INPUT_PRECISION.TF32:
             left, right = _truncate_to_tf32(left), _truncate_to_tf32(right)
         product = np.matmul(left, right) + _float(d)
         was_bf16 = _is_bf16(d)
