@@ -30,7 +30,9 @@ def kernel_of(answer: Any, parameters: Sequence[str] | None = None) -> Any:
     expect(
         inspect.isfunction(function),
         "hand in the kernel itself, a function under @triton.jit"
-        + (": this is a Python function, or what a launch gives" if undecorated else f", not a {type(answer).__name__}"),
+        + (
+            ": this is a Python function, or what a launch gives" if undecorated else f", not a {type(answer).__name__}"
+        ),
         diagnosis="wrong-type",
     )
     # Compiled, a `raise` in a kernel is a compiler error and not the exception it names.
