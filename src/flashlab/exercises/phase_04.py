@@ -555,8 +555,8 @@ def _(scores_kernel: Any) -> str:
         explain_undefined(traffic, s, case)
         if not s.isfinite().all() and runtime.INTERPRETED:
             raise CheckFailed(
-                "some scores are NaN or infinite, though every address was right: what do the masked-off elements hold? -inf "
-                "times 0 is NaN, and so is inf - inf",
+                "some scores are NaN or infinite, though every address was right: what do the masked-off elements hold? "
+                "-inf times 0 is NaN, and so is inf - inf",
                 diagnosis="nan-from-padding",
                 case=case,
             )
@@ -797,7 +797,7 @@ def _(cap_kernel: Any) -> str:
     kernel = kernel_of(cap_kernel, ("x_ptr", "y_ptr", "cap", "BLOCK"))
     edge = [0.0, 1e-3, -1e-3, 0.5, -0.5, 3.0, -3.0, 40.0, -40.0, 90.0, -90.0, 1e4, -1e4, 1e30, -1e30, math.inf]
     times = [z * sign for z in (5, 12, 20, 30, 46, 60, 87, 90, 120, 200) for sign in (1, -1)]  # where exp overflows
-    got, inputs = [], []
+    got, inputs, stored = [], [], []
     for cap in (50.0, 1.0, 3.0):
         (x,) = _random((128 - len(edge) - len(times),), seed=int(cap), dtype=torch.float32)
         x = torch.cat([x * cap, torch.tensor(times, device=x.device) * cap, torch.tensor(edge, device=x.device)])
@@ -807,6 +807,7 @@ def _(cap_kernel: Any) -> str:
             kernel[(1,)](x, y, cap, BLOCK=128)
         inputs.append((x.cpu().double(), cap))
         got.append((case, (y / cap).clamp(-10, 10)))  # far beyond any right one
+        stored.append(y.cpu().double())
     right = [torch.tanh(x / cap) for x, cap in inputs]
     for (case, y), want, (x, cap) in zip(got, right, inputs, strict=True):
         lost = y.cpu().isnan()
@@ -884,22 +885,24 @@ def _(cap_kernel: Any) -> str:
         _expect_all(answers, mistakes, what="y / cap", tol=2e-5)
     except CheckFailed as failed:
         if failed.diagnosis == "wrong-value":
-            _tell_smallest(answers, inputs)
+            _tell_smallest(answers, inputs, stored)
         raise
     compiles(kernel, {"x_ptr": torch.float32, "y_ptr": torch.float32, "cap": 50.0, "BLOCK": 128})
     return "3 caps, from 0 to infinity, and it compiles"
 
 
-def _tell_smallest(answers: Sequence[Answer], inputs: Sequence[tuple[torch.Tensor, float]]) -> None:
+def _tell_smallest(
+    answers: Sequence[Answer], inputs: Sequence[tuple[torch.Tensor, float]], stored: Sequence[torch.Tensor]
+) -> None:
     """CheckFailed with the wrong y of the smallest |x|, which says most."""
     __tracebackhide__ = True
-    for (case, y, want), (x, cap) in zip(answers, inputs, strict=True):
+    for (case, y, want), (x, cap), mine in zip(answers, inputs, stored, strict=True):
         wrong = ~((y.cpu() - want).abs() <= 2e-5)
         if wrong.any():
             at = int(torch.where(wrong, x.abs(), math.nan).nan_to_num(math.inf, posinf=1e38).argmin())
             raise CheckFailed(
                 f"y is wrong for {int(wrong.sum())} of {len(x)} numbers; that of the smallest |x| is x = {x[at]:.6g}: "
-                f"there y is {y[at] * cap:.6g}, it should be {want[at] * cap:.6g}",
+                f"there y is {mine[at]:.6g}, it should be {want[at] * cap:.6g}",
                 case=case,
             )
 

@@ -163,8 +163,8 @@ def _one_number(tensor):
     data = tensor.handle.data
     if data.size != 1:
         raise TypeError(
-            f"a tile of shape {list(data.shape)} stands where one number is wanted: for tiles write & | ~ and tl.where "
-            "in place of `and`, `or`, `not`, `if` and a < b < c, and Triton's functions in place of Python's"
+            f"a tile of shape {list(data.shape)} where one number is wanted: for tiles there are & | ~ and tl.where, "
+            "and not `and`, `or`, `not`, `if`, a < b < c"
         )
     return data.reshape(-1)[0]
 
