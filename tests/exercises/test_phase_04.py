@@ -569,10 +569,6 @@ def test_what_is_not_for_kernels():
     assert diagnosis("4.6", *solved("4.6", (CAP, CAP + "\n    tl.store(x_ptr + i, y)"))) == "input-changed"
 
 
-def test_scores_keep_their_bits():
-    assert diagnosis("4.4", *solved("4.4", ("s = tl.dot(q, k.T)", "s = tl.dot(q, k.T).to(tl.float16)"))) == "rounded"
-
-
 def test_a_row_that_sees_nothing_is_told_what_is_there():
     finite = told("4.7", *solved("4.7", (MASKED, "        s = tl.where(seen, s, -1.0e4)\n")))
     assert finite.diagnosis == "masked-rows" and "numbers" in str(finite)

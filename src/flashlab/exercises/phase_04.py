@@ -555,8 +555,8 @@ def _(scores_kernel: Any) -> str:
         explain_undefined(traffic, s, case)
         if not s.isfinite().all() and runtime.INTERPRETED:
             raise CheckFailed(
-                "some scores are NaN or infinite, though every address was right: what do the masked-off elements hold? "
-                "-inf times 0 is NaN, and so is inf - inf",
+                "some scores are NaN or infinite, though every address was right: what do the masked-off elements "
+                "hold? -inf times 0 is NaN, and so is inf - inf",
                 diagnosis="nan-from-padding",
                 case=case,
             )
@@ -595,10 +595,6 @@ def _(scores_kernel: Any) -> str:
             "these are products of Q with itself: are k's addresses made from K_ptr?",
         ),
         "negative": (given(lambda q, k, d, b: -(q @ k.T)), "every score has the wrong sign"),
-        "rounded": (
-            given(lambda q, k, d, b: (q @ k.T).half()),
-            "the scores are rounded to 16 bits on the way; S is float32, and so is what tl.dot gives if nobody asks",
-        ),
         "first-column-only": (
             given(lambda q, k, d, b: q[:, :1] * k[:, :1].T * d),
             "every column is the first one here: is offs_d in the addresses?",
@@ -612,7 +608,7 @@ def _(scores_kernel: Any) -> str:
             "every column of K is its first one here: is offs_d in its addresses?",
         ),
     }
-    _expect_all(answers, mistakes, what="s", tol=2e-3)
+    _expect_all(answers, mistakes, what="s", tol=0.06)
     pointers = {"Q_ptr": torch.float16, "K_ptr": torch.float16, "S_ptr": torch.float32}
     sizes = {"M": 11, "N": 20, "HEAD_DIM": 40, "BLOCK_D": 64, "BLOCK_M": 16, "BLOCK_N": 32}
     compiles(kernel, pointers | {"stride_q": 136, "stride_k": 152} | sizes)
