@@ -528,8 +528,8 @@ def told(id, *answers):
 @pytest.mark.parametrize(
     "wrong, slug, said",
     [
-        (lambda p, m, h, kv: (p // m % h, p // m // h, p // m % h * kv // h, p % m), "batch-and-head-exchanged", "batch"),
-        (lambda p, m, h, kv: (p % m, p // m // h, p // m % h, p // m % h * kv // h), "exchanged", "(block, batch, head"),
+        (lambda p, m, h, kv: (p // m % h, p // m // h, p // m % h * kv // h, p % m), "batch-and-head-exchanged", ""),
+        (lambda p, m, h, kv: (p % m, p // m // h, p // m % h, p // m % h * kv // h), "exchanged", "(block, batch"),
         (lambda p, m, h, kv: (p // m // h, p // m % h, p // m % h % kv, m - 1 - p % m), "modulo-kv-heads", "cards"),
         (lambda p, m, h, kv: (p // m // h, p // m % h, p // m % h * kv // h, 7), "wrong-value", "block is 7"),
         (lambda p, m, h, kv: {"batch": p}, "wrong-type", "a dict of 1"),

@@ -498,9 +498,9 @@ def _(tile_mask_kernel: Any) -> str:
         ("start-n-forgotten", {"n": "none"}, "the first column of the tile is number start_n, not 0"),
         ("start-times-block", {"m": "times"}, "start_m is multiplied by BLOCK_M; it is a row's number already"),
         ("start-times-block", {"n": "times"}, "start_n is multiplied by BLOCK_N; it is a key's number already"),
+        ("tail-not-masked", {"tail": "none"}, "keys from N on, which do not exist, are seen"),
         ("compared-with-m", {"tail": "M"}, "keys are compared with M, the number of queries; there are N keys"),
         ("last-key-lost", {"tail": "short"}, "the last key, N - 1, is hidden from every query"),
-        ("tail-not-masked", {"tail": "none"}, "keys from N on, which do not exist, are seen"),
     ]
 
     def mistakes() -> dict[str, tuple[Sequence[Any], str]]:
