@@ -574,6 +574,23 @@ def test_a_row_that_sees_nothing_is_told_what_is_there():
     assert finite.diagnosis == "masked-rows" and "numbers" in str(finite)
 
 
+def test_the_scales_of_an_empty_page():
+    from flashlab.attention.triton_forward import flash_attention_forward
+    from flashlab.exercises.phase_04 import _expect_scales
+
+    def falsy(q, k, v, scale=None):
+        return flash_attention_forward(q, k, v, scale=scale or None)
+
+    def padded(q, k, v, scale=None):
+        return flash_attention_forward(q, k, v, scale=64**-0.5 if scale is None else scale)
+
+    _expect_scales(flash_attention_forward)
+    for wrong, slug in ((falsy, "scale-zero"), (padded, "default-scale")):
+        with pytest.raises(CheckFailed) as caught:
+            _expect_scales(wrong)
+        assert caught.value.diagnosis == slug
+
+
 @pytest.mark.parametrize(
     "new, slug",
     [

@@ -1370,9 +1370,38 @@ def _(my_attention: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Report:
             if isinstance(result, (tuple, list)) and result and isinstance(result[0], torch.Tensor):
                 explain_undefined(traffic, result[0], None)
     report = verify(my_attention, causal=True, gqa=True, head_dims=(64, 40), max_seq=150, max_tile=128)
+    _expect_scales(my_attention)
     if runtime.INTERPRETED:
         _expect_tiles_skipped(my_attention)
     return report
+
+
+def _expect_scales(fn: Callable[..., Any]) -> None:
+    """The default scale at a head_dim that is no power of two, and a scale of 0."""
+    __tracebackhide__ = True
+    q, k, v = _random((1, 2, 20, 40), (1, 1, 30, 40), (1, 1, 30, 40))
+
+    def o(**scale: float) -> torch.Tensor:
+        return fn(q, k, v, **scale)[0].float().cpu()
+
+    def near(x: torch.Tensor, y: torch.Tensor) -> bool:
+        return bool((x - y).abs().max() < 0.01)
+
+    default, zero = o(), o(scale=0.0)
+    if not near(default, o(scale=40**-0.5)):
+        raise CheckFailed(
+            "right where a scale is given; without one o is not that of scale = 1 / sqrt(head_dim)"
+            + (": it is that of 1 / sqrt(64), the padded head_dim" if near(default, o(scale=64**-0.5)) else ""),
+            diagnosis="default-scale",
+            case="head_dim=40, no scale given",
+        )
+    if not near(zero, v.float().cpu().mean(2, keepdim=True).expand_as(zero)):
+        raise CheckFailed(
+            "with scale=0 every key counts the same, and o is the mean of v"
+            + ("; here o is that of the default scale: 0 is a scale, and not None" if near(zero, default) else ""),
+            diagnosis="scale-zero",
+            case="head_dim=40, scale=0",
+        )
 
 
 def _expect_tiles_skipped(fn: Callable[..., Any]) -> None:
