@@ -407,7 +407,7 @@ def _(causal_edges: Callable[..., tuple[int, int]]) -> str:
             if column != [right(a, z, n - m, n, t)[i] for a, z, m, n, t in _BLOCKS] and name.split("_")[0] in slug:
                 parts[name][slug] = (column, why)
     parts["whole_end"]["whole-too-late"] = (
-        given(lambda a, z, d, n, t: cut(a + 2 + d, n) // t * t),  # type: ignore[arg-type, return-value]
+        [x[0] for x in whole(lambda a, z, d, n, t: cut(a + 2 + d, n) // t * t)],
         "whole_end is a tile too far for some blocks: row `start` sees start + 1 + seq_k - seq_q keys, and no more",
     )
     parts["whole_end"]["whole-zero"] = ([0] * len(_BLOCKS), "whole_end is 0 for every block: no tile is seen whole?")
@@ -472,7 +472,7 @@ def _(tile_mask_kernel: Any) -> str:
 
         return given(of)
 
-    changes = [
+    changes: list[tuple[str, Mapping[str, Any], str]] = [
         ("top-left", {"offset": "none"}, "aligned at the first key: with N != M query i sees the keys j <= i + N - M"),
         (
             "offset-sign",
@@ -943,7 +943,7 @@ def _(capped_causal_kernel: Any) -> str:
         return [_capped(*x, **changes) for x in operands]
 
     leak = "a hidden key has the score -cap, and with it a share of the softmax"
-    changes = [
+    changes: list[tuple[str, Mapping[str, Any], str]] = [
         ("capped-after-mask", {"hidden": "capped"},
          f"{leak}: only -inf silences it, and a cap after the mask makes -cap of that"),
         ("hidden-is-zero", {"hidden": "zero"},
@@ -1271,7 +1271,7 @@ def _(sink_attention_kernel: Any) -> str:
     lse_mistakes = {slug: (given(1, f), f"o is right, lse is not: {why}") for slug, (f, why) in told.items()}
     without_sink = (given(1, without), "o is right; lse is the logarithm of the sum without the sink")
     lse_mistakes = {"lse-without-sink": without_sink} | lse_mistakes
-    for slug, f, why in (
+    for slug, lse_of, why in (
         ("lse-no-logarithm", lambda l, m, t, old, sink: m + l, "m_i + l_i: the logarithm is missing"),
         ("lse-in-base-2", lambda l, m, t, old, sink: m + l.log2(), "m_i + log2(l_i): the natural logarithm is wanted"),
         ("lse-without-m", lambda l, m, t, old, sink: l.log(), "log(l_i): l_i is relative to e^m_i"),
@@ -1283,7 +1283,8 @@ def _(sink_attention_kernel: Any) -> str:
          "the old maximum, without the sink, plus log(l_i), and l_i is relative to the new one"),
     ):  # fmt: skip
         columns = [
-            f(l[:, 0], m[:, 0], t[:, 0], old[:, 0], x[2]) for (_, l, m, t, old), x in zip(sums, operands, strict=True)
+            lse_of(l[:, 0], m[:, 0], t[:, 0], old[:, 0], x[2])
+            for (_, l, m, t, old), x in zip(sums, operands, strict=True)
         ]
         lse_mistakes[f"{slug} {len(lse_mistakes)}"] = (columns, f"o is right; lse is {why}")
     _expect_all(lse_answers, lse_mistakes, what="lse", tol=2e-3)
