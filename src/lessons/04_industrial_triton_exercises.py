@@ -21,6 +21,7 @@
 # | name | what it is |
 # |:--|:--|
 # | `seq_q`, `seq_k` (in kernels `M`, `N`) | number of queries; number of keys |
+# | `heads`, `kv_heads` | query heads, and key heads, of one batch; `heads` is a multiple of `kv_heads` |
 # | `start`, `stop` | a block of queries: rows `start` to `stop - 1`, all of which exist |
 # | `BLOCK_M`, `BLOCK_N`, `BLOCK_D` | sides of the tiles, powers of two |
 # | aligned at the end | the last query stands beside the last key: query `i` beside key `i + seq_k - seq_q` |
@@ -112,7 +113,7 @@ check("4.3", tile_mask_kernel)
 #
 # One program computes `s` = Q Kᵀ for M ≤ BLOCK_M queries and N ≤ BLOCK_N keys, without a scale. The matrices have HEAD_DIM
 # columns, the tiles BLOCK_D, which is the next power of two. A row of Q begins `stride_q` elements after the one before, and
-# what lies between the rows is not yours to read.
+# what lies between the rows is not yours to read. S is float32, and its rows follow one another without a gap.
 
 # %% tags=["exercise"]
 @triton.jit

@@ -385,7 +385,7 @@ def test_far_apart_in_other_styles(changes):
           (OFFSETS, "offsets = (batch * stride_b + head * stride_h + rows * stride_n).to(tl.uint32)")], "unsigned"),
         ([(OFFSETS, "offsets = (batch.to(tl.float32) * stride_b + head.to(tl.float32) * stride_h"
                     " + rows.to(tl.float32) * stride_n).to(tl.int64)")], "float-offsets"),
-        ([(OFFSETS, "offsets = batch * stride_b + rows * stride_n")], "wrong-value"),
+        ([(OFFSETS, "offsets = batch * stride_b + rows * stride_n")], "head-missing"),
     ],
 )  # fmt: skip
 def test_far_apart_wrong(changes, slug):
@@ -442,8 +442,8 @@ def joined_as(term):
         ([(AFTER, "    o = acc / l_i[:, None]\n    lse = m_i + tl.log(l_i - tl.exp(sink - m_i))\n")],
          "lse-without-sink"),
         ([(TERM, "l_i = tl.exp(sink - m_i)")], "no-sink-is-nan"),
-        ([(AFTER, "    o = acc\n    lse = m_i + tl.log(l_i)\n")], "wrong-value"),
-        ([(AFTER, "    o = acc / l_i[:, None]\n    lse = tl.log(l_i)\n")], "wrong-value"),
+        ([(AFTER, "    o = acc\n    lse = m_i + tl.log(l_i)\n")], "not-normalised"),
+        ([(AFTER, "    o = acc / l_i[:, None]\n    lse = tl.log(l_i)\n")], "lse-without-m"),
     ],
 )  # fmt: skip
 def test_a_sink_wrong(changes, slug):
@@ -514,3 +514,91 @@ def test_the_sink_of_the_lesson_is_the_formula():
 def test_every_hint_is_a_sentence():
     for i in range(1, 11):
         assert len(find(f"4.{i}").hints) >= 3
+
+
+# ---- classes of answers ---------------------------------------------------------------------------------------------
+
+
+def told(id, *answers):
+    with pytest.raises(CheckFailed) as caught:
+        check(id, *answers)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    "wrong, slug, said",
+    [
+        (lambda p, m, h, kv: (p // m % h, p // m // h, p // m % h * kv // h, p % m), "batch-and-head-exchanged", ""),
+        (lambda p, m, h, kv: (p % m, p // m // h, p // m % h, p // m % h * kv // h), "exchanged", "(block, batch"),
+        (lambda p, m, h, kv: (p // m // h, p // m % h, p // m % h % kv, m - 1 - p % m), "modulo-kv-heads", "cards"),
+        (lambda p, m, h, kv: (p // m // h, p // m % h, p // m % h * kv // h, 7), "wrong-value", "block is 7"),
+        (lambda p, m, h, kv: {"batch": p}, "wrong-type", "a dict of 1"),
+    ],
+)  # fmt: skip
+def test_each_number_is_looked_at(wrong, slug, said):
+    failed = told("4.1", wrong)
+    assert failed.diagnosis == slug and said in str(failed)
+
+
+def test_tensors_hold_numbers_too():
+    assert check("4.2", lambda *x: torch.tensor(edges()(*x))) and check("4.5", lambda *x: torch.tensor(keys()(*x)))
+
+
+def test_every_remainder_of_a_tile_is_asked():
+    late = edges(whole=lambda a, z, d, n, t: cut(a + 2 + d, n) // t * t)
+    assert diagnosis("4.2", late) == "whole-too-late"
+    assert diagnosis("4.2", edges(whole=lambda a, z, d, n, t: cut(a + 1 + abs(d), n) // t * t)) == "offset-not-negative"
+
+
+def test_two_mistakes_at_once():
+    strict = told("4.3", *solved("4.3", ("] <= offs_m", "] < offs_m"), (" + N - M) &", ") &")))
+    assert strict.diagnosis == "top-left" and str(strict).startswith("two things: aligned at the first key")
+
+
+@WATCHED
+def test_a_tile_is_not_one_number():
+    both = (MASK, MASK.replace(" & ", " and "))
+    assert "where one number is wanted" in str(told("4.3", *solved("4.3", both)))
+    chained = (MASK, "seen = offs_n[None, :] - N + M <= offs_m[:, None] < M")
+    assert "where one number is wanted" in str(told("4.3", *solved("4.3", chained)))
+    assert "where one number is wanted" in str(told("4.6", *solved("4.6", (CAP, "y = cap * float(x / cap)"))))
+
+
+def test_what_is_not_for_kernels():
+    assert diagnosis("4.6", *solved("4.6", (CAP, "y = cap * torch.tanh(x / cap)"))) == "not-triton"
+    assert diagnosis("4.6", *solved("4.6", (CAP, CAP + "\n    tl.store(x_ptr + i, y)"))) == "input-changed"
+
+
+def test_a_row_that_sees_nothing_is_told_what_is_there():
+    finite = told("4.7", *solved("4.7", (MASKED, "        s = tl.where(seen, s, -1.0e4)\n")))
+    assert finite.diagnosis == "masked-rows" and "numbers" in str(finite)
+
+
+def test_the_scales_of_an_empty_page():
+    from flashlab.attention.triton_forward import flash_attention_forward
+    from flashlab.exercises.phase_04 import _expect_scales
+
+    def falsy(q, k, v, scale=None):
+        return flash_attention_forward(q, k, v, scale=scale or None)
+
+    def padded(q, k, v, scale=None):
+        return flash_attention_forward(q, k, v, scale=64**-0.5 if scale is None else scale)
+
+    _expect_scales(flash_attention_forward)
+    for wrong, slug in ((falsy, "scale-zero"), (padded, "default-scale")):
+        with pytest.raises(CheckFailed) as caught:
+            _expect_scales(wrong)
+        assert caught.value.diagnosis == slug
+
+
+@pytest.mark.parametrize(
+    "new, slug",
+    [
+        ("    o = acc\n    lse = m_i + tl.log(l_i)\n", "not-normalised"),
+        ("    o = acc / l_i[:, None]\n    lse = tl.log(l_i)\n", "lse-without-m"),
+        ("    o = acc / l_i[:, None]\n    lse = m_i + tl.log2(l_i)\n", "lse-in-base-2"),
+        ("    o = acc / (l_i + tl.exp(sink - m_i))[:, None]\n    lse = m_i + tl.log(l_i)\n", "sink-twice"),
+    ],
+)
+def test_the_end_of_the_sink_kernel(new, slug):
+    assert diagnosis("4.9", *solved("4.9", (AFTER, new))) == slug

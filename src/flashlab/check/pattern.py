@@ -54,6 +54,8 @@ def _misplaced(actual: Tensor, expected: Tensor, wrong: Tensor, bound: float) ->
     if actual.ndim >= 2 and actual.shape[-1] == actual.shape[-2]:
         if (actual - expected.transpose(-1, -2)).abs().max() <= bound:
             return "rows and columns are exchanged"
+    if len(actual[wrong].unique()) < 2:
+        return None  # one number, as of a constant, is no sign that anything was moved
     values, order = expected.flatten().sort()
     mine, spread = actual[wrong], (values[-1] - values[0]).item()
     if mine.numel() and (mine.max() - mine.min()).item() <= bound:  # one number everywhere has no place of its own

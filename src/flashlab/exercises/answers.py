@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from flashlab.check.expect import expect
 from flashlab.check.failed import CheckFailed
 from flashlab.check.running import ran_on
 from flashlab.simt.source import blank_comments
@@ -54,7 +55,7 @@ class Called:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             __tracebackhide__ = True
-            given = [_kind(x) for x in args] + [f"{k}={_kind(x)}" for k, x in kwargs.items()]
+            given = [in_words(x) for x in args] + [f"{k}={in_words(x)}" for k, x in kwargs.items()]
             self.call = f"{name}({', '.join(given)})"
             self.returned = ""
             ran_on(f"the call {self.call}")
@@ -67,7 +68,7 @@ class Called:
                         diagnosis="wrong-signature",
                     ) from None
             result = answer(*args, **kwargs)
-            self.returned = _kind(result, article=True)  # not the result: a check may count what stays alive
+            self.returned = in_words(result, article=True)  # not the result: a check may count what stays alive
             return result
 
         try:
@@ -76,7 +77,7 @@ class Called:
             return call
 
 
-def _kind(x: Any, article: bool = False) -> str:
+def in_words(x: Any, article: bool = False) -> str:
     """A value in a few words: 'tensor [3, 4] float32', '0.5', 'a list of 3'."""
     try:
         if x is None or type(x) in (bool, int, float):
@@ -104,9 +105,15 @@ def expect_kinds(id: str, run: Callable[..., Any], answers: tuple[Any, ...]) -> 
         if parameter.annotation in ("str", "Any", str, Any):
             continue
         if callable(answer) and not isinstance(answer, type):
+            expect(
+                not hasattr(answer, "fn") or not hasattr(answer, "run"),
+                f"{parameter.name} should be an ordinary Python function, and this is a Triton kernel: is there an "
+                "@triton.jit too many, or is the function meant that launches it?",
+                diagnosis="wrong-type",
+            )
             continue
         raise CheckFailed(
-            f"{parameter.name} should be a function, and this is {_kind(answer, article=True)}: hand in its name, "
+            f"{parameter.name} should be a function, and this is {in_words(answer, article=True)}: hand in its name, "
             f'without brackets behind it, as in check("{id}", {parameter.name})',
             diagnosis="wrong-type",
         )

@@ -18,8 +18,9 @@ import torch
 from flashlab import runtime
 from flashlab.check import CheckFailed, Report, expect, expect_all_close, expect_close, running, verify
 from flashlab.check.symptoms import watched
+from flashlab.exercises.answers import in_words
 from flashlab.exercises.registry import exercise
-from flashlab.exercises.triton_answers import compiles, explain_undefined, in_bounds, kernel_of
+from flashlab.exercises.triton_answers import compiles, explain_undefined, in_bounds, kept, kernel_of
 from flashlab.triton_tools.watch import watched as watched_memory
 
 Numbers = tuple[int, ...]
@@ -44,9 +45,10 @@ def _whole_numbers(got: Any, names: Sequence[str], case: str) -> Numbers:
     __tracebackhide__ = True
     wanted = f"({', '.join(names)})"
     expect(got is not None, f"nothing is returned; return {wanted}", diagnosis="returned-none", case=case)
+    got = got.tolist() if hasattr(got, "tolist") else got  # a tensor, an array
     expect(
         isinstance(got, (tuple, list)) and len(got) == len(names),
-        f"return {len(names)} numbers, {wanted}",
+        f"{in_words(got, article=True)} is returned; return {len(names)} numbers, {wanted}",
         diagnosis="wrong-type",
         case=case,
     )
@@ -55,7 +57,8 @@ def _whole_numbers(got: Any, names: Sequence[str], case: str) -> Numbers:
         number = _whole_number(value)
         if number is None:
             raise CheckFailed(
-                f"{name} is {value!r:.40}, which is no whole number: division by // gives one",
+                f"{name} is {value!r:.40}, which is no whole number"
+                + (": division by // gives one" if isinstance(value, float) and math.isfinite(value) else ""),
                 diagnosis="no-whole-number",
                 case=case,
             )
@@ -77,7 +80,11 @@ def _whole_number(value: Any) -> int | None:
 
 
 def _expect_all(
-    answers: Sequence[Answer], mistakes: Mapping[str, tuple[Sequence[Any], str]], *, what: str, tol: float = 0.01
+    answers: Sequence[Answer],
+    mistakes: Mapping[str, tuple[Sequence[Any], str]] | Callable[[], Mapping[str, tuple[Sequence[Any], str]]],
+    *,
+    what: str,
+    tol: float = 0.01,
 ) -> None:
     """Every answer right, or the mistake that gives them all; a hunt's untouched code is only looked at."""
     __tracebackhide__ = True
@@ -86,6 +93,59 @@ def _expect_all(
             expect_close(got, want, what=what, case=case, tol=tol)
     else:
         expect_all_close(answers, what=what, tol=tol, mistakes=mistakes)
+
+
+def _expect_numbers(
+    answers: Sequence[tuple[str, Numbers, Numbers]],
+    names: Sequence[str],
+    mistakes: Mapping[str, tuple[Sequence[Any], str]],
+    parts: Mapping[str, Mapping[str, tuple[Sequence[int], str]]] | None = None,
+) -> None:
+    """Every tuple of whole numbers right, or what is known of the first number that is not.
+
+    parts: {name: {slug: (that number of every answer, sentence)}}, for a mistake in one number, whatever the others.
+    """
+    __tracebackhide__ = True
+    wrong = [answer for answer in answers if tuple(answer[1]) != tuple(answer[2])]
+    if not wrong:
+        return
+    got, want = ([tuple(answer[i]) for answer in answers] for i in (1, 2))
+    for slug, (values, sentence) in mistakes.items():
+        if [tuple(x) for x in values] == got:
+            raise CheckFailed(sentence, diagnosis=slug.partition(" ")[0], case=wrong[0][0])
+    for order in itertools.permutations(range(len(names))):
+        if [tuple(x[i] for i in order) for x in want] == got:
+            came = ", ".join(names[i] for i in order)
+            sentence = f"the numbers are right, but they come as ({came}): return ({', '.join(names)})"
+            raise CheckFailed(sentence, diagnosis="exchanged", case=wrong[0][0])
+    off = {name for i, name in enumerate(names) if any(x[i] != y[i] for x, y in zip(got, want, strict=True))}
+    for i, name in enumerate(names):
+        for slug, (column, sentence) in (parts or {}).get(name, {}).items():
+            if name in off and list(column) == [x[i] for x in got]:
+                case = next(case for case, x, y in answers if x[i] != y[i])
+                raise CheckFailed(sentence, diagnosis=slug.partition(" ")[0], case=case)
+    i = next(i for i, name in enumerate(names) if name in off)
+    case, mine, right = next(answer for answer in answers if answer[1][i] != answer[2][i])
+    well = [name for name in names if name not in off]
+    raise CheckFailed(
+        f"{names[i]} is {mine[i]}, it should be {right[i]}"
+        + (f"; {' and '.join(well)} {'are' if len(well) > 1 else 'is'} right everywhere" if well else ""),
+        diagnosis="wrong-value",
+        case=case,
+    )
+
+
+def _one_or_two(
+    changes: Sequence[tuple[str, Mapping[str, Any], str]], given: Callable[..., Sequence[Any]]
+) -> dict[str, tuple[Sequence[Any], str]]:
+    """{slug: (answers, sentence)} for each change of a right formula's options, then for each two of them."""
+    found: dict[str, tuple[Sequence[Any], str]] = {}
+    for slug, options, sentence in changes:
+        found[f"{slug} {len(found)}"] = (given(**options), sentence)
+    for (slug, one, first), (_, two, second) in itertools.combinations(changes, 2):
+        if not one.keys() & two.keys():
+            found[f"{slug} {len(found)}"] = (given(**one, **two), f"two things: {first}; and {second}")
+    return found
 
 
 # ---- 4.1 ------------------------------------------------------------------------------------------------------------
@@ -108,43 +168,18 @@ _WHOSE = ("batch", "head", "kv_head", "block")
 def _(whose: Callable[..., tuple[int, int, int, int]]) -> str:
     got, want = [], []
     for batch, heads, kv_heads, blocks in _GRIDS:
-        case = f"batch={batch}, heads={heads}, kv_heads={kv_heads}, m_blocks={blocks}, every program"
-        found = []
         for pid in range(batch * heads * blocks):
+            case = f"pid={pid}, m_blocks={blocks}, heads={heads}, kv_heads={kv_heads}"
             with running(case):
                 result = whose(pid, blocks, heads, kv_heads)
-            found.append(_whole_numbers(result, _WHOSE, f"pid={pid}, {case}"))
-        got.append((case, torch.tensor(found)))
-        want.append(_programs(batch, heads, kv_heads, blocks))
+            got.append((case, _whole_numbers(result, _WHOSE, case)))
+        want += _programs(batch, heads, kv_heads, blocks)
 
-    def given(change: Callable[[int, int, int, int, int, int, int], Numbers]) -> list[torch.Tensor]:
+    def given(change: Callable[[int, int, int, int, int, int, int], Any]) -> list[Any]:
         """change(pid, batch_head, heads, kv_heads, group, m_blocks, batches)"""
-        return [
-            torch.tensor([change(i, i // m, h, kv, h // kv, m, b) for i in range(b * h * m)]) for b, h, kv, m in _GRIDS
-        ]
+        return [change(i, i // m, h, kv, h // kv, m, b) for b, h, kv, m in _GRIDS for i in range(b * h * m)]
 
     mistakes = {
-        "modulo-kv-heads": (
-            given(lambda i, bh, h, kv, g, m, b: (bh // h, bh % h, bh % h % kv, i % m)),
-            "kv_head is head % kv_heads, which deals the key heads out like cards; the query heads that share a key "
-            "head are neighbours",
-        ),
-        "divided-by-kv-heads": (
-            given(lambda i, bh, h, kv, g, m, b: (bh // h, bh % h, bh % h // kv, i % m)),
-            "kv_head is head // kv_heads; divide by how many query heads share a key head",
-        ),
-        "query-head-used": (
-            given(lambda i, bh, h, kv, g, m, b: (bh // h, bh % h, bh % h, i % m)),
-            "kv_head is the query head; there are fewer key heads, and several query heads share one",
-        ),
-        "kv-head-over-batches": (
-            given(lambda i, bh, h, kv, g, m, b: (bh // h, bh % h, bh // g, i % m)),
-            "kv_head counts on through the batches; in each batch it begins at 0",
-        ),
-        "kv-head-zero": (
-            given(lambda i, bh, h, kv, g, m, b: (bh // h, bh % h, 0, i % m)),
-            "kv_head is 0 for every head",
-        ),
         "heads-fastest": (
             given(lambda i, bh, h, kv, g, m, b: (i // h // m, i % h, i % h // g, i // h % m)),
             "neighbouring programs are neighbouring heads here; they should be neighbouring blocks of one head",
@@ -153,37 +188,84 @@ def _(whose: Callable[..., tuple[int, int, int, int]]) -> str:
             given(lambda i, bh, h, kv, g, m, b: (i % m // h, i % m % h, i % m % h // g, i // m)),
             "quotient and remainder are exchanged: the block is pid % m_blocks",
         ),
-        "head-not-reduced": (
-            given(lambda i, bh, h, kv, g, m, b: (bh // h, bh, bh // g, i % m)),
-            "head counts on through the batches; in each batch it begins at 0: what is the remainder?",
-        ),
-        "head-not-reduced 2": (
-            given(lambda i, bh, h, kv, g, m, b: (bh // h, bh, bh % h // g, i % m)),
-            "head counts on through the batches; in each batch it begins at 0: what is the remainder?",
-        ),
-        "batch-not-divided": (
-            given(lambda i, bh, h, kv, g, m, b: (bh, bh % h, bh % h // g, i % m)),
-            "batch counts heads: divide it by the heads of a batch",
-        ),
-        "batch-from-pid": (
-            given(lambda i, bh, h, kv, g, m, b: (i // h, bh % h, bh % h // g, i % m)),
-            "batch is pid // heads: the blocks of a head are in pid too",
-        ),
         "batch-and-head-exchanged": (
             given(lambda i, bh, h, kv, g, m, b: (bh % h, bh // h, bh % h // g, i % m)),
             "batch and head are exchanged: the heads of one batch are neighbours",
         ),
     }
+    cards = "deals the key heads out like cards; the query heads that share a key head are neighbours"
+    reduced = "head counts on through the batches; in each batch it begins at 0: what is the remainder?"
+    parts = {
+        "batch": {
+            "batch-not-divided": (
+                given(lambda i, bh, h, kv, g, m, b: bh),
+                "batch counts heads: divide it by the heads of a batch",
+            ),
+            "batch-from-pid": (
+                given(lambda i, bh, h, kv, g, m, b: i // h),
+                "batch is pid // heads: the blocks of a head are in pid too",
+            ),
+            "batch-of-kv-heads": (
+                given(lambda i, bh, h, kv, g, m, b: bh // kv),
+                "batch is counted in key heads; a batch has `heads` query heads, and each has its own programs",
+            ),
+        },
+        "head": {
+            "head-not-reduced": (given(lambda i, bh, h, kv, g, m, b: bh), reduced),
+            "head-from-pid": (
+                given(lambda i, bh, h, kv, g, m, b: i % h),
+                "head is pid % heads: the blocks of a head are in pid too",
+            ),
+        },
+        "kv_head": {
+            "modulo-kv-heads": (
+                given(lambda i, bh, h, kv, g, m, b: bh % h % kv),
+                f"kv_head is head % kv_heads: {cards}",
+            ),
+            "modulo-group": (
+                given(lambda i, bh, h, kv, g, m, b: bh % h % g),
+                "kv_head is the number of the query head within its group; the number of the group is wanted",
+            ),
+            "divided-by-kv-heads": (
+                given(lambda i, bh, h, kv, g, m, b: bh % h // kv),
+                "kv_head is head // kv_heads; divide by how many query heads share a key head",
+            ),
+            "query-head-used": (
+                given(lambda i, bh, h, kv, g, m, b: bh % h),
+                "kv_head is the query head; there are fewer key heads, and several query heads share one",
+            ),
+            "kv-head-over-batches": (
+                given(lambda i, bh, h, kv, g, m, b: bh // g),
+                "kv_head counts on through the batches; in each batch it begins at 0",
+            ),
+            "kv-head-zero": (given(lambda i, bh, h, kv, g, m, b: 0), "kv_head is 0 for every head"),
+            "turned-round": (
+                given(lambda i, bh, h, kv, g, m, b: bh % h * h // kv),
+                "kv_head is head * heads // kv_heads, which is larger than head; there are fewer key heads",
+            ),
+        },
+        "block": {
+            "blocks-backwards": (
+                given(lambda i, bh, h, kv, g, m, b: m - 1 - i % m),
+                "the blocks of a head come in the opposite order; here the first program has the first block",
+            ),
+            "block-from-one": (given(lambda i, bh, h, kv, g, m, b: i % m + 1), "block counts from 1; it begins at 0"),
+            "block-of-heads": (
+                given(lambda i, bh, h, kv, g, m, b: i % h),
+                "block is pid % heads; a head has m_blocks of them",
+            ),
+        },
+    }
     answers = [(case, x, y) for (case, x), y in zip(got, want, strict=True)]
-    _expect_all(answers, mistakes, what="(batch, head, kv_head, block), a line for each program")
-    return f"{sum(len(x) for x in want)} programs of {len(_GRIDS)} grids"
+    _expect_numbers(answers, _WHOSE, mistakes, parts)
+    return f"{len(want)} programs of {len(_GRIDS)} grids"
 
 
-def _programs(batch: int, heads: int, kv_heads: int, blocks: int) -> torch.Tensor:
+def _programs(batch: int, heads: int, kv_heads: int, blocks: int) -> list[Numbers]:
     """The right answer as nested loops would give it."""
     group = heads // kv_heads
     loops = itertools.product(range(batch), range(heads), range(blocks))
-    return torch.tensor([(b, h, h // group, m) for b, h, m in loops])
+    return [(b, h, h // group, m) for b, h, m in loops]
 
 
 # ---- 4.2 ------------------------------------------------------------------------------------------------------------
@@ -194,6 +276,7 @@ _BLOCKS = tuple(
         (64, 64, 16, 16), (50, 130, 16, 32), (100, 37, 32, 16), (1, 147, 16, 64), (40, 40, 32, 8), (33, 35, 8, 8),
         (33, 40, 16, 8),
         (200, 90, 64, 32),
+        *((24, 24 + offset, 8, 8) for offset in range(1, 8)),  # a row may see any remainder of a tile
     )
     for start in range(0, seq_q, block)
 )  # fmt: skip
@@ -300,7 +383,39 @@ def _(causal_edges: Callable[..., tuple[int, int]]) -> str:
                               "end goes past seq_k: there is no key from seq_k on"),
     }  # fmt: skip
     answers = [(case, x, y) for (case, x), y in zip(got, given(right), strict=True)]
-    _expect_all(answers, mistakes, what="(whole_end, end)")
+    shifts = {
+        "top-left": (lambda d: 0, "begins at the first key; the last query sees the last key"),
+        "offset-sign": (lambda d: -d, "has an offset of the wrong sign: it is seq_k - seq_q"),
+        "offset-not-negative": (abs, "takes the offset seq_k - seq_q as positive; with fewer keys it is negative"),
+        "offset-cut": (lambda d: max(0, d), "cuts the offset seq_k - seq_q off at 0; with fewer keys it is negative"),
+    }
+    moved = {
+        slug: (
+            [right(a, z, f(n - m), n, t) for a, z, m, n, t in _BLOCKS],
+            f"the mask of these edges {why}",
+        )
+        for slug, (f, why) in shifts.items()
+        if slug.startswith("offset-")
+    }
+    parts: dict[str, dict[str, tuple[list[int], str]]] = {"whole_end": {}, "end": {}}
+    for i, name in enumerate(parts):
+        for slug, (f, why) in shifts.items():
+            column = [right(a, z, f(n - m), n, t)[i] for a, z, m, n, t in _BLOCKS]
+            parts[name][slug] = (column, f"the mask that gives {name} {why}")
+        for slug, (values, why) in mistakes.items():  # the same mistake, whatever the other number is
+            column = [x[i] for x in values]
+            if column != [right(a, z, n - m, n, t)[i] for a, z, m, n, t in _BLOCKS] and name.split("_")[0] in slug:
+                parts[name][slug] = (column, why)
+    parts["whole_end"]["whole-too-late"] = (
+        [x[0] for x in whole(lambda a, z, d, n, t: cut(a + 2 + d, n) // t * t)],
+        "whole_end is a tile too far for some blocks: row `start` sees start + 1 + seq_k - seq_q keys, and no more",
+    )
+    parts["whole_end"]["whole-zero"] = ([0] * len(_BLOCKS), "whole_end is 0 for every block: no tile is seen whole?")
+    parts["end"]["end-rounded-down"] = (
+        [right(a, z, n - m, n, t)[1] // t * t for a, z, m, n, t in _BLOCKS],
+        "end is rounded down to a tile: the keys after it are seen too",
+    )
+    _expect_numbers(answers, ("whole_end", "end"), mistakes | moved, parts)
     return f"{len(_BLOCKS)} blocks of queries"
 
 
@@ -344,57 +459,63 @@ def _(tile_mask_kernel: Any) -> str:
         """f(r, c, start_m, start_n, M, N)"""
         return [f(*x).expand(len(x[0]), 32).int() for x in values]
 
-    forgot = "the first {what} of the tile is number start_{letter}, not 0"
-    mistakes = {
-        "top-left": (
-            given(lambda r, c, a, b, M, N: (b + c <= a + r) & (b + c < N)),
-            "aligned at the first key: with N != M query i sees the keys j <= i + N - M",
-        ),
-        "offset-sign": (
-            given(lambda r, c, a, b, M, N: (b + c <= a + r + M - N) & (b + c < N)),
+    def tile(m: str = "", n: str = "", offset: str = "", compare: str = "", tail: str = "") -> list[torch.Tensor]:
+        def of(r, c, a, b, M, N):
+            i = {"": a, "none": 0, "times": a * 16, "other": b}[m] + r
+            j = {"": b, "none": 0, "times": b * 32, "other": a}[n] + c
+            edge = (
+                i + {"": N - M, "none": 0, "sign": M - N, "abs": abs(N - M), "cut": max(0, N - M), "tile": 16}[offset]
+            )
+            seen = {"": j <= edge, "strict": j < edge, "one": j <= edge + 1, "back": j >= edge, "all": j == j + 0 * i}
+            real = {"": j < N, "none": j == j, "M": j < M, "short": j < N - 1}[tail]
+            return seen[compare] & real
+
+        return given(of)
+
+    changes: list[tuple[str, Mapping[str, Any], str]] = [
+        ("top-left", {"offset": "none"}, "aligned at the first key: with N != M query i sees the keys j <= i + N - M"),
+        (
+            "offset-sign",
+            {"offset": "sign"},
             "the offset has the wrong sign: the last query, M - 1, sees the last key, N - 1",
         ),
-        "diagonal-missing": (
-            given(lambda r, c, a, b, M, N: (b + c < a + r + N - M) & (b + c < N)),
-            "a query sees its own position too: <=, not <",
-        ),
-        "one-too-many": (
-            given(lambda r, c, a, b, M, N: (b + c <= a + r + N - M + 1) & (b + c < N)),
-            "each query sees one key too many, the one behind its own position",
-        ),
-        "start-m-forgotten": (
-            given(lambda r, c, a, b, M, N: (b + c <= r + N - M) & (b + c < N)),
-            forgot.format(what="row", letter="m"),
-        ),
-        "start-n-forgotten": (
-            given(lambda r, c, a, b, M, N: (c <= a + r + N - M) & (c < N)),
-            forgot.format(what="column", letter="n"),
-        ),
-        "start-n-forgotten 2": (
-            given(lambda r, c, a, b, M, N: (c <= a + r + N - M) & (b + c < N)),
-            forgot.format(what="column", letter="n") + ": the comparison with the query uses it without",
-        ),
-        "starts-forgotten": (
-            given(lambda r, c, a, b, M, N: (c <= r + N - M) & (c < N)),
-            "row 0 of the tile is query start_m, and column 0 is key start_n",
-        ),
-        "tail-only": (
-            given(lambda r, c, a, b, M, N: b + c + 0 * r < N),
-            "only the keys past the end are hidden; a causal query does not see later keys either",
-        ),
-        "future-seen": (
-            given(lambda r, c, a, b, M, N: (b + c >= a + r + N - M) & (b + c < N)),
+        ("offset-not-negative", {"offset": "abs"}, "the offset N - M is taken as positive; with fewer keys it is not"),
+        ("offset-not-negative", {"offset": "cut"}, "the offset N - M is cut off at 0; with fewer keys it is negative"),
+        ("offset-of-the-tile", {"offset": "tile"}, "the offset is that of the tile's sides; it is N - M"),
+        ("diagonal-missing", {"compare": "strict"}, "a query sees its own position too: <=, not <"),
+        ("one-too-many", {"compare": "one"}, "each query sees one key too many, the one behind its own position"),
+        (
+            "future-seen",
+            {"compare": "back"},
             "the comparison is turned round: a query sees the keys up to its own position",
         ),
-        "compared-with-m": (
-            given(lambda r, c, a, b, M, N: (b + c <= a + r + N - M) & (b + c < M)),
-            "keys are compared with M, the number of queries; there are N keys",
+        (
+            "tail-only",
+            {"compare": "all"},
+            "only the keys past the end are hidden; a causal query does not see later keys either",
         ),
-        "inverted": (
-            given(lambda r, c, a, b, M, N: ~((b + c <= a + r + N - M) & (b + c < N))),
-            "1 and 0 are exchanged: 1 where the key is seen",
-        ),
-    }
+        ("start-m-forgotten", {"m": "none"}, "the first row of the tile is number start_m, not 0"),
+        ("start-n-forgotten", {"n": "none"}, "the first column of the tile is number start_n, not 0"),
+        ("start-times-block", {"m": "times"}, "start_m is multiplied by BLOCK_M; it is a row's number already"),
+        ("start-times-block", {"n": "times"}, "start_n is multiplied by BLOCK_N; it is a key's number already"),
+        ("tail-not-masked", {"tail": "none"}, "keys from N on, which do not exist, are seen"),
+        ("compared-with-m", {"tail": "M"}, "keys are compared with M, the number of queries; there are N keys"),
+        ("last-key-lost", {"tail": "short"}, "the last key, N - 1, is hidden from every query"),
+    ]
+
+    def mistakes() -> dict[str, tuple[Sequence[Any], str]]:
+        starts = "row 0 of the tile is query start_m, and column 0 is key start_n"
+        return {
+            "starts-forgotten": (tile(m="none", n="none"), starts),
+            "starts-exchanged": (tile(m="other", n="other"), f"start_m and start_n are exchanged: {starts}"),
+            "inverted": (given(lambda r, c, a, b, M, N: ~((b + c <= a + r + N - M) & (b + c < N))),
+                         "1 and 0 are exchanged: 1 where the key is seen"),
+            "start-n-forgotten": (given(lambda r, c, a, b, M, N: (c <= a + r + N - M) & (b + c < N)),
+                                  "the first column of the tile is number start_n, not 0: the comparison with the "
+                                  "query uses it without"),
+            **_one_or_two(changes, tile),
+        }  # fmt: skip
+
     _expect_all(answers, mistakes, what="seen")
     compiles(kernel, {"seen_ptr": torch.int32, "start_m": 16, "start_n": 16, "M": 50, "N": 60, "BLOCK_M": 16,
                       "BLOCK_N": 32})  # fmt: skip
@@ -429,13 +550,13 @@ def _(scores_kernel: Any) -> str:
         q, k = _random((M, D), (N, D), seed=D + M)
         wide_q, wide_k = _apart(q, 136), _apart(k, 152)
         s = torch.full((M, N), math.nan, device=q.device)
-        with in_bounds(case, q=wide_q, k=wide_k, s=s) as traffic:
+        with kept(case, Q=wide_q, K=wide_k), in_bounds(case, q=wide_q, k=wide_k, s=s) as traffic:
             kernel[(1,)](wide_q, wide_k, s, 136, 152, M, N, HEAD_DIM=D, BLOCK_D=block, BLOCK_M=16, BLOCK_N=32)
         explain_undefined(traffic, s, case)
-        if s.isnan().any() and runtime.INTERPRETED:
+        if not s.isfinite().all() and runtime.INTERPRETED:
             raise CheckFailed(
-                "some scores are NaN, though every address was right: what do the masked-off elements hold? -inf times "
-                "0 is NaN, and so is inf - inf",
+                "some scores are NaN or infinite, though every address was right: what do the masked-off elements "
+                "hold? -inf times 0 is NaN, and so is inf - inf",
                 diagnosis="nan-from-padding",
                 case=case,
             )
@@ -474,6 +595,18 @@ def _(scores_kernel: Any) -> str:
             "these are products of Q with itself: are k's addresses made from K_ptr?",
         ),
         "negative": (given(lambda q, k, d, b: -(q @ k.T)), "every score has the wrong sign"),
+        "first-column-only": (
+            given(lambda q, k, d, b: q[:, :1] * k[:, :1].T * d),
+            "every column is the first one here: is offs_d in the addresses?",
+        ),
+        "first-column-only 2": (
+            given(lambda q, k, d, b: q[:, :1] * k.sum(1)[None, :]),
+            "every column of Q is its first one here: is offs_d in its addresses?",
+        ),
+        "first-column-only 3": (
+            given(lambda q, k, d, b: q.sum(1)[:, None] * k[:, :1].T),
+            "every column of K is its first one here: is offs_d in its addresses?",
+        ),
     }
     _expect_all(answers, mistakes, what="s", tol=0.06)
     pointers = {"Q_ptr": torch.float16, "K_ptr": torch.float16, "S_ptr": torch.float32}
@@ -582,7 +715,62 @@ def _(window_keys: Callable[..., tuple[int, int]]) -> str:
         ),
         "no-end": (end(lambda a, z, d, n, lo, hi: n), "end is seq_k for every block: which keys are too far?"),
     }
-    _expect_all(answers, mistakes, what="(begin, end)")
+    for slug, f, why in (
+        ("offset-not-negative", abs, "takes the offset seq_k - seq_q as positive; with fewer keys it is negative"),
+        ("offset-cut", lambda d: max(0, d), "is cut off at 0; with fewer keys than queries it is negative"),
+    ):
+        mistakes[slug] = (
+            given(lambda a, z, d, n, lo, hi, f=f: right_answer(a, z, f(d), n, lo, hi)),
+            f"the offset seq_k - seq_q {why}" if "cut" in slug else f"the position {why}",
+        )
+    mistakes |= {
+        "begin-top-left": (
+            begin(lambda a, z, d, n, lo, hi: max(0, a - lo)),
+            "begin is computed from key `start`; row `start` stands beside key start + seq_k - seq_q",
+        ),
+        "end-top-left": (
+            end(lambda a, z, d, n, lo, hi: min(n, z + hi)),
+            "end is computed from key `stop`; row stop - 1 stands beside key stop - 1 + seq_k - seq_q",
+        ),
+        "left-added": (
+            begin(lambda a, z, d, n, lo, hi: max(0, a + d + lo)),
+            "begin lies after the query's position: `left` keys *before* it are seen",
+        ),
+        "right-subtracted": (
+            end(lambda a, z, d, n, lo, hi: min(n, z + d - hi)),
+            "end lies before the query's position: `right` keys *after* it are seen",
+        ),
+        "own-key-only": (
+            begin(lambda a, z, d, n, lo, hi: max(0, a + d)),
+            "begin is the query's own position: `left` keys before it are seen too",
+        ),
+        "first-row-missing": (
+            given(lambda a, z, d, n, lo, hi: (max(0, z - 1 + d - lo), min(n, a + 1 + d + hi))),
+            "these are the keys that *every* row of the block sees; the keys that *some* row sees are wanted",
+        ),
+        "exchanged": (
+            given(lambda *x: right_answer(*x)[::-1]),
+            "the two are exchanged: return (begin, end)",
+        ),
+        "a-length": (
+            given(lambda a, z, d, n, lo, hi: (max(0, a + d - lo), min(n, z + d + hi) - max(0, a + d - lo))),
+            "the second number is how many keys there are; `end` is wanted, one past the last",
+        ),
+        "cut-at-seq-q": (
+            given(lambda a, z, d, n, lo, hi: (max(0, a + d - lo), min(n - d, z + d + hi))),
+            "end is cut off at seq_q, the number of queries; there are seq_k keys",
+        ),
+        "last-key-lost": (
+            end(lambda a, z, d, n, lo, hi: min(n - 1, z + d + hi)),
+            "end is never seq_k: it is one *past* the last key",
+        ),
+    }
+    unseen = [(case, got) for case, got, want in answers if want == (0, 0) and got != want]
+    if unseen and all(got == want for _, got, want in answers if want != (0, 0)):
+        case, got = unseen[0]
+        sentence = f"it is {got}, and no row of this block sees a key: begin >= end is wanted there"
+        raise CheckFailed(sentence, diagnosis="nothing-is-seen", case=case)
+    _expect_numbers(answers, ("begin", "end"), mistakes)
     return f"{len(_WINDOWS)} blocks of queries"
 
 
@@ -604,16 +792,18 @@ def _(window_keys: Callable[..., tuple[int, int]]) -> str:
 def _(cap_kernel: Any) -> str:
     kernel = kernel_of(cap_kernel, ("x_ptr", "y_ptr", "cap", "BLOCK"))
     edge = [0.0, 1e-3, -1e-3, 0.5, -0.5, 3.0, -3.0, 40.0, -40.0, 90.0, -90.0, 1e4, -1e4, 1e30, -1e30, math.inf]
-    got, inputs = [], []
+    times = [z * sign for z in (5, 12, 20, 30, 46, 60, 87, 90, 120, 200) for sign in (1, -1)]  # where exp overflows
+    got, inputs, stored = [], [], []
     for cap in (50.0, 1.0, 3.0):
-        (x,) = _random((48,), seed=int(cap), dtype=torch.float32)
-        x = torch.cat([x * cap, torch.tensor(edge, device=x.device)])
+        (x,) = _random((128 - len(edge) - len(times),), seed=int(cap), dtype=torch.float32)
+        x = torch.cat([x * cap, torch.tensor(times, device=x.device) * cap, torch.tensor(edge, device=x.device)])
         y = torch.full_like(x, math.nan)
         case = f"cap={cap:g}, x up to infinity"
-        with in_bounds(case, x=x, y=y):
-            kernel[(1,)](x, y, cap, BLOCK=64)
+        with kept(case, x=x), in_bounds(case, x=x, y=y):
+            kernel[(1,)](x, y, cap, BLOCK=128)
         inputs.append((x.cpu().double(), cap))
         got.append((case, (y / cap).clamp(-10, 10)))  # far beyond any right one
+        stored.append(y.cpu().double())
     right = [torch.tanh(x / cap) for x, cap in inputs]
     for (case, y), want, (x, cap) in zip(got, right, inputs, strict=True):
         lost = y.cpu().isnan()
@@ -668,23 +858,57 @@ def _(cap_kernel: Any) -> str:
             given(lambda x, c: c * torch.sigmoid(2 * x / c)),
             "that is cap times the sigmoid, between 0 and cap; tanh(z) is 2 sigmoid(2z) - 1",
         ),
+        "sign-lost": (
+            given(lambda x, c: c * torch.tanh((x / c).abs())),
+            "y is right for x > 0; for x < 0 it has the sign of x > 0",
+        ),
+        "divided-by-cap": (
+            given(lambda x, c: torch.tanh(x / c) / c),
+            "tanh(x / cap) is divided by the cap; cap times it is wanted",
+        ),
+        "halved": (given(lambda x, c: c * torch.tanh(x / c) / 2), "every y is half of what it should be"),
+        "log2e-divided": (
+            given(lambda x, c: c * torch.tanh(x / c / log2e**2)),
+            "exp2(z / log2(e)) is not exp(z): the exponent is multiplied by log2(e)",
+        ),
         "x-times-tanh": (
             given(lambda x, c: x * torch.tanh(x / c)),
             "that is x * tanh(x / cap): it is cap * tanh(x / cap)",
         ),
     }
     answers = [(case, y, want) for (case, y), want in zip(got, right, strict=True)]
-    _expect_all(answers, mistakes, what="y / cap", tol=2e-5)
-    compiles(kernel, {"x_ptr": torch.float32, "y_ptr": torch.float32, "cap": 50.0, "BLOCK": 64})
+    try:
+        _expect_all(answers, mistakes, what="y / cap", tol=2e-5)
+    except CheckFailed as failed:
+        if failed.diagnosis == "wrong-value":
+            _tell_smallest(answers, inputs, stored)
+        raise
+    compiles(kernel, {"x_ptr": torch.float32, "y_ptr": torch.float32, "cap": 50.0, "BLOCK": 128})
     return "3 caps, from 0 to infinity, and it compiles"
+
+
+def _tell_smallest(
+    answers: Sequence[Answer], inputs: Sequence[tuple[torch.Tensor, float]], stored: Sequence[torch.Tensor]
+) -> None:
+    """CheckFailed with the wrong y of the smallest |x|, which says most."""
+    __tracebackhide__ = True
+    for (case, y, want), (x, cap), mine in zip(answers, inputs, stored, strict=True):
+        wrong = ~((y.cpu() - want).abs() <= 2e-5)
+        if wrong.any():
+            at = int(torch.where(wrong, x.abs(), math.nan).nan_to_num(math.inf, posinf=1e38).argmin())
+            raise CheckFailed(
+                f"y is wrong for {int(wrong.sum())} of {len(x)} numbers; that of the smallest |x| is x = {x[at]:.6g}: "
+                f"there y is {mine[at]:.6g}, it should be {want[at] * cap:.6g}",
+                case=case,
+            )
 
 
 # ---- 4.7 ------------------------------------------------------------------------------------------------------------
 
 _CAPPED = (  # M, N, cap, scale
-    (40, 40, 50.0, 0.5), (48, 48, 1.0, 1.0), (20, 70, 2.0, 1.0), (50, 33, 2.0, 1.0), (33, 33, 3.0, 0.5),
+    (40, 40, 50.0, 0.25), (48, 48, 1.0, 0.5), (20, 70, 2.0, 0.5), (50, 33, 2.0, 0.5), (33, 33, 3.0, 0.25),
 )  # fmt: skip
-_ONE_HEAD = {"HEAD_DIM": 16, "BLOCK_M": 16, "BLOCK_N": 32}
+_ONE_HEAD = {"HEAD_DIM": 64, "BLOCK_M": 16, "BLOCK_N": 32}  # no two alike: an axis that is mixed up shows
 
 
 @exercise(
@@ -707,10 +931,10 @@ def _(capped_causal_kernel: Any) -> str:
     answers, operands = [], []
     for M, N, cap, scale in _CAPPED:
         case = f"M={M}, N={N}, cap={cap:g}, scale={scale:g}"
-        q, k, v = _random((M, 16), (N, 16), (N, 16), seed=M + N)
+        q, k, v = _random((M, 64), (N, 64), (N, 64), seed=M + N)
         v = v + 0.5
         o = torch.full_like(q, math.nan)
-        with in_bounds(case, q=q, k=k, v=v, o=o):
+        with kept(case, q=q, k=k, v=v), in_bounds(case, q=q, k=k, v=v, o=o):
             kernel[(-(-M // 16),)](q, k, v, o, M, N, scale, cap, **_ONE_HEAD)
         operands.append((q.cpu().double(), k.cpu().double(), v.cpu().double(), cap, scale))
         answers.append((case, o, _capped(*operands[-1])))
@@ -718,32 +942,39 @@ def _(capped_causal_kernel: Any) -> str:
     def given(**changes: Any) -> list[torch.Tensor]:
         return [_capped(*x, **changes) for x in operands]
 
-    leak = "a hidden key has the score -cap, and with it a share of the softmax: "
-    mistakes = {
-        "capped-after-mask": (
-            given(hidden="capped"),
-            leak + "the cap makes a number of -inf, so it has to come before the mask",
-        ),
-        "capped-after-mask 2": (
-            given(hidden="capped", twice=True),
-            leak + "the cap is applied before the mask now, and after it as well",
-        ),
-        "hidden-is-zero": (
-            given(hidden="zero"),
-            "a hidden key has the score 0, and with it a share of the softmax: only -inf silences a key",
-        ),
-        "not-capped": (given(cap_it=False), "the scores are not capped at all"),
-        "capped-twice": (given(twice=True), "the scores are capped twice"),
-        "cap-not-restored": (given(outer=1.0), "tanh(score / cap) is used as it is: times the cap it is the score"),
-        "not-masked": (given(mask="none"), "no key is hidden: the mask does nothing any more"),
-        "tail-only": (given(mask="tail"), "only the keys past the end are hidden; the causal mask is lost"),
-        "top-left": (
-            given(mask="top-left"),
-            "the mask is aligned at the first key; query i sees the keys j <= i + N - M",
-        ),
-        "diagonal-missing": (given(mask="strict"), "a query does not see its own position any more: <=, not <"),
-        "scale-missing": (given(scaled=False), "the scores are not multiplied by the scale any more"),
-    }
+    leak = "a hidden key has the score -cap, and with it a share of the softmax"
+    changes: list[tuple[str, Mapping[str, Any], str]] = [
+        ("capped-after-mask", {"hidden": "capped"},
+         f"{leak}: only -inf silences it, and a cap after the mask makes -cap of that"),
+        ("hidden-is-zero", {"hidden": "zero"},
+         "a hidden key has the score 0, and with it a share of the softmax: only -inf silences a key"),
+        ("not-capped", {"cap_it": False}, "the scores are not capped at all"),
+        ("capped-twice", {"twice": True}, "the scores are capped twice"),
+        ("cap-not-restored", {"outer": 1.0}, "tanh(score / cap) is used as it is: times the cap it is the score"),
+        ("two-missing", {"inner": 0.5}, "that is tanh(score / (2 cap)): the exponential in tanh is that of twice its "
+         "argument"),
+        ("not-masked", {"mask": "none"}, "no key is hidden: the mask does nothing any more"),
+        ("tail-only", {"mask": "tail"}, "only the keys past the end are hidden; the causal mask is lost"),
+        ("top-left", {"mask": "top-left"}, "the mask is aligned at the first key; query i sees j <= i + N - M"),
+        ("diagonal-missing", {"mask": "strict"}, "a query does not see its own position any more: <=, not <"),
+        ("one-too-many", {"mask": "one"}, "each query sees one key too many, the one behind its own position"),
+        ("offset-sign", {"mask": "sign"}, "the offset of the mask has the wrong sign: it is N - M"),
+        ("future-seen", {"mask": "back"}, "the comparison of the mask is turned round"),
+        ("scale-missing", {"scaled": 0}, "the scores are not multiplied by the scale any more"),
+        ("scaled-twice", {"scaled": 2}, "the scale is multiplied in twice"),
+        ("scaled-after-cap", {"scaled": 0, "after": 1}, "the scale is multiplied in after the cap; it comes before"),
+        ("scaled-twice", {"after": 1}, "the scale is multiplied in before the cap, and after it once more"),
+        ("clipped", {"clip": True}, "the scores are cut off at the cap; tanh bends them softly"),
+    ]  # fmt: skip
+
+    def mistakes() -> dict[str, tuple[Sequence[Any], str]]:
+        after_too = given(hidden="capped", twice=True)
+        return {
+            "capped-after-mask": (given(hidden="capped"), changes[0][2]),
+            "capped-after-mask 2": (after_too, f"{leak}: the cap is applied before the mask now, and after it as well"),
+            **_one_or_two(changes, given),
+        }
+
     if watched() is None:
         for case, o, want in answers:
             _explain_masked(o.cpu(), want, case)
@@ -759,9 +990,14 @@ def _explain_masked(o: torch.Tensor, want: torch.Tensor, case: str) -> None:
     none = (want == 0).all(1)
     wrong = ~((o.double() - want).abs() <= 0.01).all(1)
     if wrong.any() and not wrong[~none].any():
+        mean = bool(o[none].isfinite().all())
         raise CheckFailed(
-            "the rows that see no key are not 0, all others are right: for them m_new stays -inf; what do m_safe and "
-            "the division by l_i do then?",
+            "the rows that see no key are not 0, all others are right: "
+            + (
+                "they hold numbers, as if some key counted; every score of such a row should be -inf"
+                if mean
+                else "they hold NaN; where is -inf - (-inf), or 0 / 0?"
+            ),
             diagnosis="masked-rows",
             case=case,
         )
@@ -769,7 +1005,8 @@ def _explain_masked(o: torch.Tensor, want: torch.Tensor, case: str) -> None:
 
 def _capped(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cap: float, scale: float, *, hidden: str = "-inf",
-    mask: str = "causal", cap_it: bool = True, twice: bool = False, outer: float | None = None, scaled: bool = True,
+    mask: str = "causal", cap_it: bool = True, twice: bool = False, outer: float | None = None, inner: float = 1.0,
+    scaled: int = 1, after: int = 0, clip: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """Causal attention with capped scores, in tiles of 32 keys, the last filled up; right or with a mistake."""
     M, N = len(q), len(k)
@@ -777,17 +1014,20 @@ def _capped(
     k, v = (torch.cat([x, x.new_zeros(more, x.shape[1])]) for x in (k, v))
 
     def capped(s: torch.Tensor) -> torch.Tensor:
-        return (cap if outer is None else outer) * torch.tanh(s / cap)
+        return s.clamp(-cap, cap) if clip else (cap if outer is None else outer) * torch.tanh(inner * s / cap)
 
-    s = q @ k.T * (scale if scaled else 1.0)
+    s = q @ k.T * scale**scaled
     i, j = torch.arange(M)[:, None], torch.arange(N + more)[None, :]
-    causal = {"causal": j <= i + N - M, "top-left": j <= i, "strict": j < i + N - M}.get(mask, j == j)
+    causal = {
+        "causal": j <= i + N - M, "top-left": j <= i, "strict": j < i + N - M, "one": j <= i + N - M + 1,
+        "sign": j <= i + M - N, "back": j >= i + N - M,
+    }.get(mask, j == j)  # fmt: skip
     seen = causal & (j < N) if mask != "none" else causal & (j == j)
     value = {"-inf": -math.inf, "capped": -cap, "zero": 0.0}[hidden]
     s = capped(s) if cap_it else s
     if twice:
-        s, value = capped(s), value
-    s = s.masked_fill(~seen, value)
+        s = capped(s)
+    s = (s * scale**after).masked_fill(~seen, value)
     lse = torch.logsumexp(s, 1, keepdim=True)
     return torch.exp(s - lse.masked_fill(lse == -math.inf, 0.0)) @ v
 
@@ -880,8 +1120,28 @@ def _(row_offsets_kernel: Any) -> str:
         ),
         "unsigned": (
             given(lambda b, h, n: (b + h + n) % 2**32),
-            "no offset is negative any more, but they still wrap around, at 2^32 now: unsigned numbers of 32 bits hold "
+            "no offset is negative any more, but each is right only up to a multiple of 2^32: unsigned, 32 bits hold "
             "one bit more, and 64 are needed",
+        ),
+    }
+    layout = [(pid, h, b, hs, n) for pid, (h, b, hs, n) in zip(
+        (torch.arange(3 * x[0])[:, None] for x in _LAYOUTS.values()), _LAYOUTS.values(), strict=True)]  # fmt: skip
+    rows = torch.arange(32)[None, :]
+    mistakes |= {
+        "strides-exchanged": (
+            [p // h * hs + p % h * b + rows * n for p, h, b, hs, n in layout],
+            "batch is multiplied by the heads' stride, and head by the batches'",
+        ),
+        "batch-and-head-exchanged": (
+            [p % h * b + p // h * hs + rows * n for p, h, b, hs, n in layout],
+            "batch and head are exchanged: program pid has head pid % heads",
+        ),
+        "row-stride-missing": (given(lambda b, h, n: b + h + rows), "the rows are not multiplied by their stride"),
+        "head-missing": (given(lambda b, h, n: b + n), "the head's offset is missing"),
+        "batch-missing": (given(lambda b, h, n: h + n), "the batch's offset is missing"),
+        "rows-of-the-program": (
+            [p // h * b + p % h * hs + (p * 32 + rows) * n for p, h, b, hs, n in layout],
+            "the rows count on from program to program; every program writes down the *first* BLOCK rows of its head",
         ),
     }
     if watched() is None:
@@ -922,8 +1182,8 @@ _EXTREME_SINKS = ((20, 40, -math.inf), (20, 40, 200.0), (20, 40, -200.0))  # tri
         "such a key change in m_i, in l_i, in acc?",
         "Imagine that the loop had already met it, alone, before the first tile. Then the state is m_i = sink, l_i = "
         "exp(sink - m_i), acc = 0.",
-        "m_i = tl.full([BLOCK_M], sink, tl.float32), l_i = 1 (0 if the sink is -inf), acc = 0. The rest stays. (Or "
-        "join it after the loop, as one more tile.)",
+        "m_i = tl.full([BLOCK_M], sink, tl.float32), l_i = tl.full([BLOCK_M], 1.0, tl.float32), acc = 0, and the two "
+        "lines at the end as ever. (Without a sink the first correction is exp(-inf), which forgets the 1.)",
     ],
 )
 def _(sink_attention_kernel: Any) -> str:
@@ -935,12 +1195,12 @@ def _(sink_attention_kernel: Any) -> str:
         o_answers, lse_answers = [], []
         for M, N, sink in cases:
             case = f"M={M}, N={N}, sink={sink:g}"
-            q, k, v = _random((M, 16), (N, 16), (N, 16), seed=M + N)
+            q, k, v = _random((M, 64), (N, 64), (N, 64), seed=M + N)
             v = v + 0.5
             o, lse = torch.full_like(q, math.nan), torch.full((M,), math.nan, device=q.device)
-            with in_bounds(case, q=q, k=k, v=v, o=o, lse=lse):
-                kernel[(-(-M // 16),)](q, k, v, o, lse, M, N, 0.4, sink, **_ONE_HEAD)
-            s = q.cpu().double() @ k.cpu().double().T * 0.4
+            with kept(case, q=q, k=k, v=v), in_bounds(case, q=q, k=k, v=v, o=o, lse=lse):
+                kernel[(-(-M // 16),)](q, k, v, o, lse, M, N, 0.2, sink, **_ONE_HEAD)
+            s = q.cpu().double() @ k.cpu().double().T * 0.2
             operands.append((s, v.cpu().double(), sink))
             want_o, want_lse = _with_sink(*operands[-1])
             o_answers.append((case, o, want_o))
@@ -948,6 +1208,7 @@ def _(sink_attention_kernel: Any) -> str:
         return o_answers, lse_answers
 
     o_answers, lse_answers = answers_for(_SINKS)
+    sums = [_sums(*x) for x in operands]  # acc, l, m and the sink's term, of one maximum; m of the keys alone
 
     def given(which: int, f: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
         return [f(*x)[which] for x in operands[: len(_SINKS)]]
@@ -974,7 +1235,7 @@ def _(sink_attention_kernel: Any) -> str:
 
     told = {
         "sink-ignored": (without, "the result is that without a sink: does l_i hold its term, exp(sink - m_i)?"),
-        "sink-scaled": (times(0.4), "the sink is multiplied by the scale: it is a score already"),
+        "sink-scaled": (times(0.2), "the sink is multiplied by the scale: it is a score already"),
         "sink-negated": (times(-1.0), "the sink counts with the wrong sign"),
         "sink-in-base-2": (times(math.log2(math.e)), "the sink is multiplied by log2(e), and e is raised to the power"),
         "sink-in-base-2 2": (times(math.log(2)), "2 is raised to the power of the sink; its term is e^(sink - m_i)"),
@@ -986,18 +1247,63 @@ def _(sink_attention_kernel: Any) -> str:
                                  "score of its own"),
     }  # fmt: skip
     mistakes = {slug: (given(0, f), why) for slug, (f, why) in told.items() if slug != "sink-added-to-scores"}
+    for slug, f, why in (
+        ("not-normalised", lambda acc, l, t, c: acc, "o is acc as it is; it has to be divided by l_i"),
+        ("multiplied-by-l", lambda acc, l, t, c: acc * l, "acc is multiplied by l_i, and should be divided by it"),
+        ("sink-twice", lambda acc, l, t, c: acc / (l + t), "the sink is counted twice"),
+        ("acc-not-rescaled", lambda acc, l, t, c: acc / c / l,
+         "where the sink is the new maximum, l_i is rescaled and acc is not"),
+        ("l-not-rescaled", lambda acc, l, t, c: acc / ((l - t) / c + t),
+         "where the sink is the new maximum, acc is rescaled and l_i is not"),
+        ("correction-inverted", lambda acc, l, t, c: acc / c**2 / ((l - t) / c**2 + t),
+         "the correction is turned round: what was summed for the old maximum is multiplied by exp(old - new)"),
+    ):  # fmt: skip
+        columns = [f(acc, l, t, torch.exp(old - m)) for acc, l, m, t, old in sums]
+        mistakes[f"{slug} {len(mistakes)}"] = (columns, why)
+    plus = [acc / (l - t + x[2]) for (acc, l, m, t, _), x in zip(sums, operands, strict=True)]
+    mistakes["sink-not-exponential"] = (plus, "the sink itself is added to l_i; its term is exp(sink - m_i)")
+    keys = [_sums(x[0], x[1], -math.inf) for x in operands]
+    plus = [acc / (l + x[2]) for (acc, l, *_), x in zip(keys, operands, strict=True)]
+    mistakes["sink-not-exponential 2"] = (plus, "the sink itself is added to l_i; its term is exp(sink - m_i)")
+    plus = [(acc + x[2] * t) / l for (acc, l, m, t, _), x in zip(sums, operands, strict=True)]
+    mistakes["acc-holds-the-sink"] = (plus, "acc begins with the sink; the sink's value is a row of zeros")
     _expect_all(o_answers, mistakes, what="o", tol=0.01)
     lse_mistakes = {slug: (given(1, f), f"o is right, lse is not: {why}") for slug, (f, why) in told.items()}
     without_sink = (given(1, without), "o is right; lse is the logarithm of the sum without the sink")
     lse_mistakes = {"lse-without-sink": without_sink} | lse_mistakes
+    for slug, lse_of, why in (
+        ("lse-no-logarithm", lambda l, m, t, old, sink: m + l, "m_i + l_i: the logarithm is missing"),
+        ("lse-in-base-2", lambda l, m, t, old, sink: m + l.log2(), "m_i + log2(l_i): the natural logarithm is wanted"),
+        ("lse-without-m", lambda l, m, t, old, sink: l.log(), "log(l_i): l_i is relative to e^m_i"),
+        ("lse-multiplied", lambda l, m, t, old, sink: m * l.log(), "m_i times log(l_i): it is their sum"),
+        ("lse-sign", lambda l, m, t, old, sink: m - l.log(), "m_i - log(l_i): it is their sum"),
+        ("sink-twice", lambda l, m, t, old, sink: m + l.log() + sink, "right plus the sink, which is in l_i already"),
+        ("sink-twice", lambda l, m, t, old, sink: m + (l + t).log(), "the logarithm of a sum that has the sink twice"),
+        ("lse-of-the-old-m", lambda l, m, t, old, sink: old + l.log(),
+         "the old maximum, without the sink, plus log(l_i), and l_i is relative to the new one"),
+    ):  # fmt: skip
+        columns = [
+            lse_of(l[:, 0], m[:, 0], t[:, 0], old[:, 0], x[2])
+            for (_, l, m, t, old), x in zip(sums, operands, strict=True)
+        ]
+        lse_mistakes[f"{slug} {len(lse_mistakes)}"] = (columns, f"o is right; lse is {why}")
     _expect_all(lse_answers, lse_mistakes, what="lse", tol=2e-3)
     for (case, o, want_o), (_, lse, want_lse) in zip(*answers_for(_EXTREME_SINKS), strict=True):
         _explain_sink(o, lse, case)
         expect_close(o, want_o, what="o", case=case, tol=0.01)
         expect_close(lse, want_lse, what="lse", case=case, tol=2e-3)
     pointers = dict.fromkeys(("Q_ptr", "K_ptr", "V_ptr", "O_ptr"), torch.float16) | {"LSE_ptr": torch.float32}
-    compiles(kernel, pointers | {"M": 20, "N": 70, "scale": 0.4, "sink": 1.5} | _ONE_HEAD)
+    compiles(kernel, pointers | {"M": 20, "N": 70, "scale": 0.2, "sink": 1.5} | _ONE_HEAD)
     return f"{len(_SINKS) + len(_EXTREME_SINKS)} cases, and it compiles"
+
+
+def _sums(s: torch.Tensor, v: torch.Tensor, sink: float) -> tuple[torch.Tensor, ...]:
+    """acc, l, m and the sink's term, all of the maximum m of keys and sink; and the maximum of the keys alone."""
+    old = s.amax(1, keepdim=True)
+    m = old.clamp(min=sink)
+    term = torch.exp(sink - m)
+    p = torch.exp(s - m)
+    return p @ v, p.sum(1, keepdim=True) + term, m, term, old
 
 
 def _with_sink(
@@ -1065,9 +1371,38 @@ def _(my_attention: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Report:
             if isinstance(result, (tuple, list)) and result and isinstance(result[0], torch.Tensor):
                 explain_undefined(traffic, result[0], None)
     report = verify(my_attention, causal=True, gqa=True, head_dims=(64, 40), max_seq=150, max_tile=128)
+    _expect_scales(my_attention)
     if runtime.INTERPRETED:
         _expect_tiles_skipped(my_attention)
     return report
+
+
+def _expect_scales(fn: Callable[..., Any]) -> None:
+    """The default scale at a head_dim that is no power of two, and a scale of 0."""
+    __tracebackhide__ = True
+    q, k, v = _random((1, 2, 20, 40), (1, 1, 30, 40), (1, 1, 30, 40))
+
+    def o(**scale: float) -> torch.Tensor:
+        return fn(q, k, v, **scale)[0].float().cpu()
+
+    def near(x: torch.Tensor, y: torch.Tensor) -> bool:
+        return bool((x - y).abs().max() < 0.01)
+
+    default, zero = o(), o(scale=0.0)
+    if not near(default, o(scale=40**-0.5)):
+        raise CheckFailed(
+            "right where a scale is given; without one o is not that of scale = 1 / sqrt(head_dim)"
+            + (": it is that of 1 / sqrt(64), the padded head_dim" if near(default, o(scale=64**-0.5)) else ""),
+            diagnosis="default-scale",
+            case="head_dim=40, no scale given",
+        )
+    if not near(zero, v.float().cpu().mean(2, keepdim=True).expand_as(zero)):
+        raise CheckFailed(
+            "with scale=0 every key counts the same, and o is the mean of v"
+            + ("; here o is that of the default scale: 0 is a scale, and not None" if near(zero, default) else ""),
+            diagnosis="scale-zero",
+            case="head_dim=40, scale=0",
+        )
 
 
 def _expect_tiles_skipped(fn: Callable[..., Any]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import inspect
+import itertools
 import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -25,14 +26,24 @@ def kernel_of(answer: Any, parameters: Sequence[str] | None = None) -> Any:
     """The answer, if it is a Triton kernel (with these parameters); NotImplementedError while it is still a blank."""
     __tracebackhide__ = True
     function: Any = getattr(answer, "fn", None)
+    undecorated = inspect.isfunction(answer) and answer.__module__ != kernel_of.__module__
     expect(
         inspect.isfunction(function),
-        f"hand in the kernel itself, a function under @triton.jit, not a {type(answer).__name__}",
+        "hand in the kernel itself, a function under @triton.jit"
+        + (
+            ": this is a Python function, or what a launch gives" if undecorated else f", not a {type(answer).__name__}"
+        ),
         diagnosis="wrong-type",
     )
     # Compiled, a `raise` in a kernel is a compiler error and not the exception it names.
     if "raise NotImplementedError" in inspect.getsource(function):
         raise NotImplementedError
+    foreign = _foreign(function)
+    expect(
+        foreign is None,
+        f"{foreign} is not for kernels: inside of one everything is Triton's, as tl.zeros and tl.float32 are",
+        diagnosis="not-triton",
+    )
     got = tuple(inspect.signature(function).parameters)
     expect(
         parameters is None or got == tuple(parameters),
@@ -40,6 +51,28 @@ def kernel_of(answer: Any, parameters: Sequence[str] | None = None) -> Any:
         diagnosis="wrong-parameters",
     )
     return answer
+
+
+def _foreign(function: Any) -> str | None:
+    """The first name of torch's or numpy's in a kernel's body, or None."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+    for node in itertools.chain.from_iterable(ast.walk(line) for line in getattr(body, "body", [])):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            module = function.__globals__.get(node.value.id)
+            if inspect.ismodule(module) and module.__name__ in ("torch", "numpy"):
+                return f"{node.value.id}.{node.attr}"
+    return None
+
+
+@contextlib.contextmanager
+def kept(case: str | None, **inputs: torch.Tensor) -> Iterator[None]:
+    """CheckFailed where a kernel writes to one of its inputs."""
+    __tracebackhide__ = True
+    before = {name: x.clone() for name, x in inputs.items()}
+    yield
+    for name, x in inputs.items():
+        same = (x == before[name]) | (x.isnan() & before[name].isnan())
+        expect(bool(same.all()), f"{name} is written to: it is an input", diagnosis="input-changed", case=case)
 
 
 @contextlib.contextmanager
@@ -53,7 +86,8 @@ def in_bounds(case: str | None, **tensors: torch.Tensor) -> Iterator[Traffic | N
         with running(case), watched(**tensors) if runtime.INTERPRETED else contextlib.nullcontext() as traffic:
             yield traffic
     except OutOfBounds as error:
-        raise CheckFailed(f"{error}: a mask or a stride is wrong", diagnosis="out-of-bounds", case=case) from None
+        sentence = f"{error}: look at what makes this address (indices, strides) and at the mask"
+        raise CheckFailed(sentence, diagnosis="out-of-bounds", case=case) from None
 
 
 def explain_undefined(traffic: Traffic | None, o: torch.Tensor, case: str | None) -> None:

@@ -9,6 +9,7 @@ numpy >= 2.4; keeps numpy's warnings off; and takes a quarter off its time. Impo
 
 import contextlib
 import inspect
+import sys
 import types
 import warnings
 from collections.abc import Collection, Iterator
@@ -175,14 +176,32 @@ def _repair_warnings() -> None:
     ti.GridExecutor.__call__ = call
 
 
+def _one_number(tensor):
+    """The number in an interpreted scalar; TypeError for a tile, as a compiler would refuse it."""
+    data = tensor.handle.data
+    if data.size != 1:
+        raise TypeError(
+            f"a tile of shape {list(data.shape)} where one number is wanted: for tiles there are & | ~ and tl.where, "
+            "and not `and`, `or`, `not`, `if`, a < b < c"
+        )
+    return data.reshape(-1)[0]
+
+
 def _repair_index() -> None:
     """Scalars are arrays of one element here, and `range(0, n, BLOCK)` of a kernel argument wants an int of them."""
     original_patch_tensor = ti._patch_lang_tensor
 
+    def truth(self):
+        # Triton's own says True for every tile, so that `a and b` is b and `a <= b < c` is `b < c`, silently. It
+        # counts on that itself, in `if mask`.
+        library = sys._getframe(1).f_globals.get("__name__", "").startswith("triton.")
+        return True if library and self.handle.data.size != 1 else bool(_one_number(self))
+
     def patch_lang_tensor(tensor, scope):
         original_patch_tensor(tensor, scope)
         # numpy >= 2.4 does not convert such an array with int(array), which is what Triton 3.6 does.
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.reshape(-1)[0]))
+        scope.set_attr(tensor, "__index__", lambda self: int(_one_number(self)))
+        scope.set_attr(tensor, "__bool__", truth)
 
     ti._patch_lang_tensor = patch_lang_tensor
 
