@@ -63,6 +63,7 @@ def cpu():
         yield copy
 
 
+@pytest.mark.skipif(not runtime.INTERPRETED, reason="the checker's inputs are on the GPU")
 @pytest.mark.parametrize("step", STEPS)
 def test_the_logic_on_the_checkers_cases(cpu, step):
     def forward(q, k, v, *, causal, scale):

@@ -276,15 +276,24 @@ KERNELS = {"dkdv": dkdv_kernel, "dq": dq_kernel}
 @pytest.mark.parametrize("target", CHIPS)
 def test_recorded_tiles_fit_and_spill_little(target, kernel):
     jobs = [
-        (dtype, choice)
+        (dtype, choice, masked)
         for dtype in (torch.bfloat16, torch.float32)
         if dtype != torch.float32 or target == "sm_86"
-        for choice in tiles.recorded(kernel, CHIPS[target], dtype)
+        for masked in (False, True)
+        for choice in tiles.recorded(kernel, CHIPS[target], dtype, masked)
+        if masked or choice.source == "measured"  # others are the same for both
     ]
-    arguments = [compile_arguments(kernel, dtype, c.head_dim, c.tile, causal=True) for dtype, c in jobs]
-    for (dtype, _), report in zip(jobs, compile_reports(KERNELS[kernel], arguments, targets=[target]), strict=True):
-        assert report.fits and report.spill_bytes <= SPILL, report
+    arguments = [compile_arguments(kernel, dtype, c.head_dim, c.tile, causal=masked) for dtype, c, masked in jobs]
+    for (dtype, choice, _), report in zip(
+        jobs, compile_reports(KERNELS[kernel], arguments, targets=[target]), strict=True
+    ):
+        # The fastest tile of dK and dV at head_dim 128 spills what its loop does not need.
+        most = SPILL if choice.source == "compiled" or choice.head_dim < 128 else 1024
+        assert report.fits and report.spill_bytes <= most, report
         assert (report.tensor_core_instructions > 0) == (dtype != torch.float32), report
+        if target == "sm_90":
+            products, waits = (report.sass.count(name) for name in ("HGMMA", "WARPGROUP.DEPBAR"))
+            assert waits < products / 2, "ptxas waits for each instruction of a product (its warning C7515)"
 
 
 @pytest.mark.slow
