@@ -182,7 +182,7 @@ def test_exponentials_stand_between_the_two_waits(step):
     arguments = compile_arguments(step, torch.bfloat16, 128)
     (report,) = compile_reports(gluon_forward.KERNELS[step], [arguments], targets=["sm_90"])
     between = re.findall(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x1(.*?)WARPGROUP\.DEPBAR\.LE gsb0, 0x0", report.sass, re.DOTALL)
-    assert between and all(part.count("MUFU.EX2") >= 60 for part in between)
+    assert between and all(part.count("MUFU.EX2") >= (60 if step == "specialised" else 32) for part in between)
 
 
 # ---- on Hopper -----------------------------------------------------------------------------------------------------

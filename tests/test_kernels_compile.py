@@ -47,7 +47,16 @@ DEVICE_FUNCTIONS = {
     "flashlab.attention.triton_backward.load_statistics",
     *(
         f"flashlab.attention.triton_forward.{name}"
-        for name in ("tile_edges", "in_band", "tile_ptrs", "tile_step", "load_tile", "store_tile", "soft_capped")
+        for name in (
+            "tile_edges",
+            "in_band",
+            "tile_ptrs",
+            "tile_step",
+            "load_tile",
+            "store_tile",
+            "soft_capped",
+            "longest_first",
+        )
     ),
     *(
         f"flashlab.attention.gluon_forward.{name}"
@@ -57,6 +66,7 @@ DEVICE_FUNCTIONS = {
             "tiles_masked",
             "load_box",
             "masked",
+            "sums_of_threads",
             "softmax_step",
             "along_rows",
             "store_rows",
