@@ -1437,7 +1437,8 @@ for run in industrial.having(runs, "shapes"):
 
 # %% [markdown]
 # Compare "triton" with "gluon" in the figure. Formula and algorithm are the same. What differs is what section 12 is about: layouts, copies,
-# waits, and the tiles that go with them. So their distance is what these decisions are worth, made by hand.
+# waits, and the tiles that go with them. So their distance is what these decisions are worth, made by hand. Where Gluon's line is the lower one, the
+# compiler has decided better than we have.
 
 # %% [markdown]
 # ### Beside a published table
@@ -1481,7 +1482,7 @@ for run in industrial.having(runs, "tune"):
     rows = []
     for part, keep in PARTS.items():  # times are sorted, the fastest first
         best = [next((ms for t, ms in times if keep(t)), math.nan) / times[0][1] for times in found.values()]
-        rows.append([part, *(f"{x:.2f}" for x in best)])
+        rows.append([part, *(f"{x:.2f}" if x == x else "" for x in best)])
     show.table(rows, ["only", *(f"D = {d}, {'causal' if causal else 'whole'}" for d, causal in found)])
 
 # %% [markdown]
