@@ -40,7 +40,7 @@ def test_the_cells_that_read_the_record(cells, name, monkeypatch, capsys):
     matplotlib.use("Agg")
     monkeypatch.setattr(industrial, "recorded", lambda: RECORDS[name])
     imports, reading = cells
-    assert len(reading) == 8
+    assert len(reading) == 9
     space: dict = {}
     exec(imports, space)
     shown: list = []

@@ -50,7 +50,8 @@ from flashlab.attention.options import band, visible
 from flashlab.attention.reference import attention
 from flashlab.attention.tiles import SEARCH, Tile
 from flashlab.attention.triton_forward import (
-    compile_arguments, flash_attention_forward, hbm_bytes, in_band, load_tile, soft_capped, store_tile,
+    compile_arguments, flash_attention_forward, hbm_bytes, in_band, load_tile, longest_first, soft_capped,
+    store_tile,
 )
 from flashlab.bench import industrial
 from flashlab.check import verify
@@ -338,8 +339,10 @@ show.diff(text(STEPS[1]), text(STEPS[2]), context=1)
 # - `end` in `tile_edges`: the last row of the block is `stop - 1`, and it sees the keys before `stop + last`. The loop ends there. **Tiles that no row
 #   sees are never loaded.** `tl.maximum(..., 0)` is for blocks that see no key at all.
 # - `in_band`: inside a tile, the rows see different keys.
-# - The order of the blocks: the last block of queries visits the most tiles. If it starts last, the GPU waits for it while everything else has
-#   ended. So the longest start first. (Phase 9 puts a number on it.)
+
+# %% [markdown]
+# - `longest_first`, the order of the blocks: the last block of queries visits the most tiles. If it starts last, the GPU waits for it while everything else
+#   has ended. So the longest start first, of 16 heads at a time. Why not of all heads? What runs at the same time shares K and V in the L2 cache.
 
 # %% [markdown]
 # Which tiles are visited? Let `tile_edges` itself say it. This kernel stores its four positions for each block of queries:
@@ -703,10 +706,12 @@ for run in industrial.having(runs, "options"):
 
 # %%
 rows = []
-for chip in ("hopper", "ampere", "consumer"):
-    for choice in tiles.recorded("forward", chip, torch.bfloat16):
-        rows.append([chip, f"up to {choice.head_dim}", *choice.tile, choice.source])
-show.table(rows, ["chip", "head_dim", *Tile._fields, "source"])
+for chip, masks_ in (("hopper", (False, True)), ("ampere", (False,)), ("consumer", (False,))):
+    for masked in masks_:
+        for choice in tiles.recorded("forward", chip, torch.bfloat16, masked):
+            mask = ("whole", "masked")[masked] if len(masks_) > 1 else "both"
+            rows.append([chip, f"up to {choice.head_dim}", mask, *choice.tile, choice.source])
+show.table(rows, ["chip", "head_dim", "mask", *Tile._fields, "source"])
 
 # %% [markdown]
 # `source` says what a choice rests on. "compiled" means: a usual tile, which fits and does not spill, but nobody has timed it on such a chip.
@@ -715,7 +720,7 @@ show.table(rows, ["chip", "head_dim", *Tile._fields, "source"])
 # Why not the largest that there is? Ask the compiler about the choice for Hopper, and about three other tiles:
 
 # %% tags=["nbval-ignore-output"]
-choice = next(c for c in tiles.recorded("forward", "hopper", torch.bfloat16) if c.head_dim >= 128)
+choice = next(c for c in tiles.recorded("forward", "hopper", torch.bfloat16, True) if c.head_dim >= 128)
 tried = [choice.tile, Tile(128, 128, 8, 2), Tile(128, 64, 4, 2), Tile(256, 64, 8, 2)]
 arguments = [compile_arguments(torch.bfloat16, 128, tile, causal=True) for tile in tried]
 reports = compile_reports(triton_forward.flash_attention_kernel, arguments, targets=["sm_86", "sm_90"])
@@ -766,8 +771,7 @@ for run in industrial.having(runs, "tune"):
     print(run["machine"]["gpu"])
 
 # %% [markdown]
-# *Each number is the time over that of the fastest tile. A dash: the tile does not fit, or was not timed.* The choice for a chip is the tile that is best over
-# both masks.
+# *Each number is the time over that of the fastest tile. A dash: the tile does not fit, or was not timed.*
 #
 # Few queries are a case of their own. A program computes all rows of its block, also those that are not there. So with 20 queries the block shrinks:
 
@@ -1011,10 +1015,11 @@ show.table(rows, ["tile", "place", "phase of its barrier", "parity to wait for"]
 # %% [markdown]
 # ### The first kernel, line by line
 #
-# First the softmax of a tile. It is section 11's, with the same names:
+# First the softmax of a tile. It is section 11's, with the same names, but for one thing: each of the four threads of a row keeps a sum of its own. They are
+# added up once, at the end.
 
 # %%
-# FROM flashlab.attention.gluon_forward: softmax_step, masked, along_rows
+# FROM flashlab.attention.gluon_forward: sums_of_threads, softmax_step, masked, along_rows
 
 # %% [markdown]
 # - **`SliceLayout`** is the layout of a tile without one of its axes: `rows` or `columns`, held by the threads that need them.
@@ -1134,8 +1139,9 @@ step, after = (show.source_text(f) for f in (gluon_forward.pipelined_step, gluon
 show.diff(step, after, context=1)
 
 # %% [markdown]
-# The loads are gone. In their place is `give_back`: "I have read this place." Such a report goes to a second barrier of the place, `free`. It needs a
-# report from *each* warpgroup: `barriers(STAGES, GROUPS)`. The loading warp waits for it, then refills the place, and `ready` tells the others.
+# - The loads are gone. In their place is `give_back`: "I have read this place." Such a report goes to a second barrier of the place, `free`. It needs a
+#   report from *each* warpgroup: `barriers(STAGES, GROUPS)`. The loading warp waits for it, then refills the place, and `ready` tells the others.
+# - With `TURNS` two warpgroups start their products in turn, by a barrier each. So one has its softmax while the other multiplies.
 
 # %%
 # FROM flashlab.attention.gluon_forward: give_back, load_part
@@ -1220,8 +1226,8 @@ show.table(rows, ["kernel", "registers", "spilled", "KiB", "HGMMA", "UTMALDG", "
 
 # %% [markdown]
 # An HGMMA multiplies 16 columns of its left operand. So a product of 128 is 8 of them, and one loop has 16. `pipelined` has that loop twice, and half
-# of it before and after. `specialised` has all of this for each warpgroup. The exchanges in the quads are the `SHFL`: in `one_tile` two for the
-# maximum and two for the sum, of two rows.
+# of it before and after. `specialised` has all of this for each warpgroup. The exchanges in the quads are the `SHFL`: in a loop two for
+# the maximum of each of a thread's two rows, and as many for the sums at the end.
 #
 # And who meets whom? `BAR.SYNC` is where threads wait for each other. A plain `0x0` is for all threads of a program. A second number is
 # how many threads meet: `0x80` is 128, one warpgroup.
@@ -1294,9 +1300,9 @@ for run in industrial.having(runs, "gluon"):
     show.table(rows, ["D", "mask", "loads ahead", "parts", "best of cuDNN", "other tiles"])
 
 # %% [markdown]
-# Read the two tables together. "loads ahead" is below 1 where it made the kernel *slower*. Is it where two programs of `one_tile` fit on a multiprocessor?
-# Then the pipeline costs more, one program where there were two, than it gives. (That is what the numbers suggest. To isolate it, one would
-# have to limit `one_tile` to one program.)
+# Read it together with the table of programs above. "loads ahead" below 1 would mean that the pipeline made the kernel *slower*. If that happens, then first where two
+# programs of `one_tile` fit on a multiprocessor: there the pipeline has one program where there were two. (To isolate it, one would have to
+# limit `one_tile` to one program.)
 
 # %% [markdown]
 # ### What Gluon costs
@@ -1431,7 +1437,8 @@ for run in industrial.having(runs, "shapes"):
 
 # %% [markdown]
 # Compare "triton" with "gluon" in the figure. Formula and algorithm are the same. What differs is what section 12 is about: layouts, copies,
-# waits, and the tiles that go with them. So their distance is what these decisions are worth, made by hand.
+# waits, and the tiles that go with them. So their distance is what these decisions are worth, made by hand. Where Gluon's line is the lower one, the
+# compiler has decided better than we have.
 
 # %% [markdown]
 # ### Beside a published table
@@ -1475,7 +1482,7 @@ for run in industrial.having(runs, "tune"):
     rows = []
     for part, keep in PARTS.items():  # times are sorted, the fastest first
         best = [next((ms for t, ms in times if keep(t)), math.nan) / times[0][1] for times in found.values()]
-        rows.append([part, *(f"{x:.2f}" for x in best)])
+        rows.append([part, *(f"{x:.2f}" if x == x else "" for x in best)])
     show.table(rows, ["only", *(f"D = {d}, {'causal' if causal else 'whole'}" for d, causal in found)])
 
 # %% [markdown]

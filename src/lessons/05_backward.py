@@ -954,7 +954,7 @@ for run in runs:
 
 # %% [markdown]
 # *Higher is better. Upper row: no mask; lower row: causal. "triton" are the kernels of this lecture. Eager attention was timed up to N = 4096. Where another
-# line is missing, that implementation did not run the case.*
+# line is missing, or has fewer points, it was not measured there.*
 #
 # One comparison more closely: how many times as fast as FlashAttention-2? A training step pays for forward and backward, so both are shown.
 
@@ -979,8 +979,15 @@ for run in runs:
         rows += [[peer, *(industrial.span(ratios.values()) for ratios in found)]] if any(found) else []
     if rows:
         show.table(rows, ["beside", "backward", "forward and backward"])
+    against = industrial.ratios(run, industrial.OURS, "eager", "backward")
+    assert all(ratio > 1 for (_, _, causal), ratio in against.items() if causal)
+    slower = [(d, n) for (d, n, causal), ratio in sorted(against.items()) if ratio < 1 and not causal]
+    print("no mask, slower than eager attention in the backward pass at (D, N) =", slower)
 
 # %% [markdown]
+# So there are shapes where the unfused backward pass wins: it multiplies large matrices that are already there, and recomputes nothing. What it pays for
+# that is memory, the next subject. With a causal mask it computes the hidden scores too, and loses.
+#
 # Three things to have in mind when you read the ratios.
 #
 # - FlashAttention-2 uses `mma.sync`, the tensor-core instruction of the generation before Hopper. On Hopper, Triton emits `wgmma`, which is faster there.
@@ -997,14 +1004,27 @@ for run in runs:
 # %%
 for run in runs:
     plots = {f"D = {d}, causal": industrial.peak_over_lengths(run, d, True) for d in (64, 128, 256)}
-    panels(plots, log="xy", ylabel="MiB at the worst moment", level=4 * 64, level_text="o, dq, dk, dv")
+    panels(plots, log="xy", ylabel="MiB at the worst moment", level=4 * 64)
     plt.show()
     for lines in plots.values():
         _, ours = lines.get(industrial.OURS, ([], [1.0]))
         assert max(ours) < 1.5 * min(ours)  # flat: what a token needs does not grow with N
 
 # %% [markdown]
-# *All sequences together always have 16384 tokens. So memory that is linear in N shows as a flat line, and memory that is quadratic rises with N.*
+# *Dashed: o, dq, dk and dv. All sequences together always have 16384 tokens. So memory that is linear in N shows as a flat line, and memory that is
+# quadratic rises with N.*
+#
+# How many tensors of 64 MiB is that?
+
+# %%
+for run in runs:
+    peaks = industrial.peak_over_lengths(run, 128, True)
+    print({name: round(mib[0] / 64, 1) for name, (_, mib) in peaks.items() if name != "eager"})
+
+# %% [markdown]
+# More than the four of the theory, but for FlexAttention. The float32 buffer of FlashAttention-2 is two of its tensors. What the others are, was not looked
+# into, neither there nor in our own operator.
+#
 #
 # ### Which tiles
 #
@@ -1049,6 +1069,10 @@ for run in runs:
 # %% [markdown]
 # *Lower is better. The two pairs of lines ran on different GPUs. So do not compare blue with orange. Compare the two distances, each from a kernel to the
 # eager attention on the same GPU. A line that ends early ran out of memory.*
+#
+# Two results for our kernels that are not flattering. One short head is few programs: on a GPU with 132 multiprocessors most of them have nothing to do, and
+# eager attention is as fast or faster up to some thousand rows. And in float32 our kernels do not use the tensor cores (`input_precision="ieee"`). Their tiles
+# for float32 were never tuned on a GPU.
 
 # %% [markdown]
 # ## 13 · Through the door

@@ -102,7 +102,7 @@ def masked(s, rows, start_n, N, last, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def sums_of_threads(p):
-    """[rows, 4]: the four threads that share a row have two columns in eight each, and each adds up its own."""
+    """[rows, 4]: the four threads that share a row have two columns in eight each, and add up their own."""
     return gl.sum(gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 4, 2]), axis=3), axis=1)
 
 
@@ -110,7 +110,7 @@ def sums_of_threads(p):
 def softmax_step(s, m_i, l_i, scale_log2):
     """One tile of scores: the weights p, the correction of earlier sums, and the new maximum and sums.
 
-    The maximum needs all the columns of a row, so its four threads exchange theirs in each step. The sum does not.
+    The maximum needs all the columns of a row, so its four threads exchange theirs in each step; not the sum.
     """
     m_new = gl.maximum(m_i, gl.max(s, axis=1) * scale_log2)
     m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)  # no score yet: -inf - (-inf) is NaN

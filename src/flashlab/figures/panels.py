@@ -55,7 +55,7 @@ def panels(
         if not lines:
             ax.text(0.5, 0.5, "not measured", transform=ax.transAxes, ha="center", color=COLORS["grey"])
         if level is not None:
-            curves.level(ax, level, level_text if i == 0 else "")
+            curves.level(ax, level, level_text if i == 0 else "", below=True)
     for ax in axes.flat[len(plots) :]:
         ax.axis("off")
     for ax in axes.flat:
