@@ -1465,7 +1465,8 @@ for run in industrial.having(runs, "published"):
 # | tiles of 256 × 64 at $D = 128$ | section 10: they spill on both |
 # | 4 warps for 128 rows at $D = 128$ | section 10: each thread holds twice as much, and it spills on both |
 # | tiles that begin where the window does | section 6: they save nothing if there are as many queries as keys |
-#
+
+# %% [markdown]
 # These were timed on the H200 while the kernel was made. `notes/phase_04_experiments.md` has all the figures:
 #
 # | tried | seen |
