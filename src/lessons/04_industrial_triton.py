@@ -137,7 +137,8 @@ show.region(text(STEPS[0]), "programs")
 
 # %% [markdown]
 # Models save memory by **grouped queries** (GQA): several query heads share one head of K and V. With `group` query heads to each key head, query
-# head `h` reads key head `h // group`. That is all that the kernel has to do. A group of 1 is ordinary attention. A group of all heads is called MQA.
+# head `h` reads key head `h // group`. (`group` is `heads // kv_heads`.) That is all that the kernel has to do. A group of 1 is ordinary attention. A group
+# of all heads is called MQA.
 #
 # Let a small kernel write down what each program computes:
 
@@ -185,7 +186,8 @@ assert by_copy == 3 * by_index
 # FROM flashlab.attention.triton_forward: tile_ptrs, tile_step (no docstrings)
 
 # %% [markdown]
-# - `rows.to(tl.int64)`, and `batch` and `head` are 64 bits already. An offset of more than $2^{31}$ elements wraps around in 32 bits.
+# - `rows.to(tl.int64)`, and `batch` and `head` are 64 bits already. An offset of more than $2^{31}$ elements wraps around in 32 bits. Convert *before*
+#   multiplying: a product in 32 bits is wrong already, and no later conversion mends it.
 # - `tl.multiple_of` is a promise to the compiler. Triton finds out by itself whether a stride is a multiple of 16. The strides of a head size of 40 are
 #   not. But they are multiples of 8, which is 16 bytes of fp16, the most that a thread loads at once. `ALIGN` says so, if it is so.
 
@@ -250,7 +252,7 @@ show.table(rows, ["BLOCK_M", "bytes of a tile of Q", "bytes read, counted", "of 
 # ## 3 · Any head size
 #
 # The sides of a tile are powers of two. Models have head sizes of 40, 80, 96, 112, 160. So a tile gets `BLOCK_D` columns, the next power of two,
-# and the columns past `HEAD_DIM` are padding. The diff:
+# and the columns past `HEAD_DIM` are padding. (At least 16: `tl.dot` takes nothing smaller.) The diff:
 
 # %%
 show.diff(text(STEPS[0]), text(STEPS[1]), context=1)
@@ -337,7 +339,8 @@ show.diff(text(STEPS[1]), text(STEPS[2]), context=1)
 
 # %% [markdown]
 # - `end` in `tile_edges`: the last row of the block is `stop - 1`, and it sees the keys before `stop + last`. The loop ends there. **Tiles that no row
-#   sees are never loaded.** `tl.maximum(..., 0)` is for blocks that see no key at all.
+#   sees are never loaded.** `tl.maximum(..., 0)` is for blocks that see no key at all. An example: of 50 queries and 130 keys, rows 16 to 31. `last` is 80,
+#   `stop` is 32, so `end` is 112.
 # - `in_band`: inside a tile, the rows see different keys.
 
 # %% [markdown]
@@ -409,9 +412,9 @@ for M, N in ((128, 128), (100, 150), (150, 100)):
 show.diff(text(STEPS[2]), text(STEPS[3]), context=2)
 
 # %% [markdown]
-# `whole_end` is rounded *down* to a tile. Before it, every row sees everything, and no key is past the end. The tile at `whole_end` is the first that is
-# cut. Now the loop's three parts have something to do: part 1 is the full tiles, and there `part != 1` is false when the kernel is compiled. No mask on the
-# scores, and none on the loads.
+# `whole_end` is rounded *down* to a tile. (In the example above row 16 sees 97 keys. With `BLOCK_N` 32 `whole_end` is 96.) Before it, every row sees
+# everything, and no key is past the end. The tile at `whole_end` is the first that is cut. Now the loop's three parts have something to do: part 1 is
+# the full tiles, and there `part != 1` is false when the kernel is compiled. No mask on the scores, and none on the loads.
 
 # %%
 figure, axes = plt.subplots(1, 2, figsize=(8.6, 3.6), width_ratios=[26, 40])
@@ -465,8 +468,8 @@ for report, split in zip(reports, (False, False, True, True), strict=True):
 # ## 6 · A sliding window
 #
 # Mistral and Gemma have layers in which a query sees only the keys near it. With `window=(left, right)` query $i$ sees `left` keys before its own position
-# and `right` after it. Now a mask has two borders, so the kernel takes two numbers: **query $i$ sees the keys $i + \mathrm{first}$ to
-# $i + \mathrm{last}$**. Causal is the special case without `first`.
+# and `right` after it: with its own, `left + 1 + right` keys. Now a mask has two borders, so the kernel takes two numbers: **query $i$ sees the keys
+# $i + \mathrm{first}$ to $i + \mathrm{last}$**. Causal is the special case without `first`.
 
 # %%
 show.diff(text(STEPS[3]), text(STEPS[4]), context=1)
