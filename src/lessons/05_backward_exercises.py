@@ -259,7 +259,7 @@ check("5.8", group_sum)
 # %% tags=["exercise"]
 # BEGIN STARTER
 def hunted_9(q, k, v, do, lse, delta, BLOCK, scale, causal):
-    """dk and dv of one head, as many queries as keys. q, k, v, do: [N, HEAD_DIM]; lse, delta: [N]; all float32."""
+    """dk, dv of one head, as many queries as keys. q, k, v, do: [N, HEAD_DIM]; lse, delta: [N]; float32."""
     N = len(q)
     dk, dv = torch.zeros_like(k), torch.zeros_like(v)
     for start_n in range(0, N, BLOCK):
@@ -276,12 +276,12 @@ def hunted_9(q, k, v, do, lse, delta, BLOCK, scale, causal):
 # END STARTER
 # BEGIN SOLUTION
 def hunted_9(q, k, v, do, lse, delta, BLOCK, scale, causal):
-    """dk and dv of one head, as many queries as keys. q, k, v, do: [N, HEAD_DIM]; lse, delta: [N]; all float32."""
+    """dk, dv of one head, as many queries as keys. q, k, v, do: [N, HEAD_DIM]; lse, delta: [N]; float32."""
     N = len(q)
     dk, dv = torch.zeros_like(k), torch.zeros_like(v)
     for start_n in range(0, N, BLOCK):
         keys = slice(start_n, start_n + BLOCK)
-        for start_m in range(start_n if causal else 0, N, BLOCK):  # repaired: else every query sees these keys
+        for start_m in range(start_n if causal else 0, N, BLOCK):  # repaired: without a mask all see them
             rows = slice(start_m, start_m + BLOCK)
             p = torch.exp(scale * (q[rows] @ k[keys].T) - lse[rows, None])
             if causal and start_m == start_n:  # repaired: and nothing is masked
@@ -309,7 +309,7 @@ check("5.9", hunted_9)
 # %% tags=["exercise"]
 # BEGIN STARTER
 def hunted_10(q, k, v, o, lse, do, BLOCK_M, BLOCK_N, scale):
-    """dq, dk and dv of one head, no mask. q, o, do: [M, HEAD_DIM]; k, v: [N, HEAD_DIM]; lse: [M]; all float32."""
+    """dq, dk and dv of one head, no mask. q, o, do: [M, HEAD_DIM]; k, v: [N, HEAD_DIM]; lse: [M]; float32."""
     M, N = len(q), len(k)
     delta = lecture.delta_sim(o, do)
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
@@ -328,7 +328,7 @@ def hunted_10(q, k, v, o, lse, do, BLOCK_M, BLOCK_N, scale):
 # END STARTER
 # BEGIN SOLUTION
 def hunted_10(q, k, v, o, lse, do, BLOCK_M, BLOCK_N, scale):
-    """dq, dk and dv of one head, no mask. q, o, do: [M, HEAD_DIM]; k, v: [N, HEAD_DIM]; lse: [M]; all float32."""
+    """dq, dk and dv of one head, no mask. q, o, do: [M, HEAD_DIM]; k, v: [N, HEAD_DIM]; lse: [M]; float32."""
     M, N = len(q), len(k)
     delta = lecture.delta_sim(o, do)
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)

@@ -48,7 +48,7 @@ def key_block_sim(
     K_block: torch.Tensor, V_block: torch.Tensor, start_n: int, Q: torch.Tensor, dO: torch.Tensor,
     lse: torch.Tensor, delta: torch.Tensor, N: int, BLOCK_M: int, scale: float, causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """dK and dV of one block of keys that begins at row start_n of N, from one query head; float32 [rows, HEAD_DIM]."""
+    """dK and dV of one block of keys, which begins at row start_n of N, from one query head; float32."""
     k, v = K_block.float(), V_block.float()
     dk, dv = torch.zeros_like(k), torch.zeros_like(v)
     M = Q.shape[0]
