@@ -25,7 +25,7 @@ def test_the_jobs():
     theirs = {(r["seq_len"], r["d_model"], r["precision"]) for r in published.load("triton_vs_torch")}
     assert rows == {(*key, name) for key in theirs for name in PASSES}
     assert {(j["kernel"], j["head_dim"]) for j in found if j["part"] == "tune"} == {
-        (kernel, d) for kernel in tiles.SEARCH for d in (64, 128, 256)
+        (kernel, d) for kernel in industrial.KERNELS for d in (64, 128, 256)
     }
 
 
@@ -159,18 +159,22 @@ def test_the_fastest_tile_with_and_without_a_mask_is_read_from_then_on(tmp_path,
     rows += tuned("forward", 64, True, n32=2.0, n64=1.0) + tuned("forward", 256, False, n64=1.0)
     rows += [rows[0] | {"tile": [1, 1, 1, 1]}, {"part": "tune", "kernel": "dq", "unavailable": "too large"}]
     rows[-2].pop("ms")
-    assert industrial.choices(rows) == {
-        ("forward", False, 64): [64, 32, 4, 2],
-        ("forward", True, 64): [64, 64, 4, 2],
-        ("forward", False, 256): [64, 64, 4, 2],
+    one_head = rows[0] | {"part": "one head", "shape": [1, 1, industrial.FEW, 64], "dtype": "f32", "ms": 5.0}
+    long = one_head | {"shape": [1, 1, 16384, 64], "tile": [32, 32, 4, 2]}
+    assert industrial.choices([*rows, one_head, long], "hopper") == {
+        ("forward hopper 16-bit whole", 64): [64, 32, 4, 2],
+        ("forward hopper 16-bit masked", 64): [64, 64, 4, 2],
+        ("forward hopper 16-bit whole", 256): [64, 64, 4, 2],
+        ("forward hopper float32 whole few", 64): [64, 32, 4, 2],
+        ("forward hopper float32 whole", 64): [32, 32, 4, 2],
     }
 
     path = tmp_path / "tiles.json"
     industrial.write_choices(rows, "sm_90", path)
     industrial.write_choices(tuned("forward", 256, False, n32=1.0), "sm_90", path)
     assert json.loads(path.read_text()) == {
-        "forward hopper masked": [[64, [64, 64, 4, 2]]],
-        "forward hopper whole": [[64, [64, 32, 4, 2]], [256, [64, 32, 4, 2]]],
+        "forward hopper 16-bit masked": [[64, [64, 64, 4, 2]]],
+        "forward hopper 16-bit whole": [[64, [64, 32, 4, 2]], [256, [64, 32, 4, 2]]],
     }
     monkeypatch.setattr(tiles, "MEASURED", path)
     tiles._measured.cache_clear()

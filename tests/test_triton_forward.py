@@ -1,5 +1,6 @@
 """Phase 4's kernel: right on the checker's cases and on drawn ones, with every mask, dtype, layout; and compiled."""
 
+import json
 import math
 
 import pytest
@@ -322,6 +323,23 @@ def test_clear_errors(arguments, options, error, sentence):
 
 
 @pytest.mark.skipif(not runtime.INTERPRETED, reason="a GPU can be tuned")
+def test_few_programs_take_a_tile_of_their_own(tmp_path, monkeypatch):
+    path = tmp_path / "tiles.json"
+    many = {tiles.name_of("dkdv", "hopper", False, True, few): [[64, tile]]
+            for few, tile in ((False, [64, 64, 4, 2]), (True, [64, 16, 4, 3]))}  # fmt: skip
+    path.write_text(json.dumps(many))
+    monkeypatch.setattr(tiles, "MEASURED", path)
+    monkeypatch.setattr(tiles, "_gpu", lambda device: ("NVIDIA Pretended", "hopper", 132))
+    monkeypatch.setattr(tiles, "_tuned", dict)
+    tiles._measured.cache_clear()
+    found = {
+        heads: tiles.choose(tiles.Work("dkdv", 64, SIXTEEN, True, 1024, 1024, heads), DEVICE).BLOCK_N
+        for heads in (1, 8, 9, 64)
+    }
+    tiles._measured.cache_clear()
+    assert found == {1: 16, 8: 16, 9: 64, 64: 64}, "8 heads of 16 blocks are 128 programs, 9 are 144"
+
+
 def test_tuning_needs_a_gpu():
     with pytest.raises(RuntimeError, match="tuning times compiled kernels on a GPU"):
         flash_attention_forward(Q, Q, Q, tune_tile=True)
@@ -330,15 +348,15 @@ def test_tuning_needs_a_gpu():
 @pytest.mark.skipif(runtime.INTERPRETED, reason="tuning needs a GPU")
 def test_tuning_keeps_the_result_and_is_remembered(tmp_path, monkeypatch):
     monkeypatch.setenv("FLASHLAB_CACHE", str(tmp_path))
-    monkeypatch.setitem(tiles.SEARCH, "forward", (Tile(64, 32, 4, 2), Tile(64, 64, 4, 2), Tile(256, 256, 8, 4)))
+    monkeypatch.setitem(tiles.SEARCH, "forward, small", (Tile(64, 32, 4, 2), Tile(32, 64, 4, 2), Tile(512, 512, 4, 4)))
     tiles._tuned.cache_clear()
     q, k, v = make(1, 4, 4, 512, 512, 64, SIXTEEN)
     o, lse = flash_attention_forward(q, k, v, tune_tile=True)
     assert worst(wanted(q, k, v), o=o, lse=lse)[1] <= 1
     (tile,) = tiles._tuned().values()
-    assert tile in tiles.SEARCH["forward"][:2]
+    assert tile in tiles.SEARCH["forward, small"][:2]
     tiles._tuned.cache_clear()
-    assert tiles.choose(tiles.Work("forward", 64, SIXTEEN, False, 512, 512), DEVICE) == tile
+    assert tiles.choose(tiles.Work("forward", 64, SIXTEEN, False, 512, 512, 4), DEVICE) == tile
     tiles._tuned.cache_clear()
 
 

@@ -781,7 +781,7 @@ for run in industrial.having(runs, "tune"):
 
 # %%
 for rows in (1, 20, 64, 65):
-    work = tiles.Work("forward", 128, torch.bfloat16, True, rows, 4096)
+    work = tiles.Work("forward", 128, torch.bfloat16, True, rows, 4096, 32)
     print(f"{rows} queries: BLOCK_M", tiles.choose(work, torch.device("cpu")).BLOCK_M)
 
 # %% [markdown]

@@ -45,7 +45,7 @@ class Choice(NamedTuple):
 
 class Work(NamedTuple):
     """What the choice depends on: kernel is "forward", "dkdv" or "dq"; rows and seq are the lengths of the two sides,
-    rows those that one program keeps a block of."""
+    rows those that one program keeps a block of; heads are those of all batches, each with programs of its own."""
 
     kernel: str
     head_dim: int
@@ -53,6 +53,7 @@ class Work(NamedTuple):
     masked: bool
     rows: int
     seq: int
+    heads: int
 
 
 def chip_class(capability: tuple[int, int] | None) -> str:
@@ -117,12 +118,16 @@ SEARCH: dict[str, tuple[Tile, ...]] = {
     "forward": _product((64, 128), (32, 64, 128), (2, 3, 4)),
     "dkdv": _product((32, 64), (64, 128), (2, 3)),
     "dq": _product((64, 128), (32, 64), (2, 3)),
+    "forward, small": _product((16, 32, 64), (32, 64, 128), (2, 3)),
+    "dkdv, small": _product((32, 64, 128), (16, 32, 64), (2, 3)),
+    "dq, small": _product((16, 32, 64), (32, 64, 128), (2, 3)),
 }
 """What `tune` tries: the search space of the Triton tutorial "Fused Attention". A tile that does not fit drops out."""
 
 
-def search(kernel: str, head_dim: int) -> tuple[Tile, ...]:
-    """The tiles of SEARCH that can be good.
+def search(kernel: str, head_dim: int, small: bool = False) -> tuple[Tile, ...]:
+    """The tiles of SEARCH that can be good; small: where large ones would leave multiprocessors without a program, and
+    for float32, whose products take more registers.
 
     What a program adds up has to fit into the 255 registers of its threads: a tile that does not is slow at best, and
     with Triton 3.6 one of them, dq's (128, 32, 4, 3) at head_dim 256, writes where it must not. And 64 rows are one
@@ -135,19 +140,27 @@ def search(kernel: str, head_dim: int) -> tuple[Tile, ...]:
         added_up = rows * columns * (2 if kernel == "dkdv" else 1)
         return added_up <= 255 * 32 * tile.num_warps and not (rows == 64 and tile.num_warps == 8 and head_dim <= 128)
 
-    return tuple(filter(fits, SEARCH[kernel]))
+    found = filter(fits, SEARCH[f"{kernel}, small" if small else kernel])
+    return tuple(tile for tile in found if not small or tile.num_warps == 4)
 
 
 MEASURED = Path(__file__).with_name("tiles.json")
-"""What `flashlab bench industrial --only tune` found for 16-bit dtypes:
-{"forward hopper whole": [[head_dim, tile], ...], "forward hopper masked": ...}."""
+"""What `flashlab bench industrial --only tune` found, by `name_of`: {name: [[head_dim, tile], ...]}."""
 
 
-def recorded(kernel: str, chip: str, dtype: torch.dtype, masked: bool = False) -> tuple[Choice, ...]:
-    """The choices for one kernel, class of chips and dtype, by rising head_dim; measured ones go before others."""
-    choices = {choice.head_dim: choice for choice in _TABLE[kernel, chip, dtype == torch.float32]}
-    if dtype != torch.float32:
-        found = _measured().get(f"{kernel} {chip} {mask_name(masked)}", [])
+def name_of(kernel: str, chip: str, float32: bool, masked: bool, few: bool) -> str:
+    """Under which the measured choices are kept: "forward hopper 16-bit masked", say; "few" if tuned where the larger
+    tiles would leave multiprocessors without a program."""
+    return " ".join([kernel, chip, "float32" if float32 else "16-bit", mask_name(masked), *["few"] * few])
+
+
+def recorded(kernel: str, chip: str, dtype: torch.dtype, masked: bool = False, few: bool = False) -> tuple[Choice, ...]:
+    """The choices for one kernel, class of chips and dtype, by rising head_dim; measured ones go before others, and
+    those for few programs before those for many."""
+    float32 = dtype == torch.float32
+    choices = {choice.head_dim: choice for choice in _TABLE[kernel, chip, float32]}
+    for size in (False, True)[: 1 + few]:
+        found = _measured().get(name_of(kernel, chip, float32, masked, size), [])
         choices |= {head_dim: Choice(head_dim, Tile(*tile), "measured") for head_dim, tile in found}
     return tuple(choices[head_dim] for head_dim in sorted(choices))
 
@@ -166,15 +179,25 @@ def choose(work: Work, device: torch.device) -> Tile:
 
     Few rows take a smaller BLOCK_M: a program computes all the rows of its block, those that are not there too.
     """
-    name, chip = _gpu(device)
+    name, chip, multiprocessors = _gpu(device)
     if known := _tuned().get(_key(work, name)):
         return known
-    choices = recorded(work.kernel, chip, work.dtype, work.masked)
-    tile = next(choice.tile for choice in choices if work.head_dim <= choice.head_dim)
+
+    def best(few: bool) -> Tile:
+        choices = recorded(work.kernel, chip, work.dtype, work.masked, few)
+        return next(choice.tile for choice in choices if work.head_dim <= choice.head_dim)
+
+    tile = best(few=False)
+    if _programs(work, tile) < multiprocessors:
+        tile = best(few=True)
     if work.rows <= 64 and work.kernel != "dkdv":
         rows = min(tile.BLOCK_M, max(16, triton.next_power_of_2(work.rows)))
         return tile._replace(BLOCK_M=rows, num_warps=min(tile.num_warps, 4))
     return tile
+
+
+def _programs(work: Work, tile: Tile) -> int:
+    return work.heads * triton.cdiv(work.rows, tile.BLOCK_N if work.kernel == "dkdv" else tile.BLOCK_M)
 
 
 def tune(work: Work, device: torch.device, launch: Callable[[Tile], None]) -> Tile:
@@ -186,7 +209,8 @@ def tune(work: Work, device: torch.device, launch: Callable[[Tile], None]) -> Ti
     if runtime.INTERPRETED:
         raise RuntimeError("tuning times compiled kernels on a GPU, and in this process they are interpreted")
     times: dict[Tile, float] = {}
-    for tile in search(work.kernel, work.head_dim):
+    small = work.dtype == torch.float32 or _programs(work, Tile(64, 64, 4, 2)) < _gpu(device)[2]
+    for tile in search(work.kernel, work.head_dim, small):
         try:
             launch(tile)  # compiles
         except triton.OutOfResources:
@@ -201,16 +225,17 @@ def tune(work: Work, device: torch.device, launch: Callable[[Tile], None]) -> Ti
 
 
 @remember
-def _gpu(device: torch.device) -> tuple[str, str]:
-    """The name and the class of a device; asked once, since every launch wants to know."""
+def _gpu(device: torch.device) -> tuple[str, str, int]:
+    """The name, the class and the multiprocessors of a device; asked once, since every launch wants to know."""
     if device.type != "cuda":
-        return "no GPU", chip_class(None)
-    return torch.cuda.get_device_name(device), chip_class(torch.cuda.get_device_capability(device))
+        return "no GPU", chip_class(None), 0
+    known = torch.cuda.get_device_properties(device)
+    return known.name, chip_class((known.major, known.minor)), known.multi_processor_count
 
 
 def _key(work: Work, gpu: str) -> str:
-    """Work of one kind: lengths count by their powers of two."""
-    sizes = [math.ceil(math.log2(max(1, length))) for length in (work.rows, work.seq)]
+    """Work of one kind: lengths and heads count by their powers of two."""
+    sizes = [math.ceil(math.log2(max(1, size))) for size in (work.rows, work.seq, work.heads)]
     kind = [work.kernel, str(work.dtype), work.head_dim, mask_name(work.masked), *sizes]
     return "/".join(map(str, [gpu, triton.__version__, *kind]))
 

@@ -336,8 +336,8 @@ def flash_attention_backward(
         dq_kernel[grid](q, k, v, grad_o, lse, delta, dq, **arguments, **scores)
 
     def run(kernel: str, launch: Callable[[Tile], None], given: Tile | None) -> None:
-        rows, others = (seq_k, seq_q) if kernel == "dkdv" else (seq_q, seq_k)
-        work = Work(kernel, head_dim, q.dtype, masked, rows, others)
+        rows, others, own = (seq_k, seq_q, kv_heads) if kernel == "dkdv" else (seq_q, seq_k, heads)
+        work = Work(kernel, head_dim, q.dtype, masked, rows, others, batch * own)
         launch(tile_for(work, given, q.device, launch if tune_tiles else None))
 
     with current_device(q):

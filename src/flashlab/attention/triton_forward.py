@@ -278,7 +278,8 @@ def flash_attention_forward(
     }
     if tma:
         check_boxes(k=k, v=v)
-    work = Work("forward", q.shape[3], q.dtype, scores["HAS_FIRST"] or scores["HAS_LAST"], q.shape[2], k.shape[2])
+    masked = scores["HAS_FIRST"] or scores["HAS_LAST"]
+    work = Work("forward", q.shape[3], q.dtype, masked, q.shape[2], k.shape[2], q.shape[0] * q.shape[1])
 
     def launch(tile: Tile) -> None:
         with current_device(q):

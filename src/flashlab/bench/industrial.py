@@ -7,6 +7,7 @@
 A run stops when its time is up, after a whole measurement, and says so; the next one goes on where it ended.
 
 tune        every tile of the search space of each Triton kernel; the best go to attention/tiles.json, which it reads
+one head    the same for one head, bf16 and float32; with 2048 rows large tiles would leave most multiprocessors idle
 shapes      16384 queries and 2048 columns in all heads together, bf16: N 512 ... 16384, D 64, 128, 256, causal and
             not; forward, backward, both, and for both the memory that they need at their worst moment
 options     the Triton forward with one thing more or less: masks, split, descriptors, soft-cap, at N = 4096
@@ -44,7 +45,9 @@ from flashlab.bench import peers, published, records, timing
 from flashlab.bench.records import NoGpu
 from flashlab.table import Table
 
-PARTS = ("tune", "shapes", "options", "gluon", "published")
+PARTS = ("tune", "one head", "shapes", "options", "gluon", "published")
+KERNELS = ("forward", "dkdv", "dq")
+TUNED = ("tune", "one head")
 PASSES = ("forward", "backward", "both")
 WORK_OF = {"forward": 1.0, "backward": 2.5, "both": 3.5}
 OURS, BOXES, GLUON = "triton", "triton, descriptors", "gluon"
@@ -65,6 +68,7 @@ OTHER_GLUON_TILES = {
     128: (GluonTile(2, 128, 2), GluonTile(2, 64, 4, turns=True)),
     256: (GluonTile(2, 64, 2, turns=True),),
 }
+FEW = 2048  # rows of one head: with large tiles fewer programs than multiprocessors
 EAGER_MOST = 4096  # longer, its scores do not fit, or take the time of all the others
 DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
 Shape = tuple[int, int, int, int]  # batch, heads, seq_len, head_dim
@@ -85,7 +89,14 @@ def jobs(parts: Sequence[str] = PARTS) -> list[Row]:
     if "tune" in parts:
         found += [
             {"part": "tune", "kernel": kernel, "head_dim": d, "causal": causal}
-            for kernel in tiles.SEARCH for d in (128, 64, 256) for causal in (False, True)
+            for kernel in KERNELS for d in (128, 64, 256) for causal in (False, True)
+        ]  # fmt: skip
+    if "one head" in parts:
+        found += [
+            {"part": "one head", "kernel": kernel, "head_dim": d, "shape": [1, 1, n, d], "causal": causal,
+             "dtype": dtype}
+            for dtype, n in (("bf16", FEW), ("f32", FEW), ("f32", 16384))
+            for kernel in KERNELS for d in (16, 32, 64) for causal in (False, True)
         ]  # fmt: skip
     if "shapes" in parts:
         found += [
@@ -276,8 +287,8 @@ def rows_of(job: Row, found: dict[str, Row], reasons: dict[str, str]) -> list[Ro
 
 def measure(job: Row, without: Sequence[str] = ()) -> list[Row]:
     """The rows of one job. Its inputs are its own, and gone afterwards. without: implementations to leave out."""
-    if job["part"] == "tune":
-        return tune(job["kernel"], job["head_dim"], job["causal"])
+    if job["part"] in TUNED:
+        return tune(job)
     if job["part"] == "gluon":
         return measure_gluon(job)
     if job["part"] == "options":
@@ -338,9 +349,13 @@ def measure_gluon(job: Row) -> list[Row]:
 
 
 # ---- tuning ----------------------------------------------------------------------------------------------------------
-def launcher(kernel: str, shape: Sequence[int], causal: bool) -> Callable[[tiles.Tile], Way]:
-    """What a launch of one kernel with a tile is, on new inputs; the backward kernels come in pairs."""
-    q, k, v, grad_o = make(shape)
+def launcher(job: Row, length: int | None = None) -> Callable[[tiles.Tile], Way]:
+    """What a launch of one kernel with a tile is, on new inputs; the backward kernels come in pairs.
+
+    length: fewer rows than the job's, where it is only compiled."""
+    kernel, d, causal = job["kernel"], job["head_dim"], job["causal"]
+    shape = job.get("shape") or [4, 2048 // d, 4096, d]
+    q, k, v, grad_o = make(shape if length is None else [1, shape[1], length, d], DTYPES[job.get("dtype", "bf16")])
     if kernel == "forward":
         return lambda tile: lambda: triton_forward.flash_attention_forward(q, k, v, causal=causal, tile=tile)
     o, lse = triton_forward.flash_attention_forward(q, k, v, causal=causal)
@@ -353,21 +368,29 @@ def launcher(kernel: str, shape: Sequence[int], causal: bool) -> Callable[[tiles
     return way
 
 
-def tune(kernel: str, head_dim: int, causal: bool, length: int = 4096) -> list[Row]:
+def few(job: Row) -> bool:
+    return job["part"] == "one head" and job["shape"][2] == FEW
+
+
+def tiles_of(job: Row) -> tuple[tiles.Tile, ...]:
+    return tiles.search(job["kernel"], job["head_dim"], job["part"] == "one head")
+
+
+def tune(job: Row) -> list[Row]:
     """A row for each tile of the search space. Those of the backward hold delta and the other kernel, for all alike."""
-    way = launcher(kernel, (16384 // length, 2048 // head_dim, length, head_dim), causal)
-    found, reasons = times_of({json.dumps(list(tile)): way(tile) for tile in tiles.search(kernel, head_dim)}, rounds=5)
-    job: Row = {"part": "tune", "kernel": kernel, "head_dim": head_dim, "causal": causal}
+    way = launcher(job)
+    found, reasons = times_of({json.dumps(list(tile)): way(tile) for tile in tiles_of(job)}, rounds=5)
     rows = [job | {"tile": json.loads(name)} | row for name, row in found.items()]
     return rows + [job | {"tile": json.loads(name), "unavailable": why} for name, why in reasons.items()]
 
 
-def choices(rows: Sequence[Row]) -> dict[tuple[str, bool, int], list[int]]:
-    """By kernel, mask and head_dim: the fastest tile."""
-    found: dict[tuple[str, bool, int], list[tuple[float, list[int]]]] = {}
+def choices(rows: Sequence[Row], chip: str) -> dict[tuple[str, int], list[int]]:
+    """By the name under which tiles are kept, and head_dim: the fastest tile."""
+    found: dict[tuple[str, int], list[tuple[float, list[int]]]] = {}
     for r in rows:
-        if r["part"] == "tune" and "ms" in r:
-            found.setdefault((r["kernel"], r["causal"], r["head_dim"]), []).append((r["ms"], r["tile"]))
+        if r["part"] in TUNED and "ms" in r:
+            name = tiles.name_of(r["kernel"], chip, r.get("dtype") == "f32", r["causal"], few(r))
+            found.setdefault((name, r["head_dim"]), []).append((r["ms"], r["tile"]))
     return {key: min(times)[1] for key, times in found.items()}
 
 
@@ -376,8 +399,7 @@ def write_choices(rows: Sequence[Row], target: str, path: Path | None = None) ->
     path = path or tiles.MEASURED
     kept: dict[str, list[Any]] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     chip = tiles.chip_class((int(target[3:]) // 10, int(target[3:]) % 10))
-    for (kernel, masked, head_dim), tile in choices(rows).items():
-        name = f"{kernel} {chip} {tiles.mask_name(masked)}"
+    for (name, head_dim), tile in choices(rows, chip).items():
         kept[name] = sorted([[head_dim, tile], *(old for old in kept.get(name, []) if old[0] != head_dim)])
     records.write_json(path, dict(sorted(kept.items())))
     tiles._measured.cache_clear()
@@ -386,9 +408,8 @@ def write_choices(rows: Sequence[Row], target: str, path: Path | None = None) ->
 # ---- compiling beforehand, on all cores ------------------------------------------------------------------------------
 def prepare(job: Row, tile: Sequence[int] | None = None, without: Sequence[str] = ()) -> None:
     """In a process of its own: compile what a job will launch, into the caches on disk. Same arguments, fewer rows."""
-    if job["part"] == "tune":
-        way = launcher(job["kernel"], (1, 2048 // job["head_dim"], 512, job["head_dim"]), job["causal"])
-        timing.able({"": way(tiles.Tile(*tile or ()))})
+    if job["part"] in TUNED:
+        timing.able({"": launcher(job, 512)(tiles.Tile(*tile or ()))})
         return
     if job["part"] in ("options", "gluon"):
         q, k, v, _ = make([1, *job["shape"][1:]])
@@ -403,8 +424,8 @@ def prepare_all(todo: Sequence[Row], until: float, without: Sequence[str] = ()) 
     """Compile for all the jobs at once, as far as the time goes."""
     tasks: dict[str, tuple[Any, ...]] = {}
     for job in todo:
-        if job["part"] == "tune":
-            for tile in tiles.search(job["kernel"], job["head_dim"]):
+        if job["part"] in TUNED:
+            for tile in tiles_of(job):
                 tasks[f"{identity(job)} {tile}"] = (job, list(tile))
         elif job.get("pass") != "backward":  # which "both" compiles
             # A Triton kernel is the same for all lengths; FlexAttention is compiled for each.
@@ -697,7 +718,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     end = time.monotonic() + 60 * given.minutes
     result: dict[str, Any] = {}
     # The tiles first: what comes after them is measured with them.
-    for part in (["tune"], [part for part in PARTS if part != "tune"]):
+    for part in (TUNED, ["shapes", "options", "gluon", "published"]):
         now = [job for job in todo if job["part"] in part]
         if now and (not result or not result["left"]):
             result = run(
@@ -705,7 +726,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 keep=lambda found: records.write_json(path, found),
             )  # fmt: skip
             known = result["rows"]
-            if part == ["tune"]:
+            if "tune" in part:
                 write_choices(known, result["machine"]["target"])
     records.keep("industrial", result, table, argparse.Namespace(out=path, quick=False))
 
