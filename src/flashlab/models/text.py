@@ -1,0 +1,78 @@
+"""The text that the small models are trained on: the words of lectures 0 to 9, as bytes.
+
+`lessons.txt` beside this file holds it, so that an installed package has it too. It is a copy that was taken once, and
+stays as it is when a lecture is reworded: two runs can only be compared if both read the same text. `collect` is how it
+was made:
+
+    python -m flashlab.models.text src/lessons
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+__all__ = ["FILE", "SHA256", "batches", "collect", "load"]
+
+FILE = Path(__file__).parent / "lessons.txt"
+SHA256 = "e79a511921f0f901878fe11050f828a5370be20e4736da8cf03510a729514279"
+"""Of the file: a run on another text is another run."""
+
+
+def load() -> torch.Tensor:
+    """Return the text as bytes: [length], uint8.
+
+    Raises:
+        ValueError: the file is not the one that recorded runs have read.
+    """
+    data = FILE.read_bytes()
+    if hashlib.sha256(data).hexdigest() != SHA256:
+        raise ValueError(f"{FILE.name} is not the text that the recorded losses belong to: it has been changed")
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def batches(
+    text: torch.Tensor, batch: int, seq_len: int, *, seed: int = 0, device: torch.device | str | None = None
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield (tokens, targets) without end: pieces of the text from random places, and the same one byte later.
+
+    The places come from a generator on the CPU, so that one seed gives the same batches on every device.
+
+    Args:
+        text: [length], uint8.
+    Yields:
+        two tensors [batch, seq_len], int64.
+    Raises:
+        ValueError: a text that is not longer than seq_len.
+    """
+    if len(text) <= seq_len:
+        raise ValueError(f"the text has {len(text)} bytes; a piece of {seq_len} and the byte after it do not fit")
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        start = torch.randint(len(text) - seq_len, (batch, 1), generator=generator)
+        pieces = text[start + torch.arange(seq_len + 1)].long().to(device)
+        yield pieces[:, :-1], pieces[:, 1:]
+
+
+def collect(lessons: Path) -> str:
+    """Return the markdown cells of the lectures in a folder of jupytext sources, in order, with blank lines between."""
+    import jupytext
+
+    cells = [
+        cell.source.strip()
+        for path in sorted(lessons.glob("[0-9][0-9]_*.py"))
+        if not path.stem.endswith("_exercises")
+        for cell in jupytext.read(path).cells
+        if cell.cell_type == "markdown"
+    ]
+    return "\n\n".join(cells) + "\n"
+
+
+if __name__ == "__main__":
+    data = collect(Path(sys.argv[1])).encode()
+    FILE.write_bytes(data)
+    print(f"{len(data)} bytes, SHA256 = {hashlib.sha256(data).hexdigest()!r}")
