@@ -45,6 +45,7 @@ LAUNCHES = {
 # Called by kernels, and compiled with them.
 DEVICE_FUNCTIONS = {
     "flashlab.attention.triton_backward.load_statistics",
+    "flashlab.models.rope.rotate_heads",
     *(
         f"flashlab.attention.triton_forward.{name}"
         for name in (
@@ -95,8 +96,8 @@ def kernels():
     return {name: value for name, value in found.items() if name.startswith(f"{jit_function(value).fn.__module__}.")}
 
 
-# No product of matrices in it; tests/test_triton_backward.py compiles it.
-WITHOUT_TENSOR_CORES = {"flashlab.attention.triton_backward.delta_kernel"}
+# No product of matrices in them; tests/test_triton_backward.py and tests/models/test_rope.py compile them.
+WITHOUT_TENSOR_CORES = {"flashlab.attention.triton_backward.delta_kernel", "flashlab.models.rope.rope_kernel"}
 
 
 def test_every_kernel_has_a_launch_to_compile():

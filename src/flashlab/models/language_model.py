@@ -7,9 +7,9 @@
 
 Only the attention changes between "eager", "sdpa" and "flash"; the weights keep their names and shapes.
 
-Sources: GPT-2: Radford et al., "Language Models are Unsupervised Multitask Learners" (2019), table 2, for widths, depths
-and heads; RMSNorm: Zhang and Sennrich (2019), arXiv 1910.07467; SwiGLU: Shazeer, "GLU Variants Improve Transformer"
-(2020), arXiv 2002.05202; all three together: Touvron et al., "LLaMA" (2023), arXiv 2302.13971.
+Sources: GPT-2: Radford et al., "Language Models are Unsupervised Multitask Learners" (2019), table 2, for widths and
+depths; RMSNorm: Zhang and Sennrich (2019), arXiv 1910.07467; SwiGLU: Shazeer, "GLU Variants Improve Transformer" (2020),
+arXiv 2002.05202; both with rotary embedding: Touvron et al., "LLaMA" (2023), arXiv 2302.13971.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from flashlab.attention.inputs import one_of
 from flashlab.models.layer import AttentionLayer
 from flashlab.models.rope import rope_table
 
-__all__ = ["BYTES", "GPT2_TOKENS", "SIZES", "Block", "Config", "LanguageModel", "config", "make_optimizer", "train_step"]
+__all__ = [
+    "BYTES", "GPT2_TOKENS", "SIZES", "Block", "Config", "LanguageModel", "config", "make_optimizer", "train_step",
+]  # fmt: skip
 
 BYTES = 256
 """The vocabulary of a model that reads bytes."""

@@ -3,7 +3,7 @@
 The original form is what many models were written as. Each step is a line of PyTorch, and each line reads its inputs
 from memory and writes its result there:
 
-    turn q and k by their positions       six small operations for each
+    turn q and k by their positions       seven small operations for each
     repeat K and V for every query head   a copy, `group` times as large
     scores = q k^T / sqrt(head_dim)       [batch, heads, seq_len, seq_len], two operations
     hide the keys that come later         another tensor of that size

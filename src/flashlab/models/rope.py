@@ -11,11 +11,12 @@ p * base^(-2 i / head_dim):
     y2 = x1 sin + x2 cos
 
 The pair is (x[i], x[i + head_dim / 2]), the two halves of the vector, as in GPT-NeoX and Llama. The paper pairs
-neighbours, (x[2 i], x[2 i + 1]): the same idea with the columns in another order, so weights of one do not fit the other.
+neighbours, (x[2 i], x[2 i + 1]): the same idea with the columns in another order, so weights of one do not fit the
+other.
 
-`rope` is six small operations of PyTorch per tensor, and each reads and writes memory. `fused_rope` reads q and k once
-and writes them once. A rotation is undone by the negative angle, and that is also its gradient: the backward pass is the
-same kernel with -sin.
+`rope` is seven small operations of PyTorch per tensor (four products, a difference, a sum, and `cat`), and each reads
+and writes memory. `fused_rope` reads q and k once and writes them once. A rotation is undone by the negative angle, and
+that is also its gradient: the backward pass is the same kernel with -sin.
 
 Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021), arXiv 2104.09864.
 """

@@ -1,0 +1,280 @@
+"""The language model: its sizes, its parts, its memory, its text, and that it trains."""
+
+import hashlib
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from flashlab import runtime
+from flashlab.models import memory, text
+from flashlab.models.language_model import BYTES, SIZES, Config, LanguageModel, config, make_optimizer, train_step
+from flashlab.models.layer import ATTENTIONS
+from flashlab.models.train import distance, train
+
+DEVICE = runtime.device()
+ON_GPU = DEVICE.type == "cuda"
+LESSONS = Path(__file__).resolve().parents[2] / "src" / "lessons"
+TINY = Config(width=32, depth=2, heads=2, vocabulary=BYTES, positions=32)
+VARIANTS = [
+    Config(width=32, depth=depth, heads=4, kv_heads=kv_heads, vocabulary=50, tied=tied)
+    for depth, kv_heads, tied in ((1, None, True), (2, 1, True), (3, 2, False))
+]
+
+
+def build(shape, seed=0):
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return LanguageModel(shape).to(DEVICE)
+
+
+def tokens(shape, batch=2, seq_len=20, seed=0):
+    drawn = torch.randint(shape.vocabulary, (batch, seq_len + 1), generator=torch.Generator().manual_seed(seed))
+    return drawn.to(DEVICE)[:, :-1], drawn.to(DEVICE)[:, 1:]
+
+
+# ---- sizes
+
+
+@pytest.mark.parametrize("shape", [*SIZES.values(), *VARIANTS], ids=str)
+def test_parameters_by_formula(shape):
+    with torch.device("meta"):
+        model = LanguageModel(shape)
+    assert shape.parameters() == sum(weight.numel() for weight in model.parameters())
+
+
+def test_the_sizes_are_those_of_gpt_2():
+    # Millions, from Radford et al.'s weights. Theirs have positions and biases; ours round SwiGLU's width up.
+    theirs = {"small": 124.4, "medium": 354.8, "large": 774.0, "xl": 1557.6}
+    for size, millions in theirs.items():
+        assert abs(config(size).parameters() / 1e6 / millions - 1) < 0.02
+        assert config(size).head_dim == 64
+
+
+def test_a_size_is_changed_by_name():
+    assert config("small", attention="flash", kv_heads=4).kv_heads == 4
+    with pytest.raises(ValueError, match="size is 'huge'; it must be 'small', 'medium', 'large' or 'xl'"):
+        config("huge")
+    with pytest.raises(TypeError, match="colour"):
+        config("small", colour="red")
+
+
+# ---- the model
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("fused", [False, True])
+def test_every_attention_gives_the_same_loss_and_gradients(attention, fused):
+    shape = Config(width=32, depth=2, heads=4, kv_heads=2, vocabulary=50, positions=32)
+    ours, eager = (
+        build(Config(**vars(shape) | changes)) for changes in (dict(attention=attention, fused_rope=fused), {})
+    )
+    losses = [model(*tokens(shape)) for model in (ours, eager)]
+    torch.testing.assert_close(*losses, rtol=1e-6, atol=1e-6)
+    grads = [torch.autograd.grad(x, list(m.parameters())) for x, m in zip(losses, (ours, eager), strict=True)]
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_the_first_loss_is_that_of_a_guess():
+    loss = build(TINY)(*tokens(TINY)).item()
+    assert abs(loss - math.log(BYTES)) < 0.05
+
+
+def test_no_token_sees_what_comes_after_it():
+    model, (x, _) = build(TINY), tokens(TINY)
+    other = x.clone()
+    other[:, 12:] = (other[:, 12:] + 1) % BYTES
+    a, b = model(x), model(other)
+    assert torch.equal(a[:, :12], b[:, :12]) and not torch.equal(a[:, 12:], b[:, 12:])
+    assert a.shape == (2, 20, BYTES)
+
+
+def test_the_order_of_tokens_matters():
+    model = build(TINY)
+    x = torch.tensor([[5, 6, 7, 8], [6, 5, 7, 8]], device=DEVICE)
+    last = model(x)[:, -1]
+    assert (last[0] - last[1]).abs().max() > 1e-5
+
+
+def test_tied_is_one_matrix():
+    assert build(TINY).head.weight is build(TINY).embedding.weight or build(TINY).config.tied
+    model = build(TINY)
+    assert model.head.weight is model.embedding.weight
+    loose = build(Config(**vars(TINY) | dict(tied=False)))
+    assert loose.head.weight is not loose.embedding.weight
+
+
+def test_it_refuses_more_tokens_than_positions():
+    with pytest.raises(ValueError, match="there are 40 tokens; this model has 32 positions"):
+        build(TINY)(*tokens(TINY, seq_len=40))
+
+
+@pytest.mark.parametrize("attention, fused", [("eager", False), ("sdpa", False), ("flash", False), ("flash", True)])
+def test_torch_compile_takes_it_as_one_graph(attention, fused):
+    shape = Config(**vars(TINY) | dict(depth=1, attention=attention, fused_rope=fused))
+    model = build(shape)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for autocast in (None, torch.bfloat16):
+        with torch.autocast(DEVICE.type, dtype=autocast, enabled=autocast is not None):
+            got, want = (m(*tokens(shape)) for m in (compiled, model))
+        assert got.dtype == torch.float32
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+        weights = list(model.parameters())
+        for a, b in zip(*(torch.autograd.grad(x, weights) for x in (got, want)), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4 if autocast is None else 1e-3)
+
+
+def test_a_step_lowers_the_loss_of_its_own_batch():
+    for autocast in (None, torch.bfloat16):
+        model = build(TINY)
+        optimizer = make_optimizer(model, lr=1e-3)
+        losses = [train_step(model, optimizer, *tokens(TINY), autocast=autocast).item() for _ in range(5)]
+        assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0] - 0.05
+    decayed = [group["weight_decay"] > 0 for group in optimizer.param_groups for _ in group["params"]]
+    assert sum(decayed) == sum(w.ndim == 2 for w in model.parameters()) and not all(decayed)
+
+
+# ---- memory
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kv_heads", [None, 1])
+@pytest.mark.parametrize("attention, fused", [("eager", False), ("eager", True), ("flash", False), ("flash", True)])
+def test_activations_by_formula(attention, fused, kv_heads, dtype):
+    shape = Config(
+        width=32, depth=2, heads=2, kv_heads=kv_heads, vocabulary=50, positions=32, attention=attention, fused_rope=fused
+    )
+    model = build(shape).to(dtype)
+    batch, seq_len, itemsize = 3, 20, dtype.itemsize
+    x = torch.randn(batch, seq_len, 32, dtype=dtype, device=DEVICE, requires_grad=True)
+    block = model.blocks[0]
+    layer = memory.kept_bytes(model, lambda: block.attention(x, model.cos, model.sin))
+    assert layer == sum(memory.attention_bytes(shape, batch, seq_len, itemsize=itemsize).values())
+
+    options = dict(itemsize=itemsize, fused_norm=ON_GPU)
+    whole_block = memory.kept_bytes(model, lambda: block(x, model.cos, model.sin))
+    assert whole_block == sum(memory.block_bytes(shape, batch, seq_len, **options).values())
+    pairs = tuple(y.clone() for y in tokens(shape, batch, seq_len))  # else they are one piece of memory
+    whole = memory.kept_bytes(model, lambda: model(*pairs))
+    assert whole == memory.training_memory(shape, batch, seq_len, **options).activations
+
+
+def test_gradients_and_optimizer_state_by_formula():
+    shape = VARIANTS[2]
+    model = build(shape)
+    optimizer = make_optimizer(model)
+    train_step(model, optimizer, *tokens(shape))
+    said = memory.training_memory(shape, 2, 20)
+    weights = list(model.parameters())
+    assert said.parameters == sum(w.nbytes for w in weights)
+    assert said.gradients == sum(w.grad.nbytes for w in weights)
+    averages = [x for state in optimizer.state.values() for x in state.values() if x.numel() > 1 or x.ndim]
+    assert said.optimizer == sum(x.nbytes for x in averages)  # beside one counter for each weight
+    assert said.total == said.parameters + said.gradients + said.optimizer + said.activations
+
+
+def test_only_the_eager_attention_grows_with_the_square():
+    eager, flash = (config("small", attention=name) for name in ("eager", "flash"))
+
+    def size(shape, seq_len):
+        return sum(memory.attention_bytes(shape, 1, seq_len).values())
+
+    assert size(flash, 8192) == 2 * size(flash, 4096)
+    assert 3.5 * size(eager, 4096) < size(eager, 8192) < 4 * size(eager, 4096)
+    with pytest.raises(ValueError, match="attention is 'sdpa'; there is a formula for 'eager' and for 'flash'"):
+        size(config("small", attention="sdpa"), 128)
+
+
+# ---- the text
+
+
+def test_the_text_is_the_recorded_one_and_comes_from_the_lessons():
+    data = text.load()
+    assert data.dtype == torch.uint8 and data.ndim == 1
+    assert hashlib.sha256(bytes(data.tolist())).hexdigest() == text.SHA256
+    words = bytes(data.tolist()).decode()
+    now = text.collect(LESSONS)
+    for phase in range(10):  # a lecture may be reworded since; its number is in both
+        assert f"# Phase {phase} " in words and f"# Phase {phase} " in now
+    # What `collect` takes: text, and no code.
+    assert "import torch" not in now and "## What you will be able to do" in now
+
+
+def test_a_changed_text_is_noticed(tmp_path, monkeypatch):
+    changed = tmp_path / "lessons.txt"
+    changed.write_bytes(text.FILE.read_bytes() + b"!")
+    monkeypatch.setattr(text, "FILE", changed)
+    with pytest.raises(ValueError, match="not the text that the recorded losses belong to"):
+        text.load()
+
+
+def test_the_text_goes_with_the_package():
+    pyproject = (LESSONS.parents[1] / "pyproject.toml").read_text()
+    assert text.FILE.parent.name == "models" and '"**/*.txt"' in pyproject
+
+
+def test_batches():
+    data = torch.arange(200, dtype=torch.uint8)
+    first, again, other = (text.batches(data, 4, 16, seed=seed) for seed in (0, 0, 1))
+    starts = set()
+    for _ in range(200):
+        x, y = next(first)
+        assert x.shape == y.shape == (4, 16) and x.dtype == y.dtype == torch.int64
+        assert torch.equal(y, x + 1)
+        starts |= set(x[:, 0].tolist())
+    assert starts == set(range(200 - 16))  # every place where a piece and the byte after it fit
+    x, _ = next(again)
+    assert torch.equal(x, next(text.batches(data, 4, 16, seed=0))[0]) and not torch.equal(x, next(other)[0])
+    with pytest.raises(ValueError, match="the text has 16 bytes; a piece of 16 and the byte after it do not fit"):
+        next(text.batches(data[:16], 1, 16))
+
+
+# ---- the training run
+
+
+def test_eager_and_flash_give_one_curve_within_noise():
+    """As far apart as two eager runs are whose first weights differ by less than a rounding, or nearer than 8 times it:
+    each attention rounds several times in every step, the jitter once."""
+    options = dict(steps=12, batch=2, seq_len=24, lr=3e-3)
+    curves = {
+        name: train(Config(**vars(TINY) | changes), **options, jitter=jitter)
+        for name, changes, jitter in (
+            ("eager", {}, 0.0),
+            ("noise", {}, torch.finfo(torch.float32).eps),
+            ("flash", dict(attention="flash", fused_rope=True), 0.0),
+        )
+    }
+    eager = curves["eager"]
+    noise = distance(eager, curves["noise"])
+    assert len(eager) == 12 and eager[-1] < eager[0] - 0.3
+    assert 0 < noise < 1e-3
+    assert distance(eager, curves["flash"]) <= 8 * noise
+    # A mistake is far outside of it: attention without its causal mask would see the answer.
+    other = train(Config(**vars(TINY) | dict(kv_heads=1)), **options)
+    assert distance(eager, other) > 8 * noise
+
+
+def test_a_run_depends_on_its_seed_alone():
+    options = dict(steps=3, batch=2, seq_len=16)
+    before = torch.get_rng_state()
+    first = train(TINY, **options)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(99)
+    assert train(TINY, **options) == first
+    assert train(TINY, **options, seed=1) != first
+    assert len(train(TINY, **options, autocast=torch.bfloat16)) == 3
+
+
+def test_it_refuses():
+    for shape, options, sentence in (
+        (Config(**vars(TINY) | dict(vocabulary=100)), {}, "the vocabulary has 100 tokens"),
+        (TINY, dict(steps=0), "steps is 0"),
+        (TINY, dict(seq_len=64), "there are 64 tokens; this model has 32 positions"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            train(shape, **dict(steps=1, batch=1, seq_len=16) | options)
+    with pytest.raises(ValueError, match="one curve has 1 steps and the other 2"):
+        distance([1.0], [1.0, 2.0])
+    assert math.isnan(distance([1.0, math.nan], [1.0, 2.0]))

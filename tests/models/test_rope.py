@@ -1,0 +1,243 @@
+"""Rotary embedding against complex numbers in float64: the formula and the kernel, forward and backward."""
+
+import pytest
+import torch
+from huge_tensors import NO_ROOM, REASON, far_apart
+
+from flashlab import runtime
+from flashlab.attention import reference
+from flashlab.attention.cost import trace_ops
+from flashlab.models.rope import compile_arguments, fused_rope, rope, rope_kernel, rope_table
+from flashlab.triton_tools.compile_report import TARGETS, compile_reports
+from flashlab.triton_tools.watch import watched
+
+DEVICE = runtime.device()
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def draw(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def layouts(batch, heads, kv_heads, seq, head_dim, dtype):
+    """q and k in each of the orders in memory that models have, and some that none has."""
+    q, k = draw(batch, heads, seq, head_dim, dtype=dtype), draw(batch, kv_heads, seq, head_dim, dtype=dtype, seed=1)
+    yield "heads first", q, k
+    yield "tokens first", *(x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k))
+    packed = draw(batch, seq, heads + kv_heads, head_dim, dtype=dtype)
+    yield "in one tensor", packed[:, :, :heads].transpose(1, 2), packed[:, :, heads:].transpose(1, 2)
+    yield "every second column", draw(*q.shape[:3], 2 * head_dim, dtype=dtype)[..., ::2], k
+    yield "columns first", q.transpose(-1, -2).contiguous().transpose(-1, -2), k
+    yield "one batch for all", q[:1].expand_as(q), k
+
+
+def turned(x, cos, sin, offset=0):
+    """The oracle: x1 + i x2, times cos + i sin. And what each element may be off: float32 inside, rounded once."""
+    half = x.shape[-1] // 2
+    cos, sin = (table[offset : offset + x.shape[2]].double() for table in (cos, sin))
+    y = torch.complex(x[..., :half].double(), x[..., half:].double()) * torch.complex(cos, sin)
+    size = torch.cat([x.double().abs()[..., :half] + x.double().abs()[..., half:]] * 2, -1)
+    value, info = torch.cat((y.real, y.imag), -1), torch.finfo(x.dtype)
+    return value, info.eps / 2 * value.abs() + 2.0**-22 * size + info.smallest_normal * info.eps
+
+
+def expect(got, x, cos, sin, offset=0, factor=1.0):
+    value, bound = turned(x, cos, sin, offset)
+    assert got.shape == x.shape and got.dtype == x.dtype
+    assert bool(((got.double() - value).abs() <= factor * bound).all())
+
+
+# ---- the formula
+
+
+def test_by_hand():
+    cos, sin = rope_table(4, 2)  # one pair, whose angle is the position
+    x = torch.tensor([[1.0, 0.0]] * 4)[None, None]
+    angle = torch.arange(4.0)
+    torch.testing.assert_close(rope(x, cos, sin)[0, 0], torch.stack((angle.cos(), angle.sin()), 1))
+
+
+def test_angles_of_far_positions():
+    cos, sin = rope_table(100_001, 64, base=5e5)
+    angle = 100_000 * 5e5 ** (-torch.arange(0, 64, 2, dtype=torch.float64) / 64)
+    torch.testing.assert_close(cos[-1].double(), angle.cos(), rtol=0, atol=1e-7)
+    torch.testing.assert_close(sin[-1].double(), angle.sin(), rtol=0, atol=1e-7)
+
+
+def test_the_formula():
+    cos, sin = rope_table(40, 16, device=DEVICE)
+    x = draw(2, 3, 21, 16).double()
+    torch.testing.assert_close(rope(x, cos, sin, offset=7), turned(x, cos, sin, 7)[0], rtol=1e-13, atol=1e-13)
+    for dtype in DTYPES:  # each of its steps is rounded, and cos and sin are first
+        low = x.to(dtype)
+        value, _ = turned(low, cos, sin)
+        room = 4 * torch.finfo(dtype).eps * low.abs().amax().item()
+        assert rope(low, cos, sin).dtype == dtype and bool(((rope(low, cos, sin) - value).abs() <= room).all())
+
+
+def test_it_is_seven_operations():
+    cos, sin = rope_table(8, 16)
+    x = torch.ones(1, 2, 8, 16)
+    names = [op.name for op in trace_ops(rope, x, cos, sin)]
+    assert sorted(names) == ["add", "cat", "mul", "mul", "mul", "mul", "sub"]
+
+
+def test_only_the_distance_of_positions_matters():
+    cos, sin = (x.double() for x in rope_table(100, 16, device=DEVICE))
+    q, k, v = (draw(1, 2, 12, 16, seed=seed).double() for seed in range(3))
+    here, there = (
+        reference.attention(rope(q, cos, sin, offset=n), rope(k, cos, sin, offset=n), v, causal=True)[0]
+        for n in (0, 61)
+    )
+    torch.testing.assert_close(here, there, rtol=0, atol=1e-6)  # cos and sin were rounded to float32
+    moved = reference.attention(rope(q, cos, sin, offset=61), rope(k, cos, sin, offset=60), v, causal=True)[0]
+    assert (moved - here).abs().max() > 1e-3
+
+
+# ---- the kernel
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "heads, kv_heads, seq, head_dim", [(1, 1, 1, 2), (4, 2, 17, 16), (6, 1, 33, 6), (5, 5, 37, 64), (9, 3, 3, 160)]
+)
+def test_the_kernel_and_its_gradient(heads, kv_heads, seq, head_dim, dtype):
+    cos, sin = rope_table(seq + 5, head_dim, device=DEVICE)
+    for name, q, k in layouts(2, heads, kv_heads, seq, head_dim, dtype):
+        q, k = q.detach().requires_grad_(), k.detach().requires_grad_()
+        got = fused_rope(q, k, cos, sin, offset=5)
+        for y, x in zip(got, (q, k), strict=True):
+            expect(y.detach(), x.detach(), cos, sin, 5)
+            assert y.stride() == torch.empty_like(x).stride(), name
+        grad_q = draw(*q.shape, dtype=dtype, seed=2).transpose(1, 2).contiguous().transpose(1, 2)
+        grad_k = draw(*k.shape, dtype=dtype, seed=3)[:, :, :1].expand_as(k)
+        for dx, grad in zip(torch.autograd.grad(got, (q, k), (grad_q, grad_k)), (grad_q, grad_k), strict=True):
+            expect(dx, grad, cos, -sin, 5)
+
+
+def test_the_gradient_is_that_of_the_formula():
+    cos, sin = rope_table(9, 12, device=DEVICE)
+    q, k = (draw(2, heads, 9, 12, seed=heads).requires_grad_() for heads in (4, 2))
+    weights = draw(2, 4, 9, 12, seed=7), draw(2, 2, 9, 12, seed=8)
+    by = []
+    for y in (fused_rope(q, k, cos, sin), (rope(q, cos, sin), rope(k, cos, sin))):
+        loss = sum((x**2 * w).sum() for x, w in zip(y, weights, strict=True))
+        first = torch.autograd.grad(loss, (q, k), create_graph=True)
+        by.append((*first, *torch.autograd.grad(sum((x**2).sum() for x in first), (q, k))))  # and the second
+    for ours, theirs in zip(*by, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    (only_q,) = torch.autograd.grad(fused_rope(q, k.detach(), cos, sin)[0].sum(), q)
+    expect(only_q, torch.ones_like(q), cos, -sin)
+
+
+def test_tables_of_any_layout_and_of_the_inputs_dtype():
+    cos, sin = (x.bfloat16().T.contiguous().T for x in rope_table(10, 16, device=DEVICE))
+    q = draw(1, 2, 10, 16, dtype=torch.bfloat16)
+    for y in fused_rope(q, q, cos, sin):
+        expect(y, q, cos, sin)
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 4, 8), (1, 2, 0, 8)])
+def test_nothing_to_turn(shape):
+    q = torch.empty(shape, device=DEVICE, requires_grad=True)
+    turned_q, turned_k = fused_rope(q, q, *rope_table(4, 8, device=DEVICE))
+    assert turned_q.shape == turned_k.shape == shape
+    assert torch.autograd.grad(turned_q.sum(), q)[0].shape == shape
+
+
+@pytest.mark.skipif(not runtime.INTERPRETED, reason="the interpreter counts")
+def test_memory_is_read_once_and_written_once_and_nothing_beside_it():
+    q, k = draw(2, 6, 37, 24, dtype=torch.float16), draw(2, 3, 37, 24, dtype=torch.float16)
+    cos, sin = rope_table(37, 24)
+    before = q.clone(), k.clone()
+    with watched() as traffic:
+        fused_rope(q, k, cos, sin)
+    for name, x in (("Q", q), ("K", k)):
+        assert traffic.read_from[f"{name}_ptr"] == traffic.written_to[f"TURNED_{name}_ptr"] == x.numel() * 2
+    programs_per_row = 2 * 2  # two batches, and two programs that share 6 heads
+    assert traffic.read_from["COS_ptr"] == traffic.read_from["SIN_ptr"] == programs_per_row * cos.numel() * 4
+    assert not traffic.undefined
+    assert torch.equal(q, before[0]) and torch.equal(k, before[1])
+
+
+@pytest.mark.skipif(NO_ROOM, reason=REASON)
+@pytest.mark.parametrize("axis", range(4))
+def test_addresses_past_2_to_the_31(axis):
+    shape = [3 if n == axis else size for n, size in enumerate((1, 1, 2))] + [2]
+    q = draw(*shape, dtype=torch.float16)
+    cos, sin = rope_table(shape[2], 2, device=DEVICE)
+    if axis == 3:  # the two numbers of a pair
+        buffer = torch.empty(2**31 + 8, dtype=q.dtype, device=DEVICE)
+        far = buffer.as_strided(q.shape, (4, 4, 2, 2**31)).copy_(q)
+    else:
+        (far,) = far_apart((q,), axis)
+    for got, want in zip(fused_rope(far, far, cos, sin), fused_rope(q, q, cos, sin), strict=True):
+        assert torch.equal(got, want)
+
+
+X = torch.zeros(1, 2, 8, 16, device=DEVICE)
+TABLE = torch.zeros(8, 8, device=DEVICE)
+
+
+@pytest.mark.parametrize(
+    "changes, error, sentence",
+    [
+        (dict(q=X[0]), ValueError, "q must be .*it has 3 dimensions"),
+        (dict(k=X.half()), TypeError, "one dtype"),
+        (dict(q=X.double(), k=X.double()), TypeError, "q is torch.float64"),
+        (dict(k=X[:, :, :5]), ValueError, "q has 8 rows and k has 5; row n of both stands at one position"),
+        (dict(k=X.expand(1, 2, 8, 16)[:, [0, 0, 1]]), ValueError, "2 query heads cannot share 3 key heads"),
+        (dict(q=X[..., :15], k=X[..., :15]), ValueError, "head_dim is 15; numbers are turned in pairs"),
+        (dict(cos=TABLE[:, :4]), ValueError, r"cos is \[8, 4\] and sin is \[8, 8\]; for a head_dim of 16 both are"),
+        (dict(cos=TABLE[0], sin=TABLE[0]), ValueError, r"cos is \[8\] and sin is \[8\]"),
+        (dict(cos=TABLE.int()), TypeError, "cos is torch.int32; it has to be floating point"),
+        (dict(cos=TABLE.to("meta"), sin=TABLE.to("meta")), ValueError, "cos is on meta: one device for all"),
+        (dict(offset=1), ValueError, "the offset is 1 and there are 8 rows; the tables have the positions from 0 up"),
+        (dict(offset=-1), ValueError, "the offset is -1"),
+    ],
+)
+def test_it_refuses(changes, error, sentence):
+    arguments = dict(q=X, k=X, cos=TABLE, sin=TABLE, offset=0) | changes
+    offset = arguments.pop("offset")
+    with pytest.raises(error, match=sentence):
+        fused_rope(*arguments.values(), offset=offset)
+
+
+def test_the_formula_refuses_what_the_tables_do_not_have():
+    for changes, sentence in ((dict(offset=1), "the offset is 1"), (dict(x=X[..., :15]), "head_dim is 15")):
+        with pytest.raises(ValueError, match=sentence):
+            rope(**dict(x=X, cos=TABLE, sin=TABLE) | changes)
+    for positions, head_dim in ((0, 8), (8, 7), (8, 0)):
+        with pytest.raises(ValueError, match=f"positions is {positions} and head_dim is {head_dim}"):
+            rope_table(positions, head_dim)
+
+
+# ---- in PyTorch, and compiled
+
+
+def test_pytorch_finds_nothing_wrong_with_the_operator():
+    cos, sin = rope_table(9, 8, device=DEVICE)
+    q, k = draw(1, 4, 5, 8).requires_grad_(), draw(1, 5, 2, 8).transpose(1, 2).requires_grad_()
+    for back in (False, True):
+        torch.library.opcheck(torch.ops.flashlab.fused_rope.default, (q, k, cos, sin, 3, back))
+
+
+def test_torch_compile_takes_it_as_one_graph():
+    cos, sin = rope_table(40, 8, device=DEVICE)
+
+    def model(q, k):
+        return sum(x.relu().sum() for x in fused_rope(q * 2, k, cos, sin))
+
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=True)
+    for seq in (16, 21):
+        q, k = (draw(1, heads, seq, 8).requires_grad_() for heads in (4, 2))
+        for a, b in zip(*(torch.autograd.grad(f(q, k), (q, k)) for f in (compiled, model)), strict=True):
+            torch.testing.assert_close(a, b)
+
+
+def test_it_compiles_for_every_target():
+    jobs = [compile_arguments(torch.bfloat16, 128), compile_arguments(torch.float32, 16, back=True)]
+    for report in compile_reports(rope_kernel, jobs, targets=TARGETS):
+        assert report.ok, report.error
+        assert report.spill_bytes == 0 and report.tensor_core_instructions == 0
+        assert "LDG.E.128" in report.sass and "STG.E.128" in report.sass  # 16 bytes per thread at once
