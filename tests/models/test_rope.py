@@ -194,6 +194,10 @@ TABLE = torch.zeros(8, 8, device=DEVICE)
         (dict(cos=TABLE.to("meta"), sin=TABLE.to("meta")), ValueError, "cos is on meta: one device for all"),
         (dict(offset=1), ValueError, "the offset is 1 and there are 8 rows; the tables have the positions from 0 up"),
         (dict(offset=-1), ValueError, "the offset is -1"),
+        (dict(offset=1.0), TypeError, "offset is 1.0; it is a number of positions, an int"),
+        (dict(q=[1.0]), TypeError, "q is a list; a torch.Tensor is needed"),
+        (dict(sin=2.0), TypeError, "sin is a float; a torch.Tensor is needed"),
+        (dict(sin=TABLE.clone().requires_grad_()), ValueError, "sin requires a gradient, and the kernel computes none"),
     ],
 )
 def test_it_refuses(changes, error, sentence):

@@ -68,7 +68,7 @@ def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, offset: int =
     Returns:
         like x.
     Raises:
-        ValueError: an odd head_dim, tables of another head_dim, or positions past their end.
+        TypeError, ValueError: an odd head_dim, tables of another head_dim or device, or positions past their end.
     """
     _check_table(x, cos, sin, offset)
     cos, sin = (table[offset : offset + x.shape[2]].to(x.dtype) for table in (cos, sin))
@@ -162,6 +162,11 @@ def fused_rope(
     Raises:
         TypeError, ValueError: a sentence that names the argument, before any launch.
     """
+    if not torch.compiler.is_compiling():  # then the operator's fake checks
+        _check(q, k, cos, sin, offset)
+        for name, table in (("cos", cos), ("sin", sin)):
+            if table.requires_grad:
+                raise ValueError(f"{name} requires a gradient, and the kernel computes none for it")
     return torch.ops.flashlab.fused_rope(q, k, cos, sin, offset, False)
 
 
@@ -195,7 +200,16 @@ def compile_arguments(dtype: torch.dtype, head_dim: int, *, back: bool = False) 
 
 
 def _check_table(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, offset: int) -> None:
-    """Raise ValueError unless the tables have the angles of x's rows."""
+    """Raise TypeError or ValueError, a sentence, unless the tables have the angles of x's rows."""
+    for name, table in (("cos", cos), ("sin", sin)):
+        if not isinstance(table, torch.Tensor):
+            raise TypeError(f"{name} is a {type(table).__name__}; a torch.Tensor is needed")
+        if not table.dtype.is_floating_point:
+            raise TypeError(f"{name} is {table.dtype}; it has to be floating point")
+        if table.device != x.device:
+            raise ValueError(f"the rows are on {x.device}, but {name} is on {table.device}: one device for all, please")
+    if isinstance(offset, bool) or not isinstance(offset, int | torch.SymInt):
+        raise TypeError(f"offset is {offset!r}; it is a number of positions, an int")
     if x.shape[-1] % 2:
         raise ValueError(f"head_dim is {x.shape[-1]}; numbers are turned in pairs, so it has to be even")
     if cos.ndim != 2 or cos.shape != sin.shape or cos.shape[1] != x.shape[-1] // 2:
@@ -216,11 +230,6 @@ def _check(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tenso
     if q.shape[2] != k.shape[2]:
         raise ValueError(f"q has {q.shape[2]} rows and k has {k.shape[2]}; row n of both stands at one position")
     _check_table(q, cos, sin, offset)
-    for name, table in (("cos", cos), ("sin", sin)):
-        if table.device != q.device:
-            raise ValueError(f"q is on {q.device}, but {name} is on {table.device}: one device for all, please")
-        if not table.dtype.is_floating_point:
-            raise TypeError(f"{name} is {table.dtype}; it has to be floating point")
 
 
 # ---- as an operator of PyTorch: with a gradient, and under torch.compile ---------------------------------------------
