@@ -142,9 +142,7 @@ def test_a_step_lowers_the_loss_of_its_own_batch():
 @pytest.mark.parametrize("kv_heads", [None, 1])
 @pytest.mark.parametrize("attention, fused", [("eager", False), ("eager", True), ("flash", False), ("flash", True)])
 def test_activations_by_formula(attention, fused, kv_heads, dtype):
-    shape = Config(
-        width=32, depth=2, heads=2, kv_heads=kv_heads, vocabulary=50, positions=32, attention=attention, fused_rope=fused
-    )
+    shape = Config(**vars(TINY) | dict(kv_heads=kv_heads, attention=attention, fused_rope=fused))
     model = build(shape).to(dtype)
     batch, seq_len, itemsize = 3, 20, dtype.itemsize
     x = torch.randn(batch, seq_len, 32, dtype=dtype, device=DEVICE, requires_grad=True)
@@ -234,8 +232,9 @@ def test_batches():
 
 
 def test_eager_and_flash_give_one_curve_within_noise(monkeypatch):
-    """At most 8 times as far apart as two eager runs whose first weights differ by about a rounding: an attention rounds
-    several times in every step, the jitter once."""
+    """At most 8 times as far apart as two eager runs whose first weights differ by about a rounding.
+
+    8, because an attention rounds several times in every step, the jitter once."""
     monkeypatch.setitem(ATTENTIONS, "wrong", lambda q, k, v, *, causal: eager_attention(1.01 * q, k, v, causal=causal))
     options = dict(steps=12, batch=2, seq_len=24, lr=3e-3)
     curves = {

@@ -8,8 +8,8 @@
 Only the attention changes between "eager", "sdpa" and "flash"; the weights keep their names and shapes.
 
 Sources: GPT-2: Radford et al., "Language Models are Unsupervised Multitask Learners" (2019), table 2, for widths and
-depths; RMSNorm: Zhang and Sennrich (2019), arXiv 1910.07467; SwiGLU: Shazeer, "GLU Variants Improve Transformer" (2020),
-arXiv 2002.05202; both with rotary embedding: Touvron et al., "LLaMA" (2023), arXiv 2302.13971.
+depths; RMSNorm: Zhang and Sennrich (2019), arXiv 1910.07467; SwiGLU: Shazeer, "GLU Variants Improve Transformer"
+(2020), arXiv 2002.05202; both with rotary embedding: Touvron et al., "LLaMA" (2023), arXiv 2302.13971.
 """
 
 from __future__ import annotations
