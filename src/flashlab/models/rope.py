@@ -163,6 +163,8 @@ def fused_rope(
         TypeError, ValueError: a sentence that names the argument, before any launch.
     """
     if not torch.compiler.is_compiling():  # then the operator's fake checks
+        if isinstance(offset, bool) or not isinstance(offset, int):
+            raise TypeError(f"offset is {offset!r}; it is a number of positions, an int")
         _check(q, k, cos, sin, offset)
         for name, table in (("cos", cos), ("sin", sin)):
             if table.requires_grad:
@@ -208,8 +210,6 @@ def _check_table(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, offset: 
             raise TypeError(f"{name} is {table.dtype}; it has to be floating point")
         if table.device != x.device:
             raise ValueError(f"the rows are on {x.device}, but {name} is on {table.device}: one device for all, please")
-    if isinstance(offset, bool) or not isinstance(offset, int | torch.SymInt):
-        raise TypeError(f"offset is {offset!r}; it is a number of positions, an int")
     if x.shape[-1] % 2:
         raise ValueError(f"head_dim is {x.shape[-1]}; numbers are turned in pairs, so it has to be even")
     if cos.ndim != 2 or cos.shape != sin.shape or cos.shape[1] != x.shape[-1] // 2:
