@@ -43,6 +43,27 @@ def unfused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = Fa
     return run
 
 
+def compiled_unfused(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False
+) -> Callable[[], torch.Tensor]:
+    """The operations of `unfused`, given to torch.compile for these shapes.
+
+    Its compiler knows this pattern, and may put scaled_dot_product_attention in its place; `replaced` counts how often.
+    Its backward pass can be called again on the same graph: by default it would overwrite what was saved for it.
+    """
+    import torch._functorch.config
+
+    torch._functorch.config.donated_buffer = False
+    return torch.compile(unfused(q, k, v, causal), dynamic=False)
+
+
+def replaced() -> int:
+    """How often torch.compile has put fused attention in the place of unfused, in this process."""
+    from torch._dynamo.utils import counters
+
+    return counters["inductor"]["fuse_attention"]
+
+
 def flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False) -> Callable[[], torch.Tensor]:
     """FlexAttention, compiled for these shapes; a causal mask as a block mask, made here.
 

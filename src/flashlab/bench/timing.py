@@ -132,7 +132,7 @@ def interleaved(
 
 
 def on_cpu(functions: Mapping[str, Work], *, rounds: int = 3) -> tuple[dict[str, Timing], dict[str, str]]:
-    """Times functions by the clock on the wall, in turns, after one call that warms up; and why the others have none."""
+    """Times functions by the clock on the wall, in turns, after a call that warms up; and why the others have none."""
     runs: dict[str, Callable[[], Any]] = {}
     reasons: dict[str, str] = {}
     for name, given in functions.items():

@@ -102,7 +102,7 @@ def table(data: dict[str, Any]) -> Table:
     for r in data["rows"]:
         found = f"{1e3 * r['ms']:.1f} ({r['tflops']:.1f})" if "ms" in r else "none"
         lines.setdefault((r["head_dim"], r["seq_len"]), {})[r["name"]] = found
-    rows = [[d, n, *(cells[name] for name in NAMES)] for (d, n), cells in lines.items()]
+    rows = [[d, n, *(cells.get(name, "none") for name in NAMES)] for (d, n), cells in lines.items()]
     return Table.of(rows, ["D", "N", *NAMES], align="rrrrr", caption="microseconds, in brackets TFLOP/s")
 
 
