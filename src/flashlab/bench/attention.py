@@ -126,7 +126,7 @@ def timed(names: Sequence[str], job: Row, which: str, graphs: bool) -> tuple[dic
     Where several sets of tensors would still be in L2 together with one, they are gone through in turn.
     """
     q, k, v, grad_o = inputs(job)
-    sets = [(q, k, v, grad_o)]
+    sets: list[tuple[torch.Tensor, ...]] = [(q, k, v, grad_o)]
     if harness.on_gpu():
         most = timing.input_sets(4 * q.numel() * q.element_size())
         sets += [tuple(x.detach().clone().requires_grad_(x.requires_grad) for x in sets[0]) for _ in range(most - 1)]

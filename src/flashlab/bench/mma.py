@@ -233,7 +233,7 @@ def rows_of(case: Case, times: Mapping[str, Row], reasons: Mapping[str, str] | N
 
 
 @functools.cache
-def _built(only_last: bool = False) -> Built:
+def _built(only_last: bool) -> Built:
     """The kernels that are measured, in fp16 and bf16."""
     return build(variants((torch.float16, torch.bfloat16), only_last))
 
@@ -241,7 +241,7 @@ def _built(only_last: bool = False) -> Built:
 @functools.cache
 def _kernels() -> dict[tuple[str, int], list[Resources]]:
     """Registers and spills of the kernels in fp16, by name and head_dim."""
-    halves = [v for v, _ in _built() if v.dtype == torch.float16]
+    halves = [v for v, _ in _built(False) if v.dtype == torch.float16]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return {(v.name, v.head_dim): found for v, found in zip(halves, pool.map(compiled, halves), strict=True)}
 
@@ -250,7 +250,7 @@ def measure_ladder(case: Case, rounds: int) -> list[Row]:
     """Every variant of the head_dim at this case, with its registers and spills."""
     shape, causal, kind = case
     q, k, v = inputs(shape, kind)
-    mine = [(one, m) for one, m in _built() if (one.head_dim, one.dtype) == (shape[3], q.dtype)]
+    mine = [(one, m) for one, m in _built(False) if (one.head_dim, one.dtype) == (shape[3], q.dtype)]
     functions: dict[str, Callable[[], Any]] = {"fa2": peers.sdpa("FLASH_ATTENTION", q, k, v, causal)}
     functions |= {one.name: forward_of(module, q, k, v, causal=causal) for one, module in mine}
     found = rows_of(case, *harness.times_of(functions, rounds))
@@ -263,7 +263,7 @@ def measure_ladder(case: Case, rounds: int) -> list[Row]:
 def measure_published(shape: Shape, rounds: int) -> list[Row]:
     """The published table's five variants at a shape, each with the first values of its output."""
     q, k, v = inputs(shape)
-    modules = {one.name: m for one, m in _built() if (one.head_dim, one.dtype) == (shape[3], q.dtype)}
+    modules = {one.name: m for one, m in _built(False) if (one.head_dim, one.dtype) == (shape[3], q.dtype)}
     functions: dict[str, Callable[[], Any]] = {
         "unfused": peers.unfused(q, k, v), "fa2": peers.sdpa("FLASH_ATTENTION", q, k, v)
     }  # fmt: skip
