@@ -18,7 +18,7 @@ LECTURE = $(or $(wildcard notebooks/0$(PHASE)_*.ipynb notebooks/$(PHASE)_*.ipynb
 	$(error there is no phase $(PHASE): choose PHASE from those of notebooks/))
 
 .DEFAULT_GOAL := help
-.PHONY: help lab lab-browser-check setup test test-quick format build doctor clean clean-venv $(addprefix test-,$(PARTS))
+.PHONY: help lab lab-browser-check setup test test-quick format build bench doctor clean clean-venv $(addprefix test-,$(PARTS))
 
 help: ## this list
 	@echo "FlashAttention, wall by wall"
@@ -58,6 +58,9 @@ build: ## rebuild the notebooks from src/lessons (ARGS="--only 02")
 
 format: ## lay the Python code out as `make test-lint` wants it
 	$(RUN) -m ruff format .
+
+bench: ## a little of every measurement that this machine can make
+	$(RUN) -m flashlab.cli bench all --quick $(ARGS)
 
 doctor: ## what this machine has, and which phase runs how on it
 	$(RUN) src/flashlab/doctor.py $(ARGS)

@@ -88,12 +88,13 @@ def test_a_result_is_written_and_its_table_printed_last(tmp_path, capsys):
     parser = records.parser("Measures things.\n\nAnd more.", "things")
     result = {"machine": {"gpu": "NVIDIA H200", "date": "2026-11-20"}, "rows": [1, 2]}
     table = lambda data: Table.of([[x] for x in data["rows"]], ["x"])  # noqa: E731
-    out = tmp_path / "deep" / "x.json"
-    records.keep("things", result, table, parser.parse_args(["--out", str(out)]))
-    assert json.loads(out.read_text()) == result
+    given = parser.parse_args(["--out", str(tmp_path / "deep" / "x.json")])
+    records.keep(records.place("things", given), result, table, given)
+    assert json.loads(given.out.read_text()) == result
     *lines, last = capsys.readouterr().out.splitlines()
     assert "x" in lines[0] and last.startswith("NVIDIA H200, 2026-11-20: written to ")
-    records.keep("things", result, table, parser.parse_args(["--quick"]))
+    given = parser.parse_args(["--quick"])
+    records.keep(records.place("things", given), result, table, given)
     assert capsys.readouterr().out.endswith("not written: a quick run\n")
     assert not records.default_path("things", "NVIDIA H200").exists()
 
@@ -159,8 +160,9 @@ def test_the_kernel_of_a_large_grid():
 
 
 def test_rows_say_their_inputs_and_their_share_of_the_peer():
-    times = {"fa2": timing.summary([2.0, 4.0, 6.0]), "p9_flash": timing.summary([1.0, 2.0, 3.0])}
-    fa2, ours = mma.rows_of(((1, 2, 64, 64), True, "moving"), times)
+    times = {"fa2": timing.summary([2.0, 4.0, 6.0]).row(), "p9_flash": timing.summary([1.0, 2.0, 3.0]).row()}
+    fa2, ours, none = mma.rows_of(((1, 2, 64, 64), True, "moving"), times, {"cudnn": "no backend"})
+    assert none["unavailable"] == "no backend" and "ms" not in none
     assert ours["inputs"] == "moving" and ours["vs_fa2"] == 2.0 and fa2["vs_fa2"] == 1.0
     assert (ours["ms"], ours["fastest"], ours["slowest"]) == (2.0, 1.0, 3.0)
     assert ours["tflops"] == timing.attention_flops(1, 2, 64, 64, True) / 2e9

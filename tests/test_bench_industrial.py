@@ -2,13 +2,14 @@
 
 import contextlib
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from industrial_stand_in import record
 
 from flashlab.attention import reference, tiles
-from flashlab.bench import industrial, peers, published, records
+from flashlab.bench import harness, industrial, peers, published
 from flashlab.bench.industrial import GLUON, OURS, PASSES
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -16,7 +17,6 @@ gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
 def test_the_jobs():
     found = industrial.jobs()
-    assert len({industrial.identity(job) for job in found}) == len(found)
     measured = {(tuple(j["shape"]), j["causal"], j["pass"]) for j in found if j["part"] == "shapes"}
     assert len(measured) == 6 * 3 * 2 * 3
     assert all(b * n == 16384 and h * d == 2048 for (b, h, n, d), _, _ in measured)
@@ -76,76 +76,30 @@ def test_a_gluon_kernel_is_tried_in_a_process_of_its_own_first(monkeypatch):
 
 
 # ---- a run on a GPU, with the GPU left out -------------------------------------------------------------------------
-@pytest.fixture
-def pretended(monkeypatch):
-    """Jobs are measured at once; `broken` names those after which the GPU does not answer."""
-    machine = records.machine() | {"gpu": "NVIDIA Pretended", "target": "sm_90"}
-    state = {"measured": [], "broken": set(), "seconds": 0.0}
-    monkeypatch.setattr(industrial.runtime, "INTERPRETED", False)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+def test_the_tiles_are_measured_first_and_what_comes_after_takes_them(monkeypatch):
+    machine = {"gpu": "NVIDIA Pretended", "target": "sm_90"}
+    monkeypatch.setattr(harness, "on_gpu", lambda: True)
+    monkeypatch.setattr(harness, "_watched", lambda: contextlib.nullcontext(machine))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
-    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
-    monkeypatch.setattr(industrial, "prepare_all", lambda todo, until, without=(): None)
-    monkeypatch.setattr(industrial.timing, "measured", lambda: contextlib.nullcontext(dict(machine)))
-    monkeypatch.setattr(industrial.time, "monotonic", lambda: state["seconds"])
-
-    def measure(job, without=()):
-        state["measured"].append(industrial.identity(job))
-        state["seconds"] += 10
-        if job.get("fails"):
-            raise ValueError("it fails")
-        return [job | {"name": OURS, "ms": 1.0, "tflops": 1.0}]
-
-    def synchronize():
-        if state["measured"][-1] in state["broken"]:
-            raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    monkeypatch.setattr(industrial, "measure", measure)
-    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
-    return state
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    said = []
+    monkeypatch.setattr(industrial, "write_choices", lambda rows, target: said.append((len(rows), target)))
+    bench = replace(
+        industrial.BENCH,
+        prepare=lambda todo, until, without: said.append({j["part"] for j in todo}),
+        measure=lambda job, without: [job | {"name": OURS, "ms": 1.0, "tflops": 1.0}],
+    )
+    todo = industrial.jobs(["gluon", "tune"])
+    data = harness.run(bench, todo, without=())
+    tuned = sum(job["part"] == "tune" for job in todo)
+    assert said == [{"tune"}, (tuned, "sm_90"), {"gluon"}]
+    assert len(data["rows"]) == len(todo) and data["left"] == 0 and data["dtype"] == "bfloat16"
 
 
-def test_a_run_ends_in_time_and_the_next_goes_on(pretended):
-    todo = industrial.jobs(["gluon"])
-    kept = []
-    first = industrial.run(todo, minutes=0.5, keep=lambda result: kept.append(json.loads(json.dumps(result))))
-    assert len(first["rows"]) == 4 and first["left"] == 2 and first["machine"]["gpu"] == "NVIDIA Pretended"
-    assert kept[-1] == first
-    second = industrial.run(todo, first["rows"], minutes=0.5)
-    assert len(second["rows"]) == 6 and second["left"] == 0
-    assert len(pretended["measured"]) == len(set(pretended["measured"])) == 6
-
-
-def test_one_that_fails_does_not_cost_the_others(pretended):
-    todo = industrial.jobs(["gluon"])
-    todo[1]["fails"] = True
-    result = industrial.run(todo)
-    assert [row.get("unavailable") for row in result["rows"]] == [None, "ValueError: it fails", None, None, None, None]
-
-
-def test_behind_a_broken_gpu_the_next_process_goes_on(pretended):
-    todo = industrial.jobs(["gluon"])
-    pretended["broken"] = {industrial.identity(todo[2])}
-    kept = []
-    with pytest.raises(RuntimeError, match="run it again to go on behind it"):
-        industrial.run(todo, keep=kept.append)
-    known = kept[-1]["rows"]
-    assert len(known) == 3 and "the process ended" in known[2]["unavailable"]
-    assert len(industrial.run(todo, known)["rows"]) == 6
-
-
-def test_main_goes_on_in_the_record_and_measures_again_on_request(pretended, tmp_path, monkeypatch):
-    out = tmp_path / "x.json"
-    industrial.main(["--only", "gluon", "--minutes", "0.5", "--out", str(out)])
-    assert json.loads(out.read_text())["left"] == 2
-    industrial.main(["--only", "gluon", "--out", str(out)])
-    assert len(json.loads(out.read_text())["rows"]) == 6 and len(pretended["measured"]) == 6
-    industrial.main(["--only", "gluon", "--out", str(out), "--anew"])
-    assert len(json.loads(out.read_text())["rows"]) == 6 and len(pretended["measured"]) == 12
-    monkeypatch.setattr(torch, "__version__", "9.9")
-    industrial.main(["--only", "gluon", "--out", str(out)])
-    assert len(pretended["measured"]) == 18, "figures of two versions are not mixed"
+def test_the_backward_passes_alone_go_to_the_same_record():
+    found = industrial.BACKWARD.jobs()
+    assert industrial.BACKWARD.record == "industrial" and all(job in industrial.jobs() for job in found)
+    assert {job["pass"] for job in found} == {"backward", "both"}
 
 
 # ---- the tiles -----------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from flashlab import doctor as _doctor
+from flashlab.bench import BENCHES
 
 console = Console(highlight=False)
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="FlashAttention, wall by wall.")
@@ -131,34 +132,20 @@ def check() -> None:
 # ------------------------------------------------------------------------------------------------------------- bench
 
 
-# A bench is a module of flashlab.bench with a `main`, and a row here: what it measures, and what it needs. Its options
-# are its own; --out FILE and --quick are among them.
-BENCHES = {
-    "walls": ("Phase 1: naive attention, scheme A to its refusal, the escape hatches.", "a GPU"),
-    "triton": ("Phase 3: the minimal Triton kernel against its peers.", "a GPU"),
-    "industrial": ("Phases 4 and 5: forward and backward against FlashAttention-2, cuDNN, Flex, eager.", "a GPU"),
-    "scalar": ("Phase 6: the float32 CUDA kernels against unfused PyTorch and SDPA.", "a GPU, nvcc"),
-    "mma": ("The tensor-core kernels against FlashAttention-2, cuDNN, unfused PyTorch.", "a GPU, nvcc"),
-    "hardware": ("What the hardware itself does: rates, sums, traffic, workspaces, stalls.", "a GPU, nvcc, ncu"),
-    "ablation": ("The last kernel with one idea at a time taken out.", "a GPU, nvcc"),
-    "validation": ("The emulator against the hardware: results, counters, sanitizer.", "a GPU, nvcc, ncu"),
-    "resources": ("Registers, spills, shared memory and instructions of the compiled kernels.", "nvcc"),
-    "schedule": ("How far ahead of its MMA each ldmatrix stands in the compiled loop.", "nvcc"),
-    "check": ("How long the check of every solved exercise takes on this machine.", "nothing more"),
-}
-
-
 def _bench_command(name: str) -> Callable[[typer.Context], None]:
     def command(context: typer.Context) -> None:
-        chosen = importlib.import_module(f"flashlab.bench.{name}")
-        importlib.import_module("flashlab.bench.records").entry(lambda: chosen.main(context.args))
+        chosen = importlib.import_module(f"flashlab.bench.{BENCHES[name].module or name}")
+        found = getattr(chosen, BENCHES[name].object) if BENCHES[name].object else chosen
+        importlib.import_module("flashlab.bench.records").entry(lambda: found.main(context.args))
 
     return command
 
 
-for _name, (_what, _needs) in BENCHES.items():
+# Their options are their own; --out and --quick are among them.
+for _name, _bench_row in BENCHES.items():
     _options = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-    bench.command(_name, help=f"{_what} Needs {_needs}.", context_settings=_options)(_bench_command(_name))
+    _help = f"{_bench_row.what} Needs {_bench_row.needs}."
+    bench.command(_name, help=_help, context_settings=_options)(_bench_command(_name))
 
 
 def main() -> None:

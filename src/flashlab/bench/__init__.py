@@ -1,1 +1,49 @@
-"""Timing on a GPU, recorded results (recorded/*.json) and figures that others published (published/*.csv)."""
+"""Timing on a GPU, recorded results (recorded/*.json) and figures that others published (published/*.csv).
+
+BENCHES names every bench; `flashlab bench NAME` runs it. A bench that times something is a harness.Bench and gives
+``jobs()``, ``measure(job)`` and ``table(record)``; flashlab.bench.harness has the rest, for all of them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Named(NamedTuple):
+    """A row of BENCHES.
+
+    what: it measures. needs: to do so. module: of this package, where its name is not the bench's; object: in it, a
+    harness.Bench, or "" where the module's ``main(arguments)`` is all there is.
+    """
+
+    what: str
+    needs: str
+    module: str = ""
+    object: str = "BENCH"
+
+
+BENCHES = {
+    "walls": Named("Phase 1: naive attention, scheme A to its refusal, the escape hatches.", "a GPU", object=""),
+    "triton": Named("Phase 3: the minimal Triton kernel against its peers.", "a GPU"),
+    "industrial": Named("Phases 4 and 5: forward and backward against FlashAttention-2, cuDNN, Flex, eager.", "a GPU"),
+    "backward": Named("Phase 5 alone: the backward passes of `industrial`, in its record.", "a GPU", "industrial",
+                      "BACKWARD"),
+    "scalar": Named("Phase 6: the float32 CUDA kernels against unfused PyTorch and SDPA.", "a GPU, nvcc"),
+    "mma": Named("The tensor-core kernels against FlashAttention-2, cuDNN, unfused PyTorch.", "a GPU, nvcc"),
+    "attention": Named("Attention alone: forward, backward, memory; eager, compiled, ours.", "a GPU"),
+    "hardware": Named("What the hardware itself does: rates, sums, traffic, workspaces, stalls.",
+                      "a GPU, nvcc, ncu", object=""),
+    "ablation": Named("The last kernel with one idea at a time taken out.", "a GPU, nvcc"),
+    "validation": Named("The emulator against the hardware: results, counters, sanitizer.",
+                        "a GPU, nvcc, ncu", object=""),
+    "resources": Named("Registers, spills, shared memory and instructions of the compiled kernels.", "nvcc", object=""),
+    "schedule": Named("How far ahead of its MMA each ldmatrix stands in the compiled loop.", "nvcc", object=""),
+    "check": Named("How long the check of every solved exercise takes on this machine.", "nothing more", object=""),
+    "published": Named("Which rows of published tables have been measured here too.", "nothing more", "counterparts",
+                       object=""),
+    "all": Named("Every bench that times kernels, one after the other.", "nothing more", "everything", object=""),
+}  # fmt: skip
+"""By the name on the command line."""
+
+OF_ALL = ("walls", "triton", "industrial", "scalar", "mma", "attention", "ablation")
+"""What `bench all` runs, in this order."""

@@ -8,6 +8,7 @@ with random inputs and with maxima that move in every tile (`mma.inputs`).
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,11 +17,12 @@ from typing import Any
 
 import torch
 
-from flashlab.bench import mma, peers, records, timing
-from flashlab.bench.records import NoGpu
+from flashlab.bench import harness, mma, peers, records
 from flashlab.cuda import CudaModule, load_inline
 from flashlab.kernels.ablations import ABLATIONS, WHOLE
 from flashlab.table import Table
+
+ROUNDS = 9
 
 
 @dataclass(frozen=True)
@@ -36,38 +38,45 @@ class Built:
 def build(head_dims: Sequence[int] = (64, 128)) -> list[Built]:
     """The whole, and the kernel without each idea. Raises flashlab.cuda.Unavailable, CompileError."""
     texts = {WHOLE.name: WHOLE.path.read_text(encoding="utf-8")} | {a.name: a.text() for a in ABLATIONS}
-    jobs = [(name, text, d) for d in head_dims for name, text in texts.items()]
+    builds = [(name, text, d) for d in head_dims for name, text in texts.items()]
 
     def one(job: tuple[str, str, int]) -> Built:
         name, text, head_dim = job
         return Built(name, head_dim, load_inline(text, backend="nvcc", head_dim=head_dim, dtype=torch.float16))
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return list(pool.map(one, jobs))
+        return list(pool.map(one, builds))
 
 
-def run(rounds: int = 9, *, quick: bool = False) -> dict[str, Any]:
-    """Build, check, measure; quick: one shape. Raises NoGpu where there is no GPU."""
-    if not torch.cuda.is_available():
-        raise NoGpu("the ablation is measured on a CUDA GPU, and PyTorch sees none")
+def jobs() -> list[harness.Row]:
+    """The large shapes, with maxima that hardly move and with such that move."""
+    return [
+        {"part": "rows", "shape": list(shape), "causal": causal, "inputs": kind}
+        for kind in ("randn", "moving") for shape, causal in mma.BIG
+    ]  # fmt: skip
+
+
+_built = functools.cache(build)
+
+
+def prepare(todo: Sequence[harness.Row], until: float) -> dict[str, Any]:
+    """Builds and checks."""
+    del todo, until
+    return {"rounds": ROUNDS, "worst_error_of_bound": max(mma.verify(b, b.module) for b in _built())}
+
+
+def measure(job: harness.Row) -> list[harness.Row]:
+    """The rows of a job: the whole, each variant, FlashAttention-2."""
+    case = (tuple(job["shape"]), job["causal"], job["inputs"])
     torch.manual_seed(0)
-    cases = [(shape, causal, kind) for kind in ("randn", "moving") for shape, causal in mma.BIG]
-    cases = cases[:1] if quick else cases
-    built = build(sorted({shape[3] for shape, _, _ in cases}))
-    worst = max(mma.verify(b, b.module) for b in built)
-    rows: list[dict[str, Any]] = []
-    with timing.measured() as machine:
-        for case in cases:
-            shape, causal, kind = case
-            q, k, v = mma.inputs(shape, kind)
-            functions = {"fa2": peers.sdpa("FLASH_ATTENTION", q, k, v, causal)}
-            functions |= {
-                b.name: mma.forward_of(b.module, q, k, v, causal=causal) for b in built if b.head_dim == shape[3]
-            }
-            found = mma.rows_of(case, mma.times_of(functions, rounds, 2.0))
-            whole = next(r["ms"] for r in found if r["name"] == WHOLE.name)
-            rows += [r | {"vs_whole": whole / r["ms"]} for r in found]
-    return {"machine": machine, "rounds": rounds, "worst_error_of_bound": worst, "rows": rows}
+    q, k, v = mma.inputs(case[0], case[2])
+    functions = {"fa2": peers.sdpa("FLASH_ATTENTION", q, k, v, case[1])}
+    functions |= {
+        b.name: mma.forward_of(b.module, q, k, v, causal=case[1]) for b in _built() if b.head_dim == case[0][3]
+    }
+    found = mma.rows_of(case, *harness.times_of(functions, ROUNDS))
+    whole = next(r["ms"] for r in found if r["name"] == WHOLE.name)
+    return [job | r | ({"vs_whole": whole / r["ms"]} if "ms" in r else {}) for r in found]
 
 
 def recorded() -> list[dict[str, Any]]:
@@ -84,16 +93,18 @@ def table(data: dict[str, Any], inputs: str | None = None) -> Table:
             key = (*r["shape"], r["causal"], r["inputs"])
             cases[key] = f"D {r['shape'][3]}{', causal' if r['causal'] else ''}"
             cases[key] += ", moving" if inputs is None and r["inputs"] == "moving" else ""
-            cells.setdefault(r["name"], {})[key] = f"{r['vs_whole']:.2f}"
+            cells.setdefault(r["name"], {})[key] = f"{r['vs_whole']:.2f}" if "ms" in r else ""
     instead = {a.name: a.instead for a in ABLATIONS}
     names = [*(n for n in cells if n in instead), *(n for n in cells if n == "fa2")]
     rows = [[n, instead.get(n, "FlashAttention-2"), *(cells[n].get(key, "") for key in cases)] for n in names]
     return Table.of(rows, ["without", "instead", *cases.values()], align="ll" + "r" * len(cases))
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    given = records.parser(__doc__, "ablation").parse_args(arguments)
-    records.keep("ablation", run(quick=given.quick), table, given)
+BENCH = harness.Bench(
+    "ablation", __doc__, jobs=jobs, measure=measure, table=table, keys=("shape", "causal", "inputs", "name"),
+    quick=lambda: jobs()[:1], needs=harness.gpu_for("the ablation is"), sections=("rows",), prepare=prepare,
+)  # fmt: skip
+main = BENCH.main
 
 
 if __name__ == "__main__":

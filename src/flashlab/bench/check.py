@@ -111,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit("There are no solutions beside this package: run it in a clone of the course.")
     given.out = given.out or ROOT / ".flashlab" / "bench" / "check.json"
     result = run(notebooks[:1] if given.quick else notebooks)
-    records.keep("check", result, table, given)
+    records.keep(given.out, result, table, given)
     if result["errors"] or not all(row["passed"] for row in result["checks"]):
         raise SystemExit(1)
 

@@ -363,7 +363,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     elif given.zero_copy:
         _zero_copy(given.zero_copy)
     else:
-        records.keep("hardware", run(quick=given.quick), table, given)
+        result = run(quick=given.quick)
+        records.keep(records.place("hardware", given), result, table, given)
 
 
 if __name__ == "__main__":

@@ -20,29 +20,27 @@ TFLOP/s count 4 N^2 D for each head forward, half if causal, and 2.5 times that 
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 import os
-import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 
 from flashlab import runtime
 from flashlab.attention import gluon_forward, tiles, triton_backward, triton_forward
 from flashlab.attention.door import flash_attention
 from flashlab.attention.gluon_forward import GluonTile, flash_attention_gluon
-from flashlab.bench import peers, published, records, timing
-from flashlab.bench.records import NoGpu
+from flashlab.bench import harness, peers, published, records, timing
+from flashlab.bench.harness import Row, Way, times_of
 from flashlab.table import Table
 
 PARTS = ("tune", "one head", "shapes", "options", "gluon", "published")
@@ -72,8 +70,6 @@ FEW = 2048  # rows of one head: with large tiles fewer programs than multiproces
 EAGER_MOST = 4096  # longer, its scores do not fit, or take the time of all the others
 DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
 Shape = tuple[int, int, int, int]  # batch, heads, seq_len, head_dim
-Row = dict[str, Any]
-Way = Callable[[], Any]
 
 
 # ---- what is measured ------------------------------------------------------------------------------------------------
@@ -237,47 +233,6 @@ def trial(step: str, seconds: float = 120.0) -> str | None:
 
 
 # ---- measuring -------------------------------------------------------------------------------------------------------
-def times_of(ways: dict[str, Way], rounds: int = 9) -> tuple[dict[str, Row], dict[str, str]]:
-    """Rows of milliseconds by name, and why the others have none."""
-    if runtime.INTERPRETED or not torch.cuda.is_available():
-        return {name: _wall_clock(way) for name, way in ways.items()}, {}
-    able, reasons = timing.able({name: _with_one_kind_of_error(way) for name, way in ways.items()})
-    try:
-        found = {name: t.row() for name, t in timing.interleaved(able, rounds=rounds).items()}
-    except RuntimeError as error:  # something here cannot be recorded into a graph: plain launches for all
-        print(f"  without CUDA graphs: {str(error).strip().splitlines()[0][:120]}", file=sys.stderr)
-        torch.cuda.synchronize()
-        found = {
-            name: t.row() | {"graph": False}
-            for name, t in timing.interleaved(able, rounds=rounds, graphs=False).items()
-        }
-    return found, reasons
-
-
-def _with_one_kind_of_error(way: Way) -> Way:
-    """timing.able takes a RuntimeError for what cannot run here; Triton's lack of shared memory is none."""
-
-    def run() -> Any:
-        try:
-            return way()
-        except RuntimeError:
-            raise
-        except Exception as error:
-            raise RuntimeError(f"{type(error).__name__}: {error}") from error
-
-    return run
-
-
-def _wall_clock(way: Way) -> Row:
-    way()
-    samples = []
-    for _ in range(3):
-        start = time.perf_counter()
-        way()
-        samples.append(1e3 * (time.perf_counter() - start))
-    return {"ms": statistics.median(samples), "fastest": min(samples), "slowest": max(samples), "rounds": 3}
-
-
 def rows_of(job: Row, found: dict[str, Row], reasons: dict[str, str]) -> list[Row]:
     batch, heads, seq_len, head_dim = job["shape"]
     work = timing.attention_flops(batch, heads, seq_len, head_dim, job["causal"]) * WORK_OF[job["pass"]]
@@ -426,20 +381,19 @@ def prepare_all(todo: Sequence[Row], until: float, without: Sequence[str] = ()) 
     for job in todo:
         if job["part"] in TUNED:
             for tile in tiles_of(job):
-                tasks[f"{identity(job)} {tile}"] = (job, list(tile))
+                tasks[f"{harness.describe(job)} {tile}"] = (job, list(tile))
         elif job.get("pass") != "backward":  # which "both" compiles
             # A Triton kernel is the same for all lengths; FlexAttention is compiled for each.
             every = job["part"] == "shapes" and "FlexAttention" not in without
-            tasks[identity(job if every else job | {"shape": job["shape"][3]})] = (job, None, without)
+            tasks[harness.describe(job if every else job | {"shape": job["shape"][3]})] = (job, None, without)
     workers = max(1, min(12, (os.cpu_count() or 2) - 2))
     start = time.monotonic()
     # What a worker does not compile, because it crashed with the compiler, say, is compiled later.
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         futures = [pool.submit(prepare, *task) for task in tasks.values()]
         try:
-            done = sum(
-                1 for f in as_completed(futures, timeout=max(1.0, until - time.monotonic())) if not f.exception()
-            )
+            rest = min(3600.0, max(1.0, until - time.monotonic()))
+            done = sum(1 for f in as_completed(futures, timeout=rest) if not f.exception())
         except TimeoutError:
             done = sum(f.done() for f in futures)
             processes = [*(pool._processes or {}).values()]  # before the pool forgets them
@@ -447,64 +401,6 @@ def prepare_all(todo: Sequence[Row], until: float, without: Sequence[str] = ()) 
             for process in processes:  # what is still being compiled would disturb the clocks
                 process.kill()
     print(f"compiled {done} of {len(tasks)} beforehand in {time.monotonic() - start:.0f} s", flush=True)
-
-
-# ---- a run -----------------------------------------------------------------------------------------------------------
-def identity(row: Row) -> str:
-    """Which job a row is of."""
-    return json.dumps([row.get(name) for name in ("part", "kernel", "head_dim", "shape", "causal", "pass", "dtype")])
-
-
-def run(
-    todo: Sequence[Row], known: Sequence[Row] = (), *, minutes: float = 8.0, without: Sequence[str] = (),
-    keep: Callable[[dict[str, Any]], None] = lambda result: None,
-) -> dict[str, Any]:  # fmt: skip
-    """Measure the jobs that `known` rows are not of, until the time is up; keep(result) is called around each.
-
-    A job is kept as one during which the process ended, until it has ended: so the next run goes on behind it.
-    Raises RuntimeError where a kernel has left the GPU in a state in which nothing runs: a new process is needed.
-    """
-    start = time.monotonic()
-    done = {identity(row) for row in known}
-    left = [job for job in todo if identity(job) not in done]
-    rows = [*known]
-
-    def result(machine: dict[str, Any], waiting: int, rows: Sequence[Row]) -> dict[str, Any]:
-        return {"bench": "industrial", "machine": machine, "dtype": "bfloat16", "left": waiting, "rows": [*rows]}
-
-    if runtime.INTERPRETED or not torch.cuda.is_available():
-        for job in left:
-            rows += measure(job, without)
-        return result(records.machine(), 0, rows)
-    prepare_all(left, start + 60 * minutes * 0.5, without)
-    # Autograd computes a gradient on the stream of its forward pass, and a CUDA graph is recorded on one stream that is
-    # not the default: all is done on one.
-    with timing.measured() as machine, torch.cuda.stream(torch.cuda.Stream()):
-        for i, job in enumerate(left):
-            if time.monotonic() - start > 60 * minutes:
-                print(f"the time is up: {len(left) - i} measurements are left; run it again to go on", flush=True)
-                break
-            attempt = job | {"name": "all", "unavailable": "the process ended while this was measured"}
-            keep(result(machine, len(left) - i, [*rows, attempt]))
-            try:
-                found = measure(job, without)
-            except Exception as error:  # one that fails does not cost the others
-                found = [attempt | {"unavailable": f"{type(error).__name__}: {error}"[:300]}]
-            try:
-                torch.cuda.synchronize()
-            except RuntimeError as error:
-                raise RuntimeError(
-                    f"after {identity(job)} nothing runs on this GPU in this process ({str(error).splitlines()[0]}); "
-                    "run it again to go on behind it, perhaps with --without and the name of what fails"
-                ) from error
-            rows += found
-            torch.cuda.empty_cache()
-            keep(result(machine, len(left) - i - 1, rows))
-            fast = min((r for r in found if "ms" in r), key=lambda r: r["ms"], default=None)
-            said = f"{fast.get('name', fast.get('tile'))}, {1e3 * fast['ms']:.1f} us" if fast else "none runs"
-            print(f"{i + 1}/{len(left)}  {identity(job)}: fastest {said}", flush=True)
-    done = {identity(row) for row in rows}
-    return result(machine, sum(identity(job) not in done for job in todo), rows)
 
 
 def recorded() -> list[dict[str, Any]]:
@@ -692,52 +588,25 @@ def span(values: Iterable[float]) -> str:
     return f"{found[0]:.2f} to {found[-1]:.2f}" if found else ""
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = records.parser(__doc__, "industrial")
-    parser.add_argument(
-        "--only", nargs="+", default=PARTS, choices=PARTS, help="what to measure; everything by default"
-    )
-    parser.add_argument("--minutes", type=float, default=8.0, help="stop after about so many; run again to go on")
-    parser.add_argument("--without", nargs="+", default=(), metavar="NAME", help="implementations to leave out")
-    parser.add_argument("--anew", action="store_true", help="measure again what the record already has")
-    parser.add_argument("--retry", action="store_true", help="measure again where all failed, or the process ended")
-    given = parser.parse_args(arguments)
-    if given.quick:
-        records.keep("industrial", run(quick_jobs(), minutes=given.minutes), table, given)
-        return
-    if runtime.INTERPRETED or not torch.cuda.is_available():
-        raise NoGpu("phases 4 and 5 are measured on a GPU, with Triton compiled, and this process has none: --quick")
-    path = given.out or records.default_path("industrial", runtime.limits().name)
-    todo = jobs(given.only)
-    again = {identity(job) for job in todo} if given.anew else set()
-    known = [
-        row
-        for row in (_same_stack(path) if path.exists() else [])
-        if identity(row) not in again and not (given.retry and row.get("name") == "all")
-    ]
-    end = time.monotonic() + 60 * given.minutes
-    result: dict[str, Any] = {}
-    # The tiles first: what comes after them is measured with them.
-    for part in (TUNED, ["shapes", "options", "gluon", "published"]):
-        now = [job for job in todo if job["part"] in part]
-        if now and (not result or not result["left"]):
-            result = run(
-                now, known, minutes=(end - time.monotonic()) / 60, without=given.without,
-                keep=lambda found: records.write_json(path, found),
-            )  # fmt: skip
-            known = result["rows"]
-            if "tune" in part:
-                write_choices(known, result["machine"]["target"])
-    records.keep("industrial", result, table, argparse.Namespace(out=path, quick=False))
+def _after(rows: Sequence[Row], machine: dict[str, Any]) -> None:
+    """Behind the parts that tune: the other parts are measured with the tiles that they found."""
+    write_choices(rows, machine["target"])
 
 
-def _same_stack(path: Path) -> list[Row]:
-    """The rows of an unfinished record, if they were measured with this torch and Triton; else none."""
-    data = json.loads(path.read_text(encoding="utf-8"))
-    same = (data["machine"]["torch"], data["machine"]["triton"]) == (torch.__version__, triton.__version__)
-    if not same:
-        print(f"{path} was measured with another torch or Triton: everything is measured anew", file=sys.stderr)
-    return data["rows"] if same else []
+BENCH = harness.Bench(
+    "industrial", __doc__, jobs=jobs, measure=measure, table=table,
+    keys=("kernel", "head_dim", "shape", "causal", "pass", "dtype", "name", "tile"),
+    quick=quick_jobs, needs=harness.gpu_for("phases 4 and 5 are", quick_too=False),
+    facts={"dtype": "bfloat16"}, first=TUNED, after=_after, prepare=prepare_all, minutes=8.0,
+    options={"without": {"nargs": "+", "default": (), "metavar": "NAME", "help": "implementations to leave out"}},
+)  # fmt: skip
+BACKWARD = replace(
+    BENCH, name="backward", record="industrial", first=(),
+    jobs=lambda: [job for job in jobs(("shapes", "published")) if job["pass"] != "forward"],
+    quick=lambda: [job for job in quick_jobs() if job["pass"] != "forward"],
+)  # fmt: skip
+"""The passes of phase 5 alone; they go to the same record."""
+main = BENCH.main
 
 
 if __name__ == "__main__":

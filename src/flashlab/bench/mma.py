@@ -3,10 +3,11 @@
     flashlab bench mma                        # writes recorded/mma_<gpu>.json beside this file; some minutes
     flashlab bench mma --only ladder --quick --out x.json
 
-ladder    every step at a few shapes, interleaved with FlashAttention-2; registers and spills as ptxas reports them
-exhibits  every exhibit beside its step, with its error
-final     the last step, FlashAttention-2, cuDNN and unfused PyTorch, at the published tables' shapes and at large ones
-counters  what Nsight Compute counts for one launch of each step, where ``ncu`` is installed
+ladder     every step at a few shapes, interleaved with FlashAttention-2; registers and spills as ptxas reports them
+exhibits   every exhibit beside its step, with its error
+final      the last step, FlashAttention-2, cuDNN and unfused PyTorch, at the published tables' shapes and at large ones
+published  the five variants of published/mma_stages_ada.csv again, at its 36 shapes, each with its first outputs
+counters   what Nsight Compute counts for one launch of each step, where ``ncu`` is installed
 
 Every kernel is first checked against float64. A measurement is a CUDA graph of as many launches as fill a few
 milliseconds; the graphs of one shape are replayed in turn, round after round; the median of the rounds is kept, with
@@ -19,15 +20,14 @@ moves far in every tile: what a kernel saves by not rescaling O shows only besid
 
 from __future__ import annotations
 
-import argparse
+import functools
 import json
 import math
 import os
 import re
 import statistics
 import sys
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -35,7 +35,8 @@ from typing import Any
 import torch
 
 from flashlab.attention import reference
-from flashlab.bench import ncu, peers, published, records, timing
+from flashlab.bench import harness, ncu, peers, published, records, timing
+from flashlab.bench.harness import Row
 from flashlab.bench.records import NoGpu
 from flashlab.check.poison import MarkedEmpty
 from flashlab.cuda import CudaModule, load_inline
@@ -46,7 +47,12 @@ from flashlab.kernels import SIDE, Step, step
 from flashlab.table import Table
 
 SERIES = tuple(s for s in ALL if torch.float16 in s.dtypes)  # those on the tensor cores
-PARTS = ("ladder", "exhibits", "final", "counters")
+PARTS = ("ladder", "exhibits", "final", "published", "counters")
+STAGES_ADA = {
+    "naive_unfused": "unfused", "mma_naive": "p7_naive", "mma_stage1": "p8_6_store STAGES=1",
+    "mma_stage2": "p8_6_store", "flash_official": "fa2",
+}  # fmt: skip
+"""The variants of published/mma_stages_ada.csv, and what here has done the same work."""
 Shape = tuple[int, int, int, int]  # batch, heads, seq_len, head_dim
 Case = tuple[Shape, bool, str]  # shape, causal, inputs
 
@@ -214,43 +220,61 @@ def inputs(shape: Shape, kind: str = "randn", device: str = "cuda") -> list[torc
 
 
 # ---- measuring -------------------------------------------------------------------------------------------------------
-def times_of(functions: dict[str, Callable[[], Any]], rounds: int, ms: float) -> dict[str, timing.Timing]:
-    """The functions' times, in turns; what cannot run here is told, and left out."""
-    able, reasons = timing.able(functions)
-    for name, reason in reasons.items():
-        print(f"  {name} cannot run: {reason}", file=sys.stderr)
-    return timing.interleaved(able, rounds=rounds, target_ms=ms)
-
-
-def rows_of(case: Case, times: dict[str, timing.Timing]) -> list[dict[str, Any]]:
+def rows_of(case: Case, times: Mapping[str, Row], reasons: Mapping[str, str] | None = None) -> list[Row]:
+    """A row for each implementation of a case."""
     shape, causal, kind = case
+    about: Row = {"shape": list(shape), "causal": causal, "inputs": kind}
     work, fa2 = timing.attention_flops(*shape, causal), times.get("fa2")
-    return [
-        {"shape": list(shape), "causal": causal, "inputs": kind, "name": name, **t.row(), "tflops": t.tflops(work),
-         "vs_fa2": fa2.ms / t.ms if fa2 else None}
+    rows = [
+        about | {"name": name, **t, "tflops": work / (t["ms"] * 1e9), "vs_fa2": fa2["ms"] / t["ms"] if fa2 else None}
         for name, t in times.items()
-    ]  # fmt: skip
+    ]
+    return rows + [about | {"name": name, "unavailable": why} for name, why in (reasons or {}).items()]
 
 
-def measure_ladder(built: Built, cases: Sequence[Case], rounds: int, progress: Progress) -> list[dict[str, Any]]:
-    """Every variant of the head_dim at these cases, with its registers and spills."""
-    rows = []
-    halves = [v for v, _ in built if v.dtype == torch.float16]
+@functools.cache
+def _built(only_last: bool) -> Built:
+    """The kernels that are measured, in fp16 and bf16."""
+    return build(variants((torch.float16, torch.bfloat16), only_last))
+
+
+@functools.cache
+def _kernels() -> dict[tuple[str, int], list[Resources]]:
+    """Registers and spills of the kernels in fp16, by name and head_dim."""
+    halves = [v for v, _ in _built(False) if v.dtype == torch.float16]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        found_kernels = zip(halves, pool.map(compiled, halves), strict=True)
-        kernels = {(v.name, v.head_dim): found for v, found in found_kernels}
-    for case in cases:
-        shape, causal, kind = case
-        q, k, v = inputs(shape, kind)
-        mine = [(one, m) for one, m in built if (one.head_dim, one.dtype) == (shape[3], q.dtype)]
-        functions: dict[str, Callable[[], Any]] = {"fa2": peers.sdpa("FLASH_ATTENTION", q, k, v, causal)}
-        functions |= {one.name: forward_of(module, q, k, v, causal=causal) for one, module in mine}
-        found = rows_of(case, times_of(functions, rounds, 2.0))
-        for row in found:
-            kernel = main_kernel(kernels.get((row["name"], shape[3]), []), causal)
-            row |= {"registers": kernel.registers, "spill_bytes": kernel.spill_bytes} if kernel else {}
-        rows += found
-        progress.step("ladder", case, found)
+        return {(v.name, v.head_dim): found for v, found in zip(halves, pool.map(compiled, halves), strict=True)}
+
+
+def measure_ladder(case: Case, rounds: int) -> list[Row]:
+    """Every variant of the head_dim at this case, with its registers and spills."""
+    shape, causal, kind = case
+    q, k, v = inputs(shape, kind)
+    mine = [(one, m) for one, m in _built(False) if (one.head_dim, one.dtype) == (shape[3], q.dtype)]
+    functions: dict[str, Callable[[], Any]] = {"fa2": peers.sdpa("FLASH_ATTENTION", q, k, v, causal)}
+    functions |= {one.name: forward_of(module, q, k, v, causal=causal) for one, module in mine}
+    found = rows_of(case, *harness.times_of(functions, rounds))
+    for row in found:
+        kernel = main_kernel(_kernels().get((row["name"], shape[3]), []), causal)
+        row |= {"registers": kernel.registers, "spill_bytes": kernel.spill_bytes} if kernel else {}
+    return found
+
+
+def measure_published(shape: Shape, rounds: int) -> list[Row]:
+    """The published table's five variants at a shape, each with the first values of its output."""
+    q, k, v = inputs(shape)
+    modules = {one.name: m for one, m in _built(False) if (one.head_dim, one.dtype) == (shape[3], q.dtype)}
+    functions: dict[str, Callable[[], Any]] = {
+        "unfused": peers.unfused(q, k, v), "fa2": peers.sdpa("FLASH_ATTENTION", q, k, v)
+    }  # fmt: skip
+    for name in STAGES_ADA.values():
+        if name in modules:
+            functions[name] = forward_of(modules[name], q, k, v, causal=False)
+    rows = rows_of((shape, False, "randn"), *harness.times_of(functions, rounds, target_ms=1.5))
+    for row in rows:
+        if "ms" in row:
+            o = functions[row["name"]]()
+            row["first"] = (o[0] if isinstance(o, tuple) else o)[0, 0, 0, :3].tolist()
     return rows
 
 
@@ -274,51 +298,41 @@ def final_cases(head_dims: Sequence[int], quick: bool = False) -> list[tuple[str
     return [*tables, *big, *(("big", (shape, causal, "randn")) for shape, causal in MORE)]
 
 
-def measure_exhibits(rounds: int, progress: Progress) -> list[dict[str, Any]]:
-    """Every exhibit beside the step from which it differs, at large shapes; and the errors of o, against float64.
+def exhibits() -> list[tuple[Step, Shape]]:
+    """Every exhibit, at the shapes that it can be compiled for."""
+    found: list[Shape] = [*(shape for shape, causal in BIG if not causal), (2, 8, 2048, 256), (2, 8, 2048, 512)]
+    return [(side, shape) for side in SIDE for shape in found if shape[3] in side.head_dims]
+
+
+def measure_exhibit(side: Step, shape: Shape, rounds: int) -> list[Row]:
+    """An exhibit beside the step from which it differs, and the errors of o, against float64.
 
     A head_dim that only the exhibit can be compiled for is measured without the step.
     """
-    rows = []
-    for side in SIDE:
-        for shape in (*(shape for shape, causal in BIG if not causal), (2, 8, 2048, 256), (2, 8, 2048, 512)):
-            if shape[3] not in side.head_dims:
-                continue
-            pair = [s for s in (step(side.beside), side) if shape[3] in s.head_dims]
-            built = build([Variant(s, shape[3]) for s in pair])
-            q, k, v = inputs(shape)
-            want, _ = reference.attention(*(x[:1, :1] for x in (q, k, v)))
-            functions = {v_.name: forward_of(module, q, k, v, causal=False) for v_, module in built}
-            errors = {name: (f()[0][:1, :1] - want).abs().max().item() for name, f in functions.items()}
-            if shape[3] <= 128:
-                functions["fa2"] = peers.sdpa("FLASH_ATTENTION", q, k, v, False)
-            case = (shape, False, "randn")
-            found = rows_of(case, times_of(functions, rounds, 2.0))
-            rows += [r | {"exhibit": side.name, "error": errors.get(r["name"])} for r in found]
-            progress.step(f"beside {side.beside}", case, found)
-    return rows
+    pair = [Variant(s, shape[3]) for s in (step(side.beside), side) if shape[3] in s.head_dims]
+    q, k, v = inputs(shape)
+    want, _ = reference.attention(*(x[:1, :1] for x in (q, k, v)))
+    functions = {one.name: forward_of(module, q, k, v, causal=False) for one, module in build(pair)}
+    errors = {name: (f()[0][:1, :1] - want).abs().max().item() for name, f in functions.items()}
+    if shape[3] <= 128:
+        functions["fa2"] = peers.sdpa("FLASH_ATTENTION", q, k, v, False)
+    found = rows_of((shape, False, "randn"), *harness.times_of(functions, rounds))
+    return [r | {"exhibit": side.name, "error": errors.get(r["name"])} for r in found]
 
 
-def measure_final(
-    built: Built, cases: Sequence[tuple[str, Case]], rounds: int, progress: Progress
-) -> list[dict[str, Any]]:
+def measure_final(case: Case, rounds: int) -> list[Row]:
     """The last step and its peers."""
-    last = {v.head_dim: module for v, module in built if v == Variant(SERIES[-1], v.head_dim)}
-    rows = []
-    for table, case in cases:
-        shape, causal, kind = case
-        q, k, v = inputs(shape, kind)
-        functions = {
-            SERIES[-1].name: forward_of(last[shape[3]], q, k, v, causal=causal),
-            "fa2": peers.sdpa("FLASH_ATTENTION", q, k, v, causal),
-            "cudnn": peers.sdpa("CUDNN_ATTENTION", q, k, v, causal),
-        }
-        if shape[0] * shape[1] * shape[2] ** 2 <= 2**33:  # scores of 16 GB
-            functions["unfused"] = peers.unfused(q, k, v, causal)
-        found = rows_of(case, times_of(functions, rounds, 1.5))
-        rows += [row | {"table": table} for row in found]
-        progress.step(table, case, found)
-    return rows
+    shape, causal, kind = case
+    last = {v.head_dim: module for v, module in _built(True) if v == Variant(SERIES[-1], v.head_dim)}
+    q, k, v = inputs(shape, kind)
+    functions = {
+        SERIES[-1].name: forward_of(last[shape[3]], q, k, v, causal=causal),
+        "fa2": peers.sdpa("FLASH_ATTENTION", q, k, v, causal),
+        "cudnn": peers.sdpa("CUDNN_ATTENTION", q, k, v, causal),
+    }
+    if shape[0] * shape[1] * shape[2] ** 2 <= 2**33:  # scores of 16 GB
+        functions["unfused"] = peers.unfused(q, k, v, causal)
+    return rows_of(case, *harness.times_of(functions, rounds, target_ms=1.5))
 
 
 def count() -> list[dict[str, Any]]:
@@ -344,18 +358,60 @@ def launch_once() -> None:
 
 
 # ---- the whole -------------------------------------------------------------------------------------------------------
-class Progress:
-    """Prints what has been measured, and how long it took."""
+def jobs() -> list[Row]:
+    """Every measurement, in the order of PARTS."""
+    return _jobs(LADDER, final_cases(SERIES[-1].head_dims)) + [{"part": "counters"}]
 
-    def __init__(self) -> None:
-        self._start = time.perf_counter()
 
-    def say(self, text: str) -> None:
-        print(f"{time.perf_counter() - self._start:6.1f} s  {text}", flush=True)
+def quick_jobs() -> list[Row]:
+    """The large shapes alone."""
+    return [
+        job
+        for job in _jobs([c for c in LADDER if c[0] == BIG[0][0]], final_cases(SERIES[-1].head_dims, quick=True))
+        if job["part"] in ("ladder", "final")
+    ]
 
-    def step(self, table: str, case: Case, rows: list[dict[str, Any]]) -> None:
-        numbers = "  ".join(f"{r['name']} {r['tflops']:.0f} ({r['vs_fa2'] or 0:.2f})" for r in rows)
-        self.say(f"{table} {case[0]}{' causal' if case[1] else ''}, {case[2]}: {numbers}")
+
+def _jobs(ladder: Sequence[Case], final: Sequence[tuple[str, Case]]) -> list[Row]:
+    def about(case: Case) -> Row:
+        return {"shape": list(case[0]), "causal": case[1], "inputs": case[2]}
+
+    columns = ("batch", "heads", "seq_len", "head_dim")
+    shapes = dict.fromkeys(tuple(r[c] for c in columns) for r in published.load("mma_stages_ada"))
+    return [
+        *({"part": "ladder"} | about(case) for case in ladder),
+        *({"part": "exhibits", "exhibit": side.name, "shape": list(shape)} for side, shape in exhibits()),
+        *({"part": "final", "table": name} | about(case) for name, case in final),
+        *({"part": "published", "shape": list(shape)} for shape in shapes),
+    ]
+
+
+def measure(job: Row, rounds: int = 9) -> list[Row]:
+    """The rows of a job."""
+    if job["part"] == "counters":
+        return [job | row for row in count()] or [harness.failed(job, "ncu is not here, or may not count")]
+    torch.manual_seed(0)
+    shape: Shape = tuple(job["shape"])
+    if job["part"] == "exhibits":
+        found = measure_exhibit(step(job["exhibit"]), shape, rounds)
+    elif job["part"] == "published":
+        found = measure_published(shape, rounds)
+    else:
+        case = (shape, job["causal"], job["inputs"])
+        found = measure_ladder(case, rounds) if job["part"] == "ladder" else measure_final(case, rounds)
+    return [job | row for row in found]
+
+
+def prepare(todo: Sequence[Row], until: float, rounds: int) -> dict[str, Any]:
+    """Builds what the jobs need, and checks all of it against float64."""
+    del until
+    parts = {job["part"] for job in todo}
+    if "exhibits" in parts:
+        build([Variant(s, d) for s in SIDE for d in s.head_dims])
+    built = _built(not parts & {"ladder", "published"})
+    worst = max(verify(v, module) for v, module in built)
+    print(f"{len(built)} kernels agree with float64: the worst error is {worst:.2f} of the bound", file=sys.stderr)
+    return {"rounds": rounds, "worst_error_of_bound": worst}
 
 
 def geometric_mean(values: Sequence[float]) -> float:
@@ -364,37 +420,9 @@ def geometric_mean(values: Sequence[float]) -> float:
 
 def summary(final: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     """Per table, on randn: the geometric mean of the last step's speed over FlashAttention-2's, and the worst shape."""
-    last = [r for r in final if r["name"] == SERIES[-1].name and r["vs_fa2"] and r["inputs"] == "randn"]
+    last = [r for r in final if r["name"] == SERIES[-1].name and r.get("vs_fa2") and r["inputs"] == "randn"]
     by_table = {t: [r["vs_fa2"] for r in last if r["table"] == t] for t in dict.fromkeys(r["table"] for r in last)}
     return {t: {"shapes": len(v), "geomean_vs_fa2": geometric_mean(v), "worst": min(v)} for t, v in by_table.items()}
-
-
-def run(only: Sequence[str] = PARTS, rounds: int = 9, quick: bool = False) -> dict[str, Any]:
-    """Build, check, measure. ``quick``: fp16 and the large shapes alone. Raises NoGpu where there is no GPU."""
-    if not torch.cuda.is_available():
-        raise NoGpu("the tensor-core kernels are measured on a CUDA GPU, and PyTorch sees none")
-    torch.manual_seed(0)
-    progress = Progress()
-    dtypes = (torch.float16,) if quick else (torch.float16, torch.bfloat16)
-    build([Variant(s, d) for s in SIDE for d in s.head_dims] if "exhibits" in only else [])
-    built = build(variants(dtypes, only_last=list(only) == ["final"]))
-    progress.say(f"{len(built)} kernels built")
-    worst = max(verify(v, module) for v, module in built)
-    progress.say(f"all of them agree with float64: the worst error is {worst:.2f} of the bound")
-    with timing.measured() as machine:
-        result: dict[str, Any] = {"machine": machine, "rounds": rounds, "worst_error_of_bound": worst}
-        if "ladder" in only:
-            cases = [c for c in LADDER if c[0] == BIG[0][0]] if quick else LADDER
-            result["ladder"] = measure_ladder(built, cases, rounds, progress)
-        if "exhibits" in only:
-            result["exhibits"] = measure_exhibits(rounds, progress)
-        if "final" in only:
-            result["final"] = measure_final(built, final_cases(SERIES[-1].head_dims, quick), rounds, progress)
-            result["summary"] = summary(result["final"])
-    if "counters" in only:
-        result["counters"] = count()
-        progress.say(f"{len(result['counters'])} launches counted by ncu")
-    return result
 
 
 def table(data: dict[str, Any]) -> Table:
@@ -406,24 +434,24 @@ def table(data: dict[str, Any]) -> Table:
         if key[:2] in BIG:
             b, h, n, d = r["shape"]
             cases[key] = f"D {d}{', causal' if r['causal'] else ''}{', moving' if key[2] == 'moving' else ''}"
-            rows.setdefault(r["name"], {}).setdefault(key, f"{r['tflops']:.0f}")
+            rows.setdefault(r["name"], {}).setdefault(key, f"{r['tflops']:.0f}" if "ms" in r else "")
     cells = [[name, *(found.get(key, "") for key in cases)] for name, found in rows.items()]
     return Table.of(cells, ["TFLOP/s", *cases.values()], align="l" + "r" * len(cases))
 
 
+BENCH = harness.Bench(
+    "mma", __doc__, jobs=jobs, measure=measure, table=table, sections=PARTS, quick=quick_jobs, prepare=prepare,
+    keys=("table", "exhibit", "shape", "causal", "inputs", "name"),
+    needs=harness.gpu_for("the tensor-core kernels are"),
+    derive=lambda data: {"summary": summary(data["final"])}, options={"rounds": {"type": int, "default": 9}},
+)  # fmt: skip
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = records.parser(__doc__, "mma")
-    parser.add_argument(
-        "--only", nargs="+", default=PARTS, choices=PARTS, help="what to measure; everything by default"
-    )
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--launch-once", action="store_true", help=argparse.SUPPRESS)
-    given = parser.parse_args(arguments)
-    if given.launch_once:
+    if list(sys.argv[1:] if arguments is None else arguments) == ["--launch-once"]:  # for ncu
         launch_once()
-        return
-    only = [part for part in given.only if part != "counters"] if given.quick else given.only
-    records.keep("mma", run(only, given.rounds, given.quick), table, given)
+    else:
+        BENCH.main(arguments)
 
 
 if __name__ == "__main__":

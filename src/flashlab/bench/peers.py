@@ -32,15 +32,58 @@ def sdpa(
 
 def unfused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False) -> Callable[[], torch.Tensor]:
     """softmax(q k^T * scale) v in PyTorch's operations, with the scores in memory."""
-    mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1) if causal else None
+    mask = _mask(q, k) if causal else None
 
-    def run() -> torch.Tensor:
-        s = q @ k.mT * q.shape[-1] ** -0.5
-        if mask is not None:
-            s.masked_fill_(mask, -math.inf)
-        return s.softmax(-1) @ v
+    return lambda: _unfused(q, k, v, mask)
 
-    return run
+
+def _mask(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    return torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
+
+
+def _unfused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    s = q @ k.mT * q.shape[-1] ** -0.5
+    if mask is not None:
+        s.masked_fill_(mask, -math.inf)
+    return s.softmax(-1) @ v
+
+
+def compiled_unfused(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False
+) -> Callable[[], torch.Tensor]:
+    """The operations of `unfused`, given to torch.compile for these shapes.
+
+    Its compiler knows this pattern, and may put scaled_dot_product_attention in its place; `replaced` counts how often.
+    Its backward pass can be called again on the same graph: by default it would overwrite what was saved for it.
+    """
+    mask = _mask(q, k) if causal else None
+    compiled = _compiled_unfused()
+    return lambda: compiled(q, k, v, mask)
+
+
+@functools.cache
+def _compiled_unfused() -> Callable[..., torch.Tensor]:
+    import torch._functorch.config
+
+    _many_shapes()
+    torch._functorch.config.donated_buffer = False
+    torch._functorch.config.enable_autograd_cache = False  # a graph that is found there is not counted in `replaced`
+    return torch.compile(_unfused, dynamic=False, fullgraph=True)
+
+
+def _many_shapes() -> None:
+    """Past its limits torch.compile would run the operations one by one, and say nothing."""
+    import torch._dynamo
+
+    torch._dynamo.config.recompile_limit = 512
+    torch._dynamo.config.accumulated_recompile_limit = 1024
+
+
+def replaced() -> int:
+    """How often torch.compile has put fused attention in the place of unfused, in this process."""
+    from torch._dynamo.utils import counters
+
+    return counters["inductor"]["fuse_attention"]
 
 
 def flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False) -> Callable[[], torch.Tensor]:
@@ -63,9 +106,7 @@ def _causal(batch: Any, head: Any, query: Any, key: Any) -> Any:
 
 @functools.cache
 def _compiled_flex() -> Callable[..., torch.Tensor]:
-    import torch._dynamo
     from torch.nn.attention.flex_attention import flex_attention
 
-    torch._dynamo.config.recompile_limit = 512
-    torch._dynamo.config.accumulated_recompile_limit = 1024
+    _many_shapes()
     return torch.compile(flex_attention, dynamic=False, fullgraph=True)

@@ -1,21 +1,25 @@
 """Recorded results: JSON files beside this module, each naming its machine, versions, date; what every bench has.
 
-A bench has a ``main(arguments)``, which takes ``--out FILE`` and ``--quick`` (``parser``) and ends with ``keep``: it
-writes the record, and prints its table last.
+A bench has a ``main(arguments)``, which takes ``--out FILE``, ``--quick`` and ``--json`` (``parser``) and ends with
+``keep``: it writes the record, and prints its table last. What is timed is measured by flashlab.bench.harness.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import functools
+import hashlib
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +86,7 @@ def machine() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "triton_kernels": "interpreted" if runtime.INTERPRETED else "compiled",
         "commit": commit(),
+        "sources": sources(),
         "date": datetime.date.today().isoformat(),
     }
 
@@ -94,13 +99,41 @@ def _version(package: str) -> str | None:
 
 
 def commit() -> str | None:
-    """The git commit of this package's files, "-dirty" where they differ from it; None outside a checkout."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    """The git commit of this package's files; None where nobody can say.
+
+    Of a checkout: what git says, "-dirty" where the files differ from it. Of an installation from a repository: what
+    pip noted. Of a copy without either: the environment's FLASHLAB_COMMIT, for whoever made the copy; `sources` can
+    prove it right or wrong.
+    """
+    here = Path(__file__)
+    git = functools.partial(subprocess.run, capture_output=True, text=True, timeout=20)
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+        # A checkout around an installed package is not its own.
+        if git(["git", "-C", str(here.parent), "ls-files", "--error-unmatch", here.name]).returncode == 0:
+            describe = ["describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+            return git(["git", "-C", str(here.parent), *describe]).stdout.strip() or None
     except (OSError, subprocess.TimeoutExpired):
+        pass
+    said = _installed_from() or os.environ.get("FLASHLAB_COMMIT", "")
+    return said if re.fullmatch(r"[0-9a-f]{7,40}(-dirty)?", said) else None
+
+
+def _installed_from() -> str | None:
+    """The commit that pip noted where it installed the package from a repository."""
+    try:
+        note = json.loads(distribution("flashlab").read_text("direct_url.json") or "{}")
+    except (PackageNotFoundError, ValueError):
         return None
-    return done.stdout.strip() or None
+    return note.get("vcs_info", {}).get("commit_id")
+
+
+def sources() -> str:
+    """The first 12 digits of a hash of the package's code: the same files give the same, with git or without."""
+    package, found = Path(__file__).parents[1], hashlib.sha256()
+    for path in sorted(p for p in package.rglob("*") if p.suffix in (".py", ".cu", ".cuh", ".h", ".cpp")):
+        found.update(f"{path.relative_to(package).as_posix()}\0".encode())
+        found.update(path.read_bytes() + b"\0")
+    return found.hexdigest()[:12]
 
 
 def nvidia_smi(query: str) -> str | None:
@@ -113,9 +146,10 @@ def nvidia_smi(query: str) -> str | None:
     which = f"GPU-{uuid}" if uuid else str(torch.cuda.current_device())
     command = [tool, f"--query-gpu={query}", "--format=csv,noheader,nounits", "-i", which]
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip() or None
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return None
+    return done.stdout.strip() or None if done.returncode == 0 else None  # its complaints are on stdout too
 
 
 # ---- a bench as a program --------------------------------------------------------------------------------------------
@@ -124,19 +158,25 @@ def parser(doc: str | None, name: str) -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(prog=f"flashlab bench {name}", description=(doc or "").partition("\n")[0])
     found.add_argument("--out", type=Path, metavar="FILE", help="the JSON file to write")
     found.add_argument("--quick", action="store_true", help="less of it; not recorded, unless --out says where")
+    found.add_argument("--json", action="store_true", help="print the record as JSON instead of its table")
     return found
 
 
+def place(name: str, given: argparse.Namespace) -> Path | None:
+    """Where a result goes: to --out, or to the record of this GPU; a quick run's to None, nowhere."""
+    return given.out or (None if given.quick else default_path(name, runtime.limits().name))
+
+
 def keep(
-    name: str, result: dict[str, Any], table: Callable[[dict[str, Any]], Table], given: argparse.Namespace
+    out: Path | None, result: dict[str, Any], table: Callable[[dict[str, Any]], Table], given: argparse.Namespace
 ) -> None:
-    """Writes a result, to --out or as the record of its GPU (of a quick run: nowhere), and prints its table."""
-    gpu = result["machine"]["gpu"]
-    out = given.out or (None if given.quick else default_path(name, gpu))
+    """Writes a result, and prints its table or, with --json, all of it; where it is, is told last."""
     if out is not None:
         write_json(out, result)
-    print(table(result))
-    print(f"{gpu}, {result['machine']['date']}: " + (f"written to {out}" if out else "not written: a quick run"))
+    print(json.dumps(result, indent=1) if given.json else table(result))
+    where = f"{result['machine']['gpu'] or 'a CPU'}, {result['machine']['date']}"
+    said = f"{where}: " + (f"written to {out}" if out else "not written: a quick run")
+    print(said, file=sys.stderr if given.json else sys.stdout)
 
 
 def entry(main: Callable[[], None]) -> None:

@@ -15,16 +15,15 @@ p6_...              a step of the series
 
 from __future__ import annotations
 
+import functools
 import os
-import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 
-from flashlab.bench import peers, published, records, timing
-from flashlab.bench.records import NoGpu
+from flashlab.bench import harness, peers, published, records, timing
 from flashlab.cuda import CudaModule, load_inline
 from flashlab.kernels import steps
 from flashlab.table import Table
@@ -32,7 +31,8 @@ from flashlab.table import Table
 PEERS = ("torch_naive_f32", "sdpa_efficient_f32", "sdpa_math_f32")
 CAUSAL_SHAPES = ((8, 16, 1024, 64), (4, 16, 2048, 64), (4, 16, 2048, 128))
 STEPS = steps(6)
-Shape = tuple[int, int, int, int, bool]  # batch, heads, seq_len, head_dim, causal
+SHAPE = ("batch", "heads", "seq_len", "head_dim", "causal")
+Shape = tuple[int, int, int, int, bool]
 
 
 def published_rows() -> list[dict[str, Any]]:
@@ -63,51 +63,43 @@ def measure(modules: dict[str, CudaModule], shape: Shape, rounds: int = 15) -> l
     }
     every = {name: [variant(*qkv) for qkv in inputs] for name, variant in variants.items()}
     functions, reasons = timing.able(every)
-    for name, reason in reasons.items():
-        print(f"  {name} cannot run: {reason}", file=sys.stderr)
     q, k, v = (x.double() for x in inputs[0])
     want = peers.unfused(q, k, v, causal)()
     errors = {name: (every[name][0]().double() - want).abs().max().item() for name in functions}
     del q, k, v, want
     work = timing.attention_flops(*shape)
-    row = dict(zip(("batch", "heads", "seq_len", "head_dim", "causal"), shape, strict=True))
-    return [
+    row = dict(zip(SHAPE, shape, strict=True))
+    times = timing.interleaved(functions, rounds=rounds)
+    rows: list[dict[str, Any]] = [
         {**row, "variant": name, **t.row(), "tflops": t.tflops(work), "max_error": errors[name]}
-        for name, t in timing.interleaved(functions, rounds=rounds).items()
+        for name, t in times.items()
     ]
+    return rows + [row | {"variant": name, "unavailable": why} for name, why in reasons.items()]
 
 
-def _build(todo: Sequence[Shape]) -> dict[str, CudaModule]:
+@functools.cache
+def _modules(head_dims: Sequence[int] = (64, 128)) -> dict[str, CudaModule]:
     """Every step, for the head_dims that are measured; several nvcc at a time."""
-    head_dims = sorted({shape[3] for shape in todo})
     with ThreadPoolExecutor(os.cpu_count() or 2) as pool:
-        jobs = [(s, d, pool.submit(load_inline, s, backend="nvcc", head_dim=d)) for s in STEPS for d in head_dims]
-        built = {(s.name, d): job.result() for s, d, job in jobs}
+        builds = [(s, d, pool.submit(load_inline, s, backend="nvcc", head_dim=d)) for s in STEPS for d in head_dims]
+        built = {(s.name, d): job.result() for s, d, job in builds}
     return {s.name: built[s.name, head_dims[0]] for s in STEPS}
 
 
-def run(*, rounds: int = 15, only: int | None = None) -> dict[str, Any]:
-    """Every shape, or the first so many, on this machine's GPU. Raises NoGpu, flashlab.cuda.Unavailable."""
-    if not torch.cuda.is_available():
-        raise NoGpu("the float32 kernels are measured on a CUDA GPU, and PyTorch sees none")
-    todo = shapes()[:only]
-    modules = _build(todo)
-    rows = []
+def jobs() -> list[harness.Row]:
+    """Every shape."""
+    return [{"part": "rows"} | dict(zip(SHAPE, shape, strict=True)) for shape in shapes()]
+
+
+def measure_job(job: harness.Row, rounds: int = 15) -> list[harness.Row]:
+    """The rows of a job, with TF32 off."""
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = False
     try:
-        with timing.measured() as machine:
-            for i, shape in enumerate(todo, 1):
-                found = measure(modules, shape, rounds)
-                rows += found
-                best = min(found, key=lambda r: r["ms"])
-                text = "x".join(map(str, shape[:4])) + (" causal" if shape[4] else "")
-                print(f"{i}/{len(todo)}  {text}: fastest {best['variant']}, {best['ms'] * 1e3:.1f} us", flush=True)
-                torch.cuda.empty_cache()
+        shape: Shape = (job["batch"], job["heads"], job["seq_len"], job["head_dim"], job["causal"])
+        return [job | row for row in measure(_modules(), shape, rounds)]
     finally:
         torch.backends.cuda.matmul.allow_tf32 = before
-    return {"bench": "scalar", "machine": machine, "dtype": "float32", "tf32": False,
-            "timing": "CUDA graph replays, in turns; median, fastest, slowest", "rows": rows}  # fmt: skip
 
 
 def recorded() -> list[dict[str, Any]]:
@@ -120,7 +112,8 @@ def ratios(data: dict[str, Any], variant: str, peer: str = "torch_naive_f32") ->
     times: dict[str, dict[tuple, float]] = {}
     for r in data["rows"]:
         shape = (r["batch"], r["heads"], r["seq_len"], r["head_dim"], r["causal"])
-        times.setdefault(r["variant"], {})[shape] = r["ms"]
+        if "ms" in r:
+            times.setdefault(r["variant"], {})[shape] = r["ms"]
     theirs = times.get(peer, {})
     return {shape: theirs[shape] / ms for shape, ms in times.get(variant, {}).items() if shape in theirs}
 
@@ -136,11 +129,14 @@ def table(data: dict[str, Any]) -> Table:
                     caption="times as fast as unfused PyTorch, float32")  # fmt: skip
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = records.parser(__doc__, "scalar")
-    parser.add_argument("--rounds", type=int, default=15)
-    given = parser.parse_args(arguments)
-    records.keep("scalar", run(rounds=given.rounds, only=3 if given.quick else None), table, given)
+BENCH = harness.Bench(
+    "scalar", __doc__, jobs=jobs, measure=measure_job, table=table, keys=(*SHAPE, "variant"),
+    quick=lambda: jobs()[:3], needs=harness.gpu_for("the float32 kernels are"), sections=("rows",),
+    prepare=lambda todo, until, rounds: _modules() and None,
+    facts={"dtype": "float32", "tf32": False, "timing": "CUDA graph replays, in turns; median, fastest, slowest"},
+    options={"rounds": {"type": int, "default": 15}},
+)  # fmt: skip
+main = BENCH.main
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import functools
 import gc
 import statistics
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -74,8 +75,8 @@ def able(functions: Mapping[str, Work]) -> tuple[dict[str, Work], dict[str, str]
                 function()
             torch.cuda.synchronize()
             runs[name] = given
-        except RuntimeError as error:  # torch.OutOfMemoryError is one
-            reasons[name] = str(error).strip().partition("\n")[0][:200]
+        except Exception as error:  # Triton's want of shared memory is no RuntimeError
+            reasons[name] = reason(error)
     return runs, reasons
 
 
@@ -130,6 +131,34 @@ def interleaved(
     return {name: summary(found[1:]) for name, found in samples.items()}  # the first round warms up
 
 
+def on_cpu(functions: Mapping[str, Work], *, rounds: int = 3) -> tuple[dict[str, Timing], dict[str, str]]:
+    """Times functions by the clock on the wall, in turns, after a call that warms up; and why the others have none."""
+    runs: dict[str, Callable[[], Any]] = {}
+    reasons: dict[str, str] = {}
+    for name, given in functions.items():
+        function = given if callable(given) else given[0]
+        try:
+            function()
+            runs[name] = function
+        except Exception as error:
+            reasons[name] = reason(error)
+    samples: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(rounds):
+        for name, function in runs.items():
+            start = time.perf_counter()
+            function()
+            samples[name].append(1e3 * (time.perf_counter() - start))
+    return {name: summary(found) for name, found in samples.items()}, reasons
+
+
+def reason(error: BaseException) -> str:
+    """Why something cannot run here, in a line."""
+    said = str(error).strip().partition("\n")[0][:200]
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return f"out of memory: {said}"
+    return said if type(error) is RuntimeError and said else f"{type(error).__name__}: {said}"
+
+
 def _in_turn(several: Sequence[Callable[[], Any]], repeats: int) -> None:
     for i in range(repeats):
         several[i % len(several)]()
@@ -163,20 +192,30 @@ def allocated(fn: Callable[[], Any]) -> int:
 # ---- the machine while it is measured --------------------------------------------------------------------------------
 @contextlib.contextmanager
 def measured() -> Iterator[dict[str, Any]]:
-    """The machine's description for a record; at the end it holds the SM clock as it was meanwhile. Raises NoGpu."""
+    """The machine's description for a record; at the end it holds the SM clock as it was meanwhile, and what held it
+    down. Raises NoGpu."""
     if not torch.cuda.is_available():
         raise NoGpu("this is measured on a CUDA GPU, and PyTorch sees none")
     found = machine()
     with Clock() as clock:
         yield found
     found["sm_clock_mhz"] = clock.summary()
+    found["throttled"] = clock.throttled()
+
+
+THROTTLES = {
+    0x4: "power cap", 0x8: "hardware slowdown", 0x20: "too warm", 0x40: "too warm, by the hardware",
+    0x80: "power brake",
+}  # fmt: skip
+"""The bits of nvidia-smi's reasons for a lower clock that say that the chip was held back."""
 
 
 class Clock:
-    """Samples the clock of the multiprocessors, in MHz, while it is open."""
+    """Samples the clock of the multiprocessors, in MHz, and what holds it down, while it is open."""
 
     def __enter__(self) -> Clock:
         self.samples: list[int] = []
+        self.reasons: list[int] = []
         self._most = self._number("clocks.max.sm")
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)
@@ -186,18 +225,33 @@ class Clock:
     @staticmethod
     def _number(query: str) -> int | None:
         said = nvidia_smi(query)
-        return int(said) if said and said.isdigit() else None
+        try:
+            return int(said, 0) if said else None  # reasons are hexadecimal
+        except ValueError:
+            return None
 
     def _sample(self) -> None:
+        # The newer name first; nvidia-smi refuses a query with a name that it does not know.
+        names = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")
+        query = next((name for name in names if self._number(name) is not None), None)
         while not self._done.wait(0.5):
             clock = self._number("clocks.sm")
             if clock is None:
                 return
             self.samples.append(clock)
+            held = self._number(query) if query else None
+            self.reasons += [] if held is None else [held]
 
     def __exit__(self, *exception: object) -> None:
         self._done.set()
         self._thread.join()
+
+    def throttled(self) -> dict[str, float] | None:
+        """The share of the samples in which each of THROTTLES held the clock down; {} for never, None if not known."""
+        if not self.reasons:
+            return None
+        shares = {name: sum(bool(r & bit) for r in self.reasons) / len(self.reasons) for bit, name in THROTTLES.items()}
+        return {name: share for name, share in shares.items() if share}
 
     def summary(self) -> dict[str, float | None] | None:
         """The median, lowest and highest sample, and what the chip can at most; None without samples."""
@@ -208,6 +262,6 @@ class Clock:
 
 
 __all__ = [
-    "Clock", "NoGpu", "Timing", "able", "allocated", "attention_flops", "input_sets", "interleaved", "machine",
-    "measured", "nvidia_smi", "summary",
+    "Clock", "NoGpu", "THROTTLES", "Timing", "able", "allocated", "attention_flops", "input_sets", "interleaved",
+    "machine", "measured", "nvidia_smi", "on_cpu", "reason", "summary",
 ]  # fmt: skip

@@ -21,8 +21,7 @@ import torch
 from flashlab import runtime
 from flashlab.attention.naive import naive_attention
 from flashlab.attention.triton_minimal import flash_attention_forward
-from flashlab.bench import peers, records, timing
-from flashlab.bench.records import NoGpu
+from flashlab.bench import harness, peers, records, timing
 from flashlab.check.cases import Case, make_inputs
 from flashlab.check.tolerance import excess, truth
 from flashlab.table import Table
@@ -32,24 +31,24 @@ LONG = (4096, 4001)  # the second is no multiple of any tile
 NAMES = ("minimal kernel", "unfused PyTorch", "FlashAttention-2 (torch)")
 
 
-def run(
+def jobs(
     lengths: Sequence[int] = LENGTHS, head_dims: Sequence[int] = (64, 128), long: Sequence[int] = LONG
-) -> dict[str, Any]:
-    """Measure on this machine's GPU; return what is written to JSON. About two minutes on an H200.
+) -> list[harness.Row]:
+    """lengths: what is timed. long: where the errors are taken."""
+    timed = [{"part": "rows", "seq_len": n, "head_dim": head_dim} for head_dim in head_dims for n in lengths]
+    return timed + [
+        {"part": "errors", "seq_len": n, "head_dim": d, "dtype": dtype, "content": content}
+        for d in head_dims for n in long for dtype in ("float16", "bfloat16") for content in ("plain", "rising")
+    ]  # fmt: skip
 
-    lengths: what is timed. long: where the errors are taken.
 
-    Raises NoGpu where there is none, or where kernels are interpreted.
-    """
-    if runtime.INTERPRETED or not torch.cuda.is_available():
-        raise NoGpu("phase 3's recorded figures are measured on a GPU, with Triton compiled; this process has none")
-    torch.manual_seed(3)
-    with timing.measured() as machine:
-        rows = [row for head_dim in head_dims for n in lengths for row in measure(n, head_dim)]
-        errors = [accuracy(n, d, dtype, content) for d in head_dims for n in long
-                  for dtype in (torch.float16, torch.bfloat16) for content in ("plain", "rising")]  # fmt: skip
-        sizes = {"dtype": "float16", "batch": 1, "heads": 1}
-        return {"phase": 3, "machine": machine, **sizes, "rows": rows, "errors": errors}
+def measure_job(job: harness.Row) -> list[harness.Row]:
+    """The rows of a job."""
+    n, head_dim = job["seq_len"], job["head_dim"]
+    torch.manual_seed(n + head_dim)
+    if job["part"] == "rows":
+        return [job | row for row in measure(n, head_dim)]
+    return [job | accuracy(n, head_dim, getattr(torch, job["dtype"]), job["content"])]
 
 
 def measure(n: int, head_dim: int) -> list[dict[str, Any]]:
@@ -103,14 +102,16 @@ def table(data: dict[str, Any]) -> Table:
     for r in data["rows"]:
         found = f"{1e3 * r['ms']:.1f} ({r['tflops']:.1f})" if "ms" in r else "none"
         lines.setdefault((r["head_dim"], r["seq_len"]), {})[r["name"]] = found
-    rows = [[d, n, *(cells[name] for name in NAMES)] for (d, n), cells in lines.items()]
+    rows = [[d, n, *(cells.get(name, "none") for name in NAMES)] for (d, n), cells in lines.items()]
     return Table.of(rows, ["D", "N", *NAMES], align="rrrrr", caption="microseconds, in brackets TFLOP/s")
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    given = records.parser(__doc__, "triton").parse_args(arguments)
-    result = run(lengths=(512, 4096), head_dims=(64,), long=(512, 500)) if given.quick else run()
-    records.keep("triton", result, table, given)
+BENCH = harness.Bench(
+    "triton", __doc__, jobs=jobs, measure=measure_job, table=table, keys=("seq_len", "head_dim", "name"),
+    quick=lambda: jobs((512, 4096), (64,), (512, 500)), needs=harness.gpu_for("phase 3's kernel is"),
+    sections=("rows", "errors"), facts={"phase": 3, "dtype": "float16", "batch": 1, "heads": 1},
+)  # fmt: skip
+main = BENCH.main
 
 
 if __name__ == "__main__":

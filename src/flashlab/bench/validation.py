@@ -194,7 +194,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if given.launch_all:
         launch_all()
         return
-    records.keep("validation", run(sanitizer=not given.quick), table, given)
+    result = run(sanitizer=not given.quick)
+    records.keep(records.place("validation", given), result, table, given)
 
 
 if __name__ == "__main__":

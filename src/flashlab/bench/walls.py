@@ -149,7 +149,7 @@ def table(data: dict[str, Any]) -> Table:
 def main(arguments: Sequence[str] | None = None) -> None:
     given = records.parser(__doc__, "walls").parse_args(arguments)
     result = run(seq_lens=(512, 2048)) if given.quick else run()
-    records.keep("walls", result, table, given)
+    records.keep(records.place("walls", given), result, table, given)
 
 
 if __name__ == "__main__":

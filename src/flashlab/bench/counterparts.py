@@ -1,0 +1,217 @@
+"""Which rows of published tables have been measured here too, and theirs beside ours.
+
+    flashlab bench published                        # of each table: how many rows have a counterpart, and which not
+    flashlab bench published mma_stages_ada         # its rows, theirs beside ours, with the first outputs
+    flashlab bench published --missing              # only what is still to be measured
+    flashlab bench published --records FOLDER       # of another folder than recorded/
+
+A published figure is one number of one row. Its counterpart is the same work on the same shape in a record of this
+package: measured, or out of memory here. What a table's word means here says RULES.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from flashlab.bench import published, records
+from flashlab.bench.mma import STAGES_ADA
+from flashlab.table import Table
+
+Row = dict[str, Any]
+
+
+class Figure(NamedTuple):
+    """A published figure: its table, which one it is, and its value; ms, or MiB where `label` says so, or "OOM"."""
+
+    table: str
+    label: str
+    value: Any
+
+
+class Ours(NamedTuple):
+    """Its counterpart: the value in the same unit, or why there is none; the record; the first outputs where kept."""
+
+    value: float | str
+    record: str
+    gpu: str
+    first: tuple[float, ...] = ()
+
+
+Found = tuple[Figure, "Ours | None"]
+
+
+class Records:
+    """The records of a folder, read once each."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._read = folder, dict[str, list[tuple[str, Row]]]()
+
+    def of(self, name: str) -> list[tuple[str, Row]]:
+        """(file, record) of every run of a bench."""
+        if name not in self._read:
+            paths = sorted(self._folder.glob(f"{name}_*.json"))
+            self._read[name] = [(path.name, json.loads(path.read_text(encoding="utf-8"))) for path in paths]
+        return self._read[name]
+
+    def find(self, bench: str, part: str, wanted: Row, column: str = "ms", unit: float = 1.0) -> Ours | None:
+        """Of the first row with the items `wanted`: its `column` times `unit`, or why it has none."""
+        for file, data in self.of(bench):
+            inside = [row for row in data.get("rows", []) if row.get("part") == part]
+            for row in [*data.get(part, []), *inside, *data.get("unavailable", [])]:
+                whole = row.get("name") == "all"  # a job that failed stands for all that it would have measured
+                if all(row.get(k) == v or (whole and k in ("name", "variant", "pass")) for k, v in wanted.items()):
+                    said = row[column] * unit if column in row else row.get("unavailable")
+                    if said is not None:
+                        return Ours(said, file, data["machine"]["gpu"] or "a CPU", tuple(row.get("first", ())))
+        return None
+
+
+# ---- a rule for each table -------------------------------------------------------------------------------------------
+def _mma_stages_ada(found: Records) -> Iterator[Found]:
+    for row in published.load("mma_stages_ada"):
+        shape = [row[c] for c in ("batch", "heads", "seq_len", "head_dim")]
+        variant = str(row["variant"])
+        wanted = {"shape": shape, "name": STAGES_ADA[variant]}
+        ours = found.find("mma", "published", wanted)
+        if ours is None and variant in ("naive_unfused", "flash_official"):  # measured beside the last step too
+            ours = found.find("mma", "final", wanted | {"table": "mma_stages_ada"})
+        yield Figure("mma_stages_ada", f"{'x'.join(map(str, shape))} {variant}", row["ms"]), ours
+
+
+def _fa1_f32_fa2_mma_ada(found: Records) -> Iterator[Found]:
+    float32 = {"fa1_f32": "p6_1_fa1", "torch_naive_f32": "torch_naive_f32"}
+    float16 = {"fa2_mma_f16": "p9_flash", "torch_naive_f16": "unfused"}
+    for row in published.load("fa1_f32_fa2_mma_ada"):
+        about = {c: row[c] for c in ("batch", "heads", "seq_len", "head_dim")}
+        shape, variant = list(about.values()), str(row["variant"])
+        if variant in float32:
+            ours = found.find("scalar", "rows", about | {"causal": False, "variant": float32[variant]})
+        else:
+            wanted = {"shape": shape, "causal": False, "inputs": "randn", "name": float16[variant]}
+            ours = found.find("mma", "final", wanted | {"table": "fa1_f32_fa2_mma_ada"})
+        yield Figure("fa1_f32_fa2_mma_ada", f"{'x'.join(map(str, shape))} {variant}", row["ms"]), ours
+
+
+def _triton_vs_torch(found: Records) -> Iterator[Found]:
+    passes = {"fwd": "forward", "bwd": "backward", "fwd_bwd": "both"}
+    for row in published.load("triton_vs_torch"):
+        shape = [1, 1, row["seq_len"], row["d_model"]]
+        for who, name in (("torch", "eager"), ("triton", "triton")):
+            for short, which in passes.items():
+                wanted = {"shape": shape, "dtype": row["precision"], "pass": which, "name": name}
+                label = f"N {row['seq_len']} D {row['d_model']} {row['precision']} {who} {which}"
+                ours = found.find("industrial", "published", wanted)
+                yield Figure("triton_vs_torch", label, row[f"{who}_{short}_ms"]), ours
+
+
+def _attention_memory(found: Records) -> Iterator[Found]:
+    kinds = {"fwd_ms": ("forward", "ms", 1.0), "bwd_ms": ("backward", "ms", 1.0),
+             "mem_before_mb": ("forward", "held_bytes", 2.0**-20)}  # fmt: skip
+    for row in published.load("attention_memory"):
+        for kind, (which, column, unit) in kinds.items():
+            wanted = {"d_model": row["d_model"], "seq_len": row["seq_len"], "dtype": "float32", "name": "eager"}
+            ours = found.find("attention", "attention", wanted | {"pass": which}, column, unit)
+            yield Figure("attention_memory", f"D {row['d_model']} N {row['seq_len']} {kind}", row[kind]), ours
+
+
+def _lm_forward_backward(found: Records) -> Iterator[Found]:
+    sizes = {"sm": "small", "md": "medium", "lg": "large"}
+    for row in published.load("lm_forward_backward"):
+        for which in ("forward", "backward"):
+            if row[f"avg_{which}_s"] is not None:
+                wanted = {"size": sizes[str(row["model"])], "attention": "eager", "pass": which}
+                ours = found.find("lm", "rows", wanted)
+                label = f"{row['run']} {row['model']} {which}"
+                yield Figure("lm_forward_backward", label, 1e3 * float(str(row[f"avg_{which}_s"]))), ours
+
+
+def _gqa_layer_profile(found: Records) -> Iterator[Found]:
+    for row in published.load("gqa_layer_profile"):
+        layer, op = str(row["layer"]), str(row["op"])
+        ours = found.find("layer", "profile", {"layer": layer, "op": op}, "cuda_ms")
+        # A kernel of another GPU or compiler may have no namesake here: then it is our layer's kernels that answer it.
+        if ours is None and not op.startswith("aten::"):
+            ours = found.find("layer", "profile", {"layer": layer, "kernel": True}, "cuda_ms")
+            ours = ours and ours._replace(value="by other kernels")
+        yield Figure("gqa_layer_profile", f"{layer} {op}", row["cuda_total"]), ours
+
+
+RULES: dict[str, Callable[[Records], Iterable[Found]]] = {
+    "mma_stages_ada": _mma_stages_ada,
+    "fa1_f32_fa2_mma_ada": _fa1_f32_fa2_mma_ada,
+    "triton_vs_torch": _triton_vs_torch,
+    "attention_memory": _attention_memory,
+    "lm_forward_backward": _lm_forward_backward,
+    "gqa_layer_profile": _gqa_layer_profile,
+}
+"""By table: every figure of it with its counterpart, or None."""
+
+
+def counterparts(name: str, folder: Path | None = None) -> list[Found]:
+    """Every figure of a published table, with its counterpart in the records or None. Raises KeyError."""
+    return list(RULES[name](Records(folder or records.RECORDED)))
+
+
+def missing(folder: Path | None = None) -> dict[str, list[str]]:
+    """By table: the labels of the figures that have no counterpart; tables that are whole are left out."""
+    found = {name: [f.label for f, ours in counterparts(name, folder) if ours is None] for name in RULES}
+    return {name: labels for name, labels in found.items() if labels}
+
+
+# ---- told ------------------------------------------------------------------------------------------------------------
+def overview(folder: Path | None = None) -> Table:
+    """Of each table: its figures, those that have a counterpart, and in which records."""
+    rows = []
+    for name in RULES:
+        found = counterparts(name, folder)
+        ours = [o for _, o in found if o is not None]
+        rows.append([name, len(found), len(ours), ", ".join(sorted({o.record for o in ours})) or "none yet"])
+    return Table.of(rows, ["published table", "figures", "measured here", "records"], align="lrrl")
+
+
+def beside(name: str, folder: Path | None = None) -> Table:
+    """A table's figures, theirs beside ours, with the first values of our output where the record has them."""
+    rows = []
+    for figure, ours in counterparts(name, folder):
+        first = " ".join(f"{x:.4f}" for x in ours.first) if ours else ""
+        rows.append([figure.label, _text(figure.value), "not measured" if ours is None else _text(ours.value), first])
+    gpus = sorted({ours.gpu for _, ours in counterparts(name, folder) if ours})
+    caption = f"there: see published/README.md; here: {', '.join(gpus) or 'nothing yet'}"
+    columns = ["what", "there", "here", "first outputs here"]
+    if not any(row[3] for row in rows):
+        rows, columns = [row[:3] for row in rows], columns[:3]
+    return Table.of(rows, columns, align="lrrl"[: len(columns)], caption=caption)
+
+
+def _text(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value).partition(":")[0]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = records.parser(__doc__, "published")
+    parser.add_argument("table", nargs="*", choices=[[], *RULES], metavar="TABLE", help=f"of {', '.join(RULES)}")
+    parser.add_argument("--missing", action="store_true", help="only what has no counterpart yet")
+    parser.add_argument("--records", type=Path, metavar="FOLDER", help="where the records are")
+    given = parser.parse_args(arguments)
+    lacking = missing(given.records)
+    if given.out:
+        records.write_json(given.out, lacking)
+    if given.json:
+        print(json.dumps(lacking, indent=1))
+    elif given.table:
+        for name in given.table:
+            print(beside(name, given.records))
+    else:
+        if not given.missing:
+            print(overview(given.records))
+        for name, labels in lacking.items():
+            shown = labels if given.missing else labels[:3]
+            more = f", and {len(labels) - len(shown)} more" if len(labels) > len(shown) else ""
+            print(f"\n{name}: {len(labels)} have no counterpart: {'; '.join(shown)}{more}")
+
+
+if __name__ == "__main__":
+    records.entry(main)

@@ -1,0 +1,430 @@
+"""One harness for every bench that times something: what to measure is a Bench, and all the rest is here.
+
+    BENCH = Bench("things", __doc__, jobs=jobs, measure=measure, table=table, keys=("shape", "name"))
+    main = BENCH.main
+
+A job is a dict that names one measurement: its part, a shape, what else it needs. ``measure(job)`` returns rows: the
+job's own items, the name of who was timed, and milliseconds, or ``unavailable`` with the reason. A run writes its
+record after every job, whole or not at all. So a run that is killed, or whose time is up, is gone on with by the next
+one. What runs out of memory, or fails, is a row; the other jobs do not notice.
+
+    flashlab bench things                     # goes on where the record ends; writes recorded/things_<gpu>.json
+    flashlab bench things --minutes 5         # stops after about so long, behind a whole measurement
+    flashlab bench things --quick             # a little of it
+    flashlab bench things --compare A B       # what is slower or faster in B than in A, beyond the spread
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from flashlab import runtime
+from flashlab.bench import records, timing
+from flashlab.bench.records import NoGpu
+from flashlab.table import Table
+
+Row = dict[str, Any]
+Data = dict[str, Any]
+Way = Callable[[], Any]
+
+ATTEMPTS = 2
+"""How often a job is begun that ends the whole process: once may be the user, twice is the job."""
+_NOT_FACTS = ("bench", "machine", "rows", "left", "unavailable")
+LEAST_CHANGE = 0.01
+"""Medians that differ by less are the same, however small the spread of either."""
+
+
+def on_gpu() -> bool:
+    """Whether times are of a GPU here, with Triton compiled."""
+    return torch.cuda.is_available() and not runtime.INTERPRETED
+
+
+def gpu_for(what: str, quick_too: bool = True) -> Callable[[bool], str | None]:
+    """For Bench.needs: the sentence that says that `what` is measured on a GPU; with quick_too, --quick as well."""
+
+    def needs(quick: bool) -> str | None:
+        if on_gpu() or (quick and not quick_too):
+            return None
+        found = "PyTorch sees none" if not torch.cuda.is_available() else "Triton interprets in this process"
+        return f"{what} measured on a CUDA GPU, and {found}" + ("" if quick_too else "; --quick runs here")
+
+    return needs
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What one bench measures.
+
+    name: of the command, and of its record. doc: the module's docstring, for --help.
+    jobs: every measurement, in the order in which they are done; a run may end before the last.
+    measure: the rows of one job. table: what is printed of a record.
+    keys: the items of a row that say which one it is, for --compare; of those it has.
+    quick: the jobs of --quick. needs(quick): why they cannot be measured on this machine, or None.
+    sections: record the rows of these parts as lists of their own, without their "part"; else all are in "rows".
+    facts: what the record says beside the machine and the rows. derive: more of it, computed from the whole record.
+    first: parts that are measured before the others, with after(rows, machine) behind them.
+    prepare(jobs, until): before the jobs, on a GPU: builds and checks, until a time of time.monotonic(); more facts.
+    options: arguments of `measure` and `prepare` that the command line offers, as argparse wants them.
+    minutes: the default of --minutes. record: the name of the record, where it is not the bench's.
+    """
+
+    name: str
+    doc: str | None
+    jobs: Callable[[], list[Row]]
+    measure: Callable[..., list[Row]]
+    table: Callable[[Data], Table]
+    keys: Sequence[str]
+    quick: Callable[[], list[Row]]
+    needs: Callable[[bool], str | None]
+    sections: Sequence[str] = ()
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    derive: Callable[[Data], Mapping[str, Any]] = lambda data: {}
+    first: Sequence[str] = ()
+    after: Callable[[Sequence[Row], Data], None] = lambda rows, machine: None
+    prepare: Callable[..., Mapping[str, Any] | None] = lambda jobs, until, **options: None
+    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    minutes: float = math.inf
+    record: str = ""
+
+    def main(self, arguments: Sequence[str] | None = None) -> None:
+        """The bench as a program. Raises NoGpu, SystemExit."""
+        main(self, arguments)
+
+
+# ---- rows and records ------------------------------------------------------------------------------------------------
+def is_of(row: Row, job: Row) -> bool:
+    """Whether a row is of a job: it says all that the job says."""
+    return all(key in row and row[key] == value for key, value in job.items())
+
+
+def rows_in(bench: Bench, data: Data) -> list[Row]:
+    """The rows of a record, each with its part."""
+    if not bench.sections:
+        return list(data["rows"])
+    found = [{"part": part} | row for part in bench.sections for row in data.get(part, [])]
+    return found + data.get("unavailable", [])
+
+
+def record_of(bench: Bench, machine: Data, rows: Sequence[Row], facts: Mapping[str, Any], left: int) -> Data:
+    """The record of some rows, in the form that the bench keeps. left: how many jobs wait.
+
+    Where it keeps sections, what could not run is in a list of its own, "unavailable": a section's rows all have times.
+    """
+    data: Data = {"bench": bench.record or bench.name, "machine": machine, **bench.facts, **facts, "left": left}
+    if bench.sections:
+        for part in bench.sections:
+            able = [row for row in rows if row["part"] == part and "unavailable" not in row]
+            data[part] = [{k: v for k, v in row.items() if k != "part"} for row in able]
+        data["unavailable"] = [row for row in rows if "unavailable" in row]
+    else:
+        data["rows"] = list(rows)
+    return data | dict(bench.derive(data))
+
+
+def waiting(todo: Sequence[Row], rows: Sequence[Row]) -> list[Row]:
+    """The jobs that have no row; and those during which a process ended, up to ATTEMPTS times."""
+
+    over = [row for row in rows if row.get("attempts", ATTEMPTS) >= ATTEMPTS]
+    done: dict[tuple[str, ...], set[str]] = {}  # by the items that a job has: comparing all with all takes seconds
+    for keys in {tuple(job) for job in todo}:
+        done[keys] = {json.dumps([row[k] for k in keys]) for row in over if all(k in row for k in keys)}
+    return [job for job in todo if json.dumps(list(job.values())) not in done[tuple(job)]]
+
+
+def failed(job: Row, reason: str, **more: Any) -> Row:
+    """The row of a job that has no other."""
+    return job | {"name": "all", "unavailable": reason} | more
+
+
+# ---- timing ----------------------------------------------------------------------------------------------------------
+def times_of(ways: Mapping[str, timing.Work], rounds: int = 9, **options: Any) -> tuple[dict[str, Row], dict[str, str]]:
+    """Rows of milliseconds by name, in turns, and why the others have none; on a CPU by the clock on the wall.
+
+    options: of timing.interleaved. Where something cannot be recorded into a CUDA graph, none is, and the rows say so.
+    """
+    if not on_gpu():
+        found, reasons = timing.on_cpu(ways, rounds=min(rounds, 3))
+        return {name: t.row() for name, t in found.items()}, reasons
+    able, reasons = timing.able(ways)
+    try:
+        return {n: t.row() for n, t in timing.interleaved(able, rounds=rounds, **options).items()}, reasons
+    except RuntimeError as error:
+        print(f"  without CUDA graphs: {str(error).strip().splitlines()[0][:120]}", file=sys.stderr)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    plain = timing.interleaved(able, rounds=rounds, **options | {"graphs": False})
+    return {name: t.row() | {"graph": False} for name, t in plain.items()}, reasons
+
+
+@contextlib.contextmanager
+def _watched() -> Iterator[Data]:
+    """The machine, its clock watched. Autograd computes a gradient on the stream of its forward pass, and a CUDA graph
+    is recorded on one stream that is not the default: so all is done on one."""
+    if not on_gpu():
+        yield records.machine()
+        return
+    with timing.measured() as machine, torch.cuda.stream(torch.cuda.Stream()):
+        yield machine
+
+
+# ---- a run -----------------------------------------------------------------------------------------------------------
+def run(
+    bench: Bench, todo: Sequence[Row], known: Data | None = None, *, minutes: float = math.inf,
+    save: Callable[[Data], None] = lambda data: None, **options: Any,
+) -> Data:  # fmt: skip
+    """Measure the jobs that the record `known` has no rows of, until the time is up; save(record) around each.
+
+    Before a job is begun, the record says that the process ended during it: until it has ended, that is so.
+    Raises RuntimeError where a kernel has left the GPU in a state in which nothing runs: a new process is needed.
+    """
+    start = time.monotonic()
+    end = start + 60 * minutes
+    rows = rows_in(bench, known) if known else []
+    facts = {k: v for k, v in (known or {}).items() if k not in (*_NOT_FACTS, *bench.sections)}
+    with _watched() as machine:
+        if known and rows:
+            machine["earlier"] = _earlier(known["machine"], len(rows))
+
+        def data() -> Data:
+            return record_of(bench, machine, rows, facts, len(waiting(todo, rows)))
+
+        found = data()
+        for stage in ([j for j in todo if j["part"] in bench.first], [j for j in todo if j["part"] not in bench.first]):
+            left = waiting(stage, rows)
+            if left and on_gpu():
+                facts |= bench.prepare(left, time.monotonic() + (end - time.monotonic()) / 2, **options) or {}
+            with _progress(bench, len(left)) as said:
+                for job in left:
+                    if time.monotonic() > end:
+                        break
+                    rows = _measured(bench, job, rows, lambda now: save(data() | _rows_of(bench, now)), options)
+                    found = data()
+                    save(found)
+                    said(job, [row for row in rows if is_of(row, job)])
+            if waiting(stage, rows):
+                break
+            if stage and stage[0]["part"] in bench.first and on_gpu():
+                bench.after(rows, machine)
+        found = data()
+    return found | {"machine": machine}  # with its clock
+
+
+def _rows_of(bench: Bench, rows: Sequence[Row]) -> Data:
+    kept = record_of(bench, {}, rows, {}, 0)
+    return {name: kept[name] for name in ((*bench.sections, "unavailable") if bench.sections else ("rows",))}
+
+
+def _earlier(machine: Data, rows: int) -> list[Data]:
+    """What a record has from earlier sessions: how many rows in all, by which commit, when, at which clock."""
+    names = ("date", "commit", "sources", "sm_clock_mhz", "throttled")
+    return [*machine.get("earlier", []), {"rows": rows} | {n: machine[n] for n in names if n in machine}]
+
+
+def _measured(
+    bench: Bench, job: Row, rows: list[Row], attempt: Callable[[list[Row]], None], options: Mapping[str, Any]
+) -> list[Row]:
+    """All rows, with those of the job, which had none or only attempts."""
+    tried = max((row.get("attempts", 0) for row in rows if is_of(row, job)), default=0)
+    others = [row for row in rows if not is_of(row, job)]
+    ended = failed(job, "the process ended while this was measured", attempts=tried + 1)
+    attempt([*others, ended])
+    try:
+        found = bench.measure(job, **options)
+    except KeyboardInterrupt:
+        attempt(rows)
+        raise
+    except Exception as error:  # one that fails does not cost the others
+        found = [failed(job, timing.reason(error))]
+    if on_gpu():
+        try:
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+        except RuntimeError as error:
+            why = f"after it nothing ran on the GPU: {str(error).splitlines()[0]}"
+            attempt([*others, failed(job, why)])
+            raise RuntimeError(
+                f"after {describe(job)} nothing runs on this GPU in this process ({str(error).splitlines()[0]}); "
+                "run it again to go on behind it"
+            ) from error
+    return others + found
+
+
+def describe(job: Row) -> str:
+    """A job in a few words."""
+
+    def word(key: str, value: Any) -> str:
+        if isinstance(value, bool):
+            return key if value else f"not {key}"
+        if isinstance(value, list | tuple):
+            return "x".join(map(str, value))
+        return value if isinstance(value, str) else f"{key} {value}"
+
+    return " ".join(word(key, value) for key, value in job.items())
+
+
+@contextlib.contextmanager
+def _progress(bench: Bench, total: int) -> Iterator[Callable[[Row, list[Row]], None]]:
+    """A bar with the time that is left, and a line for each job above it; without a terminal the lines alone."""
+    if not total:
+        yield lambda job, rows: None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+               TextColumn("left:"), TimeRemainingColumn())  # fmt: skip
+    console = Console(stderr=True, highlight=False)
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
+        task = progress.add_task(bench.name, total=total)
+        done = 0
+
+        def said(job: Row, rows: list[Row]) -> None:
+            nonlocal done
+            done += 1
+            fast = min((r for r in rows if "ms" in r), key=lambda r: r["ms"], default=None)
+            who = fast and next((fast[k] for k in ("name", "variant", "how", "tile") if k in fast), bench.name)
+            text = f"fastest {who}, {1e3 * fast['ms']:.1f} us" if fast else _none(rows)
+            console.print(f"{done}/{total}  {describe(job)}: {text}", markup=False, soft_wrap=True)
+            progress.advance(task)
+
+        yield said
+
+
+def _none(rows: list[Row]) -> str:
+    reasons = [row["unavailable"] for row in rows if "unavailable" in row]
+    return f"none runs: {reasons[0]}" if reasons else f"{len(rows)} rows"
+
+
+# ---- two records -----------------------------------------------------------------------------------------------------
+def changes(bench: Bench, before: Data, after: Data) -> list[tuple[str, str, float | None, float | None]]:
+    """(what it is, "slower" | "faster" | "gone" | "back", ms before, ms after) of the rows that both records have.
+
+    Slower: its fastest round is slower than the slowest before, and its median by LEAST_CHANGE at least. Gone: what
+    ran before cannot run now.
+    """
+    old, new = (_by_label(bench, data) for data in (before, after))
+    found = []
+    for label in old.keys() & new.keys():
+        a, b = old[label], new[label]
+        if "ms" in a and "ms" in b:
+            (low_a, high_a), (low_b, high_b) = _span(a), _span(b)
+            far = abs(b["ms"] / a["ms"] - 1) >= LEAST_CHANGE
+            if far and (low_b > high_a or high_b < low_a):
+                found.append((label, "slower" if low_b > high_a else "faster", a["ms"], b["ms"]))
+        elif "ms" in a or "ms" in b:
+            found.append((label, "gone" if "ms" in a else "back", a.get("ms"), b.get("ms")))
+    order = ("gone", "slower", "faster", "back")
+    return sorted(found, key=lambda c: (order.index(c[1]), -abs(math.log((c[3] or 1.0) / (c[2] or 1.0))), c[0]))
+
+
+def _by_label(bench: Bench, data: Data) -> dict[str, Row]:
+    keys = ("part", *bench.keys)
+    return {describe({k: row[k] for k in keys if k in row}): row for row in rows_in(bench, data)}
+
+
+def _span(row: Row) -> tuple[float, float]:
+    """The fastest and the slowest round; the first records kept the 10th and the 90th percentile."""
+    low, high = row.get("fastest", row.get("ms_low")), row.get("slowest", row.get("ms_high"))
+    return row["ms"] if low is None else low, row["ms"] if high is None else high
+
+
+def compare(bench: Bench, before: Data, after: Data) -> tuple[Table, bool]:
+    """A table of `changes`, and whether something got slower, or no longer runs."""
+    found = changes(bench, before, after)
+    both = len(_by_label(bench, before).keys() & _by_label(bench, after).keys())
+    rows = [
+        [label, what, *("" if ms is None else f"{1e3 * ms:.1f}" for ms in (a, b)), f"{b / a:.2f}" if a and b else ""]
+        for label, what, a, b in found
+    ]
+    worse = any(what in ("slower", "gone") for _, what, _, _ in found)
+    caption = f"{len(found)} of {both} rows that both have differ beyond their spread."
+    unlike = [
+        f"{name} {before['machine'].get(name)} and {after['machine'].get(name)}"
+        for name in ("gpu", "driver", "torch", "triton")
+        if before["machine"].get(name) != after["machine"].get(name)
+    ]
+    caption += f" Not the same machine: {', '.join(unlike)}." if unlike else ""
+    columns = ["what", "is", "us before", "us after", "times as long"]
+    return Table.of(rows, columns, align="llrrr", caption=caption), worse
+
+
+# ---- as a program ----------------------------------------------------------------------------------------------------
+def parser(bench: Bench) -> argparse.ArgumentParser:
+    """The options of a bench."""
+    found = records.parser(bench.doc, bench.name)
+    parts = list(dict.fromkeys(job["part"] for job in bench.jobs()))
+    if len(parts) > 1:
+        found.add_argument("--only", nargs="+", choices=parts, help="what to measure; everything by default")
+    found.add_argument(
+        "--minutes", type=float, default=bench.minutes, help="stop after about so many; run it again to go on"
+    )
+    found.add_argument("--anew", action="store_true", help="measure again what the record already has")
+    found.add_argument("--retry", action="store_true", help="measure again where all failed, or the process ended")
+    found.add_argument(
+        "--compare", nargs=2, type=Path, metavar=("A", "B"),
+        help="measure nothing: what is slower or faster in record B than in A; exit status 1 if something is slower",
+    )  # fmt: skip
+    for name, how in bench.options.items():
+        found.add_argument(f"--{name}", **how)
+    return found
+
+
+def main(bench: Bench, arguments: Sequence[str] | None = None) -> None:
+    """Measure, or compare, as the arguments say. Raises NoGpu, SystemExit."""
+    given = parser(bench).parse_args(arguments)
+    if given.compare:
+        before, after = (json.loads(path.read_text(encoding="utf-8")) for path in given.compare)
+        table, worse = compare(bench, before, after)
+        print(json.dumps(changes(bench, before, after)) if given.json else table)
+        raise SystemExit(int(worse))
+    if reason := bench.needs(given.quick):
+        raise NoGpu(reason)
+    only = getattr(given, "only", None)
+    todo = [job for job in (bench.quick() if given.quick else bench.jobs()) if not only or job["part"] in only]
+    path = given.out
+    if path is None and not given.quick:
+        path = records.default_path(bench.record or bench.name, runtime.limits().name)
+    known = None if given.quick else known_rows(bench, path, todo, given)
+    if known and not waiting(todo, rows_in(bench, known)):
+        print(f"{path} has all of it; --anew measures it again", file=sys.stderr)
+        records.keep(path, known, bench.table, given)
+        return
+    options = {name: getattr(given, name) for name in bench.options}
+    save = (lambda data: records.write_json(path, data)) if path else (lambda data: None)
+    result = run(bench, todo, known, minutes=given.minutes, save=save, **options)
+    if result["left"]:
+        print(f"the time is up: {result['left']} measurements are left; run it again to go on", file=sys.stderr)
+    records.keep(path, result, bench.table, given)
+
+
+def known_rows(bench: Bench, path: Path, todo: Sequence[Row], given: argparse.Namespace) -> Data | None:
+    """The record to go on with: of the same GPU and versions, without what is to be measured again."""
+    if not path.exists():
+        return None
+    data: Data = json.loads(path.read_text(encoding="utf-8"))
+    here = records.machine()
+    unlike = [n for n in ("gpu", "driver", "torch", "triton") if data["machine"].get(n) != here[n]]
+    if unlike:
+        print(f"{path} is of another {', '.join(unlike)}: everything is measured anew", file=sys.stderr)
+        return None
+
+    def again(row: Row) -> bool:
+        return (given.anew and any(is_of(row, job) for job in todo)) or (given.retry and row.get("name") == "all")
+
+    return data | _rows_of(bench, [row for row in rows_in(bench, data) if not again(row)])
+
+
+__all__ = [
+    "Bench", "Data", "Row", "Way", "changes", "compare", "describe", "failed", "gpu_for", "is_of", "main", "on_gpu",
+    "record_of", "rows_in", "run", "times_of", "waiting",
+]  # fmt: skip

@@ -1,0 +1,78 @@
+"""The bench of attention alone, on a CPU: what it measures, what it holds in memory, what runs out of it."""
+
+import pytest
+import torch
+
+from flashlab.attention import reference
+from flashlab.bench import attention, peers, published
+
+JOB = {"part": "attention", "d_model": 16, "seq_len": 40, "dtype": "float32"}
+
+
+@pytest.fixture
+def small(monkeypatch):
+    monkeypatch.setattr(attention, "BATCH", 1)
+    monkeypatch.setattr(peers, "compiled_unfused", peers.unfused)  # compiling takes seconds
+
+
+def test_the_jobs_cover_the_published_table_and_go_further():
+    jobs = attention.jobs()
+    asked = {(j["d_model"], j["seq_len"]) for j in jobs if j["dtype"] == "float32"}
+    assert {(r["d_model"], r["seq_len"]) for r in published.load("attention_memory")} < asked
+    assert max(n for _, n in asked) == 32768 and len(jobs) == 2 * 4 * 8
+
+
+def test_every_way_computes_attention(small):
+    q, k, v, grad_o = attention.inputs(JOB)
+    o, _ = reference.attention(q.double(), k.double(), v.double())
+    grads = torch.autograd.grad(o, (q, k, v), grad_o.double())
+    for name in attention.NAMES:
+        got = attention.way_of(name, q, k, v)()
+        torch.testing.assert_close(got.double(), o, atol=1e-5, rtol=0)
+        for a, b in zip(torch.autograd.grad(got, (q, k, v), grad_o), grads, strict=True):
+            torch.testing.assert_close(a, b, atol=1e-4, rtol=0)
+
+
+def test_what_is_saved_for_the_backward_pass(small):
+    q, k, v, _ = attention.inputs(JOB)
+    inputs, scores = 3 * 40 * 16 * 4, 40 * 40 * 4
+    assert attention.saved_bytes(lambda: q + k) == 0
+    assert attention.saved_bytes(lambda: (q * k).sum()) == 2 * 40 * 16 * 4
+    eager = attention.saved_bytes(attention.way_of("eager", q, k, v))
+    ours = attention.saved_bytes(attention.way_of("ours", q, k, v))
+    assert eager >= inputs + scores
+    assert ours == inputs + 40 * 16 * 4 + 40 * 4, "q, k, v, o and the lse"
+
+
+def test_a_job_has_a_row_for_each_way_and_pass_and_out_of_memory_is_one(small, monkeypatch):
+    right = attention.way_of
+
+    def way_of(name, *qkv):
+        if name == "eager":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 32 GiB")
+        return right(name, *qkv)
+
+    monkeypatch.setattr(attention, "way_of", way_of)
+    rows = attention.measure(JOB)
+    assert {(r["name"], r["pass"]) for r in rows} == {(n, p) for n in attention.NAMES for p in attention.PASSES}
+    assert all(JOB.items() <= row.items() for row in rows)
+    for row in rows:
+        if row["name"] == "eager":
+            assert row["unavailable"].startswith("out of memory")
+        else:
+            assert 0 < row["fastest"] <= row["ms"] <= row["slowest"]
+            assert ("saved_bytes" in row) == (row["pass"] == "forward")
+    text = repr(attention.table({"rows": rows}))
+    assert "out of memory" in text and "saved for the backward pass" in text
+    assert "no room" in repr(attention.table({"rows": [JOB | {"name": "all", "unavailable": "no room: 1"}]}))
+
+
+@pytest.mark.slow
+def test_compiled_eager_is_the_same_and_its_backward_pass_can_be_repeated():
+    q, k, v, grad_o = attention.inputs(JOB)
+    o = peers.compiled_unfused(q, k, v)()
+    torch.testing.assert_close(o, peers.unfused(q, k, v)(), atol=1e-5, rtol=0)
+    first, second = (torch.autograd.grad(o, (q, k, v), grad_o, retain_graph=True) for _ in range(2))
+    for a, b in zip(first, second, strict=True):
+        torch.testing.assert_close(a, b)
+    assert peers.replaced() >= 0

@@ -1,0 +1,341 @@
+"""The harness of the benches, with the GPU left out: how a run ends and goes on, what it keeps, how two compare."""
+
+import argparse
+import contextlib
+import importlib
+import itertools
+import json
+import subprocess
+from dataclasses import replace
+
+import pytest
+import torch
+
+from flashlab.bench import BENCHES, OF_ALL, everything, harness, records, timing
+from flashlab.bench.harness import Bench
+from flashlab.table import Table
+
+HARNESSED = {name: row for name, row in BENCHES.items() if row.object}
+
+
+def bench_of(name):
+    row = BENCHES[name]
+    return getattr(importlib.import_module(f"flashlab.bench.{row.module or name}"), row.object)
+
+
+def table(data):
+    return Table.of([[len(data.get("rows", data.get("slow", [])))]], ["rows"])
+
+
+def job(n, part="slow"):
+    return {"part": part, "shape": [1, n]}
+
+
+@pytest.fixture
+def things(monkeypatch):
+    """A bench whose jobs take ten seconds of a clock that is turned by hand; on a machine that says it has a GPU."""
+    state = {"measured": [], "seconds": 0.0, "broken": None, "at": {}, "machine": {}}
+    machine = records.machine() | {"gpu": "NVIDIA Pretended", "driver": "1"}
+    monkeypatch.setattr(harness, "on_gpu", lambda: True)
+    monkeypatch.setattr(harness, "_watched", lambda: contextlib.nullcontext(machine | state["machine"]))
+    monkeypatch.setattr(records, "machine", lambda: machine | state["machine"])
+    monkeypatch.setattr(harness.time, "monotonic", lambda: state["seconds"])
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+
+    def synchronize():
+        if state["broken"] == state["measured"][-1]:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+
+    def measure(job, factor=1):
+        n = job["shape"][1]
+        state["measured"].append(n)
+        state["seconds"] += 10
+        if n in state["at"]:
+            raise state["at"][n]
+        times = {"ms": 1.0 * factor, "fastest": 0.9 * factor, "slowest": 1.1 * factor, "rounds": 3}
+        return [job | {"name": "ours"} | times, job | {"name": "peer", "unavailable": "no backend"}]
+
+    state["bench"] = Bench(
+        "things", "Measures things.", jobs=lambda: [job(n) for n in range(5)], measure=measure, table=table,
+        keys=("shape", "name"), quick=lambda: [job(0)], needs=lambda quick: None,
+        options={"factor": {"type": int, "default": 1}}, facts={"dtype": "float16"},
+    )  # fmt: skip
+    return state
+
+
+def again(things, out, *options):
+    things["bench"].main(["--out", str(out), *options])
+    return json.loads(out.read_text())
+
+
+def test_a_run_ends_in_time_and_the_next_goes_on(things, tmp_path, capsys):
+    out = tmp_path / "x.json"
+    first = again(things, out, "--minutes", "0.3")
+    assert first["left"] == 3 and len(first["rows"]) == 4 and first["dtype"] == "float16"
+    assert "3 measurements are left; run it again" in capsys.readouterr().err
+    second = again(things, out)
+    assert second["left"] == 0 and things["measured"] == [0, 1, 2, 3, 4]
+    assert second["rows"][:4] == first["rows"]
+    assert [session["rows"] for session in second["machine"]["earlier"]] == [4]
+    assert again(things, out) == second and "--anew measures it again" in capsys.readouterr().err
+    again(things, out, "--anew", "--factor", "2")
+    assert len(things["measured"]) == 10 and json.loads(out.read_text())["rows"][0]["ms"] == 2.0
+
+
+def test_figures_of_two_stacks_are_not_mixed(things, tmp_path, capsys):
+    out = tmp_path / "x.json"
+    again(things, out, "--minutes", "0.3")
+    things["machine"] = {"driver": "2"}
+    data = again(things, out)
+    assert len(things["measured"]) == 2 + 5 and "earlier" not in data["machine"]
+    assert "another driver" in capsys.readouterr().err
+
+
+def test_a_killed_run_is_gone_on_with_and_a_job_that_kills_is_left_behind(things, tmp_path):
+    class Killed(BaseException):
+        pass
+
+    out = tmp_path / "x.json"
+    things["at"] = {2: Killed()}
+    for attempt in (1, 2):
+        with pytest.raises(Killed):
+            again(things, out)
+        kept = json.loads(out.read_text())
+        assert kept["rows"][-1]["attempts"] == attempt and "the process ended" in kept["rows"][-1]["unavailable"]
+    data = again(things, out)
+    assert things["measured"] == [0, 1, 2, 2, 3, 4] and data["left"] == 0
+    things["at"] = {}
+    assert len(again(things, out, "--retry")["rows"]) == 10 and things["measured"][-1] == 2
+
+
+def test_an_interrupt_costs_no_attempt(things, tmp_path):
+    out = tmp_path / "x.json"
+    things["at"] = {1: KeyboardInterrupt()}
+    with pytest.raises(KeyboardInterrupt):
+        again(things, out)
+    assert len(json.loads(out.read_text())["rows"]) == 2
+
+
+@pytest.mark.parametrize(
+    "error, said",
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 32 GiB.\nMore"), "out of memory: CUDA out of"),
+        (MemoryError("no room"), "out of memory: no room"),
+        (ValueError("it fails"), "ValueError: it fails"),
+    ],
+)
+def test_what_fails_is_a_row_and_the_others_do_not_notice(things, error, said):
+    things["at"] = {1: error}
+    result = harness.run(things["bench"], things["bench"].jobs())
+    rows = [row for row in result["rows"] if row["name"] == "all"]
+    assert [row["shape"] for row in rows] == [[1, 1]] and rows[0]["unavailable"].startswith(said)
+    assert "\n" not in rows[0]["unavailable"] and len(result["rows"]) == 9 and result["left"] == 0
+
+
+def test_behind_a_gpu_that_a_job_has_broken_the_next_process_goes_on(things):
+    things["broken"] = 2
+    kept = []
+    with pytest.raises(RuntimeError, match="run it again to go on behind it"):
+        harness.run(things["bench"], things["bench"].jobs(), save=kept.append)
+    assert "nothing ran on the GPU" in kept[-1]["rows"][-1]["unavailable"]
+    things["broken"] = None
+    harness.run(things["bench"], things["bench"].jobs(), json.loads(json.dumps(kept[-1])))
+    assert things["measured"] == [0, 1, 2, 3, 4]
+
+
+def test_what_others_are_measured_with_comes_first(things):
+    said = []
+    bench = replace(
+        things["bench"], jobs=lambda: [job(0), job(1, "tune")], first=("tune",),
+        after=lambda rows, machine: said.append([row["part"] for row in rows]),
+        prepare=lambda todo, until, factor: said.append(len(todo)) or {"worst": factor},
+    )  # fmt: skip
+    data = harness.run(bench, bench.jobs(), factor=3)
+    assert said == [1, ["tune", "tune"], 1] and data["worst"] == 3 and things["measured"] == [1, 0]
+
+
+def test_sections_keep_their_form_and_give_their_rows_back():
+    rows = [{"part": "a", "ms": 1.0}, {"part": "b", "name": "x"}, {"part": "a", "unavailable": "no"}]
+    bench = argparse.Namespace(name="x", record="", sections=("a", "b"), facts={}, derive=lambda d: {"n": len(d["a"])})
+    data = harness.record_of(bench, {"gpu": None}, rows, {"rounds": 3}, 0)
+    assert (data["a"], data["b"], data["n"], data["rounds"]) == ([{"ms": 1.0}], [{"name": "x"}], 1, 3)
+    assert sorted(map(repr, harness.rows_in(bench, data))) == sorted(map(repr, rows))
+
+
+def test_quick_writes_nothing_and_json_prints_the_record(things, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(records, "RECORDED", tmp_path)
+    things["bench"].main(["--quick", "--json"])
+    said = capsys.readouterr()
+    assert json.loads(said.out)["rows"][0]["shape"] == [1, 0] and "not written" in said.err
+    assert not list(tmp_path.iterdir())
+
+
+# ---- two records ---------------------------------------------------------------------------------------------------
+def timed(name, low, ms, high, **more):
+    return job(1) | {"name": name, "ms": ms, "fastest": low, "slowest": high} | more
+
+
+def record(*rows, gpu="NVIDIA H200"):
+    return {"machine": {"gpu": gpu, "date": "2026-11-22"}, "rows": list(rows)}
+
+
+def test_slower_is_what_no_round_before_was(things):
+    before = record(
+        timed("a", 0.9, 1.0, 1.1), timed("b", 0.9, 1.0, 1.1), timed("c", 1.0, 1.0, 1.0), timed("d", 0.9, 1.0, 1.1),
+        timed("e", 1, 1, 1),
+    )  # fmt: skip
+    after = record(
+        timed("a", 1.2, 1.3, 1.4), timed("b", 1.0, 1.09, 1.2), timed("c", 1.005, 1.005, 1.005),
+        timed("d", 0.4, 0.5, 0.6), job(1) | {"name": "e", "unavailable": "no memory"}, timed("new", 1, 1, 1),
+    )  # fmt: skip
+    found = harness.changes(things["bench"], before, after)
+    assert [(label.split()[-1], what) for label, what, _, _ in found] == [
+        ("e", "gone"),
+        ("a", "slower"),
+        ("d", "faster"),
+    ]
+    shown, worse = harness.compare(things["bench"], before, after)
+    assert worse and "3 of 5" in shown.caption and "1.30" in repr(shown)
+    assert not harness.compare(things["bench"], before, before)[1]
+    assert "Not the same machine: gpu NVIDIA H200 and NVIDIA H100" in harness.compare(
+        things["bench"], before, record(gpu="NVIDIA H100")
+    )[0].caption  # fmt: skip
+
+
+def test_the_exit_status_says_whether_something_got_slower(things, tmp_path, capsys):
+    fast, slow = tmp_path / "fast.json", tmp_path / "slow.json"
+    fast.write_text(json.dumps(record(timed("a", 0.9, 1.0, 1.1))))
+    slow.write_text(json.dumps(record(timed("a", 1.9, 2.0, 2.1))))
+    for pair, status in (((fast, slow), 1), ((slow, fast), 0), ((fast, fast), 0)):
+        with pytest.raises(SystemExit) as ended:
+            things["bench"].main(["--compare", *map(str, pair)])
+        assert ended.value.code == status and not things["measured"]
+    assert "slower" in capsys.readouterr().out
+
+
+# ---- every bench on it ---------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", HARNESSED)
+def test_every_bench_is_one_entry(name):
+    bench = bench_of(name)
+    todo = bench.jobs()
+    assert bench.name == name and todo and len({json.dumps(j) for j in todo}) == len(todo)
+    assert json.loads(json.dumps(todo)) == todo, "a job is found again in JSON"
+    assert all(j["part"] in bench.sections for j in todo) if bench.sections else all("part" in j for j in todo)
+    assert bench.quick() and {j["part"] for j in bench.quick()} <= {j["part"] for j in todo}
+    assert set(vars(harness.parser(bench).parse_args([]))) >= {"out", "quick", "json", "minutes", "compare", "anew"}
+
+
+@pytest.mark.parametrize("name", HARNESSED)
+def test_the_records_are_read_as_they_are(name):
+    bench = bench_of(name)
+    for data in records.recorded(bench.record or name):
+        rows = harness.rows_in(bench, data)
+        kept = harness.record_of(bench, data["machine"], rows, {}, 0)
+        assert all(kept[part] == data.get(part, []) for part in bench.sections or ["rows"])
+        labels = [harness.describe({k: r[k] for k in ("part", *bench.keys) if k in r}) for r in rows if "ms" in r]
+        assert len(set(labels)) == len(labels), "a row is not told from another"
+        assert len(harness.waiting(bench.jobs(), rows)) < len(bench.jobs())
+        assert not harness.compare(bench, data, data)[1]
+
+
+# ---- timing, the clock, the commit ---------------------------------------------------------------------------------
+def test_on_a_cpu_peers_take_turns_after_a_warm_up():
+    calls = []
+    ways = {name: lambda name=name: calls.append(name) for name in "ab"} | {"c": lambda: [][0]}
+    found, reasons = timing.on_cpu(ways, rounds=2)
+    assert calls == ["a", "b", "a", "b", "a", "b"]
+    assert found["a"].rounds == 2 and reasons == {"c": "IndexError: list index out of range"}
+
+
+def test_the_clock_says_what_held_it_down(monkeypatch):
+    said = itertools.cycle(["0x0000000000000004", "0x0000000000000001"])
+    answers = {
+        "clocks.max.sm": lambda: "1980",
+        "clocks.sm": lambda: "1500",
+        "clocks_throttle_reasons.active": lambda: next(said),
+    }
+    monkeypatch.setattr(timing, "nvidia_smi", lambda query: answers.get(query, lambda: None)())
+    with timing.Clock() as clock:
+        clock._done.wait(1.3)
+    assert clock.summary()["median"] == 1500 and set(clock.throttled()) == {"power cap"}
+    clock.reasons = [1, 0]
+    assert clock.throttled() == {}
+    clock.reasons = []
+    assert clock.throttled() is None
+
+
+def test_without_git_the_commit_is_what_was_said_or_none(monkeypatch):
+    monkeypatch.setattr(records, "_installed_from", lambda: None)
+
+    def no_git(*args, **kwargs):
+        raise FileNotFoundError("git")
+
+    monkeypatch.setattr(subprocess, "run", no_git)
+    monkeypatch.delenv("FLASHLAB_COMMIT", raising=False)
+    assert records.commit() is None
+    monkeypatch.setenv("FLASHLAB_COMMIT", "39c61b8aa01f-dirty")
+    assert records.commit() == "39c61b8aa01f-dirty"
+    monkeypatch.setenv("FLASHLAB_COMMIT", "the newest")
+    assert records.commit() is None
+
+
+def test_a_repository_around_the_package_is_not_its_commit(monkeypatch):
+    found = []
+
+    def git(command, **kwargs):
+        found.append(command)
+        return subprocess.CompletedProcess(command, 1 if "ls-files" in command else 0, "1234567", "")
+
+    monkeypatch.setattr(subprocess, "run", git)
+    monkeypatch.setattr(records, "_installed_from", lambda: None)
+    monkeypatch.delenv("FLASHLAB_COMMIT", raising=False)
+    assert records.commit() is None and len(found) == 1
+
+
+def test_the_sources_have_a_name_of_their_own():
+    assert len(records.sources()) == 12 and records.sources() == records.sources() == records.machine()["sources"]
+
+
+# ---- all of them ---------------------------------------------------------------------------------------------------
+@pytest.fixture
+def called(monkeypatch):
+    found = []
+    monkeypatch.setattr(everything, "run_one", lambda name, options: found.append((name, *options)) or 0)
+    return found
+
+
+def test_all_runs_what_can_run_here_and_says_why_not_of_the_others(called, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(everything, "why_not", lambda name, quick: None if name in ("mma", "walls") else "no nvcc")
+    everything.main(["--quick", "--minutes", "3", "--out", str(tmp_path)])
+    walls, mma = called
+    assert walls == ("walls", "--quick", "--out", str(tmp_path / "walls.json"))
+    assert mma[0] == "mma" and float(mma[mma.index("--minutes") + 1]) <= 3
+    assert capsys.readouterr().out.count("left out: no nvcc") == len(OF_ALL) - 2
+
+
+def test_all_fails_where_one_failed(monkeypatch):
+    monkeypatch.setattr(everything, "why_not", lambda name, quick: None)
+    monkeypatch.setattr(everything, "run_one", lambda name, options: int(name == "mma"))
+    with pytest.raises(SystemExit, match="failed: mma"):
+        everything.main(["--quick"])
+
+
+def test_all_compares_folders(called, tmp_path):
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "mma.json").write_text("{}")
+    (tmp_path / "a" / "scalar.json").write_text("{}")
+    with pytest.raises(SystemExit) as ended:
+        everything.main(["--compare", str(tmp_path / "a"), str(tmp_path / "b")])
+    assert ended.value.code == 0
+    assert called == [("mma", "--compare", str(tmp_path / "a/mma.json"), str(tmp_path / "b/mma.json"))]
+    with pytest.raises(SystemExit, match="no bench has a file in both"):
+        everything.main(["--compare", str(tmp_path), str(tmp_path)])
+
+
+@pytest.mark.slow
+def test_a_bench_runs_in_a_process_of_its_own(capfd):
+    assert everything.run_one("published", []) == 0
+    assert "mma_stages_ada" in capfd.readouterr().out

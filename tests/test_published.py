@@ -1,0 +1,103 @@
+"""No published figure is without its counterpart: those that still are, are listed here, and the list only shrinks."""
+
+import json
+
+import pytest
+
+from flashlab.bench import attention, counterparts, industrial, mma, published, scalar
+from flashlab.bench.counterparts import RULES
+
+# What no record has yet. A run on a GPU takes entries away; nothing is added. By table: what all its missing labels
+# end with, and how many they are.
+STILL_MISSING = {
+    "mma_stages_ada": (("mma_naive", "mma_stage1", "mma_stage2"), 108),  # flashlab bench mma --only published
+    "attention_memory": (("fwd_ms", "bwd_ms", "mem_before_mb"), 60),  # flashlab bench attention
+    "lm_forward_backward": (("forward", "backward"), 7),  # flashlab bench lm
+    "gqa_layer_profile": (("",), 20),  # flashlab bench layer
+}
+
+
+def test_what_is_still_missing_is_listed_here():
+    found = counterparts.missing()
+    assert {name: len(labels) for name, labels in found.items()} == {
+        name: count for name, (_, count) in STILL_MISSING.items()
+    }, "take from STILL_MISSING what has been measured"
+    for name, labels in found.items():
+        assert all(label.endswith(STILL_MISSING[name][0]) for label in labels)
+
+
+def test_every_figure_of_every_table_is_asked_for():
+    assert set(RULES) == set(published.NAMES)
+    for name in RULES:
+        labels = [figure.label for figure, _ in counterparts.counterparts(name)]
+        columns = published.load(name)[0]
+        figures = [c for c in columns if c.endswith("ms") or c in ("mem_before_mb", "avg_forward_s", "avg_backward_s")]
+        cells = [row[c] for row in published.load(name) for c in figures or ["cuda_total"]]
+        assert len(labels) == sum(cell is not None for cell in cells), name
+        assert len(set(labels)) == len(labels) or name == "gqa_layer_profile"  # an operation is there twice
+        assert all(figure.value is not None for figure, _ in counterparts.counterparts(name))
+
+
+def stand_in(folder, name, **parts):
+    data = {"machine": {"gpu": "NVIDIA Stand-in"}, **parts}
+    (folder / f"{name}_stand_in.json").write_text(json.dumps(data))
+
+
+def test_what_the_benches_measure_are_the_counterparts(tmp_path):
+    """Were every job of the benches done, these tables would be whole."""
+    assert len(counterparts.missing(tmp_path)) == len(RULES)
+    rows = {part: [j for j in mma.jobs() if j["part"] == part] for part in mma.PARTS}
+    stand_in(
+        tmp_path, "mma",
+        published=[j | {"name": n, "ms": 1.0, "first": [0.1, 0.2, 0.3]} for j in rows["published"]
+                   for n in mma.STAGES_ADA.values()],
+        final=[j | {"name": n, "ms": 1.0} for j in rows["final"] for n in ("p9_flash", "unfused")],
+    )  # fmt: skip
+    names = (*(s.name for s in scalar.STEPS), *scalar.PEERS)
+    stand_in(tmp_path, "scalar", rows=[j | {"variant": n, "ms": 1.0} for j in scalar.jobs() for n in names])
+    ours = [j | {"name": n, "ms": 2.0} for j in industrial.jobs(["published"]) for n in ("triton", "eager")]
+    stand_in(tmp_path, "industrial", rows=ours)
+    alone = [
+        j | {"pass": which, "name": "eager", "ms": 1.0, "held_bytes": 2**20}
+        for j in attention.jobs() for which in attention.PASSES if j["seq_len"] < 16384
+    ]  # fmt: skip
+    alone += [
+        j | {"name": "all", "unavailable": "out of memory: 1 TiB"} for j in attention.jobs() if j["seq_len"] >= 16384
+    ]
+    stand_in(tmp_path, "attention", rows=alone)
+    assert set(counterparts.missing(tmp_path)) == {"lm_forward_backward", "gqa_layer_profile"}
+    text = repr(counterparts.beside("mma_stages_ada", tmp_path))
+    assert "0.1000 0.2000 0.3000" in text and "NVIDIA Stand-in" in text
+    text = repr(counterparts.beside("attention_memory", tmp_path))
+    assert "out of memory" in text and "OOM" in text and "563" in text
+
+
+def test_the_layer_and_the_language_model_have_their_place(tmp_path):
+    """What their benches have to write; a kernel with another name still answers, and says so."""
+    profile = [
+        {"layer": layer, "op": op, "kernel": not op.startswith("aten::"), "cuda_ms": 5.0}
+        for layer in ("original", "flash")
+        for op in ("hopper_gemm", *(r["op"] for r in published.load("gqa_layer_profile") if r["op"][0] == "a"))
+    ]
+    stand_in(tmp_path, "layer", profile=profile)
+    sizes = [
+        {"size": size, "attention": "eager", "pass": which, "ms": 7.0}
+        for size in ("small", "medium", "large")
+        for which in ("forward", "backward")
+    ]
+    stand_in(tmp_path, "lm", rows=sizes)
+    assert not {"lm_forward_backward", "gqa_layer_profile"} & set(counterparts.missing(tmp_path))
+    assert "by other kernels" in repr(counterparts.beside("gqa_layer_profile", tmp_path))
+
+
+def test_the_command(capsys, tmp_path):
+    counterparts.main([])
+    said = capsys.readouterr().out
+    assert all(name in said for name in RULES) and "have no counterpart" in said
+    counterparts.main(["triton_vs_torch"])
+    said = capsys.readouterr().out
+    assert "not measured" not in said and "NVIDIA H200" in said
+    counterparts.main(["--json", "--records", str(tmp_path)])
+    assert json.loads(capsys.readouterr().out).keys() == RULES.keys()
+    with pytest.raises(SystemExit):
+        counterparts.main(["no_table"])
