@@ -2,7 +2,7 @@
 
     python tests/simt/sanitizer.py OUT.json [SECONDS]     (needs a GPU, nvcc and compute-sanitizer; a minute or two)
 
-After SECONDS (300) what is left is not tried.
+After SECONDS (300) what is left is not tried; what OUT.json already has is kept, so that a second run goes on.
 
 sanitizer_h200.json is what it wrote on an H200; notes/emulator.md sums it up, beside what the emulator finds.
 """
@@ -26,6 +26,7 @@ TOOLS = {
     "memcheck": ["--leak-check", "no"], "racecheck": ["--racecheck-report", "all"],
     "initcheck": [], "synccheck": [],
 }  # fmt: skip
+ALONE, NOT_TRIED = "alone", "not tried"
 EACH = 20  # seconds, then it "does not end"
 MAIN = r"""
 #include "mistakes.cu"
@@ -56,9 +57,9 @@ def build(work: Path) -> Path:
     return work / "mistakes"
 
 
-def said(program: Path, entry: str, tool: str | None) -> str:
+def said(program: Path, entry: str, tool: str) -> str:
     """The first thing that a tool says, without its numbers; "-" for nothing."""
-    command = ["compute-sanitizer", "--tool", tool, "--print-limit", "3", *TOOLS[tool]] if tool else []
+    command = ["compute-sanitizer", "--tool", tool, "--print-limit", "3", *TOOLS[tool]] if tool != ALONE else []
     running = subprocess.Popen(
         [*command, str(program), entry],
         stdout=subprocess.PIPE,
@@ -72,7 +73,7 @@ def said(program: Path, entry: str, tool: str | None) -> str:
         os.killpg(running.pid, signal.SIGKILL)
         running.communicate()
         return "does not end"
-    if tool is None:
+    if tool == ALONE:
         return " ".join(printed.split()[-2:])
     lines = [x.removeprefix("========= ").strip() for x in printed.splitlines() if x.startswith("=========")]
     first = next((x for x in lines if x and not re.match(r"COMPUTE-SANITIZER|ERROR SUMMARY|RACECHECK SUMMARY", x)), "-")
@@ -84,19 +85,23 @@ def main() -> None:
     names = re.findall(r"^(?:RUN\((\w+)|extern \"C\" int run_(\w+)\(const)", text, re.M)
     with tempfile.TemporaryDirectory() as folder:
         program = build(Path(folder))
-        jobs = [(a or b, tool) for a, b in names for tool in (None, *TOOLS)]
+        out = Path(sys.argv[1])
+        found: dict[str, dict[str, str]] = json.loads(out.read_text()) if out.exists() else {}
+        known = {(name, tool) for name, says in found.items() for tool in says if says[tool] != NOT_TRIED}
+        jobs = [(a or b, tool) for a, b in names for tool in (ALONE, *TOOLS)]
+        jobs = [job for job in jobs if job not in known]
         end = time.monotonic() + (float(sys.argv[2]) if len(sys.argv) > 2 else 300)
 
-        def answer_of(job: tuple[str, str | None]) -> str:
-            return said(program, f"run_{job[0]}", job[1]) if time.monotonic() < end else "not tried"
+        def answer_of(job: tuple[str, str]) -> str:
+            return said(program, f"run_{job[0]}", job[1]) if time.monotonic() < end else NOT_TRIED
 
-        found: dict[str, dict[str, str]] = {}
         with ThreadPoolExecutor(12) as pool:
             answers = pool.map(answer_of, jobs)
             for (name, tool), answer in zip(jobs, answers, strict=True):
-                found.setdefault(name, {})[tool or "alone"] = answer
-    Path(sys.argv[1]).write_text(json.dumps(found, indent=1) + "\n")
-    print(f"{len(found)} kernels")
+                found.setdefault(name, {})[tool] = answer
+    out.write_text(json.dumps(found, indent=1) + "\n")
+    left = sum(NOT_TRIED in says.values() for says in found.values())
+    print(f"{len(found)} kernels, {left} of them not tried")
 
 
 if __name__ == "__main__":
