@@ -13,8 +13,8 @@ The rooms, in the order in which they may import each other (a later one an earl
     cuda            load_inline, operators, compiled resources
     check           verify, diagnose, the mistakes it knows, the zoo of broken kernels
     figures         what notebooks show: source, diffs, tables, plots
-    exercises       check, hint, progress, and each exercise's check
     models          an attention layer, and a language model that trains
+    exercises       check, hint, progress, and each exercise's check
     bench           measurements, recorded and published figures
     doctor, cli     the `flashlab` command
 """

@@ -1,0 +1,82 @@
+"""A GPU to practise timing on: a CPU and a GPU with simulated clocks, so that every run gives the same times.
+
+    gpu = SimulatedGpu()
+    flash = gpu.program("flash", kernel_ms=2.0, first_calls_ms=(300.0,))
+    flash()                a launch: the CPU goes on at once
+    gpu.synchronize()      the CPU waits until the GPU has done everything
+    gpu.clock()            the CPU's clock, in milliseconds
+
+It has what makes timing difficult on a real one: launches that come back at once, a queue of 1024 launches, and first
+calls that take longer. Nothing else: no noise, and a chip that is always at the same clock.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+__all__ = ["LAUNCH_MS", "QUEUE", "SimulatedGpu"]
+
+LAUNCH_MS = 0.005  # the CPU's time for one launch
+QUEUE = 1024  # launches that may be under way; the next one has to wait
+_READING_MS = 1e-6  # so that a loop that waits for the clock ends
+
+
+class SimulatedGpu:
+    """One stream of a GPU, and the CPU that launches.
+
+    Args:
+        blocking: each launch waits for its kernel, which no real GPU does unless CUDA_LAUNCH_BLOCKING=1 is set.
+        warm: what a program's first calls take longer is left out.
+    """
+
+    def __init__(self, *, blocking: bool = False, warm: bool = False) -> None:
+        self._blocking, self._warm = blocking, warm
+        self._now = 0.0  # of the CPU
+        self._ends: deque[float] = deque()  # of the kernels under way
+
+    def clock(self) -> float:
+        """The CPU's clock in milliseconds, as time.perf_counter() * 1000 is."""
+        self._now += _READING_MS
+        return self._now
+
+    def synchronize(self) -> None:
+        """Wait until every kernel launched has ended, as torch.cuda.synchronize() does."""
+        if self._ends:
+            self._now = max(self._now, self._ends[-1])
+            self._ends.clear()
+
+    def program(
+        self, name: str, *, kernel_ms: float, kernels: int = 1, first_calls_ms: Sequence[float] = ()
+    ) -> Callable[[], None]:
+        """A function without arguments that launches `kernels` kernels of `kernel_ms` milliseconds each.
+
+        Args:
+            first_calls_ms: so much longer its first calls keep the CPU: they compile, tune, record a graph.
+        """
+        longer = [] if self._warm else list(reversed(first_calls_ms))
+
+        def run() -> None:
+            if longer:
+                self._now += longer.pop()
+            for _ in range(kernels):
+                self._launch(kernel_ms)
+
+        run.__name__ = run.__qualname__ = name
+        return run
+
+    def steady_ms(self, kernel_ms: float, kernels: int = 1) -> float:
+        """What a call of such a program takes in the long run: the slower of the GPU and the CPU sets the pace."""
+        if self._blocking:
+            return kernels * (kernel_ms + LAUNCH_MS)
+        return kernels * max(kernel_ms, LAUNCH_MS)
+
+    def _launch(self, ms: float) -> None:
+        self._now += LAUNCH_MS
+        while self._ends and self._ends[0] <= self._now:
+            self._ends.popleft()
+        if len(self._ends) == QUEUE:
+            self._now = self._ends.popleft()
+        self._ends.append(max(self._now, self._ends[-1] if self._ends else 0.0) + ms)
+        if self._blocking:
+            self.synchronize()

@@ -1,0 +1,391 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Phase 10 · Profiling a transformer: exercises
+#
+# Fill in each cell that says `# YOUR CODE HERE`, run it, then run the check below it. A check that fails says in one sentence what is
+# wrong. `hint("10.1")` gives the next hint, `progress()` shows where you are.
+#
+# Eight exercises, about two and a half hours. None needs a GPU: profiles are made on the CPU, Triton kernels are interpreted, and the two
+# exercises about timing use a GPU with a simulated clock.
+
+# %%
+import math
+import statistics
+
+import torch
+from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
+
+from flashlab.exercises import check, hint, progress
+from flashlab.exercises.simulated_gpu import SimulatedGpu
+from flashlab.models.layer import RotaryAttention
+from flashlab.models.rope import fused_rope, rope, rope_table
+
+import triton  # after flashlab, which decides whether kernels are interpreted here
+import triton.language as tl
+
+# %% [markdown]
+# ## 10.1 Name the bottleneck
+#
+# *Warm-up · 15 min*
+#
+# A profile has a row for each operation. Rotary embedding is no row: it is many small products, sums and copies. So sort the operations
+# into parts, add up each part, and name the one that takes the longest.
+#
+# A row of `rows` has four fields that you need, times in microseconds:
+#
+# - `row.key`, the operation's name, for instance `"aten::bmm"`;
+# - `row.count`, how often it was called;
+# - `row.self_cpu_time_total`, the time of all its calls, without the operations that it called itself;
+# - `row.cpu_time_total`, the same with them. `aten::matmul` calls `aten::bmm`: this time of `bmm` is in both rows.
+#
+# `parts` is for instance `{"aten::bmm": "products", "aten::_softmax": "softmax"}`. Operations that it does not have are the part `"other"`.
+# Return the part with the most time of its own, its share of the whole profile's time (0 to 1), and how many calls it has.
+#
+# The next cell makes a real profile to look at, of the original layer, on this machine.
+
+# %% tags=["nbval-ignore-output"]
+layer, (cos, sin) = RotaryAttention("eager"), rope_table(256, 32)
+q, k, v = (torch.randn(1, heads, 256, 32) for heads in (8, 2, 2))
+layer(q, k, v, cos, sin)  # a first call, which is not looked at
+with profile(activities=[ProfilerActivity.CPU]) as seen:
+    layer(q, k, v, cos, sin)
+print(seen.key_averages().table(sort_by="self_cpu_time_total", row_limit=8, max_name_column_width=24))
+
+# %% tags=["exercise"]
+def bottleneck(rows, parts):
+    """Return (part, share, calls). rows: a list, as profile.key_averages() gives it; parts: {operation: part}."""
+    # BEGIN SOLUTION
+    times, calls = {}, {}
+    for row in rows:
+        part = parts.get(row.key, "other")
+        times[part] = times.get(part, 0.0) + row.self_cpu_time_total
+        calls[part] = calls.get(part, 0) + row.count
+    slowest = max(times, key=times.get)
+    return slowest, times[slowest] / sum(times.values()), calls[slowest]
+    # END SOLUTION
+
+# %% tags=["check"]
+# hint("10.1")
+check("10.1", bottleneck)
+
+# %% [markdown]
+# ## 10.2 What is an attention eight times faster worth?
+#
+# *Warm-up · 10 min*
+#
+# Attention takes the share `attention` of the time of an attention layer, from 0 to 1. The attention layers together take the share
+# `layers` of a training step. Now attention alone becomes `faster` times faster, and nothing else changes.
+#
+# Return three factors: how much faster the layer becomes, how much faster the step becomes, and the limit of the step's factor, however
+# fast attention may get. The limit is `math.inf` where attention is the whole step.
+
+# %% tags=["exercise"]
+def worth(attention, layers, faster):
+    """Return (layer, step, limit): each is the old time divided by the new time."""
+    # BEGIN SOLUTION
+    of_step = attention * layers
+    layer = 1 / (1 - attention + attention / faster)
+    step = 1 / (1 - of_step + of_step / faster)
+    limit = 1 / (1 - of_step) if of_step < 1 else math.inf
+    return layer, step, limit
+    # END SOLUTION
+
+# %% tags=["check"]
+# hint("10.2")
+check("10.2", worth)
+
+# %% [markdown]
+# ## 10.3 The first one wins
+#
+# *Bug hunt · 15 min*
+#
+# `compare` times several functions. Its table looks sensible, until somebody lists the same functions in another order: then another one
+# is the fastest. Find the mistake and repair it.
+#
+# `gpu` is simulated: `gpu.clock()` reads the CPU's clock in milliseconds, `gpu.synchronize()` waits for the GPU, and a call such as
+# `runs["flash"]()` launches kernels. You may try it:
+#
+#     gpu = SimulatedGpu()
+#     a = gpu.program("a", kernel_ms=2.0, first_calls_ms=(300.0, 80.0))
+#     b = gpu.program("b", kernel_ms=2.0, first_calls_ms=(300.0, 80.0))
+#     compare({"a": a, "b": b}, gpu)
+#
+# `first_calls_ms` are the milliseconds that its first calls take longer: a kernel is compiled, then a graph is recorded. The result wanted is
+# the time of a call in the long run. `warmup` calls are enough to get there.
+
+# %% tags=["exercise"]
+# BEGIN STARTER
+def compare(runs, gpu, warmup=10, rounds=20):
+    """{name: milliseconds of one call}, for the functions of `runs`, {name: function without arguments}."""
+    first = next(iter(runs.values()))
+    for _ in range(warmup):
+        first()
+    gpu.synchronize()
+    times = {}
+    for name, run in runs.items():
+        start = gpu.clock()
+        for _ in range(rounds):
+            run()
+        gpu.synchronize()
+        times[name] = (gpu.clock() - start) / rounds
+    return times
+# END STARTER
+# BEGIN SOLUTION
+def compare(runs, gpu, warmup=10, rounds=20):
+    """{name: milliseconds of one call}, for the functions of `runs`, {name: function without arguments}."""
+    times = {}
+    for name, run in runs.items():
+        for _ in range(warmup):  # repaired: each function needs a warm-up of its own
+            run()
+        gpu.synchronize()
+        start = gpu.clock()
+        for _ in range(rounds):
+            run()
+        gpu.synchronize()
+        times[name] = (gpu.clock() - start) / rounds
+    return times
+# END SOLUTION
+
+# %% tags=["check"]
+# hint("10.3")
+check("10.3", compare)
+
+# %% [markdown]
+# ## 10.4 Two milliseconds in five microseconds
+#
+# *Bug hunt · 15 min*
+#
+# Another timing function, on the same simulated GPU. It says that a kernel of 2 ms takes 0.005 ms. For a model's step of 300 small kernels it
+# is right, if it is given rounds enough. Find the mistake and repair it.
+
+# %% tags=["exercise"]
+# BEGIN STARTER
+def milliseconds(run, gpu, warmup=5, rounds=20):
+    """Milliseconds of one call of `run` in the long run: the median of `rounds` calls."""
+    for _ in range(warmup):
+        run()
+    gpu.synchronize()
+    samples = []
+    for _ in range(rounds):
+        start = gpu.clock()
+        run()
+        samples.append(gpu.clock() - start)
+    gpu.synchronize()
+    return statistics.median(samples)
+# END STARTER
+# BEGIN SOLUTION
+def milliseconds(run, gpu, warmup=5, rounds=20):
+    """Milliseconds of one call of `run` in the long run: the median of `rounds` calls."""
+    for _ in range(warmup):
+        run()
+    gpu.synchronize()
+    samples = []
+    for _ in range(rounds):
+        start = gpu.clock()
+        run()
+        gpu.synchronize()  # repaired: a launch comes back at once, so the clock is read when the work has ended
+        samples.append(gpu.clock() - start)
+    return statistics.median(samples)
+# END SOLUTION
+
+# %% tags=["check"]
+# hint("10.4")
+check("10.4", milliseconds)
+
+# %% [markdown]
+# ## 10.5 The memory of training, by hand
+#
+# *Core · 25 min*
+#
+# How many bytes does one training step keep? Everything is float32, 4 bytes per number. The model is the lecture's, its parts without a bias:
+#
+# - an embedding, `vocabulary` rows of `width` numbers. The last matrix of the model is the same one, so it counts once;
+# - `depth` blocks. Each has four projections: from `width` to all the query heads, to all the key heads, to all the value heads, and back
+#   from the query heads to `width`. A head has `width // heads` numbers, and there are as many value heads as key heads, `kv_heads`. A block
+#   also has the three matrices of SwiGLU, each `width` × `hidden`, and two norms with `width` weights each;
+# - one last norm with `width` weights.
+#
+# AdamW keeps two averages for each parameter.
+#
+# Of the activations count those of the attention layers, in all the blocks. Original attention keeps for the backward pass:
+# x, which the projections read; q; K repeated for every query head; V repeated for every query head; the mask, one **byte** for each pair of
+# query and key, the same for all batches and heads; P; and o. Flash attention keeps x; q; K and V, not repeated; o; and lse, one number for
+# each query and head.
+
+# %% tags=["exercise"]
+def training_bytes(width, depth, heads, kv_heads, hidden, vocabulary, batch, seq_len, flash):
+    """Return the bytes of (parameters, gradients, optimizer, activations). flash: True or False."""
+    # BEGIN SOLUTION
+    head_dim = width // heads
+    projections = width * head_dim * (2 * heads + 2 * kv_heads)
+    block = projections + 3 * width * hidden + 2 * width
+    parameters = 4 * (vocabulary * width + depth * block + width)
+
+    x = batch * seq_len * width
+    q = batch * heads * seq_len * head_dim
+    kv = batch * kv_heads * seq_len * head_dim
+    if flash:
+        layer = 4 * (x + q + kv + kv + q + batch * heads * seq_len)
+    else:
+        P = batch * heads * seq_len * seq_len
+        layer = 4 * (x + q + q + q + P + q) + seq_len * seq_len
+    return parameters, parameters, 2 * parameters, depth * layer
+    # END SOLUTION
+
+# %% tags=["check"]
+# hint("10.5")
+check("10.5", training_bytes)
+
+# %% [markdown]
+# ## 10.6 Rotary embedding in one kernel
+#
+# *Core · 30 min*
+#
+# `rope` is seven small operations, and each of them reads and writes memory. Write them as one kernel, which reads each number of X once and
+# writes each number of Y once.
+#
+# Pair $i$ of a row are its numbers $i$ and $i + \text{HALF}$. At position $p$ it is turned by the angle whose cosine is `COS[p, i]`:
+#
+# $$y_1 = x_1 \cos - x_2 \sin \qquad y_2 = x_1 \sin + x_2 \cos$$
+#
+# Row $m$ of X stands at position `offset` + $m$. The tables are contiguous, `[positions, HALF]` in float32. X and Y have any strides. Compute in
+# float32 and round once, when you store. `M` is any number: mind the rows past it.
+
+# %% tags=["exercise"]
+@triton.jit
+def turn_kernel(
+    X_ptr, Y_ptr, COS_ptr, SIN_ptr,
+    stride_xb, stride_xh, stride_xm, stride_xd,
+    stride_yb, stride_yh, stride_ym, stride_yd,
+    heads, M, offset,
+    HALF: tl.constexpr, BLOCK_M: tl.constexpr,
+):
+    """Y = X turned; both [batch, heads, M, 2 * HALF]. The grid is (blocks of BLOCK_M rows, batch * heads)."""
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads
+    pairs = tl.arange(0, HALF)
+    # BEGIN SOLUTION
+    inside = rows[:, None] < M
+    angle = (rows[:, None] + offset) * HALF + pairs[None, :]
+    cos = tl.load(COS_ptr + angle, mask=inside, other=0.0)
+    sin = tl.load(SIN_ptr + angle, mask=inside, other=0.0)
+    x_ptrs = X_ptr + batch * stride_xb + head * stride_xh + rows[:, None] * stride_xm + pairs[None, :] * stride_xd
+    y_ptrs = Y_ptr + batch * stride_yb + head * stride_yh + rows[:, None] * stride_ym + pairs[None, :] * stride_yd
+    x1 = tl.load(x_ptrs, mask=inside, other=0.0).to(tl.float32)
+    x2 = tl.load(x_ptrs + HALF * stride_xd, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y_ptrs, (x1 * cos - x2 * sin).to(Y_ptr.dtype.element_ty), mask=inside)
+    tl.store(y_ptrs + HALF * stride_yd, (x1 * sin + x2 * cos).to(Y_ptr.dtype.element_ty), mask=inside)
+    # END SOLUTION
+
+# %% tags=["check"]
+# hint("10.6")
+check("10.6", turn_kernel)
+
+# %% [markdown]
+# ## 10.7 A tile from the roofline
+#
+# *Core · 25 min*
+#
+# One program of a flash kernel, without a mask. It reads `BLOCK_M` rows of Q once, then all `N` rows of K and of V, and writes `BLOCK_M` rows of
+# O. It computes two products with `BLOCK_M` × `N` × `HEAD_DIM` multiply-adds each. Let all of its reads come from HBM, none from a cache.
+#
+# - `BLOCK_M` is the **smallest** power of two, from 16 to 256, with which the program's FLOPs per byte reach the roofline's ridge, which is
+#   `peak_flops / bytes_per_s`. A multiply-add is 2 FLOPs; leave the softmax out.
+# - `BLOCK_N` is then the **largest** power of two, from 16 to 256, with which the tiles fit into `shared_bytes`: one tile of Q, and `STAGES`
+#   tiles of K and of V, each `BLOCK_N` rows. O stays in registers.
+#
+# A number has `itemsize` bytes. Return `None` where no `BLOCK_M` reaches the ridge, or no `BLOCK_N` fits with it.
+
+# %% tags=["exercise"]
+def choose_tile(peak_flops, bytes_per_s, shared_bytes, N, HEAD_DIM, itemsize, STAGES):
+    """Return (BLOCK_M, BLOCK_N), or None."""
+    # BEGIN SOLUTION
+    sizes = [16, 32, 64, 128, 256]
+
+    def intensity(BLOCK_M):
+        flops = 2 * 2 * BLOCK_M * N * HEAD_DIM
+        moved = (BLOCK_M + N + N + BLOCK_M) * HEAD_DIM * itemsize
+        return flops / moved
+
+    reaching = [size for size in sizes if intensity(size) >= peak_flops / bytes_per_s]
+    if not reaching:
+        return None
+    BLOCK_M = reaching[0]
+    row = HEAD_DIM * itemsize
+    fitting = [size for size in sizes if (BLOCK_M + 2 * STAGES * size) * row <= shared_bytes]
+    return (BLOCK_M, fitting[-1]) if fitting else None
+    # END SOLUTION
+
+# %% tags=["check"]
+# hint("10.7")
+check("10.7", choose_tile)
+
+# %% [markdown]
+# ## 10.8 Make the layer faster
+#
+# *Stretch · 30 min*
+#
+# This attention gives the right result. Look at what it runs for it:
+
+# %%
+def slow_attention(q, k, v):
+    """Causal attention with rotary embedding. q: [batch, heads, N, D]; k, v: [batch, kv_heads, N, D]; o like q."""
+    N, D = q.shape[2:]
+    frequency = 10000.0 ** (-torch.arange(0, D, 2, device=q.device) / D)
+    angle = torch.arange(N, device=q.device)[:, None] * frequency
+    q, k = (rope(x, angle.cos(), angle.sin()) for x in (q, k))
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    scores = q @ k.transpose(-1, -2) / math.sqrt(D)
+    scores = scores + torch.full((N, N), -math.inf, device=q.device, dtype=q.dtype).triu(1)
+    if scores.isnan().any().item():
+        raise ValueError("there is a NaN in the scores")
+    return torch.softmax(scores, dim=-1) @ v
+
+# %% [markdown]
+# Write one that does the same with less. `prepare` is called once, when the model is made, and may return anything. `fast_attention` is called
+# for every layer and step. The check counts what **a call of `fast_attention`** runs:
+#
+# - no tensor with a number for each pair of query and key;
+# - no copy of K or V for every query head;
+# - no cosines and sines: N never exceeds `positions`, so what `prepare` returned will do;
+# - nothing that makes the CPU wait for the GPU. Nobody reads the error about a NaN;
+# - at most 16 operations (views are free), and at most 6 times the bytes of q and k for their results.
+#
+# Everything that you have met in the course may be used. Two operations are possible.
+
+# %% tags=["exercise"]
+def prepare(positions, head_dim, device):
+    """Return whatever fast_attention needs that does not depend on q, k and v."""
+    # BEGIN SOLUTION
+    return rope_table(positions, head_dim, device=device)
+    # END SOLUTION
+
+
+def fast_attention(q, k, v, prepared):
+    """What slow_attention(q, k, v) returns."""
+    # BEGIN SOLUTION
+    cos, sin = prepared
+    q, k = fused_rope(q, k, cos, sin)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    # END SOLUTION
+
+# %% tags=["check"]
+# hint("10.8")
+check("10.8", prepare, fast_attention)
+
+# %% [markdown]
+# ## Where you are
+#
+# You can say where a model's time and memory go, and what a faster kernel is worth to it.
+
+# %% tags=["nbval-ignore-output"]
+progress(10)
