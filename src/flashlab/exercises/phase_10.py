@@ -73,7 +73,7 @@ def _rows(*rows: tuple[str, int, float, float]) -> EventList:
     made = []
     for key, count, own, total in rows:
         row = FunctionEventAvg()
-        row.key, row.count, row.self_cpu_time_total, row.cpu_time_total = key, count, own, total
+        vars(row).update(key=key, count=count, self_cpu_time_total=own, cpu_time_total=total)
         made.append(row)
     return EventList(made)
 
@@ -119,7 +119,7 @@ def _calls(row: Any) -> float:
     difficulty="Warm-up",
     hints=[
         "Go through the rows once. Which part does a row belong to? Two dictionaries, one for times and one for calls.",
-        "parts.get(row.key, 'other') is the part. Which of the two times may be added up, so that nothing counts twice?",
+        "parts.get(row.key, 'other') is the part. Which of the two times may be added up?",
         "Add up row.self_cpu_time_total and row.count by part; slowest = max(times, key=times.get); its share is "
         "times[slowest] / sum(times.values()).",
     ],
@@ -295,7 +295,7 @@ def _expect_parts(got: Mapping[str, tuple[Any, ...]], profiles: Mapping[str, Eve
         if parts == names:
             raise CheckFailed(why, diagnosis=slug.partition(" ")[0], case=wrong)
     raise CheckFailed(
-        f"the part is {names[wrong]!r}, and {want[wrong]!r} takes longer: its operations' own times have the larger sum",
+        f"the part is {names[wrong]!r}, and {want[wrong]!r} takes longer: its own times have the larger sum",
         diagnosis="wrong-part", case=wrong,
     )  # fmt: skip
 
@@ -543,7 +543,7 @@ def _explain_arithmetic(
     title="The first one wins",
     minutes=15,
     difficulty="Bug hunt",
-    untouched="0" * 12,
+    untouched="829079d2aa27",
     history="a common mistake: a benchmark warms up the GPU, or the first of its peers, and the others carry the time "
     "of their compilation",
     hints=[
@@ -572,8 +572,8 @@ def _(compare: Callable[..., dict]) -> str:
     title="Two milliseconds in five microseconds",
     minutes=15,
     difficulty="Bug hunt",
-    untouched="0" * 12,
-    history="a common mistake, so that PyTorch's notes on CUDA semantics warn of it under asynchronous execution",
+    untouched="9f419c915389",
+    history="a common mistake; PyTorch's notes on CUDA semantics warn of it, under asynchronous execution",
     hints=[
         "Who is working while the clock is read, the CPU or the GPU? What does the CPU do in run()?",
         "A launch takes 0.005 ms and comes back. Up to 1024 launches may be under way; the next one waits for a place.",
@@ -600,8 +600,10 @@ def _(milliseconds: Callable[..., float]) -> str:
 # ---- 10.5 -----------------------------------------------------------------------------------------------------------
 
 _MODELS = [  # width, depth, heads, kv_heads, hidden, vocabulary, batch, seq_len
-    (8, 1, 2, 1, 24, 10, 1, 3), (64, 3, 4, 2, 192, 256, 2, 5), (48, 2, 6, 1, 128, 100, 3, 32), (32, 5, 4, 4, 64, 77, 2, 16),
-    (96, 4, 8, 2, 256, 300, 5, 7), (40, 7, 10, 5, 104, 513, 1, 64), (36, 2, 3, 3, 100, 33, 4, 11), (80, 6, 5, 1, 216, 129, 7, 9),
+    (8, 1, 2, 1, 24, 10, 1, 3), (64, 3, 4, 2, 192, 256, 2, 5), (48, 2, 6, 1, 128, 100, 3, 32),
+    (32, 5, 4, 4, 64, 77, 2, 16),
+    (96, 4, 8, 2, 256, 300, 5, 7), (40, 7, 10, 5, 104, 513, 1, 64), (36, 2, 3, 3, 100, 33, 4, 11),
+    (80, 6, 5, 1, 216, 129, 7, 9),
     (768, 12, 12, 12, 2048, 50257, 8, 1024), (24, 3, 12, 4, 72, 50, 6, 21),
 ]  # fmt: skip
 
@@ -627,7 +629,7 @@ def _times(count: Fraction) -> str:
 
 
 def _expect_sum(
-    got: Sequence[tuple[str, int]], names: Mapping[str, int], pieces: Sequence[Sequence[int]], *,
+    got: Sequence[tuple[str, float]], names: Mapping[str, int], pieces: Sequence[Sequence[int]], *,
     what: str, slug: str, unit: Sequence[int] | None = None, depth: Sequence[int] = (),
 ) -> None:  # fmt: skip
     """CheckFailed unless each value is the sum of its pieces; says which piece is counted how often.
@@ -657,8 +659,16 @@ def _expect_sum(
     if depth and all(x * d == y for x, y, d in zip(values, want, depth, strict=True)):
         sentence = f"{what}: that is one block; there are `depth` of them"
         raise CheckFailed(sentence, diagnosis="depth-forgotten", case=case)
-    if (found := _fit([int(x) for x in values], pieces)) is not None:
+    if all(x == int(x) for x in values) and (found := _fit([int(x) for x in values], pieces)) is not None:
         counts = [c / b for c, b in zip(found, bytes_each, strict=True)]
+        alike = {
+            count / n for n, count, b in zip(names.values(), counts, bytes_each, strict=True) if n and b == 4
+        }  # fmt: skip
+        if len(alike) == 1 and (factor := alike.pop()) not in (0, 1):
+            raise CheckFailed(
+                f"{what}: a number counts as {float(4 * factor):g} bytes; a float32 has 4",
+                diagnosis="bytes-forgotten", case=case,
+            )  # fmt: skip
         off = [
             f"{name} counts {_times(count)}, it should count {_times(Fraction(n))}"
             for (name, n), count in zip(names.items(), counts, strict=True) if count != n
@@ -679,10 +689,10 @@ def _expect_sum(
     difficulty="Core",
     hints=[
         "Count numbers first, and multiply by 4 last. A projection from a to b numbers has a · b weights.",
-        "Projections of a block: width · head_dim · (heads + kv_heads + kv_heads + heads). q has batch · heads · seq_len "
-        "· head_dim numbers, K without a copy batch · kv_heads · seq_len · head_dim, P batch · heads · seq_len · seq_len.",
-        "Gradients are as large as the parameters, AdamW's averages twice as large. Original: depth · (4 · (x + 4 q + P) + "
-        "seq_len²). Flash: depth · 4 · (x + 2 q + 2 kv + batch · heads · seq_len).",
+        "Projections of a block: width · head_dim · (heads + kv_heads + kv_heads + heads). q has batch · heads · "
+        "seq_len · head_dim numbers, K as it is batch · kv_heads · seq_len · head_dim, P batch · heads · seq_len².",
+        "Gradients are as large as the parameters, AdamW's averages twice as large. Original: depth · (4 · (x + 4 q "
+        "+ P) + seq_len²). Flash: depth · 4 · (x + 2 q + 2 kv + batch · heads · seq_len).",
     ],
 )
 def _(training_bytes: Callable[..., tuple[int, int, int, int]]) -> str:
@@ -698,8 +708,8 @@ def _(training_bytes: Callable[..., tuple[int, int, int, int]]) -> str:
             )
             cases[i, flash] = case
             with running(case):
-                four = _several(training_bytes(*one, flash), names, case)
-            got[i, flash] = [_number(x, name, case) for x, name in zip(four, names, strict=True)]
+                given = _several(training_bytes(*one, flash), names, case)
+            got[i, flash] = [_number(x, name, case) for x, name in zip(given, names, strict=True)]
     for (i, flash), four in got.items():
         for x, name in zip(four, names, strict=True):
             words = f"{name} is {x:g}, and bytes are counted in whole numbers, 0 or more"
@@ -716,7 +726,7 @@ def _(training_bytes: Callable[..., tuple[int, int, int, int]]) -> str:
         "the last norm": 1,
     }  # fmt: skip
     for flash in (False, True):
-        said = [(cases[i, flash], int(got[i, flash][0])) for i in range(len(_MODELS))]
+        said = [(cases[i, flash], got[i, flash][0]) for i in range(len(_MODELS))]
         _expect_sum(said, of_weights, weights, what="parameters", slug="parameters")
     for (i, flash), four in got.items():
         parameters, gradients, optimizer, _ = four
@@ -752,7 +762,7 @@ def _(training_bytes: Callable[..., tuple[int, int, int, int]]) -> str:
             "such a mask for each batch": 0, "such a mask for each head": 0,
         }  # fmt: skip
         _expect_sum(
-            [(cases[i, flash], int(got[i, flash][3])) for i in range(len(_MODELS))], table, pieces,
+            [(cases[i, flash], got[i, flash][3]) for i in range(len(_MODELS))], table, pieces,
             what=f"activations, {form}", slug="activations", unit=(4, 4, 4, 4, 1, 1, 1), depth=depths,
         )  # fmt: skip
     return f"{len(_MODELS)} models, original and flash"
@@ -761,8 +771,8 @@ def _(training_bytes: Callable[..., tuple[int, int, int, int]]) -> str:
 # ---- 10.6 -----------------------------------------------------------------------------------------------------------
 
 _TURN = (
-    "X_ptr", "Y_ptr", "COS_ptr", "SIN_ptr", "stride_xb", "stride_xh", "stride_xm", "stride_xd", "stride_yb", "stride_yh",
-    "stride_ym", "stride_yd", "heads", "M", "offset", "HALF", "BLOCK_M",
+    "X_ptr", "Y_ptr", "COS_ptr", "SIN_ptr", "stride_xb", "stride_xh", "stride_xm", "stride_xd",
+    "stride_yb", "stride_yh", "stride_ym", "stride_yd", "heads", "M", "offset", "HALF", "BLOCK_M",
 )  # fmt: skip
 
 
@@ -883,7 +893,8 @@ def _(turn_kernel: Any) -> str:
             before = source.clone()
             with in_bounds(case, X=source, Y=target, COS=cos, SIN=sin) as traffic:
                 kernel[(triton.cdiv(M, 16), batch * heads)](
-                    source, target, cos, sin, *source.stride(), *target.stride(), heads, M, offset, HALF=half, BLOCK_M=16,
+                    source, target, cos, sin, *source.stride(), *target.stride(), heads, M, offset,
+                    HALF=half, BLOCK_M=16,
                 )  # fmt: skip
             same = torch.equal(before, source)
             expect(same, "X was overwritten: load from X, store to Y", diagnosis="input-modified", case=case)
@@ -1038,12 +1049,18 @@ def _(choose_tile: Callable[..., tuple[int, int] | None]) -> str:
             raise CheckFailed(why, diagnosis=slug, case=inputs[wrong][0])
     if all(a == (b[::-1] if b else None) for a, b in zip(got, want, strict=True)):
         raise CheckFailed("BLOCK_M and BLOCK_N are exchanged", diagnosis="exchanged", case=inputs[wrong][0])
-    for first, second in itertools.combinations(_TILE_MISTAKES, 2):  # one in BLOCK_M, one in BLOCK_N
+    for first, second in itertools.product(_OF_BLOCK_M, [x for x in _TILE_MISTAKES if x not in _OF_BLOCK_M]):
         if got == [_two_mistakes(one, first, second) for _, one in inputs]:
             why = f"{_TILE_MISTAKES[first]}; and {_TILE_MISTAKES[second]}"
             raise CheckFailed(why, diagnosis=first, case=inputs[wrong][0])
     _explain_tile(got, want, inputs)
     return ""
+
+
+_OF_BLOCK_M = (
+    "ridge-inverted", "one-product", "q-left-out", "kv-only", "one-of-kv", "kv-left-out", "numbers-for-bytes",
+    "below-the-ridge", "largest-m",
+)  # fmt: skip
 
 
 def _two_mistakes(one: tuple, first: str, second: str) -> tuple[int, int] | None:
@@ -1181,11 +1198,12 @@ _LAYER_MISTAKES = {
     minutes=30,
     difficulty="Stretch",
     hints=[
-        "Go through slow_attention line by line. Which lines do not depend on q, k and v? Which make a tensor that only "
-        "the next line reads?",
+        "Go through slow_attention line by line. Which lines do not depend on q, k and v? Which make a tensor that "
+        "only the next line reads?",
         "rope_table belongs into prepare. F.scaled_dot_product_attention keeps the scores to itself; is_causal=True is "
         "its mask, and enable_gqa=True its repetition. Drop the test for NaN.",
-        "q, k = fused_rope(q, k, cos, sin), then F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).",
+        "q, k = fused_rope(q, k, cos, sin); "
+        "return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).",
     ],
 )
 def _(prepare: Callable[..., Any], fast_attention: Callable[..., torch.Tensor]) -> str:

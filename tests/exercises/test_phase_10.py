@@ -1,0 +1,838 @@
+"""Phase 10's checks: right answers in every style pass, and the mistakes that learners make are named."""
+
+import functools
+import math
+import statistics
+
+import pytest
+import torch
+from lesson_answers import answers_of, cell_of, namespace, run
+from torch.nn import functional as F
+
+import flashlab
+from flashlab.check import CheckFailed
+from flashlab.exercises import check
+from flashlab.exercises.registry import find
+from flashlab.exercises.simulated_gpu import LAUNCH_MS, QUEUE, SimulatedGpu
+from flashlab.models import memory
+from flashlab.models.language_model import Config
+from flashlab.models.rope import fused_rope, rope, rope_table
+
+IDS = [f"10.{i}" for i in range(1, 9)]
+
+
+def failed(id, *answers):
+    with pytest.raises(CheckFailed) as caught:
+        check(id, *answers)
+    sentence = str(caught.value)
+    assert 20 < len(sentence) < 330 and "\n" not in sentence
+    return caught.value
+
+
+def told(id, *answers):
+    return failed(id, *answers).diagnosis
+
+
+@pytest.mark.parametrize("id", IDS)
+def test_the_solution_passes_and_the_blank_is_unsolved(id):
+    assert check(id, *answers_of(id, "solutions"))
+    hunt = find(id).difficulty == "Bug hunt"
+    with pytest.raises(CheckFailed) as caught:
+        check(id, *answers_of(id, "exercises"))
+    assert caught.value.diagnosis == ("symptoms" if hunt else "not-solved-yet")
+
+
+def test_every_exercise_has_hints_and_a_time():
+    for id in IDS:
+        exercise = find(id)
+        assert len(exercise.hints) >= 3 and exercise.minutes >= 10
+
+
+# ---- 10.1 -----------------------------------------------------------------------------------------------------------
+
+
+def own(row):
+    return row.self_cpu_time_total
+
+
+def total(row):
+    return row.cpu_time_total
+
+
+def sums(rows, parts, of=own):
+    out = {}
+    for row in rows:
+        out[parts.get(row.key, "other")] = out.get(parts.get(row.key, "other"), 0) + of(row)
+    return out
+
+
+def most(x):
+    return max(x, key=x.get)
+
+
+def reading(part=None, share=None, calls=None):
+    """A `bottleneck` some of whose three results come from another formula."""
+
+    def bottleneck(rows, parts):
+        times = sums(rows, parts)
+        slowest = part(rows, parts) if part else most(times)
+        return (
+            slowest,
+            share(rows, parts, slowest) if share else times[slowest] / sum(times.values()),
+            calls(rows, parts, slowest) if calls else sums(rows, parts, lambda row: row.count)[slowest],
+        )
+
+    return bottleneck
+
+
+def in_lists(rows, parts):
+    names = {parts.get(r.key, "other") for r in rows}
+    groups = {name: [r for r in rows if parts.get(r.key, "other") == name] for name in names}
+    name, group = max(groups.items(), key=lambda item: sum(map(own, item[1])))
+    return [name, torch.tensor(sum(map(own, group)) / rows.self_cpu_time_total), sum(r.count for r in group)]
+
+
+def by_sorting(rows, parts):
+    table = sorted(((t, name) for name, t in sums(rows, parts).items()), reverse=True)
+    whole = rows.total_average().self_cpu_time_total
+    return table[0][1], table[0][0] / whole, sum(r.count for r in rows if parts.get(r.key, "other") == table[0][1])
+
+
+@pytest.mark.parametrize("fn", [reading(), in_lists, by_sorting])
+def test_a_profile_read_in_several_styles(fn):
+    assert check("10.1", fn)
+
+
+def slowest_row(rows, parts, name):
+    return max((r for r in rows if parts.get(r.key, "other") == name), key=own)
+
+
+@pytest.mark.parametrize(
+    "fn, slug",
+    [
+        (reading(part=lambda r, p: most(sums(r, p, total))), "total-times"),
+        (reading(part=lambda r, p: most(sums(r, p, lambda row: row.count))), "most-calls"),
+        (reading(part=lambda r, p: p.get(max(r, key=own).key, "other")), "one-operation"),
+        (lambda r, p: (max(r, key=own).key, 0.5, 1), "operation-for-part"),
+        (reading(part=lambda r, p: most({k: v for k, v in sums(r, p).items() if k != "other"})), "other-left-out"),
+        (reading(part=lambda r, p: p.get(max(r, key=lambda x: own(x) / x.count).key, "other")), "one-call"),
+        (reading(share=lambda r, p, n: 100 * sums(r, p)[n] / sum(map(own, r))), "percent"),
+        (reading(share=lambda r, p, n: sums(r, p, total)[n] / sum(map(total, r))), "total-times"),
+        (reading(share=lambda r, p, n: sums(r, p)[n] / sum(map(total, r))), "total-times"),
+        (reading(share=lambda r, p, n: sums(r, p, total)[n] / sum(map(own, r))), "total-times"),
+        (reading(share=lambda r, p, n: sums(r, p)[n]), "time-for-share"),
+        (reading(share=lambda r, p, n: 1 - sums(r, p)[n] / sum(map(own, r))), "share-of-the-rest"),
+        (reading(share=lambda r, p, n: own(slowest_row(r, p, n)) / sum(map(own, r))), "one-operation"),
+        (reading(share=lambda r, p, n: sum(map(own, r)) / sums(r, p)[n]), "inverse"),
+        (reading(share=lambda r, p, n: 0.5), "wrong-value"),
+        (reading(calls=lambda r, p, n: sum(x.count for x in r)), "all-calls"),
+        (reading(calls=lambda r, p, n: sum(p.get(x.key, "other") == n for x in r)), "rows-for-calls"),
+        (reading(calls=lambda r, p, n: slowest_row(r, p, n).count), "one-operation"),
+        (lambda r, p: most(sums(r, p)), "wrong-type"),
+        (lambda r, p: None, "returned-none"),
+        (lambda r, p: (3, 0.5, 1), "wrong-type"),
+        (lambda r, p: ("the products", 0.5, 1), "unknown-part"),
+        (reading(share=lambda r, p, n: "12 %"), "wrong-type"),
+    ],
+)
+def test_a_profile_misread(fn, slug):
+    assert told("10.1", fn) == slug
+
+
+# ---- 10.2 -----------------------------------------------------------------------------------------------------------
+
+
+def factor(share, faster):
+    return 1 / (1 - share + share / faster)
+
+
+def limit(share):
+    return 1 / (1 - share) if share < 1 else math.inf
+
+
+def by_times(a, b, s):
+    layer = 100 * a / s + 100 * (1 - a)
+    step = 100 * b * a / s + 100 * b * (1 - a) + 100 * (1 - b)
+    rest = 1 - a * b
+    return torch.tensor(100 / layer), 100 / step, 1 / rest if rest else float("inf")
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda a, b, s: (factor(a, s), factor(a * b, s), limit(a * b)),
+        lambda a, b, s: (factor(a, s), factor(b, factor(a, s)), limit(a * b)),
+        lambda a, b, s: [s / (s - s * a + a), s / (s - s * a * b + a * b), limit(b * a)],
+        lambda a, b, s: (by_times(a, b, s)[0].double().item() * 0 + factor(a, s), *by_times(a, b, s)[1:]),
+    ],
+)
+def test_amdahl_in_several_styles(fn):
+    assert check("10.2", fn)
+
+
+@pytest.mark.parametrize(
+    "fn, slug",
+    [
+        (lambda a, b, s: (1 / factor(a, s), factor(a * b, s), limit(a * b)), "time-for-factor"),
+        (lambda a, b, s: (a * s, factor(a * b, s), limit(a * b)), "share-times-factor"),
+        (lambda a, b, s: (1 - a + a * s, factor(a * b, s), limit(a * b)), "weighted-mean"),
+        (lambda a, b, s: (s, factor(a * b, s), limit(a * b)), "faster"),
+        (lambda a, b, s: (factor(a * b, s), factor(a, s), limit(a * b)), "exchanged"),
+        (lambda a, b, s: (factor(a, s), factor(b, s), limit(a * b)), "factor-in-the-share"),
+        (lambda a, b, s: (factor(a, s), factor(a, s) * factor(b, s), limit(a * b)), "product-of-factors"),
+        (lambda a, b, s: (factor(a, s), factor(a, s), limit(a * b)), "exchanged"),
+        (lambda a, b, s: (factor(a, s), 1 - a * b + a * b * s, limit(a * b)), "weighted-mean"),
+        (lambda a, b, s: (factor(a, s), factor(a * b, s), limit(b)), "layers-for-the-limit"),
+        (lambda a, b, s: (factor(a, s), factor(a * b, s), limit(a)), "attention-for-the-limit"),
+        (lambda a, b, s: (factor(a, s), factor(a * b, s), s), "faster"),
+        (lambda a, b, s: (factor(a, s), factor(a * b, s), 1 - a * b), "time-for-factor"),
+        (lambda a, b, s: (factor(a, s), factor(a * b, s), 1 / (1 - a * b)), "exception"),
+        (lambda a, b, s: (factor(a, s), factor(a * b, s), 1 / (1 - a * b + 1e-12)), "wrong-value"),
+        (lambda a, b, s: (factor(a, s), 100 * factor(a * b, s), limit(a * b)), "percent"),
+        (lambda a, b, s: (factor(a, s) - 1, factor(a * b, s), limit(a * b)), "gain-for-factor"),
+        (lambda a, b, s: (a * (1 - 1 / s), factor(a * b, s), limit(a * b)), "time-saved"),
+        (lambda a, b, s: factor(a, s), "wrong-type"),
+        (lambda a, b, s: (factor(a, s), factor(a * b, s), "infinite"), "wrong-type"),
+    ],
+)
+def test_amdahl_gone_wrong(fn, slug):
+    assert told("10.2", fn) == slug
+
+
+# ---- 10.3, 10.4: the simulated GPU ----------------------------------------------------------------------------------
+
+
+def test_a_launch_comes_back_at_once_until_the_queue_is_full():
+    gpu = SimulatedGpu()
+    run = gpu.program("run", kernel_ms=1.0)
+    start = gpu.clock()
+    run()
+    assert gpu.clock() - start == pytest.approx(LAUNCH_MS, rel=0.01)
+    gpu.synchronize()
+    assert gpu.clock() - start == pytest.approx(1.0 + LAUNCH_MS, rel=0.01)
+    start = gpu.clock()
+    for _ in range(QUEUE):
+        run()
+    assert gpu.clock() - start < 0.01 * QUEUE
+    for _ in range(10):
+        run()
+    assert 4 <= gpu.clock() - start - QUEUE * LAUNCH_MS <= 10, "each of them waits for a place"
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+@pytest.mark.parametrize("kernel_ms, kernels", [(2.0, 1), (0.05, 30), (0.001, 100)])
+def test_the_steady_time_is_that_of_many_calls(blocking, kernel_ms, kernels):
+    gpu = SimulatedGpu(blocking=blocking)
+    run = gpu.program("run", kernel_ms=kernel_ms, kernels=kernels)
+    start = gpu.clock()
+    for _ in range(200):
+        run()
+    gpu.synchronize()
+    assert (gpu.clock() - start) / 200 == pytest.approx(gpu.steady_ms(kernel_ms, kernels), rel=0.01)
+
+
+def test_first_calls_take_longer_unless_it_is_warm():
+    for warm in (False, True):
+        gpu = SimulatedGpu(warm=warm)
+        run = gpu.program("run", kernel_ms=1.0, first_calls_ms=(300.0, 20.0))
+        took = []
+        for _ in range(3):
+            start = gpu.clock()
+            run()
+            gpu.synchronize()
+            took.append(round(gpu.clock() - start))
+        assert took == ([1, 1, 1] if warm else [301, 21, 1])
+
+
+def batch(run, gpu, rounds):
+    """Milliseconds per call of so many, waited for at both ends."""
+    gpu.synchronize()
+    start = gpu.clock()
+    for _ in range(rounds):
+        run()
+    gpu.synchronize()
+    return (gpu.clock() - start) / rounds
+
+
+def singles(run, gpu, rounds):
+    out = []
+    for _ in range(rounds):
+        gpu.synchronize()
+        start = gpu.clock()
+        run()
+        gpu.synchronize()
+        out.append(gpu.clock() - start)
+    return out
+
+
+def repeat(run, times):
+    for _ in range(times):
+        run()
+
+
+def for_each(one):
+    """A `compare` that times one function after the other: one(run, gpu, warmup, rounds)."""
+    return lambda runs, gpu, warmup=10, rounds=20: {n: one(run, gpu, warmup, rounds) for n, run in runs.items()}
+
+
+def warm_batch(run, gpu, w, r):
+    repeat(run, w)
+    return batch(run, gpu, r)
+
+
+def warm_median(run, gpu, w, r):
+    repeat(run, w)
+    return statistics.median(singles(run, gpu, r))
+
+
+def thrown_away(run, gpu, w, r):
+    return statistics.mean(singles(run, gpu, w + r)[w:])
+
+
+def until_settled(run, gpu, w, r):
+    start = gpu.clock()
+    while gpu.clock() - start < 2000:
+        run()
+    return min(singles(run, gpu, r))
+
+
+def all_warm_first(runs, gpu, warmup=10, rounds=20):
+    for run in runs.values():
+        repeat(run, warmup)
+    return {name: batch(run, gpu, rounds) for name, run in runs.items()}
+
+
+def in_turns(runs, gpu, warmup=10, rounds=20):
+    samples = {name: [] for name in runs}
+    for i in range(warmup + rounds):
+        for name, run in runs.items():
+            took = singles(run, gpu, 1)
+            if i >= warmup:
+                samples[name] += took
+    return {name: sum(x) / len(x) for name, x in samples.items()}
+
+
+STYLES = [warm_batch, warm_median, thrown_away, until_settled]
+
+
+@pytest.mark.parametrize("fn", [*map(for_each, STYLES), all_warm_first, in_turns])
+def test_comparing_in_several_styles(fn):
+    assert check("10.3", fn)
+
+
+@pytest.mark.parametrize("one", STYLES)
+def test_timing_in_several_styles(one):
+    assert check("10.4", lambda run, gpu, warmup=5, rounds=20: one(run, gpu, warmup, rounds))
+
+
+def no_wait_after_warmup(run, gpu, w, r):
+    repeat(run, w)
+    start = gpu.clock()
+    repeat(run, r)
+    gpu.synchronize()
+    return (gpu.clock() - start) / r
+
+
+def warmup_inside(run, gpu, w, r):
+    gpu.synchronize()
+    start = gpu.clock()
+    repeat(run, w + r)
+    gpu.synchronize()
+    return (gpu.clock() - start) / r
+
+
+def never_waits(run, gpu, w, r):
+    repeat(run, w)
+    gpu.synchronize()
+    start = gpu.clock()
+    repeat(run, r)
+    return (gpu.clock() - start) / r
+
+
+def waits_too_late(run, gpu, w, r):
+    repeat(run, w)
+    gpu.synchronize()
+    start = gpu.clock()
+    repeat(run, r)
+    took = gpu.clock() - start
+    gpu.synchronize()
+    return took / r
+
+
+def waits_before_only(run, gpu, w, r):
+    repeat(run, w)
+    samples = []
+    for _ in range(r):
+        gpu.synchronize()
+        start = gpu.clock()
+        run()
+        samples.append(gpu.clock() - start)
+    return statistics.median(samples)
+
+
+def neither(run, gpu, w, r):
+    start = gpu.clock()
+    repeat(run, r)
+    return (gpu.clock() - start) / r
+
+
+def scaled(by):
+    return lambda run, gpu, w, r: warm_batch(run, gpu, w, r) * by(w, r)
+
+
+WRONG_TIMES = [
+    (lambda run, gpu, w, r: batch(run, gpu, r), "first-calls"),
+    (lambda run, gpu, w, r: warm_batch(run, gpu, 1, r), "first-calls"),
+    (lambda run, gpu, w, r: sum(singles(run, gpu, r)) / r, "first-calls"),
+    (lambda run, gpu, w, r: max(singles(run, gpu, r)), "first-calls"),
+    (no_wait_after_warmup, "not-waited-for"),
+    (never_waits, "not-waited-for"),
+    (waits_too_late, "not-waited-for"),
+    (waits_before_only, "not-waited-for"),
+    (neither, "first-calls-and-not-waited-for"),
+    (warmup_inside, "warmup-in-the-time"),
+    (scaled(lambda w, r: r), "sum-for-mean"),
+    (scaled(lambda w, r: 1e-3), "seconds"),
+    (scaled(lambda w, r: 1e3), "microseconds"),
+    (scaled(lambda w, r: r / (w + r)), "warmup-divided"),
+    (scaled(lambda w, r: r / w), "warmup-for-rounds"),
+    (scaled(lambda w, r: -1), "negative"),
+    (scaled(lambda w, r: 1 / r), "divided-twice"),
+    (scaled(lambda w, r: 0.9), "wrong-value"),
+    (lambda run, gpu, w, r: None, "returned-none"),
+    (lambda run, gpu, w, r: "2 ms", "wrong-type"),
+]
+
+
+@pytest.mark.parametrize("one, slug", WRONG_TIMES)
+def test_timing_gone_wrong(one, slug):
+    assert told("10.3", for_each(one)) == slug
+    assert told("10.4", lambda run, gpu, warmup=5, rounds=20: one(run, gpu, warmup, rounds)) == slug
+
+
+def last_warm(runs, gpu, warmup=10, rounds=20):
+    repeat(list(runs.values())[-1], warmup)
+    return {name: batch(run, gpu, rounds) for name, run in runs.items()}
+
+
+def all_in_one(runs, gpu, warmup=10, rounds=20):
+    for run in runs.values():
+        repeat(run, warmup)
+    gpu.synchronize()
+    start = gpu.clock()
+    for run in runs.values():
+        repeat(run, rounds)
+    gpu.synchronize()
+    return dict.fromkeys(runs, (gpu.clock() - start) / rounds)
+
+
+@pytest.mark.parametrize(
+    "fn, slug",
+    [
+        (last_warm, "first-calls"),
+        (all_in_one, "all-together"),
+        (lambda runs, gpu, warmup, rounds: [1.0] * len(runs), "wrong-type"),
+        (lambda runs, gpu, warmup, rounds: dict.fromkeys(("a", "b"), 1.0), "wrong-type"),
+        (lambda runs, gpu, warmup, rounds: None, "returned-none"),
+        (lambda runs, gpu: {}, "wrong-signature"),
+    ],
+)
+def test_comparing_gone_wrong(fn, slug):
+    assert told("10.3", fn) == slug
+
+
+# ---- 10.5 -----------------------------------------------------------------------------------------------------------
+
+
+def by_hand(
+    weights=lambda V, W, H, K, I: V * W, block=lambda V, W, H, K, I: 2 * W * W + 2 * W * K + 3 * W * I + 2 * W,
+    last=1, gradients=1, optimizer=2, depths=True, itemsize=4,
+    eager=lambda x, q, kv, P, l, n2: 4 * (x + 4 * q + P) + n2, flash=lambda x, q, kv, P, l, n2: 4 * (x + 2 * q + 2 * kv + l),
+):  # fmt: skip
+    """`training_bytes` from its formulas: V vocabulary, W width, H of the heads, K of the key heads, I hidden."""
+
+    def training_bytes(width, depth, heads, kv_heads, hidden, vocabulary, batch, seq_len, is_flash):
+        D = width // heads
+        names = vocabulary, width, heads * D, kv_heads * D, hidden
+        parameters = itemsize * (weights(*names) + depth * block(*names) + last * width)
+        token = batch * seq_len
+        sizes = token * width, token * heads * D, token * kv_heads * D, token * heads * seq_len, token * heads
+        kept = (flash if is_flash else eager)(*sizes, seq_len**2)
+        return parameters, gradients * parameters, optimizer * parameters, kept * (depth if depths else 1)
+
+    return training_bytes
+
+
+def by_the_package(width, depth, heads, kv_heads, hidden, vocabulary, batch, seq_len, flash):
+    config = Config(width, depth, heads, kv_heads, vocabulary, attention="flash" if flash else "eager", fused_rope=True)
+    missing = 3 * depth * width * (hidden - config.hidden)
+    weights = 4 * (config.parameters() + missing)
+    layer = sum(memory.attention_bytes(config, batch, seq_len).values())
+    return [float(weights), torch.tensor(weights, dtype=torch.int64), 2 * weights, depth * layer]
+
+
+def by_tensors(width, depth, heads, kv_heads, hidden, vocabulary, batch, seq_len, flash):
+    D = width // heads
+    matrices = [(heads * D, width), (kv_heads * D, width), (kv_heads * D, width), (width, heads * D)]
+    matrices += [(hidden, width), (hidden, width), (width, hidden), (width,), (width,)]
+    count = vocabulary * width + depth * sum(math.prod(shape) for shape in matrices) + width
+    x, q, k = (batch, seq_len, width), (batch, heads, seq_len, D), (batch, kv_heads, seq_len, D)
+    kept = [x, q, k, k, q, (batch, heads, seq_len)] if flash else [x, q, q, q, (batch, heads, seq_len, seq_len), q]
+    layer = 4 * sum(map(math.prod, kept)) + (0 if flash else seq_len * seq_len)
+    return 4 * count, 4 * count, 8 * count, depth * layer
+
+
+@pytest.mark.parametrize("fn", [by_hand(), by_the_package, by_tensors])
+def test_the_memory_in_several_styles(fn):
+    assert check("10.5", fn)
+
+
+@pytest.mark.parametrize(
+    "fn, slug, words",
+    [
+        (by_hand(itemsize=1), "bytes-forgotten", "4 bytes"),
+        (by_hand(itemsize=2), "two-bytes", "4 bytes"),
+        (by_hand(weights=lambda V, W, H, K, I: 2 * V * W), "parameters", "the embedding counts 2 times"),
+        (by_hand(weights=lambda V, W, H, K, I: 0), "parameters", "the embedding counts never"),
+        (by_hand(last=0), "parameters", "the last norm counts never"),
+        (by_hand(block=lambda V, W, H, K, I: 4 * W * W + 3 * W * I + 2 * W), "parameters", "key heads"),
+        (by_hand(block=lambda V, W, H, K, I: 2 * W * W + 2 * W * K + 2 * W * I + 2 * W), "parameters", "SwiGLU"),
+        (by_hand(block=lambda V, W, H, K, I: 2 * W * W + 2 * W * K + 3 * W * I), "parameters", "norm of a block"),
+        (by_hand(block=lambda V, W, H, K, I: W * W + 2 * W * K + 3 * W * I + 2 * W), "parameters", "counts once"),
+        (by_hand(gradients=2), "gradients", "2 times"),
+        (by_hand(optimizer=1), "optimizer", "two averages"),
+        (by_hand(optimizer=3), "optimizer", "two averages"),
+        (by_hand(depths=False), "depth-forgotten", "one block"),
+        (by_hand(flash=lambda x, q, kv, P, l, n2: 4 * (x + 4 * q + l)), "activations", "not repeated"),
+        (by_hand(flash=lambda x, q, kv, P, l, n2: 4 * (x + 2 * q + 2 * kv)), "activations", "lse"),
+        (by_hand(flash=lambda x, q, kv, P, l, n2: 4 * (2 * q + 2 * kv + l)), "activations", "counts 2 times"),
+        (by_hand(flash=lambda x, q, kv, P, l, n2: 4 * (x + 2 * q + 2 * kv + P)), "activations", "(P)"),
+        (by_hand(flash=lambda x, q, kv, P, l, n2: 2 * (x + 2 * q + 2 * kv + l)), "two-bytes", "4 bytes"),
+        (by_hand(eager=lambda x, q, kv, P, l, n2: 4 * (x + 4 * q + 2 * P) + n2), "activations", "(P) counts 2 times"),
+        (by_hand(eager=lambda x, q, kv, P, l, n2: 4 * (x + 4 * q + P)), "activations", "(the mask) counts never"),
+        (by_hand(eager=lambda x, q, kv, P, l, n2: 4 * (x + 4 * q + P + n2)), "activations", "(the mask) counts 4"),
+        (by_hand(eager=lambda x, q, kv, P, l, n2: 5 * P + 4 * (x + 4 * q)), "activations", "the mask"),
+        (by_hand(eager=lambda x, q, kv, P, l, n2: 4 * (x + 2 * q + 2 * kv + P) + n2), "activations", "not repeated"),
+        (by_hand(eager=lambda x, q, kv, P, l, n2: 4 * (x + 4 * q) + n2), "activations", "(P) counts never"),
+        (by_hand(eager=lambda x, q, kv, P, l, n2: 2 * (x + 4 * q + P) + n2), "bytes-forgotten", "2 bytes"),
+        (by_hand(eager=lambda x, q, kv, P, l, n2: 4 * (x + 4 * q + P) + n2 + 17), "wrong-value", "should be"),
+        (lambda *a: by_hand()(*a)[0], "wrong-type", "should be returned"),
+        (lambda *a: None, "returned-none", "return"),
+        (lambda *a: ("1", 2, 3, 4), "wrong-type", "parameters should be a number"),
+        (lambda *a: (math.nan,) * 4, "wrong-value", "whole numbers"),
+    ],
+)  # fmt: skip
+def test_the_memory_gone_wrong(fn, slug, words):
+    found = failed("10.5", fn)
+    assert found.diagnosis == slug and words in str(found), str(found)
+    assert found.case
+
+
+# ---- 10.6 -----------------------------------------------------------------------------------------------------------
+
+LINES = cell_of("10.6", "solutions")
+
+
+def changed(*changes):
+    """The solution's kernel after some changes of its text."""
+    text = LINES
+    for old, new in changes:
+        assert old in text, old
+        text = text.replace(old, new)
+    scope = dict(namespace(10, "solutions")[0])
+    run(text, f"<10.6 {hash(text)}>", scope)
+    return scope["turn_kernel"]
+
+
+ONE_LOAD = """    x_tile = X_ptr + batch * stride_xb + head * stride_xh + rows[:, None] * stride_xm"""
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        (("x1 * cos - x2 * sin", "cos * x1 - sin * x2"),),
+        (("rows[:, None] < M", "(rows < M)[:, None]"), ("(rows[:, None] + offset) * HALF + pairs[None, :]",
+                                                        "HALF * (offset + rows)[:, None] + pairs[None, :]")),
+        (("angle, mask=inside, other=0.0)", "angle, mask=inside, other=1.0)"), (".to(Y_ptr.dtype.element_ty)", "")),
+        (("    inside =", "    X_ptr += batch * stride_xb\n    inside ="), ("X_ptr + batch * stride_xb +", "X_ptr +")),
+        (("(x1 * cos - x2 * sin)", "tl.fma(x1, cos, -(x2 * sin))"),),
+    ],
+)  # fmt: skip
+def test_the_rotation_in_several_styles(changes):
+    assert check("10.6", changed(*changes))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes, slug",
+    [
+        ([("x1 * cos - x2 * sin", "x1 * cos + x2 * sin")], "both-plus"),
+        ([("x1 * sin + x2 * cos", "x1 * sin - x2 * cos")], "both-minus"),
+        ([("x1 * cos - x2 * sin", "x1 * cos + x2 * sin"), ("x1 * sin + x2 * cos", "x2 * cos - x1 * sin")],
+         "angle-negative"),
+        ([("x1 * sin + x2 * cos", "x1 * cos + x2 * sin")], "sin-for-both"),
+        ([("(rows[:, None] + offset)", "rows[:, None]")], "offset-forgotten"),
+        ([("(rows[:, None] + offset)", "(rows[:, None] * 0 + offset)")], "first-position"),
+        ([("(rows[:, None] + offset)", "(tl.arange(0, BLOCK_M)[:, None] + offset)")], "block-start-forgotten"),
+        ([("(rows[:, None] + offset) * HALF", "(rows[:, None] + offset) * 2 * HALF")], "table-stride"),
+        ([("COS_ptr + angle", "SIN_ptr + angle"), ("sin = tl.load(SIN_ptr", "sin = tl.load(COS_ptr")],
+         "cos-and-sin-exchanged"),
+        ([("pairs[None, :] * stride_xd", "2 * pairs[None, :] * stride_xd"), ("x_ptrs + HALF * stride_xd", "x_ptrs + stride_xd"),
+          ("pairs[None, :] * stride_yd", "2 * pairs[None, :] * stride_yd"), ("y_ptrs + HALF * stride_yd", "y_ptrs + stride_yd")],
+         "neighbours"),
+        ([("    tl.store(y_ptrs, (", "    x1 = x1 * cos - x2 * sin\n    tl.store(y_ptrs, (x1 * 1 + 0 * ("),
+          (").to(Y_ptr.dtype.element_ty), mask=inside)\n    tl.store", ")).to(Y_ptr.dtype.element_ty), mask=inside)\n    tl.store")],
+         "second-from-the-first"),
+        ([("    tl.store(y_ptrs, (x1", "    tl.store(y_ptrs + HALF * stride_yd, (x1"),
+          ("tl.store(y_ptrs + HALF * stride_yd, (x1 * sin", "tl.store(y_ptrs, (x1 * sin")], "results-exchanged"),
+        ([("+ (x1 * sin", "+ (x1 * sin")][:0] + [("(x1 * sin + x2 * cos)", "x2")], "second-half-unturned"),
+        ([("    tl.store(y_ptrs + HALF * stride_yd, (x1 * sin + x2 * cos).to(Y_ptr.dtype.element_ty), mask=inside)\n", "")],
+         "never-written"),
+        ([("rows[:, None] < M", "rows[:, None] <= M")], "out-of-bounds"),
+        ([("head * stride_xh", "batch * stride_xh")], "wrong-value"),
+        ([("x_ptrs + HALF * stride_xd", "x_ptrs + HALF")], None),
+        ([("x_ptrs, mask=inside, other=0.0).to(tl.float32)", "x_ptrs, mask=inside, other=0.0).to(tl.float16)")], None),
+        ([(".to(tl.float32)", ""), ("cos = tl.load(COS_ptr + angle, mask=inside, other=0.0)",
+          "cos = tl.load(COS_ptr + angle, mask=inside, other=0.0).to(X_ptr.dtype.element_ty)"),
+          ("sin = tl.load(SIN_ptr + angle, mask=inside, other=0.0)",
+           "sin = tl.load(SIN_ptr + angle, mask=inside, other=0.0).to(X_ptr.dtype.element_ty)")], "low-precision"),
+        ([("tl.store(y_ptrs, (", "tl.store(x_ptrs, (")], "input-modified"),
+    ],
+)  # fmt: skip
+def test_the_rotation_gone_wrong(changes, slug):
+    found = failed("10.6", changed(*changes))
+    assert found.diagnosis == slug or slug is None, (found.diagnosis, str(found))
+    assert found.case
+
+
+# ---- 10.7 -----------------------------------------------------------------------------------------------------------
+
+SIZES = (16, 32, 64, 128, 256)
+
+
+def tile(
+    flops="4 * M * N * D", moved="(2 * M + 2 * N) * D * item", ridge="peak / bandwidth", m="min",
+    shared="(M + 2 * S * B) * D * item", n="max", fits="<=", sizes=SIZES, none=None,
+):  # fmt: skip
+    def choose_tile(peak, bandwidth, limit, N, D, item, S):
+        names = dict(peak=peak, bandwidth=bandwidth, N=N, D=D, item=item, S=S)
+        reaching = [M for M in sizes if eval(f"({flops}) / ({moved}) >= {ridge}", names | {"M": M})]
+        if not reaching:
+            return none
+        M = {"min": min, "max": max}[m](reaching)
+        fitting = [B for B in sizes if eval(f"{shared} {fits} limit", names | {"M": M, "B": B, "limit": limit})]
+        return (M, {"min": min, "max": max}[n](fitting)) if fitting else none
+
+    return choose_tile
+
+
+def by_loops(peak, bandwidth, limit, HEAD_N, D, item, S):
+    M = 16
+    while M <= 256 and 2 * M * HEAD_N * bandwidth < (M + HEAD_N) * item * peak:
+        M *= 2
+    B = 256
+    while B >= 16 and M * D * item + 2 * S * B * D * item > limit:
+        B //= 2
+    return None if M > 256 or B < 16 else [M, B]
+
+
+def by_tensors_of_sizes(peak, bandwidth, limit, N, D, item, S):
+    sizes = 2 ** torch.arange(4, 9)
+    M = sizes[4.0 * sizes * N * D / ((2 * sizes + 2 * N) * D * item) >= peak / bandwidth]
+    if not len(M):
+        return None
+    B = sizes[(M[0] + 2 * S * sizes) * D * item <= limit]
+    return (M[0], B[-1]) if len(B) else None
+
+
+@pytest.mark.parametrize("fn", [tile(), by_loops, tile(flops="2*M*N*2*D", ridge="1 / (bandwidth / peak)"),
+                                by_tensors_of_sizes])  # fmt: skip
+def test_a_tile_in_several_styles(fn):
+    assert check("10.7", fn)
+
+
+@pytest.mark.parametrize(
+    "fn, slug",
+    [
+        (tile(ridge="bandwidth / peak"), "ridge-inverted"),
+        (tile(flops="2 * M * N * D"), "one-product"),
+        (tile(moved="(M + 2 * N) * D * item"), "q-left-out"),
+        (tile(moved="2 * N * D * item"), "kv-only"),
+        (tile(moved="(2 * M + N) * D * item"), "one-of-kv"),
+        (tile(moved="2 * M * D * item"), "kv-left-out"),
+        (tile(moved="(2 * M + 2 * N) * D"), "numbers-for-bytes"),
+        (tile(m="max"), "largest-m"),
+        (tile(shared="(M + 2 * B) * D * item"), "stages-forgotten"),
+        (tile(shared="S * (M + 2 * B) * D * item"), "q-in-stages"),
+        (tile(shared="(M + S * B) * D * item"), "one-tile"),
+        (tile(shared="(2 * M + 2 * S * B) * D * item"), "o-in-shared"),
+        (tile(shared="2 * S * B * D * item"), "q-not-in-shared"),
+        (tile(shared="(M + 2 * S * B) * D"), "shared-in-numbers"),
+        (tile(shared="(M + 2 * S * B) * D * item + M * B * item"), "scores-in-shared"),
+        (tile(n="min"), "smallest-n"),
+        (tile(fits="<"), "not-quite"),
+        (tile(flops="2 * M * N * D", shared="(M + 2 * B) * D * item"), "one-product"),
+        (lambda *a: (tile()(*a) or (0, 0))[::-1], None),
+        (lambda *a: tile()(*a)[::-1] if tile()(*a) else None, "exchanged"),
+        (tile(none=(16, 16)), None),
+        (tile(sizes=(16, 32, 64, 128)), "tile-not-found"),
+        (tile(sizes=(32, 64, 128, 256)), None),
+        (lambda *a: None, "returned-none"),
+        (lambda *a: 64, "wrong-type"),
+        (lambda *a: ("a", "b"), "wrong-type"),
+        (lambda *a: (128, 64), None),
+    ],
+)
+def test_a_tile_gone_wrong(fn, slug):
+    found = failed("10.7", fn)
+    assert found.case and (found.diagnosis == slug or slug is None), (found.diagnosis, str(found))
+
+
+# ---- 10.8 -----------------------------------------------------------------------------------------------------------
+
+SLOW = namespace(10, "solutions")[0]["slow_attention"]
+
+
+def tables(positions, head_dim, device):
+    return rope_table(positions, head_dim, device=device)
+
+
+def wide_tables(positions, head_dim, device):
+    cos, sin = rope_table(positions, head_dim, device=device)
+    return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+
+
+def sdpa(q, k, v, **options):
+    return F.scaled_dot_product_attention(q, k, v, **({"is_causal": True, "enable_gqa": True} | options))
+
+
+def turned_by(turn):
+    return lambda q, k, v, t: sdpa(turn(q, *t), turn(k, *t), v)
+
+
+def rotate_half(x, cos, sin):
+    N = x.shape[2]
+    return x * cos[:N].to(x.dtype) + x.roll(x.shape[-1] // 2, -1) * sin[:N].to(x.dtype)
+
+
+def in_place(x, cos, sin):
+    cos, sin = (t[: x.shape[2]].to(x.dtype) for t in (cos, sin))
+    y = torch.empty_like(x)
+    (x1, x2), (y1, y2) = x.chunk(2, -1), y.chunk(2, -1)
+    torch.mul(x1, cos, out=y1).addcmul_(x2, sin, value=-1)
+    torch.mul(x1, sin, out=y2).addcmul_(x2, cos)
+    return y
+
+
+@functools.lru_cache
+def cached(positions, head_dim):
+    return rope_table(positions, head_dim)
+
+
+RIGHT_LAYERS = [
+    (tables, turned_by(rope)),
+    (tables, lambda q, k, v, t: sdpa(*fused_rope(q, k, *t), v)),
+    (tables, lambda q, k, v, t: flashlab.flash_attention(*fused_rope(q, k, *t), v, causal=True)),
+    (wide_tables, turned_by(rotate_half)),
+    (tables, turned_by(in_place)),
+    (lambda p, d, device: {"both": tables(p, d, device)}, lambda q, k, v, t: turned_by(rope)(q, k, v, t["both"])),
+    (lambda p, d, device: 0, lambda q, k, v, t: sdpa(*fused_rope(q, k, *cached(64, q.shape[3])), v)
+     if q.shape[2] <= 64 else sdpa(*fused_rope(q, k, *cached(256, q.shape[3])), v)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("answers", RIGHT_LAYERS)
+def test_a_layer_in_several_styles(answers):
+    assert check("10.8", *answers)
+
+
+def repeated(q, k, v, t):
+    q, k = fused_rope(q, k, *t)
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def expanded(q, k, v, t):
+    q, k = fused_rope(q, k, *t)
+    k, v = (x[:, :, None].expand(-1, -1, q.shape[1] // x.shape[1], -1, -1).reshape(q.shape) for x in (k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def materialised(q, k, v, t):
+    q, k = fused_rope(q, k, *t)
+    q = q.unflatten(1, (k.shape[1], -1))
+    s = torch.einsum("bkgmd,bknd->bkgmn", q, k) / math.sqrt(q.shape[-1])
+    N = s.shape[-1]
+    later = torch.ones(N, N, dtype=torch.bool, device=q.device).triu(1)
+    return torch.einsum("bkgmn,bknd->bkgmd", s.masked_fill(later, -math.inf).softmax(-1), v).flatten(1, 2)
+
+
+def with_a_mask(q, k, v, t):
+    N = q.shape[2]
+    mask = torch.ones(N, N, dtype=torch.bool, device=q.device).tril()
+    return sdpa(*fused_rope(q, k, *t), v, is_causal=False, attn_mask=mask)
+
+
+def rebuilt(q, k, v, t):
+    return sdpa(*fused_rope(q, k, *rope_table(q.shape[2], q.shape[3], device=q.device)), v)
+
+
+def looking(test):
+    def fast(q, k, v, t):
+        o = turned_by(rope)(q, k, v, t)
+        test(o)
+        return o
+
+    return fast
+
+
+def row_by_row(q, k, v, t):
+    q, k = fused_rope(q, k, *t)
+    rows = [sdpa(q[:, :, i : i + 1], k[:, :, : i + 1], v[:, :, : i + 1], is_causal=False) for i in range(q.shape[2])]
+    return torch.cat(rows, 2)
+
+
+def copying(q, k, v, t):
+    q, k = fused_rope(q, k, *t)
+    for _ in range(4):
+        q, k = q.clone(), k.clone()
+    return sdpa(q, k, v)
+
+
+@pytest.mark.parametrize(
+    "prepared, fast, slug",
+    [
+        (tables, lambda q, k, v, t: SLOW(q, k, v), "scores-in-memory"),
+        (tables, materialised, "scores-in-memory"),
+        (tables, with_a_mask, "scores-in-memory"),
+        (tables, repeated, "kv-repeated"),
+        (tables, expanded, "kv-repeated"),
+        (tables, rebuilt, "tables-rebuilt"),
+        (tables, looking(lambda o: o.isnan().any().item()), "waits"),
+        (tables, looking(lambda o: bool((o > 100).any())), "waits"),
+        (tables, looking(lambda o: o[0, 0, 0, 0].tolist()), "waits"),
+        (tables, looking(lambda o: o.sum().cpu()), "waits"),
+        (tables, row_by_row, "too-many-operations"),
+        (tables, copying, "too-many-bytes"),
+        (tables, lambda q, k, v, t: sdpa(*fused_rope(q, k, *t), v, is_causal=False), "not-causal"),
+        (tables, lambda q, k, v, t: sdpa(q, k, v), "not-turned"),
+        (tables, lambda q, k, v, t: sdpa(rope(q, *t), k, v), "k-not-turned"),
+        (tables, lambda q, k, v, t: sdpa(q, rope(k, *t), v), "q-not-turned"),
+        (tables, lambda q, k, v, t: sdpa(rope(q, *t), rope(k, *t), rope(v, *t)), "v-turned"),
+        (tables, lambda q, k, v, t: sdpa(*fused_rope(q, k, *t), v, scale=1.0), "scale-missing"),
+        (tables, lambda q, k, v, t: sdpa(*fused_rope(q / math.sqrt(q.shape[3]), k, *t), v), "scale-twice"),
+        (tables, lambda q, k, v, t: sdpa(rope(q, *t), *(x.repeat(1, q.shape[1] // x.shape[1], 1, 1)
+                                                      for x in (rope(k, *t), v))), "heads-interleaved"),
+        (lambda p, d, device: rope_table(p + 1, d), lambda q, k, v, t: sdpa(rope(q, *t, offset=1), rope(k, *t), v),
+         "positions-shifted"),
+        (tables, lambda q, k, v, t: turned_by(rope)(q, k, v, t).transpose(1, 2), "wrong-shape"),
+        (tables, lambda q, k, v, t: turned_by(rope)(q, k, v, t).double(), "wrong-dtype"),
+        (tables, lambda q, k, v, t: sdpa(*fused_rope(q.mul_(1.5), k, *t), v), "input-modified"),
+        (tables, lambda q, k, v, t: None, "returned-none"),
+        (tables, lambda q, k, v, t: [q], "wrong-type"),
+        (lambda p, d, device: None, turned_by(rope), "exception"),
+    ],
+)  # fmt: skip
+def test_a_layer_that_is_not_faster(prepared, fast, slug):
+    found = failed("10.8", prepared, fast)
+    assert found.diagnosis == slug and found.case, (found.diagnosis, str(found))
