@@ -45,6 +45,8 @@ TOUCHED = params([
     ("8.5", "__syncthreads();", "; __syncthreads();", "stage-overwritten"),
     ("8.6", "return row", "; return row", "swizzle-one-side"),
     ("9.3", "m_i[r] = m_new[r];", "m_i[r] = m_new[r]; ;", "l-not-rescaled"),
+    ("10.3", "times = {}", "times = dict()", "first-calls"),
+    ("10.4", "samples = []", "samples = list()", "not-waited-for"),
 ])  # fmt: skip
 # A change that goes half the way, or the wrong way.
 HALF = params([
@@ -72,6 +74,10 @@ HALF = params([
     ("8.6", [("(column / 8 ^ row % 8) * 16", "column * 2")], "bank-conflicts"),
     ("9.3", [("if (__any_sync(~0u, moved)) {", "{"), ("= m_new[r];\n#", "= m_new[r], l_i[r] *= correction;\n#")],
      "not-lazy"),
+    ("10.3", [("first = next(iter(runs.values()))\n    for _ in range(warmup):\n        first()",
+               "for run in runs.values():\n        run()")], "first-calls"),
+    ("10.3", [("start = gpu.clock()", "[run() for _ in range(warmup)]\n        start = gpu.clock()")], "not-waited-for"),
+    ("10.4", [("start = gpu.clock()", "gpu.synchronize()\n        start = gpu.clock()")], "not-waited-for"),
 ])  # fmt: skip
 # Words of a diagnosis, which untouched code is not told.
 CAUSES = re.compile(

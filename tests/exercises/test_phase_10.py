@@ -6,7 +6,8 @@ import statistics
 
 import pytest
 import torch
-from lesson_answers import answers_of, cell_of, namespace, run
+from lesson_answers import answers_of, cell_of, namespace
+from lesson_answers import run as run_cell
 from torch.nn import functional as F
 
 import flashlab
@@ -447,7 +448,8 @@ def test_comparing_gone_wrong(fn, slug):
 def by_hand(
     weights=lambda V, W, H, K, I: V * W, block=lambda V, W, H, K, I: 2 * W * W + 2 * W * K + 3 * W * I + 2 * W,
     last=1, gradients=1, optimizer=2, depths=True, itemsize=4,
-    eager=lambda x, q, kv, P, l, n2: 4 * (x + 4 * q + P) + n2, flash=lambda x, q, kv, P, l, n2: 4 * (x + 2 * q + 2 * kv + l),
+    eager=lambda x, q, kv, P, l, n2: 4 * (x + 4 * q + P) + n2,
+    flash=lambda x, q, kv, P, l, n2: 4 * (x + 2 * q + 2 * kv + l),
 ):  # fmt: skip
     """`training_bytes` from its formulas: V vocabulary, W width, H of the heads, K of the key heads, I hidden."""
 
@@ -540,7 +542,7 @@ def changed(*changes):
         assert old in text, old
         text = text.replace(old, new)
     scope = dict(namespace(10, "solutions")[0])
-    run(text, f"<10.6 {hash(text)}>", scope)
+    run_cell(text, f"<10.6 {hash(text)}>", scope)
     return scope["turn_kernel"]
 
 
@@ -577,16 +579,15 @@ def test_the_rotation_in_several_styles(changes):
         ([("(rows[:, None] + offset) * HALF", "(rows[:, None] + offset) * 2 * HALF")], "table-stride"),
         ([("COS_ptr + angle", "SIN_ptr + angle"), ("sin = tl.load(SIN_ptr", "sin = tl.load(COS_ptr")],
          "cos-and-sin-exchanged"),
-        ([("pairs[None, :] * stride_xd", "2 * pairs[None, :] * stride_xd"), ("x_ptrs + HALF * stride_xd", "x_ptrs + stride_xd"),
-          ("pairs[None, :] * stride_yd", "2 * pairs[None, :] * stride_yd"), ("y_ptrs + HALF * stride_yd", "y_ptrs + stride_yd")],
+        ([("pairs[None, :] * stride_", "2 * pairs[None, :] * stride_"), ("_ptrs + HALF * stride_", "_ptrs + stride_")],
          "neighbours"),
-        ([("    tl.store(y_ptrs, (", "    x1 = x1 * cos - x2 * sin\n    tl.store(y_ptrs, (x1 * 1 + 0 * ("),
-          (").to(Y_ptr.dtype.element_ty), mask=inside)\n    tl.store", ")).to(Y_ptr.dtype.element_ty), mask=inside)\n    tl.store")],
+        ([("    tl.store(y_ptrs, (x1 * cos - x2 * sin)", "    x1 = x1 * cos - x2 * sin\n    tl.store(y_ptrs, x1")],
          "second-from-the-first"),
         ([("    tl.store(y_ptrs, (x1", "    tl.store(y_ptrs + HALF * stride_yd, (x1"),
           ("tl.store(y_ptrs + HALF * stride_yd, (x1 * sin", "tl.store(y_ptrs, (x1 * sin")], "results-exchanged"),
-        ([("+ (x1 * sin", "+ (x1 * sin")][:0] + [("(x1 * sin + x2 * cos)", "x2")], "second-half-unturned"),
-        ([("    tl.store(y_ptrs + HALF * stride_yd, (x1 * sin + x2 * cos).to(Y_ptr.dtype.element_ty), mask=inside)\n", "")],
+        ([("(x1 * sin + x2 * cos)", "x2")], "second-half-unturned"),
+        ([("    tl.store(y_ptrs + HALF * stride_yd, (x1 * sin + x2 * cos)", "    _ = (x1")
+          , (".to(Y_ptr.dtype.element_ty), mask=inside)\n    _ = (x1", ".to(Y_ptr.dtype.element_ty), mask=inside)  #")],
          "never-written"),
         ([("rows[:, None] < M", "rows[:, None] <= M")], "out-of-bounds"),
         ([("head * stride_xh", "batch * stride_xh")], "wrong-value"),
@@ -672,15 +673,19 @@ def test_a_tile_in_several_styles(fn):
         (tile(n="min"), "smallest-n"),
         (tile(fits="<"), "not-quite"),
         (tile(flops="2 * M * N * D", shared="(M + 2 * B) * D * item"), "one-product"),
-        (lambda *a: (tile()(*a) or (0, 0))[::-1], None),
+        (lambda *a: (tile()(*a) or (0, 0))[::-1], "not-a-size"),
         (lambda *a: tile()(*a)[::-1] if tile()(*a) else None, "exchanged"),
-        (tile(none=(16, 16)), None),
-        (tile(sizes=(16, 32, 64, 128)), "tile-not-found"),
-        (tile(sizes=(32, 64, 128, 256)), None),
+        (tile(none=(16, 16)), "below-the-ridge"),
+        (tile(sizes=(16, 32, 64, 128)), "not-the-largest"),
+        (tile(sizes=(32, 64, 128, 256)), "not-the-smallest"),
+        (tile(sizes=(64, 128, 256), none=(64, 64)), "below-the-ridge"),
+        (lambda *a: tile()(*a) if a[3] > 64 else None, "tile-not-found"),
+        (lambda *a: (tile()(*a)[0], 48) if tile()(*a) else None, "not-a-size"),
+        (lambda *a: (tile()(*a)[0], 256) if tile()(*a) else None, "too-large"),
         (lambda *a: None, "returned-none"),
         (lambda *a: 64, "wrong-type"),
         (lambda *a: ("a", "b"), "wrong-type"),
-        (lambda *a: (128, 64), None),
+        (lambda *a: (128, 64), "below-the-ridge"),
     ],
 )
 def test_a_tile_gone_wrong(fn, slug):
@@ -794,7 +799,7 @@ def row_by_row(q, k, v, t):
 
 def copying(q, k, v, t):
     q, k = fused_rope(q, k, *t)
-    for _ in range(4):
+    for _ in range(5):
         q, k = q.clone(), k.clone()
     return sdpa(q, k, v)
 

@@ -73,7 +73,7 @@ def _rows(*rows: tuple[str, int, float, float]) -> EventList:
     made = []
     for key, count, own, total in rows:
         row = FunctionEventAvg()
-        vars(row).update(key=key, count=count, self_cpu_time_total=own, cpu_time_total=total)
+        vars(row).update(key=key, count=count, self_cpu_time_total=own, cpu_time_total=total, is_user_annotation=False)
         made.append(row)
     return EventList(made)
 
@@ -406,7 +406,10 @@ def _(worth: Callable[..., tuple[float, float, float]]) -> str:
                 given(lambda a, b, s, f=right: f(a, b, s) - 1),  # type: ignore[misc]
                 f"{name} is how much faster beyond 1; the factor itself is wanted",
             ),
-            "percent": (given(lambda a, b, s, f=right: 100 * f(a, b, s)), f"{name} is in percent"),  # type: ignore
+            "percent": (
+                given(lambda a, b, s, f=right: 100 * f(a, b, s)),  # type: ignore[misc]
+                f"{name} is in percent; a factor is wanted, 1 where nothing changes",
+            ),
         }  # fmt: skip
         expect_all_close(
             [(case, three[i], want) for case, three, want in zip(cases, got, given(right), strict=True)],
@@ -1078,29 +1081,46 @@ def _two_mistakes(one: tuple, first: str, second: str) -> tuple[int, int] | None
 def _explain_tile(
     got: Sequence[tuple[int, int] | None], want: Sequence[tuple[int, int] | None], inputs: Sequence[tuple[str, tuple]]
 ) -> None:
-    """CheckFailed with what the first wrong tile costs, by number."""
+    """CheckFailed with what the first wrong tile costs, in figures."""
     __tracebackhide__ = True
     i = next(i for i, (a, b) in enumerate(zip(got, want, strict=True)) if a != b)
     case, (peak, bandwidth, shared, N, D, itemsize, stages) = inputs[i]
+    ridge = peak / bandwidth
+
+    def intensity(M: int) -> float:
+        return 4 * M * N * D / ((2 * M + 2 * N) * D * itemsize) if M > 0 else 0.0
+
+    def needed(M: int, B: int) -> int:
+        return (M + 2 * stages * B) * D * itemsize
+
+    def fail(sentence: str, slug: str) -> None:
+        __tracebackhide__ = True
+        raise CheckFailed(sentence, diagnosis=slug, case=case)
+
     tile, right = got[i], want[i]
     if tile is None:
-        raise CheckFailed(f"None is returned, and {right} will do", diagnosis="tile-not-found", case=case)
+        assert right is not None
+        fail(
+            f"None is returned; BLOCK_M={right[0]} gives {intensity(right[0]):.1f} FLOPs per byte, the ridge is "
+            f"{ridge:.1f}, and {right} needs {needed(*right)} of {shared} bytes of shared memory",
+            "tile-not-found",
+        )
+        return
     M, B = tile
-    reached = 4 * M * N * D / ((2 * M + 2 * N) * D * itemsize) if M > 0 else 0.0
-    ridge, needed = peak / bandwidth, (M + 2 * stages * B) * D * itemsize
-    if reached < ridge:
-        words = f"BLOCK_M={M} gives {reached:.1f} FLOPs per byte, and the ridge is {ridge:.1f}"
-        raise CheckFailed(words, diagnosis="below-the-ridge", case=case)
-    if needed > shared:
-        words = f"{tile} needs {needed} bytes of shared memory, and there are {shared}"
-        raise CheckFailed(words, diagnosis="too-large", case=case)
-    expect(
-        M in _SIZES and B in _SIZES, f"{tile} are not powers of two from 16 to 256", diagnosis="not-a-size", case=case
-    )
-    words = (
-        f"{tile} is returned, it should be {right}: the smallest BLOCK_M that reaches the ridge, the largest BLOCK_N"
-    )
-    raise CheckFailed(words, diagnosis="another-tile", case=case)
+    if M not in _SIZES or B not in _SIZES:
+        fail(f"{tile} is returned, and these are not two powers of two from 16 to 256", "not-a-size")
+    if intensity(M) < ridge:
+        also = "; so does no other, and None is wanted" if intensity(_SIZES[-1]) < ridge else ""
+        word = "does not reach" if also else "is below"
+        fail(f"BLOCK_M={M} gives {intensity(M):.1f} FLOPs per byte, which {word} the ridge of {ridge:.1f}{also}",
+             "below-the-ridge")  # fmt: skip
+    smallest = next(size for size in _SIZES if intensity(size) >= ridge)
+    if M != smallest:
+        fail(f"BLOCK_M={M} reaches the ridge of {ridge:.1f} FLOPs per byte, and so does {smallest}", "not-the-smallest")
+    if needed(M, B) > shared:
+        fail(f"{tile} needs {needed(M, B)} bytes of shared memory, and there are {shared}", "too-large")
+    assert right is not None
+    fail(f"with BLOCK_M={M}, BLOCK_N={B} fits into {shared} bytes, and so does {right[1]}", "not-the-largest")
 
 
 # ---- 10.8 -----------------------------------------------------------------------------------------------------------
@@ -1180,13 +1200,14 @@ _LAYER_MISTAKES = {
     "not-causal": "queries see the keys that come after them: slow_attention is causal",
     "strictly-causal": "a query does not see the key at its own position; it should",
     "not-turned": "q and k are not turned: the rotary embedding is missing",
-    "q-not-turned": "q is not turned", "k-not-turned": "k is not turned",
+    "q-not-turned": "q is not turned: its rotary embedding is missing",
+    "k-not-turned": "k is not turned: its rotary embedding is missing",
     "v-turned": "v is turned as well; only q and k are",
-    "angle-negative-of-k": "k is turned by the negative angle",
+    "angle-negative-of-k": "k is turned by the negative angle; q is not",
     "positions-shifted": "q stands one position further on than k: both begin at 0",
     "neighbours": "neighbouring numbers are paired; `rope` pairs x[i] with x[i + D / 2]",
     "heads-interleaved": "the query heads read the key heads in another order: head h reads key head h // group",
-    "first-key-head": "every query head reads the first key head",
+    "first-key-head": "every query head reads the first key head; head h reads key head h // group",
     "scale-missing": "the scores are not divided by the square root of D",
     "scale-twice": "the scores are divided by the square root of D twice",
 }  # fmt: skip

@@ -35,6 +35,9 @@ class SimulatedGpu:
         self._now = 0.0  # of the CPU
         self._ends: deque[float] = deque()  # of the kernels under way
 
+    def __repr__(self) -> str:
+        return f"SimulatedGpu at {self._now:.3f} ms"
+
     def clock(self) -> float:
         """The CPU's clock in milliseconds, as time.perf_counter() * 1000 is."""
         self._now += _READING_MS
