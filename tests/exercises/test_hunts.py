@@ -76,7 +76,8 @@ HALF = params([
      "not-lazy"),
     ("10.3", [("first = next(iter(runs.values()))\n    for _ in range(warmup):\n        first()",
                "for run in runs.values():\n        run()")], "first-calls"),
-    ("10.3", [("start = gpu.clock()", "[run() for _ in range(warmup)]\n        start = gpu.clock()")], "not-waited-for"),
+    ("10.3", [("start = gpu.clock()", "[run() for _ in range(warmup)]\n        start = gpu.clock()")],
+     "not-waited-for"),
     ("10.4", [("start = gpu.clock()", "gpu.synchronize()\n        start = gpu.clock()")], "not-waited-for"),
 ])  # fmt: skip
 # Words of a diagnosis, which untouched code is not told.

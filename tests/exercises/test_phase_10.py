@@ -3,6 +3,7 @@
 import functools
 import math
 import statistics
+import time
 
 import pytest
 import torch
@@ -401,7 +402,8 @@ WRONG_TIMES = [
     (scaled(lambda w, r: 1 / r), "divided-twice"),
     (scaled(lambda w, r: 0.9), "wrong-value"),
     (lambda run, gpu, w, r: None, "returned-none"),
-    (lambda run, gpu, w, r: "2 ms", "wrong-type"),
+    (lambda run, gpu, w, r: f"{warm_batch(run, gpu, w, r)} ms", "wrong-type"),
+    (lambda run, gpu, w, r: [run() for _ in range(w + r)] and time.perf_counter() * 0 + 2.0, "clock-not-read"),
 ]
 
 
@@ -432,8 +434,8 @@ def all_in_one(runs, gpu, warmup=10, rounds=20):
     [
         (last_warm, "first-calls"),
         (all_in_one, "all-together"),
-        (lambda runs, gpu, warmup, rounds: [1.0] * len(runs), "wrong-type"),
-        (lambda runs, gpu, warmup, rounds: dict.fromkeys(("a", "b"), 1.0), "wrong-type"),
+        (lambda runs, gpu, warmup, rounds: [gpu.clock()] * len(runs), "wrong-type"),
+        (lambda runs, gpu, warmup, rounds: dict.fromkeys(("a", "b"), gpu.clock()), "wrong-type"),
         (lambda runs, gpu, warmup, rounds: None, "returned-none"),
         (lambda runs, gpu: {}, "wrong-signature"),
     ],

@@ -173,7 +173,7 @@ def _(bottleneck: Callable[..., tuple[str, float, int]]) -> str:
     expect_all_close(
         [(case, x, a / b) for case, x, (a, b) in shares],
         what="the share",
-        tol=1e-4,  # a live profile has digits enough; a rounded share has not
+        tol=0.006,  # two decimals will do
         mistakes={
             "percent": (told(lambda r: 100 * right(r, _own)[0] / right(r, _own)[1]), "that is in percent; 1 is all"),
             "total-times": (
@@ -452,6 +452,9 @@ def _timed(
     runs = {name: gpu.program(name, **how) for name, how in programs.items()}
     with running(case):
         given = answer(next(iter(runs.values())) if single else dict(runs), gpu, **options)
+    if watched() is None and gpu.readings == 0 and given is not None:
+        sentence = "gpu.clock() is never read: other clocks do not know what the simulated GPU does"
+        raise CheckFailed(sentence, diagnosis="clock-not-read", case=case)
     if single:
         given = {next(iter(runs)): given}
     expect(given is not None, "the function returns None: is a `return` missing?", diagnosis="returned-none", case=case)
@@ -1133,11 +1136,12 @@ _WAITS = {
 
 
 class _Seen(TorchDispatchMode):
-    """The operations that are no view, with the tensors they made."""
+    """The operations that make or change a tensor, with the tensors made; a view is none. waits: a value was read."""
 
     def __init__(self) -> None:
         super().__init__()
         self.made: list[tuple[str, list[torch.Tensor]]] = []
+        self.waits = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -1145,7 +1149,8 @@ class _Seen(TorchDispatchMode):
         outputs = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
         made = [x for x in outputs if x.untyped_storage()._cdata not in known]
         name = func.overloadpacket.__name__
-        if made or not outputs or name.endswith("_"):  # else a view
+        self.waits |= name == "_local_scalar_dense"
+        if made or name.endswith("_") or "out" in (kwargs or {}):
             self.made.append((name, made))
         return out
 
@@ -1253,17 +1258,17 @@ def _(prepare: Callable[..., Any], fast_attention: Callable[..., torch.Tensor]) 
         inputs.append((q, k, v, *tables))
         answers.append((case, o, _attention(*inputs[-1])))
     expect_all_close(
-        answers, what="o", tol=2e-5 if dtype == torch.float32 else 5e-3,
+        answers, what="o", tol=2e-5 if dtype == torch.float32 else 1e-2,
         mistakes=lambda: {s: ([_attention(*one, s) for one in inputs], why) for s, why in _LAYER_MISTAKES.items()},
     )  # fmt: skip
     for case, o, _ in answers:
         expect(o.dtype == dtype, f"o should be {dtype} as q is, it is {o.dtype}", diagnosis="wrong-dtype", case=case)
-    operations, moved = _expect_lean(prepare, fast_attention, dtype)
-    return f"{operations} operations, whose results take {moved:.1f} times the bytes of q and k"
+    _expect_lean(prepare, fast_attention, dtype)
+    return f"{len(shapes)} layers, and a call runs no more than it needs"
 
 
-def _expect_lean(prepare: Callable[..., Any], fast: Callable[..., Any], dtype: torch.dtype) -> tuple[int, float]:
-    """CheckFailed where a call runs what it need not; else how many operations it runs, and their bytes."""
+def _expect_lean(prepare: Callable[..., Any], fast: Callable[..., Any], dtype: torch.dtype) -> None:
+    """CheckFailed where a call runs what it need not."""
     __tracebackhide__ = True
     batch, heads, kv_heads, N, D = 2, 8, 2, 72, 16
     case = f"what a call runs with {heads} query heads, {kv_heads} key heads, N={N}, D={D}"
@@ -1276,7 +1281,7 @@ def _expect_lean(prepare: Callable[..., Any], fast: Callable[..., Any], dtype: t
     count, size = len(seen.made), q.element_size() * (q.numel() + k.numel())
     moved = sum(x.numel() * x.element_size() for _, made in seen.made for x in made) / size
     ran = f"{count} operations, whose results take {moved:.1f} times the bytes of q and k"
-    waits = [*waiting.names, *(["item"] if any(name == "_local_scalar_dense" for name, _ in seen.made) else [])]
+    waits = [*waiting.names, *(["item"] if seen.waits else [])]
     for name, made in seen.made:
         for x in made:
             expect(
@@ -1297,9 +1302,10 @@ def _expect_lean(prepare: Callable[..., Any], fast: Callable[..., Any], dtype: t
     )  # fmt: skip
     cos, sin = rope_table(128, D, device=q.device)
     for word, x in (("K", k), ("K", rope(k, cos, sin)), ("V", v)):
-        copies = [y.repeat_interleave(heads // kv_heads, 1).flatten() for y in (x, x.transpose(-1, -2))]
+        copies = [y.repeat_interleave(heads // kv_heads, 1).float().flatten() for y in (x, x.transpose(-1, -2))]
         for name, made in seen.made:
-            if any(y.numel() == c.numel() and torch.allclose(y.flatten(), c, atol=1e-5) for y in made for c in copies):
+            whole = [y.float().flatten() for y in made if y.numel() == q.numel() and y.is_floating_point()]
+            if any(torch.allclose(y, copy, atol=1e-2) for y in whole for copy in copies):
                 raise CheckFailed(
                     f"`{name}` copies {word} for every query head ({ran})", diagnosis="kv-repeated", case=case
                 )
@@ -1314,4 +1320,3 @@ def _expect_lean(prepare: Callable[..., Any], fast: Callable[..., Any], dtype: t
         f"the results of a call's operations take {moved:.1f} times the bytes of q and k, {_MOST_BYTES} are allowed",
         diagnosis="too-many-bytes", case=case,
     )  # fmt: skip
-    return count, moved

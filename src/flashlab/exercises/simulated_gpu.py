@@ -28,11 +28,14 @@ class SimulatedGpu:
     Args:
         blocking: each launch waits for its kernel, which no real GPU does unless CUDA_LAUNCH_BLOCKING=1 is set.
         warm: what a program's first calls take longer is left out.
+    Attributes:
+        readings: how often the clock was read.
     """
 
     def __init__(self, *, blocking: bool = False, warm: bool = False) -> None:
         self._blocking, self._warm = blocking, warm
         self._now = 0.0  # of the CPU
+        self.readings = 0
         self._ends: deque[float] = deque()  # of the kernels under way
 
     def __repr__(self) -> str:
@@ -41,6 +44,7 @@ class SimulatedGpu:
     def clock(self) -> float:
         """The CPU's clock in milliseconds, as time.perf_counter() * 1000 is."""
         self._now += _READING_MS
+        self.readings += 1
         return self._now
 
     def synchronize(self) -> None:
