@@ -127,6 +127,8 @@ def slowest_row(rows, parts, name):
         (reading(share=lambda r, p, n: own(slowest_row(r, p, n)) / sum(map(own, r))), "one-operation"),
         (reading(share=lambda r, p, n: sum(map(own, r)) / sums(r, p)[n]), "inverse"),
         (reading(share=lambda r, p, n: 0.5), "wrong-value"),
+        (lambda r, p: [reading()(r, p)[i] for i in (0, 2, 1)], "exchanged"),
+        (reading(calls=lambda r, p, n: sums(r, p)[n]), "time-for-calls"),
         (reading(calls=lambda r, p, n: sum(x.count for x in r)), "all-calls"),
         (reading(calls=lambda r, p, n: sum(p.get(x.key, "other") == n for x in r)), "rows-for-calls"),
         (reading(calls=lambda r, p, n: slowest_row(r, p, n).count), "one-operation"),
@@ -193,6 +195,9 @@ def test_amdahl_in_several_styles(fn):
         (lambda a, b, s: (factor(a, s), 100 * factor(a * b, s), limit(a * b)), "percent"),
         (lambda a, b, s: (factor(a, s) - 1, factor(a * b, s), limit(a * b)), "gain-for-factor"),
         (lambda a, b, s: (a * (1 - 1 / s), factor(a * b, s), limit(a * b)), "time-saved"),
+        (lambda a, b, s: (factor(1 - a, s), factor(a * b, s), limit(a * b)), "the-rest-faster"),
+        (lambda a, b, s: (factor(a, s), 1 - b + b * factor(a, s), limit(a * b)), "factors-averaged"),
+        (lambda a, b, s: (factor(a, s), factor(a * b, s), limit(a) * limit(b)), "limits-multiplied"),
         (lambda a, b, s: factor(a, s), "wrong-type"),
         (lambda a, b, s: (factor(a, s), factor(a * b, s), "infinite"), "wrong-type"),
     ],
@@ -399,9 +404,12 @@ WRONG_TIMES = [
     (scaled(lambda w, r: r / (w + r)), "warmup-divided"),
     (scaled(lambda w, r: r / w), "warmup-for-rounds"),
     (scaled(lambda w, r: -1), "negative"),
-    (scaled(lambda w, r: 1 / r), "divided-twice"),
+    (scaled(lambda w, r: 1 / r), "rounds-too-small"),
+    (scaled(lambda w, r: (r + 1) / 2), "one-start"),
+    (scaled(lambda w, r: (r - 1) / r), "a-round-not-run"),
+    (scaled(lambda w, r: 1e-9), "nothing-timed"),
     (scaled(lambda w, r: 0.9), "wrong-value"),
-    (lambda run, gpu, w, r: None, "returned-none"),
+    (lambda run, gpu, w, r: print(gpu.clock()), "returned-none"),
     (lambda run, gpu, w, r: f"{warm_batch(run, gpu, w, r)} ms", "wrong-type"),
     (lambda run, gpu, w, r: [run() for _ in range(w + r)] and time.perf_counter() * 0 + 2.0, "clock-not-read"),
 ]
@@ -501,7 +509,7 @@ def test_the_memory_in_several_styles(fn):
         (by_hand(last=0), "parameters", "the last norm counts never"),
         (by_hand(block=lambda V, W, H, K, I: 4 * W * W + 3 * W * I + 2 * W), "parameters", "key heads"),
         (by_hand(block=lambda V, W, H, K, I: 2 * W * W + 2 * W * K + 2 * W * I + 2 * W), "parameters", "SwiGLU"),
-        (by_hand(block=lambda V, W, H, K, I: 2 * W * W + 2 * W * K + 3 * W * I), "parameters", "norm of a block"),
+        (by_hand(block=lambda V, W, H, K, I: 2 * W * W + 2 * W * K + 3 * W * I), "parameters", "(its norms)"),
         (by_hand(block=lambda V, W, H, K, I: W * W + 2 * W * K + 3 * W * I + 2 * W), "parameters", "counts once"),
         (by_hand(gradients=2), "gradients", "2 times"),
         (by_hand(optimizer=1), "optimizer", "two averages"),
@@ -515,11 +523,17 @@ def test_the_memory_in_several_styles(fn):
         (by_hand(eager=lambda x, q, kv, P, l, n2: 4 * (x + 4 * q + 2 * P) + n2), "activations", "(P) counts 2 times"),
         (by_hand(eager=lambda x, q, kv, P, l, n2: 4 * (x + 4 * q + P)), "activations", "(the mask) counts never"),
         (by_hand(eager=lambda x, q, kv, P, l, n2: 4 * (x + 4 * q + P + n2)), "activations", "(the mask) counts 4"),
-        (by_hand(eager=lambda x, q, kv, P, l, n2: 5 * P + 4 * (x + 4 * q)), "activations", "the mask"),
+        (by_hand(eager=lambda x, q, kv, P, l, n2: 6 * P + 4 * (x + 4 * q)), "activations", "the mask"),
         (by_hand(eager=lambda x, q, kv, P, l, n2: 4 * (x + 2 * q + 2 * kv + P) + n2), "activations", "not repeated"),
         (by_hand(eager=lambda x, q, kv, P, l, n2: 4 * (x + 4 * q) + n2), "activations", "(P) counts never"),
         (by_hand(eager=lambda x, q, kv, P, l, n2: 2 * (x + 4 * q + P) + n2), "bytes-forgotten", "2 bytes"),
         (by_hand(eager=lambda x, q, kv, P, l, n2: 4 * (x + 4 * q + P) + n2 + 17), "wrong-value", "should be"),
+        (lambda *a: by_hand()(*a[:8], False), "the-other-attention", "flash=True gives"),
+        (lambda *a: by_hand()(*a[:8], not a[8]), "the-other-attention", "flash=False gives"),
+        (lambda *a: by_hand()(a[0], 1, *a[2:]), "depth-forgotten", "parameters: one block"),
+        (lambda *a: (*by_hand()(*a)[:3], by_hand()(*a)[3] * a[1]), "depth-twice", "twice"),
+        (by_hand(eager=lambda x, q, kv, P, l, n2: 4 * (x + 4 * q + P) + P), "mask-for-each-head", "one for all"),
+        (lambda *a: [x / 2**20 for x in by_hand()(*a)], "unit", "MiB"),
         (lambda *a: by_hand()(*a)[0], "wrong-type", "should be returned"),
         (lambda *a: None, "returned-none", "return"),
         (lambda *a: ("1", 2, 3, 4), "wrong-type", "parameters should be a number"),
@@ -548,9 +562,7 @@ def changed(*changes):
     return scope["turn_kernel"]
 
 
-ONE_LOAD = """    x_tile = X_ptr + batch * stride_xb + head * stride_xh + rows[:, None] * stride_xm"""
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
@@ -564,6 +576,21 @@ ONE_LOAD = """    x_tile = X_ptr + batch * stride_xb + head * stride_xh + rows[:
 )  # fmt: skip
 def test_the_rotation_in_several_styles(changes):
     assert check("10.6", changed(*changes))
+
+
+WHOLE_ROWS = """
+    columns = tl.arange(0, 2 * HALF)
+    whole = rows[:, None] * stride_xm + columns[None, :] * stride_xd
+    x = tl.load(X_ptr + batch * stride_xb + head * stride_xh + whole, mask=rows[:, None] < M, other=0.0).to(tl.float32)
+    x1, x2 = tl.split(tl.permute(tl.reshape(x, [BLOCK_M, 2, HALF]), (0, 2, 1)))
+"""
+
+
+@pytest.mark.slow
+def test_the_rotation_of_whole_rows():
+    head, tail = LINES.split("    x1 = tl.load(")
+    tail = tail.split("\n", 2)[2]
+    assert check("10.6", changed((LINES, head + WHOLE_ROWS + tail)))
 
 
 @pytest.mark.slow
@@ -657,7 +684,7 @@ def test_a_tile_in_several_styles(fn):
 @pytest.mark.parametrize(
     "fn, slug",
     [
-        (tile(ridge="bandwidth / peak"), "ridge-inverted"),
+        (tile(ridge="bandwidth / peak"), "ridge-too-low"),
         (tile(flops="2 * M * N * D"), "one-product"),
         (tile(moved="(M + 2 * N) * D * item"), "q-left-out"),
         (tile(moved="2 * N * D * item"), "kv-only"),
@@ -832,6 +859,10 @@ def copying(q, k, v, t):
                                                       for x in (rope(k, *t), v))), "heads-interleaved"),
         (lambda p, d, device: rope_table(p + 1, d), lambda q, k, v, t: sdpa(rope(q, *t, offset=1), rope(k, *t), v),
          "positions-shifted"),
+        (tables, lambda q, k, v, t: sdpa(*fused_rope(q, k, *t[::-1]), v), "cos-and-sin-exchanged"),
+        (tables, lambda q, k, v, t: sdpa(rope(q, *t), v, rope(k, *t)), "k-and-v-exchanged"),
+        (tables, lambda q, k, v, t: sdpa(*[x.bfloat16() for x in (rope(q, *t), rope(k, *t), v)]).float(),
+         "low-precision"),
         (tables, lambda q, k, v, t: turned_by(rope)(q, k, v, t).transpose(1, 2), "wrong-shape"),
         (tables, lambda q, k, v, t: turned_by(rope)(q, k, v, t).double(), "wrong-dtype"),
         (tables, lambda q, k, v, t: sdpa(*fused_rope(q.mul_(1.5), k, *t), v), "input-modified"),
