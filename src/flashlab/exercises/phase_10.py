@@ -849,6 +849,8 @@ def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, offset: int, 
         c, s = (t.double().flatten()[flat.clamp(max=t.numel() - 1)] for t in (cos, sin))
     elif mistake == "cos-and-sin-exchanged":
         c, s = s, c
+    elif mistake == "first-angle":
+        c, s = c[:, :1], s[:, :1]
     elif mistake == "angle-negative":
         s = -s
     x1, x2 = x.double().chunk(2, -1)
@@ -871,6 +873,8 @@ def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, offset: int, 
         y1, y2 = x1 * c, x2 * c
     elif mistake == "sin-for-both":
         y1, y2 = x1 * c - x2 * s, x1 * c + x2 * s
+    elif mistake == "second-is-the-first":
+        y2 = y1
     elif mistake == "results-exchanged":
         y1, y2 = y2, y1
     elif mistake == "not-turned":
@@ -891,6 +895,8 @@ _TURN_MISTAKES = {
     "first-half-unturned": "the first half of each row is as it was",
     "cos-and-sin-exchanged": "cos and sin are exchanged",
     "sin-for-both": "y2 is x1 cos + x2 sin; it is x1 sin + x2 cos",
+    "second-is-the-first": "y2 is x1 cos - x2 sin, as y1 is; it is x1 sin + x2 cos",
+    "first-angle": "every pair is turned by the angle of pair 0",
     "own-half-only": "each number is multiplied by cos, and the other of its pair is missing",
     "results-exchanged": "y1 is stored where y2 belongs, and y2 where y1 does",
     "halves-exchanged": "x1 is taken from the second half of the row, and x2 from the first",
@@ -965,6 +971,13 @@ def _(turn_kernel: Any) -> str:
         return {s: ([_turned(*one, s) for one in inputs[which]], why) for s, why in _TURN_MISTAKES.items()}
 
     exact = sum(case.find("float32") > 0 for case, *_ in answers)
+    off = [case for case, got, want in answers[:exact] if (got.double() - want).abs().max().item() > 3e-6]
+    expect(
+        not off or any(case.endswith(", contiguous") for case in off),
+        "right where X and Y are contiguous, wrong where they are not: which strides are used, and which are taken for "
+        "granted?",
+        diagnosis="contiguous-only", case=off[0] if off else None,
+    )  # fmt: skip
     expect_all_close(answers[:exact], what="Y", mistakes=lambda: models(slice(exact)), tol=3e-6)
     for case, got, want in answers[exact:]:
         rounding = (want.half().double() - want).abs().max().item()
