@@ -70,7 +70,7 @@ def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, offset: int =
     Raises:
         TypeError, ValueError: an odd head_dim, tables of another head_dim or device, or positions past their end.
     """
-    _check_table(x, cos, sin, offset)
+    check_table(x, cos, sin, offset)
     cos, sin = (table[offset : offset + x.shape[2]].to(x.dtype) for table in (cos, sin))
     x1, x2 = x.chunk(2, dim=-1)
     return torch.cat((x1 * cos - x2 * sin, x1 * sin + x2 * cos), dim=-1)
@@ -201,7 +201,7 @@ def compile_arguments(dtype: torch.dtype, head_dim: int, *, back: bool = False) 
     return pointers | tables | launch_arguments(q, k, q, k, cos, cos, 0, back)
 
 
-def _check_table(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, offset: int) -> None:
+def check_table(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, offset: int) -> None:
     """Raise TypeError or ValueError, a sentence, unless the tables have the angles of x's rows."""
     for name, table in (("cos", cos), ("sin", sin)):
         if not isinstance(table, torch.Tensor):
@@ -229,7 +229,7 @@ def _check(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tenso
     check_qkv(q, k, k, dtypes=DTYPES, on_gpu=not runtime.INTERPRETED, names=("q", "k", "k"))
     if q.shape[2] != k.shape[2]:
         raise ValueError(f"q has {q.shape[2]} rows and k has {k.shape[2]}; row n of both stands at one position")
-    _check_table(q, cos, sin, offset)
+    check_table(q, cos, sin, offset)
 
 
 # ---- as an operator of PyTorch: with a gradient, and under torch.compile ---------------------------------------------

@@ -1,0 +1,475 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Phase 10 · Profiling a transformer
+#
+# You have built the kernels. Now put them where they belong: into a layer, and the layer into a language model. Then ask what has become faster, by how much,
+# and compared with what.
+#
+# The tool for that is a profiler. You learn to read its table line by line, and to notice when it cannot be right. At the end, all kernels of the course
+# stand on one roofline, and all published figures stand beside ours.
+
+# %% [markdown]
+# ## What you will be able to do
+#
+# - read a profiler's table: what is counted twice, what is bound by memory, what is now the slowest part;
+# - recover the shapes of a layer from its FLOPs and bytes;
+# - fuse small operations into one kernel, and predict what that is worth;
+# - time a training step without the mistakes that change the result most;
+# - compute what training keeps in memory, and check it to the byte;
+# - say how close each kernel of this course comes to its GPU's limits.
+
+# %% [markdown]
+# ## What you need first
+#
+# Phase 1: bytes, FLOPs and the roofline. Phases 4 and 5: the door `flash_attention`, and what a backward pass keeps. For section 14 it helps to have seen
+# phases 6 to 9.
+#
+# No GPU is needed. Small sizes run here, large ones were recorded, each with its machine. Where something has not been measured yet, the page says so. About two
+# hours to read, then `exercises/10_profiling_a_transformer.ipynb`.
+
+# %%
+import os
+os.environ["KINETO_LOG_LEVEL"] = "5"  # the profiler's own messages: off, before torch is imported
+os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
+
+import json
+import math
+import re
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import torch
+import triton
+import triton.language as tl
+from torch import nn
+from torch.autograd import DeviceType
+from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
+
+import flashlab
+from flashlab import runtime
+from flashlab.attention.cost import trace_ops
+from flashlab.attention.inputs import one_of
+from flashlab.bench import attention, counterparts, published, roofline
+from flashlab.bench.records import recorded
+from flashlab.figures import curves, profiles, rooflines, show
+from flashlab.figures.panels import panels
+from flashlab.models import memory
+from flashlab.models.language_model import BYTES, SIZES, Config, make_optimizer
+from flashlab.models.rope import check_table, fused_rope, launch_arguments, rope_table
+from flashlab.models.train import distance, train
+from flashlab.triton_tools.watch import hbm_traffic
+
+show.style()
+DEVICE = runtime.device()
+ON_GPU = DEVICE.type == "cuda"
+
+# %% [markdown]
+# ## 1 · The layer
+#
+# An attention layer takes x, `[batch, seq_len, width]`, and returns as much. Three matrices make q, k and v of it. Then attention lets the positions see each
+# other, and a fourth matrix mixes the heads.
+#
+# One thing is missing. Attention sums over keys, and a sum has no order: so it does not know where a key stands. *Rotary embedding* (RoPE) tells it.
+
+# %% [markdown]
+# ### RoPE by hand
+#
+# Take two numbers of a query as a point in the plane, and turn it by an angle that grows with its position. Do the same with the keys. A head has many such
+# pairs, and each turns at its own speed: pair $i$ at position $p$ by the angle $p \cdot 10000^{-2i/D}$.
+#
+# With $D = 2$ there is one pair, and it turns by 1 per position. The point (1, 0) goes to $(\cos p, \sin p)$:
+
+# %%
+# FROM flashlab.models.rope: rope (no docstrings)
+cos, sin = rope_table(4, 2)  # positions 0 to 3, head_dim 2
+point = torch.tensor([1.0, 0.0]).expand(1, 1, 4, 2)
+for p, (a, b) in enumerate(rope(point, cos, sin)[0, 0].tolist()):
+    assert math.isclose(a, math.cos(p), abs_tol=1e-6) and math.isclose(b, math.sin(p), abs_tol=1e-6)
+    print(f"position {p}: ({a:.3f}, {b:.3f})")
+
+# %% [markdown]
+# Why turn? Because the product of two turned vectors depends on the *difference* of their positions, and on nothing else about them. Turn both by 100 more, and
+# nothing changes:
+
+# %%
+generator = torch.Generator().manual_seed(10)
+one_q, one_k = (torch.randn(1, 1, 1, 16, generator=generator, dtype=torch.float64) for _ in range(2))
+tables = [table.double() for table in rope_table(200, 16)]
+score = {}
+for at_q, at_k in ((7, 3), (107, 103), (7, 5)):
+    score[at_q, at_k] = (rope(one_q, *tables, offset=at_q) * rope(one_k, *tables, offset=at_k)).sum().item()
+assert math.isclose(score[7, 3], score[107, 103], abs_tol=1e-5) and abs(score[7, 3] - score[7, 5]) > 0.1
+print("positions 7 and 3, 107 and 103: the same score. 7 and 5: another one")
+
+# %% [markdown]
+# ### Attention, three times
+#
+# `eager_attention` is how many models were written: one line of PyTorch after the other. Several query heads share a key head (grouped-query attention, GQA), so
+# it first repeats K and V. The second one is PyTorch's own fused attention, SDPA. The third one is yours.
+
+# %%
+# FROM flashlab.models.layer: eager_attention, sdpa_attention, flash_attention, ATTENTIONS (no docstrings)
+print(list(ATTENTIONS))
+
+# %% [markdown]
+# Between the projections a layer has no weights. That part, RoPE and attention, is all that this phase changes:
+
+# %%
+# FROM flashlab.models.layer: RotaryAttention (no docstrings)
+
+# %% [markdown]
+# And the whole layer. `unflatten` and `transpose` only change how the same memory is read, so nothing is copied there.
+
+# %%
+# FROM flashlab.models.layer: AttentionLayer (no docstrings)
+
+# %% [markdown]
+# Four variants: the original, SDPA, ours, and ours with RoPE in one kernel (section 4). They have the same weights. Before you time anything, check that they
+# compute the same.
+
+# %%
+VARIANTS = {"original": ("eager", False), "SDPA": ("sdpa", False),
+            "ours": ("flash", False), "ours, fused RoPE": ("flash", True)}
+
+
+def layer_of(name, width=64, heads=4, kv_heads=2):
+    kind, fused = VARIANTS[name]
+    torch.manual_seed(0)
+    layer = AttentionLayer(width, heads, kv_heads, attention=kind, causal=False, fused_rope=fused)
+    return layer.to(DEVICE)
+
+# %%
+x = torch.randn(1, 128, 64, generator=generator).to(DEVICE)
+cos, sin = rope_table(128, 16, device=DEVICE)
+exact = layer_of("original").double()(x.double(), cos.double(), sin.double())
+for name in VARIANTS:
+    error = (layer_of(name)(x, cos, sin).double() - exact).abs().max().item()
+    assert error < 2e-6
+    print(f"{name:17} within 2e-6 of float64")
+
+# %% [markdown]
+# ## 2 · A profile that somebody published
+#
+# A course published the profiler's table of such a layer on an Ampere GPU: 100 runs with the original attention, and 100 with a FlashAttention kernel in Triton.
+# It is float32, without a causal mask. Here are the ten slowest operations of the original.
+
+# %%
+profile_of = {which: [r for r in published.load("gqa_layer_profile") if r["layer"] == which]
+              for which in ("original", "flash")}
+HEADS = ["op", "self_cuda", "self_cuda_pct", "cuda_total", "cuda_mem", "calls", "total_mflops"]
+show.table([[str(r[h])[:46] for h in HEADS] for r in profile_of["original"]], HEADS, align="lrrrrrr")
+
+# %% [markdown]
+# Before you read the times, understand the columns.
+#
+# - **self** is the time of the operation's own kernels. **total** has those of the operations inside it too. So totals overlap: `aten::matmul` calls `aten::bmm`,
+#   and both show 2.267 s. Add up *self*, never *total*.
+# - Rows with `aten::` are operations. The other rows are kernels: the **same time again**, under the name that the GPU knows.
+# - `total_mflops` is computed from shapes, not measured. That makes it useful: it tells the shapes.
+
+# %% [markdown]
+# ### The shape, from the profile alone
+#
+# `aten::bmm` ran 200 times in 100 runs: $QK^\top$ and $PV$. Each has $2 H N^2 D$ FLOPs, where H counts all heads of the batch. `aten::softmax` wrote its P, $H N^2$
+# numbers of 4 bytes. Two equations: their ratio gives D. (The profiler writes Gb where it means GiB.)
+
+# %%
+rows = {r["op"]: r for r in profile_of["original"]}
+flops = float(rows["aten::bmm"]["total_mflops"]) * 1e6 / 200
+scores = 200 * 2**30 / 100 / 4  # H N^2: numbers in P
+print(f"D = {flops / 2 / scores:.2f}, H N^2 = 2^{math.log2(scores):.2f}")
+assert abs(flops / (2 * 512 * 1024**2 * 16) - 1) < 1e-6
+
+# %% [markdown]
+# D = 16 and $H N^2 = 2^{29}$. That fits 512 heads and N = 1024, the shape that the course says: a very small head_dim, and many heads.
+#
+# Now the times. Each line of the original reads tensors and writes one. How fast does it move its bytes?
+
+# %%
+def ms(text):
+    number, unit = re.fullmatch(r"([\d.]+)(us|ms|s)", text).groups()
+    return float(number) * {"us": 1e-3, "ms": 1.0, "s": 1e3}[unit]
+
+
+P, SMALL = 2.0, 512 * 1024 * 16 * 4 / 2**30  # GiB: one N x N matrix of all heads, and one of q, k, v, o
+KERNELS = {"Q K^T": ("ampere_sgemm_128x128_tn", 2 * SMALL + P), "/ sqrt(D)": ("void at::native::vector", 2 * P),
+           "softmax": ("void (anonymous namespace)::softmax", 2 * P), "P V": ("ampere_sgemm_128x128_nn", P + 2 * SMALL)}
+speed = {}
+for line, (kernel, gib) in KERNELS.items():
+    (took,) = (ms(r["self_cuda"]) / 100 for r in profile_of["original"] if r["op"].startswith(kernel))
+    speed[line] = gib * 2**30 / took / 1e6
+    print(f"{line:10} {took:5.1f} ms per run, moves {gib:.2f} GiB: {speed[line]:3.0f} GB/s")
+
+# %% [markdown]
+# Three of the four lines move about 330 GB/s, whatever they compute. That is what *bound by memory* looks like in a profile. Dividing by $\sqrt{D}$, one operation per
+# number, takes as long as a whole softmax.
+
+# %%
+bound = [speed[line] for line in ("Q K^T", "/ sqrt(D)", "softmax")]
+assert max(bound) < 1.02 * min(bound) and speed["P V"] < 0.5 * min(bound)
+print(f"{min(bound):.0f} to {max(bound):.0f} GB/s; P V: {speed['P V']:.0f}")
+
+# %% [markdown]
+# $PV$ is the exception, with less than half that speed. Its kernel is named after a tile of 128 × 128, but the result has only 16 columns. So 7/8 of a tile would be
+# empty. That fits, but nothing here isolates it: a hypothesis.
+#
+# ### What does not fit
+#
+# The four kernels together, and the whole:
+
+# %%
+whole = ms(rows["aten::bmm"]["self_cuda"]) / (float(rows["aten::bmm"]["self_cuda_pct"][:-1]) / 100)
+four = sum(ms(r["self_cuda"]) for r in profile_of["original"] for k, _ in KERNELS.values() if r["op"].startswith(k))
+print(f"whole: {whole / 1e3:.3f} s; the four kernels: {four / 1e3:.3f} s; left: {whole - four:.0f} ms")
+print("repeat_interleave, total:", rows["aten::repeat_interleave"]["cuda_total"])
+assert ms(rows["aten::repeat_interleave"]["cuda_total"]) > whole - four
+
+# %% [markdown]
+# All other kernels together took 193 ms. But repeating K and V has a *total* of 540 ms. Both cannot be kernel times. It ran 400 times in 100 runs, so one call may
+# be inside another one and be counted twice; even then it is too much. What the 540 ms are, the table does not say.
+#
+# You will meet such rows. Do not build on them.
+
+# %% [markdown]
+# ### The same layer with FlashAttention
+
+# %%
+show.table([[str(r[h])[:46] for h in HEADS] for r in profile_of["flash"]], HEADS, align="lrrrrrr")
+after = {r["op"]: r for r in profile_of["flash"]}
+whole_after = ms(after["flash_attentionv2_kernel"]["self_cuda"]) / 0.7575
+print(f"{whole / 1e3:.3f} s became {whole_after:.0f} ms: {whole / whole_after:.1f} times as fast")
+
+# %% [markdown]
+# *What replaced it?* One kernel took the place of four lines, and of the repeating: it takes three quarters of the new time. Bytes in P: none.
+#
+# *What is on top now?* Products, sums, a difference and `cat`. Those are RoPE's small operations. What was hidden behind the scores is now the next thing to do:
+
+# %%
+small = sum(ms(after[op]["self_cuda"]) for op in ("aten::mul", "aten::cat", "aten::add", "aten::sub"))
+print(f"RoPE: {small:.0f} of {whole_after:.0f} ms, {small / whole_after:.0%}; "
+      f"of the original it was {small / whole:.0%}")
+kernel = 4 * 512 * 1024**2 * 16 / (ms(after["flash_attentionv2_kernel"]["self_cuda"]) / 100) / 1e9
+print(f"the attention kernel: {kernel:.1f} TFLOP/s in float32")
+assert 0.2 < small / whole_after < 0.3
+
+# %% [markdown]
+# And what does *8.6 times as fast* tell? That the original was slow. It moves each score to memory and back three times. Any kernel that does not do so wins by much. For
+# a statement about *this* kernel you need another peer: a fused one. Section 5 has it.
+
+# %% [markdown]
+# ## 3 · A profile of your own
+#
+# `torch.profiler.profile` records what happens inside its `with`. Three things have to be right:
+#
+# - **run it before**, outside: a first call compiles, allocates and chooses kernels (section 7);
+# - on a GPU **wait** inside: a launch returns at once, and the kernel runs later;
+# - ask for memory and FLOPs, if you want those columns.
+
+# %%
+def profiled(run, warm=1):
+    """The profile of one call of run, after `warm` others."""
+    for _ in range(warm):
+        run()
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * ON_GPU
+    with profile(activities=activities, profile_memory=True, with_flops=True) as found:
+        run()
+        if ON_GPU:
+            torch.cuda.synchronize()
+    return found
+
+# %% [markdown]
+# `found.key_averages()` has a row per operation. `found.key_averages().table(sort_by=...)` prints them with many columns; here are only those that are read.
+
+# %%
+def slowest(found, most=8):
+    """Rows of the operations with the most own time: GPU time where there is one."""
+    unit = "device" if ON_GPU else "cpu"
+    ops = [r for r in found.key_averages() if r.device_type == DeviceType.CPU]
+    own = {r.key: getattr(r, f"self_{unit}_time_total") for r in ops}
+    ops.sort(key=lambda r: -own[r.key])
+    return [[r.key[:40], r.count, own[r.key] / 1e3, f"{own[r.key] / sum(own.values()):.0%}",
+             getattr(r, f"self_{unit}_memory_usage") / 2**10, r.flops / 1e6] for r in ops[:most]]
+
+COLUMNS = ["operation", "calls", "self ms", "of all", "self KiB", "MFLOP"]
+
+# %%
+profiles_here = {}
+for name in VARIANTS:
+    layer = layer_of(name)
+    profiles_here[name] = profiled(lambda: layer(x, cos, sin))
+
+# %% tags=["nbval-ignore-output"]
+print(f"original, on {torch.cuda.get_device_name() if ON_GPU else 'a CPU'}")
+show.table(slowest(profiles_here["original"]), COLUMNS)
+
+# %% [markdown]
+# Times are different in each run. Read the rest: two columns do not depend on the machine.
+#
+# - *self KiB*: what an operation allocated. At this size, 4 heads and N = 128, one matrix of scores has 256 KiB. Which rows have that?
+# - *MFLOP*: only matrix products and the simple operations are counted, and of a kernel that PyTorch does not know, nothing.
+
+# %%
+squares = {}
+for name in VARIANTS:
+    layer = layer_of(name)
+    ops = trace_ops(lambda: layer(x, cos, sin))
+    squares[name] = [op.name for op in ops if op.bytes_written >= 4 * 4 * 128 * 128]
+    print(f"{name:17} {len(ops):2} operations; write N x N: {', '.join(squares[name]) or 'none'}")
+assert len(squares["original"]) == 3 and not squares["SDPA"] and not squares["ours, fused RoPE"]
+
+# %% [markdown]
+# `trace_ops`, from phase 1, counts what PyTorch dispatches, without views. Three operations of the original write an N × N matrix. The fused ones write none. And the
+# number of operations falls, which matters where each is a launch.
+
+# %% tags=["nbval-ignore-output"]
+print("ours, RoPE in one kernel;", "Triton is " + ("interpreted" if runtime.INTERPRETED else "compiled"))
+show.table(slowest(profiles_here["ours, fused RoPE"]), COLUMNS)
+
+# %% [markdown]
+# Where Triton is interpreted, a kernel's row is the time of a Python program that imitates it. It says nothing about the kernel, and is by far the longest. Then compare the
+# original with SDPA instead: on a CPU its fused kernel is compiled code.
+
+# %% tags=["nbval-ignore-output"]
+show.table(slowest(profiles_here["SDPA"]), COLUMNS)
+
+# %% [markdown]
+# ### In time: the trace
+#
+# A table has no order. The *trace* has: every operation with its beginning and its length, in a JSON file that Chrome invented and many tools read.
+
+# %% tags=["nbval-ignore-output"]
+folder = Path(tempfile.mkdtemp(prefix="flashlab-trace-"))
+traces = {}
+for name, found in profiles_here.items():
+    path = folder / f"{name.replace(', ', '_').replace(' ', '_')}.json"
+    found.export_chrome_trace(str(path))
+    traces[name] = json.loads(path.read_text())
+    print(path.stat().st_size // 1024, "KiB:", path.name)
+print("in", folder.name, "of", tempfile.gettempdir())
+
+# %% [markdown]
+# Open such a file in your browser: go to `https://ui.perfetto.dev` and drop it there, or to `chrome://tracing` in Chrome and press *Load*. Both work on your machine and
+# send nothing anywhere. Zoom with W and S, move with A and D, click a bar for its name.
+#
+# Inside it is a list of events. `ph: "X"` is a bar with a beginning `ts` and a length `dur`, in microseconds:
+
+# %% tags=["nbval-ignore-output"]
+bars = [e for e in traces["original"]["traceEvents"] if e.get("ph") == "X" and e.get("cat") == "cpu_op"]
+for e in [e for e in bars if e["name"] in ("aten::softmax", "aten::bmm")][:3]:
+    print(e["name"], {key: e[key] for key in ("ts", "dur", "tid")})
+
+# %% tags=["nbval-ignore-output"]
+KINDS = {"products": ("blue", ["mm", "matmul", "linear"]), "softmax": ("orange", ["softmax"]),
+         "attention kernel": ("green", ["scaled_dot", "flashlab::triton"]), "division": ("red", ["div"]),
+         "RoPE": ("purple", ["mul", "sub", "add", "cat", "rope"]), "K and V repeated": ("sky", ["repeat", "copy"])}
+fig, axes = plt.subplots(3, 1, figsize=(8.6, 5.4))
+for ax, name in zip(axes, ("original", "SDPA", "ours, fused RoPE")):
+    profiles.timeline(ax, profiles.operations(traces[name]), KINDS, name)
+axes[-1].set_xlabel("microseconds")
+plt.show()
+
+# %% [markdown]
+# *One line per processor. Each picture has its own time scale. Gaps are the time between operations: Python, and on a GPU the launches.*
+#
+# On a GPU look at both lines. If the GPU's has gaps while the CPU's has none, the kernels are too short for their launches. Then a faster kernel gains nothing, and fusing
+# or `torch.compile` does.
+
+# %% [markdown]
+# ## 4 · What is on top now: RoPE
+#
+# Count what `rope` does, as phase 1 counted attention. With $n$ numbers in q:
+
+# %%
+q, k = (torch.randn(1, heads, 128, 16, generator=generator).to(DEVICE) for heads in (4, 2))
+n, e = q.numel(), 4
+table_bytes = 128 * 8 * e  # one of cos and sin
+ops = trace_ops(lambda: rope(q, cos, sin))
+moved = sum(op.bytes_read + op.bytes_written for op in ops)
+print([op.name for op in ops])
+assert len(ops) == 7 and moved == 9 * n * e + 4 * table_bytes
+print(f"7 operations move 9 n numbers, and 4 times a table: {moved} bytes")
+
+# %% [markdown]
+# Four products, each of half the numbers: read n/2, write n/2, so 4 n. A difference and a sum: 1.5 n each. `cat`: 2 n. Together 9 n. But each number only has to be read
+# once and written once: **2 n**.
+#
+# So one kernel should need about 4.5 times less time. What would that be worth to the published layer, if the kernel moves 330 GB/s too?
+
+# %%
+mib = (32 + 16) * 2**20  # q; k has half as many heads, as the bytes of `cat` say
+assert abs(float(after["aten::cat"]["cuda_mem"].split()[0]) * 2**30 / 100 / mib - 1) < 0.01
+fused_ms = 2 * mib / (min(bound) * 1e6)
+print(f"RoPE now {small / 100:.2f} ms per run; in one kernel {fused_ms:.2f} ms")
+print(f"the layer: {whole_after / 100:.2f} ms would become {(whole_after - small) / 100 + fused_ms:.2f} ms")
+
+# %% [markdown]
+# A prediction, not a measurement. About a fifth of the layer, for a kernel of thirty lines. Here it is.
+#
+# One program takes BLOCK_M positions. It loads their angles once, and uses them for several heads of q and of k:
+
+# %%
+# FROM flashlab.models.rope: rotate_heads, rope_kernel
+
+# %% [markdown]
+# - `rotate_heads` is the formula: two halves of a row, each read once and written once.
+# - `BACK` turns by the negative angle. That undoes a rotation, and it is also its gradient: so the backward pass is the same kernel.
+# - It computes in float32, whatever the dtype of q and k. The small operations round after each of their steps.
+# - Strides are passed for each axis, so q may be a view, as it is in the layer.
+
+# %% [markdown]
+# The launch: one program per block of rows, per batch, and per group of heads.
+
+# %%
+turned_q, turned_k = torch.empty_like(q), torch.empty_like(k)
+arguments = launch_arguments(q, k, turned_q, turned_k, cos, sin, 0, False)
+blocks = triton.cdiv(q.shape[2], arguments["BLOCK_M"])
+rope_kernel[(q.shape[0] * blocks * arguments["parts"],)](q, k, turned_q, turned_k, cos, sin, **arguments)
+for name, ours, theirs in (("q", turned_q, rope(q, cos, sin)), ("k", turned_k, rope(k, cos, sin))):
+    assert torch.allclose(ours, theirs, atol=1e-6)
+    print(f"{name} turned: as by the small operations")
+
+# %% [markdown]
+# In low precision the two are not equal. Which one is closer to float64?
+
+# %%
+exact = rope(q.bfloat16().double(), cos.double(), sin.double())
+low = q.bfloat16(), k.bfloat16()
+error = {"seven operations": rope(low[0], cos, sin), "one kernel": fused_rope(*low, cos, sin)[0]}
+error = {name: (turned.double() - exact).abs().max().item() for name, turned in error.items()}
+assert error["one kernel"] < 0.75 * error["seven operations"]
+print("bf16: the largest error of one kernel is below 3/4 of that of seven operations")
+
+# %% [markdown]
+# So fusing is not only faster: what is not stored is not rounded. And its bytes? `hbm_traffic` from phase 3 counts them, without caches.
+
+# %%
+traffic = hbm_traffic(fused_rope, q, k, cos, sin)
+both = (q.numel() + k.numel()) * e
+assert traffic.bytes_written == both and traffic.bytes_read == both + 2 * table_bytes
+print("q and k: read once, written once; the tables: read once")
+
+# %% [markdown]
+# And the gradient, against the small operations:
+
+# %%
+gradients = []
+for way in (fused_rope, lambda q, k, cos, sin: (rope(q, cos, sin), rope(k, cos, sin))):
+    inputs = [y.clone().requires_grad_() for y in (q, k)]
+    loss = sum((y**3).sum() for y in way(*inputs, cos, sin))
+    gradients.append(torch.autograd.grad(loss, inputs))
+for name, a, b in zip(("dq", "dk"), *gradients):
+    assert torch.allclose(a, b, rtol=1e-5, atol=1e-5)
+    print(f"{name}: the same")
