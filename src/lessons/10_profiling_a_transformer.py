@@ -36,7 +36,7 @@
 
 # %%
 import os
-os.environ["KINETO_LOG_LEVEL"] = "5"  # the profiler's own messages: off, before torch is imported
+os.environ["KINETO_LOG_LEVEL"] = "99"  # the profiler's own messages: off, before torch is imported
 os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
 
 import json
@@ -49,21 +49,21 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from IPython.display import display
 import matplotlib.pyplot as plt
 import torch
-import triton
-import triton.language as tl
 from torch import nn
 from torch.autograd import DeviceType
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 import flashlab
+import triton
+import triton.language as tl
 from flashlab import runtime
 from flashlab.attention.cost import trace_ops
 from flashlab.attention.inputs import one_of
-from flashlab.bench import attention, counterparts, published, roofline
-from flashlab.bench.records import recorded
+from flashlab.bench import attention, counterparts, layer as layers, lm, published, roofline
 from flashlab.figures import curves, profiles, rooflines, show
 from flashlab.figures.panels import panels
 from flashlab.models import memory
@@ -473,3 +473,216 @@ for way in (fused_rope, lambda q, k, cos, sin: (rope(q, cos, sin), rope(k, cos, 
 for name, a, b in zip(("dq", "dk"), *gradients):
     assert torch.allclose(a, b, rtol=1e-5, atol=1e-5)
     print(f"{name}: the same")
+
+# %% [markdown]
+# ## 5 · The same layer on one machine, with fair peers
+#
+# The published shape again, and one of today: batch 4, 32 query heads, 8 key heads, N = 4096, D = 128, bf16, causal, with its projections. `flashlab bench layer` times
+# the layer, and attention alone, in turns with:
+#
+# - the original, and what torch.compile makes of it;
+# - ours, with RoPE apart and in one kernel;
+# - SDPA with the backend that it chooses, and with each backend by name.
+
+# %%
+data = layers.record()
+for case in ("published", "present"):
+    print(f"{case}: {layers.CASES[case]}")
+    display(layers.times_table(data, case))
+
+# %% [markdown]
+# Two ratios from that table, of the forward pass. The first one is what such courses print. The second one is with the fastest of PyTorch's own kernels, so that a speedup
+# over a weak baseline is not mistaken for speed.
+
+# %%
+for case in ("published", "present"):
+    for scope in layers.SCOPES:
+        best = layers.best_sdpa(data, case, scope)
+        found = {over: layers.ratio(data, case, layers.OURS, over, scope) for over in (layers.ORIGINAL, best) if over}
+        said = [f"{ratio:.2f} times as fast as {over}" for over, ratio in found.items() if ratio]
+        print(f"{case}, {scope}: ours is " + (", ".join(said) or layers.NOT_YET))
+
+# %% [markdown]
+# Read the two profiles of the published shape as you read the published one: self times, kernels or operations but never both, bytes by formula.
+
+# %%
+for name in (layers.ORIGINAL, layers.OURS):
+    print(f"{name}, the published shape, kernels only:")
+    display(layers.profile_table(data, "published", name, most=8, kernels=True))
+
+# %% [markdown]
+# And one call of each in time, where it was recorded. All have one scale, so the lengths compare.
+
+# %%
+recorded = {name: layers.timeline(data, "published", name) for name in (layers.ORIGINAL, layers.APART, layers.OURS)}
+recorded = {name: [("GPU", e.name, e.start_us, e.us) for e in events if e.where.startswith("stream")]
+            for name, events in recorded.items() if events}
+print("timelines recorded:", len(recorded))
+if recorded:
+    fig, axes = plt.subplots(len(recorded), 1, figsize=(8.6, 4.6), sharex=True, squeeze=False)
+    for ax, (name, events) in zip(axes.flat, recorded.items()):
+        profiles.timeline(ax, events, profiles.KERNEL_KINDS, f"{name}, {data['machine']['gpu']}")
+    ax.set_xlabel("microseconds")
+    plt.show()
+
+# %% [markdown]
+# ## 6 · A language model around it
+#
+# A decoder-only transformer repeats two steps: attention, and a small network for each position alone. Each reads a *normalised* x and adds its result to x.
+#
+# **RMSNorm** divides a row by the root of its mean square, and multiplies by a learned weight. For the row (3, 4) that root is $\sqrt{(9 + 16)/2} = \sqrt{12.5}$:
+
+# %%
+norm = nn.RMSNorm(2, eps=0.0)  # its weight starts as 1
+row = norm(torch.tensor([3.0, 4.0]))
+assert torch.allclose(row, torch.tensor([3.0, 4.0]) / 12.5**0.5)
+print([round(number, 4) for number in row.tolist()], "mean square:", round((row**2).mean().item(), 4))
+
+# %% [markdown]
+# **SwiGLU** is the small network. It makes two wide rows of x. One of them, through $\text{silu}(a) = a / (1 + e^{-a})$, decides how much of the other passes.
+
+# %%
+# FROM flashlab.models.language_model: SwiGLU, Block (no docstrings)
+
+# %% [markdown]
+# The model: an embedding for each token, `depth` blocks, a norm, and a matrix that gives a score to each token that may come next. That matrix is the embedding again
+# (*tied*).
+
+# %%
+# FROM flashlab.models.language_model: LanguageModel (no docstrings)
+
+# %% [markdown]
+# One step of training. `autocast` computes the matrix products in a shorter dtype, if one is given. `clip_grad_norm_` keeps a rare large gradient from doing harm.
+
+# %%
+# FROM flashlab.models.language_model: train_step (no docstrings)
+
+# %% [markdown]
+# The sizes are those of the GPT-2 family. How many numbers does each learn? By formula, and counted on the device `meta`, where a tensor has a shape but no memory:
+
+# %%
+rows = []
+for size, shape in SIZES.items():
+    with torch.device("meta"):
+        counted = sum(weight.numel() for weight in LanguageModel(shape).parameters())
+    assert counted == shape.parameters()
+    rows.append([size, shape.width, shape.depth, shape.heads, shape.head_dim, counted / 1e6])
+show.table(rows, ["size", "width", "depth", "heads", "head_dim", "million parameters"])
+
+# %% [markdown]
+# Only a string differs between the variants of the model: `attention="eager"`, `"sdpa"` or `"flash"`. From the same seed all three have the same weights. So they must have the same
+# loss. Before training, a model knows nothing, and guessing among 256 bytes costs $\ln 256 = 5.55$:
+
+# %%
+SMALL_MODEL = Config(width=32, depth=2, heads=4, kv_heads=2, vocabulary=BYTES, positions=64)
+
+
+def build(**changes):
+    torch.manual_seed(0)
+    return LanguageModel(replace(SMALL_MODEL, **changes)).to(DEVICE)
+
+tokens = torch.randint(BYTES, (2, 65), generator=generator).to(DEVICE)
+losses = {kind: build(attention=kind)(tokens[:, :-1], tokens[:, 1:]).item() for kind in ATTENTIONS}
+assert max(losses.values()) - min(losses.values()) < 1e-5 and abs(losses["eager"] - math.log(256)) < 0.05
+print("three attentions, one loss; within 0.05 of a guess:", abs(losses["eager"] - math.log(256)) < 0.05)
+
+# %% [markdown]
+# ## 7 · Timing a step: the first one is another thing
+#
+# Three parts of a step are timed apart: forward, backward, and the optimiser. `wait` is the line that is most often forgotten. On a GPU, PyTorch launches kernels and goes on; without it
+# you time the launching.
+
+# %%
+def wait():
+    if ON_GPU:
+        torch.cuda.synchronize()
+
+
+def timed(run):
+    """(what run returns, its milliseconds)"""
+    wait()
+    begin = time.perf_counter()
+    result = run()
+    wait()
+    return result, 1e3 * (time.perf_counter() - begin)
+
+# %%
+def first_steps(model, steps=8):
+    """Milliseconds of forward, backward and optimiser of the first steps of a new model."""
+    optimizer, found = make_optimizer(model), {"forward": [], "backward": [], "optimiser": []}
+    for _ in range(steps):
+        loss, took = timed(lambda: model(tokens[:, :-1], tokens[:, 1:]))
+        found["forward"].append(took)
+        found["backward"].append(timed(loss.backward)[1])
+        found["optimiser"].append(timed(optimizer.step)[1])
+        optimizer.zero_grad()
+    return found
+
+# %% [markdown]
+# Two models: one as it is, and one through `torch.compile`. The backend `aot_eager` traces forward and backward, but generates no code. So its first call is still cheap for a compiled one.
+
+# %%
+steps = {"eager": first_steps(build())}
+compiled_model = build()
+compiled_model.compile(backend="aot_eager")
+steps["compiled"] = first_steps(compiled_model)
+later = {name: statistics.median(found["forward"][2:]) for name, found in steps.items()}
+assert steps["compiled"]["forward"][0] > 5 * later["compiled"]
+print("compiled: the first forward pass takes more than 5 times as long as later ones")
+
+# %% tags=["nbval-ignore-output"]
+fig, axes = plt.subplots(1, 2, figsize=(8.6, 3.2), sharey=True)
+for ax, (name, found) in zip(axes, steps.items()):
+    lines = [(part, range(1, 9), found[part], hue, "o-")
+             for part, hue in (("forward", "blue"), ("backward", "orange"), ("optimiser", "green"))]
+    curves.curves(ax, lines, log="y", size=5, xlabel="step", title=name, ylabel="ms" if ax is axes[0] else "")
+plt.show()
+
+# %% [markdown]
+# *The first eight steps of a new model, one by one; a logarithmic axis. What a mean over them says:*
+
+# %% tags=["nbval-ignore-output"]
+for name, found in steps.items():
+    mean, median = statistics.mean(found["forward"]), statistics.median(found["forward"][2:])
+    print(f"{name:8} forward: first {found['forward'][0]:8.2f} ms, mean of 8 {mean:7.2f}, "
+          f"median after 2 of warm-up {median:6.2f}")
+
+# %% [markdown]
+# What is in a first call? It depends: reading kernels from disk, choosing one for each matrix product, memory that has to be asked of the system, Triton's and torch.compile's compilers.
+#
+# The optimiser has a first call of its own. AdamW keeps two averages per weight, and makes them when it is first called. So the *memory* of the first step is not that of the second
+# either:
+
+# %%
+model = build()
+optimizer = make_optimizer(model)
+print("averages before the first step:", len(optimizer.state))
+train_step(model, optimizer, tokens[:, :-1], tokens[:, 1:])
+averages = sum(x.numel() for state in optimizer.state.values() for x in state.values() if x.ndim)
+assert averages == 2 * SMALL_MODEL.parameters()
+print(f"after it: {averages} numbers, 2 for each of {SMALL_MODEL.parameters()} weights")
+
+# %% [markdown]
+# ### A published table, under suspicion
+#
+# A course printed the mean seconds of 10 steps. The machine is not named. Look at the forward pass of the same model in its two runs:
+
+# %%
+table = {(r["run"], r["model"]): r for r in published.load("lm_forward_backward")}
+show.table([[*key, 1e3 * r["avg_forward_s"], 1e3 * (r["avg_backward_s"] or math.nan)] for key, r in table.items()],
+           ["run", "model", "forward, ms", "backward, ms"])
+alone, beside = (1e3 * table[run, "sm"]["avg_forward_s"] for run in ("forward_only", "forward_backward"))
+assert beside > 2.5 * alone and beside > 1e3 * table["forward_backward", "sm"]["avg_backward_s"]
+print(f"small: {beside / alone:.1f} times as long; over 10 steps {10 * (beside - alone):.0f} ms more")
+
+# %% [markdown]
+# The same forward pass takes 2.8 times as long if a backward pass follows. And that backward pass is *shorter* than the forward pass, although it has twice its matrix products.
+#
+# *Predict:* name two mistakes of timing, each of which could make such a table.
+#
+# <details><summary>Answer</summary>
+#
+# A first call in the mean: one forward pass of about 440 ms among ten would be enough. Or no waiting: then a part is charged with work that an earlier part has launched. The table
+# cannot tell which, or whether it was either.
+#
+# </details>

@@ -16,9 +16,16 @@ from matplotlib.patches import Patch
 
 from flashlab.figures.show import COLORS
 
-__all__ = ["allocated", "operations", "timeline"]
+__all__ = ["KERNEL_KINDS", "allocated", "operations", "timeline"]
 
 Event = tuple[str, str, float, float]  # "CPU" or "GPU", its name, when it begins, how long it takes; microseconds
+
+KERNEL_KINDS = {
+    "attention in one kernel": ("green", ("flash", "fmha", "attention", "cudnn")),
+    "products": ("blue", ("gemm", "nvjet", "cutlass", "xmma")), "softmax": ("orange", ("softmax",)),
+    "RoPE in one kernel": ("purple", ("rope_kernel",)), "operations on single numbers": ("red", ("elementwise", "CatArray")),
+}  # fmt: skip
+"""What the names of a GPU's kernels tell of them, for `timeline`."""
 
 _UNITS = {"cpu_op": "CPU", "kernel": "GPU", "gpu_memcpy": "GPU", "gpu_memset": "GPU"}
 
