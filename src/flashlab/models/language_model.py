@@ -208,7 +208,7 @@ def train_step(
     """One step: forward, backward, the gradients cut to a norm of 1, and the update. Returns the loss, a scalar.
 
     Args:
-        model: a `LanguageModel`, or what torch.compile made of it. tokens, targets: [batch, seq_len], int64.
+        model: a `LanguageModel`, compiled or not. tokens, targets: [batch, seq_len], int64.
         autocast: matrix products are computed in this dtype; the weights stay as they are. None is their own.
     """
     with torch.autocast(tokens.device.type, dtype=autocast, enabled=autocast is not None):
