@@ -4,9 +4,9 @@
     flashlab bench layer --quick     # tiny shapes, on a CPU too, where Triton is interpreted
 
 Two cases. "published" is the shape of published/gqa_layer_profile.csv: batch * heads 512, N 1024, D 16, float32. Its
-figures tell the rest. K and V take 64 MiB per run when repeated, and the products of the rotary embedding 96 MiB, which
-is 64 for q and 32 for k: so two query heads share a key head. No operation hides a key, and the two products of matrices
-are those of attention: no mask, no projections. "present" is a layer of today: batch 4, 32 query heads, 8 key heads,
+figures tell the rest. K and V take 64 MiB per run when repeated, and the products of the rotary embedding 96 MiB: 64
+for q and 32 for k. So two query heads share a key head. No operation hides a key, and the two products of matrices are
+those of attention: no mask, no projections. "present" is a layer of today: batch 4, 32 query heads, 8 key heads,
 N 4096, D 128, bf16, causal, with its four projections.
 
 original                  K and V repeated, the scores in memory, RoPE in PyTorch's small operations
@@ -30,7 +30,7 @@ profile    case, pass, layer (a name from above); op, kernel (true: it ran on th
            call of CUDA), runs, calls, device_ms, self_device_ms, cpu_ms, self_cpu_ms, device_bytes, self_device_bytes,
            cpu_bytes, flops (or null); totals of all runs. The TOP rows by self_device_ms (by self_cpu_ms on a CPU), and
            what the published table names. total_ms: of all kernels in all runs
-timeline   case, pass, layer; one row: span_us, kernels, left_out, and events [name, start us, duration us, where], where
+timeline   case, pass, layer; one row: span_us, kernels, left_out, and events [name, start us, duration us, where]; "where"
            is "stream 7" for a kernel and "thread 1" for an operation that no other one called
 
 What did not run has `unavailable` with the reason in place of figures; "out of memory: ..." begins that of memory.
@@ -39,7 +39,7 @@ Readers, all of which take `record()`, and say "not measured yet" where a record
 
 record() -> Data                                                   the recorded run, or one without rows
 times(data, case, scope="layer", which="forward") -> dict[str, float]             milliseconds by name, in NAMES' order
-times_table(data, case) -> Table                                   every name: ms of each scope and pass, MiB, times as fast
+times_table(data, case) -> Table                                   every name: ms, MiB, times as fast
 ratio(data, case, name, over, scope="layer", which="forward") -> float | None     how many times as fast `name` is
 best_sdpa(data, case, scope="layer", which="forward") -> str | None               the fastest of SDPA, not compiled
 profile(data, case, layer, which="forward") -> list[Row]           the rows of a profile, the dearest first
@@ -59,7 +59,6 @@ import os
 import re
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -164,7 +163,7 @@ Attention = Callable[..., torch.Tensor]  # (q, k, v, *, causal) -> o
 
 
 def sdpa_by(backend: SDPBackend, repeat: bool) -> Attention:
-    """scaled_dot_product_attention by one backend, grouped heads and all; repeat: K and V for every query head first."""
+    """scaled_dot_product_attention by one backend, grouped heads too; repeat: K and V for every query head first."""
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool) -> torch.Tensor:
         if repeat:
@@ -182,7 +181,7 @@ class Core(RotaryAttention):
         super().__init__("sdpa", causal=causal)
         self.way = attention
 
-    def forward(self, q, k, v, cos, sin):  # type: ignore[no-untyped-def]
+    def forward(self, q, k, v, cos, sin):
         return self.way(rope(q, cos, sin), rope(k, cos, sin), v, causal=self.causal)
 
 
@@ -201,10 +200,11 @@ def draw(case: Case, scope: str) -> list[torch.Tensor]:
     """What a layer reads, the same each time, each wanting a gradient.
 
     Returns:
-        [x], [batch, seq_len, heads * head_dim], for a layer with projections; else [q, k, v], [batch, heads or kv_heads,
-        seq_len, head_dim].
+        [x], [batch, seq_len, heads * head_dim], for a layer with projections; else [q, k, v], each
+        [batch, heads or kv_heads, seq_len, head_dim].
     """
     generator = torch.Generator(runtime.device()).manual_seed(case.seq_len + case.head_dim)
+    shapes: list[tuple[int, ...]]
     if scope == "layer" and case.projections:
         shapes = [(case.batch, case.seq_len, case.heads * case.head_dim)]
     else:
@@ -378,7 +378,7 @@ _NO_OPS = (CALL, "[memory]", "cudaDeviceSynchronize", "cudaStreamSynchronize", "
 
 
 def profiled(way: Way, runs: int) -> list[Row]:
-    """Rows of torch.profiler's table for some runs of a function, the dearest first: the module's docstring has them."""
+    """Rows of torch.profiler's table for some runs of a function, the dearest first; see the module's docstring."""
     way()
     _wait()
     with torch_profile(activities=_activities(), profile_memory=True, with_flops=True) as found:

@@ -19,19 +19,20 @@ Python, as in training, so where the GPU waits for Python, that is in its time.
 The record's rows, by part:
 
 step       size, attention, dtype, compiled, pass; ms, fastest, slowest, rounds: after WARM steps. pass is "forward",
-           "backward", "optimizer", or "step" for all three, or "forward only": without gradients, not for compiled ones.
+           "backward", "optimizer", or "step" for all three, or "forward only": without gradients; not where compiled.
            warm_up_ms: the same of the first WARM steps, one by one; fresh: nothing was run on the GPU by this process
            before. "step" also has peak_bytes, the most that was allocated, weights and optimizer included; held_bytes,
            what is allocated between two steps; tokens, of a step. Of compiled ones warm_up_ms has the compiler's time,
            and `replaced` says whether it put fused attention in the place of eager
 memory     size, attention, dtype; one row: us and bytes, two lists of one length (SERIES points at most): what is
-           allocated during one step after warm-up, at its highest within each point; ends {pass: us}; peak_bytes; drift,
-           the bytes by which the sum misses what the allocator says at the end. On a CPU only what the step allocates
-limit      attention, dtype, seq_len: one step of a small model that reads bytes, batch 1; N is doubled until a step runs
-           out of memory: peak_bytes, once_ms (one step, not warmed up), or unavailable. The last row is the limit, or has
-           `stopped`, the reason to go no further
+           allocated during one step after warm-up, at its highest within each point; ends {pass: us}; peak_bytes;
+           drift, the bytes by which the sum misses what the allocator says at the end. On a CPU only what the step
+           allocates. The clock is that of Python, which launches ahead of the GPU
+limit      attention, dtype, seq_len: one step of a small model that reads bytes, batch 1; N is doubled until a step
+           runs out of memory: peak_bytes, once_ms (one step, not warmed up), or unavailable. The last row is the limit,
+           or has `stopped`, the reason to go no further
 training   attention, dtype, jitter; one row: losses, in nats per byte, one per step; seconds. jitter not 0: the first
-           weights are changed by less than a rounding; how far that curve is from its own is the noise
+           weights are changed by about a rounding; how far that curve is from eager's own is the noise
 
 What did not run has `unavailable` with the reason in place of figures; "out of memory: ..." begins that of memory.
 
@@ -40,7 +41,7 @@ Readers, all of which take `record()`, and say "not measured yet" or give nothin
 record() -> Data                                                   the recorded run, or one without rows
 passes(data, size, attention, dtype="bfloat16", compiled=False) -> dict[str, Row]   rows of part "step" by pass
 step_table(data, dtype="bfloat16") -> Table                        each size and attention: ms, tokens/s, GiB
-over_sizes(data, which="step", dtype="bfloat16") -> dict[str, tuple[list[str], list[float]]]   ms by attention; its sizes
+over_sizes(data, which="step", dtype="bfloat16") -> dict[str, tuple[list[str], list[float]]]   by attention: sizes, ms
 ratio(data, size, attention, over="eager", which="step", dtype="bfloat16") -> float | None    times as fast
 compiled_table(data, dtype="bfloat16") -> Table                    with torch.compile beside without
 warm_up(data, size="small", dtype="bfloat16", which="step") -> dict[str, tuple[list[float], float]]
@@ -91,8 +92,8 @@ SECONDS = 2.0
 TINY = Config(width=32, depth=2, heads=2, vocabulary=BYTES, positions=64)
 TRAINED = Config(width=384, depth=6, heads=6, vocabulary=BYTES, positions=256)
 STEPS = 300
-JITTER = {"float32": 2.0**-24, "bfloat16": 2.0**-9}
-"""Half of the distance between two numbers near 1."""
+JITTER = {"float32": 2.0**-23, "bfloat16": 2.0**-9}
+"""By how much weights are changed at most, for a measure of noise: about a rounding of this dtype."""
 NOISE = "eager, other roundings"
 SERIES = 400
 LONGEST = 2**20
@@ -179,7 +180,7 @@ class Training:
 
 
 class Watch:
-    """Milliseconds between its calls, each of which names what has ended: of the GPU's clock, or the one on the wall."""
+    """Milliseconds between its calls, each of which names what has ended; by the GPU's clock where there is one."""
 
     def __init__(self) -> None:
         self._marks: list[tuple[str, Any]] = []
@@ -283,11 +284,22 @@ def measure_memory(job: Row) -> list[Row]:
     training = Training(shape, job["dtype"], BATCH if job["size"] != "tiny" else 1, min(SEQ_LEN, shape.positions))
     for _ in range(3):
         training.step()
+    row = traced(training)
+    del training
+    _empty()
+    return [job | row]
+
+
+def traced(training: Training) -> Row:
+    """What a step allocates, as a row has it."""
     marks: list[tuple[str, float]] = []
 
+    def mark(what: str) -> None:
+        marks.append((what, time.time_ns() / 1e3))
+
     def step() -> None:
-        marks.append(("begin", time.time_ns() / 1e3))
-        training.step(lambda what: marks.append((what, time.time_ns() / 1e3)))
+        mark("begin")
+        training.step(mark)
 
     if harness.on_gpu():
         torch.cuda.synchronize()
@@ -297,14 +309,13 @@ def measure_memory(job: Row) -> list[Row]:
     else:
         before, changes = 0, _of_the_cpu(step)
         after = sum(size for _, size in changes)
-    series = list(_running(changes, before))
     zero = marks[0][1]
-    us, most = condensed([(when - zero, held) for when, held in series])
-    del training
-    _empty()
-    ends = {what: round(when - zero, 1) for what, when in marks[1:]}
-    drift = (series[-1][1] if series else before) - after
-    return [job | {"us": us, "bytes": most, "ends": ends, "peak_bytes": max(most, default=before), "drift": drift}]
+    points = [(when - zero, held) for when, held in _running(changes, before)]
+    us, most = condensed(points)
+    return {
+        "us": us, "bytes": most, "ends": {what: round(when - zero, 1) for what, when in marks[1:]},
+        "peak_bytes": max(most, default=before), "drift": (points[-1][1] if points else before) - after,
+    }  # fmt: skip
 
 
 def _of_the_gpu(step: Any) -> list[tuple[float, int]]:
@@ -329,7 +340,7 @@ def _of_the_cpu(step: Any) -> list[tuple[float, int]]:
     """The same on a CPU, as PyTorch's profiler sees it."""
     with torch_profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
         step()
-    kineto = found.profiler.kineto_results.events() if found.profiler else []  # type: ignore[attr-defined]
+    kineto = found.profiler.kineto_results.events() if found.profiler else []
     return sorted((e.start_ns() / 1e3, e.nbytes()) for e in kineto if e.name() == "[memory]")
 
 
@@ -375,15 +386,13 @@ def _once(shape: Config, dtype: str) -> Row:
     """One step: its bytes at the most and its time; or that it ran out of memory."""
     _empty()
     try:
-        training = Training(shape, dtype, 1, shape.positions)
-        found: Row = {"once_ms": timed_step(training)["step"]}
+        found: Row = {"once_ms": timed_step(Training(shape, dtype, 1, shape.positions))["step"]}
         if harness.on_gpu():
             found["peak_bytes"] = torch.cuda.max_memory_allocated()
     except Exception as error:
         if not isinstance(error, torch.OutOfMemoryError | MemoryError):
             raise
         found = {"unavailable": timing.reason(error)}
-    training = None  # type: ignore[assignment]
     _empty()
     return found
 
