@@ -1,6 +1,7 @@
 """The benches, as far as no GPU is needed: what would be measured, what is recorded, and the tables."""
 
 import contextlib
+import importlib
 import json
 import math
 
@@ -8,7 +9,21 @@ import pytest
 import torch
 
 from flashlab.attention import reference
-from flashlab.bench import check, mma, peers, published, records, scalar, timing, triton, validation, walls
+from flashlab.bench import (
+    BENCHES,
+    OF_ALL,
+    check,
+    everything,
+    mma,
+    peers,
+    published,
+    records,
+    scalar,
+    timing,
+    triton,
+    validation,
+    walls,
+)
 from flashlab.bench import resources as resources_bench
 from flashlab.kernels import SERIES, steps
 from flashlab.table import Table
@@ -55,9 +70,21 @@ def test_the_clock_is_sampled_while_something_is_measured():
 def test_without_a_gpu_timing_says_so():
     with pytest.raises(timing.NoGpu, match="timing needs a GPU"):
         timing.interleaved({"nothing": lambda: None})
-    for bench in (walls, triton, scalar, mma):
-        with pytest.raises(timing.NoGpu, match="GPU"):
-            bench.run()
+
+
+@no_gpu
+@pytest.mark.parametrize("name", OF_ALL)
+def test_without_a_gpu_a_bench_measures_nothing_and_says_so(name, tmp_path):
+    row = BENCHES[name]
+    bench = importlib.import_module(f"flashlab.bench.{row.module or name}")
+    with pytest.raises(records.NoGpu, match="GPU"):
+        bench.main(["--out", str(tmp_path / "record.json")])
+    assert not any(tmp_path.iterdir())
+    reason = everything.why_not(name, quick=True)
+    if reason is not None:
+        assert "GPU" in reason
+        with pytest.raises(records.NoGpu, match="GPU"):
+            bench.main(["--quick"])
 
 
 @pytest.mark.parametrize("content", ["plain", "rising"])
