@@ -122,7 +122,8 @@ def _points(gpu: str, triton: str) -> Iterator[Point]:
                 yield _point(6, row["variant"], shape, row["ms"], FLOAT32, dtype="f32")
     for run in of("mma"):
         for row in run["ladder"]:
-            if row["shape"] == list(SHAPE) and not row["causal"] and row["inputs"] == "randn" and "=" not in row["name"]:
+            case = (row["shape"], row["causal"], row["inputs"])
+            if case == (list(SHAPE), False, "randn") and "=" not in row["name"]:
                 if row["name"] == "fa2":
                     yield _point(None, "FlashAttention-2", SHAPE, row["ms"], MMA)
                 else:

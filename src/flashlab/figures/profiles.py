@@ -23,7 +23,8 @@ Event = tuple[str, str, float, float]  # "CPU" or "GPU", its name, when it begin
 KERNEL_KINDS = {
     "attention in one kernel": ("green", ("flash", "fmha", "attention", "cudnn")),
     "products": ("blue", ("gemm", "nvjet", "cutlass", "xmma")), "softmax": ("orange", ("softmax",)),
-    "RoPE in one kernel": ("purple", ("rope_kernel",)), "operations on single numbers": ("red", ("elementwise", "CatArray")),
+    "RoPE in one kernel": ("purple", ("rope_kernel",)),
+    "operations on single numbers": ("red", ("elementwise", "CatArray")),
 }  # fmt: skip
 """What the names of a GPU's kernels tell of them, for `timeline`."""
 

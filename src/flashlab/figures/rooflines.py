@@ -31,7 +31,7 @@ def draw(
         axes: title, ylim and whatever else `Axes.set` takes.
     """
     xs = [x for group in groups.values() for x in group[0]]
-    left, right = min([10.0, *xs]) / 1.6, max([1000.0, *xs]) * 3.2
+    left, right = min([10.0, *xs]) / 1.6, max([1000.0, *xs]) * 6
     x = np.logspace(np.log10(left), np.log10(right), 300)
     for name, top in units.items():
         ax.plot(x, np.minimum(top, memory * x), color=COLORS["grey"], linewidth=1.3)
@@ -41,29 +41,19 @@ def draw(
         ax.plot(at, reached, marker, color=COLORS[color], label=name, markersize=6, linewidth=0)
     ax.set(xscale="log", yscale="log", xlim=(left, right), xlabel="FLOPs per byte that has to move",
            ylabel="TFLOP/s", **axes)  # fmt: skip
-    for side, ordered in _by_side(names).items():
-        _names(ax, ordered, side)
+    _names(ax, names)
     ax.legend(fontsize=8, loc="lower right")
 
 
-def _by_side(names: Mapping[str, tuple[float, float]]) -> dict[str, list[tuple[str, tuple[float, float]]]]:
-    """Names to the right and to the left of their points, in turns where several points are above each other."""
-    found: dict[str, list[tuple[str, tuple[float, float]]]] = {"left": [], "right": []}
-    for i, item in enumerate(sorted(names.items(), key=lambda item: item[1])):
-        found["right" if i % 2 == 0 else "left"].append(item)
-    return found
-
-
-def _names(ax: Axes, names: Sequence[tuple[str, tuple[float, float]]], side: str) -> None:
-    """Write names beside their points, each at least a line above the one below it."""
-    low = dict[float, float]()
-    for name, (x, y) in names:
-        column = round(np.log10(x), 1)
-        at = max(y, low.get(column, 0) * 1.27)
-        low[column] = at
-        sign = 1 if side == "right" else -1
+def _names(ax: Axes, names: Mapping[str, tuple[float, float]]) -> None:
+    """Write names beside their points: in turns to the right and to the left, where points stand above each other."""
+    top = dict[tuple[int, int], float]()  # of the last name, by column and side
+    beside = dict[int, int]()
+    for name, (x, y) in sorted(names.items(), key=lambda item: item[1][1]):
+        column = int(np.log10(x) * 4)
+        beside[column] = side = -beside.get(column, -1)  # 1: to the right
+        at = top[column, side] = max(y, top.get((column, side), 0.0) * 1.27)
         ax.annotate(
-            name, (x, y), (x * (1.22 if sign > 0 else 1 / 1.22), at), fontsize=7.5, va="center",
-            ha="left" if sign > 0 else "right",
+            name, (x, y), (x * 1.25**side, at), fontsize=7.5, va="center", ha="left" if side > 0 else "right",
             arrowprops={"arrowstyle": "-", "color": COLORS["grey"], "linewidth": 0.5, "shrinkA": 1, "shrinkB": 3},
         )  # fmt: skip

@@ -132,17 +132,21 @@ def rope_kernel(
     pairs = tl.arange(0, BLOCK_HALF).to(tl.int64)[None, :]
     inside = (rows < M) & (pairs < HALF)
     position = rows + offset
-    cos = tl.load(COS_ptr + position * stride_cosm + pairs * stride_cosd, mask=inside, other=0.0).to(tl.float32)
-    sin = tl.load(SIN_ptr + position * stride_sinm + pairs * stride_sind, mask=inside, other=0.0).to(tl.float32)
+    cos_ptrs = COS_ptr + position * stride_cosm + pairs * stride_cosd
+    sin_ptrs = SIN_ptr + position * stride_sinm + pairs * stride_sind
+    cos = tl.load(cos_ptrs, mask=inside, other=0.0).to(tl.float32)
+    sin = tl.load(sin_ptrs, mask=inside, other=0.0).to(tl.float32)
     if BACK:
         sin = -sin
     rotate_heads(
         Q_ptr + batch * stride_qb, TURNED_Q_ptr + batch * stride_tqb, heads, part, parts,
-        stride_qh, stride_qm, stride_qd, stride_tqh, stride_tqm, stride_tqd, rows, pairs, cos, sin, inside, HALF,
+        stride_qh, stride_qm, stride_qd, stride_tqh, stride_tqm, stride_tqd,
+        rows, pairs, cos, sin, inside, HALF,
     )  # fmt: skip
     rotate_heads(
         K_ptr + batch * stride_kb, TURNED_K_ptr + batch * stride_tkb, kv_heads, part, parts,
-        stride_kh, stride_km, stride_kd, stride_tkh, stride_tkm, stride_tkd, rows, pairs, cos, sin, inside, HALF,
+        stride_kh, stride_km, stride_kd, stride_tkh, stride_tkm, stride_tkd,
+        rows, pairs, cos, sin, inside, HALF,
     )  # fmt: skip
 
 
