@@ -30,8 +30,8 @@ profile    case, pass, layer (a name from above); op, kernel (true: it ran on th
            call of CUDA), runs, calls, device_ms, self_device_ms, cpu_ms, self_cpu_ms, device_bytes, self_device_bytes,
            cpu_bytes, flops (or null); totals of all runs. The TOP rows by self_device_ms (by self_cpu_ms on a CPU), and
            what the published table names. total_ms: of all kernels in all runs
-timeline   case, pass, layer; one row: span_us, kernels, left_out, and events [name, start us, duration us, where]; "where"
-           is "stream 7" for a kernel and "thread 1" for an operation that no other one called
+timeline   case, pass, layer; one row: span_us, kernels, left_out, and events [name, start us, duration us, where],
+           where the last is "stream 7" for a kernel and "thread 1" for an operation that no other one called
 
 What did not run has `unavailable` with the reason in place of figures; "out of memory: ..." begins that of memory.
 
@@ -96,6 +96,8 @@ RUNS = {"published": 100, "present": 20}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 PUBLISHED_LAYERS = {"original": ORIGINAL, "flash": APART}
 """Which of NAMES is meant by a layer of the published table: its RoPE is small operations in both."""
+OUR_KERNEL = "flash_attention_kernel"
+"""The name of the forward kernel in a profile."""
 
 
 @dataclass(frozen=True)
