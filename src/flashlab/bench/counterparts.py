@@ -41,6 +41,7 @@ class Ours(NamedTuple):
 
 
 Found = tuple[Figure, "Ours | None"]
+_OF_ROWS = ("name", "variant", "pass", "op", "kernel")  # what the rows of one job differ in
 
 
 class Records:
@@ -62,7 +63,10 @@ class Records:
             inside = [row for row in data.get("rows", []) if row.get("part") == part]
             for row in [*data.get(part, []), *inside, *data.get("unavailable", [])]:
                 whole = row.get("name") == "all"  # a job that failed stands for all that it would have measured
-                if all(row.get(k) == v or (whole and k in ("name", "variant", "pass")) for k, v in wanted.items()):
+                if all(
+                    row.get(k) == v or (whole and k in _OF_ROWS and row.get(k) in (None, "all"))
+                    for k, v in wanted.items()
+                ):
                     said = row[column] * unit if column in row else row.get("unavailable")
                     if said is not None:
                         return Ours(said, file, data["machine"]["gpu"] or "a CPU", tuple(row.get("first", ())))

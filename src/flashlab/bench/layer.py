@@ -89,7 +89,7 @@ COMPILED = {"original, compiled": ORIGINAL, "SDPA, compiled": SDPA}
 NAMES = (ORIGINAL, "original, compiled", APART, OURS, SDPA, *BACKENDS, "SDPA, compiled")
 SCOPES = ("layer", "attention")
 PASSES = ("forward", "both")
-TOP = 20
+TOP = 40
 MOST_EVENTS = 300
 RUNS = {"published": 100, "present": 20}
 """Of a profile; as many as were published, so that their totals can stand beside ours. Elsewhere 3."""
@@ -391,18 +391,17 @@ def profiled(way: Way, runs: int) -> list[Row]:
     for a in found.key_averages():
         if a.key in _NO_OPS or a.is_user_annotation:
             continue
-        rows.append(
-            {
-                "op": a.key[:200], "kernel": a.device_type == DeviceType.CUDA, "runs": runs, "calls": a.count,
-                "device_ms": a.device_time_total / 1e3, "self_device_ms": a.self_device_time_total / 1e3,
-                "cpu_ms": a.cpu_time_total / 1e3, "self_cpu_ms": a.self_cpu_time_total / 1e3,
-                "device_bytes": a.device_memory_usage, "self_device_bytes": a.self_device_memory_usage,
-                "cpu_bytes": a.cpu_memory_usage, "flops": a.flops or None,
-            }
-        )  # fmt: skip
+        times = {
+            "device_ms": a.device_time_total, "self_device_ms": a.self_device_time_total,
+            "cpu_ms": a.cpu_time_total, "self_cpu_ms": a.self_cpu_time_total,
+        }  # fmt: skip
+        row: Row = {"op": a.key[:200], "kernel": a.device_type == DeviceType.CUDA, "runs": runs, "calls": a.count}
+        row |= {name: round(us / 1e3, 6) for name, us in times.items()}
+        row |= {"device_bytes": a.device_memory_usage, "self_device_bytes": a.self_device_memory_usage}
+        rows.append(row | {"cpu_bytes": a.cpu_memory_usage, "flops": a.flops or None})
     total = sum(row["self_device_ms"] for row in rows if row["kernel"])
     by = "self_device_ms" if total else "self_cpu_ms"
-    return [row | {"total_ms": total} for row in sorted(rows, key=lambda row: -row[by])]
+    return [row | {"total_ms": round(total, 6)} for row in sorted(rows, key=lambda row: -row[by])]
 
 
 def one_call(way: Way) -> list[Event]:
@@ -485,11 +484,9 @@ def _rows(data: Data, **wanted: Any) -> list[Row]:
 def _time_rows(data: Data, case: str, scope: str, which: str) -> dict[str, Row]:
     """By name, in NAMES' order; the compiled ones from their own part."""
     found = {}
-    for part in ("time", "compiled"):
-        for row in _rows(data, part=part, case=case, scope=scope) if part else ():
-            whole = row["name"] == "all"  # a job that failed stands for all that it would have timed
-            if row["pass"] == which and not whole and (part == "compiled") == (row["name"] in COMPILED):
-                found[row["name"]] = row
+    for row in _rows(data, case=case, scope=scope):
+        if row["pass"] == which and (row["part"] == "compiled") == (row["name"] in COMPILED):
+            found[row["name"]] = row
     return {name: found[name] for name in NAMES if name in found}
 
 
@@ -587,9 +584,10 @@ def short(op: str) -> str:
     if op.startswith(("aten::", "flashlab::", "autograd::")) or not re.search(r"[<(]|::|gemm|nvjet|cutlass|xmma", op):
         return op[:60]
     kind = next((kind for pattern, kind in _KINDS if re.search(pattern, op)), "")
-    what = re.search(r"(\w+?)(?:Functor|_kernel_cuda|_kernel_impl)\b", op.partition("<")[2])
+    inside = op.partition("<")[2]
+    what = re.search(r"CUDAFunctor_(\w+)|(?!Binary|Unary|AUnary|BUnary)\b(\w+?)(?:Functor|_kernel_cuda)\b", inside)
     name = re.sub(r"^void |\(anonymous namespace\)::|<.*", "", op).split("::")[-1]
-    detail = what.group(1).strip("_") if what else name
+    detail = (what.group(1) or what.group(2)).lower() if what else name
     return f"{kind}: {detail}"[:60] if kind else detail[:60]
 
 
