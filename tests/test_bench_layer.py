@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.autograd import DeviceType
 
-from flashlab.bench import harness, layer, published
+from flashlab.bench import harness, layer, peers, published
 from flashlab.bench.layer import CASES, NAMES, OURS, PASSES, SCOPES, Event
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -106,6 +106,13 @@ def test_differences_to_the_original_are_kept():
     assert found.pop("original") is None and all(0 <= x < 1e-5 for x in found.values())
 
 
+def test_compiled_layers_are_timed_beside_the_original_and_ours(monkeypatch):
+    monkeypatch.setitem(peers.COMPILE, "backend", "aot_eager")  # inductor takes minutes here
+    rows = layer.measure({"part": "compiled", "case": "tiny", "scope": "layer", "pass": "forward"})
+    assert [r["name"] for r in rows] == ["original", OURS, *layer.COMPILED] and all("ms" in r for r in rows)
+    assert all(r["difference"] < 1e-5 for r in rows[1:]) and [r.get("replaced") for r in rows[2:]] == [False, False]
+
+
 # ---- profiles --------------------------------------------------------------------------------------------------------
 def test_a_profile_counts_calls_flops_and_bytes():
     a = torch.randn(64, 64)
@@ -144,12 +151,16 @@ def pretended(name, start, us, kernel=False, parent=None, **more):
 
 def test_kernels_are_told_by_their_stream_and_what_is_before_the_call_is_left_out():
     events = [
-        pretended("warm", 10, 5, kernel=True), pretended(layer.CALL, 100, 500, annotation=True),
+        pretended("warm", 10, 5, kernel=True),
+        pretended(layer.CALL, 100, 500, annotation=True),
         pretended(layer.CALL, 105, 400, kernel=True, annotation=True),
-        pretended("aten::mm", 110, 20, parent=layer.CALL), pretended("aten::empty", 112, 3, parent="aten::mm"), pretended("gemm", 150, 300, kernel=True),
-        pretended("MmBackward0", 200, 30), pretended("cudaDeviceSynchronize", 210, 300, parent=layer.CALL),
+        pretended("aten::mm", 110, 20, parent=layer.CALL),
+        pretended("aten::empty", 112, 3, parent="aten::mm"),
+        pretended("gemm", 150, 300, kernel=True),
+        pretended("MmBackward0", 200, 30),
+        pretended("cudaDeviceSynchronize", 210, 300, parent=layer.CALL),
         pretended("later", 700, 30),
-    ]  # fmt: skip
+    ]
     kept = [("aten::mm", 0, 20, "thread 3"), ("gemm", 40, 300, "stream 7"), ("MmBackward0", 90, 30, "thread 3")]
     assert layer.events_of(events) == [Event(*one) for one in kept]
     many = [Event(str(i), float(i), float(i % 7), "stream 7") for i in range(20)]
@@ -188,7 +199,7 @@ def test_a_trace_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
         ("ampere_sgemm_128x128_nn", "matrix product: ampere_sgemm_128x128_nn"),
         ("void (anonymous namespace)::softmax_warp_forward<float, float>", "softmax: softmax_warp_forward"),
         (
-            "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, std::array<char*, 3>>",
+            "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, array<char*, 3>>",
             "elementwise: add",
         ),
         (

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from flashlab.bench import harness, lm, published
+from flashlab.bench import harness, lm, peers, published
 from flashlab.bench.lm import NOISE, PASSES, TINY, WAYS
 from flashlab.models.language_model import SIZES
 
@@ -190,9 +190,9 @@ def test_the_quick_bench_runs_here(tmp_path, capsys):
     assert "tiny" in capsys.readouterr().out and len(lm.losses(data)["eager"]) == 5
 
 
-@pytest.mark.slow
-def test_a_compiled_step_is_measured_too():
+def test_a_compiled_step_is_measured_too(monkeypatch):
+    monkeypatch.setitem(peers.COMPILE, "backend", "aot_eager")  # inductor takes minutes here
     rows = lm.measure(STEP | {"compiled": True})
-    assert {row["pass"] for row in rows} == {*PASSES, "step"} and all("replaced" in row for row in rows)
+    assert {row["pass"] for row in rows} == {*PASSES, "step"} and not any(row["replaced"] for row in rows)
     step = next(row for row in rows if row["pass"] == "step")
-    assert step["warm_up_ms"][0] > 10 * step["fastest"], "the first step compiles"
+    assert step["warm_up_ms"][0] > step["warm_up_ms"][1], "the first step compiles"

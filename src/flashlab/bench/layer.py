@@ -248,7 +248,7 @@ def build(name: str, case: Case, scope: str) -> tuple[nn.Module, Row]:
             module = layer.to(DTYPES[case.dtype])
     if name in COMPILED:
         peers.many_shapes()
-        module.compile(fullgraph=True, dynamic=False)
+        module.compile(**peers.COMPILE)
     return module, about
 
 

@@ -168,7 +168,7 @@ class Training:
             self.model = LanguageModel(shape)
         if compiled:
             peers.many_shapes()
-            self.model.compile(fullgraph=True, dynamic=False)
+            self.model.compile(**peers.COMPILE)
         self.optimizer = make_optimizer(self.model)
         self.autocast = DTYPES[dtype]
         drawn = torch.randint(shape.vocabulary, (batch, seq_len + 1), generator=torch.Generator().manual_seed(0))
@@ -582,7 +582,9 @@ def losses(data: Data, dtype: str = "float32") -> dict[str, list[float]]:
 def apart(data: Data, dtype: str = "float32") -> dict[str, float]:
     """By name: the largest difference of a curve from that of eager, in nats per byte."""
     found = losses(data, dtype)
-    return {name: distance(found["eager"], curve) for name, curve in found.items() if "eager" in found != name}
+    if "eager" not in found:
+        return {}
+    return {name: distance(found["eager"], curve) for name, curve in found.items() if name != "eager"}
 
 
 def published_table(data: Data) -> Table:
