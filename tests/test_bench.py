@@ -158,6 +158,26 @@ def test_every_step_and_every_define_of_each_is_measured():
     assert len(mma.variants((torch.float16, torch.bfloat16))) == 2 * len(found)
 
 
+def test_a_part_builds_and_checks_what_it_measures_and_no_more(monkeypatch):
+    monkeypatch.setattr(mma, "build", lambda wanted: [(v, None) for v in wanted])
+    checked = []
+    monkeypatch.setattr(mma, "verify", lambda v, module: float(checked.append(v) or 0.5))
+    mma._built.cache_clear()
+    try:
+        assert mma.prepare([{"part": "published"}], 0.0, 9) == {"rounds": 9}
+        kernels = set(mma.STAGES_ADA.values()) - {"unfused", "fa2"}
+        assert sorted((v.name, v.head_dim) for v in checked) == sorted((n, d) for n in kernels for d in (64, 128))
+        checked.clear()
+        mma.prepare([{"part": "final"}, {"part": "published"}], 0.0, 9)
+        assert {v.step.name for v in checked} == {"p7_naive", "p8_6_store", SERIES[-1].name}
+        checked.clear()
+        facts = mma.prepare([{"part": part} for part in mma.PARTS if part != "exhibits"], 0.0, 9)
+        assert facts == {"rounds": 9, "worst_error_of_bound": 0.5}
+        assert checked == mma.variants((torch.float16, torch.bfloat16))
+    finally:
+        mma._built.cache_clear()
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_moving_inputs_move_every_rows_maximum_in_every_tile(head_dim):
     torch.manual_seed(0)

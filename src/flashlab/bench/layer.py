@@ -30,8 +30,8 @@ profile    case, pass, layer (a name from above); op, kernel (true: it ran on th
            call of CUDA), runs, calls, device_ms, self_device_ms, cpu_ms, self_cpu_ms, device_bytes, self_device_bytes,
            cpu_bytes, flops (or null); totals of all runs. The TOP rows by self_device_ms (by self_cpu_ms on a CPU), and
            what the published table names. total_ms: of all kernels in all runs
-timeline   case, pass, layer; one row: span_us, kernels, left_out, and events [name, start us, duration us, where]; "where"
-           is "stream 7" for a kernel and "thread 1" for an operation that no other one called
+timeline   case, pass, layer; one row: span_us, kernels, left_out, and events [name, start us, duration us, where],
+           where the last is "stream 7" for a kernel and "thread 1" for an operation that no other one called
 
 What did not run has `unavailable` with the reason in place of figures; "out of memory: ..." begins that of memory.
 
@@ -89,13 +89,15 @@ COMPILED = {"original, compiled": ORIGINAL, "SDPA, compiled": SDPA}
 NAMES = (ORIGINAL, "original, compiled", APART, OURS, SDPA, *BACKENDS, "SDPA, compiled")
 SCOPES = ("layer", "attention")
 PASSES = ("forward", "both")
-TOP = 20
+TOP = 40
 MOST_EVENTS = 300
 RUNS = {"published": 100, "present": 20}
 """Of a profile; as many as were published, so that their totals can stand beside ours. Elsewhere 3."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 PUBLISHED_LAYERS = {"original": ORIGINAL, "flash": APART}
 """Which of NAMES is meant by a layer of the published table: its RoPE is small operations in both."""
+OUR_KERNEL = "flash_attention_kernel"
+"""The name of the forward kernel in a profile."""
 
 
 @dataclass(frozen=True)
@@ -239,15 +241,26 @@ def build(name: str, case: Case, scope: str) -> tuple[nn.Module, Row]:
             core = RotaryAttention("flash", causal=case.causal, fused_rope=True)  # type: ignore[assignment]
         module = core
         if case.projections:
-            with torch.random.fork_rng(), torch.device(runtime.device()):
-                torch.manual_seed(0)
-                layer = AttentionLayer(case.heads * case.head_dim, case.heads, case.kv_heads, causal=case.causal)
-            layer.core = core
-            module = layer.to(DTYPES[case.dtype])
+            module = _projected(core, case)
     if name in COMPILED:
         peers.many_shapes()
-        module.compile(fullgraph=True, dynamic=False)
+        module.compile(**peers.COMPILE)
     return module, about
+
+
+def _projected(core: RotaryAttention, case: Case) -> AttentionLayer:
+    """The layer around a core. Its weights come from a generator of their own: a CUDA graph whose recording failed
+    leaves PyTorch's unusable."""
+    width = case.heads * case.head_dim
+    with torch.device("meta"):
+        layer = AttentionLayer(width, case.heads, case.kv_heads, causal=case.causal).to(DTYPES[case.dtype])
+    layer.to_empty(device=runtime.device())
+    generator = torch.Generator(runtime.device()).manual_seed(0)
+    with torch.no_grad():
+        for weight in layer.parameters():
+            weight.normal_(std=width**-0.5, generator=generator)
+    layer.core = core
+    return layer
 
 
 def _few(case: Case) -> list[torch.Tensor]:
@@ -387,20 +400,19 @@ def profiled(way: Way, runs: int) -> list[Row]:
         _wait()
     rows: list[Row] = []
     for a in found.key_averages():
-        if a.key in _NO_OPS or a.is_user_annotation:
+        if a.key in _NO_OPS or getattr(a, "is_user_annotation", False):
             continue
-        rows.append(
-            {
-                "op": a.key[:200], "kernel": a.device_type == DeviceType.CUDA, "runs": runs, "calls": a.count,
-                "device_ms": a.device_time_total / 1e3, "self_device_ms": a.self_device_time_total / 1e3,
-                "cpu_ms": a.cpu_time_total / 1e3, "self_cpu_ms": a.self_cpu_time_total / 1e3,
-                "device_bytes": a.device_memory_usage, "self_device_bytes": a.self_device_memory_usage,
-                "cpu_bytes": a.cpu_memory_usage, "flops": a.flops or None,
-            }
-        )  # fmt: skip
+        times = {
+            "device_ms": a.device_time_total, "self_device_ms": a.self_device_time_total,
+            "cpu_ms": a.cpu_time_total, "self_cpu_ms": a.self_cpu_time_total,
+        }  # fmt: skip
+        row: Row = {"op": a.key[:200], "kernel": a.device_type == DeviceType.CUDA, "runs": runs, "calls": a.count}
+        row |= {name: round(us / 1e3, 6) for name, us in times.items()}
+        row |= {"device_bytes": a.device_memory_usage, "self_device_bytes": a.self_device_memory_usage}
+        rows.append(row | {"cpu_bytes": a.cpu_memory_usage, "flops": a.flops or None})
     total = sum(row["self_device_ms"] for row in rows if row["kernel"])
     by = "self_device_ms" if total else "self_cpu_ms"
-    return [row | {"total_ms": total} for row in sorted(rows, key=lambda row: -row[by])]
+    return [row | {"total_ms": round(total, 6)} for row in sorted(rows, key=lambda row: -row[by])]
 
 
 def one_call(way: Way) -> list[Event]:
@@ -483,11 +495,9 @@ def _rows(data: Data, **wanted: Any) -> list[Row]:
 def _time_rows(data: Data, case: str, scope: str, which: str) -> dict[str, Row]:
     """By name, in NAMES' order; the compiled ones from their own part."""
     found = {}
-    for part in ("time", "compiled"):
-        for row in _rows(data, part=part, case=case, scope=scope) if part else ():
-            whole = row["name"] == "all"  # a job that failed stands for all that it would have timed
-            if row["pass"] == which and not whole and (part == "compiled") == (row["name"] in COMPILED):
-                found[row["name"]] = row
+    for row in _rows(data, case=case, scope=scope):
+        if row["pass"] == which and (row["part"] == "compiled") == (row["name"] in COMPILED):
+            found[row["name"]] = row
     return {name: found[name] for name in NAMES if name in found}
 
 
@@ -585,9 +595,10 @@ def short(op: str) -> str:
     if op.startswith(("aten::", "flashlab::", "autograd::")) or not re.search(r"[<(]|::|gemm|nvjet|cutlass|xmma", op):
         return op[:60]
     kind = next((kind for pattern, kind in _KINDS if re.search(pattern, op)), "")
-    what = re.search(r"(\w+?)(?:Functor|_kernel_cuda|_kernel_impl)\b", op.partition("<")[2])
+    inside = op.partition("<")[2]
+    what = re.search(r"CUDAFunctor_(\w+)|(?!Binary|Unary|AUnary|BUnary)\b(\w+?)(?:Functor|_kernel_cuda)\b", inside)
     name = re.sub(r"^void |\(anonymous namespace\)::|<.*", "", op).split("::")[-1]
-    detail = what.group(1).strip("_") if what else name
+    detail = (what.group(1) or what.group(2)).lower() if what else name
     return f"{kind}: {detail}"[:60] if kind else detail[:60]
 
 

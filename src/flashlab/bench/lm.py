@@ -28,7 +28,7 @@ memory     size, attention, dtype; one row: us and bytes, two lists of one lengt
            allocated during one step after warm-up, at its highest within each point; ends {pass: us}; peak_bytes;
            drift, the bytes by which the sum misses what the allocator says at the end. On a CPU only what the step
            allocates. The clock is that of Python, which launches ahead of the GPU
-limit      attention, dtype, seq_len: one step of a small model that reads bytes, batch 1; N is doubled until a step
+limit      attention, dtype, seq_len: one step of a small model that reads bytes, batch 4; N is doubled until a step
            runs out of memory: peak_bytes, once_ms (one step, not warmed up), or unavailable. The last row is the limit,
            or has `stopped`, the reason to go no further
 training   attention, dtype, jitter; one row: losses, in nats per byte, one per step; seconds. jitter not 0: the first
@@ -89,7 +89,7 @@ BATCH, SEQ_LEN = 4, 1024
 WARM, ROUNDS = 5, 10
 SECONDS = 2.0
 """Of steps after warm-up: then no more than 3 are done."""
-TINY = Config(width=32, depth=2, heads=2, vocabulary=BYTES, positions=64)
+TINY = Config(width=32, depth=2, heads=2, vocabulary=BYTES, positions=32)
 TRAINED = Config(width=384, depth=6, heads=6, vocabulary=BYTES, positions=256)
 STEPS = 300
 JITTER = {"float32": 2.0**-23, "bfloat16": 2.0**-9}
@@ -110,13 +110,15 @@ def jobs() -> list[Row]:
     found = [_step("small", way, low) for way in WAYS]
     found += [_step(size, "eager", full) for size in SIZE_NAMES.values()]  # the published ones
     found += [_train(way, full, jitter) for way, jitter in (("eager", 0.0), ("flash", 0.0), ("eager", JITTER[full]))]
-    found += [{"part": "memory", "size": "small", "attention": way, "dtype": low} for way in ("eager", "flash", "sdpa")]
+    found += [{"part": "memory", "size": "small", "attention": way, "dtype": low} for way in ("eager", "flash")]
     found += [{"part": "limit", "attention": way, "dtype": low} for way in ("eager", "flash")]
-    found += [_step("xl", way, low) for way in WAYS]
-    found += [_train(way, low, jitter) for way, jitter in (("eager", 0.0), ("flash", 0.0), ("eager", JITTER[low]))]
+    found += [_step("xl", way, low) for way in ("eager", "flash, fused RoPE", "sdpa")]
     found += [_step("small", way, low, compiled=True) for way in ("eager", "flash", "sdpa")]
+    found += [_train(way, low, jitter) for way, jitter in (("eager", 0.0), ("flash", 0.0), ("eager", JITTER[low]))]
     found += [_step(size, way, low) for size in ("large", "medium") for way in WAYS]
+    found += [_step("xl", "flash", low)]
     found += [_step("small", way, full) for way in WAYS if way != "eager"]
+    found += [{"part": "memory", "size": "small", "attention": "sdpa", "dtype": low}]
     found += [{"part": "limit", "attention": "sdpa", "dtype": low}]
     found += [_step(size, way, full) for size in ("medium", "large") for way in WAYS if way != "eager"]
     found += [_step("xl", way, full) for way in WAYS]
@@ -127,7 +129,7 @@ def jobs() -> list[Row]:
 
 def quick_jobs() -> list[Row]:
     """Of every part something, with a tiny model; without torch.compile, which takes its time."""
-    found = [_step("tiny", way, "float32") for way in WAYS]
+    found = [_step("tiny", way, "float32") for way in ("eager", "flash, fused RoPE")]
     found += [{"part": "memory", "size": "tiny", "attention": "eager", "dtype": "float32"}]
     found += [{"part": "limit", "size": "tiny", "attention": "eager", "dtype": "float32"}]
     return [*found, _train("eager", "float32", 0.0) | {"size": "tiny"}]
@@ -144,6 +146,10 @@ def _train(attention: str, dtype: str, jitter: float) -> Row:
 def shape_of(size: str) -> Config:
     """The model of a size; "tiny" too."""
     return TINY if size == "tiny" else config(size)
+
+
+def _batch(job: Row) -> int:
+    return 1 if job.get("size") == "tiny" else BATCH
 
 
 def measure(job: Row) -> list[Row]:
@@ -164,7 +170,7 @@ class Training:
             self.model = LanguageModel(shape)
         if compiled:
             peers.many_shapes()
-            self.model.compile(fullgraph=True, dynamic=False)
+            self.model.compile(**peers.COMPILE)
         self.optimizer = make_optimizer(self.model)
         self.autocast = DTYPES[dtype]
         drawn = torch.randint(shape.vocabulary, (batch, seq_len + 1), generator=torch.Generator().manual_seed(0))
@@ -240,17 +246,18 @@ def measure_step(job: Row) -> list[Row]:
     _empty()
     shape = replace(shape_of(job["size"]), **WAYS[job["attention"]])
     length = min(SEQ_LEN, shape.positions)
-    training = Training(shape, job["dtype"], BATCH if job["size"] != "tiny" else 1, length, job["compiled"])
+    training = Training(shape, job["dtype"], _batch(job), length, job["compiled"])
+    first, least, rounds = (WARM, 3, ROUNDS) if job["size"] != "tiny" else (2, 1, 1)
     about: Row = {"fresh": fresh}
     already = peers.replaced()
     rows: list[Row] = []
     for timed in (timed_step,) if job["compiled"] else (timed_step, timed_forward):
-        warm = [timed(training) for _ in range(WARM)]
+        warm = [timed(training) for _ in range(first)]
         if job["compiled"]:
             about["replaced"] = peers.replaced() > already
         samples: list[dict[str, float]] = []
         begin = time.monotonic()
-        while len(samples) < ROUNDS and (len(samples) < 3 or time.monotonic() - begin < SECONDS):
+        while len(samples) < rounds and (len(samples) < least or time.monotonic() - begin < SECONDS):
             samples.append(timed(training))
         for which in samples[0]:
             row = timing.summary([sample[which] for sample in samples]).row()
@@ -281,7 +288,7 @@ def measure_memory(job: Row) -> list[Row]:
     """One row: what is allocated during a step."""
     _empty()
     shape = replace(shape_of(job["size"]), **WAYS[job["attention"]])
-    training = Training(shape, job["dtype"], BATCH if job["size"] != "tiny" else 1, min(SEQ_LEN, shape.positions))
+    training = Training(shape, job["dtype"], _batch(job), min(SEQ_LEN, shape.positions))
     for _ in range(3):
         training.step()
     row = traced(training)
@@ -363,12 +370,12 @@ def condensed(points: Sequence[tuple[float, int]], most: int = SERIES) -> tuple[
 def measure_limit(job: Row) -> list[Row]:
     """A row for each length, doubled until a step runs out of memory, or would take too long."""
     base = shape_of(job.get("size", "small"))
-    longest = LONGEST if harness.on_gpu() else 64
+    longest = LONGEST if harness.on_gpu() else 64  # where too long a text would fill the machine's own memory
     rows: list[Row] = []
     seq_len = 1024 if harness.on_gpu() else 16
     while True:
         shape = replace(base, vocabulary=BYTES, positions=seq_len, **WAYS[job["attention"]])
-        row = job | {"seq_len": seq_len} | _once(shape, job["dtype"])
+        row = job | {"seq_len": seq_len} | _once(shape, job["dtype"], _batch(job))
         rows.append(row)
         if "unavailable" in row:
             return rows
@@ -382,16 +389,14 @@ def measure_limit(job: Row) -> list[Row]:
         seq_len *= 2
 
 
-def _once(shape: Config, dtype: str) -> Row:
-    """One step: its bytes at the most and its time; or that it ran out of memory."""
+def _once(shape: Config, dtype: str, batch: int) -> Row:
+    """One step: its bytes at the most and its time; or why there is none, which is memory most likely."""
     _empty()
     try:
-        found: Row = {"once_ms": timed_step(Training(shape, dtype, 1, shape.positions))["step"]}
+        found: Row = {"once_ms": timed_step(Training(shape, dtype, batch, shape.positions))["step"]}
         if harness.on_gpu():
             found["peak_bytes"] = torch.cuda.max_memory_allocated()
     except Exception as error:
-        if not isinstance(error, torch.OutOfMemoryError | MemoryError):
-            raise
         found = {"unavailable": timing.reason(error)}
     _empty()
     return found
@@ -564,7 +569,7 @@ def limit_table(data: Data) -> Table:
             cells.setdefault(row["seq_len"], {})[row["attention"]] = said
     names = [way for way in WAYS if any(way in line for line in cells.values())]
     rows = [[n, *(line.get(way, "") for way in names)] for n, line in sorted(cells.items())]
-    caption = f"GiB, a small model that reads bytes, one text, bfloat16, {_where(data)}"
+    caption = f"GiB, a small model that reads bytes, {BATCH} texts, bfloat16, {_where(data)}"
     return Table.of(rows, ["tokens", *names], align="r" * (1 + len(names)), caption=caption if rows else NOT_YET)
 
 
@@ -579,7 +584,9 @@ def losses(data: Data, dtype: str = "float32") -> dict[str, list[float]]:
 def apart(data: Data, dtype: str = "float32") -> dict[str, float]:
     """By name: the largest difference of a curve from that of eager, in nats per byte."""
     found = losses(data, dtype)
-    return {name: distance(found["eager"], curve) for name, curve in found.items() if "eager" in found != name}
+    if "eager" not in found:
+        return {}
+    return {name: distance(found["eager"], curve) for name, curve in found.items() if name != "eager"}
 
 
 def published_table(data: Data) -> Table:
