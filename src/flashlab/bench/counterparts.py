@@ -24,7 +24,7 @@ Row = dict[str, Any]
 
 
 class Figure(NamedTuple):
-    """A published figure: its table, which one it is, and its value; ms, or 10^6 bytes where `label` says so, or "OOM"."""
+    """A published figure: its table, which one it is, and its value: ms, 10^6 bytes where `label` says mb, "OOM"."""
 
     table: str
     label: str
