@@ -16,6 +16,9 @@
 # exercises about timing use a GPU with a simulated clock.
 
 # %%
+import os
+os.environ["KINETO_LOG_LEVEL"] = "99"  # the profiler's own messages: off, before torch is imported
+
 import math
 import statistics
 
@@ -52,6 +55,7 @@ import triton.language as tl
 # The next cell makes a real profile to look at, of the original layer, on this machine.
 
 # %% tags=["nbval-ignore-output"]
+torch.set_num_threads(1)  # so that no operation's time has in it that threads wait for each other
 layer, (cos, sin) = RotaryAttention("eager"), rope_table(256, 32)
 q, k, v = (torch.randn(1, heads, 256, 32) for heads in (8, 2, 2))
 layer(q, k, v, cos, sin)  # a first call, which is not looked at
