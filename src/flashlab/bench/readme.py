@@ -3,6 +3,7 @@
     flashlab bench readme                   # writes README.md, between its marks, and docs/results.svg
     flashlab bench readme --check           # writes nothing; exit status 1 and a sentence where they are out of date
     flashlab bench readme --records FOLDER  # from other records than recorded/
+    flashlab bench readme --json            # only what the figure shows; --out FILE writes it there
 
 Every number is looked up here, and what has not been measured is a dash. So run it after a record has changed.
 """
@@ -10,14 +11,13 @@ Every number is looked up here, and what has not been measured is a dash. So run
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import math
-import os
 import re
 import statistics
-import tempfile
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -290,11 +290,15 @@ def cuda_words(found: All) -> list[str]:
            if (r["name"], r.get("table"), r["inputs"]) == ("fa2", "big", "randn")
            and (key := ("forward", r["shape"][3], r["shape"][2], r["causal"], "FlashAttention-2")) in rows
            and "tflops" in rows[key] and r["shape"][2] in LENGTHS and r["shape"][3] in HEAD_DIMS]  # fmt: skip
-    if fa2:
-        said.append(
-            "¹ The last kernel of phase 9, `mma.sync`, in float16 and in a run of its own. FlashAttention-2 was in "
-            f"that run too, with {min(fa2):.2f} to {max(fa2):.2f} times what stands here."
-        )
+    if any(key[4] == "CUDA" for key in rows):
+        text = "¹ The last kernel of phase 9, `mma.sync`, in float16 and in a run of its own."
+        if fa2:
+            text += (
+                f" FlashAttention-2 was in that run too, with {min(fa2):.2f} to {max(fa2):.2f} times what stands here."
+            )
+        said.append(text)
+    else:
+        said.append("")
     sums = mma.get("summary", {})
     if {"mma_stages_ada", "fa1_f32_fa2_mma_ada"} <= sums.keys():
         a, b = sums["mma_stages_ada"], sums["fa1_f32_fa2_mma_ada"]
@@ -331,15 +335,13 @@ def machine_words(found: All) -> str:
     clocks = []
     for name in RECORDS:
         if m := found[name].get("machine"):
-            cudnn = int(m.get("cudnn") or 0)
-            versions = (
-                f"one {m['gpu']}", f"driver {m.get('driver')}", f"torch {m.get('torch')}", f"triton {m.get('triton')}",
-                f"CUDA {m.get('nvcc') or m.get('cuda')}",
-                f"cuDNN {cudnn // 10000}.{cudnn % 10000 // 100}.{cudnn % 100}",
-            )  # fmt: skip
+            cudnn = m.get("cudnn") and f"{m['cudnn'] // 10000}.{m['cudnn'] % 10000 // 100}.{m['cudnn'] % 100}"
+            versions = {"one": m["gpu"], "driver": m.get("driver"), "torch": m["torch"], "triton": m.get("triton"),
+                        "CUDA": m.get("nvcc") or m.get("cuda"), "cuDNN": cudnn}  # fmt: skip
+            what = ", ".join(f"{part} {version}" for part, version in versions.items() if version)
             clocks += [clock for clock in [(m.get("sm_clock_mhz") or {}).get("median")] if clock]
             when = f"{m['date']}, commit `{m['commit']}`" if m.get("commit") else m["date"]
-            kinds.setdefault(", ".join(versions), {}).setdefault(when, []).append(name)
+            kinds.setdefault(what, {}).setdefault(when, []).append(name)
     if not kinds:
         return "Nothing is recorded yet."
     lines = [
@@ -390,8 +392,6 @@ def digest(data: Mapping[str, Any]) -> str:
 
 def draw(data: Mapping[str, Any]) -> bytes:
     """The figure as SVG, with the digest of its data in it."""
-    import io
-
     import matplotlib
     import matplotlib.pyplot as plt
 
@@ -482,23 +482,8 @@ def stale(root: Path = ROOT, folder: Path | None = None) -> list[str]:
     return said
 
 
-def write(path: Path, data: bytes) -> None:
-    """Write whole or not at all: to a temporary file beside it, then renamed."""
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
-
-
 def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> None:
-    import argparse
-
-    parser = argparse.ArgumentParser(prog=COMMAND, description=(__doc__ or "").partition("\n")[0])
+    parser = records.parser(__doc__, "readme")
     parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 where they are out of date")
     parser.add_argument("--records", type=Path, metavar="FOLDER", help="where the records are")
     given = parser.parse_args(arguments)
@@ -507,13 +492,18 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> None:
     if given.check:
         raise SystemExit("\n".join(stale(root, given.records)) or None)
     found = load(given.records)
-    steps: list[tuple[Path, Callable[[], bytes]]] = [
-        (root / "README.md", lambda: page((root / "README.md").read_text("utf-8"), found).encode()),
-        (root / "docs" / "results.svg", lambda: draw(drawn(found))),
-    ]
-    made = [(path, make()) for path, make in steps]  # both, before one is written
-    for path, content in made:
-        write(path, content)
+    if given.out:
+        records.write_json(given.out, drawn(found))
+    if given.json:
+        print(json.dumps(drawn(found), indent=1))
+    if given.out or given.json:
+        return
+    made = {  # both, before one is written
+        root / "README.md": page((root / "README.md").read_text("utf-8"), found).encode(),
+        root / "docs" / "results.svg": draw(drawn(found)),
+    }
+    for path, content in made.items():
+        records.write_whole(path, content)
         print(f"written: {path.relative_to(root)}")
 
 

@@ -36,6 +36,7 @@ def results(
         title: of the bars.
     """
     figure = plt.figure(figsize=(11, 5.6), layout="constrained")
+    figure.get_layout_engine().set(w_pad=0.1, h_pad=0.08)
     grid = figure.add_gridspec(len(plots), 2, width_ratios=[1.25, 1])
     left = figure.add_subplot(grid[:, 0])
     _bars(left, bars, title)
