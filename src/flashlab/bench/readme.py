@@ -138,7 +138,7 @@ def ladder(found: All) -> list[Rung]:
         )
         rungs.append(Rung(1, "scheme A: all of K and V on chip", "this course", None, why))
     minimal = [r for r in found["triton"].get("rows", []) if (r["name"], r["head_dim"]) == ("minimal kernel", 128)]
-    longest = max(minimal, key=lambda r: r["seq_len"], default={})
+    longest: Row = max(minimal, key=lambda r: r["seq_len"], default={})
     how = f"{_shape((1, 1, longest['seq_len'], 128))}, {found['triton']['dtype']}" if longest else missing
     rungs.append(Rung(3, "minimal Triton kernel, one head", "this course", longest.get("tflops"), how))
 
@@ -216,6 +216,20 @@ def speed_of(values: Iterable[float], than: str) -> str:
     return f"{v[0]:.2f} to {v[-1]:.2f} times its speed (median {statistics.median(v):.2f}), {than} at {counted} shapes"
 
 
+def short(found: All) -> str:
+    """The Triton kernels against each fused peer, in one sentence a pass; "" where none was measured."""
+    said = []
+    for which in PASSES:
+        parts = []
+        for peer in ("cuDNN", "FlexAttention", "FlashAttention-2"):
+            if values := list(ratios(speeds(found), which, "triton", peer).values()):
+                behind = share(sum(x < 1 for x in values), len(values))
+                parts.append(f"{statistics.median(values):.2f} times that of {peer} (slower at {behind} shapes)")
+        if parts:
+            said.append(f"{which} it is {_listed(parts)}")
+    return f"**In short**, the speed of our Triton kernels at the median shape: {'; '.join(said)}." if said else ""
+
+
 def losses(found: All) -> list[str]:
     """The lines on where ours is behind, then on where it is ahead, computed; [] where nothing is recorded."""
     rows, said = speeds(found), []
@@ -229,10 +243,10 @@ def losses(found: All) -> list[str]:
             said.append(f"**{title}, against cuDNN:** {'; '.join(parts)}.")
     eager = ratios(rows, "backward", "triton", "eager")
     if slow := {key: r for key, r in eager.items() if r < 1}:
-        sizes = sorted({key[1] for key in slow})
+        sizes = _listed([str(d) for d in sorted({key[1] for key in slow})])
         said.append(
             f"**Backward pass, against eager PyTorch:** it is faster than ours at {share(len(slow), len(eager))} "
-            f"shapes, up to {1 / min(slow.values()):.1f} times, all of them at D = {' and '.join(map(str, sizes))}."
+            f"shapes, up to {1 / min(slow.values()):.1f} times as fast, all of them at D = {sizes}."
         )
     said += _one_head(found)
     if found["scalar"].get("rows"):
@@ -276,7 +290,7 @@ def _one_head(found: All) -> list[str]:
             if behind:
                 parts.append(
                     f"{which} it is faster than ours at {share(len(behind), len(pairs))} shapes, "
-                    f"up to {1 / min(behind):.1f} times"
+                    f"up to {1 / min(behind):.1f} times as fast"
                 )
         if parts:
             said.append(f"**One head alone, {words}, against eager PyTorch** (causal, D up to 64): {'; '.join(parts)}.")
@@ -329,6 +343,10 @@ def cuda_words(found: All) -> list[str]:
     return said
 
 
+def _listed(names: Sequence[str]) -> str:
+    return " and ".join([", ".join(names[:-1])] * (len(names) > 1) + [names[-1]])
+
+
 def machine_words(found: All) -> str:
     """Which machine, versions, commits and dates the numbers have."""
     kinds: dict[str, dict[str, list[str]]] = {}
@@ -345,7 +363,7 @@ def machine_words(found: All) -> str:
     if not kinds:
         return "Nothing is recorded yet."
     lines = [
-        f"{versions}. Records: {'; '.join(f'{chr(32).join(names)} of {when}' for when, names in whens.items())}."
+        f"{versions}. Records: {'; '.join(f'{_listed(names)} of {when}' for when, names in whens.items())}."
         for versions, whens in kinds.items()
     ]
     said = "Measured on " + " And on ".join(lines)
@@ -428,6 +446,7 @@ def block(found: All) -> str:
     parts = [
         f"![{alternative(data)}](docs/results.svg)",
         " ".join(CAPTION.split()),
+        short(found),
         " ".join(HOW.split()),
         "**Forward pass**",
         table(found, "forward"),
@@ -436,9 +455,7 @@ def block(found: All) -> str:
         *cuda[:1],
         machine_words(found),
         "### Where it loses, and where it wins",
-        "Over every recorded shape, N from 512 to 16384 and D = 256 included, unless it is said otherwise:"
-        if lost
-        else "",
+        f"Over every recorded shape{_spans(found)}:" if lost else "",
         "\n".join(f"- {line}" for line in lost),
         " ".join(cuda[1:]),
         "<details><summary>The ladder in numbers, the slowest first: every rung with its shape</summary>\n\n"
