@@ -159,6 +159,18 @@ def test_the_sentences_tell_what_is_lost_and_what_is_won():
     assert "slower at none of 2 shapes" in said and "eager" not in said
 
 
+def test_the_machine_line_names_every_session_of_a_record():
+    machine = {"gpu": "NVIDIA Stand-in", "torch": "2.11", "date": "2000-01-02", "commit": "bbb", "cudnn": 91900}
+    found = {name: {"machine": machine} for name in ("mma", "walls")}
+    found["industrial"] = {"left": 3, "machine": machine | {"earlier": [{"date": "2000-01-01", "commit": "aaa"}]}}
+    said = readme.machine_words({name: {} for name in readme.RECORDS} | found)
+    assert said == (
+        "Measured on one NVIDIA Stand-in, torch 2.11, cuDNN 9.19.0. Records: walls and mma of 2000-01-02, commit `bbb`"
+        "; industrial of 2000-01-01 and 2000-01-02, commits `aaa` and `bbb`. In the record industrial 3 measurements "
+        "are still to be made."
+    )
+
+
 def test_the_ladder_goes_from_slow_to_fast_and_names_each_shape():
     rungs = readme.ladder(readme.load())
     speeds = [r.tflops or 0.0 for r in rungs]

@@ -358,7 +358,11 @@ def machine_words(found: All) -> str:
                         "CUDA": m.get("nvcc") or m.get("cuda"), "cuDNN": cudnn}  # fmt: skip
             what = ", ".join(f"{part} {version}" for part, version in versions.items() if version)
             clocks += [clock for clock in [(m.get("sm_clock_mhz") or {}).get("median")] if clock]
-            when = f"{m['date']}, commit `{m['commit']}`" if m.get("commit") else m["date"]
+            sessions = [*m.get("earlier", []), m]
+            dates, commits = ([*dict.fromkeys(x[k] for x in sessions if x.get(k))] for k in ("date", "commit"))
+            when = " and ".join(dates)
+            if commits:
+                when += f", commit{'s' * (len(commits) > 1)} {_listed([f'`{c}`' for c in commits])}"
             kinds.setdefault(what, {}).setdefault(when, []).append(name)
     if not kinds:
         return "Nothing is recorded yet."
