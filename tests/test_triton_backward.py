@@ -40,9 +40,9 @@ def make(batch, heads, kv_heads, seq_q, seq_k, head_dim, dtype=torch.float32, se
     return tuple(drawn)
 
 
-def gradients(q, k, v, do, tiles=SMALL, **options):
+def gradients(q, k, v, do, tiles=SMALL, concurrent=None, **options):
     o, lse = flash_attention_forward(q, k, v, **options)
-    return flash_attention_backward(do, q, k, v, o, lse, tiles=tiles, **options)
+    return flash_attention_backward(do, q, k, v, o, lse, tiles=tiles, concurrent=concurrent, **options)
 
 
 def expect(q, k, v, do, tiles=SMALL, **options):
@@ -153,8 +153,8 @@ def test_two_runs_agree_in_every_bit():
     inputs = make(2, 2, 1, 20, 33, 16, torch.float16)
     for options in (dict(), dict(causal=True, softcap=20.0)):
         first = gradients(*inputs, **options)
-        for _ in range(1 if runtime.INTERPRETED else 50):
-            again = gradients(*inputs, **options)
+        for run in range(2 if runtime.INTERPRETED else 50):
+            again = gradients(*inputs, **options, concurrent=run % 2 == 0)
             assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
@@ -284,13 +284,13 @@ def test_recorded_tiles_fit_and_spill_little(target, kernel):
         if masked or choice.source == "measured"  # others are the same for both
     ]
     arguments = [compile_arguments(kernel, dtype, c.head_dim, c.tile, causal=masked) for dtype, c, masked in jobs]
-    for (dtype, choice, _), report in zip(
-        jobs, compile_reports(KERNELS[kernel], arguments, targets=[target]), strict=True
-    ):
+    reports = compile_reports(KERNELS[kernel], arguments, targets=[target])
+    for (dtype, choice, _), asked, report in zip(jobs, arguments, reports, strict=True):
         # The fastest tile of dK and dV at head_dim 128 spills what its loop does not need.
         most = SPILL if choice.source == "compiled" or choice.head_dim < 128 else 1024
         assert report.fits and report.spill_bytes <= most, report
-        assert (report.tensor_core_instructions > 0) == (dtype != torch.float32), report
+        on_tensor_cores = dtype != torch.float32 or asked["PRECISION"] != "ieee"
+        assert (report.tensor_core_instructions > 0) == on_tensor_cores, report
         if target == "sm_90":
             products, waits = (report.sass.count(name) for name in ("HGMMA", "WARPGROUP.DEPBAR"))
             assert waits < products / 2, "ptxas waits for each instruction of a product (its warning C7515)"

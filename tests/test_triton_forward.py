@@ -52,7 +52,7 @@ def expect(q, k, v, *, run=flash_attention_forward, tile=SMALL, **options):
 def test_the_checkers_cases():
     options = dict(causal=True, gqa=True, dtypes=DTYPES, empty=True)
     report = verify(flash_attention_forward, head_dims=(16, 40), max_seq=147, **options)
-    assert report.worst < 1.5
+    assert report.worst < (1.5 if runtime.INTERPRETED else 2)  # three TF32 products: 1.82 on an H200
 
 
 @pytest.mark.slow
@@ -340,6 +340,7 @@ def test_few_programs_take_a_tile_of_their_own(tmp_path, monkeypatch):
     assert found == {1: 16, 8: 16, 9: 64, 64: 64}, "8 heads of 16 blocks are 128 programs, 9 are 144"
 
 
+@pytest.mark.skipif(not runtime.INTERPRETED, reason="compiled kernels can be tuned")
 def test_tuning_needs_a_gpu():
     with pytest.raises(RuntimeError, match="tuning times compiled kernels on a GPU"):
         flash_attention_forward(Q, Q, Q, tune_tile=True)
@@ -379,11 +380,20 @@ def test_recorded_tiles_fit_and_spill_little(target):
         if masked or choice.source == "measured"  # others are the same for both
     ]
     arguments = [compile_arguments(dtype, c.head_dim, c.tile, causal=masked) for dtype, c, masked in jobs]
-    for (dtype, _, _), report in zip(
-        jobs, compile_reports(flash_attention_kernel, arguments, targets=[target]), strict=True
+    for asked, report in zip(
+        arguments, compile_reports(flash_attention_kernel, arguments, targets=[target]), strict=True
     ):
         assert report.fits and report.spill_bytes <= SPILL, report
-        assert (report.tensor_core_instructions > 0) == (dtype != FLOAT32), report  # float32 means float32
+        on_tensor_cores = asked["V_ptr"] != FLOAT32 or asked["PRECISION"] != "ieee"
+        assert (report.tensor_core_instructions > 0) == on_tensor_cores, report
+
+
+@pytest.mark.slow
+def test_float32_is_three_tf32_products():
+    tile = Tile(32, 32, 4, 2)
+    arguments = [compile_arguments(FLOAT32, 64, tile, allow_tf32=allowed) for allowed in (True, False)]
+    one, three = compile_reports(flash_attention_kernel, arguments, targets=["sm_86"])
+    assert three.tensor_core_instructions == 3 * one.tensor_core_instructions > 0
 
 
 @pytest.mark.slow

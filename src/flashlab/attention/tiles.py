@@ -23,7 +23,8 @@ import triton
 from flashlab import runtime
 from flashlab.runtime import cache
 
-__all__ = ["SEARCH", "Choice", "Tile", "Work", "chip_class", "choose", "mask_name", "recorded", "search", "tune"]
+__all__ = ["SEARCH", "Choice", "Tile", "Work", "chip_class", "choose", "leaves_idle", "mask_name", "recorded", "search",
+           "tune"]  # fmt: skip
 
 
 class Tile(NamedTuple):
@@ -69,10 +70,10 @@ def _choices(*rows: tuple[int, tuple[int, int, int, int]], source: str = "compil
     return tuple(Choice(head_dim, Tile(*tile), source) for head_dim, tile in rows)
 
 
-# FMA units, not tensor cores: small tiles.
-_FLOAT32 = _choices((64, (32, 32, 4, 2)), (128, (32, 16, 4, 2)), (256, (32, 16, 8, 2)))
-_FLOAT32_DKDV = _choices((64, (16, 32, 4, 2)), (128, (16, 32, 8, 1)), (256, (16, 16, 8, 1)))
-_FLOAT32_DQ = _choices((128, (32, 16, 4, 2)), (256, (16, 16, 8, 2)))
+# Three products of split operands need many registers: small tiles.
+_FLOAT32 = _choices((64, (32, 32, 4, 2)), (128, (32, 32, 8, 2)), (256, (32, 16, 8, 2)))
+_FLOAT32_DKDV = _choices((64, (32, 32, 4, 2)), (128, (16, 32, 8, 1)), (256, (16, 16, 8, 1)))
+_FLOAT32_DQ = _choices((64, (32, 32, 4, 2)), (128, (16, 32, 4, 2)), (256, (16, 16, 8, 2)))
 
 # By kernel, class of chips, and whether the dtype is float32.
 _TABLE: dict[tuple[str, str, bool], tuple[Choice, ...]] = {
@@ -104,12 +105,14 @@ _TABLE: dict[tuple[str, str, bool], tuple[Choice, ...]] = {
 }
 
 
-def _product(all_m: tuple[int, ...], all_n: tuple[int, ...], all_stages: tuple[int, ...]) -> tuple[Tile, ...]:
+def _product(
+    all_m: tuple[int, ...], all_n: tuple[int, ...], all_stages: tuple[int, ...], all_warps: tuple[int, ...] = (4, 8)
+) -> tuple[Tile, ...]:
     return tuple(
         Tile(block_m, block_n, num_warps, num_stages)
         for block_m in all_m
         for block_n in all_n
-        for num_warps in (4, 8)
+        for num_warps in all_warps
         for num_stages in all_stages
     )
 
@@ -118,9 +121,9 @@ SEARCH: dict[str, tuple[Tile, ...]] = {
     "forward": _product((64, 128), (32, 64, 128), (2, 3, 4)),
     "dkdv": _product((32, 64), (64, 128), (2, 3)),
     "dq": _product((64, 128), (32, 64), (2, 3)),
-    "forward, small": _product((16, 32, 64), (32, 64, 128), (2, 3)),
-    "dkdv, small": _product((32, 64, 128), (16, 32, 64), (2, 3)),
-    "dq, small": _product((16, 32, 64), (32, 64, 128), (2, 3)),
+    "forward, small": _product((16, 32, 64), (64, 128), (3,), (4,)),
+    "dkdv, small": _product((32, 64, 128), (16, 32, 64), (3,), (4,)) + _product((32, 64, 128), (16,), (3,), (2, 8)),
+    "dq, small": _product((16, 32, 64), (64, 128), (3,), (4,)) + _product((16,), (32, 64, 128), (3,), (2, 8)),
 }
 """What `tune` tries: the search space of the Triton tutorial "Fused Attention". A tile that does not fit drops out."""
 
@@ -140,8 +143,7 @@ def search(kernel: str, head_dim: int, small: bool = False) -> tuple[Tile, ...]:
         added_up = rows * columns * (2 if kernel == "dkdv" else 1)
         return added_up <= 255 * 32 * tile.num_warps and not (rows == 64 and tile.num_warps == 8 and head_dim <= 128)
 
-    found = filter(fits, SEARCH[f"{kernel}, small" if small else kernel])
-    return tuple(tile for tile in found if not small or tile.num_warps == 4)
+    return tuple(filter(fits, SEARCH[f"{kernel}, small" if small else kernel]))
 
 
 MEASURED = Path(__file__).with_name("tiles.json")
@@ -194,6 +196,11 @@ def choose(work: Work, device: torch.device) -> Tile:
         rows = min(tile.BLOCK_M, max(16, triton.next_power_of_2(work.rows)))
         return tile._replace(BLOCK_M=rows, num_warps=min(tile.num_warps, 4))
     return tile
+
+
+def leaves_idle(work: Work, tile: Tile, device: torch.device) -> bool:
+    """Whether a multiprocessor, which has room for two programs, runs fewer: then another kernel may run beside it."""
+    return _programs(work, tile) < 2 * _gpu(device)[2]
 
 
 def _programs(work: Work, tile: Tile) -> int:

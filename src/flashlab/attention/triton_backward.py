@@ -17,7 +17,7 @@ tutorial "Fused Attention" for two kernels without atomics.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +26,7 @@ import triton.language as tl
 
 from flashlab.attention.inputs import scale_of
 from flashlab.attention.options import Window
-from flashlab.attention.tiles import Tile, Work
+from flashlab.attention.tiles import Tile, Work, leaves_idle
 from flashlab.attention.triton_forward import (
     check_inputs,
     current_device,
@@ -292,6 +292,7 @@ def flash_attention_backward(
     allow_tf32: bool = False,
     tiles: Tiles | None = None,
     tune_tiles: bool = False,
+    concurrent: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk and dv, from what `flash_attention_forward` took and gave.
 
@@ -299,6 +300,8 @@ def flash_attention_backward(
         grad_o: like q, with any strides, those of an expanded tensor too. grad_lse: like lse, or None for zeros.
         q, k, v, causal, scale, window, softcap, allow_tf32: as in the forward pass. o, lse: what it gave.
         tiles, tune_tiles: as `tile` and `tune_tile` there.
+        concurrent: launch dq's kernel on a stream of its own, so that it runs beside dkdv's; neither needs the other.
+            None: where one of them alone leaves multiprocessors idle.
     Returns:
         Each like its input, in its dtype. A key head's gradient is the sum over the query heads that read it. A row
         that sees no key has dq = 0, a key that no query sees dk = dv = 0. Two runs agree in every bit.
@@ -335,16 +338,30 @@ def flash_attention_backward(
         arguments = launch_arguments(tile, q=q, k=k, v=v, do=grad_o, dq=dq)
         dq_kernel[grid](q, k, v, grad_o, lse, delta, dq, **arguments, **scores)
 
-    def run(kernel: str, launch: Callable[[Tile], None], given: Tile | None) -> None:
-        rows, others, own = (seq_k, seq_q, kv_heads) if kernel == "dkdv" else (seq_q, seq_k, heads)
-        work = Work(kernel, head_dim, q.dtype, masked, rows, others, batch * own)
-        launch(tile_for(work, given, q.device, launch if tune_tiles else None))
-
+    of_keys = Work("dkdv", head_dim, q.dtype, masked, seq_k, seq_q, batch * kv_heads)
+    of_queries = Work("dq", head_dim, q.dtype, masked, seq_q, seq_k, batch * heads)
     with current_device(q):
         launch_delta()
-        run("dkdv", launch_dkdv, tiles and tiles.dkdv)
-        run("dq", launch_dq, tiles and tiles.dq)
+        dkdv_tile = tile_for(of_keys, tiles and tiles.dkdv, q.device, launch_dkdv if tune_tiles else None)
+        dq_tile = tile_for(of_queries, tiles and tiles.dq, q.device, launch_dq if tune_tiles else None)
+        if concurrent is None:
+            concurrent = leaves_idle(of_keys, dkdv_tile, q.device) or leaves_idle(of_queries, dq_tile, q.device)
+        if not (concurrent and q.is_cuda):
+            launch_dkdv(dkdv_tile)
+            launch_dq(dq_tile)
+            return dq, dk, dv
+        here, aside = torch.cuda.current_stream(), _second_stream(q.device)
+        aside.wait_stream(here)  # dq's kernel reads delta
+        with torch.cuda.stream(aside):
+            launch_dq(dq_tile)
+        launch_dkdv(dkdv_tile)
+        here.wait_stream(aside)  # so that all memory is used, and given back, as if there were one stream
     return dq, dk, dv
+
+
+@cache
+def _second_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def check_results(q: torch.Tensor, wide: dict[str, Any], rows: dict[str, Any]) -> None:

@@ -253,6 +253,7 @@ def flash_attention_forward(
         causal, window: which keys a query sees, aligned at the end; see `flashlab.attention.options`.
         scale: 1 / sqrt(head_dim) unless given. softcap: scores become softcap * tanh(score / softcap).
         allow_tf32: multiply float32 inputs in TF32, with 10 bits of mantissa instead of 23; never without asking.
+            Otherwise as exactly as float32, or nearly: see `precision_of`.
         split: False masks every tile, also those that all rows see whole: to measure what it costs.
         tma: load the tiles that all rows see by tensor descriptors, with the copy engine of Hopper and later chips.
             K and V need a last stride of 1, and rows that begin on 16 bytes.
@@ -324,8 +325,20 @@ def score_arguments(
         "HAS_FIRST": first is not None,
         "HAS_LAST": last is not None,
         "SOFTCAP": cap is not None,
-        "PRECISION": "tf32" if allow_tf32 else "ieee",
+        "PRECISION": precision_of(q.dtype, q.shape[3], allow_tf32),
     }
+
+
+def precision_of(dtype: torch.dtype, head_dim: int, allow_tf32: bool) -> str:
+    """How tl.dot multiplies; it matters for float32 only.
+
+    "tf32x3": each number is split into a TF32 number and the TF32 number that is left of it, and three of the four
+    products are added: nearly as exact as float32, on the tensor cores (Ootomo and Yokota 2022, arXiv:2203.03341).
+    "ieee": FMA units. Rows of more than 128 numbers, split in two, do not fit into registers.
+    """
+    if allow_tf32 and dtype == torch.float32:
+        return "tf32"
+    return "tf32x3" if dtype == torch.float32 and head_dim <= 128 else "ieee"
 
 
 def check_boxes(**tensors: torch.Tensor) -> None:

@@ -228,8 +228,9 @@ def _rows_of(bench: Bench, rows: Sequence[Row]) -> Data:
 
 
 def _earlier(machine: Data, rows: int) -> list[Data]:
-    """What a record has from earlier sessions: how many rows in all, by which commit, when, at which clock."""
-    names = ("date", "commit", "sources", "sm_clock_mhz", "throttled")
+    """What a record has from earlier sessions: how many rows in all, by which commit, when, at which clock, with
+    which driver, which does not compile the kernels."""
+    names = ("date", "commit", "sources", "driver", "sm_clock_mhz", "throttled")
     return [*machine.get("earlier", []), {"rows": rows} | {n: machine[n] for n in names if n in machine}]
 
 
@@ -413,7 +414,7 @@ def known_rows(bench: Bench, path: Path, todo: Sequence[Row], given: argparse.Na
         return None
     data: Data = json.loads(path.read_text(encoding="utf-8"))
     here = records.machine()
-    unlike = [n for n in ("gpu", "driver", "torch", "triton") if data["machine"].get(n) != here[n]]
+    unlike = [n for n in ("gpu", "torch", "triton") if data["machine"].get(n) != here[n]]
     if unlike:
         print(f"{path} is of another {', '.join(unlike)}: everything is measured anew", file=sys.stderr)
         return None

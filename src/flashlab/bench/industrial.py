@@ -10,6 +10,7 @@ tune        every tile of the search space of each Triton kernel; the best go to
 one head    the same for one head, bf16 and float32; with 2048 rows large tiles would leave most multiprocessors idle
 shapes      16384 queries and 2048 columns in all heads together, bf16: N 512 ... 16384, D 64, 128, 256, causal and
             not; forward, backward, both, and for both the memory that they need at their worst moment
+streams     the Triton backward with dq's kernel behind dkdv's, and beside it on a stream of its own; causal
 options     the Triton forward with one thing more or less: masks, split, descriptors, soft-cap, at N = 4096
 gluon       the three Gluon kernels and some of their tiles, forward at N = 4096
 published   the rows of published/triton_vs_torch.csv again: causal, one head; ours and eager
@@ -43,7 +44,7 @@ from flashlab.bench import harness, peers, published, records, timing
 from flashlab.bench.harness import Row, Way, times_of
 from flashlab.table import Table
 
-PARTS = ("tune", "one head", "shapes", "options", "gluon", "published")
+PARTS = ("tune", "one head", "shapes", "options", "streams", "gluon", "published")
 KERNELS = ("forward", "dkdv", "dq")
 TUNED = ("tune", "one head")
 PASSES = ("forward", "backward", "both")
@@ -61,6 +62,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "window of 128": {"window": (127, 0)},
 }
 """Of `flash_attention_forward`: what each costs or gains."""
+STREAMS = ("one stream", "two streams")
 OTHER_GLUON_TILES = {
     64: (GluonTile(2, 128, 2), GluonTile(2, 128, 3, turns=True), GluonTile(3, 128, 2), GluonTile(3, 64, 4)),
     128: (GluonTile(2, 128, 2), GluonTile(2, 64, 4, turns=True)),
@@ -101,6 +103,11 @@ def jobs(parts: Sequence[str] = PARTS) -> list[Row]:
         ]  # fmt: skip
     if "options" in parts:
         found += [{"part": "options", "shape": [4, 2048 // d, 4096, d], "pass": "forward"} for d in (128, 64)]
+    if "streams" in parts:
+        found += [
+            {"part": "streams", "shape": shape, "causal": True, "pass": "backward"}
+            for shape in ([1, 1, 1024, 64], [1, 1, 4096, 64], [1, 16, 1024, 128], [4, 16, 4096, 128])
+        ]
     if "gluon" in parts:
         found += [
             {"part": "gluon", "shape": [4, 2048 // d, 4096, d], "causal": causal, "pass": "forward"}
@@ -248,6 +255,8 @@ def measure(job: Row, without: Sequence[str] = ()) -> list[Row]:
         return measure_gluon(job)
     if job["part"] == "options":
         return measure_options(job)
+    if job["part"] == "streams":
+        return measure_streams(job)
     dtype = DTYPES[job.get("dtype", "bf16")]
     with_grad = job["pass"] != "forward"
     q, k, v, grad_o = make(job["shape"], dtype, with_grad)
@@ -275,6 +284,16 @@ def measure_options(job: Row) -> list[Row]:
     found, reasons = times_of(option_ways(*make(job["shape"])[:3]))
     rows = [job | {"name": name} | row for name, row in found.items()]
     return rows + [job | {"name": name, "unavailable": why} for name, why in reasons.items()]
+
+
+def measure_streams(job: Row) -> list[Row]:
+    """Two rows: STREAMS, of the backward pass without autograd."""
+    q, k, v, grad_o = make(job["shape"])
+    o, lse = triton_forward.flash_attention_forward(q, k, v, causal=True)
+    backward = functools.partial(triton_backward.flash_attention_backward, grad_o, q, k, v, o, lse, causal=True)
+    return rows_of(
+        job, *times_of({name: functools.partial(backward, concurrent=name == STREAMS[1]) for name in STREAMS})
+    )
 
 
 def gluon_ways(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> dict[str, Way]:
@@ -318,7 +337,8 @@ def launcher(job: Row, length: int | None = None) -> Callable[[tiles.Tile], Way]
 
     def way(tile: tiles.Tile) -> Way:
         both = triton_backward.Tiles(**recorded_tiles | {kernel: tile})
-        return lambda: triton_backward.flash_attention_backward(grad_o, q, k, v, o, lse, causal=causal, tiles=both)
+        options: dict[str, Any] = {"causal": causal, "tiles": both, "concurrent": False}  # one would hide the other
+        return lambda: triton_backward.flash_attention_backward(grad_o, q, k, v, o, lse, **options)
 
     return way
 
@@ -431,6 +451,21 @@ def option_times(data: dict[str, Any]) -> dict[int, dict[str, float]]:
     return {d: found[d] for d in sorted(found)}
 
 
+def stream_table(data: dict[str, Any]) -> Table:
+    """Microseconds of the backward pass, causal, bf16, with one stream and with two."""
+    found: dict[tuple[int, ...], dict[str, float]] = {}
+    for r in data["rows"]:
+        if r["part"] == "streams" and "ms" in r:
+            found.setdefault(tuple(r["shape"]), {})[r["name"]] = 1e3 * r["ms"]
+    rows = [
+        [batch * heads, n, d, *(f"{us[name]:.1f}" for name in STREAMS), f"{us[STREAMS[0]] / us[STREAMS[1]]:.2f}"]
+        for (batch, heads, n, d), us in found.items()
+    ]
+    columns = ["heads in all", "N", "D", *(f"{name}, us" for name in STREAMS), "times as fast"]
+    caption = f"{data['machine']['gpu']}, backward, causal, bf16" if rows else "not measured"
+    return Table.of(rows, columns, align="rrrrrr", caption=caption)
+
+
 def ratio_table(data: dict[str, Any], name: str, others: Sequence[str], which: str = "forward") -> Table:
     """How many times as fast as each of the others it is, by head_dim, mask and length."""
     found = {other: ratios(data, name, other, which) for other in others}
@@ -462,6 +497,25 @@ def published_table(data: dict[str, Any], which: str, head_dim: int, dtype: str)
     columns = ["N", "there: eager", "Triton", "times as fast", "here: eager", "Triton", "times as fast"]
     where = f"ms, {which}, D = {head_dim}, {dtype}. There: a machine without a name. Here: {data['machine']['gpu']}."
     return Table.of(rows, columns, align="r" * 7, caption=where if rows else "not measured")
+
+
+def eager_table(data: dict[str, Any], least: int = 1) -> Table:
+    """The part "published" at lengths from `least` on: how many times as fast as eager attention the kernels are."""
+    times: dict[tuple[str, int, str], dict[int, dict[str, float]]] = {}
+    for r in data["rows"]:
+        if r["part"] == "published" and "ms" in r and r["shape"][2] >= least:
+            of_pass = times.setdefault((r["dtype"], r["shape"][3], r["pass"]), {})
+            of_pass.setdefault(r["shape"][2], {})[r["name"]] = r["ms"]
+    lengths = sorted({n for of_pass in times.values() for n in of_pass})
+    rows: list[list[Any]] = []
+    for (dtype, d, which), of_pass in sorted(times.items(), key=lambda item: (item[0][:2], PASSES.index(item[0][2]))):
+        pairs = [of_pass.get(n, {}) for n in lengths]
+        rows.append(
+            [dtype, d, which, *(f"{p['eager'] / p[OURS]:.2f}" if {"eager", OURS} <= p.keys() else "" for p in pairs)]
+        )
+    caption = f"{data['machine']['gpu']}, one head, causal: how many times as fast as eager attention"
+    columns = ["dtype", "D", "pass", *(f"N = {n}" for n in lengths)]
+    return Table.of(rows, columns, align="lrl" + "r" * len(lengths), caption=caption if rows else "not measured")
 
 
 def ratios(data: dict[str, Any], name: str, peer: str, which: str) -> dict[tuple[int, int, bool], float]:
