@@ -46,8 +46,8 @@ COLUMNS = {
 OURS = ("triton", "gluon")
 CAPTION = """
 *More is better. Left: the rungs of the course, each with the number of its phase, and the peers; blue and pink are the
-course's kernels. Most are measured at batch 4, 16 heads, N = 4096; the ladder below has the shape and the dtype of each.
-Right: from short sequences to long ones.*"""
+course's kernels. Most are measured at batch 4, 16 heads, N = 4096; the ladder below has the shape and the dtype of
+each. Right: from short sequences to long ones.*"""
 HOW = """
 All numbers are TFLOP/s: the work of the formula, divided by the median time. The work of a head is 4 N² D forward, 2.5
 times that backward, and half of it under a causal mask. Times are of the kernels alone, without their launches from
