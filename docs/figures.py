@@ -1,6 +1,8 @@
 """What the README is made of: `python docs/figures.py` draws its figures and writes its table of the phases again.
 
 python docs/figures.py [FOLDER]      with a folder, only the figures, into it
+
+Its results are written by `flashlab bench readme`, from the records.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ def record(parts=industrial.PARTS, keep=lambda job: True):
 
 
 def _rows(job):
-    if job["part"] == "tune":
+    if job["part"] in industrial.TUNED:
         times = [(list(tile), 1.0 + 0.1 * i) for i, tile in enumerate(tiles.SEARCH[job["kernel"]])]
         rows = [job | {"tile": tile, "ms": ms} for tile, ms in times[1:]]
         return [*rows, job | {"tile": times[0][0], "unavailable": "it does not fit"}]

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.autograd import DeviceType
 
+from flashlab.attention import triton_forward
 from flashlab.bench import harness, layer, peers, published
 from flashlab.bench.layer import CASES, NAMES, OURS, PASSES, SCOPES, Event
 
@@ -211,6 +212,10 @@ def test_a_trace_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
 )
 def test_names_of_kernels_are_shortened(op, said):
     assert layer.short(op) == said
+
+
+def test_the_kernel_that_answers_the_published_one_is_ours():
+    assert triton_forward.flash_attention_kernel.fn.__name__ == layer.OUR_KERNEL
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------

@@ -73,6 +73,26 @@ def test_a_trace_of_the_allocator_is_added_up():
     assert list(lm._running(changes, 100)) == [(2.0, 612), (3.0, 1636), (5.0, 1124)]
 
 
+def test_on_a_gpu_the_allocators_trace_begins_at_what_was_allocated_before(monkeypatch):
+    recording, cuda = [], torch.cuda
+    monkeypatch.setattr(harness, "on_gpu", lambda: True)
+    monkeypatch.setattr(cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(cuda, "memory_allocated", iter([1000, 1024]).__next__)
+    monkeypatch.setattr(cuda.memory, "_record_memory_history", lambda enabled="all", **more: recording.append(enabled))
+    training = type("Training", (), {"step": lambda self, done: [done(which) for which in PASSES]})()
+
+    def snapshot():
+        now = lm.time.time_ns() / 1e3
+        changes = (("alloc", 512), ("alloc", 64), ("free_completed", 552))
+        return {"device_traces": [[], [{"action": a, "size": n, "time_us": now} for a, n in changes]]}
+
+    monkeypatch.setattr(cuda.memory, "_snapshot", snapshot)
+    row = lm.traced(training)
+    assert row["bytes"] == [1512, 1576, 1024] and (row["peak_bytes"], row["drift"]) == (1576, 0)
+    assert recording == ["all", None] and list(row["ends"]) == list(PASSES) and all(us >= 0 for us in row["us"])
+
+
 def test_no_peak_is_lost_where_points_are():
     points = [(float(i), i % 7) for i in range(1000)]
     points[501] = (501.0, 10_000)

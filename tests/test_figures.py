@@ -1,5 +1,6 @@
 """The figures that need no kernel: they draw what they are given, and nothing overlaps that should be read."""
 
+import ast
 import itertools
 
 import matplotlib
@@ -9,9 +10,11 @@ matplotlib.use("agg")
 import matplotlib.pyplot as plt
 import pytest
 import torch
+from lesson_source import find_lessons
+from pacing import ROOT
 
 from flashlab.attention.online_softmax import block_state, identity, merge
-from flashlab.figures import curves, fragments, memory, profiles, rooflines, rows, show, timelines
+from flashlab.figures import curves, fragments, implementations, memory, profiles, rooflines, rows, show, timelines
 from flashlab.figures.panels import panels
 from flashlab.figures.tiles import walk
 
@@ -209,6 +212,63 @@ def test_panels_share_a_legend_and_say_what_was_not_measured():
     assert "not measured" in [t.get_text() for t in right.texts]
     assert panels({"left": {}, "right": {}}, ylabel="ms") is None
     plt.close("all")
+
+
+# ---------------------------------------------------------------- one implementation, one colour
+
+KNOWN = [name for names in implementations.LOOKS.values() for name in names]
+
+
+def test_an_implementation_has_one_colour_and_no_other_has_it():
+    assert len(KNOWN) == len(set(KNOWN))
+    colors = [one.color for one in implementations.LOOKS]
+    assert len(colors) == len(set(colors)) <= len(show.COLORS) and set(colors) <= set(show.COLORS)
+    assert len({one.marker for one in implementations.LOOKS}) == len(colors)
+    with pytest.raises(KeyError, match="no implementation is called 'mine'"):
+        implementations.look("mine")
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_panels_draw_an_implementation_in_its_colour_whatever_stands_beside_it(order):
+    names = ["cuDNN", "mine", "triton", "eager"][::order]
+    figure = panels({"T": {name: ([512, 1024], [1.0, 2.0]) for name in names}}, ylabel="TFLOP/s")
+    drawn = {line.get_label(): line.get_color() for line in figure.axes[0].lines}
+    for name in ("cuDNN", "triton", "eager"):
+        assert drawn[name] == show.COLORS[implementations.look(name).color]
+    assert len(set(drawn.values())) == 4
+    figure = panels({"T": {name: ([512], [1.0]) for name in ("ours", "eager, ours", "x", "y")}}, ylabel="", pairs=True)
+    hues = [line.get_color() for line in figure.axes[0].lines]
+    assert hues == [show.COLORS[c] for c in ("blue", "blue", "orange", "orange")]
+    plt.close("all")
+
+
+def given_another_colour(source):
+    """(line, name, colour) wherever a tuple, or an entry of a dict, puts an implementation beside another's colour."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        groups = [node.elts] if isinstance(node, ast.Tuple | ast.List) else []
+        if isinstance(node, ast.Dict):
+            groups = [[k, v, *getattr(v, "elts", ())] for k, v in zip(node.keys, node.values, strict=True)]
+        for group in groups:
+            words = [e.value for e in group if isinstance(e, ast.Constant) and isinstance(e.value, str)]
+            names, colors = ([w for w in words if w in kind] for kind in (KNOWN, show.COLORS))
+            if len(names) == len(colors) == 1 and implementations.look(names[0]).color != colors[0]:
+                found.append((node.lineno, names[0], colors[0]))
+    return found
+
+
+def test_no_lecture_gives_an_implementation_another_colour():
+    assert given_another_colour('x = {"cuDNN": ([1], "purple"), "mine": "red"}') == [(1, "cuDNN", "purple")]
+    assert given_another_colour('for a in (("fused", "blue", "FlashAttention-2"), ("n", "cuDNN", "green")): pass')
+    for path in find_lessons(ROOT, []):
+        assert given_another_colour(path.read_text()) == [], f"{path.name}: figures/implementations.py has the colours"
+
+
+def test_bars_and_curves_take_the_colour_of_an_implementation(ax):
+    curves.curves(ax, [("cuDNN", [1, 2], [1, 2], "", "-")])
+    curves.columns(ax, ["a"], {"cuDNN": ([1], "")})
+    assert ax.lines[0].get_color() == show.COLORS["green"]
+    assert ax.patches[0].get_facecolor() == matplotlib.colors.to_rgba(show.COLORS["green"])
 
 
 # ---------------------------------------------------------------- threads, timelines, ratios

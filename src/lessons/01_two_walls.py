@@ -244,7 +244,7 @@ assert max(op.live_bytes for op in ops) == naive_peak_bytes(512, 64)
 for run in walls.recorded():
     m, s, time, peak = run["machine"], run["shape"], [], []
     n = [r["seq_len"] for r in run["fused"]]
-    for key, hue, name in (("naive", "orange", "naive"), ("fused", "blue", "FlashAttention-2")):
+    for key, hue, name in (("naive", "grey", "naive"), ("fused", "orange", "FlashAttention-2")):
         kept = [r for r in run[key] if "ms" in r]
         time.append((name, n[: len(kept)], [r["ms"] for r in kept], hue, "o-"))
         peak.append((name, n[: len(kept)], [r["peak_bytes"] / 2**20 for r in kept], hue, "o-"))
@@ -257,7 +257,7 @@ for run in walls.recorded():
 print("GPUs recorded:", len(walls.recorded()))
 
 # %% [markdown]
-# Naive's peak (orange) lies on the formula (black crosses) to the byte, at every length: no kink there. FlashAttention-2's (blue) has one. At the
+# Naive's peak (grey) lies on the formula (black crosses) to the byte, at every length: no kink there. FlashAttention-2's (orange) has one. At the
 # smallest length it takes *more* memory than at the next. Why? What it must allocate is $O$ and one `lse` per row. See what is beside them:
 
 # %%

@@ -665,7 +665,7 @@ print("runs recorded:", len(hardware.recorded()))
 if runtime.INTERPRETED:
     runs = bench.recorded()
 else:
-    runs = [bench.run(lengths=(512, 1024, 4096, 16384), head_dims=(64,), long=(512,))]
+    runs = [bench.BENCH.run(bench.jobs(lengths=(512, 1024, 4096, 16384), head_dims=(64,), long=(512,)))]
 for run in runs:
     machine = run["machine"]
     print(f"{machine['gpu']}, torch {machine['torch']}, triton {machine['triton']}, {machine['date']}")

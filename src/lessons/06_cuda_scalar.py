@@ -1297,7 +1297,7 @@ for s in [(8, 8, 256), (16, 16, 256)]:
 # %%
 runs = bench.recorded()
 fig, ax = plt.subplots(figsize=(6, 3.4))
-ladder.times(ax, ada, {"fa1_f32": ("FA1 kernel", "orange"), "torch_naive_f32": ("unfused torch", "black")},
+ladder.times(ax, ada, {"fa1_f32": ("FA1 kernel", "sky"), "torch_naive_f32": ("unfused torch", "")},
              "Published, an Ada GPU, D = 64, float32")
 for run in runs:
     ladder.small_multiples(times_of(r for r in run["rows"] if r["head_dim"] == 64 and not r["causal"]),

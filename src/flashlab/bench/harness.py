@@ -103,6 +103,12 @@ class Bench:
         """The bench as a program. Raises NoGpu, SystemExit."""
         main(self, arguments)
 
+    def run(self, jobs: Sequence[Row]) -> Data:
+        """The record of some jobs, measured here and now. Raises NoGpu."""
+        if reason := self.needs(False):
+            raise NoGpu(reason)
+        return run(self, jobs)
+
 
 # ---- rows and records ------------------------------------------------------------------------------------------------
 def is_of(row: Row, job: Row) -> bool:

@@ -39,13 +39,17 @@ class NoGpu(RuntimeError):
 
 # ---- files -----------------------------------------------------------------------------------------------------------
 def write_json(path: Path, data: Any) -> None:
-    """Write `data` to `path` whole or not at all: to a temporary file beside it, then renamed."""
+    """Write `data` to `path` whole or not at all."""
+    write_whole(path, (json.dumps(data, indent=1) + "\n").encode())
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all: to a temporary file beside it, then renamed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump(data, file, indent=1)
-            file.write("\n")
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
     except BaseException:

@@ -1,6 +1,7 @@
 """What the notebooks show, one file a subject. Each takes data and draws it; none knows any one kernel.
 
 show        regions of a source, diffs, tables, animations; the look of figures
+implementations    the one table of colours: an implementation looks the same in every figure
 curves      lines and bars of what was measured or predicted; rooflines
 rows        phase 0: a row of scores, read block by block
 tiles       phase 2: which tiles are where, while the simulation runs
@@ -13,5 +14,6 @@ timelines   what the units of a chip do at which time
 banks       which banks of shared memory are asked for
 traces      what a kernel does in which order, from print statements in a copy of it
 panels      several small plots of one kind, over sequence lengths
+results     the README's figure
 ladder      the steps of the series side by side: counted, timed
 """

@@ -12,11 +12,18 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 
+from flashlab.figures.implementations import look
 from flashlab.figures.show import COLORS
 
 __all__ = ["columns", "curves", "dots", "level", "matrix", "ratio_columns", "roofline", "stacked", "ticks"]
 
 Line = tuple[str, Sequence[float], Sequence[float], str, str]
+
+
+def _hue(color: str, label: str) -> str:
+    """The colour of that name; for "" that of the implementation with this label. Raises KeyError."""
+    return COLORS[color or look(label).color]
+
 
 _DARK = ("blue", "red", "black")  # on these a text is white
 
@@ -36,7 +43,7 @@ def curves(
 
     Args:
         lines: (label, x, y, name of a colour, matplotlib's format: "o-", "--", "s"); a label of "" is left out of the
-            legend.
+            legend; a colour of "" is that of the implementation with this label.
         log: "x", "y", "xy": the logarithmic axes.
         xticks, yticks: see `ticks`.
         legend: where it goes, as matplotlib calls it, or its lower left corner in the axes; None for no legend.
@@ -45,7 +52,7 @@ def curves(
     """
     for label, x, y, color, form in lines:
         width = 1.4 if size else None
-        ax.plot(x, y, form, color=COLORS[color], label=label or None, markersize=size, linewidth=width)
+        ax.plot(x, y, form, color=_hue(color, label), label=label or None, markersize=size, linewidth=width)
     ax.set(**{f"{axis}scale": "log" for axis in log})
     ax.set(**axes)
     ticks(ax, xticks, yticks)
@@ -113,13 +120,13 @@ def columns(
 
     Args:
         names: below the bars.
-        bars: for each kind (values, name of a colour).
+        bars: for each kind (values, name of a colour; "" for that of the implementation of this name).
         fmt: how a value is written on its bar ("%.2g"); "" for not at all.
     """
     width = 0.8 / len(bars)
     for i, (label, (values, color)) in enumerate(bars.items()):
         at = [x + width * (i - (len(bars) - 1) / 2) for x in range(len(names))]
-        drawn = ax.bar(at, values, 0.93 * width, color=COLORS[color], label=label)
+        drawn = ax.bar(at, values, 0.93 * width, color=_hue(color, label), label=label)
         if fmt:
             ax.bar_label(drawn, fmt=fmt, fontsize=8)
     ax.set_xticks(range(len(names)), names, fontsize=8)

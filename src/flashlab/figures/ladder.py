@@ -20,6 +20,7 @@ from matplotlib.figure import Figure
 from flashlab.attention import reference
 from flashlab.cuda import load_inline
 from flashlab.figures import show
+from flashlab.figures.implementations import look, looks
 from flashlab.figures.show import COLORS
 from flashlab.kernels.series import step
 from flashlab.simt import Report
@@ -160,7 +161,7 @@ def ladder_figure(run: dict[str, Any], shape: Sequence[int], causal: bool) -> Fi
         return None
     figure, ax = plt.subplots(figsize=(7.8, 4.6))
     y = range(len(rows))
-    ax.barh(y, [r["tflops"] for r in rows], color=COLORS["blue"])
+    ax.barh(y, [r["tflops"] for r in rows], color=COLORS[look("this course").color])
     spread = [[flops(r, "slowest") for r in rows], [flops(r, "fastest") for r in rows]]
     errors = [[max(0.0, r["tflops"] - s) for r, s in zip(rows, spread[0], strict=True)],
               [max(0.0, s - r["tflops"]) for r, s in zip(rows, spread[1], strict=True)]]  # fmt: skip
@@ -171,7 +172,7 @@ def ladder_figure(run: dict[str, Any], shape: Sequence[int], causal: bool) -> Fi
         inside = r["tflops"] > 0.3 * top
         ax.text((0 if inside else r["tflops"]) + 0.02 * top, i, f"{r['tflops']:.0f}  ({r['vs_fa2']:.2f})", va="center",
                 color="white" if inside else "black", fontsize=8)  # fmt: skip
-    ax.axvline(peer["tflops"], color=COLORS["orange"], label=f"FlashAttention-2: {peer['tflops']:.0f}")
+    ax.axvline(peer["tflops"], color=COLORS[look(peer["name"]).color], label=f"FlashAttention-2: {peer['tflops']:.0f}")
     ax.set_yticks(list(y), [r["name"] for r in rows])
     ax.invert_yaxis()
     ax.grid(axis="y", visible=False)
@@ -221,13 +222,14 @@ def times(ax: Axes, ms: Mapping[Key, float], names: Mapping[str, tuple[str, str]
 
     Args:
         ms: {(batch, heads, seq_len, variant): milliseconds}.
-        names: of the variants to draw: (label, name of a colour).
+        names: of the variants to draw: (label, name of a colour; "" for that of the implementation).
     """
     shapes = _shapes(ms)
     for variant, (label, color) in names.items():
         ax.plot(
-            [ms[(*s, variant)] for s in shapes], "o-", markersize=3.5, linewidth=1.4, color=COLORS[color], label=label
-        )
+            [ms[(*s, variant)] for s in shapes], "o-", markersize=3.5, linewidth=1.4,
+            color=COLORS[color or look(variant).color], label=label,
+        )  # fmt: skip
     ax.set_xticks(range(len(shapes)), [f"{b}·{h}\n{n}" for b, h, n in shapes], fontsize=7)
     ax.set(yscale="log", ylabel="ms (log scale)", xlabel="batch · heads, below it N", title=title)
     ax.legend(fontsize=8)
@@ -243,15 +245,15 @@ def small_multiples(
         steps: {variant: label}, a panel each.
         base, also: (variant, label): what speeds are relative to, and the other peer.
     """
-    shapes = _shapes(ms)
+    shapes, hues = _shapes(ms), {n: COLORS[one.color] for n, one in looks(["this course", base[0], also[0]]).items()}
     speed = {v: [ms[(*s, base[0])] / ms[(*s, v)] for s in shapes] for v in (*steps, also[0])}
     figure, axes = plt.subplots(-(-len(steps) // 3), 3, figsize=(9, 5), sharex=True, sharey=True, squeeze=False)
     for ax, (variant, label) in zip(axes.flat, steps.items(), strict=False):
         for other in steps:
             ax.plot(speed[other], color=COLORS["light"], linewidth=1.2)
-        ax.axhline(1, color=COLORS["black"], linewidth=1)
-        ax.plot(speed[also[0]], "--", color=COLORS["orange"], linewidth=1.3, label=also[1])
-        ax.plot(speed[variant], "o-", color=COLORS["blue"], markersize=3.5, linewidth=1.6)
+        ax.axhline(1, color=hues[base[0]], linewidth=1.3)
+        ax.plot(speed[also[0]], "--", color=hues[also[0]], linewidth=1.3, label=also[1])
+        ax.plot(speed[variant], "o-", color=hues["this course"], markersize=3.5, linewidth=1.6)
         ax.set_title(label, fontsize=10)
         ax.set(yscale="log")
     first = {n: i for i, (_, _, n) in reversed(list(enumerate(shapes)))}  # of each length

@@ -12,14 +12,12 @@ import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
 from flashlab.figures import curves
+from flashlab.figures.implementations import looks
 from flashlab.figures.show import COLORS
 
 __all__ = ["panels"]
 
 Lines = Mapping[str, tuple[Sequence[float], Sequence[float]]]
-
-_HUES = ("blue", "orange", "green", "purple", "grey", "red")
-_MARKERS = "os^Dvx"
 
 
 def panels(
@@ -27,6 +25,8 @@ def panels(
     level_text: str = "", pairs: bool = False, title: str = "",
 ) -> Figure | None:  # fmt: skip
     """A plot for each title, of lines over the sequence length; None where there is nothing to draw.
+
+    An implementation has its own colour (flashlab.figures.implementations); other names take what is left.
 
     Args:
         plots: for each title its lines by name, as (lengths, values). A plot may have no line: it says so.
@@ -40,15 +40,17 @@ def panels(
     lengths = sorted({x for lines in plots.values() for xs, _ in lines.values() for x in xs})
     if not names:
         return None
+    hues = looks(names[::2] if pairs else names)
+    if pairs:
+        hues |= {second: hues[first] for first, second in zip(names[::2], names[1::2], strict=False)}
     rows = math.ceil(len(plots) / columns)
     figure, axes = plt.subplots(
         rows, columns, figsize=(8.6, 0.75 + 2.3 * rows), sharex=True, sharey=True, squeeze=False, layout="constrained"
     )
     for i, (ax, (name, lines)) in enumerate(zip(axes.flat, plots.items(), strict=False)):
         for line, (xs, ys) in lines.items():
-            at = names.index(line)
-            hue = (at // 2 if pairs else at) % len(_HUES)
-            ax.plot(xs, ys, "--" if pairs and at % 2 else "-", color=COLORS[_HUES[hue]], marker=_MARKERS[hue],
+            dashed = pairs and names.index(line) % 2
+            ax.plot(xs, ys, "--" if dashed else "-", color=COLORS[hues[line].color], marker=hues[line].marker,
                     markersize=4, linewidth=1.4, label=line)  # fmt: skip
         ax.set_title(name, fontsize=10)
         ax.set(**{f"{axis}scale": "log" for axis in log})

@@ -1,0 +1,205 @@
+"""The README's results say what the records say: tables, sentences, figure; a record that has changed is noticed."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+import shutil
+
+import matplotlib
+import pytest
+from industrial_stand_in import record
+
+from flashlab.bench import readme, records
+from flashlab.figures import implementations, show
+
+matplotlib.use("agg")
+
+
+@pytest.fixture
+def copies(tmp_path):
+    """A checkout with the README and its figure, and a folder of records, both to be changed."""
+    folder = tmp_path / "records"
+    folder.mkdir()
+    for name in readme.RECORDS:
+        shutil.copy(records.RECORDED / f"{name}_h200.json", folder)
+    root = tmp_path / "root"
+    (root / "docs").mkdir(parents=True)
+    shutil.copy(readme.ROOT / "README.md", root)
+    shutil.copy(readme.ROOT / "docs" / "results.svg", root / "docs")
+    return root, folder
+
+
+def change(folder, name, how):
+    path = folder / f"{name}_h200.json"
+    data = json.loads(path.read_text())
+    path.write_text(json.dumps(how(data)))
+
+
+def faster(value):
+    """A record whose kernels took half the time; of what has no time, a pair of counters that differ."""
+    if isinstance(value, list):
+        return [faster(x) for x in value]
+    if isinstance(value, dict):
+        found = {k: faster(v) for k, v in value.items()}
+        found |= {k: v / 2 for k, v in found.items() if k == "ms" and v and value.get("name") != "eager"}
+        found |= {k: 2 * v for k, v in found.items() if k in ("tflops", "vs_whole", "geomean_vs_fa2")}
+        return found | ({"counters": {"mma": [1, 2]}} if "counters" in found and "kernel" in found else {})
+    return value
+
+
+def test_the_readme_says_what_is_recorded():
+    assert not readme.stale(), "\n".join(readme.stale())
+
+
+@pytest.mark.parametrize("name", readme.RECORDS)
+def test_a_changed_record_is_noticed_and_the_command_named(name, copies):
+    root, folder = copies
+    assert readme.stale(root, folder) == []
+    change(folder, name, faster)
+    said = readme.stale(root, folder)
+    in_the_figure = name not in ("ablation", "validation")
+    assert len(said) == 1 + in_the_figure and all("run `flashlab bench readme`" in line for line in said)
+    assert said[0].startswith("README.md is not what the records say, from the line")
+
+
+def test_the_command_mends_both_and_a_failure_leaves_them_alone(copies, monkeypatch, capsys):
+    root, folder = copies
+    change(folder, "industrial", faster)
+    with pytest.raises(SystemExit, match="run `flashlab bench readme`"):
+        readme.main(["--check", "--records", str(folder)], root)
+    before = {path: path.read_bytes() for path in root.rglob("*.*")}
+    with monkeypatch.context() as patch:
+        patch.setattr(readme, "draw", lambda data: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            readme.main(["--records", str(folder)], root)
+    assert {path: path.read_bytes() for path in root.rglob("*.*")} == before
+    readme.main(["--records", str(folder)], root)
+    assert capsys.readouterr().out == "written: README.md\nwritten: docs/results.svg\n"
+    assert readme.stale(root, folder) == []
+    with pytest.raises(SystemExit) as end:
+        readme.main(["--check", "--records", str(folder)], root)
+    assert not end.value.code
+    text = (root / "README.md").read_text()
+    outside = [
+        re.sub(f"{readme.BEGIN}.*{readme.END}", "", t, flags=re.DOTALL)
+        for t in (text, before[root / "README.md"].decode())
+    ]
+    assert outside[0] == outside[1]
+    readme.main(["--json", "--records", str(folder)], root)
+    assert json.loads(capsys.readouterr().out) == readme.drawn(readme.load(folder))
+
+
+def test_every_number_of_the_tables_is_that_of_its_row_and_the_fastest_is_bold():
+    found = readme.load()
+    rows = readme.speeds(found)
+    for which in readme.PASSES:
+        head, _, *lines = (
+            [c.strip() for c in line.strip("|").split("|")] for line in readme.table(found, which).splitlines()
+        )
+        names = [next(name for name, words in readme.COLUMNS.items() if words == column) for column in head[3:]]
+        assert {"triton", "FlashAttention-2", "cuDNN", "FlexAttention", "eager"} <= set(names) and len(lines) == 12
+        for d, mask, n, *cells in lines:
+            here = {name: rows.get((which, int(d), int(n), mask == "causal", name), {}) for name in names}
+            speeds = {name: row["tflops"] for name, row in here.items() if "tflops" in row}
+            for name, cell in zip(names, cells, strict=True):
+                bold = cell.startswith("**")
+                assert bold == (speeds.get(name) == max(speeds.values()))
+                assert cell.strip("*") == (f"{speeds[name]:.0f}" if name in speeds else "–"), (which, d, mask, n, name)
+
+
+def test_what_is_out_of_memory_or_not_measured_says_so():
+    assert readme.cell({"unavailable": "out of memory: 64 GiB"}) == "out of memory"
+    assert readme.cell({"unavailable": "not measured beyond N = 4096"}) == readme.cell(None) == "–"
+
+
+def test_with_no_record_and_with_half_of_one(tmp_path):
+    nothing = readme.block(readme.load(tmp_path))
+    assert (
+        nothing.count("Not measured yet.") == 2
+        and "Nothing is recorded yet." in nothing
+        and "**Backward pass, ag" not in nothing
+    )
+    assert readme.draw(readme.drawn(readme.load(tmp_path)))
+    whole = record(["shapes", "published"])
+    for share in (0.1, 0.5, 1.0):
+        rows = [row for row in whole["rows"] if random.Random(str(row)).random() < share]
+        (tmp_path / "industrial_h200.json").write_text(json.dumps(whole | {"rows": rows}))
+        text = readme.block(readme.load(tmp_path))
+        assert "NVIDIA Stand-in" in text and not re.search(r"\bnan\b|None", text)
+    assert readme.draw(readme.drawn(readme.load(tmp_path)))
+
+
+def stand_in(**of_triton):
+    """A record with two shapes: cuDNN always 500, eager 100, FlashAttention-2 300."""
+    job = {"part": "shapes", "causal": False}
+    speeds = {"cuDNN": 500.0, "eager": 100.0, "FlashAttention-2": 300.0}
+    rows = [
+        job | {"shape": [16, 2048 // d, 1024, d], "pass": which, "name": name, "ms": 1.0, "tflops": speed}
+        for which in readme.PASSES for d in (64, 128)
+        for name, speed in (speeds | {"triton": of_triton[which][d == 128]}).items()
+    ]  # fmt: skip
+    return {name: {} for name in readme.RECORDS} | {"industrial": {"rows": rows}}
+
+
+def test_the_sentences_tell_what_is_lost_and_what_is_won():
+    said = "\n".join(readme.losses(stand_in(forward=(250.0, 550.0), backward=(450.0, 50.0))))
+    assert "forward" not in said.partition("against cuDNN")[0].partition("Forward")[2].lower()
+    assert "our Triton kernel reaches 0.50 to 1.10 times its speed (median 0.80), slower at 1 of 2 shapes" in said
+    assert "our Triton kernels reach 0.10 to 0.90 times its speed (median 0.50), slower at all 2 shapes" in said
+    assert "faster than ours at 1 of 2 shapes, up to 2.0 times as fast, all of them at D = 128" in said
+    assert (
+        "forward the Triton kernel reaches 0.83 to 1.83 times its speed (median 1.33), faster at 1 of 2 shapes" in said
+    )
+    found = stand_in(forward=(250.0, 550.0), backward=(450.0, 50.0))
+    assert "forward it is 0.80 times that of cuDNN (slower at 1 of 2 shapes) and 1.33 times" in readme.short(found)
+    said = "\n".join(readme.losses(stand_in(forward=(600.0, 600.0), backward=(600.0, 600.0))))
+    assert "slower at none of 2 shapes" in said and "eager" not in said
+
+
+def test_the_machine_line_names_every_session_of_a_record():
+    machine = {"gpu": "NVIDIA Stand-in", "torch": "2.11", "date": "2000-01-02", "commit": "bbb", "cudnn": 91900}
+    found = {name: {"machine": machine} for name in ("mma", "walls")}
+    found["industrial"] = {"left": 3, "machine": machine | {"earlier": [{"date": "2000-01-01", "commit": "aaa"}]}}
+    said = readme.machine_words({name: {} for name in readme.RECORDS} | found)
+    assert said == (
+        "Measured on one NVIDIA Stand-in, torch 2.11, cuDNN 9.19.0. Records: walls and mma of 2000-01-02, commit `bbb`"
+        "; industrial of 2000-01-01 and 2000-01-02, commits `aaa` and `bbb`. In the record industrial 3 measurements "
+        "are still to be made."
+    )
+
+
+def test_the_ladder_goes_from_slow_to_fast_and_names_each_shape():
+    rungs = readme.ladder(readme.load())
+    speeds = [r.tflops or 0.0 for r in rungs]
+    assert speeds == sorted(speeds) and {r.phase for r in rungs} == {0, 1, 3, 4, 6, 7, 8, 9}
+    assert all(re.search(r"\d+ × \d+ × \d+ × \d+, b?float\d\d|KiB|not measured", r.how) for r in rungs)
+    for r in rungs:
+        implementations.look(r.look)
+
+
+def test_the_figure_draws_its_data_in_the_colours_of_the_implementations():
+    from flashlab.figures.results import results
+
+    data = readme.drawn(readme.load())
+    figure = results(data["bars"], data["plots"], data["names"], data["title"])
+    bars, *panels = figure.axes
+    for patch, (_, who, speed) in zip(bars.patches, data["bars"], strict=True):
+        assert math.isclose(patch.get_width(), speed)
+        assert patch.get_facecolor() == matplotlib.colors.to_rgba(show.COLORS[implementations.look(who).color])
+    for ax, lines in zip(panels, data["plots"].values(), strict=True):
+        assert [line.get_label() for line in ax.lines] == list(lines)
+        assert [list(map(list, line.get_xydata())) for line in ax.lines] == list(lines.values())
+    matplotlib.pyplot.close(figure)
+
+
+def test_the_marks_are_needed():
+    with pytest.raises(ValueError, match="once each, in this order"):
+        readme.page("no marks", readme.load())
+
+
+def test_without_a_checkout_it_says_so(tmp_path):
+    with pytest.raises(SystemExit, match="belongs to a checkout"):
+        readme.main([], tmp_path)
