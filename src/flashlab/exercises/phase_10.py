@@ -362,7 +362,7 @@ def _(worth: Callable[..., tuple[float, float, float]]) -> str:
                 for other in names if other != name
             },
             "share-times-factor": (
-                given(lambda a, b, s, f=share: f(a, b) * s), f"{name} is the share times `faster`"  # type: ignore
+                given(lambda a, b, s, f=share: f(a, b) * s), f"{name} is the share times `faster`"  # type: ignore[misc]
             ),
             "weighted-mean": (
                 given(lambda a, b, s, f=share: 1 - f(a, b) + f(a, b) * s),  # type: ignore[misc]
