@@ -1,6 +1,7 @@
 """The benches, as far as no GPU is needed: what would be measured, what is recorded, and the tables."""
 
 import contextlib
+import importlib
 import json
 import math
 
@@ -8,7 +9,21 @@ import pytest
 import torch
 
 from flashlab.attention import reference
-from flashlab.bench import check, mma, peers, published, records, scalar, timing, triton, validation, walls
+from flashlab.bench import (
+    BENCHES,
+    OF_ALL,
+    check,
+    everything,
+    mma,
+    peers,
+    published,
+    records,
+    scalar,
+    timing,
+    triton,
+    validation,
+    walls,
+)
 from flashlab.bench import resources as resources_bench
 from flashlab.kernels import SERIES, steps
 from flashlab.table import Table
@@ -55,9 +70,21 @@ def test_the_clock_is_sampled_while_something_is_measured():
 def test_without_a_gpu_timing_says_so():
     with pytest.raises(timing.NoGpu, match="timing needs a GPU"):
         timing.interleaved({"nothing": lambda: None})
-    for bench in (walls, triton, scalar, mma):
-        with pytest.raises(timing.NoGpu, match="GPU"):
-            bench.run()
+
+
+@no_gpu
+@pytest.mark.parametrize("name", OF_ALL)
+def test_without_a_gpu_a_bench_measures_nothing_and_says_so(name, tmp_path):
+    row = BENCHES[name]
+    bench = importlib.import_module(f"flashlab.bench.{row.module or name}")
+    with pytest.raises(records.NoGpu, match="GPU"):
+        bench.main(["--out", str(tmp_path / "record.json")])
+    assert not any(tmp_path.iterdir())
+    reason = everything.why_not(name, quick=True)
+    if reason is not None:
+        assert "GPU" in reason
+        with pytest.raises(records.NoGpu, match="GPU"):
+            bench.main(["--quick"])
 
 
 @pytest.mark.parametrize("content", ["plain", "rising"])
@@ -129,6 +156,26 @@ def test_every_step_and_every_define_of_each_is_measured():
                 assert all((f"{s.name} {define}={value}", d) in names for value in values[1:])
     assert {v.step.name for v in mma.variants(only_last=True)} == {SERIES[-1].name}
     assert len(mma.variants((torch.float16, torch.bfloat16))) == 2 * len(found)
+
+
+def test_a_part_builds_and_checks_what_it_measures_and_no_more(monkeypatch):
+    monkeypatch.setattr(mma, "build", lambda wanted: [(v, None) for v in wanted])
+    checked = []
+    monkeypatch.setattr(mma, "verify", lambda v, module: float(checked.append(v) or 0.5))
+    mma._built.cache_clear()
+    try:
+        assert mma.prepare([{"part": "published"}], 0.0, 9) == {"rounds": 9}
+        kernels = set(mma.STAGES_ADA.values()) - {"unfused", "fa2"}
+        assert sorted((v.name, v.head_dim) for v in checked) == sorted((n, d) for n in kernels for d in (64, 128))
+        checked.clear()
+        mma.prepare([{"part": "final"}, {"part": "published"}], 0.0, 9)
+        assert {v.step.name for v in checked} == {"p7_naive", "p8_6_store", SERIES[-1].name}
+        checked.clear()
+        facts = mma.prepare([{"part": part} for part in mma.PARTS if part != "exhibits"], 0.0, 9)
+        assert facts == {"rounds": 9, "worst_error_of_bound": 0.5}
+        assert checked == mma.variants((torch.float16, torch.bfloat16))
+    finally:
+        mma._built.cache_clear()
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

@@ -87,10 +87,19 @@ def test_a_run_ends_in_time_and_the_next_goes_on(things, tmp_path, capsys):
 def test_figures_of_two_stacks_are_not_mixed(things, tmp_path, capsys):
     out = tmp_path / "x.json"
     again(things, out, "--minutes", "0.3")
-    things["machine"] = {"driver": "2"}
+    things["machine"] = {"torch": "9.9"}
     data = again(things, out)
     assert len(things["measured"]) == 2 + 5 and "earlier" not in data["machine"]
-    assert "another driver" in capsys.readouterr().err
+    assert "another torch" in capsys.readouterr().err
+
+
+def test_another_driver_goes_on_and_the_record_tells_both(things, tmp_path):
+    out = tmp_path / "x.json"
+    again(things, out, "--minutes", "0.3")
+    things["machine"] = {"driver": "2"}
+    data = again(things, out)
+    assert things["measured"] == [0, 1, 2, 3, 4] and data["machine"]["driver"] == "2"
+    assert [session["driver"] for session in data["machine"]["earlier"]] == ["1"]
 
 
 def test_a_killed_run_is_gone_on_with_and_a_job_that_kills_is_left_behind(things, tmp_path):

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from flashlab.bench import attention, counterparts, industrial, mma, published, scalar
+from flashlab.bench import attention, counterparts, industrial, layer, lm, mma, published, scalar
 from flashlab.bench.counterparts import RULES
 
 # What no record has yet. A run on a GPU takes entries away; nothing is added. By table: what all its missing labels
@@ -72,22 +72,38 @@ def test_what_the_benches_measure_are_the_counterparts(tmp_path):
     assert "out of memory" in text and "OOM" in text and "563" in text
 
 
-def test_the_layer_and_the_language_model_have_their_place(tmp_path):
-    """What their benches have to write; a kernel with another name still answers, and says so."""
-    profile = [
-        {"layer": layer, "op": op, "kernel": not op.startswith("aten::"), "cuda_ms": 5.0}
-        for layer in ("original", "flash")
-        for op in ("hopper_gemm", *(r["op"] for r in published.load("gqa_layer_profile") if r["op"][0] == "a"))
-    ]
-    stand_in(tmp_path, "layer", profile=profile)
-    sizes = [
-        {"size": size, "attention": "eager", "pass": which, "ms": 7.0}
-        for size in ("small", "medium", "large")
-        for which in ("forward", "backward")
-    ]
-    stand_in(tmp_path, "lm", rows=sizes)
+def test_the_layer_and_the_language_model_have_their_counterparts(tmp_path):
+    """A kernel with another name still answers, an operation that is not called too; and both say so."""
+    jobs = [j for j in layer.jobs() if j["part"] == "profile"]
+    ops = {r["op"]: 7.5 for r in published.load("gqa_layer_profile") if r["op"].startswith("aten::")}
+    del ops["aten::arange"]
+    about = {"runs": 100, "calls": 100}
+    rows = [j | {"op": op, "kernel": False, "device_ms": ms} | about for j in jobs for op, ms in ops.items()]
+    for j in jobs:
+        name = "gemm_of_another_gpu" if j["layer"] == layer.ORIGINAL else layer.OUR_KERNEL
+        rows.append(j | {"op": name, "kernel": True, "device_ms": 44.25} | about)
+    stand_in(tmp_path, "layer", rows=rows)
+    passes = (*lm.PASSES, "step", "forward only")
+    steps = [j | {"pass": which, "ms": 7.0} for j in lm.jobs() if j["part"] == "step" for which in passes]
+    large = [row for row in steps if row["size"] == "large" and row["dtype"] == "float32"]
+    steps = [row for row in steps if row not in large]
+    steps += [{k: v for k, v in large[0].items() if k not in ("pass", "ms")} | {"name": "all", "unavailable": "OOM: 1"}]
+    stand_in(tmp_path, "lm", rows=steps)
     assert not {"lm_forward_backward", "gqa_layer_profile"} & set(counterparts.missing(tmp_path))
-    assert "by other kernels" in repr(counterparts.beside("gqa_layer_profile", tmp_path))
+    found = {figure.label: (figure.value, ours.value) for figure, ours in
+             counterparts.counterparts("gqa_layer_profile", tmp_path)}  # fmt: skip
+    assert found["flash flash_attentionv2_kernel"] == (444.92, 44.25)
+    assert found["original aten::bmm"] == (2267.0, 7.5)
+    assert found["flash aten::arange"] == (0.31, "not called")
+    assert found["original ampere_sgemm_128x128_nn"] == (1580.0, "by other kernels")
+    found = {figure.label: ours.value for figure, ours in counterparts.counterparts("lm_forward_backward", tmp_path)}
+    assert found["forward_backward md backward"] == 7.0 and found["forward_only lg forward"] == "OOM: 1"
+
+
+def test_a_profile_that_could_not_be_taken_answers_with_its_reason(tmp_path):
+    jobs = [j for j in layer.jobs() if j["part"] == "profile"]
+    stand_in(tmp_path, "layer", rows=[j | {"name": "all", "unavailable": "out of memory: 1"} for j in jobs])
+    assert {ours.value for _, ours in counterparts.counterparts("gqa_layer_profile", tmp_path)} == {"out of memory: 1"}
 
 
 def test_the_command(capsys, tmp_path):

@@ -31,6 +31,8 @@ BENCHES = {
     "scalar": Named("Phase 6: the float32 CUDA kernels against unfused PyTorch and SDPA.", "a GPU, nvcc"),
     "mma": Named("The tensor-core kernels against FlashAttention-2, cuDNN, unfused PyTorch.", "a GPU, nvcc"),
     "attention": Named("Attention alone: forward, backward, memory; eager, compiled, ours.", "a GPU"),
+    "layer": Named("Phase 10: an attention layer timed and profiled: original, ours, SDPA, compiled.", "a GPU"),
+    "lm": Named("Phase 10: the language model's steps, memory, longest text and loss.", "a GPU"),
     "hardware": Named("What the hardware itself does: rates, sums, traffic, workspaces, stalls.",
                       "a GPU, nvcc, ncu", object=""),
     "ablation": Named("The last kernel with one idea at a time taken out.", "a GPU, nvcc"),
@@ -47,5 +49,5 @@ BENCHES = {
 }  # fmt: skip
 """By the name on the command line."""
 
-OF_ALL = ("walls", "triton", "industrial", "scalar", "mma", "attention", "ablation")
+OF_ALL = ("walls", "triton", "industrial", "scalar", "mma", "attention", "layer", "lm", "ablation")
 """What `bench all` runs, in this order."""

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flashlab.bench import published, records
+from flashlab.bench import layer, lm, published, records
 from flashlab.bench.mma import STAGES_ADA
 from flashlab.table import Table
 
@@ -41,6 +41,7 @@ class Ours(NamedTuple):
 
 
 Found = tuple[Figure, "Ours | None"]
+_OF_ROWS = ("name", "variant", "pass", "op", "kernel")  # what the rows of one job differ in
 
 
 class Records:
@@ -62,7 +63,10 @@ class Records:
             inside = [row for row in data.get("rows", []) if row.get("part") == part]
             for row in [*data.get(part, []), *inside, *data.get("unavailable", [])]:
                 whole = row.get("name") == "all"  # a job that failed stands for all that it would have measured
-                if all(row.get(k) == v or (whole and k in ("name", "variant", "pass")) for k, v in wanted.items()):
+                if all(
+                    row.get(k) == v or (whole and k in _OF_ROWS and row.get(k) in (None, "all"))
+                    for k, v in wanted.items()
+                ):
                     said = row[column] * unit if column in row else row.get("unavailable")
                     if said is not None:
                         return Ours(said, file, data["machine"]["gpu"] or "a CPU", tuple(row.get("first", ())))
@@ -118,25 +122,31 @@ def _attention_memory(found: Records) -> Iterator[Found]:
 
 
 def _lm_forward_backward(found: Records) -> Iterator[Found]:
-    sizes = {"sm": "small", "md": "medium", "lg": "large"}
     for row in published.load("lm_forward_backward"):
-        for which in ("forward", "backward"):
-            if row[f"avg_{which}_s"] is not None:
-                wanted = {"size": sizes[str(row["model"])], "attention": "eager", "pass": which}
-                ours = found.find("lm", "rows", wanted)
-                label = f"{row['run']} {row['model']} {which}"
-                yield Figure("lm_forward_backward", label, 1e3 * float(str(row[f"avg_{which}_s"]))), ours
+        for column in ("forward", "backward"):
+            if row[f"avg_{column}_s"] is not None:
+                size, which = lm.SIZE_NAMES[str(row["model"])], lm.PUBLISHED_PASSES[str(row["run"]), column]
+                model = {"size": size, "attention": "eager", "dtype": "float32", "compiled": False}
+                ours = found.find("lm", "step", model | {"pass": which})
+                label = f"{row['run']} {row['model']} {column}"
+                yield Figure("lm_forward_backward", label, 1e3 * float(str(row[f"avg_{column}_s"]))), ours
 
 
 def _gqa_layer_profile(found: Records) -> Iterator[Found]:
+    """Totals of 100 runs, there and here. An operation that our profile does not have was not called; a kernel of
+    another GPU or compiler has another name, and then it is our kernels that answer it."""
     for row in published.load("gqa_layer_profile"):
-        layer, op = str(row["layer"]), str(row["op"])
-        ours = found.find("layer", "profile", {"layer": layer, "op": op}, "cuda_ms")
-        # A kernel of another GPU or compiler may have no namesake here: then it is our layer's kernels that answer it.
-        if ours is None and not op.startswith("aten::"):
-            ours = found.find("layer", "profile", {"layer": layer, "kernel": True}, "cuda_ms")
-            ours = ours and ours._replace(value="by other kernels")
-        yield Figure("gqa_layer_profile", f"{layer} {op}", row["cuda_total"]), ours
+        profile = {"case": "published", "pass": "forward", "layer": layer.PUBLISHED_LAYERS[str(row["layer"])]}
+        op = str(row["op"])
+        if op == "flash_attentionv2_kernel":
+            op = layer.OUR_KERNEL
+        ours = found.find("layer", "profile", profile | {"op": op}, "device_ms")
+        if ours is None:
+            ours = found.find("layer", "profile", profile | {"kernel": not op.startswith(("aten::", "cuda"))}, "runs")
+            other = "not called" if op.startswith(("aten::", "cuda")) else "by other kernels"
+            ours = ours and (ours if isinstance(ours.value, str) else ours._replace(value=other))
+        label = f"{row['layer']} {row['op']}"
+        yield Figure("gqa_layer_profile", label, layer.milliseconds(row["cuda_total"])), ours
 
 
 RULES: dict[str, Callable[[Records], Iterable[Found]]] = {

@@ -14,6 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+COMPILE: dict[str, Any] = {"fullgraph": True, "dynamic": False}
+"""For torch.compile: all of a function or none of it, and anew for each shape."""
+
 
 def sdpa(
     backend: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False
@@ -65,13 +68,13 @@ def compiled_unfused(
 def _compiled_unfused() -> Callable[..., torch.Tensor]:
     import torch._functorch.config
 
-    _many_shapes()
+    many_shapes()
     torch._functorch.config.donated_buffer = False
     torch._functorch.config.enable_autograd_cache = False  # a graph that is found there is not counted in `replaced`
-    return torch.compile(_unfused, dynamic=False, fullgraph=True)
+    return torch.compile(_unfused, **COMPILE)
 
 
-def _many_shapes() -> None:
+def many_shapes() -> None:
     """Past its limits torch.compile would run the operations one by one, and say nothing."""
     import torch._dynamo
 
@@ -108,5 +111,5 @@ def _causal(batch: Any, head: Any, query: Any, key: Any) -> Any:
 def _compiled_flex() -> Callable[..., torch.Tensor]:
     from torch.nn.attention.flex_attention import flex_attention
 
-    _many_shapes()
-    return torch.compile(flex_attention, dynamic=False, fullgraph=True)
+    many_shapes()
+    return torch.compile(flex_attention, **COMPILE)

@@ -14,6 +14,7 @@ depths; RMSNorm: Zhang and Sennrich (2019), arXiv 1910.07467; SwiGLU: Shazeer, "
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -203,18 +204,22 @@ def make_optimizer(model: nn.Module, *, lr: float = 3e-4, weight_decay: float = 
 
 def train_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, tokens: torch.Tensor, targets: torch.Tensor, *,
-    autocast: torch.dtype | None = None,
+    autocast: torch.dtype | None = None, done: Callable[[str], object] = lambda what: None,
 ) -> torch.Tensor:  # fmt: skip
     """One step: forward, backward, the gradients cut to a norm of 1, and the update. Returns the loss, a scalar.
 
     Args:
-        model: a `LanguageModel`, or what torch.compile made of it. tokens, targets: [batch, seq_len], int64.
+        model: a `LanguageModel`, compiled or not. tokens, targets: [batch, seq_len], int64.
         autocast: matrix products are computed in this dtype; the weights stay as they are. None is their own.
+        done: is called with "forward", "backward", "optimizer" when each has been given to the device.
     """
     with torch.autocast(tokens.device.type, dtype=autocast, enabled=autocast is not None):
         loss = model(tokens, targets)
+    done("forward")
     optimizer.zero_grad(set_to_none=True)
     loss.backward()
+    done("backward")
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
+    done("optimizer")
     return loss.detach()

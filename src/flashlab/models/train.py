@@ -49,12 +49,13 @@ def train(
     model.to(where)
     optimizer = make_optimizer(model, lr=lr)
     rise = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / max(1, steps // 10)))
-    run = torch.compile(model, fullgraph=True) if compile else model
+    if compile:
+        model.compile(fullgraph=True)
 
     pieces = text.batches(text.load(), batch, seq_len, seed=seed, device=where)
     losses = []
     for _ in range(steps):
-        losses.append(train_step(run, optimizer, *next(pieces), autocast=autocast))  # no .item(): it would wait
+        losses.append(train_step(model, optimizer, *next(pieces), autocast=autocast))  # no .item(): it would wait
         rise.step()
     return torch.stack(losses).tolist()
 

@@ -1,0 +1,656 @@
+"""An attention layer with grouped-query attention and rotary embedding: timed, profiled, and one call of it as a trace.
+
+    flashlab bench layer             # recorded/layer_<gpu>.json; --minutes 3: how long at most
+    flashlab bench layer --quick     # tiny shapes, on a CPU too, where Triton is interpreted
+
+Two cases. "published" is the shape of published/gqa_layer_profile.csv: batch * heads 512, N 1024, D 16, float32. Its
+figures tell the rest. K and V take 64 MiB per run when repeated, and the products of the rotary embedding 96 MiB: 64
+for q and 32 for k. So two query heads share a key head. No operation hides a key, and the two products of matrices are
+those of attention: no mask, no projections. "present" is a layer of today: batch 4, 32 query heads, 8 key heads,
+N 4096, D 128, bf16, causal, with its four projections.
+
+original                  K and V repeated, the scores in memory, RoPE in PyTorch's small operations
+original, compiled        the same through torch.compile; `replaced` says whether it put fused attention in
+ours, RoPE apart          our attention kernel, RoPE as in the original
+ours                      our attention kernel, and our kernel for RoPE
+SDPA                      PyTorch's attention with the backend that it chooses, RoPE as in the original; row's `backend`
+SDPA, FlashAttention-2    and with each backend that runs here; where a backend refuses grouped heads, K and V are
+SDPA, cuDNN               repeated for it, and the row has `repeated`
+SDPA, memory-efficient
+SDPA, compiled            the layer with SDPA through torch.compile, which fuses RoPE too
+
+The record's rows, by part:
+
+time       case, scope, pass, name; ms, fastest, slowest, rounds; peak_bytes; difference. scope is "layer" (RoPE and,
+           where the case has them, projections) or "attention" (alone; there RoPE does not matter). pass is "forward"
+           (without gradients) or "both". peak_bytes: what one call had allocated at its worst moment, beside inputs and
+           weights. difference: the largest one from the original's output, forward
+compiled   the same rows, of the compiled ones, with the original and ours beside them in turns: scope "layer" alone
+profile    case, pass, layer (a name from above); op, kernel (true: it ran on the GPU; else an operation of PyTorch or a
+           call of CUDA), runs, calls, device_ms, self_device_ms, cpu_ms, self_cpu_ms, device_bytes, self_device_bytes,
+           cpu_bytes, flops (or null); totals of all runs. The TOP rows by self_device_ms (by self_cpu_ms on a CPU), and
+           what the published table names. total_ms: of all kernels in all runs
+timeline   case, pass, layer; one row: span_us, kernels, left_out, and events [name, start us, duration us, where],
+           where the last is "stream 7" for a kernel and "thread 1" for an operation that no other one called
+
+What did not run has `unavailable` with the reason in place of figures; "out of memory: ..." begins that of memory.
+
+Readers, all of which take `record()`, and say "not measured yet" where a record has nothing:
+
+record() -> Data                                                   the recorded run, or one without rows
+times(data, case, scope="layer", which="forward") -> dict[str, float]             milliseconds by name, in NAMES' order
+times_table(data, case) -> Table                                   every name: ms, MiB, times as fast
+ratio(data, case, name, over, scope="layer", which="forward") -> float | None     how many times as fast `name` is
+best_sdpa(data, case, scope="layer", which="forward") -> str | None               the fastest of SDPA, not compiled
+profile(data, case, layer, which="forward") -> list[Row]           the rows of a profile, the dearest first
+profile_table(data, case, layer, which="forward", most=10, kernels=False) -> Table     per run; kernels: those alone
+kernel_shares(data, case, layer, which="forward") -> list[tuple[str, float, int]]     short name, ms and calls per run
+timeline(data, case, layer, which="forward") -> list[Event]        the events of one call, by their start
+published_table(layer) -> Table                                    the published profile of "original" or "flash"
+
+Live, on any machine: `way_for(name, case)` gives the function that is timed; `profiled(way, runs)` the rows of its
+profile; `one_call(way)` its events; `write_trace(way, path)` a file that https://ui.perfetto.dev opens in the browser.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd import DeviceType
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.profiler import ProfilerActivity, record_function
+from torch.profiler import profile as torch_profile
+
+from flashlab import runtime
+from flashlab.bench import harness, peers, published, records, timing
+from flashlab.bench.harness import Data, Row, Way
+from flashlab.models.layer import ATTENTIONS, AttentionLayer, RotaryAttention
+from flashlab.models.rope import rope, rope_table
+from flashlab.table import Table
+
+ORIGINAL, APART, OURS, SDPA = "original", "ours, RoPE apart", "ours", "SDPA"
+BACKENDS = {
+    "SDPA, FlashAttention-2": SDPBackend.FLASH_ATTENTION,
+    "SDPA, cuDNN": SDPBackend.CUDNN_ATTENTION,
+    "SDPA, memory-efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+COMPILED = {"original, compiled": ORIGINAL, "SDPA, compiled": SDPA}
+"""What torch.compile was given."""
+NAMES = (ORIGINAL, "original, compiled", APART, OURS, SDPA, *BACKENDS, "SDPA, compiled")
+SCOPES = ("layer", "attention")
+PASSES = ("forward", "both")
+TOP = 40
+MOST_EVENTS = 300
+RUNS = {"published": 100, "present": 20}
+"""Of a profile; as many as were published, so that their totals can stand beside ours. Elsewhere 3."""
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+PUBLISHED_LAYERS = {"original": ORIGINAL, "flash": APART}
+"""Which of NAMES is meant by a layer of the published table: its RoPE is small operations in both."""
+OUR_KERNEL = "flash_attention_kernel"
+"""The name of the forward kernel in a profile."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """The shape of a layer; projections: with the four matrices around attention."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    seq_len: int
+    head_dim: int
+    dtype: str
+    causal: bool
+    projections: bool
+
+
+CASES = {
+    "published": Case(32, 16, 8, 1024, 16, "float32", causal=False, projections=False),
+    "present": Case(4, 32, 8, 4096, 128, "bfloat16", causal=True, projections=True),
+    "tiny": Case(1, 4, 2, 32, 16, "float32", causal=False, projections=False),
+    "tiny, projections": Case(1, 4, 2, 32, 16, "float32", causal=True, projections=True),
+}
+
+
+# ---- what is measured ------------------------------------------------------------------------------------------------
+def jobs() -> list[Row]:
+    """The most telling first; what has to be compiled by torch.compile last."""
+    found = [_time("published", "layer", "forward"), _time("present", "layer", "both")]
+    found += [_of("profile", "published", "forward", name) for name in (ORIGINAL, APART, OURS)]
+    found += [_time("present", "layer", "forward"), _time("published", "layer", "both")]
+    found += [_of("profile", "present", "both", name) for name in (ORIGINAL, APART, OURS, SDPA)]
+    found += [_of("timeline", "published", "forward", name) for name in (ORIGINAL, APART, OURS)]
+    found += [_of("timeline", "present", "both", name) for name in (ORIGINAL, APART, OURS)]
+    found += [_time(case, "attention", which) for case in ("published", "present") for which in PASSES]
+    found += [_time(case, "layer", which, "compiled") for which in PASSES for case in ("published", "present")]
+    return found
+
+
+def quick_jobs() -> list[Row]:
+    """Of every part something, tiny; without torch.compile, which takes its time."""
+    found = [_time("tiny", "layer", "forward"), _time("tiny, projections", "layer", "both")]
+    found += [_time("tiny", "attention", "forward")]
+    for part in ("profile", "timeline"):
+        found += [_of(part, "tiny", "forward", name) for name in (ORIGINAL, OURS)]
+    return found
+
+
+def _time(case: str, scope: str, which: str, part: str = "time") -> Row:
+    return {"part": part, "case": case, "scope": scope, "pass": which}
+
+
+def _of(part: str, case: str, which: str, layer: str) -> Row:
+    return {"part": part, "case": case, "pass": which, "layer": layer}
+
+
+def names_of(part: str, scope: str) -> list[str]:
+    """Who is timed in a part and scope; alone, attention is the same with either RoPE."""
+    if part == "compiled":
+        return [ORIGINAL, OURS, *COMPILED]
+    return [name for name in NAMES if name not in COMPILED and (scope == "layer" or name != APART)]
+
+
+# ---- the layers ------------------------------------------------------------------------------------------------------
+Attention = Callable[..., torch.Tensor]  # (q, k, v, *, causal) -> o
+
+
+def sdpa_by(backend: SDPBackend, repeat: bool) -> Attention:
+    """scaled_dot_product_attention by one backend, grouped heads too; repeat: K and V for every query head first."""
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool) -> torch.Tensor:
+        if repeat:
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
+
+    return attention
+
+
+class Core(RotaryAttention):
+    """RoPE in small operations, then any attention."""
+
+    def __init__(self, attention: Attention, causal: bool) -> None:
+        super().__init__("sdpa", causal=causal)
+        self.way = attention
+
+    def forward(self, q, k, v, cos, sin):
+        return self.way(rope(q, cos, sin), rope(k, cos, sin), v, causal=self.causal)
+
+
+class Alone(nn.Module):
+    """Attention without RoPE, as a module."""
+
+    def __init__(self, attention: Attention, causal: bool) -> None:
+        super().__init__()
+        self.way, self.causal = attention, causal
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return self.way(q, k, v, causal=self.causal)
+
+
+def draw(case: Case, scope: str) -> list[torch.Tensor]:
+    """What a layer reads, the same each time, each wanting a gradient.
+
+    Returns:
+        [x], [batch, seq_len, heads * head_dim], for a layer with projections; else [q, k, v], each
+        [batch, heads or kv_heads, seq_len, head_dim].
+    """
+    generator = torch.Generator(runtime.device()).manual_seed(case.seq_len + case.head_dim)
+    shapes: list[tuple[int, ...]]
+    if scope == "layer" and case.projections:
+        shapes = [(case.batch, case.seq_len, case.heads * case.head_dim)]
+    else:
+        heads = (case.heads, case.kv_heads, case.kv_heads)
+        shapes = [(case.batch, h, case.seq_len, case.head_dim) for h in heads]
+    drawn = [torch.randn(shape, device=runtime.device(), generator=generator) for shape in shapes]
+    return [x.to(DTYPES[case.dtype]).requires_grad_() for x in drawn]
+
+
+def build(name: str, case: Case, scope: str) -> tuple[nn.Module, Row]:
+    """One of NAMES as a module, with the same weights each time; and what its rows say of it.
+
+    Raises what a backend of SDPA raises that does not take these inputs.
+    """
+    about: Row = {}
+    plain = COMPILED.get(name, name)
+    attention: Attention
+    if plain in BACKENDS:
+        repeat = not _takes_groups(BACKENDS[plain], case)
+        attention = sdpa_by(BACKENDS[plain], repeat)
+        about = {"backend": BACKENDS[plain].name} | ({"repeated": True} if repeat else {})
+    else:
+        attention = ATTENTIONS[{ORIGINAL: "eager", APART: "flash", OURS: "flash", SDPA: "sdpa"}[plain]]
+        if name == SDPA:
+            about = {"backend": chosen(case)}
+    module: nn.Module
+    if scope == "attention":
+        module = Alone(attention, case.causal)
+    else:
+        core = Core(attention, case.causal)
+        if plain == OURS:
+            core = RotaryAttention("flash", causal=case.causal, fused_rope=True)  # type: ignore[assignment]
+        module = core
+        if case.projections:
+            module = _projected(core, case)
+    if name in COMPILED:
+        peers.many_shapes()
+        module.compile(**peers.COMPILE)
+    return module, about
+
+
+def _projected(core: RotaryAttention, case: Case) -> AttentionLayer:
+    """The layer around a core. Its weights come from a generator of their own: a CUDA graph whose recording failed
+    leaves PyTorch's unusable."""
+    width = case.heads * case.head_dim
+    with torch.device("meta"):
+        layer = AttentionLayer(width, case.heads, case.kv_heads, causal=case.causal).to(DTYPES[case.dtype])
+    layer.to_empty(device=runtime.device())
+    generator = torch.Generator(runtime.device()).manual_seed(0)
+    with torch.no_grad():
+        for weight in layer.parameters():
+            weight.normal_(std=width**-0.5, generator=generator)
+    layer.core = core
+    return layer
+
+
+def _few(case: Case) -> list[torch.Tensor]:
+    """q, k, v of one batch of the case, for questions."""
+    heads = (case.heads, case.kv_heads, case.kv_heads)
+    options: dict[str, Any] = {"device": runtime.device(), "dtype": DTYPES[case.dtype]}
+    return [torch.zeros(1, h, case.seq_len, case.head_dim, **options) for h in heads]
+
+
+def _takes_groups(backend: SDPBackend, case: Case) -> bool:
+    """Whether a backend takes fewer key heads than query heads here; True as well where it takes nothing."""
+    try:
+        sdpa_by(backend, repeat=False)(*_few(case), causal=case.causal)
+        return True
+    except RuntimeError:
+        return False
+
+
+def chosen(case: Case) -> str:
+    """The backend that PyTorch chooses for such inputs; "not known" where it does not say."""
+    q, k, v = (x.requires_grad_() for x in _few(case))
+    try:
+        found = torch._fused_sdp_choice(q, k, v, is_causal=case.causal, enable_gqa=case.heads != case.kv_heads)
+        return SDPBackend(found).name
+    except (AttributeError, TypeError, ValueError, RuntimeError):
+        return "not known"
+
+
+def pass_of(module: nn.Module, case: Case, scope: str, which: str, inputs: Sequence[torch.Tensor]) -> Way:
+    """The function to time: "forward" without gradients, or "both", with those of the inputs and of the weights."""
+    tables = rope_table(case.seq_len, case.head_dim, device=runtime.device()) if scope == "layer" else ()
+    if which == "forward":
+
+        def forward() -> torch.Tensor:
+            with torch.no_grad():
+                return module(*inputs, *tables)
+
+        return forward
+    wanted = [*inputs, *module.parameters()]
+    generator = torch.Generator(runtime.device()).manual_seed(1)
+    grad = torch.randn(inputs[0].shape, device=runtime.device(), generator=generator).to(inputs[0].dtype)  # o is like q
+    return lambda: torch.autograd.grad(module(*inputs, *tables), wanted, grad)
+
+
+def way_for(name: str, case: str | Case, which: str = "forward", scope: str = "layer") -> Way:
+    """The function that is timed for one of NAMES: on this machine, with the case's inputs. Raises KeyError."""
+    shape = CASES[case] if isinstance(case, str) else case
+    return pass_of(build(name, shape, scope)[0], shape, scope, which, draw(shape, scope))
+
+
+# ---- measuring -------------------------------------------------------------------------------------------------------
+def measure(job: Row) -> list[Row]:
+    """The rows of one job."""
+    if job["part"] in ("time", "compiled"):
+        return measure_times(job)
+    way = way_for(job["layer"], job["case"], job["pass"])
+    if job["part"] == "timeline":
+        events, left_out = _longest(one_call(way))
+        kernels = sum(e.where.startswith("stream") for e in events)
+        span = max((e.start_us + e.us for e in events), default=0.0)
+        return [job | {"span_us": span, "kernels": kernels, "left_out": left_out, "events": [list(e) for e in events]}]
+    rows = profiled(way, RUNS.get(job["case"], 3))
+    named = {r["op"] for r in published.load("gqa_layer_profile")}
+    return [job | row for i, row in enumerate(rows) if i < TOP or row["op"] in named]
+
+
+def measure_times(job: Row) -> list[Row]:
+    """A row for each name, timed in turns. Where the inputs would stay in L2, a second set is gone through in turn."""
+    case, scope, which = CASES[job["case"]], job["scope"], job["pass"]
+    sets = [draw(case, scope)]
+    if harness.on_gpu():
+        most = timing.input_sets(sum(x.numel() * x.element_size() for x in sets[0]))
+        sets += [[x.detach().clone().requires_grad_() for x in sets[0]] for _ in range(most - 1)]
+    ways: dict[str, timing.Work] = {}
+    about: dict[str, Row] = {}
+    reasons: dict[str, str] = {}
+    for name in names_of(job["part"], scope):
+        try:
+            module, about[name] = build(name, case, scope)
+            already = peers.replaced()
+            several = [pass_of(module, case, scope, which, one) for one in sets]
+            if name in COMPILED:
+                several[0]()  # which compiles it
+                about[name]["replaced"] = peers.replaced() > already
+            ways[name] = several
+        except Exception as error:
+            reasons[name] = timing.reason(error)
+    found, more = harness.times_of(ways)
+    reasons |= more
+    first = {name: _first(ways[name]) for name in found}
+    if harness.on_gpu():
+        for name, way in first.items():
+            gc.collect()
+            about[name]["peak_bytes"] = timing.allocated(way)
+    if which == "forward" and ORIGINAL in first:
+        want = first[ORIGINAL]().float()
+        for name in first.keys() - {ORIGINAL}:
+            about[name]["difference"] = (first[name]().float() - want).abs().max().item()
+    rows = [job | {"name": name} | row | about[name] for name, row in found.items()]
+    return rows + [job | {"name": name, "unavailable": why} for name, why in reasons.items()]
+
+
+def _first(work: timing.Work) -> Way:
+    return work if callable(work) else work[0]
+
+
+# ---- profiles --------------------------------------------------------------------------------------------------------
+class Event(NamedTuple):
+    """Something of one call: when it begins and how long it takes, in microseconds; "stream 7" or "thread 1"."""
+
+    name: str
+    start_us: float
+    us: float
+    where: str
+
+
+def _activities() -> list[ProfilerActivity]:
+    return [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if harness.on_gpu() else [])]
+
+
+def _wait() -> None:
+    if harness.on_gpu():
+        torch.cuda.synchronize()
+
+
+CALL = "one call"
+_NO_OPS = (CALL, "[memory]", "cudaDeviceSynchronize", "cudaStreamSynchronize", "Activity Buffer Request")
+
+
+def profiled(way: Way, runs: int) -> list[Row]:
+    """Rows of torch.profiler's table for some runs of a function, the dearest first; see the module's docstring."""
+    way()
+    _wait()
+    with torch_profile(activities=_activities(), profile_memory=True, with_flops=True) as found:
+        for _ in range(runs):
+            way()
+        _wait()
+    rows: list[Row] = []
+    for a in found.key_averages():
+        if a.key in _NO_OPS or getattr(a, "is_user_annotation", False):
+            continue
+        times = {
+            "device_ms": a.device_time_total, "self_device_ms": a.self_device_time_total,
+            "cpu_ms": a.cpu_time_total, "self_cpu_ms": a.self_cpu_time_total,
+        }  # fmt: skip
+        row: Row = {"op": a.key[:200], "kernel": a.device_type == DeviceType.CUDA, "runs": runs, "calls": a.count}
+        row |= {name: round(us / 1e3, 6) for name, us in times.items()}
+        row |= {"device_bytes": a.device_memory_usage, "self_device_bytes": a.self_device_memory_usage}
+        rows.append(row | {"cpu_bytes": a.cpu_memory_usage, "flops": a.flops or None})
+    total = sum(row["self_device_ms"] for row in rows if row["kernel"])
+    by = "self_device_ms" if total else "self_cpu_ms"
+    return [row | {"total_ms": round(total, 6)} for row in sorted(rows, key=lambda row: -row[by])]
+
+
+def one_call(way: Way) -> list[Event]:
+    """What one call does, by its start, counted from the first event: kernels and, of the CPU, the outermost
+    operations."""
+    way()
+    with torch_profile(activities=_activities()) as found:
+        way()  # the first one under the profiler is slow
+        _wait()
+        with record_function(CALL):
+            way()
+            _wait()
+    return events_of(found.events())
+
+
+def events_of(events: Any) -> list[Event]:
+    """Of a profiler's events those that begin within `record_function(CALL)`."""
+    call = next(e for e in events if e.name == CALL and e.device_type == DeviceType.CPU)
+    begin, end = call.time_range.start, call.time_range.end
+    kept: list[Event] = []
+    for e in events:
+        start, us = e.time_range.start, e.time_range.elapsed_us()
+        if e.name in _NO_OPS or not begin <= start <= end or getattr(e, "is_user_annotation", False):
+            continue
+        if e.device_type == DeviceType.CUDA:
+            kept.append(Event(e.name[:200], start, us, f"stream {e.device_resource_id}"))
+        elif e.cpu_parent is None or e.cpu_parent.name == CALL:
+            kept.append(Event(e.name[:200], start, us, f"thread {e.thread}"))
+    zero = min((e.start_us for e in kept), default=0.0)
+    return sorted((e._replace(start_us=round(e.start_us - zero, 3), us=round(e.us, 3)) for e in kept),
+                  key=lambda e: e.start_us)  # fmt: skip
+
+
+def _longest(events: list[Event], most: int = MOST_EVENTS) -> tuple[list[Event], int]:
+    """At most so many events, the longest, still by their start; and how many were left out."""
+    kept = sorted(sorted(events, key=lambda e: -e.us)[:most], key=lambda e: e.start_us)
+    return kept, len(events) - len(kept)
+
+
+def write_trace(way: Way, path: Path) -> Path:
+    """Write one call as a Chrome trace, whole or not at all; https://ui.perfetto.dev opens it. Returns the path."""
+    way()
+    with torch_profile(activities=_activities()) as found:
+        way()
+        _wait()
+        with record_function(CALL):
+            way()
+            _wait()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}.", suffix=".json")
+    os.close(descriptor)
+    try:
+        found.export_chrome_trace(temporary)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+    return path
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+NOT_YET = "not measured yet"
+
+
+def recorded() -> list[Data]:
+    """Every recorded run there is, in the order of their file names; [] where none is."""
+    return records.recorded("layer")
+
+
+def record() -> Data:
+    """The first recorded run, or one without rows: every reader takes it."""
+    return next(iter(recorded()), {"rows": [], "machine": {"gpu": None}})
+
+
+def _rows(data: Data, **wanted: Any) -> list[Row]:
+    return [row for row in data["rows"] if all(row.get(k) == v for k, v in wanted.items())]
+
+
+def _time_rows(data: Data, case: str, scope: str, which: str) -> dict[str, Row]:
+    """By name, in NAMES' order; the compiled ones from their own part."""
+    found = {}
+    for row in _rows(data, case=case, scope=scope):
+        if row["pass"] == which and (row["part"] == "compiled") == (row["name"] in COMPILED):
+            found[row["name"]] = row
+    return {name: found[name] for name in NAMES if name in found}
+
+
+def times(data: Data, case: str, scope: str = "layer", which: str = "forward") -> dict[str, float]:
+    """Milliseconds by name, in NAMES' order; who has none is not there."""
+    return {name: row["ms"] for name, row in _time_rows(data, case, scope, which).items() if "ms" in row}
+
+
+def ratio(data: Data, case: str, name: str, over: str, scope: str = "layer", which: str = "forward") -> float | None:
+    """How many times as fast as `over` a name is; None where one of them has no time.
+
+    Both are from the same turns where there are such: a compiled one is compared with what was timed beside it.
+    """
+    part = "compiled" if name in COMPILED or over in COMPILED else "time"
+    found = {row["name"]: row["ms"] for row in _rows(data, part=part, case=case, scope=scope, **{"pass": which})
+             if "ms" in row}  # fmt: skip
+    if name not in found or over not in found:
+        found = times(data, case, scope, which)
+    return found[over] / found[name] if name in found and over in found else None
+
+
+def best_sdpa(data: Data, case: str, scope: str = "layer", which: str = "forward") -> str | None:
+    """The fastest of PyTorch's own attentions, not compiled; None where none was timed."""
+    found = times(data, case, scope, which)
+    return min((name for name in (SDPA, *BACKENDS) if name in found), key=lambda name: found[name], default=None)
+
+
+def times_table(data: Data, case: str) -> Table:
+    """Every name: ms of the layer and of attention alone, forward and both; MiB of both; how many times as fast as the
+    original the layer is, in both."""
+    kinds = [(scope, which) for scope in SCOPES for which in PASSES]
+    found = {kind: _time_rows(data, case, *kind) for kind in kinds}
+    rows = []
+    for name in NAMES:
+        if not any(name in by_name for by_name in found.values()):
+            continue
+        cells = [_said(by_name.get(name, {}), "ms", 1.0) for by_name in found.values()]
+        faster = ratio(data, case, name, ORIGINAL, which="both")
+        peak = _said(found["layer", "both"].get(name, {}), "peak_bytes", 2.0**-20)
+        rows.append([name, *cells, peak, f"{faster:.2f}" if faster else ""])
+    columns = ["", *(f"{scope}, {which}" for scope, which in kinds), "MiB, layer, both", "times as fast"]
+    caption = f"ms, {data['machine']['gpu'] or 'a CPU'}; times as fast as the original: the layer, both"
+    return Table.of(rows, columns, align="l" + "r" * 6, caption=caption if rows else NOT_YET)
+
+
+def _said(row: Row, column: str, unit: float) -> str:
+    if column in row:
+        return f"{row[column] * unit:.3f}" if column == "ms" else f"{row[column] * unit:.0f}"
+    return row["unavailable"].partition(":")[0][:20] if "unavailable" in row else ""
+
+
+def profile(data: Data, case: str, layer: str, which: str = "forward") -> list[Row]:
+    """The rows of a profile, the dearest first; [] where there is none."""
+    return [row for row in _rows(data, part="profile", case=case, layer=layer) if row["pass"] == which and "op" in row]
+
+
+def profile_table(
+    data: Data, case: str, layer: str, which: str = "forward", most: int = 10, kernels: bool = False
+) -> Table:
+    """A profile per run, as torch.profiler prints it; kernels: only what ran on the GPU."""
+    return rows_table(
+        [row for row in profile(data, case, layer, which) if row["kernel"] or not kernels][:most],
+        data["machine"]["gpu"],
+    )
+
+
+def rows_table(rows: Sequence[Row], gpu: str | None = None) -> Table:
+    """Rows of `profiled` per run: the time of itself and with what it called, its share, calls, MiB, GFLOPs."""
+    where, memory = ("device", "device_bytes") if any(r["self_device_ms"] for r in rows) else ("cpu", "cpu_bytes")
+    total = rows[0]["total_ms"] if rows and where == "device" else sum(r["self_cpu_ms"] for r in rows)
+    cells = [
+        [
+            short(r["op"]), f"{r[f'self_{where}_ms'] / r['runs']:.4f}", f"{r[f'{where}_ms'] / r['runs']:.4f}",
+            f"{r[f'self_{where}_ms'] / total:.1%}" if total else "", f"{r['calls'] / r['runs']:.4g}",
+            f"{r[memory] / r['runs'] / 2**20:.1f}" if r[memory] else "",
+            f"{r['flops'] / r['runs'] / 1e9:.2f}" if r["flops"] else "",
+        ]
+        for r in rows
+    ]  # fmt: skip
+    unit = "ms on the GPU" if where == "device" else "ms on the CPU"
+    columns = ["", f"{unit}, itself", "with what it calls", "share", "calls", "MiB", "GFLOPs"]
+    caption = f"per run, {gpu}" if gpu else "per run, on a CPU"
+    return Table.of(cells, columns, align="lrrrrrr", caption=caption if cells else NOT_YET)
+
+
+_KINDS = (
+    (r"gemm|cutlass|nvjet|xmma|cublas", "matrix product"), (r"softmax", "softmax"), (r"CatArray", "cat"),
+    (r"vectorized_elementwise|unrolled_elementwise|elementwise_kernel", "elementwise"), (r"reduce_kernel", "reduction"),
+    (r"fmha|flash_fwd|flash_bwd|cudnn.*(attn|sdpa)", "fused attention of PyTorch"), (r"index", "index"),
+)  # fmt: skip
+
+
+def short(op: str) -> str:
+    """The name of a kernel in a few words: its kind and what it computes, where the compiler's name tells."""
+    if op.startswith(("aten::", "flashlab::", "autograd::")) or not re.search(r"[<(]|::|gemm|nvjet|cutlass|xmma", op):
+        return op[:60]
+    kind = next((kind for pattern, kind in _KINDS if re.search(pattern, op)), "")
+    inside = op.partition("<")[2]
+    what = re.search(r"CUDAFunctor_(\w+)|(?!Binary|Unary|AUnary|BUnary)\b(\w+?)(?:Functor|_kernel_cuda)\b", inside)
+    name = re.sub(r"^void |\(anonymous namespace\)::|<.*", "", op).split("::")[-1]
+    detail = (what.group(1) or what.group(2)).lower() if what else name
+    return f"{kind}: {detail}"[:60] if kind else detail[:60]
+
+
+def kernel_shares(data: Data, case: str, layer: str, which: str = "forward") -> list[tuple[str, float, int]]:
+    """(short name, ms per run, calls per run) of the kernels of a profile, the dearest first; same names together."""
+    found: dict[str, tuple[float, int]] = {}
+    for r in profile(data, case, layer, which):
+        if r["kernel"]:
+            ms, calls = found.get(short(r["op"]), (0.0, 0))
+            found[short(r["op"])] = (ms + r["self_device_ms"] / r["runs"], calls + round(r["calls"] / r["runs"]))
+    return sorted(((name, ms, calls) for name, (ms, calls) in found.items()), key=lambda line: -line[1])
+
+
+def timeline(data: Data, case: str, layer: str, which: str = "forward") -> list[Event]:
+    """The events of one call, by their start; [] where it was not recorded."""
+    rows = [row for row in _rows(data, part="timeline", case=case, layer=layer) if row["pass"] == which]
+    return [Event(*event) for row in rows for event in row.get("events", [])]
+
+
+def milliseconds(text: Any) -> float:
+    """Of a time as torch.profiler prints it: "2.267s", "673.615ms", "400.000us"."""
+    number, unit = re.fullmatch(r"([\d.]+)(s|ms|us)", str(text)).groups()  # type: ignore[union-attr]
+    return float(number) * {"s": 1e3, "ms": 1.0, "us": 1e-3}[unit]
+
+
+def published_table(layer: str) -> Table:
+    """The published profile of "original" or "flash", per run of its 100."""
+    rows = [
+        [r["op"], f"{milliseconds(r['self_cuda']) / 100:.4f}", f"{milliseconds(r['cuda_total']) / 100:.4f}",
+         r["self_cuda_pct"], f"{int(str(r['calls'])) / 100:.4g}"]
+        for r in published.load("gqa_layer_profile") if r["layer"] == layer
+    ]  # fmt: skip
+    columns = ["", "ms on the GPU, itself", "with what it calls", "share", "calls"]
+    return Table.of(rows, columns, align="lrrrr", caption="per run, as published; an Ampere GPU")
+
+
+def table(data: Data) -> Table:
+    """The times of every case of a record."""
+    tables = [(case, times_table(data, case)) for case in dict.fromkeys(row["case"] for row in data["rows"])]
+    rows = [[case, *row] for case, found in tables for row in found.rows]
+    if not rows:
+        return Table.of([], ["case"], caption=NOT_YET)
+    return Table.of(rows, ["case", *tables[0][1].columns], align="ll" + "r" * 6, caption=tables[0][1].caption)
+
+
+BENCH = harness.Bench(
+    "layer", __doc__, jobs=jobs, measure=measure, table=table,
+    keys=("case", "scope", "pass", "layer", "name", "op"), quick=quick_jobs,
+    needs=harness.gpu_for("the layer is", quick_too=False), minutes=5.0,
+)  # fmt: skip
+main = BENCH.main
+
+
+if __name__ == "__main__":
+    records.entry(main)

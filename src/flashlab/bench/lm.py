@@ -1,0 +1,636 @@
+"""The language model: its steps timed pass by pass, its memory, the longest text that fits, and its loss.
+
+    flashlab bench lm             # recorded/lm_<gpu>.json; --minutes 5: how long at most
+    flashlab bench lm --quick     # a tiny model, on a CPU too, where Triton is interpreted
+
+Sizes small, medium, large, xl of flashlab.models.language_model, 1024 tokens, batch 4. `attention` is a name of WAYS:
+
+eager               scores in memory, RoPE in PyTorch's small operations
+sdpa                PyTorch's attention, with the backend that it chooses; the same RoPE
+flash               ours; the same RoPE
+flash, fused RoPE   ours, with our kernel for RoPE
+
+dtype is "float32", or "bfloat16" for autocast to it; the weights are float32 in both. published/lm_forward_backward.csv
+does not tell its batch, length and vocabulary: its rows stand beside ours of the same size, "eager" in float32.
+
+The ways are timed one after the other: two models of a large size do not fit beside each other. A step is launched from
+Python, as in training, so where the GPU waits for Python, that is in its time.
+
+The record's rows, by part:
+
+step       size, attention, dtype, compiled, pass; ms, fastest, slowest, rounds: after WARM steps. pass is "forward",
+           "backward", "optimizer", or "step" for all three, or "forward only": without gradients; not where compiled.
+           warm_up_ms: the same of the first WARM steps, one by one; fresh: nothing was run on the GPU by this process
+           before. "step" also has peak_bytes, the most that was allocated, weights and optimizer included; held_bytes,
+           what is allocated between two steps; tokens, of a step. Of compiled ones warm_up_ms has the compiler's time,
+           and `replaced` says whether it put fused attention in the place of eager
+memory     size, attention, dtype; one row: us and bytes, two lists of one length (SERIES points at most): what is
+           allocated during one step after warm-up, at its highest within each point; ends {pass: us}; peak_bytes;
+           drift, the bytes by which the sum misses what the allocator says at the end. On a CPU only what the step
+           allocates. The clock is that of Python, which launches ahead of the GPU
+limit      attention, dtype, seq_len: one step of a small model that reads bytes, batch 4; N is doubled until a step
+           runs out of memory: peak_bytes, once_ms (one step, not warmed up), or unavailable. The last row is the limit,
+           or has `stopped`, the reason to go no further
+training   attention, dtype, jitter; one row: losses, in nats per byte, one per step; seconds. jitter not 0: the first
+           weights are changed by about a rounding; how far that curve is from eager's own is the noise
+
+What did not run has `unavailable` with the reason in place of figures; "out of memory: ..." begins that of memory.
+
+Readers, all of which take `record()`, and say "not measured yet" or give nothing where a record has nothing:
+
+record() -> Data                                                   the recorded run, or one without rows
+passes(data, size, attention, dtype="bfloat16", compiled=False) -> dict[str, Row]   rows of part "step" by pass
+step_table(data, dtype="bfloat16") -> Table                        each size and attention: ms, tokens/s, GiB
+over_sizes(data, which="step", dtype="bfloat16") -> dict[str, tuple[list[str], list[float]]]   by attention: sizes, ms
+ratio(data, size, attention, over="eager", which="step", dtype="bfloat16") -> float | None    times as fast
+compiled_table(data, dtype="bfloat16") -> Table                    with torch.compile beside without
+warm_up(data, size="small", dtype="bfloat16", which="step") -> dict[str, tuple[list[float], float]]
+                                                                   by attention: the first steps one by one, the median
+warm_up_table(data, size="small", dtype="bfloat16") -> Table       mean of 10 steps with the first ones, and without
+memory(data, size="small", dtype="bfloat16") -> dict[str, Series]  allocated MiB over ms, by attention
+limits(data) -> dict[str, tuple[list[int], list[float]]]           by attention: lengths that fit, and GiB at the most
+limit_table(data) -> Table                                         GiB by length; "out of memory" where it was
+runs_out(data) -> dict[str, int | None]                            the first length that does not fit; None: not reached
+losses(data, dtype="float32") -> dict[str, list[float]]            curves by name; NOISE is the one with jitter
+apart(data, dtype="float32") -> dict[str, float]                   the largest difference of each curve from "eager"
+published_table(data) -> Table                                     lm_forward_backward.csv beside ours
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch.profiler import ProfilerActivity
+from torch.profiler import profile as torch_profile
+
+from flashlab import runtime
+from flashlab.bench import harness, peers, published, records, timing
+from flashlab.bench.harness import Data, Row
+from flashlab.models.language_model import BYTES, SIZES, Config, LanguageModel, config, make_optimizer, train_step
+from flashlab.models.train import distance, train
+from flashlab.table import Table
+
+WAYS: dict[str, dict[str, Any]] = {
+    "eager": {"attention": "eager"},
+    "sdpa": {"attention": "sdpa"},
+    "flash": {"attention": "flash"},
+    "flash, fused RoPE": {"attention": "flash", "fused_rope": True},
+}
+PASSES = ("forward", "backward", "optimizer")
+DTYPES: dict[str, torch.dtype | None] = {"float32": None, "bfloat16": torch.bfloat16}
+"""What autocast is told."""
+BATCH, SEQ_LEN = 4, 1024
+WARM, ROUNDS = 5, 10
+SECONDS = 2.0
+"""Of steps after warm-up: then no more than 3 are done."""
+TINY = Config(width=32, depth=2, heads=2, vocabulary=BYTES, positions=32)
+TRAINED = Config(width=384, depth=6, heads=6, vocabulary=BYTES, positions=256)
+STEPS = 300
+JITTER = {"float32": 2.0**-23, "bfloat16": 2.0**-9}
+"""By how much weights are changed at most, for a measure of noise: about a rounding of this dtype."""
+NOISE = "eager, other roundings"
+SERIES = 400
+LONGEST = 2**20
+STEP_SECONDS = 25.0
+"""A length at which a step would take longer, by four times the one before, is not tried."""
+SIZE_NAMES = {"sm": "small", "md": "medium", "lg": "large"}
+"""Of the published table."""
+
+
+# ---- what is measured ------------------------------------------------------------------------------------------------
+def jobs() -> list[Row]:
+    """The most telling first; what has to be compiled by torch.compile near the end."""
+    low, full = "bfloat16", "float32"
+    found = [_step("small", way, low) for way in WAYS]
+    found += [_step(size, "eager", full) for size in SIZE_NAMES.values()]  # the published ones
+    found += [_train(way, full, jitter) for way, jitter in (("eager", 0.0), ("flash", 0.0), ("eager", JITTER[full]))]
+    found += [{"part": "memory", "size": "small", "attention": way, "dtype": low} for way in ("eager", "flash")]
+    found += [{"part": "limit", "attention": way, "dtype": low} for way in ("eager", "flash")]
+    found += [_step("xl", way, low) for way in ("eager", "flash, fused RoPE", "sdpa")]
+    found += [_step("small", way, low, compiled=True) for way in ("eager", "flash", "sdpa")]
+    found += [_train(way, low, jitter) for way, jitter in (("eager", 0.0), ("flash", 0.0), ("eager", JITTER[low]))]
+    found += [_step(size, way, low) for size in ("large", "medium") for way in WAYS]
+    found += [_step("xl", "flash", low)]
+    found += [_step("small", way, full) for way in WAYS if way != "eager"]
+    found += [{"part": "memory", "size": "small", "attention": "sdpa", "dtype": low}]
+    found += [{"part": "limit", "attention": "sdpa", "dtype": low}]
+    found += [_step(size, way, full) for size in ("medium", "large") for way in WAYS if way != "eager"]
+    found += [_step("xl", way, full) for way in WAYS]
+    found += [_step("small", "flash, fused RoPE", low, compiled=True)]
+    found += [_step("medium", way, low, compiled=True) for way in ("eager", "flash", "sdpa")]
+    return found
+
+
+def quick_jobs() -> list[Row]:
+    """Of every part something, with a tiny model; without torch.compile, which takes its time."""
+    found = [_step("tiny", way, "float32") for way in ("eager", "flash, fused RoPE")]
+    found += [{"part": "memory", "size": "tiny", "attention": "eager", "dtype": "float32"}]
+    found += [{"part": "limit", "size": "tiny", "attention": "eager", "dtype": "float32"}]
+    return [*found, _train("eager", "float32", 0.0) | {"size": "tiny"}]
+
+
+def _step(size: str, attention: str, dtype: str, compiled: bool = False) -> Row:
+    return {"part": "step", "size": size, "attention": attention, "dtype": dtype, "compiled": compiled}
+
+
+def _train(attention: str, dtype: str, jitter: float) -> Row:
+    return {"part": "training", "attention": attention, "dtype": dtype, "jitter": jitter}
+
+
+def shape_of(size: str) -> Config:
+    """The model of a size; "tiny" too."""
+    return TINY if size == "tiny" else config(size)
+
+
+def _batch(job: Row) -> int:
+    return 1 if job.get("size") == "tiny" else BATCH
+
+
+def measure(job: Row) -> list[Row]:
+    """The rows of one job."""
+    return {"step": measure_step, "memory": measure_memory, "limit": measure_limit, "training": measure_training}[
+        job["part"]
+    ](job)
+
+
+# ---- steps -----------------------------------------------------------------------------------------------------------
+class Training:
+    """A model on the GPU (or CPU), its optimizer, and one batch of tokens drawn at random."""
+
+    def __init__(self, shape: Config, dtype: str, batch: int, seq_len: int, compiled: bool = False) -> None:
+        device = runtime.device()
+        with torch.random.fork_rng(), device:
+            torch.manual_seed(0)
+            self.model = LanguageModel(shape)
+        if compiled:
+            peers.many_shapes()
+            self.model.compile(**peers.COMPILE)
+        self.optimizer = make_optimizer(self.model)
+        self.autocast = DTYPES[dtype]
+        drawn = torch.randint(shape.vocabulary, (batch, seq_len + 1), generator=torch.Generator().manual_seed(0))
+        self.tokens, self.targets = drawn[:, :-1].to(device), drawn[:, 1:].to(device)
+
+    def step(self, done: Any = lambda what: None) -> None:
+        train_step(self.model, self.optimizer, self.tokens, self.targets, autocast=self.autocast, done=done)
+
+    def forward_only(self) -> torch.Tensor:
+        on = self.autocast is not None
+        with torch.no_grad(), torch.autocast(self.tokens.device.type, dtype=self.autocast, enabled=on):
+            return self.model(self.tokens, self.targets)
+
+
+class Watch:
+    """Milliseconds between its calls, each of which names what has ended; by the GPU's clock where there is one."""
+
+    def __init__(self) -> None:
+        self._marks: list[tuple[str, Any]] = []
+        self("begin")
+
+    def __call__(self, what: str) -> None:
+        if harness.on_gpu():
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._marks.append((what, event))
+        else:
+            self._marks.append((what, time.perf_counter()))
+
+    def read(self) -> dict[str, float]:
+        """By what has ended; "step" is all of it."""
+        if harness.on_gpu():
+            torch.cuda.synchronize()
+
+        def between(a: Any, b: Any) -> float:
+            return a.elapsed_time(b) if harness.on_gpu() else 1e3 * (b - a)
+
+        found = {what: between(a, b) for (_, a), (what, b) in zip(self._marks[:-1], self._marks[1:], strict=True)}
+        return found | {"step": between(self._marks[0][1], self._marks[-1][1])}
+
+
+def timed_step(training: Training) -> dict[str, float]:
+    """Milliseconds of one step by pass, and of all of it: "step"."""
+    watch = Watch()
+    training.step(watch)
+    return watch.read()
+
+
+def timed_forward(training: Training) -> dict[str, float]:
+    """Milliseconds of one forward pass without gradients."""
+    watch = Watch()
+    training.forward_only()
+    watch("forward only")
+    return {"forward only": watch.read()["forward only"]}
+
+
+def _empty() -> None:
+    gc.collect()
+    if harness.on_gpu():
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+_ran = False
+"""Whether this process has run a step."""
+
+
+def measure_step(job: Row) -> list[Row]:
+    """A row for each pass of one model."""
+    global _ran
+    fresh, _ran = not _ran, True
+    _empty()
+    shape = replace(shape_of(job["size"]), **WAYS[job["attention"]])
+    length = min(SEQ_LEN, shape.positions)
+    training = Training(shape, job["dtype"], _batch(job), length, job["compiled"])
+    first, least, rounds = (WARM, 3, ROUNDS) if job["size"] != "tiny" else (2, 1, 1)
+    about: Row = {"fresh": fresh}
+    already = peers.replaced()
+    rows: list[Row] = []
+    for timed in (timed_step,) if job["compiled"] else (timed_step, timed_forward):
+        warm = [timed(training) for _ in range(first)]
+        if job["compiled"]:
+            about["replaced"] = peers.replaced() > already
+        samples: list[dict[str, float]] = []
+        begin = time.monotonic()
+        while len(samples) < rounds and (len(samples) < least or time.monotonic() - begin < SECONDS):
+            samples.append(timed(training))
+        for which in samples[0]:
+            row = timing.summary([sample[which] for sample in samples]).row()
+            rows.append(job | {"pass": which} | row | about | {"warm_up_ms": [one[which] for one in warm]})
+            if which == "step":
+                rows[-1] |= {"tokens": training.tokens.numel()}
+                if harness.on_gpu():
+                    rows[-1]["peak_bytes"] = torch.cuda.max_memory_allocated()
+                    rows[-1]["held_bytes"] = torch.cuda.memory_allocated()
+    del training
+    if job["compiled"]:
+        torch.compiler.reset()
+    _empty()
+    return rows
+
+
+# ---- memory over a step ----------------------------------------------------------------------------------------------
+class Series(NamedTuple):
+    """Allocated MiB over milliseconds of one step; where each pass ended; the highest."""
+
+    ms: list[float]
+    mib: list[float]
+    ends: dict[str, float]
+    peak_mib: float
+
+
+def measure_memory(job: Row) -> list[Row]:
+    """One row: what is allocated during a step."""
+    _empty()
+    shape = replace(shape_of(job["size"]), **WAYS[job["attention"]])
+    training = Training(shape, job["dtype"], _batch(job), min(SEQ_LEN, shape.positions))
+    for _ in range(3):
+        training.step()
+    row = traced(training)
+    del training
+    _empty()
+    return [job | row]
+
+
+def traced(training: Training) -> Row:
+    """What a step allocates, as a row has it."""
+    marks: list[tuple[str, float]] = []
+
+    def mark(what: str) -> None:
+        marks.append((what, time.time_ns() / 1e3))
+
+    def step() -> None:
+        mark("begin")
+        training.step(mark)
+
+    if harness.on_gpu():
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        changes = _of_the_gpu(step)
+        after = torch.cuda.memory_allocated()
+    else:
+        before, changes = 0, _of_the_cpu(step)
+        after = sum(size for _, size in changes)
+    zero = marks[0][1]
+    points = [(when - zero, held) for when, held in _running(changes, before)]
+    us, most = condensed(points)
+    return {
+        "us": us, "bytes": most, "ends": {what: round(when - zero, 1) for what, when in marks[1:]},
+        "peak_bytes": max(most, default=before), "drift": (points[-1][1] if points else before) - after,
+    }  # fmt: skip
+
+
+def _of_the_gpu(step: Any) -> list[tuple[float, int]]:
+    """(us, bytes more or less) of every allocation on the GPU during step(), by the clock of time.time_ns."""
+    torch.cuda.memory._record_memory_history(max_entries=1_000_000, context=None)
+    try:
+        step()
+        torch.cuda.synchronize()
+        trace = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
+    return changes_in(trace)
+
+
+def changes_in(trace: Sequence[Any]) -> list[tuple[float, int]]:
+    """(us, bytes more or less) of the entries of an allocator's trace, `torch.cuda.memory._snapshot`, in order."""
+    signs = {"alloc": 1, "free_completed": -1}
+    return [(float(e["time_us"]), signs[e["action"]] * e["size"]) for e in trace if e["action"] in signs]
+
+
+def _of_the_cpu(step: Any) -> list[tuple[float, int]]:
+    """The same on a CPU, as PyTorch's profiler sees it."""
+    with torch_profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        step()
+    kineto = found.profiler.kineto_results.events() if found.profiler else []
+    return sorted((e.start_ns() / 1e3, e.nbytes()) for e in kineto if e.name() == "[memory]")
+
+
+def _running(changes: Sequence[tuple[float, int]], before: int) -> Iterator[tuple[float, int]]:
+    held = before
+    for when, size in changes:
+        held += size
+        yield when, held
+
+
+def condensed(points: Sequence[tuple[float, int]], most: int = SERIES) -> tuple[list[float], list[int]]:
+    """At most so many points of a curve: of every group that follow each other the highest, so that no peak is lost."""
+    size = max(1, math.ceil(len(points) / most))
+    groups = [points[i : i + size] for i in range(0, len(points), size)]
+    kept = [max(group, key=lambda point: point[1]) for group in groups]
+    return [round(when, 1) for when, _ in kept], [held for _, held in kept]
+
+
+# ---- the longest text ------------------------------------------------------------------------------------------------
+def measure_limit(job: Row) -> list[Row]:
+    """A row for each length, doubled until a step runs out of memory, or would take too long."""
+    base = shape_of(job.get("size", "small"))
+    longest = LONGEST if harness.on_gpu() else 64  # where too long a text would fill the machine's own memory
+    rows: list[Row] = []
+    seq_len = 1024 if harness.on_gpu() else 16
+    while True:
+        shape = replace(base, vocabulary=BYTES, positions=seq_len, **WAYS[job["attention"]])
+        row = job | {"seq_len": seq_len} | _once(shape, job["dtype"], _batch(job))
+        rows.append(row)
+        if "unavailable" in row:
+            return rows
+        seconds = 4 * row["once_ms"] / 1e3
+        if 2 * seq_len > longest or seconds > STEP_SECONDS:
+            row["stopped"] = (
+                f"a step at {2 * seq_len} would take about {seconds:.0f} s" if 2 * seq_len <= longest
+                else f"{seq_len} is the longest that is tried"
+            )  # fmt: skip
+            return rows
+        seq_len *= 2
+
+
+def _once(shape: Config, dtype: str, batch: int) -> Row:
+    """One step: its bytes at the most and its time; or why there is none, which is memory most likely."""
+    _empty()
+    try:
+        found: Row = {"once_ms": timed_step(Training(shape, dtype, batch, shape.positions))["step"]}
+        if harness.on_gpu():
+            found["peak_bytes"] = torch.cuda.max_memory_allocated()
+    except Exception as error:
+        found = {"unavailable": timing.reason(error)}
+    _empty()
+    return found
+
+
+# ---- training --------------------------------------------------------------------------------------------------------
+def measure_training(job: Row) -> list[Row]:
+    """One row: the losses of a short run on the lessons' text."""
+    tiny = job.get("size") == "tiny"
+    shape = replace(TINY if tiny else TRAINED, **WAYS[job["attention"]])
+    options: dict[str, Any] = {"steps": 5, "batch": 2} if tiny else {"steps": STEPS, "batch": 16}
+    begin = time.monotonic()
+    found = train(shape, seq_len=shape.positions, autocast=DTYPES[job["dtype"]], jitter=job["jitter"], **options)
+    seconds = time.monotonic() - begin
+    return [job | {"losses": [round(loss, 6) for loss in found], "seconds": round(seconds, 2)}]
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+NOT_YET = "not measured yet"
+Lines = dict[str, tuple[list[str], list[float]]]
+
+
+def recorded() -> list[Data]:
+    """Every recorded run there is, in the order of their file names; [] where none is."""
+    return records.recorded("lm")
+
+
+def record() -> Data:
+    """The first recorded run, or one without rows: every reader takes it."""
+    return next(iter(recorded()), {"rows": [], "machine": {"gpu": None}})
+
+
+def _rows(data: Data, **wanted: Any) -> list[Row]:
+    return [row for row in data["rows"] if all(row.get(k) == v for k, v in wanted.items())]
+
+
+def _where(data: Data) -> str:
+    return data["machine"]["gpu"] or "a CPU"
+
+
+def _all_sizes(data: Data) -> list[str]:
+    return [size for size in ("tiny", *SIZES) if _rows(data, part="step", size=size)]
+
+
+def passes(data: Data, size: str, attention: str, dtype: str = "bfloat16", compiled: bool = False) -> dict[str, Row]:
+    """The rows of one model by pass; {} where it was not measured, or did not run."""
+    found = _rows(data, part="step", size=size, attention=attention, dtype=dtype, compiled=compiled)
+    return {row["pass"]: row for row in found if "ms" in row}
+
+
+def _why_not(data: Data, size: str, attention: str, dtype: str, compiled: bool = False) -> str:
+    found = _rows(data, part="step", size=size, attention=attention, dtype=dtype, compiled=compiled)
+    return next((row["unavailable"].partition(":")[0][:20] for row in found if "unavailable" in row), "")
+
+
+def step_table(data: Data, dtype: str = "bfloat16") -> Table:
+    """Each size and attention: ms of each pass and of the step, tokens per second, GiB at the worst moment."""
+    rows = []
+    for size in _all_sizes(data):
+        for way in WAYS:
+            found = passes(data, size, way, dtype)
+            if found:
+                whole = found["step"]
+                peak = f"{whole['peak_bytes'] / 2**30:.1f}" if "peak_bytes" in whole else ""
+                times = [f"{found[which]['ms']:.1f}" for which in (*PASSES, "step")]
+                rows.append([size, way, *times, round(1e3 * whole["tokens"] / whole["ms"]), peak])
+            elif why := _why_not(data, size, way, dtype):
+                rows.append([size, way, why, "", "", "", "", ""])
+    columns = ["size", "attention", *(f"{which}, ms" for which in (*PASSES, "step")), "tokens/s", "GiB"]
+    caption = f"{dtype}, {BATCH} texts of {SEQ_LEN} tokens, {_where(data)}"
+    return Table.of(rows, columns, align="ll" + "r" * 6, caption=caption if rows else NOT_YET)
+
+
+def over_sizes(data: Data, which: str = "step", dtype: str = "bfloat16") -> Lines:
+    """ms of a pass by attention: the sizes where it ran, and a value for each."""
+    found: Lines = {}
+    for way in WAYS:
+        points = [(size, passes(data, size, way, dtype)) for size in _all_sizes(data)]
+        able = [(size, by_pass[which]["ms"]) for size, by_pass in points if which in by_pass]
+        if able:
+            found[way] = ([size for size, _ in able], [ms for _, ms in able])
+    return found
+
+
+def ratio(
+    data: Data, size: str, attention: str, over: str = "eager", which: str = "step", dtype: str = "bfloat16"
+) -> float | None:
+    """How many times as fast as `over` an attention makes a pass; None where one has no time."""
+    a, b = (passes(data, size, way, dtype).get(which) for way in (over, attention))
+    return a["ms"] / b["ms"] if a and b else None
+
+
+def compiled_table(data: Data, dtype: str = "bfloat16") -> Table:
+    """ms of a step with torch.compile beside those without, and of its first step, which compiles."""
+    rows = []
+    for size in _all_sizes(data):
+        for way in WAYS:
+            found = passes(data, size, way, dtype, compiled=True).get("step")
+            plain = passes(data, size, way, dtype).get("step")
+            if found:
+                faster = f"{plain['ms'] / found['ms']:.2f}" if plain else ""
+                put = "yes" if found["replaced"] else "no"
+                first = f"{found['warm_up_ms'][0] / 1e3:.1f}"
+                rows.append(
+                    [size, way, f"{plain['ms']:.1f}" if plain else "", f"{found['ms']:.1f}", faster, put, first]
+                )
+            elif why := _why_not(data, size, way, dtype, compiled=True):
+                rows.append([size, way, f"{plain['ms']:.1f}" if plain else "", why, "", "", ""])
+    columns = ["size", "attention", "step, ms", "compiled, ms", "times as fast", "attention replaced", "first step, s"]
+    return Table.of(rows, columns, align="llrrrlr", caption=f"{dtype}, {_where(data)}" if rows else NOT_YET)
+
+
+def warm_up(
+    data: Data, size: str = "small", dtype: str = "bfloat16", which: str = "step"
+) -> dict[str, tuple[list[float], float]]:
+    """By attention: ms of the first steps one by one, and the median of those after them."""
+    found = {way: passes(data, size, way, dtype).get(which) for way in WAYS}
+    return {way: (row["warm_up_ms"], row["ms"]) for way, row in found.items() if row}
+
+
+def warm_up_table(data: Data, size: str = "small", dtype: str = "bfloat16") -> Table:
+    """ms of a step: the first one, the mean of the first ones, the median after them; and how far off the mean is."""
+    rows = []
+    for way, (first, ms) in warm_up(data, size, dtype).items():
+        mean = sum(first) / len(first)
+        rows.append([way, f"{first[0]:.1f}", f"{mean:.1f}", f"{ms:.1f}", f"{mean / ms:.1f}"])
+    columns = ["attention", "first step, ms", f"mean of {WARM}, no warm-up", "median after them", "times as long"]
+    return Table.of(rows, columns, align="lrrrr", caption=f"{size}, {dtype}, {_where(data)}" if rows else NOT_YET)
+
+
+def memory(data: Data, size: str = "small", dtype: str = "bfloat16") -> dict[str, Series]:
+    """By attention: what was allocated during one step."""
+    return {
+        row["attention"]: Series(
+            [us / 1e3 for us in row["us"]], [held / 2**20 for held in row["bytes"]],
+            {which: us / 1e3 for which, us in row["ends"].items()}, row["peak_bytes"] / 2**20,
+        )
+        for row in _rows(data, part="memory", size=size, dtype=dtype) if "us" in row
+    }  # fmt: skip
+
+
+def limits(data: Data) -> dict[str, tuple[list[int], list[float]]]:
+    """By attention: the lengths whose step fits, rising, and the GiB that it takes at the most."""
+    found: dict[str, tuple[list[int], list[float]]] = {}
+    for row in _rows(data, part="limit"):
+        if "peak_bytes" in row:
+            lengths, gib = found.setdefault(row["attention"], ([], []))
+            lengths.append(row["seq_len"])
+            gib.append(row["peak_bytes"] / 2**30)
+    return found
+
+
+def runs_out(data: Data) -> dict[str, int | None]:
+    """By attention: the first length whose step runs out of memory; None where none did, as far as was tried."""
+    found: dict[str, int | None] = {}
+    for row in _rows(data, part="limit"):
+        if "seq_len" in row:
+            out = row["seq_len"] if row.get("unavailable", "").startswith("out of memory") else None
+            found[row["attention"]] = found.get(row["attention"]) or out
+    return found
+
+
+def limit_table(data: Data) -> Table:
+    """GiB of a step at its worst moment, by length; "out of memory" where it was."""
+    cells: dict[int, dict[str, str]] = {}
+    for row in _rows(data, part="limit"):
+        if "seq_len" in row:
+            said = f"{row['peak_bytes'] / 2**30:.1f}" if "peak_bytes" in row else ""
+            said = row["unavailable"].partition(":")[0][:20] if "unavailable" in row else said
+            cells.setdefault(row["seq_len"], {})[row["attention"]] = said
+    names = [way for way in WAYS if any(way in line for line in cells.values())]
+    rows = [[n, *(line.get(way, "") for way in names)] for n, line in sorted(cells.items())]
+    caption = f"GiB, a small model that reads bytes, {BATCH} texts, bfloat16, {_where(data)}"
+    return Table.of(rows, ["tokens", *names], align="r" * (1 + len(names)), caption=caption if rows else NOT_YET)
+
+
+def losses(data: Data, dtype: str = "float32") -> dict[str, list[float]]:
+    """The loss of each step by attention, in nats per byte; NOISE is eager with other roundings."""
+    return {
+        NOISE if row["jitter"] else row["attention"]: row["losses"]
+        for row in _rows(data, part="training", dtype=dtype) if "losses" in row
+    }  # fmt: skip
+
+
+def apart(data: Data, dtype: str = "float32") -> dict[str, float]:
+    """By name: the largest difference of a curve from that of eager, in nats per byte."""
+    found = losses(data, dtype)
+    if "eager" not in found:
+        return {}
+    return {name: distance(found["eager"], curve) for name, curve in found.items() if name != "eager"}
+
+
+def published_table(data: Data) -> Table:
+    """lm_forward_backward.csv, and the same passes of the same sizes here."""
+    rows = []
+    for row in published.load("lm_forward_backward"):
+        size = SIZE_NAMES[str(row["model"])]
+        found = passes(data, size, "eager", "float32")
+        for which in ("forward", "backward"):
+            said = row[f"avg_{which}_s"]
+            if said is not None:
+                ours = found.get(PUBLISHED_PASSES[str(row["run"]), which])
+                rows.append([size, PUBLISHED_PASSES[str(row["run"]), which], f"{1e3 * float(str(said)):.1f}",
+                             f"{ours['ms']:.1f}" if ours else NOT_YET])  # fmt: skip
+    columns = ["size", "pass", "there, ms", "here, ms"]
+    caption = f"There: a machine, batch and length without a name. Here: eager, float32, {_where(data)}."
+    return Table.of(rows, columns, align="llrr", caption=caption)
+
+
+PUBLISHED_PASSES = {
+    ("forward_only", "forward"): "forward only",
+    ("forward_backward", "forward"): "forward",
+    ("forward_backward", "backward"): "backward",
+}
+"""By the published run and column: the pass here."""
+
+
+def table(data: Data) -> Table:
+    """The steps of a record, in every dtype."""
+    found = [(dtype, step_table(data, dtype)) for dtype in DTYPES]
+    rows = [[dtype, *row] for dtype, one in found for row in one.rows]
+    if not rows:
+        return Table.of([], ["dtype"], caption=NOT_YET)
+    return Table.of(rows, ["dtype", *found[0][1].columns], align="lll" + "r" * 6, caption=_where(data))
+
+
+BENCH = harness.Bench(
+    "lm", __doc__, jobs=jobs, measure=measure, table=table,
+    keys=("size", "attention", "dtype", "compiled", "pass"), quick=quick_jobs,
+    needs=harness.gpu_for("the language model is", quick_too=False),
+    facts={"batch": BATCH, "seq_len": SEQ_LEN}, minutes=8.0,
+)  # fmt: skip
+main = BENCH.main
+
+
+if __name__ == "__main__":
+    records.entry(main)

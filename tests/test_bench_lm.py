@@ -1,0 +1,218 @@
+"""The bench of the language model, on a CPU: its passes, its memory, the longest text, the readers of a record."""
+
+import json
+
+import pytest
+import torch
+
+from flashlab.bench import harness, lm, peers, published
+from flashlab.bench.lm import NOISE, PASSES, TINY, WAYS
+from flashlab.models.language_model import SIZES
+
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+STEP = {"part": "step", "size": "tiny", "attention": "eager", "dtype": "float32", "compiled": False}
+
+
+def test_every_measurement_is_asked_for_once_and_the_published_ones_are_among_them():
+    jobs = lm.jobs()
+    assert len({json.dumps(job) for job in jobs}) == len(jobs)
+    steps = {(j["size"], j["attention"], j["dtype"]) for j in jobs if j["part"] == "step" and not j["compiled"]}
+    assert steps == {(size, way, dtype) for size in SIZES for way in WAYS for dtype in lm.DTYPES}
+    for row in published.load("lm_forward_backward"):
+        assert (lm.SIZE_NAMES[row["model"]], "eager", "float32") in steps
+    trained = {(j["attention"], j["dtype"], bool(j["jitter"])) for j in jobs if j["part"] == "training"}
+    assert {("eager", d, noise) for d in lm.DTYPES for noise in (False, True)} < trained
+
+
+def test_every_way_is_the_same_model():
+    found = []
+    for way in ("eager", "sdpa", "flash, fused RoPE"):
+        training = lm.Training(lm.replace(TINY, **WAYS[way]), "float32", 1, 16)
+        found.append((training.forward_only(), training.tokens))
+    for loss, tokens in found[1:]:
+        assert torch.equal(tokens, found[0][1])
+        torch.testing.assert_close(loss, found[0][0], atol=1e-5, rtol=0)
+
+
+def test_a_step_is_timed_by_its_passes():
+    rows = lm.measure(STEP)
+    by_pass = {row["pass"]: row for row in rows}
+    assert set(by_pass) == {*PASSES, "step", "forward only"} and all(STEP.items() <= row.items() for row in rows)
+    for row in rows:
+        assert 0 < row["fastest"] <= row["ms"] <= row["slowest"] and len(row["warm_up_ms"]) == 2
+    first = [by_pass[which]["warm_up_ms"][0] for which in PASSES]
+    assert sum(first) == pytest.approx(by_pass["step"]["warm_up_ms"][0]) and by_pass["step"]["tokens"] == 32
+    assert not any(row["fresh"] for row in lm.measure(STEP)), "something was run before"
+
+
+def test_a_pass_that_takes_long_is_seen_in_its_place(monkeypatch):
+    training = lm.Training(TINY, "float32", 1, 16)
+    ticks = iter([0.0, 1.0, 4.0, 10.0])
+    monkeypatch.setattr(lm.time, "perf_counter", lambda: next(ticks))
+    assert lm.timed_step(training) == {"forward": 1e3, "backward": 3e3, "optimizer": 6e3, "step": 1e4}
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+def test_the_memory_of_a_step_rises_in_the_forward_pass_and_has_its_scores():
+    row = lm.measure({"part": "memory", "size": "tiny", "attention": "eager", "dtype": "float32"})[0]
+    assert len(row["us"]) == len(row["bytes"]) <= lm.SERIES and row["us"] == sorted(row["us"])
+    scores = TINY.depth * TINY.heads * 32 * 32 * 4
+    assert row["peak_bytes"] == max(row["bytes"]) > scores and row["drift"] == 0
+    assert 0 < row["ends"]["forward"] < row["ends"]["backward"] < row["ends"]["optimizer"]
+    highest = row["us"][row["bytes"].index(row["peak_bytes"])]
+    assert highest < row["ends"]["backward"]
+
+
+def test_a_trace_of_the_allocator_is_added_up():
+    trace = [
+        {"action": "segment_alloc", "size": 2**21, "time_us": 1}, {"action": "alloc", "size": 512, "time_us": 2},
+        {"action": "alloc", "size": 1024, "time_us": 3}, {"action": "free_requested", "size": 512, "time_us": 4},
+        {"action": "free_completed", "size": 512, "time_us": 5},
+    ]  # fmt: skip
+    changes = lm.changes_in(trace)
+    assert list(lm._running(changes, 100)) == [(2.0, 612), (3.0, 1636), (5.0, 1124)]
+
+
+def test_on_a_gpu_the_allocators_trace_begins_at_what_was_allocated_before(monkeypatch):
+    recording, cuda = [], torch.cuda
+    monkeypatch.setattr(harness, "on_gpu", lambda: True)
+    monkeypatch.setattr(cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(cuda, "memory_allocated", iter([1000, 1024]).__next__)
+    monkeypatch.setattr(cuda.memory, "_record_memory_history", lambda enabled="all", **more: recording.append(enabled))
+    training = type("Training", (), {"step": lambda self, done: [done(which) for which in PASSES]})()
+
+    def snapshot():
+        now = lm.time.time_ns() / 1e3
+        changes = (("alloc", 512), ("alloc", 64), ("free_completed", 552))
+        return {"device_traces": [[], [{"action": a, "size": n, "time_us": now} for a, n in changes]]}
+
+    monkeypatch.setattr(cuda.memory, "_snapshot", snapshot)
+    row = lm.traced(training)
+    assert row["bytes"] == [1512, 1576, 1024] and (row["peak_bytes"], row["drift"]) == (1576, 0)
+    assert recording == ["all", None] and list(row["ends"]) == list(PASSES) and all(us >= 0 for us in row["us"])
+
+
+def test_no_peak_is_lost_where_points_are():
+    points = [(float(i), i % 7) for i in range(1000)]
+    points[501] = (501.0, 10_000)
+    us, held = lm.condensed(points)
+    assert len(us) == len(held) <= lm.SERIES and us == sorted(us)
+    assert (501.0, 10_000) in zip(us, held, strict=True) and held.count(10_000) == 1
+    assert lm.condensed(points[:3]) == ([0.0, 1.0, 2.0], [0, 1, 2]) and lm.condensed([]) == ([], [])
+
+
+def limit(monkeypatch, most, reason="CUDA out of memory. Tried to allocate 32 GiB", kind=torch.OutOfMemoryError):
+    right = lm.Training
+
+    def training(shape, *rest):
+        if shape.positions > most:
+            raise kind(reason)
+        return right(shape, *rest)
+
+    monkeypatch.setattr(lm, "Training", training)
+    return lm.measure({"part": "limit", "size": "tiny", "attention": "eager", "dtype": "float32"})
+
+
+def test_out_of_memory_is_the_last_row_of_a_limit(monkeypatch):
+    rows = limit(monkeypatch, 32)
+    assert [r["seq_len"] for r in rows] == [16, 32, 64] and "once_ms" in rows[1]
+    assert rows[-1]["unavailable"].startswith("out of memory") and "stopped" not in rows[-1]
+    data = {"rows": rows, "machine": {"gpu": None}}
+    assert lm.runs_out(data) == {"eager": 64} and "out of memory" in repr(lm.limit_table(data))
+
+
+def test_what_fails_for_another_reason_is_not_told_as_memory(monkeypatch):
+    rows = limit(monkeypatch, 16, "CUDA error: invalid configuration argument", RuntimeError)
+    assert rows[-1]["unavailable"].startswith("CUDA error") and len(rows) == 2
+    assert lm.runs_out({"rows": rows}) == {"eager": None}
+
+
+def test_a_limit_that_is_not_reached_says_why_it_stopped(monkeypatch):
+    rows = limit(monkeypatch, 1000)
+    assert rows[-1]["stopped"] == "64 is the longest that is tried" and lm.runs_out({"rows": rows}) == {"eager": None}
+    monkeypatch.setattr(lm, "STEP_SECONDS", 0.0)
+    rows = limit(monkeypatch, 1000)
+    assert len(rows) == 1 and "a step at 32 would take about" in rows[0]["stopped"]
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+def test_readers_work_without_a_record(monkeypatch):
+    monkeypatch.setattr(lm, "recorded", lambda: [])
+    data = lm.record()
+    tables = (
+        lm.step_table(data),
+        lm.compiled_table(data),
+        lm.warm_up_table(data),
+        lm.limit_table(data),
+        lm.table(data),
+    )
+    assert all(repr(found) == "not measured yet" for found in tables)
+    assert repr(lm.published_table(data)).count("not measured yet") == 7
+    for found in (lm.over_sizes(data), lm.warm_up(data), lm.memory(data), lm.limits(data), lm.runs_out(data),
+                  lm.losses(data), lm.apart(data), lm.passes(data, "xl", "eager")):  # fmt: skip
+        assert found == {}
+    assert lm.ratio(data, "xl", "flash") is None
+
+
+def steps(size, attention, ms, dtype="bfloat16", compiled=False):
+    job = STEP | {"size": size, "attention": attention, "dtype": dtype, "compiled": compiled}
+    times = {"forward": ms, "backward": 2 * ms, "optimizer": ms, "step": 4 * ms}
+    times |= {} if compiled else {"forward only": ms / 2}
+    about = {"tokens": 4096, "peak_bytes": 2**33, "held_bytes": 2**31, "replaced": True}
+    return [
+        job | {"pass": p, "ms": x, "warm_up_ms": [9 * x, x, x, x, x]} | (about if p == "step" else {})
+        for p, x in times.items()
+    ]
+
+
+@pytest.fixture
+def data():
+    rows = steps("small", "eager", 2.0) + steps("small", "flash", 1.0) + steps("xl", "flash", 8.0)
+    rows += steps("small", "eager", 0.5, compiled=True) + steps("small", "eager", 20.0, "float32")
+    rows.append(STEP | {"size": "xl", "dtype": "bfloat16", "name": "all", "unavailable": "out of memory: 80 GiB"})
+    train = {"part": "training", "dtype": "float32"}
+    rows += [train | {"attention": "eager", "jitter": 0.0, "losses": [3.0, 2.0]}]
+    rows += [train | {"attention": "flash", "jitter": 0.0, "losses": [3.0, 2.25]}]
+    rows += [train | {"attention": "eager", "jitter": 1e-7, "losses": [3.125, 2.0]}]
+    rows += [{"part": "memory", "size": "small", "attention": "flash", "dtype": "bfloat16", "us": [0.0, 2000.0],
+              "bytes": [2**20, 2**21], "ends": {"forward": 1000.0}, "peak_bytes": 2**21, "drift": 0}]  # fmt: skip
+    rows += [{"part": "limit", "attention": "flash", "dtype": "bfloat16", "seq_len": 1024, "once_ms": 1.0,
+              "peak_bytes": 2**31}]  # fmt: skip
+    return {"rows": rows, "machine": {"gpu": "NVIDIA Stand-in"}}
+
+
+def test_readers_of_steps(data):
+    text = repr(lm.step_table(data))
+    assert "NVIDIA Stand-in" in text and "out of memory" in text and "512 000" in text and "8.0" in text
+    assert lm.over_sizes(data) == {"eager": (["small"], [8.0]), "flash": (["small", "xl"], [4.0, 32.0])}
+    assert lm.ratio(data, "small", "flash") == 2.0 and lm.ratio(data, "xl", "flash") is None
+    assert lm.warm_up(data)["eager"] == ([72.0, 8.0, 8.0, 8.0, 8.0], 8.0)
+    assert "2.6" in repr(lm.warm_up_table(data)) and "4.00" in repr(lm.compiled_table(data))
+    assert "40.0" in repr(lm.published_table(data)) and "10.0" in repr(lm.published_table(data))
+    assert "float32" in repr(lm.table(data))
+
+
+def test_readers_of_memory_and_losses(data):
+    assert lm.memory(data) == {"flash": lm.Series([0.0, 2.0], [1.0, 2.0], {"forward": 1.0}, 2.0)}
+    assert lm.limits(data) == {"flash": ([1024], [2.0])} and "2.0" in repr(lm.limit_table(data))
+    assert set(lm.losses(data)) == {"eager", "flash", NOISE}
+    assert lm.apart(data) == {"flash": 0.25, NOISE: 0.125} and lm.apart(data, "bfloat16") == {}
+
+
+@no_gpu
+def test_the_quick_bench_runs_here(tmp_path, capsys):
+    out = tmp_path / "lm.json"
+    lm.main(["--quick", "--out", str(out)])
+    data = json.loads(out.read_text())
+    assert data["left"] == 0 and {row["part"] for row in data["rows"]} == {"step", "memory", "limit", "training"}
+    assert not harness.waiting(lm.quick_jobs(), data["rows"]), "a job's rows say all that the job says"
+    assert "tiny" in capsys.readouterr().out and len(lm.losses(data)["eager"]) == 5
+
+
+def test_a_compiled_step_is_measured_too(monkeypatch):
+    monkeypatch.setitem(peers.COMPILE, "backend", "aot_eager")  # inductor takes minutes here
+    rows = lm.measure(STEP | {"compiled": True})
+    assert {row["pass"] for row in rows} == {*PASSES, "step"} and not any(row["replaced"] for row in rows)
+    step = next(row for row in rows if row["pass"] == "step")
+    assert step["warm_up_ms"][0] > step["warm_up_ms"][1], "the first step compiles"
