@@ -891,7 +891,8 @@ series = lm.memory(model_data)
 print("curves recorded:", len(series))
 if series:
     fig, ax = plt.subplots(figsize=(8.0, 3.4))
-    lines = [(way, found[0], [mib / 1024 for mib in found[1]], WAYS[way], "-") for way, found in series.items()]
+    lines = [(way, found[0], [mib / 1024 for mib in found[1]], WAYS[way], "-")
+             for way, found in series.items()]
     curves.curves(ax, lines, xlabel="ms", ylabel="GiB allocated", ylim=(0, None),
                   title=f"One step of the small model, bf16, {model_data['machine']['gpu']}")
     plt.show()
