@@ -28,7 +28,7 @@
 # %% [markdown]
 # ## What you need first
 #
-# Phase 1: bytes, FLOPs and the roofline. Phases 4 and 5: the door `flash_attention`, and what a backward pass keeps. For section 14 it helps to have seen
+# Phase 1: bytes, FLOPs and the roofline. Phases 4 and 5: the door `flash_attention`, and what a backward pass keeps. For section 13 it helps to have seen
 # phases 6 to 9.
 #
 # No GPU is needed. Small sizes run here, large ones were recorded, each with its machine. Where something has not been measured yet, the page says so. About two
