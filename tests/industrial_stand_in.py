@@ -26,6 +26,8 @@ def _rows(job):
         return [*rows, job | {"tile": times[0][0], "unavailable": "it does not fit"}]
     if job["part"] == "options":
         return [job | {"name": name, "ms": 1.0 + 0.1 * i} for i, name in enumerate(industrial.OPTIONS)]
+    if job["part"] == "streams":
+        return [job | {"name": name, "ms": 2.0 - 0.5 * i} for i, name in enumerate(industrial.STREAMS)]
     batch, heads, n, d = job["shape"]
     found, reasons = {}, {}
     speeds = SPEEDS | (HOPPER if (job["part"], job["pass"]) == ("shapes", "forward") else {})

@@ -32,7 +32,11 @@ def cells():
     (path,) = (p for p in find_lessons(ROOT, ["05"]) if not p.stem.endswith("_exercises"))
     notebook, _ = make_notebook(read_lesson(path), "notebooks", ROOT)
     code = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
-    return code[0], [source for source in code if "industrial.recorded()" in source or "for run in runs:" in source]
+    return code[0], [
+        source
+        for source in code
+        if "industrial.recorded()" in source or "for run in runs:" in source or "in industrial.having(" in source
+    ]
 
 
 @pytest.mark.parametrize("name", RECORDS)
@@ -40,16 +44,16 @@ def test_the_cells_that_read_the_record(cells, name, monkeypatch, capsys):
     matplotlib.use("Agg")
     monkeypatch.setattr(industrial, "recorded", lambda: RECORDS[name])
     imports, reading = cells
-    assert len(reading) == 9
-    space: dict = {}
-    exec(imports, space)
+    assert len(reading) == 11
     shown: list = []
+    space: dict = {"display": shown.append}
+    exec(imports, space)
     monkeypatch.setattr(space["show"], "display", shown.append)
     for source in reading:
         exec(source, space)
     figures = plt.get_fignums()
     plt.close("all")
     assert capsys.readouterr().out.count(f"runs recorded: {len(RECORDS[name])}") == 2
-    expected = {"none": (0, 0), "whole": (4, 3), "tune": (1, 1), "shapes": (4, 2)}
+    expected = {"none": (0, 0), "whole": (4, 5), "tune": (1, 1), "shapes": (4, 2)}
     if name in expected:
         assert (len(figures), len(shown)) == expected[name]

@@ -28,7 +28,7 @@
 # %% [markdown]
 # ## What you need first
 #
-# Phase 1: bytes, FLOPs and the roofline. Phases 4 and 5: the door `flash_attention`, and what a backward pass keeps. For section 14 it helps to have seen
+# Phase 1: bytes, FLOPs and the roofline. Phases 4 and 5: the door `flash_attention`, and what a backward pass keeps. For section 13 it helps to have seen
 # phases 6 to 9.
 #
 # No GPU is needed. Small sizes run here, large ones were recorded, each with its machine. Where something has not been measured yet, the page says so. About two
@@ -763,12 +763,13 @@ display(lm.step_table(model_data, "float32"), lm.compiled_table(model_data), lm.
 # The steps of all sizes side by side, where they are recorded. A missing bar ran out of memory or was not measured; the table says which.
 
 # %%
+WAYS = {"eager": "grey", "sdpa": "green", "flash": "sky", "flash, fused RoPE": "blue"}  # as in every figure
 sizes = lm.over_sizes(model_data)
 print("attentions with a time:", len(sizes))
 if sizes:
     fig, ax = plt.subplots(figsize=(8.0, 3.4))
-    bars = {way: ([dict(zip(*found)).get(size, math.nan) for size in SIZES], hue)
-            for (way, found), hue in zip(sizes.items(), ("red", "grey", "sky", "blue"))}
+    bars = {way: ([dict(zip(*found)).get(size, math.nan) for size in SIZES], WAYS[way])
+            for way, found in sizes.items()}
     curves.columns(ax, list(SIZES), bars, fmt="%.0f", ylabel="ms",
                    title=f"One training step, bf16, 4 × 1024 tokens, {model_data['machine']['gpu']}")
     plt.show()
@@ -871,10 +872,10 @@ def memory_curve(kind, seq_len=256):
 
 # %% tags=["nbval-ignore-output"]
 fig, ax = plt.subplots(figsize=(7.6, 3.2))
-for kind, hue in (("eager", "red"), ("flash" if ON_GPU else "sdpa", "blue")):
+for kind in ("eager", "flash" if ON_GPU else "sdpa"):
     times, held = memory_curve(kind)
     order = [100 * i / len(held) for i in range(len(held))]
-    ax.step(order, [size / 2**20 for size in held], color=show.COLORS[hue], where="post", label=kind)
+    ax.step(order, [size / 2**20 for size in held], color=show.COLORS[WAYS[kind]], where="post", label=kind)
 ax.set(xlabel="allocations and releases, in order (%)", ylabel="MiB of this step",
        title="4 layers, 2 × 256 tokens")
 ax.legend()
@@ -890,8 +891,8 @@ series = lm.memory(model_data)
 print("curves recorded:", len(series))
 if series:
     fig, ax = plt.subplots(figsize=(8.0, 3.4))
-    lines = [(way, found[0], [mib / 1024 for mib in found[1]], hue, "-")
-             for (way, found), hue in zip(series.items(), ("red", "blue", "green"))]
+    lines = [(way, found[0], [mib / 1024 for mib in found[1]], WAYS[way], "-")
+             for way, found in series.items()]
     curves.curves(ax, lines, xlabel="ms", ylabel="GiB allocated", ylim=(0, None),
                   title=f"One step of the small model, bf16, {model_data['machine']['gpu']}")
     plt.show()
@@ -938,8 +939,8 @@ print("a scale that is wrong by 10 % is outside of the noise, and its loss falls
 
 # %% tags=["nbval-ignore-output"]
 fig, (left, right) = plt.subplots(1, 2, figsize=(8.6, 3.3))
-HUES = {"eager": ("black", "-"), "ours": ("blue", "o--"), "sdpa": ("green", "s:"),
-        "eager, other roundings": ("grey", "^-"), "scale 10 % off": ("red", "v-")}
+HUES = {"eager": ("grey", "-"), "ours": ("blue", "o--"), "sdpa": ("green", "s:"),
+        "eager, other roundings": ("black", "^-"), "scale 10 % off": ("red", "v-")}
 lines = [(name, range(1, 11), curve[name], *HUES[name]) for name in ("eager", "ours")]
 curves.curves(left, lines, size=4, xlabel="step", ylabel="nats per byte", title="Loss: two curves, one line")
 lines = [(name, range(1, 11), [max(abs(a - b), 1e-8) for a, b in zip(curve["eager"], found)], *HUES[name])
@@ -958,8 +959,8 @@ for dtype in ("float32", "bfloat16"):
     print(f"{dtype}: distance from eager, nats per byte:", distances or lm.NOT_YET)
     if found:
         fig, ax = plt.subplots(figsize=(7.6, 3.2))
-        lines = [(name, range(1, len(loss) + 1), loss, hue, form) for (name, loss), hue, form
-                 in zip(found.items(), ("black", "blue", "orange"), ("-", "--", ":"))]
+        lines = [(name, range(1, len(loss) + 1), loss, (WAYS | {lm.NOISE: "black"})[name], form)
+                 for (name, loss), form in zip(found.items(), ("-", "--", ":"))]
         curves.curves(ax, lines, xlabel="step", ylabel="nats per byte",
                       title=f"{dtype}: learning the lectures' text, {model_data['machine']['gpu']}")
         plt.show()
@@ -1151,7 +1152,7 @@ for gpu, found in roofs.items():
 # datasheet's value is known here.
 
 # %%
-GROUPS = {"PyTorch and phase 1": ((1,), "red", "s"), "Triton, phases 3 and 4": ((3, 4), "orange", "D"),
+GROUPS = {"PyTorch and phase 1": ((1,), "grey", "s"), "Triton, phases 3 and 4": ((3, 4), "blue", "D"),
           "scalar CUDA, phase 6": ((6,), "purple", "^"), "tensor cores, phases 7 and 8": ((7, 8), "sky", "o"),
           "phase 9": ((9,), "blue", "o"), "peers": ((None,), "black", "x")}
 NAMED = ("naive PyTorch", "minimal", "Triton", "Gluon", "p6_1", "p6_6", "p7", "p8_3", "p8_4", "p8_6",

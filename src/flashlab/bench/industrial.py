@@ -460,6 +460,7 @@ def stream_table(data: dict[str, Any]) -> Table:
     rows = [
         [batch * heads, n, d, *(f"{us[name]:.1f}" for name in STREAMS), f"{us[STREAMS[0]] / us[STREAMS[1]]:.2f}"]
         for (batch, heads, n, d), us in found.items()
+        if us.keys() >= set(STREAMS)
     ]
     columns = ["heads in all", "N", "D", *(f"{name}, us" for name in STREAMS), "times as fast"]
     caption = f"{data['machine']['gpu']}, backward, causal, bf16" if rows else "not measured"
