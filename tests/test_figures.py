@@ -14,7 +14,7 @@ from lesson_source import find_lessons
 from pacing import ROOT
 
 from flashlab.attention.online_softmax import block_state, identity, merge
-from flashlab.figures import curves, fragments, implementations, memory, rows, show, timelines
+from flashlab.figures import curves, fragments, implementations, memory, profiles, rooflines, rows, show, timelines
 from flashlab.figures.panels import panels
 from flashlab.figures.tiles import walk
 
@@ -62,6 +62,49 @@ def test_columns_side_by_side(ax):
 def test_a_roofline_has_its_roofs_and_points(ax):
     curves.roofline(ax, {"GPU": lambda i: min(10, i)}, {"naive\nD = 64": 20}, ylim=(1, 20))
     assert max(ax.lines[0].get_ydata()) == 10 and ax.texts[0].get_text() == "naive\nD = 64"
+
+
+def test_points_below_a_roofline_and_their_names(ax):
+    groups = {"ours": ([512.0, 512.0, 8.0], [90.0, 60.0, 12.0], "blue", "o"), "peers": ([512.0], [95.0], "black", "x")}
+    names = {"slow": (512.0, 60.0), "fast": (512.0, 90.0), "peer": (512.0, 95.0), "naive": (8.0, 12.0)}
+    rooflines.draw(ax, 2.0, {"unit": 100.0}, groups, names, title="T", ylim=(5, 200))
+    assert (max(ax.lines[0].get_ydata()), min(ax.lines[0].get_ydata())) == pytest.approx((100, 2 * ax.get_xlim()[0]))
+    drawn = [line.get_xydata().tolist() for line in ax.lines if line.get_marker() in ("o", "x")]
+    assert drawn == [[[512, 90], [512, 60], [8, 12]], [[512, 95]]]
+    assert {t.get_text() for t in ax.texts} == {"unit: 100", *names}
+    ax.figure.canvas.draw()
+    boxes = [t.get_window_extent() for t in ax.texts if t.get_text() in names]
+    assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
+
+
+def event(name, start, length, cat="cpu_op", tid=1):
+    return {"ph": "X", "cat": cat, "name": name, "ts": start, "dur": length, "pid": 1, "tid": tid}
+
+
+def test_a_profile_as_a_timeline(ax):
+    inside = event("aten::bmm", 101, 8)  # of matmul
+    trace = {"traceEvents": [
+        inside, event("aten::matmul", 100, 10), event("aten::softmax", 110, 5), event("sgemm", 104, 9, "kernel", 7),
+        {"ph": "i", "name": "[memory]", "ts": 100},
+    ]}  # fmt: skip
+    found = profiles.operations(trace)
+    assert found == [("CPU", "aten::matmul", 0, 10), ("GPU", "sgemm", 4, 9), ("CPU", "aten::softmax", 10, 5)]
+    profiles.timeline(ax, found, {"products": ("blue", ["matmul", "gemm"])}, "T")
+    assert labels(ax.yaxis) == ["CPU", "GPU"]
+    assert [(bar.get_x(), bar.get_width(), bar.get_y() > 0.5) for bar in ax.patches] == [
+        (0, 10, False), (4, 9, True), (10, 5, False),
+    ]  # fmt: skip
+    assert [t.get_text() for t in ax.get_legend().get_texts()] == ["products", "other"]
+    assert profiles.operations({"traceEvents": []}) == []
+
+
+def test_memory_in_use_over_time():
+    def change(at, size, device):
+        return {"name": "[memory]", "ts": at, "args": {"Bytes": size, "Device Type": device}}
+
+    trace = {"traceEvents": [change(3000, -10, 0), change(1000, 10, 0), change(2000, 5, 0), change(2500, 99, 1)]}
+    assert profiles.allocated(trace) == ([0, 1, 2], [10, 15, 5])
+    assert profiles.allocated(trace, device=True) == ([0], [99])
 
 
 def test_dots_show_every_value(ax):

@@ -215,6 +215,12 @@ def test_table(shown):
     assert shown[0]._repr_markdown_().splitlines() == lines
 
 
+def test_a_folded_table(shown):
+    show.folded(show.Table.of([[1, "x"]], ["a", "b"]), "all rows")
+    (text,) = shown
+    assert text.startswith("<details>\n<summary>all rows</summary>") and "| 1 | x |" in text
+
+
 def test_a_row_of_the_wrong_length():
     with pytest.raises(ValueError, match="a row has 1 cells"):
         show.table([("a",)], ["x", "y"])

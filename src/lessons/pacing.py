@@ -53,6 +53,7 @@ PYTHON_KERNELS: dict[int, tuple[str, ...]] = {
     3: ("flashlab.attention.triton_minimal", "flash_attention_forward_kernel"),
     4: ("flashlab.attention.triton_forward", "flash_attention_kernel"),
     5: ("flashlab.attention.triton_backward", "delta_kernel", "load_statistics", "dkdv_kernel", "dq_kernel"),
+    10: ("flashlab.models.rope", "rotate_heads", "rope_kernel"),
 }
 
 # ---------------------------------------------------------------- counting

@@ -24,7 +24,7 @@ Row = dict[str, Any]
 
 
 class Figure(NamedTuple):
-    """A published figure: its table, which one it is, and its value; ms, or MiB where `label` says so, or "OOM"."""
+    """A published figure: its table, which one it is, and its value: ms, 10^6 bytes where `label` says mb, "OOM"."""
 
     table: str
     label: str
@@ -113,7 +113,7 @@ def _triton_vs_torch(found: Records) -> Iterator[Found]:
 
 def _attention_memory(found: Records) -> Iterator[Found]:
     kinds = {"fwd_ms": ("forward", "ms", 1.0), "bwd_ms": ("backward", "ms", 1.0),
-             "mem_before_mb": ("forward", "held_bytes", 2.0**-20)}  # fmt: skip
+             "mem_before_mb": ("forward", "held_bytes", 1e-6)}  # fmt: skip
     for row in published.load("attention_memory"):
         for kind, (which, column, unit) in kinds.items():
             wanted = {"d_model": row["d_model"], "seq_len": row["seq_len"], "dtype": "float32", "name": "eager"}

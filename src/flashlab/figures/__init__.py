@@ -8,6 +8,8 @@ tiles       phase 2: which tiles are where, while the simulation runs
 masks       phase 4: which program computes what, which tiles of a mask are visited
 memory      who sees which memory, what a load fetches, which tile is on chip when
 fragments   what a lane holds of the operands of an MMA
+rooflines   programs as points, under what a machine can do
+profiles    a profiler's trace as bars in time, and the memory in use
 timelines   what the units of a chip do at which time
 banks       which banks of shared memory are asked for
 traces      what a kernel does in which order, from print statements in a copy of it

@@ -29,7 +29,7 @@ from matplotlib.figure import Figure
 from flashlab.kernels import regions
 from flashlab.table import Table
 
-__all__ = ["COLORS", "diff", "gif", "region", "shown", "source", "source_text", "style", "table"]
+__all__ = ["COLORS", "diff", "folded", "gif", "region", "shown", "source", "source_text", "style", "table"]
 
 # Okabe & Ito's palette, but for red: theirs is an orange to most eyes, and this one, Paul Tol's, is called red by all.
 # Told apart by colour-blind readers, and in grey by their lightness.
@@ -370,6 +370,11 @@ def _cut(text: str, room: int, indent: int) -> int:
 def table(rows: Iterable[Sequence[Any]], columns: Sequence[str], *, align: str | None = None) -> None:
     """Show rows as a table (see `flashlab.table.Table.of`)."""
     display(Table.of(rows, columns, align=align))
+
+
+def folded(shown: Table, summary: str) -> None:
+    """Show a long table as one line, `summary`, which opens it."""
+    display(Markdown(_fold(summary, shown._repr_markdown_())))
 
 
 def gif(figures: Iterable[Figure], *, seconds_a_frame: float = 0.8, hold_last: float = 2.0, dpi: int = 80) -> Image:

@@ -122,8 +122,9 @@ class Block(nn.Module):
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.width, eps=1e-6)
         self.attention = AttentionLayer(
-            config.width, config.heads, config.kv_heads, attention=config.attention, fused_rope=config.fused_rope
-        )
+            config.width, config.heads, config.kv_heads,
+            attention=config.attention, fused_rope=config.fused_rope,
+        )  # fmt: skip
         self.mlp_norm = nn.RMSNorm(config.width, eps=1e-6)
         self.mlp = SwiGLU(config.width, config.hidden)
 
@@ -177,7 +178,9 @@ class LanguageModel(nn.Module):
             ValueError: more tokens than the model has positions.
         """
         if tokens.shape[1] > self.config.positions:
-            raise ValueError(f"there are {tokens.shape[1]} tokens; this model has {self.config.positions} positions")
+            raise ValueError(
+                f"there are {tokens.shape[1]} tokens; this model has {self.config.positions} positions"
+            )  # fmt: skip
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x, self.cos, self.sin)

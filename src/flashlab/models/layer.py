@@ -32,7 +32,9 @@ from flashlab.models.rope import fused_rope, rope
 __all__ = ["ATTENTIONS", "AttentionLayer", "RotaryAttention", "eager_attention"]
 
 
-def eager_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True) -> torch.Tensor:
+def eager_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True
+) -> torch.Tensor:  # fmt: skip
     """softmax(q k^T / sqrt(head_dim)) v, line by line, with every intermediate in memory.
 
     Args:
@@ -51,12 +53,16 @@ def eager_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal
     return torch.softmax(scores, dim=-1) @ v
 
 
-def sdpa_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True) -> torch.Tensor:
+def sdpa_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True
+) -> torch.Tensor:  # fmt: skip
     """PyTorch's own attention, which picks the fastest of its kernels; arguments as `eager_attention`."""
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
 
 
-def flash_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True) -> torch.Tensor:
+def flash_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True
+) -> torch.Tensor:  # fmt: skip
     """The course's kernels; arguments as `eager_attention`."""
     return flashlab.flash_attention(q, k, v, causal=causal)
 
@@ -81,7 +87,8 @@ class RotaryAttention(nn.Module):
     def __init__(self, attention: str = "eager", *, causal: bool = True, fused_rope: bool = False) -> None:
         super().__init__()
         if attention not in ATTENTIONS:
-            raise ValueError(f"attention is {attention!r}; it must be {one_of([repr(name) for name in ATTENTIONS])}")
+            names = [repr(name) for name in ATTENTIONS]
+            raise ValueError(f"attention is {attention!r}; it must be {one_of(names)}")
         self.attention, self.causal, self.fused_rope = attention, causal, fused_rope
 
     def forward(
@@ -117,7 +124,9 @@ class AttentionLayer(nn.Module):
                 raise ValueError(f"width is {width}; {heads} heads do not share it evenly: pass head_dim")
             head_dim = width // heads
         if heads % kv_heads:
-            raise ValueError(f"kv_heads is {kv_heads}; {heads} query heads cannot share {kv_heads} key heads evenly")
+            raise ValueError(
+                f"kv_heads is {kv_heads}; {heads} query heads cannot share {kv_heads} key heads evenly"
+            )  # fmt: skip
         self.head_dim = head_dim
         self.to_q = nn.Linear(width, heads * head_dim, bias=False)
         self.to_k = nn.Linear(width, kv_heads * head_dim, bias=False)

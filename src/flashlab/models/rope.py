@@ -70,7 +70,7 @@ def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, offset: int =
     Raises:
         TypeError, ValueError: an odd head_dim, tables of another head_dim or device, or positions past their end.
     """
-    _check_table(x, cos, sin, offset)
+    check_table(x, cos, sin, offset)
     cos, sin = (table[offset : offset + x.shape[2]].to(x.dtype) for table in (cos, sin))
     x1, x2 = x.chunk(2, dim=-1)
     return torch.cat((x1 * cos - x2 * sin, x1 * sin + x2 * cos), dim=-1)
@@ -132,17 +132,21 @@ def rope_kernel(
     pairs = tl.arange(0, BLOCK_HALF).to(tl.int64)[None, :]
     inside = (rows < M) & (pairs < HALF)
     position = rows + offset
-    cos = tl.load(COS_ptr + position * stride_cosm + pairs * stride_cosd, mask=inside, other=0.0).to(tl.float32)
-    sin = tl.load(SIN_ptr + position * stride_sinm + pairs * stride_sind, mask=inside, other=0.0).to(tl.float32)
+    cos_ptrs = COS_ptr + position * stride_cosm + pairs * stride_cosd
+    sin_ptrs = SIN_ptr + position * stride_sinm + pairs * stride_sind
+    cos = tl.load(cos_ptrs, mask=inside, other=0.0).to(tl.float32)
+    sin = tl.load(sin_ptrs, mask=inside, other=0.0).to(tl.float32)
     if BACK:
         sin = -sin
     rotate_heads(
         Q_ptr + batch * stride_qb, TURNED_Q_ptr + batch * stride_tqb, heads, part, parts,
-        stride_qh, stride_qm, stride_qd, stride_tqh, stride_tqm, stride_tqd, rows, pairs, cos, sin, inside, HALF,
+        stride_qh, stride_qm, stride_qd, stride_tqh, stride_tqm, stride_tqd,
+        rows, pairs, cos, sin, inside, HALF,
     )  # fmt: skip
     rotate_heads(
         K_ptr + batch * stride_kb, TURNED_K_ptr + batch * stride_tkb, kv_heads, part, parts,
-        stride_kh, stride_km, stride_kd, stride_tkh, stride_tkm, stride_tkd, rows, pairs, cos, sin, inside, HALF,
+        stride_kh, stride_km, stride_kd, stride_tkh, stride_tkm, stride_tkd,
+        rows, pairs, cos, sin, inside, HALF,
     )  # fmt: skip
 
 
@@ -201,7 +205,7 @@ def compile_arguments(dtype: torch.dtype, head_dim: int, *, back: bool = False) 
     return pointers | tables | launch_arguments(q, k, q, k, cos, cos, 0, back)
 
 
-def _check_table(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, offset: int) -> None:
+def check_table(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, offset: int) -> None:
     """Raise TypeError or ValueError, a sentence, unless the tables have the angles of x's rows."""
     for name, table in (("cos", cos), ("sin", sin)):
         if not isinstance(table, torch.Tensor):
@@ -229,7 +233,7 @@ def _check(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tenso
     check_qkv(q, k, k, dtypes=DTYPES, on_gpu=not runtime.INTERPRETED, names=("q", "k", "k"))
     if q.shape[2] != k.shape[2]:
         raise ValueError(f"q has {q.shape[2]} rows and k has {k.shape[2]}; row n of both stands at one position")
-    _check_table(q, cos, sin, offset)
+    check_table(q, cos, sin, offset)
 
 
 # ---- as an operator of PyTorch: with a gradient, and under torch.compile ---------------------------------------------

@@ -1,0 +1,1244 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Phase 10 · Profiling a transformer
+#
+# You have built the kernels. Now put them where they belong: into a layer, and the layer into a language model. Then ask what has become faster, by how much,
+# and compared with what.
+#
+# The tool for that is a profiler. You learn to read its table line by line, and to notice when it cannot be right. At the end, all kernels of the course
+# stand on one roofline, and all published figures stand beside ours.
+
+# %% [markdown]
+# ## What you will be able to do
+#
+# - read a profiler's table: what is counted twice, what is bound by memory, what is now the slowest part;
+# - recover the shapes of a layer from its FLOPs and bytes;
+# - fuse small operations into one kernel, and predict what that is worth;
+# - time a training step without the mistakes that change the result most;
+# - compute what training keeps in memory, and check it to the byte;
+# - say how close each kernel of this course comes to its GPU's limits.
+
+# %% [markdown]
+# ## What you need first
+#
+# Phase 1: bytes, FLOPs and the roofline. Phases 4 and 5: the door `flash_attention`, and what a backward pass keeps. For section 13 it helps to have seen
+# phases 6 to 9.
+#
+# No GPU is needed. Small sizes run here, large ones were recorded, each with its machine. Where something has not been measured yet, the page says so. About two
+# hours to read, then `exercises/10_profiling_a_transformer.ipynb`.
+
+# %%
+import os
+os.environ["KINETO_LOG_LEVEL"] = "99"  # the profiler's own messages: off, before torch is imported
+os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
+
+import json
+import math
+import re
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from IPython.display import display
+import matplotlib.pyplot as plt
+import torch
+from torch import nn
+from torch.autograd import DeviceType
+from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
+
+import flashlab
+import triton
+import triton.language as tl
+from flashlab import runtime
+from flashlab.attention.cost import trace_ops
+from flashlab.attention.inputs import one_of
+from flashlab.bench import attention, counterparts, layer as layers, lm, published, roofline
+from flashlab.figures import curves, profiles, rooflines, show
+from flashlab.figures.panels import panels
+from flashlab.models import layer as layer_module, memory
+from flashlab.models.language_model import BYTES, SIZES, Config, make_optimizer
+from flashlab.models.rope import check_table, fused_rope, launch_arguments, rope_table
+from flashlab.models.train import distance, train
+from flashlab.triton_tools.watch import hbm_traffic
+
+show.style()
+DEVICE = runtime.device()
+ON_GPU = DEVICE.type == "cuda"
+if not ON_GPU:
+    torch.set_num_threads(1)  # at these sizes several threads mostly wait for each other
+
+# %% [markdown]
+# ## 1 · The layer
+#
+# An attention layer takes x, `[batch, seq_len, width]`, and returns as much. Three matrices make q, k and v of it. Then attention lets the positions see each
+# other, and a fourth matrix mixes the heads.
+#
+# One thing is missing. Attention sums over keys, and a sum has no order: so it does not know where a key stands. *Rotary embedding* (RoPE) tells it.
+
+# %% [markdown]
+# ### RoPE by hand
+#
+# Take two numbers of a query as a point in the plane, and turn it by an angle that grows with its position. Do the same with the keys. A head has many such
+# pairs, and each turns at its own speed: pair $i$ at position $p$ by the angle $p \cdot 10000^{-2i/D}$.
+#
+# With $D = 2$ there is one pair, and it turns by 1 per position. The point (1, 0) goes to $(\cos p, \sin p)$:
+
+# %%
+# FROM flashlab.models.rope: rope (no docstrings)
+cos, sin = rope_table(4, 2)  # positions 0 to 3, head_dim 2
+point = torch.tensor([1.0, 0.0]).expand(1, 1, 4, 2)
+for p, (a, b) in enumerate(rope(point, cos, sin)[0, 0].tolist()):
+    assert math.isclose(a, math.cos(p), abs_tol=1e-6) and math.isclose(b, math.sin(p), abs_tol=1e-6)
+    print(f"position {p}: ({a:.3f}, {b:.3f})")
+
+# %% [markdown]
+# Why turn? Because the product of two turned vectors depends on the *difference* of their positions, and on nothing else about them. Turn both by 100 more, and
+# nothing changes:
+
+# %%
+generator = torch.Generator().manual_seed(10)
+one_q, one_k = (torch.randn(1, 1, 1, 16, generator=generator, dtype=torch.float64) for _ in range(2))
+tables = [table.double() for table in rope_table(200, 16)]
+score = {}
+for at_q, at_k in ((7, 3), (107, 103), (7, 5)):
+    score[at_q, at_k] = (rope(one_q, *tables, offset=at_q) * rope(one_k, *tables, offset=at_k)).sum().item()
+assert math.isclose(score[7, 3], score[107, 103], abs_tol=1e-5) and abs(score[7, 3] - score[7, 5]) > 0.1
+print("positions 7 and 3, 107 and 103: the same score. 7 and 5: another one")
+
+# %% [markdown]
+# ### Attention, three times
+#
+# `eager_attention` is how many models were written: one line of PyTorch after the other. Several query heads share a key head (grouped-query attention, GQA), so
+# it first repeats K and V. The second one is PyTorch's own fused attention, SDPA. The third one is yours.
+
+# %%
+# FROM flashlab.models.layer: eager_attention, sdpa_attention, flash_attention, ATTENTIONS (no docstrings)
+print(list(ATTENTIONS))
+
+# %% [markdown]
+# Between the projections a layer has no weights. That part, RoPE and attention, is all that this phase changes:
+
+# %%
+# FROM flashlab.models.layer: RotaryAttention (no docstrings)
+
+# %% [markdown]
+# And the whole layer. `unflatten` and `transpose` only change how the same memory is read, so nothing is copied there.
+
+# %%
+# FROM flashlab.models.layer: AttentionLayer (no docstrings)
+
+# %% [markdown]
+# Four variants: the original, SDPA, ours, and ours with RoPE in one kernel (section 4). They have the same weights. Before you time anything, check that they
+# compute the same.
+
+# %%
+VARIANTS = {"original": ("eager", False), "SDPA": ("sdpa", False),
+            "ours": ("flash", False), "ours, fused RoPE": ("flash", True)}
+
+
+def layer_of(name, width=64, heads=4, kv_heads=2):
+    kind, fused = VARIANTS[name]
+    torch.manual_seed(0)
+    layer = AttentionLayer(width, heads, kv_heads, attention=kind, causal=False, fused_rope=fused)
+    return layer.to(DEVICE)
+
+x = torch.randn(1, 128, 64, generator=generator).to(DEVICE)
+cos, sin = rope_table(128, 16, device=DEVICE)
+exact = layer_of("original").double()(x.double(), cos.double(), sin.double())
+for name in VARIANTS:
+    error = (layer_of(name)(x, cos, sin).double() - exact).abs().max().item()
+    assert error < 1e-5
+    print(f"{name:17} within 1e-5 of float64")
+
+# %% [markdown]
+# ## 2 · A profile that somebody published
+#
+# A course published the profiler's table of such a layer on an Ampere GPU: 100 runs with the original attention, and 100 with a FlashAttention kernel in Triton.
+# It is float32, without a causal mask. Here are the ten slowest operations of the original.
+
+# %%
+profile_of = {which: [r for r in published.load("gqa_layer_profile") if r["layer"] == which]
+              for which in ("original", "flash")}
+HEADS = ["op", "self_cuda", "self_cuda_pct", "cuda_total", "cuda_mem", "calls", "total_mflops"]
+show.table([[str(r[h])[:46] for h in HEADS] for r in profile_of["original"]], HEADS, align="lrrrrrr")
+
+# %% [markdown]
+# Before you read the times, understand the columns.
+#
+# - **self** is the time of the operation's own kernels. **total** has those of the operations inside it too. So totals overlap: `aten::matmul` calls `aten::bmm`,
+#   and both show 2.267 s. Add up *self*, never *total*.
+# - Rows with `aten::` are operations. The other rows are kernels: the **same time again**, under the name that the GPU knows.
+# - `total_mflops` is computed from shapes, not measured. That makes it useful: it tells the shapes.
+
+# %% [markdown]
+# ### The shape, from the profile alone
+#
+# `aten::bmm` ran 200 times in 100 runs: $QK^\top$ and $PV$. Each has $2 H N^2 D$ FLOPs, where H counts all heads of the batch. `aten::softmax` wrote its P, $H N^2$
+# numbers of 4 bytes. Two equations: their ratio gives D. (The profiler writes Gb where it means GiB.)
+
+# %%
+rows = {r["op"]: r for r in profile_of["original"]}
+flops = float(rows["aten::bmm"]["total_mflops"]) * 1e6 / 200
+scores = 200 * 2**30 / 100 / 4  # H N^2: numbers in P
+print(f"D = {flops / 2 / scores:.2f}, H N^2 = 2^{math.log2(scores):.2f}")
+assert abs(flops / (2 * 512 * 1024**2 * 16) - 1) < 1e-6
+
+# %% [markdown]
+# D = 16 and $H N^2 = 2^{29}$. That fits 512 heads and N = 1024, the shape that the course says: a very small head_dim, and many heads.
+#
+# Now the times. Each line of the original reads tensors and writes one. How fast does it move its bytes?
+
+# %%
+def ms(text):
+    """Milliseconds of "2.267s", "673.615ms" or "400.000us"."""
+    number, unit = re.fullmatch(r"([\d.]+)(us|ms|s)", text).groups()
+    return float(number) * {"us": 1e-3, "ms": 1.0, "s": 1e3}[unit]
+
+
+P, SMALL = 2.0, 512 * 1024 * 16 * 4 / 2**30  # GiB: one N x N matrix of all heads, and one of q, k, v, o
+KERNELS = {"Q K^T": ("ampere_sgemm_128x128_tn", 2 * SMALL + P),
+           "/ sqrt(D)": ("void at::native::vector", 2 * P),
+           "softmax": ("void (anonymous namespace)::softmax", 2 * P),
+           "P V": ("ampere_sgemm_128x128_nn", P + 2 * SMALL)}
+speed, took = {}, {}
+for line, (kernel, gib) in KERNELS.items():
+    (took[line],) = (ms(r["self_cuda"]) / 100 for r in profile_of["original"] if r["op"].startswith(kernel))
+    speed[line] = gib * 2**30 / took[line] / 1e6
+    print(f"{line:10} {took[line]:5.1f} ms per run, moves {gib:.2f} GiB: {speed[line]:3.0f} GB/s")
+
+# %% [markdown]
+# Three of the four lines move about 330 GB/s, whatever they compute. That is what *bound by memory* looks like in a profile. Dividing by $\sqrt{D}$, one operation per
+# number, takes as long as a whole softmax.
+
+# %%
+bound = [speed[line] for line in ("Q K^T", "/ sqrt(D)", "softmax")]
+assert max(bound) < 1.02 * min(bound) and speed["P V"] < 0.5 * min(bound)
+print(f"{min(bound):.0f} to {max(bound):.0f} GB/s; P V: {speed['P V']:.0f}")
+
+# %% [markdown]
+# $PV$ is the exception, with less than half that speed. Its kernel is named after a tile of 128 × 128, but the result has only 16 columns. So 7/8 of a tile would be
+# empty. That fits, but nothing here isolates it: a hypothesis.
+#
+# ### What does not fit
+#
+# The four kernels together, and the whole, which follows from a time and its percentage:
+
+# %%
+whole = ms(rows["aten::bmm"]["self_cuda"]) / float(rows["aten::bmm"]["self_cuda_pct"][:-1]) * 100
+four = 100 * sum(took.values())
+print(f"whole: {whole / 1e3:.3f} s; the four kernels: {four / 1e3:.3f} s; left: {whole - four:.0f} ms")
+print("repeat_interleave, total:", rows["aten::repeat_interleave"]["cuda_total"])
+assert ms(rows["aten::repeat_interleave"]["cuda_total"]) > whole - four
+
+# %% [markdown]
+# All other kernels together took less than 200 ms. But repeating K and V has a *total* of 540 ms. Both cannot be kernel times. It ran 400 times in 100 runs, so one call may
+# be inside another one and be counted twice; even then it is too much. What the 540 ms are, the table does not say.
+#
+# You will meet such rows. Do not build on them.
+
+# %% [markdown]
+# There is also a statement in what is *not* in the table. `aten::matmul` ran 200 times, and that is attention alone, so no projection was profiled. And to hide later keys takes one more pass over the
+# scores, as long as the division. It would be among the ten. So there was no mask.
+
+# %% [markdown]
+# ### The same layer with FlashAttention
+
+# %%
+show.table([[str(r[h])[:46] for h in HEADS] for r in profile_of["flash"]], HEADS, align="lrrrrrr")
+after = {r["op"]: r for r in profile_of["flash"]}
+whole_after = ms(after["flash_attentionv2_kernel"]["self_cuda"]) / 0.7575
+print(f"{whole / 1e3:.3f} s became {whole_after:.0f} ms: {whole / whole_after:.1f} times as fast")
+
+# %% [markdown]
+# *What replaced it?* One kernel took the place of four lines, and of the repeating: it takes three quarters of the new time. Bytes in P: none.
+#
+# *What is on top now?* Products, sums, a difference and `cat`. Those are RoPE's small operations. What was hidden behind the scores is now the next thing to do:
+
+# %%
+small = sum(ms(after[op]["self_cuda"]) for op in ("aten::mul", "aten::cat", "aten::add", "aten::sub"))
+print(f"RoPE: {small:.0f} of {whole_after:.0f} ms, {small / whole_after:.0%}; "
+      f"of the original it was {small / whole:.0%}")
+kernel = 4 * 512 * 1024**2 * 16 / (ms(after["flash_attentionv2_kernel"]["self_cuda"]) / 100) / 1e9
+print(f"the attention kernel: {kernel:.1f} TFLOP/s in float32")
+left = whole_after - small - ms(after["flash_attentionv2_kernel"]["self_cuda"])
+assert 0.2 < small / whole_after < 0.3 and abs(left) < 1
+print("the attention kernel and RoPE are all of it, to within 1 ms")
+
+# %% [markdown]
+# And what does *8.6 times as fast* tell? That the original was slow. It moves each score to memory and back three times. Any kernel that does not do so wins by much. For
+# a statement about *this* kernel you need another peer: a fused one. Section 5 has it.
+
+# %% [markdown]
+# ## 3 · A profile of your own
+#
+# `torch.profiler.profile` records what happens inside its `with`. Three things have to be right:
+#
+# - **run it before**, under the profiler too: a first call compiles, allocates, chooses kernels (section 7);
+# - on a GPU **wait** inside: a launch returns at once, and the kernel runs later;
+# - ask for memory and FLOPs, if you want those columns.
+#
+# A profiler costs time itself. So take *shares* from it, and speeds from a timing without it.
+
+# %%
+def profiled(run):
+    """The profile of the second call of run."""
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * ON_GPU
+    for _ in range(2):
+        with profile(activities=activities, profile_memory=True, with_flops=True) as found:
+            run()
+            if ON_GPU:
+                torch.cuda.synchronize()
+    return found
+
+# %% [markdown]
+# `found.key_averages()` has a row per operation. `found.key_averages().table(sort_by=...)` prints them with many columns; here are only those that are read.
+
+# %%
+def slowest(found, most=8):
+    """Rows of the operations with the most own time: GPU time where there is one."""
+    unit = "device" if ON_GPU else "cpu"
+    ops = [r for r in found.key_averages() if r.device_type == DeviceType.CPU]
+    own = {r.key: getattr(r, f"self_{unit}_time_total") for r in ops}
+    ops.sort(key=lambda r: -own[r.key])
+    return [[r.key[:40], r.count, own[r.key] / 1e3, f"{own[r.key] / sum(own.values()):.0%}",
+             getattr(r, f"self_{unit}_memory_usage") / 2**10, r.flops / 1e6] for r in ops[:most]]
+
+COLUMNS = ["operation", "calls", "self ms", "of all", "self KiB", "MFLOP"]
+
+# %% [markdown]
+# All four variants, forward only, without gradients:
+
+# %%
+profiles_here = {}
+for name in VARIANTS:
+    layer = layer_of(name)
+    with torch.no_grad():
+        profiles_here[name] = profiled(lambda: layer(x, cos, sin))
+
+# %% tags=["nbval-ignore-output"]
+print(f"original, on {torch.cuda.get_device_name() if ON_GPU else 'a CPU'}")
+show.table(slowest(profiles_here["original"]), COLUMNS)
+
+# %% [markdown]
+# Times are different in each run. Read the rest: two columns do not depend on the machine.
+#
+# - *self KiB*: what an operation allocated. At this size, 4 heads and N = 128, one matrix of scores has 256 KiB. Which rows have that?
+# - *MFLOP*: only matrix products and the simple operations are counted, and of a kernel that PyTorch does not know, nothing.
+
+# %%
+squares, launches = {}, {}
+for name in ("original", "ours", "ours, fused RoPE"):
+    layer = layer_of(name)
+    ops = trace_ops(lambda: layer(x, cos, sin))
+    squares[name] = [op.name for op in ops if op.bytes_written >= 4 * 4 * 128 * 128]
+    launches[name] = len(ops)
+    print(f"{name:17} operations that write N x N: {', '.join(squares[name]) or 'none'}")
+assert len(squares["original"]) == 3 and not squares["ours"] and not squares["ours, fused RoPE"]
+assert launches["original"] > launches["ours"] > 2 * launches["ours, fused RoPE"]
+
+# %% [markdown]
+# `trace_ops`, from phase 1, counts what PyTorch dispatches, without views. Three operations of the original write an N × N matrix. Ours write none. And from
+# line to line there are fewer operations, which matters where each is a launch.
+
+# %% [markdown]
+# Now the table of ours. A row with `flashlab::` is an operator of this course. Its FLOPs are 0: the profiler does not know them.
+
+# %% tags=["nbval-ignore-output"]
+print("ours, RoPE in one kernel;", "Triton is " + ("interpreted" if runtime.INTERPRETED else "compiled"))
+show.table(slowest(profiles_here["ours, fused RoPE"]), COLUMNS)
+
+# %% [markdown]
+# Where Triton is interpreted, a kernel's row is the time of a Python program that imitates it. It says nothing about the kernel, and is by far the longest. Then compare the
+# original with SDPA instead: on a CPU its fused kernel is compiled code. (On a GPU SDPA may have no fused kernel for float32 with grouped heads. Its rows say what it did.)
+
+# %% tags=["nbval-ignore-output"]
+show.table(slowest(profiles_here["SDPA"]), COLUMNS)
+
+# %% [markdown]
+# ### In time: the trace
+#
+# A table has no order. The *trace* has: every operation with its beginning and its length, in a JSON file that Chrome invented and many tools read.
+
+# %% tags=["nbval-ignore-output"]
+folder = Path(tempfile.mkdtemp(prefix="flashlab-trace-"))
+traces = {}
+for name, found in profiles_here.items():
+    path = folder / f"{name.replace(', ', '_').replace(' ', '_')}.json"
+    found.export_chrome_trace(str(path))
+    traces[name] = json.loads(path.read_text())
+    print(path.stat().st_size // 1024, "KiB:", path.name)
+print("in", folder.name, "of", tempfile.gettempdir())
+
+# %% [markdown]
+# Open such a file in your browser: go to `https://ui.perfetto.dev` and drop it there, or to `chrome://tracing` in Chrome and press *Load*. Both work on your machine and
+# send nothing anywhere. Zoom with W and S, move with A and D, click a bar for its name.
+#
+# Inside it is a list of events. `ph: "X"` is a bar with a beginning `ts` and a length `dur`, in microseconds:
+
+# %% tags=["nbval-ignore-output"]
+bars = [e for e in traces["original"]["traceEvents"] if e.get("ph") == "X" and e.get("cat") == "cpu_op"]
+for e in [e for e in bars if e["name"] in ("aten::softmax", "aten::bmm")][:3]:
+    print(e["name"], {key: e[key] for key in ("ts", "dur", "tid")})
+
+# %% [markdown]
+# And a picture of three of them. The colours say what a bar does:
+
+# %% tags=["nbval-ignore-output"]
+KINDS = {"products": ("blue", ["mm", "matmul", "linear"]), "softmax": ("orange", ["softmax"]),
+         "attention kernel": ("green", ["scaled_dot", "flashlab::triton"]), "division": ("red", ["div"]),
+         "RoPE": ("purple", ["mul", "sub", "add", "cat", "rope"]),
+         "K and V repeated": ("sky", ["repeat", "copy"])}
+fig, axes = plt.subplots(3, 1, figsize=(8.6, 5.4))
+for ax, name in zip(axes, ("original", "SDPA", "ours, fused RoPE")):
+    profiles.timeline(ax, profiles.operations(traces[name]), KINDS, name)
+axes[-1].set_xlabel("microseconds")
+plt.show()
+
+# %% [markdown]
+# *One line per processor. Each picture has its own time scale. Gaps are the time between operations: Python, and on a GPU the launches.*
+
+# %% [markdown]
+# On a GPU look at both lines. If the GPU's has gaps while the CPU's has none, the kernels are too short for their launches. Then a faster kernel gains nothing, and fusing
+# or `torch.compile` does.
+
+# %% [markdown]
+# ## 4 · What is on top now: RoPE
+#
+# Count what `rope` does, as phase 1 counted attention. With $n$ numbers in q:
+
+# %%
+q, k = (torch.randn(1, heads, 128, 16, generator=generator).to(DEVICE) for heads in (4, 2))
+n, e = q.numel(), 4
+table_bytes = 128 * 8 * e  # one of cos and sin
+ops = trace_ops(lambda: rope(q, cos, sin))
+moved = sum(op.bytes_read + op.bytes_written for op in ops)
+print([op.name for op in ops])
+assert len(ops) == 7 and moved == 9 * n * e + 4 * table_bytes
+print(f"7 operations move 9 n numbers, and 4 times a table: {moved} bytes")
+
+# %% [markdown]
+# Four products, each of half the numbers: read n/2, write n/2, so 4 n. A difference and a sum: 1.5 n each. `cat`: 2 n. Together 9 n. But each number only has to be read
+# once and written once: **2 n**.
+#
+# So one kernel should need about 4.5 times less time. What would that be worth to the published layer, if the kernel moves 330 GB/s too?
+
+# %%
+mib = (32 + 16) * 2**20  # q; k has half as many heads, as the bytes of `cat` say
+assert abs(float(after["aten::cat"]["cuda_mem"].split()[0]) * 2**30 / 100 / mib - 1) < 0.01
+fused_ms = 2 * mib / (min(bound) * 1e6)
+print(f"RoPE now {small / 100:.2f} ms per run; in one kernel {fused_ms:.2f} ms")
+print(f"the layer: {whole_after / 100:.2f} ms would become {(whole_after - small) / 100 + fused_ms:.2f} ms")
+
+# %% [markdown]
+# A prediction, not a measurement. About a fifth of the layer, for a kernel of thirty lines. Here it is.
+#
+# One program takes BLOCK_M positions. It loads their angles once, and uses them for several heads of q and of k:
+
+# %%
+# FROM flashlab.models.rope: rotate_heads, rope_kernel
+
+# %% [markdown]
+# - `rotate_heads` is the formula: two halves of a row, each read once and written once.
+# - `BACK` turns by the negative angle. That undoes a rotation, and it is also its gradient: so the backward pass is the same kernel.
+# - It computes in float32, whatever the dtype of q and k. The small operations round after each of their steps.
+# - Strides are passed for each axis, so q may be a view, as it is in the layer.
+
+# %% [markdown]
+# The launch: one program per block of rows, per batch, and per group of heads.
+
+# %%
+turned_q, turned_k = torch.empty_like(q), torch.empty_like(k)
+arguments = launch_arguments(q, k, turned_q, turned_k, cos, sin, 0, False)
+blocks = triton.cdiv(q.shape[2], arguments["BLOCK_M"])
+rope_kernel[(q.shape[0] * blocks * arguments["parts"],)](q, k, turned_q, turned_k, cos, sin, **arguments)
+for name, ours, theirs in (("q", turned_q, rope(q, cos, sin)), ("k", turned_k, rope(k, cos, sin))):
+    assert torch.allclose(ours, theirs, atol=1e-6)
+    print(f"{name} turned: as by the small operations")
+
+# %% [markdown]
+# In low precision the two are not equal. Which one is closer to float64?
+
+# %%
+exact = rope(q.bfloat16().double(), cos.double(), sin.double())
+low = q.bfloat16(), k.bfloat16()
+error = {"seven operations": rope(low[0], cos, sin), "one kernel": fused_rope(*low, cos, sin)[0]}
+error = {name: (turned.double() - exact).abs().max().item() for name, turned in error.items()}
+assert error["one kernel"] < 0.75 * error["seven operations"]
+print("bf16: the largest error of one kernel is below 3/4 of that of seven operations")
+
+# %% [markdown]
+# So fusing does not only save time: what is not stored is not rounded.
+
+# %% [markdown]
+# And its bytes? `hbm_traffic` from phase 3 counts them, without caches.
+
+# %%
+traffic = hbm_traffic(fused_rope, q, k, cos, sin)
+both = (q.numel() + k.numel()) * e
+assert traffic.bytes_written == both and traffic.bytes_read == both + 2 * table_bytes
+print("q and k: read once, written once; the tables: read once")
+
+# %% [markdown]
+# And the gradient, against the small operations:
+
+# %%
+gradients = []
+for way in (fused_rope, lambda q, k, cos, sin: (rope(q, cos, sin), rope(k, cos, sin))):
+    inputs = [y.clone().requires_grad_() for y in (q, k)]
+    loss = sum((y**3).sum() for y in way(*inputs, cos, sin))
+    gradients.append(torch.autograd.grad(loss, inputs))
+for name, a, b in zip(("dq", "dk"), *gradients):
+    assert torch.allclose(a, b, rtol=1e-5, atol=1e-5)
+    print(f"{name}: the same")
+
+# %% [markdown]
+# ## 5 · The same layer on one machine, with fair peers
+#
+# The published shape again, and one of today: batch 4, 32 query heads, 8 key heads, N = 4096, D = 128, bf16, causal, with its projections. `flashlab bench layer` times
+# the layer, and attention alone, in turns with:
+#
+# - the original, and what torch.compile makes of it;
+# - ours, with RoPE apart and in one kernel;
+# - SDPA with the backend that it chooses, and with each backend by name.
+
+# %%
+data = layers.record()
+for case in ("published", "present"):
+    print(f"{case}: {layers.CASES[case]}")
+    display(layers.times_table(data, case))
+
+# %% [markdown]
+# Two ratios from that table, of the forward pass. The first one is what such courses print. The second one is with the fastest of PyTorch's own kernels, so that a speedup
+# over a weak baseline is not mistaken for speed.
+
+# %%
+for case in ("published", "present"):
+    for scope in layers.SCOPES:
+        peers = [layers.ORIGINAL, layers.best_sdpa(data, case, scope)]
+        found = {over: layers.ratio(data, case, layers.OURS, over, scope) for over in peers if over}
+        said = [f"{ratio:.2f} times as fast as {over}" for over, ratio in found.items() if ratio]
+        print(f"{case}, {scope}: ours is " + (", ".join(said) or layers.NOT_YET))
+
+# %% [markdown]
+# Read the two profiles of the published shape as you read the published one: self times, kernels or operations but never both, bytes by formula.
+
+# %%
+for name in (layers.ORIGINAL, layers.OURS):
+    print(f"{name}, the published shape, kernels only:")
+    display(layers.profile_table(data, "published", name, most=8, kernels=True))
+
+# %% [markdown]
+# And one call of each in time, where it was recorded. All have one scale, so the lengths compare.
+
+# %%
+recorded = {}
+for name in (layers.ORIGINAL, layers.APART, layers.OURS):
+    events = [e for e in layers.timeline(data, "published", name) if e.where.startswith("stream")]
+    if events:
+        recorded[name] = [("GPU", e.name, e.start_us, e.us) for e in events]
+print("timelines recorded:", len(recorded))
+if recorded:
+    fig, axes = plt.subplots(len(recorded), 1, figsize=(8.6, 4.6), sharex=True, squeeze=False)
+    for ax, (name, events) in zip(axes.flat, recorded.items()):
+        profiles.timeline(ax, events, profiles.KERNEL_KINDS, f"{name}, {data['machine']['gpu']}")
+    ax.set_xlabel("microseconds")
+    plt.show()
+
+# %% [markdown]
+# ## 6 · A language model around it
+#
+# A decoder-only transformer repeats two steps: attention, and a small network for each position alone. Each reads a *normalised* x and adds its result to x.
+#
+# **RMSNorm** divides a row by the root of its mean square, and multiplies by a learned weight. For the row (3, 4) that root is $\sqrt{(9 + 16)/2} = \sqrt{12.5}$:
+
+# %%
+norm = nn.RMSNorm(2, eps=0.0)  # its weight starts as 1
+row = norm(torch.tensor([3.0, 4.0]))
+assert torch.allclose(row, torch.tensor([3.0, 4.0]) / 12.5**0.5)
+print([round(number, 4) for number in row.tolist()], "mean square:", round((row**2).mean().item(), 4))
+
+# %% [markdown]
+# **SwiGLU** is the small network. It makes two wide rows of x. One of them, through $\text{silu}(a) = a / (1 + e^{-a})$, decides how much of the other passes.
+
+# %%
+# FROM flashlab.models.language_model: SwiGLU, Block (no docstrings)
+
+# %% [markdown]
+# The model: an embedding for each token, `depth` blocks, a norm, and a matrix that gives a score to each token that may come next. That matrix is the embedding again
+# (*tied*).
+
+# %%
+# FROM flashlab.models.language_model: LanguageModel (no docstrings)
+
+# %% [markdown]
+# One step of training. `autocast` computes the matrix products in a shorter dtype, if one is given. `clip_grad_norm_` keeps a rare large gradient from doing harm.
+
+# %%
+# FROM flashlab.models.language_model: train_step (no docstrings)
+
+# %% [markdown]
+# The sizes are those of the GPT-2 family. How many numbers does each learn? By formula, and counted on the device `meta`, where a tensor has a shape but no memory:
+
+# %%
+rows = []
+for size, shape in SIZES.items():
+    with torch.device("meta"):
+        counted = sum(weight.numel() for weight in LanguageModel(shape).parameters())
+    assert counted == shape.parameters()
+    rows.append([size, shape.width, shape.depth, shape.heads, shape.head_dim, counted / 1e6])
+show.table(rows, ["size", "width", "depth", "heads", "head_dim", "million parameters"])
+
+# %% [markdown]
+# Only a string differs between the variants of the model: `attention="eager"`, `"sdpa"` or `"flash"`. From the same seed all three have the same weights. So they must have the same
+# loss. Before training, a model knows nothing, and guessing among 256 bytes costs $\ln 256 = 5.55$:
+
+# %%
+SMALL_MODEL = Config(width=32, depth=2, heads=2, kv_heads=1, vocabulary=BYTES, positions=64)
+
+
+def build(**changes):
+    torch.manual_seed(0)
+    return LanguageModel(replace(SMALL_MODEL, **changes)).to(DEVICE)
+
+tokens = torch.randint(BYTES, (2, 65), generator=generator).to(DEVICE)
+losses = {kind: build(attention=kind)(tokens[:, :-1], tokens[:, 1:]).item() for kind in ATTENTIONS}
+assert max(losses.values()) - min(losses.values()) < 1e-5 and abs(losses["eager"] - math.log(256)) < 0.05
+print("three attentions, one loss; within 0.05 of a guess:", abs(losses["eager"] - math.log(256)) < 0.05)
+
+# %% [markdown]
+# ## 7 · Timing a step: the first one is another thing
+#
+# Three parts of a step are timed apart: forward, backward, and the optimiser. `wait` is the line that is most often forgotten. On a GPU, PyTorch launches kernels and goes on; without it
+# you time the launching.
+
+# %%
+def wait():
+    if ON_GPU:
+        torch.cuda.synchronize()
+
+
+def timed(run):
+    """(what run returns, its milliseconds)"""
+    wait()
+    begin = time.perf_counter()
+    result = run()
+    wait()
+    return result, 1e3 * (time.perf_counter() - begin)
+
+
+def first_steps(model, steps=8):
+    """Milliseconds of forward, backward and optimiser of the first steps of a new model."""
+    optimizer, found = make_optimizer(model), {"forward": [], "backward": [], "optimiser": []}
+    for _ in range(steps):
+        loss, took = timed(lambda: model(tokens[:, :-1], tokens[:, 1:]))
+        found["forward"].append(took)
+        found["backward"].append(timed(loss.backward)[1])
+        found["optimiser"].append(timed(optimizer.step)[1])
+        optimizer.zero_grad()
+    return found
+
+# %% [markdown]
+# Two models: one as it is, and one through `torch.compile`. The backend `eager` reads the Python code into a graph and runs the same kernels; it generates nothing. So its first call is cheap for a
+# compiled one.
+
+# %%
+steps = {"eager": first_steps(build())}
+compiled_model = build()
+compiled_model.compile(backend="eager")
+steps["compiled"] = first_steps(compiled_model)
+later = {name: statistics.median(found["forward"][2:]) for name, found in steps.items()}
+assert steps["compiled"]["forward"][0] > 3 * later["compiled"]
+print("compiled: the first forward pass takes more than 3 times as long as later ones")
+
+# %% tags=["nbval-ignore-output"]
+fig, axes = plt.subplots(1, 2, figsize=(8.6, 3.2), sharey=True)
+for ax, (name, found) in zip(axes, steps.items()):
+    lines = [(part, range(1, 9), found[part], hue, "o-")
+             for part, hue in (("forward", "blue"), ("backward", "orange"), ("optimiser", "green"))]
+    curves.curves(ax, lines, log="y", size=5, xlabel="step", title=name, ylabel="ms" if ax is axes[0] else "")
+plt.show()
+
+# %% [markdown]
+# *The first eight steps of a new model, one by one; a logarithmic axis.* The eager model's operations have run before, in section 6, so little is left of *their* first calls. The compiled one has to be
+# read first.
+
+# %% [markdown]
+# And what would a mean over these eight steps say?
+
+# %% tags=["nbval-ignore-output"]
+for name, found in steps.items():
+    mean, median = statistics.mean(found["forward"]), statistics.median(found["forward"][2:])
+    print(f"{name:8} forward: first {found['forward'][0]:8.2f} ms, mean of 8 {mean:7.2f}, "
+          f"median after 2 of warm-up {median:6.2f}")
+
+# %% [markdown]
+# What is in a first call? It depends: reading kernels from disk, choosing one for each matrix product, memory that has to be asked of the system, Triton's and torch.compile's compilers.
+#
+# The optimiser has a first call of its own. AdamW keeps two averages per weight, and makes them when it is first called. So the *memory* of the first step is not that of the second
+# either:
+
+# %%
+model = build()
+optimizer = make_optimizer(model)
+print("averages before the first step:", len(optimizer.state))
+train_step(model, optimizer, tokens[:, :-1], tokens[:, 1:])
+averages = sum(x.numel() for state in optimizer.state.values() for x in state.values() if x.ndim)
+assert averages == 2 * SMALL_MODEL.parameters()
+print(f"after it: {averages} numbers, 2 for each of {SMALL_MODEL.parameters()} weights")
+
+# %% [markdown]
+# ### A published table, under suspicion
+#
+# A course printed the mean seconds of 10 steps. The machine is not named. Look at the forward pass of the same model in its two runs:
+
+# %%
+table = {(r["run"], r["model"]): r for r in published.load("lm_forward_backward")}
+show.table([[*key, *(f"{1e3 * r[c]:.1f}" if r[c] else "" for c in ("avg_forward_s", "avg_backward_s"))]
+            for key, r in table.items()], ["run", "model", "forward, ms", "backward, ms"], align="llrr")
+alone, beside = (1e3 * table[run, "sm"]["avg_forward_s"] for run in ("forward_only", "forward_backward"))
+assert beside > 2.5 * alone and beside > 1e3 * table["forward_backward", "sm"]["avg_backward_s"]
+print(f"small: {beside / alone:.1f} times as long; over 10 steps {10 * (beside - alone):.0f} ms more")
+
+# %% [markdown]
+# The same forward pass takes 2.8 times as long if a backward pass follows. And that backward pass is *shorter* than the forward pass, although it has twice its matrix products.
+#
+# *Predict:* name two mistakes of timing, each of which could make such a table.
+#
+# <details><summary>Answer</summary>
+#
+# A first call in the mean: one forward pass of about 440 ms among ten would be enough. Or no waiting: then a part is charged with work that an earlier part has launched. It also may
+# be that the first run kept nothing for a backward pass. The table cannot tell which it was, or whether it was any of them.
+#
+# </details>
+
+# %% [markdown]
+# ## 8 · The model, measured
+#
+# `flashlab bench lm` times the steps of all sizes: 4 texts of 1024 tokens, after warm-up, and the first steps one by one. bf16 means autocast: products in bf16, weights in
+# float32.
+
+# %%
+model_data = lm.record()
+display(lm.step_table(model_data))
+for size in SIZES:
+    found = {over: lm.ratio(model_data, size, "flash, fused RoPE", over) for over in ("eager", "sdpa")}
+    said = [f"{ratio:.2f} times as fast as with {over}" for over, ratio in found.items() if ratio]
+    print(f"{size}: a step with our kernels is " + (", ".join(said) or lm.NOT_YET))
+
+# %% [markdown]
+# A model's ratio has to be smaller than a layer's, because attention is only a part of a step. How large a part? With width w and N tokens, a block has about $24 w^2$ FLOPs per token in its
+# matrices, and $4 N w$ in attention, of which a causal mask leaves half:
+
+# %%
+for size, shape in SIZES.items():
+    matrices = 2 * (shape.parameters() - shape.vocabulary * shape.width) / shape.depth
+    shares = [2 * n * shape.width / (2 * n * shape.width + matrices) for n in (1024, 4096, 16384)]
+    print(f"{size:6} attention's share of a block's FLOPs: "
+          + ", ".join(f"{share:.0%} at N = {n}" for share, n in zip(shares, (1024, 4096, 16384))))
+
+# %% [markdown]
+# At N = 1024 not much. Even a kernel that takes no time at all could not change that.
+
+# %% [markdown]
+# This is *Amdahl's law*: if a part takes the share s of the time, then nothing that you do to it makes the whole more than $1/(1 - s)$ times as fast. FLOPs are not time: what attention
+# moves makes its share larger. But the order of magnitude is right, and it grows with N.
+#
+# The same in float32, through torch.compile, and what a missing warm-up would have said:
+
+# %%
+display(lm.step_table(model_data, "float32"), lm.compiled_table(model_data), lm.warm_up_table(model_data))
+
+# %% [markdown]
+# The steps of all sizes side by side, where they are recorded. A missing bar ran out of memory or was not measured; the table says which.
+
+# %%
+WAYS = {"eager": "grey", "sdpa": "green", "flash": "sky", "flash, fused RoPE": "blue"}  # as in every figure
+sizes = lm.over_sizes(model_data)
+print("attentions with a time:", len(sizes))
+if sizes:
+    fig, ax = plt.subplots(figsize=(8.0, 3.4))
+    bars = {way: ([dict(zip(*found)).get(size, math.nan) for size in SIZES], WAYS[way])
+            for way, found in sizes.items()}
+    curves.columns(ax, list(SIZES), bars, fmt="%.0f", ylabel="ms",
+                   title=f"One training step, bf16, 4 × 1024 tokens, {model_data['machine']['gpu']}")
+    plt.show()
+
+# %% [markdown]
+# ## 9 · The memory of training
+#
+# Four things lie in memory when the forward pass has ended:
+#
+# | | numbers |
+# |---|---|
+# | parameters | one each |
+# | gradients | as many |
+# | AdamW's averages | twice as many |
+# | activations | what the forward pass keeps for the backward pass |
+#
+# Only the last one depends on the text, and only one part of it grows with $N^2$: the matrix P of eager attention. Here is the formula for one attention layer:
+
+# %%
+shape = SIZES["small"]
+for kind in ("eager", "flash"):
+    kept = memory.attention_bytes(replace(shape, attention=kind, fused_rope=kind == "flash"), 4, 1024)
+    print(f"{kind}: {sum(kept.values()) / 2**20:.1f} MiB")
+    for what, size in kept.items():
+        print(f"    {size / 2**20:6.1f}  {what}")
+
+# %% [markdown]
+# *One layer of the small model, 4 texts of 1024 tokens, float32.* Is the formula right? PyTorch shows what it keeps. A small model, forward, counted piece by piece:
+
+# %%
+for kind, fused in (("eager", False), ("flash", False), ("flash", True)):
+    model = build(attention=kind, fused_rope=fused)
+    pieces = tokens[:, :-1].clone(), tokens[:, 1:].clone()
+    counted = memory.kept_bytes(model, lambda: model(*pieces))
+    said = memory.training_memory(model.config, 2, 64, fused_norm=ON_GPU).activations
+    assert counted == said
+    print(f"{kind}{', fused RoPE' if fused else ''}: to the byte as the formula says")
+
+# %% [markdown]
+# So the formula may be trusted where nothing can be run. All sizes, with 4 texts of 1024 tokens:
+
+# %%
+def parts(shape, batch, seq_len):
+    return [n / 2**30 for n in memory.training_memory(shape, batch, seq_len)]
+
+bars = {}
+for size, shape in SIZES.items():
+    for kind in ("eager", "flash"):
+        found = parts(replace(shape, attention=kind, fused_rope=kind == "flash"), 4, 1024)
+        assert kind == "flash" or found[3] == max(found)
+        named = zip(("P", "G", "AdamW", "activations"), found, ("blue", "sky", "green", "orange"))
+        bars[f"{size}, {kind}"] = [(what if n > 5.6 else "", n, hue) for what, n, hue in named]
+fig, ax = plt.subplots(figsize=(8.6, 4.2))
+curves.stacked(ax, bars, xlabel="GiB, by formula", title="One training step in float32, 4 × 1024 tokens")
+plt.show()
+
+# %% [markdown]
+# *P: parameters, G: gradients.* Even at N = 1024 the activations are the largest part with eager attention. Weights and their company do not care about attention.
+#
+# And with a longer text? Double N as long as the formula stays below the 141 GB of an H200:
+
+# %%
+def longest(shape, limit=141e9):
+    """The largest power of two that fits, and bytes there; one text, in float32."""
+    n = 1
+    while memory.training_memory(shape, 1, 2 * n).total <= limit:
+        n *= 2
+    return n
+
+rows = [[size, *(longest(replace(shape, attention=kind)) for kind in ("eager", "flash"))]
+        for size, shape in SIZES.items()]
+show.table(rows, ["size", "eager fits up to N =", "flash"])
+assert all(flash >= 4 * eager for _, eager, flash in rows)
+
+# %% [markdown]
+# A ceiling, not a promise: what one operation needs for a moment comes on top. Measured, with a small model that reads bytes, one text, in bf16:
+
+# %%
+display(lm.limit_table(model_data))
+out = lm.runs_out(model_data)
+print({kind: f"out of memory at {n}" if n else "not reached" for kind, n in out.items()} or lm.NOT_YET)
+
+# %% [markdown]
+# ### A step, seen from its memory
+#
+# The profiler notes every allocation and every release. Their running sum is a curve: it rises in the forward pass, layer by layer, and falls in the backward pass. Live, a small model with N =
+# 256:
+
+# %%
+def memory_curve(kind, seq_len=256):
+    shape = replace(SMALL_MODEL, attention=kind, depth=4, positions=seq_len)
+    torch.manual_seed(0)
+    model = LanguageModel(shape).to(DEVICE)
+    optimizer = make_optimizer(model)
+    text = torch.randint(BYTES, (2, seq_len + 1), generator=generator).to(DEVICE)
+    found = profiled(lambda: train_step(model, optimizer, text[:, :-1], text[:, 1:]))
+    path = folder / f"memory_{kind}.json"
+    found.export_chrome_trace(str(path))
+    return profiles.allocated(json.loads(path.read_text()), device=ON_GPU)
+
+# %% tags=["nbval-ignore-output"]
+fig, ax = plt.subplots(figsize=(7.6, 3.2))
+for kind in ("eager", "flash" if ON_GPU else "sdpa"):
+    times, held = memory_curve(kind)
+    order = [100 * i / len(held) for i in range(len(held))]
+    ax.step(order, [size / 2**20 for size in held], color=show.COLORS[WAYS[kind]], where="post", label=kind)
+ax.set(xlabel="allocations and releases, in order (%)", ylabel="MiB of this step",
+       title="4 layers, 2 × 256 tokens")
+ax.legend()
+plt.show()
+
+# %% [markdown]
+# *Four stairs up, four down. Each stair of the eager curve has P in it. The fused one is ours on a GPU, and SDPA where Triton would be interpreted; both keep nearly the same.*
+#
+# The small model on a GPU, where it is recorded. The weights are the floor. The clock is that of Python, which launches ahead of the GPU.
+
+# %%
+series = lm.memory(model_data)
+print("curves recorded:", len(series))
+if series:
+    fig, ax = plt.subplots(figsize=(8.0, 3.4))
+    lines = [(way, found[0], [mib / 1024 for mib in found[1]], WAYS[way], "-")
+             for way, found in series.items()]
+    curves.curves(ax, lines, xlabel="ms", ylabel="GiB allocated", ylim=(0, None),
+                  title=f"One step of the small model, bf16, {model_data['machine']['gpu']}")
+    plt.show()
+
+# %% [markdown]
+# ## 10 · It trains
+#
+# The text is the words of lectures 0 to 9, as bytes. Does the model learn the same with our kernels?
+#
+# Not bit for bit. Two right attentions round in different places, and training carries the differences on. So you need a yardstick for *the same within noise*. Take eager twice, and change
+# the second one's first weights by less than a rounding. How far apart those two curves come is what rounding alone can do.
+
+# %%
+RUNS = {"eager": ("eager", 0.0), "ours": ("flash", 0.0), "sdpa": ("sdpa", 0.0),
+        "eager, other roundings": ("eager", torch.finfo(torch.float32).eps)}
+curve = {}
+for name, (kind, jitter) in RUNS.items():
+    shape = replace(SMALL_MODEL, attention=kind, fused_rope=kind == "flash")
+    curve[name] = train(shape, steps=10, batch=2, seq_len=24, lr=1e-2, jitter=jitter)
+apart = {name: distance(curve["eager"], found) for name, found in curve.items() if name != "eager"}
+noise = max(apart["eager, other roundings"], torch.finfo(torch.float32).eps * curve["eager"][0])
+assert all(found[-1] < found[0] - 0.3 for found in curve.values())
+assert noise < 1e-4 and apart["ours"] <= 8 * noise and apart["sdpa"] <= 8 * noise
+print("10 steps: every loss falls by more than 0.3")
+print("ours and sdpa: at most 8 times as far from eager as other roundings are")
+
+# %% [markdown]
+# Why 8 and not 1? An attention rounds several times in every step, and the yardstick's weights are changed once. Would a wrong attention be noticed? With a scale that is wrong by 10 % it is:
+
+# %%
+def slightly_wrong(q, k, v, *, causal=True):
+    return eager_attention(1.1 * q, k, v, causal=causal)
+
+
+layer_module.ATTENTIONS["wrong"] = slightly_wrong
+wrong = train(replace(SMALL_MODEL, attention="wrong"), steps=10, batch=2, seq_len=24, lr=1e-2)
+del layer_module.ATTENTIONS["wrong"]
+assert distance(curve["eager"], wrong) > 8 * noise and wrong[-1] < wrong[0] - 0.3
+print("a scale that is wrong by 10 % is outside of the noise, and its loss falls too")
+
+# %% [markdown]
+# The second half of that line matters more. *A wrong attention trains as well.* So a loss that falls proves nothing, and two curves that look the same in a plot prove little. The distance
+# says it, and gradients that are checked (phase 5) say it better.
+
+# %% tags=["nbval-ignore-output"]
+fig, (left, right) = plt.subplots(1, 2, figsize=(8.6, 3.3))
+HUES = {"eager": ("grey", "-"), "ours": ("blue", "o--"), "sdpa": ("green", "s:"),
+        "eager, other roundings": ("black", "^-"), "scale 10 % off": ("red", "v-")}
+lines = [(name, range(1, 11), curve[name], *HUES[name]) for name in ("eager", "ours")]
+curves.curves(left, lines, size=4, xlabel="step", ylabel="nats per byte", title="Loss: two curves, one line")
+lines = [(name, range(1, 11), [max(abs(a - b), 1e-8) for a, b in zip(curve["eager"], found)], *HUES[name])
+         for name, found in (curve | {"scale 10 % off": wrong}).items() if name != "eager"]
+curves.curves(right, lines, log="y", size=4, xlabel="step", title="Distance from eager", ylim=(6e-9, 9e-2))
+plt.show()
+
+# %% [markdown]
+# *Left: the losses. Right: how far each is from eager's, on a logarithmic axis; what is equal to the last bit is drawn at $10^{-8}$.* Ten steps of a tiny model are a check, not an experiment. The recorded run is longer: 6 layers of width 384,
+# 300 steps of 16 texts of 256 bytes.
+
+# %%
+for dtype in ("float32", "bfloat16"):
+    found = lm.losses(model_data, dtype)
+    distances = ", ".join(f"{name} {gap:.2g}" for name, gap in lm.apart(model_data, dtype).items())
+    print(f"{dtype}: distance from eager, nats per byte:", distances or lm.NOT_YET)
+    if found:
+        fig, ax = plt.subplots(figsize=(7.6, 3.2))
+        lines = [(name, range(1, len(loss) + 1), loss, (WAYS | {lm.NOISE: "black"})[name], form)
+                 for (name, loss), form in zip(found.items(), ("-", "--", ":"))]
+        curves.curves(ax, lines, xlabel="step", ylabel="nats per byte",
+                      title=f"{dtype}: learning the lectures' text, {model_data['machine']['gpu']}")
+        plt.show()
+
+# %% [markdown]
+# A rounding in bf16 is 65 536 times as large as in float32. So expect more distance there, and a yardstick that sees less. That is a limit of this test, not a property of an attention.
+
+# %% [markdown]
+# ## 11 · Attention alone
+#
+# Without a layer around it, one thing is left to ask: what does each attention hold between forward and backward? By phase 5's formula, for $B$ heads and $e$ bytes per number:
+#
+# $$\text{eager: } B\,(3ND + N^2)\,e, \qquad \text{ours: } B\,(4ND\,e + 4N).$$
+
+# %%
+for n in (64, 128):
+    q, k, v, _ = attention.inputs({"d_model": 16, "seq_len": n, "dtype": "float32"})
+    held = {name: attention.saved_bytes(attention.way_of(name, q, k, v)) for name in ("eager", "ours")}
+    assert held["eager"] == attention.BATCH * (3 * n * 16 + n * n) * 4
+    assert held["ours"] == attention.BATCH * (4 * n * 16 * 4 + 4 * n)
+    print(f"N = {n}: eager saves {held['eager']} bytes, ours {held['ours']}: as predicted")
+
+# %% [markdown]
+# A published table has the memory before the backward pass, on a machine that is not named. Can the formula explain it? Eager holds q, k, v, o and P. The table's batch is not told either; take
+# 8, and MB as $10^6$ bytes:
+
+# %%
+told = [r for r in published.load("attention_memory") if r["mem_before_mb"] != "OOM"]
+rest = []
+for r in told:
+    n, d = r["seq_len"], r["d_model"]
+    rest.append(r["mem_before_mb"] - 8 * (4 * n * d + n * n) * 4 / 1e6)
+print(f"{len(told)} rows: table minus formula is {min(rest):.1f} to {max(rest):.1f} MB")
+assert max(rest) - min(rest) < 2
+
+# %% [markdown]
+# Sixteen rows, from 20 to 2300 MB, and the difference is the same in all of them, about 17.7 MB. So the batch is 8, the numbers are float32, and P is kept exactly once. What the constant is, the
+# table does not say; a library's workspace would fit.
+#
+# It also says out of memory at N = 16384, where P alone has 8.6 GB. The forward pass needs three such matrices for a moment: the scores, the scaled scores, P.
+
+# %%
+sizes = {n: 8 * n * n * 4 / 1e9 for n in (8192, 16384, 32768)}
+print({n: f"P {gb:.1f} GB, three of them {3 * gb:.1f} GB" for n, gb in sizes.items()})
+attention_runs = attention.recorded()
+print("runs of attention alone recorded:", len(attention_runs), "" if attention_runs else f"({lm.NOT_YET})")
+
+# %% [markdown]
+# What `flashlab bench attention` measured: batch 8, one head, from N = 256 to 32768; eager, eager through torch.compile, and ours. Higher is slower. A line that ends early ran out of memory.
+
+# %%
+def over_lengths(run, dtype, d, which, column="ms", unit=1.0):
+    """By name: lengths, and a column of the rows that have it."""
+    found = {}
+    for r in run["rows"]:
+        if (r.get("dtype"), r.get("d_model"), r.get("pass")) == (dtype, d, which) and column in r:
+            lengths, values = found.setdefault(r["name"], ([], []))
+            lengths.append(r["seq_len"])
+            values.append(r[column] * unit)
+    return found
+
+for run in attention_runs:
+    shown = (("forward", 64), ("backward", 64), ("forward", 128))
+    plots = {f"{dtype}, {which}, D = {d}": over_lengths(run, dtype, d, which)
+             for dtype in attention.DTYPES for which, d in shown}
+    panels(plots, log="xy", ylabel="ms", title=f"Attention alone, {run['machine']['gpu']}")
+    plt.show()
+
+# %% [markdown]
+# And the memory that is held between the two passes, the subject of the formulas above:
+
+# %%
+for run in attention_runs:
+    plots = {f"{dtype}, D = {d}": over_lengths(run, dtype, d, "forward", "held_bytes", 2**-20)
+             for dtype, d in (("float32", 16), ("float32", 128), ("bfloat16", 128))}
+    panels(plots, log="xy", ylabel="MiB", title=f"Held before the backward pass, {run['machine']['gpu']}")
+    plt.show()
+display(*(attention.table(run) for run in attention_runs))
+
+# %% [markdown]
+# ## 12 · Every published table again
+#
+# Six tables of earlier courses ship with this one, as they were printed: `flashlab/bench/published/`. For each of their figures a rule finds the same work on the same shape in our records. How many
+# have a counterpart?
+
+# %%
+display(counterparts.overview())
+
+# %% [markdown]
+# A figure from another GPU is not a competition. It tells two things: whether the *pattern* is the same (what is faster than what), and whether anything was measured wrongly, there or here.
+#
+# So for each table: the ratio theirs / ours as a geometric mean over its rows, for each of its columns, and all figures in a fold. *Above 1: less time here.*
+
+# %%
+def compared(name, kind_of):
+    """By kind of figure: the machines here, and theirs / ours of the rows where both are times."""
+    found = {}
+    for figure, ours in counterparts.counterparts(name):
+        gpus, ratios = found.setdefault(kind_of(figure.label), (set(), []))
+        gpus |= {ours.gpu} if ours else set()
+        theirs = ms(figure.value) if re.fullmatch(r"[\d.]+(us|ms|s)", str(figure.value)) else figure.value
+        if ours and all(isinstance(value, (int, float)) for value in (theirs, ours.value)):
+            ratios.append(theirs / ours.value)
+    return found
+
+# %% [markdown]
+# A label begins with the shape. What comes after it is the kind.
+
+# %%
+SHAPE_OF = r"^(\d+x\S+|N \d+ D \d+|D \d+ N \d+|forward_\w+ \w+) "
+
+def summary(name, there, kind_of=lambda label: re.sub(SHAPE_OF, "", label)):
+    """The table of `compared`, and every figure of the published table in a fold."""
+    rows = []
+    for kind, (gpus, ratios) in compared(name, kind_of).items():
+        mean = f"{math.exp(statistics.mean(map(math.log, ratios))):.2f}" if ratios else lm.NOT_YET
+        span = f"{min(ratios):.2f} to {max(ratios):.2f}" if ratios else ""
+        rows.append([kind, len(ratios), mean, span, ", ".join(sorted(gpus))])
+    columns = [f"{name}, {there}", "rows", "theirs / ours", "from, to", "ours on"]
+    show.table(rows, columns, align="lrrrl")
+    show.folded(counterparts.beside(name), "every figure, theirs beside ours")
+    return {row[0]: float(row[2]) for row in rows if row[1]}
+
+# %% [markdown]
+# ### 36 shapes, five kernels: `mma_stages_ada`
+#
+# Unfused PyTorch, three steps of a tensor-core kernel, and FlashAttention-2, in fp16. Their steps stand beside ours that have the same ideas: `p7_naive`, and our kernel with one and two stages.
+
+# %%
+means = summary("mma_stages_ada", "an Ada GPU")
+
+# %% [markdown]
+# ### FlashAttention-1 in float32, FlashAttention-2 in fp16: `fa1_f32_fa2_mma_ada`
+#
+# Two hand-written kernels, each beside unfused PyTorch in the same precision. Look at the first two rows: their float32 kernel was much slower than PyTorch on their own machine. Phase 6 says why such
+# a loop order is slow.
+
+# %%
+means = summary("fa1_f32_fa2_mma_ada", "an Ada GPU")
+table = {tuple(r.values())[:-1]: r["ms"] for r in published.load("fa1_f32_fa2_mma_ada")}
+slower = [table[(*key[:-1], "fa1_f32")] / ms for key, ms in table.items() if key[-1] == "torch_naive_f32"]
+print(f"there: fa1_f32 takes {min(slower):.0f} to {max(slower):.0f} times as long as torch_naive_f32")
+
+# %% [markdown]
+# ### One head, causal, over the length: `triton_vs_torch`
+#
+# Phase 5 found that its short rows time launches. Ours are kernels alone. So a large ratio here is mostly that. The other direction is more interesting: what is *slower* here, on a larger GPU?
+
+# %%
+means = summary("triton_vs_torch", "a machine without a name")
+print("slower here:", [kind for kind, mean in means.items() if mean < 1] or "nothing")
+
+# %% [markdown]
+# If float32 Triton kernels stand there, it is ours that lose. How a kernel multiplies float32 is a choice: exactly, as three products in TF32, or as one, which is fast and loses digits. Which one theirs takes,
+# the table does not say. One short head also gives a large GPU little to do. Neither reason has been isolated.
+
+# %% [markdown]
+# ### Eager attention alone: `attention_memory`
+
+# %%
+means = summary("attention_memory", "a machine without a name")
+
+# %% [markdown]
+# ### Models and the layer: `lm_forward_backward`, `gqa_layer_profile`
+#
+# The first does not tell its batch, length and vocabulary, so its ratios compare nothing but the order of magnitude. The second is the profile of section 2.
+
+# %%
+means = summary("lm_forward_backward", "a machine without a name")
+means = summary("gqa_layer_profile", "an Ampere GPU", kind_of=lambda label: label.partition(" ")[0])
+
+# %% [markdown]
+# ## 13 · The roofline of the whole course
+#
+# Phase 1 drew a roofline from datasheets. Now there are measured ceilings: how many MMAs and multiply-adds per clock the units really do, and the most bytes per second that a recorded kernel moved.
+#
+# A point is a kernel: its FLOPs per byte that *has to* move, and the TFLOP/s that it reached.
+
+# %%
+roofs = {run["machine"]["gpu"]: roofline.ceilings(run) for run in roofline.recorded()}
+points = {run["machine"]["gpu"]: roofline.points(run) for run in roofline.recorded()}
+for gpu, found in roofs.items():
+    said = ", ".join(f"{unit} {top:.0f}{' (datasheet)' if unit in found.not_measured else ''}"
+                     for unit, top in found.units.items())
+    print(f"{gpu}: memory {found.memory:.2f} TB/s; TFLOP/s: {said}; {len(points[gpu])} kernels")
+
+# %% [markdown]
+# Which ceiling counts for a kernel? That of the unit that multiplies for it, or the memory's slope, if that is lower. Triton emits `wgmma` on Hopper, so its kernels have the higher roof; for `wgmma` only the
+# datasheet's value is known here.
+
+# %%
+GROUPS = {"PyTorch and phase 1": ((1,), "grey", "s"), "Triton, phases 3 and 4": ((3, 4), "blue", "D"),
+          "scalar CUDA, phase 6": ((6,), "purple", "^"), "tensor cores, phases 7 and 8": ((7, 8), "sky", "o"),
+          "phase 9": ((9,), "blue", "o"), "peers": ((None,), "black", "x")}
+NAMED = ("naive PyTorch", "minimal", "Triton", "Gluon", "p6_1", "p6_6", "p7", "p8_3", "p8_4", "p8_6",
+         "p9_flash", "cuDNN", "FlashAttention-2", "scheme A")
+for gpu, found in roofs.items():
+    groups = {}
+    for label, (phases, hue, marker) in GROUPS.items():
+        inside = [p for p in points[gpu] if p.phase in phases]
+        groups[label] = ([p.intensity for p in inside], [p.tflops for p in inside], hue, marker)
+    named = [p for p in points[gpu] if p.name.startswith(NAMED)]
+    names = {p.name.partition(",")[0]: (p.intensity, p.tflops) for p in named}
+    tops = {u + ", datasheet" * (u in found.not_measured): top for u, top in found.units.items()}
+    fig, ax = plt.subplots(figsize=(8.6, 5.4))
+    rooflines.draw(ax, found.memory, tops, groups, names, ylim=(5, 1600),
+                   title=f"The whole course on an {gpu}")
+    plt.show()
+
+# %% [markdown]
+# *Both axes are logarithmic. Fused kernels of one shape stand above each other, because they have to move the same bytes. Naive attention stands far to the left, under the slope.*
+#
+# The climb from `p7_naive` to `p9_flash` is at one intensity: nothing about the traffic with memory changed, only how the chip inside is used. A roofline cannot see that. Its two numbers say how far there is to go, and
+# not why.
+
+# %%
+for gpu, found in roofs.items():
+    rows = []
+    for p in points[gpu]:
+        limit = p.unit if found.units[p.unit] <= p.intensity * found.memory else "memory"
+        phase, shape = "peer" if p.phase is None else p.phase, " × ".join(map(str, p.shape))
+        rows.append([phase, p.name, shape, p.dtype, f"{p.tflops:.0f}", limit, f"{p.share(found):.0%}"])
+    columns = ["phase", "kernel", "B × H × N × D", "", "TFLOP/s", "its ceiling", "of it"]
+    show.table(rows, columns, align="rlllrlr")
+
+# %% [markdown]
+# Read it with care. Rows of another shape or dtype are another exercise: compare those of $4 \times 16 \times 4096 \times 128$.
+#
+# - The last step of the CUDA series reaches more than half of what `mma.sync` can do, FlashAttention-2 about half.
+# - Through `wgmma` cuDNN and the Gluon kernel reach more TFLOP/s. Their roof is higher, too.
+# - Nobody is near 100 %. Phase 9 said what is in between: exponentials, and waiting for one's own results.
+
+# %% [markdown]
+# In two numbers:
+
+# %%
+for gpu in roofs:
+    best = max((p for p in points[gpu] if p.phase is not None), key=lambda p: p.tflops)
+    first = next(p for p in points[gpu] if p.name == "p7_naive")
+    last = next(p for p in points[gpu] if p.name == "p9_flash")
+    print(f"{gpu}: p7_naive to p9_flash is {last.tflops / first.tflops:.1f} times; "
+          f"the fastest of the course: {best.name}, {best.tflops:.0f} TFLOP/s")
+    assert 0.5 < last.share(roofs[gpu]) < 1 and last.tflops > 10 * first.tflops
+
+# %% [markdown]
+# ## Summary, and what is left to explore
+#
+# - In a profile add up *self*. Operations and kernels are the same time under two names.
+# - The same GB/s in every line means memory. Then only bytes that do not move help.
+# - When the slowest part is gone, the next one is on top. RoPE was 3 % and became 24 %.
+# - A speedup has a denominator. Name it, and show the best peer beside it.
+# - Time without the first calls, with waiting, one part at a time.
+# - Training memory is a formula, to the byte. Only P grows with $N^2$.
+# - A loss that falls proves nothing. Measure the noise first.
+
+# %% [markdown]
+# **What you can now do:** take any model, find the part that is worth a kernel, say beforehand what it can gain, and afterwards whether it did.
+#
+# **Two questions to take along.** Your layer's profile shows three operations of equal length, and one of them only divides by a constant: what do you do first? A colleague reports that a kernel makes a
+# model 8 times as fast: which two numbers do you ask for?
+
+# %% [markdown]
+# Left to explore: fusing the norm with the projection that follows; activation checkpointing, which pays for memory with time; the same profile on your own GPU (`flashlab bench layer`,
+# `flashlab bench lm`). Phase 11 goes to Hopper's own instructions.
+
+# %% [markdown]
+# ## References
+#
+# - Vaswani and others: *Attention Is All You Need* (2017), arXiv 1706.03762.
+# - Su, Lu, Pan and others: *RoFormer: Enhanced Transformer with Rotary Position Embedding* (2021), arXiv 2104.09864.
+# - Ainslie and others: *GQA: Training Generalized Multi-Query Transformer Models from Multi-Head Checkpoints* (2023), arXiv 2305.13245.
+# - Radford and others: *Language Models are Unsupervised Multitask Learners* (2019): the sizes; Zhang, Sennrich: *Root Mean Square Layer Normalization* (2019), arXiv 1910.07467;
+#   Shazeer: *GLU Variants Improve Transformer* (2020), arXiv 2002.05202; Touvron and others: *LLaMA* (2023), arXiv 2302.13971.
+# - Rajbhandari and others: *ZeRO* (2020), arXiv 1910.02054, and Korthikanti and others: *Reducing Activation Recomputation in Large Transformer Models* (2022), arXiv
+#   2205.05198: the memory of training.
+# - Loshchilov, Hutter: *Decoupled Weight Decay Regularization* (2019), arXiv 1711.05101.
+# - Williams, Waterman, Patterson: *Roofline: An Insightful Visual Performance Model for Multicore Architectures* (2009), Communications of the ACM 52(4).
+# - Amdahl: *Validity of the single processor approach to achieving large scale computing capabilities* (1967), AFIPS 30.
+# - PyTorch documentation: `torch.profiler`; *Understanding CUDA Memory Usage*; `torch.autograd.graph.saved_tensors_hooks`.
+# - Google: *Trace Event Format* (the JSON of a Chrome trace); *Perfetto*, ui.perfetto.dev.
+# - The published tables: `src/flashlab/bench/published/README.md` says what each of them was, and where.
