@@ -142,7 +142,8 @@ def _predictions(q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[str, str, Te
         yield "fragment-swapped", sentence, _columns(p @ v / total, 1, rows)
     both = "the two halves of a register of P are exchanged: pack(low, high) takes the lower column first"
     yield "fragment-swapped", both, _columns(p, 1) @ v / total
-    yield "fragment-swapped", "b0 and b1 of V change places: keys 8 apart", _columns(p, 8) @ v / total
+    apart = "keys 8 apart change places in P V: a0, a1 of P (tile 2k of S) with a2, a3, or b0 of V with b1"
+    yield "fragment-swapped", apart, _columns(p, 8) @ v / total
     yield "fragment-swapped", "b0 and b1 of K change places: columns 8 apart", _attend(q, _columns(k, 8), v)
     for order in itertools.permutations(range(4)):
         names = ", ".join(f"a{i}" for i in order)
