@@ -58,6 +58,8 @@ def _read(call: Call, case: Case) -> Found | None:
     weights, rest = got[:, : case.seq_k], got[:, case.seq_k :]
     if not got.isfinite().all() or bool((rest != 0).any()) or bool((weights < 0).any()):
         return None
+    if lse is not None and bool(lse.isnan().any()):
+        return None
     parts = case.softmax_scale * q.to(case.dtype).double()[:, None] * k.to(case.dtype).double()[None]
     slices = parts.unflatten(2, (-1, min(_SLICE, case.head_dim))).sum(3)  # [queries, keys, slices]
     scores, shift = slices.sum(2), case.seq_k - case.seq_q
