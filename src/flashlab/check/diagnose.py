@@ -15,13 +15,11 @@ import torch
 
 from flashlab.check import pattern
 from flashlab.check.failed import CheckFailed
-from flashlab.check.mistakes.attention import HYPOTHESES, TILES, Hypothesis
+from flashlab.check.mistakes.attention import CALM, HYPOTHESES, TILES, Hypothesis
 from flashlab.check.models import Prediction, Problem, attend, problem
 from flashlab.check.observation import Observation
 from flashlab.check.tolerance import excess
 
-# Contents whose exponentials stay in range: a model in float64 sees what the kernel sees.
-CALM = ("plain", "late", "creeping")
 ENOUGH = 0.7  # the share of failing cases that a hypothesis has to explain
 PROBED = 3  # failing cases on which all hypotheses are tried; all others only for those that fit
 
@@ -394,7 +392,20 @@ def _contents(observations: Sequence[Observation], wrong: Sequence[Observation])
             "before exp?",
             broken[0],
         )
+    if all(s.lse is not None and _underflows(s) for s in wrong):
+        return (
+            "maximum-too-high",
+            "right while the scores are small; where they are large, o is 0 and lse -inf: every exp(s - m) is 0, so m "
+            "lies far above each score that counts. Is it the maximum of the same scores, scaled and masked?",
+            wrong[0],
+        )
     return None
+
+
+def _underflows(seen: Observation) -> bool:
+    rows = _wrong_rows(seen)
+    zero = (seen.o == 0).all(-1) & (seen.lse == -math.inf)
+    return bool(zero[rows].any()) and bool((seen.o.isfinite().all(-1) & ~seen.lse.isnan())[rows].all())
 
 
 def _far_below_zero(seen: Observation) -> bool:
@@ -471,8 +482,7 @@ def _scaled_rows(wrong: Sequence[Observation]) -> Found | None:
             continue
         got, right = seen.o[rows], seen.truth.o[rows]
         factor = (got * right).sum(-1) / right.square().sum(-1)
-        unit = torch.finfo(seen.case.dtype).eps / 2
-        if bool(((got - factor[..., None] * right).abs() > 2 * unit * right.abs().clamp(min=unit)).any()):
+        if bool(((got - factor[..., None] * right).abs() > seen.truth.o_bound[rows]).any()):
             return None
         factors.append(factor)
     if not factors:

@@ -102,7 +102,13 @@ def _wrong_keys(
 ) -> Found | None:
     """A mask or a loop that ends elsewhere: each row is right for the keys that it does count."""
     if not _near(weights, _softmax(scores, counted), tolerance):
-        return None
+        lost = (visible & ~counted).any(0)
+        if bool((counted & ~visible).any()) or not _near(weights, _softmax(scores, visible) * counted, tolerance):
+            return None
+        return "value-not-added", (
+            f"the value of {pattern.runs(lost, 'key')} is not added where it should be, though the sum has its weight: "
+            "the loop that multiplies P by V leaves it out"
+        )
     row = int((counted != visible).any(1).nonzero()[0])
     has, should = (pattern.runs(x[row], "key") if x[row].any() else "none" for x in (counted, visible))
     sentence = f"a query is right for the keys that it counts, but these are the wrong ones: query {row} counts {has}"
