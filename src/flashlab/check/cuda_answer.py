@@ -341,7 +341,7 @@ class Answer:
         except TypeError as error:
             sentence = f"the parameters of `{self.entry}` should stay as they are: {error}"
             raise CheckFailed(sentence, diagnosis="wrong-entry") from None
-        assert module.report is not None
+        assert module.report is not None, "every run in the emulator leaves a report"
         return module.report.counters
 
 
@@ -360,7 +360,7 @@ def probe(
     )
     case = f"heads={heads}, kv_heads={kv_heads}, seq_q={seq_q}, seq_k={seq_k}{', causal' if causal else ''}"
     ran(module, whole, case, lambda: module.forward(q, k, v, causal=causal, echo=False, **options))
-    assert module.report is not None
+    assert module.report is not None, "every run in the emulator leaves a report"
     return module.report
 
 

@@ -388,8 +388,8 @@ def _contents(observations: Sequence[Observation], wrong: Sequence[Observation])
     if broken:
         return (
             "no-max-subtraction",
-            "right while the scores are small, not finite where they are large: is the row maximum subtracted "
-            "before exp?",
+            "right while the scores are small, not finite where they are large: is the row maximum, of the same "
+            "scores, scaled and masked, subtracted before exp?",
             broken[0],
         )
     if all(s.lse is not None and _underflows(s) for s in wrong):

@@ -656,7 +656,7 @@ def _(causal_bytes_read: Callable[..., Any]) -> str:
     ):
         module = load_inline(step, check=True)
         module.forward(q, k, v, causal=True)
-        assert module.report is not None
+        assert module.report is not None, "every run in the emulator leaves a report"
         counted = module.report.counters["global_load_bytes"]
         expect(
             mine == counted, f"{order}: the emulator counted {counted} bytes for N=200, D=64", diagnosis="wrong-value"

@@ -250,7 +250,7 @@ def _expect_lazy(whole: Source) -> None:
     module = built(Source("\n".join([*lines[: first - 1], *own, *lines[last:], ""]), whole.name), check=False)
     q, k = torch.zeros(1, 1, 64, 64).half(), torch.zeros(1, 1, 256, 64).half()
     module.forward(q, k, k, echo=False)
-    assert module.report is not None
+    assert module.report is not None, "every run in the emulator leaves a report"
     times = module.report.printed.count("r") / (4 * 64)  # the four lanes of a row
     expect(
         times < 2,
@@ -465,7 +465,7 @@ def _bodies(whole: str) -> tuple[int, int]:
         ) from None
     q = torch.zeros(1, 1, 768, 64).half()
     module.forward(q, q, q, causal=True, echo=False)
-    assert module.report is not None
+    assert module.report is not None, "every run in the emulator leaves a report"
     words = module.report.printed.split()
     return words.count("1"), words.count("0")
 

@@ -40,22 +40,27 @@ def explain(call: Call, like: Case) -> tuple[str, str, str] | None:
             like, name="values that show the weights", seq_q=seq_q, seq_k=seq_k, content="plain", batch=1, heads=1,
             kv_heads=1, layout="contiguous", omit_defaults=False,
         )  # fmt: skip
-        found = _read(call, case)
+        columns = torch.arange(seq_k)
+        found = _read(call, case, columns)
+        if found and found == _read(call, case, like.head_dim - 1 - columns):  # else it is about columns of o, not keys
+            after = f"; right with seq_q={shapes[0][0]} and seq_k={shapes[0][1]}" if (seq_q, seq_k) != shapes[0] else ""
+            return found[0], found[1] + after, str(case)
         if found:
-            return (*found, str(case))
+            return None
     return None
 
 
-def _read(call: Call, case: Case) -> Found | None:
+def _read(call: Call, case: Case, columns: Tensor) -> Found | None:
+    """columns: [seq_k], in which column of V each key has its 1."""
     generator = torch.Generator().manual_seed(3)
     q = 0.5 / (case.softmax_scale * math.sqrt(case.head_dim)) * torch.randn(case.seq_q, case.head_dim,
                                                                             generator=generator)  # fmt: skip
     k = torch.randn(case.seq_k, case.head_dim, generator=generator)
-    v = torch.eye(case.seq_k, case.head_dim)
+    v = torch.eye(case.head_dim)[columns]
     device = runtime.device()
     o, lse = call(case, *(x.to(case.dtype)[None, None].to(device) for x in (q, k, v)))
     got = o.detach().cpu().double()[0, 0]
-    weights, rest = got[:, : case.seq_k], got[:, case.seq_k :]
+    weights, rest = got[:, columns], got[:, ~torch.isin(torch.arange(case.head_dim), columns)]
     if not got.isfinite().all() or bool((rest != 0).any()) or bool((weights < 0).any()):
         return None
     if lse is not None and bool(lse.isnan().any()):
@@ -70,16 +75,16 @@ def _read(call: Call, case: Case) -> Found | None:
         return None
     counted = weights > 1e-3 / case.seq_k
     if not torch.equal(counted, visible):
-        return _wrong_keys(weights, scores, counted, visible, shift, tolerance)
+        return _wrong_keys(weights, scores, counted, visible, lse, tolerance)
     sums = weights.sum(1, keepdim=True)
     some = visible.any(1)
     if _near(weights[some] / sums[some], _softmax(scores, visible)[some], tolerance):
         least, most = sums[some].min().item(), sums[some].max().item()
         how = f"to {least:.3g}" if most - least < tolerance * most else f"to between {least:.3g} and {most:.3g}"
-        return "weights-not-normalised", (
-            f"the weights that a row gives to its keys are right up to a factor, but they add up {how}, not to 1: "
-            "what acc has been multiplied by, the sum that it is divided by has not, or the reverse"
-        )
+        sentence = f"the weights that a row gives to its keys are right up to a factor, but they add up {how}, not to 1"
+        if most < 1 or least > 1:
+            sentence += f": against acc, the sum that it is divided by is too {'large' if most < 1 else 'small'}"
+        return "weights-not-normalised", sentence
     logs = weights.log()
     if lse is None or not lse.isfinite().all():
         return _moved(weights, _softmax(scores, visible), tolerance)
@@ -98,21 +103,34 @@ def _near(got: Tensor, want: Tensor, tolerance: float) -> bool:
 
 
 def _wrong_keys(
-    weights: Tensor, scores: Tensor, counted: Tensor, visible: Tensor, shift: int, tolerance: float
+    weights: Tensor, scores: Tensor, counted: Tensor, visible: Tensor, lse: Tensor | None, tolerance: float
 ) -> Found | None:
-    """A mask or a loop that ends elsewhere: each row is right for the keys that it does count."""
-    if not _near(weights, _softmax(scores, counted), tolerance):
-        lost = (visible & ~counted).any(0)
-        if bool((counted & ~visible).any()) or not _near(weights, _softmax(scores, visible) * counted, tolerance):
-            return None
-        return "value-not-added", (
-            f"the value of {pattern.runs(lost, 'key')} is not added where it should be, though the sum has its weight: "
-            "the loop that multiplies P by V leaves it out"
-        )
+    """A mask or a loop that ends elsewhere, or values that are left out where their weights are not."""
+    if visible.all() and not counted.any(1).all() and weights.shape == SHAPES[0]:
+        return None  # nothing in the simplest case: that is no matter of a mask
     row = int((counted != visible).any(1).nonzero()[0])
-    has, should = (pattern.runs(x[row], "key") if x[row].any() else "none" for x in (counted, visible))
-    sentence = f"a query is right for the keys that it counts, but these are the wrong ones: query {row} counts {has}"
-    return "wrong-keys", f"{sentence}, and should count {should}"
+    has, should = (pattern.runs(x[row], "key") if x[row].any() else "no key" for x in (counted, visible))
+    if _near(weights, _softmax(scores, counted), tolerance) and _same_sums(lse, scores, counted, tolerance):
+        return "wrong-keys", (
+            f"o and lse are those of other keys than they should be: query {row} counts {has}, and should count "
+            f"{should}"
+        )
+    lost = (visible & ~counted).any(0)
+    added = _near(weights, _softmax(scores, visible) * counted, tolerance) and not bool((counted & ~visible).any())
+    if added and _same_sums(lse, scores, visible, tolerance):
+        return "value-not-added", (
+            f"the value of {pattern.runs(lost, 'key')} is not added to o, though the sum has its weight: it is "
+            "left out where P is multiplied by V"
+        )
+    return None
+
+
+def _same_sums(lse: Tensor | None, scores: Tensor, counted: Tensor, tolerance: float) -> bool:
+    """Whether lse [1, 1, queries], if there is one, is that of these keys."""
+    if lse is None:
+        return True
+    got, want = lse.detach().cpu().double()[0, 0], scores.masked_fill(~counted, -math.inf).logsumexp(1)
+    return bool(((got == want) | ((got - want).abs() <= tolerance)).all())
 
 
 def _moved(got: Tensor, want: Tensor, bound: float) -> Found | None:
