@@ -392,7 +392,7 @@ def _contents(observations: Sequence[Observation], wrong: Sequence[Observation])
             "scores, scaled and masked, subtracted before exp?",
             broken[0],
         )
-    if all(s.lse is not None and _underflows(s) for s in wrong):
+    if all(_underflows(s) for s in wrong):
         return (
             "maximum-too-high",
             "right while the scores are small; where they are large, o is 0 and lse -inf: every exp(s - m) is 0, so m "
@@ -403,6 +403,8 @@ def _contents(observations: Sequence[Observation], wrong: Sequence[Observation])
 
 
 def _underflows(seen: Observation) -> bool:
+    if seen.lse is None:
+        return False
     rows = _wrong_rows(seen)
     zero = (seen.o == 0).all(-1) & (seen.lse == -math.inf)
     return bool(zero[rows].any()) and bool((seen.o.isfinite().all(-1) & ~seen.lse.isnan())[rows].all())

@@ -334,8 +334,8 @@ def _check_scores(answer: Answer, cases: Sequence[tuple[int, torch.dtype]], tail
             expect_written(s, "s_gmem", case=case)
             wide, slices = (q.double(), k.double()), (q.double()[:, None] * k.double()).unflatten(2, (-1, 8)).sum(3)
             said = counted(slices.flatten(0, 1), s.double().flatten(), 1e-3) or ""
-            said = said if said.startswith("dimensions") else None  # a factor is seen by expect_close
-            expect_close(s, wide[0] @ wide[1].T, what="s", tol=1e-4, case=case, mistakes=mistakes, because=said)
+            because = said if said.startswith("dimensions") else None  # a factor is seen by expect_close
+            expect_close(s, wide[0] @ wide[1].T, what="s", tol=1e-4, case=case, mistakes=mistakes, because=because)
             return counters
 
         for check in _builds(dtype, number == 0):
