@@ -111,6 +111,9 @@ def _wrong_keys(
     row = int((counted != visible).any(1).nonzero()[0])
     has, should = (pattern.runs(x[row], "key") if x[row].any() else "no key" for x in (counted, visible))
     if _near(weights, _softmax(scores, counted), tolerance) and _same_sums(lse, scores, counted, tolerance):
+        if not counted[row].any():
+            sentence = f"o is 0 and lse -inf for query {row}, as if it counted no key; it should count {should}"
+            return "wrong-keys", sentence
         return "wrong-keys", (
             f"o and lse are those of other keys than they should be: query {row} counts {has}, and should count "
             f"{should}"
