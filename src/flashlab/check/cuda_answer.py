@@ -41,6 +41,7 @@ PROBES = ((1, 2, 1, 200, 200, True), (1, 1, 1, 64, 330, False), (2, 1, 1, 70, 24
 _ROUNDING = ("l-in-low-precision", "o-accumulated-in-low-precision")
 _VAGUE = (
     "wrong-value", "nan-everywhere", "output-scaled", "p-columns-exchanged", "low-precision", *_ROUNDING,
+    "values-exchanged", "wrong-keys", "wrong-dimensions", "weights-not-normalised", "value-not-added",
 )  # fmt: skip
 _QUOTED = 64  # characters of a line
 
