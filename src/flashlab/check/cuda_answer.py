@@ -22,6 +22,7 @@ import torch
 from flashlab.attention import reference
 from flashlab.check import CheckFailed, expect, verification, verify
 from flashlab.check.cases import Case
+from flashlab.check.mistakes import weights
 from flashlab.check.mistakes.kernels import explain
 from flashlab.check.running import compiler_warned
 from flashlab.check.symptoms import watched
@@ -41,7 +42,7 @@ PROBES = ((1, 2, 1, 200, 200, True), (1, 1, 1, 64, 330, False), (2, 1, 1, 70, 24
 _ROUNDING = ("l-in-low-precision", "o-accumulated-in-low-precision")
 _VAGUE = (
     "wrong-value", "nan-everywhere", "output-scaled", "p-columns-exchanged", "low-precision", *_ROUNDING,
-    "values-exchanged", "wrong-keys", "wrong-dimensions", "weights-not-normalised", "value-not-added",
+    *weights.SLUGS,
 )  # fmt: skip
 _QUOTED = 64  # characters of a line
 

@@ -28,7 +28,7 @@ from flashlab.check.cuda_answer import (
     text_of,
     whole_kernel,
 )
-from flashlab.check.mistakes import tiles
+from flashlab.check.mistakes import tiles, weights
 from flashlab.check.stored import expect_stored, expect_written, marked
 from flashlab.cuda import load_inline
 from flashlab.exercises.registry import exercise
@@ -494,7 +494,7 @@ def _explained(source: Source, diagnosis: str) -> tuple[str, str] | None:
     def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
         return ran(module, source, None, lambda: module.forward(q, k, v, echo=False, **options))
 
-    known = tiles.explain if diagnosis in ("wrong-value", "output-scaled") else tiles.adds_nothing
+    known = tiles.explain if diagnosis in ("wrong-value", "output-scaled", *weights.SLUGS) else tiles.adds_nothing
     return known(forward, 64, torch.float32)
 
 

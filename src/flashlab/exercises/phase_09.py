@@ -14,6 +14,7 @@ import torch
 from flashlab.attention import reference
 from flashlab.check import CheckFailed, expect, running
 from flashlab.check.cuda_answer import PROBES, Source, built, examine, probe, region, replaced, text_of
+from flashlab.check.mistakes import weights
 from flashlab.exercises.registry import exercise
 from flashlab.figures.ladder import wavefronts
 from flashlab.kernels.series import step
@@ -225,7 +226,7 @@ def _(rescale: str) -> str:
                 diagnosis="row-not-moved",
                 case=failed.case,
             ) from None
-        factors = _factors(whole) if failed.diagnosis in ("wrong-value", "low-precision") else None
+        factors = _factors(whole) if failed.diagnosis in ("wrong-value", "low-precision", *weights.SLUGS) else None
         if factors is None:
             raise
         raise CheckFailed(

@@ -23,6 +23,8 @@ Found = tuple[str, str]
 
 # (seq_q, seq_k): a tile or less, ragged, several tiles of 16; then shifts of the diagonal either way.
 SHAPES = ((16, 16), (16, 13), (40, 40), (16, 40), (40, 16), (13, 29), (45, 33), (1, 40))
+# What is told here. A check that knows more of its exercise tries that first.
+SLUGS = ("values-exchanged", "wrong-keys", "wrong-dimensions", "weights-not-normalised", "value-not-added")
 _SLICE = 8  # dimensions of the scores that are told apart
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}  # of a weight, relative
 
