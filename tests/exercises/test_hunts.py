@@ -49,10 +49,16 @@ TOUCHED = params([
 # A change that goes half the way, or the wrong way.
 HALF = params([
     ("0.5", [("torch.exp(m_new - m)", "torch.exp(m - m_new)"), ("l = l * correction", "l = l")], "l-not-rescaled"),
+    ("0.5", [("l = l * correction", "l = l * torch.exp(m - m_new)")], "o-correction-inverted"),
+    ("0.5", [("range(BLOCK_N, len", "range(0, len")], "first-block-twice"),
+    ("0.5", [("p = torch.exp(x - m_new)", "p = torch.exp(x - m)")], "correction-inverted"),
     ("1.7", [("offs_m[:, None] < M, s", "offs_n[None, :] < M, s")], "mask-uses-seq-q"),
     ("2.5", [("row[:, None]", "row[:, None] + M - N")], "causal-offset-sign"),
+    ("2.5", [("row[:, None]", "row[:, None] + abs(N - M)")], "wrong-keys"),
+    ("2.6", [("s.amax(dim=1))", "s.amax(dim=1)).clamp(min=-1e30)")], "finite-sentinel"),
+    ("2.6", [("(acc / l_safe[:, None])", "(acc / l_safe[:, None]).nan_to_num(0.0)")], "nan-hidden"),
     ("2.6", [("s - m_new[:, None]", "s - torch.where(m_new == -math.inf, 0.0, m_new)[:, None]")], "first-tile-masked"),
-    ("2.6", [("N - M, -math.inf", "N - M, -1e30")], "masked-rows-not-zero"),
+    ("2.6", [("N - M, -math.inf", "N - M, -1e30")], "finite-sentinel"),
     ("3.5", [("m_i + tl.log2(l_i)", "m_i + tl.log2(l_i) * 0.6931471805599453")], "lse-mixed-bases"),
     ("3.6", [("< N, s, -1e6)", '< N, s, float("-inf"))')], "finite-sentinel"),
     ("4.7", [('s = tl.where(seen, s, float("-inf"))', "s = tl.where(seen, s, -1e30)")], "capped-after-mask"),
@@ -70,6 +76,7 @@ HALF = params([
     ("8.5", [("        load_kv(j + STAGES - 1);\n        cp_async_wait<STAGES - 1>();\n",
               "        cp_async_wait<STAGES - 2>();\n        load_kv(j + STAGES - 1);\n")], "stage-overwritten"),
     ("8.6", [("(column / 8 ^ row % 8) * 16", "column * 2")], "bank-conflicts"),
+    ("8.6", [("row * ROW_BYTES + column * 2; }", "row * ROW_BYTES + (column / 8 ^ row) * 16; }")], "outside-the-tile"),
     ("9.3", [("if (__any_sync(~0u, moved)) {", "{"), ("= m_new[r];\n#", "= m_new[r], l_i[r] *= correction;\n#")],
      "not-lazy"),
 ])  # fmt: skip
