@@ -109,6 +109,13 @@ def test_a_compilers_message_quotes_the_line():
         ([("blockIdx.x * blockDim.x + threadIdx.x", "threadIdx.x")], "elements-missing"),
         ([("row * cols + col] =", "row * rows + col] =")], "global-race"),
         ([("+ bias[col]", "+ bias[row]")], "bias-of-the-row"),
+        (
+            [
+                ("* blockDim.x + threadIdx.x", "* 32 + threadIdx.y * 8 + threadIdx.x % 8"),
+                ("* blockDim.y + threadIdx.y", "* 4 + threadIdx.x / 8"),
+            ],
+            "not-coalesced",
+        ),
     ],
 )
 def test_wrong_indices(replacements, diagnosis):
@@ -182,6 +189,7 @@ def test_wrong_transposes(replacements, diagnosis):
         ([("base = m_new == -INFINITY ? 0.f : m_new", "base = m_new")], "nan-from-empty-lanes"),
         ([("step < 32", "step < 1")], "lanes-not-merged"),
         ([("step < 32", "step < 16")], "one-round-short"),
+        ([("step *= 2", "step *= 4")], "rounds-missing"),
         ([("l * expf(m - base) + l_other * expf(m_other - base)", "l + l_other")], "merge-not-rescaled"),
         ([("if (threadIdx.x == 0) lse[blockIdx.x] = m + logf(l);", "")], "nothing-stored"),
         ([("i < n;", "i < (n + 31) / 32 * 32;")], None),
@@ -241,6 +249,8 @@ def test_a_finite_minus_infinity_is_found():
             "divided-twice",
         ),
         ([("v_smem[n][c]", "v_smem[n + 1][c]")], "index-out-of-bounds"),
+        ([("n < BLOCK_N; n++) acc[c]", "n < BLOCK_N - 1; n++) acc[c]")], "value-not-added"),
+        ([("l_i = l_i * correction + l_tile", "l_i = (l_i + l_tile) * correction")], "l-is-0"),
     ],
 )
 def test_wrong_inner_loops(replacements, diagnosis):

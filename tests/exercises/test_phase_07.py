@@ -103,7 +103,9 @@ def test_the_addresses_of_ldmatrix():
     assert failure("7.2", lambda lane: (lane, 0), right_v).diagnosis == "out-of-bounds"
     wrong = failure("7.2", lambda lane: (lane % 8, lane // 8 % 2 * 8), right_v)
     assert wrong.diagnosis == "wrong-value"
-    assert "register 2 of lane 0 should begin with key 8, dimension 0, and it has key 0, dimension 0" in str(wrong)
+    assert "register 2 of lane 0 should have key 8, dimension 0 in its lower half, and it has key 0, dim" in str(wrong)
+    chunks = failure("7.2", lambda lane: (lane // 2, lane % 2 * 8), right_v)  # lane 0 is right
+    assert "register 0 of lane 4 should have key 1, dimension 0 in its lower half, and it has key 0, dim" in str(chunks)
 
 
 # ---- the CUDA exercises ----------------------------------------------------------------------------------------------
@@ -173,7 +175,47 @@ MISTAKES = [
     ("7.8", "row_sums", "fp16-alone", ("mma_m16n8k16<T>", "mma_m16n8k16")),
     ("7.8", "row_sums", "nothing-stored", ("if (t == 0)", "if (t == 4)")),
     ("7.8", "row_sums", "elements-missing", (", sum_gmem[g + 8] = l[2]", "")),
+    ("7.4", "row_statistics", "another-lane", ("m, 0b10)", "m, 10)")),
+    ("7.5", "second_product", "registers-exchanged", ("a[2] = ", "a[9 % 3 + 3] = "), ("a[3] = ", "a[2] = ")),
+    (
+        "7.5",
+        "second_product",
+        "wrong-count",
+        (
+            "    ldmatrix_x2_trans",
+            "    __shared__ __align__(16) T p_smem[256];\n    for (int i = 0; i < 4; i++)\n"
+            "        *(uint32_t*)&p_smem[(g + i % 2 * 8) * 16 + i / 2 * 8 + t * 2] = a[i];\n    __syncwarp();\n"
+            "    ldmatrix_x4(a, smem_u32(p_smem + lane % 16 * 16 + lane / 16 * 8));\n    ldmatrix_x2_trans",
+        ),
+    ),
+    ("7.6", "pv", "v-not-transposed", ("ldmatrix_x2_trans", "ldmatrix_x2"), ("b[0], b[1]", "b[1], b[0]")),
 ]
+
+
+@pytest.mark.parametrize(
+    "id, name, change, words",
+    [
+        (
+            "7.3",
+            "one_tile",
+            ("        mma_", "        if (D == 16 || d + 16 < D) mma_"),
+            "dimensions 32 to 47 are missing",
+        ),
+        ("7.9", "any_eight", ("d += 16", "d += 8"), "dimensions 8 to 39 count 2 times"),
+    ],
+)
+def test_the_dimensions_that_are_not_in_a_sum_are_named(id, name, change, words):
+    assert words in str(failure(id, changed(name, change)))
+
+
+def test_fragments_may_be_loaded_by_hand_where_no_ldmatrix_is_asked_for():
+    old = answers("solutions")["any_eight"]
+    begin, end = old.index("        uint32_t a[2], b[1];"), old.index("        mma_m16n8k8")
+    by_hand = (
+        "        const T *q = q_smem + g * D + D - 8 + 2 * t, *k = k_smem + g * D + D - 8 + 2 * t;\n"
+        "        uint32_t a[2] = {*(const uint32_t*)q, *(const uint32_t*)(q + 8 * D)}, b[1] = {*(const uint32_t*)k};\n"
+    )
+    assert check("7.9", old[:begin] + by_hand + old[end:])
 
 
 @pytest.mark.parametrize(
@@ -218,6 +260,9 @@ LOOP = {
     "fragment-swapped": ("pack<T>(c[2], c[3]), pack<T>(d[0], d[1])", "pack<T>(d[0], d[1]), pack<T>(c[2], c[3])"),
     "quad-not-reduced": ("fmaxf(x, __shfl_xor_sync(~0u, x, 2))", "x"),
     "masked-rows-nan": ("(m_i[r] == -INFINITY ? 0.f : m_i[r])", "m_i[r]"),
+    "wrong-dimensions": ("k < HEAD_DIM / MMA_K; k++", "k < HEAD_DIM / MMA_K - 1; k++"),
+    "wrong-keys": ("row + diagonal)", "row - diagonal)"),
+    "weights-not-normalised": ("l_i[r] += c;", "l_i[r] = (n + e ? l_i[r] : 0.f) + c;"),
 }
 
 

@@ -67,6 +67,11 @@ def test_text_is_wanted(id):
         (("l_i += weight;", "l_i = 1.f;"), "split-not-normalised"),
         ((" - base", " - m_i"), "masked-rows-nan"),
         (("weight * x.y", "x.y"), "split-not-weighted"),
+        (("const float weight", "const int weight"), "split-not-added"),
+        (
+            ("acc[i] += weight * x.x, acc[i + 1] +=", "if (s == 0) acc[i] += weight * x.x, acc[i + 1] +="),
+            "split-not-added",
+        ),
     ],
 )
 def test_a_wrong_merge(change, slug):

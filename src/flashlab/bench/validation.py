@@ -80,7 +80,7 @@ def emulate(v: Variant) -> tuple[torch.Tensor, dict[str, float]]:
     module = load_inline(v.step, head_dim=v.head_dim, dtype=v.dtype, check=True, defines=dict(v.defines))
     o, _ = module.forward(*inputs(v), causal=True)
     report = module.report
-    assert report is not None
+    assert report is not None, "every run in the emulator leaves a report"
     report.raise_if_findings()
     c = dict(report.counters)
 

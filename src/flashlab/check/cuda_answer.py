@@ -22,6 +22,7 @@ import torch
 from flashlab.attention import reference
 from flashlab.check import CheckFailed, expect, verification, verify
 from flashlab.check.cases import Case
+from flashlab.check.mistakes import weights
 from flashlab.check.mistakes.kernels import explain
 from flashlab.check.running import compiler_warned
 from flashlab.check.symptoms import watched
@@ -41,6 +42,7 @@ PROBES = ((1, 2, 1, 200, 200, True), (1, 1, 1, 64, 330, False), (2, 1, 1, 70, 24
 _ROUNDING = ("l-in-low-precision", "o-accumulated-in-low-precision")
 _VAGUE = (
     "wrong-value", "nan-everywhere", "output-scaled", "p-columns-exchanged", "low-precision", *_ROUNDING,
+    *weights.SLUGS,
 )  # fmt: skip
 _QUOTED = 64  # characters of a line
 
@@ -341,7 +343,7 @@ class Answer:
         except TypeError as error:
             sentence = f"the parameters of `{self.entry}` should stay as they are: {error}"
             raise CheckFailed(sentence, diagnosis="wrong-entry") from None
-        assert module.report is not None
+        assert module.report is not None, "every run in the emulator leaves a report"
         return module.report.counters
 
 
@@ -360,7 +362,7 @@ def probe(
     )
     case = f"heads={heads}, kv_heads={kv_heads}, seq_q={seq_q}, seq_k={seq_k}{', causal' if causal else ''}"
     ran(module, whole, case, lambda: module.forward(q, k, v, causal=causal, echo=False, **options))
-    assert module.report is not None
+    assert module.report is not None, "every run in the emulator leaves a report"
     return module.report
 
 

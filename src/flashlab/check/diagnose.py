@@ -13,14 +13,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from flashlab.check import pattern
 from flashlab.check.failed import CheckFailed
-from flashlab.check.mistakes.attention import HYPOTHESES, TILES, Hypothesis
+from flashlab.check.mistakes.attention import CALM, HYPOTHESES, TILES, Hypothesis
 from flashlab.check.models import Prediction, Problem, attend, problem
 from flashlab.check.observation import Observation
 from flashlab.check.tolerance import excess
 
-# Contents whose exponentials stay in range: a model in float64 sees what the kernel sees.
-CALM = ("plain", "late", "creeping")
 ENOUGH = 0.7  # the share of failing cases that a hypothesis has to explain
 PROBED = 3  # failing cases on which all hypotheses are tried; all others only for those that fit
 
@@ -75,6 +74,10 @@ def _structure(observations: Sequence[Observation], wrong: Sequence[Observation]
     lost = [seen for seen in wrong if _rows_of_zeros(seen)]
     if len(lost) == len(wrong):
         rows = _rows(_wrong_rows(lost[0]) & (lost[0].truth.lse != -math.inf))
+        if all(s.lse is not None and bool(s.lse[_wrong_rows(s)].isnan().all()) for s in lost):
+            sentence = f"{rows} of o are 0, and their lse is NaN, the others right: something turned a NaN into 0. "
+            sentence += "Where does the NaN arise? -inf - (-inf), inf * 0, or 0 / 0"
+            return "nan-hidden", sentence, lost[0]
         return "rows-not-computed", f"{rows} of o are 0, the others right: are they ever computed?", lost[0]
     layouts = {seen.case.layout for seen in wrong}
     if "contiguous" not in layouts and any(s.ok and s.case.layout == "contiguous" for s in observations):
@@ -134,6 +137,12 @@ def _masked_rows(seen: Observation) -> Found:
             seen,
         )
     if seen.o[rows].isnan().any():
+        if seen.lse is not None and not seen.lse[rows].isnan().any():
+            lse = seen.lse[rows].flatten()[0].item()
+            sentence = f"rows that may look at no key give NaN, and an lse of {lse:.3g}; o has to be 0 there, lse -inf"
+            if lse != -math.inf:
+                sentence += ". Does a finite number stand for minus infinity?"
+            return "masked-rows-nan", sentence, seen
         return (
             "masked-rows-nan",
             "rows that may look at no key give NaN: -inf - (-inf) or 0 / 0; o has to be 0 there, and lse -inf",
@@ -155,17 +164,33 @@ def _heads(observations: Sequence[Observation], wrong: Sequence[Observation]) ->
     if any(s.case.batch * s.case.heads == 1 for s in wrong):
         return None
     for seen in wrong:
-        found = _other_heads(seen, problem(seen.case))
+        found = _lse_of_other_heads(seen) if seen.o_ok else _other_heads(seen, problem(seen.case))
         if found:
             return (*found, seen)
     return None
+
+
+def _lse_of_other_heads(seen: Observation) -> tuple[str, str] | None:
+    """o right; where lse is wrong it is that of another head."""
+    assert seen.lse is not None, "a case whose o is right is wrong in lse"
+    got, right, bound = seen.lse.flatten(0, 1), seen.truth.lse.flatten(0, 1), seen.truth.lse_bound.flatten(0, 1)
+    fits = (excess(got[:, None], right[None], bound[:, None]) <= 4).all(-1)  # [got, right]
+    source = fits.int().argmax(1)
+    if not fits.any(1).all() or bool((source == torch.arange(len(source))).all()):
+        return None
+    at = int((source != torch.arange(len(source))).nonzero()[0])
+    (b, h), (b_other, h_other) = (divmod(x, seen.case.heads) for x in (at, int(source[at])))
+    return "wrong-head-stored", (
+        f"o is right, but batch {b}, head {h} of lse holds that of batch {b_other}, head {h_other}: "
+        "where is lse stored?"
+    )
 
 
 def _other_heads(seen: Observation, p: Problem) -> tuple[str, str] | None:
     case = seen.case
     pairs = [(b, h) for b in range(case.batch) for h in range(case.heads)]
     group = case.heads // case.kv_heads
-    bad = [at for at in pairs if _wrong_rows(seen)[at].any()]
+    bad = [at for at in pairs if not bool((excess(seen.o, seen.truth.o, seen.truth.o_bound)[at] <= 1).all())]
     bad = [at for at in bad if seen.o[at].isfinite().all()] or bad
 
     def is_it(at: tuple[int, int], q: tuple[int, int], k: tuple[int, int], v: tuple[int, int]) -> bool:
@@ -363,11 +388,26 @@ def _contents(observations: Sequence[Observation], wrong: Sequence[Observation])
     if broken:
         return (
             "no-max-subtraction",
-            "right while the scores are small, not finite where they are large: is the row maximum subtracted "
-            "before exp?",
+            "right while the scores are small, not finite where they are large: is the row maximum, of the same "
+            "scores, scaled and masked, subtracted before exp?",
             broken[0],
         )
+    if all(_underflows(s) for s in wrong):
+        return (
+            "maximum-too-high",
+            "right while the scores are small; where they are large, o is 0 and lse -inf: every exp(s - m) is 0, so m "
+            "lies far above each score that counts. Is it the maximum of the same scores, scaled and masked?",
+            wrong[0],
+        )
     return None
+
+
+def _underflows(seen: Observation) -> bool:
+    if seen.lse is None:
+        return False
+    rows = _wrong_rows(seen)
+    zero = (seen.o == 0).all(-1) & (seen.lse == -math.inf)
+    return bool(zero[rows].any()) and bool((seen.o.isfinite().all(-1) & ~seen.lse.isnan())[rows].all())
 
 
 def _far_below_zero(seen: Observation) -> bool:
@@ -403,6 +443,8 @@ def _permuted(observations: Sequence[Observation], wrong: Sequence[Observation])
 
 def _scaled_output(observations: Sequence[Observation], wrong: Sequence[Observation]) -> Found | None:
     """Every output the same multiple of the right one."""
+    if all(seen.o_ok and seen.lse is not None for seen in wrong):
+        return _scaled_lse(wrong)
     factors = []
     for seen in wrong:
         if seen.o_ok or not seen.o.isfinite().all():
@@ -417,6 +459,49 @@ def _scaled_output(observations: Sequence[Observation], wrong: Sequence[Observat
     if abs(factors[0] - 1) < 0.02:
         return None
     return "output-scaled", f"every output is {factors[0]:.3g} times what it should be", wrong[0]
+
+
+def _scaled_lse(wrong: Sequence[Observation]) -> Found | None:
+    """o right, and every lse the same multiple of the right one."""
+    got = torch.cat([s.lse.flatten() for s in wrong if s.lse is not None])
+    right, bound = (torch.cat([getattr(s.truth, x).flatten() for s in wrong]) for x in ("lse", "lse_bound"))
+    finite = right.isfinite()
+    if not torch.equal(got[~finite], right[~finite]) or not got[finite].isfinite().all():
+        return None
+    got, right, bound = got[finite], right[finite], bound[finite]
+    factor = (got @ right / (right @ right)).item()
+    if len(got) < 8 or abs(factor - 1) < 1e-4 or bool(((got - factor * right).abs() > 2 * bound + 1e-5).any()):
+        return None
+    return "lse-scaled", f"o is right, and every lse is {factor:.5g} times what it should be", wrong[0]
+
+
+def _scaled_rows(wrong: Sequence[Observation]) -> Found | None:
+    """Each row of o the right one but for a factor, and the factors on one side of 1: no rounding does that."""
+    factors = []
+    for seen in wrong:
+        rows = ~(excess(seen.o, seen.truth.o, seen.truth.o_bound) <= 1).all(-1)
+        if not rows.any():
+            continue
+        got, right = seen.o[rows], seen.truth.o[rows]
+        factor = (got * right).sum(-1) / right.square().sum(-1)
+        if bool(((got - factor[..., None] * right).abs() > seen.truth.o_bound[rows]).any()):
+            return None
+        factors.append(factor)
+    if not factors:
+        return None
+    all_of = torch.cat(factors)
+    if not (bool((all_of < 1).all()) or bool((all_of > 1).all())) or not all_of.isfinite().all():
+        return None
+    least, most = all_of.min().item(), all_of.max().item()
+    how = f"{least:.6g} times" if most - least < 1e-6 else f"{least:.6g} to {most:.6g} times"
+    return (
+        "rows-scaled",
+        (
+            f"the wrong rows of o are right but for one factor per row, {how} what they should be, and a rounding errs "
+            "both ways: what is each row divided by?"
+        ),
+        wrong[0],
+    )
 
 
 # ---- small errors ---------------------------------------------------------------------------------------------------
@@ -457,6 +542,8 @@ def _nearly_right(observations: Sequence[Observation], wrong: Sequence[Observati
     errors = _worst_excess(seen)
     name = "o" if not seen.o_ok else "lse"
     times = errors[0 if name == "o" else 1].item()
+    if name == "o" and not _rounded_to_16_bits(wrong) and (found := _scaled_rows(wrong)):
+        return found
     if name == "o" and _rounded_to_16_bits(wrong):
         sentence = (
             "nearly right: every element of o is a 16-bit number, though the inputs are float32; store it as it is"
@@ -493,10 +580,21 @@ def _describe(observations: Sequence[Observation], wrong: Sequence[Observation])
     where = f"{name}{list(at[2:] if seen.case.batch * seen.case.heads == 1 else at)}"
     value = f"{where} is {x[at].item():.4g} instead of {right[at].item():.4g}"
     share = "every row is wrong" if rows.all() else f"{_rows(rows)} are wrong, the others right"
+    columns = bad.flatten(0, 2).any(0) if name == "o" and rows.all() else torch.ones(1, dtype=torch.bool)
+    if not columns.all() and _stay_right(wrong, ~columns):
+        share = f"{pattern.runs(columns, 'column')} of o are wrong in every row, the others right"
     if seen.o.shape[2] == 1:
         share = "its only row is wrong"
     difference = _difference(observations, wrong)
-    return CheckFailed(f"{difference}{share}: {value}", diagnosis="wrong-value", case=str(seen.case))
+    finer = seen.lse is not None and name == "o" and all(s.lse_ok for s in wrong)
+    end = ". lse is right in every case, so the maxima and the sums are" if finer else ""
+    return CheckFailed(f"{difference}{share}: {value}{end}", diagnosis="wrong-value", case=str(seen.case))
+
+
+def _stay_right(wrong: Sequence[Observation], columns: torch.Tensor) -> bool:
+    """Whether these columns of o are right in every case of that head_dim."""
+    alike = [s for s in wrong if s.o.shape[-1] == len(columns)]
+    return all(bool((excess(s.o, s.truth.o, s.truth.o_bound)[..., columns] <= 1).all()) for s in alike)
 
 
 def _difference(observations: Sequence[Observation], wrong: Sequence[Observation]) -> str:

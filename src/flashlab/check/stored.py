@@ -92,7 +92,7 @@ def expect_stored(whole: Source, *, head_dim: int = 64, dtype: torch.dtype = tor
                 return module.forward(q, k, v, echo=False)
 
         o, lse = ran(module, whole, case, call)
-        assert module.report is not None
+        assert module.report is not None, "every run in the emulator leaves a report"
         expect_launched(module.report)
         _expect_both(unwritten(o), unwritten(lse), case)
         zeros.append(bool((o == 0).all()))

@@ -13,6 +13,7 @@ from flashlab import runtime
 from flashlab.check.cases import Case, case_list, make_inputs
 from flashlab.check.diagnose import diagnose
 from flashlab.check.failed import CheckFailed
+from flashlab.check.mistakes import weights
 from flashlab.check.observation import Observation
 from flashlab.check.poison import MarkedEmpty, memory, unwritten
 from flashlab.check.running import running
@@ -252,12 +253,26 @@ def _run(call: Call, cases: Sequence[Case], lse: bool, deterministic: bool, one_
         wrong = wrong or not observation.ok
         kept = kept or (case, o, o.clone())
     if wrong:
-        raise diagnose(observations)
+        raise _with_weights(diagnose(observations), call, observations)
     if kept is not None:
         _expect_own_output(*kept)
     if deterministic:
         _expect_same_twice(call, cases, lse, one_head)
     return _report(observations)
+
+
+def _with_weights(failed: CheckFailed, call: Call, observations: Sequence[Observation]) -> CheckFailed:
+    """What the weights of single keys tell, where the outputs of the cases told nothing but that they are wrong."""
+    if failed.diagnosis != "wrong-value" or watched() is not None:
+        return failed
+    for case in dict.fromkeys(replace(seen.case, seq_q=0, seq_k=0) for seen in observations if not seen.ok):
+        try:
+            found = weights.explain(call, case)
+        except Exception:  # the probe is another input: what fails there does not explain what failed here
+            continue
+        if found:
+            return CheckFailed(found[1], diagnosis=found[0], case=found[2])
+    return failed
 
 
 def _note(seen: Symptoms, observation: Observation) -> None:

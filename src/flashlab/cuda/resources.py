@@ -169,7 +169,7 @@ def _dynamic_shared(source: Step | Path | str, head_dim: int, element: str, defi
         q, k = (torch.zeros(batch, 1, n, head_dim, dtype=dtype) for n in (64, seq_k))
         for limit, causal in itertools.product((227, 163, 99), (False, True)):
             module.forward(q, k, k, causal=causal, sms=sms, shared_limit=limit * 1024)
-            assert module.report is not None
+            assert module.report is not None, "every run in the emulator leaves a report"
             found |= {_key(launch.kernel): launch.shared_bytes for launch in module.report.launches}
     return found
 

@@ -840,7 +840,7 @@ def _(group_sum: Callable[..., torch.Tensor]) -> str:
     title="It was only ever asked for one",
     minutes=20,
     difficulty="Bug hunt",
-    untouched="795de1edd30d",
+    untouched="cf361babfb33",
     history="the tutorial of Triton: triton-lang/triton, issues 4541 (2024) and 5660 (2025), pull request 5241",
     hints=[
         "Which cases are right? What have they in common?",
@@ -910,7 +910,7 @@ def _half_causal(head: Head, name: str, left: str) -> torch.Tensor:
     title="One grid for both",
     minutes=20,
     difficulty="Bug hunt",
-    untouched="76a668890fca",
+    untouched="a64327b5c93b",
     history="the tutorial of Triton in 2023: its backward pass was launched with the forward pass's grid "
     "(triton-lang/triton, issue 1975)",
     hints=[

@@ -6,6 +6,7 @@ own words, with the lines quoted. Then the results are compared, of the fast bui
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,7 +28,7 @@ from flashlab.check.cuda_answer import (
     text_of,
     whole_kernel,
 )
-from flashlab.check.mistakes import tiles
+from flashlab.check.mistakes import tiles, weights
 from flashlab.check.stored import expect_stored, expect_written, marked
 from flashlab.cuda import load_inline
 from flashlab.exercises.registry import exercise
@@ -94,16 +95,25 @@ def _(add_bias: str) -> str:
                     diagnosis="not-coalesced",
                     case=case,
                 )
+                # Of y alone: a warp of 8 x 4 elements saves as many sectors of bias as it wastes of x.
+                stored, ideal = counters["global_store_sectors"], _row_sectors(rows, cols, bias=False)
+                expect(
+                    stored <= ideal,
+                    f"right, but the stores touch {stored} sectors where {ideal} suffice: the 32 threads of a warp "
+                    "should have 32 neighbouring columns of one row",
+                    diagnosis="not-coalesced",
+                    case=case,
+                )
     return f"{len(shapes)} shapes, both builds"
 
 
-def _row_sectors(rows: int, cols: int) -> int:
+def _row_sectors(rows: int, cols: int, bias: bool = True) -> int:
     """Sectors that loads of x and of bias touch where each warp has 32 neighbouring columns of a row."""
     return sum(
         (4 * (first + min(32, cols - start)) - 1) // 32 - 4 * first // 32 + 1
         for row in range(rows)
         for start in range(0, cols, 32)
-        for first in (row * cols + start, start)  # of x, and of bias
+        for first in (row * cols + start, start)[: 2 if bias else 1]  # of x or y, and of bias
     )
 
 
@@ -371,6 +381,15 @@ def _merge_mistakes(m: torch.Tensor, l: torch.Tensor) -> dict[str, tuple[torch.T
             merged(steps=range(1, 32)),
             "the steps of the exchange are 1, 2, 3, 4, ...: they have to double, 1, 2, 4, 8, 16",
         ),
+        **{
+            f"rounds-missing {some}": (
+                merged(steps=some),
+                f"that is what lane 0 has after exchanges with the steps {', '.join(map(str, some))} alone: it takes "
+                "1, 2, 4, 8 and 16",
+            )
+            for count in (1, 2, 3, 4)
+            for some in itertools.combinations((1, 2, 4, 8, 16), count)
+        },
     }
 
 
@@ -475,7 +494,7 @@ def _explained(source: Source, diagnosis: str) -> tuple[str, str] | None:
     def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
         return ran(module, source, None, lambda: module.forward(q, k, v, echo=False, **options))
 
-    known = tiles.explain if diagnosis in ("wrong-value", "output-scaled") else tiles.adds_nothing
+    known = tiles.explain if diagnosis in ("wrong-value", "output-scaled", *weights.SLUGS) else tiles.adds_nothing
     return known(forward, 64, torch.float32)
 
 
@@ -637,7 +656,7 @@ def _(causal_bytes_read: Callable[..., Any]) -> str:
     ):
         module = load_inline(step, check=True)
         module.forward(q, k, v, causal=True)
-        assert module.report is not None
+        assert module.report is not None, "every run in the emulator leaves a report"
         counted = module.report.counters["global_load_bytes"]
         expect(
             mine == counted, f"{order}: the emulator counted {counted} bytes for N=200, D=64", diagnosis="wrong-value"

@@ -25,6 +25,7 @@ from flashlab.check.cuda_answer import (
     source_of,
     text_of,
 )
+from flashlab.check.symptoms import watched
 from flashlab.exercises.registry import exercise
 from flashlab.kernels.series import step
 from flashlab.simt import Counters
@@ -367,7 +368,13 @@ def _(tile_addresses: str) -> str:
     text = text_of(tile_addresses, "tile_addresses")
     source = replaced(replaced(step("p8_4_swizzle"), "copy a tile", "// (above)"), "swizzle", text)
     for head_dim in (64, 128):
-        _without_conflicts(examine(source, head_dim=head_dim, fast=head_dim == 64, max_seq=150), head_dim)
+        try:
+            verdict = examine(source, head_dim=head_dim, fast=head_dim == 64, max_seq=150)
+        except CheckFailed:
+            if watched() is None:
+                _expect_places(source, head_dim)  # the reason, where two chunks in one place look like a race
+            raise
+        _without_conflicts(verdict, head_dim)
     return "head_dim 64 and 128: right, and no bank conflict"
 
 

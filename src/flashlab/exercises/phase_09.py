@@ -14,6 +14,7 @@ import torch
 from flashlab.attention import reference
 from flashlab.check import CheckFailed, expect, running
 from flashlab.check.cuda_answer import PROBES, Source, built, examine, probe, region, replaced, text_of
+from flashlab.check.mistakes import weights
 from flashlab.exercises.registry import exercise
 from flashlab.figures.ladder import wavefronts
 from flashlab.kernels.series import step
@@ -225,7 +226,7 @@ def _(rescale: str) -> str:
                 diagnosis="row-not-moved",
                 case=failed.case,
             ) from None
-        factors = _factors(whole) if failed.diagnosis in ("wrong-value", "low-precision") else None
+        factors = _factors(whole) if failed.diagnosis in ("wrong-value", "low-precision", *weights.SLUGS) else None
         if factors is None:
             raise
         raise CheckFailed(
@@ -250,7 +251,7 @@ def _expect_lazy(whole: Source) -> None:
     module = built(Source("\n".join([*lines[: first - 1], *own, *lines[last:], ""]), whole.name), check=False)
     q, k = torch.zeros(1, 1, 64, 64).half(), torch.zeros(1, 1, 256, 64).half()
     module.forward(q, k, k, echo=False)
-    assert module.report is not None
+    assert module.report is not None, "every run in the emulator leaves a report"
     times = module.report.printed.count("r") / (4 * 64)  # the four lanes of a row
     expect(
         times < 2,
@@ -465,7 +466,7 @@ def _bodies(whole: str) -> tuple[int, int]:
         ) from None
     q = torch.zeros(1, 1, 768, 64).half()
     module.forward(q, q, q, causal=True, echo=False)
-    assert module.report is not None
+    assert module.report is not None, "every run in the emulator leaves a report"
     words = module.report.printed.split()
     return words.count("1"), words.count("0")
 

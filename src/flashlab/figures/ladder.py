@@ -83,7 +83,8 @@ def run(
     report = module.report
     want, want_lse = reference.attention(q, k, v, causal=causal)
     assert report.ok, report
-    assert (o - want).abs().max() < 2e-3 and (lse - want_lse).abs().max() < 1e-4
+    assert (o - want).abs().max() < 2e-3, f"o is off by {(o - want).abs().max():.2g}"
+    assert (lse - want_lse).abs().max() < 1e-4, f"lse is off by {(lse - want_lse).abs().max():.2g}"
     return report
 
 

@@ -106,7 +106,7 @@ class Process:
             raise SimtError(f"the emulator's process cannot be started: {error}") from error
         finally:
             its.close()
-        assert self._popen.stdout is not None and self._popen.stderr is not None
+        assert self._popen.stdout is not None and self._popen.stderr is not None, "the child was started with pipes"
         self._out, self._err = self._popen.stdout, self._popen.stderr
         for pipe in (self._out, self._err):
             os.set_blocking(pipe.fileno(), False)

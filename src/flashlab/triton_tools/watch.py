@@ -374,7 +374,7 @@ def _child(folder: str, name: str) -> None:
         module = importlib.import_module(module_name)
     else:
         spec = importlib.util.spec_from_file_location("launcher_source", Path(folder, "launcher_source.py"))
-        assert spec is not None and spec.loader is not None
+        assert spec is not None and spec.loader is not None, f"no loader for a Python file in {folder}"
         module = importlib.util.module_from_spec(spec)
         sys.modules["launcher_source"] = module
         spec.loader.exec_module(module)

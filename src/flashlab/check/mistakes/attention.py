@@ -10,6 +10,8 @@ import torch
 
 from flashlab.check.models import INF, LN2, Prediction, Problem, attend, attended, online, rounded, tf32
 
+# Contents whose exponentials stay in range: a model in float64 sees what the kernel sees.
+CALM = ("plain", "late", "creeping")
 TILES = (32, 64, 16, 128, 8, 256, 48, 80, 96)
 PADDED = (0, *TILES)  # 0: one tile for all keys, padded to a power of two
 TILE_PAIRS = tuple(1000 * m + n for m in (16, 32, 64, 128) for n in (16, 32, 64, 128))  # BLOCK_M and BLOCK_N
@@ -245,8 +247,8 @@ def keys_left_out(
 
     def predict(p: Problem, size: int) -> Prediction | None:
         out = which(torch.arange(p.case.seq_k), p.case.seq_k, size)
-        if out.all() and only_some:
-            return None
+        if out.all() and (only_some or p.case.content not in CALM):
+            return None  # an output of 0 under large scores has many causes
         wrong = attended(p.scores.masked_fill(out, -INF), p.v)
         if out.all():  # a loop that never runs may also have been given one block
             return Prediction((*(wrong.o or ()), p.truth.o), (*(wrong.lse or ()), p.truth.lse))

@@ -21,6 +21,8 @@ ROW_MISTAKES = {
     "l-not-rescaled": f"l {NOT_RESCALED}",
     "o-not-rescaled": f"o {NOT_RESCALED}",
     "correction-inverted": INVERTED,
+    "l-correction-inverted": f"of l, {INVERTED}",
+    "o-correction-inverted": f"of o, {INVERTED}",
     "corrected-twice": "the old terms are corrected twice: multiply them by exp(m - m_new) once",
     "corrected-by-half": "the correction is the square root of the right one: it is exp(m - m_new)",
     "new-term-rescaled": "the correction belongs to the old terms only; the new ones already refer to the new maximum",
@@ -38,8 +40,14 @@ ROW_MISTAKES = {
     "tail-lost": "the last, shorter block is left out",
     "first-block-lost": "the first block is left out",
     "last-block-lost": "the last block is left out",
+    "first-block-twice": "the first block is counted twice",
 }
-OF_THE_OUTPUT = ("o-not-rescaled", "tail-lost", *(slug for slug in ROW_MISTAKES if "normalised" in slug))
+OF_THE_OUTPUT = (
+    "o-not-rescaled",
+    "o-correction-inverted",
+    "tail-lost",
+    *(slug for slug in ROW_MISTAKES if "normalised" in slug),
+)
 
 
 def walk(
@@ -47,14 +55,18 @@ def walk(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """m, l and o of the online softmax of a row x [N], `n` keys at a time; o [D] is divided by l.
 
-    Right, or with one of `ROW_MISTAKES`.
+    Right, or with one of `ROW_MISTAKES`, or with two, "one+other".
     """
+    made = set(mistake.split("+")) - {""}
     m, l, o = x.new_tensor(-INF), x.new_zeros(()), x.new_zeros(v.shape[-1])
-    power = {"corrected-twice": 2.0, "corrected-by-half": 0.5, "correction-inverted": -1.0}.get(mistake, 1.0)
-    exp = torch.exp2 if mistake == "base-2" else torch.exp
-    blocks = list(range(0, len(x) // n * n if mistake == "tail-lost" else len(x), n))
-    if "block-lost" in mistake:
-        blocks = blocks[1:] if mistake.startswith("first") else blocks[:-1]
+    powers = {"corrected-twice": 2.0, "corrected-by-half": 0.5, "correction-inverted": -1.0}
+    power = math.prod(powers[x] for x in made & set(powers))
+    exp = torch.exp2 if "base-2" in made else torch.exp
+    blocks = list(range(0, len(x) // n * n if "tail-lost" in made else len(x), n))
+    if made & {"first-block-lost", "last-block-lost"}:
+        blocks = blocks[1:] if "first-block-lost" in made else blocks[:-1]
+    if "first-block-twice" in made:
+        blocks = blocks[:1] + blocks
     for start in blocks:
         x_j, v_j = x[start : start + n], v[start : start + n]
         m_new = torch.maximum(m, x_j.max())
@@ -62,17 +74,24 @@ def walk(
             continue
         first = bool(m == -INF)
         correction = torch.zeros_like(m) if first else exp(power * (m - m_new))
-        p = exp(x_j - (m if mistake == "old-maximum-used" and not first else m_new))
-        if mistake == "first-term-lost" or mistake == "new-term-rescaled" and not first:
+        p = exp(x_j - (m if "old-maximum-used" in made and not first else m_new))
+        if "first-term-lost" in made or "new-term-rescaled" in made and not first:
             p = p * correction
-        if mistake == "new-term-lost" and m_new > m and not first:
+        if "new-term-lost" in made and m_new > m and not first:
             p = p * 0.0
-        if mistake == "overwritten":
+        if "overwritten" in made:
             l, o = l * 0.0, o * 0.0
-        l = l * (1.0 if mistake in ("not-rescaled", "l-not-rescaled") else correction) + p.sum()
-        o = o * (1.0 if mistake in ("not-rescaled", "o-not-rescaled") else correction) + p @ v_j
-        if mistake in ("normalised-early", "normalised-each-block") or mistake == "normalised-in-the-loop" and start:
+        for_l, for_o = (
+            1.0
+            if made & {"not-rescaled", f"{x}-not-rescaled"}
+            else exp(m_new - m)
+            if f"{x}-correction-inverted" in made and not first
+            else correction
+            for x in "lo"
+        )
+        l, o = l * for_l + p.sum(), o * for_o + p @ v_j
+        if made & {"normalised-early", "normalised-each-block"} or "normalised-in-the-loop" in made and start:
             o = o / l
-        m = m if mistake == "m-not-updated" and not first else m_new
-    divided = mistake in ("normalised-early", "not-normalised") or l == 0
+        m = m if "m-not-updated" in made and not first else m_new
+    divided = made & {"normalised-early", "not-normalised"} or l == 0
     return m, l, (o if divided else o / l)

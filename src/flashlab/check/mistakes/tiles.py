@@ -20,7 +20,12 @@ _ZERO_KEYS = "the keys that do not exist count as keys of zeros, with a score of
 
 def adds_nothing(forward: Forward, head_dim: int, dtype: torch.dtype = torch.float16) -> Found | None:
     """Whether o is 0 everywhere: the slug and the sentence."""
-    o, _ = forward(*_tensors(16, 16, head_dim, dtype), causal=False, scale=None)
+    o, lse = forward(*_tensors(16, 16, head_dim, dtype), causal=False, scale=None)
+    if bool((o == 0).all()) and bool((lse == -math.inf).all()):
+        return (
+            "l-is-0",
+            "o is 0 and lse -inf everywhere: l is 0 in the end. Is something added to it, and not lost again?",
+        )
     if bool((o == 0).all()):
         return "nothing-added", "o is 0 everywhere: nothing is added to acc, or it is multiplied by 0"
     return None

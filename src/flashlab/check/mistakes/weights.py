@@ -1,0 +1,190 @@
+"""Which keys a wrong attention counts, and how much: read off from values of which each belongs to one key.
+
+With row j of V all zeros but for a 1 in column j, row i of O holds the weights of query i. So whatever a function does
+wrong, what it does to single keys can be said: a key too many, weights that do not add up to 1, dimensions that are
+missing from the scores. Nothing here guesses at a line of code.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from flashlab import runtime
+from flashlab.check import pattern
+from flashlab.check.cases import Case
+
+Tensor = torch.Tensor
+Call = Callable[[Case, Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
+Found = tuple[str, str]
+
+# (seq_q, seq_k): a tile or less, ragged, several tiles of 16; then shifts of the diagonal either way.
+SHAPES = ((16, 16), (16, 13), (40, 40), (16, 40), (40, 16), (13, 29), (45, 33), (1, 40))
+# What is told here. A check that knows more of its exercise tries that first.
+SLUGS = ("values-exchanged", "wrong-keys", "wrong-dimensions", "weights-not-normalised", "value-not-added")
+_SLICE = 8  # dimensions of the scores that are told apart
+_TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}  # of a weight, relative
+
+
+def explain(call: Call, like: Case) -> tuple[str, str, str] | None:
+    """The slug, the sentence and the case in which something can be read off, or None.
+
+    Args:
+        call: as of `flashlab.check.verification.run`.
+        like: a case that is wrong; dtype, head_dim, mask, scale and tile are taken from it.
+    """
+    shapes = [s for s in SHAPES if s[1] <= like.head_dim and (s[0] != 1 or like.seq_q == 1)]
+    for seq_q, seq_k in shapes:
+        case = replace(
+            like, name="values that show the weights", seq_q=seq_q, seq_k=seq_k, content="plain", batch=1, heads=1,
+            kv_heads=1, layout="contiguous", omit_defaults=False,
+        )  # fmt: skip
+        columns = torch.arange(seq_k)
+        found = _read(call, case, columns)
+        if found and found == _read(call, case, like.head_dim - 1 - columns):  # else it is about columns of o, not keys
+            after = f"; right with seq_q={shapes[0][0]} and seq_k={shapes[0][1]}" if (seq_q, seq_k) != shapes[0] else ""
+            return found[0], found[1] + after, str(case)
+        if found:
+            return None
+    return None
+
+
+def _read(call: Call, case: Case, columns: Tensor) -> Found | None:
+    """columns: [seq_k], in which column of V each key has its 1."""
+    generator = torch.Generator().manual_seed(3)
+    q = 0.5 / (case.softmax_scale * math.sqrt(case.head_dim)) * torch.randn(case.seq_q, case.head_dim,
+                                                                            generator=generator)  # fmt: skip
+    k = torch.randn(case.seq_k, case.head_dim, generator=generator)
+    v = torch.eye(case.head_dim)[columns]
+    device = runtime.device()
+    o, lse = call(case, *(x.to(case.dtype)[None, None].to(device) for x in (q, k, v)))
+    got = o.detach().cpu().double()[0, 0]
+    weights, rest = got[:, columns], got[:, ~torch.isin(torch.arange(case.head_dim), columns)]
+    if not got.isfinite().all() or bool((rest != 0).any()) or bool((weights < 0).any()):
+        return None
+    if lse is not None and bool(lse.isnan().any()):
+        return None
+    parts = case.softmax_scale * q.to(case.dtype).double()[:, None] * k.to(case.dtype).double()[None]
+    slices = parts.unflatten(2, (-1, min(_SLICE, case.head_dim))).sum(3)  # [queries, keys, slices]
+    scores, shift = slices.sum(2), case.seq_k - case.seq_q
+    rows, keys = torch.arange(case.seq_q)[:, None], torch.arange(case.seq_k)[None, :]
+    visible = keys <= rows + shift if case.causal else torch.ones(case.seq_q, case.seq_k, dtype=torch.bool)
+    tolerance = _TOLERANCE.get(case.dtype, 1e-4)
+    if _near(weights, _softmax(scores, visible), tolerance):
+        return None
+    counted = weights > 1e-3 / case.seq_k
+    if not torch.equal(counted, visible):
+        return _wrong_keys(weights, scores, counted, visible, lse, tolerance)
+    sums = weights.sum(1, keepdim=True)
+    some = visible.any(1)
+    if _near(weights[some] / sums[some], _softmax(scores, visible)[some], tolerance):
+        least, most = sums[some].min().item(), sums[some].max().item()
+        how = f"to {least:.3g}" if most - least < tolerance * most else f"to between {least:.3g} and {most:.3g}"
+        sentence = f"the weights that a row gives to its keys are right up to a factor, but they add up {how}, not to 1"
+        if most < 1 or least > 1:
+            sentence += f": against acc, the sum that it is divided by is too {'large' if most < 1 else 'small'}"
+        return "weights-not-normalised", sentence
+    logs = weights.log()
+    if lse is None or not lse.isfinite().all():
+        return _moved(weights, _softmax(scores, visible), tolerance)
+    used = logs + lse.detach().cpu().double()[0, 0, :, None]  # the scores that it has used
+    if not visible.all():
+        return None
+    return _moved(used, scores, 5 * tolerance) or _dimensions(used, slices, 5 * tolerance)
+
+
+def _softmax(scores: Tensor, visible: Tensor) -> Tensor:
+    return scores.masked_fill(~visible, -math.inf).softmax(1).nan_to_num(0.0)
+
+
+def _near(got: Tensor, want: Tensor, tolerance: float) -> bool:
+    return bool(((got - want).abs() <= tolerance * want.clamp(min=0.02)).all())
+
+
+def _wrong_keys(
+    weights: Tensor, scores: Tensor, counted: Tensor, visible: Tensor, lse: Tensor | None, tolerance: float
+) -> Found | None:
+    """A mask or a loop that ends elsewhere, or values that are left out where their weights are not."""
+    if visible.all() and not counted.any(1).all() and weights.shape == SHAPES[0]:
+        return None  # nothing in the simplest case: that is no matter of a mask
+    row = int((counted != visible).any(1).nonzero()[0])
+    has, should = (pattern.runs(x[row], "key") if x[row].any() else "no key" for x in (counted, visible))
+    if _near(weights, _softmax(scores, counted), tolerance) and _same_sums(lse, scores, counted, tolerance):
+        if not counted[row].any():
+            sentence = f"o is 0 and lse -inf for query {row}, as if it counted no key; it should count {should}"
+            return "wrong-keys", sentence
+        return "wrong-keys", (
+            f"o and lse are those of other keys than they should be: query {row} counts {has}, and should count "
+            f"{should}"
+        )
+    lost = (visible & ~counted).any(0)
+    added = _near(weights, _softmax(scores, visible) * counted, tolerance) and not bool((counted & ~visible).any())
+    if added and _same_sums(lse, scores, visible, tolerance):
+        return "value-not-added", (
+            f"the value of {pattern.runs(lost, 'key')} is not added to o, though the sum has its weight: it is "
+            "left out where P is multiplied by V"
+        )
+    return None
+
+
+def _same_sums(lse: Tensor | None, scores: Tensor, counted: Tensor, tolerance: float) -> bool:
+    """Whether lse [1, 1, queries], if there is one, is that of these keys."""
+    if lse is None:
+        return True
+    got, want = lse.detach().cpu().double()[0, 0], scores.masked_fill(~counted, -math.inf).logsumexp(1)
+    return bool(((got == want) | ((got - want).abs() <= tolerance)).all())
+
+
+def _moved(got: Tensor, want: Tensor, bound: float) -> Found | None:
+    """The score or the weight of one key on the value of another, [queries, keys]."""
+    if len(got) < 8:
+        return None
+    distance = (got.T[:, None] - want.T[None]).abs().amax(-1)  # [value, key]
+    source = distance.argmin(1)
+    moved = (source != torch.arange(len(source))).nonzero().flatten().tolist()
+    if not moved or bool((distance.amin(1) > bound).any()):
+        return None
+    return "values-exchanged", (
+        f"the value of key {moved[0]} gets the weight of key {int(source[moved[0]])}, and so on, for {len(moved)} of "
+        f"{len(source)} keys: a row of K, of V or a column of P is taken for another"
+    )
+
+
+def _dimensions(used: Tensor, slices: Tensor, bound: float) -> Found | None:
+    """Scores in which some of the dimensions are missing, or count more than once."""
+    said = counted(slices.flatten(0, 1), used.flatten(), bound)
+    return ("wrong-dimensions", f"the softmax is one of other scores: {said}") if said else None
+
+
+def counted(design: Tensor, got: Tensor, bound: float) -> str | None:
+    """How often each slice of the dimensions is in a sum: words, or None where they do not make it up.
+
+    Args:
+        design: [values, slices], what each slice of dimensions, in order, adds to each value.
+        got: [values], the sums.
+        bound: the largest error.
+    """
+    if len(got) < 2 * design.shape[1]:
+        return None
+    times = torch.linalg.lstsq(design, got[:, None]).solution[:, 0]
+    if (design @ times - got).abs().max() > bound:
+        return None
+    whole = times.round()
+    if (times - whole).abs().max() > 0.05:
+        mean = times.mean().item()
+        return f"every sum is {mean:.4g} times what it should be" if (times - mean).abs().max() < 0.02 else None
+    if bool((whole == 1).all()):
+        return None
+    if bool((whole == whole[0]).all()) and whole[0] != 0:
+        return f"every sum is {int(whole[0])} times what it should be"
+    wrong = [i for i, x in enumerate(whole.tolist()) if x != 1]
+    begin, count = wrong[0], whole[wrong[0]].item()
+    end = next((i for i in range(begin, len(whole)) if whole[i] != count), len(whole))
+    width = f"dimensions {begin * _SLICE} to {end * _SLICE - 1}"
+    more = ", and others are wrong too" if len(wrong) > end - begin else ""
+    if count == 0:
+        return f"{width} are missing from the sum{more}"
+    return f"{width} count {int(count)} times in the sum{more}"

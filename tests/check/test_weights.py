@@ -1,0 +1,106 @@
+"""What single keys tell of a wrong attention: which are counted, what they weigh, which dimensions make the scores."""
+
+import math
+
+import pytest
+import torch
+
+from flashlab.check import CheckFailed, verify, verify_one_head
+from flashlab.check.mistakes.weights import counted
+
+
+def attention(
+    q, k, v, causal, scale, *, dims=slice(None), end=lambda i, m, n: i + n - m, moved=0, sums=1.0,
+    after=lambda o, lse: (o, lse),
+):  # fmt: skip
+    """Attention of one head. dims: of the scores; end: a query's last key; moved: keys exchanged; sums: times l."""
+    s = scale * (q.float()[:, dims] @ k.float()[:, dims].T)
+    m, n = s.shape
+    if moved and n % 16 == 0:
+        s = s[:, torch.arange(n) ^ moved]
+    if causal:
+        s = s.masked_fill(torch.arange(n)[None] > end(torch.arange(m)[:, None], m, n), -math.inf)
+    top = s.amax(1).nan_to_num(neginf=0.0)
+    p = torch.exp(s - top[:, None])
+    l_i = p.sum(1) * sums
+    o = (p.to(v.dtype).float() @ v.float()) / torch.where(l_i == 0, 1.0, l_i)[:, None]
+    o, lse = after(o, top + torch.log(l_i))
+    return o.to(v.dtype), lse
+
+
+def failure(**mistake):
+    def fn(q, k, v, *, causal, scale):
+        return attention(q, k, v, causal, scale, **mistake)
+
+    with pytest.raises(CheckFailed) as caught:
+        verify_one_head(fn, causal=True, max_seq=200)
+    return caught.value
+
+
+def some_rows_nan(o, lse):
+    rows = torch.arange(len(o)) < 3
+    return o.masked_fill(rows[:, None], 0.0), lse.masked_fill(rows, math.nan)
+
+
+@pytest.mark.parametrize(
+    "mistake, slug, words",
+    [
+        ({"dims": slice(0, 48)}, "wrong-dimensions", "dimensions 48 to 63 are missing"),
+        ({"dims": [*range(64), *range(8, 16)]}, "wrong-dimensions", "dimensions 8 to 15 count 2 times"),
+        ({"end": lambda i, m, n: i + n - m + 2}, "wrong-keys", "query 0 counts keys 0 to 2, and should count key 0"),
+        ({"end": lambda i, m, n: i + abs(n - m)}, "wrong-keys", "query 0 counts keys 0 to 3, and should count no key"),
+        ({"moved": 8}, "values-exchanged", "the value of key 0 gets the weight of key 8"),
+        ({"sums": 1.25}, "output-scaled", "0.8 times"),
+        ({"after": lambda o, lse: (o, 0.995 * lse)}, "lse-scaled", "every lse is 0.995 times"),
+        ({"after": lambda o, lse: (o * (torch.arange(64) < 32), lse)}, "wrong-value",
+         "columns 32 to 63 of o are wrong in every row"),
+        ({"after": lambda o, lse: (o * (torch.arange(64) < 32), lse)}, "wrong-value", "lse is right in every case"),
+        ({"after": some_rows_nan}, "wrong-value", "rows 0 to 2 are wrong"),
+    ],
+)  # fmt: skip
+def test_what_is_read_off(mistake, slug, words):
+    failed = failure(**mistake)
+    assert failed.diagnosis == slug and words in str(failed)
+
+
+def test_a_nan_that_was_hidden_is_told():
+    def hides(q, k, v, *, causal, scale):
+        """-inf - (-inf) where the walk begins behind the keys that a query sees; 0 in place of NaN at the end."""
+        o, lse = attention(q, k, v, causal, scale)
+        late = torch.arange(len(q)) + len(k) - len(q) < (len(k) - 1) // 16 * 16
+        blind = late if causal else torch.zeros(len(q), dtype=torch.bool)
+        return o.masked_fill(blind[:, None], 0.0), lse.masked_fill(blind, math.nan)
+
+    with pytest.raises(CheckFailed) as caught:
+        verify_one_head(hides, causal=True, max_seq=200)
+    assert caught.value.diagnosis == "nan-hidden"
+
+
+def test_an_lse_of_another_head_is_told_as_that():
+    def fn(q, k, v, *, causal, scale):
+        pairs = [(b, h) for b in range(q.shape[0]) for h in range(q.shape[1])]
+        out = {at: attention(q[at], k[at], v[at], causal, scale) for at in pairs}
+        o, lse = (torch.stack([out[at][i] for at in pairs]).unflatten(0, q.shape[:2]) for i in (0, 1))
+        return o, lse.flatten(0, 1).roll(1, 0).unflatten(0, q.shape[:2])
+
+    with pytest.raises(CheckFailed) as caught:
+        verify(fn, causal=True, max_seq=100)
+    assert caught.value.diagnosis == "wrong-head-stored" and "o is right, but" in str(caught.value)
+
+
+def test_something_added_to_the_sum_is_no_rounding():
+    def fn(q, k, v, *, causal, scale):
+        o, lse = attention(q.float(), k.float(), v.float(), causal, scale)
+        return (o / (1 + 4e-3 / (1 + len(k)))).to(v.dtype), lse
+
+    with pytest.raises(CheckFailed) as caught:
+        verify_one_head(fn, max_seq=200)
+    assert caught.value.diagnosis == "rows-scaled"
+
+
+def test_how_often_slices_count():
+    design = torch.randn(128, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    assert counted(design, design.sum(1), 1e-6) is None
+    assert counted(design, design[:, :5].sum(1), 1e-6) == "dimensions 40 to 47 are missing from the sum"
+    assert counted(design, design.sum(1) / 8, 1e-6) == "every sum is 0.125 times what it should be"
+    assert counted(design, design.sum(1) + design[:, 0] ** 2, 1e-6) is None
