@@ -188,8 +188,8 @@ assert by_copy == 3 * by_index
 # %% [markdown]
 # - `rows.to(tl.int64)`, and `batch` and `head` are 64 bits already. An offset of more than $2^{31}$ elements wraps around in 32 bits. Convert *before*
 #   multiplying: a product in 32 bits is wrong already, and no later conversion mends it.
-# - `tl.multiple_of` is a promise to the compiler. Triton finds out by itself whether a stride is a multiple of 16. The strides of a head size of 40 are
-#   not. But they are multiples of 8, which is 16 bytes of fp16, the most that a thread loads at once. `ALIGN` says so, if it is so.
+# - `tl.multiple_of` is a promise to the compiler. Triton finds out by itself whether a stride is a multiple of 16. The row stride of a head size of 40 is
+#   not. But it is a multiple of 8, which is 16 bytes of fp16, the most that a thread loads at once. `ALIGN` says so, if it is so.
 
 # %% [markdown]
 # *Predict: batch 64, 32 heads, 8192 tokens, head size 128. Is $2^{31}$ far away?*
@@ -225,8 +225,11 @@ show.region(text(STEPS[0]), "loop")
 # - **The scale has moved.** Phase 3 multiplied all of `s` by it. Here only the row maximum is multiplied, and then
 #   `s * scale_log2 - m_safe` is *one* instruction per score, a multiply-add. It needs a positive scale: otherwise the maximum of the scaled
 #   scores is not the scaled maximum. (For a negative one the kernel negates Q, once. `NEGATE` says so.)
-# - **The loop has three parts**, `for part in tl.static_range(3)`. This is written out three times when the kernel is compiled. In this step two parts are
-#   empty. From section 4 on they are the point.
+
+# %% [markdown]
+# - **The loop has three parts**, `for part in tl.static_range(3)`. This is written out three times when the kernel is compiled. Here `tile_edges` gives 0, 0, 0
+#   and N. So the first two parts are empty, and all tiles are in the third.
+# - `in_band`, `stop_m`, `edges`: read over them for now. Nothing is masked but the end of K. Sections 4 and 5 explain them.
 
 # %% [markdown]
 # How many bytes does a launch ask for? As in phase 3: a program reads its queries once, and all keys and values of its head. The interpreter
@@ -261,7 +264,8 @@ show.diff(text(STEPS[0]), text(STEPS[1]), context=1)
 # Padding columns of Q and K are zeros, so they add 0 to every score. Those of V are zeros, and their sums are never stored. No score has to be masked
 # for it: this padding is harmless, and padded *keys* are not.
 #
-# `load_tile` picks its mask when it is compiled: two conditions, one, or none. Here is what it loads, from a matrix of ones:
+# `load_tile` picks its mask when it is compiled: a condition for the rows in an edge tile, one for the columns where the head size is padded, both, or none.
+# Here is what it loads, from a matrix of ones:
 
 # %%
 @triton.jit
@@ -341,12 +345,16 @@ show.diff(text(STEPS[1]), text(STEPS[2]), context=1)
 # - `end` in `tile_edges`: the last row of the block is `stop - 1`, and it sees the keys before `stop + last`. The loop ends there. **Tiles that no row
 #   sees are never loaded.** `tl.maximum(..., 0)` is for blocks that see no key at all. An example: of 50 queries and 130 keys, rows 16 to 31. `last` is 80,
 #   `stop` is 32, so `end` is 112.
-# - `in_band`: inside a tile, the rows see different keys.
+# - `in_band`: inside a tile, the rows see different keys. A key is seen if `key <= query + last`. (`key == key` is a tile of True to start from.)
+
+# %% [markdown]
+# - `whole_end` is computed, and not used yet. Section 5 needs it.
 
 # %% [markdown]
 # - `longest_first`, the order of the blocks: the last block of queries visits the most tiles. If it starts last, the GPU waits for it while everything else
-#   has ended. So the longest start first, of 16 heads at a time. Why not of all heads? What runs at the same time shares K and V in the L2 cache.
-#   On an H200, with 4096 tokens, this order gained 4 % at $D = 64$, 6 % at 128 and 14 % at 256 over one head after the other.
+#   has ended. So the longest start first, of 16 heads at a time. Why not of all heads? What runs at the same time shares K and V in the L2 cache. (So what
+#   section 2 said of neighbours holds without a causal mask only. With one, they are blocks of up to 16 heads.) On an H200, with 4096 tokens, this order
+#   gained 4 % at $D = 64$, 6 % at 128 and 14 % at 256 over one head after the other.
 
 # %% [markdown]
 # Which tiles are visited? Let `tile_edges` itself say it. This kernel stores its four positions for each block of queries:
@@ -424,8 +432,8 @@ for ax, (M, N) in zip(axes, ((32, 26), (26, 40)), strict=True):
 plt.show()
 
 # %% [markdown]
-# *Blue: every row sees the whole tile. Only the diagonal is masked. It crosses two tiles of a block of queries where its offset is no multiple of the
-# tile, as on the right.*
+# *Blue: every row sees the whole tile. Only the diagonal is masked. Where its offset is no multiple of the tile, as in both pictures, it crosses two tiles
+# of most blocks of queries.*
 #
 # How many tiles still pay, at a real size?
 
@@ -437,7 +445,8 @@ for mask in ({}, {"causal": True}):
         print(f"N={N}, {mask or 'no mask'}: {len(visited)} tiles, {masked} with a mask")
 
 # %% [markdown]
-# Without a causal mask and with a length that the tile divides, none. One key more, and one tile of each block pays.
+# Without a causal mask and with a length that the tile divides, none. One key more, and one tile of each block pays. Causal, two tiles of each block do: 6 %
+# of all.
 #
 # What does it save, and what does it cost? The kernel now holds two bodies of the loop, one with a mask and one without. Ask the compiler about the kernel
 # with and without that line:
@@ -469,7 +478,8 @@ for report, split in zip(reports, (False, False, True, True), strict=True):
 #
 # Mistral and Gemma have layers in which a query sees only the keys near it. With `window=(left, right)` query $i$ sees `left` keys before its own position
 # and `right` after it: with its own, `left + 1 + right` keys. Now a mask has two borders, so the kernel takes two numbers: **query $i$ sees the keys
-# $i + \mathrm{first}$ to $i + \mathrm{last}$**. Causal is the special case without `first`.
+# $i + \mathrm{first}$ to $i + \mathrm{last}$**. Causal is the special case without `first`. Query $i$ stands at key $i + N - M$, so first is N − M − left, and
+# last is N − M + right. One number stands for both sides, `window=128` for `(128, 128)`; with `causal=True` the right side becomes 0.
 
 # %%
 show.diff(text(STEPS[3]), text(STEPS[4]), context=1)
@@ -500,8 +510,8 @@ for N, window in ((4096, 128), (4096, 100), (4100, 128), (4100, 1024)):
     assert visited <= aligned
 
 # %% [markdown]
-# Nothing in training, where there are as many queries as keys: the right border falls on a multiple anyway. With another offset, one tile per block of
-# queries.
+# Nothing in training, where there are as many queries as keys: a block's last key is then itself at the end of a tile. With another offset, up to one tile
+# per block of queries.
 #
 # The work of a windowed layer grows with N, not with its square:
 
@@ -544,7 +554,8 @@ show.diff(text(STEPS[4]), text(STEPS[5]), context=1)
 
 # %% [markdown]
 # Where is $c$? In the scale. The loop computes $2^{\,s \cdot \mathrm{scale\_log2} - m}$, so with a cap `scale_log2` is $c \log_2 e$, and what the line
-# returns is $\tanh$ alone, between $-1$ and $1$. And $\tanh$ itself is made of the one exponential that the hardware has:
+# returns is $\tanh$ alone, between $-1$ and $1$. What goes into the $\tanh$ is the score times scale / $c$. That factor, times $2 \log_2 e$, is
+# `tanh_scale`. And $\tanh$ itself is made of the one exponential that the hardware has:
 #
 # $$\tanh x = 1 - \frac{2}{1 + e^{2x}} = 1 - \frac{2}{1 + 2^{2 x \log_2 e}}$$
 #
@@ -604,9 +615,9 @@ for name, product, bits in (("one", one, 10), ("three", three, 20)):
     print(f"{name:5} TF32 product(s): right to more than {bits} bits")
 
 # %% [markdown]
-# float32 itself has 24. Sums of many products have rounding errors of their own, so the checker's bound for float32 sees no difference: the kernel's errors on
-# the H200 are 0.06 of the bound with either. So for float32 our kernels take the three products. This costs three times the products, and gains the tensor
-# cores.
+# float32 itself has 24. Sums of many products have rounding errors of their own, so the checker's bound for float32 sees no difference: the kernel's errors
+# on the H200 are 0.06 of the bound with either. So for float32 our kernels take the three products, up to a head size of 128. (Above it the split numbers do
+# not fit into registers.) This costs three times the products, and gains the tensor cores.
 
 # %% [markdown]
 # What is `lse` for? The backward pass of phase 5 makes P again from it. And it merges: cut the keys in two, attend to each half, and weigh the two results
@@ -672,8 +683,9 @@ for run in industrial.having(runs, "shapes"):
 # %% [markdown]
 # ## 9 · What each step costs to have
 #
-# All steps, for an A100 (`sm_80`) and an H100 or H200 (`sm_90`), with a head size of 128 and the tile of 128 × 64. A thread has at most 255 registers. What
-# does not fit is *spilled* to slow memory. (Numbers differ between compilers, so the tests do not compare this table. They do hold that nothing spills.)
+# Four of the steps, for an A100 (`sm_80`) and an H100 or H200 (`sm_90`), with a head size of 128 and the tile of 128 × 64. It is one tile for all, so that
+# they compare; section 10 chooses others for Hopper. A thread has at most 255 registers. What does not fit is *spilled* to slow memory. (Numbers differ
+# between compilers, so the tests do not compare this table. They do hold that next to nothing spills.)
 
 # %% tags=["nbval-ignore-output"]
 OPTIONS = {"heads": {}, "causal": {"causal": True}}
@@ -727,7 +739,9 @@ for run in industrial.having(runs, "options"):
     plt.show()
 
 # %% [markdown]
-# A mask does not quite reach its share of the scores: every program also loads Q, stores O, and computes tiles whole that the mask cuts.
+# A causal mask comes close to its share of the scores. A window of 128 does not: every program also starts, loads Q, stores O, and computes tiles whole that
+# the mask cuts. With so few tiles in each program, this is most of the time. The soft-cap costs most of all: one more exponential and a division for each
+# score.
 
 # %% [markdown]
 # ## 10 · Which tile?
@@ -766,7 +780,8 @@ rows = [[*tile, verdict(a), verdict(b)] for tile, a, b in pairs]
 show.table(rows, [*Tile._fields, "sm_86, limit 99 KiB", "sm_90, limit 227 KiB"])
 
 # %% [markdown]
-# Spilled bytes are per thread, and the loop touches them in every pass. Such a tile is a negative result that costs no GPU time at all.
+# Spilled bytes are per thread. A spill is a warning, found without a GPU. How much it costs only the stopwatch says: in the figure below, the tile of 128 ×
+# 64 with 4 warps and 2 stages is spilled here, and yet it is within 10 % of the best at $D = 128$. (The times are of Triton 3.6.0.)
 #
 # What the compiler cannot say is which of the tiles that fit is fastest. **Autotuning** times them. The search space is small on purpose:
 
@@ -802,7 +817,9 @@ for run in industrial.having(runs, "tune"):
     print(run["machine"]["gpu"])
 
 # %% [markdown]
-# *Each number is the time over that of the fastest tile. A dash: the tile does not fit, or was not timed.*
+# *Each number is the time over that of the fastest tile. A dash: the tile does not fit, or was not timed.* A few tiles are within 6 % of the best. A bad one
+# takes two to six times as long. Eight warps for 64 rows are slow everywhere: four warps hold 64 rows in one product of Hopper's tensor cores, so eight do
+# half of it each (section 12).
 #
 # Few queries are a case of their own. A program computes all rows of its block, also those that are not there. So with 20 queries the block shrinks:
 
@@ -834,11 +851,11 @@ for rows in (1, 20, 64, 65):
 # - **`part != 1` in `load_tile`.** The third part ends where K ends, or where the window does. In both cases `edges[3]` is the first row that may not be
 #   loaded.
 # - **`p.to(v.dtype)`.** P is rounded to 16 bits for the tensor cores. `l_i` is summed before that, in float32.
-# - **`input_precision=PRECISION`** is "tf32x3" or, if asked for, "tf32". It concerns float32 only.
+# - **`input_precision=PRECISION`** is "tf32x3" ("ieee" above a head size of 128) or, if asked for, "tf32". It concerns float32 only.
 
 # %% [markdown]
-# The cell above has defined the kernel anew, in this notebook. Give it to the launcher, and to the checker: causal and not, grouped, three dtypes, empty
-# inputs, rows that see no key, strides with gaps of NaN.
+# The cell above has defined the kernel anew, in this notebook. Change a line of it, if you like, run both cells, and see what the checker says. It goes to
+# the launcher, and to the checker: causal and not, grouped, three dtypes, empty inputs, rows that see no key, strides with gaps of NaN.
 
 # %%
 def ours(q, k, v, *, causal=False, scale=None):
@@ -870,6 +887,9 @@ print("8 combinations of window and soft-cap, within their bounds")
 # | Which thread holds which element of a tile? | the compiler | you, by a *layout* |
 # | When does a copy begin, and who waits for it? | the compiler, from `num_stages` | you, with *barriers* |
 # | When is a product waited for? | the compiler | you |
+
+# %% [markdown]
+# (This section is long. Without a Hopper GPU you may read it up to the timeline of the first kernel, and go on at "What the compiler makes of them".)
 #
 # **Gluon** is the layer under Triton, and comes with it: the same programs, tiles and Python, but these decisions are yours. So a Gluon kernel is
 # written for one kind of chip. Ours are for Hopper, the H100 and H200.
@@ -1088,7 +1108,8 @@ show.table(rows, ["tile", "place", "phase of its barrier", "parity to wait for"]
 # - **`use_acc=False`**: the product is not added to anything, so `no_scores` is never read.
 
 # %% [markdown]
-# - **The tiles go from right to left.** Then those that need a mask come first. This kernel masks them all. The next two do not.
+# - **The tiles go from right to left.** Then those that need a mask come first. This kernel masks them all. The next two treat the first tile before their
+#   loop, so the loop is free of masks.
 # - **Both waits have the parity `i & 1`**, as in the table above.
 # - K and V have one place each. So tile $i + 1$ can be ordered only when tile $i$ has been used. That is what is wrong with this kernel.
 
@@ -1159,8 +1180,8 @@ print(f"the tensor cores work {busy(timeline(one_tile_orders(200))):.0%} of the 
 show.region(gluon_forward.pipelined_kernel, "pipelined loop", whole_file=False)
 
 # %% [markdown]
-# One thing is left. A place may be refilled only when *all* eight warps have read it. So they meet in every step, and keep in step: there is a time
-# when all compute softmax, and a time when all wait for products.
+# One thing is left. A place may be refilled only when *all* eight warps have read it. So they meet in every step (the compiler adds the barrier; you do not
+# see it in the Python), and keep in step: there is a time when all compute softmax, and a time when all wait for products.
 #
 # The third kernel takes this apart. Each warpgroup has its own 64 rows, and goes at its own pace. Boxes are ordered by one more
 # warp, which does nothing else. The step:
@@ -1197,8 +1218,11 @@ show.region(gluon_forward.compute_part, "first tile", whole_file=False)
 show.region(gluon_forward.specialised_kernel, "parts", whole_file=False)
 
 # %% [markdown]
-# `[4, 1]` are warps: each part has its own. `[240, 24]` are registers. The warp that loads needs few. What it gives up the
-# computing warps can use (`setmaxnreg` in the machine code).
+# `[4, 1]` are the warps of the second and the third part. The first has the program's own four. `[240, 24]` are their registers. The warp that loads
+# needs few. What it gives up the computing warps can use (`setmaxnreg` in the machine code).
+#
+# Without a mask these programs are *persistent*: there are only as many as the GPU holds at once, and each takes one block of queries after the other. That is why
+# `load_part` has a loop over `work`, and counts its tiles on in `done`.
 #
 # The model again. In the third kernel the two warpgroups, a and b, take turns at the units:
 
@@ -1269,7 +1293,8 @@ for step, r in compiled.items():
     print(f"{step:12}", {who: meetings.count(who) for who in sorted(set(meetings))})
 
 # %% [markdown]
-# In `pipelined` all meet, everywhere. In `specialised` nearly all meetings are of one warpgroup with itself, which is what the third kernel is for.
+# The first number is the barrier's. In `pipelined` all meet, everywhere. In `specialised` most meetings are of one warpgroup with itself, which is what the
+# third kernel is for. Those with one number alone are of all threads.
 #
 # How many programs does a multiprocessor hold at once? It has 65 536 registers, and 228 KiB of shared memory, of which each program takes 1 KiB more
 # than it asks for:
@@ -1317,7 +1342,8 @@ for run in industrial.having(runs, "gluon"):
     plt.show()
 
 # %% [markdown]
-# Each step over the one before, the fastest of our rows over cuDNN's, and the other tiles that were tried at $D = 64$, over the last step:
+# The model foresaw 50, 80 and 100 % of the time with products: 1.60 and 1.25 from step to step. Here is what was measured, each step over the one before; the
+# fastest of our rows over cuDNN; and other tiles over the last step:
 
 # %%
 for run in industrial.having(runs, "gluon"):
@@ -1328,12 +1354,11 @@ for run in industrial.having(runs, "gluon"):
         other = max([v for name, v in speed.items() if "keys" in name], default=math.nan)
         ratios = (ahead / one, parts / ahead, best / cudnn, other / parts)
         rows.append([d, "causal" if causal else "whole", *(f"{x:.2f}" if x == x else "" for x in ratios)])
-    show.table(rows, ["D", "mask", "loads ahead", "parts", "best of cuDNN", "other tiles"])
+    show.table(rows, ["D", "mask", "loads ahead", "parts", "best, over cuDNN", "other tiles"])
 
 # %% [markdown]
-# Read it together with the table of programs above. "loads ahead" below 1 would mean that the pipeline made the kernel *slower*. If that happens, then first where two
-# programs of `one_tile` fit on a multiprocessor: there the pipeline has one program where there were two. (To isolate it, one would have to
-# limit `one_tile` to one program.)
+# An empty place was not measured. Read it together with the table of programs above: "loads ahead" below 1 would mean that the pipeline made the kernel
+# *slower*, and could be where two programs of `one_tile` fit on a multiprocessor, and one of the pipeline.
 
 # %% [markdown]
 # ### What Gluon costs
@@ -1467,9 +1492,9 @@ for run in industrial.having(runs, "shapes"):
     display(industrial.ratio_table(run, industrial.OURS, ["FlashAttention-2", "cuDNN", "eager"]))
 
 # %% [markdown]
-# Compare "triton" with "gluon" in the figure. Formula and algorithm are the same. What differs is what section 12 is about: layouts, copies,
-# waits, and the tiles that go with them. So their distance is what these decisions are worth, made by hand. Where Gluon's line is the lower one, the
-# compiler has decided better than we have.
+# Compare "triton" with "gluon" in the figure. Formula and algorithm are the same. What differs is what section 12 is about: layouts, copies, waits, and the
+# tiles that go with them; the order of the blocks, too, and how many of them a program takes. So their distance is what such decisions are worth, made by
+# hand. Where Gluon's line is the lower one, the compiler has decided better than we have.
 
 # %% [markdown]
 # ### Beside a published table
@@ -1482,7 +1507,7 @@ for run in industrial.having(runs, "published"):
 
 # %% [markdown]
 # The milliseconds are of two machines and two ways to measure, so they do not compare. What compares is each kernel beside eager attention *on its own
-# machine*. One head of a short sequence cannot fill a GPU. There a kernel is as good as its launch.
+# machine*. One head of a short sequence cannot fill a GPU. Its few programs leave most multiprocessors idle.
 
 # %% [markdown]
 # ### What did not help
@@ -1491,10 +1516,9 @@ for run in industrial.having(runs, "published"):
 #
 # | tried, or thought of | seen |
 # |---|---|
-# | tiles of 128 × 128 at $D = 128$ | section 10: on `sm_86` they spill; on `sm_90` they do not |
+# | tiles of 128 × 128 at $D = 128$, on consumer GPUs | section 10: on `sm_86` they spill; on `sm_90` they do not, and there we take them |
 # | tiles of 256 × 64 at $D = 128$ | section 10: they spill on both |
-# | 4 warps for 128 rows at $D = 128$ | section 10: each thread holds twice as much, and it spills on both |
-# | tiles that begin where the window does | section 6: they save nothing if there are as many queries as keys |
+# | 4 warps for 128 rows at $D = 128$ | section 10: each thread holds twice as much, and it spills on both; not the fastest anywhere |
 
 # %% [markdown]
 # These were timed on the H200 while the kernel was made. `notes/phase_04_experiments.md` has all the figures:
@@ -1506,7 +1530,7 @@ for run in industrial.having(runs, "published"):
 # | `warp_specialize=True` on the loop | nothing with 8 warps; with 4 the compiler failed |
 
 # %% [markdown]
-# The rest needs one. Descriptors are in section 8, loads ahead with two programs on a multiprocessor in section 12. And for tiles: a number is the
+# The rest needs a stopwatch. Descriptors are in section 8, loads ahead with two programs on a multiprocessor in section 12. And for tiles: a number is the
 # best time that a part of the search space reaches, over the best of all. 1.00: the best tile is one of these.
 
 # %%
@@ -1515,7 +1539,8 @@ PARTS = {
     "32 keys": lambda t: t.BLOCK_N == 32, "64 keys": lambda t: t.BLOCK_N == 64,
     "128 keys": lambda t: t.BLOCK_N == 128,
     "4 warps": lambda t: t.num_warps == 4, "8 warps": lambda t: t.num_warps == 8,
-    "2 stages": lambda t: t.num_stages == 2, "4 stages": lambda t: t.num_stages == 4,
+    "2 stages": lambda t: t.num_stages == 2, "3 stages": lambda t: t.num_stages == 3,
+    "4 stages": lambda t: t.num_stages == 4,
 }
 for run in industrial.having(runs, "tune"):
     found = industrial.tile_times(run, "forward")
