@@ -1161,7 +1161,7 @@ def _explain_tile(
 
     tile, right = got[i], want[i]
     if tile is None:
-        assert right is not None
+        assert right is not None, "a tile is right where None is wrong"
         fail(
             f"None is returned; BLOCK_M={right[0]} gives {intensity(right[0]):.1f} FLOPs per byte, the ridge is "
             f"{ridge:.1f}, and {right} needs {needed(*right)} of {shared} bytes of shared memory",
@@ -1181,7 +1181,7 @@ def _explain_tile(
         fail(f"BLOCK_M={M} reaches the ridge of {ridge:.1f} FLOPs per byte, and so does {smallest}", "not-the-smallest")
     if needed(M, B) > shared:
         fail(f"{tile} needs {needed(M, B)} bytes of shared memory, and there are {shared}", "too-large")
-    assert right is not None
+    assert right is not None, "a tile that fits and reaches the ridge is wrong only beside a larger one"
     fail(f"with BLOCK_M={M}, BLOCK_N={B} fits into {shared} bytes, and so does {right[1]}", "not-the-largest")
 
 

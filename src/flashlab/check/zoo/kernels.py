@@ -159,7 +159,7 @@ MUTANTS: tuple[Mutant, ...] = (
             found=["fragment-swapped"]),
     _mutant("b0 and b1 swapped in V", "p8_4_swizzle",
             ("mma_m16n8k16<T>(acc[n], a, b[0], b[1]);", "mma_m16n8k16<T>(acc[n], a, b[1], b[0]);"),
-            found=["fragment-swapped"], words=["b0 and b1"]),
+            found=["fragment-swapped"], words=["b0 of V with b1"]),
     _mutant("shuffle mask 0x10 for 0b10 in the maximum", "p8_4_swizzle",
             (_SHUFFLE, _SHUFFLE.replace(", 2)", ", 0x10)")),
             found=["quad-not-reduced"]),
