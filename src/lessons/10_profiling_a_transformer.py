@@ -176,12 +176,12 @@ HEADS = ["op", "self_cuda", "self_cuda_pct", "cuda_total", "cuda_mem", "calls", 
 show.table([[str(r[h])[:46] for h in HEADS] for r in profile_of["original"]], HEADS, align="lrrrrrr")
 
 # %% [markdown]
-# Before you read the times, understand the columns.
+# First understand the columns.
 #
 # - **self** is the time of the operation's own kernels. **total** has those of the operations inside it too. So totals overlap: `aten::matmul` calls `aten::bmm`,
 #   and both show 2.267 s. Never add up *total*.
-# - Rows with `aten::` are operations. Most of the others are kernels, under the name that the GPU knows. An operation's self is the sum of *its* kernels: the **same time again**. Here
-#   1.580 s and 0.674 s are two kernels, and their sum, 2.254 s, is `aten::bmm`. So add up *self* over the kernels only.
+# - Rows with `aten::` are operations. Most of the others are kernels, under the name that the GPU knows. An operation's self is the sum of *its* kernels: the **same time again**.
+#   Here two kernels of 1.580 s and 0.674 s make the 2.254 s of `aten::bmm`. So add up *self* over kernels only.
 # - `total_mflops` is computed from shapes, not measured. That makes it useful: it tells the shapes.
 
 # %% [markdown]
@@ -196,8 +196,9 @@ show.table([[str(r[h])[:46] for h in HEADS] for r in profile_of["original"]], HE
 rows = {r["op"]: r for r in profile_of["original"]}
 flops = float(rows["aten::bmm"]["total_mflops"]) * 1e6 / 200
 scores = 200 * 2**30 / 100 / 4  # H N^2: numbers in P
-outputs = (float(rows["aten::bmm"]["cuda_mem"].split()[0]) - 200) * 2**30 / 100 / 4  # H N D
-print(f"D = {flops / 2 / scores:.2f}, H N^2 = 2^{math.log2(scores):.2f}, H N = 2^{math.log2(outputs / 16):.2f}")
+outputs = (float(rows["aten::bmm"]["cuda_mem"].split()[0]) - 200) * 2**30 / 100 / 4  # H N D numbers
+print(f"D = {flops / 2 / scores:.2f}, H N^2 = 2^{math.log2(scores):.2f}, "
+      f"H N = 2^{math.log2(outputs / 16):.2f}")
 assert abs(flops / (2 * 512 * 1024**2 * 16) - 1) < 1e-6
 
 # %% [markdown]
@@ -805,7 +806,7 @@ if sizes:
 # %% [markdown]
 # ## 9 · The memory of training
 #
-# Four things lie in memory when the forward pass has ended:
+# When the forward pass has ended, memory holds:
 #
 # | | numbers |
 # |---|---|
@@ -814,9 +815,9 @@ if sizes:
 # | AdamW's averages | twice as many |
 # | activations | what the forward pass keeps for the backward pass |
 #
-# Why not in the first step? `train_step` clears the old gradients *after* the forward pass; in the first step there are none.
+# `train_step` clears the old gradients *after* the forward pass; in the first step there are none.
 #
-# Only the last one depends on the text. Two parts of it grow with $N^2$, both of eager attention: P, with a copy per head and text in 4 bytes, and the mask, 1 byte per pair, once. So P counts. Here is the formula for one attention layer:
+# Only the last one depends on the text. Two parts of it grow with $N^2$, both of eager attention: P, with 4 bytes per pair for each head and text, and the mask, with 1 byte per pair. For one layer:
 
 # %%
 shape = SIZES["small"]
@@ -846,7 +847,8 @@ def account(shape, batch, seq_len):
     """MiB of activations, by where they are."""
     block, head = (by(shape, batch, seq_len) for by in (memory.block_bytes, memory.head_bytes))
     kinds = {"attention": "attention: ", "SwiGLU": "SwiGLU: ", "the norms": "the "}
-    found = {f"{kind}, {shape.depth} times": shape.depth * sum(n for what, n in block.items() if what.startswith(of))
+    found = {f"{kind}, {shape.depth} times":
+             shape.depth * sum(n for what, n in block.items() if what.startswith(of))
              for kind, of in kinds.items()}
     logs = head["the logarithm of each probability"]
     found |= {"log-probabilities": logs, "the rest at the end": sum(head.values()) - logs}
@@ -855,9 +857,9 @@ def account(shape, batch, seq_len):
 
 whole_list = {kind: account(replace(shape, attention=kind, fused_rope=kind == "flash"), 4, 1024)
               for kind in ("eager", "flash")}
-sums = ["together", *(f"{sum(found.values()):.1f}" for found in whole_list.values())]
-show.table([[what, *(f"{found[what]:.1f}" for found in whole_list.values())] for what in whole_list["eager"]] + [sums],
-           ["MiB", *whole_list], align="lrr")
+lines = [[what, *(f"{found[what]:.1f}" for found in whole_list.values())] for what in whole_list["eager"]]
+lines.append(["together", *(f"{sum(found.values()):.1f}" for found in whole_list.values())])
+show.table(lines, ["MiB", *whole_list], align="lrr")
 
 # %% [markdown]
 # Without P the largest part is SwiGLU: its four wide rows per token. The log-probabilities are one number for each token and each of 50257 words.
@@ -996,12 +998,14 @@ fig, (left, right) = plt.subplots(1, 2, figsize=(8.6, 3.3))
 HUES = {"eager": ("grey", "-"), "ours": ("blue", "o--"), "sdpa": ("green", "s:"),
         "eager, other roundings": ("black", "^-"), "scale 10 % off": ("red", "v-")}
 drawn = curve | {"scale 10 % off": wrong}
+gaps_of = {name: [max(abs(a - b), 1e-8) for a, b in zip(drawn["eager"], found)]
+           for name, found in drawn.items()}
 lines = [(name, range(1, 11), drawn[name], *HUES[name]) for name in ("eager", "ours", "scale 10 % off")]
-curves.curves(left, lines, size=4, xlabel="step", ylabel="nats per byte", title="Loss: three curves, one line")
-lines = [(name, range(1, 11), [max(abs(a - b), 1e-8) for a, b in zip(curve["eager"], found)], *HUES[name])
-         for name, found in drawn.items() if name != "eager"]
+curves.curves(left, lines, size=4, xlabel="step", ylabel="nats per byte", title="Loss: 3 curves, 1 line")
+lines = [(name, range(1, 11), gaps, *HUES[name]) for name, gaps in gaps_of.items() if name != "eager"]
 curves.curves(right, lines[:1], size=9)  # ours below the others: large, so that it is seen around them
-curves.curves(right, lines[1:], log="y", size=4, xlabel="step", title="Distance from eager", ylim=(6e-9, 9e-2))
+curves.curves(right, lines[1:], log="y", size=4, xlabel="step", title="Distance from eager",
+              ylim=(6e-9, 9e-2))
 plt.show()
 
 # %% [markdown]
@@ -1057,22 +1061,31 @@ assert max(rest) - min(rest) < 2
 # %% [markdown]
 # Sixteen rows, from 20 to 2300 MB, and the difference is nearly the same in all of them: between 16.7 and 18.3 MB, about 17. So the batch is 8, the numbers are float32, and P is kept exactly once. What the constant is, the
 # table does not say; a library's workspace would fit.
-#
+
+# %% [markdown]
 # It also says out of memory at N = 16384, where P alone has 8.6 GB. How many such matrices are there at once? In this course's eager code two: Python frees the raw scores when they are divided. If a name keeps
 # them, there are three: the scores, the scaled scores, P. Counted, and then as bytes:
 
 # %%
-def named(q, k, v):
+def with_names(q, k, v):
     raw = q @ k.mT
     scaled = raw / math.sqrt(q.shape[-1])
     return torch.softmax(scaled, dim=-1) @ v
 
 q, k, v = (torch.randn(1, 8, 512, 16, device=DEVICE, requires_grad=True) for _ in range(3))
-for name, way, many in (("this course", lambda q, k, v: eager_attention(q, k, v, causal=False), 2), ("named", named, 3)):
+def without_names(q, k, v):
+    return eager_attention(q, k, v, causal=False)
+
+for name, way, many in (("this course", without_names, 2), ("with names", with_names, 3)):
     profiled(lambda: way(q, k, v), tries=1).export_chrome_trace(str(folder / "squares.json"))
     held = profiles.allocated(json.loads((folder / "squares.json").read_text()), device=ON_GPU)[1]
     assert many <= max(held) / (8 * 512**2 * 4) < many + 0.2
     print(f"{name}: {many} matrices at once")
+
+# %% [markdown]
+# At N = 16384 that is 17 or 26 GB, for the rows that the table has not:
+
+# %%
 sizes = {n: 8 * n * n * 4 / 1e9 for n in (8192, 16384, 32768)}
 print({n: f"P {gb:.1f} GB, two {2 * gb:.1f}, three {3 * gb:.1f}" for n, gb in sizes.items()})
 attention_runs = attention.recorded()
@@ -1172,10 +1185,10 @@ def summary(name, there, kind_of=lambda label: re.sub(SHAPE_OF, "", label), fold
 # %%
 means = summary("mma_stages_ada", "an Ada GPU")
 times = {}  # by shape and kernel: theirs, ours
-for figure, ours in counterparts.counterparts("mma_stages_ada"):
+for theirs, ours in counterparts.counterparts("mma_stages_ada"):
     if ours and isinstance(ours.value, float):
-        times[tuple(figure.label.split())] = figure.value, ours.value
-shapes = [shape for shape, kernel in times if kernel == "naive_unfused" and (shape, "flash_official") in times]
+        times[tuple(theirs.label.split())] = theirs.value, ours.value
+shapes = [shape for shape, kernel in times if kernel == "flash_official" and (shape, "naive_unfused") in times]
 for i, where in enumerate(("there", "here")):
     slow = sum(times[shape, "flash_official"][i] > times[shape, "naive_unfused"][i] for shape in shapes)
     print(f"{where}: FlashAttention-2 slower than unfused in {slow} of {len(shapes)} shapes")
@@ -1204,12 +1217,12 @@ print(f"there: fa1_f32 takes {min(slower):.0f} to {max(slower):.0f} times as lon
 
 # %%
 means = summary("triton_vs_torch", "a machine without a name")
-told = [(figure.label, figure.value / ours.value) for figure, ours in counterparts.counterparts("triton_vs_torch")
-        if ours and all(isinstance(value, (int, float)) for value in (figure.value, ours.value))]
-longest_rows = [ratio for label, ratio in told if label.startswith("N 32768") and "bf16 triton backward" in label]
-if longest_rows:
-    mean = math.exp(statistics.mean(map(math.log, longest_rows)))
-    print(f"bf16 triton backward at N = 32768: {mean:.0f} (geometric mean of {len(longest_rows)} rows)")
+pairs = [(theirs, ours) for theirs, ours in counterparts.counterparts("triton_vs_torch") if ours]
+told = [(theirs.label, theirs.value / ours.value) for theirs, ours in pairs
+        if all(isinstance(value, (int, float)) for value in (theirs.value, ours.value))]
+long = [ratio for label, ratio in told if re.match("N 32768 .*bf16 triton backward", label)]
+if long:
+    print(f"bf16 triton backward at N = 32768: {math.exp(statistics.mean(map(math.log, long))):.0f}")
 for kind in means:
     ratios = [ratio for label, ratio in told if label.endswith(" " + kind)]
     below = sum(ratio < 1 for ratio in ratios)
@@ -1318,12 +1331,12 @@ for gpu in roofs:
 # %% [markdown]
 # ## Summary, and what is left to explore
 #
-# - In a profile add up *self*, over the kernels only. An operation's row is the time of its kernels again.
+# - In a profile add up *self*, over the kernels only.
 # - The same GB/s in every line means memory. Then only bytes that do not move help.
-# - When the slowest part is gone, the next one is on top. RoPE became 24 %; with the same time it would have been 3 % before.
+# - When the slowest part is gone, the next one is on top. RoPE was about 3 % and became 24 %.
 # - A speedup has a denominator. Name it, and show the best peer beside it.
 # - Time without the first calls, with waiting, one part at a time.
-# - Training memory is a formula, to the byte. What grows with $N^2$ is P, and, much smaller, a mask.
+# - Training memory is a formula, to the byte. P grows with $N^2$.
 # - A loss that falls proves nothing. Measure the noise first.
 
 # %% [markdown]
