@@ -695,8 +695,8 @@ for ax, (name, found) in zip(axes, steps.items()):
 plt.show()
 
 # %% [markdown]
-# *The first eight steps of a new model, one by one; a logarithmic axis.* The eager model shows no warm-up: its operations have run before, in section 6. In a new process it would have a first call
-# too. The compiled one has to be read first.
+# *The first eight steps of a new model, one by one; a logarithmic axis.* The eager model's forward pass shows no warm-up: its operations have run before, in section 6. In a new process it would have a
+# first call too. Its backward pass and its optimiser run here for the first time. The compiled one has to be read first.
 
 # %% [markdown]
 # And what would a mean over these eight steps say? The last number is that mean over a later step. Where it is far from 1, the mean tells of the first call.
@@ -810,14 +810,14 @@ if sizes:
 #
 # | | numbers |
 # |---|---|
-# | parameters | one each |
+# | weights | one each |
 # | gradients | as many, from the second step on |
 # | AdamW's averages | twice as many |
 # | activations | what the forward pass keeps for the backward pass |
 #
 # `train_step` clears the old gradients *after* the forward pass; in the first step there are none.
 #
-# Only the last one depends on the text. Two parts of it grow with $N^2$, both of eager attention: P, with 4 bytes per pair for each head and text, and the mask, with 1 byte per pair. For one layer:
+# Only the activations depend on the text. Two parts of it grow with $N^2$, both of eager attention: P, with 4 bytes per pair for each head and text, and the mask, with 1 byte per pair. For one layer:
 
 # %%
 shape = SIZES["small"]
@@ -862,7 +862,7 @@ lines.append(["together", *(f"{sum(found.values()):.1f}" for found in whole_list
 show.table(lines, ["MiB", *whole_list], align="lrr")
 
 # %% [markdown]
-# Without P the largest part is SwiGLU: its four wide rows per token. The log-probabilities are one number for each token and each of 50257 words.
+# The sum is the small model's orange bar below. Without P the largest part is SwiGLU: its four wide rows per token. The log-probabilities are one number for each position and each of the 50257 tokens of the vocabulary.
 #
 # All sizes, with 4 texts of 1024 tokens:
 
@@ -938,7 +938,7 @@ ax.legend()
 plt.show()
 
 # %% [markdown]
-# *Four stairs up, four down. Each stair of the eager curve has P in it. A spike is what one operation needs for a moment. The flat half is the optimiser, which allocates often and keeps little.* The fused curve is ours on a GPU, and SDPA where Triton would be interpreted; both keep nearly the same.
+# *Four stairs up, four down. Each stair of the eager curve has P in it. A spike is what one operation needs for a moment. The flat half is clipping and the optimiser, which allocates often and keeps little.* The fused curve is ours on a GPU, and SDPA where Triton would be interpreted; both keep nearly the same.
 #
 # The small model on a GPU, where it is recorded. The weights are the floor. The clock is that of Python, which launches ahead of the GPU.
 
@@ -1009,7 +1009,7 @@ curves.curves(right, lines[1:], log="y", size=4, xlabel="step", title="Distance 
 plt.show()
 
 # %% [markdown]
-# *Left: the losses. Right: how far each is from eager's, on a logarithmic axis; what is equal to the last bit is drawn at $10^{-8}$.* Ten steps of a tiny model are a check, not an experiment. The recorded run is longer: 6 layers of width 384,
+# *Left: the losses. Right: how far each is from eager's, on a logarithmic axis; what is equal to the last bit is drawn at $10^{-8}$. Ours is drawn large, below the others.* Ten steps of a tiny model are a check, not an experiment. The recorded run is longer: 6 layers of width 384,
 # 300 steps of 16 texts of 256 bytes.
 
 # %%
@@ -1240,7 +1240,7 @@ print(f"slower here, in all: {sum(ratio < 1 for _, ratio in told)} of {len(told)
 # %% [markdown]
 # ### Eager attention alone: `attention_memory`
 #
-# Its memory was explained in section 11, without a measurement. Its times fold out here.
+# Section 11 explained its memory by a formula. Its figures, and ours where they are measured, are in the folds.
 
 # %%
 means = summary("attention_memory", "a machine without a name", fold=True)
@@ -1248,7 +1248,7 @@ means = summary("attention_memory", "a machine without a name", fold=True)
 # %% [markdown]
 # ### Models and the layer: `lm_forward_backward`, `gqa_layer_profile`
 #
-# The first does not tell its batch, length and vocabulary, so its ratios compare nothing but the order of magnitude. The second is the profile of section 2.
+# The first does not tell its batch, length and vocabulary, so its ratios compare nothing but the order of magnitude. The second is the profile of section 2. Both are in folds.
 
 # %%
 means = summary("lm_forward_backward", "a machine without a name", fold=True)
