@@ -1064,7 +1064,7 @@ assert max(rest) - min(rest) < 2
 
 # %% [markdown]
 # It also says out of memory at N = 16384, where P alone has 8.6 GB. How many such matrices are there at once? In this course's eager code two: Python frees the raw scores when they are divided. If a name keeps
-# them, there are three: the scores, the scaled scores, P. Counted, and then as bytes:
+# them, there are three: the scores, the scaled scores, P. Counted at N = 512:
 
 # %%
 def with_names(q, k, v):
@@ -1083,7 +1083,7 @@ for name, way, many in (("this course", without_names, 2), ("with names", with_n
     print(f"{name}: {many} matrices at once")
 
 # %% [markdown]
-# At N = 16384 that is 17 or 26 GB, for the rows that the table has not:
+# In bytes, at batch 8 in float32:
 
 # %%
 sizes = {n: 8 * n * n * 4 / 1e9 for n in (8192, 16384, 32768)}
@@ -1337,7 +1337,7 @@ for gpu in roofs:
 # - When the slowest part is gone, the next one is on top. RoPE was about 3 % and became 24 %.
 # - A speedup has a denominator. Name it, and show the best peer beside it.
 # - Time without the first calls, with waiting, one part at a time.
-# - Training memory is a formula, to the byte. P grows with $N^2$.
+# - Training memory is a formula, to the byte. P grows with $N^2$, and so does a much smaller mask.
 # - A loss that falls proves nothing. Measure the noise first.
 
 # %% [markdown]
