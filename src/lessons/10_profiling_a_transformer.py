@@ -51,6 +51,7 @@ from pathlib import Path
 
 from IPython.display import display
 import matplotlib.pyplot as plt
+from matplotlib.patches import Patch
 import torch
 from torch import nn
 from torch.autograd import DeviceType
@@ -70,6 +71,7 @@ from flashlab.models import layer as layer_module, memory
 from flashlab.models.language_model import BYTES, SIZES, Config, make_optimizer
 from flashlab.models.rope import check_table, fused_rope, launch_arguments, rope_table
 from flashlab.models.train import distance, train
+from flashlab.table import Table
 from flashlab.triton_tools.watch import hbm_traffic
 
 show.style()
@@ -90,7 +92,7 @@ if not ON_GPU:
 # ### RoPE by hand
 #
 # Take two numbers of a query as a point in the plane, and turn it by an angle that grows with its position. Do the same with the keys. A head has many such
-# pairs, and each turns at its own speed: pair $i$ at position $p$ by the angle $p \cdot 10000^{-2i/D}$.
+# pairs: number $i$ and number $i + D/2$. Each pair turns at its own speed: pair $i$ at position $p$ by the angle $p \cdot 10000^{-2i/D}$.
 #
 # With $D = 2$ there is one pair, and it turns by 1 per position. The point (1, 0) goes to $(\cos p, \sin p)$:
 
@@ -174,28 +176,33 @@ HEADS = ["op", "self_cuda", "self_cuda_pct", "cuda_total", "cuda_mem", "calls", 
 show.table([[str(r[h])[:46] for h in HEADS] for r in profile_of["original"]], HEADS, align="lrrrrrr")
 
 # %% [markdown]
-# Before you read the times, understand the columns.
+# First understand the columns.
 #
 # - **self** is the time of the operation's own kernels. **total** has those of the operations inside it too. So totals overlap: `aten::matmul` calls `aten::bmm`,
-#   and both show 2.267 s. Add up *self*, never *total*.
-# - Rows with `aten::` are operations. The other rows are kernels: the **same time again**, under the name that the GPU knows.
+#   and both show 2.267 s. Never add up *total*.
+# - Rows with `aten::` are operations. Most of the others are kernels, under the name that the GPU knows. An operation's self is the sum of *its* kernels: the **same time again**.
+#   Here two kernels of 1.580 s and 0.674 s make the 2.254 s of `aten::bmm`. So add up *self* over kernels only.
 # - `total_mflops` is computed from shapes, not measured. That makes it useful: it tells the shapes.
 
 # %% [markdown]
 # ### The shape, from the profile alone
 #
 # `aten::bmm` ran 200 times in 100 runs: $QK^\top$ and $PV$. Each has $2 H N^2 D$ FLOPs, where H counts all heads of the batch. `aten::softmax` wrote its P, $H N^2$
-# numbers of 4 bytes. Two equations: their ratio gives D. (The profiler writes Gb where it means GiB.)
+# numbers of 4 bytes. The ratio of the two gives D. (The profiler writes Gb where it means GiB.)
+#
+# A third equation gives N. `aten::bmm` wrote 203.12 GiB: 200 are scores, and 3.12 are outputs, $H N D$ numbers in each run.
 
 # %%
 rows = {r["op"]: r for r in profile_of["original"]}
 flops = float(rows["aten::bmm"]["total_mflops"]) * 1e6 / 200
 scores = 200 * 2**30 / 100 / 4  # H N^2: numbers in P
-print(f"D = {flops / 2 / scores:.2f}, H N^2 = 2^{math.log2(scores):.2f}")
+outputs = (float(rows["aten::bmm"]["cuda_mem"].split()[0]) - 200) * 2**30 / 100 / 4  # H N D numbers
+print(f"D = {flops / 2 / scores:.2f}, H N^2 = 2^{math.log2(scores):.2f}, "
+      f"H N = 2^{math.log2(outputs / 16):.2f}")
 assert abs(flops / (2 * 512 * 1024**2 * 16) - 1) < 1e-6
 
 # %% [markdown]
-# D = 16 and $H N^2 = 2^{29}$. That fits 512 heads and N = 1024, the shape that the course says: a very small head_dim, and many heads.
+# D = 16, $H N^2 = 2^{29}$ and $H N = 2^{19}$. So N = 1024, and 512 heads: what the course says too. A very small head_dim, and many heads.
 #
 # Now the times. Each line of the original reads tensors and writes one. How fast does it move its bytes?
 
@@ -218,8 +225,10 @@ for line, (kernel, gib) in KERNELS.items():
     print(f"{line:10} {took[line]:5.1f} ms per run, moves {gib:.2f} GiB: {speed[line]:3.0f} GB/s")
 
 # %% [markdown]
+# Which product is which? The last letters of a product's name say how its two factors are read: `n` as they lie, `t` transposed. $QK^\top$ has a transposed one: `tn`.
+#
 # Three of the four lines move about 330 GB/s, whatever they compute. That is what *bound by memory* looks like in a profile. Dividing by $\sqrt{D}$, one operation per
-# number, takes as long as a whole softmax.
+# number, takes as long as a whole softmax. The GPU's name is not told, so we cannot say what share of its peak 330 GB/s is.
 
 # %%
 bound = [speed[line] for line in ("Q K^T", "/ sqrt(D)", "softmax")]
@@ -261,6 +270,9 @@ whole_after = ms(after["flash_attentionv2_kernel"]["self_cuda"]) / 0.7575
 print(f"{whole / 1e3:.3f} s became {whole_after:.0f} ms: {whole / whole_after:.1f} times as fast")
 
 # %% [markdown]
+# Two rows need care. `flash_attentionv2_kernel` has no row with `aten::`, because PyTorch does not know it. `cudaLaunchKernel` is no kernel: the CPU calls it. Adding up self over the kernels
+# leaves it out, and gives the whole.
+#
 # *What replaced it?* One kernel took the place of four lines, and of the repeating: it takes three quarters of the new time. Bytes in P: none.
 #
 # *What is on top now?* Products, sums, a difference and `cat`. Those are RoPE's small operations. What was hidden behind the scores is now the next thing to do:
@@ -268,14 +280,17 @@ print(f"{whole / 1e3:.3f} s became {whole_after:.0f} ms: {whole / whole_after:.1
 # %%
 small = sum(ms(after[op]["self_cuda"]) for op in ("aten::mul", "aten::cat", "aten::add", "aten::sub"))
 print(f"RoPE: {small:.0f} of {whole_after:.0f} ms, {small / whole_after:.0%}; "
-      f"of the original it was {small / whole:.0%}")
-kernel = 4 * 512 * 1024**2 * 16 / (ms(after["flash_attentionv2_kernel"]["self_cuda"]) / 100) / 1e9
-print(f"the attention kernel: {kernel:.1f} TFLOP/s in float32")
-left = whole_after - small - ms(after["flash_attentionv2_kernel"]["self_cuda"])
-assert 0.2 < small / whole_after < 0.3 and abs(left) < 1
+      f"if it took as long in the original, {small / whole:.0%} there")
+kernels = sum(ms(r["self_cuda"]) for op, r in after.items() if not op.startswith(("aten::", "cuda")))
+attention_alone = ms(after["flash_attentionv2_kernel"]["self_cuda"])
+assert 0.2 < small / whole_after < 0.3 and small < whole - four
+assert abs(kernels - whole_after) < 1 and abs(attention_alone + small - whole_after) < 1
+print(f"the kernels, added up: {kernels:.0f} ms")
 print("the attention kernel and RoPE are all of it, to within 1 ms")
 
 # %% [markdown]
+# The original's ten rows do not show RoPE. The 3 % assume that it took the same 142 ms there. That fits into the 195 ms that were left over.
+#
 # And what does *8.6 times as fast* tell? That the original was slow. It moves each score to memory and back three times. Any kernel that does not do so wins by much. For
 # a statement about *this* kernel you need another peer: a fused one. Section 5 has it.
 
@@ -289,20 +304,25 @@ print("the attention kernel and RoPE are all of it, to within 1 ms")
 # - ask for memory and FLOPs, if you want those columns.
 #
 # A profiler costs time itself. So take *shares* from it, and speeds from a timing without it.
+#
+# And **one profile is one sample**. If a row that should cost nothing, such as `aten::empty`, is on top, run it again before you believe it. Here the quickest of three is taken.
 
 # %%
-def profiled(run):
-    """The profile of the second call of run."""
+def profiled(run, tries=3):
+    """After a first call of run: the profile, of a few, with the least time in all."""
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * ON_GPU
-    for _ in range(2):
-        with profile(activities=activities, profile_memory=True, with_flops=True) as found:
+    found = []
+    for _ in range(1 + tries):
+        with profile(activities=activities, profile_memory=True, with_flops=True) as one:
             run()
             if ON_GPU:
                 torch.cuda.synchronize()
-    return found
+        found.append(one)
+    own = f"self_{'device' if ON_GPU else 'cpu'}_time_total"
+    return min(found[1:], key=lambda one: sum(getattr(row, own) for row in one.key_averages()))
 
 # %% [markdown]
-# `found.key_averages()` has a row per operation. `found.key_averages().table(sort_by=...)` prints them with many columns; here are only those that are read.
+# To profile a module of your own: `found = profiled(lambda: module(x))`. `found.key_averages()` has a row per operation. `found.key_averages().table(sort_by=...)` prints them with many columns; here are only those that are read.
 
 # %%
 def slowest(found, most=8):
@@ -333,8 +353,10 @@ show.table(slowest(profiles_here["original"]), COLUMNS)
 # %% [markdown]
 # Times are different in each run. Read the rest: two columns do not depend on the machine.
 #
-# - *self KiB*: what an operation allocated. At this size, 4 heads and N = 128, one matrix of scores has 256 KiB. Which rows have that?
-# - *MFLOP*: only matrix products and the simple operations are counted, and of a kernel that PyTorch does not know, nothing.
+# - *self KiB*: what an operation allocated, less what it released. So it may be negative. At this size, 4 heads and N = 128, one matrix of scores has 256 KiB. Which rows have that?
+# - *MFLOP*: counted for matrix products, `mul` and `add`. For `div`, `sub`, softmax and each kernel that PyTorch does not know, it is 0; the published table prints `--`.
+#
+# The answer: the division, the softmax, and the product, whose 288 KiB are the scores and 32 KiB of output. The next cell counts them in another way.
 
 # %%
 squares, launches = {}, {}
@@ -343,7 +365,7 @@ for name in ("original", "ours", "ours, fused RoPE"):
     ops = trace_ops(lambda: layer(x, cos, sin))
     squares[name] = [op.name for op in ops if op.bytes_written >= 4 * 4 * 128 * 128]
     launches[name] = len(ops)
-    print(f"{name:17} operations that write N x N: {', '.join(squares[name]) or 'none'}")
+    print(f"{name:17} {launches[name]:2} operations; that write N x N: {', '.join(squares[name]) or 'none'}")
 assert len(squares["original"]) == 3 and not squares["ours"] and not squares["ours, fused RoPE"]
 assert launches["original"] > launches["ours"] > 2 * launches["ours, fused RoPE"]
 
@@ -406,7 +428,8 @@ axes[-1].set_xlabel("microseconds")
 plt.show()
 
 # %% [markdown]
-# *One line per processor. Each picture has its own time scale. Gaps are the time between operations: Python, and on a GPU the launches.*
+# *One line per processor. Each picture has its own time scale. Gaps are the time between operations: Python, and on a GPU the launches.* Where Triton is interpreted, the third picture is two long bars:
+# two Python programs that imitate the kernels. The products beside them are too short to be seen.
 
 # %% [markdown]
 # On a GPU look at both lines. If the GPU's has gaps while the CPU's has none, the kernels are too short for their launches. Then a faster kernel gains nothing, and fusing
@@ -441,7 +464,7 @@ print(f"RoPE now {small / 100:.2f} ms per run; in one kernel {fused_ms:.2f} ms")
 print(f"the layer: {whole_after / 100:.2f} ms would become {(whole_after - small) / 100 + fused_ms:.2f} ms")
 
 # %% [markdown]
-# A prediction, not a measurement. About a fifth of the layer, for a kernel of thirty lines. Here it is.
+# A prediction, not a measurement. About a fifth of the layer, for a kernel of some seventy lines. Here it is.
 #
 # One program takes BLOCK_M positions. It loads their angles once, and uses them for several heads of q and of k:
 
@@ -506,11 +529,13 @@ for name, a, b in zip(("dq", "dk"), *gradients):
 # ## 5 · The same layer on one machine, with fair peers
 #
 # The published shape again, and one of today: batch 4, 32 query heads, 8 key heads, N = 4096, D = 128, bf16, causal, with its projections. `flashlab bench layer` times
-# the layer, and attention alone, in turns with:
+# these in turns, each as a layer and as attention alone:
 #
 # - the original, and what torch.compile makes of it;
 # - ours, with RoPE apart and in one kernel;
 # - SDPA with the backend that it chooses, and with each backend by name.
+#
+# With `--quick` it takes tiny shapes, and runs on a CPU too. Before you look, write down your guess: in the present-day case, what part of the layer's time is attention?
 
 # %%
 data = layers.record()
@@ -670,17 +695,17 @@ for ax, (name, found) in zip(axes, steps.items()):
 plt.show()
 
 # %% [markdown]
-# *The first eight steps of a new model, one by one; a logarithmic axis.* The eager model's operations have run before, in section 6, so little is left of *their* first calls. The compiled one has to be
-# read first.
+# *The first eight steps of a new model, one by one; a logarithmic axis.* The eager model's forward pass shows no warm-up: its operations have run before, in section 6. In a new process it would have a
+# first call too. Its backward pass and its optimiser run here for the first time. The compiled one has to be read first.
 
 # %% [markdown]
-# And what would a mean over these eight steps say?
+# And what would a mean over these eight steps say? The last number is that mean over a later step. Where it is far from 1, the mean tells of the first call.
 
 # %% tags=["nbval-ignore-output"]
 for name, found in steps.items():
     mean, median = statistics.mean(found["forward"]), statistics.median(found["forward"][2:])
     print(f"{name:8} forward: first {found['forward'][0]:8.2f} ms, mean of 8 {mean:7.2f}, "
-          f"median after 2 of warm-up {median:6.2f}")
+          f"median after 2 of warm-up {median:6.2f}: {mean / median:.1f} times")
 
 # %% [markdown]
 # What is in a first call? It depends: reading kernels from disk, choosing one for each matrix product, memory that has to be asked of the system, Triton's and torch.compile's compilers.
@@ -727,6 +752,8 @@ print(f"small: {beside / alone:.1f} times as long; over 10 steps {10 * (beside -
 #
 # `flashlab bench lm` times the steps of all sizes: 4 texts of 1024 tokens, after warm-up, and the first steps one by one. bf16 means autocast: products in bf16, weights in
 # float32.
+#
+# Write down your guess first: how many times as fast is a step of the small model with our kernels as with eager attention?
 
 # %%
 model_data = lm.record()
@@ -737,8 +764,10 @@ for size in SIZES:
     print(f"{size}: a step with our kernels is " + (", ".join(said) or lm.NOT_YET))
 
 # %% [markdown]
-# A model's ratio has to be smaller than a layer's, because attention is only a part of a step. How large a part? With width w and N tokens, a block has about $24 w^2$ FLOPs per token in its
-# matrices, and $4 N w$ in attention, of which a causal mask leaves half:
+# A model's ratio has to be smaller than a layer's, because attention is only a part of a step. How large a part of a block?
+#
+# With width w, a block's four projections have $4 w^2$ weights, and SwiGLU about $8 w^2$. Each weight is one multiplication and one addition per token: together $24 w^2$ FLOPs. Attention has $4 N w$ per token,
+# of which a causal mask leaves half:
 
 # %%
 for size, shape in SIZES.items():
@@ -748,7 +777,7 @@ for size, shape in SIZES.items():
           + ", ".join(f"{share:.0%} at N = {n}" for share, n in zip(shares, (1024, 4096, 16384))))
 
 # %% [markdown]
-# At N = 1024 not much. Even a kernel that takes no time at all could not change that.
+# At N = 1024 not much. And that is the part of a block. Of a step it is less: the matrix at the end and the optimiser come on top. Even a kernel that takes no time at all could not change that.
 
 # %% [markdown]
 # This is *Amdahl's law*: if a part takes the share s of the time, then nothing that you do to it makes the whole more than $1/(1 - s)$ times as fast. FLOPs are not time: what attention
@@ -777,16 +806,18 @@ if sizes:
 # %% [markdown]
 # ## 9 · The memory of training
 #
-# Four things lie in memory when the forward pass has ended:
+# When the forward pass has ended, memory holds:
 #
 # | | numbers |
 # |---|---|
-# | parameters | one each |
-# | gradients | as many |
+# | weights | one each |
+# | gradients | as many, from the second step on |
 # | AdamW's averages | twice as many |
 # | activations | what the forward pass keeps for the backward pass |
 #
-# Only the last one depends on the text, and only one part of it grows with $N^2$: the matrix P of eager attention. Here is the formula for one attention layer:
+# `train_step` clears the old gradients *after* the forward pass; in the first step there are none.
+#
+# Only the activations depend on the text. Two parts of it grow with $N^2$, both of eager attention: P, with 4 bytes per pair for each head and text, and the mask, with 1 byte per pair. For one layer:
 
 # %%
 shape = SIZES["small"]
@@ -809,25 +840,50 @@ for kind, fused in (("eager", False), ("flash", False), ("flash", True)):
     print(f"{kind}{', fused RoPE' if fused else ''}: to the byte as the formula says")
 
 # %% [markdown]
-# So the formula may be trusted where nothing can be run. All sizes, with 4 texts of 1024 tokens:
+# So the formula may be trusted where nothing can be run. And what else do activations consist of? The whole list of the small model, which has 12 blocks:
+
+# %%
+def account(shape, batch, seq_len):
+    """MiB of activations, by where they are."""
+    block, head = (by(shape, batch, seq_len) for by in (memory.block_bytes, memory.head_bytes))
+    kinds = {"attention": "attention: ", "SwiGLU": "SwiGLU: ", "the norms": "the "}
+    found = {f"{kind}, {shape.depth} times":
+             shape.depth * sum(n for what, n in block.items() if what.startswith(of))
+             for kind, of in kinds.items()}
+    logs = head["the logarithm of each probability"]
+    found |= {"log-probabilities": logs, "the rest at the end": sum(head.values()) - logs}
+    assert sum(found.values()) == memory.training_memory(shape, batch, seq_len).activations
+    return {what: n / 2**20 for what, n in found.items()}
+
+whole_list = {kind: account(replace(shape, attention=kind, fused_rope=kind == "flash"), 4, 1024)
+              for kind in ("eager", "flash")}
+lines = [[what, *(f"{found[what]:.1f}" for found in whole_list.values())] for what in whole_list["eager"]]
+lines.append(["together", *(f"{sum(found.values()):.1f}" for found in whole_list.values())])
+show.table(lines, ["MiB", *whole_list], align="lrr")
+
+# %% [markdown]
+# The sum is the small model's orange bar below. Without P the largest part is SwiGLU: its four wide rows per token. The log-probabilities are one number for each position and each of the 50257 tokens of the vocabulary.
+#
+# All sizes, with 4 texts of 1024 tokens:
 
 # %%
 def parts(shape, batch, seq_len):
     return [n / 2**30 for n in memory.training_memory(shape, batch, seq_len)]
 
+PARTS = {"weights": "blue", "gradients": "sky", "AdamW": "green", "activations": "orange"}
 bars = {}
 for size, shape in SIZES.items():
     for kind in ("eager", "flash"):
         found = parts(replace(shape, attention=kind, fused_rope=kind == "flash"), 4, 1024)
-        assert kind == "flash" or found[3] == max(found)
-        named = zip(("P", "G", "AdamW", "activations"), found, ("blue", "sky", "green", "orange"))
-        bars[f"{size}, {kind}"] = [(what if n > 5.6 else "", n, hue) for what, n, hue in named]
+        assert found[3] == max(found)  # largest in every bar
+        bars[f"{size}, {kind}"] = [("", n, hue) for n, hue in zip(found, PARTS.values())]
 fig, ax = plt.subplots(figsize=(8.6, 4.2))
 curves.stacked(ax, bars, xlabel="GiB, by formula", title="One training step in float32, 4 × 1024 tokens")
+ax.legend([Patch(color=show.COLORS[hue]) for hue in PARTS.values()], list(PARTS))
 plt.show()
 
 # %% [markdown]
-# *P: parameters, G: gradients.* Even at N = 1024 the activations are the largest part with eager attention. Weights and their company do not care about attention.
+# Even at N = 1024 the activations are the largest part, in every bar. Fused attention makes them smaller. Weights, gradients and averages do not care about attention.
 #
 # And with a longer text? Double N as long as the formula stays below the 141 GB of an H200:
 
@@ -865,7 +921,7 @@ def memory_curve(kind, seq_len=256):
     model = LanguageModel(shape).to(DEVICE)
     optimizer = make_optimizer(model)
     text = torch.randint(BYTES, (2, seq_len + 1), generator=generator).to(DEVICE)
-    found = profiled(lambda: train_step(model, optimizer, text[:, :-1], text[:, 1:]))
+    found = profiled(lambda: train_step(model, optimizer, text[:, :-1], text[:, 1:]), tries=1)
     path = folder / f"memory_{kind}.json"
     found.export_chrome_trace(str(path))
     return profiles.allocated(json.loads(path.read_text()), device=ON_GPU)
@@ -882,7 +938,7 @@ ax.legend()
 plt.show()
 
 # %% [markdown]
-# *Four stairs up, four down. Each stair of the eager curve has P in it. The fused one is ours on a GPU, and SDPA where Triton would be interpreted; both keep nearly the same.*
+# *Four stairs up, four down. Each stair of the eager curve has P in it. A spike is what one operation needs for a moment. The flat half is clipping and the optimiser, which allocates often and keeps little.* The fused curve is ours on a GPU, and SDPA where Triton would be interpreted; both keep nearly the same.
 #
 # The small model on a GPU, where it is recorded. The weights are the floor. The clock is that of Python, which launches ahead of the GPU.
 
@@ -900,10 +956,10 @@ if series:
 # %% [markdown]
 # ## 10 · It trains
 #
-# The text is the words of lectures 0 to 9, as bytes. Does the model learn the same with our kernels?
+# The text is the words of lectures 0 to 9, as bytes. A loss is counted in *nats*: natural logarithms, as in $\ln 256 = 5.55$ above. Does the model learn the same with our kernels?
 #
 # Not bit for bit. Two right attentions round in different places, and training carries the differences on. So you need a yardstick for *the same within noise*. Take eager twice, and change
-# the second one's first weights by less than a rounding. How far apart those two curves come is what rounding alone can do.
+# the second one's first weights by less than a rounding. How far apart those two curves come, their largest difference at any step, is what rounding alone can do.
 
 # %%
 RUNS = {"eager": ("eager", 0.0), "ours": ("flash", 0.0), "sdpa": ("sdpa", 0.0),
@@ -934,22 +990,26 @@ assert distance(curve["eager"], wrong) > 8 * noise and wrong[-1] < wrong[0] - 0.
 print("a scale that is wrong by 10 % is outside of the noise, and its loss falls too")
 
 # %% [markdown]
-# The second half of that line matters more. *A wrong attention trains as well.* So a loss that falls proves nothing, and two curves that look the same in a plot prove little. The distance
+# The second half of that line matters more. *A wrong attention trains as well*, as the left picture shows. So a loss that falls proves nothing, and two curves that look the same in a plot prove little. The distance
 # says it, and gradients that are checked (phase 5) say it better.
 
 # %% tags=["nbval-ignore-output"]
 fig, (left, right) = plt.subplots(1, 2, figsize=(8.6, 3.3))
 HUES = {"eager": ("grey", "-"), "ours": ("blue", "o--"), "sdpa": ("green", "s:"),
         "eager, other roundings": ("black", "^-"), "scale 10 % off": ("red", "v-")}
-lines = [(name, range(1, 11), curve[name], *HUES[name]) for name in ("eager", "ours")]
-curves.curves(left, lines, size=4, xlabel="step", ylabel="nats per byte", title="Loss: two curves, one line")
-lines = [(name, range(1, 11), [max(abs(a - b), 1e-8) for a, b in zip(curve["eager"], found)], *HUES[name])
-         for name, found in (curve | {"scale 10 % off": wrong}).items() if name != "eager"]
-curves.curves(right, lines, log="y", size=4, xlabel="step", title="Distance from eager", ylim=(6e-9, 9e-2))
+drawn = curve | {"scale 10 % off": wrong}
+gaps_of = {name: [max(abs(a - b), 1e-8) for a, b in zip(drawn["eager"], found)]
+           for name, found in drawn.items()}
+lines = [(name, range(1, 11), drawn[name], *HUES[name]) for name in ("eager", "ours", "scale 10 % off")]
+curves.curves(left, lines, size=4, xlabel="step", ylabel="nats per byte", title="Loss: 3 curves, 1 line")
+lines = [(name, range(1, 11), gaps, *HUES[name]) for name, gaps in gaps_of.items() if name != "eager"]
+curves.curves(right, lines[:1], size=9)  # ours below the others: large, so that it is seen around them
+curves.curves(right, lines[1:], log="y", size=4, xlabel="step", title="Distance from eager",
+              ylim=(6e-9, 9e-2))
 plt.show()
 
 # %% [markdown]
-# *Left: the losses. Right: how far each is from eager's, on a logarithmic axis; what is equal to the last bit is drawn at $10^{-8}$.* Ten steps of a tiny model are a check, not an experiment. The recorded run is longer: 6 layers of width 384,
+# *Left: the losses. Right: how far each is from eager's, on a logarithmic axis; what is equal to the last bit is drawn at $10^{-8}$. Ours is drawn large, below the others.* Ten steps of a tiny model are a check, not an experiment. The recorded run is longer: 6 layers of width 384,
 # 300 steps of 16 texts of 256 bytes.
 
 # %%
@@ -974,6 +1034,8 @@ for dtype in ("float32", "bfloat16"):
 # Without a layer around it, one thing is left to ask: what does each attention hold between forward and backward? By phase 5's formula, for $B$ heads and $e$ bytes per number:
 #
 # $$\text{eager: } B\,(3ND + N^2)\,e, \qquad \text{ours: } B\,(4ND\,e + 4N).$$
+#
+# Eager's backward pass reads q, k, v and P, and ours q, k, v, o and one number per row.
 
 # %%
 for n in (64, 128):
@@ -984,7 +1046,7 @@ for n in (64, 128):
     print(f"N = {n}: eager saves {held['eager']} bytes, ours {held['ours']}: as predicted")
 
 # %% [markdown]
-# A published table has the memory before the backward pass, on a machine that is not named. Can the formula explain it? Eager holds q, k, v, o and P. The table's batch is not told either; take
+# A published table has the memory before the backward pass, on a machine that is not named. Can the formula explain it? Eager holds q, k, v and P, and o is in memory too, because somebody asked for it: so 4ND. The table's batch is not told either; take
 # 8, and MB as $10^6$ bytes:
 
 # %%
@@ -997,14 +1059,35 @@ print(f"{len(told)} rows: table minus formula is {min(rest):.1f} to {max(rest):.
 assert max(rest) - min(rest) < 2
 
 # %% [markdown]
-# Sixteen rows, from 20 to 2300 MB, and the difference is the same in all of them, about 17.7 MB. So the batch is 8, the numbers are float32, and P is kept exactly once. What the constant is, the
+# Sixteen rows, from 20 to 2300 MB, and the difference is nearly the same in all of them: between 16.7 and 18.3 MB, about 17. So the batch is 8, the numbers are float32, and P is kept exactly once. What the constant is, the
 # table does not say; a library's workspace would fit.
-#
-# It also says out of memory at N = 16384, where P alone has 8.6 GB. The forward pass needs three such matrices for a moment: the scores, the scaled scores, P.
+
+# %% [markdown]
+# It also says out of memory at N = 16384, where P alone has 8.6 GB. How many such matrices are there at once? In this course's eager code two: Python frees the raw scores when they are divided. If a name keeps
+# them, there are three: the scores, the scaled scores, P. Counted at N = 512:
+
+# %%
+def with_names(q, k, v):
+    raw = q @ k.mT
+    scaled = raw / math.sqrt(q.shape[-1])
+    return torch.softmax(scaled, dim=-1) @ v
+
+q, k, v = (torch.randn(1, 8, 512, 16, device=DEVICE, requires_grad=True) for _ in range(3))
+def without_names(q, k, v):
+    return eager_attention(q, k, v, causal=False)
+
+for name, way, many in (("this course", without_names, 2), ("with names", with_names, 3)):
+    profiled(lambda: way(q, k, v), tries=1).export_chrome_trace(str(folder / "squares.json"))
+    held = profiles.allocated(json.loads((folder / "squares.json").read_text()), device=ON_GPU)[1]
+    assert many <= max(held) / (8 * 512**2 * 4) < many + 0.2
+    print(f"{name}: {many} matrices at once")
+
+# %% [markdown]
+# In bytes, at batch 8 in float32:
 
 # %%
 sizes = {n: 8 * n * n * 4 / 1e9 for n in (8192, 16384, 32768)}
-print({n: f"P {gb:.1f} GB, three of them {3 * gb:.1f} GB" for n, gb in sizes.items()})
+print({n: f"P {gb:.1f} GB, two {2 * gb:.1f}, three {3 * gb:.1f}" for n, gb in sizes.items()})
 attention_runs = attention.recorded()
 print("runs of attention alone recorded:", len(attention_runs), "" if attention_runs else f"({lm.NOT_YET})")
 
@@ -1028,6 +1111,8 @@ for run in attention_runs:
              for dtype in attention.DTYPES for which, d in shown}
     panels(plots, log="xy", ylabel="ms", title=f"Attention alone, {run['machine']['gpu']}")
     plt.show()
+if not attention_runs:
+    print(lm.NOT_YET)
 
 # %% [markdown]
 # And the memory that is held between the two passes, the subject of the formulas above:
@@ -1038,7 +1123,10 @@ for run in attention_runs:
              for dtype, d in (("float32", 16), ("float32", 128), ("bfloat16", 128))}
     panels(plots, log="xy", ylabel="MiB", title=f"Held before the backward pass, {run['machine']['gpu']}")
     plt.show()
-display(*(attention.table(run) for run in attention_runs))
+if attention_runs:
+    display(*(attention.table(run) for run in attention_runs))
+else:
+    print(lm.NOT_YET)
 
 # %% [markdown]
 # ## 12 · Every published table again
@@ -1072,15 +1160,20 @@ def compared(name, kind_of):
 # %%
 SHAPE_OF = r"^(\d+x\S+|N \d+ D \d+|D \d+ N \d+|forward_\w+ \w+) "
 
-def summary(name, there, kind_of=lambda label: re.sub(SHAPE_OF, "", label)):
-    """The table of `compared`, and every figure of the published table in a fold."""
+def summary(name, there, kind_of=lambda label: re.sub(SHAPE_OF, "", label), fold=False):
+    """The table of `compared`, in a fold if asked; every figure of the published table in a fold."""
     rows = []
     for kind, (gpus, ratios) in compared(name, kind_of).items():
         mean = f"{math.exp(statistics.mean(map(math.log, ratios))):.2f}" if ratios else lm.NOT_YET
         span = f"{min(ratios):.2f} to {max(ratios):.2f}" if ratios else ""
         rows.append([kind, len(ratios), mean, span, ", ".join(sorted(gpus))])
     columns = [f"{name}, {there}", "rows", "theirs / ours", "from, to", "ours on"]
-    show.table(rows, columns, align="lrrrl")
+    table = Table.of(rows, columns, align="lrrrl")
+    if fold:
+        measured = sum(row[1] for row in rows)
+        show.folded(table, f"{name}: " + (f"{measured} rows compared" if measured else lm.NOT_YET))
+    else:
+        display(table)
     show.folded(counterparts.beside(name), "every figure, theirs beside ours")
     return {row[0]: float(row[2]) for row in rows if row[1]}
 
@@ -1091,11 +1184,24 @@ def summary(name, there, kind_of=lambda label: re.sub(SHAPE_OF, "", label)):
 
 # %%
 means = summary("mma_stages_ada", "an Ada GPU")
+times = {}  # by shape and kernel: theirs, ours
+for theirs, ours in counterparts.counterparts("mma_stages_ada"):
+    if ours and isinstance(ours.value, float):
+        times[tuple(theirs.label.split())] = theirs.value, ours.value
+kernels = "flash_official", "naive_unfused"
+shapes = {shape for shape, _ in times if all((shape, kernel) in times for kernel in kernels)}
+for i, where in enumerate(("there", "here")):
+    slow = sum(times[shape, "flash_official"][i] > times[shape, "naive_unfused"][i] for shape in shapes)
+    print(f"{where}: FlashAttention-2 slower than unfused in {slow} of {len(shapes)} shapes")
+
+# %% [markdown]
+# What is to be seen: at the smallest shapes the fused kernel is slower than the unfused one there, and faster here. Their fused times hardly grow with the work there: at N = 1024 and
+# D = 64 0.114 ms for one head, 0.139 ms for eight. That looks like the cost of a launch; nothing here isolates it.
 
 # %% [markdown]
 # ### FlashAttention-1 in float32, FlashAttention-2 in fp16: `fa1_f32_fa2_mma_ada`
 #
-# Two hand-written kernels, each beside unfused PyTorch in the same precision. Look at the first two rows: their float32 kernel was much slower than PyTorch on their own machine. Phase 6 says why such
+# Two hand-written kernels, each beside unfused PyTorch in the same precision. The line below the table has the evidence: on their own machine their float32 kernel was much slower than PyTorch. Phase 6 says why such
 # a loop order is slow.
 
 # %%
@@ -1107,30 +1213,46 @@ print(f"there: fa1_f32 takes {min(slower):.0f} to {max(slower):.0f} times as lon
 # %% [markdown]
 # ### One head, causal, over the length: `triton_vs_torch`
 #
-# Phase 5 found that its short rows time launches. Ours are kernels alone. So a large ratio here is mostly that. The other direction is more interesting: what is *slower* here, on a larger GPU?
+# Two things before you read it. Their *triton backward* is no Triton: only their forward pass is, the backward pass is compiled PyTorch (phase 5). And its short rows time launches, while ours are
+# kernels alone. So at short lengths a large ratio is mostly launches. At the largest length it is not.
 
 # %%
 means = summary("triton_vs_torch", "a machine without a name")
-print("slower here:", [kind for kind, mean in means.items() if mean < 1] or "nothing")
+pairs = [(theirs, ours) for theirs, ours in counterparts.counterparts("triton_vs_torch") if ours]
+told = [(theirs.label, theirs.value / ours.value) for theirs, ours in pairs
+        if all(isinstance(value, (int, float)) for value in (theirs.value, ours.value))]
+long = [ratio for label, ratio in told if re.match("N 32768 .*bf16 triton backward", label)]
+if long:
+    print(f"bf16 triton backward at N = 32768: {math.exp(statistics.mean(map(math.log, long))):.0f}")
+for kind in means:
+    ratios = [ratio for label, ratio in told if label.endswith(" " + kind)]
+    below = sum(ratio < 1 for ratio in ratios)
+    if below:
+        print(f"slower here, {kind}: {below} of {len(ratios)} rows, down to {min(ratios):.2f}")
+print(f"slower here, in all: {sum(ratio < 1 for _, ratio in told)} of {len(told)} rows")
 
 # %% [markdown]
-# If float32 Triton kernels stand there, it is ours that lose. How a kernel multiplies float32 is a choice: exactly, as three products in TF32, or as one, which is fast and loses digits. Which one theirs takes,
-# the table does not say. One short head also gives a large GPU little to do. Neither reason has been isolated.
+# The more interesting direction is the last one: what is *slower* here, on a larger GPU? A mean above 1 can hide such rows, so they are counted.
+#
+# A row that is slower here may have two reasons. In float32, how a kernel multiplies is a choice: exactly, as three products in TF32, or as one, which is fast and loses digits.
+# Which one theirs takes, the table does not say. And one short head gives a large GPU little to do. Neither reason has been isolated.
 
 # %% [markdown]
 # ### Eager attention alone: `attention_memory`
+#
+# Section 11 explained its memory by a formula. Its figures, and ours where they are measured, are in the folds.
 
 # %%
-means = summary("attention_memory", "a machine without a name")
+means = summary("attention_memory", "a machine without a name", fold=True)
 
 # %% [markdown]
 # ### Models and the layer: `lm_forward_backward`, `gqa_layer_profile`
 #
-# The first does not tell its batch, length and vocabulary, so its ratios compare nothing but the order of magnitude. The second is the profile of section 2.
+# The first does not tell its batch, length and vocabulary, so its ratios compare nothing but the order of magnitude. The second is the profile of section 2. Both are in folds.
 
 # %%
-means = summary("lm_forward_backward", "a machine without a name")
-means = summary("gqa_layer_profile", "an Ampere GPU", kind_of=lambda label: label.partition(" ")[0])
+means = summary("lm_forward_backward", "a machine without a name", fold=True)
+means = summary("gqa_layer_profile", "an Ampere GPU", lambda label: label.partition(" ")[0], fold=True)
 
 # %% [markdown]
 # ## 13 · The roofline of the whole course
@@ -1148,6 +1270,8 @@ for gpu, found in roofs.items():
     print(f"{gpu}: memory {found.memory:.2f} TB/s; TFLOP/s: {said}; {len(points[gpu])} kernels")
 
 # %% [markdown]
+# `mma.sync` and `wgmma` are two ways into the tensor cores: the first is an instruction of one warp, the second, since Hopper, of four warps at once.
+#
 # Which ceiling counts for a kernel? That of the unit that multiplies for it, or the memory's slope, if that is lower. Triton emits `wgmma` on Hopper, so its kernels have the higher roof; for `wgmma` only the
 # datasheet's value is known here.
 
@@ -1173,8 +1297,8 @@ for gpu, found in roofs.items():
 # %% [markdown]
 # *Both axes are logarithmic. Fused kernels of one shape stand above each other, because they have to move the same bytes. Naive attention stands far to the left, under the slope.*
 #
-# The climb from `p7_naive` to `p9_flash` is at one intensity: nothing about the traffic with memory changed, only how the chip inside is used. A roofline cannot see that. Its two numbers say how far there is to go, and
-# not why.
+# The climb from `p7_naive` to `p9_flash` is at one intensity, because x is the bytes that *have to* move. What each kernel really moves is not in this picture. It shows how far each is from its roof, and not
+# why.
 
 # %%
 for gpu, found in roofs.items():
@@ -1208,12 +1332,12 @@ for gpu in roofs:
 # %% [markdown]
 # ## Summary, and what is left to explore
 #
-# - In a profile add up *self*. Operations and kernels are the same time under two names.
+# - In a profile add up *self*, over the kernels only.
 # - The same GB/s in every line means memory. Then only bytes that do not move help.
-# - When the slowest part is gone, the next one is on top. RoPE was 3 % and became 24 %.
+# - When the slowest part is gone, the next one is on top. RoPE was about 3 % and became 24 %.
 # - A speedup has a denominator. Name it, and show the best peer beside it.
 # - Time without the first calls, with waiting, one part at a time.
-# - Training memory is a formula, to the byte. Only P grows with $N^2$.
+# - Training memory is a formula, to the byte. P grows with $N^2$, and so does a much smaller mask.
 # - A loss that falls proves nothing. Measure the noise first.
 
 # %% [markdown]

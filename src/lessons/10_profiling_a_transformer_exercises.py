@@ -65,7 +65,7 @@ print(seen.key_averages().table(sort_by="self_cpu_time_total", row_limit=8, max_
 
 # %% tags=["exercise"]
 def bottleneck(rows, parts):
-    """Return (part, share, calls). rows: a list, as profile.key_averages() gives it; parts: {operation: part}."""
+    """Return (part, share, calls). rows: as profile.key_averages() gives; parts: {operation: part}."""
     # BEGIN SOLUTION
     times, calls = {}, {}
     for row in rows:
@@ -195,7 +195,7 @@ def milliseconds(run, gpu, warmup=5, rounds=20):
     for _ in range(rounds):
         start = gpu.clock()
         run()
-        gpu.synchronize()  # repaired: a launch comes back at once, so the clock is read when the work has ended
+        gpu.synchronize()  # repaired: a launch comes back at once, so wait for the work before reading
         samples.append(gpu.clock() - start)
     return statistics.median(samples)
 # END SOLUTION
@@ -281,8 +281,10 @@ def turn_kernel(
     angle = (rows[:, None] + offset) * HALF + pairs[None, :]
     cos = tl.load(COS_ptr + angle, mask=inside, other=0.0)
     sin = tl.load(SIN_ptr + angle, mask=inside, other=0.0)
-    x_ptrs = X_ptr + batch * stride_xb + head * stride_xh + rows[:, None] * stride_xm + pairs[None, :] * stride_xd
-    y_ptrs = Y_ptr + batch * stride_yb + head * stride_yh + rows[:, None] * stride_ym + pairs[None, :] * stride_yd
+    x_ptrs = X_ptr + batch * stride_xb + head * stride_xh
+    x_ptrs += rows[:, None] * stride_xm + pairs[None, :] * stride_xd
+    y_ptrs = Y_ptr + batch * stride_yb + head * stride_yh
+    y_ptrs += rows[:, None] * stride_ym + pairs[None, :] * stride_yd
     x1 = tl.load(x_ptrs, mask=inside, other=0.0).to(tl.float32)
     x2 = tl.load(x_ptrs + HALF * stride_xd, mask=inside, other=0.0).to(tl.float32)
     tl.store(y_ptrs, (x1 * cos - x2 * sin).to(Y_ptr.dtype.element_ty), mask=inside)
@@ -341,7 +343,7 @@ check("10.7", choose_tile)
 
 # %%
 def slow_attention(q, k, v):
-    """Causal attention with rotary embedding. q: [batch, heads, N, D]; k, v: [batch, kv_heads, N, D]; o like q."""
+    """Causal attention with rotary embedding. q, o: [batch, heads, N, D]; k, v: [batch, kv_heads, N, D]."""
     N, D = q.shape[2:]
     frequency = 10000.0 ** (-torch.arange(0, D, 2, device=q.device) / D)
     angle = torch.arange(N, device=q.device)[:, None] * frequency
