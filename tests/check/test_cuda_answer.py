@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from flashlab.check import CheckFailed, cuda_answer
-from flashlab.check.cuda_answer import Answer, Source, does_not_compile, failure, text_of
+from flashlab.check.cuda_answer import Answer, Source, does_not_compile, failure, source_of, text_of
 from flashlab.check.running import heeding_warnings
 from flashlab.cuda.errors import compile_error
 from flashlab.kernels import step
@@ -122,3 +122,32 @@ extern "C" int run(float* y, int n, void* stream) {{
         Answer(text, "fill").run(torch.zeros(32), 32, case="one warp", check=False)
     assert len(warnings) == bool(warned)
     assert not warned or (warnings[0].startswith(warned) and "uninitialized" in warnings[0])
+
+
+def test_locals_without_a_value_are_filled_with_nan():
+    text = """struct State { float m; };
+__global__ void kernel(float* y) {
+    __shared__ float tile[4];
+    float acc[2][4], m = f(1, 2), l;  // float said;
+    for (int i = 0; i < 4; i++) { float4 v; v = zero; }
+    float one = 1, two[] = {1, 2};
+}
+"""
+    filled = cuda_answer.with_nan(text)
+    assert filled.count("\n") == text.count("\n")
+    assert filled.splitlines()[3] == (
+        "    float acc[2][4], m = f(1, 2), l; flashlab_unset(acc); flashlab_unset(l);  // float said;"
+    )
+    assert "{ float4 v; flashlab_unset(v); v = zero; }" in filled
+    assert filled.count("flashlab_unset(") == 1 + 3, "not a member, what is shared, or what has a value"
+    assert cuda_answer.with_nan("int x;") == "int x;"
+
+
+@pytest.mark.parametrize("name", ["p6_2_loop_order", "p7_naive"])
+def test_what_a_kernel_reads_before_it_is_set_is_found(name):
+    text, dtype = source_of(step(name)).text, torch.float32 if name.startswith("p6") else torch.float16
+    cuda_answer.expect_set(Source(text, name, 1, 10), dtype=dtype)
+    unset = text.replace("acc[c] = make_float4(0, 0, 0, 0);", "").replace("acc[O_TILES][4] = {};", "acc[O_TILES][4];")
+    assert unset != text
+    error = failed(cuda_answer.expect_set, Source(unset, name, 1, 10), dtype=dtype)
+    assert error.diagnosis == "uninitialised-local" and "o is NaN at [0, 0, 0, 0]" in str(error)

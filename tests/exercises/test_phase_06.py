@@ -423,6 +423,8 @@ def edited(*replacements, source=STEP2):
     [
         (without_barriers(STEP2), "race"),
         (edited(("acc[c] = scaled(correction, acc[c]);", "")), "o-not-rescaled"),
+        (edited(("acc[c] = make_float4(0, 0, 0, 0);", "")), "uninitialised-local"),
+        (edited((", o[d] = 0;", ";"), source=ONE_WARP), "uninitialised-local"),
         (edited(("l_i = l_i * correction + l_tile", "l_i = l_i + l_tile")), "l-not-rescaled"),
         (edited(("row < rows ? *from : make_float4(0, 0, 0, 0)", "*from")), "global-out-of-bounds"),
         (edited(("    if (m_start + row >= p.seq_q) return;\n", "")), "global-out-of-bounds"),

@@ -294,6 +294,7 @@ PAGE = {
     "no barrier before K and V are read": ("race", (READY, "")),
     "no barrier before they are overwritten": ("race", (DONE, "")),
     "O is not rescaled": ("o-not-rescaled", ("o[n][2 * r] *= correction, o[n][2 * r + 1] *= correction", "(void)n")),
+    "o is never set": ("uninitialised-local", ("float o[HEAD_DIM / 8][4] = {}, m", "float o[HEAD_DIM / 8][4], m")),
     "l is not rescaled": ("l-not-rescaled", ("m[r] = x, l[r] *= correction;", "m[r] = x;")),
     "the tail is not masked": ("tail-not-masked", (": p.seq_k - 1;", ": 1 << 30;")),
     "V without trans": ("v-not-transposed", ("ldmatrix_x2_trans(b", "ldmatrix_x2(b")),

@@ -250,6 +250,79 @@ def built(
     return module
 
 
+# ---- what nobody has set ---------------------------------------------------------------------------------------------
+_DECLARED = re.compile(r"(?:^|(?<=[;{}]))[ \t]*(?:T|float[234]?|half2?|__half2?|__nv_bfloat162?)\s+(\w[^;]*);", re.M)
+_FILL = (
+    "template <class T> inline void flashlab_unset(T& x) { for (unsigned i = 0; i + 2 <= sizeof(T); i += 2) "
+    "((unsigned short*)&x)[i / 2] = 0x7fc0; } "
+)
+
+
+def with_nan(text: str) -> str:
+    """CUDA text with NaN in every local variable that is declared without a value; lines keep their numbers.
+
+    Not in members of a struct.
+    """
+    code = blank_comments(text)
+    members = [
+        range(m.end(), _closing(code, m.end())) for m in re.finditer(r"\b(?:struct|union|class)\b[^;{}()]*{", code)
+    ]
+    found = []
+    for m in _DECLARED.finditer(code):
+        local = code[: m.start(1)].count("{") > code[: m.start(1)].count("}")
+        if local and not any(m.start(1) in body for body in members):
+            found.append((m.end(), "".join(f" flashlab_unset({name});" for name in _without_value(m[1]))))
+    for at, fill in reversed(found):
+        text = text[:at] + fill + text[at:]
+    return _FILL + text if found else text
+
+
+def _without_value(declared: str) -> list[str]:
+    """The names in "a[4], b = f(1, 2), c" that get no value: a and c."""
+    before = ""
+    while before != declared:  # what is in brackets has commas of its own
+        before, declared = declared, re.sub(r"\([^()]*\)|\[[^\[\]]*\]|\{[^{}]*\}", "", declared)
+    return [name for part in declared.split(",") if re.fullmatch(r"\w+", name := part.strip())]
+
+
+def _closing(code: str, at: int) -> int:
+    """Where the brace closes that was opened before `at`."""
+    depth = 1
+    for brace in re.finditer(r"[{}]", code[at:]):
+        depth += 1 if brace[0] == "{" else -1
+        if not depth:
+            return at + brace.start()
+    return len(code)
+
+
+def expect_set(whole: Source, *, head_dim: int = 64, dtype: torch.dtype = torch.float16) -> None:
+    """Raises CheckFailed where a result depends on what was in a local variable before the kernel began.
+
+    Of a kernel that is right. g++ fills what is not set with a finite number, and a finite number times a correction
+    of 0 is 0; on a GPU a register may hold NaN.
+    """
+    __tracebackhide__ = True
+    filled = with_nan(whole.text)
+    if filled == whole.text:
+        return
+    try:
+        module = built(replace(whole, text=filled), check=False, head_dim=head_dim, dtype=dtype)
+    except CheckFailed:  # a declaration that was not understood
+        return
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, 200, head_dim, generator=generator).to(dtype) for _ in range(3))
+    o, lse = module.forward(q, k, v, causal=True, echo=False)
+    for name, x in (("o", o), ("lse", lse)):
+        at = x.isnan().nonzero()[:1].flatten().tolist()
+        expect(
+            not at,
+            f"right in the emulator, but a local variable is read before it is set: with NaN in all that are declared "
+            f"without a value, {name} is NaN at {at}. On a GPU a register may hold anything",
+            diagnosis="uninitialised-local",
+            case=f"{str(dtype).removeprefix('torch.')}, seq_q=200, seq_k=200, causal",
+        )
+
+
 # Of a right kernel too. What is left is worth a look: a variable that is used before it is set, a missing return.
 _NOISE = ("sign-compare", "unused", "comment", "unknown-pragmas", "reorder", "attributes", "misleading-indentation")
 

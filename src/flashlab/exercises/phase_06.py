@@ -21,6 +21,7 @@ from flashlab.check.cuda_answer import (
     Verdict,
     built,
     examine,
+    expect_set,
     expect_stream,
     probe,
     ran,
@@ -699,6 +700,7 @@ def _(flash_attention: str) -> str:
     whole = whole_kernel(flash_attention, "flash_attention")
     expect_stored(whole, dtype=torch.float32)
     verdict = _examined(whole, lines_only=False)
+    expect_set(whole, dtype=torch.float32)
     module = built(whole, check=True, head_dim=64, dtype=torch.float32)
     served = _expect_shared(probe(module, whole, _SHARED_PROBE, dtype=torch.float32).counters)
     expect_stream(whole)

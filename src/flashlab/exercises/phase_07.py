@@ -16,7 +16,18 @@ import torch
 
 from flashlab.attention import reference
 from flashlab.check import CheckFailed, expect, expect_close, pattern, running
-from flashlab.check.cuda_answer import PROBES, Answer, Source, built, examine, ran, region, replaced, text_of
+from flashlab.check.cuda_answer import (
+    PROBES,
+    Answer,
+    Source,
+    built,
+    examine,
+    expect_set,
+    ran,
+    region,
+    replaced,
+    text_of,
+)
 from flashlab.check.mistakes.weights import counted
 from flashlab.check.stored import expect_stored, expect_written, marked
 from flashlab.cuda import load_inline
@@ -879,6 +890,7 @@ def _(kernel: str) -> str:
     )
     expect_stored(whole)
     cases = examine(whole).cases
+    expect_set(whole)
 
     def large(dtype: torch.dtype = torch.bfloat16) -> int:
         __tracebackhide__ = True
