@@ -140,7 +140,10 @@ def test_only_work_counts(what):
     if what == "sleeps":
         children = [subprocess.Popen(["sleep", "60"])]
     else:
-        children = [subprocess.Popen(spin, preexec_fn=starve), *(subprocess.Popen(spin, preexec_fn=share) for _ in "12")]
+        children = [
+            subprocess.Popen(spin, preexec_fn=starve),
+            *(subprocess.Popen(spin, preexec_fn=share) for _ in "12"),
+        ]
     try:
         time.sleep(0.5)  # until they have begun
         work, begin = process._Work(children[0].pid), time.monotonic()

@@ -107,7 +107,7 @@ class _Work:
         passed, self._last = now - self._last, now
         if awake:
             busiest = max(n - self._ticks.get(thread, 0) for thread, n in ticks.items())
-            passed = min(passed, busiest * self._tick)
+            passed = min(passed, max(busiest * self._tick, passed / 4))
         self._ticks = ticks
         self._seconds += passed
         return self._seconds
