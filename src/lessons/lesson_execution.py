@@ -49,9 +49,9 @@ def execution_digest(notebook: nbformat.NotebookNode, lesson: Lesson, root: Path
 def imported_files(sources: list[str], phase: int, root: Path) -> list[Path]:
     """The files of flashlab that these cells import, directly or not, found without importing anything.
 
-    An import inside of a function counts as any other: what a checker imports late, it says in a lesson's output. With a
-    package come the files below it that are no modules: data and CUDA sources. flashlab.exercises finds its phases by
-    itself: the phase of this lesson counts. And what flashlab gives by its __getattr__ counts where it is asked for.
+    An import inside of a function counts as any other: what a checker imports late, it says in a lesson's output. With
+    a package come the files below it that are no modules: data and CUDA sources. flashlab.exercises finds its phases
+    by itself: the phase of this lesson counts. What flashlab gives by its __getattr__ counts where it is asked for.
     """
     package = root / "src" / "flashlab"
     found: set[Path] = set()

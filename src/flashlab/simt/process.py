@@ -79,8 +79,9 @@ class Gone(Exception):
 class _Work:
     """How long a process has been at work: the time that others keep the processors from it does not count.
 
-    A machine that is busy with other things makes a right kernel slow; it shall not make it fail. So of the time between
-    two looks counts what the thread of the process that was busiest has computed; and all of it, where they all sleep.
+    A machine that is busy with other things makes a right kernel slow; it shall not make it fail. So of the time
+    between two looks counts what the busiest thread of the process has computed; and all of it, where they all sleep.
+    But a quarter counts in any case: where there are more threads than processors, they keep each other waiting.
     """
 
     def __init__(self, pid: int):
