@@ -262,7 +262,7 @@ class Process:
         self._lost = 0
         begin = time.monotonic()
         frames: dict[str, bytes] = {}
-        cancelled, interrupt, returned = 0, None, False
+        cancelled, interrupt, came_back = 0, None, False
         try:
             try:
                 work = _Work(self._popen.pid)
@@ -281,15 +281,15 @@ class Process:
             if cancelled:
                 self._wait_for_work(PATIENCE, {"ending", "refused"}, frames)
             # After the ending comes the report, unless the heap is so broken that it cannot be written.
-            returned = frames.get("ending", b"").startswith(b"returned\t")
-            self._wait_for_work(REPORT if returned else PATIENCE, {"end", "refused"}, frames)
+            came_back = frames.get("ending", b"").startswith(b"returned\t")
+            self._wait_for_work(REPORT if came_back else PATIENCE, {"end", "refused"}, frames)
             ending = None
         except Gone as gone:
             status = gone.args[0]
             ending = Ending("killed", -status if status is not None and status < 0 else 0, text=gone.args[1])
         except KeyboardInterrupt as error:  # a second one: no patience
             cancelled, interrupt, ending = 2, error, Ending("killed", int(signal.SIGKILL))
-        if "ending" in frames and ("end" in frames or not returned):
+        if "ending" in frames and ("end" in frames or not came_back):
             ending = _ending(frames["ending"])
         elif "refused" in frames:
             ending = Ending("refused", text=frames["refused"].decode())
