@@ -315,6 +315,7 @@ def test_counts_without_the_mask():
         ([("l * expf(m - base) + l_other", "l + l_other")], "own-not-rescaled"),
         ([("l_other * expf(m_other - base)", "l_other")], "other-not-rescaled"),
         ([("m = -INFINITY", "m = 0.f")], "m-starts-at-zero"),
+        ([("l = l * expf(m - m_new)", "if (value != m) l = l * expf(m - m_new)")], "equal-scores-left-out"),
     ],
 )
 def test_mistakes_of_the_merge(replacements, diagnosis):

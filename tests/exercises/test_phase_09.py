@@ -68,6 +68,11 @@ def test_text_is_wanted(id):
         ((" - base", " - m_i"), "masked-rows-nan"),
         (("weight * x.y", "x.y"), "split-not-weighted"),
         (("const float weight", "const int weight"), "split-not-added"),
+        (("l_i += weight;", "l_i += __half2float(__float2half(weight));"), "merge-in-low-precision"),
+        (
+            ("acc[i] += weight * x.x", "const float w = __half2float(__float2half(weight)); acc[i] += w * x.x"),
+            "merge-in-low-precision",
+        ),
         (
             ("acc[i] += weight * x.x, acc[i + 1] +=", "if (s == 0) acc[i] += weight * x.x, acc[i + 1] +="),
             "split-not-added",

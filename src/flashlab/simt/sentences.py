@@ -39,6 +39,7 @@ _CONFIGURATION = {
     "shared": "{0} bytes of dynamic shared memory a block; the limit is {1}",
     "shared-opt-in": "{0} bytes of dynamic shared memory a block: above {1} a kernel has to be "
     "allowed to, with cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)",
+    "bounds": "a block of {0} threads; the kernel's __launch_bounds__ promise at most {1}",
     "memory": "a block needs {0} threads, and the system has room for the stacks of {1} (vm.max_map_count, ulimit -v)",
     "os-threads": "the system has no thread left to run it",
 }

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 KERNEL = 'annotate("simt_kernel")'  # what `__global__` has become (language.h)
+_BOUNDS = r"__simt_bounds__\s*\((?:[^;{}()]|\((?:[^;{}()]|\([^;{}()]*\))*\))*\)"  # and `__launch_bounds__(...)`
 
 
 class SourceError(ValueError):
@@ -135,6 +136,7 @@ class Preprocessed:
                 edits.append((m.start(), m.end(), ""))
         edits += [(m.start(), m.end(), noinline) for m in re.finditer(r"(?<![(,\w])(?<![(,] )__noinline__\b", blanked)]
         edits += [(m.start(), m.end(), "noinline") for m in re.finditer(re.escape(KERNEL), self.learners)]
+        edits += _bounds(blanked)
         for match in re.finditer(r"<<\s*<", blanked):
             close = re.compile(r">>\s*>").search(blanked, match.end())
             if not close:
@@ -194,7 +196,7 @@ def _kernels(text: str, blanked: str) -> dict[str, _Kernel]:
     found: dict[str, _Kernel] = {}
     attribute = r"__attribute__\s*\(\([^;{}]*?\)\)"
     head = re.compile(
-        rf"(?:\s|\bvoid\b|\bstatic\b|\binline\b|\bextern\b|\"[^\"]*\"|{attribute})*(\w+)\s*(?:<[^;{{}}()]*>\s*)?\("
+        rf"(?:\s|\bvoid\b|\bstatic\b|\binline\b|\bextern\b|\"[^\"]*\"|{attribute}|{_BOUNDS})*(\w+)\s*(?:<[^;{{}}()]*>\s*)?\("
     )
     for m in re.finditer(re.escape(KERNEL) + r"[^;{}]*?\)\)", text):
         declarator = head.match(blanked, m.end())
@@ -219,6 +221,22 @@ def _kernels(text: str, blanked: str) -> dict[str, _Kernel]:
             after = blanked[_matching(blanked, m.end() - 1) :].lstrip()[:1]
             kernel.overloaded |= after == "{" and bool(before) and (before.isalnum() or before in "_*&>")
     return found
+
+
+def _bounds(blanked: str) -> list[tuple[int, int, str]]:
+    """Edits that make of a kernel's bounds the first statement of its body: there all of its names are known."""
+    edits = []
+    for m in re.finditer(_BOUNDS, blanked):
+        edits.append((m.start(), m.end(), "\n" * m[0].count("\n")))
+        declarator = re.compile(rf"(?:\s|\bvoid\b|{_BOUNDS})*\w+\s*(?:<[^;{{}}()]*>\s*)?(?=\()").match(blanked, m.end())
+        if declarator is None:
+            continue
+        end = _matching(blanked, declarator.end())
+        body = re.compile(r"\s*\{").match(blanked, end)
+        if body is not None:
+            given = " ".join(m[0].partition("(")[2].split())
+            edits.append((body.end(), body.end(), f" simt_bounds({given};"))
+    return edits
 
 
 def _null_pointers(blanked: str, at: int) -> list[tuple[int, int, str]]:

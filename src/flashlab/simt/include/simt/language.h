@@ -30,7 +30,7 @@
 #define __constant__
 #define __grid_constant__
 #define __managed__
-#define __launch_bounds__(...)
+#define __launch_bounds__(...) __simt_bounds__(__VA_ARGS__)  // flashlab.simt.source makes it simt_bounds(...)
 #define __align__(n) __attribute__((aligned(n)))
 #define __forceinline__ inline __attribute__((always_inline))
 #define SIMT_INLINE static inline __attribute__((always_inline))
@@ -100,6 +100,7 @@ constexpr int warpSize = 32;
 // ---- odds and ends ------------------------------------------------------------------------------
 extern "C" {
 long long clock64();  // cycles of the CPU: they order events, they measure nothing of a GPU
+void simt_bounds(long long threads, ...);  // the launch may have so many in a block
 void simt_fence();
 void simt_yield();    // let the other threads of the block run
 void simt_trap() __attribute__((noreturn));
