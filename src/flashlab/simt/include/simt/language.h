@@ -1,5 +1,10 @@
 // The CUDA dialect of C++, spelled for a host compiler: keywords, built-in variables, vector types.
 #pragma once
+// <math.h> without the special functions of C++17, which no GPU has: they are half of what a kernel's build reads.
+#if __has_include(<bits/c++config.h>)
+#include <bits/c++config.h>
+#undef _GLIBCXX_USE_STD_SPEC_FUNCS
+#endif
 #include <math.h>
 #include <stddef.h>
 #include <stdint.h>
