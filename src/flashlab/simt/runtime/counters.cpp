@@ -7,11 +7,13 @@ namespace simt {
 
 const char* const KIND_NAME[KINDS] = {"shared_load", "shared_store",  "global_load",   "global_store",
                                       "cp_async",    "shared_atomic", "global_atomic", "ldmatrix",
-                                      "stmatrix",    "mma_m16n8k16",  "mma_m16n8k8",   "shuffle",
+                                      "stmatrix",    "mma_m16n8k16",  "mma_m16n8k8",   "tma_load",
+                                      "tma_store",     "tma_reduce",    "bulk_load",     "bulk_store",
+                                      "mbarrier_wait", "mbarrier_arrive", "mbarrier_init", "shuffle",
                                       "vote",        "syncwarp",      "barrier"};
 
 // ---- sites --------------------------------------------------------------------------------------
-static inline size_t hash(uintptr_t pc, Kind kind) { return (pc * 16 + kind) * 0x9e3779b97f4a7c15ull >> 20; }
+static inline size_t hash(uintptr_t pc, Kind kind) { return (pc * 64 + kind) * 0x9e3779b97f4a7c15ull >> 20; }
 
 int Sites::find(uintptr_t pc, Kind kind) {
     for (size_t i = hash(pc, kind) & mask;; i = (i + 1) & mask) {

@@ -22,6 +22,14 @@ enum Kind : uint8_t {
     STMATRIX,
     MMA_M16N8K16,
     MMA_M16N8K8,
+    TMA_LOAD,
+    TMA_STORE,
+    TMA_REDUCE,
+    BULK_LOAD,
+    BULK_STORE,
+    MBARRIER_WAIT,
+    MBARRIER_ARRIVE,
+    MBARRIER_INIT,
     SHUFFLE,
     VOTE,
     SYNC_WARP,
@@ -35,6 +43,8 @@ enum Kind : uint8_t {
 //                                  shared memory is fetched twice; an H200's counters say so)
 //   mma                            executed by a warp, FLOPs; of those: with a cp.async of the block under way;
 //                                  groups of cp.async that the warp has under way, summed over its MMAs
+//   tma_*, bulk_*                  executed, bytes of shared memory (of a box, zeros included), bytes of global memory
+//   mbarrier_wait                  by a lane; of those: that found the phase under way, and had to wait
 //   the rest                       executed by a warp (barrier: by a block)
 constexpr int COUNTERS = 4;
 extern const char* const KIND_NAME[KINDS];
