@@ -23,8 +23,8 @@ class Counters(Counter):
     ``*_wavefronts``: passes through shared memory, and ``*_ideal``: those that would be left if no bank were
     asked for two words. ``*_sectors``: 32-byte pieces of global memory touched, and their ``*_ideal``: the
     fewest that hold those bytes.
-    ``*_bytes``: what the lanes asked for; of global memory unless the name says shared, ldmatrix or stmatrix. Of a TMA or
-    bulk copy: of shared memory, with the zeros for what lies outside; ``*_global_bytes``, of global memory.
+    ``*_bytes``: what the lanes asked for; of global memory unless the name says shared, ldmatrix or stmatrix. Of a TMA
+    or bulk copy: of shared memory, with the zeros for what lies outside; ``*_global_bytes``, of global memory.
     ``mma_flops``: multiplications and additions.
     ``mma_during_copies``: MMAs with a cp.async of the block issued and not waited for; ``mma_copy_groups``: groups of
     such copies of the warp itself, summed over its MMAs.

@@ -94,6 +94,7 @@ extern "C" void simt_named_barrier(int id, int threads, int wait) {
     b.expected = threads, b.kind = SIMT_BAR_COUNT;
     arrive(me, b);
     if (wait) b.waiting.push_back(me);
+    else me->warp->time++;  // what it does from here on is not released
     const bool last = b.arrived >= threads;
     if (!last && wait) {
         wait_for_others(me, IN_BARRIER);
