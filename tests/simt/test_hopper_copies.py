@@ -1,4 +1,4 @@
-"""mbarriers, TMA and bulk copies: kernels/hopper_copies.cu against numpy, and what is wrong in kernels/hopper_broken.cu."""
+"""mbarriers, TMA and bulk copies: kernels/hopper_copies.cu against numpy, and the mistakes of hopper_broken.cu."""
 
 from __future__ import annotations
 
