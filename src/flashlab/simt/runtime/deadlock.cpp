@@ -4,12 +4,15 @@
 #include "findings.h"
 #include "global_memory.h"
 #include "mbarrier.h"
+#include "warpgroup.h"
 
 namespace simt {
 
 static const char* waits_in(const Lane* lane) {
     if (lane->state == IN_BARRIER) return "__syncthreads";
     if (lane->state == IN_MBARRIER) return "mbarrier_wait";
+    if (lane->state == IN_WGMMA) return "wgmma_wait";
+    if (lane->state == IN_REGISTERS) return "setmaxnreg_inc";
     for (uint32_t left = lane->warp->slots_used; left; left &= left - 1) {
         const Slot& s = lane->warp->slots[__builtin_ctz(left)];
         if (s.arrived >> lane->lane & 1) return collective_name(s.op, s.param);
@@ -54,6 +57,8 @@ static std::string waits_for_phases(const Block& block) {
 }
 
 void file_deadlock(Block& block) {
+    if (block.worker->warpgroups->file_deadlock() || file_registers_deadlock(&block))
+        return stop_launch(&block, cudaErrorLaunchTimeout);
     Lane* stuck = nullptr;  // the first that waits, and the first that waits elsewhere
     Lane* other = nullptr;
     for (int t = block.threads - 1; t >= 0; t--)

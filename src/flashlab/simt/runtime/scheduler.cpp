@@ -15,9 +15,11 @@
 #include "mbarrier.h"
 #include "report.h"
 #include "shadow.h"
+#include "warpgroup.h"
 #include <algorithm>
 #include <link.h>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <stdio.h>
 #include <string>
@@ -170,6 +172,9 @@ static void prepare_block(Worker* worker, Launch* launch, uint64_t number) {
     for (const StaticArray& a : static_arrays) memset((void*)(window.low + a.offset), 0xff, a.bytes);
     memset((void*)window.dynamic, 0xff, launch->shared_bytes);
     worker->shadow->begin_block(launch->shared_bytes);
+    worker->warpgroups->begin_block();
+    begin_registers(&block);
+    block.events = number < settings.timeline ? worker->events : nullptr;
     worker->mbarriers->begin_block();
 }
 
@@ -227,7 +232,9 @@ static void run_block(Worker* worker, Launch* launch, uint64_t number) {
             if (!block.lane[t].stores.empty()) finish_stores(&block.lane[t]);
         worker->mbarriers->file_unwaited(&block);
     }
+    if (!block.ended && launch->stop >= number) worker->warpgroups->file_never_waited(), file_registers(&block);
     for (int i = 0; i < block.warps; i++) count_incomplete(&block.warp[i]);
+    if (block.events) record_events(number, *block.events), block.events->clear();
 }
 
 // ---- a worker -----------------------------------------------------------------------------------
@@ -255,11 +262,15 @@ static void* worker_main(void* argument) {
     Launch* launch = worker->launch;
     worker->window = find_window();
     SharedShadow shadow(worker->window, launch->kernel ? (uint64_t)launch->kernel - module_base : 0);
+    const auto warpgroups = std::make_unique<Warpgroups>(worker);  // too large for a stack
     std::string printed;
     Mbarriers mbarriers;
     worker->mbarriers = &mbarriers;
     worker->shadow = &shadow;
+    worker->warpgroups = warpgroups.get();
     worker->printed = &printed;
+    std::vector<Event> events;
+    worker->events = &events;
     worker->thread_idx = &threadIdx;
     blockDim = launch->block, gridDim = launch->grid;
     enter_worker(worker);

@@ -4,6 +4,7 @@
 #include "findings.h"
 #include "proxy.h"
 #include "values.h"
+#include "warpgroup.h"
 #include <sys/mman.h>
 #include <algorithm>
 
@@ -192,7 +193,8 @@ bool SharedShadow::touch(Lane* lane, uint64_t address, int bytes, Access access,
         cell.fences = fences;
         if (!copies) cell.full |= mine;
     };
-    if (writes && !async_reads.empty() && being_read_between(address, address + bytes)) {
+    if (writes && watched && lane->block->worker->warpgroups->file_if_read(lane, address, bytes, how)) filed = true;
+    if (writes && !filed && !async_reads.empty() && being_read_between(address, address + bytes)) {
         file_overwritten(lane, address, bytes, how);
         filed = true;
     }
@@ -227,6 +229,40 @@ bool SharedShadow::touch(Lane* lane, uint64_t address, int bytes, Access access,
         after = cell;
     }
     return pending;
+}
+
+void SharedShadow::check_pieces(Warp* warp, const std::vector<uint32_t>& pieces, const char* how, uintptr_t pc) {
+    Block* block = warp->block;
+    Sites& sites = *block->worker->sites;
+    const Cell* last = nullptr;  // that was looked at
+    for (uint32_t piece : pieces) {
+        if (piece == ~0u) continue;  // out of bounds
+        for (uint32_t c = piece / 2; c < piece / 2 + 8; c++) {
+            const Cell& cell = cells[c];
+            if (last && !memcmp(&cell, last, sizeof cell)) continue;
+            last = &cell;
+            // A lane's own store comes before what its warp does.
+            const Stamp& w = cell.write;
+            const bool own = !cell.async && (int)w.thread / WARP == warp->index;
+            const Lane* lane = own ? &block->lane[w.thread] : warp->lanes;
+            const char* kind = cell.copying == MBARRIER      ? "mbarrier-touched"
+                               : cell.copying                ? "read-before-wait"
+                               : cell.full != 3              ? "uninitialised-shared"
+                               : !write_ordered(cell, lane)  ? cell.async ? "read-before-wait" : "race"
+                               : !cell.async && w.time && !visible_to_async(lane, w, cell.fences) ? "proxy-fence"
+                                                                                                  : nullptr;
+            if (!kind) continue;
+            Finding f{kind, how};
+            f.pc = pc;
+            f.value[0] = piece, f.value[1] = 16;
+            if (strcmp(kind, "uninitialised-shared")) {
+                f.other_pc = sites[w.site].pc, f.other_thread = (int)w.thread;
+                f.text = cell.copying == MBARRIER ? "mbarrier_init" : verb(sites, w, true);
+            }
+            simt::file(warp->lanes, f);
+            return;
+        }
+    }
 }
 
 }  // namespace simt
