@@ -68,7 +68,7 @@ public:
     bool touch(Lane* lane, uint64_t address, int bytes, Access access, int site, const char* how, Conflict* conflict);
     // The async proxy is about to read pieces of 16 bytes for a warp: files what is not there yet, or not for it.
     void check_pieces(Warp* warp, const std::vector<uint32_t>& pieces, const char* how, uintptr_t pc);
-    bool watched = false;  // a wgmma of this block has read shared memory, or is going to
+    bool watched = false;  // the async proxy has read shared memory in this block, or is going to
     void land(Lane* lane, uint64_t address, int bytes, int site);  // a cp.async that was checked when issued
     // A load of the async proxy, the same; who knows that clock at that time may read it.
     void land_bulk(uint64_t address, int bytes, int clock, uint32_t time);
@@ -83,12 +83,7 @@ public:
     void end_mbarrier(uint32_t address);
 
 private:
-    bool being_read_between(uint64_t begin, uint64_t end) const {
-        for (uint64_t chunk = begin / 16; chunk <= (end - 1) / 16; chunk++)
-            if (being_read[chunk]) return true;
-        return false;
-    }
-    void file_overwritten(Lane* lane, uint64_t address, int bytes, const char* how);
+    bool file_if_read(Lane* lane, uint64_t address, int bytes, const char* how);
     void file_out_of_bounds(Lane* lane, uint64_t address, int bytes, const char* how);
     SharedWindow window;
     Cell* cells;  // mapped, so that what is never touched costs nothing
