@@ -38,6 +38,7 @@ void SharedShadow::begin_block(size_t dynamic_bytes) {
     for (AsyncRead* r : async_reads) delete r;
     async_reads.clear();
     being_read.clear();
+    reading = false;
 }
 
 // Did what the stamp stands for happen before what `lane` does now?
@@ -115,7 +116,7 @@ AsyncRead* SharedShadow::begin_read(Lane* lane, AsyncRead read) {
         touch(lane, r.first, (int)r.second, PROXY_READ, read.site, read.how, nullptr);
         for (uint32_t chunk = r.first / 16; chunk < (r.first + r.second) / 16; chunk++) being_read[chunk]++;
     }
-    watched = true;
+    reading = true;
     async_reads.push_back(new AsyncRead(std::move(read)));
     return async_reads.back();
 }
@@ -130,14 +131,15 @@ void SharedShadow::end_read(AsyncRead* read, const Lane* by) {
         }
     }
     async_reads.erase(std::find(async_reads.begin(), async_reads.end(), read));
+    reading = !async_reads.empty();
     delete read;
 }
 bool SharedShadow::file_if_read(Lane* lane, uint64_t address, int bytes, const char* how) {
-    if (lane->block->worker->warpgroups->file_if_read(lane, address, bytes, how)) return true;
+    if (watched && lane->block->worker->warpgroups->file_if_read(lane, address, bytes, how)) return true;
     const uint64_t end = (address + bytes - 1) / 16;
     uint64_t chunk = address / 16;
-    while (!async_reads.empty() && chunk <= end && !being_read[chunk]) chunk++;
-    if (async_reads.empty() || chunk > end) return false;
+    while (reading && chunk <= end && !being_read[chunk]) chunk++;
+    if (!reading || chunk > end) return false;
     for (const AsyncRead* read : async_reads)
         for (auto& r : read->ranges)
             if (chunk * 16 >= r.first && chunk * 16 < r.first + r.second) {
@@ -198,7 +200,7 @@ bool SharedShadow::touch(Lane* lane, uint64_t address, int bytes, Access access,
         cell.fences = lane->fences;
         if (!copies) cell.full |= mine;
     };
-    if (writes && __builtin_expect(watched, 0)) filed = file_if_read(lane, address, bytes, how);
+    if (writes && __builtin_expect(watched | reading, 0)) filed = file_if_read(lane, address, bytes, how);
     Cell before, after;  // the cell to the left
     uint8_t whole = 0;   // it was touched as a whole
     for (uint64_t c = address / 2; c <= (address + bytes - 1) / 2; c++) {

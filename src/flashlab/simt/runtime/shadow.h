@@ -68,7 +68,7 @@ public:
     bool touch(Lane* lane, uint64_t address, int bytes, Access access, int site, const char* how, Conflict* conflict);
     // The async proxy is about to read pieces of 16 bytes for a warp: files what is not there yet, or not for it.
     void check_pieces(Warp* warp, const std::vector<uint32_t>& pieces, const char* how, uintptr_t pc);
-    bool watched = false;  // the async proxy has read shared memory in this block, or is going to
+    bool watched = false;  // a wgmma of this block has read shared memory, or is going to
     void land(Lane* lane, uint64_t address, int bytes, int site);  // a cp.async that was checked when issued
     // A load of the async proxy, the same; who knows that clock at that time may read it.
     void land_bulk(uint64_t address, int bytes, int clock, uint32_t time);
@@ -88,7 +88,8 @@ private:
     SharedWindow window;
     Cell* cells;  // mapped, so that what is never touched costs nothing
     size_t count;
-    std::vector<AsyncRead*> async_reads;  // under way
+    bool reading = false;                 // there is one under way:
+    std::vector<AsyncRead*> async_reads;
     std::vector<uint16_t> being_read;     // by how many of them, every 16 bytes
     uint64_t dynamic, dynamic_end;  // shared addresses
     std::vector<uint16_t>
