@@ -41,7 +41,7 @@ def k_major(swizzle: int, leading: int, stride: int) -> Callable[[int, int], int
 
 
 def mn_major(swizzle: int, leading: int, stride: int) -> Callable[[int, int], int]:
-    """((T, W, m), (8, 2)) : ((1, T, LBO), (W T, SBO)); without a swizzle ((T, 1, m), (8, 2)) : ((1, T, SBO), (T, LBO))."""
+    """((T, W, m), (8, 2)) : ((1, T, LBO), (W T, SBO)), and ((1, T, SBO), (T, LBO)) without a swizzle."""
     w = WIDTH[swizzle]
     far, deep = (leading, stride) if swizzle else (stride, leading)
     rows, ks = ((T, w, 32), (1, T, far // 2)), ((8, 2), (w * T, deep // 2))
@@ -49,7 +49,7 @@ def mn_major(swizzle: int, leading: int, stride: int) -> Callable[[int, int], in
 
 
 def swizzled(address: int, swizzle: int, base: int = 0) -> int:
-    """Swizzle<B, 4, 3> of a byte address: bits 4 to 4 + B - 1 ^= bits 7 to 7 + B - 1, counted from the pattern's start."""
+    """Swizzle<B, 4, 3> of a byte address: B bits from bit 4 on ^= B bits from bit 7 on, from the pattern's start."""
     bits = WIDTH[swizzle].bit_length() - 1
     line = (address // 128 - base) % 8
     piece = address // 16 % 8
