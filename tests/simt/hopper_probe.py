@@ -6,7 +6,7 @@ It prints what differs, and writes a checksum of each answer of the GPU, and the
 differs. data/hopper_probe_h200.json is what it wrote on an H200; test_hopper_probe.py compares the emulator with it.
 
 The cases are those of the emulator's own tests: descriptors that kernels use, and some that make no sense (wrong
-strides, a base offset, a start inside the pattern); boxes of every rank, type and swizzle, at the edges of their tensors.
+strides, a base offset, a start inside the pattern); boxes of every rank, type and swizzle, at the edges of tensors.
 """
 
 from __future__ import annotations
