@@ -33,7 +33,7 @@
 #define __device__
 #define __host__
 #define __constant__
-#define __grid_constant__
+#define __grid_constant__ __attribute__((annotate("simt_grid_constant")))  // flashlab.simt.source looks for it
 #define __managed__
 #define __launch_bounds__(...) __simt_bounds__(__VA_ARGS__)  // flashlab.simt.source makes it simt_bounds(...)
 #define __align__(n) __attribute__((aligned(n)))
