@@ -46,8 +46,9 @@ __device__ __forceinline__ void load_tile(uint32_t tile_smem, const CUtensorMap&
 // region: shared memory
 template <bool CAUSAL>
 __global__ void __launch_bounds__(THREADS, 2)
-flash_forward(const Problem p, const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap k_map,
-              const __grid_constant__ CUtensorMap v_map) {     // New: what TMA has to know of a tensor
+flash_forward(const Problem p,                                 // New: and what TMA has to know of each tensor
+              const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap k_map,
+              const __grid_constant__ CUtensorMap v_map) {
     extern __shared__ __align__(1024) char shared[];
     const uint32_t q_smem = smem_u32(shared);                  // [BLOCK_M, HEAD_DIM]
     const uint32_t k_smem = q_smem + Q_BYTES;                  // [STAGES, BLOCK_N, HEAD_DIM]

@@ -2,8 +2,8 @@
 //
 // O = softmax(scale * Q K^T) V, fp16 or bf16 in and out, fp32 accumulators and statistics. A block owns 64 query rows
 // and walks their keys backwards, 64 at a time; a warp owns 16 of the rows and all their keys. O += P V is computed by
-// wgmma too. Its first operand may come from registers: the accumulators of S, rounded, are P as it wants it. The second
-// one is V, whose keys lie in different rows: wgmma reads it in that order (MN-major), and nothing is transposed.
+// wgmma too. Its first operand may come from registers: the accumulators of S, rounded, are P as it wants it. Its other
+// operand is V, whose keys lie in different rows: wgmma reads it in that order (MN-major), and nothing is transposed.
 //
 // Compile with -DHEAD_DIM=64 or 128, and -DELEMENT=__half or __nv_bfloat16.
 
@@ -60,8 +60,9 @@ __device__ __forceinline__ void load_tile(uint32_t tile_smem, const CUtensorMap&
 // region: shared memory
 template <bool CAUSAL>
 __global__ void __launch_bounds__(THREADS, 2)
-flash_forward(const Problem p, const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap k_map,
-              const __grid_constant__ CUtensorMap v_map) {     // what TMA has to know of a tensor
+flash_forward(const Problem p,                                 // and what TMA has to know of each tensor
+              const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap k_map,
+              const __grid_constant__ CUtensorMap v_map) {
     extern __shared__ __align__(1024) char shared[];
     const uint32_t q_smem = smem_u32(shared);                  // [BLOCK_M, HEAD_DIM]
     const uint32_t k_smem = q_smem + Q_BYTES;                  // [STAGES, BLOCK_N, HEAD_DIM]

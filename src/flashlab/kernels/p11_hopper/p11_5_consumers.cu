@@ -64,8 +64,9 @@ __device__ __forceinline__ void load_tile(uint32_t tile_smem, const CUtensorMap&
 // region: shared memory
 template <bool CAUSAL>
 __global__ void __launch_bounds__(THREADS, 1)
-flash_forward(const Problem p, const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap k_map,
-              const __grid_constant__ CUtensorMap v_map) {     // what TMA has to know of a tensor
+flash_forward(const Problem p,                                 // and what TMA has to know of each tensor
+              const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap k_map,
+              const __grid_constant__ CUtensorMap v_map) {
     extern __shared__ __align__(1024) char shared[];
     const uint32_t q_smem = smem_u32(shared);                  // [BLOCK_M, HEAD_DIM]
     const uint32_t k_smem = q_smem + Q_BYTES;                  // [STAGES, BLOCK_N, HEAD_DIM]
@@ -107,8 +108,8 @@ flash_forward(const Problem p, const __grid_constant__ CUtensorMap q_map, const 
         setmaxnreg_dec<PRODUCER_REGISTERS>();
         if (warp == WARPS && elect_one()) {
             load_tile<BLOCK_M>(q_smem, q_map, full_q, m_start, head, batch);
-            for (int j = end - 1; j >= 0; j--) {
-                const int use = (end - 1 - j) / STAGES, stage = (end - 1 - j) % STAGES, phase = use & 1;
+            for (int j = end - 1, nth = 0; j >= 0; j--, nth++) {
+                const int stage = nth % STAGES, phase = nth / STAGES & 1;
                 // Tile j + STAGES has left the stage: a new barrier passes this at once
                 mbarrier_wait(empty_k + 8 * stage, phase ^ 1);
                 load_tile<BLOCK_N>(k_smem + stage * KV_BYTES, k_map, full_k + 8 * stage, j * BLOCK_N, kv_head, batch);
@@ -138,11 +139,11 @@ flash_forward(const Problem p, const __grid_constant__ CUtensorMap q_map, const 
     // endregion
 
     // region: main loop
+    int nth = 0;                                               // tiles so far
     auto tile = [&](int j, auto is_masked) {                   // the body of the loop, compiled twice
         constexpr bool MASKED = decltype(is_masked)::value;
         // region: load K and V
-        // Each use of a stage is one phase of its barriers: 0, 1, 0, 1 ...
-        const int use = (end - 1 - j) / STAGES, stage = (end - 1 - j) % STAGES, phase = use & 1;
+        const int stage = nth % STAGES, phase = nth / STAGES & 1;  // each use of a stage is a phase
         mbarrier_wait(full_k + 8 * stage, phase);              // all of K_j is here, for every thread that waits
         // endregion
 
@@ -227,6 +228,7 @@ flash_forward(const Problem p, const __grid_constant__ CUtensorMap q_map, const 
         if (first_thread) mbarrier_arrive(empty_v + 8 * stage);            // New
         // endregion
         // endregion
+        nth++;
     };
     int j = end - 1;
     for (; j >= full; j--) tile(j, std::true_type{});          // the masked tiles
