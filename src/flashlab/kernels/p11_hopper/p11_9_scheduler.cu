@@ -1,9 +1,10 @@
 // Phase 11, step 9: whoever is free takes the next part.
 //
 // O = softmax(scale * Q K^T) V, fp16 or bf16 in and out, fp32 accumulators and statistics. The work falls into parts:
-// 64 query rows of one head for each of a block's two or three consumers. Causal parts have unequal numbers of keys, and
-// equal ones do not take equally long: so blocks do not divide the parts beforehand. A counter in global memory says
-// which is next. The producer asks it, long before the answer is needed, and tells the consumers through shared memory.
+// 64 query rows of one head for each of a block's two or three consumers. Causal parts have unequal numbers of keys,
+// and equal ones do not take equally long: so blocks do not divide the parts beforehand. A counter in global memory
+// says which is next. The producer asks it, long before it needs the answer, and tells the consumers through shared
+// memory.
 //
 // Compile with -DHEAD_DIM=64 or 128, and -DELEMENT=__half or __nv_bfloat16, -DPING_PONG=1 or 0, -DDYNAMIC=1 or 0.
 
@@ -102,7 +103,8 @@ flash_forward(const Problem p, int heads_together,             // and what TMA h
     // region: barriers
     if (threadIdx.x == 0) {                                    // a full one waits for one arrival, and for bytes
         for (int i = 0; i < BARRIERS; i++) mbarrier_init(full_q + 8 * i, full_q + 8 * i < empty_k ? 1 : CONSUMERS);
-        for (int i = 0; i < 2; i++) mbarrier_init(full_part + 8 * i, 1), mbarrier_init(empty_part + 8 * i, WARPS * WARP_SIZE);
+        for (int i = 0; i < 2; i++)                            // New: every thread of the consumers reads the number
+            mbarrier_init(full_part + 8 * i, 1), mbarrier_init(empty_part + 8 * i, WARPS * WARP_SIZE);
         fence_mbarrier_init();                                 // or the copy engine might not see them yet
     }
     __syncthreads();                                           // the last one
