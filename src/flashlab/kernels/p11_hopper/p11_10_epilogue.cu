@@ -77,7 +77,7 @@ flash_forward(const Problem p, int heads_together,             // and what TMA h
     const uint32_t q_smem = smem_u32(shared);                  // [BLOCK_M, HEAD_DIM]
     const uint32_t k_smem = q_smem + Q_BYTES;                  // [STAGES, BLOCK_N, HEAD_DIM]
     const uint32_t v_smem = k_smem + STAGES * KV_BYTES;        // [STAGES, BLOCK_N, HEAD_DIM]
-    const uint32_t o_smem = v_smem + STAGES * KV_BYTES;        // New: [CONSUMERS, 64, HEAD_DIM]
+    const uint32_t o_smem = v_smem + STAGES * KV_BYTES;        // New: [BLOCK_M, HEAD_DIM]
     const uint32_t full_q = o_smem + Q_BYTES, full_k = full_q + 8, full_v = full_k + 8 * STAGES; // mbarriers
     const uint32_t empty_k = full_v + 8 * STAGES, empty_v = empty_k + 8 * STAGES;      // of every stage
     const uint32_t empty_q = empty_v + 8 * STAGES, full_part = empty_q + 8, empty_part = full_part + 16;
@@ -102,7 +102,7 @@ flash_forward(const Problem p, int heads_together,             // and what TMA h
 
     // region: barriers
     if (threadIdx.x == 0) {                                    // a full one waits for one arrival, and for bytes
-        for (int i = 0; i < BARRIERS; i++) mbarrier_init(full_q + 8 * i, full_q + 8 * i < empty_k ? 1 : CONSUMERS);
+        for (int i = 0; i < BARRIERS - 4; i++) mbarrier_init(full_q + 8 * i, full_q + 8 * i < empty_k ? 1 : CONSUMERS);
         for (int i = 0; i < 2; i++)                            // every thread of the consumers reads the number
             mbarrier_init(full_part + 8 * i, 1), mbarrier_init(empty_part + 8 * i, WARPS * WARP_SIZE);
         fence_mbarrier_init();                                 // or the copy engine might not see them yet
@@ -146,8 +146,7 @@ flash_forward(const Problem p, int heads_together,             // and what TMA h
     float acc[O_TILES * 4];                                    // O, not yet divided by l_i
     float m_i[ROWS_PER_LANE];                                  // the rows' maxima, of the raw scores
     float l_i[ROWS_PER_LANE];                                  // their sums, over this lane's columns
-    // New: the row of O that this lane gives to stmatrix, in the swizzled order that TMA will read
-    const uint32_t o_consumer = o_smem + consumer * 64 * HEAD_DIM * 2 + (warp % 4 * MMA_M + lane % 16) * SLAB_ROW;
+    const uint32_t o_lane = o_smem + (warp_row + lane % 16) * SLAB_ROW;    // New: the row that it gives to stmatrix
     const float scale_log2 = p.scale * LOG2E;                  // exp(x) is computed as exp2(x * log2(e))
     // endregion
 
@@ -313,14 +312,14 @@ flash_forward(const Problem p, int heads_together,             // and what TMA h
             for (int i = 0; i < 4; i++)
                 o_rmem[i] = pack<T>(acc[4 * n + 2 * i] * inverse[i % 2], acc[4 * n + 2 * i + 1] * inverse[i % 2]);
             const int column = n * MMA_N + lane / 16 * 8;
-            stmatrix_x4(o_consumer + column / SLAB * 64 * SLAB_ROW + (column % SLAB / 8 ^ lane % 8) * 16, o_rmem);
+            stmatrix_x4(o_lane + column / SLAB * BLOCK_M * SLAB_ROW + (column % SLAB / 8 ^ lane % 8) * 16, o_rmem);
         }
         fence_proxy_async();                                   // New: or the copy engine might not see what was stored
         named_barrier_sync(1 + CONSUMERS + consumer, GROUP);
         if (first_thread) {                                    // New: rows that do not exist are not written
             for (int column = 0; column < HEAD_DIM; column += SLAB)
-                tma_store(&o_map, o_smem + (consumer * HEAD_DIM + column) * SLAB_ROW, column, m_start + consumer * 64,
-                          head_index % p.heads, head_index / p.heads);
+                tma_store(&o_map, o_smem + (column / SLAB * BLOCK_M + consumer * 64) * SLAB_ROW, column,
+                          m_start + consumer * 64, head_index % p.heads, head_index / p.heads);
             bulk_commit();
         }
     }

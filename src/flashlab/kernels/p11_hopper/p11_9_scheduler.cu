@@ -102,7 +102,7 @@ flash_forward(const Problem p, int heads_together,             // and what TMA h
 
     // region: barriers
     if (threadIdx.x == 0) {                                    // a full one waits for one arrival, and for bytes
-        for (int i = 0; i < BARRIERS; i++) mbarrier_init(full_q + 8 * i, full_q + 8 * i < empty_k ? 1 : CONSUMERS);
+        for (int i = 0; i < BARRIERS - 4; i++) mbarrier_init(full_q + 8 * i, full_q + 8 * i < empty_k ? 1 : CONSUMERS);
         for (int i = 0; i < 2; i++)                            // New: every thread of the consumers reads the number
             mbarrier_init(full_part + 8 * i, 1), mbarrier_init(empty_part + 8 * i, WARPS * WARP_SIZE);
         fence_mbarrier_init();                                 // or the copy engine might not see them yet
