@@ -42,9 +42,8 @@ constexpr bool O_IN_Q = HEAD_DIM == 256;                       // New: O takes t
 template <int CONSUMERS_> struct Tile {                        // New: what depends on the number of consumers
     // A warpgroup each, and the producer's after them
     static constexpr int CONSUMERS = CONSUMERS_, WARPS = 4 * CONSUMERS, THREADS = (CONSUMERS + 1) * GROUP;
-    // Per thread, 65536 in all. One consumer gets no more than 128 at the launch either, so half of them are not used.
-    static constexpr int CONSUMER_REGISTERS = CONSUMERS == 1 ? 224 : CONSUMERS == 2 ? 240 : 160;
-    static constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 24 : 32;
+    // Per thread. At the launch 65536 / THREADS; then these. With one consumer that is enough for both: none moves.
+    static constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 160 : 240, PRODUCER_REGISTERS = CONSUMERS == 3 ? 32 : 24;
     static constexpr int BLOCK_M = WARPS * MMA_M, Q_BYTES = BLOCK_M * HEAD_DIM * 2;
     static constexpr int SHARED = (O_IN_Q ? 1 : 2) * Q_BYTES + 2 * STAGES * KV_BYTES + 8 * BARRIERS + 8;
 };
@@ -99,7 +98,7 @@ __device__ __forceinline__ void load_tile(uint32_t tile_smem, const CUtensorMap&
 
 // region: shared memory
 template <class Tile, bool CAUSAL>                             // New
-__global__ void __launch_bounds__(Tile::THREADS, Tile::CONSUMERS == 1 ? 2 : 1)
+__global__ void __launch_bounds__(Tile::THREADS, 1)
 flash_forward(const Problem p, int heads_together,             // and what TMA has to know of each tensor
               const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap k_map,
               const __grid_constant__ CUtensorMap v_map, const __grid_constant__ CUtensorMap o_map) {
@@ -144,7 +143,7 @@ flash_forward(const Problem p, int heads_together,             // and what TMA h
 
     // region: producer
     if (warp >= WARPS) {
-        setmaxnreg_dec<Tile::PRODUCER_REGISTERS>();
+        if constexpr (CONSUMERS > 1) setmaxnreg_dec<Tile::PRODUCER_REGISTERS>();
         if (warp == WARPS && elect_one()) {
             for (int part = blockIdx.x, n = 0, nth = 0;; n++) {
                 mbarrier_wait(empty_part + 8 * (n % 2), n / 2 & 1 ^ 1);
@@ -170,7 +169,7 @@ flash_forward(const Problem p, int heads_together,             // and what TMA h
         }
         return;
     }
-    setmaxnreg_inc<Tile::CONSUMER_REGISTERS>();                      // waits until there are so many
+    if constexpr (CONSUMERS > 1) setmaxnreg_inc<Tile::CONSUMER_REGISTERS>();                      // waits until there are so many
     // endregion
 
     // region: state
