@@ -4,6 +4,7 @@
 // before: the warps' vector clocks are joined (shadow.h). __syncthreads waits for every thread that has not
 // exited, as the hardware does.
 #include "counters.h"
+#include "events.h"
 #include "findings.h"
 #include <algorithm>
 #include <string.h>
@@ -65,6 +66,8 @@ extern "C" int simt_barrier(int kind, int predicate) {
         file(me, f);
     }
     b.kind = kind;
+    const bool noted = me->lane == 0;
+    if (noted) note(me->warp, DID_BARRIER_BEGIN, me->pc, 0, me->block->threads);
     arrive(me, b);
     b.count += predicate != 0;
     b.waiting.push_back(me);
@@ -75,6 +78,7 @@ extern "C" int simt_barrier(int kind, int predicate) {
     } else {
         wait_for_others(me, IN_BARRIER);
     }
+    if (noted) note(me->warp, DID_BARRIER_END, me->pc, 0, me->block->threads);
     return b.result;
 }
 
@@ -93,6 +97,8 @@ extern "C" void simt_named_barrier(int id, int threads, int wait) {
         file_fatal(me, f, cudaErrorLaunchFailure);
     }
     b.expected = threads, b.kind = SIMT_BAR_COUNT;
+    const bool noted = me->lane == 0;
+    if (noted) note(me->warp, wait ? DID_BARRIER_BEGIN : DID_BARRIER_ARRIVE, me->pc, id, threads);
     arrive(me, b);
     if (wait) b.waiting.push_back(me);
     const bool last = b.arrived >= threads;
@@ -102,6 +108,7 @@ extern "C" void simt_named_barrier(int id, int threads, int wait) {
         if (wait) me->state = IN_BARRIER, me->warp->runnable &= ~(1u << me->lane);
         let_go(me->block, b);
     }
+    if (noted && wait) note(me->warp, DID_BARRIER_END, me->pc, id, threads);
 }
 
 }  // namespace simt

@@ -26,7 +26,9 @@ enum Kind : uint8_t {
     VOTE,
     SYNC_WARP,
     BARRIER,
-    KINDS
+    WGMMA_WAIT,
+    WGMMA_M64N8K16,  // and 31 more: the shape with 8 n columns is WGMMA_M64N8K16 + n - 1
+    KINDS = WGMMA_M64N8K16 + 32
 };
 // The meaning of a site's four counters.
 //   shared_*, ldmatrix, stmatrix   executed by a warp, wavefronts, ideal wavefronts, bytes
@@ -35,9 +37,11 @@ enum Kind : uint8_t {
 //                                  shared memory is fetched twice; an H200's counters say so)
 //   mma                            executed by a warp, FLOPs; of those: with a cp.async of the block under way;
 //                                  groups of cp.async that the warp has under way, summed over its MMAs
+//   wgmma                          executed by a warpgroup, FLOPs, bytes read of shared memory; of those: A in registers
+//   wgmma_wait                     executed by a warp; of those: that waited for a group not waited for before
 //   the rest                       executed by a warp (barrier: by a block)
 constexpr int COUNTERS = 4;
-extern const char* const KIND_NAME[KINDS];
+std::string kind_name(int kind);
 
 struct Site {
     uintptr_t pc;

@@ -37,7 +37,7 @@ struct Warp;
 struct Block;
 struct Worker;
 
-enum State : uint8_t { RUNNABLE, IN_COLLECTIVE, IN_BARRIER, IN_ACTIVEMASK, DONE };
+enum State : uint8_t { RUNNABLE, IN_COLLECTIVE, IN_BARRIER, IN_ACTIVEMASK, IN_WGMMA, IN_REGISTERS, DONE };
 
 // One cp.async: bytes on their way from global to shared memory (async_copy.cpp).
 struct Copy {
@@ -65,6 +65,18 @@ struct PendingStore {
     Conflict conflict;
 };
 
+// Registers that a wgmma under way uses, and those that a wgmma has ever been given (warpgroup.cpp).
+struct RegistersInUse {
+    uintptr_t low, high, pc;
+    uint64_t number;  // of the wgmma
+    bool of_a;        // it only reads them
+};
+struct GivenRegisters {
+    uintptr_t address;
+    uint32_t bytes;
+    uint64_t number, content;  // content: what they held when that was last settled, as a hash
+};
+
 struct Lane {  // one CUDA thread
     Fiber fiber;
     Block* block;
@@ -76,6 +88,9 @@ struct Lane {  // one CUDA thread
     uintptr_t pc;    // return address of the runtime call it is in, or was last in
     int accesses;    // since it last let others run
     PendingStore store;
+    bool registers_in_use = false;  // in_use is not empty
+    std::vector<RegistersInUse> in_use;
+    std::vector<GivenRegisters> given;
     struct {
         uint32_t time;  // of the warp; 0: there was none
         std::vector<uint32_t> known;
@@ -129,6 +144,13 @@ struct Barrier {
     int first = 0;     // which lane that was
 };
 
+struct Registers {  // registers.cpp
+    int at_launch = 0, free = 0;  // per thread; in all
+    int of_warp[MAX_WARPS] = {}, wanted[MAX_WARPS] = {};  // per thread; 0: it does not wait for more
+    int times[MAX_WARPS] = {};                            // that it has executed setmaxnreg
+    uintptr_t pc[MAX_WARPS] = {};
+};
+
 struct Launch {  // what is the same for every block
     dim3 grid, block;
     size_t shared_bytes;
@@ -153,6 +175,8 @@ struct Block {
     Warp* warp;  // warps of them
     Lane* lane;  // threads of them
     Barrier barriers[BARRIERS];
+    Registers registers;
+    std::vector<struct Event>* events;  // events.h; null: they are not kept
     typedef std::vector<std::pair<struct Word*, uint32_t>> Learnt;
     Learnt learnt;          // of other blocks (ordering.h)
     uint8_t published = 0;  // how often, more or less
@@ -165,6 +189,7 @@ struct SharedWindow {     // where this worker's shared memory lies
 };
 
 class SharedShadow;
+class Warpgroups;
 class Sites;
 
 struct Worker {  // an OS thread that runs blocks
@@ -177,6 +202,7 @@ struct Worker {  // an OS thread that runs blocks
     SharedWindow window;
     uint3* thread_idx;  // this OS thread's threadIdx
     SharedShadow* shadow;
+    Warpgroups* warpgroups;
     Sites* sites;
     sigjmp_buf escape;              // how a signal handler leaves a lane
     bool alive = false;             // its OS thread (faults.cpp)
@@ -185,6 +211,7 @@ struct Worker {  // an OS thread that runs blocks
     volatile bool leaving = false;  // a signal handler is at work on it
     Lane* volatile running = nullptr;
     std::string* printed;  // by the block that runs
+    std::vector<struct Event>* events;
 };
 
 struct Settings {     // set by Python
@@ -192,6 +219,7 @@ struct Settings {     // set by Python
     size_t shared_limit = MAX_SHARED;
     int multiprocessors = 132, capability = 90;
     bool checked = false;  // a check build
+    uint64_t timeline = 0;  // of how many blocks the events are kept
 };
 extern Settings settings;
 

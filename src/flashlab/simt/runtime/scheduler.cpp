@@ -12,9 +12,11 @@
 #include "global_shadow.h"
 #include "report.h"
 #include "shadow.h"
+#include "warpgroup.h"
 #include <algorithm>
 #include <link.h>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <stdio.h>
 #include <string>
@@ -162,6 +164,9 @@ static void prepare_block(Worker* worker, Launch* launch, uint64_t number) {
     for (const StaticArray& a : static_arrays) memset((void*)(window.low + a.offset), 0xff, a.bytes);
     memset((void*)window.dynamic, 0xff, launch->shared_bytes);
     worker->shadow->begin_block(launch->shared_bytes);
+    worker->warpgroups->begin_block();
+    begin_registers(&block);
+    block.events = number < settings.timeline ? worker->events : nullptr;
 }
 
 static bool resolve_activemask(Warp& w) {
@@ -180,6 +185,8 @@ static bool resolve_activemask(Warp& w) {
 
 static const char* waits_in(const Lane* lane) {
     if (lane->state == IN_BARRIER) return "__syncthreads";
+    if (lane->state == IN_WGMMA) return "wgmma_wait";
+    if (lane->state == IN_REGISTERS) return "setmaxnreg_inc";
     for (uint32_t left = lane->warp->slots_used; left; left &= left - 1) {
         const Slot& s = lane->warp->slots[__builtin_ctz(left)];
         if (s.arrived >> lane->lane & 1) return collective_name(s.op, s.param);
@@ -187,6 +194,8 @@ static const char* waits_in(const Lane* lane) {
     return "a collective";
 }
 static void file_deadlock(Block& block) {
+    if (block.worker->warpgroups->file_deadlock() || file_registers_deadlock(&block))
+        return stop_launch(&block, cudaErrorLaunchTimeout);
     Lane* stuck = nullptr;  // the first that waits, and the first that waits elsewhere
     Lane* other = nullptr;
     for (int t = block.threads - 1; t >= 0; t--)
@@ -234,7 +243,9 @@ static void run_block(Worker* worker, Launch* launch, uint64_t number) {
             break;
         }
     }
+    if (!block.ended && launch->stop >= number) worker->warpgroups->file_never_waited(), file_registers(&block);
     for (int i = 0; i < block.warps; i++) count_incomplete(&block.warp[i]);
+    if (block.events) record_events(number, *block.events), block.events->clear();
 }
 
 // ---- a worker -----------------------------------------------------------------------------------
@@ -262,9 +273,13 @@ static void* worker_main(void* argument) {
     Launch* launch = worker->launch;
     worker->window = find_window();
     SharedShadow shadow(worker->window, launch->kernel ? (uint64_t)launch->kernel - module_base : 0);
+    const auto warpgroups = std::make_unique<Warpgroups>(worker);  // too large for a stack
     std::string printed;
     worker->shadow = &shadow;
+    worker->warpgroups = warpgroups.get();
     worker->printed = &printed;
+    std::vector<Event> events;
+    worker->events = &events;
     worker->thread_idx = &threadIdx;
     blockDim = launch->block, gridDim = launch->grid;
     enter_worker(worker);

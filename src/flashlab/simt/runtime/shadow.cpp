@@ -2,6 +2,7 @@
 #include "shadow.h"
 #include "findings.h"
 #include "values.h"
+#include "warpgroup.h"
 #include <sys/mman.h>
 #include <algorithm>
 
@@ -68,7 +69,8 @@ bool SharedShadow::touch(Lane* lane, uint64_t address, int bytes, Access access,
                          Conflict* conflict) {
     Sites& sites = *lane->block->worker->sites;
     const bool writes = access != READ, reads = access == READ || access == ATOMIC;
-    bool filed = false, pending = false;  // one finding an access: the next bytes say the same
+    const bool of_wgmma = writes && watched && lane->block->worker->warpgroups->file_if_read(lane, address, bytes, how);
+    bool filed = of_wgmma, pending = false;  // one finding an access: the next bytes say the same
     Stamp now{};
     now.time = lane->warp->time, now.thread = lane->id, now.site = site, now.atomic = is_atomic(access);
     now.execution = executions(lane, site);
@@ -140,6 +142,33 @@ bool SharedShadow::touch(Lane* lane, uint64_t address, int bytes, Access access,
         after = cell;
     }
     return pending;
+}
+
+void SharedShadow::check_pieces(Warp* warp, const std::vector<uint32_t>& pieces, const char* how, uintptr_t pc) {
+    Lane* lane = warp->lanes;
+    Sites& sites = *lane->block->worker->sites;
+    auto known = [&](const Stamp& s) {  // a lane's own store comes before the warp's wgmma
+        return s.time == 0 || (int)s.thread / WARP == warp->index || s.time <= warp->known[s.thread / WARP];
+    };
+    const Cell* before = nullptr;  // the last one that was looked at
+    for (uint32_t piece : pieces) {
+        if (piece == ~0u) continue;
+        for (uint32_t c = piece / 2; c < piece / 2 + 8; c++) {
+            const Cell& cell = cells[c];
+            if (before && !memcmp(&cell, before, sizeof cell)) continue;
+            before = &cell;
+            Finding f{"", how};
+            f.pc = pc;
+            f.value[0] = piece, f.value[1] = 16;
+            if (cell.copying) f.kind = "read-before-wait", f.text = "cp.async";
+            else if (cell.full != 3) f.kind = "uninitialised-shared";
+            else if (!known(cell.write)) f.kind = "race", f.text = verb(sites, cell.write, true);
+            else continue;
+            if (!f.text.empty()) f.other_pc = sites[cell.write.site].pc, f.other_thread = (int)cell.write.thread;
+            simt::file(lane, f);
+            return;
+        }
+    }
 }
 
 }  // namespace simt

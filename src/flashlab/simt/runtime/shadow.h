@@ -52,6 +52,9 @@ public:
     // Looks for conflicts with earlier accesses to these bytes, and notes this one. Where a store meets a
     // store it fills in `conflict` and returns true; it files the rest.
     bool touch(Lane* lane, uint64_t address, int bytes, Access access, int site, const char* how, Conflict* conflict);
+    // The async proxy is about to read pieces of 16 bytes for a warp: files what is not there yet, or not for it.
+    void check_pieces(Warp* warp, const std::vector<uint32_t>& pieces, const char* how, uintptr_t pc);
+    bool watched = false;  // a wgmma of this block has read shared memory, or is going to
     void land(Lane* lane, uint64_t address, int bytes, int site);  // a cp.async that was checked when issued
 
 private:
