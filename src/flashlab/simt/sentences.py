@@ -132,6 +132,8 @@ def _read_before_wait(f: Facts) -> str:
 
 
 def _stage_overwritten(f: Facts) -> str:
+    if f.words == "wgmma":
+        return _wgmma_overwritten(f)
     if f.words == "cp.async":
         return (
             f"{_still_filled(f)}: two copies to one place are under way. Has the first been committed and waited for "
@@ -461,7 +463,6 @@ _SENTENCES = {
     "shuffle-lane": _shuffle_lane,
     "barrier-arguments": _barrier_arguments,
     "wgmma-registers": _wgmma_registers,
-    "wgmma-overwritten": _wgmma_overwritten,
     "wgmma-fence": _wgmma_fence,
     "wgmma-differs": _wgmma_differs,
     "wgmma-form": _wgmma_form,

@@ -3,6 +3,7 @@
 // A barrier lets go when the last of its threads arrives, and makes visible to each what the others did
 // before: the warps' vector clocks are joined (shadow.h). __syncthreads waits for every thread that has not
 // exited, as the hardware does.
+#include "clocks.h"
 #include "counters.h"
 #include "events.h"
 #include "findings.h"
@@ -12,14 +13,12 @@
 namespace simt {
 
 static void arrive(Lane* me, Barrier& b) {
-    Warp* w = me->warp;
     if (!b.arrived) {
         b.pc = me->pc, b.first = me->id, b.count = 0;
-        memset(b.known, 0, sizeof b.known);
+        b.clock = Clock();
     }
     b.arrived++;
-    for (int v = 0; v < me->block->warps; v++) b.known[v] = std::max(b.known[v], w->known[v]);
-    b.known[w->index] = std::max(b.known[w->index], w->time);
+    release(me->warp, b.clock);
 }
 
 static void let_go(Block* block, Barrier& b) {
@@ -39,7 +38,7 @@ static void let_go(Block* block, Barrier& b) {
         Warp* w = lane->warp;
         if (!(seen >> w->index & 1)) {
             seen |= 1ull << w->index;
-            for (int v = 0; v < block->warps; v++) w->known[v] = std::max(w->known[v], b.known[v]);
+            acquire(w, b.clock);
             w->time++;
             count_incomplete(w);
         }

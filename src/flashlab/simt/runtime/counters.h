@@ -22,6 +22,14 @@ enum Kind : uint8_t {
     STMATRIX,
     MMA_M16N8K16,
     MMA_M16N8K8,
+    TMA_LOAD,
+    TMA_STORE,
+    TMA_REDUCE,
+    BULK_LOAD,
+    BULK_STORE,
+    MBARRIER_WAIT,
+    MBARRIER_ARRIVE,
+    MBARRIER_INIT,
     SHUFFLE,
     VOTE,
     SYNC_WARP,
@@ -39,6 +47,8 @@ enum Kind : uint8_t {
 //                                  groups of cp.async that the warp has under way, summed over its MMAs
 //   wgmma                          executed by a warpgroup, FLOPs, bytes read of shared memory; of those: A in registers
 //   wgmma_wait                     executed by a warp; of those: that waited for a group not waited for before
+//   tma_*, bulk_*                  executed, bytes of shared memory (of a box, zeros included), bytes of global memory
+//   mbarrier_wait                  by a lane; of those: that found the phase under way, and had to wait
 //   the rest                       executed by a warp (barrier: by a block)
 constexpr int COUNTERS = 4;
 std::string kind_name(int kind);

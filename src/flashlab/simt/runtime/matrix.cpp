@@ -2,7 +2,7 @@
 #include "collectives.h"
 #include "counters.h"
 #include "findings.h"
-#include "numbers.h"
+#include "halves.h"
 #include "shadow.h"
 #include "values.h"
 #include <algorithm>

@@ -279,6 +279,10 @@ bool Warpgroups::file_deadlock() {
         if (!of_warp[w].waiting_for) continue;
         const int group = w / WARPS_OF_GROUP;
         const Product& p = of_group[group].queue.front();
+        bool elsewhere = false;  // a missing warp waits for an mbarrier: that is the cause
+        for (int i = 0; i < GROUP_LANES; i++)
+            elsewhere |= !(p.issued >> i / WARP & 1) && worker->lanes[group * GROUP_LANES + i].state == IN_MBARRIER;
+        if (elsewhere) continue;
         Finding f{"wgmma-warps", "wgmma_wait"};
         f.pc = p.pc, f.other_pc = of_warp[w].wait_pc;
         f.value[0] = p.issued, f.value[1] = group * WARPS_OF_GROUP;
@@ -365,7 +369,8 @@ bool Warpgroups::file_if_read(Lane* lane, uint64_t address, int bytes, const cha
         for (int g = 0; g * WARPS_OF_GROUP < lane->block->warps; g++) {
             const uint64_t number = readers[piece * MAX_GROUPS + g];
             if (!number || known(lane, g, number)) continue;
-            Finding f{"wgmma-overwritten", how};
+            Finding f{"stage-overwritten", how};
+            f.text = "wgmma";
             f.other_pc = of_group[g].pcs[number - 1];
             f.other_thread = g * GROUP_LANES;
             f.value[0] = (int64_t)address, f.value[1] = bytes;

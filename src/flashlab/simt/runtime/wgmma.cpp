@@ -1,6 +1,6 @@
 // The arithmetic of wgmma: which lane holds which element, and what is computed.
 #include "descriptor.h"
-#include "numbers.h"
+#include "halves.h"
 #include "values.h"
 #include "warpgroup.h"
 #include <algorithm>

@@ -1,10 +1,11 @@
-// 16-bit floats, from and to float. Branch-free, so that the compiler turns loops over them into vector code.
+// 16-bit numbers and floats.
 #pragma once
 #include <stdint.h>
 #include <string.h>
 
 namespace simt {
 
+// Branch-free, so that the compiler turns the loops over it into vector code.
 static inline float half_bits_to_float(uint32_t h) {
     uint32_t u = (h & 0x7fff) << 13;
     float f;
@@ -36,6 +37,12 @@ static inline uint32_t float_to_half_bits(float f) {
         return sign | (u - 0x3f000000);
     }
     return sign | (a + 0xc8000fff + (a >> 13 & 1)) >> 13;
+}
+static inline uint32_t float_to_bf16_bits(float f) {
+    uint32_t u;
+    memcpy(&u, &f, 4);
+    if (f != f) return 0x7fff;
+    return (u + 0x7fff + (u >> 16 & 1)) >> 16;
 }
 
 }  // namespace simt
