@@ -169,7 +169,7 @@ flash_forward(const Problem p, int heads_together,             // and what TMA h
         }
         return;
     }
-    if constexpr (CONSUMERS > 1) setmaxnreg_inc<Tile::CONSUMER_REGISTERS>();                      // waits until there are so many
+    if constexpr (CONSUMERS > 1) setmaxnreg_inc<Tile::CONSUMER_REGISTERS>();           // waits until there are so many
     // endregion
 
     // region: state
