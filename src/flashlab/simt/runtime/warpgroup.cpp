@@ -20,6 +20,7 @@ void Warpgroups::begin_block() {
     for (OfWarp& w : of_warp) w = OfWarp();
     for (OfGroup& g : of_group) g = OfGroup();
     std::fill(readers.begin(), readers.end(), 0);
+    told.clear();
     for (int t = 0; t < worker->block.threads; t++) {
         Lane& lane = worker->lanes[t];
         lane.registers_in_use = false;
@@ -149,8 +150,16 @@ void Warpgroups::issue(Warp* warp, const Slot& slot) {
 
 // What is read must be there: landed, written, ordered before this warp, and visible to the async proxy.
 void Warpgroups::check_operands(const Product& p, Warp* warp) {
-    worker->shadow->check_pieces(warp, p.a_pieces, "wgmma", p.pc);
-    worker->shadow->check_pieces(warp, p.b_pieces, "wgmma", p.pc);
+    for (auto* pieces : {&p.a_pieces, &p.b_pieces}) {
+        if (told.empty()) {
+            worker->shadow->check_pieces(warp, *pieces, "wgmma", p.pc);
+            continue;
+        }
+        std::vector<uint32_t> others;
+        std::copy_if(pieces->begin(), pieces->end(), std::back_inserter(others),
+                     [&](uint32_t piece) { return !told.count(piece & ~15u); });
+        worker->shadow->check_pieces(warp, others, "wgmma", p.pc);
+    }
 }
 
 // ---- fence --------------------------------------------------------------------------------------
@@ -284,7 +293,7 @@ bool Warpgroups::file_deadlock() {
             elsewhere |= !(p.issued >> i / WARP & 1) && worker->lanes[group * GROUP_LANES + i].state == IN_MBARRIER;
         if (elsewhere) continue;
         Finding f{"wgmma-warps", "wgmma_wait"};
-        f.pc = p.pc, f.other_pc = of_warp[w].wait_pc;
+        f.pc = p.pc, f.other_pc = of_warp[w].wait_pc, f.other_thread = w * WARP;
         f.value[0] = p.issued, f.value[1] = group * WARPS_OF_GROUP;
         file(worker->block.warp[w].lanes, f);
         return true;
@@ -339,7 +348,7 @@ bool Warpgroups::file_if_in_use(Lane* lane, uintptr_t address, int bytes, bool w
         if (address >= r.high || address + (uintptr_t)bytes <= r.low || (r.of_a && !write)) continue;
         const OfWarp& mine = of_warp[lane->warp->index];
         Finding f{"wgmma-registers", write ? "store" : "load"};
-        f.pc = pc, f.other_pc = r.pc;
+        f.pc = pc, f.other_pc = r.pc, f.other_thread = lane->id;
         f.text = r.of_a ? "A" : "accumulators";
         f.value[0] = !mine.groups.empty() && mine.groups.back() >= r.number;  // it is committed
         file(lane, f);
@@ -376,6 +385,7 @@ bool Warpgroups::file_if_read(Lane* lane, uint64_t address, int bytes, const cha
             f.value[0] = (int64_t)address, f.value[1] = bytes;
             f.value[2] = number <= of_group[g].executed;  // computed: but nothing tells this lane
             file(lane, f);
+            told.insert((uint32_t)piece * 16);
             return true;
         }
     return false;
