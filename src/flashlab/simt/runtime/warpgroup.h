@@ -77,7 +77,7 @@ private:
     // By piece of shared memory and warpgroup: the last of its wgmma that reads it; 0: none.
     std::vector<uint32_t> readers;
     std::set<uint32_t> told;  // pieces that were overwritten under way: what follows from that is not told again
-    alignas(64) float a[64][16], b[16][256], sums[256];
+    alignas(64) float a[64][16], b[16][256], sums[4][256];  // of the wgmma that is computed
 };
 
 // ---- registers.cpp: setmaxnreg ------------------------------------------------------------------
