@@ -14,7 +14,7 @@ from flashlab.cuda.sources import read
 from flashlab.cuda.toolchain import arch_for
 from flashlab.kernels import HOPPER, Step, step
 
-from .test_series import BOUND, CASES, run
+from test_series import BOUND, CASES, run
 
 STEPS = pytest.mark.parametrize("step", HOPPER, ids=lambda s: s.name)
 FLASH = step("p11_flash")
