@@ -178,8 +178,8 @@ def test_the_same_part_has_the_same_name():
             "load K and V", "one tile", "scores", "row maxima", "rescale", "probabilities", "output", "store",
             "launch"},
         11: {"constants", "copy a tile", "shared memory", "which rows", "state", "main loop", "load K and V",
-             "one tile",
-             "scores", "row maxima", "rescale", "probabilities", "output", "store", "tensor maps", "launch"},
+             "one tile", "scores", "row maxima", "rescale", "probabilities", "output", "store", "tensor maps",
+             "launch"},
     }.items():  # fmt: skip
         for s in HALVES if phase == 7 else steps(phase):
             assert wanted <= set(regions(s.path.read_text(encoding="utf-8"))), s.name
