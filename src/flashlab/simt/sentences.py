@@ -41,7 +41,7 @@ _GLOBAL = {
 }  # fmt: skip
 _WRITES = ("store", "stmatrix", "cp.async", "tma_load", "bulk_load")
 _BULK_LOADS = ("tma_load", "bulk_load")
-_COPIES = ("cp.async", *_BULK_LOADS)
+COPIES = ("cp.async", *_BULK_LOADS)
 _ASYNC_READS = {"tma_store": "bulk_wait_read", "bulk_store": "bulk_wait_read", "tma_reduce_add": "bulk_wait_read",
                 "wgmma": "wgmma_wait"}  # fmt: skip
 
@@ -142,7 +142,7 @@ def _still_filled(f: Facts) -> str:
 
 
 def _read_before_wait(f: Facts) -> str:
-    if f.how in _COPIES:  # the reader came first
+    if f.how in COPIES:  # the reader came first
         wait = "mbarrier_wait, then read" if f.how in _BULK_LOADS else "cp_async_wait), then a barrier, then read"
         wait = f"({wait})" if f.how in _BULK_LOADS else f"({wait}"
         return (
@@ -425,9 +425,9 @@ def _mbarrier_arrivals(f: Facts) -> str:
 
 
 _NUMBERS = {
-    "arrivals": "with {0} arrivals; they are 1 to {1}",
-    "parity": "with the parity {0}; it is 0 or 1, the lowest bit of the number of the phase",
-    "bytes": "which makes {0} bytes for one phase; an mbarrier counts up to {1}",
+    "arrivals": " with {0} arrivals; they are 1 to {1}",
+    "parity": " with the parity {0}; it is 0 or 1, the lowest bit of the number of the phase",
+    "bytes": ", which makes {0} bytes for one phase; an mbarrier counts up to {1}",
 }
 
 
@@ -607,7 +607,7 @@ _SENTENCES = {
     ),
     "mbarrier-arrivals": _mbarrier_arrivals,
     "mbarrier-bytes": _mbarrier_bytes,
-    "mbarrier-number": lambda f: f"{f.who} comes to {f.how}{f.here} {_NUMBERS[f.words].format(*f.v)}",
+    "mbarrier-number": lambda f: f"{f.who} comes to {f.how}{f.here}{_NUMBERS[f.words].format(*f.v)}",
     "bulk-misaligned": _bulk_misaligned,
     "tensor-map": _tensor_map,
     "reduce-type": lambda f: (

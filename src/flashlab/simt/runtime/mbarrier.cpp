@@ -106,7 +106,10 @@ Mbarrier& mbarrier_at(Lane* me, uint32_t address, const char* how) {
         f.value[0] = address, f.value[1] = 8;
         file_fatal(me, f, cudaErrorLaunchFailure);
     }
-    if (!before(bar->init.thread, bar->init.time, me)) file(me, about(*bar, "mbarrier-too-early", how, address));
+    if (!bar->told && !before(bar->init.thread, bar->init.time, me)) {
+        bar->told = true;
+        file(me, about(*bar, "mbarrier-too-early", how, address));
+    }
     return *bar;
 }
 

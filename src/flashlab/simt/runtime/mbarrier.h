@@ -29,6 +29,7 @@ struct Mbarrier {
     uint16_t init_fences;
     uint32_t init_fenced;  // time of the fence_mbarrier_init; 0: none yet
     uintptr_t init_pc;
+    bool told = false;  // that somebody came too early
 
     bool has_all() const { return !pending && brought == expected; }
 };
