@@ -1,0 +1,150 @@
+"""The zoo of phase 11: Hopper kernels with one mistake each, and the words in which the mistake has to be found.
+
+As in flashlab.check.zoo.kernels, a mutant is a textual edit of a step of the series. Most of these mistakes a GPU
+forgives nearly always: a barrier that is waited for with the wrong parity, a fence that is missing, a stage that is
+released too early. Some make it wait for ever. So nearly all are the emulator's to find; what is wrong with a
+descriptor, a mask or a weight is the checker's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flashlab.check.zoo.kernels import Mutant
+
+_PRODUCER, _OVERLAP, _PING_PONG, _LAST = "p11_4_producer", "p11_6_overlap", "p11_7_ping_pong", "p11_flash"
+
+
+def _mutant(name: str, file: str, *edits: tuple[str, str], found: Sequence[str], words: Sequence[str] = (), **options):
+    if file == _LAST:  # few multiprocessors: blocks take several parts, and have three consumers
+        options = {"sms": 3} | options
+    return Mutant(name, file, edits, tuple(found), tuple(words), options)
+
+
+_INIT = "mbarrier_init(full_q + 8 * i, 1);"
+_LOAD = "mbarrier_arrive_expect_tx(bar, ROWS * HEAD_DIM * 2);"
+_WAIT_K = "mbarrier_wait(full_k + 8 * stage, phase);"
+_WAIT_V = "mbarrier_wait(full_v + 8 * stage, phase);"
+_WAIT_EMPTY_K = "mbarrier_wait(empty_k + 8 * stage, phase ^ 1);"
+_SCORES_READY = "wgmma_wait<0>();                                       // and ours again"
+_RELEASE_K = "if (threadIdx.x == 0) mbarrier_arrive(empty_k + 8 * stage);"
+_RELEASE_V = "if (threadIdx.x == 0) mbarrier_arrive(empty_v + 8 * stage);"
+_FENCE_P = "wgmma_fence();                                         // acc and p_rmem were written by their lanes"
+_LATE = "wgmma_wait<0>();\n        if (threadIdx.x == 0) mbarrier_arrive(empty_v"
+_MASK = "if (MASKED && j * BLOCK_N + n * MMA_N + t * 2 + e > last_key) c = -INFINITY;"
+_READ_O = "if (first_thread) bulk_wait_read<0>();                 // the O before it has been read"
+_O_STORED = "fence_proxy_async();                                   // or the copy engine"
+_O_BARRIER = "named_barrier_sync(1 + CONSUMERS + consumer, GROUP);\n        if (first_thread) {"
+
+MUTANTS: tuple[Mutant, ...] = (
+    # ---- mbarriers: parities, bytes, arrivals
+    _mutant("the producer waits for the wrong parity", _PRODUCER, (_WAIT_EMPTY_K, _WAIT_EMPTY_K.replace("phase ^ 1", "phase")),
+            found=["deadlock"], words=["mbarrier", "parity"]),
+    _mutant("the consumer waits for the wrong parity", _PRODUCER, (_WAIT_K, _WAIT_K.replace("phase", "phase ^ 1")),
+            found=["read-before-wait"], words=["tma_load", "mbarrier"]),
+    _mutant("the parity of the tile instead of the use of its stage", _PRODUCER,
+            (_WAIT_K, _WAIT_K.replace("phase", "nth & 1")), found=["read-before-wait", "deadlock"], words=["mbarrier"]),
+    _mutant("too few bytes expected", _PRODUCER, (_LOAD, _LOAD.replace("* 2", "")),
+            found=["mbarrier-bytes"], words=["bring 8192 bytes", "expects 4096"]),
+    _mutant("too many bytes expected", _PRODUCER, (_LOAD, _LOAD.replace("* 2", "* 4")),
+            found=["deadlock"], words=["16384", "8192"]),
+    _mutant("nobody arrives at the full barrier", _PRODUCER, (_LOAD, "mbarrier_expect_tx(bar, ROWS * HEAD_DIM * 2);"),
+            found=["deadlock"], words=["mbarrier", "arriv"]),
+    _mutant("the empty barriers wait for two consumers", _PRODUCER,
+            (_INIT, "mbarrier_init(full_q + 8 * i, full_q + 8 * i < empty_k ? 1 : 2);"),
+            found=["deadlock"], words=["arriv"]),
+    _mutant("every thread releases the stage", _PRODUCER, (_RELEASE_K, _RELEASE_K.replace("if (threadIdx.x == 0) ", "")),
+            found=["mbarrier-arrivals", "stage-overwritten", "read-before-wait"], words=["mbarrier_arrive"]),
+    _mutant("no fence after the mbarriers are made", _PRODUCER,
+            ("fence_mbarrier_init();                                 // or the copy", "// or the copy"),
+            found=["mbarrier-fence"], words=["fence_mbarrier_init"]),
+    _mutant("no barrier after the mbarriers are made", _PRODUCER,
+            ("__syncthreads();                                           // New: the last one", ""),
+            found=["mbarrier-missing", "mbarrier-too-early"], words=["mbarrier"]),
+    # ---- stages
+    _mutant("K is waited for, V is not", _PRODUCER, (_WAIT_V, ""),
+            found=["read-before-wait"], words=["wgmma", "tma_load", "mbarrier"]),
+    _mutant("K is released before the wgmma are waited for", _PRODUCER,
+            (_SCORES_READY, f"{_RELEASE_K} wgmma_wait<0>();"), (f"{_RELEASE_K}        // New: the warpgroup has read K_j", ""),
+            found=["stage-overwritten"], words=["wgmma", "wgmma_wait"]),
+    _mutant("K is never released", _PRODUCER, (_RELEASE_K, ""),
+            found=["deadlock"], words=["arriv", "mbarrier"], probes=((1, 1, 1, 64, 400, False),)),
+    _mutant("a stage is refilled with no wait for its release", _PRODUCER, (_WAIT_EMPTY_K, ""),
+            found=["stage-overwritten", "mbarrier-arrivals"], probes=((1, 1, 1, 64, 400, False),)),
+    _mutant("all tiles of V in one stage", _PRODUCER,
+            ("load_tile<BLOCK_N>(v_smem + stage * KV_BYTES, ", "load_tile<BLOCK_N>(v_smem, "),
+            ("descriptor_of_rows<BLOCK_N>(v_smem + stage * KV_BYTES)", "descriptor_of_rows<BLOCK_N>(v_smem)"),
+            found=["stage-overwritten"], words=["v"]),
+    # ---- wgmma: fences, waits, what must not be touched
+    _mutant("no wgmma_fence after P is written", _PRODUCER, (_FENCE_P, ""), found=["wgmma-fence"], words=["wgmma_fence"]),
+    _mutant("the scores are read before the wait", _PRODUCER, (_SCORES_READY, "wgmma_wait<1>();"),
+            found=["wgmma-registers", "stage-overwritten"], words=["wgmma"]),
+    _mutant("the products are not committed", _PRODUCER,
+            ("wgmma_commit();\n        wgmma_wait<0>();                                       // and", "wgmma_wait<0>();  // and"),
+            found=["wgmma-registers"], words=["wgmma_commit"]),
+    _mutant("wait<1> where O is needed", _PRODUCER, (_LATE, _LATE.replace("<0>", "<1>")),
+            found=["wgmma-registers", "stage-overwritten"], words=["wgmma"]),
+    _mutant("P is overwritten while O += P V reads it", _OVERLAP,
+            ("        if (!FIRST) {                                          // New\n            output_is_there();",
+             "        if (!FIRST) {"),
+            found=["wgmma-registers"], words=["A of the wgmma"]),
+    _mutant("only three of the four warps multiply", _PRODUCER,
+            ("wgmma_rs<HEAD_DIM, T, true>(acc, p_rmem[k], v_operand + rows_on(k));",
+             "if (warp < 3) wgmma_rs<HEAD_DIM, T, true>(acc, p_rmem[k], v_operand + rows_on(k));"),
+            found=["wgmma-warps"], words=["warps 0, 1 and 2"]),
+    # ---- registers, named barriers, tiles handed on
+    _mutant("registers that do not fit", _LAST,
+            ("setmaxnreg_inc<Tile::CONSUMER_REGISTERS>();", "setmaxnreg_inc<168>();"),
+            found=["registers-missing"], words=["setmaxnreg_inc<168>"]),
+    _mutant("one warp gives its registers back", _LAST,
+            ("if constexpr (CONSUMERS > 1) setmaxnreg_dec<Tile::PRODUCER_REGISTERS>();\n        if (warp == WARPS && elect_one()) {",
+             "if (warp == WARPS && elect_one()) {\n            if constexpr (CONSUMERS > 1) setmaxnreg_dec<Tile::PRODUCER_REGISTERS>();"),
+            found=["registers-missing", "registers-warps", "divergent", "lanes-missing"], words=["setmaxnreg"]),
+    _mutant("nobody begins the turns", _PING_PONG,
+            ("if (consumer == CONSUMERS - 1) pass_turn();                // consumer 0 begins", ""),
+            found=["deadlock"], words=["named barrier"]),
+    _mutant("a turn of one warpgroup instead of two", _PING_PONG,
+            ("named_barrier_sync(1 + consumer, 2 * GROUP)", "named_barrier_sync(1 + consumer, GROUP)"),
+            found=["divergent", "deadlock"], words=["bar"]),
+    _mutant("the turn is passed to oneself", _PING_PONG,
+            ("named_barrier_arrive(1 + (consumer + 1) % CONSUMERS, 2 * GROUP)", "named_barrier_arrive(1 + consumer, 2 * GROUP)"),
+            found=["deadlock"], words=["bar"]),
+    _mutant("the next part is read with no wait for it", _LAST,
+            ("mbarrier_wait(full_part + 8 * (n % 2), n / 2 & 1);\n        const", "const"),
+            found=["race", "uninitialised-shared"], words=["part"]),
+    _mutant("the next part is overwritten with no wait for its readers", _LAST,
+            ("mbarrier_wait(empty_part + 8 * (n % 2), n / 2 & 1 ^ 1);\n", "\n"),
+            found=["race", "mbarrier-arrivals"]),
+    # ---- the store of O
+    _mutant("no proxy fence before O is stored", _LAST, (_O_STORED, "// or the copy engine"),
+            found=["proxy-fence"], words=["tma_store", "stmatrix", "fence_proxy_async"]),
+    _mutant("O is stored before all warps have written it", _LAST, (_O_BARRIER, "if (first_thread) {"),
+            found=["race", "uninitialised-shared"], words=["tma_store"]),
+    _mutant("the O before is still being read", _LAST, (_READ_O, ""),
+            found=["stage-overwritten"], words=["bulk_wait_read"]),
+    # ---- descriptors: only the numbers tell
+    _mutant("the stride of 8 rows is that of 4", _PRODUCER,
+            ("SWIZZLE_128, 16, 8 * SLAB_ROW);", "SWIZZLE_128, 16, 4 * SLAB_ROW);"), found=["?"]),
+    _mutant("no swizzle in K's descriptor", _PRODUCER,
+            ("const uint64_t k_operand = descriptor(k_smem + stage * KV_BYTES);",
+             "const uint64_t k_operand = smem_descriptor(k_smem + stage * KV_BYTES, SWIZZLE_NONE, 16, 8 * SLAB_ROW);"),
+            found=["?"]),
+    _mutant("V as a K-major operand", _PRODUCER, ("wgmma_rs<HEAD_DIM, T, true>(", "wgmma_rs<HEAD_DIM, T, false>("), found=["?"]),
+    _mutant("the next 16 rows of V are 8 rows on", _PRODUCER,
+            ("return k * MMA_K * SLAB_ROW / 16;", "return k * MMA_K / 2 * SLAB_ROW / 16;"), found=["?"]),
+    _mutant("the next 16 columns are 32 on", _PRODUCER,
+            ("column % SLAB * 2) / 16;", "column % SLAB * 4) / 16;"), found=["?"]),
+    _mutant("the leading offset of one slab in 128 columns", _PRODUCER,
+            ("SWIZZLE_128, ROWS * SLAB_ROW, 8 * SLAB_ROW);", "SWIZZLE_128, 16, 8 * SLAB_ROW);"), found=["?"], head_dim=128),
+    _mutant("every consumer multiplies the first one's rows of Q", _LAST,
+            ("descriptor(q_smem + consumer * 64 * SLAB_ROW)", "descriptor(q_smem)"), found=["?"]),
+    # ---- masks and weights
+    _mutant("the tail is not masked", _PRODUCER, (_MASK, "if (CAUSAL) " + _MASK), found=["tail-not-masked"]),
+    _mutant("causal off by one", _PRODUCER, ("min(p.seq_k - 1, row + diagonal)", "min(p.seq_k - 1, row + diagonal - 1)"),
+            found=["causal-without-diagonal"]),
+    _mutant("a first tile without a key gives NaN", _PRODUCER,
+            ("const float base = (m_i[r] == -INFINITY ? 0.f : m_i[r]) * scale_log2;", "const float base = m_i[r] * scale_log2;"),
+            found=["?"]),
+    _mutant("the lazy rescaling leaves l as it is", _LAST, (", l_i[r] *= correction[r];", ";"), found=["?"]),
+    _mutant("the polynomial has a wrong coefficient", _LAST, ("0.242211014f", "0.342211014f"), found=["?"], POLYNOMIAL=4),
+)  # fmt: skip
