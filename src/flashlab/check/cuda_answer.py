@@ -203,6 +203,8 @@ def expect_stream(whole: Source) -> None:
 
 
 _RACES = ("race", "global-race", "stage-overwritten")
+_CAUSES = ("wgmma-registers",)  # who does not wait for the sums releases their stage too early as well
+_CONSEQUENCES = ("mbarrier-arrivals",)  # of a tile that was not waited for: its stage is released too early
 
 
 # ---- what is wrong with it, as a sentence --------------------------------------------------------------------------
@@ -213,7 +215,12 @@ def failure(findings: Sequence[Finding], whole: Source, case: str | None = None)
     uninitialised, and a stage that is overwritten looks as if its copy had not been waited for; these are consequences
     of the race and not its cause. Then the rest, in the order it was seen.
     """
-    first = min(findings, key=lambda f: (not f.fatal, f.severity != "error", f.kind not in _RACES))
+
+    def rank(f: Finding) -> tuple[bool, ...]:
+        ended = f.fatal and f.kind not in _CONSEQUENCES
+        return not ended, f.severity != "error", f.kind not in _CAUSES, f.kind not in _RACES, f.kind in _CONSEQUENCES
+
+    first = min(findings, key=rank)
     sentence = whole.told(first)
     if first.kind == "uninitialised-shared":
         sentence += (

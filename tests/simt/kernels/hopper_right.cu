@@ -10,7 +10,7 @@ constexpr int M = 64, K = 64, ROW = K * 2, A_BYTES = M * ROW;
 enum Style {
     ONE_BARRIER, LOADS_FIRST, EXPECT_THEN_ARRIVE, PRODUCERS, INIT_BY_ALL, INIT_PROXY_FENCE, TRY_WAIT, TEST_WAIT,
     ONE_LANE_WAITS, ONE_THREAD_WAITS, ELECT, WAIT_TWICE, MADE_AGAIN, NO_SWIZZLE, SWIZZLE_OF_64, STORES, STORES_LATE_FENCE,
-    STORES_ONE_FENCE, CP_ASYNC, A_IN_REGISTERS, TWO_GROUPS, LAST_WARPGROUP, BOTTOM_UP, BULK_ROWS, STYLES
+    STORES_ONE_FENCE, CP_ASYNC, A_IN_REGISTERS, TWO_GROUPS, LAST_WARPGROUP, TWO_WARPGROUPS
 };
 
 // Rows of 128 bytes, as TMA swizzles them.
@@ -34,24 +34,23 @@ template <int STYLE, int N>
 __global__ void one_tile(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map,
                          const __half* a_gmem, const __half* b_gmem, float* out) {
     extern __shared__ __align__(1024) unsigned char memory[];
-    constexpr int B_BYTES = N * ROW, GROUPS = STYLE == LAST_WARPGROUP || STYLE == BOTTOM_UP ? 2 : 1;
-    constexpr int ROWS = STYLE == BOTTOM_UP ? 2 * M : M;
+    constexpr int B_BYTES = N * ROW, ROWS = STYLE == TWO_WARPGROUPS ? 2 * M : M;
     unsigned char *a_tile = memory, *b_tile = memory + ROWS * ROW;
     const uint32_t a_smem = smem_u32(a_tile), b_smem = smem_u32(b_tile);
-    const uint32_t bar = b_smem + B_BYTES, other = bar + 8;
+    const uint32_t bar = b_smem + B_BYTES;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int producer = STYLE == ELECT ? 3 : 0, arrivals = STYLE == PRODUCERS ? 4 : 1;
 
     // The mbarriers
     if constexpr (STYLE == INIT_BY_ALL) {
-        if (threadIdx.x < 2) mbarrier_init(bar + 8 * threadIdx.x, 1), fence_mbarrier_init();
+        if (threadIdx.x < 2) mbarrier_init(bar + 8 * (threadIdx.x ^ 1), 1), fence_mbarrier_init();
     } else if (threadIdx.x == 0) {
-        mbarrier_init(bar, arrivals), mbarrier_init(other, 1);
         if (STYLE == MADE_AGAIN) {
-            mbarrier_inval(other);
-            *(uint64_t*)(memory + (other - a_smem)) = 7;  // memory like any other
-            mbarrier_init(other, 1);
+            mbarrier_init(bar, 17);
+            mbarrier_inval(bar);
+            *(uint64_t*)(memory + (bar - a_smem)) = 7;  // memory like any other
         }
+        mbarrier_init(bar, arrivals);
         STYLE == INIT_PROXY_FENCE ? fence_proxy_async() : fence_mbarrier_init();
     }
     __syncthreads();
@@ -62,7 +61,7 @@ __global__ void one_tile(const __grid_constant__ CUtensorMap a_map, const __grid
         if (lane == 5) {
             mbarrier_arrive_expect_tx(bar, warp == 3 ? B_BYTES : warp == 2 ? 0 : A_BYTES / 2);
             if (warp == 3) tma_load(b_smem, &b_map, bar, 0, 0);
-            else if (warp < 2) bulk_load(a_smem + warp * A_BYTES / 2, a_gmem + warp * M / 2 * K, A_BYTES / 2, bar);
+            else if (warp < 2) tma_load(a_smem + warp * A_BYTES / 2, &a_map, bar, 0, warp * M / 2);
         }
     } else if constexpr (STYLE == STORES || STYLE == STORES_LATE_FENCE || STYLE == STORES_ONE_FENCE) {
         for (int i = threadIdx.x; i < (M + N) * 8; i += blockDim.x) {
@@ -105,13 +104,12 @@ __global__ void one_tile(const __grid_constant__ CUtensorMap a_map, const __grid
                 tma_load(b_smem + c * N * 64, &b_map, bar, c * 32, 0);
             }
         }
-    } else if constexpr (STYLE == BULK_ROWS) {  // rows as they lie in memory, 144 bytes apart in shared memory
     } else if (asks) {
         const int bytes = ROWS * ROW + B_BYTES;
         if (STYLE == EXPECT_THEN_ARRIVE) mbarrier_expect_tx(bar, A_BYTES), mbarrier_expect_tx(bar, B_BYTES);
         else if (STYLE != LOADS_FIRST) mbarrier_arrive_expect_tx(bar, bytes);
         tma_load(a_smem, &a_map, bar, 0, 0);
-        if (STYLE == BOTTOM_UP) tma_load(a_smem + A_BYTES, &a_map, bar, 0, M);
+        if (STYLE == TWO_WARPGROUPS) tma_load(a_smem + A_BYTES, &a_map, bar, 0, M);
         tma_load(b_smem, &b_map, bar, 0, 0);
         if (STYLE == LOADS_FIRST) mbarrier_arrive_expect_tx(bar, bytes);
         if (STYLE == EXPECT_THEN_ARRIVE) mbarrier_arrive(bar);
@@ -120,7 +118,7 @@ __global__ void one_tile(const __grid_constant__ CUtensorMap a_map, const __grid
     // Who waits, and how
     constexpr bool STORED = STYLE == STORES || STYLE == STORES_LATE_FENCE || STYLE == STORES_ONE_FENCE;
     if (STYLE == LAST_WARPGROUP && threadIdx.x < 128) return;
-    if constexpr (STORED || STYLE == BULK_ROWS) {
+    if constexpr (STORED) {
     } else if constexpr (STYLE == TRY_WAIT) {
         int tries = 0;
         while (!mbarrier_try_wait(bar, 0)) tries++;
@@ -177,19 +175,151 @@ __global__ void one_tile(const __grid_constant__ CUtensorMap a_map, const __grid
         for (float& x : d) x *= 2;
         wgmma_wait<0>();
         for (int i = 0; i < N / 2; i++) d[i] = d[i] / 2 + e[i];
-    } else if constexpr (STYLE == BULK_ROWS) {
-        // Each thread of two warps asks for a row and waits for its own barrier; then they are laid out anew.
-        for (float& x : d) x = 0;
     } else {
-        const int part = STYLE == BOTTOM_UP ? group : 0;  // of the rows, of two warpgroups
+        const int part = STYLE == TWO_WARPGROUPS ? group : 0;  // of the rows, of two warpgroups
         multiply<N>(d, operand(a_smem + part * A_BYTES), operand(b_smem));
     }
-    store<N>(out, threadIdx.x % 128, STYLE == BOTTOM_UP ? group * M : 0, d);
-    (void)GROUPS;
+    store<N>(out, threadIdx.x % 128, STYLE == TWO_WARPGROUPS ? group * M : 0, d);
+}
+
+// ---- a ring of stages ------------------------------------------------------------------------------------------------
+enum Release { BY_ALL, BY_WARPS, ONE_TILE_LATER, NO_PRODUCER };
+constexpr int RING = 2, RING_N = 16, STAGE = A_BYTES + RING_N * ROW;
+template <int RELEASE>
+__global__ void ring(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map, float* out,
+                     int tiles) {
+    extern __shared__ __align__(1024) unsigned char memory[];
+    const uint32_t smem = smem_u32(memory), full = smem + RING * STAGE, empty = full + 8 * RING;
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < RING; s++)
+            mbarrier_init(full + 8 * s, 1),
+                mbarrier_init(empty + 8 * s, RELEASE == BY_ALL ? 128 : RELEASE == BY_WARPS ? 4 : 1);
+        fence_mbarrier_init();
+    }
+    __syncthreads();
+    auto load = [&](int t) {
+        const uint32_t bar = full + t % RING * 8, stage = smem + t % RING * STAGE;
+        mbarrier_arrive_expect_tx(bar, STAGE);
+        tma_load(stage, &a_map, bar, t * K, 0);
+        tma_load(stage + A_BYTES, &b_map, bar, t * K, 0);
+    };
+    if (threadIdx.x >= 128) {
+        if (threadIdx.x == 128)
+            for (int t = 0; t < tiles; t++) {
+                if (t >= RING) mbarrier_wait(empty + t % RING * 8, t / RING - 1 & 1);
+                load(t);
+            }
+        return;
+    }
+    float d[RING_N / 2];
+    for (float& x : d) x = 0;
+    if (RELEASE == NO_PRODUCER && threadIdx.x == 0)
+        for (int t = 0; t < min(RING, tiles); t++) load(t);
+    for (int t = 0, stage = 0, parity = 0; t < tiles; t++) {
+        mbarrier_wait(full + 8 * stage, parity);
+        const uint64_t a = operand(smem + stage * STAGE), b = operand(smem + stage * STAGE + A_BYTES);
+        wgmma_fence();
+        for (int k = 0; k < K / 16; k++) wgmma_ss<RING_N>(d, a + 2 * k, b + 2 * k);
+        wgmma_commit();
+        if (RELEASE == ONE_TILE_LATER) {
+            wgmma_wait<1>();
+            if (t > 0 && threadIdx.x == 127) mbarrier_arrive(empty + (stage ^ 1) * 8);
+        } else {
+            wgmma_wait<0>();
+        }
+        if (RELEASE == BY_ALL) mbarrier_arrive(empty + 8 * stage);
+        if (RELEASE == BY_WARPS && threadIdx.x % 32 == 31) mbarrier_arrive(empty + 8 * stage);
+        if (RELEASE == NO_PRODUCER) {
+            named_barrier_sync(1, 128);
+            if (threadIdx.x == 64 && t + RING < tiles) load(t + RING);
+        }
+        if (++stage == RING) stage = 0, parity ^= 1;
+    }
+    wgmma_wait<0>();
+    store<RING_N>(out, threadIdx.x, 0, d);
+}
+
+// ---- mbarriers between threads, and stores from two buffers ------------------------------------------------------------
+__global__ void passed_on(float* out, int rounds) {
+    __shared__ float line[2][128];
+    __shared__ uint64_t bars[2];
+    if (threadIdx.x == 64) mbarrier_init(smem_u32(bars), 128), mbarrier_init(smem_u32(bars + 1), 128);
+    __syncthreads();
+    float mine = threadIdx.x;
+    for (int r = 0; r < rounds; r++) {
+        line[r % 2][threadIdx.x] = mine;
+        mbarrier_arrive(smem_u32(bars + r % 2));
+        mine += 1;  // something else, before the wait
+        mbarrier_wait(smem_u32(bars + r % 2), r / 2 % 2);
+        mine += line[r % 2][127 - threadIdx.x];
+    }
+    out[threadIdx.x] = mine;
+}
+__global__ void two_buffers(const __grid_constant__ CUtensorMap map, int tiles) {
+    __shared__ __align__(128) float buffer[2][8][32];
+    for (int t = 0; t < tiles; t++) {
+        if (threadIdx.x == 0) bulk_wait_read<1>();  // the store before the last one has read its buffer
+        __syncthreads();
+        for (int i = threadIdx.x; i < 256; i += blockDim.x) buffer[t % 2][i / 32][i % 32] = t * 256 + i;
+        fence_proxy_async();
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            tma_store(&map, smem_u32(buffer[t % 2]), 0, t * 8);
+            bulk_commit();
+        }
+    }
+    if (threadIdx.x == 0) bulk_wait<0>();
 }
 
 static CUtensorMap map_of(const __half* x, int rows, int columns, int box_rows, int box_columns, CUtensorMapSwizzle swizzle) {
     const uint64_t dims[] = {(uint64_t)columns, (uint64_t)rows}, strides[] = {(uint64_t)columns * 2};
     const uint32_t box[] = {(uint32_t)box_columns, (uint32_t)box_rows};
     return tensor_map(x, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 2, dims, strides, box, swizzle);
+}
+
+template <int STYLE, int N>
+static int launch(const __half* a, const __half* b, float* out) {
+    const int columns = STYLE == NO_SWIZZLE ? 8 : STYLE == SWIZZLE_OF_64 ? 32 : K;
+    const auto swizzle = STYLE == NO_SWIZZLE      ? CU_TENSOR_MAP_SWIZZLE_NONE
+                         : STYLE == SWIZZLE_OF_64 ? CU_TENSOR_MAP_SWIZZLE_64B
+                                                  : CU_TENSOR_MAP_SWIZZLE_128B;
+    const CUtensorMap a_map = map_of(a, 2 * M, K, STYLE == PRODUCERS ? M / 2 : M, columns, swizzle);
+    const CUtensorMap b_map = map_of(b, N, K, N, columns, swizzle);
+    const int shared = 2 * A_BYTES + N * ROW + 16;
+    cudaFuncSetAttribute(one_tile<STYLE, N>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+    const int threads = STYLE == LAST_WARPGROUP || STYLE == TWO_WARPGROUPS ? 256 : 128;
+    one_tile<STYLE, N><<<1, threads, shared>>>(a_map, b_map, a, b, out);
+    return cudaGetLastError();
+}
+template <int STYLE>
+static int launch_style(const __half* a, const __half* b, float* out, int style) {
+    if constexpr (STYLE > TWO_WARPGROUPS) return -1;
+    else return style == STYLE ? launch<STYLE, 24>(a, b, out) : launch_style<STYLE + 1>(a, b, out, style);
+}
+extern "C" {
+// a [128, 64], b [n, 64], out [64, n], or [128, n] for TWO_WARPGROUPS
+int run_style(const __half* a, const __half* b, float* out, int style) { return launch_style<0>(a, b, out, style); }
+int run_n(const __half* a, const __half* b, float* out, int n) {
+    return n == 8 ? launch<ONE_BARRIER, 8>(a, b, out) : launch<ONE_BARRIER, 256>(a, b, out);
+}
+// a [64, 64 tiles], b [16, 64 tiles], out [64, 16]
+int run_ring(const __half* a, const __half* b, float* out, int tiles, int release) {
+    const CUtensorMap a_map = map_of(a, M, tiles * K, M, K, CU_TENSOR_MAP_SWIZZLE_128B);
+    const CUtensorMap b_map = map_of(b, RING_N, tiles * K, RING_N, K, CU_TENSOR_MAP_SWIZZLE_128B);
+    const auto kernel = release == BY_ALL ? ring<BY_ALL> : release == BY_WARPS ? ring<BY_WARPS>
+                      : release == ONE_TILE_LATER ? ring<ONE_TILE_LATER> : ring<NO_PRODUCER>;
+    kernel<<<1, release == NO_PRODUCER ? 128 : 160, RING * STAGE + 16 * RING>>>(a_map, b_map, out, tiles);
+    return cudaGetLastError();
+}
+int run_passed_on(float* out, int rounds) {
+    passed_on<<<1, 128>>>(out, rounds);
+    return cudaGetLastError();
+}
+int run_two_buffers(float* y, int tiles) {
+    const uint64_t dims[] = {32, (uint64_t)tiles * 8}, strides[] = {128};
+    const uint32_t box[] = {32, 8};
+    two_buffers<<<1, 64>>>(
+        tensor_map(y, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 2, dims, strides, box, CU_TENSOR_MAP_SWIZZLE_NONE), tiles);
+    return cudaGetLastError();
+}
 }

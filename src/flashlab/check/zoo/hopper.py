@@ -12,12 +12,12 @@ from collections.abc import Sequence
 
 from flashlab.check.zoo.kernels import Mutant
 
-_PRODUCER, _OVERLAP, _PING_PONG, _LAST = "p11_4_producer", "p11_6_overlap", "p11_7_ping_pong", "p11_flash"
+_PRODUCER, _LAST = "p11_4_producer", "p11_flash"
 
 
 def _mutant(name: str, file: str, *edits: tuple[str, str], found: Sequence[str], words: Sequence[str] = (), **options):
     if file == _LAST:  # few multiprocessors: blocks take several parts, and have three consumers
-        options = {"sms": 3} | options
+        options = {"sms": 3, "POLYNOMIAL": 4} | options
     return Mutant(name, file, edits, tuple(found), tuple(words), options)
 
 
@@ -25,6 +25,16 @@ _INIT = "mbarrier_init(full_q + 8 * i, 1);"
 _LOAD = "mbarrier_arrive_expect_tx(bar, ROWS * HEAD_DIM * 2);"
 _WAIT_K = "mbarrier_wait(full_k + 8 * stage, phase);"
 _WAIT_V = "mbarrier_wait(full_v + 8 * stage, phase);"
+_LOAD_V = (
+    "load_tile<BLOCK_N>(v_smem + stage * KV_BYTES, v_map, full_v + 8 * stage, j * BLOCK_N, kv_head, batch);"
+)
+_PV = "wgmma_rs<HEAD_DIM, T, true>(acc, p_rmem[k], v_operand + rows_on(k));"
+_QK = "wgmma_ss<BLOCK_N, T>(s, q_operand + columns_on<BLOCK_M>(k), k_operand + columns_on<BLOCK_N>(k), k > 0);"
+_BY_K = "return smem_descriptor(tile_smem, SWIZZLE_128, 16, 8 * SLAB_ROW);"
+_BY_ROWS = "return smem_descriptor(tile_smem, SWIZZLE_128, ROWS * SLAB_ROW, 8 * SLAB_ROW);"
+_TAKE = "named_barrier_sync(1 + consumer, 2 * GROUP);"
+_PASS = "named_barrier_arrive(1 + (consumer + 1) % CONSUMERS, 2 * GROUP);"
+_DEC = "if constexpr (CONSUMERS > 1) setmaxnreg_dec<Tile::PRODUCER_REGISTERS>();"
 _WAIT_EMPTY_K = "mbarrier_wait(empty_k + 8 * stage, phase ^ 1);"
 _SCORES_READY = "wgmma_wait<0>();                                       // and ours again"
 _RELEASE_K = "if (threadIdx.x == 0) mbarrier_arrive(empty_k + 8 * stage);"
@@ -56,23 +66,23 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant("every thread releases the stage", _PRODUCER, (_RELEASE_K, _RELEASE_K.replace("if (threadIdx.x == 0) ", "")),
             found=["mbarrier-arrivals", "stage-overwritten", "read-before-wait"], words=["mbarrier_arrive"]),
     _mutant("no fence after the mbarriers are made", _PRODUCER,
-            ("fence_mbarrier_init();                                 // or the copy", "// or the copy"),
+            ("fence_mbarrier_init();", ""),
             found=["mbarrier-fence"], words=["fence_mbarrier_init"]),
     _mutant("no barrier after the mbarriers are made", _PRODUCER,
-            ("__syncthreads();                                           // New: the last one", ""),
+            ("__syncthreads();", ""),
             found=["mbarrier-missing", "mbarrier-too-early"], words=["mbarrier"]),
     # ---- stages
     _mutant("K is waited for, V is not", _PRODUCER, (_WAIT_V, ""),
             found=["read-before-wait"], words=["wgmma", "tma_load", "mbarrier"]),
     _mutant("K is released before the wgmma are waited for", _PRODUCER,
-            (_SCORES_READY, f"{_RELEASE_K} wgmma_wait<0>();"), (f"{_RELEASE_K}        // New: the warpgroup has read K_j", ""),
+            (_RELEASE_K, ""), (_SCORES_READY, f"{_RELEASE_K} wgmma_wait<0>();"),
             found=["stage-overwritten"], words=["wgmma", "wgmma_wait"]),
     _mutant("K is never released", _PRODUCER, (_RELEASE_K, ""),
             found=["deadlock"], words=["arriv", "mbarrier"], probes=((1, 1, 1, 64, 400, False),)),
     _mutant("a stage is refilled with no wait for its release", _PRODUCER, (_WAIT_EMPTY_K, ""),
             found=["stage-overwritten", "mbarrier-arrivals"], probes=((1, 1, 1, 64, 400, False),)),
     _mutant("all tiles of V in one stage", _PRODUCER,
-            ("load_tile<BLOCK_N>(v_smem + stage * KV_BYTES, ", "load_tile<BLOCK_N>(v_smem, "),
+            (_LOAD_V, _LOAD_V.replace("v_smem + stage * KV_BYTES", "v_smem")),
             ("descriptor_of_rows<BLOCK_N>(v_smem + stage * KV_BYTES)", "descriptor_of_rows<BLOCK_N>(v_smem)"),
             found=["stage-overwritten"], words=["v"]),
     # ---- wgmma: fences, waits, what must not be touched
@@ -84,36 +94,33 @@ MUTANTS: tuple[Mutant, ...] = (
             found=["wgmma-registers"], words=["wgmma_commit"]),
     _mutant("wait<1> where O is needed", _PRODUCER, (_LATE, _LATE.replace("<0>", "<1>")),
             found=["wgmma-registers", "stage-overwritten"], words=["wgmma"]),
-    _mutant("P is overwritten while O += P V reads it", _OVERLAP,
-            ("        if (!FIRST) {                                          // New\n            output_is_there();",
-             "        if (!FIRST) {"),
+    _mutant("P is overwritten while O += P V reads it", _LAST,
+            ("output_is_there();\n            if (moved) {", "if (moved) {"),
             found=["wgmma-registers"], words=["A of the wgmma"]),
     _mutant("only three of the four warps multiply", _PRODUCER,
-            ("wgmma_rs<HEAD_DIM, T, true>(acc, p_rmem[k], v_operand + rows_on(k));",
-             "if (warp < 3) wgmma_rs<HEAD_DIM, T, true>(acc, p_rmem[k], v_operand + rows_on(k));"),
+            (_PV, f"if (warp < 3) {_PV}"),
             found=["wgmma-warps"], words=["warps 0, 1 and 2"]),
     # ---- registers, named barriers, tiles handed on
     _mutant("registers that do not fit", _LAST,
             ("setmaxnreg_inc<Tile::CONSUMER_REGISTERS>();", "setmaxnreg_inc<168>();"),
             found=["registers-missing"], words=["setmaxnreg_inc<168>"]),
     _mutant("one warp gives its registers back", _LAST,
-            ("if constexpr (CONSUMERS > 1) setmaxnreg_dec<Tile::PRODUCER_REGISTERS>();\n        if (warp == WARPS && elect_one()) {",
-             "if (warp == WARPS && elect_one()) {\n            if constexpr (CONSUMERS > 1) setmaxnreg_dec<Tile::PRODUCER_REGISTERS>();"),
+            (_DEC, f"if (warp == WARPS) {{ {_DEC} }}"),
             found=["registers-missing", "registers-warps", "divergent", "lanes-missing"], words=["setmaxnreg"]),
-    _mutant("nobody begins the turns", _PING_PONG,
-            ("if (consumer == CONSUMERS - 1) pass_turn();                // consumer 0 begins", ""),
+    _mutant("nobody begins the turns", _LAST,
+            ("if (consumer == CONSUMERS - 1) pass_turn();", ""),
             found=["deadlock"], words=["named barrier"]),
-    _mutant("a turn of one warpgroup instead of two", _PING_PONG,
-            ("named_barrier_sync(1 + consumer, 2 * GROUP)", "named_barrier_sync(1 + consumer, GROUP)"),
+    _mutant("a turn of one warpgroup instead of two", _LAST,
+            (_TAKE, _TAKE.replace("2 * ", "")),
             found=["divergent", "deadlock"], words=["bar"]),
-    _mutant("the turn is passed to oneself", _PING_PONG,
-            ("named_barrier_arrive(1 + (consumer + 1) % CONSUMERS, 2 * GROUP)", "named_barrier_arrive(1 + consumer, 2 * GROUP)"),
+    _mutant("the turn is passed to oneself", _LAST,
+            (_PASS, "named_barrier_arrive(1 + consumer, 2 * GROUP);"),
             found=["deadlock"], words=["bar"]),
     _mutant("the next part is read with no wait for it", _LAST,
-            ("mbarrier_wait(full_part + 8 * (n % 2), n / 2 & 1);\n        const", "const"),
+            ("mbarrier_wait(full_part + 8 * (n % 2), n / 2 & 1);", ""),
             found=["race", "uninitialised-shared"], words=["part"]),
     _mutant("the next part is overwritten with no wait for its readers", _LAST,
-            ("mbarrier_wait(empty_part + 8 * (n % 2), n / 2 & 1 ^ 1);\n", "\n"),
+            ("mbarrier_wait(empty_part + 8 * (n % 2), n / 2 & 1 ^ 1);", ""),
             found=["race", "mbarrier-arrivals"]),
     # ---- the store of O
     _mutant("no proxy fence before O is stored", _LAST, (_O_STORED, "// or the copy engine"),
@@ -124,18 +131,18 @@ MUTANTS: tuple[Mutant, ...] = (
             found=["stage-overwritten"], words=["bulk_wait_read"]),
     # ---- descriptors: only the numbers tell
     _mutant("the stride of 8 rows is that of 4", _PRODUCER,
-            ("SWIZZLE_128, 16, 8 * SLAB_ROW);", "SWIZZLE_128, 16, 4 * SLAB_ROW);"), found=["?"]),
+            (_BY_K, _BY_K.replace("8 *", "4 *")), found=["?"]),
     _mutant("no swizzle in K's descriptor", _PRODUCER,
-            ("const uint64_t k_operand = descriptor(k_smem + stage * KV_BYTES);",
-             "const uint64_t k_operand = smem_descriptor(k_smem + stage * KV_BYTES, SWIZZLE_NONE, 16, 8 * SLAB_ROW);"),
+            ("descriptor(k_smem + stage * KV_BYTES)",
+             "smem_descriptor(k_smem + stage * KV_BYTES, SWIZZLE_NONE, 16, 8 * SLAB_ROW)"),
             found=["?"]),
-    _mutant("V as a K-major operand", _PRODUCER, ("wgmma_rs<HEAD_DIM, T, true>(", "wgmma_rs<HEAD_DIM, T, false>("), found=["?"]),
+    _mutant("V as a K-major operand", _PRODUCER, (_PV, _PV.replace("true", "false")), found=["?"]),
     _mutant("the next 16 rows of V are 8 rows on", _PRODUCER,
-            ("return k * MMA_K * SLAB_ROW / 16;", "return k * MMA_K / 2 * SLAB_ROW / 16;"), found=["?"]),
+            (_PV, _PV.replace("rows_on(k)", "rows_on(k) / 2")), found=["?"]),
     _mutant("the next 16 columns are 32 on", _PRODUCER,
-            ("column % SLAB * 2) / 16;", "column % SLAB * 4) / 16;"), found=["?"]),
+            (_QK, _QK.replace("columns_on<BLOCK_N>(k)", "2 * columns_on<BLOCK_N>(k)")), found=["?"]),
     _mutant("the leading offset of one slab in 128 columns", _PRODUCER,
-            ("SWIZZLE_128, ROWS * SLAB_ROW, 8 * SLAB_ROW);", "SWIZZLE_128, 16, 8 * SLAB_ROW);"), found=["?"], head_dim=128),
+            (_BY_ROWS, _BY_ROWS.replace("ROWS * SLAB_ROW, 8", "16, 8")), found=["?"], head_dim=128),
     _mutant("every consumer multiplies the first one's rows of Q", _LAST,
             ("descriptor(q_smem + consumer * 64 * SLAB_ROW)", "descriptor(q_smem)"), found=["?"]),
     # ---- masks and weights
@@ -143,8 +150,8 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant("causal off by one", _PRODUCER, ("min(p.seq_k - 1, row + diagonal)", "min(p.seq_k - 1, row + diagonal - 1)"),
             found=["causal-without-diagonal"]),
     _mutant("a first tile without a key gives NaN", _PRODUCER,
-            ("const float base = (m_i[r] == -INFINITY ? 0.f : m_i[r]) * scale_log2;", "const float base = m_i[r] * scale_log2;"),
+            ("(m_i[r] == -INFINITY ? 0.f : m_i[r])", "m_i[r]"),
             found=["?"]),
-    _mutant("the lazy rescaling leaves l as it is", _LAST, (", l_i[r] *= correction[r];", ";"), found=["?"]),
-    _mutant("the polynomial has a wrong coefficient", _LAST, ("0.242211014f", "0.342211014f"), found=["?"], POLYNOMIAL=4),
+    _mutant("the lazy rescaling leaves l as it is", _LAST, ("m_i[r] = m_new[r], l_i[r] *= correction[r];", "m_i[r] = m_new[r];"), found=["?"]),
+    _mutant("the polynomial has a wrong coefficient", _LAST, ("0.242211014f", "0.342211014f"), found=["?"]),
 )  # fmt: skip
