@@ -39,9 +39,7 @@ _COUNTERS = {
     "syncwarp": ("syncwarps",),
     "barrier": ("barriers",),
     "wgmma_wait": ("wgmma_waits", "wgmma_waits_for_more"),
-    **{
-        f"wgmma_m64n{n}k16": ("wgmma", "wgmma_flops", "wgmma_bytes", "wgmma_from_registers") for n in range(8, 257, 8)
-    },
+    **{f"wgmma_m64n{n}k16": ("wgmma", "wgmma_flops", "wgmma_bytes", "wgmma_from_registers") for n in range(8, 257, 8)},
 }
 Index = tuple[int, int, int]
 
@@ -112,9 +110,7 @@ class Narrator:
             line = self._own_line(self.resolver.place(int(row[2]))) or 0
             launch = launches[-1]
             if row[0] == "event":
-                launch.events.append(
-                    Event(int(row[3]), int(row[4]), row[1], line or None, (int(row[5]), int(row[6])))
-                )
+                launch.events.append(Event(int(row[3]), int(row[4]), row[1], line or None, (int(row[5]), int(row[6]))))
                 continue
             for counters in (launch.counters, launch.by_line.setdefault(line, Counters())):
                 for name, value in zip(_COUNTERS[row[1]], row[3:], strict=False):
@@ -171,8 +167,6 @@ class Narrator:
         # what the lanes of a warp do to each other, two warps do; and what two threads do, two blocks do.
         late = {self._lines(f) for f in found if f.kind in ("read-before-wait", "stage-overwritten")}
         found = [f for f in found if f.kind != "race" or self._lines(f) not in late]
-        too_early = {f.line for f in found if f.kind == "stage-overwritten"}
-        found = [f for f in found if f.kind != "race" or "wgmma" not in f.message or f.other_line not in too_early]
         races = {self._lines(f) for f in found if f.kind in ("race", "global-race") and f.severity == "error"}
         found = [f for f in found if f.severity == "error" or self._lines(f) not in races]
         between_blocks = {self._lines(f) for f in found if f.other_block is not None}

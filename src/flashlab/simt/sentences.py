@@ -435,8 +435,12 @@ def _bulk_misaligned(f: Facts) -> str:
     beyond, multiple = f.v[0], f.v[1]
     if f.words == "bytes":
         return f"{f.who} asks {f.how}{f.here} for {beyond} bytes; their number is a multiple of {multiple}"
-    what = {"shared": "address of shared memory", "global": "address of global memory", "map": "tensor map",
-            "mbarrier": "address of an mbarrier"}[f.words]
+    what = {
+        "shared": "address of shared memory",
+        "global": "address of global memory",
+        "map": "tensor map",
+        "mbarrier": "address of an mbarrier",
+    }[f.words]
     return f"{f.who} gives {f.how}{f.here} the {what} {beyond} bytes beyond a multiple of {multiple}"
 
 
@@ -611,8 +615,8 @@ _SENTENCES = {
     "bulk-misaligned": _bulk_misaligned,
     "tensor-map": _tensor_map,
     "reduce-type": lambda f: (
-        f"{f.who} calls tma_reduce_add{f.here} with a tensor map of a type that it cannot add: it adds 32-bit integers, "
-        "UINT64, FLOAT16, BFLOAT16 and FLOAT32"
+        f"{f.who} calls tma_reduce_add{f.here} with a tensor map of a type that it cannot add: it adds 32-bit "
+        "integers, UINT64, FLOAT16, BFLOAT16 and FLOAT32"
     ),
     "assert": lambda f: f"{f.who} fails the assertion `{f.words}`{f.here}",
     "trap": lambda f: f"{f.who} stops{f.here}: __trap(), or code that must not be reached",

@@ -2,6 +2,13 @@
 #include "ptx_sm90.cuh"
 #include "tensor_map.cuh"
 
+// Rows of 32 floats, boxes of 8 rows.
+static CUtensorMap rows_of_32(const float* x, int rows) {
+    const uint64_t dims[] = {32, (uint64_t)rows}, strides[] = {128};
+    const uint32_t box[] = {32, 8};
+    return tensor_map(x, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 2, dims, strides, box, CU_TENSOR_MAP_SWIZZLE_NONE);
+}
+
 #define SETUP(arrivals)                                                                                     \
     __shared__ __align__(1024) float tile[2][8][32];                                                        \
     __shared__ __align__(8) uint64_t full;                                                                  \
@@ -48,16 +55,14 @@ __global__ void load_mistakes(const __grid_constant__ CUtensorMap map, float* ou
     out[threadIdx.x] = v + tile[0][3][threadIdx.x % 32];
 }
 extern "C" void run_load(const float* x, float* out, int mode) {
-    const uint64_t dims[] = {32, 16}, strides[] = {128};
-    const uint32_t box[] = {32, 8};
-    load_mistakes<<<1, 64>>>(tensor_map(x, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 2, dims, strides, box, CU_TENSOR_MAP_SWIZZLE_NONE),
-                             out, mode);
+    load_mistakes<<<1, 64>>>(rows_of_32(x, 16), out, mode);
 }
 
 __global__ void setup_mistakes(const __grid_constant__ CUtensorMap map, float* out, int mode) {
     __shared__ __align__(1024) float tile[8][32];
     __shared__ __align__(16) uint64_t full[4];
     const uint32_t bar = smem_u32(full);
+    const uintptr_t nowhere = (uintptr_t)(out + 31) & ~(uintptr_t)63;
     if (threadIdx.x == 0 && mode != 2) {
         mbarrier_init(mode == 4 ? bar + 4 : bar, mode == 5 ? 0 : 1);  // <- init
         if (mode != 0) fence_mbarrier_init();
@@ -73,20 +78,17 @@ __global__ void setup_mistakes(const __grid_constant__ CUtensorMap map, float* o
         mbarrier_arrive_expect_tx(bar, mode == 9 ? 1 << 20 : 1024);  // <- arrive
         if (mode == 8) tma_load(smem_u32(tile) + 4, &map, bar, 0, 0);  // <- misaligned
         else if (mode == 10) tma_load(smem_u32(tile), &map, bar, 0);  // <- one coordinate
-        else if (mode == 11) tma_load(smem_u32(tile), (const CUtensorMap*)((uintptr_t)(out + 31) & ~(uintptr_t)63), bar, 0, 0);  // <- no map
+        else if (mode == 11) tma_load(smem_u32(tile), (const CUtensorMap*)nowhere, bar, 0, 0);  // <- no map
         else if (mode == 12) tma_load(smem_u32(tile) + 128, &map, bar, 0, 0);  // <- beyond the array
         else if (mode == 13) bulk_load(smem_u32(tile), out, 20, bar);  // <- 20 bytes
         else if (mode == 14) bulk_load(smem_u32(tile), out + 1, 16, bar);  // <- off by 4
         else tma_load(smem_u32(tile), &map, bar, 0, 0);  // <- load of setup
     }
-    mbarrier_wait(bar, 0);
+    mbarrier_wait(bar, 0);  // <- wait of setup
     out[threadIdx.x] = tile[0][threadIdx.x % 32];
 }
 extern "C" void run_setup(const float* x, float* out, int mode) {
-    const uint64_t dims[] = {32, 16}, strides[] = {128};
-    const uint32_t box[] = {32, 8};
-    setup_mistakes<<<1, 64>>>(tensor_map(x, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 2, dims, strides, box, CU_TENSOR_MAP_SWIZZLE_NONE),
-                              out, mode);
+    setup_mistakes<<<1, 64>>>(rows_of_32(x, 16), out, mode);
 }
 
 // A producer (warp 0) and a consumer (warp 1) with two stages.
@@ -130,10 +132,7 @@ __global__ void ring_mistakes(const __grid_constant__ CUtensorMap map, float* ou
     out[lane] = sum;
 }
 extern "C" void run_ring(const float* x, float* out, int mode) {
-    const uint64_t dims[] = {32, 48}, strides[] = {128};
-    const uint32_t box[] = {32, 8};
-    ring_mistakes<<<1, 64>>>(tensor_map(x, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 2, dims, strides, box, CU_TENSOR_MAP_SWIZZLE_NONE),
-                             out, mode);
+    ring_mistakes<<<1, 64>>>(rows_of_32(x, 48), out, mode);
 }
 
 __global__ void store_mistakes(const __grid_constant__ CUtensorMap map, float* y, int mode) {
@@ -157,16 +156,10 @@ __global__ void store_mistakes(const __grid_constant__ CUtensorMap map, float* y
     }
 }
 extern "C" void run_store(float* y, int mode, int blocks) {
-    const uint64_t dims[] = {32, 8}, strides[] = {128};
-    const uint32_t box[] = {32, 8};
-    store_mistakes<<<blocks, 64>>>(tensor_map(y, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 2, dims, strides, box, CU_TENSOR_MAP_SWIZZLE_NONE),
-                                   y, mode);
+    store_mistakes<<<blocks, 64>>>(rows_of_32(y, 8), y, mode);
 }
 extern "C" void run_const_store(const float* y) {
-    const uint64_t dims[] = {32, 8}, strides[] = {128};
-    const uint32_t box[] = {32, 8};
-    store_mistakes<<<1, 64>>>(tensor_map(y, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 2, dims, strides, box, CU_TENSOR_MAP_SWIZZLE_NONE),
-                              nullptr, 8);
+    store_mistakes<<<1, 64>>>(rows_of_32(y, 8), nullptr, 8);
 }
 
 // Zeros first, then a copy over them.
@@ -193,7 +186,9 @@ __global__ void wrong_type(const __grid_constant__ CUtensorMap map) {
 extern "C" void run_wrong_type(unsigned char* y) {
     const uint64_t dims[] = {256};
     const uint32_t box[] = {256};
-    wrong_type<<<1, 32>>>(tensor_map(y, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, dims, nullptr, box, CU_TENSOR_MAP_SWIZZLE_NONE));
+    const CUtensorMap map =
+        tensor_map(y, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, dims, nullptr, box, CU_TENSOR_MAP_SWIZZLE_NONE);
+    wrong_type<<<1, 32>>>(map);
 }
 
 // A map of more rows than there are.
@@ -207,14 +202,13 @@ __global__ void beyond(const __grid_constant__ CUtensorMap map, float* y) {
     y[threadIdx.x] = tile[0][0][threadIdx.x % 32];
 }
 extern "C" void run_beyond(const float* x, float* y) {
-    const uint64_t dims[] = {32, 20}, strides[] = {128};
-    const uint32_t box[] = {32, 8};
-    beyond<<<1, 32>>>(tensor_map(x, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 2, dims, strides, box, CU_TENSOR_MAP_SWIZZLE_NONE), y);
+    beyond<<<1, 32>>>(rows_of_32(x, 20), y);
 }
 
 // numbers: rank, type, swizzle, shift of the base; sizes, strides, box, element strides: 2 each
 extern "C" void run_map(float* x, const long long* n) {
     const uint64_t dims[] = {(uint64_t)n[4], (uint64_t)n[5]}, strides[] = {(uint64_t)n[6]};
     const uint32_t box[] = {(uint32_t)n[8], (uint32_t)n[9]}, every[] = {(uint32_t)n[10], (uint32_t)n[11]};
-    tensor_map((char*)x + n[3], (CUtensorMapDataType)n[1], (int)n[0], dims, strides, box, (CUtensorMapSwizzle)n[2], every);  // <- map
+    const CUtensorMapDataType type = (CUtensorMapDataType)n[1];
+    tensor_map((char*)x + n[3], type, (int)n[0], dims, strides, box, (CUtensorMapSwizzle)n[2], every);  // <- map
 }

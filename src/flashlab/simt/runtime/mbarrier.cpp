@@ -2,6 +2,7 @@
 #include "mbarrier.h"
 #include "clocks.h"
 #include "counters.h"
+#include "events.h"
 #include "findings.h"
 #include "proxy.h"
 
@@ -47,7 +48,7 @@ void Mbarriers::end_phase(Block* block, Mbarrier& bar) {
     bar.arrived = Clock();
     bar.phase++;
     bar.pending = bar.count;
-    bar.expected = bar.brought = 0;
+    bar.expected = bar.brought = bar.warps = 0;
     passing.insert(passing.end(), bar.waiting.begin(), bar.waiting.end());
     bar.waiting.clear();
 }
@@ -134,6 +135,8 @@ static void arrive(Lane* me, uint32_t address, const char* how, int64_t bytes) {
         file_fatal(me, f, cudaErrorLaunchFailure);
     }
     if (bytes) expect(me, bar, (uint32_t)bytes, how);
+    if (!(bar.warps >> me->warp->index & 1)) note(me->warp, DID_ARRIVE, me->pc, address, bytes);
+    bar.warps |= 1u << me->warp->index;
     release(me->warp, bar.arrived);
     me->warp->time++;
     bar.pending--;
@@ -216,11 +219,14 @@ void simt_mbarrier_wait(uint32_t address, uint32_t parity) {
     const int site = me->block->worker->sites->find(me->pc, MBARRIER_WAIT);
     count_access(me, site, NO_ADDRESS, 0);
     const bool under_way = (bar.phase & 1) == parity;
-    const bool first = bar.waiting.empty() || bar.waiting.back()->warp != me->warp;  // of its warp
+    auto& queue = under_way ? bar.waiting : mbarriers(me).passing;
+    const bool first = queue.empty() || queue.back()->warp != me->warp;  // of its warp
     (*me->block->worker->sites)[site].count[1] += under_way && first;
-    (under_way ? bar.waiting : mbarriers(me).passing).push_back(me);
+    queue.push_back(me);
     me->phase_wait = {address, parity};
+    if (first) note(me->warp, DID_MBARRIER_BEGIN, me->pc, address, parity);
     wait_for_others(me, IN_MBARRIER);
+    if (first) note(me->warp, DID_MBARRIER_END, me->pc, address, parity);
 }
 }
 
