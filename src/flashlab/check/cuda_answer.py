@@ -111,8 +111,16 @@ class Source:
         def caller(m: re.Match[str]) -> str:
             return m[0] if self.first is None or self.own(int(m[1])) else ""
 
+        quoted: set[str] = set()
+
+        def place(m: re.Match[str]) -> str:  # a line is quoted once
+            told = self.place(int(m[1]))
+            again = told in quoted
+            quoted.add(told)
+            return told.split(",")[0] if again else told
+
         message = re.sub(r" \(called from line (\d+)\)", caller, finding.message)
-        sentence = re.sub(r"\bline (\d+)\b", lambda m: self.place(int(m[1])), message)
+        sentence = re.sub(r"\bline (\d+)\b", place, message)
         return re.sub(r",([,:.;)]| \(|$)", r"\1", sentence)
 
 
@@ -204,7 +212,8 @@ def expect_stream(whole: Source) -> None:
 
 _RACES = ("race", "global-race", "stage-overwritten")
 _CAUSES = ("wgmma-registers",)  # who does not wait for the sums releases their stage too early as well
-_CONSEQUENCES = ("mbarrier-arrivals",)  # of a tile that was not waited for: its stage is released too early
+# Of a tile that was not waited for, as its stage is released too early; of an index that another thread was to write.
+_CONSEQUENCES = ("mbarrier-arrivals", "global-out-of-bounds")
 
 
 # ---- what is wrong with it, as a sentence --------------------------------------------------------------------------

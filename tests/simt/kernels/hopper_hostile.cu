@@ -45,21 +45,21 @@ __global__ void hostile(const __grid_constant__ CUtensorMap map, const float* x,
     case 23: cp_async<16>(bar, x); cp_async_commit(), cp_async_wait<0>(); break;         // expect: mbarrier-touched; mbarrier
     case 24: FIRST mbarrier_arrive(bar), mbarrier_arrive_expect_tx(bar, 16); mbarrier_wait(bar, 1); break;  // expect: deadlock; 16 bytes expected, 0 brought
     case 25: if (threadIdx.x < 64) mbarrier_arrive(bar + 8); if (threadIdx.x < 63) mbarrier_arrive(bar + 8); mbarrier_wait(bar + 8, 1); break;  // expect: deadlock; 1 of 64 arrivals missing
-    case 26: if (threadIdx.x) mbarrier_wait(bar, 0); else { __nanosleep(1); mbarrier_inval(bar); } break;  // expect: deadlock mbarrier-inval; no mbarrier any more
-    case 27: while (!mbarrier_test_wait(bar, 0)) {} break;           // expect: timeout deadlock; seconds
-    case 28: while (!mbarrier_try_wait(bar, 0)) {} break;            // expect: deadlock; 1 of 1 arrival missing
+    case 26: if (threadIdx.x > 31) mbarrier_wait(bar, 0); else if (threadIdx.x == 0) __nanosleep(1), mbarrier_inval(bar); break;  // expect: mbarrier-in-use; threads that wait at
+    case 27: while (!mbarrier_test_wait(bar, 0)) {} break;           // expect: timeout; a loop that does not end
+    case 28: while (!mbarrier_try_wait(bar, 0)) {} break;            // expect: deadlock; 1 arrival missing
     // ---- copies
     case 40: FIRST tma_load(end, &map, bar, 0, 0); break;            // expect: shared-out-of-bounds; dynamic shared memory
     case 41: FIRST tma_load(big - 127, &map, bar, 0, 0); break;      // expect: shared-out-of-bounds; shared memory
     case 42: FIRST tma_load(dst + 64, &map, bar, 0, 0); break;       // expect: bulk-misaligned; multiple of 128
-    case 43: FIRST tma_load(dst, nullptr, bar, 0, 0); break;         // expect: tensor-map global-out-of-bounds; tensor map
-    case 44: FIRST tma_load(dst, (const CUtensorMap*)0x7f0000000040ull, bar, 0, 0); break;  // expect: tensor-map global-out-of-bounds; tensor map
+    case 43: FIRST tma_load(dst, nullptr, bar, 0, 0); break;         // expect: tensor-map global-out-of-bounds; thread 0
+    case 44: FIRST tma_load(dst, (const CUtensorMap*)0x7f0000000040ull, bar, 0, 0); break;  // expect: tensor-map global-out-of-bounds; thread 0
     case 45: FIRST tma_load(dst, &map, none, 0, 0); break;           // expect: mbarrier-missing; mbarrier
     case 46: FIRST tma_load(dst, &map, bar, 0, 0, 0); break;         // expect: tensor-map; 3 coordinates
     case 47: FIRST mbarrier_arrive_expect_tx(bar, 1024), tma_load(dst, &map, bar, INT_MIN, INT_MAX); mbarrier_wait(bar, 0); break;  // expect: -
-    case 48: FIRST bulk_load(dst, x, 0u - 16, bar); break;           // expect: shared-out-of-bounds mbarrier-number bulk-bytes; bytes
-    case 49: FIRST bulk_load(dst, x, 1u << 31, bar); break;          // expect: shared-out-of-bounds mbarrier-number bulk-bytes; bytes
-    case 50: FIRST mbarrier_arrive(bar), bulk_load(dst, x, 0, bar); mbarrier_wait(bar, 0); break;  // expect: - bulk-bytes
+    case 48: FIRST bulk_load(dst, x, 0u - 16, bar); break;           // expect: bulk-size; bytes
+    case 49: FIRST bulk_load(dst, x, 1u << 31, bar); break;          // expect: bulk-size; bytes
+    case 50: FIRST bulk_load(dst, x, 0, bar), mbarrier_arrive(bar); mbarrier_wait(bar, 0); break;  // expect: -
     case 51: FIRST bulk_load(dst, nullptr, 16, bar); break;          // expect: global-out-of-bounds; null pointer
     case 52: FIRST bulk_load(dst, (const void*)0x123456789ab0ull, 16, bar); break;       // expect: global-out-of-bounds; belongs to no argument
     case 53: FIRST bulk_load(dst, x, 8, bar); break;                 // expect: bulk-misaligned; multiple of 16
@@ -69,7 +69,7 @@ __global__ void hostile(const __grid_constant__ CUtensorMap map, const float* x,
     case 57: FIRST bulk_store(nullptr, dst, 16), bulk_commit(), bulk_wait<0>(); break;   // expect: global-out-of-bounds; null pointer
     case 58: FIRST bulk_store(y, dst, 16), bulk_commit(), bulk_wait<0>(); break;         // expect: uninitialised-shared; nobody has written
     case 59: FIRST bulk_store((void*)x, dst, 16), bulk_commit(), bulk_wait<0>(); break;  // expect: read-only uninitialised-shared; x
-    case 60: FIRST mbarrier_arrive_expect_tx(bar, 1024), tma_load(dst, &map, bar, 0, 0), mbarrier_inval(bar); break;  // expect: mbarrier-inval never-waited; tma_load
+    case 60: FIRST mbarrier_arrive_expect_tx(bar, 1024), tma_load(dst, &map, bar, 0, 0), mbarrier_inval(bar); break;  // expect: mbarrier-in-use; 1 copy
     case 61: FIRST bulk_commit(), bulk_commit(), bulk_wait<0>(), bulk_wait_read<3>(); break;  // expect: -
     case 62: tma_prefetch(nullptr); break;                           // expect: -
     case 63: FIRST mbarrier_arrive(bar); mbarrier_wait(bar, 0); FIRST tma_load(dst, &map, bar, 0, 0); break;  // expect: never-waited; tma_load
@@ -81,13 +81,13 @@ __global__ void hostile(const __grid_constant__ CUtensorMap map, const float* x,
     case 84: if (threadIdx.x < 33) wgmma_fence(); break;             // expect: lanes-missing divergent exited-lanes; wgmma_fence
     case 85: if (threadIdx.x == 5) wgmma_commit(); break;            // expect: lanes-missing divergent exited-lanes; wgmma_commit
     case 86: if (threadIdx.x == 5) wgmma_wait<0>(); break;           // expect: lanes-missing divergent exited-lanes; wgmma_wait
-    case 87: if (threadIdx.x < 7) y[0] = elect_one(); break;         // expect: lanes-missing divergent exited-lanes; elect_one
+    case 87: if (threadIdx.x < 7) d[0] = elect_one(); break;         // expect: exited-lanes; elect
     case 88: if (threadIdx.x < 40) setmaxnreg_dec<24>(); break;      // expect: lanes-missing divergent exited-lanes; setmaxnreg
     case 89: setmaxnreg_inc<256>(); break;                           // expect: -
     case 90: setmaxnreg_dec<256>(), setmaxnreg_dec<24>(), setmaxnreg_inc<256>(); break;  // expect: -
     case 91: named_barrier_sync(16, 128); break;                     // expect: barrier-arguments; 16
     case 92: named_barrier_arrive(3, 33); break;                     // expect: barrier-arguments; 33
-    case 93: named_barrier_sync(1, 256); break;                      // expect: deadlock; bar
+    case 93: named_barrier_sync(1, 256); break;                      // expect: deadlock; Barrier 1 has 128 of the 256 threads
     case 94: return wgmma_fence(), wgmma_ss<8>(d, 0, 0), wgmma_commit(); // expect: uninitialised-shared never-waited shared-out-of-bounds; wgmma
     }
     if (d[0] + wide[1] == 1234567) y[1] = d[0];

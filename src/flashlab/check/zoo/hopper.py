@@ -17,7 +17,7 @@ _PRODUCER, _LAST = "p11_4_producer", "p11_flash"
 
 def _mutant(name: str, file: str, *edits: tuple[str, str], found: Sequence[str], words: Sequence[str] = (), **options):
     if file == _LAST:  # few multiprocessors: blocks take several parts, and have three consumers
-        options = {"sms": 3, "POLYNOMIAL": 4} | options
+        options = {"sms": 1} | options
     return Mutant(name, file, edits, tuple(found), tuple(words), options)
 
 
@@ -95,7 +95,8 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant("wait<1> where O is needed", _PRODUCER, (_LATE, _LATE.replace("<0>", "<1>")),
             found=["wgmma-registers", "stage-overwritten"], words=["wgmma"]),
     _mutant("P is overwritten while O += P V reads it", _LAST,
-            ("output_is_there();\n            if (moved) {", "if (moved) {"),
+            ("wgmma_wait<0>();\n        if (first_thread) mbarrier_arrive(empty_v",
+              "wgmma_wait<1>();\n        if (first_thread) mbarrier_arrive(empty_v"),
             found=["wgmma-registers"], words=["A of the wgmma"]),
     _mutant("only three of the four warps multiply", _PRODUCER,
             (_PV, f"if (warp < 3) {_PV}"),

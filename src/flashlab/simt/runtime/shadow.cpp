@@ -131,13 +131,17 @@ void SharedShadow::end_read(AsyncRead* read, const Lane* by) {
     async_reads.erase(std::find(async_reads.begin(), async_reads.end(), read));
     delete read;
 }
+const char* SharedShadow::overwrites(uint32_t address, const char* how) const {
+    if (cells[address / 2].full) return "stage-overwritten";
+    return strcmp(how, "tma_load") && strcmp(how, "bulk_load") && strcmp(how, "cp.async") ? "race" : "read-before-wait";
+}
 void SharedShadow::file_overwritten(Lane* lane, uint64_t address, int bytes, const char* how) {
     uint64_t chunk = address / 16;
     while (chunk <= (address + bytes - 1) / 16 && !being_read[chunk]) chunk++;
     for (const AsyncRead* read : async_reads)
         for (auto& r : read->ranges)
             if (chunk * 16 >= r.first && chunk * 16 < r.first + r.second) {
-                Finding f{"stage-overwritten", how};
+                Finding f{overwrites((uint32_t)chunk * 16, how), how};
                 f.other_pc = (*lane->block->worker->sites)[read->site].pc, f.other_thread = read->thread;
                 f.text = read->how;
                 f.value[0] = (int64_t)address, f.value[1] = bytes;
