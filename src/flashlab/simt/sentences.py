@@ -625,12 +625,8 @@ _SENTENCES = {
     "mbarrier-bytes": _mbarrier_bytes,
     "mbarrier-number": lambda f: f"{f.who} comes to {f.how}{f.here}{_NUMBERS[f.words].format(*f.v)}",
     "mbarrier-in-use": lambda f: (
-        f"{f.who} comes to mbarrier_inval{f.here} while "
-        + " and ".join(
-            [f"{_count(f.v[0], 'copy').replace('ys', 'ies')} that count at {_mbarrier(f)}"] * (f.v[0] > 0)
-            + [f"{_count(f.v[1], 'thread')} that wait at {_mbarrier(f)}"] * (f.v[1] > 0)
-        )
-        + " are under way"
+        f"{f.who} comes to mbarrier_inval{f.here} for {_mbarrier(f)}, while "
+        + ("a copy that counts at it is on its way" if f.v[0] else f"{_count(f.v[1], 'thread')} waited there: they never go on")
     ),
     "bulk-size": lambda f: f"{f.who} asks {f.how}{f.here} for {f.v[0]} bytes; a block has at most {f.v[1]} of shared memory",
     "bulk-misaligned": _bulk_misaligned,

@@ -45,7 +45,7 @@ __global__ void hostile(const __grid_constant__ CUtensorMap map, const float* x,
     case 23: cp_async<16>(bar, x); cp_async_commit(), cp_async_wait<0>(); break;         // expect: mbarrier-touched; mbarrier
     case 24: FIRST mbarrier_arrive(bar), mbarrier_arrive_expect_tx(bar, 16); mbarrier_wait(bar, 1); break;  // expect: deadlock; 16 bytes expected, 0 brought
     case 25: if (threadIdx.x < 64) mbarrier_arrive(bar + 8); if (threadIdx.x < 63) mbarrier_arrive(bar + 8); mbarrier_wait(bar + 8, 1); break;  // expect: deadlock; 1 of 64 arrivals missing
-    case 26: if (threadIdx.x > 31) mbarrier_wait(bar, 0); else if (threadIdx.x == 0) __nanosleep(1), mbarrier_inval(bar); break;  // expect: mbarrier-in-use; threads that wait at
+    case 26: if (threadIdx.x > 31) mbarrier_wait(bar, 0); else if (threadIdx.x == 0) __nanosleep(1), mbarrier_inval(bar); break;  // expect: mbarrier-in-use; threads waited there
     case 27: while (!mbarrier_test_wait(bar, 0)) {} break;           // expect: timeout; a loop that does not end
     case 28: while (!mbarrier_try_wait(bar, 0)) {} break;            // expect: deadlock; 1 arrival missing
     // ---- copies
@@ -69,7 +69,7 @@ __global__ void hostile(const __grid_constant__ CUtensorMap map, const float* x,
     case 57: FIRST bulk_store(nullptr, dst, 16), bulk_commit(), bulk_wait<0>(); break;   // expect: global-out-of-bounds; null pointer
     case 58: FIRST bulk_store(y, dst, 16), bulk_commit(), bulk_wait<0>(); break;         // expect: uninitialised-shared; nobody has written
     case 59: FIRST bulk_store((void*)x, dst, 16), bulk_commit(), bulk_wait<0>(); break;  // expect: read-only uninitialised-shared; x
-    case 60: FIRST mbarrier_arrive_expect_tx(bar, 1024), tma_load(dst, &map, bar, 0, 0), mbarrier_inval(bar); break;  // expect: mbarrier-in-use; 1 copy
+    case 60: FIRST mbarrier_arrive_expect_tx(bar, 1024), tma_load(dst, &map, bar, 0, 0), mbarrier_inval(bar); break;  // expect: mbarrier-in-use; a copy that counts at it
     case 61: FIRST bulk_commit(), bulk_commit(), bulk_wait<0>(), bulk_wait_read<3>(); break;  // expect: -
     case 62: tma_prefetch(nullptr); break;                           // expect: -
     case 63: FIRST mbarrier_arrive(bar); mbarrier_wait(bar, 0); FIRST tma_load(dst, &map, bar, 0, 0); break;  // expect: never-waited; tma_load
