@@ -14,6 +14,7 @@ import numpy as np
 SWIZZLES = {0: "none", 1: "128 bytes", 2: "64 bytes", 3: "32 bytes"}
 WIDTH = {0: 1, 1: 8, 2: 4, 3: 2}  # 16-byte pieces in a row of the swizzle
 T = 8  # 16-bit numbers in 16 bytes
+BYTES = 32 * 1024  # of the image that the descriptors look at
 
 
 def descriptor(start: int, swizzle: int, leading: int, stride: int, base: int = 0) -> int:
@@ -41,7 +42,7 @@ def k_major(swizzle: int, leading: int, stride: int) -> Callable[[int, int], int
 
 
 def mn_major(swizzle: int, leading: int, stride: int) -> Callable[[int, int], int]:
-    """((T, W, m), (8, 2)) : ((1, T, LBO), (W T, SBO)); without a swizzle ((T, 1, m), (8, 2)) : ((1, T, SBO), (T, LBO))."""
+    """((T, W, m), (8, 2)) : ((1, T, LBO), (W T, SBO)), and ((1, T, SBO), (T, LBO)) without a swizzle."""
     w = WIDTH[swizzle]
     far, deep = (leading, stride) if swizzle else (stride, leading)
     rows, ks = ((T, w, 32), (1, T, far // 2)), ((8, 2), (w * T, deep // 2))
@@ -49,7 +50,7 @@ def mn_major(swizzle: int, leading: int, stride: int) -> Callable[[int, int], in
 
 
 def swizzled(address: int, swizzle: int, base: int = 0) -> int:
-    """Swizzle<B, 4, 3> of a byte address: bits 4 to 4 + B - 1 ^= bits 7 to 7 + B - 1, counted from the pattern's start."""
+    """Swizzle<B, 4, 3> of a byte address: B bits from bit 4 on ^= B bits from bit 7 on, from the pattern's start."""
     bits = WIDTH[swizzle].bit_length() - 1
     line = (address // 128 - base) % 8
     piece = address // 16 % 8
@@ -80,3 +81,28 @@ def stored(matrix: np.ndarray, swizzle: int) -> np.ndarray:
             to = p ^ (line // (8 // w) % w if swizzle else 0)
             out[line, to * T : to * T + T] = matrix[line, p * T : p * T + T]
     return out.reshape(-1)
+
+
+def image() -> tuple[np.ndarray, np.ndarray]:
+    """Two images, whose float16 values together say which word is meant: its number modulo 2048, and divided by it."""
+    number = np.arange(BYTES // 2)
+    return (number % 2048).astype(np.float16), (number // 2048).astype(np.float16)
+
+
+def cases() -> list[tuple[int, int, int, int, int]]:
+    """Start, swizzle, leading and stride bytes, base: sensible ones, and those that make no sense."""
+    rng = np.random.default_rng(0)
+    found = []
+    for swizzle, w in WIDTH.items():
+        row = 16 * w
+        for start in (0, 32, 64, 16, 1024, 128, 2048 + 272):
+            for leading in (16, 128, 8 * row):
+                for stride in (8 * row, 256, 1024, 0, 48):
+                    found.append((start, swizzle, leading, stride, 0))
+        for base in range(8):
+            found.append((base * 128, swizzle, 16, 8 * row, base))
+            found.append((512, swizzle, 1024, 8 * row, base))
+    for _ in range(60):
+        start, leading, stride = (int(x) * 16 for x in rng.integers(0, (256, 80, 80)))
+        found.append((start, int(rng.integers(4)), leading, stride, int(rng.integers(8))))
+    return found

@@ -110,6 +110,7 @@ struct Lane {  // one CUDA thread
     size_t first_copy;  // copies[first_copy...] are still on their way
     std::vector<Copy> copies;
     std::vector<uint32_t> proxy_fences;  // the warp's time at each of its fence_proxy_async (proxy.h)
+    uint16_t fences;                     // how many there were, the lowest bits
     PhaseWait phase_wait;
     uint32_t bulk_group;  // number of the open group of its stores
     std::vector<std::shared_ptr<BulkStore>> stores;
