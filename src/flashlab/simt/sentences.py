@@ -45,6 +45,8 @@ COPIES = ("cp.async", *_BULK_LOADS)
 ASYNC_READS = {"tma_store": "bulk_wait_read", "bulk_store": "bulk_wait_read", "tma_reduce_add": "bulk_wait_read",
                 "wgmma": "wgmma_wait"}  # fmt: skip
 
+_ELSEWHERE = ". Or does a descriptor of that wgmma lead out of the tile that is meant?"
+
 _CONFIGURATION = {
     "grid-empty": "the grid has no blocks",
     "block-empty": "the block has no threads",
@@ -136,7 +138,7 @@ def _still_filled(f: Facts) -> str:
     if f.words in _BULK_LOADS:
         return (
             f"{f.who} {_DOES[f.how]}{f.here} shared memory that {copy} fills ({f.shared(f.v[0], f.v[1])}), without having "
-            "waited for the phase of its mbarrier that the copy counts in"
+            f"waited for the phase of its mbarrier that the copy counts in{_ELSEWHERE if f.how == 'wgmma' else ''}"
         )
     return f"{f.who} {_DOES[f.how]}{f.here} shared memory that {copy} is still filling"
 
@@ -145,6 +147,11 @@ def _read_before_wait(f: Facts) -> str:
     if f.how in COPIES:  # the reader came first
         wait = "mbarrier_wait, then read" if f.how in _BULK_LOADS else "cp_async_wait), then a barrier, then read"
         wait = f"({wait})" if f.how in _BULK_LOADS else f"({wait}"
+        if f.words == "wgmma":
+            return (
+                f"{f.who} {_DOES[f.how]}{f.here} shared memory that the wgmma{f.there} (warpgroup of {f.whom}) has read "
+                f"already ({f.shared(f.v[0], f.v[1])}): wait for the copies {wait}{_ELSEWHERE}"
+            )
         return (
             f"{f.who} {_DOES[f.how]}{f.here} shared memory that {f.whom} has {_DID[f.words]}{f.there} already: "
             f"wait for the copies {wait}"
@@ -321,11 +328,11 @@ def _wgmma_overwritten(f: Facts) -> str:
     if f.v[2]:
         return (
             f"{does} may still be reading ({f.shared(f.v[0], f.v[1])}): nothing between says that it has ended. A "
-            "barrier does, at which a thread of that warpgroup arrives after its wgmma_wait"
+            f"barrier does, at which a thread of that warpgroup arrives after its wgmma_wait{_ELSEWHERE}"
         )
     return (
         f"{does} reads ({f.shared(f.v[0], f.v[1])}), which has been issued and not yet been waited for: a write is "
-        "ordered before the one, or after the other (wgmma_wait, then a barrier)"
+        f"ordered before the one, or after the other (wgmma_wait, then a barrier){_ELSEWHERE}"
     )
 
 
