@@ -168,7 +168,7 @@ class Narrator:
                 overwritten.add(id(found[-1]))
         # One mistake is told once. Bytes that arrive too late for one thread arrive without a barrier for another;
         # what the lanes of a warp do to each other, two warps do; and what two threads do, two blocks do.
-        # An operand that is read before it is written is overwritten when it is read again: the first says what is wrong.
+        # An operand that is read before it is written is overwritten when it is read again: the first is the cause.
         first: dict[frozenset, Finding] = {}
         for f in found:
             if id(f) in overwritten:

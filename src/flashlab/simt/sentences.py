@@ -11,10 +11,12 @@ from flashlab.simt.process import Ending
 
 # After these the launch cannot go on. (So it is with a divergence in which two different operations meet.)
 FATAL = {
-    "assert", "barrier-arguments", "barrier-threads", "bulk-size", "copy-size", "deadlock", "division-by-zero", "global-out-of-bounds",
+    "assert", "barrier-arguments", "barrier-threads", "bulk-size", "copy-size", "deadlock", "division-by-zero",
+    "global-out-of-bounds",
     "host-call", "interrupted", "lanes-missing", "launch-configuration", "launch-in-kernel",
     "mask-without-self", "misaligned", "not-shared", "bulk-misaligned", "mbarrier-again", "mbarrier-arrivals",
-    "mbarrier-bytes", "mbarrier-in-use", "mbarrier-missing", "mbarrier-number", "reduce-type", "registers-missing", "stack-overflow",
+    "mbarrier-bytes", "mbarrier-in-use", "mbarrier-missing", "mbarrier-number", "reduce-type",
+    "registers-missing", "stack-overflow",
     "tensor-map", "timeout", "trap", "wgmma-block", "wgmma-form", "wgmma-warps",
 }  # fmt: skip
 
@@ -30,7 +32,8 @@ _DID = {
     "load": "read", "store": "wrote", "ldmatrix": "read with ldmatrix", "stmatrix": "wrote with stmatrix",
     "cp.async": "filled with cp.async", "atomic": "updated with an atomic", "tma_load": "filled with tma_load",
     "bulk_load": "filled with bulk_load", "tma_store": "read with tma_store", "bulk_store": "read with bulk_store",
-    "tma_reduce_add": "read with tma_reduce_add", "wgmma": "read with wgmma", "mbarrier_init": "initialised as an mbarrier",
+    "tma_reduce_add": "read with tma_reduce_add", "wgmma": "read with wgmma",
+    "mbarrier_init": "initialised as an mbarrier",
 }  # fmt: skip
 
 # The same of global memory, where it is not the same.
@@ -137,8 +140,8 @@ def _still_filled(f: Facts) -> str:
     copy = f"a {f.words} of {f.whom}{f.there}"
     if f.words in _BULK_LOADS:
         return (
-            f"{f.who} {_DOES[f.how]}{f.here} shared memory that {copy} fills ({f.shared(f.v[0], f.v[1])}), without having "
-            f"waited for the phase of its mbarrier that the copy counts in{_ELSEWHERE if f.how == 'wgmma' else ''}"
+            f"{f.who} {_DOES[f.how]}{f.here} shared memory that {copy} fills ({f.shared(f.v[0], f.v[1])}), without "
+            f"having waited for the phase of its mbarrier that the copy counts in{_ELSEWHERE if f.how == 'wgmma' else ''}"
         )
     return f"{f.who} {_DOES[f.how]}{f.here} shared memory that {copy} is still filling"
 
@@ -149,8 +152,8 @@ def _read_before_wait(f: Facts) -> str:
         wait = f"({wait})" if f.how in _BULK_LOADS else f"({wait}"
         if f.words == "wgmma":
             return (
-                f"{f.who} {_DOES[f.how]}{f.here} shared memory that the wgmma{f.there} (warpgroup of {f.whom}) has read "
-                f"already ({f.shared(f.v[0], f.v[1])}): wait for the copies {wait}{_ELSEWHERE}"
+                f"{f.who} {_DOES[f.how]}{f.here} shared memory that the wgmma{f.there} (warpgroup of {f.whom}) has "
+                f"read already ({f.shared(f.v[0], f.v[1])}): wait for the copies {wait}{_ELSEWHERE}"
             )
         return (
             f"{f.who} {_DOES[f.how]}{f.here} shared memory that {f.whom} has {_DID[f.words]}{f.there} already: "
@@ -596,8 +599,8 @@ _SENTENCES = {
     "shuffle-lane": _shuffle_lane,
     "barrier-arguments": _barrier_arguments,
     "barrier-threads": lambda f: (
-        f"{f.who} comes to barrier {f.v[0]}{f.here} as one of {f.v[1]} threads, and {f.whom} came to it{f.there} as one of "
-        f"{f.v[2]}: who meet at a barrier have to say the same number"
+        f"{f.who} comes to barrier {f.v[0]}{f.here} as one of {f.v[1]} threads, and {f.whom} came to it{f.there} as one "
+        f"of {f.v[2]}: who meet at a barrier have to say the same number"
     ),
     "wgmma-registers": _wgmma_registers,
     "wgmma-fence": _wgmma_fence,
@@ -633,9 +636,15 @@ _SENTENCES = {
     "mbarrier-number": lambda f: f"{f.who} comes to {f.how}{f.here}{_NUMBERS[f.words].format(*f.v)}",
     "mbarrier-in-use": lambda f: (
         f"{f.who} comes to mbarrier_inval{f.here} for {_mbarrier(f)}, while "
-        + ("a copy that counts at it is on its way" if f.v[0] else f"{_count(f.v[1], 'thread')} waited there: they never go on")
+        + (
+            "a copy that counts at it is on its way"
+            if f.v[0]
+            else f"{_count(f.v[1], 'thread')} waited there: they never go on"
+        )
     ),
-    "bulk-size": lambda f: f"{f.who} asks {f.how}{f.here} for {f.v[0]} bytes; a block has at most {f.v[1]} of shared memory",
+    "bulk-size": lambda f: (
+        f"{f.who} asks {f.how}{f.here} for {f.v[0]} bytes; a block has at most {f.v[1]} of shared memory"
+    ),
     "bulk-misaligned": _bulk_misaligned,
     "tensor-map": _tensor_map,
     "reduce-type": lambda f: (

@@ -1,4 +1,4 @@
-// Kernels for Hopper that are right, in ways that the kernels of the series do not use: none of them may be objected to.
+// Kernels for Hopper that are right, in ways that the kernels of the series do not use: nothing may be found in them.
 //
 // All compute C = A B^T, with A [M, K], B [N, K] in fp16, C in float; K = 64 a tile, so rows of 128 bytes.
 #include "ptx.cuh"
@@ -9,8 +9,8 @@ constexpr int M = 64, K = 64, ROW = K * 2, A_BYTES = M * ROW;
 
 enum Style {
     ONE_BARRIER, LOADS_FIRST, EXPECT_THEN_ARRIVE, PRODUCERS, INIT_BY_ALL, INIT_PROXY_FENCE, TRY_WAIT, TEST_WAIT,
-    ONE_LANE_WAITS, ONE_THREAD_WAITS, ELECT, WAIT_TWICE, MADE_AGAIN, NO_SWIZZLE, SWIZZLE_OF_64, STORES, STORES_LATE_FENCE,
-    STORES_ONE_FENCE, CP_ASYNC, A_IN_REGISTERS, TWO_GROUPS, LAST_WARPGROUP, TWO_WARPGROUPS
+    ONE_LANE_WAITS, ONE_THREAD_WAITS, ELECT, WAIT_TWICE, MADE_AGAIN, NO_SWIZZLE, SWIZZLE_OF_64, STORES,
+    STORES_LATE_FENCE, STORES_ONE_FENCE, CP_ASYNC, A_IN_REGISTERS, TWO_GROUPS, LAST_WARPGROUP, TWO_WARPGROUPS
 };
 
 // Rows of 128 bytes, as TMA swizzles them.
@@ -182,7 +182,7 @@ __global__ void one_tile(const __grid_constant__ CUtensorMap a_map, const __grid
     store<N>(out, threadIdx.x % 128, STYLE == TWO_WARPGROUPS ? group * M : 0, d);
 }
 
-// ---- a ring of stages ------------------------------------------------------------------------------------------------
+// ---- a ring of stages -----------------------------------------------------------------------------------------------
 enum Release { BY_ALL, BY_WARPS, ONE_TILE_LATER, NO_PRODUCER };
 constexpr int RING = 2, RING_N = 16, STAGE = A_BYTES + RING_N * ROW;
 template <int RELEASE>
@@ -239,7 +239,7 @@ __global__ void ring(const __grid_constant__ CUtensorMap a_map, const __grid_con
     store<RING_N>(out, threadIdx.x, 0, d);
 }
 
-// ---- mbarriers between threads, and stores from two buffers ------------------------------------------------------------
+// ---- mbarriers between threads, and stores from two buffers ---------------------------------------------------------
 __global__ void passed_on(float* out, int rounds) {
     __shared__ float line[2][128];
     __shared__ uint64_t bars[2];
@@ -271,7 +271,8 @@ __global__ void two_buffers(const __grid_constant__ CUtensorMap map, int tiles) 
     if (threadIdx.x == 0) bulk_wait<0>();
 }
 
-static CUtensorMap map_of(const __half* x, int rows, int columns, int box_rows, int box_columns, CUtensorMapSwizzle swizzle) {
+static CUtensorMap map_of(const __half* x, int rows, int columns, int box_rows, int box_columns,
+                          CUtensorMapSwizzle swizzle) {
     const uint64_t dims[] = {(uint64_t)columns, (uint64_t)rows}, strides[] = {(uint64_t)columns * 2};
     const uint32_t box[] = {(uint32_t)box_columns, (uint32_t)box_rows};
     return tensor_map(x, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 2, dims, strides, box, swizzle);
