@@ -139,9 +139,10 @@ def _lanes_disagree(f: Facts) -> str:
 def _still_filled(f: Facts) -> str:
     copy = f"a {f.words} of {f.whom}{f.there}"
     if f.words in _BULK_LOADS:
+        elsewhere = _ELSEWHERE if f.how == "wgmma" else ""
         return (
             f"{f.who} {_DOES[f.how]}{f.here} shared memory that {copy} fills ({f.shared(f.v[0], f.v[1])}), without "
-            f"having waited for the phase of its mbarrier that the copy counts in{_ELSEWHERE if f.how == 'wgmma' else ''}"
+            f"having waited for the phase of its mbarrier that the copy counts in{elsewhere}"
         )
     return f"{f.who} {_DOES[f.how]}{f.here} shared memory that {copy} is still filling"
 
@@ -599,8 +600,8 @@ _SENTENCES = {
     "shuffle-lane": _shuffle_lane,
     "barrier-arguments": _barrier_arguments,
     "barrier-threads": lambda f: (
-        f"{f.who} comes to barrier {f.v[0]}{f.here} as one of {f.v[1]} threads, and {f.whom} came to it{f.there} as one "
-        f"of {f.v[2]}: who meet at a barrier have to say the same number"
+        f"{f.who} comes to barrier {f.v[0]}{f.here} as one of {f.v[1]} threads, and {f.whom} came to it{f.there} as "
+        f"one of {f.v[2]}: who meet at a barrier have to say the same number"
     ),
     "wgmma-registers": _wgmma_registers,
     "wgmma-fence": _wgmma_fence,
