@@ -25,9 +25,7 @@ _INIT = "mbarrier_init(full_q + 8 * i, 1);"
 _LOAD = "mbarrier_arrive_expect_tx(bar, ROWS * HEAD_DIM * 2);"
 _WAIT_K = "mbarrier_wait(full_k + 8 * stage, phase);"
 _WAIT_V = "mbarrier_wait(full_v + 8 * stage, phase);"
-_LOAD_V = (
-    "load_tile<BLOCK_N>(v_smem + stage * KV_BYTES, v_map, full_v + 8 * stage, j * BLOCK_N, kv_head, batch);"
-)
+_LOAD_V = "load_tile<BLOCK_N>(v_smem + stage * KV_BYTES, v_map, full_v + 8 * stage, j * BLOCK_N, kv_head, batch);"
 _PV = "wgmma_rs<HEAD_DIM, T, true>(acc, p_rmem[k], v_operand + rows_on(k));"
 _QK = "wgmma_ss<BLOCK_N, T>(s, q_operand + columns_on<BLOCK_M>(k), k_operand + columns_on<BLOCK_N>(k), k > 0);"
 _BY_K = "return smem_descriptor(tile_smem, SWIZZLE_128, 16, 8 * SLAB_ROW);"
