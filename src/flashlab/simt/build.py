@@ -134,6 +134,7 @@ class Compiler:
             *(("--param", "tsan-distinguish-volatile=1") if self.major >= 11 else ()),
             "-fno-tree-sra", "-fno-store-merging", "-fno-tree-vectorize", "-fno-tree-slp-vectorize",
             "-fno-hoist-adjacent-loads", "-fdata-sections",
+            "-fstack-reuse=none",  # what a wgmma under way still uses is nobody else's
         )  # fmt: skip
 
     @property
