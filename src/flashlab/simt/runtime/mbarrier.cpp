@@ -141,7 +141,8 @@ static void arrive(Lane* me, uint32_t address, const char* how, int64_t bytes) {
     bar.pending--;
     check_bytes(me, bar, address, how);
     if (bar.loads.empty() && bar.has_all()) mbarriers(me).end_phase(me->block, bar);
-    go_on_after_release(me);
+    if (bytes) me->warp->time++;  // it goes on at once, and issues the copies that it has announced
+    else go_on_after_release(me);
 }
 void add_load(Lane* me, Mbarrier& bar, uint32_t address, const BulkCopy& load) {
     const bool fenced = bar.init_fenced && before(bar.init.thread, bar.init_fenced, me);
