@@ -111,8 +111,16 @@ class Source:
         def caller(m: re.Match[str]) -> str:
             return m[0] if self.first is None or self.own(int(m[1])) else ""
 
+        quoted: set[str] = set()
+
+        def place(m: re.Match[str]) -> str:  # a line is quoted once
+            told = self.place(int(m[1]))
+            again = told in quoted
+            quoted.add(told)
+            return told.split(",")[0] if again else told
+
         message = re.sub(r" \(called from line (\d+)\)", caller, finding.message)
-        sentence = re.sub(r"\bline (\d+)\b", lambda m: self.place(int(m[1])), message)
+        sentence = re.sub(r"\bline (\d+)\b", place, message)
         return re.sub(r",([,:.;)]| \(|$)", r"\1", sentence)
 
 
@@ -203,6 +211,9 @@ def expect_stream(whole: Source) -> None:
 
 
 _RACES = ("race", "global-race", "stage-overwritten")
+_CAUSES = ("wgmma-registers",)  # who does not wait for the sums releases their stage too early as well
+# Of a tile that was not waited for, as its stage is released too early; of an index that another thread was to write.
+_CONSEQUENCES = ("mbarrier-arrivals", "global-out-of-bounds")
 
 
 # ---- what is wrong with it, as a sentence --------------------------------------------------------------------------
@@ -213,7 +224,12 @@ def failure(findings: Sequence[Finding], whole: Source, case: str | None = None)
     uninitialised, and a stage that is overwritten looks as if its copy had not been waited for; these are consequences
     of the race and not its cause. Then the rest, in the order it was seen.
     """
-    first = min(findings, key=lambda f: (not f.fatal, f.severity != "error", f.kind not in _RACES))
+
+    def rank(f: Finding) -> tuple[bool, ...]:
+        ended = f.fatal and f.kind not in _CONSEQUENCES
+        return not ended, f.severity != "error", f.kind not in _CAUSES, f.kind not in _RACES, f.kind in _CONSEQUENCES
+
+    first = min(findings, key=rank)
     sentence = whole.told(first)
     if first.kind == "uninitialised-shared":
         sentence += (

@@ -169,7 +169,12 @@ void simt_mbarrier_init(uint32_t bar, int arrivals) {
 void simt_mbarrier_inval(uint32_t bar) {
     Lane* me = kernel_lane(CALLER);
     Inside inside(me, CALLER);
-    mbarrier_at(me, bar, "mbarrier_inval");
+    const Mbarrier& there = mbarrier_at(me, bar, "mbarrier_inval");
+    if (!there.loads.empty() || !there.waiting.empty()) {
+        Finding f = about(there, "mbarrier-in-use", "mbarrier_inval", bar);
+        f.value[0] = (int64_t)there.loads.size(), f.value[1] = (int64_t)there.waiting.size();
+        file_fatal(me, f, cudaErrorLaunchFailure);
+    }
     if (me->block->launch->checked) me->block->worker->shadow->end_mbarrier(bar);
     mbarriers(me).end(bar);
 }
