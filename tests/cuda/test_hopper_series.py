@@ -10,9 +10,10 @@ from test_series import BOUND, CASES, run
 
 from flashlab.attention import reference
 from flashlab.cuda import load_inline
+from flashlab.cuda.builds import build
 from flashlab.cuda.resources import available, resources
-from flashlab.cuda.sources import read
-from flashlab.cuda.toolchain import arch_for
+from flashlab.cuda.sources import macros, read
+from flashlab.cuda.toolchain import arch_for, nvcc_flags
 from flashlab.kernels import HOPPER, Step, step
 
 STEPS = pytest.mark.parametrize("step", HOPPER, ids=lambda s: s.name)
@@ -130,15 +131,20 @@ def test_no_rows_is_no_work():
 
 
 # What ptxas is known to leave over: a few bytes, outside of the inner loop.
-SPILLS = {("p11_8_persistent", 64): 12, ("p11_9_scheduler", 64): 4, ("p11_flash", 256): 8}
+SPILLS = {("p11_8_persistent", 64): 12, ("p11_9_scheduler", 64): 4, ("p11_flash", 256): 16}
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not available(), reason="needs nvcc")
 @STEPS
 def test_nothing_is_spilled_or_serialised(step: Step):
+    text = read(step)
+    arch = arch_for("sm_90", text.code)
+    only_90 = arch == "sm_90a"
     for head_dim in step.head_dims:
+        flags = nvcc_flags(arch, macros({}, text.variant({}, head_dim, None)), text.folders())
+        log = build(text, flags, "nvcc", folders=text.folders()).log
+        assert "Potential Performance Loss" not in log and "setmaxnreg" not in log  # what ptxas says if it has to
         for kernel in resources(step, target="sm_90", head_dim=head_dim, launches=False):
             assert kernel.spill_bytes <= SPILLS.get((step.name, head_dim), 0), kernel
-            only_90 = arch_for("sm_90", read(step).code) == "sm_90a"
             assert only_90 == (step.name != "p11_1_tma") == ("HGMMA" in kernel.instructions), kernel
