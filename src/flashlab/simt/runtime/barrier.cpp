@@ -101,7 +101,6 @@ extern "C" void simt_named_barrier(int id, int threads, int wait) {
     if (noted) note(me->warp, wait ? DID_BARRIER_BEGIN : DID_BARRIER_ARRIVE, me->pc, id, threads);
     arrive(me, b);
     if (wait) b.waiting.push_back(me);
-    else me->warp->time++;  // what it does from here on is not released
     const bool last = b.arrived >= threads;
     if (!last && wait) {
         wait_for_others(me, IN_BARRIER);
@@ -109,6 +108,7 @@ extern "C" void simt_named_barrier(int id, int threads, int wait) {
         if (wait) me->state = IN_BARRIER, me->warp->runnable &= ~(1u << me->lane);
         let_go(me->block, b);
     }
+    if (!wait) go_on_after_release(me);
     if (noted && wait) note(me->warp, DID_BARRIER_END, me->pc, id, threads);
 }
 

@@ -138,10 +138,10 @@ static void arrive(Lane* me, uint32_t address, const char* how, int64_t bytes) {
     if (!(bar.warps >> me->warp->index & 1)) note(me->warp, DID_ARRIVE, me->pc, address, bytes);
     bar.warps |= 1u << me->warp->index;
     release(me->warp, bar.arrived);
-    me->warp->time++;
     bar.pending--;
     check_bytes(me, bar, address, how);
     if (bar.loads.empty() && bar.has_all()) mbarriers(me).end_phase(me->block, bar);
+    go_on_after_release(me);
 }
 void add_load(Lane* me, Mbarrier& bar, uint32_t address, const BulkCopy& load) {
     const bool fenced = bar.init_fenced && before(bar.init.thread, bar.init_fenced, me);
