@@ -199,8 +199,8 @@ def test_operands_that_are_not_there_yet():
     assert "that a cp.async of thread 0 in line" in f.message
     report, _ = run("no_barrier")
     assert not report.ok
-    f = one(report, "stage-overwritten")
-    assert "reads, which has been issued and not yet been waited for" in f.message
+    f = one(report, "race")
+    assert "writes in line" in f.message and "read with wgmma" in f.message and "no barrier between" in f.message
     report, out = run("out_of_bounds")
     (f,) = report.findings
     assert (f.kind, f.line) == ("shared-out-of-bounds", LINES["beyond the end"]) and np.isnan(out).all()

@@ -48,8 +48,6 @@ COPIES = ("cp.async", *_BULK_LOADS)
 ASYNC_READS = {"tma_store": "bulk_wait_read", "bulk_store": "bulk_wait_read", "tma_reduce_add": "bulk_wait_read",
                 "wgmma": "wgmma_wait"}  # fmt: skip
 
-_ELSEWHERE = ". Or does a descriptor of that wgmma lead out of the tile that is meant?"
-
 _CONFIGURATION = {
     "grid-empty": "the grid has no blocks",
     "block-empty": "the block has no threads",
@@ -137,13 +135,18 @@ def _lanes_disagree(f: Facts) -> str:
     )
 
 
+def _elsewhere(f: Facts) -> str:
+    """What else it may be, where a wgmma reads these bytes."""
+    return f". Or does a descriptor of that wgmma lead out of its tile, to {f.shared(f.v[0], f.v[1])}?"
+
+
 def _still_filled(f: Facts) -> str:
     copy = f"a {f.words} of {f.whom}{f.there}"
     if f.words in _BULK_LOADS:
-        elsewhere = _ELSEWHERE if f.how == "wgmma" else ""
+        elsewhere = _elsewhere(f) if f.how == "wgmma" else ""
         return (
-            f"{f.who} {_DOES[f.how]}{f.here} shared memory that {copy} fills ({f.shared(f.v[0], f.v[1])}), without "
-            f"having waited for the phase of its mbarrier that the copy counts in{elsewhere}"
+            f"{f.who} {_DOES[f.how]}{f.here} shared memory that {copy} fills, without having waited for the phase of "
+            f"its mbarrier that the copy counts in{elsewhere}"
         )
     return f"{f.who} {_DOES[f.how]}{f.here} shared memory that {copy} is still filling"
 
@@ -155,7 +158,7 @@ def _read_before_wait(f: Facts) -> str:
         if f.words == "wgmma":
             return (
                 f"{f.who} {_DOES[f.how]}{f.here} shared memory that the wgmma{f.there} (warpgroup of {f.whom}) has "
-                f"read already ({f.shared(f.v[0], f.v[1])}): wait for the copies {wait}{_ELSEWHERE}"
+                f"read already: wait for the copies {wait}{_elsewhere(f)}"
             )
         return (
             f"{f.who} {_DOES[f.how]}{f.here} shared memory that {f.whom} has {_DID[f.words]}{f.there} already: "
@@ -332,12 +335,12 @@ def _wgmma_overwritten(f: Facts) -> str:
     does = f"{f.who} {_DOES[f.how]}{f.here} shared memory that the wgmma{f.there} (warpgroup of {f.whom})"
     if f.v[2]:
         return (
-            f"{does} may still be reading ({f.shared(f.v[0], f.v[1])}): nothing between says that it has ended. A "
-            f"barrier does, at which a thread of that warpgroup arrives after its wgmma_wait{_ELSEWHERE}"
+            f"{does} may still be reading: nothing between says that it has ended. A barrier does, at which a thread "
+            f"of that warpgroup arrives after its wgmma_wait{_elsewhere(f)}"
         )
     return (
-        f"{does} reads ({f.shared(f.v[0], f.v[1])}), which has been issued and not yet been waited for: a write is "
-        f"ordered before the one, or after the other (wgmma_wait, then a barrier){_ELSEWHERE}"
+        f"{does} reads, which has been issued and not yet been waited for: a write is ordered before the one, or after "
+        f"the other (wgmma_wait, then a barrier){_elsewhere(f)}"
     )
 
 
