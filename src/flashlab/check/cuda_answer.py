@@ -212,8 +212,6 @@ def expect_stream(whole: Source) -> None:
 
 _RACES = ("race", "global-race", "stage-overwritten")
 _CAUSES = ("wgmma-registers",)  # who does not wait for the sums releases their stage too early as well
-# Of a tile that was not waited for, as its stage is released too early; of an index that another thread was to write.
-_CONSEQUENCES = ("mbarrier-arrivals", "global-out-of-bounds")
 
 
 # ---- what is wrong with it, as a sentence --------------------------------------------------------------------------
@@ -222,12 +220,16 @@ def failure(findings: Sequence[Finding], whole: Source, case: str | None = None)
 
     First what ended the launch: nothing came after it. Then a race: what another thread has not written yet looks
     uninitialised, and a stage that is overwritten looks as if its copy had not been waited for; these are consequences
-    of the race and not its cause. Then the rest, in the order it was seen.
+    of the race and not its cause. So are an arrival too many, of a tile that was not waited for, and an address out of
+    bounds, of an index that was read from shared memory too early. Then the rest, in the order it was seen.
     """
 
+    misread = any(f.kind in ("race", "uninitialised-shared") for f in findings)
+
     def rank(f: Finding) -> tuple[bool, ...]:
-        ended = f.fatal and f.kind not in _CONSEQUENCES
-        return not ended, f.severity != "error", f.kind not in _CAUSES, f.kind not in _RACES, f.kind in _CONSEQUENCES
+        follows = f.kind == "mbarrier-arrivals" or (f.kind == "global-out-of-bounds" and misread)
+        ended = f.fatal and not follows
+        return not ended, f.severity != "error", f.kind not in _CAUSES, f.kind not in _RACES, follows
 
     first = min(findings, key=rank)
     sentence = whole.told(first)

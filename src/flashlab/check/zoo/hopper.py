@@ -77,7 +77,7 @@ MUTANTS: tuple[Mutant, ...] = (
             found=["mbarrier-too-early"], words=["no barrier since thread 0 made it"]),
     # ---- stages
     _mutant("K is waited for, V is not", _PRODUCER, (_WAIT_V, ""),
-            found=["read-before-wait"], words=["wgmma", "tma_load", "phase of its mbarrier"]),
+            found=["read-before-wait"], words=["wgmma", "tma_load", "wait"]),
     _mutant("K is released before the wgmma are waited for", _PRODUCER,
             (_RELEASE_K, ""), (_SCORES_READY, f"wgmma_commit(); {_RELEASE_K} wgmma_wait<0>();"),
             found=["stage-overwritten"], words=["tma_load", "wgmma", "wgmma_wait"]),
