@@ -35,9 +35,10 @@ torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(config, items):
-    if "gpu" not in config.option.markexpr:  # thousands of cases: only where they are asked for
-        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("gpu")])
-        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+    for mark in ("gpu", "long"):  # thousands of cases, minutes of compiling: only where they are asked for
+        if mark not in config.option.markexpr:
+            config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker(mark)])
+            items[:] = [item for item in items if not item.get_closest_marker(mark)]
     place = {HERE / file: number for number, file in reversed(list(enumerate(FIRST)))}
     items.sort(key=lambda item: place.get(item.path, len(FIRST)))  # stable: a file's own tests stay as they stand
     slow = {HERE / file for file in SLOW_FILES}
