@@ -302,8 +302,8 @@ def test_a_stage_that_is_read_before_it_is_filled():
     report, _, out = stages(1, 5, count=2)
     f = one(report, "uninitialised-shared")
     assert f.line == LINES["consume"] and "reads with wgmma" in f.message and np.isnan(out).all()
-    f = one(report, "stage-overwritten")  # by the fill, which nothing orders
-    assert (f.line, f.other_line) == (LINES["refill"], LINES["consume"])
+    f = one(report, "read-before-wait")
+    assert (f.line, f.other_line) == (LINES["consume"], LINES["refill"])
 
 
 # ---- setmaxnreg -------------------------------------------------------------------------------------

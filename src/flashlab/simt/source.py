@@ -124,7 +124,7 @@ class Preprocessed:
 
     def _check_parameters(self, at: int) -> None:
         """Raises SourceError for a kernel's parameters, which begin here, that nvcc or TMA would not take."""
-        for p in _split(self.text[at + 1 : _matching(self.blanked, at) - 1]):
+        for p in _split(self.learners[at + 1 : _matching(self.blanked, at) - 1]):
             constant = GRID_CONSTANT in p
             if constant and not re.search(r"\bconst\b", p):
                 raise self.error(at, "a __grid_constant__ parameter is const")
