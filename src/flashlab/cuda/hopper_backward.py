@@ -20,6 +20,8 @@ from flashlab.kernels.problem import ELEMENTS, Strides, rows_fit
 from flashlab.kernels.series import HALVES, path
 
 HEAD_DIMS = (64, 128)
+BLOCK = 128
+"""Rows of a block in the source: its two numbers of each row have place for whole blocks."""
 SOURCE = path("p11_backward")
 
 
@@ -34,7 +36,7 @@ class Backward(ctypes.Structure):
 
 
 @functools.cache
-def module(
+def compiled(
     head_dim: int, dtype: torch.dtype, backend: str | None = None, check: bool = False,
     defines: tuple[tuple[str, int], ...] = (),
 ) -> CudaModule:  # fmt: skip
@@ -56,7 +58,7 @@ def hopper_backward(
             is copied first.
         o, lse: what a forward pass gave: like q, and [batch, heads, seq_q], float32, with -inf for a row without keys.
         causal: query i sees the keys up to i + seq_k - seq_q. scale: head_dim ** -0.5, if None.
-        backend, check, defines: of the build, see `module`. launch: options of the emulator's launch.
+        backend, check, defines: of the build, see `compiled`. launch: options of the emulator's launch.
 
     Returns:
         Each like its input. A key head's gradient is the sum over the query heads that read it; a row that sees no key
@@ -73,7 +75,7 @@ def hopper_backward(
         if x.shape != shape or x.dtype != dtype or x.device != q.device:
             raise ValueError(f"{name} is {list(x.shape)}, {x.dtype}, on {x.device}; with this q it must be "
                              f"{list(shape)}, {dtype}, on {q.device}")  # fmt: skip
-    built = module(q.shape[3], q.dtype, backend, check, defines)
+    built = compiled(q.shape[3], q.dtype, backend, check, defines)
     dq, dk, dv = (new_output(x) for x in (q, k, v))
     if q.numel() == 0 or k.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
@@ -85,8 +87,8 @@ def hopper_backward(
         *(Strides(*x.stride()[:3]) for x in (*fitting, dq, dk, dv)), *q.shape[:2], k.shape[1], q.shape[2], k.shape[2],
         int(causal), scale_of(scale, q.shape[3]),
     )  # fmt: skip
-    batch, heads, seq_q = q.shape[:3]
-    statistics = torch.empty(2 * batch * heads * (-(-seq_q // 128) * 128), device=q.device)  # rows of whole blocks
+    rows = -(-q.shape[2] // BLOCK) * BLOCK
+    statistics = torch.empty(2 * q.shape[0] * q.shape[1] * rows, device=q.device)
     if built.backend == "emulator":
         launch = {"unwritten": ("dq", "dk", "dv", "row_statistics"), **launch}
     built.launch("backward", *fitting, lse.contiguous(), dq, dk, dv, statistics, shapes, **launch)

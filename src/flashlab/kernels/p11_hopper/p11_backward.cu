@@ -11,7 +11,7 @@
 // P^T and dS^T lie in registers as the A operands of dV and dK, and no tile is ever transposed.
 //
 // Compile with -DHEAD_DIM=64 or 128, and -DELEMENT=__half or __nv_bfloat16, -DQUERY_STEP=queries at a time in `keys`,
-// -DKEY_STEP=keys at a time in `queries`, -DSTAGES=2 or more.
+// -DKEY_STEP=keys at a time in `queries`, -DMOST_STAGES=n, -DDK_LAGS=0 or 1.
 
 // region: constants
 #include "problem.cuh"
@@ -23,22 +23,29 @@
 #ifndef KEY_STEP
 #define KEY_STEP (HEAD_DIM == 64 ? 128 : 64)
 #endif
-#ifndef STAGES
-#define STAGES 2
+#ifndef MOST_STAGES
+#define MOST_STAGES 3
+#endif
+#ifndef DK_LAGS                                                // dK of a tile while S^T of the next one is computed
+#define DK_LAGS (HEAD_DIM == 64)                               // else there are too few registers
 #endif
 
-constexpr int GROUP = 128, CONSUMERS = 2;                      // threads of a warpgroup; and the producer's group after them
+constexpr int GROUP = 128, CONSUMERS = 2;                      // threads of a warpgroup; the producer's is the third
 constexpr int WARPS = 4 * CONSUMERS, THREADS = (CONSUMERS + 1) * GROUP;
 constexpr int CONSUMER_REGISTERS = 240, PRODUCER_REGISTERS = 24;       // per thread
 constexpr int BLOCK = WARPS * MMA_M;                           // rows that a block keeps: keys in `keys`, else queries
 constexpr int SLAB = 64, SLAB_ROW = SLAB * 2;                  // columns of a slab; bytes of a row of it
 constexpr int ROWS_PER_LANE = 2;                               // of an accumulator: g and g + 8
 constexpr int KEPT_BYTES = BLOCK * HEAD_DIM * 2;               // of a tile that stays
-constexpr int BARRIERS = 1 + 2 * STAGES;                       // 8 bytes each
 // Of a kernel that takes STEP rows at a time: a stage holds STEP rows of two tensors, and two numbers a row.
 template <int STEP> constexpr int STEP_BYTES = STEP * HEAD_DIM * 2;
-template <int STEP> constexpr int STAGE_BYTES = 2 * STEP_BYTES<STEP> + 1024;   // the next one begins at a multiple of 1024
-template <int STEP> constexpr int SHARED = 2 * KEPT_BYTES + STAGES * STAGE_BYTES<STEP> + 8 * BARRIERS;
+template <int STEP> constexpr int STAGE_BYTES = 2 * STEP_BYTES<STEP> + 1024;       // a multiple of 1024
+// As many stages as there is room for; then the barriers, 8 bytes each
+template <int STEP> constexpr int ROOM = ((226 << 10) - 2 * KEPT_BYTES) / STAGE_BYTES<STEP>;
+template <int STEP> constexpr int STAGES_OF = ROOM<STEP> < MOST_STAGES ? ROOM<STEP> : MOST_STAGES;
+template <int STEP> constexpr int BARRIERS = 1 + 2 * STAGES_OF<STEP>;
+template <int STEP>
+constexpr int SHARED = 2 * KEPT_BYTES + STAGES_OF<STEP> * STAGE_BYTES<STEP> + 8 * BARRIERS<STEP>;
 static_assert(BLOCK % QUERY_STEP == 0 && QUERY_STEP <= 128, "two numbers for each of so many queries are 1024 bytes");
 // endregion
 
@@ -50,8 +57,8 @@ struct Backward {
     int causal;                                                // query i sees the keys up to i + seq_k - seq_q
     float scale;                                               // P = softmax(scale * q k^T): of any sign
 };
-// Rows of a head in `statistics`: as many as whole blocks have. So they begin where bulk copies may, and rows that do
-// not exist need no mask: their P is 0.
+// Rows of a head in row_statistics, which holds lse and then delta: as many as whole blocks have. So they begin where
+// bulk copies may, and rows that do not exist need no mask: their P is 0.
 __host__ __device__ __forceinline__ constexpr int padded(int rows) { return ceil_div(rows, BLOCK) * BLOCK; }
 // endregion
 
@@ -181,7 +188,7 @@ keys(const Backward p, int heads_together, const float* lse_log2, const float* d
      const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap k_map,
      const __grid_constant__ CUtensorMap v_map, const __grid_constant__ CUtensorMap grad_o_map,
      const __grid_constant__ CUtensorMap dk_map, const __grid_constant__ CUtensorMap dv_map) {
-    constexpr int STEP = QUERY_STEP, Q_BYTES = STEP_BYTES<STEP>, STAGE = STAGE_BYTES<STEP>;
+    constexpr int STEP = QUERY_STEP, Q_BYTES = STEP_BYTES<STEP>, STAGE = STAGE_BYTES<STEP>, STAGES = STAGES_OF<STEP>;
     extern __shared__ __align__(1024) char shared[];
     const uint32_t k_smem = smem_u32(shared);                  // [BLOCK, HEAD_DIM], and at last dK
     const uint32_t v_smem = k_smem + KEPT_BYTES;               // [BLOCK, HEAD_DIM], and at last dV
@@ -202,7 +209,8 @@ keys(const Backward p, int heads_together, const float* lse_log2, const float* d
 
     // region: barriers of keys
     if (threadIdx.x == 0) {                                    // a full one waits for one arrival, and for bytes
-        for (int i = 0; i < BARRIERS; i++) mbarrier_init(full_kept + 8 * i, i < 1 + STAGES ? 1 : CONSUMERS);
+        // Every warp says that it has read lse and delta
+        for (int i = 0; i < BARRIERS<STEP>; i++) mbarrier_init(full_kept + 8 * i, i < 1 + STAGES ? 1 : WARPS);
         tma_prefetch(&q_map), tma_prefetch(&k_map), tma_prefetch(&v_map), tma_prefetch(&grad_o_map);
         fence_mbarrier_init();                                 // or the copy engine might not see them yet
     }
@@ -259,7 +267,8 @@ keys(const Backward p, int heads_together, const float* lse_log2, const float* d
         scores<STEP>(s, k_operand, descriptor(q_smem));
         scores<STEP>(dp, v_operand, descriptor(grad_o_smem));
         wgmma_wait<1>();                                       // S^T is ours, and dK of the tile before is summed
-        if (nth > 0 && first_thread) mbarrier_arrive(empty + 8 * ((nth - 1) % STAGES));
+        __syncwarp();                                          // and its lse and delta have been read
+        if (nth > 0 && lane == 0) mbarrier_arrive(empty + 8 * ((nth - 1) % STAGES));
         // endregion
 
         // region: transposed probabilities
@@ -293,8 +302,8 @@ keys(const Backward p, int heads_together, const float* lse_log2, const float* d
         }
         if (masked) hide(dp);                                  // again: 0 times a hidden NaN is NaN
         round_to<STEP>(ds_rmem, dp);
-        add_product<STEP>(dk, ds_rmem, descriptor_of_rows<STEP>(q_smem));      // its wait is the next tile's
-        wgmma_wait<1>();                                       // dV is summed: the registers of P are free
+        add_product<STEP>(dk, ds_rmem, descriptor_of_rows<STEP>(q_smem));
+        wgmma_wait<DK_LAGS>();                                 // dV is summed
         // endregion
     }
     // endregion
@@ -316,7 +325,7 @@ queries(const Backward p, int heads_together, const float* lse_log2, const float
         const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap k_map,
         const __grid_constant__ CUtensorMap v_map, const __grid_constant__ CUtensorMap grad_o_map,
         const __grid_constant__ CUtensorMap dq_map) {
-    constexpr int STEP = KEY_STEP, K_BYTES = STEP_BYTES<STEP>, STAGE = STAGE_BYTES<STEP>;
+    constexpr int STEP = KEY_STEP, K_BYTES = STEP_BYTES<STEP>, STAGE = STAGE_BYTES<STEP>, STAGES = STAGES_OF<STEP>;
     extern __shared__ __align__(1024) char shared[];
     const uint32_t q_smem = smem_u32(shared);                  // [BLOCK, HEAD_DIM], and at last dQ
     const uint32_t grad_o_smem = q_smem + KEPT_BYTES;          // [BLOCK, HEAD_DIM]
@@ -342,7 +351,7 @@ queries(const Backward p, int heads_together, const float* lse_log2, const float
 
     // region: barriers of queries
     if (threadIdx.x == 0) {
-        for (int i = 0; i < BARRIERS; i++) mbarrier_init(full_kept + 8 * i, i < 1 + STAGES ? 1 : CONSUMERS);
+        for (int i = 0; i < BARRIERS<STEP>; i++) mbarrier_init(full_kept + 8 * i, i < 1 + STAGES ? 1 : CONSUMERS);
         tma_prefetch(&q_map), tma_prefetch(&k_map), tma_prefetch(&v_map), tma_prefetch(&grad_o_map);
         fence_mbarrier_init();
     }
@@ -376,7 +385,8 @@ queries(const Backward p, int heads_together, const float* lse_log2, const float
     const int first_row = m_start + warp * MMA_M + g;          // and 8 further
     const int64_t in_head = (int64_t)part.head_index * padded(p.seq_q) + first_row;
 #pragma unroll
-    for (int r = 0; r < ROWS_PER_LANE; r++) row_lse[r] = lse_log2[in_head + 8 * r], row_delta[r] = delta[in_head + 8 * r];
+    for (int r = 0; r < ROWS_PER_LANE; r++)
+        row_lse[r] = lse_log2[in_head + 8 * r], row_delta[r] = delta[in_head + 8 * r];
     uint32_t ds_rmem[STEP / MMA_K][4];                         // dS, rounded
     const uint64_t q_operand = descriptor(q_smem + consumer * 64 * SLAB_ROW);
     const uint64_t grad_o_operand = descriptor(grad_o_smem + consumer * 64 * SLAB_ROW);
@@ -449,16 +459,13 @@ static CUtensorMap map_of(const void* tensor, const Strides& stride, int batch, 
 // endregion
 
 // region: launch
-extern "C" int64_t statistics_floats(const void* shapes) {     // lse and delta, of every row
-    const Backward& p = *(const Backward*)shapes;
-    return 2 * (int64_t)p.batch * p.heads * padded(p.seq_q);
-}
 // As many heads as have two tensors in half of a 50 MB L2
 static int fit_together(int rows, int heads) {
     return (int)min((int64_t)heads, max((int64_t)1, 24000000 / ((int64_t)rows * HEAD_DIM * 4 + 1)));
 }
-extern "C" int backward(const void* q, const void* k, const void* v, const void* o, const void* grad_o, const float* lse,
-                        void* dq, void* dk, void* dv, float* row_statistics, const void* shapes, void* stream) {
+extern "C" int backward(const void* q, const void* k, const void* v, const void* o, const void* grad_o,
+                        const float* lse, void* dq, void* dk, void* dv, float* row_statistics, const void* shapes,
+                        void* stream) {
     const Backward p = *(const Backward*)shapes;
     const auto map = [&](const void* x, const Strides& stride, bool of_queries, int box_rows) {
         return map_of(x, stride, p.batch, of_queries ? p.heads : p.kv_heads, of_queries ? p.seq_q : p.seq_k, box_rows);
@@ -473,7 +480,8 @@ extern "C" int backward(const void* q, const void* k, const void* v, const void*
     of_keys<<<p.batch * p.kv_heads * ceil_div(p.seq_k, BLOCK), THREADS, SHARED<QUERY_STEP>, s>>>(
         p, fit_together(p.seq_q, p.batch * p.kv_heads), row_statistics, delta,
         map(q, p.q_stride, true, QUERY_STEP), map(k, p.k_stride, false, BLOCK), map(v, p.v_stride, false, BLOCK),
-        map(grad_o, p.grad_o_stride, true, QUERY_STEP), map(dk, p.dk_stride, false, 64), map(dv, p.dv_stride, false, 64));
+        map(grad_o, p.grad_o_stride, true, QUERY_STEP), map(dk, p.dk_stride, false, 64),
+        map(dv, p.dv_stride, false, 64));
     const auto of_queries = p.causal ? queries<true> : queries<false>;
     cudaFuncSetAttribute(of_queries, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED<KEY_STEP>);
     of_queries<<<p.batch * p.heads * ceil_div(p.seq_q, BLOCK), THREADS, SHARED<KEY_STEP>, s>>>(
