@@ -20,7 +20,8 @@ from flashlab.kernels.problem import ELEMENTS
 FP16, BF16 = torch.float16, torch.bfloat16
 # batch, heads, kv_heads, seq_q, seq_k: around the tiles; groups of heads; unequal both ways, so that rows see no key
 CASES = (
-    *((1, 1, 1, n, n) for n in (1, 2, 17, 63, 64, 65, 200, 300)),
+    (4, 2, 2, 1, 1), (4, 2, 2, 2, 2),  # several: the rule is calibrated on a twin, which may be lucky with one
+    *((1, 1, 1, n, n) for n in (17, 63, 64, 65, 200, 300)),
     (2, 2, 1, 2, 17), (2, 6, 2, 100, 130), (1, 4, 1, 70, 33), (1, 2, 2, 300, 450), (1, 1, 1, 513, 3), (1, 1, 1, 3, 513),
 )  # fmt: skip
 BUILDS = [(64, FP16), (128, BF16), pytest.param(64, BF16, marks=pytest.mark.long),
