@@ -32,6 +32,7 @@ class Backward(ctypes.Structure):
         *((f"{name}_stride", Strides) for name in ("q", "k", "v", "o", "grad_o", "dq", "dk", "dv")),
         *((name, ctypes.c_int) for name in ("batch", "heads", "kv_heads", "seq_q", "seq_k", "causal")),
         ("scale", ctypes.c_float),
+        ("launches", ctypes.c_int),
     ]
 
 
@@ -48,7 +49,7 @@ def compiled(
 def hopper_backward(
     grad_o: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, *,
     causal: bool = False, scale: float | None = None, backend: str | None = None, check: bool = False,
-    defines: tuple[tuple[str, int], ...] = (), **launch: Any,
+    defines: tuple[tuple[str, int], ...] = (), launches: int = 7, **launch: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """dq, dk and dv of o = softmax(scale * q k^T) v. Two runs agree in every bit.
 
@@ -58,7 +59,8 @@ def hopper_backward(
             is copied first.
         o, lse: what a forward pass gave: like q, and [batch, heads, seq_q], float32, with -inf for a row without keys.
         causal: query i sees the keys up to i + seq_k - seq_q. scale: head_dim ** -0.5, if None.
-        backend, check, defines: of the build, see `compiled`. launch: options of the emulator's launch.
+        backend, check, defines: of the build, see `compiled`. launches: which kernels, to time them: 1 for the rows'
+            statistics + 2 for dk and dv + 4 for dq. launch: options of the emulator's launch.
 
     Returns:
         Each like its input. A key head's gradient is the sum over the query heads that read it; a row that sees no key
@@ -85,7 +87,7 @@ def hopper_backward(
     ]
     shapes = Backward(
         *(Strides(*x.stride()[:3]) for x in (*fitting, dq, dk, dv)), *q.shape[:2], k.shape[1], q.shape[2], k.shape[2],
-        int(causal), scale_of(scale, q.shape[3]),
+        int(causal), scale_of(scale, q.shape[3]), launches,
     )  # fmt: skip
     rows = -(-q.shape[2] // BLOCK) * BLOCK
     statistics = torch.empty(2 * q.shape[0] * q.shape[1] * rows, device=q.device)

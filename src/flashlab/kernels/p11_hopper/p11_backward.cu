@@ -11,7 +11,7 @@
 // P^T and dS^T lie in registers as the A operands of dV and dK, and no tile is ever transposed.
 //
 // Compile with -DHEAD_DIM=64 or 128, and -DELEMENT=__half or __nv_bfloat16, -DQUERY_STEP=queries at a time in `keys`,
-// -DKEY_STEP=keys at a time in `queries`, -DMOST_STAGES=n, -DDK_LAGS=0 or 1.
+// -DKEY_STEP=keys at a time in `queries`, -DMOST_STAGES=2 or more, -DDK_LAGS=0 or 1.
 
 // region: constants
 #include "problem.cuh"
@@ -46,6 +46,7 @@ template <int STEP> constexpr int STAGES_OF = ROOM<STEP> < MOST_STAGES ? ROOM<ST
 template <int STEP> constexpr int BARRIERS = 1 + 2 * STAGES_OF<STEP>;
 template <int STEP>
 constexpr int SHARED = 2 * KEPT_BYTES + STAGES_OF<STEP> * STAGE_BYTES<STEP> + 8 * BARRIERS<STEP>;
+static_assert(STAGES_OF<QUERY_STEP> > 1 && STAGES_OF<KEY_STEP> > 1, "a stage is free when the next one is in use");
 static_assert(BLOCK % QUERY_STEP == 0 && QUERY_STEP <= 128, "two numbers for each of so many queries are 1024 bytes");
 // endregion
 
@@ -56,6 +57,7 @@ struct Backward {
     int batch, heads, kv_heads, seq_q, seq_k;
     int causal;                                                // query i sees the keys up to i + seq_k - seq_q
     float scale;                                               // P = softmax(scale * q k^T): of any sign
+    int launches;                                              // 1 statistics + 2 keys + 4 queries: 7, but to time them
 };
 // Rows of a head in row_statistics, which holds lse and then delta: as many as whole blocks have. So they begin where
 // bulk copies may, and rows that do not exist need no mask: their P is 0.
@@ -473,18 +475,18 @@ extern "C" int backward(const void* q, const void* k, const void* v, const void*
     const cudaStream_t s = (cudaStream_t)stream;
     const int64_t rows = (int64_t)p.batch * p.heads * padded(p.seq_q);
     float* delta = row_statistics + rows;
-    statistics<<<(int)(rows / 8), 256, 0, s>>>(p, o, grad_o, lse, row_statistics, delta);
+    if (p.launches & 1) statistics<<<(int)(rows / 8), 256, 0, s>>>(p, o, grad_o, lse, row_statistics, delta);
     // More than 48 KB of shared memory have to be asked for. A refusal is what cudaGetLastError then returns.
     const auto of_keys = p.causal ? keys<true> : keys<false>;
     cudaFuncSetAttribute(of_keys, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED<QUERY_STEP>);
-    of_keys<<<p.batch * p.kv_heads * ceil_div(p.seq_k, BLOCK), THREADS, SHARED<QUERY_STEP>, s>>>(
+    if (p.launches & 2) of_keys<<<p.batch * p.kv_heads * ceil_div(p.seq_k, BLOCK), THREADS, SHARED<QUERY_STEP>, s>>>(
         p, fit_together(p.seq_q, p.batch * p.kv_heads), row_statistics, delta,
         map(q, p.q_stride, true, QUERY_STEP), map(k, p.k_stride, false, BLOCK), map(v, p.v_stride, false, BLOCK),
         map(grad_o, p.grad_o_stride, true, QUERY_STEP), map(dk, p.dk_stride, false, 64),
         map(dv, p.dv_stride, false, 64));
     const auto of_queries = p.causal ? queries<true> : queries<false>;
     cudaFuncSetAttribute(of_queries, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED<KEY_STEP>);
-    of_queries<<<p.batch * p.heads * ceil_div(p.seq_q, BLOCK), THREADS, SHARED<KEY_STEP>, s>>>(
+    if (p.launches & 4) of_queries<<<p.batch * p.heads * ceil_div(p.seq_q, BLOCK), THREADS, SHARED<KEY_STEP>, s>>>(
         p, fit_together(p.seq_k, p.batch * p.heads), row_statistics, delta,
         map(q, p.q_stride, true, BLOCK), map(k, p.k_stride, false, KEY_STEP), map(v, p.v_stride, false, KEY_STEP),
         map(grad_o, p.grad_o_stride, true, BLOCK), map(dq, p.dq_stride, true, 64));
