@@ -403,9 +403,11 @@ def test_a_build_of_the_backward_pass_is_tried_first(monkeypatch):
 def test_gradients_beside_those_of_the_peers():
     data = record(lambda job: job["part"] == "backward")
     found = hopper_results.backward_table(data)
-    assert found.columns == ["backward", OURS, CUDNN, FA2, TRITON, "p11 / best"] and len(found.rows) == 12
-    assert found.rows[0] == ["D 128, N 4096", "700", "600", "300", "450", "1.17"]
-    data["rows"].append(data["rows"][0] | {"name": "p11: keys", "ms": 0.5, "different": 0})
+    assert list(found.columns) == ["backward", OURS, CUDNN, FA2, TRITON, "p11 / best"] and len(found.rows) == 12
+    assert list(found.rows[0]) == ["D 128, N 4096", "700", "600", "300", "450", "1.17"]
+    part = {key: data["rows"][0][key] for key in ("part", "shape", "causal", "dtype")}
+    data["rows"].append(part | {"name": "p11: statistics", "ms": 0.5})
+    assert list(hopper_results.backward_table(data).rows[0])[5] == "500 us"
     wrong = record(lambda job: job["part"] == "backward", of_bound=2.0, different=3)
     assert hopper_results.backward_table(wrong).rows[0][1] == "700 ! ≠"
 
@@ -556,7 +558,7 @@ def test_every_table_of_a_whole_record(monkeypatch):
     monkeypatch.setattr(hopper_jobs, "ladder", lambda: STEPS)
     data = record()
     tables = hopper.BENCH.more(data)
-    assert len(tables) == 6
+    assert len(tables) == 7
     for table in tables:
         assert len(repr(table).splitlines()) > 2 and table._repr_markdown_()
     assert "8192x8192x8192 bf16: 800" in repr(tables[0])
