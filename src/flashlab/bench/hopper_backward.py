@@ -33,7 +33,7 @@ from flashlab.check.training import wanted, worst
 from flashlab.cuda.hopper_backward import compiled, hopper_backward
 
 _AGAIN = ("-m", "flashlab.bench.hopper_backward")  # this program in a process of its own
-VARIANTS = {64: ("KEY_STEP=64", "DK_LAGS=0", "MOST_STAGES=2"), 128: ("MOST_STAGES=2", "MOST_STAGES=4")}
+VARIANTS = {64: ("KEY_STEP=64", "DK_LAGS=0", "MOST_STAGES=2"), 128: ("KEY_STEP=64", "DK_LAGS=0", "MOST_STAGES=4")}
 """Macros set otherwise, by head_dim."""
 ALONE = {"statistics": 1, "statistics, keys": 3, "statistics, queries": 5}
 """Which kernels a row is of: `launches` of flashlab.cuda.hopper_backward."""

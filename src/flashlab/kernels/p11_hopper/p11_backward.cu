@@ -21,13 +21,13 @@
 #define QUERY_STEP 64
 #endif
 #ifndef KEY_STEP
-#define KEY_STEP (HEAD_DIM == 64 ? 128 : 64)
+#define KEY_STEP 128
 #endif
 #ifndef MOST_STAGES
 #define MOST_STAGES 3
 #endif
 #ifndef DK_LAGS                                                // dK of a tile while S^T of the next one is computed
-#define DK_LAGS (HEAD_DIM == 64)                               // else there are too few registers
+#define DK_LAGS 1
 #endif
 
 constexpr int GROUP = 128, CONSUMERS = 2;                      // threads of a warpgroup; the producer's is the third
@@ -267,10 +267,11 @@ keys(const Backward p, int heads_together, const float* lse_log2, const float* d
         float s[STEP / 2], dp[STEP / 2];
         mbarrier_wait(full + 8 * stage, nth / STAGES & 1);     // all of it is here, for every thread that waits
         scores<STEP>(s, k_operand, descriptor(q_smem));
-        scores<STEP>(dp, v_operand, descriptor(grad_o_smem));
-        wgmma_wait<1>();                                       // S^T is ours, and dK of the tile before is summed
+        wgmma_wait<1>();                                       // dK of the tile before is summed
         __syncwarp();                                          // and its lse and delta have been read
         if (nth > 0 && lane == 0) mbarrier_arrive(empty + 8 * ((nth - 1) % STAGES));
+        scores<STEP>(dp, v_operand, descriptor(grad_o_smem));
+        wgmma_wait<1>();                                       // S^T is ours
         // endregion
 
         // region: transposed probabilities
@@ -407,9 +408,10 @@ queries(const Backward p, int heads_together, const float* lse_log2, const float
         float s[STEP / 2], dp[STEP / 2];
         mbarrier_wait(full + 8 * stage, j / STAGES & 1);
         scores<STEP>(s, q_operand, descriptor(k_smem));
-        scores<STEP>(dp, grad_o_operand, descriptor(k_smem + K_BYTES));
-        wgmma_wait<1>();                                       // S is ours, and dQ of the tile before is summed
+        wgmma_wait<1>();                                       // dQ of the tile before is summed
         if (j > 0 && first_thread) mbarrier_arrive(empty + 8 * ((j - 1) % STAGES));
+        scores<STEP>(dp, grad_o_operand, descriptor(k_smem + K_BYTES));
+        wgmma_wait<1>();                                       // S is ours
         // endregion
 
         // region: dQ
