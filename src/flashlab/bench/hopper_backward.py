@@ -50,6 +50,11 @@ def defines_of(name: str) -> Defines:
     return tuple((macro, int(value)) for macro, value in (x.split("=") for x in name.split() if "=" in x))
 
 
+def backend() -> str:
+    """As the forward kernels are built here."""
+    return "nvcc" if harness.on_gpu() else "emulator"
+
+
 def builds(head_dims: Sequence[int], dtypes: Sequence[str] = ("bf16",)) -> list[str]:
     """Every build that is measured: "64 bf16", "64 bf16 KEY_STEP=64"."""
     return [f"{d} {t} {x}".strip() for d, t in itertools.product(head_dims, dtypes) for x in ("", *VARIANTS[d])]
@@ -110,7 +115,8 @@ def try_out(names: Sequence[str]) -> None:
         given = make([*size, int(d)], kv_heads, DTYPES[dtype])
         _, q, k, v = given
         o, lse = forward(q, k, v, causal)
-        result = judged(hopper_backward(*given, o, lse, causal=causal, defines=defines_of(name)), given, causal)
+        how: dict[str, Any] = {"backend": backend(), "defines": defines_of(name)}
+        result = judged(hopper_backward(*given, o, lse, causal=causal, **how), given, causal)
         where = f"{name}, N = {size[2]}, {'causal' if causal else 'whole'}, {kv_heads} key heads"
         print(f"{where}: {result}", flush=True)
         if result["of_bound"] is None or result["of_bound"] > hopper_jobs.RULE:
@@ -139,7 +145,7 @@ def ready(head_dim: int, dtype: str) -> dict[str, str | None]:
 
     def tried(name: str) -> str | None:
         try:
-            compiled(head_dim, DTYPES[dtype], None, False, defines_of(name))
+            compiled(head_dim, DTYPES[dtype], backend(), False, defines_of(name))
         except Exception as error:
             return timing.reason(error)
         return trial(name) if harness.on_gpu() else None
@@ -154,7 +160,7 @@ def ways_of(job: Row, given: Given, o: torch.Tensor, lse: torch.Tensor) -> dict[
     """The backward pass of everyone, by name."""
     causal, dtype = job["causal"], job["dtype"]
     grad_o, q, k, v = given
-    ours = functools.partial(hopper_backward, *given, o, lse, causal=causal)
+    ours = functools.partial(hopper_backward, *given, o, lse, causal=causal, backend=backend())
     found: dict[str, Way] = {}
     for name, why in ready(q.shape[3], dtype).items():
         label = " ".join([OURS, *name.split()[2:]])
