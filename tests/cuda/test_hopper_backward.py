@@ -149,7 +149,7 @@ def test_what_does_not_belong_together_is_said():
 
 
 @pytest.mark.skipif(not HOPPER, reason="no GPU of capability 9.0")
-@pytest.mark.parametrize(("head_dim", "dtype"), itertools.product((64, 128), (FP16, BF16)), ids=str)
+@pytest.mark.parametrize(("head_dim", "dtype"), [*itertools.product((64, 128), (FP16, BF16))], ids=str)
 def test_right_on_a_gpu(head_dim, dtype):
     for case, causal in itertools.product((*CASES, (2, 8, 2, 1000, 1000)), (False, True)):
         q, k, v, grad_o = (x.cuda() for x in make(*case, head_dim, dtype))
