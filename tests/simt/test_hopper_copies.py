@@ -131,8 +131,8 @@ def test_the_swizzle_of_128_bytes_is_the_table_of_the_manual(copies):
 def test_a_reduction_adds_in_the_type_of_the_map(copies, kind, dtype):
     item = ITEMS[kind]
     box = Box(item, (24, 9), (64,), (16, 6), (1, 1), (-8, -2), 0) if item == 2 else \
-        Box(item, (13, 9), (64,), (8, 6), (1, 1), (-4, -2), 0)  # fmt: skip
-    other = (8, 5)
+        Box(item, (12, 9), (64,), (8, 6), (1, 1), (-4, -2), 0)  # fmt: skip
+    other = (4, 5) if item == 4 else (8, 5)
     kind_of = getattr(torch, dtype)
     torch.manual_seed(0)
     x, y = (torch.randn(9 * 64 // item).to(kind_of) for _ in range(2))

@@ -20,7 +20,7 @@ RECORD = Path(__file__).parent / "data" / "hopper_probe_h200.json"
 
 def test_the_answers_are_the_same_each_time_and_differ_from_each_other():
     def answers() -> list[int]:
-        some = (hopper_probe.answer_of(name, hopper_probe.emulated) for name in hopper_probe.box_names()[:6])
+        some = (hopper_probe.answer_of(name, hopper_probe.emulated) for name in hopper_probe.box_names()[:12:2])
         return [hopper_probe.checksum(answer) for answer in some]
 
     first, again = answers(), answers()

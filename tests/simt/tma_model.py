@@ -1,19 +1,21 @@
 """What TMA does, written from the text of the PTX ISA and of cuTensorMapEncodeTiled, element by element in numpy.
 
+And from what an H200 did: a store writes pieces of 16 bytes whole, behind the end of a row too (hopper_probe.py).
+
 Nothing here is shared with the emulator. Dimension 0 is the innermost, as in a tensor map.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-from dataclasses import dataclass
 
 import numpy as np
 
 SWIZZLES = {0: 1, 1: 32, 2: 64, 3: 128}  # CUtensorMapSwizzle -> bytes of a row that is permuted
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Box:
     """A tensor in an array of bytes, and one box of it.
 
@@ -72,6 +74,8 @@ class Box:
 
     def store(self, shared: np.ndarray, address: int, memory: np.ndarray) -> None:
         """Writes what lies in shared memory from `address` on into the tensor's bytes."""
-        for at, offset in self.elements(address):
+        pieces = -(-self.sizes[0] * self.item // 16) * 16 // self.item
+        whole = dataclasses.replace(self, sizes=(pieces, *self.sizes[1:]))
+        for at, offset in whole.elements(address):
             if offset is not None:
                 memory[offset : offset + self.item] = shared[at - address : at - address + self.item]

@@ -656,8 +656,8 @@ _SENTENCES = {
     "bulk-misaligned": _bulk_misaligned,
     "tensor-map": _tensor_map,
     "store-corner": lambda f: (
-        f"{f.who} gives {f.how}{f.here} the coordinate {f.v[0]} in dimension {f.v[1]}: a store begins within the tensor; "
-        "only a load may begin before it"
+        f"{f.who} gives {f.how}{f.here} the coordinate {f.v[0]} in dimension {f.v[1]}: only a load may begin before "
+        "the tensor, a store may not"
     ),
     "reduce-type": lambda f: (
         f"{f.who} calls tma_reduce_add{f.here} with a tensor map of a type that it cannot add: it adds 32-bit "

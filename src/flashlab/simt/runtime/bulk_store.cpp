@@ -55,7 +55,7 @@ extern "C" {
 void simt_tma_store(const CUtensorMap* map, uint32_t src, const int* at, int rank, int add) {
     Lane* me = kernel_lane(CALLER);
     Inside inside(me, CALLER);
-    const BulkCopy copy = tensor_copy(me, add ? "tma_reduce_add" : "tma_store", map, src, at, rank);
+    BulkCopy copy = tensor_copy(me, add ? "tma_reduce_add" : "tma_store", map, src, at, rank);
     for (int d = 0; d < rank; d++)  // an H200 stops with "illegal instruction" (tests/simt/hopper_probe.py)
         if (at[d] < 0) {
             Finding f{"store-corner", copy.how};
@@ -66,6 +66,8 @@ void simt_tma_store(const CUtensorMap* map, uint32_t src, const int* at, int ran
         Finding f{"reduce-type", copy.how};
         file_fatal(me, f, cudaErrorLaunchFailure);
     }
+    // An H200 writes pieces of 16 bytes whole: behind a row that ends within one too.
+    if (!add) copy.map.dims[0] = (copy.map.dims[0] * map->item + 15) / 16 * 16 / map->item;
     issue(me, copy, add ? TMA_REDUCE : TMA_STORE);
 }
 void simt_bulk_store(void* dst, uint32_t src, uint32_t bytes) {
