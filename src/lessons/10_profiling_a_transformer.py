@@ -1234,7 +1234,7 @@ for run in attention_runs:
             print(f"{dtype}, {which}, N = {longest_n}: times as fast as eager, by D: {said or lm.NOT_YET}")
 
 # %% [markdown]
-# At D = 16 you can see the launches come in: from N = 2048 to 4096 the work is 4 times as much, and ours takes 6 times as long.
+# At D = 16 the launches show: from N = 2048 to 4096 the work grows 4 times, our time 6 times.
 #
 # In float32 ours wins where rows are short, and **loses at D = 128**, in the backward pass by a factor of three. Backward it is behind at D = 64 already.
 #
