@@ -855,7 +855,7 @@ print(f"attention in a step of the small model: {work / 1e12:.2f} TFLOP, {1e3 * 
 assert 1e3 * work / 200e12 < 2
 
 # %% [markdown]
-# Less than 2 ms. Between SDPA and ours lie 18. So a faster kernel would change nothing here: our way asks more of Python. Its operators and Triton's launches are Python, as in the white of section 5.
+# Less than 2 ms. Between SDPA and ours lie 18. So a faster kernel would change nothing here. What is left is Python, and our way has more of it: its operators and Triton's launches, as in the white of section 5.
 #
 # How much of it is this course's code, and how much the machine, the record does not tell: four benches ran on its processors at the same time. Nor does it tell why the fused RoPE costs 53 ms at xl, and at small nothing.
 # Its kernel takes microseconds.
@@ -1042,7 +1042,7 @@ ax.legend()
 plt.show()
 
 # %% [markdown]
-# *Four stairs up, four down. Each stair of the eager curve has P in it. A spike is what one operation needs for a moment. The flat half is clipping and the optimiser, which allocates often and keeps little.* The fused curve is ours on a GPU, and SDPA where Triton would be interpreted; both keep nearly the same.
+# *Four stairs up, four down. Each stair of the eager curve has P in it. A spike is what one operation needs for a moment. The flat half is clipping and the optimiser, which keep little.* The fused curve is ours on a GPU, and SDPA where Triton would be interpreted; both keep nearly the same.
 #
 # The small model on a GPU, where it is recorded. The floor is the weights and AdamW's averages. While allocations are noted, a step takes longer than in section 8, and not by the same factor for each; so each curve has its own
 # step as its axis, from 0 to 100 %.
