@@ -842,7 +842,7 @@ for dtype in lm.DTYPES:
         print(f"optimiser, {size}, {dtype}, ms: {said or lm.NOT_YET}")
 
 # %% [markdown]
-# In float32 it takes the same time whatever the attention. In bf16 the same kernels on the same weights take nearly three times as long. That is what *waiting* looks like. Python launches kernel after
+# In float32 it takes the same time whatever the attention. In bf16 the same kernels on the same weights take up to nearly three times as long. That is what *waiting* looks like. Python launches kernel after
 # kernel. While kernels are long, it runs ahead and nobody notices. In bf16 they are short, Python is late, and a step takes as long as Python does.
 #
 # Could it be the attention kernels after all? Count them, at 200 TFLOP/s, which phases 4 and 5 measured as less than what they reach at this N and D, with more heads:
