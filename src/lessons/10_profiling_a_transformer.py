@@ -556,12 +556,62 @@ for case in ("published", "present"):
         print(f"{case}, {scope}: ours is " + (", ".join(said) or layers.NOT_YET))
 
 # %% [markdown]
+# The published shape first. On the H200 ours is ahead of everything, but look at who is behind. PyTorch *chooses* the unfused formula there: it has no fused kernel for float32 that
+# takes grouped heads. The best of its kernels needs K and V repeated first. So even the fair peer is not made for this shape.
+#
+# The shape of today says something else, and it is not pleasant: alone, our attention is slower than SDPA's, which is cuDNN. And yet our layer is faster than SDPA's layer. Where does that come from?
+
+# %%
+for which in layers.PASSES:
+    took = {scope: layers.times(data, "present", scope, which) for scope in layers.SCOPES}
+    if all(layers.OURS in found for found in took.values()):
+        share = took["attention"][layers.OURS] / took["layer"][layers.OURS]
+        order = sorted(took["layer"], key=took["layer"].get)
+        print(f"present, {which}: attention is {share:.0%} of our layer; the layers, the fastest first:")
+        print("   ", "; ".join(order))
+
+# %% [markdown]
+# From RoPE. *Ours, RoPE apart* is slower than SDPA, and the small operations are what SDPA's layer has too. Give RoPE to a compiler, and it fuses them for SDPA as well: *SDPA, compiled* is the fastest layer of all.
+#
+# So this layer gains more from a kernel of seventy lines than from the attention kernel, against a peer that has a good one. A single ratio for the whole layer would have hidden that.
+
+# %% [markdown]
 # Read the two profiles of the published shape as you read the published one: self times, kernels or operations but never both, bytes by formula.
 
 # %%
 for name in (layers.ORIGINAL, layers.OURS):
     print(f"{name}, the published shape, kernels only:")
     display(layers.profile_table(data, "published", name, most=8, kernels=True))
+
+# %% [markdown]
+# The original has the same four kernels as the published profile, each about 1 ms. Softmax and the division by $\sqrt{D}$, whose kernel is called `mul` here, read P and write it, 4 GiB: so they move over 4 TB/s, nearly all that this
+# memory can (section 13). The pattern is the same on another GPU.
+#
+# And the prediction of section 4, that RoPE in one kernel takes 4.5 times less?
+
+# %%
+rope_of = {}
+for name in (layers.APART, layers.OURS):
+    shares = layers.kernel_shares(data, "published", name)
+    rest = [(took, calls) for kernel, took, calls in shares if layers.OUR_KERNEL not in kernel]
+    if rest:
+        rope_of[name] = sum(took for took, _ in rest), sum(calls for _, calls in rest)
+        print(f"{name}: RoPE takes {1e3 * rope_of[name][0]:.1f} us in {rope_of[name][1]} kernels")
+if len(rope_of) == 2:
+    print(f"times less: {rope_of[layers.APART][0] / rope_of[layers.OURS][0]:.1f}")
+
+# %% [markdown]
+# More than predicted. By section 4's count of bytes the one kernel moves about 4 TB/s, and the small ones, which take some 12 microseconds each, less than 3. Why they are slower, nothing here isolates.
+#
+# Now the layer of today, forward and backward, with operations and kernels, memory and FLOPs. *Predict:* what is on top, now that neither scores nor RoPE are?
+
+# %%
+display(layers.profile_table(data, "present", layers.OURS, "both"))
+display(layers.profile_table(data, "present", layers.SDPA, "both", most=4, kernels=True))
+
+# %% [markdown]
+# The projections, `aten::mm`: nearly half of the layer is plain matrix products. Then our backward pass: `dkdv_kernel` and `dq_kernel` take 4.3 ms, and cuDNN, below, does the same in one kernel of 2.7. So that is
+# the next thing to do in *this* layer. (`GeneratedBackwardFor_...` is our forward operator, under the name of the wrapper that gives it a gradient. FLOPs are counted for what PyTorch knows.)
 
 # %% [markdown]
 # And one call of each in time, where it was recorded. All have one scale, so the lengths compare.
@@ -579,6 +629,15 @@ if recorded:
         profiles.timeline(ax, events, profiles.KERNEL_KINDS, f"{name}, {data['machine']['gpu']}")
     ax.set_xlabel("microseconds")
     plt.show()
+for name, events in recorded.items():
+    span = max(e[2] + e[3] for e in events) - min(e[2] for e in events)
+    print(f"{name}: from the first kernel to the end of the last, "
+          f"the GPU works {sum(e[3] for e in events) / span:.0%} of the time")
+
+# %% [markdown]
+# *White is waiting.* The profiler makes launches slower, and what is white here is mostly Python on its way to the next launch. In ours the GPU waits 0.65 ms between two kernels, of which the longer one takes 0.9 ms.
+#
+# The table above knows nothing of this: its launches were recorded beforehand, in a CUDA graph, to time kernels alone. Keep the white in mind. A model may have to pay for it.
 
 # %% [markdown]
 # ## 6 · A language model around it
@@ -764,7 +823,54 @@ for size in SIZES:
     print(f"{size}: a step with our kernels is " + (", ".join(said) or lm.NOT_YET))
 
 # %% [markdown]
-# A model's ratio has to be smaller than a layer's, because attention is only a part of a step. How large a part of a block?
+# Not what you would expect. In bf16 a step with our kernels takes 1.4 to 1.7 times as long as with SDPA, and is hardly faster than with eager attention, if at all. What our kernels save is memory, as much as SDPA does.
+#
+# Before you blame the kernels, look at float32:
+
+# %%
+display(lm.step_table(model_data, "float32"))
+
+# %% [markdown]
+# There ours is the fastest at every size that is recorded. The same model, the same kernels in another dtype. What else is in a step's time? The *optimiser* gives it away. Its work does not depend on attention, nor on
+# autocast: weights, gradients and averages are float32 in every row.
+
+# %%
+for dtype in lm.DTYPES:
+    for size in ("small", "large"):
+        rows_of = {way: lm.passes(model_data, size, way, dtype).get("optimizer") for way in lm.WAYS}
+        said = ", ".join(f"{way} {row['ms']:.1f}" for way, row in rows_of.items() if row)
+        print(f"optimiser, {size}, {dtype}, ms: {said or lm.NOT_YET}")
+
+# %% [markdown]
+# In float32 it takes the same time whatever the attention. In bf16 the same kernels on the same weights take up to nearly three times as long. That is what *waiting* looks like. Python launches kernel after
+# kernel. While kernels are long, it runs ahead and nobody notices. In bf16 they are short, Python is late, and a step takes as long as Python does.
+#
+# Could it be the attention kernels after all? Count them, at 200 TFLOP/s, which phases 4 and 5 measured as less than what they reach at this N and D, with more heads:
+
+# %%
+shape = SIZES["small"]
+pairs = shape.depth * lm.BATCH * shape.heads * 1024**2 / 2  # causal: half
+work = 3.5 * 4 * pairs * shape.head_dim  # the backward pass is 2.5 times the forward pass
+print(f"attention in a step of the small model: {work / 1e12:.2f} TFLOP, {1e3 * work / 200e12:.1f} ms")
+assert 1e3 * work / 200e12 < 2
+
+# %% [markdown]
+# Less than 2 ms. Between SDPA and ours lie 18. So a faster kernel would change nothing here. What is left is Python, and our way has more of it: its operators and Triton's launches, as in the white of section 5.
+#
+# How much of it is this course's code, and how much the machine, the record does not tell: four benches ran on its processors at the same time. Nor does it tell why the fused RoPE costs 53 ms at xl, and at small nothing.
+# Its kernel takes microseconds.
+
+# %% [markdown]
+# *What would you do?* Anything that launches less: longer texts, larger batches, `torch.compile`, CUDA graphs. What torch.compile does is recorded for the small model. And below it, what a missing warm-up would have said:
+
+# %%
+display(lm.compiled_table(model_data), lm.warm_up_table(model_data))
+
+# %% [markdown]
+# Compiled, every attention's step is about twice as fast, and SDPA stays ahead of ours. And the first step of *flash* has Triton's compiler in it: a mean over five steps would make it look 13 times as slow as it is.
+
+# %% [markdown]
+# So much for launches. But even without them, a model's ratio has to be smaller than a layer's: attention is only a part of a step. How large a part of a block?
 #
 # With width w, a block's four projections have $4 w^2$ weights, and SwiGLU about $8 w^2$. Each weight is one multiplication and one addition per token: together $24 w^2$ FLOPs. Attention has $4 N w$ per token,
 # of which a causal mask leaves half:
@@ -783,12 +889,6 @@ for size, shape in SIZES.items():
 # This is *Amdahl's law*: if a part takes the share s of the time, then nothing that you do to it makes the whole more than $1/(1 - s)$ times as fast. FLOPs are not time: what attention
 # moves makes its share larger. But the order of magnitude is right, and it grows with N.
 #
-# The same in float32, through torch.compile, and what a missing warm-up would have said:
-
-# %%
-display(lm.step_table(model_data, "float32"), lm.compiled_table(model_data), lm.warm_up_table(model_data))
-
-# %% [markdown]
 # The steps of all sizes side by side, where they are recorded. A missing bar ran out of memory or was not measured; the table says which.
 
 # %%
@@ -901,12 +1001,16 @@ show.table(rows, ["size", "eager fits up to N =", "flash"])
 assert all(flash >= 4 * eager for _, eager, flash in rows)
 
 # %% [markdown]
-# A ceiling, not a promise: what one operation needs for a moment comes on top. Measured, with a small model that reads bytes, one text, in bf16:
+# A ceiling, not a promise: what one operation needs for a moment comes on top. Measured, with a small model that reads bytes, 4 texts, in bf16; the length is doubled until a step no longer fits:
 
 # %%
 display(lm.limit_table(model_data))
 out = lm.runs_out(model_data)
 print({kind: f"out of memory at {n}" if n else "not reached" for kind, n in out.items()} or lm.NOT_YET)
+
+# %% [markdown]
+# On the H200 both fused attentions train on texts 16 times as long as eager's, and at every length they need the same to a tenth of a GiB: they keep the same things. Their memory doubles with N. Eager's comes
+# near to four times.
 
 # %% [markdown]
 # ### A step, seen from its memory
@@ -938,20 +1042,24 @@ ax.legend()
 plt.show()
 
 # %% [markdown]
-# *Four stairs up, four down. Each stair of the eager curve has P in it. A spike is what one operation needs for a moment. The flat half is clipping and the optimiser, which allocates often and keeps little.* The fused curve is ours on a GPU, and SDPA where Triton would be interpreted; both keep nearly the same.
+# *Four stairs up, four down. Each stair of the eager curve has P in it. A spike is what one operation needs for a moment. The flat half is clipping and the optimiser, which keep little.* The fused curve is ours on a GPU, and SDPA where Triton would be interpreted; both keep nearly the same.
 #
-# The small model on a GPU, where it is recorded. The weights are the floor. The clock is that of Python, which launches ahead of the GPU.
+# The small model on a GPU, where it is recorded. The floor is the weights and AdamW's averages. While allocations are noted, a step takes longer than in section 8, and not by the same factor for each; so each curve has its own
+# step as its axis, from 0 to 100 %.
 
 # %%
 series = lm.memory(model_data)
 print("curves recorded:", len(series))
 if series:
     fig, ax = plt.subplots(figsize=(8.0, 3.4))
-    lines = [(way, found[0], [mib / 1024 for mib in found[1]], WAYS[way], "-")
-             for way, found in series.items()]
-    curves.curves(ax, lines, xlabel="ms", ylabel="GiB allocated", ylim=(0, None),
+    lines = [(way, [100 * t / found.ms[-1] for t in found.ms], [mib / 1024 for mib in found.mib],
+              WAYS[way], "-") for way, found in series.items()]
+    curves.curves(ax, lines, xlabel="a step (%)", ylabel="GiB allocated", ylim=(0, None),
                   title=f"One step of the small model, bf16, {model_data['machine']['gpu']}")
     plt.show()
+
+# %% [markdown]
+# *Twelve stairs up, twelve down. Those of eager are more than twice as high.* The spike in the middle is the end of the model, where each position has a number for each of 50257 tokens. It has nothing to do with attention.
 
 # %% [markdown]
 # ## 10 · It trains
@@ -1026,7 +1134,8 @@ for dtype in ("float32", "bfloat16"):
         plt.show()
 
 # %% [markdown]
-# A rounding in bf16 is 65 536 times as large as in float32. So expect more distance there, and a yardstick that sees less. That is a limit of this test, not a property of an attention.
+# On the H200 ours ends 1.4 times as far from eager as other roundings do, in float32, and 0.7 times in bf16: equal within noise. After 300 steps, noise is 0.02 nats even in float32, over a hundred times what
+# it was after the ten above. A rounding in bf16 is 65 536 times as large. So its yardstick sees less: a limit of this test, not a property of an attention.
 
 # %% [markdown]
 # ## 11 · Attention alone
@@ -1092,7 +1201,10 @@ attention_runs = attention.recorded()
 print("runs of attention alone recorded:", len(attention_runs), "" if attention_runs else f"({lm.NOT_YET})")
 
 # %% [markdown]
-# What `flashlab bench attention` measured: batch 8, one head, from N = 256 to 32768; eager, eager through torch.compile, and ours. Higher is slower. A line that ends early ran out of memory.
+# What `flashlab bench attention` measured: batch 8, one head; eager, eager through torch.compile, and ours. Higher is slower. Where a line ends, the table below says what came next: out of memory, or nothing,
+# if it was not measured.
+#
+# From N = 4096 on the times have Python's launches in them, because a CUDA graph would hold all scores at once.
 
 # %%
 def over_lengths(run, dtype, d, which, column="ms", unit=1.0):
@@ -1105,23 +1217,49 @@ def over_lengths(run, dtype, d, which, column="ms", unit=1.0):
             values.append(r[column] * unit)
     return found
 
+def measured(run):
+    """Which dtypes a run has."""
+    return [dtype for dtype in attention.DTYPES if any(r["dtype"] == dtype for r in run["rows"])]
+
+
 for run in attention_runs:
-    shown = (("forward", 64), ("backward", 64), ("forward", 128))
     plots = {f"{dtype}, {which}, D = {d}": over_lengths(run, dtype, d, which)
-             for dtype in attention.DTYPES for which, d in shown}
+             for dtype in measured(run) for which in attention.PASSES for d in (16, 64, 128)}
     panels(plots, log="xy", ylabel="ms", title=f"Attention alone, {run['machine']['gpu']}")
     plt.show()
-if not attention_runs:
-    print(lm.NOT_YET)
+print("measured:", [measured(run) for run in attention_runs] or lm.NOT_YET)
 
 # %% [markdown]
-# And the memory that is held between the two passes, the subject of the formulas above:
+# In numbers, at the longest N that has all four D:
 
 # %%
 for run in attention_runs:
-    plots = {f"{dtype}, D = {d}": over_lengths(run, dtype, d, "forward", "held_bytes", 2**-20)
-             for dtype, d in (("float32", 16), ("float32", 128), ("bfloat16", 128))}
-    panels(plots, log="xy", ylabel="MiB", title=f"Held before the backward pass, {run['machine']['gpu']}")
+    for dtype in measured(run):
+        for which in attention.PASSES:
+            took = {d: {name: dict(zip(*found)) for name, found in over_lengths(run, dtype, d, which).items()}
+                    for d in attention.D_MODELS}
+            both = [set(by_name.get("eager", ())) & set(by_name.get("ours", ())) for by_name in took.values()]
+            longest_n = max(set.intersection(*both), default=None)
+            said = {d: round(took[d]["eager"][longest_n] / took[d]["ours"][longest_n], 2)
+                    for d in took if longest_n}
+            print(f"{dtype}, {which}, N = {longest_n}: times as fast as eager, by D: {said or lm.NOT_YET}")
+
+# %% [markdown]
+# At D = 16 the launches show: from N = 2048 to 4096 the work grows 4 times, our time 6 times.
+#
+# In float32 ours wins where rows are short, and **loses at D = 128**, in the backward pass by a factor of three. Backward it is behind at D = 64 already.
+#
+# Two things are known about it. Ours multiplies each pair three times in TF32, to be as exact as float32 (phase 4). And its float32 tiles for D = 128 were never timed: the table of tiles has *compiled* as their
+# source, and *measured* up to 64. Whether either is the reason, nothing here isolates.
+
+# %% [markdown]
+# And what autograd saves between the two passes, the subject of the formulas above:
+
+# %%
+for run in attention_runs:
+    plots = {f"{dtype}, D = {d}": over_lengths(run, dtype, d, "forward", "saved_bytes", 2**-20)
+             for dtype in measured(run) for d in (16, 64, 128)}
+    panels(plots, log="xy", ylabel="MiB", title=f"Saved for the backward pass, {run['machine']['gpu']}")
     plt.show()
 if attention_runs:
     display(*(attention.table(run) for run in attention_runs))
@@ -1144,13 +1282,13 @@ display(counterparts.overview())
 
 # %%
 def compared(name, kind_of):
-    """By kind of figure: the machines here, and theirs / ours of the rows where both are times."""
+    """By kind of figure: the machines here, and theirs / ours of the rows where both took time."""
     found = {}
     for figure, ours in counterparts.counterparts(name):
         gpus, ratios = found.setdefault(kind_of(figure.label), (set(), []))
         gpus |= {ours.gpu} if ours else set()
         theirs = ms(figure.value) if re.fullmatch(r"[\d.]+(us|ms|s)", str(figure.value)) else figure.value
-        if ours and all(isinstance(value, (int, float)) for value in (theirs, ours.value)):
+        if ours and all(isinstance(value, (int, float)) and value > 0 for value in (theirs, ours.value)):
             ratios.append(theirs / ours.value)
     return found
 
@@ -1188,15 +1326,17 @@ times = {}  # by shape and kernel: theirs, ours
 for theirs, ours in counterparts.counterparts("mma_stages_ada"):
     if ours and isinstance(ours.value, float):
         times[tuple(theirs.label.split())] = theirs.value, ours.value
-kernels = "flash_official", "naive_unfused"
-shapes = {shape for shape, _ in times if all((shape, kernel) in times for kernel in kernels)}
-for i, where in enumerate(("there", "here")):
-    slow = sum(times[shape, "flash_official"][i] > times[shape, "naive_unfused"][i] for shape in shapes)
-    print(f"{where}: FlashAttention-2 slower than unfused in {slow} of {len(shapes)} shapes")
+for peer in ("naive_unfused", "mma_stage2"):
+    shapes = {shape for shape, kernel in times if kernel == peer and (shape, "flash_official") in times}
+    there, here = (sum(times[shape, "flash_official"][i] > times[shape, peer][i] for shape in shapes)
+                   for i in (0, 1))
+    print(f"FlashAttention-2 slower than {peer}: there in {there}, here in {here} of {len(shapes)} shapes")
 
 # %% [markdown]
-# What is to be seen: at the smallest shapes the fused kernel is slower than the unfused one there, and faster here. Their fused times hardly grow with the work there: at N = 1024 and
-# D = 64 0.114 ms for one head, 0.139 ms for eight. That looks like the cost of a launch; nothing here isolates it.
+# What is to be seen: at the smallest shapes the fused kernel is slower than the unfused one there, and never here. Their fused times hardly grow with the work: at N = 1024 and
+# D = 64 0.114 ms for one head, 0.139 ms for eight. That looks like the cost of a launch, which our times do not have; nothing here isolates it.
+#
+# The first values of our outputs are in the fold, so that agreement can be seen: five kernels, which differ in the fourth decimal at most.
 
 # %% [markdown]
 # ### FlashAttention-1 in float32, FlashAttention-2 in fp16: `fa1_f32_fa2_mma_ada`
@@ -1240,7 +1380,7 @@ print(f"slower here, in all: {sum(ratio < 1 for _, ratio in told)} of {len(told)
 # %% [markdown]
 # ### Eager attention alone: `attention_memory`
 #
-# Section 11 explained its memory by a formula. Its figures, and ours where they are measured, are in the folds.
+# Section 11 explained its memory by a formula. Its figures, and ours where they are measured, are in the folds. What ran out of memory there at N = 16384 runs here where it is measured.
 
 # %%
 means = summary("attention_memory", "a machine without a name", fold=True)
@@ -1248,7 +1388,10 @@ means = summary("attention_memory", "a machine without a name", fold=True)
 # %% [markdown]
 # ### Models and the layer: `lm_forward_backward`, `gqa_layer_profile`
 #
-# The first does not tell its batch, length and vocabulary, so its ratios compare nothing but the order of magnitude. The second is the profile of section 2. Both are in folds.
+# The first does not tell its batch, length and vocabulary, so its ratios compare nothing but the order of magnitude. But one pattern can be compared: here a forward pass takes as long with a backward
+# pass behind it as without, and the backward pass is the longer one. So the two oddities of section 7 are no property of such a model.
+#
+# The second is the profile of section 2. Both are in folds. A kernel of another GPU has another name; where our profile answers with other kernels, it says so.
 
 # %%
 means = summary("lm_forward_backward", "a machine without a name", fold=True)
@@ -1337,7 +1480,8 @@ for gpu in roofs:
 # - When the slowest part is gone, the next one is on top. RoPE was about 3 % and became 24 %.
 # - A speedup has a denominator. Name it, and show the best peer beside it.
 # - Time without the first calls, with waiting, one part at a time.
-# - Training memory is a formula, to the byte. P grows with $N^2$, and so does a much smaller mask.
+# - A step may wait for Python. Then no kernel helps.
+# - Training memory is a formula, to the byte. P grows with $N^2$.
 # - A loss that falls proves nothing. Measure the noise first.
 
 # %% [markdown]

@@ -82,6 +82,7 @@ def saved_bytes(way: Way) -> int:
     kept: list[torch.Tensor] = []  # alive, so that no address comes twice
 
     def note(x: torch.Tensor) -> torch.Tensor:
+        x = x.detach()  # with its graph, what is saved would keep alive the graph that saves it: neither is ever freed
         kept.append(x)
         found[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
         return x
@@ -95,7 +96,6 @@ def saved_bytes(way: Way) -> int:
 def alone(name: str, job: Row) -> Row:
     """Both passes of one way once, with nothing else in memory: what it holds between them. Raises what it raises."""
     _empty()
-    before = torch.cuda.memory_allocated() if harness.on_gpu() else 0
     q, k, v, grad_o = inputs(job)
     way = way_of(name, q, k, v)
     already = peers.replaced()
@@ -105,9 +105,10 @@ def alone(name: str, job: Row) -> Row:
         about["replaced"] = peers.replaced() > already
     if harness.on_gpu():
         _empty()
+        before = torch.cuda.memory_allocated()  # a library's workspace is there by now
         o = way()
         torch.cuda.synchronize()
-        about["held_bytes"] = torch.cuda.memory_allocated() - before
+        about["held_bytes"] = torch.cuda.memory_allocated() - before + sum(x.nbytes for x in (q, k, v, grad_o))
         torch.autograd.grad(o, (q, k, v), grad_o)
         torch.cuda.synchronize()
     return about

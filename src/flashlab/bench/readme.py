@@ -21,13 +21,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flashlab.bench import records, scalar, timing
+from flashlab.bench import layer, lm, records, scalar, timing
 from flashlab.bench.harness import Data, Row
 from flashlab.kernels.series import SERIES
 
 ROOT = Path(__file__).parents[3]
 GPU = "h200"
-RECORDS = ("walls", "triton", "industrial", "scalar", "mma", "ablation", "validation")
+RECORDS = ("walls", "triton", "industrial", "scalar", "mma", "ablation", "validation", "layer", "lm")
 BEGIN, END = "<!-- results: written by `flashlab bench readme` -->", "<!-- end of the results -->"
 COMMAND = "flashlab bench readme"
 
@@ -388,6 +388,47 @@ def emulator_words(found: All) -> str:
     )
 
 
+def model_words(found: All) -> list[str]:
+    """What the kernels are worth in a layer of today, and in a training step; [] where neither is recorded."""
+    said = []
+    if found["layer"].get("rows"):
+        parts = []
+        words = {layer.OURS: "with our kernels", layer.SDPA: "with PyTorch's SDPA",
+                 "SDPA, compiled": "with SDPA through `torch.compile`",
+                 layer.ORIGINAL: "with the scores in memory"}  # fmt: skip
+        for scope, text in (("layer", "the layer takes"), ("attention", "attention alone")):
+            took = layer.times(found["layer"], "present", scope, "both")
+            cells = [f"{took[name]:.1f} ms {what}" for name, what in words.items() if name in took]
+            parts += [f"{text} {_listed(cells)}"] if cells else []
+        if parts:
+            said.append(
+                "**A layer of today**, forward and backward (batch 4, 32 query heads, 8 key heads, N = 4096, D = 128, "
+                f"causal, bfloat16, with projections and rotary embedding): {'; '.join(parts)}."
+            )
+    steps = found["lm"] if found["lm"].get("rows") else {"rows": []}
+    ours, called = "flash, fused RoPE", {"eager": "eager attention", "sdpa": "SDPA", "flash": "ours"}
+    parts = []
+    for dtype in lm.DTYPES:
+        cells = []
+        for peer in ("eager", "sdpa"):
+            able = [r for size in lm.SIZES if (r := lm.ratio(steps, size, ours, peer, dtype=dtype))]
+            if able:
+                span = " to ".join(dict.fromkeys(f"{r:.2f}" for r in (min(able), max(able))))
+                cells.append(f"{span} times as fast as with {called[peer]}")
+        parts += [f"in {dtype} {_listed(cells)}"] if cells else []
+    if parts:
+        largest = [size for size in lm.SIZES if lm.passes(steps, size, ours)][-1:]
+        of_way = {way: lm.passes(steps, size, way) for size in largest for way in (ours, "sdpa")}
+        cells = [f"{by_pass['step']['ms']:.0f} ms{' with SDPA' if way == 'sdpa' else ''}"
+                 for way, by_pass in of_way.items() if by_pass]  # fmt: skip
+        text = f"**A training step** of a language model, 4 texts of 1024 tokens, with our kernels: {'; '.join(parts)}"
+        text += f" ({largest[0]}: {_listed(cells)})" if cells else ""
+        out = [f"{n} tokens with {called[way]}" for way, n in lm.runs_out(steps).items() if n]
+        text += f". A small model's memory runs out at {_listed(out)}" if out else ""
+        said.append(f"{text}. [Phase 10](notebooks/10_profiling_a_transformer.ipynb) looks for the reasons.")
+    return said
+
+
 # ---- the figure ------------------------------------------------------------------------------------------------------
 def drawn(found: All) -> dict[str, Any]:
     """All that the figure shows: bars, lines by panel, and titles."""
@@ -446,7 +487,7 @@ def alternative(data: Mapping[str, Any]) -> str:
 # ---- the page --------------------------------------------------------------------------------------------------------
 def block(found: All) -> str:
     """What stands between the README's marks, in Markdown."""
-    data, lost, cuda = drawn(found), losses(found), cuda_words(found)
+    data, lost, cuda, models = drawn(found), losses(found), cuda_words(found), model_words(found)
     parts = [
         f"![{alternative(data)}](docs/results.svg)",
         " ".join(CAPTION.split()),
@@ -462,6 +503,8 @@ def block(found: All) -> str:
         f"Over every recorded shape{_spans(found)}:" if lost else "",
         "\n".join(f"- {line}" for line in lost),
         " ".join(cuda[1:]),
+        "### In a layer, and in a model" if models else "",
+        "\n".join(f"- {line}" for line in models),
         "<details><summary>The ladder in numbers, the slowest first: every rung with its shape</summary>\n\n"
         f"Forward, no mask.\n\n{ladder_table(found)}\n</details>",
         emulator_words(found),

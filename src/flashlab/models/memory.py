@@ -151,8 +151,8 @@ def kept_tensors(model: nn.Module, run: Callable[[], Any]) -> list[Kept]:
 
     def keep(x: torch.Tensor) -> torch.Tensor:
         if x.untyped_storage()._cdata not in there:
-            kept.setdefault(x.untyped_storage()._cdata, x)
-        return x
+            kept.setdefault(x.untyped_storage()._cdata, x.detach())
+        return x.detach()  # with its graph, it would keep alive the graph that saves it, and neither would be freed
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         run()
