@@ -23,7 +23,7 @@ def observe(actual: Tensor, expected: Tensor, bound: float) -> str | None:
     wrong = (actual - expected).abs() > bound
     found = _factor(actual, expected, bound) or _shift(actual, expected, bound)
     if found is None and actual.ndim in NAMES:
-        found = _misplaced(actual, expected, wrong, bound)
+        found = _repeated(actual, expected, wrong, bound) or _misplaced(actual, expected, wrong, bound)
         if found is None and (places := where(wrong)):
             found = f"wrong are {places}, all of the others are right"
     return found
@@ -73,6 +73,29 @@ def _misplaced(actual: Tensor, expected: Tensor, wrong: Tensor, bound: float) ->
     here, there = wrong.nonzero()[example].tolist(), order[nearest[example]]
     source = [int(i) for i in torch.unravel_index(there, expected.shape)]
     return f"each wrong value is a right one in another place: at {here} stands what belongs at {source}"
+
+
+def _repeated(actual: Tensor, expected: Tensor, wrong: Tensor, bound: float) -> str | None:
+    """Whole rows or columns that hold what belongs in others, which are right."""
+    if actual.ndim != 2:
+        return None
+    for axis, name in enumerate(NAMES[2]):
+        got, want, off = (x.movedim(axis, 0) for x in (actual, expected, wrong))
+        lines = off.any(1)
+        if lines.all() or not lines.any() or want.shape[1] < 4:
+            continue
+        distance = (got[:, None] - want[None]).abs().amax(-1)  # [line, right line]
+        near, close = distance <= bound, distance <= 4 * bound
+        if bool(near[lines].any(1).all()) and bool((close[lines].sum(1) == 1).all()):
+            source = distance.argmin(1)
+            at = int(lines.nonzero()[0])
+            return f"{name} {at} holds what belongs in {name} {int(source[at])}, as well as that one; so for {_listed(lines, name)}"
+    return None
+
+
+def _listed(lines: Tensor, name: str) -> str:
+    count = int(lines.sum())
+    return f"{runs(lines, name)}, {count} of {len(lines)}" if count > 1 else "this one alone"
 
 
 def where(wrong: Tensor) -> str | None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import inspect
+import io
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,11 +71,13 @@ def check(id: str, *answers: Any) -> Passed:
         if failed.diagnosis == "not-solved-yet":
             raise failed.with_traceback(None) from None
         record.failed_try(id)
-        also = f". The compiler warns: {'; '.join(warnings[:_WARNINGS])}" if warnings else ""
+        case = failed.case or (last_case() if called.call else None)
+        also = _contrast(exercise, answers, failed.case) if failed.unexplained else ""
+        also += f". The compiler warns: {'; '.join(warnings[:_WARNINGS])}" if warnings else ""
         raise CheckFailed(
             failed.sentence + also,
             diagnosis=failed.diagnosis,
-            case=failed.case or (last_case() if called.call else None),
+            case=case,
         ).with_traceback(None) from failed.__cause__
     except (Exception, SystemExit) as error:
         if is_unsolved(error):
@@ -87,6 +91,29 @@ def check(id: str, *answers: Any) -> Passed:
 def _wrapped(exercise: registry.Exercise, answers: tuple[Any, ...], called: Called) -> list[Any]:
     names = inspect.signature(exercise.run).parameters
     return [called.wrap(answer, name) for name, answer in zip(names, answers, strict=False)]  # some may be left out
+
+
+def _contrast(exercise: registry.Exercise, answers: tuple[Any, ...], case: str | None) -> str:
+    """Which of the check's other cases are right, and which are wrong too: the answer is run on all of them."""
+    if any(isinstance(answer, str) for answer in answers):
+        return ""  # a source: its builds and runs take too long to be made twice
+    whole = False
+    with watching() as seen, running(None), contextlib.redirect_stdout(io.StringIO()):
+        with contextlib.suppress(Exception, SystemExit):  # what else is wrong is told once this is right
+            exercise.run(*answers)
+            whole = True
+    others = [name for name in seen.wrong if name != case]
+    if not seen.right or case not in seen.wrong:
+        return ""
+    said = f". Right: {_some(list(seen.right))}"
+    if others:
+        return f"{said}. Wrong too: {_some(others)}"
+    return f"{said}. No other case is wrong" if whole else said
+
+
+def _some(cases: list[str], most: int = 2) -> str:
+    rest = len(cases) - most
+    return "; ".join(cases[:most]) + (f"; and {rest} more" if rest > 0 else "")
 
 
 def _symptoms(exercise: registry.Exercise, answers: tuple[Any, ...]) -> CheckFailed:
