@@ -26,7 +26,18 @@ def observe(actual: Tensor, expected: Tensor, bound: float) -> str | None:
         found = _repeated(actual, expected, wrong, bound) or _misplaced(actual, expected, wrong, bound)
         if found is None and (places := where(wrong)):
             found = f"wrong are {places}, all of the others are right"
-    return found
+    return found or _fewer_digits(actual, expected, bound)
+
+
+def _fewer_digits(actual: Tensor, expected: Tensor, bound: float) -> str | None:
+    """Nearly right everywhere, and with many different small errors: as where something has fewer digits."""
+    error, largest = (actual - expected).abs(), expected.abs().max()
+    if error.numel() < 16 or not 0 < error.max() < 4e-3 * largest or (error > bound).sum() < error.numel() // 8:
+        return None
+    return (
+        f"all of the values are nearly right, off by at most {error.max() / largest:.2g} of the largest of them: has "
+        "something on the way fewer digits than it should have?"
+    )
 
 
 def _factor(actual: Tensor, expected: Tensor, bound: float) -> str | None:

@@ -105,6 +105,13 @@ def _contrast(exercise: registry.Exercise, answers: tuple[Any, ...], case: str |
     others = [name for name in seen.wrong if name != case]
     if not seen.right or case not in seen.wrong:
         return ""
+    parts = {name: name.split(", ") for name in (*seen.wrong, *seen.right)}
+    only = [part for part in parts[case] if all((part in parts[name]) == (name in seen.wrong) for name in parts)]
+    if only and others and len(seen.right) > 1:
+        return f". Wrong are just the cases with {', '.join(only)}: {len(seen.wrong)} of {len(parts)}"
+    among = [part for part in parts[next(iter(seen.right))] if all((part in parts[n]) == (n in seen.right) for n in parts)]
+    if among and others and len(seen.right) > 1:
+        return f". Right are just the cases with {', '.join(among)}: {len(seen.right)} of {len(parts)}"
     said = f". Right: {_some(list(seen.right))}"
     if others:
         return f"{said}. Wrong too: {_some(others)}"

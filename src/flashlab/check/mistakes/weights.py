@@ -100,7 +100,9 @@ def _read(call: Call, case: Case, columns: Tensor) -> Found | None:
     used = logs + lse.detach().cpu().double()[0, 0, :, None]  # the scores that it has used
     if not visible.all():
         return None
-    return _moved(used, scores, 5 * tolerance) or _dimensions(used, slices, 5 * tolerance)
+    return _moved(used, scores, 5 * tolerance) or _dimensions(used, slices, 5 * tolerance) or _crossed(
+        used, case.softmax_scale * q.to(case.dtype).double(), k.to(case.dtype).double(), 5 * tolerance
+    )  # fmt: skip
 
 
 def _weights(call: Call, case: Case, q: Tensor, k: Tensor, columns: Tensor) -> tuple[Tensor, Tensor | None] | None:
@@ -234,6 +236,39 @@ def _dimensions(used: Tensor, slices: Tensor, bound: float) -> Found | None:
     """Scores in which some of the dimensions are missing, or count more than once."""
     said = counted(slices.flatten(0, 1), used.flatten(), bound)
     return ("wrong-dimensions", f"the softmax is one of other scores: {said}") if said else None
+
+
+def _crossed(used: Tensor, q: Tensor, k: Tensor, bound: float) -> Found | None:
+    said = crossed(q, k, used, bound)
+    return ("wrong-dimensions", f"the softmax is one of other scores: {said}") if said else None
+
+
+def crossed(q: Tensor, k: Tensor, got: Tensor, bound: float) -> str | None:
+    """Which dimensions of Q meet which of K in a product: words, or None where that does not make it up.
+
+    Args:
+        q: [queries, dimensions]; k: [keys, dimensions]. got: [queries, keys], the product. bound: the largest error.
+    """
+    a, b = (x.double().unflatten(1, (-1, _SLICE)) for x in (q, k))  # [rows, slices, 8]
+    count = a.shape[1]
+    design = torch.einsum("iad,jbd->ijab", a, b).flatten(2).flatten(0, 1)
+    if len(design) < 1.5 * count * count:
+        return None
+    times = torch.linalg.lstsq(design, got.double().flatten()[:, None]).solution[:, 0]
+    whole = times.round()
+    if (times - whole).abs().max() > 0.1 or (design @ whole - got.double().flatten()).abs().max() > bound:
+        return None
+    met = whole.unflatten(0, (count, count))  # [of Q, of K]
+    wrong = (met != torch.eye(count, dtype=met.dtype)).any(0).nonzero().flatten().tolist()
+    if not wrong:
+        return None
+    at, several = wrong[0], met[:, wrong[0]].nonzero().flatten().tolist()
+    with_ = " and ".join(_dims(i) for i in several) + " of Q" if several else "nothing of Q"
+    return f"{_dims(at)} of K are multiplied with {with_}{', and others are wrong too' if len(wrong) > 1 else ''}"
+
+
+def _dims(at: int) -> str:
+    return f"dimensions {at * _SLICE} to {at * _SLICE + _SLICE - 1}"
 
 
 def counted(design: Tensor, got: Tensor, bound: float) -> str | None:
