@@ -31,7 +31,8 @@ def diagnose(observations: Sequence[Observation]) -> CheckFailed:
         observations = full  # what happens without keys is then a consequence
     wrong = [seen for seen in observations if not seen.ok]
     for step in (
-        _structure, _heads, _hypotheses, _contents, _permuted, _scaled_output, _parts_of_lse, _nearly_right, _rows_by_factors,
+        _structure, _heads, _hypotheses, _contents, _permuted, _scaled_output, _parts_of_lse, _nearly_right,
+        _rows_by_factors,
     ):  # fmt: skip
         try:
             found = step(observations, wrong)
@@ -437,10 +438,7 @@ def _permuted(observations: Sequence[Observation], wrong: Sequence[Observation])
             distance = (a[:, None] - b[None]).abs().amax(-1)  # [wrong one, right one]
             source = distance.argmin(1)
             moved = source != torch.arange(len(source))
-            if (
-                bool((distance.amin(1) <= close).all())
-                and bool(moved.any())
-            ):
+            if bool((distance.amin(1) <= close).all()) and bool(moved.any()):
                 at = int(moved.nonzero()[0])
                 if len(set(source.tolist())) < len(source):
                     alone = bool(((distance <= 2 * close).sum(1) == 1).all())  # no two places have nearly the same
@@ -522,10 +520,14 @@ def _parts_of_lse(observations: Sequence[Observation], wrong: Sequence[Observati
         return None
     if abs(of_m - 1) < 0.01 and abs(of_log - 1) < 0.01:
         return None
-    return "lse-parts", (
-        f"o is right, but lse is {times} + {of_log:.4g} ln(l), where m is the row's largest score and l the sum of "
-        "exp(score - m): it should be m + ln(l)"
-    ), seen
+    return (
+        "lse-parts",
+        (
+            f"o is right, but lse is {times} + {of_log:.4g} ln(l), where m is the row's largest score and l the sum of "
+            "exp(score - m): it should be m + ln(l)"
+        ),
+        seen,
+    )
 
 
 def _scaled_rows(wrong: Sequence[Observation]) -> Found | None:
@@ -604,11 +606,16 @@ def _rows_by_factors(observations: Sequence[Observation], wrong: Sequence[Observ
             return None
         factors.append(factor)
     each = torch.cat(factors)
-    what = "every row of o" if bool(_wrong_rows(calm[0]).all()) else f"{_rows(_wrong_rows(calm[0]))} of o, the wrong ones,"
-    return "rows-scaled", (
-        f"{_difference(observations, wrong)}{what} has the right numbers times one factor per row, {each.min():.3g} to "
-        f"{each.max():.3g} in all of them: what is each row divided by, and does its sum go with it?"
-    ), calm[0]
+    rows = _wrong_rows(calm[0])
+    what = "every row of o" if bool(rows.all()) else f"{_rows(rows)} of o"
+    return (
+        "rows-scaled",
+        (
+            f"{_difference(observations, wrong)}{what}: right but for one factor per row, {each.min():.3g} to "
+            f"{each.max():.3g} in all of them: what is each row divided by, and does its sum go with it?"
+        ),
+        calm[0],
+    )
 
 
 def _nearly_right(observations: Sequence[Observation], wrong: Sequence[Observation]) -> Found | None:

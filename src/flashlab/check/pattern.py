@@ -97,10 +97,12 @@ def _repeated(actual: Tensor, expected: Tensor, wrong: Tensor, bound: float) -> 
             continue
         distance = (got[:, None] - want[None]).abs().amax(-1)  # [line, right line]
         near, close = distance <= bound, distance <= 4 * bound
-        if bool(near[lines].any(1).all()) and bool((close[lines].sum(1) == 1).all()):
+        varied = bool((got[lines].amax(1) - got[lines].amin(1) > 4 * bound).all())  # zeros belong in any place
+        if varied and bool(near[lines].any(1).all()) and bool((close[lines].sum(1) == 1).all()):
             source = distance.argmin(1)
             at = int(lines.nonzero()[0])
-            return f"{name} {at} holds what belongs in {name} {int(source[at])}, as well as that one; so for {_listed(lines, name)}"
+            holds = f"{name} {at} holds what belongs in {name} {int(source[at])}, as well as that one"
+            return f"{holds}; so for {_listed(lines, name)}"
     return None
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flashlab.check.failed import CheckFailed
-from flashlab.check.running import heeding_warnings, is_unsolved, last_case, ran_on, running
+from flashlab.check.running import Warnings, heeding_warnings, is_unsolved, last_case, ran_on, running
 from flashlab.check.symptoms import watching
 from flashlab.course import PHASES
 from flashlab.exercises import record, registry
@@ -63,7 +63,7 @@ def check(id: str, *answers: Any) -> Passed:
         raise _symptoms(exercise, answers)
     called = Called()
     ran_on(None)
-    warnings: list[str] = []
+    warnings = Warnings()
     try:
         with running(None), heeding_warnings() as warnings:
             report = exercise.run(*_wrapped(exercise, answers, called))
@@ -73,6 +73,8 @@ def check(id: str, *answers: Any) -> Passed:
         record.failed_try(id)
         case = failed.case or (last_case() if called.call else None)
         also = _contrast(exercise, answers, failed.case) if failed.unexplained else ""
+        if failed.diagnosis == "wrong-value":
+            warnings.ask(passed=False)
         also += f". The compiler warns: {'; '.join(warnings[:_WARNINGS])}" if warnings else ""
         raise CheckFailed(
             failed.sentence + also,
@@ -84,6 +86,7 @@ def check(id: str, *answers: Any) -> Passed:
             raise _not_solved(exercise) from None
         record.failed_try(id)
         raise told(error, exercise.run, called, last_case()) from error
+    warnings.ask(passed=True)
     record.solved(id)
     return Passed(exercise.id, exercise.title, report, exercise.history, tuple(warnings[:_WARNINGS]))
 
@@ -109,7 +112,8 @@ def _contrast(exercise: registry.Exercise, answers: tuple[Any, ...], case: str |
     only = [part for part in parts[case] if all((part in parts[name]) == (name in seen.wrong) for name in parts)]
     if only and others and len(seen.right) > 1:
         return f". Wrong are just the cases with {', '.join(only)}: {len(seen.wrong)} of {len(parts)}"
-    among = [part for part in parts[next(iter(seen.right))] if all((part in parts[n]) == (n in seen.right) for n in parts)]
+    first = parts[next(iter(seen.right))]
+    among = [part for part in first if all((part in parts[name]) == (name in seen.right) for name in parts)]
     if among and others and len(seen.right) > 1:
         return f". Right are just the cases with {', '.join(among)}: {len(seen.right)} of {len(parts)}"
     said = f". Right: {_some(list(seen.right))}"

@@ -27,7 +27,8 @@ Found = tuple[str, str]
 SHAPES = ((16, 16), (16, 13), (40, 40), (16, 40), (40, 16), (13, 29), (45, 33), (1, 40), (20, 150), (16, 300))
 # What is told here. A check that knows more of its exercise tries that first.
 SLUGS = (
-    "values-exchanged", "wrong-keys", "wrong-dimensions", "weights-not-normalised", "value-not-added", "tiles-not-joined",
+    "values-exchanged", "wrong-keys", "wrong-dimensions", "weights-not-normalised", "value-not-added",
+    "tiles-not-joined",
 )  # fmt: skip
 _SLICE = 8  # dimensions of the scores that are told apart
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}  # of a weight, relative
@@ -128,10 +129,13 @@ def _picked(call: Call, case: Case, columns: Tensor) -> Found | None:
     n = case.seq_k
     if case.seq_q != n or n > case.head_dim:
         return None
-    unit = torch.eye(n, case.head_dim)
-    read = _weights(call, case, unit * 14 / case.softmax_scale, unit, columns)
+    unit, score = torch.eye(n, case.head_dim), 14.0
+    read = _weights(call, case, unit * score / case.softmax_scale, unit, columns)
     if read is None:
         return None
+    lse = read[1]
+    if lse is not None and not bool(((lse.detach().cpu().double() - score).abs() < 0.1).all()):
+        return None  # the weights are not on one key each
     times = read[0].round()
     if (read[0] - times).abs().max() > 0.05 or torch.equal(times, torch.eye(n).double()):
         return None
@@ -141,8 +145,8 @@ def _picked(call: Call, case: Case, columns: Tensor) -> Found | None:
     row = wrong[0]
     gets = "no value at all" if not times[row].any() else f"the value of {pattern.runs(times[row] != 0, 'key')}"
     return "values-exchanged", (
-        f"a query that has all of its weight on key {row} gets {gets}, and so on, for {len(wrong)} of {n} keys: a row of "
-        "K, of V or a column of P is taken for another"
+        f"a query that has all of its weight on key {row} gets {gets}, and so on, for {len(wrong)} of {n} keys: a row "
+        "of K, of V or a column of P is taken for another"
     )
 
 
