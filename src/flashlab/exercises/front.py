@@ -122,7 +122,7 @@ def _contrast(exercise: registry.Exercise, answers: tuple[Any, ...], case: str |
     return f"{said}. No other case is wrong" if whole else said
 
 
-def _some(cases: list[str], most: int = 2) -> str:
+def _some(cases: list[str], most: int = 1) -> str:
     rest = len(cases) - most
     return "; ".join(cases[:most]) + (f"; and {rest} more" if rest > 0 else "")
 
