@@ -143,7 +143,7 @@ def test_several_tiles_are_read_off(mistake, slug, words):
     "of_m, of_dots, off, slug, words",
     [
         (0.5, 0.0, 0.0, "lse-parts", "lse is 0.5 m + 1 ln(l)"),
-        (0.0, math.log(2), 0.0, "lse-parts", "lse is 0.6931 times the largest q·k"),
+        (0.0, math.log(2), 0.0, "lse-parts", "lse is 0.6931 m / scale + 1 ln(l)"),
         # A little off, as of an exponential that is computed in another way: no cause is named that o would show.
         (1.0, 0.0, 3e-5, "low-precision", "o is right in every case; lse alone errs, and is always too large"),
     ],

@@ -502,6 +502,9 @@ def _parts_of_lse(observations: Sequence[Observation], wrong: Sequence[Observati
         if len(got) < 16 or not got.isfinite().all():
             continue
         design = torch.stack([m, log_l], 1)
+        most, least = torch.linalg.svdvals(design).tolist()
+        if least < 0.01 * most:
+            continue  # m and ln(l) go together here: which of them is wrong cannot be told
         parts = torch.linalg.lstsq(design, got[:, None]).solution
         if bool(((design @ parts)[:, 0] - got).abs().gt(8 * bound + 1e-5).any()):
             return None
@@ -509,21 +512,24 @@ def _parts_of_lse(observations: Sequence[Observation], wrong: Sequence[Observati
     if len(fits) < 2:
         return None
     seen, of_m, of_log = fits[0]
-    of_dots = of_m * seen.case.softmax_scale  # of the largest q k, before it is scaled
-    if any(abs(b - of_log) > 0.01 for _, _, b in fits):
-        return None
-    if all(abs(a - of_m) < 0.01 for _, a, _ in fits):
-        times = f"{of_m:.4g} m"
-    elif all(abs(a * s.case.softmax_scale - of_dots) < 0.01 for s, a, _ in fits):
-        times = f"{of_dots:.4g} times the largest q·k, which is m before it was scaled,"
-    else:
-        return None
     if abs(of_m - 1) < 0.01 and abs(of_log - 1) < 0.01:
+        return None
+    scales = [s.case.softmax_scale for s, _, _ in fits]
+    # How often m, or ln(l), is in it: the same everywhere, so often the scale, or so often one scale less.
+    ways = ((0, "{:.4g} {}"), (-1, "{:.4g} scale {}"), (1, "{:.4g} {} / scale"))
+    parts = []
+    for name, values in (("m", [a for _, a, _ in fits]), ("ln(l)", [b for _, _, b in fits])):
+        for power, words in ways:
+            each = [value * scale**power for value, scale in zip(values, scales, strict=True)]
+            if max(each) - min(each) < 0.01 * max(1.0, abs(each[0])):
+                parts.append(words.format(each[0], name))
+                break
+    if len(parts) < 2:
         return None
     return (
         "lse-parts",
         (
-            f"o is right, but lse is {times} + {of_log:.4g} ln(l), where m is the row's largest score and l the sum of "
+            f"o is right, but lse is {' + '.join(parts)}, where m is the row's largest score and l the sum of "
             "exp(score - m): it should be m + ln(l)"
         ),
         seen,
