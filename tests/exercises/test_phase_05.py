@@ -288,7 +288,7 @@ def test_key_block_in_several_styles(changes):
          "causal-from-the-block"),
         ([(BEGIN, f"-(-({BEGIN}) // BLOCK_M) * BLOCK_M")], "begins-late"),
         ([(BEGIN, "start_n if causal else 0")], "begins-at-its-row"),
-        ([(BEGIN, "start_n - (N - M) if causal else 0")], "wrong-value"),
+        ([(BEGIN, "start_n - (N - M) if causal else 0")], "wrong-rows"),
         ([(BEGIN, f"({BEGIN}) // BLOCK_M * BLOCK_M"), ("range(begin, M, ", "range(begin, M // BLOCK_M * BLOCK_M, ")],
          "tail-dropped"),
         ([("return scale * dk, dv", "return scale * dk")], "wrong-type"),
