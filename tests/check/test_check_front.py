@@ -57,6 +57,20 @@ def test_a_right_answer_passes_in_one_line(course):
     assert entry["tries"] == 1 and entry["solved"]
 
 
+def test_other_cases_are_told_where_a_comparison_tells_nothing():
+    @exercises.exercise("97.3", title="Sum", minutes=5, difficulty="Warm-up", hints=[])
+    def _(fn):
+        for a in (1, 2, 3):
+            for b in (10, 20):
+                expect_close(fn(a, b), a + b, what="the sum", case=f"a={a}, b={b}")
+
+    assert str(failure("97.3", lambda a, b: a + b + (b == 20))).endswith(". Wrong are just the cases with b=20: 3 of 6")
+    assert str(failure("97.3", lambda a, b: a + b - (a > 1))).endswith(". Right are just the cases with a=1: 2 of 6")
+    one = str(failure("97.3", lambda a, b: a + b + (a == 2 and b == 20)))
+    assert one.endswith(". Right: a=1, b=10; and 4 more. No other case is wrong")
+    assert "ight" not in str(failure("97.3", lambda a, b: 7 * a))
+
+
 def test_the_line_of_a_verified_function_is_the_same_on_every_machine(on_cpu):
     @exercises.exercise("97.3", title="Kernel", minutes=5)
     def _(fn):

@@ -8,7 +8,9 @@ from flashlab.check.cuda_answer import Answer, Source, does_not_compile, failure
 from flashlab.check.running import heeding_warnings
 from flashlab.cuda.errors import compile_error
 from flashlab.kernels import step
+from flashlab.kernels.series import FOLDER
 from flashlab.simt import Finding
+from flashlab.simt.conversions import conversions
 
 SUM = """#include "simt.h"
 __global__ void sum_kernel(const float* x, float* y) {
@@ -122,6 +124,31 @@ extern "C" int run(float* y, int n, void* stream) {{
         Answer(text, "fill").run(torch.zeros(32), 32, case="one warp", check=False)
     assert len(warnings) == bool(warned)
     assert not warned or (warnings[0].startswith(warned) and "uninitialized" in warnings[0])
+
+
+STRIDED = """#include "problem.cuh"
+__global__ void kernel(const Problem p, float* y, float x) {
+    WRITTEN
+}
+"""
+
+
+@pytest.mark.parametrize(
+    "written, found",
+    [
+        ("int at = threadIdx.x * p.q_stride.row + 1; y[at] = x;", ("offset", "threadIdx.x * p.q_stride.row + 1")),
+        ("unsigned at = 2 * p.q_stride.head; y[at] = x;", ("offset", "2 * p.q_stride.head")),
+        ("int l = 0; l += x * 2.5f; y[l] = x;", ("fraction", "l += x * 2.5f")),
+        ("int64_t at = threadIdx.x * p.q_stride.row; y[at] = x;", None),
+        ("const int stride = p.q_stride.row; y[(int64_t)threadIdx.x * stride] = x;", None),
+        ("y[threadIdx.x * p.q_stride.row] = x * 3;", None),
+        ("float half = 7 / 2; uint32_t bits = 3u * threadIdx.x; y[bits] = half;", None),
+    ],
+)
+def test_what_is_lost_where_it_is_stored(written, found):
+    text = STRIDED.replace("WRITTEN", written)
+    got = [x[1:] for x in conversions(text, name="kernel.cu", include_dirs=[FOLDER])]
+    assert got == ([found] if found else [])
 
 
 def test_locals_without_a_value_are_filled_with_nan():

@@ -53,6 +53,17 @@ def test_right_values_in_wrong_places(axis):
     assert (here[axis] - 1) % X.shape[axis] == there[axis] and here[1 - axis] == there[1 - axis]
 
 
+def test_a_column_in_place_of_another():
+    got = X.clone()
+    got[:, 1::2] = X[:, ::2]
+    assert shown(got).startswith("column 1 holds what belongs in column 0, as well as that one; so for the odd columns")
+
+
+def test_fewer_digits():
+    assert "off by at most" in shown(X.half().double()) and "fewer digits" in shown(X.half().double())
+    assert shown(X.sign() * X.abs() ** 0.9) is None
+
+
 def test_zeros_are_not_called_right_values_of_another_place():
     want = X.clone()
     want[0] = 0.0  # a key that no query sees

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flashlab.check import CheckFailed, verify, verify_one_head
-from flashlab.check.mistakes.weights import counted
+from flashlab.check.mistakes.weights import counted, crossed
 
 
 def attention(
@@ -104,3 +104,70 @@ def test_how_often_slices_count():
     assert counted(design, design[:, :5].sum(1), 1e-6) == "dimensions 40 to 47 are missing from the sum"
     assert counted(design, design.sum(1) / 8, 1e-6) == "every sum is 0.125 times what it should be"
     assert counted(design, design.sum(1) + design[:, 0] ** 2, 1e-6) is None
+
+
+def one_tile_at_a_time(q, k, v, scale, tile=32, shift=None, wrong=lambda c: c):
+    """Attention over tiles. shift: rows of V that stand `shift` too high, from that row on; wrong: the correction."""
+    if shift:
+        v = torch.cat([v[:shift], v[: max(0, len(v) - shift)]])
+    s = scale * (q.float() @ k.float().T)
+    m, l_i, acc = torch.full((len(q),), -math.inf), torch.zeros(len(q)), torch.zeros(len(q), v.shape[1])
+    for start in range(0, len(k), tile):
+        part = s[:, start : start + tile]
+        m_new = torch.maximum(m, part.amax(1))
+        p, correction = torch.exp(part - m_new[:, None]), wrong(torch.exp(m - m_new))
+        l_i, acc = l_i * correction + p.sum(1), acc * correction[:, None] + p @ v[start : start + tile].float()
+        m = m_new
+    return (acc / l_i[:, None]).to(v.dtype), m + torch.log(l_i)
+
+
+@pytest.mark.parametrize(
+    "mistake, slug, words",
+    [
+        # More than one tile of the sizes that are usual, and more keys than head_dim.
+        ({"tile": 32, "wrong": lambda c: c**1.5}, "tiles-not-joined", "keys 0 to 31 are right beside each other"),
+        ({"tile": 128, "wrong": lambda c: c**1.5}, "tiles-not-joined", "keys 0 to 127 are right beside each other"),
+        ({"shift": 16}, "values-exchanged", "weight on key 16 gets the value of key 0, and so on, for 24 of 40"),
+    ],
+)
+def test_several_tiles_are_read_off(mistake, slug, words):
+    def fn(q, k, v, *, scale):
+        return one_tile_at_a_time(q, k, v, scale, **mistake)
+
+    with pytest.raises(CheckFailed) as caught:
+        verify_one_head(fn, max_seq=300)
+    assert caught.value.diagnosis == slug and words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "of_m, of_dots, off, slug, words",
+    [
+        (0.5, 0.0, 0.0, "lse-parts", "lse is 0.5 m + 1 ln(l)"),
+        (0.0, math.log(2), 0.0, "lse-parts", "lse is 0.6931 m / scale + 1 ln(l)"),
+        # A little off, as of an exponential that is computed in another way: no cause is named that o would show.
+        (1.0, 0.0, 3e-5, "low-precision", "o is right in every case; lse alone errs, and is always too large"),
+    ],
+)
+@pytest.mark.parametrize("causal", [False, True])
+def test_an_lse_that_is_wrong_alone(of_m, of_dots, off, slug, words, causal):
+    def fn(q, k, v, *, causal, scale):
+        o, lse = attention(q, k, v, causal, scale)
+        s = scale * (q.float() @ k.float().T)
+        if causal:
+            row, key = torch.arange(len(q))[:, None], torch.arange(len(k))[None]
+            s = s.masked_fill(key > row + len(k) - len(q), -math.inf)
+        m = s.amax(1)
+        return o, torch.where(m == -math.inf, lse, lse + (of_m - 1) * m + of_dots / scale * m + off)
+
+    with pytest.raises(CheckFailed) as caught:
+        verify_one_head(fn, causal=causal, max_seq=200)
+    assert caught.value.diagnosis == slug and words in str(caught.value)
+
+
+def test_which_dimensions_meet():
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(n, 48, dtype=torch.float64, generator=generator) for n in (16, 8))
+    assert crossed(q, k, q @ k.T, 1e-6) is None
+    again = torch.cat([q[:, :8], q[:, :8], q[:, 16:]], 1)
+    assert crossed(q, k, again @ k.T, 1e-6) == "dimensions 8 to 15 of K are multiplied with dimensions 0 to 7 of Q"
+    assert crossed(q, k, (q @ k.T).cos(), 1e-6) is None

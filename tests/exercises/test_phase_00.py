@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from lesson_answers import cell_of, namespace
 
 from flashlab.attention import online_softmax
 from flashlab.attention.online_softmax import (
@@ -412,6 +413,14 @@ wrong_07 = [
     ("inputs-changed", tree_in_place),
     ("returned-none", lambda states, merge, nothing: None),
 ]
+
+
+def test_a_wrong_correction_is_not_called_none():
+    """Both are the same at a threshold of 0, so that case alone is no proof."""
+    text = cell_of("0.8", "solutions").replace("torch.exp(m - top)", "torch.exp(m.new_tensor(-threshold))")
+    names = dict(namespace(0, "solutions")[0])
+    exec(text, names)
+    assert rejected("0.8", names["lazy_attention"]) == "wrong-value"
 
 
 def lazy(compare_with_last=False, no_threshold=False, correct=True, invert=False, count_start=False, true_lse=False,

@@ -10,7 +10,8 @@ from lesson_answers import answers_of, cell_of
 from flashlab import runtime
 from flashlab.attention import simulation_backward
 from flashlab.check import CheckFailed
-from flashlab.exercises import check
+from flashlab.check.mistakes.backward import added_up, gradients
+from flashlab.exercises import check, phase_05
 from flashlab.exercises.registry import find
 
 IDS = [f"5.{i}" for i in range(1, 12)]
@@ -196,6 +197,25 @@ def test_dq_without_tiles():
     assert told("5.3", whole) == "memory-grows-with-n"
 
 
+def test_which_rows_are_added_up():
+    late = ("start_n - (N - M)) if causal", "start_n + (N - M)) if causal")
+    with pytest.raises(CheckFailed) as caught:
+        check("5.4", keys_walk(late))
+    assert caught.value.diagnosis == "wrong-rows" and "adds up no row of dO, and should add up" in str(caught.value)
+    head = phase_05._head(20, 12, 8, 0.3, 4)
+    right = {"dv": lambda head: gradients(head).dv, "dq": lambda head: gradients(head).dq}
+    for name, of in right.items():
+        assert added_up(lambda head, name=name, of=of: {name: of(head)}, head, name) is None
+
+    def lost(head):  # the term of key 11
+        lse, delta = phase_05._saved(head)
+        p = torch.exp(head.scale * head.q @ head.k.T - lse[:, None])
+        ds = p * (head.do @ head.v.T - delta[:, None])
+        return {"dq": head.scale * ds[:, :11] @ head.k[:11]}
+
+    assert added_up(lost, head, "dq").endswith("adds up rows 0 to 10 of K, and should add up rows 0 to 11")
+
+
 # ---- 5.4 ------------------------------------------------------------------------------------------------------------
 
 
@@ -268,7 +288,7 @@ def test_key_block_in_several_styles(changes):
          "causal-from-the-block"),
         ([(BEGIN, f"-(-({BEGIN}) // BLOCK_M) * BLOCK_M")], "begins-late"),
         ([(BEGIN, "start_n if causal else 0")], "begins-at-its-row"),
-        ([(BEGIN, "start_n - (N - M) if causal else 0")], "wrong-value"),
+        ([(BEGIN, "start_n - (N - M) if causal else 0")], "wrong-rows"),
         ([(BEGIN, f"({BEGIN}) // BLOCK_M * BLOCK_M"), ("range(begin, M, ", "range(begin, M // BLOCK_M * BLOCK_M, ")],
          "tail-dropped"),
         ([("return scale * dk, dv", "return scale * dk")], "wrong-type"),

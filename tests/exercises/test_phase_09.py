@@ -259,6 +259,7 @@ def test_a_lazy_rescaling():
 
 def test_the_rescaling_of_9_3_stays_lazy_and_minds_rows_without_a_key():
     assert diagnosis("9.3", solution("rescale", ("__any_sync(~0u, moved)", "true"))) == "not-lazy"
+    assert diagnosis("9.3", solution("rescale", ("__any_sync(", "__all_sync("))) == "row-not-moved"
     base = ("m_new[r] == -INFINITY ? 0.f : m_new[r]", "m_new[r]")
     assert diagnosis("9.3", solution("rescale", base)) == "masked-rows-nan"
 

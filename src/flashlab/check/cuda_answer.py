@@ -15,6 +15,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,14 +25,16 @@ from flashlab.check import CheckFailed, expect, verification, verify
 from flashlab.check.cases import Case
 from flashlab.check.mistakes import weights
 from flashlab.check.mistakes.kernels import explain
-from flashlab.check.running import compiler_warned
+from flashlab.check.running import compiler_can_be_asked, compiler_warned
 from flashlab.check.symptoms import watched
 from flashlab.cuda import CompileError, CudaModule, load_inline
 from flashlab.cuda.sources import takes_problem
 from flashlab.kernels import regions
 from flashlab.kernels.problem import ELEMENTS
+from flashlab.kernels.series import FOLDER as KERNELS
 from flashlab.kernels.series import Step
 from flashlab.simt import Counters, Finding, Report, SimtError
+from flashlab.simt.conversions import conversions
 from flashlab.simt.source import blank_comments, entries
 
 HOLE = "YOUR CODE HERE"
@@ -265,7 +268,30 @@ def built(
     except CompileError as error:
         raise does_not_compile(error, whole) from None
     _heed_warnings(module.warnings, whole)
+    macros = {"HEAD_DIM": head_dim or 64, "ELEMENT": ELEMENTS[dtype or torch.float16]} | defines
+    compiler_can_be_asked(whole.text, partial(_conversions, whole, macros))
     return module
+
+
+def _conversions(whole: Source, macros: dict[str, Any], passed: bool) -> list[str]:
+    """Offsets of which 32 bits are kept; where values are wrong, also fractions that are cut off."""
+    own = whole.text.splitlines()[(whole.first or 1) - 1 : whole.last or 0]
+    if whole.first is None or (passed and not any("stride" in line for line in own)):
+        return []
+    told = []
+    for line, kind, expression in conversions(
+        whole.text, name=f"{whole.name}.cu", directory=KERNELS, defines=macros, include_dirs=[KERNELS]
+    ):
+        if not whole.own(line):
+            continue
+        if kind == "offset":
+            told.append(
+                f"{whole.place(line)} computes `{expression}` in 64 bits and keeps 32 of them: in a tensor of more "
+                "than 2^31 elements it wraps around"
+            )
+        elif not passed:
+            told.append(f"{whole.place(line)} makes an integer of `{expression}`, and its fraction is lost")
+    return told
 
 
 # ---- what nobody has set ---------------------------------------------------------------------------------------------

@@ -30,7 +30,10 @@ def diagnose(observations: Sequence[Observation]) -> CheckFailed:
     if not all(seen.ok for seen in full):
         observations = full  # what happens without keys is then a consequence
     wrong = [seen for seen in observations if not seen.ok]
-    for step in (_structure, _heads, _hypotheses, _contents, _permuted, _scaled_output, _nearly_right):
+    for step in (
+        _structure, _heads, _hypotheses, _contents, _permuted, _scaled_output, _parts_of_lse, _nearly_right,
+        _rows_by_factors,
+    ):  # fmt: skip
         try:
             found = step(observations, wrong)
         except (RuntimeError, ValueError, IndexError):  # a model that does not fit: the learner still gets an answer
@@ -233,6 +236,7 @@ def _other_heads(seen: Observation, p: Problem) -> tuple[str, str] | None:
 
 def _hypotheses(observations: Sequence[Observation], wrong: Sequence[Observation]) -> Found | None:
     calm = [s for s in wrong if s.case.content in CALM]
+    lse_alone = all(s.o_ok for s in wrong)
     # Lengths of a few tiles tell the most hypotheses apart for the least work.
     probes = sorted(calm or wrong, key=lambda s: abs(s.case.seq_k - 120) + abs(s.case.seq_q - 40))[:PROBED]
     clear = [s for s in calm or wrong if _clearly_wrong(s)][:PROBED]
@@ -246,7 +250,7 @@ def _hypotheses(observations: Sequence[Observation], wrong: Sequence[Observation
             sizes = [0]  # each case says its own
         for size in sizes:
             tried = clear if hypothesis.close else probes
-            verdicts = (_explains(hypothesis, size, s) for s in tried)
+            verdicts = (_explains(hypothesis, size, s, lse_alone) for s in tried)
             fits = any(verdicts) if hypothesis.close or not calm else all(v != 0 for v in verdicts)
             if not fits:
                 continue
@@ -267,8 +271,9 @@ def _score(
 ) -> float:
     """The share of failing cases that are explained; 0 when that is too little, or when a right case contradicts it."""
     explained = opinions = agreeing_lse = 0
+    lse_alone = all(s.o_ok for s in wrong)
     for seen in wrong:
-        verdict = _explains(hypothesis, size, seen)
+        verdict = _explains(hypothesis, size, seen, lse_alone)
         if verdict is None or (hypothesis.close and not _clearly_wrong(seen)):
             continue
         opinions += 1
@@ -296,8 +301,11 @@ def _predict(hypothesis: Hypothesis, size: int, seen: Observation) -> Prediction
     return hypothesis.predict(problem(seen.case), tile)
 
 
-def _explains(hypothesis: Hypothesis, size: int, seen: Observation) -> int | None:
-    """2: o and lse are as predicted; 1: a wrong o is; 0: not; None: no opinion."""
+def _explains(hypothesis: Hypothesis, size: int, seen: Observation, lse_alone: bool = False) -> int | None:
+    """2: o and lse are as predicted; 1: a wrong o is; 0: not; None: no opinion.
+
+    lse_alone: o is right in every case, so that a hypothesis has lse to explain, and nothing else.
+    """
     prediction = _predict(hypothesis, size, seen)
     if prediction is None:
         return None
@@ -319,7 +327,7 @@ def _explains(hypothesis: Hypothesis, size: int, seen: Observation) -> int | Non
         lse_match = any(_same(seen.lse, x, truth.lse, truth.lse_bound, torch.float32, close) for x in lse_options)
     if lse_match:
         return 2
-    if prediction.o is None or close:
+    if prediction.o is None or close or lse_alone:
         return 0
     # Where o is as predicted, lse may be computed in a way the model does not know; a right o proves nothing then.
     return None if seen.o_ok else 1
@@ -338,6 +346,8 @@ def _same(
     What overflows in the kernel may still be finite, but large, in the float64 model.
     """
     predicted = predicted.to(torch.float32 if dtype == torch.float64 else dtype).double()
+    as_it_should = ~got.isfinite() & (got == right)  # the lse of a row without a key: tells nothing
+    got, predicted, right = (x.masked_fill(as_it_should & (got == predicted), 0.0) for x in (got, predicted, right))
     if not close and bool((excess(got, predicted, bound) <= 1).all()):
         return True  # as near to the prediction as a right answer has to be to the truth
     away = (got - predicted).square().sum()
@@ -428,12 +438,14 @@ def _permuted(observations: Sequence[Observation], wrong: Sequence[Observation])
             distance = (a[:, None] - b[None]).abs().amax(-1)  # [wrong one, right one]
             source = distance.argmin(1)
             moved = source != torch.arange(len(source))
-            if (
-                bool((distance.amin(1) <= close).all())
-                and bool(moved.any())
-                and len(set(source.tolist())) == len(source)
-            ):
+            if bool((distance.amin(1) <= close).all()) and bool(moved.any()):
                 at = int(moved.nonzero()[0])
+                if len(set(source.tolist())) < len(source):
+                    alone = bool(((distance <= 2 * close).sum(1) == 1).all())  # no two places have nearly the same
+                    if not alone or len(moved) < 16 or int(moved.sum()) < 4 or bool(moved.all()):
+                        continue
+                    holds = f"{name[:-1]} {at} of o holds what belongs in {name[:-1]} {int(source[at])}"
+                    return f"o-{name}-repeated", f"{holds}, and so on, for {int(moved.sum())} of {len(moved)}", seen
                 hint = " (the accumulator's fragments?)" if axis else ""
                 sentence = f"the {name} of o are in the wrong order{hint}: "
                 sentence += f"{name[:-1]} {at} holds {name[:-1]} {int(source[at])}"
@@ -475,6 +487,55 @@ def _scaled_lse(wrong: Sequence[Observation]) -> Found | None:
     return "lse-scaled", f"o is right, and every lse is {factor:.5g} times what it should be", wrong[0]
 
 
+def _parts_of_lse(observations: Sequence[Observation], wrong: Sequence[Observation]) -> Found | None:
+    """o right, and lse so much of the row's maximum and so much of ln(l), the same for all rows."""
+    if not all(s.o_ok and s.lse is not None for s in wrong):
+        return None
+    fits = []
+    for seen in wrong:
+        if seen.case.content not in CALM or seen.lse is None:
+            continue
+        p = problem(seen.case)
+        finite = seen.truth.lse.isfinite()
+        m, got, bound = p.maximum[finite], seen.lse[finite], seen.truth.lse_bound[finite]
+        log_l = seen.truth.lse[finite] - m
+        if len(got) < 16 or not got.isfinite().all():
+            continue
+        design = torch.stack([m, log_l], 1)
+        most, least = torch.linalg.svdvals(design).tolist()
+        if least < 0.01 * most:
+            continue  # m and ln(l) go together here: which of them is wrong cannot be told
+        parts = torch.linalg.lstsq(design, got[:, None]).solution
+        if bool(((design @ parts)[:, 0] - got).abs().gt(8 * bound + 1e-5).any()):
+            return None
+        fits.append((seen, *parts[:, 0].tolist()))
+    if len(fits) < 2:
+        return None
+    seen, of_m, of_log = fits[0]
+    if abs(of_m - 1) < 0.01 and abs(of_log - 1) < 0.01:
+        return None
+    scales = [s.case.softmax_scale for s, _, _ in fits]
+    # How often m, or ln(l), is in it: the same everywhere, so often the scale, or so often one scale less.
+    ways = ((0, "{:.4g} {}"), (-1, "{:.4g} scale {}"), (1, "{:.4g} {} / scale"))
+    parts = []
+    for name, values in (("m", [a for _, a, _ in fits]), ("ln(l)", [b for _, _, b in fits])):
+        for power, words in ways:
+            each = [value * scale**power for value, scale in zip(values, scales, strict=True)]
+            if max(each) - min(each) < 0.01 * max(1.0, abs(each[0])):
+                parts.append(words.format(each[0], name))
+                break
+    if len(parts) < 2:
+        return None
+    return (
+        "lse-parts",
+        (
+            f"o is right, but lse is {' + '.join(parts)}, where m is the row's largest score and l the sum of "
+            "exp(score - m): it should be m + ln(l)"
+        ),
+        seen,
+    )
+
+
 def _scaled_rows(wrong: Sequence[Observation]) -> Found | None:
     """Each row of o the right one but for a factor, and the factors on one side of 1: no rounding does that."""
     factors = []
@@ -512,7 +573,7 @@ def _is_nearly_right(seen: Observation) -> bool:
     error = (seen.o - seen.truth.o).abs().max()
     size = seen.truth.o.abs().max().clamp(min=1e-6)
     lse_off = torch.zeros(()) if seen.lse is None else _lse_error(seen.lse, seen.truth.lse)
-    loud = seen.case.content not in CALM
+    loud = seen.case.content not in ("plain", "late")  # in "creeping", roundings add up
     return bool(error <= (0.2 if loud else 0.03) * size) and bool(lse_off <= (1.0 if loud else 0.03))
 
 
@@ -534,6 +595,35 @@ def _lse_error(lse: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
     return (error / truth.abs().nan_to_num(posinf=0.0).clamp(min=1.0)).max()
 
 
+def _rows_by_factors(observations: Sequence[Observation], wrong: Sequence[Observation]) -> Found | None:
+    """Each wrong row of o the right one but for a factor, in the calm cases."""
+    calm = [s for s in wrong if s.case.content in CALM]
+    if not calm:
+        return None
+    factors = []
+    for seen in calm:
+        rows = _wrong_rows(seen)
+        got, right, bound = seen.o[rows], seen.truth.o[rows], seen.truth.o_bound[rows]
+        if seen.o_ok or not got.isfinite().all() or got.shape[-1] < 16:
+            return None
+        factor = (got * right).sum(-1) / right.square().sum(-1)
+        room = 2 * bound * factor.abs().clamp(min=1.0)[..., None]
+        if bool(((got - factor[..., None] * right).abs() > room).any()) or bool((factor.abs() < 0.01).any()):
+            return None
+        factors.append(factor)
+    each = torch.cat(factors)
+    rows = _wrong_rows(calm[0])
+    what = "every row of o" if bool(rows.all()) else f"{_rows(rows)} of o"
+    return (
+        "rows-scaled",
+        (
+            f"{_difference(observations, wrong)}{what}: right but for one factor per row, {each.min():.3g} to "
+            f"{each.max():.3g} in all of them: what is each row divided by, and does its sum go with it?"
+        ),
+        calm[0],
+    )
+
+
 def _nearly_right(observations: Sequence[Observation], wrong: Sequence[Observation]) -> Found | None:
     calm = [seen for seen in wrong if seen.case.content in CALM]
     if not all(_is_nearly_right(seen) for seen in calm or wrong):
@@ -549,11 +639,25 @@ def _nearly_right(observations: Sequence[Observation], wrong: Sequence[Observati
             "nearly right: every element of o is a 16-bit number, though the inputs are float32; store it as it is"
         )
         return "o-in-16-bit", sentence, seen
+    if name == "lse" and all(s.o_ok for s in wrong):
+        return "low-precision", _nearly_lse(calm or wrong, times), seen
     sentence = (
         f"nearly right, but {name} errs by {times:.3g} times what is allowed: something is rounded that should stay "
     )
     sentence += "in float32 (the scores, m, l or acc)"
     return "low-precision", sentence, seen
+
+
+def _nearly_lse(wrong: Sequence[Observation], times: float) -> str:
+    errors = torch.cat([(s.lse - s.truth.lse)[s.truth.lse.isfinite()] for s in wrong if s.lse is not None])
+    least, most = errors.min().item(), errors.max().item()
+    size = f"by up to {errors.abs().max().item():.2g}"
+    if least > 0 or most < 0:
+        size = f"and is always too {'large' if least > 0 else 'small'}, {size}"
+    return (
+        f"o is right in every case; lse alone errs, {size}, at most {times:.3g} times what is allowed: is m, the sum "
+        "or the logarithm rounded, or computed in another way than with float32's digits?"
+    )
 
 
 def _rounded_to_16_bits(wrong: Sequence[Observation]) -> bool:
@@ -611,6 +715,7 @@ def _difference(observations: Sequence[Observation], wrong: Sequence[Observation
         ("only cases with seq_q != seq_k fail; in the first ", lambda s: s.case.seq_q != s.case.seq_k),
         ("only another scale than the default fails; in the first such case ", lambda s: s.case.scale is not None),
         ("only large scores fail; in the first such case ", lambda s: s.case.content not in CALM),
+        ("only 16-bit inputs fail, float32 is right; in the first ", lambda s: s.case.dtype != torch.float32),
         ("only this dtype fails; in its first case ", lambda s: s.case.dtype == wrong[0].case.dtype),
         ("only this head_dim fails; in its first case ", lambda s: s.case.head_dim == wrong[0].case.head_dim),
     )

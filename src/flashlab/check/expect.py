@@ -88,7 +88,9 @@ def expect_close(
 
     def fail(sentence: str, slug: str = diagnosis) -> None:
         __tracebackhide__ = True
-        raise CheckFailed(sentence + (f"; {because}" if because else ""), diagnosis=slug, case=case)
+        failed = CheckFailed(sentence + (f"; {because}" if because else ""), diagnosis=slug, case=case)
+        failed.unexplained = slug == "wrong-value" and case is not None
+        raise failed
 
     if got is None:
         fail(f"{what} is None: is a `return` missing?", "returned-none")

@@ -17,6 +17,7 @@ class CheckFailed(Exception):
         self.sentence = sentence
         self.diagnosis = diagnosis
         self.case = case
+        self.unexplained = False  # one comparison of several said where the values differ, and nothing more
 
     def __reduce__(self):
         return _rebuild, (type(self), self.sentence, self.diagnosis, self.case)

@@ -23,10 +23,21 @@ def observe(actual: Tensor, expected: Tensor, bound: float) -> str | None:
     wrong = (actual - expected).abs() > bound
     found = _factor(actual, expected, bound) or _shift(actual, expected, bound)
     if found is None and actual.ndim in NAMES:
-        found = _misplaced(actual, expected, wrong, bound)
+        found = _repeated(actual, expected, wrong, bound) or _misplaced(actual, expected, wrong, bound)
         if found is None and (places := where(wrong)):
             found = f"wrong are {places}, all of the others are right"
-    return found
+    return found or _fewer_digits(actual, expected, bound)
+
+
+def _fewer_digits(actual: Tensor, expected: Tensor, bound: float) -> str | None:
+    """Nearly right everywhere, and with many different small errors: as where something has fewer digits."""
+    error, largest = (actual - expected).abs(), expected.abs().max()
+    if error.numel() < 16 or not 0 < error.max() < 4e-3 * largest or (error > bound).sum() < error.numel() // 8:
+        return None
+    return (
+        f"all of the values are nearly right, off by at most {error.max() / largest:.2g} of the largest of them: has "
+        "something on the way fewer digits than it should have?"
+    )
 
 
 def _factor(actual: Tensor, expected: Tensor, bound: float) -> str | None:
@@ -73,6 +84,31 @@ def _misplaced(actual: Tensor, expected: Tensor, wrong: Tensor, bound: float) ->
     here, there = wrong.nonzero()[example].tolist(), order[nearest[example]]
     source = [int(i) for i in torch.unravel_index(there, expected.shape)]
     return f"each wrong value is a right one in another place: at {here} stands what belongs at {source}"
+
+
+def _repeated(actual: Tensor, expected: Tensor, wrong: Tensor, bound: float) -> str | None:
+    """Whole rows or columns that hold what belongs in others, which are right."""
+    if actual.ndim != 2:
+        return None
+    for axis, name in enumerate(NAMES[2]):
+        got, want, off = (x.movedim(axis, 0) for x in (actual, expected, wrong))
+        lines = off.any(1)
+        if lines.all() or not lines.any() or want.shape[1] < 4:
+            continue
+        distance = (got[:, None] - want[None]).abs().amax(-1)  # [line, right line]
+        near, close = distance <= bound, distance <= 4 * bound
+        varied = bool((got[lines].amax(1) - got[lines].amin(1) > 4 * bound).all())  # zeros belong in any place
+        if varied and bool(near[lines].any(1).all()) and bool((close[lines].sum(1) == 1).all()):
+            source = distance.argmin(1)
+            at = int(lines.nonzero()[0])
+            holds = f"{name} {at} holds what belongs in {name} {int(source[at])}, as well as that one"
+            return f"{holds}; so for {_listed(lines, name)}"
+    return None
+
+
+def _listed(lines: Tensor, name: str) -> str:
+    count = int(lines.sum())
+    return f"{runs(lines, name)}, {count} of {len(lines)}" if count > 1 else "this one alone"
 
 
 def where(wrong: Tensor) -> str | None:

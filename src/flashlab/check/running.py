@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 
 from flashlab.check.failed import CheckFailed
@@ -13,13 +13,26 @@ _current_case: ContextVar[str | None] = ContextVar("flashlab_case", default=None
 _last_case: ContextVar[str | None] = ContextVar("flashlab_last_case", default=None)
 
 
-_compiler_warnings: ContextVar[list[str] | None] = ContextVar("flashlab_compiler_warnings", default=None)
+class Warnings(list[str]):
+    """Sentences, and who can be asked for more of them: that takes a compiler another second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.askable: dict[str, Callable[[bool], Sequence[str]]] = {}
+
+    def ask(self, passed: bool) -> None:
+        """Add what is said of an answer that has passed, or of one whose values are wrong."""
+        for asked in self.askable.values():
+            self.extend(sentence for sentence in asked(passed) if sentence not in self)
+
+
+_compiler_warnings: ContextVar[Warnings | None] = ContextVar("flashlab_compiler_warnings", default=None)
 
 
 @contextlib.contextmanager
-def heeding_warnings() -> Iterator[list[str]]:
+def heeding_warnings() -> Iterator[Warnings]:
     """Collect what compilers warn about in a learner's own lines."""
-    warnings: list[str] = []
+    warnings = Warnings()
     token = _compiler_warnings.set(warnings)
     try:
         yield warnings
@@ -32,6 +45,13 @@ def compiler_warned(sentence: str) -> None:
     warnings = _compiler_warnings.get()
     if warnings is not None and sentence not in warnings:
         warnings.append(sentence)
+
+
+def compiler_can_be_asked(about: str, ask: Callable[[bool], Sequence[str]]) -> None:
+    """Offer more warnings about a text, once: `ask(passed)` gives them."""
+    warnings = _compiler_warnings.get()
+    if warnings is not None:
+        warnings.askable.setdefault(about, ask)
 
 
 def ran_on(case: str | None) -> None:

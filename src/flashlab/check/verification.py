@@ -265,7 +265,9 @@ def _with_weights(failed: CheckFailed, call: Call, observations: Sequence[Observ
     """What the weights of single keys tell, where the outputs of the cases told nothing but that they are wrong."""
     if failed.diagnosis != "wrong-value" or watched() is not None:
         return failed
-    for case in dict.fromkeys(replace(seen.case, seq_q=0, seq_k=0) for seen in observations if not seen.ok):
+    cases = [replace(seen.case, seq_q=0, seq_k=0) for seen in observations if not seen.ok]
+    told_apart = {(c.dtype, c.head_dim, c.causal, c.softmax_scale, c.block_n): c for c in reversed(cases)}
+    for case in reversed(told_apart.values()):
         try:
             found = weights.explain(call, case)
         except Exception:  # the probe is another input: what fails there does not explain what failed here

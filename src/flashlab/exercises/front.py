@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import inspect
+import io
 from dataclasses import dataclass, field
 from typing import Any
 
 from flashlab.check.failed import CheckFailed
-from flashlab.check.running import heeding_warnings, is_unsolved, last_case, ran_on, running
+from flashlab.check.running import Warnings, heeding_warnings, is_unsolved, last_case, ran_on, running
 from flashlab.check.symptoms import watching
 from flashlab.course import PHASES
 from flashlab.exercises import record, registry
@@ -61,7 +63,7 @@ def check(id: str, *answers: Any) -> Passed:
         raise _symptoms(exercise, answers)
     called = Called()
     ran_on(None)
-    warnings: list[str] = []
+    warnings = Warnings()
     try:
         with running(None), heeding_warnings() as warnings:
             report = exercise.run(*_wrapped(exercise, answers, called))
@@ -69,17 +71,22 @@ def check(id: str, *answers: Any) -> Passed:
         if failed.diagnosis == "not-solved-yet":
             raise failed.with_traceback(None) from None
         record.failed_try(id)
-        also = f". The compiler warns: {'; '.join(warnings[:_WARNINGS])}" if warnings else ""
+        case = failed.case or (last_case() if called.call else None)
+        also = _contrast(exercise, answers, failed.case) if failed.unexplained else ""
+        if failed.diagnosis == "wrong-value":
+            warnings.ask(passed=False)
+        also += f". The compiler warns: {'; '.join(warnings[:_WARNINGS])}" if warnings else ""
         raise CheckFailed(
             failed.sentence + also,
             diagnosis=failed.diagnosis,
-            case=failed.case or (last_case() if called.call else None),
+            case=case,
         ).with_traceback(None) from failed.__cause__
     except (Exception, SystemExit) as error:
         if is_unsolved(error):
             raise _not_solved(exercise) from None
         record.failed_try(id)
         raise told(error, exercise.run, called, last_case()) from error
+    warnings.ask(passed=True)
     record.solved(id)
     return Passed(exercise.id, exercise.title, report, exercise.history, tuple(warnings[:_WARNINGS]))
 
@@ -87,6 +94,37 @@ def check(id: str, *answers: Any) -> Passed:
 def _wrapped(exercise: registry.Exercise, answers: tuple[Any, ...], called: Called) -> list[Any]:
     names = inspect.signature(exercise.run).parameters
     return [called.wrap(answer, name) for name, answer in zip(names, answers, strict=False)]  # some may be left out
+
+
+def _contrast(exercise: registry.Exercise, answers: tuple[Any, ...], case: str | None) -> str:
+    """Which of the check's other cases are right, and which are wrong too: the answer is run on all of them."""
+    if any(isinstance(answer, str) for answer in answers):
+        return ""  # a source: its builds and runs take too long to be made twice
+    whole = False
+    with watching() as seen, running(None), contextlib.redirect_stdout(io.StringIO()):
+        with contextlib.suppress(Exception, SystemExit):  # what else is wrong is told once this is right
+            exercise.run(*answers)
+            whole = True
+    others = [name for name in seen.wrong if name != case]
+    if not seen.right or case not in seen.wrong:
+        return ""
+    parts = {name: name.split(", ") for name in (*seen.wrong, *seen.right)}
+    only = [part for part in parts[case] if all((part in parts[name]) == (name in seen.wrong) for name in parts)]
+    if only and others and len(seen.right) > 1:
+        return f". Wrong are just the cases with {', '.join(only)}: {len(seen.wrong)} of {len(parts)}"
+    first = parts[next(iter(seen.right))]
+    among = [part for part in first if all((part in parts[name]) == (name in seen.right) for name in parts)]
+    if among and others and len(seen.right) > 1:
+        return f". Right are just the cases with {', '.join(among)}: {len(seen.right)} of {len(parts)}"
+    said = f". Right: {_some(list(seen.right))}"
+    if others:
+        return f"{said}. Wrong too: {_some(others)}"
+    return f"{said}. No other case is wrong" if whole else said
+
+
+def _some(cases: list[str], most: int = 1) -> str:
+    rest = len(cases) - most
+    return "; ".join(cases[:most]) + (f"; and {rest} more" if rest > 0 else "")
 
 
 def _symptoms(exercise: registry.Exercise, answers: tuple[Any, ...]) -> CheckFailed:

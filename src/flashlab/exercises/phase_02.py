@@ -314,7 +314,11 @@ def _verify_block(fn: Callable[..., Any], **options: Any) -> Any:
         return verify_block(fn, **options)
     except CheckFailed as failed:
         if failed.diagnosis in ("wrong-value", *weights.SLUGS):
-            _expect_rescaled(fn)
+            try:
+                _expect_rescaled(fn)
+            except CheckFailed as small:
+                if small.diagnosis != "wrong-value" or failed.diagnosis == "wrong-value":
+                    raise
         raise
 
 

@@ -12,7 +12,7 @@ import torch
 from flashlab import runtime
 from flashlab.attention.cost import Meter
 from flashlab.check import CheckFailed, expect, expect_all_close, expect_close, running
-from flashlab.check.mistakes.backward import MISTAKES, Head, gradients, statistics
+from flashlab.check.mistakes.backward import MISTAKES, Head, added_up, gradients, statistics
 from flashlab.exercises.registry import exercise
 from flashlab.exercises.triton_answers import compiles, explain_undefined, in_bounds, kernel_of
 from flashlab.triton_tools import repairs
@@ -347,25 +347,28 @@ def _(key_block_sim: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> str:
     )  # fmt: skip
     answers: list[Answer] = []
     rows: list[slice] = []
-    for M, N, block, start_n, scale, causal in shapes:
-        head = _head(M, N, 8, scale, block, causal=causal, seed=M)
-        head = head._replace(begin=max(0, start_n - (N - M)) if causal else 0, first_key=start_n)
-        case = f"{M} queries, {N} keys, keys {start_n} to {min(N, start_n + 8) - 1}, BLOCK_M={block}, causal={causal}"
+
+    def run(case: str, head: Head) -> dict[str, torch.Tensor]:
         lse, delta = _saved(head)
-        keys = slice(start_n, start_n + 8)
+        keys = slice(head.first_key, head.first_key + 8)
         got = _call(
-            key_block_sim, case, head.k[keys], head.v[keys], start_n, head.q, head.do, lse, delta, N, block, scale,
-            causal, count=2, names="dk and dv",
+            key_block_sim, case, head.k[keys], head.v[keys], head.first_key, head.q, head.do, lse, delta, len(head.k),
+            head.block, head.scale, head.causal, count=2, names="dk and dv",
         )  # fmt: skip
-        whole = {}
         for name, x in (("dk", got[0]), ("dv", got[1])):
             expect(
                 x.shape == head.k[keys].shape,
                 f"{name} has shape {list(x.shape)}, it should be {list(head.k[keys].shape)}, like its block",
                 diagnosis="wrong-shape", case=case,
             )  # fmt: skip
-            whole[name] = x
-        answers.append((case, head, whole))
+        return {"dk": got[0], "dv": got[1]}
+
+    for M, N, block, start_n, scale, causal in shapes:
+        head = _head(M, N, 8, scale, block, causal=causal, seed=M)
+        head = head._replace(begin=max(0, start_n - (N - M)) if causal else 0, first_key=start_n)
+        case = f"{M} queries, {N} keys, keys {start_n} to {min(N, start_n + 8) - 1}, BLOCK_M={block}, causal={causal}"
+        keys = slice(start_n, start_n + 8)
+        answers.append((case, head, run(case, head)))
         rows.append(keys)
 
     mistakes = (*_CAUSAL, "begins-late", *_OF_DKDV)
@@ -395,7 +398,10 @@ def _(key_block_sim: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> str:
         )
         return found | {f"begins-at-its-row {i}": (given("", way), at_its_row) for i, way in enumerate(ways)}
 
-    _expect_gradients(answers, ("dv", "dk"), mistakes, rows=rows, more=from_other_queries)
+    try:
+        _expect_gradients(answers, ("dv", "dk"), mistakes, rows=rows, more=from_other_queries)
+    except CheckFailed as failed:
+        raise _tell_rows(failed, answers, "dv", run) from None
     _expect_float32(key_block_sim)
     head = _head(128, 128, 8, 0.3, 16, causal=True)
     lse, delta = _saved(head)
@@ -557,12 +563,28 @@ def _launch(kernel: Any, head: Head, names: Sequence[str], case: str, grid: int,
     return out
 
 
+def _tell_rows(
+    failed: CheckFailed, answers: Sequence[Answer], name: str, run: Callable[[str, Head], dict[str, torch.Tensor]]
+) -> CheckFailed:
+    """What was wrong, or which rows are added up, if that is what is wrong: `run` is given a case and other inputs."""
+    if failed.diagnosis != "wrong-value":
+        return failed
+    for case, head, _ in answers:
+        try:
+            said = added_up(functools.partial(run, case), head, name)
+        except (CheckFailed, RuntimeError, ValueError, IndexError):
+            continue  # other inputs: what fails on them does not explain what failed before
+        if said:
+            return CheckFailed(said, diagnosis="wrong-rows", case=case)
+    return failed
+
+
 def _check_kernel(kernel: Any, names: Sequence[str], mistakes: Sequence[str]) -> str:
     """Run on float16, float32 and a row with a very negative lse; then compile."""
     __tracebackhide__ = True
     keeps_queries = names == ("dq",)
     answers: dict[torch.dtype, list] = {torch.float16: [], torch.float32: []}
-    again: dict[str, Callable[[], dict[str, torch.Tensor]]] = {}
+    again: dict[str, functools.partial[dict[str, torch.Tensor]]] = {}
     shapes = ((48, 32, 16, 32), (32, 48, 32, 16), (40, 50, 16, 16), (7, 70, 16, 32), (70, 7, 32, 16))
     for dtype, found in answers.items():
         for M, N, BLOCK_M, BLOCK_N in shapes if dtype == torch.float16 else shapes[1:3]:
@@ -577,7 +599,14 @@ def _check_kernel(kernel: Any, names: Sequence[str], mistakes: Sequence[str]) ->
                 expect(not missing, f"{missing} of {x.numel()} elements of {name} are never stored",
                        diagnosis="never-written", case=case)  # fmt: skip
             found.append((case, head, out))
-    _expect_gradients(answers[torch.float16], names, mistakes)
+    try:
+        _expect_gradients(answers[torch.float16], names, mistakes)
+    except CheckFailed as failed:
+
+        def run(case: str, head: Head) -> dict[str, torch.Tensor]:
+            return again[case].func(kernel, head, *again[case].args[2:])
+
+        raise _tell_rows(failed, answers[torch.float16], "dq" if keeps_queries else "dv", run) from None
     for name in names:
         _expect_ieee(answers[torch.float32], name, again)
     for near, columns in ((120, slice(None)), (20000, slice(1, None))):
@@ -591,7 +620,9 @@ def _check_kernel(kernel: Any, names: Sequence[str], mistakes: Sequence[str]) ->
     return f"{sum(map(len, answers.values())) + 2} cases, and it compiles"
 
 
-def _expect_ieee(answers: Sequence[Answer], name: str, again: dict[str, Callable[[], dict[str, torch.Tensor]]]) -> None:
+def _expect_ieee(
+    answers: Sequence[Answer], name: str, again: dict[str, functools.partial[dict[str, torch.Tensor]]]
+) -> None:
     """again: by case, launches the kernel once more. Without TF32 its digits come back, or something else cut them."""
     __tracebackhide__ = True
     for case, head, got in answers:

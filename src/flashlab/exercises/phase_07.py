@@ -28,7 +28,7 @@ from flashlab.check.cuda_answer import (
     replaced,
     text_of,
 )
-from flashlab.check.mistakes.weights import counted
+from flashlab.check.mistakes.weights import counted, crossed
 from flashlab.check.stored import expect_stored, expect_written, marked
 from flashlab.cuda import load_inline
 from flashlab.exercises.registry import exercise
@@ -346,6 +346,7 @@ def _check_scores(answer: Answer, cases: Sequence[tuple[int, torch.dtype]], tail
             wide, slices = (q.double(), k.double()), (q.double()[:, None] * k.double()).unflatten(2, (-1, 8)).sum(3)
             said = counted(slices.flatten(0, 1), s.double().flatten(), 1e-3) or ""
             because = said if said.startswith("dimensions") else None  # a factor is seen by expect_close
+            because = because or crossed(q, k, s, 1e-3)
             expect_close(s, wide[0] @ wide[1].T, what="s", tol=1e-4, case=case, mistakes=mistakes, because=because)
             return counters
 

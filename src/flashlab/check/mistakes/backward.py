@@ -6,13 +6,15 @@ A function of tiles is told its mistake by the numbers it gives: on every case t
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
 
 from flashlab.attention.reference import Gradients
+from flashlab.check import pattern
 
-__all__ = ["MISTAKES", "Head", "gradients", "statistics"]
+__all__ = ["MISTAKES", "Head", "added_up", "gradients", "statistics"]
 
 
 class Head(NamedTuple):
@@ -156,3 +158,57 @@ MISTAKES = {
     "causal-shifted-back": "the causal mask is shifted in the wrong direction; the last query sees the last key",
     "causal-from-the-block": "the causal mask counts the keys from the first of their block, not from key 0",
 }
+
+
+# ---- which rows a gradient adds up -----------------------------------------------------------------------------------
+
+
+def added_up(run: Callable[[Head], Mapping[str, torch.Tensor]], head: Head, name: str) -> str | None:
+    """Which queries dv of a key adds up, or which keys dq of a query, where others than it should: words, or None.
+
+    One row at a time of what is summed gets a 1 in a column of its own, so that each shows how often it is counted.
+
+    Args:
+        run: the gradients of a head, by name; those of keys may begin at `head.first_key`.
+        name: "dv" or "dq".
+    """
+    rows, columns = (len(head.q), head.q.shape[1]) if name == "dv" else (len(head.k), head.q.shape[1])
+    q, k, v = (x.detach().cpu().double() for x in head[:3])
+    shown, clear, seen = [], [], ~_hidden(head, "")
+    for first in range(0, rows, columns):
+        ones = torch.zeros_like(head.do if name == "dv" else head.k)
+        mine = torch.arange(first, min(first + columns, rows))
+        ones[mine, mine - first] = 1
+        told = head._replace(do=ones) if name == "dv" else head._replace(k=ones)
+        got = run(told)[name].detach().cpu().double()
+        _, lse, delta = statistics(told)
+        lse = lse.masked_fill(torch.isneginf(lse), torch.inf)
+        p = torch.exp(told.scale * q @ told.k.detach().cpu().double().T - lse[:, None])
+        if name == "dv":
+            weight = p.T[head.first_key : head.first_key + len(got)][:, mine]  # [keys, queries]
+        else:
+            ds = p * (told.do.detach().cpu().double() @ v.T - delta[:, None])
+            weight = told.scale * ds[: len(got)][:, mine]  # [queries, keys]
+        part = got[:, : len(mine)] / weight
+        little = (weight.abs() < 0.01) & (got[:, : len(mine)].abs() < 0.02)  # too little to tell
+        right = seen.T[head.first_key : head.first_key + len(got)] if name == "dv" else seen[: len(got)]
+        clear.append(~little)
+        shown.append(torch.where(little, right[:, mine].double(), part))
+    times, should = torch.cat(shown, 1), right
+    whole = times.round()
+    if not times.isfinite().all() or ((times - whole).abs() > 0.1)[should | (whole != 0)].any():
+        return None
+    wrong = ((whole != should) & (should | (whole != 0))).any(1)
+    if not wrong.any():
+        return None
+    certain = torch.cat(clear, 1)
+    row = int((wrong * certain.sum(1)).argmax())
+    beside = certain[row].nonzero().flatten()  # what cannot be told of a row is said to be as the nearest that can
+    whole[row] = whole[row, beside[(torch.arange(rows)[:, None] - beside).abs().argmin(1)]]
+    of, what = ("key", "query") if name == "dv" else ("query", "key")
+    has, wanted = (pattern.runs(x[row], "row") if x[row].any() else "no row" for x in (whole != 0, should))
+    twice = (whole[row] > 1).nonzero().flatten().tolist()
+    again = f" ({what} {twice[0]} {int(whole[row, twice[0]])} times)" if twice else ""
+    summed = "dO" if name == "dv" else "K"
+    number = row + (head.first_key if name == "dv" else 0)
+    return f"{name} of {of} {number} adds up {has} of {summed}{again}, and should add up {wanted}"

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from flashlab.check import pattern
 from flashlab.check.mistakes import tiles
 
 Tensor = torch.Tensor
@@ -302,12 +303,14 @@ def _many_keys(forward: Callable[..., tuple[Tensor, Tensor]], head_dim: int) -> 
     """Wrong with many keys by more than a rounding: it is said, and no cause."""
     q, k, v = _uneven_parts(head_dim)
     o = forward(q, k, v, causal=False, scale=None)[0][0, 0].double()
-    off = (o - _attend(*(x[0, 0].double() for x in (q, k, v)))).abs()
+    truth = _attend(*(x[0, 0].double() for x in (q, k, v)))
+    off = (o - truth).abs()
     if not off.max() > 0.1:
         return None
+    common = pattern.observe(o, truth, 0.012)
     return "wrong-with-many-keys", (
-        f"right with {ROWS} keys, and with {16 * ROWS} o is wrong by up to {off.max():.2g}, which no rounding does: "
-        "what happens only with several tiles of keys, or several parts?"
+        f"right with {ROWS} keys, and with {16 * ROWS} o is wrong by up to {off.max():.2g}, which no rounding does"
+        f"{f' ({common})' if common else ''}: what happens only with several tiles of keys, or several parts?"
     )
 
 

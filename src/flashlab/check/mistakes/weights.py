@@ -7,6 +7,7 @@ missing from the scores. Nothing here guesses at a line of code.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,10 +22,14 @@ Tensor = torch.Tensor
 Call = Callable[[Case, Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
 Found = tuple[str, str]
 
-# (seq_q, seq_k): a tile or less, ragged, several tiles of 16; then shifts of the diagonal either way.
-SHAPES = ((16, 16), (16, 13), (40, 40), (16, 40), (40, 16), (13, 29), (45, 33), (1, 40))
+# (seq_q, seq_k): a tile or less, ragged, several tiles of 16; shifts of the diagonal either way; then several tiles of
+# 64 and of 128.
+SHAPES = ((16, 16), (16, 13), (40, 40), (16, 40), (40, 16), (13, 29), (45, 33), (1, 40), (20, 150), (16, 300))
 # What is told here. A check that knows more of its exercise tries that first.
-SLUGS = ("values-exchanged", "wrong-keys", "wrong-dimensions", "weights-not-normalised", "value-not-added")
+SLUGS = (
+    "values-exchanged", "wrong-keys", "wrong-dimensions", "weights-not-normalised", "value-not-added",
+    "tiles-not-joined",
+)  # fmt: skip
 _SLICE = 8  # dimensions of the scores that are told apart
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}  # of a weight, relative
 
@@ -36,15 +41,19 @@ def explain(call: Call, like: Case) -> tuple[str, str, str] | None:
         call: as of `flashlab.check.verification.run`.
         like: a case that is wrong; dtype, head_dim, mask, scale and tile are taken from it.
     """
-    shapes = [s for s in SHAPES if s[1] <= like.head_dim and (s[0] != 1 or like.seq_q == 1)]
+    shapes = [s for s in SHAPES if s[1] <= 8 * like.head_dim and (s[0] != 1 or like.seq_q == 1)]
     for seq_q, seq_k in shapes:
         case = replace(
             like, name="values that show the weights", seq_q=seq_q, seq_k=seq_k, content="plain", batch=1, heads=1,
             kv_heads=1, layout="contiguous", omit_defaults=False,
         )  # fmt: skip
-        columns = torch.arange(seq_k)
+        columns = torch.arange(seq_k) % like.head_dim
+        last = like.head_dim - 1
         found = _read(call, case, columns)
-        if found and found == _read(call, case, like.head_dim - 1 - columns):  # else it is about columns of o, not keys
+        again = found and _read(call, case, last - columns)
+        if found is None and (found := _picked(call, case, columns)):
+            again = _picked(call, case, last - columns)
+        if found and found == again:  # else it is about columns of o, not keys
             after = f"; right with seq_q={shapes[0][0]} and seq_k={shapes[0][1]}" if (seq_q, seq_k) != shapes[0] else ""
             return found[0], found[1] + after, str(case)
         if found:
@@ -53,18 +62,15 @@ def explain(call: Call, like: Case) -> tuple[str, str, str] | None:
 
 
 def _read(call: Call, case: Case, columns: Tensor) -> Found | None:
-    """columns: [seq_k], in which column of V each key has its 1."""
+    """columns: [seq_k], in which column of V each key has its 1; more keys than columns take several calls."""
     generator = torch.Generator().manual_seed(3)
     q = 0.5 / (case.softmax_scale * math.sqrt(case.head_dim)) * torch.randn(case.seq_q, case.head_dim,
                                                                             generator=generator)  # fmt: skip
     k = torch.randn(case.seq_k, case.head_dim, generator=generator)
-    v = torch.eye(case.head_dim)[columns]
-    device = runtime.device()
-    o, lse = call(case, *(x.to(case.dtype)[None, None].to(device) for x in (q, k, v)))
-    got = o.detach().cpu().double()[0, 0]
-    weights, rest = got[:, columns], got[:, ~torch.isin(torch.arange(case.head_dim), columns)]
-    if not got.isfinite().all() or bool((rest != 0).any()) or bool((weights < 0).any()):
+    read = _weights(call, case, q, k, columns)
+    if read is None:
         return None
+    weights, lse = read
     if lse is not None and bool(lse.isnan().any()):
         return None
     parts = case.softmax_scale * q.to(case.dtype).double()[:, None] * k.to(case.dtype).double()[None]
@@ -87,13 +93,90 @@ def _read(call: Call, case: Case, columns: Tensor) -> Found | None:
         if most < 1 or least > 1:
             sentence += f": against acc, the sum that it is divided by is too {'large' if most < 1 else 'small'}"
         return "weights-not-normalised", sentence
+    if found := _tiles(weights, _softmax(scores, visible), tolerance):
+        return found
     logs = weights.log()
     if lse is None or not lse.isfinite().all():
         return _moved(weights, _softmax(scores, visible), tolerance)
     used = logs + lse.detach().cpu().double()[0, 0, :, None]  # the scores that it has used
     if not visible.all():
         return None
-    return _moved(used, scores, 5 * tolerance) or _dimensions(used, slices, 5 * tolerance)
+    return _moved(used, scores, 5 * tolerance) or _dimensions(used, slices, 5 * tolerance) or _crossed(
+        used, case.softmax_scale * q.to(case.dtype).double(), k.to(case.dtype).double(), 5 * tolerance
+    )  # fmt: skip
+
+
+def _weights(call: Call, case: Case, q: Tensor, k: Tensor, columns: Tensor) -> tuple[Tensor, Tensor | None] | None:
+    """[queries, keys] and lse; None where o is not finite, or not made of these keys' values."""
+    device, parts = runtime.device(), []
+    row_lse: Tensor | None = None
+    for first in range(0, case.seq_k, case.head_dim):
+        mine = columns[first : first + case.head_dim]
+        v = torch.zeros(case.seq_k, case.head_dim)
+        v[first + torch.arange(len(mine)), mine] = 1
+        o, lse = call(case, *(x.to(case.dtype)[None, None].to(device) for x in (q, k, v)))
+        got = o.detach().cpu().double()[0, 0]
+        rest = got[:, ~torch.isin(torch.arange(case.head_dim), mine)]
+        if not got.isfinite().all() or bool((rest != 0).any()) or bool((got < 0).any()):
+            return None
+        parts.append(got[:, mine])
+        row_lse = lse if first == 0 else row_lse
+    return torch.cat(parts, 1), row_lse
+
+
+def _picked(call: Call, case: Case, columns: Tensor) -> Found | None:
+    """Query i has all of its weight on key i: whose value does it get?"""
+    n = case.seq_k
+    if case.seq_q != n or n > case.head_dim:
+        return None
+    unit, score = torch.eye(n, case.head_dim), 14.0
+    read = _weights(call, case, unit * score / case.softmax_scale, unit, columns)
+    if read is None:
+        return None
+    lse = read[1]
+    if lse is not None and not bool(((lse.detach().cpu().double() - score).abs() < 0.1).all()):
+        return None  # the weights are not on one key each
+    times = read[0].round()
+    if (read[0] - times).abs().max() > 0.05 or torch.equal(times, torch.eye(n).double()):
+        return None
+    wrong = (times != torch.eye(n)).any(1).nonzero().flatten().tolist()
+    if len(wrong) == n:
+        return None  # nothing is as it should be: not a few keys that are taken for others
+    row = wrong[0]
+    gets = "no value at all" if not times[row].any() else f"the value of {pattern.runs(times[row] != 0, 'key')}"
+    return "values-exchanged", (
+        f"a query that has all of its weight on key {row} gets {gets}, and so on, for {len(wrong)} of {n} keys: a row "
+        "of K, of V or a column of P is taken for another"
+    )
+
+
+def _tiles(weights: Tensor, right: Tensor, tolerance: float) -> Found | None:
+    """Right weights within each tile of keys, and wrong ones between tiles, [queries, keys]."""
+    some = (right > 0).all(1) & (weights > 0).all(1)
+    if some.sum() < 2:
+        return None
+    ratio = weights[some] / right[some]
+    step = (ratio[:, 1:] / ratio[:, :-1] - 1).abs().amax(0)
+    slack = max(0.01, 4 * tolerance)
+    ends = [0, *((step > slack).nonzero().flatten() + 1).tolist(), weights.shape[1]]
+    sizes = [b - a for a, b in itertools.pairwise(ends)]
+    if len(sizes) < 2 or sizes[0] < 8 or any(size % sizes[0] for size in sizes[:-1]):
+        return None
+    means = torch.stack([ratio[:, a:b].mean(1) for a, b in itertools.pairwise(ends)], 1)
+    flat = torch.cat([ratio[:, a:b] / means[:, [i]] for i, (a, b) in enumerate(itertools.pairwise(ends))], 1)
+    if (flat - 1).abs().max() > slack:
+        return None
+    apart = means[:, 0] / means[:, -1]
+    row = int((apart.log().abs()).argmax())
+    times = apart[row].item()
+    if abs(times - 1) < 0.05:
+        return None
+    query = int(some.nonzero().flatten()[row])
+    return "tiles-not-joined", (
+        f"the weights of keys 0 to {ends[1] - 1} are right beside each other, and so are those of each later tile; but "
+        f"beside the last tile's, those of the first are up to {times:.3g} times what they should be (query {query}): "
+        "not all of the tiles are taken against the same maximum in the end"
+    )
 
 
 def _softmax(scores: Tensor, visible: Tensor) -> Tensor:
@@ -157,6 +240,39 @@ def _dimensions(used: Tensor, slices: Tensor, bound: float) -> Found | None:
     """Scores in which some of the dimensions are missing, or count more than once."""
     said = counted(slices.flatten(0, 1), used.flatten(), bound)
     return ("wrong-dimensions", f"the softmax is one of other scores: {said}") if said else None
+
+
+def _crossed(used: Tensor, q: Tensor, k: Tensor, bound: float) -> Found | None:
+    said = crossed(q, k, used, bound)
+    return ("wrong-dimensions", f"the softmax is one of other scores: {said}") if said else None
+
+
+def crossed(q: Tensor, k: Tensor, got: Tensor, bound: float) -> str | None:
+    """Which dimensions of Q meet which of K in a product: words, or None where that does not make it up.
+
+    Args:
+        q: [queries, dimensions]; k: [keys, dimensions]. got: [queries, keys], the product. bound: the largest error.
+    """
+    a, b = (x.double().unflatten(1, (-1, _SLICE)) for x in (q, k))  # [rows, slices, 8]
+    count = a.shape[1]
+    design = torch.einsum("iad,jbd->ijab", a, b).flatten(2).flatten(0, 1)
+    if len(design) < 1.5 * count * count:
+        return None
+    times = torch.linalg.lstsq(design, got.double().flatten()[:, None]).solution[:, 0]
+    whole = times.round()
+    if (times - whole).abs().max() > 0.1 or (design @ whole - got.double().flatten()).abs().max() > bound:
+        return None
+    met = whole.unflatten(0, (count, count))  # [of Q, of K]
+    wrong = (met != torch.eye(count, dtype=met.dtype)).any(0).nonzero().flatten().tolist()
+    if not wrong:
+        return None
+    at, several = wrong[0], met[:, wrong[0]].nonzero().flatten().tolist()
+    with_ = " and ".join(_dims(i) for i in several) + " of Q" if several else "nothing of Q"
+    return f"{_dims(at)} of K are multiplied with {with_}{', and others are wrong too' if len(wrong) > 1 else ''}"
+
+
+def _dims(at: int) -> str:
+    return f"dimensions {at * _SLICE} to {at * _SLICE + _SLICE - 1}"
 
 
 def counted(design: Tensor, got: Tensor, bound: float) -> str | None:
