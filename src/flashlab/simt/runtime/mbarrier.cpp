@@ -2,6 +2,7 @@
 #include "mbarrier.h"
 #include "clocks.h"
 #include "counters.h"
+#include "events.h"
 #include "findings.h"
 #include "proxy.h"
 
@@ -131,6 +132,7 @@ static void arrive(Lane* me, uint32_t address, const char* how, int64_t bytes) {
         file_fatal(me, f, cudaErrorLaunchFailure);
     }
     if (bytes) expect(me, bar, (uint32_t)bytes, how);
+    note(me->warp, DID_ARRIVE, me->pc, address, bytes);
     release(me->warp, bar.arrived);
     me->warp->time++;
     bar.pending--;
@@ -217,7 +219,10 @@ void simt_mbarrier_wait(uint32_t address, uint32_t parity) {
     (*me->block->worker->sites)[site].count[1] += under_way && first;
     (under_way ? bar.waiting : mbarriers(me).passing).push_back(me);
     me->phase_wait = {address, parity};
+    const uintptr_t pc = me->pc;
+    note_of_warp(me->warp, DID_MBARRIER_BEGIN, pc, address, parity);
     wait_for_others(me, IN_MBARRIER);
+    note_of_warp(me->warp, DID_MBARRIER_END, pc, address, parity);
 }
 }
 
