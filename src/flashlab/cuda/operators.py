@@ -1,4 +1,4 @@
-"""Every kernel of the series as a backend of the one door, and as an operator of PyTorch: p6_1_fa1, ... p9_flash.
+"""Every kernel of the series as a backend of the one door, and as an operator of PyTorch: p6_1_fa1, ... p11_flash.
 
     o = flashlab.flash_attention(q, k, v, causal=True, backend="p9_flash")
     o, lse = attention("p9_flash", q, k, v, causal=True)          # with the log-sum-exp; torch.ops.flashlab.p9_flash
@@ -17,7 +17,7 @@ from flashlab.attention.backends import Backend, best_backward, register
 from flashlab.attention.inputs import scale_of
 from flashlab.cuda.inline import CudaModule, load_inline
 from flashlab.cuda.toolchain import missing
-from flashlab.kernels.series import SERIES, Step, step
+from flashlab.kernels.series import HOPPER, SERIES, Step, step
 
 
 @functools.cache
@@ -78,7 +78,7 @@ def _unfit(device: torch.device) -> str | None:
     return None
 
 
-for _step in SERIES:
+for _step in SERIES + HOPPER:
     register(_backend(_step))
 
 __all__ = ["attention", "module"]

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 
 from flashlab.check import CheckFailed, expect, running
-from flashlab.check.cuda_answer import Source, built, ran, replaced, text_of
+from flashlab.check.cuda_answer import PROBES, Source, built, examine, probe, ran, replaced, text_of
 from flashlab.cuda import CudaModule
 from flashlab.exercises.registry import exercise
+from flashlab.kernels import path
 from flashlab.simt.report import Event
 from flashlab.simt.source import entries
 
@@ -581,7 +582,7 @@ def _(
     names = ("head_dim", "registers", "others")
     _expect_numbers(
         "widest_tile",
-        _asked(names, widest_tile, [(d, r, o) for d in (64, 128, 256) for r in (160, 240) for o in (24, 40, 56)]),
+        _asked(names, widest_tile, [(d, r, o) for d, r in ((64, 160), (64, 240), (128, 168), (128, 240), (256, 240)) for o in (20, 40, 56)]),
         _widest_tile,
         {
             "p-forgotten": (lambda *x: _widest_tile(*x, p=0), "P of the tile before is not counted here: it is kept while "
@@ -771,3 +772,106 @@ def _warps(warps: set[int]) -> str:
     if not warps:
         return "nobody"
     return f"warp{'s' * (len(warps) > 1)} {' and '.join(map(str, sorted(warps)))}"
+
+
+# ---- kernels of the ladder ------------------------------------------------------------------------------------------
+
+
+def _step(name: str) -> Source:
+    return Source(path(name).read_text(), name)
+
+
+def _changed(whole: Source, old: str, new: str) -> Source:
+    """The source with one line of it changed; the learner's own lines stay where they are if the lines do."""
+    assert whole.text.count(old) == 1, f"{old!r} occurs {whole.text.count(old)} times in {whole.name}.cu"
+    return Source(whole.text.replace(old, new), whole.name, whole.first, whole.last)
+
+
+def _replaced_lines(whole: Source, first: str, last: str, text: str) -> Source:
+    """The source with the lines from the one that has `first` to the next that has `last` replaced by a learner's."""
+    lines = whole.text.splitlines()
+    begin = next(i for i, line in enumerate(lines) if first in line)
+    end = next(i for i in range(begin, len(lines)) if last in lines[i])
+    own = text.strip("\n").splitlines()
+    return Source("\n".join([*lines[:begin], *own, *lines[end + 1 :]]) + "\n", whole.name, begin + 1, begin + len(own))
+
+
+# ---- 11.6 -----------------------------------------------------------------------------------------------------------
+
+_EPILOGUE = ("if (first_thread) bulk_wait_read<0>();", "bulk_commit();")
+
+
+@exercise(
+    "11.6",
+    title="The last mile of O",
+    minutes=20,
+    difficulty="Bug hunt",
+    untouched="?",
+    history="a common mistake where stores and TMA meet; on a GPU such a kernel is right nearly always",
+    hints=[
+        "Follow one number of O: a lane stores it to shared memory with stmatrix; then the copy engine reads it. Both see "
+        "the same memory, but they come to it on two different ways.",
+        "The barrier orders the threads: all have stored when the first thread goes on. Does it also say that the other "
+        "way, the async proxy, sees what they have stored?",
+        "fence_proxy_async(), by each thread that has stored, after its last stmatrix and before the barrier.",
+    ],
+)
+def _(epilogue: str) -> str:
+    text = text_of(epilogue, "epilogue")
+    whole = _replaced_lines(_step("p11_10_epilogue"), *_EPILOGUE, text)
+    verdict = examine(whole, fast=False, probes=_SHORT, max_seq=150)
+    stores = probe(built(whole, check=True), whole, _SHORT[0]).counters["tma_stores"]
+    case = "heads=2, kv_heads=1, seq_q=200, seq_k=200, causal"
+    sentence = "the result is right, but no O leaves by tma_store: the copy engine should do it"
+    expect(stores > 0, sentence, diagnosis="no-tma-store", case=case)
+    return f"{verdict.cases} cases right, nothing found by the emulator"
+
+
+_SHORT = PROBES[:2]
+
+# ---- 11.7 -----------------------------------------------------------------------------------------------------------
+
+_RELEASE = """
+        if (first_thread) mbarrier_arrive(empty_v + 8 * ((nth - 1) % STAGES));
+    };"""
+
+
+@exercise(
+    "11.7",
+    title="Room for the next tile",
+    minutes=25,
+    difficulty="Bug hunt",
+    untouched="?",
+    history="it was in a version of this course's own kernel",
+    hints=[
+        "Two groups are committed in a round: the scores of this tile, then O += P V of the tile before. Which of them "
+        "has wgmma_wait<1> waited for, and which is still under way?",
+        "Who arrives at empty_v says: nobody reads this tile of V any more, the producer may fill its stage again. From "
+        "which line on is that true?",
+        "The arrival at empty_v belongs behind wgmma_wait<0>, which is in output_is_there(). The one at empty_k may stay: "
+        "the scores have been waited for.",
+    ],
+)
+def _(scores: str, after_probabilities: str) -> str:
+    texts = text_of(scores, "scores"), text_of(after_probabilities, "after_probabilities")
+    base = _changed(_step("p11_6_overlap"), _RELEASE, "\n    };")
+    whole = replaced(base, "rescale O", texts[1])
+    whole = replaced(whole, "scores", texts[0])
+    try:
+        verdict = examine(whole, fast=False, probes=_LONG, max_seq=150)
+    except CheckFailed as failed:
+        if failed.diagnosis == "stage-overwritten" and "wgmma" in failed.sentence:
+            raise CheckFailed(failed.sentence, diagnosis="released-too-early", case=failed.case) from None
+        raise
+    events = probe(built(whole, check=True), whole, _LONG[1], timeline=1).launches[0].events
+    expect(
+        any(e.did == "wait" and e.values[1] > 0 for e in events),
+        "the result is right, and nothing is released too early; but each wait waits for all products. The softmax should "
+        "run while O += P V of the tile before is under way",
+        diagnosis="no-overlap",
+        case="seq_q=64, seq_k=700",
+    )
+    return f"{verdict.cases} cases right, nothing found by the emulator"
+
+
+_LONG = (PROBES[0], (1, 1, 1, 64, 700, False))

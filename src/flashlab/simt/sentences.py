@@ -41,7 +41,7 @@ _GLOBAL = {
 }  # fmt: skip
 _WRITES = ("store", "stmatrix", "cp.async", "tma_load", "bulk_load")
 _BULK_LOADS = ("tma_load", "bulk_load")
-_COPIES = ("cp.async", *_BULK_LOADS)
+COPIES = ("cp.async", *_BULK_LOADS)
 _ASYNC_READS = {"tma_store": "bulk_wait_read", "bulk_store": "bulk_wait_read", "tma_reduce_add": "bulk_wait_read",
                 "wgmma": "wgmma_wait"}  # fmt: skip
 
@@ -142,7 +142,7 @@ def _still_filled(f: Facts) -> str:
 
 
 def _read_before_wait(f: Facts) -> str:
-    if f.how in _COPIES:  # the reader came first
+    if f.how in COPIES:  # the reader came first
         wait = "mbarrier_wait, then read" if f.how in _BULK_LOADS else "cp_async_wait), then a barrier, then read"
         wait = f"({wait})" if f.how in _BULK_LOADS else f"({wait}"
         return (
@@ -425,9 +425,9 @@ def _mbarrier_arrivals(f: Facts) -> str:
 
 
 _NUMBERS = {
-    "arrivals": "with {0} arrivals; they are 1 to {1}",
-    "parity": "with the parity {0}; it is 0 or 1, the lowest bit of the number of the phase",
-    "bytes": "which makes {0} bytes for one phase; an mbarrier counts up to {1}",
+    "arrivals": " with {0} arrivals; they are 1 to {1}",
+    "parity": " with the parity {0}; it is 0 or 1, the lowest bit of the number of the phase",
+    "bytes": ", which makes {0} bytes for one phase; an mbarrier counts up to {1}",
 }
 
 
@@ -435,8 +435,12 @@ def _bulk_misaligned(f: Facts) -> str:
     beyond, multiple = f.v[0], f.v[1]
     if f.words == "bytes":
         return f"{f.who} asks {f.how}{f.here} for {beyond} bytes; their number is a multiple of {multiple}"
-    what = {"shared": "address of shared memory", "global": "address of global memory", "map": "tensor map",
-            "mbarrier": "address of an mbarrier"}[f.words]
+    what = {
+        "shared": "address of shared memory",
+        "global": "address of global memory",
+        "map": "tensor map",
+        "mbarrier": "address of an mbarrier",
+    }[f.words]
     return f"{f.who} gives {f.how}{f.here} the {what} {beyond} bytes beyond a multiple of {multiple}"
 
 
@@ -607,12 +611,12 @@ _SENTENCES = {
     ),
     "mbarrier-arrivals": _mbarrier_arrivals,
     "mbarrier-bytes": _mbarrier_bytes,
-    "mbarrier-number": lambda f: f"{f.who} comes to {f.how}{f.here} {_NUMBERS[f.words].format(*f.v)}",
+    "mbarrier-number": lambda f: f"{f.who} comes to {f.how}{f.here}{_NUMBERS[f.words].format(*f.v)}",
     "bulk-misaligned": _bulk_misaligned,
     "tensor-map": _tensor_map,
     "reduce-type": lambda f: (
-        f"{f.who} calls tma_reduce_add{f.here} with a tensor map of a type that it cannot add: it adds 32-bit integers, "
-        "UINT64, FLOAT16, BFLOAT16 and FLOAT32"
+        f"{f.who} calls tma_reduce_add{f.here} with a tensor map of a type that it cannot add: it adds 32-bit "
+        "integers, UINT64, FLOAT16, BFLOAT16 and FLOAT32"
     ),
     "assert": lambda f: f"{f.who} fails the assertion `{f.words}`{f.here}",
     "trap": lambda f: f"{f.who} stops{f.here}: __trap(), or code that must not be reached",

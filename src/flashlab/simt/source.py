@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 KERNEL = 'annotate("simt_kernel")'  # what `__global__` has become (language.h)
+GRID_CONSTANT = 'annotate("simt_grid_constant")'  # and `__grid_constant__`
 
 
 class SourceError(ValueError):
@@ -105,6 +106,9 @@ class Preprocessed:
                 match.start(),
                 "inline PTX is not emulated: call the functions of ptx.cuh (cp_async, ldmatrix_x4, mma_m16n8k16 ...)",
             )
+        for kernel in self.kernels.values():
+            for at in kernel.declared:
+                self._check_parameters(at)
         for name, kernel in self.kernels.items():
             if kernel.overloaded:
                 continue
@@ -117,6 +121,19 @@ class Preprocessed:
                         raise self.error(
                             match.start(), f"{name} is a kernel: launch it with {name}<<<grid, block>>>(...)"
                         )
+
+    def _check_parameters(self, at: int) -> None:
+        """Raises SourceError for a kernel's parameters, which begin here, that nvcc or TMA would not take."""
+        for p in _split(self.text[at + 1 : _matching(self.blanked, at) - 1]):
+            constant = GRID_CONSTANT in p
+            if constant and not re.search(r"\bconst\b", p):
+                raise self.error(at, "a __grid_constant__ parameter is const")
+            if not constant and re.search(r"\bCUtensorMap\b(?!\s*(?:const\s*)?\*)", p):
+                raise self.error(
+                    at,
+                    "a tensor map goes to a kernel as `const __grid_constant__ CUtensorMap`: without that the kernel "
+                    "gets a copy in local memory, where TMA does not find it",
+                )
 
     def rewritten(self, *, inline_all: bool = False) -> str:
         """The whole text, with its launches in C++, line for line.

@@ -100,6 +100,7 @@ extern "C" void simt_named_barrier(int id, int threads, int wait) {
     if (noted) note(me->warp, wait ? DID_BARRIER_BEGIN : DID_BARRIER_ARRIVE, me->pc, id, threads);
     arrive(me, b);
     if (wait) b.waiting.push_back(me);
+    else me->warp->time++;  // what it does from here on is not released
     const bool last = b.arrived >= threads;
     if (!last && wait) {
         wait_for_others(me, IN_BARRIER);

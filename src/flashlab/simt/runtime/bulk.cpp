@@ -1,5 +1,6 @@
 // Copies of the async proxy: see bulk.h.
 #include "bulk.h"
+#include "events.h"
 #include "global_memory.h"
 
 namespace simt {
@@ -44,6 +45,7 @@ void count_bulk(Lane* me, BulkCopy& copy, Kind kind, bool write) {
             check_global(me, address, bytes, write, copy.how);
             moved += (uint64_t)bytes;
         });
+    note(me->warp, write ? DID_STORE : DID_LOAD, me->pc, copy.shared, copy.bytes);
     Site& site = sites[copy.site];
     site.count[0]++, site.count[1] += (uint64_t)copy.bytes, site.count[2] += moved;
 }

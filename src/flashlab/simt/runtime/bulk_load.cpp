@@ -1,7 +1,6 @@
 // Loads of the async proxy: a box of a tensor (TMA), or bytes in a row, from global to shared memory. They count at an
 // mbarrier, and land when its phase ends.
 #include "bulk.h"
-#include "events.h"
 #include "global_memory.h"
 #include "mbarrier.h"
 
@@ -26,7 +25,6 @@ static void issue(Lane* me, BulkCopy& load, Kind kind, uint32_t bar) {
             global_shadow.touch(me, from, bytes, READ, 0, load.how, none);
         });
     }
-    note(me->warp, DID_LOAD, me->pc, load.shared, load.bytes);
     add_load(me, mbarrier, bar, load);
 }
 

@@ -1,6 +1,5 @@
 // Stores of the async proxy: see bulk_store.h.
 #include "bulk_store.h"
-#include "events.h"
 #include "global_memory.h"
 #include "values.h"
 
@@ -32,7 +31,6 @@ static void issue(Lane* me, const BulkCopy& asked, Kind kind) {
     store->add = kind == TMA_REDUCE;
     store->group = me->bulk_group;
     count_bulk(me, store->copy, kind, true);
-    note(me->warp, DID_STORE, me->pc, asked.shared, asked.bytes);
     if (!asked.bytes) return;
     if (me->block->launch->checked)
         store->read = me->block->worker->shadow->begin_read(

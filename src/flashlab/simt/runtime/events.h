@@ -36,16 +36,5 @@ inline void note(const Warp* warp, Did did, uintptr_t pc, int64_t first = 0, int
     if (__builtin_expect(warp->block->events != nullptr, 0))
         warp->block->events->push_back({pc, (uint16_t)warp->index, did, {first, second}});
 }
-// What the lanes of a warp do one by one, each as it comes: once for those that do it together.
-inline void note_of_warp(const Warp* warp, Did did, uintptr_t pc, int64_t first, int64_t second) {
-    if (__builtin_expect(warp->block->events == nullptr, 1)) return;
-    if (!warp->block->events->empty()) {
-        const Event& last = warp->block->events->back();
-        if (last.pc == pc && last.warp == warp->index && last.did == did && last.value[0] == first &&
-            last.value[1] == second)
-            return;
-    }
-    note(warp, did, pc, first, second);
-}
 
 }  // namespace simt

@@ -48,7 +48,7 @@ void Mbarriers::end_phase(Block* block, Mbarrier& bar) {
     bar.arrived = Clock();
     bar.phase++;
     bar.pending = bar.count;
-    bar.expected = bar.brought = 0;
+    bar.expected = bar.brought = bar.warps = 0;
     passing.insert(passing.end(), bar.waiting.begin(), bar.waiting.end());
     bar.waiting.clear();
 }
@@ -107,7 +107,10 @@ Mbarrier& mbarrier_at(Lane* me, uint32_t address, const char* how) {
         f.value[0] = address, f.value[1] = 8;
         file_fatal(me, f, cudaErrorLaunchFailure);
     }
-    if (!before(bar->init.thread, bar->init.time, me)) file(me, about(*bar, "mbarrier-too-early", how, address));
+    if (!bar->told && !before(bar->init.thread, bar->init.time, me)) {
+        bar->told = true;
+        file(me, about(*bar, "mbarrier-too-early", how, address));
+    }
     return *bar;
 }
 
@@ -132,7 +135,8 @@ static void arrive(Lane* me, uint32_t address, const char* how, int64_t bytes) {
         file_fatal(me, f, cudaErrorLaunchFailure);
     }
     if (bytes) expect(me, bar, (uint32_t)bytes, how);
-    note(me->warp, DID_ARRIVE, me->pc, address, bytes);
+    if (!(bar.warps >> me->warp->index & 1)) note(me->warp, DID_ARRIVE, me->pc, address, bytes);
+    bar.warps |= 1u << me->warp->index;
     release(me->warp, bar.arrived);
     me->warp->time++;
     bar.pending--;
@@ -215,14 +219,14 @@ void simt_mbarrier_wait(uint32_t address, uint32_t parity) {
     const int site = me->block->worker->sites->find(me->pc, MBARRIER_WAIT);
     count_access(me, site, NO_ADDRESS, 0);
     const bool under_way = (bar.phase & 1) == parity;
-    const bool first = bar.waiting.empty() || bar.waiting.back()->warp != me->warp;  // of its warp
+    auto& queue = under_way ? bar.waiting : mbarriers(me).passing;
+    const bool first = queue.empty() || queue.back()->warp != me->warp;  // of its warp
     (*me->block->worker->sites)[site].count[1] += under_way && first;
-    (under_way ? bar.waiting : mbarriers(me).passing).push_back(me);
+    queue.push_back(me);
     me->phase_wait = {address, parity};
-    const uintptr_t pc = me->pc;
-    note_of_warp(me->warp, DID_MBARRIER_BEGIN, pc, address, parity);
+    if (first) note(me->warp, DID_MBARRIER_BEGIN, me->pc, address, parity);
     wait_for_others(me, IN_MBARRIER);
-    note_of_warp(me->warp, DID_MBARRIER_END, pc, address, parity);
+    if (first) note(me->warp, DID_MBARRIER_END, me->pc, address, parity);
 }
 }
 

@@ -20,6 +20,7 @@ void Warpgroups::begin_block() {
     for (OfWarp& w : of_warp) w = OfWarp();
     for (OfGroup& g : of_group) g = OfGroup();
     std::fill(readers.begin(), readers.end(), 0);
+    told.clear();
     for (int t = 0; t < worker->block.threads; t++) {
         Lane& lane = worker->lanes[t];
         lane.registers_in_use = false;
@@ -149,8 +150,16 @@ void Warpgroups::issue(Warp* warp, const Slot& slot) {
 
 // What is read must be there: landed, written, ordered before this warp, and visible to the async proxy.
 void Warpgroups::check_operands(const Product& p, Warp* warp) {
-    worker->shadow->check_pieces(warp, p.a_pieces, "wgmma", p.pc);
-    worker->shadow->check_pieces(warp, p.b_pieces, "wgmma", p.pc);
+    for (auto* pieces : {&p.a_pieces, &p.b_pieces}) {
+        if (told.empty()) {
+            worker->shadow->check_pieces(warp, *pieces, "wgmma", p.pc);
+            continue;
+        }
+        std::vector<uint32_t> others;
+        std::copy_if(pieces->begin(), pieces->end(), std::back_inserter(others),
+                     [&](uint32_t piece) { return !told.count(piece & ~15u); });
+        worker->shadow->check_pieces(warp, others, "wgmma", p.pc);
+    }
 }
 
 // ---- fence --------------------------------------------------------------------------------------
@@ -376,6 +385,7 @@ bool Warpgroups::file_if_read(Lane* lane, uint64_t address, int bytes, const cha
             f.value[0] = (int64_t)address, f.value[1] = bytes;
             f.value[2] = number <= of_group[g].executed;  // computed: but nothing tells this lane
             file(lane, f);
+            told.insert((uint32_t)piece * 16);
             return true;
         }
     return false;
