@@ -228,3 +228,219 @@ def waited_for(events, arrivals):
 # %% tags=["check"]
 # hint("11.5")
 check("11.5", waited_for)
+
+# %% [markdown]
+# ## 11.6 The last mile of O
+#
+# *Bug hunt · 20 min*
+#
+# These lines of `p11_10_epilogue.cu` bring a consumer's 64 rows of O to global memory: `stmatrix` into shared memory, from there by TMA.
+# On a GPU the kernel passed all its tests. The emulator gives the right numbers too, but it objects. Run the check, look for
+# what is wrong, repair it.
+
+# %% tags=["exercise"]
+# BEGIN STARTER
+epilogue = r"""
+        if (first_thread) bulk_wait_read<0>();                 // the O before it has been read
+        named_barrier_sync(1 + CONSUMERS + consumer, GROUP);
+#pragma unroll
+        for (int n = 0; n < O_TILES; n += 2) {                 // two MMA tiles, 16 rows x 16 columns, per warp
+            uint32_t o_rmem[4];
+            for (int i = 0; i < 4; i++)
+                o_rmem[i] = pack<T>(acc[4 * n + 2 * i] * inverse[i % 2], acc[4 * n + 2 * i + 1] * inverse[i % 2]);
+            const int column = n * MMA_N + lane / 16 * 8;
+            stmatrix_x4(o_lane + column / SLAB * BLOCK_M * SLAB_ROW + (column % SLAB / 8 ^ lane % 8) * 16, o_rmem);
+        }
+        named_barrier_sync(1 + CONSUMERS + consumer, GROUP);   // all 64 rows are stored
+        if (first_thread) {
+            for (int column = 0; column < HEAD_DIM; column += SLAB)
+                tma_store(&o_map, o_smem + (column / SLAB * BLOCK_M + consumer * 64) * SLAB_ROW, column,
+                          m_start + consumer * 64, head_index % p.heads, head_index / p.heads);
+            bulk_commit();
+        }
+"""
+# END STARTER
+# BEGIN SOLUTION
+epilogue = r"""
+        if (first_thread) bulk_wait_read<0>();                 // the O before it has been read
+        named_barrier_sync(1 + CONSUMERS + consumer, GROUP);
+#pragma unroll
+        for (int n = 0; n < O_TILES; n += 2) {                 // two MMA tiles, 16 rows x 16 columns, per warp
+            uint32_t o_rmem[4];
+            for (int i = 0; i < 4; i++)
+                o_rmem[i] = pack<T>(acc[4 * n + 2 * i] * inverse[i % 2], acc[4 * n + 2 * i + 1] * inverse[i % 2]);
+            const int column = n * MMA_N + lane / 16 * 8;
+            stmatrix_x4(o_lane + column / SLAB * BLOCK_M * SLAB_ROW + (column % SLAB / 8 ^ lane % 8) * 16, o_rmem);
+        }
+        fence_proxy_async();                                   // repaired: the async proxy sees what was stored
+        named_barrier_sync(1 + CONSUMERS + consumer, GROUP);   // all 64 rows are stored
+        if (first_thread) {
+            for (int column = 0; column < HEAD_DIM; column += SLAB)
+                tma_store(&o_map, o_smem + (column / SLAB * BLOCK_M + consumer * 64) * SLAB_ROW, column,
+                          m_start + consumer * 64, head_index % p.heads, head_index / p.heads);
+            bulk_commit();
+        }
+"""
+# END SOLUTION
+
+# %% tags=["check"]
+# hint("11.6")
+check("11.6", epilogue)
+
+# %% [markdown]
+# ## 11.7 Room for the next tile
+#
+# *Bug hunt · 25 min*
+#
+# In `p11_6_overlap.cu` two products are under way at once: the scores of this tile, and O of the tile before, which runs on during the
+# softmax. `add_output()` waits for V of the tile before, issues O += P V and commits it. `output_is_there()` is
+# `wgmma_wait<0>()`. Here are the lines before the softmax and those after it. Somebody made room for the producer, and the
+# kernel became a little faster. Find out at what price, and repair it. The softmax should still run while O is under way.
+
+# %% tags=["exercise"]
+# BEGIN STARTER
+scores = r"""
+        float s[S_TILES * 4];
+        const uint64_t k_operand = descriptor(k_smem + stage * KV_BYTES);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < HEAD_DIM / MMA_K; k++)
+            wgmma_ss<BLOCK_N, T>(s, q_operand + columns_on<BLOCK_M>(k), k_operand + columns_on<BLOCK_N>(k), k > 0);
+        wgmma_commit();
+        if (!FIRST) add_output();
+        wgmma_wait<FIRST ? 0 : 1>();
+        if (first_thread) {
+            mbarrier_arrive(empty_k + 8 * stage);
+            if (!FIRST) mbarrier_arrive(empty_v + 8 * ((nth - 1) % STAGES));
+        }
+"""
+after_probabilities = r"""
+        if (!FIRST) {
+            output_is_there();
+#pragma unroll
+            for (int i = 0; i < O_TILES * 4; i++) acc[i] *= correction[i / 2 % 2];
+        }
+#pragma unroll
+        for (int i = 0; i < BLOCK_N / 4; i++) p_rmem[i / 4][i % 4] = pack<T>(s[2 * i], s[2 * i + 1]);
+"""
+# END STARTER
+# BEGIN SOLUTION
+scores = r"""
+        float s[S_TILES * 4];
+        const uint64_t k_operand = descriptor(k_smem + stage * KV_BYTES);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < HEAD_DIM / MMA_K; k++)
+            wgmma_ss<BLOCK_N, T>(s, q_operand + columns_on<BLOCK_M>(k), k_operand + columns_on<BLOCK_N>(k), k > 0);
+        wgmma_commit();
+        if (!FIRST) add_output();
+        wgmma_wait<FIRST ? 0 : 1>();                           // the scores are there, O is still under way
+        if (first_thread) mbarrier_arrive(empty_k + 8 * stage);
+"""
+after_probabilities = r"""
+        if (!FIRST) {
+            output_is_there();
+            if (first_thread) mbarrier_arrive(empty_v + 8 * ((nth - 1) % STAGES));     // repaired: V has been read
+#pragma unroll
+            for (int i = 0; i < O_TILES * 4; i++) acc[i] *= correction[i / 2 % 2];
+        }
+#pragma unroll
+        for (int i = 0; i < BLOCK_N / 4; i++) p_rmem[i / 4][i % 4] = pack<T>(s[2 * i], s[2 * i + 1]);
+"""
+# END SOLUTION
+
+# %% tags=["check"]
+# hint("11.7")
+check("11.7", scores, after_probabilities)
+
+# %% [markdown]
+# ## 11.8 The producer, from a blank page
+#
+# *Stretch · 60 min*
+#
+# Here is `p11_5_consumers.cu` up to the place where the roles part. What follows is the consumers' code: it begins with
+# `setmaxnreg_inc<CONSUMER_REGISTERS>()`.
+
+# %%
+show.region(
+    path("p11_5_consumers"), "constants", "copy a tile", "shared memory", "which rows", "which keys", "barriers"
+)
+
+# %% [markdown]
+# The consumers wait for Q at `full_q`, phase 0. They walk the keys backwards, from tile `end - 1` to 0, and count them: the nth,
+# n = 0, 1, ..., lies in stage n % STAGES. They wait for `full_k`, then for `full_v` of the stage. One thread of each consumer arrives at
+# `empty_k` when its warpgroup has read K, and at `empty_v` when it has read V.
+#
+# Write what the warps from `WARPS` on do. The check compiles it for `HEAD_DIM` 64 and 128, with 2 and 3 stages. It wants the tiles
+# to come as early as there is room.
+
+# %% tags=["exercise"]
+# BEGIN STARTER
+producer = r"""
+// YOUR CODE HERE
+"""
+# END STARTER
+# BEGIN SOLUTION
+producer = r"""
+    if (warp >= WARPS) {
+        setmaxnreg_dec<PRODUCER_REGISTERS>();
+        if (warp == WARPS && elect_one()) {
+            load_tile<BLOCK_M>(q_smem, q_map, full_q, m_start, head, batch);
+            for (int n = 0; n < end; n++) {
+                const int stage = n % STAGES, free = (n / STAGES + 1) % 2, key = (end - 1 - n) * BLOCK_N;
+                mbarrier_wait(empty_k + 8 * stage, free);      // all consumers have read the K that was there
+                load_tile<BLOCK_N>(k_smem + stage * KV_BYTES, k_map, full_k + 8 * stage, key, kv_head, batch);
+                mbarrier_wait(empty_v + 8 * stage, free);
+                load_tile<BLOCK_N>(v_smem + stage * KV_BYTES, v_map, full_v + 8 * stage, key, kv_head, batch);
+            }
+        }
+        return;
+    }
+"""
+# END SOLUTION
+
+# %% tags=["check"]
+# hint("11.8")
+check("11.8", producer)
+
+# %% [markdown]
+# ## 11.9 2 to the x, by multiplications
+#
+# *Stretch · 30 min*
+#
+# Exponentials have units of their own, and few of them: with `head_dim` 64 they take as long as both products. Multiply-adds go eight
+# times as fast. Compute $2^x$ with these, and with integer operations, for any $x \le 8$: the relative error at most $2^{-12}$ from
+# −126 on; below that 0, or next to it, for $-\infty$ too; NaN stays NaN. You may use `fmaf`, `rintf`, `__float_as_uint`,
+# `__uint_as_float`, conversions.
+
+# %% tags=["exercise"]
+# BEGIN STARTER
+exp2_polynomial = r"""
+__device__ __forceinline__ float exp2_polynomial(float x) {
+    return // YOUR CODE HERE
+}
+"""
+# END STARTER
+# BEGIN SOLUTION
+exp2_polynomial = r"""
+__device__ __forceinline__ float exp2_polynomial(float x) {
+    x = x < -127.f ? -127.f : x;                               // NaN stays NaN
+    const float n = rintf(x), f = x - n;                       // 2^x = 2^n 2^f
+    const float power = __uint_as_float((uint32_t)((int)n + 127) << 23);
+    return fmaf(f, fmaf(f, fmaf(f, 0.0550089516f, 0.242211014f), 0.693282902f), 1.f) * power;
+}
+"""
+# END SOLUTION
+
+# %% tags=["check"]
+# hint("11.9")
+check("11.9", exp2_polynomial)
+
+# %% [markdown]
+# ## Where you are
+#
+# You can divide a kernel into a producer and consumers, say at each barrier who waits for whom, name a tile for the tensor cores, and
+# find the mistakes that a GPU does not show.
+
+# %% tags=["nbval-ignore-output"]
+progress(11)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import random
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,12 @@ from typing import Any
 import torch
 
 from flashlab.check import CheckFailed, expect, running
-from flashlab.check.cuda_answer import PROBES, Source, built, examine, probe, ran, replaced, text_of
+from flashlab.check.cuda_answer import PROBES, Source, built, examine, probe, ran, replaced, source_of, text_of
 from flashlab.cuda import CudaModule
 from flashlab.exercises.registry import exercise
-from flashlab.kernels import path
-from flashlab.simt.report import Event
-from flashlab.simt.source import entries
+from flashlab.kernels import step
+from flashlab.simt.report import Counters, Event
+from flashlab.simt.source import blank_comments
 
 _HERE = Path(__file__).parent
 
@@ -315,7 +316,7 @@ def _(waits: Callable[[int, int], Waits], tile_bytes: Callable[[int, int, int], 
         said = _run_pipeline(torch.tensor([got[i, s] for i in range(_TILES)], dtype=torch.int32), s)
         expect(not said, f"in a pipeline with these parities {said}", diagnosis="wrong-parity", case=f"stages={s}")
     _expect_bytes(tile_bytes)
-    return f"{len(cases)} iterations; pipelines of 1 to 4 stages ran with them; the bytes are those that TMA counts"
+    return f"{len(cases)} iterations; pipelines of 1 to 4 stages ran with them"
 
 
 def _expect_bytes(tile_bytes: Callable[[int, int, int], int]) -> None:
@@ -777,10 +778,6 @@ def _warps(warps: set[int]) -> str:
 # ---- kernels of the ladder ------------------------------------------------------------------------------------------
 
 
-def _step(name: str) -> Source:
-    return Source(path(name).read_text(), name)
-
-
 def _changed(whole: Source, old: str, new: str) -> Source:
     """The source with one line of it changed; the learner's own lines stay where they are if the lines do."""
     assert whole.text.count(old) == 1, f"{old!r} occurs {whole.text.count(old)} times in {whole.name}.cu"
@@ -788,10 +785,15 @@ def _changed(whole: Source, old: str, new: str) -> Source:
 
 
 def _replaced_lines(whole: Source, first: str, last: str, text: str) -> Source:
-    """The source with the lines from the one that has `first` to the next that has `last` replaced by a learner's."""
+    """The source with the lines from that with `first` to that with `last` replaced by a learner's.
+
+    And some more, to where all braces are closed that were opened there.
+    """
     lines = whole.text.splitlines()
     begin = next(i for i, line in enumerate(lines) if first in line)
     end = next(i for i in range(begin, len(lines)) if last in lines[i])
+    while (cut := "".join(lines[begin : end + 1])).count("{") > cut.count("}"):
+        end += 1
     own = text.strip("\n").splitlines()
     return Source("\n".join([*lines[:begin], *own, *lines[end + 1 :]]) + "\n", whole.name, begin + 1, begin + len(own))
 
@@ -806,8 +808,8 @@ _EPILOGUE = ("if (first_thread) bulk_wait_read<0>();", "bulk_commit();")
     title="The last mile of O",
     minutes=20,
     difficulty="Bug hunt",
-    untouched="?",
-    history="a common mistake where stores and TMA meet; on a GPU such a kernel is right nearly always",
+    untouched="06c44aff40ae",
+    history="a common mistake where threads store what TMA or wgmma reads",
     hints=[
         "Follow one number of O: a lane stores it to shared memory with stmatrix; then the copy engine reads it. Both see "
         "the same memory, but they come to it on two different ways.",
@@ -818,7 +820,7 @@ _EPILOGUE = ("if (first_thread) bulk_wait_read<0>();", "bulk_commit();")
 )
 def _(epilogue: str) -> str:
     text = text_of(epilogue, "epilogue")
-    whole = _replaced_lines(_step("p11_10_epilogue"), *_EPILOGUE, text)
+    whole = _replaced_lines(source_of(step("p11_10_epilogue")), *_EPILOGUE, text)
     verdict = examine(whole, fast=False, probes=_SHORT, max_seq=150)
     stores = probe(built(whole, check=True), whole, _SHORT[0]).counters["tma_stores"]
     case = "heads=2, kv_heads=1, seq_q=200, seq_k=200, causal"
@@ -841,8 +843,8 @@ _RELEASE = """
     title="Room for the next tile",
     minutes=25,
     difficulty="Bug hunt",
-    untouched="?",
-    history="it was in a version of this course's own kernel",
+    untouched="7d7ce3738bf0",
+    history="a common mistake in kernels that have two products under way",
     hints=[
         "Two groups are committed in a round: the scores of this tile, then O += P V of the tile before. Which of them "
         "has wgmma_wait<1> waited for, and which is still under way?",
@@ -854,7 +856,7 @@ _RELEASE = """
 )
 def _(scores: str, after_probabilities: str) -> str:
     texts = text_of(scores, "scores"), text_of(after_probabilities, "after_probabilities")
-    base = _changed(_step("p11_6_overlap"), _RELEASE, "\n    };")
+    base = _changed(source_of(step("p11_6_overlap")), _RELEASE, "\n    };")
     whole = replaced(base, "rescale O", texts[1])
     whole = replaced(whole, "scores", texts[0])
     try:
@@ -875,3 +877,193 @@ def _(scores: str, after_probabilities: str) -> str:
 
 
 _LONG = (PROBES[0], (1, 1, 1, 64, 700, False))
+
+
+# ---- 11.8 -----------------------------------------------------------------------------------------------------------
+
+_AFTER = "    setmaxnreg_inc<CONSUMER_REGISTERS>();\n"
+# (head_dim, stages, shapes): stages that are used three times and more, two slabs per row, a causal block's few tiles.
+_PRODUCED = (
+    (128, 2, (PROBES[0], PROBES[1], (1, 1, 1, 70, 24, True))),
+    (64, 3, ((1, 1, 1, 64, 1000, False), PROBES[0])),
+)
+
+
+def _with_producer(text: str, stages: int) -> Source:
+    whole = replaced(step("p11_5_consumers"), "producer", text.strip("\n") + "\n" + _AFTER)
+    return _changed(whole, "STAGES = 2;", f"STAGES = {stages};")
+
+
+def _expect_early(events: Sequence[Event], stages: int, consumers: int, tile_bytes: int, case: str) -> None:
+    """Raises CheckFailed where the producer waits for more than the stage that it fills next.
+
+    events: of a run in which K and V of every tile have a load of so many bytes each.
+    """
+    __tracebackhide__ = True
+    producers = [e for e in events if e.warp >= 4 * consumers]
+    released = sorted({e.values[0] for e in events if e.did == "arrive" and e.warp < 4 * consumers})  # K's, then V's
+    places = sorted({e.values[0] for e in producers if e.did == "load" and e.values[1] == tile_bytes})  # K's, then V's
+    arrivals = dict.fromkeys(released, 0)
+    asked, waited = [0, 0], -1
+    for e in events:
+        if e.warp < 4 * consumers:
+            if e.did == "arrive":
+                arrivals[e.values[0]] += 1
+        elif e.did == "mbarrier-passed":
+            expect(
+                e.values[0] in arrivals,
+                "the result is right, but the producer waits for its own copies. The consumers do that: it can ask for the "
+                "next tile at once",
+                diagnosis="no-overlap",
+                case=case,
+            )
+            tile = (arrivals[e.values[0]] // consumers - 1) * stages + released.index(e.values[0]) % stages
+            if arrivals[e.values[0]] >= consumers and tile > waited:
+                waited = tile
+        elif e.did == "load" and e.values[1] == tile_bytes:
+            kind = int(e.values[0] >= places[stages])
+            n = asked[kind]
+            asked[kind] += 1
+            expect(
+                waited <= n - stages,
+                f"the result is right, but before {'KV'[kind]} of tile {n} (counted from 0) is asked for, the producer has "
+                f"waited until tile {waited} was read. With {stages} stages there is room as soon as "
+                + (f"tile {n - stages} has been read" if n >= stages else "the block begins"),
+                diagnosis="no-overlap",
+                case=case,
+            )
+
+
+@exercise(
+    "11.8",
+    title="The producer, from a blank page",
+    minutes=60,
+    difficulty="Stretch",
+    hints=[
+        "Warps WARPS and later are the producer's warpgroup. All of its threads give their registers back; one thread of "
+        "one warp does the rest; and none of them may go on to the consumers' code.",
+        "Q first, to full_q: one tile, for which nobody has to make room. Then the tiles of keys in the order in which the "
+        "consumers take them: from end - 1 down to 0. The nth of them, n = 0, 1, ..., goes to stage n % STAGES.",
+        "Before K of the nth tile: mbarrier_wait(empty_k + 8 * stage, ...), with the producer's parity of exercise 11.2. "
+        "Then load_tile, which announces the bytes itself. Then the same for V, with empty_v and full_v.",
+        "if (warp >= WARPS) { setmaxnreg_dec<PRODUCER_REGISTERS>(); if (warp == WARPS && elect_one()) { Q; the loop } "
+        "return; }",
+    ],
+)
+def _(producer: str) -> str:
+    text = text_of(producer, "producer")
+    if not blank_comments(text).strip():
+        raise NotImplementedError
+    count = 0
+    for head_dim, stages, shapes in _PRODUCED:
+        whole = _with_producer(text, stages)
+        case = f"head_dim={head_dim}, STAGES={stages}"
+        try:
+            verdict = examine(whole, head_dim=head_dim, fast=False, probes=shapes, max_seq=150)
+            _expect_well_asked(verdict.counters, case)
+            count += verdict.cases
+        except CheckFailed as failed:
+            raise _told(failed, text) from None
+    whole = _with_producer(text, 3)
+    case = "seq_q=64, seq_k=1000, head_dim=64, STAGES=3"
+    report = probe(built(whole, check=True, head_dim=64), whole, _PRODUCED[1][2][0], timeline=1)
+    _expect_early(report.launches[0].events, 3, 3, 128 * 64 * 2, case)
+    return f"{count} cases right with 2 and 3 stages, and the producer is ahead as far as there is room"
+
+
+def _expect_well_asked(c: Counters, case: str) -> None:
+    __tracebackhide__ = True
+    sentence = "the result is right, but no tile comes by tma_load: the copy engine should bring them"
+    expect(c["tma_loads"] > 0, sentence, diagnosis="no-tma-load", case=case)
+
+
+def _told(failed: CheckFailed, text: str) -> CheckFailed:
+    """The emulator's finding, and where it is the producer's doing in a way that its words do not say, that too."""
+    code = blank_comments(text)
+    if failed.diagnosis == "registers-missing" and "setmaxnreg_dec" not in code:
+        also = ": the producer's warps have not given theirs back (setmaxnreg_dec<PRODUCER_REGISTERS>, by all four)"
+        return CheckFailed(failed.sentence + also, diagnosis="registers-kept", case=failed.case)
+    if failed.diagnosis == "mbarrier-arrivals" and "elect_one" not in code and "threadIdx" not in code:
+        also = ". Each lane of the producer asks for the tile: one thread alone should"
+        return CheckFailed(failed.sentence + also, diagnosis="asked-by-all", case=failed.case)
+    return failed
+
+
+# ---- 11.9 -----------------------------------------------------------------------------------------------------------
+
+_FORBIDDEN = re.compile(r"\b(?:exp|exp2|expf|exp2f|__expf|exp10f?|__exp10f|expm1f?|exp2_approx|powf?|__powf|asm|"
+                        r"h2?exp2?|std::exp2?)\b")  # fmt: skip
+_ALLOWED = 2.0**-12  # half of what P's rounding to fp16 does
+
+
+@exercise(
+    "11.9",
+    title="2 to the x, by multiplications",
+    minutes=30,
+    difficulty="Stretch",
+    hints=[
+        "2^x = 2^n * 2^f, with n the nearest whole number and f = x - n in [-0.5, 0.5]. 2^n needs no arithmetic: a float "
+        "keeps its exponent, with 127 added, in bits 23 to 30.",
+        "2^f by a polynomial, Horner's way: fmaf(f, fmaf(f, fmaf(f, c3, c2), c1), 1.f). Taylor's coefficients, ln 2, "
+        "ln(2)^2 / 2, ln(2)^3 / 6, are best at 0 only: they err by 6e-4 at 0.5. One term more, or coefficients that "
+        "spread the error: 0.6932829, 0.2422110, 0.0550090.",
+        "n = rintf(f) and (int) work. So does a trick without a conversion: x + 12582912.f rounds x to a whole number, and "
+        "leaves it in the lowest bits; __float_as_uint(that) << 23 has it where the exponent is.",
+        "Below -127 there is no such float: take the maximum of x and -127 first, so that -infinity does no harm. Which "
+        "maximum keeps NaN? fmaxf(x, y) does not; x < -127.f ? -127.f : x does.",
+    ],
+)
+def _(exp2_polynomial: str) -> str:
+    text = text_of(exp2_polynomial, "exp2_polynomial")
+    expect("exp2_polynomial(" in text, "the text should still define `exp2_polynomial`", diagnosis="wrong-entry")
+    used = _FORBIDDEN.search(blank_comments(text))
+    expect(
+        used is None,
+        f"`{used[0] if used else ''}` is what this function should do without: multiplications, additions and integer "
+        "operations only",
+        diagnosis="not-by-hand",
+    )
+    whole = replaced(_source("phase_11_exp"), "operands", text)
+    module = built(whole, check=False)
+    x = torch.cat([torch.linspace(-126, 8, 9000), torch.arange(-126.0, 9), torch.linspace(-1, 1, 3001)])
+    y = _powers(module, whole, x)
+    error = ((y.double() - (want := torch.exp2(x.double()))) / want).abs()
+    error = torch.where(error.isnan(), torch.inf, error)
+    worst = int(error.argmax())
+    said = f"exp2_polynomial({x[worst]:.6g}) is {y[worst]:.6g}, and 2^x is {want[worst]:.6g}"
+    if float(error.max()) > 0.25:
+        at_whole = error[9000:9135].max() < _ALLOWED
+        if float(error.median()) < _ALLOWED or at_whole:
+            why = "right at whole numbers" if at_whole else "right for most numbers"
+            raise CheckFailed(f"{said}: it is {why}, and wrong where x is split: is f = x - n in [-0.5, 0.5], or in "
+                              "[0, 1), for negative x too?", diagnosis="wrong-split")  # fmt: skip
+        raise CheckFailed(
+            f"{said}. The exponent of a float is in bits 23 to 30, with 127 added: for 2^0 it is 0x3f800000",
+            diagnosis="wrong-power",
+        )
+    expect(
+        float(error.max()) <= _ALLOWED,
+        f"{said}: an error of {float(error.max()):.1e}, where {_ALLOWED:.1e} is allowed. P is rounded to 11 bits anyway, but "
+        "this is more: better coefficients, or a term more",
+        diagnosis="not-exact-enough",
+    )
+    low = torch.tensor([-torch.inf, -1e30, -1000.0, -300.0, -200.0, -150.0, -129.0])
+    y = _powers(module, whole, low)
+    bad = ((y < 0) | (y > 2.0**-120) | y.isnan()).nonzero().flatten().tolist()
+    at = bad[0] if bad else 0
+    expect(
+        not bad,
+        f"right from -126 on, but exp2_polynomial({low[at]:g}) is {y[at]:.4g}, and should be 0, or next to it: a masked score "
+        "is -infinity, and an exponent below -127 runs over into the sign",
+        diagnosis="wrong-below",
+    )
+    y = _powers(module, whole, torch.tensor([torch.nan]))
+    sentence = f"exp2_polynomial(NaN) is {y[0]:g}: a NaN among the scores should be seen in the result, not hidden"
+    expect(bool(y.isnan()), sentence, diagnosis="nan-hidden")
+    return f"{len(x)} numbers, the largest error {_ALLOWED:.1e} or less; -infinity and NaN too"
+
+
+def _powers(module: CudaModule, whole: Source, x: torch.Tensor) -> torch.Tensor:
+    x, y = x.float().contiguous(), torch.zeros(len(x))
+    ran(module, whole, None, lambda: module.launch("run", x, y, len(x), echo=False))
+    return y
