@@ -340,7 +340,7 @@ scores = r"""
 after_probabilities = r"""
         if (!FIRST) {
             output_is_there();
-            if (first_thread) mbarrier_arrive(empty_v + 8 * ((nth - 1) % STAGES));     // repaired: V has been read
+            if (first_thread) mbarrier_arrive(empty_v + 8 * ((nth - 1) % STAGES));     // repaired
 #pragma unroll
             for (int i = 0; i < O_TILES * 4; i++) acc[i] *= correction[i / 2 % 2];
         }

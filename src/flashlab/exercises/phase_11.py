@@ -70,8 +70,8 @@ def _parities(
 _MISTAKEN_PARITIES: dict[str, tuple[dict[str, bool], str]] = {
     "parities-exchanged": (
         {"inverted": True},
-        "the two parities are exchanged: a new barrier is in phase 0, which is not complete; the phase before it counts "
-        "as complete, and its parity is 1",
+        "the two parities are exchanged: a new barrier is in phase 0, which is not complete; the phase before it "
+        "counts as complete, and its parity is 1",
     ),
     "bytes-ignored": (
         {"bytes_count": False},
@@ -143,8 +143,8 @@ def _emulated_parities() -> list[list[tuple[bool, bool]]]:
     operations = torch.zeros(len(given), _STEPS, 2, dtype=torch.int32)
     operations[..., 0] = -1
     for block, (_, script) in enumerate(given):
-        for step, (name, number) in enumerate(script):
-            operations[block, step] = torch.tensor([OPERATIONS.index(name), number])
+        for at, (name, number) in enumerate(script):
+            operations[block, at] = torch.tensor([OPERATIONS.index(name), number])
     seen = torch.zeros_like(operations)
     arrivals = torch.tensor([n for n, _ in given], dtype=torch.int32)
     source = torch.zeros(4096, dtype=torch.int8)
@@ -165,12 +165,12 @@ def _in_words(script: Sequence[Operation]) -> str:
     minutes=15,
     difficulty="Warm-up",
     hints=[
-        "Three numbers are the whole state: the phase under way (0, 1, 2 ...), the arrivals that it still misses, and the "
-        "bytes that are announced and have not come.",
+        "Three numbers are the whole state: the phase under way (0, 1, 2 ...), the arrivals that it still misses, and "
+        "the bytes that are announced and have not come.",
         "After every operation, whichever it is: if no arrival and no byte is missing, the phase is complete. The next "
         "one begins, with all its arrivals missing.",
-        "While phase n is under way, n - 1 is the latest complete one. So parity 0 is complete where n is odd, parity 1 "
-        "where n is even, from the beginning.",
+        "While phase n is under way, n - 1 is the latest complete one. So parity 0 is complete where n is odd, parity "
+        "1 where n is even, from the beginning.",
     ],
 )
 def _(complete: Callable[[list[Operation], int], list[tuple[bool, bool]]]) -> str:
@@ -194,14 +194,14 @@ def _(complete: Callable[[list[Operation], int], list[tuple[bool, bool]]]) -> st
     for slug, (options, sentence) in _MISTAKEN_PARITIES.items():
         expect(got != [_parities(s, n, **options) for n, s in given], sentence, diagnosis=slug)
     for (arrivals, script), mine, right in zip(given, got, want, strict=True):
-        for step, (a, b) in enumerate(zip(mine, right, strict=True)):
+        for at, (a, b) in enumerate(zip(mine, right, strict=True)):
             parity = 0 if a[0] != b[0] else 1
             expect(
                 a == b,
-                f"after operation {step + 1}, {_in_words(script[step : step + 1])}, complete says of parity {parity} "
+                f"after operation {at + 1}, {_in_words(script[at : at + 1])}, complete says of parity {parity} "
                 f"{a[parity]}, and the emulator's barrier {b[parity]}",
                 diagnosis="wrong-parity",
-                case=f"{arrivals} arrival{'s' if arrivals > 1 else ''} per phase; {_in_words(script[: step + 1])}",
+                case=f"{arrivals} arrival{'s' if arrivals > 1 else ''} per phase; {_in_words(script[: at + 1])}",
             )
     raise AssertionError("got and want differ somewhere")
 
@@ -219,13 +219,14 @@ def _waits(i: int, stages: int) -> Waits:
 _MISTAKEN_WAITS: dict[str, tuple[Callable[[int, int], tuple[int, ...]], str]] = {
     "same-parity": (
         lambda i, s: (i % s, i // s % 2, i // s % 2),
-        "the producer waits for the same parity as the consumer. Think of iteration 0: nobody has used the stage, and the "
-        "producer waits for phase 0 of `empty`, which ends when a consumer releases the first tile. That tile never comes",
+        "the producer waits for the same parity as the consumer. Think of iteration 0: nobody has used the stage, and "
+        "the producer waits for phase 0 of `empty`, which ends when a consumer releases the first tile. That tile "
+        "never comes",
     ),
     "exchanged": (
         lambda i, s: (i % s, 1 - i // s % 2, i // s % 2),
-        "the two parities are exchanged: the consumer waits for the first tile, so for phase 0 of `full`; the producer has "
-        "nobody to wait for in the first round, so for the parity that a new barrier has complete",
+        "the two parities are exchanged: the consumer waits for the first tile, so for phase 0 of `full`; the producer "
+        "has nobody to wait for in the first round, so for the parity that a new barrier has complete",
     ),
     "parity-of-the-iteration": (
         lambda i, s: (i % s, i % 2, 1 - i % 2),
@@ -258,7 +259,10 @@ def _run_pipeline(table: torch.Tensor, stages: int, consumers: int = 2) -> str:
     """What the emulator finds in a pipeline with these stages and parities; nothing where it is right."""
     tiles = len(table)
     source = torch.arange(tiles * 32, dtype=torch.int32) // 32
-    out, pauses = torch.full((consumers, tiles), -1, dtype=torch.int32), torch.zeros(consumers, tiles, dtype=torch.int32)
+    out, pauses = (
+        torch.full((consumers, tiles), -1, dtype=torch.int32),
+        torch.zeros(consumers, tiles, dtype=torch.int32),
+    )
     arguments = (table, pauses, source, out, tiles, stages, consumers)
     try:
         ran(_module(True), _source("phase_11"), None,
@@ -275,12 +279,12 @@ def _run_pipeline(table: torch.Tensor, stages: int, consumers: int = 2) -> str:
     minutes=15,
     difficulty="Core",
     hints=[
-        "Iteration i uses stage i % stages. How often has that stage been used before? Each use is one phase of its two "
-        "barriers, `full` and `empty`, counted from 0.",
-        "Use number n: the consumer waits until phase n of `full` is complete. The producer waits until use n - 1 has been "
-        "released: phase n - 1 of `empty`. For n = 0 that is the phase -1 of a new barrier, whose parity is 1.",
-        "tile_bytes: the copy engine fills the whole box, with zeros for rows that do not exist, and the zeros count. An "
-        "element has 2 bytes; all slabs of a row belong to the tile.",
+        "Iteration i uses stage i % stages. How often has that stage been used before? Each use is one phase of its "
+        "two barriers, `full` and `empty`, counted from 0.",
+        "Use number n: the consumer waits until phase n of `full` is complete. The producer waits until use n - 1 has "
+        "been released: phase n - 1 of `empty`. For n = 0 that is the phase -1 of a new barrier, whose parity is 1.",
+        "tile_bytes: the copy engine fills the whole box, with zeros for rows that do not exist, and the zeros count. "
+        "An element has 2 bytes; all slabs of a row belong to the tile.",
     ],
 )
 def _(waits: Callable[[int, int], Waits], tile_bytes: Callable[[int, int, int], int]) -> str:
@@ -304,8 +308,8 @@ def _(waits: Callable[[int, int], Waits], tile_bytes: Callable[[int, int, int], 
         for what, a, b in zip(("stage", "consumer's parity", "producer's parity"), got[i, s], right, strict=True):
             expect(
                 a == b,
-                f"waits({i}, {s}): the {what} is {a}, and should be {b}: iterations 0 to {s - 1} use the stages for the "
-                "first time, the next "
+                f"waits({i}, {s}): the {what} is {a}, and should be {b}: iterations 0 to {s - 1} use the stages for "
+                "the first time, the next "
                 f"{s} for the second"
                 if s > 1
                 else f"waits({i}, 1): the {what} is {a}, and should be {b}: there is one stage, used in each iteration",
@@ -329,8 +333,8 @@ def _expect_bytes(tile_bytes: Callable[[int, int, int], int]) -> None:
     mistakes: dict[str, tuple[Callable[[int, int, int], int], str]] = {
         "zeros-not-counted": (
             lambda rows, d, left: min(rows, left) * d * 2,
-            "rows that do not exist are left out here. The copy engine fills the whole box, with zeros there, and counts "
-            "all of it: with fewer bytes announced, more come than the phase expects",
+            "rows that do not exist are left out here. The copy engine fills the whole box, with zeros there, and "
+            "counts all of it: with fewer bytes announced, more come than the phase expects",
         ),
         "elements-not-bytes": (lambda rows, d, left: rows * d, "these are elements; an element has 2 bytes"),
         "bits": (lambda rows, d, left: rows * d * 16, "these are bits; expect_tx takes bytes"),
@@ -372,10 +376,10 @@ _SWIZZLES = ("no swizzle", "the 128-byte swizzle", "the 64-byte swizzle", "the 3
     minutes=30,
     difficulty="Core",
     hints=[
-        "smem_descriptor(address, swizzle, leading_bytes, stride_bytes). In K-major and in MN-major swizzled tiles alike, "
-        "the stride leads to the next 8 lines of the tile. How long is a line, in bytes, in each of the three?",
-        "Which 16 of K? In a K-major tile they are columns, 32 bytes further in the same line. In an MN-major tile they "
-        "are lines: 16 lines further. Both are added to the address.",
+        "smem_descriptor(address, swizzle, leading_bytes, stride_bytes). In K-major and in MN-major swizzled tiles "
+        "alike, the stride leads to the next 8 lines of the tile. How long is a line, in bytes, in each of the three?",
+        "Which 16 of K? In a K-major tile they are columns, 32 bytes further in the same line. In an MN-major tile "
+        "they are lines: 16 lines further. Both are added to the address.",
         "Only v_rows uses the leading distance: from one slab of 64 columns to the next. A slab has 64 lines of 128 "
         "bytes.",
     ],
@@ -386,7 +390,7 @@ def _(descriptors: str) -> str:
         expect(f"{name}(" in text, f"the text should still define `{name}`", diagnosis="wrong-entry")
     whole = replaced(_source("phase_11_tile"), "operands", text)
     module = built(whole, check=False)
-    for which, (name, rows, columns, steps, n, by_rows, *_) in enumerate(_TILE_KINDS):
+    for which, (name, rows, columns, steps, n, *_) in enumerate(_TILE_KINDS):
         row = torch.arange(rows)[:, None].expand(rows, columns)
         column = torch.arange(columns).expand(rows, columns)
         given = torch.zeros(steps + 1, dtype=torch.int64)
@@ -413,25 +417,33 @@ def _expect_tile(which: int, row: torch.Tensor, column: torch.Tensor, given: lis
     step, i, j = off[0]
     found = int(row[step, i, j]), int(column[step, i, j])
     wanted = int(want_row[step, i, j]), int(want_column[step, i, j])
-    place = f"what lies at row {found[0]}, column {found[1]} of the tile" if found[0] >= 0 else "bytes outside of the tile"
+    place = (
+        f"what lies at row {found[0]}, column {found[1]} of the tile" if found[0] >= 0 else "bytes outside of the tile"
+    )
     said = (
         f"read through {name}(tile, {step}), the element of row {wanted[0]}, column {wanted[1]} is {place} "
         f"({len(off)} of {row.numel()} elements are wrong)"
     )
     bits = given[step] & (1 << 64) - 1
-    start, its_leading, its_stride, base = (bits & 0x3FFF) << 4, (bits >> 16 & 0x3FFF) << 4, (bits >> 32 & 0x3FFF) << 4, (
-        bits >> 49 & 7
+    start, its_leading, its_stride, base = (
+        (bits & 0x3FFF) << 4,
+        (bits >> 16 & 0x3FFF) << 4,
+        (bits >> 32 & 0x3FFF) << 4,
+        (bits >> 49 & 7),
     )
     tile, line = given[-1], (128, 128, 64)[which]
     want_start = step * (2048 if by_rows else 32)
     if bits >> 62 != swizzle:
-        why, slug = f"the descriptor says {_SWIZZLES[bits >> 62]}; the tile was written with {_SWIZZLES[swizzle]}", "swizzle"
+        why, slug = (
+            f"the descriptor says {_SWIZZLES[bits >> 62]}; the tile was written with {_SWIZZLES[swizzle]}",
+            "swizzle",
+        )
     elif its_stride != stride:
         why, slug = f"the stride is {its_stride} bytes, and 8 lines of this tile are {8 * line}", "stride"
     elif leading is not None and its_leading != leading:
         why, slug = (
-            f"the leading distance is {its_leading} bytes; the next 64 columns lie a slab further, and a slab is 64 lines "
-            "of 128 bytes",
+            f"the leading distance is {its_leading} bytes; the next 64 columns lie a slab further, and a slab is 64 "
+            "lines of 128 bytes",
             "leading",
         )
     elif start - tile != want_start:
@@ -502,13 +514,13 @@ def _asked(names: Sequence[str], function: Callable[..., int], cases: Sequence[t
     minutes=25,
     difficulty="Core",
     hints=[
-        "most_stages: what is there once (Q and its barrier), what is there for each stage (a tile of K, one of V, four "
-        "barriers)? The number of stages is what is left, divided by what a stage takes.",
-        "consumer_registers: at the launch every thread has 65536 / threads registers, rounded down to a multiple of 8; "
-        "all together that is the pool. The producer's whole warpgroup, 128 threads, keeps its own; the consumers' 128 "
-        "threads each share the rest, in multiples of 8, at most 256.",
-        "widest_tile: 64 rows by 128 threads. A float accumulator of 64 x N takes N / 2 registers per thread. P in 16-bit "
-        "numbers, two to a register, takes N / 4.",
+        "most_stages: what is there once (Q and its barrier), what is there for each stage (a tile of K, one of V, "
+        "four barriers)? The number of stages is what is left, divided by what a stage takes.",
+        "consumer_registers: at the launch every thread has 65536 / threads registers, rounded down to a multiple of "
+        "8; all together that is the pool. The producer's whole warpgroup, 128 threads, keeps its own; the consumers' "
+        "128 threads each share the rest, in multiples of 8, at most 256.",
+        "widest_tile: 64 rows by 128 threads. A float accumulator of 64 x N takes N / 2 registers per thread. P in "
+        "16-bit numbers, two to a register, takes N / 4.",
     ],
 )
 def _(
@@ -538,8 +550,8 @@ def _(
             "floats": (lambda *x: _most_stages(*x, item=4), "an element has 2 bytes, and here it has 4"),
             "barriers-forgotten": (
                 lambda *x: _most_stages(*x, fixed_barriers=0, barriers=0),
-                "the tiles are right. The barriers take room as well: 8 bytes each, one for Q and four for a stage. Where "
-                "the tiles fit exactly, they decide",
+                "the tiles are right. The barriers take room as well: 8 bytes each, one for Q and four for a stage. "
+                "Where the tiles fit exactly, they decide",
             ),
         },
         names,
@@ -557,8 +569,8 @@ def _(
             ),
             "a-warp-for-the-producer": (
                 lambda c, p: _consumer_registers(c, p, group=32),
-                "the producer counts as one warp here. setmaxnreg is an instruction of a warpgroup: four warps have those "
-                "registers, though three of them do nothing",
+                "the producer counts as one warp here. setmaxnreg is an instruction of a warpgroup: four warps have "
+                "those registers, though three of them do nothing",
             ),
             "not-a-multiple-of-8": (
                 lambda c, p: _consumer_registers(c, p, step=1),
@@ -566,8 +578,8 @@ def _(
             ),
             "rounded-at-the-launch": (
                 lambda c, p: _consumer_registers(c, p, whole=True),
-                "you deal out all 65536. The launch gives each thread a multiple of 8, and what that rounding leaves over "
-                "belongs to nobody: the pool is smaller",
+                "you deal out all 65536. The launch gives each thread a multiple of 8, and what that rounding leaves "
+                "over belongs to nobody: the pool is smaller",
             ),
             "above-256": (
                 lambda c, p: _consumer_registers(c, p, most=1 << 30),
@@ -581,15 +593,22 @@ def _(
         ),
     )
     names = ("head_dim", "registers", "others")
+    room = ((64, 160), (64, 240), (128, 168), (128, 240), (256, 240))
+    tiles = [(d, r, others) for d, r in room for others in (20, 40, 56)]
     _expect_numbers(
         "widest_tile",
-        _asked(names, widest_tile, [(d, r, o) for d, r in ((64, 160), (64, 240), (128, 168), (128, 240), (256, 240)) for o in (20, 40, 56)]),
+        _asked(names, widest_tile, tiles),
         _widest_tile,
         {
-            "p-forgotten": (lambda *x: _widest_tile(*x, p=0), "P of the tile before is not counted here: it is kept while "
-                            "S is computed"),
+            "p-forgotten": (
+                lambda *x: _widest_tile(*x, p=0),
+                "P of the tile before is not counted here: it is kept while S is computed",
+            ),
             "p-as-floats": (lambda *x: _widest_tile(*x, p=1 / 2), "P has 16-bit numbers: two of them share a register"),
-            "o-forgotten": (lambda *x: _widest_tile(*x, o=0), "O is not counted here: its accumulators stay all the time"),
+            "o-forgotten": (
+                lambda *x: _widest_tile(*x, o=0),
+                "O is not counted here: its accumulators stay all the time",
+            ),
             "not-a-multiple-of-16": (
                 lambda *x: _widest_tile(*x, step=1),
                 "keys are the K of the second product, which goes by 16: BLOCK_N is a multiple of 16",
@@ -697,18 +716,18 @@ def _at_the_wait(events: Sequence[tuple[int, str, int, int]], arrivals: dict[int
 _MISTAKEN_BLAME: dict[str, tuple[Callable[..., Blamed], str]] = {
     "last-arrival": (
         _last_arrival,
-        "you name the warp whose arrival was the latest before the wait passed. A phase of several arrivals waits for all "
-        "who make it up",
+        "you name the warp whose arrival was the latest before the wait passed. A phase of several arrivals waits for "
+        "all who make it up",
     ),
     "everybody": (
         _everybody,
-        "you name everybody who ever arrives at the barrier. The producer's first waits pass at a new barrier: nobody has "
-        "arrived, and it waits for nobody",
+        "you name everybody who ever arrives at the barrier. The producer's first waits pass at a new barrier: nobody "
+        "has arrived, and it waits for nobody",
     ),
     "between": (
         _at_the_wait,
-        "you name who arrived between the beginning of the wait and its end. Who arrived before the wait began belongs to "
-        "the phase as well",
+        "you name who arrived between the beginning of the wait and its end. Who arrived before the wait began belongs "
+        "to the phase as well",
     ),
 }  # fmt: skip
 
@@ -726,8 +745,8 @@ def _logs() -> Iterator[tuple[str, list[tuple[int, str, int, int]], dict[int, in
     hints=[
         "Keep, for each barrier, the list of the warps that have arrived there so far. With n arrivals per phase, the "
         "first n of the list are phase 0, the next n phase 1.",
-        "When a wait has passed, the phase that it waited for is the latest complete one: the next phase needs an arrival "
-        "of the one who still waits, or of somebody who waits for that one.",
+        "When a wait has passed, the phase that it waited for is the latest complete one: the next phase needs an "
+        "arrival of the one who still waits, or of somebody who waits for that one.",
         "phase = len(arrived) // n - 1. Below 0, the wait was for nobody; else it was for "
         "arrived[phase * n : (phase + 1) * n].",
     ],
@@ -738,7 +757,9 @@ def _(waited_for: Callable[[list[tuple[int, str, int, int]], dict[int, int]], li
     said: list[Blamed] = []
     for case, events, arrivals in logs:
         with running(case):
-            said.append([(int(warp), {int(w) for w in warps}) for warp, warps in waited_for(list(events), dict(arrivals))])
+            said.append(
+                [(int(warp), {int(w) for w in warps}) for warp, warps in waited_for(list(events), dict(arrivals))]
+            )
     right = [_blamed(events, arrivals) for _, events, arrivals in logs]
     for slug, (wrong, sentence) in _MISTAKEN_BLAME.items():
         expect(said == right or said != [wrong(e, a) for _, e, a in logs], sentence, diagnosis=slug)
@@ -746,8 +767,8 @@ def _(waited_for: Callable[[list[tuple[int, str, int, int]], dict[int, int]], li
         passed = [(i, e) for i, e in enumerate(events) if e[1] == "mbarrier-passed"]
         expect(
             len(got) == len(want),
-            f"waited_for gives {len(got)} pairs, and {len(want)} waits of the log have passed: one pair for each, in their "
-            "order",
+            f"waited_for gives {len(got)} pairs, and {len(want)} waits of the log have passed: one pair for each, in "
+            "their order",
             diagnosis="wrong-shape",
             case=case,
         )
@@ -760,8 +781,8 @@ def _(waited_for: Callable[[list[tuple[int, str, int, int]], dict[int, int]], li
             )  # fmt: skip
             expect(
                 mine[1] == his[1],
-                f"event {at}: warp {warp} has passed the barrier at {bar}, parity {parity}, and you say that it waited for "
-                f"{_warps(mine[1])}. By then {listed}, {arrivals[bar]} to a phase: it was for {_warps(his[1])}",
+                f"event {at}: warp {warp} has passed the barrier at {bar}, parity {parity}, and you say that it waited "
+                f"for {_warps(mine[1])}. By then {listed}, {arrivals[bar]} to a phase: it was for {_warps(his[1])}",
                 diagnosis="wrong-warps",
                 case=case,
             )
@@ -811,10 +832,10 @@ _EPILOGUE = ("if (first_thread) bulk_wait_read<0>();", "bulk_commit();")
     untouched="06c44aff40ae",
     history="a common mistake where threads store what TMA or wgmma reads",
     hints=[
-        "Follow one number of O: a lane stores it to shared memory with stmatrix; then the copy engine reads it. Both see "
-        "the same memory, but they come to it on two different ways.",
-        "The barrier orders the threads: all have stored when the first thread goes on. Does it also say that the other "
-        "way, the async proxy, sees what they have stored?",
+        "Follow one number of O: a lane stores it to shared memory with stmatrix; then the copy engine reads it. Both "
+        "see the same memory, but they come to it on two different ways.",
+        "The barrier orders the threads: all have stored when the first thread goes on. Does it also say that the "
+        "other way, the async proxy, sees what they have stored?",
         "fence_proxy_async(), by each thread that has stored, after its last stmatrix and before the barrier.",
     ],
 )
@@ -848,10 +869,10 @@ _RELEASE = """
     hints=[
         "Two groups are committed in a round: the scores of this tile, then O += P V of the tile before. Which of them "
         "has wgmma_wait<1> waited for, and which is still under way?",
-        "Who arrives at empty_v says: nobody reads this tile of V any more, the producer may fill its stage again. From "
-        "which line on is that true?",
-        "The arrival at empty_v belongs behind wgmma_wait<0>, which is in output_is_there(). The one at empty_k may stay: "
-        "the scores have been waited for.",
+        "Who arrives at empty_v says: nobody reads this tile of V any more, the producer may fill its stage again. "
+        "From which line on is that true?",
+        "The arrival at empty_v belongs behind wgmma_wait<0>, which is in output_is_there(). The one at empty_k may "
+        "stay: the scores have been waited for.",
     ],
 )
 def _(scores: str, after_probabilities: str) -> str:
@@ -868,8 +889,8 @@ def _(scores: str, after_probabilities: str) -> str:
     events = probe(built(whole, check=True), whole, _LONG[1], timeline=1).launches[0].events
     expect(
         any(e.did == "wait" and e.values[1] > 0 for e in events),
-        "the result is right, and nothing is released too early; but each wait waits for all products. The softmax should "
-        "run while O += P V of the tile before is under way",
+        "the result is right, and nothing is released too early; but each wait waits for all products. The softmax "
+        "should run while O += P V of the tile before is under way",
         diagnosis="no-overlap",
         case="seq_q=64, seq_k=700",
     )
@@ -912,8 +933,8 @@ def _expect_early(events: Sequence[Event], stages: int, consumers: int, tile_byt
         elif e.did == "mbarrier-passed":
             expect(
                 e.values[0] in arrivals,
-                "the result is right, but the producer waits for its own copies. The consumers do that: it can ask for the "
-                "next tile at once",
+                "the result is right, but the producer waits for its own copies. The consumers do that: it can ask for "
+                "the next tile at once",
                 diagnosis="no-overlap",
                 case=case,
             )
@@ -926,8 +947,8 @@ def _expect_early(events: Sequence[Event], stages: int, consumers: int, tile_byt
             asked[kind] += 1
             expect(
                 waited <= n - stages,
-                f"the result is right, but before {'KV'[kind]} of tile {n} (counted from 0) is asked for, the producer has "
-                f"waited until tile {waited} was read. With {stages} stages there is room as soon as "
+                f"the result is right, but before {'KV'[kind]} of tile {n} (counted from 0) is asked for, the producer "
+                f"has waited until tile {waited} was read. With {stages} stages there is room as soon as "
                 + (f"tile {n - stages} has been read" if n >= stages else "the block begins"),
                 diagnosis="no-overlap",
                 case=case,
@@ -940,12 +961,12 @@ def _expect_early(events: Sequence[Event], stages: int, consumers: int, tile_byt
     minutes=60,
     difficulty="Stretch",
     hints=[
-        "Warps WARPS and later are the producer's warpgroup. All of its threads give their registers back; one thread of "
-        "one warp does the rest; and none of them may go on to the consumers' code.",
-        "Q first, to full_q: one tile, for which nobody has to make room. Then the tiles of keys in the order in which the "
-        "consumers take them: from end - 1 down to 0. The nth of them, n = 0, 1, ..., goes to stage n % STAGES.",
-        "Before K of the nth tile: mbarrier_wait(empty_k + 8 * stage, ...), with the producer's parity of exercise 11.2. "
-        "Then load_tile, which announces the bytes itself. Then the same for V, with empty_v and full_v.",
+        "Warps WARPS and later are the producer's warpgroup. All of its threads give their registers back; one thread "
+        "of one warp does the rest; and none of them may go on to the consumers' code.",
+        "Q first, to full_q: one tile, for which nobody has to make room. Then the tiles of keys in the order in which "
+        "the consumers take them: from end - 1 down to 0. The nth of them, n = 0, 1, ..., goes to stage n % STAGES.",
+        "Before K of the nth tile: mbarrier_wait(empty_k + 8 * stage, ...), with the producer's parity of exercise "
+        "11.2. Then load_tile, which announces the bytes itself. Then the same for V, with empty_v and full_v.",
         "if (warp >= WARPS) { setmaxnreg_dec<PRODUCER_REGISTERS>(); if (warp == WARPS && elect_one()) { Q; the loop } "
         "return; }",
     ],
@@ -1002,15 +1023,15 @@ _ALLOWED = 2.0**-12  # half of what P's rounding to fp16 does
     minutes=30,
     difficulty="Stretch",
     hints=[
-        "2^x = 2^n * 2^f, with n the nearest whole number and f = x - n in [-0.5, 0.5]. 2^n needs no arithmetic: a float "
-        "keeps its exponent, with 127 added, in bits 23 to 30.",
+        "2^x = 2^n * 2^f, with n the nearest whole number and f = x - n in [-0.5, 0.5]. 2^n needs no arithmetic: a "
+        "float keeps its exponent, with 127 added, in bits 23 to 30.",
         "2^f by a polynomial, Horner's way: fmaf(f, fmaf(f, fmaf(f, c3, c2), c1), 1.f). Taylor's coefficients, ln 2, "
         "ln(2)^2 / 2, ln(2)^3 / 6, are best at 0 only: they err by 6e-4 at 0.5. One term more, or coefficients that "
         "spread the error: 0.6932829, 0.2422110, 0.0550090.",
-        "n = rintf(f) and (int) work. So does a trick without a conversion: x + 12582912.f rounds x to a whole number, and "
-        "leaves it in the lowest bits; __float_as_uint(that) << 23 has it where the exponent is.",
-        "Below -127 there is no such float: take the maximum of x and -127 first, so that -infinity does no harm. Which "
-        "maximum keeps NaN? fmaxf(x, y) does not; x < -127.f ? -127.f : x does.",
+        "n = rintf(f) and (int) work. So does a trick without a conversion: x + 12582912.f rounds x to a whole number, "
+        "and leaves it in the lowest bits; __float_as_uint(that) << 23 has it where the exponent is.",
+        "Below -127 there is no such float: take the maximum of x and -127 first, so that -infinity does no harm. "
+        "Which maximum keeps NaN? fmaxf(x, y) does not; x < -127.f ? -127.f : x does.",
     ],
 )
 def _(exp2_polynomial: str) -> str:
@@ -1043,8 +1064,8 @@ def _(exp2_polynomial: str) -> str:
         )
     expect(
         float(error.max()) <= _ALLOWED,
-        f"{said}: an error of {float(error.max()):.1e}, where {_ALLOWED:.1e} is allowed. P is rounded to 11 bits anyway, but "
-        "this is more: better coefficients, or a term more",
+        f"{said}: an error of {float(error.max()):.1e}, where {_ALLOWED:.1e} is allowed. P is rounded to 11 bits "
+        "anyway, but this is more: better coefficients, or a term more",
         diagnosis="not-exact-enough",
     )
     low = torch.tensor([-torch.inf, -1e30, -1000.0, -300.0, -200.0, -150.0, -129.0])
@@ -1053,8 +1074,8 @@ def _(exp2_polynomial: str) -> str:
     at = bad[0] if bad else 0
     expect(
         not bad,
-        f"right from -126 on, but exp2_polynomial({low[at]:g}) is {y[at]:.4g}, and should be 0, or next to it: a masked score "
-        "is -infinity, and an exponent below -127 runs over into the sign",
+        f"right from -126 on, but exp2_polynomial({low[at]:g}) is {y[at]:.4g}, and should be 0, or next to it: a "
+        "masked score is -infinity, and an exponent below -127 runs over into the sign",
         diagnosis="wrong-below",
     )
     y = _powers(module, whole, torch.tensor([torch.nan]))
