@@ -371,8 +371,8 @@ show.region(
 # n = 0, 1, ..., lies in stage n % STAGES. They wait for `full_k`, then for `full_v` of the stage. One thread of each consumer arrives at
 # `empty_k` when its warpgroup has read K, and at `empty_v` when it has read V.
 #
-# Write what the warps from `WARPS` on do. The check compiles it for `HEAD_DIM` 64 and 128, with 2 and 3 stages. It wants the tiles
-# to come as early as there is room.
+# Write what the warps from `WARPS` on do. The check compiles it for `HEAD_DIM` 128, with 3 stages instead of 2. It wants each tile to
+# be asked for as soon as there is room.
 
 # %% tags=["exercise"]
 # BEGIN STARTER

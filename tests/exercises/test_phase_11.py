@@ -374,6 +374,34 @@ def test_a_producer_that_waits_for_its_own_copies():
     assert diagnosis("11.8", changed("producer", (WAIT_K, wait))) == "no-overlap"
 
 
+def test_a_producer_may_ask_for_the_next_k_before_v():
+    text = """
+    if (warp >= WARPS) {
+        setmaxnreg_dec<PRODUCER_REGISTERS>();
+        if (warp == WARPS && elect_one()) {
+            auto ask = [&](int n, const CUtensorMap& map, uint32_t smem, uint32_t full_bar, uint32_t empty_bar) {
+                const int stage = n % STAGES;
+                mbarrier_wait(empty_bar + 8 * stage, (n / STAGES & 1) ^ 1);
+                load_tile<BLOCK_N>(smem + stage * KV_BYTES, map, full_bar + 8 * stage, (end - 1 - n) * BLOCK_N, kv_head,
+                                   batch);
+            };
+            load_tile<BLOCK_M>(q_smem, q_map, full_q, m_start, head, batch);
+            for (int n = 0; n <= end; n++) {
+                if (n < end) ask(n, k_map, k_smem, full_k, empty_k);
+                if (n > 0) ask(n - 1, v_map, v_smem, full_v, empty_v);
+            }
+        }
+        return;
+    }
+"""
+    assert check("11.8", text)
+
+
+def test_a_producer_that_leaves_a_stage_empty():
+    late = "if (n > 1) mbarrier_wait(empty_v + 8 * ((n - 2) % STAGES), (n - 2) / STAGES % 2);"
+    assert diagnosis("11.8", changed("producer", (WAIT_K, f"{late}\n                {WAIT_K}"))) == "no-overlap"
+
+
 def test_other_producers():
     text = """
     if (threadIdx.x >= CONSUMERS * GROUP) {
