@@ -399,7 +399,7 @@ def _(descriptors: str) -> str:
         for numbers in (row, column):
             out = torch.zeros(steps, 16, n)
             arguments = (numbers.half().contiguous(), out, given, which)
-            ran(module, whole, name, lambda arguments=arguments: module.launch("read_tile", *arguments, echo=False))
+            ran(module, whole, name, functools.partial(module.launch, "read_tile", *arguments, echo=False))
             seen.append(out.int())
         _expect_tile(which, seen[0], seen[1], given.tolist())
     return "three tiles, read through your descriptors and multiplied by the identity"
@@ -529,7 +529,7 @@ def _(
     consumer_registers: Callable[[int, int], int],
     widest_tile: Callable[[int, int, int], int],
 ) -> str:
-    names = ("block_m", "block_n", "head_dim", "shared_bytes")
+    names: tuple[str, ...] = ("block_m", "block_n", "head_dim", "shared_bytes")
     shapes = [(128, 128, 64), (192, 128, 64), (128, 128, 128), (128, 176, 128), (128, 80, 256), (64, 64, 64)]
     limits = [227 * 1024, 99 * 1024, 163 * 1024, 16 * 1024]
     stages = [(*shape, limit) for shape in shapes for limit in limits]
