@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 
 import numpy as np
 import pytest
 import torch
 
+from flashlab.cuda.toolchain import find_cuobjdump, find_nvcc
 from flashlab.simt import CompileError, DeadlockError, HostError, IllegalAccess, SimtError, compile_cuda
+from flashlab.simt.build import INCLUDE
 
 from .conftest import KERNELS, module
 from .tma_model import SWIZZLES, Box
@@ -376,6 +380,19 @@ extern "C" void run() {}
     for place, says in wrong.items():
         with pytest.raises(CompileError, match=f"kernel.cu:2: error: .*{says}"):
             compile_cuda(kernel.replace("PLACE", place))
+
+
+@pytest.mark.skipif(find_nvcc() is None or shutil.which("g++") is None, reason="there is no nvcc")
+@pytest.mark.parametrize("name", ["hopper_copies.cu", "hopper_broken.cu"])
+def test_nvcc_compiles_it_for_hopper(tmp_path, name):
+    command = [find_nvcc(), "-std=c++17", "-I", str(INCLUDE), "-gencode=arch=compute_90a,code=sm_90a", "-cubin",
+               "-o", str(tmp_path / "out.cubin"), str(KERNELS / name)]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    if name == "hopper_copies.cu" and find_cuobjdump():
+        sass = subprocess.run([find_cuobjdump(), "-sass", command[-2]], capture_output=True, text=True).stdout
+        for instruction in ("UTMALDG.5D", "UTMASTG.5D", "UTMAREDG.5D", "UBLKCP", "SYNCS", "UTMACCTL.PF", "ELECT"):
+            assert instruction in sass, instruction
 
 
 # ---- tensor maps -----------------------------------------------------------------------------------

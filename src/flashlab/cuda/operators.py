@@ -59,6 +59,7 @@ def _backend(this: Step) -> Backend:
         loaded = module(this.name, head_dim=q.shape[-1], dtype=q.dtype, on_gpu=q.is_cuda)
         return loaded.forward(q, k, v, causal=right == 0, scale=scale)
 
+    hopper = this in HOPPER
     return Backend(
         this.name,
         f"the CUDA kernel of phase {this.phase}",
@@ -67,8 +68,9 @@ def _backend(this: Step) -> Backend:
         dtypes=this.dtypes,
         head_dims=this.head_dims,
         masks=False,
-        where="on a GPU, built by nvcc at the first call, or emulated on the CPU",
-        unfit=_unfit,
+        where=f"on a GPU{' of compute capability 9.0' if hopper else ''}, built by nvcc at the first call, "
+        "or emulated on the CPU",
+        unfit=_unfit_but_hopper if hopper else _unfit,
     )
 
 
@@ -76,6 +78,15 @@ def _unfit(device: torch.device) -> str | None:
     if device.type not in ("cpu", "cuda"):
         return f"it runs on a GPU of Nvidia, or emulated on the CPU, and q is on {device}"
     return None
+
+
+def _unfit_but_hopper(device: torch.device) -> str | None:
+    # torch.compile may not look at the device.
+    if device.type == "cuda" and not torch.compiler.is_compiling():
+        capability = torch.cuda.get_device_capability(device)
+        if capability != (9, 0):
+            return f"it needs compute capability 9.0, and this GPU has {capability[0]}.{capability[1]}"
+    return _unfit(device)
 
 
 for _step in SERIES + HOPPER:

@@ -107,7 +107,7 @@ HOPPER = (
     Step("p11_11_rescale", "O is rescaled only when the maximum has moved far", defines=_SCHEDULER),
     Step("p11_12_polynomial", "some exponentials by arithmetic", defines=_POLYNOMIAL),
     Step("p11_flash", "tiles for small grids; HEAD_DIM = 256", head_dims=(64, 128, 256),
-         defines=_POLYNOMIAL | {"STAGES": (2, 3)}),
+         defines=_POLYNOMIAL | {"DYNAMIC": (1, 0, 2), "STAGES": (2, 3), "BLOCK_N": (128, 64, 96, 160)}),
 )  # fmt: skip
 """Phase 11, a ladder of its own: it begins at p9_1_masks, and runs on capability 9.0 alone (or emulated)."""
 

@@ -320,8 +320,8 @@ def _wgmma_overwritten(f: Facts) -> str:
     does = f"{f.who} {_DOES[f.how]}{f.here} shared memory that the wgmma{f.there} (warpgroup of {f.whom})"
     if f.v[2]:
         return (
-            f"{does} may still be reading: nothing between says that it has ended. A barrier does, at which a thread of "
-            "that warpgroup arrives after its wgmma_wait"
+            f"{does} may still be reading: nothing between says that it has ended. A barrier does, at which a thread "
+            "of that warpgroup arrives after its wgmma_wait"
         )
     return (
         f"{does} reads, which has been issued and not yet been waited for: a write is ordered before the one, or after "
@@ -398,10 +398,10 @@ def _registers_warps(f: Facts) -> str:
 
 # ---- mbarriers, TMA and bulk copies ----------------------------------------------------------------
 def _proxy_fence(f: Facts) -> str:
+    what = "wgmma" if f.how == "wgmma" else "a copy"
     return (
         f"{f.who} {_DOES[f.how]}{f.here} shared memory that {f.whom} {_DID[f.words]}{f.there}, with no "
-        f"fence_proxy_async between: {'wgmma' if f.how == 'wgmma' else 'a copy'} need not see what stores have written, "
-        "nor come after it"
+        f"fence_proxy_async between: {what} need not see what stores have written, nor come after it"
     )
 
 

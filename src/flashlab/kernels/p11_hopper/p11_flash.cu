@@ -143,6 +143,7 @@ flash_forward(const Problem p, int heads_together,             // and what TMA h
         for (int i = 0; i < BARRIERS - 4; i++) mbarrier_init(full_q + 8 * i, full_q + 8 * i < empty_k ? 1 : CONSUMERS);
         for (int i = 0; i < 2; i++)                            // every thread of the consumers reads the number
             mbarrier_init(full_part + 8 * i, 1), mbarrier_init(empty_part + 8 * i, WARPS * WARP_SIZE);
+        tma_prefetch(&q_map), tma_prefetch(&k_map), tma_prefetch(&v_map), tma_prefetch(&o_map);        // New
         fence_mbarrier_init();                                 // or the copy engine might not see them yet
     }
     __syncthreads();                                           // the last one
@@ -353,7 +354,7 @@ flash_forward(const Problem p, int heads_together,             // and what TMA h
             if (t == 0 && m_start + row < p.seq_q)
                 p.lse[first_row + row] = sum == 0.f ? -INFINITY : (m_i[r] * scale_log2 + log2f(sum)) * LN2;
         }
-        // This thread's own part of O, of its group of warps alone: barriers 1 to CONSUMERS are the turns
+        // 64 rows of o_smem are this consumer's alone. Its 128 threads have a barrier too, behind those of turns
         if (first_thread) bulk_wait_read<0>();                 // the O before it has been read
         named_barrier_sync(1 + CONSUMERS + consumer, GROUP);
 #pragma unroll

@@ -59,7 +59,7 @@ static inline __attribute__((always_inline)) void hook(void* p, int bytes, bool 
     Lane* me = current_lane();
     if (!me) return;                                        // host code
     if ((uintptr_t)p - (uintptr_t)me->stack < STACK) {      // local memory
-        if (__builtin_expect(me->registers_in_use, 0)) {  // by a wgmma
+        if (__builtin_expect((uintptr_t)p - me->in_use_low < me->in_use_bytes, 0)) {  // by a wgmma, perhaps
             Inside inside(me, pc);
             if (me->block->worker->warpgroups->file_if_in_use(me, (uintptr_t)p, bytes, write, pc)) return;
         }

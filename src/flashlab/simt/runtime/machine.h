@@ -77,7 +77,7 @@ struct PendingStore {
 // Registers that a wgmma under way uses, and those that a wgmma has ever been given (warpgroup.cpp).
 struct RegistersInUse {
     uintptr_t low, high, pc;
-    uint64_t number;  // of the wgmma
+    uint64_t number;  // of the last wgmma that uses them; pc is where the first was issued
     bool of_a;        // it only reads them
 };
 struct GivenRegisters {
@@ -97,7 +97,7 @@ struct Lane {  // one CUDA thread
     uintptr_t pc;    // return address of the runtime call it is in, or was last in
     int accesses;    // since it last let others run
     PendingStore store;
-    bool registers_in_use = false;  // in_use is not empty
+    uintptr_t in_use_low = 0, in_use_bytes = 0;  // all of in_use lies in there
     std::vector<RegistersInUse> in_use;
     std::vector<GivenRegisters> given;
     struct {
@@ -110,6 +110,7 @@ struct Lane {  // one CUDA thread
     size_t first_copy;  // copies[first_copy...] are still on their way
     std::vector<Copy> copies;
     std::vector<uint32_t> proxy_fences;  // the warp's time at each of its fence_proxy_async (proxy.h)
+    uint16_t fences;                     // how many there were, the lowest bits
     PhaseWait phase_wait;
     uint32_t bulk_group;  // number of the open group of its stores
     std::vector<std::shared_ptr<BulkStore>> stores;

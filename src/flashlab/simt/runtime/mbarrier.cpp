@@ -31,7 +31,7 @@ Mbarrier* Mbarriers::make(Lane* me, uint32_t address, int count) {
     bar.clock = known->second.first;
     bar.init_pc = me->pc;
     bar.init.time = me->warp->time, bar.init.thread = (uint64_t)me->id;
-    bar.init_fences = (uint16_t)me->proxy_fences.size();
+    bar.init_fences = me->fences;
     return &bar;
 }
 void Mbarriers::end(uint32_t address) { all.erase(address); }

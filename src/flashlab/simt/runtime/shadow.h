@@ -83,17 +83,13 @@ public:
     void end_mbarrier(uint32_t address);
 
 private:
-    bool being_read_between(uint64_t begin, uint64_t end) const {
-        for (uint64_t chunk = begin / 16; chunk <= (end - 1) / 16; chunk++)
-            if (being_read[chunk]) return true;
-        return false;
-    }
-    void file_overwritten(Lane* lane, uint64_t address, int bytes, const char* how);
+    bool file_if_read(Lane* lane, uint64_t address, int bytes, const char* how);
     void file_out_of_bounds(Lane* lane, uint64_t address, int bytes, const char* how);
     SharedWindow window;
     Cell* cells;  // mapped, so that what is never touched costs nothing
     size_t count;
-    std::vector<AsyncRead*> async_reads;  // under way
+    bool reading = false;                 // there is one under way:
+    std::vector<AsyncRead*> async_reads;
     std::vector<uint16_t> being_read;     // by how many of them, every 16 bytes
     uint64_t dynamic, dynamic_end;  // shared addresses
     std::vector<uint16_t>

@@ -14,6 +14,12 @@ namespace simt {
 static int group_of(const Warp* warp) { return warp->index / WARPS_OF_GROUP; }
 static int place_in_group(const Warp* warp) { return warp->index % WARPS_OF_GROUP; }
 
+static void bound(Lane& lane) {
+    uintptr_t low = ~(uintptr_t)0, high = 0;
+    for (const RegistersInUse& r : lane.in_use) low = std::min(low, r.low), high = std::max(high, r.high);
+    lane.in_use_low = low, lane.in_use_bytes = high ? high - low : 0;
+}
+
 void Warpgroups::begin_block() {
     if (!used) return;
     used = false;
@@ -23,8 +29,8 @@ void Warpgroups::begin_block() {
     told.clear();
     for (int t = 0; t < worker->block.threads; t++) {
         Lane& lane = worker->lanes[t];
-        lane.registers_in_use = false;
         lane.in_use.clear(), lane.given.clear();
+        bound(lane);
     }
     worker->shadow->watched = false;
 }
@@ -136,11 +142,17 @@ void Warpgroups::issue(Warp* warp, const Slot& slot) {
         if (!checked) continue;
         check_fence(warp, l, its, p, number);
         auto use = [&](const void* registers, size_t bytes, bool of_a) {
-            lane.in_use.push_back({(uintptr_t)registers, (uintptr_t)registers + bytes, slot.pc, number, of_a});
+            const uintptr_t low = (uintptr_t)registers;
+            for (RegistersInUse& r : lane.in_use)
+                if (r.low == low && r.high == low + bytes && r.of_a == of_a) {
+                    r.number = number;
+                    return;
+                }
+            lane.in_use.push_back({low, low + bytes, slot.pc, number, of_a});
         };
         use(its.d, (size_t)p.n / 2 * sizeof(float), false);
         if (its.a_registers) use(its.a_registers, 16, true);
-        lane.registers_in_use = true;
+        bound(lane);
     }
     if (checked) check_operands(p, warp);
     note(warp, DID_WGMMA, slot.pc, (int64_t)number, p.n);
@@ -266,7 +278,7 @@ void Warpgroups::pass(Warp* warp) {
         Lane& lane = warp->lanes[l];
         auto done = [&](const RegistersInUse& r) { return r.number <= mine.completed; };
         lane.in_use.erase(std::remove_if(lane.in_use.begin(), lane.in_use.end(), done), lane.in_use.end());
-        lane.registers_in_use = !lane.in_use.empty();
+        bound(lane);
         if (lane.state == IN_WGMMA) make_runnable(&lane);
     }
 }
