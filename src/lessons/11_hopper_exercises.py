@@ -211,7 +211,7 @@ print("arrivals per phase, of each barrier:", arrivals)
 
 # %% tags=["exercise"]
 def waited_for(events, arrivals):
-    """For each "mbarrier-passed", in the order of the log: (its warp, the set of the warps that the phase waited for)."""
+    """For each "mbarrier-passed", in order: (its warp, the set of the warps it was for)."""
     # BEGIN SOLUTION
     arrived = {bar: [] for bar in arrivals}
     found = []
