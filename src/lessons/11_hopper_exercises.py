@@ -244,12 +244,14 @@ epilogue = r"""
         if (first_thread) bulk_wait_read<0>();                 // the O before it has been read
         named_barrier_sync(1 + CONSUMERS + consumer, GROUP);
 #pragma unroll
-        for (int n = 0; n < O_TILES; n += 2) {                 // two MMA tiles, 16 rows x 16 columns, per warp
+        for (int n = 0; n < O_TILES; n += 2) {     // two MMA tiles, 16 rows x 16 columns, per warp
             uint32_t o_rmem[4];
             for (int i = 0; i < 4; i++)
-                o_rmem[i] = pack<T>(acc[4 * n + 2 * i] * inverse[i % 2], acc[4 * n + 2 * i + 1] * inverse[i % 2]);
+                o_rmem[i] = pack<T>(acc[4 * n + 2 * i] * inverse[i % 2],
+                                    acc[4 * n + 2 * i + 1] * inverse[i % 2]);
             const int column = n * MMA_N + lane / 16 * 8;
-            stmatrix_x4(o_lane + column / SLAB * BLOCK_M * SLAB_ROW + (column % SLAB / 8 ^ lane % 8) * 16, o_rmem);
+            stmatrix_x4(o_lane + column / SLAB * BLOCK_M * SLAB_ROW + (column % SLAB / 8 ^ lane % 8) * 16,
+                        o_rmem);
         }
         named_barrier_sync(1 + CONSUMERS + consumer, GROUP);   // all 64 rows are stored
         if (first_thread) {
@@ -265,14 +267,16 @@ epilogue = r"""
         if (first_thread) bulk_wait_read<0>();                 // the O before it has been read
         named_barrier_sync(1 + CONSUMERS + consumer, GROUP);
 #pragma unroll
-        for (int n = 0; n < O_TILES; n += 2) {                 // two MMA tiles, 16 rows x 16 columns, per warp
+        for (int n = 0; n < O_TILES; n += 2) {     // two MMA tiles, 16 rows x 16 columns, per warp
             uint32_t o_rmem[4];
             for (int i = 0; i < 4; i++)
-                o_rmem[i] = pack<T>(acc[4 * n + 2 * i] * inverse[i % 2], acc[4 * n + 2 * i + 1] * inverse[i % 2]);
+                o_rmem[i] = pack<T>(acc[4 * n + 2 * i] * inverse[i % 2],
+                                    acc[4 * n + 2 * i + 1] * inverse[i % 2]);
             const int column = n * MMA_N + lane / 16 * 8;
-            stmatrix_x4(o_lane + column / SLAB * BLOCK_M * SLAB_ROW + (column % SLAB / 8 ^ lane % 8) * 16, o_rmem);
+            stmatrix_x4(o_lane + column / SLAB * BLOCK_M * SLAB_ROW + (column % SLAB / 8 ^ lane % 8) * 16,
+                        o_rmem);
         }
-        fence_proxy_async();                                   // repaired: the async proxy sees what was stored
+        fence_proxy_async();                                   // repaired
         named_barrier_sync(1 + CONSUMERS + consumer, GROUP);   // all 64 rows are stored
         if (first_thread) {
             for (int column = 0; column < HEAD_DIM; column += SLAB)
@@ -305,7 +309,8 @@ scores = r"""
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < HEAD_DIM / MMA_K; k++)
-            wgmma_ss<BLOCK_N, T>(s, q_operand + columns_on<BLOCK_M>(k), k_operand + columns_on<BLOCK_N>(k), k > 0);
+            wgmma_ss<BLOCK_N, T>(s, q_operand + columns_on<BLOCK_M>(k), k_operand + columns_on<BLOCK_N>(k),
+                                 k > 0);
         wgmma_commit();
         if (!FIRST) add_output();
         wgmma_wait<FIRST ? 0 : 1>();
@@ -331,7 +336,8 @@ scores = r"""
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < HEAD_DIM / MMA_K; k++)
-            wgmma_ss<BLOCK_N, T>(s, q_operand + columns_on<BLOCK_M>(k), k_operand + columns_on<BLOCK_N>(k), k > 0);
+            wgmma_ss<BLOCK_N, T>(s, q_operand + columns_on<BLOCK_M>(k), k_operand + columns_on<BLOCK_N>(k),
+                                 k > 0);
         wgmma_commit();
         if (!FIRST) add_output();
         wgmma_wait<FIRST ? 0 : 1>();                           // the scores are there, O is still under way
@@ -362,9 +368,8 @@ check("11.7", scores, after_probabilities)
 # `setmaxnreg_inc<CONSUMER_REGISTERS>()`.
 
 # %%
-show.region(
-    path("p11_5_consumers"), "constants", "copy a tile", "shared memory", "which rows", "which keys", "barriers"
-)
+names = ("constants", "copy a tile", "shared memory", "which rows", "which keys", "barriers")
+show.region(path("p11_5_consumers"), *names)
 
 # %% [markdown]
 # The consumers wait for Q at `full_q`, phase 0. They walk the keys backwards, from tile `end - 1` to 0, and count them: the nth,

@@ -245,9 +245,7 @@ def test_other_wrong_blames():
 
 
 # ---- 11.6 and 11.7: the bug hunts ------------------------------------------------------------------------------------
-FENCE = (
-    "        fence_proxy_async();                                   // repaired: the async proxy sees what was stored\n"
-)
+FENCE = "        fence_proxy_async();                                   // repaired\n"
 BARRIER = "        named_barrier_sync(1 + CONSUMERS + consumer, GROUP);   // all 64 rows are stored\n"
 
 
