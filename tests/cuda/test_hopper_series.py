@@ -10,12 +10,18 @@ from test_series import BOUND, CASES, run
 
 from flashlab.attention import reference
 from flashlab.cuda import load_inline
+from flashlab.cuda.builds import build
 from flashlab.cuda.resources import available, resources
-from flashlab.cuda.sources import read
-from flashlab.cuda.toolchain import arch_for
+from flashlab.cuda.sources import macros, read
+from flashlab.cuda.toolchain import arch_for, nvcc_flags
 from flashlab.kernels import HOPPER, Step, step
 
 STEPS = pytest.mark.parametrize("step", HOPPER, ids=lambda s: s.name)
+# Every build takes seconds: of the steps between, the rest is tried where `-m long` asks for it.
+SOME = ("p11_1_tma", "p11_4_producer", "p11_6_overlap", "p11_10_epilogue", "p11_flash")
+SOME_STEPS = pytest.mark.parametrize(
+    "step", [pytest.param(s, id=s.name, marks=[] if s.name in SOME else pytest.mark.long) for s in HOPPER]
+)
 FLASH = step("p11_flash")
 # heads, kv_heads, seq_q, seq_k, causal: more parts than blocks; several tiles and parts, whose first tile some
 # consumers may not see at all; no row sees a key; a sequence that ends where a tile does
@@ -28,7 +34,7 @@ def test_right_in_the_fast_build(step):
         run(step, case, sms=2)  # so that blocks take several parts, from step 8 on
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @STEPS
 def test_right_for_the_other_dtype_and_head_dim(step):
     run(step, CASES[0], dtype=torch.bfloat16)
@@ -36,14 +42,20 @@ def test_right_for_the_other_dtype_and_head_dim(step):
         run(step, case, head_dim=128, sms=2)
 
 
-@STEPS
+@SOME_STEPS
 def test_clean_in_the_check_build(step):
     for case in (*CASES[:2], MORE[0]):
         run(step, case, check=True, sms=2)
 
 
-@pytest.mark.parametrize("dtype", FLASH.dtypes, ids=str)
-@pytest.mark.parametrize("head_dim", FLASH.head_dims)
+@pytest.mark.parametrize(
+    ("head_dim", "dtype"),
+    [
+        pytest.param(d, t, marks=pytest.mark.long if (t == torch.float16) == (d == 128) else [])
+        for d in FLASH.head_dims for t in FLASH.dtypes
+    ],
+    ids=str,
+)  # fmt: skip
 def test_the_last_step_takes_every_shape(head_dim, dtype):
     for sms in (2, 132):  # several consumers; one
         for case in CASES + MORE[:3]:
@@ -51,7 +63,7 @@ def test_the_last_step_takes_every_shape(head_dim, dtype):
     run(FLASH, MORE[0], head_dim=head_dim, dtype=dtype, sms=2, check=True)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("step", "define", "value"),
     [(s, d, v) for s in HOPPER for d, values in s.defines.items() for v in values[1:]],
@@ -135,10 +147,15 @@ SPILLS = {("p11_8_persistent", 64): 12, ("p11_9_scheduler", 64): 4, ("p11_flash"
 
 @pytest.mark.slow
 @pytest.mark.skipif(not available(), reason="needs nvcc")
-@STEPS
+@SOME_STEPS
 def test_nothing_is_spilled_or_serialised(step: Step):
+    text = read(step)
+    arch = arch_for("sm_90", text.code)
+    only_90 = arch == "sm_90a"
     for head_dim in step.head_dims:
+        flags = nvcc_flags(arch, macros({}, text.variant({}, head_dim, None)), text.folders())
+        log = build(text, flags, "nvcc", folders=text.folders()).log
+        assert "Potential Performance Loss" not in log and "setmaxnreg" not in log  # what ptxas says if it has to
         for kernel in resources(step, target="sm_90", head_dim=head_dim, launches=False):
             assert kernel.spill_bytes <= SPILLS.get((step.name, head_dim), 0), kernel
-            only_90 = arch_for("sm_90", read(step).code) == "sm_90a"
             assert only_90 == (step.name != "p11_1_tma") == ("HGMMA" in kernel.instructions), kernel

@@ -147,5 +147,5 @@ def test_the_door_says_what_a_step_does_not_take():
     for options in (dict(window=3), dict(softcap=5.0)):
         with pytest.raises(ValueError, match="backend is 'p9_flash', which .* it has neither window nor softcap"):
             flashlab.flash_attention(q, q, q, backend="p9_flash", **options)
-    with pytest.raises(ValueError, match="p8_6_store, .* or p9_flash"):
+    with pytest.raises(ValueError, match="p8_6_store, .* or p11_flash"):
         flashlab.flash_attention(q, q, q, backend="p9_magic")

@@ -283,6 +283,13 @@ def test_a_stage_released_too_early(mode):
     ring(mode, kind="stage-overwritten", line="refill", other="consumer reads", says="the stage is still in use")
 
 
+@pytest.mark.parametrize("mode", [0, 1])
+def test_what_comes_after_an_arrival_is_not_released(mode):
+    out = np.zeros(64, np.int32)
+    races = [f for f in findings_of("run_after_arrival", out, mode) if f.kind == "race"]
+    assert [{f.line, f.other_line} for f in races] == [{LINES["not released"], LINES["after the arrival"]}]
+
+
 @pytest.mark.parametrize(
     ("mode", "kind", "line", "says"),
     [

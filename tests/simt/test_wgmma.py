@@ -199,8 +199,8 @@ def test_operands_that_are_not_there_yet():
     assert "that a cp.async of thread 0 in line" in f.message
     report, _ = run("no_barrier")
     assert not report.ok
-    f = one(report, "stage-overwritten")
-    assert "reads, which has been issued and not yet been waited for" in f.message
+    f = one(report, "race")
+    assert "writes in line" in f.message and "read with wgmma" in f.message and "no barrier between" in f.message
     report, out = run("out_of_bounds")
     (f,) = report.findings
     assert (f.kind, f.line) == ("shared-out-of-bounds", LINES["beyond the end"]) and np.isnan(out).all()
@@ -260,10 +260,10 @@ def test_wgmma_that_is_never_waited_for(check):
 
 
 # ---- stages: who releases them, and when ------------------------------------------------------------
-def stages(consumers: int, release: int, check: bool = True):
+def stages(consumers: int, release: int, check: bool = True, count: int = 6):
     rng = np.random.default_rng(0)
     tiles, out = rng.integers(-3, 4, (6, 1024)).astype(np.float16), np.zeros((consumers, 128 * 32), np.float32)
-    report = module("wgmma.cu", check).run_stages(tiles, out, 6, consumers, release)
+    report = module("wgmma.cu", check).run_stages(tiles, out, count, consumers, release)
     return report, tiles, out
 
 
@@ -296,6 +296,14 @@ def test_a_stage_that_not_all_consumers_release(consumers):
     (f,) = report.findings
     assert (f.kind, f.line, f.other_line) == ("stage-overwritten", LINES["refill"], LINES["consume"])
     assert f"(warpgroup of thread {128 * (consumers - 1)})" in f.message  # the one that was left out
+
+
+def test_a_stage_that_is_read_before_it_is_filled():
+    report, _, out = stages(1, 5, count=2)
+    f = one(report, "uninitialised-shared")
+    assert f.line == LINES["consume"] and "reads with wgmma" in f.message and np.isnan(out).all()
+    f = one(report, "read-before-wait")
+    assert (f.line, f.other_line) == (LINES["consume"], LINES["refill"])
 
 
 # ---- setmaxnreg -------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from flashlab.simt.build import RED_ZONE, Build
 from flashlab.simt.lines import Place, resolver
 from flashlab.simt.process import Reply
 from flashlab.simt.report import Counters, Event, Finding, Launch, Report
-from flashlab.simt.sentences import COPIES, FATAL, Facts, host_end, sentence
+from flashlab.simt.sentences import ASYNC_READS, COPIES, FATAL, Facts, host_end, sentence
 
 # A site's four counters (runtime/counters.h), by its kind: the names under which they are reported.
 _COUNTERS = {
@@ -138,6 +138,7 @@ class Narrator:
             for row in rows if row[0] == "read-before-wait" and row[1] not in COPIES
         }  # fmt: skip
         found, seen = [], set()
+        overwritten: set[int] = set()  # findings of writes to what the async proxy reads
         for row in sorted(rows, key=lambda r: (int(r[6]), int(r[7]), int(r[8]))):
             kind, how, words = row[0], row[1], row[13]
             other_block, warning = int(row[14]), row[15] == "1"
@@ -163,8 +164,16 @@ class Narrator:
                     kind, how, words, place, other_place, launch, thread, other, block, other_block, v, times, warning
                 )
             )
+            if words in ASYNC_READS:
+                overwritten.add(id(found[-1]))
         # One mistake is told once. Bytes that arrive too late for one thread arrive without a barrier for another;
         # what the lanes of a warp do to each other, two warps do; and what two threads do, two blocks do.
+        # An operand that is read before it is written is overwritten when it is read again: the first is the cause.
+        first: dict[frozenset, Finding] = {}
+        for f in found:
+            if id(f) in overwritten:
+                first.setdefault(self._lines(f), f)
+        found = [f for f in found if id(f) not in overwritten or first[self._lines(f)] is f]
         late = {self._lines(f) for f in found if f.kind in ("read-before-wait", "stage-overwritten")}
         found = [f for f in found if f.kind != "race" or self._lines(f) not in late]
         races = {self._lines(f) for f in found if f.kind in ("race", "global-race") and f.severity == "error"}

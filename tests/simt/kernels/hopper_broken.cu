@@ -212,3 +212,23 @@ extern "C" void run_map(float* x, const long long* n) {
     const CUtensorMapDataType type = (CUtensorMapDataType)n[1];
     tensor_map((char*)x + n[3], type, (int)n[0], dims, strides, box, (CUtensorMapSwizzle)n[2], every);  // <- map
 }
+
+// What a warp does after it has arrived, at a barrier of any kind, it has not released.
+__global__ void after_arrival(int* out, int mode) {
+    __shared__ int value[2];
+    __shared__ __align__(8) uint64_t there;
+    if (threadIdx.x == 0) mbarrier_init(smem_u32(&there), 32);
+    __syncthreads();
+    if (threadIdx.x < 32) {
+        if (threadIdx.x == 0) value[0] = 1;
+        if (mode == 0) named_barrier_arrive(1, 64);
+        else mbarrier_arrive(smem_u32(&there));
+        if (threadIdx.x == 0) value[1] = 2;  // <- after the arrival
+    } else {
+        if (mode == 0) named_barrier_sync(1, 64);
+        else mbarrier_wait(smem_u32(&there), 0);
+        out[threadIdx.x - 32] = value[0];
+        out[threadIdx.x] = value[1];  // <- not released
+    }
+}
+extern "C" void run_after_arrival(int* out, int mode) { after_arrival<<<1, 64>>>(out, mode); }

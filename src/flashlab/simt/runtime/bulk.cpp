@@ -31,6 +31,11 @@ BulkCopy tensor_copy(Lane* me, const char* how, const CUtensorMap* map, uint32_t
 BulkCopy row_copy(Lane* me, const char* how, uintptr_t global, uint32_t shared, uint32_t bytes) {
     BulkCopy copy{how, false, {}, {}, shared, global, (int)bytes, me->id, -1};
     if (bytes % 16) misaligned(me, how, "bytes", bytes, 16);
+    if (bytes > MAX_SHARED) {
+        Finding f{"bulk-size", how};
+        f.value[0] = bytes, f.value[1] = (int64_t)MAX_SHARED;
+        file_fatal(me, f, cudaErrorIllegalAddress);
+    }
     if (global % 16) misaligned(me, how, "global", (int64_t)(global % 16), 16);
     if (bytes) check_shared(me, copy, 16);
     return copy;

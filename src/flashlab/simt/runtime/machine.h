@@ -70,6 +70,7 @@ struct PendingStore {
     uintptr_t address, pc;
     int bytes = 0;  // 0: none
     bool has_conflict;
+    bool load_came;  // since: see values.h
     uint8_t before[16];
     Conflict conflict;
 };
@@ -261,9 +262,10 @@ void settle_store(Lane* lane);  // values.cpp
 // Marks the time that a lane spends inside the runtime: it must not be torn out of there (faults.cpp).
 struct Inside {
     Worker* worker;
-    Inside(Lane* lane, uintptr_t pc) : worker(lane->block->worker) {
+    // settle: a store whose hook has run has been done by now.
+    Inside(Lane* lane, uintptr_t pc, bool settle = true) : worker(lane->block->worker) {
         worker->inside = true, lane->pc = pc;
-        if (__builtin_expect(lane->store.bytes != 0, 0)) settle_store(lane);
+        if (__builtin_expect(settle && lane->store.bytes != 0, 0)) settle_store(lane);
     }
     ~Inside() { worker->inside = false; }
 };

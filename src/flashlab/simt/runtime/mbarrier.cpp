@@ -138,10 +138,11 @@ static void arrive(Lane* me, uint32_t address, const char* how, int64_t bytes) {
     if (!(bar.warps >> me->warp->index & 1)) note(me->warp, DID_ARRIVE, me->pc, address, bytes);
     bar.warps |= 1u << me->warp->index;
     release(me->warp, bar.arrived);
-    me->warp->time++;
     bar.pending--;
     check_bytes(me, bar, address, how);
     if (bar.loads.empty() && bar.has_all()) mbarriers(me).end_phase(me->block, bar);
+    if (bytes) me->warp->time++;  // it goes on at once, and issues the copies that it has announced
+    else go_on_after_release(me);
 }
 void add_load(Lane* me, Mbarrier& bar, uint32_t address, const BulkCopy& load) {
     const bool fenced = bar.init_fenced && before(bar.init.thread, bar.init_fenced, me);
@@ -169,7 +170,12 @@ void simt_mbarrier_init(uint32_t bar, int arrivals) {
 void simt_mbarrier_inval(uint32_t bar) {
     Lane* me = kernel_lane(CALLER);
     Inside inside(me, CALLER);
-    mbarrier_at(me, bar, "mbarrier_inval");
+    const Mbarrier& there = mbarrier_at(me, bar, "mbarrier_inval");
+    if (!there.loads.empty() || !there.waiting.empty()) {
+        Finding f = about(there, "mbarrier-in-use", "mbarrier_inval", bar);
+        f.value[0] = (int64_t)there.loads.size(), f.value[1] = (int64_t)there.waiting.size();
+        file_fatal(me, f, cudaErrorLaunchFailure);
+    }
     if (me->block->launch->checked) me->block->worker->shadow->end_mbarrier(bar);
     mbarriers(me).end(bar);
 }

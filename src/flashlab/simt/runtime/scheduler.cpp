@@ -279,7 +279,7 @@ static void* worker_main(void* argument) {
         const uint64_t number = launch->next++;
         if (number >= launch->blocks || number > launch->stop || cancelled()) break;
         run_block(worker, launch, number);
-        if (!worker->block.ended) progress->done = ++launch->done;
+        if (!worker->block.ended) launch->done++, progress->done++;
         if (!printed.empty()) record_printed(number, printed);
         printed.clear();
     }

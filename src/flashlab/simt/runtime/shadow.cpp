@@ -134,6 +134,10 @@ void SharedShadow::end_read(AsyncRead* read, const Lane* by) {
     reading = !async_reads.empty();
     delete read;
 }
+const char* SharedShadow::overwrites(uint32_t address, const char* how) const {
+    if (cells[address / 2].full) return "stage-overwritten";
+    return strcmp(how, "tma_load") && strcmp(how, "bulk_load") && strcmp(how, "cp.async") ? "race" : "read-before-wait";
+}
 bool SharedShadow::file_if_read(Lane* lane, uint64_t address, int bytes, const char* how) {
     if (watched && lane->block->worker->warpgroups->file_if_read(lane, address, bytes, how)) return true;
     const uint64_t end = (address + bytes - 1) / 16;
@@ -143,7 +147,7 @@ bool SharedShadow::file_if_read(Lane* lane, uint64_t address, int bytes, const c
     for (const AsyncRead* read : async_reads)
         for (auto& r : read->ranges)
             if (chunk * 16 >= r.first && chunk * 16 < r.first + r.second) {
-                Finding f{"stage-overwritten", how};
+                Finding f{overwrites((uint32_t)chunk * 16, how), how};
                 f.other_pc = (*lane->block->worker->sites)[read->site].pc, f.other_thread = read->thread;
                 f.text = read->how;
                 f.value[0] = (int64_t)address, f.value[1] = bytes;

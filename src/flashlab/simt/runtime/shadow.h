@@ -75,6 +75,9 @@ public:
 
     // From here on, whoever writes to these bytes is told ("stage-overwritten"). The reads themselves are checked now.
     AsyncRead* begin_read(Lane* lane, AsyncRead read);
+    // What it is to write, by `how`, where the async proxy may be reading: too early. But where nothing has been written
+    // yet, it is the reader that is.
+    const char* overwrites(uint32_t address, const char* how) const;
     // It has ended, as `by` has learnt: from here on they are reads of that lane, at its time. Null: nobody's.
     void end_read(AsyncRead* read, const Lane* by);
 

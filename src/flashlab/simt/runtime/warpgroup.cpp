@@ -390,11 +390,11 @@ bool Warpgroups::file_if_read(Lane* lane, uint64_t address, int bytes, const cha
         for (int g = 0; g * WARPS_OF_GROUP < lane->block->warps; g++) {
             const uint64_t number = readers[piece * MAX_GROUPS + g];
             if (!number || known(lane, g, number)) continue;
-            Finding f{"stage-overwritten", how};
+            Finding f{worker->shadow->overwrites((uint32_t)piece * 16, how), how};
             f.text = "wgmma";
             f.other_pc = of_group[g].pcs[number - 1];
             f.other_thread = g * GROUP_LANES;
-            f.value[0] = (int64_t)address, f.value[1] = bytes;
+            f.value[0] = (int64_t)piece * 16, f.value[1] = 16;
             f.value[2] = number <= of_group[g].executed;  // computed: but nothing tells this lane
             file(lane, f);
             told.insert((uint32_t)piece * 16);
