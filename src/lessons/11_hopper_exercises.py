@@ -106,7 +106,8 @@ check("11.2", waits, tile_bytes)
 # | `v_rows` | 64 rows of 192 columns, as three slabs [64, 64], one behind the other | 128 bytes | MN-major: a row is one k, its columns are n |
 # | `narrow_columns` | 64 rows of 32 columns: a row has 64 bytes | 64 bytes | K-major |
 #
-# Each function returns the descriptor of step `k`: the operand whose K are 16k to 16k + 15. The check multiplies it by the identity, so
+# Each function returns the descriptor of step `k`: the operand whose K are 16k to 16k + 15. Distances are in bytes; a swizzle is
+# `SWIZZLE_128`, `SWIZZLE_64`, `SWIZZLE_32` or `SWIZZLE_NONE`. The check multiplies it by the identity, so
 # it sees which tile you have named.
 
 # %% tags=["exercise"]
@@ -207,6 +208,7 @@ print("arrivals per phase, of each barrier:", arrivals)
 
 # %% [markdown]
 # A wait is for one phase of a barrier, so for the warps whose arrivals make up this phase. Say it for each wait that has passed.
+# The check has other logs too: in some, two producers take turns.
 # (The copies that such a phase also waits for were asked for by one of these warps.)
 
 # %% tags=["exercise"]

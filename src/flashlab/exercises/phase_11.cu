@@ -33,13 +33,13 @@ extern "C" int scripts(const int* script, const int* arrivals, int* seen, const 
 }
 
 // ---- 11.2 and 11.5 --------------------------------------------------------------------------------------------------
-// Warps 0 to consumers - 1 read tiles, the last warp asks for them: one thread of each.
+// Warps 0 to consumers - 1 read tiles, those after them ask for them in turns: one thread of each.
 //   table [tiles, 3]: of tile i its stage, the parity that a consumer waits for, and that of the producer
 //   pauses [consumers, tiles]: how often a consumer lets others go first before it releases tile i
 //   source [tiles, TILE]; out [consumers, tiles]: the first number of each tile, as the consumer found it
 constexpr int TILE = 128, MOST_STAGES = 8;                     // bytes; stages
 __global__ void run_pipeline(const int* table, const int* pauses, const int* source, int* out, int tiles, int stages,
-                             int consumers) {
+                             int consumers, int producers) {
     __shared__ __align__(128) char stage_smem[MOST_STAGES][TILE];
     __shared__ __align__(8) uint64_t full_smem[MOST_STAGES], empty_smem[MOST_STAGES];
     const int warp = threadIdx.x / 32;
@@ -53,7 +53,8 @@ __global__ void run_pipeline(const int* table, const int* pauses, const int* sou
     for (int i = 0; i < tiles; i++) {
         const int stage = table[3 * i];
         const uint32_t full = smem_u32(&full_smem[stage]), empty = smem_u32(&empty_smem[stage]);
-        if (warp == consumers) {
+        if (warp >= consumers) {
+            if (i % producers != warp - consumers) continue;
             mbarrier_wait(empty, table[3 * i + 2]);
             mbarrier_arrive_expect_tx(full, TILE);
             bulk_load(smem_u32(stage_smem[stage]), source + i * TILE / 4, TILE, full);
@@ -66,8 +67,8 @@ __global__ void run_pipeline(const int* table, const int* pauses, const int* sou
     }
 }
 extern "C" int pipeline(const int* table, const int* pauses, const int* source, int* out, int tiles, int stages,
-                        int consumers, void* stream) {
-    run_pipeline<<<1, 32 * consumers + 32, 0, (cudaStream_t)stream>>>(table, pauses, source, out, tiles, stages,
-                                                                      consumers);
+                        int consumers, int producers, void* stream) {
+    run_pipeline<<<1, 32 * (consumers + producers), 0, (cudaStream_t)stream>>>(table, pauses, source, out, tiles,
+                                                                               stages, consumers, producers);
     return (int)cudaGetLastError();
 }

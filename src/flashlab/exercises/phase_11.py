@@ -22,6 +22,7 @@ from flashlab.cuda import CudaModule
 from flashlab.exercises.registry import exercise
 from flashlab.kernels import step
 from flashlab.simt.report import Counters, Event
+from flashlab.simt.sentences import KINDS
 from flashlab.simt.source import blank_comments
 
 _HERE = Path(__file__).parent
@@ -49,7 +50,7 @@ _EXPECTS = ("expect_tx", "arrive_expect_tx")
 def _parities(
     script: Sequence[Operation], arrivals: int, *, inverted: bool = False, bytes_count: bool = True,
     expect_arrives: bool = True, restarts: bool = True, stays: bool = False, by_arrival: bool = False,
-    adds: bool = True,
+    adds: bool = True, before: bool = True,
 ) -> list[tuple[bool, bool]]:  # fmt: skip
     """What is right, and with an option what somebody may take for right."""
     pending, tx, phase, out, ever = arrivals, 0, 0, [], False
@@ -64,7 +65,8 @@ def _parities(
             phase, ever = phase + 1, True
             pending = arrivals if restarts else 1 << 30
         first = phase % 2 == 1
-        out.append((True, True) if stays and ever and not first else (first != inverted, first == inverted))
+        pair = (True, True) if stays and ever and not first else (first != inverted, first == inverted)
+        out.append(pair if before or ever else (False, False))
     return out
 
 
@@ -73,6 +75,11 @@ _MISTAKEN_PARITIES: dict[str, tuple[dict[str, bool], str]] = {
         {"inverted": True},
         "the two parities are exchanged: a new barrier is in phase 0, which is not complete; the phase before it "
         "counts as complete, and its parity is 1",
+    ),
+    "nothing-before": (
+        {"before": False},
+        "before the first phase has ended you say that neither parity is complete: the phase before it, -1, counts as "
+        "complete on a new barrier, and its parity is 1",
     ),
     "bytes-ignored": (
         {"bytes_count": False},
@@ -264,7 +271,7 @@ def _run_pipeline(table: torch.Tensor, stages: int, consumers: int = 2) -> str:
         torch.full((consumers, tiles), -1, dtype=torch.int32),
         torch.zeros(consumers, tiles, dtype=torch.int32),
     )
-    arguments = (table, pauses, source, out, tiles, stages, consumers)
+    arguments = (table, pauses, source, out, tiles, stages, consumers, 1)
     try:
         ran(_module(True), _source("phase_11"), None,
             lambda: _module(True).launch("pipeline", *arguments, echo=False))  # fmt: skip
@@ -533,9 +540,10 @@ def _(
     shapes = [(128, 128, 64), (192, 128, 64), (128, 128, 128), (128, 176, 128), (128, 80, 256), (64, 64, 64)]
     limits = [227 * 1024, 99 * 1024, 163 * 1024, 16 * 1024]
     stages = [(*shape, limit) for shape in shapes for limit in limits]
-    for shape in shapes[:3]:  # where the barriers decide
-        m, n, d = shape
-        stages += [(*shape, m * d * 2 + 3 * n * d * 4), (*shape, m * d * 2 + 3 * n * d * 4 + 8 * 13)]
+    for m, n, d in shapes[:3]:  # where the barriers decide
+        for fit in (1, 2, 3):
+            enough = m * d * 2 + fit * n * d * 4 + 8 + 32 * fit
+            stages += [(m, n, d, limit) for limit in (enough, enough - 1, enough - 8 - 32 * fit)]
     _expect_numbers(
         "most_stages", _asked(names, most_stages, stages), _most_stages,
         {
@@ -556,7 +564,9 @@ def _(
             ),
         },
         names,
-        lambda m, n, d, limit: f"Q takes {m * d * 2} bytes, a stage {4 * n * d + 32}, and there are {limit}",
+        lambda m, n, d, limit: (
+            f"Q and its barrier take {m * d * 2 + 8} bytes, a stage {4 * n * d + 32}, and there are {limit}"
+        ),
     )  # fmt: skip
     names = ("consumers", "producer")
     _expect_numbers(
@@ -635,18 +645,21 @@ Blamed = list[tuple[int, set[int]]]
 
 
 @functools.cache
-def _log(stages: int, consumers: int, tiles: int, seed: int) -> tuple[tuple[Event, ...], tuple[tuple[int, int], ...]]:
+def _log(
+    stages: int, consumers: int, tiles: int, seed: int, producers: int
+) -> tuple[tuple[Event, ...], tuple[tuple[int, int], ...]]:
     """A pipeline's events, and (address, arrivals per phase) of its barriers."""
     table = torch.tensor([_waits(i, stages) for i in range(tiles)], dtype=torch.int32)
     generator = torch.Generator().manual_seed(seed)
     pauses = torch.randint(0, 4, (consumers, tiles), generator=generator, dtype=torch.int32)
     source, out = torch.zeros(tiles * 32, dtype=torch.int32), torch.zeros(consumers, tiles, dtype=torch.int32)
     module = _module(True)
-    module.launch("pipeline", table, pauses, source, out, tiles, stages, consumers, echo=False, timeline=1)
+    arguments = (table, pauses, source, out, tiles, stages, consumers, producers)
+    module.launch("pipeline", *arguments, echo=False, timeline=1)
     assert module.report is not None, "every run in the emulator leaves a report"
     events = [e for e in module.report.launches[0].events if e.did in LOGGED]
-    count = {e.values[0]: 1 if e.warp == consumers else consumers for e in events if e.did == "arrive"}
-    count |= {e.values[0]: consumers for e in events if e.did == "mbarrier-wait" and e.warp == consumers}
+    count = {e.values[0]: 1 if e.warp >= consumers else consumers for e in events if e.did == "arrive"}
+    count |= {e.values[0]: consumers for e in events if e.did == "mbarrier-wait" and e.warp >= consumers}
     return tuple(events), tuple(sorted(count.items()))
 
 
@@ -654,14 +667,15 @@ LOGGED = ("arrive", "mbarrier-wait", "mbarrier-passed")
 
 
 def log(
-    stages: int = 2, consumers: int = 2, tiles: int = 6, seed: int = 0
+    stages: int = 2, consumers: int = 2, tiles: int = 6, seed: int = 0, producers: int = 1
 ) -> tuple[list[tuple[int, str, int, int]], dict[int, int]]:
     """What the warps of a small pipeline did at its barriers, as the emulator saw it; and each barrier's arrivals.
 
-    Warps 0 to consumers - 1 consume, warp `consumers` produces. An event is (warp, what, barrier, parity); for an
+    Warps 0 to consumers - 1 consume, warp `consumers` produces; of several producers each asks for a tile in its
+    turn, and with fewer than two stages they would lose count. An event is (warp, what, barrier, parity); for an
     arrival, in place of the parity, the bytes that it announces.
     """
-    events, count = _log(stages, consumers, tiles, seed)
+    events, count = _log(stages, consumers, tiles, seed, producers)
     return [(e.warp, e.did, *e.values) for e in events], dict(count)
 
 
@@ -701,6 +715,17 @@ def _everybody(events: Sequence[tuple[int, str, int, int]], arrivals: dict[int, 
     return out
 
 
+def _so_far(events: Sequence[tuple[int, str, int, int]], arrivals: dict[int, int]) -> Blamed:
+    arrived: dict[int, set[int]] = {}
+    out: Blamed = []
+    for warp, did, bar, _ in events:
+        if did == "arrive":
+            arrived.setdefault(bar, set()).add(warp)
+        elif did == "mbarrier-passed":
+            out.append((warp, set(arrived.get(bar, set()))))
+    return out
+
+
 def _at_the_wait(events: Sequence[tuple[int, str, int, int]], arrivals: dict[int, int]) -> Blamed:
     """Who arrives between the wait and its end: those who came before the wait are left out."""
     began: dict[tuple[int, int], int] = {}
@@ -725,6 +750,11 @@ _MISTAKEN_BLAME: dict[str, tuple[Callable[..., Blamed], str]] = {
         "you name everybody who ever arrives at the barrier. The producer's first waits pass at a new barrier: nobody "
         "has arrived, and it waits for nobody",
     ),
+    "so-far": (
+        _so_far,
+        "you name everybody who has arrived at the barrier so far. A wait is for one phase: where two producers take "
+        "turns, each phase of `full` has the arrival of one of them",
+    ),
     "between": (
         _at_the_wait,
         "you name who arrived between the beginning of the wait and its end. Who arrived before the wait began belongs "
@@ -734,8 +764,10 @@ _MISTAKEN_BLAME: dict[str, tuple[Callable[..., Blamed], str]] = {
 
 
 def _logs() -> Iterator[tuple[str, list[tuple[int, str, int, int]], dict[int, int]]]:
-    for stages, consumers, seed in ((1, 1, 0), (2, 1, 1), (2, 2, 2), (3, 3, 3), (2, 3, 4)):
-        yield f"{stages} stages, {consumers} consumers", *log(stages, consumers, 3 * stages + 1, seed)
+    # With two producers and an odd number of stages, the phases of one barrier are made up by different warps.
+    for stages, consumers, producers, seed in ((1, 1, 1, 0), (2, 1, 1, 1), (2, 2, 1, 2), (3, 3, 2, 3), (3, 2, 2, 4)):
+        case = f"{stages} stages, {consumers} consumers, {producers} producer{'s' * (producers > 1)}"
+        yield case, *log(stages, consumers, 3 * stages + 1, seed, producers)
 
 
 @exercise(
@@ -1022,7 +1054,15 @@ def _told(failed: CheckFailed, text: str) -> CheckFailed:
     if failed.diagnosis == "mbarrier-arrivals" and "elect_one" not in code and "threadIdx" not in code:
         also = ". Each lane of the producer asks for the tile: one thread alone should"
         return CheckFailed(failed.sentence + also, diagnosis="asked-by-all", case=failed.case)
-    return failed
+    if failed.diagnosis in (*KINDS, "does-not-compile", "launch-failed"):
+        return failed
+    # What the checker knows of wrong numbers are mistakes of whole kernels; the consumers' masks and sums are right.
+    seen = failed.sentence if failed.diagnosis == "wrong-value" else "the result is wrong"
+    also = (
+        ". The emulator has found nothing, and the consumers' code is right: so a tile holds other numbers than its "
+        "consumers take it for. Which rows of which head should it hold, and in which order do they come?"
+    )
+    return CheckFailed(seen + also, diagnosis="wrong-tile", case=failed.case)
 
 
 # ---- 11.9 -----------------------------------------------------------------------------------------------------------
