@@ -95,7 +95,7 @@ HALF = params([
 CAUSES = re.compile(
     r"rescal|correction|invert|upside|guard|\bbase\b|barrier|swizzl|transpos|\.trans|uninitial|nobody has written|"
     r"sentinel|align|wait for|overwr|no barrier|\brace\b|shuffle|leaves the quad|// group|belongs to|not masked|padded|"
-    r"padding|\bexp\b|\bln\b|log2",
+    r"padding|\bexp\b|\bln\b|log2|fence|proxy|wgmma|released|early",
     re.I,
 )
 

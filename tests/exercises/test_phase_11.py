@@ -13,8 +13,6 @@ from flashlab.check import CheckFailed
 from flashlab.check.cuda_answer import PROBES, built, probe, source_of
 from flashlab.cuda import load_inline
 from flashlab.exercises import check, phase_11
-from flashlab.exercises.answers import fingerprint
-from flashlab.exercises.registry import find
 from flashlab.kernels import step
 from flashlab.simt import SimtError, find_compiler
 
@@ -50,9 +48,10 @@ def diagnosis(id, *answers):
 
 
 IDS = [f"11.{i}" for i in range(1, 10)]
+LADDER = ("11.6", "11.7", "11.8")  # whole kernels: the solutions' notebook runs them too, and its outputs are compared
 
 
-@pytest.mark.parametrize("id", IDS)
+@pytest.mark.parametrize("id", [pytest.param(id, marks=[pytest.mark.long] * (id in LADDER)) for id in IDS])
 def test_the_solution_passes(id):
     assert check(id, *answers_of(id, "solutions"))
 
@@ -248,6 +247,7 @@ def test_other_wrong_blames():
 
 
 # ---- 11.6 and 11.7: the bug hunts ------------------------------------------------------------------------------------
+# What they say untouched, touched, and half repaired is in test_hunts.py.
 FENCE = "        fence_proxy_async();                                   // repaired\n"
 BARRIER = "        named_barrier_sync(1 + CONSUMERS + consumer, GROUP);   // all 64 rows are stored\n"
 
@@ -255,10 +255,8 @@ BARRIER = "        named_barrier_sync(1 + CONSUMERS + consumer, GROUP);   // all
 @pytest.mark.parametrize(
     "changes, slug",
     [
-        ([(FENCE, "        ;\n")], "proxy-fence"),
-        ([(FENCE, ""), ("#pragma", "        fence_proxy_async();\n#pragma")], "proxy-fence"),
         ([(FENCE, "        if (first_thread) fence_proxy_async();\n")], "proxy-fence"),
-        ([(FENCE, "        __threadfence_block();\n")], "proxy-fence"),
+        pytest.param([(FENCE, "        __threadfence_block();\n")], "proxy-fence", marks=pytest.mark.long),
         ([(BARRIER, "")], None),
         (
             [("            bulk_commit();\n", "            bulk_commit();\n            bulk_commit(;\n")],
@@ -289,23 +287,16 @@ O_THERE = "            output_is_there();\n"
 @pytest.mark.parametrize(
     "changes, slug",
     [
-        ([], "released-too-early"),
         ([(RELEASE_K, ""), ("        wgmma_wait<FIRST", f"{RELEASE_K}        wgmma_wait<FIRST")], "released-too-early"),
-        ([(RELEASE, ""), (O_THERE, f"{RELEASE}{O_THERE}")], "released-too-early"),
+        pytest.param([(RELEASE, ""), (O_THERE, f"{RELEASE}{O_THERE}")], "released-too-early", marks=pytest.mark.long),
         ([(RELEASE, "")], "deadlock"),
         ([(RELEASE, 2 * RELEASE)], "released-twice"),
-        ([("wgmma_wait<FIRST ? 0 : 1>", "wgmma_wait<0>")], "no-overlap"),
         ([("wgmma_wait<FIRST ? 0 : 1>", "wgmma_wait<1>")], "wgmma-registers"),
     ],
 )  # fmt: skip
 def test_a_stage_released_wrongly(changes, slug):
     names = ("scores", "after_probabilities")
     texts = [TEXTS[name]["SOLUTION"] for name in names]
-    if not changes:
-        texts = [
-            changed("scores", ("        if (first", "        ;if (first"), of="STARTER"),
-            TEXTS[names[1]]["STARTER"],
-        ]
     for old, new in changes:
         assert sum(t.count(old) for t in texts) == 1
         texts = [t.replace(old, new) for t in texts]
@@ -322,15 +313,6 @@ def test_every_thread_may_know_that_the_tile_was_read():
         "after_probabilities", (RELEASE, ""), ("#pragma unroll\n            for (int i = 0; i < O_TILES", late[1])
     )
     assert check("11.7", TEXTS["scores"]["SOLUTION"], text)
-
-
-@pytest.mark.parametrize("id", ["11.6", "11.7"])
-def test_a_hunt_does_not_tell_its_bug(id):
-    answers = answers_of(id, "exercises")
-    assert fingerprint(*answers) == find(id).untouched
-    failed = failure(id, *answers)
-    assert failed.diagnosis == "symptoms" and "objects" in str(failed)
-    assert not re.search(r"fence|proxy|wgmma|released|early", str(failed))
 
 
 def test_the_hunts_begin_with_the_ladders_lines():
@@ -355,14 +337,15 @@ WAIT_K = "mbarrier_wait(empty_k + 8 * stage, free);"
         ([("        setmaxnreg_dec<PRODUCER_REGISTERS>();\n", "")], {"registers-kept"}),
         ([(" && elect_one()", "")], {"asked-by-all"}),
         ([(WAIT_K, "")], {"stage-overwritten", "released-too-early", "read-before-wait", "mbarrier-arrivals"}),
-        ([("(end - 1 - n) * BLOCK_N", "n * BLOCK_N")], {"wrong-tile"}),
+        pytest.param([("(end - 1 - n) * BLOCK_N", "n * BLOCK_N")], {"wrong-tile"}, marks=pytest.mark.long),
         ([("(end - 1 - n) * BLOCK_N", "end - (n + 1) * BLOCK_N")], {"wrong-tile"}),
         ([("n < end;", "n < end - 1;")], {"deadlock"}),
         ([(f"k_map, {K_BAR}, key, kv_head", f"k_map, {K_BAR}, key, head")], {"wrong-tile"}),
         ([("        return;\n", "")], None),
         ([("full_v + 8 * stage", "full_k + 8 * stage")], None),
-        ([("            load_tile<BLOCK_M>(q_smem, q_map, full_q, m_start, head, batch);\n", "")], {"deadlock"}),
-        ([(WAIT_K, f"if (n > 0) {K_BEFORE}")], {"no-overlap"}),
+        pytest.param([("            load_tile<BLOCK_M>(q_smem, q_map, full_q, m_start, head, batch);\n", "")],
+                     {"deadlock"}, marks=pytest.mark.long),
+        pytest.param([(WAIT_K, f"if (n > 0) {K_BEFORE}")], {"no-overlap"}, marks=pytest.mark.long),
     ],
 )  # fmt: skip
 def test_a_wrong_producer(changes, slugs):
