@@ -59,6 +59,7 @@ def test_a_finding_names_the_learners_line():
     )
     assert Source(text, "k", 2, 3).told(finding).startswith("thread 1 writes in line 1 of your code, `b;`, what")
     assert "(called from line 5, `e;`)" in Source(text, "k").told(finding)
+    assert Source("f(a, (b));\n", "k").told(Finding("race", "line 1: no")) == "line 1, `f(a, (b));`: no"
 
 
 @pytest.mark.parametrize("log", ["k.cu:4:9: error: no such thing", "k.cu(4): error: no such thing"])

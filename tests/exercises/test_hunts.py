@@ -47,6 +47,8 @@ TOUCHED = params([
     ("9.3", "m_i[r] = m_new[r];", "m_i[r] = m_new[r]; ;", "l-not-rescaled"),
     ("10.3", "times = {}", "times = dict()", "first-calls"),
     ("10.4", "samples = []", "samples = list()", "not-waited-for"),
+    ("11.6", "uint32_t o_rmem[4];", "; uint32_t o_rmem[4];", "proxy-fence"),
+    ("11.7", "if (!FIRST) add_output();", "; if (!FIRST) add_output();", "released-too-early"),
 ])  # fmt: skip
 # A change that goes half the way, or the wrong way.
 HALF = params([
@@ -86,12 +88,14 @@ HALF = params([
     ("10.3", [("start = gpu.clock()", "[run() for _ in range(warmup)]\n        start = gpu.clock()")],
      "not-waited-for"),
     ("10.4", [("start = gpu.clock()", "gpu.synchronize()\n        start = gpu.clock()")], "not-waited-for"),
+    ("11.6", [("#pragma unroll\n", "        fence_proxy_async();\n#pragma unroll\n")], "proxy-fence"),
+    ("11.7", [("wgmma_wait<FIRST ? 0 : 1>", "wgmma_wait<0>")], "no-overlap"),
 ])  # fmt: skip
 # Words of a diagnosis, which untouched code is not told.
 CAUSES = re.compile(
     r"rescal|correction|invert|upside|guard|\bbase\b|barrier|swizzl|transpos|\.trans|uninitial|nobody has written|"
     r"sentinel|align|wait for|overwr|no barrier|\brace\b|shuffle|leaves the quad|// group|belongs to|not masked|padded|"
-    r"padding|\bexp\b|\bln\b|log2",
+    r"padding|\bexp\b|\bln\b|log2|fence|proxy|wgmma|released|early",
     re.I,
 )
 

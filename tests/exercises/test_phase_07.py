@@ -348,13 +348,20 @@ extern "C" int forward(const Problem* p, void* stream) {
 """
 
 
-@pytest.mark.parametrize("name", ["p7_naive", "p8_5_registers", "p9_flash"])
+@pytest.mark.parametrize("name", [pytest.param("p7_naive", marks=pytest.mark.long), "p8_5_registers", "p9_flash"])
 def test_any_right_kernel_is_accepted(name):
     """One warp, four warps, several blocks for a row with a workspace. The lesson's is tested with the solutions."""
     assert check("7.10", source(name))
 
 
-@pytest.mark.parametrize("name", PAGE)
+# Told by the same means as the mistakes of LOOP, with the same words.
+AS_IN_LOOP = (
+    "no barrier before they are overwritten", "O is not rescaled", "the tail is not masked", "V without trans",
+    "c2 and c3 exchanged", "one shuffle", "no guard for -inf - (-inf)",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name in AS_IN_LOOP)) for name in PAGE])
 def test_a_wrong_kernel_is_told_its_mistake(name):
     slug, change = PAGE[name]
     assert failure("7.10", changed("kernel", change)).diagnosis == slug

@@ -12,6 +12,7 @@ from flashlab.check import CheckFailed
 from flashlab.exercises import check, phase_08
 from flashlab.kernels import regions, step
 from flashlab.simt import SimtError, find_compiler
+from flashlab.simt import run as emulator
 
 try:
     find_compiler()
@@ -114,11 +115,10 @@ def test_a_wrong_count_of_groups(which, formula, slug):
     )
 
 
-def test_other_wrong_repairs():
-    no_barrier = solution("loop_head", ("        __syncthreads();", "        //"))
-    assert diagnosis("8.5", no_barrier) in ("stage-overwritten", "race")
-    unswizzled = solution("tile_addresses", ("(column / 8 ^ row % 8) * 16", "column * 2"))
-    assert diagnosis("8.6", unswizzled) == "bank-conflicts"
+def test_a_missing_barrier_is_called_so():
+    with pytest.raises(CheckFailed, match="barrier") as caught:
+        check("8.5", solution("loop_head", ("        __syncthreads();", "        //")))
+    assert caught.value.diagnosis in ("stage-overwritten", "race")
 
 
 def test_a_pipeline_without_overlap_is_no_repair():
@@ -164,7 +164,9 @@ def test_every_part_out_of_order_is_named(first, later):
     assert re.search(r"part [A-Q] has to come before part [A-Q]", str(caught.value))
 
 
-@pytest.mark.parametrize("first, later", [("which keys", "state"), ("first copies", "state")])
+@pytest.mark.parametrize(
+    "first, later", [pytest.param("which keys", "state", marks=pytest.mark.long), ("first copies", "state")]
+)
 def test_orders_that_do_not_matter(first, later):
     assert check("8.7", swapped(first, later))
 
@@ -177,19 +179,19 @@ def test_orders_that_do_not_matter(first, later):
         ("@J\n", "@X\n", "unknown-part"),
         ("    @E\n}\n", "}\n@E\n", "outside-the-loop"),
         ("@D\nfor (int j = 0; j < tiles; j++) {\n", "for (int j = 0; j < tiles; j++) {\n@D\n", "inside-the-loop"),
-        ("j < tiles", "j < tiles - 1", None),
         ("int j = 0", "int i = 0", "does-not-compile"),
     ],
 )
 def test_a_kernel_put_together_wrongly(old, new, slug):
-    got = diagnosis("8.7", solution("kernel", (old, new)))
-    assert got == slug or (slug is None and got not in ("does-not-compile", "out-of-order", "not-solved-yet"))
+    assert diagnosis("8.7", solution("kernel", (old, new))) == slug
 
 
 # ---- 8.8: the blank page --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["p8_6_store", "p8_side_shuffle_store", "p9_5_prefetch"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("p8_6_store", marks=pytest.mark.long), "p8_side_shuffle_store", "p9_5_prefetch"]
+)
 def test_other_right_kernels_are_welcome(name):
     assert check("8.8", step(name).path.read_text())
 
@@ -211,7 +213,7 @@ PLAIN = """uint4 x = make_uint4(0, 0, 0, 0);
 @pytest.mark.parametrize(
     "old, new, slugs",
     [
-        ("(column / 8 ^ row % 8) * 16", "column * 2", ("bank-conflicts",)),
+        pytest.param("(column / 8 ^ row % 8) * 16", "column * 2", ("bank-conflicts",), marks=pytest.mark.long),
         (COPY, PLAIN, ("no-cp-async",)),
         ("        __syncthreads();                        // K_j (and Q)", "        //",
          ("race", "stage-overwritten", "read-before-wait")),
@@ -257,12 +259,9 @@ def test_a_brace_is_forgotten_and_a_tile():
     assert diagnosis("8.7", solution("kernel", ("j < tiles", "j < tiles - 1"))) == "tile-skipped"
 
 
-def test_a_missing_barrier_is_called_so():
-    with pytest.raises(CheckFailed, match="barrier"):
-        check("8.5", solution("loop_head", ("        __syncthreads();", "        //")))
-
-
-def test_a_loop_without_an_end_is_told_soon():
+def test_a_loop_without_an_end_is_told_soon(monkeypatch):
+    assert emulator.PATIENCE <= 10  # seconds in which no block ends; what they are worth, a shorter time shows as well
+    monkeypatch.setattr(emulator, "PATIENCE", 2.0)
     begin = time.monotonic()
     assert diagnosis("8.7", solution("kernel", ("j++", ""))) == "timeout"
-    assert time.monotonic() - begin < 60  # of a busy machine; it was 120 and the build
+    assert time.monotonic() - begin < 60  # of a busy machine

@@ -124,7 +124,7 @@ class Source:
 
         message = re.sub(r" \(called from line (\d+)\)", caller, finding.message)
         sentence = re.sub(r"\bline (\d+)\b", place, message)
-        return re.sub(r",([,:.;)]| \(|$)", r"\1", sentence)
+        return re.sub(r"`,([,:.;)]| \(|$)", r"`\1", sentence)  # behind a quotation, not in it
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1145 @@
+"""Checks of phase 11: mbarriers by hand, parities, descriptors, budgets, a log of events, and the producer warp.
+
+What the Python answers say is compared with the emulator: phase_11.cu has the kernels. CUDA answers take the place of
+the same lines of a kernel of the ladder, as in phases 8 and 9.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flashlab.check import CheckFailed, expect, running
+from flashlab.check.cuda_answer import PROBES, Source, built, examine, probe, ran, replaced, source_of, text_of
+from flashlab.cuda import CudaModule
+from flashlab.exercises.registry import exercise
+from flashlab.kernels import step
+from flashlab.simt.report import Counters, Event
+from flashlab.simt.sentences import KINDS
+from flashlab.simt.source import blank_comments
+
+_HERE = Path(__file__).parent
+
+
+def _source(name: str) -> Source:
+    return Source((_HERE / f"{name}.cu").read_text(), name)
+
+
+@functools.cache
+def _module(check: bool) -> CudaModule:
+    return built(_source("phase_11"), check=check)
+
+
+# ---- 11.1 -----------------------------------------------------------------------------------------------------------
+
+Operation = tuple[str, int]
+OPERATIONS = ("arrive", "arrive_expect_tx", "expect_tx", "copy")
+"""What a script is made of, each with a number of bytes: 0 for "arrive"; of "copy" those that have been delivered."""
+
+_ARRIVES = ("arrive", "arrive_expect_tx")
+_EXPECTS = ("expect_tx", "arrive_expect_tx")
+
+
+def _parities(
+    script: Sequence[Operation], arrivals: int, *, inverted: bool = False, bytes_count: bool = True,
+    expect_arrives: bool = True, restarts: bool = True, stays: bool = False, by_arrival: bool = False,
+    adds: bool = True, before: bool = True,
+) -> list[tuple[bool, bool]]:  # fmt: skip
+    """What is right, and with an option what somebody may take for right."""
+    pending, tx, phase, out, ever = arrivals, 0, 0, [], False
+    for name, number in script:
+        arrives = name == "arrive" or (name == "arrive_expect_tx" and expect_arrives)
+        pending -= arrives
+        if name in _EXPECTS and bytes_count:
+            tx = tx + number if adds else number
+        if name == "copy" and bytes_count:
+            tx -= number
+        if pending <= 0 and tx == 0 and (arrives or not by_arrival):
+            phase, ever = phase + 1, True
+            pending = arrivals if restarts else 1 << 30
+        first = phase % 2 == 1
+        pair = (True, True) if stays and ever and not first else (first != inverted, first == inverted)
+        out.append(pair if before or ever else (False, False))
+    return out
+
+
+_MISTAKEN_PARITIES: dict[str, tuple[dict[str, bool], str]] = {
+    "parities-exchanged": (
+        {"inverted": True},
+        "the two parities are exchanged: a new barrier is in phase 0, which is not complete; the phase before it "
+        "counts as complete, and its parity is 1",
+    ),
+    "nothing-before": (
+        {"before": False},
+        "before the first phase has ended you say that neither parity is complete: the phase before it, -1, counts as "
+        "complete on a new barrier, and its parity is 1",
+    ),
+    "bytes-ignored": (
+        {"bytes_count": False},
+        "a phase ends here with its last arrival: it also has to wait for the bytes that were announced",
+    ),
+    "no-arrival": (
+        {"expect_arrives": False},
+        "arrive_expect_tx is not counted as an arrival here: it announces bytes, and it arrives as well",
+    ),
+    "never-restarts": (
+        {"restarts": False},
+        "after its first phase the barrier stands still here: the next phase begins at once, and waits for as many "
+        "arrivals again",
+    ),
+    "stays-complete": (
+        {"stays": True},
+        "a parity that was complete once stays complete here: when the next phase of the same parity begins, it is not "
+        "complete any more",
+    ),
+    "not-ended-by-bytes": (
+        {"by_arrival": True},
+        "a phase ends here only when somebody arrives: where the arrivals are there already, the last bytes end it",
+    ),
+    "bytes-replaced": (
+        {"adds": False},
+        "a second announcement takes the place of the first here: the bytes are added to those still under way",
+    ),
+}  # fmt: skip
+
+_SCRIPTS, _STEPS = 40, 12
+
+
+def _script(generator: random.Random, arrivals: int) -> list[Operation]:
+    """A script that a barrier may be given: no copy that was not announced, no arrival that a phase has no room for."""
+    script: list[Operation] = []
+    pending, tx = arrivals, 0
+    while len(script) < _STEPS:
+        choices = ["arrive", "arrive_expect_tx", "expect_tx"] if pending else []
+        name = generator.choice([*choices, *["copy"] * (2 if tx else 0)])
+        number = 16 * generator.randint(1, 8)
+        if name == "copy":
+            number = tx if generator.random() < 0.5 else 16 * generator.randint(1, tx // 16)
+            tx -= number
+        pending -= name in _ARRIVES
+        tx += number if name in _EXPECTS else 0
+        script.append((name, 0 if name == "arrive" else number))
+        if not pending and not tx:
+            pending = arrivals
+    return script
+
+
+def scripts() -> list[tuple[int, list[Operation]]]:
+    """The scripts of exercise 11.1, each with its arrivals per phase: a few short ones, then random ones."""
+    given: list[tuple[int, list[Operation]]] = [
+        (1, [("arrive", 0)] * 3),
+        (2, [("arrive", 0)] * 5),
+        (1, [("arrive_expect_tx", 64), ("copy", 64), ("arrive", 0)]),
+        (2, [("arrive", 0), ("arrive_expect_tx", 32), ("copy", 16), ("copy", 16), ("arrive", 0)]),
+        (1, [("expect_tx", 32), ("expect_tx", 32), ("copy", 32), ("arrive", 0), ("copy", 32)]),
+    ]
+    generator = random.Random(11)
+    return given + [(n, _script(generator, n)) for n in (generator.randint(1, 3) for _ in range(_SCRIPTS))]
+
+
+@functools.cache
+def _emulated_parities() -> list[list[tuple[bool, bool]]]:
+    """What mbarrier_test_wait says of both parities after each operation of each script."""
+    given = scripts()
+    operations = torch.zeros(len(given), _STEPS, 2, dtype=torch.int32)
+    operations[..., 0] = -1
+    for block, (_, script) in enumerate(given):
+        for at, (name, number) in enumerate(script):
+            operations[block, at] = torch.tensor([OPERATIONS.index(name), number])
+    seen = torch.zeros_like(operations)
+    arrivals = torch.tensor([n for n, _ in given], dtype=torch.int32)
+    source = torch.zeros(4096, dtype=torch.int8)
+    _module(False).launch("scripts", operations, arrivals, seen, source, len(given), _STEPS, echo=False)
+    return [
+        [(bool(a), bool(b)) for a, b in row[: len(script)]]
+        for row, (_, script) in zip(seen.tolist(), given, strict=True)
+    ]
+
+
+def _in_words(script: Sequence[Operation]) -> str:
+    return ", ".join(name if name == "arrive" else f"{name} {number}" for name, number in script)
+
+
+@exercise(
+    "11.1",
+    title="An mbarrier by hand",
+    minutes=15,
+    difficulty="Warm-up",
+    hints=[
+        "Three numbers are the whole state: the phase under way (0, 1, 2 ...), the arrivals that it still misses, and "
+        "the bytes that are announced and have not come.",
+        "After every operation, whichever it is: if no arrival and no byte is missing, the phase is complete. The next "
+        "one begins, with all its arrivals missing.",
+        "While phase n is under way, n - 1 is the latest complete one. So parity 0 is complete where n is odd, parity "
+        "1 where n is even, from the beginning.",
+    ],
+)
+def _(complete: Callable[[list[Operation], int], list[tuple[bool, bool]]]) -> str:
+    given, got = scripts(), []
+    for arrivals, script in given:
+        case = f"{arrivals} arrival{'s' if arrivals > 1 else ''} per phase; {_in_words(script)}"
+        with running(case):
+            pairs = complete(list(script), arrivals)
+            rows = [tuple(bool(x) for x in pair) for pair in pairs]
+        expect(
+            len(rows) == len(script) and all(len(row) == 2 for row in rows),
+            f"complete gives {len(rows)} rows for a script of {len(script)} operations: one is wanted for each, a pair "
+            "(is parity 0 complete?, is parity 1 complete?)",
+            diagnosis="wrong-shape",
+            case=case,
+        )
+        got.append(rows)
+    want = _emulated_parities()
+    if got == want:
+        return f"{len(given)} scripts, {sum(len(s) for _, s in given)} operations: the emulator's barrier says the same"
+    for slug, (options, sentence) in _MISTAKEN_PARITIES.items():
+        expect(got != [_parities(s, n, **options) for n, s in given], sentence, diagnosis=slug)
+    for (arrivals, script), mine, right in zip(given, got, want, strict=True):
+        for at, (a, b) in enumerate(zip(mine, right, strict=True)):
+            parity = 0 if a[0] != b[0] else 1
+            expect(
+                a == b,
+                f"after operation {at + 1}, {_in_words(script[at : at + 1])}, complete says of parity {parity} "
+                f"{a[parity]}, and the emulator's barrier {b[parity]}",
+                diagnosis="wrong-parity",
+                case=f"{arrivals} arrival{'s' if arrivals > 1 else ''} per phase; {_in_words(script[: at + 1])}",
+            )
+    raise AssertionError("got and want differ somewhere")
+
+
+# ---- 11.2 -----------------------------------------------------------------------------------------------------------
+
+Waits = tuple[int, int, int]
+
+
+def _waits(i: int, stages: int) -> Waits:
+    phase = i // stages % 2
+    return i % stages, phase, 1 - phase
+
+
+_MISTAKEN_WAITS: dict[str, tuple[Callable[[int, int], tuple[int, ...]], str]] = {
+    "same-parity": (
+        lambda i, s: (i % s, i // s % 2, i // s % 2),
+        "the producer waits for the same parity as the consumer. Think of iteration 0: nobody has used the stage, and "
+        "the producer waits for phase 0 of `empty`, which ends when a consumer releases the first tile. That tile "
+        "never comes",
+    ),
+    "exchanged": (
+        lambda i, s: (i % s, 1 - i // s % 2, i // s % 2),
+        "the two parities are exchanged: the consumer waits for the first tile, so for phase 0 of `full`; the producer "
+        "has nobody to wait for in the first round, so for the parity that a new barrier has complete",
+    ),
+    "parity-of-the-iteration": (
+        lambda i, s: (i % s, i % 2, 1 - i % 2),
+        "these parities change with every iteration. A stage is used once in `stages` iterations, and each use is one "
+        "phase of its barriers",
+    ),
+    "parity-of-the-stage": (
+        lambda i, s: (i % s, i % s % 2, 1 - i % s % 2),
+        "these parities depend on the stage alone: a stage is used again and again, and its parity changes each time",
+    ),
+    "phase-not-parity": (
+        lambda i, s: (i % s, i // s, 1 - i // s),
+        "you give the phase's number; a wait takes its parity, the last bit",
+    ),
+    "phase-not-parity-xor": (
+        lambda i, s: (i % s, i // s, i // s ^ 1),
+        "you give the phase's number; a wait takes its parity, the last bit",
+    ),
+    "one-phase-for-the-producer": (
+        lambda i, s: (i % s, i // s % 2, 1),
+        "the producer waits for parity 1 each time: right in the first round; in the second it has to wait until the "
+        "consumers are through with the tile of the first, phase 0 of `empty`",
+    ),
+}  # fmt: skip
+
+_TILES = 13  # of the pipeline
+
+
+def _run_pipeline(table: torch.Tensor, stages: int, consumers: int = 2) -> str:
+    """What the emulator finds in a pipeline with these stages and parities; nothing where it is right."""
+    tiles = len(table)
+    source = torch.arange(tiles * 32, dtype=torch.int32) // 32
+    out, pauses = (
+        torch.full((consumers, tiles), -1, dtype=torch.int32),
+        torch.zeros(consumers, tiles, dtype=torch.int32),
+    )
+    arguments = (table, pauses, source, out, tiles, stages, consumers, 1)
+    try:
+        ran(_module(True), _source("phase_11"), None,
+            lambda: _module(True).launch("pipeline", *arguments, echo=False))  # fmt: skip
+    except CheckFailed as failed:
+        return failed.sentence
+    wrong = (out != torch.arange(tiles)).any(0).nonzero().flatten().tolist()
+    return f"a consumer finds tile {int(out[0, wrong[0]])} where tile {wrong[0]} should be" if wrong else ""
+
+
+@exercise(
+    "11.2",
+    title="Which parity, how many bytes?",
+    minutes=15,
+    difficulty="Core",
+    hints=[
+        "Iteration i uses stage i % stages. How often has that stage been used before? Each use is one phase of its "
+        "two barriers, `full` and `empty`, counted from 0.",
+        "Use number n: the consumer waits until phase n of `full` is complete. The producer waits until use n - 1 has "
+        "been released: phase n - 1 of `empty`. For n = 0 that is the phase -1 of a new barrier, whose parity is 1.",
+        "tile_bytes: the copy engine fills the whole box, with zeros for rows that do not exist, and the zeros count. "
+        "An element has 2 bytes; all slabs of a row belong to the tile.",
+    ],
+)
+def _(waits: Callable[[int, int], Waits], tile_bytes: Callable[[int, int, int], int]) -> str:
+    cases = [(i, s) for s in (1, 2, 3, 4, 5) for i in range(_TILES)]
+    got: dict[tuple[int, int], tuple[int, ...]] = {}
+    for i, s in cases:
+        with running(f"i={i}, stages={s}"):
+            got[i, s] = tuple(int(x) for x in waits(i, s))
+        expect(
+            len(got[i, s]) == 3,
+            f"waits({i}, {s}) gives {len(got[i, s])} numbers; three are wanted: the stage, the consumer's parity, the "
+            "producer's parity",
+            diagnosis="wrong-shape",
+            case=f"i={i}, stages={s}",
+        )
+    for slug, (wrong, sentence) in _MISTAKEN_WAITS.items():
+        diagnosis = "phase-not-parity" if slug.startswith("phase") else slug
+        expect(any(got[i, s] != wrong(i, s) for i, s in cases), sentence, diagnosis=diagnosis)
+    for i, s in cases:
+        right = _waits(i, s)
+        for what, a, b in zip(("stage", "consumer's parity", "producer's parity"), got[i, s], right, strict=True):
+            expect(
+                a == b,
+                f"waits({i}, {s}): the {what} is {a}, and should be {b}: iterations 0 to {s - 1} use the stages for "
+                "the first time, the next "
+                f"{s} for the second"
+                if s > 1
+                else f"waits({i}, 1): the {what} is {a}, and should be {b}: there is one stage, used in each iteration",
+                diagnosis="wrong-stage" if what == "stage" else "wrong-parity",
+                case=f"i={i}, stages={s}",
+            )
+    for s in (1, 2, 3, 4):
+        said = _run_pipeline(torch.tensor([got[i, s] for i in range(_TILES)], dtype=torch.int32), s)
+        expect(not said, f"in a pipeline with these parities {said}", diagnosis="wrong-parity", case=f"stages={s}")
+    _expect_bytes(tile_bytes)
+    return f"{len(cases)} iterations; pipelines of 1 to 4 stages ran with them"
+
+
+def _expect_bytes(tile_bytes: Callable[[int, int, int], int]) -> None:
+    __tracebackhide__ = True
+    boxes = [(rows, d, left) for rows in (64, 128) for d in (64, 128, 256) for left in (rows, 300, 50, 1)]
+    said: dict[tuple[int, int, int], int] = {}
+    for box in boxes:
+        with running(f"box_rows={box[0]}, head_dim={box[1]}, rows_left={box[2]}"):
+            said[box] = int(tile_bytes(*box))
+    mistakes: dict[str, tuple[Callable[[int, int, int], int], str]] = {
+        "zeros-not-counted": (
+            lambda rows, d, left: min(rows, left) * d * 2,
+            "rows that do not exist are left out here. The copy engine fills the whole box, with zeros there, and "
+            "counts all of it: with fewer bytes announced, more come than the phase expects",
+        ),
+        "elements-not-bytes": (lambda rows, d, left: rows * d, "these are elements; an element has 2 bytes"),
+        "bits": (lambda rows, d, left: rows * d * 16, "these are bits; expect_tx takes bytes"),
+        "one-slab": (
+            lambda rows, d, left: rows * 128,
+            "these are the bytes of one slab of 64 columns; all slabs of the tile count at the same barrier",
+        ),
+        "rows-left": (
+            lambda rows, d, left: left * d * 2,
+            "these are the bytes of all rows that are left; a copy brings one box",
+        ),
+    }  # fmt: skip
+    for slug, (wrong, sentence) in mistakes.items():
+        expect(any(said[b] != wrong(*b) for b in boxes), sentence, diagnosis=slug)
+    for rows, d, left in boxes:
+        expect(
+            said[rows, d, left] == rows * d * 2,
+            f"tile_bytes({rows}, {d}, {left}) is {said[rows, d, left]}; a box of {rows} rows of {d} elements, 2 bytes "
+            f"each, is {rows * d * 2}",
+            diagnosis="wrong-bytes",
+            case=f"box_rows={rows}, head_dim={d}, rows_left={left}",
+        )
+
+
+# ---- 11.3 -----------------------------------------------------------------------------------------------------------
+
+# (function, rows and columns of the matrix, steps, N, rows of the matrix are rows of B, swizzle, stride, leading)
+_TILE_KINDS = (
+    ("k_columns", 64, 64, 4, 64, False, 1, 1024, None),
+    ("v_rows", 64, 192, 4, 192, True, 1, 1024, 8192),
+    ("narrow_columns", 64, 32, 2, 64, False, 2, 512, None),
+)
+_SWIZZLES = ("no swizzle", "the 128-byte swizzle", "the 64-byte swizzle", "the 32-byte swizzle")
+
+
+@exercise(
+    "11.3",
+    title="Name the tile",
+    minutes=30,
+    difficulty="Core",
+    hints=[
+        "smem_descriptor(address, swizzle, leading_bytes, stride_bytes). In K-major and in MN-major swizzled tiles "
+        "alike, the stride leads to the next 8 lines of the tile. How long is a line, in bytes, in each of the three?",
+        "Which 16 of K? In a K-major tile they are columns, 32 bytes further in the same line. In an MN-major tile "
+        "they are lines: 16 lines further. Both are added to the address.",
+        "Only v_rows uses the leading distance: from one slab of 64 columns to the next. A slab has 64 lines of 128 "
+        "bytes.",
+    ],
+)
+def _(descriptors: str) -> str:
+    text = text_of(descriptors, "descriptors")
+    for name, *_ in _TILE_KINDS:
+        expect(f"{name}(" in text, f"the text should still define `{name}`", diagnosis="wrong-entry")
+    whole = replaced(_source("phase_11_tile"), "operands", text)
+    module = built(whole, check=False)
+    for which, (name, rows, columns, steps, n, *_) in enumerate(_TILE_KINDS):
+        row = torch.arange(rows)[:, None].expand(rows, columns)
+        column = torch.arange(columns).expand(rows, columns)
+        given = torch.zeros(steps + 1, dtype=torch.int64)
+        seen = []
+        for numbers in (row, column):
+            out = torch.zeros(steps, 16, n)
+            arguments = (numbers.half().contiguous(), out, given, which)
+            ran(module, whole, name, functools.partial(module.launch, "read_tile", *arguments, echo=False))
+            seen.append(out.int())
+        _expect_tile(which, seen[0], seen[1], given.tolist())
+    return "three tiles, read through your descriptors and multiplied by the identity"
+
+
+def _expect_tile(which: int, row: torch.Tensor, column: torch.Tensor, given: list[int]) -> None:
+    """row, column [steps, 16, n]: where in the matrix what was read as B[k, n] comes from; given: the descriptors."""
+    __tracebackhide__ = True
+    name, _, _, steps, n, by_rows, swizzle, stride, leading = _TILE_KINDS[which]
+    k = torch.arange(16 * steps).reshape(steps, 16, 1).expand(steps, 16, n)
+    of_n = torch.arange(n).expand(steps, 16, n)
+    want_row, want_column = (k, of_n) if by_rows else (of_n, k)
+    off = ((row != want_row) | (column != want_column)).nonzero().tolist()
+    if not off:
+        return
+    step, i, j = off[0]
+    found = int(row[step, i, j]), int(column[step, i, j])
+    wanted = int(want_row[step, i, j]), int(want_column[step, i, j])
+    place = (
+        f"what lies at row {found[0]}, column {found[1]} of the tile" if found[0] >= 0 else "bytes outside of the tile"
+    )
+    said = (
+        f"read through {name}(tile, {step}), the element of row {wanted[0]}, column {wanted[1]} is {place} "
+        f"({len(off)} of {row.numel()} elements are wrong)"
+    )
+    bits = given[step] & (1 << 64) - 1
+    start, its_leading, its_stride, base = (
+        (bits & 0x3FFF) << 4,
+        (bits >> 16 & 0x3FFF) << 4,
+        (bits >> 32 & 0x3FFF) << 4,
+        (bits >> 49 & 7),
+    )
+    tile, line = given[-1], (128, 128, 64)[which]
+    want_start = step * (2048 if by_rows else 32)
+    if bits >> 62 != swizzle:
+        why, slug = (
+            f"the descriptor says {_SWIZZLES[bits >> 62]}; the tile was written with {_SWIZZLES[swizzle]}",
+            "swizzle",
+        )
+    elif its_stride != stride:
+        why, slug = f"the stride is {its_stride} bytes, and 8 lines of this tile are {8 * line}", "stride"
+    elif leading is not None and its_leading != leading:
+        why, slug = (
+            f"the leading distance is {its_leading} bytes; the next 64 columns lie a slab further, and a slab is 64 "
+            "lines of 128 bytes",
+            "leading",
+        )
+    elif start - tile != want_start:
+        kind = "columns: 32 bytes further in each line" if not by_rows else "rows: 16 lines further"
+        why, slug = (
+            f"the address is {start - tile} bytes behind the tile's beginning in step {step}; 16 of K are 16 {kind}",
+            "address",
+        )
+    else:
+        why, slug = f"base_offset is {base}; the tile begins where the pattern begins" if base else "", "base-offset"
+    raise CheckFailed(f"{said}: {why}" if why else said, diagnosis=f"wrong-{slug}", case=name)
+
+
+# ---- 11.4 -----------------------------------------------------------------------------------------------------------
+
+
+def _most_stages(
+    block_m: int, block_n: int, head_dim: int, shared_bytes: int, *, kv: int = 2, q: bool = True, item: int = 2,
+    fixed_barriers: int = 1, barriers: int = 4,
+) -> int:  # fmt: skip
+    left = shared_bytes - (block_m * head_dim * item if q else 0) - 8 * fixed_barriers
+    return max(0, left // (kv * block_n * head_dim * item + 8 * barriers))
+
+
+def _consumer_registers(consumers: int, producer: int, *, whole: bool = False, step: int = 8, group: int = 128,
+                        most: int = 256) -> int:  # fmt: skip
+    threads = 128 * (consumers + 1)
+    pool = 65536 if whole else 65536 // threads // 8 * 8 * threads
+    return min(most, (pool - group * producer) // (128 * consumers) // step * step)
+
+
+def _widest_tile(head_dim: int, registers: int, others: int, *, s: float = 1 / 2, p: float = 1 / 4, o: float = 1 / 2,
+                 step: int = 16) -> int:  # fmt: skip
+    return max(0, int((registers - others - head_dim * o) / (s + p)) // step * step)
+
+
+def _expect_numbers(
+    name: str, got: dict[tuple[int, ...], int], right: Callable[..., int],
+    mistakes: dict[str, tuple[Callable[..., int], str]], names: Sequence[str], why: Callable[..., str],
+) -> None:  # fmt: skip
+    """Raises CheckFailed with the mistake whose numbers these are, else with the first wrong one and its reason."""
+    __tracebackhide__ = True
+    if all(got[x] == right(*x) for x in got):
+        return
+    for slug, (wrong, sentence) in mistakes.items():
+        expect(any(got[x] != wrong(*x) for x in got), sentence, diagnosis=slug)
+    for x, value in got.items():
+        expect(
+            value == right(*x),
+            f"{name}({', '.join(map(str, x))}) is {value}, and should be {right(*x)}: {why(*x)}",
+            diagnosis="wrong-value",
+            case=", ".join(f"{n}={v}" for n, v in zip(names, x, strict=True)),
+        )
+
+
+def _asked(names: Sequence[str], function: Callable[..., int], cases: Sequence[tuple[int, ...]]) -> dict[Any, int]:
+    got = {}
+    for x in cases:
+        with running(", ".join(f"{n}={v}" for n, v in zip(names, x, strict=True))):
+            value = function(*x)
+            got[x] = int(value) if value == int(value) else value
+    return got
+
+
+@exercise(
+    "11.4",
+    title="Three budgets",
+    minutes=25,
+    difficulty="Core",
+    hints=[
+        "most_stages: what is there once (Q and its barrier), what is there for each stage (a tile of K, one of V, "
+        "four barriers)? The number of stages is what is left, divided by what a stage takes.",
+        "consumer_registers: at the launch every thread has 65536 / threads registers, rounded down to a multiple of "
+        "8; all together that is the pool. The producer's whole warpgroup, 128 threads, keeps its own; the consumers' "
+        "128 threads each share the rest, in multiples of 8, at most 256.",
+        "widest_tile: 64 rows by 128 threads. A float accumulator of 64 x N takes N / 2 registers per thread. P in "
+        "16-bit numbers, two to a register, takes N / 4.",
+    ],
+)
+def _(
+    most_stages: Callable[[int, int, int, int], int],
+    consumer_registers: Callable[[int, int], int],
+    widest_tile: Callable[[int, int, int], int],
+) -> str:
+    names: tuple[str, ...] = ("block_m", "block_n", "head_dim", "shared_bytes")
+    shapes = [(128, 128, 64), (192, 128, 64), (128, 128, 128), (128, 176, 128), (128, 80, 256), (64, 64, 64)]
+    limits = [227 * 1024, 99 * 1024, 163 * 1024, 16 * 1024]
+    stages = [(*shape, limit) for shape in shapes for limit in limits]
+    for m, n, d in shapes[:3]:  # where the barriers decide
+        for fit in (1, 2, 3):
+            enough = m * d * 2 + fit * n * d * 4 + 8 + 32 * fit
+            stages += [(m, n, d, limit) for limit in (enough, enough - 1, enough - 8 - 32 * fit)]
+    _expect_numbers(
+        "most_stages", _asked(names, most_stages, stages), _most_stages,
+        {
+            "v-forgotten": (
+                lambda *x: _most_stages(*x, kv=1),
+                "a stage has one tile here; K and V of a step are a tile each",
+            ),
+            "q-forgotten": (
+                lambda *x: _most_stages(*x, q=False),
+                "Q is not counted here: its tile stays in shared memory all the time",
+            ),
+            "elements-not-bytes": (lambda *x: _most_stages(*x, item=1), "an element has 2 bytes, and here it has 1"),
+            "floats": (lambda *x: _most_stages(*x, item=4), "an element has 2 bytes, and here it has 4"),
+            "barriers-forgotten": (
+                lambda *x: _most_stages(*x, fixed_barriers=0, barriers=0),
+                "the tiles are right. The barriers take room as well: 8 bytes each, one for Q and four for a stage. "
+                "Where the tiles fit exactly, they decide",
+            ),
+        },
+        names,
+        lambda m, n, d, limit: (
+            f"Q and its barrier take {m * d * 2 + 8} bytes, a stage {4 * n * d + 32}, and there are {limit}"
+        ),
+    )  # fmt: skip
+    names = ("consumers", "producer")
+    _expect_numbers(
+        "consumer_registers",
+        _asked(names, consumer_registers, [(c, p) for c in (1, 2, 3, 4, 5) for p in (24, 32, 40)]),
+        _consumer_registers,
+        {
+            "producer-forgotten": (
+                lambda c, p: _consumer_registers(c, 0),
+                "the producer's registers are not taken off here: it keeps some too",
+            ),
+            "a-warp-for-the-producer": (
+                lambda c, p: _consumer_registers(c, p, group=32),
+                "the producer counts as one warp here. setmaxnreg is an instruction of a warpgroup: four warps have "
+                "those registers, though three of them do nothing",
+            ),
+            "not-a-multiple-of-8": (
+                lambda c, p: _consumer_registers(c, p, step=1),
+                "setmaxnreg takes multiples of 8 only",
+            ),
+            "rounded-at-the-launch": (
+                lambda c, p: _consumer_registers(c, p, whole=True),
+                "you deal out all 65536. The launch gives each thread a multiple of 8, and what that rounding leaves "
+                "over belongs to nobody: the pool is smaller",
+            ),
+            "above-256": (
+                lambda c, p: _consumer_registers(c, p, most=1 << 30),
+                "a thread has at most 256 registers, whatever is left",
+            ),
+        },
+        names,
+        lambda c, p: (
+            f"{128 * (c + 1)} threads have {65536 // (128 * (c + 1)) // 8 * 8} each at the launch; the producer's 128 "
+            f"keep {p}"
+        ),
+    )
+    names = ("head_dim", "registers", "others")
+    room = ((64, 160), (64, 240), (128, 168), (128, 240), (256, 240))
+    tiles = [(d, r, others) for d, r in room for others in (20, 40, 56)]
+    _expect_numbers(
+        "widest_tile",
+        _asked(names, widest_tile, tiles),
+        _widest_tile,
+        {
+            "p-forgotten": (
+                lambda *x: _widest_tile(*x, p=0),
+                "P of the tile before is not counted here: it is kept while S is computed",
+            ),
+            "p-as-floats": (lambda *x: _widest_tile(*x, p=1 / 2), "P has 16-bit numbers: two of them share a register"),
+            "o-forgotten": (
+                lambda *x: _widest_tile(*x, o=0),
+                "O is not counted here: its accumulators stay all the time",
+            ),
+            "not-a-multiple-of-16": (
+                lambda *x: _widest_tile(*x, step=1),
+                "keys are the K of the second product, which goes by 16: BLOCK_N is a multiple of 16",
+            ),
+            "multiple-of-8": (
+                lambda *x: _widest_tile(*x, step=8),
+                "keys are the K of the second product, which goes by 16: BLOCK_N is a multiple of 16",
+            ),
+            "a-row-per-thread": (
+                lambda *x: _widest_tile(*x, s=1, p=1 / 2, o=1),
+                "64 rows are shared by 128 threads: a thread has half a row's worth of each accumulator",
+            ),
+        },
+        names,
+        lambda d, r, o: f"O takes {d // 2} registers, {o} are used for other things, and a key takes 1/2 + 1/4",
+    )  # fmt: skip
+    return "stages, registers and tiles"
+
+
+# ---- 11.5 -----------------------------------------------------------------------------------------------------------
+
+Blamed = list[tuple[int, set[int]]]
+
+
+@functools.cache
+def _log(
+    stages: int, consumers: int, tiles: int, seed: int, producers: int
+) -> tuple[tuple[Event, ...], tuple[tuple[int, int], ...]]:
+    """A pipeline's events, and (address, arrivals per phase) of its barriers."""
+    table = torch.tensor([_waits(i, stages) for i in range(tiles)], dtype=torch.int32)
+    generator = torch.Generator().manual_seed(seed)
+    pauses = torch.randint(0, 4, (consumers, tiles), generator=generator, dtype=torch.int32)
+    source, out = torch.zeros(tiles * 32, dtype=torch.int32), torch.zeros(consumers, tiles, dtype=torch.int32)
+    module = _module(True)
+    arguments = (table, pauses, source, out, tiles, stages, consumers, producers)
+    module.launch("pipeline", *arguments, echo=False, timeline=1)
+    assert module.report is not None, "every run in the emulator leaves a report"
+    events = [e for e in module.report.launches[0].events if e.did in LOGGED]
+    count = {e.values[0]: 1 if e.warp >= consumers else consumers for e in events if e.did == "arrive"}
+    count |= {e.values[0]: consumers for e in events if e.did == "mbarrier-wait" and e.warp >= consumers}
+    return tuple(events), tuple(sorted(count.items()))
+
+
+LOGGED = ("arrive", "mbarrier-wait", "mbarrier-passed")
+
+
+def log(
+    stages: int = 2, consumers: int = 2, tiles: int = 6, seed: int = 0, producers: int = 1
+) -> tuple[list[tuple[int, str, int, int]], dict[int, int]]:
+    """What the warps of a small pipeline did at its barriers, as the emulator saw it; and each barrier's arrivals.
+
+    Warps 0 to consumers - 1 consume, warp `consumers` produces; of several producers each asks for a tile in its
+    turn, and with fewer than two stages they would lose count. An event is (warp, what, barrier, parity); for an
+    arrival, in place of the parity, the bytes that it announces.
+    """
+    events, count = _log(stages, consumers, tiles, seed, producers)
+    return [(e.warp, e.did, *e.values) for e in events], dict(count)
+
+
+def _blamed(events: Sequence[tuple[int, str, int, int]], arrivals: dict[int, int]) -> Blamed:
+    arrived: dict[int, list[int]] = {}
+    out: Blamed = []
+    for warp, did, bar, _ in events:
+        if did == "arrive":
+            arrived.setdefault(bar, []).append(warp)
+        elif did == "mbarrier-passed":
+            by, n = arrived.get(bar, []), arrivals[bar]
+            phase = len(by) // n - 1  # the latest that has all its arrivals
+            out.append((warp, set(by[phase * n : (phase + 1) * n]) if phase >= 0 else set()))
+    return out
+
+
+def _last_arrival(events: Sequence[tuple[int, str, int, int]], arrivals: dict[int, int]) -> Blamed:
+    last: dict[int, set[int]] = {}
+    out: Blamed = []
+    for warp, did, bar, _ in events:
+        if did == "arrive":
+            last[bar] = {warp}
+        elif did == "mbarrier-passed":
+            out.append((warp, last.get(bar, set())))
+    return out
+
+
+def _everybody(events: Sequence[tuple[int, str, int, int]], arrivals: dict[int, int]) -> Blamed:
+    all_of: dict[int, set[int]] = {}
+    out: Blamed = []
+    for warp, did, bar, _ in events:
+        if did == "arrive":
+            all_of.setdefault(bar, set()).add(warp)
+    for warp, did, bar, _ in events:
+        if did == "mbarrier-passed":
+            out.append((warp, all_of.get(bar, set())))
+    return out
+
+
+def _so_far(events: Sequence[tuple[int, str, int, int]], arrivals: dict[int, int]) -> Blamed:
+    arrived: dict[int, set[int]] = {}
+    out: Blamed = []
+    for warp, did, bar, _ in events:
+        if did == "arrive":
+            arrived.setdefault(bar, set()).add(warp)
+        elif did == "mbarrier-passed":
+            out.append((warp, set(arrived.get(bar, set()))))
+    return out
+
+
+def _at_the_wait(events: Sequence[tuple[int, str, int, int]], arrivals: dict[int, int]) -> Blamed:
+    """Who arrives between the wait and its end: those who came before the wait are left out."""
+    began: dict[tuple[int, int], int] = {}
+    out: Blamed = []
+    for at, (warp, did, bar, _) in enumerate(events):
+        if did == "mbarrier-wait":
+            began[warp, bar] = at
+        elif did == "mbarrier-passed":
+            between = events[began.get((warp, bar), at) : at]
+            out.append((warp, {w for w, d, b, _ in between if d == "arrive" and b == bar}))
+    return out
+
+
+_MISTAKEN_BLAME: dict[str, tuple[Callable[..., Blamed], str]] = {
+    "last-arrival": (
+        _last_arrival,
+        "you name the warp whose arrival was the latest before the wait passed. A phase of several arrivals waits for "
+        "all who make it up",
+    ),
+    "everybody": (
+        _everybody,
+        "you name everybody who ever arrives at the barrier. The producer's first waits pass at a new barrier: nobody "
+        "has arrived, and it waits for nobody",
+    ),
+    "so-far": (
+        _so_far,
+        "you name everybody who has arrived at the barrier so far. A wait is for one phase: where two producers take "
+        "turns, each phase of `full` has the arrival of one of them",
+    ),
+    "between": (
+        _at_the_wait,
+        "you name who arrived between the beginning of the wait and its end. Who arrived before the wait began belongs "
+        "to the phase as well",
+    ),
+}  # fmt: skip
+
+
+def _logs() -> Iterator[tuple[str, list[tuple[int, str, int, int]], dict[int, int]]]:
+    # With two producers and an odd number of stages, the phases of one barrier are made up by different warps.
+    for stages, consumers, producers, seed in ((1, 1, 1, 0), (2, 1, 1, 1), (2, 2, 1, 2), (3, 3, 2, 3), (3, 2, 2, 4)):
+        case = f"{stages} stages, {consumers} consumers, {producers} producer{'s' * (producers > 1)}"
+        yield case, *log(stages, consumers, 3 * stages + 1, seed, producers)
+
+
+@exercise(
+    "11.5",
+    title="Who waits for whom?",
+    minutes=25,
+    difficulty="Core",
+    hints=[
+        "Keep, for each barrier, the list of the warps that have arrived there so far. With n arrivals per phase, the "
+        "first n of the list are phase 0, the next n phase 1.",
+        "When a wait has passed, the phase that it waited for is the latest complete one: the next phase needs an "
+        "arrival of the one who still waits, or of somebody who waits for that one.",
+        "phase = len(arrived) // n - 1. Below 0, the wait was for nobody; else it was for "
+        "arrived[phase * n : (phase + 1) * n].",
+    ],
+)
+def _(waited_for: Callable[[list[tuple[int, str, int, int]], dict[int, int]], list[tuple[int, set[int]]]]) -> str:
+    count = 0
+    logs = list(_logs())
+    said: list[Blamed] = []
+    for case, events, arrivals in logs:
+        with running(case):
+            said.append(
+                [(int(warp), {int(w) for w in warps}) for warp, warps in waited_for(list(events), dict(arrivals))]
+            )
+    right = [_blamed(events, arrivals) for _, events, arrivals in logs]
+    for slug, (wrong, sentence) in _MISTAKEN_BLAME.items():
+        expect(said == right or said != [wrong(e, a) for _, e, a in logs], sentence, diagnosis=slug)
+    for (case, events, arrivals), got, want in zip(logs, said, right, strict=True):
+        passed = [(i, e) for i, e in enumerate(events) if e[1] == "mbarrier-passed"]
+        expect(
+            len(got) == len(want),
+            f"waited_for gives {len(got)} pairs, and {len(want)} waits of the log have passed: one pair for each, in "
+            "their order",
+            diagnosis="wrong-shape",
+            case=case,
+        )
+        for (at, (warp, _, bar, parity)), mine, his in zip(passed, got, want, strict=True):
+            expect(mine[0] == his[0], f"event {at} is a wait of warp {his[0]}, and the pair says warp {mine[0]}",
+                   diagnosis="wrong-warp", case=case)  # fmt: skip
+            before = [w for w, d, b, _ in events[:at] if d == "arrive" and b == bar]
+            listed = f"warps {', '.join(map(str, before))} had arrived there, in this order" if before else (
+                "nobody had arrived there"
+            )  # fmt: skip
+            expect(
+                mine[1] == his[1],
+                f"event {at}: warp {warp} has passed the barrier at {bar}, parity {parity}, and you say that it waited "
+                f"for {_warps(mine[1])}. By then {listed}, {arrivals[bar]} to a phase: it was for {_warps(his[1])}",
+                diagnosis="wrong-warps",
+                case=case,
+            )
+            count += 1
+    return f"{count} waits in {len(logs)} runs of the emulator"
+
+
+def _warps(warps: set[int]) -> str:
+    if not warps:
+        return "nobody"
+    return f"warp{'s' * (len(warps) > 1)} {' and '.join(map(str, sorted(warps)))}"
+
+
+# ---- kernels of the ladder ------------------------------------------------------------------------------------------
+
+
+def _changed(whole: Source, old: str, new: str) -> Source:
+    """The source with one line of it changed; the learner's own lines stay where they are if the lines do."""
+    assert whole.text.count(old) == 1, f"{old!r} occurs {whole.text.count(old)} times in {whole.name}.cu"
+    return Source(whole.text.replace(old, new), whole.name, whole.first, whole.last)
+
+
+def _replaced_lines(whole: Source, first: str, last: str, text: str) -> Source:
+    """The source with the lines from that with `first` to that with `last` replaced by a learner's.
+
+    And some more, to where all braces are closed that were opened there.
+    """
+    lines = whole.text.splitlines()
+    begin = next(i for i, line in enumerate(lines) if first in line)
+    end = next(i for i in range(begin, len(lines)) if last in lines[i])
+    while (cut := "".join(lines[begin : end + 1])).count("{") > cut.count("}"):
+        end += 1
+    own = text.strip("\n").splitlines()
+    return Source("\n".join([*lines[:begin], *own, *lines[end + 1 :]]) + "\n", whole.name, begin + 1, begin + len(own))
+
+
+# ---- 11.6 -----------------------------------------------------------------------------------------------------------
+
+_EPILOGUE = ("if (first_thread) bulk_wait_read<0>();", "bulk_commit();")
+
+
+@exercise(
+    "11.6",
+    title="The last mile of O",
+    minutes=20,
+    difficulty="Bug hunt",
+    untouched="06c44aff40ae",
+    history="a common mistake where threads store what TMA or wgmma reads",
+    hints=[
+        "Follow one number of O: a lane stores it to shared memory with stmatrix; then the copy engine reads it. Both "
+        "see the same memory, but they come to it on two different ways.",
+        "The barrier orders the threads: all have stored when the first thread goes on. Does it also say that the "
+        "other way, the async proxy, sees what they have stored?",
+        "fence_proxy_async(), by each thread that has stored, after its last stmatrix and before the barrier.",
+    ],
+)
+def _(epilogue: str) -> str:
+    text = text_of(epilogue, "epilogue")
+    whole = _replaced_lines(source_of(step("p11_10_epilogue")), *_EPILOGUE, text)
+    verdict = examine(whole, fast=False, probes=_SHORT, max_seq=150, sms=1)  # one block, which uses its buffer again
+    stores = verdict.counters["tma_stores"]
+    case = "heads=2, kv_heads=1, seq_q=200, seq_k=200, causal"
+    sentence = "the result is right, but no O leaves by tma_store: the copy engine should do it"
+    expect(stores > 0, sentence, diagnosis="no-tma-store", case=case)
+    return f"{verdict.cases} cases right, nothing found by the emulator"
+
+
+_SHORT = PROBES[:2]
+
+# ---- 11.7 -----------------------------------------------------------------------------------------------------------
+
+_RELEASE = """
+        if (first_thread) mbarrier_arrive(empty_v + 8 * ((nth - 1) % STAGES));
+    };"""
+
+
+@exercise(
+    "11.7",
+    title="Room for the next tile",
+    minutes=25,
+    difficulty="Bug hunt",
+    untouched="7d7ce3738bf0",
+    history="a common mistake in kernels that have two products under way",
+    hints=[
+        "Two groups are committed in a round: the scores of this tile, then O += P V of the tile before. Which of them "
+        "has wgmma_wait<1> waited for, and which is still under way?",
+        "Who arrives at empty_v says: nobody reads this tile of V any more, the producer may fill its stage again. "
+        "From which line on is that true?",
+        "The arrival at empty_v belongs behind wgmma_wait<0>, which is in output_is_there(). The one at empty_k may "
+        "stay: the scores have been waited for.",
+    ],
+)
+def _(scores: str, after_probabilities: str) -> str:
+    texts = text_of(scores, "scores"), text_of(after_probabilities, "after_probabilities")
+    base = _changed(source_of(step("p11_6_overlap")), _RELEASE, "\n    };")
+    whole = replaced(base, "rescale O", texts[1])
+    whole = replaced(whole, "scores", texts[0])
+    try:
+        verdict = examine(whole, fast=False, probes=_LONG, max_seq=150)
+    except CheckFailed as failed:
+        if failed.diagnosis == "stage-overwritten" and "wgmma" in failed.sentence:
+            raise CheckFailed(failed.sentence, diagnosis="released-too-early", case=failed.case) from None
+        raise
+    events = probe(built(whole, check=True), whole, _LONG[1], timeline=1).launches[0].events
+    case = "seq_q=64, seq_k=700"
+    _expect_released_once(events, case)
+    expect(
+        any(e.did == "wait" and e.values[1] > 0 for e in events),
+        "the result is right, and nothing is released too early; but each wait waits for all products. The softmax "
+        "should run while O += P V of the tile before is under way",
+        diagnosis="no-overlap",
+        case=case,
+    )
+    return f"{verdict.cases} cases right, nothing found by the emulator"
+
+
+_LONG = (PROBES[0], (1, 1, 1, 64, 700, False))
+
+
+def _expect_released_once(events: Sequence[Event], case: str) -> None:
+    """Raises CheckFailed where a warp arrives at a barrier more often than each stage of this run is filled."""
+    __tracebackhide__ = True
+    arrivals = Counter((e.warp, e.values[0]) for e in events if e.did == "arrive" and not e.values[1])
+    filled = max(Counter(e.values[0] for e in events if e.did == "arrive" and e.values[1]).values())
+    most = max(arrivals.values())
+    expect(
+        most <= filled,
+        f"a warpgroup arrives {most} times at a barrier of a stage that is filled {filled} times: it releases a tile "
+        "more than once. A phase then ends without the others, and the parity that the producer waits for runs away",
+        diagnosis="released-twice",
+        case=case,
+    )
+
+
+# ---- 11.8 -----------------------------------------------------------------------------------------------------------
+
+_AFTER = "    setmaxnreg_inc<CONSUMER_REGISTERS>();\n"
+# Stages that are used three times and more; a causal block's few tiles; rows without a key.
+_PRODUCED = ((1, 1, 1, 64, 1000, False), PROBES[0], (1, 1, 1, 140, 24, True))
+_HEAD_DIM, _STAGES, _CONSUMERS = 128, 3, 2
+
+
+def _with_producer(text: str) -> Source:
+    whole = replaced(step("p11_5_consumers"), "producer", text.strip("\n") + "\n" + _AFTER)
+    return _changed(whole, "STAGES = 2;", f"STAGES = {_STAGES};")
+
+
+def _expect_early(events: Sequence[Event], stages: int, consumers: int, slabs: int, case: str) -> None:
+    """Raises CheckFailed where the producer waits for more than the stage that it fills next.
+
+    events: of a run with so many slabs, each a load of its own, in a tile.
+    """
+    __tracebackhide__ = True
+    producers = [e for e in events if e.warp >= 4 * consumers]
+    released = sorted({e.values[0] for e in events if e.did == "arrive" and e.warp < 4 * consumers})  # K's, then V's
+    places = sorted({e.values[0] for e in producers if e.did == "load"})[-2 * stages * slabs :: slabs]  # K's, then V's
+    arrivals = dict.fromkeys(released, 0)
+    asked, waited = [0, 0], [-1, -1]  # of K, of V
+    for e in events:
+        if e.warp < 4 * consumers:
+            if e.did == "arrive":
+                arrivals[e.values[0]] += 1
+        elif e.did == "mbarrier-passed":
+            expect(
+                e.values[0] in arrivals,
+                "the result is right, but the producer waits for its own copies. The consumers do that: it can ask for "
+                "the next tile at once",
+                diagnosis="no-overlap",
+                case=case,
+            )
+            kind, stage = divmod(released.index(e.values[0]), stages)
+            if arrivals[e.values[0]] >= consumers:
+                tile = (arrivals[e.values[0]] // consumers - 1) * stages + stage
+                waited[kind] = max(waited[kind], tile)
+        elif e.did == "load" and e.values[0] in places:
+            kind = int(e.values[0] >= places[stages])
+            n = asked[kind]
+            asked[kind] += 1
+            last = max(
+                waited[kind], waited[1 - kind] - kind
+            )  # K of the next tile may be asked for before V of this one
+            expect(
+                last <= max(-1, n - stages),
+                f"the result is right, but before {'KV'[kind]} of tile {n} (counted from 0) is asked for, the producer "
+                f"has waited until tile {last} was read. With {stages} stages there is room as soon as "
+                + (f"tile {n - stages} has been read" if n >= stages else "the block begins"),
+                diagnosis="no-overlap",
+                case=case,
+            )
+
+
+@exercise(
+    "11.8",
+    title="The producer, from a blank page",
+    minutes=60,
+    difficulty="Stretch",
+    hints=[
+        "Warps WARPS and later are the producer's warpgroup. All of its threads give their registers back; one thread "
+        "of one warp does the rest; and none of them may go on to the consumers' code.",
+        "Q first, to full_q: one tile, for which nobody has to make room. Then the tiles of keys in the order in which "
+        "the consumers take them: from end - 1 down to 0. The nth of them, n = 0, 1, ..., goes to stage n % STAGES.",
+        "Before K of the nth tile: mbarrier_wait(empty_k + 8 * stage, ...), with the producer's parity of exercise "
+        "11.2. Then load_tile, which announces the bytes itself. Then the same for V, with empty_v and full_v.",
+        "if (warp >= WARPS) { setmaxnreg_dec<PRODUCER_REGISTERS>(); if (warp == WARPS && elect_one()) { Q; the loop } "
+        "return; }",
+    ],
+)
+def _(producer: str) -> str:
+    text = text_of(producer, "producer")
+    if not blank_comments(text).strip():
+        raise NotImplementedError
+    whole = _with_producer(text)
+    try:
+        verdict = examine(whole, head_dim=_HEAD_DIM, fast=False, probes=_PRODUCED, max_seq=150)
+    except CheckFailed as failed:
+        raise _told(failed, text) from None
+    case = f"seq_q=64, seq_k=1000, head_dim={_HEAD_DIM}, STAGES={_STAGES}"
+    _expect_well_asked(verdict.counters, case)
+    report = probe(built(whole, check=True, head_dim=_HEAD_DIM), whole, _PRODUCED[0], head_dim=_HEAD_DIM, timeline=1)
+    _expect_early(report.launches[0].events, _STAGES, _CONSUMERS, _HEAD_DIM // 64, case)
+    return f"{verdict.cases} cases right with {_STAGES} stages, and each tile is asked for as soon as there is room"
+
+
+def _expect_well_asked(c: Counters, case: str) -> None:
+    __tracebackhide__ = True
+    sentence = "the result is right, but no tile comes by tma_load: the copy engine should bring them"
+    expect(c["tma_loads"] > 0, sentence, diagnosis="no-tma-load", case=case)
+
+
+def _told(failed: CheckFailed, text: str) -> CheckFailed:
+    """The emulator's finding, and where it is the producer's doing in a way that its words do not say, that too."""
+    code = blank_comments(text)
+    if failed.diagnosis == "registers-missing" and "setmaxnreg_dec" not in code:
+        also = ": the producer's warps have not given theirs back (setmaxnreg_dec<PRODUCER_REGISTERS>, by all four)"
+        return CheckFailed(failed.sentence + also, diagnosis="registers-kept", case=failed.case)
+    if failed.diagnosis == "mbarrier-arrivals" and "elect_one" not in code and "threadIdx" not in code:
+        also = ". Each lane of the producer asks for the tile: one thread alone should"
+        return CheckFailed(failed.sentence + also, diagnosis="asked-by-all", case=failed.case)
+    if failed.diagnosis in (*KINDS, "does-not-compile", "launch-failed"):
+        return failed
+    # What the checker knows of wrong numbers are mistakes of whole kernels; the consumers' masks and sums are right.
+    seen = failed.sentence if failed.diagnosis == "wrong-value" else "the result is wrong"
+    also = (
+        ". The emulator has found nothing, and the consumers' code is right: so a tile holds other numbers than its "
+        "consumers take it for. Which rows of which head should it hold, and in which order do they come?"
+    )
+    return CheckFailed(seen + also, diagnosis="wrong-tile", case=failed.case)
+
+
+# ---- 11.9 -----------------------------------------------------------------------------------------------------------
+
+_FORBIDDEN = re.compile(r"\b(?:exp|exp2|expf|exp2f|__expf|exp10f?|__exp10f|expm1f?|exp2_approx|powf?|__powf|asm|"
+                        r"h2?exp2?|std::exp2?)\b")  # fmt: skip
+_ALLOWED = 2.0**-12  # half of what P's rounding to fp16 does
+
+
+@exercise(
+    "11.9",
+    title="2 to the x, by multiplications",
+    minutes=30,
+    difficulty="Stretch",
+    hints=[
+        "2^x = 2^n * 2^f, with n the nearest whole number and f = x - n in [-0.5, 0.5]. 2^n needs no arithmetic: a "
+        "float keeps its exponent, with 127 added, in bits 23 to 30.",
+        "2^f by a polynomial, Horner's way: fmaf(f, fmaf(f, fmaf(f, c3, c2), c1), 1.f). Taylor's coefficients, ln 2, "
+        "ln(2)^2 / 2, ln(2)^3 / 6, are best at 0 only: they err by 6e-4 at 0.5. One term more, or coefficients that "
+        "spread the error: 0.6932829, 0.2422110, 0.0550090.",
+        "n = rintf(f) and (int) work. So does a trick without a conversion: x + 12582912.f rounds x to a whole number, "
+        "and leaves it in the lowest bits; __float_as_uint(that) << 23 has it where the exponent is.",
+        "Below -127 there is no such float: take the maximum of x and -127 first, so that -infinity does no harm. "
+        "Which maximum keeps NaN? fmaxf(x, y) does not; x < -127.f ? -127.f : x does.",
+    ],
+)
+def _(exp2_polynomial: str) -> str:
+    text = text_of(exp2_polynomial, "exp2_polynomial")
+    expect("exp2_polynomial(" in text, "the text should still define `exp2_polynomial`", diagnosis="wrong-entry")
+    used = _FORBIDDEN.search(blank_comments(text))
+    expect(
+        used is None,
+        f"`{used[0] if used else ''}` is what this function should do without: multiplications, additions and integer "
+        "operations only",
+        diagnosis="not-by-hand",
+    )
+    whole = replaced(_source("phase_11_exp"), "operands", text)
+    module = built(whole, check=False)
+    x = torch.cat([torch.linspace(-126, 8, 9000), torch.arange(-126.0, 9), torch.linspace(-1, 1, 3001)])
+    y = _powers(module, whole, x)
+    error = ((y.double() - (want := torch.exp2(x.double()))) / want).abs()
+    error = torch.where(error.isnan(), torch.inf, error)
+    worst = int(error.argmax())
+    said = f"exp2_polynomial({x[worst]:.6g}) is {y[worst]:.6g}, and 2^x is {want[worst]:.6g}"
+    if float(error.max()) > 0.25:
+        at_whole = error[9000:9135].max() < _ALLOWED
+        if float(error.median()) < _ALLOWED or at_whole:
+            why = "right at whole numbers" if at_whole else "right for most numbers"
+            raise CheckFailed(f"{said}: it is {why}, and wrong where x is split: is f = x - n in [-0.5, 0.5], or in "
+                              "[0, 1), for negative x too?", diagnosis="wrong-split")  # fmt: skip
+        raise CheckFailed(
+            f"{said}. The exponent of a float is in bits 23 to 30, with 127 added: for 2^0 it is 0x3f800000",
+            diagnosis="wrong-power",
+        )
+    expect(
+        float(error.max()) <= _ALLOWED,
+        f"{said}: an error of {float(error.max()):.1e}, where {_ALLOWED:.1e} is allowed. P is rounded to 11 bits "
+        "anyway, but this is more: better coefficients, or a term more",
+        diagnosis="not-exact-enough",
+    )
+    low = torch.tensor([-torch.inf, -1e30, -1000.0, -300.0, -200.0, -150.0, -129.0])
+    y = _powers(module, whole, low)
+    bad = ((y < 0) | (y > 2.0**-120) | y.isnan()).nonzero().flatten().tolist()
+    at = bad[0] if bad else 0
+    expect(
+        not bad,
+        f"right from -126 on, but exp2_polynomial({low[at]:g}) is {y[at]:.4g}, and should be 0, or next to it: a "
+        "masked score is -infinity, and an exponent below -127 runs over into the sign",
+        diagnosis="wrong-below",
+    )
+    y = _powers(module, whole, torch.tensor([torch.nan]))
+    sentence = f"exp2_polynomial(NaN) is {y[0]:g}: a NaN among the scores should be seen in the result, not hidden"
+    expect(bool(y.isnan()), sentence, diagnosis="nan-hidden")
+    return f"{len(x)} numbers, the largest error {_ALLOWED:.1e} or less; -infinity and NaN too"
+
+
+def _powers(module: CudaModule, whole: Source, x: torch.Tensor) -> torch.Tensor:
+    x, y = x.float().contiguous(), torch.zeros(len(x))
+    ran(module, whole, None, lambda: module.launch("run", x, y, len(x), echo=False))
+    return y

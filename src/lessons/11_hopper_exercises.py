@@ -1,0 +1,453 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Phase 11 · Hopper: exercises
+#
+# Fill in each cell that says `YOUR CODE HERE`, run it, then run the check below it. A check that fails says in one sentence what is
+# wrong; `hint("11.3")` gives the next hint, `progress()` shows where you are.
+#
+# The first exercises are Python. The CUDA answers are a few lines of text in a Python string: in CUDA text the mark is
+# `// YOUR CODE HERE`. Everything runs in the emulator, which knows Hopper's instructions. No GPU is needed.
+
+# %%
+from flashlab.exercises import check, hint, progress
+from flashlab.exercises.phase_11 import log
+from flashlab.figures import show
+from flashlab.kernels import path
+
+# %% [markdown]
+# ## 11.1 An mbarrier by hand
+#
+# *Warm-up · 15 min*
+#
+# Write a model of an mbarrier. A script is a list of operations on a new barrier, each with a number of bytes:
+#
+# | operation | what happens |
+# |:--|:--|
+# | `("arrive", 0)` | a thread arrives |
+# | `("expect_tx", n)` | n bytes are announced |
+# | `("arrive_expect_tx", n)` | both |
+# | `("copy", n)` | n bytes have been delivered |
+#
+# A phase wants `arrivals` arrivals, and all bytes that were announced. After *each* operation, say of parity 0 and of parity 1
+# whether a wait for it would pass.
+
+# %% tags=["exercise"]
+def complete(script, arrivals):
+    """One pair for each operation: (is parity 0 complete?, is parity 1 complete?) after it."""
+    # BEGIN SOLUTION
+    phase, missing, bytes_under_way, seen = 0, arrivals, 0, []
+    for operation, n in script:
+        if operation in ("arrive", "arrive_expect_tx"):
+            missing -= 1
+        if operation in ("expect_tx", "arrive_expect_tx"):
+            bytes_under_way += n
+        if operation == "copy":
+            bytes_under_way -= n
+        if missing == 0 and bytes_under_way == 0:
+            phase, missing = phase + 1, arrivals
+        latest = phase - 1  # the latest complete phase; -1 for a new barrier
+        seen.append((latest % 2 == 0, latest % 2 == 1))
+    return seen
+    # END SOLUTION
+
+# %% tags=["check"]
+# hint("11.1")
+check("11.1", complete)
+
+# %% [markdown]
+# ## 11.2 Which parity, how many bytes?
+#
+# *Core · 15 min*
+#
+# A producer fills stages in a ring, consumers empty them. Each stage has two barriers: `full`, which the producer's copies complete,
+# and `empty`, which the consumers complete when they are through with the tile. In iteration `i` (0, 1, 2 ...) the consumer waits for
+# `full` of its stage, reads, and arrives at `empty`. The producer waits for `empty`, then asks for tile `i`. Both run the same loop,
+# and no arrival is made before it.
+#
+# And how many bytes does the producer announce for a tile? `rows_left` rows of the tensor are left, which may be fewer than the box
+# has.
+
+# %% tags=["exercise"]
+def waits(i, stages):
+    """(the stage of iteration i, the parity a consumer waits for, the parity the producer waits for)."""
+    # BEGIN SOLUTION
+    use = i // stages  # how often the stage has been used before: each use is a phase
+    return i % stages, use % 2, (use - 1) % 2
+    # END SOLUTION
+
+
+def tile_bytes(box_rows, head_dim, rows_left):
+    """Bytes to announce for a tile of `box_rows` rows of 16-bit numbers, of which `rows_left` exist."""
+    # BEGIN SOLUTION
+    return box_rows * head_dim * 2  # the zeros count
+    # END SOLUTION
+
+# %% tags=["check"]
+# hint("11.2")
+check("11.2", waits, tile_bytes)
+
+# %% [markdown]
+# ## 11.3 Name the tile
+#
+# *Core · 30 min*
+#
+# Three tiles of 16-bit numbers lie in shared memory, as TMA has written them. Each begins at a multiple of 1024 bytes, `tile`.
+#
+# | function | tile | swizzle | role as B |
+# |:--|:--|:--|:--|
+# | `k_columns` | 64 rows of 64 columns | 128 bytes | K-major: a row is one n, its columns are k |
+# | `v_rows` | 64 rows of 192 columns, as three slabs [64, 64], one behind the other | 128 bytes | MN-major: a row is one k, its columns are n |
+# | `narrow_columns` | 64 rows of 32 columns: a row has 64 bytes | 64 bytes | K-major |
+#
+# Each function returns the descriptor of step `k`: the operand whose K are 16k to 16k + 15. Distances are in bytes; a swizzle is
+# `SWIZZLE_128`, `SWIZZLE_64`, `SWIZZLE_32` or `SWIZZLE_NONE`. The check multiplies it by the identity, so
+# it sees which tile you have named.
+
+# %% tags=["exercise"]
+# BEGIN STARTER
+descriptors = r"""
+// smem_descriptor(address, swizzle, leading_bytes, stride_bytes)
+__device__ uint64_t k_columns(uint32_t tile, int k) {
+    return // YOUR CODE HERE
+}
+__device__ uint64_t v_rows(uint32_t tile, int k) {
+    return // YOUR CODE HERE
+}
+__device__ uint64_t narrow_columns(uint32_t tile, int k) {
+    return // YOUR CODE HERE
+}
+"""
+# END STARTER
+# BEGIN SOLUTION
+descriptors = r"""
+// smem_descriptor(address, swizzle, leading_bytes, stride_bytes)
+__device__ uint64_t k_columns(uint32_t tile, int k) {
+    return smem_descriptor(tile + 32 * k, SWIZZLE_128, 16, 8 * 128);
+}
+__device__ uint64_t v_rows(uint32_t tile, int k) {
+    return smem_descriptor(tile + 16 * 128 * k, SWIZZLE_128, 64 * 128, 8 * 128);
+}
+__device__ uint64_t narrow_columns(uint32_t tile, int k) {
+    return smem_descriptor(tile + 32 * k, SWIZZLE_64, 16, 8 * 64);
+}
+"""
+# END SOLUTION
+
+# %% tags=["check"]
+# hint("11.3")
+check("11.3", descriptors)
+
+# %% [markdown]
+# ## 11.4 Three budgets
+#
+# *Core · 25 min*
+#
+# Shared memory of a block holds Q, `block_m` rows; for each stage a tile of K and a tile of V, `block_n` rows each; and the barriers,
+# 8 bytes each: one for Q, four for a stage. Numbers have 16 bits. How many stages fit into `shared_bytes`?
+#
+# A block has `consumers` warpgroups and one more for the producer, 128 threads each. At the launch every thread gets as many of the
+# 65536 registers as it can, a multiple of 8. Then the producer's warpgroup keeps `producer` registers per thread. How many can each
+# consumer thread take with `setmaxnreg`?
+#
+# A consumer has 64 rows. O (`head_dim` columns, float), S of the next tile (`block_n` columns, float) and P of this tile (`block_n`
+# columns, 16 bits) are in its 128 threads' registers at the same time, and `others` more per thread. How large can `block_n` be? It
+# is a multiple of 16.
+
+# %% tags=["exercise"]
+def most_stages(block_m, block_n, head_dim, shared_bytes):
+    """How many stages fit; 0 if none does."""
+    # BEGIN SOLUTION
+    once = block_m * head_dim * 2 + 8
+    per_stage = 2 * block_n * head_dim * 2 + 4 * 8
+    return max(0, (shared_bytes - once) // per_stage)
+    # END SOLUTION
+
+
+def consumer_registers(consumers, producer):
+    """Registers per thread of a consumer, a multiple of 8 and at most 256."""
+    # BEGIN SOLUTION
+    threads = 128 * (consumers + 1)
+    at_launch = 65536 // threads // 8 * 8
+    left = at_launch * threads - 128 * producer
+    return min(256, left // (128 * consumers) // 8 * 8)
+    # END SOLUTION
+
+
+def widest_tile(head_dim, registers, others):
+    """The largest block_n, a multiple of 16."""
+    # BEGIN SOLUTION
+    left = registers - others - head_dim // 2
+    return left * 4 // 3 // 16 * 16  # a key takes 1/2 register for S and 1/4 for P
+    # END SOLUTION
+
+# %% tags=["check"]
+# hint("11.4")
+check("11.4", most_stages, consumer_registers, widest_tile)
+
+# %% [markdown]
+# ## 11.5 Who waits for whom?
+#
+# *Core · 25 min*
+#
+# The emulator keeps a log of what each warp does. Here is that of a small pipeline with two stages: warps 0 and 1 consume, warp 2
+# produces. An event is (warp, what it did, the barrier's address, the parity it waits for). An arrival has in the last place the
+# bytes that it announces. Two events stand in a line, behind the number of the first.
+
+# %%
+events, arrivals = log(stages=2, consumers=2, tiles=3)
+for i in range(0, len(events), 2):
+    print(f"{i:2}", *events[i : i + 2])
+print("arrivals per phase, of each barrier:", arrivals)
+
+# %% [markdown]
+# A wait is for one phase of a barrier, so for the warps whose arrivals make up this phase. Say it for each wait that has passed.
+# The check has other logs too: in some, two producers take turns.
+# (The copies that such a phase also waits for were asked for by one of these warps.)
+
+# %% tags=["exercise"]
+def waited_for(events, arrivals):
+    """For each "mbarrier-passed", in order: (its warp, the set of the warps it was for)."""
+    # BEGIN SOLUTION
+    arrived = {bar: [] for bar in arrivals}
+    found = []
+    for warp, did, bar, _ in events:
+        if did == "arrive":
+            arrived[bar].append(warp)
+        if did == "mbarrier-passed":
+            phase = len(arrived[bar]) // arrivals[bar] - 1  # the latest complete one
+            first = phase * arrivals[bar]
+            found.append((warp, set(arrived[bar][first : first + arrivals[bar]]) if phase >= 0 else set()))
+    return found
+    # END SOLUTION
+
+# %% tags=["check"]
+# hint("11.5")
+check("11.5", waited_for)
+
+# %% [markdown]
+# ## 11.6 The last mile of O
+#
+# *Bug hunt · 20 min*
+#
+# These lines of `p11_10_epilogue.cu` bring a consumer's 64 rows of O to global memory: `stmatrix` into shared memory, from there by TMA.
+# On a GPU the kernel passed all its tests. The emulator gives the right numbers too, but it objects. Run the check, look for
+# what is wrong, repair it.
+
+# %% tags=["exercise"]
+# BEGIN STARTER
+epilogue = r"""
+        if (first_thread) bulk_wait_read<0>();                 // the O before it has been read
+        named_barrier_sync(1 + CONSUMERS + consumer, GROUP);
+#pragma unroll
+        for (int n = 0; n < O_TILES; n += 2) {     // two MMA tiles, 16 rows x 16 columns, per warp
+            uint32_t o_rmem[4];
+            for (int i = 0; i < 4; i++)
+                o_rmem[i] = pack<T>(acc[4 * n + 2 * i] * inverse[i % 2],
+                                    acc[4 * n + 2 * i + 1] * inverse[i % 2]);
+            const int column = n * MMA_N + lane / 16 * 8;
+            stmatrix_x4(o_lane + column / SLAB * BLOCK_M * SLAB_ROW + (column % SLAB / 8 ^ lane % 8) * 16,
+                        o_rmem);
+        }
+        named_barrier_sync(1 + CONSUMERS + consumer, GROUP);   // all 64 rows are stored
+        if (first_thread) {
+            for (int column = 0; column < HEAD_DIM; column += SLAB)
+                tma_store(&o_map, o_smem + (column / SLAB * BLOCK_M + consumer * 64) * SLAB_ROW, column,
+                          m_start + consumer * 64, head_index % p.heads, head_index / p.heads);
+            bulk_commit();
+        }
+"""
+# END STARTER
+# BEGIN SOLUTION
+epilogue = r"""
+        if (first_thread) bulk_wait_read<0>();                 // the O before it has been read
+        named_barrier_sync(1 + CONSUMERS + consumer, GROUP);
+#pragma unroll
+        for (int n = 0; n < O_TILES; n += 2) {     // two MMA tiles, 16 rows x 16 columns, per warp
+            uint32_t o_rmem[4];
+            for (int i = 0; i < 4; i++)
+                o_rmem[i] = pack<T>(acc[4 * n + 2 * i] * inverse[i % 2],
+                                    acc[4 * n + 2 * i + 1] * inverse[i % 2]);
+            const int column = n * MMA_N + lane / 16 * 8;
+            stmatrix_x4(o_lane + column / SLAB * BLOCK_M * SLAB_ROW + (column % SLAB / 8 ^ lane % 8) * 16,
+                        o_rmem);
+        }
+        fence_proxy_async();                                   // repaired
+        named_barrier_sync(1 + CONSUMERS + consumer, GROUP);   // all 64 rows are stored
+        if (first_thread) {
+            for (int column = 0; column < HEAD_DIM; column += SLAB)
+                tma_store(&o_map, o_smem + (column / SLAB * BLOCK_M + consumer * 64) * SLAB_ROW, column,
+                          m_start + consumer * 64, head_index % p.heads, head_index / p.heads);
+            bulk_commit();
+        }
+"""
+# END SOLUTION
+
+# %% tags=["check"]
+# hint("11.6")
+check("11.6", epilogue)
+
+# %% [markdown]
+# ## 11.7 Room for the next tile
+#
+# *Bug hunt · 25 min*
+#
+# In `p11_6_overlap.cu` two products are under way at once: the scores of this tile, and O of the tile before, which runs on during the
+# softmax. `add_output()` waits for V of the tile before, issues O += P V and commits it. `output_is_there()` is
+# `wgmma_wait<0>()`. Here are the lines before the softmax and those after it. Somebody made room for the producer, and the
+# kernel became a little faster. Find out at what price, and repair it. The softmax should still run while O is under way.
+
+# %% tags=["exercise"]
+# BEGIN STARTER
+scores = r"""
+        float s[S_TILES * 4];
+        const uint64_t k_operand = descriptor(k_smem + stage * KV_BYTES);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < HEAD_DIM / MMA_K; k++)
+            wgmma_ss<BLOCK_N, T>(s, q_operand + columns_on<BLOCK_M>(k), k_operand + columns_on<BLOCK_N>(k),
+                                 k > 0);
+        wgmma_commit();
+        if (!FIRST) add_output();
+        wgmma_wait<FIRST ? 0 : 1>();
+        if (first_thread) {
+            mbarrier_arrive(empty_k + 8 * stage);
+            if (!FIRST) mbarrier_arrive(empty_v + 8 * ((nth - 1) % STAGES));
+        }
+"""
+after_probabilities = r"""
+        if (!FIRST) {
+            output_is_there();
+#pragma unroll
+            for (int i = 0; i < O_TILES * 4; i++) acc[i] *= correction[i / 2 % 2];
+        }
+#pragma unroll
+        for (int i = 0; i < BLOCK_N / 4; i++) p_rmem[i / 4][i % 4] = pack<T>(s[2 * i], s[2 * i + 1]);
+"""
+# END STARTER
+# BEGIN SOLUTION
+scores = r"""
+        float s[S_TILES * 4];
+        const uint64_t k_operand = descriptor(k_smem + stage * KV_BYTES);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < HEAD_DIM / MMA_K; k++)
+            wgmma_ss<BLOCK_N, T>(s, q_operand + columns_on<BLOCK_M>(k), k_operand + columns_on<BLOCK_N>(k),
+                                 k > 0);
+        wgmma_commit();
+        if (!FIRST) add_output();
+        wgmma_wait<FIRST ? 0 : 1>();                           // the scores are there, O is still under way
+        if (first_thread) mbarrier_arrive(empty_k + 8 * stage);
+"""
+after_probabilities = r"""
+        if (!FIRST) {
+            output_is_there();
+            if (first_thread) mbarrier_arrive(empty_v + 8 * ((nth - 1) % STAGES));     // repaired
+#pragma unroll
+            for (int i = 0; i < O_TILES * 4; i++) acc[i] *= correction[i / 2 % 2];
+        }
+#pragma unroll
+        for (int i = 0; i < BLOCK_N / 4; i++) p_rmem[i / 4][i % 4] = pack<T>(s[2 * i], s[2 * i + 1]);
+"""
+# END SOLUTION
+
+# %% tags=["check"]
+# hint("11.7")
+check("11.7", scores, after_probabilities)
+
+# %% [markdown]
+# ## 11.8 The producer, from a blank page
+#
+# *Stretch · 60 min*
+#
+# Here is `p11_5_consumers.cu` up to the place where the roles part. What follows is the consumers' code: it begins with
+# `setmaxnreg_inc<CONSUMER_REGISTERS>()`.
+
+# %%
+names = ("constants", "copy a tile", "shared memory", "which rows", "which keys", "barriers")
+show.region(path("p11_5_consumers"), *names)
+
+# %% [markdown]
+# The consumers wait for Q at `full_q`, phase 0. They walk the keys backwards, from tile `end - 1` to 0, and count them: the nth,
+# n = 0, 1, ..., lies in stage n % STAGES. They wait for `full_k`, then for `full_v` of the stage. One thread of each consumer arrives at
+# `empty_k` when its warpgroup has read K, and at `empty_v` when it has read V.
+#
+# Write what the warps from `WARPS` on do. The check compiles it for `HEAD_DIM` 128, with 3 stages instead of 2. It wants each tile to
+# be asked for as soon as there is room.
+
+# %% tags=["exercise"]
+# BEGIN STARTER
+producer = r"""
+// YOUR CODE HERE
+"""
+# END STARTER
+# BEGIN SOLUTION
+producer = r"""
+    if (warp >= WARPS) {
+        setmaxnreg_dec<PRODUCER_REGISTERS>();
+        if (warp == WARPS && elect_one()) {
+            load_tile<BLOCK_M>(q_smem, q_map, full_q, m_start, head, batch);
+            for (int n = 0; n < end; n++) {
+                const int stage = n % STAGES, free = (n / STAGES + 1) % 2, key = (end - 1 - n) * BLOCK_N;
+                mbarrier_wait(empty_k + 8 * stage, free);      // all consumers have read the K that was there
+                load_tile<BLOCK_N>(k_smem + stage * KV_BYTES, k_map, full_k + 8 * stage, key, kv_head, batch);
+                mbarrier_wait(empty_v + 8 * stage, free);
+                load_tile<BLOCK_N>(v_smem + stage * KV_BYTES, v_map, full_v + 8 * stage, key, kv_head, batch);
+            }
+        }
+        return;
+    }
+"""
+# END SOLUTION
+
+# %% tags=["check"]
+# hint("11.8")
+check("11.8", producer)
+
+# %% [markdown]
+# ## 11.9 2 to the x, by multiplications
+#
+# *Stretch · 30 min*
+#
+# Exponentials have units of their own, and few of them: with `head_dim` 64 they take as long as both products. Multiply-adds go eight
+# times as fast. Compute $2^x$ with these, and with integer operations, for any $x \le 8$: the relative error at most $2^{-12}$ from
+# −126 on; below that 0, or next to it, for $-\infty$ too; NaN stays NaN. You may use `fmaf`, `rintf`, `__float_as_uint`,
+# `__uint_as_float`, conversions.
+
+# %% tags=["exercise"]
+# BEGIN STARTER
+exp2_polynomial = r"""
+__device__ __forceinline__ float exp2_polynomial(float x) {
+    return // YOUR CODE HERE
+}
+"""
+# END STARTER
+# BEGIN SOLUTION
+exp2_polynomial = r"""
+__device__ __forceinline__ float exp2_polynomial(float x) {
+    x = x < -127.f ? -127.f : x;                               // NaN stays NaN
+    const float n = rintf(x), f = x - n;                       // 2^x = 2^n 2^f
+    const float power = __uint_as_float((uint32_t)((int)n + 127) << 23);
+    return fmaf(f, fmaf(f, fmaf(f, 0.0550089516f, 0.242211014f), 0.693282902f), 1.f) * power;
+}
+"""
+# END SOLUTION
+
+# %% tags=["check"]
+# hint("11.9")
+check("11.9", exp2_polynomial)
+
+# %% [markdown]
+# ## Where you are
+#
+# You can divide a kernel into a producer and consumers, say at each barrier who waits for whom, name a tile for the tensor cores, and
+# find the mistakes that a GPU does not show.
+
+# %% tags=["nbval-ignore-output"]
+progress(11)
