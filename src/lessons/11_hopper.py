@@ -1,0 +1,379 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Phase 11 · Hopper: TMA, mbarriers and wgmma
+#
+# The kernel of phase 9 runs on any GPU since Ampere. On Hopper it stops at about 60 % of the tensor cores, because its
+# instruction, `mma.sync`, cannot feed them faster. Hopper has another one, `wgmma`, and two machines around it: an engine
+# that copies whole tiles, and barriers in shared memory that can wait for bytes.
+#
+# This lecture looks at each of the three alone. Then it builds FlashAttention from them, in nine steps.
+
+# %% [markdown]
+# ## What you will be able to do
+#
+# - Work out the phase and the parity of an mbarrier by hand, and say who waits for whom.
+# - Describe a tensor to the copy engine, and say where each byte of a swizzled tile lies.
+# - Write the descriptor of a tile for `wgmma`; say why neither K nor V has to be transposed.
+# - Divide a kernel into a producer and consumers, and say when a stage may be filled again.
+# - Read a timeline of warpgroups, and see in it what ping-pong is for.
+
+# %% [markdown]
+# ## What you need first
+#
+# Phase 7: fragments, and why C of the first product is A of the second. Phase 8: stages, the XOR swizzle. Phase 9: masks,
+# late rescaling, the order of tiles.
+#
+# **No GPU is needed.** The emulator runs these instructions too, and it checks what no tool on a GPU checks: whether a
+# tile is read before it has arrived, and whether it is overwritten while a product still reads it. What is *counted* comes
+# from the emulator. Times come from a recorded run and name their machine.
+
+# %%
+import matplotlib.pyplot as plt
+import torch
+
+from flashlab import runtime
+from flashlab.bench import hardware
+from flashlab.cuda import load_inline, missing
+from flashlab.figures import show, wgmma
+from flashlab.kernels import path
+from flashlab.simt.build import INCLUDE
+
+show.style()
+torch.manual_seed(0)
+PTX, WGMMA, MAPS = (INCLUDE / name for name in ("ptx_sm90.cuh", "wgmma.cuh", "tensor_map.cuh"))
+PIECES = path("p11_pieces")
+hopper = runtime.capability() == (9, 0) and not missing("nvcc")
+DEVICE, BACKEND = ("cuda", "nvcc") if hopper else ("cpu", "emulator")
+
+# %% [markdown]
+# ## 1 · Why another instruction
+#
+# What an SM of a Hopper GPU does per clock, with the old instruction and with the new one (the peak is
+# {4096 FLOPs} per SM and clock for sums in float32):
+
+# %%
+rates = [r for run in hardware.recorded() if isinstance(run.get("rates"), list) for r in run["rates"]]
+for r in rates:
+    print(r)
+
+# %% [markdown]
+# Where is the limit of `mma.sync`? Each warp must first bring its operands into registers. For a tile of
+# 16 × 8 × 16 they are 768 bytes, for 4096 FLOPs. `wgmma` reads them from shared memory itself, and its tile is larger:
+#
+# | | `mma.sync` | `wgmma` |
+# |:--|:--|:--|
+# | issued by | one warp | four warps together, a **warpgroup** |
+# | shape | 16 × 8 × 16 | 64 × N × 16, N from 8 to 256 |
+# | A | registers | registers or shared memory |
+# | B | registers | shared memory |
+# | C and D | registers | registers |
+# | the result is there | when the next instruction needs it | after a wait that you write |
+
+# %% [markdown]
+# The last line is what makes Hopper different. `wgmma` is **asynchronous**: the warps issue it and go on. So is the copy
+# engine. Both read and write while your threads do something else. The hardware does not protect you from touching a tile
+# too early. That is what barriers are for, and they come first.
+
+# %% [markdown]
+# ## 2 · An mbarrier: wait for arrivals, and for bytes
+#
+# `__syncthreads` is one barrier for all threads of a block. An **mbarrier** is an object in shared memory, 8 bytes. You can
+# have as many as you like. Arriving and waiting are two different operations: some threads arrive, others wait.
+#
+# It counts two things: **arrivals** that are still missing, and **bytes** that are still under way. When both are zero, its
+# *phase* is complete. Then it starts again with the next phase, by itself.
+
+# %%
+show.region(PTX, "mbarrier")
+
+# %% [markdown]
+# A wait names a **parity**, the last bit of the phase's number. `mbarrier_wait(barrier, 0)` waits until phase 0 (or 2, or
+# 4 ...) is complete. Why is one bit enough? Because nobody can be two phases ahead: the next phase needs the arrivals of
+# those who still wait for this one.
+#
+# The barrier that has just been made is in phase 0. So phase 0 is not complete, and "phase −1" counts as complete:
+# a wait for parity 1 returns at once. Remember that; a producer's first wait uses it.
+
+# %% [markdown]
+# Look at one. A single thread does the operations of a list, and after each it asks: is the phase of parity 0 complete?
+# Of parity 1? The barrier wants two arrivals per phase.
+
+# %%
+show.region(PIECES, "an mbarrier")
+
+# %%
+pieces = load_inline(PIECES, backend=BACKEND)
+ARRIVE, ARRIVE_EXPECT_TX, BULK_LOAD, WAIT = range(4)
+
+
+def watch(*script, arrivals):
+    """What test_wait says of parity 0 and of parity 1 after each operation of the script."""
+    operations = torch.tensor(script, dtype=torch.int32, device=DEVICE)
+    seen = torch.zeros_like(operations)
+    pieces.mbarrier(operations, seen, torch.zeros(512, dtype=torch.half, device=DEVICE), len(script), arrivals)
+    return seen.cpu().bool().tolist()
+
+
+seen = watch((ARRIVE, 0), (ARRIVE, 0), (ARRIVE, 0), (ARRIVE, 0), arrivals=2)
+names = [f"arrival {i + 1}" for i in range(4)]
+show.table([[name, *row] for name, row in zip(names, seen)], ["after", "parity 0 complete", "parity 1 complete"])
+assert seen == [[False, True], [True, False], [True, False], [False, True]]
+
+# %% [markdown]
+# Two arrivals complete phase 0: parity 0 turns true, parity 1 turns false. Two more complete phase 1, and everything is as
+# in the beginning. (A thread that waited for phase 0 and only looks now would wait for ever. That is the mistake of exercise
+# 11.1.)
+#
+# Now bytes. `mbarrier_arrive_expect_tx(barrier, n)` arrives *and* adds n bytes to what the phase has to wait for. The copy
+# engine takes off what it has delivered.
+
+# %%
+seen = watch((ARRIVE_EXPECT_TX, 512), (BULK_LOAD, 512), (WAIT, 0), arrivals=1)
+names = ["one arrival, 512 bytes expected", "a copy of 512 bytes issued", "waited"]
+show.table([[name, *row] for name, row in zip(names, seen)], ["after", "parity 0 complete", "parity 1 complete"])
+assert seen[0] == [False, True] and seen[2] == [True, False]
+
+# %% [markdown]
+# The only arrival was there after the first line, but the phase was not complete: bytes were missing. After the wait
+# they are there.
+#
+# What if the numbers do not add up? On a GPU the kernel hangs. The emulator says why:
+
+# %%
+checked = load_inline(PIECES, check=True)  # the emulator, on every machine
+script = torch.tensor([(ARRIVE_EXPECT_TX, 1024), (BULK_LOAD, 512), (WAIT, 0)], dtype=torch.int32)
+try:
+    checked.mbarrier(script, torch.zeros_like(script), torch.zeros(512, dtype=torch.half), 3, 1)
+except Exception as error:
+    print(error)
+
+# %% [markdown]
+# ## 3 · TMA: one thread copies a tile
+#
+# In phase 8 every thread computed addresses and issued its share of `cp.async`. On Hopper one thread says: *bring me the
+# box at column c, row r*. The **tensor memory accelerator** (TMA) computes all addresses. It fills with zeros what lies
+# outside, and it can swizzle.
+#
+# For that it must know the tensor. The host describes it once, in a `CUtensorMap` of 128 bytes:
+
+# %%
+show.region(PIECES, "a tensor map")
+
+# %% [markdown]
+# Sizes and box are given from the innermost dimension outwards. The innermost stride is not given: its elements are
+# neighbours. The other strides are in bytes, and multiples of 16.
+#
+# The kernel receives the map as a parameter marked `const __grid_constant__`, so that it has an address. One thread asks,
+# all threads wait:
+
+# %%
+show.region(PIECES, "a TMA load")
+
+# %% [markdown]
+# A matrix [16, 64] whose numbers say where they come from: the row, and the chunk of 16 bytes. First without swizzle, a box
+# of 8 rows beginning at row 4:
+
+# %%
+matrix = (torch.arange(16)[:, None] * 8 + torch.arange(64) // 8).to(torch.int16)  # 8 row + chunk
+
+
+def tile(swizzle, column=0, row=0, box=(8, 64)):
+    """Shared memory after one TMA load of `box` rows and columns, as it lies: [rows of 128 bytes, 8 chunks]."""
+    out = torch.full((box[0] * box[1],), -1, dtype=torch.int16, device=DEVICE)
+    pieces.tma(matrix.to(DEVICE), out, *matrix.shape, *box, swizzle, column, row)
+    return out.cpu().reshape(-1, 8, 8)[:, :, 0]
+
+
+NONE, B32, B64, B128 = range(4)  # the values of CUtensorMapSwizzle
+plain = tile(NONE, row=4)
+assert torch.equal(plain, matrix[4:12, ::8])
+print("row 0 of the box holds chunks", plain[0].tolist(), "of the matrix")
+
+# %% [markdown]
+# Boxes may stick out. Half of this one lies above the matrix, and becomes zeros. So a kernel needs no special case for the
+# last rows of a tensor (only its mask, as $e^0$ is not 0).
+
+# %%
+above = tile(NONE, row=-4)
+assert (above[:4] == 0).all() and torch.equal(above[4:], matrix[:4, ::8])
+print("rows -4 to -1:", above[:4].unique().tolist(), " rows 0 to 3: as in the matrix")
+
+# %% [markdown]
+# Now with the swizzle of 128 bytes. It is the XOR of phase 8, done by the engine: chunk $c$ of row $r$ goes to place
+# $c \oplus (r \bmod 8)$.
+
+# %%
+swizzled = tile(B128)
+rows, chunks = torch.arange(8)[:, None], torch.arange(8)
+assert torch.equal(swizzled, matrix[:8, ::8].gather(1, chunks ^ rows))
+figure, axes = plt.subplots(1, 2, figsize=(9, 3.2))
+for ax, held, title in ((axes[0], tile(NONE), "no swizzle"), (axes[1], swizzled, "128-byte swizzle")):
+    wgmma.chunks(ax, held, title)
+plt.show()
+
+# %% [markdown]
+# *Shared memory as it lies: a line is 128 bytes, a box is a chunk of 16. The number is the chunk's column in the matrix, the
+# colour too. Right: each column of the picture shows all eight colours, so eight rows of one chunk lie in eight different
+# groups of banks.*
+#
+# There are three such patterns. A row of the box must fit into the pattern: 128, 64 or 32 bytes. The XOR is taken from
+# **address bits**, not from row numbers:
+#
+# | swizzle | chunk bits that change | with |
+# |:--|:--|:--|
+# | 128 bytes | 4, 5, 6 | bits 7, 8, 9 |
+# | 64 bytes | 4, 5 | bits 7, 8 |
+# | 32 bytes | 4 | bit 7 |
+#
+# So a tile must begin at a multiple of 1024 bytes, or row 0 of the tile is not row 0 of the pattern.
+
+# %%
+for mode, span, bits in ((B128, 128, 7), (B64, 64, 3), (B32, 32, 1)):
+    got = tile(mode, box=(8, span // 2)).reshape(-1)
+    for place in range(len(got)):
+        source = place ^ place // 8 & bits  # chunk number: bits 4.. of the address; line number: bits 7..
+        assert got[place] == matrix[source // (span // 16), source % (span // 16) * 8]
+print("three patterns: every chunk is where the XOR of address bits puts it")
+
+# %% [markdown]
+# **Who checks that a tile has arrived?** On a GPU, nobody. Here is the kernel without its wait. The emulator delivers the
+# bytes at the last moment that is allowed, so the mistake shows every time; and its check build names it.
+
+# %%
+source = PIECES.read_text()
+broken = source.replace("    mbarrier_wait(barrier, 0);                                 // or the tile would", "    // or the tile would")
+assert broken != source
+no_wait = load_inline(broken, check=True)
+out = torch.zeros(8 * 64, dtype=torch.int16)
+try:
+    no_wait.tma(matrix, out, 16, 64, 8, 64, B128, 0, 0)
+except Exception as error:
+    print(error)
+
+# %% [markdown]
+# ## 4 · wgmma: 64 rows, four warps, operands in shared memory
+#
+# `wgmma.mma_async.m64nNk16` multiplies a tile of A, 64 × 16, by one of B, 16 × N. Four warps issue it together.
+# Its functions:
+
+# %%
+show.region(WGMMA, "wgmma by hand")
+
+# %% [markdown]
+# `wgmma_ss` has both operands in **s**hared memory, `wgmma_rs` has A in **r**egisters. Around them are three more lines:
+#
+# - `wgmma_fence()` before the first: the registers that it uses may have been written by ordinary instructions;
+# - `wgmma_commit()` closes a group, as with `cp.async`;
+# - `wgmma_wait<N>()` waits until at most N groups, the latest, are under way. Before that nobody touches the result.
+#
+# An operand in shared memory is named by a **descriptor**, 64 bits: where the tile begins, how it is swizzled, and two
+# distances.
+
+# %%
+show.region(WGMMA, "descriptor")
+
+# %% [markdown]
+# ### What the two distances mean
+#
+# The unit of a 128-byte swizzle is the **atom**: 8 rows of 128 bytes, 1024 bytes. An operand is made of atoms. In which
+# direction does a row of the atom run? There are two cases.
+#
+# **K-major**: a row of the atom runs along K, the dimension that is summed over. That is how Q and K lie in memory: a row
+# is one query or key, its elements are the dimensions. The next 8 rows are one atom further: *stride* 1024. A step of 16
+# along K is 32 bytes *inside* the row.
+#
+# **MN-major**: a row of the atom runs along M or N. That is how V lies: B of the second product has k = keys, n =
+# dimensions, and a row of V is one key. The next 8 keys are one atom further: *stride* 1024. If N is more than 64, the next
+# 64 columns are another tile: *leading* distance.
+
+# %%
+show.region(PIECES, "descriptors", "a product")
+
+# %% [markdown]
+# Where do the results lie? As in phase 7, we let it tell us. A is the identity, B the matrix of indices.
+
+# %%
+def product(A, B, b_as_it_is, module=pieces):
+    """wgmma's D = A B, [64, 64], as the threads hold it: [128 threads, 32 registers]. B is given as the kernel wants it."""
+    d = torch.zeros(128, 32, device=DEVICE)
+    module.wgmma(A.half().to(DEVICE), B.half().contiguous().to(DEVICE), d, b_as_it_is)
+    return d.cpu()
+
+
+low, high = torch.arange(64).expand(64, 64), torch.arange(64)[:, None].expand(64, 64)
+column, row = product(torch.eye(64), low, 1).int(), product(torch.eye(64), high, 1).int()
+for thread in (0, 5, 37):
+    print(f"thread {thread:2d}:", [tuple(x) for x in torch.stack([row[thread, :6], column[thread, :6]], 1).tolist()])
+
+# %% [markdown]
+# Compare with phase 7. Lane 5 of an `mma` held columns 2, 3 of rows 1 and 9. Thread 5 holds the same, then the same eight
+# columns further, and so on. Warp $w$ has rows $16w$ to $16w + 15$. So D is a row of C fragments:
+
+# %%
+thread, register = torch.meshgrid(torch.arange(128), torch.arange(32), indexing="ij")
+warp, g, t = thread // 32, thread % 32 // 4, thread % 4
+assert torch.equal(row, 16 * warp + g + 8 * (register // 2 % 2))
+assert torch.equal(column, 8 * (register // 4) + 2 * t + register % 2)
+print("4096 elements: four warps of 16 rows, each with 8 C fragments of mma.m16n8k16 side by side")
+
+# %% [markdown]
+# **K is not transposed, and V is not either.** Both kinds of B, on the same numbers. Small whole numbers, so that "equal"
+# means equal:
+
+# %%
+A, B = (torch.randint(-4, 5, (64, 64)).float() for _ in range(2))
+where = row.long(), column.long()
+for as_it_is, given, name in ((0, B.T, "K-major: rows are columns of B, as those of K"), (1, B, "MN-major: rows are rows of B, as those of V")):
+    assert torch.equal(product(A, given, as_it_is), (A @ B)[where])
+    print(f"{name}: equal to torch's A B")
+
+# %% [markdown]
+# In phase 7 V needed `ldmatrix.trans`. Here one bit of the instruction says that B is MN-major, and the tensor cores
+# read it that way. (For 16-bit numbers only. FP8 has no such bit.)
+#
+# **What a wrong descriptor computes.** Nothing faults; the tensor cores read what the numbers say. With the stride of 8 rows
+# one too small, for example, A's rows 8 to 15 are read from the wrong place:
+
+# %%
+wrong = load_inline(source.replace("SWIZZLE_128, 16, ATOM_BYTES)", "SWIZZLE_128, 16, ATOM_BYTES / 2)"), backend=BACKEND)
+differs = (product(A, B.T, 0, wrong) != (A @ B)[where])
+print(f"{differs.float().mean():.0%} of the elements differ, none is NaN")
+
+# %% [markdown]
+# ## 5 · P stays in registers
+#
+# $O = P V$ has P as its A operand. P comes from the first product, so it is in registers, as C fragments. `wgmma_rs` wants
+# A in registers: four of them per thread for 64 × 16, in the layout of phase 7's A fragment, 16 rows per warp. So the
+# identity of phase 7 holds again: *C is A*.
+
+# %%
+show.region(PIECES, "pack P")
+
+# %%
+X, Y, Z = (torch.randint(-2, 3, (64, 64)).float() for _ in range(3))
+out = torch.zeros(128, 32, device=DEVICE)
+pieces.reuse(*(x.half().to(DEVICE) for x in (X, Y, Z)), out)
+assert torch.equal(out.cpu(), ((X @ Y.T) @ Z)[where])
+print("(X Y^T) Z: two products, P never left the registers")
+
+# %% [markdown]
+# Two rules come with it. Before the second product stands a `wgmma_fence`, since `p` was written by ordinary instructions.
+# And until the wait `p` must not change: the product reads it while it runs.
+#
+# ## 6 · Two proxies
+#
+# Ordinary loads and stores go one way to shared memory; TMA and wgmma go another. The manual calls the ways **proxies**,
+# the *generic* and the *async* one. A barrier orders accesses of one proxy. It does not make an ordinary store visible to
+# the async proxy. For that there is `fence_proxy_async()`: by the thread that stored, after the store, before the barrier.
+
+# %% [markdown]
+# Where does a forward pass need it? TMA loads and wgmma are both async: no fence. But O goes out through shared memory: the
+# warps store it there, then TMA brings it to global memory. Between the two stands the fence. Without it the kernel is right
+# nearly always. The emulator finds it anyway (exercise 11.6).
