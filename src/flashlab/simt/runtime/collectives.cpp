@@ -22,6 +22,7 @@ const char* collective_name(int op, int param) {
                                     : "__uni_sync";
     case SIMT_MATCH: return "a __match_sync";
     case SIMT_REDUCE: return "a __reduce_sync";
+    case SIMT_ELECT: return "elect.sync";
     case SIMT_LDMATRIX: return "ldmatrix";
     case SIMT_STMATRIX: return "stmatrix";
     default: return "mma";
@@ -103,6 +104,12 @@ static void reduce(Warp* warp, const Slot& slot) {
         if (slot.arrived >> l & 1) *(unsigned*)warp->lanes[l].out = total;
 }
 
+// elect.sync: the PTX ISA does not say which lane it is, but that it is always the same one.
+static void elect(Warp* warp, const Slot& slot) {
+    for (int l = 0; l < WARP; l++)
+        if (slot.arrived >> l & 1) *(unsigned*)warp->lanes[l].out = l == __builtin_ctz(slot.mask);
+}
+
 static void execute(Warp* warp, const Slot& slot) {
     Sites& sites = *warp->block->worker->sites;
     auto count = [&](Kind kind) { sites[sites.find(slot.pc, kind)].count[0]++; };
@@ -126,6 +133,10 @@ static void execute(Warp* warp, const Slot& slot) {
     case SIMT_REDUCE:
         count(VOTE);
         reduce(warp, slot);
+        break;
+    case SIMT_ELECT:
+        count(VOTE);
+        elect(warp, slot);
         break;
     case SIMT_LDMATRIX: load_matrix(warp, slot); break;
     case SIMT_STMATRIX: store_matrix(warp, slot); break;

@@ -9,6 +9,7 @@ enum SimtOp {
     SIMT_VOTE,
     SIMT_MATCH,
     SIMT_REDUCE,
+    SIMT_ELECT,
     SIMT_LDMATRIX,
     SIMT_STMATRIX,
     SIMT_MMA,

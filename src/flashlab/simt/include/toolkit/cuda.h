@@ -1,3 +1,4 @@
-// On a CPU everything of this header is in simt.h.
+// On a CPU everything of this header that is emulated: simt.h, and the tensor map.
 #pragma once
 #include "simt.h"
+#include "simt/tensor_map_types.h"

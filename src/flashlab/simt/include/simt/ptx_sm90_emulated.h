@@ -1,0 +1,76 @@
+// The functions of ../ptx_sm90.cuh for a host compiler: each calls the emulator where nvcc would see inline PTX.
+// ptx_sm90.cuh says what they do, and includes this file.
+#pragma once
+#include "ptx_sm90_ops.h"
+
+// ---- mbarrier -----------------------------------------------------------------------------------
+SIMT_INLINE void mbarrier_init(uint32_t bar, int arrivals) { simt_mbarrier_init(bar, arrivals); }
+SIMT_INLINE void mbarrier_inval(uint32_t bar) { simt_mbarrier_inval(bar); }
+SIMT_INLINE void mbarrier_arrive(uint32_t bar) { simt_mbarrier_arrive(bar); }
+SIMT_INLINE void mbarrier_arrive_expect_tx(uint32_t bar, uint32_t bytes) { simt_mbarrier_arrive_expect_tx(bar, bytes); }
+SIMT_INLINE void mbarrier_expect_tx(uint32_t bar, uint32_t bytes) { simt_mbarrier_expect_tx(bar, bytes); }
+SIMT_INLINE bool mbarrier_test_wait(uint32_t bar, uint32_t parity) { return simt_mbarrier_test_wait(bar, parity); }
+// It returns when the phase has ended, as the GPU's may: it never gives up.
+SIMT_INLINE bool mbarrier_try_wait(uint32_t bar, uint32_t parity) {
+    simt_mbarrier_wait(bar, parity);
+    return true;
+}
+SIMT_INLINE void mbarrier_wait(uint32_t bar, uint32_t parity) { simt_mbarrier_wait(bar, parity); }
+
+// ---- fences -------------------------------------------------------------------------------------
+SIMT_INLINE void fence_mbarrier_init() { simt_fence_mbarrier_init(); }
+SIMT_INLINE void fence_proxy_async() { simt_fence_proxy_async(); }
+
+// ---- TMA ----------------------------------------------------------------------------------------
+// The coordinates, as an array: overloads of one to five.
+template <class... C>
+SIMT_INLINE void tma_load(uint32_t dst, const CUtensorMap* map, uint32_t bar, int c0, C... c) {
+    static_assert(sizeof...(C) <= 4, "a tensor has one to five dimensions");
+    const int at[] = {c0, (int)c...};
+    simt_tma_load(dst, map, bar, at, 1 + sizeof...(C));
+}
+template <class... C>
+SIMT_INLINE void tma_store(const CUtensorMap* map, uint32_t src, int c0, C... c) {
+    static_assert(sizeof...(C) <= 4, "a tensor has one to five dimensions");
+    const int at[] = {c0, (int)c...};
+    simt_tma_store(map, src, at, 1 + sizeof...(C), 0);
+}
+template <class... C>
+SIMT_INLINE void tma_reduce_add(const CUtensorMap* map, uint32_t src, int c0, C... c) {
+    static_assert(sizeof...(C) <= 4, "a tensor has one to five dimensions");
+    const int at[] = {c0, (int)c...};
+    simt_tma_store(map, src, at, 1 + sizeof...(C), 1);
+}
+SIMT_INLINE void tma_prefetch(const CUtensorMap* map) { simt_tma_prefetch(map); }
+
+// ---- bulk copies --------------------------------------------------------------------------------
+SIMT_INLINE void bulk_load(uint32_t dst, const void* src, uint32_t bytes, uint32_t bar) {
+    simt_bulk_load(dst, src, bytes, bar);
+}
+SIMT_INLINE void bulk_store(void* dst, uint32_t src, uint32_t bytes) { simt_bulk_store(dst, src, bytes); }
+SIMT_INLINE void bulk_commit() { simt_bulk_commit(); }
+template <int N>
+SIMT_INLINE void bulk_wait() {
+    simt_bulk_wait(N, 0);
+}
+template <int N>
+SIMT_INLINE void bulk_wait_read() {
+    simt_bulk_wait(N, 1);
+}
+
+// ---- one lane, and registers --------------------------------------------------------------------
+SIMT_INLINE bool elect_one() {
+    unsigned mine;
+    simt_warp(SIMT_ELECT, 0xffffffffu, nullptr, &mine, 0);
+    return mine;
+}
+template <int N>
+SIMT_INLINE void setmaxnreg_inc() {
+    static_assert(N % 8 == 0 && N >= 24 && N <= 256, "setmaxnreg takes a multiple of 8, from 24 to 256");
+    simt_setmaxnreg(N, 1);
+}
+template <int N>
+SIMT_INLINE void setmaxnreg_dec() {
+    static_assert(N % 8 == 0 && N >= 24 && N <= 256, "setmaxnreg takes a multiple of 8, from 24 to 256");
+    simt_setmaxnreg(N, 0);
+}

@@ -1,0 +1,109 @@
+// tensor_map.cuh - host: describes a tensor, and the box of it that one TMA copy moves (ptx_sm90.cuh).
+//
+// The map goes to the kernel by value, as a parameter `const __grid_constant__ CUtensorMap map`. On a GPU the driver
+// encodes it; it is asked for its function at run time, so that nothing more has to be linked.
+#pragma once
+#include "simt.h"
+#include <cuda.h>
+#include <stdint.h>
+#include <stdexcept>
+#include <string>
+#ifdef __CUDACC__
+#include <cuda_runtime.h>
+#endif
+
+// Bytes of one element; 0 for a type that the course does not use.
+inline int tensor_map_item(CUtensorMapDataType type) {
+    switch (type) {
+    case CU_TENSOR_MAP_DATA_TYPE_UINT8: return 1;
+    case CU_TENSOR_MAP_DATA_TYPE_UINT16:
+    case CU_TENSOR_MAP_DATA_TYPE_FLOAT16:
+    case CU_TENSOR_MAP_DATA_TYPE_BFLOAT16: return 2;
+    case CU_TENSOR_MAP_DATA_TYPE_UINT32:
+    case CU_TENSOR_MAP_DATA_TYPE_INT32:
+    case CU_TENSOR_MAP_DATA_TYPE_FLOAT32: return 4;
+    case CU_TENSOR_MAP_DATA_TYPE_UINT64:
+    case CU_TENSOR_MAP_DATA_TYPE_INT64:
+    case CU_TENSOR_MAP_DATA_TYPE_FLOAT64: return 8;
+    default: return 0;
+    }
+}
+// The bytes within which a swizzle permutes 16-byte chunks; 0: none, or one that the course does not use.
+inline int tensor_map_span(CUtensorMapSwizzle swizzle) {
+    return swizzle == CU_TENSOR_MAP_SWIZZLE_32B ? 32
+           : swizzle == CU_TENSOR_MAP_SWIZZLE_64B ? 64
+           : swizzle == CU_TENSOR_MAP_SWIZZLE_128B ? 128 : 0;
+}
+
+// The rule of cuTensorMapEncodeTiled that these arguments break, as a sentence; "" where they break none.
+inline std::string tensor_map_error(const void* base, CUtensorMapDataType type, int rank, const uint64_t* dims,
+                                    const uint64_t* strides_bytes, const uint32_t* box, CUtensorMapSwizzle swizzle,
+                                    const uint32_t* element_strides) {
+    auto text = [](uint64_t v) { return std::to_string(v); };
+    const int item = tensor_map_item(type), span = tensor_map_span(swizzle);
+    if (!item) return "its data type " + text(type) + " is none of UINT8 ... INT64, FLOAT16, BFLOAT16, FLOAT32, FLOAT64";
+    if (swizzle != CU_TENSOR_MAP_SWIZZLE_NONE && !span)
+        return "its swizzle " + text(swizzle) + " is none of NONE, 32B, 64B, 128B";
+    if (rank < 1 || rank > 5) return "its rank is " + std::to_string(rank) + "; a tensor has 1 to 5 dimensions";
+    if (!base) return "its base is a null pointer";
+    if ((uintptr_t)base % 16) return "its base is " + text((uintptr_t)base % 16) + " bytes beyond a multiple of 16";
+    for (int i = 0; i < rank; i++) {
+        const std::string of = " of dimension " + std::to_string(i);
+        if (!dims[i] || dims[i] > 1ull << 32)
+            return "the size" + of + " is " + text(dims[i]) + "; it is 1 to 2^32 elements";
+        if (!box[i] || box[i] > 256) return "the box" + of + " is " + text(box[i]) + "; it is 1 to 256 elements";
+        if (element_strides && (!element_strides[i] || element_strides[i] > 8))
+            return "the element stride" + of + " is " + text(element_strides[i]) + "; it is 1 to 8";
+        if (i && strides_bytes[i - 1] % 16)
+            return "the stride" + of + " is " + text(strides_bytes[i - 1]) + " bytes; it has to be a multiple of 16";
+        if (i && strides_bytes[i - 1] >= 1ull << 40)
+            return "the stride" + of + " is " + text(strides_bytes[i - 1]) + " bytes; it has to be less than 2^40";
+    }
+    const uint64_t inner = (uint64_t)box[0] * item;
+    if (inner % 16) return "the box is " + text(inner) + " bytes wide in dimension 0; that has to be a multiple of 16";
+    if (span && inner > (uint64_t)span)
+        return "the box is " + text(inner) + " bytes wide in dimension 0; with a " + text(span) +
+               "-byte swizzle that can be " + text(span) + " at most";
+    return "";
+}
+
+// region: tensor_map
+// base: element 0; `dims` (elements), `box` (elements that it spans) and `element_strides` (all 1 where null) count
+// dimensions from the innermost one; `strides_bytes`, rank - 1 of them, begin with dimension 1's: the innermost
+// dimension has no gaps.
+// Throws std::invalid_argument, with the rule that the arguments break.
+inline CUtensorMap tensor_map(const void* base, CUtensorMapDataType type, int rank, const uint64_t* dims,
+                              const uint64_t* strides_bytes, const uint32_t* box, CUtensorMapSwizzle swizzle,
+                              const uint32_t* element_strides = nullptr) {
+    // endregion
+    const std::string wrong = tensor_map_error(base, type, rank, dims, strides_bytes, box, swizzle, element_strides);
+    if (!wrong.empty()) throw std::invalid_argument("the tensor map is refused: " + wrong);
+    CUtensorMap map{};
+#ifdef __CUDACC__
+    static const uint32_t ones[5] = {1, 1, 1, 1, 1};
+    const cuuint64_t* sizes = (const cuuint64_t*)dims;  // both are 64-bit integers
+    const cuuint64_t* strides = (const cuuint64_t*)strides_bytes;
+    void* encode = nullptr;
+    cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
+    if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &encode, 12000, cudaEnableDefault, &found) ||
+        found != cudaDriverEntryPointSuccess)
+        throw std::runtime_error("the driver has no cuTensorMapEncodeTiled");
+    const CUresult result = ((decltype(&cuTensorMapEncodeTiled))encode)(
+        &map, type, (cuuint32_t)rank, const_cast<void*>(base), sizes, strides, box,
+        element_strides ? element_strides : ones,
+        CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    if (result != CUDA_SUCCESS)
+        throw std::invalid_argument("the driver refuses the tensor map: error " + std::to_string((int)result));
+#else
+    map.magic = SIMT_TENSOR_MAP, map.base = (uint64_t)(uintptr_t)base;
+    map.type = (uint8_t)type, map.item = (uint8_t)tensor_map_item(type);
+    map.rank = (uint8_t)rank, map.swizzle = (uint8_t)swizzle;
+    for (int i = 0; i < rank; i++) {
+        map.dims[i] = dims[i], map.box[i] = (uint16_t)box[i];
+        if (i) map.strides[i - 1] = strides_bytes[i - 1];
+        // TMA takes every element of dimension 0, whatever its stride says.
+        map.element_strides[i] = (uint8_t)(element_strides && i ? element_strides[i] : 1);
+    }
+#endif
+    return map;
+}
