@@ -1,5 +1,6 @@
 """What a build is made from and told: the toolchain, the source around the learner's, the binding, nvcc's own words."""
 
+import contextlib
 import ctypes
 import subprocess
 import sys
@@ -228,6 +229,32 @@ def test_a_build_by_nvcc(cache):
     assert not nvcc(text, SIZE=2).from_cache and not nvcc(text, arch="sm_90").from_cache
     library = ctypes.CDLL(str(first.library))
     assert all(hasattr(library, name) for name in (*text.every_entry, "flashlab_set_device", "flashlab_error_name"))
+
+
+THROWS = """#include <stdexcept>
+extern "C" int refuse(const float* x, int n, void* stream) {
+    if (n < 0) throw std::invalid_argument("n is negative");
+    return n == 7 ? -1 : 0;
+}
+extern "C" void refuse_quietly(float* x) { throw 5; }
+"""
+
+
+@needs_nvcc
+def test_an_exception_of_a_launcher_ends_no_process(cache, monkeypatch):
+    text = sources.read(THROWS, "throws.cu")
+    native = builds.Native(text, nvcc(text))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: types.SimpleNamespace(cuda_stream=0))
+    monkeypatch.setattr(native.dll, "flashlab_set_device", lambda device: 0)
+    x = torch.zeros(1)
+    with pytest.raises(errors.LaunchError, match="^refuse: n is negative$"):
+        native.call(text.entries["refuse"], [x, -1, None], 0)
+    assert native.call(text.entries["refuse"], [x, 1, None], 0) == 0
+    with pytest.raises(errors.LaunchError, match="^refuse returned -1, its own error code"):
+        native.call(text.entries["refuse"], [x, 7, None], 0)
+    with pytest.raises(errors.LaunchError, match=r"^refuse_quietly: a C\+\+ exception was thrown$"):
+        native.call(text.entries["refuse_quietly"], [x], 0)
 
 
 @needs_nvcc

@@ -28,12 +28,12 @@ import torch
 
 from flashlab.cuda import toolchain
 from flashlab.cuda.binding import binding_source
-from flashlab.cuda.errors import compile_error, launch_error, messages, quoted
-from flashlab.cuda.sources import Text, is_stream
+from flashlab.cuda.errors import LaunchError, compile_error, launch_error, messages, quoted
+from flashlab.cuda.sources import GUARDED, Text, is_stream
 from flashlab.runtime import cache
 from flashlab.simt import source as _source
 
-_FORMAT = 2  # raise it when a build of the same sources changes
+_FORMAT = 3  # raise it when a build of the same sources changes
 _VARIABLES = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "NVCC_CCBIN", "CPATH", "CPLUS_INCLUDE_PATH")  # nvcc's, gcc's
 
 
@@ -147,7 +147,7 @@ class Native:
         try:
             self.extension = _import(built.library, built.module) if built.module else None
             self.dll = ctypes.CDLL(str(built.library), mode=os.RTLD_NOW | os.RTLD_LOCAL)
-            self.dll.flashlab_error_name.restype = ctypes.c_char_p
+            self.dll.flashlab_error_name.restype = self.dll.flashlab_thrown.restype = ctypes.c_char_p
         except (OSError, ImportError, AttributeError) as error:  # another machine's, or no library at all
             raise cache.CacheError(
                 f"the build of {text.name} cannot be loaded ({error}): delete {built.library.parent}, "
@@ -164,14 +164,18 @@ class Native:
 
         Raises:
             LaunchError: a function that returns an int returned CUDA's code of an error; after one that returns
-                nothing, CUDA's last error was one.
+                nothing, CUDA's last error was one; or the function threw a C++ exception, whose text is the error's.
         """
-        function = getattr(self.dll, entry.name)
+        function = getattr(self.dll, GUARDED + entry.name)
         function.restype = None if entry.returns == "void" else _source.C_TYPES.get(entry.returns, ctypes.c_int)
         with torch.cuda.device(device):
             self.dll.flashlab_set_device(device)
             stream = torch.cuda.current_stream(device).cuda_stream
             returned = function(*(_value(p, x, stream) for p, x in zip(entry.parameters, arguments, strict=True)))
+        if entry.returns != "int" or returned == -1:  # perhaps after an exception
+            thrown = self.dll.flashlab_thrown().decode(errors="replace")
+            if thrown:
+                raise LaunchError(f"{entry.name}: {thrown}")
         if entry.returns not in ("void", "int"):
             return returned
         code = self.dll.flashlab_last_error() if entry.returns == "void" else returned

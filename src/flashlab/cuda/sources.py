@@ -31,6 +31,8 @@ extern "C" int forward_arrays(const void* q, const void* k, const void* v, void*
     return forward(&p, stream);
 }
 """
+GUARDED = "flashlab_guarded_"
+"""How the name begins of a function that Python calls in place of the source's own."""
 # For nvcc, before the source: a request for shared memory is looked at before the driver refuses it without a number.
 _BEFORE = """#include <cuda_runtime.h>
 static int flashlab_asked = 0;
@@ -52,7 +54,32 @@ extern "C" int64_t flashlab_set_device(int device) { return (int64_t)cudaSetDevi
 extern "C" int64_t flashlab_last_error() { return (int64_t)cudaGetLastError(); }
 extern "C" int64_t flashlab_asked_shared() { const int bytes = flashlab_asked; flashlab_asked = 0; return bytes; }
 extern "C" const char* flashlab_error_name(int code) { return cudaGetErrorName((cudaError_t)code); }
+// A C++ exception may not leave a function that Python calls: it would end the process.
+#include <exception>
+#include <string>
+#include <type_traits>
+static std::string flashlab_exception;
+extern "C" const char* flashlab_thrown() { return flashlab_exception.c_str(); }
+template <class R, class... P, class... A> static R flashlab_guarded(R (*function)(P...), A... arguments) {
+    flashlab_exception.clear();
+    try {
+        return function((P)arguments...);
+    } catch (const std::exception& e) {
+        flashlab_exception = e.what();
+    } catch (...) {
+    }
+    if (flashlab_exception.empty()) flashlab_exception = "a C++ exception was thrown";
+    if constexpr (std::is_same_v<R, int>) return -1;           // no code of CUDA's
+    else return R();
+}
 """
+
+
+def _guard(e: Entry) -> str:
+    """The function that Python calls in place of this one."""
+    takes = ", ".join(f"{'const void*' if p.kind == 'pointer' else p.kind} a{i}" for i, p in enumerate(e.parameters))
+    gives = "".join(f", a{i}" for i in range(len(e.parameters)))
+    return f'extern "C" {e.returns} {GUARDED}{e.name}({takes}) {{ return flashlab_guarded({e.name}{gives}); }}\n'
 
 
 @dataclass(frozen=True)
@@ -91,7 +118,8 @@ class Text:
     @property
     def native(self) -> str:
         """What nvcc compiles."""
-        after = (_FORWARD_ENTRY if self.takes_problem else "") + _AFTER
+        guards = "".join(map(_guard, self.every_entry.values()))
+        after = (_FORWARD_ENTRY if self.takes_problem else "") + _AFTER + guards
         return f'{_BEFORE}#line 1 "{self.name}"\n{self.text}\n#line 1 "flashlab_call.cuh"\n{after}'
 
     def folders(self, include_dirs: Iterable[Path] = ()) -> list[Path]:
