@@ -41,7 +41,8 @@ import torch
 from flashlab import runtime
 from flashlab.bench import hardware
 from flashlab.cuda import load_inline, missing
-from flashlab.figures import show, wgmma
+from flashlab.figures import hopper as draw
+from flashlab.figures import show
 from flashlab.kernels import path
 from flashlab.simt.build import INCLUDE
 
@@ -215,7 +216,7 @@ rows, chunks = torch.arange(8)[:, None], torch.arange(8)
 assert torch.equal(swizzled, matrix[:8, ::8].gather(1, chunks ^ rows))
 figure, axes = plt.subplots(1, 2, figsize=(9, 3.2))
 for ax, held, title in ((axes[0], tile(NONE), "no swizzle"), (axes[1], swizzled, "128-byte swizzle")):
-    wgmma.chunks(ax, held, title)
+    draw.chunks(ax, held, title)
 plt.show()
 
 # %% [markdown]
@@ -264,7 +265,7 @@ except Exception as error:
 # Its functions:
 
 # %%
-show.region(WGMMA, "wgmma by hand")
+show.region(WGMMA, "wgmma order", "wgmma")
 
 # %% [markdown]
 # `wgmma_ss` has both operands in **s**hared memory, `wgmma_rs` has A in **r**egisters. Around them are three more lines:
