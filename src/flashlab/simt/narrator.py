@@ -10,7 +10,7 @@ from flashlab.simt import elf
 from flashlab.simt.build import RED_ZONE, Build
 from flashlab.simt.lines import Place, resolver
 from flashlab.simt.process import Reply
-from flashlab.simt.report import Counters, Finding, Launch, Report
+from flashlab.simt.report import Counters, Event, Finding, Launch, Report
 from flashlab.simt.sentences import FATAL, Facts, host_end, sentence
 
 # A site's four counters (runtime/counters.h), by its kind: the names under which they are reported.
@@ -30,6 +30,10 @@ _COUNTERS = {
     "vote": ("votes",),
     "syncwarp": ("syncwarps",),
     "barrier": ("barriers",),
+    "wgmma_wait": ("wgmma_waits", "wgmma_waits_for_more"),
+    **{
+        f"wgmma_m64n{n}k16": ("wgmma", "wgmma_flops", "wgmma_bytes", "wgmma_from_registers") for n in range(8, 257, 8)
+    },
 }
 Index = tuple[int, int, int]
 
@@ -98,10 +102,15 @@ class Narrator:
                 continue
             line = self._own_line(self.resolver.place(int(row[2]))) or 0
             launch = launches[-1]
+            if row[0] == "event":
+                launch.events.append(
+                    Event(int(row[3]), int(row[4]), row[1], line or None, (int(row[5]), int(row[6])))
+                )
+                continue
             for counters in (launch.counters, launch.by_line.setdefault(line, Counters())):
                 for name, value in zip(_COUNTERS[row[1]], row[3:], strict=False):
                     counters[name] += int(value)
-                if row[1].startswith("mma_"):
+                if row[1].startswith(("mma_", "wgmma_m")):
                     counters[row[1]] += int(row[3])
         return launches
 

@@ -21,6 +21,9 @@ class Counters(Counter):
     fewest that hold those bytes.
     ``*_bytes``: what the lanes asked for; of global memory unless the name says shared, ldmatrix or stmatrix.
     ``mma_flops``: multiplications and additions.
+    ``wgmma``: executed by a warpgroup, and so are ``wgmma_m64n128k16`` (one for each shape), ``wgmma_flops``,
+    ``wgmma_bytes`` (read of shared memory) and ``wgmma_from_registers`` (those with A in registers). ``wgmma_waits``:
+    executed by a warp; ``wgmma_waits_for_more``: those that waited for a group not waited for before.
     ``mma_during_copies``: MMAs with a cp.async of the block issued and not waited for; ``mma_copy_groups``: groups of
     such copies of the warp itself, summed over its MMAs.
 
@@ -75,8 +78,38 @@ class Finding:
 
 
 @dataclass(frozen=True)
+class Event:
+    """What a warp did: kept where the call was made with ``timeline=``, in the order in which it happened here.
+
+    Attributes:
+        block, warp: linear numbers, the warp's in its block.
+        did: what; ``values`` depends on it.
+
+            ==================================  =====================================================================
+            "wgmma", "execute"                  issued, computed: its number in the warpgroup (from 1), N
+            "commit"                            the number of the last wgmma of the group, the group's (from 1)
+            "wait", "wait-end"                  the number of the last wgmma waited for, the groups left under way
+            "arrive"                            at an mbarrier: its shared address, the bytes that are announced
+            "mbarrier-wait", "mbarrier-passed"  its shared address, the parity
+            "load", "store"                     of TMA or in bulk: the shared address, bytes
+            "barrier", "barrier-passed"         __syncthreads (number 0) or bar.sync: the number, threads
+            "barrier-arrive"                    bar.arrive: the number, threads
+            "registers"                         setmaxnreg: registers per thread, 0
+            ==================================  =====================================================================
+
+        line: in the source; None where unknown.
+    """
+
+    block: int
+    warp: int
+    did: str
+    line: int | None
+    values: tuple[int, int]
+
+
+@dataclass(frozen=True)
 class Launch:
-    """One kernel launch of a run."""
+    """One kernel launch of a run. ``events``: of its first blocks, block by block, as many as ``timeline`` said."""
 
     kernel: str
     grid: tuple[int, int, int]
@@ -84,6 +117,7 @@ class Launch:
     shared_bytes: int
     counters: Counters
     by_line: dict[int, Counters] = field(repr=False)
+    events: list[Event] = field(default_factory=list, repr=False)
 
 
 @dataclass(frozen=True)

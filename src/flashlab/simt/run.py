@@ -53,6 +53,10 @@ _ERRORS = {
     "lanes-missing": DeadlockError,
     "mask-without-self": DeadlockError,
     "barrier-arguments": DeadlockError,
+    "wgmma-block": DeadlockError,
+    "wgmma-form": DeadlockError,
+    "wgmma-warps": DeadlockError,
+    "registers-missing": DeadlockError,
     "global-out-of-bounds": IllegalAccess,
     "shared-out-of-bounds": IllegalAccess,
     "misaligned": IllegalAccess,
@@ -119,6 +123,7 @@ class Module:
         multiprocessors: int = 132,
         unwritten: tuple[str, ...] | list[str] = (),
         echo: bool = True,
+        timeline: int = 0,
     ) -> Report:
         """Calls an entry of the source, and waits for the kernels that it launches.
 
@@ -140,6 +145,8 @@ class Module:
             unwritten: names of arguments that hold nothing yet: a check build finds reads of what no kernel has
                 written. An array that is NaN throughout holds nothing either.
             echo: print what the source printed.
+            timeline: of how many blocks, the first of each launch, the events are kept (``report.launches[0].events``):
+                what each warp issued and what it waited for.
 
         Returns:
             The findings, if any, and the counts.
@@ -159,6 +166,7 @@ class Module:
             _within("multiprocessors", multiprocessors, 1, 1 << 20),
             _within("capability", capability, 10, 1000),
             int(self.build.check),
+            _within("timeline", timeline, 0, 1 << 31),
         )
         if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int | float)
                                     or not 0 < timeout <= MAX_TIMEOUT):  # fmt: skip

@@ -14,12 +14,14 @@ FATAL = {
     "assert", "barrier-arguments", "copy-size", "deadlock", "division-by-zero", "global-out-of-bounds",
     "host-call", "interrupted", "lanes-missing", "launch-configuration", "launch-in-kernel",
     "mask-without-self", "misaligned", "not-shared",
-    "stack-overflow", "timeout", "trap",
+    "registers-missing", "stack-overflow", "timeout", "trap", "wgmma-block", "wgmma-form",
+    "wgmma-warps",
 }  # fmt: skip
 
 _DOES = {
     "load": "reads", "store": "writes", "ldmatrix": "reads with ldmatrix", "stmatrix": "writes with stmatrix",
     "cp.async": "fills with cp.async", "atomic": "updates with an atomic", "access": "touches",
+    "wgmma": "reads with wgmma",
 }  # fmt: skip
 _DID = {
     "load": "read", "store": "wrote", "ldmatrix": "read with ldmatrix", "stmatrix": "wrote with stmatrix",
@@ -130,6 +132,8 @@ def _read_before_wait(f: Facts) -> str:
 
 
 def _stage_overwritten(f: Facts) -> str:
+    if f.words == "wgmma":
+        return _wgmma_overwritten(f)
     if f.words == "cp.async":
         return (
             f"{_still_filled(f)}: two copies to one place are under way. Has the first been committed and waited for "
@@ -214,6 +218,9 @@ def _uninitialised_global(f: Facts) -> str:
 def _uninitialised_local(f: Facts) -> str:
     if f.how == "load":
         return f"{f.who} reads{f.here} a local variable that was never set"
+    if f.how.startswith("wgmma"):
+        part = f.how.partition(" ")[2]
+        return f"{f.who} gives wgmma{f.here} registers that were never set ({part})"
     if f.how.startswith("mma"):
         part = f.how.partition(" ")[2]
         return f"{f.who} gives mma{f.here} registers that were never set ({part})"
@@ -235,11 +242,114 @@ def _misaligned(f: Facts) -> str:
 # ---- copies ----------------------------------------------------------------------------------------
 def _never_waited(f: Facts) -> str:
     missing = "committed" if f.v[0] else "waited for"
+    if f.how == "wgmma":
+        return f"{f.who} ends while its wgmma{f.here} is under way: its group was never {missing}"
     return f"{f.who} ends while its cp.async{f.here} is in flight: its group was never {missing}"
 
 
 def _copy_size(f: Facts) -> str:
     return f"{f.who} asks cp.async{f.here} for {f.v[0]} source bytes of {f.v[1]}"
+
+
+# ---- warpgroups ------------------------------------------------------------------------------------
+def _warps(mask: int, first: int) -> str:
+    """The warps of a mask, of which bit 0 is warp `first`, as "warps 4 and 5"."""
+    numbers = [str(first + i) for i in range(32) if mask >> i & 1]
+    return f"warp{'s' * (len(numbers) > 1)} {' and '.join(filter(None, (', '.join(numbers[:-1]), numbers[-1])))}"
+
+
+def _wgmma_registers(f: Facts) -> str:
+    does = {"load": "reads", "store": "writes"}[f.how]
+    missing = "wgmma_wait" if f.v[0] else "wgmma_commit and wgmma_wait"
+    if f.words == "A":
+        return (
+            f"{f.who} {does}{f.here} registers that hold A of the wgmma{f.there}, which is still under way and may not "
+            f"have read them: they have to stay as they are until {missing}"
+        )
+    return (
+        f"{f.who} {does}{f.here} an accumulator of the wgmma{f.there}, which is still under way: the sums are there, and "
+        f"may be touched, after {missing}"
+    )
+
+
+def _wgmma_overwritten(f: Facts) -> str:
+    first = f.whom
+    if f.v[2]:
+        return (
+            f"{f.who} {_DOES.get(f.how, f.how)}{f.here} shared memory that the wgmma{f.there} (warpgroup of {first}) has "
+            "read, but nothing tells it that this is over: it has to come after a barrier at which a thread arrived "
+            "that had passed wgmma_wait"
+        )
+    return (
+        f"{f.who} {_DOES.get(f.how, f.how)}{f.here} shared memory that the wgmma{f.there} (warpgroup of {first}), which is "
+        "still under way, reads: the stage is released before wgmma_wait has waited for it"
+    )
+
+
+def _wgmma_fence(f: Facts) -> str:
+    what = "the registers of A" if f.how == "A" else "the accumulators"
+    if f.v[0]:
+        return (
+            f"{f.who} issues wgmma{f.here}, and {what} have been written since the last wgmma_fence: without one after "
+            "the write, wgmma may use what they held before"
+        )
+    return f"{f.who} issues wgmma{f.here} with no wgmma_fence before it: wgmma may use {what} as they were before"
+
+
+def _wgmma_form(f: Facts) -> str:
+    mine, theirs = f"m64n{f.v[0]}k16", f"m64n{f.v[1]}k16"
+    shapes = f": {mine} against {theirs}" if mine != theirs else ": their operands differ in kind"
+    return (
+        f"{f.who} issues wgmma{f.here} where {f.whom} of its warpgroup issued another{f.there}{shapes}. The four warps "
+        "have to issue the same wgmma in the same order"
+    )
+
+
+def _wgmma_differs(f: Facts) -> str:
+    return (
+        f"{f.who} issues wgmma{f.here} with another {f.words} than {f.whom} of its warpgroup{f.there}: it has to be the "
+        "same in all 128 threads"
+    )
+
+
+def _wgmma_warps(f: Facts) -> str:
+    mask, first, _ = f.v
+    group = f"the four warps {first} to {first + 3}"
+    told = f", and wgmma_wait{f.there} waits for it for ever" if f.how == "wgmma_wait" else ""
+    return (
+        f"{f.who} issues wgmma{f.here}, which needs {group}, but only {_warps(mask, first)} of them "
+        f"{'have' if mask & (mask - 1) else 'has'} come to it{told}"
+    )
+
+
+def _wgmma_block(f: Facts) -> str:
+    here, first, threads = f.v
+    return (
+        f"{f.who} issues wgmma{f.here} in a block of {threads} threads: it needs a warpgroup of 128, and from warp {first} "
+        f"on there are {here}"
+    )
+
+
+def _registers_direction(f: Facts) -> str:
+    wanted, now, _ = f.v
+    way = "may not go below" if f.how == "setmaxnreg_inc" else "may not go above"
+    return f"{f.who} calls {f.how}<{wanted}>{f.here} with {now} registers, and it {way} what the thread has"
+
+
+def _registers_missing(f: Facts) -> str:
+    wanted, total, held = f.v
+    return (
+        f"{f.who} waits for ever in setmaxnreg_inc<{wanted}>{f.here}: the launch gave the block {total} registers "
+        f"({f.words} per thread), of which the other warps hold {held}; {32 * wanted} for this warp are not left"
+    )
+
+
+def _registers_warps(f: Facts) -> str:
+    mask, first, count = f.v
+    return (
+        f"{f.who} has executed setmaxnreg{f.here} more often than others of its warpgroup: {_warps(mask, first)} of warps "
+        f"{first} to {first + count - 1}. All warps of a warpgroup have to execute it"
+    )
 
 
 # ---- collectives -----------------------------------------------------------------------------------
@@ -352,6 +462,15 @@ _SENTENCES = {
     "mask-without-self": _mask_without_self,
     "shuffle-lane": _shuffle_lane,
     "barrier-arguments": _barrier_arguments,
+    "wgmma-registers": _wgmma_registers,
+    "wgmma-fence": _wgmma_fence,
+    "wgmma-differs": _wgmma_differs,
+    "wgmma-form": _wgmma_form,
+    "wgmma-warps": _wgmma_warps,
+    "wgmma-block": _wgmma_block,
+    "registers-direction": _registers_direction,
+    "registers-missing": _registers_missing,
+    "registers-warps": _registers_warps,
     "assert": lambda f: f"{f.who} fails the assertion `{f.words}`{f.here}",
     "trap": lambda f: f"{f.who} stops{f.here}: __trap(), or code that must not be reached",
     "division-by-zero": lambda f: f"{f.who} divides an integer by zero{f.here}",

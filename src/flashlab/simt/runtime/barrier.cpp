@@ -3,7 +3,9 @@
 // A barrier lets go when the last of its threads arrives, and makes visible to each what the others did
 // before: the warps' vector clocks are joined (shadow.h). __syncthreads waits for every thread that has not
 // exited, as the hardware does.
+#include "clocks.h"
 #include "counters.h"
+#include "events.h"
 #include "findings.h"
 #include <algorithm>
 #include <string.h>
@@ -11,14 +13,12 @@
 namespace simt {
 
 static void arrive(Lane* me, Barrier& b) {
-    Warp* w = me->warp;
     if (!b.arrived) {
         b.pc = me->pc, b.first = me->id, b.count = 0;
-        memset(b.known, 0, sizeof b.known);
+        b.clock = Clock();
     }
     b.arrived++;
-    for (int v = 0; v < me->block->warps; v++) b.known[v] = std::max(b.known[v], w->known[v]);
-    b.known[w->index] = std::max(b.known[w->index], w->time);
+    release(me->warp, b.clock);
 }
 
 static void let_go(Block* block, Barrier& b) {
@@ -38,7 +38,7 @@ static void let_go(Block* block, Barrier& b) {
         Warp* w = lane->warp;
         if (!(seen >> w->index & 1)) {
             seen |= 1ull << w->index;
-            for (int v = 0; v < block->warps; v++) w->known[v] = std::max(w->known[v], b.known[v]);
+            acquire(w, b.clock);
             w->time++;
             count_incomplete(w);
         }
@@ -65,6 +65,8 @@ extern "C" int simt_barrier(int kind, int predicate) {
         file(me, f);
     }
     b.kind = kind;
+    const bool noted = me->lane == 0;
+    if (noted) note(me->warp, DID_BARRIER_BEGIN, me->pc, 0, me->block->threads);
     arrive(me, b);
     b.count += predicate != 0;
     b.waiting.push_back(me);
@@ -75,6 +77,7 @@ extern "C" int simt_barrier(int kind, int predicate) {
     } else {
         wait_for_others(me, IN_BARRIER);
     }
+    if (noted) note(me->warp, DID_BARRIER_END, me->pc, 0, me->block->threads);
     return b.result;
 }
 
@@ -93,6 +96,8 @@ extern "C" void simt_named_barrier(int id, int threads, int wait) {
         file_fatal(me, f, cudaErrorLaunchFailure);
     }
     b.expected = threads, b.kind = SIMT_BAR_COUNT;
+    const bool noted = me->lane == 0;
+    if (noted) note(me->warp, wait ? DID_BARRIER_BEGIN : DID_BARRIER_ARRIVE, me->pc, id, threads);
     arrive(me, b);
     if (wait) b.waiting.push_back(me);
     const bool last = b.arrived >= threads;
@@ -102,6 +107,7 @@ extern "C" void simt_named_barrier(int id, int threads, int wait) {
         if (wait) me->state = IN_BARRIER, me->warp->runnable &= ~(1u << me->lane);
         let_go(me->block, b);
     }
+    if (noted && wait) note(me->warp, DID_BARRIER_END, me->pc, id, threads);
 }
 
 }  // namespace simt

@@ -7,6 +7,7 @@
 #include "counters.h"
 #include "findings.h"
 #include "values.h"
+#include "warpgroup.h"
 #include <string.h>
 
 namespace simt {
@@ -25,6 +26,11 @@ const char* collective_name(int op, int param) {
     case SIMT_ELECT: return "elect.sync";
     case SIMT_LDMATRIX: return "ldmatrix";
     case SIMT_STMATRIX: return "stmatrix";
+    case SIMT_WGMMA: return "wgmma";
+    case SIMT_WGMMA_FENCE: return "wgmma_fence";
+    case SIMT_WGMMA_COMMIT: return "wgmma_commit";
+    case SIMT_WGMMA_WAIT: return "wgmma_wait";
+    case SIMT_SETMAXNREG: return "setmaxnreg";
     default: return "mma";
     }
 }
@@ -141,6 +147,11 @@ static void execute(Warp* warp, const Slot& slot) {
     case SIMT_LDMATRIX: load_matrix(warp, slot); break;
     case SIMT_STMATRIX: store_matrix(warp, slot); break;
     case SIMT_MMA: multiply(warp, slot); break;
+    case SIMT_WGMMA: warp->block->worker->warpgroups->issue(warp, slot); break;
+    case SIMT_WGMMA_FENCE: warp->block->worker->warpgroups->fence(warp); break;
+    case SIMT_WGMMA_COMMIT: warp->block->worker->warpgroups->commit(warp, slot); break;
+    case SIMT_WGMMA_WAIT: warp->block->worker->warpgroups->wait(warp, slot); break;
+    case SIMT_SETMAXNREG: set_registers(warp, slot); break;
     }
     if (slot.arrived == warp->alive && !warp->dirty.empty()) count_incomplete(warp);  // all lanes are here
 }
@@ -188,6 +199,9 @@ void lane_gone(Warp* warp) {
 extern "C" void simt_warp(int op, unsigned mask, const void* in, void* out, int param) {
     Lane* me = kernel_lane(CALLER);
     Inside inside(me, CALLER);
+    join_collective(me, op, mask, in, out, param);
+}
+void join_collective(Lane* me, int op, unsigned mask, const void* in, void* out, int param) {
     Warp* warp = me->warp;
     const unsigned bit = 1u << me->lane;
     if (!(mask & bit)) {

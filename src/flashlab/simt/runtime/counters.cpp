@@ -5,13 +5,20 @@
 
 namespace simt {
 
-const char* const KIND_NAME[KINDS] = {"shared_load", "shared_store",  "global_load",   "global_store",
+static const char* const NAME[] = {"shared_load", "shared_store",  "global_load",   "global_store",
                                       "cp_async",    "shared_atomic", "global_atomic", "ldmatrix",
-                                      "stmatrix",    "mma_m16n8k16",  "mma_m16n8k8",   "shuffle",
-                                      "vote",        "syncwarp",      "barrier"};
+                                      "stmatrix",    "mma_m16n8k16",  "mma_m16n8k8",   "tma_load",
+                                      "tma_store",     "tma_reduce",    "bulk_load",     "bulk_store",
+                                      "mbarrier_wait", "mbarrier_arrive", "mbarrier_init", "shuffle",
+                                      "vote",        "syncwarp",      "barrier",       "wgmma_wait"};
+std::string kind_name(int kind) {
+    static_assert(sizeof NAME / sizeof *NAME == WGMMA_M64N8K16, "each kind has a name");
+    if (kind < WGMMA_M64N8K16) return NAME[kind];
+    return "wgmma_m64n" + std::to_string(8 * (kind - WGMMA_M64N8K16 + 1)) + "k16";
+}
 
 // ---- sites --------------------------------------------------------------------------------------
-static inline size_t hash(uintptr_t pc, Kind kind) { return (pc * 16 + kind) * 0x9e3779b97f4a7c15ull >> 20; }
+static inline size_t hash(uintptr_t pc, Kind kind) { return (pc * 64 + kind) * 0x9e3779b97f4a7c15ull >> 20; }
 
 int Sites::find(uintptr_t pc, Kind kind) {
     for (size_t i = hash(pc, kind) & mask;; i = (i + 1) & mask) {

@@ -22,11 +22,21 @@ enum Kind : uint8_t {
     STMATRIX,
     MMA_M16N8K16,
     MMA_M16N8K8,
+    TMA_LOAD,
+    TMA_STORE,
+    TMA_REDUCE,
+    BULK_LOAD,
+    BULK_STORE,
+    MBARRIER_WAIT,
+    MBARRIER_ARRIVE,
+    MBARRIER_INIT,
     SHUFFLE,
     VOTE,
     SYNC_WARP,
     BARRIER,
-    KINDS
+    WGMMA_WAIT,
+    WGMMA_M64N8K16,  // and 31 more: the shape with 8 n columns is WGMMA_M64N8K16 + n - 1
+    KINDS = WGMMA_M64N8K16 + 32
 };
 // The meaning of a site's four counters.
 //   shared_*, ldmatrix, stmatrix   executed by a warp, wavefronts, ideal wavefronts, bytes
@@ -35,9 +45,13 @@ enum Kind : uint8_t {
 //                                  shared memory is fetched twice; an H200's counters say so)
 //   mma                            executed by a warp, FLOPs; of those: with a cp.async of the block under way;
 //                                  groups of cp.async that the warp has under way, summed over its MMAs
+//   wgmma                          executed by a warpgroup, FLOPs, bytes read of shared memory; of those: A in registers
+//   wgmma_wait                     executed by a warp; of those: that waited for a group not waited for before
+//   tma_*, bulk_*                  executed, bytes of shared memory (of a box, zeros included), bytes of global memory
+//   mbarrier_wait                  by a lane; of those: that found the phase under way, and had to wait
 //   the rest                       executed by a warp (barrier: by a block)
 constexpr int COUNTERS = 4;
-extern const char* const KIND_NAME[KINDS];
+std::string kind_name(int kind);
 
 struct Site {
     uintptr_t pc;

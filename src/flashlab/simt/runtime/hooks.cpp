@@ -6,6 +6,7 @@
 #include "global_memory.h"
 #include "global_shadow.h"
 #include "values.h"
+#include "warpgroup.h"
 
 namespace simt {
 
@@ -58,6 +59,10 @@ static inline __attribute__((always_inline)) void hook(void* p, int bytes, bool 
     Lane* me = current_lane();
     if (!me) return;                                        // host code
     if ((uintptr_t)p - (uintptr_t)me->stack < STACK) {      // local memory
+        if (__builtin_expect(me->registers_in_use, 0)) {  // by a wgmma
+            Inside inside(me, pc);
+            if (me->block->worker->warpgroups->file_if_in_use(me, (uintptr_t)p, bytes, write, pc)) return;
+        }
         if (!write && __builtin_expect(never_set(p, bytes), 0)) {
             Inside inside(me, pc);
             file_never_set(me, "load");

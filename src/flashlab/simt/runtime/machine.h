@@ -14,6 +14,7 @@
 #include <pthread.h>
 #include <setjmp.h>
 #include <atomic>
+#include <memory>
 #include <string.h>
 #include <string>
 #include <utility>
@@ -22,6 +23,7 @@
 namespace simt {
 
 constexpr int WARP = 32, MAX_THREADS = 1024, MAX_WARPS = MAX_THREADS / WARP, BARRIERS = 16;
+constexpr int CLOCKS = 128;  // of a block: one a warp, then one for the copies that each mbarrier counts (clocks.h)
 constexpr size_t PAGE = 4096;
 // A lane's local memory: the 512 KB that a GPU gives a thread, and a quarter more, as a CPU's frames are larger.
 constexpr size_t STACK = 640 << 10;
@@ -37,7 +39,9 @@ struct Warp;
 struct Block;
 struct Worker;
 
-enum State : uint8_t { RUNNABLE, IN_COLLECTIVE, IN_BARRIER, IN_ACTIVEMASK, DONE };
+enum State : uint8_t {
+    RUNNABLE, IN_COLLECTIVE, IN_BARRIER, IN_ACTIVEMASK, IN_MBARRIER, IN_WGMMA, IN_REGISTERS, DONE
+};
 
 // One cp.async: bytes on their way from global to shared memory (async_copy.cpp).
 struct Copy {
@@ -45,6 +49,11 @@ struct Copy {
     const char* src;
     int bytes, src_bytes, site;
     uint32_t group;
+};
+
+struct BulkStore;   // bytes on their way from shared to global memory (bulk_store.cpp)
+struct PhaseWait {  // what a lane waits for: a phase of an mbarrier (mbarrier.cpp)
+    uint32_t bar, parity;
 };
 
 // Two accesses that nothing orders: what is known of the earlier one, and how to tell of it.
@@ -65,6 +74,18 @@ struct PendingStore {
     Conflict conflict;
 };
 
+// Registers that a wgmma under way uses, and those that a wgmma has ever been given (warpgroup.cpp).
+struct RegistersInUse {
+    uintptr_t low, high, pc;
+    uint64_t number;  // of the wgmma
+    bool of_a;        // it only reads them
+};
+struct GivenRegisters {
+    uintptr_t address;
+    uint32_t bytes;
+    uint64_t number, content;  // content: what they held when that was last settled, as a hash
+};
+
 struct Lane {  // one CUDA thread
     Fiber fiber;
     Block* block;
@@ -76,6 +97,9 @@ struct Lane {  // one CUDA thread
     uintptr_t pc;    // return address of the runtime call it is in, or was last in
     int accesses;    // since it last let others run
     PendingStore store;
+    bool registers_in_use = false;  // in_use is not empty
+    std::vector<RegistersInUse> in_use;
+    std::vector<GivenRegisters> given;
     struct {
         uint32_t time;  // of the warp; 0: there was none
         std::vector<uint32_t> known;
@@ -85,6 +109,10 @@ struct Lane {  // one CUDA thread
     uint32_t group;     // cp.async: number of the open group
     size_t first_copy;  // copies[first_copy...] are still on their way
     std::vector<Copy> copies;
+    std::vector<uint32_t> proxy_fences;  // the warp's time at each of its fence_proxy_async (proxy.h)
+    PhaseWait phase_wait;
+    uint32_t bulk_group;  // number of the open group of its stores
+    std::vector<std::shared_ptr<BulkStore>> stores;
 };
 
 struct Slot {  // a collective for which some lanes wait
@@ -112,21 +140,33 @@ struct Warp {
     int index, count;           // count < 32 where the block's size is no multiple of 32
     uint32_t runnable, alive;   // a bit a lane
     uint32_t time;              // ticks at each __syncwarp and barrier (shadow.h)
-    uint32_t known[MAX_WARPS];  // known[w]: all that warp w did up to this time is visible here
+    uint32_t known[CLOCKS];     // known[w]: all that warp w did up to this time is visible here
+    uint32_t fenced[MAX_WARPS];  // and of that, to the async proxy as well (proxy.h)
     Slot slots[WARP];           // disjoint masks: at most 32
     uint32_t slots_used;        // a bit a slot
     std::vector<SiteLog> logs;  // by site
     std::vector<int> dirty;     // sites whose log is not empty
 };
 
+struct Clock {  // what was visible to some warps, joined (clocks.h)
+    uint32_t known[CLOCKS], fenced[MAX_WARPS];
+};
+
 struct Barrier {
     int arrived = 0, expected = 0;
-    uint32_t known[MAX_WARPS];  // the join of what the arrived warps know
+    Clock clock;  // of the arrived warps
     std::vector<Lane*> waiting;
     int count = 0, result = 0;  // true predicates of __syncthreads_count, _and, _or: so far, and in the end
     int kind = 0;
     uintptr_t pc = 0;  // where the first lane arrived
     int first = 0;     // which lane that was
+};
+
+struct Registers {  // registers.cpp
+    int at_launch = 0, free = 0;  // per thread; in all
+    int of_warp[MAX_WARPS] = {}, wanted[MAX_WARPS] = {};  // per thread; 0: it does not wait for more
+    int times[MAX_WARPS] = {};                            // that it has executed setmaxnreg
+    uintptr_t pc[MAX_WARPS] = {};
 };
 
 struct Launch {  // what is the same for every block
@@ -149,13 +189,17 @@ struct Block {
     Launch* launch;
     uint64_t number;
     int threads, warps, alive;
+    int clocks;  // how many there are
     bool ended;  // by a fatal finding
     Warp* warp;  // warps of them
     Lane* lane;  // threads of them
     Barrier barriers[BARRIERS];
+    Registers registers;
+    std::vector<struct Event>* events;  // events.h; null: they are not kept
     typedef std::vector<std::pair<struct Word*, uint32_t>> Learnt;
     Learnt learnt;          // of other blocks (ordering.h)
     uint8_t published = 0;  // how often, more or less
+    bool fences = false;    // there was a fence_proxy_async
 };
 
 struct SharedWindow {     // where this worker's shared memory lies
@@ -165,7 +209,9 @@ struct SharedWindow {     // where this worker's shared memory lies
 };
 
 class SharedShadow;
+class Warpgroups;
 class Sites;
+class Mbarriers;
 
 struct Worker {  // an OS thread that runs blocks
     pthread_t thread;
@@ -177,6 +223,8 @@ struct Worker {  // an OS thread that runs blocks
     SharedWindow window;
     uint3* thread_idx;  // this OS thread's threadIdx
     SharedShadow* shadow;
+    Warpgroups* warpgroups;
+    Mbarriers* mbarriers;
     Sites* sites;
     sigjmp_buf escape;              // how a signal handler leaves a lane
     bool alive = false;             // its OS thread (faults.cpp)
@@ -185,6 +233,7 @@ struct Worker {  // an OS thread that runs blocks
     volatile bool leaving = false;  // a signal handler is at work on it
     Lane* volatile running = nullptr;
     std::string* printed;  // by the block that runs
+    std::vector<struct Event>* events;
 };
 
 struct Settings {     // set by Python
@@ -192,6 +241,7 @@ struct Settings {     // set by Python
     size_t shared_limit = MAX_SHARED;
     int multiprocessors = 132, capability = 90;
     bool checked = false;  // a check build
+    uint64_t timeline = 0;  // of how many blocks the events are kept
 };
 extern Settings settings;
 

@@ -18,6 +18,7 @@ struct Record {
     dim3 grid, block;
     size_t shared_bytes;
     std::map<std::pair<uintptr_t, int>, std::array<uint64_t, COUNTERS>> counts;  // by place and kind
+    std::map<uint64_t, std::vector<Event>> events;                               // by block
 };
 static std::vector<Record> records;
 static std::mutex mutex;
@@ -25,7 +26,7 @@ static std::map<uint64_t, std::string> printed;  // by the launch that runs, by 
 static size_t printed_bytes;
 
 int record_launch(const char* name, const void* kernel, const Launch& launch) {
-    records.push_back({name, kernel, launch.grid, launch.block, launch.shared_bytes, {}});
+    records.push_back({name, kernel, launch.grid, launch.block, launch.shared_bytes, {}, {}});
     return (int)records.size() - 1;
 }
 void record_counts(const Sites& sites) {
@@ -33,6 +34,10 @@ void record_counts(const Sites& sites) {
         auto& to = records.back().counts[{s.pc, s.kind}];
         for (int i = 0; i < COUNTERS; i++) to[i] += s.count[i];
     }
+}
+void record_events(uint64_t block, std::vector<Event>& events) {
+    std::lock_guard<std::mutex> lock(mutex);
+    records.back().events[block].swap(events);
 }
 void record_printed(uint64_t block, const std::string& what) {
     std::lock_guard<std::mutex> lock(mutex);
@@ -56,7 +61,7 @@ void forget_run() {
     last_error = 0;
 }
 
-// A line `launch ...` for each launch, followed by its lines `count ...`; addresses as in simt_findings.
+// A line `launch ...` for each launch, followed by its lines `count ...` and `event ...`; addresses as in simt_findings.
 std::string records_text() {
     std::string text;
     auto field = [&text](uint64_t v) { text += '\t' + std::to_string(v); };
@@ -69,11 +74,19 @@ std::string records_text() {
         for (auto& entry : r.counts) {
             if (std::all_of(entry.second.begin(), entry.second.end(), [](uint64_t v) { return v == 0; }))
                 continue;
-            text += std::string("count\t") + KIND_NAME[entry.first.second];
+            text += "count\t" + kind_name(entry.first.second);
             field(in_module(entry.first.first) ? entry.first.first - 1 - module_base : 0);
             for (uint64_t v : entry.second) field(v);
             text += '\n';
         }
+        for (auto& of_block : r.events)
+            for (const Event& e : of_block.second) {
+                text += std::string("event\t") + DID_NAME[e.did];
+                field(in_module(e.pc) ? e.pc - 1 - module_base : 0);
+                field(of_block.first), field(e.warp);
+                for (int64_t v : e.value) text += '\t' + std::to_string(v);
+                text += '\n';
+            }
     }
     return text;
 }

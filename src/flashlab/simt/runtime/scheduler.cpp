@@ -4,17 +4,22 @@
 // lets one lane of each run; a lane that has to wait hands over to the next runnable lane of its warp, and
 // the last one goes back to the scheduler. When nobody is runnable and somebody is alive, the block is
 // deadlocked.
+#include "bulk_store.h"
 #include "collectives.h"
 #include "counters.h"
+#include "deadlock.h"
 #include "faults.h"
 #include "findings.h"
 #include "global_memory.h"
 #include "global_shadow.h"
+#include "mbarrier.h"
 #include "report.h"
 #include "shadow.h"
+#include "warpgroup.h"
 #include <algorithm>
 #include <link.h>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <stdio.h>
 #include <string>
@@ -124,7 +129,8 @@ static void prepare_block(Worker* worker, Launch* launch, uint64_t number) {
     blockIdx = {(unsigned)(number % g.x), (unsigned)(number / g.x % g.y), (unsigned)(number / g.x / g.y)};
     block.threads = block.alive = (int)(b.x * b.y * b.z);
     block.warps = (block.threads + WARP - 1) / WARP;
-    block.ended = false;
+    block.clocks = block.warps;
+    block.ended = block.fences = false;
     block.learnt.clear();
     block.published = 0;
     block.warp = worker->warps.data();
@@ -140,6 +146,7 @@ static void prepare_block(Worker* worker, Launch* launch, uint64_t number) {
         w.time = 1;
         w.slots_used = 0;
         memset(w.known, 0, sizeof w.known);
+        memset(w.fenced, 0, sizeof w.fenced);
     }
     for (int t = 0; t < block.threads; t++) {
         Lane& lane = worker->lanes[t];
@@ -153,6 +160,9 @@ static void prepare_block(Worker* worker, Launch* launch, uint64_t number) {
         lane.store.bytes = 0;
         lane.fence.time = 0;
         lane.copies.clear();
+        lane.proxy_fences.clear();
+        lane.bulk_group = 0;
+        lane.stores.clear();
         // The frames of different lanes begin at different offsets, so that they do not compete for one cache
         // set.
         fiber_prepare(lane.fiber, lane.stack, STACK - t * 320 % 8192, lane_main);
@@ -162,6 +172,10 @@ static void prepare_block(Worker* worker, Launch* launch, uint64_t number) {
     for (const StaticArray& a : static_arrays) memset((void*)(window.low + a.offset), 0xff, a.bytes);
     memset((void*)window.dynamic, 0xff, launch->shared_bytes);
     worker->shadow->begin_block(launch->shared_bytes);
+    worker->warpgroups->begin_block();
+    begin_registers(&block);
+    block.events = number < settings.timeline ? worker->events : nullptr;
+    worker->mbarriers->begin_block();
 }
 
 static bool resolve_activemask(Warp& w) {
@@ -178,28 +192,6 @@ static bool resolve_activemask(Warp& w) {
     return true;
 }
 
-static const char* waits_in(const Lane* lane) {
-    if (lane->state == IN_BARRIER) return "__syncthreads";
-    for (uint32_t left = lane->warp->slots_used; left; left &= left - 1) {
-        const Slot& s = lane->warp->slots[__builtin_ctz(left)];
-        if (s.arrived >> lane->lane & 1) return collective_name(s.op, s.param);
-    }
-    return "a collective";
-}
-static void file_deadlock(Block& block) {
-    Lane* stuck = nullptr;  // the first that waits, and the first that waits elsewhere
-    Lane* other = nullptr;
-    for (int t = block.threads - 1; t >= 0; t--)
-        if (block.lane[t].state != DONE) stuck = &block.lane[t];
-    for (int t = block.threads - 1; t >= 0; t--)
-        if (block.lane[t].state != DONE && block.lane[t].pc != stuck->pc) other = &block.lane[t];
-    Finding f{"deadlock", waits_in(stuck)};
-    if (other) f.text = waits_in(other), f.other_pc = other->pc, f.other_thread = other->id;
-    f.value[0] = block.alive, f.value[1] = block.threads;
-    file(stuck, f);
-    stop_launch(&block, cudaErrorLaunchTimeout);
-}
-
 static void run_block(Worker* worker, Launch* launch, uint64_t number) {
     prepare_block(worker, launch, number);
     Block& block = worker->block;
@@ -207,7 +199,7 @@ static void run_block(Worker* worker, Launch* launch, uint64_t number) {
         worker->in_lane = worker->inside = false;
         block.ended = true;
     }
-    while (block.alive > 0 && !block.ended) {
+    for (uint32_t round = 1; block.alive > 0 && !block.ended; round++) {
         bool any = false;
         for (int i = 0; i < block.warps && !block.ended; i++) {
             Warp& w = block.warp[i];
@@ -218,8 +210,11 @@ static void run_block(Worker* worker, Launch* launch, uint64_t number) {
             worker->in_lane = false;
         }
         if (launch->stop < number) break;  // an earlier block has ended the launch
-        if (any || block.ended) continue;
-        for (int i = 0; i < block.warps; i++) any |= resolve_activemask(block.warp[i]);
+        if (block.ended) break;
+        // Copies land when nobody else can go on; or after so long, as somebody may be spinning on what comes of them.
+        if (any && round % 4096) continue;
+        if (!any) for (int i = 0; i < block.warps; i++) any |= resolve_activemask(block.warp[i]);
+        any |= worker->mbarriers->pass_waits(&block);
         if (!any && block.alive > 0) file_deadlock(block);
     }
     if (!block.ended && launch->stop >= number) {
@@ -233,8 +228,13 @@ static void run_block(Worker* worker, Launch* launch, uint64_t number) {
             file(&block.lane[t], f);
             break;
         }
+        for (int t = 0; t < block.threads; t++)
+            if (!block.lane[t].stores.empty()) finish_stores(&block.lane[t]);
+        worker->mbarriers->file_unwaited(&block);
     }
+    if (!block.ended && launch->stop >= number) worker->warpgroups->file_never_waited(), file_registers(&block);
     for (int i = 0; i < block.warps; i++) count_incomplete(&block.warp[i]);
+    if (block.events) record_events(number, *block.events), block.events->clear();
 }
 
 // ---- a worker -----------------------------------------------------------------------------------
@@ -262,9 +262,15 @@ static void* worker_main(void* argument) {
     Launch* launch = worker->launch;
     worker->window = find_window();
     SharedShadow shadow(worker->window, launch->kernel ? (uint64_t)launch->kernel - module_base : 0);
+    const auto warpgroups = std::make_unique<Warpgroups>(worker);  // too large for a stack
     std::string printed;
+    Mbarriers mbarriers;
+    worker->mbarriers = &mbarriers;
     worker->shadow = &shadow;
+    worker->warpgroups = warpgroups.get();
     worker->printed = &printed;
+    std::vector<Event> events;
+    worker->events = &events;
     worker->thread_idx = &threadIdx;
     blockDim = launch->block, gridDim = launch->grid;
     enter_worker(worker);

@@ -153,7 +153,7 @@ static void serve_call(const std::string& text, int file) {
             call.function = dlsym(module, word.c_str());
         } else if (word == "settings") {
             in >> settings.threads >> settings.shared_limit >> settings.multiprocessors >> settings.capability >>
-                settings.checked;
+                settings.checked >> settings.timeline;
         } else if (word == "memory") {
             in >> mapping.bytes;
             void* p = mmap(nullptr, mapping.bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);

@@ -1,7 +1,10 @@
 // Races, uninitialised bytes and bounds in shared memory: see shadow.h.
 #include "shadow.h"
+#include "clocks.h"
 #include "findings.h"
+#include "proxy.h"
 #include "values.h"
+#include "warpgroup.h"
 #include <sys/mman.h>
 #include <algorithm>
 
@@ -23,17 +26,27 @@ SharedShadow::SharedShadow(const SharedWindow& w, uint64_t kernel) : window(w) {
             owner[c] = (uint16_t)(i + 1);
     }
 }
-SharedShadow::~SharedShadow() { munmap(cells, count * sizeof(Cell)); }
+SharedShadow::~SharedShadow() {
+    for (AsyncRead* r : async_reads) delete r;
+    munmap(cells, count * sizeof(Cell));
+}
 
 void SharedShadow::begin_block(size_t dynamic_bytes) {
     memset((void*)cells, 0,
            (dynamic / 2 + dynamic_bytes / 2 + 1) * sizeof(Cell));  // the dynamic part is the last
     dynamic_end = dynamic + dynamic_bytes;
+    for (AsyncRead* r : async_reads) delete r;
+    async_reads.clear();
+    being_read.clear();
 }
 
 // Did what the stamp stands for happen before what `lane` does now?
 static inline bool ordered(const Stamp& s, const Lane* lane) {
-    return s.time == 0 || s.thread == (uint64_t)lane->id || s.time <= lane->warp->known[s.thread / WARP];
+    return s.time == 0 || before(s.thread, s.time, lane);
+}
+static inline bool write_ordered(const Cell& cell, const Lane* lane) {
+    if (cell.async) return cell.write.time <= lane->warp->known[cell.fences];
+    return ordered(cell.write, lane);
 }
 
 static const char* verb(Sites& sites, const Stamp& s, bool write) {
@@ -41,6 +54,11 @@ static const char* verb(Sites& sites, const Stamp& s, bool write) {
     case CP_ASYNC: return "cp.async";
     case LDMATRIX: return "ldmatrix";
     case STMATRIX: return "stmatrix";
+    case TMA_LOAD: return "tma_load";
+    case BULK_LOAD: return "bulk_load";
+    case TMA_STORE: return "tma_store";
+    case TMA_REDUCE: return "tma_reduce_add";
+    case BULK_STORE: return "bulk_store";
     case SHARED_ATOMIC: return "atomic";
     default: return write ? "store" : "load";
     }
@@ -61,14 +79,89 @@ void SharedShadow::land(Lane* lane, uint64_t address, int bytes, int site) {
         cells[c].write = now;
         cells[c].copying = 0;
         cells[c].full = 3;
+        cells[c].async = 0;
+        cells[c].fences = (uint16_t)lane->proxy_fences.size();
     }
+}
+void SharedShadow::land_bulk(uint64_t address, int bytes, int clock, uint32_t time) {
+    for (uint64_t c = address / 2; c < (address + bytes) / 2; c++) {
+        cells[c].write.time = time;  // the rest of the stamp is that of the issue
+        cells[c].fences = (uint16_t)clock;
+        cells[c].copying = 0;
+        cells[c].full = 3;
+    }
+}
+
+// Of the readers since the last write keep two. A later write conflicts with some reader exactly when it
+// conflicts with one of these: readers of two different warps catch a writer of any warp, and two different
+// lanes catch a writer of their own warp. A newer read of a warp stands for its older ones.
+static inline void note_read(Cell& cell, Stamp& now, const Lane* lane) {
+    Stamp &first = cell.read[0], &second = cell.read[1];
+    const uint64_t warp = now.thread / WARP;
+    if (first.thread == now.thread && first.time == now.time) now.bytes |= first.bytes;
+    if (first.time == 0 || first.thread == now.thread || ordered(first, lane)) {
+        if (second.time && second.thread == now.thread) second.time = 0;
+        first = now;
+    } else if (second.time == 0 || second.thread == now.thread || ordered(second, lane) ||
+               (first.thread / WARP == second.thread / WARP && first.thread / WARP != warp)) {
+        second = now;
+    }
+}
+
+// ---- the async proxy's reads --------------------------------------------------------------------
+AsyncRead* SharedShadow::begin_read(Lane* lane, AsyncRead read) {
+    if (being_read.empty()) being_read.assign(count / 8 + 1, 0);
+    for (auto& r : read.ranges) {
+        touch(lane, r.first, (int)r.second, PROXY_READ, read.site, read.how, nullptr);
+        for (uint32_t chunk = r.first / 16; chunk < (r.first + r.second) / 16; chunk++) being_read[chunk]++;
+    }
+    async_reads.push_back(new AsyncRead(std::move(read)));
+    return async_reads.back();
+}
+void SharedShadow::end_read(AsyncRead* read, const Lane* by) {
+    for (auto& r : read->ranges) {
+        for (uint32_t chunk = r.first / 16; chunk < (r.first + r.second) / 16; chunk++) being_read[chunk]--;
+        if (!by) continue;
+        for (uint64_t c = r.first / 2; c < (r.first + r.second) / 2; c++) {
+            Stamp now{};
+            now.time = by->warp->time, now.thread = by->id, now.site = read->site, now.bytes = 3;
+            note_read(cells[c], now, by);
+        }
+    }
+    async_reads.erase(std::find(async_reads.begin(), async_reads.end(), read));
+    delete read;
+}
+void SharedShadow::file_overwritten(Lane* lane, uint64_t address, int bytes, const char* how) {
+    uint64_t chunk = address / 16;
+    while (chunk <= (address + bytes - 1) / 16 && !being_read[chunk]) chunk++;
+    for (const AsyncRead* read : async_reads)
+        for (auto& r : read->ranges)
+            if (chunk * 16 >= r.first && chunk * 16 < r.first + r.second) {
+                Finding f{"stage-overwritten", how};
+                f.other_pc = (*lane->block->worker->sites)[read->site].pc, f.other_thread = read->thread;
+                f.text = read->how;
+                f.value[0] = (int64_t)address, f.value[1] = bytes;
+                return file(lane, f);
+            }
+}
+
+// ---- mbarriers ----------------------------------------------------------------------------------
+void SharedShadow::make_mbarrier(Lane* lane, uint32_t address, int site) {
+    touch(lane, address, 8, WRITE, site, "mbarrier_init", nullptr);
+    for (uint32_t c = address / 2; c < address / 2 + 4; c++) cells[c].copying = MBARRIER;
+}
+void SharedShadow::end_mbarrier(uint32_t address) {
+    for (uint32_t c = address / 2; c < address / 2 + 4; c++) cells[c].copying = 0, cells[c].full = 0;
 }
 
 bool SharedShadow::touch(Lane* lane, uint64_t address, int bytes, Access access, int site, const char* how,
                          Conflict* conflict) {
     Sites& sites = *lane->block->worker->sites;
-    const bool writes = access != READ, reads = access == READ || access == ATOMIC;
+    const bool writes = access != READ && access != PROXY_READ, reads = !writes || access == ATOMIC;
+    const bool copies = access == COPY_ISSUED || access == BULK_ISSUED;
+    const bool async = access == BULK_ISSUED || access == PROXY_READ;
     bool filed = false, pending = false;  // one finding an access: the next bytes say the same
+    const uint16_t fences = (uint16_t)lane->proxy_fences.size();
     Stamp now{};
     now.time = lane->warp->time, now.thread = lane->id, now.site = site, now.atomic = is_atomic(access);
     now.execution = executions(lane, site);
@@ -85,24 +178,9 @@ bool SharedShadow::touch(Lane* lane, uint64_t address, int bytes, Access access,
         if (conflict && !strcmp(other_how, "store")) *conflict = c, pending = true;  // perhaps of the same value
         else file_conflict(lane, c, lane->pc, false), filed = true;
     };
-    // Of the readers since the last write keep two. A later write conflicts with some reader exactly when it
-    // conflicts with one of these: readers of two different warps catch a writer of any warp, and two different
-    // lanes catch a writer of their own warp. A newer read of a warp stands for its older ones.
-    auto read = [&](Cell& cell) {
-        Stamp &first = cell.read[0], &second = cell.read[1];
-        const uint64_t warp = now.thread / WARP;
-        if (first.thread == now.thread && first.time == now.time) now.bytes |= first.bytes;
-        if (first.time == 0 || first.thread == now.thread || ordered(first, lane)) {
-            if (second.time && second.thread == now.thread) second.time = 0;
-            first = now;
-        } else if (second.time == 0 || second.thread == now.thread || ordered(second, lane) ||
-                   (first.thread / WARP == second.thread / WARP && first.thread / WARP != warp)) {
-            second = now;
-        }
-    };
     auto write = [&](Cell& cell, uint8_t mine) {
         // Where nothing was yet, not the copy is too early but the reader.
-        const char* kind = access != COPY_ISSUED ? "race" : cell.full & mine ? "stage-overwritten" : "read-before-wait";
+        const char* kind = !copies ? "race" : cell.full & mine ? "stage-overwritten" : "read-before-wait";
         for (const Stamp& r : cell.read)
             if ((r.bytes & mine) && !ordered(r, lane)) file(kind, r, verb(sites, r, false));
         // A thread's own store just before its atomic is what the other threads' atomics conflict with.
@@ -110,9 +188,16 @@ bool SharedShadow::touch(Lane* lane, uint64_t address, int bytes, Access access,
         if (!now.atomic || w.atomic || w.thread != now.thread || w.time != now.time || (w.bytes & mine) != mine)
             cell.write = now;
         if (mine == 3) cell.read[0].time = cell.read[1].time = 0;
-        cell.copying = access == COPY_ISSUED ? (uint16_t)(lane->id + 1) : 0;
-        if (access != COPY_ISSUED) cell.full |= mine;
+        cell.copying = copies ? (uint16_t)(lane->id + 1) : 0;
+        cell.async = async;
+        cell.fences = fences;
+        if (!copies) cell.full |= mine;
     };
+    if (writes && watched && lane->block->worker->warpgroups->file_if_read(lane, address, bytes, how)) filed = true;
+    if (writes && !filed && !async_reads.empty() && being_read_between(address, address + bytes)) {
+        file_overwritten(lane, address, bytes, how);
+        filed = true;
+    }
     Cell before, after;  // the cell to the left
     uint8_t whole = 0;   // it was touched as a whole
     for (uint64_t c = address / 2; c <= (address + bytes - 1) / 2; c++) {
@@ -126,9 +211,13 @@ bool SharedShadow::touch(Lane* lane, uint64_t address, int bytes, Access access,
         }
         before = cell;
         now.bytes = whole = mine;
-        if (cell.copying) file(writes ? "stage-overwritten" : "read-before-wait", cell.write, "cp.async");
-        else if ((cell.write.bytes & mine) && !(now.atomic && cell.write.atomic) && !ordered(cell.write, lane))
-            file("race", cell.write, verb(sites, cell.write, true));
+        const char* while_copied = writes ? "stage-overwritten" : "read-before-wait";
+        if (cell.copying == MBARRIER) file("mbarrier-touched", cell.write, "mbarrier_init");
+        else if (cell.copying) file(while_copied, cell.write, verb(sites, cell.write, true));
+        else if ((cell.write.bytes & mine) && !(now.atomic && cell.write.atomic) && !write_ordered(cell, lane))
+            file(cell.async ? while_copied : "race", cell.write, verb(sites, cell.write, true));
+        else if (async && !cell.async && cell.write.time && !visible_to_async(lane, cell.write, cell.fences))
+            file("proxy-fence", cell.write, verb(sites, cell.write, true));
         if (reads && (cell.full & mine) != mine && !filed && !cell.copying) {
             Finding f{"uninitialised-shared", how};
             f.value[0] = (int64_t)address, f.value[1] = bytes;
@@ -136,10 +225,44 @@ bool SharedShadow::touch(Lane* lane, uint64_t address, int bytes, Access access,
             filed = true;
         }
         if (writes) write(cell, mine);
-        else read(cell);
+        else if (access == READ) note_read(cell, now, lane);
         after = cell;
     }
     return pending;
+}
+
+void SharedShadow::check_pieces(Warp* warp, const std::vector<uint32_t>& pieces, const char* how, uintptr_t pc) {
+    Block* block = warp->block;
+    Sites& sites = *block->worker->sites;
+    const Cell* last = nullptr;  // that was looked at
+    for (uint32_t piece : pieces) {
+        if (piece == ~0u) continue;  // out of bounds
+        for (uint32_t c = piece / 2; c < piece / 2 + 8; c++) {
+            const Cell& cell = cells[c];
+            if (last && !memcmp(&cell, last, sizeof cell)) continue;
+            last = &cell;
+            // A lane's own store comes before what its warp does.
+            const Stamp& w = cell.write;
+            const bool own = !cell.async && (int)w.thread / WARP == warp->index;
+            const Lane* lane = own ? &block->lane[w.thread] : warp->lanes;
+            const char* kind = cell.copying == MBARRIER      ? "mbarrier-touched"
+                               : cell.copying                ? "read-before-wait"
+                               : cell.full != 3              ? "uninitialised-shared"
+                               : !write_ordered(cell, lane)  ? cell.async ? "read-before-wait" : "race"
+                               : !cell.async && w.time && !visible_to_async(lane, w, cell.fences) ? "proxy-fence"
+                                                                                                  : nullptr;
+            if (!kind) continue;
+            Finding f{kind, how};
+            f.pc = pc;
+            f.value[0] = piece, f.value[1] = 16;
+            if (strcmp(kind, "uninitialised-shared")) {
+                f.other_pc = sites[w.site].pc, f.other_thread = (int)w.thread;
+                f.text = cell.copying == MBARRIER ? "mbarrier_init" : verb(sites, w, true);
+            }
+            simt::file(warp->lanes, f);
+            return;
+        }
+    }
 }
 
 }  // namespace simt

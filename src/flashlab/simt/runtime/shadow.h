@@ -22,11 +22,17 @@ struct Stamp {
 struct Cell {
     Stamp write;
     Stamp read[2];     // two are enough: see shadow.cpp
-    uint16_t copying;  // a cp.async is in flight, issued by thread copying - 1
+    uint16_t copying;  // a cp.async or a TMA load is in flight, issued by thread copying - 1; or MBARRIER
     uint8_t full;      // which of the two bytes hold something
+    uint8_t async;     // the last write was the async proxy's (proxy.h)
+    uint16_t fences;   // how many fence_proxy_async its thread had done, the lowest bits; of an async write: which of
+                       // the block's clocks has its time (clocks.h)
 };
+constexpr uint16_t MBARRIER = 0xffff;  // the bytes are an mbarrier's
 
-enum Access : uint8_t { READ, WRITE, ATOMIC, EXCHANGE, COPY_ISSUED };  // EXCHANGE: an atomic that needs no value
+// EXCHANGE: an atomic that needs no value. COPY_ISSUED: cp.async. Of the async proxy: BULK_ISSUED, a load that begins
+// to write here; PROXY_READ, an operation that begins to read here (it is noted as a read when it has ended).
+enum Access : uint8_t { READ, WRITE, ATOMIC, EXCHANGE, COPY_ISSUED, BULK_ISSUED, PROXY_READ };
 inline bool is_atomic(Access a) { return a == ATOMIC || a == EXCHANGE; }
 
 // The static __shared__ arrays of the module, as its symbol table gives them.
@@ -35,6 +41,14 @@ struct StaticArray {
     uint64_t kernel;         // whose own it is, as an address in the module; 0: of a function that several call
 };
 extern std::vector<StaticArray> static_arrays;
+
+// What an operation of the async proxy (a TMA store, a wgmma) reads of shared memory while it is under way: ranges
+// that begin and end at multiples of 16 bytes.
+struct AsyncRead {
+    const char* how;
+    int thread, site;  // that issued it
+    std::vector<std::pair<uint32_t, uint32_t>> ranges;  // address, bytes
+};
 
 class SharedShadow {
 public:
@@ -52,13 +66,35 @@ public:
     // Looks for conflicts with earlier accesses to these bytes, and notes this one. Where a store meets a
     // store it fills in `conflict` and returns true; it files the rest.
     bool touch(Lane* lane, uint64_t address, int bytes, Access access, int site, const char* how, Conflict* conflict);
+    // The async proxy is about to read pieces of 16 bytes for a warp: files what is not there yet, or not for it.
+    void check_pieces(Warp* warp, const std::vector<uint32_t>& pieces, const char* how, uintptr_t pc);
+    bool watched = false;  // a wgmma of this block has read shared memory, or is going to
     void land(Lane* lane, uint64_t address, int bytes, int site);  // a cp.async that was checked when issued
+    // A load of the async proxy, the same; who knows that clock at that time may read it.
+    void land_bulk(uint64_t address, int bytes, int clock, uint32_t time);
+
+    // From here on, whoever writes to these bytes is told ("stage-overwritten"). The reads themselves are checked now.
+    AsyncRead* begin_read(Lane* lane, AsyncRead read);
+    // It has ended, as `by` has learnt: from here on they are reads of that lane, at its time. Null: nobody's.
+    void end_read(AsyncRead* read, const Lane* by);
+
+    // An mbarrier is made or ended: until then its 8 bytes may not be touched by anything else.
+    void make_mbarrier(Lane* lane, uint32_t address, int site);
+    void end_mbarrier(uint32_t address);
 
 private:
+    bool being_read_between(uint64_t begin, uint64_t end) const {
+        for (uint64_t chunk = begin / 16; chunk <= (end - 1) / 16; chunk++)
+            if (being_read[chunk]) return true;
+        return false;
+    }
+    void file_overwritten(Lane* lane, uint64_t address, int bytes, const char* how);
     void file_out_of_bounds(Lane* lane, uint64_t address, int bytes, const char* how);
     SharedWindow window;
     Cell* cells;  // mapped, so that what is never touched costs nothing
     size_t count;
+    std::vector<AsyncRead*> async_reads;  // under way
+    std::vector<uint16_t> being_read;     // by how many of them, every 16 bytes
     uint64_t dynamic, dynamic_end;  // shared addresses
     std::vector<uint16_t>
         owner;  // for every two bytes below `dynamic`: which static array they belong to; 0 is none

@@ -18,7 +18,7 @@ void file_conflict(Lane* lane, const Conflict& c, uintptr_t pc, bool warning) {
     for (int i = 0; i < 3; i++) f.value[i] = c.value[i];
     if (c.other_block >= 0) {
         // Which block came first is a matter of luck: the one that writes is told of, or the later one.
-        const bool i_read = !strcmp(c.how, "load") || !strcmp(c.how, "cp.async");
+        const bool i_read = strstr(c.how, "load") || !strcmp(c.how, "cp.async");
         f.other_block = c.other_block;
         if (i_read || (strcmp(c.other_how, "load") && f.block < (uint64_t)c.other_block)) {
             std::swap(f.pc, f.other_pc);

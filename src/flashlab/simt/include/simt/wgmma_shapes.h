@@ -83,7 +83,8 @@
     static __device__ __forceinline__ void rs_##TYPE(float (&d)[N / 2], const uint32_t* a, uint64_t b, int add) {      \
         asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #i5 ", 0;\n"                                                 \
                      "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." #TYPE "." #TYPE                                 \
-                     " {" WGMMA_NAMES_##N "}, {%" #i0 ", %" #i1 ", %" #i2 ", %" #i3 "}, %" #i4 ", p, 1, 1, %" #i6 ";\n}" \
+                     " {" WGMMA_NAMES_##N "}, {%" #i0 ", %" #i1 ", %" #i2 ", %" #i3 "}, %" #i4                         \
+                     ", p, 1, 1, %" #i6 ";\n}"                                                                         \
                      : WGMMA_SUMS_##N(d)                                                                               \
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(TRANS_B));                    \
     }

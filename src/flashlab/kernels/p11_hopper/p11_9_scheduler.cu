@@ -1,0 +1,346 @@
+// Phase 11, step 9: whoever is free takes the next part.
+//
+// O = softmax(scale * Q K^T) V, fp16 or bf16 in and out, fp32 accumulators and statistics. The work falls into parts:
+// 64 query rows of one head for each of a block's two or three consumers. Causal parts have unequal numbers of keys,
+// and equal ones do not take equally long: so blocks do not divide the parts beforehand. A counter in global memory
+// says which is next. The producer asks it, long before it needs the answer, and tells the consumers through shared
+// memory.
+//
+// Compile with -DHEAD_DIM=64 or 128, and -DELEMENT=__half or __nv_bfloat16, -DPING_PONG=1 or 0, -DDYNAMIC=1 or 0.
+
+// region: constants
+#include "problem.cuh"
+#include "tensor_map.cuh"
+#include "wgmma.cuh"
+#ifndef PING_PONG
+#define PING_PONG 1
+#endif
+#ifndef DYNAMIC                                                // New: 0 divides the parts beforehand
+#define DYNAMIC 1
+#endif
+
+// A warpgroup each, and the producer's after them
+constexpr int CONSUMERS = HEAD_DIM == 64 ? 3 : 2, GROUP = 128, WARPS = 4 * CONSUMERS, THREADS = (CONSUMERS + 1) * GROUP;
+// Per thread. At the launch 65536 / THREADS; then these: 65536 hold them again.
+constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 160 : 240, PRODUCER_REGISTERS = CONSUMERS == 3 ? 32 : 24;
+constexpr int STAGES = 2;
+constexpr int BLOCK_M = WARPS * MMA_M, BLOCK_N = 128;          // query rows per block; keys at a time
+constexpr int SLAB = 64, SLAB_ROW = SLAB * 2;                  // columns of a slab; bytes of a row of it
+constexpr int S_TILES = BLOCK_N / MMA_N, O_TILES = HEAD_DIM / MMA_N;   // accumulators of a warp, [MMA_M, MMA_N] each
+constexpr int ROWS_PER_LANE = 2;                               // of an accumulator: g and g + 8
+constexpr int Q_BYTES = BLOCK_M * HEAD_DIM * 2, KV_BYTES = BLOCK_N * HEAD_DIM * 2;     // per tile of shared memory
+constexpr int BARRIERS = 6 + 4 * STAGES;                       // New: 8 bytes each
+constexpr int SHARED = Q_BYTES + 2 * STAGES * KV_BYTES + 8 * BARRIERS + 8;       // New
+// endregion
+
+// region: operands
+// A tile of ROWS rows lies in slabs [ROWS, 64], side by side in shared memory: 128 bytes are as wide as TMA swizzles.
+// Within a slab it is phase 8's XOR: the copy engine has the writer's half of it, the tensor cores the reader's.
+//
+// How wgmma finds a tile in shared memory: a descriptor, 64 bits. Rows of 128 bytes, swizzled as TMA does it; 8
+// rows further are 1024 bytes further. (The leading offset is of no use in this layout.)
+__device__ __forceinline__ uint64_t descriptor(uint32_t tile_smem) {
+    return smem_descriptor(tile_smem, SWIZZLE_128, 16, 8 * SLAB_ROW);
+}
+// What is added to it for MMA_K columns further, k times. Addresses in a descriptor count 16 bytes.
+template <int ROWS> __device__ __forceinline__ constexpr uint64_t columns_on(int k) {
+    const int column = k * MMA_K;
+    return (column / SLAB * ROWS * SLAB_ROW + column % SLAB * 2) / 16;
+}
+// A tile whose rows are the products' inner dimension, 16 rows at a time. Its columns run over all slabs: the
+// leading offset leads from one to the next. MMA_K rows further, k times, is 2048 k bytes further.
+template <int ROWS> __device__ __forceinline__ uint64_t descriptor_of_rows(uint32_t tile_smem) {
+    return smem_descriptor(tile_smem, SWIZZLE_128, ROWS * SLAB_ROW, 8 * SLAB_ROW);
+}
+__device__ __forceinline__ constexpr uint64_t rows_on(int k) { return k * MMA_K * SLAB_ROW / 16; }
+// endregion
+
+// region: copy a tile
+// Asks for a tile of ROWS rows, to be called by one thread. `bar` expects its bytes, those of rows that do not
+// exist too: they become zeros.
+template <int ROWS>
+__device__ __forceinline__ void load_tile(uint32_t tile_smem, const CUtensorMap& map, uint32_t bar, int row, int head,
+                                          int batch) {
+    mbarrier_arrive_expect_tx(bar, ROWS * HEAD_DIM * 2);
+#pragma unroll
+    for (int column = 0; column < HEAD_DIM; column += SLAB)
+        tma_load(tile_smem + column / SLAB * ROWS * SLAB_ROW, &map, bar, column, row, head, batch);
+}
+// endregion
+
+// region: shared memory
+template <bool CAUSAL>
+__global__ void __launch_bounds__(THREADS, 1)
+flash_forward(const Problem p, int heads_together,             // and what TMA has to know of each tensor
+              const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap k_map,
+              const __grid_constant__ CUtensorMap v_map) {
+    extern __shared__ __align__(1024) char shared[];
+    const uint32_t q_smem = smem_u32(shared);                  // [BLOCK_M, HEAD_DIM]
+    const uint32_t k_smem = q_smem + Q_BYTES;                  // [STAGES, BLOCK_N, HEAD_DIM]
+    const uint32_t v_smem = k_smem + STAGES * KV_BYTES;        // [STAGES, BLOCK_N, HEAD_DIM]
+    const uint32_t full_q = v_smem + STAGES * KV_BYTES, full_k = full_q + 8, full_v = full_k + 8 * STAGES; // mbarriers
+    const uint32_t empty_k = full_v + 8 * STAGES, empty_v = empty_k + 8 * STAGES;      // of every stage
+    const uint32_t empty_q = empty_v + 8 * STAGES, full_part = empty_q + 8, empty_part = full_part + 16;       // New
+    int* next_part = (int*)(shared + Q_BYTES + 2 * STAGES * KV_BYTES + 8 * BARRIERS);          // New: two of them
+    // endregion
+
+    // region: which rows
+    const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE, g = lane / 4, t = lane % 4;
+    const int consumer = threadIdx.x / GROUP;
+    const int m_blocks = ceil_div(p.seq_q, BLOCK_M), parts = m_blocks * p.batch * p.heads;
+    const int warp_row = warp * MMA_M;                         // the warp's first, in the tile
+    int head_index, m_start, end;                              // of the part that this thread is at
+    auto begin_part = [&](int part) {
+        const int group = part / (m_blocks * heads_together), in_group = part % (m_blocks * heads_together);
+        const int group_heads = min(heads_together, p.batch * p.heads - group * heads_together);
+        head_index = CAUSAL ? group * heads_together + in_group % group_heads : part / m_blocks;
+        m_start = (CAUSAL ? m_blocks - 1 - in_group / group_heads : part % m_blocks) * BLOCK_M;
+        end = ceil_div(p.seq_k, BLOCK_N);
+        if (CAUSAL) end = max(0, min(end, ceil_div(m_start + BLOCK_M + p.seq_k - p.seq_q, BLOCK_N)));
+    };
+    // endregion
+
+    // region: barriers
+    if (threadIdx.x == 0) {                                    // a full one waits for one arrival, and for bytes
+        for (int i = 0; i < BARRIERS - 4; i++) mbarrier_init(full_q + 8 * i, full_q + 8 * i < empty_k ? 1 : CONSUMERS);
+        for (int i = 0; i < 2; i++)                            // New: every thread of the consumers reads the number
+            mbarrier_init(full_part + 8 * i, 1), mbarrier_init(empty_part + 8 * i, WARPS * WARP_SIZE);
+        fence_mbarrier_init();                                 // or the copy engine might not see them yet
+    }
+    __syncthreads();                                           // the last one
+    // endregion
+
+    // region: producer
+    if (warp >= WARPS) {
+        setmaxnreg_dec<PRODUCER_REGISTERS>();
+        if (warp == WARPS && elect_one()) {
+            for (int part = blockIdx.x, n = 0, nth = 0;; n++) {
+                mbarrier_wait(empty_part + 8 * (n % 2), n / 2 & 1 ^ 1);        // New
+                next_part[n % 2] = part;
+                mbarrier_arrive(full_part + 8 * (n % 2));      // the consumers see the number with the barrier's phase
+                if (part >= parts) break;
+                const int next = gridDim.x + (DYNAMIC ? atomicAdd((int*)p.workspace, 1) : part);       // New
+                begin_part(part);
+                const int batch = head_index / p.heads, head = head_index % p.heads;
+                const int kv_head = head / (p.heads / p.kv_heads);
+                mbarrier_wait(empty_q, n & 1 ^ 1);
+                load_tile<BLOCK_M>(q_smem, q_map, full_q, m_start, head, batch);
+                for (int j = end - 1; j >= 0; j--, nth++) {
+                    const int stage = nth % STAGES, phase = nth / STAGES & 1, key = j * BLOCK_N;
+                    // Tile j + STAGES has left the stage: a new barrier passes this at once
+                    mbarrier_wait(empty_k + 8 * stage, phase ^ 1);
+                    load_tile<BLOCK_N>(k_smem + stage * KV_BYTES, k_map, full_k + 8 * stage, key, kv_head, batch);
+                    mbarrier_wait(empty_v + 8 * stage, phase ^ 1);
+                    load_tile<BLOCK_N>(v_smem + stage * KV_BYTES, v_map, full_v + 8 * stage, key, kv_head, batch);
+                }
+                part = next;                                   // New
+            }
+        }
+        return;
+    }
+    setmaxnreg_inc<CONSUMER_REGISTERS>();                      // waits until there are so many
+    // endregion
+
+    // region: state
+    // c0 c1 | c2 c3 of an accumulator: columns 2t, 2t + 1 of row g | of row g + 8
+    float acc[O_TILES * 4];                                    // O, not yet divided by l_i
+    float m_i[ROWS_PER_LANE];                                  // the rows' maxima, of the raw scores
+    float l_i[ROWS_PER_LANE];                                  // their sums, over this lane's columns
+    const float scale_log2 = p.scale * LOG2E;                  // exp(x) is computed as exp2(x * log2(e))
+    // endregion
+
+    // region: operands of the scores
+    const uint64_t q_operand = descriptor(q_smem + consumer * 64 * SLAB_ROW);          // its 64 rows of Q
+    const bool first_thread = threadIdx.x % GROUP == 0;        // it says that its warpgroup is through
+    // endregion
+
+    // region: main loop
+    int nth = 0;                                               // tiles so far
+    // region: turns
+    // Barrier 1 + c is consumer c's turn: its own 128 threads wait there, those of the one before it arrive.
+    auto take_turn = [&] { if (PING_PONG) named_barrier_sync(1 + consumer, 2 * GROUP); };
+    auto pass_turn = [&] { if (PING_PONG) named_barrier_arrive(1 + (consumer + 1) % CONSUMERS, 2 * GROUP); };
+    if (consumer == CONSUMERS - 1) pass_turn();                // consumer 0 begins
+    // endregion
+
+    uint32_t p_rmem[BLOCK_N / MMA_K][4];                       // P of the tile before
+    auto add_output = [&] {                                    // issues O += P V of the tile before
+        // region: output
+        const int stage = (nth - 1) % STAGES, phase = (nth - 1) / STAGES & 1;
+        mbarrier_wait(full_v + 8 * stage, phase);
+        const uint64_t v_operand = descriptor_of_rows<BLOCK_N>(v_smem + stage * KV_BYTES);
+        wgmma_fence();                                         // acc and p_rmem were written by their lanes
+#pragma unroll
+        for (int k = 0; k < BLOCK_N / MMA_K; k++)
+            wgmma_rs<HEAD_DIM, T, true>(acc, p_rmem[k], v_operand + rows_on(k));
+        wgmma_commit();
+        // endregion
+    };
+    auto output_is_there = [&] {
+        wgmma_wait<0>();
+        if (first_thread) mbarrier_arrive(empty_v + 8 * ((nth - 1) % STAGES));
+    };
+    auto tile = [&](int j, auto is_first, auto is_masked) {    // the body of the loop, compiled three times
+        constexpr bool FIRST = decltype(is_first)::value, MASKED = decltype(is_masked)::value;
+        // region: load K and V
+        const int stage = nth % STAGES, phase = nth / STAGES & 1;  // each use of a stage is a phase
+        mbarrier_wait(full_k + 8 * stage, phase);              // all of K_j is here, for every thread that waits
+        // endregion
+
+        // region: one tile
+        // region: scores
+        // S = Q K^T. The rows of K are the columns of K^T. Lanes hold it as MMA tiles side by side: c0 c1 c2 c3 of
+        // tile n are s[4 n] ... s[4 n + 3].
+        float s[S_TILES * 4];
+        const uint64_t k_operand = descriptor(k_smem + stage * KV_BYTES);
+        take_turn();
+        wgmma_fence();                                         // the registers of s are the tensor cores' from here on
+#pragma unroll
+        for (int k = 0; k < HEAD_DIM / MMA_K; k++)             // the first one overwrites s
+            wgmma_ss<BLOCK_N, T>(s, q_operand + columns_on<BLOCK_M>(k), k_operand + columns_on<BLOCK_N>(k), k > 0);
+        wgmma_commit();
+        if (!FIRST) add_output();
+        pass_turn();
+        wgmma_wait<FIRST ? 0 : 1>();                           // s is ours again; acc and p_rmem are not
+        if (first_thread) mbarrier_arrive(empty_k + 8 * stage);            // the warpgroup has read K_j
+        // endregion
+
+        // region: row maxima
+        float m_new[ROWS_PER_LANE];
+#pragma unroll
+        for (int r = 0; r < ROWS_PER_LANE; r++) {
+            const int row = m_start + warp_row + g + r * 8, diagonal = p.seq_k - p.seq_q;
+            const int last_key = CAUSAL ? min(p.seq_k - 1, row + diagonal) : p.seq_k - 1;
+            float x = m_i[r];
+#pragma unroll
+            for (int n = 0; n < S_TILES; n++)
+#pragma unroll
+                for (int e = 0; e < 2; e++) {
+                    float& c = s[4 * n + 2 * r + e];
+                    if (MASKED && j * BLOCK_N + n * MMA_N + t * 2 + e > last_key) c = -INFINITY;
+                    x = fmaxf(x, c);
+                }
+            x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));          // a row lives in the four lanes of a quad
+            m_new[r] = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+        }
+        // endregion
+
+        // region: rescale
+        // What was summed under the old maximum is brought under the new one: O later, when it is there
+        float correction[ROWS_PER_LANE];
+#pragma unroll
+        for (int r = 0; r < ROWS_PER_LANE; r++) {
+            const float base = m_new[r] == -INFINITY ? 0.f : m_new[r];         // -inf - (-inf) would be NaN
+            correction[r] = exp2_approx((m_i[r] - base) * scale_log2);
+            m_i[r] = m_new[r], l_i[r] *= correction[r];
+        }
+        // endregion
+
+        // region: probabilities
+        // P = exp(S - maximum), in place
+#pragma unroll
+        for (int r = 0; r < ROWS_PER_LANE; r++) {
+            const float base = (m_i[r] == -INFINITY ? 0.f : m_i[r]) * scale_log2;
+#pragma unroll
+            for (int n = 0; n < S_TILES; n++)
+#pragma unroll
+                for (int e = 0; e < 2; e++) {
+                    float& c = s[4 * n + 2 * r + e];
+                    c = exp2_approx(fmaf(c, scale_log2, -base));
+                    l_i[r] += c;
+                }
+        }
+        // endregion
+
+        // region: rescale O
+        if (!FIRST) {
+            output_is_there();
+#pragma unroll
+            for (int i = 0; i < O_TILES * 4; i++) acc[i] *= correction[i / 2 % 2];
+        }
+        // Two neighbouring accumulators of S, rounded, are the A fragment of P: no lane needs another's numbers.
+#pragma unroll
+        for (int i = 0; i < BLOCK_N / 4; i++) p_rmem[i / 4][i % 4] = pack<T>(s[2 * i], s[2 * i + 1]);
+        // endregion
+        // endregion
+        nth++;
+    };
+    for (int n = 0;; n++) {
+        mbarrier_wait(full_part + 8 * (n % 2), n / 2 & 1);     // New
+        const int part = next_part[n % 2];
+        mbarrier_arrive(empty_part + 8 * (n % 2));             // by every thread: it has read the number
+        if (part >= parts) break;
+        begin_part(part);
+        int full = p.seq_k / BLOCK_N, j = end - 1;             // from tile `full` on, some row does not see every key
+        if (CAUSAL) full = max(0, min(full, (m_start + consumer * 64 + 1 + p.seq_k - p.seq_q) / BLOCK_N));
+        for (float& x : acc) x = 0.f;
+        for (int r = 0; r < ROWS_PER_LANE; r++) m_i[r] = -INFINITY, l_i[r] = 0.f;
+        mbarrier_wait(full_q, n & 1);                          // a phase of it for each part
+        if (end > 0) {
+            tile(j--, std::true_type{}, std::true_type{});
+            for (; j >= full; j--) tile(j, std::false_type{}, std::true_type{});       // the masked tiles
+            for (; j >= 0; j--) tile(j, std::false_type{}, std::false_type{});         // the full ones
+        }
+        if (first_thread) mbarrier_arrive(empty_q);            // the next part's Q may come
+        if (end > 0) {
+            add_output();
+            output_is_there();
+        }
+        // endregion
+
+        // region: store
+        // O and lse. Each lane stores its pairs of columns.
+        const int64_t first_row = (int64_t)head_index * p.seq_q + m_start;     // of lse [batch, heads, seq_q]
+        T* o_gmem = rows_of(p.o, p.o_stride, head_index / p.heads, head_index % p.heads, m_start);
+#pragma unroll
+        for (int r = 0; r < ROWS_PER_LANE; r++) {
+            const int row = warp_row + g + r * 8;
+            float sum = l_i[r];
+            sum += __shfl_xor_sync(~0u, sum, 1);
+            sum += __shfl_xor_sync(~0u, sum, 2);
+            const float inverse = sum > 0.f ? 1.f / sum : sum; // a row that sees no key: 0; NaN stays NaN
+            if (m_start + row < p.seq_q) {
+                if (t == 0) p.lse[first_row + row] = sum == 0.f ? -INFINITY : (m_i[r] * scale_log2 + log2f(sum)) * LN2;
+#pragma unroll
+                for (int n = 0; n < O_TILES; n++)
+                    *(uint32_t*)(o_gmem + row * p.o_stride.row + n * MMA_N + t * 2) =
+                        pack<T>(acc[4 * n + 2 * r] * inverse, acc[4 * n + 2 * r + 1] * inverse);
+            }
+        }
+    }
+    if (consumer == 0) take_turn();                            // the last turn that was passed on to it
+}
+// endregion
+
+// region: tensor maps
+// [batch, heads, rows, HEAD_DIM], as TMA counts: the innermost dimension first. A copy takes a box of one slab's
+// columns and `box_rows` rows of one head, so rows beyond the head's last do not exist, whatever lies there in memory.
+static CUtensorMap map_of(const void* tensor, const Strides& stride, int batch, int heads, int rows, int box_rows) {
+    const auto type = std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+    const uint64_t dims[] = {HEAD_DIM, (uint64_t)rows, (uint64_t)heads, (uint64_t)batch};
+    // In bytes. Of a dimension of size 1 it is no matter: it may be what TMA does not take.
+    const auto bytes = [](int64_t elements, int size) { return (uint64_t)(size > 1 ? elements : HEAD_DIM) * 2; };
+    const uint64_t strides[] = {bytes(stride.row, rows), bytes(stride.head, heads), bytes(stride.batch, batch)};
+    const uint32_t box[] = {SLAB, (uint32_t)box_rows, 1, 1};
+    return tensor_map(tensor, type, 4, dims, strides, box, CU_TENSOR_MAP_SWIZZLE_128B);
+}
+// endregion
+
+// region: launch
+extern "C" int64_t workspace_floats(const Problem* p) { return 1; }        // New: the counter
+extern "C" int forward(const Problem* p, void* stream) {
+    const CUtensorMap q_map = map_of(p->q, p->q_stride, p->batch, p->heads, p->seq_q, BLOCK_M);
+    const CUtensorMap k_map = map_of(p->k, p->k_stride, p->batch, p->kv_heads, p->seq_k, BLOCK_N);
+    const CUtensorMap v_map = map_of(p->v, p->v_stride, p->batch, p->kv_heads, p->seq_k, BLOCK_N);
+    const int parts = p->batch * p->heads * ceil_div(p->seq_q, BLOCK_M), grid = min(p->sms, parts);
+    // As many heads as have K and V in half of a 50 MB L2
+    const int64_t fit = max((int64_t)1, 24000000 / ((int64_t)p->seq_k * HEAD_DIM * 4 + 1));
+    const int heads_together = (int)min((int64_t)p->batch * p->heads, fit);
+    cudaMemsetAsync(p->workspace, 0, sizeof(int), (cudaStream_t)stream);       // New
+    // More than 48 KB of shared memory have to be asked for. A refusal is what cudaGetLastError then returns.
+    const auto kernel = p->causal ? flash_forward<true> : flash_forward<false>;
+    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED);
+    kernel<<<grid, THREADS, SHARED, (cudaStream_t)stream>>>(*p, heads_together, q_map, k_map, v_map);
+    return (int)cudaGetLastError();
+}
+// endregion

@@ -1,0 +1,85 @@
+// Stores of the async proxy: see bulk_store.h.
+#include "bulk_store.h"
+#include "global_memory.h"
+#include "values.h"
+
+namespace simt {
+
+static void read_shared(Lane* me, BulkStore& store, const Lane* by) {
+    if (store.has_read) return;
+    store.has_read = true;
+    store.dense.resize((size_t)store.copy.bytes);
+    from_shared(me->block->worker, store.copy, store.dense.data());
+    if (store.read) me->block->worker->shadow->end_read(store.read, by);
+}
+static void write_global(Lane* me, const BulkStore& store) {
+    const uintptr_t pc = me->pc;
+    me->pc = (*me->block->worker->sites)[store.copy.site].pc;
+    for_each_global(store.copy, [&](uintptr_t to, int bytes, int offset) {
+        Conflict conflict;
+        const Access access = store.add ? ATOMIC : WRITE;
+        if (me->block->launch->checked && global_shadow.touch(me, to, bytes, access, 0, store.copy.how, conflict))
+            file_conflict(me, conflict, me->pc, false);
+        if (store.add) reduce_add((CUtensorMapDataType)store.copy.map.type, to, store.dense.data() + offset, bytes);
+        else memcpy((void*)to, store.dense.data() + offset, (size_t)bytes);
+    });
+    me->pc = pc;
+}
+static void issue(Lane* me, const BulkCopy& asked, Kind kind) {
+    auto store = std::make_shared<BulkStore>();
+    store->copy = asked;
+    store->add = kind == TMA_REDUCE;
+    store->group = me->bulk_group;
+    count_bulk(me, store->copy, kind, true);
+    if (!asked.bytes) return;
+    if (me->block->launch->checked)
+        store->read = me->block->worker->shadow->begin_read(
+            me, {asked.how, me->id, store->copy.site, {{asked.shared, (uint32_t)asked.bytes}}});
+    me->stores.push_back(store);
+}
+void finish_stores(Lane* lane) {
+    for (auto& store : lane->stores) {
+        if (!store->has_read) {
+            Finding f{"never-waited", store->copy.how};
+            f.pc = (*lane->block->worker->sites)[store->copy.site].pc;
+            f.value[0] = store->group == lane->bulk_group;  // not even committed
+            file(lane, f);
+        }
+        read_shared(lane, *store, nullptr);
+        write_global(lane, *store);
+    }
+    lane->stores.clear();
+}
+
+extern "C" {
+void simt_tma_store(const CUtensorMap* map, uint32_t src, const int* at, int rank, int add) {
+    Lane* me = kernel_lane(CALLER);
+    Inside inside(me, CALLER);
+    const BulkCopy copy = tensor_copy(me, add ? "tma_reduce_add" : "tma_store", map, src, at, rank);
+    if (add && !can_add((CUtensorMapDataType)map->type)) {
+        Finding f{"reduce-type", copy.how};
+        file_fatal(me, f, cudaErrorLaunchFailure);
+    }
+    issue(me, copy, add ? TMA_REDUCE : TMA_STORE);
+}
+void simt_bulk_store(void* dst, uint32_t src, uint32_t bytes) {
+    Lane* me = kernel_lane(CALLER);
+    Inside inside(me, CALLER);
+    issue(me, row_copy(me, "bulk_store", (uintptr_t)dst, src, bytes), BULK_STORE);
+}
+void simt_bulk_commit() { kernel_lane(CALLER)->bulk_group++; }
+void simt_bulk_wait(int groups_left, int read) {
+    Lane* me = kernel_lane(CALLER);
+    Inside inside(me, CALLER);
+    size_t done = 0;
+    for (; done < me->stores.size(); done++) {
+        BulkStore& store = *me->stores[done];
+        if (store.group + (uint32_t)groups_left >= me->bulk_group) break;
+        read_shared(me, store, me);
+        if (!read) write_global(me, store);
+    }
+    if (!read) me->stores.erase(me->stores.begin(), me->stores.begin() + (long)done);
+}
+}
+
+}  // namespace simt

@@ -1,0 +1,32 @@
+// What orders the threads of a block: who arrives at a barrier releases what is visible to its warp, and all that
+// its warp has done; who passes it acquires what the others released. Barriers of all kinds go through here.
+//
+// Clock number w is that of warp w: it ticks when the warp releases something and goes on, so that what it does
+// afterwards is not taken for released. Behind the warps' clocks is one for each mbarrier: it counts the phases of
+// which copies have landed, and is known to those that have waited.
+#pragma once
+#include "machine.h"
+#include <algorithm>
+
+namespace simt {
+
+inline void join(uint32_t* to, const uint32_t* from, int clocks) {
+    for (int c = 0; c < clocks; c++) to[c] = std::max(to[c], from[c]);
+}
+inline void release(const Warp* warp, Clock& to) {
+    const Block* block = warp->block;
+    join(to.known, warp->known, block->clocks);
+    to.known[warp->index] = std::max(to.known[warp->index], warp->time);
+    if (block->fences) join(to.fenced, warp->fenced, block->warps);
+}
+inline void acquire(Warp* warp, const Clock& from) {
+    const Block* block = warp->block;
+    join(warp->known, from.known, block->clocks);
+    if (block->fences) join(warp->fenced, from.fenced, block->warps);
+}
+// Did what a thread did at this time of its warp happen before what `lane` does now?
+inline bool before(uint64_t thread, uint64_t time, const Lane* lane) {
+    return thread == (uint64_t)lane->id || time <= lane->warp->known[thread / WARP];
+}
+
+}  // namespace simt

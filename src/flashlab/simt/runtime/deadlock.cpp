@@ -1,0 +1,78 @@
+// The report of a deadlock: see deadlock.h.
+#include "deadlock.h"
+#include "collectives.h"
+#include "findings.h"
+#include "global_memory.h"
+#include "mbarrier.h"
+#include "warpgroup.h"
+
+namespace simt {
+
+static const char* waits_in(const Lane* lane) {
+    if (lane->state == IN_BARRIER) return "__syncthreads";
+    if (lane->state == IN_MBARRIER) return "mbarrier_wait";
+    if (lane->state == IN_WGMMA) return "wgmma_wait";
+    if (lane->state == IN_REGISTERS) return "setmaxnreg_inc";
+    for (uint32_t left = lane->warp->slots_used; left; left &= left - 1) {
+        const Slot& s = lane->warp->slots[__builtin_ctz(left)];
+        if (s.arrived >> lane->lane & 1) return collective_name(s.op, s.param);
+    }
+    return "a collective";
+}
+
+// Those that wait for an mbarrier, for Python: a group for each place, mbarrier and parity, in the order of the
+// threads. Of each: the warps (a bit each), where they wait, where the mbarrier was made (@ marks an address in the
+// module), its own address, the parity; of the mbarrier the phase under way, arrivals missing, arrivals a phase, bytes
+// expected, bytes brought; all 0 where it is one no more.
+static std::string waits_for_phases(const Block& block) {
+    struct Group {
+        uintptr_t pc;
+        PhaseWait wait;
+        uint32_t warps;
+    };
+    std::vector<Group> groups;
+    for (int t = 0; t < block.threads; t++) {
+        const Lane& lane = block.lane[t];
+        if (lane.state != IN_MBARRIER) continue;
+        const PhaseWait w = lane.phase_wait;
+        auto same = [&](const Group& g) {
+            return g.pc == lane.pc && g.wait.bar == w.bar && g.wait.parity == w.parity;
+        };
+        auto group = std::find_if(groups.begin(), groups.end(), same);
+        if (group == groups.end()) group = groups.insert(groups.end(), {lane.pc, w, 0});
+        group->warps |= 1u << t / WARP;
+    }
+    auto place = [](uintptr_t pc) { return "@" + std::to_string(pc && in_module(pc) ? pc - 1 - module_base : 0); };
+    const SharedWindow& window = block.worker->window;
+    std::string text;
+    for (const Group& g : groups) {
+        const Mbarrier* bar = block.worker->mbarriers->find(g.wait.bar);
+        text += (text.empty() ? "" : ";") + std::to_string(g.warps) + ',' + place(g.pc) + ',' +
+                place(bar ? bar->init_pc : 0);
+        for (int64_t v : {(int64_t)g.wait.bar - (int64_t)(window.low - window.base), (int64_t)g.wait.parity,
+                          bar ? (int64_t)bar->phase : 0, bar ? (int64_t)bar->pending : 0, bar ? (int64_t)bar->count : 0,
+                          bar ? bar->expected : 0, bar ? bar->brought : 0})
+            text += ',' + std::to_string(v);
+    }
+    return text;
+}
+
+void file_deadlock(Block& block) {
+    if (block.worker->warpgroups->file_deadlock() || file_registers_deadlock(&block))
+        return stop_launch(&block, cudaErrorLaunchTimeout);
+    Lane* stuck = nullptr;  // the first that waits, and the first that waits elsewhere
+    Lane* other = nullptr;
+    for (int t = block.threads - 1; t >= 0; t--)
+        if (block.lane[t].state != DONE) stuck = &block.lane[t];
+    for (int t = block.threads - 1; t >= 0; t--)
+        if (block.lane[t].state != DONE && block.lane[t].pc != stuck->pc) other = &block.lane[t];
+    Finding f{"deadlock", waits_in(stuck)};
+    if (other) f.text = waits_in(other), f.other_pc = other->pc, f.other_thread = other->id;
+    const std::string phases = waits_for_phases(block);
+    if (!phases.empty()) f.text += "|" + phases;
+    f.value[0] = block.alive, f.value[1] = block.threads;
+    file(stuck, f);
+    stop_launch(&block, cudaErrorLaunchTimeout);
+}
+
+}  // namespace simt

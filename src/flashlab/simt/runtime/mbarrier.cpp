@@ -1,0 +1,224 @@
+// mbarriers: see mbarrier.h.
+#include "mbarrier.h"
+#include "clocks.h"
+#include "counters.h"
+#include "findings.h"
+#include "proxy.h"
+
+namespace simt {
+
+void Mbarriers::begin_block() {
+    all.clear();
+    clocks.clear();
+    passing.clear();
+}
+Mbarrier* Mbarriers::find(uint32_t address) {
+    const auto it = all.find(address);
+    return it == all.end() ? nullptr : &it->second;
+}
+Mbarrier* Mbarriers::make(Lane* me, uint32_t address, int count) {
+    Block* block = me->block;
+    auto known = clocks.find(address);
+    if (known == clocks.end()) {  // beyond so many, several share one
+        const int room = CLOCKS - block->warps, clock = block->warps + (int)clocks.size() % room;
+        block->clocks = std::max(block->clocks, clock + 1);
+        known = clocks.emplace(address, std::make_pair(clock, 0u)).first;
+    }
+    Mbarrier& bar = all[address];
+    bar = Mbarrier();
+    bar.address = address, bar.count = bar.pending = count;
+    bar.clock = known->second.first;
+    bar.init_pc = me->pc;
+    bar.init.time = me->warp->time, bar.init.thread = (uint64_t)me->id;
+    bar.init_fences = (uint16_t)me->proxy_fences.size();
+    return &bar;
+}
+void Mbarriers::end(uint32_t address) { all.erase(address); }
+
+void Mbarriers::end_phase(Block* block, Mbarrier& bar) {
+    if (!bar.loads.empty()) {
+        const uint32_t time = ++clocks[bar.address].second;
+        for (const BulkCopy& load : bar.loads) land(block, load, bar.clock, time);
+        bar.arrived.known[bar.clock] = time;
+        bar.loads.clear();
+    }
+    join(bar.passed.known, bar.arrived.known, block->clocks);
+    join(bar.passed.fenced, bar.arrived.fenced, block->warps);
+    bar.arrived = Clock();
+    bar.phase++;
+    bar.pending = bar.count;
+    bar.expected = bar.brought = 0;
+    passing.insert(passing.end(), bar.waiting.begin(), bar.waiting.end());
+    bar.waiting.clear();
+}
+bool Mbarriers::pass_waits(Block* block) {
+    for (auto& entry : all)
+        if (!entry.second.waiting.empty() && entry.second.has_all()) end_phase(block, entry.second);
+    if (passing.empty()) return false;
+    for (Lane* lane : passing) {
+        if (Mbarrier* bar = find(lane->phase_wait.bar)) acquire(lane->warp, bar->passed);
+        make_runnable(lane);
+    }
+    passing.clear();
+    return true;
+}
+
+void Mbarriers::file_unwaited(Block* block) {
+    for (auto& entry : all) {
+        if (entry.second.loads.empty()) continue;
+        const BulkCopy& load = entry.second.loads[0];
+        Finding f{"never-waited", load.how};
+        f.pc = (*block->worker->sites)[load.site].pc;
+        file(&block->lane[load.thread], f);
+        return;
+    }
+}
+
+// ---- what the kernel calls ----------------------------------------------------------------------
+static Mbarriers& mbarriers(Lane* me) { return *me->block->worker->mbarriers; }
+
+static void check_address(Lane* me, uint32_t address, const char* how) {
+    if (address % 8) {
+        Finding f{"misaligned", how};
+        f.text = "mbarrier", f.value[0] = address, f.value[1] = 8;
+        file_fatal(me, f, cudaErrorMisalignedAddress);
+    }
+    if (!me->block->worker->shadow->in_bounds(me, address, 8, how)) end_launch(me, cudaErrorIllegalAddress);
+}
+[[noreturn]] static void wrong_number(Lane* me, const char* how, const char* what, int64_t value, int64_t limit) {
+    Finding f{"mbarrier-number", how};
+    f.text = what, f.value[0] = value, f.value[1] = limit;
+    file_fatal(me, f, cudaErrorLaunchFailure);
+}
+// A finding about this mbarrier: its init is the other line.
+static Finding about(const Mbarrier& bar, const char* kind, const char* how, uint32_t address) {
+    Finding f{kind, how};
+    f.other_pc = bar.init_pc, f.other_thread = (int)bar.init.thread;
+    f.value[2] = address;
+    return f;
+}
+
+Mbarrier& mbarrier_at(Lane* me, uint32_t address, const char* how) {
+    Mbarrier* bar = mbarriers(me).find(address);
+    if (!bar) {
+        check_address(me, address, how);
+        Finding f{"mbarrier-missing", how};
+        f.value[0] = address, f.value[1] = 8;
+        file_fatal(me, f, cudaErrorLaunchFailure);
+    }
+    if (!before(bar->init.thread, bar->init.time, me)) file(me, about(*bar, "mbarrier-too-early", how, address));
+    return *bar;
+}
+
+static void expect(Lane* me, Mbarrier& bar, uint32_t bytes, const char* how) {
+    if (bar.expected + bytes > MAX_TX) wrong_number(me, how, "bytes", bar.expected + bytes, MAX_TX);
+    bar.expected += bytes;
+}
+// The phase has its arrivals: its copies may not bring more than was announced.
+static void check_bytes(Lane* me, const Mbarrier& bar, uint32_t address, const char* how) {
+    if (bar.pending || bar.brought <= bar.expected) return;
+    Finding f = about(bar, "mbarrier-bytes", how, address);
+    f.value[0] = bar.expected, f.value[1] = bar.brought;
+    file_fatal(me, f, cudaErrorLaunchFailure);
+}
+static void arrive(Lane* me, uint32_t address, const char* how, int64_t bytes) {
+    Worker* worker = me->block->worker;
+    Mbarrier& bar = mbarrier_at(me, address, how);
+    count_access(me, worker->sites->find(me->pc, MBARRIER_ARRIVE), NO_ADDRESS, 0);
+    if (!bar.pending) {
+        Finding f = about(bar, "mbarrier-arrivals", how, address);
+        f.value[0] = bar.count, f.value[1] = bar.expected;
+        file_fatal(me, f, cudaErrorLaunchFailure);
+    }
+    if (bytes) expect(me, bar, (uint32_t)bytes, how);
+    release(me->warp, bar.arrived);
+    me->warp->time++;
+    bar.pending--;
+    check_bytes(me, bar, address, how);
+    if (bar.loads.empty() && bar.has_all()) mbarriers(me).end_phase(me->block, bar);
+}
+void add_load(Lane* me, Mbarrier& bar, uint32_t address, const BulkCopy& load) {
+    const bool fenced = bar.init_fenced && before(bar.init.thread, bar.init_fenced, me);
+    if (me->block->launch->checked && !fenced && before(bar.init.thread, bar.init.time, me) &&
+        !visible_to_async(me, bar.init, bar.init_fences))
+        file(me, about(bar, "mbarrier-fence", load.how, address));
+    bar.brought += load.bytes;
+    bar.loads.push_back(load);
+    check_bytes(me, bar, address, load.how);
+}
+
+extern "C" {
+void simt_mbarrier_init(uint32_t bar, int arrivals) {
+    Lane* me = kernel_lane(CALLER);
+    Inside inside(me, CALLER);
+    Worker* worker = me->block->worker;
+    check_address(me, bar, "mbarrier_init");
+    if (arrivals < 1 || arrivals > MAX_TX) wrong_number(me, "mbarrier_init", "arrivals", arrivals, MAX_TX);
+    if (const Mbarrier* there = mbarriers(me).find(bar))
+        file_fatal(me, about(*there, "mbarrier-again", "mbarrier_init", bar), cudaErrorLaunchFailure);
+    if (me->block->launch->checked)
+        worker->shadow->make_mbarrier(me, bar, worker->sites->find(me->pc, MBARRIER_INIT));
+    mbarriers(me).make(me, bar, arrivals);
+}
+void simt_mbarrier_inval(uint32_t bar) {
+    Lane* me = kernel_lane(CALLER);
+    Inside inside(me, CALLER);
+    mbarrier_at(me, bar, "mbarrier_inval");
+    if (me->block->launch->checked) me->block->worker->shadow->end_mbarrier(bar);
+    mbarriers(me).end(bar);
+}
+void simt_mbarrier_arrive(uint32_t bar) {
+    Lane* me = kernel_lane(CALLER);
+    Inside inside(me, CALLER);
+    arrive(me, bar, "mbarrier_arrive", 0);
+}
+void simt_mbarrier_arrive_expect_tx(uint32_t bar, uint32_t bytes) {
+    Lane* me = kernel_lane(CALLER);
+    Inside inside(me, CALLER);
+    arrive(me, bar, "mbarrier_arrive_expect_tx", bytes);
+}
+void simt_mbarrier_expect_tx(uint32_t address, uint32_t bytes) {
+    Lane* me = kernel_lane(CALLER);
+    Inside inside(me, CALLER);
+    expect(me, mbarrier_at(me, address, "mbarrier_expect_tx"), bytes, "mbarrier_expect_tx");
+}
+void simt_fence_mbarrier_init() {
+    Lane* me = kernel_lane(CALLER);
+    Inside inside(me, CALLER);
+    for (auto& entry : mbarriers(me).all) {
+        Mbarrier& bar = entry.second;
+        if (bar.init.thread == (uint64_t)me->id && !bar.init_fenced) bar.init_fenced = me->warp->time;
+    }
+}
+int simt_mbarrier_test_wait(uint32_t address, uint32_t parity) {
+    Lane* me = kernel_lane(CALLER);
+    Inside inside(me, CALLER);
+    if (parity > 1) wrong_number(me, "mbarrier_test_wait", "parity", parity, 1);
+    mbarrier_at(me, address, "mbarrier_test_wait");
+    count_access(me, me->block->worker->sites->find(me->pc, MBARRIER_WAIT), NO_ADDRESS, 0);
+    const uintptr_t pc = me->pc;
+    let_others_run(me);
+    me->pc = pc;
+    Mbarrier& bar = mbarrier_at(me, address, "mbarrier_test_wait");
+    if ((bar.phase & 1) == parity && bar.has_all()) mbarriers(me).end_phase(me->block, bar);
+    if ((bar.phase & 1) == parity) return 0;
+    acquire(me->warp, bar.passed);
+    return 1;
+}
+void simt_mbarrier_wait(uint32_t address, uint32_t parity) {
+    Lane* me = kernel_lane(CALLER);
+    Inside inside(me, CALLER);
+    if (parity > 1) wrong_number(me, "mbarrier_wait", "parity", parity, 1);
+    Mbarrier& bar = mbarrier_at(me, address, "mbarrier_wait");
+    const int site = me->block->worker->sites->find(me->pc, MBARRIER_WAIT);
+    count_access(me, site, NO_ADDRESS, 0);
+    const bool under_way = (bar.phase & 1) == parity;
+    const bool first = bar.waiting.empty() || bar.waiting.back()->warp != me->warp;  // of its warp
+    (*me->block->worker->sites)[site].count[1] += under_way && first;
+    (under_way ? bar.waiting : mbarriers(me).passing).push_back(me);
+    me->phase_wait = {address, parity};
+    wait_for_others(me, IN_MBARRIER);
+}
+}
+
+}  // namespace simt
