@@ -91,7 +91,7 @@ class Compiler:
         if self.clang:
             quiet += ("-Wno-unused-const-variable", "-Wno-pass-failed")
         else:
-            quiet += ("-Wno-unused-but-set-variable", "-Wno-unused-but-set-parameter", "-Wno-attributes")
+            quiet += ("-Wno-unused-but-set-variable", "-Wno-unused-but-set-parameter", "-Wno-attributes", "-Wno-psabi")
         # The runtime knows an instruction by its return address. So a call in tail position must stay a call,
         # and nothing may make two instructions of one in the source (jump threading) or one of two (merged
         # branches).

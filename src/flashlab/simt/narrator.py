@@ -26,6 +26,14 @@ _COUNTERS = {
     "stmatrix": ("stmatrix", "stmatrix_wavefronts", "stmatrix_ideal", "stmatrix_bytes"),
     "mma_m16n8k16": ("mma", "mma_flops", "mma_during_copies", "mma_copy_groups"),
     "mma_m16n8k8": ("mma", "mma_flops", "mma_during_copies", "mma_copy_groups"),
+    "tma_load": ("tma_loads", "tma_load_bytes", "tma_load_global_bytes"),
+    "tma_store": ("tma_stores", "tma_store_bytes", "tma_store_global_bytes"),
+    "tma_reduce": ("tma_reduces", "tma_reduce_bytes", "tma_reduce_global_bytes"),
+    "bulk_load": ("bulk_loads", "bulk_load_bytes", "bulk_load_global_bytes"),
+    "bulk_store": ("bulk_stores", "bulk_store_bytes", "bulk_store_global_bytes"),
+    "mbarrier_wait": ("mbarrier_waits", "mbarrier_waits_under_way"),
+    "mbarrier_arrive": ("mbarrier_arrivals",),
+    "mbarrier_init": (),
     "shuffle": ("shuffles",),
     "vote": ("votes",),
     "syncwarp": ("syncwarps",),
@@ -68,7 +76,8 @@ class Narrator:
         """The first three are as the runtime gives them (runtime/report.cpp, findings.cpp)."""
         rows = [line.split("\t") for line in records.splitlines()]
         facts = [line.split("\t") for line in findings.splitlines()]
-        self.resolver.learn({int(r[2]) for r in rows} | {int(f[i]) for f in facts for i in (2, 3)})
+        named = {int(pc) for f in facts for pc in re.findall(r"@(\d+)", f[13])}
+        self.resolver.learn({int(r[2]) for r in rows} | {int(f[i]) for f in facts for i in (2, 3)} | named)
         launches = self._launches(rows)
         return Report(
             findings=self._findings(facts, launches),
@@ -203,6 +212,7 @@ class Narrator:
             beyond=self._beyond,
             variable=self._variable,
             argument=lambda number: self.arguments.get(number, ("", 0, (), 1)),
+            line=lambda pc: f" in line {n}" if (n := self._own_line(self.resolver.place(pc))) else "",
         )
         return Finding(
             kind=kind,

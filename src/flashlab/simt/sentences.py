@@ -13,22 +13,46 @@ from flashlab.simt.process import Ending
 FATAL = {
     "assert", "barrier-arguments", "copy-size", "deadlock", "division-by-zero", "global-out-of-bounds",
     "host-call", "interrupted", "lanes-missing", "launch-configuration", "launch-in-kernel",
+<<<<<<< HEAD
     "mask-without-self", "misaligned", "not-shared",
     "registers-missing", "stack-overflow", "timeout", "trap", "wgmma-block", "wgmma-form",
     "wgmma-warps",
+=======
+    "mask-without-self", "misaligned", "not-shared", "bulk-misaligned", "mbarrier-again", "mbarrier-arrivals",
+    "mbarrier-bytes", "mbarrier-missing", "mbarrier-number", "reduce-type", "stack-overflow", "tensor-map", "timeout",
+    "trap",
+>>>>>>> hcore
 }  # fmt: skip
 
 _DOES = {
     "load": "reads", "store": "writes", "ldmatrix": "reads with ldmatrix", "stmatrix": "writes with stmatrix",
     "cp.async": "fills with cp.async", "atomic": "updates with an atomic", "access": "touches",
+<<<<<<< HEAD
     "wgmma": "reads with wgmma",
+=======
+    "tma_load": "fills with tma_load", "bulk_load": "fills with bulk_load", "tma_store": "reads with tma_store",
+    "bulk_store": "reads with bulk_store", "tma_reduce_add": "reads with tma_reduce_add",
+    "mbarrier_init": "makes an mbarrier of",
+>>>>>>> hcore
 }  # fmt: skip
 _DID = {
     "load": "read", "store": "wrote", "ldmatrix": "read with ldmatrix", "stmatrix": "wrote with stmatrix",
-    "cp.async": "filled with cp.async", "atomic": "updated with an atomic",
+    "cp.async": "filled with cp.async", "atomic": "updated with an atomic", "tma_load": "filled with tma_load",
+    "bulk_load": "filled with bulk_load", "tma_store": "read with tma_store", "bulk_store": "read with bulk_store",
+    "tma_reduce_add": "read with tma_reduce_add", "mbarrier_init": "made an mbarrier of",
 }  # fmt: skip
 
-_WRITES = ("store", "stmatrix", "cp.async")
+# The same of global memory, where it is not the same.
+_GLOBAL = {
+    "cp.async": "reads with cp.async", "tma_load": "reads with tma_load", "bulk_load": "reads with bulk_load",
+    "tma_store": "writes with tma_store", "bulk_store": "writes with bulk_store",
+    "tma_reduce_add": "updates with tma_reduce_add",
+}  # fmt: skip
+_WRITES = ("store", "stmatrix", "cp.async", "tma_load", "bulk_load")
+_BULK_LOADS = ("tma_load", "bulk_load")
+_COPIES = ("cp.async", *_BULK_LOADS)
+_ASYNC_READS = {"tma_store": "bulk_wait_read", "bulk_store": "bulk_wait_read", "tma_reduce_add": "bulk_wait_read",
+                "wgmma": "wgmma_wait"}  # fmt: skip
 
 _CONFIGURATION = {
     "grid-empty": "the grid has no blocks",
@@ -61,6 +85,7 @@ class Facts:
         variable: names a variable of the module, given its address.
         shared: names bytes of shared memory, given their address and number.
         argument: name, bytes, shape and item size of an argument, given its number.
+        line: " in line 12" of an address in the module, or nothing.
     """
 
     how: str
@@ -76,6 +101,7 @@ class Facts:
     beyond: Callable[[int, int], str]
     variable: Callable[[int], str]
     argument: Callable[[int], tuple[str, int, tuple[int, ...], int]]
+    line: Callable[[int], str]
 
 
 def _count(n: int, noun: str) -> str:
@@ -115,16 +141,25 @@ def _lanes_disagree(f: Facts) -> str:
 
 
 def _still_filled(f: Facts) -> str:
-    copy = f"a cp.async of {f.whom}{f.there}"
+    copy = f"a {f.words} of {f.whom}{f.there}"
+    if f.words in _BULK_LOADS:
+        return (
+            f"{f.who} {_DOES[f.how]}{f.here} shared memory that {copy} fills, without having waited for the phase of "
+            "its mbarrier that the copy counts in"
+        )
     return f"{f.who} {_DOES[f.how]}{f.here} shared memory that {copy} is still filling"
 
 
 def _read_before_wait(f: Facts) -> str:
-    if f.how == "cp.async":  # the reader came first
+    if f.how in _COPIES:  # the reader came first
+        wait = "mbarrier_wait, then read" if f.how in _BULK_LOADS else "cp_async_wait), then a barrier, then read"
+        wait = f"({wait})" if f.how in _BULK_LOADS else f"({wait}"
         return (
-            f"{f.who} fills with cp.async{f.here} shared memory that {f.whom} has {_DID[f.words]}{f.there} already: "
-            "wait for the copies (cp_async_wait), then a barrier, then read"
+            f"{f.who} {_DOES[f.how]}{f.here} shared memory that {f.whom} has {_DID[f.words]}{f.there} already: "
+            f"wait for the copies {wait}"
         )
+    if f.words in _BULK_LOADS:
+        return _still_filled(f)
     return (
         f"{_still_filled(f)}. What is read has to be committed and waited for (cp_async_commit, cp_async_wait, then a "
         "barrier); and a copy for a later tile may not go where this one lies"
@@ -132,15 +167,25 @@ def _read_before_wait(f: Facts) -> str:
 
 
 def _stage_overwritten(f: Facts) -> str:
+<<<<<<< HEAD
     if f.words == "wgmma":
         return _wgmma_overwritten(f)
+=======
+    if f.words in _ASYNC_READS:
+        return (
+            f"{f.who} {_DOES[f.how]}{f.here} shared memory that a {f.words} of {f.whom}{f.there} may still be reading: "
+            f"only after {_ASYNC_READS[f.words]} is it free again"
+        )
+    if f.words in _BULK_LOADS:
+        return _still_filled(f)
+>>>>>>> hcore
     if f.words == "cp.async":
         return (
             f"{_still_filled(f)}: two copies to one place are under way. Has the first been committed and waited for "
             "(cp_async_commit, cp_async_wait), or does the second come too early, or go to the wrong place?"
         )
     return (
-        f"{f.who} overwrites with cp.async{f.here} shared memory that {f.whom} {_DID[f.words]}{f.there}, "
+        f"{f.who} overwrites with {f.how}{f.here} shared memory that {f.whom} {_DID[f.words]}{f.there}, "
         "with no barrier between: the stage is still in use"
     )
 
@@ -169,8 +214,12 @@ def _not_shared(f: Facts) -> str:
 
 
 # ---- global memory ---------------------------------------------------------------------------------
+def _does_globally(how: str) -> str:
+    return _GLOBAL.get(how, _DOES[how])
+
+
 def _global_out_of_bounds(f: Facts) -> str:
-    does = f"{f.who} {_DOES[f.how]}{f.here}"
+    does = f"{f.who} {_does_globally(f.how)}{f.here}"
     if f.words == "null":
         return f"{does} through a null pointer, or nearly one"
     if f.words == "wild-or-misaligned":
@@ -208,11 +257,12 @@ def _global_race(f: Facts) -> str:
     same = ". Both store the same value, so that it may do no harm" if f.warning else ""
     joint = ", " if between == "with no barrier between" else ": "
     did = _DID[f.words] if f.words in _DID else f.words
-    return f"{f.who} {_DOES[f.how]}{f.here} {_place(f)}, which {f.whom} {did}{f.there}{joint}{between}{same}"
+    does = _does_globally(f.how)
+    return f"{f.who} {does}{f.here} {_place(f)}, which {f.whom} {did}{f.there}{joint}{between}{same}"
 
 
 def _uninitialised_global(f: Facts) -> str:
-    return f"{f.who} {_DOES[f.how]}{f.here} {_place(f)}, which nobody has written"
+    return f"{f.who} {_does_globally(f.how)}{f.here} {_place(f)}, which nobody has written"
 
 
 def _uninitialised_local(f: Facts) -> str:
@@ -229,7 +279,7 @@ def _uninitialised_local(f: Facts) -> str:
 
 
 def _read_only(f: Facts) -> str:
-    return f"{f.who} {_DOES[f.how]}{f.here} {f.argument(f.v[0])[0]}, which the entry declares const"
+    return f"{f.who} {_does_globally(f.how)}{f.here} {f.argument(f.v[0])[0]}, which the entry declares const"
 
 
 def _misaligned(f: Facts) -> str:
@@ -241,6 +291,11 @@ def _misaligned(f: Facts) -> str:
 
 # ---- copies ----------------------------------------------------------------------------------------
 def _never_waited(f: Facts) -> str:
+    if f.how in _BULK_LOADS:
+        return f"the block ends while a {f.how} of {f.who}{f.here} is in flight: nobody has waited for its mbarrier"
+    if f.how in _ASYNC_READS:
+        missing = "its group was never committed" if f.v[0] else "its group was never waited for (bulk_wait_read)"
+        return f"{f.who} ends while its {f.how}{f.here} may still be reading shared memory: {missing}"
     missing = "committed" if f.v[0] else "waited for"
     if f.how == "wgmma":
         return f"{f.who} ends while its wgmma{f.here} is under way: its group was never {missing}"
@@ -251,6 +306,7 @@ def _copy_size(f: Facts) -> str:
     return f"{f.who} asks cp.async{f.here} for {f.v[0]} source bytes of {f.v[1]}"
 
 
+<<<<<<< HEAD
 # ---- warpgroups ------------------------------------------------------------------------------------
 def _warps(mask: int, first: int) -> str:
     """The warps of a mask, of which bit 0 is warp `first`, as "warps 4 and 5"."""
@@ -350,6 +406,55 @@ def _registers_warps(f: Facts) -> str:
         f"{f.who} has executed setmaxnreg{f.here} more often than others of its warpgroup: {_warps(mask, first)} of warps "
         f"{first} to {first + count - 1}. All warps of a warpgroup have to execute it"
     )
+=======
+# ---- mbarriers, TMA and bulk copies ----------------------------------------------------------------
+def _proxy_fence(f: Facts) -> str:
+    return (
+        f"{f.who} {_DOES[f.how]}{f.here} shared memory that {f.whom} {_DID[f.words]}{f.there}, with no "
+        "fence_proxy_async between: a copy need not see what stores have written, nor come after it"
+    )
+
+
+def _mbarrier(f: Facts) -> str:
+    return f"the mbarrier{f.there.replace(' in', ' of')} ({f.shared(f.v[2], 8)})"
+
+
+def _mbarrier_bytes(f: Facts) -> str:
+    return (
+        f"{f.who} comes to {f.how}{f.here}, and then the copies bring {f.v[1]} bytes to a phase of {_mbarrier(f)} that "
+        f"has all its arrivals and expects {f.v[0]}"
+    )
+
+
+def _mbarrier_arrivals(f: Facts) -> str:
+    arrivals = "its one arrival" if f.v[0] == 1 else f"all its {f.v[0]} arrivals"
+    return (
+        f"{f.who} comes to {f.how}{f.here}, where the phase of {_mbarrier(f)} that is under way has {arrivals} already "
+        f"and waits for {f.v[1]} bytes of copies: one arrival too many, or too early"
+    )
+
+
+_NUMBERS = {
+    "arrivals": "with {0} arrivals; they are 1 to {1}",
+    "parity": "with the parity {0}; it is 0 or 1, the lowest bit of the number of the phase",
+    "bytes": "which makes {0} bytes for one phase; an mbarrier counts up to {1}",
+}
+
+
+def _bulk_misaligned(f: Facts) -> str:
+    beyond, multiple = f.v[0], f.v[1]
+    if f.words == "bytes":
+        return f"{f.who} asks {f.how}{f.here} for {beyond} bytes; their number is a multiple of {multiple}"
+    what = {"shared": "address of shared memory", "global": "address of global memory", "map": "tensor map",
+            "mbarrier": "address of an mbarrier"}[f.words]
+    return f"{f.who} gives {f.how}{f.here} the {what} {beyond} bytes beyond a multiple of {multiple}"
+
+
+def _tensor_map(f: Facts) -> str:
+    if not f.v[0]:
+        return f"{f.who} gives {f.how}{f.here} the address of something that is no tensor map"
+    return f"{f.who} gives {f.how}{f.here} {_count(f.v[1], 'coordinate')}; the tensor map has {f.v[0]}"
+>>>>>>> hcore
 
 
 # ---- collectives -----------------------------------------------------------------------------------
@@ -367,9 +472,29 @@ def _divergent(f: Facts) -> str:
 
 
 def _deadlock(f: Facts) -> str:
-    other = f"; {f.whom} waits in {f.words}{f.there}" if f.words else ""
+    words, _, phases = f.words.partition("|")
+    other = f"; {f.whom} waits in {words}{f.there}" if words else ""
     left = f"{_count(f.v[0], 'thread')} of {f.v[1]} left, and none can go on"
-    return f"{f.who} waits for ever in {f.how}{f.here}{other}; {left}"
+    waits = "".join(f". {_phase_wait(f, row.split(','))}" for row in phases.split(";")[:6] if row)
+    return f"{f.who} waits for ever in {f.how}{f.here}{other}; {left}{waits}"
+
+
+def _phase_wait(f: Facts, row: list[str]) -> str:
+    """Who waits for which phase of an mbarrier, and what that phase lacks (runtime/deadlock.cpp)."""
+    warps, at, made = int(row[0]), int(row[1][1:]), int(row[2][1:])
+    address, parity, phase, missing, count, expected, brought = (int(x) for x in row[3:])
+    names = lanes(warps)
+    who = f"Warps {names} wait" if warps & (warps - 1) else f"Warp {names} waits"
+    what = f"parity {parity} of the mbarrier{f.line(made).replace(' in', ' of')} ({f.shared(address, 8)})"
+    if not count:
+        return f"{who}{f.line(at)} for {what}, which is no mbarrier any more"
+    lacks = [f"{missing} of {_count(count, 'arrival')} missing"] if missing else []
+    if expected > brought:
+        lacks.append(f"{expected} bytes expected, {brought} brought by the copies that were issued")
+    if missing == count and not expected and not brought:
+        ended = f"phase {phase - 1}, of parity {(phase - 1) % 2}, has ended" if phase else "no phase has ended yet"
+        lacks = [f"nobody has arrived at it ({_count(count, 'arrival')} missing), and {ended}"]
+    return f"{who}{f.line(at)} for {what}: phase {phase} is under way, " + " and ".join(lacks)
 
 
 def _exited_threads(f: Facts) -> str:
@@ -462,6 +587,7 @@ _SENTENCES = {
     "mask-without-self": _mask_without_self,
     "shuffle-lane": _shuffle_lane,
     "barrier-arguments": _barrier_arguments,
+<<<<<<< HEAD
     "wgmma-registers": _wgmma_registers,
     "wgmma-fence": _wgmma_fence,
     "wgmma-differs": _wgmma_differs,
@@ -471,6 +597,37 @@ _SENTENCES = {
     "registers-direction": _registers_direction,
     "registers-missing": _registers_missing,
     "registers-warps": _registers_warps,
+=======
+    "proxy-fence": _proxy_fence,
+    "mbarrier-missing": lambda f: (
+        f"{f.who} comes to {f.how}{f.here}, and there is no mbarrier at that place: {f.shared(f.v[0], 8)}"
+    ),
+    "mbarrier-again": lambda f: (
+        f"{f.who} comes to mbarrier_init{f.here} where {_mbarrier(f)} is: what is there already ends with "
+        "mbarrier_inval first"
+    ),
+    "mbarrier-too-early": lambda f: (
+        f"{f.who} comes to {f.how}{f.here} for {_mbarrier(f)}, with no barrier since {f.whom} made it: it need not be "
+        "there yet"
+    ),
+    "mbarrier-fence": lambda f: (
+        f"{f.who} issues a {f.how}{f.here} that counts at {_mbarrier(f)}, with no fence_mbarrier_init since {f.whom} "
+        "made it: the copy need not find it"
+    ),
+    "mbarrier-touched": lambda f: (
+        f"{f.who} {_DOES[f.how]}{f.here} shared memory that is an mbarrier, made by {f.whom}{f.there}: "
+        f"{f.shared(f.v[0], f.v[1])}"
+    ),
+    "mbarrier-arrivals": _mbarrier_arrivals,
+    "mbarrier-bytes": _mbarrier_bytes,
+    "mbarrier-number": lambda f: f"{f.who} comes to {f.how}{f.here} {_NUMBERS[f.words].format(*f.v)}",
+    "bulk-misaligned": _bulk_misaligned,
+    "tensor-map": _tensor_map,
+    "reduce-type": lambda f: (
+        f"{f.who} calls tma_reduce_add{f.here} with a tensor map of a type that it cannot add: it adds 32-bit integers, "
+        "UINT64, FLOAT16, BFLOAT16 and FLOAT32"
+    ),
+>>>>>>> hcore
     "assert": lambda f: f"{f.who} fails the assertion `{f.words}`{f.here}",
     "trap": lambda f: f"{f.who} stops{f.here}: __trap(), or code that must not be reached",
     "division-by-zero": lambda f: f"{f.who} divides an integer by zero{f.here}",

@@ -43,13 +43,12 @@ static std::string waits_for_phases(const Block& block) {
         group->warps |= 1u << t / WARP;
     }
     auto place = [](uintptr_t pc) { return "@" + std::to_string(pc && in_module(pc) ? pc - 1 - module_base : 0); };
-    const SharedWindow& window = block.worker->window;
     std::string text;
     for (const Group& g : groups) {
         const Mbarrier* bar = block.worker->mbarriers->find(g.wait.bar);
         text += (text.empty() ? "" : ";") + std::to_string(g.warps) + ',' + place(g.pc) + ',' +
                 place(bar ? bar->init_pc : 0);
-        for (int64_t v : {(int64_t)g.wait.bar - (int64_t)(window.low - window.base), (int64_t)g.wait.parity,
+        for (int64_t v : {(int64_t)g.wait.bar, (int64_t)g.wait.parity,
                           bar ? (int64_t)bar->phase : 0, bar ? (int64_t)bar->pending : 0, bar ? (int64_t)bar->count : 0,
                           bar ? bar->expected : 0, bar ? bar->brought : 0})
             text += ',' + std::to_string(v);

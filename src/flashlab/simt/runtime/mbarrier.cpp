@@ -77,10 +77,11 @@ void Mbarriers::file_unwaited(Block* block) {
 // ---- what the kernel calls ----------------------------------------------------------------------
 static Mbarriers& mbarriers(Lane* me) { return *me->block->worker->mbarriers; }
 
-static void check_address(Lane* me, uint32_t address, const char* how) {
+static void check_address(Lane* me, uint32_t address) {
+    const char* how = "mbarrier_init";
     if (address % 8) {
-        Finding f{"misaligned", how};
-        f.text = "mbarrier", f.value[0] = address, f.value[1] = 8;
+        Finding f{"bulk-misaligned", how};
+        f.text = "mbarrier", f.value[0] = address % 8, f.value[1] = 8;
         file_fatal(me, f, cudaErrorMisalignedAddress);
     }
     if (!me->block->worker->shadow->in_bounds(me, address, 8, how)) end_launch(me, cudaErrorIllegalAddress);
@@ -101,7 +102,6 @@ static Finding about(const Mbarrier& bar, const char* kind, const char* how, uin
 Mbarrier& mbarrier_at(Lane* me, uint32_t address, const char* how) {
     Mbarrier* bar = mbarriers(me).find(address);
     if (!bar) {
-        check_address(me, address, how);
         Finding f{"mbarrier-missing", how};
         f.value[0] = address, f.value[1] = 8;
         file_fatal(me, f, cudaErrorLaunchFailure);
@@ -152,7 +152,7 @@ void simt_mbarrier_init(uint32_t bar, int arrivals) {
     Lane* me = kernel_lane(CALLER);
     Inside inside(me, CALLER);
     Worker* worker = me->block->worker;
-    check_address(me, bar, "mbarrier_init");
+    check_address(me, bar);
     if (arrivals < 1 || arrivals > MAX_TX) wrong_number(me, "mbarrier_init", "arrivals", arrivals, MAX_TX);
     if (const Mbarrier* there = mbarriers(me).find(bar))
         file_fatal(me, about(*there, "mbarrier-again", "mbarrier_init", bar), cudaErrorLaunchFailure);

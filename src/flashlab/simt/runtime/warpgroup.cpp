@@ -284,7 +284,7 @@ bool Warpgroups::file_deadlock() {
             elsewhere |= !(p.issued >> i / WARP & 1) && worker->lanes[group * GROUP_LANES + i].state == IN_MBARRIER;
         if (elsewhere) continue;
         Finding f{"wgmma-warps", "wgmma_wait"};
-        f.pc = p.pc, f.other_pc = of_warp[w].wait_pc;
+        f.pc = p.pc, f.other_pc = of_warp[w].wait_pc, f.other_thread = w * WARP;
         f.value[0] = p.issued, f.value[1] = group * WARPS_OF_GROUP;
         file(worker->block.warp[w].lanes, f);
         return true;
@@ -339,7 +339,7 @@ bool Warpgroups::file_if_in_use(Lane* lane, uintptr_t address, int bytes, bool w
         if (address >= r.high || address + (uintptr_t)bytes <= r.low || (r.of_a && !write)) continue;
         const OfWarp& mine = of_warp[lane->warp->index];
         Finding f{"wgmma-registers", write ? "store" : "load"};
-        f.pc = pc, f.other_pc = r.pc;
+        f.pc = pc, f.other_pc = r.pc, f.other_thread = lane->id;
         f.text = r.of_a ? "A" : "accumulators";
         f.value[0] = !mine.groups.empty() && mine.groups.back() >= r.number;  // it is committed
         file(lane, f);

@@ -1,0 +1,222 @@
+// Copies of the async proxy that are right: boxes of every layout, bytes in a row, and a ring of stages.
+#include "ptx_sm90.cuh"
+#include "tensor_map.cuh"
+
+// ---- one box, from global to shared memory and out again --------------------------------------------
+// how: 0 the box as it lies in shared memory goes to `out`; 1 it is stored through the map `to`; 2 it is added there.
+template <int RANK>
+__device__ void load(uint32_t dst, const CUtensorMap* map, uint32_t bar, const int* at) {
+    if constexpr (RANK == 1) tma_load(dst, map, bar, at[0]);
+    if constexpr (RANK == 2) tma_load(dst, map, bar, at[0], at[1]);
+    if constexpr (RANK == 3) tma_load(dst, map, bar, at[0], at[1], at[2]);
+    if constexpr (RANK == 4) tma_load(dst, map, bar, at[0], at[1], at[2], at[3]);
+    if constexpr (RANK == 5) tma_load(dst, map, bar, at[0], at[1], at[2], at[3], at[4]);
+}
+template <int RANK>
+__device__ void store(const CUtensorMap* map, uint32_t src, const int* at) {
+    if constexpr (RANK == 1) tma_store(map, src, at[0]);
+    if constexpr (RANK == 2) tma_store(map, src, at[0], at[1]);
+    if constexpr (RANK == 3) tma_store(map, src, at[0], at[1], at[2]);
+    if constexpr (RANK == 4) tma_store(map, src, at[0], at[1], at[2], at[3]);
+    if constexpr (RANK == 5) tma_store(map, src, at[0], at[1], at[2], at[3], at[4]);
+}
+template <int RANK>
+__device__ void add(const CUtensorMap* map, uint32_t src, const int* at) {
+    if constexpr (RANK == 1) tma_reduce_add(map, src, at[0]);
+    if constexpr (RANK == 2) tma_reduce_add(map, src, at[0], at[1]);
+    if constexpr (RANK == 3) tma_reduce_add(map, src, at[0], at[1], at[2]);
+    if constexpr (RANK == 4) tma_reduce_add(map, src, at[0], at[1], at[2], at[3]);
+    if constexpr (RANK == 5) tma_reduce_add(map, src, at[0], at[1], at[2], at[3], at[4]);
+}
+struct Corner {
+    int at[5];
+};
+template <int RANK>
+__global__ void one_box(const __grid_constant__ CUtensorMap from, const __grid_constant__ CUtensorMap to, Corner corner,
+                        Corner corner_to, uint32_t* out, int bytes, int shift, int how) {
+    extern __shared__ __align__(1024) unsigned char smem[];
+    __shared__ __align__(8) uint64_t full;
+    const uint32_t box = smem_u32(smem) + shift, bar = smem_u32(&full);
+    if (threadIdx.x == 0) {
+        mbarrier_init(bar, 1);
+        fence_mbarrier_init();
+        tma_prefetch(&from);
+        mbarrier_arrive_expect_tx(bar, bytes);
+        load<RANK>(box, &from, bar, corner.at);
+    }
+    __syncthreads();
+    mbarrier_wait(bar, 0);
+    if (how == 0) {
+        for (int i = threadIdx.x; i < bytes / 4; i += blockDim.x) out[i] = ((uint32_t*)(smem + shift))[i];
+    } else if (threadIdx.x == 0) {
+        if (how == 1) store<RANK>(&to, box, corner_to.at);
+        else add<RANK>(&to, box, corner_to.at);
+        bulk_commit();
+        bulk_wait<0>();
+    }
+}
+
+// numbers: rank, swizzle, type, then 5 each of: sizes, strides in bytes (4), box, element strides, corner, corner_to;
+// then shift, how.
+extern "C" int run_box(const unsigned char* x, unsigned char* y, uint32_t* out, const int* numbers) {
+    const int rank = numbers[0];
+    const CUtensorMapSwizzle swizzle = (CUtensorMapSwizzle)numbers[1];
+    const CUtensorMapDataType type = (CUtensorMapDataType)numbers[2];
+    const int* n = numbers + 3;
+    uint64_t dims[5], strides[5];
+    uint32_t box[5], every[5];
+    Corner corner, corner_to;
+    int bytes = tensor_map_item(type);
+    for (int d = 0; d < 5; d++) {
+        dims[d] = n[d], strides[d] = n[5 + d], box[d] = n[10 + d], every[d] = n[15 + d];
+        corner.at[d] = n[20 + d], corner_to.at[d] = n[25 + d];
+        if (d < rank) bytes *= d ? (box[d] + every[d] - 1) / every[d] : box[d];
+    }
+    const int shift = n[30], how = n[31];
+    const CUtensorMap from = tensor_map(x, type, rank, dims, strides, box, swizzle, every);
+    const CUtensorMap to = tensor_map(y, type, rank, dims, strides, box, swizzle, every);
+    const int shared = 65536;
+    if (rank == 1) {
+        cudaFuncSetAttribute(one_box<1>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+        one_box<1><<<1, 64, shared>>>(from, to, corner, corner_to, out, bytes, shift, how);
+    }
+    if (rank == 2) {
+        cudaFuncSetAttribute(one_box<2>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+        one_box<2><<<1, 64, shared>>>(from, to, corner, corner_to, out, bytes, shift, how);
+    }
+    if (rank == 3) {
+        cudaFuncSetAttribute(one_box<3>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+        one_box<3><<<1, 64, shared>>>(from, to, corner, corner_to, out, bytes, shift, how);
+    }
+    if (rank == 4) {
+        cudaFuncSetAttribute(one_box<4>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+        one_box<4><<<1, 64, shared>>>(from, to, corner, corner_to, out, bytes, shift, how);
+    }
+    if (rank == 5) {
+        cudaFuncSetAttribute(one_box<5>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+        one_box<5><<<1, 64, shared>>>(from, to, corner, corner_to, out, bytes, shift, how);
+    }
+    return (int)cudaGetLastError();
+}
+
+// ---- bytes in a row ---------------------------------------------------------------------------------
+__global__ void rows(const float* x, float* y, int n) {
+    __shared__ __align__(128) float tile[256];
+    __shared__ __align__(8) uint64_t full;
+    const uint32_t bar = smem_u32(&full);
+    if (threadIdx.x == 0) {
+        mbarrier_init(bar, 1);
+        fence_proxy_async();
+    }
+    __syncthreads();
+    if (threadIdx.x < 32 && elect_one()) {
+        bulk_load(smem_u32(tile), x + blockIdx.x * 256, 512, bar);
+        bulk_load(smem_u32(tile + 128), x + blockIdx.x * 256 + 128, 512, bar);
+        mbarrier_arrive_expect_tx(bar, 1024);
+    }
+    while (!mbarrier_test_wait(bar, 0)) {}
+    for (int i = threadIdx.x; i < 256; i += blockDim.x) tile[i] *= 2;
+    fence_proxy_async();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        bulk_store(y + blockIdx.x * 256, smem_u32(tile), 1024);
+        bulk_commit();
+        bulk_wait_read<0>();
+    }
+}
+extern "C" void run_rows(const float* x, float* y, int n) { rows<<<n / 256, 64>>>(x, y, n); }
+
+// ---- a ring: a producer warp fills STAGES stages, two consumer warps sum them up --------------------
+constexpr int STAGES = 3, ROWS = 16;
+__global__ void ring(const __grid_constant__ CUtensorMap map, float* sums, int tiles) {
+    __shared__ __align__(1024) float stage[STAGES][ROWS][32];
+    __shared__ __align__(8) uint64_t full[STAGES], empty[STAGES];
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < STAGES; s++) {
+            mbarrier_init(smem_u32(&full[s]), 1);
+            mbarrier_init(smem_u32(&empty[s]), 2);
+        }
+        fence_mbarrier_init();
+    }
+    __syncthreads();
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (warp == 0) {
+        if (elect_one())
+            for (int t = 0; t < tiles; t++) {
+                const int s = t % STAGES, round = t / STAGES;
+                mbarrier_wait(smem_u32(&empty[s]), (round & 1) ^ 1);
+                mbarrier_arrive_expect_tx(smem_u32(&full[s]), sizeof stage[s]);
+                tma_load(smem_u32(stage[s]), &map, smem_u32(&full[s]), 0, (blockIdx.x * tiles + t) * ROWS);
+            }
+        return;
+    }
+    float sum = 0;
+    for (int t = 0; t < tiles; t++) {
+        const int s = t % STAGES, round = t / STAGES;
+        mbarrier_wait(smem_u32(&full[s]), round & 1);
+        for (int r = warp - 1; r < ROWS; r += 2) {
+            const int column = ((lane / 4) ^ (r % 8)) * 4 + lane % 4;  // the 128-byte swizzle
+            sum += (float)(t + 1) * stage[s][r][column];
+        }
+        __syncwarp();
+        if (lane == 0) mbarrier_arrive(smem_u32(&empty[s]));
+    }
+    sums[(blockIdx.x * 2 + warp - 1) * 32 + lane] = sum;
+}
+extern "C" void run_ring(const float* x, float* sums, int blocks, int tiles) {
+    const uint64_t dims[] = {32, (uint64_t)blocks * tiles * ROWS}, strides[] = {128};
+    const uint32_t box[] = {32, ROWS};
+    ring<<<blocks, 96>>>(tensor_map(x, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 2, dims, strides, box, CU_TENSOR_MAP_SWIZZLE_128B),
+                         sums, tiles);
+}
+
+// ---- a store of what threads have written, twice from one buffer ------------------------------------
+__global__ void staged_store(const __grid_constant__ CUtensorMap map, int tiles) {
+    __shared__ __align__(128) float tile[8][32];
+    for (int t = 0; t < tiles; t++) {
+        if (threadIdx.x == 0) bulk_wait_read<0>();
+        __syncthreads();
+        for (int i = threadIdx.x; i < 256; i += blockDim.x) tile[i / 32][i % 32] = (float)(t * 256 + i);
+        fence_proxy_async();
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            tma_store(&map, smem_u32(tile), 0, t * 8);
+            bulk_commit();
+        }
+    }
+    if (threadIdx.x == 0) bulk_wait<0>();
+}
+extern "C" void run_staged_store(float* y, int tiles) {
+    const uint64_t dims[] = {32, (uint64_t)tiles * 8}, strides[] = {128};
+    const uint32_t box[] = {32, 8};
+    staged_store<<<1, 64>>>(tensor_map(y, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 2, dims, strides, box, CU_TENSOR_MAP_SWIZZLE_NONE),
+                            tiles);
+}
+
+// ---- what an mbarrier without copies orders ---------------------------------------------------------
+// The first warp writes, all arrive, all read; an mbarrier in place of __syncthreads, again and again, then ended.
+__global__ void as_barrier(int* out, int rounds) {
+    __shared__ int value;
+    __shared__ __align__(8) uint64_t there;
+    const uint32_t bar = smem_u32(&there);
+    if (threadIdx.x == 0) mbarrier_init(bar, blockDim.x);
+    __syncthreads();
+    int sum = 0;
+    for (int r = 0; r < rounds; r++) {
+        if (threadIdx.x == 32) value = r + 1;
+        mbarrier_arrive(bar);
+        mbarrier_wait(bar, 2 * r & 1);
+        sum += value;
+        mbarrier_arrive(bar);
+        mbarrier_wait(bar, (2 * r + 1) & 1);
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        mbarrier_inval(bar);
+        mbarrier_init(bar, 1);
+        mbarrier_arrive(bar);
+        mbarrier_wait(bar, 0);
+    }
+    out[threadIdx.x] = sum;
+}
+extern "C" void run_as_barrier(int* out, int rounds) { as_barrier<<<1, 96>>>(out, rounds); }
