@@ -165,6 +165,8 @@ class Narrator:
         # what the lanes of a warp do to each other, two warps do; and what two threads do, two blocks do.
         late = {self._lines(f) for f in found if f.kind in ("read-before-wait", "stage-overwritten")}
         found = [f for f in found if f.kind != "race" or self._lines(f) not in late]
+        too_early = {f.line for f in found if f.kind == "stage-overwritten"}
+        found = [f for f in found if f.kind != "race" or "wgmma" not in f.message or f.other_line not in too_early]
         races = {self._lines(f) for f in found if f.kind in ("race", "global-race") and f.severity == "error"}
         found = [f for f in found if f.severity == "error" or self._lines(f) not in races]
         between_blocks = {self._lines(f) for f in found if f.other_block is not None}

@@ -13,27 +13,18 @@ from flashlab.simt.process import Ending
 FATAL = {
     "assert", "barrier-arguments", "copy-size", "deadlock", "division-by-zero", "global-out-of-bounds",
     "host-call", "interrupted", "lanes-missing", "launch-configuration", "launch-in-kernel",
-<<<<<<< HEAD
-    "mask-without-self", "misaligned", "not-shared",
-    "registers-missing", "stack-overflow", "timeout", "trap", "wgmma-block", "wgmma-form",
-    "wgmma-warps",
-=======
     "mask-without-self", "misaligned", "not-shared", "bulk-misaligned", "mbarrier-again", "mbarrier-arrivals",
-    "mbarrier-bytes", "mbarrier-missing", "mbarrier-number", "reduce-type", "stack-overflow", "tensor-map", "timeout",
-    "trap",
->>>>>>> hcore
+    "mbarrier-bytes", "mbarrier-missing", "mbarrier-number", "reduce-type", "registers-missing", "stack-overflow",
+    "tensor-map", "timeout", "trap", "wgmma-block", "wgmma-form", "wgmma-warps",
 }  # fmt: skip
 
 _DOES = {
     "load": "reads", "store": "writes", "ldmatrix": "reads with ldmatrix", "stmatrix": "writes with stmatrix",
     "cp.async": "fills with cp.async", "atomic": "updates with an atomic", "access": "touches",
-<<<<<<< HEAD
     "wgmma": "reads with wgmma",
-=======
     "tma_load": "fills with tma_load", "bulk_load": "fills with bulk_load", "tma_store": "reads with tma_store",
     "bulk_store": "reads with bulk_store", "tma_reduce_add": "reads with tma_reduce_add",
     "mbarrier_init": "makes an mbarrier of",
->>>>>>> hcore
 }  # fmt: skip
 _DID = {
     "load": "read", "store": "wrote", "ldmatrix": "read with ldmatrix", "stmatrix": "wrote with stmatrix",
@@ -167,10 +158,8 @@ def _read_before_wait(f: Facts) -> str:
 
 
 def _stage_overwritten(f: Facts) -> str:
-<<<<<<< HEAD
     if f.words == "wgmma":
         return _wgmma_overwritten(f)
-=======
     if f.words in _ASYNC_READS:
         return (
             f"{f.who} {_DOES[f.how]}{f.here} shared memory that a {f.words} of {f.whom}{f.there} may still be reading: "
@@ -178,7 +167,6 @@ def _stage_overwritten(f: Facts) -> str:
         )
     if f.words in _BULK_LOADS:
         return _still_filled(f)
->>>>>>> hcore
     if f.words == "cp.async":
         return (
             f"{_still_filled(f)}: two copies to one place are under way. Has the first been committed and waited for "
@@ -291,14 +279,15 @@ def _misaligned(f: Facts) -> str:
 
 # ---- copies ----------------------------------------------------------------------------------------
 def _never_waited(f: Facts) -> str:
+    if f.how == "wgmma":
+        missing = "committed" if f.v[0] else "waited for (wgmma_wait)"
+        return f"{f.who} ends while its wgmma{f.here} is under way: its group was never {missing}"
     if f.how in _BULK_LOADS:
         return f"the block ends while a {f.how} of {f.who}{f.here} is in flight: nobody has waited for its mbarrier"
     if f.how in _ASYNC_READS:
         missing = "its group was never committed" if f.v[0] else "its group was never waited for (bulk_wait_read)"
         return f"{f.who} ends while its {f.how}{f.here} may still be reading shared memory: {missing}"
     missing = "committed" if f.v[0] else "waited for"
-    if f.how == "wgmma":
-        return f"{f.who} ends while its wgmma{f.here} is under way: its group was never {missing}"
     return f"{f.who} ends while its cp.async{f.here} is in flight: its group was never {missing}"
 
 
@@ -306,7 +295,6 @@ def _copy_size(f: Facts) -> str:
     return f"{f.who} asks cp.async{f.here} for {f.v[0]} source bytes of {f.v[1]}"
 
 
-<<<<<<< HEAD
 # ---- warpgroups ------------------------------------------------------------------------------------
 def _warps(mask: int, first: int) -> str:
     """The warps of a mask, of which bit 0 is warp `first`, as "warps 4 and 5"."""
@@ -323,22 +311,21 @@ def _wgmma_registers(f: Facts) -> str:
             f"have read them: they have to stay as they are until {missing}"
         )
     return (
-        f"{f.who} {does}{f.here} an accumulator of the wgmma{f.there}, which is still under way: the sums are there, and "
-        f"may be touched, after {missing}"
+        f"{f.who} {does}{f.here} an accumulator of the wgmma{f.there}, which is still under way: the sums are there, "
+        f"and may be touched, after {missing}"
     )
 
 
 def _wgmma_overwritten(f: Facts) -> str:
-    first = f.whom
+    does = f"{f.who} {_DOES[f.how]}{f.here} shared memory that the wgmma{f.there} (warpgroup of {f.whom})"
     if f.v[2]:
         return (
-            f"{f.who} {_DOES.get(f.how, f.how)}{f.here} shared memory that the wgmma{f.there} (warpgroup of {first}) has "
-            "read, but nothing tells it that this is over: it has to come after a barrier at which a thread arrived "
-            "that had passed wgmma_wait"
+            f"{does} may still be reading: nothing between says that it has ended. A barrier does, at which a thread of "
+            "that warpgroup arrives after its wgmma_wait"
         )
     return (
-        f"{f.who} {_DOES.get(f.how, f.how)}{f.here} shared memory that the wgmma{f.there} (warpgroup of {first}), which is "
-        "still under way, reads: the stage is released before wgmma_wait has waited for it"
+        f"{does} reads, which has been issued and not yet been waited for: a write is ordered before the one, or after "
+        "the other (wgmma_wait, then a barrier)"
     )
 
 
@@ -363,8 +350,8 @@ def _wgmma_form(f: Facts) -> str:
 
 def _wgmma_differs(f: Facts) -> str:
     return (
-        f"{f.who} issues wgmma{f.here} with another {f.words} than {f.whom} of its warpgroup{f.there}: it has to be the "
-        "same in all 128 threads"
+        f"{f.who} issues wgmma{f.here} with another {f.words} than {f.whom} of its warpgroup{f.there}: it has to be "
+        "the same in all 128 threads"
     )
 
 
@@ -381,15 +368,16 @@ def _wgmma_warps(f: Facts) -> str:
 def _wgmma_block(f: Facts) -> str:
     here, first, threads = f.v
     return (
-        f"{f.who} issues wgmma{f.here} in a block of {threads} threads: it needs a warpgroup of 128, and from warp {first} "
-        f"on there are {here}"
+        f"{f.who} issues wgmma{f.here} in a block of {threads} threads: it needs a warpgroup of 128, and from warp "
+        f"{first} on there are {here}"
     )
 
 
 def _registers_direction(f: Facts) -> str:
-    wanted, now, _ = f.v
-    way = "may not go below" if f.how == "setmaxnreg_inc" else "may not go above"
-    return f"{f.who} calls {f.how}<{wanted}>{f.here} with {now} registers, and it {way} what the thread has"
+    wanted, now, at_launch = f.v
+    way = "fewer" if f.how == "setmaxnreg_inc" else "more"
+    launched = f", {at_launch} at the launch" * (now != at_launch)
+    return f"{f.who} calls {f.how}<{wanted}>{f.here}, which is {way} than the {now} registers that it has{launched}"
 
 
 def _registers_missing(f: Facts) -> str:
@@ -403,15 +391,17 @@ def _registers_missing(f: Facts) -> str:
 def _registers_warps(f: Facts) -> str:
     mask, first, count = f.v
     return (
-        f"{f.who} has executed setmaxnreg{f.here} more often than others of its warpgroup: {_warps(mask, first)} of warps "
-        f"{first} to {first + count - 1}. All warps of a warpgroup have to execute it"
+        f"{f.who} has executed setmaxnreg{f.here} more often than others of its warpgroup: {_warps(mask, first)} of "
+        f"warps {first} to {first + count - 1}. All warps of a warpgroup have to execute it"
     )
-=======
+
+
 # ---- mbarriers, TMA and bulk copies ----------------------------------------------------------------
 def _proxy_fence(f: Facts) -> str:
     return (
         f"{f.who} {_DOES[f.how]}{f.here} shared memory that {f.whom} {_DID[f.words]}{f.there}, with no "
-        "fence_proxy_async between: a copy need not see what stores have written, nor come after it"
+        f"fence_proxy_async between: {'wgmma' if f.how == 'wgmma' else 'a copy'} need not see what stores have written, "
+        "nor come after it"
     )
 
 
@@ -454,7 +444,6 @@ def _tensor_map(f: Facts) -> str:
     if not f.v[0]:
         return f"{f.who} gives {f.how}{f.here} the address of something that is no tensor map"
     return f"{f.who} gives {f.how}{f.here} {_count(f.v[1], 'coordinate')}; the tensor map has {f.v[0]}"
->>>>>>> hcore
 
 
 # ---- collectives -----------------------------------------------------------------------------------
@@ -587,7 +576,6 @@ _SENTENCES = {
     "mask-without-self": _mask_without_self,
     "shuffle-lane": _shuffle_lane,
     "barrier-arguments": _barrier_arguments,
-<<<<<<< HEAD
     "wgmma-registers": _wgmma_registers,
     "wgmma-fence": _wgmma_fence,
     "wgmma-differs": _wgmma_differs,
@@ -597,7 +585,6 @@ _SENTENCES = {
     "registers-direction": _registers_direction,
     "registers-missing": _registers_missing,
     "registers-warps": _registers_warps,
-=======
     "proxy-fence": _proxy_fence,
     "mbarrier-missing": lambda f: (
         f"{f.who} comes to {f.how}{f.here}, and there is no mbarrier at that place: {f.shared(f.v[0], 8)}"
@@ -627,7 +614,6 @@ _SENTENCES = {
         f"{f.who} calls tma_reduce_add{f.here} with a tensor map of a type that it cannot add: it adds 32-bit integers, "
         "UINT64, FLOAT16, BFLOAT16 and FLOAT32"
     ),
->>>>>>> hcore
     "assert": lambda f: f"{f.who} fails the assertion `{f.words}`{f.here}",
     "trap": lambda f: f"{f.who} stops{f.here}: __trap(), or code that must not be reached",
     "division-by-zero": lambda f: f"{f.who} divides an integer by zero{f.here}",

@@ -15,9 +15,9 @@ SHAPES = range(8, 257, 8)
 _HEAD = """\
 // The inline PTX of ../wgmma.cuh for each N. Written by `python -m flashlab.simt.wgmma_shapes`: edit that.
 //
-// WGMMA_NAMES_n are the accumulators as the instruction names them, WGMMA_SUMS_n(d) the same as operands. After them come
-// the operands numbered i0, i1, ...: of ss the two descriptors, scale-d, trans-a and trans-b; of rs the four registers of
-// A, the descriptor of B, scale-d and trans-b.
+// WGMMA_NAMES_n are the accumulators as the instruction names them, WGMMA_SUMS_n(d) the same as operands. After them
+// come the operands numbered i0, i1, ...: of ss the two descriptors, scale-d, trans-a and trans-b; of rs the four
+// registers of A, the descriptor of B, scale-d and trans-b.
 #pragma once
 
 """

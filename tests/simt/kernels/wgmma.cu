@@ -27,7 +27,11 @@ __global__ void __launch_bounds__(128) one_warpgroup(const float* in, float* out
     const int warp = threadIdx.x / 32;
     if (MISTAKE != UNINITIALISED) fill(a);
     fill(b);  // <- written here
-    if (MISTAKE == COPY_IN_FLIGHT) cp_async<16>(smem_u32(b) + threadIdx.x * 16, in), cp_async_commit();  // <- the copy
+    if (MISTAKE == COPY_IN_FLIGHT) {
+        __syncthreads();
+        cp_async<16>(smem_u32(b) + threadIdx.x * 16, in);  // <- the copy
+        cp_async_commit();
+    }
     if (MISTAKE != NO_PROXY_FENCE) fence_proxy_async();
     if (MISTAKE != NO_BARRIER) __syncthreads();
     uint64_t da = tile(a);
@@ -60,7 +64,7 @@ __global__ void __launch_bounds__(128) one_warpgroup(const float* in, float* out
     } else {
         wgmma_ss<N>(d, da, tile(b));  // <- first product
     }
-    wgmma_rs<N>(d, ra, tile(b));  // <- second product
+    if (MISTAKE != THREE_WARPS) wgmma_rs<N>(d, ra, tile(b));  // <- second product
     if (MISTAKE == A_REWRITTEN) ra[1] = 0;  // <- A rewritten
     if (MISTAKE != NEVER_COMMITTED) wgmma_commit();
     if (MISTAKE == READ_EARLY) out[threadIdx.x] = d[0];  // <- read early

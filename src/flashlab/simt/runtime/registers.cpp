@@ -41,7 +41,7 @@ void set_registers(Warp* warp, const Slot& slot) {
     if (more ? wanted < now : wanted > now) {
         Finding f{"registers-direction", more ? "setmaxnreg_inc" : "setmaxnreg_dec"};
         f.pc = slot.pc;
-        f.value[0] = wanted, f.value[1] = now;
+        f.value[0] = wanted, f.value[1] = now, f.value[2] = r.at_launch;
         file(warp->lanes, f);
         return;
     }
