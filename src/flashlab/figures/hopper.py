@@ -1,17 +1,39 @@
-"""What phase 11 draws: a tile as it lies in shared memory.
+"""What phase 11 shows: a tile as it lies in shared memory, and the counts of a step.
 
 chunks(ax, held, "128-byte swizzle")
+show.table([row("p11_1_tma")], COLUMNS)
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
+from flashlab.figures.ladder import counted, wavefronts
 from flashlab.figures.show import COLORS
 
-__all__ = ["chunks"]
+__all__ = ["COLUMNS", "chunks", "row"]
+
+COLUMNS = [
+    "step", "mma", "wgmma", "ldmatrix", "wavefronts", "KB read by wgmma", "copies", "KB by TMA", "barriers", "waits", "stores",
+]  # fmt: skip
+
+
+def row(name: str, **options: Any) -> list[Any]:
+    """A step's counts under COLUMNS: one head of 384 queries and keys, unless the options (of `counted`) say otherwise.
+
+    mma, ldmatrix, copies (loads from global memory and cp.async), stores (to global memory, TMA's too) and waits (at
+    mbarriers) count once per warp, wgmma per warpgroup, barriers per block.
+    """
+    r = counted(name, **({"n": 384} | options))
+    c = r.counters
+    copies, stores = c["global_loads"] + c["cp_async"], c["global_stores"] + c["tma_stores"]
+    reads = [c["ldmatrix"], wavefronts(r), c["wgmma_bytes"] // 1024]
+    waits = [c["barriers"], c["mbarrier_waits"]]
+    return [name, c["mma"], c["wgmma"], *reads, copies, c["tma_load_bytes"] // 1024, *waits, stores]
 
 _HUES = [COLORS[name] for name in ("blue", "orange", "green", "red", "purple", "sky", "yellow", "grey")]
 
