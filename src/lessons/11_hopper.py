@@ -512,3 +512,88 @@ grow("p11_6_overlap")
 # %%
 show.diff(step("p11_6_overlap"), step("p11_7_ping_pong"), "turns", context=0)
 grow("p11_7_ping_pong")
+
+# %% [markdown]
+# Barrier `1 + c` is consumer $c$'s turn. 256 threads meet there: the 128 of consumer $c$, who wait, and the 128 of the one
+# before it, who only arrive. At the very end one turn is left over, and consumer 0 takes it: a barrier that somebody has
+# arrived at must not be left behind.
+#
+# ### Step 8: blocks that stay
+#
+# So far each block begins with barriers and tensor maps, and ends with a store, while the tensor cores wait. Now one block
+# per SM stays, and takes **part** after part of the work: 128 or 192 rows of one head. The producer runs on into the next
+# part while the consumers finish this one. Causal parts are unequal, so those with the most keys go first (phase 9).
+
+# %%
+show.diff(step("p11_7_ping_pong"), step("p11_8_persistent"), "which rows", "producer", context=0)
+grow("p11_8_persistent")
+
+# %% [markdown]
+# Note what "the n-th use of a stage" has become: `nth` counts tiles over *all* parts. Both sides must count the same way, or
+# their parities part company (exercise 11.2).
+#
+# ### Step 9: whoever is free takes the next part
+#
+# A fixed share of the parts is the fastest only if all parts take equally long. Now a counter in global memory says which
+# part is next. The producer asks, and tells the consumers through shared memory: two more barriers per slot.
+
+# %%
+show.diff(step("p11_8_persistent"), step("p11_9_scheduler"), "producer", "main loop", context=0)
+grow("p11_9_scheduler")
+
+# %% [markdown]
+# ### Step 10: O leaves by TMA
+#
+# A lane holds pairs of columns of O. `stmatrix`, the way back of `ldmatrix`, puts them into shared memory in the swizzled
+# order. Then one thread has the copy engine store the consumer's 64 rows. Nobody waits until the buffer is needed again.
+#
+# This is the place of section 6: ordinary stores, then the async proxy. Find the fence.
+
+# %%
+show.diff(step("p11_9_scheduler"), step("p11_10_epilogue"), "store", context=0)
+grow("p11_10_epilogue")
+
+# %% [markdown]
+# ### Steps 11 and 12: fewer multiplications, fewer exponentials
+#
+# Step 11 is phase 9's: O is rescaled only when a maximum has moved by more than $2^8$. FlashAttention-4 does it too.
+#
+# Step 12 is another idea of FlashAttention-4. An SM computes 16 exponentials per clock. At $D = 64$ that takes as long as
+# both products together. Multiply-adds are eight times as fast. So some of the exponentials are computed by a polynomial:
+# $2^x = 2^n \cdot 2^f$, where $n$ is the nearest integer and $|f| \le 1/2$.
+
+# %%
+show.diff(step("p11_10_epilogue"), step("p11_11_rescale"), "rescale", context=0)
+show.region(step("p11_12_polynomial"), "exponential", whole_file=False)
+
+# %% [markdown]
+# How good is the polynomial? The same steps in torch, against float64:
+
+# %%
+x = torch.linspace(-20, 0, 200001)
+n = torch.round(x)
+f = x - n
+coefficients = (0.0550089516, 0.242211014, 0.693282902, 1.0)
+value = torch.zeros_like(f)
+for c in coefficients:
+    value = value * f + c
+error = (value * 2**n / torch.exp2(x.double()) - 1).abs().max().item()
+print(f"largest relative error {error:.1e}; a rounding to fp16 errs by up to {2**-11:.1e}, to bf16 by {2**-8:.1e}")
+assert error < 2**-11
+
+# %% [markdown]
+# Whether steps 9, 11 and 12 pay is for the clock to say. They change no count of the table:
+
+# %%
+grow("p11_11_rescale")
+grow("p11_12_polynomial")
+
+# %% [markdown]
+# ### The last step: every shape
+#
+# `p11_flash` is the same kernel with tiles for every shape. Where parts would be too few to fill the GPU, blocks have one
+# consumer. With $D = 256$ a tile of keys is 80 rows, and O takes the place of Q.
+
+# %%
+show.diff(step("p11_12_polynomial"), step("p11_flash"), "constants", "launch", context=0)
+grow("p11_flash")
