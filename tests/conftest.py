@@ -22,13 +22,26 @@ SLOW_FILES = (
     "simt/test_process.py", "test_build.py", "test_compile_report.py", "test_doctor.py", "test_setup.py",
 )  # fmt: skip
 
+# The longest files, longest first, and not two at the head that need the emulator's runtime at once: spread over
+# processes, none is then left with a long one at the end.
+FIRST = (
+    "exercises/test_phase_08.py", "exercises/test_phase_04.py", "exercises/test_phase_09.py",
+    "exercises/test_phase_07.py", "exercises/test_phase_06.py", "exercises/test_hunts.py",
+    "exercises/test_phase_10.py", "exercises/test_phase_03.py", "exercises/test_phase_05.py", *SLOW_FILES,
+    "exercises/test_phase_01.py",
+)  # fmt: skip
+
 torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(config, items):
-    if "gpu" not in config.option.markexpr:  # thousands of cases: only where they are asked for
-        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("gpu")])
-        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+    for mark in ("gpu", "long"):  # thousands of cases, minutes of compiling: only where they are asked for
+        if mark not in config.option.markexpr:
+            config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker(mark)])
+            items[:] = [item for item in items if not item.get_closest_marker(mark)]
+    place = {HERE / file: number for number, file in reversed(list(enumerate(FIRST)))}
+    items.sort(key=lambda item: place.get(item.path, len(FIRST)))  # stable: a file's own tests stay as they stand
+    slow = {HERE / file for file in SLOW_FILES}
     for item in items:
-        if item.path.is_relative_to(HERE) and str(item.path.relative_to(HERE)) in SLOW_FILES:
+        if item.path in slow:
             item.add_marker(pytest.mark.slow)

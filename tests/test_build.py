@@ -401,14 +401,15 @@ def test_imports_are_followed(root):
         "b.py": "from . import c\n",
         "c.py": "import numpy\n",
         "unused.py": "",
-        "kit/__init__.py": "from .inner import x\n",
+        "kit/__init__.py": "def f():\n    from .inner import x\n",
         "kit/inner.py": "from ..c import y\n",
-        "kit/kernel.cu": "// code\n",
+        "kit/other.py": "",
+        "kit/parts/kernel.cu": "// code\n",
         "exercises/__init__.py": "",
         "exercises/phase_02.py": "import flashlab.a\n",
         "exercises/phase_03.py": "import flashlab.unused\n",
     }.items():
-        (package / name).parent.mkdir(exist_ok=True)
+        (package / name).parent.mkdir(exist_ok=True, parents=True)
         (package / name).write_text(text)
 
     def found(*cells):
@@ -421,7 +422,7 @@ def test_imports_are_followed(root):
         "c.py",
         "kit/__init__.py",
         "kit/inner.py",
-        "kit/kernel.cu",
+        "kit/parts/kernel.cu",
     ]
     assert found("import flashlab.exercises") == [
         "__init__.py",
@@ -431,6 +432,12 @@ def test_imports_are_followed(root):
         "exercises/__init__.py",
         "exercises/phase_02.py",
     ]
+    (package / "__init__.py").write_text(
+        "if TYPE_CHECKING:\n    import flashlab.c\ndef __getattr__(name):\n    import flashlab.c\n"
+    )
+    assert found("import flashlab.unused") == ["__init__.py", "unused.py"]
+    for ask in ("from flashlab import door", "import flashlab\nflashlab.door()"):
+        assert found(ask) == ["__init__.py", "c.py"]
 
 
 # ---------------------------------------------------------------- exercises and solutions

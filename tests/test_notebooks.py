@@ -49,10 +49,12 @@ def exercise_ids():
         except LessonError:
             continue
         for exercise in found:
-            yield pytest.param(path, exercise, id=exercise.id)
+            yield pytest.param(path, exercise, id=exercise.id, marks=pytest.mark.xdist_group(path.stem))
 
 
 EXERCISE_IDS = list(exercise_ids())
+# In the process that runs the notebook for its exercises.
+UNSOLVED = [pytest.param(path, id=path.stem, marks=pytest.mark.xdist_group(path.stem)) for path in EXERCISES]
 
 
 @functools.cache
@@ -85,7 +87,7 @@ def headings(notebook, marks):
 # ---------------------------------------------------------------- exercises
 
 
-@pytest.mark.parametrize("path", EXERCISES, ids=stem)
+@pytest.mark.parametrize("path", UNSOLVED)
 def test_nothing_but_the_checks_fails_before_an_exercise_is_solved(path):
     for cell, error in run_unsolved(path):
         if "check" not in cell.metadata.get("tags", []):

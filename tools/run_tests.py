@@ -39,9 +39,11 @@ class Part:
 def parts(python: str = sys.executable) -> list[Part]:
     """The parts in the order in which they run: the quick ones first."""
     pytest = (python, "-m", "pytest", "--color=yes" if sys.stdout.isatty() else "--color=no")
-    # A process for each core, a file of tests in one process: what a file builds, it builds once.
-    spread = ("-n", "auto", "--dist", "loadfile") if importlib.util.find_spec("xdist") else ()
-    unit = (*pytest, *spread, "tests", f"--ignore={STARTERS}")
+    # A process for each core, a file of tests in one process: what a file builds, it builds once. The files of the unit
+    # tests come in the order of tests/conftest.py, the longest first; of the starters, a notebook is in one process.
+    xdist = importlib.util.find_spec("xdist") is not None
+    spread = ("-n", "auto", "--dist", "loadfile") if xdist else ()
+    unit = (*pytest, *spread, *(("--no-loadscope-reorder",) if xdist else ()), "tests", f"--ignore={STARTERS}")
     nbval = (*pytest, *spread, "--nbval", "--nbval-current-env", f"--nbval-cell-timeout={CELL_TIMEOUT}",
              "--nbval-sanitize-with", "nbval.cfg", "-p", "no:cacheprovider")  # fmt: skip
     lint = ((python, "-m", "ruff", "check", "."), (python, "-m", "ruff", "format", "--check", "--quiet", "."),
@@ -52,7 +54,7 @@ def parts(python: str = sys.executable) -> list[Part]:
         return [str(path.relative_to(ROOT)) for path in sorted((ROOT / folder).glob("[0-9][0-9]_*.ipynb"))]
 
     lectures, solutions = ((*nbval, *ours(folder)) for folder in ("notebooks", "solutions"))
-    starters = (*pytest, *spread, STARTERS)
+    starters = (*pytest, *(("-n", "auto", "--dist", "loadgroup") if xdist else ()), STARTERS)
     return [
         Part("lint", "ruff and mypy", lint, "pyproject.toml"),
         Part("sync", "lessons in sync with the notebooks", ((python, build, "--check"),), "src/lessons/build.py"),
@@ -103,8 +105,9 @@ def record(results: list[tuple[Part, bool, float]]) -> None:
 
 
 def main(names: list[str]) -> int:
-    # A process for each core: numpy's own threads, in interpreted kernels, would only wait for each other.
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    # A process for each core: threads of small products, torch's and numpy's, would only spin and wait for each other.
+    for library in ("OMP", "OPENBLAS"):
+        os.environ.setdefault(f"{library}_NUM_THREADS", "1")
     every = parts()
     unknown = [name for name in names if name not in {part.name for part in every}]
     if unknown:

@@ -9,7 +9,8 @@
     python src/lessons/build.py --check         write and execute nothing; exit 1 when a notebook is out of date
 
 When a lesson is executed. A lecture or solution is executed when its code cells, or a flashlab module that
-they import (directly or not), changed since the notebook was built; the notebook's metadata holds the digest.
+they import (directly or not), changed since the notebook was built; the notebook's metadata holds the digest,
+and `--check` names the notebooks that a build would execute again (which is no error: nbval compares outputs).
 Otherwise the outputs it has are kept, so that a change of wording executes nothing and a rebuild of an
 unchanged lesson changes no byte. `--force` executes in any case. An execution is reproducible byte for byte,
 except for the outputs of cells tagged `nbval-ignore-output` (timings, device names).
@@ -283,6 +284,20 @@ def out_of_date(paths: list[Path], root: Path, *, exercises: bool, strays: bool 
     return problems
 
 
+def to_be_executed(paths: list[Path], root: Path) -> list[str]:
+    """The lectures and solutions whose outputs were made with other modules of flashlab than today's."""
+    stale = []
+    for path in paths:
+        with contextlib.suppress(LessonError):  # out_of_date has said so
+            lesson = read_lesson(path)
+            kind = "solutions" if lesson.is_exercises else "notebooks"
+            digest = execution_digest(make_notebook(lesson, kind, root)[0], lesson, root)
+            found = read_notebook(root / kind / f"{lesson.name}.ipynb")
+            if found is not None and found.metadata.get("flashlab", {}).get("built_from") != digest:
+                stale.append(f"{kind}/{lesson.name}")
+    return stale
+
+
 def difference(wanted, found, *, executed: bool) -> str | None:
     """How a notebook differs from its lesson, in one sentence, or None."""
     if found is None:
@@ -355,6 +370,10 @@ def main(argv: list[str] | None = None) -> int:
     if problems:
         console.print("Build again: .venv/bin/python src/lessons/build.py")
         return 1
+    if stale := to_be_executed(paths, root):
+        console.print(
+            f"executed before flashlab changed, and again by the next build: {', '.join(stale)}", markup=False
+        )
     scope = "" if exercises else " (exercises/ is yours to edit and was not compared; --exercises compares it)"
     console.print(f"{len(paths)} lessons in sync{scope}", markup=False)
     return 0

@@ -49,22 +49,26 @@ def execution_digest(notebook: nbformat.NotebookNode, lesson: Lesson, root: Path
 def imported_files(sources: list[str], phase: int, root: Path) -> list[Path]:
     """The files of flashlab that these cells import, directly or not, found without importing anything.
 
-    Of a package below flashlab all files count, data and CUDA sources too; of flashlab.exercises, which finds its
-    phases by itself, only the phase of this lesson.
+    An import inside of a function counts as any other: what a checker imports late, it says in a lesson's output. With
+    a package come the files below it that are no modules: data and CUDA sources. flashlab.exercises finds its phases
+    by itself: the phase of this lesson counts. What flashlab gives by its __getattr__ counts where it is asked for.
     """
     package = root / "src" / "flashlab"
     found: set[Path] = set()
+    given: set[str] = set()  # by flashlab's __getattr__
     pending = [name for source in sources for name in imported_names(source, "")]
     while pending:
         name = pending.pop()
         path = module_file(root, name)
+        if path is None and name.count(".") == 1 and name not in given:
+            given.add(name)
+            pending += imported_names((package / "__init__.py").read_text(encoding="utf-8"), "flashlab")
         if path is None or path in found:
             continue
         files = {path}
         if path.name == "__init__.py" and path.parent != package:
-            files |= {p for p in path.parent.rglob("*") if p.is_file() and "__pycache__" not in p.parts}
-            if path.parent == package / "exercises":
-                files = {p for p in files if p.name == f"phase_{phase:02d}.py" or not p.name.startswith("phase_")}
+            below = (p for p in path.parent.rglob("*") if p.is_file() and "__pycache__" not in p.parts)
+            files |= {p for p in below if p.suffix != ".py" or p == package / "exercises" / f"phase_{phase:02d}.py"}
         found |= files
         if "." in name:
             pending.append(name.rpartition(".")[0])
@@ -72,24 +76,40 @@ def imported_files(sources: list[str], phase: int, root: Path) -> list[Path]:
             if file.suffix == ".py":
                 parts = file.relative_to(root / "src").with_suffix("").parts
                 anchor = ".".join(parts[:-1])  # the package the file is in
-                pending += imported_names(file.read_text(encoding="utf-8"), anchor)
+                late = file != package / "__init__.py"
+                pending += imported_names(file.read_text(encoding="utf-8"), anchor, late=late)
     return sorted(found)
 
 
-def imported_names(source: str, package: str) -> list[str]:
-    """Module names of flashlab that a source imports anywhere in it; `package` resolves relative imports."""
+def imported_names(source: str, package: str, late: bool = True) -> list[str]:
+    """Names of flashlab that a source imports anywhere in it, or takes as flashlab.name.
+
+    Args:
+        package: what relative imports are relative to.
+        late: functions, and what is for type checkers, count too.
+    """
     try:
         tree = ast.parse(source)
     except SyntaxError:  # an IPython magic: keep the other lines
         tree = ast.parse("\n".join(re.findall(r"^(?:import|from) +flashlab[^(\\\n]*$", source, re.M)))
     names = []
-    for node in ast.walk(tree):
+    nodes: list[ast.AST] = [tree]
+    while nodes:
+        node = nodes.pop()
+        if not late and (
+            isinstance(node, ast.FunctionDef)
+            or (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
+        ):
+            continue
+        nodes += ast.iter_child_nodes(node)
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
             module = ".".join([*base, *([node.module] if node.module else [])])
             names += [module] + [f"{module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "flashlab":
+            names.append(f"flashlab.{node.attr}")
     return [name for name in names if name.split(".")[0] == "flashlab"]
 
 

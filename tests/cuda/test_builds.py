@@ -59,9 +59,22 @@ def test_what_is_missing_is_said(monkeypatch):
 
 
 def test_nvccs_flags(tmp_path):
-    flags = toolchain.nvcc_flags("sm_90a", {"TILE": 64, "ON": True, "OFF": False, "NOT": None, "A": "x"}, [tmp_path])
+    flags = toolchain.nvcc_flags("sm_90", {"TILE": 64, "ON": True, "OFF": False, "NOT": None, "A": "x"}, [tmp_path])
     assert [f for f in flags if f.startswith("-D")] == ["-DA=x", "-DON=1", "-DTILE=64"]  # in one order, for the key
-    assert flags[-1] == f"-I{tmp_path}" and "-arch=sm_90a" in flags and "-Xptxas=-v" in flags
+    assert flags[-1] == f"-I{tmp_path}" and "-arch=sm_90" in flags and "-Xptxas=-v" in flags
+    assert "-gencode=arch=compute_90a,code=sm_90a" in toolchain.nvcc_flags("sm_90a", {}, [])
+
+
+def test_what_capability_9_alone_has_is_compiled_for_it():
+    ours, others = (sources.read(step(name)).code for name in ("p11_2_wgmma", "p11_1_tma"))
+    assert toolchain.arch_for("sm_90", ours) == "sm_90a" and toolchain.arch_for("sm_90", others) == "sm_90"
+    assert toolchain.arch_for("sm_100", ours) == "sm_100"
+    toolchain.check_capability("my.cu", ours, (9, 0), "H100")
+    toolchain.check_capability("my.cu", others, (12, 0), "RTX 5090")
+    with pytest.raises(Unavailable, match=r"RTX 5090 has compute capability 12.0, and my.cu uses wgmma, which 9.0 al"):
+        toolchain.check_capability("my.cu", ours, (12, 0), "RTX 5090")
+    with pytest.raises(Unavailable, match="my.cu uses TMA, which needs 9.0"):
+        toolchain.check_capability("my.cu", others, (8, 0), "A100")
 
 
 def test_an_old_gpu_is_told_what_it_lacks():

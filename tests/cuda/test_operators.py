@@ -11,7 +11,7 @@ from flashlab.attention.backends import BACKENDS
 from flashlab.check.training import wanted, worst
 from flashlab.cuda import missing, operators
 from flashlab.cuda.operators import attention
-from flashlab.kernels import SERIES, step
+from flashlab.kernels import HOPPER, SERIES, step
 
 DEVICES = ["cpu", *(["cuda"] if missing("nvcc") is None else [])]
 CHECKED = ("p6_2_loop_order", "p8_6_store")
@@ -26,7 +26,8 @@ def inputs_of(name, *, device="cpu", heads=2, kv_heads=1, seq_q=20, seq_k=37, gr
 
 def test_every_step_is_registered_with_all_that_pytorch_asks():
     assert [s.name for s in SERIES][:2] == ["p6_1_fa1", "p6_2_loop_order"] and SERIES[-1].name == "p9_flash"
-    for s in SERIES:
+    assert HOPPER[-1].name == "p11_flash"
+    for s in SERIES + HOPPER:
         operator = getattr(torch.ops.flashlab, s.name).default
         options = "float scale, SymInt? left, SymInt? right, float? softcap"
         assert str(operator._schema).endswith(f"(Tensor q, Tensor k, Tensor v, {options}) -> (Tensor, Tensor)")
@@ -35,6 +36,15 @@ def test_every_step_is_registered_with_all_that_pytorch_asks():
             q = torch.empty(2, 4, 10, 64, dtype=s.dtypes[0])
             o, lse = operator(q, q, q, 0.125, None, None, None)
         assert o.shape == q.shape and o.dtype == q.dtype and lse.shape == (2, 4, 10) and lse.dtype == torch.float32
+
+
+def test_a_hopper_kernel_says_where_it_runs(monkeypatch):
+    assert "capability 9.0, built by nvcc" in BACKENDS["p11_flash"].where
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (12, 0))
+    refusal = BACKENDS["p11_flash"].unfit(torch.device("cuda:0"))
+    assert refusal == "it needs compute capability 9.0, and this GPU has 12.0"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert BACKENDS["p11_flash"].unfit(torch.device("cuda:0")) is None
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -137,5 +147,5 @@ def test_the_door_says_what_a_step_does_not_take():
     for options in (dict(window=3), dict(softcap=5.0)):
         with pytest.raises(ValueError, match="backend is 'p9_flash', which .* it has neither window nor softcap"):
             flashlab.flash_attention(q, q, q, backend="p9_flash", **options)
-    with pytest.raises(ValueError, match="p8_6_store, .* or p9_flash"):
+    with pytest.raises(ValueError, match="p8_6_store, .* or p11_flash"):
         flashlab.flash_attention(q, q, q, backend="p9_magic")

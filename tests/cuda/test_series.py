@@ -11,7 +11,7 @@ import torch
 
 from flashlab.attention import reference
 from flashlab.cuda import load_inline
-from flashlab.kernels import FOLDER, SERIES, SIDE, Step, path, step, steps
+from flashlab.kernels import FOLDER, HOPPER, SERIES, SIDE, Step, path, step, steps
 from flashlab.kernels.regions import regions
 
 HALVES = steps(7, 8, 9)  # phase 6 is float32, and has its own tests
@@ -134,7 +134,7 @@ def together(names: tuple[Step, ...]) -> list[tuple[Step, Step]]:
     return [(a, b) for a, b in itertools.pairwise(names) if b.name != "p7_naive"]
 
 
-NEIGHBOURS = [*together(SERIES), *((step(s.beside), s) for s in SIDE)]
+NEIGHBOURS = [*together(SERIES), *together((step("p9_1_masks"), *HOPPER)), *((step(s.beside), s) for s in SIDE)]
 
 
 @pytest.mark.parametrize(("before", "after"), NEIGHBOURS, ids=lambda s: s.name)
@@ -160,7 +160,7 @@ def test_what_every_source_keeps(source):
     assert not long, f"{source.name}: {long}"
 
 
-@pytest.mark.parametrize("name", ["p6_1_fa1", *(steps(phase)[-1].name for phase in (6, 7, 8, 9))])
+@pytest.mark.parametrize("name", ["p6_1_fa1", *(steps(phase)[-1].name for phase in (6, 7, 8, 9, 11))])
 def test_every_line_of_code_is_in_a_region(name):
     """So that a lecture can show the whole kernel, piece by piece."""
     text = path(name).read_text(encoding="utf-8")
@@ -177,22 +177,26 @@ def test_the_same_part_has_the_same_name():
         7: {"constants", "swizzle", "copy a tile", "shared memory", "which rows", "which keys", "state", "main loop",
             "load K and V", "one tile", "scores", "row maxima", "rescale", "probabilities", "output", "store",
             "launch"},
+        11: {"constants", "copy a tile", "shared memory", "which rows", "state", "main loop", "load K and V",
+             "one tile", "scores", "row maxima", "rescale", "probabilities", "output", "store", "tensor maps",
+             "launch"},
     }.items():  # fmt: skip
-        for s in steps(6) if phase == 6 else HALVES:
+        for s in HALVES if phase == 7 else steps(phase):
             assert wanted <= set(regions(s.path.read_text(encoding="utf-8"))), s.name
 
 
 def test_names_and_paths_agree():
-    folders = {6: "p06_scalar", 7: "p07_tensor_cores", 8: "p08_pipelines", 9: "p09_past_flash_attention_2"}
-    for s in SERIES + SIDE:
+    folders = {6: "p06_scalar", 7: "p07_tensor_cores", 8: "p08_pipelines", 9: "p09_past_flash_attention_2",
+               11: "p11_hopper"}  # fmt: skip
+    for s in SERIES + SIDE + HOPPER:
         assert s.path.exists() and s.path.parent.name == folders[s.phase]
-    for phase in (6, 8, 9):
+    for phase in (6, 8, 9, 11):
         numbers = [s.name.split("_")[1] for s in steps(phase)]
         expected = [str(i) for i in range(1, len(numbers) + 1)]
         assert numbers == expected or numbers == [*expected[:-1], "flash"]
-    assert {p.stem for p in SOURCES} == {s.name for s in SERIES + SIDE} | {"p7_one_mma"}
+    assert {p.stem for p in SOURCES} == {s.name for s in SERIES + SIDE + HOPPER} | {"p7_one_mma"}
     assert all(s.name.startswith("p8_side_") and step(s.name) is s and s not in steps(8) for s in SIDE)
-    with pytest.raises(KeyError, match="no step 'p8_side_magic' in the series; there are p6_1_fa1, .*p8_side_fp16_acc"):
+    with pytest.raises(KeyError, match="no step 'p8_side_magic' in the series; there are p6_1_fa1, .*fp16_acc, p11_1"):
         step("p8_side_magic")
 
 

@@ -126,9 +126,8 @@ def test_untouched_it_shows_symptoms_and_no_cause(id):
     assert failed._render_traceback_()[-1].endswith("(symptoms)")
 
 
-@pytest.mark.parametrize("id", HUNTS_BY_SPEED)
-def test_the_solution_passes_and_tells_the_bugs_history(id):
-    assert "The bug's history: " in repr(check(id, *answers_of(id, "solutions")))
+def test_a_solution_is_told_the_bugs_history():  # nbval compares it for every hunt: the solutions show it
+    assert "The bug's history: " in repr(check("2.5", *answers_of("2.5", "solutions")))
 
 
 @pytest.mark.parametrize("id, old, new, slug", TOUCHED)

@@ -535,6 +535,7 @@ def recurrence(*, correction="exp(m - m_new)", old="l * c", new="exp(x - m_new)"
         ({"old": "0"}, "overwritten"),
         ({"keep": "m if m > -INF else m_new"}, "m-not-updated"),
         ({"correction": "2 ** (m - m_new)", "new": "2 ** (x - m_new)"}, "base-2"),
+        ({"new": "exp(x - m_new) * (x != m)"}, "equal-scores-once"),
     ],
 )
 def test_each_part_of_the_recurrence_is_named(changes, diagnosis):

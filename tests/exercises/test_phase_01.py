@@ -159,6 +159,13 @@ def test_the_roofline(old, new, diagnosis):
         ([("scores.exp_()", "scores = scores.exp()")], "second-matrix-alive"),
         ([("(q / math.sqrt(q.shape[-1]))", "q.div_(math.sqrt(q.shape[-1]))")], "inputs-changed"),
         ([("dim=-1", "dim=0")], "wrong-axis"),
+        (
+            [
+                ("(q / math.sqrt(q.shape[-1]))", "q"),
+                ("return scores @ v", "return scores @ v / math.sqrt(q.shape[-1])"),
+            ],
+            "scale-after-softmax",
+        ),
     ],
 )
 def test_frugal_attention(replacements, diagnosis):

@@ -240,6 +240,7 @@ def row_lse_kernel(x_ptr, lse_ptr, stride, N, BLOCK: tl.constexpr):
         (("l * tl.exp(m - m_new) + ", ""), "overwritten"),
         (("offs = start + tl", "offs = tl"), "first-block-again"),
         (('    m = float("-inf")', "    m = 0.0"), "m-starts-too-high"),
+        (("tl.exp(x - m_new), axis", "tl.where(x == m, 0.0, tl.exp(x - m_new)), axis"), "equal-scores-left-out"),
     ],
 )
 def test_each_part_of_the_row_s_recurrence_is_named(tmp_path, change, slug):

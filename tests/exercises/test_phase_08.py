@@ -51,12 +51,6 @@ ANSWERS = {
 
 
 @pytest.mark.parametrize("id", ANSWERS)
-def test_the_solution_passes(id):
-    names = ANSWERS[id]
-    assert check(id, *map(solution, [names] if isinstance(names, str) else names))
-
-
-@pytest.mark.parametrize("id", ANSWERS)
 def test_text_is_wanted(id):
     assert diagnosis(id, *[3] * (1 if isinstance(ANSWERS[id], str) else 2)) == "wrong-type"
 

@@ -50,12 +50,6 @@ ANSWERS = {
 
 
 @pytest.mark.parametrize("id", ANSWERS)
-def test_the_solution_passes(id):
-    names = ANSWERS[id]
-    assert check(id, *map(solution, [names] if isinstance(names, str) else names))
-
-
-@pytest.mark.parametrize("id", ANSWERS)
 def test_text_is_wanted(id):
     assert diagnosis(id, *[3] * (1 if isinstance(ANSWERS[id], str) else 2)) == "wrong-type"
 
@@ -68,6 +62,11 @@ def test_text_is_wanted(id):
         ((" - base", " - m_i"), "masked-rows-nan"),
         (("weight * x.y", "x.y"), "split-not-weighted"),
         (("const float weight", "const int weight"), "split-not-added"),
+        (("l_i += weight;", "l_i += __half2float(__float2half(weight));"), "merge-in-low-precision"),
+        (
+            ("acc[i] += weight * x.x", "const float w = __half2float(__float2half(weight)); acc[i] += w * x.x"),
+            "merge-in-low-precision",
+        ),
         (
             ("acc[i] += weight * x.x, acc[i + 1] +=", "if (s == 0) acc[i] += weight * x.x, acc[i + 1] +="),
             "split-not-added",

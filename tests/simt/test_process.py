@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -108,17 +109,71 @@ def test_a_call_that_goes_on_is_not_given_up(monkeypatch):
     class Memory:
         progress = (0, 0, 0, "")
 
+    def left(seconds: float, *progress: Any, worked: float | None = None) -> float:
+        Memory.progress = progress
+        return watch(seconds, seconds if worked is None else worked)
+
     watch = run._Watch("run", Memory(), None)
-    assert watch(0) == 10
-    Memory.progress = (1, 100, 0, "kernel")
-    assert watch(4) == 14
-    assert watch(9) == 14
-    Memory.progress = (1, 100, 1, "kernel")
-    assert watch(13) == 23
-    assert watch(20) == 23
-    Memory.progress = (1, 100, 60, "kernel")
-    assert watch(598) == 600
-    assert run._Watch("run", Memory(), 2.5)(1) == 2.5
+    assert left(0, 0, 0, 0, "") == 10
+    assert left(4, 1, 100, 0, "kernel") == 10
+    assert left(9, 1, 100, 0, "kernel") == 5
+    assert left(13, 1, 100, 1, "kernel") == 10
+    assert left(20, 1, 100, 1, "kernel") == 3
+    assert left(50, 1, 100, 1, "kernel", worked=22) == 1  # it was kept waiting
+    assert left(598, 1, 100, 60, "kernel", worked=30) == 2
+    assert run._Watch("run", Memory(), 2.5)(1, 0.1) == 1.5
+
+
+@pytest.mark.parametrize("what", ["sleeps", "is kept waiting"])
+def test_only_work_counts(what):
+    """A process that nobody keeps from its work is at it, asleep or not; one that does not get a processor is not."""
+    one = min(os.sched_getaffinity(0))
+
+    def starve() -> None:
+        os.sched_setaffinity(0, {one})
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+
+    def share() -> None:
+        os.sched_setaffinity(0, {one})
+
+    spin = [sys.executable, "-c", "while True: pass"]
+    if what == "sleeps":
+        children = [subprocess.Popen(["sleep", "60"])]
+    else:
+        children = [
+            subprocess.Popen(spin, preexec_fn=starve),
+            *(subprocess.Popen(spin, preexec_fn=share) for _ in "12"),
+        ]
+    try:
+        time.sleep(0.5)  # until they have begun
+        work, begin = process._Work(children[0].pid), time.monotonic()
+        for _ in range(4):
+            time.sleep(0.25)
+            seconds = work.seconds()
+        passed = time.monotonic() - begin
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+    assert seconds > 0.9 * passed if what == "sleeps" else seconds < 0.5 * passed
+
+
+def test_a_report_that_comes_late_is_waited_for(built, monkeypatch):
+    """And what one call says is never taken for the next one's."""
+    wait = process.Process._wait
+
+    def slowly(self, deadline, last, frames=None):
+        if frames and "ending" in frames:
+            time.sleep(0.1)  # meanwhile nothing of the report is read
+            if time.monotonic() < begin + 3:
+                return frames
+        return wait(self, deadline, last, frames)
+
+    monkeypatch.setattr(process.Process, "_wait", slowly)
+    begin = time.monotonic()
+    assert [x.grid for x in built.run_work(ints(256), 4, 64, 1).launches] == [(4, 1, 1)]
+    begin = time.monotonic()
+    assert [x.grid for x in built.run_work(ints(256), 2, 64, 1).launches] == [(2, 1, 1)]
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from flashlab.simt import CompileError, compile_cuda, source
+from flashlab.simt import CompileError, LaunchError, compile_cuda, source
 
 from .conftest import module
 
@@ -136,6 +136,29 @@ extern "C" int run(float* p) {
     p = floats()
     report = compile_cuda(text).run(p)
     assert (p[:32] == 5).all() and [x.kernel for x in report.launches] == ["deep::t<3>", "k", "k"]
+
+
+@pytest.mark.parametrize("check", [False, True])
+def test_a_launch_keeps_the_bounds_of_its_kernel(check):
+    text = (
+        HEAD
+        + """struct Tile { static constexpr int THREADS = 64; };
+__global__ __launch_bounds__(32, 4) void small(float* p);
+__global__ __launch_bounds__(32, 4) void small(float* p) { p[threadIdx.x] = 1; }
+template <class T> __global__ void __launch_bounds__((T::THREADS / 2) * 2)
+large(float* p)
+{ p[threadIdx.x] = 2; }
+extern "C" int run(float* p, int threads) { small<<<1, threads>>>(p); return cudaGetLastError(); }
+extern "C" int run_large(float* p, int threads) { large<Tile><<<2, threads>>>(p); return cudaGetLastError(); }
+"""
+    )
+    built, p = compile_cuda(text, check=check), floats()
+    assert built.run(p, 32).launches[0].kernel == "small" and p[:32].all()
+    with pytest.raises(LaunchError, match="small.* a block of 33 threads; .*__launch_bounds__ promise at most 32"):
+        built.run(p, 33)
+    built.run_large(p, 32)  # two blocks of the same values: no finding of a fast build
+    with pytest.raises(LaunchError, match="a block of 96 threads; .*__launch_bounds__ promise at most 64"):
+        built.run_large(p, 96)
 
 
 def test_launches_are_rewritten_line_for_line():

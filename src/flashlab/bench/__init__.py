@@ -30,6 +30,7 @@ BENCHES = {
                       "BACKWARD"),
     "scalar": Named("Phase 6: the float32 CUDA kernels against unfused PyTorch and SDPA.", "a GPU, nvcc"),
     "mma": Named("The tensor-core kernels against FlashAttention-2, cuDNN, unfused PyTorch.", "a GPU, nvcc"),
+    "hopper": Named("Phase 11's kernels against cuDNN, FlashAttention-2 and 4, and the course's own.", "a GPU, nvcc"),
     "attention": Named("Attention alone: forward, backward, memory; eager, compiled, ours.", "a GPU"),
     "layer": Named("Phase 10: an attention layer timed and profiled: original, ours, SDPA, compiled.", "a GPU"),
     "lm": Named("Phase 10: the language model's steps, memory, longest text and loss.", "a GPU"),
@@ -49,5 +50,5 @@ BENCHES = {
 }  # fmt: skip
 """By the name on the command line."""
 
-OF_ALL = ("walls", "triton", "industrial", "scalar", "mma", "attention", "layer", "lm", "ablation")
+OF_ALL = ("walls", "triton", "industrial", "scalar", "mma", "hopper", "attention", "layer", "lm", "ablation")
 """What `bench all` runs, in this order."""

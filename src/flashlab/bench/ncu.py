@@ -33,6 +33,17 @@ def ncu_version() -> str:
     return found[1] if found else "unknown"
 
 
+def known(metrics: Mapping[str, str]) -> dict[str, str]:
+    """Those of the metrics that this ncu can count on this GPU: it refuses all where it does not know one."""
+    if not available():
+        return dict(metrics)
+    said = subprocess.run(["ncu", "--query-metrics"], capture_output=True, text=True, timeout=120).stdout
+    names = {line.split()[0] for line in said.splitlines() if line.strip()}
+    # What it reads of the launch is in no list.
+    kept = {n: m for n, m in metrics.items() if m.partition(".")[0] in names or m.startswith("launch__")}
+    return kept if names else dict(metrics)
+
+
 def profile(
     arguments: Sequence[str], metrics: Mapping[str, str], *, kernels: str | None = None, only_marked: bool = False,
     keep_caches: bool = False, timeout: float = 400,

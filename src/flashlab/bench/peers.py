@@ -23,12 +23,13 @@ def sdpa(
 ) -> Callable[[], torch.Tensor]:
     """scaled_dot_product_attention by one backend: "FLASH_ATTENTION" (which is FlashAttention-2), "CUDNN_ATTENTION",
     "EFFICIENT_ATTENTION" or "MATH" (unfused). It raises RuntimeError where it cannot run; no other takes its place.
+    k and v may have fewer heads than q, each for a group of its heads.
     """
-    chosen = getattr(SDPBackend, backend)
+    chosen, grouped = getattr(SDPBackend, backend), q.shape[1] != k.shape[1]
 
     def run() -> torch.Tensor:
         with sdpa_kernel(chosen):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+            return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
 
     return run
 

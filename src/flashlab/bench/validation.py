@@ -137,12 +137,12 @@ def profile() -> list[dict[str, Any]]:
     return rows
 
 
-def sanitize() -> dict[str, str]:
-    """The closing line of each tool of compute-sanitizer, run over a process that launches every variant."""
+def sanitize(arguments: Sequence[str] = _AGAIN, tools: Sequence[str] = TOOLS, timeout: float = 500) -> dict[str, str]:
+    """The closing line of each tool of compute-sanitizer, run over `python ARGUMENTS`, which launches the kernels."""
     said = {}
-    for tool in TOOLS:
-        command = ["compute-sanitizer", "--tool", tool, sys.executable, *_AGAIN]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    for tool in tools:
+        command = ["compute-sanitizer", "--tool", tool, sys.executable, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
         lines = re.findall(r"=+ ((?:ERROR|RACECHECK) SUMMARY: .*)", done.stdout)
         said[tool] = lines[-1] if lines else f"no summary: {done.stdout[-300:]}"
         print(f"{tool}: {said[tool]}", flush=True)

@@ -111,8 +111,16 @@ class Source:
         def caller(m: re.Match[str]) -> str:
             return m[0] if self.first is None or self.own(int(m[1])) else ""
 
+        quoted: set[str] = set()
+
+        def place(m: re.Match[str]) -> str:  # a line is quoted once
+            told = self.place(int(m[1]))
+            again = told in quoted
+            quoted.add(told)
+            return told.split(",")[0] if again else told
+
         message = re.sub(r" \(called from line (\d+)\)", caller, finding.message)
-        sentence = re.sub(r"\bline (\d+)\b", lambda m: self.place(int(m[1])), message)
+        sentence = re.sub(r"\bline (\d+)\b", place, message)
         return re.sub(r",([,:.;)]| \(|$)", r"\1", sentence)
 
 
@@ -203,6 +211,7 @@ def expect_stream(whole: Source) -> None:
 
 
 _RACES = ("race", "global-race", "stage-overwritten")
+_CAUSES = ("wgmma-registers",)  # who does not wait for the sums releases their stage too early as well
 
 
 # ---- what is wrong with it, as a sentence --------------------------------------------------------------------------
@@ -211,9 +220,18 @@ def failure(findings: Sequence[Finding], whole: Source, case: str | None = None)
 
     First what ended the launch: nothing came after it. Then a race: what another thread has not written yet looks
     uninitialised, and a stage that is overwritten looks as if its copy had not been waited for; these are consequences
-    of the race and not its cause. Then the rest, in the order it was seen.
+    of the race and not its cause. So are an arrival too many, of a tile that was not waited for, and an address out of
+    bounds, of an index that was read from shared memory too early. Then the rest, in the order it was seen.
     """
-    first = min(findings, key=lambda f: (not f.fatal, f.severity != "error", f.kind not in _RACES))
+
+    misread = any(f.kind in ("race", "uninitialised-shared") for f in findings)
+
+    def rank(f: Finding) -> tuple[bool, ...]:
+        follows = f.kind == "mbarrier-arrivals" or (f.kind == "global-out-of-bounds" and misread)
+        ended = f.fatal and not follows
+        return not ended, f.severity != "error", f.kind not in _CAUSES, f.kind not in _RACES, follows
+
+    first = min(findings, key=rank)
     sentence = whole.told(first)
     if first.kind == "uninitialised-shared":
         sentence += (

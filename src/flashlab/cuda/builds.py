@@ -88,7 +88,7 @@ def _headers(text: Text, folders: Sequence[Path]) -> list[tuple[str, str]]:
 
 
 def _compiler(flags: Sequence[str]) -> str:
-    arch = next(f.removeprefix("-arch=") for f in flags if f.startswith("-arch="))
+    arch = next(f.rpartition("=")[2] for f in flags if f.startswith(("-arch=", "-gencode=")))
     return f"nvcc {toolchain.nvcc_version()}, {arch}"
 
 

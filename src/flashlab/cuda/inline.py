@@ -77,7 +77,8 @@ class CudaModule:
 
     def _native(self, defines: dict[str, Any]) -> Native:
         folders = self._text.folders(self._include_dirs)
-        flags = toolchain.nvcc_flags(self._arch or toolchain.device_arch(), defines, folders)
+        arch = self._arch or toolchain.arch_for(toolchain.device_arch(), self._text.code)
+        flags = toolchain.nvcc_flags(arch, defines, folders)
         return Native(self._text, build(self._text, flags, self.backend, folders=folders, verbose=self._verbose))
 
     def _emulated(self, defines: dict[str, Any]) -> Module:

@@ -1,4 +1,4 @@
-"""Every kernel of the series as a backend of the one door, and as an operator of PyTorch: p6_1_fa1, ... p9_flash.
+"""Every kernel of the series as a backend of the one door, and as an operator of PyTorch: p6_1_fa1, ... p11_flash.
 
     o = flashlab.flash_attention(q, k, v, causal=True, backend="p9_flash")
     o, lse = attention("p9_flash", q, k, v, causal=True)          # with the log-sum-exp; torch.ops.flashlab.p9_flash
@@ -17,7 +17,7 @@ from flashlab.attention.backends import Backend, best_backward, register
 from flashlab.attention.inputs import scale_of
 from flashlab.cuda.inline import CudaModule, load_inline
 from flashlab.cuda.toolchain import missing
-from flashlab.kernels.series import SERIES, Step, step
+from flashlab.kernels.series import HOPPER, SERIES, Step, step
 
 
 @functools.cache
@@ -59,6 +59,7 @@ def _backend(this: Step) -> Backend:
         loaded = module(this.name, head_dim=q.shape[-1], dtype=q.dtype, on_gpu=q.is_cuda)
         return loaded.forward(q, k, v, causal=right == 0, scale=scale)
 
+    hopper = this in HOPPER
     return Backend(
         this.name,
         f"the CUDA kernel of phase {this.phase}",
@@ -67,8 +68,9 @@ def _backend(this: Step) -> Backend:
         dtypes=this.dtypes,
         head_dims=this.head_dims,
         masks=False,
-        where="on a GPU, built by nvcc at the first call, or emulated on the CPU",
-        unfit=_unfit,
+        where=f"on a GPU{' of compute capability 9.0' if hopper else ''}, built by nvcc at the first call, "
+        "or emulated on the CPU",
+        unfit=_unfit_but_hopper if hopper else _unfit,
     )
 
 
@@ -78,7 +80,16 @@ def _unfit(device: torch.device) -> str | None:
     return None
 
 
-for _step in SERIES:
+def _unfit_but_hopper(device: torch.device) -> str | None:
+    # torch.compile may not look at the device.
+    if device.type == "cuda" and not torch.compiler.is_compiling():
+        capability = torch.cuda.get_device_capability(device)
+        if capability != (9, 0):
+            return f"it needs compute capability 9.0, and this GPU has {capability[0]}.{capability[1]}"
+    return _unfit(device)
+
+
+for _step in SERIES + HOPPER:
     register(_backend(_step))
 
 __all__ = ["attention", "module"]

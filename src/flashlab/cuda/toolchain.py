@@ -118,32 +118,52 @@ def device_arch() -> str:
     return f"sm_{major}{minor}"
 
 
+def arch_for(arch: str, code: str) -> str:
+    """`arch`; for a source that uses what capability 9.0 alone has, "sm_90a" in place of "sm_90".
+
+    Args:
+        code: the source, without its comments.
+    """
+    return "sm_90a" if arch == "sm_90" and _ONLY_90.search(code) else arch
+
+
 def nvcc_flags(arch: str, macros: Mapping[str, Any], folders: Iterable[Path]) -> list[str]:
     """What nvcc is told, by whichever backend.
 
     Args:
-        arch: "sm_90".
+        arch: "sm_90"; "sm_90a" has wgmma and setmaxnreg too, and its code runs on that GPU alone.
         macros: True defines a macro as 1; None and False leave it undefined.
         folders: where headers are.
     """
     defines = [f"-D{k}={1 if v is True else v}" for k, v in sorted(macros.items()) if v is not None and v is not False]
     # ptxas says what registers a kernel takes and what it spills; PyTorch's extensions relax constexpr too.
-    flags = ["-O3", "-std=c++17", "-lineinfo", "--expt-relaxed-constexpr", "-Xptxas=-v", f"-arch={arch}"]
+    flags = ["-O3", "-std=c++17", "-lineinfo", "--expt-relaxed-constexpr", "-Xptxas=-v"]
+    # In full: some releases of nvcc compile for sm_90 too when they are told -arch=sm_90a, and refuse.
+    number = arch.removeprefix("sm_")
+    flags.append(f"-gencode=arch=compute_{number},code=sm_{number}" if arch.endswith("a") else f"-arch={arch}")
     return [*flags, *defines, *[f"-I{Path(f).resolve()}" for f in folders]]
 
 
 # ---- what a GPU has ----------------------------------------------------------------------------------------------
 # Instructions that older GPUs lack, by the names of ptx.cuh.
 _NEEDS = {
+    r"tma_\w+|bulk_(?:load|store)|mbarrier_\w+": ((9, 0), "TMA"),
     r"stmatrix_x\d": ((9, 0), "stmatrix"),
     r"cp_async|__pipeline_memcpy_async": ((8, 0), "cp.async"),
     r"mma_m16n8k16|mma_m16n8k8": ((8, 0), "mma.m16n8k16"),
     r"ldmatrix_x\d": ((7, 5), "ldmatrix"),
 }
 
+_ONLY_90 = re.compile(r"\b(?:wgmma|setmaxnreg)_\w+\b")
+
 
 def check_capability(name: str, code: str, capability: tuple[int, int], gpu: str) -> None:
     """Raises Unavailable if a source, given without its comments, uses an instruction that the GPU lacks."""
+    if (found := _ONLY_90.search(code)) and capability != (9, 0):
+        raise Unavailable(
+            f"{gpu} has compute capability {capability[0]}.{capability[1]}, and {name} uses {found[0].split('_')[0]}, "
+            f'which 9.0 alone has: load_inline(..., backend="emulator") runs it on the CPU'
+        )
     for pattern, (needed, instruction) in _NEEDS.items():
         if re.search(rf"\b(?:{pattern})\b", code) and capability < needed:
             raise Unavailable(

@@ -291,6 +291,7 @@ def _(online_max_and_sum: Callable[..., tuple[float, float]]) -> Any:
         "the lecture's row": [1 * LN2, 3 * LN2, 2 * LN2, 4 * LN2, 0.0],
         "the maximum comes first": [4.0, 1.0, 2.0, 3.0],
         "the maximum moves at every step": [0.5 * i for i in range(-6, 6)],
+        "the maximum comes again": [1.0, 2.0, 0.5, 2.0, 2.0],
         "one element": [-3.0],
         "scores of 800": [799.0, 801.0, 800.0],
         "scores of -800": [-801.0, -799.0],
@@ -332,6 +333,8 @@ def _(online_max_and_sum: Callable[..., tuple[float, float]]) -> Any:
         if xs and want_m > -INF:
             known = [slug for slug in ROW_MISTAKES if slug not in OF_THE_OUTPUT and slug != "l-not-rescaled"]
             mistakes = {slug: (_normalizer(xs, slug)[1], f"l: {ROW_MISTAKES[slug]}") for slug in known}
+            once = _normalizer(sorted(set(xs)))[1]
+            mistakes["equal-scores-once"] = (once, "scores that are equal count once; each has a term of its own")
             mistakes["lse-for-l"] = (want_m + math.log(want_l), "that is m + ln(l), the log-sum-exp; return l itself")
             mistakes["log-for-l"] = (math.log(want_l), "that is ln(l); return l itself")
             if max(xs) < 700:
@@ -345,7 +348,7 @@ def _(online_max_and_sum: Callable[..., tuple[float, float]]) -> Any:
     expect_close(l, _normalizer(xs)[1], what="the sum l", case=case)
     sentence = f"{most[0]} scores were kept in memory at once; the point is to keep two numbers, m and l"
     expect(most[0] <= 8, sentence, diagnosis="row-kept", case=case)
-    return "12 rows, each read once"
+    return f"{len(rows) + 1} rows, each read once"
 
 
 # ---- 0.4 ------------------------------------------------------------------------------------------------------------
@@ -509,6 +512,7 @@ def _(attention_in_blocks: Callable[..., torch.Tensor]) -> Any:
         "the largest score in the last block": late,
         "a maximum that moves in every block": torch.linspace(-3, 3, 12, dtype=torch.float64),
         "scores around 1000": late + 1000,
+        "scores that are all equal": torch.full_like(x, 2.0),
     }
     for case, row in rows.items():
         for n in (4, 5, 1, 12, 100):
@@ -531,7 +535,7 @@ def _(attention_in_blocks: Callable[..., torch.Tensor]) -> Any:
                     both = walk(row, v, n, f"correction-inverted+{slug}")[2]
                     mistakes[f"correction-inverted {slug}"] = (both, f"{INVERTED}. And {why}")
             expect_close(got, right, what="the output", case=name, mistakes=mistakes)
-    return "20 cases"
+    return "25 cases"
 
 
 # ---- 0.6 ------------------------------------------------------------------------------------------------------------

@@ -310,10 +310,15 @@ def _naive_mistakes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[s
         "scale-hard-coded": (1 / 8, "the scores are always scaled by 1/8, which is right for D = 64 only"),
     }
     told = {slug: (torch.softmax(s * scale, 1) @ v, why) for slug, (scale, why) in scales.items()}
+    late = torch.softmax(s, 1) @ v
     s = s * d**-0.5
     p = torch.exp(s - s.amax(1, keepdim=True))
     lost = "sum(dim=1) without keepdim divides column j by the sum of row j: keep the axis, keepdim=True"
     return told | {
+        "scale-after-softmax": (
+            late * d**-0.5,
+            "1 / sqrt(D) is a factor of o; it scales the scores, before the softmax",
+        ),
         "not-normalised": (p @ v, "the exponentials are not divided by their row's sum"),
         "wrong-axis": (torch.softmax(s, 0) @ v, "the softmax runs along the columns: a row's keys lie along dim=-1"),
         "sum-of-columns": (p / p.sum(0, keepdim=True) @ v, "the sum runs along the columns: each row has its own"),

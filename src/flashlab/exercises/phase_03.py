@@ -192,6 +192,9 @@ def _(scale_log2: Callable[..., Any], natural_lse: Callable[..., Any]) -> str:
 # ---- 3.3 ------------------------------------------------------------------------------------------------------------
 
 
+EQUAL = "a score that equals the maximum so far is left out: its term is exp(0) = 1"
+
+
 @exercise(
     "3.3",
     title="The log-sum-exp of a row of any length",
@@ -210,6 +213,7 @@ def _(row_lse_kernel: Any) -> str:
     kernel = kernel_of(row_lse_kernel, ("x_ptr", "lse_ptr", "stride", "N", "BLOCK"))
     shapes = [(3, 96), (2, 100), (4, 5), (2, 129), (1, 1)]
     levels = {"near 0": 0.0, "near -5": -5.0, "near 300": 300.0, "falling by 300": None, "near -3.39e38": -3.39e38}
+    levels["all 2"] = 2.0
     for rows, n in shapes:
         (x,) = _random((rows, n), seed=n)
         for words, level in levels.items():
@@ -217,7 +221,7 @@ def _(row_lse_kernel: Any) -> str:
             lse = torch.full((rows,), math.nan, device=x.device)
             wide = torch.full((rows, n + 7), 1e4, device=x.device)  # the rows of a wider matrix
             values = wide[:, :n]
-            values.copy_(x if level is None else 3 * x + level)
+            values.copy_(torch.full_like(x, 2.0) if words == "all 2" else x if level is None else 3 * x + level)
             if level is None:
                 values.add_(torch.linspace(300, 0, n, device=x.device))
             given = values.clone()
@@ -228,6 +232,7 @@ def _(row_lse_kernel: Any) -> str:
             _explain_row(lse, values, case)
             want = torch.logsumexp(values.double(), 1)
             padded = torch.cat([values, torch.zeros(rows, -n % 32, device=x.device)], 1)
+            equal = want.new_full((rows,), 2.0 + math.log(min(n, 32))) if words == "all 2" else None
             expect_close(
                 lse,
                 want,
@@ -240,7 +245,9 @@ def _(row_lse_kernel: Any) -> str:
                         "the elements past the end count as zeros, and exp(0) is 1: they have to be -inf",
                     ),
                     **_row_mistakes(values, 32),
-                },
+                }
+                if equal is None
+                else {"equal-scores-left-out": (equal, EQUAL)},
             )
     compiles(kernel, {"x_ptr": torch.float32, "lse_ptr": torch.float32, "stride": 100, "N": 100, "BLOCK": 32})
     return f"{len(levels) * len(shapes)} cases, and it compiles"

@@ -1223,6 +1223,9 @@ def _(sink_attention_kernel: Any) -> str:
     def per_tile(s, v, sink):
         return _with_sink(s, v, sink + math.log(-(-s.shape[1] // 32)))
 
+    def per_tile_too(s, v, sink):
+        return _with_sink(s, v, sink + math.log(1 - (-s.shape[1] // 32)))
+
     def unshifted(s, v, sink):  # exp(sink) is added as it is, and the others are relative to the maximum
         m = s.amax(1, keepdim=True)
         return _with_sink(s, v, sink, weight=torch.exp(sink + 0 * m), m=m)
@@ -1241,6 +1244,7 @@ def _(sink_attention_kernel: Any) -> str:
         "sink-in-base-2": (times(math.log2(math.e)), "the sink is multiplied by log2(e), and e is raised to the power"),
         "sink-in-base-2 2": (times(math.log(2)), "2 is raised to the power of the sink; its term is e^(sink - m_i)"),
         "sink-in-every-tile": (per_tile, "the sink is counted once in every tile; it is one key"),
+        "sink-in-every-tile 2": (per_tile_too, "the sink is counted before the loop and in every tile; it is one key"),
         "sink-not-shifted": (unshifted,
                              "the sink's term is exp(sink), those of the keys are relative to m_i: all need one m"),
         "sink-has-a-value": (a_value, "the sink's share is added to o: its value is a row of zeros"),

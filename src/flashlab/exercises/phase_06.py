@@ -255,6 +255,9 @@ def _tiles_swapped(x: torch.Tensor) -> torch.Tensor:
 # ---- 6.4 ------------------------------------------------------------------------------------------------------------
 
 
+EQUAL = "a score that equals the maximum so far is left out: its term is exp(0) = 1"
+
+
 @exercise(
     "6.4",
     title="Online softmax of a row, in one warp",
@@ -274,10 +277,10 @@ def _(row_lse: str) -> str:
     answer = Answer(row_lse, "row_lse")
     cases = 0
     for n in (64, 100, 257, 32, 5, 1):
-        for kind in ("random", "rising", "near -200", "near 300"):
+        for kind in ("random", "rising", "near -200", "near 300", "all 2"):
             case = f"n={n}, scores {kind}"
             x = 3 * _random(4, n, seed=n) + {"near -200": -200, "near 300": 300}.get(kind, 0)
-            x = x.sort(1).values if kind == "rising" else x
+            x = x.sort(1).values if kind == "rising" else torch.full_like(x, 2.0) if kind == "all 2" else x
             want = torch.logsumexp(x.double(), 1)
             state = _lane_states(x)
             whole = torch.cat([x.flatten(), torch.zeros(64)])
@@ -339,7 +342,9 @@ def _(row_lse: str) -> str:
                             "every row got the log-sum-exp of row 0: which row is this block's?",
                         ),
                         **_merge_mistakes(*state),
-                    },
+                    }
+                    if kind != "all 2"
+                    else {"equal-scores-left-out": (want.new_full((4,), 2.0 + math.log(min(n, 32))), EQUAL)},
                 )
                 if check:
                     _expect_one_pass(counters, n, case)

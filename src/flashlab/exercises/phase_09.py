@@ -15,6 +15,7 @@ from flashlab.attention import reference
 from flashlab.check import CheckFailed, expect, running
 from flashlab.check.cuda_answer import PROBES, Source, built, examine, probe, region, replaced, text_of
 from flashlab.check.mistakes import weights
+from flashlab.cuda import CudaModule
 from flashlab.exercises.registry import exercise
 from flashlab.figures.ladder import wavefronts
 from flashlab.kernels.series import step
@@ -329,6 +330,7 @@ def _other_head_dim(whole: Source) -> None:
         diagnosis="wrong-at-head-dim-128",
         case=case,
     )
+    _in_float32(module, (o, lse), (want_o, want_lse), case)
     for level in (200.0, -200.0):
         q[..., 0], k[..., 0] = 8.0, level * math.sqrt(128) / 8
         o, lse = module.forward(q, k, v, echo=False)
@@ -341,6 +343,46 @@ def _other_head_dim(whole: Source) -> None:
             diagnosis="no-max-subtraction",
             case=f"{case}, every score near {level:+.0f}",
         )
+
+
+Pair = tuple[torch.Tensor, torch.Tensor]  # o and lse
+
+
+def _in_float32(module: CudaModule, got: Pair, want: Pair, case: str) -> None:
+    """Raises CheckFailed where the weights, or what is summed with them, have less than float32's digits.
+
+    Of 16 bits lse shows as much, which is float32. o is 16 bits itself: there a weight far below 1 shows, of which
+    fp16 has few digits, with a V as far above the others.
+    """
+    __tracebackhide__ = True
+    off = (got[1] - want[1]).abs()
+    at = int(off.argmax())
+    expect(
+        bool(off.max() < 3e-5),
+        f"nearly right, but lse[0, 0, {at}] is {got[1].flatten()[at]:.7g} instead of {want[1].flatten()[at]:.7g}: the "
+        "parts and their lse are float32, and float32 errs by a hundredth of that. Is something on the way narrower?",
+        diagnosis="merge-in-low-precision",
+        case=case,
+    )
+    generator = torch.Generator().manual_seed(1)
+    q, k = (0.3 * torch.randn(1, 1, n, 128, generator=generator) for n in (16, 1024))
+    q[..., 0], k[..., 0] = 8.0, 0.0
+    k[:, :, 512:, 0] = 13 * math.sqrt(128) / 8  # scores higher by 13: the weight of what comes before is 2e-6
+    v = torch.zeros(1, 1, 1024, 128)
+    v[:, :, :512] = 3e4
+    q, k, v = q.half(), k.half(), v.half()
+    o = module.forward(q, k, v, echo=False)[0].float()
+    want_o = reference.attention(q, k, v)[0].float()
+    error = ((o - want_o) / want_o).abs().amax((0, 1, 3))
+    row = int(error.argmax())
+    expect(
+        bool(error.max() < 2e-3),
+        f"nearly right, but where a part's weight is about 2e-6 and its V is 30000, o[0, 0, {row}, 0] is "
+        f"{o[0, 0, row, 0]:.5g} instead of {want_o[0, 0, row, 0]:.5g}: so small a weight has lost its digits, which "
+        "float32 would keep",
+        diagnosis="merge-in-low-precision",
+        case="head_dim=128, seq_q=16, seq_k=1024, the scores of the keys from 512 on higher by 13",
+    )
 
 
 def _rows_without_a_key(whole: Source) -> None:

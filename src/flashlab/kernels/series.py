@@ -74,7 +74,7 @@ SERIES = (
     Step("p9_8_devices", "smaller tiles of K and V where shared memory is smaller", head_dims=(64, 128, 256)),
     Step("p9_flash", "several blocks share the keys, when rows are few", head_dims=(64, 128, 256)),
 )
-"""Every step, in the order of the course."""
+"""Every step that runs on any GPU from capability 8.0 on, in the order of the course."""
 
 SIDE = (
     Step("p8_side_split_kv", "four warps that divide the keys", defines=_STAGES, beside="p8_4_swizzle"),
@@ -89,17 +89,40 @@ SIDE = (
 """The exhibits beside the ladder."""
 
 
+_TURNS: dict[str, tuple[int, ...]] = {"PING_PONG": (1, 0)}
+_SCHEDULER: dict[str, tuple[int, ...]] = _TURNS | {"DYNAMIC": (1, 0)}
+_POLYNOMIAL: dict[str, tuple[int, ...]] = _SCHEDULER | {"POLYNOMIAL": (0, 4)}
+
+HOPPER = (
+    Step("p11_1_tma", "tiles are brought by TMA, and counted by mbarriers"),
+    Step("p11_2_wgmma", "S by wgmma: Q and K are read where they lie"),
+    Step("p11_3_operands", "O by wgmma: P from registers, V as it lies"),
+    Step("p11_4_producer", "one warp copies, four compute; barriers for full and empty stages"),
+    Step("p11_5_consumers", "two or three consumers, and setmaxnreg"),
+    Step("p11_6_overlap", "the scores of the next tile before the output of this one"),
+    Step("p11_7_ping_pong", "the consumers take turns at the tensor cores", defines=_TURNS),
+    Step("p11_8_persistent", "blocks that stay, causal work in order", defines=_TURNS),
+    Step("p11_9_scheduler", "whoever is free takes the next part", defines=_SCHEDULER),
+    Step("p11_10_epilogue", "O leaves by TMA, while the next part begins", defines=_SCHEDULER),
+    Step("p11_11_rescale", "O is rescaled only when the maximum has moved far", defines=_SCHEDULER),
+    Step("p11_12_polynomial", "some exponentials by arithmetic", defines=_POLYNOMIAL),
+    Step("p11_flash", "tiles for small grids; HEAD_DIM = 256", head_dims=(64, 128, 256),
+         defines=_POLYNOMIAL | {"DYNAMIC": (1, 0, 2), "STAGES": (2, 3), "BLOCK_N": (128, 64, 96, 160)}),
+)  # fmt: skip
+"""Phase 11, a ladder of its own: it begins at p9_1_masks, and runs on capability 9.0 alone (or emulated)."""
+
+
 def steps(*phases: int) -> tuple[Step, ...]:
     """The steps of these phases, without the exhibits."""
-    return tuple(s for s in SERIES if s.phase in phases)
+    return tuple(s for s in SERIES + HOPPER if s.phase in phases)
 
 
 def step(name: str) -> Step:
     """The step, or the exhibit, of that name. Raises KeyError, with the names there are."""
-    for s in SERIES + SIDE:
+    for s in SERIES + SIDE + HOPPER:
         if s.name == name:
             return s
-    raise KeyError(f"no step {name!r} in the series; there are {', '.join(s.name for s in SERIES + SIDE)}")
+    raise KeyError(f"no step {name!r} in the series; there are {', '.join(s.name for s in SERIES + SIDE + HOPPER)}")
 
 
 def path(name: str) -> Path:

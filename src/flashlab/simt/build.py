@@ -134,6 +134,7 @@ class Compiler:
             *(("--param", "tsan-distinguish-volatile=1") if self.major >= 11 else ()),
             "-fno-tree-sra", "-fno-store-merging", "-fno-tree-vectorize", "-fno-tree-slp-vectorize",
             "-fno-hoist-adjacent-loads", "-fdata-sections",
+            "-fstack-reuse=none",  # what a wgmma under way still uses is nobody else's
         )  # fmt: skip
 
     @property
@@ -308,7 +309,7 @@ def _compile(
     if printed.returncode:
         raise CompileError(hints.explained(printed.stderr, name))
     preprocessed = source.Preprocessed(printed.stdout, (str(INCLUDE),))
-    if not any(f.startswith(str(INCLUDE)) for f in source.included(printed.stdout)):
+    if not any(f.startswith(str(INCLUDE)) for f in preprocessed.included):
         hints.check_included(text, name)
     try:
         preprocessed.check()
@@ -367,6 +368,8 @@ def _link(
     (work / "kernel.o").unlink()
     own = {s.name for s in symbols if s.defined}
     there = elf.thread_local_symbols(work / "kernel.so")
-    owners = {n: at for n, at in elf.functions(work / "kernel.so").items() if elf.base_name(n) in kernels}
+    named = re.compile("|".join(map(re.escape, sorted(kernels))) or "$^")
+    functions = elf.functions(work / "kernel.so").items() if own else ()
+    owners = {n: at for n, at in functions if named.search(n) and elf.base_name(n) in kernels}
     arrays = {(s.offset, s.size): s.owned(owners) for s in there if s.name in own and s.defined and s.size}
     return tuple(arrays.values()), next(s.offset for s in there if s.name == DYNAMIC_SHARED)

@@ -55,8 +55,8 @@ def _symbols(path: Path | str, wanted: int) -> list[Symbol]:
         if kind != _SYMTAB:
             continue
         names = headers[link][4]
-        for at in range(offset, offset + size, entry):
-            name, info, _, section, value, length = struct.unpack_from("<IBBHQQ", data, at)
+        symbols = struct.iter_unpack("<IBBHQQ", data[offset : offset + size // entry * entry])
+        for name, info, _, section, value, length in symbols:
             if info & 15 == wanted:
                 text = data[names + name : data.index(b"\0", names + name)].decode()
                 found.append(Symbol(text, value, length, section != 0))

@@ -11,7 +11,7 @@ from flashlab.simt.build import RED_ZONE, Build
 from flashlab.simt.lines import Place, resolver
 from flashlab.simt.process import Reply
 from flashlab.simt.report import Counters, Event, Finding, Launch, Report
-from flashlab.simt.sentences import FATAL, Facts, host_end, sentence
+from flashlab.simt.sentences import ASYNC_READS, COPIES, FATAL, Facts, host_end, sentence
 
 # A site's four counters (runtime/counters.h), by its kind: the names under which they are reported.
 _COUNTERS = {
@@ -39,9 +39,7 @@ _COUNTERS = {
     "syncwarp": ("syncwarps",),
     "barrier": ("barriers",),
     "wgmma_wait": ("wgmma_waits", "wgmma_waits_for_more"),
-    **{
-        f"wgmma_m64n{n}k16": ("wgmma", "wgmma_flops", "wgmma_bytes", "wgmma_from_registers") for n in range(8, 257, 8)
-    },
+    **{f"wgmma_m64n{n}k16": ("wgmma", "wgmma_flops", "wgmma_bytes", "wgmma_from_registers") for n in range(8, 257, 8)},
 }
 Index = tuple[int, int, int]
 
@@ -112,9 +110,7 @@ class Narrator:
             line = self._own_line(self.resolver.place(int(row[2]))) or 0
             launch = launches[-1]
             if row[0] == "event":
-                launch.events.append(
-                    Event(int(row[3]), int(row[4]), row[1], line or None, (int(row[5]), int(row[6])))
-                )
+                launch.events.append(Event(int(row[3]), int(row[4]), row[1], line or None, (int(row[5]), int(row[6]))))
                 continue
             for counters in (launch.counters, launch.by_line.setdefault(line, Counters())):
                 for name, value in zip(_COUNTERS[row[1]], row[3:], strict=False):
@@ -137,7 +133,12 @@ class Narrator:
         for row in rows:
             if row[0] in FATAL or (row[0] == "divergent" and row[1] != row[13]):
                 ended[int(row[6])] = min(ended.get(int(row[6]), 1 << 62), int(row[7]))
+        early = {
+            (self.resolver.place(int(row[2])), self.resolver.place(int(row[3])))
+            for row in rows if row[0] == "read-before-wait" and row[1] not in COPIES
+        }  # fmt: skip
         found, seen = [], set()
+        overwritten: set[int] = set()  # findings of writes to what the async proxy reads
         for row in sorted(rows, key=lambda r: (int(r[6]), int(r[7]), int(r[8]))):
             kind, how, words = row[0], row[1], row[13]
             other_block, warning = int(row[14]), row[15] == "1"
@@ -149,6 +150,8 @@ class Narrator:
                 place, other_place = place or other_place, None
             if kind == "divergent" and how == words and place and place == other_place:
                 continue  # one line, compiled twice
+            if kind == "read-before-wait" and how in COPIES and (other_place, place) in early:
+                continue  # of the readers, those that came before the copy began: the others are told of
             key = (kind, how, place, other_place, words)
             if key in seen:
                 continue
@@ -161,12 +164,18 @@ class Narrator:
                     kind, how, words, place, other_place, launch, thread, other, block, other_block, v, times, warning
                 )
             )
+            if words in ASYNC_READS:
+                overwritten.add(id(found[-1]))
         # One mistake is told once. Bytes that arrive too late for one thread arrive without a barrier for another;
         # what the lanes of a warp do to each other, two warps do; and what two threads do, two blocks do.
+        # An operand that is read before it is written is overwritten when it is read again: the first is the cause.
+        first: dict[frozenset, Finding] = {}
+        for f in found:
+            if id(f) in overwritten:
+                first.setdefault(self._lines(f), f)
+        found = [f for f in found if id(f) not in overwritten or first[self._lines(f)] is f]
         late = {self._lines(f) for f in found if f.kind in ("read-before-wait", "stage-overwritten")}
         found = [f for f in found if f.kind != "race" or self._lines(f) not in late]
-        too_early = {f.line for f in found if f.kind == "stage-overwritten"}
-        found = [f for f in found if f.kind != "race" or "wgmma" not in f.message or f.other_line not in too_early]
         races = {self._lines(f) for f in found if f.kind in ("race", "global-race") and f.severity == "error"}
         found = [f for f in found if f.severity == "error" or self._lines(f) not in races]
         between_blocks = {self._lines(f) for f in found if f.other_block is not None}
@@ -247,8 +256,10 @@ class Narrator:
         """What bytes of shared memory are that belong to no array of the kernel: what they are near to."""
         address = self.build.dynamic + offset
         for s in self.build.shared:
+            over = address + count - s.offset - s.size
             if s.offset <= address < s.offset + s.size:
-                return f"{s.array}, which is another kernel's"
+                return f"the last {over} of {count} lie beyond the end of {s.array} ({s.size} bytes)" if over > 0 else \
+                    f"{s.array}, which is another kernel's"  # fmt: skip
         before = max((s for s in self.build.shared if s.offset <= address), key=lambda s: s.offset, default=None)
         if before and address + count - before.offset - before.size <= RED_ZONE:
             over = address + count - before.offset - before.size

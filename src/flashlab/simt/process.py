@@ -26,7 +26,9 @@ from typing import Any
 
 from flashlab.simt.errors import SimtError
 
-PATIENCE = 2.0  # seconds that a cancelled call has to end by itself
+PATIENCE = 2.0  # seconds of work that a cancelled call has to end by itself
+REPORT = 60.0  # and one that has returned, to say what came of it
+POLL = 0.5  # seconds between two looks at a call
 PRINTED = 1 << 20  # bytes that are kept of what a call prints, as a GPU's buffer has
 ALIVE = 32  # processes that wait for a next call; beyond that the one that has waited longest ends
 
@@ -72,6 +74,44 @@ class Reply:
 
 class Gone(Exception):
     """The process has ended; ``args[0]`` is its exit status, ``args[1]`` what it wrote to stderr."""
+
+
+class _Work:
+    """How long a process has been at work: the time that others keep the processors from it does not count.
+
+    A machine that is busy with other things makes a right kernel slow; it shall not make it fail. So of the time
+    between two looks counts what the busiest thread of the process has computed; and all of it, where they all sleep.
+    But a quarter counts in any case: where there are more threads than processors, they keep each other waiting.
+    """
+
+    def __init__(self, pid: int):
+        self._tasks = Path(f"/proc/{pid}/task")
+        self._tick = 1 / os.sysconf("SC_CLK_TCK")
+        self._last = time.monotonic()
+        self._ticks = self._look()[0]
+        self._seconds = 0.0
+
+    def _look(self) -> tuple[dict[str, int], bool]:
+        """Of each thread what it has computed, in ticks; and whether one of them wants to."""
+        ticks, awake = {}, False
+        with contextlib.suppress(OSError):  # the process is gone, or the system does not say
+            for task in self._tasks.iterdir():
+                with contextlib.suppress(OSError):
+                    fields = (task / "stat").read_text(errors="replace").rpartition(")")[2].split()
+                    ticks[task.name] = int(fields[11]) + int(fields[12])
+                    awake |= fields[0] in "RD"
+        return ticks, awake
+
+    def seconds(self) -> float:
+        """Since it was made."""
+        now, (ticks, awake) = time.monotonic(), self._look()
+        passed, self._last = now - self._last, now
+        if awake:
+            busiest = max(n - self._ticks.get(thread, 0) for thread, n in ticks.items())
+            passed = min(passed, max(busiest * self._tick, passed / 4))
+        self._ticks = ticks
+        self._seconds += passed
+        return self._seconds
 
 
 class Process:
@@ -197,15 +237,21 @@ class Process:
             self._drain(pipe)
         return Gone(self._popen.returncode, self._texts[self._err].decode(errors="replace").strip())
 
+    def _wait_for_work(self, seconds: float, last: set[str], frames: dict[str, bytes]) -> None:
+        """The same, with a limit on the time that the process is at work."""
+        work = _Work(self._popen.pid)
+        while not last & frames.keys() and (left := seconds - work.seconds()) > 0:
+            self._wait(time.monotonic() + min(left, POLL), last, frames)
+
     # ---- a call ----------------------------------------------------------------------------------
-    def call(self, request: str, file: int, watch: Callable[[float], float]) -> Reply:
+    def call(self, request: str, file: int, watch: Callable[[float, float], float]) -> Reply:
         """Runs an entry.
 
         Args:
             request: as serve.cpp reads it.
             file: descriptor of the shared memory.
-            watch: called twice a second and more with the seconds that have gone by; returns after how many of them
-                the call is to be cancelled.
+            watch: called twice a second and more with the seconds that have gone by, and those of them in which the
+                process was at work; returns in how many the call is to be cancelled, at the earliest.
 
         Returns:
             the reply; where it is cancelled by an exception of this thread (Ctrl-C), with that as ``interrupt``.
@@ -216,37 +262,41 @@ class Process:
         self._lost = 0
         begin = time.monotonic()
         frames: dict[str, bytes] = {}
-        cancelled, interrupt = 0, None
+        cancelled, interrupt, came_back = 0, None, False
         try:
             try:
+                work = _Work(self._popen.pid)
                 self._send(request.encode(), file)
                 while not frames.keys() & {"ending", "refused"}:
-                    now = time.monotonic()
-                    limit = begin + watch(now - begin)
-                    if now >= limit:
+                    left = watch(time.monotonic() - begin, work.seconds())
+                    if left <= 0:
                         cancelled = 1
                         break
-                    self._wait(min(limit, now + 0.5), {"ending", "refused"}, frames)
+                    self._wait(time.monotonic() + min(left, POLL), {"ending", "refused"}, frames)
             except KeyboardInterrupt as error:
                 cancelled, interrupt = 2, error
             if cancelled:
                 with contextlib.suppress(OSError):
                     self._socket.sendall(bytes([cancelled]))
+            if cancelled:
+                self._wait_for_work(PATIENCE, {"ending", "refused"}, frames)
             # After the ending comes the report, unless the heap is so broken that it cannot be written.
-            self._wait(time.monotonic() + PATIENCE, {"end", "refused"}, frames)
+            came_back = frames.get("ending", b"").startswith(b"returned\t")
+            self._wait_for_work(REPORT if came_back else PATIENCE, {"end", "refused"}, frames)
             ending = None
         except Gone as gone:
             status = gone.args[0]
             ending = Ending("killed", -status if status is not None and status < 0 else 0, text=gone.args[1])
         except KeyboardInterrupt as error:  # a second one: no patience
             cancelled, interrupt, ending = 2, error, Ending("killed", int(signal.SIGKILL))
-        if "ending" in frames:
+        if "ending" in frames and ("end" in frames or not came_back):
             ending = _ending(frames["ending"])
         elif "refused" in frames:
             ending = Ending("refused", text=frames["refused"].decode())
         elif ending is None:
             ending = Ending("stuck")
-        over = ending.kind in ("returned", "refused")
+        # One that was cancelled as it ended may find the word of it when it waits for the next call.
+        over = ending.kind in ("returned", "refused") and not cancelled
         if not over:
             self._kill()
         for pipe in (self._out, self._err):

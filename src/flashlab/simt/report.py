@@ -23,8 +23,8 @@ class Counters(Counter):
     ``*_wavefronts``: passes through shared memory, and ``*_ideal``: those that would be left if no bank were
     asked for two words. ``*_sectors``: 32-byte pieces of global memory touched, and their ``*_ideal``: the
     fewest that hold those bytes.
-    ``*_bytes``: what the lanes asked for; of global memory unless the name says shared, ldmatrix or stmatrix. Of a TMA or
-    bulk copy: of shared memory, with the zeros for what lies outside; ``*_global_bytes``, of global memory.
+    ``*_bytes``: what the lanes asked for; of global memory unless the name says shared, ldmatrix or stmatrix. Of a TMA
+    or bulk copy: of shared memory, with the zeros for what lies outside; ``*_global_bytes``, of global memory.
     ``mma_flops``: multiplications and additions.
     ``wgmma``: executed by a warpgroup, and so are ``wgmma_m64n128k16`` (one for each shape), ``wgmma_flops``,
     ``wgmma_bytes`` (read of shared memory) and ``wgmma_from_registers`` (those with A in registers). ``wgmma_waits``:

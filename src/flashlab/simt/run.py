@@ -31,7 +31,7 @@ from flashlab.simt.process import Reply
 from flashlab.simt.report import Report
 from flashlab.simt.source import C_TYPES, DTYPES, Entry, Parameter, to_number
 
-PATIENCE = 10.0  # seconds in which a block has to end, where the caller sets no limit
+PATIENCE = 10.0  # seconds of work in which a block has to end, where the caller sets no limit
 LONGEST = 600.0  # and what the whole call may take then
 MAX_TIMEOUT = 86400
 MAX_SHARED = 227 * 1024  # machine.h
@@ -53,6 +53,7 @@ _ERRORS = {
     "lanes-missing": DeadlockError,
     "mask-without-self": DeadlockError,
     "barrier-arguments": DeadlockError,
+    "barrier-threads": DeadlockError,
     "wgmma-block": DeadlockError,
     "wgmma-form": DeadlockError,
     "wgmma-warps": DeadlockError,
@@ -62,11 +63,13 @@ _ERRORS = {
     "misaligned": IllegalAccess,
     "not-shared": IllegalAccess,
     "bulk-misaligned": IllegalAccess,
+    "bulk-size": IllegalAccess,
     "mbarrier-again": IllegalAccess,
     "mbarrier-missing": IllegalAccess,
     "reduce-type": IllegalAccess,
     "tensor-map": IllegalAccess,
     "mbarrier-arrivals": DeadlockError,
+    "mbarrier-in-use": DeadlockError,
     "mbarrier-bytes": DeadlockError,
     "mbarrier-number": DeadlockError,
     "stack-overflow": IllegalAccess,
@@ -145,7 +148,8 @@ class Module:
             threads: OS threads that run blocks; all the machine has by default. Results and counts do not depend
                 on it.
             timeout: seconds after which the call is given up. Without it that is after 10 s in which no block has
-                ended, and after 10 minutes. After 2 s a line on stderr says how far it is.
+                ended, and after 10 minutes; time that other programs keep the processors from it is not among the
+                10 s. After 2 s a line on stderr says how far it is.
             shared_limit: bytes of dynamic shared memory that a block may ask for (227 KB: H100, H200; 99 KB:
                 RTX 30, 40, 50).
             capability: compute capability that cudaDeviceGetAttribute reports, times 10.
@@ -222,7 +226,7 @@ class Module:
             returned = _value(signature.returns, reply.returned)
             narrator = Narrator(self.build, buffers)
             report = narrator.report(reply.records, reply.findings, reply.printed, seconds, returned)
-            _raise_if_failed(report, signature, reply, narrator, watch.limit)
+            _raise_if_failed(report, signature, reply, narrator, timeout or round(watch.seconds))
             for number, v in views.items():
                 if not signature.parameters[number].const:
                     memory.copy_back(v)
@@ -244,21 +248,23 @@ class _Watch:
     """Says when a call is to be given up, and, after two seconds and then now and again, on stderr how far it is.
 
     Attributes:
-        limit: seconds after its begin at which it is given up.
+        seconds: that it has taken.
     """
 
     def __init__(self, entry: str, memory: GlobalMemory, timeout: float | None):
         self.entry, self.memory, self.timeout = entry, memory, timeout
-        self.limit = timeout or PATIENCE
-        self._last = (0, 0)
+        self.seconds = 0.0
+        self._last, self._since = (0, 0), 0.0
         self._next = 2.0
 
-    def __call__(self, seconds: float) -> float:
+    def __call__(self, seconds: float, worked: float) -> float:
+        """In how many seconds it is to be given up; process.py says what the arguments are."""
+        self.seconds = seconds
         launches, blocks, done, kernel = self.memory.progress
-        if self.timeout is None and (launches, done) != self._last:
-            self._last = (launches, done)
-            self.limit = min(seconds + PATIENCE, LONGEST)
-        if self._next <= seconds < self.limit:
+        if (launches, done) != self._last:
+            self._last, self._since = (launches, done), worked
+        left = self.timeout - seconds if self.timeout else min(self._since + PATIENCE - worked, LONGEST - seconds)
+        if self._next <= seconds and left > 0:
             self._next = max(10.0, 2 * self._next)
             where = f"{kernel} has run {done} of its {blocks} blocks" if launches else "no kernel has been launched yet"
             rule = f"{self.timeout:g} s" if self.timeout else f"{PATIENCE:g} s in which no block ends"
@@ -266,7 +272,7 @@ class _Watch:
                 f"{self.entry}: {seconds:.0f} s so far, {where}; it is given up after {rule} (timeout=...)",
                 file=sys.stderr, flush=True,
             )  # fmt: skip
-        return self.limit
+        return left
 
 
 def _holds_nothing(array: Any) -> bool:

@@ -11,10 +11,12 @@ from flashlab.simt.process import Ending
 
 # After these the launch cannot go on. (So it is with a divergence in which two different operations meet.)
 FATAL = {
-    "assert", "barrier-arguments", "copy-size", "deadlock", "division-by-zero", "global-out-of-bounds",
+    "assert", "barrier-arguments", "barrier-threads", "bulk-size", "copy-size", "deadlock", "division-by-zero",
+    "global-out-of-bounds",
     "host-call", "interrupted", "lanes-missing", "launch-configuration", "launch-in-kernel",
     "mask-without-self", "misaligned", "not-shared", "bulk-misaligned", "mbarrier-again", "mbarrier-arrivals",
-    "mbarrier-bytes", "mbarrier-missing", "mbarrier-number", "reduce-type", "registers-missing", "stack-overflow",
+    "mbarrier-bytes", "mbarrier-in-use", "mbarrier-missing", "mbarrier-number", "reduce-type",
+    "registers-missing", "stack-overflow",
     "tensor-map", "timeout", "trap", "wgmma-block", "wgmma-form", "wgmma-warps",
 }  # fmt: skip
 
@@ -24,13 +26,14 @@ _DOES = {
     "wgmma": "reads with wgmma",
     "tma_load": "fills with tma_load", "bulk_load": "fills with bulk_load", "tma_store": "reads with tma_store",
     "bulk_store": "reads with bulk_store", "tma_reduce_add": "reads with tma_reduce_add",
-    "mbarrier_init": "makes an mbarrier of",
+    "mbarrier_init": "initialises as an mbarrier",
 }  # fmt: skip
 _DID = {
     "load": "read", "store": "wrote", "ldmatrix": "read with ldmatrix", "stmatrix": "wrote with stmatrix",
     "cp.async": "filled with cp.async", "atomic": "updated with an atomic", "tma_load": "filled with tma_load",
     "bulk_load": "filled with bulk_load", "tma_store": "read with tma_store", "bulk_store": "read with bulk_store",
-    "tma_reduce_add": "read with tma_reduce_add", "mbarrier_init": "made an mbarrier of",
+    "tma_reduce_add": "read with tma_reduce_add", "wgmma": "read with wgmma",
+    "mbarrier_init": "initialised as an mbarrier",
 }  # fmt: skip
 
 # The same of global memory, where it is not the same.
@@ -41,8 +44,8 @@ _GLOBAL = {
 }  # fmt: skip
 _WRITES = ("store", "stmatrix", "cp.async", "tma_load", "bulk_load")
 _BULK_LOADS = ("tma_load", "bulk_load")
-_COPIES = ("cp.async", *_BULK_LOADS)
-_ASYNC_READS = {"tma_store": "bulk_wait_read", "bulk_store": "bulk_wait_read", "tma_reduce_add": "bulk_wait_read",
+COPIES = ("cp.async", *_BULK_LOADS)
+ASYNC_READS = {"tma_store": "bulk_wait_read", "bulk_store": "bulk_wait_read", "tma_reduce_add": "bulk_wait_read",
                 "wgmma": "wgmma_wait"}  # fmt: skip
 
 _CONFIGURATION = {
@@ -56,6 +59,7 @@ _CONFIGURATION = {
     "shared": "{0} bytes of dynamic shared memory a block; the limit is {1}",
     "shared-opt-in": "{0} bytes of dynamic shared memory a block: above {1} a kernel has to be "
     "allowed to, with cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)",
+    "bounds": "a block of {0} threads; the kernel's __launch_bounds__ promise at most {1}",
     "memory": "a block needs {0} threads, and the system has room for the stacks of {1} (vm.max_map_count, ulimit -v)",
     "os-threads": "the system has no thread left to run it",
 }
@@ -131,20 +135,31 @@ def _lanes_disagree(f: Facts) -> str:
     )
 
 
+def _elsewhere(f: Facts) -> str:
+    """What else it may be, where a wgmma reads these bytes."""
+    return f". Or does a descriptor of that wgmma lead out of its tile, to {f.shared(f.v[0], f.v[1])}?"
+
+
 def _still_filled(f: Facts) -> str:
     copy = f"a {f.words} of {f.whom}{f.there}"
     if f.words in _BULK_LOADS:
+        elsewhere = _elsewhere(f) if f.how == "wgmma" else ""
         return (
             f"{f.who} {_DOES[f.how]}{f.here} shared memory that {copy} fills, without having waited for the phase of "
-            "its mbarrier that the copy counts in"
+            f"its mbarrier that the copy counts in{elsewhere}"
         )
     return f"{f.who} {_DOES[f.how]}{f.here} shared memory that {copy} is still filling"
 
 
 def _read_before_wait(f: Facts) -> str:
-    if f.how in _COPIES:  # the reader came first
+    if f.how in COPIES:  # the reader came first
         wait = "mbarrier_wait, then read" if f.how in _BULK_LOADS else "cp_async_wait), then a barrier, then read"
         wait = f"({wait})" if f.how in _BULK_LOADS else f"({wait}"
+        if f.words == "wgmma":
+            return (
+                f"{f.who} {_DOES[f.how]}{f.here} shared memory that the wgmma{f.there} (warpgroup of {f.whom}) has "
+                f"read already: wait for the copies {wait}{_elsewhere(f)}"
+            )
         return (
             f"{f.who} {_DOES[f.how]}{f.here} shared memory that {f.whom} has {_DID[f.words]}{f.there} already: "
             f"wait for the copies {wait}"
@@ -160,10 +175,10 @@ def _read_before_wait(f: Facts) -> str:
 def _stage_overwritten(f: Facts) -> str:
     if f.words == "wgmma":
         return _wgmma_overwritten(f)
-    if f.words in _ASYNC_READS:
+    if f.words in ASYNC_READS:
         return (
             f"{f.who} {_DOES[f.how]}{f.here} shared memory that a {f.words} of {f.whom}{f.there} may still be reading: "
-            f"only after {_ASYNC_READS[f.words]} is it free again"
+            f"only after {ASYNC_READS[f.words]} is it free again"
         )
     if f.words in _BULK_LOADS:
         return _still_filled(f)
@@ -284,7 +299,7 @@ def _never_waited(f: Facts) -> str:
         return f"{f.who} ends while its wgmma{f.here} is under way: its group was never {missing}"
     if f.how in _BULK_LOADS:
         return f"the block ends while a {f.how} of {f.who}{f.here} is in flight: nobody has waited for its mbarrier"
-    if f.how in _ASYNC_READS:
+    if f.how in ASYNC_READS:
         missing = "its group was never committed" if f.v[0] else "its group was never waited for (bulk_wait_read)"
         return f"{f.who} ends while its {f.how}{f.here} may still be reading shared memory: {missing}"
     missing = "committed" if f.v[0] else "waited for"
@@ -320,12 +335,12 @@ def _wgmma_overwritten(f: Facts) -> str:
     does = f"{f.who} {_DOES[f.how]}{f.here} shared memory that the wgmma{f.there} (warpgroup of {f.whom})"
     if f.v[2]:
         return (
-            f"{does} may still be reading: nothing between says that it has ended. A barrier does, at which a thread of "
-            "that warpgroup arrives after its wgmma_wait"
+            f"{does} may still be reading: nothing between says that it has ended. A barrier does, at which a thread "
+            f"of that warpgroup arrives after its wgmma_wait{_elsewhere(f)}"
         )
     return (
         f"{does} reads, which has been issued and not yet been waited for: a write is ordered before the one, or after "
-        "the other (wgmma_wait, then a barrier)"
+        f"the other (wgmma_wait, then a barrier){_elsewhere(f)}"
     )
 
 
@@ -398,10 +413,10 @@ def _registers_warps(f: Facts) -> str:
 
 # ---- mbarriers, TMA and bulk copies ----------------------------------------------------------------
 def _proxy_fence(f: Facts) -> str:
+    what = "wgmma" if f.how == "wgmma" else "a copy"
     return (
         f"{f.who} {_DOES[f.how]}{f.here} shared memory that {f.whom} {_DID[f.words]}{f.there}, with no "
-        f"fence_proxy_async between: {'wgmma' if f.how == 'wgmma' else 'a copy'} need not see what stores have written, "
-        "nor come after it"
+        f"fence_proxy_async between: {what} need not see what stores have written, nor come after it"
     )
 
 
@@ -425,9 +440,9 @@ def _mbarrier_arrivals(f: Facts) -> str:
 
 
 _NUMBERS = {
-    "arrivals": "with {0} arrivals; they are 1 to {1}",
-    "parity": "with the parity {0}; it is 0 or 1, the lowest bit of the number of the phase",
-    "bytes": "which makes {0} bytes for one phase; an mbarrier counts up to {1}",
+    "arrivals": " with {0} arrivals; they are 1 to {1}",
+    "parity": " with the parity {0}; it is 0 or 1, the lowest bit of the number of the phase",
+    "bytes": ", which makes {0} bytes for one phase; an mbarrier counts up to {1}",
 }
 
 
@@ -435,8 +450,12 @@ def _bulk_misaligned(f: Facts) -> str:
     beyond, multiple = f.v[0], f.v[1]
     if f.words == "bytes":
         return f"{f.who} asks {f.how}{f.here} for {beyond} bytes; their number is a multiple of {multiple}"
-    what = {"shared": "address of shared memory", "global": "address of global memory", "map": "tensor map",
-            "mbarrier": "address of an mbarrier"}[f.words]
+    what = {
+        "shared": "address of shared memory",
+        "global": "address of global memory",
+        "map": "tensor map",
+        "mbarrier": "address of an mbarrier",
+    }[f.words]
     return f"{f.who} gives {f.how}{f.here} the {what} {beyond} bytes beyond a multiple of {multiple}"
 
 
@@ -461,11 +480,19 @@ def _divergent(f: Facts) -> str:
 
 
 def _deadlock(f: Facts) -> str:
-    words, _, phases = f.words.partition("|")
+    words, phases, barriers = f.words.split("|")
     other = f"; {f.whom} waits in {words}{f.there}" if words else ""
     left = f"{_count(f.v[0], 'thread')} of {f.v[1]} left, and none can go on"
-    waits = "".join(f". {_phase_wait(f, row.split(','))}" for row in phases.split(";")[:6] if row)
+    waits = "".join(f". {_barrier_wait(row.split(','))}" for row in barriers.split(";") if row)
+    waits += "".join(f". {_phase_wait(f, row.split(','))}" for row in phases.split(";")[:6] if row)
     return f"{f.who} waits for ever in {f.how}{f.here}{other}; {left}{waits}"
+
+
+def _barrier_wait(row: list[str]) -> str:
+    """Who waits at which named barrier, and how many have not come (runtime/deadlock.cpp)."""
+    number, arrived, expected, warps = (int(x) for x in row)
+    wait = "s" * (warps & (warps - 1) > 0)
+    return f"Barrier {number} has {arrived} of the {expected} threads that it waits for: warp{wait} {lanes(warps)}"
 
 
 def _phase_wait(f: Facts, row: list[str]) -> str:
@@ -576,6 +603,10 @@ _SENTENCES = {
     "mask-without-self": _mask_without_self,
     "shuffle-lane": _shuffle_lane,
     "barrier-arguments": _barrier_arguments,
+    "barrier-threads": lambda f: (
+        f"{f.who} comes to barrier {f.v[0]}{f.here} as one of {f.v[1]} threads, and {f.whom} came to it{f.there} as "
+        f"one of {f.v[2]}: who meet at a barrier have to say the same number"
+    ),
     "wgmma-registers": _wgmma_registers,
     "wgmma-fence": _wgmma_fence,
     "wgmma-differs": _wgmma_differs,
@@ -607,12 +638,23 @@ _SENTENCES = {
     ),
     "mbarrier-arrivals": _mbarrier_arrivals,
     "mbarrier-bytes": _mbarrier_bytes,
-    "mbarrier-number": lambda f: f"{f.who} comes to {f.how}{f.here} {_NUMBERS[f.words].format(*f.v)}",
+    "mbarrier-number": lambda f: f"{f.who} comes to {f.how}{f.here}{_NUMBERS[f.words].format(*f.v)}",
+    "mbarrier-in-use": lambda f: (
+        f"{f.who} comes to mbarrier_inval{f.here} for {_mbarrier(f)}, while "
+        + (
+            "a copy that counts at it is on its way"
+            if f.v[0]
+            else f"{_count(f.v[1], 'thread')} waited there: they never go on"
+        )
+    ),
+    "bulk-size": lambda f: (
+        f"{f.who} asks {f.how}{f.here} for {f.v[0]} bytes; a block has at most {f.v[1]} of shared memory"
+    ),
     "bulk-misaligned": _bulk_misaligned,
     "tensor-map": _tensor_map,
     "reduce-type": lambda f: (
-        f"{f.who} calls tma_reduce_add{f.here} with a tensor map of a type that it cannot add: it adds 32-bit integers, "
-        "UINT64, FLOAT16, BFLOAT16 and FLOAT32"
+        f"{f.who} calls tma_reduce_add{f.here} with a tensor map of a type that it cannot add: it adds 32-bit "
+        "integers, UINT64, FLOAT16, BFLOAT16 and FLOAT32"
     ),
     "assert": lambda f: f"{f.who} fails the assertion `{f.words}`{f.here}",
     "trap": lambda f: f"{f.who} stops{f.here}: __trap(), or code that must not be reached",

@@ -8,7 +8,9 @@ entries are read, so that Python can call them with the right types.
 
 from __future__ import annotations
 
+import bisect
 import ctypes
+import itertools
 import math
 import operator
 import re
@@ -18,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 KERNEL = 'annotate("simt_kernel")'  # what `__global__` has become (language.h)
+_BOUNDS = r"__simt_bounds__\s*\((?:[^;{}()]|\((?:[^;{}()]|\([^;{}()]*\))*\))*\)"  # and `__launch_bounds__(...)`
+GRID_CONSTANT = 'annotate("simt_grid_constant")'  # and `__grid_constant__`
 
 
 class SourceError(ValueError):
@@ -59,12 +63,8 @@ def _regions(text: str) -> Iterator[_Region]:
     markers = list(_MARKER.finditer(text))
     for i, m in enumerate(markers):
         end = markers[i + 1].start() if i + 1 < len(markers) else len(text)
-        yield _Region(re.sub(r"\\(.)", r"\1", m[2]), int(m[1]), "3" in m[3].split(), m.end(), end)
-
-
-def included(text: str) -> set[str]:
-    """The files that went into the preprocessor's output."""
-    return {r.file for r in _regions(text) if not r.file.startswith("<")}
+        file = re.sub(r"\\(.)", r"\1", m[2]) if "\\" in m[2] else m[2]
+        yield _Region(file, int(m[1]), "3" in m[3], m.end(), end)
 
 
 class Preprocessed:
@@ -77,23 +77,24 @@ class Preprocessed:
 
     def __init__(self, text: str, own: tuple[str, ...]):
         self.text = text
-        self.regions = [r for r in _regions(text) if not (r.system or r.file.startswith("<") or r.file.startswith(own))]
-        # Everything else is blank in these two, and in the second the strings too. Positions are those of the text.
-        plain, blanked, at = [], [], 0
-        for r in self.regions:
-            part, gap = text[r.begin : r.end], " " * (r.begin - at)
-            plain += [gap, part]
-            blanked += [gap, blank_comments(part)]
-            at = r.end
-        self.learners, self.blanked = "".join(plain), "".join(blanked)
+        every = list(_regions(text))
+        self.included = {r.file for r in every if not r.file.startswith("<")}  # the files that went into it
+        self.regions = [r for r in every if not (r.system or r.file.startswith("<") or r.file.startswith(own))]
+        # These two are short: most of the text is the system's headers. Positions are those of these two.
+        parts = [text[r.begin : r.end] for r in self.regions]
+        self.starts = list(itertools.accumulate((len(p) + 1 for p in parts), initial=0))
+        self.learners, self.blanked = " ".join(parts), " ".join(map(blank_comments, parts))
         self.kernels = _kernels(self.learners, self.blanked)
+
+    def in_text(self, at: int) -> int:
+        """The same position in the whole text."""
+        number = bisect.bisect_right(self.starts, at, hi=len(self.regions)) - 1
+        return self.regions[number].begin + at - self.starts[number]
 
     def place(self, at: int) -> tuple[str, int]:
         """File and line of a position."""
-        for r in self.regions:
-            if r.begin <= at < r.end:
-                return r.file, r.line + self.text.count("\n", r.begin, at)
-        return "?", 0
+        number = bisect.bisect_right(self.starts, at, hi=len(self.regions)) - 1
+        return self.regions[number].file, self.regions[number].line + self.learners.count("\n", self.starts[number], at)
 
     def error(self, at: int, sentence: str) -> SourceError:
         return SourceError(*self.place(at), sentence)
@@ -105,6 +106,9 @@ class Preprocessed:
                 match.start(),
                 "inline PTX is not emulated: call the functions of ptx.cuh (cp_async, ldmatrix_x4, mma_m16n8k16 ...)",
             )
+        for kernel in self.kernels.values():
+            for at in kernel.declared:
+                self._check_parameters(at)
         for name, kernel in self.kernels.items():
             if kernel.overloaded:
                 continue
@@ -117,6 +121,19 @@ class Preprocessed:
                         raise self.error(
                             match.start(), f"{name} is a kernel: launch it with {name}<<<grid, block>>>(...)"
                         )
+
+    def _check_parameters(self, at: int) -> None:
+        """Raises SourceError for a kernel's parameters, which begin here, that nvcc or TMA would not take."""
+        for p in _split(self.learners[at + 1 : _matching(self.blanked, at) - 1]):
+            constant = GRID_CONSTANT in p
+            if constant and not re.search(r"\bconst\b", p):
+                raise self.error(at, "a __grid_constant__ parameter is const")
+            if not constant and re.search(r"\bCUtensorMap\b(?!\s*(?:const\s*)?\*)", p):
+                raise self.error(
+                    at,
+                    "a tensor map goes to a kernel as `const __grid_constant__ CUtensorMap`: without that the kernel "
+                    "gets a copy in local memory, where TMA does not find it",
+                )
 
     def rewritten(self, *, inline_all: bool = False) -> str:
         """The whole text, with its launches in C++, line for line.
@@ -135,12 +152,13 @@ class Preprocessed:
                 edits.append((m.start(), m.end(), ""))
         edits += [(m.start(), m.end(), noinline) for m in re.finditer(r"(?<![(,\w])(?<![(,] )__noinline__\b", blanked)]
         edits += [(m.start(), m.end(), "noinline") for m in re.finditer(re.escape(KERNEL), self.learners)]
+        edits += _bounds(blanked)
         for match in re.finditer(r"<<\s*<", blanked):
             close = re.compile(r">>\s*>").search(blanked, match.end())
             if not close:
                 continue
             begin = _kernel_before(blanked, match.start())
-            kernel = self.text[begin : match.start()].strip()
+            kernel = self.learners[begin : match.start()].strip()
             quoted = re.sub(r"\s+", " ", kernel).replace("\\", "\\\\").replace('"', '\\"')
             base = re.split(r"[^\w:\s]", kernel)[0].replace(" ", "").rpartition(":")[2]
             known = self.kernels.get(base)
@@ -152,10 +170,11 @@ class Preprocessed:
             edits += [(begin, match.end(), head), (close.start(), close.end(), ")")]
         parts, done = [], 0
         for begin, end, new in sorted(edits):
-            if begin < done:
+            first, behind = self.in_text(begin), self.in_text(end - 1) + 1
+            if first < done:
                 continue
-            parts += [self.text[done:begin], new]
-            done = end
+            parts += [self.text[done:first], new]
+            done = behind
         return "".join(parts) + self.text[done:]
 
 
@@ -194,7 +213,7 @@ def _kernels(text: str, blanked: str) -> dict[str, _Kernel]:
     found: dict[str, _Kernel] = {}
     attribute = r"__attribute__\s*\(\([^;{}]*?\)\)"
     head = re.compile(
-        rf"(?:\s|\bvoid\b|\bstatic\b|\binline\b|\bextern\b|\"[^\"]*\"|{attribute})*(\w+)\s*(?:<[^;{{}}()]*>\s*)?\("
+        rf"(?:\s|\bvoid\b|\bstatic\b|\binline\b|\bextern\b|\"[^\"]*\"|{attribute}|{_BOUNDS})*(\w+)\s*(?:<[^;{{}}()]*>\s*)?\("
     )
     for m in re.finditer(re.escape(KERNEL) + r"[^;{}]*?\)\)", text):
         declarator = head.match(blanked, m.end())
@@ -219,6 +238,22 @@ def _kernels(text: str, blanked: str) -> dict[str, _Kernel]:
             after = blanked[_matching(blanked, m.end() - 1) :].lstrip()[:1]
             kernel.overloaded |= after == "{" and bool(before) and (before.isalnum() or before in "_*&>")
     return found
+
+
+def _bounds(blanked: str) -> list[tuple[int, int, str]]:
+    """Edits that make of a kernel's bounds the first statement of its body: there all of its names are known."""
+    edits = []
+    for m in re.finditer(_BOUNDS, blanked):
+        edits.append((m.start(), m.end(), "\n" * m[0].count("\n")))
+        declarator = re.compile(rf"(?:\s|\bvoid\b|{_BOUNDS})*\w+\s*(?:<[^;{{}}()]*>\s*)?(?=\()").match(blanked, m.end())
+        if declarator is None:
+            continue
+        end = _matching(blanked, declarator.end())
+        body = re.compile(r"\s*\{").match(blanked, end)
+        if body is not None:
+            given = " ".join(m[0].partition("(")[2].split())
+            edits.append((body.end(), body.end(), f" simt_bounds({given};"))
+    return edits
 
 
 def _null_pointers(blanked: str, at: int) -> list[tuple[int, int, str]]:

@@ -79,8 +79,8 @@ def text() -> str:
     out.append(_continued(_FUNCTIONS))
     for n in SHAPES:
         out.append(f"WGMMA_SHAPE({n}, {', '.join(str(n // 2 + i) for i in range(7))})\n")
-    names = [f"NAMES_{n}" for n in SHAPES] + [f"SUMS_{n}" for n in SHAPES] + ["FUNCTIONS", "SHAPE"]
-    out.append("\n" + "".join(f"#undef WGMMA_{name}\n" for name in names))
+    macros = [f"NAMES_{n}" for n in SHAPES] + [f"SUMS_{n}" for n in SHAPES] + ["FUNCTIONS", "SHAPE"]
+    out.append("\n" + "".join(f"#undef WGMMA_{macro}\n" for macro in macros))
     return "".join(out)
 
 

@@ -166,8 +166,9 @@ __global__ void ring(const __grid_constant__ CUtensorMap map, float* sums, int t
 extern "C" void run_ring(const float* x, float* sums, int blocks, int tiles) {
     const uint64_t dims[] = {32, (uint64_t)blocks * tiles * ROWS}, strides[] = {128};
     const uint32_t box[] = {32, ROWS};
-    ring<<<blocks, 96>>>(tensor_map(x, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 2, dims, strides, box, CU_TENSOR_MAP_SWIZZLE_128B),
-                         sums, tiles);
+    const CUtensorMap map =
+        tensor_map(x, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 2, dims, strides, box, CU_TENSOR_MAP_SWIZZLE_128B);
+    ring<<<blocks, 96>>>(map, sums, tiles);
 }
 
 // ---- a store of what threads have written, twice from one buffer ------------------------------------
@@ -189,8 +190,9 @@ __global__ void staged_store(const __grid_constant__ CUtensorMap map, int tiles)
 extern "C" void run_staged_store(float* y, int tiles) {
     const uint64_t dims[] = {32, (uint64_t)tiles * 8}, strides[] = {128};
     const uint32_t box[] = {32, 8};
-    staged_store<<<1, 64>>>(tensor_map(y, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 2, dims, strides, box, CU_TENSOR_MAP_SWIZZLE_NONE),
-                            tiles);
+    const CUtensorMap map =
+        tensor_map(y, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 2, dims, strides, box, CU_TENSOR_MAP_SWIZZLE_NONE);
+    staged_store<<<1, 64>>>(map, tiles);
 }
 
 // ---- what an mbarrier without copies orders ---------------------------------------------------------

@@ -770,6 +770,19 @@ RUN(ldmatrix_of_global_memory, 1, 32)
 KERNEL(a_sum_in_global_memory) { out[0] += in[T]; }  // <-
 RUN(a_sum_in_global_memory, 1, 128)
 
+// expect: global-race | -
+KERNEL(vectors_copied_to_one_place) { ((float4*)out)[T % 32] = ((const float4*)in)[T]; }  // <-
+RUN(vectors_copied_to_one_place, 1, 64)
+
+// expect: race | -
+KERNEL(vectors_copied_to_one_place_of_shared_memory) {
+    __shared__ float4 s[32];
+    s[T % 32] = ((const float4*)in)[T];  // <-
+    __syncthreads();
+    out[T] = s[T % 32].x;
+}
+RUN(vectors_copied_to_one_place_of_shared_memory, 1, 64)
+
 // expect: global-race lanes-disagree | -
 KERNEL(a_histogram_in_global_memory) { out[(int)in[blockIdx.x * 64 + T] % 8] += 1; }  // <-
 RUN(a_histogram_in_global_memory, 2, 64)

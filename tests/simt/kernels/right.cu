@@ -270,3 +270,10 @@ KERNEL(vectors) {
     ((float4*)out)[T] = make_float4((v.x + v.y + v.z + v.w) / 4, 0, 0, 0);
 }
 RUN(vectors, 1, 1024)
+
+// out[0] = 1
+KERNEL(a_copy_over_what_was_never_set) {  // `out` holds the bytes that a local has which nothing sets
+    for (int i = 0; i < 16; i++) ((unsigned char*)out)[16 * T + i] = 0xfe;
+    ((float4*)out)[T] = ((const float4*)in)[T];
+}
+RUN(a_copy_over_what_was_never_set, 1, 16)

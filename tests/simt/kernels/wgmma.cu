@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(128) one_warpgroup(const float* in, float* out
 }
 
 // A producer warp fills stages by bulk copies, `consumers` warpgroups multiply, one thread of each releases the stage.
-enum Release { RIGHT, BEFORE_THE_WAIT, ONE_TOO_FEW, NOT_AT_ALL, BY_THE_LAST_WARP };
+enum Release { RIGHT, BEFORE_THE_WAIT, ONE_TOO_FEW, NOT_AT_ALL, BY_THE_LAST_WARP, NOT_FILLED };
 template <int RELEASE>
 __global__ void stages(const __half* tiles, float* out, int count, int consumers) {
     extern __shared__ __align__(1024) unsigned char memory[];
@@ -112,7 +112,7 @@ __global__ void stages(const __half* tiles, float* out, int count, int consumers
     float d[N / 2];
     for (int t = 0; t < count; t++) {
         const int s = t % STAGES;
-        mbarrier_wait(smem_u32(&full[s]), t / STAGES % 2);
+        if (RELEASE != NOT_FILLED) mbarrier_wait(smem_u32(&full[s]), t / STAGES % 2);
         wgmma_fence();
         wgmma_ss<N>(d, tile(a), tile(memory + s * TILE), t > 0);  // <- consume
         wgmma_commit();
@@ -206,7 +206,8 @@ int run_three_quarters(const float* in, float* out) { return run_one<NONE>(in, o
 
 int run_stages(const __half* tiles, float* out, int count, int consumers, int release) {
     const auto kernel = release == 1 ? stages<BEFORE_THE_WAIT> : release == 2 ? stages<ONE_TOO_FEW>
-                      : release == 3 ? stages<NOT_AT_ALL> : release == 4 ? stages<BY_THE_LAST_WARP> : stages<RIGHT>;
+                      : release == 3 ? stages<NOT_AT_ALL> : release == 4 ? stages<BY_THE_LAST_WARP>
+                      : release == 5 ? stages<NOT_FILLED> : stages<RIGHT>;
     kernel<<<1, 128 * (consumers + 1), (STAGES + 1) * TILE>>>(tiles, out, count, consumers);
     return cudaGetLastError();
 }

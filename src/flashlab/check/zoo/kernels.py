@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from flashlab.check.cuda_answer import PROBES, Source, Verdict, examine, source_of
-from flashlab.kernels.series import step
+from flashlab.check.cuda_answer import PROBES, Source, Verdict, examine
+from flashlab.kernels.series import source
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,12 @@ class Mutant:
 
     def source(self) -> Source:
         """The edited text. Raises ValueError where the series has changed and an edit no longer fits."""
-        whole = source_of(step(self.file))
-        text = whole.text
+        text = source(self.file)
         for old, new in self.edits:
             if text.count(old) != 1:
                 raise ValueError(f"{self.name}: {old!r} occurs {text.count(old)} times in {self.file}.cu")
             text = text.replace(old, new)
-        return Source(text, whole.name)
+        return Source(text, self.file)
 
     def examine(self) -> Verdict:
         """Raises CheckFailed: with a diagnosis of ``found``, if the tools are as good as they should be."""

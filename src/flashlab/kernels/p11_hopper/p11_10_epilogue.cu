@@ -303,7 +303,7 @@ flash_forward(const Problem p, int heads_together,             // and what TMA h
             if (t == 0 && m_start + row < p.seq_q)
                 p.lse[first_row + row] = sum == 0.f ? -INFINITY : (m_i[r] * scale_log2 + log2f(sum)) * LN2;
         }
-        // New: this thread's own part of O, of its group of warps alone: barriers 1 to CONSUMERS are the turns
+        // New: 64 rows of o_smem are this consumer's alone. Its 128 threads have a barrier too, behind those of turns
         if (first_thread) bulk_wait_read<0>();                 // the O before it has been read
         named_barrier_sync(1 + CONSUMERS + consumer, GROUP);
 #pragma unroll

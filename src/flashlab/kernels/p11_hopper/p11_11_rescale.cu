@@ -1,9 +1,10 @@
-// Phase 11, step 11: O is rescaled only when the maximum has moved far, as in phase 9.
+// Phase 11, step 11: less to do between two products.
 //
 // O = softmax(scale * Q K^T) V, fp16 or bf16 in and out, fp32 accumulators and statistics. The work falls into parts:
 // 64 query rows of one head for each of a block's two or three consumers. Between two products a consumer multiplies
-// all of its accumulators of O, and the tensor cores cannot begin the next product before that. A warp leaves it out as
-// long as no exponential of its rows can exceed 2^8: P is larger then, and so is l_i.
+// all of its accumulators of O. As in phase 9, a warp leaves it out as long as no exponential of its rows can exceed
+// 2^8: P is larger then, and so is l_i. And a row's maximum and sum are chains of operations, each of which waits for
+// the one before: two shorter chains take half the time.
 //
 // Compile with -DHEAD_DIM=64 or 128, and -DELEMENT=__half or __nv_bfloat16, -DPING_PONG=1 or 0, -DDYNAMIC=1 or 0.
 
@@ -217,13 +218,12 @@ flash_forward(const Problem p, int heads_together,             // and what TMA h
             const int last_key = CAUSAL ? min(p.seq_k - 1, row + diagonal) : p.seq_k - 1;
             float x = m_i[r];
 #pragma unroll
-            for (int n = 0; n < S_TILES; n++)
+            for (int n = 0; n < S_TILES; n++) {
 #pragma unroll
-                for (int e = 0; e < 2; e++) {
-                    float& c = s[4 * n + 2 * r + e];
-                    if (MASKED && j * BLOCK_N + n * MMA_N + t * 2 + e > last_key) c = -INFINITY;
-                    x = fmaxf(x, c);
-                }
+                for (int e = 0; e < 2; e++)
+                    if (MASKED && j * BLOCK_N + n * MMA_N + t * 2 + e > last_key) s[4 * n + 2 * r + e] = -INFINITY;
+                x = fmaxf(x, fmaxf(s[4 * n + 2 * r], s[4 * n + 2 * r + 1]));           // New: half as long a chain
+            }
             x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));          // a row lives in the four lanes of a quad
             m_new[r] = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
             moved |= (m_new[r] - m_i[r]) * scale_log2 > RESCALE_ABOVE;         // New (NaN is not above)
@@ -249,14 +249,16 @@ flash_forward(const Problem p, int heads_together,             // and what TMA h
 #pragma unroll
         for (int r = 0; r < ROWS_PER_LANE; r++) {
             const float base = (m_i[r] == -INFINITY ? 0.f : m_i[r]) * scale_log2;
+            float sum[2] = {};
 #pragma unroll
             for (int n = 0; n < S_TILES; n++)
 #pragma unroll
                 for (int e = 0; e < 2; e++) {
                     float& c = s[4 * n + 2 * r + e];
                     c = exp2_approx(fmaf(c, scale_log2, -base));
-                    l_i[r] += c;
+                    sum[e] += c;                               // New: two chains
                 }
+            l_i[r] += sum[0] + sum[1];
         }
         // endregion
 
@@ -312,7 +314,7 @@ flash_forward(const Problem p, int heads_together,             // and what TMA h
             if (t == 0 && m_start + row < p.seq_q)
                 p.lse[first_row + row] = sum == 0.f ? -INFINITY : (m_i[r] * scale_log2 + log2f(sum)) * LN2;
         }
-        // This thread's own part of O, of its group of warps alone: barriers 1 to CONSUMERS are the turns
+        // 64 rows of o_smem are this consumer's alone. Its 128 threads have a barrier too, behind those of turns
         if (first_thread) bulk_wait_read<0>();                 // the O before it has been read
         named_barrier_sync(1 + CONSUMERS + consumer, GROUP);
 #pragma unroll

@@ -233,16 +233,15 @@ flash_forward(const Problem p, int heads_together,             // and what TMA h
             const int last_key = CAUSAL ? min(p.seq_k - 1, row + diagonal) : p.seq_k - 1;
             float x = m_i[r];
 #pragma unroll
-            for (int n = 0; n < S_TILES; n++)
+            for (int n = 0; n < S_TILES; n++) {
 #pragma unroll
-                for (int e = 0; e < 2; e++) {
-                    float& c = s[4 * n + 2 * r + e];
-                    if (MASKED && j * BLOCK_N + n * MMA_N + t * 2 + e > last_key) c = -INFINITY;
-                    x = fmaxf(x, c);
-                }
+                for (int e = 0; e < 2; e++)
+                    if (MASKED && j * BLOCK_N + n * MMA_N + t * 2 + e > last_key) s[4 * n + 2 * r + e] = -INFINITY;
+                x = fmaxf(x, fmaxf(s[4 * n + 2 * r], s[4 * n + 2 * r + 1]));           // half as long a chain
+            }
             x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));          // a row lives in the four lanes of a quad
             m_new[r] = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-            moved |= (m_new[r] - m_i[r]) * scale_log2 > RESCALE_ABOVE;         // New (NaN is not above)
+            moved |= (m_new[r] - m_i[r]) * scale_log2 > RESCALE_ABOVE;         // (NaN is not above)
         }
         // endregion
 
@@ -265,6 +264,7 @@ flash_forward(const Problem p, int heads_together,             // and what TMA h
 #pragma unroll
         for (int r = 0; r < ROWS_PER_LANE; r++) {
             const float base = (m_i[r] == -INFINITY ? 0.f : m_i[r]) * scale_log2;
+            float sum[2] = {};
 #pragma unroll
             for (int n = 0; n < S_TILES; n++)
 #pragma unroll
@@ -273,8 +273,9 @@ flash_forward(const Problem p, int heads_together,             // and what TMA h
                     const float x = fmaf(c, scale_log2, -base);
                     const bool by_polynomial = POLYNOMIAL > 0 && n % max(1, POLYNOMIAL) == 0;          // New
                     c = by_polynomial ? exp2_polynomial(x) : exp2_approx(x);
-                    l_i[r] += c;
+                    sum[e] += c;                               // two chains
                 }
+            l_i[r] += sum[0] + sum[1];
         }
         // endregion
 
@@ -330,7 +331,7 @@ flash_forward(const Problem p, int heads_together,             // and what TMA h
             if (t == 0 && m_start + row < p.seq_q)
                 p.lse[first_row + row] = sum == 0.f ? -INFINITY : (m_i[r] * scale_log2 + log2f(sum)) * LN2;
         }
-        // This thread's own part of O, of its group of warps alone: barriers 1 to CONSUMERS are the turns
+        // 64 rows of o_smem are this consumer's alone. Its 128 threads have a barrier too, behind those of turns
         if (first_thread) bulk_wait_read<0>();                 // the O before it has been read
         named_barrier_sync(1 + CONSUMERS + consumer, GROUP);
 #pragma unroll

@@ -6,8 +6,8 @@
 // of the tile before in flight. Where parts would be too few to fill the GPU, a block has one consumer, and its parts
 // 64 rows.
 //
-// Compile with -DHEAD_DIM=64, 128 or 256, and -DELEMENT=__half or __nv_bfloat16, -DPING_PONG=1 or 0, -DDYNAMIC=1 or 0,
-// -DPOLYNOMIAL=0 (none), 8 or 4, -DBLOCK_N=keys at a time, -DSTAGES=2 or more.
+// Compile with -DHEAD_DIM=64, 128 or 256, and -DELEMENT=__half or __nv_bfloat16, -DPING_PONG=1 or 0, -DDYNAMIC=0, 1
+// or 2, -DPOLYNOMIAL=0 (none), 8 or 4, -DBLOCK_N=keys at a time, -DSTAGES=2 or more.
 
 // region: constants
 #include "problem.cuh"
@@ -16,7 +16,7 @@
 #ifndef PING_PONG
 #define PING_PONG (HEAD_DIM <= 128)
 #endif
-#ifndef DYNAMIC                                                // 0 divides the parts beforehand
+#ifndef DYNAMIC                                                // New: 0 divides the parts beforehand, 1 equal ones
 #define DYNAMIC 1
 #endif
 #ifndef POLYNOMIAL                                             // of how many MMA tiles of S one is computed so
@@ -47,6 +47,13 @@ template <int CONSUMERS_> struct Tile {                        // New: what depe
     static constexpr int BLOCK_M = WARPS * MMA_M, Q_BYTES = BLOCK_M * HEAD_DIM * 2;
     static constexpr int SHARED = (O_IN_Q ? 1 : 2) * Q_BYTES + 2 * STAGES * KV_BYTES + 8 * BARRIERS + 8;
 };
+// endregion
+
+// region: scheduler
+// New: whether blocks ask the counter for their next part.
+template <bool CAUSAL> __host__ __device__ constexpr bool counted(int parts, int blocks) {
+    return DYNAMIC > !CAUSAL && parts > blocks;
+}
 // endregion
 
 // region: exponential
@@ -136,6 +143,7 @@ flash_forward(const Problem p, int heads_together,             // and what TMA h
         for (int i = 0; i < BARRIERS - 4; i++) mbarrier_init(full_q + 8 * i, full_q + 8 * i < empty_k ? 1 : CONSUMERS);
         for (int i = 0; i < 2; i++)                            // every thread of the consumers reads the number
             mbarrier_init(full_part + 8 * i, 1), mbarrier_init(empty_part + 8 * i, WARPS * WARP_SIZE);
+        tma_prefetch(&q_map), tma_prefetch(&k_map), tma_prefetch(&v_map), tma_prefetch(&o_map);        // New
         fence_mbarrier_init();                                 // or the copy engine might not see them yet
     }
     __syncthreads();                                           // the last one
@@ -150,7 +158,8 @@ flash_forward(const Problem p, int heads_together,             // and what TMA h
                 next_part[n % 2] = part;
                 mbarrier_arrive(full_part + 8 * (n % 2));      // the consumers see the number with the barrier's phase
                 if (part >= parts) break;
-                const int next = gridDim.x + (DYNAMIC ? atomicAdd((int*)p.workspace, 1) : part);
+                const bool ask = counted<CAUSAL>(parts, gridDim.x);            // New
+                const int next = gridDim.x + (ask ? atomicAdd((int*)p.workspace, 1) : part);
                 begin_part(part);
                 const int batch = head_index / p.heads, head = head_index % p.heads;
                 const int kv_head = head / (p.heads / p.kv_heads);
@@ -169,7 +178,7 @@ flash_forward(const Problem p, int heads_together,             // and what TMA h
         }
         return;
     }
-    if constexpr (CONSUMERS > 1) setmaxnreg_inc<Tile::CONSUMER_REGISTERS>();           // waits until there are so many
+    if constexpr (CONSUMERS > 1) setmaxnreg_inc<Tile::CONSUMER_REGISTERS>();   // waits until there are so many
     // endregion
 
     // region: state
@@ -247,16 +256,15 @@ flash_forward(const Problem p, int heads_together,             // and what TMA h
             const int last_key = CAUSAL ? min(p.seq_k - 1, row + diagonal) : p.seq_k - 1;
             float x = m_i[r];
 #pragma unroll
-            for (int n = 0; n < S_TILES; n++)
+            for (int n = 0; n < S_TILES; n++) {
 #pragma unroll
-                for (int e = 0; e < 2; e++) {
-                    float& c = s[4 * n + 2 * r + e];
-                    if (MASKED && j * BLOCK_N + n * MMA_N + t * 2 + e > last_key) c = -INFINITY;
-                    x = fmaxf(x, c);
-                }
+                for (int e = 0; e < 2; e++)
+                    if (MASKED && j * BLOCK_N + n * MMA_N + t * 2 + e > last_key) s[4 * n + 2 * r + e] = -INFINITY;
+                x = fmaxf(x, fmaxf(s[4 * n + 2 * r], s[4 * n + 2 * r + 1]));           // half as long a chain
+            }
             x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));          // a row lives in the four lanes of a quad
             m_new[r] = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-            moved |= (m_new[r] - m_i[r]) * scale_log2 > RESCALE_ABOVE;         // New (NaN is not above)
+            moved |= (m_new[r] - m_i[r]) * scale_log2 > RESCALE_ABOVE;         // (NaN is not above)
         }
         // endregion
 
@@ -279,6 +287,7 @@ flash_forward(const Problem p, int heads_together,             // and what TMA h
 #pragma unroll
         for (int r = 0; r < ROWS_PER_LANE; r++) {
             const float base = (m_i[r] == -INFINITY ? 0.f : m_i[r]) * scale_log2;
+            float sum[2] = {};
 #pragma unroll
             for (int n = 0; n < S_TILES; n++)
 #pragma unroll
@@ -287,8 +296,9 @@ flash_forward(const Problem p, int heads_together,             // and what TMA h
                     const float x = fmaf(c, scale_log2, -base);
                     const bool by_polynomial = POLYNOMIAL > 0 && n % max(1, POLYNOMIAL) == 0;
                     c = by_polynomial ? exp2_polynomial(x) : exp2_approx(x);
-                    l_i[r] += c;
+                    sum[e] += c;                               // two chains
                 }
+            l_i[r] += sum[0] + sum[1];
         }
         // endregion
 
@@ -344,7 +354,7 @@ flash_forward(const Problem p, int heads_together,             // and what TMA h
             if (t == 0 && m_start + row < p.seq_q)
                 p.lse[first_row + row] = sum == 0.f ? -INFINITY : (m_i[r] * scale_log2 + log2f(sum)) * LN2;
         }
-        // This thread's own part of O, of its group of warps alone: barriers 1 to CONSUMERS are the turns
+        // 64 rows of o_smem are this consumer's alone. Its 128 threads have a barrier too, behind those of turns
         if (first_thread) bulk_wait_read<0>();                 // the O before it has been read
         named_barrier_sync(1 + CONSUMERS + consumer, GROUP);
 #pragma unroll
@@ -397,7 +407,8 @@ template <class Tile> static int launch(const Problem& p, void* stream) {
     // As many heads as have K and V in half of a 50 MB L2
     const int64_t fit = max((int64_t)1, 24000000 / ((int64_t)p.seq_k * HEAD_DIM * 4 + 1));
     const int heads_together = (int)min((int64_t)p.batch * p.heads, fit), grid = min(p.sms, parts<Tile>(p));
-    cudaMemsetAsync(p.workspace, 0, sizeof(int), (cudaStream_t)stream);
+    if (p.causal ? counted<true>(parts<Tile>(p), grid) : counted<false>(parts<Tile>(p), grid))
+        cudaMemsetAsync(p.workspace, 0, sizeof(int), (cudaStream_t)stream);
     // More than 48 KB of shared memory have to be asked for. A refusal is what cudaGetLastError then returns.
     const auto kernel = p.causal ? flash_forward<Tile, true> : flash_forward<Tile, false>;
     cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::SHARED);

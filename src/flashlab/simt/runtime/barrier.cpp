@@ -91,8 +91,9 @@ extern "C" void simt_named_barrier(int id, int threads, int wait) {
     }
     Barrier& b = me->block->barriers[id];
     if (b.arrived && b.expected != threads) {
-        Finding f{"divergent", "bar.sync"};
-        f.other_pc = b.pc, f.other_thread = b.first, f.text = "bar.sync with another number of threads";
+        Finding f{"barrier-threads", "bar.sync"};
+        f.other_pc = b.pc, f.other_thread = b.first;
+        f.value[0] = id, f.value[1] = threads, f.value[2] = b.expected;
         file_fatal(me, f, cudaErrorLaunchFailure);
     }
     b.expected = threads, b.kind = SIMT_BAR_COUNT;
@@ -107,6 +108,7 @@ extern "C" void simt_named_barrier(int id, int threads, int wait) {
         if (wait) me->state = IN_BARRIER, me->warp->runnable &= ~(1u << me->lane);
         let_go(me->block, b);
     }
+    if (!wait) go_on_after_release(me);
     if (noted && wait) note(me->warp, DID_BARRIER_END, me->pc, id, threads);
 }
 

@@ -1,5 +1,6 @@
 // Copies of the async proxy: see bulk.h.
 #include "bulk.h"
+#include "events.h"
 #include "global_memory.h"
 
 namespace simt {
@@ -30,6 +31,11 @@ BulkCopy tensor_copy(Lane* me, const char* how, const CUtensorMap* map, uint32_t
 BulkCopy row_copy(Lane* me, const char* how, uintptr_t global, uint32_t shared, uint32_t bytes) {
     BulkCopy copy{how, false, {}, {}, shared, global, (int)bytes, me->id, -1};
     if (bytes % 16) misaligned(me, how, "bytes", bytes, 16);
+    if (bytes > MAX_SHARED) {
+        Finding f{"bulk-size", how};
+        f.value[0] = bytes, f.value[1] = (int64_t)MAX_SHARED;
+        file_fatal(me, f, cudaErrorIllegalAddress);
+    }
     if (global % 16) misaligned(me, how, "global", (int64_t)(global % 16), 16);
     if (bytes) check_shared(me, copy, 16);
     return copy;
@@ -44,6 +50,7 @@ void count_bulk(Lane* me, BulkCopy& copy, Kind kind, bool write) {
             check_global(me, address, bytes, write, copy.how);
             moved += (uint64_t)bytes;
         });
+    note(me->warp, write ? DID_STORE : DID_LOAD, me->pc, copy.shared, copy.bytes);
     Site& site = sites[copy.site];
     site.count[0]++, site.count[1] += (uint64_t)copy.bytes, site.count[2] += moved;
 }

@@ -2,7 +2,8 @@
 // its warp has done; who passes it acquires what the others released. Barriers of all kinds go through here.
 //
 // Clock number w is that of warp w: it ticks when the warp releases something and goes on, so that what it does
-// afterwards is not taken for released. Behind the warps' clocks is one for each mbarrier: it counts the phases of
+// afterwards is not taken for released. A lane that arrives without waiting lets the other lanes of its warp arrive
+// before it goes on: they share the clock. Behind the warps' clocks is one for each mbarrier: it counts the phases of
 // which copies have landed, and is known to those that have waited.
 #pragma once
 #include "machine.h"
@@ -18,6 +19,10 @@ inline void release(const Warp* warp, Clock& to) {
     join(to.known, warp->known, block->clocks);
     to.known[warp->index] = std::max(to.known[warp->index], warp->time);
     if (block->fences) join(to.fenced, warp->fenced, block->warps);
+}
+inline void go_on_after_release(Lane* me) {
+    me->warp->time++;
+    let_others_run(me);
 }
 inline void acquire(Warp* warp, const Clock& from) {
     const Block* block = warp->block;

@@ -8,8 +8,14 @@
 
 namespace simt {
 
+static int barrier_of(const Lane* lane) {
+    for (int id = 1; id < BARRIERS; id++)
+        for (const Lane* waiting : lane->block->barriers[id].waiting)
+            if (waiting == lane) return id;
+    return 0;
+}
 static const char* waits_in(const Lane* lane) {
-    if (lane->state == IN_BARRIER) return "__syncthreads";
+    if (lane->state == IN_BARRIER) return barrier_of(lane) ? "named_barrier_sync" : "__syncthreads";
     if (lane->state == IN_MBARRIER) return "mbarrier_wait";
     if (lane->state == IN_WGMMA) return "wgmma_wait";
     if (lane->state == IN_REGISTERS) return "setmaxnreg_inc";
@@ -56,6 +62,22 @@ static std::string waits_for_phases(const Block& block) {
     return text;
 }
 
+// The named barriers at which somebody waits, for Python: the number, threads that have arrived and that it waits for,
+// and the warps that wait there, a bit each.
+static std::string waits_at_barriers(const Block& block) {
+    std::string text;
+    for (int id = 1; id < BARRIERS; id++) {
+        const Barrier& b = block.barriers[id];
+        uint32_t warps = 0;
+        for (const Lane* lane : b.waiting) warps |= 1u << lane->warp->index;
+        if (!warps) continue;
+        text += text.empty() ? "" : ";";
+        for (const int64_t v : {(int64_t)id, (int64_t)b.arrived, (int64_t)b.expected, (int64_t)warps})
+            text += (text.empty() || text.back() == ';' ? "" : ",") + std::to_string(v);
+    }
+    return text;
+}
+
 void file_deadlock(Block& block) {
     if (block.worker->warpgroups->file_deadlock() || file_registers_deadlock(&block))
         return stop_launch(&block, cudaErrorLaunchTimeout);
@@ -67,8 +89,7 @@ void file_deadlock(Block& block) {
         if (block.lane[t].state != DONE && block.lane[t].pc != stuck->pc) other = &block.lane[t];
     Finding f{"deadlock", waits_in(stuck)};
     if (other) f.text = waits_in(other), f.other_pc = other->pc, f.other_thread = other->id;
-    const std::string phases = waits_for_phases(block);
-    if (!phases.empty()) f.text += "|" + phases;
+    f.text += "|" + waits_for_phases(block) + "|" + waits_at_barriers(block);
     f.value[0] = block.alive, f.value[1] = block.threads;
     file(stuck, f);
     stop_launch(&block, cudaErrorLaunchTimeout);

@@ -26,6 +26,14 @@ long long clock64() {
     return t.tv_sec * 1000000000ll + t.tv_nsec;
 #endif
 }
+void simt_bounds(long long threads, ...) {
+    Lane* me = kernel_lane(CALLER);
+    if (me->block->threads <= threads) return;
+    Inside inside(me, CALLER);
+    Finding f{"launch-configuration"};
+    f.text = "bounds", f.value[0] = me->block->threads, f.value[1] = threads;
+    file_fatal(me, f, cudaErrorInvalidValue);
+}
 void simt_fence() {
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
     Lane* me = kernel_lane(CALLER);

@@ -21,10 +21,11 @@ static void file_misaligned(Lane* me, uintptr_t a, int bytes, bool write) {
     file_fatal(me, f, cudaErrorMisalignedAddress);
 }
 static void access(Lane* me, uintptr_t a, int bytes, bool write, Style style, uintptr_t pc) {
-    Inside inside(me, pc);
+    const bool waited_for = !write && load_of_store(me, bytes);
+    Inside inside(me, pc, !waited_for);
     Worker* worker = me->block->worker;
     const char* how = write ? "store" : "load";
-    if (++me->accesses > 128) {  // a lane far ahead would pile up half-filled requests
+    if (++me->accesses > 128 && !waited_for) {  // a lane far ahead would pile up half-filled requests
         let_others_run(me);
         me->pc = pc;
     }
@@ -59,12 +60,12 @@ static inline __attribute__((always_inline)) void hook(void* p, int bytes, bool 
     Lane* me = current_lane();
     if (!me) return;                                        // host code
     if ((uintptr_t)p - (uintptr_t)me->stack < STACK) {      // local memory
-        if (__builtin_expect(me->registers_in_use, 0)) {  // by a wgmma
+        if (__builtin_expect((uintptr_t)p - me->in_use_low < me->in_use_bytes, 0)) {  // by a wgmma, perhaps
             Inside inside(me, pc);
             if (me->block->worker->warpgroups->file_if_in_use(me, (uintptr_t)p, bytes, write, pc)) return;
         }
         if (!write && __builtin_expect(never_set(p, bytes), 0)) {
-            Inside inside(me, pc);
+            Inside inside(me, pc, !load_of_store(me, bytes));
             file_never_set(me, "load");
         }
         return;

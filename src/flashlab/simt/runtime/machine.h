@@ -70,6 +70,7 @@ struct PendingStore {
     uintptr_t address, pc;
     int bytes = 0;  // 0: none
     bool has_conflict;
+    bool load_came;  // since: see values.h
     uint8_t before[16];
     Conflict conflict;
 };
@@ -77,7 +78,7 @@ struct PendingStore {
 // Registers that a wgmma under way uses, and those that a wgmma has ever been given (warpgroup.cpp).
 struct RegistersInUse {
     uintptr_t low, high, pc;
-    uint64_t number;  // of the wgmma
+    uint64_t number;  // of the last wgmma that uses them; pc is where the first was issued
     bool of_a;        // it only reads them
 };
 struct GivenRegisters {
@@ -97,7 +98,7 @@ struct Lane {  // one CUDA thread
     uintptr_t pc;    // return address of the runtime call it is in, or was last in
     int accesses;    // since it last let others run
     PendingStore store;
-    bool registers_in_use = false;  // in_use is not empty
+    uintptr_t in_use_low = 0, in_use_bytes = 0;  // all of in_use lies in there
     std::vector<RegistersInUse> in_use;
     std::vector<GivenRegisters> given;
     struct {
@@ -110,6 +111,7 @@ struct Lane {  // one CUDA thread
     size_t first_copy;  // copies[first_copy...] are still on their way
     std::vector<Copy> copies;
     std::vector<uint32_t> proxy_fences;  // the warp's time at each of its fence_proxy_async (proxy.h)
+    uint16_t fences;                     // how many there were, the lowest bits
     PhaseWait phase_wait;
     uint32_t bulk_group;  // number of the open group of its stores
     std::vector<std::shared_ptr<BulkStore>> stores;
@@ -260,9 +262,10 @@ void settle_store(Lane* lane);  // values.cpp
 // Marks the time that a lane spends inside the runtime: it must not be torn out of there (faults.cpp).
 struct Inside {
     Worker* worker;
-    Inside(Lane* lane, uintptr_t pc) : worker(lane->block->worker) {
+    // settle: a store whose hook has run has been done by now.
+    Inside(Lane* lane, uintptr_t pc, bool settle = true) : worker(lane->block->worker) {
         worker->inside = true, lane->pc = pc;
-        if (__builtin_expect(lane->store.bytes != 0, 0)) settle_store(lane);
+        if (__builtin_expect(settle && lane->store.bytes != 0, 0)) settle_store(lane);
     }
     ~Inside() { worker->inside = false; }
 };

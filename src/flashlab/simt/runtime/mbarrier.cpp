@@ -2,6 +2,7 @@
 #include "mbarrier.h"
 #include "clocks.h"
 #include "counters.h"
+#include "events.h"
 #include "findings.h"
 #include "proxy.h"
 
@@ -30,7 +31,7 @@ Mbarrier* Mbarriers::make(Lane* me, uint32_t address, int count) {
     bar.clock = known->second.first;
     bar.init_pc = me->pc;
     bar.init.time = me->warp->time, bar.init.thread = (uint64_t)me->id;
-    bar.init_fences = (uint16_t)me->proxy_fences.size();
+    bar.init_fences = me->fences;
     return &bar;
 }
 void Mbarriers::end(uint32_t address) { all.erase(address); }
@@ -47,7 +48,7 @@ void Mbarriers::end_phase(Block* block, Mbarrier& bar) {
     bar.arrived = Clock();
     bar.phase++;
     bar.pending = bar.count;
-    bar.expected = bar.brought = 0;
+    bar.expected = bar.brought = bar.warps = 0;
     passing.insert(passing.end(), bar.waiting.begin(), bar.waiting.end());
     bar.waiting.clear();
 }
@@ -106,7 +107,10 @@ Mbarrier& mbarrier_at(Lane* me, uint32_t address, const char* how) {
         f.value[0] = address, f.value[1] = 8;
         file_fatal(me, f, cudaErrorLaunchFailure);
     }
-    if (!before(bar->init.thread, bar->init.time, me)) file(me, about(*bar, "mbarrier-too-early", how, address));
+    if (!bar->told && !before(bar->init.thread, bar->init.time, me)) {
+        bar->told = true;
+        file(me, about(*bar, "mbarrier-too-early", how, address));
+    }
     return *bar;
 }
 
@@ -131,11 +135,14 @@ static void arrive(Lane* me, uint32_t address, const char* how, int64_t bytes) {
         file_fatal(me, f, cudaErrorLaunchFailure);
     }
     if (bytes) expect(me, bar, (uint32_t)bytes, how);
+    if (!(bar.warps >> me->warp->index & 1)) note(me->warp, DID_ARRIVE, me->pc, address, bytes);
+    bar.warps |= 1u << me->warp->index;
     release(me->warp, bar.arrived);
-    me->warp->time++;
     bar.pending--;
     check_bytes(me, bar, address, how);
     if (bar.loads.empty() && bar.has_all()) mbarriers(me).end_phase(me->block, bar);
+    if (bytes) me->warp->time++;  // it goes on at once, and issues the copies that it has announced
+    else go_on_after_release(me);
 }
 void add_load(Lane* me, Mbarrier& bar, uint32_t address, const BulkCopy& load) {
     const bool fenced = bar.init_fenced && before(bar.init.thread, bar.init_fenced, me);
@@ -163,7 +170,12 @@ void simt_mbarrier_init(uint32_t bar, int arrivals) {
 void simt_mbarrier_inval(uint32_t bar) {
     Lane* me = kernel_lane(CALLER);
     Inside inside(me, CALLER);
-    mbarrier_at(me, bar, "mbarrier_inval");
+    const Mbarrier& there = mbarrier_at(me, bar, "mbarrier_inval");
+    if (!there.loads.empty() || !there.waiting.empty()) {
+        Finding f = about(there, "mbarrier-in-use", "mbarrier_inval", bar);
+        f.value[0] = (int64_t)there.loads.size(), f.value[1] = (int64_t)there.waiting.size();
+        file_fatal(me, f, cudaErrorLaunchFailure);
+    }
     if (me->block->launch->checked) me->block->worker->shadow->end_mbarrier(bar);
     mbarriers(me).end(bar);
 }
@@ -213,11 +225,14 @@ void simt_mbarrier_wait(uint32_t address, uint32_t parity) {
     const int site = me->block->worker->sites->find(me->pc, MBARRIER_WAIT);
     count_access(me, site, NO_ADDRESS, 0);
     const bool under_way = (bar.phase & 1) == parity;
-    const bool first = bar.waiting.empty() || bar.waiting.back()->warp != me->warp;  // of its warp
+    auto& queue = under_way ? bar.waiting : mbarriers(me).passing;
+    const bool first = queue.empty() || queue.back()->warp != me->warp;  // of its warp
     (*me->block->worker->sites)[site].count[1] += under_way && first;
-    (under_way ? bar.waiting : mbarriers(me).passing).push_back(me);
+    queue.push_back(me);
     me->phase_wait = {address, parity};
+    if (first) note(me->warp, DID_MBARRIER_BEGIN, me->pc, address, parity);
     wait_for_others(me, IN_MBARRIER);
+    if (first) note(me->warp, DID_MBARRIER_END, me->pc, address, parity);
 }
 }
 

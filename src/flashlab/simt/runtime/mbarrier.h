@@ -22,6 +22,7 @@ struct Mbarrier {
     int64_t brought = 0;   // bytes of the loads issued for it
     std::vector<BulkCopy> loads;
     std::vector<Lane*> waiting;  // for its end
+    uint32_t warps = 0;          // that have arrived in it
     Clock arrived;               // what its arrivals have released
     Clock passed;                // the same of all phases before
     int clock;                   // counts the phases that have ended, of all mbarriers of this address
@@ -29,6 +30,7 @@ struct Mbarrier {
     uint16_t init_fences;
     uint32_t init_fenced;  // time of the fence_mbarrier_init; 0: none yet
     uintptr_t init_pc;
+    bool told = false;  // that somebody came too early
 
     bool has_all() const { return !pending && brought == expected; }
 };

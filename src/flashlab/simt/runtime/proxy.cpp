@@ -6,6 +6,7 @@ namespace simt {
 
 void proxy_fence(Lane* lane) {
     lane->proxy_fences.push_back(lane->warp->time);
+    lane->fences++;
     lane->block->fences = true;
     join(lane->warp->fenced, lane->warp->known, lane->block->warps);
 }

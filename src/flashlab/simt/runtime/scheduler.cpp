@@ -161,6 +161,7 @@ static void prepare_block(Worker* worker, Launch* launch, uint64_t number) {
         lane.fence.time = 0;
         lane.copies.clear();
         lane.proxy_fences.clear();
+        lane.fences = 0;
         lane.bulk_group = 0;
         lane.stores.clear();
         // The frames of different lanes begin at different offsets, so that they do not compete for one cache
@@ -278,7 +279,7 @@ static void* worker_main(void* argument) {
         const uint64_t number = launch->next++;
         if (number >= launch->blocks || number > launch->stop || cancelled()) break;
         run_block(worker, launch, number);
-        if (!worker->block.ended) progress->done = ++launch->done;
+        if (!worker->block.ended) launch->done++, progress->done++;
         if (!printed.empty()) record_printed(number, printed);
         printed.clear();
     }

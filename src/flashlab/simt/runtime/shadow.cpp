@@ -38,6 +38,7 @@ void SharedShadow::begin_block(size_t dynamic_bytes) {
     for (AsyncRead* r : async_reads) delete r;
     async_reads.clear();
     being_read.clear();
+    reading = false;
 }
 
 // Did what the stamp stands for happen before what `lane` does now?
@@ -80,7 +81,7 @@ void SharedShadow::land(Lane* lane, uint64_t address, int bytes, int site) {
         cells[c].copying = 0;
         cells[c].full = 3;
         cells[c].async = 0;
-        cells[c].fences = (uint16_t)lane->proxy_fences.size();
+        cells[c].fences = lane->fences;
     }
 }
 void SharedShadow::land_bulk(uint64_t address, int bytes, int clock, uint32_t time) {
@@ -115,6 +116,7 @@ AsyncRead* SharedShadow::begin_read(Lane* lane, AsyncRead read) {
         touch(lane, r.first, (int)r.second, PROXY_READ, read.site, read.how, nullptr);
         for (uint32_t chunk = r.first / 16; chunk < (r.first + r.second) / 16; chunk++) being_read[chunk]++;
     }
+    reading = true;
     async_reads.push_back(new AsyncRead(std::move(read)));
     return async_reads.back();
 }
@@ -129,20 +131,30 @@ void SharedShadow::end_read(AsyncRead* read, const Lane* by) {
         }
     }
     async_reads.erase(std::find(async_reads.begin(), async_reads.end(), read));
+    reading = !async_reads.empty();
     delete read;
 }
-void SharedShadow::file_overwritten(Lane* lane, uint64_t address, int bytes, const char* how) {
+const char* SharedShadow::overwrites(uint32_t address, const char* how) const {
+    if (cells[address / 2].full) return "stage-overwritten";
+    return strcmp(how, "tma_load") && strcmp(how, "bulk_load") && strcmp(how, "cp.async") ? "race" : "read-before-wait";
+}
+bool SharedShadow::file_if_read(Lane* lane, uint64_t address, int bytes, const char* how) {
+    if (watched && lane->block->worker->warpgroups->file_if_read(lane, address, bytes, how)) return true;
+    const uint64_t end = (address + bytes - 1) / 16;
     uint64_t chunk = address / 16;
-    while (chunk <= (address + bytes - 1) / 16 && !being_read[chunk]) chunk++;
+    while (reading && chunk <= end && !being_read[chunk]) chunk++;
+    if (!reading || chunk > end) return false;
     for (const AsyncRead* read : async_reads)
         for (auto& r : read->ranges)
             if (chunk * 16 >= r.first && chunk * 16 < r.first + r.second) {
-                Finding f{"stage-overwritten", how};
+                Finding f{overwrites((uint32_t)chunk * 16, how), how};
                 f.other_pc = (*lane->block->worker->sites)[read->site].pc, f.other_thread = read->thread;
                 f.text = read->how;
                 f.value[0] = (int64_t)address, f.value[1] = bytes;
-                return file(lane, f);
+                file(lane, f);
+                return true;
             }
+    return false;
 }
 
 // ---- mbarriers ----------------------------------------------------------------------------------
@@ -161,7 +173,6 @@ bool SharedShadow::touch(Lane* lane, uint64_t address, int bytes, Access access,
     const bool copies = access == COPY_ISSUED || access == BULK_ISSUED;
     const bool async = access == BULK_ISSUED || access == PROXY_READ;
     bool filed = false, pending = false;  // one finding an access: the next bytes say the same
-    const uint16_t fences = (uint16_t)lane->proxy_fences.size();
     Stamp now{};
     now.time = lane->warp->time, now.thread = lane->id, now.site = site, now.atomic = is_atomic(access);
     now.execution = executions(lane, site);
@@ -190,14 +201,10 @@ bool SharedShadow::touch(Lane* lane, uint64_t address, int bytes, Access access,
         if (mine == 3) cell.read[0].time = cell.read[1].time = 0;
         cell.copying = copies ? (uint16_t)(lane->id + 1) : 0;
         cell.async = async;
-        cell.fences = fences;
+        cell.fences = lane->fences;
         if (!copies) cell.full |= mine;
     };
-    if (writes && watched && lane->block->worker->warpgroups->file_if_read(lane, address, bytes, how)) filed = true;
-    if (writes && !filed && !async_reads.empty() && being_read_between(address, address + bytes)) {
-        file_overwritten(lane, address, bytes, how);
-        filed = true;
-    }
+    if (writes && __builtin_expect(watched | reading, 0)) filed = file_if_read(lane, address, bytes, how);
     Cell before, after;  // the cell to the left
     uint8_t whole = 0;   // it was touched as a whole
     for (uint64_t c = address / 2; c <= (address + bytes - 1) / 2; c++) {

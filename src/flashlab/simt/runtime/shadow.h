@@ -75,6 +75,9 @@ public:
 
     // From here on, whoever writes to these bytes is told ("stage-overwritten"). The reads themselves are checked now.
     AsyncRead* begin_read(Lane* lane, AsyncRead read);
+    // What it is to write, by `how`, where the async proxy may be reading: too early. But where nothing has been written
+    // yet, it is the reader that is.
+    const char* overwrites(uint32_t address, const char* how) const;
     // It has ended, as `by` has learnt: from here on they are reads of that lane, at its time. Null: nobody's.
     void end_read(AsyncRead* read, const Lane* by);
 
@@ -83,17 +86,13 @@ public:
     void end_mbarrier(uint32_t address);
 
 private:
-    bool being_read_between(uint64_t begin, uint64_t end) const {
-        for (uint64_t chunk = begin / 16; chunk <= (end - 1) / 16; chunk++)
-            if (being_read[chunk]) return true;
-        return false;
-    }
-    void file_overwritten(Lane* lane, uint64_t address, int bytes, const char* how);
+    bool file_if_read(Lane* lane, uint64_t address, int bytes, const char* how);
     void file_out_of_bounds(Lane* lane, uint64_t address, int bytes, const char* how);
     SharedWindow window;
     Cell* cells;  // mapped, so that what is never touched costs nothing
     size_t count;
-    std::vector<AsyncRead*> async_reads;  // under way
+    bool reading = false;                 // there is one under way:
+    std::vector<AsyncRead*> async_reads;
     std::vector<uint16_t> being_read;     // by how many of them, every 16 bytes
     uint64_t dynamic, dynamic_end;  // shared addresses
     std::vector<uint16_t>

@@ -33,7 +33,7 @@ void file_conflict(Lane* lane, const Conflict& c, uintptr_t pc, bool warning) {
 void expect_store(Lane* lane, uintptr_t address, int bytes, const Conflict* conflict) {
     PendingStore& s = lane->store;
     s.address = address, s.pc = lane->pc, s.bytes = bytes;
-    s.has_conflict = conflict != nullptr;
+    s.has_conflict = conflict != nullptr, s.load_came = false;
     if (!conflict) return;
     s.conflict = *conflict;
     memcpy(s.before, (const void*)address, (size_t)bytes);

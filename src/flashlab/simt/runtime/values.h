@@ -4,6 +4,9 @@
 // runtime: until then the store is pending. Two questions wait for it. Is it the pattern with which the
 // compiler fills locals that nothing has set (-ftrivial-auto-var-init=pattern)? And where another lane has
 // stored to the same place: is it the same value, which does no harm?
+//
+// `*to = *from` of structs is one instruction with two hooks, and g++ puts that of the store first. So the load that
+// comes next, of as many bytes, does not settle the store: the hook after it does.
 #pragma once
 #include "findings.h"
 
@@ -45,5 +48,11 @@ void file_conflict(Lane* lane, const Conflict& c, uintptr_t pc, bool warning);
 // The store that the lane is about to do. conflict: with an earlier one; null where there is none.
 void expect_store(Lane* lane, uintptr_t address, int bytes, const Conflict* conflict);
 void settle_store(Lane* lane);  // looks at it, once it has been done
+// Perhaps the load that a pending store waits for. True once.
+inline bool load_of_store(Lane* lane, int bytes) {
+    PendingStore& s = lane->store;
+    if (s.bytes != bytes || s.load_came) return false;
+    return s.load_came = true;
+}
 
 }  // namespace simt

@@ -14,16 +14,23 @@ namespace simt {
 static int group_of(const Warp* warp) { return warp->index / WARPS_OF_GROUP; }
 static int place_in_group(const Warp* warp) { return warp->index % WARPS_OF_GROUP; }
 
+static void bound(Lane& lane) {
+    uintptr_t low = ~(uintptr_t)0, high = 0;
+    for (const RegistersInUse& r : lane.in_use) low = std::min(low, r.low), high = std::max(high, r.high);
+    lane.in_use_low = low, lane.in_use_bytes = high ? high - low : 0;
+}
+
 void Warpgroups::begin_block() {
     if (!used) return;
     used = false;
     for (OfWarp& w : of_warp) w = OfWarp();
     for (OfGroup& g : of_group) g = OfGroup();
     std::fill(readers.begin(), readers.end(), 0);
+    told.clear();
     for (int t = 0; t < worker->block.threads; t++) {
         Lane& lane = worker->lanes[t];
-        lane.registers_in_use = false;
         lane.in_use.clear(), lane.given.clear();
+        bound(lane);
     }
     worker->shadow->watched = false;
 }
@@ -135,11 +142,17 @@ void Warpgroups::issue(Warp* warp, const Slot& slot) {
         if (!checked) continue;
         check_fence(warp, l, its, p, number);
         auto use = [&](const void* registers, size_t bytes, bool of_a) {
-            lane.in_use.push_back({(uintptr_t)registers, (uintptr_t)registers + bytes, slot.pc, number, of_a});
+            const uintptr_t low = (uintptr_t)registers;
+            for (RegistersInUse& r : lane.in_use)
+                if (r.low == low && r.high == low + bytes && r.of_a == of_a) {
+                    r.number = number;
+                    return;
+                }
+            lane.in_use.push_back({low, low + bytes, slot.pc, number, of_a});
         };
         use(its.d, (size_t)p.n / 2 * sizeof(float), false);
         if (its.a_registers) use(its.a_registers, 16, true);
-        lane.registers_in_use = true;
+        bound(lane);
     }
     if (checked) check_operands(p, warp);
     note(warp, DID_WGMMA, slot.pc, (int64_t)number, p.n);
@@ -149,8 +162,16 @@ void Warpgroups::issue(Warp* warp, const Slot& slot) {
 
 // What is read must be there: landed, written, ordered before this warp, and visible to the async proxy.
 void Warpgroups::check_operands(const Product& p, Warp* warp) {
-    worker->shadow->check_pieces(warp, p.a_pieces, "wgmma", p.pc);
-    worker->shadow->check_pieces(warp, p.b_pieces, "wgmma", p.pc);
+    for (auto* pieces : {&p.a_pieces, &p.b_pieces}) {
+        if (told.empty()) {
+            worker->shadow->check_pieces(warp, *pieces, "wgmma", p.pc);
+            continue;
+        }
+        std::vector<uint32_t> others;
+        std::copy_if(pieces->begin(), pieces->end(), std::back_inserter(others),
+                     [&](uint32_t piece) { return !told.count(piece & ~15u); });
+        worker->shadow->check_pieces(warp, others, "wgmma", p.pc);
+    }
 }
 
 // ---- fence --------------------------------------------------------------------------------------
@@ -257,7 +278,7 @@ void Warpgroups::pass(Warp* warp) {
         Lane& lane = warp->lanes[l];
         auto done = [&](const RegistersInUse& r) { return r.number <= mine.completed; };
         lane.in_use.erase(std::remove_if(lane.in_use.begin(), lane.in_use.end(), done), lane.in_use.end());
-        lane.registers_in_use = !lane.in_use.empty();
+        bound(lane);
         if (lane.state == IN_WGMMA) make_runnable(&lane);
     }
 }
@@ -369,13 +390,14 @@ bool Warpgroups::file_if_read(Lane* lane, uint64_t address, int bytes, const cha
         for (int g = 0; g * WARPS_OF_GROUP < lane->block->warps; g++) {
             const uint64_t number = readers[piece * MAX_GROUPS + g];
             if (!number || known(lane, g, number)) continue;
-            Finding f{"stage-overwritten", how};
+            Finding f{worker->shadow->overwrites((uint32_t)piece * 16, how), how};
             f.text = "wgmma";
             f.other_pc = of_group[g].pcs[number - 1];
             f.other_thread = g * GROUP_LANES;
-            f.value[0] = (int64_t)address, f.value[1] = bytes;
+            f.value[0] = (int64_t)piece * 16, f.value[1] = 16;
             f.value[2] = number <= of_group[g].executed;  // computed: but nothing tells this lane
             file(lane, f);
+            told.insert((uint32_t)piece * 16);
             return true;
         }
     return false;

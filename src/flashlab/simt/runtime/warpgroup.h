@@ -7,6 +7,7 @@
 #include "../include/simt/wgmma_ops.h"
 #include "collectives.h"
 #include <deque>
+#include <set>
 
 namespace simt {
 
@@ -75,7 +76,8 @@ private:
     OfGroup of_group[MAX_GROUPS];
     // By piece of shared memory and warpgroup: the last of its wgmma that reads it; 0: none.
     std::vector<uint32_t> readers;
-    alignas(64) float a[64][16], b[16][256], sums[256];
+    std::set<uint32_t> told;  // pieces that were overwritten under way: what follows from that is not told again
+    alignas(64) float a[64][16], b[16][256], sums[4][256];  // of the wgmma that is computed
 };
 
 // ---- registers.cpp: setmaxnreg ------------------------------------------------------------------

@@ -14,18 +14,22 @@ static void unpack(const uint16_t* from, bool bf16, float* to) {  // a piece: 8 
         for (int i = 0; i < 8; i++) to[i] = half_bits_to_float(from[i]);
 }
 
-// sums += row of A times B, for columns in blocks that stay in the CPU's registers.
+// sums += four rows of A times B, in pieces that stay in the CPU's registers. `sums` has rows of 256.
 typedef float Eight __attribute__((vector_size(32)));
-static void multiply_row(const float* row, const float (*b)[256], float* sums, int n) {
-    for (int j = 0; j < n; j += 32) {
-        Eight s[4];
-        memcpy(s, sums + j, sizeof s);
+static void multiply_rows(const float (*a)[16], const float (*b)[256], float (*sums)[256], int n) {
+    for (int j = 0; j < n; j += 16) {
+        auto at = [j](float* row, int half) -> Eight& { return *(Eight*)(row + j + 8 * half); };
+        Eight s00 = at(sums[0], 0), s01 = at(sums[0], 1), s10 = at(sums[1], 0), s11 = at(sums[1], 1);
+        Eight s20 = at(sums[2], 0), s21 = at(sums[2], 1), s30 = at(sums[3], 0), s31 = at(sums[3], 1);
         for (int k = 0; k < 16; k++) {
-            Eight x[4];
-            memcpy(x, b[k] + j, sizeof x);
-            for (int i = 0; i < 4; i++) s[i] += row[k] * x[i];
+            const Eight x0 = at((float*)b[k], 0), x1 = at((float*)b[k], 1);
+            s00 += a[0][k] * x0, s01 += a[0][k] * x1;
+            s10 += a[1][k] * x0, s11 += a[1][k] * x1;
+            s20 += a[2][k] * x0, s21 += a[2][k] * x1;
+            s30 += a[3][k] * x0, s31 += a[3][k] * x1;
         }
-        memcpy(sums + j, s, sizeof s);
+        at(sums[0], 0) = s00, at(sums[0], 1) = s01, at(sums[1], 0) = s10, at(sums[1], 1) = s11;
+        at(sums[2], 0) = s20, at(sums[2], 1) = s21, at(sums[3], 0) = s30, at(sums[3], 1) = s31;
     }
 }
 
@@ -64,24 +68,33 @@ void Warpgroups::multiply(const Product& p, Block* block, int group) {
         else
             for (int k = 0; k < 8; k++) b[i % 2 * 8 + k][i / 2] = eight[k];
     }
-    for (int row = 0; row < 64; row++) {
-        const int first = row / 16 * WARP + row % 8 * 4, half = row % 16 / 8 * 2;  // whose accumulators, and which
-        if (p.add) {
-            for (int t = 0; t < 4; t++)
-                for (int j = 0; j < across; j++) memcpy(&sums[8 * j + 2 * t], &p.d[first + t][4 * j + half], 8);
-            uint32_t unset = 0;
-            for (int j = 0; j < p.n; j++) {
-                uint32_t bits;
-                memcpy(&bits, &sums[j], 4);
-                unset |= bits == NEVER_SET;
+    for (int row = 0; row < 64; row += 4) {
+        const int half = row % 16 / 8 * 2;  // which of a lane's accumulators
+        for (int r = 0; r < 4; r++) {
+            float* const* d = &p.d[row / 16 * WARP + (row + r) % 8 * 4];  // of the four lanes that hold the row
+            if (p.add) {
+                for (int j = 0; j < across; j++)
+                    for (int t = 0; t < 4; t++) memcpy(&sums[r][8 * j + 2 * t], &d[t][4 * j + half], 8);
+                uint32_t unset = 0;
+                for (int j = 0; j < p.n; j++) {
+                    uint32_t bits;
+                    memcpy(&bits, &sums[r][j], 4);
+                    unset |= bits == NEVER_SET;
+                }
+                if (unset) {
+                    const int first = group * GROUP_LANES + row / 16 * WARP + (row + r) % 8 * 4;
+                    file_never_set(&block->lane[first], "wgmma's accumulator", p.pc);
+                }
+            } else {
+                memset(sums[r], 0, p.n * sizeof(float));
             }
-            if (unset) file_never_set(&block->lane[group * GROUP_LANES + first], "wgmma's accumulator", p.pc);
-        } else {
-            memset(sums, 0, p.n * sizeof(float));
         }
-        multiply_row(a[row], b, sums, p.n);
-        for (int t = 0; t < 4; t++)
-            for (int j = 0; j < across; j++) memcpy(&p.d[first + t][4 * j + half], &sums[8 * j + 2 * t], 8);
+        multiply_rows(a + row, b, sums, p.n);
+        for (int r = 0; r < 4; r++) {
+            float* const* d = &p.d[row / 16 * WARP + (row + r) % 8 * 4];
+            for (int j = 0; j < across; j++)
+                for (int t = 0; t < 4; t++) memcpy(&d[t][4 * j + half], &sums[r][8 * j + 2 * t], 8);
+        }
     }
 }
 

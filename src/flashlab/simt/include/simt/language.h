@@ -1,5 +1,10 @@
 // The CUDA dialect of C++, spelled for a host compiler: keywords, built-in variables, vector types.
 #pragma once
+// <math.h> without the special functions of C++17, which no GPU has: they are half of what a kernel's build reads.
+#if __has_include(<bits/c++config.h>)
+#include <bits/c++config.h>
+#undef _GLIBCXX_USE_STD_SPEC_FUNCS
+#endif
 #include <math.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -28,9 +33,9 @@
 #define __device__
 #define __host__
 #define __constant__
-#define __grid_constant__
+#define __grid_constant__ __attribute__((annotate("simt_grid_constant")))  // flashlab.simt.source looks for it
 #define __managed__
-#define __launch_bounds__(...)
+#define __launch_bounds__(...) __simt_bounds__(__VA_ARGS__)  // flashlab.simt.source makes it simt_bounds(...)
 #define __align__(n) __attribute__((aligned(n)))
 #define __forceinline__ inline __attribute__((always_inline))
 #define SIMT_INLINE static inline __attribute__((always_inline))
@@ -100,6 +105,7 @@ constexpr int warpSize = 32;
 // ---- odds and ends ------------------------------------------------------------------------------
 extern "C" {
 long long clock64();  // cycles of the CPU: they order events, they measure nothing of a GPU
+void simt_bounds(long long threads, ...);  // the launch may have so many in a block
 void simt_fence();
 void simt_yield();    // let the other threads of the block run
 void simt_trap() __attribute__((noreturn));

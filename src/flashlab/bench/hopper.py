@@ -1,0 +1,714 @@
+"""Phase 11 on a Hopper GPU: its kernels beside cuDNN, FlashAttention-2 and 4, and what the course had before.
+
+    flashlab bench hopper                           # recorded/hopper_<gpu>.json beside this file
+    flashlab bench hopper --plan                    # what would be measured and about how long; measures nothing
+    flashlab bench hopper --only shapes ladder --minutes 8
+    flashlab bench hopper --only shapes --step "p11_flash STAGES=3" --out x.json   # in the place of the last step
+    flashlab bench hopper --only variants --variants BLOCK_N=96 BLOCK_N=96,STAGES=3 --out y.json
+    flashlab bench hopper --quick                   # a little of it; without a GPU in the emulator, by the wall clock
+
+The measurements come in the order of what they tell: whatever ends a run, its record is a picture of the whole, and
+the next run goes on behind it.
+
+ceiling    a matrix product by cuBLAS: what the tensor cores give at best
+shapes     forward, 16384 queries and 2048 columns in all heads together: N 512 ... 32768, D 64, 128, 256, causal and
+           not, bf16 and fp16; then grouped queries, the layout of a projection (by token), odd lengths, more keys
+           than queries
+ladder     every step of the phase at four shapes, beside cuDNN and the last kernel of phase 9
+variants   the last step with its macros set otherwise, one at a time, or as --variants says
+validate   repeats: the same bits, 200 times; shapes: a list of lengths and heads; cases: all those of the checker
+profile    Nsight Compute on each step and cuDNN at a large shape: the tensor pipe, what the warps wait for
+counters   Nsight Compute's counts of a small launch of each step, beside the emulator's
+sanitizer  what each tool of compute-sanitizer says of one launch of each step
+
+All of a row's kernels take turns, each as a CUDA graph (flashlab.bench.timing); where a set of tensors would stay in
+L2, several are gone through. Every o is compared with float64 by the checker's rule (flashlab.check.tolerance), on long
+rows a sample of it: `of_bound` is the largest error as a part of what is allowed. A kernel of phase 11 that is wrong
+has a time, but counts nowhere. FlashAttention-4 is measured where `flash_attn.cute` can be imported. It compiles for
+minutes: with FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 that is done by several processes before the first measurement.
+TFLOP/s count 4 Nq Nk D for each head, half if causal.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import itertools
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from flashlab import runtime
+from flashlab.attention import triton_forward
+from flashlab.bench import harness, hopper_jobs, hopper_results, ncu, peers, records, timing, validation
+from flashlab.bench.harness import Row, Way
+from flashlab.bench.hopper_jobs import (
+    BOXES,
+    CUDNN,
+    DTYPES,
+    FA2,
+    FA4,
+    LADDER,
+    NO_STEP,
+    OURS,
+    P9,
+    PEERS,
+    PHASE,
+    TRITON,
+    Kernel,
+    chosen,
+    fitting,
+    jobs,
+    quick_jobs,
+    seconds_of,
+    varied,
+    work_of,
+)
+from flashlab.bench.hopper_results import right
+from flashlab.check import CheckFailed, verify
+from flashlab.check.poison import MarkedEmpty
+from flashlab.check.tolerance import Truth, bounded, excess
+from flashlab.cuda import CudaModule, load_inline
+from flashlab.kernels import Step
+
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # q, k, v
+_AGAIN = ("-m", "flashlab.bench.hopper")  # this program in a process of its own
+CACHED = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
+
+
+# ---- the kernels -----------------------------------------------------------------------------------------------------
+Key = tuple[str, int, torch.dtype]  # a Kernel's name, head_dim, dtype
+_modules: dict[Key, CudaModule | Exception] = {}
+_unsound: set[str] = set()
+"""The steps whose trial failed."""
+
+
+def module_of(name: str, head_dim: int, dtype: torch.dtype) -> CudaModule:
+    """The compiled kernel: for this GPU, or for the emulator where there is none. One that failed is left at that."""
+    key = (name, head_dim, dtype)
+    if key not in _modules:
+        backend = "nvcc" if harness.on_gpu() else "emulator"
+        try:
+            one, defines = Kernel(name).step, Kernel(name).defines
+            if head_dim not in one.head_dims or dtype not in one.dtypes:
+                raise ValueError(f"{one.name} is not written for {dtype} with a head_dim of {head_dim}")
+            _modules[key] = load_inline(one, backend=backend, head_dim=head_dim, dtype=dtype, defines=defines)
+        except Exception as error:
+            _modules[key] = error
+    found = _modules[key]
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+def wanted_modules(todo: Iterable[Row], step: str | None = None, variants: Sequence[str] = ()) -> list[Key]:
+    """What these jobs need of nvcc, each once."""
+    ours, found = chosen(step), []
+    for job in todo:
+        dtype = DTYPES[job.get("dtype", "bf16")]
+        if job["part"] == "shapes":
+            names = [*([ours.name] if ours else []), P9]
+        elif job["part"] == "ladder":
+            names = [*(one.name for one in hopper_jobs.ladder()), P9]
+        elif job["part"] == "variants":
+            names = varied(ours, variants)
+        elif job["part"] == "validate" and job["what"] != "cases":
+            names = [ours.name] if ours else []
+        elif job["part"] == "validate":
+            found += [(ours.name, d, t) for d in ours.step.head_dims for t in ours.step.dtypes] if ours else []
+            continue
+        else:
+            found += [(one.name, d, dtype_of(one)) for one, d in launched()] if job["part"] != "ceiling" else []
+            continue
+        head_dim = job.get("head_dim") or job["shape"][3]
+        found += [(name, head_dim, dtype) for name in names]
+    return [key for key in dict.fromkeys(found) if key[1] in Kernel(key[0]).step.head_dims]
+
+
+_TRIED = (((1, 2, 1), 2), ((2, 6, 300), 2), ((4, 16, 4096), 16))  # batch, heads, rows; key heads
+
+
+def try_out(step: str, builds: Sequence[str]) -> None:
+    """Launches builds of a step, such as "128 bf16", at a few shapes. Raises ValueError where a result is wrong."""
+    for build, (size, kv_heads), causal in itertools.product(builds, _TRIED, (False, True)):
+        d, dtype = build.split()
+        ((q, k, v),) = make({"shape": [*size, int(d)], "kv_heads": kv_heads, "dtype": dtype})
+        found = judged(module_of(step, int(d), q.dtype).forward(q, k, v, causal=causal), pieces(q, k, v, causal))
+        if not right(found):
+            where = f"D = {d}, {dtype}, N = {size[2]}, {'causal' if causal else 'whole'}, {kv_heads} key heads"
+            raise ValueError(f"at {where} it is wrong: {found}")
+
+
+def trial(step: str, builds: Sequence[str], seconds: float = 75.0) -> str | None:
+    """Why a step of this phase is not to be launched here, or None: it is tried in a process of its own.
+
+    Barriers are set by hand in it: one that waits for ever, or writes where it should not, would take the whole run
+    with it. A result that is wrong is no reason: that is measured.
+    """
+    paths = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, *_AGAIN, "--trial", step, *builds]
+    try:
+        done = subprocess.run(
+            command, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, timeout=seconds
+        )
+    except subprocess.TimeoutExpired:
+        return f"its trial had not ended after {seconds:.0f} s"
+    if done.returncode == 0:
+        return None
+    last = (done.stderr.strip().splitlines() or ["no word"])[-1]
+    if last.startswith("ValueError: at "):
+        print(f"  {step}: {last}", file=sys.stderr)
+        return None
+    return f"its trial failed: {last[:200]}"
+
+
+@functools.cache
+def fa4() -> tuple[Callable[..., Any] | None, str]:
+    """FlashAttention-4's function on [batch, rows, heads, head_dim], or None and why not."""
+    try:
+        return importlib.import_module("flash_attn.cute").flash_attn_func, ""
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        return None, "not installed" + ("" if missing == "flash_attn" else f": it needs {error.name}")
+    except Exception as error:
+        return None, timing.reason(error)
+
+
+def fa4_version() -> str:
+    """ "4.0.0b36", or why it is not measured."""
+    function, why = fa4()
+    if function is None:
+        return why
+    try:
+        return version("flash-attn-4")
+    except PackageNotFoundError:
+        return "a version without a name"
+
+
+def forward_of(name: str, *qkv: torch.Tensor, causal: bool, step: str | None = None) -> Way:
+    """The forward pass of OURS, of a step, or of a peer, on these tensors. Raises where it cannot be had here."""
+    q, k, v = qkv
+    if name in (CUDNN, FA2):
+        return peers.sdpa("CUDNN_ATTENTION" if name == CUDNN else "FLASH_ATTENTION", q, k, v, causal)
+    if name in (TRITON, BOXES):
+        return functools.partial(triton_forward.flash_attention_forward, q, k, v, causal=causal, tma=name == BOXES)
+    if name == FA4:
+        function, why = fa4()
+        if function is None:
+            raise RuntimeError(why)
+        rows_first = [x.transpose(1, 2) for x in qkv]
+        return lambda: _first(function(*rows_first, causal=causal)).transpose(1, 2)
+    if name == OURS:
+        ours = chosen(step)
+        if ours is None:
+            raise RuntimeError(NO_STEP)
+        name = ours.name
+    return functools.partial(module_of(name, q.shape[3], q.dtype).forward, q, k, v, causal=causal)
+
+
+def _first(out: Any) -> torch.Tensor:
+    return out[0] if isinstance(out, tuple) else out
+
+
+def names_here() -> list[str]:
+    """Who is measured on this machine: Triton's descriptors are nothing for the interpreter, nor for older chips."""
+    boxes = harness.on_gpu() and torch.cuda.get_device_capability() >= (9, 0)
+    return [OURS, *(name for name in PEERS if boxes or name != BOXES)]
+
+
+# ---- the tensors, and what is right ----------------------------------------------------------------------------------
+def make(job: Row, sets: int = 1) -> list[Inputs]:
+    """q, k, v of a job, so many times."""
+    batch, heads, rows, head_dim = job["shape"]
+    kv_heads, keys = job.get("kv_heads", heads), job.get("keys", rows)
+    # A generator of its own: a recording of a CUDA graph that failed leaves PyTorch's unusable.
+    generator = torch.Generator(runtime.device()).manual_seed(sum(job["shape"]))
+
+    def draw(h: int, n: int) -> torch.Tensor:
+        by_token = job.get("kind") == "by token"
+        size = (batch, n, h, head_dim) if by_token else (batch, h, n, head_dim)
+        x = torch.randn(size, device=runtime.device(), dtype=DTYPES[job.get("dtype", "bf16")], generator=generator)
+        return x.transpose(1, 2) if by_token else x
+
+    return [(draw(heads, rows), draw(kv_heads, keys), draw(kv_heads, keys)) for _ in range(sets)]
+
+
+def sets_of(job: Row) -> int:
+    """How many sets of tensors exceed L2 together."""
+    if not harness.on_gpu():
+        return 1
+    batch, heads, rows, head_dim = job["shape"]
+    elements = batch * head_dim * (2 * heads * rows + 2 * job.get("kv_heads", heads) * job.get("keys", rows))
+    return timing.input_sets(elements * DTYPES[job.get("dtype", "bf16")].itemsize)
+
+
+WHOLE, SPAN = 1024, 64
+"""Up to so many queries all rows are compared; of more, three spans of so many: the first, the last, and amid."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some rows of some heads, and what they should be."""
+
+    batches: slice
+    heads: slice
+    rows: slice
+    truth: Truth
+
+
+def pieces(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> list[Piece]:
+    """The first key head of the first batch and the last of the last, with the query heads that share them.
+
+    Causal queries up to a row see no key behind it: the rest of K is cut off, and the rule is that of a smaller case.
+    """
+    batch, heads, rows = q.shape[:3]
+    kv_heads, keys = k.shape[1:3]
+    group = heads // kv_heads
+    middle = rows // 2 - SPAN // 3  # across the border of two tiles
+    spans = [(0, rows)] if rows <= WHOLE else [(0, SPAN), (middle, middle + SPAN), (rows - SPAN, rows)]
+    found = []
+    for b, h in sorted({(0, 0), (batch - 1, kv_heads - 1)}):
+        mine = slice(h * group, (h + 1) * group)
+        for first, last in spans:
+            end = max(0, last + keys - rows) if causal else keys
+            some = (q[b : b + 1, mine, first:last], k[b : b + 1, h : h + 1, :end], v[b : b + 1, h : h + 1, :end])
+            found.append(Piece(slice(b, b + 1), mine, slice(first, last), bounded(*some, causal=causal)))
+    return found
+
+
+def judged(out: Any, wanted: Sequence[Piece]) -> Row:
+    """error: the largest of o. of_bound, lse_of_bound: the largest as a part of the bound; None where it is NaN."""
+    o, lse = out if isinstance(out, tuple) else (out, None)
+    found: Row = {"error": 0.0, "of_bound": 0.0} | ({} if lse is None else {"lse_of_bound": 0.0})
+
+    def note(name: str, x: torch.Tensor) -> None:
+        worst = x.max().item() if x.numel() else 0.0
+        found[name] = None if found[name] is None or not math.isfinite(worst) else max(found[name], worst)
+
+    for p in wanted:
+        part = o[p.batches, p.heads, p.rows].double()
+        note("error", (part - p.truth.o).abs())
+        note("of_bound", excess(part, p.truth.o, p.truth.o_bound))
+        if lse is not None:
+            part = lse[p.batches, p.heads, p.rows].double()
+            note("lse_of_bound", excess(part, p.truth.lse, p.truth.lse_bound))
+    return found
+
+
+# ---- measuring -------------------------------------------------------------------------------------------------------
+def measure(job: Row, step: str | None = None, variants: Sequence[str] = (), rounds: int = 9) -> list[Row]:
+    """The rows of a job. step: of which kernel, in the place of the last step. variants: see `varied`."""
+    if job["part"] == "ceiling":
+        return measure_ceiling(job, rounds)
+    if job["part"] == "validate":
+        return [job | {"name": OURS} | validate(job, step)]
+    if job["part"] in ("counters", "profile", "sanitizer") and not hopper_jobs.ladder():
+        return [harness.failed(job, NO_STEP)]
+    if job["part"] in ("counters", "profile", "sanitizer") and not sound():
+        return [harness.failed(job, "no step can be launched")]
+    if job["part"] in ("counters", "profile"):
+        return [job | row for row in (count() if job["part"] == "counters" else profile())]
+    if job["part"] == "sanitizer":
+        said = validation.sanitize([*_AGAIN, "--launch-all", *sound()], [job["tool"]], timeout=180)
+        return [job | {"name": "all", "said": said[job["tool"]]}]
+    names = names_here()
+    if job["part"] != "shapes":
+        some = [one.name for one in hopper_jobs.ladder()] if job["part"] == "ladder" else varied(chosen(step), variants)
+        names = [*some, P9, CUDNN]
+    return compared(job, names, step, rounds)
+
+
+def measure_ceiling(job: Row, rounds: int) -> list[Row]:
+    m, n, k = job["shape"]
+    dtype = DTYPES[job["dtype"]]
+    a, b = (torch.randn(size, device=runtime.device(), dtype=dtype) for size in ((m, k), (k, n)))
+    found, reasons = harness.times_of({"matmul": lambda: a @ b}, rounds)
+    return _rows(job, found, reasons, 2.0 * m * n * k)
+
+
+def compared(job: Row, names: Sequence[str], step: str | None, rounds: int) -> list[Row]:
+    """A row for each of the names: their times in turns, and how far from right each is."""
+    several = make(job, sets_of(job))
+    ways: dict[str, list[Way]] = {}
+    reasons: dict[str, str] = {}
+    for name in names:
+        try:
+            ways[name] = [forward_of(name, *qkv, causal=job["causal"], step=step) for qkv in several]
+        except Exception as error:
+            reasons[name] = timing.reason(error)
+    found, more = times(ways, rounds)
+    wanted = pieces(*several[0], job["causal"])
+    for name in found:
+        found[name] |= judged(ways[name][0](), wanted)
+    ours = chosen(step)
+    if OURS in found and ours:
+        found[OURS]["step"] = ours.name
+    return _rows(job, found, reasons | more, work_of(job))
+
+
+def times(ways: Mapping[str, Sequence[Way]], rounds: int) -> tuple[dict[str, Row], dict[str, str]]:
+    """harness.times_of. One that cannot be recorded into a graph leaves the others theirs, and its row says so."""
+    found, reasons = harness.times_of(ways, rounds)
+    if FA4 in found and not all(row.get("graph", True) for row in found.values()):
+        alone = found[FA4]
+        found, _ = harness.times_of({name: way for name, way in ways.items() if name != FA4}, rounds)
+        found[FA4] = alone
+    return found, reasons
+
+
+def _rows(job: Row, found: Mapping[str, Row], reasons: Mapping[str, str], work: float) -> list[Row]:
+    rows = [job | {"name": name} | row | {"tflops": work / (row["ms"] * 1e9)} for name, row in found.items()]
+    return rows + [job | {"name": name, "unavailable": why} for name, why in reasons.items()]
+
+
+# ---- validation ------------------------------------------------------------------------------------------------------
+LISTED = (
+    (1, 1), (1, 147), (1, 239), (2, 1), (3, 513), (3, 799), (127, 513), (113, 203), (108, 256), (239, 1), (799, 3),
+    (512, 256), (640, 128), (1023, 1024), (1024, 1023), (0, 16), (16, 0), (176, 176), (2049, 2049),
+)  # fmt: skip
+"""Queries and keys: flash-attention's own test list, nothing at all, and more than a grid of tiles at once."""
+HEADS = ((2, 2, 2), (1, 6, 2), (1, 4, 1), (1, 7, 1), (0, 2, 2))
+"""Batch, heads, key heads."""
+
+
+def listed(most: int | None) -> Iterator[tuple[int, int, int, int, int]]:
+    """(batch, heads, kv_heads, queries, keys), none longer than most."""
+    for (rows, keys), heads in itertools.product(LISTED, HEADS):
+        if most is None or max(rows, keys) <= most:
+            yield *heads, rows, keys
+
+
+def validate(job: Row, step: str | None = None) -> Row:
+    """What is found of the kernel in a job of this part."""
+    ours = chosen(step)
+    if ours is None:
+        return {"unavailable": NO_STEP}
+    how = {"repeats": repeated, "shapes": compare_listed, "cases": lambda job, ours: checked(ours)}[job["what"]]
+    return {"step": ours.name} | how(job, ours)
+
+
+def repeated(job: Row, ours: Kernel) -> Row:
+    """different: how many of the repetitions gave other bits of o or lse than the first run."""
+    ((q, k, v),) = make(job)
+    module = module_of(ours.name, q.shape[3], q.dtype)
+    first = module.forward(q, k, v, causal=job["causal"])
+    different = 0
+    for _ in range(job["repeats"]):
+        again = module.forward(q, k, v, causal=job["causal"])
+        different += not all(same_bits(a, b) for a, b in zip(first, again, strict=True))
+    return {"different": different}
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors of one layout are the same, bit by bit: a NaN is itself, and -0 is not 0."""
+    integer = {2: torch.int16, 4: torch.int32}[a.element_size()]
+    return torch.equal(a.view(integer), b.view(integer))
+
+
+def compare_listed(job: Row, ours: Kernel) -> Row:
+    """cases: how many. wrong: which are not within the rule. of_bound, lse_of_bound: the worst."""
+    module = module_of(ours.name, job["head_dim"], DTYPES[job["dtype"]])
+    worst: Row = {"of_bound": 0.0, "lse_of_bound": 0.0}
+    wrong, cases = [], 0
+    for number, (batch, heads, kv_heads, rows, keys) in enumerate(listed(job.get("most"))):
+        # By token every other time. V has a mean that is not zero: an output near zero hides much.
+        about = {"shape": [batch, heads, rows, job["head_dim"]], "kv_heads": kv_heads, "dtype": job["dtype"]}
+        about |= {"keys": keys} | ({"kind": "by token"} if number % 2 else {})
+        ((q, k, v),) = make(about)
+        v = v + 0.5
+        with MarkedEmpty():
+            o, lse = module.forward(q, k, v, causal=job["causal"])
+        everything = slice(None)
+        found = judged((o, lse), [Piece(everything, everything, everything, bounded(q, k, v, causal=job["causal"]))])
+        cases += 1
+        if not right(found):
+            wrong.append(f"batch {batch}, heads {heads} of {kv_heads}, {rows} queries, {keys} keys")
+        for name in worst:
+            a, b = worst[name], found[name]
+            worst[name] = None if a is None or b is None else max(a, b)
+    return {"cases": cases, "wrong": wrong} | worst
+
+
+def checked(ours: Kernel) -> Row:
+    """The checker's own cases, all of them: what a learner's kernel has to pass, and longer ones."""
+
+    def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = False, scale: float | None = None):
+        return module_of(ours.name, q.shape[3], q.dtype).forward(q, k, v, causal=causal, scale=scale)
+
+    about: dict[str, Any] = {"dtypes": ours.step.dtypes, "head_dims": ours.step.head_dims}
+    try:
+        report = verify(kernel, causal=True, gqa=True, empty=True, deterministic=True, full=True, **about)
+    except CheckFailed as failed:
+        return {"wrong": [str(failed).partition("\n")[0]]}
+    return {"cases": report.cases, "wrong": [], "worst_of_twin": report.worst}
+
+
+# ---- counters --------------------------------------------------------------------------------------------------------
+SMALL = (1, 2, 200)  # batch, heads, rows: a ragged end and a diagonal
+
+
+class Count(NamedTuple):
+    """Nsight Compute's metric, and the emulator's counters whose sum, so many times, it should be."""
+
+    metric: str
+    parts: tuple[str, ...]
+    times: int = 1
+
+
+METRICS = {
+    "wgmma, by warp": Count("smsp__inst_executed_pipe_tensor_op_gmma.sum", ("wgmma",), 4),  # counted by warpgroup there
+    "TMA instructions": Count(
+        "sm__inst_executed_pipe_tma.sum", ("tma_loads", "tma_stores", "tma_reduces", "bulk_loads", "bulk_stores")
+    ),
+    "bytes loaded by TMA": Count(
+        "l1tex__m_xbar2l1tex_read_bytes_mem_global_op_tma_ld.sum", ("tma_load_global_bytes", "bulk_load_global_bytes")
+    ),
+    "bytes stored by TMA": Count(
+        "l1tex__m_l1tex2xbar_write_bytes_mem_global_op_tma_st.sum",
+        ("tma_store_global_bytes", "bulk_store_global_bytes"),
+    ),
+    **{
+        name: Count(*validation.METRICS[name])
+        for name in ("shared read wavefronts", "shared write wavefronts", "global read sectors", "global write sectors")
+    },
+}
+"""What both count. A metric that an ncu does not know is left out."""
+_STALLS = ("gmma", "long_scoreboard", "barrier", "sleeping", "wait", "math_pipe_throttle", "short_scoreboard",
+           "mio_throttle", "not_selected", "selected", "branch_resolve", "no_instruction")  # fmt: skip
+_TIME = {"nanoseconds": "gpu__time_duration.sum"}
+PROFILED = (
+    _TIME
+    | {
+        "registers": "launch__registers_per_thread",
+        "tensor pipe, % of the time": "sm__pipe_tensor_op_hmma_cycles_active.avg.pct_of_peak_sustained_active",
+        "bytes from L2 by TMA": METRICS["bytes loaded by TMA"].metric,
+        "bytes from memory": "dram__bytes_read.sum",
+    }
+    | {f"stalled: {x}": f"smsp__average_warps_issue_stalled_{x}_per_issue_active.ratio" for x in _STALLS}
+)
+
+
+def launched() -> list[tuple[Step, int]]:
+    """Every step at one head_dim, and the last at each that it is written for."""
+    found = [(one, 64 if 64 in one.head_dims else one.head_dims[0]) for one in hopper_jobs.ladder()]
+    last = hopper_jobs.ladder()[-1:]
+    return found + [(one, d) for one in last for d in one.head_dims if (one, d) not in found]
+
+
+def small_inputs(step: Step, head_dim: int) -> list[torch.Tensor]:
+    """q, k, v on the CPU, the same in every process."""
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randn(*SMALL, head_dim, generator=generator).to(dtype_of(step)) for _ in range(3)]
+
+
+def dtype_of(step: Step) -> torch.dtype:
+    """bf16, for which the step is built anyway, where it takes that."""
+    return torch.bfloat16 if torch.bfloat16 in step.dtypes else step.dtypes[0]
+
+
+def sound() -> list[str]:
+    """The steps of which nothing is known that speaks against a launch."""
+    return [one.name for one in hopper_jobs.ladder() if one.name not in _unsound]
+
+
+def launch_all(names: Sequence[str]) -> None:
+    """Each of these steps once, small; announced, for the profiler and the sanitizer."""
+    for step, head_dim in launched():
+        if step.name not in names:
+            continue
+        key = (step.name, head_dim, dtype_of(step))
+        if why := _tried(key):
+            print(f"left out: {step.name}: {why}", file=sys.stderr)
+            continue
+        module = module_of(*key)
+        print("LAUNCH " + json.dumps([step.name, head_dim]), flush=True)
+        module.forward(*(x.cuda() for x in small_inputs(step, head_dim)), causal=True)
+        torch.cuda.synchronize()
+
+
+def launch_big(names: Sequence[str]) -> None:
+    """Each of these steps, and cuDNN, once at the first shape of the ladder; for the profiler."""
+    shape, causal = LADDER[0]
+    ((q, k, v),) = make({"shape": shape})
+    for name in [*names, CUDNN]:
+        try:
+            way = forward_of(name, q, k, v, causal=causal)
+            way()
+        except Exception as error:
+            print(f"left out: {name}: {timing.reason(error)}", file=sys.stderr)
+            continue
+        torch.cuda.synchronize()
+        print("LAUNCH " + json.dumps(name), flush=True)
+        torch.cuda.profiler.start()
+        way()
+        torch.cuda.synchronize()
+        torch.cuda.profiler.stop()
+
+
+def count() -> list[Row]:
+    """A row for each step launched small: pairs [emulated, native], of what both count. Raises NoGpu without ncu."""
+    todo = launched()
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # the builds; to run is short
+        list(pool.map(lambda job: _checked_build(*job), todo))
+    metrics = ncu.known(_TIME | {name: m.metric for name, m in METRICS.items()})
+    native = _by_launch(ncu.profile([*_AGAIN, "--launch-all", *sound()], metrics, timeout=300))
+    found = []
+    for step, head_dim in todo:
+        about: Row = {"name": step.name, "head_dim": head_dim}
+        try:
+            emulated = emulate(step, head_dim)
+        except Exception as error:
+            found.append(about | {"unavailable": f"in the emulator: {timing.reason(error)}"})
+            continue
+        counted = native.get(json.dumps([step.name, head_dim]), {})
+        pairs = {
+            name: [emulated[name], counted[name]]
+            for name in metrics
+            if name in emulated and counted.get(name) is not None
+        }
+        found.append(about | {"counters": pairs, "native": counted})
+    return found
+
+
+def profile() -> list[Row]:
+    """A row for each step, and cuDNN, at a large shape: where the time goes. Raises NoGpu without ncu."""
+    metrics = ncu.known(PROFILED)
+    rows = ncu.profile([*_AGAIN, "--launch-big", *sound()], metrics, only_marked=True, timeout=300)
+    return [{"name": json.loads(launch)} | row for launch, row in _by_launch(rows).items()]
+
+
+def _by_launch(rows: Sequence[Row]) -> dict[str, Row]:
+    """By what was announced: the metrics; of several kernels of one launch those of the longest."""
+    order = sorted((row for row in rows if row["launch"]), key=lambda row: row.get("nanoseconds") or 0.0)
+    return {json.dumps(row["launch"]): {k: x for k, x in row.items() if k != "launch"} for row in order}
+
+
+def _checked_build(step: Step, head_dim: int) -> CudaModule:
+    return load_inline(step, check=True, head_dim=head_dim, dtype=dtype_of(step))
+
+
+def emulate(step: Step, head_dim: int) -> dict[str, float]:
+    """The emulator's counts of the small launch. Raises KernelFindings if it finds anything."""
+    module = _checked_build(step, head_dim)
+    module.forward(*small_inputs(step, head_dim), causal=True)
+    assert module.report is not None, "every run in the emulator leaves a report"
+    counted = module.report.raise_if_findings().counters
+    return {name: m.times * sum(counted[part] for part in m.parts) for name, m in METRICS.items()}
+
+
+# ---- before the measurements -----------------------------------------------------------------------------------------
+def plan(todo: Sequence[Row]) -> list[tuple[str, int, float]]:
+    """(what, measurements, estimated seconds), the builds first."""
+    built = len(wanted_modules(todo))
+    found = [("builds and trials", built, 40.0 + 15.0 * -(-built // 16))] if built else []
+    if any(job["part"] == "shapes" for job in todo):
+        variants = {(j["dtype"], j["shape"][3], j["causal"]) for j in todo if j["part"] == "shapes"}
+        at_once = 8 if os.environ.get(CACHED) == "1" else 1
+        found.append(("Triton, FlashAttention-4", len(variants), 20.0 + 15.0 * -(-len(variants) // at_once)))
+    for part in dict.fromkeys(job["part"] for job in todo):
+        mine = [seconds_of(job) for job in todo if job["part"] == part]
+        found.append((part, len(mine), sum(mine)))
+    return found
+
+
+def prepare(
+    todo: Sequence[Row], until: float, step: str | None = None, variants: Sequence[str] = (), rounds: int = 9
+) -> Row:
+    """Builds what the jobs need, by as many compilers as there are cores, and tries it out."""
+    del rounds
+    start = time.monotonic()
+    todo = fitting(todo, 2 * (until - start))  # the time is up at twice that
+    print("about: " + "; ".join(f"{what} ({n}) {s:.0f} s" for what, n, s in plan(todo)), file=sys.stderr)
+    keys = wanted_modules(todo, step, variants)
+    compiled = {(j["dtype"], j["shape"][3], j["causal"]) for j in todo if j["part"] == "shapes"}
+    names = [TRITON, BOXES] + ([FA4] if os.environ.get(CACHED) == "1" and fa4()[0] else [])
+    tasks = [(name, *variant) for variant in sorted(compiled) for name in names]
+    workers = max(1, min(8, (os.cpu_count() or 2) // 2))
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as processes, \
+            ThreadPoolExecutor(os.cpu_count()) as threads:  # fmt: skip
+        warmed = [processes.submit(warm, *task) for task in tasks]
+        built = [threads.submit(_tried, key) for key in keys]
+        wait(built)
+        # What is not compiled then, or because its process crashed with the compiler, is compiled when it is measured.
+        _, late = wait(warmed, timeout=max(1.0, until - time.monotonic()))
+        if late:
+            running = [*(processes._processes or {}).values()]
+            processes.shutdown(wait=False, cancel_futures=True)
+            for process in running:
+                process.kill()
+    failed = [
+        f"{key[0]}, D = {key[1]}: {why}" for key, future in zip(keys, built, strict=True) if (why := future.result())
+    ]
+    print(
+        f"built {len(keys) - len(failed)} of {len(keys)} kernels in {time.monotonic() - start:.0f} s", file=sys.stderr
+    )
+    named = {t: name for name, t in DTYPES.items()}
+    builds: dict[str, list[str]] = {}
+    for name, head_dim, dtype in keys:
+        if Kernel(name).step.phase == PHASE and not isinstance(_modules[name, head_dim, dtype], Exception):
+            builds.setdefault(name, []).append(f"{head_dim} {named[dtype]}")
+    with ThreadPoolExecutor(4) as threads:  # each takes seconds to begin, and milliseconds of the GPU
+        trials = dict(zip(builds, threads.map(trial, builds, builds.values()), strict=True))
+    for name, reason in trials.items():
+        if reason:
+            failed.append(f"{name}: {reason}")
+            _unsound.add(name)
+            _modules.update({key: RuntimeError(reason) for key in keys if key[0] == name})
+    for line in failed:
+        print(f"  {line}", file=sys.stderr)
+    return {"flash_attention_4": fa4_version(), "not_built": failed}
+
+
+def _tried(key: Key) -> str:
+    try:
+        module_of(*key)
+    except Exception as error:
+        return timing.reason(error)
+    return ""
+
+
+def warm(name: str, dtype: str, head_dim: int, causal: bool) -> None:
+    """In a process of its own: what compiles itself when it is called first, and keeps what it compiled on the disk."""
+    ((q, k, v),) = make({"shape": [1, 4, 256, head_dim], "dtype": dtype})
+    forward_of(name, q, k, v, causal=causal)()
+    torch.cuda.synchronize()
+
+
+BENCH = harness.Bench(
+    "hopper", __doc__, jobs=jobs, measure=measure, table=hopper_results.goal_table, more=hopper_results.tables,
+    keys=("kind", "shape", "kv_heads", "keys", "causal", "dtype", "what", "head_dim", "tool", "name"),
+    quick=quick_jobs, needs=harness.gpu_for("phase 11 is", quick_too=False), prepare=prepare, plan=plan, minutes=8.0,
+    options={
+        "step": {"metavar": "NAME", "help": "the kernel to measure in the place of the phase's last one"},
+        "variants": {"nargs": "+", "default": (), "metavar": "MACRO=N,...", "help": "of the part of that name"},
+        "rounds": {"type": int, "default": 9},
+    },
+)  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given[:1] == ["--launch-all"]:  # for ncu and compute-sanitizer
+        launch_all(given[1:])
+    elif given[:1] == ["--launch-big"]:
+        launch_big(given[1:])
+    elif given[:1] == ["--trial"]:
+        try_out(given[1], given[2:])
+    else:
+        BENCH.main(arguments)
+
+
+if __name__ == "__main__":
+    records.entry(main)

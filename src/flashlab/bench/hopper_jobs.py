@@ -1,0 +1,198 @@
+"""What the bench of phase 11 measures: kernels and peers, jobs in their order, and about how long each takes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from flashlab import kernels
+from flashlab.bench import harness, validation
+from flashlab.bench.harness import Row
+from flashlab.kernels import Step
+
+PHASE = 11
+OURS = "p11"
+"""The name of phase 11's last step in every row; the row's `step` says which that was."""
+CUDNN, FA2, FA4, P9 = "cuDNN", "FlashAttention-2", "FlashAttention-4", "p9_flash"
+TRITON, BOXES = "triton", "triton, descriptors"
+PEERS = (CUDNN, FA2, FA4, P9, TRITON, BOXES)
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "f32": torch.float32}
+HEAD_DIMS = (128, 64, 256)
+LENGTHS = (4096, 1024, 16384, 2048, 8192, 512, 32768)
+"""The most telling first."""
+KINDS = ("standard", "grouped", "by token", "odd", "cross")
+LADDER = (
+    ((4, 16, 4096, 128), False), ((4, 16, 4096, 128), True), ((4, 32, 4096, 64), False), ((16, 16, 1024, 128), True),
+)  # fmt: skip
+VARIED = (*LADDER, ((4, 32, 4096, 64), True), ((1, 16, 16384, 128), True), ((4, 8, 4096, 256), False))
+REPEATS = 200
+NO_STEP = f"phase {PHASE} has no step yet"
+RULE = 1.0  # the largest part of its bound that an error may be
+
+
+# ---- the kernels -----------------------------------------------------------------------------------------------------
+def ladder() -> tuple[Step, ...]:
+    """The steps of the phase that there are, in order."""
+    return kernels.steps(PHASE)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A step with its macros as they are, or with some of them set: "p11_flash STAGES=3 BLOCK_N=64"."""
+
+    name: str
+
+    @property
+    def step(self) -> Step:
+        return kernels.step(self.name.split()[0])  # KeyError for a name that is none
+
+    @property
+    def defines(self) -> dict[str, int]:
+        return {macro: int(value) for macro, value in (x.split("=") for x in self.name.split()[1:])}
+
+
+def chosen(step: str | None) -> Kernel | None:
+    """The kernel that stands for the phase: of that name, or its last step; None where there is none yet.
+
+    Raises KeyError for a name that is none.
+    """
+    name = step or (ladder()[-1].name if ladder() else None)
+    found = Kernel(name) if name else None
+    return found if found and found.step else None
+
+
+def varied(ours: Kernel | None, others: Sequence[str] = ()) -> list[str]:
+    """The kernel, and it with one macro of its step set otherwise; or as others say: "STAGES=3,BLOCK_N=64"."""
+    if ours is None:
+        return []
+    known = [f"{macro}={value}" for macro, values in ours.step.defines.items() for value in values[1:]]
+    return [ours.name, *(f"{ours.name} {x.replace(',', ' ')}" for x in others or known)]
+
+
+# ---- what is measured ------------------------------------------------------------------------------------------------
+def shape_job(
+    shape: Sequence[int], causal: bool, dtype: str = "bf16", kind: str = "standard", *, kv_heads: int | None = None,
+    keys: int | None = None,
+) -> Row:  # fmt: skip
+    """shape: batch, heads, queries, head_dim. kv_heads, keys: as many as heads and queries, if None."""
+    return {
+        "part": "shapes", "kind": kind, "shape": list(shape), "kv_heads": kv_heads or shape[1],
+        "keys": keys or shape[2], "causal": causal, "dtype": dtype,
+    }  # fmt: skip
+
+
+def standard(dtype: str, lengths: Iterable[int] = LENGTHS) -> list[Row]:
+    return [
+        shape_job((max(1, 16384 // n), 2048 // d, n, d), causal, dtype)
+        for n in lengths for d in HEAD_DIMS for causal in (False, True)
+    ]  # fmt: skip
+
+
+def others() -> list[Row]:
+    """The shapes that models have, and that a kernel may have been forgotten for."""
+    found = [
+        shape_job(shape, causal, kind="grouped", kv_heads=kv)
+        for shape, kv in (((4, 32, 4096, 128), 8), ((4, 32, 4096, 64), 8), ((2, 16, 4096, 256), 4),
+                          ((1, 32, 16384, 128), 8), ((8, 28, 1024, 128), 4), ((4, 16, 4096, 128), 1))
+        for causal in (False, True)
+    ]  # fmt: skip
+    for kind, lengths in (("by token", (4096, 1024)), ("odd", (4001, 1023))):
+        found += [
+            shape_job((16384 // n, 2048 // d, n, d), causal, kind=kind)
+            for n in lengths for d in HEAD_DIMS for causal in (False, True)
+        ]  # fmt: skip
+    found += [shape_job((4, 2048 // d, 512, d), False, kind="cross", keys=8192) for d in HEAD_DIMS]
+    return found
+
+
+def jobs() -> list[Row]:
+    """Every measurement, the most telling first, whatever its part."""
+    found: list[Row] = [{"part": "ceiling", "dtype": "bf16", "shape": [8192, 8192, 8192]}]
+    found += standard("bf16", LENGTHS[:2])
+    found += [{"part": "ladder", "shape": list(shape), "causal": causal} for shape, causal in LADDER]
+    found += repeat_jobs()
+    found += standard("bf16", LENGTHS[2:4])
+    found += [_listed(d, dtype, causal) for dtype in ("bf16", "fp16") for d in HEAD_DIMS for causal in (False, True)]
+    found += standard("bf16", LENGTHS[4:])
+    found += [{"part": "variants", "shape": list(shape), "causal": causal} for shape, causal in VARIED]
+    found += others()
+    found += [{"part": "ceiling", "dtype": "fp16", "shape": [8192, 8192, 8192]}, *standard("fp16")]
+    found += [{"part": "profile"}, {"part": "counters"}, {"part": "validate", "what": "cases"}]
+    return found + [{"part": "sanitizer", "tool": tool} for tool in validation.TOOLS]
+
+
+def repeat_jobs(repeats: int = REPEATS) -> list[Row]:
+    """A kernel whose result depends on who comes first would show it where many blocks take tiles from one counter."""
+    shapes = (((4, 16, 4096, 128), 16), ((2, 16, 1000, 64), 4), ((2, 8, 2048, 256), 8))
+    return [
+        {"part": "validate", "what": "repeats", "repeats": repeats, "shape": list(shape), "kv_heads": kv,
+         "causal": causal, "dtype": "bf16"}
+        for shape, kv in shapes for causal in (True, False)
+    ]  # fmt: skip
+
+
+def _listed(head_dim: int, dtype: str, causal: bool, most: int | None = None) -> Row:
+    """most: of queries and keys; None for the whole list."""
+    return {
+        "part": "validate", "what": "shapes", "head_dim": head_dim, "dtype": dtype, "causal": causal, "most": most,
+    }  # fmt: skip
+
+
+def quick_jobs() -> list[Row]:
+    """Of every part that this machine can run a little."""
+    if harness.on_gpu():
+        found = [job for job in standard("bf16", (4096, 1024)) if job["shape"][3] != 256]
+        found += [{"part": "ladder", "shape": list(LADDER[0][0]), "causal": LADDER[0][1]}]
+        return [*found, repeat_jobs(20)[0], _listed(128, "bf16", True)]
+    small = (1, 2, 100, 64)
+    return [
+        {"part": "ceiling", "dtype": "f32", "shape": [64, 64, 64]},
+        shape_job(small, False),
+        shape_job(small, True, "fp16", "by token", kv_heads=1),
+        {"part": "ladder", "shape": list(small), "causal": True},
+        repeat_jobs(2)[2] | {"shape": list(small), "kv_heads": 1},
+        _listed(64, "fp16", True, most=160),
+    ]
+
+
+# ---- how long it takes -----------------------------------------------------------------------------------------------
+ASSUMED = 250.0
+"""TFLOP/s at which an estimate of seconds takes the kernels to run. A slow guess: a run is to end in its time."""
+_ONCE = {
+    "ceiling": 1.0,
+    "shapes": 2.0,
+    "ladder": 3.0,
+    "variants": 3.0,
+    "counters": 60.0,
+    "profile": 40.0,
+    "sanitizer": 45.0,
+}
+"""Seconds of a job beside its timing: tensors, plans, graphs, the comparison with float64. They are estimates too."""
+_VALIDATE = {"repeats": 1.0, "shapes": 4.0, "cases": 60.0}
+
+
+def seconds_of(job: Row) -> float:
+    """About how long a job takes."""
+    if job["part"] == "validate":
+        runs = job.get("repeats", 0)
+        return _VALIDATE[job["what"]] + (runs * work_of(job) / (ASSUMED * 1e12) if runs else 0.0)
+    if job["part"] not in ("shapes", "ladder", "variants"):
+        return _ONCE[job["part"]]
+    each = max(2.0, work_of(job) / (ASSUMED * 1e9))  # ms of a replay
+    ways = len(PEERS) + 1 if job["part"] == "shapes" else len(ladder()) + 2 if job["part"] == "ladder" else 10
+    return _ONCE[job["part"]] + ways * max(4 * each, min(13 * each, 150.0)) / 1e3
+
+
+def fitting(todo: Sequence[Row], seconds: float) -> list[Row]:
+    """The first of the jobs, as many as may be measured in the time."""
+    ends = itertools.accumulate(map(seconds_of, todo))
+    return [job for job, end in zip(todo, ends, strict=True) if end - seconds_of(job) < seconds]
+
+
+def work_of(job: Row) -> float:
+    """FLOPs of a forward pass."""
+    batch, heads, rows, head_dim = job["shape"]
+    return 4.0 * batch * heads * rows * job.get("keys", rows) * head_dim / (2 if job["causal"] else 1)

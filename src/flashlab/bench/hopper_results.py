@@ -1,0 +1,317 @@
+"""What a record of the bench of phase 11 says: speeds, ratios, means, the ladder, and which goals are met."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from flashlab.bench import harness, hopper_jobs, records
+from flashlab.bench.harness import Row
+from flashlab.bench.hopper_jobs import CUDNN, FA4, HEAD_DIMS, KINDS, OURS, P9, PEERS, RULE, jobs
+from flashlab.table import Table
+
+
+def right(row: Row) -> bool:
+    """Whether a row's result is within the rule, o and, where there is one, lse."""
+    return all(row[name] is not None and row[name] <= RULE for name in ("of_bound", "lse_of_bound") if name in row)
+
+
+@dataclass(frozen=True)
+class Standing:
+    """A shape of a record: ours beside the best of its peers.
+
+    ratio: how many times as fast; 0 where ours is wrong, None where one of the two has no time.
+    """
+
+    job: Row
+    rows: dict[str, Row]
+    best: str | None
+    ratio: float | None
+
+    @property
+    def label(self) -> str:
+        j = self.job
+        heads = f", {j['shape'][1]} heads of {j['kv_heads']}" if j["kv_heads"] != j["shape"][1] else ""
+        keys = f", {j['keys']} keys" if j["keys"] != j["shape"][2] else ""
+        return f"D {j['shape'][3]}, N {j['shape'][2]}{keys}{heads}{', causal' if j['causal'] else ''}, {j['dtype']}"
+
+
+_JOB = ("part", "kind", "shape", "kv_heads", "keys", "causal", "dtype")
+
+
+def standings(data: Row) -> list[Standing]:
+    """Every shape of a record, in its order."""
+    found: dict[str, tuple[Row, dict[str, Row]]] = {}
+    for r in data["rows"]:
+        if r["part"] == "shapes":
+            job = {key: r[key] for key in _JOB}
+            found.setdefault(json.dumps(job), (job, {}))[1][r["name"]] = r
+    return [_standing(job, rows) for job, rows in found.values()]
+
+
+def _standing(job: Row, rows: dict[str, Row]) -> Standing:
+    able = {name: rows[name]["ms"] for name in PEERS if "ms" in rows.get(name, {})}
+    best = min(able, key=able.__getitem__) if able else None
+    ours = rows.get(OURS, {})
+    ratio = None
+    if best and "ms" in ours:
+        ratio = able[best] / ours["ms"] if right(ours) else 0.0
+    return Standing(job, rows, best, ratio)
+
+
+def geometric_mean(values: Iterable[float]) -> float:
+    """0 if one of them is."""
+    found = list(values)
+    return statistics.geometric_mean(found) if all(found) else 0.0
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A bound for how many times as fast as the best peer the kernel is. mean: of all shapes; else of each of them."""
+
+    text: str
+    least: float
+    wanted: Callable[[Row], bool]
+    mean: bool = False
+
+
+def _of(head_dims: Sequence[int], lengths: Sequence[int], causal: bool | None = None) -> Callable[[Row], bool]:
+    return lambda job: (
+        job["kind"] == "standard" and job["shape"][3] in head_dims and job["shape"][2] in lengths
+        and causal in (None, job["causal"])
+    )  # fmt: skip
+
+
+_LONG, _SHORT = (4096, 8192, 16384, 32768), (512, 1024, 2048)
+GOALS = (
+    Goal("D = 128, N from 4096 on", 1.03, _of((128,), _LONG, False)),
+    Goal("D = 128, N from 4096 on, causal", 1.03, _of((128,), _LONG, True)),
+    Goal("D = 64, N from 4096 on", 1.10, _of((64,), _LONG)),
+    Goal("D = 256, N from 4096 on", 0.95, _of((256,), _LONG)),
+    Goal("N = 512, 1024, 2048", 0.95, _of(HEAD_DIMS, _SHORT)),
+    Goal("geometric mean of all shapes", 1.00, lambda job: True, mean=True),
+)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a record says of a goal. said: "met", "missed", "met so far", "not measured"; without FlashAttention-4 that
+    is added. value: the smallest ratio, or the mean."""
+
+    goal: str
+    least: str
+    said: str
+    value: str
+    at: str
+    measured: str
+
+
+def verdicts(data: Row) -> list[Verdict]:
+    """The goals, each by what the record holds."""
+    known = {json.dumps(s.job): s for s in standings(data)}
+    every = [{key: job[key] for key in _JOB} for job in jobs() if job["part"] == "shapes"]
+    found = []
+    for goal in GOALS:
+        wanted = [job for job in every if goal.wanted(job)]
+        there = [s for job in wanted if (s := known.get(json.dumps(job))) and s.ratio is not None]
+        ratios = [s.ratio for s in there if s.ratio is not None]
+        if not ratios:
+            found.append(Verdict(goal.text, f"{goal.least:.2f}", "not measured", "", "", f"0 of {len(wanted)}"))
+            continue
+        worst = min(there, key=lambda s: s.ratio or 0.0)
+        value = geometric_mean(ratios) if goal.mean else min(ratios)
+        said = _said(value >= goal.least, len(there) == len(wanted), goal.mean)
+        if not any("ms" in s.rows.get(FA4, {}) for s in there):
+            said += f", without {FA4}"
+        wrong = "wrong at " if worst.ratio == 0 else ""
+        at = f"{wrong}{worst.label}" + (f" (beside {worst.best})" if worst.ratio else "")
+        found.append(
+            Verdict(goal.text, f"{goal.least:.2f}", said, f"{value:.3f}", at, f"{len(there)} of {len(wanted)}")
+        )
+    return found + [_validated(data, *about) for about in _VALIDATED]
+
+
+def _said(good: bool, whole: bool, mean: bool = False) -> str:
+    if not good:
+        return "missed" if whole or not mean else "missed so far"
+    return "met" if whole else "met so far"
+
+
+def _clean(row: Row) -> bool:
+    """Of compute-sanitizer's last line: "ERROR SUMMARY: 0 errors", "RACECHECK SUMMARY: 0 hazards displayed (...)"."""
+    return "SUMMARY: 0 " in row["said"]
+
+
+_VALIDATED: tuple[tuple[str, Callable[[Row], bool], Callable[[Row], bool]], ...] = (
+    ("the same bits again", lambda job: job.get("what") == "repeats", lambda row: row["different"] == 0),
+    ("within the rule", lambda job: job.get("what") in ("shapes", "cases"), lambda row: not row["wrong"]),
+    ("compute-sanitizer finds nothing", lambda job: job["part"] == "sanitizer", _clean),
+)
+
+
+def _validated(data: Row, text: str, wanted: Callable[[Row], bool], good: Callable[[Row], bool]) -> Verdict:
+    todo = [job for job in jobs() if wanted(job)]
+    rows = [r for job in todo for r in data["rows"] if harness.is_of(r, job) and "unavailable" not in r]
+    bad = [r for r in rows if not good(r)]
+    at = (
+        harness.describe(
+            {k: bad[0][k] for k in bad[0].keys() & {"what", "tool", "shape", "head_dim", "dtype", "causal"}}
+        )
+        if bad
+        else ""
+    )
+    said = _said(not bad, len(rows) >= len(todo)) if rows else "not measured"
+    return Verdict(text, "", said, "", at, f"{len(rows)} of {len(todo)}")
+
+
+def goal_table(data: Row) -> Table:
+    rows = [[v.goal, v.least, v.value, v.at, v.measured, v.said] for v in verdicts(data)]
+    columns = ["goal", "at least", "is", "worst", "measured", ""]
+    return Table.of(rows, columns, align="lrrlrl", caption=f"{_where(data)}: times as fast as the best peer")
+
+
+def _where(data: Row) -> str:
+    return data["machine"]["gpu"] or "a CPU, by the clock on the wall, which says nothing of a GPU"
+
+
+def speed_table(data: Row, kinds: Sequence[str] = KINDS) -> Table:
+    """TFLOP/s of everyone at every shape, and ours over the best peer. A result beyond its bound has a "!"."""
+    found = [s for kind in kinds for s in standings(data) if s.job["kind"] == kind]
+    names = [n for n in (OURS, *PEERS) if any("ms" in s.rows.get(n, {}) for s in found)]
+
+    def cell(row: Row | None) -> str:
+        return "" if row is None or "ms" not in row else f"{row['tflops']:.3g}" + ("" if right(row) else " !")
+
+    order = sorted(found, key=lambda s: (kinds.index(s.job["kind"]), s.job["dtype"], s.job["shape"][3],
+                                         s.job["causal"], s.job["shape"][2]))  # fmt: skip
+    rows = [
+        [s.job["kind"], s.label, *(cell(s.rows.get(n)) for n in names), s.best or "",
+         "" if s.ratio is None else f"{s.ratio:.3f}"]
+        for s in order
+    ]  # fmt: skip
+    columns = ["", "", *names, "best peer", f"{OURS} / best"]
+    caption = f"{_where(data)}: TFLOP/s{ceilings(data)}" if rows else "no shape is measured"
+    return Table.of(rows, columns, align="ll" + "r" * len(names) + "lr", caption=caption)
+
+
+def ceilings(data: Row) -> str:
+    """What a matrix product reaches, in words; "" if it is not measured."""
+    found = {r["dtype"]: r for r in data["rows"] if r["part"] == "ceiling" and "ms" in r}
+    return "".join(f"; a product of {'x'.join(map(str, r['shape']))} {d}: {r['tflops']:.0f}" for d, r in found.items())
+
+
+def mean_table(data: Row) -> Table:
+    """Geometric means of the speed over each peer's and over the best one's, by class."""
+    classes: dict[tuple[str, str, str, str], list[Standing]] = {}
+    for s in standings(data):
+        if s.ratio is not None:
+            j = s.job
+            mask = "causal" if j["causal"] else "whole"
+            classes.setdefault((j["kind"], j["dtype"], str(j["shape"][3]), mask), []).append(s)
+            classes.setdefault((j["kind"], "all", "", ""), []).append(s)
+            classes.setdefault(("all", "", "", ""), []).append(s)
+    last = {"all": len(KINDS)}
+    rows = []
+    for key in sorted(classes, key=lambda c: (last.get(c[0]) or KINDS.index(c[0]), c[1] == "all", c)):
+        some = classes[key]
+        cells = [_mean_over(some, peer) for peer in PEERS]
+        rows.append([*key, len(some), *cells, f"{geometric_mean(s.ratio or 0.0 for s in some):.3f}"])
+    columns = ["", "dtype", "D", "mask", "shapes", *(f"/ {peer}" for peer in PEERS), "/ best"]
+    caption = f"{_where(data)}: geometric means of how many times as fast {OURS} is"
+    return Table.of(rows, columns, align="llrlr" + "r" * (len(PEERS) + 1), caption=caption if rows else "no mean yet")
+
+
+def _mean_over(some: Sequence[Standing], peer: str) -> str:
+    pairs = [(s.rows[peer]["ms"], s.rows[OURS]) for s in some if "ms" in s.rows.get(peer, {})]
+    return (
+        f"{geometric_mean(theirs / ours['ms'] if right(ours) else 0.0 for theirs, ours in pairs):.2f}" if pairs else ""
+    )
+
+
+def ladder_speeds(data: Row, part: str = "ladder") -> dict[tuple[tuple[int, ...], bool], dict[str, Row]]:
+    """By shape and mask: the rows that have a time, by name; the steps in their order, then who stands beside them."""
+    found: dict[tuple[tuple[int, ...], bool], dict[str, Row]] = {}
+    for r in data["rows"]:
+        if r["part"] == part and "ms" in r:
+            found.setdefault((tuple(r["shape"]), r["causal"]), {})[r["name"]] = r
+    return found
+
+
+def ladder_table(data: Row) -> Table:
+    """TFLOP/s of each step at each shape, and in brackets how many times as fast as the step before it is there."""
+    found = ladder_speeds(data)
+    steps = [one for one in hopper_jobs.ladder() if any(one.name in rows for rows in found.values())]
+    before = {one.name: steps[i - 1].name for i, one in enumerate(steps) if i}
+
+    def cell(rows: dict[str, Row], name: str) -> str:
+        row, old = rows.get(name), rows.get(before.get(name, ""))
+        if row is None:
+            return ""
+        gain = f" ({old['ms'] / row['ms']:.2f})" if old else ""
+        return f"{row['tflops']:.0f}{gain}" + ("" if right(row) else " !")
+
+    ideas = {one.name: one.idea for one in steps}
+    cells = [[n, ideas.get(n, ""), *(cell(rows, n) for rows in found.values())] for n in [*ideas, P9, CUDNN]]
+    shapes = [f"D {d}, N {n}{', causal' if causal else ''}" for (_, _, n, d), causal in found]
+    caption = f"{_where(data)}, bf16: TFLOP/s, in brackets over the step before" if found else "no step is measured"
+    return Table.of(cells if found else [], ["step", "new", *shapes], align="ll" + "r" * len(shapes), caption=caption)
+
+
+def variant_table(data: Row) -> Table:
+    """TFLOP/s of each variant at each shape, and in brackets how many times as fast as the kernel as it is."""
+    found = ladder_speeds(data, "variants")
+    names = list(dict.fromkeys(name for rows in found.values() for name in rows))
+    base = min((n for n in names if n not in (P9, CUDNN)), key=len, default="")
+
+    def cell(rows: dict[str, Row], name: str) -> str:
+        row, old = rows.get(name), rows.get(base)
+        if row is None:
+            return ""
+        over = f" ({old['ms'] / row['ms']:.2f})" if old and name not in (base, P9, CUDNN) else ""
+        return f"{row['tflops']:.0f}{over}" + ("" if right(row) else " !")
+
+    cells = [[name, *(cell(rows, name) for rows in found.values())] for name in names]
+    shapes = [f"D {d}, N {n}{', causal' if causal else ''}" for (_, _, n, d), causal in found]
+    caption = f"{_where(data)}, bf16: TFLOP/s, in brackets over {base}" if found else "no variant is measured"
+    return Table.of(cells, ["kernel", *shapes], align="l" + "r" * len(shapes), caption=caption)
+
+
+def counter_table(data: Row) -> Table:
+    """Per step: emulated and native counts; those that differ have a "≠"."""
+    rows = [r for r in data["rows"] if r["part"] == "counters" and "counters" in r]
+    names = list(dict.fromkeys(n for r in rows for n in r["counters"]))
+
+    def cell(pair: list[float] | None) -> str:
+        return "" if pair is None else f"{pair[0]:.0f} {'=' if pair[0] == pair[1] else '≠'} {pair[1]:.0f}"
+
+    cells = [[r["name"], r["head_dim"], *(cell(r["counters"].get(n)) for n in names)] for r in rows]
+    caption = "emulated and native" if rows else "no counter is measured"
+    return Table.of(cells, ["step", "D", *names], align="lr" + "r" * len(names), caption=caption)
+
+
+def profile_table(data: Row) -> Table:
+    """Per step at a large shape: where the warps wait, the largest first."""
+    rows = [r for r in data["rows"] if r["part"] == "profile" and "kernel" in r]
+    plain = list(dict.fromkeys(n for r in rows for n in r if n not in ("part", "name", "kernel") and ":" not in n))
+    cells = []
+    for r in rows:
+        stalls = {n.removeprefix("stalled: "): x for n, x in r.items() if n.startswith("stalled: ") and x}
+        most = sorted(stalls, key=lambda n: -stalls[n])[:4]
+        said = ["" if r.get(n) is None else f"{r[n]:.4g}" for n in plain]
+        cells.append([r["name"], *said, ", ".join(f"{n} {stalls[n]:.2f}" for n in most)])
+    columns = ["step", *plain, "warps that wait, for each issue"]
+    caption = "Nsight Compute, one launch" if rows else "nothing is profiled"
+    return Table.of(cells, columns, align="l" + "r" * (len(columns) - 2) + "l", caption=caption)
+
+
+def tables(data: Row) -> list[Table]:
+    """What there is beside the goals."""
+    found = (speed_table, mean_table, ladder_table, variant_table, counter_table, profile_table)
+    return [table for make in found if (table := make(data)).rows]
+
+
+def recorded() -> list[Row]:
+    """Every recorded run there is, in the order of their file names; [] where none is."""
+    return records.recorded("hopper")

@@ -1,0 +1,161 @@
+"""Phase 11's ladder: every step is right, clean under the checks, and compiles for sm_90a without spills."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from test_series import BOUND, CASES, run
+
+from flashlab.attention import reference
+from flashlab.cuda import load_inline
+from flashlab.cuda.builds import build
+from flashlab.cuda.resources import available, resources
+from flashlab.cuda.sources import macros, read
+from flashlab.cuda.toolchain import arch_for, nvcc_flags
+from flashlab.kernels import HOPPER, Step, step
+
+STEPS = pytest.mark.parametrize("step", HOPPER, ids=lambda s: s.name)
+# Every build takes seconds: of the steps between, the rest is tried where `-m long` asks for it.
+SOME = ("p11_1_tma", "p11_4_producer", "p11_6_overlap", "p11_10_epilogue", "p11_flash")
+SOME_STEPS = pytest.mark.parametrize(
+    "step", [pytest.param(s, id=s.name, marks=[] if s.name in SOME else pytest.mark.long) for s in HOPPER]
+)
+FLASH = step("p11_flash")
+# heads, kv_heads, seq_q, seq_k, causal: more parts than blocks; several tiles and parts, whose first tile some
+# consumers may not see at all; no row sees a key; a sequence that ends where a tile does
+MORE = ((4, 2, 300, 450, True), (3, 1, 200, 200, True), (1, 1, 64, 8, True), (2, 2, 192, 256, False))
+
+
+@STEPS
+def test_right_in_the_fast_build(step):
+    for case in CASES + MORE:
+        run(step, case, sms=2)  # so that blocks take several parts, from step 8 on
+
+
+@pytest.mark.long
+@STEPS
+def test_right_for_the_other_dtype_and_head_dim(step):
+    run(step, CASES[0], dtype=torch.bfloat16)
+    for case in (CASES[0], MORE[0]):
+        run(step, case, head_dim=128, sms=2)
+
+
+@SOME_STEPS
+def test_clean_in_the_check_build(step):
+    for case in (*CASES[:2], MORE[0]):
+        run(step, case, check=True, sms=2)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "dtype"),
+    [
+        pytest.param(d, t, marks=pytest.mark.long if (t == torch.float16) == (d == 128) else [])
+        for d in FLASH.head_dims for t in FLASH.dtypes
+    ],
+    ids=str,
+)  # fmt: skip
+def test_the_last_step_takes_every_shape(head_dim, dtype):
+    for sms in (2, 132):  # several consumers; one
+        for case in CASES + MORE[:3]:
+            run(FLASH, case, head_dim=head_dim, dtype=dtype, sms=sms)
+    run(FLASH, MORE[0], head_dim=head_dim, dtype=dtype, sms=2, check=True)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("step", "define", "value"),
+    [(s, d, v) for s in HOPPER for d, values in s.defines.items() for v in values[1:]],
+    ids=lambda x: getattr(x, "name", str(x)),
+)
+def test_every_define(step, define, value):
+    run(step, MORE[0], sms=2, check=True, **{define: value})
+
+
+def test_blocks_have_one_consumer_where_parts_are_few():
+    launches = [run(FLASH, CASES[0], sms=sms).launches[0] for sms in (2, 132)]
+    assert [launch.block[0] for launch in launches] == [4 * 128, 2 * 128]
+
+
+@pytest.mark.parametrize("name", ["p11_1_tma", "p11_6_overlap", "p11_10_epilogue", "p11_flash"])
+def test_layouts(name):
+    """Heads between the rows, one batch of several, keys that several batches share, a row that is a part of a row."""
+    generator = torch.Generator().manual_seed(0)
+    module = load_inline(step(name), backend="emulator")
+
+    def halves(*shape):
+        return torch.randn(*shape, generator=generator).half()
+
+    q, k, v = halves(2, 70, 3, 64).transpose(1, 2), halves(2, 90, 1, 64).transpose(1, 2), halves(2, 1, 90, 64)
+    shared = halves(1, 1, 90, 64).expand(2, 1, 90, 64)
+    wide = halves(2, 3, 70, 192)[..., 64:128]
+    for q_, k_, v_ in ((q, k, v), (q, shared, v), (wide, k, v)):
+        o, lse = module.forward(q_, k_, v_, causal=True)
+        want, want_lse = reference.attention(q_, k_, v_, causal=True)
+        assert (o - want).abs().max() <= BOUND[torch.float16] and (lse - want_lse).abs().max() <= 1e-4
+
+
+def test_what_lies_behind_a_tensor_is_not_touched():
+    """The tiles are larger than the tensors: rows beyond the end are neither read, as NaN, nor written."""
+    module = load_inline(FLASH, backend="emulator")
+    around = torch.full((1, 2, 256, 64), math.nan).half()
+    q, k, v = (around.clone()[:, :, 64:134] for _ in range(3))
+    for x in (q, k, v):
+        x.copy_(torch.randn(x.shape, generator=torch.Generator().manual_seed(1)))
+    o, _ = module.forward(q, k, v)
+    assert (o - reference.attention(q, k, v)[0]).abs().max() <= BOUND[torch.float16]
+
+
+@pytest.mark.parametrize("polynomial", [0, 1])
+def test_infinities_and_nan_stay_what_they_are(polynomial):
+    generator = torch.Generator().manual_seed(2)
+    q, k, v = (torch.randn(1, 1, 70, 64, generator=generator).half() for _ in range(3))
+    q[:, :, 3] = math.nan
+    v[:, :, 5, 7] = math.inf
+    module = load_inline(FLASH, backend="emulator", defines={"POLYNOMIAL": polynomial})
+    o, lse = module.forward(q, k, v)
+    assert o[:, :, 3].isnan().all() and lse[:, :, 3].isnan().all()
+    others = torch.arange(70) != 3
+    assert o[:, :, others, 7].isinf().all() and o[:, :, others, 8:].isfinite().all()
+    assert lse[:, :, others].isfinite().all()
+
+
+def test_large_scores_and_a_late_maximum():
+    generator = torch.Generator().manual_seed(0)
+    q = 20 * torch.randn(1, 1, 64, 64, generator=generator)
+    k, v = (torch.randn(1, 1, 300, 64, generator=generator) for _ in range(2))
+    k[:, :, 0] *= 4  # their last tile
+    k[:, :, -1] *= 4
+    q, k, v = q.half(), k.half(), v.half()
+    want, want_lse = reference.attention(q, k, v)
+    for name in ("p11_3_operands", "p11_6_overlap", "p11_flash"):
+        o, lse = load_inline(step(name), backend="emulator").forward(q, k, v)
+        assert (o - want).abs().max() <= BOUND[torch.float16], name
+        assert (lse - want_lse).abs().max() <= 1e-3, name
+
+
+def test_no_rows_is_no_work():
+    q, k = torch.zeros(1, 1, 0, 64).half(), torch.zeros(1, 1, 8, 64).half()
+    o, lse = load_inline(FLASH, backend="emulator").forward(q, k, k)
+    assert o.shape == q.shape and lse.shape == (1, 1, 0)
+
+
+# What ptxas is known to leave over: a few bytes, outside of the inner loop.
+SPILLS = {("p11_8_persistent", 64): 12, ("p11_9_scheduler", 64): 4, ("p11_flash", 256): 16}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not available(), reason="needs nvcc")
+@SOME_STEPS
+def test_nothing_is_spilled_or_serialised(step: Step):
+    text = read(step)
+    arch = arch_for("sm_90", text.code)
+    only_90 = arch == "sm_90a"
+    for head_dim in step.head_dims:
+        flags = nvcc_flags(arch, macros({}, text.variant({}, head_dim, None)), text.folders())
+        log = build(text, flags, "nvcc", folders=text.folders()).log
+        assert "Potential Performance Loss" not in log and "setmaxnreg" not in log  # what ptxas says if it has to
+        for kernel in resources(step, target="sm_90", head_dim=head_dim, launches=False):
+            assert kernel.spill_bytes <= SPILLS.get((step.name, head_dim), 0), kernel
+            assert only_90 == (step.name != "p11_1_tma") == ("HGMMA" in kernel.instructions), kernel

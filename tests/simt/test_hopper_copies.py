@@ -1,0 +1,434 @@
+"""mbarriers, TMA and bulk copies: kernels/hopper_copies.cu against numpy, and the mistakes of hopper_broken.cu."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+
+import numpy as np
+import pytest
+import torch
+
+from flashlab.cuda.toolchain import find_cuobjdump, find_nvcc
+from flashlab.simt import CompileError, DeadlockError, HostError, IllegalAccess, SimtError, compile_cuda
+from flashlab.simt.build import INCLUDE
+
+from .conftest import KERNELS, module
+from .tma_model import SWIZZLES, Box
+
+UINT8, UINT16, UINT32, UINT64, FLOAT16, FLOAT32, BFLOAT16 = 0, 1, 2, 4, 6, 7, 9
+ITEMS = {UINT8: 1, UINT16: 2, UINT32: 4, UINT64: 8, FLOAT16: 2, FLOAT32: 4, BFLOAT16: 2}
+
+
+@pytest.fixture(params=["fast", "check"], scope="module")
+def copies(request):
+    return module("hopper_copies.cu", request.param == "check")
+
+
+# ---- boxes -----------------------------------------------------------------------------------------
+def random_box(seed: int) -> tuple[Box, tuple[int, ...], int, int]:
+    """A box of any rank, type and swizzle; another corner; the type; how far behind a multiple of 1024 it goes."""
+    draw = np.random.default_rng(seed)
+    rank = 1 + seed % 5
+    swizzle = int(draw.integers(0, 4))
+    kind = int(draw.choice([UINT8, UINT16, UINT32, UINT64]))
+    item = ITEMS[kind]
+    width = SWIZZLES[swizzle] // item if swizzle else 16 // item * int(draw.integers(1, 5))
+    room = 8192 // (width * item)
+    spans, every = [width], [int(draw.integers(1, 9))]
+    for _ in range(1, rank):
+        every.append(int(draw.choice([1, 1, 1, 2, 3])))
+        span = int(draw.integers(1, min(room * every[-1], 12) + 1))
+        spans.append(span)
+        room = max(1, room // -(-span // every[-1]))
+    sizes = [int(draw.integers(max(1, width - 3), 2 * width + 4)), *(int(draw.integers(1, 9)) for _ in range(1, rank))]
+    strides, step = [], -(-sizes[0] * item // 16) * 16
+    for size in sizes[1:]:
+        step += 16 * int(draw.integers(0, 3))  # a gap
+        strides.append(step)
+        step *= size
+    corner, other = (tuple(int(draw.integers(-s, n + 2)) for s, n in zip(spans, sizes, strict=True)) for _ in range(2))
+    box = Box(item, tuple(sizes), tuple(strides), tuple(spans), tuple(every), corner, swizzle)
+    return box, other, kind, 128 * int(draw.integers(0, 9))
+
+
+def numbers(box: Box, other: tuple[int, ...], kind: int, shift: int, how: int) -> np.ndarray:
+    def five(values) -> list[int]:
+        return [*values, *[1] * (5 - len(values))]
+
+    rows = (box.sizes, box.strides, box.spans, box.every, box.corner, other)
+    return np.array([len(box.sizes), box.swizzle, kind, *[n for row in rows for n in five(row)], shift, how], np.int32)
+
+
+def memory_of(box: Box, seed: int) -> np.ndarray:
+    end = box.sizes[0] * box.item + sum((n - 1) * s for n, s in zip(box.sizes[1:], box.strides, strict=True))
+    return np.random.default_rng(seed).integers(0, 256, -(-end // 256) * 256, dtype=np.uint8)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_box_lies_in_shared_memory_as_the_manual_says(copies, seed):
+    box, other, kind, shift = random_box(seed)
+    x = memory_of(box, seed)
+    out = np.zeros(box.bytes, np.uint8)
+    report = copies.run_box(x, x.copy(), out.view(np.uint32), numbers(box, other, kind, shift, 0))
+    assert not report.findings, report
+    wanted = box.load(x, shift)
+    np.testing.assert_array_equal(out, wanted)
+    assert report.counters["tma_load_bytes"] == box.bytes
+
+
+@pytest.mark.parametrize("seed", range(40, 60))
+def test_a_store_takes_it_back_and_skips_what_lies_outside(copies, seed):
+    box, other, kind, shift = random_box(seed)
+    x, y = memory_of(box, seed), memory_of(box, seed + 1000)
+    wanted = y.copy()
+    report = copies.run_box(x, y, np.zeros(4, np.uint32), numbers(box, other, kind, shift, 1))
+    assert not report.findings, report
+    Box(box.item, box.sizes, box.strides, box.spans, box.every, other, box.swizzle).store(
+        box.load(x, shift), shift, wanted
+    )
+    np.testing.assert_array_equal(y, wanted)
+
+
+def test_the_swizzle_of_128_bytes_is_the_table_of_the_manual(copies):
+    """Which 16-byte chunk of the row lies where: the first rows of the table, chunk numbers from left to right."""
+    table = {0: "01234567", 1: "10325476", 2: "23016745", 3: "32107654", 7: "76543210"}
+    box = Box(4, (32, 8), (128,), (32, 8), (1, 1), (0, 0), 3)
+    x = np.arange(256, dtype=np.uint32)
+    out = np.zeros(256, np.uint32)
+    copies.run_box(x.view(np.uint8), np.zeros(1024, np.uint8), out, numbers(box, (0, 0), UINT32, 0, 0))
+    rows = out.reshape(8, 8, 4)[:, :, 0] // 4 - 8 * np.arange(8)[:, None]
+    for row, chunks in table.items():
+        assert "".join(map(str, rows[row])) == chunks
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [(FLOAT32, "float32"), (FLOAT16, "float16"), (BFLOAT16, "bfloat16")])
+def test_a_reduction_adds_in_the_type_of_the_map(copies, kind, dtype):
+    item = ITEMS[kind]
+    box = Box(item, (24, 9), (64,), (16, 6), (1, 1), (-3, -2), 0) if item == 2 else \
+        Box(item, (13, 9), (64,), (8, 6), (1, 1), (-3, -2), 0)  # fmt: skip
+    other = (box.sizes[0] - 6, 5)
+    kind_of = getattr(torch, dtype)
+    torch.manual_seed(0)
+    x, y = (torch.randn(9 * 64 // item).to(kind_of) for _ in range(2))
+    there = np.zeros(9 * 64, np.uint8)
+    Box(item, box.sizes, box.strides, box.spans, box.every, other, 0).store(
+        box.load(x.view(torch.uint8).numpy(), 0), 0, there
+    )
+    wanted = y + torch.from_numpy(there).view(kind_of)  # what lies outside adds 0
+    report = copies.run_box(x.view(torch.uint8), y.view(torch.uint8), np.zeros(4, np.uint32),
+                            numbers(box, other, kind, 0, 2))  # fmt: skip
+    assert not report.findings, report
+    assert (there != 0).any() and torch.equal(y, wanted)
+    assert report.counters["tma_reduces"] == 1
+
+
+# ---- bytes in a row, stages, barriers --------------------------------------------------------------
+def test_bytes_in_a_row(copies):
+    x, y = np.arange(1024, dtype=np.float32), np.full(1024, np.nan, np.float32)
+    report = copies.run_rows(x, y, 1024)
+    assert not report.findings, report
+    np.testing.assert_array_equal(y, 2 * x)
+    counters = report.counters
+    assert (counters["bulk_loads"], counters["bulk_load_bytes"]) == (8, 4096)
+    assert (counters["bulk_stores"], counters["bulk_store_global_bytes"]) == (4, 4096)
+
+
+@pytest.mark.parametrize("tiles", [1, 2, 3, 4, 11])
+def test_a_ring_of_stages(copies, tiles):
+    x = np.random.default_rng(tiles).random((2, tiles, 8, 2, 32), np.float32)
+    sums = np.full((2, 2, 32), np.nan, np.float32)
+    report = copies.run_ring(x.reshape(-1, 32), sums, 2, tiles)
+    assert not report.findings, report
+    weights = np.arange(1, tiles + 1, dtype=np.float32)[:, None, None, None]
+    np.testing.assert_allclose(sums, (x * weights).sum((1, 2)), rtol=1e-5)
+    assert report.counters["tma_loads"] == 2 * tiles
+    assert report.counters["mbarrier_waits"] == 2 * 3 * tiles  # of the producer and of two consumer warps
+    assert 4 * tiles <= report.counters["mbarrier_waits_under_way"] <= report.counters["mbarrier_waits"]
+
+
+def test_stores_from_one_buffer(copies):
+    y = np.full(5 * 256, np.nan, np.float32)
+    report = copies.run_staged_store(y, 5)
+    assert not report.findings, report
+    np.testing.assert_array_equal(y, np.arange(5 * 256))
+
+
+def test_an_mbarrier_in_place_of_syncthreads(copies):
+    out = np.zeros(96, np.int32)
+    report = copies.run_as_barrier(out, 5)
+    assert not report.findings, report
+    assert (out == 15).all()
+
+
+# ---- what is wrong is found ------------------------------------------------------------------------
+LINES = {m[1]: n for n, text in enumerate((KERNELS / "hopper_broken.cu").read_text().splitlines(), 1)
+         if (m := re.search(r"// <- (.*)$", text))}  # fmt: skip
+LINES["setup"] = LINES["too few"] - 4  # the line of SETUP(...): what a macro does is done there
+X = np.arange(48 * 32, dtype=np.float32)
+
+
+def findings_of(entry: str, *args, check: bool = True) -> list:
+    """Of a kernel of hopper_broken.cu, whether the launch was ended or not."""
+    try:
+        return getattr(module("hopper_broken.cu", check), entry)(*args).findings
+    except SimtError as error:
+        assert error.report is not None, error
+        return error.report.findings
+
+
+def one(entry: str, *args, kind: str, line: str, other: str | None = None, says: str = "", check: bool = True):
+    """Asserts that a finding of that kind names these lines, and says that."""
+    found = findings_of(entry, *args, check=check)
+    wanted = [f for f in found if f.kind == kind and f.line == LINES[line]]
+    assert wanted, (kind, LINES[line], [str(f) for f in found])
+    assert wanted[0].other_line == (LINES[other] if other else wanted[0].other_line), wanted[0]
+    assert re.search(says, wanted[0].message), wanted[0].message
+    return found
+
+
+def load(mode: int, **expected):
+    return one("run_load", X, np.zeros(64, np.float32), mode, **expected)
+
+
+def setup(mode: int, **expected):
+    return one("run_setup", X, np.zeros(64, np.float32), mode, **expected)
+
+
+def ring(mode: int, **expected):
+    return one("run_ring", X, np.zeros(64, np.float32), mode, **expected)
+
+
+def store(mode: int, blocks: int = 1, **expected):
+    return one("run_store", np.full(256, np.nan, np.float32), mode, blocks, **expected)
+
+
+def test_a_read_without_a_wait():
+    says = "reads in line .* that a tma_load of thread 0 in line .* fills, without having waited"
+    found = load(0, kind="read-before-wait", line="no wait", other="load", says=says)
+    assert len([f for f in found if f.kind == "read-before-wait"]) == 1
+
+
+def test_a_wait_of_one_lane_is_no_wait_of_the_warp():
+    load(1, kind="read-before-wait", line="only lane 0 waits", other="load", says="without having waited")
+
+
+def test_a_wait_of_one_warp_is_no_wait_of_another():
+    found = load(5, kind="read-before-wait", line="load", other="nobody told this warp", says="has read in line")
+    assert any(f.kind == "uninitialised-shared" for f in found)
+
+
+def test_a_wait_for_the_phase_before():
+    load(4, kind="read-before-wait", line="the phase before", other="load", says="without having waited for the phase")
+
+
+def test_a_store_over_a_load_under_way():
+    load(6, kind="stage-overwritten", line="store over a load", other="load", says="writes in line .* without having")
+
+
+def test_two_loads_to_one_place():
+    load(10, kind="stage-overwritten", line="second load", other="load", says="fills with tma_load .* a tma_load of")
+
+
+@pytest.mark.parametrize("check", [False, True])
+class TestBytesAndArrivals:
+    """The phase's numbers, in both builds."""
+
+    def test_too_few_bytes_expected(self, check):
+        says = r"bring 1024 bytes to a phase of the mbarrier of line \d+ \(full at byte 0\) .* expects 1008"
+        load(2, kind="mbarrier-bytes", line="load", says=says, check=check)
+
+    def test_too_many_bytes_expected(self, check):
+        says = (
+            r"Warps 0-1 wait in line \d+ for parity 0 of the mbarrier of line \d+ \(full at byte 0\): phase 0 is under "
+        )
+        says += "way, 1040 bytes expected, 1024 brought"
+        load(3, kind="deadlock", line="wait", says=says, check=check)
+
+    def test_an_arrival_too_few(self, check):
+        load(8, kind="deadlock", line="wait", says="phase 0 is under way, 1 of 3 arrivals missing", check=check)
+
+    def test_an_arrival_too_many(self, check):
+        says = "has its one arrival already and waits for 1024 bytes"
+        load(7, kind="mbarrier-arrivals", line="one too many", says=says, check=check)
+
+    def test_a_wait_for_a_phase_that_nobody_begins(self, check):
+        says = "nobody has arrived at it .1 arrival missing., and phase 0, of parity 0, has ended"
+        load(12, kind="deadlock", line="another phase", says=says, check=check)
+
+    def test_a_load_that_nobody_waits_for(self, check):
+        load(9, kind="never-waited", line="load", says="nobody has waited for its mbarrier", check=check)
+
+    def test_a_parity_that_is_none(self, check):
+        load(11, kind="mbarrier-number", line="wait", says="with the parity 2; it is 0 or 1", check=check)
+
+    def test_the_producer_begins_with_the_wrong_parity(self, check):
+        says = "Warp 0 waits in line .* nobody has arrived at it .*, and no phase has ended yet"
+        found = ring(0, kind="deadlock", line="producer waits", other="consumer waits", says=says, check=check)
+        assert f"Warp 1 waits in line {LINES['consumer waits']} for parity 0" in found[0].message
+        assert f"the mbarrier of line {LINES['init empty']} (empty at byte 0)" in found[0].message
+
+    def test_the_empty_barrier_counts_one_too_many(self, check):
+        ring(3, kind="deadlock", line="producer waits", says="1 of 2 arrivals missing", check=check)
+
+
+def test_a_consumer_with_the_wrong_parity():
+    ring(4, kind="read-before-wait", line="consumer reads", other="refill", says="without having waited for the phase")
+
+
+@pytest.mark.parametrize("mode", [1, 2])
+def test_a_stage_released_too_early(mode):
+    """Before it is read; and by lane 0 without a __syncwarp, before the other lanes have read."""
+    ring(mode, kind="stage-overwritten", line="refill", other="consumer reads", says="the stage is still in use")
+
+
+@pytest.mark.parametrize("mode", [0, 1])
+def test_what_comes_after_an_arrival_is_not_released(mode):
+    out = np.zeros(64, np.int32)
+    races = [f for f in findings_of("run_after_arrival", out, mode) if f.kind == "race"]
+    assert [{f.line, f.other_line} for f in races] == [{LINES["not released"], LINES["after the arrival"]}]
+
+
+@pytest.mark.parametrize(
+    ("mode", "kind", "line", "says"),
+    [
+        (0, "mbarrier-fence", "load of setup", "no fence_mbarrier_init since thread 0 made it"),
+        (1, "mbarrier-too-early", "wait of setup", "with no barrier since thread 0 made it"),
+        (2, "mbarrier-missing", "wait of setup", "there is no mbarrier at that place: full at byte 0"),
+        (3, "mbarrier-again", "init again", "is: what is there already ends with mbarrier_inval"),
+        (4, "bulk-misaligned", "init", "the address of an mbarrier 4 bytes beyond a multiple of 8"),
+        (5, "mbarrier-number", "init", "with 0 arrivals; they are 1 to 1048575"),
+        (6, "mbarrier-missing", "after inval", "there is no mbarrier"),
+        (7, "mbarrier-touched", "store to an mbarrier", "writes in line .* that is an mbarrier, made by thread 0"),
+        (8, "bulk-misaligned", "misaligned", "address of shared memory 4 bytes beyond a multiple of 128"),
+        (9, "mbarrier-number", "arrive", "makes 1048576 bytes for one phase"),
+        (10, "tensor-map", "one coordinate", "1 coordinate; the tensor map has 2"),
+        (11, "tensor-map", "no map", "something that is no tensor map"),
+        (12, "shared-out-of-bounds", "beyond the array", "the last 128 of 1024 lie beyond the end of tile"),
+        (13, "bulk-misaligned", "20 bytes", "for 20 bytes; their number is a multiple of 16"),
+        (14, "bulk-misaligned", "off by 4", "address of global memory 4 bytes beyond a multiple of 16"),
+    ],
+)
+def test_setups(mode, kind, line, says):
+    setup(mode, kind=kind, line=line, says=says)
+
+
+@pytest.mark.parametrize("mode", [0, 1])
+def test_a_store_needs_a_proxy_fence_after_the_writes(mode):
+    """None; and one that comes before them."""
+    store(mode, kind="proxy-fence", line="store", other="fill", says="with no fence_proxy_async between")
+
+
+@pytest.mark.parametrize("mode", [2, 8])
+def test_a_proxy_fence_by_the_one_who_stores_or_by_those_who_wrote(mode):
+    assert not findings_of("run_store", np.full(256, np.nan, np.float32), mode, 1)
+
+
+def test_a_store_before_the_barrier():
+    store(3, kind="race", line="fill", other="store", says="read with tma_store in line .*, with no barrier between")
+
+
+def test_a_buffer_written_while_it_is_stored():
+    says = "may still be reading: only after bulk_wait_read is it free"
+    store(6, kind="stage-overwritten", line="too early", other="store", says=says)
+
+
+@pytest.mark.parametrize(("mode", "says"), [(4, "was never committed"), (5, "was never waited for .bulk_wait_read.")])
+def test_a_store_that_is_not_waited_for(mode, says):
+    store(mode, kind="never-waited", line="store", says=says)
+
+
+def test_what_is_stored_is_there_after_bulk_wait_only():
+    store(7, kind="global-race", line="store", other="read of y", says="writes with tma_store .* element 32 of y")
+
+
+def test_two_blocks_store_to_one_box():
+    store(
+        8, 2, kind="global-race", line="store", other="store", says="thread 0 of block 1 .* nothing orders two blocks"
+    )
+
+
+def test_a_store_to_a_const_argument():
+    one("run_const_store", X[:256].copy(), kind="read-only", line="store", says="y, which the entry declares const")
+
+
+def test_a_load_over_zeros_that_threads_have_written():
+    x, y = X[:64].copy(), np.zeros(64, np.float32)
+    one("run_zeros_first", x, y, 0, kind="proxy-fence", line="over zeros", other="zero", says="nor come after it")
+    assert not findings_of("run_zeros_first", x, y, 1) and (x == y).all()
+
+
+def test_a_type_that_cannot_be_added():
+    one("run_wrong_type", np.zeros(256, np.uint8), kind="reduce-type", line="reduce", says="type that it cannot add")
+
+
+def test_a_map_that_is_larger_than_the_array():
+    says = r"reads with tma_load .* element 512 of x \(shape \[512\]\), 128 bytes past its end"
+    y = np.zeros(64, np.float32)
+    one("run_beyond", X[:512].copy(), y, kind="global-out-of-bounds", line="beyond the end", says=says)
+
+
+def test_the_errors_are_of_the_right_class():
+    broken = module("hopper_broken.cu", False)
+    with pytest.raises(DeadlockError):
+        broken.run_load(X, np.zeros(64, np.float32), 3)
+    with pytest.raises(IllegalAccess):
+        broken.run_setup(X, np.zeros(64, np.float32), 10)
+
+
+def test_a_map_that_is_no_grid_constant_is_refused():
+    kernel = """#include "ptx_sm90.cuh"
+__global__ void k(int n, PLACE CUtensorMap map) { tma_prefetch(&map); }
+extern "C" void run() {}
+"""
+    compile_cuda(kernel.replace("PLACE", "const __grid_constant__"))
+    wrong = {"const": "copy in local memory", "__grid_constant__": "a __grid_constant__ parameter is const"}
+    for place, says in wrong.items():
+        with pytest.raises(CompileError, match=f"kernel.cu:2: error: .*{says}"):
+            compile_cuda(kernel.replace("PLACE", place))
+
+
+@pytest.mark.skipif(find_nvcc() is None or shutil.which("g++") is None, reason="there is no nvcc")
+@pytest.mark.parametrize("name", ["hopper_copies.cu", "hopper_broken.cu"])
+def test_nvcc_compiles_it_for_hopper(tmp_path, name):
+    command = [find_nvcc(), "-std=c++17", "-I", str(INCLUDE), "-gencode=arch=compute_90a,code=sm_90a", "-cubin",
+               "-o", str(tmp_path / "out.cubin"), str(KERNELS / name)]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    if name == "hopper_copies.cu" and find_cuobjdump():
+        sass = subprocess.run([find_cuobjdump(), "-sass", command[-2]], capture_output=True, text=True).stdout
+        for instruction in ("UTMALDG.5D", "UTMASTG.5D", "UTMAREDG.5D", "UBLKCP", "SYNCS", "UTMACCTL.PF", "ELECT"):
+            assert instruction in sass, instruction
+
+
+# ---- tensor maps -----------------------------------------------------------------------------------
+GOOD = {"rank": 2, "type": FLOAT16, "swizzle": 3, "shift": 0, "n0": 64, "n1": 64, "stride": 128, "_": 0,
+        "box0": 64, "box1": 64, "every0": 1, "every1": 1}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"shift": 8}, "its base is 8 bytes beyond a multiple of 16"),
+        ({"rank": 6}, "its rank is 6; a tensor has 1 to 5 dimensions"),
+        ({"type": 11}, "its data type 11 is none of"),
+        ({"swizzle": 5}, "its swizzle 5 is none of"),
+        ({"n1": 0}, "the size of dimension 1 is 0"),
+        ({"stride": 120}, "the stride of dimension 1 is 120 bytes; it has to be a multiple of 16"),
+        ({"stride": 1 << 40}, "the stride of dimension 1 is 1099511627776 bytes; it has to be less than 2.40"),
+        ({"box1": 257}, "the box of dimension 1 is 257; it is 1 to 256"),
+        ({"box1": 0}, "the box of dimension 1 is 0"),
+        ({"every1": 9}, "the element stride of dimension 1 is 9; it is 1 to 8"),
+        ({"box0": 12, "swizzle": 0}, "the box is 24 bytes wide in dimension 0; that has to be a multiple of 16"),
+        ({"box0": 128}, "the box is 256 bytes wide in dimension 0; with a 128-byte swizzle"),
+        ({"swizzle": 2}, "the box is 128 bytes wide in dimension 0; with a 64-byte swizzle"),
+        ({"box0": 32}, "the box is 64 bytes wide in dimension 0; with a 128-byte swizzle it has to be as wide as that"),
+    ],
+)
+def test_a_map_that_is_refused(change, says):
+    broken = module("hopper_broken.cu", False)
+    x = np.zeros(4096, np.float32)
+    broken.run_map(x, np.array([*GOOD.values()], np.int64))
+    with pytest.raises(HostError, match=f"throws an exception in line .*the tensor map is refused: {says}"):
+        broken.run_map(x, np.array([*{**GOOD, **change}.values()], np.int64))

@@ -1,0 +1,46 @@
+"""The emulator beside the record of an H200 (hopper_probe.py), and that the probe can be built without one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from flashlab.cuda.toolchain import find_nvcc
+from flashlab.simt.build import INCLUDE
+
+from . import hopper_probe
+from .conftest import KERNELS
+
+RECORD = Path(__file__).parent / "data" / "hopper_probe_h200.json"
+
+
+def test_the_answers_are_the_same_each_time_and_differ_from_each_other():
+    answers = hopper_probe.boxes(hopper_probe.emulated("hopper_copies.cu", {}))
+    first = [next(answers) for _ in range(6)]
+    again = hopper_probe.boxes(hopper_probe.emulated("hopper_copies.cu", {}))
+    for (name, answer), (other, same) in zip(first, again):  # noqa: B905
+        assert name == other and hopper_probe.checksum(answer) == hopper_probe.checksum(same)
+    assert len({hopper_probe.checksum(answer) for _, answer in first}) == 6
+
+
+@pytest.mark.skipif(not RECORD.exists(), reason="not measured yet: python -m tests.simt.hopper_probe OUT.json")
+def test_the_emulator_answers_as_the_gpu_did():
+    recorded = json.loads(RECORD.read_text())["checksums"]
+    ours = {name: hopper_probe.checksum(answer) for name, answer in hopper_probe.answers(hopper_probe.emulated)}
+    assert set(ours) == set(recorded)
+    wrong = [name for name, value in recorded.items() if ours[name] != value]
+    assert not wrong, f"{len(wrong)} of {len(recorded)}, such as {wrong[:5]}"
+
+
+@pytest.mark.skipif(find_nvcc() is None or shutil.which("g++") is None, reason="there is no nvcc")
+def test_the_probe_compiles_for_the_gpu(tmp_path):
+    for name in ("wgmma_probe.cu", "hopper_copies.cu"):
+        command = [find_nvcc(), "-std=c++17", "-I", str(INCLUDE), "-gencode=arch=compute_90a,code=sm_90a", "-shared",
+                   "-Xcompiler", "-fPIC", "-o", str(tmp_path / "probe.so"), str(KERNELS / name)]  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert "C75" not in done.stderr, done.stderr  # ptxas adds no fence and no wait

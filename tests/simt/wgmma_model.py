@@ -1,0 +1,108 @@
+"""Where the numbers of a wgmma operand lie, from the PTX ISA's canonical layouts: a second opinion on the emulator's.
+
+A layout is a shape and strides of the same nesting, and a swizzle of the byte address ("Strides", "Shared memory matrix
+layout" in the PTX ISA; the same in the notation of CuTe). Nothing here looks at the address bits of a descriptor as the
+emulator does: the shape is walked, number by number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+SWIZZLES = {0: "none", 1: "128 bytes", 2: "64 bytes", 3: "32 bytes"}
+WIDTH = {0: 1, 1: 8, 2: 4, 3: 2}  # 16-byte pieces in a row of the swizzle
+T = 8  # 16-bit numbers in 16 bytes
+BYTES = 32 * 1024  # of the image that the descriptors look at
+
+
+def descriptor(start: int, swizzle: int, leading: int, stride: int, base: int = 0) -> int:
+    """The 64 bits; bytes throughout."""
+    fields = ((start, 0), (leading, 16), (stride, 32))
+    return sum(((value & 0x3FFFF) >> 4) << at for value, at in fields) | (base & 7) << 49 | swizzle << 62
+
+
+def _walk(shape, strides, index: int) -> tuple[int, int]:
+    """The offset of the index-th element of a nested shape (first mode fastest), and how many elements there are."""
+    if isinstance(shape, int):
+        return index % shape * strides, shape
+    offset, size = 0, 1
+    for part, stride in zip(shape, strides, strict=True):
+        o, n = _walk(part, stride, index // size)
+        offset, size = offset + o, size * n
+    return offset, size
+
+
+def k_major(swizzle: int, leading: int, stride: int) -> Callable[[int, int], int]:
+    """((8, m), (T, 2)) : ((W T, SBO), (1, T)), and (1, LBO) without a swizzle. Bytes of (row, k)."""
+    w = WIDTH[swizzle]
+    rows, ks = ((8, 32), (w * T, stride // 2)), ((T, 2), (1, T if swizzle else leading // 2))
+    return lambda row, k: 2 * (_walk(*rows, row)[0] + _walk(*ks, k)[0])
+
+
+def mn_major(swizzle: int, leading: int, stride: int) -> Callable[[int, int], int]:
+    """((T, W, m), (8, 2)) : ((1, T, LBO), (W T, SBO)), and ((1, T, SBO), (T, LBO)) without a swizzle."""
+    w = WIDTH[swizzle]
+    far, deep = (leading, stride) if swizzle else (stride, leading)
+    rows, ks = ((T, w, 32), (1, T, far // 2)), ((8, 2), (w * T, deep // 2))
+    return lambda row, k: 2 * (_walk(*rows, row)[0] + _walk(*ks, k)[0])
+
+
+def swizzled(address: int, swizzle: int, base: int = 0) -> int:
+    """Swizzle<B, 4, 3> of a byte address: B bits from bit 4 on ^= B bits from bit 7 on, from the pattern's start."""
+    bits = WIDTH[swizzle].bit_length() - 1
+    line = (address // 128 - base) % 8
+    piece = address // 16 % 8
+    return address - piece * 16 + (piece ^ line % (1 << bits)) * 16
+
+
+def decoded(image: np.ndarray, desc: tuple[int, int, int, int, int], rows: int, trans: bool) -> np.ndarray:
+    """What a descriptor (start, swizzle, leading, stride, base) names in an image of 16-bit words: [rows, 16]."""
+    start, swizzle, leading, stride, base = desc
+    where = (mn_major if trans else k_major)(swizzle, leading, stride)
+    out = np.empty((rows, 16), image.dtype)
+    for row in range(rows):
+        for k in range(16):
+            out[row, k] = image[swizzled((start + where(row, k)) % (1 << 18), swizzle, base) // 2]
+    return out
+
+
+def stored(matrix: np.ndarray, swizzle: int) -> np.ndarray:
+    """A tile [lines, W * 8] as TMA stores it, for an address where the pattern begins: line by line, pieces exchanged.
+
+    In line l the piece p lies at p ^ l % 8 (128 bytes), p ^ l // 2 % 4 (64 bytes), p ^ l // 4 % 2 (32 bytes).
+    """
+    w = WIDTH[swizzle]
+    assert matrix.shape[1] == w * T
+    out = np.empty_like(matrix)
+    for line in range(len(matrix)):
+        for p in range(w):
+            to = p ^ (line // (8 // w) % w if swizzle else 0)
+            out[line, to * T : to * T + T] = matrix[line, p * T : p * T + T]
+    return out.reshape(-1)
+
+
+def image() -> tuple[np.ndarray, np.ndarray]:
+    """Two images, whose float16 values together say which word is meant: its number modulo 2048, and divided by it."""
+    number = np.arange(BYTES // 2)
+    return (number % 2048).astype(np.float16), (number // 2048).astype(np.float16)
+
+
+def cases() -> list[tuple[int, int, int, int, int]]:
+    """Start, swizzle, leading and stride bytes, base: sensible ones, and those that make no sense."""
+    rng = np.random.default_rng(0)
+    found = []
+    for swizzle, w in WIDTH.items():
+        row = 16 * w
+        for start in (0, 32, 64, 16, 1024, 128, 2048 + 272):
+            for leading in (16, 128, 8 * row):
+                for stride in (8 * row, 256, 1024, 0, 48):
+                    found.append((start, swizzle, leading, stride, 0))
+        for base in range(8):
+            found.append((base * 128, swizzle, 16, 8 * row, base))
+            found.append((512, swizzle, 1024, 8 * row, base))
+    for _ in range(60):
+        start, leading, stride = (int(x) * 16 for x in rng.integers(0, (256, 80, 80)))
+        found.append((start, int(rng.integers(4)), leading, stride, int(rng.integers(8))))
+    return found

@@ -1,0 +1,575 @@
+"""The bench of phase 11, as far as no GPU is needed: its jobs, what is right, the goals, a run in the emulator."""
+
+import contextlib
+import json
+import sys
+import types
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+import torch
+from hopper_stand_in import SPEEDS, STEPS, record
+
+from flashlab import kernels
+from flashlab.attention import reference
+from flashlab.bench import harness, hopper, hopper_jobs, hopper_results, ncu, timing, validation
+from flashlab.bench.hopper_jobs import BOXES, CUDNN, FA2, FA4, OURS, P9, TRITON
+from flashlab.check.tolerance import bounded
+
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """Two kernels of phase 9 stand in for the steps of phase 11; nothing is built yet."""
+    found = (kernels.step("p9_1_masks"), kernels.step("p9_flash"))
+    monkeypatch.setattr(hopper_jobs, "ladder", lambda: found)
+    monkeypatch.setattr(hopper, "_modules", {})
+    return found
+
+
+@pytest.fixture
+def no_steps(monkeypatch):
+    monkeypatch.setattr(hopper_jobs, "ladder", lambda: ())
+    monkeypatch.setattr(hopper, "_modules", {})
+
+
+# ---- what is measured ----------------------------------------------------------------------------------------------
+def test_every_shape_of_the_goals_is_measured_once():
+    found = hopper_jobs.jobs()
+    assert len({json.dumps(job) for job in found}) == len(found)
+    shapes = [job for job in found if job["part"] == "shapes"]
+    standard = {(j["shape"][3], j["shape"][2], j["causal"], j["dtype"]) for j in shapes if j["kind"] == "standard"}
+    assert len(standard) == 3 * 7 * 2 * 2
+    assert {n for _, n, _, _ in standard} == {512, 1024, 2048, 4096, 8192, 16384, 32768}
+    assert all(j["shape"][1] * j["shape"][3] == 2048 for j in shapes if j["kind"] == "standard")
+    assert {j["kind"] for j in shapes} == set(hopper_jobs.KINDS)
+    assert any(j["shape"][2] % 2 for j in shapes if j["kind"] == "odd")
+    assert all(j["kv_heads"] < j["shape"][1] for j in shapes if j["kind"] == "grouped")
+    assert not any(j["causal"] for j in shapes if j["kind"] == "cross")  # PyTorch's mask is aligned otherwise
+
+
+def test_what_tells_most_comes_first():
+    first = hopper_jobs.jobs()[:25]
+    seconds = sum(map(hopper_jobs.seconds_of, first))
+    assert {job["part"] for job in first} >= {"ceiling", "shapes", "ladder", "validate"} and seconds < 90
+    shapes = {(j["shape"][3], j["causal"]) for j in first if j["part"] == "shapes"}
+    assert len(shapes) == 6
+    assert [job["part"] for job in hopper_jobs.jobs()[-4:]] == ["sanitizer"] * 4
+
+
+def test_a_plan_says_how_long_each_part_takes_and_measures_nothing(steps, capsys, monkeypatch):
+    monkeypatch.delenv(hopper.CACHED, raising=False)
+    slow = {what: s for what, _, s in hopper.plan(hopper_jobs.jobs())}
+    monkeypatch.setenv(hopper.CACHED, "1")
+    fast = {what: s for what, _, s in hopper.plan(hopper_jobs.jobs())}
+    assert fast["Triton, FlashAttention-4"] < slow["Triton, FlashAttention-4"]
+    assert sum(n for what, n, _ in hopper.plan(hopper_jobs.jobs())[2:]) == len(hopper_jobs.jobs())
+    hopper.main(["--plan", "--only", "ladder"])
+    said = capsys.readouterr().out
+    assert "ladder" in said and "shapes" not in said and "by estimate" in said
+    assert not hopper._modules
+
+
+def test_what_will_not_be_measured_in_this_run_is_not_built_for_it():
+    todo = hopper_jobs.jobs()
+    some = hopper_jobs.fitting(todo, 30.0)
+    assert some == todo[: len(some)] and 0 < len(some) < 20
+    assert hopper_jobs.fitting(todo, float("inf")) == todo and hopper_jobs.fitting(todo, 0.0) == []
+
+
+def test_work():
+    square = hopper_jobs.shape_job((2, 4, 100, 64), False)
+    assert (
+        hopper_jobs.work_of(square)
+        == timing.attention_flops(2, 4, 100, 64)
+        == 2 * hopper_jobs.work_of(square | {"causal": True})
+    )
+    assert hopper_jobs.work_of(square | {"keys": 300}) == 3 * hopper_jobs.work_of(square)
+
+
+def test_every_kernel_that_a_job_needs_is_built_once(steps):
+    keys = hopper.wanted_modules(hopper_jobs.jobs())
+    assert len(set(keys)) == len(keys)
+    last = {(d, dtype) for name, d, dtype in keys if name == "p9_flash"}
+    assert last == {(d, t) for d in (64, 128, 256) for t in (torch.bfloat16, torch.float16)}
+    assert ("p9_1_masks", 256, torch.bfloat16) not in keys and ("p9_1_masks", 128, torch.bfloat16) in keys
+
+
+# ---- the kernels ---------------------------------------------------------------------------------------------------
+def test_everyone_computes_the_same_attention(steps, monkeypatch):
+    monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
+    cute = types.ModuleType("flash_attn.cute")
+
+    def theirs(q, k, v, causal):  # [batch, rows, heads, head_dim], and a second result
+        o, lse = reference.attention(*(x.transpose(1, 2) for x in (q, k, v)), causal=causal)
+        return o.to(q.dtype).transpose(1, 2), lse
+
+    cute.flash_attn_func = theirs
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", cute)
+    hopper.fa4.cache_clear()
+    try:
+        for job in (hopper_jobs.shape_job((1, 4, 40, 64), True, "fp16", "by token", kv_heads=2),
+                    hopper_jobs.shape_job((2, 2, 33, 64), False, "bf16", "cross", keys=70)):  # fmt: skip
+            ((q, k, v),) = hopper.make(job)
+            assert k.shape == (q.shape[0], job["kv_heads"], job["keys"], 64) and q.is_contiguous() != (q.shape[1] == 4)
+            wanted = hopper.pieces(q, k, v, job["causal"])
+            for name in (OURS, FA2, FA4, P9, TRITON, "p9_1_masks"):
+                out = hopper.forward_of(name, q, k, v, causal=job["causal"])()
+                found = hopper.judged(out, wanted)
+                assert hopper_results.right(found), (name, found)
+                assert ("lse_of_bound" in found) == (name not in (FA2, FA4))
+    finally:
+        hopper.fa4.cache_clear()
+
+
+def test_who_is_not_there_says_why(no_steps):
+    hopper.fa4.cache_clear()
+    q = torch.zeros(1, 1, 8, 64, dtype=torch.float16)
+    if hopper.fa4()[0] is None:
+        with pytest.raises(RuntimeError, match="not installed"):
+            hopper.forward_of(FA4, q, q, q, causal=False)
+        assert hopper.fa4_version().startswith("not installed")
+    with pytest.raises(RuntimeError, match="phase 11 has no step yet"):
+        hopper.forward_of(OURS, q, q, q, causal=False)
+    with pytest.raises(ValueError, match="p9_1_masks is not written for .* 256"):
+        hopper.module_of("p9_1_masks", 256, torch.float16)
+    with pytest.raises(KeyError, match="no step 'p11_nothing'"):
+        hopper_jobs.chosen("p11_nothing")
+
+
+def test_a_kernel_that_was_not_built_is_not_built_again(steps, monkeypatch):
+    tried = []
+    monkeypatch.setattr(hopper, "load_inline", lambda *a, **o: tried.append(a) or (_ for _ in ()).throw(OSError("no")))
+    for _ in range(3):
+        with pytest.raises(OSError, match="no"):
+            hopper.module_of("p9_flash", 64, torch.float16)
+    assert len(tried) == 1
+
+
+def test_one_that_cannot_be_recorded_leaves_the_others_their_graphs(monkeypatch):
+    def times_of(ways, rounds):
+        graph = {} if FA4 not in ways else {"graph": False}
+        return {name: {"ms": 1.0} | graph for name in ways}, {"x": "no"}
+
+    monkeypatch.setattr(harness, "times_of", times_of)
+    found, reasons = hopper.times({OURS: [], CUDNN: [], FA4: []}, 9)
+    assert found == {OURS: {"ms": 1.0}, CUDNN: {"ms": 1.0}, FA4: {"ms": 1.0, "graph": False}} and reasons == {"x": "no"}
+
+
+def test_a_kernel_is_varied_by_its_macros(monkeypatch):
+    one = hopper_jobs.Kernel("p8_6_store")
+    assert hopper_jobs.varied(one) == ["p8_6_store", "p8_6_store STAGES=1", "p8_6_store STAGES=3"]
+    assert hopper_jobs.varied(one, ["STAGES=3,X=1"]) == ["p8_6_store", "p8_6_store STAGES=3 X=1"]
+    assert hopper_jobs.varied(None) == [] and hopper_jobs.Kernel("p8_6_store STAGES=3 X=1").defines == {
+        "STAGES": 3,
+        "X": 1,
+    }
+    given = {}
+    monkeypatch.setattr(hopper, "_modules", {})
+    monkeypatch.setattr(hopper, "load_inline", lambda step, **options: given.update(options) or step.name)
+    assert hopper.module_of("p8_6_store STAGES=3", 64, torch.float16) == "p8_6_store"
+    assert given["defines"] == {"STAGES": 3}
+    todo = [{"part": "variants", "shape": [1, 1, 64, 64], "causal": False}]
+    keys = hopper.wanted_modules(todo, "p8_6_store", ["STAGES=3"])
+    assert [key[0] for key in keys] == ["p8_6_store", "p8_6_store STAGES=3"]
+
+
+# ---- what is right -------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("rows", "keys", "causal"), [(300, 300, True), (300, 340, True), (300, 200, True), (300, 70, False)]
+)
+def test_a_sample_is_what_the_whole_would_be(rows, keys, causal, monkeypatch):
+    monkeypatch.setattr(hopper, "WHOLE", 100)
+    ((q, k, v),) = hopper.make({"shape": [2, 4, rows, 16], "kv_heads": 2, "keys": keys, "dtype": "bf16"})
+    whole = bounded(q, k, v, causal=causal)
+    found = hopper.pieces(q, k, v, causal)
+    assert len(found) == 6
+    for p in found:
+        torch.testing.assert_close(p.truth.o, whole.o[p.batches, p.heads, p.rows])
+        torch.testing.assert_close(p.truth.lse, whole.lse[p.batches, p.heads, p.rows])
+    assert {(p.batches.start, p.heads.start, p.heads.stop) for p in found} == {(0, 0, 2), (1, 2, 4)}
+    assert {p.rows.stop for p in found} >= {hopper.SPAN, rows}
+    monkeypatch.setattr(hopper, "WHOLE", rows)
+    assert [p.rows for p in hopper.pieces(q, k, v, causal)] == [slice(0, rows)] * 2
+
+
+def test_what_is_wrong_is_seen():
+    ((q, k, v),) = hopper.make({"shape": [1, 2, 40, 16], "dtype": "fp16"})
+    o, lse = reference.attention(q, k, v)
+    wanted = hopper.pieces(q, k, v, False)
+    assert hopper_results.right(hopper.judged(o.half(), wanted)) and hopper_results.right(
+        hopper.judged((o.half(), lse.float()), wanted)
+    )
+    for wrong in ((1.1 * o, lse), (o, lse + 0.1), (o * float("nan"), lse), (o, lse * float("inf"))):
+        found = hopper.judged(wrong, wanted)
+        assert not hopper_results.right(found) and json.dumps(found, allow_nan=False)
+
+
+def test_a_kernel_that_is_wrong_has_a_time_and_counts_nowhere():
+    data = record(lambda job: job["part"] == "shapes", of_bound=1.2)
+    assert {s.ratio for s in hopper_results.standings(data)} == {0.0}
+    found = hopper_results.verdicts(data)[0]
+    assert found.said == "missed" and found.at.startswith("wrong at D 128")
+    assert "700 !" in repr(hopper_results.speed_table(data))
+    assert hopper_results.mean_table(data).rows[-1][-1] == "0.000"
+    data = record(lambda job: job["part"] == "shapes", of_bound=None)
+    assert {s.ratio for s in hopper_results.standings(data)} == {0.0}
+
+
+# ---- validation ----------------------------------------------------------------------------------------------------
+class Module:
+    """A kernel of the series, in float64; `spoil(call, o, lse)` may change what it gives."""
+
+    def __init__(self, spoil=lambda call, o, lse: None):
+        self.spoil, self.calls = spoil, 0
+
+    def forward(self, q, k, v, *, causal=False, scale=None):
+        o, lse = reference.attention(q, k, v, causal=causal, scale=scale)
+        o, lse = o.to(q.dtype), lse.float()
+        self.spoil(self.calls, o, lse)
+        self.calls += 1
+        return o, lse
+
+
+def validated(job, monkeypatch, spoil=lambda call, o, lse: None):
+    module = Module(spoil)
+    monkeypatch.setattr(hopper, "module_of", lambda *key: module)
+    return hopper.validate(job)
+
+
+def test_other_bits_are_counted(steps, monkeypatch):
+    job = hopper_jobs.repeat_jobs(5)[2] | {"shape": [1, 2, 20, 64], "kv_heads": 2}
+
+    def spoil(call, o, lse):
+        if call == 2:
+            lse[0, 0, 3] += 1e-6
+        if call == 4:
+            o[0, 1, 3, 5] = -o[0, 1, 3, 5]
+
+    assert validated(job, monkeypatch)["different"] == 0
+    assert validated(job, monkeypatch, spoil) == {"step": "p9_flash", "different": 2}
+    zero = torch.zeros(3)
+    assert not hopper.same_bits(zero, -zero) and hopper.same_bits(zero / zero, (zero / zero).clone())
+
+
+def test_the_list_of_shapes_is_compared_and_what_is_wrong_named(steps, monkeypatch):
+    job = hopper_jobs._listed(64, "fp16", True, most=160)
+    every = list(hopper.listed(160))
+    assert {heads[:1] for heads in every} == {(0,), (1,), (2,)} and (1, 7, 1, 2, 1) in every
+    found = validated(job, monkeypatch)
+    assert found["wrong"] == [] and found["cases"] == len(every) and found["of_bound"] <= 1
+
+    def spoil(call, o, lse):
+        if o.shape[1:3] == (6, 127):
+            o.mul_(1.1)
+
+    found = validated(hopper_jobs._listed(64, "fp16", True, most=513), monkeypatch, spoil)
+    assert found["wrong"] == ["batch 1, heads 6 of 2, 127 queries, 513 keys"] and found["of_bound"] > 1
+
+
+def test_the_checkers_cases(steps, monkeypatch):
+    seen = {}
+
+    def verify(fn, **options):
+        seen.update(options)
+        q = torch.randn(1, 1, 20, 64, dtype=torch.float16)
+        fn(q, q, q, causal=True, scale=0.3)
+        return types.SimpleNamespace(cases=7, worst=1.5)
+
+    monkeypatch.setattr(hopper, "verify", verify)
+    found = validated({"part": "validate", "what": "cases"}, monkeypatch)
+    assert found == {"step": "p9_flash", "cases": 7, "wrong": [], "worst_of_twin": 1.5}
+    assert seen["full"] and seen["gqa"] and seen["deterministic"] and seen["head_dims"] == (64, 128, 256)
+
+    def fails(fn, **options):
+        raise hopper.CheckFailed("row 3 is wrong\nand more")
+
+    monkeypatch.setattr(hopper, "verify", fails)
+    assert validated({"part": "validate", "what": "cases"}, monkeypatch)["wrong"] == ["row 3 is wrong"]
+
+
+def test_a_step_is_tried_in_a_process_of_its_own_first(monkeypatch):
+    said = {"returncode": 1, "stderr": "x\nCudaError: an illegal address"}
+    given = []
+
+    def run(command, **options):
+        given.append(command[1:])
+        if options["timeout"] < 1:
+            raise hopper.subprocess.TimeoutExpired(command, options["timeout"])
+        return types.SimpleNamespace(**said)
+
+    monkeypatch.setattr(hopper.subprocess, "run", run)
+    assert hopper.trial("p11_x", ["64 bf16"], 0.1) == "its trial had not ended after 0 s"
+    assert hopper.trial("p11_x", ["64 bf16"]) == "its trial failed: CudaError: an illegal address"
+    said["stderr"] = "ValueError: at D = 64, N = 1, whole, 2 key heads it is wrong: {}"
+    assert hopper.trial("p11_x", ["64 bf16"]) is None  # it is measured, and found wrong there
+    said["returncode"] = 0
+    assert hopper.trial("p11_x", ["64 bf16"]) is None
+    assert given[0] == ["-m", "flashlab.bench.hopper", "--trial", "p11_x", "64 bf16"]
+
+
+def test_a_trial_says_where_a_result_is_wrong(steps, monkeypatch):
+    monkeypatch.setattr(hopper, "_TRIED", (((1, 2, 1), 2), ((1, 6, 30), 2)))
+    monkeypatch.setattr(hopper, "module_of", lambda *key: Module())
+    hopper.main(["--trial", "p9_1_masks", "64 fp16", "128 bf16"])
+    monkeypatch.setattr(hopper, "module_of", lambda *key: Module(lambda call, o, lse: o.mul_(1.1)))
+    with pytest.raises(ValueError, match="at D = 64, fp16, N = 1, whole, 2 key heads it is wrong"):
+        hopper.main(["--trial", "p9_1_masks", "64 fp16", "128 bf16"])
+
+
+def test_before_the_measurements_all_is_built_and_tried_and_what_fails_is_said(steps, monkeypatch, capsys):
+    warmed = []
+    monkeypatch.setattr(hopper, "ProcessPoolExecutor", lambda workers, mp_context: ThreadPoolExecutor(1))
+    monkeypatch.setattr(hopper, "warm", lambda *task: warmed.append(task))
+    monkeypatch.setattr(hopper, "PHASE", 9)
+    monkeypatch.setattr(hopper, "_unsound", set())
+    monkeypatch.setenv(hopper.CACHED, "1")
+    monkeypatch.setattr(hopper, "fa4", lambda: (None, "not installed"))
+
+    def load_inline(step, *, head_dim, **options):
+        if head_dim == 256:
+            raise OSError("nvcc: no such file")
+        return step.name
+
+    monkeypatch.setattr(hopper, "load_inline", load_inline)
+    tried = {}
+
+    def trial(name, builds):
+        tried[name] = builds
+        return "it had not ended" if name == "p9_1_masks" else None
+
+    monkeypatch.setattr(hopper, "trial", trial)
+    todo = [job for job in hopper_jobs.jobs() if job["part"] in ("shapes", "ladder") and job.get("dtype") != "fp16"]
+    facts = hopper.prepare(todo, hopper.time.monotonic() + 60)
+    assert facts["flash_attention_4"] == "not installed"
+    assert facts["not_built"] == ["p9_flash, D = 256: OSError: nvcc: no such file", "p9_1_masks: it had not ended"]
+    assert hopper.module_of("p9_flash", 64, torch.bfloat16) == "p9_flash" and hopper.sound() == ["p9_flash"]
+    with pytest.raises(RuntimeError, match="it had not ended"):
+        hopper.module_of("p9_1_masks", 128, torch.bfloat16)
+    assert tried == {"p9_flash": ["128 bf16", "64 bf16"], "p9_1_masks": ["128 bf16", "64 bf16"]}
+    assert len(warmed) == 2 * 3 * 2 and {name for name, *_ in warmed} == {TRITON, BOXES}
+    said = capsys.readouterr().err
+    assert "about: builds" in said and "built 4 of 5 kernels" in said and "it had not ended" in said
+
+
+# ---- counters ------------------------------------------------------------------------------------------------------
+def test_only_metrics_that_ncu_knows_are_asked_for(monkeypatch):
+    listing = "Device NVIDIA H200\n---\ndram__bytes_read   Counter  byte  # of bytes\nsm__cycles   Counter\n"
+    monkeypatch.setattr(ncu, "available", lambda: True)
+    monkeypatch.setattr(ncu.subprocess, "run", lambda *a, **o: types.SimpleNamespace(stdout=listing))
+    asked = {"read": "dram__bytes_read.sum", "no": "dram__nothing.sum", "registers": "launch__registers_per_thread"}
+    assert list(ncu.known(asked)) == ["read", "registers"]
+    listing = ""
+    assert ncu.known(asked) == asked
+
+
+def test_counts_stand_beside_the_emulators(steps, monkeypatch):
+    def profile(arguments, metrics, **options):
+        assert arguments[-3:] == ["--launch-all", "p9_1_masks", "p9_flash"]
+        rows = []
+        for step, d in hopper.launched():
+            about = {"kernel": "flash", "launch": [step.name, d]} | dict.fromkeys(metrics, 7.0)
+            rows += [about | {"nanoseconds": 9.0}, about | {"kernel": "small", "nanoseconds": 1.0}]
+        return rows
+
+    monkeypatch.setattr(ncu, "profile", profile)
+    monkeypatch.setattr(ncu, "known", lambda metrics: metrics)
+    monkeypatch.setattr(hopper, "launched", lambda: [(steps[0], 64)])
+    (row,) = hopper.count()
+    assert (row["name"], row["native"]["kernel"]) == ("p9_1_masks", "flash")
+    emulated = row["counters"]["global write sectors"][0]
+    assert emulated > 0 and row["counters"]["global write sectors"] == [emulated, 7.0]
+    assert row["counters"]["wgmma, by warp"] == [0, 7.0]  # it has none
+    text = repr(hopper_results.counter_table({"rows": [{"part": "counters"} | row]}))
+    assert f"{emulated:.0f} ≠ 7" in text
+
+
+def test_the_small_launch_is_of_every_step_and_the_last_at_each_head_dim(steps):
+    assert [(s.name, d) for s, d in hopper.launched()] == [
+        ("p9_1_masks", 64), ("p9_flash", 64), ("p9_flash", 128), ("p9_flash", 256),
+    ]  # fmt: skip
+
+
+def test_one_tool_of_the_sanitizer_is_one_row(steps, monkeypatch):
+    ran = []
+
+    def run(command, **options):
+        ran.append(command)
+        return types.SimpleNamespace(stdout="========= ERROR SUMMARY: 0 errors\n")
+
+    monkeypatch.setattr(validation.subprocess, "run", run)
+    (row,) = hopper.measure({"part": "sanitizer", "tool": "memcheck"})
+    assert row["said"] == "ERROR SUMMARY: 0 errors" and ran[0][2] == "memcheck" and ran[0][-3] == "--launch-all"
+    monkeypatch.setattr(hopper, "_unsound", {"p9_1_masks"})
+    hopper.measure({"part": "sanitizer", "tool": "memcheck"})
+    assert ran[1][-2:] == ["--launch-all", "p9_flash"]  # what hangs would take the tool with it
+    assert hopper_results._clean(row) and not hopper_results._clean(
+        {"said": "RACECHECK SUMMARY: 3 hazards displayed (3 errors)"}
+    )
+    assert hopper_results._clean({"said": "RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)"})
+    assert not hopper_results._clean({"said": "no summary: killed"})
+
+
+# ---- reading a record ----------------------------------------------------------------------------------------------
+def said(data):
+    return {v.goal: v.said for v in hopper_results.verdicts(data)}
+
+
+def test_the_goals_are_met_or_missed_by_what_is_recorded():
+    found = hopper_results.verdicts(record())
+    assert {v.said for v in found if not v.goal.startswith("D = 64")} == {"met"}
+    assert found[0].value == f"{700 / 650:.3f}" and FA4 in found[0].at
+    (missed,) = [v for v in found if v.goal.startswith("D = 64")]  # 1.077 where 1.10 is wanted
+    assert missed.said == "missed" and missed.value == f"{700 / 650:.3f}"
+    text = repr(hopper_results.goal_table(record()))
+    assert "missed" in text and "NVIDIA Stand-in" in text
+
+
+def test_a_record_that_is_not_whole_says_so():
+    some = record(lambda job: job.get("kind") == "standard" and job["dtype"] == "bf16")
+    found = said(some)
+    assert found["D = 128, N from 4096 on"] == "met so far" and found["the same bits again"] == "not measured"
+    assert found["D = 64, N from 4096 on"] == "missed"  # one shape is enough for that
+    slow = record(lambda job: job.get("kind") == "odd", SPEEDS | {OURS: 600.0})
+    assert said(slow)["geometric mean of all shapes"] == "missed so far"
+    assert set(said(record(lambda job: False)).values()) == {"not measured"}
+
+
+def test_without_flash_attention_4_a_goal_is_not_simply_met():
+    speeds = {name: x for name, x in SPEEDS.items() if name != FA4}
+    found = said(record(lambda job: job["part"] == "shapes", speeds))
+    assert found["D = 64, N from 4096 on"] == f"met, without {FA4}"
+
+
+def test_a_quick_run_meets_no_goal(monkeypatch):
+    rows = [job | {"name": OURS, "wrong": [], "different": 0} for job in hopper_jobs.quick_jobs()]
+    monkeypatch.setattr(harness, "on_gpu", lambda: True)
+    rows += [job | {"name": OURS, "wrong": [], "different": 0} for job in hopper_jobs.quick_jobs()]
+    found = {v.goal: v for v in hopper_results.verdicts(record(lambda job: False) | {"rows": rows})}
+    assert found["the same bits again"].said == "not measured"
+    assert found["within the rule"].measured == "1 of 13"  # of a GPU's, which is of the whole list
+
+
+def test_what_validation_found():
+    data = record(lambda job: job["part"] in ("validate", "sanitizer"))
+    names = ("the same bits again", "within the rule", "compute-sanitizer finds nothing")
+    assert [said(data)[name] for name in names] == ["met"] * 3
+    for row in data["rows"]:
+        if row.get("what") == "repeats":
+            row["different"] = 3
+        if row.get("tool") == "racecheck":
+            row["said"] = "RACECHECK SUMMARY: 1 hazard displayed"
+        if row.get("what") == "cases":
+            row["unavailable"] = "no"
+    found = {v.goal: v for v in hopper_results.verdicts(data)}
+    assert [found[name].said for name in names] == ["missed", "met so far", "missed"]
+    assert "racecheck" in found[names[2]].at and "4x16x4096x128" in found[names[0]].at
+
+
+def test_the_ladder_says_what_each_step_gained(monkeypatch):
+    monkeypatch.setattr(hopper_jobs, "ladder", lambda: STEPS)
+    found = hopper_results.ladder_table(record(lambda job: job["part"] == "ladder"))
+    assert [row[0] for row in found.rows] == [*(s.name for s in STEPS), P9, CUDNN]
+    assert found.rows[0][2] == "300" and found.rows[1][2] == "330 (1.10)" and len(found.columns) == 6
+    assert found.rows[1][1] == STEPS[1].idea
+    assert hopper_results.ladder_table(record(lambda job: False)).rows == ()
+
+
+def test_variants_stand_beside_the_kernel_as_it_is():
+    found = hopper_results.variant_table(record(lambda job: job["part"] == "variants"))
+    assert [row[:2] for row in found.rows] == [
+        ("p11_flash", "700"),
+        ("p11_flash STAGES=3", "630 (0.90)"),
+        (CUDNN, "600"),
+    ]
+
+
+def test_means_by_class():
+    found = {row[:4]: row for row in hopper_results.mean_table(record()).rows}
+    assert found["standard", "bf16", "128", "causal"][4] == "7" and found["all", "", "", ""][-1] == f"{700 / 650:.3f}"
+    assert found["grouped", "all", "", ""][5] == f"{700 / 600:.2f}"
+    assert (
+        hopper_results.geometric_mean([2.0, 8.0]) == pytest.approx(4.0)
+        and hopper_results.geometric_mean([1.0, 0.0]) == 0.0
+    )
+
+
+def test_every_table_of_a_whole_record(monkeypatch):
+    monkeypatch.setattr(hopper_jobs, "ladder", lambda: STEPS)
+    data = record()
+    tables = hopper.BENCH.more(data)
+    assert len(tables) == 6
+    for table in tables:
+        assert len(repr(table).splitlines()) > 2 and table._repr_markdown_()
+    assert "8192x8192x8192 bf16: 800" in repr(tables[0])
+    assert "gmma 2.00" in repr(tables[-1])
+    assert hopper.BENCH.more(record(lambda job: False)) == []
+
+
+# ---- a run ---------------------------------------------------------------------------------------------------------
+@pytest.mark.slow
+def test_a_quick_run_in_the_emulator(steps, tmp_path, capsys):
+    out = tmp_path / "x.json"
+    hopper.main(["--quick", "--out", str(out), "--rounds", "1"])
+    data = json.loads(out.read_text())
+    rows = {(row["part"], row["name"]): row for row in data["rows"]}
+    assert (
+        not data["left"] and hopper_results.right(rows["shapes", OURS]) and rows["shapes", OURS]["step"] == "p9_flash"
+    )
+    assert hopper_results.right(rows["ladder", "p9_1_masks"]) and "unavailable" in rows["shapes", CUDNN]
+    assert [r["different"] for r in data["rows"] if r.get("what") == "repeats"] == [0]
+    assert [r["wrong"] for r in data["rows"] if r.get("what") == "shapes"] == [[]]
+    assert "over the step before" in capsys.readouterr().out
+
+
+def test_without_a_step_the_peers_are_measured_all_the_same(no_steps, monkeypatch):
+    monkeypatch.setattr(hopper, "names_here", lambda: [OURS, FA2])
+    rows = hopper.measure(hopper_jobs.shape_job((1, 1, 40, 64), False, "fp16"), rounds=1)
+    found = {row["name"]: row for row in rows}
+    assert found[OURS]["unavailable"] == hopper_jobs.NO_STEP and found[FA2]["ms"] > 0
+    for job in hopper_jobs.jobs():
+        if job["part"] in ("counters", "profile", "sanitizer", "validate"):
+            assert all(row["unavailable"] == hopper_jobs.NO_STEP for row in hopper.measure(job))
+
+
+def test_a_run_goes_on_where_it_ended(monkeypatch, tmp_path):
+    machine = {"gpu": "NVIDIA Pretended", "torch": "2", "triton": "3", "date": "2000-01-01"}
+    monkeypatch.setattr(harness, "on_gpu", lambda: True)
+    monkeypatch.setattr(harness, "_watched", lambda: contextlib.nullcontext(machine))
+    monkeypatch.setattr(hopper.records, "machine", lambda: machine)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    measured, prepared = [], []
+
+    def measure(job, step, variants, rounds):
+        if len(measured) == 3:
+            raise KeyboardInterrupt
+        measured.append(job)
+        return [job | {"name": OURS, "ms": 1.0, "tflops": 1.0, "of_bound": 0.1}]
+
+    bench = replace(
+        hopper.BENCH, measure=measure, prepare=lambda todo, until, **options: prepared.append(len(todo)) or {"x": 1}
+    )
+    out = tmp_path / "x.json"
+    with pytest.raises(KeyboardInterrupt):
+        bench.main(["--out", str(out)])
+    total = len(hopper_jobs.jobs())
+    assert json.loads(out.read_text())["left"] == total - 3
+    measured.append("more")
+    bench.main(["--out", str(out), "--only", "ceiling", "shapes", "ladder"])
+    data = json.loads(out.read_text())
+    assert data["x"] == 1 and prepared == [
+        total,
+        len([j for j in hopper_jobs.jobs() if j["part"] in ("ceiling", "shapes", "ladder")]) - 3,
+    ]
+    assert [job for job in measured if job != "more"][:4] == hopper_jobs.jobs()[:4]
+
+
+@gpu
+def test_a_quick_run_on_this_gpu(tmp_path):
+    out = tmp_path / "x.json"
+    hopper.main(["--quick", "--out", str(out)])
+    rows = json.loads(out.read_text())["rows"]
+    assert {row["name"] for row in rows if "ms" in row} >= {FA2, P9, TRITON, "matmul"}
