@@ -15,7 +15,8 @@ constexpr int ATOM_BYTES = 1024;                               // 8 rows of 128 
 // endregion
 
 // region: an mbarrier
-// One thread works through a list of operations on one mbarrier, and looks at both parities after each.
+// One thread works through a list of operations on one mbarrier. After each it looks at both parities; but not after a
+// copy has begun: its bytes come when they come.
 //   script [steps, 2]: operation and its argument; seen [steps, 2]: is the phase of parity 0, of parity 1, complete?
 enum { ARRIVE, ARRIVE_EXPECT_TX, BULK_LOAD, WAIT };
 __global__ void __launch_bounds__(32)
@@ -32,6 +33,7 @@ look_mbarrier(const int* script, int* seen, const T* source_gmem, int steps, int
         if (operation == ARRIVE_EXPECT_TX) mbarrier_arrive_expect_tx(barrier, argument);
         if (operation == BULK_LOAD) bulk_load(smem_u32(buffer_smem), source_gmem, argument, barrier);
         if (operation == WAIT) mbarrier_wait(barrier, argument);
+        if (operation == BULK_LOAD) continue;
         seen[2 * i] = mbarrier_test_wait(barrier, 0);
         seen[2 * i + 1] = mbarrier_test_wait(barrier, 1);
     }
