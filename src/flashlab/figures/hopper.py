@@ -27,7 +27,8 @@ from flashlab.simt.replay import Replay, replay
 __all__ = ["COLUMNS", "chunks", "replayed", "row", "timelines"]
 
 COLUMNS = [
-    "step", "mma", "wgmma", "ldmatrix", "wavefronts", "KB read by wgmma", "copies", "KB by TMA", "barriers", "waits", "stores",
+    "step", "mma", "wgmma", "ldmatrix", "wavefronts", "KB read by wgmma", "copies", "KB by TMA", "barriers", "waits",
+    "stores",
 ]  # fmt: skip
 
 

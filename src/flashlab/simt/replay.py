@@ -1,4 +1,4 @@
-"""When the warpgroups of a block might have done what they did: a small model of Hopper's clocks, fed with emulated events.
+"""When the warpgroups of a block might have done what they did: emulated events under a small model of Hopper's clocks.
 
 The emulator knows what each warp issued and what it waited for, but has no time. Here the events of one block get one:
 
