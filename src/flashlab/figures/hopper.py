@@ -83,41 +83,56 @@ def replayed(name: str, *, head_dim: int = 64, keys: int = 1024) -> Replay:
 
 
 _GROUP_HUES = [COLORS[name] for name in ("blue", "orange", "green", "purple")]
+_WAITS = {"bytes": ("black", "bytes"), "release": ("grey", "a free stage"), "products": ("sky", "products"),
+          "barrier": ("red", "its turn")}  # fmt: skip
 
 
 def timelines(plots: Mapping[str, Replay], *, clocks: tuple[float, float]) -> Figure:
-    """One panel for each: the copies, the tensor cores, and each warpgroup that multiplies, over the model's clocks.
+    """One panel for each: the copies, the producer, the tensor cores, and each consumer, over the model's clocks.
 
-    A consumer has its colour on every line: paler on the tensor cores for the scores, full for the output. Where a
-    consumer's line has none, it waits or has nothing to do.
+    A consumer has its colour on every line. On the tensor cores it is paler for the scores, full for the output; on its
+    own line a bar is exponentials, and a thin line a wait, coloured by what for.
     """
-    sizes = [2 + len(_consumers(found)) for found in plots.values()]
+    lines = {title: _lines(found) for title, found in plots.items()}
     figure, axes = plt.subplots(
-        len(plots), 1, figsize=(9, 0.9 * len(plots) + 0.27 * sum(sizes)), sharex=True, squeeze=False,
-        height_ratios=sizes, layout="constrained",
+        len(plots), 1, figsize=(9, 0.9 * len(plots) + 0.27 * sum(map(len, lines.values()))), sharex=True,
+        squeeze=False, height_ratios=[len(some) for some in lines.values()], layout="constrained",
     )  # fmt: skip
     for ax, (title, found) in zip(axes.flat, plots.items(), strict=True):
-        consumers = _consumers(found)
+        consumers, at = _consumers(found), lines[title]
         for s in found.spans:
             hue = _GROUP_HUES[consumers.index(s.group) % len(_GROUP_HUES)] if s.group in consumers else COLORS["grey"]
-            bar = {"left": s.begin, "width": s.end - s.begin, "height": 0.8, "edgecolor": "white", "linewidth": 0.4}
+            own = at.get("producer" if s.group not in consumers else f"consumer {consumers.index(s.group)}")
+            bar: dict[str, Any] = {"left": s.begin, "width": s.end - s.begin, "height": 0.8, "edgecolor": "white"}
             if s.what == "copy":
-                ax.barh(0, **bar, color=COLORS["grey"], alpha=0.5)
+                ax.barh(at["copies"], **bar, linewidth=0.4, color=COLORS["grey"], alpha=0.5)
             elif s.what in ("scores", "output"):
-                ax.barh(1, **bar, color=hue, alpha=0.45 if s.what == "scores" else 1.0)
+                pale = 0.45 if s.what == "scores" else 1.0
+                ax.barh(at["tensor cores"], **bar, linewidth=0.4, color=hue, alpha=pale)
             elif s.what == "exponentials":
-                ax.barh(2 + consumers.index(s.group), **bar, color=hue)
-        lines = ["copies", "tensor cores", *(f"consumer {i}" for i in range(len(consumers)))]
-        ax.set(yticks=range(len(lines)), yticklabels=lines, xlim=clocks)
+                ax.barh(own, **bar, linewidth=0.4, color=hue)
+            else:
+                ax.barh(own, **bar | {"height": 0.16}, linewidth=0, color=COLORS[_WAITS[s.what][0]])
+        ax.set(yticks=range(len(at)), yticklabels=list(at), xlim=clocks)
         ax.set_title(title, fontsize=10)
         ax.invert_yaxis()
         ax.grid(axis="y", visible=False)
     axes[-1, 0].set_xlabel("clocks of the model")
+    seen = {s.what for found in plots.values() for s in found.spans}
     black = COLORS["black"]
-    keys = [Patch(color=black, alpha=0.4, label="tensor cores: S = Q K^T"), Patch(color=black, label="O += P V"),
-            Patch(color=black, alpha=0.75, label="consumers: exponentials (blank: waits)")]  # fmt: skip
-    figure.legend(handles=keys, loc="outside lower center", ncols=3, fontsize=8)
+    keys = [Patch(color=black, alpha=0.4, label="pale: S = Q K^T"), Patch(color=black, label="full: O += P V"),
+            *(Patch(color=COLORS[hue], label=f"waits for {text}") for what, (hue, text) in _WAITS.items()
+              if what in seen)]  # fmt: skip
+    figure.legend(handles=keys, loc="outside lower center", ncols=len(keys), fontsize=8, handlelength=1.2)
     return figure
+
+
+def _lines(found: Replay) -> dict[str, int]:
+    """What a panel has lines for, by name."""
+    consumers = _consumers(found)
+    producer = ["producer"] if any(s.group not in consumers for s in found.of("copy")) else []
+    names = ["copies", *producer, "tensor cores", *(f"consumer {i}" for i in range(len(consumers)))]
+    return {name: i for i, name in enumerate(names)}
 
 
 def _consumers(found: Replay) -> list[int]:
