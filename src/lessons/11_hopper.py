@@ -9,8 +9,8 @@
 # %% [markdown]
 # # Phase 11 · Hopper: TMA, mbarriers and wgmma
 #
-# The kernel of phase 9 runs on any GPU since Ampere. On Hopper it stops at about 60 % of the tensor cores, because its
-# instruction, `mma.sync`, cannot feed them faster. Hopper has another one, `wgmma`, and two machines around it: an engine
+# The kernel of phase 9 runs on any GPU since Ampere. On Hopper a third of the tensor cores' speed is out of its reach, because
+# its instruction, `mma.sync`, cannot feed them faster. Hopper has another one, `wgmma`, and two machines around it: an engine
 # that copies whole tiles, and barriers in shared memory that can wait for bytes.
 #
 # This lecture looks at each of the three alone. Then it builds FlashAttention from them, in thirteen steps.
@@ -120,7 +120,7 @@ ARRIVE, ARRIVE_EXPECT_TX, BULK_LOAD, WAIT = range(4)
 
 
 def watch(*script, arrivals):
-    """What test_wait says of parity 0 and of parity 1 after each operation (but a copy) of the script."""
+    """What test_wait says of parities 0 and 1 after each operation (but a copy) of the script."""
     operations = torch.tensor(script, dtype=torch.int32, device=DEVICE)
     seen = torch.zeros_like(operations)
     source = torch.zeros(512, dtype=torch.half, device=DEVICE)
@@ -130,7 +130,8 @@ def watch(*script, arrivals):
 
 seen = watch((ARRIVE, 0), (ARRIVE, 0), (ARRIVE, 0), (ARRIVE, 0), arrivals=2)
 names = [f"arrival {i + 1}" for i in range(4)]
-show.table([[name, *row] for name, row in zip(names, seen)], ["after", "parity 0 complete", "parity 1 complete"])
+rows = [[name, *row] for name, row in zip(names, seen)]
+show.table(rows, ["after", "parity 0 complete", "parity 1 complete"])
 assert seen == [[False, True], [True, False], [True, False], [False, True]]
 
 # %% [markdown]
@@ -325,7 +326,8 @@ def product(A, B, b_as_it_is, module=pieces):
 low, high = torch.arange(64).expand(64, 64), torch.arange(64)[:, None].expand(64, 64)
 column, row = product(torch.eye(64), low, 1).int(), product(torch.eye(64), high, 1).int()
 for thread in (0, 5, 37):
-    print(f"thread {thread:2d}:", [tuple(x) for x in torch.stack([row[thread, :6], column[thread, :6]], 1).tolist()])
+    places = torch.stack([row[thread, :6], column[thread, :6]], 1).tolist()
+    print(f"thread {thread:2d}:", [tuple(place) for place in places])
 
 # %% [markdown]
 # Each pair is (row, column). Compare with phase 7: lane 5 of an `mma` held columns 2, 3 of rows 1 and 9. Thread 5 holds
@@ -607,8 +609,8 @@ plt.show()
 # %% [markdown]
 # *The model's clocks again. Without turns (the two upper panels) the first scores of all three consumers are multiplied in
 # small pieces, alternately. So all get them late and at the same time. Then all compute exponentials, and the tensor cores
-# pause. With turns (below) consumer 0 has its scores early, and its exponentials begin while consumer 1's are multiplied.
-# The red lines are waits for the turn.*
+# pause. With turns (below) consumer 0 has its scores early, and its exponentials begin while consumer 1's are multiplied. The
+# waits for a turn are too short to be seen: it is passed on as soon as the products are issued.*
 
 # %%
 for name, found in list(REPLAYED.items())[2:]:
@@ -712,8 +714,9 @@ show.diff(step("p11_12_polynomial"), step("p11_flash"), "constants", "launch", c
 grow("p11_flash")
 
 # %% [markdown]
-# Does it compute attention? Everything the checker has: causal and not, grouped heads, ragged and empty lengths, strides,
-# large scores, rows that see no key. On a Hopper GPU it runs natively, elsewhere in the emulator.
+# Does it compute attention? The checker's cases of up to 300 rows, at $D = 64$: causal and not, grouped heads, ragged and
+# empty lengths, strides, large scores, rows that see no key. On a Hopper GPU it runs natively, elsewhere in the emulator.
+# (The record has all cases, head sizes and types, on the H200.)
 
 # %%
 final = load_inline(step("p11_flash"), backend=BACKEND)

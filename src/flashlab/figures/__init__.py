@@ -15,6 +15,5 @@ banks       which banks of shared memory are asked for
 traces      what a kernel does in which order, from print statements in a copy of it
 panels      several small plots of one kind, over sequence lengths
 results     the README's figure
-hopper      phase 11: a tile as TMA leaves it, and which warpgroup works when
 ladder      the steps of the series side by side: counted, timed
 """

@@ -118,7 +118,8 @@ def timelines(plots: Mapping[str, Replay], *, clocks: tuple[float, float]) -> Fi
         ax.invert_yaxis()
         ax.grid(axis="y", visible=False)
     axes[-1, 0].set_xlabel("clocks of the model")
-    seen = {s.what for found in plots.values() for s in found.spans}
+    visible = (clocks[1] - clocks[0]) / 300
+    seen = {s.what for found in plots.values() for s in found.spans if s.end - s.begin > visible}
     black = COLORS["black"]
     keys = [Patch(color=black, alpha=0.4, label="pale: S = Q K^T"), Patch(color=black, label="full: O += P V"),
             *(Patch(color=COLORS[hue], label=f"waits for {text}") for what, (hue, text) in _WAITS.items()
