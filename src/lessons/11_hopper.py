@@ -39,6 +39,7 @@ import matplotlib.pyplot as plt
 import torch
 
 from flashlab.bench import hardware, hopper_results
+from flashlab.bench.hopper_jobs import PLANTED
 from flashlab.check import verify
 from flashlab.check.zoo.hopper import MUTANTS
 from flashlab.cuda import load_inline, missing
@@ -47,6 +48,7 @@ from flashlab.figures import show
 from flashlab.figures.ladder import prepare
 from flashlab.figures.panels import panels
 from flashlab.kernels import path, step, steps
+from flashlab.simt import SimtError
 from flashlab.simt.build import INCLUDE
 
 show.style()
@@ -354,7 +356,25 @@ for as_it_is, given, name in ((0, B.T, "K-major, as K lies"), (1, B, "MN-major, 
 
 # %% [markdown]
 # In phase 7 V needed `ldmatrix.trans`. Here one bit of the instruction says that B is MN-major, and the tensor cores
-# read it that way. (For 16-bit numbers only. FP8 has no such bit.)
+# read it that way. (For 16-bit numbers only. FP8 has no such bit.) Draw it from a run: the tile holds the number of its row,
+# and A is the identity, so D is the operand B as the tensor cores have read it.
+
+# %%
+operands = torch.empty(2, 64, 64)
+for bit in (0, 1):
+    operands[bit][where] = product(torch.eye(64), high, bit)
+fig, axes = plt.subplots(1, 2, figsize=(8.6, 3.6), layout="constrained")
+for ax, operand, title in zip(axes, operands, ("K-major: K is read so", "MN-major: V is read so")):
+    image = ax.imshow(operand)
+    ax.set(title=title, xlabel="n, the column of B", ylabel="k, the row of B")
+    ax.grid(False)
+fig.colorbar(image, ax=axes, label="row of the tile in memory")
+plt.show()
+assert torch.equal(operands[0], operands[1].T)
+
+# %% [markdown]
+# *The same bytes in shared memory, read as two operands. Left: a row in memory is a column of B: a key is a column of*
+# $K^\top$. *Right: a row in memory is a row of B: a key is a row of V. Neither is moved anywhere.*
 
 # %% [markdown]
 # **What a wrong descriptor computes.** Nothing faults; the tensor cores read what the numbers say. Say that the distance
@@ -931,14 +951,12 @@ for run in RUNS:
 # tests say that each is found.) What does the emulator's check build say?
 
 # %%
-PLANTED = ("K is waited for, V is not", "K is released before the wgmma are waited for",
-           "no wgmma_fence after P is written", "no proxy fence before O is stored")
 FOUND = {}
 for mutant in (m for m in MUTANTS if m.name in PLANTED):
     module = load_inline(mutant.source().text, check=True)
     try:
         module.forward(*torch.randn(3, 1, 1, 200, 64).half(), sms=1, echo=False)
-    except Exception:
+    except SimtError:
         pass  # some of them end the launch: the report is there all the same
     FOUND[mutant.name] = module.report.findings[0]
     print(f"{mutant.name}: {FOUND[mutant.name].kind}")
