@@ -36,6 +36,9 @@ def _rows(job, speeds):
     work = hopper_jobs.work_of(job)
     if part == "ladder":
         speeds = {s.name: 300.0 * 1.1**i for i, s in enumerate(STEPS)} | {P9: 400.0, CUDNN: 600.0}
+    if part == "backward":
+        work *= hopper_jobs.BACKWARD_WORK
+        speeds = {name: speeds[name] for name in (OURS, CUDNN, FA2, TRITON)}
     if part == "variants":
         speeds = {"p11_flash": 700.0, "p11_flash STAGES=3": 630.0, CUDNN: 600.0}
     exact = {"error": 1e-3, "of_bound": 0.5}

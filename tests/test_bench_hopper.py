@@ -13,7 +13,7 @@ from hopper_stand_in import SPEEDS, STEPS, record
 
 from flashlab import kernels
 from flashlab.attention import reference
-from flashlab.bench import harness, hopper, hopper_jobs, hopper_results, ncu, timing, validation
+from flashlab.bench import harness, hopper, hopper_backward, hopper_jobs, hopper_results, ncu, timing, validation
 from flashlab.bench.hopper_jobs import BOXES, CUDNN, FA2, FA4, OURS, P9, TRITON
 from flashlab.check.tolerance import bounded
 
@@ -354,6 +354,64 @@ def test_before_the_measurements_all_is_built_and_tried_and_what_fails_is_said(s
     assert "about: builds" in said and "built 4 of 5 kernels" in said and "it had not ended" in said
 
 
+# ---- the backward pass ---------------------------------------------------------------------------------------------
+def test_gradients_are_measured_and_compared():
+    (job,) = [job for job in hopper_jobs.quick_jobs() if job["part"] == "backward"]
+    assert hopper_jobs.work_of(job) == timing.attention_flops(*job["shape"], causal=True)
+    rows = {row["name"]: row for row in hopper.measure(job | {"shape": [1, 2, 40, 64]})}
+    assert rows[OURS]["of_bound"] <= 1 and rows[OURS]["different"] == 0 and "unavailable" in rows[CUDNN]
+    assert all(hopper_results.right(rows[name]) for name in (FA2, TRITON))
+    assert hopper.wanted_modules([job]) == []
+
+
+def test_a_wrong_gradient_is_seen():
+    given = hopper_backward.make([1, 4, 40, 64], 2, torch.float16)
+    grad_o, q, k, v = given
+    right = [x.half() for x in reference.attention_backward(grad_o, q, k, v)]
+    assert hopper_results.right(hopper_backward.judged(right, given, False))
+    for i, name in enumerate(("dq", "dk", "dv")):
+        for factor in (1.1, float("nan")):
+            wrong = [x * (factor if i == j else 1) for j, x in enumerate(right)]
+            found = hopper_backward.judged(wrong, given, False)
+            assert not hopper_results.right(found) and found["of"] == name and json.dumps(found, allow_nan=False)
+    gradients = iter([right, [right[0], -right[1], right[2]], right])
+    assert hopper_backward.different(lambda: next(gradients), right, 3) == 1
+
+
+def test_a_build_of_the_backward_pass_is_tried_first(monkeypatch):
+    assert hopper_backward.builds([128]) == ["128 bf16", *(f"128 bf16 {x}" for x in hopper_backward.VARIANTS[128])]
+    assert hopper_backward.defines_of("64 bf16 KEY_STEP=64 A=1") == (("KEY_STEP", 64), ("A", 1))
+    said = {"returncode": 1, "stderr": "x\nCudaError: an illegal address"}
+
+    def run(command, **options):
+        if options["timeout"] < 1:
+            raise hopper.subprocess.TimeoutExpired(command, options["timeout"])
+        return types.SimpleNamespace(**said)
+
+    monkeypatch.setattr(hopper_backward.subprocess, "run", run)
+    trial = hopper_backward.trial.__wrapped__
+    assert trial("64 bf16", 0.1) == "its trial had not ended after 0 s"
+    assert trial("64 bf16") == "its trial failed: CudaError: an illegal address"
+    said["stderr"] = "ValueError: at 64 bf16, N = 1, whole, 2 key heads it is wrong: {}"
+    assert trial("64 bf16") is None  # it is measured, and found wrong there
+    monkeypatch.setattr(hopper_backward, "_TRIED", (((1, 2, 17), 2),))
+    monkeypatch.setattr(hopper_backward, "hopper_backward", lambda grad_o, q, k, v, o, lse, **options: (q, k, v))
+    with pytest.raises(ValueError, match="at 64 fp16, N = 17, whole, 2 key heads it is wrong"):
+        hopper_backward.try_out(["64 fp16"])
+
+
+def test_gradients_beside_those_of_the_peers():
+    data = record(lambda job: job["part"] == "backward")
+    found = hopper_results.backward_table(data)
+    assert list(found.columns) == ["backward", OURS, CUDNN, FA2, TRITON, "p11 / best"] and len(found.rows) == 12
+    assert list(found.rows[0]) == ["D 128, N 4096", "700", "600", "300", "450", "1.17"]
+    part = {key: data["rows"][0][key] for key in ("part", "shape", "causal", "dtype")}
+    data["rows"].append(part | {"name": "p11: statistics", "ms": 0.5})
+    assert list(hopper_results.backward_table(data).rows[0])[5] == "500 us"
+    wrong = record(lambda job: job["part"] == "backward", of_bound=2.0, different=3)
+    assert hopper_results.backward_table(wrong).rows[0][1] == "700 ! ≠"
+
+
 # ---- counters ------------------------------------------------------------------------------------------------------
 def test_only_metrics_that_ncu_knows_are_asked_for(monkeypatch):
     listing = "Device NVIDIA H200\n---\ndram__bytes_read   Counter  byte  # of bytes\nsm__cycles   Counter\n"
@@ -534,7 +592,7 @@ def test_every_table_of_a_whole_record(monkeypatch):
     monkeypatch.setattr(hopper_jobs, "ladder", lambda: STEPS)
     data = record()
     tables = hopper.BENCH.more(data)
-    assert len(tables) == 6
+    assert len(tables) == 7
     for table in tables:
         assert len(repr(table).splitlines()) > 2 and table._repr_markdown_()
     assert "8192x8192x8192 bf16: 800" in repr(tables[0])

@@ -21,6 +21,10 @@ from flashlab.attention.options import Window, softcap_of, window_of
 __all__ = ["Chosen", "choose_backend", "flash_attention"]
 
 
+HOPPER = "p11_flash"
+"""The backend for compute capability 9.0."""
+
+
 class Chosen(NamedTuple):
     """A backend, and why it is the one."""
 
@@ -73,8 +77,10 @@ def choose_backend(
 ) -> Chosen:  # fmt: skip
     """The backend that `flash_attention` takes for these arguments, and why.
 
-    "auto" takes the Triton kernels where they take the inputs, else the formula. It never takes a step of the CUDA
-    series: the first call would wait for a compiler, and Triton's kernels have every option.
+    "auto" takes the Triton kernels where they take the inputs, else the formula. Before them, on a GPU of capability
+    9.0 that has an nvcc, phase 11's last kernel where it takes the inputs: there it is the fastest
+    (bench/recorded/hopper_h200.json), and nvcc's seconds at the first call are worth it. Under torch.compile, which
+    may not look at the device, the Triton kernels stay.
 
     Raises:
         TypeError, ValueError: as `flash_attention`; for a backend that does not take the inputs it says why not.
@@ -87,6 +93,10 @@ def choose_backend(
     chosen = _choose(q, left, right, cap, backend)
     if backend != "auto":
         return Chosen(chosen, "it was asked for")
+    if chosen == HOPPER:
+        return Chosen(
+            chosen, f"it is the fastest on this GPU, of capability 9.0, for {q.dtype} and {q.shape[-1]} columns"
+        )
     if refusal := BACKENDS["triton"].refusal(q, left, right, cap):
         return Chosen(chosen, f"the backend triton does not take these inputs: {refusal}")
     how = "interpreted on the CPU, which is slow" if runtime.INTERPRETED else f"compiled for {q.device}"
@@ -96,13 +106,24 @@ def choose_backend(
 def _choose(q: torch.Tensor, left: int | None, right: int | None, softcap: float | None, backend: str) -> str:
     """The backend's name. Raises ValueError where there is none of that name, or it does not take the inputs."""
     if backend == "auto":
-        # p11_flash belongs before the Triton kernels, on capability 9.0 with an nvcc, as soon as it is measured faster.
+        if _takes_hopper(q, left, right, softcap):
+            return HOPPER
         return "reference" if BACKENDS["triton"].refusal(q, left, right, softcap) else "triton"
     if backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}; it must be {one_of(['auto', *BACKENDS])}")
     if refusal := BACKENDS[backend].refusal(q, left, right, softcap):
         raise ValueError(f"backend is {backend!r}, which does not take these inputs: {refusal}")
     return backend
+
+
+def _takes_hopper(q: torch.Tensor, left: int | None, right: int | None, softcap: float | None) -> bool:
+    """Whether phase 11's last kernel runs here, and takes these inputs."""
+    if not q.is_cuda or torch.compiler.is_compiling() or torch.cuda.get_device_capability(q.device) != (9, 0):
+        return False
+    from flashlab.cuda import operators  # noqa: F401  (it registers the CUDA series)
+    from flashlab.cuda.toolchain import find_nvcc
+
+    return find_nvcc() is not None and BACKENDS[HOPPER].refusal(q, left, right, softcap) is None
 
 
 def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -16,6 +16,8 @@ shapes     forward, 16384 queries and 2048 columns in all heads together: N 512 
            than queries
 ladder     every step of the phase at four shapes, beside cuDNN and the last kernel of phase 9
 variants   the last step with its macros set otherwise, one at a time, or as --variants says
+backward   dQ, dK and dV, bf16: N 1024, 4096, 16384, D 64 and 128, causal and not, beside phase 5's in Triton, and
+           its own variants and kernels (flashlab.bench.hopper_backward)
 validate   repeats: the same bits, 200 times; shapes: a list of lengths and heads; cases: all those of the checker
 profile    Nsight Compute on each step and cuDNN at a large shape: the tensor pipe, what the warps wait for
 counters   Nsight Compute's counts of a small launch of each step, beside the emulator's
@@ -27,7 +29,7 @@ L2, several are gone through. Every o is compared with float64 by the checker's 
 rows a sample of it: `of_bound` is the largest error as a part of what is allowed. A kernel of phase 11 that is wrong
 has a time, but counts nowhere. FlashAttention-4 is measured where `flash_attn.cute` can be imported. It compiles for
 minutes: with FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 that is done by several processes before the first measurement.
-TFLOP/s count 4 Nq Nk D for each head, half if causal.
+TFLOP/s count 4 Nq Nk D for each head, half if causal, and 2.5 times that backward.
 """
 
 from __future__ import annotations
@@ -54,7 +56,17 @@ import torch
 
 from flashlab import runtime
 from flashlab.attention import triton_forward
-from flashlab.bench import harness, hopper_jobs, hopper_results, ncu, peers, records, timing, validation
+from flashlab.bench import (
+    harness,
+    hopper_backward,
+    hopper_jobs,
+    hopper_results,
+    ncu,
+    peers,
+    records,
+    timing,
+    validation,
+)
 from flashlab.bench.harness import Row, Way
 from flashlab.bench.hopper_jobs import (
     BOXES,
@@ -127,6 +139,8 @@ def wanted_modules(todo: Iterable[Row], step: str | None = None, variants: Seque
             names = [*(one.name for one in hopper_jobs.ladder()), P9]
         elif job["part"] == "variants":
             names = varied(ours, variants)
+        elif job["part"] == "backward":  # which builds its own
+            continue
         elif job["part"] == "validate" and job["what"] != "cases":
             names = [ours.name] if ours else []
         elif job["part"] == "validate":
@@ -316,6 +330,8 @@ def measure(job: Row, step: str | None = None, variants: Sequence[str] = (), rou
     """The rows of a job. step: of which kernel, in the place of the last step. variants: see `varied`."""
     if job["part"] == "ceiling":
         return measure_ceiling(job, rounds)
+    if job["part"] == "backward":
+        return hopper_backward.measure(job, rounds)
     if job["part"] == "validate":
         return [job | {"name": OURS} | validate(job, step)]
     if job["part"] in ("counters", "profile", "sanitizer") and not hopper_jobs.ladder():

@@ -28,6 +28,8 @@ LADDER = (
     ((4, 16, 4096, 128), False), ((4, 16, 4096, 128), True), ((4, 32, 4096, 64), False), ((16, 16, 1024, 128), True),
 )  # fmt: skip
 VARIED = (*LADDER, ((4, 32, 4096, 64), True), ((1, 16, 16384, 128), True), ((4, 8, 4096, 256), False))
+BACKWARD_LENGTHS = (4096, 1024, 16384)
+BACKWARD_WORK = 2.5  # five products where the forward pass has two
 REPEATS = 200
 NO_STEP = f"phase {PHASE} has no step yet"
 PLANTED = (
@@ -121,6 +123,7 @@ def jobs() -> list[Row]:
     found += repeat_jobs()
     found += standard("bf16", LENGTHS[2:4])
     found += [_listed(d, dtype, causal) for dtype in ("bf16", "fp16") for d in HEAD_DIMS for causal in (False, True)]
+    found += backward_jobs()
     found += standard("bf16", LENGTHS[4:])
     found += [{"part": "variants", "shape": list(shape), "causal": causal} for shape, causal in VARIED]
     found += others()
@@ -128,6 +131,14 @@ def jobs() -> list[Row]:
     found += [{"part": "profile"}, {"part": "counters"}, {"part": "validate", "what": "cases"}]
     found += [{"part": "planted", "what": mistake} for mistake in PLANTED]
     return found + [{"part": "sanitizer", "tool": tool} for tool in validation.TOOLS]
+
+
+def backward_jobs() -> list[Row]:
+    """dQ, dK and dV, as `standard` has the forward pass."""
+    return [
+        {"part": "backward", "shape": [16384 // n, 2048 // d, n, d], "causal": causal, "dtype": "bf16"}
+        for n in BACKWARD_LENGTHS for d in HEAD_DIMS[:2] for causal in (False, True)
+    ]  # fmt: skip
 
 
 def repeat_jobs(repeats: int = REPEATS) -> list[Row]:
@@ -152,6 +163,7 @@ def quick_jobs() -> list[Row]:
     if harness.on_gpu():
         found = [job for job in standard("bf16", (4096, 1024)) if job["shape"][3] != 256]
         found += [{"part": "ladder", "shape": list(LADDER[0][0]), "causal": LADDER[0][1]}]
+        found += backward_jobs()[:2]
         return [*found, repeat_jobs(20)[0], _listed(128, "bf16", True)]
     small = (1, 2, 100, 64)
     return [
@@ -159,6 +171,7 @@ def quick_jobs() -> list[Row]:
         shape_job(small, False),
         shape_job(small, True, "fp16", "by token", kv_heads=1),
         {"part": "ladder", "shape": list(small), "causal": True},
+        backward_jobs()[1] | {"shape": list(small)},
         repeat_jobs(2)[2] | {"shape": list(small), "kv_heads": 1},
         _listed(64, "fp16", True, most=160),
     ]
@@ -172,6 +185,7 @@ _ONCE = {
     "shapes": 2.0,
     "ladder": 3.0,
     "variants": 3.0,
+    "backward": 8.0,
     "counters": 60.0,
     "profile": 40.0,
     "planted": 60.0,
@@ -186,9 +200,10 @@ def seconds_of(job: Row) -> float:
     if job["part"] == "validate":
         runs = job.get("repeats", 0)
         return _VALIDATE[job["what"]] + (runs * work_of(job) / (ASSUMED * 1e12) if runs else 0.0)
-    if job["part"] not in ("shapes", "ladder", "variants"):
+    if job["part"] not in ("shapes", "ladder", "variants", "backward"):
         return _ONCE[job["part"]]
-    each = max(2.0, work_of(job) / (ASSUMED * 1e9))  # ms of a replay
+    work = work_of(job) * (BACKWARD_WORK if job["part"] == "backward" else 1.0)
+    each = max(2.0, work / (ASSUMED * 1e9))  # ms of a replay
     ways = len(PEERS) + 1 if job["part"] == "shapes" else len(ladder()) + 2 if job["part"] == "ladder" else 10
     return _ONCE[job["part"]] + ways * max(4 * each, min(13 * each, 150.0)) / 1e3
 

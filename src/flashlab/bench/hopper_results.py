@@ -279,6 +279,28 @@ def variant_table(data: Row) -> Table:
     return Table.of(cells, ["kernel", *shapes], align="l" + "r" * len(shapes), caption=caption)
 
 
+def backward_table(data: Row) -> Table:
+    """TFLOP/s of everyone's backward pass, and ours over the best peer. A result beyond its bound has a "!"."""
+    found = ladder_speeds(data, "backward")
+    names = list(dict.fromkeys(name for rows in found.values() for name in rows))
+
+    def cell(row: Row | None) -> str:
+        if row is None:
+            return ""
+        speed = f"{row['tflops']:.0f}" if "tflops" in row else f"{1e3 * row['ms']:.0f} us"
+        return speed + ("" if right(row) else " !") + (" ≠" if row.get("different") else "")
+
+    cells = []
+    for (shape, causal), rows in found.items():
+        best = min((rows[n]["ms"] for n in PEERS if n in rows), default=None)
+        over = f"{best / rows[OURS]['ms']:.2f}" if best and OURS in rows else ""
+        label = f"D {shape[3]}, N {shape[2]}{', causal' if causal else ''}"
+        cells.append([label, *(cell(rows.get(n)) for n in names), over])
+    columns = ["backward", *names, f"{OURS} / best"]
+    caption = f"{_where(data)}, bf16: TFLOP/s, by 2.5 times the forward pass" if found else "no gradient is measured"
+    return Table.of(cells, columns, align="l" + "r" * (len(names) + 1), caption=caption)
+
+
 def counter_table(data: Row) -> Table:
     """Per step: emulated and native counts; those that differ have a "≠"."""
     rows = [r for r in data["rows"] if r["part"] == "counters" and "counters" in r]
@@ -340,7 +362,7 @@ def lines(data: Row, names: Sequence[str], dtype: str = "bf16") -> dict[str, dic
 
 def tables(data: Row) -> list[Table]:
     """What there is beside the goals."""
-    found = (speed_table, mean_table, ladder_table, variant_table, counter_table, profile_table)
+    found = (speed_table, mean_table, ladder_table, variant_table, backward_table, counter_table, profile_table)
     return [table for make in found if (table := make(data)).rows]
 
 

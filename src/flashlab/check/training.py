@@ -65,14 +65,15 @@ def wanted(
     eager = reference.low_precision_backward(grad_o, q, k, v, **options)
     do = grad_o.double().abs()
     p = _probabilities(q, k, **options)
-    terms = p * (
-        do @ shared(v).transpose(-1, -2) + (do * truth.o.abs()).sum(-1, keepdim=True)
-    )  # of dS, without their signs
+    slopes = do @ shared(v).transpose(-1, -2) + (do * truth.o.abs()).sum(-1, keepdim=True)  # of dS / P, without signs
     allowed = 2 * epsilon + truth.score_error[..., None]
+    # What is so small is lost: float32 below its normal numbers, as a GPU computes; a 16-bit number's last bits.
+    lost = max(tiny * epsilon, 2.0**-126)
+    off = (allowed * p + lost) * slopes + lost  # dS
     bounds = {
-        "dq": factor * (allowed * terms) @ shared(k),
-        "dk": _shared_sum(factor * (allowed * terms).transpose(-1, -2) @ q.double().abs(), group),
-        "dv": _shared_sum((allowed * p).transpose(-1, -2) @ do, group),
+        "dq": factor * off @ shared(k),
+        "dk": _shared_sum(factor * off.transpose(-1, -2) @ q.double().abs(), group),
+        "dv": _shared_sum((allowed * p + lost).transpose(-1, -2) @ do, group),
     }
     for name, value, twin in zip(bounds, right, eager, strict=True):
         found[name] = _calibrated(value, bounds[name] + 64 * tiny * epsilon * max(q.shape[2], k.shape[2]), twin)

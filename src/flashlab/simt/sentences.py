@@ -450,6 +450,9 @@ def _bulk_misaligned(f: Facts) -> str:
     beyond, multiple = f.v[0], f.v[1]
     if f.words == "bytes":
         return f"{f.who} asks {f.how}{f.here} for {beyond} bytes; their number is a multiple of {multiple}"
+    if f.words == "corner":
+        off = f"{beyond} bytes beyond a multiple of {multiple} in dimension 0"
+        return f"{f.who} gives {f.how}{f.here} a corner that lies {off}"
     what = {
         "shared": "address of shared memory",
         "global": "address of global memory",

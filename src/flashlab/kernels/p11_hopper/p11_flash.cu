@@ -14,7 +14,7 @@
 #include "tensor_map.cuh"
 #include "wgmma.cuh"
 #ifndef PING_PONG
-#define PING_PONG (HEAD_DIM <= 128)
+#define PING_PONG 1
 #endif
 #ifndef DYNAMIC                                                // New: 0 divides the parts beforehand, 1 equal ones
 #define DYNAMIC 1
@@ -23,7 +23,7 @@
 #define POLYNOMIAL 0
 #endif
 #ifndef BLOCK_N                                                // New: keys at a time
-#define BLOCK_N (HEAD_DIM == 256 ? 80 : 128)
+#define BLOCK_N (HEAD_DIM == 256 ? 64 : 128)
 #endif
 #ifndef STAGES                                                 // New
 #define STAGES 2
@@ -36,16 +36,19 @@ constexpr int ROWS_PER_LANE = 2;                               // of an accumula
 constexpr int KV_BYTES = BLOCK_N * HEAD_DIM * 2;     // per tile of shared memory
 // How far the row maximum may lag behind, in log2 units: P stays below 2^8, far from fp16's 65504.
 constexpr float RESCALE_ABOVE = 8.f;
-constexpr int BARRIERS = 6 + 4 * STAGES;                       // 8 bytes each
 constexpr bool O_IN_Q = HEAD_DIM == 256;                       // New: O takes the place of Q: there is no other
+constexpr int Q_STAGES = O_IN_Q ? 1 : 2;                       // New: one of them then
+constexpr int BARRIERS = 4 + 2 * Q_STAGES + 4 * STAGES;        // 8 bytes each
+struct __align__(16) Part { int batch, head, m_start, end; };  // a head's rows, and tiles of keys that some of them see
 
 template <int CONSUMERS_> struct Tile {                        // New: what depends on the number of consumers
     // A warpgroup each, and the producer's after them
     static constexpr int CONSUMERS = CONSUMERS_, WARPS = 4 * CONSUMERS, THREADS = (CONSUMERS + 1) * GROUP;
     // Per thread. At the launch 65536 / THREADS; then these. With one consumer that is enough for both: none moves.
-    static constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 160 : 240, PRODUCER_REGISTERS = CONSUMERS == 3 ? 32 : 24;
+    static constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 160 : 232, PRODUCER_REGISTERS = CONSUMERS == 3 ? 32 : 40;
     static constexpr int BLOCK_M = WARPS * MMA_M, Q_BYTES = BLOCK_M * HEAD_DIM * 2;
-    static constexpr int SHARED = (O_IN_Q ? 1 : 2) * Q_BYTES + 2 * STAGES * KV_BYTES + 8 * BARRIERS + 8;
+    static constexpr int BARRIERS_AT = (Q_STAGES + !O_IN_Q) * Q_BYTES + 2 * STAGES * KV_BYTES;
+    static constexpr int SHARED = BARRIERS_AT + 8 * BARRIERS + 2 * sizeof(Part);
 };
 // endregion
 
@@ -111,15 +114,15 @@ flash_forward(const Problem p, int heads_together,             // and what TMA h
               const __grid_constant__ CUtensorMap v_map, const __grid_constant__ CUtensorMap o_map) {
     constexpr int CONSUMERS = Tile::CONSUMERS, WARPS = Tile::WARPS, BLOCK_M = Tile::BLOCK_M, Q_BYTES = Tile::Q_BYTES;
     extern __shared__ __align__(1024) char shared[];
-    const uint32_t q_smem = smem_u32(shared);                  // [BLOCK_M, HEAD_DIM]
-    const uint32_t k_smem = q_smem + Q_BYTES;                  // [STAGES, BLOCK_N, HEAD_DIM]
+    const uint32_t q_smem = smem_u32(shared);                  // [Q_STAGES, BLOCK_M, HEAD_DIM]
+    const uint32_t k_smem = q_smem + Q_STAGES * Q_BYTES;       // [STAGES, BLOCK_N, HEAD_DIM]
     const uint32_t v_smem = k_smem + STAGES * KV_BYTES;        // [STAGES, BLOCK_N, HEAD_DIM]
     const uint32_t o_smem = O_IN_Q ? q_smem : v_smem + STAGES * KV_BYTES;              // New: [BLOCK_M, HEAD_DIM]
-    const uint32_t full_q = v_smem + STAGES * KV_BYTES + (O_IN_Q ? 0 : Q_BYTES);       // New: mbarriers, 8 bytes each
-    const uint32_t full_k = full_q + 8, full_v = full_k + 8 * STAGES;
+    const uint32_t full_q = q_smem + Tile::BARRIERS_AT;         // New: mbarriers, 8 bytes each
+    const uint32_t full_k = full_q + 8 * Q_STAGES, full_v = full_k + 8 * STAGES;
     const uint32_t empty_k = full_v + 8 * STAGES, empty_v = empty_k + 8 * STAGES;      // of every stage
-    const uint32_t empty_q = empty_v + 8 * STAGES, full_part = empty_q + 8, empty_part = full_part + 16;
-    int* next_part = (int*)(shared + Tile::SHARED - 8);         // two of them
+    const uint32_t empty_q = empty_v + 8 * STAGES, full_part = empty_q + 8 * Q_STAGES, empty_part = full_part + 16;
+    Part* next_part = (Part*)(shared + Tile::SHARED - 2 * sizeof(Part));               // two of them
     // endregion
 
     // region: which rows
@@ -127,14 +130,16 @@ flash_forward(const Problem p, int heads_together,             // and what TMA h
     const int consumer = threadIdx.x / GROUP;
     const int m_blocks = ceil_div(p.seq_q, BLOCK_M), parts = m_blocks * p.batch * p.heads;
     const int warp_row = warp * MMA_M;                         // the warp's first, in the tile
-    int head_index, m_start, end;                              // of the part that this thread is at
-    auto begin_part = [&](int part) {
+    auto end_of = [&](int row) {                               // tiles that some row before this one sees
+        const int tiles = ceil_div(p.seq_k, BLOCK_N);
+        return CAUSAL ? max(0, min(tiles, ceil_div(row + p.seq_k - p.seq_q, BLOCK_N))) : tiles;
+    };
+    auto part_of = [&](int part) {                             // for the producer: divisions take long
         const int group = part / (m_blocks * heads_together), in_group = part % (m_blocks * heads_together);
         const int group_heads = min(heads_together, p.batch * p.heads - group * heads_together);
-        head_index = CAUSAL ? group * heads_together + in_group % group_heads : part / m_blocks;
-        m_start = (CAUSAL ? m_blocks - 1 - in_group / group_heads : part % m_blocks) * BLOCK_M;
-        end = ceil_div(p.seq_k, BLOCK_N);
-        if (CAUSAL) end = max(0, min(end, ceil_div(m_start + BLOCK_M + p.seq_k - p.seq_q, BLOCK_N)));
+        const int head = CAUSAL ? group * heads_together + in_group % group_heads : part / m_blocks;
+        const int m_start = (CAUSAL ? m_blocks - 1 - in_group / group_heads : part % m_blocks) * BLOCK_M;
+        return Part{head / p.heads, head % p.heads, m_start, end_of(m_start + BLOCK_M)};
     };
     // endregion
 
@@ -154,24 +159,28 @@ flash_forward(const Problem p, int heads_together,             // and what TMA h
         if constexpr (CONSUMERS > 1) setmaxnreg_dec<Tile::PRODUCER_REGISTERS>();
         if (warp == WARPS && elect_one()) {
             for (int part = blockIdx.x, n = 0, nth = 0;; n++) {
+                const Part here = part < parts ? part_of(part) : Part{0, 0, 0, -1};
                 mbarrier_wait(empty_part + 8 * (n % 2), n / 2 & 1 ^ 1);
-                next_part[n % 2] = part;
-                mbarrier_arrive(full_part + 8 * (n % 2));      // the consumers see the number with the barrier's phase
+                next_part[n % 2] = here;
+                mbarrier_arrive(full_part + 8 * (n % 2));      // the consumers see it with the barrier's phase
                 if (part >= parts) break;
                 const bool ask = counted<CAUSAL>(parts, gridDim.x);            // New
                 const int next = gridDim.x + (ask ? atomicAdd((int*)p.workspace, 1) : part);
-                begin_part(part);
-                const int batch = head_index / p.heads, head = head_index % p.heads;
-                const int kv_head = head / (p.heads / p.kv_heads);
-                mbarrier_wait(empty_q, n & 1 ^ 1);
-                load_tile<BLOCK_M>(q_smem, q_map, full_q, m_start, head, batch);
-                for (int j = end - 1; j >= 0; j--, nth++) {
+                const int kv_head = here.head / (p.heads / p.kv_heads), q_stage = n % Q_STAGES;
+                auto load_q = [&] {                            // after the first K, which need not wait for it
+                    mbarrier_wait(empty_q + 8 * q_stage, n / Q_STAGES & 1 ^ 1);
+                    load_tile<BLOCK_M>(q_smem + q_stage * Q_BYTES, q_map, full_q + 8 * q_stage, here.m_start, here.head,
+                                       here.batch);
+                };
+                if (here.end == 0) load_q();
+                for (int j = here.end - 1; j >= 0; j--, nth++) {
                     const int stage = nth % STAGES, phase = nth / STAGES & 1, key = j * BLOCK_N;
                     // Tile j + STAGES has left the stage: a new barrier passes this at once
                     mbarrier_wait(empty_k + 8 * stage, phase ^ 1);
-                    load_tile<BLOCK_N>(k_smem + stage * KV_BYTES, k_map, full_k + 8 * stage, key, kv_head, batch);
+                    load_tile<BLOCK_N>(k_smem + stage * KV_BYTES, k_map, full_k + 8 * stage, key, kv_head, here.batch);
+                    if (j == here.end - 1) load_q();
                     mbarrier_wait(empty_v + 8 * stage, phase ^ 1);
-                    load_tile<BLOCK_N>(v_smem + stage * KV_BYTES, v_map, full_v + 8 * stage, key, kv_head, batch);
+                    load_tile<BLOCK_N>(v_smem + stage * KV_BYTES, v_map, full_v + 8 * stage, key, kv_head, here.batch);
                 }
                 part = next;
             }
@@ -191,7 +200,8 @@ flash_forward(const Problem p, int heads_together,             // and what TMA h
     // endregion
 
     // region: operands of the scores
-    const uint64_t q_operand = descriptor(q_smem + consumer * 64 * SLAB_ROW);          // its 64 rows of Q
+    Part at;                                                   // the part that the consumer is at
+    uint64_t q_operand;                                        // its 64 rows of Q
     const bool first_thread = threadIdx.x % GROUP == 0;        // it says that its warpgroup is through
     // endregion
 
@@ -221,6 +231,14 @@ flash_forward(const Problem p, int heads_together,             // and what TMA h
     auto output_is_there = [&] {
         wgmma_wait<0>();
         if (first_thread) mbarrier_arrive(empty_v + 8 * ((nth - 1) % STAGES));
+    };
+    auto pass_by = [&] {                                       // a tile that no row of this consumer's sees
+        const int stage = nth % STAGES, phase = nth / STAGES & 1;
+        mbarrier_wait(full_k + 8 * stage, phase);              // or it would say so of the tile before
+        take_turn(), pass_turn();
+        mbarrier_wait(full_v + 8 * stage, phase);
+        if (first_thread) mbarrier_arrive(empty_k + 8 * stage), mbarrier_arrive(empty_v + 8 * stage);
+        nth++;
     };
     auto tile = [&](int j, auto is_first, auto is_masked) {    // the body of the loop, compiled three times
         constexpr bool FIRST = decltype(is_first)::value, MASKED = decltype(is_masked)::value;
@@ -252,7 +270,7 @@ flash_forward(const Problem p, int heads_together,             // and what TMA h
         bool moved = false;
 #pragma unroll
         for (int r = 0; r < ROWS_PER_LANE; r++) {
-            const int row = m_start + warp_row + g + r * 8, diagonal = p.seq_k - p.seq_q;
+            const int row = at.m_start + warp_row + g + r * 8, diagonal = p.seq_k - p.seq_q;
             const int last_key = CAUSAL ? min(p.seq_k - 1, row + diagonal) : p.seq_k - 1;
             float x = m_i[r];
 #pragma unroll
@@ -319,22 +337,26 @@ flash_forward(const Problem p, int heads_together,             // and what TMA h
     };
     for (int n = 0;; n++) {
         mbarrier_wait(full_part + 8 * (n % 2), n / 2 & 1);
-        const int part = next_part[n % 2];
-        mbarrier_arrive(empty_part + 8 * (n % 2));             // by every thread: it has read the number
-        if (part >= parts) break;
-        begin_part(part);
-        int full = p.seq_k / BLOCK_N, j = end - 1;             // from tile `full` on, some row does not see every key
-        if (CAUSAL) full = max(0, min(full, (m_start + consumer * 64 + 1 + p.seq_k - p.seq_q) / BLOCK_N));
+        at = next_part[n % 2];
+        mbarrier_arrive(empty_part + 8 * (n % 2));             // by every thread: it has read it
+        if (at.end < 0) break;
+        int full = p.seq_k / BLOCK_N, j = at.end - 1;          // from tile `full` on, some row does not see every key
+        if (CAUSAL) full = max(0, min(full, (at.m_start + consumer * 64 + 1 + p.seq_k - p.seq_q) / BLOCK_N));
         for (float& x : acc) x = 0.f;
         for (int r = 0; r < ROWS_PER_LANE; r++) m_i[r] = -INFINITY, l_i[r] = 0.f;
-        mbarrier_wait(full_q, n & 1);                          // a phase of it for each part
-        if (end > 0) {
+        // The last tiles may be seen by the other consumers' rows only
+        const int first_row = at.m_start + consumer * 64, q_stage = n % Q_STAGES;
+        const int mine = !CAUSAL ? at.end : first_row < p.seq_q ? min(at.end, end_of(first_row + 64)) : 0;
+        if (CAUSAL) for (; j >= mine; j--) pass_by();
+        mbarrier_wait(full_q + 8 * q_stage, n / Q_STAGES & 1); // each use of Q's place is a phase
+        q_operand = descriptor(q_smem + q_stage * Q_BYTES + consumer * 64 * SLAB_ROW);
+        if (mine > 0) {
             tile(j--, std::true_type{}, std::true_type{});
             for (; j >= full; j--) tile(j, std::false_type{}, std::true_type{});       // the masked tiles
             for (; j >= 0; j--) tile(j, std::false_type{}, std::false_type{});         // the full ones
         }
-        if (!O_IN_Q && first_thread) mbarrier_arrive(empty_q); // the next part's Q may come
-        if (end > 0) {
+        if (!O_IN_Q && first_thread) mbarrier_arrive(empty_q + 8 * q_stage);        // a Q may come
+        if (mine > 0) {
             add_output();
             output_is_there();
         }
@@ -342,7 +364,7 @@ flash_forward(const Problem p, int heads_together,             // and what TMA h
 
         // region: store
         // O and lse
-        const int64_t first_row = (int64_t)head_index * p.seq_q + m_start;     // of lse [batch, heads, seq_q]
+        float* lse = p.lse + ((int64_t)at.batch * p.heads + at.head) * p.seq_q + at.m_start;   // [batch, heads, seq_q]
         float inverse[ROWS_PER_LANE];
 #pragma unroll
         for (int r = 0; r < ROWS_PER_LANE; r++) {
@@ -351,8 +373,8 @@ flash_forward(const Problem p, int heads_together,             // and what TMA h
             sum += __shfl_xor_sync(~0u, sum, 1);
             sum += __shfl_xor_sync(~0u, sum, 2);
             inverse[r] = sum > 0.f ? 1.f / sum : sum;          // a row that sees no key: 0; NaN stays NaN
-            if (t == 0 && m_start + row < p.seq_q)
-                p.lse[first_row + row] = sum == 0.f ? -INFINITY : (m_i[r] * scale_log2 + log2f(sum)) * LN2;
+            if (t == 0 && at.m_start + row < p.seq_q)
+                lse[row] = sum == 0.f ? -INFINITY : (m_i[r] * scale_log2 + log2f(sum)) * LN2;
         }
         // 64 rows of o_smem are this consumer's alone. Its 128 threads have a barrier too, behind those of turns
         if (first_thread) bulk_wait_read<0>();                 // the O before it has been read
@@ -370,9 +392,9 @@ flash_forward(const Problem p, int heads_together,             // and what TMA h
         if (first_thread) {                                    // rows that do not exist are not written
             for (int column = 0; column < HEAD_DIM; column += SLAB)
                 tma_store(&o_map, o_smem + (column / SLAB * BLOCK_M + consumer * 64) * SLAB_ROW, column,
-                          m_start + consumer * 64, head_index % p.heads, head_index / p.heads);
+                          first_row, at.head, at.batch);
             bulk_commit();
-            if (O_IN_Q) bulk_wait_read<0>(), mbarrier_arrive(empty_q);         // New: O has left Q's place
+            if (O_IN_Q) bulk_wait_read<0>(), mbarrier_arrive(empty_q + 8 * q_stage);   // New: O has left Q's place
         }
     }
     if (first_thread) bulk_wait<0>();                          // the last O is written

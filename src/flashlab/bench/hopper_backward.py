@@ -1,0 +1,203 @@
+"""The part "backward" of the bench of phase 11: p11_backward beside cuDNN, FlashAttention-2 and phase 5's Triton.
+
+    flashlab bench hopper --only backward                            # what is recorded
+    python -m flashlab.bench.hopper_backward --trial "64 bf16"       # a build at a few shapes: what is wrong?
+
+Each takes o and lse as given: the time is of the backward pass alone. Rows of this kernel with other macros, and of its
+kernels by themselves, stand beside it. Every dq, dk and dv of the first head, and of the last, is compared with float64
+(flashlab.check.training): `of_bound` is the largest error as a part of what is allowed. `different` counts the
+repetitions that gave other bits.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flashlab import runtime
+from flashlab.attention import reference, triton_backward, triton_forward
+from flashlab.bench import harness, hopper_jobs, industrial, peers, records, timing
+from flashlab.bench.harness import Row, Way
+from flashlab.bench.hopper_jobs import CUDNN, DTYPES, FA2, OURS, TRITON
+from flashlab.check.training import wanted, worst
+from flashlab.cuda.hopper_backward import compiled, hopper_backward
+
+_AGAIN = ("-m", "flashlab.bench.hopper_backward")  # this program in a process of its own
+VARIANTS = {64: ("KEY_STEP=64", "DK_LAGS=0", "MOST_STAGES=2"), 128: ("KEY_STEP=64", "DK_LAGS=0", "MOST_STAGES=4")}
+"""Macros set otherwise, by head_dim."""
+ALONE = {"statistics": 1, "statistics, keys": 3, "statistics, queries": 5}
+"""Which kernels a row is of: `launches` of flashlab.cuda.hopper_backward."""
+REPEATS = 20
+JUDGED = 4096
+"""Up to so many rows two heads are compared with float64; of more, one."""
+
+Defines = tuple[tuple[str, int], ...]
+Given = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # grad_o, q, k, v
+
+
+def defines_of(name: str) -> Defines:
+    """ "p11 KEY_STEP=64": (("KEY_STEP", 64),)"""
+    return tuple((macro, int(value)) for macro, value in (x.split("=") for x in name.split() if "=" in x))
+
+
+def builds(head_dims: Sequence[int], dtypes: Sequence[str] = ("bf16",)) -> list[str]:
+    """Every build that is measured: "64 bf16", "64 bf16 KEY_STEP=64"."""
+    return [f"{d} {t} {x}".strip() for d, t in itertools.product(head_dims, dtypes) for x in ("", *VARIANTS[d])]
+
+
+def make(shape: Sequence[int], kv_heads: int, dtype: torch.dtype) -> Given:
+    """grad_o, q, k and v, the same each time."""
+    batch, heads, rows, head_dim = shape
+    generator = torch.Generator(runtime.device()).manual_seed(sum(shape))
+
+    def draw(h: int) -> torch.Tensor:
+        size = (batch, h, rows, head_dim)
+        return torch.randn(size, device=runtime.device(), dtype=dtype, generator=generator)
+
+    return draw(heads), draw(heads), draw(kv_heads), draw(kv_heads)
+
+
+def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The o and lse that a backward pass takes."""
+    if harness.on_gpu():
+        return triton_forward.flash_attention_forward(q, k, v, causal=causal)
+    o, lse = reference.attention(q, k, v, causal=causal)
+    return o.to(q.dtype), lse.float()
+
+
+# ---- what is right ---------------------------------------------------------------------------------------------------
+def judged(found: Sequence[torch.Tensor], given: Given, causal: bool, most: int = 2) -> Row:
+    """of_bound: the largest error as a part of its bound; None where it is NaN. of: whose it is."""
+    grad_o, q, k, v = given
+    batch, kv_heads, group = q.shape[0], k.shape[1], q.shape[1] // k.shape[1]
+    result: Row = {"of_bound": 0.0}
+    for b, h in sorted({(0, 0), (batch - 1, kv_heads - 1)})[:most]:
+        mine, keys = (slice(b, b + 1), slice(h * group, (h + 1) * group)), (slice(b, b + 1), slice(h, h + 1))
+        right = wanted(q[mine], k[keys], v[keys], grad_o[mine], causal=causal)
+        name, error = worst(right, dq=found[0][mine], dk=found[1][keys], dv=found[2][keys])
+        if not math.isfinite(error):
+            return {"of_bound": None, "of": name}
+        if error >= result["of_bound"]:
+            result = {"of_bound": error, "of": name}
+    return result
+
+
+def different(way: Way, first: Sequence[torch.Tensor], repeats: int) -> int:
+    """How many repetitions gave other bits."""
+    return sum(
+        not all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in zip(way(), first, strict=True))
+        for _ in range(repeats)
+    )
+
+
+_TRIED = (((1, 2, 1), 2), ((4, 6, 17), 2), ((2, 6, 300), 2), ((4, 16, 4096), 16))  # batch, heads, rows; key heads
+
+
+def try_out(names: Sequence[str]) -> None:
+    """Launches builds, such as "128 bf16 MOST_STAGES=2". Raises ValueError where a result is wrong."""
+    for name, (size, kv_heads), causal in itertools.product(names, _TRIED, (False, True)):
+        d, dtype = name.split()[:2]
+        given = make([*size, int(d)], kv_heads, DTYPES[dtype])
+        _, q, k, v = given
+        o, lse = forward(q, k, v, causal)
+        result = judged(hopper_backward(*given, o, lse, causal=causal, defines=defines_of(name)), given, causal)
+        where = f"{name}, N = {size[2]}, {'causal' if causal else 'whole'}, {kv_heads} key heads"
+        print(f"{where}: {result}", flush=True)
+        if result["of_bound"] is None or result["of_bound"] > hopper_jobs.RULE:
+            raise ValueError(f"at {where} it is wrong: {result}")
+
+
+@functools.cache
+def trial(name: str, seconds: float = 90.0) -> str | None:
+    """Why a build is not to be launched here, or None: it is tried in a process of its own, see `hopper.trial`."""
+    paths = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    command, env = [sys.executable, *_AGAIN, "--trial", name], os.environ | {"PYTHONPATH": paths}
+    try:
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return f"its trial had not ended after {seconds:.0f} s"
+    if done.returncode == 0:
+        return None
+    last = (done.stderr.strip().splitlines() or ["no word"])[-1]
+    print(f"  backward, {name}: {last}", file=sys.stderr)
+    return None if last.startswith("ValueError: at ") else f"its trial failed: {last[:200]}"
+
+
+@functools.cache
+def ready(head_dim: int, dtype: str) -> dict[str, str | None]:
+    """By build: why it is not measured, or None. All are compiled, then tried out, at once."""
+
+    def tried(name: str) -> str | None:
+        try:
+            compiled(head_dim, DTYPES[dtype], None, False, defines_of(name))
+        except Exception as error:
+            return timing.reason(error)
+        return trial(name) if harness.on_gpu() else None
+
+    names = builds([head_dim], [dtype]) if harness.on_gpu() else builds([head_dim], [dtype])[:1]
+    with ThreadPoolExecutor(4) as threads:
+        return dict(zip(names, threads.map(tried, names), strict=True))
+
+
+# ---- measuring -------------------------------------------------------------------------------------------------------
+def ways_of(job: Row, given: Given, o: torch.Tensor, lse: torch.Tensor) -> dict[str, Way]:
+    """The backward pass of everyone, by name."""
+    causal, dtype = job["causal"], job["dtype"]
+    grad_o, q, k, v = given
+    ours = functools.partial(hopper_backward, *given, o, lse, causal=causal)
+    found: dict[str, Way] = {}
+    for name, why in ready(q.shape[3], dtype).items():
+        label = " ".join([OURS, *name.split()[2:]])
+        found[label] = industrial._refuse(why) if why else functools.partial(ours, defines=defines_of(name))
+        if label == OURS and not why and harness.on_gpu():
+            found |= {f"{OURS}: {what}": functools.partial(ours, launches=n) for what, n in ALONE.items()}
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    backends = {CUDNN: "CUDNN_ATTENTION", FA2: "FLASH_ATTENTION"}
+    with_gradient: dict[str, Way] = {name: peers.sdpa(b, q, k, v, causal) for name, b in backends.items()}
+    found |= industrial.passes("backward", with_gradient, (q, k, v), grad_o)
+    found[TRITON] = functools.partial(triton_backward.flash_attention_backward, *given, o, lse, causal=causal)
+    return found
+
+
+def measure(job: Row, rounds: int = 9) -> list[Row]:
+    """A row for each: times in turns, and how far from right each is."""
+    shape, causal = job["shape"], job["causal"]
+    given = make(shape, shape[1], DTYPES[job["dtype"]])
+    _, q, k, v = given
+    o, lse = forward(q, k, v, causal)
+    ways = ways_of(job, given, o, lse)
+    found, reasons = harness.times_of(ways, rounds)
+    work = hopper_jobs.BACKWARD_WORK * hopper_jobs.work_of(job)
+    for name, row in found.items():
+        if ":" in name:  # a part of the work
+            continue
+        gradients: Any = ways[name]()
+        row |= {"tflops": work / (row["ms"] * 1e9)}
+        row |= judged(gradients, given, causal, 2 if shape[2] <= JUDGED else 1)
+        if name == OURS:
+            row |= {"different": different(ways[name], gradients, REPEATS if harness.on_gpu() else 1)}
+    rows = [job | {"name": name} | row for name, row in found.items()]
+    return rows + [job | {"name": name, "unavailable": why} for name, why in reasons.items()]
+
+
+def main() -> None:
+    """--trial and builds."""
+    if sys.argv[1:2] != ["--trial"]:
+        raise SystemExit(
+            "this is a part of `flashlab bench hopper`; by itself: --trial and builds, as in its docstring"
+        )
+    try_out(sys.argv[2:])
+
+
+if __name__ == "__main__":
+    records.entry(main)

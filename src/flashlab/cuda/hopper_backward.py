@@ -1,0 +1,97 @@
+"""Phase 11's backward pass: kernels/p11_hopper/p11_backward.cu as a function on tensors.
+
+    dq, dk, dv = hopper_backward(grad_o, q, k, v, o, lse, causal=True)
+
+It runs on capability 9.0, or in the emulator.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any
+
+import torch
+
+from flashlab.attention.inputs import check_qkv, scale_of
+from flashlab.cuda.inline import CudaModule, load_inline, new_output
+from flashlab.cuda.toolchain import default_backend
+from flashlab.kernels.problem import ELEMENTS, Strides, rows_fit
+from flashlab.kernels.series import HALVES, path
+
+HEAD_DIMS = (64, 128)
+BLOCK = 128
+"""Rows of a block in the source: its two numbers of each row have place for whole blocks."""
+SOURCE = path("p11_backward")
+
+
+class Backward(ctypes.Structure):
+    """struct Backward of the source, field by field."""
+
+    _fields_ = [
+        *((f"{name}_stride", Strides) for name in ("q", "k", "v", "o", "grad_o", "dq", "dk", "dv")),
+        *((name, ctypes.c_int) for name in ("batch", "heads", "kv_heads", "seq_q", "seq_k", "causal")),
+        ("scale", ctypes.c_float),
+        ("launches", ctypes.c_int),
+    ]
+
+
+@functools.cache
+def compiled(
+    head_dim: int, dtype: torch.dtype, backend: str | None = None, check: bool = False,
+    defines: tuple[tuple[str, int], ...] = (),
+) -> CudaModule:  # fmt: skip
+    """The compiled source. backend, check: as in `load_inline`; defines: its macros QUERY_STEP, KEY_STEP, STAGES."""
+    macros: dict[str, Any] = {"HEAD_DIM": head_dim, "ELEMENT": ELEMENTS[dtype], **dict(defines)}
+    return load_inline(SOURCE, backend=backend or default_backend(), check=check, defines=macros)
+
+
+def hopper_backward(
+    grad_o: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, *,
+    causal: bool = False, scale: float | None = None, backend: str | None = None, check: bool = False,
+    defines: tuple[tuple[str, int], ...] = (), launches: int = 7, **launch: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """dq, dk and dv of o = softmax(scale * q k^T) v. Two runs agree in every bit.
+
+    Args:
+        grad_o: like q. q: [batch, heads, seq_q, head_dim]; k, v: [batch, kv_heads, seq_k, head_dim], fp16 or bf16, with
+            a head_dim of 64 or 128. Any strides: a tensor whose rows are not contiguous, or not on 16-byte boundaries,
+            is copied first.
+        o, lse: what a forward pass gave: like q, and [batch, heads, seq_q], float32, with -inf for a row without keys.
+        causal: query i sees the keys up to i + seq_k - seq_q. scale: head_dim ** -0.5, if None.
+        backend, check, defines: of the build, see `compiled`. launches: which kernels, to time them: 1 for the rows'
+            statistics + 2 for dk and dv + 4 for dq. launch: options of the emulator's launch.
+
+    Returns:
+        Each like its input. A key head's gradient is the sum over the query heads that read it; a row that sees no key
+        has dq = 0.
+
+    Raises:
+        TypeError, ValueError: tensors that do not belong together, or that the kernel is not written for.
+        LaunchError, Unavailable: as `CudaModule.forward`.
+    """
+    check_qkv(q, k, v, dtypes=HALVES, head_dims=HEAD_DIMS, same_v=True, no_grad=False)
+    for name, x, shape, dtype in (
+        ("grad_o", grad_o, q.shape, q.dtype), ("o", o, q.shape, q.dtype), ("lse", lse, q.shape[:3], torch.float32),
+    ):  # fmt: skip
+        if x.shape != shape or x.dtype != dtype or x.device != q.device:
+            raise ValueError(f"{name} is {list(x.shape)}, {x.dtype}, on {x.device}; with this q it must be "
+                             f"{list(shape)}, {dtype}, on {q.device}")  # fmt: skip
+    built = compiled(q.shape[3], q.dtype, backend, check, defines)
+    dq, dk, dv = (new_output(x) for x in (q, k, v))
+    if q.numel() == 0 or k.numel() == 0:
+        return dq.zero_(), dk.zero_(), dv.zero_()
+    fitting = [x.detach() for x in (q, k, v, o, grad_o)]
+    fitting = [
+        x if rows_fit(x) and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format) for x in fitting
+    ]
+    shapes = Backward(
+        *(Strides(*x.stride()[:3]) for x in (*fitting, dq, dk, dv)), *q.shape[:2], k.shape[1], q.shape[2], k.shape[2],
+        int(causal), scale_of(scale, q.shape[3]), launches,
+    )  # fmt: skip
+    rows = -(-q.shape[2] // BLOCK) * BLOCK
+    statistics = torch.empty(2 * q.shape[0] * q.shape[1] * rows, device=q.device)
+    if built.backend == "emulator":
+        launch = {"unwritten": ("dq", "dk", "dv", "row_statistics"), **launch}
+    built.launch("backward", *fitting, lse.contiguous(), dq, dk, dv, statistics, shapes, **launch)
+    return dq, dk, dv

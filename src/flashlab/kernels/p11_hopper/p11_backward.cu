@@ -1,0 +1,497 @@
+// Phase 11, the way back: dQ, dK and dV by TMA, mbarriers and wgmma.
+//
+// With P = exp(scale * Q K^T - lse) and delta = rowsum(dO * O), the gradients of O = P V are
+//   dV = P^T dO,  dS = P * (dO V^T - delta),  dK = scale * dS^T Q,  dQ = scale * dS K.
+// fp16 or bf16 in and out, fp32 accumulators. Three kernels: `statistics` makes of each row the two numbers that P and
+// dS need. `keys` keeps 128 keys in a block and walks over the queries that see them, those of every head that shares
+// the keys; `queries` keeps 128 queries and walks over the keys that they see. Nobody adds to what another block
+// writes: the same bits each time. The price is that P and dO V^T are computed twice: seven products, not five.
+//
+// A block has two consumers of 64 rows each, and a producer. In `keys` the scores are computed transposed, K Q^T: so
+// P^T and dS^T lie in registers as the A operands of dV and dK, and no tile is ever transposed.
+//
+// Compile with -DHEAD_DIM=64 or 128, and -DELEMENT=__half or __nv_bfloat16, -DQUERY_STEP=queries at a time in `keys`,
+// -DKEY_STEP=keys at a time in `queries`, -DMOST_STAGES=2 or more, -DDK_LAGS=0 or 1.
+
+// region: constants
+#include "problem.cuh"
+#include "tensor_map.cuh"
+#include "wgmma.cuh"
+#ifndef QUERY_STEP
+#define QUERY_STEP 64
+#endif
+#ifndef KEY_STEP
+#define KEY_STEP 128
+#endif
+#ifndef MOST_STAGES
+#define MOST_STAGES 3
+#endif
+#ifndef DK_LAGS                                                // dK of a tile while S^T of the next one is computed
+#define DK_LAGS 1
+#endif
+
+constexpr int GROUP = 128, CONSUMERS = 2;                      // threads of a warpgroup; the producer's is the third
+constexpr int WARPS = 4 * CONSUMERS, THREADS = (CONSUMERS + 1) * GROUP;
+constexpr int CONSUMER_REGISTERS = 240, PRODUCER_REGISTERS = 24;       // per thread
+constexpr int BLOCK = WARPS * MMA_M;                           // rows that a block keeps: keys in `keys`, else queries
+constexpr int SLAB = 64, SLAB_ROW = SLAB * 2;                  // columns of a slab; bytes of a row of it
+constexpr int ROWS_PER_LANE = 2;                               // of an accumulator: g and g + 8
+constexpr int KEPT_BYTES = BLOCK * HEAD_DIM * 2;               // of a tile that stays
+// Of a kernel that takes STEP rows at a time: a stage holds STEP rows of two tensors, and two numbers a row.
+template <int STEP> constexpr int STEP_BYTES = STEP * HEAD_DIM * 2;
+template <int STEP> constexpr int STAGE_BYTES = 2 * STEP_BYTES<STEP> + 1024;       // a multiple of 1024
+// As many stages as there is room for; then the barriers, 8 bytes each
+template <int STEP> constexpr int ROOM = ((226 << 10) - 2 * KEPT_BYTES) / STAGE_BYTES<STEP>;
+template <int STEP> constexpr int STAGES_OF = ROOM<STEP> < MOST_STAGES ? ROOM<STEP> : MOST_STAGES;
+template <int STEP> constexpr int BARRIERS = 1 + 2 * STAGES_OF<STEP>;
+template <int STEP>
+constexpr int SHARED = 2 * KEPT_BYTES + STAGES_OF<STEP> * STAGE_BYTES<STEP> + 8 * BARRIERS<STEP>;
+static_assert(STAGES_OF<QUERY_STEP> > 1 && STAGES_OF<KEY_STEP> > 1, "a stage is free when the next one is in use");
+static_assert(BLOCK % QUERY_STEP == 0 && QUERY_STEP <= 128, "two numbers for each of so many queries are 1024 bytes");
+// endregion
+
+// region: shapes
+// What the host hands over beside the tensors. Rows are contiguous; the strides are in elements.
+struct Backward {
+    Strides q_stride, k_stride, v_stride, o_stride, grad_o_stride, dq_stride, dk_stride, dv_stride;
+    int batch, heads, kv_heads, seq_q, seq_k;
+    int causal;                                                // query i sees the keys up to i + seq_k - seq_q
+    float scale;                                               // P = softmax(scale * q k^T): of any sign
+    int launches;                                              // 1 statistics + 2 keys + 4 queries: 7, but to time them
+};
+// Rows of a head in row_statistics, which holds lse and then delta: as many as whole blocks have. So they begin where
+// bulk copies may, and rows that do not exist need no mask: their P is 0.
+__host__ __device__ __forceinline__ constexpr int padded(int rows) { return ceil_div(rows, BLOCK) * BLOCK; }
+// endregion
+
+// region: operands
+// As in the forward kernels: a tile of ROWS rows lies in slabs [ROWS, 64], swizzled by TMA. Its rows are the rows of A,
+// or the columns of B ...
+__device__ __forceinline__ uint64_t descriptor(uint32_t tile_smem) {
+    return smem_descriptor(tile_smem, SWIZZLE_128, 16, 8 * SLAB_ROW);
+}
+template <int ROWS> __device__ __forceinline__ constexpr uint64_t columns_on(int k) {
+    const int column = k * MMA_K;
+    return (column / SLAB * ROWS * SLAB_ROW + column % SLAB * 2) / 16;
+}
+// ... or they are the products' inner dimension.
+template <int ROWS> __device__ __forceinline__ uint64_t descriptor_of_rows(uint32_t tile_smem) {
+    return smem_descriptor(tile_smem, SWIZZLE_128, ROWS * SLAB_ROW, 8 * SLAB_ROW);
+}
+__device__ __forceinline__ constexpr uint64_t rows_on(int k) { return k * MMA_K * SLAB_ROW / 16; }
+// endregion
+
+// region: products
+// c = A B^T, with 64 rows of a tile of BLOCK rows, and a tile of N rows. Issued, not waited for.
+template <int N> __device__ __forceinline__ void scores(float (&c)[N / 2], uint64_t a, uint64_t b) {
+    wgmma_fence();                                             // the registers of c are the tensor cores' from here on
+#pragma unroll
+    for (int k = 0; k < HEAD_DIM / MMA_K; k++)                 // the first one overwrites c
+        wgmma_ss<N, T>(c, a + columns_on<BLOCK>(k), b + columns_on<N>(k), k > 0);
+    wgmma_commit();
+}
+// acc += A B, with A in registers, and a tile of N rows.
+template <int N>
+__device__ __forceinline__ void add_product(float (&acc)[HEAD_DIM / 2], const uint32_t (&a)[N / MMA_K][4], uint64_t b) {
+    wgmma_fence();                                             // acc and a were written by their lanes
+#pragma unroll
+    for (int k = 0; k < N / MMA_K; k++) wgmma_rs<HEAD_DIM, T, true>(acc, a[k], b + rows_on(k));
+    wgmma_commit();
+}
+// Two neighbouring accumulators, rounded, are an A fragment: no lane needs another's numbers.
+template <int N> __device__ __forceinline__ void round_to(uint32_t (&a)[N / MMA_K][4], const float (&c)[N / 2]) {
+#pragma unroll
+    for (int i = 0; i < N / 4; i++) a[i / 4][i % 4] = pack<T>(c[2 * i], c[2 * i + 1]);
+}
+// endregion
+
+// region: copy a tile
+// Asks for a tile of ROWS rows, to be called by one thread. `bar` was told of its bytes.
+template <int ROWS>
+__device__ __forceinline__ void load_tile(uint32_t tile_smem, const CUtensorMap& map, uint32_t bar, int row, int head,
+                                          int batch) {
+#pragma unroll
+    for (int column = 0; column < HEAD_DIM; column += SLAB)
+        tma_load(tile_smem + column / SLAB * ROWS * SLAB_ROW, &map, bar, column, row, head, batch);
+}
+// endregion
+
+// region: store a tile
+// Writes factor * acc, the 64 rows of a consumer, into its rows of a tile that nobody else reads, and from there to
+// memory by TMA. To be called by all of its threads, after their last product.
+__device__ __forceinline__ void store_tile(const float (&acc)[HEAD_DIM / 2], float factor, uint32_t tile_smem,
+                                           const CUtensorMap& map, int row, int head, int batch) {
+    const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE, consumer = threadIdx.x / GROUP;
+    const uint32_t lane_smem = tile_smem + (warp * MMA_M + lane % 16) * SLAB_ROW;      // its row for stmatrix
+#pragma unroll
+    for (int n = 0; n < HEAD_DIM / MMA_N; n += 2) {            // two MMA tiles, 16 rows x 16 columns, per warp
+        uint32_t rounded[4];
+        for (int i = 0; i < 4; i++)
+            rounded[i] = pack<T>(acc[4 * n + 2 * i] * factor, acc[4 * n + 2 * i + 1] * factor);
+        const int column = n * MMA_N + lane / 16 * 8;
+        stmatrix_x4(lane_smem + column / SLAB * BLOCK * SLAB_ROW + (column % SLAB / 8 ^ lane % 8) * 16, rounded);
+    }
+    fence_proxy_async();                                       // or the copy engine might not see what was stored
+    named_barrier_sync(1 + consumer, GROUP);
+    if (threadIdx.x % GROUP == 0) {                            // rows that do not exist are not written
+        for (int column = 0; column < HEAD_DIM; column += SLAB)
+            tma_store(&map, tile_smem + (column / SLAB * BLOCK + consumer * 64) * SLAB_ROW, column,
+                      row + consumer * 64, head, batch);
+        bulk_commit();
+    }
+}
+// endregion
+
+// region: statistics
+// delta = rowsum(dO * O), and lse as exp2 wants it. A warp per row. A row that does not exist, or sees no key, has an
+// lse of inf: its P is exp2(-inf) = 0.
+__global__ void __launch_bounds__(256)
+statistics(const Backward p, const void* o, const void* grad_o, const float* lse, float* lse_log2, float* delta) {
+    const int lane = threadIdx.x % WARP_SIZE, rows = padded(p.seq_q);
+    const int64_t index = (int64_t)blockIdx.x * 8 + threadIdx.x / WARP_SIZE;   // padded(seq_q) is a multiple of 8
+    const int row = (int)(index % rows), head_index = (int)(index / rows);
+    float sum = 0.f, x = INFINITY;
+    if (row < p.seq_q) {
+        const int batch = head_index / p.heads, head = head_index % p.heads;
+        const T* o_row = rows_of(o, p.o_stride, batch, head, row);
+        const T* grad_row = rows_of(grad_o, p.grad_o_stride, batch, head, row);
+#pragma unroll
+        for (int column = 2 * lane; column < HEAD_DIM; column += 2 * WARP_SIZE) {
+            const float2 a = unpack<T>(*(const uint32_t*)(o_row + column));
+            const float2 b = unpack<T>(*(const uint32_t*)(grad_row + column));
+            sum += a.x * b.x + a.y * b.y;
+        }
+        x = lse[(int64_t)head_index * p.seq_q + row];
+        x = x == -INFINITY ? INFINITY : x * LOG2E;
+    }
+    for (int other = 16; other > 0; other /= 2) sum += __shfl_xor_sync(~0u, sum, other);
+    if (lane == 0) lse_log2[index] = x, delta[index] = sum;
+}
+// endregion
+
+// region: parts
+// Which block of which head a block of the grid takes. Causal ones differ in length: the longest begin, of as many
+// heads as fit in L2 together.
+struct Part {
+    int head_index, block;
+};
+template <bool CAUSAL> __device__ __forceinline__ Part part_of(int blocks, int heads, int heads_together) {
+    if (!CAUSAL) return {(int)blockIdx.x / blocks, (int)blockIdx.x % blocks};
+    const int group = blockIdx.x / (blocks * heads_together), in_group = blockIdx.x % (blocks * heads_together);
+    const int group_heads = min(heads_together, heads - group * heads_together);
+    return {group * heads_together + in_group % group_heads, in_group / group_heads};
+}
+// endregion
+
+// region: shared memory of keys
+template <bool CAUSAL>
+__global__ void __launch_bounds__(THREADS, 1)
+keys(const Backward p, int heads_together, const float* lse_log2, const float* delta,
+     const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap k_map,
+     const __grid_constant__ CUtensorMap v_map, const __grid_constant__ CUtensorMap grad_o_map,
+     const __grid_constant__ CUtensorMap dk_map, const __grid_constant__ CUtensorMap dv_map) {
+    constexpr int STEP = QUERY_STEP, Q_BYTES = STEP_BYTES<STEP>, STAGE = STAGE_BYTES<STEP>, STAGES = STAGES_OF<STEP>;
+    extern __shared__ __align__(1024) char shared[];
+    const uint32_t k_smem = smem_u32(shared);                  // [BLOCK, HEAD_DIM], and at last dK
+    const uint32_t v_smem = k_smem + KEPT_BYTES;               // [BLOCK, HEAD_DIM], and at last dV
+    const uint32_t stages = v_smem + KEPT_BYTES;               // Q [STEP, HEAD_DIM], dO, lse [STEP], delta [STEP]
+    const uint32_t full_kept = stages + STAGES * STAGE, full = full_kept + 8, empty = full + 8 * STAGES;
+    // endregion
+
+    // region: which keys
+    const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE, g = lane / 4, t = lane % 4;
+    const int consumer = threadIdx.x / GROUP;
+    const Part part = part_of<CAUSAL>(ceil_div(p.seq_k, BLOCK), p.batch * p.kv_heads, heads_together);
+    const int batch = part.head_index / p.kv_heads, kv_head = part.head_index % p.kv_heads;
+    const int group = p.heads / p.kv_heads, n_start = part.block * BLOCK;
+    // Queries are taken by tiles: begin .. end - 1. Causal: key j is seen from query j - diagonal on.
+    const int diagonal = p.seq_k - p.seq_q, end = ceil_div(p.seq_q, STEP);
+    const int begin = CAUSAL ? max(0, n_start - diagonal) / STEP : 0, tiles = max(0, end - begin);
+    // endregion
+
+    // region: barriers of keys
+    if (threadIdx.x == 0) {                                    // a full one waits for one arrival, and for bytes
+        // Every warp says that it has read lse and delta
+        for (int i = 0; i < BARRIERS<STEP>; i++) mbarrier_init(full_kept + 8 * i, i < 1 + STAGES ? 1 : WARPS);
+        tma_prefetch(&q_map), tma_prefetch(&k_map), tma_prefetch(&v_map), tma_prefetch(&grad_o_map);
+        fence_mbarrier_init();                                 // or the copy engine might not see them yet
+    }
+    __syncthreads();                                           // the last one
+    // endregion
+
+    // region: producer of keys
+    if (warp >= WARPS) {
+        setmaxnreg_dec<PRODUCER_REGISTERS>();
+        if (warp == WARPS && elect_one()) {
+            mbarrier_arrive_expect_tx(full_kept, 2 * KEPT_BYTES);
+            load_tile<BLOCK>(k_smem, k_map, full_kept, n_start, kv_head, batch);
+            load_tile<BLOCK>(v_smem, v_map, full_kept, n_start, kv_head, batch);
+            for (int nth = 0; nth < tiles * group; nth++) {
+                const int stage = nth % STAGES, m_start = (begin + nth % tiles) * STEP;
+                const int head = kv_head * group + nth / tiles;
+                const uint32_t bar = full + 8 * stage, q_smem = stages + stage * STAGE, lse_smem = q_smem + 2 * Q_BYTES;
+                const int64_t row = (int64_t)(batch * p.heads + head) * padded(p.seq_q) + m_start;
+                mbarrier_wait(empty + 8 * stage, nth / STAGES & 1 ^ 1);    // a new barrier passes this at once
+                mbarrier_arrive_expect_tx(bar, 2 * Q_BYTES + 8 * STEP);
+                load_tile<STEP>(q_smem, q_map, bar, m_start, head, batch);
+                load_tile<STEP>(q_smem + Q_BYTES, grad_o_map, bar, m_start, head, batch);
+                bulk_load(lse_smem, lse_log2 + row, 4 * STEP, bar);
+                bulk_load(lse_smem + 4 * STEP, delta + row, 4 * STEP, bar);
+            }
+        }
+        return;
+    }
+    setmaxnreg_inc<CONSUMER_REGISTERS>();                      // waits until there are so many
+    // endregion
+
+    // region: state of keys
+    // c0 c1 | c2 c3 of an accumulator: columns 2t, 2t + 1 of row g | of row g + 8
+    float dk[HEAD_DIM / 2] = {}, dv[HEAD_DIM / 2] = {};
+    uint32_t p_rmem[STEP / MMA_K][4], ds_rmem[STEP / MMA_K][4];        // P^T and dS^T, rounded
+    const uint64_t k_operand = descriptor(k_smem + consumer * 64 * SLAB_ROW);
+    const uint64_t v_operand = descriptor(v_smem + consumer * 64 * SLAB_ROW);
+    const bool first_thread = threadIdx.x % GROUP == 0;        // it says that its warpgroup is through
+    const float scale_log2 = p.scale * LOG2E;                  // exp(x) is computed as exp2(x * log2(e))
+    const int first_row = n_start + warp * MMA_M + g, last_row = n_start + consumer * 64 + 63;     // keys
+    mbarrier_wait(full_kept, 0);
+    // endregion
+
+    // region: main loop of keys
+    for (int nth = 0; nth < tiles * group; nth++) {            // of every query head that reads this key head
+        // region: transposed scores
+        // S^T = K Q^T and dP^T = V dO^T: rows are keys, columns are queries
+        const int stage = nth % STAGES, m_start = (begin + nth % tiles) * STEP;
+        const uint32_t q_smem = stages + stage * STAGE, grad_o_smem = q_smem + Q_BYTES;
+        const float* lse_row = (const float*)(shared + (q_smem - k_smem) + 2 * Q_BYTES);
+        const float* delta_row = lse_row + STEP;
+        float s[STEP / 2], dp[STEP / 2];
+        mbarrier_wait(full + 8 * stage, nth / STAGES & 1);     // all of it is here, for every thread that waits
+        scores<STEP>(s, k_operand, descriptor(q_smem));
+        wgmma_wait<1>();                                       // dK of the tile before is summed
+        __syncwarp();                                          // and its lse and delta have been read
+        if (nth > 0 && lane == 0) mbarrier_arrive(empty + 8 * ((nth - 1) % STAGES));
+        scores<STEP>(dp, v_operand, descriptor(grad_o_smem));
+        wgmma_wait<1>();                                       // S^T is ours
+        // endregion
+
+        // region: transposed probabilities
+        // P^T = exp(S^T - lse), in place, while dP^T is computed
+        const bool masked = CAUSAL && m_start < last_row - diagonal;       // does some query not see every key?
+        auto hide = [&](float (&c)[STEP / 2]) {                // what belongs to a key that its query does not see is 0
+#pragma unroll
+            for (int i = 0; i < STEP / 2; i++)
+                if (m_start + i / 4 * MMA_N + t * 2 + i % 2 + diagonal < first_row + i / 2 % 2 * 8) c[i] = 0.f;
+        };
+#pragma unroll
+        for (int n = 0; n < STEP / MMA_N; n++) {
+            const float2 lse = *(const float2*)(lse_row + n * MMA_N + t * 2);
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                s[4 * n + i] = exp2_approx(fmaf(s[4 * n + i], scale_log2, i % 2 ? -lse.y : -lse.x));
+        }
+        if (masked) hide(s);
+        // endregion
+
+        // region: dV and dK
+        // dV += P^T dO. Meanwhile dS^T = P^T * (dP^T - delta), then dK += dS^T Q.
+        round_to<STEP>(p_rmem, s);
+        add_product<STEP>(dv, p_rmem, descriptor_of_rows<STEP>(grad_o_smem));
+        wgmma_wait<1>();                                       // dP^T is ours; dv and p_rmem are not
+#pragma unroll
+        for (int n = 0; n < STEP / MMA_N; n++) {
+            const float2 d = *(const float2*)(delta_row + n * MMA_N + t * 2);
+#pragma unroll
+            for (int i = 0; i < 4; i++) dp[4 * n + i] = s[4 * n + i] * (dp[4 * n + i] - (i % 2 ? d.y : d.x));
+        }
+        if (masked) hide(dp);                                  // again: 0 times a hidden NaN is NaN
+        round_to<STEP>(ds_rmem, dp);
+        add_product<STEP>(dk, ds_rmem, descriptor_of_rows<STEP>(q_smem));
+        wgmma_wait<DK_LAGS>();                                 // dV is summed
+        // endregion
+    }
+    // endregion
+
+    // region: store dK and dV
+    // Of K and V a consumer reads its own 64 rows alone: they become dK and dV
+    wgmma_wait<0>();
+    named_barrier_sync(1 + consumer, GROUP);                   // all of its warps have waited
+    store_tile(dv, 1.f, v_smem, dv_map, n_start, kv_head, batch);
+    store_tile(dk, p.scale, k_smem, dk_map, n_start, kv_head, batch);
+    if (first_thread) bulk_wait<0>();                          // they are written
+}
+// endregion
+
+// region: shared memory of queries
+template <bool CAUSAL>
+__global__ void __launch_bounds__(THREADS, 1)
+queries(const Backward p, int heads_together, const float* lse_log2, const float* delta,
+        const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap k_map,
+        const __grid_constant__ CUtensorMap v_map, const __grid_constant__ CUtensorMap grad_o_map,
+        const __grid_constant__ CUtensorMap dq_map) {
+    constexpr int STEP = KEY_STEP, K_BYTES = STEP_BYTES<STEP>, STAGE = STAGE_BYTES<STEP>, STAGES = STAGES_OF<STEP>;
+    extern __shared__ __align__(1024) char shared[];
+    const uint32_t q_smem = smem_u32(shared);                  // [BLOCK, HEAD_DIM], and at last dQ
+    const uint32_t grad_o_smem = q_smem + KEPT_BYTES;          // [BLOCK, HEAD_DIM]
+    const uint32_t stages = grad_o_smem + KEPT_BYTES;          // K [STEP, HEAD_DIM], V [STEP, HEAD_DIM]
+    const uint32_t full_kept = stages + STAGES * STAGE, full = full_kept + 8, empty = full + 8 * STAGES;
+    // endregion
+
+    // region: which queries
+    const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE, g = lane / 4, t = lane % 4;
+    const int consumer = threadIdx.x / GROUP, m_blocks = ceil_div(p.seq_q, BLOCK);
+    const Part part = part_of<CAUSAL>(m_blocks, p.batch * p.heads, heads_together);
+    const int batch = part.head_index / p.heads, head = part.head_index % p.heads;
+    const int kv_head = head / (p.heads / p.kv_heads);
+    const int m_start = (CAUSAL ? m_blocks - 1 - part.block : part.block) * BLOCK;     // the last rows see most
+    // Keys are taken by tiles: 0 .. end - 1. From `whole` on, some row of the consumer does not see every key.
+    const int diagonal = p.seq_k - p.seq_q;                    // causal: row i sees the keys up to i + diagonal
+    int end = ceil_div(p.seq_k, STEP), whole = p.seq_k / STEP;
+    if (CAUSAL) {
+        end = max(0, min(end, ceil_div(m_start + BLOCK + diagonal, STEP)));
+        whole = max(0, min(whole, (m_start + consumer * 64 + 1 + diagonal) / STEP));
+    }
+    // endregion
+
+    // region: barriers of queries
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < BARRIERS<STEP>; i++) mbarrier_init(full_kept + 8 * i, i < 1 + STAGES ? 1 : CONSUMERS);
+        tma_prefetch(&q_map), tma_prefetch(&k_map), tma_prefetch(&v_map), tma_prefetch(&grad_o_map);
+        fence_mbarrier_init();
+    }
+    __syncthreads();                                           // the last one
+    // endregion
+
+    // region: producer of queries
+    if (warp >= WARPS) {
+        setmaxnreg_dec<PRODUCER_REGISTERS>();
+        if (warp == WARPS && elect_one()) {
+            mbarrier_arrive_expect_tx(full_kept, 2 * KEPT_BYTES);
+            load_tile<BLOCK>(q_smem, q_map, full_kept, m_start, head, batch);
+            load_tile<BLOCK>(grad_o_smem, grad_o_map, full_kept, m_start, head, batch);
+            for (int j = 0; j < end; j++) {
+                const int stage = j % STAGES;
+                const uint32_t bar = full + 8 * stage, k_smem = stages + stage * STAGE;
+                mbarrier_wait(empty + 8 * stage, j / STAGES & 1 ^ 1);
+                mbarrier_arrive_expect_tx(bar, 2 * K_BYTES);
+                load_tile<STEP>(k_smem, k_map, bar, j * STEP, kv_head, batch);
+                load_tile<STEP>(k_smem + K_BYTES, v_map, bar, j * STEP, kv_head, batch);
+            }
+        }
+        return;
+    }
+    setmaxnreg_inc<CONSUMER_REGISTERS>();
+    // endregion
+
+    // region: state of queries
+    float dq[HEAD_DIM / 2] = {};
+    float row_lse[ROWS_PER_LANE], row_delta[ROWS_PER_LANE];
+    const int first_row = m_start + warp * MMA_M + g;          // and 8 further
+    const int64_t in_head = (int64_t)part.head_index * padded(p.seq_q) + first_row;
+#pragma unroll
+    for (int r = 0; r < ROWS_PER_LANE; r++)
+        row_lse[r] = lse_log2[in_head + 8 * r], row_delta[r] = delta[in_head + 8 * r];
+    uint32_t ds_rmem[STEP / MMA_K][4];                         // dS, rounded
+    const uint64_t q_operand = descriptor(q_smem + consumer * 64 * SLAB_ROW);
+    const uint64_t grad_o_operand = descriptor(grad_o_smem + consumer * 64 * SLAB_ROW);
+    const bool first_thread = threadIdx.x % GROUP == 0;
+    const float scale_log2 = p.scale * LOG2E;
+    mbarrier_wait(full_kept, 0);
+    // endregion
+
+    // region: main loop of queries
+    auto tile = [&](int j, auto is_masked) {
+        constexpr bool MASKED = decltype(is_masked)::value;
+        // region: scores
+        // S = Q K^T and dP = dO V^T
+        const int stage = j % STAGES;
+        const uint32_t k_smem = stages + stage * STAGE;
+        float s[STEP / 2], dp[STEP / 2];
+        mbarrier_wait(full + 8 * stage, j / STAGES & 1);
+        scores<STEP>(s, q_operand, descriptor(k_smem));
+        wgmma_wait<1>();                                       // dQ of the tile before is summed
+        if (j > 0 && first_thread) mbarrier_arrive(empty + 8 * ((j - 1) % STAGES));
+        scores<STEP>(dp, grad_o_operand, descriptor(k_smem + K_BYTES));
+        wgmma_wait<1>();                                       // S is ours
+        // endregion
+
+        // region: dQ
+        // P = exp(S - lse) while dP is computed; then dS = P * (dP - delta), and dQ += dS K
+#pragma unroll
+        for (int i = 0; i < STEP / 2; i++) s[i] = exp2_approx(fmaf(s[i], scale_log2, -row_lse[i / 2 % 2]));
+        wgmma_wait<0>();
+#pragma unroll
+        for (int r = 0; r < ROWS_PER_LANE; r++) {
+            const int last_key = CAUSAL ? min(p.seq_k - 1, first_row + 8 * r + diagonal) : p.seq_k - 1;
+#pragma unroll
+            for (int n = 0; n < STEP / MMA_N; n++)
+#pragma unroll
+                for (int e = 0; e < 2; e++) {
+                    float& c = dp[4 * n + 2 * r + e];
+                    c = s[4 * n + 2 * r + e] * (c - row_delta[r]);
+                    if (MASKED && j * STEP + n * MMA_N + t * 2 + e > last_key) c = 0.f;
+                }
+        }
+        round_to<STEP>(ds_rmem, dp);
+        add_product<STEP>(dq, ds_rmem, descriptor_of_rows<STEP>(k_smem));
+        // endregion
+    };
+    int j = 0;
+    for (; j < min(end, whole); j++) tile(j, std::false_type{});       // the full tiles
+    for (; j < end; j++) tile(j, std::true_type{});            // the masked ones
+    // endregion
+
+    // region: store dQ
+    wgmma_wait<0>();
+    named_barrier_sync(1 + consumer, GROUP);                   // all of its warps have waited
+    store_tile(dq, p.scale, q_smem, dq_map, m_start, head, batch);
+    if (first_thread) bulk_wait<0>();
+}
+// endregion
+
+// region: tensor maps
+// [batch, heads, rows, HEAD_DIM], as TMA counts: the innermost dimension first. A copy takes a box of one slab's
+// columns and `box_rows` rows of one head, so rows beyond the head's last do not exist, whatever lies there in memory.
+static CUtensorMap map_of(const void* tensor, const Strides& stride, int batch, int heads, int rows, int box_rows) {
+    const auto type = std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+    const uint64_t dims[] = {HEAD_DIM, (uint64_t)rows, (uint64_t)heads, (uint64_t)batch};
+    // In bytes. Of a dimension of size 1 it is no matter: it may be what TMA does not take.
+    const auto bytes = [](int64_t elements, int size) { return (uint64_t)(size > 1 ? elements : HEAD_DIM) * 2; };
+    const uint64_t strides[] = {bytes(stride.row, rows), bytes(stride.head, heads), bytes(stride.batch, batch)};
+    const uint32_t box[] = {SLAB, (uint32_t)box_rows, 1, 1};
+    return tensor_map(tensor, type, 4, dims, strides, box, CU_TENSOR_MAP_SWIZZLE_128B);
+}
+// endregion
+
+// region: launch
+// As many heads as have two tensors in half of a 50 MB L2
+static int fit_together(int rows, int heads) {
+    return (int)min((int64_t)heads, max((int64_t)1, 24000000 / ((int64_t)rows * HEAD_DIM * 4 + 1)));
+}
+extern "C" int backward(const void* q, const void* k, const void* v, const void* o, const void* grad_o,
+                        const float* lse, void* dq, void* dk, void* dv, float* row_statistics, const void* shapes,
+                        void* stream) {
+    const Backward p = *(const Backward*)shapes;
+    const auto map = [&](const void* x, const Strides& stride, bool of_queries, int box_rows) {
+        return map_of(x, stride, p.batch, of_queries ? p.heads : p.kv_heads, of_queries ? p.seq_q : p.seq_k, box_rows);
+    };
+    const cudaStream_t s = (cudaStream_t)stream;
+    const int64_t rows = (int64_t)p.batch * p.heads * padded(p.seq_q);
+    float* delta = row_statistics + rows;
+    if (p.launches & 1) statistics<<<(int)(rows / 8), 256, 0, s>>>(p, o, grad_o, lse, row_statistics, delta);
+    // More than 48 KB of shared memory have to be asked for. A refusal is what cudaGetLastError then returns.
+    const auto of_keys = p.causal ? keys<true> : keys<false>;
+    cudaFuncSetAttribute(of_keys, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED<QUERY_STEP>);
+    if (p.launches & 2) of_keys<<<p.batch * p.kv_heads * ceil_div(p.seq_k, BLOCK), THREADS, SHARED<QUERY_STEP>, s>>>(
+        p, fit_together(p.seq_q, p.batch * p.kv_heads), row_statistics, delta,
+        map(q, p.q_stride, true, QUERY_STEP), map(k, p.k_stride, false, BLOCK), map(v, p.v_stride, false, BLOCK),
+        map(grad_o, p.grad_o_stride, true, QUERY_STEP), map(dk, p.dk_stride, false, 64),
+        map(dv, p.dv_stride, false, 64));
+    const auto of_queries = p.causal ? queries<true> : queries<false>;
+    cudaFuncSetAttribute(of_queries, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED<KEY_STEP>);
+    if (p.launches & 4) of_queries<<<p.batch * p.heads * ceil_div(p.seq_q, BLOCK), THREADS, SHARED<KEY_STEP>, s>>>(
+        p, fit_together(p.seq_k, p.batch * p.heads), row_statistics, delta,
+        map(q, p.q_stride, true, BLOCK), map(k, p.k_stride, false, KEY_STEP), map(v, p.v_stride, false, KEY_STEP),
+        map(grad_o, p.grad_o_stride, true, BLOCK), map(dq, p.dq_stride, true, 64));
+    return (int)cudaGetLastError();
+}
+// endregion
