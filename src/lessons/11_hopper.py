@@ -13,7 +13,7 @@
 # its instruction, `mma.sync`, cannot feed them faster. Hopper has another one, `wgmma`, and two machines around it: an engine
 # that copies whole tiles, and barriers in shared memory that can wait for bytes.
 #
-# This lecture looks at each of the three alone. Then it builds FlashAttention from them, in thirteen steps.
+# This lecture looks at each of the three alone. Then it builds FlashAttention from them, in fourteen steps.
 
 # %% [markdown]
 # ## What you will be able to do
@@ -423,7 +423,7 @@ print("(X Y^T) Z: two products, P never left the registers")
 # %% [markdown]
 # ## 7 · The ladder
 #
-# Thirteen steps, each a whole file with one new idea, from phase 8's loop to a kernel that is made for Hopper. Every step
+# Fourteen steps, each a whole file with one new idea, from phase 8's loop to a kernel that is made for Hopper. Every step
 # runs in the emulator's check build, is compared with the oracle, and is counted: one head, $N = 384$, $D = 64$. Below the
 # counts stands what the step reached on a GPU, from the record, and in brackets how many times as fast that is as the step
 # before.
@@ -439,8 +439,9 @@ def grow(name):
     show.table(TABLE[-2:], draw.COLUMNS)
     names = [r[0] for r in TABLE[-2:]]
     for found in map(hopper_results.ladder_table, RUNS):
-        rows = [[r[0], *r[2:]] for name in names for r in found.rows if r[0] == name]
-        show.table(rows, ["TFLOP/s", *found.columns[2:]], align="l" + "r" * len(found.columns[2:]))
+        shapes, speeds = found.columns[2:], {r[0]: r[2:] for r in found.rows}
+        rows = [[name, *speeds.get(name, ["not measured yet"] * len(shapes))] for name in names]
+        show.table(rows, ["TFLOP/s", *shapes], align="l" + "r" * len(shapes))
 
 # %%
 captions = [hopper_results.ladder_table(run).caption for run in RUNS]
@@ -724,28 +725,48 @@ assert error < 2**-11
 # For P, which is rounded to 16 bits, that is good enough. For the sums and so for `lse`, which stay in float, it is not, as
 # you will see. The macro `POLYNOMIAL` says of how many MMA tiles one is computed so. By default none is: section 9 says why.
 #
+# ### Step 13: the next part begins before this one has ended
+#
+# Where sequences are short, a part is a few tiles, and its beginning and its end count.
+
+# %% [markdown]
+# - Q has two places. The next part's Q comes while this one's is still read.
+# - The producer works out where a part lies, and hands all of it on: its divisions take long.
+# - It asks for a part's first K before its Q.
+# - A consumer *passes by* the causal tiles that none of its own 64 rows sees. It still has to say that it needs them no more,
+#   and it must not say so before they are there.
+
+# %%
+show.diff(step("p11_12_polynomial"), step("p11_13_parts"), "producer", "main loop", context=0)
+grow("p11_13_parts")
+
+# %% [markdown]
 # ### The last step: every shape
 #
 # `p11_flash` is the same kernel with tiles for every shape. Where parts would be too few to fill the GPU, blocks have one
-# consumer. With $D = 256$ a tile of keys is 80 rows, and O takes the place of Q.
+# consumer. With $D = 256$ a tile of keys is 64 rows, and O takes the place of Q.
 
 # %%
-show.diff(step("p11_12_polynomial"), step("p11_flash"), "constants", "launch", context=0)
+show.diff(step("p11_13_parts"), step("p11_flash"), "constants", "launch", context=0)
 grow("p11_flash")
 
 # %% [markdown]
 # Does it compute attention? The checker's cases of up to 300 rows, at $D = 64$: causal and not, grouped heads, ragged and
 # empty lengths, strides, large scores, rows that see no key. On a Hopper GPU it runs natively, elsewhere in the emulator.
-# (The record has all cases, head sizes and types, on the H200.)
+# (The record has all cases, head sizes and types, on the H200. Here is which steps it has not yet.)
 
 # %%
 final = load_inline(step("p11_flash"), backend=BACKEND)
 print(verify(final.forward, causal=True, gqa=True, empty=True, max_seq=300).verdict)
+for run in RUNS:
+    measured = {r[0] for r in hopper_results.ladder_table(run).rows}
+    newer = [s.name for s in steps(11) if s.name not in measured]
+    print(f"{run['machine']['gpu']}, {run['machine']['date']}: steps that are newer than the record: {newer}")
 
 # %% [markdown]
 # ## 8 · Beside the others
 #
-# Now the kernel beside its peers: cuDNN, FlashAttention-2 as PyTorch has it, the course's own `p9_flash` and Triton kernel,
+# Now the kernel, as it was on the day of the record, beside its peers: cuDNN, FlashAttention-2 as PyTorch has it, the course's own `p9_flash` and Triton kernel,
 # and FlashAttention-4 where it was installed. All take turns in one run, as CUDA graphs, bf16, and every result is compared
 # with float64. All heads together have 2048 columns and 16384 queries.
 
@@ -802,7 +823,17 @@ for run in RUNS:
 # %% [markdown]
 # They are short, and most of them causal. A part is 128 or 192 rows of one head. With 512 rows such a part has few tiles, and
 # of a causal one's tiles a good part lies on the diagonal, where half of the work is for nothing. That fits, but nothing
-# isolates it: it is a hypothesis.
+# isolates it: it is a hypothesis. Step 13 was written for such shapes. If the record is older, what it gains is not known.
+
+# %% [markdown]
+# **The backward pass.** The package has one in this style, `flashlab.cuda.hopper_backward`: two kernels, without atomics, so
+# that the bits are the same each time. `notes/phase_11_experiments.md` has its design. How fast it is, the record says:
+
+# %%
+for backward in map(hopper_results.backward_table, RUNS):
+    if backward.rows:
+        show.table(backward.rows, backward.columns, align=backward.align)
+    print(backward.caption)
 
 # %% [markdown]
 # ## 9 · What gained, and what did not
@@ -866,14 +897,15 @@ for run in RUNS:
 # - `DYNAMIC=0`: without the counter the causal shapes lose, the long one most of all.
 # - `POLYNOMIAL=4`: slower nearly everywhere, and its `lse` is refused by the rule. FlashAttention-4 reports a gain on
 #   Blackwell, whose tensor cores are twice as fast beside the same unit for exponentials.
-# - `BLOCK_N=64`: smaller tiles are slower, but for $D = 256$.
+# - `BLOCK_N`: smaller tiles are slower at $D = 64$ and 128.
 
 # %%
 for run in RUNS:
     ratios = changed(run)
     assert all(0.95 < r < 1.05 for r in ratios["PING_PONG=0"])
     assert min(ratios["DYNAMIC=0"]) < 0.85 and max(ratios["POLYNOMIAL=4"]) < 1.01
-    assert min(ratios["POLYNOMIAL=4"]) < 0.95 and min(ratios["BLOCK_N=64"]) < 0.9 < max(ratios["BLOCK_N=64"])
+    assert min(ratios["POLYNOMIAL=4"]) < 0.95
+    assert all(max(r[:6]) < 1 for name, r in ratios.items() if name.startswith("BLOCK_N"))
     some = [r for r in run["rows"] if r["part"] == "variants" and "POLYNOMIAL" in r["name"]]
     print(f"POLYNOMIAL=4: o at most {max(r['of_bound'] for r in some):.1f} of its bound, "
           f"lse up to {max(r['lse_of_bound'] for r in some):.1f} times its own")
@@ -1006,7 +1038,7 @@ for run in RUNS:
 show.region(step("p11_flash"), "constants", "scheduler", "operands", "copy a tile")
 
 # %% [markdown]
-# **What lies where** in shared memory: Q, the stages of K and of V, O, then the barriers. **Which rows** a part is. **The
+# **What lies where** in shared memory: two places for Q, the stages of K and of V, O, then the barriers. **Which rows** a part is. **The
 # barriers**: a full one waits for one arrival and for bytes, an empty one for each consumer.
 
 # %%
@@ -1060,8 +1092,8 @@ show.region(step("p11_flash"), "store", "tensor maps", "launch")
 # might every test pass?
 
 # %% [markdown]
-# Left to explore: short causal rows at $D = 64$, where cuDNN is ahead; a backward pass in this style; FP8, whose operands
-# must be K-major; clusters, in which one copy serves several SMs. On your own GPU: `flashlab bench hopper`.
+# Left to explore: short causal rows at $D = 64$, where cuDNN was ahead; a backward pass with five products instead of seven;
+# FP8, whose operands must be K-major; clusters, in which one copy serves several SMs. On your own GPU: `flashlab bench hopper`.
 
 # %% [markdown]
 # ## References
