@@ -745,6 +745,8 @@ grow("p11_13_parts")
 #
 # `p11_flash` is the same kernel with tiles for every shape. Where parts would be too few to fill the GPU, blocks have one
 # consumer. With $D = 256$ a tile of keys is 64 rows, and O takes the place of Q.
+#
+# (A record that has not step 13 yet has `p11_flash` without it, and its brackets are over step 12.)
 
 # %%
 show.diff(step("p11_13_parts"), step("p11_flash"), "constants", "launch", context=0)
