@@ -828,7 +828,7 @@ for run in RUNS:
 # isolates it: it is a hypothesis. Step 13 was written for such shapes. If the record is older, what it gains is not known.
 
 # %% [markdown]
-# **The backward pass.** The package has one in this style, `flashlab.cuda.hopper_backward`: two kernels, without atomics, so
+# **The backward pass.** The package has one in this style, `flashlab.cuda.hopper_backward`: two large kernels, no atomics, so
 # that the bits are the same each time. `notes/phase_11_experiments.md` has its design. How fast it is, the record says:
 
 # %%

@@ -18,6 +18,7 @@ from flashlab.cuda.toolchain import arch_for, nvcc_flags
 from flashlab.kernels.problem import ELEMENTS
 
 FP16, BF16 = torch.float16, torch.bfloat16
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 # batch, heads, kv_heads, seq_q, seq_k: around the tiles; groups of heads; unequal both ways, so that rows see no key
 CASES = (
     (4, 2, 2, 1, 1), (4, 2, 2, 2, 2),  # several: the rule is calibrated on a twin, which may be lucky with one
@@ -145,6 +146,21 @@ def test_what_does_not_belong_together_is_said():
     with pytest.raises((TypeError, ValueError), match="head_dim|head dim"):
         short = q[..., :32]
         hopper_backward(short, short, short, short, short, lse, backend="emulator")
+
+
+@pytest.mark.skipif(not HOPPER, reason="no GPU of capability 9.0")
+@pytest.mark.parametrize(("head_dim", "dtype"), [*itertools.product((64, 128), (FP16, BF16))], ids=str)
+def test_right_on_a_gpu(head_dim, dtype):
+    for case, causal in itertools.product((*CASES, (2, 8, 2, 1000, 1000)), (False, True)):
+        q, k, v, grad_o = (x.cuda() for x in make(*case, head_dim, dtype))
+        o, lse = reference.attention(q, k, v, causal=causal)
+        runs = [
+            hopper_backward(grad_o, q, k, v, o.to(dtype), lse.float(), causal=causal, backend="nvcc") for _ in range(5)
+        ]
+        named = dict(zip(("dq", "dk", "dv"), runs[0], strict=True))
+        name, error = worst(wanted(q, k, v, grad_o, causal=causal), **named)
+        assert error <= 1, f"{case}, causal {causal}: {name} is off by {error:.3g} times its bound"
+        assert all(torch.equal(a, b) for again in runs for a, b in zip(runs[0], again, strict=True))
 
 
 @pytest.mark.slow

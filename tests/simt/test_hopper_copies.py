@@ -91,9 +91,20 @@ def test_a_box_begins_at_a_multiple_of_16_bytes(copies, how):
         copies.run_box(x, x.copy(), out.view(np.uint32), numbers(crooked, (other[0] + 1, *other[1:]), kind, shift, how))
 
 
+def test_a_store_does_not_begin_before_the_tensor(copies):
+    """As an H200 wants it, which stops with "illegal instruction"."""
+    box, other, kind, shift = random_box(2)
+    x = memory_of(box, 2)
+    with pytest.raises(
+        IllegalAccess, match="store-corner: thread 0 .* gives tma_store .* the coordinate -3 in dimension 2"
+    ):
+        copies.run_box(x, x.copy(), np.zeros(4, np.uint32), numbers(box, (0, 0, -3), kind, shift, 1))
+
+
 @pytest.mark.parametrize("seed", range(40, 60))
 def test_a_store_takes_it_back_and_skips_what_lies_outside(copies, seed):
     box, other, kind, shift = random_box(seed)
+    other = tuple(max(0, n) for n in other)
     x, y = memory_of(box, seed), memory_of(box, seed + 1000)
     wanted = y.copy()
     report = copies.run_box(x, y, np.zeros(4, np.uint32), numbers(box, other, kind, shift, 1))

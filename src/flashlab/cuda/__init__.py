@@ -7,6 +7,7 @@ binding     the C++ file of a PyTorch extension
 builds      builds by nvcc and by PyTorch, and the one way to call them
 inline      load_inline: a source becomes a function on tensors, on a GPU or in the emulator
 operators   every step as an operator of PyTorch (torch.ops.flashlab), with its gradient
+hopper_backward  phase 11's dQ, dK and dV
 resources   registers, spills, shared memory and instructions of the compiled kernels
 """
 

@@ -67,6 +67,7 @@ _ERRORS = {
     "mbarrier-again": IllegalAccess,
     "mbarrier-missing": IllegalAccess,
     "reduce-type": IllegalAccess,
+    "store-corner": IllegalAccess,
     "tensor-map": IllegalAccess,
     "mbarrier-arrivals": DeadlockError,
     "mbarrier-in-use": DeadlockError,

@@ -16,7 +16,7 @@ FATAL = {
     "host-call", "interrupted", "lanes-missing", "launch-configuration", "launch-in-kernel",
     "mask-without-self", "misaligned", "not-shared", "bulk-misaligned", "mbarrier-again", "mbarrier-arrivals",
     "mbarrier-bytes", "mbarrier-in-use", "mbarrier-missing", "mbarrier-number", "reduce-type",
-    "registers-missing", "stack-overflow",
+    "registers-missing", "stack-overflow", "store-corner",
     "tensor-map", "timeout", "trap", "wgmma-block", "wgmma-form", "wgmma-warps",
 }  # fmt: skip
 
@@ -655,6 +655,10 @@ _SENTENCES = {
     ),
     "bulk-misaligned": _bulk_misaligned,
     "tensor-map": _tensor_map,
+    "store-corner": lambda f: (
+        f"{f.who} gives {f.how}{f.here} the coordinate {f.v[0]} in dimension {f.v[1]}: a store begins within the tensor; "
+        "only a load may begin before it"
+    ),
     "reduce-type": lambda f: (
         f"{f.who} calls tma_reduce_add{f.here} with a tensor map of a type that it cannot add: it adds 32-bit "
         "integers, UINT64, FLOAT16, BFLOAT16 and FLOAT32"

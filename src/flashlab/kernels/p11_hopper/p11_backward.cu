@@ -143,28 +143,30 @@ __device__ __forceinline__ void store_tile(const float (&acc)[HEAD_DIM / 2], flo
 // endregion
 
 // region: statistics
-// delta = rowsum(dO * O), and lse as exp2 wants it. A warp per row. A row that does not exist, or sees no key, has an
-// lse of inf: its P is exp2(-inf) = 0.
+// delta = rowsum(dO * O), and lse as exp2 wants it. Each lane takes 16 bytes of a row. A row that does not exist, or
+// sees no key, has an lse of inf: its P is exp2(-inf) = 0.
+constexpr int LANES_PER_ROW = HEAD_DIM / 8, STATISTICS_ROWS = 256 / LANES_PER_ROW;     // of a block, which divide BLOCK
 __global__ void __launch_bounds__(256)
 statistics(const Backward p, const void* o, const void* grad_o, const float* lse, float* lse_log2, float* delta) {
-    const int lane = threadIdx.x % WARP_SIZE, rows = padded(p.seq_q);
-    const int64_t index = (int64_t)blockIdx.x * 8 + threadIdx.x / WARP_SIZE;   // padded(seq_q) is a multiple of 8
-    const int row = (int)(index % rows), head_index = (int)(index / rows);
+    const int lane = threadIdx.x % LANES_PER_ROW, blocks = padded(p.seq_q) / STATISTICS_ROWS;
+    const int head_index = blockIdx.x / blocks;
+    const int row = blockIdx.x % blocks * STATISTICS_ROWS + threadIdx.x / LANES_PER_ROW;
     float sum = 0.f, x = INFINITY;
     if (row < p.seq_q) {
         const int batch = head_index / p.heads, head = head_index % p.heads;
-        const T* o_row = rows_of(o, p.o_stride, batch, head, row);
-        const T* grad_row = rows_of(grad_o, p.grad_o_stride, batch, head, row);
+        const uint4 a = *(const uint4*)(rows_of(o, p.o_stride, batch, head, row) + 8 * lane);
+        const uint4 b = *(const uint4*)(rows_of(grad_o, p.grad_o_stride, batch, head, row) + 8 * lane);
+        const uint32_t a_pairs[] = {a.x, a.y, a.z, a.w}, b_pairs[] = {b.x, b.y, b.z, b.w};
 #pragma unroll
-        for (int column = 2 * lane; column < HEAD_DIM; column += 2 * WARP_SIZE) {
-            const float2 a = unpack<T>(*(const uint32_t*)(o_row + column));
-            const float2 b = unpack<T>(*(const uint32_t*)(grad_row + column));
-            sum += a.x * b.x + a.y * b.y;
+        for (int i = 0; i < 4; i++) {
+            const float2 u = unpack<T>(a_pairs[i]), v = unpack<T>(b_pairs[i]);
+            sum += u.x * v.x + u.y * v.y;
         }
         x = lse[(int64_t)head_index * p.seq_q + row];
         x = x == -INFINITY ? INFINITY : x * LOG2E;
     }
-    for (int other = 16; other > 0; other /= 2) sum += __shfl_xor_sync(~0u, sum, other);
+    for (int other = LANES_PER_ROW / 2; other > 0; other /= 2) sum += __shfl_xor_sync(~0u, sum, other);
+    const int64_t index = (int64_t)head_index * padded(p.seq_q) + row;
     if (lane == 0) lse_log2[index] = x, delta[index] = sum;
 }
 // endregion
@@ -477,7 +479,8 @@ extern "C" int backward(const void* q, const void* k, const void* v, const void*
     const cudaStream_t s = (cudaStream_t)stream;
     const int64_t rows = (int64_t)p.batch * p.heads * padded(p.seq_q);
     float* delta = row_statistics + rows;
-    if (p.launches & 1) statistics<<<(int)(rows / 8), 256, 0, s>>>(p, o, grad_o, lse, row_statistics, delta);
+    const int blocks = (int)(rows / STATISTICS_ROWS);
+    if (p.launches & 1) statistics<<<blocks, 256, 0, s>>>(p, o, grad_o, lse, row_statistics, delta);
     // More than 48 KB of shared memory have to be asked for. A refusal is what cudaGetLastError then returns.
     const auto of_keys = p.causal ? keys<true> : keys<false>;
     cudaFuncSetAttribute(of_keys, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED<QUERY_STEP>);

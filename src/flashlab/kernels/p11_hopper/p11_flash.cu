@@ -7,7 +7,7 @@
 // 64 rows.
 //
 // Compile with -DHEAD_DIM=64, 128 or 256, and -DELEMENT=__half or __nv_bfloat16, -DPING_PONG=1 or 0, -DDYNAMIC=0, 1
-// or 2, -DPOLYNOMIAL=0 (none), 8 or 4, -DBLOCK_N=keys at a time, -DSTAGES=2 or more.
+// or 2, -DPOLYNOMIAL=0 (none), 8 or 4, -DBLOCK_N=keys at a time.
 
 // region: constants
 #include "problem.cuh"
@@ -25,11 +25,9 @@
 #ifndef BLOCK_N                                                // New: keys at a time
 #define BLOCK_N (HEAD_DIM == 256 ? 64 : 128)
 #endif
-#ifndef STAGES                                                 // New
-#define STAGES 2
-#endif
 
 constexpr int GROUP = 128;                                     // threads of a warpgroup
+constexpr int STAGES = 2;
 constexpr int SLAB = 64, SLAB_ROW = SLAB * 2;                  // columns of a slab; bytes of a row of it
 constexpr int S_TILES = BLOCK_N / MMA_N, O_TILES = HEAD_DIM / MMA_N;   // accumulators of a warp, [MMA_M, MMA_N] each
 constexpr int ROWS_PER_LANE = 2;                               // of an accumulator: g and g + 8
@@ -109,7 +107,7 @@ __device__ __forceinline__ void load_tile(uint32_t tile_smem, const CUtensorMap&
 // region: shared memory
 template <class Tile, bool CAUSAL>                             // New
 __global__ void __launch_bounds__(Tile::THREADS, 1)
-flash_forward(const Problem p, int heads_together,             // and what TMA has to know of each tensor
+flash_forward(const Problem p, int heads_together, int groups, // and what TMA has to know of each tensor
               const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap k_map,
               const __grid_constant__ CUtensorMap v_map, const __grid_constant__ CUtensorMap o_map) {
     constexpr int CONSUMERS = Tile::CONSUMERS, WARPS = Tile::WARPS, BLOCK_M = Tile::BLOCK_M, Q_BYTES = Tile::Q_BYTES;
@@ -135,8 +133,10 @@ flash_forward(const Problem p, int heads_together,             // and what TMA h
         return CAUSAL ? max(0, min(tiles, ceil_div(row + p.seq_k - p.seq_q, BLOCK_N))) : tiles;
     };
     auto part_of = [&](int part) {                             // for the producer: divisions take long
-        const int group = part / (m_blocks * heads_together), in_group = part % (m_blocks * heads_together);
-        const int group_heads = min(heads_together, p.batch * p.heads - group * heads_together);
+        // New: groups of heads that share L2; behind them all others are one group
+        const int group = min(groups, part / (m_blocks * heads_together));
+        const int in_group = part - group * m_blocks * heads_together;
+        const int group_heads = group < groups ? heads_together : p.batch * p.heads - groups * heads_together;
         const int head = CAUSAL ? group * heads_together + in_group % group_heads : part / m_blocks;
         const int m_start = (CAUSAL ? m_blocks - 1 - in_group / group_heads : part % m_blocks) * BLOCK_M;
         return Part{head / p.heads, head % p.heads, m_start, end_of(m_start + BLOCK_M)};
@@ -428,13 +428,17 @@ template <class Tile> static int launch(const Problem& p, void* stream) {
     const CUtensorMap o_map = map_of(p.o, p.o_stride, p.batch, p.heads, p.seq_q, 64);
     // As many heads as have K and V in half of a 50 MB L2
     const int64_t fit = max((int64_t)1, 24000000 / ((int64_t)p.seq_k * HEAD_DIM * 4 + 1));
-    const int heads_together = (int)min((int64_t)p.batch * p.heads, fit), grid = min(p.sms, parts<Tile>(p));
+    const int heads = p.batch * p.heads, heads_together = (int)min((int64_t)heads, fit);
+    // New: the longest part is not to begin last. So the last group has work for two such parts per block
+    const int last = min(heads, ceil_div(2 * p.sms, max(1, ceil_div(p.seq_q, Tile::BLOCK_M))));
+    const int groups = (heads - last) / heads_together, grid = min(p.sms, parts<Tile>(p));
     if (p.causal ? counted<true>(parts<Tile>(p), grid) : counted<false>(parts<Tile>(p), grid))
         cudaMemsetAsync(p.workspace, 0, sizeof(int), (cudaStream_t)stream);
     // More than 48 KB of shared memory have to be asked for. A refusal is what cudaGetLastError then returns.
     const auto kernel = p.causal ? flash_forward<Tile, true> : flash_forward<Tile, false>;
     cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::SHARED);
-    kernel<<<grid, Tile::THREADS, Tile::SHARED, (cudaStream_t)stream>>>(p, heads_together, q_map, k_map, v_map, o_map);
+    kernel<<<grid, Tile::THREADS, Tile::SHARED, (cudaStream_t)stream>>>(p, heads_together, groups, q_map, k_map, v_map,
+                                                                        o_map);
     return (int)cudaGetLastError();
 }
 

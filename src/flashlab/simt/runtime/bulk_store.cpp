@@ -56,6 +56,12 @@ void simt_tma_store(const CUtensorMap* map, uint32_t src, const int* at, int ran
     Lane* me = kernel_lane(CALLER);
     Inside inside(me, CALLER);
     const BulkCopy copy = tensor_copy(me, add ? "tma_reduce_add" : "tma_store", map, src, at, rank);
+    for (int d = 0; d < rank; d++)  // an H200 stops with "illegal instruction" (tests/simt/hopper_probe.py)
+        if (at[d] < 0) {
+            Finding f{"store-corner", copy.how};
+            f.value[0] = at[d], f.value[1] = d;
+            file_fatal(me, f, cudaErrorIllegalAddress);
+        }
     if (add && !can_add((CUtensorMapDataType)map->type)) {
         Finding f{"reduce-type", copy.how};
         file_fatal(me, f, cudaErrorLaunchFailure);
