@@ -25,6 +25,8 @@ def _rows(job, speeds):
         return [job | {"name": OURS, "step": "p11_flash"} | found]
     if part == "sanitizer":
         return [job | {"name": "all", "said": "ERROR SUMMARY: 0 errors"}]
+    if part == "planted":
+        return [job | {"name": "p11_flash", "result": "right", "said": {"racecheck": "RACECHECK SUMMARY: 0 hazards"}}]
     if part == "counters":
         return [job | {"name": s.name, "head_dim": 64, "counters": {"wgmma, by warp": [8, 8]}} for s in STEPS]
     if part == "profile":

@@ -470,6 +470,27 @@ def test_one_tool_of_the_sanitizer_is_one_row(steps, monkeypatch):
     assert not hopper_results._clean({"said": "no summary: killed"})
 
 
+def test_what_is_planted_is_in_the_zoo_and_leaves_nobody_waiting(monkeypatch):
+    known = {m.name: m for m in hopper.MUTANTS}
+    assert all("deadlock" not in known[name].found for name in hopper_jobs.PLANTED)
+    ran = []
+
+    def run(command, **options):
+        ran.append(command)
+        native = "compute-sanitizer" not in command
+        said = "RESULT right\n" if native else "========= RACECHECK SUMMARY: 0 hazards displayed\n"
+        return types.SimpleNamespace(stdout=said)
+
+    monkeypatch.setattr(validation.subprocess, "run", run)
+    (job,) = [job for job in hopper_jobs.jobs() if job.get("what") == hopper_jobs.PLANTED[0]]
+    (row,) = hopper.measure(job)
+    assert row["result"] == "right" and set(row["said"]) == set(hopper.PLANTED_TOOLS)
+    assert len(ran) == 4 and all(command[-2:] == ["--launch-planted", job["what"]] for command in ran)
+    assert hopper_results.planted_rows({"rows": [row, {"part": "planted", "what": "x", "unavailable": "no"}]}) == {
+        job["what"]: row
+    }
+
+
 # ---- reading a record ----------------------------------------------------------------------------------------------
 def said(data):
     return {v.goal: v.said for v in hopper_results.verdicts(data)}
@@ -533,6 +554,19 @@ def test_the_ladder_says_what_each_step_gained(monkeypatch):
     assert found.rows[0][2] == "300" and found.rows[1][2] == "330 (1.10)" and len(found.columns) == 6
     assert found.rows[1][1] == STEPS[1].idea
     assert hopper_results.ladder_table(record(lambda job: False)).rows == ()
+
+
+def test_gains_and_lines_are_what_the_rows_say(monkeypatch):
+    monkeypatch.setattr(hopper_jobs, "ladder", lambda: STEPS)
+    data = record(lambda job: job["part"] in ("ladder", "shapes"))
+    found = hopper_results.gains(data)
+    assert list(found) == [one.name for one in STEPS[1:]]
+    assert all(gain == pytest.approx(1.1) for gains in [*found.values()][:-1] for gain in gains)
+    drawn = hopper_results.lines(data, (OURS, CUDNN, "nobody"))
+    assert list(drawn)[:4] == ["D = 64", "D = 128", "D = 256", "D = 64, causal"]
+    assert drawn["D = 64"][CUDNN] == ([512, 1024, 2048, 4096, 8192, 16384, 32768], [SPEEDS[CUDNN]] * 7)
+    wrong = hopper_results.lines(record(lambda job: job["part"] == "shapes", of_bound=2.0), (OURS,))
+    assert wrong == {}
 
 
 def test_variants_stand_beside_the_kernel_as_it_is():

@@ -14,9 +14,21 @@ from lesson_source import find_lessons
 from pacing import ROOT
 
 from flashlab.attention.online_softmax import block_state, identity, merge
-from flashlab.figures import curves, fragments, implementations, memory, profiles, rooflines, rows, show, timelines
+from flashlab.figures import (
+    curves,
+    fragments,
+    hopper,
+    implementations,
+    memory,
+    profiles,
+    rooflines,
+    rows,
+    show,
+    timelines,
+)
 from flashlab.figures.panels import panels
 from flashlab.figures.tiles import walk
+from flashlab.simt.replay import Replay, Span
 
 
 @pytest.fixture
@@ -288,6 +300,20 @@ def test_units_over_time(ax):
     timelines.units(ax, [("copies", "K0", 0, 10), ("products", "S0a", 10, 5), ("products", "S0b", 15, 5)], "")
     assert [(bar.get_x(), bar.get_width()) for bar in ax.patches] == [(0, 10), (10, 5), (15, 5)]
     assert [text.get_text() for text in ax.get_yticklabels()] == ["copies", "products"]
+
+
+def test_who_works_when():
+    spans = [Span(1, "copy", 0, 10), Span(0, "bytes", 0, 10), Span(0, "scores", 10, 20), Span(1, "release", 2, 30),
+             Span(0, "exponentials", 20, 30), Span(0, "output", 30, 40)]  # fmt: skip
+    figure = hopper.timelines({"alone": Replay(spans[1:3], [0], 20), "two": Replay(spans, [0, 1], 40)}, clocks=(0, 40))
+    alone, two = figure.axes
+    assert [text.get_text() for text in alone.get_yticklabels()] == ["copies", "tensor cores", "consumer 0"]
+    assert [text.get_text() for text in two.get_yticklabels()] == ["copies", "producer", "tensor cores", "consumer 0"]
+    bars = [(bar.get_x(), bar.get_width(), round(bar.get_y() + bar.get_height() / 2)) for bar in two.patches]
+    assert bars == [(0, 10, 0), (0, 10, 3), (10, 10, 2), (2, 28, 1), (20, 10, 3), (30, 10, 2)]
+    said = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert said[2:] == ["waits for bytes", "waits for a free stage"]
+    plt.close(figure)
 
 
 def test_a_matrix_of_ratios(ax):

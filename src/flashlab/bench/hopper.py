@@ -21,6 +21,7 @@ backward   dQ, dK and dV, bf16: N 1024, 4096, 16384, D 64 and 128, causal and no
 validate   repeats: the same bits, 200 times; shapes: a list of lengths and heads; cases: all those of the checker
 profile    Nsight Compute on each step and cuDNN at a large shape: the tensor pipe, what the warps wait for
 counters   Nsight Compute's counts of a small launch of each step, beside the emulator's
+planted    kernels with one mistake each: is the result right, and what does compute-sanitizer say?
 sanitizer  what each tool of compute-sanitizer says of one launch of each step
 
 All of a row's kernels take turns, each as a CUDA graph (flashlab.bench.timing); where a set of tensors would stay in
@@ -39,6 +40,7 @@ import itertools
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import time
@@ -92,6 +94,7 @@ from flashlab.bench.hopper_results import right
 from flashlab.check import CheckFailed, verify
 from flashlab.check.poison import MarkedEmpty
 from flashlab.check.tolerance import Truth, bounded, excess
+from flashlab.check.zoo.hopper import MUTANTS
 from flashlab.cuda import CudaModule, load_inline
 from flashlab.kernels import Step
 
@@ -144,7 +147,8 @@ def wanted_modules(todo: Iterable[Row], step: str | None = None, variants: Seque
             found += [(ours.name, d, t) for d in ours.step.head_dims for t in ours.step.dtypes] if ours else []
             continue
         else:
-            found += [(one.name, d, dtype_of(one)) for one, d in launched()] if job["part"] != "ceiling" else []
+            some = job["part"] not in ("ceiling", "planted")
+            found += [(one.name, d, dtype_of(one)) for one, d in launched()] if some else []
             continue
         head_dim = job.get("head_dim") or job["shape"][3]
         found += [(name, head_dim, dtype) for name in names]
@@ -336,6 +340,8 @@ def measure(job: Row, step: str | None = None, variants: Sequence[str] = (), rou
         return [harness.failed(job, "no step can be launched")]
     if job["part"] in ("counters", "profile"):
         return [job | row for row in (count() if job["part"] == "counters" else profile())]
+    if job["part"] == "planted":
+        return [job | planted(job["what"])]
     if job["part"] == "sanitizer":
         said = validation.sanitize([*_AGAIN, "--launch-all", *sound()], [job["tool"]], timeout=180)
         return [job | {"name": "all", "said": said[job["tool"]]}]
@@ -472,6 +478,7 @@ def checked(ours: Kernel) -> Row:
 
 
 # ---- counters --------------------------------------------------------------------------------------------------------
+PLANTED_TOOLS = ("racecheck", "memcheck", "synccheck")
 SMALL = (1, 2, 200)  # batch, heads, rows: a ragged end and a diagonal
 
 
@@ -552,6 +559,27 @@ def launch_all(names: Sequence[str]) -> None:
         print("LAUNCH " + json.dumps([step.name, head_dim]), flush=True)
         module.forward(*(x.cuda() for x in small_inputs(step, head_dim)), causal=True)
         torch.cuda.synchronize()
+
+
+def launch_planted(mistake: str) -> None:
+    """A kernel of the zoo, once and small. Prints whether its result is within the rule."""
+    mutant = next(m for m in MUTANTS if m.name == mistake)
+    module = load_inline(mutant.source().text, backend="nvcc", head_dim=64, dtype=torch.bfloat16)
+    generator = torch.Generator().manual_seed(7)
+    q, k, v = (torch.randn(1, 2, 1000, 64, generator=generator).bfloat16().cuda() for _ in range(3))
+    out = module.forward(q, k, v, causal=False)
+    torch.cuda.synchronize()
+    print(f"RESULT {'right' if right(judged(out, pieces(q, k, v, False))) else 'wrong'}", flush=True)
+
+
+def planted(mistake: str) -> Row:
+    """name: the step that was edited. result: of the broken kernel, "right", "wrong" or none. said: by each tool."""
+    again = [*_AGAIN, "--launch-planted", mistake]
+    done = subprocess.run([sys.executable, *again], capture_output=True, text=True, timeout=240)
+    result = re.findall(r"^RESULT (\w+)$", done.stdout, re.M)
+    said = validation.sanitize(again, PLANTED_TOOLS, timeout=240)
+    file = next(m.file for m in MUTANTS if m.name == mistake)
+    return {"name": file, "result": result[-1] if result else "none", "said": said}
 
 
 def launch_big(names: Sequence[str]) -> None:
@@ -718,6 +746,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given[:1] == ["--launch-all"]:  # for ncu and compute-sanitizer
         launch_all(given[1:])
+    elif given[:1] == ["--launch-planted"]:
+        launch_planted(given[1])
     elif given[:1] == ["--launch-big"]:
         launch_big(given[1:])
     elif given[:1] == ["--trial"]:

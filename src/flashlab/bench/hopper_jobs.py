@@ -32,6 +32,11 @@ BACKWARD_LENGTHS = (4096, 1024, 16384)
 BACKWARD_WORK = 2.5  # five products where the forward pass has two
 REPEATS = 200
 NO_STEP = f"phase {PHASE} has no step yet"
+PLANTED = (
+    "K is waited for, V is not", "K is released before the wgmma are waited for",
+    "no wgmma_fence after P is written", "no proxy fence before O is stored",
+)  # fmt: skip
+"""Mistakes of flashlab.check.zoo.hopper that leave nobody waiting for ever."""
 RULE = 1.0  # the largest part of its bound that an error may be
 
 
@@ -124,6 +129,7 @@ def jobs() -> list[Row]:
     found += others()
     found += [{"part": "ceiling", "dtype": "fp16", "shape": [8192, 8192, 8192]}, *standard("fp16")]
     found += [{"part": "profile"}, {"part": "counters"}, {"part": "validate", "what": "cases"}]
+    found += [{"part": "planted", "what": mistake} for mistake in PLANTED]
     return found + [{"part": "sanitizer", "tool": tool} for tool in validation.TOOLS]
 
 
@@ -182,6 +188,7 @@ _ONCE = {
     "backward": 8.0,
     "counters": 60.0,
     "profile": 40.0,
+    "planted": 60.0,
     "sanitizer": 45.0,
 }
 """Seconds of a job beside its timing: tensors, plans, graphs, the comparison with float64. They are estimates too."""

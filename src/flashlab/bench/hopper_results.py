@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 from collections.abc import Callable, Iterable, Sequence
@@ -326,6 +327,37 @@ def profile_table(data: Row) -> Table:
     columns = ["step", *plain, "warps that wait, for each issue"]
     caption = "Nsight Compute, one launch" if rows else "nothing is profiled"
     return Table.of(cells, columns, align="l" + "r" * (len(columns) - 2) + "l", caption=caption)
+
+
+def planted_rows(data: Row) -> dict[str, Row]:
+    """Of each mistake that was planted: "result" of the broken kernel, and what each tool of the sanitizer "said"."""
+    return {r["what"]: r for r in data["rows"] if r["part"] == "planted" and "said" in r}
+
+
+def gains(data: Row) -> dict[str, list[float]]:
+    """How many times as fast each step of the ladder is as the one before it, at each shape where both have a time."""
+    names = [one.name for one in hopper_jobs.ladder()]
+    found: dict[str, list[float]] = {}
+    for rows in ladder_speeds(data).values():
+        for old, new in itertools.pairwise(names):
+            if old in rows and new in rows:
+                found.setdefault(new, []).append(rows[old]["ms"] / rows[new]["ms"])
+    return {name: found[name] for name in names if name in found}
+
+
+def lines(data: Row, names: Sequence[str], dtype: str = "bf16") -> dict[str, dict[str, tuple[list[int], list[float]]]]:
+    """TFLOP/s over the length, by head_dim and mask and then by who: the standard shapes, results that are right."""
+    found: dict[str, dict[str, tuple[list[int], list[float]]]] = {}
+    some = [s for s in standings(data) if s.job["kind"] == "standard" and s.job["dtype"] == dtype]
+    for s in sorted(some, key=lambda s: (s.job["causal"], s.job["shape"][3], s.job["shape"][2])):
+        title = f"D = {s.job['shape'][3]}{', causal' if s.job['causal'] else ''}"
+        for name in names:
+            row = s.rows.get(name, {})
+            if "ms" in row and right(row):
+                lengths, speeds = found.setdefault(title, {}).setdefault(name, ([], []))
+                lengths.append(s.job["shape"][2])
+                speeds.append(row["tflops"])
+    return found
 
 
 def tables(data: Row) -> list[Table]:

@@ -1,0 +1,140 @@
+"""What phase 11 shows: a tile as it lies in shared memory, the counts of a step, and who works when.
+
+chunks(ax, held, "128-byte swizzle")
+show.table([row("p11_1_tma")], COLUMNS)
+timelines({"turns": replayed("p11_7_ping_pong")}, clocks=(2000, 6000))
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import matplotlib.pyplot as plt
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch, Rectangle
+
+from flashlab.cuda import load_inline
+from flashlab.figures.ladder import counted, wavefronts
+from flashlab.figures.show import COLORS
+from flashlab.kernels.regions import numbered
+from flashlab.kernels.series import step
+from flashlab.simt.replay import Replay, replay
+
+__all__ = ["COLUMNS", "chunks", "replayed", "row", "timelines"]
+
+COLUMNS = [
+    "step", "mma", "wgmma", "ldmatrix", "wavefronts", "KB read by wgmma", "copies", "KB by TMA", "barriers", "waits",
+    "stores",
+]  # fmt: skip
+
+
+def row(name: str, **options: Any) -> list[Any]:
+    """A step's counts under COLUMNS: one head of 384 queries and keys, unless the options (of `counted`) say otherwise.
+
+    mma, ldmatrix, copies (loads from global memory and cp.async), stores (to global memory, TMA's too) and waits (at
+    mbarriers) count once per warp, wgmma per warpgroup, barriers per block.
+    """
+    r = counted(name, **({"n": 384} | options))
+    c = r.counters
+    copies, stores = c["global_loads"] + c["cp_async"], c["global_stores"] + c["tma_stores"]
+    reads = [c["ldmatrix"], wavefronts(r), c["wgmma_bytes"] // 1024]
+    waits = [c["barriers"], c["mbarrier_waits"]]
+    return [name, c["mma"], c["wgmma"], *reads, copies, c["tma_load_bytes"] // 1024, *waits, stores]
+
+
+_HUES = [COLORS[name] for name in ("blue", "orange", "green", "red", "purple", "sky", "yellow", "grey")]
+
+
+def chunks(ax: Axes, held: torch.Tensor, title: str, *, row_chunks: int = 8) -> None:
+    """Draws lines of 128 bytes of shared memory, eight chunks of 16 bytes each.
+
+    Args:
+        held: [lines, 8], the number of the chunk that lies there: row of the tile * row_chunks + chunk of the row.
+        row_chunks: chunks per row of the tile; the colour says which.
+    """
+    for line, places in enumerate(held.tolist()):
+        for place, number in enumerate(places):
+            row, chunk = divmod(number, row_chunks)
+            ax.add_patch(Rectangle((place, line), 0.94, 0.9, color=_HUES[chunk % len(_HUES)], alpha=0.55, lw=0))
+            ax.text(place + 0.47, line + 0.45, f"{row}·{chunk}", ha="center", va="center", fontsize=8)
+    ax.set(xlim=(0, 8), ylim=(len(held), 0), xlabel="place in the line, 16 bytes each", ylabel="line of 128 bytes")
+    ax.set_title(title)
+    ax.set_xticks([x + 0.47 for x in range(8)], [str(x) for x in range(8)])
+    ax.set_yticks([y + 0.45 for y in range(len(held))], [str(y) for y in range(len(held))])
+    ax.grid(False)
+
+
+# ---- who works when --------------------------------------------------------------------------------------------------
+@functools.lru_cache(maxsize=16)
+def replayed(name: str, *, head_dim: int = 64, keys: int = 1024) -> Replay:
+    """One block of a step of phase 11, from p11_2_wgmma on, under the model of clocks of flashlab.simt.replay.
+
+    One head; as many queries as the block has rows.
+    """
+    module = load_inline(step(name), check=True, head_dim=head_dim)
+    q, k, v = (torch.zeros(1, 1, n, head_dim, dtype=torch.half) for n in (1, keys, keys))
+    module.forward(q, k, v, causal=False, sms=1, echo=False, timeline=1)
+    text = step(name).path.read_text(encoding="utf-8")
+    return replay(module.report.launches[0], [line for line, _ in numbered(text, "scores")])
+
+
+_GROUP_HUES = [COLORS[name] for name in ("blue", "orange", "green", "purple")]
+_WAITS = {"bytes": ("black", "bytes"), "release": ("grey", "a free stage"), "products": ("sky", "products"),
+          "barrier": ("red", "its turn")}  # fmt: skip
+
+
+def timelines(plots: Mapping[str, Replay], *, clocks: tuple[float, float]) -> Figure:
+    """One panel for each: the copies, the producer, the tensor cores, and each consumer, over the model's clocks.
+
+    A consumer has its colour on every line. On the tensor cores it is paler for the scores, full for the output; on its
+    own line a bar is exponentials, and a thin line a wait, coloured by what for.
+    """
+    lines = {title: _lines(found) for title, found in plots.items()}
+    figure, axes = plt.subplots(
+        len(plots), 1, figsize=(9, 0.9 * len(plots) + 0.27 * sum(map(len, lines.values()))), sharex=True,
+        squeeze=False, height_ratios=[len(some) for some in lines.values()], layout="constrained",
+    )  # fmt: skip
+    for ax, (title, found) in zip(axes.flat, plots.items(), strict=True):
+        consumers, at = _consumers(found), lines[title]
+        for s in found.spans:
+            hue = _GROUP_HUES[consumers.index(s.group) % len(_GROUP_HUES)] if s.group in consumers else COLORS["grey"]
+            own = at.get("producer" if s.group not in consumers else f"consumer {consumers.index(s.group)}")
+            bar: dict[str, Any] = {"left": s.begin, "width": s.end - s.begin, "height": 0.8, "edgecolor": "white"}
+            if s.what == "copy":
+                ax.barh(at["copies"], **bar, linewidth=0.4, color=COLORS["grey"], alpha=0.5)
+            elif s.what in ("scores", "output"):
+                pale = 0.45 if s.what == "scores" else 1.0
+                ax.barh(at["tensor cores"], **bar, linewidth=0.4, color=hue, alpha=pale)
+            elif s.what == "exponentials":
+                ax.barh(own, **bar, linewidth=0.4, color=hue)
+            else:
+                ax.barh(own, **bar | {"height": 0.16}, linewidth=0, color=COLORS[_WAITS[s.what][0]])
+        ax.set(yticks=range(len(at)), yticklabels=list(at), xlim=clocks)
+        ax.set_title(title, fontsize=10)
+        ax.invert_yaxis()
+        ax.grid(axis="y", visible=False)
+    axes[-1, 0].set_xlabel("clocks of the model")
+    visible = (clocks[1] - clocks[0]) / 300
+    seen = {s.what for found in plots.values() for s in found.spans if s.end - s.begin > visible}
+    black = COLORS["black"]
+    keys = [Patch(color=black, alpha=0.4, label="pale: S = Q K^T"), Patch(color=black, label="full: O += P V"),
+            *(Patch(color=COLORS[hue], label=f"waits for {text}") for what, (hue, text) in _WAITS.items()
+              if what in seen)]  # fmt: skip
+    figure.legend(handles=keys, loc="outside lower center", ncols=len(keys), fontsize=8, handlelength=1.2)
+    return figure
+
+
+def _lines(found: Replay) -> dict[str, int]:
+    """What a panel has lines for, by name."""
+    consumers = _consumers(found)
+    producer = ["producer"] if any(s.group not in consumers for s in found.of("copy")) else []
+    names = ["copies", *producer, "tensor cores", *(f"consumer {i}" for i in range(len(consumers)))]
+    return {name: i for i, name in enumerate(names)}
+
+
+def _consumers(found: Replay) -> list[int]:
+    return sorted({s.group for s in found.of("scores")})
