@@ -44,6 +44,9 @@ def test_a_hopper_kernel_says_where_it_runs(monkeypatch):
     refusal = BACKENDS["p11_flash"].unfit(torch.device("cuda:0"))
     assert refusal == "it needs compute capability 9.0, and this GPU has 12.0"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(operators, "_has_nvcc", lambda: False)
+    assert BACKENDS["p11_flash"].unfit(torch.device("cuda:0")).startswith("nvcc has to build it")
+    monkeypatch.setattr(operators, "_has_nvcc", lambda: True)
     assert BACKENDS["p11_flash"].unfit(torch.device("cuda:0")) is None
 
 

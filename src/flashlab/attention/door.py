@@ -120,10 +120,7 @@ def _takes_hopper(q: torch.Tensor, left: int | None, right: int | None, softcap:
     """Whether phase 11's last kernel runs here, and takes these inputs."""
     if not q.is_cuda or torch.compiler.is_compiling() or torch.cuda.get_device_capability(q.device) != (9, 0):
         return False
-    from flashlab.cuda import operators  # noqa: F401  (it registers the CUDA series)
-    from flashlab.cuda.toolchain import find_nvcc
-
-    return find_nvcc() is not None and BACKENDS[HOPPER].refusal(q, left, right, softcap) is None
+    return HOPPER in BACKENDS and BACKENDS[HOPPER].refusal(q, left, right, softcap) is None
 
 
 def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

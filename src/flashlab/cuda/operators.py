@@ -16,7 +16,7 @@ import torch
 from flashlab.attention.backends import Backend, best_backward, register
 from flashlab.attention.inputs import scale_of
 from flashlab.cuda.inline import CudaModule, load_inline
-from flashlab.cuda.toolchain import missing
+from flashlab.cuda.toolchain import find_nvcc, missing
 from flashlab.kernels.series import HOPPER, SERIES, Step, step
 
 
@@ -86,7 +86,14 @@ def _unfit_but_hopper(device: torch.device) -> str | None:
         capability = torch.cuda.get_device_capability(device)
         if capability != (9, 0):
             return f"it needs compute capability 9.0, and this GPU has {capability[0]}.{capability[1]}"
+        if not _has_nvcc():
+            return "nvcc has to build it, and there is none on this machine"
     return _unfit(device)
+
+
+@functools.cache
+def _has_nvcc() -> bool:
+    return find_nvcc() is not None
 
 
 for _step in SERIES + HOPPER:
