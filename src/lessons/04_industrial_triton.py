@@ -1381,7 +1381,7 @@ q, k, v = inputs(1, 4, 2, 60, 90, 64)
 o = flash_attention(q, k, v, causal=True, window=40)
 want, _ = attention(q, k, v, causal=True, window=40)
 assert (o.cpu() - want.cpu()).abs().max() < 2e-3
-print("right, by the backend", choose_backend(q, k, v).backend)
+print("right, by the backend", choose_backend(q, k, v, causal=True, window=40).backend)
 print("float64:", choose_backend(*(x.double() for x in (q, k, v))).reason)
 
 # %% [markdown]
