@@ -21,13 +21,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flashlab.bench import layer, lm, records, scalar, timing
+from flashlab.bench import hopper_jobs, hopper_results, layer, lm, records, scalar, timing
 from flashlab.bench.harness import Data, Row
 from flashlab.kernels.series import SERIES
 
 ROOT = Path(__file__).parents[3]
 GPU = "h200"
-RECORDS = ("walls", "triton", "industrial", "scalar", "mma", "ablation", "validation", "layer", "lm")
+RECORDS = ("walls", "triton", "industrial", "scalar", "mma", "ablation", "validation", "layer", "lm", "hopper")
 BEGIN, END = "<!-- results: written by `flashlab bench readme` -->", "<!-- end of the results -->"
 COMMAND = "flashlab bench readme"
 
@@ -110,6 +110,12 @@ CUDA_RUNGS = {
     "p9_4_warp_tiles": "32 rows per warp",
     "p9_flash": "the last CUDA kernel",
 }
+HOPPER_RUNGS = {
+    "p11_1_tma": "tiles by TMA",
+    "p11_3_operands": "both products by wgmma",
+    "p11_7_ping_pong": "a producer, consumers in turns",
+    "p11_flash": "the last Hopper kernel",
+}
 SCALAR_RUNGS = {"p6_1_fa1": "FlashAttention-1, scalar CUDA", "p6_6_shapes": "the last scalar kernel"}
 
 
@@ -162,6 +168,12 @@ def ladder(found: All) -> list[Rung]:
         how = f"{_shape(SHAPE)}, float16" if "tflops" in row else missing
         phase = next(s.phase for s in SERIES if s.name == name)
         rungs.append(Rung(phase, words, "this course", row.get("tflops"), how))
+    at = {r["name"]: r for r in found["hopper"].get("rows", [])
+          if r["part"] == "ladder" and (r["shape"], r["causal"]) == (SHAPE, False)}  # fmt: skip
+    for name, words in HOPPER_RUNGS.items():
+        row = at.get(name, {})
+        how = f"{_shape(SHAPE)}, bfloat16" if "tflops" in row else missing
+        rungs.append(Rung(11, words, "this course", row.get("tflops"), how))
     return sorted(rungs, key=lambda r: r.tflops or 0.0)
 
 
@@ -195,6 +207,57 @@ def table(found: All, which: str) -> str:
                 cells = [f"**{cell(r)}**" if r and best and r.get("tflops") == best else cell(r) for r in here]
                 lines.append(f"| {d} | {'causal' if causal else 'none'} | {n} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def hopper_table(found: All) -> str:
+    """Phase 11's kernel beside its peers, who took turns in one run; "" where nothing is recorded."""
+    at: dict[tuple[int, bool, int], dict[str, Row]] = {}
+    for r in found["hopper"].get("rows", []):
+        if r["part"] == "shapes" and (r["kind"], r["dtype"]) == ("standard", "bf16"):
+            at.setdefault((r["shape"][3], r["causal"], r["shape"][2]), {})[r["name"]] = r
+    titles = {hopper_jobs.OURS: "phase 11, ours", "cuDNN": "cuDNN", "FlashAttention-4": "FlashAttention-4",
+              "FlashAttention-2": "FlashAttention-2"}  # fmt: skip
+    lines = [f"| D | mask | N | {' | '.join(titles.values())} |", "|--:|---|--:|" + "--:|" * len(titles)]
+    for (d, causal, n), rows in sorted(at.items()):
+        if n in (512, *LENGTHS):
+            best = max((r["tflops"] for r in rows.values() if "tflops" in r), default=0.0)
+            here = [rows.get(name) for name in titles]
+            cells = [f"**{cell(r)}**" if r and r.get("tflops") == best else cell(r) for r in here]
+            lines.append(f"| {d} | {'causal' if causal else 'none'} | {n} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) if at else ""
+
+
+def hopper_words(found: All) -> list[str]:
+    """What the record of phase 11 says of all shapes, its goals, and the backward pass; [] where there is none."""
+    if not found["hopper"]:
+        return []
+    ours, said = hopper_jobs.OURS, []
+    all_ = [s.ratio for s in hopper_results.standings(found["hopper"]) if s.ratio is not None]
+    means = hopper_results.mean_table(found["hopper"])
+    if all_ and means.rows:
+        row = dict(zip(means.columns, means.rows[-1], strict=True))
+        peers = [n for n in ("cuDNN", "FlashAttention-4", "FlashAttention-2") if row.get(f"/ {n}")]
+        parts = [f"{row[f'/ {n}']} times that of {n}" for n in peers]
+        said.append(
+            f"Forward, the geometric mean over {row['shapes']} shapes (N from 512 to 32768, grouped heads and odd "
+            f"lengths too) is {_listed(parts)}, and {row['/ best']} times that of the best peer of each shape: slower "
+            f"than it at {share(sum(x < 1 for x in all_), len(all_))} shapes, {min(all_):.2f} times as fast at worst."
+        )
+    goals = hopper_results.goal_table(found["hopper"])
+    met = sum(row[-1].startswith("met") for row in goals.rows)
+    said.append(
+        f"Of the {len(goals.rows)} goals that were set before it was measured, {met} are met: lecture 11 lists them."
+    )
+    by_shape: dict[tuple, dict[str, float]] = {}
+    for r in found["hopper"].get("rows", []):
+        if r["part"] == "backward" and r.get("tflops"):
+            by_shape.setdefault((*r["shape"], r["causal"]), {})[r["name"]] = r["tflops"]
+    names = {"cuDNN": "cuDNN", "FlashAttention-2": "FlashAttention-2", "our Triton kernels": "triton"}
+    parts = [
+        f"against {words} {speed_of(values, 'slower')}" for words, name in names.items()
+        if (values := [row[ours] / row[name] for row in by_shape.values() if ours in row and name in row])
+    ]  # fmt: skip
+    return [*said, f"Backward (D 64 and 128): {'; '.join(parts)}."] if parts else said
 
 
 def ladder_table(found: All) -> str:
@@ -488,6 +551,7 @@ def alternative(data: Mapping[str, Any]) -> str:
 def block(found: All) -> str:
     """What stands between the README's marks, in Markdown."""
     data, lost, cuda, models = drawn(found), losses(found), cuda_words(found), model_words(found)
+    hopper = hopper_table(found)
     parts = [
         f"![{alternative(data)}](docs/results.svg)",
         " ".join(CAPTION.split()),
@@ -498,6 +562,9 @@ def block(found: All) -> str:
         "**Backward pass alone**",
         table(found, "backward"),
         *cuda[:1],
+        "**Phase 11: Hopper's own instructions**, forward, beside its peers in a run of its own" if hopper else "",
+        hopper,
+        "\n".join(f"- {line}" for line in hopper_words(found)),
         machine_words(found),
         "### Where it loses, and where it wins",
         f"Over every recorded shape{_spans(found)}:" if lost else "",
