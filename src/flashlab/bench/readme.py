@@ -47,7 +47,8 @@ OURS = ("triton", "gluon")
 CAPTION = """
 *More is better. Left: the rungs of the course, each with the number of its phase, and the peers; blue and pink are the
 course's kernels. Most are measured at batch 4, 16 heads, N = 4096; the ladder below has the shape and the dtype of
-each. Right: from short sequences to long ones.*"""
+each. Phase 11 and FlashAttention-4 were measured in another run than the other peers. Right: from short sequences to
+long ones.*"""
 HOW = """
 All numbers are TFLOP/s: the work of the formula, divided by the median time. The work of a head is 4 N² D forward, 2.5
 times that backward, and half of it under a causal mask. Times are of the kernels alone, without their launches from
@@ -114,7 +115,6 @@ HOPPER_RUNGS = {
     "p11_1_tma": "tiles by TMA",
     "p11_3_operands": "both products by wgmma",
     "p11_7_ping_pong": "a producer, consumers in turns",
-    "p11_flash": "the last Hopper kernel",
 }
 SCALAR_RUNGS = {"p6_1_fa1": "FlashAttention-1, scalar CUDA", "p6_6_shapes": "the last scalar kernel"}
 
@@ -168,12 +168,17 @@ def ladder(found: All) -> list[Rung]:
         how = f"{_shape(SHAPE)}, float16" if "tflops" in row else missing
         phase = next(s.phase for s in SERIES if s.name == name)
         rungs.append(Rung(phase, words, "this course", row.get("tflops"), how))
-    at = {r["name"]: r for r in found["hopper"].get("rows", [])
-          if r["part"] == "ladder" and (r["shape"], r["causal"]) == (SHAPE, False)}  # fmt: skip
-    for name, words in HOPPER_RUNGS.items():
-        row = at.get(name, {})
-        how = f"{_shape(SHAPE)}, bfloat16" if "tflops" in row else missing
-        rungs.append(Rung(11, words, "this course", row.get("tflops"), how))
+    at = {part: {r["name"]: r for r in found["hopper"].get("rows", []) if r["part"] == part and r["shape"] == SHAPE
+                 and (r["causal"], r.get("kind", "standard"), r.get("dtype", "bf16")) == (False, "standard", "bf16")}
+          for part in ("ladder", "shapes")}  # fmt: skip
+    last = at["shapes"].get(hopper_jobs.OURS, {})
+    hopper = [(11, words, "this course", at["ladder"].get(name, {}), "") for name, words in HOPPER_RUNGS.items()]
+    beside = f"; cuDNN in that run: {cell(at['shapes'].get('cuDNN'))}"
+    hopper.append((11, "the last Hopper kernel", "this course", last, beside))
+    hopper.append((0, "FlashAttention-4", "FlashAttention-2", at["shapes"].get("FlashAttention-4", {}), beside))
+    for phase, words, look, row, more in hopper:
+        how = f"{_shape(SHAPE)}, bfloat16{more}" if "tflops" in row else missing
+        rungs.append(Rung(phase, words, look, row.get("tflops"), how))
     return sorted(rungs, key=lambda r: r.tflops or 0.0)
 
 
