@@ -1421,9 +1421,9 @@ for gpu, found in roofs.items():
 # %%
 GROUPS = {"PyTorch and phase 1": ((1,), "grey", "s"), "Triton, phases 3 and 4": ((3, 4), "blue", "D"),
           "scalar CUDA, phase 6": ((6,), "purple", "^"), "tensor cores, phases 7 and 8": ((7, 8), "sky", "o"),
-          "phase 9": ((9,), "blue", "o"), "peers": ((None,), "black", "x")}
+          "phase 9": ((9,), "blue", "o"), "Hopper, phase 11": ((11,), "orange", "P"), "peers": ((None,), "black", "x")}
 NAMED = ("naive PyTorch", "minimal", "Triton", "Gluon", "p6_1", "p6_6", "p7", "p8_3", "p8_4", "p8_6",
-         "p9_flash", "cuDNN", "FlashAttention-2", "scheme A")
+         "p9_flash", "p11_1_", "p11_3", "p11_flash", "FlashAttention-2", "FlashAttention-4", "scheme A")
 for gpu, found in roofs.items():
     groups = {}
     for label, (phases, hue, marker) in GROUPS.items():
@@ -1457,7 +1457,8 @@ for gpu, found in roofs.items():
 # Read it with care. Rows of another shape or dtype are another exercise: compare those of $4 \times 16 \times 4096 \times 128$.
 #
 # - The last step of the CUDA series reaches more than half of what `mma.sync` can do, FlashAttention-2 about half.
-# - Through `wgmma` cuDNN and the Gluon kernel reach more TFLOP/s. Their roof is higher, too.
+# - Through `wgmma` cuDNN, FlashAttention-4, the Gluon kernel and phase 11's reach more TFLOP/s. Their roof is higher, too.
+#   (Phase 11 and FlashAttention-4 were measured in another run than cuDNN and Gluon, on a GPU whose clock fell more often.)
 # - Nobody is near 100 %. Phase 9 said what is in between: exponentials, and waiting for one's own results.
 
 # %% [markdown]

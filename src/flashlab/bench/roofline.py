@@ -1,7 +1,7 @@
 """The roofline of the whole course: every kernel that was timed as a point, below ceilings that were measured.
 
-It measures nothing. It reads the records of one GPU: hardware for the ceilings; walls, triton, scalar, mma and
-industrial for the kernels. What has no record there has no point.
+It measures nothing. It reads the records of one GPU: hardware for the ceilings; walls, triton, scalar, mma,
+industrial and hopper for the kernels. What has no record there has no point.
 
 A kernel's ceiling is the lower of two: what the unit that multiplies for it can do, and its arithmetic intensity times
 the memory's speed. Intensity is FLOPs of the matrix products per byte that has to move: q, k, v and o once, but every
@@ -21,7 +21,7 @@ from flashlab.attention.cost import Cost, fused_cost, naive_cost
 from flashlab.bench import records
 
 SHAPE = (4, 16, 4096, 128)
-"""(batch, heads, N, D) of most points: large, and in the records of phases 4 and 7 to 9."""
+"""(batch, heads, N, D) of most points: large, and in the records of phases 4, 7 to 9 and 11."""
 FLOAT32, MMA, WGMMA = "float32 multiply-adds", "mma.sync", "wgmma"
 
 
@@ -128,6 +128,19 @@ def _points(gpu: str, triton: str) -> Iterator[Point]:
                     yield _point(None, "FlashAttention-2", SHAPE, row["ms"], MMA)
                 else:
                     yield _point(int(row["name"][1]), row["name"], SHAPE, row["ms"], MMA)
+    for run in of("hopper"):
+        # The ladder, then the last step beside its peers.
+        for row in sorted(run["rows"], key=lambda r: r["part"] != "ladder"):
+            if (row.get("shape"), row.get("causal")) != (list(SHAPE), False) or "ms" not in row:
+                continue
+            if row["part"] == "ladder" and row["name"].startswith("p11") and row["name"] != "p11_flash":
+                unit = MMA if row["name"] == "p11_1_tma" else triton
+                yield _point(11, row["name"], SHAPE, row["ms"], unit, dtype="bf16")
+            if (row["part"], row.get("kind"), row.get("dtype")) == ("shapes", "standard", "bf16"):
+                if row["name"] == "p11":
+                    yield _point(11, row["step"], SHAPE, row["ms"], triton, dtype="bf16")
+                if row["name"] == "FlashAttention-4":
+                    yield _point(None, row["name"], SHAPE, row["ms"], triton, dtype="bf16")
 
 
 def _lines(shape: tuple[int, int, int, int]) -> Cost:
