@@ -355,7 +355,7 @@ def test_every_bench_has_a_row_and_options_of_its_own():
     found = re.compile(r"^(def main\(|main = )", re.M)
     modules = {
         p.stem for p in Path(bench_check.__file__).parent.glob("*.py")
-        if found.search(p.read_text()) and p.stem != "harness"
+        if found.search(p.read_text()) and p.stem not in ("harness", "hopper_backward")  # parts of others
     }  # fmt: skip
     assert modules == {row.module or name for name, row in cli.BENCHES.items()}
     for name in cli.BENCHES:

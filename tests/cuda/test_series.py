@@ -194,7 +194,8 @@ def test_names_and_paths_agree():
         numbers = [s.name.split("_")[1] for s in steps(phase)]
         expected = [str(i) for i in range(1, len(numbers) + 1)]
         assert numbers == expected or numbers == [*expected[:-1], "flash"]
-    assert {p.stem for p in SOURCES} == {s.name for s in SERIES + SIDE + HOPPER} | {"p7_one_mma", "p11_backward"}
+    others = {"p7_one_mma", "p11_backward", "p11_pieces"}
+    assert {p.stem for p in SOURCES} == {s.name for s in SERIES + SIDE + HOPPER} | others
     assert all(s.name.startswith("p8_side_") and step(s.name) is s and s not in steps(8) for s in SIDE)
     with pytest.raises(KeyError, match="no step 'p8_side_magic' in the series; there are p6_1_fa1, .*fp16_acc, p11_1"):
         step("p8_side_magic")

@@ -146,7 +146,7 @@ MUTANTS: tuple[Mutant, ...] = (
             found=["read-before-wait"], words=["wgmma", "descriptor"]),
     _mutant("the next 16 rows of V are 8 rows on", _PRODUCER,
             (_PV, _PV.replace("rows_on(k)", "rows_on(k) / 2")),
-            found=["wrong-value"], words=["lse is right"], max_seq=70),
+            found=["values-exchanged"], words=["on key 16 gets the value of key 8"], max_seq=70),
     _mutant("the next 16 columns are 32 on", _PRODUCER,
             (_QK, _QK.replace("columns_on<BLOCK_N>(k)", "2 * columns_on<BLOCK_N>(k)")),
             found=["read-before-wait"], words=["wgmma", "descriptor"]),
@@ -156,7 +156,7 @@ MUTANTS: tuple[Mutant, ...] = (
             head_dim=128, max_seq=70),
     _mutant("every consumer multiplies the first one's rows of Q", _LAST,
             ("q_stage * Q_BYTES + consumer * 64 * SLAB_ROW)", "q_stage * Q_BYTES)"),
-            found=["wrong-value"], words=["rows 64 to 127 are wrong, the others right"]),
+            found=["o-rows-repeated"], words=["row 64 of o holds what belongs in row 0", "for 64 of 128"]),
     # ---- masks and weights
     _mutant("the tail is not masked", _PRODUCER, (_MASK, "if (CAUSAL) " + _MASK), found=["tail-not-masked"]),
     _mutant("causal off by one", _PRODUCER,
@@ -167,5 +167,5 @@ MUTANTS: tuple[Mutant, ...] = (
             found=["masked-rows-nan"], words=["-inf - (-inf)"]),
     _mutant("the lazy rescaling leaves l as it is", _LAST,
             ("m_i[r] = m_new[r], l_i[r] *= correction[r];", "m_i[r] = m_new[r];"),
-            found=["l-not-rescaled"], words=["l is not"]),
+            found=["rows-scaled"], words=["one factor per row", "what is each row divided by"]),
 )  # fmt: skip

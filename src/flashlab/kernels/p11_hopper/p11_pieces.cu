@@ -145,7 +145,8 @@ d_to_a(const __grid_constant__ CUtensorMap x, const __grid_constant__ CUtensorMa
     wgmma_fence();                                             // p has been written by ordinary instructions
 #pragma unroll
     for (int k = 0; k < TILE / 16; k++)
-        wgmma_rs<TILE, T, true>(out, p + 4 * k, mn_major(smem_u32(z_smem), TILE_BYTES) + k * 2 * ATOM_BYTES / 16, k > 0);
+        wgmma_rs<TILE, T, true>(out, p + 4 * k, mn_major(smem_u32(z_smem), TILE_BYTES) + k * 2 * ATOM_BYTES / 16,
+                                k > 0);
     wgmma_commit();
     wgmma_wait<0>();
     // endregion
@@ -162,7 +163,7 @@ constexpr CUtensorMapDataType TYPE =
 // The map of a matrix [rows, columns] of 16-bit numbers, that is copied in boxes of box_rows x box_columns.
 static CUtensorMap matrix_map(const void* matrix, int rows, int columns, int box_rows, int box_columns,
                               CUtensorMapSwizzle swizzle) {
-    const uint64_t sizes[2] = {(uint64_t)columns, (uint64_t)rows}, strides[1] = {(uint64_t)columns * 2};   // inner first
+    const uint64_t sizes[2] = {(uint64_t)columns, (uint64_t)rows}, strides[1] = {(uint64_t)columns * 2};  // inner first
     const uint32_t box[2] = {(uint32_t)box_columns, (uint32_t)box_rows};
     return tensor_map(matrix, TYPE, 2, sizes, strides, box, swizzle);
 }
