@@ -1421,7 +1421,8 @@ for gpu, found in roofs.items():
 # %%
 GROUPS = {"PyTorch and phase 1": ((1,), "grey", "s"), "Triton, phases 3 and 4": ((3, 4), "blue", "D"),
           "scalar CUDA, phase 6": ((6,), "purple", "^"), "tensor cores, phases 7 and 8": ((7, 8), "sky", "o"),
-          "phase 9": ((9,), "blue", "o"), "Hopper, phase 11": ((11,), "orange", "P"), "peers": ((None,), "black", "x")}
+          "phase 9": ((9,), "blue", "o"), "Hopper, phase 11": ((11,), "orange", "P"),
+          "peers": ((None,), "black", "x")}
 NAMED = ("naive PyTorch", "minimal", "Triton", "Gluon", "p6_1", "p6_6", "p7", "p8_3", "p8_4", "p8_6",
          "p9_flash", "p11_1_", "p11_3", "p11_flash", "FlashAttention-2", "FlashAttention-4", "scheme A")
 for gpu, found in roofs.items():

@@ -104,7 +104,7 @@ show.region(PTX, "mbarrier")
 # %% [markdown]
 # A wait names a **parity**, the last bit of the phase's number. `mbarrier_wait(barrier, 0)` waits until phase 0 (or 2, or
 # 4 ...) is complete. One bit is enough as long as nobody falls two phases behind, and in a right kernel nobody does: the
-# next phase needs the arrivals of those who still wait for this one.
+# next phase needs an arrival of the one who still waits, or of somebody who waits for that one.
 #
 # The barrier that has just been made is in phase 0. So phase 0 is not complete, and "phase −1" counts as complete:
 # a wait for parity 1 returns at once. Remember that; a producer's first wait uses it.
@@ -139,7 +139,7 @@ assert seen == [[False, True], [True, False], [True, False], [False, True]]
 # %% [markdown]
 # Two arrivals complete phase 0: parity 0 turns true, parity 1 turns false. Two more complete phase 1, and everything is as
 # in the beginning. (A thread that wanted to wait for phase 0 and only looks now waits for phase 2. If nobody arrives any
-# more, it waits for ever. Exercise 11.1 is about that.)
+# more, it waits for ever. In exercise 11.1 you follow the parities.)
 
 # %% [markdown]
 # Now bytes. `mbarrier_arrive_expect_tx(barrier, n)` arrives *and* adds n bytes to what the phase has to wait for. The copy
@@ -210,7 +210,8 @@ print("row 0 of the box holds chunks", plain[0].tolist(), "of the matrix")
 
 # %% [markdown]
 # Boxes may stick out. Half of this one lies above the matrix, and becomes zeros. So a kernel needs no special case for the
-# last rows of a tensor (only its mask, as $e^0$ is not 0).
+# last rows of a tensor. The zeros count: always announce the bytes of the whole box. (The mask is needed all the same: a row of
+# zeros in K has score 0, and $e^0 = 1$ would be added.)
 
 # %%
 above = tile(NONE, row=-4)
@@ -285,9 +286,10 @@ show.region(WGMMA, "wgmma order", "wgmma")
 # %% [markdown]
 # `wgmma_ss` has both operands in **s**hared memory, `wgmma_rs` has A in **r**egisters. Around them are three more lines:
 #
-# - `wgmma_fence()` before the first: the registers that it uses may have been written by ordinary instructions;
+# - `wgmma_fence()` before the first: what ordinary instructions wrote to the accumulators and to A's registers is seen by it;
 # - `wgmma_commit()` closes a group, as with `cp.async`;
-# - `wgmma_wait<N>()` waits until at most N groups, the latest, are under way. Before that nobody touches the result.
+# - `wgmma_wait<N>()` waits until at most N groups, the latest, are under way. Before that nobody touches the
+#   result, nor A's registers, nor the tiles.
 #
 # An operand in shared memory is named by a **descriptor**, 64 bits: where the tile begins, how it is swizzled, and two
 # distances.
@@ -378,7 +380,8 @@ assert torch.equal(operands[0], operands[1].T)
 
 # %% [markdown]
 # **What a wrong descriptor computes.** Nothing faults; the tensor cores read what the numbers say. Say that the distance
-# from 8 rows to the next 8 is only half an atom. Then rows 8 to 15 are read from the wrong place:
+# from 8 rows to the next 8 is only half an atom. Both operands use that function. Then in both only
+# the first eight rows are right, and so are 8 × 8 of the 64 × 64 results:
 
 # %%
 half_a_stride = source.replace("SWIZZLE_128, 16, ATOM_BYTES)", "SWIZZLE_128, 16, ATOM_BYTES / 2)")
@@ -467,8 +470,8 @@ grow("p11_1_tma")
 
 # %% [markdown]
 # One thread asks, in one line per slab. Look at the head of the loop. All threads wait at the barrier `full_k`: it says that
-# the bytes are there. The `__syncthreads` is still needed: it says that nobody reads tile $j + 1$ any more, whose stage the
-# next copy fills. That second half of every pipeline will get mbarriers of its own in step 4.
+# the bytes are there. The `__syncthreads` is still needed: it says that nobody reads tile $j + 1$ any more (keys are walked
+# backwards: it is the tile before), whose stage the next copy fills. That second half of every pipeline will get mbarriers of its own in step 4.
 #
 # (The step is slower than `p9_flash`, of course: it has none of the other ideas of phase 9.)
 
@@ -548,8 +551,8 @@ for run in RUNS:
 # %% [markdown]
 # A consumer's accumulators need registers: 64 × 128 of S are 64 per thread, O of $D = 128$ as many, P half. A block of 384
 # threads gets 65536 / 384 = 170 per thread, rounded down to 168. The producer needs hardly any. With `setmaxnreg` it gives
-# them away: 24 for it, 240 for each consumer. Registers change hands by warpgroups, so the producer is one now, though a
-# single thread of it works.
+# them away: 24 for it, 240 for each consumer. Registers change hands by warpgroups, so the producer is a whole warpgroup
+# now, though a single thread of it works.
 
 # %%
 show.diff(step("p11_4_producer"), step("p11_5_consumers"), "constants", "barriers", "producer", context=0)
@@ -579,8 +582,9 @@ plt.show()
 # %% [markdown]
 # *A consumer's line: a bar is exponentials, a thin line is a wait. Top: one warpgroup. Its exponentials and its products take
 # turns, so the tensor cores are idle more than half of the time. Middle: a producer asks for tiles; most of the time it waits
-# for a free stage. Bottom: three consumers, each with its colour. While one computes exponentials, the tensor cores have
-# work from another.*
+# for a free stage. Bottom: three consumers, each with its colour. At first all three compute exponentials together, and the
+# tensor cores pause. Then they drift apart, and one has products while another has exponentials. Copies are drawn from the request
+# until the bytes are there; they overlap.*
 
 # %%
 for name, found in list(REPLAYED.items())[:3]:
@@ -640,8 +644,8 @@ assert REPLAYED["p11_7_ping_pong"].clocks < REPLAYED["p11_6_overlap"].clocks
 assert REPLAYED["p11_7_ping_pong"].share > REPLAYED["p11_6_overlap"].share
 
 # %% [markdown]
-# See also that in the middle panel the consumers part company by themselves after a while. So turns need not be worth much
-# on a GPU. Section 9 asks again, in the final kernel.
+# In the middle panel the consumers part by themselves for a while, without turns. It does not last. With turns, the pauses that are
+# left are mostly waits for K and V. Section 9 asks again what turns are worth, in the final kernel.
 #
 # ### Step 8: blocks that stay
 #
@@ -684,7 +688,8 @@ grow("p11_10_epilogue")
 # %% [markdown]
 # ### Step 11: fewer multiplications
 #
-# It is phase 9's: O is rescaled only when a maximum has moved by more than $2^8$. FlashAttention-4 has the idea too.
+# It is phase 9's: O is rescaled only when a maximum has grown by more than 8, in units of $\log 2$. So P stays below $2^8$.
+# FlashAttention-4 has the idea too.
 
 # %%
 show.diff(step("p11_10_epilogue"), step("p11_11_rescale"), "row maxima", "rescale", context=0)
@@ -734,7 +739,7 @@ assert error < 2**-11
 # - The producer works out where a part lies, and hands all of it on: its divisions take long.
 # - It asks for a part's first K before its Q.
 # - A consumer *passes by* the causal tiles that none of its own 64 rows sees. It still has to say that it needs them no more,
-#   and it must not say so before they are there.
+#   and it must not say so before they are there: its arrival would count for the tile before.
 
 # %%
 show.diff(step("p11_12_polynomial"), step("p11_13_parts"), "producer", "main loop", context=0)
@@ -747,8 +752,8 @@ grow("p11_13_parts")
 # consumer. With $D = 256$ a tile of keys is 64 rows, and O takes the place of Q.
 #
 # With a mask, parts have different lengths, and the longest one must not begin last: all others would wait for it. Heads are
-# worked on in groups that fit into L2. So the last group is made long enough for two such parts a block
-# (`notes/phase_11_experiments.md` has what it gained).
+# worked on in groups that fit into L2. So the last group gets so many heads that every block has work for about two of
+# the longest parts in it. Then short parts come last (`notes/phase_11_experiments.md` has what it gained).
 
 # %%
 show.diff(step("p11_13_parts"), step("p11_flash"), "constants", "launch", context=0)
@@ -780,9 +785,8 @@ for run in RUNS:
 
 # %% [markdown]
 # *TFLOP/s over the length; upper row without a mask, lower row causal. `p11` is this lecture's kernel.* It is far above
-# FlashAttention-2 and `p9_flash`, which feed the tensor cores by `mma.sync`, and near cuDNN
-# and FlashAttention-4. So look at ratios: how many
-# times as fast as each peer, and as the best peer of each shape, as geometric means. An empty column is not measured.
+# FlashAttention-2 and `p9_flash`, which feed the tensor cores by `mma.sync`, and close to FlashAttention-4.
+# So look at ratios: how many times as fast as each peer, and as the best peer of each shape, as geometric means. An empty column is not measured.
 
 # %%
 for run in RUNS:
@@ -804,7 +808,8 @@ for run in RUNS:
               f"worst {worst.ratio:.2f} at {worst.label}, beside {worst.best}")
 
 # %% [markdown]
-# Before anything was measured, goals were set. Met or missed, the record says:
+# Before anything was measured, goals were set. *is* has the worst ratio of all shapes, but for the mean. "best" includes
+# FlashAttention-4. Some are met and some missed; the last column says which:
 
 # %%
 for run in RUNS:
@@ -826,15 +831,16 @@ for run in RUNS:
     assert fewest >= 4096
 
 # %% [markdown]
-# They are of two kinds. With 512 causal rows and $D = 64$ cuDNN is a little ahead. A part has two or three tiles there, so its
-# beginning and its end count. Step 13 was written for such shapes: before it, cuDNN was ahead by a quarter.
+# They are of two kinds. With 512 causal rows and $D = 64$ cuDNN is a little ahead. A part has two to four tiles there, so its
+# beginning and its end count. Step 13 was written for such shapes (`notes/phase_11_experiments.md` says what it gained).
 #
-# The others are long, and FlashAttention-4 is ahead by up to 5 %. It keeps the tensor cores a little busier. Which of its
-# ideas does that is not isolated.
+# The others have many keys, and FlashAttention-4 is ahead by up to 5 %. Which of its ideas does that is not isolated.
 
 # %% [markdown]
 # **The backward pass.** The package has one in this style, `flashlab.cuda.hopper_backward`: two large kernels, no atomics, so
-# that the bits are the same each time. `notes/phase_11_experiments.md` has its design. How fast it is, the record says:
+# that the bits are the same each time. `notes/phase_11_experiments.md` has its design. It
+# computes seven products where five would do, and is slower than cuDNN at every shape. Its columns are: the whole, its three kernels
+# alone, variants of it, the peers. TFLOP/s count 2.5 times the forward pass:
 
 # %%
 for backward in map(hopper_results.backward_table, RUNS):
@@ -901,8 +907,9 @@ for run in RUNS:
 # %% [markdown]
 # - `PING_PONG=0`: at $D = 64$ taking turns is worth 7 to 10 %. There softmax takes as long as the products. At $D = 128$ and
 #   256 it is worth little, either way.
-# - `DYNAMIC=0`: without the counter the causal shapes lose, the long one most of all.
-# - `POLYNOMIAL=4`: slower nearly everywhere, and its `lse` is refused by the rule. FlashAttention-4 reports a gain on
+# - `DYNAMIC=0`: without the counter three of the four causal shapes lose, the long one most. The counter is used with a mask alone;
+#   `DYNAMIC=2` uses it always. Where that changes nothing in the kernel, what differs is noise.
+# - `POLYNOMIAL=4`: slower at every shape, and at causal ones its `lse` is refused by the rule. FlashAttention-4 reports a gain on
 #   Blackwell, whose tensor cores are twice as fast beside the same unit for exponentials.
 
 # %%
@@ -970,7 +977,7 @@ for run in RUNS:
 # %% [markdown]
 # What differs has reasons that can be seen, at least in part:
 #
-# - **Bytes loaded by TMA**: the emulator counts bytes of rows that exist, the chip whole boxes. In step 1 that explains it
+# - **Bytes loaded by TMA**: the emulator counts bytes of rows that exist, the chip whole boxes (as `expect_tx` does). In step 1 that explains it
 #   to the byte: boxes of 64 rows, 128 bytes each.
 # - **TMA instructions**: the chip counts each `bulk_commit` and each `tma_prefetch` too. Step 10 has 4 parts for 3 consumers each:
 #   12 commits. The last step has 8 blocks of one consumer with one part each: 8 commits, and 4 prefetches a block. That is
@@ -1031,7 +1038,7 @@ for run in RUNS:
         print(f"{name}: {'result ' + r['result'] + '; ' if r else ''}{said}")
 
 # %% [markdown]
-# Of the right kernels it says what it should, and so do 200 repeats:
+# Of the right kernels the record has these verdicts:
 
 # %%
 for run in RUNS:
@@ -1094,7 +1101,7 @@ show.region(step("p11_flash"), "store", "tensor maps", "launch")
 # - `wgmma` finds operands by descriptors. One bit makes V an operand as it lies. P stays in registers.
 # - A stage has two barriers: full, for bytes, and empty, for readers.
 # - Asynchronous work pays when someone else has something to do. That is what consumers, overlap and turns are for.
-# - Measure each idea again in the final kernel. Turns and the polynomial, which others gain by, gain nothing there.
+# - Measure each idea again in the final kernel. Turns pay there at $D = 64$ alone, the polynomial nowhere.
 
 # %% [markdown]
 # **What you can now do:** read a Hopper kernel's barriers like a protocol, say for each wait who ends it, and for each fence

@@ -69,7 +69,7 @@ check("11.1", complete)
 # A producer fills stages in a ring, consumers empty them. Each stage has two barriers: `full`, which the producer's copies complete,
 # and `empty`, which the consumers complete when they are through with the tile. In iteration `i` (0, 1, 2 ...) the consumer waits for
 # `full` of its stage, reads, and arrives at `empty`. The producer waits for `empty`, then asks for tile `i`. Both run the same loop,
-# and no arrival is made before it.
+# and nobody arrives at `empty` before it.
 #
 # And how many bytes does the producer announce for a tile? `rows_left` rows of the tensor are left, which may be fewer than the box
 # has.
@@ -154,7 +154,7 @@ check("11.3", descriptors)
 #
 # A block has `consumers` warpgroups and one more for the producer, 128 threads each. At the launch every thread gets as many of the
 # 65536 registers as it can, a multiple of 8. Then the producer's warpgroup keeps `producer` registers per thread. How many can each
-# consumer thread take with `setmaxnreg`?
+# consumer thread take with `setmaxnreg`? (What the launch did not hand out is lost.)
 #
 # A consumer has 64 rows. O (`head_dim` columns, float), S of the next tile (`block_n` columns, float) and P of this tile (`block_n`
 # columns, 16 bits) are in its 128 threads' registers at the same time, and `others` more per thread. How large can `block_n` be? It
@@ -209,7 +209,8 @@ print("arrivals per phase, of each barrier:", arrivals)
 # %% [markdown]
 # A wait is for one phase of a barrier, so for the warps whose arrivals make up this phase. Say it for each wait that has passed.
 # The check has other logs too: in some, two producers take turns.
-# (The copies that such a phase also waits for were asked for by one of these warps.)
+# (The copies that such a phase also waits for were asked for by one of these warps. A wait that passes at a barrier that is new was
+# for nobody: the empty set.)
 
 # %% tags=["exercise"]
 def waited_for(events, arrivals):
@@ -378,7 +379,8 @@ show.region(path("p11_5_consumers"), *names)
 # n = 0, 1, ..., lies in stage n % STAGES. They wait for `full_k`, then for `full_v` of the stage. One thread of each consumer arrives at
 # `empty_k` when its warpgroup has read K, and at `empty_v` when it has read V.
 #
-# Write what the warps from `WARPS` on do. The check compiles it for `HEAD_DIM` 128, with 3 stages instead of 2. It wants each tile to
+# Close the lecture first: it shows such a producer. Write what the warps from `WARPS` on do. They give registers away, and one thread
+# of them works. The check compiles it for `HEAD_DIM` 128, with 3 stages instead of 2. It wants each tile to
 # be asked for as soon as there is room.
 
 # %% tags=["exercise"]
@@ -416,7 +418,7 @@ check("11.8", producer)
 # *Stretch · 30 min*
 #
 # Exponentials have units of their own, and few of them: with `head_dim` 64 they take as long as both products. Multiply-adds go eight
-# times as fast. Compute $2^x$ with these, and with integer operations, for any $x \le 8$: the relative error at most $2^{-12}$ from
+# times as fast. Compute $2^x$ with these (the lecture's page closed), and with integer operations, for any $x \le 8$: the relative error at most $2^{-12}$ from
 # −126 on; below that 0, or next to it, for $-\infty$ too; NaN stays NaN. You may use `fmaf`, `rintf`, `__float_as_uint`,
 # `__uint_as_float`, conversions.
 

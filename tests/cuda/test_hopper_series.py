@@ -28,7 +28,7 @@ FLASH = step("p11_flash")
 MORE = ((4, 2, 300, 450, True), (3, 1, 200, 200, True), (1, 1, 64, 8, True), (2, 2, 192, 256, False))
 
 
-@STEPS
+@SOME_STEPS  # lecture 11 runs them all
 def test_right_in_the_fast_build(step):
     for case in CASES + MORE:
         run(step, case, sms=2)  # so that blocks take several parts, from step 8 on
@@ -147,7 +147,9 @@ SPILLS = {("p11_8_persistent", 64): 12, ("p11_9_scheduler", 64): 4}
 
 @pytest.mark.slow
 @pytest.mark.skipif(not available(), reason="needs nvcc")
-@SOME_STEPS
+@pytest.mark.parametrize(
+    "step", [pytest.param(s, id=s.name, marks=[] if s is HOPPER[-1] else pytest.mark.long) for s in HOPPER]
+)
 def test_nothing_is_spilled_or_serialised(step: Step):
     text = read(step)
     arch = arch_for("sm_90", text.code)

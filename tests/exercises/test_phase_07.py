@@ -372,6 +372,7 @@ def test_what_one_variant_alone_gets_wrong_says_which():
     assert "__half somewhere?" in str(error) and "right in float16" in str(error)
 
 
+@pytest.mark.long  # a minute of scalar products
 def test_the_tensor_cores_have_to_be_used():
     error = failure("7.10", SCALAR)
     assert error.diagnosis == "wrong-count" and "no MMA" in str(error)
