@@ -39,8 +39,8 @@ import triton.language as tl
 #
 # *Warm-up · 15 min*
 #
-# A profile has a row for each operation. Rotary embedding is no row: it is many small products, sums and copies. So sort the operations
-# into parts, add up each part, and name the one that takes the longest.
+# A profile has a row for each operation, but none for rotary embedding: that is many small ones. So sort the operations into parts, add
+# up each part, and name the longest.
 #
 # A row of `rows` has four fields that you need, times in microseconds:
 #
@@ -52,7 +52,7 @@ import triton.language as tl
 # `parts` is for instance `{"aten::bmm": "products", "aten::_softmax": "softmax"}`. Operations that it does not have are the part `"other"`.
 # Return the part with the most time of its own, its share of the whole profile's time (0 to 1), and how many calls it has.
 #
-# The next cell makes a real profile to look at, of the original layer, on this machine.
+# The next cell makes a profile of the original layer, on this machine.
 
 # %% tags=["nbval-ignore-output"]
 torch.set_num_threads(1)  # so that no operation's time has in it that threads wait for each other
@@ -218,7 +218,8 @@ check("10.4", milliseconds)
 # - one last norm with `width` weights.
 #
 # AdamW keeps two averages for each parameter.
-#
+
+# %% [markdown]
 # Of the activations count those of the attention layers, in all the blocks. Original attention keeps for the backward pass:
 # x, which the projections read; q; K repeated for every query head; V repeated for every query head; the mask, one **byte** for each pair of
 # query and key, the same for all batches and heads; P; and o. Flash attention keeps x; q; K and V, not repeated; o; and lse, one number for
@@ -300,7 +301,7 @@ check("10.6", turn_kernel)
 #
 # *Core · 25 min*
 #
-# One program of a flash kernel, without a mask. It reads `BLOCK_M` rows of Q once, then all `N` rows of K and of V, and writes `BLOCK_M` rows of
+# One program of a flash kernel, without a mask, reads `BLOCK_M` rows of Q once, then all `N` rows of K and of V, and writes `BLOCK_M` rows of
 # O. It computes two products with `BLOCK_M` × `N` × `HEAD_DIM` multiply-adds each. Let all of its reads come from HBM, none from a cache.
 #
 # - `BLOCK_M` is the **smallest** power of two, from 16 to 256, with which the program's FLOPs per byte reach the roofline's ridge, which is

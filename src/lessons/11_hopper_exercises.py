@@ -98,7 +98,7 @@ check("11.2", waits, tile_bytes)
 #
 # *Core · 30 min*
 #
-# Three tiles of 16-bit numbers lie in shared memory, as TMA has written them. Each begins at a multiple of 1024 bytes, `tile`.
+# Three tiles of 16-bit numbers lie in shared memory, as TMA has written them. Each begins at `tile`, a multiple of 1024 bytes.
 #
 # | function | tile | swizzle | role as B |
 # |:--|:--|:--|:--|
@@ -106,9 +106,9 @@ check("11.2", waits, tile_bytes)
 # | `v_rows` | 64 rows of 192 columns, as three slabs [64, 64], one behind the other | 128 bytes | MN-major: a row is one k, its columns are n |
 # | `narrow_columns` | 64 rows of 32 columns: a row has 64 bytes | 64 bytes | K-major |
 #
-# Each function returns the descriptor of step `k`: the operand whose K are 16k to 16k + 15. Distances are in bytes; a swizzle is
-# `SWIZZLE_128`, `SWIZZLE_64`, `SWIZZLE_32` or `SWIZZLE_NONE`. The check multiplies it by the identity, so
-# it sees which tile you have named.
+# Each function returns the descriptor of step `k`: the operand whose K are 16k to 16k + 15. Distances are in bytes; swizzles are
+# `SWIZZLE_128`, `_64`, `_32` and `_NONE`. The check multiplies it by the identity:
+# it sees what you have named.
 
 # %% tags=["exercise"]
 # BEGIN STARTER
@@ -150,15 +150,15 @@ check("11.3", descriptors)
 # *Core · 25 min*
 #
 # Shared memory of a block holds Q, `block_m` rows; for each stage a tile of K and a tile of V, `block_n` rows each; and the barriers,
-# 8 bytes each: one for Q, four for a stage. Numbers have 16 bits. How many stages fit into `shared_bytes`?
+# 8 bytes each: one for Q, four a stage. Numbers have 16 bits. How many stages fit into `shared_bytes`?
 #
-# A block has `consumers` warpgroups and one more for the producer, 128 threads each. At the launch every thread gets as many of the
+# A block has `consumers` warpgroups and one for the producer, 128 threads each. At the launch every thread gets as many of
 # 65536 registers as it can, a multiple of 8. Then the producer's warpgroup keeps `producer` registers per thread. How many can each
-# consumer thread take with `setmaxnreg`? (What the launch did not hand out is lost.)
+# consumer thread take with `setmaxnreg`? (What the launch leaves over is lost.)
 #
 # A consumer has 64 rows. O (`head_dim` columns, float), S of the next tile (`block_n` columns, float) and P of this tile (`block_n`
-# columns, 16 bits) are in its 128 threads' registers at the same time, and `others` more per thread. How large can `block_n` be? It
-# is a multiple of 16.
+# columns, 16 bits) are in its 128 threads' registers together, and `others` more per thread. How large can `block_n`, a multiple
+# of 16, be?
 
 # %% tags=["exercise"]
 def most_stages(block_m, block_n, head_dim, shared_bytes):
