@@ -132,6 +132,7 @@ def test_the_fastest_tile_with_and_without_a_mask_is_read_from_then_on(tmp_path,
     }
     monkeypatch.setattr(tiles, "MEASURED", path)
     tiles._measured.cache_clear()
+    tiles.recorded.cache_clear()
     found = tiles.recorded("forward", "hopper", torch.bfloat16)
     assert [(c.head_dim, c.source) for c in found] == [(64, "measured"), (128, "compiled"), (256, "measured")]
     assert found[0].tile == (64, 32, 4, 2)
@@ -139,6 +140,7 @@ def test_the_fastest_tile_with_and_without_a_mask_is_read_from_then_on(tmp_path,
     assert all(c.source == "compiled" for c in tiles.recorded("forward", "ampere", torch.bfloat16))
     assert all(c.source == "compiled" for c in tiles.recorded("forward", "hopper", torch.float32))
     tiles._measured.cache_clear()
+    tiles.recorded.cache_clear()
 
 
 def test_the_table_and_the_ratios():

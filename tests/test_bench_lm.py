@@ -216,3 +216,15 @@ def test_a_compiled_step_is_measured_too(monkeypatch):
     assert {row["pass"] for row in rows} == {*PASSES, "step"} and not any(row["replaced"] for row in rows)
     step = next(row for row in rows if row["pass"] == "step")
     assert step["warm_up_ms"][0] > step["warm_up_ms"][1], "the first step compiles"
+
+
+def test_a_graph_beside_the_step_that_python_launches():
+    job = {"part": "graph", "size": "tiny", "attention": "eager", "dtype": "float32"}
+    if not torch.cuda.is_available():
+        assert "needs a GPU" in lm.measure(job)[0]["unavailable"]
+    data = {
+        "machine": {"gpu": "A GPU"},
+        "rows": [STEP | {"pass": "step", "ms": 8.0}, job | {"pass": "step", "ms": 2.0}],
+    }
+    assert lm.graph_table(data, "float32").rows == (("tiny", "eager", "8.0", "2.0", "75%"),)
+    assert not lm.graph_table(data, "bfloat16").rows

@@ -332,11 +332,13 @@ def test_few_programs_take_a_tile_of_their_own(tmp_path, monkeypatch):
     monkeypatch.setattr(tiles, "_gpu", lambda device: ("NVIDIA Pretended", "hopper", 132))
     monkeypatch.setattr(tiles, "_tuned", dict)
     tiles._measured.cache_clear()
+    tiles.recorded.cache_clear()
     found = {
         heads: tiles.choose(tiles.Work("dkdv", 64, SIXTEEN, True, 1024, 1024, heads), DEVICE).BLOCK_N
         for heads in (1, 8, 9, 64)
     }
     tiles._measured.cache_clear()
+    tiles.recorded.cache_clear()
     assert found == {1: 16, 8: 16, 9: 64, 64: 64}, "8 heads of 16 blocks are 128 programs, 9 are 144"
 
 

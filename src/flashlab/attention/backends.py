@@ -5,7 +5,8 @@ A `Backend` says of itself which dtypes, head sizes, options and devices it take
 
 `register` makes of it an operator of PyTorch, torch.ops.flashlab.<name>, with three things beside the computation
 itself: what shapes come out (the *fake* implementation, with which torch.compile traces without computing), the
-gradient, and what happens under vmap. So a model with this attention compiles as one graph, and trains.
+gradient, and what happens under vmap. So a model with this attention compiles as one graph, and trains. `attend`
+computes by it, or by the same functions without it.
 
 Three backends are here. Later rooms register their own: flashlab.cuda.operators every step of the CUDA series.
 """
@@ -17,14 +18,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from flashlab import runtime
 from flashlab.attention import reference, triton_backward, triton_forward
 from flashlab.attention.inputs import check_qkv, one_of
 from flashlab.attention.simulation import flash_attention_sim
 from flashlab.attention.simulation_backward import flash_attention_backward_sim
+from flashlab.runtime.dispatch import plain_function, unwatched
 
-__all__ = ["BACKENDS", "DTYPES", "Backend", "best_backward", "register"]
+__all__ = ["BACKENDS", "DTYPES", "Backend", "attend", "best_backward", "register"]
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -107,6 +110,7 @@ class Backend:
 
 BACKENDS: dict[str, Backend] = {}
 """Every backend by its name; `register` adds to it."""
+_PLAIN: dict[str, Callable[..., Tensors]] = {}
 
 _OPTIONS = "float scale, SymInt? left, SymInt? right, float? softcap"
 _FORWARD = f"(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)"
@@ -124,17 +128,25 @@ def register(backend: Backend) -> None:
     if backend.name in BACKENDS:
         raise ValueError(f"there is a backend {backend.name!r} already")
 
-    def run(q, k, v, scale, left, right, softcap):
-        backend.check(q, k, v, left, right, softcap)
+    def compute(q, k, v, scale, left, right, softcap):
         with torch.no_grad():
             o, lse = backend.forward(q, k, v, scale=scale, left=left, right=right, softcap=softcap)
-        return _ordered(o, q), lse.to(torch.float32)
+        return o.to(q.dtype), lse.to(torch.float32)
 
-    def run_backward(grad_o, grad_lse, q, k, v, o, lse, scale, left, right, softcap):
+    def compute_backward(grad_o, grad_lse, q, k, v, o, lse, scale, left, right, softcap):
         options = dict(scale=scale, left=left, right=right, softcap=softcap)
         with torch.no_grad():
             found = backend.backward(grad_o, grad_lse, q, k, v, o, lse, **options)
-        return tuple(_ordered(x, like) for x, like in zip(found, (q, k, v), strict=True))
+        return tuple(x.to(like.dtype) for x, like in zip(found, (q, k, v), strict=True))
+
+    def run(q, k, v, scale, left, right, softcap):
+        backend.check(q, k, v, left, right, softcap)
+        o, lse = compute(q, k, v, scale, left, right, softcap)
+        return _ordered(o, q), lse
+
+    def run_backward(*arguments):
+        found = compute_backward(*arguments)
+        return tuple(_ordered(x, like) for x, like in zip(found, arguments[2:5], strict=True))
 
     operator = torch.library.custom_op(f"flashlab::{backend.name}", run, mutates_args=(), schema=_FORWARD)
     gradient = torch.library.custom_op(
@@ -155,21 +167,37 @@ def register(backend: Backend) -> None:
         ctx.save_for_backward(q, k, v, *output)
         ctx.set_materialize_grads(False)  # lse is seldom part of a loss
 
-    def gradients(ctx, grad_o, grad_lse):
-        q, k, v, o, lse = ctx.saved_tensors
-        grad_o = torch.zeros_like(o) if grad_o is None else grad_o
-        return *gradient(grad_o, grad_lse, q, k, v, o, lse, *ctx.options), None, None, None, None
+    def gradients_by(backward):
+        def gradients(ctx, grad_o, grad_lse):
+            q, k, v, o, lse = ctx.saved_tensors
+            grad_o = torch.zeros_like(o) if grad_o is None else grad_o
+            return *backward(grad_o, grad_lse, q, k, v, o, lse, *ctx.options), None, None, None, None
 
-    operator.register_autograd(gradients, setup_context=keep)
+        return gradients
+
+    operator.register_autograd(gradients_by(gradient), setup_context=keep)
     operator.register_vmap(_refuse_vmap)
     gradient.register_vmap(_refuse_vmap)
     BACKENDS[backend.name] = backend
+    once = once_differentiable(gradients_by(compute_backward))
+    _PLAIN[backend.name] = plain_function(f"flashlab::{backend.name}", compute, keep, once)
+
+
+def attend(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any) -> Tensors:
+    """o and lse by a backend, of inputs that were checked; options: scale, left, right, softcap.
+
+    By its operator, or without PyTorch's dispatcher where nobody would see the difference: that takes half the time,
+    and a small model waits for it (notes/phase_10_experiments.md).
+    """
+    if unwatched(q, k, v):
+        return _PLAIN[name](q, k, v, *options)
+    return getattr(torch.ops.flashlab, name)(q, k, v, *options)
 
 
 def _ordered(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """x in the dtype of `like` and in the order in memory of torch.empty_like(like)."""
+    """x in the order in memory of torch.empty_like(like)."""
     out = torch.empty_like(like)
-    return x if (x.dtype, x.stride()) == (out.dtype, out.stride()) else out.copy_(x)
+    return x if x.stride() == out.stride() else out.copy_(x)
 
 
 def _refuse_vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:

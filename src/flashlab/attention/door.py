@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from flashlab import runtime
-from flashlab.attention.backends import BACKENDS, DTYPES
+from flashlab.attention.backends import BACKENDS, DTYPES, attend
 from flashlab.attention.inputs import check_qkv, one_of, scale_of
 from flashlab.attention.options import Window, softcap_of, window_of
 
@@ -67,8 +67,8 @@ def flash_attention(
     cap = softcap_of(softcap)
     if not torch.compiler.is_compiling():  # then the operator's fake checks
         check_qkv(q, k, v, dtypes=DTYPES, same_v=True)
-    operator = getattr(torch.ops.flashlab, _choose(q, left, right, cap, backend))
-    return operator(q, k, v, scale_of(scale, q.shape[-1]), left, right, cap)[0]
+    chosen = _choose(q, left, right, cap, backend)
+    return attend(chosen, q, k, v, scale_of(scale, q.shape[-1]), left, right, cap)[0]
 
 
 def choose_backend(

@@ -26,7 +26,7 @@ import triton.language as tl
 
 from flashlab.attention.inputs import scale_of
 from flashlab.attention.options import Window
-from flashlab.attention.tiles import Tile, Work, leaves_idle
+from flashlab.attention.tiles import Tile, Work, cdiv, leaves_idle
 from flashlab.attention.triton_forward import (
     check_inputs,
     current_device,
@@ -321,7 +321,7 @@ def flash_attention_backward(
     delta = torch.empty_like(lse)
 
     def launch_delta(BLOCK_M: int = 64) -> None:
-        grid = (triton.cdiv(seq_q, BLOCK_M) * batch * heads,)
+        grid = (cdiv(seq_q, BLOCK_M) * batch * heads,)
         arguments = launch_arguments(Tile(BLOCK_M, 16, 4, 1), q=q, k=k, o=o, do=grad_o)
         wanted = {name: arguments[name] for name in arguments if name.startswith(("stride_o", "stride_do"))}
         wanted |= {name: arguments[name] for name in ("M", "heads", "HEAD_DIM", "BLOCK_D", "ALIGN", "BLOCK_M")}
@@ -329,12 +329,12 @@ def flash_attention_backward(
         delta_kernel[grid](o, grad_o, given, delta, **wanted, HAS_DLSE=grad_lse is not None)
 
     def launch_dkdv(tile: Tile) -> None:
-        grid = (triton.cdiv(seq_k, tile.BLOCK_N) * batch * kv_heads,)
+        grid = (cdiv(seq_k, tile.BLOCK_N) * batch * kv_heads,)
         arguments = launch_arguments(tile, q=q, k=k, v=v, do=grad_o, dk=dk, dv=dv)
         dkdv_kernel[grid](q, k, v, grad_o, lse, delta, dk, dv, **arguments, **scores)
 
     def launch_dq(tile: Tile) -> None:
-        grid = (triton.cdiv(seq_q, tile.BLOCK_M) * batch * heads,)
+        grid = (cdiv(seq_q, tile.BLOCK_M) * batch * heads,)
         arguments = launch_arguments(tile, q=q, k=k, v=v, do=grad_o, dq=dq)
         dq_kernel[grid](q, k, v, grad_o, lse, delta, dq, **arguments, **scores)
 

@@ -19,7 +19,8 @@ for the two kinds of tiles; sliding windows: Beltagy et al., "Longformer" (2020)
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ import triton.language as tl
 from flashlab import runtime
 from flashlab.attention.inputs import check_block, check_qkv, scale_of
 from flashlab.attention.options import Window, band, softcap_of
-from flashlab.attention.tiles import Tile, Work, choose, tune
+from flashlab.attention.tiles import Tile, Work, cdiv, choose, tune
 
 LOG2_E = 1.4426950408889634  # exp(x) == exp2(x * LOG2_E)
 SMALLEST_SCALE = 2.0**-126  # float32's smallest normal stands for a scale of 0: 0 * -inf is NaN
@@ -284,7 +285,7 @@ def flash_attention_forward(
 
     def launch(tile: Tile) -> None:
         with current_device(q):
-            grid = (triton.cdiv(q.shape[2], tile.BLOCK_M) * q.shape[0] * q.shape[1],)
+            grid = (cdiv(q.shape[2], tile.BLOCK_M) * q.shape[0] * q.shape[1],)
             kernel[grid](q, k, v, o, lse, **launch_arguments(tile, k=k, q=q, v=v, o=o), **scores)
 
     launch(tile_for(work, tile, q.device, launch if tune_tile else None))
@@ -304,7 +305,7 @@ def check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, no_grad: 
         batch, heads, rows, _ = x.shape
         if rows > MAX_ROWS:
             raise ValueError(f"{name} has {rows} rows; their numbers have to fit 32 bits: {MAX_ROWS} at most")
-        if batch * heads * triton.cdiv(rows, 16) >= 2**31:  # a block has at least 16 rows
+        if batch * heads * cdiv(rows, 16) >= 2**31:  # a block has at least 16 rows
             raise ValueError(
                 f"{name} has {batch * heads} heads of {rows} rows; a grid has 2^31 - 1 programs: split the batch"
             )
@@ -371,27 +372,38 @@ def launch_arguments(tile: Tile, *, q: torch.Tensor, k: torch.Tensor, **others: 
 
     others: the launch's other tensors of four dimensions by name; a name that ends in k or v has its rows along N.
     """
-    batch, heads, seq_q, head_dim = q.shape
+    given = {"q": q, "k": k, **others}
+    layout = tuple((name, x.shape, x.stride()) for name, x in given.items())
+    return dict(_launch_arguments(tile, q.element_size(), layout))
+
+
+@functools.lru_cache(maxsize=1024)  # a model asks for the same ones in every layer and step
+def _launch_arguments(
+    tile: Tile, itemsize: int, layout: tuple[tuple[str, torch.Size, tuple[int, ...]], ...]
+) -> dict[str, Any]:
+    """layout: each tensor's name, shape and strides; q's and k's come first."""
     strides = {
-        f"stride_{name}{axis}": stride
-        for name, x in {"q": q, "k": k, **others}.items()
-        for axis, stride in zip("bhnd" if name[-1] in "kv" else "bhmd", x.stride(), strict=True)
+        f"stride_{name}{axis}": step
+        for name, _, steps in layout
+        for axis, step in zip("bhnd" if name[-1] in "kv" else "bhmd", steps, strict=True)
     }
+    (_, heads, seq_q, head_dim), (_, kv_heads, seq_k, _) = (shape for _, shape, _ in layout[:2])
     return strides | tile._asdict() | {
-        "ALIGN": alignment(q, k, *others.values()),
-        "M": seq_q, "N": k.shape[2], "heads": heads, "group": heads // k.shape[1],
+        "ALIGN": alignment(itemsize, *((shape, steps) for _, shape, steps in layout)),
+        "M": seq_q, "N": seq_k, "heads": heads, "group": heads // kv_heads,
         "HEAD_DIM": head_dim, "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
     }  # fmt: skip
 
 
-def alignment(*tensors: torch.Tensor) -> int:
+def alignment(itemsize: int, *layouts: tuple[Sequence[int], Sequence[int]]) -> int:
     """Elements in 16 bytes, the most that a thread loads at once, if every row begins at a multiple of them; else 1.
 
-    Triton looks itself whether a stride is a multiple of 16, which that of a head_dim of 40 or 72 is not.
+    layouts: the shape and the strides of each tensor. Triton looks itself whether a stride is a multiple of 16, which
+    that of a head_dim of 40 or 72 is not.
     """
-    elements = 16 // tensors[0].element_size()
-    steps = [step for x in tensors for step, size in zip(x.stride()[:3], x.shape, strict=False) if size > 1]
-    return 1 if any(step % elements for step in steps) else elements
+    elements = 16 // itemsize
+    apart = [step for shape, steps in layouts for step, size in zip(steps[:3], shape, strict=False) if size > 1]
+    return 1 if any(step % elements for step in apart) else elements
 
 
 def tile_for(work: Work, given: Tile | None, device: torch.device, launch: Callable[[Tile], None] | None) -> Tile:
@@ -429,5 +441,5 @@ def hbm_bytes(
     """Bytes (read, written) by one launch without a mask: Q once, K and V once for each block of queries of each head;
     O and lse once. The caches of a GPU spare HBM much of the second reading."""
     rows = batch * heads * seq_q
-    tiles_of_q = batch * heads * triton.cdiv(seq_q, BLOCK_M)
+    tiles_of_q = batch * heads * cdiv(seq_q, BLOCK_M)
     return (rows + tiles_of_q * 2 * seq_k) * head_dim * itemsize, rows * (head_dim * itemsize + 4)

@@ -94,7 +94,8 @@ def jobs(parts: Sequence[str] = PARTS) -> list[Row]:
             {"part": "one head", "kernel": kernel, "head_dim": d, "shape": [1, 1, n, d], "causal": causal,
              "dtype": dtype}
             for dtype, n in (("bf16", FEW), ("f32", FEW), ("f32", 16384))
-            for kernel in KERNELS for d in (16, 32, 64) for causal in (False, True)
+            for d in ((16, 32, 64, 128) if dtype == "f32" else (16, 32, 64))
+            for kernel in KERNELS for causal in (False, True)
         ]  # fmt: skip
     if "shapes" in parts:
         found += [
@@ -378,6 +379,7 @@ def write_choices(rows: Sequence[Row], target: str, path: Path | None = None) ->
         kept[name] = sorted([[head_dim, tile], *(old for old in kept.get(name, []) if old[0] != head_dim)])
     records.write_json(path, dict(sorted(kept.items())))
     tiles._measured.cache_clear()
+    tiles.recorded.cache_clear()
 
 
 # ---- compiling beforehand, on all cores ------------------------------------------------------------------------------

@@ -24,6 +24,8 @@ step       size, attention, dtype, compiled, pass; ms, fastest, slowest, rounds:
            before. "step" also has peak_bytes, the most that was allocated, weights and optimizer included; held_bytes,
            what is allocated between two steps; tokens, of a step. Of compiled ones warm_up_ms has the compiler's time,
            and `replaced` says whether it put fused attention in the place of eager
+graph      size, attention, dtype; one row: ms, fastest, slowest, rounds of a whole step that is one CUDA graph: what
+           the GPU needs for it when it never waits for Python
 memory     size, attention, dtype; one row: us and bytes, two lists of one length (SERIES points at most): what is
            allocated during one step after warm-up, at its highest within each point; ends {pass: us}; peak_bytes;
            drift, the bytes by which the sum misses what the allocator says at the end. On a CPU only what the step
@@ -44,6 +46,7 @@ step_table(data, dtype="bfloat16") -> Table                        each size and
 over_sizes(data, which="step", dtype="bfloat16") -> dict[str, tuple[list[str], list[float]]]   by attention: sizes, ms
 ratio(data, size, attention, over="eager", which="step", dtype="bfloat16") -> float | None    times as fast
 compiled_table(data, dtype="bfloat16") -> Table                    with torch.compile beside without
+graph_table(data, dtype="bfloat16") -> Table                       a step launched by Python beside one CUDA graph
 warm_up(data, size="small", dtype="bfloat16", which="step") -> dict[str, tuple[list[float], float]]
                                                                    by attention: the first steps one by one, the median
 warm_up_table(data, size="small", dtype="bfloat16") -> Table       mean of 10 steps with the first ones, and without
@@ -110,6 +113,7 @@ def jobs() -> list[Row]:
     found = [_step("small", way, low) for way in WAYS]
     found += [_step(size, "eager", full) for size in SIZE_NAMES.values()]  # the published ones
     found += [_train(way, full, jitter) for way, jitter in (("eager", 0.0), ("flash", 0.0), ("eager", JITTER[full]))]
+    found += [_graph(size, way, low) for size in ("small", "medium") for way in WAYS]
     found += [{"part": "memory", "size": "small", "attention": way, "dtype": low} for way in ("eager", "flash")]
     found += [{"part": "limit", "attention": way, "dtype": low} for way in ("eager", "flash")]
     found += [_step("xl", way, low) for way in ("eager", "flash, fused RoPE", "sdpa")]
@@ -139,6 +143,10 @@ def _step(size: str, attention: str, dtype: str, compiled: bool = False) -> Row:
     return {"part": "step", "size": size, "attention": attention, "dtype": dtype, "compiled": compiled}
 
 
+def _graph(size: str, attention: str, dtype: str) -> Row:
+    return {"part": "graph", "size": size, "attention": attention, "dtype": dtype}
+
+
 def _train(attention: str, dtype: str, jitter: float) -> Row:
     return {"part": "training", "attention": attention, "dtype": dtype, "jitter": jitter}
 
@@ -154,9 +162,11 @@ def _batch(job: Row) -> int:
 
 def measure(job: Row) -> list[Row]:
     """The rows of one job."""
-    return {"step": measure_step, "memory": measure_memory, "limit": measure_limit, "training": measure_training}[
-        job["part"]
-    ](job)
+    by_part = {
+        "step": measure_step, "graph": measure_graph, "memory": measure_memory, "limit": measure_limit,
+        "training": measure_training,
+    }  # fmt: skip
+    return by_part[job["part"]](job)
 
 
 # ---- steps -----------------------------------------------------------------------------------------------------------
@@ -272,6 +282,31 @@ def measure_step(job: Row) -> list[Row]:
         torch.compiler.reset()
     _empty()
     return rows
+
+
+def measure_graph(job: Row) -> list[Row]:
+    """One row: a step as one CUDA graph."""
+    if not harness.on_gpu():
+        return [harness.failed(job, "a CUDA graph needs a GPU")]
+    _empty()
+    shape = replace(shape_of(job["size"]), **WAYS[job["attention"]])
+    training = Training(shape, job["dtype"], _batch(job), min(SEQ_LEN, shape.positions))
+    for group in training.optimizer.param_groups:
+        group["capturable"] = True
+    for _ in range(3):
+        training.step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        training.step()
+    samples = []
+    for _ in range(WARM + ROUNDS):
+        watch = Watch()
+        graph.replay()
+        watch("step")
+        samples.append(watch.read()["step"])
+    del graph, training
+    _empty()
+    return [job | {"pass": "step", "name": "graph"} | timing.summary(samples[WARM:]).row()]
 
 
 # ---- memory over a step ----------------------------------------------------------------------------------------------
@@ -507,6 +542,22 @@ def compiled_table(data: Data, dtype: str = "bfloat16") -> Table:
                 rows.append([size, way, f"{plain['ms']:.1f}" if plain else "", why, "", "", ""])
     columns = ["size", "attention", "step, ms", "compiled, ms", "times as fast", "attention replaced", "first step, s"]
     return Table.of(rows, columns, align="llrrrlr", caption=f"{dtype}, {_where(data)}" if rows else NOT_YET)
+
+
+def graph_table(data: Data, dtype: str = "bfloat16") -> Table:
+    """ms of a step that Python launches, of the same as one CUDA graph, and how much of the first the GPU waits."""
+    rows = []
+    for size in _all_sizes(data):
+        for way in WAYS:
+            alone = next(
+                (r for r in _rows(data, part="graph", size=size, attention=way, dtype=dtype) if "ms" in r), None
+            )
+            step = passes(data, size, way, dtype).get("step")
+            if alone and step:
+                waits = max(0.0, 1 - alone["ms"] / step["ms"])
+                rows.append([size, way, f"{step['ms']:.1f}", f"{alone['ms']:.1f}", f"{waits:.0%}"])
+    columns = ["size", "attention", "launched by Python, ms", "one CUDA graph, ms", "the GPU waits"]
+    return Table.of(rows, columns, align="llrrr", caption=f"{dtype}, {_where(data)}" if rows else NOT_YET)
 
 
 def warm_up(

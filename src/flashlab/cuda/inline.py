@@ -215,10 +215,11 @@ class CudaModule:
         p = _problem.problem(q, k, v, o, lse, causal=causal, scale=factor, sms=sms)
         built = self._variant((q.shape[-1], _problem.ELEMENTS[q.dtype]))
         workspace = torch.empty(max(1, self._workspace_floats(built, p)), device=q.device)
-        given = [q, k, v, o, lse, workspace, p]
+        entry, given = self._text.every_entry["forward_arrays"], [q, k, v, o, lse, workspace, p]
         if isinstance(built, Module):
-            launch = {"unwritten": ("o", "lse", "workspace"), **launch}
-        self._launch(built, self._text.every_entry["forward_arrays"], given, launch)
+            self._launch(built, entry, given, {"unwritten": ("o", "lse", "workspace"), **launch})
+        else:
+            built.call(entry, [*given, None], q.device.index)  # checked above; the stream is the last
         return o, lse
 
     def _workspace_floats(self, built: Native | Module, p: _problem.Problem) -> int:

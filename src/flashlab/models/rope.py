@@ -32,6 +32,7 @@ import triton.language as tl
 from flashlab import runtime
 from flashlab.attention.inputs import check_qkv
 from flashlab.attention.triton_forward import DTYPES, current_device
+from flashlab.runtime.dispatch import plain_function, unwatched
 
 __all__ = ["fused_rope", "rope", "rope_table"]
 
@@ -173,7 +174,8 @@ def fused_rope(
         for name, table in (("cos", cos), ("sin", sin)):
             if table.requires_grad:
                 raise ValueError(f"{name} requires a gradient, and the kernel computes none for it")
-    return torch.ops.flashlab.fused_rope(q, k, cos, sin, offset, False)
+    turn = _plain if unwatched(q, k, cos, sin) else torch.ops.flashlab.fused_rope
+    return turn(q, k, cos, sin, offset, False)
 
 
 def launch_arguments(
@@ -244,6 +246,10 @@ _SCHEMA = "(Tensor q, Tensor k, Tensor cos, Tensor sin, SymInt offset, bool back
 @torch.library.custom_op("flashlab::fused_rope", mutates_args=(), schema=_SCHEMA)
 def _fused_rope(q, k, cos, sin, offset, back):
     _check(q, k, cos, sin, offset)
+    return _turn(q, k, cos, sin, offset, back)
+
+
+def _turn(q, k, cos, sin, offset, back):
     turned_q, turned_k = torch.empty_like(q), torch.empty_like(k)
     if q.numel() == 0:
         return turned_q, turned_k  # a grid of 0 programs cannot be launched
@@ -270,4 +276,9 @@ def _turn_back(ctx, grad_q, grad_k):
     return *grads, None, None, None, None
 
 
+def _turn_back_plainly(ctx, grad_q, grad_k):
+    return *_plain(grad_q, grad_k, *ctx.saved_tensors, ctx.offset, not ctx.back), None, None, None, None
+
+
 _fused_rope.register_autograd(_turn_back, setup_context=_keep)
+_plain = plain_function("flashlab::fused_rope", _turn, _keep, _turn_back_plainly)

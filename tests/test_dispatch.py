@@ -1,0 +1,93 @@
+"""The door and RoPE call their functions plainly where only autograd looks, and their operators elsewhere."""
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import flashlab.cuda.operators  # noqa: F401  registers the series
+from flashlab import flash_attention, runtime
+from flashlab.attention import backends
+from flashlab.models.rope import fused_rope, rope_table
+from flashlab.runtime.dispatch import unwatched
+
+DEVICE = runtime.device()
+
+
+class Names(TorchDispatchMode):
+    """The operators that are called while it is on."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def inputs(requires_grad=False):
+    drawn = [torch.randn(1, 2, 5, 16, generator=torch.Generator().manual_seed(i)).to(DEVICE) for i in range(3)]
+    return [x.requires_grad_(requires_grad) for x in drawn]
+
+
+@pytest.mark.parametrize("backend", ["reference", "simulation", "triton", "p6_1_fa1"])
+def test_both_ways_compute_the_same_bits(backend):
+    q, k, v = (torch.randn(1, 2, 40, 64, device=DEVICE, requires_grad=True) for _ in range(3))
+    grad_o = torch.randn(1, 2, 40, 64, device=DEVICE)
+    found = []
+    for call in (backends.attend, lambda name, *a: getattr(torch.ops.flashlab, name)(*a)):
+        o, lse = call(backend, q, k, v, 0.125, None, 0, None)
+        loss = (o * grad_o).sum() + lse.sum()
+        found.append((o, lse, *torch.autograd.grad(loss, (q, k, v))))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_without_lse_in_the_loss_and_where_some_inputs_want_no_gradient():
+    q, k, v = inputs()
+    for chosen in ({0}, {1, 2}):
+        wanting = [x.requires_grad_(i in chosen) for i, x in enumerate((q, k, v))]
+        loss = flash_attention(*wanting).sum()
+        plain = torch.autograd.grad(loss, [x for x in wanting if x.requires_grad])
+        o, _ = torch.ops.flashlab.triton(*wanting, 0.25, None, None, None)
+        for a, b in zip(plain, torch.autograd.grad(o.sum(), [x for x in wanting if x.requires_grad]), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_who_looks_sees_the_operator():
+    q, k, v = inputs()
+    cos, sin = rope_table(5, 16, device=DEVICE)
+    assert unwatched(q, k, v) and unwatched(torch.nn.Parameter(q))
+    with Names() as mode:
+        flash_attention(q, k, v, backend="triton")
+        fused_rope(q, k, cos, sin)
+    assert {"flashlab.triton.default", "flashlab.fused_rope.default"} <= set(mode.seen)
+    graph = make_fx(lambda *x: flash_attention(*x, backend="triton"))(q, k, v)
+    assert "flashlab.triton" in graph.code and torch.equal(graph(q, k, v), flash_attention(q, k, v, backend="triton"))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_trace_records_the_operator():
+    q, k, v = inputs()
+    traced = torch.jit.trace(lambda *x: flash_attention(*x, backend="reference"), (q, k, v), check_trace=False)
+    assert torch.equal(traced(2 * q, k, v), flash_attention(2 * q, k, v, backend="reference"))
+
+
+def test_subclasses_and_tensors_without_memory_go_to_the_operator():
+    q, _, _ = inputs()
+    assert not unwatched(q, torch.empty(2, device="meta"))
+    assert not unwatched(q.as_subclass(type("Subclass", (torch.Tensor,), {})))
+
+
+def test_the_profiler_calls_both_by_one_name():
+    q, k, v = inputs(requires_grad=True)
+    with torch.profiler.profile() as profile:
+        flash_attention(q, k, v, backend="triton").sum().backward()
+    assert {"flashlab::triton", "flashlab::tritonBackward"} <= {event.key for event in profile.key_averages()}
+
+
+def test_a_second_derivative_raises():
+    q, k, v = inputs(requires_grad=True)
+    (first,) = torch.autograd.grad(flash_attention(q, k, v).sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable|does not require grad"):
+        torch.autograd.grad(first.sum(), q)
