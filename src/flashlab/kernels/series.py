@@ -108,7 +108,7 @@ HOPPER = (
     Step("p11_12_polynomial", "some exponentials by arithmetic", defines=_POLYNOMIAL),
     Step("p11_13_parts", "the next part begins before this one has ended", defines=_POLYNOMIAL),
     Step("p11_flash", "tiles for small grids; HEAD_DIM = 256", head_dims=(64, 128, 256),
-         defines=_POLYNOMIAL | {"DYNAMIC": (1, 0, 2), "BLOCK_N": (128, 96)}),
+         defines=_POLYNOMIAL | {"DYNAMIC": (1, 0, 2), "BLOCK_N": (128, 96), "TRUST": (1, 0)}),
 )  # fmt: skip
 """Phase 11, a ladder of its own: it begins at p9_1_masks, and runs on capability 9.0 alone (or emulated)."""
 

@@ -7,7 +7,7 @@
 // 64 rows.
 //
 // Compile with -DHEAD_DIM=64, 128 or 256, and -DELEMENT=__half or __nv_bfloat16, -DPING_PONG=1 or 0, -DDYNAMIC=0, 1
-// or 2, -DPOLYNOMIAL=0 (none), 8 or 4, -DBLOCK_N=keys at a time.
+// or 2, -DTRUST=1 or 0, -DPOLYNOMIAL=0 (none), 8 or 4, -DBLOCK_N=keys at a time.
 
 // region: constants
 #include "problem.cuh"
@@ -22,6 +22,9 @@
 #ifndef POLYNOMIAL                                             // of how many MMA tiles of S one is computed so
 #define POLYNOMIAL 0
 #endif
+#ifndef TRUST                                                  // New: a full tile's maxima are looked at only in need
+#define TRUST (HEAD_DIM < 256)
+#endif
 #ifndef BLOCK_N                                                // New: keys at a time
 #define BLOCK_N (HEAD_DIM == 256 ? 64 : 128)
 #endif
@@ -32,8 +35,9 @@ constexpr int SLAB = 64, SLAB_ROW = SLAB * 2;                  // columns of a s
 constexpr int S_TILES = BLOCK_N / MMA_N, O_TILES = HEAD_DIM / MMA_N;   // accumulators of a warp, [MMA_M, MMA_N] each
 constexpr int ROWS_PER_LANE = 2;                               // of an accumulator: g and g + 8
 constexpr int KV_BYTES = BLOCK_N * HEAD_DIM * 2;     // per tile of shared memory
-// How far the row maximum may lag behind, in log2 units: P stays below 2^8, far from fp16's 65504.
-constexpr float RESCALE_ABOVE = 8.f;
+// How far the row maximum may lag behind, in log2 units, where it is looked at; and the most that a lane's part of a
+// row of P may add up to, where it is not: far from fp16's 65504.
+constexpr float RESCALE_ABOVE = TRUST ? 0.f : 8.f, MOST = 16384.f;
 constexpr bool O_IN_Q = HEAD_DIM == 256;                       // New: O takes the place of Q: there is no other
 constexpr int Q_STAGES = O_IN_Q ? 1 : 2;                       // New: one of them then
 constexpr int BARRIERS = 4 + 2 * Q_STAGES + 4 * STAGES;        // 8 bytes each
@@ -145,7 +149,13 @@ flash_forward(const Problem p, int heads_together, int groups, // and what TMA h
 
     // region: barriers
     if (threadIdx.x == 0) {                                    // a full one waits for one arrival, and for bytes
-        for (int i = 0; i < BARRIERS - 4; i++) mbarrier_init(full_q + 8 * i, full_q + 8 * i < empty_k ? 1 : CONSUMERS);
+        // New: a warp may read Q and K for itself, so each says when it is through with them
+        for (int i = 0; i < Q_STAGES + 2 * STAGES; i++) mbarrier_init(full_q + 8 * i, 1);
+        for (int i = 0; i < STAGES; i++) {
+            mbarrier_init(empty_k + 8 * i, WARPS);
+            mbarrier_init(empty_v + 8 * i, CONSUMERS);
+        }
+        for (int i = 0; i < Q_STAGES; i++) mbarrier_init(empty_q + 8 * i, O_IN_Q ? CONSUMERS : WARPS);
         for (int i = 0; i < 2; i++)                            // every thread of the consumers reads the number
             mbarrier_init(full_part + 8 * i, 1), mbarrier_init(empty_part + 8 * i, WARPS * WARP_SIZE);
         tma_prefetch(&q_map), tma_prefetch(&k_map), tma_prefetch(&v_map), tma_prefetch(&o_map);        // New
@@ -232,12 +242,34 @@ flash_forward(const Problem p, int heads_together, int groups, // and what TMA h
         wgmma_wait<0>();
         if (first_thread) mbarrier_arrive(empty_v + 8 * ((nth - 1) % STAGES));
     };
+    // New: S = Q K^T by one warp, with phase 8's instructions. q_rows: where the consumer's rows of Q begin
+    auto scores_again = [&](float (&s)[S_TILES * 4], uint32_t q_rows, uint32_t k_rows) {
+        // region: scores again
+        const int l = threadIdx.x % WARP_SIZE, l8 = l % 8, row = threadIdx.x % GROUP / WARP_SIZE * MMA_M + l % 16;
+        for (float& x : s) x = 0.f;
+#pragma unroll 1
+        for (int column = 0; column < HEAD_DIM; column += MMA_K) {
+            const int slab = column / SLAB, chunk = column % SLAB / 8;         // of 16 bytes
+            uint32_t q_rmem[4], k_rmem[4];
+            ldmatrix_x4(q_rmem, q_rows + (slab * BLOCK_M + row) * SLAB_ROW + (chunk + l / 16 ^ l8) * 16);
+#pragma unroll
+            for (int n = 0; n < S_TILES; n += 2) {
+                const int key = n * MMA_N + l / 16 * 8 + l8;
+                ldmatrix_x4(k_rmem, k_rows + (slab * BLOCK_N + key) * SLAB_ROW + (chunk + l / 8 % 2 ^ l8) * 16);
+                mma_m16n8k16<T>((float(&)[4])s[4 * n], q_rmem, k_rmem[0], k_rmem[1]);
+                mma_m16n8k16<T>((float(&)[4])s[4 * n + 4], q_rmem, k_rmem[2], k_rmem[3]);
+            }
+        }
+        __syncwarp();                                          // before one lane says that K has been read
+        // endregion
+    };
     auto pass_by = [&] {                                       // a tile that no row of this consumer's sees
         const int stage = nth % STAGES, phase = nth / STAGES & 1;
         mbarrier_wait(full_k + 8 * stage, phase);              // or it would say so of the tile before
         take_turn(), pass_turn();
         mbarrier_wait(full_v + 8 * stage, phase);
-        if (first_thread) mbarrier_arrive(empty_k + 8 * stage), mbarrier_arrive(empty_v + 8 * stage);
+        if (lane == 0) mbarrier_arrive(empty_k + 8 * stage);
+        if (first_thread) mbarrier_arrive(empty_v + 8 * stage);
         nth++;
     };
     auto tile = [&](int j, auto is_first, auto is_masked) {    // the body of the loop, compiled three times
@@ -262,62 +294,86 @@ flash_forward(const Problem p, int heads_together, int groups, // and what TMA h
         if (!FIRST) add_output();
         pass_turn();
         wgmma_wait<FIRST ? 0 : 1>();                           // s is ours again; acc and p_rmem are not
-        if (first_thread) mbarrier_arrive(empty_k + 8 * stage);            // the warpgroup has read K_j
         // endregion
 
         // region: row maxima
-        float m_new[ROWS_PER_LANE];
+        float m_new[ROWS_PER_LANE], sums[ROWS_PER_LANE];
         bool moved = false;
+        auto maxima = [&] {
+            moved = false;
 #pragma unroll
-        for (int r = 0; r < ROWS_PER_LANE; r++) {
-            const int row = at.m_start + warp_row + g + r * 8, diagonal = p.seq_k - p.seq_q;
-            const int last_key = CAUSAL ? min(p.seq_k - 1, row + diagonal) : p.seq_k - 1;
-            float x = m_i[r];
+            for (int r = 0; r < ROWS_PER_LANE; r++) {
+                const int row = at.m_start + warp_row + g + r * 8, diagonal = p.seq_k - p.seq_q;
+                const int last_key = CAUSAL ? min(p.seq_k - 1, row + diagonal) : p.seq_k - 1;
+                float x = m_i[r];
 #pragma unroll
-            for (int n = 0; n < S_TILES; n++) {
+                for (int n = 0; n < S_TILES; n++) {
 #pragma unroll
-                for (int e = 0; e < 2; e++)
-                    if (MASKED && j * BLOCK_N + n * MMA_N + t * 2 + e > last_key) s[4 * n + 2 * r + e] = -INFINITY;
-                x = fmaxf(x, fmaxf(s[4 * n + 2 * r], s[4 * n + 2 * r + 1]));           // half as long a chain
+                    for (int e = 0; e < 2; e++)
+                        if (MASKED && j * BLOCK_N + n * MMA_N + t * 2 + e > last_key) s[4 * n + 2 * r + e] = -INFINITY;
+                    x = fmaxf(x, fmaxf(s[4 * n + 2 * r], s[4 * n + 2 * r + 1]));       // half as long a chain
+                }
+                x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));      // a row lives in the four lanes of a quad
+                m_new[r] = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+                moved |= (m_new[r] - m_i[r]) * scale_log2 > RESCALE_ABOVE;     // (NaN is not above)
             }
-            x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));          // a row lives in the four lanes of a quad
-            m_new[r] = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-            moved |= (m_new[r] - m_i[r]) * scale_log2 > RESCALE_ABOVE;         // (NaN is not above)
-        }
+        };
         // endregion
 
         // region: rescale
         // What was summed under the old maximum is brought under the new one: O later, when it is there
-        moved = __any_sync(~0u, moved);
         float correction[ROWS_PER_LANE];
-        if (moved) {
+        auto rescale = [&] {
+            moved = __any_sync(~0u, moved);
+            if (!moved) return;
 #pragma unroll
             for (int r = 0; r < ROWS_PER_LANE; r++) {
                 const float base = m_new[r] == -INFINITY ? 0.f : m_new[r];     // -inf - (-inf) would be NaN
                 correction[r] = exp2_approx((m_i[r] - base) * scale_log2);
                 m_i[r] = m_new[r], l_i[r] *= correction[r];
             }
-        }
+        };
         // endregion
 
         // region: probabilities
         // P = exp(S - maximum), in place
+        auto probabilities = [&] {
 #pragma unroll
-        for (int r = 0; r < ROWS_PER_LANE; r++) {
-            const float base = (m_i[r] == -INFINITY ? 0.f : m_i[r]) * scale_log2;
-            float sum[2] = {};
+            for (int r = 0; r < ROWS_PER_LANE; r++) {
+                const float base = (m_i[r] == -INFINITY ? 0.f : m_i[r]) * scale_log2;
+                float sum[2] = {};
 #pragma unroll
-            for (int n = 0; n < S_TILES; n++)
+                for (int n = 0; n < S_TILES; n++)
 #pragma unroll
-                for (int e = 0; e < 2; e++) {
-                    float& c = s[4 * n + 2 * r + e];
-                    const float x = fmaf(c, scale_log2, -base);
-                    const bool by_polynomial = POLYNOMIAL > 0 && n % max(1, POLYNOMIAL) == 0;
-                    c = by_polynomial ? exp2_polynomial(x) : exp2_approx(x);
-                    sum[e] += c;                               // two chains
-                }
-            l_i[r] += sum[0] + sum[1];
+                    for (int e = 0; e < 2; e++) {
+                        float& c = s[4 * n + 2 * r + e];
+                        const float x = fmaf(c, scale_log2, -base);
+                        const bool by_polynomial = POLYNOMIAL > 0 && n % max(1, POLYNOMIAL) == 0;
+                        c = by_polynomial ? exp2_polynomial(x) : exp2_approx(x);
+                        sum[e] += c;                           // two chains
+                    }
+                sums[r] = sum[0] + sum[1];
+            }
+        };
+        // endregion
+
+        // region: trust
+        // New: P of a full tile is computed under the maximum of the tiles before. Most often that is right, or too low
+        // by little. If not, a sum tells: S has been overwritten by then, and the warp computes it again.
+        bool in_doubt = true;
+        if constexpr (TRUST && !FIRST && !MASKED) {
+            probabilities();
+            in_doubt = false;
+            for (int r = 0; r < ROWS_PER_LANE; r++) in_doubt |= !(sums[r] <= MOST) || m_i[r] == -INFINITY;  // NaN too
+            in_doubt = __any_sync(~0u, in_doubt);
+            if (in_doubt) {
+                wgmma_wait<0>();                               // p_rmem has been read: there are registers
+                scores_again(s, (uint32_t)q_operand % 16384 * 16, k_smem + stage * KV_BYTES);
+            }
         }
+        if (in_doubt) maxima(), rescale(), probabilities();
+        for (int r = 0; r < ROWS_PER_LANE; r++) l_i[r] += sums[r];
+        if (lane == 0) mbarrier_arrive(empty_k + 8 * stage);   // this warp has read K_j
         // endregion
 
         // region: rescale O
@@ -355,7 +411,7 @@ flash_forward(const Problem p, int heads_together, int groups, // and what TMA h
             for (; j >= full; j--) tile(j, std::false_type{}, std::true_type{});       // the masked tiles
             for (; j >= 0; j--) tile(j, std::false_type{}, std::false_type{});         // the full ones
         }
-        if (!O_IN_Q && first_thread) mbarrier_arrive(empty_q + 8 * q_stage);        // a Q may come
+        if (!O_IN_Q && lane == 0) mbarrier_arrive(empty_q + 8 * q_stage);           // a Q may come
         if (mine > 0) {
             add_output();
             output_is_there();

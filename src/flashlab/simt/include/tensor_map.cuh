@@ -84,12 +84,15 @@ inline CUtensorMap tensor_map(const void* base, CUtensorMapDataType type, int ra
     static const uint32_t ones[5] = {1, 1, 1, 1, 1};
     const cuuint64_t* sizes = (const cuuint64_t*)dims;  // both are 64-bit integers
     const cuuint64_t* strides = (const cuuint64_t*)strides_bytes;
-    void* encode = nullptr;
-    cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
-    if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &encode, 12000, cudaEnableDefault, &found) ||
-        found != cudaDriverEntryPointSuccess)
-        throw std::runtime_error("the driver has no cuTensorMapEncodeTiled");
-    const CUresult result = ((decltype(&cuTensorMapEncodeTiled))encode)(
+    static const auto encode = [] {  // asked for once: the search takes as long as a short kernel
+        void* address = nullptr;
+        cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
+        if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &address, 12000, cudaEnableDefault, &found) ||
+            found != cudaDriverEntryPointSuccess)
+            throw std::runtime_error("the driver has no cuTensorMapEncodeTiled");
+        return (decltype(&cuTensorMapEncodeTiled))address;
+    }();
+    const CUresult result = encode(
         &map, type, (cuuint32_t)rank, const_cast<void*>(base), sizes, strides, box,
         element_strides ? element_strides : ones,
         CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
