@@ -1130,6 +1130,9 @@ def _told(failed: CheckFailed, text: str) -> CheckFailed:
     if failed.diagnosis == "registers-missing" and "setmaxnreg_dec" not in code:
         also = ": the producer's warps have not given theirs back (setmaxnreg_dec<PRODUCER_REGISTERS>, by all four)"
         return CheckFailed(failed.sentence + also, diagnosis="registers-kept", case=failed.case)
+    if failed.diagnosis == "registers-missing" and "return" not in code:
+        also = ": the producer's warps run on into the consumers' code; they should return, all four"
+        return CheckFailed(failed.sentence + also, diagnosis="no-return", case=failed.case)
     if failed.diagnosis == "mbarrier-arrivals" and "elect_one" not in code and "threadIdx" not in code:
         also = ". Each lane of the producer asks for the tile: one thread alone should"
         return CheckFailed(failed.sentence + also, diagnosis="asked-by-all", case=failed.case)
@@ -1196,6 +1199,14 @@ def _(exp2_polynomial: str) -> str:
             f"{said}. The exponent of a float is in bits 23 to 30, with 127 added: for 2^0 it is 0x3f800000",
             diagnosis="wrong-power",
         )
+    below = x - x.round()  # of negative x: where n = ceil and n = floor part company
+    fine = [float(error[(x < 0) & side].max()) <= _ALLOWED for side in (below <= 0, below >= 0)]
+    expect(
+        fine[0] == fine[1],
+        f"{said}: right where x is just {'below' if fine[0] else 'above'} a whole number. So x is not split at the "
+        "nearest one: with n = rintf(x), f = x - n stays in [-0.5, 0.5], for negative x too",
+        diagnosis="wrong-split",
+    )
     expect(
         float(error.max()) <= _ALLOWED,
         f"{said}: an error of {float(error.max()):.1e}, where {_ALLOWED:.1e} is allowed. P is rounded to 11 bits "
