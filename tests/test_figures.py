@@ -313,6 +313,12 @@ def test_who_works_when():
     assert bars == [(0, 10, 0), (0, 10, 3), (10, 10, 2), (2, 28, 1), (20, 10, 3), (30, 10, 2)]
     said = [text.get_text() for text in figure.legends[0].get_texts()]
     assert said[2:] == ["waits for bytes", "waits for a free stage"]
+    waits = {hopper.COLORS[hue] for hue, _ in hopper._WAITS.values()}
+    assert len(waits) == len(hopper._WAITS) and not waits & set(hopper._GROUP_HUES)
+    shown = [
+        x.get_facecolor() if hasattr(x, "get_facecolor") else x.get_color() for x in figure.legends[0].legend_handles
+    ]
+    assert len({matplotlib.colors.to_hex(hue, keep_alpha=True) for hue in shown}) == len(shown)
     plt.close(figure)
 
 

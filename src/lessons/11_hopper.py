@@ -183,7 +183,8 @@ show.region(PIECES, "a tensor map")
 # neighbours. The other strides are in bytes, and multiples of 16.
 #
 # The kernel receives the map as a parameter marked `const __grid_constant__`, so that it has an address. One thread asks,
-# all threads wait:
+# all threads wait. `fence_mbarrier_init()` stands after the barriers have been made: without it the copy engine, which is
+# to count bytes at them, might not see them yet. (`__syncthreads` tells the other threads, not the engine: section 6.)
 
 # %%
 show.region(PIECES, "a TMA load")
@@ -306,12 +307,15 @@ show.region(WGMMA, "descriptor")
 # %% [markdown]
 # **K-major**: a row of the atom runs along K, the dimension that is summed over. That is how Q and K lie in memory: a row
 # is one query or key, its elements are the dimensions. The next 8 rows are one atom further: *stride* 1024. A step of 16
-# along K is 32 bytes *inside* the row.
+# along K is 32 bytes *inside* the row. (The XOR is taken from the address that comes out, so it stays right.)
+#
+# With the 64-byte swizzle a row has 64 bytes, and so 8 rows have 512: *stride* 512.
 
 # %% [markdown]
 # **MN-major**: a row of the atom runs along M or N. That is how V lies: B of the second product has k = keys, n =
 # dimensions, and a row of V is one key. The next 8 keys are one atom further: *stride* 1024. If N is more than 64, the next
-# 64 columns are another tile: *leading* distance.
+# 64 columns are another tile: *leading* distance. A step of 16 along K is 16 keys, so 16 rows of 128 bytes, two atoms:
+# 2048 bytes.
 
 # %%
 show.region(PIECES, "descriptors", "a product")
@@ -580,7 +584,7 @@ draw.timelines({name: REPLAYED[name] for name in list(REPLAYED)[:3]}, clocks=(0,
 plt.show()
 
 # %% [markdown]
-# *A consumer's line: a bar is exponentials, a thin line is a wait. Top: one warpgroup. Its exponentials and its products take
+# *A consumer's line: a bar is exponentials, a thin line is a wait, and its colour says for what. Top: one warpgroup. Its exponentials and its products take
 # turns, so the tensor cores are idle more than half of the time. Middle: a producer asks for tiles; most of the time it waits
 # for a free stage. Bottom: three consumers, each with its colour. At first all three compute exponentials together, and the
 # tensor cores pause. Then they drift apart, and one has products while another has exponentials. Copies are drawn from the request
@@ -616,7 +620,8 @@ grow("p11_6_overlap")
 
 # %% [markdown]
 # A consumer waits for its turn before it issues, and passes it on when it has issued, before it waits for results. Two
-# operations on **named barriers** do it: `sync` counts and waits, `arrive` only counts.
+# operations on **named barriers** do it: `sync` counts and waits, `arrive` only counts. A block has 16 of them, 0 to 15.
+# They are hardware, not mbarriers in shared memory. Number 0 is that of `__syncthreads`, so turns begin at 1.
 
 # %%
 show.diff(step("p11_6_overlap"), step("p11_7_ping_pong"), "turns", "scores", context=0)
@@ -963,6 +968,9 @@ for run in RUNS:
 # So about four fifths of the time the tensor cores work. The rest is not one thing. Warps wait for the fixed latency of the
 # instruction before (*wait*), for memory (*long scoreboard*), for their turn or each other (*barrier*). *selected* are those
 # that issued.
+#
+# The TFLOP/s of section 7 are about 65 % of the 989 that the data sheet gives. That is no contradiction: the tensor pipe's
+# share is of the clocks that passed, the 989 are for the chip's highest clock, and under such a load a chip runs slower.
 
 # %% [markdown]
 # **Does the emulator count right?** The same small launch, emulated and under Nsight Compute: two heads of 200 rows, causal.

@@ -69,11 +69,12 @@ def model(script, arrivals, **mistake):
 @pytest.mark.parametrize("slug", phase_11._MISTAKEN_PARITIES)
 def test_a_wrong_barrier_is_named(slug):
     options, _ = phase_11._MISTAKEN_PARITIES[slug]
-    assert diagnosis("11.1", lambda s, n: model(s, n, **options)) == slug
+    assert diagnosis("11.1", lambda s, n: model(s, n, **options)) == slug.removesuffix("-exact")
 
 
 def test_other_wrong_barriers():
     assert diagnosis("11.1", lambda s, n: model(s, n)[:-1]) == "wrong-shape"
+    assert "for an operation: a pair is wanted" in str(failure("11.1", lambda s, n: [int(a) for a, _ in model(s, n)]))
     assert diagnosis("11.1", lambda s, n: [(a,) for a, _ in model(s, n)]) == "wrong-shape"
     assert diagnosis("11.1", lambda s, n: model(s, n + 1)) == "wrong-parity"
     assert "operation" in str(failure("11.1", lambda s, n: [(True, False)] * len(s)))
@@ -92,7 +93,7 @@ def tile_bytes(rows, head_dim, left):
 @pytest.mark.parametrize("slug", phase_11._MISTAKEN_WAITS)
 def test_a_wrong_wait_is_named(slug):
     wrong, _ = phase_11._MISTAKEN_WAITS[slug]
-    assert diagnosis("11.2", wrong, tile_bytes) == slug.removesuffix("-xor")
+    assert diagnosis("11.2", wrong, tile_bytes) == ("phase-not-parity" if slug.startswith("phase") else slug)
 
 
 def test_other_wrong_waits():
@@ -108,6 +109,7 @@ def test_other_wrong_waits():
     [
         (lambda r, d, left: min(r, left) * d * 2, "zeros-not-counted"),
         (lambda r, d, left: r * d, "elements-not-bytes"),
+        (lambda r, d, left: r * d * 4, "floats"),
         (lambda r, d, left: r * d * 16, "bits"),
         (lambda r, d, left: r * 64 * 2, "one-slab"),
         (lambda r, d, left: left * d * 2, "rows-left"),
@@ -168,9 +170,14 @@ BUDGETS = (phase_11._most_stages, phase_11._consumer_registers, phase_11._widest
         (0, lambda *x: phase_11._most_stages(*x, item=1), "elements-not-bytes"),
         (0, lambda *x: phase_11._most_stages(*x, item=4), "floats"),
         (0, lambda *x: phase_11._most_stages(*x, fixed_barriers=0, barriers=0), "barriers-forgotten"),
-        (0, lambda *x: phase_11._most_stages(*x, fixed_barriers=0), "wrong-value"),
-        (0, lambda *x: phase_11._most_stages(*x, barriers=2), "wrong-value"),
-        (0, lambda *x: phase_11._most_stages(*x, barriers=5), "wrong-value"),
+        (0, lambda *x: phase_11._most_stages(*x, fixed_barriers=0), "barriers-miscounted"),
+        (0, lambda *x: phase_11._most_stages(*x, barriers=2), "barriers-miscounted"),
+        (0, lambda *x: phase_11._most_stages(*x, barriers=5), "barriers-miscounted"),
+        (0, lambda *x: phase_11._most_stages(*x, least=-99), "below-zero"),
+        (0, lambda m, n, d, b: max(0, (b - 2 * m * d - 8) / (4 * n * d + 32)), "not-whole"),
+        (1, lambda c, p: 65536 // (128 * (c + 1)) // 8 * 8, "as-at-the-launch"),
+        (2, lambda d, r, others: phase_11._widest_tile(d, r, 0), "others-forgotten"),
+        (2, lambda *x: phase_11._widest_tile(*x, o=1), "o-a-row-per-thread"),
         (0, lambda *x: phase_11._most_stages(*x) + 1, "wrong-value"),
         (1, lambda *x: phase_11._consumer_registers(x[0], 0), "producer-forgotten"),
         (1, lambda *x: phase_11._consumer_registers(*x, group=32), "a-warp-for-the-producer"),
@@ -240,6 +247,8 @@ def test_a_wrong_blame_is_named(slug):
 def test_other_wrong_blames():
     right = phase_11._blamed
     assert diagnosis("11.5", lambda e, a: right(e, a)[1:]) == "wrong-shape"
+    assert diagnosis("11.5", lambda e, a: [x for _, x in right(e, a)]) == "wrong-shape"
+    assert "the empty set" in str(failure("11.5", lambda e, a: [(w, x or None) for w, x in right(e, a)]))
     assert diagnosis("11.5", lambda e, a: [(0, w) for _, w in right(e, a)]) == "wrong-warp"
     assert diagnosis("11.5", lambda e, a: [(w, set()) for w, _ in right(e, a)]) == "wrong-warps"
     assert diagnosis("11.5", lambda e, a: [(w, x | {w}) for w, x in right(e, a)]) == "wrong-warps"
@@ -418,7 +427,7 @@ def test_other_producers():
         ([("    x = x < -127.f ? -127.f : x;", "    ")], "wrong-below"),
         ([("x < -127.f ? -127.f : x", "fmaxf(x, -127.f)")], "nan-hidden"),
         ([("+ 127)", "+ 126)")], "wrong-power"),
-        ([("rintf(x)", "truncf(x)")], None),
+        ([("rintf(x)", "truncf(x)")], "wrong-split"),
         ([("return fmaf", "return exp2f(x); return fmaf")], "not-by-hand"),
         ([("f = x - n", "f = n - x")], "wrong-split"),
         ([("<< 23", "<< 22")], "wrong-power"),

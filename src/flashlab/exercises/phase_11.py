@@ -19,6 +19,7 @@ import torch
 from flashlab.check import CheckFailed, expect, running
 from flashlab.check.cuda_answer import PROBES, Source, built, examine, probe, ran, replaced, source_of, text_of
 from flashlab.cuda import CudaModule
+from flashlab.exercises.answers import in_words
 from flashlab.exercises.registry import exercise
 from flashlab.kernels import step
 from flashlab.simt.report import Counters, Event
@@ -50,20 +51,20 @@ _EXPECTS = ("expect_tx", "arrive_expect_tx")
 def _parities(
     script: Sequence[Operation], arrivals: int, *, inverted: bool = False, bytes_count: bool = True,
     expect_arrives: bool = True, restarts: bool = True, stays: bool = False, by_arrival: bool = False,
-    adds: bool = True, before: bool = True,
+    adds: bool = True, before: bool = True, alone: bool = True, exact: bool = False,
 ) -> list[tuple[bool, bool]]:  # fmt: skip
     """What is right, and with an option what somebody may take for right."""
     pending, tx, phase, out, ever = arrivals, 0, 0, [], False
     for name, number in script:
         arrives = name == "arrive" or (name == "arrive_expect_tx" and expect_arrives)
         pending -= arrives
-        if name in _EXPECTS and bytes_count:
+        if name in _EXPECTS and bytes_count and (alone or name != "expect_tx"):
             tx = tx + number if adds else number
         if name == "copy" and bytes_count:
             tx -= number
-        if pending <= 0 and tx == 0 and (arrives or not by_arrival):
+        if (pending == 0 or (pending < 0 and not exact)) and tx == 0 and (arrives or not by_arrival):
             phase, ever = phase + 1, True
-            pending = arrivals if restarts else 1 << 30
+            pending = arrivals if restarts else pending if exact else 1 << 30
         first = phase % 2 == 1
         pair = (True, True) if stays and ever and not first else (first != inverted, first == inverted)
         out.append(pair if before or ever else (False, False))
@@ -93,6 +94,23 @@ _MISTAKEN_PARITIES: dict[str, tuple[dict[str, bool], str]] = {
         {"restarts": False},
         "after its first phase the barrier stands still here: the next phase begins at once, and waits for as many "
         "arrivals again",
+    ),
+    "no-arrival-exact": (
+        {"expect_arrives": False, "exact": True},
+        "arrive_expect_tx is not counted as an arrival here: it announces bytes, and it arrives as well",
+    ),
+    "never-restarts-exact": (
+        {"restarts": False, "exact": True},
+        "after its first phase the arrivals are not counted anew here: the next phase begins at once, and waits for as "
+        "many arrivals again",
+    ),
+    "announced-alone": (
+        {"alone": False},
+        "the bytes of expect_tx are not counted here: it announces bytes as arrive_expect_tx does, but does not arrive",
+    ),
+    "announced-alone-exact": (
+        {"alone": False, "exact": True},
+        "the bytes of expect_tx are not counted here: it announces bytes as arrive_expect_tx does, but does not arrive",
     ),
     "stays-complete": (
         {"stays": True},
@@ -186,7 +204,15 @@ def _(complete: Callable[[list[Operation], int], list[tuple[bool, bool]]]) -> st
     for arrivals, script in given:
         case = f"{arrivals} arrival{'s' if arrivals > 1 else ''} per phase; {_in_words(script)}"
         with running(case):
-            pairs = complete(list(script), arrivals)
+            pairs = list(complete(list(script), arrivals))
+            strange = [pair for pair in pairs if not hasattr(pair, "__iter__")]
+            expect(
+                not strange,
+                f"complete gives {in_words(strange[0]) if strange else ''} for an operation: a pair is wanted for "
+                "each, (is parity 0 complete?, is parity 1 complete?)",
+                diagnosis="wrong-shape",
+                case=case,
+            )
             rows = [tuple(bool(x) for x in pair) for pair in pairs]
         expect(
             len(rows) == len(script) and all(len(row) == 2 for row in rows),
@@ -200,7 +226,8 @@ def _(complete: Callable[[list[Operation], int], list[tuple[bool, bool]]]) -> st
     if got == want:
         return f"{len(given)} scripts, {sum(len(s) for _, s in given)} operations: the emulator's barrier says the same"
     for slug, (options, sentence) in _MISTAKEN_PARITIES.items():
-        expect(got != [_parities(s, n, **options) for n, s in given], sentence, diagnosis=slug)
+        wrong = [_parities(s, n, **options) for n, s in given]
+        expect(got != wrong, sentence, diagnosis=slug.removesuffix("-exact"))
     for (arrivals, script), mine, right in zip(given, got, want, strict=True):
         for at, (a, b) in enumerate(zip(mine, right, strict=True)):
             parity = 0 if a[0] != b[0] else 1
@@ -252,6 +279,18 @@ _MISTAKEN_WAITS: dict[str, tuple[Callable[[int, int], tuple[int, ...]], str]] = 
     "phase-not-parity-xor": (
         lambda i, s: (i % s, i // s, i // s ^ 1),
         "you give the phase's number; a wait takes its parity, the last bit",
+    ),
+    "phase-not-parity-before": (
+        lambda i, s: (i % s, i // s, i // s - 1),
+        "you give the phase's number; a wait takes its parity, the last bit",
+    ),
+    "stage-is-the-use": (
+        lambda i, s: (i // s, i // s % 2, 1 - i // s % 2),
+        "i // stages says how often the stage has been used before, and i % stages which stage it is",
+    ),
+    "wrong-order": (
+        lambda i, s: (i // s % 2, i % s, 1 - i // s % 2),
+        "the order is another one: the stage comes first, then the consumer's parity, then the producer's",
     ),
     "one-phase-for-the-producer": (
         lambda i, s: (i % s, i // s % 2, 1),
@@ -345,6 +384,7 @@ def _expect_bytes(tile_bytes: Callable[[int, int, int], int]) -> None:
             "counts all of it: with fewer bytes announced, more come than the phase expects",
         ),
         "elements-not-bytes": (lambda rows, d, left: rows * d, "these are elements; an element has 2 bytes"),
+        "floats": (lambda rows, d, left: rows * d * 4, "an element has 2 bytes, and here it has 4"),
         "bits": (lambda rows, d, left: rows * d * 16, "these are bits; expect_tx takes bytes"),
         "one-slab": (
             lambda rows, d, left: rows * 128,
@@ -470,10 +510,10 @@ def _expect_tile(which: int, row: torch.Tensor, column: torch.Tensor, given: lis
 
 def _most_stages(
     block_m: int, block_n: int, head_dim: int, shared_bytes: int, *, kv: int = 2, q: bool = True, item: int = 2,
-    fixed_barriers: int = 1, barriers: int = 4,
+    fixed_barriers: int = 1, barriers: int = 4, least: int = 0,
 ) -> int:  # fmt: skip
     left = shared_bytes - (block_m * head_dim * item if q else 0) - 8 * fixed_barriers
-    return max(0, left // (kv * block_n * head_dim * item + 8 * barriers))
+    return max(least, left // (kv * block_n * head_dim * item + 8 * barriers))
 
 
 def _consumer_registers(consumers: int, producer: int, *, whole: bool = False, step: int = 8, group: int = 128,
@@ -497,8 +537,14 @@ def _expect_numbers(
     if all(got[x] == right(*x) for x in got):
         return
     for slug, (wrong, sentence) in mistakes.items():
-        expect(any(got[x] != wrong(*x) for x in got), sentence, diagnosis=slug)
+        expect(any(got[x] != wrong(*x) for x in got), sentence, diagnosis=re.sub(r"(-\d){2}$", "", slug))
     for x, value in got.items():
+        expect(
+            isinstance(value, int),
+            f"{name}({', '.join(map(str, x))}) is {value}, and a whole number is wanted: what does not fit whole does "
+            "not fit",
+            diagnosis="not-whole",
+        )
         expect(
             value == right(*x),
             f"{name}({', '.join(map(str, x))}) is {value}, and should be {right(*x)}: {why(*x)}",
@@ -562,6 +608,18 @@ def _(
                 "the tiles are right. The barriers take room as well: 8 bytes each, one for Q and four for a stage. "
                 "Where the tiles fit exactly, they decide",
             ),
+            **{
+                f"barriers-miscounted-{fixed}-{each}": (
+                    functools.partial(_most_stages, fixed_barriers=fixed, barriers=each),
+"the tiles are right, the number of barriers is not. "
+                    "There is one for Q, of 8 bytes; a stage has a full and an empty one for K, and the same for V",
+                )
+                for fixed in (0, 1) for each in range(6) if (fixed, each) not in ((0, 0), (1, 4))
+            },
+            "below-zero": (
+                lambda *x: _most_stages(*x, least=-1 << 30),
+                "where not even Q fits, you give a number below 0: no stage fits then, which is 0",
+            ),
         },
         names,
         lambda m, n, d, limit: (
@@ -592,6 +650,10 @@ def _(
                 "you deal out all 65536. The launch gives each thread a multiple of 8, and what that rounding leaves "
                 "over belongs to nobody: the pool is smaller",
             ),
+            "as-at-the-launch": (
+                lambda c, p: 65536 // (128 * (c + 1)) // 8 * 8,
+                "these are the registers at the launch: the consumers can take those too that the producer gives away",
+            ),
             "above-256": (
                 lambda c, p: _consumer_registers(c, p, most=1 << 30),
                 "a thread has at most 256 registers, whatever is left",
@@ -616,6 +678,14 @@ def _(
                 "P of the tile before is not counted here: it is kept while S is computed",
             ),
             "p-as-floats": (lambda *x: _widest_tile(*x, p=1 / 2), "P has 16-bit numbers: two of them share a register"),
+            "others-forgotten": (
+                lambda d, r, others: _widest_tile(d, r, 0),
+                "the `others` registers are not taken off here",
+            ),
+            "o-a-row-per-thread": (
+                lambda *x: _widest_tile(*x, o=1),
+                "O takes head_dim registers here: 64 rows are shared by 128 threads, so a thread has half as many",
+            ),
             "o-forgotten": (
                 lambda *x: _widest_tile(*x, o=0),
                 "O is not counted here: its accumulators stay all the time",
@@ -790,9 +860,18 @@ def _(waited_for: Callable[[list[tuple[int, str, int, int]], dict[int, int]], li
     said: list[Blamed] = []
     for case, events, arrivals in logs:
         with running(case):
-            said.append(
-                [(int(warp), {int(w) for w in warps}) for warp, warps in waited_for(list(events), dict(arrivals))]
+            pairs = list(waited_for(list(events), dict(arrivals)))
+            strange = [
+                x for x in pairs if not (isinstance(x, (tuple, list)) and len(x) == 2 and hasattr(x[1], "__iter__"))
+            ]
+            expect(
+                not strange,
+                f"waited_for gives {in_words(strange[0]) if strange else ''} for a wait: a pair is wanted for each, "
+                "the warp that waited and the set of those it was for; a wait for nobody has the empty set",
+                diagnosis="wrong-shape",
+                case=case,
             )
+            said.append([(int(warp), {int(w) for w in warps}) for warp, warps in pairs])
     right = [_blamed(events, arrivals) for _, events, arrivals in logs]
     for slug, (wrong, sentence) in _MISTAKEN_BLAME.items():
         expect(said == right or said != [wrong(e, a) for _, e, a in logs], sentence, diagnosis=slug)
@@ -1051,6 +1130,9 @@ def _told(failed: CheckFailed, text: str) -> CheckFailed:
     if failed.diagnosis == "registers-missing" and "setmaxnreg_dec" not in code:
         also = ": the producer's warps have not given theirs back (setmaxnreg_dec<PRODUCER_REGISTERS>, by all four)"
         return CheckFailed(failed.sentence + also, diagnosis="registers-kept", case=failed.case)
+    if failed.diagnosis == "registers-missing" and "return" not in code:
+        also = ": the producer's warps run on into the consumers' code; they should return, all four"
+        return CheckFailed(failed.sentence + also, diagnosis="no-return", case=failed.case)
     if failed.diagnosis == "mbarrier-arrivals" and "elect_one" not in code and "threadIdx" not in code:
         also = ". Each lane of the producer asks for the tile: one thread alone should"
         return CheckFailed(failed.sentence + also, diagnosis="asked-by-all", case=failed.case)
@@ -1117,6 +1199,14 @@ def _(exp2_polynomial: str) -> str:
             f"{said}. The exponent of a float is in bits 23 to 30, with 127 added: for 2^0 it is 0x3f800000",
             diagnosis="wrong-power",
         )
+    below = x - x.round()  # of negative x: where n = ceil and n = floor part company
+    fine = [float(error[(x < 0) & side].max()) <= _ALLOWED for side in (below <= 0, below >= 0)]
+    expect(
+        fine[0] == fine[1],
+        f"{said}: right where x is just {'below' if fine[0] else 'above'} a whole number. So x is not split at the "
+        "nearest one: with n = rintf(x), f = x - n stays in [-0.5, 0.5], for negative x too",
+        diagnosis="wrong-split",
+    )
     expect(
         float(error.max()) <= _ALLOWED,
         f"{said}: an error of {float(error.max()):.1e}, where {_ALLOWED:.1e} is allowed. P is rounded to 11 bits "

@@ -15,6 +15,7 @@ import matplotlib.pyplot as plt
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 
 from flashlab.cuda import load_inline
@@ -83,15 +84,16 @@ def replayed(name: str, *, head_dim: int = 64, keys: int = 1024) -> Replay:
 
 
 _GROUP_HUES = [COLORS[name] for name in ("blue", "orange", "green", "purple")]
-_WAITS = {"bytes": ("black", "bytes"), "release": ("grey", "a free stage"), "products": ("sky", "products"),
-          "barrier": ("red", "its turn")}  # fmt: skip
+# Kept apart from the consumers' hues, and from each other in grey: a wait for a stage is the palest.
+_WAITS = {"bytes": ("red", "bytes"), "release": ("light", "a free stage"), "products": ("black", "products"),
+          "barrier": ("yellow", "its turn")}  # fmt: skip
 
 
 def timelines(plots: Mapping[str, Replay], *, clocks: tuple[float, float]) -> Figure:
     """One panel for each: the copies, the producer, the tensor cores, and each consumer, over the model's clocks.
 
     A consumer has its colour on every line. On the tensor cores it is paler for the scores, full for the output; on its
-    own line a bar is exponentials, and a thin line a wait, coloured by what for.
+    own line a bar is exponentials, and a thin line a wait, coloured by what for (never in a consumer's colour).
     """
     lines = {title: _lines(found) for title, found in plots.items()}
     figure, axes = plt.subplots(
@@ -120,10 +122,12 @@ def timelines(plots: Mapping[str, Replay], *, clocks: tuple[float, float]) -> Fi
     axes[-1, 0].set_xlabel("clocks of the model")
     visible = (clocks[1] - clocks[0]) / 300
     seen = {s.what for found in plots.values() for s in found.spans if s.end - s.begin > visible}
-    black = COLORS["black"]
-    keys = [Patch(color=black, alpha=0.4, label="pale: S = Q K^T"), Patch(color=black, label="full: O += P V"),
-            *(Patch(color=COLORS[hue], label=f"waits for {text}") for what, (hue, text) in _WAITS.items()
-              if what in seen)]  # fmt: skip
+    # Boxes for bars, in a consumer's hue; thin lines for waits, as they are drawn
+    hue = _GROUP_HUES[0]
+    keys = [Patch(color=hue, alpha=0.45, label="pale: S = Q K^T"),
+            Patch(color=hue, label="full: O += P V, exponentials"),
+            *(Line2D([], [], color=COLORS[hue], linewidth=3, label=f"waits for {text}")
+              for what, (hue, text) in _WAITS.items() if what in seen)]  # fmt: skip
     figure.legend(handles=keys, loc="outside lower center", ncols=len(keys), fontsize=8, handlelength=1.2)
     return figure
 
