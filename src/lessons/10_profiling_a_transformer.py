@@ -823,15 +823,15 @@ for size in SIZES:
     print(f"{size}: a step with our kernels is " + (", ".join(said) or lm.NOT_YET))
 
 # %% [markdown]
-# Not what you would expect. In bf16 a step with our kernels takes 1.4 to 1.7 times as long as with SDPA, and is hardly faster than with eager attention, if at all. What our kernels save is memory, as much as SDPA does.
+# In bf16 a step with our kernels is 1.5 to 1.9 times as fast as with eager attention, needs half of its memory, and takes as long as with SDPA, within 3 %.
 #
-# Before you blame the kernels, look at float32:
+# Only as long? Look at float32, where ours and SDPA's attention are further apart, and at the *flash* row of the medium model above: it is far slower than its neighbours.
 
 # %%
 display(lm.step_table(model_data, "float32"))
 
 # %% [markdown]
-# There ours is the fastest at every size that is recorded. The same model, the same kernels in another dtype. What else is in a step's time? The *optimiser* gives it away. Its work does not depend on attention, nor on
+# There ours is the fastest at every size, by 2 to 6 % over SDPA. The same model, the same kernels in another dtype. What else is in a step's time? The *optimiser* gives it away. Its work does not depend on attention, nor on
 # autocast: weights, gradients and averages are float32 in every row.
 
 # %%
@@ -842,8 +842,17 @@ for dtype in lm.DTYPES:
         print(f"optimiser, {size}, {dtype}, ms: {said or lm.NOT_YET}")
 
 # %% [markdown]
-# In float32 it takes the same time whatever the attention. In bf16 the same kernels on the same weights take up to nearly three times as long. That is what *waiting* looks like. Python launches kernel after
+# In float32 it takes the same time whatever the attention. In bf16 the same kernels on the same weights take longer in some rows, 5.8 ms for 4.1 in the medium one with *flash*. That is what *waiting* looks like. Python launches kernel after
 # kernel. While kernels are long, it runs ahead and nobody notices. In bf16 they are short, Python is late, and a step takes as long as Python does.
+#
+# How much of a step is that? Record the whole step into one CUDA graph: forward, backward, optimiser. Then Python launches once, and the GPU never waits:
+
+# %%
+display(lm.graph_table(model_data))
+
+# %% [markdown]
+# That is the time of the kernels alone. There our medium step is 1.13 times as fast as SDPA's, the small one 1.09 times. Launched by Python the GPU waits for a seventh to nearly a half of the time, most with our attention: Python has more
+# to do for it.
 #
 # Could it be the attention kernels after all? Count them, at 200 TFLOP/s, which phases 4 and 5 measured as less than what they reach at this N and D, with more heads:
 
@@ -855,19 +864,19 @@ print(f"attention in a step of the small model: {work / 1e12:.2f} TFLOP, {1e3 * 
 assert 1e3 * work / 200e12 < 2
 
 # %% [markdown]
-# Less than 2 ms. Between SDPA and ours lie 18. So a faster kernel would change nothing here. What is left is Python, and our way has more of it: its operators and Triton's launches, as in the white of section 5.
+# Less than 2 ms. So a faster kernel would change little here. What is left is Python: its operators, and Triton's launches, as in the white of section 5.
 #
-# How much of it is this course's code, and how much the machine, the record does not tell: four benches ran on its processors at the same time. Nor does it tell why the fused RoPE costs 53 ms at xl, and at small nothing.
-# Its kernel takes microseconds.
+# How much it costs depends on the processor more than on anything else. In an earlier run four benches shared the host: there our step took 1.4 to 1.7 times as long as SDPA's, and the optimiser up to three times as long. And half of our part of it was
+# needless: an operator of `torch.library` can be traced and intercepted, and each call pays for that. Where nobody looks, the door now calls its functions plainly (`runtime/dispatch.py`): 0.13 ms instead of 0.43 for a forward call without the launch itself (`notes/phase_10_experiments.md`).
 
 # %% [markdown]
-# *What would you do?* Anything that launches less: longer texts, larger batches, `torch.compile`, CUDA graphs. What torch.compile does is recorded for the small model. And below it, what a missing warm-up would have said:
+# *What would you do?* Anything that launches less: longer texts, larger batches, CUDA graphs, `torch.compile`. What torch.compile does is recorded for two models, in a run on a busier host, so compare its rows with each other. And below it, what a missing warm-up would have said:
 
 # %%
 display(lm.compiled_table(model_data), lm.warm_up_table(model_data))
 
 # %% [markdown]
-# Compiled, every attention's step is about twice as fast, and SDPA stays ahead of ours. And the first step of *flash* has Triton's compiler in it: a mean over five steps would make it look 13 times as slow as it is.
+# Compiled, eager attention gains most, and SDPA stays ahead of ours: our operators are still launched by Python. And the first step of *flash* has nvcc or Triton's compiler in it: a mean over five steps would make it look more than 50 times as slow as it is.
 
 # %% [markdown]
 # So much for launches. But even without them, a model's ratio has to be smaller than a layer's: attention is only a part of a step. How large a part of a block?
@@ -1245,12 +1254,10 @@ for run in attention_runs:
             print(f"{dtype}, {which}, N = {longest_n}: times as fast as eager, by D: {said or lm.NOT_YET}")
 
 # %% [markdown]
-# At D = 16 the launches show: from N = 2048 to 4096 the work grows 4 times, our time 6 times.
+# At D = 16 in bfloat16 the launches show: from N = 2048 to 4096 the work grows 4 times, our time 9 times.
 #
-# In float32 ours wins where rows are short, and **loses at D = 128**, in the backward pass by a factor of three. Backward it is behind at D = 64 already.
-#
-# Two things are known about it. Ours multiplies each pair three times in TF32, to be as exact as float32 (phase 4). And its float32 tiles for D = 128 were never timed: the table of tiles has *compiled* as their
-# source, and *measured* up to 64. Whether either is the reason, nothing here isolates.
+# In float32 ours wins where rows are short, and **loses at D = 128**, in the backward pass by a factor of two. It was three, before its tiles for D = 128 were timed: the table of tiles had *compiled* as their source. What is left has a known part. Ours multiplies each
+# pair three times in TF32, to be as exact as float32 (phase 4). In bfloat16 the *compiled eager* attention is ahead of ours from D = 64 on: the record says that torch.compile put a fused kernel of PyTorch's in its place.
 
 # %% [markdown]
 # And what autograd saves between the two passes, the subject of the formulas above:

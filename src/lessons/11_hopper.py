@@ -35,6 +35,8 @@
 # from the emulator. Times come from a recorded run and name their machine. About two hours to read.
 
 # %%
+import re
+
 import matplotlib.pyplot as plt
 import torch
 
@@ -756,13 +758,49 @@ grow("p11_13_parts")
 # `p11_flash` is the same kernel with tiles for every shape. Where parts would be too few to fill the GPU, blocks have one
 # consumer. With $D = 256$ a tile of keys is 64 rows, and O takes the place of Q.
 #
+# **Trust.** In step 11 each tile still *looks* at its maxima: 64 comparisons per lane, then shuffles, and only then the first
+# exponential can begin. But after the first tile the maximum hardly moves. So a full tile is computed under the maximum of
+# the tiles before (`TRUST`). If that was too low, a sum tells: it is beyond $2^{14}$, or infinite. By then S has been overwritten. So the
+# warp computes it again, alone, with phase 8's `ldmatrix` and `mma.sync`, and takes the usual way. What makes that right is
+# the online softmax itself: any reference is right as long as nothing overflows.
+#
+# The idea of a reference without a look is from FlashDecoding++ (its "unified maximum value"), which takes a constant.
+#
 # With a mask, parts have different lengths, and the longest one must not begin last: all others would wait for it. Heads are
 # worked on in groups that fit into L2. So the last group gets so many heads that every block has work for about two of
 # the longest parts in it. Then short parts come last (`notes/phase_11_experiments.md` has what it gained).
 
 # %%
+show.region(step("p11_flash"), "trust", "scores again")
+
+# %%
 show.diff(step("p11_13_parts"), step("p11_flash"), "constants", "launch", context=0)
 grow("p11_flash")
+
+# %% [markdown]
+# What does it cost when trust is misplaced? Scores that grow from tile to tile, against random ones, counted in the check build:
+# `mma` are the products of warps that computed S again.
+
+# %%
+def products(kind):
+    """wgmma and mma.sync of one launch: one head of 640 rows, D = 64."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, 640, 64, generator=g).half() for _ in range(3))
+    if kind == "growing":  # a block walks from the last key to the first
+        q[..., 0], k[..., 0] = 8, torch.linspace(64, -64, 640).half()
+    checked = load_inline(step("p11_flash"), check=True)
+    o, _ = checked.forward(q, k, v)
+    right = torch.nn.functional.scaled_dot_product_attention(q.float(), k.float(), v.float())
+    assert (o - right).abs().max() < 0.01
+    return {name: checked.report.counters.get(name, 0) for name in ("wgmma", "mma")}
+
+for kind in ("random", "growing"):
+    print(f"{kind}: {products(kind)}")
+assert products("random")["mma"] == 0 < products("growing")["mma"]
+
+# %% [markdown]
+# On an H200 such growing scores, at every tile and for every row, made the kernel half as fast ($D = 64$) or two thirds ($D = 128$): that is the worst case. Random
+# ones never take that way.
 
 # %% [markdown]
 # Does it compute attention? The checker's cases of up to 300 rows, at $D = 64$: causal and not, grouped heads, ragged and
@@ -790,7 +828,7 @@ for run in RUNS:
 
 # %% [markdown]
 # *TFLOP/s over the length; upper row without a mask, lower row causal. `p11` is this lecture's kernel.* It is far above
-# FlashAttention-2 and `p9_flash`, which feed the tensor cores by `mma.sync`, and close to FlashAttention-4.
+# FlashAttention-2 and `p9_flash`, which feed the tensor cores by `mma.sync`, and ahead of cuDNN and FlashAttention-4 at most shapes.
 # So look at ratios: how many times as fast as each peer, and as the best peer of each shape, as geometric means. An empty column is not measured.
 
 # %%
@@ -830,16 +868,17 @@ for run in RUNS:
     for s in found[:6]:
         print(f"{s.ratio:.2f}: {s.label} ({s.job['kind']}), beside {s.best}")
     assert found[0].ratio > 0.9 and {s.best for s in found[:6]} == {"cuDNN", "FlashAttention-4"}
-    longer = [s for s in found if s.ratio < 0.98 and s.best == "FlashAttention-4"]
-    fewest = min(s.job["keys"] for s in longer)
-    print(f"below 0.98 beside FlashAttention-4: {len(longer)} shapes, with {fewest} keys or more")
-    assert fewest >= 4096
+    behind = [s for s in found if s.ratio < 1]
+    kinds = {(s.job["shape"][3], s.best) for s in behind}
+    print(f"behind at {len(behind)} of {len(found)} shapes; head_dim and who is ahead: {sorted(kinds)}")
+    assert all(d != 128 for d, _ in kinds)
 
 # %% [markdown]
-# They are of two kinds. With 512 causal rows and $D = 64$ cuDNN is a little ahead. A part has two to four tiles there, so its
-# beginning and its end count. Step 13 was written for such shapes (`notes/phase_11_experiments.md` says what it gained).
+# They are of three kinds. With 512 causal rows cuDNN is a little ahead at $D = 64$ and 256. A part has few tiles there, so its
+# beginning and its end count. Step 13 was written for such shapes (`notes/phase_11_experiments.md` says what it gained). At $D = 256$, causal and
+# long, FlashAttention-4 is ahead by up to 4 %: there a tile's maxima are looked at, since trust gained nothing. And at $D = 64$ it is as fast as ours at the longest.
 #
-# The others have many keys, and FlashAttention-4 is ahead by up to 5 %. Which of its ideas does that is not isolated.
+# At $D = 64$ a goal is missed: 1.10 times FlashAttention-4. Section 10 says what limits the kernel there.
 
 # %% [markdown]
 # **The backward pass.** The package has one in this style, `flashlab.cuda.hopper_backward`: two large kernels, no atomics, so
@@ -910,8 +949,8 @@ for run in RUNS:
         print(f"{name:13} {min(r):.2f} to {max(r):.2f} times as fast as the kernel as it is")
 
 # %% [markdown]
-# - `PING_PONG=0`: at $D = 64$ taking turns is worth 7 to 10 %. There softmax takes as long as the products. At $D = 128$ and
-#   256 it is worth little, either way.
+# - `TRUST=0`: each tile's maxima are looked at. 10 to 11 % slower at $D = 128$, 5 to 6 % at $D = 64$. At $D = 256$ that is how the kernel is.
+# - `PING_PONG=0`: taking turns is worth 4 to 5 % where there is a mask, and nothing without.
 # - `DYNAMIC=0`: without the counter three of the four causal shapes lose, the long one most. The counter is used with a mask alone;
 #   `DYNAMIC=2` uses it always. Where that changes nothing in the kernel, what differs is noise.
 # - `POLYNOMIAL=4`: slower at every shape, and at causal ones its `lse` is refused by the rule. FlashAttention-4 reports a gain on
@@ -921,7 +960,9 @@ for run in RUNS:
 for run in RUNS:
     ratios = changed(run)
     head_dims = [shape[3] for shape, _ in hopper_results.ladder_speeds(run, "variants")]
-    assert all((r < 0.95) == (d == 64) for r, d in zip(ratios["PING_PONG=0"], head_dims, strict=True))
+    causal = [mask for _, mask in hopper_results.ladder_speeds(run, "variants")]
+    assert all((r < 0.97) == mask for r, mask in zip(ratios["PING_PONG=0"], causal, strict=True))
+    assert all((r < 0.97) == (d < 256) for r, d in zip(ratios["TRUST=0"], head_dims, strict=True))
     assert min(ratios["DYNAMIC=0"]) < 0.85 and max(ratios["POLYNOMIAL=4"]) < 1.01
     assert min(ratios["POLYNOMIAL=4"]) < 0.95
     some = [r for r in run["rows"] if r["part"] == "variants" and "POLYNOMIAL" in r["name"]]
@@ -962,15 +1003,23 @@ for run in RUNS:
     most = sorted(stalls, key=lambda n: -stalls[n])[:4]
     print(f"p11_flash: tensor pipe {last[PIPE]:.0f} % of the time")
     print("warps per issued instruction:", ", ".join(f"{n} {stalls[n]:.2f}" for n in most))
-    assert last[PIPE] > 75 and most[0] == "wait"
+    assert last[PIPE] > 85 and most[0] == "wait"
 
 # %% [markdown]
-# So about four fifths of the time the tensor cores work. The rest is not one thing. Warps wait for the fixed latency of the
+# So nine tenths of the time the tensor cores work. The rest is not one thing. Warps wait for the fixed latency of the
 # instruction before (*wait*), for memory (*long scoreboard*), for their turn or each other (*barrier*). *selected* are those
 # that issued.
 #
-# The TFLOP/s of section 7 are about 65 % of the 989 that the data sheet gives. That is no contradiction: the tensor pipe's
-# share is of the clocks that passed, the 989 are for the chip's highest clock, and under such a load a chip runs slower.
+# At $D = 64$ (measured apart, $N = 8192$, `notes/phase_11_experiments.md`) the tensor pipe is busy 65 % of the time, and the unit for exponentials 65 % too;
+# FlashAttention-4's 63 and 65. Both are needed for as long (step 12), so their work would have to overlap better.
+#
+# The TFLOP/s of section 8 are about 75 % of the 989 that the data sheet gives. That is no contradiction: the pipe's share is of
+# the clocks that passed, and under such a load the chip lowers its clock. The record has seen that:
+
+# %%
+for run in RUNS:
+    clock, capped = run["machine"]["sm_clock_mhz"], run["machine"]["throttled"].get("power cap", 0)
+    print(f"SM clock at most {clock['max']} MHz, at its lowest {clock['lowest']}; power cap in {capped:.0%} of the samples")
 
 # %% [markdown]
 # **Does the emulator count right?** The same small launch, emulated and under Nsight Compute: two heads of 200 rows, causal.
@@ -1046,6 +1095,17 @@ for run in RUNS:
         print(f"{name}: {'result ' + r['result'] + '; ' if r else ''}{said}")
 
 # %% [markdown]
+# On the GPU all four computed right results, on that day. *racecheck* and *memcheck* saw nothing; *synccheck* complains of the first alone, the wait
+# for V that is missing.
+
+# %%
+for run in RUNS:
+    rows = hopper_results.planted_rows(run)
+    noticed = {name for name, r in rows.items() for text in r["said"].values() if not re.search(r"\b0 (errors|hazards)", text)}
+    assert noticed == {"K is waited for, V is not"} and {r["result"] for r in rows.values()} == {"right"}
+    print("noticed by compute-sanitizer:", *noticed)
+
+# %% [markdown]
 # Of the right kernels the record has these verdicts:
 
 # %%
@@ -1067,7 +1127,8 @@ show.region(step("p11_flash"), "constants", "scheduler", "operands", "copy a til
 
 # %% [markdown]
 # **What lies where** in shared memory: two places for Q, the stages of K and of V, O, then the barriers. **Which rows** a part is. **The
-# barriers**: a full one waits for one arrival and for bytes, an empty one for each consumer.
+# barriers**: a full one waits for one arrival and for bytes, an empty one for each consumer, or for each warp, since a warp may
+# read Q and K for itself.
 
 # %%
 show.region(step("p11_flash"), "shared memory", "which rows", "barriers")
@@ -1086,9 +1147,10 @@ show.region(step("p11_flash"), "producer")
 # |---|---|---|
 # | *turns* | 7 | who may issue now |
 # | *output* | 3, 6 | O += P V of the tile before: issues it only |
-# | *scores* | 2, 6, 7 | S of this tile; waits for S alone; gives K's stage back |
-# | *row maxima*, *rescale* | phase 9, 11 | masks where needed; moves the reference seldom |
+# | *scores* | 2, 6, 7 | S of this tile; waits for S alone |
+# | *row maxima*, *rescale* | phase 9, 11 | masks where needed; moves the reference |
 # | *probabilities* | 12 | $2^{x - m}$, while the tensor cores work |
+# | *trust* | last | of a full tile the probabilities alone, unless a sum is too large; gives K's stage back |
 # | *rescale O* | 6 | waits for O, gives V's stage back, rounds P |
 
 # %%
@@ -1109,7 +1171,8 @@ show.region(step("p11_flash"), "store", "tensor maps", "launch")
 # - `wgmma` finds operands by descriptors. One bit makes V an operand as it lies. P stays in registers.
 # - A stage has two barriers: full, for bytes, and empty, for readers.
 # - Asynchronous work pays when someone else has something to do. That is what consumers, overlap and turns are for.
-# - Measure each idea again in the final kernel. Turns pay there at $D = 64$ alone, the polynomial nowhere.
+# - Measure each idea again in the final kernel. Turns pay there with a mask alone, the polynomial nowhere.
+# - The maximum is a matter of range, not of the result: look at it when a sum says that you must.
 
 # %% [markdown]
 # **What you can now do:** read a Hopper kernel's barriers like a protocol, say for each wait who ends it, and for each fence
@@ -1120,7 +1183,7 @@ show.region(step("p11_flash"), "store", "tensor maps", "launch")
 # might every test pass?
 
 # %% [markdown]
-# Left to explore: short causal rows at $D = 64$, where cuDNN was ahead; a backward pass with five products instead of seven;
+# Left to explore: $D = 64$, where the exponentials and the products each need two thirds of the time and overlap only in part; short causal rows, where cuDNN was ahead; a backward pass with five products instead of seven;
 # FP8, whose operands must be K-major; clusters, in which one copy serves several SMs. On your own GPU: `flashlab bench hopper`.
 
 # %% [markdown]
@@ -1134,6 +1197,8 @@ show.region(step("p11_flash"), "store", "tensor maps", "launch")
 #   schedule, descriptors of the canonical layouts.
 # - Shah, Bikshandi, Zhang, Thakkar, Ramani, Dao: *FlashAttention-3: Fast and Accurate Attention with Asynchrony and
 #   Low-precision* (2024), arXiv 2407.08608: producer and consumers, ping-pong, the overlap of the two products.
+# - Hong, Dai, Xu, Mao, Li, Liu, Chen, Dong, Wang: *FlashDecoding++: Faster Large Language Model Inference on GPUs* (2023), arXiv
+#   2311.01282: softmax with a reference that is known beforehand, and a way back where it does not hold.
 # - Zadouri, Hoehnerbach, Shah, Liu, Thakkar, Dao: *FlashAttention-4: Algorithm and Kernel Pipelining Co-Design for
 #   Asymmetric Hardware Scaling* (2026), arXiv 2603.05451: conditional rescaling, exponentials by polynomial.
 # - Dao and others: *flash-attention*, github.com/Dao-AILab/flash-attention: `hopper/`, `flash_attn/cute/`, and
