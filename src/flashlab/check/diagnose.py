@@ -441,7 +441,9 @@ def _permuted(observations: Sequence[Observation], wrong: Sequence[Observation])
             if bool((distance.amin(1) <= close).all()) and bool(moved.any()):
                 at = int(moved.nonzero()[0])
                 if len(set(source.tolist())) < len(source):
-                    alone = bool(((distance <= 2 * close).sum(1) == 1).all())  # no two places have nearly the same
+                    # No two places have nearly the same, and no line is one number: zeros belong in any place.
+                    alone = bool(((distance <= 2 * close).sum(1) == 1).all())
+                    alone &= bool((a[moved].amax(1) - a[moved].amin(1) > 4 * close).all())
                     if not alone or len(moved) < 16 or int(moved.sum()) < 4 or bool(moved.all()):
                         continue
                     holds = f"{name[:-1]} {at} of o holds what belongs in {name[:-1]} {int(source[at])}"
