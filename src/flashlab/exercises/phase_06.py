@@ -158,7 +158,7 @@ def _other_place(answer: Answer) -> str | None:
     """Which row and column the threads take, if just one pair of formulas has written what is written in all shapes."""
     left = set(itertools.product(_TAKEN, _TAKEN)) - {(_ROW, _COL)}
     tried = 0
-    for rows, cols in _MATRICES:
+    for rows, cols in (*_MATRICES, (70, 90)):  # the last has several blocks either way, of rows and of columns
         x, bias, y = _random(rows, cols), _random(cols, seed=1), marked(rows, cols)
         try:
             answer.run(x, bias, y, rows, cols, case="", check=False)
@@ -184,11 +184,11 @@ def _other_place(answer: Answer) -> str | None:
             f"is {_ROW}"
         )
     wrong = [
-        f"its {name} for {taken}, and it is {right}"
+        f"{taken} for the {name}, which is {right}"
         for name, taken, right in (("row", row_taken, _ROW), ("column", col_taken, _COL))
         if taken != right
     ]
-    return f"the elements that are written are those of threads that take {'; '.join(wrong)}"
+    return f"the elements that are written are those of threads that take {' and '.join(wrong)}"
 
 
 def _row_sectors(rows: int, cols: int, bias: bool = True) -> int:

@@ -45,7 +45,8 @@ def explain(forward: Forward, head_dim: int, dtype: torch.dtype = torch.float16)
             if near(o, prediction):
                 return slug, sentence
     return (
-        _tail(forward, head_dim, dtype, right)
+        _falling(forward, head_dim, dtype)
+        or _tail(forward, head_dim, dtype, right)
         or _always_causal(forward, head_dim, dtype)
         or _diagonal(forward, head_dim, dtype)
     )
@@ -130,6 +131,32 @@ def _tail(forward: Forward, head_dim: int, dtype: torch.dtype, one_tile_right: b
                     f"n_start + n: is n_start "
                     "in the comparison?"
                 )
+    return None
+
+
+_HALF = 128  # keys: a multiple of any tile
+
+
+def _falling(forward: Forward, head_dim: int, dtype: torch.dtype) -> Found | None:
+    """A maximum that is the tile's own: right until it falls so far that the correction is infinite."""
+    generator = torch.Generator().manual_seed(6)
+    right = {}
+    for fall in (20.0, 150.0, -20.0, -150.0):  # of the scores of the keys from _HALF on, in units of ln
+        q = 0.05 * torch.randn(1, 1, 16, head_dim, generator=generator)
+        k, v = (torch.randn(1, 1, 2 * _HALF, head_dim, generator=generator) for _ in range(2))
+        q[..., 0], k[..., 0] = math.sqrt(head_dim), 0.0
+        k[:, :, _HALF:, 0] = -fall
+        q, k, v = q.to(dtype), k.to(dtype), (v + 0.5).to(dtype)
+        o = forward(q, k, v, causal=False, scale=None)[0][0, 0].double()
+        want = _softmax(*(x[0, 0].double() for x in (q, k, v)))
+        right[fall] = bool(o.isfinite().all()) and _Near(dtype)(o, want)
+        if fall == 150.0 and bool(o.isfinite().all()):
+            return None
+    if right == {20.0: True, 150.0: False, -20.0: True, -150.0: True}:
+        return "maximum-of-the-tile", (
+            "right where the maximum rises from tile to tile, and not finite where the scores of a later tile lie far "
+            "below it: the new maximum has to take in the old one, not this tile's scores alone"
+        )
     return None
 
 
