@@ -28,7 +28,7 @@ SHAPES = ((16, 16), (16, 13), (40, 40), (16, 40), (40, 16), (13, 29), (45, 33), 
 # What is told here. A check that knows more of its exercise tries that first.
 SLUGS = (
     "values-exchanged", "wrong-keys", "wrong-dimensions", "weights-not-normalised", "value-not-added",
-    "tiles-not-joined",
+    "tiles-not-joined", "wrong-scores",
 )  # fmt: skip
 _SLICE = 8  # dimensions of the scores that are told apart
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}  # of a weight, relative
@@ -101,9 +101,13 @@ def _read(call: Call, case: Case, columns: Tensor) -> Found | None:
     used = logs + lse.detach().cpu().double()[0, 0, :, None]  # the scores that it has used
     if not visible.all():
         return None
-    return _moved(used, scores, 5 * tolerance) or _dimensions(used, slices, 5 * tolerance) or _crossed(
-        used, case.softmax_scale * q.to(case.dtype).double(), k.to(case.dtype).double(), 5 * tolerance
-    )  # fmt: skip
+    wide = (case.softmax_scale * q.to(case.dtype).double(), k.to(case.dtype).double())
+    return (
+        _moved(used, scores, 5 * tolerance)
+        or _dimensions(used, slices, 5 * tolerance)
+        or _crossed(used, *wide, 5 * tolerance)
+        or _some_scores(used, scores, lse.detach().cpu().double()[0, 0], 5 * tolerance)
+    )
 
 
 def _weights(call: Call, case: Case, q: Tensor, k: Tensor, columns: Tensor) -> tuple[Tensor, Tensor | None] | None:
@@ -234,6 +238,26 @@ def _moved(got: Tensor, want: Tensor, bound: float) -> Found | None:
         f"the value of key {moved[0]} gets the weight of key {int(source[moved[0]])}, and so on, for {len(moved)} of "
         f"{len(source)} keys: a row of K, of V or a column of P is taken for another"
     )
+
+
+def _some_scores(used: Tensor, scores: Tensor, lse: Tensor, bound: float) -> Found | None:
+    """Right scores of some keys, or of some queries, beside wrong ones of the others, [queries, keys]."""
+    off = (used - scores).abs()
+    # exp(used) / exp(lse) are the weights. That they add up to 1, and lse errs, says that it is the scores.
+    whole = (used.logsumexp(1) - lse).abs() <= bound
+    errs = (scores.logsumexp(1) - lse).abs() > bound
+    if len(used) < 8 or not whole.all() or errs.double().mean() < 0.5:
+        return None
+    for axis, name in ((0, "key"), (1, "query")):
+        right, clear = (off <= bound).all(axis), (off > 4 * bound).any(axis)
+        if right.sum() >= 4 and clear.sum() >= 1 and bool((right | clear).all()):
+            some = pattern.runs(~right, name).replace("querys", "queries")
+            return "wrong-scores", (
+                f"o and lse are of scores that are right but for {some}: there the score is not the product of that "
+                f"{name}{' with the queries' if name == 'key' else ' with the keys'}. Which rows of Q and of K are "
+                "multiplied for them?"
+            )
+    return None
 
 
 def _dimensions(used: Tensor, slices: Tensor, bound: float) -> Found | None:
