@@ -535,6 +535,27 @@ def examine(
     return Verdict(checked.cases + len(reports), reports[0].counters)
 
 
+WALKED = 330  # keys: several tiles of any size, and the last one is not full
+
+
+def walk(whole: Source) -> list[str] | None:
+    """The words that a kernel prints for one block of 64 queries; None where it does not compile or run."""
+    try:
+        module = built(whole, check=False)
+        q, k = torch.zeros(1, 1, 64, 64).half(), torch.zeros(1, 1, WALKED, 64).half()
+        ran(module, whole, None, lambda: module.forward(q, k, k, causal=False, echo=False))
+    except CheckFailed:
+        return None
+    return module.report.printed.split() if module.report is not None else None
+
+
+def listed(words: Sequence[str]) -> str:
+    """ "0, 1, 2": the first of some words."""
+    if not words:
+        return "none at all, there is no round"
+    return ", ".join(words[:8]) + (", ..." if len(words) > 8 else "")
+
+
 _FAR = 4  # times what is allowed: no rounding errs by so much
 
 

@@ -13,7 +13,7 @@ import torch
 
 from flashlab.attention import reference
 from flashlab.check import CheckFailed, expect, running
-from flashlab.check.cuda_answer import PROBES, Source, built, examine, probe, region, replaced, text_of
+from flashlab.check.cuda_answer import WALKED, PROBES, Source, built, examine, listed, probe, region, replaced, text_of, walk
 from flashlab.check.mistakes import weights
 from flashlab.cuda import CudaModule
 from flashlab.exercises.registry import exercise
@@ -504,7 +504,12 @@ def _(kernel: str) -> str:
             )
     whole = _PLACE.sub(lambda match: region(step(_TOGETHER), PARTS[match[1]]).rstrip("\n"), text)
     expect("MASKED" in _PLACE.sub("", text), "the glue should define MASKED, for the two bodies", diagnosis="no-flag")
-    verdict = examine(Source(whole, "kernel"))
+    try:
+        verdict = examine(Source(whole, "kernel"))
+    except CheckFailed as failed:
+        if failed.diagnosis != "does-not-compile":
+            _expect_downwards(text)
+        raise
     masked, plain = _bodies(whole)
     expect(
         masked < plain,
@@ -513,6 +518,30 @@ def _(kernel: str) -> str:
         diagnosis="everything-masked",
     )
     return f"{verdict.cases} cases right, nothing found by the emulator"
+
+
+_BODY = ("load K and V", "scores", "row maxima", "rescale", "probabilities", "output")
+
+
+def _expect_downwards(text: str) -> None:
+    """Raises CheckFailed where a wrong answer does not walk the tiles from the last one down to 0, each once."""
+    __tracebackhide__ = True
+
+    def said(match: re.Match[str]) -> str:
+        name = PARTS[match[1]]
+        if name == "load K and V":
+            return 'if (threadIdx.x == 0) printf("%d ", (int)j);'
+        return "" if name in _BODY else region(step(_TOGETHER), name).rstrip("\n")
+
+    walked, last = walk(Source(_PLACE.sub(said, text), "kernel")), -(-WALKED // 64) - 1
+    if walked is None or walked == [str(j) for j in range(last, -1, -1)]:
+        return
+    raise CheckFailed(
+        f"with {last + 1} tiles of keys j is {listed(walked)}. It has to be {last} down to 0: the first copies are of "
+        "tile end - 1, and each round asks for tile j - 1",
+        diagnosis="wrong-walk",
+        case=f"seq_q=64, seq_k={WALKED}, head_dim=64, float16",
+    )
 
 
 def _bodies(whole: str) -> tuple[int, int]:
