@@ -11,6 +11,7 @@ Whatever goes wrong is raised as ``flashlab.check.CheckFailed``: its diagnosis i
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -25,6 +26,7 @@ from flashlab.check import CheckFailed, expect, verification, verify
 from flashlab.check.cases import Case
 from flashlab.check.mistakes import weights
 from flashlab.check.mistakes.kernels import explain
+from flashlab.check.poison import guarded
 from flashlab.check.running import compiler_can_be_asked, compiler_warned
 from flashlab.check.symptoms import watched
 from flashlab.cuda import CompileError, CudaModule, load_inline
@@ -504,6 +506,115 @@ def examine(
     Raises:
         CheckFailed: with the finding, or the checker's diagnosis.
     """
+    __tracebackhide__ = True
+    try:
+        return _examined(kernel, head_dim, dtype, fast, probes, max_seq, max_tile, sms, **defines)
+    except CheckFailed as failed:
+        if failed.diagnosis not in ("global-out-of-bounds", "strides-ignored") or watched() is not None:
+            raise
+        for slug, look in (("wrong-stride", _by_layouts), ("wrong-kv-head", _by_heads)):
+            if (more := look(failed.sentence, kernel, head_dim, dtype, sms, **defines)) is not None:
+                raise CheckFailed(f"{failed.sentence}. {more}", diagnosis=slug, case=failed.case) from None
+        raise
+
+
+def _by_layouts(
+    said: str, kernel: Step | Source | str, head_dim: int, dtype: torch.dtype, sms: int, **defines: Any
+) -> str | None:
+    """Which tensors' strides are taken for each other, told by the layouts that are right and those that are not.
+
+    Each of q, k and v is dense or has its rows twice as far apart; o is dense.
+    """
+    whole = source_of(kernel)
+    module = built(kernel, check=False, head_dim=head_dim, dtype=dtype, **defines)
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(2, 2, 40, head_dim, generator=generator).to(dtype) for _ in range(3)]
+    want = reference.attention(*values)[0]
+    right = {}
+    for apart in itertools.product((False, True), repeat=3):
+        given = [
+            guarded(x, "rows apart" if far else "contiguous", x.device) for x, far in zip(values, apart, strict=True)
+        ]
+        try:
+            o = ran(module, whole, None, lambda given=given: module.forward(*given, sms=sms, echo=False))[0]
+        except CheckFailed:
+            right[apart] = False
+            continue
+        right[apart] = bool(((o.double() - want).abs() < 0.03).all())
+    if not right[False, False, False] or all(right.values()):
+        return None
+    names = "qkv"
+    for i, name in enumerate(names):
+        if all(ok != apart[i] for apart, ok in right.items()):
+            if name == "q":
+                owner = next((x for x in ("q", "o") if f" of {x} (shape" in said), None)
+                by = f": {owner} is addressed" if owner else ": one of the two is addressed"
+                return f"It is right where q and o have the same strides, and wrong where not{by} with the other's"
+            return f"It is right where {name} is dense, and wrong where its rows lie further apart: are its strides used?"
+    for i, j in itertools.combinations(range(3), 2):
+        if all(ok == (apart[i] == apart[j]) for apart, ok in right.items()):
+            pair = f"{names[i]} and {names[j]}"
+            return (
+                f"It is right where {pair} have the same strides, and wrong where not: one of them is addressed with the "
+                "other's"
+            )
+    return None
+
+
+# (batch, heads, kv_heads): one of each, several batches, several heads, grouped heads in several ways.
+_GROUPS = ((1, 1, 1), (2, 1, 1), (1, 3, 3), (1, 2, 1), (1, 6, 3), (1, 6, 2), (2, 2, 2), (2, 4, 2))
+
+
+def _by_heads(
+    said: str, kernel: Step | Source | str, head_dim: int, dtype: torch.dtype, sms: int, **defines: Any
+) -> str | None:
+    """Where some numbers of heads are right and others are not: which, and whose K and V a head of Q has used.
+
+    V is one number per head, so O says whose V it is.
+    """
+    if not re.search(r" of [kv] \(shape", said):
+        return None
+    whole = source_of(kernel)
+    module = built(kernel, check=False, head_dim=head_dim, dtype=dtype, **defines)
+    right, wrong, other = [], [], None
+    for batch, heads, kv_heads in _GROUPS:
+        q, k = (torch.zeros(batch, h, 40, head_dim, dtype=dtype) for h in (heads, kv_heads))
+        number = torch.arange(float(batch * kv_heads)).reshape(batch, kv_heads)
+        v = number[..., None, None].expand(batch, kv_heads, 40, head_dim).to(dtype).contiguous()
+        want = (number.repeat_interleave(heads // kv_heads, 1)).flatten().tolist()
+        try:
+            o = ran(module, whole, None, lambda q=q, k=k, v=v: module.forward(q, k, v, sms=sms, echo=False))[0]
+        except CheckFailed:
+            wrong.append((batch, heads, kv_heads))
+            continue
+        got = o.float().round()
+        if (got - o.float()).abs().max() > 0.02 or not torch.equal(got, got[..., :1, :1].expand_as(got)):
+            return None  # not one head's values for one head
+        used = got[..., 0, 0].flatten().tolist()
+        (right if used == want else wrong).append((batch, heads, kv_heads))
+        if used != want and other is None and batch == 1:
+            other = (heads, kv_heads, used, want)
+    if (1, 1, 1) not in right or not wrong:
+        return None
+    listed_of = ["heads={}, kv_heads={}".format(*x[1:]) + (f", batch={x[0]}" if x[0] > 1 else "") for x in wrong]
+    sentence = f"Only with some numbers of heads is it wrong: {'; '.join(listed_of)}; with others, as 1 and 1, right"
+    if other is not None:
+        heads, kv_heads, used, want = other
+        return (
+            f"{sentence}. With heads={heads}, kv_heads={kv_heads} the heads of Q use heads "
+            f"{', '.join(f'{x:g}' for x in used)} of K and V, and should use {', '.join(f'{x:g}' for x in want)}"
+        )
+    if all(batch > 1 for batch, _, _ in wrong):
+        return f"{sentence}. Is the batch counted twice, in the number of the head of K and V too?"
+    if all(heads != kv_heads for _, heads, kv_heads in wrong):
+        return f"{sentence}. Which head of K and V does the last head of Q take?"
+    return sentence
+
+
+def _examined(
+    kernel: Step | Source | str, head_dim: int, dtype: torch.dtype, fast: bool, probes: Sequence[Any], max_seq: int,
+    max_tile: int, sms: int, **defines: Any,
+) -> Verdict:  # fmt: skip
     __tracebackhide__ = True
     whole = source_of(kernel)
     variant: dict[str, Any] = {"head_dim": head_dim, "dtype": dtype}
