@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import mmap
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -369,6 +370,67 @@ def expect_set(whole: Source, *, head_dim: int = 64, dtype: torch.dtype = torch.
         )
 
 
+# ---- tensors of more than 2^31 elements ------------------------------------------------------------------------------
+# (axis, its length, how far apart it is laid out, words): the last of it begins beyond 2^31 elements.
+_FAR_APART = ((2, 129, 2**24 + 64, "row"), (1, 3, 2**30 + 128, "head"), (0, 3, 2**30 + 128, "batch"))
+
+
+def expect_wide(whole: Source, *, head_dim: int = 64, dtype: torch.dtype = torch.float16) -> None:
+    """Raises CheckFailed where a right kernel is wrong in a tensor of more than 2^31 elements.
+
+    Each of q, k, v and o in turn has its rows, heads or batches far apart, in addresses that have no memory behind
+    them. Nothing is said where the machine has no room for so many addresses.
+    """
+    __tracebackhide__ = True
+    module = built(whole, check=True, head_dim=head_dim, dtype=dtype)
+    for axis, length, apart, name in _FAR_APART:
+        shape = [1, 1, 16, head_dim]
+        shape[axis] = length
+        generator = torch.Generator().manual_seed(0)
+        values = [torch.randn(shape, generator=generator).to(dtype) for _ in range(3)]
+        want = module.forward(*values, causal=False, echo=False)[0]
+        for far in range(4):
+            case = f"{'qkvo'[far]} with its {name}s {apart} elements apart, seq_q={shape[2]}, seq_k={shape[2]}"
+            given = [*values, torch.zeros(shape, dtype=dtype)]
+            try:
+                given[far] = _laid_out(given[far], axis, apart)
+                o = _far_run(module, whole, case, given)
+            except (MemoryError, OSError):
+                return
+            except CheckFailed as failed:
+                raise _of_32_bits("qkvo"[far], name, length, case, f": {failed.sentence}") from None
+            if not torch.equal(o, want):
+                raise _of_32_bits("qkvo"[far], name, length, case, ", and o is another then")
+
+
+def _far_run(module: CudaModule, whole: Source, case: str, given: Sequence[torch.Tensor]) -> torch.Tensor:
+    __tracebackhide__ = True
+    *operands, out = given
+    return ran(module, whole, case, lambda: module.forward(*operands, causal=False, out=out, echo=False))[0].clone(
+        memory_format=torch.contiguous_format
+    )
+
+
+def _laid_out(x: torch.Tensor, axis: int, apart: int) -> torch.Tensor:
+    """A copy of x with so many elements from one row, head or batch to the next; pages between have no memory."""
+    strides = list(x.contiguous().stride())
+    strides[axis] = apart
+    size = (1 + sum((n - 1) * s for n, s in zip(x.shape, strides, strict=True))) * x.element_size()
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
+    buffer = torch.frombuffer(mmap.mmap(-1, size, flags=flags), dtype=x.dtype)
+    return buffer.as_strided(x.shape, strides).copy_(x)
+
+
+def _of_32_bits(tensor: str, name: str, length: int, case: str, what: str) -> CheckFailed:
+    return CheckFailed(
+        f"right in small tensors, but not where {name} {length - 1} of {tensor} begins more than 2^31 elements behind "
+        f"the first{what}. Some offset is computed, or kept, in 32 bits: the strides are int64_t, and so has to be "
+        "whatever they are multiplied to",
+        diagnosis="offset-in-32-bits",
+        case=case,
+    )
+
+
 # Of a right kernel too. What is left is worth a look: a variable that is used before it is set, a missing return.
 _NOISE = ("sign-compare", "unused", "comment", "unknown-pragmas", "reorder", "attributes", "misleading-indentation")
 
@@ -596,19 +658,17 @@ def _by_heads(
             other = (heads, kv_heads, used, want)
     if (1, 1, 1) not in right or not wrong:
         return None
-    listed_of = ["heads={}, kv_heads={}".format(*x[1:]) + (f", batch={x[0]}" if x[0] > 1 else "") for x in wrong]
-    sentence = f"Only with some numbers of heads is it wrong: {'; '.join(listed_of)}; with others, as 1 and 1, right"
     if other is not None:
         heads, kv_heads, used, want = other
         return (
-            f"{sentence}. With heads={heads}, kv_heads={kv_heads} the heads of Q use heads "
-            f"{', '.join(f'{x:g}' for x in used)} of K and V, and should use {', '.join(f'{x:g}' for x in want)}"
+            f"With heads={heads}, kv_heads={kv_heads} the heads of Q use heads {', '.join(f'{x:g}' for x in used)} of K "
+            f"and V, and should use {', '.join(f'{x:g}' for x in want)}"
         )
     if all(batch > 1 for batch, _, _ in wrong):
-        return f"{sentence}. Is the batch counted twice, in the number of the head of K and V too?"
+        return "It is right with one batch: is the batch counted twice, in the number of the head of K and V too?"
     if all(heads != kv_heads for _, heads, kv_heads in wrong):
-        return f"{sentence}. Which head of K and V does the last head of Q take?"
-    return sentence
+        return "It is right with as many heads of K as of Q: which head of K and V does the last head of Q take?"
+    return None
 
 
 def _examined(

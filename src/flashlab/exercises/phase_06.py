@@ -24,6 +24,7 @@ from flashlab.check.cuda_answer import (
     examine,
     expect_set,
     expect_stream,
+    expect_wide,
     probe,
     ran,
     replaced,
@@ -929,6 +930,7 @@ def _(flash_attention: str) -> str:
     module = built(whole, check=True, head_dim=64, dtype=torch.float32)
     served = _expect_shared(probe(module, whole, _SHARED_PROBE, dtype=torch.float32).counters)
     expect_stream(whole)
+    expect_wide(whole, dtype=torch.float32)
     return f"{verdict.verdict}; each number of K and V serves {served:.0f} rows"
 
 

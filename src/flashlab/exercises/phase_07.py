@@ -23,6 +23,7 @@ from flashlab.check.cuda_answer import (
     built,
     examine,
     expect_set,
+    expect_wide,
     ran,
     region,
     replaced,
@@ -1082,4 +1083,5 @@ def _(kernel: str) -> str:
             diagnosis="wrong-count",
             case=f"{case}, causal",
         )
+    expect_wide(whole)
     return f"{cases} cases right, nothing found by the emulator, as many MMAs as needed"

@@ -21,6 +21,7 @@ from flashlab.check.cuda_answer import (
     Verdict,
     built,
     examine,
+    expect_wide,
     listed,
     probe,
     region,
@@ -623,6 +624,7 @@ def _(kernel: str) -> str:
     for head_dim in (64, 128):
         c = probe(built(whole, check=True, head_dim=head_dim), whole, _COUNTED, head_dim=head_dim).counters
         _well_made(c, head_dim)
+    expect_wide(whole)
     return f"{cases} cases right at head_dim 64 and 128, no conflict, copies under way, full sectors"
 
 

@@ -14,7 +14,7 @@ import torch
 
 from flashlab.attention import reference
 from flashlab.check import CheckFailed, expect, running
-from flashlab.check.cuda_answer import WALKED, PROBES, Source, built, examine, listed, probe, ran, region, replaced, text_of, walk
+from flashlab.check.cuda_answer import WALKED, PROBES, Source, built, examine, expect_wide, listed, probe, ran, region, replaced, text_of, walk
 from flashlab.check.mistakes import weights
 from flashlab.cuda import CudaModule
 from flashlab.exercises.registry import exercise
@@ -769,4 +769,5 @@ def _(my_kernel: str) -> str:
         diagnosis="too-few-rows-per-warp",
         case=case,
     )
+    expect_wide(whole)
     return f"{verdict.cases} cases right, {spent:.2f} wavefronts per MMA"
