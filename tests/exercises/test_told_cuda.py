@@ -146,6 +146,13 @@ def test_the_tree_of_6_2_is_kept():
     assert caught.value.diagnosis == "no-tree"
 
 
+def test_a_barrier_in_a_branch_is_seen_beside_its_race():
+    add = "part_smem[threadIdx.x] += part_smem[threadIdx.x + half];"
+    with pytest.raises(CheckFailed, match="has returned before the barrier; a barrier may not stand") as caught:
+        check("6.2", *slipped("6.2", [(add, f"{add}\n            __syncthreads();")], "exercises"))
+    assert caught.value.diagnosis == "race"
+
+
 @pytest.mark.parametrize(
     "rows_of_a_tile, words",
     [

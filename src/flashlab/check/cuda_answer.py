@@ -243,6 +243,9 @@ def failure(findings: Sequence[Finding], whole: Source, case: str | None = None)
         sentence += (
             "; if another thread writes it, a barrier between the two is missing, or that thread has returned before"
         )
+    skipped = next((f for f in findings if f.kind == "exited-threads"), None)
+    if first.kind in _RACES and skipped is not None:  # who has gone past a barrier races with those who wait in it
+        sentence += f". And {whole.told(skipped)}; a barrier may not stand in a branch that some threads do not take"
     return CheckFailed(sentence, diagnosis=first.kind, case=case)
 
 
