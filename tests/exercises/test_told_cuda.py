@@ -26,7 +26,8 @@ TOLD = {
     # 6.1: the element of a thread
     "rows and columns exchanged": ("6.1", [(COL, "@"), (ROW, COL), ("@", ROW)], "another-element", "are exchanged"),
     "rows of blocks of 32": (
-        "6.1", [(ROW, "blockIdx.y * blockDim.x + threadIdx.y")], "another-element", "blockDim.x + threadIdx.y for the row"
+        "6.1", [(ROW, "blockIdx.y * blockDim.x + threadIdx.y")], "another-element",
+        "blockDim.x + threadIdx.y for the row",
     ),
     "by columns": (
         "6.1", [("y[row * cols + col] = x[row * cols + col]", "y[col * rows + row] = x[col * rows + row]")],
@@ -54,7 +55,8 @@ TOLD = {
         "6.8", [("rows_of(p.o, p.o_stride", "rows_of(p.o, p.q_stride")], "wrong-stride", "q and o have the same strides"
     ),
     "v with the strides of k": (
-        "6.8", [("v_gmem + n_start * p.v_stride.row, p.v_stride.row", "v_gmem + n_start * p.k_stride.row, p.k_stride.row")],
+        "6.8",
+        [("v_gmem + n_start * p.v_stride.row, p.v_stride.row", "v_gmem + n_start * p.k_stride.row, p.k_stride.row")],
         "wrong-stride", "k and v have the same strides",
     ),
     # 6.6
@@ -89,7 +91,9 @@ TOLD = {
         "7.7", [("at(n * MMA_N + lane % 8,", "at(n * MMA_K + lane % 8,")], "wrong-scores", "right but for keys 8 to 15"
     ),
     # 8.3 and 8.6: places
-    "rows that share banks": ("8.3", [("row % 8)", "row / 8 % 8)")], "bank-conflicts", "rows 0, 1, 2, 3, 4, 5, 6, 7 are in"),
+    "rows that share banks": (
+        "8.3", [("row % 8)", "row / 8 % 8)")], "bank-conflicts", "rows 0, 1, 2, 3, 4, 5, 6, 7 are in"
+    ),
     # 8.7 and 9.5: the walk
     "upwards is downwards": (
         "8.7", [(LOOP_8_7, "for (int j = tiles - 1; j >= 0; j--) {")], "wrong-walk", "is 5, 4, 3, 2, 1, 0"
@@ -148,7 +152,9 @@ def test_the_tree_of_6_2_is_kept():
 
 def test_a_barrier_in_a_branch_is_seen_beside_its_race():
     add = "part_smem[threadIdx.x] += part_smem[threadIdx.x + half];"
-    with pytest.raises(CheckFailed, match="has returned before the barrier; a barrier may not stand") as caught:
+    with pytest.raises(
+        CheckFailed, match="wait at the barrier in line 12 of your code when others have ended"
+    ) as caught:
         check("6.2", *slipped("6.2", [(add, f"{add}\n            __syncthreads();")], "exercises"))
     assert caught.value.diagnosis == "race"
 
@@ -184,6 +190,8 @@ CUT = {
 
 @pytest.mark.parametrize("id", CUT)
 def test_an_offset_in_32_bits_is_rejected(id):
-    with pytest.raises(CheckFailed, match="row 128 of [kvo] begins more than 2\\^31 elements behind the first") as caught:
+    with pytest.raises(
+        CheckFailed, match="row 128 of [kvo] begins more than 2\\^31 elements behind the first"
+    ) as caught:
         check(id, *slipped(id, CUT[id]))
     assert caught.value.diagnosis == "offset-in-32-bits"

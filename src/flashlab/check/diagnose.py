@@ -702,8 +702,8 @@ def _describe(observations: Sequence[Observation], wrong: Sequence[Observation])
     end = ". lse is right in every case, so the maxima and the sums are" if finer else ""
     if name == "lse" and all(_lse_never_set(s) for s in wrong if s.case.content in CALM):
         end = (
-            ", and -inf in every row. o is right here, so the sums are not 0: lse is the maximum plus the logarithm of the "
-            "sum, and the maximum is still -inf. Is it ever set?"
+            ", and -inf in every row. o is right here, so the sums are not 0: lse is the maximum plus the "
+            "logarithm of the sum, and the maximum is still -inf. Is it ever set?"
         )
         return CheckFailed(f"{difference}{share}: {value}{end}", diagnosis="maximum-never-set", case=str(seen.case))
     return CheckFailed(f"{difference}{share}: {value}{end}", diagnosis="wrong-value", case=str(seen.case))

@@ -95,6 +95,7 @@ def _expect_sums(answer: Answer) -> None:
                 case=case,
                 mistakes={
                     "no-bias": (x, "y is x: the bias is missing"),
+                    "bias-subtracted": (x - bias, "the bias is subtracted"),
                     "one-bias": (wrong, "every column got bias[0]"),
                     "bias-of-the-row": (
                         x + bias[torch.arange(rows) % cols, None],
@@ -157,28 +158,35 @@ _ROW, _COL = list(_TAKEN)[:2]
 
 def _other_place(answer: Answer) -> str | None:
     """Which row and column the threads take, if just one pair of formulas has written what is written in all shapes."""
-    left = set(itertools.product(_TAKEN, _TAKEN)) - {(_ROW, _COL)}
+    left = {(*pair, False) for pair in itertools.product(_TAKEN, _TAKEN)} - {(_ROW, _COL, False)}
+    left |= {(_ROW, _COL, True), (_COL, _ROW, True)}  # with a guard that takes rows for cols
     tried = 0
     for rows, cols in (*_MATRICES, (70, 90)):  # the last has several blocks either way, of rows and of columns
         x, bias, y = _random(rows, cols), _random(cols, seed=1), marked(rows, cols)
         try:
             answer.run(x, bias, y, rows, cols, case="", check=False)
-        except CheckFailed:  # out of bounds: no element to compare
+        except CheckFailed:  # out of bounds, which no element is within the right guard
+            left = {x for x in left if x[2]}
             continue
         tried += 1
         at = torch.meshgrid(
             *(torch.arange(n) for n in (-(-cols // 32), -(-rows // 4), 32, 4)), indexing="ij"
         )  # bx, by, tx, ty
-        for pair in list(left):
-            row, col = (_TAKEN[name](*at).flatten() for name in pair)
-            there = (row < rows) & (col < cols)
+        for mine in list(left):
+            row, col = (_TAKEN[name](*at).flatten() for name in mine[:2])
+            guard = (row < cols) & (col < rows) if mine[2] else (row < rows) & (col < cols)
+            there = guard & (row < rows) & (col < cols)
             want = torch.full((rows, cols), math.nan)
             want[row[there], col[there]] = (x + bias)[row[there], col[there]]
             if not torch.allclose(y, want, rtol=0, atol=1e-4, equal_nan=True):
-                left.discard(pair)
+                left.discard(mine)
     if len(left) != 1 or tried < 3:
         return None
-    row_taken, col_taken = left.pop()
+    row_taken, col_taken, guard_exchanged = left.pop()
+    if guard_exchanged and row_taken == _ROW:
+        return "the guard takes rows and cols for each other: a thread has an element if row < rows and col < cols"
+    if guard_exchanged:
+        return None
     if (row_taken, col_taken) == (_COL, _ROW):
         return (
             f"row and column are exchanged: your row is {_COL}, and x runs along a row, so that is the column; the row "
@@ -478,7 +486,7 @@ def _expect_lse(answer: Answer, last_lane: Answer) -> int:
                 if not check and not _close(lse, want) and last_lane is not answer:
                     raise CheckFailed(
                         f"lane 0 has the row's state, and lane 31 another one: stored by lane 31, lse is "
-                        f"{lse[0]:.6g} instead of {want[0]:.6g}. After five rounds of __shfl_xor_sync every lane has it",
+                        f"{lse[0]:.6g} and not {want[0]:.6g}. After five rounds of __shfl_xor_sync each lane has it",
                         diagnosis="lane-0-alone",
                         case=case,
                     )
@@ -554,7 +562,11 @@ def _merge_mistakes(m: torch.Tensor, l: torch.Tensor) -> dict[str, tuple[torch.T
     """What lane 0 has in the end where the merge of two of the states m and l [rows, 32] has a mistake."""
 
     def merged(
-        own: bool = True, other: bool = True, late: bool = False, steps: Sequence[int] = (1, 2, 4, 8, 16)
+        own: bool = True,
+        other: bool = True,
+        late: bool = False,
+        same: bool = False,
+        steps: Sequence[int] = (1, 2, 4, 8, 16),
     ) -> torch.Tensor:
         top, total = m, l
         for step in steps:
@@ -562,6 +574,7 @@ def _merge_mistakes(m: torch.Tensor, l: torch.Tensor) -> dict[str, tuple[torch.T
             new = torch.maximum(top, top[:, lane])
             base = new.masked_fill(new == -math.inf, 0.0)
             mine, its = torch.exp(top - base), torch.exp((new if late else top)[:, lane] - base)
+            its = mine if same else its
             total = total * (mine if own else 1.0) + total[:, lane] * (its if other else 1.0)
             top = new
         return top[:, 0] + total[:, 0].log()
@@ -570,6 +583,11 @@ def _merge_mistakes(m: torch.Tensor, l: torch.Tensor) -> dict[str, tuple[torch.T
     return {
         "own-not-rescaled": (merged(own=False), f"in the merge, the lane's own l {rescale}"),
         "other-not-rescaled": (merged(other=False), f"in the merge, the other lane's l {rescale}"),
+        "others-by-own-maximum": (
+            merged(same=True),
+            "in the merge, the other lane's l is multiplied by the factor of the lane's own m: it needs that of "
+            "its own, exp(m_other - m_new)",
+        ),
         "shuffled-after-the-maximum": (
             merged(late=True),
             "the other lane's m is fetched after it has become m_new: fetch m and l of both before either changes",
@@ -837,8 +855,8 @@ def _as_a_sum(order: str, answers: Sequence[Any], wants: Sequence[int]) -> str:
     case, counted, right = said[0]
     if order == "FA1":
         return (
-            f". It would be right if rows were visited {counted} times ({case}); they are visited {right} times: a tile "
-            "that begins at key n_start is visited by the rows from n_start on"
+            f". It would be right if rows were visited {counted} times ({case}); they are visited {right} times: "
+            "a tile that begins at key n_start is visited by the rows from n_start on"
         )
     return (
         f". It would be right if the blocks read {counted} keys together ({case}); they read {right}: each reads those "

@@ -15,8 +15,8 @@ import torch
 
 from flashlab.check import CheckFailed, expect, running
 from flashlab.check.cuda_answer import (
-    WALKED,
     PROBES,
+    WALKED,
     Source,
     Verdict,
     built,
@@ -63,8 +63,8 @@ def _shared_banks(source: Source, head_dim: int) -> str | None:
         if groups.count(often) > 1:
             rows = ", ".join(str(first + i) for i in range(8) if groups[i] == often)
             return (
-                f"of the 8 x 8 tile of rows {first} to {first + 7}, columns {8 * chunk} to {8 * chunk + 7}, rows {rows} "
-                f"are in the same four banks, {4 * often} to {4 * often + 3}"
+                f"of the 8 x 8 tile of rows {first} to {first + 7}, columns {8 * chunk} to {8 * chunk + 7}, rows "
+                f"{rows} are in the same four banks, {4 * often} to {4 * often + 3}"
             )
     return None
 

@@ -117,7 +117,15 @@ class Compiler:
         # loop that never ends is not taken for one that has ended; an int that overflows wraps around, in the fast
         # build too, which would otherwise compute some offsets in 64 bits that the text has in 32.
         pattern = ("-ftrivial-auto-var-init=pattern",) if self.clang or self.major >= 12 else ()
-        return (*self.language, *quiet, *one_to_one, *pattern, "-fstack-clash-protection", "-fno-finite-loops", "-fwrapv")
+        return (
+            *self.language,
+            *quiet,
+            *one_to_one,
+            *pattern,
+            "-fstack-clash-protection",
+            "-fno-finite-loops",
+            "-fwrapv",
+        )
 
     @property
     def check(self) -> tuple[str, ...]:

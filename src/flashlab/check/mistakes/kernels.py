@@ -143,7 +143,9 @@ def _predictions(q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[str, str, Te
         yield "fragment-swapped", sentence, _columns(p @ v / total, 1, rows)
     both = "the two halves of a register of P are exchanged: pack(low, high) takes the lower column first"
     yield "fragment-swapped", both, _columns(p, 1) @ v / total
-    apart = "keys 8 apart change places in P V: a0, a1 of P (tile 2k of S) with a2, a3, or b0 of V with b1"
+    apart = (
+        "keys 8 apart are exchanged in P V: a0, a1 of P (tile 2k of S) with a2, a3, or b0 of V with b1, or S's tiles"
+    )
     yield "fragment-swapped", apart, _columns(p, 8) @ v / total
     yield "fragment-swapped", "b0 and b1 of K change places: columns 8 apart", _attend(q, _columns(k, 8), v)
     for order in itertools.permutations(range(4)):
@@ -283,8 +285,8 @@ def _corrections(forward: Callable[..., tuple[Tensor, Tensor]], head_dim: int) -
                 if where is None:
                     return None
                 return "wrong-correction", (
-                    f"with one tile o is right, and lse always is; but when the maximum moves from tile to tile, {where} "
-                    f"{'gets' if where.startswith('acc[n]') and ' and ' not in where else 'get'} {words}"
+                    f"with one tile o is right, and lse always is; but when the maximum moves from tile to tile, "
+                    f"{where} {'gets' if where.startswith('acc[n]') and ' and ' not in where else 'get'} {words}"
                 )
         return None
     return None
@@ -300,7 +302,6 @@ def _elements_of_c(chosen: Tensor) -> str | None:
     if len(which) == 4:
         return "all of acc"
     return "acc[n] " + " and ".join(f"c{r}" for r in which)
-
 
 
 def _tile_predictions(q: Tensor, k: Tensor, v: Tensor, size: int) -> Iterator[tuple[str, str, Tensor]]:

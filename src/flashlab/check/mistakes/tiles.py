@@ -95,6 +95,9 @@ def _one_tile(q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[str, str, Tenso
     sentence = "log2(e) is applied twice: it is in scale_log2 already"
     yield "log2e-twice", sentence, _softmax(q, k, v, _LOG2E)
 
+    if len(k) == len(v):
+        sentence = "the weights are multiplied with K, where V belongs: the second product reads the tile of K again"
+        yield "k-for-v", sentence, (q @ k.T / root).softmax(1) @ k
     p = _weights(q @ k.T / root)
     total, truth = p.sum(1, keepdim=True), p @ v / p.sum(1, keepdim=True)
     sentence = "acc is divided by the sum inside of the loop, and again after it: leave the division to the end"
@@ -148,7 +151,7 @@ def _falling(forward: Forward, head_dim: int, dtype: torch.dtype) -> Found | Non
         k[:, :, _HALF:, 0] = -fall
         q, k, v = q.to(dtype), k.to(dtype), (v + 0.5).to(dtype)
         o = forward(q, k, v, causal=False, scale=None)[0][0, 0].double()
-        want = _softmax(*(x[0, 0].double() for x in (q, k, v)))
+        want = _softmax(q[0, 0].double(), k[0, 0].double(), v[0, 0].double())
         right[fall] = bool(o.isfinite().all()) and _Near(dtype)(o, want)
         if fall == 150.0 and bool(o.isfinite().all()):
             return None
