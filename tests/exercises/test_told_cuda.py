@@ -29,6 +29,7 @@ TOLD = {
         "6.1", [(ROW, "blockIdx.y * blockDim.x + threadIdx.y")], "another-element",
         "blockDim.x + threadIdx.y for the row",
     ),
+    "the bias subtracted": ("6.1", [("+ bias[col]", "- bias[col]")], "bias-subtracted", "is subtracted"),
     "by columns": (
         "6.1", [("y[row * cols + col] = x[row * cols + col]", "y[col * rows + row] = x[col * rows + row]")],
         "by-columns", "number col * rows + row",
@@ -43,6 +44,10 @@ TOLD = {
     # 6.4: which elements, and which lanes have the result
     "stride of 33": ("6.4", [("i += 32", "i += 33")], "wrong-elements", "element 32 of the row is in no lane's sum"),
     "shuffles down": ("6.4", [("__shfl_xor_sync", "__shfl_down_sync")], "lane-0-alone", "lane 31"),
+    "a sum under another lane's maximum": (
+        "6.4", [("l * expf(m - base) + l_other * expf(m_other - base)", "(l + l_other) * expf(m - base)")],
+        "others-by-own-maximum", "exp(m_other - m_new)",
+    ),
     # 6.5 and 6.8: heads and strides, of an address out of bounds
     "heads of K by a remainder": (
         "6.5", [("head / (p.heads / p.kv_heads)", "head % (p.heads / p.kv_heads)")], "wrong-kv-head",
@@ -65,6 +70,13 @@ TOLD = {
         "has to take in the old one",
     ),
     "a tail without n_start": ("6.6", [(": p.seq_k - n_start;", ": p.seq_k;")], "n-start-forgotten", "n_start"),
+    "the last four dimensions": (
+        "6.6",
+        [("for (int c = 0; c < CHUNKS; c++) {\n#pragma unroll\n            for (int n = 0; n < BLOCK_N; n++) s[n]",
+          "for (int c = 0; c < CHUNKS - 1; c++) {\n            for (int n = 0; n < BLOCK_N; n++) s[n]")],
+        "wrong-dimensions", "dimensions 60 to 63 are missing",
+    ),
+    "K in the place of V": ("6.6", [("axpy(s[n], v_smem", "axpy(s[n], k_smem")], "k-for-v", "where V belongs"),
     # 7.4: whose lanes
     "a sum of another quad": (
         "7.4", [("l, 0b10)", "l, 0x10)")], "wrong-shuffle-mask", "the sum of row 0 is that of lanes 0, 1, 16, 17"
@@ -94,6 +106,12 @@ TOLD = {
     "rows that share banks": (
         "8.3", [("row % 8)", "row / 8 % 8)")], "bank-conflicts", "rows 0, 1, 2, 3, 4, 5, 6, 7 are in"
     ),
+    # 8.8: a tile twice
+    "the tile before": (
+        "8.8", [("k + (j + 1) * ROWS * p.k_stride.row, p.k_stride.row, p.seq_k - (j + 1) * ROWS",
+                 "k + j * ROWS * p.k_stride.row, p.k_stride.row, p.seq_k - j * ROWS")],
+        "values-exchanged", "the value of key 64 gets the weight of key 0",
+    ),
     # 8.7 and 9.5: the walk
     "upwards is downwards": (
         "8.7", [(LOOP_8_7, "for (int j = tiles - 1; j >= 0; j--) {")], "wrong-walk", "is 5, 4, 3, 2, 1, 0"
@@ -112,6 +130,10 @@ TOLD = {
         "9.4", [("exp2_approx((part_lse[s * rows + row]", "exp2_approx((part_lse[row * splits + s]")], "wrong-lse",
         "the weight of part 1, row 0 is made of the lse of part 0, row 1",
     ),
+    "weights that are not the sum": (
+        "9.4", [("l_i += weight;", "l_i += weight * weight;")], "weights-not-normalised", "not the sum of the weights"
+    ),
+    "parts without weights": ("9.4", [("weight * x", "x")], "wrong-weight", "its weight is 1 times theirs"),
 }  # fmt: skip
 
 
@@ -157,6 +179,18 @@ def test_a_barrier_in_a_branch_is_seen_beside_its_race():
     ) as caught:
         check("6.2", *slipped("6.2", [(add, f"{add}\n            __syncthreads();")], "exercises"))
     assert caught.value.diagnosis == "race"
+
+
+def test_the_own_key_of_the_last_row_in_9_1():
+    def tiles(m_start, block_m, block_n, seq_q, seq_k, causal):
+        end, full, shift = -(-seq_k // block_n), seq_k // block_n, seq_k - seq_q
+        if causal:
+            end = max(0, min(end, -(-(m_start + block_m - 1 + shift) // block_n)))
+            full = max(0, min(full, (m_start + 1 + shift) // block_n))
+        return end, full
+
+    with pytest.raises(CheckFailed, match="end leaves out a key"):
+        find("9.1").run(tiles)
 
 
 @pytest.mark.parametrize(

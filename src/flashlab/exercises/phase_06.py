@@ -158,35 +158,28 @@ _ROW, _COL = list(_TAKEN)[:2]
 
 def _other_place(answer: Answer) -> str | None:
     """Which row and column the threads take, if just one pair of formulas has written what is written in all shapes."""
-    left = {(*pair, False) for pair in itertools.product(_TAKEN, _TAKEN)} - {(_ROW, _COL, False)}
-    left |= {(_ROW, _COL, True), (_COL, _ROW, True)}  # with a guard that takes rows for cols
+    left = set(itertools.product(_TAKEN, _TAKEN)) - {(_ROW, _COL)}
     tried = 0
     for rows, cols in (*_MATRICES, (70, 90)):  # the last has several blocks either way, of rows and of columns
         x, bias, y = _random(rows, cols), _random(cols, seed=1), marked(rows, cols)
         try:
             answer.run(x, bias, y, rows, cols, case="", check=False)
-        except CheckFailed:  # out of bounds, which no element is within the right guard
-            left = {x for x in left if x[2]}
+        except CheckFailed:  # out of bounds: no element to compare
             continue
         tried += 1
         at = torch.meshgrid(
             *(torch.arange(n) for n in (-(-cols // 32), -(-rows // 4), 32, 4)), indexing="ij"
         )  # bx, by, tx, ty
-        for mine in list(left):
-            row, col = (_TAKEN[name](*at).flatten() for name in mine[:2])
-            guard = (row < cols) & (col < rows) if mine[2] else (row < rows) & (col < cols)
-            there = guard & (row < rows) & (col < cols)
+        for pair in list(left):
+            row, col = (_TAKEN[name](*at).flatten() for name in pair)
+            there = (row < rows) & (col < cols)
             want = torch.full((rows, cols), math.nan)
             want[row[there], col[there]] = (x + bias)[row[there], col[there]]
             if not torch.allclose(y, want, rtol=0, atol=1e-4, equal_nan=True):
-                left.discard(mine)
+                left.discard(pair)
     if len(left) != 1 or tried < 3:
         return None
-    row_taken, col_taken, guard_exchanged = left.pop()
-    if guard_exchanged and row_taken == _ROW:
-        return "the guard takes rows and cols for each other: a thread has an element if row < rows and col < cols"
-    if guard_exchanged:
-        return None
+    row_taken, col_taken = left.pop()
     if (row_taken, col_taken) == (_COL, _ROW):
         return (
             f"row and column are exchanged: your row is {_COL}, and x runs along a row, so that is the column; the row "

@@ -468,8 +468,8 @@ def _expect_own_parts(whole: Source) -> None:
     expect(
         bool((lse - (1 + math.log(splits))).abs().max() < 1e-3),
         f"o is right for parts of any lse, but of {splits} parts with an lse of 1 each the merged lse is {lse[0]:.5g}: "
-        f"it should be 1 + log({splits}), {1 + math.log(splits):.5g}. What is subtracted in the exponent is added to lse "
-        "after the loop",
+        f"it should be 1 + log({splits}), {1 + math.log(splits):.5g}. What is subtracted in the exponent is added to "
+        "lse after the loop",
         diagnosis="wrong-lse",
         case=case,
     )
