@@ -99,7 +99,7 @@ def test_a_compilers_message_quotes_the_line():
         ([("row >= rows || ", "")], "global-out-of-bounds"),
         ([("+ bias[col]", "+ bias[0]")], "one-bias"),
         ([(" + bias[col]", "")], "no-bias"),
-        ([("blockIdx.x * blockDim.x + threadIdx.x", "threadIdx.x")], "elements-missing"),
+        ([("blockIdx.x * blockDim.x + threadIdx.x", "threadIdx.x")], "another-element"),
         ([("row * cols + col] =", "row * rows + col] =")], "global-race"),
         ([("+ bias[col]", "+ bias[row]")], "bias-of-the-row"),
         (

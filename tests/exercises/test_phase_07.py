@@ -138,7 +138,7 @@ MISTAKES = [
     ("7.3", "one_tile", "does-not-compile", ("ldmatrix_x4(a", "ldmatrix_x4(b")),
     ("7.3", "one_tile", "wrong-entry", ("int run(", "int start(")),
     ("7.4", "row_statistics", "one-shuffle", ("m, 0b10)", "m, 0b01)")),
-    ("7.4", "row_statistics", "wrong-value", ("l, 0b10)", "l, 0x10)")),
+    ("7.4", "row_statistics", "wrong-shuffle-mask", ("l, 0b10)", "l, 0x10)")),
     (
         "7.5",
         "second_product",
@@ -157,7 +157,7 @@ MISTAKES = [
             "float o[4] = {};\n    for (int i = 0; i < 2; i++) { uint32_t x = a[i]; a[i] = a[i + 2], a[i + 2] = x; }",
         ),
     ),
-    ("7.5", "second_product", "wrong-value", ("a[3] = pack<T>(d[2], d[3])", "a[3] = 0")),
+    ("7.5", "second_product", "wrong-register", ("a[3] = pack<T>(d[2], d[3])", "a[3] = 0")),
     ("7.6", "pv", "v-not-transposed", ("ldmatrix_x2_trans", "ldmatrix_x2")),
     ("7.6", "pv", "uninitialised-shared", ("i < 16 * D", "i < keys * D")),
     ("7.8", "row_sums", "fp16-ones", ("pack<T>(1.f, 1.f)", "0x3C003C00")),

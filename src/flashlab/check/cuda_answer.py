@@ -11,7 +11,9 @@ Whatever goes wrong is raised as ``flashlab.check.CheckFailed``: its diagnosis i
 
 from __future__ import annotations
 
+import itertools
 import math
+import mmap
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,6 +27,7 @@ from flashlab.check import CheckFailed, expect, verification, verify
 from flashlab.check.cases import Case
 from flashlab.check.mistakes import weights
 from flashlab.check.mistakes.kernels import explain
+from flashlab.check.poison import guarded
 from flashlab.check.running import compiler_can_be_asked, compiler_warned
 from flashlab.check.symptoms import watched
 from flashlab.cuda import CompileError, CudaModule, load_inline
@@ -240,6 +243,14 @@ def failure(findings: Sequence[Finding], whole: Source, case: str | None = None)
         sentence += (
             "; if another thread writes it, a barrier between the two is missing, or that thread has returned before"
         )
+    skipped = next((f for f in findings if f.kind == "exited-threads"), None)
+    if first.kind in _RACES and skipped is not None:  # who has gone past a barrier races with those who wait in it
+        at = re.search(r"\bline (\d+)", skipped.message)
+        where = f" in {whole.place(int(at[1])).split(',')[0]}" if at else ""
+        sentence += (
+            f". Some threads wait at the barrier{where} when others have ended: it may not stand in a branch that some "
+            "do not take"
+        )
     return CheckFailed(sentence, diagnosis=first.kind, case=case)
 
 
@@ -365,6 +376,67 @@ def expect_set(whole: Source, *, head_dim: int = 64, dtype: torch.dtype = torch.
             diagnosis="uninitialised-local",
             case=f"{str(dtype).removeprefix('torch.')}, seq_q=200, seq_k=200, causal",
         )
+
+
+# ---- tensors of more than 2^31 elements ------------------------------------------------------------------------------
+# (axis, its length, how far apart it is laid out, words): the last of it begins beyond 2^31 elements.
+_FAR_APART = ((2, 129, 2**24 + 64, "row"), (1, 3, 2**30 + 128, "head"), (0, 3, 2**30 + 128, "batch"))
+
+
+def expect_wide(whole: Source, *, head_dim: int = 64, dtype: torch.dtype = torch.float16) -> None:
+    """Raises CheckFailed where a right kernel is wrong in a tensor of more than 2^31 elements.
+
+    Each of q, k, v and o in turn has its rows, heads or batches far apart, in addresses that have no memory behind
+    them. Nothing is said where the machine has no room for so many addresses.
+    """
+    __tracebackhide__ = True
+    module = built(whole, check=True, head_dim=head_dim, dtype=dtype)
+    for axis, length, apart, name in _FAR_APART:
+        shape = [1, 1, 16, head_dim]
+        shape[axis] = length
+        generator = torch.Generator().manual_seed(0)
+        values = [torch.randn(shape, generator=generator).to(dtype) for _ in range(3)]
+        want = module.forward(*values, causal=False, echo=False)[0]
+        for far in range(4):
+            case = f"{'qkvo'[far]} with its {name}s {apart} elements apart, seq_q={shape[2]}, seq_k={shape[2]}"
+            given = [*values, torch.zeros(shape, dtype=dtype)]
+            try:
+                given[far] = _laid_out(given[far], axis, apart)
+                o = _far_run(module, whole, case, given)
+            except (MemoryError, OSError):
+                return
+            except CheckFailed as failed:
+                raise _of_32_bits("qkvo"[far], name, length, case, f": {failed.sentence}") from None
+            if not torch.equal(o, want):
+                raise _of_32_bits("qkvo"[far], name, length, case, ", and o is another then")
+
+
+def _far_run(module: CudaModule, whole: Source, case: str, given: Sequence[torch.Tensor]) -> torch.Tensor:
+    __tracebackhide__ = True
+    *operands, out = given
+    return ran(module, whole, case, lambda: module.forward(*operands, causal=False, out=out, echo=False))[0].clone(
+        memory_format=torch.contiguous_format
+    )
+
+
+def _laid_out(x: torch.Tensor, axis: int, apart: int) -> torch.Tensor:
+    """A copy of x with so many elements from one row, head or batch to the next; pages between have no memory."""
+    strides = list(x.contiguous().stride())
+    strides[axis] = apart
+    size = (1 + sum((n - 1) * s for n, s in zip(x.shape, strides, strict=True))) * x.element_size()
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
+    buffer = torch.frombuffer(mmap.mmap(-1, size, flags=flags), dtype=x.dtype)
+    return buffer.as_strided(x.shape, strides).copy_(x)
+
+
+def _of_32_bits(tensor: str, name: str, length: int, case: str, what: str) -> CheckFailed:
+    return CheckFailed(
+        f"right in small tensors, but not where {name} {length - 1} of {tensor} begins more than 2^31 elements behind "
+        f"the first{what}. Some offset is computed, or kept, in 32 bits: the strides are int64_t, and so has to be "
+        "whatever they are multiplied to",
+        diagnosis="offset-in-32-bits",
+        case=case,
+    )
 
 
 # Of a right kernel too. What is left is worth a look: a variable that is used before it is set, a missing return.
@@ -505,6 +577,117 @@ def examine(
         CheckFailed: with the finding, or the checker's diagnosis.
     """
     __tracebackhide__ = True
+    try:
+        return _examined(kernel, head_dim, dtype, fast, probes, max_seq, max_tile, sms, **defines)
+    except CheckFailed as failed:
+        if failed.diagnosis not in ("global-out-of-bounds", "strides-ignored") or watched() is not None:
+            raise
+        for slug, look in (("wrong-stride", _by_layouts), ("wrong-kv-head", _by_heads)):
+            if (more := look(failed.sentence, kernel, head_dim, dtype, sms, **defines)) is not None:
+                raise CheckFailed(f"{failed.sentence}. {more}", diagnosis=slug, case=failed.case) from None
+        raise
+
+
+def _by_layouts(
+    said: str, kernel: Step | Source | str, head_dim: int, dtype: torch.dtype, sms: int, **defines: Any
+) -> str | None:
+    """Which tensors' strides are taken for each other, told by the layouts that are right and those that are not.
+
+    Each of q, k and v is dense or has its rows twice as far apart; o is dense.
+    """
+    whole = source_of(kernel)
+    module = built(kernel, check=False, head_dim=head_dim, dtype=dtype, **defines)
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(2, 2, 40, head_dim, generator=generator).to(dtype) for _ in range(3)]
+    want = reference.attention(*values)[0]
+    right = {}
+    for apart in itertools.product((False, True), repeat=3):
+        given = [
+            guarded(x, "rows apart" if far else "contiguous", x.device) for x, far in zip(values, apart, strict=True)
+        ]
+        try:
+            o = ran(module, whole, None, partial(module.forward, *given, sms=sms, echo=False))[0]
+        except CheckFailed:
+            right[apart] = False
+            continue
+        right[apart] = bool(((o.double() - want).abs() < 0.03).all())
+    if not right[False, False, False] or all(right.values()):
+        return None
+    names = "qkv"
+    for i, name in enumerate(names):
+        if all(ok != apart[i] for apart, ok in right.items()):
+            if name == "q":
+                owner = next((x for x in ("q", "o") if f" of {x} (shape" in said), None)
+                by = f": {owner} is addressed" if owner else ": one of the two is addressed"
+                return f"It is right where q and o have the same strides, and wrong where not{by} with the other's"
+            return (
+                f"It is right where {name} is dense, and wrong where its rows lie further apart: are its strides used?"
+            )
+    for i, j in itertools.combinations(range(3), 2):
+        if all(ok == (apart[i] == apart[j]) for apart, ok in right.items()):
+            pair = f"{names[i]} and {names[j]}"
+            return (
+                f"It is right where {pair} have the same strides, and wrong where not: one of them is addressed "
+                "with the other's"
+            )
+    return None
+
+
+# (batch, heads, kv_heads): one of each, several batches, several heads, grouped heads in several ways.
+_GROUPS = ((1, 1, 1), (2, 1, 1), (1, 3, 3), (1, 2, 1), (1, 6, 3), (1, 6, 2), (2, 2, 2), (2, 4, 2))
+
+
+def _by_heads(
+    said: str, kernel: Step | Source | str, head_dim: int, dtype: torch.dtype, sms: int, **defines: Any
+) -> str | None:
+    """Where some numbers of heads are right and others are not: which, and whose K and V a head of Q has used.
+
+    V is one number per head, so O says whose V it is.
+    """
+    if not re.search(r" of [kv] \(shape", said):
+        return None
+    whole = source_of(kernel)
+    module = built(kernel, check=False, head_dim=head_dim, dtype=dtype, **defines)
+    right: list[tuple[int, int, int]] = []
+    wrong: list[tuple[int, int, int]] = []
+    other: tuple[int, int, list[float], list[float]] | None = None
+    for batch, heads, kv_heads in _GROUPS:
+        q, k = (torch.zeros(batch, h, 40, head_dim, dtype=dtype) for h in (heads, kv_heads))
+        number = torch.arange(float(batch * kv_heads)).reshape(batch, kv_heads)
+        v = number[..., None, None].expand(batch, kv_heads, 40, head_dim).to(dtype).contiguous()
+        want = (number.repeat_interleave(heads // kv_heads, 1)).flatten().tolist()
+        try:
+            o = ran(module, whole, None, partial(module.forward, q, k, v, sms=sms, echo=False))[0]
+        except CheckFailed:
+            wrong.append((batch, heads, kv_heads))
+            continue
+        got = o.float().round()
+        if (got - o.float()).abs().max() > 0.02 or not torch.equal(got, got[..., :1, :1].expand_as(got)):
+            return None  # not one head's values for one head
+        used = got[..., 0, 0].flatten().tolist()
+        (right if used == want else wrong).append((batch, heads, kv_heads))
+        if used != want and other is None and batch == 1:
+            other = (heads, kv_heads, used, want)
+    if (1, 1, 1) not in right or not wrong:
+        return None
+    if other is not None:
+        heads, kv_heads, used, want = other
+        return (
+            f"With heads={heads}, kv_heads={kv_heads} the heads of Q use heads {', '.join(f'{x:g}' for x in used)} of "
+            f"K and V, and should use {', '.join(f'{x:g}' for x in want)}"
+        )
+    if all(batch > 1 for batch, _, _ in wrong):
+        return "It is right with one batch: is the batch counted twice, in the number of the head of K and V too?"
+    if all(heads != kv_heads for _, heads, kv_heads in wrong):
+        return "It is right with as many heads of K as of Q: which head of K and V does the last head of Q take?"
+    return None
+
+
+def _examined(
+    kernel: Step | Source | str, head_dim: int, dtype: torch.dtype, fast: bool, probes: Sequence[Any], max_seq: int,
+    max_tile: int, sms: int, **defines: Any,
+) -> Verdict:  # fmt: skip
+    __tracebackhide__ = True
     whole = source_of(kernel)
     variant: dict[str, Any] = {"head_dim": head_dim, "dtype": dtype}
     module = built(kernel, check=True, **variant, **defines)
@@ -527,12 +710,33 @@ def examine(
         if failed.diagnosis == "no-max-subtraction":
             _expect_in_range(forward, head_dim, dtype)
         known = explain(forward, head_dim) if vague else None
-        if known is None:
+        if known is None or (known[0] == "wrong-with-many-keys" and failed.diagnosis in weights.SLUGS):
             raise _honest(failed) from None
         raise CheckFailed(known[1], diagnosis=known[0], case=failed.case) from None
     _expect_few_keys(forward, head_dim, dtype)
     _expect_moving_maxima(forward, head_dim, dtype)
     return Verdict(checked.cases + len(reports), reports[0].counters)
+
+
+WALKED = 330  # keys: several tiles of any size, and the last one is not full
+
+
+def walk(whole: Source) -> list[str] | None:
+    """The words that a kernel prints for one block of 64 queries; None where it does not compile or run."""
+    try:
+        module = built(whole, check=False)
+        q, k = torch.zeros(1, 1, 64, 64).half(), torch.zeros(1, 1, WALKED, 64).half()
+        ran(module, whole, None, lambda: module.forward(q, k, k, causal=False, echo=False))
+    except CheckFailed:
+        return None
+    return module.report.printed.split() if module.report is not None else None
+
+
+def listed(words: Sequence[str]) -> str:
+    """ "0, 1, 2": the first of some words."""
+    if not words:
+        return "none at all, there is no round"
+    return ", ".join(words[:8]) + (", ..." if len(words) > 8 else "")
 
 
 _FAR = 4  # times what is allowed: no rounding errs by so much

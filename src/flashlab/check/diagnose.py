@@ -441,7 +441,9 @@ def _permuted(observations: Sequence[Observation], wrong: Sequence[Observation])
             if bool((distance.amin(1) <= close).all()) and bool(moved.any()):
                 at = int(moved.nonzero()[0])
                 if len(set(source.tolist())) < len(source):
-                    alone = bool(((distance <= 2 * close).sum(1) == 1).all())  # no two places have nearly the same
+                    # No two places have nearly the same, and no line is one number: zeros belong in any place.
+                    alone = bool(((distance <= 2 * close).sum(1) == 1).all())
+                    alone &= bool((a[moved].amax(1) - a[moved].amin(1) > 4 * close).all())
                     if not alone or len(moved) < 16 or int(moved.sum()) < 4 or bool(moved.all()):
                         continue
                     holds = f"{name[:-1]} {at} of o holds what belongs in {name[:-1]} {int(source[at])}"
@@ -671,6 +673,10 @@ def _rounded_to_16_bits(wrong: Sequence[Observation]) -> bool:
 # ---- an honest description ------------------------------------------------------------------------------------------
 
 
+def _lse_never_set(seen: Observation) -> bool:
+    return seen.lse is not None and bool((seen.lse == -math.inf).all())
+
+
 def _describe(observations: Sequence[Observation], wrong: Sequence[Observation]) -> CheckFailed:
     """No known mistake: how the failing cases differ from the passing ones, and which rows of the first are wrong."""
     seen = wrong[0]
@@ -694,6 +700,12 @@ def _describe(observations: Sequence[Observation], wrong: Sequence[Observation])
     # Of huge scores lse is right within a bound that tells nothing of a sum.
     finer = finer and any(bool((s.truth.lse_bound < 0.1).all()) for s in wrong)
     end = ". lse is right in every case, so the maxima and the sums are" if finer else ""
+    if name == "lse" and all(_lse_never_set(s) for s in wrong if s.case.content in CALM):
+        end = (
+            ", and -inf in every row. o is right here, so the sums are not 0: lse is the maximum plus the "
+            "logarithm of the sum, and the maximum is still -inf. Is it ever set?"
+        )
+        return CheckFailed(f"{difference}{share}: {value}{end}", diagnosis="maximum-never-set", case=str(seen.case))
     return CheckFailed(f"{difference}{share}: {value}{end}", diagnosis="wrong-value", case=str(seen.case))
 
 

@@ -175,7 +175,7 @@ class CudaModule:
     # ---- a kernel of the series -----------------------------------------------------------------------------------
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = False, scale: float | None = None,
-        sms: int | None = None, **launch: Any,
+        sms: int | None = None, out: torch.Tensor | None = None, **launch: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """softmax(scale * q k^T) v, by a source that defines ``forward(const Problem*, void* stream)``.
 
@@ -185,6 +185,7 @@ class CudaModule:
             causal: query i sees the keys up to i + seq_k - seq_q.
             scale: head_dim ** -0.5, if None; zero or negative, q is multiplied by it first.
             sms: multiprocessors that the kernel is told of; the GPU's, or 132 in the emulator, if None.
+            out: where o is stored, shaped like q, its rows as the kernels want them; a new tensor, if None.
             launch: options of the emulator's launch: ``timeout``, ``shared_limit``, ``threads``, ``echo``.
 
         Returns:
@@ -203,7 +204,8 @@ class CudaModule:
             raise ValueError(f"sms is {sms!r}; it is a number of multiprocessors, at least 1")
         if self.backend != "emulator" and q.device.type != "cuda":
             raise ValueError(f"q is on {q.device}, and the kernel runs on a GPU: pass q.cuda(), k.cuda(), v.cuda()")
-        o, lse = new_output(q), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+        o = new_output(q) if out is None else out
+        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
         if o.numel() == 0:
             return o, lse
         if k.shape[2] == 0:

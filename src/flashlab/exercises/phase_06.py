@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from flashlab.attention.cost import FA1_BLOCK_N, FA2_BLOCK_M, fa1_cost, fa2_cost
-from flashlab.check import CheckFailed, expect, expect_close, running
+from flashlab.check import CheckFailed, expect, expect_close, pattern, running
 from flashlab.check.cuda_answer import (
     Answer,
     Source,
@@ -23,6 +24,7 @@ from flashlab.check.cuda_answer import (
     examine,
     expect_set,
     expect_stream,
+    expect_wide,
     probe,
     ran,
     replaced,
@@ -64,8 +66,21 @@ _WRITTEN = "either no thread has them, or what their threads store lands elsewhe
 )
 def _(add_bias: str) -> str:
     answer = Answer(add_bias, "add_bias")
-    shapes = [(4, 32), (8, 64), (10, 50), (7, 33), (1, 1), (3, 100), (50, 10)]
-    for rows, cols in shapes:
+    try:
+        _expect_sums(answer)
+    except CheckFailed as failed:
+        if failed.diagnosis not in ("elements-missing", "global-race") or (known := _other_place(answer)) is None:
+            raise
+        raise CheckFailed(known, diagnosis="another-element", case=failed.case) from None
+    return f"{len(_MATRICES)} shapes, both builds"
+
+
+_MATRICES = ((4, 32), (8, 64), (10, 50), (7, 33), (1, 1), (3, 100), (50, 10))
+
+
+def _expect_sums(answer: Answer) -> None:
+    __tracebackhide__ = True
+    for rows, cols in _MATRICES:
         case = f"rows={rows}, cols={cols}"
         x, bias = _random(rows, cols), _random(cols, seed=1)
         for check in (True, False):
@@ -80,11 +95,13 @@ def _(add_bias: str) -> str:
                 case=case,
                 mistakes={
                     "no-bias": (x, "y is x: the bias is missing"),
+                    "bias-subtracted": (x - bias, "the bias is subtracted"),
                     "one-bias": (wrong, "every column got bias[0]"),
                     "bias-of-the-row": (
                         x + bias[torch.arange(rows) % cols, None],
                         "bias has an element per column, and you take that of the row",
                     ),
+                    **_by_columns(x, bias),
                 },
             )
             if check:
@@ -105,7 +122,75 @@ def _(add_bias: str) -> str:
                     diagnosis="not-coalesced",
                     case=case,
                 )
-    return f"{len(shapes)} shapes, both builds"
+
+
+def _by_columns(x: torch.Tensor, bias: torch.Tensor) -> dict[str, tuple[torch.Tensor, str]]:
+    """The sums where x, y or both are taken as if they were stored column by column."""
+    rows, cols = x.shape
+    place = "element (row, col) is number row * cols + col, and {} number col * rows + row: that is a matrix stored "
+    place += "column by column"
+    return {
+        "by-columns": ((x.reshape(cols, rows) + bias[:, None]).reshape(rows, cols), place.format("you take")),
+        "by-columns x": (x.reshape(cols, rows).T + bias, place.format("of x you take")),
+        "by-columns y": ((x + bias).T.reshape(rows, cols), place.format("of y you take")),
+    }
+
+
+# What a thread may take for its row and for its column, of block (bx, by) and thread (tx, ty).
+_TAKEN: dict[str, Callable[[Any, Any, Any, Any], Any]] = {
+    "blockIdx.y * blockDim.y + threadIdx.y": lambda bx, by, tx, ty: 4 * by + ty,
+    "blockIdx.x * blockDim.x + threadIdx.x": lambda bx, by, tx, ty: 32 * bx + tx,
+    "blockIdx.y * blockDim.x + threadIdx.y": lambda bx, by, tx, ty: 32 * by + ty,
+    "blockIdx.x * blockDim.y + threadIdx.x": lambda bx, by, tx, ty: 4 * bx + tx,
+    "blockIdx.y * blockDim.x + threadIdx.x": lambda bx, by, tx, ty: 32 * by + tx,
+    "blockIdx.x * blockDim.y + threadIdx.y": lambda bx, by, tx, ty: 4 * bx + ty,
+    "blockIdx.x * blockDim.x + threadIdx.y": lambda bx, by, tx, ty: 32 * bx + ty,
+    "blockIdx.y * blockDim.y + threadIdx.x": lambda bx, by, tx, ty: 4 * by + tx,
+    "blockIdx.y + threadIdx.y": lambda bx, by, tx, ty: by + ty,
+    "blockIdx.x + threadIdx.x": lambda bx, by, tx, ty: bx + tx,
+    "threadIdx.y": lambda bx, by, tx, ty: ty,
+    "threadIdx.x": lambda bx, by, tx, ty: tx,
+    "threadIdx.y * blockDim.y + blockIdx.y": lambda bx, by, tx, ty: 4 * ty + by,
+    "threadIdx.x * blockDim.x + blockIdx.x": lambda bx, by, tx, ty: 32 * tx + bx,
+}
+_ROW, _COL = list(_TAKEN)[:2]
+
+
+def _other_place(answer: Answer) -> str | None:
+    """Which row and column the threads take, if just one pair of formulas has written what is written in all shapes."""
+    left = set(itertools.product(_TAKEN, _TAKEN)) - {(_ROW, _COL)}
+    tried = 0
+    for rows, cols in (*_MATRICES, (70, 90)):  # the last has several blocks either way, of rows and of columns
+        x, bias, y = _random(rows, cols), _random(cols, seed=1), marked(rows, cols)
+        try:
+            answer.run(x, bias, y, rows, cols, case="", check=False)
+        except CheckFailed:  # out of bounds: no element to compare
+            continue
+        tried += 1
+        at = torch.meshgrid(
+            *(torch.arange(n) for n in (-(-cols // 32), -(-rows // 4), 32, 4)), indexing="ij"
+        )  # bx, by, tx, ty
+        for pair in list(left):
+            row, col = (_TAKEN[name](*at).flatten() for name in pair)
+            there = (row < rows) & (col < cols)
+            want = torch.full((rows, cols), math.nan)
+            want[row[there], col[there]] = (x + bias)[row[there], col[there]]
+            if not torch.allclose(y, want, rtol=0, atol=1e-4, equal_nan=True):
+                left.discard(pair)
+    if len(left) != 1 or tried < 3:
+        return None
+    row_taken, col_taken = left.pop()
+    if (row_taken, col_taken) == (_COL, _ROW):
+        return (
+            f"row and column are exchanged: your row is {_COL}, and x runs along a row, so that is the column; the row "
+            f"is {_ROW}"
+        )
+    wrong = [
+        f"{taken} for the {name}, which is {right}"
+        for name, taken, right in (("row", row_taken, _ROW), ("column", col_taken, _COL))
+        if taken != right
+    ]
+    return f"the elements that are written are those of threads that take {' and '.join(wrong)}"
 
 
 def _row_sectors(rows: int, cols: int, bias: bool = True) -> int:
@@ -166,6 +251,13 @@ def _(block_sum: str) -> str:
                 },
             )
             expect(
+                not check or not (counters["shared_atomics"] or counters["global_atomics"]),
+                "right, but the tree is gone: half of the threads that are left should add, in each round, with a "
+                "barrier after it, and nothing is added by atomics",
+                diagnosis="no-tree",
+                case=f"blocks={blocks}",
+            )
+            expect(
                 not check or counters["shared_loads"] < 60 * blocks,
                 "right, but the tree is gone: half of the threads that are left should add, in each round",
                 diagnosis="no-tree",
@@ -202,8 +294,42 @@ def _tree(x: torch.Tensor) -> torch.Tensor:
 )
 def _(transpose: str) -> str:
     answer = Answer(transpose, "transpose")
-    shapes = [(64, 96), (32, 32), (50, 70), (33, 5), (1, 40)]
-    for rows, cols in shapes:
+    try:
+        _expect_transposed(answer)
+    except CheckFailed as failed:
+        if failed.diagnosis not in ("elements-missing", "wrong-value", "global-race") or not _in_place(answer):
+            raise
+        raise CheckFailed(
+            "each tile is transposed, and stored where it came from: in y the tile of block (bx, by) begins at row "
+            "32 bx, column 32 by",
+            diagnosis="tiles-in-place",
+            case=failed.case,
+        ) from None
+    return f"{len(_TRANSPOSED)} shapes, no sector and no wavefront too many"
+
+
+_TRANSPOSED = ((64, 96), (32, 32), (50, 70), (33, 5), (1, 40))
+
+
+def _in_place(answer: Answer) -> bool:
+    """Whether the tiles are transposed one by one and stay at their places, as far as y has these."""
+    for rows, cols in ((64, 96), (96, 64), (64, 64)):
+        x, y = _random(rows, cols), marked(cols, rows)
+        want = torch.full((cols, rows), math.nan)
+        for row, col in itertools.product(range(0, min(rows, cols), 32), repeat=2):
+            want[row : row + 32, col : col + 32] = x[row : row + 32, col : col + 32].T
+        try:
+            answer.run(x, y, rows, cols, case="", check=False)
+        except CheckFailed:
+            return False
+        if not torch.allclose(y, want, rtol=0, atol=0, equal_nan=True):
+            return False
+    return True
+
+
+def _expect_transposed(answer: Answer) -> None:
+    __tracebackhide__ = True
+    for rows, cols in _TRANSPOSED:
         case = f"rows={rows}, cols={cols}"
         x = _random(rows, cols)
         for check in (True, False):
@@ -241,7 +367,6 @@ def _(transpose: str) -> str:
                 diagnosis="bank-conflicts",
                 case=case,
             )
-    return f"{len(shapes)} shapes, no sector and no wavefront too many"
 
 
 def _tiles_swapped(x: torch.Tensor) -> torch.Tensor:
@@ -275,6 +400,62 @@ EQUAL = "a score that equals the maximum so far is left out: its term is exp(0) 
 )
 def _(row_lse: str) -> str:
     answer = Answer(row_lse, "row_lse")
+    try:
+        cases = _expect_lse(answer, _in_the_last_lane(answer))
+    except CheckFailed as failed:
+        if failed.diagnosis != "wrong-value" or (known := _elements_counted(answer)) is None:
+            raise
+        raise CheckFailed(known, diagnosis="wrong-elements", case=failed.case) from None
+    return f"{cases // 2} cases in both builds, each row read once"
+
+
+_STORED = re.compile(r"\bif\s*\(\s*threadIdx\.x\s*==\s*0\s*\)(?=\s*lse\[blockIdx\.x\]\s*=)")
+
+
+def _in_the_last_lane(answer: Answer) -> Answer:
+    """The answer with its last line, if it is as it was given, stored by lane 31: every lane has the row's state."""
+    text, times = _STORED.subn("if (threadIdx.x == 31)", answer.whole.text)
+    return Answer(text, "row_lse") if times == 1 else answer
+
+
+def _elements_counted(answer: Answer) -> str | None:
+    """Which elements of a row are left out of the sum, or counted several times, if no other mistake is in it.
+
+    Row i has a score of 12 at element i and 0 elsewhere: its sum is n - 1 plus that element's exp(12), as often as it
+    is counted.
+    """
+    for n in (64, 100, 257):
+        x, lse = 12 * torch.eye(n), marked(n)
+        try:
+            answer.run(x, lse, n, n, case="", check=False)
+        except CheckFailed:
+            return None
+        times = lse.double().exp() / math.exp(12)
+        whole = times.round()
+        if not lse.isfinite().all() or (times - whole).abs().max() > 0.02 or whole.max() > 4:
+            return None
+        rest = lse.double().exp() - whole * math.exp(12)  # how often the zeros are counted
+        if (rest - (whole.sum() - whole)).abs().max() > 0.25 + 1e-5 * math.exp(12):
+            return None
+        if bool((whole == 1).all()):
+            continue
+        missing, often = whole == 0, whole > 1
+        said = []
+        if missing.any():
+            said.append(f"{pattern.runs(missing, 'element')} of the row {_is(missing)} in no lane's sum")
+        if often.any():
+            said.append(f"{pattern.runs(often, 'element')} {_is(often)} counted more than once")
+        return f"with n={n}, {' and '.join(said)}: which elements does lane t take?"
+    return None
+
+
+def _is(chosen: torch.Tensor) -> str:
+    return "is" if int(chosen.sum()) == 1 else "are"
+
+
+def _expect_lse(answer: Answer, last_lane: Answer) -> int:
+    """Runs the cases; the fast build is that of `last_lane`. Returns how many."""
+    __tracebackhide__ = True
     cases = 0
     for n in (64, 100, 257, 32, 5, 1):
         for kind in ("random", "rising", "near -200", "near 300", "all 2"):
@@ -293,8 +474,15 @@ def _(row_lse: str) -> str:
             half = torch.logsumexp(torch.stack([y for i, y in enumerate(lanes) if i < 16 for y in y.unbind(1)], 1), 1)
             for check in (True, False):
                 lse = marked(4)
-                counters = answer.run(x, lse, 4, n, case=case, check=check)
+                counters = (answer if check else last_lane).run(x, lse, 4, n, case=case, check=check)
                 expect_written(lse, "lse", case=case)
+                if not check and not _close(lse, want) and last_lane is not answer:
+                    raise CheckFailed(
+                        f"lane 0 has the row's state, and lane 31 another one: stored by lane 31, lse is "
+                        f"{lse[0]:.6g} and not {want[0]:.6g}. After five rounds of __shfl_xor_sync each lane has it",
+                        diagnosis="lane-0-alone",
+                        case=case,
+                    )
                 if kind.startswith("near") and lse.isinf().any():
                     _raise_overflow(answer, n, case)
                 if lse.isnan().any() and want.isfinite().all():
@@ -349,7 +537,11 @@ def _(row_lse: str) -> str:
                 if check:
                     _expect_one_pass(counters, n, case)
                 cases += 1
-    return f"{cases // 2} cases in both builds, each row read once"
+    return cases
+
+
+def _close(got: torch.Tensor, want: torch.Tensor) -> bool:
+    return bool(((got - want).abs() <= 1e-3).all())
 
 
 def _lane_states(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -363,7 +555,11 @@ def _merge_mistakes(m: torch.Tensor, l: torch.Tensor) -> dict[str, tuple[torch.T
     """What lane 0 has in the end where the merge of two of the states m and l [rows, 32] has a mistake."""
 
     def merged(
-        own: bool = True, other: bool = True, late: bool = False, steps: Sequence[int] = (1, 2, 4, 8, 16)
+        own: bool = True,
+        other: bool = True,
+        late: bool = False,
+        same: bool = False,
+        steps: Sequence[int] = (1, 2, 4, 8, 16),
     ) -> torch.Tensor:
         top, total = m, l
         for step in steps:
@@ -371,6 +567,7 @@ def _merge_mistakes(m: torch.Tensor, l: torch.Tensor) -> dict[str, tuple[torch.T
             new = torch.maximum(top, top[:, lane])
             base = new.masked_fill(new == -math.inf, 0.0)
             mine, its = torch.exp(top - base), torch.exp((new if late else top)[:, lane] - base)
+            its = mine if same else its
             total = total * (mine if own else 1.0) + total[:, lane] * (its if other else 1.0)
             top = new
         return top[:, 0] + total[:, 0].log()
@@ -379,6 +576,11 @@ def _merge_mistakes(m: torch.Tensor, l: torch.Tensor) -> dict[str, tuple[torch.T
     return {
         "own-not-rescaled": (merged(own=False), f"in the merge, the lane's own l {rescale}"),
         "other-not-rescaled": (merged(other=False), f"in the merge, the other lane's l {rescale}"),
+        "others-by-own-maximum": (
+            merged(same=True),
+            "in the merge, the other lane's l is multiplied by the factor of the lane's own m: it needs that of "
+            "its own, exp(m_other - m_new)",
+        ),
         "shuffled-after-the-maximum": (
             merged(late=True),
             "the other lane's m is fetched after it has become m_new: fetch m and l of both before either changes",
@@ -500,7 +702,8 @@ def _explained(source: Source, diagnosis: str) -> tuple[str, str] | None:
     def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
         return ran(module, source, None, lambda: module.forward(q, k, v, echo=False, **options))
 
-    known = tiles.explain if diagnosis in ("wrong-value", "output-scaled", *weights.SLUGS) else tiles.adds_nothing
+    vague = ("wrong-value", "output-scaled", "rows-scaled", *weights.SLUGS)
+    known = tiles.explain if diagnosis in vague else tiles.adds_nothing
     return known(forward, 64, torch.float32)
 
 
@@ -619,10 +822,39 @@ def _expect_bytes(order: str, answers: Sequence[Any]) -> None:
         expect(
             mine == want,
             f"{order}'s order reads {want} bytes, and your formula gives {mine}: {abs(mine - want)} "
-            f"{'more' if mine > want else 'fewer'}",
+            f"{'more' if mine > want else 'fewer'}{_as_a_sum(order, answers, wants)}",
             diagnosis="wrong-value",
             case=_count_case(count),
         )
+
+
+def _as_a_sum(order: str, answers: Sequence[Any], wants: Sequence[int]) -> str:
+    """What the wrong numbers have in common: one factor, or another number of visits, or of keys, in the right sum."""
+    factor = answers[0] / wants[0]
+    if all(abs(mine - factor * want) < 1e-9 * want for mine, want in zip(answers, wants, strict=True)):
+        of_bytes = "; a number in float32 has 4 bytes" if factor in (0.5, 2.0) else ""
+        return f", in every case {factor:.4g} times as many{of_bytes}"
+    said = []
+    for mine, (N, D, block_m, block_n) in zip(answers, _COUNTED, strict=True):
+        rest, each = (2 * N * D + 2 * N, 2 * D + 2) if order == "FA1" else (N * D, 2 * D)
+        counted = (mine / 4 - rest) / each
+        right = sum(N - start for start in range(0, N, block_n))
+        if order == "FA2":
+            right = sum(min(N, start + block_m) for start in range(0, N, block_m))
+        if counted != round(counted) or counted < 0:
+            return ""
+        if counted != right:
+            said.append((_count_case((N, D, block_m, block_n)), int(counted), right))
+    case, counted, right = said[0]
+    if order == "FA1":
+        return (
+            f". It would be right if rows were visited {counted} times ({case}); they are visited {right} times: "
+            "a tile that begins at key n_start is visited by the rows from n_start on"
+        )
+    return (
+        f". It would be right if the blocks read {counted} keys together ({case}); they read {right}: each reads those "
+        "up to the last one that its last row sees"
+    )
 
 
 _COUNTED = ((256, 64, 128, 32), (128, 64, 64, 64), (200, 64, 128, 32), (300, 128, 64, 16))
@@ -709,6 +941,7 @@ def _(flash_attention: str) -> str:
     module = built(whole, check=True, head_dim=64, dtype=torch.float32)
     served = _expect_shared(probe(module, whole, _SHARED_PROBE, dtype=torch.float32).counters)
     expect_stream(whole)
+    expect_wide(whole, dtype=torch.float32)
     return f"{verdict.verdict}; each number of K and V serves {served:.0f} rows"
 
 

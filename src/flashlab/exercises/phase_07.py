@@ -23,6 +23,7 @@ from flashlab.check.cuda_answer import (
     built,
     examine,
     expect_set,
+    expect_wide,
     ran,
     region,
     replaced,
@@ -462,6 +463,64 @@ def _maxima(s: torch.Tensor, masks: tuple[int, ...]) -> torch.Tensor:
     return torch.cat(half)
 
 
+def _exchanged(x: torch.Tensor, masks: Sequence[int], join: Callable[..., torch.Tensor]) -> torch.Tensor:
+    """What lane t = 0 of each quad has of x [32 lanes] after exchanges with these masks."""
+    lane = torch.arange(32)
+    for mask in masks:
+        x = join(x, x[lane ^ mask])
+    return x[::4]
+
+
+def _asked(masks: Sequence[int], what: str) -> list[int]:
+    """The lanes whose numbers lane 0 has after the exchanges; in a sum a lane may be there twice."""
+    lanes = [0]
+    for mask in masks:
+        lanes += [lane ^ mask for lane in lanes]
+    return lanes if what == "sum" else sorted(set(lanes))
+
+
+def _told_by_masks(answer: Answer) -> str | None:
+    """Which lanes' numbers a row's maximum is made of, or its sum, if they are not those of its quad."""
+    lane, runs = torch.arange(32), []
+    for seed in range(3):
+        s, row_max, row_sum = _random(16, 8, seed=50 + seed), marked(16), marked(16)
+        answer.run(s, row_max, row_sum, case="", check=False)
+        runs.append((s.double(), row_max.double(), row_sum.double()))
+    pairs = [*itertools.combinations_with_replacement(range(1, 32), 2), *((m,) for m in range(1, 32)), ()]
+    for what, join in (("maximum", torch.maximum), ("sum", torch.add)):
+        fit = []
+        for masks in pairs:
+            for s, row_max, row_sum in runs:
+                mine = []
+                for h in (0, 8):
+                    own = torch.stack([s[lane // 4 + h, lane % 4 * 2 + e] for e in (0, 1)])
+                    top = s.amax(1)[lane // 4 + h]
+                    start = own.amax(0) if what == "maximum" else torch.exp(own - top).sum(0)
+                    mine.append(_exchanged(start, masks, join))
+                got = row_max if what == "maximum" else row_sum
+                if not (torch.cat(mine) - got).abs().max() < 1e-4:
+                    break
+            else:
+                fit.append(masks)
+        lanes = {tuple(sorted(_asked(masks, what))) for masks in fit}
+        if (0, 1, 2, 3) in lanes:
+            continue
+        maxima_right = all((row_max - s.amax(1)).abs().max() < 1e-5 for s, row_max, _ in runs)
+        if len(lanes) != 1 or (what == "sum" and not maxima_right):
+            return None
+        (mine_of,) = lanes
+        listed = ", ".join(map(str, mine_of))
+        beside = "its maximum is right, but the" if what == "sum" else "the"
+        if set(mine_of) <= {0, 1, 2, 3}:
+            twice = ", some of them twice" if len(set(mine_of)) < len(mine_of) else ""
+            return f"{beside} {what} of row 0 is that of lanes {listed} alone{twice}: the row lives in lanes 0, 1, 2, 3"
+        return (
+            f"{beside} {what} of row 0 is that of lanes {listed}, as some exchange leaves the quad: the row lives in "
+            "lanes 0, 1, 2, 3, and lane ^ 1 and lane ^ 2 stay among them"
+        )
+    return None
+
+
 @exercise(
     "7.4",
     title="Four lanes, one maximum",
@@ -479,6 +538,16 @@ def _maxima(s: torch.Tensor, masks: tuple[int, ...]) -> torch.Tensor:
 )
 def _(row_statistics: str) -> str:
     answer = Answer(row_statistics, "row_statistics")
+    try:
+        return _expect_statistics(answer)
+    except CheckFailed as failed:
+        if failed.diagnosis != "wrong-value" or (known := _told_by_masks(answer)) is None:
+            raise
+        raise CheckFailed(known, diagnosis="wrong-shuffle-mask", case=failed.case) from None
+
+
+def _expect_statistics(answer: Answer) -> str:
+    __tracebackhide__ = True
     inputs = {"random scores": _random(16, 8), "rising scores": torch.arange(128.0).reshape(16, 8) / 8}
     inputs["the maximum in column 7"] = torch.where(torch.arange(8) == 7, 3.0, -1.0).repeat(16, 1) + _random(16, 1) * 2
     for case, s in inputs.items():
@@ -590,6 +659,56 @@ _ORDERS = {
 )
 def _(second_product: str) -> str:
     answer = Answer(second_product, "second_product")
+    try:
+        return _expect_product(answer)
+    except CheckFailed as failed:
+        if failed.diagnosis != "wrong-value" or (known := _registers(answer)) is None:
+            raise
+        raise CheckFailed(known, diagnosis="wrong-register", case=failed.case) from None
+
+
+def _as_the_mma_sees_p(answer: Answer) -> torch.Tensor | None:
+    """For each element of A the element of P that it holds, row * 16 + column; -1 for 0; None for anything else."""
+    p = (1 + torch.arange(256.0)).reshape(16, 16)  # whole numbers that fp16 has
+    halves = []
+    for first in (0, 8):
+        v, o = torch.zeros(16, 8), marked(16, 8)
+        v[first + torch.arange(8), torch.arange(8)] = 1
+        answer.run(p, v.half(), o, case="", check=False, dtype=torch.float16)
+        halves.append(o)
+    seen = torch.cat(halves, 1).double()
+    if not bool(((seen == seen.round()) & (seen >= 0) & (seen <= 256)).all()):
+        return None
+    return seen.long() - 1
+
+
+def _registers(answer: Answer) -> str | None:
+    """Which register of A holds what of P, of the first that is wrong."""
+    seen = _as_the_mma_sees_p(answer)
+    if seen is None:
+        return None
+    held = fragments.fragment(seen, "a")  # [32, 4, 2]
+    want = fragments.fragment(torch.arange(256).reshape(16, 16), "a")
+    wrong = (held != want).any(2).any(0)
+    if not wrong.any():
+        return None
+    register = int(wrong.nonzero()[0])
+    names = [*(f"c[{i}]" for i in range(4)), *(f"d[{i}]" for i in range(4))]
+    own = torch.arange(256).reshape(16, 16)
+    own = torch.cat([fragments.fragment(own[:, :8], "c"), fragments.fragment(own[:, 8:], "c")], 1)  # [32, 8]
+    said = []
+    for half in (0, 1):
+        same = [i for i in range(8) if torch.equal(held[:, register, half], own[:, i])]
+        if not same and not bool((held[:, register, half] == -1).all()):
+            return None
+        said.append(names[same[0]] if same else "0")
+    right = [names[int((own == want[:, register, half, None]).all(0).nonzero()[0])] for half in (0, 1)]
+    more = ", and other registers are wrong too" if int(wrong.sum()) > 1 else "; the other registers are right"
+    return f"a[{register}] holds {said[0]} and {said[1]}, and should hold {right[0]} and {right[1]}{more}"
+
+
+def _expect_product(answer: Answer) -> str:
+    __tracebackhide__ = True
     for dtype in DTYPES:
         p, v = torch.rand(16, 16, generator=torch.Generator().manual_seed(5)), _random(16, 8)
 
@@ -644,6 +763,43 @@ def _(second_product: str) -> str:
 )
 def _(pv: str) -> str:
     answer = Answer(pv, "pv")
+    try:
+        return _expect_pv(answer)
+    except CheckFailed as failed:
+        if failed.diagnosis != "wrong-value" or (known := _values_of_v(answer)) is None:
+            raise
+        raise CheckFailed(known, diagnosis="wrong-values-of-v", case=failed.case) from None
+
+
+def _values_of_v(answer: Answer) -> str | None:
+    """How the V that the product has seen differs from V: P is the identity, so O is that V."""
+    for keys in (13, 16):
+        p, v, o = torch.eye(16), 1 + torch.arange(keys * 64.0).reshape(keys, 64), marked(16, 64)
+        p[:, keys:] = 0
+        answer.run(p.half(), v.half(), o, keys, case="", check=False, dtype=torch.float16)
+        want = torch.cat([v, v.new_zeros(16 - keys, 64)])
+        if o.isnan().any() or torch.equal(o, want):
+            continue
+        start = f"with {keys} keys, the V that is multiplied with P"
+        wrong = o != want
+        if bool((o[wrong] == 0).all()) and wrong.any():
+            kept = int((~wrong[:keys]).sum())
+            at = wrong.nonzero()[0].tolist()
+            return (
+                f"{start} has only {kept} of its {keys * 64} numbers, and 0 in place of the others, the first in row "
+                f"{at[0]}, column {at[1]}: a row has {64} numbers"
+            )
+        at = wrong.nonzero()[0].tolist()
+        number = o[at[0], at[1]].item() - 1
+        if number == round(number) and 0 <= number < keys * 64:
+            row, column = divmod(int(number), 64)
+            return f"{start} has, in row {at[0]}, column {at[1]}, what belongs in row {row}, column {column}"
+        return None
+    return None
+
+
+def _expect_pv(answer: Answer) -> str:
+    __tracebackhide__ = True
     cases = [(13, torch.float16), (16, torch.float16), (1, torch.float16), (9, torch.bfloat16)]
     for keys, dtype in cases:
         p, v = torch.rand(16, 16, generator=torch.Generator().manual_seed(keys)), _random(keys, 64, seed=keys)
@@ -927,4 +1083,5 @@ def _(kernel: str) -> str:
             diagnosis="wrong-count",
             case=f"{case}, causal",
         )
+    expect_wide(whole)
     return f"{cases} cases right, nothing found by the emulator, as many MMAs as needed"

@@ -7,6 +7,7 @@ the learner's line; a wrong result with the checker's diagnosis; a right result 
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Sequence
 
@@ -15,36 +16,57 @@ import torch
 from flashlab.check import CheckFailed, expect, running
 from flashlab.check.cuda_answer import (
     PROBES,
+    WALKED,
     Source,
     Verdict,
     built,
     examine,
+    expect_wide,
+    listed,
     probe,
     region,
     replaced,
     source_of,
     text_of,
+    walk,
 )
 from flashlab.check.symptoms import watched
 from flashlab.exercises.registry import exercise
 from flashlab.kernels.series import step
-from flashlab.simt import Counters
+from flashlab.simt import Counters, SimtError
 from flashlab.simt.source import blank_comments, entries
 
 BANK_BYTES, ROW_BYTES = 128, 16  # all 32 banks; what one address of ldmatrix stands for
 
 
-def _without_conflicts(verdict: Verdict, head_dim: int) -> None:
+def _without_conflicts(verdict: Verdict, head_dim: int, source: Source | None = None) -> None:
+    """Raises CheckFailed where ldmatrix has bank conflicts; source: of an answer that defines at()."""
     __tracebackhide__ = True
     c = verdict.counters
-    expect(
-        c["ldmatrix_wavefronts"] == c["ldmatrix_ideal"],
+    if c["ldmatrix_wavefronts"] == c["ldmatrix_ideal"]:
+        return
+    which = _shared_banks(source, head_dim) if source else None
+    raise CheckFailed(
         f"the result is right, but ldmatrix takes {c['ldmatrix_wavefronts']} wavefronts where "
-        f"{c['ldmatrix_ideal']} would do: "
-        "two rows of one 8 x 8 tile still share their banks",
+        f"{c['ldmatrix_ideal']} would do: " + (which or "two rows of one 8 x 8 tile still share their banks"),
         diagnosis="bank-conflicts",
         case=f"head_dim={head_dim}",
     )
+
+
+def _shared_banks(source: Source, head_dim: int) -> str | None:
+    """Which rows of an 8 x 8 tile at() puts into the same banks."""
+    chunks, bytes_ = head_dim // 8, _places(source, head_dim, 64)
+    for first, chunk in itertools.product(range(0, 64, 8), range(chunks)):
+        groups = [bytes_[(first + i) * chunks + chunk] % BANK_BYTES // ROW_BYTES for i in range(8)]
+        often = max(set(groups), key=groups.count)
+        if groups.count(often) > 1:
+            rows = ", ".join(str(first + i) for i in range(8) if groups[i] == often)
+            return (
+                f"of the 8 x 8 tile of rows {first} to {first + 7}, columns {8 * chunk} to {8 * chunk + 7}, rows "
+                f"{rows} are in the same four banks, {4 * often} to {4 * often + 3}"
+            )
+    return None
 
 
 # ---- 8.1 ------------------------------------------------------------------------------------------------------------
@@ -190,7 +212,7 @@ def _(at: str) -> str:
     source = replaced(step("p8_4_swizzle"), "swizzle", text)
     for head_dim in (64, 128):
         _expect_places(source, head_dim)
-        _without_conflicts(examine(source, head_dim=head_dim, fast=False, max_seq=150), head_dim)
+        _without_conflicts(examine(source, head_dim=head_dim, fast=False, max_seq=150), head_dim, source)
     return "head_dim 64 and 128: right, and no bank conflict"
 
 
@@ -198,15 +220,8 @@ def _expect_places(source: Source, head_dim: int, rows: int = 64) -> None:
     """Raises CheckFailed where at(), called alone, is no place of its own for each chunk of a tile."""
     __tracebackhide__ = True
     chunks, case = head_dim // 8, f"head_dim={head_dim}"
-    called = (
-        '\nextern "C" void places(int* n, int rows) {\n    for (int i = 0; i < rows * HEAD_DIM / 8; i++) '
-        "n[i] = at(i / (HEAD_DIM / 8), i % (HEAD_DIM / 8) * 8);\n}\n"
-    )
-    own = Source(source.text + called, source.name, source.first, source.last)
-    n = torch.zeros(rows * chunks, dtype=torch.int32)
-    built(own, check=False, head_dim=head_dim).places(n, rows)
     taken: dict[int, str] = {}
-    for i, byte in enumerate(n.tolist()):
+    for i, byte in enumerate(_places(source, head_dim, rows)):
         name = f"at({i // chunks}, {i % chunks * 8})"
         sentence = f"{name} is byte {byte}; sixteen bytes that ldmatrix reads begin at a multiple of 16"
         expect(byte % ROW_BYTES == 0, sentence, diagnosis="misaligned", case=case)
@@ -216,6 +231,19 @@ def _expect_places(source: Source, head_dim: int, rows: int = 64) -> None:
     for byte, name in taken.items():
         sentence = f"{name} is byte {byte}; a tile of {rows} rows has {rows * head_dim * 2} bytes, and no room for more"
         expect(0 <= byte < rows * head_dim * 2, sentence, diagnosis="outside-the-tile", case=case)
+
+
+def _places(source: Source, head_dim: int, rows: int) -> list[int]:
+    """at(row, column) of each chunk of a tile, row by row."""
+    __tracebackhide__ = True
+    called = (
+        '\nextern "C" void places(int* n, int rows) {\n    for (int i = 0; i < rows * HEAD_DIM / 8; i++) '
+        "n[i] = at(i / (HEAD_DIM / 8), i % (HEAD_DIM / 8) * 8);\n}\n"
+    )
+    own = Source(source.text + called, source.name, source.first, source.last)
+    n = torch.zeros(rows * head_dim // 8, dtype=torch.int32)
+    built(own, check=False, head_dim=head_dim).places(n, rows)
+    return n.tolist()
 
 
 # ---- 8.4 ------------------------------------------------------------------------------------------------------------
@@ -370,12 +398,53 @@ def _(tile_addresses: str) -> str:
     for head_dim in (64, 128):
         try:
             verdict = examine(source, head_dim=head_dim, fast=head_dim == 64, max_seq=150)
-        except CheckFailed:
-            if watched() is None:
+        except CheckFailed as failed:
+            if watched() is None and failed.diagnosis != "does-not-compile":
                 _expect_places(source, head_dim)  # the reason, where two chunks in one place look like a race
+                _expect_one_formula(source, head_dim)
             raise
-        _without_conflicts(verdict, head_dim)
+        _without_conflicts(verdict, head_dim, source)
     return "head_dim 64 and 128: right, and no bank conflict"
+
+
+_COPIED = """
+__global__ void copied_tile(const unsigned short* x, unsigned short* y) {
+    __shared__ __align__(1024) char tile[64 * ROW_BYTES];
+    load_tile<64>(tile, (const T*)x, HEAD_DIM, 64);
+    cp_async_commit();
+    cp_async_wait<0>();
+    __syncthreads();
+    for (int i = threadIdx.x; i < 64 * HEAD_DIM; i += THREADS) y[i] = ((const unsigned short*)tile)[i];
+}
+extern "C" int copied(const unsigned short* x, unsigned short* y) {
+    copied_tile<<<1, THREADS>>>(x, y);
+    return (int)cudaGetLastError();
+}
+"""
+
+
+def _expect_one_formula(source: Source, head_dim: int) -> None:
+    """Raises CheckFailed where load_tile writes a chunk of a tile elsewhere than at() says."""
+    __tracebackhide__ = True
+    try:
+        read = _places(source, head_dim, 64)
+        module = built(Source(source.text + _COPIED, source.name, source.first, source.last), check=False,
+                       head_dim=head_dim)  # fmt: skip
+        x = torch.arange(64 * head_dim, dtype=torch.int32).to(torch.int16)  # the bits of each number are its own
+        y = torch.full_like(x, -1)
+        module.launch("copied", x, y, echo=False)
+    except (CheckFailed, SimtError, TypeError, AttributeError):  # other parameters than the given ones
+        return
+    place = {int(number): 2 * i for i, number in enumerate(y.tolist())}
+    for i, byte in enumerate(read):
+        row, column = i // (head_dim // 8), i % (head_dim // 8) * 8
+        if (written := place.get(i * 8)) not in (None, byte):
+            raise CheckFailed(
+                f"load_tile writes row {row}, columns {column} to {column + 7}, at byte {written} of the tile, and "
+                f"at({row}, {column}), where it is read, is {byte}: both have to be one formula",
+                diagnosis="two-formulas",
+                case=f"head_dim={head_dim}",
+            )
 
 
 # ---- 8.7 ------------------------------------------------------------------------------------------------------------
@@ -480,12 +549,40 @@ def _(kernel: str) -> str:
         "there is no loop: what stands between the braces is done once, for the first tile",
         diagnosis="no-loop",
     )
-    verdict = examine(whole, max_seq=150)
+    try:
+        verdict = examine(whole, max_seq=150)
+    except CheckFailed as failed:
+        if failed.diagnosis != "does-not-compile":
+            _expect_upwards(text)
+        raise
     c = verdict.counters
     _without_conflicts(verdict, 64)
     case = "heads=2, kv_heads=1, seq_q=200, seq_k=200, head_dim=64, float16, causal"
     expect(c["mma_during_copies"] > 0, "no copy is under way during any MMA", diagnosis="no-overlap", case=case)
     return f"{len(_LETTERS)} parts, {verdict.verdict}"
+
+
+def _expect_upwards(text: str) -> None:
+    """Raises CheckFailed where the loop of a wrong answer does not walk the tiles from 0 upwards, each once."""
+    __tracebackhide__ = True
+    letters, loop = parts(), {_LETTERS[name] for name in _LOOP}
+    said = {_LETTERS["load K and V"]: 'if (threadIdx.x == 0) printf("%d ", (int)j);'}
+    lines = []
+    for line in text.split("\n"):
+        found = _PART.fullmatch(line)
+        letter = found[1] if found else ""
+        lines.append(line if not found else said.get(letter, "" if letter in loop else letters[letter]))
+    walked = walk(Source("\n".join(lines), "kernel"))
+    tiles = -(-WALKED // 64)
+    if walked is None or walked == [str(j) for j in range(tiles)]:
+        return
+    raise CheckFailed(
+        f"with {tiles} tiles of keys the j of your loop is {listed(walked)}. It has to be 0 to {tiles - 1}, upwards: "
+        f"part {_LETTERS['first copies']} copies the first tiles, and each round asks for the one that is "
+        "STAGES - 1 later",
+        diagnosis="wrong-walk",
+        case=f"seq_q=64, seq_k={WALKED}, head_dim=64, float16",
+    )
 
 
 # ---- 8.8 ------------------------------------------------------------------------------------------------------------
@@ -527,6 +624,7 @@ def _(kernel: str) -> str:
     for head_dim in (64, 128):
         c = probe(built(whole, check=True, head_dim=head_dim), whole, _COUNTED, head_dim=head_dim).counters
         _well_made(c, head_dim)
+    expect_wide(whole)
     return f"{cases} cases right at head_dim 64 and 128, no conflict, copies under way, full sectors"
 
 

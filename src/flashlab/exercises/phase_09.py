@@ -8,12 +8,27 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from flashlab.attention import reference
 from flashlab.check import CheckFailed, expect, running
-from flashlab.check.cuda_answer import PROBES, Source, built, examine, probe, region, replaced, text_of
+from flashlab.check.cuda_answer import (
+    PROBES,
+    WALKED,
+    Source,
+    built,
+    examine,
+    expect_wide,
+    listed,
+    probe,
+    ran,
+    region,
+    replaced,
+    text_of,
+    walk,
+)
 from flashlab.check.mistakes import weights
 from flashlab.cuda import CudaModule
 from flashlab.exercises.registry import exercise
@@ -39,7 +54,17 @@ from flashlab.simt.source import blank_comments, entries
 )
 def _(tiles: Callable[..., tuple[int, int]]) -> str:
     blocks: list[_Block] = []
-    for seq_q, seq_k in ((64, 64), (200, 200), (70, 330), (330, 70), (1, 129), (256, 512), (64, 127)):
+    for seq_q, seq_k in (
+        (64, 64),
+        (200, 200),
+        (70, 330),
+        (330, 70),
+        (1, 129),
+        (256, 512),
+        (64, 127),
+        (64, 65),
+        (64, 97),
+    ):
         for block_m, block_n in ((64, 64), (128, 64), (64, 32)):
             for causal in (False, True):
                 for m_start in range(0, seq_q, block_m):
@@ -52,7 +77,7 @@ def _(tiles: Callable[..., tuple[int, int]]) -> str:
     if any(answer != _tile_range(*block) for answer, block in zip(answers, blocks, strict=True)):
         for slug, (wrong, sentence) in _TILE_MISTAKES.items():
             known = all(answer == wrong(block) for answer, block in zip(answers, blocks, strict=True))
-            expect(not known, sentence, diagnosis=slug)
+            expect(not known, sentence, diagnosis=slug.partition(" ")[0])
     for answer, block in zip(answers, blocks, strict=True):
         _expect_tiles(answer, block)
     return f"{len(blocks)} blocks"
@@ -114,6 +139,10 @@ _TILE_MISTAKES: dict[str, tuple[Callable[[_Block], tuple[int, int]], str]] = {
     "full-of-the-last-row": (
         lambda b: _tile_range(*b, full_row=b[0] + b[1] - 1),
         "full is that of the block's last row; its first row sees fewer keys, and decides",
+    ),
+    "own-key-left-out of end": (
+        lambda b: _tile_range(*b, own=(0, 1)),
+        "end leaves out a key: row i sees its own key too, so i + 1 and not i (and seq_k - seq_q more)",
     ),
     "own-key-left-out": (
         lambda b: _tile_range(*b, own=(1, 0)),
@@ -326,10 +355,124 @@ def _(merge_loop: str) -> str:
     text = text_of(merge_loop, "merge_loop")
     whole = replaced(step("p9_flash"), "weighted sum", text)
     probes = ((1, 1, 1, 16, 1024, False), (1, 2, 1, 70, 700, True))
-    verdict = examine(whole, probes=probes, fast=False, max_seq=1100)
+    try:
+        verdict = examine(whole, probes=probes, fast=False, max_seq=1100)
+    except CheckFailed as failed:
+        if failed.diagnosis in _OF_PARTS:
+            _expect_own_parts(whole)
+        raise
     _rows_without_a_key(whole)
     _other_head_dim(whole)
     return f"{verdict.cases} cases, split keys among them"
+
+
+# Diagnoses of whole kernels that a mistake of the merge may hide behind.
+_OF_PARTS = (
+    "wrong-with-many-keys", "wrong-value", "rows-scaled", "low-precision", "wrong-weights", "l-in-low-precision",
+    "o-accumulated-in-low-precision",
+)  # fmt: skip
+_MERGE_ALONE = """
+extern "C" int merge_alone(T* o, float* lse, const float* part_o, const float* part_lse, int splits, int rows) {
+    Problem p{};
+    p.o = o, p.lse = lse, p.batch = p.heads = p.kv_heads = 1, p.seq_q = rows, p.head_dim = HEAD_DIM;
+    p.o_stride = {(int64_t)rows * HEAD_DIM, (int64_t)rows * HEAD_DIM, HEAD_DIM};
+    merge<<<ceil_div(rows, WARPS), THREADS>>>(p, splits, part_o, part_lse);
+    return (int)cudaGetLastError();
+}
+"""
+
+
+def _expect_own_parts(whole: Source) -> None:
+    """Raises CheckFailed where a part's weight, or its part of O, is that of another part or row.
+
+    The merge alone, of 3 parts of 8 rows: with one part of O that is 1 and others of 0, O is that part's weight.
+    """
+    __tracebackhide__ = True
+    splits, rows = 3, 8
+    count = splits * rows
+    module = built(Source(whole.text + _MERGE_ALONE, whole.name, whole.first, whole.last), check=False)
+    case = f"the merge alone, {splits} parts of {rows} rows"
+
+    def weights_of(part_lse: torch.Tensor) -> torch.Tensor | None:
+        """[rows, count]: the weight that each row of the result gives to each part; None if columns differ in it."""
+        found = torch.zeros(rows, count)
+        for number in range(count):
+            parts = torch.zeros(count, 64)
+            parts[number] = 1
+            o, lse = torch.zeros(rows, 64).half(), torch.zeros(rows)
+            try:
+                given = (o, lse, parts, part_lse, splits, rows)
+                ran(module, whole, None, partial(module.launch, "merge_alone", *given, echo=False))
+            except CheckFailed:
+                return None
+            if not o.isfinite().all() or not torch.equal(o, o[:, :1].expand_as(o)):
+                return None
+            found[:, number] = o[:, 0].float()
+        return found
+
+    plain = weights_of(torch.zeros(count))
+    if plain is None:
+        return
+    row_of = torch.arange(count) % rows
+    for r in range(rows):
+        if not torch.equal(plain[r] > 0, row_of == r):
+            taken = ", ".join(
+                f"part {x // rows} of row {x % rows}" for x in (plain[r] > 0).nonzero().flatten().tolist()
+            )
+            raise CheckFailed(
+                f"row {r} adds up {taken or 'nothing of part_o'}: it should add parts 0 to {splits - 1} of row {r}, "
+                "the elements from (s * rows + row) * HEAD_DIM on",
+                diagnosis="wrong-part",
+                case=case,
+            )
+    for number in (1, rows, rows + 1, 2 * rows + 2):
+        raised = torch.zeros(count)
+        raised[number] = 4
+        after = weights_of(raised)
+        if after is None:
+            return
+        own = after[row_of, torch.arange(count)] > 1.2 * plain[row_of, torch.arange(count)]
+        gained = own.nonzero().flatten().tolist()
+        if gained and number not in gained:
+            s, r = divmod(gained[0], rows)
+            raise CheckFailed(
+                f"the weight of part {s}, row {r} is made of the lse of part {number // rows}, row {number % rows}: "
+                "the lse of part s of a row is part_lse[s * rows + row]",
+                diagnosis="wrong-lse",
+                case=case,
+            )
+    raised = torch.zeros(splits, rows)
+    raised[0] = 1
+    after = weights_of(raised.flatten())
+    if after is None:
+        return
+    first, second = after[0, 0].item(), after[0, rows].item()
+    ratio, total = first / max(second, 1e-6), after[0].sum().item()
+    expect(
+        abs(ratio / math.e - 1) < 0.02,
+        f"where the lse of part 0 is 1 above that of the others, its weight is {ratio:.4g} times theirs: it should be "
+        f"exp(1), {math.e:.4g} times",
+        diagnosis="wrong-weight",
+        case=case,
+    )
+    expect(
+        abs(total - 1) < 0.01,
+        f"the parts are added in the right ratio, but with lse of 1, 0, 0 their weights add up to {total:.4g}, "
+        "not to 1: l_i, which acc is divided by, is not the sum of the weights",
+        diagnosis="weights-not-normalised",
+        case=case,
+    )
+    o, lse = torch.zeros(rows, 64).half(), torch.zeros(rows)
+    given = (o, lse, torch.zeros(splits * rows, 64), torch.ones(splits * rows), splits, rows)
+    ran(module, whole, None, partial(module.launch, "merge_alone", *given, echo=False))
+    expect(
+        bool((lse - (1 + math.log(splits))).abs().max() < 1e-3),
+        f"o is right for parts of any lse, but of {splits} parts with an lse of 1 each the merged lse is {lse[0]:.5g}: "
+        f"it should be 1 + log({splits}), {1 + math.log(splits):.5g}. What is subtracted in the exponent is added to "
+        "lse after the loop",
+        diagnosis="wrong-lse",
+        case=case,
+    )
 
 
 def _other_head_dim(whole: Source) -> None:
@@ -504,7 +647,12 @@ def _(kernel: str) -> str:
             )
     whole = _PLACE.sub(lambda match: region(step(_TOGETHER), PARTS[match[1]]).rstrip("\n"), text)
     expect("MASKED" in _PLACE.sub("", text), "the glue should define MASKED, for the two bodies", diagnosis="no-flag")
-    verdict = examine(Source(whole, "kernel"))
+    try:
+        verdict = examine(Source(whole, "kernel"))
+    except CheckFailed as failed:
+        if failed.diagnosis != "does-not-compile":
+            _expect_downwards(text)
+        raise
     masked, plain = _bodies(whole)
     expect(
         masked < plain,
@@ -513,6 +661,30 @@ def _(kernel: str) -> str:
         diagnosis="everything-masked",
     )
     return f"{verdict.cases} cases right, nothing found by the emulator"
+
+
+_BODY = ("load K and V", "scores", "row maxima", "rescale", "probabilities", "output")
+
+
+def _expect_downwards(text: str) -> None:
+    """Raises CheckFailed where a wrong answer does not walk the tiles from the last one down to 0, each once."""
+    __tracebackhide__ = True
+
+    def said(match: re.Match[str]) -> str:
+        name = PARTS[match[1]]
+        if name == "load K and V":
+            return 'if (threadIdx.x == 0) printf("%d ", (int)j);'
+        return "" if name in _BODY else region(step(_TOGETHER), name).rstrip("\n")
+
+    walked, last = walk(Source(_PLACE.sub(said, text), "kernel")), -(-WALKED // 64) - 1
+    if walked is None or walked == [str(j) for j in range(last, -1, -1)]:
+        return
+    raise CheckFailed(
+        f"with {last + 1} tiles of keys j is {listed(walked)}. It has to be {last} down to 0: the first copies are of "
+        "tile end - 1, and each round asks for tile j - 1",
+        diagnosis="wrong-walk",
+        case=f"seq_q=64, seq_k={WALKED}, head_dim=64, float16",
+    )
 
 
 def _bodies(whole: str) -> tuple[int, int]:
@@ -664,4 +836,5 @@ def _(my_kernel: str) -> str:
         diagnosis="too-few-rows-per-warp",
         case=case,
     )
+    expect_wide(whole)
     return f"{verdict.cases} cases right, {spent:.2f} wavefronts per MMA"

@@ -114,9 +114,18 @@ class Compiler:
             )
             one_to_one += ("-fno-extern-tls-init",)  # `extern __shared__` arrays need no constructor
         # A local that is never set holds a pattern (runtime/values.h); a large frame meets the guard of its stack; a
-        # loop that never ends is not taken for one that has ended.
+        # loop that never ends is not taken for one that has ended; an int that overflows wraps around, in the fast
+        # build too, which would otherwise compute some offsets in 64 bits that the text has in 32.
         pattern = ("-ftrivial-auto-var-init=pattern",) if self.clang or self.major >= 12 else ()
-        return (*self.language, *quiet, *one_to_one, *pattern, "-fstack-clash-protection", "-fno-finite-loops")
+        return (
+            *self.language,
+            *quiet,
+            *one_to_one,
+            *pattern,
+            "-fstack-clash-protection",
+            "-fno-finite-loops",
+            "-fwrapv",
+        )
 
     @property
     def check(self) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ import numpy as np
 
 _PAGE = mmap.PAGESIZE
 _GAP = 64 << 20  # of addresses, not of memory
+_SPARSE = 1 << 30  # bytes from which on a piece is copied without its gaps: they may be more than there is memory
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [
@@ -44,6 +45,17 @@ class View:
     shape: tuple[int, ...]
     itemsize: int
     writable: bool
+    strides: tuple[int, ...] = ()  # in bytes; of a structure there are none
+
+    def runs(self) -> list[tuple[int, int]]:
+        """(start, bytes) of what lies together, from the first element on."""
+        dense, whole = self.itemsize, list(zip(self.shape, self.strides, strict=False))
+        while whole and whole[-1][1] == dense:
+            dense *= whole.pop()[0]
+        starts = np.zeros(1, np.int64)
+        for n, stride in whole:
+            starts = (starts[:, None] + np.arange(n, dtype=np.int64) * stride).ravel()
+        return [(int(start), dense) for start in starts]
 
 
 def view(array: Any) -> View | None:
@@ -66,7 +78,7 @@ def view(array: Any) -> View | None:
         extent = extent if array.size else 0
         offset = address - root.ctypes.data
         name, writable = array.dtype.name, array.flags.writeable
-        return View(address, extent, offset, name, array.shape, array.itemsize, writable)
+        return View(address, extent, offset, name, array.shape, array.itemsize, writable, array.strides)
     if hasattr(array, "data_ptr") and hasattr(array, "untyped_storage"):
         if array.device.type != "cpu":
             raise TypeError(f"the emulator runs on CPU tensors, and this one is on {array.device}: pass tensor.cpu()")
@@ -81,7 +93,8 @@ def view(array: Any) -> View | None:
         size = array.element_size()
         extent = (sum((n - 1) * s for n, s in zip(array.shape, array.stride(), strict=True)) + 1) * size
         return View(array.data_ptr(), extent if array.numel() else 0, array.storage_offset() * size,
-                    str(array.dtype).removeprefix("torch."), tuple(array.shape), size, True)  # fmt: skip
+                    str(array.dtype).removeprefix("torch."), tuple(array.shape), size, True,
+                    tuple(s * size for s in array.stride()))  # fmt: skip
     if isinstance(array, ctypes.Structure | ctypes.Array):
         size = ctypes.sizeof(array)
         return View(ctypes.addressof(array), size, 0, "struct", (), size, True)
@@ -141,7 +154,12 @@ class GlobalMemory:
         self._base = base
         for p in self._pieces:
             ctypes.memset(base + p.file, 0xFF, p.start)
-            ctypes.memmove(base + p.file + p.start, p.low, p.high - p.low)
+            mine = [v for v in views if v.bytes and p.low <= v.address < p.high]
+            if p.high - p.low < _SPARSE or not all(v.strides for v in mine):
+                ctypes.memmove(base + p.file + p.start, p.low, p.high - p.low)
+            for v in mine if p.high - p.low >= _SPARSE else ():
+                for start, count in v.runs() if v.strides else ():
+                    ctypes.memmove(base + p.file + p.start + v.address - p.low + start, v.address + start, count)
             end = p.start + p.high - p.low
             ctypes.memset(base + p.file + end, 0xFF, p.pages - end)
 
@@ -159,7 +177,8 @@ class GlobalMemory:
         """Brings what a kernel wrote to the caller's array."""
         p = self._piece(v)
         if p is not None:
-            ctypes.memmove(v.address, self._base + p.file + p.start + v.address - p.low, v.bytes)
+            for start, count in v.runs() if v.bytes >= _SPARSE and v.strides else [(0, v.bytes)]:
+                ctypes.memmove(v.address + start, self._base + p.file + p.start + v.address - p.low + start, count)
 
     @property
     def progress(self) -> tuple[int, int, int, str]:

@@ -46,8 +46,8 @@ def explain(forward: Callable[..., tuple[Tensor, Tensor]], head_dim: int) -> tup
         one = [x[0, 0].double() for x in (q, k, v)]
         truth = _attend(*one)
         if _near(o, truth):
-            if rows < ROWS:
-                break
+            if rows < ROWS:  # right in a tile of 16 keys, wrong in four of them
+                return tiles.explain(forward, head_dim) or _tiles(forward, head_dim, sizes=(16, 32))
             found = _causal(forward, head_dim) or _tiles(forward, head_dim) or _split(forward, head_dim)
             return found or tiles.explain(forward, head_dim) or _many_keys(forward, head_dim)
         for slug, sentence, prediction in _predictions(*one):
@@ -143,7 +143,9 @@ def _predictions(q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[str, str, Te
         yield "fragment-swapped", sentence, _columns(p @ v / total, 1, rows)
     both = "the two halves of a register of P are exchanged: pack(low, high) takes the lower column first"
     yield "fragment-swapped", both, _columns(p, 1) @ v / total
-    apart = "keys 8 apart change places in P V: a0, a1 of P (tile 2k of S) with a2, a3, or b0 of V with b1"
+    apart = (
+        "keys 8 apart are exchanged in P V: a0, a1 of P (tile 2k of S) with a2, a3, or b0 of V with b1, or S's tiles"
+    )
     yield "fragment-swapped", apart, _columns(p, 8) @ v / total
     yield "fragment-swapped", "b0 and b1 of K change places: columns 8 apart", _attend(q, _columns(k, 8), v)
     for order in itertools.permutations(range(4)):
@@ -224,7 +226,9 @@ def _causal(forward: Callable[..., tuple[Tensor, Tensor]], head_dim: int) -> tup
     return None
 
 
-def _tiles(forward: Callable[..., tuple[Tensor, Tensor]], head_dim: int) -> tuple[str, str] | None:
+def _tiles(
+    forward: Callable[..., tuple[Tensor, Tensor]], head_dim: int, sizes: tuple[int, ...] = (32, 64, 128)
+) -> tuple[str, str] | None:
     """Mistakes that show with several tiles of keys: one is left out, or what was summed is not rescaled."""
     explained: Counter[tuple[str, str]] = Counter()
     for move in (12.0, -12.0, 4.0, -4.0, 0.0):  # of the maximum in the middle, in powers of two; 0: as it comes
@@ -238,12 +242,66 @@ def _tiles(forward: Callable[..., tuple[Tensor, Tensor]], head_dim: int) -> tupl
         truth = _attend(*one)
         if _near(o, truth):
             continue
-        predictions = [x for size in (32, 64, 128) for x in _tile_predictions(one[0], one[1], one[2], size)]
+        predictions = [x for size in sizes for x in _tile_predictions(one[0], one[1], one[2], size)]
         explained.update(
             {(slug, sentence): 1 for slug, sentence, x in predictions if not _near(x, truth) and _near(o, x)}
         )
     # Two mistakes may give the same where the maximum moves one way, and differ where it moves the other.
-    return explained.most_common(1)[0][0] if explained else None
+    return explained.most_common(1)[0][0] if explained else _corrections(forward, head_dim)
+
+
+def _corrections(forward: Callable[..., tuple[Tensor, Tensor]], head_dim: int) -> tuple[str, str] | None:
+    """Which row's correction each element of acc has been multiplied by, if lse is right.
+
+    One half of the keys has scores of 0 and the value 1, the other half, which comes later, a higher score for each row
+    and the value 0: a row of O is its correction, divided by the sum, which lse tells.
+    """
+    rows, keys = 16, 4 * ROWS
+    up = 1 + torch.arange(rows).double() / 8  # a row's maximum rises by so much
+    corrections = torch.exp(-up)
+    for first in (slice(0, 2 * ROWS), slice(2 * ROWS, keys)):  # the walk may go either way
+        q, k, v = (torch.zeros(1, 1, n, head_dim) for n in (rows, keys, keys))
+        q[0, 0, :, 0] = 4 * up
+        k[..., 0] = math.sqrt(head_dim) / 4
+        k[:, :, first, 0] = 0
+        v[:, :, first] = 1
+        o, lse = (x[0, 0].double() for x in forward(q.half(), k.half(), v.half(), causal=False, scale=None))
+        want = math.log(2 * ROWS) + torch.log1p(torch.exp(up))
+        if not o.isfinite().all() or not (lse - want).abs().max() < 2e-3:
+            return None
+        used = o * (torch.exp(lse - up) / (2 * ROWS))[:, None]  # [rows, head_dim]
+        wrong = (used / corrections[:, None] - 1).abs() > 0.02
+        if not wrong.any():
+            continue
+        known = {
+            "no correction": torch.ones(rows, 1),
+            "its correction twice": corrections[:, None] ** 2,
+            "the correction of the row 8 above or below it": corrections[torch.arange(rows) ^ 8, None],
+            "the corrections of both of the lane's rows": (corrections * corrections[torch.arange(rows) ^ 8])[:, None],
+        }
+        for words, value in known.items():
+            if bool(((used / value - 1).abs() < 0.02)[wrong].all()):
+                where = _elements_of_c(wrong)
+                if where is None:
+                    return None
+                return "wrong-correction", (
+                    f"with one tile o is right, and lse always is; but when the maximum moves from tile to tile, "
+                    f"{where} {'gets' if where.startswith('acc[n]') and ' and ' not in where else 'get'} {words}"
+                )
+        return None
+    return None
+
+
+def _elements_of_c(chosen: Tensor) -> str | None:
+    """Words for some of the four registers of an accumulator, in all of its tiles and lanes; None for anything else."""
+    i, j = torch.arange(chosen.shape[0])[:, None], torch.arange(chosen.shape[1])[None, :]
+    register = 2 * (i % 16 // 8) + j % 2
+    which = [r for r in range(4) if bool(chosen[register == r].all())]
+    if not which or bool(chosen[~torch.isin(register, torch.tensor(which))].any()):
+        return None
+    if len(which) == 4:
+        return "all of acc"
+    return "acc[n] " + " and ".join(f"c{r}" for r in which)
 
 
 def _tile_predictions(q: Tensor, k: Tensor, v: Tensor, size: int) -> Iterator[tuple[str, str, Tensor]]:

@@ -45,7 +45,8 @@ def explain(forward: Forward, head_dim: int, dtype: torch.dtype = torch.float16)
             if near(o, prediction):
                 return slug, sentence
     return (
-        _tail(forward, head_dim, dtype, right)
+        _falling(forward, head_dim, dtype)
+        or _tail(forward, head_dim, dtype, right)
         or _always_causal(forward, head_dim, dtype)
         or _diagonal(forward, head_dim, dtype)
     )
@@ -94,6 +95,9 @@ def _one_tile(q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[str, str, Tenso
     sentence = "log2(e) is applied twice: it is in scale_log2 already"
     yield "log2e-twice", sentence, _softmax(q, k, v, _LOG2E)
 
+    if len(k) == len(v):
+        sentence = "the weights are multiplied with K, where V belongs: the second product reads the tile of K again"
+        yield "k-for-v", sentence, (q @ k.T / root).softmax(1) @ k
     p = _weights(q @ k.T / root)
     total, truth = p.sum(1, keepdim=True), p @ v / p.sum(1, keepdim=True)
     sentence = "acc is divided by the sum inside of the loop, and again after it: leave the division to the end"
@@ -130,6 +134,32 @@ def _tail(forward: Forward, head_dim: int, dtype: torch.dtype, one_tile_right: b
                     f"n_start + n: is n_start "
                     "in the comparison?"
                 )
+    return None
+
+
+_HALF = 128  # keys: a multiple of any tile
+
+
+def _falling(forward: Forward, head_dim: int, dtype: torch.dtype) -> Found | None:
+    """A maximum that is the tile's own: right until it falls so far that the correction is infinite."""
+    generator = torch.Generator().manual_seed(6)
+    right = {}
+    for fall in (20.0, 150.0, -20.0, -150.0):  # of the scores of the keys from _HALF on, in units of ln
+        q = 0.05 * torch.randn(1, 1, 16, head_dim, generator=generator)
+        k, v = (torch.randn(1, 1, 2 * _HALF, head_dim, generator=generator) for _ in range(2))
+        q[..., 0], k[..., 0] = math.sqrt(head_dim), 0.0
+        k[:, :, _HALF:, 0] = -fall
+        q, k, v = q.to(dtype), k.to(dtype), (v + 0.5).to(dtype)
+        o = forward(q, k, v, causal=False, scale=None)[0][0, 0].double()
+        want = _softmax(q[0, 0].double(), k[0, 0].double(), v[0, 0].double())
+        right[fall] = bool(o.isfinite().all()) and _Near(dtype)(o, want)
+        if fall == 150.0 and bool(o.isfinite().all()):
+            return None
+    if right == {20.0: True, 150.0: False, -20.0: True, -150.0: True}:
+        return "maximum-of-the-tile", (
+            "right where the maximum rises from tile to tile, and not finite where the scores of a later tile lie far "
+            "below it: the new maximum has to take in the old one, not this tile's scores alone"
+        )
     return None
 
 

@@ -28,7 +28,7 @@ SHAPES = ((16, 16), (16, 13), (40, 40), (16, 40), (40, 16), (13, 29), (45, 33), 
 # What is told here. A check that knows more of its exercise tries that first.
 SLUGS = (
     "values-exchanged", "wrong-keys", "wrong-dimensions", "weights-not-normalised", "value-not-added",
-    "tiles-not-joined",
+    "tiles-not-joined", "wrong-scores",
 )  # fmt: skip
 _SLICE = 8  # dimensions of the scores that are told apart
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}  # of a weight, relative
@@ -42,11 +42,9 @@ def explain(call: Call, like: Case) -> tuple[str, str, str] | None:
         like: a case that is wrong; dtype, head_dim, mask, scale and tile are taken from it.
     """
     shapes = [s for s in SHAPES if s[1] <= 8 * like.head_dim and (s[0] != 1 or like.seq_q == 1)]
+    first = _plain(like, *shapes[0])
     for seq_q, seq_k in shapes:
-        case = replace(
-            like, name="values that show the weights", seq_q=seq_q, seq_k=seq_k, content="plain", batch=1, heads=1,
-            kv_heads=1, layout="contiguous", omit_defaults=False,
-        )  # fmt: skip
+        case = _plain(like, seq_q, seq_k)
         columns = torch.arange(seq_k) % like.head_dim
         last = like.head_dim - 1
         found = _read(call, case, columns)
@@ -54,11 +52,31 @@ def explain(call: Call, like: Case) -> tuple[str, str, str] | None:
         if found is None and (found := _picked(call, case, columns)):
             again = _picked(call, case, last - columns)
         if found and found == again:  # else it is about columns of o, not keys
-            after = f"; right with seq_q={shapes[0][0]} and seq_k={shapes[0][1]}" if (seq_q, seq_k) != shapes[0] else ""
-            return found[0], found[1] + after, str(case)
+            return found[0], found[1] + (_right_before(call, like, shapes[0]) if case != first else ""), str(case)
         if found:
             return None
     return None
+
+
+def _plain(like: Case, seq_q: int, seq_k: int) -> Case:
+    return replace(
+        like, name="values that show the weights", seq_q=seq_q, seq_k=seq_k, content="plain", batch=1, heads=1,
+        kv_heads=1, layout="contiguous", omit_defaults=False,
+    )  # fmt: skip
+
+
+def _right_before(call: Call, like: Case, shape: tuple[int, int]) -> str:
+    """Words that the weights are right in a smaller case, if they are; where they cannot be read they may not be."""
+    case, generator = _plain(like, *shape), torch.Generator().manual_seed(3)
+    q, k = (torch.randn(n, case.head_dim, generator=generator) for n in shape)
+    read = _weights(call, case, q, k, torch.arange(case.seq_k) % case.head_dim)
+    if read is None:
+        return ""
+    scores = case.softmax_scale * q.to(case.dtype).double() @ k.to(case.dtype).double().T
+    rows, keys = torch.arange(case.seq_q)[:, None], torch.arange(case.seq_k)[None, :]
+    visible = keys <= rows + case.seq_k - case.seq_q if case.causal else torch.ones_like(scores, dtype=torch.bool)
+    right = _near(read[0], _softmax(scores, visible), _TOLERANCE.get(case.dtype, 1e-4))
+    return f"; right with seq_q={shape[0]} and seq_k={shape[1]}" if right else ""
 
 
 def _read(call: Call, case: Case, columns: Tensor) -> Found | None:
@@ -74,13 +92,16 @@ def _read(call: Call, case: Case, columns: Tensor) -> Found | None:
     if lse is not None and bool(lse.isnan().any()):
         return None
     parts = case.softmax_scale * q.to(case.dtype).double()[:, None] * k.to(case.dtype).double()[None]
-    slices = parts.unflatten(2, (-1, min(_SLICE, case.head_dim))).sum(3)  # [queries, keys, slices]
-    scores, shift = slices.sum(2), case.seq_k - case.seq_q
+    scores, shift = parts.sum(2), case.seq_k - case.seq_q
     rows, keys = torch.arange(case.seq_q)[:, None], torch.arange(case.seq_k)[None, :]
     visible = keys <= rows + shift if case.causal else torch.ones(case.seq_q, case.seq_k, dtype=torch.bool)
     tolerance = _TOLERANCE.get(case.dtype, 1e-4)
     if _near(weights, _softmax(scores, visible), tolerance):
         return None
+    if found := _rows_taken(
+        weights, _softmax(scores, visible), lse, scores.masked_fill(~visible, -math.inf), tolerance
+    ):
+        return found
     counted = weights > 1e-3 / case.seq_k
     if not torch.equal(counted, visible):
         return _wrong_keys(weights, scores, counted, visible, lse, tolerance)
@@ -101,9 +122,13 @@ def _read(call: Call, case: Case, columns: Tensor) -> Found | None:
     used = logs + lse.detach().cpu().double()[0, 0, :, None]  # the scores that it has used
     if not visible.all():
         return None
-    return _moved(used, scores, 5 * tolerance) or _dimensions(used, slices, 5 * tolerance) or _crossed(
-        used, case.softmax_scale * q.to(case.dtype).double(), k.to(case.dtype).double(), 5 * tolerance
-    )  # fmt: skip
+    wide = (case.softmax_scale * q.to(case.dtype).double(), k.to(case.dtype).double())
+    return (
+        _moved(used, scores, 5 * tolerance)
+        or _dimensions(used, parts, 5 * tolerance)
+        or _crossed(used, *wide, 5 * tolerance)
+        or _some_scores(used, scores, lse.detach().cpu().double()[0, 0], 5 * tolerance)
+    )
 
 
 def _weights(call: Call, case: Case, q: Tensor, k: Tensor, columns: Tensor) -> tuple[Tensor, Tensor | None] | None:
@@ -130,15 +155,21 @@ def _picked(call: Call, case: Case, columns: Tensor) -> Found | None:
     if case.seq_q != n or n > case.head_dim:
         return None
     unit, score = torch.eye(n, case.head_dim), 14.0
-    read = _weights(call, case, unit * score / case.softmax_scale, unit, columns)
-    if read is None:
-        return None
-    lse = read[1]
-    if lse is not None and not bool(((lse.detach().cpu().double() - score).abs() < 0.1).all()):
-        return None  # the weights are not on one key each
-    times = read[0].round()
-    if (read[0] - times).abs().max() > 0.05 or torch.equal(times, torch.eye(n).double()):
-        return None
+    both = []
+    for order in (torch.arange(n), torch.arange(n).flip(0)):  # query i asks for key order[i]
+        read = _weights(call, case, unit[order] * score / case.softmax_scale, unit, columns)
+        if read is None:
+            return None
+        lse = read[1]
+        if lse is not None and not bool(((lse.detach().cpu().double() - score).abs() < 0.1).all()):
+            return None  # the weights are not on one key each
+        times = read[0].round()
+        if (read[0] - times).abs().max() > 0.05 or torch.equal(times, torch.eye(n).double()[order]):
+            return None
+        both.append(times[order])  # of the query that asks for key 0, 1, ...: the second order is its own inverse
+    if not torch.equal(*both):
+        return None  # it goes with the queries, or with the rows of o, and not with the keys
+    times = both[0]
     wrong = (times != torch.eye(n)).any(1).nonzero().flatten().tolist()
     if len(wrong) == n:
         return None  # nothing is as it should be: not a few keys that are taken for others
@@ -147,6 +178,29 @@ def _picked(call: Call, case: Case, columns: Tensor) -> Found | None:
     return "values-exchanged", (
         f"a query that has all of its weight on key {row} gets {gets}, and so on, for {len(wrong)} of {n} keys: a row "
         "of K, of V or a column of P is taken for another"
+    )
+
+
+def _rows_taken(weights: Tensor, right: Tensor, lse: Tensor | None, scores: Tensor, tolerance: float) -> Found | None:
+    """Rows of o that hold what belongs in another row, [queries, keys], where every lse is right."""
+    if lse is None or len(right) < 16:
+        return None
+    want = scores.logsumexp(1)
+    got = lse.detach().cpu().double()[0, 0]
+    if not bool(((got == want) | ((got - want).abs() <= 5 * tolerance)).all()):
+        return None
+    apart = (right[:, None] - right[None]).abs().amax(2)
+    distance = (weights[:, None] - right[None]).abs().amax(2)  # [row, row that it may be]
+    near = distance <= 2 * tolerance
+    wrong = ~near.diagonal()
+    source = distance.argmin(1)
+    alone = (apart[source] <= 6 * tolerance).sum(1) == 1
+    if not wrong.any() or wrong.all() or not bool(near.any(1).all()) or not bool(alone[wrong].all()):
+        return None
+    at = int(wrong.nonzero()[0])
+    return "o-rows-repeated", (
+        f"row {at} of o holds what belongs in row {int(source[at])}, and so on, for {int(wrong.sum())} of {len(wrong)}"
+        "; lse is right in every row"
     )
 
 
@@ -206,6 +260,14 @@ def _wrong_keys(
     lost = (visible & ~counted).any(0)
     added = _near(weights, _softmax(scores, visible) * counted, tolerance) and not bool((counted & ~visible).any())
     if added and _same_sums(lse, scores, visible, tolerance):
+        empty = visible.any(1) & ~counted.any(1)
+        if not torch.equal(counted, visible & ~lost):  # some of their values are added for other queries
+            if not torch.equal(counted, visible & ~empty[:, None]):
+                return None
+            return "value-not-added", (
+                f"o is 0 for {pattern.runs(empty, 'query').replace('querys', 'queries')}, and lse is right there: "
+                "nothing is added to acc for them, or another row is stored"
+            )
         return "value-not-added", (
             f"the value of {pattern.runs(lost, 'key')} is not added to o, though the sum has its weight: it is "
             "left out where P is multiplied by V"
@@ -236,24 +298,51 @@ def _moved(got: Tensor, want: Tensor, bound: float) -> Found | None:
     )
 
 
-def _dimensions(used: Tensor, slices: Tensor, bound: float) -> Found | None:
-    """Scores in which some of the dimensions are missing, or count more than once."""
-    said = counted(slices.flatten(0, 1), used.flatten(), bound)
-    return ("wrong-dimensions", f"the softmax is one of other scores: {said}") if said else None
+def _some_scores(used: Tensor, scores: Tensor, lse: Tensor, bound: float) -> Found | None:
+    """Right scores of some keys, or of some queries, beside wrong ones of the others, [queries, keys]."""
+    off = (used - scores).abs()
+    # exp(used) / exp(lse) are the weights. That they add up to 1, and lse errs, says that it is the scores.
+    whole = (used.logsumexp(1) - lse).abs() <= bound
+    errs = (scores.logsumexp(1) - lse).abs() > bound
+    if len(used) < 8 or not whole.all() or errs.double().mean() < 0.5:
+        return None
+    for axis, name in ((0, "key"), (1, "query")):
+        right, clear = (off <= bound).all(axis), (off > 4 * bound).any(axis)
+        if right.sum() >= 4 and clear.sum() >= 1 and bool((right | clear).all()):
+            some = pattern.runs(~right, name).replace("querys", "queries")
+            return "wrong-scores", (
+                f"o and lse are of scores that are right but for {some}: there the score is not the product of that "
+                f"{name}{' with the queries' if name == 'key' else ' with the keys'}. Which rows of Q and of K are "
+                "multiplied for them?"
+            )
+    return None
+
+
+def _dimensions(used: Tensor, parts: Tensor, bound: float) -> Found | None:
+    """Scores in which some dimensions are missing, or count more than once, of parts [queries, keys, dimensions]."""
+    for width in (_SLICE, _SLICE // 2):
+        if parts.shape[2] % width == 0:
+            slices = parts.unflatten(2, (-1, width)).sum(3)
+            if said := counted(slices.flatten(0, 1), used.flatten(), bound, width):
+                return "wrong-dimensions", f"the softmax is one of other scores: {said}"
+    return None
 
 
 def _crossed(used: Tensor, q: Tensor, k: Tensor, bound: float) -> Found | None:
-    said = crossed(q, k, used, bound)
-    return ("wrong-dimensions", f"the softmax is one of other scores: {said}") if said else None
+    for width in (_SLICE, _SLICE // 2):
+        if q.shape[1] % width == 0 and (said := crossed(q, k, used, bound, width)):
+            return "wrong-dimensions", f"the softmax is one of other scores: {said}"
+    return None
 
 
-def crossed(q: Tensor, k: Tensor, got: Tensor, bound: float) -> str | None:
+def crossed(q: Tensor, k: Tensor, got: Tensor, bound: float, width: int = _SLICE) -> str | None:
     """Which dimensions of Q meet which of K in a product: words, or None where that does not make it up.
 
     Args:
         q: [queries, dimensions]; k: [keys, dimensions]. got: [queries, keys], the product. bound: the largest error.
+        width: of a slice of dimensions.
     """
-    a, b = (x.double().unflatten(1, (-1, _SLICE)) for x in (q, k))  # [rows, slices, 8]
+    a, b = (x.double().unflatten(1, (-1, width)) for x in (q, k))  # [rows, slices, 8]
     count = a.shape[1]
     design = torch.einsum("iad,jbd->ijab", a, b).flatten(2).flatten(0, 1)
     if len(design) < 1.5 * count * count:
@@ -267,21 +356,24 @@ def crossed(q: Tensor, k: Tensor, got: Tensor, bound: float) -> str | None:
     if not wrong:
         return None
     at, several = wrong[0], met[:, wrong[0]].nonzero().flatten().tolist()
-    with_ = " and ".join(_dims(i) for i in several) + " of Q" if several else "nothing of Q"
-    return f"{_dims(at)} of K are multiplied with {with_}{', and others are wrong too' if len(wrong) > 1 else ''}"
+    with_ = " and ".join(_dims(i, width) for i in several) + " of Q" if several else "nothing of Q"
+    return (
+        f"{_dims(at, width)} of K are multiplied with {with_}{', and others are wrong too' if len(wrong) > 1 else ''}"
+    )
 
 
-def _dims(at: int) -> str:
-    return f"dimensions {at * _SLICE} to {at * _SLICE + _SLICE - 1}"
+def _dims(at: int, width: int) -> str:
+    return f"dimensions {at * width} to {at * width + width - 1}"
 
 
-def counted(design: Tensor, got: Tensor, bound: float) -> str | None:
+def counted(design: Tensor, got: Tensor, bound: float, slice_width: int = _SLICE) -> str | None:
     """How often each slice of the dimensions is in a sum: words, or None where they do not make it up.
 
     Args:
         design: [values, slices], what each slice of dimensions, in order, adds to each value.
         got: [values], the sums.
         bound: the largest error.
+        slice_width: of a slice of dimensions.
     """
     if len(got) < 2 * design.shape[1]:
         return None
@@ -299,7 +391,7 @@ def counted(design: Tensor, got: Tensor, bound: float) -> str | None:
     wrong = [i for i, x in enumerate(whole.tolist()) if x != 1]
     begin, count = wrong[0], whole[wrong[0]].item()
     end = next((i for i in range(begin, len(whole)) if whole[i] != count), len(whole))
-    width = f"dimensions {begin * _SLICE} to {end * _SLICE - 1}"
+    width = f"dimensions {begin * slice_width} to {end * slice_width - 1}"
     more = ", and others are wrong too" if len(wrong) > end - begin else ""
     if count == 0:
         return f"{width} are missing from the sum{more}"

@@ -1,0 +1,231 @@
+"""What the checks of phases 6 to 9 read off from a wrong answer: by class, which row, lane, register, head or tile.
+
+Each answer is the lesson's solution with a slip in it.
+"""
+
+import pytest
+from lesson_answers import answers_of
+
+from flashlab.check import CheckFailed
+from flashlab.exercises import check
+from flashlab.exercises.registry import find
+
+LOOP_8_7 = "for (int j = 0; j < tiles; j++) {"
+LOOPS_9_5 = """    int j = end - 1;
+    for (; j >= full; j--) tile(j, std::true_type{});
+    for (; j >= 0; j--) tile(j, std::false_type{});
+"""
+UPWARDS = """    int j = 0;
+    for (; j < full; j++) tile(j, std::false_type{});
+    for (; j < end; j++) tile(j, std::true_type{});
+"""
+COL, ROW = "blockIdx.x * blockDim.x + threadIdx.x", "blockIdx.y * blockDim.y + threadIdx.y"
+AT_8_6 = [("return row * ROW_BYTES + column * 2;", "return row * ROW_BYTES + (column / 8 ^ row / 8) * 16;")]
+
+TOLD = {
+    # 6.1: the element of a thread
+    "rows and columns exchanged": ("6.1", [(COL, "@"), (ROW, COL), ("@", ROW)], "another-element", "are exchanged"),
+    "rows of blocks of 32": (
+        "6.1", [(ROW, "blockIdx.y * blockDim.x + threadIdx.y")], "another-element",
+        "blockDim.x + threadIdx.y for the row",
+    ),
+    "the bias subtracted": ("6.1", [("+ bias[col]", "- bias[col]")], "bias-subtracted", "is subtracted"),
+    "by columns": (
+        "6.1", [("y[row * cols + col] = x[row * cols + col]", "y[col * rows + row] = x[col * rows + row]")],
+        "by-columns", "number col * rows + row",
+    ),
+    # 6.3: the place of a tile
+    "tiles in place": (
+        "6.3",
+        [("if (col + i < cols && row + lane < rows) y[(col + i) * rows + row + lane]",
+          "if (row + i < cols && col + lane < rows) y[(row + i) * rows + col + lane]")],
+        "tiles-in-place", "stored where it came from",
+    ),
+    # 6.4: which elements, and which lanes have the result
+    "stride of 33": ("6.4", [("i += 32", "i += 33")], "wrong-elements", "element 32 of the row is in no lane's sum"),
+    "shuffles down": ("6.4", [("__shfl_xor_sync", "__shfl_down_sync")], "lane-0-alone", "lane 31"),
+    "a sum under another lane's maximum": (
+        "6.4", [("l * expf(m - base) + l_other * expf(m_other - base)", "(l + l_other) * expf(m - base)")],
+        "others-by-own-maximum", "exp(m_other - m_new)",
+    ),
+    # 6.5 and 6.8: heads and strides, of an address out of bounds
+    "heads of K by a remainder": (
+        "6.5", [("head / (p.heads / p.kv_heads)", "head % (p.heads / p.kv_heads)")], "wrong-kv-head",
+        "use heads 0, 0, 0 of K and V, and should use 0, 1, 2",
+    ),
+    "the batch counted twice": (
+        "6.5", [("head / (p.heads / p.kv_heads)", "head_index / (p.heads / p.kv_heads)")], "wrong-kv-head", "one batch"
+    ),
+    "o with the strides of q": (
+        "6.8", [("rows_of(p.o, p.o_stride", "rows_of(p.o, p.q_stride")], "wrong-stride", "q and o have the same strides"
+    ),
+    "v with the strides of k": (
+        "6.8",
+        [("v_gmem + n_start * p.v_stride.row, p.v_stride.row", "v_gmem + n_start * p.k_stride.row, p.k_stride.row")],
+        "wrong-stride", "k and v have the same strides",
+    ),
+    # 6.6
+    "the maximum of the tile": (
+        "6.6", [("float m_new = m_i, l_tile", "float m_new = -INFINITY, l_tile")], "maximum-of-the-tile",
+        "has to take in the old one",
+    ),
+    "a tail without n_start": ("6.6", [(": p.seq_k - n_start;", ": p.seq_k;")], "n-start-forgotten", "n_start"),
+    "the last four dimensions": (
+        "6.6",
+        [("for (int c = 0; c < CHUNKS; c++) {\n#pragma unroll\n            for (int n = 0; n < BLOCK_N; n++) s[n]",
+          "for (int c = 0; c < CHUNKS - 1; c++) {\n            for (int n = 0; n < BLOCK_N; n++) s[n]")],
+        "wrong-dimensions", "dimensions 60 to 63 are missing",
+    ),
+    "K in the place of V": ("6.6", [("axpy(s[n], v_smem", "axpy(s[n], k_smem")], "k-for-v", "where V belongs"),
+    # 7.4: whose lanes
+    "a sum of another quad": (
+        "7.4", [("l, 0b10)", "l, 0x10)")], "wrong-shuffle-mask", "the sum of row 0 is that of lanes 0, 1, 16, 17"
+    ),
+    "one lane asked twice": (
+        "7.4", [("m, 0b01)", "m, 0b11)"), ("m, 0b10)", "m, 0b11)")], "wrong-shuffle-mask",
+        "the maximum of row 0 is that of lanes 0, 3 alone",
+    ),
+    # 7.5: registers
+    "a register twice": (
+        "7.5", [("a[3] = pack<T>(d[2], d[3])", "a[3] = pack<T>(d[0], d[1])")], "wrong-register",
+        "a[3] holds d[0] and d[1], and should hold d[2] and d[3]",
+    ),
+    # 7.6: values
+    "a row of V alone": ("7.6", [("i < keys * D ?", "i < keys ?")], "wrong-values-of-v", "only 13 of its 832 numbers"),
+    # 7.7: corrections and scores
+    "another row's correction": (
+        "7.7",
+        [("acc[n][2 * r] *= correction, acc[n][2 * r + 1] *= correction",
+          "acc[n][r] *= correction, acc[n][r + 2] *= correction")],
+        "wrong-correction", "acc[n] c1 and c2 get the correction of the row 8 above or below it",
+    ),
+    "keys of another tile": (
+        "7.7", [("at(n * MMA_N + lane % 8,", "at(n * MMA_K + lane % 8,")], "wrong-scores", "right but for keys 8 to 15"
+    ),
+    # 8.3 and 8.6: places
+    "rows that share banks": (
+        "8.3", [("row % 8)", "row / 8 % 8)")], "bank-conflicts", "rows 0, 1, 2, 3, 4, 5, 6, 7 are in"
+    ),
+    # 8.8: a tile twice
+    "the tile before": (
+        "8.8", [("k + (j + 1) * ROWS * p.k_stride.row, p.k_stride.row, p.seq_k - (j + 1) * ROWS",
+                 "k + j * ROWS * p.k_stride.row, p.k_stride.row, p.seq_k - j * ROWS")],
+        "values-exchanged", "the value of key 64 gets the weight of key 0",
+    ),
+    # 8.7 and 9.5: the walk
+    "upwards is downwards": (
+        "8.7", [(LOOP_8_7, "for (int j = tiles - 1; j >= 0; j--) {")], "wrong-walk", "is 5, 4, 3, 2, 1, 0"
+    ),
+    "a walk over keys": (
+        "8.7", [(LOOP_8_7, "for (int j = 0; j < p.seq_k; j += BLOCK_N) {")], "wrong-walk", "0, 64, 128"
+    ),
+    "a tile too many": ("8.7", [("j < tiles; j++", "j <= tiles; j++")], "wrong-walk", "0, 1, 2, 3, 4, 5, 6. It"),
+    "downwards is upwards": ("9.5", [(LOOPS_9_5, UPWARDS)], "wrong-walk", "j is 0, 1, 2, 3, 4, 5. It"),
+    "from end on": ("9.5", [("int j = end - 1;", "int j = end;")], "wrong-walk", "j is 6, 5"),
+    # 9.3 and 9.4
+    "a maximum that is never set": (
+        "9.3", [("m_i[r] = m_new[r], l_i[r]", "l_i[r]")], "maximum-never-set", "Is it ever set?"
+    ),
+    "another part's lse": (
+        "9.4", [("exp2_approx((part_lse[s * rows + row]", "exp2_approx((part_lse[row * splits + s]")], "wrong-lse",
+        "the weight of part 1, row 0 is made of the lse of part 0, row 1",
+    ),
+    "weights that are not the sum": (
+        "9.4", [("l_i += weight;", "l_i += weight * weight;")], "weights-not-normalised", "not the sum of the weights"
+    ),
+    "parts without weights": ("9.4", [("weight * x", "x")], "wrong-weight", "its weight is 1 times theirs"),
+}  # fmt: skip
+
+
+def slipped(id, replacements, kind="solutions"):
+    answers = answers_of(id, kind)
+    for old, new in replacements:
+        assert old in answers[0]
+        answers[0] = answers[0].replace(old, new)
+    return answers
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_what_is_wrong_is_read_off(name):
+    id, replacements, slug, words = TOLD[name]
+    with pytest.raises(CheckFailed) as caught:
+        check(id, *slipped(id, replacements))
+    assert (caught.value.diagnosis, words in caught.value.sentence) == (slug, True), caught.value.sentence
+
+
+def test_where_a_chunk_is_written_and_where_it_is_read():
+    with pytest.raises(CheckFailed, match="byte 144 of the tile, and at\\(1, 0\\)") as caught:
+        check("8.6", *slipped("8.6", AT_8_6, "exercises"))
+    assert caught.value.diagnosis == "two-formulas"
+
+
+def test_the_tree_of_6_2_is_kept():
+    rounds = """    for (int half = 64; half > 0; half /= 2) {
+        if (threadIdx.x < half) {
+            part_smem[threadIdx.x] += part_smem[threadIdx.x + half];
+        }
+    }
+"""
+    atomic = "    if (threadIdx.x > 0) atomicAdd(&part_smem[0], part_smem[threadIdx.x]);\n    __syncthreads();\n"
+    with pytest.raises(CheckFailed, match="the tree is gone") as caught:
+        check("6.2", *slipped("6.2", [(rounds, atomic)], "exercises"))
+    assert caught.value.diagnosis == "no-tree"
+
+
+def test_a_barrier_in_a_branch_is_seen_beside_its_race():
+    add = "part_smem[threadIdx.x] += part_smem[threadIdx.x + half];"
+    with pytest.raises(
+        CheckFailed, match="wait at the barrier in line 12 of your code when others have ended"
+    ) as caught:
+        check("6.2", *slipped("6.2", [(add, f"{add}\n            __syncthreads();")], "exercises"))
+    assert caught.value.diagnosis == "race"
+
+
+def test_the_own_key_of_the_last_row_in_9_1():
+    def tiles(m_start, block_m, block_n, seq_q, seq_k, causal):
+        end, full, shift = -(-seq_k // block_n), seq_k // block_n, seq_k - seq_q
+        if causal:
+            end = max(0, min(end, -(-(m_start + block_m - 1 + shift) // block_n)))
+            full = max(0, min(full, (m_start + 1 + shift) // block_n))
+        return end, full
+
+    with pytest.raises(CheckFailed, match="end leaves out a key"):
+        find("9.1").run(tiles)
+
+
+@pytest.mark.parametrize(
+    "rows_of_a_tile, words",
+    [
+        (lambda N, n, BLOCK_N: max(0, N - n - BLOCK_N), "visited 896 times"),
+        (lambda N, n, BLOCK_N: N // 2, "visited 1024 times"),
+    ],
+)
+def test_the_visits_of_6_7(rows_of_a_tile, words):
+    def visited(N, D, BLOCK_M, BLOCK_N):
+        visits = sum(rows_of_a_tile(N, n, BLOCK_N) for n in range(0, N, BLOCK_N))
+        keys = sum(min(N, m + BLOCK_M) for m in range(0, N, BLOCK_M))
+        return 4 * (2 * N * D + visits * (2 * D + 2) + 2 * N), 4 * (N * D + 2 * D * keys)
+
+    with pytest.raises(CheckFailed, match=words):
+        find("6.7").run(visited)
+
+
+# A cast in one address. Each is right in tensors of fewer than 2^31 elements.
+CUT = {
+    "6.8": [
+        ("rows_of(p.o, p.o_stride, batch, head, m_start)",
+         "(float*)p.o + (int)(batch * p.o_stride.batch + head * p.o_stride.head + m_start * p.o_stride.row)")
+    ],
+    "7.10": [("v_gmem + start * p.v_stride.row", "v_gmem + start * (int)p.v_stride.row")],
+    "8.8": [("v + j * ROWS * p.v_stride.row", "v + j * ROWS * (int)p.v_stride.row")],
+    "9.7": [("k_gmem + n_start * p.k_stride.row", "k_gmem + n_start * (int)p.k_stride.row")],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("id", CUT)
+def test_an_offset_in_32_bits_is_rejected(id):
+    with pytest.raises(
+        CheckFailed, match="row 128 of [kvo] begins more than 2\\^31 elements behind the first"
+    ) as caught:
+        check(id, *slipped(id, CUT[id]))
+    assert caught.value.diagnosis == "offset-in-32-bits"
