@@ -142,7 +142,9 @@ def expect_close(
     raise AssertionError("unreachable")
 
 
-def _contradicted(actual: torch.Tensor, got: Any, mistakes: Mapping[str, tuple[Any, str]], tol: float | None) -> set[str]:
+def _contradicted(
+    actual: torch.Tensor, got: Any, mistakes: Mapping[str, tuple[Any, str]], tol: float | None
+) -> set[str]:
     """The sentences of mistakes that give other values here. What overflows in one of the two says nothing."""
     verdicts: dict[str, list[bool]] = {}
     for value, sentence in mistakes.values():

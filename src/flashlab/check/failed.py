@@ -22,7 +22,9 @@ class CheckFailed(Exception):
         self.unexplained = False  # one comparison of several said where the values differ, and nothing more
         self.known: list[tuple[str, str, str]] = []  # what was compared, slug, sentence: known mistakes that give this
         self.otherwise: CheckFailed | None = None  # what to raise where the other cases speak against all of them
-        self.explain: Callable[[], tuple[str, str] | None] | None = None  # asked for (slug, sentence) if no cause is known
+        self.explain: Callable[[], tuple[str, str] | None] | None = (
+            None  # asked for (slug, sentence) if no cause is known
+        )
 
     def __reduce__(self):
         return _rebuild, (type(self), self.sentence, self.diagnosis, self.case)

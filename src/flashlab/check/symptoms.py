@@ -23,7 +23,9 @@ class Symptoms:
     wrong: dict[str, list[str]] = field(default_factory=dict)
     right: dict[str, None] = field(default_factory=dict)
     remarks: list[str] = field(default_factory=list)
-    contradicted: set[tuple[str, str]] = field(default_factory=set)  # what was compared, the sentence of a mistake that it is not
+    contradicted: set[tuple[str, str]] = field(
+        default_factory=set
+    )  # what was compared, the sentence of a mistake that it is not
 
     def compared(
         self, case: str | None, what: str, got: torch.Tensor, want: torch.Tensor, bound: torch.Tensor | float,

@@ -120,8 +120,10 @@ def _borne_out(exercise: registry.Exercise, answers: tuple[Any, ...], failed: Ch
             slug, sentence = left[0]
             return CheckFailed(sentence, diagnosis=slug, case=failed.case).with_traceback(None)
         failed = failed.otherwise
-    if explain is not None and failed.diagnosis in _GENERAL and (found := explain()):
-        failed = CheckFailed(found[1], diagnosis=found[0], case=failed.case)
+    if explain is not None and failed.diagnosis in _GENERAL:
+        with contextlib.suppress(Exception, SystemExit), contextlib.redirect_stdout(io.StringIO()):
+            if found := explain():
+                failed = CheckFailed(found[1], diagnosis=found[0], case=failed.case)
     failed.__cause__ = cause
     return failed
 

@@ -17,6 +17,9 @@ import torch
 from flashlab.attention.online_softmax import State, block_state, finish, identity, merge, softmax_safe
 from flashlab.check import CheckFailed, expect, expect_close, running
 from flashlab.check.mistakes.row import INVERTED, NOT_RESCALED, OF_THE_OUTPUT, ROW_MISTAKES, walk
+from flashlab.check.mistakes.steps import lazily, lazy_slips, row_gives, slips, usual
+from flashlab.check.slips import Chosen, explain, explained
+from flashlab.check.symptoms import watched
 from flashlab.exercises.registry import exercise
 
 INF = math.inf
@@ -301,6 +304,25 @@ def _(online_max_and_sum: Callable[..., tuple[float, float]]) -> Any:
         "all masked": [-INF, -INF],
         "an empty row": [],
     }
+
+    def slipped() -> tuple[str, str] | None:
+        known = {case: xs for case, xs in rows.items() if max(xs, default=-INF) > -INF}
+        got = []
+        for xs in known.values():
+            try:
+                got.append([float(x) for x in online_max_and_sum(iter(xs))])
+            except OverflowError:
+                got.append([INF, INF])
+        fits = row_gives([(xs, 1) for xs in known.values()], got, lambda m, of_l, of_o: (m, sum(of_l)))
+        return explain(fits, slips(["l"]), most=1)
+
+    with explained(slipped):
+        _expect_max_and_sum(online_max_and_sum, rows)
+    return f"{len(rows) + 1} rows, each read once"
+
+
+def _expect_max_and_sum(online_max_and_sum: Callable[..., tuple[float, float]], rows: dict[str, list[float]]) -> None:
+    __tracebackhide__ = True
     for case, xs in rows.items():
         most = [0]
         unshifted = "exp overflowed: every exponent must be a score minus the running maximum"
@@ -348,7 +370,6 @@ def _(online_max_and_sum: Callable[..., tuple[float, float]]) -> Any:
     expect_close(l, _normalizer(xs)[1], what="the sum l", case=case)
     sentence = f"{most[0]} scores were kept in memory at once; the point is to keep two numbers, m and l"
     expect(most[0] <= 8, sentence, diagnosis="row-kept", case=case)
-    return f"{len(rows) + 1} rows, each read once"
 
 
 # ---- 0.4 ------------------------------------------------------------------------------------------------------------
@@ -514,6 +535,26 @@ def _(attention_in_blocks: Callable[..., torch.Tensor]) -> Any:
         "scores around 1000": late + 1000,
         "scores that are all equal": torch.full_like(x, 2.0),
     }
+
+    def slipped() -> tuple[str, str] | None:
+        inputs = [(row, n) for row in rows.values() for n in (4, 5, 1, 12, 100)]
+        got = [attention_in_blocks(row, v, n).tolist() for row, n in inputs]
+        values = v.tolist()
+
+        def output(m: float, of_l: list[float], of_o: list[float]) -> list[float]:
+            return [sum(w * x[i] for w, x in zip(of_o, values, strict=True)) / sum(of_l) for i in range(3)]
+
+        return explain(row_gives([(row.tolist(), n) for row, n in inputs], got, output), slips(), paired=usual)
+
+    with explained(slipped):
+        _expect_attention_in_blocks(attention_in_blocks, rows, v)
+    return "25 cases"
+
+
+def _expect_attention_in_blocks(
+    attention_in_blocks: Callable[..., torch.Tensor], rows: dict[str, torch.Tensor], v: torch.Tensor
+) -> None:
+    __tracebackhide__ = True
     for case, row in rows.items():
         for n in (4, 5, 1, 12, 100):
             name = f"{case}, blocks of {n}"
@@ -529,13 +570,12 @@ def _(attention_in_blocks: Callable[..., torch.Tensor]) -> Any:
             expect(unshifted, overflow, diagnosis="no-max-subtraction", case=name)
             right = walk(row, v, n)[2]
             mistakes = {}
-            if not _agree(got, right):
+            if watched() is not None or not _agree(got, right):
                 mistakes = {slug: (walk(row, v, n, slug)[2], why) for slug, why in ROW_MISTAKES.items()}
                 for slug, why in ROW_MISTAKES.items():  # and what was wrong before is wrong still
                     both = walk(row, v, n, f"correction-inverted+{slug}")[2]
                     mistakes[f"correction-inverted {slug}"] = (both, f"{INVERTED}. And {why}")
             expect_close(got, right, what="the output", case=name, mistakes=mistakes)
-    return "25 cases"
 
 
 # ---- 0.6 ------------------------------------------------------------------------------------------------------------
@@ -848,6 +888,32 @@ def _(lazy_attention: Callable[..., tuple[torch.Tensor, torch.Tensor, int]]) -> 
             name = f"{case}, blocks of {n}, threshold {threshold:.3g}"
             got = _call(name, lazy_attention, x, v, n, threshold, unchanged=[x, v])
             answers.append((name, (x, v, n, threshold), _parts(got, "o lse corrections", name)))
+
+    def slipped() -> tuple[str, str] | None:
+        known = [
+            ([*o.flatten().tolist(), float(lse)], int(count), (x.tolist(), v.tolist(), n, threshold))
+            for _, (x, v, n, threshold), (o, lse, count) in answers if not torch.isneginf(x).all()
+        ]  # fmt: skip
+
+        def fits(chosen: Chosen) -> bool:
+            for numbers, count, inputs in known:
+                o, lse, corrections = lazily(*inputs, chosen)
+                for a, b in zip(numbers, [*o, lse], strict=True):
+                    if math.isfinite(a) and math.isfinite(b) and abs(a - b) > 1e-7 * (1 + abs(b)):
+                        return False
+                if count != corrections:
+                    return False
+            return True
+
+        return explain(fits, lazy_slips())
+
+    with explained(slipped):
+        _expect_lazy(answers, counted, valued)
+    return "28 cases: same output, fewer corrections"
+
+
+def _expect_lazy(answers: list[tuple[str, Any, Any]], counted: dict[str, str], valued: dict[str, str]) -> None:
+    __tracebackhide__ = True
     # A wrong count is no proof on one row: the mistake must give all the counts.
     counts = [count for _, _, (_, _, count) in answers]
     fits = [slug for slug in counted if counts == [_lazy(*inputs, slug)[2] for _, inputs, _ in answers]]
@@ -872,4 +938,3 @@ def _(lazy_attention: Callable[..., tuple[torch.Tensor, torch.Tensor, int]]) -> 
         expect_close(o, want_o, what="o", case=name, mistakes=mistakes)
         expect_close(lse, want_lse, what="lse", case=name, mistakes={"lse-from-the-maximum": (true_maximum, why)})
         expect_close(count, want_count, what="the number of corrections", diagnosis="wrong-count", case=name)
-    return "28 cases: same output, fewer corrections"
