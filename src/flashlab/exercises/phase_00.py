@@ -141,7 +141,18 @@ def _expect_shifted_exp(shifted_exp: Callable[..., Any]) -> None:
             expect_close(got, right, what="shifted_exp(x, m)", case=case)
             continue
         expect(not _has_nan(got), f"shifted_exp: {_MINUS_INFINITY}", diagnosis="minus-infinity", case=case)
-        expect_close(got, right, what="shifted_exp(x, m)", case=case)
+        both = torch.isneginf(x) & torch.isneginf(m)
+        told = {
+            "masked-counts-as-one": (
+                right.masked_fill(both, 1.0),
+                "shifted_exp is 1 where x and m are both -inf: such a score is masked, and its exponential is 0",
+            ),
+            "row-of-zeros": (
+                right.masked_fill(torch.isneginf(x).any(-1, keepdim=True), 0.0),
+                "shifted_exp is 0 in a whole row as soon as one of its scores is masked: only that score's is 0",
+            ),
+        }
+        expect_close(got, right, what="shifted_exp(x, m)", case=case, mistakes=told)
 
 
 @exercise(
@@ -375,6 +386,14 @@ def _expect_max_and_sum(online_max_and_sum: Callable[..., tuple[float, float]], 
 # ---- 0.4 ------------------------------------------------------------------------------------------------------------
 
 
+def _whole_states(a: State, b: State) -> dict[str, bool]:
+    """Whether a whole state is a, for each order in which one may look for a masked row; none without one."""
+    masked_a, masked_b = (bool(torch.isneginf(x.m).any()) for x in (a, b))
+    if not (masked_a or masked_b) or not a.m.ndim:
+        return {}
+    return {"a first": not masked_a, "b first": masked_b}
+
+
 def _expect_state(got: Any, a: State, b: State, case: str) -> None:
     """Compare a merged state with the right one; `a` and `b` are what was merged."""
     __tracebackhide__ = True
@@ -428,6 +447,14 @@ def _expect_state(got: Any, a: State, b: State, case: str) -> None:
         "correction-inverted": (torch.exp(reference - a.m), torch.exp(reference - b.m), INVERTED),
         "corrections-swapped": (cb, ca, "each state was multiplied by the other one's correction"),
         "base-2": (torch.exp2(a.m - reference), torch.exp2(b.m - reference), ROW_MISTAKES["base-2"]),
+        **{
+            f"whole-state {first}": (
+                *([one, 0 * one] if whole_a else [0 * one, one]),
+                "one of the two states is returned "
+                "as a whole as soon as one of its rows, or of the other's, is masked: look at each row by itself",
+            )
+            for first, whole_a in _whole_states(a, b).items()
+        },
         "only-a": (one * (a.m >= b.m), one * (b.m > a.m), "the state with the smaller maximum was dropped"),
     }
     wrong = {slug: (*both_with(wa, wb), sentence) for slug, (wa, wb, sentence) in known.items()}

@@ -16,6 +16,7 @@ from flashlab import runtime
 from flashlab.attention import reference, schemes
 from flashlab.attention.cost import fused_cost, naive_cost, naive_peak_bytes, trace_ops
 from flashlab.check import CheckFailed, expect, expect_all_close, expect_close, running, verify_one_head
+from flashlab.check.slips import Chosen, Slip, explain, explained
 from flashlab.exercises.registry import exercise
 from flashlab.exercises.triton_answers import calls, compiles, explain_undefined, in_bounds, kernel_of
 from flashlab.triton_tools.watch import watched
@@ -208,8 +209,23 @@ def _(least_time: Callable[[float, float, runtime.GpuLimits], tuple[float, str]]
     # Relative errors: the times span six powers of ten.
     answers = [(case, _ratio(got[0], want), 1.0) for (_, _, case), got, want in zip(pairs, seconds, right, strict=True)]
     wrong = {slug: ([x / want for x, want in zip(xs, right, strict=True)], why) for slug, (xs, why) in mistakes.items()}
-    if not all(abs(ratio - 1) <= 1e-6 for _, ratio, _ in answers if isinstance(ratio, float)):
-        expect_all_close(answers, what="your time, over the right one,", mistakes=wrong)
+
+    def slipped() -> tuple[str, str] | None:
+        """One factor for every time that is arithmetic's, and another one for the memory's."""
+        factors = {
+            name: [r for (_, r, _), (c, m) in zip(answers, clocks(), strict=True) if (c > m) is (name == "arithmetic")]
+            for name in ("arithmetic", "memory")
+        }
+        if any(max(rs) - min(rs) > 1e-6 * max(rs) for rs in factors.values()):
+            return None
+        off = {name: rs[0] for name, rs in factors.items() if abs(rs[0] - 1) > 1e-6}
+        said = " and ".join(f"the time of {name} is {_power(f)} times what it should be" for name, f in off.items())
+        right_one = [name for name in factors if name not in off]
+        return "wrong-factor", said + (f"; that of {right_one[0]} is right" if right_one else "")
+
+    with explained(slipped):
+        if not all(abs(ratio - 1) <= 1e-6 for _, ratio, _ in answers if isinstance(ratio, float)):
+            expect_all_close(answers, what="your time, over the right one,", mistakes=wrong)
     for (gpu, cost, case), got, want, (compute, memory) in zip(pairs, seconds, right, clocks(), strict=True):
         expect_close(got[0], want, what="the time in seconds", case=case, tol=1e-6 * want)
         bound = "memory" if memory > compute else "compute"
@@ -222,6 +238,16 @@ def _(least_time: Callable[[float, float, runtime.GpuLimits], tuple[float, str]]
             case=case,
         )
     return "four GPUs, three costs"
+
+
+def _power(factor: float) -> str:
+    """A factor as a power of ten by one of two, where it is."""
+    for power in range(-15, 16, 3):
+        for binary in range(-60, 61):
+            if abs(factor / (10.0**power * 2.0**binary) - 1) < 1e-6:
+                named = [f"10^{power}" if power else "", f"2^{binary}" if binary else ""]
+                return f"{factor:.6g} = {' · '.join(x for x in named if x)}"
+    return f"{factor:.6g}"
 
 
 def _ratio(got: Any, want: float) -> Any:
@@ -314,6 +340,25 @@ def _naive_mistakes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[s
     s = s * d**-0.5
     p = torch.exp(s - s.amax(1, keepdim=True))
     lost = "sum(dim=1) without keepdim divides column j by the sum of row j: keep the axis, keepdim=True"
+    shifts = {
+        "of each column": s.amax(0, keepdim=True),
+        "of column j for row j (max without keepdim)": s.amax(1)[None],
+        "of the whole matrix": s.amax(),
+        "of nothing, or none": torch.zeros((), dtype=s.dtype, device=s.device),
+    }
+    sums = {
+        "": lambda x: x.sum(1, keepdim=True),
+        lost: lambda x: x.sum(1),
+        "the sum runs along the columns: each row has its own": lambda x: x.sum(0, keepdim=True),
+        "one sum was taken for the whole matrix: each row has its own": lambda x: x.sum(),
+    }
+    for of, shift in shifts.items():
+        x = torch.exp(s - shift)
+        for why, total in sums.items():
+            if why or "column" in of:
+                also = f"the maximum that is subtracted is that {of}: each row has its own" if "column" in of else ""
+                words = "; and ".join(x for x in (also, why) if x)
+                told[f"wrong-axis {of} {why[:12]}"] = (x / total(x) @ v, words)
     return told | {
         "scale-after-softmax": (
             late * d**-0.5,
@@ -446,6 +491,69 @@ def _first_failing(
     return 1 if block_n == least else block_n // 2 + 1
 
 
+_PADDED = "N is padded to a power of two before it meets shared memory: the answer is one above such a power, or 1"
+_LENGTH_SLIPS = [
+    Slip("kv", 1, "only one of K and V is counted: both tiles are there at once", "one-tile-forgotten"),
+    Slip("kv", 3, "three tiles of BLOCK_N rows are counted: those of K and V are two", "three-tiles"),
+    Slip("q", 0, "the tile of Q is not counted: BLOCK_M rows of it are there too", "q-forgotten"),
+    Slip("q", 2, "two tiles of BLOCK_M rows are counted: only Q has one", "o-counted"),
+    Slip("q", "N", "the tile of Q is taken for BLOCK_N rows: it has BLOCK_M", "q-of-block-n"),
+    Slip("q", "row", "one row of Q is counted: there are BLOCK_M", "q-of-one-row"),
+    Slip("itemsize", 1, "elements are counted, not bytes: each has itemsize of them", "elements-not-bytes"),
+    Slip("itemsize", 2, "every element is taken for 2 bytes: it has itemsize", "itemsize-ignored"),
+    Slip("itemsize", 4, "every element is taken for 4 bytes: it has itemsize", "itemsize-ignored"),
+    Slip("itemsize", "bits", "bits are counted: the limit is in bytes", "bits"),
+    Slip("D", 1, "HEAD_DIM is not in the size of a row", "head-dim-ignored"),
+    Slip("D", 64, "every row is taken for 64 numbers: it has HEAD_DIM", "head-dim-ignored"),
+    Slip("D", 128, "every row is taken for 128 numbers: it has HEAD_DIM", "head-dim-ignored"),
+    Slip("scores", 1, "a tile of scores is counted: only Q, K and V are kept there", "scores-counted"),
+    Slip("limit", 1024, "the limit is in bytes already, not in KiB", "limit-in-kib"),
+    Slip("limit", 1 / 1024, "the limit is divided by 1024: it is in bytes", "limit-in-kib"),
+    Slip("room", -1, "tiles that need just the limit fit: the first length fails above it", "exact-fit-refused"),
+    Slip("least", 1, "a tile has at least 16 keys: N is padded to 16, however short it is", "minimum-forgotten"),
+    Slip("least", 2, "BLOCK_N starts at 2: a tile has at least 16 keys", "minimum-forgotten"),
+    Slip("least", 32, "BLOCK_N starts at 32: a tile may have 16 keys", "minimum-too-large"),
+    Slip("padding", "none", _PADDED, "padding-forgotten"),
+    Slip("padding", "none, rounded", f"{_PADDED}. (And where nothing fits it is 1)", "padding-forgotten"),
+    Slip("padding", "none, last", _PADDED, "padding-forgotten"),
+    Slip("padding", "16", "N is padded to a multiple of 16 there: it is padded to a power of two", "padded-to-16"),
+    Slip("result", "power", "that is the first power of two that fails: lengths below it are padded to it and fail too",
+         "first-power-not-first-length"),
+    Slip("result", "half", "that is the largest length that runs: the next one is the first that fails",
+         "last-that-runs"),
+    Slip("result", "power + 1", "that is one above the first power of two that fails: lengths below that power are "
+         "padded to it, and fail too", "first-power-not-first-length"),
+    Slip("nothing", "smallest", "where not even the smallest tile fits, every length fails, and the first is 1",
+         "nothing-fits"),
+]  # fmt: skip
+
+
+def _first_failing_with(limit: int, d: int, block_m: int, e: int, chosen: Chosen) -> float:
+    """The first failing length with slips."""
+    e = {"bits": 8 * e}.get(chosen.get("itemsize"), chosen.get("itemsize", e))  # type: ignore[assignment, arg-type]
+    row = chosen.get("D", d) * e  # type: ignore[operator]
+    room = limit * chosen.get("limit", 1) + chosen.get("room", 0)  # type: ignore[operator]
+    q, kv, least = chosen.get("q", 1), chosen.get("kv", 2), chosen.get("least", 16)
+
+    def fits(n: int) -> bool:
+        rows_of_q = {"N": n, "row": 1}.get(q, q * block_m if isinstance(q, int) else 0)  # type: ignore[arg-type]
+        return (rows_of_q + kv * n) * row + chosen.get("scores", 0) * block_m * n * e <= room  # type: ignore[operator]
+
+    padding = str(chosen.get("padding", ""))
+    if padding.startswith("none"):
+        n = math.floor((room / row - (0 if q in ("N", 0) else 1 if q == "row" else q * block_m)) / (kv + (q == "N")))  # type: ignore[operator]
+        n = max(0, n) if "rounded" not in padding else n
+        return n + ("last" not in padding)
+    block_n = int(least)  # type: ignore[call-overload]
+    if not fits(block_n):
+        small = {"smallest": least, "power": block_n, "half": 0, "power + 1": block_n + 1}
+        return 1 if "nothing" not in chosen and "result" not in chosen else small[chosen.get("result", "smallest")]  # type: ignore[index, return-value]
+    while fits(block_n):
+        block_n += 16 if padding == "16" else block_n
+    last = block_n - 16 if padding == "16" else block_n // 2
+    return {"power": block_n, "half": last, "power + 1": block_n + 1}.get(str(chosen.get("result")), last + 1)
+
+
 @exercise(
     "1.5",
     title="The first length that fails",
@@ -510,7 +618,13 @@ def _(first_failing: Callable[[int, int, int, int], int]) -> str:
         [2 * (n - 1) if n > 1 else 1 for n in given()],
         mistakes["first-power-not-first-length"][1],
     )
-    expect_all_close(answers, what="the first failing N", tol=0.5, mistakes=mistakes)
+
+    def slipped() -> tuple[str, str] | None:
+        got = [float(x) for _, x, _ in answers]
+        return explain(lambda chosen: got == [_first_failing_with(*case, chosen) for case in cases], _LENGTH_SLIPS)
+
+    with explained(slipped):
+        expect_all_close(answers, what="the first failing N", tol=0.5, mistakes=mistakes)
     return f"{len(cases)} combinations of limit, D, BLOCK_M and itemsize"
 
 

@@ -25,6 +25,8 @@ from flashlab.check import (
 )
 from flashlab.check.cases import LOWEST_SCALE, Case, case_list
 from flashlab.check.mistakes import weights
+from flashlab.check.mistakes.traffic import explain_bytes_read, explain_bytes_written
+from flashlab.check.slips import explained
 from flashlab.check.symptoms import watched
 from flashlab.exercises.registry import exercise
 
@@ -517,6 +519,10 @@ def _(hunted: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Any:
     return _verify_causal(hunted)
 
 
+def _said_of(what: str, found: tuple[str, str] | None) -> tuple[str, str] | None:
+    return (found[0], f"{what}: {found[1]}") if found else None
+
+
 # ---- 2.7 ---------------------------------------------------------------------------------------------------
 
 
@@ -555,100 +561,103 @@ def _(hbm_bytes: Callable[..., Any]) -> str:
     def counted(formula: Callable[[int, int, int, int, int, int], float]) -> list[float]:
         return [formula(M, N, D, BLOCK_M, -(-M // BLOCK_M), e) for M, N, D, BLOCK_M, e in cases]
 
-    expect_all_close(
-        read,
-        what="bytes read",
-        tol=0.5,
-        mistakes={
-            "kv-read-once": (
-                counted(lambda M, N, D, B, blocks, e: (M + 2 * N) * D * e),
-                "bytes read: K and V are read again by every query block, not once",
-            ),
-            "kv-read-by-every-row": (
-                counted(lambda M, N, D, B, blocks, e: (M + M * 2 * N) * D * e),
-                "bytes read: K and V are read once by each block of BLOCK_M rows, not by each row",
-            ),
-            "q-read-again": (
-                counted(lambda M, N, D, B, blocks, e: blocks * (M + 2 * N) * D * e),
-                "bytes read: each query block reads its own rows of Q only",
-            ),
-            "q-padded": (
-                counted(lambda M, N, D, B, blocks, e: (blocks * B + blocks * 2 * N) * D * e),
-                "bytes read: the last query block has fewer rows, and only these are read",
-            ),
-            "q-forgotten": (
-                counted(lambda M, N, D, B, blocks, e: blocks * 2 * N * D * e),
-                "bytes read: Q is missing",
-            ),
-            "blocks-rounded-down": (
-                counted(lambda M, N, D, B, blocks, e: (M + M // B * 2 * N) * D * e),
-                "bytes read: the last query block is not full, but it reads all of K and V like the others: round up",
-            ),
-            "blocks-plus-one": (
-                counted(lambda M, N, D, B, blocks, e: (M + (M // B + 1) * 2 * N) * D * e),
-                "bytes read: M // BLOCK_M + 1 is one block too many where BLOCK_M divides M",
-            ),
-            "blocks-not-rounded": (
-                counted(lambda M, N, D, B, blocks, e: (M + M / B * 2 * N) * D * e),
-                "bytes read: there is no fraction of a query block: round up",
-            ),
-            "v-forgotten": (
-                counted(lambda M, N, D, B, blocks, e: (M + blocks * N) * D * e),
-                "bytes read: K and V are two matrices",
-            ),
-            "scores-read": (
-                counted(lambda M, N, D, B, blocks, e: ((M + blocks * 2 * N) * D + M * N) * e),
-                "bytes read: the scores never leave the chip, so nobody reads them",
-            ),
-            "itemsize-ignored": (
-                counted(lambda M, N, D, B, blocks, e: (M + blocks * 2 * N) * D * 2),
-                "bytes read: every element is taken for 2 bytes; it has itemsize",
-            ),
-            "head-dim-ignored": (
-                counted(lambda M, N, D, B, blocks, e: (M + blocks * 2 * N) * 64 * e),
-                "bytes read: every row is taken for 64 elements; it has HEAD_DIM",
-            ),
-            "elements-not-bytes": (
-                counted(lambda M, N, D, B, blocks, e: (M + blocks * 2 * N) * D),
-                "bytes read: these are elements; an element has itemsize bytes",
-            ),
-        },
-    )
-    expect_all_close(
-        written,
-        what="bytes written",
-        tol=0.5,
-        mistakes={
-            "lse-forgotten": (
-                counted(lambda M, N, D, B, blocks, e: M * D * e),
-                "bytes written: one float32 of lse for each row is written too",
-            ),
-            "lse-itemsize": (
-                counted(lambda M, N, D, B, blocks, e: M * D * e + M * e),
-                "bytes written: lse is float32, 4 bytes, whatever the inputs are",
-            ),
-            "lse-in-half-precision": (
-                counted(lambda M, N, D, B, blocks, e: M * D * e + M * 2),
-                "bytes written: a float32 of lse has 4 bytes, not 2",
-            ),
-            "o-in-float32": (
-                counted(lambda M, N, D, B, blocks, e: M * D * 4 + M * 4),
-                "bytes written: O has Q's dtype, itemsize bytes an element",
-            ),
-            "scores-written": (
-                counted(lambda M, N, D, B, blocks, e: M * D * e + M * 4 + M * N * e),
-                "bytes written: the scores never leave the chip",
-            ),
-            "o-written-per-block": (
-                counted(lambda M, N, D, B, blocks, e: blocks * M * D * e + M * 4),
-                "bytes written: each query block writes its own rows of O only",
-            ),
-            "elements-not-bytes": (
-                counted(lambda M, N, D, B, blocks, e: M * D + M),
-                "bytes written: these are elements; an element of O has itemsize bytes, one of lse 4",
-            ),
-        },
-    )
+    with explained(lambda: _said_of("bytes read", explain_bytes_read(cases, [float(x) for _, x, _ in read]))):
+        expect_all_close(
+            read,
+            what="bytes read",
+            tol=0.5,
+            mistakes={
+                "kv-read-once": (
+                    counted(lambda M, N, D, B, blocks, e: (M + 2 * N) * D * e),
+                    "bytes read: K and V are read again by every query block, not once",
+                ),
+                "kv-read-by-every-row": (
+                    counted(lambda M, N, D, B, blocks, e: (M + M * 2 * N) * D * e),
+                    "bytes read: K and V are read once by each block of BLOCK_M rows, not by each row",
+                ),
+                "q-read-again": (
+                    counted(lambda M, N, D, B, blocks, e: blocks * (M + 2 * N) * D * e),
+                    "bytes read: each query block reads its own rows of Q only",
+                ),
+                "q-padded": (
+                    counted(lambda M, N, D, B, blocks, e: (blocks * B + blocks * 2 * N) * D * e),
+                    "bytes read: the last query block has fewer rows, and only these are read",
+                ),
+                "q-forgotten": (
+                    counted(lambda M, N, D, B, blocks, e: blocks * 2 * N * D * e),
+                    "bytes read: Q is missing",
+                ),
+                "blocks-rounded-down": (
+                    counted(lambda M, N, D, B, blocks, e: (M + M // B * 2 * N) * D * e),
+                    "bytes read: the last query block is not full, but it reads all of K and V as the others do: "
+                    "round up",
+                ),
+                "blocks-plus-one": (
+                    counted(lambda M, N, D, B, blocks, e: (M + (M // B + 1) * 2 * N) * D * e),
+                    "bytes read: M // BLOCK_M + 1 is one block too many where BLOCK_M divides M",
+                ),
+                "blocks-not-rounded": (
+                    counted(lambda M, N, D, B, blocks, e: (M + M / B * 2 * N) * D * e),
+                    "bytes read: there is no fraction of a query block: round up",
+                ),
+                "v-forgotten": (
+                    counted(lambda M, N, D, B, blocks, e: (M + blocks * N) * D * e),
+                    "bytes read: K and V are two matrices",
+                ),
+                "scores-read": (
+                    counted(lambda M, N, D, B, blocks, e: ((M + blocks * 2 * N) * D + M * N) * e),
+                    "bytes read: the scores never leave the chip, so nobody reads them",
+                ),
+                "itemsize-ignored": (
+                    counted(lambda M, N, D, B, blocks, e: (M + blocks * 2 * N) * D * 2),
+                    "bytes read: every element is taken for 2 bytes; it has itemsize",
+                ),
+                "head-dim-ignored": (
+                    counted(lambda M, N, D, B, blocks, e: (M + blocks * 2 * N) * 64 * e),
+                    "bytes read: every row is taken for 64 elements; it has HEAD_DIM",
+                ),
+                "elements-not-bytes": (
+                    counted(lambda M, N, D, B, blocks, e: (M + blocks * 2 * N) * D),
+                    "bytes read: these are elements; an element has itemsize bytes",
+                ),
+            },
+        )
+    with explained(lambda: _said_of("bytes written", explain_bytes_written(cases, [float(x) for _, x, _ in written]))):
+        expect_all_close(
+            written,
+            what="bytes written",
+            tol=0.5,
+            mistakes={
+                "lse-forgotten": (
+                    counted(lambda M, N, D, B, blocks, e: M * D * e),
+                    "bytes written: one float32 of lse for each row is written too",
+                ),
+                "lse-itemsize": (
+                    counted(lambda M, N, D, B, blocks, e: M * D * e + M * e),
+                    "bytes written: lse is float32, 4 bytes, whatever the inputs are",
+                ),
+                "lse-in-half-precision": (
+                    counted(lambda M, N, D, B, blocks, e: M * D * e + M * 2),
+                    "bytes written: a float32 of lse has 4 bytes, not 2",
+                ),
+                "o-in-float32": (
+                    counted(lambda M, N, D, B, blocks, e: M * D * 4 + M * 4),
+                    "bytes written: O has Q's dtype, itemsize bytes an element",
+                ),
+                "scores-written": (
+                    counted(lambda M, N, D, B, blocks, e: M * D * e + M * 4 + M * N * e),
+                    "bytes written: the scores never leave the chip",
+                ),
+                "o-written-per-block": (
+                    counted(lambda M, N, D, B, blocks, e: blocks * M * D * e + M * 4),
+                    "bytes written: each query block writes its own rows of O only",
+                ),
+                "elements-not-bytes": (
+                    counted(lambda M, N, D, B, blocks, e: M * D + M),
+                    "bytes written: these are elements; an element of O has itemsize bytes, one of lse 4",
+                ),
+            },
+        )
     return f"{len(cases)} shapes, equal to what the meter counts"
 
 

@@ -25,6 +25,7 @@ from flashlab.attention.triton_minimal import (
 from flashlab.check import CheckFailed, expect, expect_all_close, expect_close, running, verify_one_head
 from flashlab.check.mistakes.row import OF_THE_OUTPUT, ROW_MISTAKES, walk
 from flashlab.check.mistakes.steps import row_gives, slips
+from flashlab.check.mistakes.traffic import explain_bytes_read
 from flashlab.check.slips import explain, explained
 from flashlab.check.verification import Report
 from flashlab.exercises.registry import exercise
@@ -533,7 +534,8 @@ def _(bytes_read: Callable[..., Any]) -> str:
             "that is elements; an element has `itemsize` bytes",
         ),
     }
-    expect_all_close(answers, what="bytes_read", tol=0.5, mistakes=mistakes)
+    with explained(lambda: explain_bytes_read(cases, [float(x) for _, x, _ in answers])):
+        expect_all_close(answers, what="bytes_read", tol=0.5, mistakes=mistakes)
     q, k, v = _random((100, 32), (150, 32), (150, 32), dtype=torch.float16)
     counted = hbm_traffic(flash_attention_forward, q, k, v, BLOCK_M=32).bytes_read
     expect(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -265,7 +266,11 @@ def _expect_gradients(
                         values(other),
                         f"{name} holds the values of {other}: are they exchanged?",
                     )
-            return told | (more(name) if more else {})
+            told |= more(name) if more else {}
+            for a, b in itertools.combinations(mistakes, 2):  # a value is computed only if it is asked for
+                words = f"{name}: {MISTAKES[a]}; and {MISTAKES[b]}"
+                told.setdefault(f"{a} {b}", (values(name, f"{a}+{b}"), words))
+            return told
 
         right = [(case, got[name], want) for (case, _, got), want in zip(answers, values(name), strict=True)]
         expect_all_close(right, what=name, mistakes=models)
@@ -274,7 +279,7 @@ def _expect_gradients(
 _OF_DQ = (
     "delta-missing", "delta-added", "p-missing", "dp-for-ds", "p-for-ds", "v-for-k", "k-for-v", "scale-missing",
     "scale-twice", "scores-not-scaled", "sign-inverted", "probabilities-not-normalised", "softmax-per-tile",
-    "maximum-of-the-tile", "lse-ignored", "lse-added", "exp2-for-exp", "lse-in-base-2", "scores-in-base-2",
+    "maximum-of-the-tile", "lse-ignored", "lse-added", "lse-scaled", "dp-scaled", "delta-scaled", "p-twice", "exp2-for-exp", "lse-in-base-2", "scores-in-base-2",
     "lse-in-base-10", "delta-not-weighted", "first-block-only", "overwritten", "tail-dropped", "last-block-dropped",
 )  # fmt: skip
 _OF_DKDV = (
@@ -778,6 +783,30 @@ def _(scores_gradient: Callable[..., torch.Tensor]) -> str:
             "times-dlse": (
                 given(lambda p, dp, delta, dl, lse: p * (dp - delta) * dl),
                 "dP - delta is multiplied by dlse; the two parts add up",
+            ),
+            "delta-times-dlse": (
+                given(lambda p, dp, delta, dl, lse: p * (dp - delta * dl)),
+                "delta is multiplied by dlse; dlse is added to dP - delta",
+            ),
+            "dp-times-dlse": (
+                given(lambda p, dp, delta, dl, lse: p * (dp * dl - delta)),
+                "dP is multiplied by dlse; dlse is added to dP - delta",
+            ),
+            "p-of-dp-alone": (
+                given(lambda p, dp, delta, dl, lse: p * dp - delta + dl),
+                "p multiplies dP alone; it multiplies the whole of dP - delta + dlse",
+            ),
+            "p-of-dp-and-dlse": (
+                given(lambda p, dp, delta, dl, lse: p * (dp + dl) - delta),
+                "delta is not multiplied by p; p multiplies the whole of dP - delta + dlse",
+            ),
+            "times-lse": (
+                given(lambda p, dp, delta, dl, lse: p * (dp - delta + dl * lse)),
+                "dlse is multiplied by lse; the derivative of lse with respect to a score is its p",
+            ),
+            "delta-of-dlse": (
+                given(lambda p, dp, delta, dl, lse: p * (dp - delta + dl - (p * dl).sum(1, keepdim=True))),
+                "dlse is taken through the softmax, which cancels it; it is added beside dP - delta",
             ),
             "p-twice": (
                 given(lambda p, dp, delta, dl, lse: p * (dp - delta + p * dl)),

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from flashlab import runtime
 from flashlab.check import CheckFailed, expect, expect_all_close, expect_close, running
+from flashlab.check.slips import explained
 from flashlab.check.symptoms import watched
 from flashlab.exercises.answers import in_words
 from flashlab.exercises.registry import exercise
@@ -219,6 +220,14 @@ def _(bottleneck: Callable[..., tuple[str, float, int]]) -> str:
                 told(lambda r: _by_part(r, _PARTS, lambda row: 1)[_most(_by_part(r, _PARTS, _own))]),
                 "that is how many rows the part has; a row says in `count` how often it was called",
             ),
+            "last-of-a-part": (
+                told(
+                    lambda r: [
+                        row.count for row in r if _PARTS.get(row.key, "other") == _most(_by_part(r, _PARTS, _own))
+                    ][-1]
+                ),
+                "those are the calls of the part's last row alone; the counts of its rows add up",
+            ),
             "one-operation": (
                 told(lambda r: top(r).count),
                 "those are the calls of the part's slowest operation alone; the part has others",
@@ -284,6 +293,38 @@ def _expect_parts(got: Mapping[str, tuple[Any, ...]], profiles: Mapping[str, Eve
             part_of(lambda r: _most(among(r))),
             'the part "other" is never the answer: it holds the operations that `parts` does not have',
         ),
+        "times-count": (
+            part_of(lambda r: _most(_by_part(r, _PARTS, lambda row: _own(row) * row.count))),
+            "self_cpu_time_total is multiplied by count; it is the time of all the calls already",
+        ),
+        "times-count total": (
+            part_of(lambda r: _most(_by_part(r, _PARTS, lambda row: _total(row) * row.count))),
+            "cpu_time_total is multiplied by count; self_cpu_time_total, of all the calls already, is to be added up",
+        ),
+        "one-call sum": (
+            part_of(lambda r: _most(_by_part(r, _PARTS, lambda row: _own(row) / row.count))),
+            "the times of single calls are added up; self_cpu_time_total, of all the calls, is to be added up",
+        ),
+        "children-only": (
+            part_of(lambda r: _most(_by_part(r, _PARTS, lambda row: _total(row) - _own(row)))),
+            "chosen by the time of what the operations called; their own time is wanted",
+        ),
+        "most-operations": (
+            part_of(lambda r: _most(_by_part(r, _PARTS, lambda row: 1))),
+            "that is the part with the most rows; the one with the most time is wanted",
+        ),
+        "never-other total": (
+            part_of(lambda r: _most({p: x for p, x in _by_part(r, _PARTS, _total).items() if p != "other"})),
+            'chosen by cpu_time_total, and the part "other" is never the answer',
+        ),
+        "last-of-a-part": (
+            part_of(lambda r: _most({_PARTS.get(row.key, "other"): _own(row) for row in r})),
+            "of each part only its last operation counts: each row replaces the one before, and they add up",
+        ),
+        "first-of-a-part": (
+            part_of(lambda r: _most({_PARTS.get(row.key, "other"): _own(row) for row in reversed(r)})),
+            "of each part only its first operation counts: the others add up with it",
+        ),
         "least": (
             part_of(lambda r: min((s := _by_part(r, _PARTS, _own)), key=lambda name: s[name])),
             "that is the part with the least time",
@@ -346,6 +387,62 @@ def _(worth: Callable[..., tuple[float, float, float]]) -> str:
                 out.append(math.inf)
         return out
 
+    shares: dict[str, Callable[[float, float], float]] = {
+        "attention": lambda a, b: a, "layers": lambda a, b: b, "attention · layers": lambda a, b: a * b,
+        "attention + layers": lambda a, b: a + b, "1 - attention": lambda a, b: 1 - a, "1 - layers": lambda a, b: 1 - b,
+        "1 - attention · layers": lambda a, b: 1 - a * b, "(1 - attention) · layers": lambda a, b: (1 - a) * b,
+        "attention · (1 - layers)": lambda a, b: a * (1 - b), "attention / layers": lambda a, b: a / b,
+    }  # fmt: skip
+    combined: dict[str, Callable[[float, float, float, float], float]] = {
+        "layer · layers": lambda layer, a, b, s: layer * b,
+        "layer / layers": lambda layer, a, b, s: layer / b,
+        "1 + (layer - 1) · layers": lambda layer, a, b, s: 1 + (layer - 1) * b,
+        "layer · layers + (1 - layers)": lambda layer, a, b, s: layer * b + 1 - b,
+        "layer to the power of layers": lambda layer, a, b, s: layer**b,
+        "layer + layers": lambda layer, a, b, s: layer + b,
+        "1 / (1 - layers / layer)": lambda layer, a, b, s: 1 / (1 - b / layer),
+        "1 / (1 - layers + layer · layers)": lambda layer, a, b, s: 1 / (1 - b + layer * b),
+        "1 / (1 - layers · (1 - layer))": lambda layer, a, b, s: 1 / (1 - b * (1 - layer)),
+        "1 / (layers / layer)": lambda layer, a, b, s: layer / b,
+        "layers / layer": lambda layer, a, b, s: b / layer,
+    }
+
+    def slipped() -> tuple[str, str] | None:
+        for i, name in enumerate(names):
+            mine = [three[i] for three in got]
+
+            def same(values: Sequence[float], mine: Sequence[float] = mine) -> bool:
+                near = (abs(x - y) <= 0.006 or x == y for x, y in zip(mine, values, strict=True))
+                return all(ok or math.isinf(y) for ok, y in zip(near, values, strict=True))
+
+            if same(given(rights[name])):
+                continue
+            kept = "1 - attention" if name == "layer" else "1 - attention · layers"
+            went = kept.removeprefix("1 - ")
+            for stays, gets in itertools.product(shares, shares):
+                faster = {"limit": "0"}.get(name, f"({gets}) / faster")
+                formula = given(lambda a, b, s, x=stays, y=gets, name=name: 1 / (  # type: ignore[misc]
+                    shares[x](a, b) + (0 if name == "limit" else shares[y](a, b) / s)))  # fmt: skip
+                if same(formula) and (stays, gets) != (kept, went):
+                    wrong = [f"what keeps its time is {kept}, and not {stays}"] if stays != kept else []
+                    wrong += [f"what gets faster is {went}, and not {gets}"] if gets != went and faster != "0" else []
+                    return "wrong-share", f"{name} is 1 / ({stays} + {faster}): {'; '.join(wrong)}"
+            for words, f in combined.items():
+                if same(given(lambda a, b, s, f=f: f(amdahl(a, s), a, b, s))):  # type: ignore[misc]
+                    return "factors-combined", (
+                        f"{name} is {words}: times add up, factors do not. Attention has the share "
+                        f"{went} of the time, and the rest keeps its own"
+                    )
+            return None
+        return None
+
+    with explained(slipped):
+        _expect_worth(names, cases, got, rights, given, amdahl)
+    return f"{len(inputs)} layers"
+
+
+def _expect_worth(names: Any, cases: Any, got: Any, rights: Any, given: Any, amdahl: Any) -> None:
+    __tracebackhide__ = True
     for i, name in enumerate(names):
         right = rights[name]
 
@@ -431,7 +528,6 @@ def _(worth: Callable[..., tuple[float, float, float]]) -> str:
             mistakes=told,
             tol=0.006,  # two decimals will do
         )
-    return f"{len(inputs)} layers"
 
 
 # ---- 10.3, 10.4: bug hunts on a simulated GPU -----------------------------------------------------------------------
@@ -978,7 +1074,8 @@ def _(turn_kernel: Any) -> str:
         "granted?",
         diagnosis="contiguous-only", case=off[0] if off else None,
     )  # fmt: skip
-    expect_all_close(answers[:exact], what="Y", mistakes=lambda: models(slice(exact)), tol=3e-6)
+    with explained(lambda: _explain_turn(kernel)):
+        expect_all_close(answers[:exact], what="Y", mistakes=lambda: models(slice(exact)), tol=3e-6)
     for case, got, want in answers[exact:]:
         rounding = (want.half().double() - want).abs().max().item()
         expect(
@@ -991,6 +1088,69 @@ def _(turn_kernel: Any) -> str:
     strides = {name: 64 for name in _TURN if name.startswith("stride_")} | {"stride_xd": 1, "stride_yd": 1}
     compiles(kernel, pointers | strides | {"heads": 4, "M": 100, "offset": 3, "HALF": 32, "BLOCK_M": 16})
     return f"{len(answers)} tensors, and it compiles"
+
+
+def _explain_turn(kernel: Any) -> tuple[str, str] | None:
+    """What of X, and what of the tables, reaches a number of Y: known tables first, then X of ones."""
+    batch, heads, M, half, offset = 2, 3, 20, 8, 4
+    shape, positions = (batch, heads, M, 2 * half), 3 * (M + offset) + 3
+    # From 1 to 2, so that no sum or difference of two of them is a third.
+    numbers = torch.linspace(1, 2, math.prod(shape), device=runtime.device()).view(shape)
+    ones, zeros = (torch.full((positions, half), float(x), device=numbers.device) for x in (1, 0))
+    table = torch.linspace(1, 2, positions * half, device=numbers.device).view(positions, half)
+
+    def run(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        y = torch.full(shape, math.nan, device=x.device)
+        x = x.contiguous()
+        kernel[(triton.cdiv(M, 16), batch * heads)](
+            x, y, cos, sin, *x.stride(), *y.stride(), heads, M, offset, HALF=half, BLOCK_M=16
+        )
+        return y
+
+    def place(value: float, of: Sequence[int]) -> list[int] | None:
+        at = (abs(value) - 1) * (math.prod(of) - 1)
+        if abs(at - round(at)) > 0.01 or not 0 <= round(at) < math.prod(of):
+            return None
+        at = round(at)
+        return [int(i) for i in torch.unravel_index(torch.tensor(at), tuple(of))]
+
+    x1, x2 = numbers.chunk(2, -1)
+    for words, cos, sin, want in (
+        ("where every cosine is 1 and every sine 0", ones, zeros, numbers),
+        ("where every cosine is 0 and every sine 1", zeros, ones, torch.cat((-x2, x1), -1)),
+    ):
+        y = run(numbers, cos, sin)
+        if (at := _first_off(y, want)) is None:
+            continue
+        mine, right = y[tuple(at)].item(), place(want[tuple(at)].item(), shape)
+        held, sign = place(mine, shape), "-" if mine < 0 else ""
+        wanted = f"{'-' if want[tuple(at)] < 0 else ''}X{right}"
+        if mine == 0:
+            return "wrong-place", f"Y{at} is 0 {words}; it should be {wanted}"
+        if held is None:
+            pair = [x[(*at[:-1], at[-1] % half)].item() for x in (x1, x2)]
+            sums = {"x1 + x2": sum(pair), "x1 - x2": pair[0] - pair[1], "x2 - x1": pair[1] - pair[0]}
+            said = next((name for name, x in sums.items() if abs(mine - x) < 1e-5), "no single number of X")
+            return "wrong-terms", f"Y{at} is {said} {words}; it should be {wanted}"
+        return "wrong-place", f"Y{at} is {sign}X{held} {words}; it should be {wanted}"
+    for name, cos, sin in (("COS", table, zeros), ("SIN", zeros, table)):
+        position = torch.arange(M, device=table.device) + offset
+        half_turned = table[position].expand(batch, heads, M, half)
+        first, second = (half_turned, half_turned) if name == "COS" else (-half_turned, half_turned)
+        want = torch.cat((first, second), -1)
+        y = run(torch.ones(shape, device=table.device), cos, sin)
+        if (at := _first_off(y, want)) is None:
+            continue
+        held, right = place(y[tuple(at)].item(), table.shape), place(want[tuple(at)].item(), table.shape)
+        if held is None:
+            return "wrong-angle", f"Y{at} takes no number of {name} as it is; it should take {name}{right}"
+        return "wrong-angle", f"Y{at} takes {name}{held} of the table; it should take {name}{right}"
+    return None
+
+
+def _first_off(y: torch.Tensor, want: torch.Tensor) -> list[int] | None:
+    off = ((y - want).abs() > 1e-5).nonzero() if bool(y.isfinite().all()) else (~y.isfinite()).nonzero()
+    return off[0].tolist() if len(off) else None
 
 
 # ---- 10.7 -----------------------------------------------------------------------------------------------------------
