@@ -620,7 +620,7 @@ def test_the_rotation_of_whole_rows():
           , (".to(Y_ptr.dtype.element_ty), mask=inside)\n    _ = (x1", ".to(Y_ptr.dtype.element_ty), mask=inside)  #")],
          "never-written"),
         ([("rows[:, None] < M", "rows[:, None] <= M")], "out-of-bounds"),
-        ([("head * stride_xh", "batch * stride_xh")], "wrong-value"),
+        ([("head * stride_xh", "batch * stride_xh")], "wrong-place"),
         ([("x_ptrs + HALF * stride_xd", "x_ptrs + HALF")], None),
         ([("rows[:, None] * stride_xm", "rows[:, None] * 2 * HALF")], "contiguous-only"),
         ([("x1 * sin + x2 * cos", "x1 * cos - x2 * sin")], "second-is-the-first"),

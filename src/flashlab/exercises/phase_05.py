@@ -279,7 +279,8 @@ def _expect_gradients(
 _OF_DQ = (
     "delta-missing", "delta-added", "p-missing", "dp-for-ds", "p-for-ds", "v-for-k", "k-for-v", "scale-missing",
     "scale-twice", "scores-not-scaled", "sign-inverted", "probabilities-not-normalised", "softmax-per-tile",
-    "maximum-of-the-tile", "lse-ignored", "lse-added", "lse-scaled", "dp-scaled", "delta-scaled", "p-twice", "exp2-for-exp", "lse-in-base-2", "scores-in-base-2",
+    "maximum-of-the-tile", "lse-ignored", "lse-added", "lse-scaled",
+    "dp-scaled", "delta-scaled", "p-twice", "exp2-for-exp", "lse-in-base-2", "scores-in-base-2",
     "lse-in-base-10", "delta-not-weighted", "first-block-only", "overwritten", "tail-dropped", "last-block-dropped",
 )  # fmt: skip
 _OF_DKDV = (
