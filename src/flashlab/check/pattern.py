@@ -29,7 +29,8 @@ def observe(actual: Tensor, expected: Tensor, bound: float) -> str | None:
             or _misplaced(actual, expected, wrong, bound)
         )
         if found is None and (places := where(wrong)):
-            found = f"wrong are {places}, all of the others are right"
+            zero = ", and are 0 everywhere" if not actual[wrong].any() else ""
+            found = f"wrong are {places}{zero}, all of the others are right"
     return found or _fewer_digits(actual, expected, bound)
 
 
@@ -66,7 +67,12 @@ def _line_factors(actual: Tensor, expected: Tensor, bound: float) -> str | None:
         if bool((square <= 1e4 * bound**2).any()):
             continue
         factors = (got * want).sum(1) / square
-        if (got - factors[:, None] * want).abs().max() > bound or (factors - 1).abs().max() < max(1e-6, 100 * bound):
+        off = (factors - 1).abs() > max(1e-6, 100 * bound)
+        if (
+            (got - factors[:, None] * want).abs().max() > bound
+            or 2 * int(off.sum()) < len(off)
+            or bool((factors.abs() < 1e-6).any())
+        ):
             continue
         if bool(((want.abs() > 100 * bound).sum(1) < 3).any()):
             continue  # two numbers are near a multiple of two others too easily

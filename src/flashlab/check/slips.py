@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from flashlab.check.failed import CheckFailed
 
@@ -53,7 +54,48 @@ def explain(
 
 
 def _said(slips: tuple[Slip, ...]) -> str:
-    return "; and ".join(slip.sentence for slip in slips)
+    """Two slips may give what a third one gives that nobody thought of: it is said that they would."""
+    return ("two slips at once would give this: " if len(slips) > 1 else "") + "; and ".join(x.sentence for x in slips)
+
+
+def right_where(
+    conditions: Mapping[str, Callable[..., bool]],
+    inputs: Sequence[tuple[Any, ...]],
+    is_right: Callable[..., bool],
+    what: str,
+) -> tuple[str, str] | None:
+    """(slug, sentence) of the condition on the inputs that tells the right answers from the wrong ones, or None.
+
+    Args:
+        conditions: {words: whether it holds for an input}; the words go on after "right where".
+        inputs: tried one by one. is_right: whether the answer is right for one; what raises is wrong.
+        what: what is right there, as the sentence calls it.
+    """
+
+    def verdict(one: tuple[Any, ...]) -> bool:
+        try:
+            return bool(is_right(*one))
+        except Exception:
+            return False
+
+    verdicts = [verdict(one) for one in inputs]
+    if all(verdicts) or not any(verdicts):
+        return None
+    best: tuple[float, str] | None = None
+    for words, holds in conditions.items():
+        held = [bool(holds(*one)) for one in inputs]
+        inside = [right for right, x in zip(verdicts, held, strict=True) if x]
+        outside = [right for right, x in zip(verdicts, held, strict=True) if not x]
+        if not outside or len(inside) < 2 or not all(inside) or sum(outside) > 0.4 * len(outside):
+            continue
+        score = sum(outside) / len(outside)
+        if best is None or score < best[0] - 1e-9:
+            wrong = len(outside) - sum(outside)
+            count = (
+                "in every other case tried" if wrong == len(outside) else f"in {wrong} of {len(outside)} other cases"
+            )
+            best = score, f"{what} is right where {words}, and wrong {count}"
+    return ("right-where", best[1]) if best else None
 
 
 @contextlib.contextmanager

@@ -266,7 +266,7 @@ def _maximum_of_padding(
     failed: CheckFailed, call: Call, observations: Sequence[Observation], lse: bool, one_head: bool
 ) -> CheckFailed:
     """Whether a maximum that seems to start at 0 is that of rows past the end: not so where tiles are full."""
-    negative = [seen.case for seen in observations if not seen.ok and seen.case.seq_q % 128]
+    negative = [seen.case for seen in observations if str(seen.case) == failed.case and seen.case.block_n is None]
     if failed.diagnosis != "m-starts-at-zero" or watched() is not None or not negative:
         return failed
     try:
@@ -276,8 +276,8 @@ def _maximum_of_padding(
     if not full.ok:
         return failed
     return CheckFailed(
-        "one maximum is taken for all rows of a tile: wrong where all scores are far below 0 and the tile has rows past "
-        "the end, whose scores are 0, and right with 128 rows, where it has none. Each row has its own maximum",
+        "one maximum is taken for all rows of a tile: wrong where all scores are far below 0 and the tile has rows "
+        "past the end, whose scores are 0, and right with 128 rows, where it has none. Each row has its own maximum",
         diagnosis="one-maximum",
         case=failed.case,
     )

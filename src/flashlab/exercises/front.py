@@ -21,7 +21,11 @@ _NUMBERS = "no one two three four five six seven eight nine".split()
 
 _WARNINGS = 3  # of a compiler that are told
 
-_GENERAL = ("wrong-value", "wrong-count", "wrong-part")  # diagnoses that name no cause
+# Diagnoses that name no cause.
+_GENERAL = (
+    "wrong-value", "wrong-count", "wrong-part", "below-the-ridge", "not-the-smallest", "not-the-largest", "too-large",
+    "tile-not-found",
+)  # fmt: skip
 
 _shown_hints: dict[str, int] = {}
 

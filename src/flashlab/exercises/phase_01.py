@@ -16,7 +16,7 @@ from flashlab import runtime
 from flashlab.attention import reference, schemes
 from flashlab.attention.cost import fused_cost, naive_cost, naive_peak_bytes, trace_ops
 from flashlab.check import CheckFailed, expect, expect_all_close, expect_close, running, verify_one_head
-from flashlab.check.slips import Chosen, Slip, explain, explained
+from flashlab.check.slips import Chosen, Slip, explain, explained, right_where
 from flashlab.exercises.registry import exercise
 from flashlab.exercises.triton_answers import calls, compiles, explain_undefined, in_bounds, kernel_of
 from flashlab.triton_tools.watch import watched
@@ -88,6 +88,19 @@ def _(count: Callable[[int, int, int], tuple[int, int, int]]) -> str:
         ),
     }
     units = [(n * n * d, n * n) for n, d, _ in sizes]
+    for words, f in {
+        "N·D·D where N·N·D belongs, in one product": lambda n, d: 2 * n * d * d + 2 * n * n * d + 7 * n * n,
+        "N·D·D where N·N·D belongs, in both products": lambda n, d: 4 * n * d * d + 7 * n * n,
+        "N·D, without the other N, in one product": lambda n, d: 2 * n * d + 2 * n * n * d + 7 * n * n,
+        "N·D, without the other N, in both products": lambda n, d: 4 * n * d + 7 * n * n,
+        "N·N, without D, in both products": lambda n, d: 4 * n * n + 7 * n * n,
+        "N·N·N in both products": lambda n, d: 4 * n**3 + 7 * n * n,
+        "N·N·N in one product": lambda n, d: 2 * n**3 + 2 * n * n * d + 7 * n * n,
+        "5 per row for the softmax: it takes 5 for each score": lambda n, d: 4 * n * n * d + 2 * n * n + 5 * n,
+        "5·N·D for the softmax: it takes 5 for each score, N·N": lambda n, d: 4 * n * n * d + 2 * n * n + 5 * n * d,
+        "the scaling of N·D numbers: S has N·N": lambda n, d: 4 * n * n * d + 6 * n * n + n * d,
+    }.items():
+        mistakes[f"product-miscounted {words}"] = ([f(n, d) for n, d, _ in sizes], f"flops has {words}")
     _explain_count(flops, units, told, "flops-miscounted", mistakes)
     return f"reads, writes and FLOPs right at {len(sizes)} sizes"
 
@@ -201,8 +214,8 @@ def _(least_time: Callable[[float, float, runtime.GpuLimits], tuple[float, str]]
             f"the numbers of the {gpu.name} are used for every GPU: read them from the argument gpu",
         )
     factors = (1e-12, 1e-9, 1e-6, 1e-3, 1.0, 1e3, 1e6, 1e9, 1e12)
-    for a in factors:
-        for b in factors:
+    for a in sorted(factors, key=lambda x: abs(math.log10(x))):  # one that makes no difference is told as 10^0
+        for b in sorted(factors, key=lambda x: abs(math.log10(x))):
             power = f"10^{round(math.log10(a))} and 10^{round(math.log10(b))}"
             why = f"{_UNITS}; yours are {power} times those of arithmetic and memory"
             mistakes[f"wrong-units {a:g} {b:g}"] = (slower(a=a, b=b), why)
@@ -516,6 +529,8 @@ _LENGTH_SLIPS = [
     Slip("padding", "none", _PADDED, "padding-forgotten"),
     Slip("padding", "none, rounded", f"{_PADDED}. (And where nothing fits it is 1)", "padding-forgotten"),
     Slip("padding", "none, last", _PADDED, "padding-forgotten"),
+    Slip("padding", "up", "the length that would fit unpadded is rounded up to a power of two: round it down",
+         "rounded-up"),
     Slip("padding", "16", "N is padded to a multiple of 16 there: it is padded to a power of two", "padded-to-16"),
     Slip("result", "power", "that is the first power of two that fails: lengths below it are padded to it and fail too",
          "first-power-not-first-length"),
@@ -544,6 +559,9 @@ def _first_failing_with(limit: int, d: int, block_m: int, e: int, chosen: Chosen
         n = math.floor((room / row - (0 if q in ("N", 0) else 1 if q == "row" else q * block_m)) / (kv + (q == "N")))  # type: ignore[operator]
         n = max(0, n) if "rounded" not in padding else n
         return n + ("last" not in padding)
+    if padding == "up":
+        n = math.floor(room / row - block_m) // 2
+        return 2 ** math.ceil(math.log2(n)) + 1 if n >= 16 else 1
     block_n = int(least)  # type: ignore[call-overload]
     if not fits(block_n):
         small = {"smallest": least, "power": block_n, "half": 0, "power + 1": block_n + 1}
@@ -621,7 +639,18 @@ def _(first_failing: Callable[[int, int, int, int], int]) -> str:
 
     def slipped() -> tuple[str, str] | None:
         got = [float(x) for _, x, _ in answers]
-        return explain(lambda chosen: got == [_first_failing_with(*case, chosen) for case in cases], _LENGTH_SLIPS)
+        found = explain(lambda chosen: got == [_first_failing_with(*case, chosen) for case in cases], _LENGTH_SLIPS)
+        tried = [(kib * 1024, d, m, e) for kib in (16, 33, 99, 163) for d in (32, 64, 128) for m in (16, 64, 128)
+                 for e in (1, 2, 4)]  # fmt: skip
+        conditions: dict[str, Callable[..., bool]] = {
+            "not even 16 keys fit": lambda limit, d, m, e: _first_failing(limit, d, m, e) == 1,
+            "16 keys fit": lambda limit, d, m, e: _first_failing(limit, d, m, e) > 1,
+            "BLOCK_M is 16": lambda limit, d, m, e: m == 16, "BLOCK_M is 64": lambda limit, d, m, e: m == 64,
+            "BLOCK_M is 128": lambda limit, d, m, e: m == 128, "itemsize is 1": lambda limit, d, m, e: e == 1,
+            "itemsize is 2": lambda limit, d, m, e: e == 2, "itemsize is 4": lambda limit, d, m, e: e == 4,
+            "HEAD_DIM is 64": lambda limit, d, m, e: d == 64, "HEAD_DIM is 128": lambda limit, d, m, e: d == 128,
+        }  # fmt: skip
+        return found or right_where(conditions, tried, lambda *x: first_failing(*x) == _first_failing(*x), "the length")
 
     with explained(slipped):
         expect_all_close(answers, what="the first failing N", tol=0.5, mistakes=mistakes)

@@ -561,7 +561,11 @@ def _(hbm_bytes: Callable[..., Any]) -> str:
     def counted(formula: Callable[[int, int, int, int, int, int], float]) -> list[float]:
         return [formula(M, N, D, BLOCK_M, -(-M // BLOCK_M), e) for M, N, D, BLOCK_M, e in cases]
 
-    with explained(lambda: _said_of("bytes read", explain_bytes_read(cases, [float(x) for _, x, _ in read]))):
+    def explain_read() -> tuple[str, str] | None:
+        found = explain_bytes_read(cases, [float(x) for _, x, _ in read], lambda *sizes: hbm_bytes(*sizes)[0])
+        return _said_of("bytes read", found)
+
+    with explained(explain_read):
         expect_all_close(
             read,
             what="bytes read",
@@ -679,6 +683,56 @@ def _(hbm_bytes: Callable[..., Any]) -> str:
     ],
 )
 def _(split_kv_sim: Callable[..., Any]) -> str:
+    with explained(lambda: _explain_parts(split_kv_sim)):
+        _expect_parts(split_kv_sim)
+    _expect_split(split_kv_sim)
+    for shift in (+400.0, -400.0):
+        case = f"every score near {shift:+.0f}"
+        S = shift + _random((3, 12))[0]
+        Q_block, K, V = _from_scores(S, _random((12, 4), seed=1)[0])
+        want, want_lse = _oracle(Q_block, K, V, scale=1.0)
+        O, lse = _run(split_kv_sim, Q_block, K, V, 2, 3, scale=1.0, case=case)
+        if not (O.isfinite().all() and lse.isfinite().all()):
+            raise CheckFailed(
+                "exp(lse) left the range of float32 in the merge: subtract the largest lse first",
+                diagnosis="merge-overflow",
+                case=case,
+            )
+        expect_close(O, want, what="O", case=case, tol=1e-3)
+        expect_close(lse, want_lse, what="lse", case=case, tol=1e-3)
+    return "6 ways to cut 50 keys, and scores near +400 and -400: all equal to the undivided result"
+
+
+def _explain_parts(fn: Callable[..., Any]) -> tuple[str, str] | None:
+    """Each part's values are 1 in a column of its own, so that O holds the weights of the parts."""
+    Q_block, K = _random((6, 16), (12, 16))
+    V = torch.eye(3, device=K.device).repeat_interleave(4, 0)
+    V = torch.cat([V, torch.zeros(12, 13, device=K.device)], 1)
+    O, lse = fn(Q_block, K, V, 4, 3)
+    weights, lses = (
+        O[:, :3].double().cpu(),
+        torch.stack([_oracle(Q_block, k, k)[1] for k in K.chunk(3)], 1).double().cpu(),
+    )
+    right = torch.softmax(lses, 1)
+    if torch.allclose(weights, right, atol=1e-4):
+        return None
+    i = int((weights - right).abs().sum(1).argmax())
+    mine, should = (", ".join(f"{x:.3g}" for x in w[i].tolist()) for w in (weights, right))
+    said = f"in O the three parts of row {i} have the weights {mine}, and should have {should}"
+    total = weights.sum(1)
+    also = f"; they add up to {total[i]:.3g}" if abs(total[i].item() - 1) > 1e-3 else "; they add up to 1"
+    if bool((weights > 0).all()):
+        relative, of_lse = (x - x.mean(1, keepdim=True) for x in (weights.log(), lses))
+        power = ((relative * of_lse).sum() / of_lse.square().sum()).item()
+        if (relative - power * of_lse).abs().max() < 1e-3:
+            base = {2: "2^lse", 10: "10^lse", 1: "exp(lse)"}.get(round(math.exp(power)) if power > 0.5 else 0)
+            base = "exp(lse)" if abs(power - 1) < 1e-3 else base if base != "exp(lse)" else None
+            also += f", and are to each other as {base or f'exp({power:.3g} · lse)'} of the parts"
+    return "wrong-weights", said + also
+
+
+def _expect_parts(split_kv_sim: Callable[..., Any]) -> None:
+    __tracebackhide__ = True
     shapes = [(6, 16), (50, 16), (50, 16)]
     Q_block, K, V = _random(*shapes)
     for splits in (1, 2, 3, 7, 50, 64):
@@ -735,22 +789,6 @@ def _(split_kv_sim: Callable[..., Any]) -> str:
                 ),
             },
         )
-    _expect_split(split_kv_sim)
-    for shift in (+400.0, -400.0):
-        case = f"every score near {shift:+.0f}"
-        S = shift + _random((3, 12))[0]
-        Q_block, K, V = _from_scores(S, _random((12, 4), seed=1)[0])
-        want, want_lse = _oracle(Q_block, K, V, scale=1.0)
-        O, lse = _run(split_kv_sim, Q_block, K, V, 2, 3, scale=1.0, case=case)
-        if not (O.isfinite().all() and lse.isfinite().all()):
-            raise CheckFailed(
-                "exp(lse) left the range of float32 in the merge: subtract the largest lse first",
-                diagnosis="merge-overflow",
-                case=case,
-            )
-        expect_close(O, want, what="O", case=case, tol=1e-3)
-        expect_close(lse, want_lse, what="lse", case=case, tol=1e-3)
-    return "6 ways to cut 50 keys, and scores near +400 and -400: all equal to the undivided result"
 
 
 def _merge_mistakes(

@@ -354,6 +354,12 @@ def _row_mistakes(x: torch.Tensor, block: int) -> dict[str, tuple[torch.Tensor, 
     del told["l-not-rescaled"]
     told["first-block-only"] = (torch.logsumexp(first, 1), "only the first block counts: do the addresses and the mask "
         "use offs, which moves with start?")  # fmt: skip
+    n = x.shape[1]
+    masks = [first[:, : min(block, n - start)] for start in range(0, n, block)]  # the mask moves, the address does not
+    told["first-block-again 2"] = (
+        torch.logsumexp(torch.cat(masks, 1), 1),
+        "the first block is read again and again: its address has to move with start",
+    )
     again = torch.logsumexp(first, 1) + math.log(rounds)
     told["first-block-again"] = (again, "the first block is read again and again: its address has to move with start")
     told["lse-in-base-2"] = (right * LOG2_E, "that is in base 2; the base is e here")
@@ -534,7 +540,7 @@ def _(bytes_read: Callable[..., Any]) -> str:
             "that is elements; an element has `itemsize` bytes",
         ),
     }
-    with explained(lambda: explain_bytes_read(cases, [float(x) for _, x, _ in answers])):
+    with explained(lambda: explain_bytes_read(cases, [float(x) for _, x, _ in answers], bytes_read)):
         expect_all_close(answers, what="bytes_read", tol=0.5, mistakes=mistakes)
     q, k, v = _random((100, 32), (150, 32), (150, 32), dtype=torch.float16)
     counted = hbm_traffic(flash_attention_forward, q, k, v, BLOCK_M=32).bytes_read

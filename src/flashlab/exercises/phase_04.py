@@ -11,6 +11,7 @@ import itertools
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -634,7 +635,9 @@ _OFFSETS: Mapping[str, tuple[Callable[[int], int], str]] = {
 }
 _EDGE_ROWS: Mapping[str, Callable[[int, int, int], int]] = {
     "start": lambda a, z, m: a, "stop": lambda a, z, m: z, "stop - 1": lambda a, z, m: z - 1,
-    "the number of rows, stop - start,": lambda a, z, m: z - a, "seq_q": lambda a, z, m: m, "0": lambda a, z, m: 0,
+    "the number of rows, stop - start,": lambda a, z, m: z - a, "seq_q - stop": lambda a, z, m: m - z,
+    "seq_q - start": lambda a, z, m: m - a, "the middle of start and stop": lambda a, z, m: (a + z) // 2,
+    "seq_q": lambda a, z, m: m, "0": lambda a, z, m: 0,
 }  # fmt: skip
 
 
@@ -737,13 +740,9 @@ def _explain_edges(
             lambda chosen, i=i, edge=edge: all(  # type: ignore[misc]
                 x[i] == edge(block, chosen) for x, block in zip(got, blocks, strict=True)
             ),
-            _edge_slips(row, one, rounded, window),
+            [replace(slip, sentence=f"{name} {slip.sentence}") for slip in _edge_slips(row, one, rounded, window)],
         )
-        return (
-            (found[0], f"{name} " + found[1].replace("; and ", f"; and {name} ").replace(". Or: ", f". Or: {name} "))
-            if found
-            else None
-        )
+        return found
     return None
 
 
@@ -1380,6 +1379,14 @@ def _(sink_attention_kernel: Any) -> str:
 
     told = {
         "sink-ignored": (without, "the result is that without a sink: does l_i hold its term, exp(sink - m_i)?"),
+        "sink-is-zero": (times(0.0), "the sink counts as 0, whatever it is: its term is exp(sink - m_i)"),
+        "sink-is-one": (lambda s, v, sink: _with_sink(s, v, 1.0), "the sink counts as 1, whatever it is"),
+        "sink-doubled": (times(2.0), "twice the sink counts: its term is exp(sink - m_i)"),
+        "sink-halved": (times(0.5), "half of the sink counts: its term is exp(sink - m_i)"),
+        "sink-for-each-key": (lambda s, v, sink: _with_sink(s, v, sink + math.log(s.shape[1])),
+                              "the sink is counted once for each key: it is one key"),
+        "sink-term-one": (lambda s, v, sink: _with_sink(s, v, sink, 0 * s[:, :1] + 1.0, s.amax(1, keepdim=True)),
+                          "the sink's term is 1 beside those of the keys: it is exp(sink - m_i)"),
         "sink-scaled": (times(0.2), "the sink is multiplied by the scale: it is a score already"),
         "sink-negated": (times(-1.0), "the sink counts with the wrong sign"),
         "sink-in-base-2": (times(math.log2(math.e)), "the sink is multiplied by log2(e), and e is raised to the power"),

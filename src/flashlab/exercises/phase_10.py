@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from flashlab import runtime
 from flashlab.check import CheckFailed, expect, expect_all_close, expect_close, running
-from flashlab.check.slips import explained
+from flashlab.check.slips import Chosen, Slip, explain, explained, right_where
 from flashlab.check.symptoms import watched
 from flashlab.exercises.answers import in_words
 from flashlab.exercises.registry import exercise
@@ -433,12 +433,30 @@ def _(worth: Callable[..., tuple[float, float, float]]) -> str:
                         f"{name} is {words}: times add up, factors do not. Attention has the share "
                         f"{went} of the time, and the rest keeps its own"
                     )
-            return None
+            return _worth_right_where(worth, i, name, rights[name])
         return None
 
     with explained(slipped):
         _expect_worth(names, cases, got, rights, given, amdahl)
     return f"{len(inputs)} layers"
+
+
+def _worth_right_where(worth: Any, i: int, name: str, right: Callable[..., float]) -> tuple[str, str] | None:
+    tried = [(a, b, s) for a in (0.3, 0.6, 0.9, 1.0) for b in (0.2, 0.5, 0.8, 1.0) for s in (1.0, 2.0, 8.0, 1e9)]
+    conditions: dict[str, Callable[..., bool]] = {
+        "attention is the whole layer": lambda a, b, s: a == 1,
+        "the layers are the whole step": lambda a, b, s: b == 1,
+        "nothing gets faster (faster is 1)": lambda a, b, s: s == 1,
+        "attention takes no time at all any more (faster is 10^9)": lambda a, b, s: s == 1e9,
+        "attention is the whole step": lambda a, b, s: a == b == 1,
+        "attention and layers are the same share": lambda a, b, s: a == b,
+    }
+
+    def is_right(*one: float) -> bool:
+        mine, want = float(worth(*one)[i]), right(*one)
+        return mine == want or abs(mine - want) <= 1e-6 * want
+
+    return right_where(conditions, tried, is_right, name)
 
 
 def _expect_worth(names: Any, cases: Any, got: Any, rights: Any, given: Any, amdahl: Any) -> None:
@@ -888,14 +906,16 @@ def _(training_bytes: Callable[..., tuple[int, int, int, int]]) -> str:
             "a byte for each pair (the mask)": 0 if flash else 1,
             "a byte for each batch and pair": 0,
             "a byte for each head and pair": 0,
+            "a number for each batch and head": 0,
+            "a number for each batch and query": 0,
         }
         for flash in (False, True)
     }  # fmt: skip
-    unit = (4, 4, 4, 4, 1, 1, 1)
+    unit = (4, 4, 4, 4, 1, 1, 1, 4, 4)
     pieces = []
     for width, depth, heads, kv_heads, _, _, batch, N in _MODELS:
         sizes = [batch * N * width, batch * N * (width // heads) * kv_heads, batch * heads * N * N, batch * N * heads]
-        pieces.append([depth * x for x in (*sizes, N * N, batch * N * N, heads * N * N)])
+        pieces.append([depth * x for x in (*sizes, N * N, batch * N * N, heads * N * N, batch * heads, batch * N)])
     rights = {
         flash: [sum(n * b * x for n, b, x in zip(of_layers[flash].values(), unit, row, strict=True)) for row in pieces]
         for flash in (False, True)
@@ -1278,8 +1298,105 @@ def _(choose_tile: Callable[..., tuple[int, int] | None]) -> str:
         if got == [_two_mistakes(one, first, second) for _, one in inputs]:
             why = f"{_TILE_MISTAKES[first]}; and {_TILE_MISTAKES[second]}"
             raise CheckFailed(why, diagnosis=first, case=inputs[wrong][0])
-    _explain_tile(got, want, inputs)
+    slips = [
+        Slip(piece, name, words, "wrong-tile") for piece, choices in _TILE_SLIPS.items() for name, words in choices
+    ]
+    few = inputs[:: max(1, len(inputs) // 60)]
+    given = [got[i] for i in range(0, len(inputs), max(1, len(inputs) // 60))]
+
+    def fits(chosen: Chosen) -> bool:
+        return all(x == _sloppy_tile(*one, chosen) for x, (_, one) in zip(given, few, strict=True)) and all(
+            x == _sloppy_tile(*one, chosen) for x, (_, one) in zip(got, inputs, strict=True)
+        )
+
+    with explained(lambda: explain(fits, slips)):
+        _explain_tile(got, want, inputs)
     return ""
+
+
+_TILE_SLIPS = {
+    "q": [
+        ("0", "the reading of Q, or the writing of O, is missing in the bytes"),
+        ("N", "the bytes of Q, or of O, are those of N rows: there are BLOCK_M"),
+        ("twice", "Q and O count more than once in the bytes"),
+    ],
+    "kv": [
+        ("1", "one of K and V is missing in the bytes"),
+        ("M", "K and V count with BLOCK_M rows in the bytes: they have N"),
+        ("0", "K and V are missing in the bytes"),
+    ],
+    "flops": [
+        ("1", "the FLOPs are a quarter: two products, and a multiply-add is 2"),
+        ("2", "the FLOPs are half of them: two products, and a multiply-add is 2"),
+        ("8", "the FLOPs are twice what they are"),
+        ("NN", "the FLOPs have N · N where BLOCK_M · N belongs"),
+    ],
+    "e": [
+        ("1", "the bytes do not have itemsize"),
+        ("2", "every number is taken for 2 bytes in the intensity"),
+    ],
+    "ridge": [
+        ("GB", "the ridge is in other units than FLOPs per byte: peak_flops / bytes_per_s"),
+        (">", "a BLOCK_M that just reaches the ridge is refused"),
+    ],
+    "which": [
+        ("last", "BLOCK_M is the largest one that reaches the ridge: the smallest is wanted"),
+    ],
+    "shared q": [
+        ("0", "the tile of Q is missing in the shared memory"),
+        ("B", "the tile of Q has BLOCK_N rows in the shared memory: it has BLOCK_M"),
+        ("stages", "the tile of Q counts STAGES times in the shared memory"),
+        ("two", "two tiles of BLOCK_M rows are in the shared memory: O stays in registers"),
+    ],
+    "shared kv": [
+        ("1", "one of K and V is missing in the shared memory"),
+        ("no stages", "STAGES is not in the shared memory"),
+        ("one stage more", "the shared memory has one tile of K and of V too many"),
+        ("V once", "STAGES multiplies one of K and V alone"),
+        ("M", "the tiles of K and V have BLOCK_M rows in the shared memory: they have BLOCK_N"),
+    ],
+    "shared e": [
+        ("1", "itemsize is missing in the shared memory"),
+        ("2", "every number is taken for 2 bytes in the shared memory"),
+        ("4", "every number is taken for 4 bytes in the shared memory"),
+    ],
+    "fit": [
+        ("<", "tiles that take exactly shared_bytes do fit"),
+        ("first", "BLOCK_N is the smallest one that fits: the largest is wanted"),
+    ],
+    "sizes": [
+        ("128", "the sizes end at 128: 256 is one of them"),
+        ("32", "the sizes begin at 32: 16 is one of them"),
+    ],
+}  # fmt: skip
+
+
+def _sloppy_tile(
+    peak: float, bandwidth: float, shared: int, N: int, D: int, itemsize: int, stages: int, chosen: Chosen
+) -> tuple[int, int] | None:
+    """The tile with slips, as `_TILE_SLIPS` names them."""
+    ridge = peak / bandwidth * (1e3 if chosen.get("ridge") == "GB" else 1)
+    sizes = {"128": _SIZES[:-1], "32": _SIZES[1:]}.get(str(chosen.get("sizes")), _SIZES)
+
+    def intensity(M: int) -> float:
+        q = {"0": M, "N": M + N, "twice": 4 * M}.get(str(chosen.get("q")), 2 * M)
+        kv = {"1": N, "M": 2 * M, "0": 0}.get(str(chosen.get("kv")), 2 * N)
+        flops = {"1": M, "2": 2 * M, "8": 8 * M, "NN": 4 * N}.get(str(chosen.get("flops")), 4 * M) * N * D
+        return flops / ((q + kv) * D * {"1": 1, "2": 2}.get(str(chosen.get("e")), itemsize))
+
+    reaching = [M for M in sizes if (intensity(M) > ridge if chosen.get("ridge") == ">" else intensity(M) >= ridge)]
+    if not reaching:
+        return None
+    M = reaching[-1 if "which" in chosen else 0]
+
+    def needed(B: int) -> int:
+        q = {"0": 0, "B": B, "stages": M * stages, "two": 2 * M}.get(str(chosen.get("shared q")), M)
+        kv = {"1": stages * B, "no stages": 2 * B, "one stage more": 2 * (stages + 1) * B, "V once": (stages + 1) * B,
+              "M": 2 * stages * M}.get(str(chosen.get("shared kv")), 2 * stages * B)  # fmt: skip
+        return (q + kv) * D * {"1": 1, "2": 2, "4": 4}.get(str(chosen.get("shared e")), itemsize)
+
+    fitting = [B for B in sizes if (needed(B) < shared if chosen.get("fit") == "<" else needed(B) <= shared)]
+    return (M, fitting[0 if chosen.get("fit") == "first" else -1]) if fitting else None
 
 
 _OF_BLOCK_M = (

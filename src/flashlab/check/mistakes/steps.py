@@ -205,6 +205,7 @@ _LAZY: Mapping[str, Mapping[str, Callable[..., float]]] = {
         "|top - m| > threshold": lambda m, top, t, seen, before: abs(top - m) > t,
         "top - (the last block's maximum) > threshold": lambda m, top, t, seen, before: top - before > t,
         "top - (the largest score so far) > threshold": lambda m, top, t, seen, before: top - seen > t,
+        "|top| > |m| + threshold": lambda m, top, t, seen, before: abs(top) > abs(m) + t,
         "m > top + threshold": lambda m, top, t, seen, before: m > top + t,
     },
     "lse": {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from flashlab.check.slips import Chosen, Slip, explain
+from flashlab.check.slips import Chosen, Slip, explain, right_where
 
 Sizes = tuple[int, int, int, int, int]  # M, N, HEAD_DIM, BLOCK_M, itemsize
 
@@ -108,9 +108,34 @@ def bytes_read(sizes: Sizes, chosen: Chosen) -> float:
     return q * of_q + kv * of_k + more
 
 
-def explain_bytes_read(cases: Sequence[Sizes], got: Sequence[float]) -> tuple[str, str] | None:
-    """(slug, sentence) of one slip or two that give all of these numbers."""
-    return explain(lambda chosen: _same(got, [bytes_read(sizes, chosen) for sizes in cases]), READING)
+def explain_bytes_read(
+    cases: Sequence[Sizes], got: Sequence[float], fn: Callable[..., float]
+) -> tuple[str, str] | None:
+    """(slug, sentence) of one slip or two that give all of these numbers, or of where `fn(*sizes)` is right."""
+    found = explain(lambda chosen: _same(got, [bytes_read(sizes, chosen) for sizes in cases]), READING)
+    tried = [
+        (M, N, D, B, e) for M in (32, 64, 100) for N in (32, 64, 100) for D in (8, 64) for B in (32, 64) for e in (2, 4)
+    ]
+    tried += [(B, N, D, B, 2) for N in (32, 64, 100) for D in (8, 64) for B in (32, 64)]
+    return found or right_where(
+        _SIZES, tried, lambda *sizes: abs(fn(*sizes) - bytes_read(sizes, {})) < 0.5, "the count"
+    )
+
+
+_SIZES: Mapping[str, Callable[..., bool]] = {
+    "M = N": lambda M, N, D, B, e: M == N,
+    "BLOCK_M divides M": lambda M, N, D, B, e: M % B == 0,
+    "M = BLOCK_M, so that there is one block": lambda M, N, D, B, e: M == B,
+    "there is one block of queries": lambda M, N, D, B, e: M <= B,
+    "M = N = BLOCK_M": lambda M, N, D, B, e: M == N == B,
+    "N = BLOCK_M": lambda M, N, D, B, e: N == B,
+    "M = N and BLOCK_M divides M": lambda M, N, D, B, e: M == N and M % B == 0,
+    "M = N and there is one block": lambda M, N, D, B, e: M == N and M <= B,
+    "N = BLOCK_M and BLOCK_M divides M": lambda M, N, D, B, e: N == B and M % B == 0,
+    "HEAD_DIM is 64": lambda M, N, D, B, e: D == 64,
+    "itemsize is 2": lambda M, N, D, B, e: e == 2,
+    "itemsize is 4": lambda M, N, D, B, e: e == 4,
+}
 
 
 def explain_bytes_written(cases: Sequence[Sizes], got: Sequence[float]) -> tuple[str, str] | None:
