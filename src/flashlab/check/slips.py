@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from flashlab.check.failed import CheckFailed
 
-Chosen = Mapping[str, Hashable]
+Chosen = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Slip:
     """Another choice for one piece of a rule, and the sentence that says so."""
 
     piece: str
-    choice: Hashable
+    choice: Any
     sentence: str
     slug: str = ""
 

@@ -219,8 +219,8 @@ def _(softmax: Callable[..., torch.Tensor], shifted_exp: Callable[..., torch.Ten
     sentence = (
         "a row's exponentials overflowed, or all underflowed: the maximum that is subtracted is not this row's own"
     )
-    fine = not _has_nan(got) and bool((torch.as_tensor(got).sum(-1) > 0.5).all())
-    expect(fine, sentence, diagnosis="not-the-rows-maximum", case=case)
+    own = not _has_nan(got) and bool((torch.as_tensor(got).sum(-1) > 0.5).all())
+    expect(own, sentence, diagnosis="not-the-rows-maximum", case=case)
     expect_close(got, softmax_safe(x), what="the softmax", case=case)
 
     case = "masked scores and a masked row"
@@ -328,7 +328,7 @@ def _(online_max_and_sum: Callable[..., tuple[float, float]]) -> Any:
 
     def slipped() -> tuple[str, str] | None:
         known = {case: xs for case, xs in rows.items() if max(xs, default=-INF) > -INF}
-        got = []
+        got: list[list[float]] = []
         for xs in known.values():
             try:
                 got.append([float(x) for x in online_max_and_sum(iter(xs))])
@@ -450,23 +450,21 @@ def _expect_state(got: Any, a: State, b: State, case: str) -> None:
         return a.l * wa + b.l * wb, a.o * wa[..., None] + b.o * wb[..., None]
 
     either = "was not rescaled: either of the two may have the smaller maximum"
-    known = {
+    known: dict[str, tuple[Any, Any, str]] = {
         "only-the-first-rescaled": (ca, one, f"b {either}"),
         "not-rescaled": (one, one, f"what is kept {NOT_RESCALED}"),
         "only-the-second-rescaled": (one, cb, f"a {either}"),
         "correction-inverted": (torch.exp(reference - a.m), torch.exp(reference - b.m), INVERTED),
         "corrections-swapped": (cb, ca, "each state was multiplied by the other one's correction"),
         "base-2": (torch.exp2(a.m - reference), torch.exp2(b.m - reference), ROW_MISTAKES["base-2"]),
-        **{
-            f"whole-state {first}": (
-                *([one, 0 * one] if whole_a else [0 * one, one]),
-                "one of the two states is returned "
-                "as a whole as soon as one of its rows, or of the other's, is masked: look at each row by itself",
-            )
-            for first, whole_a in _whole_states(a, b).items()
-        },
         "only-a": (one * (a.m >= b.m), one * (b.m > a.m), "the state with the smaller maximum was dropped"),
     }
+    whole = (
+        "one of the two states is returned as a whole as soon as one of its rows, or of the other's, is masked: look "
+        "at each row by itself"
+    )
+    for first, of_a in _whole_states(a, b).items():
+        known[f"whole-state {first}"] = (one * of_a, one * (not of_a), whole)
     wrong = {slug: (*both_with(wa, wb), sentence) for slug, (wa, wb, sentence) in known.items()}
     told = {slug: (x, why) for slug, (x, _, why) in wrong.items()}
     expect_close(l, right.l, what="l", case=case, dtype=right.l.dtype, mistakes=told)
@@ -530,7 +528,10 @@ def _(merge_states: Callable[..., State]) -> Any:
         tried: list[tuple[State, State, str]] = [(x, y, "") for x, y in plain]
         for x, y in plain:
             units = [State(s.m, torch.ones_like(s.l), s.o) for s in (x, y)]
-            tried += [(*units, "l of both states is 1"), (x, State(x.m, y.l, y.o), "both states have the same m")]
+            tried += [
+                (units[0], units[1], "l of both states is 1"),
+                (x, State(x.m, y.l, y.o), "both states have the same m"),
+            ]
             tried += [(x, State(y.m, x.l, y.o), "both states have the same l")]
 
         def is_right(x: State, y: State, _: str) -> bool:
@@ -538,7 +539,7 @@ def _(merge_states: Callable[..., State]) -> Any:
             return all(torch.allclose(p, q, atol=1e-9) for p, q in zip(got, merge(x, y), strict=True))
 
         words = dict.fromkeys(words for *_, words in tried if words)
-        return right_where({w: lambda x, y, has, w=w: has == w for w in words}, tried, is_right, "the state")  # type: ignore[misc]
+        return right_where({w: lambda x, y, has, w=w: has == w for w in words}, tried, is_right, "the state")
 
     with explained(neutral):
         for case, (a, b) in cases.items():
@@ -596,7 +597,7 @@ def _(attention_in_blocks: Callable[..., torch.Tensor]) -> Any:
         got = [attention_in_blocks(row, v, n).tolist() for row, n in inputs]
         values = v.tolist()
 
-        def output(m: float, of_l: list[float], of_o: list[float]) -> list[float]:
+        def output(m: float, of_l: Sequence[float], of_o: Sequence[float]) -> list[float]:
             return [sum(w * x[i] for w, x in zip(of_o, values, strict=True)) / sum(of_l) for i in range(3)]
 
         return explain(row_gives([(row.tolist(), n) for row, n in inputs], got, output), slips(), paired=usual)
@@ -968,7 +969,9 @@ def _(lazy_attention: Callable[..., tuple[torch.Tensor, torch.Tensor, int]]) -> 
     return "32 cases: same output, fewer corrections"
 
 
-def _expect_lazy(answers: list[tuple[str, Any, Any]], counted: dict[str, str], valued: dict[str, str]) -> None:
+def _expect_lazy(
+    answers: Sequence[tuple[str, tuple[Any, Any, int, float], Any]], counted: dict[str, str], valued: dict[str, str]
+) -> None:
     __tracebackhide__ = True
     # A wrong count is no proof on one row: the mistake must give all the counts.
     counts = [count for _, _, (_, _, count) in answers]

@@ -545,27 +545,27 @@ _LENGTH_SLIPS = [
 
 def _first_failing_with(limit: int, d: int, block_m: int, e: int, chosen: Chosen) -> float:
     """The first failing length with slips."""
-    e = {"bits": 8 * e}.get(chosen.get("itemsize"), chosen.get("itemsize", e))  # type: ignore[assignment, arg-type]
-    row = chosen.get("D", d) * e  # type: ignore[operator]
-    room = limit * chosen.get("limit", 1) + chosen.get("room", 0)  # type: ignore[operator]
+    e = 8 * e if chosen.get("itemsize") == "bits" else chosen.get("itemsize", e)
+    row = chosen.get("D", d) * e
+    room = limit * chosen.get("limit", 1) + chosen.get("room", 0)
     q, kv, least = chosen.get("q", 1), chosen.get("kv", 2), chosen.get("least", 16)
 
     def fits(n: int) -> bool:
-        rows_of_q = {"N": n, "row": 1}.get(q, q * block_m if isinstance(q, int) else 0)  # type: ignore[arg-type]
-        return (rows_of_q + kv * n) * row + chosen.get("scores", 0) * block_m * n * e <= room  # type: ignore[operator]
+        rows_of_q = {"N": n, "row": 1}.get(q, q * block_m if isinstance(q, int) else 0)
+        return (rows_of_q + kv * n) * row + chosen.get("scores", 0) * block_m * n * e <= room
 
     padding = str(chosen.get("padding", ""))
     if padding.startswith("none"):
-        n = math.floor((room / row - (0 if q in ("N", 0) else 1 if q == "row" else q * block_m)) / (kv + (q == "N")))  # type: ignore[operator]
+        n = math.floor((room / row - (0 if q in ("N", 0) else 1 if q == "row" else q * block_m)) / (kv + (q == "N")))
         n = max(0, n) if "rounded" not in padding else n
         return n + ("last" not in padding)
     if padding == "up":
         n = math.floor(room / row - block_m) // 2
         return 2 ** math.ceil(math.log2(n)) + 1 if n >= 16 else 1
-    block_n = int(least)  # type: ignore[call-overload]
+    block_n = int(least)
     if not fits(block_n):
         small = {"smallest": least, "power": block_n, "half": 0, "power + 1": block_n + 1}
-        return 1 if "nothing" not in chosen and "result" not in chosen else small[chosen.get("result", "smallest")]  # type: ignore[index, return-value]
+        return 1 if "nothing" not in chosen and "result" not in chosen else small[chosen.get("result", "smallest")]
     while fits(block_n):
         block_n += 16 if padding == "16" else block_n
     last = block_n - 16 if padding == "16" else block_n // 2

@@ -712,7 +712,7 @@ def _explain_edges(
             d = _OFFSETS[str(chosen["offset"])][0](d) if "offset" in chosen else d
             if chosen.get("round") == "row":
                 at = at // tile * tile
-            x = at + d + int(chosen.get("one", one))  # type: ignore[call-overload]
+            x = at + d + int(chosen.get("one", one))
             if window:
                 left = tile
                 sides = {"0": 0, "both": left + right, "left": left, "right": right}
@@ -727,7 +727,7 @@ def _explain_edges(
             if high is not False and window != "left":
                 x = min(x, top)
             if low is not False and window != "right":
-                x = max(x, int(low))  # type: ignore[call-overload]
+                x = max(x, int(low))
             if window:
                 return x
             ways = {

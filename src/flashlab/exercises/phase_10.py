@@ -469,7 +469,7 @@ def _expect_worth(names: Any, cases: Any, got: Any, rights: Any, given: Any, amd
 
         told = {
             "time-for-factor": (
-                given(lambda a, b, s, f=right: 1 / f(a, b, s)),  # type: ignore[misc]
+                given(lambda a, b, s, f=right: 1 / f(a, b, s)),
                 f"{name} is the new time as a share of the old one; the factor is its inverse",
             ),
             **{
@@ -477,23 +477,23 @@ def _expect_worth(names: Any, cases: Any, got: Any, rights: Any, given: Any, amd
                 for other in names if other != name
             },
             "share-times-factor": (
-                given(lambda a, b, s, f=share: f(a, b) * s), f"{name} is the share times `faster`"  # type: ignore[misc]
+                given(lambda a, b, s, f=share: f(a, b) * s), f"{name} is the share times `faster`"
             ),
             "weighted-mean": (
-                given(lambda a, b, s, f=share: 1 - f(a, b) + f(a, b) * s),  # type: ignore[misc]
+                given(lambda a, b, s, f=share: 1 - f(a, b) + f(a, b) * s),
                 f"{name} is a weighted mean of the factors 1 and `faster`; times add up, factors do not",
             ),
             "faster": (given(lambda a, b, s: s), f"{name} is `faster` itself: all the rest keeps its time"),
             "rest-forgotten": (
-                given(lambda a, b, s, f=share: s / f(a, b)),  # type: ignore[misc]
+                given(lambda a, b, s, f=share: s / f(a, b)),
                 f"{name}: the new time is that of attention alone; the rest has its time as well",
             ),
             "difference": (
-                given(lambda a, b, s, f=share: 1 / (1 - f(a, b) / s)),  # type: ignore[misc]
+                given(lambda a, b, s, f=share: 1 / (1 - f(a, b) / s)),
                 f"{name}: the time that is left is taken away; what goes is share - share / faster",
             ),
             "time-saved": (
-                given(lambda a, b, s, f=share: f(a, b) * (1 - 1 / s)),  # type: ignore[misc]
+                given(lambda a, b, s, f=share: f(a, b) * (1 - 1 / s)),
                 f"{name} is the share of the time that is saved; the factor is old time by new time",
             ),
             "product-of-factors": (
@@ -520,7 +520,7 @@ def _expect_worth(names: Any, cases: Any, got: Any, rights: Any, given: Any, amd
                 given(lambda a, b, s: 1 / (a * b)), f"{name} is 1 / share; what stays is 1 - share",
             ),
             "the-rest-faster": (
-                given(lambda a, b, s, f=share: amdahl(1 - f(a, b), s)),  # type: ignore[misc]
+                given(lambda a, b, s, f=share: amdahl(1 - f(a, b), s)),
                 f"{name}: everything but attention gets faster there; it is attention that does",
             ),
             "limits-multiplied": (
@@ -532,11 +532,11 @@ def _expect_worth(names: Any, cases: Any, got: Any, rights: Any, given: Any, amd
                 f"{name} is a weighted mean of factors; times add up, factors do not",
             ),
             "gain-for-factor": (
-                given(lambda a, b, s, f=right: f(a, b, s) - 1),  # type: ignore[misc]
+                given(lambda a, b, s, f=right: f(a, b, s) - 1),
                 f"{name} is how much faster beyond 1; the factor itself is wanted",
             ),
             "percent": (
-                given(lambda a, b, s, f=right: 100 * f(a, b, s)),  # type: ignore[misc]
+                given(lambda a, b, s, f=right: 100 * f(a, b, s)),
                 f"{name} is in percent; a factor is wanted, 1 where nothing changes",
             ),
         }  # fmt: skip
@@ -1148,7 +1148,7 @@ def _explain_turn(kernel: Any) -> tuple[str, str] | None:
         if mine == 0:
             return "wrong-place", f"Y{at} is 0 {words}; it should be {wanted}"
         if held is None:
-            pair = [x[(*at[:-1], at[-1] % half)].item() for x in (x1, x2)]
+            pair = [x[tuple(at[:-1] + [at[-1] % half])].item() for x in (x1, x2)]
             sums = {"x1 + x2": sum(pair), "x1 - x2": pair[0] - pair[1], "x2 - x1": pair[1] - pair[0]}
             said = next((name for name, x in sums.items() if abs(mine - x) < 1e-5), "no single number of X")
             return "wrong-terms", f"Y{at} is {said} {words}; it should be {wanted}"

@@ -137,7 +137,7 @@ def weights(x: Sequence[float], n: int, chosen: Chosen, later: bool = False) -> 
 
     def pick(piece: str, target: str, moves: bool) -> str | None:
         for of in (target, "both"):
-            name, when = chosen.get(f"{of}-{piece}", (None, ""))  # type: ignore[misc]
+            name, when = chosen.get(f"{of}-{piece}", (None, ""))
             if name is not None and when in ("", "moves" if moves else "stays"):
                 return name
         return None

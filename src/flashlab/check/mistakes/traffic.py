@@ -96,11 +96,10 @@ def bytes_read(sizes: Sizes, chosen: Chosen) -> float:
     M, N, D, B, e = sizes
     blocks = _BLOCKS[str(chosen["blocks"])][0](M, N, B) if "blocks" in chosen else math.ceil(M / B)
     q = _QUERIES[str(chosen["q"])][0](M, N, B, blocks) if "q" in chosen else M
-    kv = chosen.get("kv", 2) * (M if "kv rows" in chosen else N) * blocks  # type: ignore[operator]
-    item: float = {"bits": 8 * e, "KiB": e / 1024, "twice": e * e}.get(
-        chosen.get("itemsize"), chosen.get("itemsize", e)
-    )  # type: ignore[arg-type, assignment]
-    d: int = D * D if chosen.get("D") == "twice" else chosen.get("D", D)  # type: ignore[assignment]
+    kv = chosen.get("kv", 2) * (M if "kv rows" in chosen else N) * blocks
+    name = chosen.get("itemsize", e)
+    item: float = {"bits": 8 * e, "KiB": e / 1024, "twice": e * e}[name] if isinstance(name, str) else name
+    d: int = D * D if chosen.get("D") == "twice" else chosen.get("D", D)
     of_q, of_k = (
         (1 if f"D of {x}" in chosen else d) * (1 if f"e of {x}" in chosen else item) for x in ("Q", "K")
     )  # fmt: skip
