@@ -332,7 +332,7 @@ def _(online_max_and_sum: Callable[..., tuple[float, float]]) -> Any:
         for xs in known.values():
             try:
                 got.append([float(x) for x in online_max_and_sum(iter(xs))])
-            except OverflowError:
+            except (OverflowError, ZeroDivisionError):
                 got.append([INF, INF])
         fits = row_gives([(xs, 1) for xs in known.values()], got, lambda m, of_l, of_o: (m, sum(of_l)))
         return explain(fits, slips(["l"]), most=1)
@@ -665,6 +665,39 @@ def _(merge_results: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Any:
         "the second saw no key": (*result(0.0), *nothing),
         "neither saw a key": (*nothing, *nothing),
     }
+
+    def weighed() -> tuple[str, str] | None:
+        """o is linear in o1 and o2: with ones and zeros it is the weight of each."""
+        for case, (o1, lse1, o2, lse2) in cases.items():
+            total = torch.logaddexp(lse1, lse2)
+            right = torch.stack([torch.exp(x - total).nan_to_num() for x in (lse1, lse2)], -1).reshape(-1, 2)
+            ones, zeros = torch.ones_like(o1), torch.zeros_like(o2)
+            mine = [merge_results(a, lse1, b, lse2)[0][..., 0] for a, b in ((ones, zeros), (zeros, ones))]
+            weights = torch.stack(mine, -1).reshape(-1, 2)
+            off = (weights - right).abs().sum(-1)
+            if off.max() > 1e-7:
+                (a, b), (c, d) = weights[off.argmax()].tolist(), right[off.argmax()].tolist()
+                words = [f"{n} has the weight {x:.4g} in o, and should have {y:.4g} = exp(its lse - the whole lse)"
+                         for n, x, y in (("the first", a, c), ("the second", b, d)) if abs(x - y) > 1e-7]  # fmt: skip
+                return "wrong-weights", f"{case}: {'; '.join(words)}"
+        return None
+
+    with explained(weighed):
+        _expect_merged(merge_results, cases)
+    case = "three parts, one after another"
+    scores, v = (
+        3 * torch.randn(4, 9, generator=g, dtype=torch.float64),
+        torch.randn(9, 2, generator=g, dtype=torch.float64),
+    )
+    parts = [finish(block_state(scores[:, i : i + 3], v[i : i + 3])) for i in (0, 3, 6)]
+    o, lse = _call(case, lambda: merge_results(*merge_results(*parts[0], *parts[1]), *parts[2]))
+    expect_close(o, softmax_safe(scores) @ v, what="o", case=case)
+    expect_close(lse, torch.logsumexp(scores, -1), what="lse", case=case)
+    return "8 cases, rows without a key among them"
+
+
+def _expect_merged(merge_results: Callable[..., Any], cases: dict[str, tuple[torch.Tensor, ...]]) -> None:
+    __tracebackhide__ = True
     for case, (o1, lse1, o2, lse2) in cases.items():
         got = _call(case, merge_results, o1, lse1, o2, lse2, unchanged=[o1, lse1, o2, lse2])
         o, lse = _parts(got, "o lse", case)
@@ -730,17 +763,6 @@ def _(merge_results: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Any:
             "lse-without-the-maximum": (want_lse - m, "the maximum was subtracted, and not added back"),
         }
         expect_close(lse, want_lse, what="lse", case=case, mistakes=mistakes)
-
-    case = "three parts, one after another"
-    scores, v = (
-        3 * torch.randn(4, 9, generator=g, dtype=torch.float64),
-        torch.randn(9, 2, generator=g, dtype=torch.float64),
-    )
-    parts = [finish(block_state(scores[:, i : i + 3], v[i : i + 3])) for i in (0, 3, 6)]
-    o, lse = _call(case, lambda: merge_results(*merge_results(*parts[0], *parts[1]), *parts[2]))
-    expect_close(o, softmax_safe(scores) @ v, what="o", case=case)
-    expect_close(lse, torch.logsumexp(scores, -1), what="lse", case=case)
-    return "8 cases, rows without a key among them"
 
 
 def _finite_where(got: Any, want: torch.Tensor) -> bool:

@@ -72,7 +72,11 @@ def _(count: Callable[[int, int, int], tuple[int, int, int]]) -> str:
             f"{what} counts {{0}} matrices of N × N and {{1}} of N × D: go through the five lines, and note for each "
             f"which matrices it {verb}"
         )
-        _explain_count(counted, units, told, "matrices-miscounted", mistakes)
+        others = {
+            "N numbers": [n * e for n, _, e in sizes], "D × D numbers": [d * d * e for _, d, e in sizes],
+            "D numbers": [d * e for _, d, e in sizes], "one number": [e for *_, e in sizes],
+        }  # fmt: skip
+        _explain_count(counted, units, told, "matrices-miscounted", mistakes, others)
     told = (
         "flops counts {0} times N·N·D and {1} times N·N: a multiply-add is two operations; a score is scaled, has the "
         "mask added, and takes 5 in the softmax"
@@ -101,7 +105,11 @@ def _(count: Callable[[int, int, int], tuple[int, int, int]]) -> str:
         "the scaling of N·D numbers: S has N·N": lambda n, d: 4 * n * n * d + 6 * n * n + n * d,
     }.items():
         mistakes[f"product-miscounted {words}"] = ([f(n, d) for n, d, _ in sizes], f"flops has {words}")
-    _explain_count(flops, units, told, "flops-miscounted", mistakes)
+    others = {
+        "N": [n for n, _, _ in sizes], "N·D": [n * d for n, d, _ in sizes], "N·D·D": [n * d * d for n, d, _ in sizes],
+        "N·N·N": [n**3 for n, _, _ in sizes],
+    }  # fmt: skip
+    _explain_count(flops, units, told, "flops-miscounted", mistakes, others)
     return f"reads, writes and FLOPs right at {len(sizes)} sizes"
 
 
@@ -111,6 +119,7 @@ def _explain_count(
     told: str,
     slug: str,
     mistakes: Mapping[str, tuple[Sequence[float], str]],
+    others: Mapping[str, Sequence[float]] | None = None,
 ) -> None:
     """Compare counts; where a wrong one is a sum of the same units at every size, say how many of each it has."""
     __tracebackhide__ = True
@@ -122,6 +131,17 @@ def _explain_count(
         if bool(((rows @ parts - got).abs() <= 1e-9 * got.abs() + 0.5).all()):
             sentence = told.format(*(f"{x:g}" for x in parts.tolist()))
             mistakes = {**mistakes, slug: ([value for _, value, _ in counted], sentence)}
+        else:  # a matrix or a vector of other sides: at most one, or the sizes would give anything
+            for name, more in (others or {}).items():
+                wide = torch.cat([rows, torch.tensor(more, dtype=torch.float64)[:, None]], 1)
+                parts = torch.linalg.lstsq(wide, got[:, None]).solution[:, 0].round()
+                if bool(((wide @ parts - got).abs() <= 1e-9 * got.abs() + 0.5).all()):
+                    counts = [f"{x:g}" for x in parts.tolist()]
+                    sentence = (
+                        f"{told.format(*counts)}. It counts {counts[-1]} times {name} as well, which is nothing here"
+                    )
+                    mistakes = {**mistakes, slug: ([value for _, value, _ in counted], sentence)}
+                    break
     except (TypeError, ValueError, RuntimeError):
         pass  # not numbers: the comparison says so
     what = told.split()[0]

@@ -1352,6 +1352,7 @@ _TILE_SLIPS = {
         ("1", "one of K and V is missing in the shared memory"),
         ("no stages", "STAGES is not in the shared memory"),
         ("one stage more", "the shared memory has one tile of K and of V too many"),
+        ("one tile more", "the shared memory has a tile of BLOCK_N rows too many"),
         ("V once", "STAGES multiplies one of K and V alone"),
         ("M", "the tiles of K and V have BLOCK_M rows in the shared memory: they have BLOCK_N"),
     ],
@@ -1391,7 +1392,8 @@ def _sloppy_tile(
 
     def needed(B: int) -> int:
         q = {"0": 0, "B": B, "stages": M * stages, "two": 2 * M}.get(str(chosen.get("shared q")), M)
-        kv = {"1": stages * B, "no stages": 2 * B, "one stage more": 2 * (stages + 1) * B, "V once": (stages + 1) * B,
+        kv = {"1": stages * B, "no stages": 2 * B, "one stage more": 2 * (stages + 1) * B,
+              "one tile more": (2 * stages + 1) * B, "V once": (stages + 1) * B,
               "M": 2 * stages * M}.get(str(chosen.get("shared kv")), 2 * stages * B)  # fmt: skip
         return (q + kv) * D * {"1": 1, "2": 2, "4": 4}.get(str(chosen.get("shared e")), itemsize)
 
