@@ -92,7 +92,7 @@ def expect_close(
     def fail(sentence: str, slug: str = diagnosis) -> None:
         __tracebackhide__ = True
         failed = CheckFailed(sentence + (f"; {because}" if because else ""), diagnosis=slug, case=case)
-        failed.unexplained = slug == "wrong-value" and case is not None
+        failed.unexplained, failed.what = slug == "wrong-value", what
         if known:
             general, (_, slug, sentence) = failed, known[0]
             failed = CheckFailed(sentence, diagnosis=slug, case=case)
@@ -116,6 +116,7 @@ def expect_close(
     if (seen := watched()) is not None:  # a bug hunt that is as it was given: no cause, and the next case
         bound = _bound(expected, got, want, tol)
         seen.compared(case, what, actual, expected, bound)
+        seen.compared_with.append((what, actual, expected, bound))
         seen.contradicted.update((what, sentence) for sentence in _contradicted(actual, got, mistakes or {}, tol))
         return _worst(actual, expected)[0]
 

@@ -20,6 +20,7 @@ class CheckFailed(Exception):
         self.diagnosis = diagnosis
         self.case = case
         self.unexplained = False  # one comparison of several said where the values differ, and nothing more
+        self.what = ""  # what was compared
         self.known: list[tuple[str, str, str]] = []  # what was compared, slug, sentence: known mistakes that give this
         self.otherwise: CheckFailed | None = None  # what to raise where the other cases speak against all of them
         self.explain: Callable[[], tuple[str, str] | None] | None = (

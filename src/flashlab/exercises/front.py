@@ -79,7 +79,7 @@ def check(id: str, *answers: Any) -> Passed:
         record.failed_try(id)
         failed = _borne_out(exercise, answers, failed)
         case = failed.case or (last_case() if called.call else None)
-        also = _contrast(exercise, answers, failed.case) if failed.unexplained else ""
+        also = _contrast(exercise, answers, failed.case, failed.what) if failed.unexplained else ""
         if failed.diagnosis == "wrong-value":
             warnings.ask(passed=False)
         also += f". The compiler warns: {'; '.join(warnings[:_WARNINGS])}" if warnings else ""
@@ -132,11 +132,13 @@ def _borne_out(exercise: registry.Exercise, answers: tuple[Any, ...], failed: Ch
     return failed
 
 
-def _contrast(exercise: registry.Exercise, answers: tuple[Any, ...], case: str | None) -> str:
-    """Which of the check's other cases are right, and which are wrong too: the answer is run on all of them."""
+def _contrast(exercise: registry.Exercise, answers: tuple[Any, ...], case: str | None, what: str = "") -> str:
+    """What all cases have in common, or which others are right and which are wrong: the answer is run on all."""
     if any(isinstance(answer, str) for answer in answers):
         return ""  # a source: its builds and runs take too long to be made twice
     seen, whole = _on_all_cases(exercise, answers)
+    if common := seen.everywhere(what):
+        return f". {common[0].upper()}{common[1:]}"
     others = [name for name in seen.wrong if name != case]
     if not seen.right or case not in seen.wrong:
         return ""

@@ -144,7 +144,8 @@ def _(scale_log2: Callable[..., Any], natural_lse: Callable[..., Any]) -> str:
         expect_close(
             scale_log2(scale),
             scale * LOG2_E,
-            what=f"scale_log2({scale})",
+            what="scale_log2(scale)",
+            case=f"scale = {scale}",
             tol=1e-6,
             mistakes={
                 "ln2-for-log2e": (scale / LOG2_E, "that is scale · ln 2; the factor is log2(e) = 1.4427, its inverse"),

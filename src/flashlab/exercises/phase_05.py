@@ -173,6 +173,12 @@ def _explain_jacobian(softmax_backward: Callable[..., torch.Tensor], device: tor
             said.append(f"dp of key j reaches {name} with the factor {is_}: it should be {words} = {should:.4g}")
         if said:
             return "wrong-jacobian", "; and ".join(said)
+        dp = torch.tensor([[1.0, -2.0, 0.5, 3.0]], dtype=p.dtype, device=device)
+        if not torch.allclose(softmax_backward(p, dp), dp @ reach):
+            return "not-linear", (
+                "each dp alone gives the right ds, and all of them together do not: ds is linear in dp, so something "
+                "here (a maximum, an absolute value) is not"
+            )
     return None
 
 
@@ -325,7 +331,8 @@ _OF_DQ = (
     "delta-missing", "delta-added", "p-missing", "dp-for-ds", "p-for-ds", "v-for-k", "k-for-v", "scale-missing",
     "scale-twice", "scores-not-scaled", "sign-inverted", "probabilities-not-normalised", "softmax-per-tile",
     "maximum-of-the-tile", "lse-ignored", "lse-added", "lse-scaled",
-    "dp-scaled", "delta-scaled", "p-twice", "exp2-for-exp", "lse-in-base-2", "scores-in-base-2",
+    "dp-scaled", "delta-scaled", "p-twice",
+    "scores-scaled-twice", "scores-scaled-by-root", "exp2-for-exp", "lse-in-base-2", "scores-in-base-2",
     "lse-in-base-10", "delta-not-weighted", "first-block-only", "overwritten", "tail-dropped", "last-block-dropped",
 )  # fmt: skip
 _OF_DKDV = (

@@ -753,7 +753,8 @@ _MODELS = [  # width, depth, heads, kv_heads, hidden, vocabulary, batch, seq_len
     (32, 5, 4, 4, 64, 77, 2, 16),
     (96, 4, 8, 2, 256, 300, 5, 7), (40, 7, 10, 5, 104, 513, 1, 64), (36, 2, 3, 3, 100, 33, 4, 11),
     (80, 6, 5, 1, 216, 129, 7, 9),
-    (768, 12, 12, 12, 2048, 50257, 8, 1024), (24, 3, 12, 4, 72, 50, 6, 21),
+    (56, 3, 14, 2, 120, 91, 2, 13), (60, 2, 4, 2, 160, 65, 9, 6), (44, 3, 11, 11, 96, 201, 3, 17),
+    (72, 5, 9, 3, 190, 45, 5, 5), (768, 12, 12, 12, 2048, 50257, 8, 1024), (24, 3, 12, 4, 72, 50, 6, 21),
 ]  # fmt: skip
 
 
@@ -906,16 +907,30 @@ def _(training_bytes: Callable[..., tuple[int, int, int, int]]) -> str:
             "a byte for each pair (the mask)": 0 if flash else 1,
             "a byte for each batch and pair": 0,
             "a byte for each head and pair": 0,
+            "a number for each batch, key head and pair": 0,
             "a number for each batch and head": 0,
             "a number for each batch and query": 0,
         }
         for flash in (False, True)
     }  # fmt: skip
-    unit = (4, 4, 4, 4, 1, 1, 1, 4, 4)
+    unit = (4, 4, 4, 4, 1, 1, 1, 4, 4, 4)
     pieces = []
     for width, depth, heads, kv_heads, _, _, batch, N in _MODELS:
         sizes = [batch * N * width, batch * N * (width // heads) * kv_heads, batch * heads * N * N, batch * N * heads]
-        pieces.append([depth * x for x in (*sizes, N * N, batch * N * N, heads * N * N, batch * heads, batch * N)])
+        pieces.append(
+            [
+                depth * x
+                for x in (
+                    *sizes,
+                    N * N,
+                    batch * N * N,
+                    heads * N * N,
+                    batch * kv_heads * N * N,
+                    batch * heads,
+                    batch * N,
+                )
+            ]
+        )
     rights = {
         flash: [sum(n * b * x for n, b, x in zip(of_layers[flash].values(), unit, row, strict=True)) for row in pieces]
         for flash in (False, True)

@@ -74,7 +74,12 @@ def gradients(head: Head, mistake: str = "") -> Gradients:
         delta = delta[first]
         lse = lse[first] if "statistics-of-the-first-rows" in made else lse
     hidden = _hidden(head, mistake)
-    s = (1.0 if "scores-not-scaled" in made else head.scale) * q @ k.T
+    of_scores = {
+        "scores-not-scaled": 1.0,
+        "scores-scaled-twice": head.scale**2,
+        "scores-scaled-by-root": head.scale**0.5,
+    }
+    s = _one(of_scores, made, head.scale) * q @ k.T
     if "probabilities-not-normalised" in made:
         p = torch.exp(s - s.masked_fill(hidden, -torch.inf).amax(1, keepdim=True))
     elif "softmax-per-tile" in made:
@@ -147,6 +152,8 @@ MISTAKES = {
     "scale-twice": "the factor scale is there twice",
     "dv-scaled": "the factor scale is in it; it belongs to the scores alone, and V is not in them",
     "scores-not-scaled": "P is recomputed from Q K^T without the scale",
+    "scores-scaled-twice": "P is recomputed from scores that have the factor scale twice",
+    "scores-scaled-by-root": "P is recomputed from scores that have the square root of scale as their factor",
     "sign-inverted": "every value has the other sign",
     "probabilities-not-normalised": "P is recomputed with the row's maximum in the place of lse",
     "maximum-of-the-tile": "P is recomputed with the maximum of the tile's scores in the place of lse",
