@@ -683,6 +683,8 @@ def _edge_slips(row: str, one: int, rounded: bool, window: str) -> list[Slip]:
         Slip("round", "one less", "is one tile less than it should be", "one-tile-less"),
         Slip("round", "one more", "is one tile more than it should be", "one-tile-more"),
     ]  # fmt: skip
+    words = "has its row rounded to BLOCK_N before the offset is added: round the number of keys alone"
+    found.append(Slip("row rounded", True, words, "row-rounded"))
     if rounded:
         found.append(Slip("round", "not", "is not rounded down to a multiple of BLOCK_N", "not-rounded"))
     else:
@@ -710,7 +712,7 @@ def _explain_edges(
             at = _EDGE_ROWS[str(chosen.get("row", row))](start, stop, seq_q)
             d = seq_k - seq_q
             d = _OFFSETS[str(chosen["offset"])][0](d) if "offset" in chosen else d
-            if chosen.get("round") == "row":
+            if "row rounded" in chosen or chosen.get("round") == "row":
                 at = at // tile * tile
             x = at + d + int(chosen.get("one", one))
             if window:

@@ -319,7 +319,7 @@ def _expect_gradients(
                     )
             told |= more(name) if more else {}
             for a, b in itertools.combinations(mistakes, 2):  # a value is computed only if it is asked for
-                words = f"{name}: {MISTAKES[a]}; and {MISTAKES[b]}"
+                words = f"{name}: two slips at once would give this: {MISTAKES[a]}; and {MISTAKES[b]}"
                 told.setdefault(f"{a} {b}", (values(name, f"{a}+{b}"), words))
             return told
 
