@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -696,7 +696,7 @@ def _(merge_results: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Any:
     return "8 cases, rows without a key among them"
 
 
-def _expect_merged(merge_results: Callable[..., Any], cases: dict[str, tuple[torch.Tensor, ...]]) -> None:
+def _expect_merged(merge_results: Callable[..., Any], cases: Mapping[str, tuple[torch.Tensor, ...]]) -> None:
     __tracebackhide__ = True
     for case, (o1, lse1, o2, lse2) in cases.items():
         got = _call(case, merge_results, o1, lse1, o2, lse2, unchanged=[o1, lse1, o2, lse2])
