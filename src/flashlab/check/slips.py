@@ -45,9 +45,11 @@ def explain(
         for several in itertools.combinations(pool, count):
             if len({slip.piece for slip in several}) == count and fits({slip.piece: slip.choice for slip in several}):
                 found.append(several)
-                if len({_said(x) for x in found}) > 2:
-                    return None
         sentences = list(dict.fromkeys(_said(x) for x in found))
+        if len(sentences) > 2:  # of one piece: several ways to write what it does
+            if len({tuple(slip.piece for slip in several) for several in found}) > 1:
+                return None
+            sentences = sentences[:1]
         if sentences:
             return found[0][0].slug or found[0][0].piece, ". Or: ".join(sentences)
     return None

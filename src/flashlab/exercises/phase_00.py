@@ -89,6 +89,8 @@ def _(largest_safe_score: Callable[..., float]) -> Any:
         mistakes = {
             "sum-forgotten": (math.log(largest), alone),
             "wrong-base": (math.log2(largest / n), base),
+            "wrong-base 2": (math.log2(largest) - math.log(n), base),
+            "wrong-base 3": (math.log(largest) - math.log2(n), base),
             "wrong-base-10": (math.log10(largest / n), base),
             "sign-of-log-n": (
                 math.log(largest) + math.log(n),

@@ -611,6 +611,7 @@ def _(first_failing: Callable[[int, int, int, int], int]) -> str:
         for head_dim, block_m, itemsize in ((128, 16, 4), (128, 64, 2), (64, 64, 2), (32, 128, 2))
     ]
     cases.append((48 * 1024, 256, 64, 4))  # nothing fits here
+    cases.append(((64 + 2 * 20) * 128 * 2, 128, 64, 2))  # 16 keys fit, 32 do not
     cases.append(((64 + 2 * 128) * 128 * 2, 128, 64, 2))  # the tiles of 128 keys fit to the byte
     cases.append(((64 + 2 * 128) * 128 * 2 + 100, 128, 64, 2))  # they fit, with a little to spare
     cases.append(((64 + 2 * 10) * 128 * 2, 128, 64, 2))  # 8 keys would fit, but a tile has 16 at least

@@ -206,6 +206,8 @@ _LAZY: Mapping[str, Mapping[str, Callable[..., float]]] = {
         "top - (the last block's maximum) > threshold": lambda m, top, t, seen, before: top - before > t,
         "top - (the largest score so far) > threshold": lambda m, top, t, seen, before: top - seen > t,
         "|top| > |m| + threshold": lambda m, top, t, seen, before: abs(top) > abs(m) + t,
+        "top > m + threshold / 2": lambda m, top, t, seen, before: top > m + t / 2,
+        "top > m + 2 threshold": lambda m, top, t, seen, before: top > m + 2 * t,
         "m > top + threshold": lambda m, top, t, seen, before: m > top + t,
     },
     "lse": {

@@ -12,6 +12,7 @@ Sizes = tuple[int, int, int, int, int]  # M, N, HEAD_DIM, BLOCK_M, itemsize
 _BLOCKS: Mapping[str, tuple[Callable[[int, int, int], float], str]] = {
     "down": (lambda M, N, B: M // B, "M / BLOCK_M is rounded down: the last block counts too, where it is not full"),
     "more": (lambda M, N, B: M // B + 1, "M // BLOCK_M + 1 is one block too many where BLOCK_M divides M"),
+    "less": (lambda M, N, B: math.ceil(M / B) - 1, "one block of queries is missing: there are ceil(M / BLOCK_M)"),
     "fraction": (lambda M, N, B: M / B, "there is no fraction of a block: round M / BLOCK_M up"),
     "nearest": (lambda M, N, B: round(M / B), "M / BLOCK_M is rounded to the nearest: it is rounded up"),
     "one": (lambda M, N, B: 1, "K and V are read once: every block of queries reads them"),
