@@ -54,7 +54,7 @@ TOUCHED = params([
 HALF = params([
     ("0.5", [("torch.exp(m_new - m)", "torch.exp(m - m_new)"), ("l = l * correction", "l = l")], "l-not-rescaled"),
     ("0.5", [("l = l * correction", "l = l * torch.exp(m - m_new)")], "o-correction-inverted"),
-    ("0.5", [("range(BLOCK_N, len", "range(0, len")], "first-block-twice"),
+    ("0.5", [("range(BLOCK_N, len", "range(0, len")], "correction-inverted"),  # and the first block twice
     ("0.5", [("p = torch.exp(x - m_new)", "p = torch.exp(x - m)")], "correction-inverted"),
     ("1.7", [("offs_m[:, None] < M, s", "offs_n[None, :] < M, s")], "mask-uses-seq-q"),
     ("2.5", [("row[:, None]", "row[:, None] + M - N")], "causal-offset-sign"),

@@ -83,13 +83,20 @@ def expect_close(
     because     words for the end of the sentence: what to look at.
     mistakes    {slug: (value, sentence)}: what known mistakes would have produced. If `got` is one of them, that slug
                 and that sentence are raised in place of the general ones. Two ways to one mistake: "slug 1", "slug 2".
+                `check` then looks at the other cases, and takes the general ones if the mistake does not give those.
     """
     __tracebackhide__ = True
+
+    known: list[tuple[str, str, str]] = []
 
     def fail(sentence: str, slug: str = diagnosis) -> None:
         __tracebackhide__ = True
         failed = CheckFailed(sentence + (f"; {because}" if because else ""), diagnosis=slug, case=case)
-        failed.unexplained = slug == "wrong-value" and case is not None
+        failed.unexplained, failed.what = slug == "wrong-value", what
+        if known:
+            general, (_, slug, sentence) = failed, known[0]
+            failed = CheckFailed(sentence, diagnosis=slug, case=case)
+            failed.known, failed.otherwise = known, general
         raise failed
 
     if got is None:
@@ -107,14 +114,17 @@ def expect_close(
     if expected.numel() == 0:
         return 0.0
     if (seen := watched()) is not None:  # a bug hunt that is as it was given: no cause, and the next case
-        seen.compared(case, what, actual, expected, _bound(expected, got, want, tol))
+        bound = _bound(expected, got, want, tol)
+        seen.compared(case, what, actual, expected, bound)
+        seen.compared_with.append((what, actual, expected, bound))
+        seen.contradicted.update((what, sentence) for sentence in _contradicted(actual, got, mistakes or {}, tol))
         return _worst(actual, expected)[0]
 
     for slug, (value, sentence) in (mistakes or {}).items():
         wrong = _tensor(value)
         if wrong.shape == actual.shape and _agrees(actual, wrong, _bound(wrong, got, value, tol)):
             if not _agrees(wrong, expected, _bound(expected, got, want, tol)):
-                raise CheckFailed(sentence, diagnosis=slug.partition(" ")[0], case=case)
+                known.append((what, slug.partition(" ")[0], sentence))
 
     bound = _bound(expected, got, want, tol)
     error, at = _worst(actual, expected)
@@ -131,6 +141,19 @@ def expect_close(
         + (f"; {common}" if common else "")
     )
     raise AssertionError("unreachable")
+
+
+def _contradicted(
+    actual: torch.Tensor, got: Any, mistakes: Mapping[str, tuple[Any, str]], tol: float | None
+) -> set[str]:
+    """The sentences of mistakes that give other values here. What overflows in one of the two says nothing."""
+    verdicts: dict[str, list[bool]] = {}
+    for value, sentence in mistakes.values():
+        wrong = _tensor(value)
+        if actual.isfinite().all() and wrong.isfinite().all():
+            agrees = wrong.shape == actual.shape and _agrees(actual, wrong, _bound(wrong, got, value, tol))
+            verdicts.setdefault(sentence, []).append(agrees)
+    return {sentence for sentence, agree in verdicts.items() if not any(agree)}
 
 
 def expect_all_close(

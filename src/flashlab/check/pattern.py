@@ -23,9 +23,14 @@ def observe(actual: Tensor, expected: Tensor, bound: float) -> str | None:
     wrong = (actual - expected).abs() > bound
     found = _factor(actual, expected, bound) or _shift(actual, expected, bound)
     if found is None and actual.ndim in NAMES:
-        found = _repeated(actual, expected, wrong, bound) or _misplaced(actual, expected, wrong, bound)
+        found = (
+            _line_factors(actual, expected, bound)
+            or _repeated(actual, expected, wrong, bound)
+            or _misplaced(actual, expected, wrong, bound)
+        )
         if found is None and (places := where(wrong)):
-            found = f"wrong are {places}, all of the others are right"
+            zero = ", and are 0 everywhere" if not actual[wrong].any() else ""
+            found = f"wrong are {places}{zero}, all of the others are right"
     return found or _fewer_digits(actual, expected, bound)
 
 
@@ -50,6 +55,30 @@ def _factor(actual: Tensor, expected: Tensor, bound: float) -> str | None:
     if (actual - factor * expected).abs().max() > max(bound, bound * abs(factor)):
         return None
     return f"every value is {factor:.6g} times what it should be"
+
+
+def _line_factors(actual: Tensor, expected: Tensor, bound: float) -> str | None:
+    """Each row, or each column, right but for a factor of its own: as where it is divided by something else."""
+    if actual.ndim != 2 or min(actual.shape) < 2:
+        return None
+    for axis, name in enumerate(NAMES[2]):
+        got, want = (x.movedim(axis, 0) for x in (actual, expected))
+        square = want.square().sum(1)
+        if bool((square <= 1e4 * bound**2).any()):
+            continue
+        factors = (got * want).sum(1) / square
+        off = (factors - 1).abs() > max(1e-6, 100 * bound)
+        if (
+            (got - factors[:, None] * want).abs().max() > bound
+            or 2 * int(off.sum()) < len(off)
+            or bool((factors.abs() < 1e-6).any())
+        ):
+            continue
+        if bool(((want.abs() > 100 * bound).sum(1) < 3).any()):
+            continue  # two numbers are near a multiple of two others too easily
+        listed = ", ".join(f"{x:.4g}" for x in factors[:4].tolist()) + (", ..." if len(factors) > 4 else "")
+        return f"each {name} is right but for a factor of its own: {listed}. What is it multiplied or divided by?"
+    return None
 
 
 def _shift(actual: Tensor, expected: Tensor, bound: float) -> str | None:

@@ -7,6 +7,7 @@ told case by case: which elements are wrong, two of them with the right value be
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -23,6 +24,10 @@ class Symptoms:
     wrong: dict[str, list[str]] = field(default_factory=dict)
     right: dict[str, None] = field(default_factory=dict)
     remarks: list[str] = field(default_factory=list)
+    compared_with: list[tuple[str, torch.Tensor, torch.Tensor, float]] = field(default_factory=list)
+    contradicted: set[tuple[str, str]] = field(
+        default_factory=set
+    )  # what was compared, the sentence of a mistake that it is not
 
     def compared(
         self, case: str | None, what: str, got: torch.Tensor, want: torch.Tensor, bound: torch.Tensor | float,
@@ -40,6 +45,30 @@ class Symptoms:
         elif name not in self.wrong:
             self.right[name] = None
 
+    def everywhere(self, what: str) -> str | None:
+        """What all comparisons of `what` have in common: one factor, or one difference, or one value."""
+        mine = [(got.flatten(), want.flatten(), bound) for name, got, want, bound in self.compared_with if name == what]
+        if len(mine) < 2:
+            return None
+        got, want = (torch.cat([part[i] for part in mine]) for i in (0, 1))  # type: ignore[misc]
+        bounds = torch.cat([torch.full_like(part[0], part[2]) for part in mine])
+        plain = got.isfinite() & want.isfinite() & (want.abs() < 1e6) & (bounds < 1)
+        got, want, bound = got[plain], want[plain], float(bounds[plain].max()) if plain.any() else 0.0
+        if len(got) < 3 or (got - want).abs().max() <= bound or (want.max() - want.min()) < 10 * bound:
+            return None
+        if (got.max() - got.min()).item() <= 1e-9:
+            return f"{what} is {got[0].item():.6g} in every case, whatever it should be"
+        large = want.abs() > 100 * bound
+        if large.sum() >= 3 and float(large.double().mean()) > 0.5:
+            factors = got[large] / want[large]
+            if (factors.max() - factors.min()).abs() < 1e-4 * factors.abs().max() and factors.abs().max() > 1e-9:
+                return f"{what} is {_named(factors.mean().item())} times what it should be, in every case"
+        shift = got - want
+        if (shift.max() - shift.min()).item() <= max(4 * bound, 1e-9) and shift.abs().min() > 20 * bound:
+            size = shift.mean().item()
+            return f"{what} is {_named(abs(size))} too {'large' if size > 0 else 'small'}, in every case"
+        return None
+
     def remark(self, sentence: str) -> None:
         if sentence not in self.remarks:
             self.remarks.append(sentence)
@@ -54,6 +83,19 @@ class Symptoms:
             out += [f"  wrong  {name}", *(f"         {sentence}" for sentence in sentences[:2])]
         out += [f"  right  {name}" for name in _spread(list(self.right), _RIGHT)]
         return out + self.remarks[:1]
+
+
+_CONSTANTS = {
+    "ln 2": math.log(2), "log2(e) = 1 / ln 2": 1 / math.log(2), "ln 10": math.log(10), "1 / ln 10": 1 / math.log(10),
+    "the square root of 2": math.sqrt(2), "e": math.e, "1 / e": 1 / math.e,
+    **{f"ln {n}": math.log(n) for n in (3, 4, 5, 8, 16, 32, 64, 128)},
+}  # fmt: skip
+
+
+def _named(x: float) -> str:
+    """A number, and what it is if it is a constant that learners mix up."""
+    name = next((name for name, value in _CONSTANTS.items() if abs(x - value) < 2e-5 * value), "")
+    return f"{x:.6g}" + (f" ({name})" if name else "")
 
 
 _watched: ContextVar[Symptoms | None] = ContextVar("flashlab_symptoms", default=None)

@@ -253,12 +253,34 @@ def _run(call: Call, cases: Sequence[Case], lse: bool, deterministic: bool, one_
         wrong = wrong or not observation.ok
         kept = kept or (case, o, o.clone())
     if wrong:
-        raise _with_weights(diagnose(observations), call, observations)
+        failed = _maximum_of_padding(diagnose(observations), call, observations, lse, one_head)
+        raise _with_weights(failed, call, observations)
     if kept is not None:
         _expect_own_output(*kept)
     if deterministic:
         _expect_same_twice(call, cases, lse, one_head)
     return _report(observations)
+
+
+def _maximum_of_padding(
+    failed: CheckFailed, call: Call, observations: Sequence[Observation], lse: bool, one_head: bool
+) -> CheckFailed:
+    """Whether a maximum that seems to start at 0 is that of rows past the end: not so where tiles are full."""
+    negative = [seen.case for seen in observations if str(seen.case) == failed.case and seen.case.block_n is None]
+    if failed.diagnosis != "m-starts-at-zero" or watched() is not None or not negative:
+        return failed
+    try:
+        full, _ = _observe(call, replace(negative[-1], seq_q=128), lse, one_head)
+    except Exception:
+        return failed
+    if not full.ok:
+        return failed
+    return CheckFailed(
+        "one maximum is taken for all rows of a tile: wrong where all scores are far below 0 and the tile has rows "
+        "past the end, whose scores are 0, and right with 128 rows, where it has none. Each row has its own maximum",
+        diagnosis="one-maximum",
+        case=failed.case,
+    )
 
 
 def _with_weights(failed: CheckFailed, call: Call, observations: Sequence[Observation]) -> CheckFailed:

@@ -11,7 +11,7 @@ from typing import Any
 
 from flashlab.check.failed import CheckFailed
 from flashlab.check.running import Warnings, heeding_warnings, is_unsolved, last_case, ran_on, running
-from flashlab.check.symptoms import watching
+from flashlab.check.symptoms import Symptoms, watching
 from flashlab.course import PHASES
 from flashlab.exercises import record, registry
 from flashlab.exercises.answers import Called, expect_kinds, fingerprint, told
@@ -20,6 +20,12 @@ from flashlab.table import Table
 _NUMBERS = "no one two three four five six seven eight nine".split()
 
 _WARNINGS = 3  # of a compiler that are told
+
+# Diagnoses that name no cause.
+_GENERAL = (
+    "wrong-value", "wrong-count", "wrong-part", "below-the-ridge", "not-the-smallest", "not-the-largest", "too-large",
+    "tile-not-found",
+)  # fmt: skip
 
 _shown_hints: dict[str, int] = {}
 
@@ -71,8 +77,9 @@ def check(id: str, *answers: Any) -> Passed:
         if failed.diagnosis == "not-solved-yet":
             raise failed.with_traceback(None) from None
         record.failed_try(id)
+        failed = _borne_out(exercise, answers, failed)
         case = failed.case or (last_case() if called.call else None)
-        also = _contrast(exercise, answers, failed.case) if failed.unexplained else ""
+        also = _contrast(exercise, answers, failed.case, failed.what) if failed.unexplained else ""
         if failed.diagnosis == "wrong-value":
             warnings.ask(passed=False)
         also += f". The compiler warns: {'; '.join(warnings[:_WARNINGS])}" if warnings else ""
@@ -96,15 +103,42 @@ def _wrapped(exercise: registry.Exercise, answers: tuple[Any, ...], called: Call
     return [called.wrap(answer, name) for name, answer in zip(names, answers, strict=False)]  # some may be left out
 
 
-def _contrast(exercise: registry.Exercise, answers: tuple[Any, ...], case: str | None) -> str:
-    """Which of the check's other cases are right, and which are wrong too: the answer is run on all of them."""
-    if any(isinstance(answer, str) for answer in answers):
-        return ""  # a source: its builds and runs take too long to be made twice
+def _on_all_cases(exercise: registry.Exercise, answers: tuple[Any, ...]) -> tuple[Symptoms, bool]:
+    """What its comparisons see when none of them ends the check, and whether it came to its end."""
     whole = False
     with watching() as seen, running(None), contextlib.redirect_stdout(io.StringIO()):
         with contextlib.suppress(Exception, SystemExit):  # what else is wrong is told once this is right
             exercise.run(*answers)
             whole = True
+    return seen, whole
+
+
+def _borne_out(exercise: registry.Exercise, answers: tuple[Any, ...], failed: CheckFailed) -> CheckFailed:
+    """The failure, with a cause that all of the check's cases bear out, or without one."""
+    cause, sources = failed.__cause__, any(isinstance(answer, str) for answer in answers)
+    explain = failed.explain
+    if failed.known and failed.otherwise is not None and not sources:
+        against = _on_all_cases(exercise, answers)[0].contradicted
+        left = [(slug, sentence) for what, slug, sentence in failed.known if (what, sentence) not in against]
+        if left:
+            slug, sentence = left[0]
+            return CheckFailed(sentence, diagnosis=slug, case=failed.case).with_traceback(None)
+        failed = failed.otherwise
+    if explain is not None and failed.diagnosis in _GENERAL:
+        with contextlib.suppress(Exception, SystemExit), contextlib.redirect_stdout(io.StringIO()):
+            if found := explain():
+                failed = CheckFailed(found[1], diagnosis=found[0], case=failed.case)
+    failed.__cause__ = cause
+    return failed
+
+
+def _contrast(exercise: registry.Exercise, answers: tuple[Any, ...], case: str | None, what: str = "") -> str:
+    """What all cases have in common, or which others are right and which are wrong: the answer is run on all."""
+    if any(isinstance(answer, str) for answer in answers):
+        return ""  # a source: its builds and runs take too long to be made twice
+    seen, whole = _on_all_cases(exercise, answers)
+    if common := seen.everywhere(what):
+        return f". {common[0].upper()}{common[1:]}"
     others = [name for name in seen.wrong if name != case]
     if not seen.right or case not in seen.wrong:
         return ""

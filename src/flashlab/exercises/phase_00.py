@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,9 @@ import torch
 from flashlab.attention.online_softmax import State, block_state, finish, identity, merge, softmax_safe
 from flashlab.check import CheckFailed, expect, expect_close, running
 from flashlab.check.mistakes.row import INVERTED, NOT_RESCALED, OF_THE_OUTPUT, ROW_MISTAKES, walk
+from flashlab.check.mistakes.steps import lazily, lazy_slips, row_gives, slips, usual
+from flashlab.check.slips import Chosen, explain, explained, right_where
+from flashlab.check.symptoms import watched
 from flashlab.exercises.registry import exercise
 
 INF = math.inf
@@ -86,6 +89,8 @@ def _(largest_safe_score: Callable[..., float]) -> Any:
         mistakes = {
             "sum-forgotten": (math.log(largest), alone),
             "wrong-base": (math.log2(largest / n), base),
+            "wrong-base 2": (math.log2(largest) - math.log(n), base),
+            "wrong-base 3": (math.log(largest) - math.log2(n), base),
             "wrong-base-10": (math.log10(largest / n), base),
             "sign-of-log-n": (
                 math.log(largest) + math.log(n),
@@ -116,6 +121,9 @@ def _(largest_safe_score: Callable[..., float]) -> Any:
                 "that is float16's limit; take the limit of the dtype, torch.finfo(dtype).max",
             ),
         }
+        tiny = torch.finfo(dtype).tiny
+        mistakes["smallest-number"] = (-math.log(tiny) - math.log(n), "that is from the smallest number of the dtype, "
+                                       "tiny; an overflow is past the largest, max")  # fmt: skip
         got = _call(case, largest_safe_score, dtype, n)
         expect_close(got, right, what="the largest safe score", tol=1e-4, case=case, mistakes=mistakes)
     return "4 cases"
@@ -138,7 +146,18 @@ def _expect_shifted_exp(shifted_exp: Callable[..., Any]) -> None:
             expect_close(got, right, what="shifted_exp(x, m)", case=case)
             continue
         expect(not _has_nan(got), f"shifted_exp: {_MINUS_INFINITY}", diagnosis="minus-infinity", case=case)
-        expect_close(got, right, what="shifted_exp(x, m)", case=case)
+        both = torch.isneginf(x) & torch.isneginf(m)
+        told = {
+            "masked-counts-as-one": (
+                right.masked_fill(both, 1.0),
+                "shifted_exp is 1 where x and m are both -inf: such a score is masked, and its exponential is 0",
+            ),
+            "row-of-zeros": (
+                right.masked_fill(torch.isneginf(x).any(-1, keepdim=True), 0.0),
+                "shifted_exp is 0 in a whole row as soon as one of its scores is masked: only that score's is 0",
+            ),
+        }
+        expect_close(got, right, what="shifted_exp(x, m)", case=case, mistakes=told)
 
 
 @exercise(
@@ -196,7 +215,14 @@ def _(softmax: Callable[..., torch.Tensor], shifted_exp: Callable[..., torch.Ten
     x = _t([0.0, 1.0], [2000.0, 2001.0])
     got = _call(case, softmax, x)
     sentence = "one maximum was taken for all rows; a row far below it underflows: take each row's own"
-    expect(not _has_nan(got) and torch.as_tensor(got)[0].sum() > 0.5, sentence, diagnosis="global-max", case=case)
+    lowered = torch.exp(x - x.max()) / torch.exp(x - x.max()).sum(-1, keepdim=True)
+    as_if = torch.allclose(torch.as_tensor(got, dtype=x.dtype).nan_to_num(), lowered.nan_to_num())
+    expect(not as_if, sentence, diagnosis="global-max", case=case)
+    sentence = (
+        "a row's exponentials overflowed, or all underflowed: the maximum that is subtracted is not this row's own"
+    )
+    own = not _has_nan(got) and bool((torch.as_tensor(got).sum(-1) > 0.5).all())
+    expect(own, sentence, diagnosis="not-the-rows-maximum", case=case)
     expect_close(got, softmax_safe(x), what="the softmax", case=case)
 
     case = "masked scores and a masked row"
@@ -301,6 +327,25 @@ def _(online_max_and_sum: Callable[..., tuple[float, float]]) -> Any:
         "all masked": [-INF, -INF],
         "an empty row": [],
     }
+
+    def slipped() -> tuple[str, str] | None:
+        known = {case: xs for case, xs in rows.items() if max(xs, default=-INF) > -INF}
+        got: list[list[float]] = []
+        for xs in known.values():
+            try:
+                got.append([float(x) for x in online_max_and_sum(iter(xs))])
+            except (OverflowError, ZeroDivisionError):
+                got.append([INF, INF])
+        fits = row_gives([(xs, 1) for xs in known.values()], got, lambda m, of_l, of_o: (m, sum(of_l)))
+        return explain(fits, slips(["l"]), most=1)
+
+    with explained(slipped):
+        _expect_max_and_sum(online_max_and_sum, rows)
+    return f"{len(rows) + 1} rows, each read once"
+
+
+def _expect_max_and_sum(online_max_and_sum: Callable[..., tuple[float, float]], rows: dict[str, list[float]]) -> None:
+    __tracebackhide__ = True
     for case, xs in rows.items():
         most = [0]
         unshifted = "exp overflowed: every exponent must be a score minus the running maximum"
@@ -348,10 +393,17 @@ def _(online_max_and_sum: Callable[..., tuple[float, float]]) -> Any:
     expect_close(l, _normalizer(xs)[1], what="the sum l", case=case)
     sentence = f"{most[0]} scores were kept in memory at once; the point is to keep two numbers, m and l"
     expect(most[0] <= 8, sentence, diagnosis="row-kept", case=case)
-    return f"{len(rows) + 1} rows, each read once"
 
 
 # ---- 0.4 ------------------------------------------------------------------------------------------------------------
+
+
+def _whole_states(a: State, b: State) -> dict[str, bool]:
+    """Whether a whole state is a, for each order in which one may look for a masked row; none without one."""
+    masked_a, masked_b = (bool(torch.isneginf(x.m).any()) for x in (a, b))
+    if not (masked_a or masked_b) or not a.m.ndim:
+        return {}
+    return {"a first": not masked_a, "b first": masked_b}
 
 
 def _expect_state(got: Any, a: State, b: State, case: str) -> None:
@@ -400,7 +452,7 @@ def _expect_state(got: Any, a: State, b: State, case: str) -> None:
         return a.l * wa + b.l * wb, a.o * wa[..., None] + b.o * wb[..., None]
 
     either = "was not rescaled: either of the two may have the smaller maximum"
-    known = {
+    known: dict[str, tuple[Any, Any, str]] = {
         "only-the-first-rescaled": (ca, one, f"b {either}"),
         "not-rescaled": (one, one, f"what is kept {NOT_RESCALED}"),
         "only-the-second-rescaled": (one, cb, f"a {either}"),
@@ -409,6 +461,12 @@ def _expect_state(got: Any, a: State, b: State, case: str) -> None:
         "base-2": (torch.exp2(a.m - reference), torch.exp2(b.m - reference), ROW_MISTAKES["base-2"]),
         "only-a": (one * (a.m >= b.m), one * (b.m > a.m), "the state with the smaller maximum was dropped"),
     }
+    whole = (
+        "one of the two states is returned as a whole as soon as one of its rows, or of the other's, is masked: look "
+        "at each row by itself"
+    )
+    for first, of_a in _whole_states(a, b).items():
+        known[f"whole-state {first}"] = (one * of_a, one * (not of_a), whole)
     wrong = {slug: (*both_with(wa, wb), sentence) for slug, (wa, wb, sentence) in known.items()}
     told = {slug: (x, why) for slug, (x, _, why) in wrong.items()}
     expect_close(l, right.l, what="l", case=case, dtype=right.l.dtype, mistakes=told)
@@ -465,8 +523,29 @@ def _(merge_states: Callable[..., State]) -> Any:
         "some rows masked in both, some in one": (mixed, mixed_too),
         "batch and heads": (block(0.0, rows=(2, 2, 4)), block(0.0, rows=(2, 2, 4))),
     }
-    for case, (a, b) in cases.items():
-        _expect_state(_call(case, merge_states, a, b, unchanged=[*a, *b]), a, b, case)
+
+    def neutral() -> tuple[str, str] | None:
+        """Is it right where something that it should use is the same in both, or 1?"""
+        plain = [(x, y) for x, y in cases.values() if not any(torch.isneginf(s.m).any() for s in (x, y))]
+        tried: list[tuple[State, State, str]] = [(x, y, "") for x, y in plain]
+        for x, y in plain:
+            units = [State(s.m, torch.ones_like(s.l), s.o) for s in (x, y)]
+            tried += [
+                (units[0], units[1], "l of both states is 1"),
+                (x, State(x.m, y.l, y.o), "both states have the same m"),
+            ]
+            tried += [(x, State(y.m, x.l, y.o), "both states have the same l")]
+
+        def is_right(x: State, y: State, _: str) -> bool:
+            got = merge_states(x, y)
+            return all(torch.allclose(p, q, atol=1e-9) for p, q in zip(got, merge(x, y), strict=True))
+
+        words = dict.fromkeys(words for *_, words in tried if words)
+        return right_where({w: lambda x, y, has, w=w: has == w for w in words}, tried, is_right, "the state")
+
+    with explained(neutral):
+        for case, (a, b) in cases.items():
+            _expect_state(_call(case, merge_states, a, b, unchanged=[*a, *b]), a, b, case)
 
     case = "three blocks, both ways"
     a, b, c = block(0.0), block(3.0), block(1.0)
@@ -514,6 +593,26 @@ def _(attention_in_blocks: Callable[..., torch.Tensor]) -> Any:
         "scores around 1000": late + 1000,
         "scores that are all equal": torch.full_like(x, 2.0),
     }
+
+    def slipped() -> tuple[str, str] | None:
+        inputs = [(row, n) for row in rows.values() for n in (4, 5, 1, 12, 100)]
+        got = [attention_in_blocks(row, v, n).tolist() for row, n in inputs]
+        values = v.tolist()
+
+        def output(m: float, of_l: Sequence[float], of_o: Sequence[float]) -> list[float]:
+            return [sum(w * x[i] for w, x in zip(of_o, values, strict=True)) / sum(of_l) for i in range(3)]
+
+        return explain(row_gives([(row.tolist(), n) for row, n in inputs], got, output), slips(), paired=usual)
+
+    with explained(slipped):
+        _expect_attention_in_blocks(attention_in_blocks, rows, v)
+    return "25 cases"
+
+
+def _expect_attention_in_blocks(
+    attention_in_blocks: Callable[..., torch.Tensor], rows: dict[str, torch.Tensor], v: torch.Tensor
+) -> None:
+    __tracebackhide__ = True
     for case, row in rows.items():
         for n in (4, 5, 1, 12, 100):
             name = f"{case}, blocks of {n}"
@@ -529,13 +628,12 @@ def _(attention_in_blocks: Callable[..., torch.Tensor]) -> Any:
             expect(unshifted, overflow, diagnosis="no-max-subtraction", case=name)
             right = walk(row, v, n)[2]
             mistakes = {}
-            if not _agree(got, right):
+            if watched() is not None or not _agree(got, right):
                 mistakes = {slug: (walk(row, v, n, slug)[2], why) for slug, why in ROW_MISTAKES.items()}
                 for slug, why in ROW_MISTAKES.items():  # and what was wrong before is wrong still
                     both = walk(row, v, n, f"correction-inverted+{slug}")[2]
                     mistakes[f"correction-inverted {slug}"] = (both, f"{INVERTED}. And {why}")
             expect_close(got, right, what="the output", case=name, mistakes=mistakes)
-    return "25 cases"
 
 
 # ---- 0.6 ------------------------------------------------------------------------------------------------------------
@@ -569,6 +667,39 @@ def _(merge_results: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Any:
         "the second saw no key": (*result(0.0), *nothing),
         "neither saw a key": (*nothing, *nothing),
     }
+
+    def weighed() -> tuple[str, str] | None:
+        """o is linear in o1 and o2: with ones and zeros it is the weight of each."""
+        for case, (o1, lse1, o2, lse2) in cases.items():
+            total = torch.logaddexp(lse1, lse2)
+            right = torch.stack([torch.exp(x - total).nan_to_num() for x in (lse1, lse2)], -1).reshape(-1, 2)
+            ones, zeros = torch.ones_like(o1), torch.zeros_like(o2)
+            mine = [merge_results(a, lse1, b, lse2)[0][..., 0] for a, b in ((ones, zeros), (zeros, ones))]
+            weights = torch.stack(mine, -1).reshape(-1, 2)
+            off = (weights - right).abs().sum(-1)
+            if off.max() > 1e-7:
+                (a, b), (c, d) = weights[off.argmax()].tolist(), right[off.argmax()].tolist()
+                words = [f"{n} has the weight {x:.4g} in o, and should have {y:.4g} = exp(its lse - the whole lse)"
+                         for n, x, y in (("the first", a, c), ("the second", b, d)) if abs(x - y) > 1e-7]  # fmt: skip
+                return "wrong-weights", f"{case}: {'; '.join(words)}"
+        return None
+
+    with explained(weighed):
+        _expect_merged(merge_results, cases)
+    case = "three parts, one after another"
+    scores, v = (
+        3 * torch.randn(4, 9, generator=g, dtype=torch.float64),
+        torch.randn(9, 2, generator=g, dtype=torch.float64),
+    )
+    parts = [finish(block_state(scores[:, i : i + 3], v[i : i + 3])) for i in (0, 3, 6)]
+    o, lse = _call(case, lambda: merge_results(*merge_results(*parts[0], *parts[1]), *parts[2]))
+    expect_close(o, softmax_safe(scores) @ v, what="o", case=case)
+    expect_close(lse, torch.logsumexp(scores, -1), what="lse", case=case)
+    return "8 cases, rows without a key among them"
+
+
+def _expect_merged(merge_results: Callable[..., Any], cases: Mapping[str, tuple[torch.Tensor, ...]]) -> None:
+    __tracebackhide__ = True
     for case, (o1, lse1, o2, lse2) in cases.items():
         got = _call(case, merge_results, o1, lse1, o2, lse2, unchanged=[o1, lse1, o2, lse2])
         o, lse = _parts(got, "o lse", case)
@@ -634,17 +765,6 @@ def _(merge_results: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Any:
             "lse-without-the-maximum": (want_lse - m, "the maximum was subtracted, and not added back"),
         }
         expect_close(lse, want_lse, what="lse", case=case, mistakes=mistakes)
-
-    case = "three parts, one after another"
-    scores, v = (
-        3 * torch.randn(4, 9, generator=g, dtype=torch.float64),
-        torch.randn(9, 2, generator=g, dtype=torch.float64),
-    )
-    parts = [finish(block_state(scores[:, i : i + 3], v[i : i + 3])) for i in (0, 3, 6)]
-    o, lse = _call(case, lambda: merge_results(*merge_results(*parts[0], *parts[1]), *parts[2]))
-    expect_close(o, softmax_safe(scores) @ v, what="o", case=case)
-    expect_close(lse, torch.logsumexp(scores, -1), what="lse", case=case)
-    return "8 cases, rows without a key among them"
 
 
 def _finite_where(got: Any, want: torch.Tensor) -> bool:
@@ -814,6 +934,7 @@ def _(lazy_attention: Callable[..., tuple[torch.Tensor, torch.Tensor, int]]) -> 
         "random scores": 3 * noise,
         "a slow climb": torch.linspace(0, 23, 24, dtype=torch.float64),
         "a climb to 3000": torch.linspace(0, 3000, 24, dtype=torch.float64),
+        "a climb from -46 to 0": torch.linspace(-46, 0, 24, dtype=torch.float64),
         "masked blocks first": masked,
         "all masked": torch.full((24,), -INF, dtype=torch.float64),
         "steps of exactly the threshold": 2.5 * torch.arange(24, dtype=torch.float64),
@@ -848,6 +969,34 @@ def _(lazy_attention: Callable[..., tuple[torch.Tensor, torch.Tensor, int]]) -> 
             name = f"{case}, blocks of {n}, threshold {threshold:.3g}"
             got = _call(name, lazy_attention, x, v, n, threshold, unchanged=[x, v])
             answers.append((name, (x, v, n, threshold), _parts(got, "o lse corrections", name)))
+
+    def slipped() -> tuple[str, str] | None:
+        known = [
+            ([*o.flatten().tolist(), float(lse)], int(count), (x.tolist(), v.tolist(), n, threshold))
+            for _, (x, v, n, threshold), (o, lse, count) in answers if not torch.isneginf(x).all()
+        ]  # fmt: skip
+
+        def fits(chosen: Chosen) -> bool:
+            for numbers, count, inputs in known:
+                o, lse, corrections = lazily(*inputs, chosen)
+                for a, b in zip(numbers, [*o, lse], strict=True):
+                    if math.isfinite(a) and math.isfinite(b) and abs(a - b) > 1e-7 * (1 + abs(b)):
+                        return False
+                if count != corrections:
+                    return False
+            return True
+
+        return explain(fits, lazy_slips())
+
+    with explained(slipped):
+        _expect_lazy(answers, counted, valued)
+    return "32 cases: same output, fewer corrections"
+
+
+def _expect_lazy(
+    answers: Sequence[tuple[str, tuple[Any, Any, int, float], Any]], counted: dict[str, str], valued: dict[str, str]
+) -> None:
+    __tracebackhide__ = True
     # A wrong count is no proof on one row: the mistake must give all the counts.
     counts = [count for _, _, (_, _, count) in answers]
     fits = [slug for slug in counted if counts == [_lazy(*inputs, slug)[2] for _, inputs, _ in answers]]
@@ -872,4 +1021,3 @@ def _(lazy_attention: Callable[..., tuple[torch.Tensor, torch.Tensor, int]]) -> 
         expect_close(o, want_o, what="o", case=name, mistakes=mistakes)
         expect_close(lse, want_lse, what="lse", case=name, mistakes={"lse-from-the-maximum": (true_maximum, why)})
         expect_close(count, want_count, what="the number of corrections", diagnosis="wrong-count", case=name)
-    return "28 cases: same output, fewer corrections"

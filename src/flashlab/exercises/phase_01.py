@@ -16,6 +16,7 @@ from flashlab import runtime
 from flashlab.attention import reference, schemes
 from flashlab.attention.cost import fused_cost, naive_cost, naive_peak_bytes, trace_ops
 from flashlab.check import CheckFailed, expect, expect_all_close, expect_close, running, verify_one_head
+from flashlab.check.slips import Chosen, Slip, explain, explained, right_where
 from flashlab.exercises.registry import exercise
 from flashlab.exercises.triton_answers import calls, compiles, explain_undefined, in_bounds, kernel_of
 from flashlab.triton_tools.watch import watched
@@ -71,7 +72,11 @@ def _(count: Callable[[int, int, int], tuple[int, int, int]]) -> str:
             f"{what} counts {{0}} matrices of N × N and {{1}} of N × D: go through the five lines, and note for each "
             f"which matrices it {verb}"
         )
-        _explain_count(counted, units, told, "matrices-miscounted", mistakes)
+        others = {
+            "N numbers": [n * e for n, _, e in sizes], "D × D numbers": [d * d * e for _, d, e in sizes],
+            "D numbers": [d * e for _, d, e in sizes], "one number": [e for *_, e in sizes],
+        }  # fmt: skip
+        _explain_count(counted, units, told, "matrices-miscounted", mistakes, others)
     told = (
         "flops counts {0} times N·N·D and {1} times N·N: a multiply-add is two operations; a score is scaled, has the "
         "mask added, and takes 5 in the softmax"
@@ -87,7 +92,24 @@ def _(count: Callable[[int, int, int], tuple[int, int, int]]) -> str:
         ),
     }
     units = [(n * n * d, n * n) for n, d, _ in sizes]
-    _explain_count(flops, units, told, "flops-miscounted", mistakes)
+    for words, f in {
+        "N·D·D where N·N·D belongs, in one product": lambda n, d: 2 * n * d * d + 2 * n * n * d + 7 * n * n,
+        "N·D·D where N·N·D belongs, in both products": lambda n, d: 4 * n * d * d + 7 * n * n,
+        "N·D, without the other N, in one product": lambda n, d: 2 * n * d + 2 * n * n * d + 7 * n * n,
+        "N·D, without the other N, in both products": lambda n, d: 4 * n * d + 7 * n * n,
+        "N·N, without D, in both products": lambda n, d: 4 * n * n + 7 * n * n,
+        "N·N·N in both products": lambda n, d: 4 * n**3 + 7 * n * n,
+        "N·N·N in one product": lambda n, d: 2 * n**3 + 2 * n * n * d + 7 * n * n,
+        "5 per row for the softmax: it takes 5 for each score": lambda n, d: 4 * n * n * d + 2 * n * n + 5 * n,
+        "5·N·D for the softmax: it takes 5 for each score, N·N": lambda n, d: 4 * n * n * d + 2 * n * n + 5 * n * d,
+        "the scaling of N·D numbers: S has N·N": lambda n, d: 4 * n * n * d + 6 * n * n + n * d,
+    }.items():
+        mistakes[f"product-miscounted {words}"] = ([f(n, d) for n, d, _ in sizes], f"flops has {words}")
+    others = {
+        "N": [n for n, _, _ in sizes], "N·D": [n * d for n, d, _ in sizes], "N·D·D": [n * d * d for n, d, _ in sizes],
+        "N·N·N": [n**3 for n, _, _ in sizes],
+    }  # fmt: skip
+    _explain_count(flops, units, told, "flops-miscounted", mistakes, others)
     return f"reads, writes and FLOPs right at {len(sizes)} sizes"
 
 
@@ -97,6 +119,7 @@ def _explain_count(
     told: str,
     slug: str,
     mistakes: Mapping[str, tuple[Sequence[float], str]],
+    others: Mapping[str, Sequence[float]] | None = None,
 ) -> None:
     """Compare counts; where a wrong one is a sum of the same units at every size, say how many of each it has."""
     __tracebackhide__ = True
@@ -108,6 +131,17 @@ def _explain_count(
         if bool(((rows @ parts - got).abs() <= 1e-9 * got.abs() + 0.5).all()):
             sentence = told.format(*(f"{x:g}" for x in parts.tolist()))
             mistakes = {**mistakes, slug: ([value for _, value, _ in counted], sentence)}
+        else:  # a matrix or a vector of other sides: at most one, or the sizes would give anything
+            for name, more in (others or {}).items():
+                wide = torch.cat([rows, torch.tensor(more, dtype=torch.float64)[:, None]], 1)
+                parts = torch.linalg.lstsq(wide, got[:, None]).solution[:, 0].round()
+                if bool(((wide @ parts - got).abs() <= 1e-9 * got.abs() + 0.5).all()):
+                    counts = [f"{x:g}" for x in parts.tolist()]
+                    sentence = (
+                        f"{told.format(*counts)}. It counts {counts[-1]} times {name} as well, which is nothing here"
+                    )
+                    mistakes = {**mistakes, slug: ([value for _, value, _ in counted], sentence)}
+                    break
     except (TypeError, ValueError, RuntimeError):
         pass  # not numbers: the comparison says so
     what = told.split()[0]
@@ -200,16 +234,31 @@ def _(least_time: Callable[[float, float, runtime.GpuLimits], tuple[float, str]]
             f"the numbers of the {gpu.name} are used for every GPU: read them from the argument gpu",
         )
     factors = (1e-12, 1e-9, 1e-6, 1e-3, 1.0, 1e3, 1e6, 1e9, 1e12)
-    for a in factors:
-        for b in factors:
+    for a in sorted(factors, key=lambda x: abs(math.log10(x))):  # one that makes no difference is told as 10^0
+        for b in sorted(factors, key=lambda x: abs(math.log10(x))):
             power = f"10^{round(math.log10(a))} and 10^{round(math.log10(b))}"
             why = f"{_UNITS}; yours are {power} times those of arithmetic and memory"
             mistakes[f"wrong-units {a:g} {b:g}"] = (slower(a=a, b=b), why)
     # Relative errors: the times span six powers of ten.
     answers = [(case, _ratio(got[0], want), 1.0) for (_, _, case), got, want in zip(pairs, seconds, right, strict=True)]
     wrong = {slug: ([x / want for x, want in zip(xs, right, strict=True)], why) for slug, (xs, why) in mistakes.items()}
-    if not all(abs(ratio - 1) <= 1e-6 for _, ratio, _ in answers if isinstance(ratio, float)):
-        expect_all_close(answers, what="your time, over the right one,", mistakes=wrong)
+
+    def slipped() -> tuple[str, str] | None:
+        """One factor for every time that is arithmetic's, and another one for the memory's."""
+        factors = {
+            name: [r for (_, r, _), (c, m) in zip(answers, clocks(), strict=True) if (c > m) is (name == "arithmetic")]
+            for name in ("arithmetic", "memory")
+        }
+        if any(max(rs) - min(rs) > 1e-6 * max(rs) for rs in factors.values()):
+            return None
+        off = {name: rs[0] for name, rs in factors.items() if abs(rs[0] - 1) > 1e-6}
+        said = " and ".join(f"the time of {name} is {_power(f)} times what it should be" for name, f in off.items())
+        right_one = [name for name in factors if name not in off]
+        return "wrong-factor", said + (f"; that of {right_one[0]} is right" if right_one else "")
+
+    with explained(slipped):
+        if not all(abs(ratio - 1) <= 1e-6 for _, ratio, _ in answers if isinstance(ratio, float)):
+            expect_all_close(answers, what="your time, over the right one,", mistakes=wrong)
     for (gpu, cost, case), got, want, (compute, memory) in zip(pairs, seconds, right, clocks(), strict=True):
         expect_close(got[0], want, what="the time in seconds", case=case, tol=1e-6 * want)
         bound = "memory" if memory > compute else "compute"
@@ -222,6 +271,16 @@ def _(least_time: Callable[[float, float, runtime.GpuLimits], tuple[float, str]]
             case=case,
         )
     return "four GPUs, three costs"
+
+
+def _power(factor: float) -> str:
+    """A factor as a power of ten by one of two, where it is."""
+    for power in range(-15, 16, 3):
+        for binary in range(-60, 61):
+            if abs(factor / (10.0**power * 2.0**binary) - 1) < 1e-6:
+                named = [f"10^{power}" if power else "", f"2^{binary}" if binary else ""]
+                return f"{factor:.6g} = {' · '.join(x for x in named if x)}"
+    return f"{factor:.6g}"
 
 
 def _ratio(got: Any, want: float) -> Any:
@@ -314,6 +373,25 @@ def _naive_mistakes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[s
     s = s * d**-0.5
     p = torch.exp(s - s.amax(1, keepdim=True))
     lost = "sum(dim=1) without keepdim divides column j by the sum of row j: keep the axis, keepdim=True"
+    shifts = {
+        "of each column": s.amax(0, keepdim=True),
+        "of column j for row j (max without keepdim)": s.amax(1)[None],
+        "of the whole matrix": s.amax(),
+        "of nothing, or none": torch.zeros((), dtype=s.dtype, device=s.device),
+    }
+    sums = {
+        "": lambda x: x.sum(1, keepdim=True),
+        lost: lambda x: x.sum(1),
+        "the sum runs along the columns: each row has its own": lambda x: x.sum(0, keepdim=True),
+        "one sum was taken for the whole matrix: each row has its own": lambda x: x.sum(),
+    }
+    for of, shift in shifts.items():
+        x = torch.exp(s - shift)
+        for why, total in sums.items():
+            if why or "column" in of:
+                also = f"the maximum that is subtracted is that {of}: each row has its own" if "column" in of else ""
+                words = "; and ".join(x for x in (also, why) if x)
+                told[f"wrong-axis {of} {why[:12]}"] = (x / total(x) @ v, words)
     return told | {
         "scale-after-softmax": (
             late * d**-0.5,
@@ -446,6 +524,74 @@ def _first_failing(
     return 1 if block_n == least else block_n // 2 + 1
 
 
+_PADDED = "N is padded to a power of two before it meets shared memory: the answer is one above such a power, or 1"
+_LENGTH_SLIPS = [
+    Slip("kv", 1, "only one of K and V is counted: both tiles are there at once", "one-tile-forgotten"),
+    Slip("kv", 3, "three tiles of BLOCK_N rows are counted: those of K and V are two", "three-tiles"),
+    Slip("q", 0, "the tile of Q is not counted: BLOCK_M rows of it are there too", "q-forgotten"),
+    Slip("q", 2, "two tiles of BLOCK_M rows are counted: only Q has one", "o-counted"),
+    Slip("q", "N", "the tile of Q is taken for BLOCK_N rows: it has BLOCK_M", "q-of-block-n"),
+    Slip("q", "row", "one row of Q is counted: there are BLOCK_M", "q-of-one-row"),
+    Slip("itemsize", 1, "elements are counted, not bytes: each has itemsize of them", "elements-not-bytes"),
+    Slip("itemsize", 2, "every element is taken for 2 bytes: it has itemsize", "itemsize-ignored"),
+    Slip("itemsize", 4, "every element is taken for 4 bytes: it has itemsize", "itemsize-ignored"),
+    Slip("itemsize", "bits", "bits are counted: the limit is in bytes", "bits"),
+    Slip("D", 1, "HEAD_DIM is not in the size of a row", "head-dim-ignored"),
+    Slip("D", 64, "every row is taken for 64 numbers: it has HEAD_DIM", "head-dim-ignored"),
+    Slip("D", 128, "every row is taken for 128 numbers: it has HEAD_DIM", "head-dim-ignored"),
+    Slip("scores", 1, "a tile of scores is counted: only Q, K and V are kept there", "scores-counted"),
+    Slip("limit", 1024, "the limit is in bytes already, not in KiB", "limit-in-kib"),
+    Slip("limit", 1 / 1024, "the limit is divided by 1024: it is in bytes", "limit-in-kib"),
+    Slip("room", -1, "tiles that need just the limit fit: the first length fails above it", "exact-fit-refused"),
+    Slip("least", 1, "a tile has at least 16 keys: N is padded to 16, however short it is", "minimum-forgotten"),
+    Slip("least", 2, "BLOCK_N starts at 2: a tile has at least 16 keys", "minimum-forgotten"),
+    Slip("least", 32, "BLOCK_N starts at 32: a tile may have 16 keys", "minimum-too-large"),
+    Slip("padding", "none", _PADDED, "padding-forgotten"),
+    Slip("padding", "none, rounded", f"{_PADDED}. (And where nothing fits it is 1)", "padding-forgotten"),
+    Slip("padding", "none, last", _PADDED, "padding-forgotten"),
+    Slip("padding", "up", "the length that would fit unpadded is rounded up to a power of two: round it down",
+         "rounded-up"),
+    Slip("padding", "16", "N is padded to a multiple of 16 there: it is padded to a power of two", "padded-to-16"),
+    Slip("result", "power", "that is the first power of two that fails: lengths below it are padded to it and fail too",
+         "first-power-not-first-length"),
+    Slip("result", "half", "that is the largest length that runs: the next one is the first that fails",
+         "last-that-runs"),
+    Slip("result", "power + 1", "that is one above the first power of two that fails: lengths below that power are "
+         "padded to it, and fail too", "first-power-not-first-length"),
+    Slip("nothing", "smallest", "where not even the smallest tile fits, every length fails, and the first is 1",
+         "nothing-fits"),
+]  # fmt: skip
+
+
+def _first_failing_with(limit: int, d: int, block_m: int, e: int, chosen: Chosen) -> float:
+    """The first failing length with slips."""
+    e = 8 * e if chosen.get("itemsize") == "bits" else chosen.get("itemsize", e)
+    row = chosen.get("D", d) * e
+    room = limit * chosen.get("limit", 1) + chosen.get("room", 0)
+    q, kv, least = chosen.get("q", 1), chosen.get("kv", 2), chosen.get("least", 16)
+
+    def fits(n: int) -> bool:
+        rows_of_q = {"N": n, "row": 1}.get(q, q * block_m if isinstance(q, int) else 0)
+        return (rows_of_q + kv * n) * row + chosen.get("scores", 0) * block_m * n * e <= room
+
+    padding = str(chosen.get("padding", ""))
+    if padding.startswith("none"):
+        n = math.floor((room / row - (0 if q in ("N", 0) else 1 if q == "row" else q * block_m)) / (kv + (q == "N")))
+        n = max(0, n) if "rounded" not in padding else n
+        return n + ("last" not in padding)
+    if padding == "up":
+        n = math.floor(room / row - block_m) // 2
+        return 2 ** math.ceil(math.log2(n)) + 1 if n >= 16 else 1
+    block_n = int(least)
+    if not fits(block_n):
+        small = {"smallest": least, "power": block_n, "half": 0, "power + 1": block_n + 1}
+        return 1 if "nothing" not in chosen and "result" not in chosen else small[chosen.get("result", "smallest")]
+    while fits(block_n):
+        block_n += 16 if padding == "16" else block_n
+    last = block_n - 16 if padding == "16" else block_n // 2
+    return {"power": block_n, "half": last, "power + 1": block_n + 1}.get(str(chosen.get("result")), last + 1)
+
+
 @exercise(
     "1.5",
     title="The first length that fails",
@@ -465,6 +611,7 @@ def _(first_failing: Callable[[int, int, int, int], int]) -> str:
         for head_dim, block_m, itemsize in ((128, 16, 4), (128, 64, 2), (64, 64, 2), (32, 128, 2))
     ]
     cases.append((48 * 1024, 256, 64, 4))  # nothing fits here
+    cases.append(((64 + 2 * 20) * 128 * 2, 128, 64, 2))  # 16 keys fit, 32 do not
     cases.append(((64 + 2 * 128) * 128 * 2, 128, 64, 2))  # the tiles of 128 keys fit to the byte
     cases.append(((64 + 2 * 128) * 128 * 2 + 100, 128, 64, 2))  # they fit, with a little to spare
     cases.append(((64 + 2 * 10) * 128 * 2, 128, 64, 2))  # 8 keys would fit, but a tile has 16 at least
@@ -510,7 +657,24 @@ def _(first_failing: Callable[[int, int, int, int], int]) -> str:
         [2 * (n - 1) if n > 1 else 1 for n in given()],
         mistakes["first-power-not-first-length"][1],
     )
-    expect_all_close(answers, what="the first failing N", tol=0.5, mistakes=mistakes)
+
+    def slipped() -> tuple[str, str] | None:
+        got = [float(x) for _, x, _ in answers]
+        found = explain(lambda chosen: got == [_first_failing_with(*case, chosen) for case in cases], _LENGTH_SLIPS)
+        tried = [(kib * 1024, d, m, e) for kib in (16, 33, 99, 163) for d in (32, 64, 128) for m in (16, 64, 128)
+                 for e in (1, 2, 4)]  # fmt: skip
+        conditions: dict[str, Callable[..., bool]] = {
+            "not even 16 keys fit": lambda limit, d, m, e: _first_failing(limit, d, m, e) == 1,
+            "16 keys fit": lambda limit, d, m, e: _first_failing(limit, d, m, e) > 1,
+            "BLOCK_M is 16": lambda limit, d, m, e: m == 16, "BLOCK_M is 64": lambda limit, d, m, e: m == 64,
+            "BLOCK_M is 128": lambda limit, d, m, e: m == 128, "itemsize is 1": lambda limit, d, m, e: e == 1,
+            "itemsize is 2": lambda limit, d, m, e: e == 2, "itemsize is 4": lambda limit, d, m, e: e == 4,
+            "HEAD_DIM is 64": lambda limit, d, m, e: d == 64, "HEAD_DIM is 128": lambda limit, d, m, e: d == 128,
+        }  # fmt: skip
+        return found or right_where(conditions, tried, lambda *x: first_failing(*x) == _first_failing(*x), "the length")
+
+    with explained(slipped):
+        expect_all_close(answers, what="the first failing N", tol=0.5, mistakes=mistakes)
     return f"{len(cases)} combinations of limit, D, BLOCK_M and itemsize"
 
 

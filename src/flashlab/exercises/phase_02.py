@@ -25,6 +25,8 @@ from flashlab.check import (
 )
 from flashlab.check.cases import LOWEST_SCALE, Case, case_list
 from flashlab.check.mistakes import weights
+from flashlab.check.mistakes.traffic import explain_bytes_read, explain_bytes_written
+from flashlab.check.slips import explained
 from flashlab.check.symptoms import watched
 from flashlab.exercises.registry import exercise
 
@@ -517,6 +519,10 @@ def _(hunted: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Any:
     return _verify_causal(hunted)
 
 
+def _said_of(what: str, found: tuple[str, str] | None) -> tuple[str, str] | None:
+    return (found[0], f"{what}: {found[1]}") if found else None
+
+
 # ---- 2.7 ---------------------------------------------------------------------------------------------------
 
 
@@ -555,100 +561,107 @@ def _(hbm_bytes: Callable[..., Any]) -> str:
     def counted(formula: Callable[[int, int, int, int, int, int], float]) -> list[float]:
         return [formula(M, N, D, BLOCK_M, -(-M // BLOCK_M), e) for M, N, D, BLOCK_M, e in cases]
 
-    expect_all_close(
-        read,
-        what="bytes read",
-        tol=0.5,
-        mistakes={
-            "kv-read-once": (
-                counted(lambda M, N, D, B, blocks, e: (M + 2 * N) * D * e),
-                "bytes read: K and V are read again by every query block, not once",
-            ),
-            "kv-read-by-every-row": (
-                counted(lambda M, N, D, B, blocks, e: (M + M * 2 * N) * D * e),
-                "bytes read: K and V are read once by each block of BLOCK_M rows, not by each row",
-            ),
-            "q-read-again": (
-                counted(lambda M, N, D, B, blocks, e: blocks * (M + 2 * N) * D * e),
-                "bytes read: each query block reads its own rows of Q only",
-            ),
-            "q-padded": (
-                counted(lambda M, N, D, B, blocks, e: (blocks * B + blocks * 2 * N) * D * e),
-                "bytes read: the last query block has fewer rows, and only these are read",
-            ),
-            "q-forgotten": (
-                counted(lambda M, N, D, B, blocks, e: blocks * 2 * N * D * e),
-                "bytes read: Q is missing",
-            ),
-            "blocks-rounded-down": (
-                counted(lambda M, N, D, B, blocks, e: (M + M // B * 2 * N) * D * e),
-                "bytes read: the last query block is not full, but it reads all of K and V like the others: round up",
-            ),
-            "blocks-plus-one": (
-                counted(lambda M, N, D, B, blocks, e: (M + (M // B + 1) * 2 * N) * D * e),
-                "bytes read: M // BLOCK_M + 1 is one block too many where BLOCK_M divides M",
-            ),
-            "blocks-not-rounded": (
-                counted(lambda M, N, D, B, blocks, e: (M + M / B * 2 * N) * D * e),
-                "bytes read: there is no fraction of a query block: round up",
-            ),
-            "v-forgotten": (
-                counted(lambda M, N, D, B, blocks, e: (M + blocks * N) * D * e),
-                "bytes read: K and V are two matrices",
-            ),
-            "scores-read": (
-                counted(lambda M, N, D, B, blocks, e: ((M + blocks * 2 * N) * D + M * N) * e),
-                "bytes read: the scores never leave the chip, so nobody reads them",
-            ),
-            "itemsize-ignored": (
-                counted(lambda M, N, D, B, blocks, e: (M + blocks * 2 * N) * D * 2),
-                "bytes read: every element is taken for 2 bytes; it has itemsize",
-            ),
-            "head-dim-ignored": (
-                counted(lambda M, N, D, B, blocks, e: (M + blocks * 2 * N) * 64 * e),
-                "bytes read: every row is taken for 64 elements; it has HEAD_DIM",
-            ),
-            "elements-not-bytes": (
-                counted(lambda M, N, D, B, blocks, e: (M + blocks * 2 * N) * D),
-                "bytes read: these are elements; an element has itemsize bytes",
-            ),
-        },
-    )
-    expect_all_close(
-        written,
-        what="bytes written",
-        tol=0.5,
-        mistakes={
-            "lse-forgotten": (
-                counted(lambda M, N, D, B, blocks, e: M * D * e),
-                "bytes written: one float32 of lse for each row is written too",
-            ),
-            "lse-itemsize": (
-                counted(lambda M, N, D, B, blocks, e: M * D * e + M * e),
-                "bytes written: lse is float32, 4 bytes, whatever the inputs are",
-            ),
-            "lse-in-half-precision": (
-                counted(lambda M, N, D, B, blocks, e: M * D * e + M * 2),
-                "bytes written: a float32 of lse has 4 bytes, not 2",
-            ),
-            "o-in-float32": (
-                counted(lambda M, N, D, B, blocks, e: M * D * 4 + M * 4),
-                "bytes written: O has Q's dtype, itemsize bytes an element",
-            ),
-            "scores-written": (
-                counted(lambda M, N, D, B, blocks, e: M * D * e + M * 4 + M * N * e),
-                "bytes written: the scores never leave the chip",
-            ),
-            "o-written-per-block": (
-                counted(lambda M, N, D, B, blocks, e: blocks * M * D * e + M * 4),
-                "bytes written: each query block writes its own rows of O only",
-            ),
-            "elements-not-bytes": (
-                counted(lambda M, N, D, B, blocks, e: M * D + M),
-                "bytes written: these are elements; an element of O has itemsize bytes, one of lse 4",
-            ),
-        },
-    )
+    def explain_read() -> tuple[str, str] | None:
+        found = explain_bytes_read(cases, [float(x) for _, x, _ in read], lambda *sizes: hbm_bytes(*sizes)[0])
+        return _said_of("bytes read", found)
+
+    with explained(explain_read):
+        expect_all_close(
+            read,
+            what="bytes read",
+            tol=0.5,
+            mistakes={
+                "kv-read-once": (
+                    counted(lambda M, N, D, B, blocks, e: (M + 2 * N) * D * e),
+                    "bytes read: K and V are read again by every query block, not once",
+                ),
+                "kv-read-by-every-row": (
+                    counted(lambda M, N, D, B, blocks, e: (M + M * 2 * N) * D * e),
+                    "bytes read: K and V are read once by each block of BLOCK_M rows, not by each row",
+                ),
+                "q-read-again": (
+                    counted(lambda M, N, D, B, blocks, e: blocks * (M + 2 * N) * D * e),
+                    "bytes read: each query block reads its own rows of Q only",
+                ),
+                "q-padded": (
+                    counted(lambda M, N, D, B, blocks, e: (blocks * B + blocks * 2 * N) * D * e),
+                    "bytes read: the last query block has fewer rows, and only these are read",
+                ),
+                "q-forgotten": (
+                    counted(lambda M, N, D, B, blocks, e: blocks * 2 * N * D * e),
+                    "bytes read: Q is missing",
+                ),
+                "blocks-rounded-down": (
+                    counted(lambda M, N, D, B, blocks, e: (M + M // B * 2 * N) * D * e),
+                    "bytes read: the last query block is not full, but it reads all of K and V as the others do: "
+                    "round up",
+                ),
+                "blocks-plus-one": (
+                    counted(lambda M, N, D, B, blocks, e: (M + (M // B + 1) * 2 * N) * D * e),
+                    "bytes read: M // BLOCK_M + 1 is one block too many where BLOCK_M divides M",
+                ),
+                "blocks-not-rounded": (
+                    counted(lambda M, N, D, B, blocks, e: (M + M / B * 2 * N) * D * e),
+                    "bytes read: there is no fraction of a query block: round up",
+                ),
+                "v-forgotten": (
+                    counted(lambda M, N, D, B, blocks, e: (M + blocks * N) * D * e),
+                    "bytes read: K and V are two matrices",
+                ),
+                "scores-read": (
+                    counted(lambda M, N, D, B, blocks, e: ((M + blocks * 2 * N) * D + M * N) * e),
+                    "bytes read: the scores never leave the chip, so nobody reads them",
+                ),
+                "itemsize-ignored": (
+                    counted(lambda M, N, D, B, blocks, e: (M + blocks * 2 * N) * D * 2),
+                    "bytes read: every element is taken for 2 bytes; it has itemsize",
+                ),
+                "head-dim-ignored": (
+                    counted(lambda M, N, D, B, blocks, e: (M + blocks * 2 * N) * 64 * e),
+                    "bytes read: every row is taken for 64 elements; it has HEAD_DIM",
+                ),
+                "elements-not-bytes": (
+                    counted(lambda M, N, D, B, blocks, e: (M + blocks * 2 * N) * D),
+                    "bytes read: these are elements; an element has itemsize bytes",
+                ),
+            },
+        )
+    with explained(lambda: _said_of("bytes written", explain_bytes_written(cases, [float(x) for _, x, _ in written]))):
+        expect_all_close(
+            written,
+            what="bytes written",
+            tol=0.5,
+            mistakes={
+                "lse-forgotten": (
+                    counted(lambda M, N, D, B, blocks, e: M * D * e),
+                    "bytes written: one float32 of lse for each row is written too",
+                ),
+                "lse-itemsize": (
+                    counted(lambda M, N, D, B, blocks, e: M * D * e + M * e),
+                    "bytes written: lse is float32, 4 bytes, whatever the inputs are",
+                ),
+                "lse-in-half-precision": (
+                    counted(lambda M, N, D, B, blocks, e: M * D * e + M * 2),
+                    "bytes written: a float32 of lse has 4 bytes, not 2",
+                ),
+                "o-in-float32": (
+                    counted(lambda M, N, D, B, blocks, e: M * D * 4 + M * 4),
+                    "bytes written: O has Q's dtype, itemsize bytes an element",
+                ),
+                "scores-written": (
+                    counted(lambda M, N, D, B, blocks, e: M * D * e + M * 4 + M * N * e),
+                    "bytes written: the scores never leave the chip",
+                ),
+                "o-written-per-block": (
+                    counted(lambda M, N, D, B, blocks, e: blocks * M * D * e + M * 4),
+                    "bytes written: each query block writes its own rows of O only",
+                ),
+                "elements-not-bytes": (
+                    counted(lambda M, N, D, B, blocks, e: M * D + M),
+                    "bytes written: these are elements; an element of O has itemsize bytes, one of lse 4",
+                ),
+            },
+        )
     return f"{len(cases)} shapes, equal to what the meter counts"
 
 
@@ -670,6 +683,56 @@ def _(hbm_bytes: Callable[..., Any]) -> str:
     ],
 )
 def _(split_kv_sim: Callable[..., Any]) -> str:
+    with explained(lambda: _explain_parts(split_kv_sim)):
+        _expect_parts(split_kv_sim)
+    _expect_split(split_kv_sim)
+    for shift in (+400.0, -400.0):
+        case = f"every score near {shift:+.0f}"
+        S = shift + _random((3, 12))[0]
+        Q_block, K, V = _from_scores(S, _random((12, 4), seed=1)[0])
+        want, want_lse = _oracle(Q_block, K, V, scale=1.0)
+        O, lse = _run(split_kv_sim, Q_block, K, V, 2, 3, scale=1.0, case=case)
+        if not (O.isfinite().all() and lse.isfinite().all()):
+            raise CheckFailed(
+                "exp(lse) left the range of float32 in the merge: subtract the largest lse first",
+                diagnosis="merge-overflow",
+                case=case,
+            )
+        expect_close(O, want, what="O", case=case, tol=1e-3)
+        expect_close(lse, want_lse, what="lse", case=case, tol=1e-3)
+    return "6 ways to cut 50 keys, and scores near +400 and -400: all equal to the undivided result"
+
+
+def _explain_parts(fn: Callable[..., Any]) -> tuple[str, str] | None:
+    """Each part's values are 1 in a column of its own, so that O holds the weights of the parts."""
+    Q_block, K = _random((6, 16), (12, 16))
+    V = torch.eye(3, device=K.device).repeat_interleave(4, 0)
+    V = torch.cat([V, torch.zeros(12, 13, device=K.device)], 1)
+    O, lse = fn(Q_block, K, V, 4, 3)
+    weights, lses = (
+        O[:, :3].double().cpu(),
+        torch.stack([_oracle(Q_block, k, k)[1] for k in K.chunk(3)], 1).double().cpu(),
+    )
+    right = torch.softmax(lses, 1)
+    if torch.allclose(weights, right, atol=1e-4):
+        return None
+    i = int((weights - right).abs().sum(1).argmax())
+    mine, should = (", ".join(f"{x:.3g}" for x in w[i].tolist()) for w in (weights, right))
+    said = f"in O the three parts of row {i} have the weights {mine}, and should have {should}"
+    total = weights.sum(1)
+    also = f"; they add up to {total[i]:.3g}" if abs(total[i].item() - 1) > 1e-3 else "; they add up to 1"
+    if bool((weights > 0).all()):
+        relative, of_lse = (x - x.mean(1, keepdim=True) for x in (weights.log(), lses))
+        power = ((relative * of_lse).sum() / of_lse.square().sum()).item()
+        if (relative - power * of_lse).abs().max() < 1e-3:
+            base = {2: "2^lse", 10: "10^lse", 1: "exp(lse)"}.get(round(math.exp(power)) if power > 0.5 else 0)
+            base = "exp(lse)" if abs(power - 1) < 1e-3 else base if base != "exp(lse)" else None
+            also += f", and are to each other as {base or f'exp({power:.3g} · lse)'} of the parts"
+    return "wrong-weights", said + also
+
+
+def _expect_parts(split_kv_sim: Callable[..., Any]) -> None:
+    __tracebackhide__ = True
     shapes = [(6, 16), (50, 16), (50, 16)]
     Q_block, K, V = _random(*shapes)
     for splits in (1, 2, 3, 7, 50, 64):
@@ -726,22 +789,6 @@ def _(split_kv_sim: Callable[..., Any]) -> str:
                 ),
             },
         )
-    _expect_split(split_kv_sim)
-    for shift in (+400.0, -400.0):
-        case = f"every score near {shift:+.0f}"
-        S = shift + _random((3, 12))[0]
-        Q_block, K, V = _from_scores(S, _random((12, 4), seed=1)[0])
-        want, want_lse = _oracle(Q_block, K, V, scale=1.0)
-        O, lse = _run(split_kv_sim, Q_block, K, V, 2, 3, scale=1.0, case=case)
-        if not (O.isfinite().all() and lse.isfinite().all()):
-            raise CheckFailed(
-                "exp(lse) left the range of float32 in the merge: subtract the largest lse first",
-                diagnosis="merge-overflow",
-                case=case,
-            )
-        expect_close(O, want, what="O", case=case, tol=1e-3)
-        expect_close(lse, want_lse, what="lse", case=case, tol=1e-3)
-    return "6 ways to cut 50 keys, and scores near +400 and -400: all equal to the undivided result"
 
 
 def _merge_mistakes(

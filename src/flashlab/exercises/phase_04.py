@@ -11,6 +11,7 @@ import itertools
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ import torch
 from flashlab import runtime
 from flashlab.check import CheckFailed, Report, expect, expect_all_close, expect_close, running, verify
 from flashlab.check.mistakes import weights
+from flashlab.check.slips import Chosen, Slip, explain, explained
 from flashlab.check.symptoms import watched
 from flashlab.exercises.answers import in_words
 from flashlab.exercises.registry import exercise
@@ -416,7 +418,15 @@ def _(causal_edges: Callable[..., tuple[int, int]]) -> str:
         [right(a, z, n - m, n, t)[1] // t * t for a, z, m, n, t in _BLOCKS],
         "end is rounded down to a tile: the keys after it are seen too",
     )
-    _expect_numbers(answers, ("whole_end", "end"), mistakes | moved, parts)
+
+    def slipped() -> tuple[str, str] | None:
+        return _explain_edges(
+            [(a, z, m, n, t, 0) for a, z, m, n, t in _BLOCKS], [x for _, x, _ in answers], [x for _, _, x in answers],
+            {"whole_end": ("start", 1, True), "end": ("stop", 0, False)},
+        )  # fmt: skip
+
+    with explained(slipped):
+        _expect_numbers(answers, ("whole_end", "end"), mistakes | moved, parts)
     return f"{len(_BLOCKS)} blocks of queries"
 
 
@@ -616,6 +626,128 @@ def _(scores_kernel: Any) -> str:
     return f"{len(_SIZES)} sizes, and it compiles"
 
 
+_OFFSETS: Mapping[str, tuple[Callable[[int], int], str]] = {
+    "none": (lambda d: 0, "is without the offset seq_k - seq_q: the last query stands beside the last key"),
+    "negative": (lambda d: -d, "has the offset with the wrong sign: it is seq_k - seq_q"),
+    "positive": (abs, "takes the offset seq_k - seq_q as positive: with fewer keys than queries it is negative"),
+    "cut": (lambda d: max(0, d), "cuts the offset seq_k - seq_q off at 0: with fewer keys than queries it is negative"),
+    "twice": (lambda d: 2 * d, "has the offset seq_k - seq_q twice"),
+}
+_EDGE_ROWS: Mapping[str, Callable[[int, int, int], int]] = {
+    "start": lambda a, z, m: a, "stop": lambda a, z, m: z, "stop - 1": lambda a, z, m: z - 1,
+    "the number of rows, stop - start,": lambda a, z, m: z - a, "seq_q - stop": lambda a, z, m: m - z,
+    "seq_q - start": lambda a, z, m: m - a, "the middle of start and stop": lambda a, z, m: (a + z) // 2,
+    "seq_q": lambda a, z, m: m, "0": lambda a, z, m: 0,
+}  # fmt: skip
+
+
+def _edge_slips(row: str, one: int, rounded: bool, window: str) -> list[Slip]:
+    """The slips of one number of `_explain_edges`; each sentence goes on after that number's name."""
+    found = [
+        Slip("row", name, f"is computed from {name}: it should be computed from {row}", "wrong-row")
+        for name in _EDGE_ROWS if name != row
+    ] + [Slip("offset", name, why, f"offset-{name}") for name, (_, why) in _OFFSETS.items()]  # fmt: skip
+    for more in (-2, -1, 0, 1, 2):
+        if more != one:
+            count = f"{abs(more - one)} too {'small' if more < one else 'large'}"
+            why = f"is computed from a number of keys that is {count}, before it is " + (
+                "rounded" if rounded else "cut off at 0 and seq_k"
+            )
+            found.append(Slip("one", more, why, "off-by-one" if abs(more - one) == 1 else "off-by-two"))
+    found += [
+        Slip("low", False, "is not cut off at 0, where no key is before that", "below-zero"),
+        Slip("high", False, "is not cut off at seq_k: there is no key from there on", "beyond-the-keys"),
+        Slip("high", "seq_q", "is cut off at seq_q, the number of queries: there are seq_k keys", "cut-at-seq-q"),
+        Slip("high", "last", "is cut off at seq_k - 1: seq_k itself is one past the last key", "cut-too-early"),
+        Slip("low", 1, "is cut off at 1: it can be 0", "cut-at-one"),
+    ]
+    if window:
+        other = "right" if window == "left" else "left"
+        found += [
+            Slip("window", "0", f"does not have {window} in it", "window-ignored"),
+            Slip("window", other, f"has {other} where {window} belongs", "sides-exchanged"),
+            Slip("window", "sign", f"has {window} with the wrong sign", "wrong-sign"),
+            Slip("window", "both", "has left + right where one of them belongs", "both-sides"),
+        ]
+        return found
+    found += [
+        Slip("round", "up", "is rounded up to a multiple of BLOCK_N" + (": it is rounded down" if rounded else ""),
+             "rounded-up"),
+        Slip("round", "up, cut", "is rounded up to a multiple of BLOCK_N" + (": it is rounded down" if rounded else ""),
+             "rounded-up"),
+        Slip("round", "tiles", "is a number of tiles: a number of keys is wanted", "tiles-for-keys"),
+        Slip("round", "first", "is rounded to a multiple of BLOCK_N before it is cut off at 0 and seq_k: cut off first",
+             "rounded-before-cut"),
+        Slip("round", "row", "has its row rounded to BLOCK_N before the offset is added: round the number of keys",
+             "row-rounded"),
+        Slip("round", "one less", "is one tile less than it should be", "one-tile-less"),
+        Slip("round", "one more", "is one tile more than it should be", "one-tile-more"),
+    ]  # fmt: skip
+    words = "has its row rounded to BLOCK_N before the offset is added: round the number of keys alone"
+    found.append(Slip("row rounded", True, words, "row-rounded"))
+    if rounded:
+        found.append(Slip("round", "not", "is not rounded down to a multiple of BLOCK_N", "not-rounded"))
+    else:
+        found.append(Slip("round", "down", "is rounded down to a multiple of BLOCK_N: it is one past the last key that "
+                          "a row sees", "rounded-down"))  # fmt: skip
+    return found
+
+
+def _explain_edges(
+    blocks: Sequence[tuple[int, ...]], got: Sequence[Numbers], want: Sequence[Numbers],
+    numbers: Mapping[str, tuple[str, int, bool]],
+) -> tuple[str, str] | None:  # fmt: skip
+    """(slug, sentence) of the slips in the first wrong one of two numbers.
+
+    blocks: (start, stop, seq_q, seq_k, BLOCK_N, 0), or with (left, right) at the end. numbers: {name: (the row that it
+    is computed from, what is added to it, whether it is rounded down to BLOCK_N)}.
+    """
+    for i, (name, (row, one, rounded)) in enumerate(numbers.items()):
+        if all(x[i] == y[i] for x, y in zip(got, want, strict=True)):
+            continue
+        window = {"begin": "left", "end": "right"}[name] if "begin" in numbers else ""
+
+        def edge(block: tuple[int, ...], chosen: Chosen, row=row, one=one, rounded=rounded, window=window) -> int:
+            start, stop, seq_q, seq_k, tile, right = block
+            at = _EDGE_ROWS[str(chosen.get("row", row))](start, stop, seq_q)
+            d = seq_k - seq_q
+            d = _OFFSETS[str(chosen["offset"])][0](d) if "offset" in chosen else d
+            if "row rounded" in chosen or chosen.get("round") == "row":
+                at = at // tile * tile
+            x = at + d + int(chosen.get("one", one))
+            if window:
+                left = tile
+                sides = {"0": 0, "both": left + right, "left": left, "right": right}
+                side = sides[window] * (-1 if chosen.get("window") == "sign" else 1)
+                side = sides.get(str(chosen.get("window")), side)
+                x += -side if window == "left" else side
+            how = chosen.get("round", "down" if rounded else "not")
+            if how == "first":
+                x = x // tile * tile
+            low, high = chosen.get("low", 0), chosen.get("high", True)
+            top = {"seq_q": seq_q, "last": seq_k - 1}.get(str(high), seq_k)
+            if high is not False and window != "left":
+                x = min(x, top)
+            if low is not False and window != "right":
+                x = max(x, int(low))
+            if window:
+                return x
+            ways = {
+                "down": x // tile * tile, "up": -(-x // tile) * tile, "up, cut": min(top, -(-x // tile) * tile),
+                "tiles": x // tile, "one less": (x // tile - 1) * tile, "one more": (x // tile + 1) * tile,
+            }  # fmt: skip
+            return ways.get(str(how), x)
+
+        found = explain(
+            lambda chosen, i=i, edge=edge: all(  # type: ignore[misc]
+                x[i] == edge(block, chosen) for x, block in zip(got, blocks, strict=True)
+            ),
+            [replace(slip, sentence=f"{name} {slip.sentence}") for slip in _edge_slips(row, one, rounded, window)],
+        )
+        return found
+    return None
+
+
 # ---- 4.5 ------------------------------------------------------------------------------------------------------------
 
 _WINDOWS = tuple(
@@ -771,7 +903,17 @@ def _(window_keys: Callable[..., tuple[int, int]]) -> str:
         case, got = unseen[0]
         sentence = f"it is {got}, and no row of this block sees a key: begin >= end is wanted there"
         raise CheckFailed(sentence, diagnosis="nothing-is-seen", case=case)
-    _expect_numbers(answers, ("begin", "end"), mistakes)
+
+    def slipped() -> tuple[str, str] | None:
+        seen = [i for i, (_, got, want) in enumerate(answers) if got != (0, 0) != want]
+        return _explain_edges(
+            [(*_WINDOWS[i][:4], _WINDOWS[i][4], _WINDOWS[i][5]) for i in seen],
+            [answers[i][1] for i in seen], [answers[i][2] for i in seen],
+            {"begin": ("start", 0, False), "end": ("stop", 0, False)},
+        )  # fmt: skip
+
+    with explained(slipped):
+        _expect_numbers(answers, ("begin", "end"), mistakes)
     return f"{len(_WINDOWS)} blocks of queries"
 
 
@@ -1239,6 +1381,14 @@ def _(sink_attention_kernel: Any) -> str:
 
     told = {
         "sink-ignored": (without, "the result is that without a sink: does l_i hold its term, exp(sink - m_i)?"),
+        "sink-is-zero": (times(0.0), "the sink counts as 0, whatever it is: its term is exp(sink - m_i)"),
+        "sink-is-one": (lambda s, v, sink: _with_sink(s, v, 1.0), "the sink counts as 1, whatever it is"),
+        "sink-doubled": (times(2.0), "twice the sink counts: its term is exp(sink - m_i)"),
+        "sink-halved": (times(0.5), "half of the sink counts: its term is exp(sink - m_i)"),
+        "sink-for-each-key": (lambda s, v, sink: _with_sink(s, v, sink + math.log(s.shape[1])),
+                              "the sink is counted once for each key: it is one key"),
+        "sink-term-one": (lambda s, v, sink: _with_sink(s, v, sink, 0 * s[:, :1] + 1.0, s.amax(1, keepdim=True)),
+                          "the sink's term is 1 beside those of the keys: it is exp(sink - m_i)"),
         "sink-scaled": (times(0.2), "the sink is multiplied by the scale: it is a score already"),
         "sink-negated": (times(-1.0), "the sink counts with the wrong sign"),
         "sink-in-base-2": (times(math.log2(math.e)), "the sink is multiplied by log2(e), and e is raised to the power"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,6 +15,7 @@ from flashlab import runtime
 from flashlab.attention.cost import Meter
 from flashlab.check import CheckFailed, expect, expect_all_close, expect_close, running
 from flashlab.check.mistakes.backward import MISTAKES, Head, added_up, gradients, statistics
+from flashlab.check.slips import explained, right_where
 from flashlab.exercises.registry import exercise
 from flashlab.exercises.triton_answers import compiles, explain_undefined, in_bounds, kernel_of
 from flashlab.triton_tools import repairs
@@ -80,58 +83,107 @@ def _(softmax_backward: Callable[..., torch.Tensor]) -> str:
     def given(formula: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
         return [formula(p, dp).expand(p.shape) for p, dp in inputs.values()]
 
-    expect_all_close(
-        answers,
-        what="ds",
-        mistakes={
-            "delta-missing": (given(lambda p, dp: p * dp), "that is p · dp: delta is not subtracted from dp"),
-            "p-missing": (
-                given(lambda p, dp: dp - (p * dp).sum(1, keepdim=True)),
-                "that is dp - delta; it is multiplied by p",
-            ),
-            "delta-added": (
-                given(lambda p, dp: p * (dp + (p * dp).sum(1, keepdim=True))),
-                "delta is added to dp; it is subtracted",
-            ),
-            "diagonal-only": (
-                given(lambda p, dp: p * (1 - p) * dp),
-                "that is the Jacobian's diagonal alone, p (1 - p): a score also moves the other elements of its row",
-            ),
-            "delta-of-the-whole-tile": (
-                given(lambda p, dp: p * (dp - (p * dp).sum())),
-                "delta is a sum over all rows; each row has its own",
-            ),
-            "wrong-axis": (
-                given(lambda p, dp: p * (dp - (p * dp).sum(0, keepdim=True))),
-                "delta sums over the rows; it sums over the keys, dim=1",
-            ),
-            "delta-unweighted": (
-                given(lambda p, dp: p * (dp - dp.sum(1, keepdim=True))),
-                "delta is the plain sum of dp; each element is weighted by p",
-            ),
-            "delta-mean": (
-                given(lambda p, dp: p * (dp - dp.mean(1, keepdim=True))),
-                "delta is the plain mean of dp; it is the mean weighted by p",
-            ),
-            "delta-divided": (
-                given(lambda p, dp: p * (dp - (p * dp).mean(1, keepdim=True))),
-                "delta is a mean over the keys: p sums to 1 already, so it is the sum of p · dp",
-            ),
-            "p-twice": (
-                given(lambda p, dp: p * (p * dp - (p * dp).sum(1, keepdim=True))),
-                "dp is multiplied by p twice",
-            ),
-            "sign-inverted": (
-                given(lambda p, dp: p * ((p * dp).sum(1, keepdim=True) - dp)),
-                "every value has the other sign: it is dp - delta",
-            ),
-            "dp-for-p": (
-                given(lambda p, dp: dp * (dp - (p * dp).sum(1, keepdim=True))),
-                "dp - delta is multiplied by dp; it is multiplied by p",
-            ),
-        },
-    )
+    with explained(lambda: _explain_jacobian(softmax_backward, device)):
+        expect_all_close(
+            answers,
+            what="ds",
+            mistakes={
+                "delta-missing": (given(lambda p, dp: p * dp), "that is p · dp: delta is not subtracted from dp"),
+                "p-missing": (
+                    given(lambda p, dp: dp - (p * dp).sum(1, keepdim=True)),
+                    "that is dp - delta; it is multiplied by p",
+                ),
+                "delta-added": (
+                    given(lambda p, dp: p * (dp + (p * dp).sum(1, keepdim=True))),
+                    "delta is added to dp; it is subtracted",
+                ),
+                "diagonal-only": (
+                    given(lambda p, dp: p * (1 - p) * dp),
+                    "that is the Jacobian's diagonal alone, p (1 - p): a score also moves the other elements of its "
+                    "row",
+                ),
+                "delta-of-the-whole-tile": (
+                    given(lambda p, dp: p * (dp - (p * dp).sum())),
+                    "delta is a sum over all rows; each row has its own",
+                ),
+                "wrong-axis": (
+                    given(lambda p, dp: p * (dp - (p * dp).sum(0, keepdim=True))),
+                    "delta sums over the rows; it sums over the keys, dim=1",
+                ),
+                "delta-unweighted": (
+                    given(lambda p, dp: p * (dp - dp.sum(1, keepdim=True))),
+                    "delta is the plain sum of dp; each element is weighted by p",
+                ),
+                "delta-mean": (
+                    given(lambda p, dp: p * (dp - dp.mean(1, keepdim=True))),
+                    "delta is the plain mean of dp; it is the mean weighted by p",
+                ),
+                "delta-divided": (
+                    given(lambda p, dp: p * (dp - (p * dp).mean(1, keepdim=True))),
+                    "delta is a mean over the keys: p sums to 1 already, so it is the sum of p · dp",
+                ),
+                "p-twice": (
+                    given(lambda p, dp: p * (p * dp - (p * dp).sum(1, keepdim=True))),
+                    "dp is multiplied by p twice",
+                ),
+                "sign-inverted": (
+                    given(lambda p, dp: p * ((p * dp).sum(1, keepdim=True) - dp)),
+                    "every value has the other sign: it is dp - delta",
+                ),
+                "dp-for-p": (
+                    given(lambda p, dp: dp * (dp - (p * dp).sum(1, keepdim=True))),
+                    "dp - delta is multiplied by dp; it is multiplied by p",
+                ),
+            },
+        )
     return f"{len(answers)} tiles"
+
+
+def _explain_jacobian(softmax_backward: Callable[..., torch.Tensor], device: torch.device) -> tuple[str, str] | None:
+    """With one 1 in dp, ds shows with which factor it reaches every score: which products of p are these?"""
+    p = torch.tensor([[0.4, 0.3, 0.2, 0.1]], dtype=torch.float64, device=device)
+    with contextlib.suppress(Exception):
+        reach = torch.stack([softmax_backward(p, one[None])[0] for one in torch.eye(4, dtype=p.dtype, device=device)])
+        other = softmax_backward(p, 2 * torch.eye(4, dtype=p.dtype, device=device)[:1])[0]
+        if not torch.allclose(other, 2 * reach[0]):
+            return "not-linear", "twice the dp does not give twice the ds; ds is linear in dp"
+        pi, pj = p[0].expand(4, 4), p[0][:, None].expand(4, 4)  # reach[j, i]: from dp of j to ds of i
+        own = torch.eye(4, dtype=torch.bool, device=device)
+        said = []
+        for places, name, words, right in (
+            (own, "its own ds", "p (1 - p)", pi * (1 - pi)), (~own, "the ds of another key", "-p_i p_j", -pi * pj),
+        ):  # fmt: skip
+            if torch.allclose(reach[places], right[places], atol=1e-9):
+                continue
+            found = next(
+                (
+                    ("-" if sign < 0 else "") + (" · ".join(_to_the(a, "p_i") + _to_the(b, "p_j")) or "1")
+                    for sign in (-1, 1) for a in range(4) for b in range(4)
+                    if torch.allclose(reach[places], sign * (pi**a * pj**b)[places], atol=1e-9)
+                ),
+                "0" if not reach[places].any() else None,
+            )  # fmt: skip
+            example = [int(x) for x in places.nonzero()[0]]
+            mine, should = reach[tuple(example)].item(), right[tuple(example)].item()
+            is_ = (
+                found or f"{mine:.4g}, for p = 0.4 and 0.3,"
+                if "another" in name
+                else found or f"{mine:.4g} for p = 0.4"
+            )
+            said.append(f"dp of key j reaches {name} with the factor {is_}: it should be {words} = {should:.4g}")
+        if said:
+            return "wrong-jacobian", "; and ".join(said)
+        dp = torch.tensor([[1.0, -2.0, 0.5, 3.0]], dtype=p.dtype, device=device)
+        if not torch.allclose(softmax_backward(p, dp), dp @ reach):
+            return "not-linear", (
+                "each dp alone gives the right ds, and all of them together do not: ds is linear in dp, so something "
+                "here (a maximum, an absolute value) is not"
+            )
+    return None
+
+
+def _to_the(power: int, name: str) -> list[str]:
+    return [] if not power else [name if power == 1 else f"{name}^{power}"]
 
 
 # ---- 5.2 ------------------------------------------------------------------------------------------------------------
@@ -265,7 +317,11 @@ def _expect_gradients(
                         values(other),
                         f"{name} holds the values of {other}: are they exchanged?",
                     )
-            return told | (more(name) if more else {})
+            told |= more(name) if more else {}
+            for a, b in itertools.combinations(mistakes, 2):  # a value is computed only if it is asked for
+                words = f"{name}: two slips at once would give this: {MISTAKES[a]}; and {MISTAKES[b]}"
+                told.setdefault(f"{a} {b}", (values(name, f"{a}+{b}"), words))
+            return told
 
         right = [(case, got[name], want) for (case, _, got), want in zip(answers, values(name), strict=True)]
         expect_all_close(right, what=name, mistakes=models)
@@ -274,7 +330,9 @@ def _expect_gradients(
 _OF_DQ = (
     "delta-missing", "delta-added", "p-missing", "dp-for-ds", "p-for-ds", "v-for-k", "k-for-v", "scale-missing",
     "scale-twice", "scores-not-scaled", "sign-inverted", "probabilities-not-normalised", "softmax-per-tile",
-    "maximum-of-the-tile", "lse-ignored", "lse-added", "exp2-for-exp", "lse-in-base-2", "scores-in-base-2",
+    "maximum-of-the-tile", "lse-ignored", "lse-added", "lse-scaled",
+    "dp-scaled", "delta-scaled", "p-twice",
+    "scores-scaled-twice", "scores-scaled-by-root", "exp2-for-exp", "lse-in-base-2", "scores-in-base-2",
     "lse-in-base-10", "delta-not-weighted", "first-block-only", "overwritten", "tail-dropped", "last-block-dropped",
 )  # fmt: skip
 _OF_DKDV = (
@@ -739,56 +797,96 @@ def _(scores_gradient: Callable[..., torch.Tensor]) -> str:
     def given(formula: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
         return [formula(*part) for part in parts]
 
-    expect_all_close(
-        answers,
-        what="ds",
-        mistakes={
-            "lse-gradient-missing": (
-                given(lambda p, dp, delta, dl, lse: p * (dp - delta)),
-                "that is the part through O alone: dlse does not reach the scores",
-            ),
-            "output-gradient-missing": (
-                given(lambda p, dp, delta, dl, lse: p * dl),
-                "that is the part through lse alone: dO does not reach the scores",
-            ),
-            "wrong-sign": (
-                given(lambda p, dp, delta, dl, lse: p * (dp - delta - dl)),
-                "dlse is subtracted from dP; a larger score makes lse larger, so it is added",
-            ),
-            "not-weighted": (
-                given(lambda p, dp, delta, dl, lse: p * (dp - delta) + dl),
-                "dlse reaches every score of its row alike; the derivative of lse with respect to a score is its p",
-            ),
-            "delta-missing": (
-                given(lambda p, dp, delta, dl, lse: p * (dp + dl)),
-                "delta is not subtracted from dP",
-            ),
-            "delta-added": (
-                given(lambda p, dp, delta, dl, lse: p * (dp + delta + dl)),
-                "delta is added to dP; it is subtracted",
-            ),
-            "delta-unweighted": (
-                given(lambda p, dp, delta, dl, lse: p * (dp - dp.sum(1, keepdim=True) + dl)),
-                "delta is the plain sum of dP; each element is weighted by p",
-            ),
-            "p-missing": (
-                given(lambda p, dp, delta, dl, lse: dp - delta + dl),
-                "the sum is not multiplied by p",
-            ),
-            "times-dlse": (
-                given(lambda p, dp, delta, dl, lse: p * (dp - delta) * dl),
-                "dP - delta is multiplied by dlse; the two parts add up",
-            ),
-            "p-twice": (
-                given(lambda p, dp, delta, dl, lse: p * (dp - delta + p * dl)),
-                "dlse is multiplied by p twice",
-            ),
-            "exponential": (
-                given(lambda p, dp, delta, dl, lse: p * (dp - delta + dl * lse.exp())),
-                "dlse is multiplied by exp(lse): that is the derivative of the sum, not of its logarithm",
-            ),
-        },
-    )
+    inputs = []
+    for which in ("", "dlse is 0", "dlse is the same in every row", "dO is 0", "V is 0"):
+        for M, N, D in ((3, 5, 4), (6, 6, 6), (4, 20, 8)):
+            logits, v, do, dlse = _random((M, N), (N, D), (M, D), (M,), seed=M)
+            dlse = {"dlse is 0": 0 * dlse, "dlse is the same in every row": 0 * dlse + 0.7}.get(which, dlse)
+            do, v = (0 * x if name in which else x for name, x in (("dO", do), ("V", v)))
+            p = torch.softmax(logits, 1)
+            inputs.append((p, v, p @ v, do, dlse, which))
+
+    def is_right(p, v, o, do, dlse, _) -> bool:
+        want = p * (do @ v.T - (o * do).sum(1)[:, None] + dlse[:, None])
+        return torch.allclose(scores_gradient(p, v, o, do, dlse), want, atol=1e-5)
+
+    neutral = {words: lambda *x, words=words: x[-1] == words for *_, words in inputs if words}
+
+    with explained(lambda: right_where(neutral, inputs, is_right, "ds")):
+        expect_all_close(
+            answers,
+            what="ds",
+            mistakes={
+                "lse-gradient-missing": (
+                    given(lambda p, dp, delta, dl, lse: p * (dp - delta)),
+                    "that is the part through O alone: dlse does not reach the scores",
+                ),
+                "output-gradient-missing": (
+                    given(lambda p, dp, delta, dl, lse: p * dl),
+                    "that is the part through lse alone: dO does not reach the scores",
+                ),
+                "wrong-sign": (
+                    given(lambda p, dp, delta, dl, lse: p * (dp - delta - dl)),
+                    "dlse is subtracted from dP; a larger score makes lse larger, so it is added",
+                ),
+                "not-weighted": (
+                    given(lambda p, dp, delta, dl, lse: p * (dp - delta) + dl),
+                    "dlse reaches every score of its row alike; the derivative of lse with respect to a score is its p",
+                ),
+                "delta-missing": (
+                    given(lambda p, dp, delta, dl, lse: p * (dp + dl)),
+                    "delta is not subtracted from dP",
+                ),
+                "delta-added": (
+                    given(lambda p, dp, delta, dl, lse: p * (dp + delta + dl)),
+                    "delta is added to dP; it is subtracted",
+                ),
+                "delta-unweighted": (
+                    given(lambda p, dp, delta, dl, lse: p * (dp - dp.sum(1, keepdim=True) + dl)),
+                    "delta is the plain sum of dP; each element is weighted by p",
+                ),
+                "p-missing": (
+                    given(lambda p, dp, delta, dl, lse: dp - delta + dl),
+                    "the sum is not multiplied by p",
+                ),
+                "times-dlse": (
+                    given(lambda p, dp, delta, dl, lse: p * (dp - delta) * dl),
+                    "dP - delta is multiplied by dlse; the two parts add up",
+                ),
+                "delta-times-dlse": (
+                    given(lambda p, dp, delta, dl, lse: p * (dp - delta * dl)),
+                    "delta is multiplied by dlse; dlse is added to dP - delta",
+                ),
+                "dp-times-dlse": (
+                    given(lambda p, dp, delta, dl, lse: p * (dp * dl - delta)),
+                    "dP is multiplied by dlse; dlse is added to dP - delta",
+                ),
+                "p-of-dp-alone": (
+                    given(lambda p, dp, delta, dl, lse: p * dp - delta + dl),
+                    "p multiplies dP alone; it multiplies the whole of dP - delta + dlse",
+                ),
+                "p-of-dp-and-dlse": (
+                    given(lambda p, dp, delta, dl, lse: p * (dp + dl) - delta),
+                    "delta is not multiplied by p; p multiplies the whole of dP - delta + dlse",
+                ),
+                "times-lse": (
+                    given(lambda p, dp, delta, dl, lse: p * (dp - delta + dl * lse)),
+                    "dlse is multiplied by lse; the derivative of lse with respect to a score is its p",
+                ),
+                "delta-of-dlse": (
+                    given(lambda p, dp, delta, dl, lse: p * (dp - delta + dl - (p * dl).sum(1, keepdim=True))),
+                    "dlse is taken through the softmax, which cancels it; it is added beside dP - delta",
+                ),
+                "p-twice": (
+                    given(lambda p, dp, delta, dl, lse: p * (dp - delta + p * dl)),
+                    "dlse is multiplied by p twice",
+                ),
+                "exponential": (
+                    given(lambda p, dp, delta, dl, lse: p * (dp - delta + dl * lse.exp())),
+                    "dlse is multiplied by exp(lse): that is the derivative of the sum, not of its logarithm",
+                ),
+            },
+        )
     return f"{len(answers)} shapes"
 
 

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from flashlab import runtime
 from flashlab.check import CheckFailed, expect, expect_all_close, expect_close, running
+from flashlab.check.slips import Chosen, Slip, explain, explained, right_where
 from flashlab.check.symptoms import watched
 from flashlab.exercises.answers import in_words
 from flashlab.exercises.registry import exercise
@@ -219,6 +220,14 @@ def _(bottleneck: Callable[..., tuple[str, float, int]]) -> str:
                 told(lambda r: _by_part(r, _PARTS, lambda row: 1)[_most(_by_part(r, _PARTS, _own))]),
                 "that is how many rows the part has; a row says in `count` how often it was called",
             ),
+            "last-of-a-part": (
+                told(
+                    lambda r: [
+                        row.count for row in r if _PARTS.get(row.key, "other") == _most(_by_part(r, _PARTS, _own))
+                    ][-1]
+                ),
+                "those are the calls of the part's last row alone; the counts of its rows add up",
+            ),
             "one-operation": (
                 told(lambda r: top(r).count),
                 "those are the calls of the part's slowest operation alone; the part has others",
@@ -284,6 +293,38 @@ def _expect_parts(got: Mapping[str, tuple[Any, ...]], profiles: Mapping[str, Eve
             part_of(lambda r: _most(among(r))),
             'the part "other" is never the answer: it holds the operations that `parts` does not have',
         ),
+        "times-count": (
+            part_of(lambda r: _most(_by_part(r, _PARTS, lambda row: _own(row) * row.count))),
+            "self_cpu_time_total is multiplied by count; it is the time of all the calls already",
+        ),
+        "times-count total": (
+            part_of(lambda r: _most(_by_part(r, _PARTS, lambda row: _total(row) * row.count))),
+            "cpu_time_total is multiplied by count; self_cpu_time_total, of all the calls already, is to be added up",
+        ),
+        "one-call sum": (
+            part_of(lambda r: _most(_by_part(r, _PARTS, lambda row: _own(row) / row.count))),
+            "the times of single calls are added up; self_cpu_time_total, of all the calls, is to be added up",
+        ),
+        "children-only": (
+            part_of(lambda r: _most(_by_part(r, _PARTS, lambda row: _total(row) - _own(row)))),
+            "chosen by the time of what the operations called; their own time is wanted",
+        ),
+        "most-operations": (
+            part_of(lambda r: _most(_by_part(r, _PARTS, lambda row: 1))),
+            "that is the part with the most rows; the one with the most time is wanted",
+        ),
+        "never-other total": (
+            part_of(lambda r: _most({p: x for p, x in _by_part(r, _PARTS, _total).items() if p != "other"})),
+            'chosen by cpu_time_total, and the part "other" is never the answer',
+        ),
+        "last-of-a-part": (
+            part_of(lambda r: _most({_PARTS.get(row.key, "other"): _own(row) for row in r})),
+            "of each part only its last operation counts: each row replaces the one before, and they add up",
+        ),
+        "first-of-a-part": (
+            part_of(lambda r: _most({_PARTS.get(row.key, "other"): _own(row) for row in reversed(r)})),
+            "of each part only its first operation counts: the others add up with it",
+        ),
         "least": (
             part_of(lambda r: min((s := _by_part(r, _PARTS, _own)), key=lambda name: s[name])),
             "that is the part with the least time",
@@ -346,6 +387,80 @@ def _(worth: Callable[..., tuple[float, float, float]]) -> str:
                 out.append(math.inf)
         return out
 
+    shares: dict[str, Callable[[float, float], float]] = {
+        "attention": lambda a, b: a, "layers": lambda a, b: b, "attention · layers": lambda a, b: a * b,
+        "attention + layers": lambda a, b: a + b, "1 - attention": lambda a, b: 1 - a, "1 - layers": lambda a, b: 1 - b,
+        "1 - attention · layers": lambda a, b: 1 - a * b, "(1 - attention) · layers": lambda a, b: (1 - a) * b,
+        "attention · (1 - layers)": lambda a, b: a * (1 - b), "attention / layers": lambda a, b: a / b,
+    }  # fmt: skip
+    combined: dict[str, Callable[[float, float, float, float], float]] = {
+        "layer · layers": lambda layer, a, b, s: layer * b,
+        "layer / layers": lambda layer, a, b, s: layer / b,
+        "1 + (layer - 1) · layers": lambda layer, a, b, s: 1 + (layer - 1) * b,
+        "layer · layers + (1 - layers)": lambda layer, a, b, s: layer * b + 1 - b,
+        "layer to the power of layers": lambda layer, a, b, s: layer**b,
+        "layer + layers": lambda layer, a, b, s: layer + b,
+        "1 / (1 - layers / layer)": lambda layer, a, b, s: 1 / (1 - b / layer),
+        "1 / (1 - layers + layer · layers)": lambda layer, a, b, s: 1 / (1 - b + layer * b),
+        "1 / (1 - layers · (1 - layer))": lambda layer, a, b, s: 1 / (1 - b * (1 - layer)),
+        "1 / (layers / layer)": lambda layer, a, b, s: layer / b,
+        "layers / layer": lambda layer, a, b, s: b / layer,
+    }
+
+    def slipped() -> tuple[str, str] | None:
+        for i, name in enumerate(names):
+            mine = [three[i] for three in got]
+
+            def same(values: Sequence[float], mine: Sequence[float] = mine) -> bool:
+                near = (abs(x - y) <= 0.006 or x == y for x, y in zip(mine, values, strict=True))
+                return all(ok or math.isinf(y) for ok, y in zip(near, values, strict=True))
+
+            if same(given(rights[name])):
+                continue
+            kept = "1 - attention" if name == "layer" else "1 - attention · layers"
+            went = kept.removeprefix("1 - ")
+            for stays, gets in itertools.product(shares, shares):
+                faster = {"limit": "0"}.get(name, f"({gets}) / faster")
+                formula = given(lambda a, b, s, x=stays, y=gets, name=name: 1 / (  # type: ignore[misc]
+                    shares[x](a, b) + (0 if name == "limit" else shares[y](a, b) / s)))  # fmt: skip
+                if same(formula) and (stays, gets) != (kept, went):
+                    wrong = [f"what keeps its time is {kept}, and not {stays}"] if stays != kept else []
+                    wrong += [f"what gets faster is {went}, and not {gets}"] if gets != went and faster != "0" else []
+                    return "wrong-share", f"{name} is 1 / ({stays} + {faster}): {'; '.join(wrong)}"
+            for words, f in combined.items():
+                if same(given(lambda a, b, s, f=f: f(amdahl(a, s), a, b, s))):  # type: ignore[misc]
+                    return "factors-combined", (
+                        f"{name} is {words}: times add up, factors do not. Attention has the share "
+                        f"{went} of the time, and the rest keeps its own"
+                    )
+            return _worth_right_where(worth, i, name, rights[name])
+        return None
+
+    with explained(slipped):
+        _expect_worth(names, cases, got, rights, given, amdahl)
+    return f"{len(inputs)} layers"
+
+
+def _worth_right_where(worth: Any, i: int, name: str, right: Callable[..., float]) -> tuple[str, str] | None:
+    tried = [(a, b, s) for a in (0.3, 0.6, 0.9, 1.0) for b in (0.2, 0.5, 0.8, 1.0) for s in (1.0, 2.0, 8.0, 1e9)]
+    conditions: dict[str, Callable[..., bool]] = {
+        "attention is the whole layer": lambda a, b, s: a == 1,
+        "the layers are the whole step": lambda a, b, s: b == 1,
+        "nothing gets faster (faster is 1)": lambda a, b, s: s == 1,
+        "attention takes no time at all any more (faster is 10^9)": lambda a, b, s: s == 1e9,
+        "attention is the whole step": lambda a, b, s: a == b == 1,
+        "attention and layers are the same share": lambda a, b, s: a == b,
+    }
+
+    def is_right(*one: float) -> bool:
+        mine, want = float(worth(*one)[i]), right(*one)
+        return mine == want or abs(mine - want) <= 1e-6 * want
+
+    return right_where(conditions, tried, is_right, name)
+
+
+def _expect_worth(names: Any, cases: Any, got: Any, rights: Any, given: Any, amdahl: Any) -> None:
+    __tracebackhide__ = True
     for i, name in enumerate(names):
         right = rights[name]
 
@@ -354,7 +469,7 @@ def _(worth: Callable[..., tuple[float, float, float]]) -> str:
 
         told = {
             "time-for-factor": (
-                given(lambda a, b, s, f=right: 1 / f(a, b, s)),  # type: ignore[misc]
+                given(lambda a, b, s, f=right: 1 / f(a, b, s)),
                 f"{name} is the new time as a share of the old one; the factor is its inverse",
             ),
             **{
@@ -362,23 +477,23 @@ def _(worth: Callable[..., tuple[float, float, float]]) -> str:
                 for other in names if other != name
             },
             "share-times-factor": (
-                given(lambda a, b, s, f=share: f(a, b) * s), f"{name} is the share times `faster`"  # type: ignore[misc]
+                given(lambda a, b, s, f=share: f(a, b) * s), f"{name} is the share times `faster`"
             ),
             "weighted-mean": (
-                given(lambda a, b, s, f=share: 1 - f(a, b) + f(a, b) * s),  # type: ignore[misc]
+                given(lambda a, b, s, f=share: 1 - f(a, b) + f(a, b) * s),
                 f"{name} is a weighted mean of the factors 1 and `faster`; times add up, factors do not",
             ),
             "faster": (given(lambda a, b, s: s), f"{name} is `faster` itself: all the rest keeps its time"),
             "rest-forgotten": (
-                given(lambda a, b, s, f=share: s / f(a, b)),  # type: ignore[misc]
+                given(lambda a, b, s, f=share: s / f(a, b)),
                 f"{name}: the new time is that of attention alone; the rest has its time as well",
             ),
             "difference": (
-                given(lambda a, b, s, f=share: 1 / (1 - f(a, b) / s)),  # type: ignore[misc]
+                given(lambda a, b, s, f=share: 1 / (1 - f(a, b) / s)),
                 f"{name}: the time that is left is taken away; what goes is share - share / faster",
             ),
             "time-saved": (
-                given(lambda a, b, s, f=share: f(a, b) * (1 - 1 / s)),  # type: ignore[misc]
+                given(lambda a, b, s, f=share: f(a, b) * (1 - 1 / s)),
                 f"{name} is the share of the time that is saved; the factor is old time by new time",
             ),
             "product-of-factors": (
@@ -405,7 +520,7 @@ def _(worth: Callable[..., tuple[float, float, float]]) -> str:
                 given(lambda a, b, s: 1 / (a * b)), f"{name} is 1 / share; what stays is 1 - share",
             ),
             "the-rest-faster": (
-                given(lambda a, b, s, f=share: amdahl(1 - f(a, b), s)),  # type: ignore[misc]
+                given(lambda a, b, s, f=share: amdahl(1 - f(a, b), s)),
                 f"{name}: everything but attention gets faster there; it is attention that does",
             ),
             "limits-multiplied": (
@@ -417,11 +532,11 @@ def _(worth: Callable[..., tuple[float, float, float]]) -> str:
                 f"{name} is a weighted mean of factors; times add up, factors do not",
             ),
             "gain-for-factor": (
-                given(lambda a, b, s, f=right: f(a, b, s) - 1),  # type: ignore[misc]
+                given(lambda a, b, s, f=right: f(a, b, s) - 1),
                 f"{name} is how much faster beyond 1; the factor itself is wanted",
             ),
             "percent": (
-                given(lambda a, b, s, f=right: 100 * f(a, b, s)),  # type: ignore[misc]
+                given(lambda a, b, s, f=right: 100 * f(a, b, s)),
                 f"{name} is in percent; a factor is wanted, 1 where nothing changes",
             ),
         }  # fmt: skip
@@ -431,7 +546,6 @@ def _(worth: Callable[..., tuple[float, float, float]]) -> str:
             mistakes=told,
             tol=0.006,  # two decimals will do
         )
-    return f"{len(inputs)} layers"
 
 
 # ---- 10.3, 10.4: bug hunts on a simulated GPU -----------------------------------------------------------------------
@@ -639,7 +753,8 @@ _MODELS = [  # width, depth, heads, kv_heads, hidden, vocabulary, batch, seq_len
     (32, 5, 4, 4, 64, 77, 2, 16),
     (96, 4, 8, 2, 256, 300, 5, 7), (40, 7, 10, 5, 104, 513, 1, 64), (36, 2, 3, 3, 100, 33, 4, 11),
     (80, 6, 5, 1, 216, 129, 7, 9),
-    (768, 12, 12, 12, 2048, 50257, 8, 1024), (24, 3, 12, 4, 72, 50, 6, 21),
+    (56, 3, 14, 2, 120, 91, 2, 13), (60, 2, 4, 2, 160, 65, 9, 6), (44, 3, 11, 11, 96, 201, 3, 17),
+    (72, 5, 9, 3, 190, 45, 5, 5), (768, 12, 12, 12, 2048, 50257, 8, 1024), (24, 3, 12, 4, 72, 50, 6, 21),
 ]  # fmt: skip
 
 
@@ -792,14 +907,30 @@ def _(training_bytes: Callable[..., tuple[int, int, int, int]]) -> str:
             "a byte for each pair (the mask)": 0 if flash else 1,
             "a byte for each batch and pair": 0,
             "a byte for each head and pair": 0,
+            "a number for each batch, key head and pair": 0,
+            "a number for each batch and head": 0,
+            "a number for each batch and query": 0,
         }
         for flash in (False, True)
     }  # fmt: skip
-    unit = (4, 4, 4, 4, 1, 1, 1)
+    unit = (4, 4, 4, 4, 1, 1, 1, 4, 4, 4)
     pieces = []
     for width, depth, heads, kv_heads, _, _, batch, N in _MODELS:
         sizes = [batch * N * width, batch * N * (width // heads) * kv_heads, batch * heads * N * N, batch * N * heads]
-        pieces.append([depth * x for x in (*sizes, N * N, batch * N * N, heads * N * N)])
+        pieces.append(
+            [
+                depth * x
+                for x in (
+                    *sizes,
+                    N * N,
+                    batch * N * N,
+                    heads * N * N,
+                    batch * kv_heads * N * N,
+                    batch * heads,
+                    batch * N,
+                )
+            ]
+        )
     rights = {
         flash: [sum(n * b * x for n, b, x in zip(of_layers[flash].values(), unit, row, strict=True)) for row in pieces]
         for flash in (False, True)
@@ -978,7 +1109,8 @@ def _(turn_kernel: Any) -> str:
         "granted?",
         diagnosis="contiguous-only", case=off[0] if off else None,
     )  # fmt: skip
-    expect_all_close(answers[:exact], what="Y", mistakes=lambda: models(slice(exact)), tol=3e-6)
+    with explained(lambda: _explain_turn(kernel)):
+        expect_all_close(answers[:exact], what="Y", mistakes=lambda: models(slice(exact)), tol=3e-6)
     for case, got, want in answers[exact:]:
         rounding = (want.half().double() - want).abs().max().item()
         expect(
@@ -991,6 +1123,69 @@ def _(turn_kernel: Any) -> str:
     strides = {name: 64 for name in _TURN if name.startswith("stride_")} | {"stride_xd": 1, "stride_yd": 1}
     compiles(kernel, pointers | strides | {"heads": 4, "M": 100, "offset": 3, "HALF": 32, "BLOCK_M": 16})
     return f"{len(answers)} tensors, and it compiles"
+
+
+def _explain_turn(kernel: Any) -> tuple[str, str] | None:
+    """What of X, and what of the tables, reaches a number of Y: known tables first, then X of ones."""
+    batch, heads, M, half, offset = 2, 3, 20, 8, 4
+    shape, positions = (batch, heads, M, 2 * half), 3 * (M + offset) + 3
+    # From 1 to 2, so that no sum or difference of two of them is a third.
+    numbers = torch.linspace(1, 2, math.prod(shape), device=runtime.device()).view(shape)
+    ones, zeros = (torch.full((positions, half), float(x), device=numbers.device) for x in (1, 0))
+    table = torch.linspace(1, 2, positions * half, device=numbers.device).view(positions, half)
+
+    def run(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        y = torch.full(shape, math.nan, device=x.device)
+        x = x.contiguous()
+        kernel[(triton.cdiv(M, 16), batch * heads)](
+            x, y, cos, sin, *x.stride(), *y.stride(), heads, M, offset, HALF=half, BLOCK_M=16
+        )
+        return y
+
+    def place(value: float, of: Sequence[int]) -> list[int] | None:
+        at = (abs(value) - 1) * (math.prod(of) - 1)
+        if abs(at - round(at)) > 0.01 or not 0 <= round(at) < math.prod(of):
+            return None
+        at = round(at)
+        return [int(i) for i in torch.unravel_index(torch.tensor(at), tuple(of))]
+
+    x1, x2 = numbers.chunk(2, -1)
+    for words, cos, sin, want in (
+        ("where every cosine is 1 and every sine 0", ones, zeros, numbers),
+        ("where every cosine is 0 and every sine 1", zeros, ones, torch.cat((-x2, x1), -1)),
+    ):
+        y = run(numbers, cos, sin)
+        if (at := _first_off(y, want)) is None:
+            continue
+        mine, right = y[tuple(at)].item(), place(want[tuple(at)].item(), shape)
+        held, sign = place(mine, shape), "-" if mine < 0 else ""
+        wanted = f"{'-' if want[tuple(at)] < 0 else ''}X{right}"
+        if mine == 0:
+            return "wrong-place", f"Y{at} is 0 {words}; it should be {wanted}"
+        if held is None:
+            pair = [x[tuple(at[:-1] + [at[-1] % half])].item() for x in (x1, x2)]
+            sums = {"x1 + x2": sum(pair), "x1 - x2": pair[0] - pair[1], "x2 - x1": pair[1] - pair[0]}
+            said = next((name for name, x in sums.items() if abs(mine - x) < 1e-5), "no single number of X")
+            return "wrong-terms", f"Y{at} is {said} {words}; it should be {wanted}"
+        return "wrong-place", f"Y{at} is {sign}X{held} {words}; it should be {wanted}"
+    for name, cos, sin in (("COS", table, zeros), ("SIN", zeros, table)):
+        position = torch.arange(M, device=table.device) + offset
+        half_turned = table[position].expand(batch, heads, M, half)
+        first, second = (half_turned, half_turned) if name == "COS" else (-half_turned, half_turned)
+        want = torch.cat((first, second), -1)
+        y = run(torch.ones(shape, device=table.device), cos, sin)
+        if (at := _first_off(y, want)) is None:
+            continue
+        held, right = place(y[tuple(at)].item(), table.shape), place(want[tuple(at)].item(), table.shape)
+        if held is None:
+            return "wrong-angle", f"Y{at} takes no number of {name} as it is; it should take {name}{right}"
+        return "wrong-angle", f"Y{at} takes {name}{held} of the table; it should take {name}{right}"
+    return None
+
+
+def _first_off(y: torch.Tensor, want: torch.Tensor) -> list[int] | None:
+    off = ((y - want).abs() > 1e-5).nonzero() if bool(y.isfinite().all()) else (~y.isfinite()).nonzero()
+    return off[0].tolist() if len(off) else None
 
 
 # ---- 10.7 -----------------------------------------------------------------------------------------------------------
@@ -1118,8 +1313,107 @@ def _(choose_tile: Callable[..., tuple[int, int] | None]) -> str:
         if got == [_two_mistakes(one, first, second) for _, one in inputs]:
             why = f"{_TILE_MISTAKES[first]}; and {_TILE_MISTAKES[second]}"
             raise CheckFailed(why, diagnosis=first, case=inputs[wrong][0])
-    _explain_tile(got, want, inputs)
+    slips = [
+        Slip(piece, name, words, "wrong-tile") for piece, choices in _TILE_SLIPS.items() for name, words in choices
+    ]
+    few = inputs[:: max(1, len(inputs) // 60)]
+    given = [got[i] for i in range(0, len(inputs), max(1, len(inputs) // 60))]
+
+    def fits(chosen: Chosen) -> bool:
+        return all(x == _sloppy_tile(*one, chosen) for x, (_, one) in zip(given, few, strict=True)) and all(
+            x == _sloppy_tile(*one, chosen) for x, (_, one) in zip(got, inputs, strict=True)
+        )
+
+    with explained(lambda: explain(fits, slips)):
+        _explain_tile(got, want, inputs)
     return ""
+
+
+_TILE_SLIPS = {
+    "q": [
+        ("0", "the reading of Q, or the writing of O, is missing in the bytes"),
+        ("N", "the bytes of Q, or of O, are those of N rows: there are BLOCK_M"),
+        ("twice", "Q and O count more than once in the bytes"),
+    ],
+    "kv": [
+        ("1", "one of K and V is missing in the bytes"),
+        ("M", "K and V count with BLOCK_M rows in the bytes: they have N"),
+        ("0", "K and V are missing in the bytes"),
+    ],
+    "flops": [
+        ("1", "the FLOPs are a quarter: two products, and a multiply-add is 2"),
+        ("2", "the FLOPs are half of them: two products, and a multiply-add is 2"),
+        ("8", "the FLOPs are twice what they are"),
+        ("NN", "the FLOPs have N · N where BLOCK_M · N belongs"),
+    ],
+    "e": [
+        ("1", "the bytes do not have itemsize"),
+        ("2", "every number is taken for 2 bytes in the intensity"),
+    ],
+    "ridge": [
+        ("GB", "the ridge is in other units than FLOPs per byte: peak_flops / bytes_per_s"),
+        (">", "a BLOCK_M that just reaches the ridge is refused"),
+    ],
+    "which": [
+        ("last", "BLOCK_M is the largest one that reaches the ridge: the smallest is wanted"),
+    ],
+    "shared q": [
+        ("0", "the tile of Q is missing in the shared memory"),
+        ("B", "the tile of Q has BLOCK_N rows in the shared memory: it has BLOCK_M"),
+        ("stages", "the tile of Q counts STAGES times in the shared memory"),
+        ("two", "two tiles of BLOCK_M rows are in the shared memory: O stays in registers"),
+    ],
+    "shared kv": [
+        ("1", "one of K and V is missing in the shared memory"),
+        ("no stages", "STAGES is not in the shared memory"),
+        ("one stage more", "the shared memory has one tile of K and of V too many"),
+        ("one tile more", "the shared memory has a tile of BLOCK_N rows too many"),
+        ("V once", "STAGES multiplies one of K and V alone"),
+        ("M", "the tiles of K and V have BLOCK_M rows in the shared memory: they have BLOCK_N"),
+    ],
+    "shared e": [
+        ("1", "itemsize is missing in the shared memory"),
+        ("2", "every number is taken for 2 bytes in the shared memory"),
+        ("4", "every number is taken for 4 bytes in the shared memory"),
+    ],
+    "fit": [
+        ("<", "tiles that take exactly shared_bytes do fit"),
+        ("first", "BLOCK_N is the smallest one that fits: the largest is wanted"),
+    ],
+    "sizes": [
+        ("128", "the sizes end at 128: 256 is one of them"),
+        ("32", "the sizes begin at 32: 16 is one of them"),
+    ],
+}  # fmt: skip
+
+
+def _sloppy_tile(
+    peak: float, bandwidth: float, shared: int, N: int, D: int, itemsize: int, stages: int, chosen: Chosen
+) -> tuple[int, int] | None:
+    """The tile with slips, as `_TILE_SLIPS` names them."""
+    ridge = peak / bandwidth * (1e3 if chosen.get("ridge") == "GB" else 1)
+    sizes = {"128": _SIZES[:-1], "32": _SIZES[1:]}.get(str(chosen.get("sizes")), _SIZES)
+
+    def intensity(M: int) -> float:
+        q = {"0": M, "N": M + N, "twice": 4 * M}.get(str(chosen.get("q")), 2 * M)
+        kv = {"1": N, "M": 2 * M, "0": 0}.get(str(chosen.get("kv")), 2 * N)
+        flops = {"1": M, "2": 2 * M, "8": 8 * M, "NN": 4 * N}.get(str(chosen.get("flops")), 4 * M) * N * D
+        return flops / ((q + kv) * D * {"1": 1, "2": 2}.get(str(chosen.get("e")), itemsize))
+
+    reaching = [M for M in sizes if (intensity(M) > ridge if chosen.get("ridge") == ">" else intensity(M) >= ridge)]
+    if not reaching:
+        return None
+    M = reaching[-1 if "which" in chosen else 0]
+
+    def needed(B: int) -> int:
+        q = {"0": 0, "B": B, "stages": M * stages, "two": 2 * M}.get(str(chosen.get("shared q")), M)
+        kv = {"1": stages * B, "no stages": 2 * B, "one stage more": 2 * (stages + 1) * B,
+              "one tile more": (2 * stages + 1) * B, "V once": (stages + 1) * B,
+              "M": 2 * stages * M}.get(str(chosen.get("shared kv")), 2 * stages * B)  # fmt: skip
+        return (q + kv) * D * {"1": 1, "2": 2, "4": 4}.get(str(chosen.get("shared e")), itemsize)
+
+    fitting = [B for B in sizes if (needed(B) < shared if chosen.get("fit") == "<" else needed(B) <= shared)]
+    return (M, fitting[0 if chosen.get("fit") == "first" else -1]) if fitting else None
 
 
 _OF_BLOCK_M = (

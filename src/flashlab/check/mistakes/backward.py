@@ -35,14 +35,23 @@ class Head(NamedTuple):
     first_key: int = 0
 
 
+def _made(mistake: str) -> set[str]:
+    return set(mistake.split("+")) - {""}
+
+
+def _one(values: Mapping[str, float], made: set[str], otherwise: float) -> float:
+    """The value of the mistake that is made, or the right one."""
+    return next((value for slug, value in values.items() if slug in made), otherwise)
+
+
 def _hidden(head: Head, mistake: str) -> torch.Tensor:
     """Boolean [M, N]: the keys that a query does not see, aligned at the end."""
-    M, N = len(head.q), len(head.k)
+    M, N, made = len(head.q), len(head.k), _made(mistake)
     shift = {"causal-aligned-top-left": 0, "causal-shifted-back": M - N, "causal-one-too-many": N - M + 1}
     shift |= {"causal-off-by-one": N - M - 1, "causal-from-the-block": N - M + head.first_key}
-    if mistake == "causal-mask-missing" or (not head.causal and mistake != "causal-always"):
+    if "causal-mask-missing" in made or (not head.causal and "causal-always" not in made):
         return torch.zeros(M, N, dtype=torch.bool)
-    return torch.arange(N)[None, :] > torch.arange(M)[:, None] + shift.get(mistake, N - M)
+    return torch.arange(N)[None, :] > torch.arange(M)[:, None] + _one(shift, made, N - M)
 
 
 def statistics(head: Head) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -55,24 +64,30 @@ def statistics(head: Head) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def gradients(head: Head, mistake: str = "") -> Gradients:
-    """dq, dk and dv in float64 on the CPU; mistake: one of `MISTAKES`, or none."""
+    """dq, dk and dv in float64 on the CPU; mistake: one of `MISTAKES`, two of them as "one+other", or none."""
+    made = _made(mistake)
     q, k, v, do = (x.detach().cpu().double() for x in head[:4])
     _, lse, delta = statistics(head)
     lse = lse.masked_fill(torch.isneginf(lse), torch.inf)
-    if mistake in ("statistics-of-the-first-rows", "delta-of-the-first-rows"):
+    if made & {"statistics-of-the-first-rows", "delta-of-the-first-rows"}:
         first = (torch.arange(len(q)) - head.begin).clamp(min=0) % head.block
         delta = delta[first]
-        lse = lse[first] if mistake == "statistics-of-the-first-rows" else lse
+        lse = lse[first] if "statistics-of-the-first-rows" in made else lse
     hidden = _hidden(head, mistake)
-    s = (1.0 if mistake == "scores-not-scaled" else head.scale) * q @ k.T
-    if mistake == "probabilities-not-normalised":
+    of_scores = {
+        "scores-not-scaled": 1.0,
+        "scores-scaled-twice": head.scale**2,
+        "scores-scaled-by-root": head.scale**0.5,
+    }
+    s = _one(of_scores, made, head.scale) * q @ k.T
+    if "probabilities-not-normalised" in made:
         p = torch.exp(s - s.masked_fill(hidden, -torch.inf).amax(1, keepdim=True))
-    elif mistake == "softmax-per-tile":
+    elif "softmax-per-tile" in made:
         p = torch.cat([torch.softmax(tile, 1) for tile in s.masked_fill(hidden, -torch.inf).split(head.block, 1)], 1)
-    elif mistake == "maximum-of-the-tile":
+    elif "maximum-of-the-tile" in made:
         tiles = s.masked_fill(hidden, -torch.inf).split(head.block, 1)
         p = torch.cat([torch.exp(tile - tile.amax(1, keepdim=True)) for tile in tiles], 1)
-    elif mistake == "lse-ignored":
+    elif "lse-ignored" in made:
         p = torch.exp(s)
     else:
         in_base_2 = 1 / math.log(2)
@@ -81,38 +96,42 @@ def gradients(head: Head, mistake: str = "") -> Gradients:
             "scores-in-base-2": 1.0,
             "lse-in-base-10": 1 / math.log(10),
             "lse-added": -1.0,
+            "lse-scaled": head.scale,
         }
-        s = s * in_base_2 if mistake == "scores-in-base-2" else s
-        exponential = torch.exp2 if mistake in ("exp2-for-exp", "scores-in-base-2") else torch.exp
-        p = exponential(s - times.get(mistake, 1.0) * lse[:, None])
+        s = s * in_base_2 if "scores-in-base-2" in made else s
+        exponential = torch.exp2 if made & {"exp2-for-exp", "scores-in-base-2"} else torch.exp
+        p = exponential(s - _one(times, made, 1.0) * lse[:, None])
     p = p.masked_fill(hidden | torch.isinf(lse)[:, None], 0.0)
-    dp = do @ (k if mistake == "k-for-v" else v).T
-    weight = torch.ones_like(p) if mistake == "p-missing" else p
-    shift = {"delta-missing": 0.0, "delta-added": -1.0}.get(mistake, 1.0)
-    ds = weight * dp - (1.0 if mistake == "delta-not-weighted" else weight) * shift * delta[:, None]
-    scale = {"scale-missing": 1.0, "scale-twice": head.scale**2, "sign-inverted": -head.scale}.get(mistake, head.scale)
-    left = p if mistake == "p-for-ds" else dp if mistake == "dp-for-ds" else ds
+    p = p * p if "p-twice" in made else p
+    dp = (head.scale if "dp-scaled" in made else 1.0) * do @ (k if "k-for-v" in made else v).T
+    weight = torch.ones_like(p) if "p-missing" in made else p
+    shift = _one({"delta-missing": 0.0, "delta-added": -1.0, "delta-scaled": head.scale}, made, 1.0)
+    ds = weight * dp - (1.0 if "delta-not-weighted" in made else weight) * shift * delta[:, None]
+    factors = {"scale-missing": 1.0, "scale-twice": head.scale**2, "sign-inverted": -head.scale}
+    scale = _one(factors, made, head.scale)
+    left = p if "p-for-ds" in made else dp if "dp-for-ds" in made else ds
     keys, queries = _taken(len(k), 0, head.block, mistake), _taken(len(q), head.begin, head.block, mistake)
-    dq = scale * (left * keys) @ (v if mistake == "v-for-k" else k)
-    dk = scale * (left * queries[:, None]).T @ (do if mistake == "do-for-q" else q)
-    of_v = head.scale if mistake == "dv-scaled" else 1.0
-    dv = of_v * ((ds if mistake == "ds-for-p" else p) * queries[:, None]).T @ (q if mistake == "q-for-do" else do)
+    dq = scale * (left * keys) @ (v if "v-for-k" in made else k)
+    dk = scale * (left * queries[:, None]).T @ (do if "do-for-q" in made else q)
+    of_v = head.scale if "dv-scaled" in made else 1.0
+    dv = of_v * ((ds if "ds-for-p" in made else p) * queries[:, None]).T @ (q if "q-for-do" in made else do)
     return Gradients(dq, dk, dv)
 
 
 def _taken(length: int, begin: int, block: int, mistake: str) -> torch.Tensor:
     """1.0 for the rows of a walk that count, else 0.0."""
+    made = _made(mistake)
     rows = torch.arange(length) - begin
     taken = rows >= 0
-    if mistake == "first-block-only":
+    if "first-block-only" in made:
         taken &= rows < block
-    elif mistake == "overwritten":
+    elif "overwritten" in made:
         taken &= rows >= (length - begin - 1) // block * block
-    elif mistake == "tail-dropped":
+    elif "tail-dropped" in made:
         taken &= rows < (length - begin) // block * block
-    elif mistake == "last-block-dropped":
+    elif "last-block-dropped" in made:
         taken &= rows < (length - begin - 1) // block * block
-    elif mistake == "begins-late":
+    elif "begins-late" in made:
         taken &= torch.arange(length) >= -(-begin // block) * block
     return taken.double()
 
@@ -133,6 +152,8 @@ MISTAKES = {
     "scale-twice": "the factor scale is there twice",
     "dv-scaled": "the factor scale is in it; it belongs to the scores alone, and V is not in them",
     "scores-not-scaled": "P is recomputed from Q K^T without the scale",
+    "scores-scaled-twice": "P is recomputed from scores that have the factor scale twice",
+    "scores-scaled-by-root": "P is recomputed from scores that have the square root of scale as their factor",
     "sign-inverted": "every value has the other sign",
     "probabilities-not-normalised": "P is recomputed with the row's maximum in the place of lse",
     "maximum-of-the-tile": "P is recomputed with the maximum of the tile's scores in the place of lse",
@@ -141,6 +162,10 @@ MISTAKES = {
     "lse-in-base-2": "lse is multiplied by log2(e), but P is e^(score - lse): both are natural",
     "scores-in-base-2": "P is 2^x with the scores times log2(e), but lse is still a natural logarithm",
     "lse-in-base-10": "lse is divided by log(10), but P is e^(score - lse): both are natural",
+    "lse-scaled": "lse is multiplied by scale, as the scores are; lse is the log-sum-exp of scaled scores",
+    "dp-scaled": "dP is multiplied by the scale, and delta is not; the scale is a factor of dQ and dK",
+    "delta-scaled": "delta is multiplied by the scale, and dP is not; the scale is a factor of dQ and dK",
+    "p-twice": "dP - delta, or dO, is multiplied by P twice",
     "lse-ignored": "P is exp(score): lse is not subtracted",
     "exp2-for-exp": "P is 2^(score - lse), and these are natural logarithms: exp, or both times log2(e)",
     "first-block-only": "only the first block of the walk counts",

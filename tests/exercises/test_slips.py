@@ -1,0 +1,134 @@
+"""Answers with a slip that no list of mistakes has: what is told is the piece of the rule, or what the answer does."""
+
+import math
+
+import lesson_answers
+import pytest
+import torch
+
+from flashlab.check import CheckFailed, slips
+from flashlab.check.slips import Slip
+from flashlab.exercises import check
+
+
+def failed(id, *changes):
+    """The failure of the solution with pieces of its text replaced."""
+    text = lesson_answers.cell_of(id, "solutions")
+    for old, new in changes:
+        assert text.count(old) == 1, f"{old!r} occurs {text.count(old)} times"
+        text = text.replace(old, new)
+    names, answers = lesson_answers.namespace(int(id.split(".")[0]), "solutions")
+    names = dict(names)
+    lesson_answers.run(text, f"<slip {id} {abs(hash(changes))}>", names)
+    with pytest.raises(CheckFailed) as caught:
+        check(id, *(names[name] for name in answers[id]))
+    return caught.value
+
+
+SLIPS = [
+    ("0.2", [("l = p.sum(dim=-1, keepdim=True)", "l = p.sum(dim=-1, keepdim=True) + 1e-3")], "factor of its own"),
+    ("0.4", [("b.o * correction_b[..., None]", "b.o * (b.l * correction_b)[..., None]")], "l of both states is 1"),
+    ("0.5", [("torch.exp(m - m_new)", "torch.exp(x.max() - m_new)")], "multiplied by exp(top - m_new)"),
+    ("0.8", [("torch.exp(m - top)", "math.exp(-threshold)")], "multiplied by exp(-threshold)"),
+    ("0.8", [("p = torch.exp(x - m)", "p = torch.exp(x - top)")], "exp(x - top), with the block's own"),
+    ("0.8", [("* correction, top\n", "* correction, top - threshold\n"), ("exp(m - top)", "exp(m - top + threshold)")],
+     "moves to top - threshold"),
+    ("0.8", [("elif top > m + threshold", "elif abs(top) > abs(m) + threshold")], "|top| > |m| + threshold"),
+    ("1.1", [("2 * N * N * D + N * N + N", "2 * N * D * D + N * N + N")], "N·D·D where N·N·D belongs, in one"),
+    ("1.1", [("2 * tall + matrix + 2 * matrix", "2 * tall + N * itemsize + 2 * matrix")], "N numbers as well"),
+    ("1.2", [("1e12", "2**40")], "time of arithmetic is 0.909495 = 10^12 · 2^-40"),
+    ("1.3", [("scores.amax(dim=-1, keepdim=True)", "scores.amax(dim=0, keepdim=True)")], "is that of each column"),
+    ("1.5", [("* HEAD_DIM * itemsize <=", "* HEAD_DIM * itemsize + BLOCK_M * block_n * itemsize <=")], "scores"),
+    ("1.5", [("block_n, runs_up_to = 16, 0", "block_n, runs_up_to = 32, 0")], "starts at 32"),
+    ("2.7", [("-(-M // BLOCK_M)", "-(-N // BLOCK_M)")], "those of N rows"),
+    ("2.8", [("torch.exp(lses - lse)", "torch.exp2(lses - lse)")], "as 2^lse of the parts"),
+    ("3.2", [("math.log2(math.e)", "1 / math.log10(2)")], "2.30259 (ln 10) times"),
+    ("3.3", [("tl.exp(x - m_new)", "tl.exp(x - m)")], "with the maximum that has seen them"),
+    ("3.3", [("l * tl.exp(m - m_new)", "l * tl.exp(m - tl.max(x, axis=0))")], "multiplied by exp(m - top)"),
+    ("3.7", [("math.ceil(M / BLOCK_M)", "math.ceil(N / BLOCK_M)")], "those of N rows"),
+    ("3.7", [("2 * N * programs", "(N + M) * programs")], "right where M = N"),
+    ("4.2", [("start + 1 + offset", "start // BLOCK_N * BLOCK_N + 1 + offset")],
+     "row rounded to BLOCK_N before the offset"),
+    ("4.5", [("start + offset - left", "(start + stop) // 2 + offset - left")], "the middle of start and stop"),
+    ("4.9", [("m_i = tl.full([BLOCK_M], sink, tl.float32)", "m_i = tl.full([BLOCK_M], 0.0, tl.float32)")],
+     "the sink counts as 0"),
+    ("5.1", [("(p * dp).sum", "(p * p * dp).sum")], "with the factor -p_i · p_j^2"),
+    ("5.1", [("(p * dp).sum(", "(p * dp).amax(")], "ds is linear in dp"),
+    ("5.3", [("scale * (q @ k.T) - lse[:, None]", "scale * (q @ k.T - lse[:, None])")], "lse is multiplied by scale"),
+    ("5.3", [("do @ v.T - delta[:, None]", "do @ v.T"), ("return scale * dq", "return dq")], "two slips at once"),
+    ("5.7", [("dlse[:, None]", "dlse.mean()")], "right where dlse is"),
+    ("10.1", [("row.self_cpu_time_total", "row.self_cpu_time_total * row.count")], "multiplied by count"),
+    ("10.2", [("step = 1 / (1 - of_step + of_step / faster)", "step = layer * layers")], "step is layer · layers"),
+    ("10.5", [("P = batch * heads", "P = batch * kv_heads")], "each batch, key head and pair counts once"),
+    ("10.6", [("pairs[None, :] * stride_xd\n", "2 * pairs[None, :] * stride_xd\n"), ("x_ptrs + HALF * stride_xd",
+     "x_ptrs + stride_xd")], "Y[0, 0, 0, 1] is X[0, 0, 0, 2]"),
+    ("10.6", [("x1 * sin + x2 * cos", "x1 * cos + x2 * cos")], "is x1 + x2 where every cosine is 1"),
+    ("10.7", [("(BLOCK_M + 2 * STAGES * size)", "(size + 2 * STAGES * size)")], "has BLOCK_N rows in the shared"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("id, changes, words", SLIPS, ids=[f"{id}-{words[:24]}" for id, _, words in SLIPS])
+def test_a_slip_is_told_by_the_piece_that_it_is_in(id, changes, words):
+    assert words in str(failed(id, *changes))
+
+
+# ---- causes that are not said ----------------------------------------------------------------------------------------
+
+
+def test_a_mistake_that_another_case_speaks_against_is_not_told():
+    """A row of the identity returns one whole state: not the one with the smaller maximum, as one case has it."""
+    early = "    if torch.isneginf(a.m).any():\n        return b\n    if torch.isneginf(b.m).any():\n        return a\n"
+    found = failed("0.4", ("    m = torch.maximum(a.m, b.m)\n", early + "    m = torch.maximum(a.m, b.m)\n"))
+    assert "smaller maximum was dropped" not in str(found) and "as a whole" in str(found)
+
+
+def test_one_maximum_for_a_tile_is_not_a_start_at_zero():
+    """Rows past the end have scores of 0, which hold up the maximum of a tile as a start at 0 does."""
+    one = ("m_i = tl.max(s, axis=1)", "m_i = tl.max(tl.max(s, axis=1), axis=0) + tl.zeros([BLOCK_M], tl.float32)")
+    assert failed("1.4", one).diagnosis == "one-maximum"
+
+
+def test_another_rows_maximum_is_not_the_maximum_of_all_rows():
+    found = failed("0.2", ("row_max(x)[..., None]", "row_max(x).roll(1)[..., None]"))
+    assert found.diagnosis == "not-the-rows-maximum"
+
+
+def test_a_unit_that_makes_no_difference_is_not_said_to_be_wrong():
+    assert "10^0 and 10^3" in str(failed("1.2", ("1e9", "1e6")))
+
+
+# ---- the search itself -----------------------------------------------------------------------------------------------
+
+PIECES = [Slip("a", 2, "a is 2"), Slip("a", 3, "a is 3"), Slip("b", 5, "b is 5"), Slip("c", 9, "c is 9")]
+
+
+def test_the_fewest_slips_are_told_and_two_of_them_as_what_would_give_this():
+    assert slips.explain(lambda x: x.get("a", 1) == 3, PIECES) == ("a", "a is 3")
+    both = slips.explain(lambda x: (x.get("a", 1), x.get("b", 1)) == (2, 5), PIECES)
+    assert both == ("a", "two slips at once would give this: a is 2; and b is 5")
+    assert slips.explain(lambda x: x.get("a", 1) == 7, PIECES) is None
+
+
+def test_slips_that_the_answers_do_not_tell_apart_are_told_as_such_and_three_not_at_all():
+    assert slips.explain(lambda x: x.get("a", 1) > 1, PIECES) == ("a", "a is 2. Or: a is 3")
+    assert slips.explain(lambda x: bool(x), PIECES) is None
+
+
+def test_where_an_answer_is_right_is_said_only_where_it_is_always():
+    inputs = [(n, m) for n in range(1, 5) for m in range(1, 5)]
+    equal = {"n = m": lambda n, m: n == m, "n is 1": lambda n, m: n == 1}
+    found = slips.right_where(equal, inputs, lambda n, m: n * n == n * m, "it")
+    assert found == ("right-where", "it is right where n = m, and wrong in every other case tried")
+    assert slips.right_where(equal, inputs, lambda n, m: n > m, "it") is None
+    assert slips.right_where(equal, inputs, lambda n, m: 1 / 0, "it") is None
+
+
+def test_one_factor_in_all_cases_is_told_with_the_constant_that_it_is():
+    from flashlab.check.symptoms import Symptoms
+
+    seen, want = Symptoms(), torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
+    for scale in (1.0, 7.0):
+        seen.compared_with.append(("lse", scale * want * math.log(2), scale * want, 1e-9))
+    assert seen.everywhere("lse") == "lse is 0.693147 (ln 2) times what it should be, in every case"
+    seen.compared_with.append(("lse", want, want, 1e-9))
+    assert seen.everywhere("lse") is None
