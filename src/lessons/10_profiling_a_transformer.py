@@ -851,7 +851,7 @@ for dtype in lm.DTYPES:
 display(lm.graph_table(model_data))
 
 # %% [markdown]
-# That is the time of the kernels alone. There our medium step is 1.13 times as fast as SDPA's, the small one 1.09 times. Launched by Python the GPU waits for a seventh to nearly a half of the time, most with our attention: Python has more
+# That is the time of the kernels alone. There our medium step is 1.13 times as fast as SDPA's, the small one 1.09 times. Launched by Python the GPU hardly waits with eager attention, for a sixth of the time with SDPA, and for a quarter and more with ours: Python has more
 # to do for it.
 #
 # Could it be the attention kernels after all? Count them, at 200 TFLOP/s, which phases 4 and 5 measured as less than what they reach at this N and D, with more heads:

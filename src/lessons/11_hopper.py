@@ -949,7 +949,7 @@ for run in RUNS:
         print(f"{name:13} {min(r):.2f} to {max(r):.2f} times as fast as the kernel as it is")
 
 # %% [markdown]
-# - `TRUST=0`: each tile's maxima are looked at. 10 to 11 % slower at $D = 128$, 5 to 6 % at $D = 64$. At $D = 256$ that is how the kernel is.
+# - `TRUST=0`: each tile's maxima are looked at. 5 to 11 % slower at $D = 128$, 6 % at $D = 64$. At $D = 256$ that is how the kernel is.
 # - `PING_PONG=0`: taking turns is worth 4 to 5 % where there is a mask, and nothing without.
 # - `DYNAMIC=0`: without the counter three of the four causal shapes lose, the long one most. The counter is used with a mask alone;
 #   `DYNAMIC=2` uses it always. Where that changes nothing in the kernel, what differs is noise.
