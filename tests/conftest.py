@@ -18,9 +18,9 @@ SLOW_FILES = (
     "check/test_check_mutants.py", "cuda/test_ablations.py", "cuda/test_builds.py", "cuda/test_ladder.py",
     "cuda/test_mutants.py", "cuda/test_operators.py", "cuda/test_resources.py", "cuda/test_scalar.py",
     "cuda/test_series.py", "exercises/test_hunts.py", "exercises/test_phase_06.py", "exercises/test_phase_07.py",
-    "exercises/test_phase_08.py", "exercises/test_phase_09.py", "exercises/test_phase_11.py", "simt/test_build.py",
-    "simt/test_mistakes.py", "simt/test_process.py", "test_build.py", "test_compile_report.py", "test_doctor.py",
-    "test_setup.py",
+    "exercises/test_phase_08.py", "exercises/test_phase_09.py", "exercises/test_phase_11.py",
+    "exercises/test_told_cuda.py", "simt/test_build.py", "simt/test_mistakes.py", "simt/test_process.py",
+    "test_build.py", "test_compile_report.py", "test_doctor.py", "test_setup.py",
 )  # fmt: skip
 
 # The longest files, longest first, and not two at the head that need the emulator's runtime at once: spread over
@@ -28,8 +28,8 @@ SLOW_FILES = (
 FIRST = (
     "exercises/test_phase_11.py", "exercises/test_phase_04.py", "exercises/test_phase_09.py",
     "exercises/test_phase_08.py", "exercises/test_phase_07.py", "exercises/test_phase_06.py", "exercises/test_hunts.py",
-    "exercises/test_phase_10.py", "exercises/test_phase_03.py", "exercises/test_phase_05.py", *SLOW_FILES,
-    "exercises/test_phase_01.py",
+    "exercises/test_told_cuda.py", "exercises/test_phase_10.py", "exercises/test_phase_03.py",
+    "exercises/test_phase_05.py", *SLOW_FILES, "exercises/test_phase_01.py",
 )  # fmt: skip
 
 torch.set_num_threads(1)

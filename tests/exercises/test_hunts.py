@@ -43,7 +43,7 @@ TOUCHED = params([
     ("7.4", "0x10", "16", "wrong-shuffle-mask"),
     ("7.6", "uint32_t a[4];", "; uint32_t a[4];", "uninitialised-shared"),
     ("8.5", "__syncthreads();", "; __syncthreads();", "stage-overwritten"),
-    ("8.6", "return row", "; return row", "swizzle-one-side"),
+    ("8.6", "return row", "; return row", "two-formulas"),
     ("9.3", "m_i[r] = m_new[r];", "m_i[r] = m_new[r]; ;", "l-not-rescaled"),
     ("10.3", "times = {}", "times = dict()", "first-calls"),
     ("10.4", "samples = []", "samples = list()", "not-waited-for"),

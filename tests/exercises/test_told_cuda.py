@@ -145,7 +145,13 @@ def slipped(id, replacements, kind="solutions"):
     return answers
 
 
-@pytest.mark.parametrize("name", TOLD)
+def one_of_each_exercise():
+    """By default one answer of each exercise: every one is built by g++, which takes a second or two."""
+    first = {answer[0]: name for name, answer in reversed(TOLD.items())}
+    return [pytest.param(name, marks=[] if first[TOLD[name][0]] == name else pytest.mark.long) for name in TOLD]
+
+
+@pytest.mark.parametrize("name", one_of_each_exercise())
 def test_what_is_wrong_is_read_off(name):
     id, replacements, slug, words = TOLD[name]
     with pytest.raises(CheckFailed) as caught:
