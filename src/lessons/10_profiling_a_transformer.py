@@ -866,8 +866,10 @@ assert 1e3 * work / 200e12 < 2
 # %% [markdown]
 # Less than 2 ms. So a faster kernel would change little here. What is left is Python: its operators, and Triton's launches, as in the white of section 5.
 #
-# How much it costs depends on the processor more than on anything else. In an earlier run four benches shared the host: there our step took 1.4 to 1.7 times as long as SDPA's, and the optimiser up to three times as long. And half of our part of it was
-# needless: an operator of `torch.library` can be traced and intercepted, and each call pays for that. Where nobody looks, the door now calls its functions plainly (`runtime/dispatch.py`): 0.13 ms instead of 0.43 for a forward call without the launch itself (`notes/phase_10_experiments.md`).
+# How much it costs depends on the processor more than on anything else. In an earlier run four benches shared the host: there our step took 1.4 to 1.7 times as long as SDPA's, and the optimiser up to three times as long.
+
+# %% [markdown]
+# And half of our part of it was needless: an operator of `torch.library` can be traced and intercepted, and each call pays for that. Where nobody looks, the door now calls its functions plainly (`runtime/dispatch.py`): 0.13 ms instead of 0.43 for a forward call without the launch itself (`notes/phase_10_experiments.md`).
 
 # %% [markdown]
 # *What would you do?* Anything that launches less: longer texts, larger batches, CUDA graphs, `torch.compile`. What torch.compile does is recorded for two models, in a run on a busier host, so compare its rows with each other. And below it, what a missing warm-up would have said:

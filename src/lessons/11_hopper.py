@@ -1019,7 +1019,8 @@ for run in RUNS:
 # %%
 for run in RUNS:
     clock, capped = run["machine"]["sm_clock_mhz"], run["machine"]["throttled"].get("power cap", 0)
-    print(f"SM clock at most {clock['max']} MHz, at its lowest {clock['lowest']}; power cap in {capped:.0%} of the samples")
+    print(f"SM clock at most {clock['max']} MHz, at its lowest {clock['lowest']}; "
+          f"power cap in {capped:.0%} of the samples")
 
 # %% [markdown]
 # **Does the emulator count right?** The same small launch, emulated and under Nsight Compute: two heads of 200 rows, causal.
@@ -1101,7 +1102,8 @@ for run in RUNS:
 # %%
 for run in RUNS:
     rows = hopper_results.planted_rows(run)
-    noticed = {name for name, r in rows.items() for text in r["said"].values() if not re.search(r"\b0 (errors|hazards)", text)}
+    noticed = {name for name, r in rows.items()
+               for text in r["said"].values() if not re.search(r"\b0 (errors|hazards)", text)}
     assert noticed == {"K is waited for, V is not"} and {r["result"] for r in rows.values()} == {"right"}
     print("noticed by compute-sanitizer:", *noticed)
 

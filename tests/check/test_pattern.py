@@ -69,7 +69,7 @@ def test_zeros_are_not_called_right_values_of_another_place():
     want[0] = 0.0  # a key that no query sees
     got = want.clone()
     got[4:8] = 0.0
-    assert shown(got, want) == "wrong are rows 4 to 7, all of the others are right"
+    assert shown(got, want) == "wrong are rows 4 to 7, and are 0 everywhere, all of the others are right"
 
 
 def test_a_few_values_may_be_near_others_by_chance():

@@ -73,7 +73,7 @@ HALF = params([
     ("5.9", [("range(start_n, N", "range(0, N")], "diagonal-always-masked"),
     ("5.10", [("math.ceil(M / BLOCK_M)", "math.ceil(N / BLOCK_N)")], "grid-of-the-keys"),
     ("6.2", [("    y[blockIdx.x * 128", "    __syncthreads();\n    y[blockIdx.x * 128")], "race"),
-    ("6.5", [("head % p.kv_heads", "head / p.kv_heads")], "global-out-of-bounds"),
+    ("6.5", [("head % p.kv_heads", "head / p.kv_heads")], "wrong-kv-head"),
     ("7.4", [("0x10", "0b01")], "one-shuffle"),
     ("7.6", [("i < keys * D; i += 32) v_smem[i] = v_gmem[i]",
               "i < 16 * D; i += 32) v_smem[i] = i < keys * D ? v_gmem[i] : T(0.f)")], "v-not-transposed"),

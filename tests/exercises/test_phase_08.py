@@ -256,7 +256,7 @@ def test_at_is_tried_alone(formula, slug):
 
 def test_a_brace_is_forgotten_and_a_tile():
     assert diagnosis("8.7", solution("kernel", ("    @E\n}\n", "    @E\n"))) == "braces"
-    assert diagnosis("8.7", solution("kernel", ("j < tiles", "j < tiles - 1"))) == "tile-skipped"
+    assert diagnosis("8.7", solution("kernel", ("j < tiles", "j < tiles - 1"))) == "wrong-walk"
 
 
 def test_a_loop_without_an_end_is_told_soon(monkeypatch):

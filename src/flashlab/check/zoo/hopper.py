@@ -141,7 +141,7 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant("no swizzle in K's descriptor", _PRODUCER,
             ("descriptor(k_smem + stage * KV_BYTES)",
              "smem_descriptor(k_smem + stage * KV_BYTES, SWIZZLE_NONE, 16, 8 * SLAB_ROW)"),
-            found=["wrong-value"], words=["every row is wrong"], max_seq=70),
+            found=["wrong-scores"], words=["Which rows of Q and of K"], max_seq=70),
     _mutant("V as a K-major operand", _PRODUCER, (_PV, _PV.replace("true", "false")),
             found=["read-before-wait"], words=["wgmma", "descriptor"]),
     _mutant("the next 16 rows of V are 8 rows on", _PRODUCER,
