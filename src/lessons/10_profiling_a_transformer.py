@@ -1259,7 +1259,10 @@ for run in attention_runs:
 # At D = 16 in bfloat16 the launches show: from N = 2048 to 4096 the work grows 4 times, our time 9 times.
 #
 # In float32 ours wins where rows are short, and **loses at D = 128**, in the backward pass by a factor of two. It was three, before its tiles for D = 128 were timed: the table of tiles had *compiled* as their source. What is left has a known part. Ours multiplies each
-# pair three times in TF32, to be as exact as float32 (phase 4). In bfloat16 the *compiled eager* attention is ahead of ours from D = 64 on: the record says that torch.compile put a fused kernel of PyTorch's in its place.
+# pair three times in TF32, to be as exact as float32 (phase 4).
+
+# %% [markdown]
+# In bfloat16 the *compiled eager* attention is ahead of ours from D = 64 on: the record says that torch.compile put a fused kernel of PyTorch's in its place.
 
 # %% [markdown]
 # And what autograd saves between the two passes, the subject of the formulas above:
