@@ -758,23 +758,27 @@ grow("p11_13_parts")
 # `p11_flash` is the same kernel with tiles for every shape. Where parts would be too few to fill the GPU, blocks have one
 # consumer. With $D = 256$ a tile of keys is 64 rows, and O takes the place of Q.
 #
-# **Trust.** In step 11 each tile still *looks* at its maxima: 64 comparisons per lane, then shuffles, and only then the first
-# exponential can begin. But after the first tile the maximum hardly moves. So a full tile is computed under the maximum of
-# the tiles before (`TRUST`). If that was too low, a sum tells: it is beyond $2^{14}$, or infinite. By then S has been overwritten. So the
-# warp computes it again, alone, with phase 8's `ldmatrix` and `mma.sync`, and takes the usual way. What makes that right is
-# the online softmax itself: any reference is right as long as nothing overflows.
-#
-# The idea of a reference without a look is from FlashDecoding++ (its "unified maximum value"), which takes a constant.
-#
 # With a mask, parts have different lengths, and the longest one must not begin last: all others would wait for it. Heads are
 # worked on in groups that fit into L2. So the last group gets so many heads that every block has work for about two of
 # the longest parts in it. Then short parts come last (`notes/phase_11_experiments.md` has what it gained).
 
 # %%
-show.region(step("p11_flash"), "trust", "scores again")
+show.diff(step("p11_13_parts"), step("p11_flash"), "constants", "launch", context=0)
+
+# %% [markdown]
+# **Trust.** In step 11 each tile still *looks* at its maxima: 64 comparisons per lane, then shuffles, and only then the first
+# exponential can begin. But after the first tile the maximum hardly moves. So a full tile is computed under the maximum of
+# the tiles before (`TRUST`). If that was too low, a sum tells: it is beyond $2^{14}$, or infinite.
+
+# %% [markdown]
+# By then S has been overwritten. So the
+# warp computes it again, alone, with phase 8's `ldmatrix` and `mma.sync`, and takes the usual way. What makes that right is
+# the online softmax itself: any reference is right as long as nothing overflows.
+#
+# The idea of a reference without a look is from FlashDecoding++ (its "unified maximum value"), which takes a constant.
 
 # %%
-show.diff(step("p11_13_parts"), step("p11_flash"), "constants", "launch", context=0)
+show.region(step("p11_flash"), "trust", "scores again")
 grow("p11_flash")
 
 # %% [markdown]
@@ -953,6 +957,8 @@ for run in RUNS:
 # - `PING_PONG=0`: taking turns is worth 4 to 5 % where there is a mask, and nothing without.
 # - `DYNAMIC=0`: without the counter three of the four causal shapes lose, the long one most. The counter is used with a mask alone;
 #   `DYNAMIC=2` uses it always. Where that changes nothing in the kernel, what differs is noise.
+
+# %% [markdown]
 # - `POLYNOMIAL=4`: slower at every shape, and at causal ones its `lse` is refused by the rule. FlashAttention-4 reports a gain on
 #   Blackwell, whose tensor cores are twice as fast beside the same unit for exponentials.
 
@@ -1012,7 +1018,8 @@ for run in RUNS:
 #
 # At $D = 64$ (measured apart, $N = 8192$, `notes/phase_11_experiments.md`) the tensor pipe is busy 65 % of the time, and the unit for exponentials 65 % too;
 # FlashAttention-4's 63 and 65. Both are needed for as long (step 12), so their work would have to overlap better.
-#
+
+# %% [markdown]
 # The TFLOP/s of section 8 are about 75 % of the 989 that the data sheet gives. That is no contradiction: the pipe's share is of
 # the clocks that passed, and under such a load the chip lowers its clock. The record has seen that:
 
@@ -1173,6 +1180,8 @@ show.region(step("p11_flash"), "store", "tensor maps", "launch")
 # - `wgmma` finds operands by descriptors. One bit makes V an operand as it lies. P stays in registers.
 # - A stage has two barriers: full, for bytes, and empty, for readers.
 # - Asynchronous work pays when someone else has something to do. That is what consumers, overlap and turns are for.
+
+# %% [markdown]
 # - Measure each idea again in the final kernel. Turns pay there with a mask alone, the polynomial nowhere.
 # - The maximum is a matter of range, not of the result: look at it when a sum says that you must.
 
