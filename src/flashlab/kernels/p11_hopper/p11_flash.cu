@@ -22,7 +22,7 @@
 #ifndef POLYNOMIAL                                             // of how many MMA tiles of S one is computed so
 #define POLYNOMIAL 0
 #endif
-#ifndef TRUST                                                  // New: a full tile's maxima are looked at only in need
+#ifndef TRUST                                                  // New: not where HEAD_DIM is 256: it gains nothing there
 #define TRUST (HEAD_DIM < 256)
 #endif
 #ifndef BLOCK_N                                                // New: keys at a time
@@ -35,8 +35,8 @@ constexpr int SLAB = 64, SLAB_ROW = SLAB * 2;                  // columns of a s
 constexpr int S_TILES = BLOCK_N / MMA_N, O_TILES = HEAD_DIM / MMA_N;   // accumulators of a warp, [MMA_M, MMA_N] each
 constexpr int ROWS_PER_LANE = 2;                               // of an accumulator: g and g + 8
 constexpr int KV_BYTES = BLOCK_N * HEAD_DIM * 2;     // per tile of shared memory
-// How far the row maximum may lag behind, in log2 units, where it is looked at; and the most that a lane's part of a
-// row of P may add up to, where it is not: far from fp16's 65504.
+// How far the row maximum may lag behind, in log2 units, where it is looked at; and the most that a lane's part of
+// a row of P may add up to, where it is not: far from fp16's 65504.
 constexpr float RESCALE_ABOVE = TRUST ? 0.f : 8.f, MOST = 16384.f;
 constexpr bool O_IN_Q = HEAD_DIM == 256;                       // New: O takes the place of Q: there is no other
 constexpr int Q_STAGES = O_IN_Q ? 1 : 2;                       // New: one of them then
@@ -129,7 +129,8 @@ flash_forward(const Problem p, int heads_together, int groups, // and what TMA h
 
     // region: which rows
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE, g = lane / 4, t = lane % 4;
-    const int consumer = threadIdx.x / GROUP;
+    // One for the whole warp, as the compiler sees of a shuffle: what follows from it needs no register of each lane
+    const int consumer = __shfl_sync(~0u, threadIdx.x / GROUP, 0);
     const int m_blocks = ceil_div(p.seq_q, BLOCK_M), parts = m_blocks * p.batch * p.heads;
     const int warp_row = warp * MMA_M;                         // the warp's first, in the tile
     auto end_of = [&](int row) {                               // tiles that some row before this one sees
@@ -149,7 +150,7 @@ flash_forward(const Problem p, int heads_together, int groups, // and what TMA h
 
     // region: barriers
     if (threadIdx.x == 0) {                                    // a full one waits for one arrival, and for bytes
-        // New: a warp may read Q and K for itself, so each says when it is through with them
+        // A warp may read Q and K for itself, so each says when it is through with them
         for (int i = 0; i < Q_STAGES + 2 * STAGES; i++) mbarrier_init(full_q + 8 * i, 1);
         for (int i = 0; i < STAGES; i++) {
             mbarrier_init(empty_k + 8 * i, WARPS);
@@ -242,7 +243,7 @@ flash_forward(const Problem p, int heads_together, int groups, // and what TMA h
         wgmma_wait<0>();
         if (first_thread) mbarrier_arrive(empty_v + 8 * ((nth - 1) % STAGES));
     };
-    // New: S = Q K^T by one warp, with phase 8's instructions. q_rows: where the consumer's rows of Q begin
+    // S = Q K^T by one warp, with phase 8's instructions. q_rows: where the consumer's rows of Q begin
     auto scores_again = [&](float (&s)[S_TILES * 4], uint32_t q_rows, uint32_t k_rows) {
         // region: scores again
         const int l = threadIdx.x % WARP_SIZE, l8 = l % 8, row = threadIdx.x % GROUP / WARP_SIZE * MMA_M + l % 16;
@@ -358,7 +359,7 @@ flash_forward(const Problem p, int heads_together, int groups, // and what TMA h
         // endregion
 
         // region: trust
-        // New: P of a full tile is computed under the maximum of the tiles before. Most often that is right, or too low
+        // P of a full tile is computed under the maximum of the tiles before. Most often that is right, or too low
         // by little. If not, a sum tells: S has been overwritten by then, and the warp computes it again.
         bool in_doubt = true;
         if constexpr (TRUST && !FIRST && !MASKED) {
@@ -474,9 +475,8 @@ static CUtensorMap map_of(const void* tensor, const Strides& stride, int batch, 
 
 // region: launch
 extern "C" int64_t workspace_floats(const Problem* p) { return 1; }        // the counter
-template <class Tile> static int parts(const Problem& p) {     // New
-    return p.batch * p.heads * ceil_div(p.seq_q, Tile::BLOCK_M);
-}
+// New
+template <class Tile> int parts(const Problem& p) { return p.batch * p.heads * ceil_div(p.seq_q, Tile::BLOCK_M); }
 template <class Tile> static int launch(const Problem& p, void* stream) {
     const CUtensorMap q_map = map_of(p.q, p.q_stride, p.batch, p.heads, p.seq_q, Tile::BLOCK_M);
     const CUtensorMap k_map = map_of(p.k, p.k_stride, p.batch, p.kv_heads, p.seq_k, BLOCK_N);
