@@ -38,6 +38,8 @@ constexpr int KV_BYTES = BLOCK_N * HEAD_DIM * 2;     // per tile of shared memor
 // How far the row maximum may lag behind, in log2 units, where it is looked at; and the most that a lane's part of
 // a row of P may add up to, where it is not: far from fp16's 65504.
 constexpr float RESCALE_ABOVE = TRUST ? 0.f : 8.f, MOST = 16384.f;
+constexpr int SECOND = S_TILES / (HEAD_DIM == 64 ? 8 : 2), THIRD = S_TILES * 3 / 4;    // Portions, in MMA tiles
+constexpr bool LATE_TURN = HEAD_DIM == 64;                     // The turn is passed on after the first portion
 constexpr bool O_IN_Q = HEAD_DIM == 256;                       // New: O takes the place of Q: there is no other
 constexpr int Q_STAGES = O_IN_Q ? 1 : 2;                       // New: one of them then
 constexpr int BARRIERS = 4 + 2 * Q_STAGES + 4 * STAGES;        // 8 bytes each
@@ -286,6 +288,7 @@ flash_forward(const Problem p, int heads_together, int groups, // and what TMA h
         // tile n are s[4 n] ... s[4 n + 3].
         float s[S_TILES * 4];
         const uint64_t k_operand = descriptor(k_smem + stage * KV_BYTES);
+        constexpr bool TRUSTED = TRUST && !FIRST && !MASKED; 
         take_turn();
         wgmma_fence();                                         // the registers of s are the tensor cores' from here on
 #pragma unroll
@@ -293,7 +296,7 @@ flash_forward(const Problem p, int heads_together, int groups, // and what TMA h
             wgmma_ss<BLOCK_N, T>(s, q_operand + columns_on<BLOCK_M>(k), k_operand + columns_on<BLOCK_N>(k), k > 0);
         wgmma_commit();
         if (!FIRST) add_output();
-        pass_turn();
+        if (!TRUSTED || !LATE_TURN) pass_turn();             
         wgmma_wait<FIRST ? 0 : 1>();                           // s is ours again; acc and p_rmem are not
         // endregion
 
@@ -337,57 +340,67 @@ flash_forward(const Problem p, int heads_together, int groups, // and what TMA h
         // endregion
 
         // region: probabilities
-        // P = exp(S - maximum), in place
-        auto probabilities = [&] {
+        // P = exp(S - maximum), in place, of the MMA tiles from one to before another
+        auto probabilities = [&](int from, int to) {
+            if (from == 0) sums[0] = sums[1] = 0.f;
+            float sum[ROWS_PER_LANE][2] = {{sums[0]}, {sums[1]}};
 #pragma unroll
-            for (int r = 0; r < ROWS_PER_LANE; r++) {
-                const float base = (m_i[r] == -INFINITY ? 0.f : m_i[r]) * scale_log2;
-                float sum[2] = {};
+            for (int n = from; n < to; n++)
 #pragma unroll
-                for (int n = 0; n < S_TILES; n++)
+                for (int i = 0; i < 4; i++) {
+                    float& c = s[4 * n + i];
+                    const float base = (m_i[i / 2] == -INFINITY ? 0.f : m_i[i / 2]) * scale_log2;
+                    const float x = fmaf(c, scale_log2, -base);
+                    const bool by_polynomial = POLYNOMIAL > 0 && n % max(1, POLYNOMIAL) == 0;
+                    c = by_polynomial ? exp2_polynomial(x) : exp2_approx(x);
+                    sum[i / 2][i % 2] += c;                    // two chains
+                }
+            for (int r = 0; r < ROWS_PER_LANE; r++) sums[r] = sum[r][0] + sum[r][1];
+        };
+        // Two neighbouring accumulators of S, rounded, are the A fragment of P: no lane needs another's numbers.
+        auto round_p = [&](int from, int to) {               
 #pragma unroll
-                    for (int e = 0; e < 2; e++) {
-                        float& c = s[4 * n + 2 * r + e];
-                        const float x = fmaf(c, scale_log2, -base);
-                        const bool by_polynomial = POLYNOMIAL > 0 && n % max(1, POLYNOMIAL) == 0;
-                        c = by_polynomial ? exp2_polynomial(x) : exp2_approx(x);
-                        sum[e] += c;                           // two chains
-                    }
-                sums[r] = sum[0] + sum[1];
-            }
+            for (int i = 2 * from; i < 2 * to; i++) p_rmem[i / 4][i % 4] = pack<T>(s[2 * i], s[2 * i + 1]);
         };
         // endregion
 
         // region: trust
         // P of a full tile is computed under the maximum of the tiles before. Most often that is right, or too low
         // by little. If not, a sum tells: S has been overwritten by then, and the warp computes it again.
+        auto doubtful = [&] {                                  // May be asked of a portion too
+            bool found = false;
+            for (int r = 0; r < ROWS_PER_LANE; r++) found |= !(sums[r] <= MOST) || m_i[r] == -INFINITY;  // NaN too
+            return __any_sync(~0u, found);
+        };
         bool in_doubt = true;
-        if constexpr (TRUST && !FIRST && !MASKED) {
-            probabilities();
-            in_doubt = false;
-            for (int r = 0; r < ROWS_PER_LANE; r++) in_doubt |= !(sums[r] <= MOST) || m_i[r] == -INFINITY;  // NaN too
-            in_doubt = __any_sync(~0u, in_doubt);
-            if (in_doubt) {
-                wgmma_wait<0>();                               // p_rmem has been read: there are registers
-                scores_again(s, (uint32_t)q_operand % 16384 * 16, k_smem + stage * KV_BYTES);
-            }
+        if constexpr (TRUSTED) {
+            probabilities(0, SECOND);
+            in_doubt = doubtful();                             // No exponential is computed before its portion
+            if (LATE_TURN) pass_turn();
+            if (!in_doubt) {
+                probabilities(SECOND, THIRD);
+                output_is_there();                             // So P may be written, while the third portion
+                round_p(0, THIRD);                             // Is computed
+                probabilities(THIRD, S_TILES);
+                in_doubt = doubtful();
+            } else output_is_there();
+            if (in_doubt) scores_again(s, (uint32_t)q_operand % 16384 * 16, k_smem + stage * KV_BYTES);
         }
-        if (in_doubt) maxima(), rescale(), probabilities();
+        if (in_doubt) maxima(), rescale(), probabilities(0, S_TILES);
         for (int r = 0; r < ROWS_PER_LANE; r++) l_i[r] += sums[r];
         if (lane == 0) mbarrier_arrive(empty_k + 8 * stage);   // this warp has read K_j
         // endregion
 
         // region: rescale O
         if (!FIRST) {
-            output_is_there();
+            if (!TRUSTED) output_is_there();                 
             if (moved) {
 #pragma unroll
                 for (int i = 0; i < O_TILES * 4; i++) acc[i] *= correction[i / 2 % 2];
             }
         }
-        // Two neighbouring accumulators of S, rounded, are the A fragment of P: no lane needs another's numbers.
-#pragma unroll
-        for (int i = 0; i < BLOCK_N / 4; i++) p_rmem[i / 4][i % 4] = pack<T>(s[2 * i], s[2 * i + 1]);
+        if (in_doubt) round_p(0, THIRD);                     
+        round_p(THIRD, S_TILES);
         // endregion
         // endregion
         nth++;
