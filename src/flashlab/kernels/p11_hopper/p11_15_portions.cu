@@ -34,7 +34,7 @@ constexpr int SLAB = 64, SLAB_ROW = SLAB * 2;                  // columns of a s
 constexpr int S_TILES = BLOCK_N / MMA_N, O_TILES = HEAD_DIM / MMA_N;   // accumulators of a warp, [MMA_M, MMA_N] each
 constexpr int ROWS_PER_LANE = 2;                               // of an accumulator: g and g + 8
 constexpr int Q_BYTES = BLOCK_M * HEAD_DIM * 2, KV_BYTES = BLOCK_N * HEAD_DIM * 2;     // per tile of shared memory
-// how far the row maximum may lag behind, in log2 units, where it is looked at; and the most that a lane's part of
+// How far the row maximum may lag behind, in log2 units, where it is looked at; and the most that a lane's part of
 // a row of P may add up to, where it is not: far from fp16's 65504.
 constexpr float RESCALE_ABOVE = TRUST ? 0.f : 8.f, MOST = 16384.f;
 constexpr int SECOND = S_TILES / (HEAD_DIM == 64 ? 8 : 2), THIRD = S_TILES * 3 / 4;    // New: portions, in MMA tiles
@@ -112,7 +112,7 @@ flash_forward(const Problem p, int heads_together,             // and what TMA h
 
     // region: which rows
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE, g = lane / 4, t = lane % 4;
-    // of a shuffle the compiler sees that it is one for the whole warp, and needs no register of each lane
+    // Of a shuffle the compiler sees that it is one for the whole warp, and needs no register of each lane
     const int consumer = __shfl_sync(~0u, threadIdx.x / GROUP, 0);
     const int m_blocks = ceil_div(p.seq_q, BLOCK_M), parts = m_blocks * p.batch * p.heads;
     const int warp_row = warp * MMA_M;                         // the warp's first, in the tile
@@ -131,7 +131,7 @@ flash_forward(const Problem p, int heads_together,             // and what TMA h
 
     // region: barriers
     if (threadIdx.x == 0) {                                    // a full one waits for one arrival, and for bytes
-        // a warp may read Q and K for itself, so each says when it is through with them
+        // A warp may read Q and K for itself, so each says when it is through with them
         for (int i = 0; i < Q_STAGES + 2 * STAGES; i++) mbarrier_init(full_q + 8 * i, 1);
         for (int i = 0; i < STAGES; i++) {
             mbarrier_init(empty_k + 8 * i, WARPS);
