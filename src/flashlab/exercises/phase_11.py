@@ -340,8 +340,8 @@ def _(waits: Callable[[int, int], Waits], tile_bytes: Callable[[int, int, int], 
     got: dict[tuple[int, int], tuple[int, ...]] = {}
     for i, s in cases:
         with running(f"i={i}, stages={s}"):
-            said = tuple(waits(i, s))
-        got[i, s] = tuple(_whole(x, f"waits({i}, {s})", f"i={i}, stages={s}") for x in said)
+            three = tuple(waits(i, s))
+        got[i, s] = tuple(_whole(x, f"waits({i}, {s})", f"i={i}, stages={s}") for x in three)
         expect(
             len(got[i, s]) == 3,
             f"waits({i}, {s}) gives {len(got[i, s])} numbers; three are wanted: the stage, the consumer's parity, the "

@@ -229,14 +229,14 @@ def _predictions(q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[str, str, Te
     for order in itertools.permutations(range(4)):
         names = ", ".join(f"a{i}" for i in order)
         sentence = f"the registers of the A fragment of P are in the wrong order, {names}: which quarter is which?"
-        rows = " Or rows g and g + 8 change places where O is stored" if order == (1, 0, 3, 2) else ""
-        yield "fragment-swapped", sentence + rows, _quadrants(p, order) @ v / total
+        stored = " Or rows g and g + 8 change places where O is stored" if order == (1, 0, 3, 2) else ""
+        yield "fragment-swapped", sentence + stored, _quadrants(p, order) @ v / total
         yield "fragment-swapped", sentence.replace("of P are", "of Q are"), _attend(_quadrants(q, order), k, v)
     acc, above = p @ v, torch.arange(len(q))
-    rows = "rows {} of O are made of {}, which belong to rows {}; theirs are {}. Which two of an accumulator's four?"
-    sentence = rows.format("g + 8", "c0 and c1", "g", "c2 and c3")
+    which = "rows {} of O are made of {}, which belong to rows {}; theirs are {}. Which two of an accumulator's four?"
+    sentence = which.format("g + 8", "c0 and c1", "g", "c2 and c3")
     yield "another-row-stored", sentence, acc[torch.where(lower, above - 8, above)] / total
-    sentence = rows.format("g", "c2 and c3", "g + 8", "c0 and c1")
+    sentence = which.format("g", "c2 and c3", "g + 8", "c0 and c1")
     yield "another-row-stored", sentence, acc[torch.where(lower, above, above + 8)] / total
     yield from _reductions(q, k, v)
 
