@@ -102,6 +102,10 @@ def test_other_wrong_waits():
     assert diagnosis("11.2", lambda i, s: (min(i, s - 1), *right(i, s)[1:]), tile_bytes) == "wrong-stage"
     assert diagnosis("11.2", lambda i, s: (i % s, (i + 1) // s % 2, 1), tile_bytes) == "wrong-parity"
     assert check("11.2", lambda i, s: [i % s, i // s & 1, i // s & 1 ^ 1], tile_bytes)
+    halves = lambda i, s: (i % s, i / s % 2, right(i, s)[2])  # noqa: E731
+    assert diagnosis("11.2", halves, tile_bytes) == "not-an-integer"
+    with pytest.raises(CheckFailed, match=r"tile_bytes\(64, 64, 64\) gives 8192.0, a float; a barrier takes a whole"):
+        check("11.2", right, lambda rows, d, left: rows * (d * 2.0))
 
 
 @pytest.mark.parametrize(
@@ -278,7 +282,10 @@ BARRIER = "        named_barrier_sync(1 + CONSUMERS + consumer, GROUP);   // all
     ],
 )
 def test_a_wrong_epilogue(changes, slug):
-    got = diagnosis("11.6", changed("epilogue", *changes))
+    with pytest.raises(CheckFailed) as caught:
+        check("11.6", changed("epilogue", *changes))
+    got, fences = caught.value.diagnosis, "fence_proxy_async" in changes[0][1]
+    assert ("each thread that stores fences after its last store" in caught.value.sentence) == fences
     assert got == slug or (slug is None and got in ("race", "stage-overwritten", "proxy-fence", "never-waited"))
 
 
@@ -346,7 +353,6 @@ WAIT_K = "mbarrier_wait(empty_k + 8 * stage, free);"
         ([("        setmaxnreg_dec<PRODUCER_REGISTERS>();\n", "")], {"registers-kept"}),
         ([(" && elect_one()", "")], {"asked-by-all"}),
         ([(WAIT_K, "")], {"stage-overwritten", "released-too-early", "read-before-wait", "mbarrier-arrivals"}),
-        pytest.param([("(end - 1 - n) * BLOCK_N", "n * BLOCK_N")], {"wrong-tile"}, marks=pytest.mark.long),
         ([("(end - 1 - n) * BLOCK_N", "end - (n + 1) * BLOCK_N")], {"wrong-tile"}),
         ([("n < end;", "n < end - 1;")], {"deadlock"}),
         ([(f"k_map, {K_BAR}, key, kv_head", f"k_map, {K_BAR}, key, head")], {"wrong-tile"}),
@@ -360,6 +366,24 @@ WAIT_K = "mbarrier_wait(empty_k + 8 * stage, free);"
 def test_a_wrong_producer(changes, slugs):
     got = diagnosis("11.8", changed("producer", *changes))
     assert got not in ("exception", "wrong-type", "symptoms") and (slugs is None or got in slugs), got
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (("(end - 1 - n) * BLOCK_N", "n * BLOCK_N"), "the tiles are asked for upwards"),
+        (
+            ("stage = n % STAGES", "stage = (end - 1 - n) % STAGES"),
+            "and find tile 0 there, and with 4 tiles it is right",
+        ),
+        (("(end - 1 - n) * BLOCK_N", "(end - n) * BLOCK_N"), "the values of tile 0 are in no stage"),
+    ],
+)
+def test_which_tile_the_consumers_find_first(change, words):
+    with pytest.raises(CheckFailed, match=words) as caught:
+        check("11.8", changed("producer", change))
+    assert caught.value.diagnosis == "wrong-tile"
 
 
 def test_a_producer_that_waits_for_its_own_copies():

@@ -25,6 +25,7 @@ import torch
 from flashlab.attention import reference
 from flashlab.check import CheckFailed, expect, verification, verify
 from flashlab.check.cases import Case
+from flashlab.check.diagnose import RIGHT_AS_WRITTEN
 from flashlab.check.mistakes import weights
 from flashlab.check.mistakes.kernels import explain
 from flashlab.check.poison import guarded
@@ -250,6 +251,13 @@ def failure(findings: Sequence[Finding], whole: Source, case: str | None = None)
         sentence += (
             f". Some threads wait at the barrier{where} when others have ended: it may not stand in a branch that some "
             "do not take"
+        )
+    own = "\n".join(whole.text.splitlines()[(whole.first or 1) - 1 : whole.last])
+    if first.kind == "proxy-fence" and "fence_proxy_async" in blank_comments(own):
+        sentence += (
+            ". The fence that there is does not order this store: a fence is for what its own thread has stored before "
+            "it, or has been shown by a barrier before it. So each thread that stores fences after its last store, and "
+            "then comes the barrier"
         )
     return CheckFailed(sentence, diagnosis=first.kind, case=case)
 
@@ -709,10 +717,13 @@ def _examined(
         vague = failed.diagnosis in _VAGUE and dtype != torch.float32
         if failed.diagnosis == "no-max-subtraction":
             _expect_in_range(forward, head_dim, dtype)
+        if failed.diagnosis == "rows-not-written" and RIGHT_AS_WRITTEN in failed.sentence:
+            raise _rows_twice(failed, module, whole, head_dim, dtype, sms) from None
         known = explain(forward, head_dim) if vague else None
         if known is None or (known[0] == "wrong-with-many-keys" and failed.diagnosis in weights.SLUGS):
             raise _honest(failed) from None
         raise CheckFailed(known[1], diagnosis=known[0], case=failed.case) from None
+    _expect_last_key(forward, head_dim, dtype)
     _expect_few_keys(forward, head_dim, dtype)
     _expect_moving_maxima(forward, head_dim, dtype)
     return Verdict(checked.cases + len(reports), reports[0].counters)
@@ -762,6 +773,55 @@ def _expect_in_range(forward: Callable[..., Any], head_dim: int, dtype: torch.dt
     q = torch.full((1, 1, 16, head_dim), 5.0).to(dtype)  # scores of 200 and more, all the same
     if forward(q, q, q, causal=False, scale=None)[0].isfinite().all():
         _expect_moving_maxima(forward, head_dim, dtype)
+
+
+def _rows_twice(
+    failed: CheckFailed, module: CudaModule, whole: Source, head_dim: int, dtype: torch.dtype, sms: int
+) -> CheckFailed:
+    """Rows of o that nobody writes, though as many numbers are stored as o has: others are stored twice."""
+    rows = 256
+    report = probe(module, whole, (1, 1, 1, rows, 64, False), head_dim=head_dim, dtype=dtype, sms=sms)
+    stored = report.counters["global_store_bytes"]
+    if stored < rows * (head_dim * dtype.itemsize + 4):
+        return failed
+    sentence = (
+        f"{failed.sentence}. Yet as many numbers are stored as there are in o, so some rows are stored twice: do two "
+        "warps, or two blocks, have rows in common? The first row of a warp is the number of rows per warp times its "
+        "number"
+    )
+    return CheckFailed(sentence, diagnosis="rows-in-common", case=failed.case)
+
+
+def _expect_last_key(forward: Callable[..., Any], head_dim: int, dtype: torch.dtype) -> None:
+    """Raises CheckFailed where a block's last row alone sees a tile, one key of it, and that tile is left out."""
+    __tracebackhide__ = True
+    rows, ahead = 128, 1
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, n, head_dim, generator=generator) for n in (rows, rows + ahead, rows + ahead))
+    q[..., 0], k[..., 0] = math.sqrt(head_dim), 0.0
+    k[:, :, -1, 0], v[:, :, -1] = 4.0, 4.0  # the last key shows among many others
+    q, k, v = (x.to(dtype) for x in (q, k, v))
+    o = forward(q, k, v, causal=True, scale=None)[0][0, 0].double().cpu()
+    want = reference.attention(q, k, v, causal=True)[0][0, 0].double()
+    off = ~((o - want).abs() < 0.03).all(1)
+    if not off.any():
+        return
+    row = int(off.nonzero()[-1])
+    said = f"{int(off.sum())} of {rows} rows of o are wrong, causal with seq_k = seq_q + 1; the last one is row {row}"
+    one_q, one_k, one_v = (x.double()[0, 0] for x in (q, k, v))
+    if row == rows - 1 and _near_row(o[row], one_q[row], one_k[:rows], one_v[:rows]):
+        said = (
+            f"causal with seq_q={rows} and seq_k={rows + ahead}: row {row} does not see key {rows}, its last one, and "
+            "the only one that the block sees of its tile. How many keys does the block's last row see, and does the "
+            "loop over tiles reach the last of them?"
+        )
+        raise CheckFailed(said, diagnosis="causal-loop-too-short", case=f"seq_q={rows}, seq_k={rows + ahead}, causal")
+    raise CheckFailed(said, diagnosis="wrong-value", case=f"seq_q={rows}, seq_k={rows + ahead}, causal")
+
+
+def _near_row(got: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether a row of o is that of these keys."""
+    return bool((got - torch.softmax(k @ q / math.sqrt(len(q)), 0) @ v).abs().max() < 0.03)
 
 
 def _expect_few_keys(forward: Callable[..., Any], head_dim: int, dtype: torch.dtype) -> None:

@@ -54,7 +54,8 @@ def _structure(observations: Sequence[Observation], wrong: Sequence[Observation]
     first = wrong[0]
     for seen in wrong:
         if seen.unwritten.any():
-            return "rows-not-written", f"nothing is ever written to {_rows(seen.unwritten)} of o", seen
+            sentence = f"nothing is ever written to {_rows(seen.unwritten)} of o"
+            return "rows-not-written", sentence + _stored_over(seen), seen
     if all(seen.lse_unwritten for seen in wrong):
         return "lse-not-written", "nothing is ever written to lse", first
     if all(_nothing_finite(seen.o) for seen in observations):
@@ -98,6 +99,27 @@ def _structure(observations: Sequence[Observation], wrong: Sequence[Observation]
             others[0],
         )
     return None
+
+
+RIGHT_AS_WRITTEN = "; the rows that are written are right"
+
+
+def _stored_over(seen: Observation) -> str:
+    """Of rows that nobody has written: whether the others are right, or hold what belongs in the missing ones."""
+    missing, right, bound = seen.unwritten.any(-1), seen.truth.o, 4 * seen.truth.o_bound
+    wrong = ~(excess(seen.o, right, seen.truth.o_bound) <= 1).all(-1) & ~missing
+    if not bool((~missing).any()):
+        return ""
+    if not wrong.any():
+        return RIGHT_AS_WRITTEN
+    at = None
+    for b, h, row in wrong.nonzero().tolist():
+        fits = ((seen.o[b, h, row] - right[b, h]).abs() <= bound[b, h]).all(-1).nonzero().flatten().tolist()
+        if len(fits) != 1 or not bool(missing[b, h, fits[0]]):
+            return ""
+        at = at or (row, fits[0])
+    assert at is not None, "some row is wrong"
+    return f"; row {at[0]} of o holds what belongs in row {at[1]}, stored over its own: which row is it stored in?"
 
 
 def _as_a_sentinel_gives(seen: Observation) -> bool:

@@ -138,7 +138,8 @@ def _contrast(exercise: registry.Exercise, answers: tuple[Any, ...], case: str |
         return ""  # a source: its builds and runs take too long to be made twice
     seen, whole = _on_all_cases(exercise, answers)
     if common := seen.everywhere(what):
-        return f". {common[0].upper()}{common[1:]}"
+        name = common.split(" ")[0]  # l is not L
+        return f". {common if name == what else common[0].upper() + common[1:]}"
     others = [name for name in seen.wrong if name != case]
     if not seen.right or case not in seen.wrong:
         return ""

@@ -469,12 +469,37 @@ def _expect_state(got: Any, a: State, b: State, case: str) -> None:
         known[f"whole-state {first}"] = (one * of_a, one * (not of_a), whole)
     wrong = {slug: (*both_with(wa, wb), sentence) for slug, (wa, wb, sentence) in known.items()}
     told = {slug: (x, why) for slug, (x, _, why) in wrong.items()}
+    terms = "l is a sum of terms, so those of both states add up, each l times its own correction"
+    told |= {
+        "l-like-a-maximum": (torch.maximum(a.l * ca, b.l * cb), f"the larger of the two corrected l is kept: {terms}"),
+        "l-like-a-maximum 2": (torch.maximum(a.l, b.l), f"the larger of the two l is kept, as with a maximum: {terms}"),
+        "l-like-a-minimum": (torch.minimum(a.l * ca, b.l * cb), f"the smaller of the two l is kept: {terms}"),
+        "l-like-a-minimum 2": (torch.minimum(a.l, b.l), f"the smaller of the two l is kept: {terms}"),
+        "l-as-a-logarithm": (
+            torch.logaddexp(a.l, b.l),
+            f"the two l are joined as logarithms are, with logaddexp: {terms}",
+        ),
+        "l-multiplied": (a.l * ca * b.l * cb, f"the two l are multiplied: {terms}"),
+        "l-multiplied 2": (a.l * b.l, f"the two l are multiplied: {terms}"),
+        "l-of-one": (a.l, f"l is a's, as it was: {terms}"),
+        "l-of-one 2": (b.l, f"l is b's, as it was: {terms}"),
+        "l-subtracted": (a.l * ca - b.l * cb, f"b's l is subtracted: {terms}"),
+    }
     expect_close(l, right.l, what="l", case=case, dtype=right.l.dtype, mistakes=told)
 
     mistakes = {slug: (x, f"l is right, but o is not: {why}") for slug, (_, x, why) in wrong.items()}
     mistakes["normalised-early"] = (
         right.o / right.l.masked_fill(right.l == 0, 1.0)[..., None],
         "o was divided by l: a state stays unnormalised, finish divides once at the end",
+    )
+    terms = "o is a sum of terms, so those of both states add up, each o times its own correction"
+    wa, wb = a.o * ca[..., None], b.o * cb[..., None]
+    mistakes["o-like-a-maximum"] = torch.maximum(wa, wb), f"the larger of the two corrected o is kept: {terms}"
+    mistakes["o-like-a-maximum 2"] = torch.maximum(a.o, b.o), f"the larger of the two o is kept: {terms}"
+    mistakes["o-multiplied"] = wa * wb, f"the two o are multiplied: {terms}"
+    mistakes["o-weighted-by-l"] = (
+        a.l[..., None] * wa + b.l[..., None] * wb,
+        f"each o is multiplied by its l as well; it is not normalised: {terms}",
     )
     if a.m.ndim and a.m.shape[-1] == a.o.shape[-1]:
         mistakes["broadcast-along-the-wrong-axis"] = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from flashlab.check import (
 from flashlab.check.cases import LOWEST_SCALE, Case, case_list
 from flashlab.check.mistakes import weights
 from flashlab.check.mistakes.traffic import explain_bytes_read, explain_bytes_written
-from flashlab.check.slips import explained
+from flashlab.check.slips import Chosen, Slip, explain, explained
 from flashlab.check.symptoms import watched
 from flashlab.exercises.registry import exercise
 
@@ -96,6 +97,149 @@ def _expect_flat_memory(fn: Callable[..., Any]) -> None:
 # ---- 2.1 ---------------------------------------------------------------------------------------------------
 
 
+# Every number of 2.1 as its formula of pieces: what each is, and what a hand may have put in its place.
+_LN_2, _LN_4, _LN_8 = (math.log(x) for x in (2, 4, 8))
+_STEP: dict[str, tuple[Callable[..., float], dict[str, float]]] = {
+    "m_new": (lambda m: m, {"m": _LN_8}),
+    "correction": (lambda c: c, {"c": 0.25}),
+    "l_i": (lambda c, old, p, p2: c * old + p + p2, {"c": 0.25, "old": 1.5, "p": 1.0, "p2": 0.5}),
+    "acc": (
+        lambda c, old, p, p2, v, v2: c * old + p * v + p2 * v2,
+        {"c": 0.25, "old": 5.5, "p": 1.0, "p2": 0.5, "v": 1.0, "v2": 6.0},
+    ),
+    "O": (lambda acc, l: acc / l, {"acc": 5.375, "l": 1.875}),
+}
+_INSTEAD: dict[str, dict[float, str]] = {
+    "m": {
+        math.log(12): "that is ln(8 + 4), the log-sum-exp of the block; m_new is a maximum, the largest score",
+        math.log(15): "that is the log-sum-exp of all four scores; m_new is a maximum, the largest score",
+        math.log(10): "that is ln(2 + 8); m_new is the larger of the two maxima",
+        math.log(16): "that is the sum of the two maxima; m_new is the larger one",
+        math.log(32): "that is the sum of the block's scores; m_new is the largest score",
+        _LN_2: "that is the old maximum, ln 2; the second block has a larger score",
+        0.0: "that is the least score; m_new is the largest",
+        math.log10(8): "that is a logarithm in base 10; scores are natural, ln 8",
+    },
+    "c": {
+        0.5: "the correction is exp(ln 2 - ln 4) there; m_new is ln 8",
+        1.0: "the correction is 1 there, as if the maximum had not moved; it is exp(ln 2 - ln 8)",
+        0.125: "the correction is exp(-m_new) there; it is exp(m_i - m_new), and m_i is ln 2",
+        2.0: "the correction is exp(m_i) there; it is exp(m_i - m_new)",
+        4.0: "the correction is upside down there: exp(m_i - m_new) = 2/8",
+        0.0625: "the correction is there twice",
+        0.0: "what was there before the block is left out",
+    },
+    "correction": {
+        0.75: "that is 1 - 2/8; the correction is exp(m_i - m_new), the quotient alone",
+        _LN_8 - _LN_2: "that is m_new - m_i; the correction is exp(m_i - m_new)",
+        1 / 3: "that is the quotient of the two maxima; the correction is the exponential of their difference",
+        3.0: "that is the quotient of the two maxima; the correction is the exponential of their difference",
+        6.0: "that is the difference 8 - 2; exp(ln 2 - ln 8) is the quotient 2/8",
+        -6.0: "that is the difference 2 - 8; exp(ln 2 - ln 8) is the quotient 2/8",
+        16.0: "that is 2 · 8; exp(ln 2 - ln 8) is the quotient 2/8",
+        10.0: "that is 2 + 8; exp(ln 2 - ln 8) is the quotient 2/8",
+        2 ** (_LN_2 - _LN_8): "that is 2 to the power of m_i - m_new; it is e to that power",
+    },
+    "old of l_i": {
+        5.5: "the old acc stands where the old l_i belongs, 1.5",
+        1.0: "the old l_i is 1 there; it is 1 + 1/2",
+        2.0: "the old l_i is 2 there, a term of 1 for each key; it is 1 + 1/2",
+        3.0: "the old l_i is exp(ln 2) + exp(0) = 3 there; relative to m_i = ln 2 it is 1 + 1/2",
+        _LN_2: "the old l_i is the old maximum there",
+    },
+    "old of acc": {
+        1.5: "the old l_i stands where the old acc belongs, 5.5",
+        5.5 / 1.5: "the old acc is divided by l_i there; it stays unnormalised until the end",
+        8.0: "the old acc is 3 + 5 there; it is 1 · 3 + 1/2 · 5",
+        3.0: "the old acc is the first value alone there; it is 1 · 3 + 1/2 · 5",
+        11.0: "the old acc is 2 · 3 + 5 there; relative to m_i = ln 2 it is 5.5",
+        6.5: "the old acc is 1/2 · 3 + 5 there; it is 1 · 3 + 1/2 · 5",
+    },
+    "p": {
+        0.0: "the key with the score ln 8 is left out; its p is exp(ln 8 - ln 8) = 1",
+        8.0: "p of the score ln 8 is 8 there, exp(ln 8); it is exp(ln 8 - m_new)",
+        4.0: "p of the score ln 8 is 4 there, relative to the old maximum; it is exp(ln 8 - m_new)",
+        2.0: "p of the score ln 8 is 2 there, relative to the score ln 4; it is exp(ln 8 - m_new)",
+        0.25: "p of the score ln 8 is multiplied by the correction; it is relative to m_new already",
+        _LN_8: "p of the score ln 8 is the score itself there; it is exp(ln 8 - m_new)",
+    },
+    "p2": {
+        0.0: "the key with the score ln 4 is left out; its p is exp(ln 4 - ln 8) = 1/2",
+        4.0: "p of the score ln 4 is 4 there, exp(ln 4); it is exp(ln 4 - m_new)",
+        2.0: "p of the score ln 4 is 2 there: exp(ln 4 - ln 8) is 4/8",
+        1.0: "p of the score ln 4 is 1 there; only the largest score has p = 1, and exp(ln 4 - ln 8) is 1/2",
+        0.25: "p of the score ln 4 is 1/4 there; exp(ln 4 - ln 8) is 1/2",
+        0.125: "p of the score ln 4 is multiplied by the correction; it is relative to m_new already",
+        -_LN_2: "p of the score ln 4 is ln 4 - ln 8 there, without exp",
+        _LN_4: "p of the score ln 4 is the score itself there; it is exp(ln 4 - m_new)",
+    },
+    "v": {
+        6.0: "the value of the key with the score ln 8 is 6 there; it is 1",
+        3.0: "the value of the key with the score ln 8 is 3 there, one of the first block's; it is 1",
+        8.0: "the value of the key with the score ln 8 is 8 there; it is 1",
+    },
+    "v2": {
+        1.0: "the value of the key with the score ln 4 is 1 there; it is 6",
+        5.0: "the value of the key with the score ln 4 is 5 there, one of the first block's; it is 6",
+        4.0: "the value of the key with the score ln 4 is 4 there; it is 6",
+    },
+    "acc of O": {
+        5.5: "O is the old acc divided by l_i there; it is the new one",
+        4.0: "O has the second block's values alone in it; acc is the sum of both blocks'",
+        1.375: "O has the first block's values alone in it; acc is the sum of both blocks'",
+        9.5: "O is an acc that was not corrected divided by l_i",
+        10.0: "O is 3 + 1 + 6 divided by l_i; acc has each value times its weight",
+    },
+    "l of O": {
+        3.0: "O is acc divided by an l_i that was not corrected, 3; the new one is 0.25 · 1.5 + 1.5",
+        2.0: "O is acc divided by 2, the number of blocks or of keys in one; it is divided by l_i",
+        4.0: "O is acc divided by 4, the number of keys; it is divided by l_i",
+        0.375: "O is acc divided by the first block's part of l_i alone",
+        1 / 1.875: "O is acc times l_i; it is acc divided by l_i",
+        15.0: "O is acc divided by 15, the sum of exp(score); acc is relative to m_new, and so is l_i",
+    },
+    "O itself": {
+        5.5 / 1.5: "that is the first block's output alone",
+        4.0 / 1.5: "that is the second block's output alone",
+        5.5 / 1.5 + 4.0 / 1.5: "that is the sum of the two blocks' outputs; their acc and their l_i are added",
+        (5.5 / 1.5 + 4.0 / 1.5) / 2: "that is the mean of the two blocks' outputs; their acc and l_i are added",
+        5.5 / 1.5 * 0.25 + 4.0 / 1.5: "the two blocks' outputs are added, each divided by an l_i of its own",
+        15 / 4: "that is the mean of the four values; each has its own weight",
+        15.0: "that is the sum of the four values; each has its own weight",
+        43 / 15 / 4: "O is multiplied by the correction once more",
+    },
+}  # fmt: skip
+
+
+def _by_hand(name: str, mine: Any) -> tuple[str, str] | None:
+    """Which piece of a number's formula would have to be another one to give it, or which terms it should have."""
+    formula, right = _STEP[name]
+    # A number with a meaning of its own has no pieces to search.
+    whole = {"correction": "correction", "O": "O itself"}.get(name)
+    for value, said in _INSTEAD.get(whole or "", {}).items():
+        if abs(float(mine) - value) < 1e-3:
+            return f"{name.lower()}-by-hand", f"{name}: {said}"
+    choices = []
+    for piece in right:
+        instead = _INSTEAD.get(f"{piece} of {name}") or _INSTEAD.get(piece, {})
+        choices += [Slip(piece, value, said, f"{name.lower()}-by-hand") for value, said in instead.items()]
+
+    def fits(chosen: Chosen) -> bool:
+        return abs(formula(**{**right, **chosen}) - float(mine)) < 1e-3
+
+    if found := explain(fits, choices, most=1):
+        return found[0], f"{name}: this number would come of one slip: {found[1]}"
+    terms = {
+        "l_i": "the old l_i times the correction, and exp(score - m_new) of each of the two new scores",
+        "acc": "the old acc times the correction, and for each of the two new keys exp(score - m_new) times its value",
+    }.get(name)
+    if terms is None:
+        return None
+    off = float(mine) - formula(**right)
+    how = f"{abs(off):.4g} too {'large' if off > 0 else 'small'}"
+    return f"{name.lower()}-by-hand", f"{name} is {float(mine):.6g}, {how}. It has three terms: {terms}"
+
+
 @exercise(
     "2.1",
     title="One step by hand",
@@ -118,82 +262,90 @@ def _(one_step: Callable[[], dict[str, float]]) -> str:
         diagnosis="wrong-type",
     )
     ln = math.log
-    expect_close(
-        got["m_new"],
-        ln(8),
-        what="m_new",
-        tol=1e-3,
-        mistakes={
-            "exponential-for-score": (8.0, "m_new is a score, ln 8; 8 is its exponential"),
-            "block-maximum-only": (ln(4), "m_new is the largest score seen so far, in both blocks: ln 8"),
-            "base-2": (3.0, "m_new is in natural units: ln 8, not log2 of it"),
-        },
-    )
-    expect_close(
-        got["correction"],
-        0.25,
-        what="correction",
-        tol=1e-3,
-        mistakes={
-            "correction-inverted": (
-                4.0,
-                "the correction is upside down: a larger maximum must shrink the old sums, exp(m_i - "
-                "m_new), not exp(m_new - m_i)",
-            ),
-            "exponential-forgotten": (
-                ln(2) - ln(8),
-                "that is m_i - m_new; the correction is its exponential",
-            ),
-        },
-    )
-    expect_close(
-        got["l_i"],
-        1.875,
-        what="l_i",
-        tol=1e-3,
-        mistakes={
-            "l-not-rescaled": (
-                3.0,
-                "l_i: the old sum 1.5 is relative to the old maximum; correct it before you add",
-            ),
-            "l-forgotten": (1.5, "l_i: only one block is in it"),
-            "p-not-shifted": (0.375 + 12, "l_i: p of the second block is relative to m_new: 8/8 and 4/8, not 8 and 4"),
-            "p-not-shifted-nor-l": (1.5 + 12, "l_i: both blocks' sums have to be relative to m_new"),
-            "p-of-4": (1.625, "l_i: p of the score ln 4 is exp(ln 4 - ln 8)"),
-            "l-of-the-old": (0.375, "l_i: the second block's sum is missing"),
-        },
-    )
-    expect_close(
-        got["acc"],
-        5.375,
-        what="acc",
-        tol=1e-3,
-        mistakes={
-            "acc-not-rescaled": (
-                9.5,
-                "acc: the old 5.5 is relative to the old maximum; correct it before you add",
-            ),
-            "acc-forgotten": (4.0, "acc: only the second block is in it"),
-            "acc-of-the-old": (1.375, "acc: the second block's values are missing"),
-            "values-swapped": (1.375 + 6 + 0.5, "acc: each value goes with its own key's weight: 1 · 1 + 1/2 · 6"),
-            "p-not-shifted": (1.375 + 8 + 24, "acc: p of the second block is relative to m_new: 8/8 and 4/8"),
-            "normalised-early": (
-                5.5 / 1.5 * 0.25 + 4,
-                "acc: the old one was divided by l_i first; it stays unnormalised until the end",
-            ),
-        },
-    )
-    expect_close(
-        got["O"],
-        43 / 15,
-        what="O",
-        tol=1e-3,
-        mistakes={
-            "not-normalised": (5.375, "O is acc divided by l_i, once, at the end"),
-            "old-l": (5.375 / 1.5, "O is acc divided by the new l_i, not by the one before the step"),
-            "inverted": (15 / 43, "O is acc divided by l_i, not l_i by acc"),
-        },
-    )
+    with explained(partial(_by_hand, "m_new", got["m_new"])):
+        expect_close(
+            got["m_new"],
+            ln(8),
+            what="m_new",
+            tol=1e-3,
+            mistakes={
+                "exponential-for-score": (8.0, "m_new is a score, ln 8; 8 is its exponential"),
+                "block-maximum-only": (ln(4), "m_new is the largest score seen so far, in both blocks: ln 8"),
+                "base-2": (3.0, "m_new is in natural units: ln 8, not log2 of it"),
+            },
+        )
+    with explained(partial(_by_hand, "correction", got["correction"])):
+        expect_close(
+            got["correction"],
+            0.25,
+            what="correction",
+            tol=1e-3,
+            mistakes={
+                "correction-inverted": (
+                    4.0,
+                    "the correction is upside down: a larger maximum must shrink the old sums, exp(m_i - "
+                    "m_new), not exp(m_new - m_i)",
+                ),
+                "exponential-forgotten": (
+                    ln(2) - ln(8),
+                    "that is m_i - m_new; the correction is its exponential",
+                ),
+            },
+        )
+    with explained(partial(_by_hand, "l_i", got["l_i"])):
+        expect_close(
+            got["l_i"],
+            1.875,
+            what="l_i",
+            tol=1e-3,
+            mistakes={
+                "l-not-rescaled": (
+                    3.0,
+                    "l_i: the old sum 1.5 is relative to the old maximum; correct it before you add",
+                ),
+                "l-forgotten": (1.5, "l_i: only one block is in it"),
+                "p-not-shifted": (
+                    0.375 + 12,
+                    "l_i: p of the second block is relative to m_new: 8/8 and 4/8, not 8 and 4",
+                ),
+                "p-not-shifted-nor-l": (1.5 + 12, "l_i: both blocks' sums have to be relative to m_new"),
+                "p-of-4": (1.625, "l_i: p of the score ln 4 is exp(ln 4 - ln 8)"),
+                "l-of-the-old": (0.375, "l_i: the second block's sum is missing"),
+            },
+        )
+    with explained(partial(_by_hand, "acc", got["acc"])):
+        expect_close(
+            got["acc"],
+            5.375,
+            what="acc",
+            tol=1e-3,
+            mistakes={
+                "acc-not-rescaled": (
+                    9.5,
+                    "acc: the old 5.5 is relative to the old maximum; correct it before you add",
+                ),
+                "acc-forgotten": (4.0, "acc: only the second block is in it"),
+                "acc-of-the-old": (1.375, "acc: the second block's values are missing"),
+                "values-swapped": (1.375 + 6 + 0.5, "acc: each value goes with its own key's weight: 1 · 1 + 1/2 · 6"),
+                "p-not-shifted": (1.375 + 8 + 24, "acc: p of the second block is relative to m_new: 8/8 and 4/8"),
+                "normalised-early": (
+                    5.5 / 1.5 * 0.25 + 4,
+                    "acc: the old one was divided by l_i first; it stays unnormalised until the end",
+                ),
+            },
+        )
+    with explained(partial(_by_hand, "O", got["O"])):
+        expect_close(
+            got["O"],
+            43 / 15,
+            what="O",
+            tol=1e-3,
+            mistakes={
+                "not-normalised": (5.375, "O is acc divided by l_i, once, at the end"),
+                "old-l": (5.375 / 1.5, "O is acc divided by the new l_i, not by the one before the step"),
+                "inverted": (15 / 43, "O is acc divided by l_i, not l_i by acc"),
+            },
+        )
     return "all five values right; O = 43/15, as the softmax over all four keys gives"
 
 

@@ -195,6 +195,15 @@ def _(whose: Callable[..., tuple[int, int, int, int]]) -> str:
             given(lambda i, bh, h, kv, g, m, b: (bh % h, bh // h, bh % h // g, i % m)),
             "batch and head are exchanged: the heads of one batch are neighbours",
         ),
+        "batch-and-head-exchanged 2": (
+            given(lambda i, bh, h, kv, g, m, b: (bh % h, bh // h, bh // h // g, i % m)),
+            "batch and head are exchanged, and kv_head is the wrong one's: the heads of one batch are neighbours, "
+            "so the quotient by `heads` is the batch and the remainder the head",
+        ),
+        "batches-fastest": (
+            given(lambda i, bh, h, kv, g, m, b: (bh % b, bh // b, bh // b // g, i % m)),
+            "neighbouring heads are of different batches here; the heads of one batch are neighbours",
+        ),
     }
     cards = "deals the key heads out like cards; the query heads that share a key head are neighbours"
     reduced = "head counts on through the batches; in each batch it begins at 0: what is the remainder?"
@@ -203,6 +212,15 @@ def _(whose: Callable[..., tuple[int, int, int, int]]) -> str:
             "batch-not-divided": (
                 given(lambda i, bh, h, kv, g, m, b: bh),
                 "batch counts heads: divide it by the heads of a batch",
+            ),
+            "head-for-batch": (
+                given(lambda i, bh, h, kv, g, m, b: bh % h),
+                "batch is what head should be, the remainder by `heads`; the batch is the quotient",
+            ),
+            "batch-by-group": (given(lambda i, bh, h, kv, g, m, b: bh // g), "batch counts groups of heads"),
+            "batch-by-blocks": (
+                given(lambda i, bh, h, kv, g, m, b: i // m // m),
+                "batch is divided by m_blocks twice; once by `heads`",
             ),
             "batch-from-pid": (
                 given(lambda i, bh, h, kv, g, m, b: i // h),
@@ -215,6 +233,23 @@ def _(whose: Callable[..., tuple[int, int, int, int]]) -> str:
         },
         "head": {
             "head-not-reduced": (given(lambda i, bh, h, kv, g, m, b: bh), reduced),
+            "batch-for-head": (
+                given(lambda i, bh, h, kv, g, m, b: bh // h),
+                "head is what batch should be, the quotient by `heads`; the head is the remainder",
+            ),
+            "head-by-kv-heads": (
+                given(lambda i, bh, h, kv, g, m, b: bh % kv),
+                "head is the remainder by kv_heads; a batch has `heads` query heads",
+            ),
+            "head-by-group": (
+                given(lambda i, bh, h, kv, g, m, b: bh % g),
+                "head is the remainder by heads // kv_heads; a batch has `heads` query heads",
+            ),
+            "head-by-blocks": (
+                given(lambda i, bh, h, kv, g, m, b: bh % m),
+                "head is the remainder by m_blocks; it is that by `heads`",
+            ),
+            "head-zero": (given(lambda i, bh, h, kv, g, m, b: 0), "head is 0 for every program"),
             "head-from-pid": (
                 given(lambda i, bh, h, kv, g, m, b: i % h),
                 "head is pid % heads: the blocks of a head are in pid too",
@@ -241,6 +276,14 @@ def _(whose: Callable[..., tuple[int, int, int, int]]) -> str:
                 given(lambda i, bh, h, kv, g, m, b: bh // g),
                 "kv_head counts on through the batches; in each batch it begins at 0",
             ),
+            "kv-head-of-the-batch": (
+                given(lambda i, bh, h, kv, g, m, b: bh // h // g),
+                "kv_head is computed from the batch; it is the group of the head",
+            ),
+            "kv-head-reduced-later": (
+                given(lambda i, bh, h, kv, g, m, b: bh % kv),
+                "kv_head is pid // m_blocks % kv_heads: it is the group of the head, head // (heads // kv_heads)",
+            ),
             "kv-head-zero": (given(lambda i, bh, h, kv, g, m, b: 0), "kv_head is 0 for every head"),
             "turned-round": (
                 given(lambda i, bh, h, kv, g, m, b: bh % h * h // kv),
@@ -253,6 +296,11 @@ def _(whose: Callable[..., tuple[int, int, int, int]]) -> str:
                 "the blocks of a head come in the opposite order; here the first program has the first block",
             ),
             "block-from-one": (given(lambda i, bh, h, kv, g, m, b: i % m + 1), "block counts from 1; it begins at 0"),
+            "block-not-reduced": (given(lambda i, bh, h, kv, g, m, b: i), "block is pid; each head begins at 0 again"),
+            "block-quotient": (
+                given(lambda i, bh, h, kv, g, m, b: bh),
+                "block is pid // m_blocks; it is the remainder, pid % m_blocks",
+            ),
             "block-of-heads": (
                 given(lambda i, bh, h, kv, g, m, b: i % h),
                 "block is pid % heads; a head has m_blocks of them",

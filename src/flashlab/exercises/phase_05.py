@@ -14,7 +14,7 @@ import torch
 from flashlab import runtime
 from flashlab.attention.cost import Meter
 from flashlab.check import CheckFailed, expect, expect_all_close, expect_close, running
-from flashlab.check.mistakes.backward import MISTAKES, Head, added_up, gradients, statistics
+from flashlab.check.mistakes.backward import BASES, MISTAKES, Head, added_up, gradients, statistics
 from flashlab.check.slips import explained, right_where
 from flashlab.exercises.registry import exercise
 from flashlab.exercises.triton_answers import compiles, explain_undefined, in_bounds, kernel_of
@@ -310,7 +310,7 @@ def _expect_gradients(
     for name in names:
 
         def models(name: str = name) -> Models:
-            told = {slug: (values(name, slug), f"{name}: {MISTAKES[slug]}") for slug in mistakes}
+            told = {slug: (values(name, slug), f"{name}: {MISTAKES[slug]}") for slug in (*mistakes, *_ALONE)}
             for other in names:
                 if other != name:
                     told[f"exchanged {other}"] = (
@@ -327,6 +327,7 @@ def _expect_gradients(
         expect_all_close(right, what=name, mistakes=models)
 
 
+_ALONE = (*BASES, "gradient-times-log2e", "gradient-times-ln2")  # not tried together with another slip
 _OF_DQ = (
     "delta-missing", "delta-added", "p-missing", "dp-for-ds", "p-for-ds", "v-for-k", "k-for-v", "scale-missing",
     "scale-twice", "scores-not-scaled", "sign-inverted", "probabilities-not-normalised", "softmax-per-tile",

@@ -32,6 +32,7 @@ from flashlab.check.cuda_answer import (
     whole_kernel,
 )
 from flashlab.check.mistakes import tiles, weights
+from flashlab.check.slips import explained
 from flashlab.check.stored import expect_stored, expect_written, marked
 from flashlab.cuda import load_inline
 from flashlab.exercises.registry import exercise
@@ -69,9 +70,13 @@ def _(add_bias: str) -> str:
     try:
         _expect_sums(answer)
     except CheckFailed as failed:
-        if failed.diagnosis not in ("elements-missing", "global-race") or (known := _other_place(answer)) is None:
+        if failed.diagnosis not in ("elements-missing", "global-race"):
             raise
-        raise CheckFailed(known, diagnosis="another-element", case=failed.case) from None
+        if (known := _other_place(answer)) is not None:
+            raise CheckFailed(known, diagnosis="another-element", case=failed.case) from None
+        if (known := _other_limits(answer)) is not None:
+            raise CheckFailed(known, diagnosis="wrong-guard", case=failed.case) from None
+        raise
     return f"{len(_MATRICES)} shapes, both builds"
 
 
@@ -155,6 +160,43 @@ _TAKEN: dict[str, Callable[[Any, Any, Any, Any], Any]] = {
 }
 _ROW, _COL = list(_TAKEN)[:2]
 
+# What the guard may let through, of row, col, rows and cols, where row and col are right.
+_LIMITS: dict[str, tuple[Callable[[Any, Any, int, int], Any], str]] = {
+    "row < cols and col < rows": (
+        lambda r, c, rows, cols: (r < cols) & (c < rows), "the two limits are exchanged",
+    ),
+    "row < rows and col < rows": (lambda r, c, rows, cols: (r < rows) & (c < rows), "col has the other's limit"),
+    "row < cols and col < cols": (lambda r, c, rows, cols: (r < cols) & (c < cols), "row has the other's limit"),
+    "row < rows - 1": (lambda r, c, rows, cols: (r < rows - 1) & (c < cols), "the last row is left out"),
+    "col < cols - 1": (lambda r, c, rows, cols: (r < rows) & (c < cols - 1), "the last column is left out"),
+    "row < rows - 1 and col < cols - 1": (
+        lambda r, c, rows, cols: (r < rows - 1) & (c < cols - 1), "the last row and the last column are left out",
+    ),
+    "row > 0": (lambda r, c, rows, cols: (r > 0) & (r < rows) & (c < cols), "row 0 is left out"),
+    "col > 0": (lambda r, c, rows, cols: (c > 0) & (r < rows) & (c < cols), "column 0 is left out"),
+}  # fmt: skip
+
+
+def _other_limits(answer: Answer) -> str | None:
+    """Which elements the guard lets through, if just one formula gives those that are written, in all shapes."""
+    left, told = dict(_LIMITS), 0
+    for rows, cols in (*_MATRICES, (8, 96), (12, 20), (96, 64)):
+        x, bias, y = _random(rows, cols), _random(cols, seed=1), marked(rows, cols)
+        try:
+            answer.run(x, bias, y, rows, cols, case="", check=True)
+        except CheckFailed:  # out of bounds: no element to compare
+            continue
+        written = ~y.isnan()
+        if not torch.allclose(y[written], (x + bias)[written], rtol=0, atol=1e-4):
+            return None  # more is wrong than which are written
+        told += not bool(written.all())
+        r, c = torch.meshgrid(torch.arange(rows), torch.arange(cols), indexing="ij")
+        left = {name: x for name, x in left.items() if torch.equal(written, x[0](r, c, rows, cols))}
+    if told < 2 or len(left) != 1:
+        return None
+    (name, (_, said)), *_ = left.items()
+    return f"the elements that are written are those with {name}: {said}; a row is below rows, a column below cols"
+
 
 def _other_place(answer: Answer) -> str | None:
     """Which row and column the threads take, if just one pair of formulas has written what is written in all shapes."""
@@ -222,6 +264,45 @@ def _row_sectors(rows: int, cols: int, bias: bool = True) -> int:
 )
 def _(block_sum: str) -> str:
     answer = Answer(block_sum, "block_sum")
+    with explained(lambda: _divisors(answer)):
+        _expect_fractions(answer)
+    return "no race, right fractions"
+
+
+def _divisors(answer: Answer) -> tuple[str, str] | None:
+    """Of which numbers of x the sums are made that threads divide by: block j has a 2 at j, and the last one has none.
+
+    Only where each sum is so many times each number.
+    """
+    x = torch.ones(129, 128) + torch.eye(129, 128)
+    y = marked(129, 128)
+    answer.run(x, y, 129, case="", check=False)
+    divisor = (x / y).double()  # [blocks, threads]
+    times = (divisor[:128] - divisor[128]).T  # [threads, numbers of x]
+    whole = times.round()
+    if not times.isfinite().all() or (times - whole).abs().max() > 0.01:
+        return None
+    if (whole.sum(1) - divisor[128]).abs().max() > 0.01:
+        return None
+    wrong = (whole != 1).any(1)
+    if not wrong.any():
+        return None
+    thread = int(wrong.nonzero()[0])
+    which = whole[thread]
+    has = f"has {pattern.runs(which != 0, 'element')} in it" if which.any() else "is 0"
+    has += f", {int((which == 0).sum())} of the 128 numbers are missing" if (which == 0).any() else ""
+    has += f", and {pattern.runs(which > 1, 'element')} more than once" if (which > 1).any() else ""
+    if bool((whole == which).all()):
+        return "partial-sum", f"the sum that all threads divide by {has}; it is that of all 128"
+    right = f", that of thread {int((~wrong).nonzero()[0])} is right" if not wrong.all() else ""
+    return "partial-sum", (
+        f"the threads divide by different sums: that of thread {thread} {has}{right}; all 128 numbers are in "
+        "part_smem[0] at the end"
+    )
+
+
+def _expect_fractions(answer: Answer) -> None:
+    __tracebackhide__ = True
     for blocks in (1, 3):
         x = 1 + _random(blocks, 128, seed=blocks).abs()
         for check in (True, False):
@@ -263,7 +344,6 @@ def _(block_sum: str) -> str:
                 diagnosis="no-tree",
                 case=f"blocks={blocks}",
             )
-    return "no race, right fractions"
 
 
 def _tree(x: torch.Tensor) -> torch.Tensor:

@@ -723,6 +723,45 @@ def _expect_earlier_tile(in_loop: str) -> None:
         raise CheckFailed(sentence, diagnosis="wrong-tile")
 
 
+_ASKED = (
+    '__device__ inline int flashlab_asked(int j) { if (threadIdx.x == 0 && blockIdx.x == 0) printf("%d ", j); '
+    "return j; }\n#define load_kv(...) load_kv(flashlab_asked(__VA_ARGS__))\n"
+)
+
+
+def _tiles_asked(whole: Source) -> list[int] | None:
+    """The arguments of the calls of load_kv, in their order, for one block of 64 queries; None where it cannot run.
+
+    The macro takes calls alone: where load_kv is defined, no bracket follows.
+    """
+    if not re.search(
+        r"\bauto\s+load_kv\s*=\s*\[&\]\(int (\w+)\)\s*\{\s*const int n_start = \1 \* BLOCK_N\b", whole.text
+    ):
+        return None  # another function, whose argument may count otherwise
+    at = re.search(r'#include "problem.cuh"\n', whole.text).end()  # type: ignore[union-attr]
+    words = walk(Source(whole.text[:at] + _ASKED + whole.text[at:], whole.name))
+    return None if words is None else [int(word) for word in words]
+
+
+def _expect_order(whole: Source, failed: CheckFailed) -> None:
+    """Raises CheckFailed where the tiles are not asked for in the order in which the loop takes them."""
+    __tracebackhide__ = True
+    asked = _tiles_asked(whole)
+    if asked is None:
+        return
+    end = -(-WALKED // 64)
+    there = [j for j in asked if 0 <= j < end]
+    if there == list(range(end - 1, -1, -1)):
+        return
+    numbers = listed([str(j) for j in asked])
+    raise CheckFailed(
+        f"with {end} tiles of keys load_kv is called for {numbers}: the loop takes tile {end - 1} first, then down to "
+        "0, so they have to be asked for in that order, two before the loop and one more in each round",
+        diagnosis="wrong-order",
+        case=failed.case,
+    ) from None
+
+
 _WAIT = re.compile(r"\bcp_async_wait<([^;]*)>\(\)\s*;")
 
 
@@ -778,6 +817,8 @@ def _(before_loop: str, in_loop: str) -> str:
                 "that is one group",
                 diagnosis="wrong-wait-count",
             ) from None
+        if failed.diagnosis != "does-not-compile":
+            _expect_order(whole, failed)
         raise
     shared = built(whole, check=True)
     report = probe(shared, whole, PROBES[1])

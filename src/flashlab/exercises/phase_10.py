@@ -171,7 +171,8 @@ def _(bottleneck: Callable[..., tuple[str, float, int]]) -> str:
         return own / (sum(_own(row) for row in rows if row.key in _PARTS) or math.nan)
 
     shares = [(case, _number(x[1], "the share", case), right(profiles[case], _own)) for case, x in got.items()]
-    expect_all_close(
+    quotient = explained(lambda: _quotient([(profiles[case], x) for case, x, _ in shares]))
+    quotient(expect_all_close)(
         [(case, x, a / b) for case, x, (a, b) in shares],
         what="the share",
         tol=0.006,  # two decimals will do
@@ -235,6 +236,54 @@ def _(bottleneck: Callable[..., tuple[str, float, int]]) -> str:
         },
     )
     return f"{len(profiles)} profiles, two of them made on this machine"
+
+
+def _quotient(shares: Sequence[tuple[EventList, float]]) -> tuple[str, str] | None:
+    """The two numbers of a profile whose quotient each share is, if just one pair gives them all."""
+    found: list[str] = []
+    of_each = [_numbers_of(rows) for rows, _ in shares]
+    for a, b in itertools.permutations(of_each[0], 2):
+        if all(x[b] and abs(x[a] / x[b] - share) <= 0.003 for x, (_, share) in zip(of_each, shares, strict=True)):
+            found.append(f"the share is a quotient of other numbers: {a}, divided by {b}")
+    whole = "It should be the part's own time, divided by the own times of all rows"
+    return ("wrong-quotient", f"{found[0]}. {whole}") if len(found) == 1 else None
+
+
+def _numbers_of(rows: EventList) -> dict[str, float]:
+    """What may be divided by what, of one profile."""
+    own, calls, totals = (_by_part(rows, _PARTS, of) for of in (_own, _calls, _total))
+    slowest = _most(own)
+    in_order = sorted(own.values())
+    mine = [row for row in rows if _PARTS.get(row.key, "other") == slowest]
+    return {
+        "the part's own time": own[slowest],
+        "the part's cpu_time_total": totals[slowest],
+        "the part's own time per call": own[slowest] / calls[slowest],
+        "the part's own time times its calls": own[slowest] * calls[slowest],
+        "the part's calls": calls[slowest],
+        "the part's rows": len(mine),
+        "the time of the part's first row": _own(mine[0]),
+        "the time of the part's last row": _own(mine[-1]),
+        "the own times of all rows": sum(in_order),
+        "the cpu_time_total of all rows": sum(totals.values()),
+        "the largest cpu_time_total of a row": max(map(_total, rows)),
+        "the largest own time of a row": max(map(_own, rows)),
+        "the calls of all rows": sum(calls.values()),
+        "the number of rows": len(rows),
+        "the number of parts": len(own),
+        "the time of the second slowest part": in_order[-2],
+        "the times of the two slowest parts": in_order[-1] + in_order[-2],
+        "the time of the fastest part": in_order[0],
+        "the mean time of a part": sum(in_order) / len(own),
+        "the mean time of a row": sum(in_order) / len(rows),
+        'the time of "other"': own.get("other", 0.0),
+        "the sum of the parts' times per call": sum(t / calls[p] for p, t in own.items()),
+        "the sum of each part's time times its calls": sum(t * calls[p] for p, t in own.items()),
+        "the time of the first row": _own(rows[0]),
+        "the time of the last row": _own(rows[-1]),
+        "the times of all rows but the first": sum(in_order) - _own(rows[0]),
+        "the times of all rows but the last": sum(in_order) - _own(rows[-1]),
+    }
 
 
 def _expect_parts(got: Mapping[str, tuple[Any, ...]], profiles: Mapping[str, EventList]) -> None:
@@ -392,6 +441,15 @@ def _(worth: Callable[..., tuple[float, float, float]]) -> str:
         "attention + layers": lambda a, b: a + b, "1 - attention": lambda a, b: 1 - a, "1 - layers": lambda a, b: 1 - b,
         "1 - attention · layers": lambda a, b: 1 - a * b, "(1 - attention) · layers": lambda a, b: (1 - a) * b,
         "attention · (1 - layers)": lambda a, b: a * (1 - b), "attention / layers": lambda a, b: a / b,
+        "(attention + layers) / 2": lambda a, b: (a + b) / 2,
+        "1 - (attention + layers) / 2": lambda a, b: 1 - (a + b) / 2,
+        "min(attention, layers)": lambda a, b: min(a, b), "1 - min(attention, layers)": lambda a, b: 1 - min(a, b),
+        "max(attention, layers)": lambda a, b: max(a, b), "1 - max(attention, layers)": lambda a, b: 1 - max(a, b),
+        "attention · layers²": lambda a, b: a * b * b, "1 - attention · layers²": lambda a, b: 1 - a * b * b,
+        "attention² · layers": lambda a, b: a * a * b, "1 - attention² · layers": lambda a, b: 1 - a * a * b,
+        "1 - attention · (1 - layers)": lambda a, b: 1 - a * (1 - b), "1 - attention / layers": lambda a, b: 1 - a / b,
+        "1 - attention - layers": lambda a, b: 1 - a - b, "1": lambda a, b: 1.0, "1 + attention": lambda a, b: 1 + a,
+        "1 + attention · layers": lambda a, b: 1 + a * b,
     }  # fmt: skip
     combined: dict[str, Callable[[float, float, float, float], float]] = {
         "layer · layers": lambda layer, a, b, s: layer * b,
@@ -415,7 +473,14 @@ def _(worth: Callable[..., tuple[float, float, float]]) -> str:
                 near = (abs(x - y) <= 0.006 or x == y for x, y in zip(mine, values, strict=True))
                 return all(ok or math.isinf(y) for ok, y in zip(near, values, strict=True))
 
-            if same(given(rights[name])):
+            wanted = given(rights[name])
+            endless = [i for i, (x, y) in enumerate(zip(mine, wanted, strict=True)) if math.isinf(y) and x != y]
+            if same(wanted) and endless:
+                return "limit-finite", (
+                    f"{name} is right but where attention is the whole step: no time is left then: math.inf, not "
+                    f"{mine[endless[0]]:.6g}"
+                )
+            if same(wanted):
                 continue
             kept = "1 - attention" if name == "layer" else "1 - attention · layers"
             went = kept.removeprefix("1 - ")
@@ -427,6 +492,17 @@ def _(worth: Callable[..., tuple[float, float, float]]) -> str:
                     wrong = [f"what keeps its time is {kept}, and not {stays}"] if stays != kept else []
                     wrong += [f"what gets faster is {went}, and not {gets}"] if gets != went and faster != "0" else []
                     return "wrong-share", f"{name} is 1 / ({stays} + {faster}): {'; '.join(wrong)}"
+            counts: dict[str, Callable[[float], float]] = {
+                "faster - 1": lambda s: s - 1, "faster + 1": lambda s: s + 1, "faster²": lambda s: s * s,
+                "the square root of faster": math.sqrt, "faster / 2": lambda s: s / 2, "2 · faster": lambda s: 2 * s,
+            }  # fmt: skip
+            for words, g in counts.items() if name != "limit" else ():
+                share = shares[went]
+                if same(given(lambda a, b, s, g=g, share=share: 1 / (1 - share(a, b) + share(a, b) / g(s)))):  # type: ignore[misc]
+                    return (
+                        "wrong-factor",
+                        f"{name} is right for {words} in the place of `faster`: {went} is divided by that",
+                    )
             for words, f in combined.items():
                 if same(given(lambda a, b, s, f=f: f(amdahl(a, s), a, b, s))):  # type: ignore[misc]
                     return "factors-combined", (

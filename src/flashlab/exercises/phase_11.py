@@ -7,6 +7,7 @@ the same lines of a kernel of the ladder, as in phases 8 and 9.
 from __future__ import annotations
 
 import functools
+import operator
 import random
 import re
 from collections import Counter
@@ -339,7 +340,8 @@ def _(waits: Callable[[int, int], Waits], tile_bytes: Callable[[int, int, int], 
     got: dict[tuple[int, int], tuple[int, ...]] = {}
     for i, s in cases:
         with running(f"i={i}, stages={s}"):
-            got[i, s] = tuple(int(x) for x in waits(i, s))
+            three = tuple(waits(i, s))
+        got[i, s] = tuple(_whole(x, f"waits({i}, {s})", f"i={i}, stages={s}") for x in three)
         expect(
             len(got[i, s]) == 3,
             f"waits({i}, {s}) gives {len(got[i, s])} numbers; three are wanted: the stage, the consumer's parity, the "
@@ -370,13 +372,30 @@ def _(waits: Callable[[int, int], Waits], tile_bytes: Callable[[int, int, int], 
     return f"{len(cases)} iterations; pipelines of 1 to 4 stages ran with them"
 
 
+def _whole(x: Any, what: str, case: str) -> int:
+    """An integer, or CheckFailed: a barrier's parity and its bytes are 32-bit numbers without a fraction."""
+    __tracebackhide__ = True
+    try:
+        return operator.index(x)
+    except TypeError:
+        pass
+    division = ": / gives a float, // an integer" if isinstance(x, float) and not x.is_integer() else ""
+    kind = f"{x!r:.40}, a {type(x).__name__}"
+    raise CheckFailed(
+        f"{what} gives {kind}; a barrier takes a whole number, so an int{division}",
+        diagnosis="not-an-integer",
+        case=case,
+    )
+
+
 def _expect_bytes(tile_bytes: Callable[[int, int, int], int]) -> None:
     __tracebackhide__ = True
     boxes = [(rows, d, left) for rows in (64, 128) for d in (64, 128, 256) for left in (rows, 300, 50, 1)]
     said: dict[tuple[int, int, int], int] = {}
     for box in boxes:
         with running(f"box_rows={box[0]}, head_dim={box[1]}, rows_left={box[2]}"):
-            said[box] = int(tile_bytes(*box))
+            number = tile_bytes(*box)
+        said[box] = _whole(number, f"tile_bytes({', '.join(map(str, box))})", f"box_rows={box[0]}")
     mistakes: dict[str, tuple[Callable[[int, int, int], int], str]] = {
         "zeros-not-counted": (
             lambda rows, d, left: min(rows, left) * d * 2,
@@ -1034,7 +1053,7 @@ def _expect_released_once(events: Sequence[Event], case: str) -> None:
 _AFTER = "    setmaxnreg_inc<CONSUMER_REGISTERS>();\n"
 # Stages that are used three times and more; a causal block's few tiles; rows without a key.
 _PRODUCED = ((1, 1, 1, 64, 1000, False), PROBES[0], (1, 1, 1, 140, 24, True))
-_HEAD_DIM, _STAGES, _CONSUMERS = 128, 3, 2
+_HEAD_DIM, _STAGES, _CONSUMERS, _BLOCK_N = 128, 3, 2, 128
 
 
 def _with_producer(text: str) -> Source:
@@ -1110,7 +1129,10 @@ def _(producer: str) -> str:
     try:
         verdict = examine(whole, head_dim=_HEAD_DIM, fast=False, probes=_PRODUCED, max_seq=150)
     except CheckFailed as failed:
-        raise _told(failed, text) from None
+        told = _told(failed, text)
+        if told.diagnosis == "wrong-tile" and (known := _tiles_held(whole)) is not None:
+            told = CheckFailed(known, diagnosis="wrong-tile", case=failed.case)
+        raise told from None
     case = f"seq_q=64, seq_k=1000, head_dim={_HEAD_DIM}, STAGES={_STAGES}"
     _expect_well_asked(verdict.counters, case)
     report = probe(built(whole, check=True, head_dim=_HEAD_DIM), whole, _PRODUCED[0], head_dim=_HEAD_DIM, timeline=1)
@@ -1122,6 +1144,43 @@ def _expect_well_asked(c: Counters, case: str) -> None:
     __tracebackhide__ = True
     sentence = "the result is right, but no tile comes by tma_load: the copy engine should bring them"
     expect(c["tma_loads"] > 0, sentence, diagnosis="no-tma-load", case=case)
+
+
+def _tiles_held(whole: Source) -> str | None:
+    """Which keys' values the consumers' first tile holds, with several numbers of tiles.
+
+    Every weight is the same, and of the last tile, which is taken first, one key is seen. Row j of V has its 1 in the
+    column of its tile, so a row of O counts how many keys of each tile have been taken.
+    """
+    module, held = built(whole, check=False, head_dim=_HEAD_DIM), {}
+    for tiles in (2, 3, 4, 5):
+        seq_k = (tiles - 1) * _BLOCK_N + 1
+        q, k, v = (torch.zeros(1, 1, n, _HEAD_DIM).half() for n in (64, seq_k, seq_k))
+        v[0, 0, torch.arange(seq_k), torch.arange(seq_k) // _BLOCK_N] = 1
+        o = ran(module, whole, None, functools.partial(module.forward, q, k, v, echo=False))[0][0, 0].double() * seq_k
+        counts = o[0, :tiles].round()
+        if not o.isfinite().all() or (o[0, :tiles] - counts)[counts < 2].abs().max() > 0.1:
+            return None
+        # The tile of one key counts once wherever it lies; that in the first place counts once too.
+        if (absent := (counts == 0).nonzero().flatten().tolist()) and tiles > 2:
+            return f"with {tiles} tiles of keys, 0 to {tiles - 1}, the values of tile {absent[0]} are in no stage"
+        small = (counts == 1).nonzero().flatten().tolist()
+        others = [t for t in small if t != tiles - 1]
+        if small[-1:] != [tiles - 1] or len(others) > 1:
+            return None
+        held[tiles] = others[0] if others else tiles - 1
+    wrong = {tiles: t for tiles, t in held.items() if t != tiles - 1}
+    if not wrong:
+        return None
+    tiles, first = next(iter(wrong.items()))
+    said = f"with {tiles} tiles of keys the consumers take tile {tiles - 1} first, and find tile {first} there"
+    if set(held.values()) == {0}:
+        return (
+            f"{said}; so with any number: the tiles are asked for upwards, and the consumers go from end - 1 down to 0"
+        )
+    right = [str(n) for n, t in held.items() if t == n - 1]
+    well = f", and with {' or '.join(right)} tiles it is right" if right else ""
+    return f"{said}{well}: the nth tile asked for, n = 0, 1, ..., is tile end - 1 - n, and lies in stage n % STAGES"
 
 
 def _told(failed: CheckFailed, text: str) -> CheckFailed:

@@ -14,7 +14,7 @@ import torch
 from flashlab.attention.reference import Gradients
 from flashlab.check import pattern
 
-__all__ = ["MISTAKES", "Head", "added_up", "gradients", "statistics"]
+__all__ = ["BASES", "MISTAKES", "Head", "added_up", "gradients", "statistics"]
 
 
 class Head(NamedTuple):
@@ -100,7 +100,8 @@ def gradients(head: Head, mistake: str = "") -> Gradients:
         }
         s = s * in_base_2 if "scores-in-base-2" in made else s
         exponential = torch.exp2 if made & {"exp2-for-exp", "scores-in-base-2"} else torch.exp
-        p = exponential(s - _one(times, made, 1.0) * lse[:, None])
+        of_s, of_lse = next((x[:2] for slug, x in BASES.items() if slug in made), (1.0, _one(times, made, 1.0)))
+        p = exponential(of_s * s - of_lse * lse[:, None])
     p = p.masked_fill(hidden | torch.isinf(lse)[:, None], 0.0)
     p = p * p if "p-twice" in made else p
     dp = (head.scale if "dp-scaled" in made else 1.0) * do @ (k if "k-for-v" in made else v).T
@@ -108,6 +109,7 @@ def gradients(head: Head, mistake: str = "") -> Gradients:
     shift = _one({"delta-missing": 0.0, "delta-added": -1.0, "delta-scaled": head.scale}, made, 1.0)
     ds = weight * dp - (1.0 if "delta-not-weighted" in made else weight) * shift * delta[:, None]
     factors = {"scale-missing": 1.0, "scale-twice": head.scale**2, "sign-inverted": -head.scale}
+    factors |= {"gradient-times-log2e": head.scale / math.log(2), "gradient-times-ln2": head.scale * math.log(2)}
     scale = _one(factors, made, head.scale)
     left = p if "p-for-ds" in made else dp if "dp-for-ds" in made else ds
     keys, queries = _taken(len(k), 0, head.block, mistake), _taken(len(q), head.begin, head.block, mistake)
@@ -136,7 +138,31 @@ def _taken(length: int, begin: int, block: int, mistake: str) -> torch.Tensor:
     return taken.double()
 
 
+_LN_2 = math.log(2)
+# P = e^(a * score - b * lse) as it is where a base, or a factor of one, is another's: a, b, and what has been done.
+BASES = {
+    "log2e-under-e": (
+        1 / _LN_2, 1 / _LN_2, "scores and lse are multiplied by log2(e), but P is e^x: that factor goes with 2^x",
+    ),
+    "scores-times-log2e": (
+        1 / _LN_2, 1.0, "the scores are multiplied by log2(e), but P is e^(score - lse), and lse is natural",
+    ),
+    "ln2-for-log2e": (
+        _LN_2**2, _LN_2**2, "scores and lse are multiplied by ln 2 under 2^x: it is log2(e) = 1 / ln 2",
+    ),
+    "lse-times-ln2": (
+        1.0, _LN_2**2, "lse is multiplied by ln 2 under 2^x: it is log2(e) = 1 / ln 2",
+    ),
+    "scores-times-ln2": (
+        _LN_2**2, 1.0, "the scores are multiplied by ln 2 under 2^x: it is log2(e) = 1 / ln 2",
+    ),
+    "lse-alone-in-base-2": (_LN_2, 1.0, "P is 2^x, with lse times log2(e), and the scores are not: both, or neither"),
+}  # fmt: skip
+_OF_P_ALONE = "has the factor {}: a base belongs to P alone, and the gradient is scale times a sum of dS"
 MISTAKES = {
+    **{slug: sentence for slug, (_, _, sentence) in BASES.items()},
+    "gradient-times-log2e": _OF_P_ALONE.format("log2(e) = 1 / ln 2"),
+    "gradient-times-ln2": _OF_P_ALONE.format("ln 2"),
     "delta-missing": "these are the values of dS = P · dP: delta is not subtracted from dP",
     "delta-added": "delta is added to dP; it is subtracted",
     "delta-not-weighted": "delta is subtracted from P · dP; it is subtracted from dP, before P multiplies",

@@ -53,7 +53,81 @@ def explain(forward: Callable[..., tuple[Tensor, Tensor]], head_dim: int) -> tup
         for slug, sentence, prediction in _predictions(*one):
             if not _near(prediction, truth) and _near(o, prediction):
                 return slug, sentence
-    return tiles.explain(forward, head_dim)
+    return _sum_of_scores(forward, head_dim) or _places_of_v(forward, head_dim) or tiles.explain(forward, head_dim)
+
+
+def _sum_of_scores(forward: Callable[..., tuple[Tensor, Tensor]], head_dim: int) -> tuple[str, str] | None:
+    """Whether a row is divided by a sum of its scores, where that of their exponentials belongs.
+
+    Even keys have one score and the value 1 in column 0, odd keys another one and the value 1 in column 1: so O says
+    how large the two P are beside each other, and what both are divided by.
+    """
+    keys, scale = 2 * ROWS, 1 / math.sqrt(head_dim)
+    terms: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+        "the scores": lambda s, m: s,
+        "the scores times the scale": lambda s, m: scale * s,
+        "the scores times scale and log2(e)": lambda s, m: scale * s / math.log(2),
+        "the scores minus the maximum": lambda s, m: s - m,
+        "the scaled scores minus the maximum": lambda s, m: scale * (s - m),
+        "the scores minus the maximum, times scale and log2(e)": lambda s, m: scale * (s - m) / math.log(2),
+    }
+    left = set(terms)
+    for even, odd in ((8.0, 16.0), (2.0, 12.0), (20.0, 4.0)):
+        q, k, v = (torch.zeros(1, 1, n, head_dim) for n in (16, keys, keys))
+        q[..., 0], k[:, :, ::2, 0], k[:, :, 1::2, 0] = 1.0, even, odd
+        v[:, :, ::2, 0] = v[:, :, 1::2, 1] = 1.0
+        o = forward(q.half(), k.half(), v.half(), causal=False, scale=None)[0][0, 0, :, :2].double()
+        s = torch.tensor([even, odd], dtype=torch.float64)
+        acc = keys / 2 * torch.exp(scale * (s - s.max()))
+        factor = o / acc  # of acc, in both columns
+        if not o.isfinite().all() or (factor - factor[0, 0]).abs().max() > 0.02 * factor[0, 0].abs():
+            return None
+        for name in list(left):
+            total = keys / 2 * float(terms[name](s, s.max()).sum())
+            gives = (1 / total, total) if total <= 0 else (1 / total,)  # "l > 0 ? 1 / l : l" is usual
+            if not any(abs(float(factor[0, 0]) - x) <= 0.01 * abs(x) for x in gives):
+                left.discard(name)
+    if not left:
+        return None
+    return "l-before-exp", (
+        f"acc is right, but a row is divided by a sum of scores ({left.pop()}): l has to add up their exponentials, so "
+        "after exp2, where they are P"
+    )
+
+
+def _places_of_v(forward: Callable[..., tuple[Tensor, Tensor]], head_dim: int) -> tuple[str, str] | None:
+    """Which number of V arrives in the place of another: each query has all of its weight on one key.
+
+    V holds the number of each key, then that of each column: O says where its numbers come from.
+    """
+    n = min(ROWS, head_dim)
+    unit = torch.eye(n, head_dim)[None, None]
+    q, k = 16.0 * math.sqrt(head_dim) * unit, unit
+    used = []
+    for v in (torch.arange(n)[:, None].expand(n, head_dim), torch.arange(head_dim)[None].expand(n, head_dim)):
+        o, lse = (x[0, 0].double() for x in forward(q.half(), k.half(), v[None, None].half(), causal=False, scale=None))
+        if not o.isfinite().all() or (o - o.round()).abs().max() > 0.1 or (lse - 16).abs().max() > 0.01:
+            return None
+        used.append(o.round().long())
+    key, column = torch.meshgrid(torch.arange(n), torch.arange(head_dim), indexing="ij")
+    wrong = (used[0] != key) | (used[1] != column)
+    if not wrong.any():
+        return None
+    j, c = wrong.nonzero()[0].tolist()
+    j_used, c_used = int(used[0][j, c]), int(used[1][j, c])
+    back = (used[0][j_used, c_used], used[1][j_used, c_used]) if j_used < n else (-1, -1)
+    both = ", and the other way round" if tuple(map(int, back)) == (j, c) else ""
+    if bool((used[0] == used[0][:, :1]).all()) and bool((used[1] == column).all()):
+        return "values-exchanged", (
+            f"a query that has all of its weight on key {j} gets the value of key {j_used}{both}, and so on, for "
+            f"{int(wrong.any(1).sum())} of {n} keys; lse is right, so it is V's rows, or P's columns: which row of the "
+            "tile does each lane give to ldmatrix?"
+        )
+    return "values-moved", (
+        f"where V[{j}, {c}] belongs (key, column), V[{j_used}, {c_used}] is multiplied{both}, and so on, for "
+        f"{int(wrong.sum())} of {wrong.numel()} numbers; lse is right. Which 8 x 8 matrix does each group of 8 lanes "
+        "give to ldmatrix, and which register holds it then?"
+    )
 
 
 def _tensors(rows: int, head_dim: int, queries: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -141,18 +215,29 @@ def _predictions(q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[str, str, Te
             yield "fragment-swapped", sentence, torch.where(keys[None, :], swapped, p) @ v / total
         sentence = f"{name} change places when O is stored: neighbouring columns of those rows are exchanged"
         yield "fragment-swapped", sentence, _columns(p @ v / total, 1, rows)
-    both = "the two halves of a register of P are exchanged: pack(low, high) takes the lower column first"
+    both = (
+        "the two halves of a register of P are exchanged: pack(low, high) takes the lower column first. Or rows of V "
+    )
+    both += "that are neighbours change places"
     yield "fragment-swapped", both, _columns(p, 1) @ v / total
     apart = (
-        "keys 8 apart are exchanged in P V: a0, a1 of P (tile 2k of S) with a2, a3, or b0 of V with b1, or S's tiles"
+        "keys 8 apart are exchanged in P V: a0, a1 of P (tile 2k of S) with a2, a3, or b0 of V with b1 (rows of V), "
     )
+    apart += "or S's tiles"
     yield "fragment-swapped", apart, _columns(p, 8) @ v / total
     yield "fragment-swapped", "b0 and b1 of K change places: columns 8 apart", _attend(q, _columns(k, 8), v)
     for order in itertools.permutations(range(4)):
         names = ", ".join(f"a{i}" for i in order)
         sentence = f"the registers of the A fragment of P are in the wrong order, {names}: which quarter is which?"
-        yield "fragment-swapped", sentence, _quadrants(p, order) @ v / total
+        stored = " Or rows g and g + 8 change places where O is stored" if order == (1, 0, 3, 2) else ""
+        yield "fragment-swapped", sentence + stored, _quadrants(p, order) @ v / total
         yield "fragment-swapped", sentence.replace("of P are", "of Q are"), _attend(_quadrants(q, order), k, v)
+    acc, above = p @ v, torch.arange(len(q))
+    which = "rows {} of O are made of {}, which belong to rows {}; theirs are {}. Which two of an accumulator's four?"
+    sentence = which.format("g + 8", "c0 and c1", "g", "c2 and c3")
+    yield "another-row-stored", sentence, acc[torch.where(lower, above - 8, above)] / total
+    sentence = which.format("g", "c2 and c3", "g + 8", "c0 and c1")
+    yield "another-row-stored", sentence, acc[torch.where(lower, above, above + 8)] / total
     yield from _reductions(q, k, v)
 
 
@@ -247,7 +332,62 @@ def _tiles(
             {(slug, sentence): 1 for slug, sentence, x in predictions if not _near(x, truth) and _near(o, x)}
         )
     # Two mistakes may give the same where the maximum moves one way, and differ where it moves the other.
-    return explained.most_common(1)[0][0] if explained else _corrections(forward, head_dim)
+    if explained:
+        return explained.most_common(1)[0][0]
+    return _corrections(forward, head_dim) or _exponent(forward, head_dim)
+
+
+# What a correction's exponent may be, as a multiple of the right one, at a scale.
+_LN_2 = math.log(2)
+_EXPONENTS: dict[str, tuple[Callable[[float], float], str]] = {
+    "scale-missing": (lambda s: _LN_2 / s, "2^x of the difference of raw maxima: the factor scale_log2 is missing"),
+    "scale-missing 2": (lambda s: 1 / s, "exp of the difference of raw maxima: the scale is missing"),
+    "exp2-without-log2e": (lambda s: _LN_2, "2^x of scaled maxima: log2(e) is missing"),
+    "exp-for-exp2": (lambda s: 1 / _LN_2, "exp(x) with log2(e) in x: that goes with exp2"),
+    "exp-for-exp2 2": (lambda s: 1 / _LN_2 / s, "exp(x) of raw maxima with log2(e) in x: the scale is missing"),
+    "scale-twice": (lambda s: s, "one that has the scale twice"),
+    "scale-twice 2": (lambda s: s / _LN_2, "one that has the scale twice, and log2(e) too"),
+    "corrected-twice": (lambda s: 2.0, "its square"),
+    "square-root": (lambda s: 0.5, "its square root"),
+    "correction-inverted": (lambda s: -1.0, "its inverse, exp(m_new - m_old)"),
+}
+
+
+def _exponent(forward: Callable[..., tuple[Tensor, Tensor]], head_dim: int) -> tuple[str, str] | None:
+    """Which multiple of its exponent a correction has, measured at several scales.
+
+    The keys of one half have scores of 0 and the value 1; the maximum moves with the other half, of which the values
+    are 0. lse says what l was multiplied by, and o then says it of acc.
+    """
+    measured: list[tuple[float, float, float]] = []  # scale, exponents of acc and l as multiples of the right one
+    for first in (slice(0, 2 * ROWS), slice(2 * ROWS, 4 * ROWS)):  # the walk may go either way
+        for scale, up in itertools.product((0.5, 1.0, 2.0), (5.75, 6.25)):
+            q, k, v = (torch.zeros(1, 1, n, head_dim) for n in (16, 4 * ROWS, 4 * ROWS))
+            q[..., 0], k[..., 0] = 1.0, up / scale
+            k[:, :, first, 0], v[:, :, first] = 0.0, 1.0
+            o, lse = (x[0, 0].double() for x in forward(q.half(), k.half(), v.half(), causal=False, scale=scale))
+            of_l = torch.exp(lse - up) / (2 * ROWS) - 1
+            of_acc = o * (1 + of_l)[:, None]
+            if not o.isfinite().all() or (of_acc - of_acc[0, 0]).abs().max() > 1e-4:
+                return None
+            a, b = float(of_acc[0, 0]), float(of_l[0])
+            if all(1e-4 < x < 0.98 or x > 1.02 for x in (a, b)):
+                measured.append((scale, -math.log(a) / up, -math.log(b) / up))
+        if any(abs(a - 1) > 0.03 or abs(b - 1) > 0.03 for _, a, b in measured):
+            break
+        measured = []  # this way round nothing is corrected
+    if len({scale for scale, *_ in measured}) < 2:
+        return None
+    for multiple, said in _EXPONENTS.values():
+        acc, l_i = (all(abs(x[i] / multiple(x[0]) - 1) < 0.03 for x in measured) for i in (1, 2))
+        right = [all(abs(x[i] - 1) < 0.03 for x in measured) for i in (1, 2)]
+        if (acc and (l_i or right[1])) or (l_i and right[0]):
+            what = "acc and l are" if acc and l_i else "acc is" if acc else "l is"
+            return "wrong-correction", (
+                f"when the maximum moves from tile to tile, {what} multiplied by another factor than "
+                f"exp(m_old - m_new) of scaled maxima: by {said}"
+            )
+    return None
 
 
 def _corrections(forward: Callable[..., tuple[Tensor, Tensor]], head_dim: int) -> tuple[str, str] | None:

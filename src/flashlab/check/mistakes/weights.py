@@ -113,7 +113,9 @@ def _read(call: Call, case: Case, columns: Tensor) -> Found | None:
         sentence = f"the weights that a row gives to its keys are right up to a factor, but they add up {how}, not to 1"
         if most < 1 or least > 1:
             sentence += f": against acc, the sum that it is divided by is too {'large' if most < 1 else 'small'}"
-        return "weights-not-normalised", sentence
+        return "weights-not-normalised", sentence + _zeros_counted(
+            scores.masked_fill(~visible, -math.inf), lse, tolerance
+        )
     if found := _tiles(weights, _softmax(scores, visible), tolerance):
         return found
     logs = weights.log()
@@ -128,6 +130,22 @@ def _read(call: Call, case: Case, columns: Tensor) -> Found | None:
         or _dimensions(used, parts, 5 * tolerance)
         or _crossed(used, *wide, 5 * tolerance)
         or _some_scores(used, scores, lse.detach().cpu().double()[0, 0], 5 * tolerance)
+    )
+
+
+def _zeros_counted(scores: Tensor, lse: Tensor | None, tolerance: float) -> str:
+    """Words for keys of zeros that are in a sum too many, [queries, keys], if just that is what lse has too much."""
+    if lse is None:
+        return ""
+    got, want = lse.detach().cpu().double()[0, 0], scores.logsumexp(1)
+    some = want.isfinite() & got.isfinite()
+    more = (got[some].exp() - want[some].exp()) if some.any() else torch.zeros(1)
+    count = int(more[0].round())
+    if count < 1 or bool((more - count).abs().gt(0.02 + tolerance * want[some].exp()).any()):
+        return ""
+    keys = "one key" if count == 1 else f"{count} keys"
+    return (
+        f". It has {keys} with a score of 0 too many, as of rows of zeros past the last key: how far does the mask let?"
     )
 
 
