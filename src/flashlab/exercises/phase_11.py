@@ -1027,6 +1027,13 @@ def _(scores: str, after_probabilities: str) -> str:
         diagnosis="no-overlap",
         case=case,
     )
+    expect(
+        "output_is_there" not in blank_comments(texts[0]),
+        "the result is right, and nothing is released too early; but output_is_there() is called before the softmax, and "
+        "waits until O += P V of the tile before is done. The softmax should run while it is under way",
+        diagnosis="no-overlap",
+        case=case,
+    )
     return f"{verdict.cases} cases right, nothing found by the emulator"
 
 
@@ -1051,8 +1058,8 @@ def _expect_released_once(events: Sequence[Event], case: str) -> None:
 # ---- 11.8 -----------------------------------------------------------------------------------------------------------
 
 _AFTER = "    setmaxnreg_inc<CONSUMER_REGISTERS>();\n"
-# Stages that are used three times and more; a causal block's few tiles; rows without a key.
-_PRODUCED = ((1, 1, 1, 64, 1000, False), PROBES[0], (1, 1, 1, 140, 24, True))
+# Stages that are used three times and more; a causal block's few tiles; a block without a key.
+_PRODUCED = ((1, 1, 1, 64, 1000, False), PROBES[0], (1, 1, 1, 200, 24, True))
 _HEAD_DIM, _STAGES, _CONSUMERS, _BLOCK_N = 128, 3, 2, 128
 
 
@@ -1092,9 +1099,14 @@ def _expect_early(events: Sequence[Event], stages: int, consumers: int, slabs: i
             kind = int(e.values[0] >= places[stages])
             n = asked[kind]
             asked[kind] += 1
-            last = max(
-                waited[kind], waited[1 - kind] - kind
-            )  # K of the next tile may be asked for before V of this one
+            last = max(waited[kind], waited[1] if kind == 0 else waited[0] - 1)  # K of the next tile may come before V
+            expect(
+                kind == 1 or waited[1] < max(0, n - stages),
+                f"the result is right, but before K of tile {n} (counted from 0) is asked for, the producer has waited "
+                f"for V's place too, until V of tile {waited[1]} was read. K has a place of its own, which is free earlier",
+                diagnosis="no-overlap",
+                case=case,
+            )
             expect(
                 last <= max(-1, n - stages),
                 f"the result is right, but before {'KV'[kind]} of tile {n} (counted from 0) is asked for, the producer "
