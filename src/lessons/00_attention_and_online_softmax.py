@@ -972,7 +972,8 @@ print("four devices, four orders, one result:", tuple(ring.shape))
 # float32.
 #
 # </details>
-#
+
+# %% [markdown]
 # Left to explore: what the naive way costs in bytes, and why neither of the two obvious ways to tile it works (phase 1); the loop over
 # blocks for a whole matrix (phase 2); skipping corrections (exercise 0.8).
 

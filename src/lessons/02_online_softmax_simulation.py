@@ -790,7 +790,8 @@ for fn in (low_precision_acc, padded_tail):
 # where numbers are rounded (section 9).
 #
 # </details>
-#
+
+# %% [markdown]
 # **Why is scheme B (V in blocks, K whole) stuck in Triton, while the online softmax is not?**
 #
 # <details><summary>Answer</summary>

@@ -469,7 +469,13 @@ print(f"the layer: {whole_after / 100:.2f} ms would become {(whole_after - small
 # One program takes BLOCK_M positions. It loads their angles once, and uses them for several heads of q and of k:
 
 # %%
-# FROM flashlab.models.rope: rotate_heads, rope_kernel
+# FROM flashlab.models.rope: rotate_heads
+
+# %% [markdown]
+# The kernel itself finds out which positions a program has, loads their angles, and calls `rotate_heads` twice: for q and for k.
+
+# %%
+# FROM flashlab.models.rope: rope_kernel
 
 # %% [markdown]
 # - `rotate_heads` is the formula: two halves of a row, each read once and written once.
