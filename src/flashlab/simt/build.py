@@ -245,6 +245,12 @@ _LIBRARY = """\
 """
 
 
+@functools.cache
+def _library_key() -> list[tuple[str, str]]:
+    """The headers of the machine that it reads: g++ does not see that one has changed."""
+    return [(str(p), cache.file_digest(p)) for p in source.includes(_LIBRARY, SYSTEM)]
+
+
 def library(cxx: Compiler, flags: Sequence[str]) -> list[str]:
     """Flags with which g++ finds C++'s own headers read already: they are half of what a short kernel's build takes.
 
@@ -259,7 +265,7 @@ def library(cxx: Compiler, flags: Sequence[str]) -> list[str]:
         read = _run([cxx.path, *flags, "-w", "-x", "c++-header", "library.h", "-o", "library.h.gch"], work)
         return {"usable": read.returncode == 0}
 
-    found = cache.kept("simt", cache.key("library", _runtime_key(cxx, ()), flags), make)
+    found = cache.kept("simt", cache.key("library", _runtime_key(cxx, ()), flags, _library_key()), make)
     return ["-fpch-preprocess", "-include", str(found.folder / "library.h")] if found.notes["usable"] else []
 
 
