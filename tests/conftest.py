@@ -26,8 +26,8 @@ SLOW_FILES = (
 # The longest files, longest first, and not two at the head that need the emulator's runtime at once: spread over
 # processes, none is then left with a long one at the end.
 FIRST = (
-    "exercises/test_phase_11.py", "exercises/test_phase_04.py", "exercises/test_phase_09.py",
-    "exercises/test_phase_08.py", "exercises/test_phase_07.py", "exercises/test_phase_06.py", "exercises/test_hunts.py",
+    "exercises/test_phase_11.py", "exercises/test_phase_04.py", "cuda/test_mutants.py", "exercises/test_phase_09.py",
+    "exercises/test_phase_08.py", "exercises/test_phase_07.py", "exercises/test_hunts.py", "exercises/test_phase_06.py",
     "exercises/test_told_cuda.py", "exercises/test_phase_10.py", "exercises/test_phase_03.py",
     "exercises/test_phase_05.py", *SLOW_FILES, "exercises/test_phase_01.py",
 )  # fmt: skip

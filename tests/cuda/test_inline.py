@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -43,7 +44,9 @@ def cache(tmp_path, monkeypatch):
     from flashlab.simt import build
 
     compiler = build.find_compiler()
-    kept = [build.runtime(compiler).parent, build.runner(compiler).parent]
+    kinds = (compiler.fast, compiler.check)
+    known = [build.library(compiler, ["-std=c++17", *compiler.kernel, *kind]) for kind in kinds]
+    kept = [build.runtime(compiler).parent, build.runner(compiler).parent, *(Path(k[-1]).parent for k in known if k)]
     monkeypatch.setenv("FLASHLAB_CACHE", str(tmp_path))
     for folder in kept:
         shutil.copytree(folder, _cache.folder("simt") / folder.name)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -353,7 +354,7 @@ def _factors(whole: Source) -> list[float] | None:
 )
 def _(merge_loop: str) -> str:
     text = text_of(merge_loop, "merge_loop")
-    whole = replaced(step("p9_flash"), "weighted sum", text)
+    whole = _low_tiles_alone(replaced(step("p9_flash"), "weighted sum", text))
     probes = ((1, 1, 1, 16, 1024, False), (1, 2, 1, 70, 700, True))
     try:
         verdict = examine(whole, probes=probes, fast=False, max_seq=1100)
@@ -364,6 +365,23 @@ def _(merge_loop: str) -> str:
     _rows_without_a_key(whole)
     _other_head_dim(whole)
     return f"{verdict.cases} cases, split keys among them"
+
+
+# What p9_flash has for many rows and for a small GPU, and what stands there instead.
+_OTHER_TILES = (
+    ("using Tall = Tile<HEAD_DIM == 256 ? 1 : 2>;", "using Tall = Low;"),
+    ("if constexpr (NEEDED > 100 * 1024)", "if constexpr (NEEDED > 228 * 1024)"),
+)
+
+
+def _low_tiles_alone(whole: Source) -> Source:
+    """p9_flash without the tiles that no problem of this check uses: they are two thirds of what g++ compiles."""
+    text = whole.text
+    for old, new in _OTHER_TILES:
+        if text.count(old) != 1:
+            raise ValueError(f"{old!r} is no longer in p9_flash")
+        text = text.replace(old, new)
+    return replace(whole, text=text)
 
 
 # Diagnoses of whole kernels that a mistake of the merge may hide behind.

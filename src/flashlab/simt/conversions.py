@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flashlab.simt import source
-from flashlab.simt.build import CUDA_ARCH, INCLUDE, _run, find_compiler
+from flashlab.simt.build import CUDA_ARCH, INCLUDE, _run, find_compiler, library
 
 _WIDE = re.compile(r"\b(long int|long long int|long unsigned int|long long unsigned int)\b")
 _FRACTION = re.compile(r"\b(float|double)\b")
@@ -41,19 +41,23 @@ def conversions(
     if cxx.clang:
         return []
     macros = [f"-D{k}={1 if v is True else v}" for k, v in (defines or {}).items() if v is not None and v is not False]
-    flags = ["-std=c++17", *cxx.kernel, "-w", f"-D__CUDA_ARCH__={CUDA_ARCH}", *macros]
+    language = ["-std=c++17", *cxx.kernel, *cxx.fast]
+    flags = [*language, f"-D__CUDA_ARCH__={CUDA_ARCH}", *macros]
     flags += ["-iquote", str(Path(directory).resolve())] if directory else []
     for folder in (*map(str, include_dirs), str(INCLUDE), str(INCLUDE / "toolkit")):
         flags += ["-I", folder]
-    with tempfile.TemporaryDirectory() as folder:
-        work = Path(folder)
-        printed = _run([cxx.path, "-x", "c++", *flags, "-E", "-"], work, f'#line 1 "{name}"\n{text}')
-        if printed.returncode:
-            return []
-        rewritten = source.Preprocessed(printed.stdout, (str(INCLUDE),)).rewritten(inline_all=False)
-        (work / "kernel.ii").write_text(rewritten)
-        options = ["-fsyntax-only", "-fdiagnostics-format=json", "-Wconversion", "-Wno-sign-conversion"]
-        said = _run([cxx.path, *(f for f in flags if f != "-w"), *options, "kernel.ii"], work)
+    for known in (library(cxx, language), []):  # as in build.py: without it, where it cannot be used
+        with tempfile.TemporaryDirectory() as folder:
+            work = Path(folder)
+            printed = _run([cxx.path, "-x", "c++", *flags, *known, "-w", "-E", "-"], work, f'#line 1 "{name}"\n{text}')
+            if printed.returncode:
+                return []
+            rewritten = source.Preprocessed(printed.stdout, (str(INCLUDE), *known[-1:])).rewritten(inline_all=False)
+            (work / "kernel.ii").write_text(rewritten)
+            options = ["-fsyntax-only", "-fdiagnostics-format=json", "-Wconversion", "-Wno-sign-conversion"]
+            said = _run([cxx.path, *flags, *options, "kernel.ii"], work)
+        if not said.returncode:
+            break
     try:
         told = json.loads(said.stderr.splitlines()[0])
     except (IndexError, ValueError):
