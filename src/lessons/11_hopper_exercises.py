@@ -381,7 +381,7 @@ show.region(path("p11_5_consumers"), *names)
 #
 # Close the lecture first: it shows such a producer. Write what the warps from `WARPS` on do. They give registers away, and one thread
 # of them works. The check compiles it for `HEAD_DIM` 128, with 3 stages instead of 2. It wants each tile to
-# be asked for as soon as there is room.
+# be asked for as soon as there is room for it: K does not wait for V's place.
 
 # %% tags=["exercise"]
 # BEGIN STARTER

@@ -192,7 +192,7 @@ def test_amdahl_in_several_styles(fn):
         (lambda a, b, s: (factor(a, s), factor(a * b, s), s), "faster"),
         (lambda a, b, s: (factor(a, s), factor(a * b, s), 1 - a * b), "time-for-factor"),
         (lambda a, b, s: (factor(a, s), factor(a * b, s), 1 / (1 - a * b)), "exception"),
-        (lambda a, b, s: (factor(a, s), factor(a * b, s), 1 / (1 - a * b + 1e-12)), "wrong-value"),
+        (lambda a, b, s: (factor(a, s), factor(a * b, s), 1 / (1 - a * b + 1e-12)), "limit-finite"),
         (lambda a, b, s: (factor(a, s), 100 * factor(a * b, s), limit(a * b)), "percent"),
         (lambda a, b, s: (factor(a, s) - 1, factor(a * b, s), limit(a * b)), "gain-for-factor"),
         (lambda a, b, s: (a * (1 - 1 / s), factor(a * b, s), limit(a * b)), "time-saved"),

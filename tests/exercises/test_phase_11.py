@@ -419,6 +419,23 @@ def test_a_producer_that_leaves_a_stage_empty():
     assert diagnosis("11.8", changed("producer", (WAIT_K, f"{late}\n                {WAIT_K}"))) == "no-overlap"
 
 
+def test_a_producer_whose_k_waits_for_the_place_of_v():
+    wait_v = "mbarrier_wait(empty_v + 8 * stage, free);"
+    assert diagnosis("11.8", changed("producer", (wait_v, ""), (WAIT_K, f"{wait_v}\n{WAIT_K}"))) == "no-overlap"
+
+
+def test_a_producer_without_q_where_there_is_no_key():
+    load_q = "load_tile<BLOCK_M>(q_smem"
+    assert diagnosis("11.8", changed("producer", (load_q, f"if (end == 0) return;\n{load_q}"))) == "deadlock"
+
+
+def test_output_that_is_waited_for_before_the_softmax():
+    arrive_v = "if (first_thread) mbarrier_arrive(empty_v + 8 * ((nth - 1) % STAGES));     // repaired"
+    scores = answers_of("11.7", "solutions")[0] + f"        if (!FIRST) {{ output_is_there(); {arrive_v[:-15]} }}\n"
+    after = answers_of("11.7", "solutions")[1].replace("output_is_there();", "").replace(arrive_v, "")
+    assert diagnosis("11.7", scores, after) == "no-overlap"
+
+
 def test_other_producers():
     text = """
     if (threadIdx.x >= CONSUMERS * GROUP) {
@@ -430,9 +447,9 @@ def test_other_producers():
             int stage = 0, parity = 1;
             for (int j = end; j-- > 0;) {
                 mbarrier_wait(empty_k + 8 * stage, parity);
+                load_tile<BLOCK_N>(k_smem + stage * KV_BYTES, k_map, full_k + 8 * stage, j * BLOCK_N, kv_head, batch);
                 mbarrier_wait(empty_v + 8 * stage, parity);
                 load_tile<BLOCK_N>(v_smem + stage * KV_BYTES, v_map, full_v + 8 * stage, j * BLOCK_N, kv_head, batch);
-                load_tile<BLOCK_N>(k_smem + stage * KV_BYTES, k_map, full_k + 8 * stage, j * BLOCK_N, kv_head, batch);
                 if (++stage == STAGES) stage = 0, parity ^= 1;
             }
         }
