@@ -1029,8 +1029,8 @@ def _(scores: str, after_probabilities: str) -> str:
     )
     expect(
         "output_is_there" not in blank_comments(texts[0]),
-        "the result is right, and nothing is released too early; but output_is_there() is called before the softmax, and "
-        "waits until O += P V of the tile before is done. The softmax should run while it is under way",
+        "the result is right, and nothing is released too early; but output_is_there() is called before the softmax, "
+        "and waits until O += P V of the tile before is done. The softmax should run while it is under way",
         diagnosis="no-overlap",
         case=case,
     )
@@ -1103,7 +1103,8 @@ def _expect_early(events: Sequence[Event], stages: int, consumers: int, slabs: i
             expect(
                 kind == 1 or waited[1] < max(0, n - stages),
                 f"the result is right, but before K of tile {n} (counted from 0) is asked for, the producer has waited "
-                f"for V's place too, until V of tile {waited[1]} was read. K has a place of its own, which is free earlier",
+                f"for V's place too, until V of tile {waited[1]} was read. K has a place of its own, which is free "
+                "earlier",
                 diagnosis="no-overlap",
                 case=case,
             )
