@@ -145,3 +145,20 @@ def test_the_number_of_parts_is_not_their_length():
         return o.to(V.dtype), torch.logsumexp(lses, 0)
 
     assert rejected("2.8", split) == "parts-too-short"
+
+
+def test_keys_that_are_left_over_by_the_division():
+    def split(Q, K, V, BLOCK_N, splits, scale=None):
+        size = max(1, len(K) // splits)
+        starts = range(0, len(K) // size * size, size)[:splits]
+        parts = [flash_attention_forward_sim(Q, K[i : i + size], V[i : i + size], BLOCK_N, scale) for i in starts]
+        lses = torch.stack([x for _, x in parts])
+        weights = torch.softmax(lses, 0)
+        o = sum(w[:, None] * o.float() for w, (o, _) in zip(weights, parts, strict=True))
+        return o.to(V.dtype), torch.logsumexp(lses, 0)
+
+    assert rejected("2.8", split) == "keys-dropped"
+
+
+def test_the_zero_that_guards_a_subtraction_is_not_the_maximum():
+    assert rejected("2.6", hunted_6(("        m_i = m_new\n", "        m_i = m_safe\n"))) == "guard-kept"

@@ -668,6 +668,16 @@ def _(hunted: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Any:
                 diagnosis="first-tile-masked",
                 case=case,
             )
+            low = f"{case}, all scores -1600"
+            zero = (_run(hunted, torch.full_like(Q, 20.0), torch.full_like(K, -20.0), V, 16, case=low)[0] == 0).all(1)
+            expect(
+                not (zero.any() and (zero <= late).all()),
+                f"where all scores are far below 0, {int(zero.sum())} rows are 0, and none of them sees a key of the tile "
+                "in which the walk begins: the 0 that stands in for -inf there is kept as the maximum. m_i has to stay "
+                "-inf; the 0 is for the subtraction only",
+                diagnosis="guard-kept",
+                case=low,
+            )
     return _verify_causal(hunted)
 
 
@@ -883,6 +893,13 @@ def _explain_parts(fn: Callable[..., Any]) -> tuple[str, str] | None:
     return "wrong-weights", said + also
 
 
+def _left_over(Q_block: torch.Tensor, K: torch.Tensor, V: torch.Tensor, splits: int) -> dict[str, Any]:
+    """O without the keys that are left where `splits` does not divide their number."""
+    whole = len(K) // splits * splits
+    said = f"the last {len(K) - whole} of {len(K)} keys are in no part: {splits} does not divide {len(K)}"
+    return {"keys-dropped": (_oracle(Q_block, K[:whole], V[:whole])[0], said)} if 0 < whole < len(K) else {}
+
+
 def _expect_parts(split_kv_sim: Callable[..., Any]) -> None:
     __tracebackhide__ = True
     shapes = [(6, 16), (50, 16), (50, 16)]
@@ -910,6 +927,7 @@ def _expect_parts(split_kv_sim: Callable[..., Any]) -> None:
                     "the parts are weighted by their lse; the weight is exp(lse)",
                 ),
                 **_merge_mistakes(parts, Q_block, K, V, splits),
+                **_left_over(Q_block, K, V, splits),
                 "parts-summed": (
                     mean * len(parts),
                     "the parts are added up; each is normalised by its own sum already: weigh them",

@@ -38,8 +38,8 @@ constexpr int KV_BYTES = BLOCK_N * HEAD_DIM * 2;     // per tile of shared memor
 // How far the row maximum may lag behind, in log2 units, where it is looked at; and the most that a lane's part of
 // a row of P may add up to, where it is not: far from fp16's 65504.
 constexpr float RESCALE_ABOVE = TRUST ? 0.f : 8.f, MOST = 16384.f;
-constexpr int SECOND = S_TILES / (HEAD_DIM == 64 ? 8 : 2), THIRD = S_TILES * 3 / 4;    // Portions, in MMA tiles
-constexpr bool LATE_TURN = HEAD_DIM == 64;                     // The turn is passed on after the first portion
+constexpr int SECOND = S_TILES / (HEAD_DIM == 64 ? 8 : 2), THIRD = S_TILES * 3 / 4;    // portions, in MMA tiles
+constexpr bool LATE_TURN = HEAD_DIM == 64;                     // the turn is passed on after the first portion
 constexpr bool O_IN_Q = HEAD_DIM == 256;                       // New: O takes the place of Q: there is no other
 constexpr int Q_STAGES = O_IN_Q ? 1 : 2;                       // New: one of them then
 constexpr int BARRIERS = 4 + 2 * Q_STAGES + 4 * STAGES;        // 8 bytes each
@@ -288,7 +288,7 @@ flash_forward(const Problem p, int heads_together, int groups, // and what TMA h
         // tile n are s[4 n] ... s[4 n + 3].
         float s[S_TILES * 4];
         const uint64_t k_operand = descriptor(k_smem + stage * KV_BYTES);
-        constexpr bool TRUSTED = TRUST && !FIRST && !MASKED; 
+        constexpr bool TRUSTED = TRUST && !FIRST && !MASKED;
         take_turn();
         wgmma_fence();                                         // the registers of s are the tensor cores' from here on
 #pragma unroll
@@ -296,7 +296,7 @@ flash_forward(const Problem p, int heads_together, int groups, // and what TMA h
             wgmma_ss<BLOCK_N, T>(s, q_operand + columns_on<BLOCK_M>(k), k_operand + columns_on<BLOCK_N>(k), k > 0);
         wgmma_commit();
         if (!FIRST) add_output();
-        if (!TRUSTED || !LATE_TURN) pass_turn();             
+        if (!TRUSTED || !LATE_TURN) pass_turn();
         wgmma_wait<FIRST ? 0 : 1>();                           // s is ours again; acc and p_rmem are not
         // endregion
 
@@ -358,7 +358,7 @@ flash_forward(const Problem p, int heads_together, int groups, // and what TMA h
             for (int r = 0; r < ROWS_PER_LANE; r++) sums[r] = sum[r][0] + sum[r][1];
         };
         // Two neighbouring accumulators of S, rounded, are the A fragment of P: no lane needs another's numbers.
-        auto round_p = [&](int from, int to) {               
+        auto round_p = [&](int from, int to) {
 #pragma unroll
             for (int i = 2 * from; i < 2 * to; i++) p_rmem[i / 4][i % 4] = pack<T>(s[2 * i], s[2 * i + 1]);
         };
@@ -393,13 +393,13 @@ flash_forward(const Problem p, int heads_together, int groups, // and what TMA h
 
         // region: rescale O
         if (!FIRST) {
-            if (!TRUSTED) output_is_there();                 
+            if (!TRUSTED) output_is_there();
             if (moved) {
 #pragma unroll
                 for (int i = 0; i < O_TILES * 4; i++) acc[i] *= correction[i / 2 % 2];
             }
         }
-        if (in_doubt) round_p(0, THIRD);                     
+        if (in_doubt) round_p(0, THIRD);
         round_p(THIRD, S_TILES);
         // endregion
         // endregion
