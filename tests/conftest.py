@@ -1,6 +1,7 @@
 """flashlab comes before triton, in whatever order a test imports them: it decides whether kernels are interpreted."""
 
 import os
+import signal
 from pathlib import Path
 
 # Tests are small, and run side by side: more threads only wait for each other. numpy's library reads it once.
@@ -33,6 +34,10 @@ FIRST = (
 )  # fmt: skip
 
 torch.set_num_threads(1)
+
+# A shell starts background jobs with Ctrl-C ignored, which the processes that tests interrupt would inherit.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(config, items):

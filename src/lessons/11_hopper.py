@@ -907,7 +907,7 @@ for run in RUNS:
         print(f"{s.ratio:.2f}: {s.label} ({s.job['kind']}), beside {s.best}")
     behind = [s for s in found if s.ratio < 0.999]
     kinds = {(s.job["shape"][3], s.job["causal"], s.best) for s in behind}
-    print(f"behind at {len(behind)} of {len(found)} shapes; head_dim, causal, and who is ahead: {sorted(kinds)}")
+    print(f"behind at {len(behind)} of {len(found)} shapes: head_dim, causal, who is ahead: {sorted(kinds)}")
     assert found[0].ratio > 0.95 and kinds == {(256, True, "FlashAttention-4")}
 
 # %% [markdown]
@@ -1192,8 +1192,8 @@ show.region(step("p11_flash"), "producer")
 # | *output* | 3, 6 | O += P V of the tile before: issues it only |
 # | *scores* | 2, 6, 7 | S of this tile; waits for S alone |
 # | *row maxima*, *rescale* | phase 9, 11 | masks where needed; moves the reference |
-# | *probabilities* | 12, 15 | $2^{x - m}$ of a portion, while the tensor cores work; its rounding |
-# | *trust* | 14, 15 | of a full tile the probabilities alone, in portions, unless a sum is too large; gives K's stage back |
+# | *probabilities* | 12, 15 | $2^{x - m}$ of a portion, and its rounding |
+# | *trust* | 14, 15 | of a full tile the probabilities alone, unless a sum is too large; gives K's stage back |
 # | *rescale O* | 6 | brings O under the new maximum, rounds the rest of P |
 
 # %%

@@ -152,7 +152,7 @@ MUTANTS: tuple[Mutant, ...] = (
             found=["read-before-wait"], words=["wgmma", "descriptor"]),
     _mutant("the leading offset of one slab in 128 columns", _PRODUCER,
             (_BY_ROWS, _BY_ROWS.replace("ROWS * SLAB_ROW, 8", "16, 8")),
-            found=["wrong-value"], words=["columns 64 to 127 of o are wrong", "lse is right"],
+            found=["values-moved"], words=["V[0, 64] belongs (key, column), V[0, 8] is multiplied", "V's descriptor"],
             head_dim=128, max_seq=70),
     _mutant("every consumer multiplies the first one's rows of Q", _LAST,
             ("q_stage * Q_BYTES + consumer * 64 * SLAB_ROW)", "q_stage * Q_BYTES)"),
