@@ -322,6 +322,14 @@ def test_nobody_looks_ahead_in_other_styles():
         ([(MASKED, MASKED + CAPPED)], "capped-after-mask"),
         ([(MASKED, "        s = tl.where(seen, s, -cap)\n")], "capped-after-mask"),
         ([(MASKED, "        s = tl.where(seen, s, 0.0)\n")], "hidden-is-zero"),
+        (
+            [(CAPPED, ""), (MASKED, MASKED + CAPPED + '        s = tl.where(offs_n[None, :] < N, s, float("-inf"))\n')],
+            "tail-alone-silenced",
+        ),
+        (
+            [(CAPPED, ""), (MASKED, MASKED + CAPPED), ("p.to(v.dtype), v", "tl.where(seen, p, 0.0).to(v.dtype), v")],
+            "hidden-in-the-sum",
+        ),
         ([(CAPPED, "")], "not-capped"),
         ([(CAPPED, CAPPED + CAPPED)], "capped-twice"),
         ([("s = cap * (1.0 -", "s = (1.0 -")], "cap-not-restored"),

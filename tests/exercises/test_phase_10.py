@@ -193,6 +193,10 @@ def test_amdahl_in_several_styles(fn):
         (lambda a, b, s: (factor(a, s), factor(a * b, s), 1 - a * b), "time-for-factor"),
         (lambda a, b, s: (factor(a, s), factor(a * b, s), 1 / (1 - a * b)), "exception"),
         (lambda a, b, s: (factor(a, s), factor(a * b, s), 1 / (1 - a * b + 1e-12)), "limit-finite"),
+        (
+            lambda a, b, s: (factor(a, s), factor(a * b, s), limit(a * b) if a < 1 else math.inf),
+            "limit-infinite",
+        ),
         (lambda a, b, s: (factor(a, s), 100 * factor(a * b, s), limit(a * b)), "percent"),
         (lambda a, b, s: (factor(a, s) - 1, factor(a * b, s), limit(a * b)), "gain-for-factor"),
         (lambda a, b, s: (a * (1 - 1 / s), factor(a * b, s), limit(a * b)), "time-saved"),
@@ -328,9 +332,20 @@ def test_comparing_in_several_styles(fn):
     assert check("10.3", fn)
 
 
-@pytest.mark.parametrize("one", STYLES)
+def warm_median_by_sorting(run, gpu, w, r):
+    repeat(run, w)
+    times = sorted(singles(run, gpu, r))
+    return (times[r // 2] + times[(r - 1) // 2]) / 2
+
+
+@pytest.mark.parametrize("one", [warm_median, warm_median_by_sorting])
 def test_timing_in_several_styles(one):
     assert check("10.4", lambda run, gpu, warmup=5, rounds=20: one(run, gpu, warmup, rounds))
+
+
+@pytest.mark.parametrize("one", [warm_batch, thrown_away, until_settled])
+def test_another_number_than_the_median_of_the_calls(one):
+    assert told("10.4", lambda run, gpu, warmup=5, rounds=20: one(run, gpu, warmup, rounds)) == "not-the-median"
 
 
 def no_wait_after_warmup(run, gpu, w, r):
@@ -646,11 +661,11 @@ SIZES = (16, 32, 64, 128, 256)
 
 def tile(
     flops="4 * M * N * D", moved="(2 * M + 2 * N) * D * item", ridge="peak / bandwidth", m="min",
-    shared="(M + 2 * S * B) * D * item", n="max", fits="<=", sizes=SIZES, none=None,
+    shared="(M + 2 * S * B) * D * item", n="max", fits="<=", sizes=SIZES, none=None, reaches=">=",
 ):  # fmt: skip
     def choose_tile(peak, bandwidth, limit, N, D, item, S):
         names = dict(peak=peak, bandwidth=bandwidth, N=N, D=D, item=item, S=S)
-        reaching = [M for M in sizes if eval(f"({flops}) / ({moved}) >= {ridge}", names | {"M": M})]
+        reaching = [M for M in sizes if eval(f"({flops}) / ({moved}) {reaches} {ridge}", names | {"M": M})]
         if not reaching:
             return none
         M = {"min": min, "max": max}[m](reaching)
@@ -705,6 +720,7 @@ def test_a_tile_in_several_styles(fn):
         (tile(shared="(M + 2 * S * B) * D * item + M * B * item"), "scores-in-shared"),
         (tile(n="min"), "smallest-n"),
         (tile(fits="<"), "not-quite"),
+        (tile(reaches=">"), "wrong-tile"),
         (tile(flops="2 * M * N * D", shared="(M + 2 * B) * D * item"), "one-product"),
         (lambda *a: (tile()(*a) or (0, 0))[::-1], "not-a-size"),
         (lambda *a: tile()(*a)[::-1] if tile()(*a) else None, "exchanged"),

@@ -1139,6 +1139,10 @@ def _(capped_causal_kernel: Any) -> str:
          f"{leak}: only -inf silences it, and a cap after the mask makes -cap of that"),
         ("hidden-is-zero", {"hidden": "zero"},
          "a hidden key has the score 0, and with it a share of the softmax: only -inf silences a key"),
+        ("tail-alone-silenced", {"hidden": "capped but the tail"},
+         f"{leak}: the keys past the end are silenced after the cap, those that the causal mask hides before it"),
+        ("hidden-in-the-sum", {"hidden": "capped", "behind_sum": True},
+         "a hidden key is no longer in the product with V, but its weight is still in the sum that O is divided by"),
         ("not-capped", {"cap_it": False}, "the scores are not capped at all"),
         ("capped-twice", {"twice": True}, "the scores are capped twice"),
         ("cap-not-restored", {"outer": 1.0}, "tanh(score / cap) is used as it is: times the cap it is the score"),
@@ -1197,7 +1201,7 @@ def _explain_masked(o: torch.Tensor, want: torch.Tensor, case: str) -> None:
 def _capped(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cap: float, scale: float, *, hidden: str = "-inf",
     mask: str = "causal", cap_it: bool = True, twice: bool = False, outer: float | None = None, inner: float = 1.0,
-    scaled: int = 1, after: int = 0, clip: bool = False,
+    scaled: int = 1, after: int = 0, clip: bool = False, behind_sum: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """Causal attention with capped scores, in tiles of 32 keys, the last filled up; right or with a mistake."""
     M, N = len(q), len(k)
@@ -1214,13 +1218,16 @@ def _capped(
         "sign": j <= i + M - N, "back": j >= i + N - M,
     }.get(mask, j == j)  # fmt: skip
     seen = causal & (j < N) if mask != "none" else causal & (j == j)
-    value = {"-inf": -math.inf, "capped": -cap, "zero": 0.0}[hidden]
+    value = {"-inf": -math.inf, "zero": 0.0}.get(hidden, -cap)
     s = capped(s) if cap_it else s
     if twice:
         s = capped(s)
     s = (s * scale**after).masked_fill(~seen, value)
+    if hidden == "capped but the tail":
+        s[:, N:] = -math.inf
     lse = torch.logsumexp(s, 1, keepdim=True)
-    return torch.exp(s - lse.masked_fill(lse == -math.inf, 0.0)) @ v
+    p = torch.exp(s - lse.masked_fill(lse == -math.inf, 0.0))
+    return (p.masked_fill(~seen, 0.0) if behind_sum else p) @ v
 
 
 # ---- 4.8 ------------------------------------------------------------------------------------------------------------

@@ -329,15 +329,17 @@ def _expect_gradients(
 
 _ALONE = (*BASES, "gradient-times-log2e", "gradient-times-ln2")  # not tried together with another slip
 _OF_DQ = (
-    "delta-missing", "delta-added", "p-missing", "dp-for-ds", "p-for-ds", "v-for-k", "k-for-v", "scale-missing",
+    "delta-missing", "delta-added", "delta-of-the-tile", "p-missing", "dp-for-ds", "p-for-ds", "v-for-k", "k-for-v",
+    "scale-missing",
     "scale-twice", "scores-not-scaled", "sign-inverted", "probabilities-not-normalised", "softmax-per-tile",
     "maximum-of-the-tile", "lse-ignored", "lse-added", "lse-scaled",
     "dp-scaled", "delta-scaled", "p-twice",
     "scores-scaled-twice", "scores-scaled-by-root", "exp2-for-exp", "lse-in-base-2", "scores-in-base-2",
     "lse-in-base-10", "delta-not-weighted", "first-block-only", "overwritten", "tail-dropped", "last-block-dropped",
+    "scaled-in-every-block",
 )  # fmt: skip
 _OF_DKDV = (
-    *(slug for slug in _OF_DQ if slug not in ("v-for-k", "softmax-per-tile", "maximum-of-the-tile")), "ds-for-p",
+    *(slug for slug in _OF_DQ if slug != "v-for-k" and not slug.endswith("-tile")), "ds-for-p",
     "do-for-q", "q-for-do", "dv-scaled", "statistics-of-the-first-rows", "delta-of-the-first-rows",
 )  # fmt: skip
 _CAUSAL = (
@@ -1004,6 +1006,10 @@ def _(hunted_9: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> str:
                 given("range"),
                 f"{name}: without causal no tile is masked now, but the queries before the block are never visited",
             ),
+            "every-tile-masked": (
+                given("every"),
+                f"{name}: with causal every tile is cut along its diagonal; tiles below *the* diagonal are seen whole",
+            ),
             "causal-tiles-visited": (
                 given("unmasked"),
                 f"{name}: with causal the tiles of earlier queries count as well, unmasked",
@@ -1021,14 +1027,16 @@ def _(hunted_9: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> str:
 def _half_causal(head: Head, name: str, left: str) -> torch.Tensor:
     """dk or dv where one of two lines alone is mended, the diagonal's mask or where the walk begins.
 
-    left: what is still wrong without causal ("mask", "range"), with it ("unmasked"), or in either case ("both").
+    left: what is still wrong without causal ("mask", "range"), with it ("unmasked", "every"), or in either case
+    ("both").
     """
     q, k, v, do = (x.detach().cpu().double() for x in head[:4])
     _, lse, delta = statistics(head)
     i, j = torch.arange(len(q))[:, None], torch.arange(len(k))[None, :]
     tile_above, masked = i // head.block < j // head.block, (i // head.block == j // head.block) & (j > i)
     if head.causal:
-        hidden = masked if left in ("unmasked", "both") else j > i
+        cut = (j > i) | (j % head.block > i % head.block)
+        hidden = masked if left in ("unmasked", "both") else cut if left == "every" else j > i
     else:
         hidden = {"mask": masked, "both": masked, "range": tile_above}.get(left, torch.zeros_like(masked))
     p = torch.exp(head.scale * q @ k.T - lse[:, None]).masked_fill(hidden, 0.0)
@@ -1066,28 +1074,39 @@ def _(hunted_10: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]])
         answers.append((case, head, dict(zip(("dq", "dk", "dv"), got, strict=True))))
 
     def grids(name: str) -> Models:
-        def cut(programs: Callable[[int, int], int], up: bool = True) -> list[torch.Tensor]:
-            """The gradients' first rows, those that so many programs compute: 0 from there on."""
+        def cut(programs: Callable[[int, int, int, int], float]) -> list[torch.Tensor]:
+            """The gradients' first rows, those that so many programs (rounded up) compute: 0 from there on."""
             found = []
             for (_, head, _), (M, N, BLOCK_M, BLOCK_N) in zip(answers, shapes, strict=True):
-                blocks = (-(-M // BLOCK_M), -(-N // BLOCK_N)) if up else (M // BLOCK_M, N // BLOCK_N)
                 x = getattr(gradients(head), name)
-                rows = programs(*blocks) * (BLOCK_M if name == "dq" else BLOCK_N)
+                rows = math.ceil(programs(M, N, BLOCK_M, BLOCK_N)) * (BLOCK_M if name == "dq" else BLOCK_N)
                 found.append(x * (torch.arange(len(x))[:, None] < rows))
             return found
 
         start = f"{name} is 0 from a row on: "
         return {
             "grid-of-the-queries": (
-                cut(lambda queries, keys: queries),
+                cut(lambda M, N, BLOCK_M, BLOCK_N: M / BLOCK_M),
                 start + "there are more blocks of keys than of queries, and no program for the rest of them",
             ),
             "grid-of-the-keys": (
-                cut(lambda queries, keys: keys),
+                cut(lambda M, N, BLOCK_M, BLOCK_N: N / BLOCK_N),
                 start + "there are more blocks of queries than of keys, and no program for the rest of them",
             ),
+            "keys-by-block-m": (
+                cut(lambda M, N, BLOCK_M, BLOCK_N: max(M, N) / BLOCK_M),
+                start + "the keys are counted in blocks of BLOCK_M; they are worked on in blocks of BLOCK_N",
+            ),
+            "queries-by-block-n": (
+                cut(lambda M, N, BLOCK_M, BLOCK_N: max(M, N) / BLOCK_N),
+                start + "the queries are counted in blocks of BLOCK_N; they are worked on in blocks of BLOCK_M",
+            ),
+            "sizes-exchanged": (
+                cut(lambda M, N, BLOCK_M, BLOCK_N: max(math.ceil(M / BLOCK_N), N / BLOCK_M)),
+                start + "BLOCK_M and BLOCK_N are exchanged in the number of programs",
+            ),
             "rounded-down": (
-                cut(max, up=False),
+                cut(lambda M, N, BLOCK_M, BLOCK_N: max(M // BLOCK_M, N // BLOCK_N)),
                 start + "the number of programs is rounded down, and the last block is not full",
             ),
         }

@@ -7,11 +7,14 @@
     gpu.clock()            the CPU's clock, in milliseconds
 
 It has what makes timing difficult on a real one: launches that come back at once, a queue of 1024 launches, and first
-calls that take longer. Nothing else: no noise, and a chip that is always at the same clock.
+calls that take longer. Calls may differ, but only as you say: there is no noise, and the chip is always at the same
+clock.
 """
 
 from __future__ import annotations
 
+import itertools
+import statistics
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -54,26 +57,33 @@ class SimulatedGpu:
             self._ends.clear()
 
     def program(
-        self, name: str, *, kernel_ms: float, kernels: int = 1, first_calls_ms: Sequence[float] = ()
+        self, name: str, *, kernel_ms: float | Sequence[float], kernels: int = 1, first_calls_ms: Sequence[float] = ()
     ) -> Callable[[], None]:
         """A function without arguments that launches `kernels` kernels of `kernel_ms` milliseconds each.
 
         Args:
+            kernel_ms: a sequence holds those of one call after another, and begins anew at its end.
             first_calls_ms: so much longer its first calls keep the CPU: they compile, tune, record a graph.
         """
         longer = [] if self._warm else list(reversed(first_calls_ms))
+        each_call = itertools.cycle(_several(kernel_ms))
 
         def run() -> None:
             if longer:
                 self._now += longer.pop()
+            ms = next(each_call)
             for _ in range(kernels):
-                self._launch(kernel_ms)
+                self._launch(ms)
 
         run.__name__ = run.__qualname__ = name
         return run
 
-    def steady_ms(self, kernel_ms: float, kernels: int = 1) -> float:
-        """What a call of such a program takes in the long run: the slower of the GPU and the CPU sets the pace."""
+    def steady_ms(self, kernel_ms: float | Sequence[float], kernels: int = 1) -> float:
+        """What a call of such a program takes in the long run: the slower of the GPU and the CPU sets the pace.
+
+        Of calls that differ, the median.
+        """
+        kernel_ms = statistics.median(_several(kernel_ms))
         if self._blocking:
             return kernels * (kernel_ms + LAUNCH_MS)
         return kernels * max(kernel_ms, LAUNCH_MS)
@@ -87,3 +97,7 @@ class SimulatedGpu:
         self._ends.append(max(self._now, self._ends[-1] if self._ends else 0.0) + ms)
         if self._blocking:
             self.synchronize()
+
+
+def _several(kernel_ms: float | Sequence[float]) -> Sequence[float]:
+    return kernel_ms if isinstance(kernel_ms, Sequence) else (kernel_ms,)

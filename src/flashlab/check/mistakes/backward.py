@@ -107,12 +107,18 @@ def gradients(head: Head, mistake: str = "") -> Gradients:
     dp = (head.scale if "dp-scaled" in made else 1.0) * do @ (k if "k-for-v" in made else v).T
     weight = torch.ones_like(p) if "p-missing" in made else p
     shift = _one({"delta-missing": 0.0, "delta-added": -1.0, "delta-scaled": head.scale}, made, 1.0)
-    ds = weight * dp - (1.0 if "delta-not-weighted" in made else weight) * shift * delta[:, None]
+    rows_of_delta = delta[:, None]
+    if "delta-of-the-tile" in made:
+        sums = [x.sum(1, keepdim=True).expand(x.shape) for x in (p * dp).split(head.block, 1)]
+        rows_of_delta = torch.cat(sums, 1)
+    ds = weight * dp - (1.0 if "delta-not-weighted" in made else weight) * shift * rows_of_delta
     factors = {"scale-missing": 1.0, "scale-twice": head.scale**2, "sign-inverted": -head.scale}
     factors |= {"gradient-times-log2e": head.scale / math.log(2), "gradient-times-ln2": head.scale * math.log(2)}
     scale = _one(factors, made, head.scale)
     left = p if "p-for-ds" in made else dp if "dp-for-ds" in made else ds
     keys, queries = _taken(len(k), 0, head.block, mistake), _taken(len(q), head.begin, head.block, mistake)
+    if "scaled-in-every-block" in made:  # `scale`, once, is in the factor already
+        keys, queries = (x * head.scale ** _later_blocks(len(x), head.block) for x in (keys, queries))
     dq = scale * (left * keys) @ (v if "v-for-k" in made else k)
     dk = scale * (left * queries[:, None]).T @ (do if "do-for-q" in made else q)
     of_v = head.scale if "dv-scaled" in made else 1.0
@@ -136,6 +142,11 @@ def _taken(length: int, begin: int, block: int, mistake: str) -> torch.Tensor:
     elif "begins-late" in made:
         taken &= torch.arange(length) >= -(-begin // block) * block
     return taken.double()
+
+
+def _later_blocks(length: int, block: int) -> torch.Tensor:
+    """How many blocks of a walk come after that of each row."""
+    return (length - 1) // block - torch.arange(length) // block
 
 
 _LN_2 = math.log(2)
@@ -174,6 +185,8 @@ MISTAKES = {
     "do-for-q": "dS is multiplied by dO; the scores come from Q and K",
     "q-for-do": "P is multiplied by Q; the output is P times V, so dV has dO in it",
     "k-for-v": "dP is dO times K transposed; the output is P times V",
+    "delta-of-the-tile": "delta is summed over the keys of one tile; it is a sum over all keys, and given",
+    "scaled-in-every-block": "the sum is multiplied by scale in every block, so earlier blocks get that factor again",
     "scale-missing": "right but for the factor scale: the scores are scale · Q K^T",
     "scale-twice": "the factor scale is there twice",
     "dv-scaled": "the factor scale is in it; it belongs to the scores alone, and V is not in them",
