@@ -7,6 +7,8 @@ the same lines of a kernel of the ladder, as in phases 8 and 9.
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 import operator
 import random
 import re
@@ -52,9 +54,13 @@ _EXPECTS = ("expect_tx", "arrive_expect_tx")
 def _parities(
     script: Sequence[Operation], arrivals: int, *, inverted: bool = False, bytes_count: bool = True,
     expect_arrives: bool = True, restarts: bool = True, stays: bool = False, by_arrival: bool = False,
-    adds: bool = True, before: bool = True, alone: bool = True, exact: bool = False,
+    adds: bool = True, before: bool = True, alone: bool = True, settles: bool = False, both: bool = False,
+    exact: bool = False, below: bool = False,
 ) -> list[tuple[bool, bool]]:  # fmt: skip
-    """What is right, and with an option what somebody may take for right."""
+    """What is right, and with an option what somebody may take for right.
+
+    exact, below: how a wrong barrier goes on where arrivals or bytes are fewer than none: neither option is a mistake.
+    """
     pending, tx, phase, out, ever = arrivals, 0, 0, [], False
     for name, number in script:
         arrives = name == "arrive" or (name == "arrive_expect_tx" and expect_arrives)
@@ -62,12 +68,14 @@ def _parities(
         if name in _EXPECTS and bytes_count and (alone or name != "expect_tx"):
             tx = tx + number if adds else number
         if name == "copy" and bytes_count:
-            tx -= number
-        if (pending == 0 or (pending < 0 and not exact)) and tx == 0 and (arrives or not by_arrival):
+            tx = 0 if settles else tx - number
+        none_left = tx == 0 or (tx < 0 and below)
+        if (pending == 0 or (pending < 0 and not exact)) and none_left and (arrives or not by_arrival):
             phase, ever = phase + 1, True
             pending = arrivals if restarts else pending if exact else 1 << 30
         first = phase % 2 == 1
         pair = (True, True) if stays and ever and not first else (first != inverted, first == inverted)
+        pair = (ever, True) if both else pair
         out.append(pair if before or ever else (False, False))
     return out
 
@@ -96,27 +104,23 @@ _MISTAKEN_PARITIES: dict[str, tuple[dict[str, bool], str]] = {
         "after its first phase the barrier stands still here: the next phase begins at once, and waits for as many "
         "arrivals again",
     ),
-    "no-arrival-exact": (
-        {"expect_arrives": False, "exact": True},
-        "arrive_expect_tx is not counted as an arrival here: it announces bytes, and it arrives as well",
-    ),
-    "never-restarts-exact": (
-        {"restarts": False, "exact": True},
-        "after its first phase the arrivals are not counted anew here: the next phase begins at once, and waits for as "
-        "many arrivals again",
-    ),
     "announced-alone": (
         {"alone": False},
-        "the bytes of expect_tx are not counted here: it announces bytes as arrive_expect_tx does, but does not arrive",
-    ),
-    "announced-alone-exact": (
-        {"alone": False, "exact": True},
         "the bytes of expect_tx are not counted here: it announces bytes as arrive_expect_tx does, but does not arrive",
     ),
     "stays-complete": (
         {"stays": True},
         "a parity that was complete once stays complete here: when the next phase of the same parity begins, it is not "
         "complete any more",
+    ),
+    "both-stay-complete": (
+        {"both": True},
+        "both parities are complete here from the end of the first phase on: one of them belongs to the phase that is "
+        "under way, and is not complete",
+    ),
+    "one-copy-for-all": (
+        {"settles": True},
+        "a copy takes off all the bytes that are announced here: it takes off its own, and others are still under way",
     ),
     "not-ended-by-bytes": (
         {"by_arrival": True},
@@ -227,8 +231,9 @@ def _(complete: Callable[[list[Operation], int], list[tuple[bool, bool]]]) -> st
     if got == want:
         return f"{len(given)} scripts, {sum(len(s) for _, s in given)} operations: the emulator's barrier says the same"
     for slug, (options, sentence) in _MISTAKEN_PARITIES.items():
-        wrong = [_parities(s, n, **options) for n, s in given]
-        expect(got != wrong, sentence, diagnosis=slug.removesuffix("-exact"))
+        for exact, below in itertools.product((False, True), repeat=2):
+            wrong = [_parities(s, n, **options, exact=exact, below=below) for n, s in given]
+            expect(got != wrong, sentence, diagnosis=slug)
     for (arrivals, script), mine, right in zip(given, got, want, strict=True):
         for at, (a, b) in enumerate(zip(mine, right, strict=True)):
             parity = 0 if a[0] != b[0] else 1
@@ -828,6 +833,50 @@ def _at_the_wait(events: Sequence[tuple[int, str, int, int]], arrivals: dict[int
     return out
 
 
+def _phase_of(
+    events: Sequence[tuple[int, str, int, int]], arrivals: dict[int, int], *,
+    shift: int = 0, did: str = "mbarrier-passed",
+) -> Blamed:  # fmt: skip
+    """The phase that is `shift` later than the latest complete one, at the end or the beginning of each wait."""
+    arrived: dict[int, list[int]] = {}
+    out: Blamed = []
+    for warp, what, bar, _ in events:
+        if what == "arrive":
+            arrived.setdefault(bar, []).append(warp)
+        elif what == did:
+            by, n = arrived.get(bar, []), arrivals[bar]
+            phase = len(by) // n - 1 + shift
+            out.append((warp, set(by[phase * n : (phase + 1) * n]) if phase >= 0 else set()))
+    return out
+
+
+def _used_up(events: Sequence[tuple[int, str, int, int]], arrivals: dict[int, int]) -> Blamed:
+    arrived: dict[int, list[int]] = {}
+    out: Blamed = []
+    for warp, did, bar, _ in events:
+        by, n = arrived.setdefault(bar, []), arrivals.get(bar, 1)
+        if did == "arrive":
+            by.append(warp)
+        elif did == "mbarrier-passed":
+            out.append((warp, set(by[:n]) if len(by) >= n else set()))
+            del by[: n if len(by) >= n else 0]
+    return out
+
+
+def _by_turns(events: Sequence[tuple[int, str, int, int]], arrivals: dict[int, int]) -> Blamed:
+    arrived: dict[int, list[int]] = {}
+    turns: dict[tuple[int, int], int] = {}
+    out: Blamed = []
+    for warp, did, bar, _ in events:
+        if did == "arrive":
+            arrived.setdefault(bar, []).append(warp)
+        elif did == "mbarrier-passed":
+            n, turn = arrivals[bar], turns.get((warp, bar), 0)
+            out.append((warp, set(arrived.get(bar, [])[turn * n : (turn + 1) * n])))
+            turns[warp, bar] = turn + 1
+    return out
+
+
 _MISTAKEN_BLAME: dict[str, tuple[Callable[..., Blamed], str]] = {
     "last-arrival": (
         _last_arrival,
@@ -848,6 +897,29 @@ _MISTAKEN_BLAME: dict[str, tuple[Callable[..., Blamed], str]] = {
         _at_the_wait,
         "you name who arrived between the beginning of the wait and its end. Who arrived before the wait began belongs "
         "to the phase as well",
+    ),
+    "under-way": (
+        functools.partial(_phase_of, shift=1),
+        "every wait is for nobody here. In the phase that is under way when a wait has passed, nobody has arrived "
+        "yet. The wait was for the one before, the latest complete one",
+    ),
+    "one-too-early": (
+        functools.partial(_phase_of, shift=-1),
+        "you name the arrivals of the phase before the one that the wait was for: that is the latest complete one",
+    ),
+    "at-its-beginning": (
+        functools.partial(_phase_of, did="mbarrier-wait"),
+        "you look at the barrier when the wait begins. Its phase may end only while it waits: look when it has passed",
+    ),
+    "used-up": (
+        _used_up,
+        "you take a phase's arrivals away when the first warp has passed. All consumers wait for the same phase, and "
+        "the second one finds nobody there",
+    ),
+    "by-turns": (
+        _by_turns,
+        "you take a warp's first wait at a barrier for phase 0, its second for phase 1, and so on. The producer's "
+        "first wait is for nobody, and with two producers a warp does not wait for every phase",
     ),
 }  # fmt: skip
 
@@ -899,7 +971,7 @@ def _(waited_for: Callable[[list[tuple[int, str, int, int]], dict[int, int]], li
         expect(
             len(got) == len(want),
             f"waited_for gives {len(got)} pairs, and {len(want)} waits of the log have passed: one pair for each, in "
-            "their order",
+            "their order" + ("; those for nobody too, with the empty set" if len(got) < len(want) else ""),
             diagnosis="wrong-shape",
             case=case,
         )
@@ -1016,6 +1088,8 @@ def _(scores: str, after_probabilities: str) -> str:
     except CheckFailed as failed:
         if failed.diagnosis == "stage-overwritten" and "wgmma" in failed.sentence:
             raise CheckFailed(failed.sentence, diagnosis="released-too-early", case=failed.case) from None
+        if failed.diagnosis == "deadlock" and (why := _why_no_place(failed.sentence)) is not None:
+            raise CheckFailed(f"{failed.sentence}. {why}", diagnosis="deadlock", case=failed.case) from None
         raise
     events = probe(built(whole, check=True), whole, _LONG[1], timeline=1).launches[0].events
     case = "seq_q=64, seq_k=700"
@@ -1035,6 +1109,20 @@ def _(scores: str, after_probabilities: str) -> str:
         case=case,
     )
     return f"{verdict.cases} cases right, nothing found by the emulator"
+
+
+def _why_no_place(deadlock: str) -> str | None:
+    """Why the producer waits for ever: nobody arrives at V's barrier, or too many do at K's; None for others."""
+    phases = [int(x) for x in re.findall(r"phase (\d+) is under way", deadlock)]  # of the consumers, of the producer
+    if "mbarrier_wait(empty_v" in deadlock and deadlock.endswith("no phase has ended yet"):
+        return "So no consumer has said yet that a tile of V has been read"
+    if "mbarrier_wait(empty_k" in deadlock and len(phases) == 2 and phases[1] > phases[0]:
+        return (
+            f"So {phases[1]} phases of that barrier of K have ended, where {phases[0]} of its tiles have come: "
+            "somebody arrives there who means another one. Which is empty_v + 8 * ((nth - 1) % STAGES) at the first "
+            "tile, where there is no tile before?"
+        )
+    return None
 
 
 _LONG = (PROBES[0], (1, 1, 1, 64, 700, False))
@@ -1196,6 +1284,46 @@ def _tiles_held(whole: Source) -> str | None:
     return f"{said}{well}: the nth tile asked for, n = 0, 1, ..., is tile end - 1 - n, and lies in stage n % STAGES"
 
 
+# The barriers of `_with_producer`, in the order in which they lie behind its tiles.
+_WAITS = re.compile(r"Warps? (\d+)[-\d, ]* waits? in line .*? \(bytes (\d+) to \d+ of the dynamic shared memory\): "
+                    r"phase (\d+) is under way")  # fmt: skip
+
+
+def _who_waits_for_whom(deadlock: str) -> str | None:
+    """The emulator's finding in terms of tiles and stages, and what follows of it; None where that says nothing."""
+    first = (64 * _CONSUMERS + 2 * _STAGES * _BLOCK_N) * _HEAD_DIM * 2 + 8  # behind full_q
+    names = [(what, kind, s) for what in ("full", "empty") for kind in "KV" for s in range(_STAGES)]
+    waits = {}
+    for warp, at, phase in _WAITS.findall(deadlock):
+        number = (int(at) - first) // 8
+        if number == -1 and "Warp 8" not in deadlock:
+            return "Nobody has asked for Q: the consumers wait for it in every block, in one without a key too"
+        if not 0 <= number < len(names):
+            return None
+        waits["consumers" if int(warp) < 4 * _CONSUMERS else "producer"] = (*names[number], int(phase))
+    if list(waits) == ["consumers"] and waits["consumers"][0] == "full":
+        _, kind, stage, phase = waits["consumers"]
+        return (
+            f"So the consumers wait for {kind} in stage {stage}, and the producer has ended: it asks for too few tiles"
+        )
+    if len(waits) != 2 or waits["consumers"][0] != "full" or waits["producer"][0] != "empty":
+        return None
+    (_, kind, stage, _), (_, room, at, phase) = waits["consumers"], waits["producer"]
+    said = f"So the consumers wait for {kind} in stage {stage}, and the producer for room for {room} in stage {at}"
+    if (kind, stage) == (room, at):
+        return (
+            f"{said}: for the release of the very tile that it is about to bring. "
+            + ("A place that nobody has used yet is free: the first round's parity is 1" if not phase else
+               "It should wait for the release of the tile that was there before: the other parity")
+        )  # fmt: skip
+    return (
+        f"{said}. Nobody has brought what they wait for: the nth tile, n = 0, 1, ..., has its place in stage "
+        f"n % STAGES, and there are {_STAGES} stages"
+        if kind == room
+        else said
+    )
+
+
 def _told(failed: CheckFailed, text: str) -> CheckFailed:
     """The emulator's finding, and where it is the producer's doing in a way that its words do not say, that too."""
     code = blank_comments(text)
@@ -1208,13 +1336,20 @@ def _told(failed: CheckFailed, text: str) -> CheckFailed:
     if failed.diagnosis == "mbarrier-arrivals" and "elect_one" not in code and "threadIdx" not in code:
         also = ". Each lane of the producer asks for the tile: one thread alone should"
         return CheckFailed(failed.sentence + also, diagnosis="asked-by-all", case=failed.case)
+    if failed.diagnosis == "deadlock" and (where := _who_waits_for_whom(failed.sentence)) is not None:
+        return CheckFailed(f"{failed.sentence}. {where}", diagnosis="deadlock", case=failed.case)
     if failed.diagnosis in (*KINDS, "does-not-compile", "launch-failed"):
         return failed
     # What the checker knows of wrong numbers are mistakes of whole kernels; the consumers' masks and sums are right.
     seen = failed.sentence if failed.diagnosis == "wrong-value" else "the result is wrong"
     also = (
         ". The emulator has found nothing, and the consumers' code is right: so a tile holds other numbers than its "
-        "consumers take it for. Which rows of which head should it hold, and in which order do they come?"
+        "consumers take it for. "
+        + (
+            "Where several heads of Q share one of K and V, those tiles come from kv_head"
+            if "only cases with grouped queries fail" in seen
+            else "Which rows of which head should it hold, and in which order do they come?"
+        )
     )
     return CheckFailed(seen + also, diagnosis="wrong-tile", case=failed.case)
 
@@ -1261,6 +1396,8 @@ def _(exp2_polynomial: str) -> str:
     error = torch.where(error.isnan(), torch.inf, error)
     worst = int(error.argmax())
     said = f"exp2_polynomial({x[worst]:.6g}) is {y[worst]:.6g}, and 2^x is {want[worst]:.6g}"
+    if float(error.max()) > _ALLOWED and (other := _other_coefficients(module, whole)):
+        raise CheckFailed(f"{said}: {other[1]}", diagnosis=other[0])
     if float(error.max()) > 0.25:
         at_whole = error[9000:9135].max() < _ALLOWED
         if float(error.median()) < _ALLOWED or at_whole:
@@ -1299,6 +1436,36 @@ def _(exp2_polynomial: str) -> str:
     sentence = f"exp2_polynomial(NaN) is {y[0]:g}: a NaN among the scores should be seen in the result, not hidden"
     expect(bool(y.isnan()), sentence, diagnosis="nan-hidden")
     return f"{len(x)} numbers, the largest error {_ALLOWED:.1e} or less; -infinity and NaN too"
+
+
+def _other_coefficients(module: CudaModule, whole: Source) -> tuple[str, str] | None:
+    """What polynomial the function computes where x is split rightly, if it is far from that of 2^f."""
+    f = torch.linspace(-0.498, 0.498, 1001).double()
+    y = torch.stack([_powers(module, whole, f.float() + n).double() / 2.0**n for n in (-3, -2)])
+    if not y.isfinite().all() or not torch.allclose(y[0], y[1], atol=1e-5):
+        return None
+    powers = f[:, None] ** torch.arange(6)
+    found = torch.linalg.lstsq(powers, y[0]).solution
+    shift = math.log2(abs(found[0]) + 1e-9)
+    if (powers @ found - y[0]).abs().max() > 1e-5 or (
+        abs(shift) > 0.5 and (abs(shift) > 4 or abs(shift % 1 - 0.5) > 0.499)
+    ):
+        return None  # no polynomial; or one times a power of 2, which is the exponent's doing
+    right = torch.tensor([math.log(2) ** n / math.factorial(n) for n in range(6)], dtype=torch.float64)
+    if (found - right)[:3].abs().max() < 0.05:
+        return None
+    if (found - right * (-1.0) ** torch.arange(6))[:3].abs().max() < 0.05:
+        return "wrong-split", "it is 2^(n - f) for x = n + f: f has the wrong sign, it is x - n"
+    of_e = torch.tensor([1 / math.factorial(n) for n in range(6)], dtype=torch.float64)
+    why = ". That is e^f: each power of f needs a factor ln 2 more" if (found - of_e)[:3].abs().max() < 0.05 else ""
+
+    def written(c: torch.Tensor) -> str:
+        return " ".join(f"{x:+.3f} f^{n}" for n, x in enumerate(c.tolist()) if n).replace("f^1", "f")
+
+    return "wrong-coefficients", (
+        f"x is split well, and with f = x - n your polynomial is {found[0]:.3f} {written(found[:4])}; 2^f is about "
+        f"1 {written(right[:4])}{why}"
+    )
 
 
 def _powers(module: CudaModule, whole: Source, x: torch.Tensor) -> torch.Tensor:
