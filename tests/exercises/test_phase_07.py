@@ -139,6 +139,16 @@ MISTAKES = [
     ("7.3", "one_tile", "wrong-entry", ("int run(", "int start(")),
     ("7.4", "row_statistics", "one-shuffle", ("m, 0b10)", "m, 0b01)")),
     ("7.4", "row_statistics", "wrong-shuffle-mask", ("l, 0b10)", "l, 0x10)")),
+    ("7.4", "row_statistics", "wrong-shuffle-mask", ("xor_sync(~0u, m, 0b10)", "down_sync(~0u, m, 2)")),
+    (
+        "7.4",
+        "row_statistics",
+        "wrong-shuffle-mask",
+        (
+            "m = fmaxf(m, __shfl_xor_sync(~0u, m, 0b10));",
+            "m = fmaxf(m, __shfl_xor_sync(~0u, m, 16)); m = fmaxf(m, __shfl_xor_sync(~0u, m, 2));",
+        ),
+    ),
     (
         "7.5",
         "second_product",

@@ -9,7 +9,7 @@ import pytest
 
 from flashlab.check import CheckFailed
 from flashlab.exercises import check
-from flashlab.exercises.phase_09 import PARTS
+from flashlab.exercises.phase_09 import _BLOCK_SLIPS, PARTS, _blocks
 from flashlab.kernels import step
 from flashlab.simt import SimtError, find_compiler
 
@@ -127,9 +127,21 @@ def blocks_per_sm(registers, shared_bytes, threads, shared_per_sm, warps_per_sm,
 
 def test_blocks_per_sm():
     assert check("9.2", blocks_per_sm)
-    assert diagnosis("9.2", lambda *kernel: blocks_per_sm(*kernel, system=0)) == "wrong-shared-memory"
-    assert diagnosis("9.2", lambda *kernel: blocks_per_sm(*kernel, unit=1)) == "wrong-registers"
+    assert diagnosis("9.2", lambda *kernel: blocks_per_sm(*kernel, system=0)) == "system-forgotten"
+    assert diagnosis("9.2", lambda *kernel: blocks_per_sm(*kernel, unit=1)) == "registers-not-rounded"
+    assert diagnosis("9.2", lambda *kernel: blocks_per_sm(*kernel, system=2048)) == "too-few-blocks"
     assert diagnosis("9.2", lambda r, s, t, shared, w: blocks_per_sm(r, s, t, shared, 64)) == "wrong-warps"
+
+
+@pytest.mark.parametrize("slug", _BLOCK_SLIPS)
+def test_blocks_per_sm_with_a_slip(slug):
+    told = "system-forgotten" if slug == "system-once" else slug  # the same numbers for nearly all kernels
+    assert diagnosis("9.2", lambda *kernel: _blocks(*kernel, slug)) == told
+
+
+def test_blocks_per_sm_with_two_slips():
+    with pytest.raises(CheckFailed, match="registers: .*; and shared memory: "):
+        check("9.2", lambda *kernel: _blocks(*kernel, "warps-for-blocks", "system-forgotten"))
 
 
 # ---- 9.3: the bug hunt -----------------------------------------------------------------------------------------------

@@ -246,7 +246,8 @@ def _other_heads(seen: Observation, p: Problem) -> tuple[str, str] | None:
         if case.kv_heads != case.heads and what != "Q" and all(a[0] == o[0] for a, o in others.items()):
             return "wrong-kv-head", f"{source}; it belongs to K/V head {h // group} (query head // group size)"
         if all(a[0] == o[0] for a, o in others.items()):
-            return "wrong-kv-head" if what != "Q" else "wrong-head", f"{source}: the head's offset is wrong"
+            rule = "" if what == "Q" else f"; of K and V it is head {h // group}, query head // group size"
+            return "wrong-kv-head" if rule else "wrong-head", f"{source}: the head's offset is wrong{rule}"
         if all(a[1] // group == o[1] // group for a, o in others.items()):
             return "wrong-batch", f"{source}: the batch's offset is missing"
         return "wrong-stride", f"{source}: the strides of batch and head are mixed up"
@@ -624,7 +625,7 @@ def _rows_by_factors(observations: Sequence[Observation], wrong: Sequence[Observ
     calm = [s for s in wrong if s.case.content in CALM]
     if not calm:
         return None
-    factors = []
+    factors, of_lse = [], []
     for seen in calm:
         rows = _wrong_rows(seen)
         got, right, bound = seen.o[rows], seen.truth.o[rows], seen.truth.o_bound[rows]
@@ -635,14 +636,21 @@ def _rows_by_factors(observations: Sequence[Observation], wrong: Sequence[Observ
         if bool(((got - factor[..., None] * right).abs() > room).any()) or bool((factor.abs() < 0.01).any()):
             return None
         factors.append(factor)
+        if seen.lse is not None:
+            of_lse.append(((seen.lse - seen.truth.lse)[rows], factor))
     each = torch.cat(factors)
+    why = ": what is each row divided by, and does its sum go with it?"
+    if of_lse and all(bool((off + factor.log()).abs().max() < 0.02) for off, factor in of_lse):
+        why = ". o times exp(lse) is right, so acc is, and l alone is not: it is rescaled once too often, or not at all"
+    elif of_lse and all(bool(off.abs().max() < 0.005) for off, _ in of_lse):
+        why = ". lse is right, so l is; acc has this factor: is it rescaled exactly when l is?"
     rows = _wrong_rows(calm[0])
     what = "every row of o" if bool(rows.all()) else f"{_rows(rows)} of o"
     return (
         "rows-scaled",
         (
             f"{_difference(observations, wrong)}{what}: right but for one factor per row, {each.min():.3g} to "
-            f"{each.max():.3g} in all of them: what is each row divided by, and does its sum go with it?"
+            f"{each.max():.3g} in all of them{why}"
         ),
         calm[0],
     )

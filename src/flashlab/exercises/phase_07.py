@@ -110,8 +110,11 @@ def _expect_holder(
         if all(got[key] == wrong(*key) for key in got):
             raise CheckFailed(sentence, diagnosis=slug)
     at = next(key for key in want if got[key] != want[key])
+    lane = want[at][0]
+    mine, his = (", ".join(str(key) for key in table if table[key][0] == lane) or "nothing" for table in (got, want))
+    held = f". So lane {lane} would hold (row, column) {mine}; it holds {his}" if mine != his else ""
     raise CheckFailed(
-        f"{name}{at} is {got[at]}, and should be {want[at]}; {_common(got, want)}", diagnosis="wrong-value"
+        f"{name}{at} is {got[at]}, and should be {want[at]}; {_common(got, want)}{held}", diagnosis="wrong-value"
     )
 
 
@@ -479,6 +482,22 @@ def _asked(masks: Sequence[int], what: str) -> list[int]:
     return lanes if what == "sum" else sorted(set(lanes))
 
 
+def _with_shuffles_down(s: torch.Tensor, down: tuple[bool, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Row maxima and sums of a C tile as lane t = 0 has them; down: which of the four exchanges are shuffles down."""
+    lane, maxima, sums = torch.arange(32), [], []
+    for h in (0, 8):
+        own = torch.stack([s[lane // 4 + h, lane % 4 * 2 + e] for e in (0, 1)])
+        x, join = own.amax(0), torch.maximum
+        for n, goes_down in enumerate(down):
+            if n == 2:
+                maxima.append(x[::4])
+                x, join = torch.exp(own - x).sum(0), torch.add
+            there = lane + (1, 2)[n % 2]
+            x = join(x, x[torch.where(there < 32, there, lane) if goes_down else lane ^ (1, 2)[n % 2]])
+        sums.append(x[::4])
+    return torch.cat(maxima), torch.cat(sums)
+
+
 def _told_by_masks(answer: Answer) -> str | None:
     """Which lanes' numbers a row's maximum is made of, or its sum, if they are not those of its quad."""
     lane, runs = torch.arange(32), []
@@ -486,7 +505,18 @@ def _told_by_masks(answer: Answer) -> str | None:
         s, row_max, row_sum = _random(16, 8, seed=50 + seed), marked(16), marked(16)
         answer.run(s, row_max, row_sum, case="", check=False)
         runs.append((s.double(), row_max.double(), row_sum.double()))
+    for down in itertools.product((False, True), repeat=4):
+        models = [(_with_shuffles_down(s, down), row_max, row_sum) for s, row_max, row_sum in runs]
+        if not any(down[:2]) or any(
+            max((m - row_max).abs().max(), (n - row_sum).abs().max()) > 1e-3 for (m, n), row_max, row_sum in models
+        ):
+            continue
+        return (
+            "a shuffle down brings the maximum to the first lane of the quad alone: others subtract another number "
+            "before the sum. __shfl_xor_sync gives it to all four"
+        )
     pairs = [*itertools.combinations_with_replacement(range(1, 32), 2), *((m,) for m in range(1, 32)), ()]
+    pairs += itertools.combinations((1, 2, 4, 8, 16), 3)
     for what, join in (("maximum", torch.maximum), ("sum", torch.add)):
         fit = []
         for masks in pairs:
@@ -824,6 +854,15 @@ def _expect_pv(answer: Answer) -> str:
                         "dimensions of one key, and "
                         "should have two keys of one dimension",
                     ),
+                    "p-transposed": (
+                        _tiles_transposed(p.double()) @ filled,
+                        "that is V times a P whose 8 x 8 tiles are transposed: P is an A, as it lies, without .trans",
+                    ),
+                    "both-transposed": (
+                        _tiles_transposed(p.double()) @ _tiles_transposed(filled),
+                        "the 8 x 8 tiles of P are transposed, and those of V are not: P is an A, as it lies, without "
+                        ".trans; V is a B by rows of keys, with .trans",
+                    ),
                     "b-registers-exchanged": (
                         p.double() @ filled.roll(8, 0),
                         "b0 and b1 are exchanged: b0 has keys 0 to 7, b1 keys 8 to 15",
@@ -961,6 +1000,11 @@ def _(row_sums: str) -> str:
                         want / 128,
                         "the sum is 128 times too small: 0x3C00 is 1 in fp16 and 1/128 in bf16; pack<T>(1.f, 1.f) "
                         "is right in both",
+                    ),
+                    "bits-of-a-float": (
+                        wide[:, 1::2].sum(1) * (1.875 if dtype == torch.float16 else 1),
+                        "only odd columns are in the sum, times what half of the bits of a float 1 are: a register "
+                        "of B holds two 16-bit numbers, pack<T>(1.f, 1.f)",
                     ),
                     "rows-exchanged": (want.roll(8), "the sums of the upper and the lower 8 rows are exchanged"),
                 },

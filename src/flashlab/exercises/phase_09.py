@@ -5,6 +5,7 @@ CUDA answers are text, as in phase 8.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Callable
@@ -189,19 +190,73 @@ def _expect_tiles(answer: tuple[int, int], block: _Block) -> None:
     ],
 )
 def _(blocks_per_sm: Callable[[int, int, int, int, int], int]) -> str:
-    cases = 0
+    cases: list[tuple[str, tuple[int, int, int, int, int]]] = []
+    got: list[int] = []
     for shared_per_sm, most_warps in ((164 * 1024, 64), (228 * 1024, 64), (100 * 1024, 48)):
         for registers in (32, 64, 73, 96, 128, 143, 168, 175, 200, 238, 255):
             for shared_bytes in (6144, 40960, 49152, 65536, 81920, 98304):
                 for threads in (64, 128, 256):
                     case = f"{registers} registers, {shared_bytes} bytes, {threads} threads, {shared_per_sm} per SM"
-                    _expect_blocks(blocks_per_sm, registers, shared_bytes, threads, shared_per_sm, most_warps, case)
-                    cases += 1
-    return f"{cases} kernels"
+                    one = (registers, shared_bytes, threads, shared_per_sm, most_warps)
+                    with running(case):
+                        got.append(blocks_per_sm(*one))
+                    cases.append((case, one))
+    if got == [_blocks(*one) for _, one in cases]:
+        return f"{len(cases)} kernels"
+    slips = list(_BLOCK_SLIPS)
+    for made in (*((x,) for x in slips), *itertools.combinations(slips, 2)):
+        if got == [_blocks(*one, *made) for _, one in cases]:
+            raise CheckFailed("; and ".join(_BLOCK_SLIPS[x] for x in made), diagnosis=made[0], case=cases[0][0])
+    for (case, one), number in zip(cases, got, strict=True):
+        _expect_blocks(number, *one, case)
+    raise AssertionError("one of the numbers is wrong")
+
+
+_BLOCK_SLIPS = {
+    "one-register-file": "registers: they are counted over the whole SM, 65536. A warp takes all of its registers from "
+    "one quarter, 16384, so what is left over in the quarters does not add up to a warp",
+    "registers-not-rounded": "registers: a warp's registers are rounded up to a multiple of 256",
+    "registers-rounded-down": "registers: a warp's registers are rounded up to a multiple of 256, and not down",
+    "one-quarter": "registers: that is what one quarter of the SM has room for; there are four",
+    "warps-for-blocks": "registers: that is how many warps fit; a block has threads // 32 of them",
+    "by-threads": "registers: a block's are counted together and divided into 65536; they are handed out by warps, "
+    "from quarters of 16384",
+    "system-forgotten": "shared memory: each block takes 1024 bytes more for the system; not only the first one",
+    "system-once": "shared memory: the 1024 bytes for the system are taken by each block, not once per SM",
+    "registers-ignored": "registers do not limit your number: the blocks share 65536 of them, in four quarters",
+    "shared-ignored": "shared memory does not limit your number: shared_per_sm is shared by the blocks",
+    "wrong-warps": "the warps do not limit your number as they should: an SM holds warps_per_sm, and a block has "
+    "threads // 32",
+}
+
+
+def _blocks(registers: int, shared_bytes: int, threads: int, shared: int, most_warps: int, *made: str) -> int:
+    """How many blocks fit, with the slips that are made."""
+    warps, per_warp = threads // 32, -(-32 * registers // 256) * 256
+    if "registers-not-rounded" in made:
+        per_warp = 32 * registers
+    if "registers-rounded-down" in made:
+        per_warp = max(256, 32 * registers // 256 * 256)
+    by_registers = 16384 // per_warp * 4 // warps
+    if "one-register-file" in made:
+        by_registers = 65536 // per_warp // warps
+    if "one-quarter" in made:
+        by_registers = 16384 // per_warp // warps
+    if "warps-for-blocks" in made:
+        by_registers = 16384 // per_warp * 4
+    if "by-threads" in made:
+        by_registers = 65536 // (registers * threads)
+    by_shared = shared // (shared_bytes + 1024)
+    if "system-forgotten" in made:
+        by_shared = shared // shared_bytes
+    if "system-once" in made:
+        by_shared = (shared - 1024) // shared_bytes
+    numbers = {"registers-ignored": by_registers, "shared-ignored": by_shared, "wrong-warps": most_warps // warps}
+    return min(number for slug, number in numbers.items() if slug not in made)
 
 
 def _expect_blocks(
-    fn: Callable[..., int], registers: int, shared_bytes: int, threads: int, shared: int, most_warps: int, case: str
+    got: int, registers: int, shared_bytes: int, threads: int, shared: int, most_warps: int, case: str
 ) -> None:
     __tracebackhide__ = True
     warps, per_warp = threads // 32, -(-32 * registers // 256) * 256
@@ -211,8 +266,6 @@ def _expect_blocks(
         "warps": most_warps // warps,
     }
     limit = min(allowed, key=lambda name: allowed[name])
-    with running(case):
-        got = fn(registers, shared_bytes, threads, shared, most_warps)
     slug = {"registers": "wrong-registers", "shared memory": "wrong-shared-memory", "warps": "wrong-warps"}[limit]
     call = f"blocks_per_sm({registers}, {shared_bytes}, {threads}, {shared}, {most_warps})"
     numbers = ", ".join(f"{name} for {number}" for name, number in allowed.items())
@@ -450,6 +503,13 @@ def _expect_own_parts(whole: Source) -> None:
         if after is None:
             return
         own = after[row_of, torch.arange(count)] > 1.2 * plain[row_of, torch.arange(count)]
+        fallen = after[row_of[number], number] < 0.8 * plain[row_of[number], number]
+        expect(
+            not fallen,
+            "a part with a larger lse gets a smaller weight: it is exp(lse - the largest lse)",
+            diagnosis="split-sign",
+            case=case,
+        )
         gained = own.nonzero().flatten().tolist()
         if gained and number not in gained:
             s, r = divmod(gained[0], rows)

@@ -273,7 +273,7 @@ def _wrong_keys(
             return "wrong-keys", sentence
         return "wrong-keys", (
             f"o and lse are those of other keys than they should be: query {row} counts {has}, and should count "
-            f"{should}"
+            f"{should}{_as_another_row(counted, visible)}"
         )
     lost = (visible & ~counted).any(0)
     added = _near(weights, _softmax(scores, visible) * counted, tolerance) and not bool((counted & ~visible).any())
@@ -287,10 +287,29 @@ def _wrong_keys(
                 "nothing is added to acc for them, or another row is stored"
             )
         return "value-not-added", (
-            f"the value of {pattern.runs(lost, 'key')} is not added to o, though the sum has its weight: it is "
-            "left out where P is multiplied by V"
+            f"the value of {pattern.runs(lost, 'key')} is not in o, though the sum has its weight: it is left out "
+            "where P is multiplied by V, or acc is multiplied by 0 after it, as by the correction of the first tile"
         )
     return None
+
+
+def _as_another_row(counted: Tensor, visible: Tensor) -> str:
+    """Words, where every query that is wrong has the mask of the one that is so many rows before or behind it."""
+    wrong = (counted != visible).any(1).nonzero().flatten()
+    for shift in (*range(1, len(visible)), *range(-1, -len(visible), -1)):
+        source = wrong - shift
+        inside = (source >= 0) & (source < len(visible))
+        if inside.all() and torch.equal(counted[wrong], visible[source]):
+            where = "before" if shift > 0 else "behind"
+            return (
+                f": what query {int(source[0])} should; each wrong row has the mask of the one {abs(shift)} {where} it"
+            )
+    same = (counted[wrong][:, None] == visible[None]).all(-1)  # [wrong row, row]
+    if len(wrong) >= 3 and bool((same.sum(1) == 1).all()):
+        sources = zip(wrong.tolist(), same.int().argmax(1).tolist(), strict=True)
+        listed = ", ".join(f"query {r} that of query {s}" for r, s in itertools.islice(sources, 3))
+        return f". So each wrong row has another one's mask: {listed}"
+    return ""
 
 
 def _same_sums(lse: Tensor | None, scores: Tensor, counted: Tensor, tolerance: float) -> bool:
