@@ -55,14 +55,15 @@ def _parities(
     script: Sequence[Operation], arrivals: int, *, inverted: bool = False, bytes_count: bool = True,
     expect_arrives: bool = True, restarts: bool = True, stays: bool = False, by_arrival: bool = False,
     adds: bool = True, before: bool = True, alone: bool = True, settles: bool = False, both: bool = False,
-    exact: bool = False, below: bool = False,
+    again: bool = False, exact: bool = False, below: bool = False,
 ) -> list[tuple[bool, bool]]:  # fmt: skip
     """What is right, and with an option what somebody may take for right.
 
     exact, below: how a wrong barrier goes on where arrivals or bytes are fewer than none: neither option is a mistake.
     """
-    pending, tx, phase, out, ever = arrivals, 0, 0, [], False
+    pending, tx, phase, out, ever, announced = arrivals, 0, 0, [], False, 0
     for name, number in script:
+        announced += number if name in _EXPECTS else 0
         arrives = name == "arrive" or (name == "arrive_expect_tx" and expect_arrives)
         pending -= arrives
         if name in _EXPECTS and bytes_count and (alone or name != "expect_tx"):
@@ -73,6 +74,7 @@ def _parities(
         if (pending == 0 or (pending < 0 and not exact)) and none_left and (arrives or not by_arrival):
             phase, ever = phase + 1, True
             pending = arrivals if restarts else pending if exact else 1 << 30
+            tx = announced if again else tx
         first = phase % 2 == 1
         pair = (True, True) if stays and ever and not first else (first != inverted, first == inverted)
         pair = (ever, True) if both else pair
@@ -80,55 +82,92 @@ def _parities(
     return out
 
 
-_MISTAKEN_PARITIES: dict[str, tuple[dict[str, bool], str]] = {
+def _announced_after(script: Sequence[Operation], arrivals: int, **how: bool) -> list[tuple[bool, bool]]:
+    """With arrive_expect_tx as an arrival, then an announcement."""
+    halves = [[("arrive", 0), ("expect_tx", n)] if name == "arrive_expect_tx" else [(name, n)] for name, n in script]
+    pairs = iter(_parities(list(itertools.chain(*halves)), arrivals, **how))
+    return [[next(pairs) for _ in both][-1] for both in halves]
+
+
+def _by_phases(pairs: Sequence[tuple[bool, bool]]) -> list[tuple[bool, bool]]:
+    """With parity 0 complete in phase 1 alone."""
+    changes = itertools.accumulate(int(a != b) for a, b in itertools.pairwise([(False, True), *pairs]))
+    return [(phase == 1, phase != 1) for phase in changes]
+
+
+_MISTAKEN_PARITIES: dict[str, tuple[Callable[..., list[tuple[bool, bool]]], str]] = {
     "parities-exchanged": (
-        {"inverted": True},
+        functools.partial(_parities, inverted=True),
         "the two parities are exchanged: a new barrier is in phase 0, which is not complete; the phase before it "
         "counts as complete, and its parity is 1",
     ),
     "nothing-before": (
-        {"before": False},
+        functools.partial(_parities, before=False),
         "before the first phase has ended you say that neither parity is complete: the phase before it, -1, counts as "
         "complete on a new barrier, and its parity is 1",
     ),
     "bytes-ignored": (
-        {"bytes_count": False},
+        functools.partial(_parities, bytes_count=False),
         "a phase ends here with its last arrival: it also has to wait for the bytes that were announced",
     ),
     "no-arrival": (
-        {"expect_arrives": False},
+        functools.partial(_parities, expect_arrives=False),
         "arrive_expect_tx is not counted as an arrival here: it announces bytes, and it arrives as well",
     ),
     "never-restarts": (
-        {"restarts": False},
+        functools.partial(_parities, restarts=False),
         "after its first phase the barrier stands still here: the next phase begins at once, and waits for as many "
         "arrivals again",
     ),
     "announced-alone": (
-        {"alone": False},
+        functools.partial(_parities, alone=False),
         "the bytes of expect_tx are not counted here: it announces bytes as arrive_expect_tx does, but does not arrive",
     ),
     "stays-complete": (
-        {"stays": True},
+        functools.partial(_parities, stays=True),
         "a parity that was complete once stays complete here: when the next phase of the same parity begins, it is not "
         "complete any more",
     ),
     "both-stay-complete": (
-        {"both": True},
+        functools.partial(_parities, both=True),
         "both parities are complete here from the end of the first phase on: one of them belongs to the phase that is "
         "under way, and is not complete",
     ),
     "one-copy-for-all": (
-        {"settles": True},
+        functools.partial(_parities, settles=True),
         "a copy takes off all the bytes that are announced here: it takes off its own, and others are still under way",
     ),
     "not-ended-by-bytes": (
-        {"by_arrival": True},
+        functools.partial(_parities, by_arrival=True),
         "a phase ends here only when somebody arrives: where the arrivals are there already, the last bytes end it",
     ),
     "bytes-replaced": (
-        {"adds": False},
+        functools.partial(_parities, adds=False),
         "a second announcement takes the place of the first here: the bytes are added to those still under way",
+    ),
+    "bytes-again": (
+        functools.partial(_parities, again=True),
+        "each phase waits here for as many bytes as were announced before: arrivals come back by themselves, announced "
+        "bytes do not, so a new phase has none",
+    ),
+    "one-operation-late": (
+        lambda script, arrivals, **how: [(False, True), *_parities(script, arrivals, **how)[:-1]],
+        "each pair says how it was before its operation; it should say how it is after it",
+    ),
+    "expect-tx-arrives": (
+        lambda script, arrivals, **how: _parities(
+            [("arrive_expect_tx" if name == "expect_tx" else name, n) for name, n in script], arrivals, **how
+        ),
+        "expect_tx counts as an arrival here: it announces bytes, and nobody arrives",
+    ),
+    "arrives-before-it-announces": (
+        _announced_after,
+        "arrive_expect_tx arrives here before it announces its bytes: where it is the last arrival, the phase ends "
+        "without them. It announces first",
+    ),
+    "phase-0-alone": (
+        lambda script, arrivals, **how: _by_phases(_parities(script, arrivals, **how)),
+        "parity 0 is complete here while phase 1 is under way, and never again: every second phase has parity 0",
     ),
 }  # fmt: skip
 
@@ -230,9 +269,18 @@ def _(complete: Callable[[list[Operation], int], list[tuple[bool, bool]]]) -> st
     want = _emulated_parities()
     if got == want:
         return f"{len(given)} scripts, {sum(len(s) for _, s in given)} operations: the emulator's barrier says the same"
-    for slug, (options, sentence) in _MISTAKEN_PARITIES.items():
+    with running(_in_words(given[0][1])):
+        again = [[tuple(bool(x) for x in pair) for pair in complete(list(given[0][1]), given[0][0])] for _ in "12"]
+    expect(
+        again == [got[0]] * 2,
+        "the same script gives another answer when it is asked for again: each call has a new barrier, so nothing may "
+        "be kept from one call to the next",
+        diagnosis="state-kept",
+        case=_in_words(given[0][1]),
+    )
+    for slug, (mistaken, sentence) in _MISTAKEN_PARITIES.items():
         for exact, below in itertools.product((False, True), repeat=2):
-            wrong = [_parities(s, n, **options, exact=exact, below=below) for n, s in given]
+            wrong = [mistaken(s, n, exact=exact, below=below) for n, s in given]
             expect(got != wrong, sentence, diagnosis=slug)
     for (arrivals, script), mine, right in zip(given, got, want, strict=True):
         for at, (a, b) in enumerate(zip(mine, right, strict=True)):
@@ -305,6 +353,54 @@ _MISTAKEN_WAITS: dict[str, tuple[Callable[[int, int], tuple[int, ...]], str]] = 
     ),
 }  # fmt: skip
 
+# The same, of one of the three numbers: the stage, the consumer's parity, the producer's.
+_MISTAKEN_PARTS: tuple[dict[str, tuple[Callable[[int, int], int], str]], ...] = (
+    {
+        "stage-is-the-use": (
+            lambda i, s: i // s,
+            "the stage is i // stages here: that says how often a stage has been used before; which one it is, says "
+            "i % stages",
+        ),
+        "two-stages": (lambda i, s: i % 2, "the stage is i % 2 here: there are `stages` of them, not always two"),
+        "iteration-for-stage": (lambda i, s: i, "the stage is i here: iteration i uses stage i % stages"),
+    },
+    {
+        "parity-of-the-stage": (
+            lambda i, s: i % s % 2,
+            "the consumer's parity is that of the stage's number: it is that of how often the stage was used before",
+        ),
+        "one-use-too-late": (
+            lambda i, s: (i // s + 1) % 2,
+            "the consumer waits for the tile of the use before: use number n is phase n of `full`",
+        ),
+        "always-phase-0": (lambda i, s: 0, "the consumer waits for parity 0 each time: the next use is phase 1"),
+    },
+    {
+        "parity-of-the-stage": (
+            lambda i, s: (i % s - 1) % 2,
+            "the producer's parity is that of the stage's number: it is that of how often the stage was used before",
+        ),
+        "first-round-waits": (
+            lambda i, s: max(i // s - 1, 0) % 2,
+            "in the first round the producer waits for phase 0 of `empty`, which ends when a consumer has read the "
+            "tile that is still to be asked for. Nobody has used the stage: it is phase -1, parity 1",
+        ),
+        "iteration-before": (
+            lambda i, s: (i - 1) // s % 2,
+            "the producer waits for iteration i - 1. The stage was used `stages` iterations before",
+        ),
+        "iteration-before from 0": (
+            lambda i, s: max(i - 1, 0) // s % 2,
+            "the producer waits for iteration i - 1. The stage was used `stages` iterations before",
+        ),
+        "the-consumers-phase": (
+            lambda i, s: i // s % 2,
+            "the producer waits for the release of the tile that it is about to bring: it is the use before, the other "
+            "parity",
+        ),
+    },
+)
+
 _TILES = 13  # of the pipeline
 
 
@@ -357,6 +453,11 @@ def _(waits: Callable[[int, int], Waits], tile_bytes: Callable[[int, int, int], 
     for slug, (wrong, sentence) in _MISTAKEN_WAITS.items():
         diagnosis = "phase-not-parity" if slug.startswith("phase") else slug
         expect(any(got[i, s] != wrong(i, s) for i, s in cases), sentence, diagnosis=diagnosis)
+    for at, parts in enumerate(_MISTAKEN_PARTS):
+        for slug, (part, sentence) in parts.items():
+            known = [part(i, s) for i, s in cases]
+            right_ones = [_waits(i, s)[at] for i, s in cases]
+            expect([got[i, s][at] for i, s in cases] != known or known == right_ones, sentence, diagnosis=slug)
     for i, s in cases:
         right = _waits(i, s)
         for what, a, b in zip(("stage", "consumer's parity", "producer's parity"), got[i, s], right, strict=True):
@@ -470,16 +571,54 @@ def _(descriptors: str) -> str:
         for numbers in (row, column):
             out = torch.zeros(steps, 16, n)
             arguments = (numbers.half().contiguous(), out, given, which)
-            ran(module, whole, name, functools.partial(module.launch, "read_tile", *arguments, echo=False))
+            try:
+                ran(module, whole, name, functools.partial(module.launch, "read_tile", *arguments, echo=False))
+            except CheckFailed as failed:
+                slips = [(step, _descriptor_slip(which, step, given.tolist())) for step in range(steps)]
+                step, slip = next(((step, slip) for step, slip in slips if given[step] and slip), (0, None))
+                if slip is None or failed.diagnosis == "does-not-compile":
+                    raise
+                sentence = f"{failed.sentence}. In {name}(tile, {step}) {slip[0]}"
+                raise CheckFailed(sentence, diagnosis=f"wrong-{slip[1]}", case=name) from None
             seen.append(out.int())
         _expect_tile(which, seen[0], seen[1], given.tolist())
     return "three tiles, read through your descriptors and multiplied by the identity"
 
 
+def _descriptor_slip(which: int, step: int, given: list[int]) -> tuple[str, str] | None:
+    """What is wrong with the descriptor of this step, and a word for it."""
+    _, _, _, _, _, by_rows, swizzle, stride, leading = _TILE_KINDS[which]
+    bits = given[step] & (1 << 64) - 1
+    start, its_leading, its_stride, base = (
+        (bits & 0x3FFF) << 4,
+        (bits >> 16 & 0x3FFF) << 4,
+        (bits >> 32 & 0x3FFF) << 4,
+        (bits >> 49 & 7),
+    )
+    tile, line = given[-1], (128, 128, 64)[which]
+    if bits >> 62 != swizzle:
+        said = f"the descriptor says {_SWIZZLES[bits >> 62]}; the tile was written with {_SWIZZLES[swizzle]}"
+        return said, "swizzle"
+    if its_stride != stride:
+        return f"the stride is {its_stride} bytes, and 8 lines of this tile are {8 * line}", "stride"
+    if leading is not None and its_leading != leading:
+        return (
+            f"the leading distance is {its_leading} bytes; the next 64 columns lie a slab further, and a slab is 64 "
+            "lines of 128 bytes"
+        ), "leading"
+    if start - tile != step * (2048 if by_rows else 32):
+        kind = "columns: 32 bytes further in each line" if not by_rows else "rows: 16 lines further"
+        return (
+            f"the address is {start - tile} bytes behind the tile's beginning in step {step}; 16 of K are 16 {kind}. "
+            "(A finished descriptor counts it in units of 16 bytes)"
+        ), "address"
+    return (f"base_offset is {base}; the tile begins where the pattern begins", "base-offset") if base else None
+
+
 def _expect_tile(which: int, row: torch.Tensor, column: torch.Tensor, given: list[int]) -> None:
     """row, column [steps, 16, n]: where in the matrix what was read as B[k, n] comes from; given: the descriptors."""
     __tracebackhide__ = True
-    name, _, _, steps, n, by_rows, swizzle, stride, leading = _TILE_KINDS[which]
+    name, _, _, steps, n, by_rows, *_ = _TILE_KINDS[which]
     k = torch.arange(16 * steps).reshape(steps, 16, 1).expand(steps, 16, n)
     of_n = torch.arange(n).expand(steps, 16, n)
     want_row, want_column = (k, of_n) if by_rows else (of_n, k)
@@ -496,37 +635,10 @@ def _expect_tile(which: int, row: torch.Tensor, column: torch.Tensor, given: lis
         f"read through {name}(tile, {step}), the element of row {wanted[0]}, column {wanted[1]} is {place} "
         f"({len(off)} of {row.numel()} elements are wrong)"
     )
-    bits = given[step] & (1 << 64) - 1
-    start, its_leading, its_stride, base = (
-        (bits & 0x3FFF) << 4,
-        (bits >> 16 & 0x3FFF) << 4,
-        (bits >> 32 & 0x3FFF) << 4,
-        (bits >> 49 & 7),
+    slip = _descriptor_slip(which, step, given)
+    raise CheckFailed(
+        f"{said}: {slip[0]}" if slip else said, diagnosis=f"wrong-{slip[1] if slip else 'base-offset'}", case=name
     )
-    tile, line = given[-1], (128, 128, 64)[which]
-    want_start = step * (2048 if by_rows else 32)
-    if bits >> 62 != swizzle:
-        why, slug = (
-            f"the descriptor says {_SWIZZLES[bits >> 62]}; the tile was written with {_SWIZZLES[swizzle]}",
-            "swizzle",
-        )
-    elif its_stride != stride:
-        why, slug = f"the stride is {its_stride} bytes, and 8 lines of this tile are {8 * line}", "stride"
-    elif leading is not None and its_leading != leading:
-        why, slug = (
-            f"the leading distance is {its_leading} bytes; the next 64 columns lie a slab further, and a slab is 64 "
-            "lines of 128 bytes",
-            "leading",
-        )
-    elif start - tile != want_start:
-        kind = "columns: 32 bytes further in each line" if not by_rows else "rows: 16 lines further"
-        why, slug = (
-            f"the address is {start - tile} bytes behind the tile's beginning in step {step}; 16 of K are 16 {kind}",
-            "address",
-        )
-    else:
-        why, slug = f"base_offset is {base}; the tile begins where the pattern begins" if base else "", "base-offset"
-    raise CheckFailed(f"{said}: {why}" if why else said, diagnosis=f"wrong-{slug}", case=name)
 
 
 # ---- 11.4 -----------------------------------------------------------------------------------------------------------
@@ -835,16 +947,17 @@ def _at_the_wait(events: Sequence[tuple[int, str, int, int]], arrivals: dict[int
 
 def _phase_of(
     events: Sequence[tuple[int, str, int, int]], arrivals: dict[int, int], *,
-    shift: int = 0, did: str = "mbarrier-passed",
+    shift: int = 0, did: str = "mbarrier-passed", with_bytes: bool = False, same: bool = False,
 ) -> Blamed:  # fmt: skip
     """The phase that is `shift` later than the latest complete one, at the end or the beginning of each wait."""
     arrived: dict[int, list[int]] = {}
     out: Blamed = []
-    for warp, what, bar, _ in events:
+    for warp, what, bar, number in events:
         if what == "arrive":
-            arrived.setdefault(bar, []).append(warp)
+            if number or not with_bytes:
+                arrived.setdefault(bar, []).append(warp)
         elif what == did:
-            by, n = arrived.get(bar, []), arrivals[bar]
+            by, n = arrived.get(bar, []), max(arrivals.values()) if same else arrivals[bar]
             phase = len(by) // n - 1 + shift
             out.append((warp, set(by[phase * n : (phase + 1) * n]) if phase >= 0 else set()))
     return out
@@ -863,14 +976,19 @@ def _used_up(events: Sequence[tuple[int, str, int, int]], arrivals: dict[int, in
     return out
 
 
-def _by_turns(events: Sequence[tuple[int, str, int, int]], arrivals: dict[int, int]) -> Blamed:
+def _by_turns(
+    events: Sequence[tuple[int, str, int, int]], arrivals: dict[int, int], *, later_too: bool = False
+) -> Blamed:
     arrived: dict[int, list[int]] = {}
+    for warp, did, bar, _ in events if later_too else []:
+        if did == "arrive":
+            arrived.setdefault(bar, []).append(warp)
     turns: dict[tuple[int, int], int] = {}
     out: Blamed = []
     for warp, did, bar, _ in events:
-        if did == "arrive":
+        if did == "arrive" and not later_too:
             arrived.setdefault(bar, []).append(warp)
-        elif did == "mbarrier-passed":
+        if did == "mbarrier-passed":
             n, turn = arrivals[bar], turns.get((warp, bar), 0)
             out.append((warp, set(arrived.get(bar, [])[turn * n : (turn + 1) * n])))
             turns[warp, bar] = turn + 1
@@ -916,10 +1034,25 @@ _MISTAKEN_BLAME: dict[str, tuple[Callable[..., Blamed], str]] = {
         "you take a phase's arrivals away when the first warp has passed. All consumers wait for the same phase, and "
         "the second one finds nobody there",
     ),
+    "bytes-alone": (
+        functools.partial(_phase_of, with_bytes=True),
+        "arrivals without bytes are left out. A consumer's arrival at `empty` announces none, and is what the producer "
+        "waits for",
+    ),
+    "same-count": (
+        functools.partial(_phase_of, same=True),
+        "every barrier has the same number of arrivals per phase here. `arrivals` has one for each: those of `full` "
+        "and of `empty` differ",
+    ),
     "by-turns": (
         _by_turns,
         "you take a warp's first wait at a barrier for phase 0, its second for phase 1, and so on. The producer's "
         "first wait is for nobody, and with two producers a warp does not wait for every phase",
+    ),
+    "by-turns-later-too": (
+        functools.partial(_by_turns, later_too=True),
+        "you take a warp's first wait at a barrier for phase 0, its second for phase 1, and so on. The producer's "
+        "first wait is for nobody: who arrives later cannot have ended it",
     ),
 }  # fmt: skip
 
@@ -1441,9 +1574,16 @@ def _(exp2_polynomial: str) -> str:
 def _other_coefficients(module: CudaModule, whole: Source) -> tuple[str, str] | None:
     """What polynomial the function computes where x is split rightly, if it is far from that of 2^f."""
     f = torch.linspace(-0.498, 0.498, 1001).double()
-    y = torch.stack([_powers(module, whole, f.float() + n).double() / 2.0**n for n in (-3, -2)])
+    y = torch.stack([_powers(module, whole, f.float() + n).double() / 2.0**n for n in (-3, -2, 2)])
     if not y.isfinite().all() or not torch.allclose(y[0], y[1], atol=1e-5):
         return None
+    if (y[:, 500].abs().clamp(min=1e-30).log2().abs() > 4).any():
+        return None  # at whole numbers: that is the exponent's doing
+    if not torch.allclose(y[0], y[2], atol=1e-5):
+        return "wrong-split", (
+            "x is split otherwise where it is negative than where it is positive. A conversion to int cuts towards 0; "
+            "with n = rintf(x), f = x - n stays in [-0.5, 0.5] on both sides"
+        )
     powers = f[:, None] ** torch.arange(6)
     found = torch.linalg.lstsq(powers, y[0]).solution
     shift = math.log2(abs(found[0]) + 1e-9)
