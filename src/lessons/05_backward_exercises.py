@@ -128,7 +128,7 @@ def key_block_sim(K_block, V_block, start_n, Q, dO, lse, delta, N, BLOCK_M, scal
     """
     # 1. Two accumulators. Where does the walk over the queries begin?
     # 2. For each block of queries: q, do, a tile of p.
-    # 3. dv, then ds, then dk. (A kernel rounds P and dS to the inputs' dtype before it multiplies them. You may, too.)
+    # 3. dv, then ds, then dk. (P and dS may be rounded to the inputs' dtype before they are multiplied.)
     # YOUR CODE HERE
     raise NotImplementedError
 

@@ -32,8 +32,8 @@ from flashlab.kernels import path
 # |:--|:--|
 # | `("arrive", 0)` | a thread arrives |
 # | `("expect_tx", n)` | n bytes are announced |
-# | `("arrive_expect_tx", n)` | both |
-# | `("copy", n)` | n bytes have been delivered |
+# | `("arrive_expect_tx", n)` | n bytes are announced, then a thread arrives |
+# | `("copy", n)` | n bytes, announced before, have been delivered |
 #
 # A phase wants `arrivals` arrivals, and all bytes that were announced. After *each* operation, say of parity 0 and of parity 1
 # whether a wait for it would pass.
@@ -71,8 +71,8 @@ check("11.1", complete)
 # `full` of its stage, reads, and arrives at `empty`. The producer waits for `empty`, then asks for tile `i`. Both run the same loop,
 # and nobody arrives at `empty` before it.
 #
-# And how many bytes does the producer announce for a tile? `rows_left` rows of the tensor are left, which may be fewer than the box
-# has.
+# And how many bytes does the producer announce for a tile? `rows_left` rows of the tensor are left: at least one, and perhaps
+# fewer than the box has.
 
 # %% tags=["exercise"]
 def waits(i, stages):
@@ -158,7 +158,7 @@ check("11.3", descriptors)
 #
 # A consumer has 64 rows. O (`head_dim` columns, float), S of the next tile (`block_n` columns, float) and P of this tile (`block_n`
 # columns, 16 bits) are in its 128 threads' registers together, and `others` more per thread. How large can `block_n`, a multiple
-# of 16, be?
+# of 16, be? (Not more than fits. What `wgmma` allows is no limit here.)
 
 # %% tags=["exercise"]
 def most_stages(block_m, block_n, head_dim, shared_bytes):
@@ -207,7 +207,7 @@ for i in range(0, len(events), 2):
 print("arrivals per phase, of each barrier:", arrivals)
 
 # %% [markdown]
-# A wait is for one phase of a barrier, so for the warps whose arrivals make up this phase. Say it for each wait that has passed.
+# A wait is for one phase of a barrier, so for the warps whose arrivals make up this phase. (No warp arrives twice in one.) Say it for each wait that has passed.
 # The check has other logs too: in some, two producers take turns.
 # (The copies that such a phase also waits for were asked for by one of these warps. A wait that passes at a barrier that is new was
 # for nobody: the empty set.)
@@ -381,7 +381,7 @@ show.region(path("p11_5_consumers"), *names)
 #
 # Close the lecture first: it shows such a producer. Write what the warps from `WARPS` on do. They give registers away, and one thread
 # of them works. The check compiles it for `HEAD_DIM` 128, with 3 stages instead of 2. It wants each tile to
-# be asked for as soon as there is room for it: K does not wait for V's place.
+# be asked for as soon as there is room for it: no K waits for the place of the V of its own tile.
 
 # %% tags=["exercise"]
 # BEGIN STARTER
@@ -418,9 +418,9 @@ check("11.8", producer)
 # *Stretch · 30 min*
 #
 # Exponentials have units of their own, and few of them: with `head_dim` 64 they take as long as both products. Multiply-adds go eight
-# times as fast. Compute $2^x$ with these (the lecture's page closed), and with integer operations, for any $x \le 8$: the relative error at most $2^{-12}$ from
-# −126 on; below that 0, or next to it, for $-\infty$ too; NaN stays NaN. You may use `fmaf`, `rintf`, `__float_as_uint`,
-# `__uint_as_float`, conversions.
+# times as fast. Compute $2^x$ with multiply-adds and integer operations (the lecture's page closed), for any $x \le 8$. The relative
+# error is at most $2^{-12}$ from −126 on. Below that the result is from 0 to $2^{-120}$, for $-\infty$ too; NaN stays NaN. You may use +, −, ×,
+# `fmaf`, `rintf`, comparisons, `__float_as_uint`, `__uint_as_float`, conversions.
 
 # %% tags=["exercise"]
 # BEGIN STARTER
