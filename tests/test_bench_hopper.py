@@ -569,6 +569,26 @@ def test_gains_and_lines_are_what_the_rows_say(monkeypatch):
     assert wrong == {}
 
 
+def test_scores_that_trust_does_not_like():
+    for job in hopper_jobs.score_jobs():
+        small = job | {"shape": [1, 1, 256, job["shape"][3]]}
+        ((q, k, _),) = hopper.make(small)
+        s = (q.float() @ k.float().mT / job["shape"][3] ** 0.5)[0, 0]
+        tiles = s.unflatten(1, (2, 128)).amax(2)  # a block walks from the last to the first
+        rise = (tiles[:, 0] - tiles[:, 1]).mean().item()
+        assert {"random": abs(rise) < 1, "sink": rise > 20, "growing": 8 < rise < 16}[job["scores"]], (job, rise)
+    found = hopper_results.score_table(record(lambda job: job["part"] == "scores"))
+    assert [row[0] for row in found.rows] == list(hopper_jobs.SCORES)
+
+
+def test_a_variant_is_another_value_than_the_one_of_its_head_dim():
+    ours = hopper_jobs.Kernel("p11_flash")
+    for head_dim, others in ((64, ("TRUST=0", "LATE_TURN=0")), (128, ("TRUST=0", "LATE_TURN=1")), (256, ("TRUST=1",))):
+        names = hopper_jobs.varied(ours, head_dim=head_dim)
+        assert all(f"p11_flash {other}" in names for other in others)
+        assert not any(name.endswith(("TRUST=1", "LATE_TURN=0")) for name in names) or head_dim != 128
+
+
 def test_variants_stand_beside_the_kernel_as_it_is():
     found = hopper_results.variant_table(record(lambda job: job["part"] == "variants"))
     assert [row[:2] for row in found.rows] == [
@@ -592,7 +612,7 @@ def test_every_table_of_a_whole_record(monkeypatch):
     monkeypatch.setattr(hopper_jobs, "ladder", lambda: STEPS)
     data = record()
     tables = hopper.BENCH.more(data)
-    assert len(tables) == 7
+    assert len(tables) == 8
     for table in tables:
         assert len(repr(table).splitlines()) > 2 and table._repr_markdown_()
     assert "8192x8192x8192 bf16: 800" in repr(tables[0])

@@ -87,6 +87,7 @@ from flashlab.bench.hopper_jobs import (
     jobs,
     quick_jobs,
     seconds_of,
+    trusting,
     varied,
     work_of,
 )
@@ -138,7 +139,9 @@ def wanted_modules(todo: Iterable[Row], step: str | None = None, variants: Seque
         elif job["part"] == "ladder":
             names = [*(one.name for one in hopper_jobs.ladder()), P9]
         elif job["part"] == "variants":
-            names = varied(ours, variants)
+            names = varied(ours, variants, job["shape"][3])
+        elif job["part"] == "scores":
+            names = trusting(ours)
         elif job["part"] == "backward":  # which builds its own
             continue
         elif job["part"] == "validate" and job["what"] != "cases":
@@ -260,7 +263,14 @@ def make(job: Row, sets: int = 1) -> list[Inputs]:
         x = torch.randn(size, device=runtime.device(), dtype=DTYPES[job.get("dtype", "bf16")], generator=generator)
         return x.transpose(1, 2) if by_token else x
 
-    return [(draw(heads, rows), draw(kv_heads, keys), draw(kv_heads, keys)) for _ in range(sets)]
+    found = [(draw(heads, rows), draw(kv_heads, keys), draw(kv_heads, keys)) for _ in range(sets)]
+    if (scores := job.get("scores", "random")) != "random":
+        raised = torch.zeros(keys) if scores == "sink" else torch.arange(keys - 1, -1, -1) * (12 / 128)
+        if scores == "sink":
+            raised[0] = 30
+        for q, k, _ in found:  # so much is in each score beside what is random
+            q[..., 0], k[..., 0] = head_dim**0.5, raised.to(k)
+    return found
 
 
 def sets_of(job: Row) -> int:
@@ -347,8 +357,12 @@ def measure(job: Row, step: str | None = None, variants: Sequence[str] = (), rou
         return [job | {"name": "all", "said": said[job["tool"]]}]
     names = names_here()
     if job["part"] != "shapes":
-        some = [one.name for one in hopper_jobs.ladder()] if job["part"] == "ladder" else varied(chosen(step), variants)
-        names = [*some, P9, CUDNN]
+        some = {
+            "ladder": lambda: [one.name for one in hopper_jobs.ladder()],
+            "variants": lambda: varied(chosen(step), variants, job["shape"][3]),
+            "scores": lambda: trusting(chosen(step)),
+        }
+        names = [*some[job["part"]](), *([P9] if job["part"] != "scores" else []), CUDNN]
     return compared(job, names, step, rounds)
 
 
@@ -732,7 +746,7 @@ def warm(name: str, dtype: str, head_dim: int, causal: bool) -> None:
 
 BENCH = harness.Bench(
     "hopper", __doc__, jobs=jobs, measure=measure, table=hopper_results.goal_table, more=hopper_results.tables,
-    keys=("kind", "shape", "kv_heads", "keys", "causal", "dtype", "what", "head_dim", "tool", "name"),
+    keys=("kind", "scores", "shape", "kv_heads", "keys", "causal", "dtype", "what", "head_dim", "tool", "name"),
     quick=quick_jobs, needs=harness.gpu_for("phase 11 is", quick_too=False), prepare=prepare, plan=plan, minutes=8.0,
     options={
         "step": {"metavar": "NAME", "help": "the kernel to measure in the place of the phase's last one"},

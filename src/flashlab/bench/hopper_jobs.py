@@ -71,11 +71,18 @@ def chosen(step: str | None) -> Kernel | None:
     return found if found and found.step else None
 
 
-def varied(ours: Kernel | None, others: Sequence[str] = ()) -> list[str]:
+_AS_THEY_ARE = {"TRUST": lambda head_dim: int(head_dim < 256), "LATE_TURN": lambda head_dim: int(head_dim == 64)}
+"""Macros of the last step whose default is not the same for every head_dim."""
+
+
+def varied(ours: Kernel | None, others: Sequence[str] = (), head_dim: int = 128) -> list[str]:
     """The kernel, and it with one macro of its step set otherwise; or as others say: "STAGES=3,BLOCK_N=64"."""
     if ours is None:
         return []
-    known = [f"{macro}={value}" for macro, values in ours.step.defines.items() for value in values[1:]]
+    known = []
+    for macro, values in ours.step.defines.items():
+        usual = _AS_THEY_ARE[macro](head_dim) if macro in _AS_THEY_ARE else values[0]
+        known += [f"{macro}={value}" for value in values if value != usual]
     return [ours.name, *(f"{ours.name} {x.replace(',', ' ')}" for x in others or known)]
 
 
@@ -126,6 +133,7 @@ def jobs() -> list[Row]:
     found += backward_jobs()
     found += standard("bf16", LENGTHS[4:])
     found += [{"part": "variants", "shape": list(shape), "causal": causal} for shape, causal in VARIED]
+    found += score_jobs()
     found += others()
     found += [{"part": "ceiling", "dtype": "fp16", "shape": [8192, 8192, 8192]}, *standard("fp16")]
     found += [{"part": "profile"}, {"part": "counters"}, {"part": "validate", "what": "cases"}]
@@ -177,6 +185,23 @@ def quick_jobs() -> list[Row]:
     ]
 
 
+def trusting(ours: Kernel | None) -> list[str]:
+    """The kernel, and it where it looks at the maxima of every tile."""
+    return [ours.name, f"{ours.name} TRUST=0"] if ours else []
+
+
+SCORES = ("random", "sink", "growing")
+"""What keys are like: all alike; the first one far above the others, for every query, as in language models; or in
+every tile of 128 far above those of the tile behind it, which is the worst that can happen to trust."""
+
+
+def score_jobs() -> list[Row]:
+    return [
+        {"part": "scores", "scores": scores, "shape": list(shape), "causal": causal, "dtype": "bf16"}
+        for scores in SCORES for shape in ((4, 32, 4096, 64), (4, 16, 4096, 128)) for causal in (False, True)
+    ]  # fmt: skip
+
+
 # ---- how long it takes -----------------------------------------------------------------------------------------------
 ASSUMED = 250.0
 """TFLOP/s at which an estimate of seconds takes the kernels to run. A slow guess: a run is to end in its time."""
@@ -185,6 +210,7 @@ _ONCE = {
     "shapes": 2.0,
     "ladder": 3.0,
     "variants": 3.0,
+    "scores": 2.0,
     "backward": 8.0,
     "counters": 60.0,
     "profile": 40.0,
@@ -200,7 +226,7 @@ def seconds_of(job: Row) -> float:
     if job["part"] == "validate":
         runs = job.get("repeats", 0)
         return _VALIDATE[job["what"]] + (runs * work_of(job) / (ASSUMED * 1e12) if runs else 0.0)
-    if job["part"] not in ("shapes", "ladder", "variants", "backward"):
+    if job["part"] not in ("shapes", "ladder", "variants", "scores", "backward"):
         return _ONCE[job["part"]]
     work = work_of(job) * (BACKWARD_WORK if job["part"] == "backward" else 1.0)
     each = max(2.0, work / (ASSUMED * 1e9))  # ms of a replay

@@ -279,6 +279,28 @@ def variant_table(data: Row) -> Table:
     return Table.of(cells, ["kernel", *shapes], align="l" + "r" * len(shapes), caption=caption)
 
 
+def score_table(data: Row) -> Table:
+    """How many times as fast trust makes the kernel, by what the scores are like."""
+    found: dict[str, dict[tuple[tuple[int, ...], bool], dict[str, Row]]] = {}
+    for r in data["rows"]:
+        if r["part"] == "scores" and "ms" in r:
+            found.setdefault(r["scores"], {}).setdefault((tuple(r["shape"]), r["causal"]), {})[r["name"]] = r
+
+    def cell(rows: dict[str, Row]) -> str:
+        trusting, looking = (next((r for n, r in rows.items() if test(n)), None) for test in (
+            lambda n: "=" not in n and n != CUDNN, lambda n: "TRUST=0" in n))  # fmt: skip
+        if not trusting or not looking:
+            return ""
+        wrong = "" if right(trusting) and right(looking) else " !"
+        return f"{trusting['tflops']:.0f} ({looking['ms'] / trusting['ms']:.2f}){wrong}"
+
+    shapes = list(dict.fromkeys(key for rows in found.values() for key in rows))
+    cells = [[scores, *(cell(rows.get(key, {})) for key in shapes)] for scores, rows in found.items()]
+    columns = [f"D {d}, N {n}{', causal' if causal else ''}" for (_, _, n, d), causal in shapes]
+    caption = f"{_where(data)}, bf16: TFLOP/s, in brackets over TRUST=0" if found else "no scores are measured"
+    return Table.of(cells, ["scores", *columns], align="l" + "r" * len(columns), caption=caption)
+
+
 def backward_table(data: Row) -> Table:
     """TFLOP/s of everyone's backward pass, and ours over the best peer. A result beyond its bound has a "!"."""
     found = ladder_speeds(data, "backward")
@@ -362,7 +384,9 @@ def lines(data: Row, names: Sequence[str], dtype: str = "bf16") -> dict[str, dic
 
 def tables(data: Row) -> list[Table]:
     """What there is beside the goals."""
-    found = (speed_table, mean_table, ladder_table, variant_table, backward_table, counter_table, profile_table)
+    found = (
+        speed_table, mean_table, ladder_table, variant_table, score_table, backward_table, counter_table, profile_table,
+    )  # fmt: skip
     return [table for make in found if (table := make(data)).rows]
 
 

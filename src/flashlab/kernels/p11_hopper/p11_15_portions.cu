@@ -23,6 +23,9 @@
 #ifndef TRUST                                                  // a full tile's maxima are looked at only in need
 #define TRUST 1
 #endif
+#ifndef LATE_TURN                                              // New: 1: the turn is passed on after the first portion
+#define LATE_TURN (HEAD_DIM == 64)
+#endif
 
 // A warpgroup each, and the producer's after them
 constexpr int CONSUMERS = HEAD_DIM == 64 ? 3 : 2, GROUP = 128, WARPS = 4 * CONSUMERS, THREADS = (CONSUMERS + 1) * GROUP;
@@ -38,7 +41,6 @@ constexpr int Q_BYTES = BLOCK_M * HEAD_DIM * 2, KV_BYTES = BLOCK_N * HEAD_DIM * 
 // a row of P may add up to, where it is not: far from fp16's 65504.
 constexpr float RESCALE_ABOVE = TRUST ? 0.f : 8.f, MOST = 16384.f;
 constexpr int SECOND = S_TILES / (HEAD_DIM == 64 ? 8 : 2), THIRD = S_TILES * 3 / 4;    // New: portions, in MMA tiles
-constexpr bool LATE_TURN = HEAD_DIM == 64;                     // New: the turn is passed on after the first portion
 constexpr int Q_STAGES = 2, BARRIERS = 4 + 2 * Q_STAGES + 4 * STAGES;
 struct __align__(16) Part { int batch, head, m_start, end; };  // a head's rows, and tiles that some of them see
 constexpr int BARRIERS_AT = (Q_STAGES + 1) * Q_BYTES + 2 * STAGES * KV_BYTES;          // Q_BYTES for O
@@ -355,8 +357,8 @@ flash_forward(const Problem p, int heads_together,             // and what TMA h
             if (LATE_TURN) pass_turn();
             if (!in_doubt) {
                 probabilities(SECOND, THIRD);
-                output_is_there();                             // New: so P may be written, while the third portion
-                round_p(0, THIRD);                             // New: is computed
+                output_is_there();                             // New: so P may be written,
+                round_p(0, THIRD);                             // New: while the third portion is computed
                 probabilities(THIRD, S_TILES);
                 in_doubt = doubtful();
             } else output_is_there();

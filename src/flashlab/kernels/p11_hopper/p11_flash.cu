@@ -25,6 +25,9 @@
 #ifndef TRUST                                                  // New: not where HEAD_DIM is 256: it gains nothing there
 #define TRUST (HEAD_DIM < 256)
 #endif
+#ifndef LATE_TURN                                              // 1: the turn is passed on after the first portion
+#define LATE_TURN (HEAD_DIM == 64)
+#endif
 #ifndef BLOCK_N                                                // New: keys at a time
 #define BLOCK_N (HEAD_DIM == 256 ? 64 : 128)
 #endif
@@ -39,7 +42,6 @@ constexpr int KV_BYTES = BLOCK_N * HEAD_DIM * 2;     // per tile of shared memor
 // a row of P may add up to, where it is not: far from fp16's 65504.
 constexpr float RESCALE_ABOVE = TRUST ? 0.f : 8.f, MOST = 16384.f;
 constexpr int SECOND = S_TILES / (HEAD_DIM == 64 ? 8 : 2), THIRD = S_TILES * 3 / 4;    // portions, in MMA tiles
-constexpr bool LATE_TURN = HEAD_DIM == 64;                     // the turn is passed on after the first portion
 constexpr bool O_IN_Q = HEAD_DIM == 256;                       // New: O takes the place of Q: there is no other
 constexpr int Q_STAGES = O_IN_Q ? 1 : 2;                       // New: one of them then
 constexpr int BARRIERS = 4 + 2 * Q_STAGES + 4 * STAGES;        // 8 bytes each
@@ -379,8 +381,8 @@ flash_forward(const Problem p, int heads_together, int groups, // and what TMA h
             if (LATE_TURN) pass_turn();
             if (!in_doubt) {
                 probabilities(SECOND, THIRD);
-                output_is_there();                             // So P may be written, while the third portion
-                round_p(0, THIRD);                             // Is computed
+                output_is_there();                             // So P may be written,
+                round_p(0, THIRD);                             // while the third portion is computed
                 probabilities(THIRD, S_TILES);
                 in_doubt = doubtful();
             } else output_is_there();
