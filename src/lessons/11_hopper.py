@@ -106,8 +106,10 @@ show.region(PTX, "mbarrier")
 # %% [markdown]
 # A wait names a **parity**, the last bit of the phase's number. `mbarrier_wait(barrier, 0)` waits until phase 0 (or 2, or
 # 4 ...) is complete. One bit is enough as long as nobody falls two phases behind, and in a right kernel nobody does: the
-# next phase needs an arrival of the one who still waits, or of somebody who waits for that one.
+# next phase needs an arrival of the one who still waits, or of somebody who waits for that one. (A consumer waits for a tile's bytes.
+# The stage is filled again only when this consumer has said that it is through: after its wait.)
 #
+# %% [markdown]
 # The barrier that has just been made is in phase 0. So phase 0 is not complete, and "phase −1" counts as complete:
 # a wait for parity 1 returns at once. Remember that; a producer's first wait uses it.
 
@@ -186,7 +188,7 @@ show.region(PIECES, "a tensor map")
 #
 # The kernel receives the map as a parameter marked `const __grid_constant__`, so that it has an address. One thread asks,
 # all threads wait. `fence_mbarrier_init()` stands after the barriers have been made: without it the copy engine, which is
-# to count bytes at them, might not see them yet. (`__syncthreads` tells the other threads, not the engine: section 6.)
+# to count bytes at them, might not see them yet. (`__syncthreads` tells the other threads, not the engine.)
 
 # %%
 show.region(PIECES, "a TMA load")
@@ -265,7 +267,7 @@ print("three patterns: every chunk is where the XOR of address bits puts it")
 
 # %%
 def without(text, line):
-    """The text with a line of code made a comment: the last one that contains it and the words after it."""
+    """The text with a line of code made a comment: the only one that contains it and the words after it."""
     code, words = line.split(" ... ")
     (found,) = [x for x in text.split("\n") if code in x and words in x]
     return text.replace(found, "    // " + found)
@@ -307,8 +309,8 @@ show.region(WGMMA, "descriptor")
 # direction does a row of the atom run? There are two cases.
 
 # %% [markdown]
-# **K-major**: a row of the atom runs along K, the dimension that is summed over. That is how Q and K lie in memory: a row
-# is one query or key, its elements are the dimensions. The next 8 rows are one atom further: *stride* 1024. A step of 16
+# (K is the dimension that is summed over here, as in $M \times N \times K$, and also the name of the keys' matrix.) **K-major**: a row of the atom runs
+# along the summed dimension. That is how the matrices Q and K lie in memory: a row is one query or key, its elements are the dimensions. The next 8 rows are one atom further: *stride* 1024. A step of 16
 # along K is 32 bytes *inside* the row. (The XOR is taken from the address that comes out, so it stays right.)
 #
 # With the 64-byte swizzle a row has 64 bytes, and so 8 rows have 512: *stride* 512.
@@ -386,7 +388,7 @@ assert torch.equal(operands[0], operands[1].T)
 
 # %% [markdown]
 # **What a wrong descriptor computes.** Nothing faults; the tensor cores read what the numbers say. Say that the distance
-# from 8 rows to the next 8 is only half an atom. Both operands use that function. Then in both only
+# from 8 rows to the next 8 is only half an atom. Both operands get it from `k_major`. Then in both only
 # the first eight rows are right, and so are 8 × 8 of the 64 × 64 results:
 
 # %%
@@ -424,6 +426,9 @@ print("(X Y^T) Z: two products, P never left the registers")
 # the async proxy. For that there is `fence_proxy_async()`: by the thread that stored, after the store, before the barrier.
 
 # %% [markdown]
+# (Two others look alike. `fence_mbarrier_init` publishes barriers that have just been made, `wgmma_fence` registers.)
+
+# %% [markdown]
 # Where does a forward pass need it? TMA loads and wgmma are both async: no fence. But O goes out through shared memory: the
 # warps store it there, then TMA brings it to global memory. Between the two stands the fence. A kernel without it may be
 # right in every test on one GPU. The emulator finds it (section 11, exercise 11.6).
@@ -432,10 +437,10 @@ print("(X Y^T) Z: two products, P never left the registers")
 # %% [markdown]
 # ## 7 · The ladder
 #
-# Fourteen steps, each a whole file with one new idea, from phase 8's loop to a kernel that is made for Hopper. Every step
-# runs in the emulator's check build, is compared with the oracle, and is counted: one head, $N = 384$, $D = 64$. Below the
-# counts stands what the step reached on a GPU, from the record, and in brackets how many times as fast that is as the step
-# before.
+# Sixteen steps, each a whole file, from phase 8's loop to a kernel that is made for Hopper. Most bring one idea; steps 5 and 13 bring
+# several that need each other, and the ladder cannot tell those apart. Every step runs in the emulator's check build, is compared
+# with the oracle, and is counted: one head, $N = 384$, $D = 64$, no mask, one SM. Below the counts stands what the step reached
+# on a GPU, from the record: 2048 columns and 16384 queries in all heads together. In brackets: how many times as fast as the step before.
 
 # %%
 prepare(["p9_flash", *(s.name for s in steps(11))])
@@ -462,12 +467,14 @@ grow("p9_flash")
 #   themselves.
 # - **wavefronts** are passes through shared memory that warps ask for. What `wgmma` reads is its own business; it is given
 #   in KB.
-# - **waits** counts waits at mbarriers, once per warp; *barriers* those of the whole block, and named ones (step 7).
+# - **waits** counts waits at mbarriers, once per warp; *barriers* those of the whole block, and named ones (step 7). *stores* are
+#   those to global memory, by threads or by TMA. Exponentials and maxima are not counted: steps 11 to 15 change those.
 
 # %% [markdown]
 # ### Step 1: tiles by TMA
 #
-# The loop is that of `p9_1_masks`, the products are `mma.sync`. Only the copies change. A tile of 128 columns is wider than
+# The loop is that of `p9_1_masks`, 16 rows per warp; the products are `mma.sync`. Only the copies change. (`p9_flash` above has 32 rows per warp:
+# that is why it reads shared memory half as often, and is faster.) A tile of 128 columns is wider than
 # a swizzle can be, so tiles are cut into **slabs** of 64 columns, 128 bytes wide, one behind the other.
 
 # %%
@@ -491,7 +498,7 @@ show.region(step("p11_1_tma"), "tensor maps")
 # %% [markdown]
 # ### Step 2: S by wgmma
 #
-# Q's fragments, K's `ldmatrix` and the many `mma` of $QK^\top$ are gone. One `wgmma` multiplies 64 rows of Q by 64 keys.
+# Q's fragments, K's `ldmatrix` and the many `mma` of $QK^\top$ are gone. A `wgmma` multiplies 64 rows of Q by 64 keys, 16 columns at a time.
 
 # %%
 show.diff(step("p11_1_tma"), step("p11_2_wgmma"), "operands", "operands of the scores", "scores", context=0)
@@ -519,7 +526,7 @@ assert TABLE[-1][draw.COLUMNS.index("ldmatrix")] == 0
 # ### Step 4: a producer
 #
 # A fifth warp does nothing but ask for tiles. It runs ahead of the **consumer**, the four warps that compute, until both
-# stages are full. Each stage has two barriers. At `full` the consumer waits for the bytes. At `empty` the producer waits
+# stages are full. Each stage has two barriers for K and two for V. At `full` the consumer waits for the bytes. At `empty` the producer waits
 # until the consumer is through. One lane of the warp asks: `elect_one` is true in one lane, and lets the compiler know that it is one.
 
 # %%
@@ -538,7 +545,7 @@ grow("p11_4_producer")
 # </details>
 
 # %% [markdown]
-# The producer alone gains hardly anything, and at $D = 64$ it loses. (The copies were one tile ahead before, too.) But now
+# The producer alone gains hardly anything, and at $D = 64$ it loses; why, we did not look into. (The copies were one tile ahead before, too.) But now
 # consumers can be several, and none of them has to think of copies.
 
 # %%
@@ -557,7 +564,8 @@ for run in RUNS:
 # %% [markdown]
 # A consumer's accumulators need registers: 64 × 128 of S are 64 per thread, O of $D = 128$ as many, P half. A block of 384
 # threads gets 65536 / 384 = 170 per thread, rounded down to 168. The producer needs hardly any. With `setmaxnreg` it gives
-# them away: 24 for it, 240 for each consumer. Registers change hands by warpgroups, so the producer is a whole warpgroup
+# them away: 24 for it, 240 for each consumer. (160 of them are accumulators and P. Addresses, maxima, sums and what the compiler keeps at hand
+# need the rest.) Registers change hands by warpgroups, so the producer is a whole warpgroup
 # now, though a single thread of it works.
 
 # %%
@@ -589,17 +597,19 @@ plt.show()
 # *A consumer's line: a bar is exponentials, a thin line is a wait, and its colour says for what. Top: one warpgroup. Its exponentials and its products take
 # turns, so the tensor cores are idle more than half of the time. Middle: a producer asks for tiles; most of the time it waits
 # for a free stage. Bottom: three consumers, each with its colour. At first all three compute exponentials together, and the
-# tensor cores pause. Then they drift apart, and one has products while another has exponentials. Copies are drawn from the request
+# tensor cores pause. Slowly they drift apart, and one has products while another has exponentials. Copies are drawn from the request
 # until the bytes are there; they overlap.*
 
 # %%
+speeds = [hopper_results.ladder_speeds(run)[(4, 32, 4096, 64), False] for run in RUNS]
 for name, found in list(REPLAYED.items())[:3]:
-    print(f"{name:16} in the model the tensor cores work {found.share:.0%} of the time")
+    measured = ", ".join(f"{rows[name]['tflops']:.0f} TFLOP/s measured" for rows in speeds)
+    print(f"{name:16} tensor cores busy {found.share:.0%} of the time from the first product on; {measured}")
 assert REPLAYED["p11_3_operands"].share < 0.5 < REPLAYED["p11_5_consumers"].share
 
 # %% [markdown]
-# (An SM would hold two blocks of steps 3 and 4 at once, which fill each other's pauses to some extent. The picture has one
-# block.)
+# The measured speeds do not follow. An SM holds two blocks of steps 3 and 4 at once, and they fill each other's pauses; the
+# picture has one block. And what costs nothing in the model, costs something on the chip. At $D = 128$ step 5 did gain.
 #
 # ### Step 6: two products in flight
 #
@@ -651,13 +661,16 @@ assert REPLAYED["p11_7_ping_pong"].clocks < REPLAYED["p11_6_overlap"].clocks
 assert REPLAYED["p11_7_ping_pong"].share > REPLAYED["p11_6_overlap"].share
 
 # %% [markdown]
-# In the middle panel the consumers part by themselves for a while, without turns. It does not last. With turns, the pauses that are
-# left are mostly waits for K and V. Section 9 asks again what turns are worth, in the final kernel.
-#
+# In the middle panel the consumers part by themselves for a while, without turns. It does not last. With turns, the first round still has
+# pauses; later ones are mostly waits for K and V, red. (A third stage gained nothing on the chip, where there is room for it.)
+# Section 9 asks again what turns are worth, in the final kernel.
+
+# %% [markdown]
 # ### Step 8: blocks that stay
 #
 # So far each block begins with barriers and tensor maps, and ends with a store, while the tensor cores wait. Now one block
-# per SM stays, and takes **part** after part of the work: 128 or 192 rows of one head.
+# per SM stays, and takes **part** after part of the work: 128 or 192 rows of one head. Heads are worked on in groups whose K and V fit
+# into L2 together (`heads_together`).
 
 # %% [markdown]
 # The producer runs on into the next part while the consumers finish this one. Causal parts are unequal, so those with the
@@ -709,8 +722,9 @@ grow("p11_11_rescale")
 # ### Step 12: fewer exponentials
 #
 # Another idea of FlashAttention-4. An SM computes 16 exponentials per clock. At $D = 64$ that takes as long as both products
-# together. Multiply-adds are eight times as fast. So some of the exponentials are computed by a polynomial:
-# $2^x = 2^n \cdot 2^f$, where $n$ is the nearest integer and $|f| \le 1/2$.
+# together. Multiply-adds are eight times as fast. So some of the exponentials could be computed by a polynomial:
+# $2^x = 2^n \cdot 2^f$, where $n$ is the nearest integer and $|f| \le 1/2$. It is switched off (`POLYNOMIAL=0`): section 9 has what it costs. So
+# the table below compares a kernel with itself.
 
 # %%
 scores, exponentials = 64 * 128, 64 * 128 / 16  # of a tile: how many, and their clocks
@@ -738,19 +752,23 @@ assert error < 2**-11
 
 # %% [markdown]
 # For P, which is rounded to 16 bits, that is good enough. For the sums and so for `lse`, which stay in float, it is not, as
-# you will see. The macro `POLYNOMIAL` says of how many MMA tiles one is computed so. By default none is: section 9 says why.
+# you will see. With `POLYNOMIAL=4` every fourth MMA tile of P is computed so.
 #
 # ### Step 13: the next part begins before this one has ended
 #
-# Where sequences are short, a part is a few tiles, and its beginning and its end count.
+# Where sequences are short, a part is a few tiles, and its beginning and its end count. Until now the next part's Q had to wait for the only
+# place, and everybody computed for himself where the part lies.
 
 # %% [markdown]
 # - Q has two places. The next part's Q comes while this one's is still read.
-# - The producer works out where a part lies, and hands all of it on: its divisions take long. For them it keeps 40 registers, so two
+# - The producer alone works out where a part lies, which takes divisions, and hands all of it on. For them it keeps 40 registers, so two
 #   consumers get 232 each.
 # - It asks for a part's first K before its Q.
+
+# %% [markdown]
 # - A consumer *passes by* the causal tiles that none of its own 64 rows sees. It still has to say that it needs them no more,
-#   and it must not say so before they are there: its arrival would count for the tile before.
+#   and it must not say so before they are there. While another consumer still reads the tile before, `empty` is still in that tile's
+#   phase, and an arrival would count for it.
 
 # %%
 show.diff(step("p11_12_polynomial"), step("p11_13_parts"), "producer", "main loop", context=0)
@@ -760,14 +778,21 @@ grow("p11_13_parts")
 # ### Step 14: trust
 #
 # In step 11 each tile still *looks* at its maxima: 64 comparisons per lane, then shuffles, and only then the first
-# exponential can begin. But after the first tile the maximum hardly moves. So a full tile is computed under the maximum of
-# the tiles before (`TRUST`). If that was too low, a sum tells: it is beyond $2^{14}$, or infinite.
+# exponential can begin. But after the first tiles the maximum usually moves little. So a full tile is computed under the maximum of
+# the tiles before (`TRUST`). If that was too low, a sum tells: a lane adds up its own part of a row, and if that is beyond $2^{14}$ (or NaN), the
+# warp does not trust. fp16 ends at 65504, so no number of P has overflowed then.
 
 # %% [markdown]
 # By then S has been overwritten. So the warp computes it again, alone, with phase 8's `ldmatrix` and `mma.sync`, and takes the
-# usual way. What makes that right is the online softmax itself: any reference is right as long as nothing overflows.
+# usual way. What makes that right is the online softmax itself: any reference is right as long as nothing overflows, and as long as it is
+# not above the maximum so far, where everything might become 0. A reference that is the maximum of tiles before never is. Step 11's threshold
+# is 0 now (`RESCALE_ABOVE`): where maxima are looked at, the reference becomes exact.
 #
 # The idea of a reference without a look is from FlashDecoding++ (its "unified maximum value"), which takes a constant.
+
+# %% [markdown]
+# Trust has a price even where it is right: K's stage is given back only after the exponentials, since S may have to be computed again, and each
+# warp gives it back for itself (`lane == 0`). `q_operand % 16384 * 16` is Q's address, out of its descriptor.
 
 # %%
 show.region(step("p11_14_trust"), "trust", "scores again")
@@ -795,8 +820,20 @@ for kind in ("random", "growing"):
 assert products("random")["mma"] == 0 < products("growing")["mma"]
 
 # %% [markdown]
-# On an H200 such growing scores, at every tile and for every row, made the kernel half as fast ($D = 64$) or two thirds ($D = 128$): that is the worst case. Random
-# ones never take that way.
+# 10240 is all of them: 40 warps have 4 trusted tiles each. What does that cost on the GPU, and what do scores cost that are not random? In language
+# models the first key often has a far higher score than the others (an *attention sink*, Xiao and others 2023); a block meets it last. *sink*: 30 above them, in every row.
+# *growing*: by 12 with each tile. In brackets over `TRUST=0`, which looks at every tile:
+
+# %%
+for run in RUNS:
+    found = hopper_results.score_table(run)
+    show.table(found.rows, found.columns, align=found.align)
+    gains = {row[0]: [float(cell.split("(")[1].rstrip(")! ")) for cell in row[1:]] for row in found.rows}
+    assert min(gains["sink"]) > 1 > max(gains["growing"])
+
+# %% [markdown]
+# So a sink costs a part of the gain, at one tile of each row. Scores that grow at every tile take half of the speed: the worst case, and a
+# made-up one. All other speeds of this lecture are of random scores, which is trust's best case.
 
 # %% [markdown]
 # ### Step 15: a tile's exponentials in three portions
@@ -806,18 +843,21 @@ assert products("random")["mma"] == 0 < products("growing")["mma"]
 # rounded: 32 instructions per lane with nothing beside them.
 
 # %% [markdown]
-# But O of the tile before is there long before the last exponential. So the exponentials come in three portions. After the second,
-# the consumer waits for O, which is no wait at all. Then P of the first two is rounded *while* the third is computed: the unit
-# for exponentials takes a new one every 8 clocks per warp, and an instruction that rounds fits in between.
+# But O of the tile before should be there before the last exponential. So the exponentials come in three portions, a half, a quarter and a
+# quarter (at $D = 64$ an eighth, five eighths and a quarter). After the second, the consumer waits for O. Then P of the first two is rounded
+# *while* the third is computed: a scheduler's unit takes 4 lanes per clock, so a warp's exponential keeps it for 8 clocks, and an
+# instruction that rounds fits in between.
 
 # %% [markdown]
-# How does one keep a compiler from mixing the portions? It may move arithmetic past any barrier. It cannot move it past a branch
-# that it does not know. Here that is a question worth asking anyway: is the sum of the first portion in doubt?
+# How does one keep a compiler from mixing the portions? It may move arithmetic past a barrier, and `ptxas` did. It did not move it past a vote
+# of the warp and the branch on it. Here that is a question worth asking anyway: is the sum of the first portion in doubt? Between the second and
+# the third nothing is needed: there the two kinds of work *should* mix.
 #
-# At $D = 64$ the turn is passed on only after the first portion, an eighth of the exponentials. Three consumers then start less
-# close to each other, and get into each other's way less.
+# At $D = 64$ the turn is passed on only after the first portion (`LATE_TURN`), against the rule of step 7. Three consumers then start less
+# close to each other. With two consumers it loses: section 9.
 
 # %%
+show.diff(step("p11_14_trust"), step("p11_15_portions"), "constants", context=0)
 show.region(step("p11_15_portions"), "probabilities", "trust", "rescale O")
 grow("p11_15_portions")
 
@@ -828,12 +868,14 @@ grow("p11_15_portions")
 # %% [markdown]
 # ### The last step: every shape
 #
-# `p11_flash` is the same kernel with tiles for every shape. Where parts would be too few to fill the GPU, blocks have one
-# consumer. With $D = 256$ a tile of keys is 64 rows, and O takes the place of Q.
-#
-# With a mask, parts have different lengths, and the longest one must not begin last: all others would wait for it. Heads are
-# worked on in groups that fit into L2. So the last group gets so many heads that every block has work for about two of
-# the longest parts in it. Then short parts come last (`notes/phase_11_experiments.md` has what it gained).
+# `p11_flash` is the same kernel with tiles for every shape, so at the ladder's four shapes it gains nothing. Where parts would be too few to fill
+# the GPU, blocks have one consumer. With $D = 256$ a tile of keys is 64 rows, O takes the place of Q (shared memory has no other), and there is no
+# trust: it gained nothing there.
+
+# %% [markdown]
+# With a mask, parts have different lengths, and the longest one must not begin last: all others would wait for it. So the last group of heads
+# gets at least two parts for every block. Then short parts come last (`notes/phase_11_experiments.md` has what it gained). Without a mask all
+# parts are equal, and nobody asks the counter.
 
 # %%
 show.diff(step("p11_15_portions"), step("p11_flash"), "constants", "launch", context=0)
@@ -851,9 +893,10 @@ print(verify(final.forward, causal=True, gqa=True, empty=True, max_seq=300).verd
 # %% [markdown]
 # ## 8 · Beside the others
 #
-# Now the kernel, as it was on the day of the record, beside its peers: cuDNN, FlashAttention-2 as PyTorch has it, the course's own `p9_flash` and Triton kernel,
-# and FlashAttention-4 where it was installed. All take turns in one run, as CUDA graphs, bf16, and every result is compared
-# with float64. All heads together have 2048 columns and 16384 queries.
+# Now the kernel, as it was on the day of the record, beside its peers: cuDNN, FlashAttention-2 as PyTorch has it, FlashAttention-4, the course's
+# own `p9_flash` and Triton kernel (*descriptors*: with tensor descriptors). All take turns in one run, as CUDA graphs, on random numbers, and
+# every result is compared with float64. All heads together have 2048 columns and 16384 queries (one batch from $N = 16384$ on). FlashAttention-3 is
+# not among them: it has to be compiled from its source. Its paper has up to 740 TFLOP/s, in fp16 on an H100.
 
 # %%
 WHO = "p11", "cuDNN", "FlashAttention-2", "FlashAttention-4", "p9_flash", "triton"
@@ -875,21 +918,22 @@ for run in RUNS:
     show.table(rows, means.columns, align=means.align)
 
 # %% [markdown]
-# Where is it ahead of the best peer, and where not? All kinds of shapes: grouped heads, other layouts, odd lengths too.
+# Where is it behind the best peer, by more than 0.1 %? All kinds of shapes: grouped heads, other layouts, odd lengths, fp16 too.
 
 # %%
 for run in RUNS:
     found = [s for s in hopper_results.standings(run) if s.ratio is not None]
     for text, some in (("from 2048 on", [s for s in found if s.job["shape"][2] >= 2000]),
                        ("below", [s for s in found if s.job["shape"][2] < 2000])):
-        ahead = [s for s in some if s.ratio > 1]
+        ahead = [s for s in some if s.ratio >= 0.999]
         worst = min(some, key=lambda s: s.ratio)
-        print(f"N {text}: ahead at {len(ahead)} of {len(some)} shapes; "
+        print(f"N {text}: not behind at {len(ahead)} of {len(some)} shapes; "
               f"worst {worst.ratio:.2f} at {worst.label}, beside {worst.best}")
 
 # %% [markdown]
 # Before anything was measured, goals were set. *is* has the worst ratio of all shapes, but for the mean. "best" includes
-# FlashAttention-4. The last column says whether it is met:
+# FlashAttention-4. *The same bits*: in 200 runs. *The rule*: the checker's bound for each number's rounding. The last column says whether
+# a goal is met:
 
 # %%
 for run in RUNS:
@@ -911,14 +955,14 @@ for run in RUNS:
     assert found[0].ratio > 0.95 and kinds == {(256, True, "FlashAttention-4")}
 
 # %% [markdown]
-# They are of one kind: $D = 256$, causal and long, where FlashAttention-4 is ahead by up to 3 %. There a tile's maxima are looked at,
-# since trust gained nothing, and so its exponentials come in one portion.
+# They are of one kind: $D = 256$, causal and long, where FlashAttention-4 is ahead by up to 3 %. Trust and portions are off there, as they
+# gain nothing (section 9). Why the mask costs our kernel more than FlashAttention-4 there, we do not know.
 
 # %% [markdown]
 # **The backward pass.** The package has one in this style, `flashlab.cuda.hopper_backward`: two large kernels, no atomics, so
 # that the bits are the same each time. `notes/phase_11_experiments.md` has its design. It
-# computes seven products where five would do, and is slower than cuDNN at every shape. Its columns are: the whole, its three kernels
-# alone, variants of it, the peers. TFLOP/s count 2.5 times the forward pass:
+# computes seven products where five would do, is slower than cuDNN at every shape, and at $D = 64$ at most shapes slower than the course's own Triton
+# kernel too. First the whole, then its three kernels alone (in µs), then variants of it and the peers. TFLOP/s count 2.5 times the forward pass:
 
 # %%
 for backward in map(hopper_results.backward_table, RUNS):
@@ -929,7 +973,8 @@ for backward in map(hopper_results.backward_table, RUNS):
 # %% [markdown]
 # ## 9 · What gained, and what did not
 #
-# The whole ladder, in brackets over the step before:
+# The whole ladder, in brackets over the step before. (The same kernel at the same shape was up to 8 % faster in section 8. There it took turns with
+# slower ones, and the chip stayed cooler, at a higher clock. So compare within one table.)
 
 # %%
 for found in map(hopper_results.ladder_table, RUNS):
@@ -949,8 +994,8 @@ for run in RUNS:
 # - **Several consumers and the overlap** (5, 6) bring the next part at $D = 128$ without a mask; elsewhere the overlap loses.
 # - **Ping-pong** (7) pays where the overlap lost: with a causal mask and at $D = 64$.
 # - **The store by TMA** (10) pays most where rows are few.
-# - **Trust** (14) brings 6 to 13 %, **portions** (15) 3 to 7 %, most at $D = 64$. Both shorten what each warp does one after
-#   the other. No unit was full, so nothing else could help.
+# - **Trust** (14) brings 6 to 13 %, most at $D = 128$; **portions** (15) 3 to 7 %, most at $D = 64$. Both shorten what each warp does one
+#   after the other.
 
 # %%
 for run in RUNS:
@@ -987,22 +1032,27 @@ for run in RUNS:
         print(f"{name:13} {min(r):.2f} to {max(r):.2f} times as fast as the kernel as it is")
 
 # %% [markdown]
-# - `TRUST=0`: each tile's maxima are looked at, and there are no portions. 7 to 18 % slower at $D = 128$, 11 % at $D = 64$. At $D = 256$
-#   that is how the kernel is.
-# - `PING_PONG=0`: taking turns is worth 3 to 4 % at $D = 64$, and nothing elsewhere: chains so short leave the tensor cores few gaps.
-# - `DYNAMIC=0`: without the counter three of the four causal shapes lose, the long one most. The counter is used with a mask alone;
-#   `DYNAMIC=2` uses it always. Where that changes nothing in the kernel, what differs is noise.
+# - `TRUST=0`: each tile's maxima are looked at, and there are no portions. 8 to 14 % slower at $D = 128$, 11 % at $D = 64$. At $D = 256$
+#   that is how the kernel is, and `TRUST=1` gains nothing.
+# - `LATE_TURN`: the turn after the first portion is worth 1 to 2 % at $D = 64$, and costs up to 9 % with two consumers.
 
 # %% [markdown]
-# - `POLYNOMIAL=4`: slower at every shape, and at causal ones its `lse` is refused by the rule. FlashAttention-4 reports a gain on
-#   Blackwell, whose tensor cores are twice as fast beside the same unit for exponentials.
+# - `PING_PONG=0`: taking turns is worth 3 to 4 % at $D = 64$ (`LATE_TURN` included), and nothing elsewhere any more.
+# - `DYNAMIC=0`: without the counter three of the four causal shapes lose, the long one most: it has the most unequal parts. The counter is used with
+#   a mask alone; `DYNAMIC=2` uses it always. Where that changes nothing in the kernel, what differs is noise: 1 %.
+
+# %% [markdown]
+# - `POLYNOMIAL=4`: slower at every shape, and at the causal ones its `lse` is refused by the rule. An exponential is one instruction, the
+#   polynomial about nine, and a warp issues them one after the other. FlashAttention-4 reports a gain on Blackwell, whose tensor cores are
+#   twice as fast beside the same unit for exponentials.
 
 # %%
 for run in RUNS:
     ratios = changed(run)
     head_dims = [shape[3] for shape, _ in hopper_results.ladder_speeds(run, "variants")]
     assert all((r < 0.98) == (d == 64) for r, d in zip(ratios["PING_PONG=0"], head_dims, strict=True))
-    assert all((r < 0.97) == (d < 256) for r, d in zip(ratios["TRUST=0"], head_dims, strict=True))
+    assert max(ratios["TRUST=0"]) < 0.97 and all(abs(r - 1) < 0.01 for r in ratios["TRUST=1"])
+    assert max(ratios["LATE_TURN=0"]) < 1 and min(ratios["LATE_TURN=1"]) < 0.95
     assert min(ratios["DYNAMIC=0"]) < 0.85 and max(ratios["POLYNOMIAL=4"]) < 1.01
     assert min(ratios["POLYNOMIAL=4"]) < 0.95
     some = [r for r in run["rows"] if r["part"] == "variants" and "POLYNOMIAL" in r["name"]]
@@ -1031,7 +1081,7 @@ for run in RUNS:
     plt.show()
 
 # %% [markdown]
-# *Green is cuDNN.* The faster a kernel, the busier the tensor pipe, with one exception: step 1. It still has `mma.sync`, which
+# *Green is cuDNN.* The faster a kernel, the busier the tensor pipe, with one large exception: step 1. It still has `mma.sync`, which
 # keeps the pipe busy longer for the same FLOPs (section 1).
 
 # %%
@@ -1055,13 +1105,17 @@ for run in RUNS:
 
 # %% [markdown]
 # The TFLOP/s of section 8 are at most 85 % of the 989 that the data sheet gives. That is no contradiction: the pipe's share is of
-# the clocks that passed, and under such a load the chip lowers its clock. The record has seen that:
+# the clocks that passed, and under such a load the chip lowers its clock. With 4096 FLOPs per clock and SM, the fastest shape needs at least so
+# many MHz; and the clocks that the record's sessions have seen, sampled:
 
 # %%
 for run in RUNS:
-    clock, capped = run["machine"]["sm_clock_mhz"], run["machine"]["throttled"].get("power cap", 0)
-    print(f"SM clock at most {clock['max']} MHz, at its lowest {clock['lowest']}; "
-          f"power cap in {capped:.0%} of the samples")
+    best = max(r["tflops"] for r in run["rows"] if r["part"] == "shapes" and r["name"] == "p11" and "ms" in r)
+    mhz = best * 1e6 / 4096 / run["machine"]["sms"]
+    print(f"{best:.0f} TFLOP/s: {mhz:.0f} MHz, if the pipe were always busy")
+    for session in [*run["machine"].get("earlier", []), run["machine"]]:
+        clock, capped = session["sm_clock_mhz"], session["throttled"].get("power cap", 0)
+        print(f"SM clock {clock['lowest']} to {clock['max']} MHz, power cap in {capped:.0%} of the samples")
 
 # %% [markdown]
 # **Does the emulator count right?** The same small launch, emulated and under Nsight Compute: two heads of 200 rows, causal.
@@ -1243,6 +1297,7 @@ show.region(step("p11_flash"), "store", "tensor maps", "launch")
 #   schedule, descriptors of the canonical layouts.
 # - Shah, Bikshandi, Zhang, Thakkar, Ramani, Dao: *FlashAttention-3: Fast and Accurate Attention with Asynchrony and
 #   Low-precision* (2024), arXiv 2407.08608: producer and consumers, ping-pong, the overlap of the two products.
+# - Xiao, Tian, Chen, Han, Lewis: *Efficient Streaming Language Models with Attention Sinks* (2023), arXiv 2309.17453.
 # - Hong, Dai, Xu, Mao, Li, Liu, Chen, Dong, Wang: *FlashDecoding++: Faster Large Language Model Inference on GPUs* (2023), arXiv
 #   2311.01282: softmax with a reference that is known beforehand, and a way back where it does not hold.
 # - Zadouri, Hoehnerbach, Shah, Liu, Thakkar, Dao: *FlashAttention-4: Algorithm and Kernel Pipelining Co-Design for
