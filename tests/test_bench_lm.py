@@ -128,6 +128,7 @@ def test_what_fails_for_another_reason_is_not_told_as_memory(monkeypatch):
     assert lm.runs_out({"rows": rows}) == {"eager": None}
 
 
+@pytest.mark.long
 def test_a_limit_that_is_not_reached_says_why_it_stopped(monkeypatch):
     rows = limit(monkeypatch, 1000)
     assert rows[-1]["stopped"] == "64 is the longest that is tried" and lm.runs_out({"rows": rows}) == {"eager": None}

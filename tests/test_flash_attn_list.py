@@ -101,7 +101,11 @@ def test_the_sample_has_every_value_of_every_parameter():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("combination", long_sample(), ids=str)
+@pytest.mark.parametrize(
+    "combination",
+    [pytest.param(c, marks=pytest.mark.long if i > 1 else []) for i, c in enumerate(long_sample())],
+    ids=str,
+)
 def test_a_sample_of_the_longer_ones(combination):
     expect(combination, "auto", 1, 1)
 

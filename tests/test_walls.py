@@ -302,7 +302,10 @@ def test_the_hatches_compile_and_need_q_and_k():
 
 def test_two_passes_fit_everywhere():
     for report in compile_reports(
-        schemes.two_pass_kernel, [schemes.kernel_arguments(4096, 128, BLOCK_N=64)], targets=TARGETS, num_stages=1
+        schemes.two_pass_kernel,
+        [schemes.kernel_arguments(4096, 128, BLOCK_N=64)],
+        targets=["sm_90", "sm_120"],  # the most shared memory, and the least
+        num_stages=1,
     ):
         assert report.fits and report.shared_bytes == 3 * 64 * 128 * 2
 

@@ -37,7 +37,9 @@ def test_the_full_list_passes():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block_m, block_n", [(16, 16), (64, 32), (32, 128), (48, 80)])
+@pytest.mark.parametrize(
+    "block_m, block_n", [pytest.param(16, 16, marks=pytest.mark.long), (64, 32), (32, 128), (48, 80)]
+)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_tiled_forward_pass_passes_whatever_its_tiles(on_cpu, block_m, block_n, dtype):
     forward = build(BLOCK_M=block_m, BLOCK_N=block_n)

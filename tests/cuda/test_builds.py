@@ -308,7 +308,10 @@ FACTOR = SCALE.replace("factor * x[i]", "FACTOR * x[i]")
 
 
 @needs_nvcc
-@pytest.mark.parametrize("folder", ["a space", "a#hash", "$HOME and $(pwd)", "usr/include"])
+@pytest.mark.parametrize(
+    "folder",
+    ["$HOME and $(pwd) #", "usr/include", *(pytest.param(x, marks=pytest.mark.long) for x in ("a space", "a#hash"))],
+)
 def test_a_header_that_was_edited_is_built_again_wherever_it_is(cache, tmp_path, folder):
     header = tmp_path / "headers" / folder / "factor.cuh"
     header.parent.mkdir(parents=True)

@@ -57,7 +57,9 @@ def test_the_recorded_figures_say_what_the_lectures_say():
 
 
 @pytest.mark.skipif(not resources.available(), reason="no nvcc, or no cuobjdump")
-@pytest.mark.parametrize("name", ["p6_1_fa1", "p6_5_overlap", "p8_6_store"])
+@pytest.mark.parametrize(
+    "name", ["p8_6_store", *(pytest.param(n, marks=pytest.mark.long) for n in ("p6_1_fa1", "p6_5_overlap"))]
+)
 def test_measured_is_recorded(name):
     data, s = bench.recorded(), step(name)
     if data["nvcc"] != bench.nvcc_version():

@@ -230,9 +230,9 @@ def test_a_finite_minus_infinity_is_found():
     [
         ([("acc[c] = scaled(correction, acc[c]);", "")], "o-not-rescaled"),
         ([("l_i = l_i * correction + l_tile", "l_i = l_i + l_tile")], "l-not-rescaled"),
-        ([("exp2_approx(m_i - base)", "exp2_approx(base - m_i)")], None),
+        pytest.param([("exp2_approx(m_i - base)", "exp2_approx(base - m_i)")], None, marks=pytest.mark.long),
         ([("row + diagonal + 1", "row + diagonal")], None),
-        ([("base = m_new == -INFINITY ? 0.f : m_new", "base = m_new")], None),
+        pytest.param([("base = m_new == -INFINITY ? 0.f : m_new", "base = m_new")], None, marks=pytest.mark.long),
         ([("s[n] * scale_log2", "s[n] * p.scale")], "exp2-without-log2e"),
         ([("s[n] * scale_log2", "s[n]")], "scale-missing"),
         ([("n < keys ? s[n] * scale_log2 : -INFINITY", "s[n] * scale_log2")], "tail-not-masked"),
@@ -243,7 +243,9 @@ def test_a_finite_minus_infinity_is_found():
         ),
         ([("v_smem[n][c]", "v_smem[n + 1][c]")], "index-out-of-bounds"),
         ([("n < BLOCK_N; n++) acc[c]", "n < BLOCK_N - 1; n++) acc[c]")], "value-not-added"),
-        ([("l_i = l_i * correction + l_tile", "l_i = (l_i + l_tile) * correction")], "l-is-0"),
+        pytest.param(
+            [("l_i = l_i * correction + l_tile", "l_i = (l_i + l_tile) * correction")], "l-is-0", marks=pytest.mark.long
+        ),
     ],
 )
 def test_wrong_inner_loops(replacements, diagnosis):
@@ -364,8 +366,11 @@ extern "C" int forward(const Problem* p, void* stream) {
 
 @pytest.mark.parametrize(
     "answer",
-    [STEP2, steps(6)[5].path.read_text(), ONE_WARP],
-    ids=["step 2", "step 6", "one warp"],
+    [
+        pytest.param(STEP2, id="step 2", marks=pytest.mark.long),
+        pytest.param(steps(6)[5].path.read_text(), id="step 6"),
+        pytest.param(ONE_WARP, id="one warp", marks=pytest.mark.long),
+    ],
 )
 def test_any_right_kernel_is_accepted(answer):
     assert "rows" in find("6.8").run(answer)
@@ -418,14 +423,15 @@ def edited(*replacements, source=STEP2):
         (without_barriers(STEP2), "race"),
         pytest.param(edited(("acc[c] = scaled(correction, acc[c]);", "")), "o-not-rescaled", marks=pytest.mark.long),
         (edited(("acc[c] = make_float4(0, 0, 0, 0);", "")), "uninitialised-local"),
-        (edited((", o[d] = 0;", ";"), source=ONE_WARP), "uninitialised-local"),
+        pytest.param(edited((", o[d] = 0;", ";"), source=ONE_WARP), "uninitialised-local", marks=pytest.mark.long),
         pytest.param(edited(("l_i = l_i * correction + l_tile", "l_i = l_i + l_tile")), "l-not-rescaled",
                      marks=pytest.mark.long),
         (edited(("row < rows ? *from : make_float4(0, 0, 0, 0)", "*from")), "global-out-of-bounds"),
         pytest.param(edited(("    if (m_start + row >= p.seq_q) return;\n", "")), "global-out-of-bounds",
                      marks=pytest.mark.long),
-        (edited(("n < keys ? s[n] * scale_log2 : -INFINITY", "s[n] * scale_log2")), None),
-        (edited(("(m_i + log2f(l_i)) * LN2", "m_i + log2f(l_i)")), None),
+        pytest.param(edited(("n < keys ? s[n] * scale_log2 : -INFINITY", "s[n] * scale_log2")), None,
+                     marks=pytest.mark.long),
+        pytest.param(edited(("(m_i + log2f(l_i)) * LN2", "m_i + log2f(l_i)")), None, marks=pytest.mark.long),
         pytest.param(edited(("head / (p.heads / p.kv_heads)", "head")), "global-out-of-bounds", marks=pytest.mark.long),
         (edited((LAUNCH, "    (void)grid;\n")), "no-launch"),
         (edited(("THREADS, 0, (cudaStream_t)stream>>>", "THREADS>>>")), "wrong-stream"),

@@ -121,14 +121,23 @@ def test_a_missing_barrier_is_called_so():
     assert caught.value.diagnosis in ("stage-overwritten", "race")
 
 
+REFILL = "        load_kv(j + STAGES - 1);"
+
+
 def test_a_pipeline_without_overlap_is_no_repair():
-    refill = "        load_kv(j + STAGES - 1);"
-    wait = ("        cp_async_wait<STAGES - 2>();", "        cp_async_wait<0>();")
-    again = (refill, f"{refill}\n        cp_async_wait<0>();\n        __syncthreads();")
+    again = (REFILL, f"{REFILL}\n        cp_async_wait<0>();\n        __syncthreads();")
     assert diagnosis("8.5", solution("loop_head", again)) == "no-overlap"
-    assert diagnosis("8.5", solution("loop_head", wait)) == "waits-too-long"  # with three stages
+
+
+def test_a_wait_for_everything_is_too_long_with_three_stages():
+    wait = ("        cp_async_wait<STAGES - 2>();", "        cp_async_wait<0>();")
+    assert diagnosis("8.5", solution("loop_head", wait)) == "waits-too-long"
+
+
+@pytest.mark.long
+def test_a_repair_with_two_barriers():
     two_barriers = "\n".join([
-        "        const int n_start = j * BLOCK_N, stage = j % STAGES * KV_BYTES;", "        __syncthreads();", refill,
+        "        const int n_start = j * BLOCK_N, stage = j % STAGES * KV_BYTES;", "        __syncthreads();", REFILL,
         "        cp_async_wait<STAGES - 1>();", "        __syncthreads();",
     ])  # fmt: skip
     assert check("8.5", two_barriers)
@@ -190,7 +199,8 @@ def test_a_kernel_put_together_wrongly(old, new, slug):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param("p8_6_store", marks=pytest.mark.long), "p8_side_shuffle_store", "p9_5_prefetch"]
+    "name",
+    ["p9_5_prefetch", *(pytest.param(x, marks=pytest.mark.long) for x in ("p8_6_store", "p8_side_shuffle_store"))],
 )
 def test_other_right_kernels_are_welcome(name):
     assert check("8.8", step(name).path.read_text())
@@ -198,7 +208,11 @@ def test_other_right_kernels_are_welcome(name):
 
 @pytest.mark.parametrize(
     "name, slug",
-    [("p8_3_stages", "bank-conflicts"), ("p8_5_registers", "part-sectors"), ("p8_side_shared_kv", "no-overlap")],
+    [
+        pytest.param("p8_3_stages", "bank-conflicts", marks=pytest.mark.long),
+        ("p8_5_registers", "part-sectors"),
+        ("p8_side_shared_kv", "no-overlap"),
+    ],
 )
 def test_a_right_kernel_that_is_slow_is_told_why(name, slug):
     assert diagnosis("8.8", step(name).path.read_text()) == slug
@@ -220,8 +234,8 @@ PLAIN = """uint4 x = make_uint4(0, 0, 0, 0);
         ("        __syncthreads();                           // V_j is here", "        //",
          ("race", "read-before-wait", "stage-overwritten", "uninitialised-shared")),
         ("    __syncwarp();", "    //", ("race", "uninitialised-shared")),
-        ("m[r] = top, l[r] *= correction;", "m[r] = top;", ("l-not-rescaled",)),
-        (" + ahead) - j * ROWS", ") - j * ROWS", None),
+        pytest.param("m[r] = top, l[r] *= correction;", "m[r] = top;", ("l-not-rescaled",), marks=pytest.mark.long),
+        pytest.param(" + ahead) - j * ROWS", ") - j * ROWS", None, marks=pytest.mark.long),
         ("    cp_async_wait<0>();\n    __syncthreads();  ", "    //", ("never-waited",)),
         ('extern "C" int forward', 'extern "C" int attend', ("wrong-entry",)),
         ("ldmatrix_x4_trans", "ldmatrix_x4", ("v-not-transposed",)),

@@ -76,9 +76,10 @@ def test_text_is_wanted(id):
             ("acc[i] += weight * x.x", "const float w = __half2float(__float2half(weight)); acc[i] += w * x.x"),
             "merge-in-low-precision",
         ),
-        (
+        pytest.param(
             ("acc[i] += weight * x.x, acc[i + 1] +=", "if (s == 0) acc[i] += weight * x.x, acc[i + 1] +="),
             "split-not-added",
+            marks=pytest.mark.long,
         ),
     ],
 )
@@ -91,7 +92,7 @@ def test_a_wrong_merge(change, slug):
     "change, slug",
     [
         (("IN_FLIGHT = STAGES - 2", "IN_FLIGHT = 0"), "wrong-wait-count"),
-        (("load_kv(j - STAGES + 1)", "load_kv(j - 1)"), "wrong-order"),
+        pytest.param(("load_kv(j - STAGES + 1)", "load_kv(j - 1)"), "wrong-order", marks=pytest.mark.long),
         (("cp_async_wait<STAGES - 1>", "cp_async_wait<STAGES>"), "read-before-wait"),
     ],
 )
@@ -158,6 +159,7 @@ def test_a_wrong_rescaling(change):
     assert got not in ("does-not-compile", "not-solved-yet")
 
 
+@pytest.mark.long
 def test_a_vote_is_for_speed_alone():
     # The four lanes of a quad wish the same, and nobody else has a part of their rows.
     assert check("9.3", solution("rescale", ("__any_sync(~0u, moved)", "moved")))
@@ -207,7 +209,7 @@ def test_other_orders_are_right():
     [
         (("for (; j >= full; j--) tile(j, std::true_type{});", ""), ("tail-not-masked", "diagonal-not-masked")),
         (("for (; j >= full; j--)", "for (; j >= 0; j--)"), ("everything-masked",)),
-        (("for (; j >= 0; j--)", "for (; j > 0; j--)"), ("wrong-walk",)),
+        pytest.param(("for (; j >= 0; j--)", "for (; j > 0; j--)"), ("wrong-walk",), marks=pytest.mark.long),
     ],
 )
 def test_wrong_glue(change, slugs):
@@ -215,9 +217,9 @@ def test_wrong_glue(change, slugs):
 
 
 # ---- 9.7: a kernel of one's own --------------------------------------------------------------------------------------
-def test_the_series_own_kernels_are_accepted():
-    for name in ("p9_4_warp_tiles", "p9_flash"):
-        assert check("9.7", step(name).path.read_text())
+@pytest.mark.parametrize("name", [pytest.param("p9_4_warp_tiles", marks=pytest.mark.long), "p9_flash"])
+def test_the_series_own_kernels_are_accepted(name):
+    assert check("9.7", step(name).path.read_text())
 
 
 def test_right_but_too_dear():
@@ -285,9 +287,13 @@ def test_the_maximum_moves_alone():
     assert diagnosis("9.3", solution("rescale", (vote, alone + vote))) == "maximum-moved-alone"
 
 
-def test_a_merge_at_head_dim_128_and_with_large_sums():
+def test_a_merge_at_head_dim_128():
     inner = ("            acc[i] +=", "            l_i += weight;\n            acc[i] +=")
     assert diagnosis("9.4", solution("merge_loop", ("        l_i += weight;\n", ""), inner)) == "wrong-at-head-dim-128"
+
+
+@pytest.mark.long
+def test_a_merge_of_large_sums():
     base = ("m_i == -INFINITY ? 0.f : m_i", "0.f")
     assert diagnosis("9.4", solution("merge_loop", base)) == "no-max-subtraction"
 

@@ -281,7 +281,7 @@ BARRIER = "        named_barrier_sync(1 + CONSUMERS + consumer, GROUP);   // all
     [
         ([(FENCE, "        if (first_thread) fence_proxy_async();\n")], "proxy-fence"),
         pytest.param([(FENCE, "        __threadfence_block();\n")], "proxy-fence", marks=pytest.mark.long),
-        ([(BARRIER, "")], None),
+        pytest.param([(BARRIER, "")], None, marks=pytest.mark.long),
         (
             [("            bulk_commit();\n", "            bulk_commit();\n            bulk_commit(;\n")],
             "does-not-compile",
@@ -300,6 +300,7 @@ def test_a_wrong_epilogue(changes, slug):
     assert got == slug or (slug is None and got in ("race", "stage-overwritten", "proxy-fence", "never-waited"))
 
 
+@pytest.mark.long
 def test_the_one_who_stores_may_fence_after_the_barrier():
     fence = "            fence_proxy_async();\n            for (int column = 0;"
     assert check("11.6", changed("epilogue", (FENCE, ""), ("            for (int column = 0;", fence)))
@@ -365,8 +366,9 @@ WAIT_K = "mbarrier_wait(empty_k + 8 * stage, free);"
         ([(" && elect_one()", "")], {"asked-by-all"}),
         ([(WAIT_K, "")], {"stage-overwritten", "released-too-early", "read-before-wait", "mbarrier-arrivals"}),
         ([("(end - 1 - n) * BLOCK_N", "end - (n + 1) * BLOCK_N")], {"wrong-tile"}),
-        ([(f"k_map, {K_BAR}, key, kv_head", f"k_map, {K_BAR}, key, head")], {"wrong-tile"}),
-        ([("        return;\n", "")], None),
+        pytest.param([(f"k_map, {K_BAR}, key, kv_head", f"k_map, {K_BAR}, key, head")], {"wrong-tile"},
+                     marks=pytest.mark.long),
+        pytest.param([("        return;\n", "")], None, marks=pytest.mark.long),
         ([("full_v + 8 * stage", "full_k + 8 * stage")], None),
         pytest.param([("            load_tile<BLOCK_M>(q_smem, q_map, full_q, m_start, head, batch);\n", "")],
                      {"deadlock"}, marks=pytest.mark.long),
@@ -396,6 +398,7 @@ def test_which_tile_the_consumers_find_first(change, words):
     assert caught.value.diagnosis == "wrong-tile"
 
 
+@pytest.mark.long
 def test_a_producer_that_waits_for_its_own_copies():
     wait = f"if (n > 0) mbarrier_wait(full_k + 8 * ((n - 1) % STAGES), (n - 1) / STAGES % 2);\n                {WAIT_K}"
     assert diagnosis("11.8", changed("producer", (WAIT_K, wait))) == "no-overlap"
@@ -424,6 +427,7 @@ def test_a_producer_may_ask_for_the_next_k_before_v():
     assert check("11.8", text)
 
 
+@pytest.mark.long
 def test_a_producer_that_leaves_a_stage_empty():
     late = "if (n > 1) mbarrier_wait(empty_v + 8 * ((n - 2) % STAGES), (n - 2) / STAGES % 2);"
     assert diagnosis("11.8", changed("producer", (WAIT_K, f"{late}\n                {WAIT_K}"))) == "no-overlap"

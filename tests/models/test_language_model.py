@@ -110,7 +110,15 @@ def test_it_refuses_more_tokens_than_positions():
         build(TINY)(*tokens(TINY, seq_len=40))
 
 
-@pytest.mark.parametrize("attention, fused", [("eager", False), ("sdpa", False), ("flash", False), ("flash", True)])
+@pytest.mark.parametrize(
+    "attention, fused",
+    [
+        ("eager", False),
+        pytest.param("sdpa", False, marks=pytest.mark.long),
+        pytest.param("flash", False, marks=pytest.mark.long),
+        ("flash", True),
+    ],
+)
 def test_torch_compile_takes_it_as_one_graph(attention, fused):
     shape = Config(**vars(TINY) | dict(depth=1, attention=attention, fused_rope=fused))
     model = build(shape)

@@ -127,6 +127,7 @@ def test_without_addr2line(monkeypatch):
     assert got.counters["barriers"] == 1
 
 
+@pytest.mark.long  # the whole runtime is compiled again
 def test_any_cpu_can_run_it():
     """The portable context switch: the same results, and the same findings."""
     portable = compile_cuda(KERNELS / "language.cu", check=True, runtime_defines=("SIMT_PORTABLE_FIBERS",))

@@ -36,6 +36,7 @@ def test_the_emulator_answers_as_the_gpu_did():
     assert not wrong, f"{len(wrong)} of {len(recorded)}, such as {wrong[:5]}"
 
 
+@pytest.mark.long
 @pytest.mark.skipif(find_nvcc() is None or shutil.which("g++") is None, reason="there is no nvcc")
 def test_the_probe_compiles_for_the_gpu(tmp_path):
     for name in ("wgmma_probe.cu", "hopper_copies.cu"):

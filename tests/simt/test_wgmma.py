@@ -352,6 +352,7 @@ def test_the_written_header_is_up_to_date():
     assert wgmma_shapes.HEADER.read_text() == wgmma_shapes.text()
 
 
+@pytest.mark.long
 @pytest.mark.skipif(find_nvcc() is None or shutil.which("g++") is None, reason="there is no nvcc")
 def test_nvcc_compiles_it_for_hopper(tmp_path):
     """Into the instruction of each N; and ptxas serialises nothing, but where the kernel is wrong."""

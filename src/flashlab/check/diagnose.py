@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import torch
 
 from flashlab.check import pattern
+from flashlab.check.cases import Case
 from flashlab.check.failed import CheckFailed
 from flashlab.check.mistakes.attention import CALM, HYPOTHESES, TILES, Hypothesis
 from flashlab.check.models import Prediction, Problem, attend, problem
@@ -321,7 +323,12 @@ def _predict(hypothesis: Hypothesis, size: int, seen: Observation) -> Prediction
     tile = size
     if seen.case.block_n is not None and TILES == tuple(hypothesis.sizes)[-len(TILES) :]:
         tile = seen.case.block_n
-    return hypothesis.predict(problem(seen.case), tile)
+    return _prediction(hypothesis, tile, seen.case)
+
+
+@lru_cache(maxsize=1024)  # of some 50 KB: asked for twice in a diagnosis, and again when the learner tries again
+def _prediction(hypothesis: Hypothesis, tile: int, case: Case) -> Prediction | None:
+    return hypothesis.predict(problem(case), tile)
 
 
 def _explains(hypothesis: Hypothesis, size: int, seen: Observation, lse_alone: bool = False) -> int | None:

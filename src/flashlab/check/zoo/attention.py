@@ -24,8 +24,10 @@ _numbers = itertools.count()
 
 def load(x, b, h, rows, keep):
     """Rows of head (b, h) of x [batch, heads, seq_len, head_dim], by address, as a kernel does; 0 where not `keep`."""
-    offsets = b * x.stride(0) + h * x.stride(1) + rows[:, None] * x.stride(2) + torch.arange(x.shape[3]) * x.stride(3)
-    return read(x, offsets, keep[:, None])
+    with torch._C.DisableTorchFunction():  # nothing here is fresh output (poison.MarkedEmpty), and there are many calls
+        by_batch, by_head, by_row, by_column = x.stride()
+        offsets = b * by_batch + h * by_head + rows[:, None] * by_row + torch.arange(x.shape[3]) * by_column
+        return read(x, offsets, keep[:, None])
 
 
 def read(x, offsets, keep):
