@@ -18,7 +18,7 @@ LECTURE = $(or $(wildcard notebooks/0$(PHASE)_*.ipynb notebooks/$(PHASE)_*.ipynb
 	$(error there is no phase $(PHASE): choose PHASE from those of notebooks/))
 
 .DEFAULT_GOAL := help
-.PHONY: help lab lab-browser-check setup test test-quick format build bench doctor clean clean-venv $(addprefix test-,$(PARTS))
+.PHONY: help lab lab-browser-check setup test test-quick test-long format build bench doctor clean clean-venv $(addprefix test-,$(PARTS))
 
 help: ## this list
 	@echo "FlashAttention, wall by wall"
@@ -37,9 +37,11 @@ test: ## set up, then prove that all of it works: every part below
 
 test-quick: ## ... the unit tests that are not slow: the inner loop
 	$(TEST) quick
+test-long: ## ... the unit tests that others nearly stand for: after a change of a check or a kernel
+	$(TEST) long
 test-lint: ## ... ruff and mypy
 	$(TEST) lint
-test-unit: ## ... unit and property tests, all of them
+test-unit: ## ... unit and property tests
 	$(TEST) unit
 test-sync: ## ... the notebooks are what src/lessons builds
 	$(TEST) sync

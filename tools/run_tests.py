@@ -1,10 +1,11 @@
 """Run every part of `make test`, or those named, one after the other, and end with a table of their times.
 
-    python tools/run_tests.py [lint] [unit] [sync] [lectures] [solutions] [starters] | quick
+    python tools/run_tests.py [lint] [unit] [sync] [lectures] [solutions] [starters] | quick | long
 
 A part that fails does not stop the others; the exit status is 1 if any failed, and the last lines name them and the
-command that runs each again. `quick` is what of `unit` is not slow. The times are kept in .flashlab/test-times.json.
-A learner's filled-in exercises are in none of the parts: only `CI=true` compares exercises/ with the lessons.
+command that runs each again. `quick` is what of `unit` is not slow, `long` what `unit` leaves out. The times are kept in
+.flashlab/test-times.json. A learner's filled-in exercises are in none of the parts: only `CI=true` compares exercises/
+with the lessons.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ def parts(python: str = sys.executable) -> list[Part]:
         Part("sync", "lessons in sync with the notebooks", ((python, build, "--check"),), "src/lessons/build.py"),
         Part("unit", "unit and property tests", (unit,), "tests/test_*.py"),
         Part("quick", "unit tests that are not slow", ((*unit, "-m", "not slow"),), "tests/test_*.py", True),
+        Part("long", "unit tests that others nearly stand for", ((*unit, "-m", "long"),), "tests/test_*.py", True),
         Part("starters", "every unsolved exercise fails, and nothing else", (starters,), STARTERS),
         Part("lectures", "every lecture gives the outputs it shows", (lectures,), "notebooks/[0-9]*.ipynb"),
         Part("solutions", "every solution gives the outputs it shows", (solutions,), "solutions/[0-9]*.ipynb"),

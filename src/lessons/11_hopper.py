@@ -32,7 +32,8 @@
 #
 # **No GPU is needed.** The emulator runs these instructions too, and it checks what is hard to check on a GPU: whether a
 # tile is read before it has arrived, and whether it is overwritten while a product still reads it. What is *counted* comes
-# from the emulator. Times come from a recorded run and name their machine. About two hours to read.
+# from the emulator. Times come from a recorded run and name their machine. About two hours to read; then come the nine
+# exercises of `exercises/11_hopper.ipynb`.
 
 # %%
 import re
@@ -432,6 +433,9 @@ print("(X Y^T) Z: two products, P never left the registers")
 # Where does a forward pass need it? TMA loads and wgmma are both async: no fence. But O goes out through shared memory: the
 # warps store it there, then TMA brings it to global memory. Between the two stands the fence. A kernel without it may be
 # right in every test on one GPU. The emulator finds it (section 11, exercise 11.6).
+#
+# Reads need none. Step 1 reads a stage with `ldmatrix`, and then TMA fills it again: what has been read is in a register,
+# where no copy can change it, and the barrier says that it has been read.
 
 
 # %% [markdown]

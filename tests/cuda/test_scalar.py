@@ -70,7 +70,7 @@ def test_the_same_bits_every_time_on_a_gpu(name):
         assert torch.equal(again[0], first[0]) and torch.equal(again[1], first[1])
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, pytest.param(128, marks=pytest.mark.long)])
 @pytest.mark.parametrize("step", steps(6), ids=STEPS)
 def test_the_emulator_finds_nothing(step, head_dim):
     checked = load_inline(step, head_dim=head_dim, check=True)

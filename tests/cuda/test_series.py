@@ -50,6 +50,12 @@ def test_right_in_the_fast_build(step):
     for case in CASES:
         run(step, case)
     run(step, CASES[0], dtype=step.dtypes[-1])
+
+
+@pytest.mark.parametrize(
+    "step", [pytest.param(s, id=s.name, marks=[] if s is HALVES[-1] else pytest.mark.long) for s in KERNELS]
+)
+def test_right_at_head_dim_128(step):
     run(step, CASES[0], head_dim=128)
 
 

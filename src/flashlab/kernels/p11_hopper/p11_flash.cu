@@ -31,7 +31,6 @@
 #ifndef BLOCK_N                                                // New: keys at a time
 #define BLOCK_N (HEAD_DIM == 256 ? 64 : 128)
 #endif
-
 constexpr int GROUP = 128;                                     // threads of a warpgroup
 constexpr int STAGES = 2;
 constexpr int SLAB = 64, SLAB_ROW = SLAB * 2;                  // columns of a slab; bytes of a row of it
