@@ -3,9 +3,9 @@
     python tools/run_tests.py [lint] [unit] [sync] [lectures] [solutions] [starters] | quick | long
 
 A part that fails does not stop the others; the exit status is 1 if any failed, and the last lines name them and the
-command that runs each again. `quick` is what of `unit` is not slow, `long` what `unit` leaves out. The times are kept in
-.flashlab/test-times.json. A learner's filled-in exercises are in none of the parts: only `CI=true` compares exercises/
-with the lessons.
+command that runs each again. `quick` is what of `unit` is not slow, `long` what `unit` leaves out. The times are kept
+in .flashlab/test-times.json. A learner's filled-in exercises are in none of the parts: only `CI=true` compares
+exercises/ with the lessons.
 """
 
 from __future__ import annotations
