@@ -779,6 +779,29 @@ show.diff(step("p11_12_polynomial"), step("p11_13_parts"), "producer", "main loo
 grow("p11_13_parts")
 
 # %% [markdown]
+# What would happen without those waits? Take them out of `pass_by`, one at a time, and ask the check build. One block, so that it
+# takes several parts:
+
+# %%
+def without(wait):
+    """What the check build says of step 13 with this wait taken out of `pass_by`."""
+    before, rest = step("p11_13_parts").path.read_text().split("auto pass_by", 1)
+    body, after = rest.split("};", 1)
+    body = "\n".join(line for line in body.split("\n") if wait not in line)
+    checked = load_inline(f"{before}auto pass_by{body}}};{after}", check=True)
+    checked.forward(*torch.randn(3, 1, 1, 640, 64).half(), causal=True, sms=1, echo=False)
+    return [f.message for f in checked.report.findings]
+
+WITHOUT = {wait: without(wait) for wait in ("mbarrier_wait(full_v", "mbarrier_wait(full_k")}
+for wait, found in WITHOUT.items():
+    print(f"without {wait} ...: {' '.join(found) or 'nothing found'}\n")
+assert WITHOUT["mbarrier_wait(full_v"] and not WITHOUT["mbarrier_wait(full_k"]
+
+# %% [markdown]
+# Without V's wait a stage is refilled under a product. Without K's nothing happens, as long as V's is there: the producer asks for a tile's
+# K before its V. So once V is there, K's `empty` is in the right phase too. The kernel has both, as every other consumer of a stage.
+
+# %% [markdown]
 # ### Step 14: trust
 #
 # In step 11 each tile still *looks* at its maxima: 64 comparisons per lane, then shuffles, and only then the first

@@ -449,12 +449,17 @@ def test_a_producer_without_q_where_there_is_no_key():
     [
         (("(n / STAGES + 1) % 2", "n / STAGES % 2"), "the first round's parity is 1"),
         (("n < end;", "n < end - 1;"), "it asks for too few tiles"),
-        (("stage = n % STAGES", "stage = n % 2"), "in stage n % STAGES, and there are 3 stages"),
     ],
 )
 def test_a_deadlock_is_said_in_tiles_and_stages(change, words):
     failed = failure("11.8", changed("producer", change))
     assert failed.diagnosis == "deadlock" and words in failed.sentence
+
+
+def test_a_stage_that_is_filled_too_early_is_said_in_tiles():
+    failed = failure("11.8", changed("producer", ("stage = n % STAGES", "stage = n % 2")))
+    assert failed.diagnosis == "stage-overwritten"
+    assert "in stage n % STAGES, there are 3 stages" in failed.sentence and "of tile n - 3" in failed.sentence
 
 
 def test_output_that_is_waited_for_before_the_softmax():

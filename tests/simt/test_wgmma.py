@@ -211,7 +211,7 @@ def test_operands_overwritten_under_way():
     report, _ = run("overwritten")
     (f,) = report.findings
     assert (f.kind, f.line, f.other_line) == ("stage-overwritten", LINES["overwritten"], LINES["second product"])
-    assert f.thread == (5, 0, 0) and "a write is ordered before the one, or after the other" in f.message
+    assert f.thread == (5, 0, 0) and "is still reading: no wgmma_wait of that warpgroup has ended it yet" in f.message
 
 
 def test_registers_that_were_never_set():
@@ -286,7 +286,7 @@ def test_a_stage_that_is_released_before_the_wait(consumers):
     assert (f.kind, f.line, f.other_line) == ("stage-overwritten", LINES["refill"], LINES["consume"])
     assert (
         "fills with bulk_load" in f.message
-        and "may still be reading: nothing between says that it has ended" in f.message
+        and "is still reading: no wgmma_wait of that warpgroup has ended it yet" in f.message
     )
 
 

@@ -6,6 +6,7 @@ the same lines of a kernel of the ladder, as in phases 8 and 9.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
@@ -865,7 +866,7 @@ def _log(
     assert module.report is not None, "every run in the emulator leaves a report"
     events = [e for e in module.report.launches[0].events if e.did in LOGGED]
     count = {e.values[0]: 1 if e.warp >= consumers else consumers for e in events if e.did == "arrive"}
-    count |= {e.values[0]: consumers for e in events if e.did == "mbarrier-wait" and e.warp >= consumers}
+    count |= {e.values[0]: consumers for e in events if e.did == "mbarrier-passed" and e.warp >= consumers}
     return tuple(events), tuple(sorted(count.items()))
 
 
@@ -1220,26 +1221,26 @@ def _(scores: str, after_probabilities: str) -> str:
         verdict = examine(whole, fast=False, probes=_LONG, max_seq=150)
     except CheckFailed as failed:
         if failed.diagnosis == "stage-overwritten" and "wgmma" in failed.sentence:
+            _expect_released_once(_events(whole), _CASE)
             raise CheckFailed(failed.sentence, diagnosis="released-too-early", case=failed.case) from None
         if failed.diagnosis == "deadlock" and (why := _why_no_place(failed.sentence)) is not None:
             raise CheckFailed(f"{failed.sentence}. {why}", diagnosis="deadlock", case=failed.case) from None
         raise
-    events = probe(built(whole, check=True), whole, _LONG[1], timeline=1).launches[0].events
-    case = "seq_q=64, seq_k=700"
-    _expect_released_once(events, case)
+    events = _events(whole)
+    _expect_released_once(events, _CASE)
     expect(
         any(e.did == "wait" and e.values[1] > 0 for e in events),
         "the result is right, and nothing is released too early; but each wait waits for all products. The softmax "
         "should run while O += P V of the tile before is under way",
         diagnosis="no-overlap",
-        case=case,
+        case=_CASE,
     )
     expect(
         "output_is_there" not in blank_comments(texts[0]),
         "the result is right, and nothing is released too early; but output_is_there() is called before the softmax, "
         "and waits until O += P V of the tile before is done. The softmax should run while it is under way",
         diagnosis="no-overlap",
-        case=case,
+        case=_CASE,
     )
     return f"{verdict.cases} cases right, nothing found by the emulator"
 
@@ -1259,18 +1260,39 @@ def _why_no_place(deadlock: str) -> str | None:
 
 
 _LONG = (PROBES[0], (1, 1, 1, 64, 700, False))
+_CASE = "seq_q=64, seq_k=700"  # the second
+
+
+def _events(whole: Source) -> Sequence[Event]:
+    """What each warp issued and waited for with several tiles; of a run that goes wrong, as far as it went."""
+    module = built(whole, check=True)
+    with contextlib.suppress(CheckFailed):
+        probe(module, whole, _LONG[1], timeline=1)
+    assert module.report is not None, "every run in the emulator leaves a report"
+    return module.report.launches[0].events
 
 
 def _expect_released_once(events: Sequence[Event], case: str) -> None:
-    """Raises CheckFailed where a warp arrives at a barrier more often than each stage of this run is filled."""
+    """Raises CheckFailed where a warp says of one tile more than once that it has been read."""
     __tracebackhide__ = True
     arrivals = Counter((e.warp, e.values[0]) for e in events if e.did == "arrive" and not e.values[1])
     filled = max(Counter(e.values[0] for e in events if e.did == "arrive" and e.values[1]).values())
     most = max(arrivals.values())
+    since: set[tuple[int, int]] = set()  # arrivals of a warp since it has last waited for a copy
+    twice = False
+    for e in events:
+        if e.did == "mbarrier-passed":
+            since = {(warp, bar) for warp, bar in since if warp != e.warp}
+        elif e.did == "arrive" and not e.values[1]:
+            twice |= (e.warp, e.values[0]) in since
+            since.add((e.warp, e.values[0]))
+    seen = f"{most} times at a barrier of a stage that is filled {filled} times" if most > filled else (
+        "twice at a barrier of a stage, and waits for no copy between the two"
+    )  # fmt: skip
     expect(
-        most <= filled,
-        f"a warpgroup arrives {most} times at a barrier of a stage that is filled {filled} times: it releases a tile "
-        "more than once. A phase then ends without the others, and the parity that the producer waits for runs away",
+        most <= filled and not twice,
+        f"a warpgroup arrives {seen}: it releases a tile more than once. A phase then ends without the others, and the "
+        "parity that the producer waits for runs away",
         diagnosis="released-twice",
         case=case,
     )
@@ -1471,6 +1493,16 @@ def _told(failed: CheckFailed, text: str) -> CheckFailed:
         return CheckFailed(failed.sentence + also, diagnosis="asked-by-all", case=failed.case)
     if failed.diagnosis == "deadlock" and (where := _who_waits_for_whom(failed.sentence)) is not None:
         return CheckFailed(f"{failed.sentence}. {where}", diagnosis="deadlock", case=failed.case)
+    if failed.diagnosis == "stage-overwritten":
+        also = (
+            " So a stage is filled again before it is free: the nth tile, n = 0, 1, ..., has its place in stage n % "
+            f"STAGES, there are {_STAGES} stages, and what it has to wait for is the release of tile n - {_STAGES}"
+        )
+        return CheckFailed(
+            f"{failed.sentence}{'' if failed.sentence.endswith('?') else '.'}{also}",
+            diagnosis=failed.diagnosis,
+            case=failed.case,
+        )
     if failed.diagnosis in (*KINDS, "does-not-compile", "launch-failed"):
         return failed
     # What the checker knows of wrong numbers are mistakes of whole kernels; the consumers' masks and sums are right.

@@ -339,8 +339,8 @@ def _wgmma_overwritten(f: Facts) -> str:
             f"of that warpgroup arrives after its wgmma_wait{_elsewhere(f)}"
         )
     return (
-        f"{does} reads, which has been issued and not yet been waited for: a write is ordered before the one, or after "
-        f"the other (wgmma_wait, then a barrier){_elsewhere(f)}"
+        f"{does} is still reading: no wgmma_wait of that warpgroup has ended it yet. A write comes after that wait, "
+        f"with a barrier between; or before the wgmma is issued{_elsewhere(f)}"
     )
 
 
@@ -432,6 +432,12 @@ def _mbarrier_bytes(f: Facts) -> str:
 
 
 def _mbarrier_arrivals(f: Facts) -> str:
+    if f.v[1] < 0:
+        return (
+            f"{f.who} comes to {f.how}{f.here} with its warp, of which {_count(f.v[0], 'thread')} "
+            f"{'has' if f.v[0] == 1 else 'have'} ended a phase of {_mbarrier(f)} by the same instruction: it counts "
+            f"{_count(f.v[0], 'arrival')}, and every thread that comes is one. Is one thread alone meant to arrive?"
+        )
     arrivals = "its one arrival" if f.v[0] == 1 else f"all its {f.v[0]} arrivals"
     return (
         f"{f.who} comes to {f.how}{f.here}, where the phase of {_mbarrier(f)} that is under way has {arrivals} already "

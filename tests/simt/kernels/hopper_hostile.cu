@@ -48,6 +48,9 @@ __global__ void hostile(const __grid_constant__ CUtensorMap map, const float* x,
     case 26: if (threadIdx.x > 31) mbarrier_wait(bar, 0); else if (threadIdx.x == 0) __nanosleep(1), mbarrier_inval(bar); break;  // expect: mbarrier-in-use; threads waited there
     case 27: while (!mbarrier_test_wait(bar, 0)) {} break;           // expect: timeout; a loop that does not end
     case 28: while (!mbarrier_try_wait(bar, 0)) {} break;            // expect: deadlock; 1 arrival missing
+    case 29: mbarrier_arrive(bar); break;                            // expect: mbarrier-arrivals; by the same instruction
+    case 30: mbarrier_arrive(bar + 8), __syncthreads(); break;       // expect: -
+    case 31: for (int i = 0; i < 4; i++, __syncwarp()) if (threadIdx.x == i) mbarrier_arrive(bar); break;  // expect: -
     // ---- copies
     case 40: FIRST tma_load(end, &map, bar, 0, 0); break;            // expect: shared-out-of-bounds; dynamic shared memory
     case 41: FIRST tma_load(big - 127, &map, bar, 0, 0); break;      // expect: shared-out-of-bounds; shared memory

@@ -35,6 +35,7 @@ _PASS = "named_barrier_arrive(1 + (consumer + 1) % CONSUMERS, 2 * GROUP);"
 _DEC = "if constexpr (CONSUMERS > 1) setmaxnreg_dec<Tile::PRODUCER_REGISTERS>();"
 _WAIT_EMPTY_K = "mbarrier_wait(empty_k + 8 * stage, phase ^ 1);"
 _SCORES_READY = "wgmma_commit();\n        wgmma_wait<0>();                                       // and ours again"
+_GIVE_K = "if (lane == 0) mbarrier_arrive(empty_k + 8 * stage);"
 _RELEASE_K = "if (threadIdx.x == 0) mbarrier_arrive(empty_k + 8 * stage);"
 _FENCE_P = "wgmma_fence();                                         // acc and p_rmem were written by their lanes"
 _O_READY = "wgmma_wait<0>();\n        if (threadIdx.x == 0) mbarrier_arrive(empty_v + 8 * stage);"
@@ -68,7 +69,7 @@ MUTANTS: tuple[Mutant, ...] = (
             found=["deadlock"], words=["Warp 4 waits", "1 of 2 arrivals missing"]),
     _mutant("every thread releases the stage", _PRODUCER,
             (_RELEASE_K, _RELEASE_K.replace("if (threadIdx.x == 0) ", "")),
-            found=["deadlock"], words=["parity 0", "phase 128 is under way"]),
+            found=["mbarrier-arrivals"], words=["by the same instruction", "counts 1 arrival", "one thread alone"]),
     _mutant("no fence after the mbarriers are made", _PRODUCER,
             ("fence_mbarrier_init();", ""),
             found=["mbarrier-fence"], words=["tma_load", "no fence_mbarrier_init since thread 0 made it"]),
@@ -81,6 +82,11 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant("K is released before the wgmma are waited for", _PRODUCER,
             (_RELEASE_K, ""), (_SCORES_READY, f"wgmma_commit(); {_RELEASE_K} wgmma_wait<0>();"),
             found=["stage-overwritten"], words=["tma_load", "wgmma", "wgmma_wait"]),
+    _mutant("a tile is passed by without a look", _LAST,
+            ("mbarrier_wait(full_k + 8 * stage, phase);              // or it would say so of the tile before", ""),
+            (f"{_WAIT_V}\n        {_GIVE_K}", _GIVE_K),
+            found=["stage-overwritten"], words=["tma_load", "wgmma", "wgmma_wait"],
+            probes=((1, 1, 1, 640, 640, True),)),
     _mutant("K is never released", _PRODUCER, (_RELEASE_K, ""),
             found=["deadlock"], words=["Warp 4 waits", "nobody has arrived at it (1 arrival missing)"],
             probes=((1, 1, 1, 64, 400, False),)),
@@ -89,7 +95,7 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant("all tiles of V in one stage", _PRODUCER,
             (_LOAD_V, _LOAD_V.replace("v_smem + stage * KV_BYTES", "v_smem")),
             ("descriptor_of_rows<BLOCK_N>(v_smem + stage * KV_BYTES)", "descriptor_of_rows<BLOCK_N>(v_smem)"),
-            found=["stage-overwritten"], words=["tma_load", "wgmma", "nothing between says that it has ended"]),
+            found=["stage-overwritten"], words=["that a tma_load of thread 128", "without having waited"]),
     # ---- wgmma: fences, waits, what must not be touched
     _mutant("no wgmma_fence after P is written", _PRODUCER, (_FENCE_P, ""),
             found=["wgmma-fence"], words=["wgmma_fence", "registers of A"]),
@@ -126,7 +132,8 @@ MUTANTS: tuple[Mutant, ...] = (
             found=["deadlock"], words=["mbarrier_wait(empty_k", "nobody has arrived at it"]),
     _mutant("the next part is overwritten with no wait for its readers", _LAST,
             ("mbarrier_wait(empty_part + 8 * (n % 2), n / 2 & 1 ^ 1);", ""),
-            found=["race", "mbarrier-arrivals"], probes=((1, 2, 1, 500, 24, True),)),
+            found=["deadlock"], words=["phase 2 is under way", "phase 1, of parity 1, has ended"],
+            probes=((1, 2, 1, 500, 24, True),)),
     # ---- the store of O
     _mutant("no proxy fence before O is stored", _LAST, (_O_STORED, _O_BARRIER),
             found=["proxy-fence"], words=["tma_store", "stmatrix", "fence_proxy_async"]),

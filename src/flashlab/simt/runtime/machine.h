@@ -97,6 +97,7 @@ struct Lane {  // one CUDA thread
     State state;
     uintptr_t pc;    // return address of the runtime call it is in, or was last in
     int accesses;    // since it last let others run
+    uint32_t calls;  // of the runtime: lanes that go in step have made as many
     PendingStore store;
     uintptr_t in_use_low = 0, in_use_bytes = 0;  // all of in_use lies in there
     std::vector<RegistersInUse> in_use;
@@ -264,7 +265,7 @@ struct Inside {
     Worker* worker;
     // settle: a store whose hook has run has been done by now.
     Inside(Lane* lane, uintptr_t pc, bool settle = true) : worker(lane->block->worker) {
-        worker->inside = true, lane->pc = pc;
+        worker->inside = true, lane->pc = pc, lane->calls++;
         if (__builtin_expect(settle && lane->store.bytes != 0, 0)) settle_store(lane);
     }
     ~Inside() { worker->inside = false; }

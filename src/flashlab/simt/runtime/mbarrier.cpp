@@ -129,18 +129,24 @@ static void arrive(Lane* me, uint32_t address, const char* how, int64_t bytes) {
     Worker* worker = me->block->worker;
     Mbarrier& bar = mbarrier_at(me, address, how);
     count_access(me, worker->sites->find(me->pc, MBARRIER_ARRIVE), NO_ADDRESS, 0);
-    if (!bar.pending) {
+    const bool again = bar.count < WARP && bar.last.in_step(me);  // more arrivals of one instruction than a phase takes
+    if (!bar.pending || again) {
         Finding f = about(bar, "mbarrier-arrivals", how, address);
-        f.value[0] = bar.count, f.value[1] = bar.expected;
+        f.value[0] = bar.count, f.value[1] = again ? -1 : bar.expected;
         file_fatal(me, f, cudaErrorLaunchFailure);
     }
     if (bytes) expect(me, bar, (uint32_t)bytes, how);
-    if (!(bar.warps >> me->warp->index & 1)) note(me->warp, DID_ARRIVE, me->pc, address, bytes);
-    bar.warps |= 1u << me->warp->index;
+    const int warp = me->warp->index;
+    if (!(bar.warps >> warp & 1)) bar.first[warp] = (uint8_t)me->lane;
+    bar.warps |= 1u << warp;
+    if (bar.first[warp] == me->lane) note(me->warp, DID_ARRIVE, me->pc, address, bytes);  // once for a warp in step
     release(me->warp, bar.arrived);
     bar.pending--;
     check_bytes(me, bar, address, how);
-    if (bar.loads.empty() && bar.has_all()) mbarriers(me).end_phase(me->block, bar);
+    if (bar.loads.empty() && bar.has_all()) {
+        mbarriers(me).end_phase(me->block, bar);
+        bar.last = {me, me->pc, me->calls};
+    }
     if (bytes) me->warp->time++;  // it goes on at once, and issues the copies that it has announced
     else go_on_after_release(me);
 }

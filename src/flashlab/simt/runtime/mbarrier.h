@@ -23,6 +23,7 @@ struct Mbarrier {
     std::vector<BulkCopy> loads;
     std::vector<Lane*> waiting;  // for its end
     uint32_t warps = 0;          // that have arrived in it
+    uint8_t first[MAX_WARPS];    // the lane of each that came first
     Clock arrived;               // what its arrivals have released
     Clock passed;                // the same of all phases before
     int clock;                   // counts the phases that have ended, of all mbarriers of this address
@@ -31,6 +32,14 @@ struct Mbarrier {
     uint32_t init_fenced;  // time of the fence_mbarrier_init; 0: none yet
     uintptr_t init_pc;
     bool told = false;  // that somebody came too early
+    struct {            // the arrival that ended the phase before; lane is null where it was none
+        const Lane* lane = nullptr;
+        uintptr_t pc;
+        uint32_t calls;
+        bool in_step(const Lane* me) const {
+            return lane && lane != me && lane->warp == me->warp && pc == me->pc && calls == me->calls;
+        }
+    } last;
 
     bool has_all() const { return !pending && brought == expected; }
 };

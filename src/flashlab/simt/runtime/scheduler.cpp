@@ -156,7 +156,7 @@ static void prepare_block(Worker* worker, Launch* launch, uint64_t number) {
         lane.thread_idx = {t % b.x, t / b.x % b.y, t / b.x / b.y};
         lane.state = RUNNABLE;
         lane.pc = 0, lane.accesses = 0;
-        lane.group = 0, lane.first_copy = 0;
+        lane.group = 0, lane.first_copy = 0, lane.calls = 0;
         lane.store.bytes = 0;
         lane.fence.time = 0;
         lane.copies.clear();
@@ -212,10 +212,13 @@ static void run_block(Worker* worker, Launch* launch, uint64_t number) {
         }
         if (launch->stop < number) break;  // an earlier block has ended the launch
         if (block.ended) break;
-        // Copies land when nobody else can go on; or after so long, as somebody may be spinning on what comes of them.
-        if (any && round % 4096) continue;
+        // Nobody can go on: wgmma end; if that helps nobody, copies land. Both happen after so long too, as somebody may
+        // be spinning on what comes of them.
+        const bool spinning = any && round % 4096 == 0;
+        if (any && !spinning) continue;
         if (!any) for (int i = 0; i < block.warps; i++) any |= resolve_activemask(block.warp[i]);
         any |= worker->mbarriers->pass_waits(&block);
+        if (!any || spinning) any |= worker->warpgroups->pass_waits();
         if (!any && block.alive > 0) file_deadlock(block);
     }
     if (!block.ended && launch->stop >= number) {

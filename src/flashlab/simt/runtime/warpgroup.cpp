@@ -23,6 +23,7 @@ static void bound(Lane& lane) {
 void Warpgroups::begin_block() {
     if (!used) return;
     used = false;
+    waiting = 0;
     for (OfWarp& w : of_warp) w = OfWarp();
     for (OfGroup& g : of_group) g = OfGroup();
     std::fill(readers.begin(), readers.end(), 0);
@@ -157,7 +158,6 @@ void Warpgroups::issue(Warp* warp, const Slot& slot) {
     if (checked) check_operands(p, warp);
     note(warp, DID_WGMMA, slot.pc, (int64_t)number, p.n);
     p.issued |= 1 << place_in_group(warp);
-    advance(group);
 }
 
 // What is read must be there: landed, written, ordered before this warp, and visible to the async proxy.
@@ -247,30 +247,35 @@ void Warpgroups::wait(Warp* warp, const Slot& slot) {
         return;
     }
     mine.waiting_for = upto, mine.pending = slot.param;
-    advance(group_of(warp));
+    waiting++;
 }
 
-// Computes what a warp waits for, and lets go those that need not wait any longer.
-void Warpgroups::advance(int group) {
-    OfGroup& ours = of_group[group];
-    uint64_t wanted = 0;
-    Warp* first = worker->block.warp + group * WARPS_OF_GROUP;
-    for (int w = 0; w < WARPS_OF_GROUP; w++) wanted = std::max(wanted, of_warp[first[w].index].waiting_for);
-    while (ours.executed < wanted && ours.queue.front().issued == (1 << WARPS_OF_GROUP) - 1) {
-        execute(group, ours.queue.front(), ours.executed + 1);
-        ours.executed++;
-        ours.queue.pop_front();
+// Computes what warps wait for, and lets go those that need not wait any longer.
+bool Warpgroups::pass_waits() {
+    const int before = waiting;
+    for (int group = 0; waiting && (group + 1) * WARPS_OF_GROUP <= worker->block.warps; group++) {
+        OfGroup& ours = of_group[group];
+        uint64_t wanted = 0;
+        Warp* first = worker->block.warp + group * WARPS_OF_GROUP;
+        for (int w = 0; w < WARPS_OF_GROUP; w++) wanted = std::max(wanted, of_warp[first[w].index].waiting_for);
+        while (ours.executed < wanted && ours.queue.front().issued == (1 << WARPS_OF_GROUP) - 1) {
+            execute(group, ours.queue.front(), ours.executed + 1);
+            ours.executed++;
+            ours.queue.pop_front();
+        }
+        for (int w = 0; w < WARPS_OF_GROUP; w++) {
+            const uint64_t its = of_warp[first[w].index].waiting_for;
+            if (its && its <= ours.executed) pass(&first[w]);
+        }
     }
-    for (int w = 0; w < WARPS_OF_GROUP; w++) {
-        const uint64_t its = of_warp[first[w].index].waiting_for;
-        if (its && its <= ours.executed) pass(&first[w]);
-    }
+    return waiting < before;
 }
 
 void Warpgroups::pass(Warp* warp) {
     OfWarp& mine = of_warp[warp->index];
     mine.completed = mine.waiting_for;
     mine.waiting_for = 0;
+    waiting--;
     mine.fenced = false;
     mine.passed.push_back({++warp->time, mine.completed});  // what the warp has published before does not cover it
     note(warp, DID_WAIT_END, mine.wait_pc, (int64_t)mine.completed, mine.pending);

@@ -1,8 +1,9 @@
 // Warpgroups: four warps, the first with a number that is a multiple of 4, and their wgmma.
 //
-// A wgmma exists once all four warps have issued it. It is computed when the first of them passes a wait for it: what
-// reads its sums, or refills its operands, too early is then wrong every time. Each warp issues the same sequence, so a
-// number says which is meant: the first of a warpgroup is number 1. They are computed in this order.
+// A wgmma exists once all four warps have issued it. It is computed when one of them waits for it and no thread of the
+// block can go on: what reads its sums, or has its operands refilled, too early is then wrong every time. Each warp
+// issues the same sequence, so a number says which is meant: the first of a warpgroup is number 1. They are computed in
+// this order.
 #pragma once
 #include "../include/simt/wgmma_ops.h"
 #include "collectives.h"
@@ -33,6 +34,7 @@ public:
     void fence(Warp* warp);
     void commit(Warp* warp, const Slot& slot);
     void wait(Warp* warp, const Slot& slot);
+    bool pass_waits();  // for the scheduler, when nobody else can go on; true: somebody can now
     bool waits(const Warp* warp) const { return used && of_warp[warp->index].waiting_for; }
     bool file_deadlock();      // where a warp waits for a wgmma that another has not issued
     void file_never_waited();  // at the end of a block
@@ -64,7 +66,6 @@ private:
     void compare(Product& p, Warp* warp, const SimtWgmmaIn& in, const Slot& slot);
     void check_operands(const Product& p, Warp* warp);
     void check_fence(Warp* warp, int lane, const SimtWgmmaIn& in, const Product& p, uint64_t number);
-    void advance(int group);
     void pass(Warp* warp);
     void execute(int group, Product& p, uint64_t number);
     void multiply(const Product& p, Block* block, int group);
@@ -72,6 +73,7 @@ private:
 
     Worker* worker;
     bool used = false;  // in this block
+    int waiting = 0;    // warps, in a wgmma_wait
     OfWarp of_warp[MAX_WARPS];
     OfGroup of_group[MAX_GROUPS];
     // By piece of shared memory and warpgroup: the last of its wgmma that reads it; 0: none.
