@@ -909,6 +909,28 @@ show.diff(step("p11_15_portions"), step("p11_flash"), "constants", "launch", con
 grow("p11_flash")
 
 # %% [markdown]
+# What becomes of that, for 132 SMs? Few parts and many, and the shared memory that a block asks for. It may have 227 KB:
+
+# %%
+emulated = load_inline(step("p11_flash"), backend="emulator")
+
+def launched(heads, rows, head_dim):
+    emulated.forward(*torch.randn(3, 1, heads, rows, head_dim).half(), sms=132, echo=False)
+    block = emulated.report.launches[0]
+    consumers, kb = block.block[0] // 128 - 1, block.shared_bytes / 1024
+    return [f"D = {head_dim}, {heads} heads of {rows} rows", block.grid[0], consumers, f"{kb:.1f} KB"]
+
+LAUNCHED = [launched(40, 128, 128), launched(70, 128, 128), launched(70, 192, 64), launched(70, 128, 256)]
+show.table(LAUNCHED, ["", "blocks", "consumers each", "shared memory"])
+tile = {d: 128 * d * 2 / 1024 for d in (128, 256)}  # KB of 128 rows
+assert LAUNCHED[1][3] == f"{7 * tile[128] + 0.2:.1f} KB" and LAUNCHED[3][3] == f"{3 * tile[256] + 0.1:.1f} KB"
+assert 4 * tile[256] > 227
+
+# %% [markdown]
+# 40 parts of 128 rows would leave 92 SMs idle; with one consumer they are 80. At $D = 128$ two places for Q, two stages of K and of V, and O
+# are seven tiles of 32 KB; the rest are barriers. At $D = 256$ one Q and four stages of 64 rows take three times 64 KB. O would be a fourth.
+
+# %% [markdown]
 # Does it compute attention? The checker's cases of up to 300 rows, at $D = 64$: causal and not, grouped heads, ragged and
 # empty lengths, strides, large scores, rows that see no key. On a Hopper GPU it runs natively, elsewhere in the emulator.
 # (The record has all cases, head sizes and types, on the H200.)
