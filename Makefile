@@ -13,7 +13,7 @@ export PYTHON VENV
 
 RUN   := @sh tools/bootstrap.sh
 TEST  := $(RUN) tools/run_tests.py
-PARTS := lint unit sync lectures solutions starters
+PARTS := static lint sync unit starters notebooks lectures solutions
 LECTURE = $(or $(wildcard notebooks/0$(PHASE)_*.ipynb notebooks/$(PHASE)_*.ipynb),\
 	$(error there is no phase $(PHASE): choose PHASE from those of notebooks/))
 
@@ -39,18 +39,22 @@ test-quick: ## ... the unit tests that are not slow: the inner loop
 	$(TEST) quick
 test-long: ## ... the unit tests that others nearly stand for: after a change of a check or a kernel
 	$(TEST) long
+test-static: ## ... test-lint and test-sync, side by side
+	$(TEST) static
 test-lint: ## ... ruff and mypy
 	$(TEST) lint
-test-unit: ## ... unit and property tests
-	$(TEST) unit
 test-sync: ## ... the notebooks are what src/lessons builds
 	$(TEST) sync
+test-unit: ## ... unit and property tests
+	$(TEST) unit
+test-starters: ## ... every unsolved exercise fails its check, and nothing else
+	$(TEST) starters
+test-notebooks: ## ... test-lectures and test-solutions
+	$(TEST) notebooks
 test-lectures: ## ... every lecture runs and gives the outputs it shows
 	$(TEST) lectures
 test-solutions: ## ... every solution runs and gives the outputs it shows
 	$(TEST) solutions
-test-starters: ## ... every unsolved exercise fails its check, and nothing else
-	$(TEST) starters
 
 lab-browser-check: ## a learner's first minutes in a real browser (needs playwright and chromium)
 	$(RUN) tests/lab/browser_check.py $(ARGS)

@@ -151,7 +151,7 @@ time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("jobs", [1, 2])
+@pytest.mark.parametrize("jobs", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_ctrl_c_stops_the_build(root, jobs):
     marks = [root / f"mark{i}" for i in range(4)]
     (root / "src" / "lessons" / "02_tiny.py").unlink()

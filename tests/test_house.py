@@ -251,6 +251,18 @@ def test_a_part_goes_on_after_its_first_command_and_fails_with_any(tmp_path, mon
     assert capfd.readouterr().out.count("ran") == 2
 
 
+def test_commands_side_by_side_are_told_one_after_the_other(tmp_path, monkeypatch, capfd):
+    """Each waits for the other's file: one after the other they would never end."""
+    monkeypatch.setattr(run_tests, "ROOT", tmp_path)
+    say = "import pathlib, sys, time; me, other = map(pathlib.Path, sys.argv[1:3]); print('begin', me); me.touch()\n"
+    say += "while not other.exists(): time.sleep(0.01)\nprint('end', me); raise SystemExit(int(sys.argv[3]))"
+    commands = [(sys.executable, "-u", "-c", say, *rest) for rest in (("a", "b", "1"), ("b", "a", "0"))]
+    assert not run_tests.run_part(run_tests.Part("static", "two", tuple(commands), at_once=True), 1, 1, 0)[0]
+    assert [line for line in capfd.readouterr().out.splitlines() if line[:3] in ("beg", "end")] == [
+        "begin a", "end a", "begin b", "end b",
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("seconds, text", [(4.21, "4.2 s"), (59.9, "59.9 s"), (187, "3 min 07 s")])
 def test_times_are_legible(seconds, text):
     assert run_tests.clock(seconds) == text

@@ -299,6 +299,7 @@ def test_recorded_tiles_fit_and_spill_little(target, kernel):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_variants_compile_too():
     for name, kernel in KERNELS.items():
         tile = tiles.recorded(name, "consumer", torch.float16)[0].tile

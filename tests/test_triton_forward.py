@@ -401,6 +401,7 @@ def test_float32_is_three_tf32_products():
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_variants_compile_too():
     tile = tiles.recorded("forward", "consumer", SIXTEEN)[0].tile
     variants = [

@@ -227,7 +227,7 @@ FLOAT32_TARGETS = ("sm_86", "sm_90")  # the tightest and the newest kind; float3
     [
         (torch.float16, (16, 64, 256), TARGETS),
         (torch.bfloat16, (128,), ("sm_86", "sm_90")),
-        (torch.float32, (64, 128, 256), FLOAT32_TARGETS),
+        pytest.param(torch.float32, (64, 128, 256), FLOAT32_TARGETS, marks=pytest.mark.long),
     ],
     ids=["float16", "bfloat16", "float32"],
 )

@@ -1,15 +1,17 @@
 """Run every part of `make test`, or those named, one after the other, and end with a table of their times.
 
-    python tools/run_tests.py [lint] [unit] [sync] [lectures] [solutions] [starters] | quick | long
+    python tools/run_tests.py [static] [unit] [starters] [notebooks] | lint | sync | lectures | solutions | quick | long
 
 A part that fails does not stop the others; the exit status is 1 if any failed, and the last lines name them and the
-command that runs each again. `quick` is what of `unit` is not slow, `long` what `unit` leaves out. The times are kept
-in .flashlab/test-times.json. A learner's filled-in exercises are in none of the parts: only `CI=true` compares
+command that runs each again. `static` is `lint` and `sync` side by side, `notebooks` is `lectures` and `solutions` in
+one run; `quick` is what of `unit` is not slow, `long` what `unit` leaves out. The times are kept in
+.flashlab/test-times.json. A learner's filled-in exercises are in none of the parts: only `CI=true` compares
 exercises/ with the lessons.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -17,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +38,7 @@ class Part:
     commands: tuple[tuple[str, ...], ...]
     needs: str | None = None  # a glob pattern; a part that finds nothing fails, it does not pass
     only_by_name: bool = False
+    at_once: bool = False  # the commands run side by side, each on one core; what they say comes one after the other
 
 
 def parts(python: str = sys.executable) -> list[Part]:
@@ -54,18 +58,25 @@ def parts(python: str = sys.executable) -> list[Part]:
     def ours(folder: str) -> list[str]:  # not a notebook that a learner made beside them
         return [str(path.relative_to(ROOT)) for path in sorted((ROOT / folder).glob("[0-9][0-9]_*.ipynb"))]
 
-    lectures, solutions = ((*nbval, *ours(folder)) for folder in ("notebooks", "solutions"))
+    lectures, solutions = ours("notebooks"), ours("solutions")
+    in_sync = (python, build, "--check")
     starters = (*pytest, *(("-n", "auto", "--dist", "loadgroup") if xdist else ()), STARTERS)
     return [
-        Part("lint", "ruff and mypy", lint, "pyproject.toml"),
-        Part("sync", "lessons in sync with the notebooks", ((python, build, "--check"),), "src/lessons/build.py"),
+        Part("static", "ruff, mypy, and lessons in sync with the notebooks", (*lint, in_sync), "src/lessons/build.py",
+             at_once=True),
+        Part("lint", "ruff and mypy", lint, "pyproject.toml", True),
+        Part("sync", "lessons in sync with the notebooks", (in_sync,), "src/lessons/build.py", True),
         Part("unit", "unit and property tests", (unit,), "tests/test_*.py"),
         Part("quick", "unit tests that are not slow", ((*unit, "-m", "not slow"),), "tests/test_*.py", True),
         Part("long", "unit tests that others nearly stand for", ((*unit, "-m", "long"),), "tests/test_*.py", True),
         Part("starters", "every unsolved exercise fails, and nothing else", (starters,), STARTERS),
-        Part("lectures", "every lecture gives the outputs it shows", (lectures,), "notebooks/[0-9]*.ipynb"),
-        Part("solutions", "every solution gives the outputs it shows", (solutions,), "solutions/[0-9]*.ipynb"),
-    ]
+        Part("notebooks", "every lecture and every solution gives the outputs it shows",
+             ((*nbval, *lectures, *solutions),), "notebooks/[0-9]*.ipynb"),
+        Part("lectures", "every lecture gives the outputs it shows", ((*nbval, *lectures),), "notebooks/[0-9]*.ipynb",
+             True),
+        Part("solutions", "every solution gives the outputs it shows", ((*nbval, *solutions),),
+             "solutions/[0-9]*.ipynb", True),
+    ]  # fmt: skip
 
 
 def run_part(part: Part, number: int, of: int, begun: float) -> tuple[bool, float]:
@@ -75,11 +86,27 @@ def run_part(part: Part, number: int, of: int, begun: float) -> tuple[bool, floa
     if part.needs and not any(ROOT.glob(part.needs)):
         print(f"nothing to run: there is no {part.needs}", flush=True)
         passed = False
+    elif part.at_once:
+        passed = all(_side_by_side(part.commands))
     else:
         passed = all([subprocess.run(command, cwd=ROOT).returncode == 0 for command in part.commands])
     seconds = time.time() - start
     print(f"[{number}/{of}] {'passed' if passed else 'FAILED'} in {clock(seconds)}", flush=True)
     return passed, seconds
+
+
+def _side_by_side(commands: Sequence[Sequence[str]]) -> list[bool]:
+    """Run them all at once; what each has said is printed when it has ended. Returns whether each passed."""
+    with contextlib.ExitStack() as files:
+        said = [files.enter_context(tempfile.TemporaryFile("w+", errors="replace")) for _ in commands]
+        begun = [subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
+                 for command, file in zip(commands, said, strict=True)]  # fmt: skip
+        passed = []
+        for process, file in zip(begun, said, strict=True):
+            passed.append(process.wait() == 0)
+            file.seek(0)
+            print(file.read(), end="", flush=True)
+    return passed
 
 
 def clock(seconds: float) -> str:

@@ -164,8 +164,9 @@ def test_right_on_a_gpu(head_dim, dtype):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(not available(), reason="needs nvcc")
-@pytest.mark.parametrize("head_dim", [pytest.param(64, marks=pytest.mark.long), 128])
+@pytest.mark.parametrize("head_dim", [64, 128])
 def test_nothing_is_spilled_or_serialised(head_dim):
     text, defines = read(SOURCE), {"HEAD_DIM": head_dim, "ELEMENT": ELEMENTS[BF16]}
     flags = nvcc_flags(arch_for("sm_90", text.code), macros(defines, None), text.folders())

@@ -211,7 +211,7 @@ def test_other_right_kernels_are_welcome(name):
     [
         pytest.param("p8_3_stages", "bank-conflicts", marks=pytest.mark.long),
         ("p8_5_registers", "part-sectors"),
-        ("p8_side_shared_kv", "no-overlap"),
+        pytest.param("p8_side_shared_kv", "no-overlap", marks=pytest.mark.long),
     ],
 )
 def test_a_right_kernel_that_is_slow_is_told_why(name, slug):

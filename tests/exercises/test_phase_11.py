@@ -369,7 +369,7 @@ WAIT_K = "mbarrier_wait(empty_k + 8 * stage, free);"
         pytest.param([(f"k_map, {K_BAR}, key, kv_head", f"k_map, {K_BAR}, key, head")], {"wrong-tile"},
                      marks=pytest.mark.long),
         pytest.param([("        return;\n", "")], None, marks=pytest.mark.long),
-        ([("full_v + 8 * stage", "full_k + 8 * stage")], None),
+        pytest.param([("full_v + 8 * stage", "full_k + 8 * stage")], None, marks=pytest.mark.long),
         pytest.param([("            load_tile<BLOCK_M>(q_smem, q_map, full_q, m_start, head, batch);\n", "")],
                      {"deadlock"}, marks=pytest.mark.long),
         pytest.param([(WAIT_K, f"if (n > 0) {K_BEFORE}")], {"no-overlap"}, marks=pytest.mark.long),
