@@ -298,7 +298,8 @@ flash_forward(const Problem p, int heads_together,             // and what TMA h
         // endregion
 
         // region: rescale
-        // What was summed under the old maximum is brought under the new one: O later, when it is there
+        // What was summed under the old maximum is brought under the new one: O later, when it is there. All rows of
+        // a warp together, so a row's bits depend on the 15 others
         float correction[ROWS_PER_LANE];
         auto rescale = [&] {
             moved = __any_sync(~0u, moved);
@@ -337,6 +338,7 @@ flash_forward(const Problem p, int heads_together,             // and what TMA h
         // region: trust
         // New: P of a full tile is computed under the maximum of the tiles before. Most often that is right, or too low
         // by little. If not, a sum tells: S has been overwritten by then, and the warp computes it again.
+        // Where none does, a tile adds up to 4 MOST |V| to O: it is finite if |V| < 2^112 / tiles, as all of fp16 is.
         bool in_doubt = true;
         if constexpr (TRUST && !FIRST && !MASKED) {
             probabilities();
