@@ -127,13 +127,12 @@ def jobs() -> list[Row]:
     found: list[Row] = [{"part": "ceiling", "dtype": "bf16", "shape": [8192, 8192, 8192]}]
     found += standard("bf16", LENGTHS[:2])
     found += [{"part": "ladder", "shape": list(shape), "causal": causal} for shape, causal in LADDER]
-    found += repeat_jobs()
+    found += repeat_jobs() + input_jobs() + clock_jobs() + captured_jobs()
     found += standard("bf16", LENGTHS[2:4])
     found += [_listed(d, dtype, causal) for dtype in ("bf16", "fp16") for d in HEAD_DIMS for causal in (False, True)]
     found += backward_jobs()
     found += standard("bf16", LENGTHS[4:])
     found += [{"part": "variants", "shape": list(shape), "causal": causal} for shape, causal in VARIED]
-    found += input_jobs() + captured_jobs() + clock_jobs()
     found += others()
     found += [{"part": "ceiling", "dtype": "fp16", "shape": [8192, 8192, 8192]}, *standard("fp16")]
     found += [{"part": "profile"}, {"part": "counters"}, {"part": "validate", "what": "cases"}]
