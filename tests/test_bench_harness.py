@@ -85,6 +85,23 @@ def test_a_run_ends_in_time_and_the_next_goes_on(things, tmp_path, capsys):
     assert len(things["measured"]) == 10 and json.loads(out.read_text())["rows"][0]["ms"] == 2.0
 
 
+def test_a_run_elsewhere_takes_the_place_of_what_it_measured_again(things, tmp_path):
+    here, there = tmp_path / "x.json", tmp_path / "y.json"
+    again(things, here)
+    things["at"] = {1: RuntimeError("no memory")}
+    again(things, there, "--factor", "2", "--minutes", "0.3")
+    data = again(things, here, "--merge", str(there))
+    ms = {row["shape"][1]: row["ms"] for row in data["rows"] if "ms" in row}
+    assert ms == {0: 2.0, 1: 1.0, 2: 1.0, 3: 1.0, 4: 1.0} and len(data["rows"]) == 10 and data["left"] == 0
+    assert [session["rows"] for session in data["machine"]["earlier"]] == [10]
+    things["machine"] = {"torch": "9.9"}
+    again(things, tmp_path / "z.json")
+    for name, why in (("z.json", "of another torch"), ("none.json", "No such file")):
+        with pytest.raises(SystemExit, match=f"{name} is not merged: .*{why}"):
+            again(things, here, "--merge", str(tmp_path / name))
+    assert json.loads(here.read_text()) == data
+
+
 def test_figures_of_two_stacks_are_not_mixed(things, tmp_path, capsys):
     out = tmp_path / "x.json"
     again(things, out, "--minutes", "0.3")
