@@ -11,10 +11,8 @@ from dataclasses import dataclass
 from flashlab.bench import harness, hopper_jobs, records
 from flashlab.bench.harness import Row
 from flashlab.bench.hopper_jobs import CUDNN, FA4, HEAD_DIMS, KINDS, OURS, P9, PEERS, RULE, jobs
+from flashlab.bench.roofline import TENSOR_FLOPS
 from flashlab.table import Table
-
-PEAK = 4096e-6
-"""10^12 FLOP/s of a multiprocessor's tensor cores at 1 MHz, with 16-bit inputs: 4 x 512 multiply-adds per clock."""
 
 
 def right(row: Row) -> bool:
@@ -336,7 +334,7 @@ def input_table(data: Row, part: str = "inputs") -> Table:
 def error_table(data: Row) -> Table:
     """The largest error of o against float64, and in brackets the root of the mean square, of the part "inputs"."""
     found = input_rows(data)
-    names = [n for n in (OURS, *PEERS) if any("rms" in rows.get(n, {}) for rows in found.values())]
+    names = list(dict.fromkeys(n for rows in found.values() for n in rows if "rms" in rows[n]))
     cells = [
         [kind, d, "causal" if causal else "",
          *(f"{rows[n]['error']:.2g} ({rows[n]['rms']:.1e})" if rows.get(n, {}).get("rms") else "" for n in names)]
@@ -355,8 +353,8 @@ def clock_table(data: Row) -> Table:
     cells = []
     for r in rows:
         clock = r["clock"]
-        shares = [f"{r['tflops'] / (peak * data['machine']['sms']):.0%}"
-                  for peak in (PEAK * clock["median"], PEAK * clock["max"])]  # fmt: skip
+        at_1_mhz = TENSOR_FLOPS * data["machine"]["sms"] / 1e6
+        shares = [f"{r['tflops'] / (at_1_mhz * mhz):.0%}" for mhz in (clock["median"], clock["max"])]
         mhz = f"{clock['median']:.0f} ({clock['lowest']:.0f} to {clock['highest']:.0f})"
         watts = f"{clock['watts']:.0f}" if "watts" in clock else ""
         cells.append([r["shape"][3], r["inputs"], r["name"], f"{r['tflops']:.0f}", mhz, watts, *shares])
