@@ -888,7 +888,7 @@ for run in RUNS:
         shares = {layer: hopper_results.doubted(rows["p11"]) for layer, rows in some.items()}
         most = sorted(shares, key=lambda layer: -shares[layer])[:3]
         print(f"{model}: doubted in", ", ".join(f"layer {n} {shares[n]:.2%}" for n in most),
-              f"of the trusted tiles; below 0.1 % in {sum(x < 0.001 for x in shares.values())} of {len(shares)}")
+              f"of those trusted; below 0.1 % in {sum(x < 0.001 for x in shares.values())} of {len(shares)}")
         assert max(shares.values()) < 0.1
         for layer, rows in some.items():
             if best := hopper_results.best_of(rows):
@@ -1219,7 +1219,7 @@ for run in RUNS:
     show.table(found.rows, found.columns, align=found.align)
     best = max(r["tflops"] for r in run["rows"] if r["part"] == "shapes" and r["name"] == "p11" and "ms" in r)
     peak = 4096 * run["machine"]["sms"] * run["machine"]["sm_clock_mhz"]["max"] / 1e6
-    print(f"fastest shape of section 8: {best:.0f} TFLOP/s, {best / peak:.0%} of {peak:.0f} at the highest clock")
+    print(f"fastest of section 8: {best:.0f} TFLOP/s, {best / peak:.0%} of {peak:.0f} at the highest clock")
     rows = [r for r in run["rows"] if r["part"] == "clock" and r.get("clock")]
     at = {(r["shape"][3], r["inputs"], r["name"]): r for r in rows}
     for (d, kind, name), r in at.items():
