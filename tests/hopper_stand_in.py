@@ -13,7 +13,14 @@ def record(keep=lambda job: True, speeds=SPEEDS, **changes):
     """A record as a run would have left it that made the kept measurements. changes: of the rows of OURS."""
     todo = [job for job in hopper_jobs.jobs() if keep(job)]
     rows = [row | (changes if row["name"] == OURS else {}) for job in todo for row in _rows(job, speeds)]
-    machine = {"gpu": "NVIDIA Stand-in", "target": "sm_90", "sms": 132, "torch": "2", "triton": "3", "date": "2000-01-01"}
+    machine = {
+        "gpu": "NVIDIA Stand-in",
+        "target": "sm_90",
+        "sms": 132,
+        "torch": "2",
+        "triton": "3",
+        "date": "2000-01-01",
+    }
     left = len(hopper_jobs.jobs()) - len(todo)
     return {"bench": "hopper", "machine": machine, "left": left, "rows": rows}
 
