@@ -930,19 +930,72 @@ assert products("random")["mma"] == 0 < products("growing")["mma"]
 
 # %% [markdown]
 # 10240 is all of them: 40 warps have 4 trusted tiles each. What does that cost on the GPU, and what do scores cost that are not random? In language
-# models the first key often has a far higher score than the others (an *attention sink*, Xiao and others 2023); a block meets it last. *sink*: 30 above them, in every row.
-# *growing*: by 12 with each tile. In brackets over `TRUST=0`, which looks at every tile:
+# models the first key often has a far higher score than the others (an *attention sink*, Xiao and others 2023); a block meets it last: here by 30. Where
+# tiles *rise*, scores lie 12 above those of the tile before. *doubted*: how many of the trusted tiles are computed again. TFLOP/s, $N = 4096$:
+
+# %%
+OTHERS = {at: rows for run in RUNS for at, rows in hopper_results.input_rows(run).items()}
+for run in RUNS:
+    found = hopper_results.input_table(run)
+    show.table(found.rows, found.columns, align=found.align)
+
+def over(rows, peer):
+    """How many times as fast the kernel is as a peer."""
+    return rows[peer]["ms"] / rows["p11"]["ms"]
+
+for kind in dict.fromkeys(at[0] for at in OTHERS):
+    some = [rows for at, rows in OTHERS.items() if at[0] == kind]
+    peers = "cuDNN", "FlashAttention-4", "p11_flash TRUST=0"
+    said = [f"{min(r):.2f} to {max(r):.2f} times {who}" for who in peers
+            if (r := [over(rows, who) for rows in some if who in rows])]
+    print(f"{kind}: {', '.join(said)}")
+for (kind, *_), rows in OTHERS.items():
+    assert kind != "random" or over(rows, "cuDNN") > 1 < over(rows, "p11_flash TRUST=0")
+    assert not kind.startswith("every tile") or over(rows, "cuDNN") < 1 > over(rows, "p11_flash TRUST=0")
+
+# %% [markdown]
+# So trust pays on random scores. It costs most where *every* tile raises every row's maximum, be it by a ramp or by one key at a tile's start or end: all of them are computed
+# twice, at about half of the speed, and behind cuDNN and FlashAttention-4. A kernel that looks at each maximum hardly notices.
+
+# %% [markdown]
+# Those scores are made up. What are a language model's like? Two models have read 4096 tokens of this course: *SmolLM2-135M*, which a Python package ships
+# (`tools/capture_scores.py`), and phase 10's, with heads of 128 columns, trained for 400 steps (`flashlab.bench.hopper_inputs`). The rule of doubt was
+# applied to each layer's Q and K in PyTorch; tests compare that count with the emulator's.
 
 # %%
 for run in RUNS:
-    found = hopper_results.score_table(run)
-    show.table(found.rows, found.columns, align=found.align)
-    gains = {row[0]: [float(cell.split("(")[1].rstrip(")! ")) for cell in row[1:]] for row in found.rows}
-    assert min(gains["sink"]) > 1 > max(gains["growing"])
+    layers = hopper_results.input_rows(run, "captured")
+    for model in dict.fromkeys(at[0].rpartition(", ")[0] for at in layers):
+        some = {at[0].rpartition(" ")[2]: rows for at, rows in layers.items() if at[0].startswith(model)}
+        shares = {layer: hopper_results.doubted(rows["p11"]) for layer, rows in some.items()}
+        most = sorted(shares, key=lambda layer: -shares[layer])[:3]
+        print(f"{model}: doubted in", ", ".join(f"layer {n} {shares[n]:.2%}" for n in most),
+              f"of those trusted; below 0.1 % in {sum(x < 0.001 for x in shares.values())} of {len(shares)}")
+        assert max(shares.values()) < 0.1
+        for layer, rows in some.items():
+            if best := hopper_results.best_of(rows):
+                speed = f"{rows['p11']['tflops']:.0f} TFLOP/s, {over(rows, best):.2f} times {best}"
+                print(f"  layer {layer}: {speed}")
 
 # %% [markdown]
-# So a sink costs a part of the gain, at one tile of each row. Scores that grow at every tile take half of the speed: the worst case, and a
-# made-up one. All other speeds of this lecture are of random scores, which is trust's best case.
+# In these two models trust is right nearly always, in every layer. That is what was looked at: one short text and two small models. A model whose scores grow against the order of the
+# walk would pay, and nothing but its speed would tell.
+
+# %% [markdown]
+# Does trust cost accuracy? Where one key dominates a row, its weight is exactly 1 under the true maximum, and then rounding P to bf16 changes nothing. Under an older maximum it is any
+# number, and is rounded. So where scores are three times as wide, the error should be larger than the peers'. The largest error of O against float64 over two heads, in brackets rms:
+
+# %%
+for run in RUNS:
+    found = hopper_results.error_table(run)
+    show.table(found.rows, found.columns, align=found.align)
+for (kind, d, causal), rows in OTHERS.items():
+    if kind == "three times as wide":
+        peer = min(row["error"] for name, row in rows.items() if not name.startswith("p11"))
+        print(f"D {d}{', causal' * causal}: {rows['p11']['error'] / peer:.2f} times the best peer's largest")
+
+# %% [markdown]
+# Up to twice the error, then, still within the checker's rule. (`TRUST=0` looks at each maximum, but rescales only where it has moved by more than 8 bits. So it has this error too, where it is large.)
 
 # %% [markdown]
 # ### Step 15: a tile's exponentials in three portions
@@ -1049,17 +1102,20 @@ for run in RUNS:
     show.table(rows, means.columns, align=means.align)
 
 # %% [markdown]
-# Where is it behind the best peer, by more than 0.1 %? All kinds of shapes: grouped heads, other layouts, odd lengths, fp16 too.
+# And how sure is that? Each time is the median of nine rounds. Where its slowest round is faster than the best peer's fastest, it is ahead *beyond both spreads*.
+# All kinds of shapes: grouped heads, other layouts, odd lengths, fp16 too. In brackets the span of the ratio:
 
 # %%
 for run in RUNS:
+    n, ahead, beyond, behind = hopper_results.against_best(run)
+    print(f"ahead by the medians at {ahead} of {n} shapes, beyond both spreads at {beyond}; "
+          f"behind beyond both at {behind}")
     found = [s for s in hopper_results.standings(run) if s.ratio is not None]
     for text, some in (("from 2048 on", [s for s in found if s.job["shape"][2] >= 2000]),
                        ("below", [s for s in found if s.job["shape"][2] < 2000])):
-        ahead = [s for s in some if s.ratio >= 0.999]
         worst = min(some, key=lambda s: s.ratio)
-        print(f"N {text}: not behind at {len(ahead)} of {len(some)} shapes; "
-              f"worst {worst.ratio:.2f} at {worst.label}, beside {worst.best}")
+        print(f"N {text}: ahead at {sum(s.ratio > 1 for s in some)} of {len(some)}; "
+              f"worst {worst.said} at {worst.label}, beside {worst.best}")
 
 # %% [markdown]
 # Before anything was measured, goals were set. *is* has the worst ratio of all shapes, but for the mean. "best" includes
@@ -1079,14 +1135,14 @@ for run in RUNS:
 for run in RUNS:
     found = sorted((s for s in hopper_results.standings(run) if s.ratio is not None), key=lambda s: s.ratio)
     for s in found[:6]:
-        print(f"{s.ratio:.2f}: {s.label} ({s.job['kind']}), beside {s.best}")
-    behind = [s for s in found if s.ratio < 0.999]
+        print(f"{s.said}: {s.label} ({s.job['kind']}), beside {s.best}")
+    behind = [s for s in found if s.span[1] < 1]  # beyond both spreads
     kinds = {(s.job["shape"][3], s.job["causal"], s.best) for s in behind}
-    print(f"behind at {len(behind)} of {len(found)} shapes: head_dim, causal, who is ahead: {sorted(kinds)}")
-    assert found[0].ratio > 0.95 and kinds == {(256, True, "FlashAttention-4")}
+    print(f"behind beyond both spreads at {len(behind)}: head_dim, causal, who is ahead: {sorted(kinds)}")
+    assert found[0].ratio > 0.95 and kinds <= {(256, True, "FlashAttention-4")}
 
 # %% [markdown]
-# They are of one kind: $D = 256$, causal and long, where FlashAttention-4 is ahead by up to 3 %. Trust and portions are off there, as they
+# Those beyond the spread are of one kind: $D = 256$, causal and long, where FlashAttention-4 is ahead by up to 3 %. Trust and portions are off there, as they
 # gain nothing (section 9). Why the mask costs our kernel more than FlashAttention-4 there, we do not know.
 
 # %% [markdown]
@@ -1236,18 +1292,28 @@ for run in RUNS:
 # Both are needed for as long (step 12), so their work would have to overlap better.
 
 # %% [markdown]
-# The TFLOP/s of section 8 are at most 85 % of the 989 that the data sheet gives. That is no contradiction: the pipe's share is of
-# the clocks that passed, and under such a load the chip lowers its clock. With 4096 FLOPs per clock and SM, the fastest shape needs at least so
-# many MHz; and the clocks that the record's sessions have seen, sampled:
+# So at $D = 128$ the pipe is busy nine tenths of the *clocks*. And the clock? The power cap sets it. Each switch of a transistor costs energy: on zeros no multiplier
+# switches, and the chip keeps its highest clock. On random numbers it reaches its 700 watts and lowers the clock. Each kernel alone for seconds, its clock sampled by NVML
+# meanwhile, beside the peak of the tensor cores: 4096 FLOPs per clock and SM.
 
 # %%
 for run in RUNS:
+    found = hopper_results.clock_table(run)
+    show.table(found.rows, found.columns, align=found.align)
     best = max(r["tflops"] for r in run["rows"] if r["part"] == "shapes" and r["name"] == "p11" and "ms" in r)
-    mhz = best * 1e6 / 4096 / run["machine"]["sms"]
-    print(f"{best:.0f} TFLOP/s: {mhz:.0f} MHz, if the pipe were always busy")
-    for session in [*run["machine"].get("earlier", []), run["machine"]]:
-        clock, capped = session["sm_clock_mhz"], session["throttled"].get("power cap", 0)
-        print(f"SM clock {clock['lowest']} to {clock['max']} MHz, power cap in {capped:.0%} of the samples")
+    peak = 4096 * run["machine"]["sms"] * run["machine"]["sm_clock_mhz"]["max"] / 1e6
+    print(f"fastest of section 8: {best:.0f} TFLOP/s, {best / peak:.0%} of {peak:.0f} at the highest clock")
+    rows = [r for r in run["rows"] if r["part"] == "clock" and r.get("clock")]
+    at = {(r["shape"][3], r["inputs"], r["name"]): r for r in rows}
+    for (d, kind, name), r in at.items():
+        if (kind, name) == ("random", "p11"):
+            zeros = at[d, "zeros", name]
+            assert r["clock"]["median"] < zeros["clock"]["median"] and r["tflops"] < zeros["tflops"]
+
+# %% [markdown]
+# That is the race under a power cap: who does the same work with less energy gets a higher clock. A kernel that keeps the pipe busier gains less than its share, since it pays with its clock. Three things
+# follow for measuring. Never time zeros. A median of the clock over a whole run says little: pauses and compilations are in it. And whoever comes behind the hottest kernel starts at its clock: so in section 8 each round
+# has another order.
 
 # %% [markdown]
 # **Does the emulator count right?** The same small launch, emulated and under Nsight Compute: two heads of 200 rows, causal.
