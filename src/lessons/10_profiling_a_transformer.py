@@ -1146,8 +1146,10 @@ HUES = {"eager": ("grey", "-"), "ours": ("blue", "o--"), "sdpa": ("green", "s:")
 drawn = curve | {"scale 10 % off": wrong}
 gaps_of = {name: [max(abs(a - b), 1e-8) for a, b in zip(drawn["eager"], found)]
            for name, found in drawn.items()}
-lines = [(name, range(1, 11), drawn[name], *HUES[name]) for name in ("eager", "ours", "scale 10 % off")]
-curves.curves(left, lines, size=4, xlabel="step", ylabel="nats per byte", title="Loss: 3 curves, 1 line")
+left.plot(range(1, 11), drawn["eager"], color=show.COLORS["light"], linewidth=12, label="eager")
+curves.curves(left, [("ours", range(1, 11), drawn["ours"], "blue", "o")], size=9)
+curves.curves(left, [("scale 10 % off", range(1, 11), drawn["scale 10 % off"], "red", "v-")], size=4,
+              xlabel="step", ylabel="nats per byte", title="Loss: 3 curves, 1 line")
 lines = [(name, range(1, 11), gaps, *HUES[name]) for name, gaps in gaps_of.items() if name != "eager"]
 curves.curves(right, lines[:1], size=9)  # ours below the others: large, so that it is seen around them
 curves.curves(right, lines[1:], log="y", size=4, xlabel="step", title="Distance from eager",
@@ -1155,7 +1157,7 @@ curves.curves(right, lines[1:], log="y", size=4, xlabel="step", title="Distance 
 plt.show()
 
 # %% [markdown]
-# *Left: the losses. Right: how far each is from eager's, on a logarithmic axis; what is equal to the last bit is drawn at $10^{-8}$. Ours is drawn large, below the others.* Ten steps of a tiny model are a check, not an experiment. The recorded run is longer: 6 layers of width 384,
+# *Left: the losses, each drawn over the wider one before it. Right: how far each is from eager's, on a logarithmic axis; what is equal to the last bit is drawn at $10^{-8}$. Ours is drawn large, below the others.* Ten steps of a tiny model are a check, not an experiment. The recorded run is longer: 6 layers of width 384,
 # 300 steps of 16 texts of 256 bytes.
 
 # %%
