@@ -1146,10 +1146,10 @@ HUES = {"eager": ("grey", "-"), "ours": ("blue", "o--"), "sdpa": ("green", "s:")
 drawn = curve | {"scale 10 % off": wrong}
 gaps_of = {name: [max(abs(a - b), 1e-8) for a, b in zip(drawn["eager"], found)]
            for name, found in drawn.items()}
+lines = [(name, range(1, 11), drawn[name], *HUES[name]) for name in ("ours", "scale 10 % off")]
 left.plot(range(1, 11), drawn["eager"], color=show.COLORS["light"], linewidth=12, label="eager")
-curves.curves(left, [("ours", range(1, 11), drawn["ours"], "blue", "o")], size=9)
-curves.curves(left, [("scale 10 % off", range(1, 11), drawn["scale 10 % off"], "red", "v-")], size=4,
-              xlabel="step", ylabel="nats per byte", title="Loss: 3 curves, 1 line")
+curves.curves(left, lines[:1], size=9)
+curves.curves(left, lines[1:], size=4, xlabel="step", ylabel="nats per byte", title="Loss: 3 curves, 1 line")
 lines = [(name, range(1, 11), gaps, *HUES[name]) for name, gaps in gaps_of.items() if name != "eager"]
 curves.curves(right, lines[:1], size=9)  # ours below the others: large, so that it is seen around them
 curves.curves(right, lines[1:], log="y", size=4, xlabel="step", title="Distance from eager",
