@@ -10,13 +10,14 @@ from flashlab.bench.lm import NOISE, PASSES, TINY, WAYS
 from flashlab.models.language_model import SIZES
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-STEP = {"part": "step", "size": "tiny", "attention": "eager", "dtype": "float32", "compiled": False}
+STEP = {"part": "step", "size": "tiny", "attention": "eager", "dtype": "float32"}
+TURNS = {"part": "turns", "size": "tiny", "dtype": "float32", "what": "attention"}
 
 
 def test_every_measurement_is_asked_for_once_and_the_published_ones_are_among_them():
     jobs = lm.jobs()
     assert len({json.dumps(job) for job in jobs}) == len(jobs)
-    steps = {(j["size"], j["attention"], j["dtype"]) for j in jobs if j["part"] == "step" and not j["compiled"]}
+    steps = {(j["size"], j["attention"], j["dtype"]) for j in jobs if j["part"] == "step"}
     assert steps == {(size, way, dtype) for size in SIZES for way in WAYS for dtype in lm.DTYPES}
     for row in published.load("lm_forward_backward"):
         assert (lm.SIZE_NAMES[row["model"]], "eager", "float32") in steps
@@ -144,6 +145,8 @@ def test_readers_work_without_a_record(monkeypatch):
     tables = (
         lm.step_table(data),
         lm.compiled_table(data),
+        lm.graph_table(data),
+        lm.exchanged_table(data),
         lm.warm_up_table(data),
         lm.limit_table(data),
         lm.table(data),
@@ -153,14 +156,13 @@ def test_readers_work_without_a_record(monkeypatch):
     for found in (lm.over_sizes(data), lm.warm_up(data), lm.memory(data), lm.limits(data), lm.runs_out(data),
                   lm.losses(data), lm.apart(data), lm.passes(data, "xl", "eager")):  # fmt: skip
         assert found == {}
-    assert lm.ratio(data, "xl", "flash") is None
+    assert lm.ratio(data, "xl", "flash") is None and lm.quickest(data, "small") is None
 
 
-def steps(size, attention, ms, dtype="bfloat16", compiled=False):
-    job = STEP | {"size": size, "attention": attention, "dtype": dtype, "compiled": compiled}
-    times = {"forward": ms, "backward": 2 * ms, "optimizer": ms, "step": 4 * ms}
-    times |= {} if compiled else {"forward only": ms / 2}
-    about = {"tokens": 4096, "peak_bytes": 2**33, "held_bytes": 2**31, "replaced": True}
+def steps(size, attention, ms, dtype="bfloat16"):
+    job = STEP | {"size": size, "attention": attention, "dtype": dtype}
+    times = {"forward": ms, "backward": 2 * ms, "optimizer": ms, "step": 4 * ms, "forward only": ms / 2}
+    about = {"tokens": 4096, "peak_bytes": 2**33, "held_bytes": 2**31}
     return [
         job | {"pass": p, "ms": x, "warm_up_ms": [9 * x, x, x, x, x]} | (about if p == "step" else {})
         for p, x in times.items()
@@ -170,7 +172,7 @@ def steps(size, attention, ms, dtype="bfloat16", compiled=False):
 @pytest.fixture
 def data():
     rows = steps("small", "eager", 2.0) + steps("small", "flash", 1.0) + steps("xl", "flash", 8.0)
-    rows += steps("small", "eager", 0.5, compiled=True) + steps("small", "eager", 20.0, "float32")
+    rows += steps("small", "eager", 20.0, "float32")
     rows.append(STEP | {"size": "xl", "dtype": "bfloat16", "name": "all", "unavailable": "out of memory: 80 GiB"})
     train = {"part": "training", "dtype": "float32"}
     rows += [train | {"attention": "eager", "jitter": 0.0, "losses": [3.0, 2.0]}]
@@ -189,7 +191,7 @@ def test_readers_of_steps(data):
     assert lm.over_sizes(data) == {"eager": (["small"], [8.0]), "flash": (["small", "xl"], [4.0, 32.0])}
     assert lm.ratio(data, "small", "flash") == 2.0 and lm.ratio(data, "xl", "flash") is None
     assert lm.warm_up(data)["eager"] == ([72.0, 8.0, 8.0, 8.0, 8.0], 8.0)
-    assert "2.6" in repr(lm.warm_up_table(data)) and "4.00" in repr(lm.compiled_table(data))
+    assert "2.6" in repr(lm.warm_up_table(data))
     assert "40.0" in repr(lm.published_table(data)) and "10.0" in repr(lm.published_table(data))
     assert "float32" in repr(lm.table(data))
 
@@ -206,26 +208,73 @@ def test_the_quick_bench_runs_here(tmp_path, capsys):
     out = tmp_path / "lm.json"
     lm.main(["--quick", "--out", str(out)])
     data = json.loads(out.read_text())
-    assert data["left"] == 0 and {row["part"] for row in data["rows"]} == {"step", "memory", "limit", "training"}
+    assert data["left"] == 0 and {row["part"] for row in data["rows"]} == {job["part"] for job in lm.jobs()}
     assert not harness.waiting(lm.quick_jobs(), data["rows"]), "a job's rows say all that the job says"
     assert "tiny" in capsys.readouterr().out and len(lm.losses(data)["eager"]) == 5
 
 
-def test_a_compiled_step_is_measured_too(monkeypatch):
+def test_what_is_exchanged_takes_turns_in_one_run(monkeypatch):
+    """One model: of the five ways nothing but attention and RoPE differs, so that all compute the same loss."""
+    made, right = [], lm.Training
+
+    def training(*arguments, **options):
+        made.append(right(*arguments, **options))
+        return made[-1]
+
+    monkeypatch.setattr(lm, "Training", training)
+    asked: list[tuple[str, bool]] = []
+
+    def timed(training):
+        cores = {(block.attention.core.attention, block.attention.core.fused_rope) for block in training.model.blocks}
+        asked.extend(cores)
+        return {"step": 1.0}
+
+    monkeypatch.setattr(lm, "timed_step", timed)
+    rows = lm.measure(TURNS)
+    ways = [(way["attention"], way.get("fused_rope", False)) for way in lm.TURNS["attention"].values()]
+    assert len(made) == 1 and sorted(asked) == sorted(3 * ways)
+    assert {(row["attention"], row["compiled"]) for row in rows} == {(way, False) for way in lm.TURNS["attention"]}
+    losses = [made[0].attend(way).forward_only() for way in lm.TURNS["attention"].values()]
+    for loss in losses:
+        torch.testing.assert_close(loss, losses[0], atol=1e-5, rtol=0)
+
+
+def test_a_compiled_step_takes_turns_with_the_plain_one(monkeypatch):
     monkeypatch.setitem(peers.COMPILE, "backend", "aot_eager")  # inductor takes minutes here
-    rows = lm.measure(STEP | {"compiled": True})
-    assert {row["pass"] for row in rows} == {*PASSES, "step"} and not any(row["replaced"] for row in rows)
-    step = next(row for row in rows if row["pass"] == "step")
-    assert step["warm_up_ms"][0] > step["warm_up_ms"][1], "the first step compiles"
+    monkeypatch.setitem(lm.TURNS, "compiled", {"sdpa": WAYS["sdpa"]})
+    plain, compiled = lm.measure(TURNS | {"what": "compiled"})
+    assert (plain["compiled"], compiled["compiled"], compiled["replaced"]) == (False, True, False)
+    assert plain["ms"] > 0 and len(compiled["warm_up_ms"]) == 2
 
 
-def test_a_graph_beside_the_step_that_python_launches():
-    job = {"part": "graph", "size": "tiny", "attention": "eager", "dtype": "float32"}
-    if not torch.cuda.is_available():
-        assert "needs a GPU" in lm.measure(job)[0]["unavailable"]
-    data = {
-        "machine": {"gpu": "A GPU"},
-        "rows": [STEP | {"pass": "step", "ms": 8.0}, job | {"pass": "step", "ms": 2.0}],
-    }
-    assert lm.graph_table(data, "float32").rows == (("tiny", "eager", "8.0", "2.0", "75%"),)
-    assert not lm.graph_table(data, "bfloat16").rows
+def test_a_way_that_fails_does_not_cost_the_others(monkeypatch):
+    right = lm.timed_step
+
+    def timed(training):
+        if training.model.blocks[0].attention.core.attention == "flash":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return right(training)
+
+    monkeypatch.setattr(lm, "timed_step", timed)
+    rows = {row["attention"]: row for row in lm.measure(TURNS)}
+    assert rows["flash"]["unavailable"].startswith("out of memory") and "ms" in rows["sdpa"]
+
+
+def test_readers_of_turns():
+    took = {"eager": 8.0, "sdpa": 3.0, "flash": 4.0, "sdpa, fused RoPE": 2.0, "flash, fused RoPE": 2.5}
+    job = TURNS | {"size": "small", "dtype": "bfloat16"}
+    rows = [job | {"attention": way, "compiled": False, "ms": ms, "graph_ms": ms / 2} for way, ms in took.items()]
+    told = {"compiled": True, "warm_up_ms": [9e3, 1.0], "replaced": False}
+    for way, ms in (("eager", 4.0), ("sdpa", 5.0)):
+        row = job | {"what": "compiled", "attention": way, "ms": took[way], "graph_ms": 1.0, "compiled": False}
+        rows += [row, row | told | {"ms": ms, "graph_ms": 8 - ms}]
+    rows += [job | {"what": "compiled", "attention": "flash", "compiled": True, "unavailable": "out of memory: 1"}]
+    data = {"rows": rows, "machine": {"gpu": "A GPU"}}
+    assert list(lm.exchanged(data, "small").values()) == [0.75, 0.8, 1.2]
+    assert "0.75" in repr(lm.exchanged_table(data)) and lm.exchanged(data, "xl") == {}
+    assert lm.graph_table(data).rows[0] == ("small", "eager", "8.0", "4.0", "50%")
+    eager, sdpa, flash = lm.compiled_table(data).rows
+    assert eager == ("small", "eager", "8.0", "1.0", "4.0", "4.0", "2.00", "no", "9.0") and sdpa[6] == "0.60"
+    assert "out of memory" in flash
+    assert lm.quickest(data, "small") == ("sdpa", False, 3.0)
+    assert lm.quickest({**data, "rows": [r for r in rows if r["compiled"]]}, "small", "graph_ms") == ("sdpa", True, 3.0)

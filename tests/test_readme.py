@@ -225,3 +225,11 @@ def test_the_marks_are_needed():
 def test_without_a_checkout_it_says_so(tmp_path):
     with pytest.raises(SystemExit, match="belongs to a checkout"):
         readme.main([], tmp_path)
+
+
+def test_the_readme_counts_the_wrong_answers_as_the_notes_do():
+    page = (readme.ROOT / "README.md").read_text(encoding="utf-8")
+    table = (readme.ROOT / "notes" / "checker.md").read_text(encoding="utf-8")
+    counts = [int(n) for n in re.findall(r"(?m)^\| [^|]+ \| (\d+) \| (?:\d+|–) \|", table)]
+    (told,) = re.findall(r"mended with\s+(\d+) wrong answers: \[[^]]+\]\(notes/checker\.md\)", page)
+    assert int(told) == counts[-1] == sum(counts[:-1])

@@ -46,8 +46,11 @@ def of_the_model(job):
         more = {"warm_up_ms": [90.0, 3.0, 2.0, 2.0, 2.0], "fresh": False, "replaced": False, "tokens": 4096}
         passes = (*lm.PASSES, "step", "forward only")
         return [job | {"pass": which} | TIMED | more | {"peak_bytes": 2**33, "held_bytes": 2**31} for which in passes]
-    if job["part"] == "graph":
-        return [job | {"pass": "step", "name": "graph"} | TIMED]
+    if job["part"] == "turns":
+        more = {"graph_ms": 1.5, "warm_up_ms": [90.0, 3.0], "replaced": False}
+        both = (False, True) if job["what"] == "compiled" else (False,)
+        ways = [(way, how) for way in lm.TURNS[job["what"]] for how in both]
+        return [job | {"attention": way, "compiled": how} | TIMED | more for way, how in ways]
     if job["part"] == "memory":
         curve = {"us": [0.0, 1e3, 2e3], "bytes": [2**30, 2**32, 2**30], "ends": {"forward": 1e3, "backward": 2e3}}
         return [job | curve | {"peak_bytes": 2**32, "drift": 0}]

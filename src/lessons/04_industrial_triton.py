@@ -63,6 +63,7 @@ from flashlab.triton_tools.watch import hbm_traffic
 
 import triton  # after flashlab, which decides whether kernels are interpreted here
 import triton.language as tl
+from triton.language.extra import libdevice
 
 show.style()
 
@@ -555,7 +556,7 @@ show.diff(text(STEPS[4]), text(STEPS[5]), context=1)
 # %% [markdown]
 # Where is $c$? In the scale. The loop computes $2^{\,s \cdot \mathrm{scale\_log2} - m}$, so with a cap `scale_log2` is $c \log_2 e$, and what the line
 # returns is $\tanh$ alone, between $-1$ and $1$. What goes into the $\tanh$ is the score times scale / $c$. That factor, times $2 \log_2 e$, is
-# `tanh_scale`. And $\tanh$ itself is made of the one exponential that the hardware has:
+# `tanh_scale`. And $\tanh$ itself is made of the exponential, which every tool of this course has:
 #
 # $$\tanh x = 1 - \frac{2}{1 + e^{2x}} = 1 - \frac{2}{1 + 2^{2 x \log_2 e}}$$
 #
@@ -573,6 +574,38 @@ y = torch.empty_like(x)
 cap_kernel[(1,)](x, y, 2 * math.log2(math.e), BLOCK=64)
 assert (y - torch.tanh(x)).abs().max() < 1e-6
 print("as torch.tanh, from -inf to inf; the ends are", y[-2:].tolist())
+
+# %% [markdown]
+# There are two others, which the interpreter cannot run but the compiler can: libdevice, NVIDIA's library, has a `tanh`, and since Turing the chip has `tanh.approx.f32`. What
+# does each add to a kernel that only multiplies by a scale, in instructions per number?
+
+# %% tags=["nbval-ignore-output"]
+@triton.jit
+def scaled_kernel(x_ptr, y_ptr, scale, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + i) * scale
+    if KIND == "ours":
+        x = soft_capped(x, 2 * 1.4426950408889634)
+    if KIND == "libdevice":
+        x = libdevice.tanh(x)
+    if KIND == "tanh.approx":
+        x = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+    tl.store(y_ptr + i, x)
+
+
+KINDS = ("scale alone", "ours", "libdevice", "tanh.approx")
+pointers = {"x_ptr": torch.float32, "y_ptr": torch.float32, "scale": 0.1, "BLOCK": 1024}
+arguments = [pointers | {"KIND": kind} for kind in KINDS]
+alone, *capped = compile_reports(scaled_kernel, arguments, targets=["sm_90"])
+for kind, report in zip(KINDS[1:], capped):
+    more = report.instructions - alone.instructions
+    del more["NOP"]
+    units = {name: n // 8 for name, n in more.items() if name.startswith("MUFU")}  # 8 numbers per thread
+    print(f"{kind:11}  {more.total() / 8:2.0f} per number, of which {units}")
+    assert (kind == "tanh.approx") == (more.total() < 12)
+
+# %% [markdown]
+# One instruction would do, and FlashAttention takes it. So the price of a soft-cap in section 9 is that of *our choice*. It buys accuracy. NVIDIA's manual lets `tanh.approx` be off by $2^{-11}$ of its value: with a cap of 30 by 0.015 in the score, so 1.5 % in a weight, which bf16 rounds by 0.2 %.
 
 # %% [markdown]
 # A mask and a cap have an order: first the cap, then the mask. The other way round $-\infty$ becomes $-c$, and every masked key gets a share. (FlashAttention's
@@ -704,8 +737,8 @@ print("triton", triton.__version__)
 show.table(rows, ["step", *heads])
 
 # %% [markdown]
-# Read the column of `ex2`, exponentials in the program's text. The soft-cap adds one for each score, as many as the softmax has. An SM makes 16
-# exponentials per clock, beside a thousand multiply-adds and more, so a cap is not free. A window adds a third body of the loop to the text. It is
+# Read the column of `ex2`, exponentials in the program's text. The soft-cap adds one for each score, as many as the softmax has, and a reciprocal, which comes from the same unit. An SM makes 16
+# of these per clock, beside a thousand multiply-adds and more on the tensor cores, so a cap is not free. A window adds a third body of the loop to the text. It is
 # not run unless tiles are cut.
 #
 # And in time? The record has launches with one thing more or less, at $N = 4096$. What can be hoped for is the share of the scores that a mask leaves:
@@ -740,8 +773,8 @@ for run in industrial.having(runs, "options"):
 
 # %% [markdown]
 # A causal mask comes close to its share of the scores. A window of 128 does not: every program also starts, loads Q, stores O, and computes tiles whole that
-# the mask cuts. With so few tiles in each program, this is most of the time. The soft-cap costs most of all: one more exponential and a division for each
-# score.
+# the mask cuts. With so few tiles in each program, this is most of the time. The soft-cap costs most of all, with our exact tanh: an exponential and
+# a reciprocal more for each score.
 
 # %% [markdown]
 # ## 10 · Which tile?
@@ -1450,23 +1483,27 @@ assert full == [sum(not masked for *_, masked in walk) for walk in own]
 # | | FlexAttention | the kernel of this lecture |
 # |---|---|---|
 # | masks | any, by a Python function | bands: causal, windows |
-# | the mask costs | a table, built anew for each mask and length | two numbers |
-# | scores | any `score_mod`, with its gradient | scale, soft-cap |
-# | needs | `torch.compile`; another one for new functions | Triton |
-# | you change | two functions | the loop itself |
+# | the mask costs | a table, built once for each mask and length, kept for all layers | two numbers |
+# | scores | any `score_mod`, with its gradient, and that of tensors which it reads | scale, soft-cap |
+# | needs | `torch.compile`; compiled again for new functions | Triton |
+# | you change | two functions, and options of the kernel | the loop itself |
 
 # %% [markdown]
-# And its speed? Compiled, without a mask or with a causal one, beside ours. Above 1, ours is faster:
+# Its kernel is one of several. By default it is Triton's, with a tile chosen beforehand; `torch.compile(..., mode="max-autotune")` times several tiles. `kernel_options={"BACKEND": "FLASH"}`, an experiment, puts your two functions into FlashAttention-4's kernel, where that is installed.
+
+# %% [markdown]
+# And its speed? Every form and shape that was recorded, without a mask or with a causal one, beside ours. Above 1, ours is faster:
 
 # %%
 for run in industrial.having(runs, "shapes"):
-    display(industrial.ratio_table(run, industrial.OURS, ["FlexAttention"]))
+    forms = sorted({str(row.get("name")) for row in run["rows"] if "Flex" in str(row.get("name"))})
+    display(industrial.ratio_table(run, industrial.OURS, forms))
 
 # %% [markdown]
 # So: take FlexAttention for masks that are not bands (documents packed in one sequence, prefixes), for biases such as ALiBi, and to try an idea in ten
 # lines. Take a kernel of your own where the loop itself changes, where a library must not compile at run time, or where its speed is worth your week.
 #
-# One trap: compiled anew too often, it falls back to the unfused form, silently but for a log line. Then any kernel looks good beside it.
+# One trap: compiled anew too often, it falls back to the unfused form, with a line in the log or a warning. Then any kernel looks good beside it.
 
 # %% [markdown]
 # ## 15 · How fast?

@@ -172,8 +172,8 @@ check("4.5", window_keys)
 #
 # *Core · 15 min*
 #
-# Store $y = \mathrm{cap} \cdot \tanh(x / \mathrm{cap})$ for BLOCK numbers. Triton has no `tanh`, but it has `tl.exp` and
-# `tl.exp2`. Any x may come, infinity too. (vLLM's kernels returned NaN for scores above 88 times the cap until 2026: its issue
+# Store $y = \mathrm{cap} \cdot \tanh(x / \mathrm{cap})$ for BLOCK numbers. `tl` has no `tanh`, but it has `tl.exp` and
+# `tl.exp2`. (The compiler also takes libdevice's and the chip's own: lecture 4, section 7. Neither can be interpreted.) Any x may come, infinity too. (vLLM's kernels returned NaN for scores above 88 times the cap until 2026: its issue
 # 56578.)
 
 # %% tags=["exercise"]

@@ -172,7 +172,8 @@ check("5.5", delta_kernel)
 # 5.3 as a Triton kernel: one head, no mask, any M and N. The addresses and loads are written. The loop's body and the end are yours. The
 # scale multiplies the scores, and once more the result. Use `tl.exp`; the statistics are natural logarithms.
 #
-# The check has float32 inputs too, and cases in which every lse is near −120, or near −20000. Think of the last tile there.
+# The check has float32 inputs too, and refuses TF32 for them: every `tl.dot` takes `input_precision="ieee"`. In some cases every lse is near −120, or near
+# −20000. Think of the last tile there.
 
 # %% tags=["exercise"]
 @triton.jit
@@ -360,7 +361,7 @@ check("5.10", hunted_10)
 # i · BLOCK_N and following. Every row is contiguous; `stride_qm` and the others go from one row to the next. lse and delta are
 # contiguous, in float32.
 #
-# The check is that of 5.6. `tl.dot(tl.trans(p), ...)` is right in the interpreter; the lecture says why not to write it.
+# The check is that of 5.6: TF32 is refused here too. `tl.dot(tl.trans(p), ...)` is right in the interpreter; the lecture says why not to write it.
 
 # %% tags=["exercise"]
 @triton.jit

@@ -132,7 +132,7 @@ check("8.4", in_flight)
 #
 # *Bug hunt · 15 min*
 #
-# These lines are what tile $j$'s round begins with. On a GPU they passed every test of the day on which they were written, and failed one run
+# These lines are what tile $j$'s round begins with in `p8_3_stages.cu`, which has `STAGES` buffers for K and V, 2 or 3. On a GPU they passed every test of the day on which they were written, and failed one run
 # in some thousands. The emulator's values are right too; but it watches every access, and it objects. Run the check: **which two threads
 # does it name, and are they of one warp?** Repair the lines. All copies of later tiles should still go on while tile $j$ is worked on.
 
@@ -415,7 +415,7 @@ extern "C" int forward(const Problem* p, void* stream) {
 check("8.8", blank_page)
 
 # %% [markdown]
-# That solution is not the kernel of the series: it has one buffer for K and one for V, and copies each while the other is
+# The course's own answer, in `solutions/`, is not the kernel of the series: it has one buffer for K and one for V, and copies each while the other is
 # used. It needs less shared memory, and one barrier more per tile.
 #
 # ## Where you are

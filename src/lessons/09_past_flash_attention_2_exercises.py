@@ -19,6 +19,7 @@
 from flashlab.exercises import check, hint, progress
 from flashlab.exercises.phase_09 import PARTS, part
 from flashlab.figures import show
+from flashlab.kernels import path
 
 # %% [markdown]
 # ## 9.1 Which tiles need a mask?
@@ -235,9 +236,10 @@ check("9.5", kernel)
 #
 # From `p9_1_masks` on the kernel walks its tiles backwards, from `end - 1` to 0, and has two stages. Give it three: two tiles are on their way while one
 # is worked on. The check sets `STAGES = 3`, and the size of shared memory follows from it. What has to change is below: what is under way before the
-# loop and when Q may be read (`before_loop`), what each round waits for (`IN_FLIGHT`, again no smaller than it has to be), and which tile it asks for.
+# loop and when Q may be read (`before_loop`), what each round waits for (`IN_FLIGHT`, as large as it may be, so that it waits for no tile but its own), and which tile it asks for.
 #
-# (Whether it pays is another question. Three stages of K and V at `head_dim` 128 take 112 KiB with Q: a block fewer per SM.)
+# (Whether it pays is another question. Three stages of K and V at `head_dim` 128 take 112 KiB with Q, two take 80. By 9.2 an A100 then holds one block per SM for two, an H200 with its 228 KiB
+# two as before, and an RTX 4090, which gives a block 99 KiB, none.)
 
 # %% tags=["exercise"]
 # BEGIN STARTER
@@ -313,7 +315,7 @@ check("9.6", before_loop, in_loop)
 # *Stretch · 120 min*
 #
 # An empty page. Write a whole source: it includes `problem.cuh`, which you can read with
-# `show.source(flashlab.kernels.path("problem.cuh"))`, and it has
+# `show.source(path("problem.cuh"))`, and it has
 #
 #     extern "C" int forward(const Problem* p, void* stream)
 #

@@ -551,15 +551,15 @@ for case in ("published", "present"):
 
 # %% [markdown]
 # Two ratios from that table, of the forward pass. The first one is what such courses print. The second one is with the fastest of PyTorch's own kernels, so that a speedup
-# over a weak baseline is not mistaken for speed.
+# over a weak baseline is not mistaken for speed. *RoPE apart* is the layer in which nothing but attention is exchanged: RoPE is the same small operations on both sides.
 
 # %%
 for case in ("published", "present"):
-    for scope in layers.SCOPES:
+    for scope, name in (("layer", layers.OURS), ("layer", layers.APART), ("attention", layers.OURS)):
         peers = [layers.ORIGINAL, layers.best_sdpa(data, case, scope)]
-        found = {over: layers.ratio(data, case, layers.OURS, over, scope) for over in peers if over}
+        found = {over: layers.ratio(data, case, name, over, scope) for over in peers if over}
         said = [f"{ratio:.2f} times as fast as {over}" for over, ratio in found.items() if ratio]
-        print(f"{case}, {scope}: ours is " + (", ".join(said) or layers.NOT_YET))
+        print(f"{case}, {scope}: {name} is " + (", ".join(said) or layers.NOT_YET))
 
 # %% [markdown]
 # The published shape first. On the H200 ours is ahead of everything, but look at who is behind. PyTorch *chooses* the unfused formula there: it has no fused kernel for float32 that
@@ -829,15 +829,20 @@ for size in SIZES:
     print(f"{size}: a step with our kernels is " + (", ".join(said) or lm.NOT_YET))
 
 # %% [markdown]
-# In bf16 a step with our kernels is 1.5 to 1.9 times as fast as with eager attention, needs half of its memory, and takes as long as with SDPA, within 3 %.
-#
-# Only as long? Look at float32, where ours and SDPA's attention are further apart, and at the *flash* row of the medium model above: it is far slower than its neighbours.
+# In bf16 our kernels beat eager attention by far and need half of its memory. Beside SDPA the printed ratio flatters us: *our kernels* are two, attention and RoPE, and SDPA's row has RoPE in PyTorch's small operations. What is attention worth
+# alone? To tell, nothing else may change: one model in one process, whose attention and RoPE are exchanged from step to step, in turns:
+
+# %%
+display(lm.exchanged_table(model_data))
+
+# %% [markdown]
+# Above 1, ours is faster. The last column is the same step as one CUDA graph, in which the GPU never waits for Python. Where the two columns differ, Python is what is measured. Look at float32 too:
 
 # %%
 display(lm.step_table(model_data, "float32"))
 
 # %% [markdown]
-# There ours is the fastest at every size, by 2 to 6 % over SDPA. The same model, the same kernels in another dtype. What else is in a step's time? The *optimiser* gives it away. Its work does not depend on attention, nor on
+# The same model, the same kernels in another dtype. What else is in a step's time? The *optimiser* gives it away. Its work does not depend on attention, nor on
 # autocast: weights, gradients and averages are float32 in every row.
 
 # %%
@@ -848,17 +853,16 @@ for dtype in lm.DTYPES:
         print(f"optimiser, {size}, {dtype}, ms: {said or lm.NOT_YET}")
 
 # %% [markdown]
-# In float32 it takes the same time whatever the attention. In bf16 the same kernels on the same weights take longer in some rows, 5.8 ms for 4.1 in the medium one with *flash*. That is what *waiting* looks like. Python launches kernel after
+# In float32 it takes the same time whatever the attention. In bf16 the same kernels on the same weights may take longer in some rows. That is what *waiting* looks like. Python launches kernel after
 # kernel. While kernels are long, it runs ahead and nobody notices. In bf16 they are short, Python is late, and a step takes as long as Python does.
 #
-# How much of a step is that? Record the whole step into one CUDA graph: forward, backward, optimiser. Then Python launches once, and the GPU never waits:
+# How much of a step is that? Record the whole step into one CUDA graph: forward, backward, optimiser. Then Python launches once, and the GPU never waits. From the same turns as above:
 
 # %%
 display(lm.graph_table(model_data))
 
 # %% [markdown]
-# That is the time of the kernels alone. There our medium step is 1.13 times as fast as SDPA's, the small one 1.09 times. Launched by Python the GPU hardly waits with eager attention, for a sixth of the time with SDPA, and for a quarter and more with ours: Python has more
-# to do for it.
+# The graph is the time of the kernels alone. What is more than that in the other column is waiting: the shorter the kernels, and the more Python has to do for each of them, the longer.
 #
 # Could it be the attention kernels after all? Count them, at 200 TFLOP/s, which phases 4 and 5 measured as less than what they reach at this N and D, with more heads:
 
@@ -878,13 +882,30 @@ assert 1e3 * work / 200e12 < 2
 # And half of our part of it was needless: an operator of `torch.library` can be traced and intercepted, and each call pays for that. Where nobody looks, the door now calls its functions plainly (`runtime/dispatch.py`): 0.13 ms instead of 0.43 for a forward call without the launch itself (`notes/phase_10_experiments.md`).
 
 # %% [markdown]
-# *What would you do?* Anything that launches less: longer texts, larger batches, CUDA graphs, `torch.compile`. What torch.compile does is recorded for two models, in a run on a busier host, so compare its rows with each other. And below it, what a missing warm-up would have said:
+# *What would you do?* Anything that launches less: longer texts, larger batches, CUDA graphs, `torch.compile`. What torch.compile does is recorded for two models: each attention plain and compiled, in turns in one run:
 
 # %%
-display(lm.compiled_table(model_data), lm.warm_up_table(model_data))
+display(lm.compiled_table(model_data))
+for size in SIZES:
+    for column, words in (("ms", "launched by Python"), ("graph_ms", "as one CUDA graph")):
+        if best := lm.quickest(model_data, size, column):
+            name, how, took = best
+            print(f"{size}, {words}: the fastest is {name}{', compiled' if how else ''}, {took:.1f} ms")
 
 # %% [markdown]
-# Compiled, eager attention gains most, and SDPA stays ahead of ours: our operators are still launched by Python. And the first step of *flash* has nvcc or Triton's compiler in it: a mean over five steps would make it look more than 50 times as slow as it is.
+# A first run had *compiled eager* as the fastest medium row launched by Python, with all its scores in memory. How can that be? `replaced` says that no fused attention was put in its place. But the compiler sees through eager attention: it makes one kernel of mask, scale and softmax,
+# and one of RoPE, and launches them from a few lines of its own. A fused attention is a closed operator to it, which is called as before, with all that Python does for it, in each layer and pass.
+
+# %% [markdown]
+# That is a mechanism, and no proof. The two lines per size above are the test: if another row leads as soon as nobody waits for Python, then launches decided it, not kernels.
+#
+# And what would a missing warm-up have said?
+
+# %%
+display(lm.warm_up_table(model_data))
+
+# %% [markdown]
+# The first step of *flash* has nvcc or Triton's compiler in it. A mean over five steps would make it look many times as slow as it is.
 
 # %% [markdown]
 # So much for launches. But even without them, a model's ratio has to be smaller than a layer's: attention is only a part of a step. How large a part of a block?
@@ -1125,8 +1146,10 @@ HUES = {"eager": ("grey", "-"), "ours": ("blue", "o--"), "sdpa": ("green", "s:")
 drawn = curve | {"scale 10 % off": wrong}
 gaps_of = {name: [max(abs(a - b), 1e-8) for a, b in zip(drawn["eager"], found)]
            for name, found in drawn.items()}
-lines = [(name, range(1, 11), drawn[name], *HUES[name]) for name in ("eager", "ours", "scale 10 % off")]
-curves.curves(left, lines, size=4, xlabel="step", ylabel="nats per byte", title="Loss: 3 curves, 1 line")
+lines = [(name, range(1, 11), drawn[name], *HUES[name]) for name in ("ours", "scale 10 % off")]
+left.plot(range(1, 11), drawn["eager"], color=show.COLORS["light"], linewidth=12, label="eager")
+curves.curves(left, lines[:1], size=9)
+curves.curves(left, lines[1:], size=4, xlabel="step", ylabel="nats per byte", title="Loss: 3 curves, 1 line")
 lines = [(name, range(1, 11), gaps, *HUES[name]) for name, gaps in gaps_of.items() if name != "eager"]
 curves.curves(right, lines[:1], size=9)  # ours below the others: large, so that it is seen around them
 curves.curves(right, lines[1:], log="y", size=4, xlabel="step", title="Distance from eager",
@@ -1134,7 +1157,7 @@ curves.curves(right, lines[1:], log="y", size=4, xlabel="step", title="Distance 
 plt.show()
 
 # %% [markdown]
-# *Left: the losses. Right: how far each is from eager's, on a logarithmic axis; what is equal to the last bit is drawn at $10^{-8}$. Ours is drawn large, below the others.* Ten steps of a tiny model are a check, not an experiment. The recorded run is longer: 6 layers of width 384,
+# *Left: the losses, each drawn over the wider one before it. Right: how far each is from eager's, on a logarithmic axis; what is equal to the last bit is drawn at $10^{-8}$. Ours is drawn large, below the others.* Ten steps of a tiny model are a check, not an experiment. The recorded run is longer: 6 layers of width 384,
 # 300 steps of 16 texts of 256 bytes.
 
 # %%
@@ -1287,8 +1310,8 @@ else:
 # %% [markdown]
 # ## 12 · Every published table again
 #
-# Six tables of earlier courses ship with this one, as they were printed: `flashlab/bench/published/`. For each of their figures a rule finds the same work on the same shape in our records. How many
-# have a counterpart?
+# Six tables of earlier courses ship with this one, as they were printed: `flashlab/bench/published/`. For each of their figures a rule finds what our records have of the same function on the same
+# shape. How many are answered, how many by a number? The last column says where it is not the same work.
 
 # %%
 display(counterparts.overview())

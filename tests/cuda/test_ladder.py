@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import matplotlib
 
 matplotlib.use("agg")
@@ -88,6 +90,9 @@ def test_recorded_ladders():
     assert ladder.ladder_figure(RUN, (1, 1, 64, 64), True) is None
     figure = ladder.ladder_figure(RUN, (1, 1, 64, 64), False)
     assert [t.get_text() for t in figure.axes[0].get_yticklabels()] == ["p7_naive", "p8_3_stages"]
+    assert figure.axes[0].get_legend() is None and "FlashAttention-2: 100" in [
+        t.get_text() for t in figure.axes[0].texts
+    ]
     plt.close(figure)
 
 
@@ -105,4 +110,6 @@ def test_small_multiples_have_a_panel_for_each_step():
     figure = ladder.small_multiples(ms, steps_, ("x", "torch"), ("y", "fused"), "a GPU")
     assert [ax.get_title(loc="left") or ax.get_title() for ax in figure.axes[:2]] == ["step a", "step b"]
     assert [t.get_text() for t in figure.axes[0].get_xticklabels()] == ["1\nN = 64", "2", "1\nN = 128", "2"]
+    gaps = {math.isnan(x) for line in figure.axes[0].lines if len(line.get_ydata()) > 2 for x in line.get_ydata()[2:3]}
+    assert gaps == {True}, "no line joins shapes of one length to those of another"
     plt.close(figure)

@@ -196,8 +196,8 @@ def attend(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *option
 
 def _ordered(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """x in the order in memory of torch.empty_like(like)."""
-    out = torch.empty_like(like)
-    return x if x.stride() == out.stride() else out.copy_(x)
+    wanted = torch.empty_like(like, device="meta").stride()  # without memory: there may be none for one tensor more
+    return x if x.stride() == wanted else torch.empty_like(like).copy_(x)
 
 
 def _refuse_vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:

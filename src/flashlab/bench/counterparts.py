@@ -5,8 +5,8 @@
     flashlab bench published --missing              # only what is still to be measured
     flashlab bench published --records FOLDER       # of another folder than recorded/
 
-A published figure is one number of one row. Its counterpart is the same work on the same shape in a record of this
-package: measured, or out of memory here. What a table's word means here says RULES.
+A published figure is one number of one row. Its counterpart is what a record of this package has of the same function
+on the same shape: a number, or in words why there is none. UNLIKE names the tables where it is not the same work.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def _lm_forward_backward(found: Records) -> Iterator[Found]:
         for column in ("forward", "backward"):
             if row[f"avg_{column}_s"] is not None:
                 size, which = lm.SIZE_NAMES[str(row["model"])], lm.PUBLISHED_PASSES[str(row["run"]), column]
-                model = {"size": size, "attention": "eager", "dtype": "float32", "compiled": False}
+                model = {"size": size, "attention": "eager", "dtype": "float32"}
                 ours = found.find("lm", "step", model | {"pass": which})
                 label = f"{row['run']} {row['model']} {column}"
                 yield Figure("lm_forward_backward", label, 1e3 * float(str(row[f"avg_{column}_s"]))), ours
@@ -158,6 +158,14 @@ RULES: dict[str, Callable[[Records], Iterable[Found]]] = {
     "gqa_layer_profile": _gqa_layer_profile,
 }
 """By table: every figure of it with its counterpart, or None."""
+UNLIKE = {
+    "fa1_f32_fa2_mma_ada": "fa2_mma_f16 is answered by p9_flash, a later kernel than theirs",
+    "triton_vs_torch": "their triton backward pass is compiled PyTorch, ours is Triton",
+    "attention_memory": "their batch is not told; ours is 8, which explains their memory",
+    "lm_forward_backward": "their batch, length and vocabulary are not told",
+    "gqa_layer_profile": "their heads are not told; ours explain their memory",
+}
+"""By table: what is not the same on both sides, or not known, beside the GPU. Else function, shape and dtype are."""
 
 
 def counterparts(name: str, folder: Path | None = None) -> list[Found]:
@@ -173,13 +181,22 @@ def missing(folder: Path | None = None) -> dict[str, list[str]]:
 
 # ---- told ------------------------------------------------------------------------------------------------------------
 def overview(folder: Path | None = None) -> Table:
-    """Of each table: its figures, those that have a counterpart, and in which records."""
-    rows = []
+    """Of each table: its figures, those that have a counterpart, those whose counterpart is a number, in which records,
+    and what is not the same; the last row is all of them."""
+    rows: list[list[Any]] = []
     for name in RULES:
         found = counterparts(name, folder)
         ours = [o for _, o in found if o is not None]
-        rows.append([name, len(found), len(ours), ", ".join(sorted({o.record for o in ours})) or "none yet"])
-    return Table.of(rows, ["published table", "figures", "measured here", "records"], align="lrrl")
+        files = ", ".join(sorted({o.record for o in ours})) or "none yet"
+        rows.append([name, len(found), len(ours), sum(map(is_number, ours)), files, UNLIKE.get(name, "")])
+    rows.append(["all", *(sum(row[i] for row in rows) for i in (1, 2, 3)), "", ""])
+    columns = ["published table", "figures", "answered", "by a number", "records", "not the same"]
+    return Table.of(rows, columns, align="lrrrll")
+
+
+def is_number(ours: Ours | None) -> bool:
+    """Whether a counterpart is a measured number, not the reason why there is none."""
+    return ours is not None and not isinstance(ours.value, str)
 
 
 def beside(name: str, folder: Path | None = None) -> Table:

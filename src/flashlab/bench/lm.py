@@ -13,19 +13,22 @@ flash, fused RoPE   ours, with our kernel for RoPE
 dtype is "float32", or "bfloat16" for autocast to it; the weights are float32 in both. published/lm_forward_backward.csv
 does not tell its batch, length and vocabulary: its rows stand beside ours of the same size, "eager" in float32.
 
-The ways are timed one after the other: two models of a large size do not fit beside each other. A step is launched from
-Python, as in training, so where the GPU waits for Python, that is in its time.
+A step is launched from Python, as in training, so where the GPU waits for Python, that is in its time. "step" times one
+way after the other. Ratios of two ways are read from "turns", where nothing but the ways changes: one model in one
+process, whose attention and RoPE are exchanged from step to step, in an order that is shuffled in each round.
 
 The record's rows, by part:
 
-step       size, attention, dtype, compiled, pass; ms, fastest, slowest, rounds: after WARM steps. pass is "forward",
-           "backward", "optimizer", or "step" for all three, or "forward only": without gradients; not where compiled.
-           warm_up_ms: the same of the first WARM steps, one by one; fresh: nothing was run on the GPU by this process
-           before. "step" also has peak_bytes, the most that was allocated, weights and optimizer included; held_bytes,
-           what is allocated between two steps; tokens, of a step. Of compiled ones warm_up_ms has the compiler's time,
-           and `replaced` says whether it put fused attention in the place of eager
-graph      size, attention, dtype; one row: ms, fastest, slowest, rounds of a whole step that is one CUDA graph: what
-           the GPU needs for it when it never waits for Python
+step       size, attention, dtype, pass; ms, fastest, slowest, rounds: after WARM steps. pass is "forward", "backward",
+           "optimizer", or "step" for all three, or "forward only": without gradients. warm_up_ms: the same of the first
+           WARM steps, one by one; fresh: nothing was run on the GPU by this process before. "step" also has peak_bytes,
+           the most that was allocated, weights and optimizer included; held_bytes, what is allocated between two steps;
+           tokens, of a step
+turns      size, dtype, what; attention, compiled; ms, fastest, slowest, rounds of a whole step; warm_up_ms; graph_ms,
+           graph_fastest, graph_slowest: the step as one CUDA graph, what the GPU needs when it never waits for Python,
+           or graph_unavailable. what is "attention": the five of TURNS, or "compiled": three, each as it is and through
+           torch.compile (a model of its own; warm_up_ms has the compiler's time first); `replaced` says whether it
+           put fused attention in the place of eager
 memory     size, attention, dtype; one row: us and bytes, two lists of one length (SERIES points at most): what is
            allocated during one step after warm-up, at its highest within each point; ends {pass: us}; peak_bytes;
            drift, the bytes by which the sum misses what the allocator says at the end. On a CPU only what the step
@@ -41,12 +44,16 @@ What did not run has `unavailable` with the reason in place of figures; "out of 
 Readers, all of which take `record()`, and say "not measured yet" or give nothing where a record has nothing:
 
 record() -> Data                                                   the recorded run, or one without rows
-passes(data, size, attention, dtype="bfloat16", compiled=False) -> dict[str, Row]   rows of part "step" by pass
+passes(data, size, attention, dtype="bfloat16") -> dict[str, Row]   rows of part "step" by pass
 step_table(data, dtype="bfloat16") -> Table                        each size and attention: ms, tokens/s, GiB
 over_sizes(data, which="step", dtype="bfloat16") -> dict[str, tuple[list[str], list[float]]]   by attention: sizes, ms
 ratio(data, size, attention, over="eager", which="step", dtype="bfloat16") -> float | None    times as fast
-compiled_table(data, dtype="bfloat16") -> Table                    with torch.compile beside without
-graph_table(data, dtype="bfloat16") -> Table                       a step launched by Python beside one CUDA graph
+turns(data, size, what="attention", dtype="bfloat16") -> dict[tuple[str, bool], Row]    by attention and compiled
+exchanged(data, size, column="ms") -> dict[str, float]             how many times as fast as SDPA ours is, by EXCHANGES
+exchanged_table(data) -> Table                                     that, launched by Python and as one CUDA graph
+compiled_table(data) -> Table                                      with torch.compile beside without
+quickest(data, size, column="ms") -> tuple[str, bool, float] | None     attention, compiled, ms of the fastest of them
+graph_table(data) -> Table                                         a step launched by Python beside one CUDA graph
 warm_up(data, size="small", dtype="bfloat16", which="step") -> dict[str, tuple[list[float], float]]
                                                                    by attention: the first steps one by one, the median
 warm_up_table(data, size="small", dtype="bfloat16") -> Table       mean of 10 steps with the first ones, and without
@@ -61,10 +68,12 @@ published_table(data) -> Table                                     lm_forward_ba
 
 from __future__ import annotations
 
+import functools
 import gc
 import math
+import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -76,6 +85,7 @@ from flashlab import runtime
 from flashlab.bench import harness, peers, published, records, timing
 from flashlab.bench.harness import Data, Row
 from flashlab.models.language_model import BYTES, SIZES, Config, LanguageModel, config, make_optimizer, train_step
+from flashlab.models.layer import RotaryAttention
 from flashlab.models.train import distance, train
 from flashlab.table import Table
 
@@ -85,6 +95,17 @@ WAYS: dict[str, dict[str, Any]] = {
     "flash": {"attention": "flash"},
     "flash, fused RoPE": {"attention": "flash", "fused_rope": True},
 }
+TURNS = {
+    "attention": {**WAYS, "sdpa, fused RoPE": {"attention": "sdpa", "fused_rope": True}},
+    "compiled": {way: WAYS[way] for way in ("eager", "sdpa", "flash")},
+}
+"""By what is asked: the ways that take turns."""
+EXCHANGES = {
+    "attention alone": ("sdpa", "flash"),
+    "attention alone, RoPE fused in both": ("sdpa, fused RoPE", "flash, fused RoPE"),
+    "attention and RoPE": ("sdpa", "flash, fused RoPE"),
+}
+"""What is exchanged: the way before, and the way after."""
 PASSES = ("forward", "backward", "optimizer")
 DTYPES: dict[str, torch.dtype | None] = {"float32": None, "bfloat16": torch.bfloat16}
 """What autocast is told."""
@@ -108,16 +129,16 @@ SIZE_NAMES = {"sm": "small", "md": "medium", "lg": "large"}
 
 # ---- what is measured ------------------------------------------------------------------------------------------------
 def jobs() -> list[Row]:
-    """The most telling first; what has to be compiled by torch.compile near the end."""
+    """The most telling first."""
     low, full = "bfloat16", "float32"
     found = [_step("small", way, low) for way in WAYS]
     found += [_step(size, "eager", full) for size in SIZE_NAMES.values()]  # the published ones
     found += [_train(way, full, jitter) for way, jitter in (("eager", 0.0), ("flash", 0.0), ("eager", JITTER[full]))]
-    found += [_graph(size, way, low) for size in ("small", "medium") for way in WAYS]
+    found += [_turns(size, "attention", low) for size in ("small", "medium", "large", "xl")]
+    found += [_turns(size, "compiled", low) for size in ("medium", "small")]
     found += [{"part": "memory", "size": "small", "attention": way, "dtype": low} for way in ("eager", "flash")]
     found += [{"part": "limit", "attention": way, "dtype": low} for way in ("eager", "flash")]
     found += [_step("xl", way, low) for way in ("eager", "flash, fused RoPE", "sdpa")]
-    found += [_step("small", way, low, compiled=True) for way in ("eager", "flash", "sdpa")]
     found += [_train(way, low, jitter) for way, jitter in (("eager", 0.0), ("flash", 0.0), ("eager", JITTER[low]))]
     found += [_step(size, way, low) for size in ("large", "medium") for way in WAYS]
     found += [_step("xl", "flash", low)]
@@ -125,26 +146,24 @@ def jobs() -> list[Row]:
     found += [{"part": "memory", "size": "small", "attention": "sdpa", "dtype": low}]
     found += [{"part": "limit", "attention": "sdpa", "dtype": low}]
     found += [_step(size, way, full) for size in ("medium", "large") for way in WAYS if way != "eager"]
-    found += [_step("xl", way, full) for way in WAYS]
-    found += [_step("small", "flash, fused RoPE", low, compiled=True)]
-    found += [_step("medium", way, low, compiled=True) for way in ("eager", "flash", "sdpa")]
-    return found
+    return [*found, *(_step("xl", way, full) for way in WAYS)]
 
 
 def quick_jobs() -> list[Row]:
     """Of every part something, with a tiny model; without torch.compile, which takes its time."""
     found = [_step("tiny", way, "float32") for way in ("eager", "flash, fused RoPE")]
+    found += [_turns("tiny", "attention", "float32")]
     found += [{"part": "memory", "size": "tiny", "attention": "eager", "dtype": "float32"}]
     found += [{"part": "limit", "size": "tiny", "attention": "eager", "dtype": "float32"}]
     return [*found, _train("eager", "float32", 0.0) | {"size": "tiny"}]
 
 
-def _step(size: str, attention: str, dtype: str, compiled: bool = False) -> Row:
-    return {"part": "step", "size": size, "attention": attention, "dtype": dtype, "compiled": compiled}
+def _step(size: str, attention: str, dtype: str) -> Row:
+    return {"part": "step", "size": size, "attention": attention, "dtype": dtype}
 
 
-def _graph(size: str, attention: str, dtype: str) -> Row:
-    return {"part": "graph", "size": size, "attention": attention, "dtype": dtype}
+def _turns(size: str, what: str, dtype: str) -> Row:
+    return {"part": "turns", "size": size, "dtype": dtype, "what": what}
 
 
 def _train(attention: str, dtype: str, jitter: float) -> Row:
@@ -163,7 +182,7 @@ def _batch(job: Row) -> int:
 def measure(job: Row) -> list[Row]:
     """The rows of one job."""
     by_part = {
-        "step": measure_step, "graph": measure_graph, "memory": measure_memory, "limit": measure_limit,
+        "step": measure_step, "turns": measure_turns, "memory": measure_memory, "limit": measure_limit,
         "training": measure_training,
     }  # fmt: skip
     return by_part[job["part"]](job)
@@ -185,6 +204,13 @@ class Training:
         self.autocast = DTYPES[dtype]
         drawn = torch.randint(shape.vocabulary, (batch, seq_len + 1), generator=torch.Generator().manual_seed(0))
         self.tokens, self.targets = drawn[:, :-1].to(device), drawn[:, 1:].to(device)
+
+    def attend(self, way: dict[str, Any]) -> Training:
+        """The same model, optimizer and tokens, with another attention and RoPE."""
+        for module in self.model.modules():
+            if isinstance(module, RotaryAttention):
+                module.attention, module.fused_rope = way["attention"], way.get("fused_rope", False)
+        return self
 
     def step(self, done: Any = lambda what: None) -> None:
         train_step(self.model, self.optimizer, self.tokens, self.targets, autocast=self.autocast, done=done)
@@ -256,57 +282,87 @@ def measure_step(job: Row) -> list[Row]:
     _empty()
     shape = replace(shape_of(job["size"]), **WAYS[job["attention"]])
     length = min(SEQ_LEN, shape.positions)
-    training = Training(shape, job["dtype"], _batch(job), length, job["compiled"])
+    training = Training(shape, job["dtype"], _batch(job), length)
     first, least, rounds = (WARM, 3, ROUNDS) if job["size"] != "tiny" else (2, 1, 1)
-    about: Row = {"fresh": fresh}
-    already = peers.replaced()
     rows: list[Row] = []
-    for timed in (timed_step,) if job["compiled"] else (timed_step, timed_forward):
+    for timed in (timed_step, timed_forward):
         warm = [timed(training) for _ in range(first)]
-        if job["compiled"]:
-            about["replaced"] = peers.replaced() > already
         samples: list[dict[str, float]] = []
         begin = time.monotonic()
         while len(samples) < rounds and (len(samples) < least or time.monotonic() - begin < SECONDS):
             samples.append(timed(training))
         for which in samples[0]:
             row = timing.summary([sample[which] for sample in samples]).row()
-            rows.append(job | {"pass": which} | row | about | {"warm_up_ms": [one[which] for one in warm]})
+            rows.append(job | {"pass": which} | row | {"fresh": fresh, "warm_up_ms": [one[which] for one in warm]})
             if which == "step":
                 rows[-1] |= {"tokens": training.tokens.numel()}
                 if harness.on_gpu():
                     rows[-1]["peak_bytes"] = torch.cuda.max_memory_allocated()
                     rows[-1]["held_bytes"] = torch.cuda.memory_allocated()
     del training
-    if job["compiled"]:
-        torch.compiler.reset()
     _empty()
     return rows
 
 
-def measure_graph(job: Row) -> list[Row]:
-    """One row: a step as one CUDA graph."""
-    if not harness.on_gpu():
-        return [harness.failed(job, "a CUDA graph needs a GPU")]
+def measure_turns(job: Row) -> list[Row]:
+    """A row for each way of the job: its steps in turns with those of the others, then alone as one CUDA graph."""
     _empty()
-    shape = replace(shape_of(job["size"]), **WAYS[job["attention"]])
-    training = Training(shape, job["dtype"], _batch(job), min(SEQ_LEN, shape.positions))
+    shape = shape_of(job["size"])
+    options = (job["dtype"], _batch(job), min(SEQ_LEN, shape.positions))
+    first, rounds = (WARM, ROUNDS) if job["size"] != "tiny" else (2, 1)
+    plain = Training(shape, *options)
+    ways: dict[tuple[str, bool], Callable[[], Training]] = {}
+    for name, way in TURNS[job["what"]].items():
+        ways[name, False] = functools.partial(plain.attend, way)
+        if job["what"] == "compiled":  # a model of its own, since to exchange its attention compiles it again
+            ways[name, True] = functools.partial(_same, Training(replace(shape, **way), *options, compiled=True))
+    about: dict[tuple[str, bool], Row] = {}
+    for key, training in ways.items():
+        already = peers.replaced()
+        try:
+            about[key] = {"warm_up_ms": [timed_step(training())["step"] for _ in range(first)]}
+            about[key] |= {"replaced": peers.replaced() > already} if key[1] else {}
+        except Exception as error:
+            about[key] = {"unavailable": timing.reason(error)}
+    able = [key for key in ways if "unavailable" not in about[key]]
+    samples: dict[tuple[str, bool], list[float]] = {key: [] for key in able}
+    for i in range(rounds):
+        for key in random.Random(i).sample(able, len(able)):
+            samples[key].append(timed_step(ways[key]())["step"])
+    for key in able:
+        about[key] |= timing.summary(samples[key]).row()
+        if harness.on_gpu():
+            about[key] |= _graph(ways[key]())
+    if job["what"] == "compiled":
+        torch.compiler.reset()
+    return [job | {"attention": name, "compiled": how} | about[name, how] for name, how in about]
+
+
+def _same(training: Training) -> Training:
+    return training
+
+
+def _graph(training: Training) -> Row:
+    """Milliseconds of a step as one CUDA graph, or why there is none."""
+    _empty()
     for group in training.optimizer.param_groups:
         group["capturable"] = True
-    for _ in range(3):
-        training.step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        training.step()
-    samples = []
-    for _ in range(WARM + ROUNDS):
-        watch = Watch()
-        graph.replay()
-        watch("step")
-        samples.append(watch.read()["step"])
-    del graph, training
-    _empty()
-    return [job | {"pass": "step", "name": "graph"} | timing.summary(samples[WARM:]).row()]
+    try:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            training.step()
+        samples = []
+        for _ in range(WARM + ROUNDS):
+            watch = Watch()
+            graph.replay()
+            watch("step")
+            samples.append(watch.read()["step"])
+    except Exception as error:
+        return {"graph_unavailable": timing.reason(error)}
+    finally:  # its gradients lie in the graph's memory
+        training.optimizer.zero_grad(set_to_none=True)
+    row = timing.summary(samples[WARM:]).row()
+    return {f"graph_{name}": row[name] for name in ("ms", "fastest", "slowest")}
 
 
 # ---- memory over a step ----------------------------------------------------------------------------------------------
@@ -473,18 +529,22 @@ def _where(data: Data) -> str:
 
 
 def _all_sizes(data: Data) -> list[str]:
-    return [size for size in ("tiny", *SIZES) if _rows(data, part="step", size=size)]
+    return [size for size in ("tiny", *SIZES) if any(row.get("size") == size for row in data["rows"])]
 
 
-def passes(data: Data, size: str, attention: str, dtype: str = "bfloat16", compiled: bool = False) -> dict[str, Row]:
+def passes(data: Data, size: str, attention: str, dtype: str = "bfloat16") -> dict[str, Row]:
     """The rows of one model by pass; {} where it was not measured, or did not run."""
-    found = _rows(data, part="step", size=size, attention=attention, dtype=dtype, compiled=compiled)
+    found = _rows(data, part="step", size=size, attention=attention, dtype=dtype)
     return {row["pass"]: row for row in found if "ms" in row}
 
 
-def _why_not(data: Data, size: str, attention: str, dtype: str, compiled: bool = False) -> str:
-    found = _rows(data, part="step", size=size, attention=attention, dtype=dtype, compiled=compiled)
-    return next((row["unavailable"].partition(":")[0][:20] for row in found if "unavailable" in row), "")
+def _why_not(data: Data, size: str, attention: str, dtype: str) -> str:
+    found = _rows(data, part="step", size=size, attention=attention, dtype=dtype)
+    return next((_short(row) for row in found if "unavailable" in row), "")
+
+
+def _short(row: Row) -> str:
+    return str(row["unavailable"]).partition(":")[0][:20]
 
 
 def step_table(data: Data, dtype: str = "bfloat16") -> Table:
@@ -524,40 +584,69 @@ def ratio(
     return a["ms"] / b["ms"] if a and b else None
 
 
-def compiled_table(data: Data, dtype: str = "bfloat16") -> Table:
-    """ms of a step with torch.compile beside those without, and of its first step, which compiles."""
+def turns(
+    data: Data, size: str, what: str = "attention", dtype: str = "bfloat16"
+) -> dict[tuple[str, bool], Row]:  # fmt: skip
+    """By attention and whether it was compiled: the rows of one job, which were timed in turns."""
+    found = _rows(data, part="turns", size=size, what=what, dtype=dtype)
+    return {(row["attention"], row["compiled"]): row for row in found if "attention" in row}
+
+
+def exchanged(data: Data, size: str, column: str = "ms") -> dict[str, float]:
+    """By EXCHANGES: how many times as fast a step gets; "graph_ms": the step as one CUDA graph."""
+    took = {name: row[column] for (name, _), row in turns(data, size).items() if column in row}
+    return {what: took[a] / took[b] for what, (a, b) in EXCHANGES.items() if a in took and b in took}
+
+
+def exchanged_table(data: Data) -> Table:
+    """How many times as fast as SDPA ours is, by what is exchanged: launched by Python, and as one CUDA graph."""
     rows = []
     for size in _all_sizes(data):
-        for way in WAYS:
-            found = passes(data, size, way, dtype, compiled=True).get("step")
-            plain = passes(data, size, way, dtype).get("step")
-            if found:
-                faster = f"{plain['ms'] / found['ms']:.2f}" if plain else ""
-                put = "yes" if found["replaced"] else "no"
-                first = f"{found['warm_up_ms'][0] / 1e3:.1f}"
-                rows.append(
-                    [size, way, f"{plain['ms']:.1f}" if plain else "", f"{found['ms']:.1f}", faster, put, first]
-                )
-            elif why := _why_not(data, size, way, dtype, compiled=True):
-                rows.append([size, way, f"{plain['ms']:.1f}" if plain else "", why, "", "", ""])
-    columns = ["size", "attention", "step, ms", "compiled, ms", "times as fast", "attention replaced", "first step, s"]
-    return Table.of(rows, columns, align="llrrrlr", caption=f"{dtype}, {_where(data)}" if rows else NOT_YET)
+        by_python, alone = exchanged(data, size), exchanged(data, size, "graph_ms")
+        for what, ratio in by_python.items():
+            rows.append([size, what, f"{ratio:.2f}", f"{alone[what]:.2f}" if what in alone else ""])
+    columns = ["size", "exchanged", "launched by Python", "one CUDA graph"]
+    caption = f"bfloat16, {_where(data)}: times as fast as SDPA"
+    return Table.of(rows, columns, align="llrr", caption=caption if rows else NOT_YET)
 
 
-def graph_table(data: Data, dtype: str = "bfloat16") -> Table:
+def compiled_table(data: Data) -> Table:
+    """ms of a step with torch.compile beside those without, launched by Python and as one CUDA graph; and of its first
+    step, which compiles."""
+    rows = []
+    for size in _all_sizes(data):
+        found = turns(data, size, "compiled")
+        for way in TURNS["compiled"]:
+            plain, with_it = found.get((way, False), {}), found.get((way, True), {})
+            if "ms" in plain and "ms" in with_it:
+                cells = [f"{row[c]:.1f}" if c in row else "" for row in (plain, with_it) for c in ("ms", "graph_ms")]
+                put, begun = "yes" if with_it["replaced"] else "no", f"{with_it['warm_up_ms'][0] / 1e3:.1f}"
+                rows.append([size, way, *cells, f"{plain['ms'] / with_it['ms']:.2f}", put, begun])
+            elif "unavailable" in with_it:
+                rows.append([size, way, "", "", _short(with_it), "", "", "", ""])
+    columns = ["size", "attention", "step, ms", "its graph", "compiled, ms", "its graph", "times as fast", "replaced",
+               "first step, s"]  # fmt: skip
+    return Table.of(rows, columns, align="ll" + "r" * 5 + "lr",
+                    caption=f"bfloat16, {_where(data)}" if rows else NOT_YET)  # fmt: skip
+
+
+def quickest(data: Data, size: str, column: str = "ms") -> tuple[str, bool, float] | None:
+    """The fastest of the ways that were timed in turns with compiled ones: its attention, whether it is compiled, ms.
+    None where none was timed."""
+    found = [(name, how, row[column]) for (name, how), row in turns(data, size, "compiled").items() if column in row]
+    return min(found, key=lambda one: one[2], default=None)
+
+
+def graph_table(data: Data) -> Table:
     """ms of a step that Python launches, of the same as one CUDA graph, and how much of the first the GPU waits."""
     rows = []
     for size in _all_sizes(data):
-        for way in WAYS:
-            alone = next(
-                (r for r in _rows(data, part="graph", size=size, attention=way, dtype=dtype) if "ms" in r), None
-            )
-            step = passes(data, size, way, dtype).get("step")
-            if alone and step:
-                waits = max(0.0, 1 - alone["ms"] / step["ms"])
-                rows.append([size, way, f"{step['ms']:.1f}", f"{alone['ms']:.1f}", f"{waits:.0%}"])
+        for (way, _), row in turns(data, size).items():
+            if "graph_ms" in row:
+                waits = max(0.0, 1 - row["graph_ms"] / row["ms"])
+                rows.append([size, way, f"{row['ms']:.1f}", f"{row['graph_ms']:.1f}", f"{waits:.0%}"])
     columns = ["size", "attention", "launched by Python, ms", "one CUDA graph, ms", "the GPU waits"]
-    return Table.of(rows, columns, align="llrrr", caption=f"{dtype}, {_where(data)}" if rows else NOT_YET)
+    return Table.of(rows, columns, align="llrrr", caption=f"bfloat16, {_where(data)}" if rows else NOT_YET)
 
 
 def warm_up(
@@ -616,7 +705,7 @@ def limit_table(data: Data) -> Table:
     for row in _rows(data, part="limit"):
         if "seq_len" in row:
             said = f"{row['peak_bytes'] / 2**30:.1f}" if "peak_bytes" in row else ""
-            said = row["unavailable"].partition(":")[0][:20] if "unavailable" in row else said
+            said = _short(row) if "unavailable" in row else said
             cells.setdefault(row["seq_len"], {})[row["attention"]] = said
     names = [way for way in WAYS if any(way in line for line in cells.values())]
     rows = [[n, *(line.get(way, "") for way in names)] for n, line in sorted(cells.items())]
@@ -676,7 +765,7 @@ def table(data: Data) -> Table:
 
 BENCH = harness.Bench(
     "lm", __doc__, jobs=jobs, measure=measure, table=table,
-    keys=("size", "attention", "dtype", "compiled", "pass"), quick=quick_jobs,
+    keys=("size", "attention", "dtype", "what", "compiled", "pass"), quick=quick_jobs,
     needs=harness.gpu_for("the language model is", quick_too=False),
     facts={"batch": BATCH, "seq_len": SEQ_LEN}, minutes=8.0,
 )  # fmt: skip

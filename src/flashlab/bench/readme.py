@@ -553,7 +553,8 @@ def model_words(found: All) -> list[str]:
     said = []
     if found["layer"].get("rows"):
         parts = []
-        words = {layer.OURS: "with our kernels", layer.SDPA: "with PyTorch's SDPA",
+        words = {layer.OURS: "with our kernels", layer.APART: "with our attention alone, and RoPE as PyTorch's",
+                 layer.SDPA: "with PyTorch's SDPA",
                  "SDPA, compiled": "with SDPA through `torch.compile`",
                  layer.ORIGINAL: "with the scores in memory"}  # fmt: skip
         for scope, text in (("layer", "the layer takes"), ("attention", "attention alone")):
@@ -583,6 +584,13 @@ def model_words(found: All) -> list[str]:
                  for way, by_pass in of_way.items() if by_pass]  # fmt: skip
         text = f"**A training step** of a language model, 4 texts of 1024 tokens, with our kernels: {'; '.join(parts)}"
         text += f" ({largest[0]}: {_listed(cells)})" if cells else ""
+        alone = [r for size in lm.SIZES if (r := lm.exchanged(steps, size).get("attention alone"))]
+        if alone:
+            span = " to ".join(dict.fromkeys(f"{r:.2f}" for r in (min(alone), max(alone))))
+            text += (
+                ". That exchanges RoPE too: with PyTorch's RoPE on both sides, in bfloat16, a step with our attention "
+                f"is {span} times as fast as with SDPA"
+            )
         out = [f"{n} tokens with {called[way]}" for way, n in lm.runs_out(steps).items() if n]
         text += f". A small model's memory runs out at {_listed(out)}" if out else ""
         said.append(f"{text}. [Phase 10](notebooks/10_profiling_a_transformer.ipynb) looks for the reasons.")

@@ -1379,7 +1379,7 @@ _EXTREME_SINKS = ((20, 40, -math.inf), (20, 40, 200.0), (20, 40, -200.0))  # tri
         "The sink is one more key, whose score is `sink` for every query, and whose value is a row of zeros. What does "
         "such a key change in m_i, in l_i, in acc?",
         "Imagine that the loop had already met it, alone, before the first tile. Then the state is m_i = sink, l_i = "
-        "exp(sink - m_i), acc = 0.",
+        "exp(0) = 1, acc = 0. (Do not compute the 0 as sink - m_i: for a sink of -inf that is NaN.)",
         "m_i = tl.full([BLOCK_M], sink, tl.float32), l_i = tl.full([BLOCK_M], 1.0, tl.float32), acc = 0, and the two "
         "lines at the end as ever. (Without a sink the first correction is exp(-inf), which forgets the 1.)",
     ],

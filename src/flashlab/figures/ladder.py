@@ -8,6 +8,7 @@ ladder_figure(run, (4, 16, 4096, 128), causal=False)
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -173,7 +174,10 @@ def ladder_figure(run: dict[str, Any], shape: Sequence[int], causal: bool) -> Fi
         inside = r["tflops"] > 0.3 * top
         ax.text((0 if inside else r["tflops"]) + 0.02 * top, i, f"{r['tflops']:.0f}  ({r['vs_fa2']:.2f})", va="center",
                 color="white" if inside else "black", fontsize=8)  # fmt: skip
-    ax.axvline(peer["tflops"], color=COLORS[look(peer["name"]).color], label=f"FlashAttention-2: {peer['tflops']:.0f}")
+    hue = COLORS[look(peer["name"]).color]
+    ax.axvline(peer["tflops"], color=hue)
+    ax.annotate(f"FlashAttention-2: {peer['tflops']:.0f}", (peer["tflops"], 1), (-6, 0), ("data", "axes fraction"),
+                "offset points", ha="right", va="top", color=hue, fontsize=9, fontweight="bold")  # fmt: skip
     ax.set_yticks(list(y), [r["name"] for r in rows])
     ax.invert_yaxis()
     ax.grid(axis="y", visible=False)
@@ -181,7 +185,6 @@ def ladder_figure(run: dict[str, Any], shape: Sequence[int], causal: bool) -> Fi
     b, h, n, d = shape
     ax.set(xlabel="TFLOP/s (in brackets: of FlashAttention-2)",
            title=f"B {b}, H {h}, N {n}, D {d}{', causal' if causal else ''}: {run['machine']['gpu']}")  # fmt: skip
-    ax.legend(loc="upper right", bbox_to_anchor=(0.77, 1.0))
     return figure
 
 
@@ -218,6 +221,16 @@ def _shapes(ms: Mapping[Key, float]) -> list[tuple[int, int, int]]:
     return sorted({key[:3] for key in ms}, key=lambda s: (s[2], s[0] * s[1], s))
 
 
+def _joined(shapes: Sequence[tuple[int, int, int]], y: Sequence[float]) -> tuple[list[float], list[float]]:
+    """Positions and values of shapes in a row, for a line that joins those of one N and breaks before the next."""
+    found: list[tuple[float, float]] = []
+    for i, value in enumerate(y):
+        if i and shapes[i][2] != shapes[i - 1][2]:
+            found.append((i - 0.5, math.nan))
+        found.append((i, value))
+    return [x for x, _ in found], [value for _, value in found]
+
+
 def times(ax: Axes, ms: Mapping[Key, float], names: Mapping[str, tuple[str, str]], title: str) -> None:
     """Times by shape, the small shapes on the left.
 
@@ -228,7 +241,7 @@ def times(ax: Axes, ms: Mapping[Key, float], names: Mapping[str, tuple[str, str]
     shapes = _shapes(ms)
     for variant, (label, color) in names.items():
         ax.plot(
-            [ms[(*s, variant)] for s in shapes], "o-", markersize=3.5, linewidth=1.4,
+            *_joined(shapes, [ms[(*s, variant)] for s in shapes]), "o-", markersize=3.5, linewidth=1.4,
             color=COLORS[color or look(variant).color], label=label,
         )  # fmt: skip
     ax.set_xticks(range(len(shapes)), [f"{b}·{h}\n{n}" for b, h, n in shapes], fontsize=7)
@@ -247,14 +260,14 @@ def small_multiples(
         base, also: (variant, label): what speeds are relative to, and the other peer.
     """
     shapes, hues = _shapes(ms), {n: COLORS[one.color] for n, one in looks(["this course", base[0], also[0]]).items()}
-    speed = {v: [ms[(*s, base[0])] / ms[(*s, v)] for s in shapes] for v in (*steps, also[0])}
+    speed = {v: _joined(shapes, [ms[(*s, base[0])] / ms[(*s, v)] for s in shapes]) for v in (*steps, also[0])}
     figure, axes = plt.subplots(-(-len(steps) // 3), 3, figsize=(9, 5), sharex=True, sharey=True, squeeze=False)
     for ax, (variant, label) in zip(axes.flat, steps.items(), strict=False):
         for other in steps:
-            ax.plot(speed[other], color=COLORS["light"], linewidth=1.2)
+            ax.plot(*speed[other], color=COLORS["light"], linewidth=1.2)
         ax.axhline(1, color=hues[base[0]], linewidth=1.3)
-        ax.plot(speed[also[0]], "--", color=hues[also[0]], linewidth=1.3, label=also[1])
-        ax.plot(speed[variant], "o-", color=hues["this course"], markersize=3.5, linewidth=1.6)
+        ax.plot(*speed[also[0]], "--", color=hues[also[0]], linewidth=1.3, label=also[1])
+        ax.plot(*speed[variant], "o-", color=hues["this course"], markersize=3.5, linewidth=1.6)
         ax.set_title(label, fontsize=10)
         ax.set(yscale="log")
     first = {n: i for i, (_, _, n) in reversed(list(enumerate(shapes)))}  # of each length
@@ -264,7 +277,7 @@ def small_multiples(
         ax.set_xlabel("heads in all", fontsize=9)
     for ax in axes[:, 0]:
         ax.set_ylabel(f"speed / {base[1]}", fontsize=9)
-    values = [v for series in speed.values() for v in series]
+    values = [v for _, series in speed.values() for v in series if v == v]
     marks = [m for m in (0.05, 0.1, 0.2, 0.5, 1, 2, 5) if min(values) * 0.8 <= m <= max(values) * 1.3]
     axes[0, 0].set_yticks(marks, [f"{m:g}" for m in marks])
     axes[0, 0].minorticks_off()
