@@ -599,7 +599,7 @@ def test_inputs_are_what_they_are_called(job):
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("kind", ["random", "three tiles rise", "every tile rises at its start", hopper_inputs.WIDE])
 def test_as_many_tiles_are_doubted_as_the_kernel_computes_again(kind, head_dim):
-    module = load_inline(kernels.step("p11_flash"), backend="emulator", head_dim=head_dim, dtype=torch.bfloat16)
+    module = load_inline(kernels.step("p11_15_portions"), backend="emulator", head_dim=head_dim, dtype=torch.bfloat16)
     for causal in (False, True):
         ((q, k, v),) = hopper.make({"shape": [1, 1, 600, head_dim], "inputs": kind})
         q[:, :, 200:] *= 2 if kind == hopper_inputs.WIDE else 0.5  # some warps doubt, and some do not

@@ -185,10 +185,11 @@ def quick_jobs() -> list[Row]:
 
 
 def trusting(ours: Kernel | None) -> list[str]:
-    """The kernel, and it where it looks at the maxima of every tile."""
-    return [ours.name, f"{ours.name} TRUST=0"] if ours else []
+    """The kernel, it where it looks at the maxima of every tile, and the step before it, which forgets its doubts."""
+    return [ours.name, f"{ours.name} TRUST=0", FORGETS] if ours else []
 
 
+FORGETS = "p11_15_portions"
 OF_INPUTS = ((4, 16, 4096, 128), (4, 32, 4096, 64))
 
 
