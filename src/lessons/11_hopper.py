@@ -760,8 +760,10 @@ assert error < 2**-11
 
 # %% [markdown]
 # For P, which is rounded to 16 bits, that is good enough. For the sums and so for `lse`, which stay in float, it is not, as
-# you will see. With `POLYNOMIAL=4` every fourth MMA tile of P is computed so.
-#
+# you will see. With `POLYNOMIAL=4` every fourth MMA tile of P is computed so. Arguments are negative or small here; from step 14 on they may be any
+# number, and the exponent has to end at infinity: else it runs over, and no sum tells.
+
+# %% [markdown]
 # ### Step 13: the next part begins before this one has ended
 #
 # Where sequences are short, a part is a few tiles, and its beginning and its end count. Until now the next part's Q had to wait for the only
