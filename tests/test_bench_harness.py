@@ -331,6 +331,8 @@ def test_a_repository_around_the_package_is_not_its_commit(monkeypatch):
     monkeypatch.setattr(records, "_installed_from", lambda: None)
     monkeypatch.delenv("FLASHLAB_COMMIT", raising=False)
     assert records.commit() is None and len(found) == 1
+    monkeypatch.setenv("FLASHLAB_COMMIT", "39c61b8aa01f")  # a copy may have a .git of another commit
+    assert records.commit() == "39c61b8aa01f" and len(found) == 1
 
 
 def test_the_sources_have_a_name_of_their_own():

@@ -105,12 +105,15 @@ def _version(package: str) -> str | None:
 def commit() -> str | None:
     """The git commit of this package's files; None where nobody can say.
 
-    Of a checkout: what git says, "-dirty" where the files differ from it. Of an installation from a repository: what
-    pip noted. Of a copy without either: the environment's FLASHLAB_COMMIT, for whoever made the copy; `sources` can
-    prove it right or wrong.
+    The environment's FLASHLAB_COMMIT, for whoever made a copy; `sources` can prove it right or wrong. Else, of a
+    checkout, what git says, "-dirty" where the files differ from it; of an installation from a repository what pip
+    noted.
     """
     here = Path(__file__)
     git = functools.partial(subprocess.run, capture_output=True, text=True, timeout=20)
+    said = os.environ.get("FLASHLAB_COMMIT", "")
+    if re.fullmatch(r"[0-9a-f]{7,40}(-dirty)?", said):
+        return said
     try:
         # A checkout around an installed package is not its own.
         if git(["git", "-C", str(here.parent), "ls-files", "--error-unmatch", here.name]).returncode == 0:
@@ -118,8 +121,7 @@ def commit() -> str | None:
             return git(["git", "-C", str(here.parent), *describe]).stdout.strip() or None
     except (OSError, subprocess.TimeoutExpired):
         pass
-    said = _installed_from() or os.environ.get("FLASHLAB_COMMIT", "")
-    return said if re.fullmatch(r"[0-9a-f]{7,40}(-dirty)?", said) else None
+    return _installed_from()
 
 
 def _installed_from() -> str | None:
