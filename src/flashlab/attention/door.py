@@ -5,6 +5,20 @@
 Behind it stand several implementations (flashlab.attention.backends): the formula in float64 ("reference"), the loops
 in plain PyTorch ("simulation"), the Triton kernels ("triton"), and where flashlab.cuda is imported each step of the
 CUDA series by its name. `choose_backend` says which one "auto" takes, and why.
+
+PyTorch's transforms, the same for each backend and for its operator torch.ops.flashlab.<name>:
+
+    backward, torch.func.grad, vjp, jacrev, functional_call;       the gradient, once
+        torch.autograd.functional.jacobian, is_grads_batched
+    checkpoint, deepcopy of a model, autocast                      as for PyTorch's own attention
+    compile, export                                                one node of the graph
+    FakeTensor, meta                                               shapes without computing
+    create_graph=True                                              a gradient that cannot be differentiated
+    jvp, jacfwd, hessian, a dual tensor; jvp of grad, grad of jvp  NotImplementedError: no forward mode
+    double backward, a gradient penalty, jacrev of grad            NotImplementedError: no second derivative
+    vmap, vmap of grad                                             NotImplementedError: fold it into the batch
+
+`flashlab.attention.reference.attention`, the formula in PyTorch's own operations, has every derivative.
 """
 
 from __future__ import annotations
@@ -60,7 +74,8 @@ def flash_attention(
         o: like q. A row that sees no key is 0, and has no gradient.
     Under torch.autocast, inputs are converted to its dtype first, as for a matrix product.
     Raises:
-        TypeError, ValueError: a sentence that names the argument. NotImplementedError: under torch.vmap.
+        TypeError, ValueError: a sentence that names the argument. NotImplementedError: under torch.vmap, in forward
+            mode, and for a second derivative; see the table of this module.
     """
     q, k, v = _autocast(q, k, v)
     left, right = window_of(window, causal)
@@ -126,7 +141,10 @@ def _takes_hopper(q: torch.Tensor, left: int | None, right: int | None, softcap:
 def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The tensors in autocast's dtype where it is on for their device; float64 stays, as with every such operator."""
     first = tensors[0]
-    if not isinstance(first, torch.Tensor) or not torch.is_autocast_enabled(first.device.type):
+    if not isinstance(first, torch.Tensor):
         return tensors
-    dtype = torch.get_autocast_dtype(first.device.type)
+    kind = first.device.type
+    if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
     return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
