@@ -21,7 +21,8 @@ import torch
 
 from flashlab import runtime
 from flashlab.attention import reference, triton_backward, triton_forward
-from flashlab.attention.inputs import check_qkv, one_of
+from flashlab.attention.inputs import check_qkv, one_of, scale_of
+from flashlab.attention.options import softcap_of
 from flashlab.attention.simulation import flash_attention_sim
 from flashlab.attention.simulation_backward import flash_attention_backward_sim
 from flashlab.runtime.dispatch import operator
@@ -141,6 +142,7 @@ def register(backend: Backend) -> None:
 
     def run(q, k, v, scale, left, right, softcap):
         backend.check(q, k, v, left, right, softcap)
+        scale_of(scale, q.shape[-1]), softcap_of(softcap)
         o, lse = compute(q, k, v, scale, left, right, softcap)
         return _ordered(o, q), lse
 

@@ -23,18 +23,19 @@ PyTorch's transforms, the same for each backend and for its operator torch.ops.f
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from flashlab import runtime
 from flashlab.attention.backends import BACKENDS, DTYPES, attend
-from flashlab.attention.inputs import check_qkv, one_of, scale_of
+from flashlab.attention.inputs import check_qkv, one_of, refuse_words, scale_of
 from flashlab.attention.options import Window, softcap_of, window_of
 
 __all__ = ["Chosen", "choose_backend", "flash_attention"]
 
 
+_WORDS = "causal, scale, window, softcap and backend"
 HOPPER = "p11_flash"
 """The backend for compute capability 9.0."""
 
@@ -56,6 +57,7 @@ def flash_attention(
     window: Window = None,
     softcap: float | None = None,
     backend: str = "auto",
+    **others: Any,
 ) -> torch.Tensor:
     """softmax(scale * q k^T + mask) v, with its gradient.
 
@@ -70,6 +72,7 @@ def flash_attention(
             n is (n, n). With causal the right side is 0.
         softcap: scores become softcap * tanh(score / softcap).
         backend: a name of `flashlab.attention.backends.BACKENDS`, or "auto": see `choose_backend`.
+        others: none; the names that other attentions have (attn_mask, is_causal, dropout_p) are told in these words.
     Returns:
         o: like q. A row that sees no key is 0, and has no gradient.
     Under torch.autocast, inputs are converted to its dtype first, as for a matrix product.
@@ -77,6 +80,8 @@ def flash_attention(
         TypeError, ValueError: a sentence that names the argument. NotImplementedError: under torch.vmap, in forward
             mode, and for a second derivative; see the table of this module.
     """
+    if others:
+        refuse_words("flash_attention", others, _WORDS)
     q, k, v = _autocast(q, k, v)
     left, right = window_of(window, causal)
     cap = softcap_of(softcap)
@@ -88,7 +93,7 @@ def flash_attention(
 
 def choose_backend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = False, scale: float | None = None,
-    window: Window = None, softcap: float | None = None, backend: str = "auto",
+    window: Window = None, softcap: float | None = None, backend: str = "auto", **others: Any,
 ) -> Chosen:  # fmt: skip
     """The backend that `flash_attention` takes for these arguments, and why.
 
@@ -100,6 +105,7 @@ def choose_backend(
     Raises:
         TypeError, ValueError: as `flash_attention`; for a backend that does not take the inputs it says why not.
     """
+    refuse_words("choose_backend", others, _WORDS)
     q, k, v = _autocast(q, k, v)
     check_qkv(q, k, v, dtypes=DTYPES, same_v=True)
     scale_of(scale, q.shape[-1])

@@ -69,7 +69,12 @@ def operator(
     """
     compute = compute or run
     _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(name, torch._disable_dynamo(run), "CompositeExplicitAutograd")
+    for key in (
+        "CompositeExplicitAutograd",
+        "NestedTensorCPU",
+        "NestedTensorCUDA",
+    ):  # nested: run refuses
+        _LIBRARY.impl(name, torch._disable_dynamo(run), key)
     torch.library.register_fake(f"flashlab::{name}", fake, lib=_LIBRARY)
     overload = getattr(torch.ops.flashlab, name).default
     torch.library.register_vmap(f"flashlab::{name}", vmap or _each_alone(overload), lib=_LIBRARY)
