@@ -14,8 +14,10 @@ PyTorch's transforms, the same for each backend and for its operator torch.ops.f
     compile, export                                                one node of the graph
     FakeTensor, meta                                               shapes without computing
     create_graph=True                                              a gradient that cannot be differentiated
-    jvp, jacfwd, hessian, a dual tensor; jvp of grad, grad of jvp  NotImplementedError: no forward mode
-    double backward, a gradient penalty, jacrev of grad            NotImplementedError: no second derivative
+    jvp, jacfwd, hessian, linearize, a dual tensor;                NotImplementedError: no forward mode
+        jvp of grad, grad of jvp
+    double backward, a gradient penalty, jacrev of grad, hvp       NotImplementedError: no second derivative
+    double backward of a compiled function                         PyTorch's own RuntimeError
     vmap, vmap of grad                                             NotImplementedError: fold it into the batch
 
 `flashlab.attention.reference.attention`, the formula in PyTorch's own operations, has every derivative.

@@ -15,13 +15,14 @@ from contextlib import ExitStack
 from typing import Any, NoReturn
 
 import torch
+import torch.autograd.forward_ad as forward_ad
 from torch._C._functorch import is_legacy_batchedtensor
 from torch._functorch.utils import enable_single_level_autograd_function
-from torch.autograd.forward_ad import _set_fwd_grad_enabled
 
 __all__ = ["operator", "unwatched"]
 
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+_KEYS = ("CompositeExplicitAutograd", "NestedTensorCPU", "NestedTensorCUDA")  # nested ones, for run to refuse them
 _LIBRARY = torch.library.Library("flashlab", "FRAGMENT")
 
 
@@ -69,11 +70,7 @@ def operator(
     """
     compute = compute or run
     _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-    for key in (
-        "CompositeExplicitAutograd",
-        "NestedTensorCPU",
-        "NestedTensorCUDA",
-    ):  # nested: run refuses
+    for key in _KEYS:
         _LIBRARY.impl(name, torch._disable_dynamo(run), key)
     torch.library.register_fake(f"flashlab::{name}", fake, lib=_LIBRARY)
     overload = getattr(torch.ops.flashlab, name).default
@@ -105,7 +102,7 @@ def operator(
         with ExitStack() as stack:
             if torch._C._are_functorch_transforms_active():  # the next level's derivatives are on again
                 stack.enter_context(torch.enable_grad())
-                stack.enter_context(_set_fwd_grad_enabled(True))
+                stack.enter_context(forward_ad._set_fwd_grad_enabled(True))
             stack.enter_context(torch._C._AutoDispatchBelowAutograd())
             output = overload.redispatch(keyset & torch._C._after_autograd_keyset, *inputs)
         keep(ctx, inputs, output)
@@ -125,7 +122,7 @@ def operator(
     def call(*inputs: Any) -> Any:
         if not unwatched(*inputs[:tensors]):
             return overload(*inputs)
-        if backward is None and not torch.is_grad_enabled():
+        if backward is None and not torch.is_grad_enabled() and forward_ad._current_level < 0:
             return compute(*inputs)
         return plain.apply(*inputs)
 
