@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from flashlab import choose_backend, flash_attention
+from flashlab import choose_backend, flash_attention, runtime
 from flashlab.attention import reference
 from flashlab.attention.gluon_forward import flash_attention_gluon
 from flashlab.attention.inputs import TILE_SIDES, check_block, check_qkv, scale_of
@@ -180,12 +180,14 @@ def test_a_scale_that_wants_a_derivative():
 
 def _calls():
     """Every function of the package that takes q, k and v and a causal mask."""
-    q = torch.zeros(1, 1, 4, 64)
-    half, lse = q.half(), torch.zeros(1, 1, 4)
+    on_cpu = torch.zeros(1, 1, 4, 64)
+    q = on_cpu.to(runtime.device())
+    half, lse = q.half(), torch.zeros(1, 1, 4, device=q.device)
     kernel = operators.module("p6_1_fa1", head_dim=64, dtype=torch.float32, on_gpu=False)
     for function in (flash_attention, choose_backend, reference.attention, reference.attention_low_precision,
-                     flash_attention_sim, flash_attention_forward, kernel.forward):  # fmt: skip
+                     flash_attention_sim, flash_attention_forward):  # fmt: skip
         yield function.__name__, function, q
+    yield "CudaModule.forward", kernel.forward, on_cpu
     yield "operators.attention", partial(operators.attention, "p6_1_fa1"), q
     yield "gluon", flash_attention_gluon, half
     yield "attention_backward", partial(reference.attention_backward, q), q
@@ -202,7 +204,7 @@ def test_every_door_refuses_what_it_would_misread(name):
     for causal in ("False", None, 1, torch.ones(4, 4), torch.tensor(True)):
         with pytest.raises(TypeError, match="causal is .*; it must be True or False"):
             function(x, x, x, causal=causal)
-    for other in (x.to_sparse(), x.float().to_mkldnn(), torch.nested.nested_tensor([x[0]])):
+    for other in (x.to_sparse(), x.float().cpu().to_mkldnn(), torch.nested.nested_tensor([x[0]])):
         with pytest.raises(TypeError, match="v is (sparse_coo|mkldnn|a nested tensor), and a kernel"):
             function(x, x, other)
     if name != "gluon":  # which asks for Hopper first

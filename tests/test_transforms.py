@@ -30,13 +30,18 @@ def by_operator(name):
 
 
 # One that is registered later, and nothing but a forward pass: the refusals are the mechanism's, not a list's.
-if "later" not in backends.BACKENDS:
-    plain = backends.BACKENDS["reference"]
-    backends.register(backends.Backend("later", "a stand-in", plain.forward, plain.backward))
+plain = backends.BACKENDS["reference"]
+backends.register(backends.Backend("later", "a stand-in", plain.forward, plain.backward))
+LATER = backends.BACKENDS.pop("later")
 WAYS = {
     **{name: by_door(name) for name in ("auto", "reference", "simulation", "triton", "later")},
     **{f"operator {name}": by_operator(name) for name in ("reference", "triton")},
 }
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch):
+    monkeypatch.setitem(backends.BACKENDS, "later", LATER)
 
 
 class Model(torch.nn.Module):
@@ -208,7 +213,7 @@ def test_the_formula_that_the_sentence_names_has_it(transform):
 @pytest.mark.parametrize("way", WAYS)
 def test_fake_and_meta_tensors_have_shapes_and_gradients_too(way):
     with torch._subclasses.FakeTensorMode():
-        q = torch.empty(1, 2, 5, 16, requires_grad=True)
+        q = torch.empty(1, 2, 5, 16, device=DEVICE, requires_grad=True)
         assert torch.autograd.grad(WAYS[way](q, q, q).sum(), q)[0].shape == q.shape
     q = torch.empty(1, 2, 5, 16, dtype=torch.float16, device="meta", requires_grad=True)
     o = WAYS[way](q, q, q)
