@@ -1,5 +1,6 @@
 """flash_attention: every backend, gradients, operators under torch.compile, autocast, vmap, clear refusals."""
 
+import math
 import subprocess
 import sys
 
@@ -12,6 +13,7 @@ from flashlab.attention import backends, triton_forward
 from flashlab.attention.backends import BACKENDS as ALL
 from flashlab.check import verify
 from flashlab.check.training import wanted, worst
+from flashlab.check.verification import _parameters
 from flashlab.cuda import operators
 
 DEVICE = runtime.device()
@@ -49,6 +51,7 @@ def test_every_backend_and_its_gradient(backend, options):
 
 def test_the_checkers_cases_by_the_door():
     """Batches, grouped heads, layouts; the long ones are the kernels' own tests."""
+    assert _parameters(flash_attention)["causal"]  # a default, so that cases without it are called without it
     verify(flash_attention, causal=True, gqa=True, lse=False, max_seq=72, empty=True, head_dims=(16,))
 
 
@@ -201,12 +204,35 @@ def no_launch(monkeypatch):
         ((Q,) * 3, {"softcap": -3}, ValueError, "softcap is -3.0; it must be positive"),
         ((Q,) * 3, {"scale": "big"}, TypeError, "scale is 'big'; it must be a number"),
         ((Q,) * 3, {"scale": float("nan")}, ValueError, "scale is nan; it must be a finite number"),
+        ((Q,) * 3, {"scale": 1e38}, ValueError, "scale is 1e.38; it must be a finite number up to 2.104"),
+        ((Q,) * 3, {"is_causal": True}, TypeError, "no is_causal: say causal=, which is aligned at the end"),
+        ((Q,) * 3, {"attn_mask": None}, TypeError, "no attn_mask: causal= and window= say which keys"),
+        ((Q,) * 3, {"dropout_p": 0.0}, TypeError, "no dropout_p: there is no dropout: leave it out"),
+        ((Q,) * 3, {"mask": Q}, TypeError, "no mask: it takes causal, scale, window, softcap and backend"),
     ],
 )  # fmt: skip
 def test_each_bad_input_raises_a_sentence_before_any_launch(arguments, options, error, sentence, no_launch):
     with pytest.raises(error, match=sentence) as caught:
         flash_attention(*arguments, **options)
     assert "\n" not in str(caught.value)
+    if options:  # its words are those of the door
+        with pytest.raises(error, match=sentence):
+            choose_backend(*arguments, **options)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_largest_scale_gives_finite_numbers(backend):
+    for x in make(grad=False), [x.half() for x in make(grad=False)]:
+        o, lse = backends.attend(backend, *x, 2.0**104, None, 0, None)
+        assert torch.isfinite(o).all() and torch.isfinite(lse).all()
+
+
+def test_the_raw_operator_checks_too():
+    nested = torch.nested.nested_tensor([Q[0], Q[0]])
+    for q, scale, sentence in ((Q, math.nan, "scale is nan"), (Q.to_sparse(), 1.0, "q is sparse_coo"),
+                               (nested, 1.0, "q is a nested tensor"), (Q.sum(), 1.0, "it has 0 dim")):  # fmt: skip
+        with pytest.raises((TypeError, ValueError), match=sentence):
+            torch.ops.flashlab.triton(q, q, q, scale, None, None, None)
 
 
 def test_a_gpu_that_is_too_old(monkeypatch):

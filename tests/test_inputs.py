@@ -2,17 +2,29 @@
 
 import ast
 import math
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from flashlab import choose_backend, flash_attention, runtime
+from flashlab.attention import reference
+from flashlab.attention.gluon_forward import flash_attention_gluon
 from flashlab.attention.inputs import TILE_SIDES, check_block, check_qkv, scale_of
+from flashlab.attention.options import softcap_of
+from flashlab.attention.simulation import flash_attention_sim
+from flashlab.attention.simulation_backward import flash_attention_backward_sim
+from flashlab.attention.triton_backward import flash_attention_backward
+from flashlab.attention.triton_forward import flash_attention_forward
+from flashlab.cuda import operators
+from flashlab.cuda.hopper_backward import hopper_backward
 
 X = torch.zeros(2, 4, 6, 16)
 K = torch.zeros(2, 2, 9, 16)
 ONE = torch.zeros(6, 16)
+NESTED = torch.nested.nested_tensor([K[0], K[1]])
 PACKAGE = Path(__file__).resolve().parents[1] / "src" / "flashlab"
 
 
@@ -54,12 +66,17 @@ def test_what_belongs_together_passes():
         ((X, K[:, :, :0], K[:, :, :0]), {"keys_needed": True}, ValueError,
          "k is [2, 2, 0, 16]: a softmax needs at least one key of one feature"),
         ((X[..., :0], K[..., :0], K), {}, ValueError, "at least one key of one feature"),
+        ((X.to_sparse(), K, K), {}, TypeError,
+         "q is sparse_coo, and a kernel reads rows in memory: pass q.to_dense()"),
+        ((X, K.to_mkldnn(), K), {}, TypeError, "k is mkldnn, and a kernel reads rows in memory: pass k.to_dense()"),
+        ((X, K, NESTED), {}, TypeError,
+         "v is a nested tensor, and a kernel takes rows of one length: call it for each x[None] of v.unbind()"),
         ((X, torch._neg_view(K), K), {}, ValueError,
          "k is a view that PyTorch negates when it reads it: pass k.resolve_neg()"),
         ((X, K, torch.randn(2, 2, 9, 16, dtype=torch.complex64).conj().imag), {}, ValueError, "pass v.resolve_neg()"),
         ((X, K, K.clone().requires_grad_()), {"no_grad": True}, ValueError,
-         "v requires a gradient, and this kernel computes the forward pass alone: pass v.detach(), or call it under "
-         "torch.no_grad()"),
+         "v requires a gradient, and this kernel's result has none: pass v.detach(), or call it under torch.no_grad(); "
+         "flashlab.flash_attention has a gradient"),
         ((X[..., :12], K[..., :12], K), {"head_dims": (16, 32)}, ValueError,
          "head_dim is 12; this kernel is compiled for 16 or 32, because a tile's sides are powers of two: pad the last "
          "dimension with zeros, and pass scale=12**-0.5"),
@@ -90,7 +107,7 @@ def test_gradients_that_nobody_asks_for_are_no_matter():
     check_qkv(X, wanted.detach(), K, no_grad=True)
 
 
-@pytest.mark.parametrize("scale", [1, 0.5, -2.0, 0, np.float32(0.25), torch.tensor(0.125), 1e-300, 2.0**127])
+@pytest.mark.parametrize("scale", [1, 0.5, -2.0, 0, np.float32(0.25), torch.tensor(0.125), 1e-300, 2.0**104])
 def test_a_scale_that_float32_holds_is_taken_as_it_is(scale):
     assert scale_of(scale, 64) == float(scale)
     assert math.isfinite(torch.tensor(scale_of(scale, 64) * 1.4426950408889634, dtype=torch.float32).item())
@@ -110,7 +127,8 @@ def test_the_default_scale():
         (1j, TypeError, "scale is a complex"),
         (math.nan, ValueError, "scale is nan; it must be a finite number"),
         (-math.inf, ValueError, "scale is -inf; it must be a finite number"),
-        (1e39, ValueError, "can hold (up to 2^127): leave it out for 1 / sqrt(head_dim)"),
+        (1e38, ValueError, "up to 2^104, so that float32 can hold the scores: leave it out for 1 / sqrt(head_dim)"),
+        (torch.nn.Parameter(torch.ones(1)), ValueError, "scale requires a gradient, and none is computed for it: mult"),
         (10**400, ValueError, "scale is inf"),
     ],
 )
@@ -148,3 +166,56 @@ def test_everybody_asks_the_one_validator(module):
     tree = ast.parse((PACKAGE / f"{module}.py").read_text())
     called = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
     assert {"check_qkv", "scale_of"} <= called
+
+
+def test_a_scale_that_wants_a_derivative():
+    wanted = torch.tensor(0.5, requires_grad=True)
+    with torch.no_grad():
+        assert scale_of(wanted, 64) == 0.5
+    with pytest.raises(ValueError, match="scale has a tangent, and none is computed for it"):
+        torch.func.jvp(lambda x: X * scale_of(x, 64), (torch.ones(()),), (torch.ones(()),))
+    with pytest.raises(ValueError, match="softcap requires a gradient, and none is computed for it"):
+        softcap_of(wanted)
+
+
+def _calls():
+    """Every function of the package that takes q, k and v and a causal mask."""
+    on_cpu = torch.zeros(1, 1, 4, 64)
+    q = on_cpu.to(runtime.device())
+    half, lse = q.half(), torch.zeros(1, 1, 4, device=q.device)
+    kernel = operators.module("p6_1_fa1", head_dim=64, dtype=torch.float32, on_gpu=False)
+    for function in (flash_attention, choose_backend, reference.attention, reference.attention_low_precision,
+                     flash_attention_sim, flash_attention_forward):  # fmt: skip
+        yield function.__name__, function, q
+    yield "CudaModule.forward", kernel.forward, on_cpu
+    yield "operators.attention", partial(operators.attention, "p6_1_fa1"), q
+    yield "gluon", flash_attention_gluon, half
+    yield "attention_backward", partial(reference.attention_backward, q), q
+    for function, x in ((flash_attention_backward_sim, q), (flash_attention_backward, q), (hopper_backward, half)):
+        yield function.__name__, lambda q, k, v, f=function, x=x, **named: f(x, q, k, v, x, lse, **named), x
+
+
+CALLS = {name: (function, x) for name, function, x in _calls()}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_every_door_refuses_what_it_would_misread(name):
+    function, x = CALLS[name]
+    for causal in ("False", None, 1, torch.ones(4, 4), torch.tensor(True)):
+        with pytest.raises(TypeError, match="causal is .*; it must be True or False"):
+            function(x, x, x, causal=causal)
+    for other in (x.to_sparse(), x.float().cpu().to_mkldnn(), torch.nested.nested_tensor([x[0]])):
+        with pytest.raises(TypeError, match="v is (sparse_coo|mkldnn|a nested tensor), and a kernel"):
+            function(x, x, other)
+    if name != "gluon":  # which asks for Hopper first
+        with pytest.raises(ValueError, match="scale requires a gradient"):
+            function(x, x, x, scale=torch.tensor(1.0, requires_grad=True))
+
+
+@pytest.mark.parametrize("name", ["flash_attention_forward", "gluon", "flash_attention_backward", "hopper_backward"])
+def test_a_bare_kernel_refuses_who_wants_a_derivative(name):
+    function, x = CALLS[name]
+    with pytest.raises(ValueError, match="k requires a gradient, and this kernel's result has none"):
+        function(x, x.clone().requires_grad_(), x)
+    with pytest.raises(ValueError, match="q has a tangent, and this kernel's result has none"):
+        torch.func.jvp(lambda q: function(q, x, x), (x,), (x,))

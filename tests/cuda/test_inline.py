@@ -374,11 +374,11 @@ def test_forward_says_what_is_wrong_before_a_launch(flash):
     with pytest.raises(ValueError, match="scale is nan"):
         flash.forward(q, k, v, scale=math.nan)
     for scale in (1e39, -1e39):
-        with pytest.raises(ValueError, match=r"a kernel's float32 can hold \(up to 2\^127\)"):
+        with pytest.raises(ValueError, match=r"a finite number up to 2\^104"):
             flash.forward(q, k, v, scale=scale)
     with pytest.raises(ValueError, match=r"k is a view that PyTorch negates when it reads it: pass k.resolve_neg\(\)"):
         flash.forward(q, torch._neg_view(k), v)
-    with pytest.raises(ValueError, match="v requires a gradient, and this kernel computes the forward pass alone"):
+    with pytest.raises(ValueError, match="v requires a gradient, and this kernel's result has none"):
         flash.forward(q, k, v.clone().requires_grad_())
     for sms in (0, -1, 2**32 + 132, 1.5):
         with pytest.raises(ValueError, match="sms is .*; it is a number of multiprocessors"):

@@ -96,6 +96,9 @@ def test_dtype_and_head_dim_that_a_step_does_not_take():
         attention("p8_6_store", q, q, q)
     with pytest.raises(ValueError, match="'p6_1_fa1', .*: it takes a head_dim of 64 or 128, and q has 80"):
         attention("p6_1_fa1", *[torch.zeros(1, 1, 4, 80)] * 3)
+    for bad, sentence in ((q.sum(), "q must be .* it has 0 dimensions"), (q[..., :0], "one key of one feature")):
+        with pytest.raises(ValueError, match=sentence):
+            attention("p6_1_fa1", bad, bad, bad)
     with pytest.raises(KeyError, match="no step 'p9_magic' in the series"):
         attention("p9_magic", q, q, q)
 

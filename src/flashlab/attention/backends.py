@@ -18,14 +18,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from flashlab import runtime
 from flashlab.attention import reference, triton_backward, triton_forward
-from flashlab.attention.inputs import check_qkv, one_of
+from flashlab.attention.inputs import check_qkv, one_of, scale_of
+from flashlab.attention.options import softcap_of
 from flashlab.attention.simulation import flash_attention_sim
 from flashlab.attention.simulation_backward import flash_attention_backward_sim
-from flashlab.runtime.dispatch import plain_function, unwatched
+from flashlab.runtime.dispatch import operator
 
 __all__ = ["BACKENDS", "DTYPES", "Backend", "attend", "best_backward", "register"]
 
@@ -84,7 +84,7 @@ class Backend:
             return f"it takes {self._head_dims()}, and q has {q.shape[-1]}"
         if not self.masks and (left is not None or right not in (None, 0) or softcap is not None):
             return "it has neither window nor softcap"
-        return self.unfit(q.device)
+        return None if q.device.type == "meta" else self.unfit(q.device)  # no memory, no kernel: shapes alone
 
     def check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, left, right, softcap) -> None:
         """Raise, before any launch, for inputs that it does not take: TypeError or ValueError, a sentence."""
@@ -110,7 +110,8 @@ class Backend:
 
 BACKENDS: dict[str, Backend] = {}
 """Every backend by its name; `register` adds to it."""
-_PLAIN: dict[str, Callable[..., Tensors]] = {}
+_CALLS: dict[str, Callable[..., Tensors]] = {}
+_INSTEAD = "flashlab.attention.reference.attention has every derivative, the formula in operations of PyTorch"
 
 _OPTIONS = "float scale, SymInt? left, SymInt? right, float? softcap"
 _FORWARD = f"(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)"
@@ -141,6 +142,7 @@ def register(backend: Backend) -> None:
 
     def run(q, k, v, scale, left, right, softcap):
         backend.check(q, k, v, left, right, softcap)
+        scale_of(scale, q.shape[-1]), softcap_of(softcap)
         o, lse = compute(q, k, v, scale, left, right, softcap)
         return _ordered(o, q), lse
 
@@ -148,18 +150,11 @@ def register(backend: Backend) -> None:
         found = compute_backward(*arguments)
         return tuple(_ordered(x, like) for x, like in zip(found, arguments[2:5], strict=True))
 
-    operator = torch.library.custom_op(f"flashlab::{backend.name}", run, mutates_args=(), schema=_FORWARD)
-    gradient = torch.library.custom_op(
-        f"flashlab::{backend.name}_backward", run_backward, mutates_args=(), schema=_BACKWARD
-    )
-
-    @operator.register_fake
-    def _(q, k, v, scale, left, right, softcap):
+    def fake(q, k, v, scale, left, right, softcap):
         backend.check(q, k, v, left, right, softcap)
         return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
-    @gradient.register_fake
-    def _(grad_o, grad_lse, q, k, v, o, lse, scale, left, right, softcap):
+    def fake_backward(grad_o, grad_lse, q, k, v, o, lse, scale, left, right, softcap):
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
     def keep(ctx, inputs, output):
@@ -167,20 +162,21 @@ def register(backend: Backend) -> None:
         ctx.save_for_backward(q, k, v, *output)
         ctx.set_materialize_grads(False)  # lse is seldom part of a loss
 
-    def gradients_by(backward):
-        def gradients(ctx, grad_o, grad_lse):
-            q, k, v, o, lse = ctx.saved_tensors
-            grad_o = torch.zeros_like(o) if grad_o is None else grad_o
-            return *backward(grad_o, grad_lse, q, k, v, o, lse, *ctx.options), None, None, None, None
+    def gradients(ctx, grad_o, grad_lse):
+        q, k, v, o, lse = ctx.saved_tensors
+        grad_o = torch.zeros_like(o) if grad_o is None else grad_o
+        return *gradient(grad_o, grad_lse, q, k, v, o, lse, *ctx.options), None, None, None, None
 
-        return gradients
-
-    operator.register_autograd(gradients_by(gradient), setup_context=keep)
-    operator.register_vmap(_refuse_vmap)
-    gradient.register_vmap(_refuse_vmap)
+    sentence: Any = {"who": f"flash_attention by {backend.name!r}", "instead": _INSTEAD}
+    gradient = operator(
+        f"{backend.name}_backward", _BACKWARD, run_backward, fake=fake_backward, compute=compute_backward,
+        tensors=7, **sentence,
+    )  # fmt: skip
+    _CALLS[backend.name] = operator(
+        backend.name, _FORWARD, run, fake=fake, compute=compute, keep=keep, backward=gradients, vmap=_refuse_vmap,
+        tensors=3, **sentence,
+    )  # fmt: skip
     BACKENDS[backend.name] = backend
-    once = once_differentiable(gradients_by(compute_backward))
-    _PLAIN[backend.name] = plain_function(f"flashlab::{backend.name}", compute, keep, once)
 
 
 def attend(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any) -> Tensors:
@@ -189,9 +185,7 @@ def attend(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *option
     By its operator, or without PyTorch's dispatcher where nobody would see the difference: that takes half the time,
     and a small model waits for it (notes/phase_10_experiments.md).
     """
-    if unwatched(q, k, v):
-        return _PLAIN[name](q, k, v, *options)
-    return getattr(torch.ops.flashlab, name)(q, k, v, *options)
+    return _CALLS[name](q, k, v, *options)
 
 
 def _ordered(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

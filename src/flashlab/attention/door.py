@@ -5,22 +5,39 @@
 Behind it stand several implementations (flashlab.attention.backends): the formula in float64 ("reference"), the loops
 in plain PyTorch ("simulation"), the Triton kernels ("triton"), and where flashlab.cuda is imported each step of the
 CUDA series by its name. `choose_backend` says which one "auto" takes, and why.
+
+PyTorch's transforms, the same for each backend and for its operator torch.ops.flashlab.<name>:
+
+    backward, torch.func.grad, vjp, jacrev, functional_call;       the gradient, once
+        torch.autograd.functional.jacobian, is_grads_batched
+    checkpoint, deepcopy of a model, autocast                      as for PyTorch's own attention
+    compile, export                                                one node of the graph
+    FakeTensor, meta                                               shapes without computing
+    create_graph=True                                              a gradient that cannot be differentiated
+    jvp, jacfwd, hessian, linearize, a dual tensor;                NotImplementedError: no forward mode
+        jvp of grad, grad of jvp
+    double backward, a gradient penalty, jacrev of grad, hvp       NotImplementedError: no second derivative
+    double backward of a compiled function                         PyTorch's own RuntimeError
+    vmap, vmap of grad                                             NotImplementedError: fold it into the batch
+
+`flashlab.attention.reference.attention`, the formula in PyTorch's own operations, has every derivative.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from flashlab import runtime
 from flashlab.attention.backends import BACKENDS, DTYPES, attend
-from flashlab.attention.inputs import check_qkv, one_of, scale_of
+from flashlab.attention.inputs import check_qkv, one_of, refuse_words, scale_of
 from flashlab.attention.options import Window, softcap_of, window_of
 
 __all__ = ["Chosen", "choose_backend", "flash_attention"]
 
 
+_WORDS = "causal, scale, window, softcap and backend"
 HOPPER = "p11_flash"
 """The backend for compute capability 9.0."""
 
@@ -42,6 +59,7 @@ def flash_attention(
     window: Window = None,
     softcap: float | None = None,
     backend: str = "auto",
+    **others: Any,
 ) -> torch.Tensor:
     """softmax(scale * q k^T + mask) v, with its gradient.
 
@@ -56,12 +74,16 @@ def flash_attention(
             n is (n, n). With causal the right side is 0.
         softcap: scores become softcap * tanh(score / softcap).
         backend: a name of `flashlab.attention.backends.BACKENDS`, or "auto": see `choose_backend`.
+        others: none; the names that other attentions have (attn_mask, is_causal, dropout_p) are told in these words.
     Returns:
         o: like q. A row that sees no key is 0, and has no gradient.
     Under torch.autocast, inputs are converted to its dtype first, as for a matrix product.
     Raises:
-        TypeError, ValueError: a sentence that names the argument. NotImplementedError: under torch.vmap.
+        TypeError, ValueError: a sentence that names the argument. NotImplementedError: under torch.vmap, in forward
+            mode, and for a second derivative; see the table of this module.
     """
+    if others:
+        refuse_words("flash_attention", others, _WORDS)
     q, k, v = _autocast(q, k, v)
     left, right = window_of(window, causal)
     cap = softcap_of(softcap)
@@ -73,7 +95,7 @@ def flash_attention(
 
 def choose_backend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = False, scale: float | None = None,
-    window: Window = None, softcap: float | None = None, backend: str = "auto",
+    window: Window = None, softcap: float | None = None, backend: str = "auto", **others: Any,
 ) -> Chosen:  # fmt: skip
     """The backend that `flash_attention` takes for these arguments, and why.
 
@@ -86,6 +108,7 @@ def choose_backend(
     Raises:
         TypeError, ValueError: as `flash_attention`; for a backend that does not take the inputs it says why not.
     """
+    refuse_words("choose_backend", others, _WORDS)
     q, k, v = _autocast(q, k, v)
     check_qkv(q, k, v, dtypes=DTYPES, same_v=True)
     scale_of(scale, q.shape[-1])
@@ -127,7 +150,10 @@ def _takes_hopper(q: torch.Tensor, left: int | None, right: int | None, softcap:
 def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The tensors in autocast's dtype where it is on for their device; float64 stays, as with every such operator."""
     first = tensors[0]
-    if not isinstance(first, torch.Tensor) or not torch.is_autocast_enabled(first.device.type):
+    if not isinstance(first, torch.Tensor):
         return tensors
-    dtype = torch.get_autocast_dtype(first.device.type)
+    kind = first.device.type
+    if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
     return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)

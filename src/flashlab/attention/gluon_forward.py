@@ -41,7 +41,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flashlab import runtime
-from flashlab.attention.inputs import check_qkv, scale_of
+from flashlab.attention.inputs import check_causal, check_qkv, scale_of
 from flashlab.attention.triton_forward import LOG2_E, current_device, positive_scale
 
 LN_2: gl.constexpr = gl.constexpr(math.log(2))
@@ -536,6 +536,7 @@ def flash_attention_gluon(
         TypeError, ValueError: a sentence that names the argument. RuntimeError: a process or a GPU that cannot run it.
     """
     check_qkv(q, k, v, dtypes=DTYPES, same_v=True, no_grad=True)
+    check_causal(causal)
     if step not in KERNELS:
         raise ValueError(f"step is {step!r}; it must be one of {', '.join(KERNELS)}")
     if reason := why_not(q.device):

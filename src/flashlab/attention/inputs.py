@@ -11,14 +11,18 @@ from collections.abc import Sequence
 from typing import SupportsFloat
 
 import torch
+import torch.autograd.forward_ad as forward_ad
 
-__all__ = ["TILE_SIDES", "check_block", "check_qkv", "one_of", "scale_of"]
+__all__ = [
+    "TILE_SIDES", "check_block", "check_causal", "check_no_gradient", "check_qkv", "number_of", "one_of",
+    "refuse_words", "scale_of",
+]  # fmt: skip
 
 TILE_SIDES = (16, 32, 64, 128, 256)
 """The head_dims that a Triton kernel takes whole: `tl.arange` wants powers of two, `tl.dot` at least 16."""
 
 _LAYOUTS = {2: "[rows, head_dim], one head", 4: "[batch, heads, seq_len, head_dim]"}
-_LARGEST = 2.0**127  # float32 holds twice that: room for the factor log2(e) of the Triton kernels
+_LARGEST = 2.0**104  # of a scale: it leaves 2^23 for a dot product before float32 ends
 
 
 def check_qkv(
@@ -47,25 +51,24 @@ def check_qkv(
         same_v: v must have the head_dim of k.
         aligned: rows must be contiguous and start on 16 bytes, as copies of 16 bytes need it.
         on_gpu: they must be on a GPU, because the kernel is compiled for it; else on any device, one for all three.
-        no_grad: none may want a gradient, because a kernel's result has none.
+        no_grad: none may want a derivative, because a kernel's result has none.
         names: what the caller calls them.
     Raises:
-        TypeError: something that is no tensor, or a dtype that is not taken. ValueError: everything else.
+        TypeError: something that is no tensor, or a layout or dtype that is not taken. ValueError: everything else.
     """
     tensors = dict(zip(names, (q, k, v), strict=True))
     name_q, name_k, name_v = names
     for name, x in tensors.items():
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name} is a {type(x).__name__}; a torch.Tensor is needed")
+        if x.is_nested or x.layout is not torch.strided:
+            _refuse_layout(name, x)
         if x.ndim != rank:
             raise ValueError(f"{name} must be {_LAYOUTS[rank]}, but it has {x.ndim} dimensions{_remedy(name, x, rank)}")
         if x.is_neg():  # its memory holds the numbers with the other sign
             raise ValueError(f"{name} is a view that PyTorch negates when it reads it: pass {name}.resolve_neg()")
-        if no_grad and x.requires_grad and torch.is_grad_enabled():
-            raise ValueError(
-                f"{name} requires a gradient, and this kernel computes the forward pass alone: "
-                f"pass {name}.detach(), or call it under torch.no_grad()"
-            )
+    if no_grad:
+        check_no_gradient(**tensors)
     _check_dtypes(tensors, dtypes)
     if not q.device == k.device == v.device:
         where = ", ".join(f"{name} is on {x.device}" for name, x in tensors.items())
@@ -106,27 +109,84 @@ def scale_of(scale: SupportsFloat | None, head_dim: int, *, positive: bool = Fal
         positive: for kernels that take the maximum of the scores before they scale them.
     Raises:
         TypeError: something that is no number.
-        ValueError: NaN, infinite, beyond what a kernel's float32 can hold (2^127), or not positive.
+        ValueError: NaN, infinite, over 2^104, or not positive; a tensor that wants a gradient.
     """
     if scale is None:
         return 1.0 / math.sqrt(head_dim)
-    if isinstance(scale, str | bytes | bool):
-        raise TypeError(f"scale is {scale!r}; it must be a number, or None for 1 / sqrt(head_dim)")
-    try:
-        value = float(scale)
-    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several elements
-        kind = type(scale).__name__
-        raise TypeError(f"scale is a {kind}; it must be one number, or None for 1 / sqrt(head_dim)") from None
-    except OverflowError:
-        value = math.inf
+    value = number_of(
+        "scale", scale, "None for 1 / sqrt(head_dim)", "multiply q by it and pass scale=1.0, or pass scale.item()"
+    )
     if not abs(value) <= _LARGEST:
         raise ValueError(
-            f"scale is {value}; it must be a finite number that a kernel's float32 can hold (up to 2^127): "
+            f"scale is {value}; it must be a finite number up to 2^104, so that float32 can hold the scores: "
             "leave it out for 1 / sqrt(head_dim)"
         )
     if positive and value <= 0:
         raise ValueError(f"scale is {value}; it must be a positive number: multiply q by a sign instead")
     return value
+
+
+def number_of(name: str, given: SupportsFloat, otherwise: str, instead: str) -> float:
+    """An option as a float; infinity where it is too large for one.
+
+    Args:
+        otherwise: what may stand there too; instead: what to do where it wants a gradient. For the sentences.
+    Raises:
+        TypeError: something that is no number. ValueError: a tensor that wants a gradient, which is not computed.
+    """
+    if isinstance(given, str | bytes | bool):
+        raise TypeError(f"{name} is {given!r}; it must be a number, or {otherwise}")
+    if isinstance(given, torch.Tensor) and (wish := _wish(given)):
+        raise ValueError(f"{name} {wish}, and none is computed for it: {instead}")
+    try:
+        return float(given)
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several elements
+        raise TypeError(f"{name} is a {type(given).__name__}; it must be one number, or {otherwise}") from None
+    except OverflowError:
+        return math.inf
+
+
+def check_causal(causal: bool) -> None:
+    """Raise TypeError unless it is True or False: every string but the empty one would count as True."""
+    if causal is not True and causal is not False:
+        what = "a tensor" if isinstance(causal, torch.Tensor) else repr(causal)
+        raise TypeError(f"causal is {what}; it must be True or False, and no mask of another kind is taken")
+
+
+def check_no_gradient(**tensors: torch.Tensor) -> None:
+    """Raise ValueError, by their names, where a tensor wants a derivative: the result of a bare kernel has none."""
+    for name, x in tensors.items():
+        if wish := _wish(x):
+            raise ValueError(
+                f"{name} {wish}, and this kernel's result has none: pass {name}.detach(), or call it under "
+                "torch.no_grad(); flashlab.flash_attention has a gradient"
+            )
+
+
+def _wish(x: torch.Tensor) -> str | None:
+    """Which derivative would be lost without a word if x were read as mere numbers."""
+    if x.requires_grad and torch.is_grad_enabled():
+        return "requires a gradient"
+    forward_mode = forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled()
+    return "has a tangent" if forward_mode and forward_ad.unpack_dual(x).tangent is not None else None
+
+
+_OTHER_WORDS = {
+    "attn_mask": "causal= and window= say which keys a query sees, and no other mask is taken "
+    "(torch.nn.functional.scaled_dot_product_attention takes any)",
+    "is_causal": "say causal=, which is aligned at the end: the last query stands beside the last key "
+    "(is_causal begins at the first key, which is the same only where q and k have as many rows)",
+    "dropout_p": "there is no dropout: leave it out",
+    "enable_gqa": "leave it out: k and v may have fewer heads than q without a word",
+    "softmax_scale": "say scale=",
+    "window_size": "say window=(left, right)",
+}
+
+
+def refuse_words(function: str, words: dict[str, object], known: str) -> None:
+    """Raise TypeError for arguments of other attentions, in a sentence that translates the first."""
+    for word in words:
+        raise TypeError(f"{function} has no {word}: {_OTHER_WORDS.get(word, f'it takes {known}')}")
 
 
 def check_block(name: str, rows: int | None, *, power_of_two: bool = False) -> None:
@@ -153,6 +213,15 @@ def _remedy(name: str, x: torch.Tensor, rank: int) -> str:
     if rank == 4 and x.ndim in (2, 3):
         return f"; add the missing ones, {name}[{', '.join(['None'] * (4 - x.ndim))}]"
     return ""
+
+
+def _refuse_layout(name: str, x: torch.Tensor) -> None:
+    if x.is_nested:
+        what = f"a nested tensor, and a kernel takes rows of one length: call it for each x[None] of {name}.unbind()"
+    else:
+        layout = str(x.layout).removeprefix("torch.").lstrip("_")
+        what = f"{layout}, and a kernel reads rows in memory: pass {name}.to_dense()"
+    raise TypeError(f"{name} is {what}")
 
 
 def _check_dtypes(tensors: dict[str, torch.Tensor], dtypes: Sequence[torch.dtype] | None) -> None:

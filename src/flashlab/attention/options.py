@@ -11,6 +11,8 @@ from typing import NamedTuple, SupportsFloat
 
 import torch
 
+from flashlab.attention.inputs import check_causal, number_of
+
 __all__ = ["Band", "Window", "band", "softcap_of", "visible", "window_of"]
 
 Window = int | tuple[int | None, int | None] | None
@@ -29,8 +31,9 @@ def window_of(window: Window, causal: bool = False) -> tuple[int | None, int | N
     """The window as (left, right), each at least 0, or None for no bound; causal makes right 0.
 
     Raises:
-        TypeError: neither a number nor two. ValueError: a negative one other than -1.
+        TypeError: neither a number nor two; a causal that is no bool. ValueError: a negative one other than -1.
     """
+    check_causal(causal)
     if isinstance(window, tuple | list):
         if len(window) != 2:
             raise TypeError(f"window is {window!r}; it must be (left, right), one number, or None")
@@ -74,16 +77,12 @@ def softcap_of(softcap: SupportsFloat | None) -> float | None:
     """The bound on the scores, softcap * tanh(score / softcap), as a float; None and 0 stand for none.
 
     Raises:
-        TypeError: no number. ValueError: negative, NaN, or beyond 2^10: float32 would lose the scores below such a cap.
+        TypeError: no number. ValueError: negative, NaN, or beyond 2^10: float32 would lose the scores below such a cap;
+            a tensor that wants a gradient.
     """
     if softcap is None:
         return None
-    if isinstance(softcap, str | bytes | bool):
-        raise TypeError(f"softcap is {softcap!r}; it must be a number, or None for no cap")
-    try:
-        value = float(softcap)
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        raise TypeError(f"softcap is a {type(softcap).__name__}; it must be a number, or None for no cap") from None
+    value = number_of("softcap", softcap, "None for no cap", "pass softcap.item()")
     if not (value == 0 or 2.0**-10 <= value <= 2.0**10) or math.isnan(value):
         raise ValueError(f"softcap is {value}; it must be positive (2^-10 to 2^10), or None for no cap")
     return value or None

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import torch
 
-from flashlab.attention.inputs import check_block, check_qkv, scale_of
+from flashlab.attention.inputs import check_block, check_causal, check_qkv, scale_of
 
 __all__ = [
     "Step",
@@ -206,6 +206,7 @@ def flash_attention_sim(
         ValueError, TypeError: see `check_qkv` and `check_inputs`.
     """
     check_qkv(q, k, v, dtypes=_DTYPES)
+    check_causal(causal)
     check_block("BLOCK_M", BLOCK_M)
     check_block("BLOCK_N", BLOCK_N)
     scale = scale_of(scale, q.shape[3])

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import torch
 
-from flashlab.attention.inputs import check_block, check_qkv, scale_of
+from flashlab.attention.inputs import check_block, check_causal, check_qkv, scale_of
 
 __all__ = ["delta_sim", "flash_attention_backward_sim", "key_block_sim", "query_block_sim"]
 
@@ -97,6 +97,7 @@ def flash_attention_backward_sim(
         TypeError, ValueError: see `check_qkv`, `check_block`, `scale_of`.
     """
     check_qkv(q, k, v, dtypes=_DTYPES, same_v=True)
+    check_causal(causal)
     check_block("BLOCK_M", BLOCK_M)
     check_block("BLOCK_N", BLOCK_N)
     scale = scale_of(scale, q.shape[3])

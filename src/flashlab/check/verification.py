@@ -403,9 +403,9 @@ def _parameters(fn: Callable[..., Any]) -> dict[str, bool]:
         parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):
         return {"causal": False, "scale": False}
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return {"causal": False, "scale": False}
-    return {p.name: p.default is not p.empty for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    whatever = {"causal": False, "scale": False} if any(p.kind is p.VAR_KEYWORD for p in parameters) else {}
+    named = (p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+    return whatever | {p.name: p.default is not p.empty for p in named}
 
 
 def _report(observations: Sequence[Observation]) -> Report:

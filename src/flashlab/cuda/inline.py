@@ -199,7 +199,7 @@ class CudaModule:
         """
         if not self._text.takes_problem:
             raise TypeError(f"{self._text.name} does not define forward(const Problem*, void* stream): use launch")
-        _problem.check(q, k, v, scale=scale, head_dims=self.head_dims)
+        _problem.check(q, k, v, scale=scale, head_dims=self.head_dims, causal=causal)
         if sms is not None and not (isinstance(sms, int) and 0 < sms < 2**31):
             raise ValueError(f"sms is {sms!r}; it is a number of multiprocessors, at least 1")
         if self.backend != "emulator" and q.device.type != "cuda":

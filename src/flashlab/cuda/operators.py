@@ -13,8 +13,9 @@ import functools
 
 import torch
 
-from flashlab.attention.backends import Backend, best_backward, register
-from flashlab.attention.inputs import scale_of
+from flashlab.attention.backends import DTYPES, Backend, best_backward, register
+from flashlab.attention.inputs import check_qkv, scale_of
+from flashlab.attention.options import window_of
 from flashlab.cuda.inline import CudaModule, load_inline
 from flashlab.cuda.toolchain import find_nvcc, missing
 from flashlab.kernels.series import HOPPER, SERIES, Step, step
@@ -48,10 +49,15 @@ def attention(
 
     Returns:
         o: like q; lse: [batch, heads, seq_q], float32.
+
+    Raises:
+        TypeError, ValueError: as `flashlab.flash_attention`. KeyError: for an unknown name.
     """
     step(name)
-    operator = getattr(torch.ops.flashlab, name)
-    return operator(q, k, v, scale_of(scale, q.shape[-1]), None, 0 if causal else None, None)
+    if not torch.compiler.is_compiling():  # then the operator's fake checks
+        check_qkv(q, k, v, dtypes=DTYPES, same_v=True)
+    options = scale_of(scale, q.shape[-1]), *window_of(None, causal), None
+    return getattr(torch.ops.flashlab, name)(q, k, v, *options)
 
 
 def _backend(this: Step) -> Backend:

@@ -10,7 +10,7 @@ import ctypes
 
 import torch
 
-from flashlab.attention.inputs import check_qkv, scale_of
+from flashlab.attention.inputs import check_causal, check_qkv, scale_of
 
 ELEMENTS = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16", torch.float32: "float"}
 
@@ -34,8 +34,9 @@ class Problem(ctypes.Structure):
 
 
 def check(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None, head_dims: tuple[int, ...]
-) -> None:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None, head_dims: tuple[int, ...],
+    causal: bool = False,
+) -> None:  # fmt: skip
     """Raises TypeError or ValueError, with what to do, where a kernel of the series cannot take these tensors.
 
     Strides and the sign of the scale are no matter: ``fitted`` makes of them what a kernel wants.
@@ -47,6 +48,7 @@ def check(
         head_dims: what the kernel can be compiled for.
     """
     check_qkv(q, k, v, dtypes=tuple(ELEMENTS), head_dims=head_dims, same_v=True, no_grad=True)
+    check_causal(causal)
     scale_of(scale, q.shape[-1])
     batch, heads, seq_q, _ = q.shape
     if batch * heads * seq_q >= 2**31 or max(seq_q, k.shape[2]) >= 2**30:

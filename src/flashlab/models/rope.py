@@ -32,7 +32,7 @@ import triton.language as tl
 from flashlab import runtime
 from flashlab.attention.inputs import check_qkv
 from flashlab.attention.triton_forward import DTYPES, current_device
-from flashlab.runtime.dispatch import plain_function, unwatched
+from flashlab.runtime.dispatch import operator
 
 __all__ = ["fused_rope", "rope", "rope_table"]
 
@@ -171,11 +171,7 @@ def fused_rope(
         if isinstance(offset, bool) or not isinstance(offset, int):
             raise TypeError(f"offset is {offset!r}; it is a number of positions, an int")
         _check(q, k, cos, sin, offset)
-        for name, table in (("cos", cos), ("sin", sin)):
-            if table.requires_grad:
-                raise ValueError(f"{name} requires a gradient, and the kernel computes none for it")
-    turn = _plain if unwatched(q, k, cos, sin) else torch.ops.flashlab.fused_rope
-    return turn(q, k, cos, sin, offset, False)
+    return _fused_rope(q, k, cos, sin, offset, False)
 
 
 def launch_arguments(
@@ -236,6 +232,9 @@ def _check(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tenso
     if q.shape[2] != k.shape[2]:
         raise ValueError(f"q has {q.shape[2]} rows and k has {k.shape[2]}; row n of both stands at one position")
     check_table(q, cos, sin, offset)
+    for name, table in (("cos", cos), ("sin", sin)):
+        if table.requires_grad:
+            raise ValueError(f"{name} requires a gradient, and the kernel computes none for it")
 
 
 # ---- as an operator of PyTorch: with a gradient, and under torch.compile ---------------------------------------------
@@ -243,8 +242,7 @@ def _check(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tenso
 _SCHEMA = "(Tensor q, Tensor k, Tensor cos, Tensor sin, SymInt offset, bool back) -> (Tensor, Tensor)"
 
 
-@torch.library.custom_op("flashlab::fused_rope", mutates_args=(), schema=_SCHEMA)
-def _fused_rope(q, k, cos, sin, offset, back):
+def _checked_turn(q, k, cos, sin, offset, back):
     _check(q, k, cos, sin, offset)
     return _turn(q, k, cos, sin, offset, back)
 
@@ -260,8 +258,7 @@ def _turn(q, k, cos, sin, offset, back):
     return turned_q, turned_k
 
 
-@_fused_rope.register_fake
-def _(q, k, cos, sin, offset, back):
+def _fake_turn(q, k, cos, sin, offset, back):
     _check(q, k, cos, sin, offset)
     return torch.empty_like(q), torch.empty_like(k)
 
@@ -272,13 +269,10 @@ def _keep(ctx, inputs, output):
 
 
 def _turn_back(ctx, grad_q, grad_k):
-    grads = torch.ops.flashlab.fused_rope(grad_q, grad_k, *ctx.saved_tensors, ctx.offset, not ctx.back)
-    return *grads, None, None, None, None
+    return *_fused_rope(grad_q, grad_k, *ctx.saved_tensors, ctx.offset, not ctx.back), None, None, None, None
 
 
-def _turn_back_plainly(ctx, grad_q, grad_k):
-    return *_plain(grad_q, grad_k, *ctx.saved_tensors, ctx.offset, not ctx.back), None, None, None, None
-
-
-_fused_rope.register_autograd(_turn_back, setup_context=_keep)
-_plain = plain_function("flashlab::fused_rope", _turn, _keep, _turn_back_plainly)
+_fused_rope = operator(
+    "fused_rope", _SCHEMA, _checked_turn, fake=_fake_turn, compute=_turn, keep=_keep, backward=_turn_back, tensors=4,
+    who="fused_rope", instead="flashlab.models.rope.rope has it, the formula in operations of PyTorch",
+)  # fmt: skip
