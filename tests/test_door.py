@@ -110,7 +110,7 @@ def test_the_memory_of_pytorchs_own_products_grows_with_the_length_alone(causal)
             peak_bytes(attention_backward_blockwise, o, None, q, q, q, o, lse, **options),
         ])  # fmt: skip
     for short, long in zip(*most, strict=True):
-        assert long <= 4 * short
+        assert long <= 6 * short
 
 
 def test_beside_pytorchs_own():
