@@ -305,7 +305,7 @@ def test_several_calls_at_a_time(built):
 
 
 def test_a_call_that_ends_while_another_thread_looks_keeps_its_process(built, monkeypatch):
-    """And so the values of the `__device__` variables: a process in a call cannot take one, but is not to be replaced."""
+    """And so the values of the `__device__` variables: a process in a call takes no other, and stays."""
     p = ints()
     built.run_count(p)
     first = int(p[0])
