@@ -1376,7 +1376,7 @@ for run in industrial.having(runs, "gluon"):
 # A model calls none of this. It calls one function, with a gradient (phase 5 makes it), which takes the kernel where it can. `torch.compile` takes it whole,
 # and `flashlab.attention.transformers_door` gives it to models of Hugging Face's transformers.
 #
-# On a CPU the kernel would be interpreted. There the door takes PyTorch's own products, in blocks of queries, unless you ask for `backend="triton"`.
+# On a CPU it takes PyTorch's own products, in blocks of queries, unless you say `backend="triton"`.
 
 # %%
 q, k, v = inputs(1, 4, 2, 60, 90, 64)
