@@ -242,6 +242,25 @@ def test_the_exit_status_says_whether_something_got_slower(things, tmp_path, cap
     assert "slower" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "text, sentence",
+    [
+        (None, "cannot be read (No such file or directory)"), ("{", "is no JSON"), ("[" * 100_000, "is no JSON"),
+        ("[]", "is no record of `flashlab bench things`"), ("{}", "is no record of `flashlab bench things`"),
+        ('{"rows": [1], "machine": {}}', "is no record of `flashlab bench things`"),
+        ('{"rows": [{"part": "a", "name": "x", "ms": "1"}], "machine": {}}', "a row that `flashlab bench things` did"),
+    ],
+)  # fmt: skip
+def test_a_record_that_is_none_is_named_in_one_sentence(things, tmp_path, text, sentence):
+    path = tmp_path / "broken.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(SystemExit) as ended:
+        things["bench"].main(["--compare", str(path), str(path)])
+    said = str(ended.value.code)
+    assert said.startswith(str(path)) and sentence in said and "\n" not in said
+
+
 # ---- every bench on it ---------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", HARNESSED)
 def test_every_bench_is_one_entry(name):

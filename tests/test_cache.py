@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import signal
 import threading
 import time
 
@@ -157,6 +158,40 @@ def test_leftovers_of_killed_runs_are_swept(own):
         os.utime(builds / name, (time.time() - age,) * 2)
     cache.kept("cuda", "another", write(""))
     assert sorted(p.name for p in builds.iterdir()) == ["another", "build-new", "key"]
+
+
+def test_what_a_killed_process_left_half_built_is_swept_at_the_next_start(own):
+    """And not what is still being built."""
+    builds, children = cache.folder("cuda"), []
+    for name in ("killed", "at work"):
+        begun, its = os.pipe()
+
+        def make(work, its=its):
+            (work / "half").touch()
+            os.write(its, b"!")
+            signal.pause()
+
+        child = os.fork()
+        if child == 0:
+            try:
+                cache.kept("cuda", name, make)
+            finally:
+                os._exit(1)
+        os.read(begun, 1)
+        children.append(child)
+    half = sorted(builds.iterdir())
+    assert len(half) == 2
+    try:
+        for left in (1, 0):
+            os.kill(child := children.pop(0), signal.SIGKILL)
+            os.waitpid(child, 0)
+            cache._begin.cache_clear()  # another process
+            cache.kept("cuda", "another", write(""))
+            assert len([path for path in half if path.exists()]) == left
+    finally:
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
 
 
 def test_keys_differ():

@@ -115,7 +115,7 @@ def test_the_workflow_runs_the_two_commands_on_the_oldest_and_the_newest_python(
     test = workflow["jobs"]["test"]
     assert test["strategy"]["matrix"]["python"] == ["{}.{}".format(*version) for version in doctor.PYTHONS]
     commands = [step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step]
-    assert {"make test", "make test-lint", "make test-sync"} <= set(commands)
+    assert {"make test", "make test-lint", "make test-sync", "make lab-browser-check"} <= set(commands)
     assert any(
         "make setup" in command and "flashlab check" in command and "make lab" in command for command in commands
     )

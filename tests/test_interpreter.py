@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from flashlab import runtime
-from flashlab.triton_tools.repairs import REPAIRS, narrow, widen
+from flashlab import flash_attention, runtime
+from flashlab.triton_tools.repairs import REPAIRS, narrow, widen, without_tf32
 from flashlab.triton_tools.watch import OutOfBounds, Traffic, hbm_traffic, watched
 
 interpreted = pytest.mark.skipif(not runtime.INTERPRETED, reason="kernels are compiled in this process")
@@ -232,6 +233,66 @@ def test_a_kernels_own_error_is_not_swallowed():
 def test_watched_wants_tensors_or_the_interpreter():
     with pytest.raises((TypeError, RuntimeError), match="tensors by name|compiled in this process"), watched(q=3):
         pass
+
+
+# ---- threads --------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def counted_rows(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + i, mask=i < n)
+    tl.store(y_ptr + i, x + tl.num_programs(0) + tl.max(x, 0) * 0, mask=i < n)
+
+
+@pytest.fixture
+def eager_threads():
+    """Threads that change places as often as they can."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def test_launches_from_several_threads(eager_threads):
+    """Each with a grid of its own; forward and backward passes among them, and one thread that is watched."""
+
+    def rows(number):
+        for blocks in (1, 2, 5):
+            x = torch.full((16 * blocks,), float(number), device=runtime.device())
+            y = torch.zeros_like(x)
+            counted_rows[(blocks,)](x, y, x.numel(), BLOCK=16)
+            assert (y == number + blocks).all()
+
+    def attention(number):
+        drawn = torch.randn(3, 1, 2, 20 + number, 16, generator=torch.Generator().manual_seed(number))
+        q, k, v = (x.to(runtime.device()).requires_grad_() for x in drawn)
+        found, want = (flash_attention(q, k, v, causal=True, backend=name) for name in ("triton", "reference"))
+        for a, b in zip(*(torch.autograd.grad(o.sum(), (q, k, v)) for o in (found, want)), strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+
+    def watching(number):
+        if runtime.INTERPRETED:
+            with watched(), without_tf32():
+                rows(number)
+
+    with ThreadPoolExecutor(4) as pool:
+        started = [pool.submit(work, number) for number in range(6) for work in (rows, attention, rows, watching)]
+    for each in started:
+        each.result()
+
+
+@interpreted
+def test_a_grid_that_is_a_function_may_launch():
+    x, y, z = torch.ones(32), torch.zeros(32), torch.zeros(32)
+
+    def grid(_):
+        counted_rows[(2,)](x, z, 32, BLOCK=16)
+        return (2,)
+
+    with watched(y=y, z=z) as traffic:
+        counted_rows[grid](x, y, 32, BLOCK=16)
+    assert (y == 3).all() and (z == 3).all() and traffic.written_to == {"y": 128, "z": 128}
 
 
 # ---- traffic --------------------------------------------------------------------------------------------------------

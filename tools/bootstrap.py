@@ -2,7 +2,8 @@
 
 Standard library only: it runs before anything is installed. The environment is ready when the stamp in it, written
 last, says the same pyproject.toml, Python and course folder as now. A mark is written first, and outlives a clearing:
-what was cut short is made afresh. Only a folder that is stamped or marked is cleared, of what an environment holds.
+what was cut short is made afresh. Only a folder that is stamped or marked is cleared, of what an environment holds;
+and one that is marked only if it holds an environment (its pyvenv.cfg goes last), or no file where one would have them.
 
     PYTHON   the interpreter to build from (tools/bootstrap.sh picks one)
     VENV     the environment's folder, default `.venv`; `none` uses the interpreter as it is and installs nothing
@@ -26,7 +27,7 @@ SIZES = "3 GB, or 12 GB with the CUDA build of torch"
 MAKE_VENV = ["-m", "venv"]
 PIP = ["-m", "pip", "install", "--no-input", "--progress-bar", "off"]
 PROBE = ["-c", "import flashlab, torch, triton, numpy, jupyterlab, pytest, ruff"]
-VENV_HOLDS = {"bin", "etc", "include", "lib", "lib64", "man", "share", "pyvenv.cfg", ".gitignore", ".lock"}
+VENV_HOLDS = ("bin", "etc", "include", "lib", "lib64", "man", "share", ".gitignore", ".lock", "pyvenv.cfg")
 LEADS_ASTRAY = ("PYTHONPATH", "PYTHONHOME", "PIP_TARGET", "PIP_PREFIX", "PIP_ROOT", "PIP_PYTHON", "UV_SYSTEM_PYTHON")
 VARIABLES = {name: value for name, value in os.environ.items() if name not in LEADS_ASTRAY}
 VARIABLES |= {"PIP_USER": "0", "PIP_REQUIRE_VIRTUALENV": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
@@ -85,15 +86,28 @@ class Environment:
 
     def why_afresh(self) -> str | None:
         """Why it has to be made from nothing, None where one can build on it. Stop where the folder is not ours."""
+        if files := [place for place in (self.folder, *self.folder.parents) if place.exists() and not place.is_dir()]:
+            raise Stop(f"{files[0]} is a file, and the environment needs a folder: say VENV=/another, or VENV=none.")
         if not self.folder.exists() or not os.listdir(self.folder):
             return "there is none yet"
         if self.begun.exists():
+            others = [name for name in VENV_HOLDS if not name.startswith(".") and self.files(name)]
+            if others and "pyvenv.cfg" not in others:
+                raise Stop(
+                    f"{self.folder} has the mark of a set-up that was cut short, and no environment: move away its "
+                    f"{', '.join(others)}, or delete {self.begun.name} and say VENV=/another."
+                )
             return "an earlier set-up was cut short"
         if not self.stamp.exists():
             raise Stop(f"{self.folder} was not made by this set-up: move it away, or say VENV=/another, or VENV=none.")
         if self.version() is None or json.dumps(str(ROOT)).encode() not in self.stamp.read_bytes():
             return "it was moved or copied, or its Python does not run"
         return None if ASKED in (None, self.version()) else f"it is of Python {self.version()}"
+
+    def files(self, name: str) -> bool:
+        """Whether there is a file of this name, or one in the folder of this name; a link is not followed."""
+        path = self.folder / name
+        return any(files for _, _, files in os.walk(path)) if path.is_dir() else os.path.lexists(path)
 
     def is_ready(self) -> bool:
         whole = self.stamp.exists() and not self.begun.exists() and self.stamp.read_bytes() == self.fingerprint()
@@ -117,7 +131,10 @@ class Environment:
         why = self.why_afresh()
         if why and (lacks := missing()):
             raise Stop("\n         ".join(lacks))
+        goes = ", ".join(name for name in VENV_HOLDS if os.path.lexists(self.folder / name)) if why else ""
         print(f"making {self.folder}: {why}" if why else f"bringing {self.folder} up to date", flush=True)
+        if goes:
+            print(f"clearing it of {goes}", flush=True)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.log.parent.mkdir(exist_ok=True)
         self.begun.touch()

@@ -122,7 +122,8 @@ print("positions 7 and 3, 107 and 103: the same score. 7 and 5: another one")
 # ### Attention, three times
 #
 # `eager_attention` is how many models were written: one line of PyTorch after the other. Several query heads share a key head (grouped-query attention, GQA), so
-# it first repeats K and V. The second one is PyTorch's own fused attention, SDPA. The third one is yours.
+# it first repeats K and V. The second one is PyTorch's own fused attention, SDPA. The third one is yours: your kernels on a GPU. On a CPU they
+# would be interpreted, and the door takes PyTorch's products in blocks of queries.
 
 # %%
 # FROM flashlab.models.layer: eager_attention, sdpa_attention, flash_attention, ATTENTIONS (no docstrings)
@@ -381,7 +382,7 @@ print("ours, RoPE in one kernel;", "Triton is " + ("interpreted" if runtime.INTE
 show.table(slowest(profiles_here["ours, fused RoPE"]), COLUMNS)
 
 # %% [markdown]
-# Where Triton is interpreted, a kernel's row is the time of a Python program that imitates it. It says nothing about the kernel, and is by far the longest. Then compare the
+# On a CPU attention's row is `flashlab::torch`: 128 queries are one block of it, so its `aten::baddbmm` does make all the scores, which a kernel never writes. RoPE's row is the time of a Python program that imitates the Triton kernel. It says nothing about the kernel, and is by far the longest. Then compare the
 # original with SDPA instead: on a CPU its fused kernel is compiled code. (On a GPU SDPA may have no fused kernel for float32 with grouped heads. Its rows say what it did.)
 
 # %% tags=["nbval-ignore-output"]
@@ -418,7 +419,7 @@ for e in [e for e in bars if e["name"] in ("aten::softmax", "aten::bmm")][:3]:
 
 # %% tags=["nbval-ignore-output"]
 KINDS = {"products": ("blue", ["mm", "matmul", "linear"]), "softmax": ("orange", ["softmax"]),
-         "attention kernel": ("green", ["scaled_dot", "flashlab::triton"]), "division": ("red", ["div"]),
+         "attention kernel": ("green", ["scaled_dot", "flashlab::t"]), "division": ("red", ["div"]),
          "RoPE": ("purple", ["mul", "sub", "add", "cat", "rope"]),
          "K and V repeated": ("sky", ["repeat", "copy"])}
 fig, axes = plt.subplots(3, 1, figsize=(8.6, 5.4))
@@ -428,8 +429,8 @@ axes[-1].set_xlabel("microseconds")
 plt.show()
 
 # %% [markdown]
-# *One line per processor. Each picture has its own time scale. Gaps are the time between operations: Python, and on a GPU the launches.* Where Triton is interpreted, the third picture is two long bars:
-# two Python programs that imitate the kernels. The products beside them are too short to be seen.
+# *One line per processor. Each picture has its own time scale. Gaps are the time between operations: Python, and on a GPU the launches.* Where Triton is interpreted, the third picture is one long bar:
+# the Python program that imitates RoPE's kernel. The products beside it are too short to be seen.
 
 # %% [markdown]
 # On a GPU look at both lines. If the GPU's has gaps while the CPU's has none, the kernels are too short for their launches. Then a faster kernel gains nothing, and fusing
@@ -1070,7 +1071,7 @@ def memory_curve(kind, seq_len=256):
 
 # %% tags=["nbval-ignore-output"]
 fig, ax = plt.subplots(figsize=(7.6, 3.2))
-for kind in ("eager", "flash" if ON_GPU else "sdpa"):
+for kind in ("eager", "flash"):
     times, held = memory_curve(kind)
     order = [100 * i / len(held) for i in range(len(held))]
     ax.step(order, [size / 2**20 for size in held], color=show.COLORS[WAYS[kind]], where="post", label=kind)
@@ -1080,7 +1081,7 @@ ax.legend()
 plt.show()
 
 # %% [markdown]
-# *Four stairs up, four down. Each stair of the eager curve has P in it. A spike is what one operation needs for a moment. The flat half is clipping and the optimiser, which keep little.* The fused curve is ours on a GPU, and SDPA where Triton would be interpreted; both keep nearly the same.
+# *Four stairs up, four down. Each stair of the eager curve has P in it. A spike is what one operation needs for a moment. The flat half is clipping and the optimiser, which keep little.*
 #
 # The small model on a GPU, where it is recorded. The floor is the weights and AdamW's averages. While allocations are noted, a step takes longer than in section 8, and not by the same factor for each; so each curve has its own
 # step as its axis, from 0 to 100 %.

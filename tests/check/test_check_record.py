@@ -69,6 +69,15 @@ def test_a_damaged_line_is_skipped_and_said_once(file, damage, capsys):
     assert damage.encode("latin-1") in file.read_bytes()  # nothing is ever taken out of the file
 
 
+@pytest.mark.parametrize("solved", ["5", '"long ago"', "[]", "true", "{}", "1e999"])
+def test_a_damaged_entry_of_the_earlier_format_spoils_no_other(file, solved, capsys):
+    file.parent.mkdir()
+    good, bad = '{"tries": 1, "hints": 0, "solved": null}', f'{{"tries": 1, "hints": 0, "solved": {solved}}}'
+    file.with_name("progress.json").write_text(f'{{"exercises": {{"0.1": {good}, "0.2": {bad}}}}}\n')
+    assert record.load() == {"0.1": record.Entry(tries=1)}
+    assert "is damaged: 1 line of it cannot be understood" in capsys.readouterr().out
+
+
 def test_a_line_that_was_cut_short_spoils_no_other(file):
     file.parent.mkdir()
     file.write_text(GOOD + GOOD[:40])

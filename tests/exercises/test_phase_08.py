@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from pathlib import Path
 
 import pytest
@@ -274,8 +273,7 @@ def test_a_brace_is_forgotten_and_a_tile():
 
 
 def test_a_loop_without_an_end_is_told_soon(monkeypatch):
-    assert emulator.PATIENCE <= 10  # seconds in which no block ends; what they are worth, a shorter time shows as well
+    """After PATIENCE seconds of the kernel's own work, in which no block ends; others' work does not count."""
+    assert emulator.PATIENCE <= 10
     monkeypatch.setattr(emulator, "PATIENCE", 2.0)
-    begin = time.monotonic()
     assert diagnosis("8.7", solution("kernel", ("j++", ""))) == "timeout"
-    assert time.monotonic() - begin < 60  # of a busy machine

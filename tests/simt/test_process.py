@@ -304,6 +304,35 @@ def test_several_calls_at_a_time(built):
         assert all(pool.map(call, range(24)))
 
 
+def test_a_call_that_ends_while_another_thread_looks_keeps_its_process(built, monkeypatch):
+    """And so the values of the `__device__` variables: a process in a call takes no other, and stays."""
+    p = ints()
+    built.run_count(p)
+    first = int(p[0])
+    its, looked, usual = process._processes[str(built.build.library)], threading.Event(), process.Process.alive.fget
+
+    def end_the_call():
+        its._between_calls = True
+        its.lock.release()
+        looked.set()
+
+    def alive(self):
+        found = usual(self)
+        if self is its and not found and not looked.is_set():
+            end_the_call()
+        return found
+
+    monkeypatch.setattr(process.Process, "alive", property(alive))
+    its.lock.acquire()
+    its._between_calls = False
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(built.run_count, p)
+        if not looked.wait(0.3):  # the other thread waits for its turn
+            end_the_call()
+        call.result()
+    assert p[0] == first + 1
+
+
 def test_a_forked_child_has_processes_of_its_own(built):
     p = ints()
     built.run_count(p)

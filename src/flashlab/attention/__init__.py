@@ -12,6 +12,7 @@ triton_forward      phase 4: a forward pass that a model can use; tiles: with wh
 gluon_forward       phase 4: its loop in Gluon, with Hopper's own instructions
 simulation_backward phase 5: the backward pass in plain PyTorch
 triton_backward     phase 5: its kernels
+blockwise           on a CPU outside of a lesson: PyTorch's own products, a block of queries at a time
 backends, door      what implementations there are, and `flash_attention`, the one door to them
 transformers_door   the door as an attention implementation of Hugging Face transformers
 """

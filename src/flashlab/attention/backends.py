@@ -8,11 +8,12 @@ itself: what shapes come out (the *fake* implementation, with which torch.compil
 gradient, and what happens under vmap. So a model with this attention compiles as one graph, and trains. `attend`
 computes by it, or by the same functions without it.
 
-Three backends are here. Later rooms register their own: flashlab.cuda.operators every step of the CUDA series.
+Five backends are here. Later rooms register their own: flashlab.cuda.operators every step of the CUDA series.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,13 +22,14 @@ import torch
 
 from flashlab import runtime
 from flashlab.attention import reference, triton_backward, triton_forward
+from flashlab.attention.blockwise import attention_backward_blockwise, attention_blockwise
 from flashlab.attention.inputs import check_qkv, one_of, scale_of
 from flashlab.attention.options import softcap_of
 from flashlab.attention.simulation import flash_attention_sim
 from flashlab.attention.simulation_backward import flash_attention_backward_sim
 from flashlab.runtime.dispatch import operator
 
-__all__ = ["BACKENDS", "DTYPES", "Backend", "attend", "best_backward", "register"]
+__all__ = ["BACKENDS", "DTYPES", "Backend", "attend", "best_backward", "quick", "register"]
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -130,13 +132,13 @@ def register(backend: Backend) -> None:
         raise ValueError(f"there is a backend {backend.name!r} already")
 
     def compute(q, k, v, scale, left, right, softcap):
-        with torch.no_grad():
+        with torch.no_grad(), _as_given(q.device):
             o, lse = backend.forward(q, k, v, scale=scale, left=left, right=right, softcap=softcap)
         return o.to(q.dtype), lse.to(torch.float32)
 
     def compute_backward(grad_o, grad_lse, q, k, v, o, lse, scale, left, right, softcap):
         options = dict(scale=scale, left=left, right=right, softcap=softcap)
-        with torch.no_grad():
+        with torch.no_grad(), _as_given(q.device):
             found = backend.backward(grad_o, grad_lse, q, k, v, o, lse, **options)
         return tuple(x.to(like.dtype) for x, like in zip(found, (q, k, v), strict=True))
 
@@ -186,6 +188,12 @@ def attend(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *option
     and a small model waits for it (notes/phase_10_experiments.md).
     """
     return _CALLS[name](q, k, v, *options)
+
+
+def _as_given(device: torch.device) -> contextlib.AbstractContextManager:
+    """No autocast inside of a backend: it would round what the backend computes in float32 on purpose."""
+    on = torch.is_autocast_enabled(device.type)
+    return torch.autocast(device.type, enabled=False) if on else contextlib.nullcontext()
 
 
 def _ordered(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -248,16 +256,17 @@ def _triton_unfit(device: torch.device) -> str | None:
 
 
 def best_backward(grad_o, grad_lse, q, k, v, o, lse, *, left, right, softcap, scale):
-    """The gradient for a backend that has none of its own: by the Triton kernels where they take q, else the formula.
+    """The gradient for a backend that has none of its own, by the backend that is `quick`.
 
-    From lse the kernels compute the forward pass's probabilities again, whoever computed that. The formula needs
-    memory for whole matrices of scores.
+    From lse it computes the forward pass's probabilities again, whoever computed that.
     """
     options = dict(left=left, right=right, softcap=softcap, scale=scale)
-    backend = BACKENDS["triton"]
-    if backend.refusal(q, left, right, softcap):
-        backend = BACKENDS["reference"]
-    return backend.backward(grad_o, grad_lse, q, k, v, o, lse, **options)
+    return BACKENDS[quick(q, left, right, softcap)].backward(grad_o, grad_lse, q, k, v, o, lse, **options)
+
+
+def quick(q: torch.Tensor, left: int | None, right: int | None, softcap: float | None) -> str:
+    """The backend for such inputs: the Triton kernels, compiled, where they take them; else PyTorch's products."""
+    return "torch" if runtime.INTERPRETED or BACKENDS["triton"].refusal(q, left, right, softcap) else "triton"
 
 
 register(Backend("reference", "the formula in float64", _reference_forward, _reference_backward))
@@ -270,6 +279,9 @@ register(
         dtypes=triton_forward.DTYPES,
         masks=False,
     )
+)
+register(
+    Backend("torch", "PyTorch's own products, in blocks of queries", attention_blockwise, attention_backward_blockwise)
 )
 register(
     Backend(

@@ -3,8 +3,9 @@
     o = flash_attention(q, k, v, causal=True)
 
 Behind it stand several implementations (flashlab.attention.backends): the formula in float64 ("reference"), the loops
-in plain PyTorch ("simulation"), the Triton kernels ("triton"), and where flashlab.cuda is imported each step of the
-CUDA series by its name. `choose_backend` says which one "auto" takes, and why.
+in plain PyTorch ("simulation"), PyTorch's own products in blocks of queries ("torch"), the Triton kernels
+("triton"), and where flashlab.cuda is imported each step of the CUDA series by its name. `choose_backend` says which
+one "auto" takes, and why.
 
 PyTorch's transforms, the same for each backend and for its operator torch.ops.flashlab.<name>:
 
@@ -29,8 +30,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flashlab import runtime
-from flashlab.attention.backends import BACKENDS, DTYPES, attend
+from flashlab.attention.backends import BACKENDS, DTYPES, attend, quick
 from flashlab.attention.inputs import check_qkv, one_of, refuse_words, scale_of
 from flashlab.attention.options import Window, softcap_of, window_of
 
@@ -99,7 +99,8 @@ def choose_backend(
 ) -> Chosen:  # fmt: skip
     """The backend that `flash_attention` takes for these arguments, and why.
 
-    "auto" takes the Triton kernels where they take the inputs, else the formula. Before them, on a GPU of capability
+    "auto" takes the Triton kernels where they are compiled and take the inputs, else PyTorch's own products in blocks
+    of queries: so on a CPU, where backend="triton" has the kernels interpreted. Before them, on a GPU of capability
     9.0 that has an nvcc, phase 11's last kernel where it takes the inputs: there it is the fastest
     (bench/recorded/hopper_h200.json), and nvcc's seconds at the first call are worth it. It wants |v| below
     2^112 / ceil(seq_k / 128), which float16 always is, and its bits are the same from run to run, but a row's depend on
@@ -123,8 +124,10 @@ def choose_backend(
         )
     if refusal := BACKENDS["triton"].refusal(q, left, right, cap):
         return Chosen(chosen, f"the backend triton does not take these inputs: {refusal}")
-    how = "interpreted on the CPU, which is slow" if runtime.INTERPRETED else f"compiled for {q.device}"
-    return Chosen(chosen, f"the Triton kernels take {q.dtype} with a head_dim of {q.shape[-1]}; they are {how}")
+    if chosen != "triton":
+        return Chosen(chosen, "Triton kernels are interpreted here, which is slow: backend='triton' asks for them")
+    takes = f"the Triton kernels take {q.dtype} with a head_dim of {q.shape[-1]}"
+    return Chosen(chosen, f"{takes}; they are compiled for {q.device}")
 
 
 def _choose(q: torch.Tensor, left: int | None, right: int | None, softcap: float | None, backend: str) -> str:
@@ -132,7 +135,7 @@ def _choose(q: torch.Tensor, left: int | None, right: int | None, softcap: float
     if backend == "auto":
         if _takes_hopper(q, left, right, softcap):
             return HOPPER
-        return "reference" if BACKENDS["triton"].refusal(q, left, right, softcap) else "triton"
+        return quick(q, left, right, softcap)
     if backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}; it must be {one_of(['auto', *BACKENDS])}")
     if refusal := BACKENDS[backend].refusal(q, left, right, softcap):

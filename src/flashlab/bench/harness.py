@@ -332,6 +332,22 @@ def _none(rows: list[Row]) -> str:
     return f"none runs: {reasons[0]}" if reasons else f"{len(rows)} rows"
 
 
+def read(bench: Bench, path: Path) -> Data:
+    """A record of this bench. Raises SystemExit, with one sentence, where the file is missing or no such record."""
+    try:
+        data: Data = json.loads(path.read_text(encoding="utf-8"))
+        if not all(isinstance(row, dict) for row in rows_in(bench, data)) or not isinstance(data["machine"], dict):
+            raise TypeError
+        return data
+    except OSError as error:
+        why = f"cannot be read ({error.strerror})"
+    except (ValueError, RecursionError):
+        why = "is no JSON"
+    except (KeyError, TypeError, AttributeError):
+        why = f"is no record of `flashlab bench {bench.name}`"
+    raise SystemExit(f"{path} {why}: name a file that the bench has written, or leave it out and measure.")
+
+
 # ---- two records -----------------------------------------------------------------------------------------------------
 def changes(bench: Bench, before: Data, after: Data) -> list[tuple[str, str, float | None, float | None]]:
     """(what it is, "slower" | "faster" | "gone" | "back", ms before, ms after) of the rows that both records have.
@@ -430,8 +446,12 @@ def main(bench: Bench, arguments: Sequence[str] | None = None) -> None:
     """Measure, or compare, as the arguments say. Raises NoGpu, SystemExit."""
     given = parser(bench).parse_args(arguments)
     if given.compare:
-        before, after = (json.loads(path.read_text(encoding="utf-8")) for path in given.compare)
-        table, worse = compare(bench, before, after)
+        before, after = (read(bench, path) for path in given.compare)
+        try:
+            table, worse = compare(bench, before, after)
+        except (KeyError, TypeError, AttributeError) as error:
+            a, b = given.compare
+            raise SystemExit(f"{a} or {b} has a row that `flashlab bench {bench.name}` did not write") from error
         print(json.dumps(changes(bench, before, after)) if given.json else table)
         raise SystemExit(int(worse))
     if given.merge:
@@ -447,7 +467,7 @@ def main(bench: Bench, arguments: Sequence[str] | None = None) -> None:
     todo = [job for job in (bench.quick() if given.quick else bench.jobs()) if not only or job["part"] in only]
     if getattr(given, "plan", False):
         if given.out and given.out.exists():
-            todo = waiting(todo, rows_in(bench, json.loads(given.out.read_text(encoding="utf-8"))))
+            todo = waiting(todo, rows_in(bench, read(bench, given.out)))
         print(plan_table(bench, todo))
         return
     if reason := bench.needs(given.quick):
@@ -472,7 +492,7 @@ def known_rows(bench: Bench, path: Path, todo: Sequence[Row], given: argparse.Na
     """The record to go on with: of the same GPU and versions, without what is to be measured again."""
     if not path.exists():
         return None
-    data: Data = json.loads(path.read_text(encoding="utf-8"))
+    data = read(bench, path)
     here = records.machine()
     unlike = [n for n in ("gpu", "torch", "triton") if data["machine"].get(n) != here[n]]
     if unlike:

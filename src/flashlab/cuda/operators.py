@@ -4,7 +4,8 @@
     o, lse = attention("p9_flash", q, k, v, causal=True)          # with the log-sum-exp; torch.ops.flashlab.p9_flash
 
 The forward pass is the kernel's: on the GPU built by nvcc, on CPU tensors emulated. The kernels have no backward pass
-of their own; the gradient is that of phase 5's Triton kernels, or of the formula where those do not take the inputs.
+of their own; the gradient is that of phase 5's Triton kernels, or of PyTorch's own products in blocks of queries where
+those are interpreted, or do not take the inputs.
 """
 
 from __future__ import annotations

@@ -6,6 +6,9 @@ import contextlib
 import difflib
 import inspect
 import io
+import sys
+import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +21,8 @@ from flashlab.exercises.answers import Called, expect_kinds, fingerprint, told
 from flashlab.table import Table
 
 _NUMBERS = "no one two three four five six seven eight nine".split()
+
+_LONG = 30.0  # seconds after which a check that still runs says how to stop it
 
 _WARNINGS = 3  # of a compiler that are told
 
@@ -71,7 +76,7 @@ def check(id: str, *answers: Any) -> Passed:
     ran_on(None)
     warnings = Warnings()
     try:
-        with running(None), heeding_warnings() as warnings:
+        with running(None), heeding_warnings() as warnings, _saying_how_to_stop(exercise):
             report = exercise.run(*_wrapped(exercise, answers, called))
     except CheckFailed as failed:
         if failed.diagnosis == "not-solved-yet":
@@ -96,6 +101,22 @@ def check(id: str, *answers: Any) -> Passed:
     warnings.ask(passed=True)
     record.solved(id)
     return Passed(exercise.id, exercise.title, report, exercise.history, tuple(warnings[:_WARNINGS]))
+
+
+@contextlib.contextmanager
+def _saying_how_to_stop(exercise: registry.Exercise) -> Iterator[None]:
+    """One line on stderr where it takes long: a loop without an end looks like a check that is at work."""
+    sentence = (
+        f"{exercise.id}: {_LONG:.0f} s so far. If your code loops without an end, interrupt it: ■ in the notebook, "
+        "Ctrl-C in a terminal"
+    )
+    timer = threading.Timer(_LONG, print, [sentence], {"file": sys.stderr, "flush": True})
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _wrapped(exercise: registry.Exercise, answers: tuple[Any, ...], called: Called) -> list[Any]:
@@ -251,8 +272,9 @@ def hint(id: str, *, level: int | None = None) -> Hint:
     count = len(exercise.hints)
     if count == 0:
         return Hint(exercise.id, exercise.title, "This exercise has no hints.", 0, 0)
-    if level is not None and not 1 <= level <= count:
-        raise CheckFailed(f"exercise {id} has hints 1 to {count}, not {level}", diagnosis="wrong-arguments")
+    if level is not None and (type(level) is not int or not 1 <= level <= count):
+        sentence = f"exercise {exercise.id} has hints 1 to {count}, and level is one of these numbers, not {level!r}"
+        raise CheckFailed(sentence, diagnosis="wrong-arguments")
     wanted = level or min(_shown_hints.get(id, 0) + 1, count)
     _shown_hints[id] = max(wanted, _shown_hints.get(id, 0))
     record.saw_hints(id, wanted)
@@ -268,11 +290,14 @@ def progress(phase: int | None = None) -> Table:
     Of an exercise: solved and when, tries, hints used, the minutes it may take. Of a phase: how many are solved. A
     phase that is asked for by its number is listed in full.
     """
-    file = record.path()
-    if file is None:
+    titles = {p.number: p.title for p in PHASES}
+    phases = sorted({e.phase for e in registry.exercises().values()})
+    if phase is not None and (type(phase) is not int or phase not in phases):
+        sentence = f"phase is one of the numbers {', '.join(map(str, phases))}, or left out, not {phase!r}"
+        raise CheckFailed(sentence, diagnosis="wrong-arguments")
+    if record.path() is None:
         return Table((), (), "Progress is not recorded here.")
     entries = record.load()
-    titles = {p.number: p.title for p in PHASES}
     rows: list[tuple[str, ...]] = []
     heads: list[int] = []
     done = of = minutes_left = 0

@@ -63,8 +63,7 @@ def load() -> dict[str, Entry]:
     except OSError as error:
         _say(f"Your progress file {file} cannot be read ({error.strerror or error}); going on without it.")
         return {}
-    entries, text = _earlier_format(text)
-    damaged = 0
+    entries, text, damaged = _earlier_format(text)
     for line in text.splitlines():
         if line.strip():
             try:
@@ -118,7 +117,7 @@ def _apply(entries: dict[str, Entry], line: dict[str, object]) -> None:
     id, event, when = line["id"], line["event"], line["when"]
     if not isinstance(id, str) or event not in ("tried", "solved", "hint"):
         raise ValueError(line)
-    datetime.datetime.fromisoformat(when)  # type: ignore[arg-type]  # raises TypeError for what is no text
+    _time(when)
     level = int(line["level"]) if event == "hint" else 0  # type: ignore[call-overload]
     entry = entries.setdefault(id, Entry())
     if event == "hint":
@@ -129,14 +128,25 @@ def _apply(entries: dict[str, Entry], line: dict[str, object]) -> None:
         entry.tries, entry.solved = entry.tries + 1, str(when)
 
 
-def _earlier_format(text: str) -> tuple[dict[str, Entry], str]:
-    """The entries of a record that begins as one JSON document, as it was kept at first, and the lines after it."""
+def _time(when: object) -> str:
+    """Raises ValueError or TypeError for what is no time."""
+    datetime.datetime.fromisoformat(when)  # type: ignore[arg-type]
+    return str(when)
+
+
+def _earlier_format(text: str) -> tuple[dict[str, Entry], str, int]:
+    """Of a record that begins as one JSON document, as it was kept at first: its entries, the lines after it, and how
+    many entries are damaged."""
     try:
         document, end = json.JSONDecoder().raw_decode(text)
         fields = document["exercises"].items()
-        return {id: Entry(int(e["tries"]), int(e["hints"]), e["solved"]) for id, e in fields}, text[end:]
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
-        return {}, text
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return {}, text, 0
+    entries = {}
+    for id, e in fields:
+        with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError):
+            entries[id] = Entry(int(e["tries"]), int(e["hints"]), None if e["solved"] is None else _time(e["solved"]))
+    return entries, text[end:], len(fields) - len(entries)
 
 
 def _prepare(file: Path) -> None:

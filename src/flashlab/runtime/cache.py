@@ -3,12 +3,15 @@
 A build is kept under a key made from everything that goes into it. It is made in a folder of its own, which moves to
 its name in one step: whoever shares the cache gets a whole build or none, and a failed one leaves nothing behind. What
 was built is kept with its digest, and looked at before it is used: a build that is not as it was made is made again.
+The folder of a build under way is locked by who makes it, so that what a killed one left can be told, and removed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
+import functools
 import hashlib
 import json
 import os
@@ -116,6 +119,7 @@ def kept(part: str, key: str, make: Callable[[Path], dict[str, Any]]) -> Kept:
             f"no code can be loaded from the build cache {builds}, as its disk is mounted noexec: set FLASHLAB_CACHE "
             "to a folder of another disk"
         )
+    _begin(builds)
     done = builds / key
     notes = _whole(done)
     if notes is not None:
@@ -170,12 +174,40 @@ def _whole(done: Path) -> dict[str, Any] | None:
 
 @contextlib.contextmanager
 def workspace(builds: Path) -> Iterator[Path]:
-    """A directory for one build, on the cache's file system, that nobody else sees."""
-    path = Path(tempfile.mkdtemp(prefix="build-", dir=builds))
+    """A directory for one build, on the cache's file system, that nobody else sees; locked as long as it is in use."""
+    while True:
+        path = Path(tempfile.mkdtemp(prefix="build-of-", dir=builds))
+        lock = _lock(path)
+        if path.exists():  # not swept before it was locked
+            break
     try:
         yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
+
+
+def _lock(path: Path, options: int = 0) -> int | None:
+    """Lock a directory until its descriptor is closed, or the process ends; None where that cannot be done."""
+    descriptor = None
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | options)
+    except OSError:
+        if descriptor is not None:
+            os.close(descriptor)
+        return None
+    return descriptor
+
+
+@functools.cache
+def _begin(builds: Path) -> None:
+    """Once in a process: remove what killed ones left half built, whose locks are free again."""
+    for path in builds.glob("build-of-*"):
+        if (lock := _lock(path, fcntl.LOCK_NB)) is not None:
+            shutil.rmtree(path, ignore_errors=True)
+            os.close(lock)
 
 
 def prune(builds: Path, keep: int = 500, days: float = 1.0) -> None:

@@ -355,11 +355,13 @@ def process(runner: Path, library: Path, description: str):
     while True:
         with _lock:
             wanted = _processes.pop(key, None)
-            if wanted is None or not (wanted.alive or wanted.lock.locked()):
-                if wanted is not None:
+            if wanted is not None and wanted.lock.acquire(blocking=False):  # else another thread's call is under way
+                usable = wanted.alive
+                wanted.lock.release()
+                if not usable:
                     wanted.close()
-                wanted = Process(runner, library, description)
-            _processes[key] = wanted
+                    wanted = None
+            _processes[key] = wanted = wanted or Process(runner, library, description)
         with wanted.lock:
             if wanted.alive:
                 yield wanted

@@ -4,15 +4,19 @@ Without a GPU, ``TRITON_INTERPRET=1`` makes Triton run a kernel's Python body on
 for tensors (triton/runtime/interpreter.py). It is the semantics of the language, but for a few points.
 ``install_repairs()`` makes it agree with compiled kernels in bfloat16 (it computes on the bit patterns), in float32
 ``tl.dot`` (TF32 unless ``input_precision="ieee"``), and in maximum and minimum of NaN; makes Triton 3.6 work with
-numpy >= 2.4; keeps numpy's warnings off; and takes a quarter off its time. Importing flashlab installs them.
+numpy >= 2.4; keeps numpy's warnings off; and takes a quarter off its time. Importing flashlab installs them. Launches
+from several threads run one after the other.
 """
 
 import contextlib
+import functools
 import inspect
 import sys
+import threading
 import types
 import warnings
 from collections.abc import Collection, Iterator
+from contextvars import ContextVar
 
 import numpy as np
 import triton.language as tl
@@ -56,7 +60,7 @@ def _truncate_to_tf32(values: np.ndarray) -> np.ndarray:
     return (np.ascontiguousarray(values).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
 
 
-_tf32_allowed = True
+_tf32_allowed = ContextVar("_tf32_allowed", default=True)  # of this thread
 
 
 @contextlib.contextmanager
@@ -65,12 +69,11 @@ def without_tf32() -> Iterator[None]:
 
     A result whose digits come back is one that TF32 had cut.
     """
-    global _tf32_allowed
-    before, _tf32_allowed = _tf32_allowed, False
+    before = _tf32_allowed.set(False)
     try:
         yield
     finally:
-        _tf32_allowed = before
+        _tf32_allowed.reset(before)
 
 
 class _RepairedBuilder:
@@ -108,7 +111,7 @@ class _RepairedBuilder:
         if not all(kind in (tl.float16, tl.bfloat16, tl.float32) for kind in kinds):
             return _RepairedBuilder.original["create_dot"](self, a, b, d, input_precision, max_num_imprecise_acc)
         left, right = _float(a).astype(np.float32), _float(b).astype(np.float32)
-        if _tf32_allowed and kinds == (tl.float32, tl.float32) and input_precision == ir.INPUT_PRECISION.TF32:
+        if _tf32_allowed.get() and kinds == (tl.float32, tl.float32) and input_precision == ir.INPUT_PRECISION.TF32:
             left, right = _truncate_to_tf32(left), _truncate_to_tf32(right)
         product = np.matmul(left, right) + _float(d)
         was_bf16 = _is_bf16(d)
@@ -262,6 +265,21 @@ def _watch_launches() -> None:
     ti._interpreter = WatchedMemory(ti._interpreter)
 
 
+def _one_launch_at_a_time() -> None:
+    """Not a repair either. There is one place for the grid of a launch and where it is in it, and one language to
+    patch, for all threads: a launch waits for the one before. But one by the grid of another, in its thread, may go on.
+    """
+    under_way = threading.RLock()
+    original_run = ti.InterpretedFunction.run
+
+    @functools.wraps(original_run)
+    def run(self, *args, **kwargs):
+        with under_way:
+            return original_run(self, *args, **kwargs)
+
+    ti.InterpretedFunction.run = run
+
+
 _METHODS = {name: method for name, method in vars(_RepairedBuilder).items() if inspect.isfunction(method)}
 _OTHERS = {
     "reductions": _repair_reductions, "warnings": _repair_warnings, "index": _repair_index,
@@ -286,4 +304,5 @@ def install_repairs(without: Collection[str] = ()) -> None:
         if name not in without:
             repair()
     _watch_launches()
+    _one_launch_at_a_time()
     ti._repaired_by_flashlab = True

@@ -146,8 +146,8 @@ class WatchedMemory:
     """
 
     watchers: list["_Watcher"] = []
+    watching: list["_Watcher"] = []  # the launch under way: those that were there when it began
     windows: list[_Window] = []
-    names: dict[int, list[str]] = {}  # of the launch under way: address -> parameters
     no_other = False  # the load under way has a mask, but says nothing about what it leaves out
 
     def __init__(self, real):
@@ -176,17 +176,19 @@ class WatchedMemory:
             return converted
 
         ti._implicit_cvt = convert
-        cls.windows.clear()
+        before = cls.windows, cls.watching
+        cls.windows, cls.watching = [], list(cls.watchers)
         try:
             yield
         finally:
             ti._implicit_cvt = original
+            cls.windows, cls.watching = before
 
     @classmethod
     def window(cls, parameter: str, given: torch.Tensor, tensor: torch.Tensor) -> _Window:
         """given: the caller's tensor; tensor: the interpreter's view of it, another one if it came from a GPU."""
         name = parameter
-        for watcher in reversed(cls.watchers):
+        for watcher in reversed(cls.watching):
             name = watcher.names.get((given.data_ptr(), str(given.device)), name)
         window = _Window(
             len(cls.windows), name, tensor.data_ptr(), tensor.element_size(), tuple(tensor.shape), tensor.stride()
@@ -196,7 +198,7 @@ class WatchedMemory:
 
     def _resolve(self, pointers, mask, read: bool, write: bool):
         """Real addresses for made-up ones; raises OutOfBounds before anything is touched."""
-        if not self.watchers:
+        if not self.watching:
             return pointers
         # A mask of a tile & a scalar comes as integers, with which numpy would index instead of choose.
         active = np.broadcast_to(np.asarray(mask, bool), pointers.shape)
@@ -222,7 +224,7 @@ class WatchedMemory:
             real[mine] = addresses.astype(np.uint64)
             size = offsets.size * window.itemsize
             sectors = np.unique(addresses // SECTOR_BYTES).size  # an aligned element lies in one sector
-            for watcher in self.watchers:
+            for watcher in self.watching:
                 for happens, is_read in ((read, True), (write, False)):
                     if happens:
                         watcher.traffic._count(window.name, is_read, size, sectors)
@@ -230,10 +232,10 @@ class WatchedMemory:
 
     def load(self, pointers, mask, other, dtype):
         left_out = ~np.broadcast_to(np.asarray(mask, bool), pointers.shape)
-        if self.watchers and self.no_other and left_out.any():
+        if self.watching and self.no_other and left_out.any():
             numbers = np.unique((pointers[left_out] - np.uint64(_FLAG)) >> np.uint64(_WINDOW_BITS))
             for window in (self.windows[int(n)] for n in numbers if n < len(self.windows)):
-                for watcher in self.watchers:
+                for watcher in self.watching:
                     watcher.traffic.undefined.add(window.name)
             other = undefined_like(other)
         return self._real.load(self._resolve(pointers, mask, True, False), mask, other, dtype)
