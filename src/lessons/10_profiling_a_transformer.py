@@ -893,8 +893,8 @@ for size in SIZES:
             print(f"{size}, {words}: the fastest is {name}{', compiled' if how else ''}, {took:.1f} ms")
 
 # %% [markdown]
-# A first run had *compiled eager* as the fastest medium row launched by Python, with all its scores in memory. How can that be? `replaced` says that no fused attention was put in its place. But the compiler sees through eager attention: it makes one kernel of mask, scale and softmax,
-# and one of RoPE, and launches them from a few lines of its own. A fused attention is a closed operator to it, which is called as before, with all that Python does for it, in each layer and pass.
+# A first run had *compiled eager* as the fastest medium row launched by Python, with all its scores in memory. How can that be? `replaced` says that no fused attention was put in its place. But the compiler sees through eager attention: it fuses mask, scale and softmax,
+# and launches what is left from a few lines of its own. A fused attention is a closed operator to it, which is called as before, with all that the host does for it, in each layer and pass.
 
 # %% [markdown]
 # That is a mechanism, and no proof. The two lines per size above are the test: if another row leads as soon as nobody waits for Python, then launches decided it, not kernels.
