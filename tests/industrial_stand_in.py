@@ -3,7 +3,7 @@
 import math
 
 from flashlab.attention import tiles
-from flashlab.bench import industrial, timing
+from flashlab.bench import industrial, peers, timing
 
 HOPPER = {"triton, descriptors": 420.0, "gluon": 480.0}  # forward passes only
 STEPS = {"one_tile": 300.0, "pipelined": 400.0, "specialised": 480.0, "specialised, persistent": 490.0, "cuDNN": 500.0}
@@ -31,8 +31,15 @@ def _rows(job):
     batch, heads, n, d = job["shape"]
     found, reasons = {}, {}
     speeds = SPEEDS | (HOPPER if (job["part"], job["pass"]) == ("shapes", "forward") else {})
+    if job["part"] == "flex":
+        speeds = {"cuDNN": 500.0} | {name: 350.0 + 50 * i for i, name in enumerate(peers.FLEX)}
+        reasons["FlexAttention, FLASH"] = "it is not there"
     for name, speed in (STEPS if job["part"] == "gluon" else speeds).items():
-        if (job["part"] == "published" and name not in ("triton", "eager")) or (name == "cuDNN" and d == 256):
+        if (
+            (job["part"] == "published" and name not in ("triton", "eager"))
+            or (name == "cuDNN" and d == 256)
+            or name in reasons
+        ):
             continue
         if name == "eager" and n > industrial.EAGER_MOST and batch * heads > 1:
             reasons[name] = "not measured"

@@ -6,6 +6,7 @@ import importlib
 import itertools
 import json
 import subprocess
+import time
 from dataclasses import replace
 
 import pytest
@@ -82,6 +83,23 @@ def test_a_run_ends_in_time_and_the_next_goes_on(things, tmp_path, capsys):
     assert again(things, out) == second and "--anew measures it again" in capsys.readouterr().err
     again(things, out, "--anew", "--factor", "2")
     assert len(things["measured"]) == 10 and json.loads(out.read_text())["rows"][0]["ms"] == 2.0
+
+
+def test_a_run_elsewhere_takes_the_place_of_what_it_measured_again(things, tmp_path):
+    here, there = tmp_path / "x.json", tmp_path / "y.json"
+    again(things, here)
+    things["at"] = {1: RuntimeError("no memory")}
+    again(things, there, "--factor", "2", "--minutes", "0.3")
+    data = again(things, here, "--merge", str(there))
+    ms = {row["shape"][1]: row["ms"] for row in data["rows"] if "ms" in row}
+    assert ms == {0: 2.0, 1: 1.0, 2: 1.0, 3: 1.0, 4: 1.0} and len(data["rows"]) == 10 and data["left"] == 0
+    assert [session["rows"] for session in data["machine"]["earlier"]] == [10]
+    things["machine"] = {"torch": "9.9"}
+    again(things, tmp_path / "z.json")
+    for name, why in (("z.json", "of another torch"), ("none.json", "No such file")):
+        with pytest.raises(SystemExit, match=f"{name} is not merged: .*{why}"):
+            again(things, here, "--merge", str(tmp_path / name))
+    assert json.loads(here.read_text()) == data
 
 
 def test_figures_of_two_stacks_are_not_mixed(things, tmp_path, capsys):
@@ -258,7 +276,15 @@ def test_on_a_cpu_peers_take_turns_after_a_warm_up():
     assert found["a"].rounds == 2 and reasons == {"c": "IndexError: list index out of range"}
 
 
-def test_the_clock_says_what_held_it_down(monkeypatch):
+def test_each_round_has_an_order_of_its_own_and_the_same_one_in_every_run():
+    names = ["p11", "cuDNN", "FlashAttention-2", "FlashAttention-4"]
+    rounds = [timing.order(names, n) for n in range(40)]
+    assert rounds == [timing.order(names, n) for n in range(40)] and all(sorted(r) == sorted(names) for r in rounds)
+    behind = {r[r.index("cuDNN") - 1] for r in rounds if r[0] != "cuDNN"}
+    assert behind == set(names) - {"cuDNN"} and {r[0] for r in rounds} == set(names)
+
+
+def test_the_clock_says_what_held_it_down_and_when(monkeypatch):
     said = itertools.cycle(["0x0000000000000004", "0x0000000000000001"])
     answers = {
         "clocks.max.sm": lambda: "1980",
@@ -266,12 +292,16 @@ def test_the_clock_says_what_held_it_down(monkeypatch):
         "clocks_throttle_reasons.active": lambda: next(said),
     }
     monkeypatch.setattr(timing, "nvidia_smi", lambda query: answers.get(query, lambda: None)())
-    with timing.Clock() as clock:
-        clock._done.wait(1.3)
-    assert clock.summary()["median"] == 1500 and set(clock.throttled()) == {"power cap"}
-    clock.reasons = [1, 0]
-    assert clock.throttled() == {}
-    clock.reasons = []
+    monkeypatch.setattr(timing, "_nvml", lambda: None)
+    with timing.Clock(0.001) as clock:
+        while len(clock.samples) < 3:
+            time.sleep(0.001)
+    assert clock.summary() == {"median": 1500, "lowest": 1500, "highest": 1500, "max": 1980}
+    assert set(clock.throttled()) == {"power cap"}
+    clock.samples = [timing.Sample(1.0, 1500, 1, None), timing.Sample(2.0, 1700, 0, 650.0)]
+    assert clock.throttled() == {} and clock.summary(1.5)["median"] == 1700 and clock.summary(1.5)["watts"] == 650
+    assert clock.summary(0, 1.5)["highest"] == 1500 and clock.summary(3) is None
+    clock.samples = []
     assert clock.throttled() is None
 
 

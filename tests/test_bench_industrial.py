@@ -45,12 +45,33 @@ def test_each_pass_computes_what_it_says(causal):
                     torch.testing.assert_close(got, right, atol=1e-4, rtol=0)
 
 
-def test_flex_is_the_same_attention(monkeypatch):
-    monkeypatch.setattr(peers, "_compiled_flex", lambda: torch.nn.attention.flex_attention.flex_attention)
-    q, k, v, _ = industrial.make((1, 2, 20, 16), torch.float32)
-    for causal in (False, True):
-        want, _ = reference.attention(q, k, v, causal=causal)
-        torch.testing.assert_close(peers.flex(q, k, v, causal)().double(), want, atol=1e-5, rtol=0)
+def test_flex_is_the_same_attention_and_asked_for_at_its_best(monkeypatch):
+    asked = []
+
+    def compiled(mode):
+        def flex(*qkv, kernel_options, **options):
+            asked.append((mode, kernel_options))
+            return torch.nn.attention.flex_attention.flex_attention(*qkv, **options)
+
+        return flex
+
+    monkeypatch.setattr(peers, "_compiled_flex", compiled)
+    monkeypatch.setattr(industrial, "times_of", lambda ways: ({name: {"ms": 1.0} for name in ways}, {}))
+    job = next(j for j in industrial.jobs(["flex"]) if j["causal"]) | {"shape": [1, 2, 20, 16]}
+    way = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(peers, "sdpa", lambda backend, *qkv: lambda: way(*qkv[:3], is_causal=qkv[3]))
+    rows = {row["name"]: row for row in industrial.measure(job)}
+    assert list(rows) == ["cuDNN", *peers.FLEX] and all(row["difference_to_cudnn"] < 0.02 for row in rows.values())
+    assert asked == [(None, None), ("max-autotune-no-cudagraphs", None), (None, {"BACKEND": "FLASH"})]
+
+
+def test_flex_is_measured_at_every_shape_and_who_cannot_run_says_why():
+    todo = industrial.jobs(["flex"])
+    assert len({(*j["shape"], j["causal"]) for j in todo if j["pass"] == "forward"}) == 36 == len(todo) / 2
+    found = industrial.flex_table(record(["flex"]))
+    assert len(found.rows) == 36 and found.columns[3:] == ("cuDNN", *peers.FLEX)
+    assert {row[-1] for row in found.rows} == {"–"} and "FlexAttention, FLASH: it is not there" in found.caption
+    assert industrial.flex_table(record(["gluon"])).rows == ()
 
 
 @pytest.mark.slow

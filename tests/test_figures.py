@@ -313,6 +313,11 @@ def test_who_works_when():
     assert bars == [(0, 10, 0), (0, 10, 3), (10, 10, 2), (2, 28, 1), (20, 10, 3), (30, 10, 2)]
     said = [text.get_text() for text in figure.legends[0].get_texts()]
     assert said[2:] == ["waits for bytes", "waits for a free stage"]
+    spans[1] = Span(0, "barrier", 8, 8.01)  # a wait for a turn is seen, however short it is
+    turn = hopper.timelines({"turns": Replay(spans, [0, 1], 40)}, clocks=(0, 40))
+    assert min(bar.get_width() for bar in turn.axes[0].patches if bar.get_x() == 8) > 0.1
+    assert "waits for its turn" in [text.get_text() for text in turn.legends[0].get_texts()]
+    plt.close(turn)
     waits = {hopper.COLORS[hue] for hue, _ in hopper._WAITS.values()}
     assert len(waits) == len(hopper._WAITS) and not waits & set(hopper._GROUP_HUES)
     shown = [

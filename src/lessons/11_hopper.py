@@ -36,6 +36,7 @@
 # exercises of `exercises/11_hopper.ipynb`.
 
 # %%
+import math
 import re
 
 import matplotlib.pyplot as plt
@@ -655,8 +656,8 @@ plt.show()
 # %% [markdown]
 # *The model's clocks again. Without turns (the two upper panels) the first scores of all three consumers are multiplied in
 # small pieces, alternately. So all get them late and at the same time. Then all compute exponentials, and the tensor cores
-# pause. With turns (below) consumer 0 has its scores early, and its exponentials begin while consumer 1's are multiplied. The
-# waits for a turn are too short to be seen: it is passed on as soon as the products are issued.*
+# pause. With turns (below) consumer 0 has its scores early, and its exponentials begin while consumer 1's are multiplied. Black
+# marks are waits for a turn, drawn wider than they are, 4 to 12 clocks: a turn is passed on as soon as the products are issued.*
 
 # %%
 for name, found in list(REPLAYED.items())[2:]:
@@ -702,9 +703,12 @@ grow("p11_9_scheduler")
 #
 # A lane holds pairs of columns of O. `stmatrix`, the way back of `ldmatrix`, puts them into shared memory in the swizzled
 # order. Then one thread has the copy engine store the consumer's 64 rows. Nobody waits until the buffer is needed again.
-#
+
+# %% [markdown]
 # There are two waits. `bulk_wait_read` ends when the engine has *read* the buffer, so that it may be filled again; `bulk_wait` ends when
-# the bytes are *written*. Before the next O the first is enough. A block must not end before the second.
+# the bytes are *written*. The first is enough before the next O, and before a block ends, when its shared memory goes to another block. What was
+# written is there for the next kernel in any case; the second is for a thread that reads it back. (Our kernels end with the second, which is more
+# than they need.)
 #
 # This is the place of section 6: ordinary stores, then the async proxy. Find the fence.
 
@@ -715,8 +719,8 @@ grow("p11_10_epilogue")
 # %% [markdown]
 # ### Step 11: fewer multiplications
 #
-# It is phase 9's: O is rescaled only when a maximum has grown by more than 8, in units of $\log 2$. So P stays below $2^8$.
-# FlashAttention-4 has the idea too.
+# It is phase 9's: O is rescaled only when a maximum has grown by more than 8, in units of $\log 2$. So P stays up to $2^8$.
+# FlashAttention-4 has the idea too, in its kernels for Blackwell; its forward pass for Hopper rescales always.
 
 # %%
 show.diff(step("p11_10_epilogue"), step("p11_11_rescale"), "row maxima", "rescale", context=0)
@@ -770,8 +774,9 @@ assert error < 2**-11
 # - It asks for a part's first K before its Q.
 
 # %% [markdown]
-# - A consumer *passes by* the causal tiles that none of its own 64 rows sees. It still has to say that it needs them no more,
-#   and it must not say so before they are there. While another consumer still reads the tile before, `empty` is still in that tile's
+# - A consumer *passes by* the causal tiles that none of its own 64 rows sees. It takes its turn all the same, and passes it on: turns go round,
+#   and the consumer after it, whose rows may see the tile, waits for them. It still has to say that it needs the tile no more,
+#   and it must not say so before it is there. While another consumer still reads the tile before, `empty` is still in that tile's
 #   phase, and an arrival would count for it.
 
 # %%
@@ -811,8 +816,12 @@ assert WITHOUT["mbarrier_wait(full_v"] and not WITHOUT["mbarrier_wait(full_k"]
 
 # %% [markdown]
 # By then S has been overwritten. So the warp computes it again, alone, with phase 8's `ldmatrix` and `mma.sync`, and takes the
-# usual way. What makes that right is the online softmax itself: any reference is right as long as nothing overflows, and as long as it is
-# not above the maximum so far, where everything might become 0. A reference that is the maximum of tiles before never is. Step 11's threshold
+# usual way.
+
+# %% [markdown]
+# What makes that right is the online softmax itself: in exact arithmetic any reference gives the same result. In floats it must not be
+# above the maximum so far, where everything might become 0; the maximum of tiles before never is. And it must not be so far below that sums
+# overflow or digits are lost: what that costs comes below. Step 11's threshold
 # is 0 now (`RESCALE_ABOVE`): where maxima are looked at, the reference becomes exact.
 #
 # The idea of a reference without a look is from FlashDecoding++ (its "unified maximum value"), which takes a constant.
@@ -826,7 +835,80 @@ show.region(step("p11_14_trust"), "trust", "scores again")
 grow("p11_14_trust")
 
 # %% [markdown]
-# What does it cost when trust is misplaced? Scores that grow from tile to tile, against random ones, counted in the check build:
+# **What does a reference cost that lags behind?** First, *range*: O before its division may overflow where the result does not. Without doubt
+# a lane's sum is at most $2^{14}$ per tile, and a row has four lanes. So a tile adds up to $2^{16} \max |V|$, and float32 ends at $2^{128}$:
+# right as long as $\max |V| < 2^{112}$ / tiles. Step 11's lag costs nearly as much: 128 keys of $2^8$ each. Always
+# rescaled, 128 keys are $2^7$.
+
+# %% [markdown]
+# To see it, column $c$ of V holds $2^{64 + c}$: O should be the same. One head for each lag: the 128 keys met last have scores by 0, 7.9 and 8.9
+# bits higher than those met first.
+
+# %%
+KINDS = {"always rescaled": ("p11_10_epilogue", {}), "a lag of 8": ("p11_flash", {"TRUST": 0}),
+         "trust": ("p11_flash", {"TRUST": 1})}
+
+def o_of(who, q, k, v):
+    name, defines = KINDS[who]
+    kernel = load_inline(step(name), backend="emulator", dtype=torch.bfloat16, defines=defines)
+    return kernel.forward(q.bfloat16(), k.bfloat16(), v.bfloat16(), echo=False)[0]
+
+q, k = torch.zeros(1, 3, 64, 64), torch.zeros(1, 3, 256, 64)
+q[..., 0] = 8
+k[0, :, :128, 0] = torch.tensor([[0.0], [7.9], [8.9]]) * math.log(2)  # met last: a block begins at its last
+v = (2.0 ** torch.arange(64, 128)).expand(1, 3, 256, 64)
+END = {who: [63 + int(n) for n in (o_of(who, q, k, v)[0, :, 0] == v[0, :, 0]).sum(1)] for who in KINDS}
+show.table([[who, *(f"2^{n}" for n in ends)] for who, ends in END.items()],
+           ["the largest V that is right", "no lag", "7.9 bits", "8.9 bits"])
+assert END == {"always rescaled": [119, 120, 120], "a lag of 8": [119, 113, 120], "trust": [119, 113, 112]}
+
+# %% [markdown]
+# All of fp16 is far below, and so is every model we know of. But bf16 has numbers up to $2^{128}$, and for the largest of them this kernel gives
+# infinity where the formula does not. It says so in `choose_backend`, which chooses it.
+#
+# Second, *accuracy*. Where one key dominates a row, its weight is exactly 1 only under the true maximum. Under another reference it is some $2^x$,
+# rounded to bf16, and the sum that divides it is not. Here such a key comes last, 5 to 13 bits above the reference:
+
+# %%
+q, k = torch.zeros(1, 1, 64, 64), torch.zeros(1, 1, 256, 64)
+q[0, 0, :, 0], k[0, 0, 0, 0] = torch.linspace(5, 13, 64), 8 * math.log(2)  # 16 rows of each warp
+q[..., 1], k[0, 0, 1:255, 1] = 16, -16  # the other keys count for nothing, but for the first one met
+v = torch.randn(1, 1, 256, 64, generator=torch.Generator().manual_seed(0))
+exact = [x.bfloat16().double() for x in (q, k, v)]
+want = torch.softmax(exact[0] @ exact[1].mT / 8, -1) @ exact[2]
+WRONG = {who: (o_of(who, q, k, v) - want).abs()[0, 0].unflatten(0, (4, 16)).amax((1, 2)) for who in KINDS}
+show.table([[who, *(f"{x:.4f}" for x in wrong.tolist())] for who, wrong in WRONG.items()],
+           ["largest error of O", "5 to 7 bits", "7 to 9", "9 to 11", "11 to 13"])
+always, lag, trust = (wrong.max() for wrong in WRONG.values())
+assert all(1.5 * always < x <= 2.1 * always for x in (lag, trust))
+assert (WRONG["a lag of 8"][2:] == WRONG["always rescaled"][2:]).all()
+
+# %% [markdown]
+# O itself is rounded to bf16, by everybody; the weight's rounding errs by as much again. So where one key dominates, the error is up to twice
+# that of a kernel that rescales always. (In the last column O is nearly V itself, which needs no rounding.) Step 11 has it within 8 bits, trust within 14.
+
+# %% [markdown]
+# Third, *rows are no longer alone*. A warp votes, and its 16 rows move together. One wild row (times 50, the sixth) changes what?
+
+# %%
+g = torch.Generator().manual_seed(0)
+q, k, v = (torch.randn(1, 1, n, 64, generator=g) for n in (64, 1024, 1024))
+wild = q.clone()
+wild[0, 0, 5] *= 50
+OTHER = {who: (o_of(who, q, k, v) != o_of(who, wild, k, v))[0, 0].any(1).nonzero().flatten().tolist()
+         for who in KINDS}
+for who, rows in OTHER.items():
+    print(f"{who}: other bits in the rows {rows}")
+assert OTHER["always rescaled"] == [5]
+assert all(len(OTHER[who]) > 1 and max(OTHER[who]) < 16 for who in ("a lag of 8", "trust"))
+
+# %% [markdown]
+# Its neighbours are as right as before, with other last digits. So "the same bits" in this lecture means from run to run, with the same inputs. It does
+# not mean that a row has the same bits whatever stands in the other 15: another token there may change them. Other heads and other sequences
+# cannot. Phase 9's kernels vote too, from `p9_3_rescale` on.
+
+# %% [markdown]
+# What does it cost in time when trust is misplaced? Scores that grow from tile to tile, against random ones, counted in the check build:
 # `mma` are the products of warps that computed S again.
 
 # %%
@@ -848,19 +930,72 @@ assert products("random")["mma"] == 0 < products("growing")["mma"]
 
 # %% [markdown]
 # 10240 is all of them: 40 warps have 4 trusted tiles each. What does that cost on the GPU, and what do scores cost that are not random? In language
-# models the first key often has a far higher score than the others (an *attention sink*, Xiao and others 2023); a block meets it last. *sink*: 30 above them, in every row.
-# *growing*: by 12 with each tile. In brackets over `TRUST=0`, which looks at every tile:
+# models the first key often has a far higher score than the others (an *attention sink*, Xiao and others 2023); a block meets it last: here by 30. Where
+# tiles *rise*, scores lie 12 above those of the tile before. *doubted*: how many of the trusted tiles are computed again. TFLOP/s, $N = 4096$:
+
+# %%
+OTHERS = {at: rows for run in RUNS for at, rows in hopper_results.input_rows(run).items()}
+for run in RUNS:
+    found = hopper_results.input_table(run)
+    show.table(found.rows, found.columns, align=found.align)
+
+def over(rows, peer):
+    """How many times as fast the kernel is as a peer."""
+    return rows[peer]["ms"] / rows["p11"]["ms"]
+
+for kind in dict.fromkeys(at[0] for at in OTHERS):
+    some = [rows for at, rows in OTHERS.items() if at[0] == kind]
+    peers = "cuDNN", "FlashAttention-4", "p11_flash TRUST=0"
+    said = [f"{min(r):.2f} to {max(r):.2f} times {who}" for who in peers
+            if (r := [over(rows, who) for rows in some if who in rows])]
+    print(f"{kind}: {', '.join(said)}")
+for (kind, *_), rows in OTHERS.items():
+    assert kind != "random" or over(rows, "cuDNN") > 1 < over(rows, "p11_flash TRUST=0")
+    assert not kind.startswith("every tile") or over(rows, "cuDNN") < 1 > over(rows, "p11_flash TRUST=0")
+
+# %% [markdown]
+# So trust pays on random scores. It costs most where *every* tile raises every row's maximum, be it by a ramp or by one key at a tile's start or end: all of them are computed
+# twice, at about half of the speed, and behind cuDNN and FlashAttention-4. A kernel that looks at each maximum hardly notices.
+
+# %% [markdown]
+# Those scores are made up. What are a language model's like? Two models have read 4096 tokens of this course: *SmolLM2-135M*, which a Python package ships
+# (`tools/capture_scores.py`), and phase 10's, with heads of 128 columns, trained for 400 steps (`flashlab.bench.hopper_inputs`). The rule of doubt was
+# applied to each layer's Q and K in PyTorch; tests compare that count with the emulator's.
 
 # %%
 for run in RUNS:
-    found = hopper_results.score_table(run)
-    show.table(found.rows, found.columns, align=found.align)
-    gains = {row[0]: [float(cell.split("(")[1].rstrip(")! ")) for cell in row[1:]] for row in found.rows}
-    assert min(gains["sink"]) > 1 > max(gains["growing"])
+    layers = hopper_results.input_rows(run, "captured")
+    for model in dict.fromkeys(at[0].rpartition(", ")[0] for at in layers):
+        some = {at[0].rpartition(" ")[2]: rows for at, rows in layers.items() if at[0].startswith(model)}
+        shares = {layer: hopper_results.doubted(rows["p11"]) for layer, rows in some.items()}
+        most = sorted(shares, key=lambda layer: -shares[layer])[:3]
+        print(f"{model}: doubted in", ", ".join(f"layer {n} {shares[n]:.2%}" for n in most),
+              f"of those trusted; below 0.1 % in {sum(x < 0.001 for x in shares.values())} of {len(shares)}")
+        assert max(shares.values()) < 0.1
+        for layer, rows in some.items():
+            if best := hopper_results.best_of(rows):
+                speed = f"{rows['p11']['tflops']:.0f} TFLOP/s, {over(rows, best):.2f} times {best}"
+                print(f"  layer {layer}: {speed}")
 
 # %% [markdown]
-# So a sink costs a part of the gain, at one tile of each row. Scores that grow at every tile take half of the speed: the worst case, and a
-# made-up one. All other speeds of this lecture are of random scores, which is trust's best case.
+# In these two models trust is right nearly always, in every layer. That is what was looked at: one short text and two small models. A model whose scores grow against the order of the
+# walk would pay, and nothing but its speed would tell.
+
+# %% [markdown]
+# Does trust cost accuracy? Where one key dominates a row, its weight is exactly 1 under the true maximum, and then rounding P to bf16 changes nothing. Under an older maximum it is any
+# number, and is rounded. So where scores are three times as wide, the error should be larger than the peers'. The largest error of O against float64 over two heads, in brackets rms:
+
+# %%
+for run in RUNS:
+    found = hopper_results.error_table(run)
+    show.table(found.rows, found.columns, align=found.align)
+for (kind, d, causal), rows in OTHERS.items():
+    if kind == "three times as wide":
+        peer = min(row["error"] for name, row in rows.items() if not name.startswith("p11"))
+        print(f"D {d}{', causal' * causal}: {rows['p11']['error'] / peer:.2f} times the best peer's largest")
+
+# %% [markdown]
+# Up to twice the error, then, still within the checker's rule. (`TRUST=0` looks at each maximum, but rescales only where it has moved by more than 8 bits. So it has this error too, where it is large.)
 
 # %% [markdown]
 # ### Step 15: a tile's exponentials in three portions
@@ -945,7 +1080,7 @@ print(verify(final.forward, causal=True, gqa=True, empty=True, max_seq=300).verd
 # Now the kernel, as it was on the day of the record, beside its peers: cuDNN, FlashAttention-2 as PyTorch has it, FlashAttention-4, the course's
 # own `p9_flash` and Triton kernel (*descriptors*: with tensor descriptors). All take turns in one run, as CUDA graphs, on random numbers, and
 # every result is compared with float64. All heads together have 2048 columns and 16384 queries (one batch from $N = 16384$ on). FlashAttention-3 is
-# not among them: it has to be compiled from its source. Its paper has up to 740 TFLOP/s, in fp16 on an H100.
+# not among them: wheels of it exist for this stack, but the record has not measured them. Its paper has up to 740 TFLOP/s, in fp16 on an H100.
 
 # %%
 WHO = "p11", "cuDNN", "FlashAttention-2", "FlashAttention-4", "p9_flash", "triton"
@@ -967,21 +1102,24 @@ for run in RUNS:
     show.table(rows, means.columns, align=means.align)
 
 # %% [markdown]
-# Where is it behind the best peer, by more than 0.1 %? All kinds of shapes: grouped heads, other layouts, odd lengths, fp16 too.
+# And how sure is that? Each time is the median of nine rounds. Where its slowest round is faster than the best peer's fastest, it is ahead *beyond both spreads*.
+# All kinds of shapes: grouped heads, other layouts, odd lengths, fp16 too. In brackets the span of the ratio:
 
 # %%
 for run in RUNS:
+    n, ahead, beyond, behind = hopper_results.against_best(run)
+    print(f"ahead by the medians at {ahead} of {n} shapes, beyond both spreads at {beyond}; "
+          f"behind beyond both at {behind}")
     found = [s for s in hopper_results.standings(run) if s.ratio is not None]
     for text, some in (("from 2048 on", [s for s in found if s.job["shape"][2] >= 2000]),
                        ("below", [s for s in found if s.job["shape"][2] < 2000])):
-        ahead = [s for s in some if s.ratio >= 0.999]
         worst = min(some, key=lambda s: s.ratio)
-        print(f"N {text}: not behind at {len(ahead)} of {len(some)} shapes; "
-              f"worst {worst.ratio:.2f} at {worst.label}, beside {worst.best}")
+        print(f"N {text}: ahead at {sum(s.ratio > 1 for s in some)} of {len(some)}; "
+              f"worst {worst.said} at {worst.label}, beside {worst.best}")
 
 # %% [markdown]
 # Before anything was measured, goals were set. *is* has the worst ratio of all shapes, but for the mean. "best" includes
-# FlashAttention-4. *The same bits*: in 200 runs. *The rule*: the checker's bound for each number's rounding. The last column says whether
+# FlashAttention-4. *The same bits*: in 200 runs on the same inputs. *The rule*: the checker's bound for each number's rounding. The last column says whether
 # a goal is met:
 
 # %%
@@ -997,14 +1135,14 @@ for run in RUNS:
 for run in RUNS:
     found = sorted((s for s in hopper_results.standings(run) if s.ratio is not None), key=lambda s: s.ratio)
     for s in found[:6]:
-        print(f"{s.ratio:.2f}: {s.label} ({s.job['kind']}), beside {s.best}")
-    behind = [s for s in found if s.ratio < 0.999]
+        print(f"{s.said}: {s.label} ({s.job['kind']}), beside {s.best}")
+    behind = [s for s in found if s.span[1] < 1]  # beyond both spreads
     kinds = {(s.job["shape"][3], s.job["causal"], s.best) for s in behind}
-    print(f"behind at {len(behind)} of {len(found)} shapes: head_dim, causal, who is ahead: {sorted(kinds)}")
-    assert found[0].ratio > 0.95 and kinds == {(256, True, "FlashAttention-4")}
+    print(f"behind beyond both spreads at {len(behind)}: head_dim, causal, who is ahead: {sorted(kinds)}")
+    assert found[0].ratio > 0.95 and kinds <= {(256, True, "FlashAttention-4")}
 
 # %% [markdown]
-# They are of one kind: $D = 256$, causal and long, where FlashAttention-4 is ahead by up to 3 %. Trust and portions are off there, as they
+# Those beyond the spread are of one kind: $D = 256$, causal and long, where FlashAttention-4 is ahead by up to 3 %. Trust and portions are off there, as they
 # gain nothing (section 9). Why the mask costs our kernel more than FlashAttention-4 there, we do not know.
 
 # %% [markdown]
@@ -1022,8 +1160,8 @@ for backward in map(hopper_results.backward_table, RUNS):
 # %% [markdown]
 # ## 9 · What gained, and what did not
 #
-# The whole ladder, in brackets over the step before. (The same kernel at the same shape was up to 8 % faster in section 8. There it took turns with
-# slower ones, and the chip stayed cooler, at a higher clock. So compare within one table.)
+# The whole ladder, in brackets over the step before. (The same kernel at the same shape was up to 8 % faster in section 8, where it took
+# turns with others. So compare within one table.)
 
 # %%
 for found in map(hopper_results.ladder_table, RUNS):
@@ -1039,7 +1177,8 @@ for run in RUNS:
         print(f"{text}: {', '.join(name for name, g in gains.items() if wanted(g))}")
 
 # %% [markdown]
-# - **P from registers and V as it lies** (step 3) is worth more, at every shape, than any other step at any.
+# - **The second product by wgmma** (step 3), with V as it lies, is worth more, at every shape, than any other step at any. (P was in registers
+#   already, since phase 7.)
 # - **Several consumers and the overlap** (5, 6) bring the next part at $D = 128$ without a mask; elsewhere the overlap loses.
 # - **Ping-pong** (7) pays where the overlap lost: with a causal mask and at $D = 64$.
 # - **The store by TMA** (10) pays most where rows are few.
@@ -1153,18 +1292,28 @@ for run in RUNS:
 # Both are needed for as long (step 12), so their work would have to overlap better.
 
 # %% [markdown]
-# The TFLOP/s of section 8 are at most 85 % of the 989 that the data sheet gives. That is no contradiction: the pipe's share is of
-# the clocks that passed, and under such a load the chip lowers its clock. With 4096 FLOPs per clock and SM, the fastest shape needs at least so
-# many MHz; and the clocks that the record's sessions have seen, sampled:
+# So at $D = 128$ the pipe is busy nine tenths of the *clocks*. And the clock? The power cap sets it. Each switch of a transistor costs energy: on zeros no multiplier
+# switches, and the chip keeps its highest clock. On random numbers it reaches its 700 watts and lowers the clock. Each kernel alone for seconds, its clock sampled by NVML
+# meanwhile, beside the peak of the tensor cores: 4096 FLOPs per clock and SM.
 
 # %%
 for run in RUNS:
+    found = hopper_results.clock_table(run)
+    show.table(found.rows, found.columns, align=found.align)
     best = max(r["tflops"] for r in run["rows"] if r["part"] == "shapes" and r["name"] == "p11" and "ms" in r)
-    mhz = best * 1e6 / 4096 / run["machine"]["sms"]
-    print(f"{best:.0f} TFLOP/s: {mhz:.0f} MHz, if the pipe were always busy")
-    for session in [*run["machine"].get("earlier", []), run["machine"]]:
-        clock, capped = session["sm_clock_mhz"], session["throttled"].get("power cap", 0)
-        print(f"SM clock {clock['lowest']} to {clock['max']} MHz, power cap in {capped:.0%} of the samples")
+    peak = 4096 * run["machine"]["sms"] * run["machine"]["sm_clock_mhz"]["max"] / 1e6
+    print(f"fastest of section 8: {best:.0f} TFLOP/s, {best / peak:.0%} of {peak:.0f} at the highest clock")
+    rows = [r for r in run["rows"] if r["part"] == "clock" and r.get("clock")]
+    at = {(r["shape"][3], r["inputs"], r["name"]): r for r in rows}
+    for (d, kind, name), r in at.items():
+        if (kind, name) == ("random", "p11"):
+            zeros = at[d, "zeros", name]
+            assert r["clock"]["median"] < zeros["clock"]["median"] and r["tflops"] < zeros["tflops"]
+
+# %% [markdown]
+# That is the race under a power cap: who does the same work with less energy gets a higher clock. A kernel that keeps the pipe busier gains less than its share, since it pays with its clock. Three things
+# follow for measuring. Never time zeros. A median of the clock over a whole run says little: pauses and compilations are in it. And whoever comes behind the hottest kernel starts at its clock: so in section 8 each round
+# has another order.
 
 # %% [markdown]
 # **Does the emulator count right?** The same small launch, emulated and under Nsight Compute: two heads of 200 rows, causal.

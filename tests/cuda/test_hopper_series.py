@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 import torch
@@ -133,6 +134,42 @@ def test_large_scores_and_a_late_maximum():
         o, lse = load_inline(step(name), backend="emulator").forward(q, k, v)
         assert (o - want).abs().max() <= BOUND[torch.float16], name
         assert (lse - want_lse).abs().max() <= 1e-3, name
+
+
+MACROS = [  # every value of each, by itself and with the polynomial
+    (s, {"POLYNOMIAL": n} | define)
+    for s in HOPPER if "TRUST" in s.defines for n in (0, 4)
+    for define in ({}, *({d: v} for d, values in s.defines.items() if d != "POLYNOMIAL" for v in values[1:]))
+] + [(FLASH, {"POLYNOMIAL": n, "HEAD_DIM": d, "TRUST": 1}) for n in (1, 8) for d in (64, 128, 256)]  # fmt: skip
+SHORT = ({"POLYNOMIAL": 0}, {"POLYNOMIAL": 4}, {"POLYNOMIAL": 1, "HEAD_DIM": 128, "TRUST": 1})
+
+
+@pytest.mark.parametrize(
+    ("step", "defines"),
+    [pytest.param(s, d, marks=[] if s is FLASH and d in SHORT else pytest.mark.long) for s, d in MACROS],
+    ids=lambda x: getattr(x, "name", str(x)),
+)
+def test_scores_that_jump(step, defines):
+    """In every head, two tiles after the first reached: by so many bits, in the first, a middle, the last portion."""
+    defines, generator = dict(defines), torch.Generator().manual_seed(0)
+    d, n = defines.pop("HEAD_DIM", 64), defines.get("BLOCK_N", 128)
+    n = 64 if d == 256 else n
+    heads = [(bits, key) for bits in (8, 200, 300) for key in (0, n // 2, n * 3 // 4)]
+    q, k, v = (torch.randn(1, len(heads), rows, d, generator=generator) for rows in (64, 3 * n, 3 * n))
+    q[..., 0], k[..., 0] = 16, 0
+    for head, (bits, key) in enumerate(heads):  # the tile at n is met before that at 0
+        k[0, head, [key, n + key], 0] = torch.tensor([2.0, 1.0]) * bits * math.log(2) * d**0.5 / 16
+    q, k, v = q.half(), k.half(), v.half()
+    o, lse = load_inline(step, backend="emulator", head_dim=d, defines=defines).forward(q, k, v, sms=2)
+    want, want_lse = reference.attention(q, k, v)
+    assert (o - want).abs().max() <= 2 * BOUND[torch.float16] and (lse - want_lse).abs().max() <= 1e-3
+
+
+def test_one_polynomial_for_all():
+    """Other steps than the last are not run with scores that jump: they have its 2^x."""
+    kernels = [s.path.read_text() for s in HOPPER if "POLYNOMIAL" in s.defines]
+    bodies = {re.search(r"float exp2_polynomial.*?\n}\n", text, re.S)[0] for text in kernels}
+    assert len(kernels) == 5 and len(bodies) == 1
 
 
 def test_no_rows_is_no_work():

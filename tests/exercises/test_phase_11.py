@@ -498,8 +498,11 @@ def test_other_producers():
     [
         ([("0.0550089516f", "0.0555041087f"), ("0.242211014f", "0.240226507f"), ("0.693282902f", "0.693147181f")],
          "not-exact-enough"),
-        ([("    x = x < -127.f ? -127.f : x;", "    ")], "wrong-below"),
-        ([("x < -127.f ? -127.f : x", "fmaxf(x, -127.f)")], "nan-hidden"),
+        ([("x < -127.f ? -127.f : x > 128.f", "x > 128.f")], "wrong-below"),
+        ([(" : x > 128.f ? 128.f", "")], "wrong-above"),
+        ([("128.f ? 128.f", "120.f ? 120.f")], "wrong-above"),
+        ([("128.f ? 128.f", "150.f ? 150.f")], "wrong-above"),
+        ([("x < -127.f ? -127.f : x > 128.f ? 128.f : x", "fmaxf(fminf(x, 128.f), -127.f)")], "nan-hidden"),
         ([("+ 127)", "+ 126)")], "wrong-power"),
         ([("rintf(x)", "truncf(x)")], "wrong-split"),
         ([("return fmaf", "return exp2f(x); return fmaf")], "not-by-hand"),

@@ -79,8 +79,9 @@ def choose_backend(
 
     "auto" takes the Triton kernels where they take the inputs, else the formula. Before them, on a GPU of capability
     9.0 that has an nvcc, phase 11's last kernel where it takes the inputs: there it is the fastest
-    (bench/recorded/hopper_h200.json), and nvcc's seconds at the first call are worth it. Under torch.compile, which
-    may not look at the device, the Triton kernels stay.
+    (bench/recorded/hopper_h200.json), and nvcc's seconds at the first call are worth it. It wants |v| below
+    2^112 / ceil(seq_k / 128), which float16 always is, and its bits are the same from run to run, but a row's depend on
+    the rows beside it. Under torch.compile, which may not look at the device, the Triton kernels stay.
 
     Raises:
         TypeError, ValueError: as `flash_attention`; for a backend that does not take the inputs it says why not.

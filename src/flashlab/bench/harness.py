@@ -12,6 +12,7 @@ one. What runs out of memory, or fails, is a row; the other jobs do not notice.
     flashlab bench things --minutes 5         # stops after about so long, behind a whole measurement
     flashlab bench things --quick             # a little of it
     flashlab bench things --compare A B       # what is slower or faster in B than in A, beyond the spread
+    flashlab bench things --merge FILE        # its rows take the place of the record's: of a run elsewhere, say
 """
 
 from __future__ import annotations
@@ -157,6 +158,21 @@ def waiting(todo: Sequence[Row], rows: Sequence[Row]) -> list[Row]:
 def failed(job: Row, reason: str, **more: Any) -> Row:
     """The row of a job that has no other."""
     return job | {"name": "all", "unavailable": reason} | more
+
+
+def merged(bench: Bench, old: Data, new: Data) -> Data:
+    """The record `old`, with the rows of `new` in the place of those of the same jobs; a job that failed in `new`
+    leaves the old rows. Raises ValueError where the two are of other machines or versions."""
+    unlike = [n for n in ("gpu", "torch", "triton") if old["machine"].get(n) != new["machine"].get(n)]
+    if unlike:
+        raise ValueError(f"the two records are of another {', '.join(unlike)}: rows of both cannot stand in one record")
+    rows, others = rows_in(bench, new), rows_in(bench, old)
+    done = [job for job in bench.jobs() if any(is_of(r, job) and r.get("name") != "all" for r in rows)]
+    kept = [r for r in others if not any(is_of(r, job) for job in done)]
+    found = [*kept, *(r for r in rows if any(is_of(r, job) for job in done))]
+    facts = {k: v for k, v in (old | new).items() if k not in (*_NOT_FACTS, *bench.sections)}
+    earlier = [*_earlier(old["machine"], len(others)), *new["machine"].get("earlier", [])]
+    return record_of(bench, new["machine"] | {"earlier": earlier}, found, facts, len(waiting(bench.jobs(), found)))
 
 
 # ---- timing ----------------------------------------------------------------------------------------------------------
@@ -385,6 +401,10 @@ def parser(bench: Bench) -> argparse.ArgumentParser:
         "--compare", nargs=2, type=Path, metavar=("A", "B"),
         help="measure nothing: what is slower or faster in record B than in A; exit status 1 if something is slower",
     )  # fmt: skip
+    found.add_argument(
+        "--merge", type=Path, metavar="FILE",
+        help="measure nothing: the rows of that record take the place of this GPU's record's, or of --out's",
+    )  # fmt: skip
     if bench.plan:
         found.add_argument("--plan", action="store_true", help="measure nothing: what --out lacks, and about how long")
     for name, how in bench.options.items():
@@ -414,6 +434,15 @@ def main(bench: Bench, arguments: Sequence[str] | None = None) -> None:
         table, worse = compare(bench, before, after)
         print(json.dumps(changes(bench, before, after)) if given.json else table)
         raise SystemExit(int(worse))
+    if given.merge:
+        try:
+            new = json.loads(given.merge.read_text(encoding="utf-8"))
+            path = given.out or records.default_path(bench.record or bench.name, new["machine"]["gpu"])
+            data = merged(bench, json.loads(path.read_text(encoding="utf-8")), new)
+        except (OSError, ValueError, KeyError) as error:
+            raise SystemExit(f"{given.merge} is not merged: {error}") from None
+        records.keep(path, data, bench.table, given)
+        return
     only = getattr(given, "only", None)
     todo = [job for job in (bench.quick() if given.quick else bench.jobs()) if not only or job["part"] in only]
     if getattr(given, "plan", False):

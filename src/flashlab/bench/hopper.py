@@ -16,6 +16,10 @@ shapes     forward, 16384 queries and 2048 columns in all heads together: N 512 
            than queries
 ladder     every step of the phase at four shapes, beside cuDNN and the last kernel of phase 9
 variants   the last step with its macros set otherwise, one at a time, or as --variants says
+inputs     the last step, with trust and without, beside its peers: scores that rise, sinks, scores three times as wide;
+           speed, error over whole heads (the largest and rms), and how many tiles are doubted
+captured   the same for the scores of language models, layer by layer (flashlab.bench.hopper_inputs)
+clock      each kernel alone for seconds, on random numbers and on zeros: the clock and the power meanwhile
 backward   dQ, dK and dV, bf16: N 1024, 4096, 16384, D 64 and 128, causal and not, beside phase 5's in Triton, and
            its own variants and kernels (flashlab.bench.hopper_backward)
 validate   repeats: the same bits, 200 times; shapes: a list of lengths and heads; cases: all those of the checker
@@ -59,6 +63,7 @@ from flashlab.attention import triton_forward
 from flashlab.bench import (
     harness,
     hopper_backward,
+    hopper_inputs,
     hopper_jobs,
     hopper_results,
     ncu,
@@ -68,6 +73,7 @@ from flashlab.bench import (
     validation,
 )
 from flashlab.bench.harness import Row, Way
+from flashlab.bench.hopper_inputs import Inputs
 from flashlab.bench.hopper_jobs import (
     BOXES,
     CUDNN,
@@ -99,7 +105,6 @@ from flashlab.check.zoo.hopper import MUTANTS
 from flashlab.cuda import CudaModule, load_inline
 from flashlab.kernels import Step
 
-Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # q, k, v
 _AGAIN = ("-m", "flashlab.bench.hopper")  # this program in a process of its own
 CACHED = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
 
@@ -140,7 +145,7 @@ def wanted_modules(todo: Iterable[Row], step: str | None = None, variants: Seque
             names = [*(one.name for one in hopper_jobs.ladder()), P9]
         elif job["part"] == "variants":
             names = varied(ours, variants, job["shape"][3])
-        elif job["part"] == "scores":
+        elif job["part"] in ("inputs", "captured", "clock"):
             names = trusting(ours)
         elif job["part"] == "backward":  # which builds its own
             continue
@@ -264,12 +269,8 @@ def make(job: Row, sets: int = 1) -> list[Inputs]:
         return x.transpose(1, 2) if by_token else x
 
     found = [(draw(heads, rows), draw(kv_heads, keys), draw(kv_heads, keys)) for _ in range(sets)]
-    if (scores := job.get("scores", "random")) != "random":
-        raised = torch.zeros(keys) if scores == "sink" else torch.arange(keys - 1, -1, -1) * (12 / 128)
-        if scores == "sink":
-            raised[0] = 30
-        for q, k, _ in found:  # so much is in each score beside what is random
-            q[..., 0], k[..., 0] = head_dim**0.5, raised.to(k)
+    for inputs in found:
+        hopper_inputs.shaped(job.get("inputs", "random"), *inputs)
     return found
 
 
@@ -296,8 +297,9 @@ class Piece:
     truth: Truth
 
 
-def pieces(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> list[Piece]:
-    """The first key head of the first batch and the last of the last, with the query heads that share them.
+def pieces(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, whole: int | None = None) -> list[Piece]:
+    """The first key head of the first batch and the last of the last, with the query heads that share them. Of more
+    rows than `whole` (WHOLE if None) a sample.
 
     Causal queries up to a row see no key behind it: the rest of K is cut off, and the rule is that of a smaller case.
     """
@@ -305,7 +307,7 @@ def pieces(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> l
     kv_heads, keys = k.shape[1:3]
     group = heads // kv_heads
     middle = rows // 2 - SPAN // 3  # across the border of two tiles
-    spans = [(0, rows)] if rows <= WHOLE else [(0, SPAN), (middle, middle + SPAN), (rows - SPAN, rows)]
+    spans = [(0, rows)] if rows <= (whole or WHOLE) else [(0, SPAN), (middle, middle + SPAN), (rows - SPAN, rows)]
     found = []
     for b, h in sorted({(0, 0), (batch - 1, kv_heads - 1)}):
         mine = slice(h * group, (h + 1) * group)
@@ -317,7 +319,8 @@ def pieces(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> l
 
 
 def judged(out: Any, wanted: Sequence[Piece]) -> Row:
-    """error: the largest of o. of_bound, lse_of_bound: the largest as a part of the bound; None where it is NaN."""
+    """error, rms: of o, the largest and the root of the mean square. of_bound, lse_of_bound: the largest as a part of
+    the bound. None where it is NaN."""
     o, lse = out if isinstance(out, tuple) else (out, None)
     found: Row = {"error": 0.0, "of_bound": 0.0} | ({} if lse is None else {"lse_of_bound": 0.0})
 
@@ -325,19 +328,25 @@ def judged(out: Any, wanted: Sequence[Piece]) -> Row:
         worst = x.max().item() if x.numel() else 0.0
         found[name] = None if found[name] is None or not math.isfinite(worst) else max(found[name], worst)
 
+    squares, count = 0.0, 0
     for p in wanted:
         part = o[p.batches, p.heads, p.rows].double()
-        note("error", (part - p.truth.o).abs())
+        off = part - p.truth.o
+        squares, count = squares + off.square().sum().item(), count + off.numel()
+        note("error", off.abs())
         note("of_bound", excess(part, p.truth.o, p.truth.o_bound))
         if lse is not None:
             part = lse[p.batches, p.heads, p.rows].double()
             note("lse_of_bound", excess(part, p.truth.lse, p.truth.lse_bound))
-    return found
+    return found | {"rms": math.sqrt(squares / max(1, count)) if math.isfinite(squares) else None}
 
 
 # ---- measuring -------------------------------------------------------------------------------------------------------
-def measure(job: Row, step: str | None = None, variants: Sequence[str] = (), rounds: int = 9) -> list[Row]:
-    """The rows of a job. step: of which kernel, in the place of the last step. variants: see `varied`."""
+def measure(
+    job: Row, step: str | None = None, variants: Sequence[str] = (), rounds: int = 9, captured: Path | None = None
+) -> list[Row]:
+    """The rows of a job. step: of which kernel, in the place of the last step. variants: see `varied`. captured: the
+    file of tools/capture_scores.py."""
     if job["part"] == "ceiling":
         return measure_ceiling(job, rounds)
     if job["part"] == "backward":
@@ -355,15 +364,17 @@ def measure(job: Row, step: str | None = None, variants: Sequence[str] = (), rou
     if job["part"] == "sanitizer":
         said = validation.sanitize([*_AGAIN, "--launch-all", *sound()], [job["tool"]], timeout=180)
         return [job | {"name": "all", "said": said[job["tool"]]}]
+    if job["part"] == "clock":
+        return measure_clock(job, step)
     names = names_here()
+    if job["part"] in ("inputs", "captured"):
+        names = [OURS, *trusting(chosen(step))[1:], CUDNN, FA2, FA4]
+        return measure_inputs(job, names, step, rounds, captured)
     if job["part"] != "shapes":
-        some = {
-            "ladder": lambda: [one.name for one in hopper_jobs.ladder()],
-            "variants": lambda: varied(chosen(step), variants, job["shape"][3]),
-            "scores": lambda: trusting(chosen(step)),
-        }
-        names = [*some[job["part"]](), *([P9] if job["part"] != "scores" else []), CUDNN]
-    return compared(job, names, step, rounds)
+        steps = [one.name for one in hopper_jobs.ladder()]
+        some = steps if job["part"] == "ladder" else varied(chosen(step), variants, job["shape"][3])
+        names = [*some, P9, CUDNN]
+    return compared(job, names, step, rounds, make(job, sets_of(job)))
 
 
 def measure_ceiling(job: Row, rounds: int) -> list[Row]:
@@ -374,18 +385,57 @@ def measure_ceiling(job: Row, rounds: int) -> list[Row]:
     return _rows(job, found, reasons, 2.0 * m * n * k)
 
 
-def compared(job: Row, names: Sequence[str], step: str | None, rounds: int) -> list[Row]:
-    """A row for each of the names: their times in turns, and how far from right each is."""
-    several = make(job, sets_of(job))
+def measure_inputs(job: Row, names: Sequence[str], step: str | None, rounds: int, captured: Path | None) -> list[Row]:
+    """`compared`, over whole heads, and in our row how many tiles are doubted of so many that are trusted."""
+    if job["part"] == "captured":
+        inputs, counted = hopper_inputs.captured(job["inputs"], job["layer"], job["shape"], captured)
+        if inputs is None:
+            return [job | {"name": OURS} | counted._asdict()]
+    else:
+        inputs = make(job)[0]
+        counted = hopper_inputs.doubts(*inputs[:2], causal=job["causal"])
+    rows = compared(job, names, step, rounds, [inputs], whole=job["shape"][2])
+    return [row | counted._asdict() if row["name"] == OURS else row for row in rows]
+
+
+def measure_clock(job: Row, step: str | None) -> list[Row]:
+    """A row for each kernel, and for a product of 8192 x 8192 matrices: its speed and the clock when it runs alone."""
+    ((q, k, v),) = make(job)
+    draw = torch.zeros if job["inputs"] == "zeros" else torch.randn
+    a = draw(8192, 8192, device=q.device, dtype=q.dtype)
+    ways, reasons = _ways([OURS, CUDNN, FA2, FA4], [(q, k, v)], job["causal"], step)
+    able, more = timing.able(ways | {"matmul": lambda: a @ a})
+    found = timing.sustained(able)
+    product = {"matmul": found.pop("matmul")} if "matmul" in found else {}
+    return _rows(job, found, reasons | more, work_of(job)) + _rows(job, product, {}, 2.0 * 8192**3)
+
+
+def _ways(
+    names: Sequence[str], several: Sequence[Inputs], causal: bool, step: str | None
+) -> tuple[dict[str, list[Way]], dict[str, str]]:
+    """Each one's functions, one for each set of inputs; and why the others have none."""
     ways: dict[str, list[Way]] = {}
     reasons: dict[str, str] = {}
     for name in names:
         try:
-            ways[name] = [forward_of(name, *qkv, causal=job["causal"], step=step) for qkv in several]
+            ways[name] = [forward_of(name, *qkv, causal=causal, step=step) for qkv in several]
         except Exception as error:
             reasons[name] = timing.reason(error)
+    return ways, reasons
+
+
+def compared(
+    job: Row,
+    names: Sequence[str],
+    step: str | None,
+    rounds: int,
+    several: Sequence[Inputs],
+    whole: int | None = None,
+) -> list[Row]:
+    """A row for each of the names: their times in turns, and how far from right each is. several: sets of inputs."""
+    ways, reasons = _ways(names, several, job["causal"], step)
     found, more = times(ways, rounds)
-    wanted = pieces(*several[0], job["causal"])
+    wanted = pieces(*several[0], job["causal"], whole)
     for name in found:
         found[name] |= judged(ways[name][0](), wanted)
     ours = chosen(step)
@@ -671,8 +721,7 @@ def plan(todo: Sequence[Row]) -> list[tuple[str, int, float]]:
     """(what, measurements, estimated seconds), the builds first."""
     built = len(wanted_modules(todo))
     found = [("builds and trials", built, 40.0 + 15.0 * -(-built // 16))] if built else []
-    if any(job["part"] == "shapes" for job in todo):
-        variants = {(j["dtype"], j["shape"][3], j["causal"]) for j in todo if j["part"] == "shapes"}
+    if variants := peer_variants(todo):
         at_once = 8 if os.environ.get(CACHED) == "1" else 1
         found.append(("Triton, FlashAttention-4", len(variants), 20.0 + 15.0 * -(-len(variants) // at_once)))
     for part in dict.fromkeys(job["part"] for job in todo):
@@ -681,17 +730,25 @@ def plan(todo: Sequence[Row]) -> list[tuple[str, int, float]]:
     return found
 
 
+def peer_variants(todo: Sequence[Row]) -> set[tuple[str, int, bool]]:
+    """For which dtype, head_dim and mask the peers are compiled."""
+    parts = ("shapes", "inputs", "captured", "clock")
+    return {(j["dtype"], j["shape"][3], j["causal"]) for j in todo if j["part"] in parts}
+
+
 def prepare(
-    todo: Sequence[Row], until: float, step: str | None = None, variants: Sequence[str] = (), rounds: int = 9
+    todo: Sequence[Row], until: float, step: str | None = None, variants: Sequence[str] = (), **options: Any
 ) -> Row:
     """Builds what the jobs need, by as many compilers as there are cores, and tries it out."""
-    del rounds
+    del options
     start = time.monotonic()
     todo = fitting(todo, 2 * (until - start))  # the time is up at twice that
     print("about: " + "; ".join(f"{what} ({n}) {s:.0f} s" for what, n, s in plan(todo)), file=sys.stderr)
     keys = wanted_modules(todo, step, variants)
-    compiled = {(j["dtype"], j["shape"][3], j["causal"]) for j in todo if j["part"] == "shapes"}
-    names = [TRITON, BOXES] + ([FA4] if os.environ.get(CACHED) == "1" and fa4()[0] else [])
+    compiled = peer_variants(todo)
+    names = ([TRITON, BOXES] if any(job["part"] == "shapes" for job in todo) else []) + (
+        [FA4] if os.environ.get(CACHED) == "1" and fa4()[0] else []
+    )
     tasks = [(name, *variant) for variant in sorted(compiled) for name in names]
     workers = max(1, min(8, (os.cpu_count() or 2) // 2))
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as processes, \
@@ -746,12 +803,14 @@ def warm(name: str, dtype: str, head_dim: int, causal: bool) -> None:
 
 BENCH = harness.Bench(
     "hopper", __doc__, jobs=jobs, measure=measure, table=hopper_results.goal_table, more=hopper_results.tables,
-    keys=("kind", "scores", "shape", "kv_heads", "keys", "causal", "dtype", "what", "head_dim", "tool", "name"),
+    keys=("kind", "inputs", "layer", "shape", "kv_heads", "keys", "causal", "dtype", "what", "head_dim", "tool",
+          "name"),
     quick=quick_jobs, needs=harness.gpu_for("phase 11 is", quick_too=False), prepare=prepare, plan=plan, minutes=8.0,
     options={
         "step": {"metavar": "NAME", "help": "the kernel to measure in the place of the phase's last one"},
         "variants": {"nargs": "+", "default": (), "metavar": "MACRO=N,...", "help": "of the part of that name"},
         "rounds": {"type": int, "default": 9},
+        "captured": {"type": Path, "metavar": "FILE", "help": "that tools/capture_scores.py wrote"},
     },
 )  # fmt: skip
 

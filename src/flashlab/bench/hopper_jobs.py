@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from flashlab import kernels
-from flashlab.bench import harness, validation
+from flashlab.bench import harness, hopper_inputs, validation
 from flashlab.bench.harness import Row
 from flashlab.kernels import Step
 
@@ -127,13 +127,12 @@ def jobs() -> list[Row]:
     found: list[Row] = [{"part": "ceiling", "dtype": "bf16", "shape": [8192, 8192, 8192]}]
     found += standard("bf16", LENGTHS[:2])
     found += [{"part": "ladder", "shape": list(shape), "causal": causal} for shape, causal in LADDER]
-    found += repeat_jobs()
+    found += repeat_jobs() + input_jobs() + clock_jobs() + captured_jobs()
     found += standard("bf16", LENGTHS[2:4])
     found += [_listed(d, dtype, causal) for dtype in ("bf16", "fp16") for d in HEAD_DIMS for causal in (False, True)]
     found += backward_jobs()
     found += standard("bf16", LENGTHS[4:])
     found += [{"part": "variants", "shape": list(shape), "causal": causal} for shape, causal in VARIED]
-    found += score_jobs()
     found += others()
     found += [{"part": "ceiling", "dtype": "fp16", "shape": [8192, 8192, 8192]}, *standard("fp16")]
     found += [{"part": "profile"}, {"part": "counters"}, {"part": "validate", "what": "cases"}]
@@ -186,19 +185,36 @@ def quick_jobs() -> list[Row]:
 
 
 def trusting(ours: Kernel | None) -> list[str]:
-    """The kernel, and it where it looks at the maxima of every tile."""
-    return [ours.name, f"{ours.name} TRUST=0"] if ours else []
+    """The kernel, it where it looks at the maxima of every tile, and the step before it, which forgets its doubts."""
+    return [ours.name, f"{ours.name} TRUST=0", FORGETS] if ours else []
 
 
-SCORES = ("random", "sink", "growing")
-"""What keys are like: all alike; the first one far above the others, for every query, as in language models; or in
-every tile of 128 far above those of the tile behind it, which is the worst that can happen to trust."""
+FORGETS = "p11_15_portions"
+OF_INPUTS = ((4, 16, 4096, 128), (4, 32, 4096, 64))
 
 
-def score_jobs() -> list[Row]:
+def input_jobs() -> list[Row]:
+    """Scores that trust likes, and scores that it does not."""
     return [
-        {"part": "scores", "scores": scores, "shape": list(shape), "causal": causal, "dtype": "bf16"}
-        for scores in SCORES for shape in ((4, 32, 4096, 64), (4, 16, 4096, 128)) for causal in (False, True)
+        {"part": "inputs", "inputs": kind, "shape": list(shape), "causal": causal, "dtype": "bf16"}
+        for kind in hopper_inputs.MADE for shape in OF_INPUTS for causal in (False, True)
+    ]  # fmt: skip
+
+
+def captured_jobs() -> list[Row]:
+    """Scores of language models, layer by layer."""
+    return [
+        {"part": "captured", "inputs": model, "layer": layer, "shape": list(shape), "causal": True, "dtype": "bf16"}
+        for (model, layers), shape in zip(hopper_inputs.LAYERS.items(), OF_INPUTS, strict=True)
+        for layer in range(layers)
+    ]  # fmt: skip
+
+
+def clock_jobs() -> list[Row]:
+    """Each kernel alone for seconds: random numbers, and zeros, on which no transistor of a multiplier switches."""
+    return [
+        {"part": "clock", "inputs": kind, "shape": list(shape), "causal": False, "dtype": "bf16"}
+        for shape in OF_INPUTS for kind in ("random", "zeros")
     ]  # fmt: skip
 
 
@@ -210,7 +226,9 @@ _ONCE = {
     "shapes": 2.0,
     "ladder": 3.0,
     "variants": 3.0,
-    "scores": 2.0,
+    "inputs": 2.0,
+    "captured": 2.0,
+    "clock": 15.0,
     "backward": 8.0,
     "counters": 60.0,
     "profile": 40.0,
@@ -226,11 +244,12 @@ def seconds_of(job: Row) -> float:
     if job["part"] == "validate":
         runs = job.get("repeats", 0)
         return _VALIDATE[job["what"]] + (runs * work_of(job) / (ASSUMED * 1e12) if runs else 0.0)
-    if job["part"] not in ("shapes", "ladder", "variants", "scores", "backward"):
+    if job["part"] not in ("shapes", "ladder", "variants", "inputs", "captured", "backward"):
         return _ONCE[job["part"]]
     work = work_of(job) * (BACKWARD_WORK if job["part"] == "backward" else 1.0)
     each = max(2.0, work / (ASSUMED * 1e9))  # ms of a replay
-    ways = len(PEERS) + 1 if job["part"] == "shapes" else len(ladder()) + 2 if job["part"] == "ladder" else 10
+    of_part = {"shapes": len(PEERS) + 1, "ladder": len(ladder()) + 2, "inputs": 5, "captured": 5}
+    ways = of_part.get(job["part"], 10)
     return _ONCE[job["part"]] + ways * max(4 * each, min(13 * each, 150.0)) / 1e3
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from flashlab.bench import harness, hopper_jobs, records
 from flashlab.bench.harness import Row
 from flashlab.bench.hopper_jobs import CUDNN, FA4, HEAD_DIMS, KINDS, OURS, P9, PEERS, RULE, jobs
+from flashlab.bench.roofline import TENSOR_FLOPS
 from flashlab.table import Table
 
 
@@ -23,13 +24,24 @@ def right(row: Row) -> bool:
 class Standing:
     """A shape of a record: ours beside the best of its peers.
 
-    ratio: how many times as fast; 0 where ours is wrong, None where one of the two has no time.
+    ratio: how many times as fast, by medians; 0 where ours is wrong, None where one of the two has no time.
     """
 
     job: Row
     rows: dict[str, Row]
     best: str | None
     ratio: float | None
+
+    @property
+    def span(self) -> tuple[float, float]:
+        """The ratio of the best peer's fastest round to our slowest, and of its slowest to our fastest; 0 where there
+        is no ratio."""
+        return spread(self.rows[OURS], self.rows[self.best]) if self.ratio and self.best else (0.0, 0.0)
+
+    @property
+    def said(self) -> str:
+        """ "1.03 (1.01 to 1.05)": the ratio and its span; "" where there is none."""
+        return "" if self.ratio is None else f"{self.ratio:.2f} ({self.span[0]:.2f} to {self.span[1]:.2f})"
 
     @property
     def label(self) -> str:
@@ -40,6 +52,11 @@ class Standing:
 
 
 _JOB = ("part", "kind", "shape", "kv_heads", "keys", "causal", "dtype")
+
+
+def spread(ours: Row, peer: Row) -> tuple[float, float]:
+    """How many times as fast ours is at least and at most, by the fastest and the slowest round of both."""
+    return peer["fastest"] / ours["slowest"], peer["slowest"] / ours["fastest"]
 
 
 def standings(data: Row) -> list[Standing]:
@@ -53,12 +70,8 @@ def standings(data: Row) -> list[Standing]:
 
 
 def _standing(job: Row, rows: dict[str, Row]) -> Standing:
-    able = {name: rows[name]["ms"] for name in PEERS if "ms" in rows.get(name, {})}
-    best = min(able, key=able.__getitem__) if able else None
-    ours = rows.get(OURS, {})
-    ratio = None
-    if best and "ms" in ours:
-        ratio = able[best] / ours["ms"] if right(ours) else 0.0
+    best = best_of(rows)
+    ratio = (rows[best]["ms"] / rows[OURS]["ms"] if right(rows[OURS]) else 0.0) if best else None
     return Standing(job, rows, best, ratio)
 
 
@@ -128,9 +141,8 @@ def verdicts(data: Row) -> list[Verdict]:
             said += f", without {FA4}"
         wrong = "wrong at " if worst.ratio == 0 else ""
         at = f"{wrong}{worst.label}" + (f" (beside {worst.best})" if worst.ratio else "")
-        found.append(
-            Verdict(goal.text, f"{goal.least:.2f}", said, f"{value:.3f}", at, f"{len(there)} of {len(wanted)}")
-        )
+        is_ = f"{value:.2f}" if goal.mean else worst.said
+        found.append(Verdict(goal.text, f"{goal.least:.2f}", said, is_, at, f"{len(there)} of {len(wanted)}"))
     return found + [_validated(data, *about) for about in _VALIDATED]
 
 
@@ -189,7 +201,7 @@ def speed_table(data: Row, kinds: Sequence[str] = KINDS) -> Table:
                                          s.job["causal"], s.job["shape"][2]))  # fmt: skip
     rows = [
         [s.job["kind"], s.label, *(cell(s.rows.get(n)) for n in names), s.best or "",
-         "" if s.ratio is None else f"{s.ratio:.3f}"]
+         s.said]
         for s in order
     ]  # fmt: skip
     columns = ["", "", *names, "best peer", f"{OURS} / best"]
@@ -218,7 +230,7 @@ def mean_table(data: Row) -> Table:
     for key in sorted(classes, key=lambda c: (last.get(c[0]) or KINDS.index(c[0]), c[1] == "all", c)):
         some = classes[key]
         cells = [_mean_over(some, peer) for peer in PEERS]
-        rows.append([*key, len(some), *cells, f"{geometric_mean(s.ratio or 0.0 for s in some):.3f}"])
+        rows.append([*key, len(some), *cells, f"{geometric_mean(s.ratio or 0.0 for s in some):.2f}"])
     columns = ["", "dtype", "D", "mask", "shapes", *(f"/ {peer}" for peer in PEERS), "/ best"]
     caption = f"{_where(data)}: geometric means of how many times as fast {OURS} is"
     return Table.of(rows, columns, align="llrlr" + "r" * (len(PEERS) + 1), caption=caption if rows else "no mean yet")
@@ -279,26 +291,95 @@ def variant_table(data: Row) -> Table:
     return Table.of(cells, ["kernel", *shapes], align="l" + "r" * len(shapes), caption=caption)
 
 
-def score_table(data: Row) -> Table:
-    """How many times as fast trust makes the kernel, by what the scores are like."""
-    found: dict[str, dict[tuple[tuple[int, ...], bool], dict[str, Row]]] = {}
+AT = tuple[str, int, bool]  # inputs, or a layer of a model; head_dim; causal
+
+
+def input_rows(data: Row, part: str = "inputs") -> dict[AT, dict[str, Row]]:
+    """By what the inputs are like: the rows of everyone, by name; of "captured", by layer too."""
+    found: dict[AT, dict[str, Row]] = {}
     for r in data["rows"]:
-        if r["part"] == "scores" and "ms" in r:
-            found.setdefault(r["scores"], {}).setdefault((tuple(r["shape"]), r["causal"]), {})[r["name"]] = r
+        if r["part"] == part and "unavailable" not in r:
+            layer = f", layer {r['layer']}" if "layer" in r else ""
+            found.setdefault((r["inputs"] + layer, r["shape"][3], r["causal"]), {})[r["name"]] = r
+    return found
 
-    def cell(rows: dict[str, Row]) -> str:
-        trusting, looking = (next((r for n, r in rows.items() if test(n)), None) for test in (
-            lambda n: "=" not in n and n != CUDNN, lambda n: "TRUST=0" in n))  # fmt: skip
-        if not trusting or not looking:
-            return ""
-        wrong = "" if right(trusting) and right(looking) else " !"
-        return f"{trusting['tflops']:.0f} ({looking['ms'] / trusting['ms']:.2f}){wrong}"
 
-    shapes = list(dict.fromkeys(key for rows in found.values() for key in rows))
-    cells = [[scores, *(cell(rows.get(key, {})) for key in shapes)] for scores, rows in found.items()]
-    columns = [f"D {d}, N {n}{', causal' if causal else ''}" for (_, _, n, d), causal in shapes]
-    caption = f"{_where(data)}, bf16: TFLOP/s, in brackets over TRUST=0" if found else "no scores are measured"
-    return Table.of(cells, ["scores", *columns], align="l" + "r" * len(columns), caption=caption)
+def best_of(rows: Mapping[str, Row]) -> str | None:
+    """The name of the fastest peer; None without ours or without a peer."""
+    able = [n for n in PEERS if "ms" in rows.get(n, {})]
+    return min(able, key=lambda n: rows[n]["ms"]) if able and "ms" in rows.get(OURS, {}) else None
+
+
+def doubted(row: Row) -> float:
+    """The share of its trusted tiles that our kernel computes again."""
+    return row["doubted"] / max(1, row["trusted"])
+
+
+def input_table(data: Row, part: str = "inputs") -> Table:
+    """TFLOP/s of everyone by what the inputs are like, how many tiles are doubted, and ours over the best peer."""
+    found = {at: rows for at, rows in input_rows(data, part).items() if best_of(rows)}
+    names = list(dict.fromkeys(n for rows in found.values() for n in rows))
+    cells = []
+    for (kind, d, causal), rows in found.items():
+        ours, best = rows[OURS], best_of(rows) or ""
+        low, high = spread(ours, rows[best])
+        speeds = [f"{rows[n]['tflops']:.0f}{'' if right(rows[n]) else ' !'}" if n in rows else "" for n in names]
+        ratio = f"{rows[best]['ms'] / ours['ms']:.2f} ({low:.2f} to {high:.2f})"
+        cells.append([kind, d, "causal" if causal else "", f"{doubted(ours):.1%}", *speeds, best, ratio])
+    columns = ["inputs", "D", "", "doubted", *names, "best peer", f"{OURS} / best"]
+    caption = f"{_where(data)}, bf16, N = 4096: TFLOP/s; doubted: of the tiles that are trusted" if cells else ""
+    return Table.of(cells, columns, align="lrlr" + "r" * len(names) + "lr", caption=caption)
+
+
+def error_table(data: Row) -> Table:
+    """The largest error of o against float64, and in brackets the root of the mean square, of the part "inputs"."""
+    found = input_rows(data)
+    names = list(dict.fromkeys(n for rows in found.values() for n in rows if "rms" in rows[n]))
+    cells = [
+        [kind, d, "causal" if causal else "",
+         *(f"{rows[n]['error']:.2g} ({rows[n]['rms']:.1e})" if rows.get(n, {}).get("rms") else "" for n in names)]
+        for (kind, d, causal), rows in found.items()
+    ]  # fmt: skip
+    caption = f"{_where(data)}, bf16, N = 4096: the largest error of o over two heads (rms)" if names else ""
+    return Table.of(
+        cells if names else [], ["inputs", "D", "", *names], align="lrl" + "r" * len(names), caption=caption
+    )
+
+
+def clock_table(data: Row) -> Table:
+    """Each kernel alone for seconds: TFLOP/s, the SM clock and the power meanwhile, and of the tensor cores' peak at
+    that clock and at the highest, what it reached."""
+    rows = [r for r in data["rows"] if r["part"] == "clock" and r.get("clock")]
+    cells = []
+    for r in rows:
+        clock = r["clock"]
+        at_1_mhz = TENSOR_FLOPS * data["machine"]["sms"] / 1e6
+        shares = [f"{r['tflops'] / (at_1_mhz * mhz):.0%}" for mhz in (clock["median"], clock["max"])]
+        mhz = f"{clock['median']:.0f} ({clock['lowest']:.0f} to {clock['highest']:.0f})"
+        watts = f"{clock['watts']:.0f}" if "watts" in clock else ""
+        cells.append([r["shape"][3], r["inputs"], r["name"], f"{r['tflops']:.0f}", mhz, watts, *shares])
+    columns = [
+        "D",
+        "inputs",
+        "alone for seconds",
+        "TFLOP/s",
+        "MHz",
+        "watts",
+        "of the peak at that clock",
+        "at the highest",
+    ]
+    caption = f"{_where(data)}, bf16, N = 4096, no mask" if cells else ""
+    return Table.of(cells, columns, align="rllrrrrr", caption=caption)
+
+
+def against_best(data: Row) -> tuple[int, int, int, int]:
+    """Of so many shapes: at how many ours is ahead of the best peer by medians, at how many beyond both spreads, and
+    at how many it is behind beyond both spreads."""
+    found = [s for s in standings(data) if s.ratio is not None]
+    return (
+        len(found), sum((s.ratio or 0) > 1 for s in found), sum(s.span[0] > 1 for s in found),
+        sum(s.span[1] < 1 for s in found),
+    )  # fmt: skip
 
 
 def backward_table(data: Row) -> Table:
@@ -385,7 +466,8 @@ def lines(data: Row, names: Sequence[str], dtype: str = "bf16") -> dict[str, dic
 def tables(data: Row) -> list[Table]:
     """What there is beside the goals."""
     found = (
-        speed_table, mean_table, ladder_table, variant_table, score_table, backward_table, counter_table, profile_table,
+        speed_table, mean_table, ladder_table, variant_table, input_table, error_table,
+        lambda data: input_table(data, "captured"), clock_table, backward_table, counter_table, profile_table,
     )  # fmt: skip
     return [table for make in found if (table := make(data)).rows]
 

@@ -10,6 +10,8 @@ tune        every tile of the search space of each Triton kernel; the best go to
 one head    the same for one head, bf16 and float32; with 2048 rows large tiles would leave most multiprocessors idle
 shapes      16384 queries and 2048 columns in all heads together, bf16: N 512 ... 16384, D 64, 128, 256, causal and
             not; forward, backward, both, and for both the memory that they need at their worst moment
+flex        FlexAttention at its best, beside cuDNN: its default tiles, max-autotune, the backend FLASH; forward first,
+            and first the shapes at which "shapes" has no row of it
 streams     the Triton backward with dq's kernel behind dkdv's, and beside it on a stream of its own; causal
 options     the Triton forward with one thing more or less: masks, split, descriptors, soft-cap, at N = 4096
 gluon       the three Gluon kernels and some of their tiles, forward at N = 4096
@@ -44,7 +46,7 @@ from flashlab.bench import harness, peers, published, records, timing
 from flashlab.bench.harness import Row, Way, times_of
 from flashlab.table import Table
 
-PARTS = ("tune", "one head", "shapes", "options", "streams", "gluon", "published")
+PARTS = ("tune", "one head", "shapes", "flex", "options", "streams", "gluon", "published")
 KERNELS = ("forward", "dkdv", "dq")
 TUNED = ("tune", "one head")
 PASSES = ("forward", "backward", "both")
@@ -101,6 +103,15 @@ def jobs(parts: Sequence[str] = PARTS) -> list[Row]:
         found += [
             {"part": "shapes", "shape": list(shape), "causal": causal, "pass": name}
             for shape in shapes() for causal in (False, True) for name in PASSES
+        ]  # fmt: skip
+    if "flex" in parts:
+        # "shapes" has FlexAttention at N = 512, 8192, 1024 and 4096 (not D = 256), 2048 (D = 256), 16384 (D = 128)
+        without = [s for s in shapes() if (s[2] in (1024, 4096) and s[3] == 256) or (s[2] == 16384 and s[3] != 128)
+                   or (s[2] == 2048 and s[3] != 256)]  # fmt: skip
+        found += [
+            {"part": "flex", "shape": list(shape), "causal": causal, "pass": name}
+            for name in ("forward", "backward")
+            for shape in sorted(shapes(), key=lambda s: s not in without) for causal in (False, True)
         ]  # fmt: skip
     if "options" in parts:
         found += [{"part": "options", "shape": [4, 2048 // d, 4096, d], "pass": "forward"} for d in (128, 64)]
@@ -168,9 +179,8 @@ def forwards(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, na
         GLUON: lambda: lambda: flash_attention_gluon(q, k, v, causal=causal)[0],
         "FlashAttention-2": lambda: peers.sdpa("FLASH_ATTENTION", q, k, v, causal),
         "cuDNN": lambda: peers.sdpa("CUDNN_ATTENTION", q, k, v, causal),
-        "FlexAttention": lambda: peers.flex(q, k, v, causal),
         "eager": eager,
-    }
+    } | {how: functools.partial(peers.flex, q, k, v, causal, how) for how in peers.FLEX}
     return {name: made[name]() for name in names}
 
 
@@ -266,9 +276,15 @@ def measure(job: Row, without: Sequence[str] = ()) -> list[Row]:
         hopper = [BOXES] + ([GLUON] if GLUON not in without and trial("specialised") is None else [])
         hopper = hopper if torch.cuda.get_device_capability(q.device) >= (9, 0) else []
         names = [OURS, *([] if with_grad else hopper), *PEERS]
+    if job["part"] == "flex":
+        names = ["cuDNN", *peers.FLEX]
     names = [name for name in names if name not in without]
     ways = passes(job["pass"], forwards(q, k, v, job["causal"], names), (q, k, v), grad_o)
     found, reasons = times_of(ways)
+    if job["part"] == "flex" and not with_grad and "cuDNN" in found:
+        want = ways["cuDNN"]().float()
+        for name in found:
+            found[name]["difference_to_cudnn"] = (ways[name]().float() - want).abs().max().item()
     if job["pass"] == "both" and q.is_cuda:
         for name in found:
             found[name]["peak_bytes"] = timing.allocated(ways[name])
@@ -394,6 +410,8 @@ def prepare(job: Row, tile: Sequence[int] | None = None, without: Sequence[str] 
         return
     q, k, v, grad_o = make(job["shape"], DTYPES[job.get("dtype", "bf16")], grad=job["pass"] != "forward")
     names = [OURS, *(["FlexAttention"] if job["part"] == "shapes" and "FlexAttention" not in without else [])]
+    if job["part"] == "flex":  # max-autotune measures while it compiles: not beside others
+        names = ["FlexAttention", "FlexAttention, FLASH"]
     timing.able(passes(job["pass"], forwards(q, k, v, job["causal"], names), (q, k, v), grad_o))
 
 
@@ -404,9 +422,9 @@ def prepare_all(todo: Sequence[Row], until: float, without: Sequence[str] = ()) 
         if job["part"] in TUNED:
             for tile in tiles_of(job):
                 tasks[f"{harness.describe(job)} {tile}"] = (job, list(tile))
-        elif job.get("pass") != "backward":  # which "both" compiles
+        elif job.get("pass") != "backward" or job["part"] == "flex":  # elsewhere "both" compiles it
             # A Triton kernel is the same for all lengths; FlexAttention is compiled for each.
-            every = job["part"] == "shapes" and "FlexAttention" not in without
+            every = job["part"] in ("shapes", "flex") and "FlexAttention" not in without
             tasks[harness.describe(job if every else job | {"shape": job["shape"][3]})] = (job, None, without)
     workers = max(1, min(12, (os.cpu_count() or 2) - 2))
     start = time.monotonic()
@@ -451,6 +469,25 @@ def option_times(data: dict[str, Any]) -> dict[int, dict[str, float]]:
         if r["part"] == "options" and "ms" in r:
             found.setdefault(r["shape"][3], {})[r["name"]] = r["ms"]
     return {d: found[d] for d in sorted(found)}
+
+
+def flex_table(data: dict[str, Any], which: str = "forward") -> Table:
+    """TFLOP/s of the part "flex"; a dash where one has no time, and the reasons in the caption."""
+    names = ["cuDNN", *peers.FLEX]
+    found: dict[tuple[int, bool, int], dict[str, str]] = {}
+    why: dict[str, str] = {}
+    for r in data["rows"]:
+        if (r["part"], r.get("pass")) == ("flex", which) and r["name"] in names:
+            cell = f"{r['tflops']:.0f}" if "ms" in r else "–"
+            found.setdefault((r["shape"][3], r["causal"], r["shape"][2]), {})[r["name"]] = cell
+            if "ms" not in r:
+                why.setdefault(r["name"], r["unavailable"])
+    rows = [
+        [d, "causal" if causal else "whole", n, *(cells.get(name, "") for name in names)]
+        for (d, causal, n), cells in sorted(found.items())
+    ]
+    caption = f"{data['machine']['gpu']}, {which}: TFLOP/s" + "".join(f"; {n}: {x}" for n, x in why.items())
+    return Table.of(rows, ["D", "mask", "N", *names], align="rlrrrrr", caption=caption if rows else "not measured")
 
 
 def stream_table(data: dict[str, Any]) -> Table:

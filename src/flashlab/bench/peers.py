@@ -90,8 +90,19 @@ def replaced() -> int:
     return counters["inductor"]["fuse_attention"]
 
 
-def flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False) -> Callable[[], torch.Tensor]:
-    """FlexAttention, compiled for these shapes; a causal mask as a block mask, made here.
+FLEX: dict[str, tuple[str | None, dict[str, Any] | None]] = {
+    "FlexAttention": (None, None),
+    "FlexAttention, max-autotune": ("max-autotune-no-cudagraphs", None),
+    "FlexAttention, FLASH": (None, {"BACKEND": "FLASH"}),
+}
+"""The mode of torch.compile and the kernel_options: with its default tiles; with tiles that it tries out for a shape;
+by the kernels of FlashAttention-4, where flash_attn.cute can be imported."""
+
+
+def flex(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False, how: str = "FlexAttention"
+) -> Callable[[], torch.Tensor]:
+    """FlexAttention as FLEX has it, compiled for these shapes; a causal mask as a block mask, made here.
 
     It raises where it would not be fused: past its limit of recompilations torch.compile otherwise runs the unfused
     operations, which would make any kernel look good. The limit is raised as well.
@@ -100,8 +111,9 @@ def flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False
 
     rows, keys = q.shape[2], k.shape[2]
     mask = create_block_mask(_causal, None, None, rows, keys, device=q.device.type) if causal else None
-    compiled = _compiled_flex()
-    return lambda: compiled(q, k, v, block_mask=mask)
+    mode, options = FLEX[how]
+    compiled = _compiled_flex(mode)
+    return lambda: compiled(q, k, v, block_mask=mask, kernel_options=options)
 
 
 def _causal(batch: Any, head: Any, query: Any, key: Any) -> Any:
@@ -109,8 +121,8 @@ def _causal(batch: Any, head: Any, query: Any, key: Any) -> Any:
 
 
 @functools.cache
-def _compiled_flex() -> Callable[..., torch.Tensor]:
+def _compiled_flex(mode: str | None) -> Callable[..., torch.Tensor]:
     from torch.nn.attention.flex_attention import flex_attention
 
     many_shapes()
-    return torch.compile(flex_attention, **COMPILE)
+    return torch.compile(flex_attention, mode=mode, **COMPILE)

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flashlab.bench import hopper_jobs, hopper_results, layer, lm, records, scalar, timing
+from flashlab.bench import hopper_inputs, hopper_jobs, hopper_results, layer, lm, peers, records, scalar, timing
 from flashlab.bench.harness import Data, Row
 from flashlab.kernels.series import SERIES
 
@@ -52,9 +52,11 @@ long ones.*"""
 HOW = """
 All numbers are TFLOP/s: the work of the formula, divided by the median time. The work of a head is 4 N² D forward, 2.5
 times that backward, and half of it under a causal mask. Times are of the kernels alone, without their launches from
-Python; all of a row ran in turns. The inputs are bfloat16, with as many rows at every N: batch 16384 / N, 2048 / D
-heads. FlashAttention-2 and cuDNN are those in PyTorch, forced; FlexAttention is compiled. The fastest of a row is bold.
-A dash: not measured."""
+Python; all of a row ran in turns. The inputs are random normal numbers in bfloat16, unless a table says otherwise, with
+as many rows at every N: batch 16384 / N, 2048 / D heads. FlashAttention-2 and cuDNN are those in PyTorch, forced;
+FlexAttention is compiled{flex}. The fastest of a row is bold. A dash: not measured."""
+FLEX = """, with its own tiles, with max-autotune and with its FLASH backend: the best of them, partly from a run of its
+own"""
 Key = tuple[str, int, int, bool, str]  # pass, head_dim, seq_len, causal, who
 All = Mapping[str, Data]
 
@@ -72,6 +74,10 @@ def speeds(found: All) -> dict[Key, Row]:
     for row in found["industrial"].get("rows", []):
         if row["part"] == "shapes" and "name" in row:
             rows[row["pass"], row["shape"][3], row["shape"][2], row["causal"], row["name"]] = row
+    for row in found["industrial"].get("rows", []):
+        key = (row.get("pass"), *row.get("shape", ())[:1:-1], row.get("causal"), "FlexAttention")
+        if row["part"] == "flex" and row["name"] in peers.FLEX and "tflops" in row:
+            rows[key] = max(row, rows.get(key, row), key=lambda r: r.get("tflops", 0.0))
     for row in found["mma"].get("final", []):
         batch, heads, n, d = row["shape"]
         same_work = (batch * n, heads * d) == (16384, 2048)  # as in the part "shapes"
@@ -237,16 +243,20 @@ def hopper_words(found: All) -> list[str]:
     if not found["hopper"]:
         return []
     ours, said = hopper_jobs.OURS, []
-    all_ = [s.ratio for s in hopper_results.standings(found["hopper"]) if s.ratio is not None]
+    worst = min((s for s in hopper_results.standings(found["hopper"]) if s.ratio is not None),
+                key=lambda s: s.ratio or 0.0, default=None)  # fmt: skip
+    n, ahead, beyond, behind = hopper_results.against_best(found["hopper"])
     means = hopper_results.mean_table(found["hopper"])
-    if all_ and means.rows:
+    if worst and means.rows:
         row = dict(zip(means.columns, means.rows[-1], strict=True))
         peers = [n for n in ("cuDNN", "FlashAttention-4", "FlashAttention-2") if row.get(f"/ {n}")]
         parts = [f"{row[f'/ {n}']} times that of {n}" for n in peers]
         said.append(
-            f"Forward, the geometric mean over {row['shapes']} shapes (N from 512 to 32768, grouped heads and odd "
-            f"lengths too) is {_listed(parts)}, and {row['/ best']} times that of the best peer of each shape: slower "
-            f"than it at {share(sum(x < 1 for x in all_), len(all_))} shapes, {min(all_):.2f} times as fast at worst."
+            f"Forward, on random numbers, the geometric mean over {row['shapes']} shapes (N from 512 to 32768, grouped "
+            f"heads and odd lengths too) is {_listed(parts)}, and {row['/ best']} times that of the best peer of each "
+            f"shape. It is ahead of that one at {share(ahead, n)} shapes by the medians, and at {beyond} beyond the "
+            f"spread of both; it is behind at {n - ahead}, at {behind} of them beyond the spread. At worst it is "
+            f"{worst.said.replace('(', 'times as fast (')}."
         )
     goals = hopper_results.goal_table(found["hopper"])
     met = sum(row[-1].startswith("met") for row in goals.rows)
@@ -263,6 +273,87 @@ def hopper_words(found: All) -> list[str]:
         if (values := [row[ours] / row[name] for row in by_shape.values() if ours in row and name in row])
     ]  # fmt: skip
     return [*said, f"Backward (D 64 and 128): {'; '.join(parts)}."] if parts else said
+
+
+def input_table(found: All) -> str:
+    """Phase 11's kernel on inputs that are not random, beside its peers; "" where nothing is recorded."""
+    at = hopper_results.input_rows(found["hopper"]) if found["hopper"] else {}
+    titles = {hopper_jobs.OURS: "phase 11, ours", **{n: n for n in ("cuDNN", "FlashAttention-4", "FlashAttention-2")}}
+    lines = [f"| scores | D | doubted | {' | '.join(titles.values())} | over the best | causal | error, ours | peers |",
+             "|---|--:|" + "--:|" * (len(titles) + 5)]  # fmt: skip
+    for (kind, d, causal), rows in at.items():
+        if causal or not hopper_results.best_of(rows):
+            continue
+        best = max(rows[n]["tflops"] for n in titles if n in rows)
+        cells = [f"**{cell(rows[n])}**" if rows[n]["tflops"] == best else cell(rows[n]) for n in titles if n in rows]
+        over = [_over_best(some) for some in (rows, at.get((kind, d, True), {}))]
+        errors = [rows[hopper_jobs.OURS]["error"], min(rows[n]["error"] for n in list(titles)[1:] if n in rows)]
+        lines.append(
+            f"| {kind} | {d} | {hopper_results.doubted(rows[hopper_jobs.OURS]):.1%} | {' | '.join(cells)} | "
+            f"{' | '.join(f'{x:.2f}' if x else '–' for x in over)} | {' | '.join(f'{x:.1e}' for x in errors)} |"
+        )
+    return "\n".join(lines) if at else ""
+
+
+def _over_best(rows: Mapping[str, Row]) -> float | None:
+    best = hopper_results.best_of(rows)
+    return rows[best]["ms"] / rows[hopper_jobs.OURS]["ms"] if best else None
+
+
+def input_words(found: All) -> list[str]:
+    """Where trust pays and where it costs, how rare that is in models, how far its results are off, and at which clock;
+    [] where nothing is recorded."""
+    data, said = found["hopper"] or {"rows": []}, []
+    made = [(at, r, x) for at, r in hopper_results.input_rows(data).items() if (x := _over_best(r))]
+    if made:
+        costs = sorted({at[0] for at, _, x in made if x < 1})
+        said.append(
+            "**Trust.** The kernel computes most tiles of keys under the maximum of those before, and again where a "
+            "sum says that this was too low (*doubted*). In the table scores *rise* by 12 from one tile to the next; a "
+            f"*sink* is a first key 30 above all others. It costs where {_listed(costs) or 'nothing'}: "
+            f"{min(x for *_, x in made):.2f} times the best peer's speed at worst, "
+            f"{max(x for *_, x in made):.2f} times at best."
+        )
+        wide = [
+            (r[hopper_jobs.OURS]["error"] / min(p["error"] for n, p in r.items() if n in hopper_jobs.PEERS), at)
+            for at, r, _ in made
+        ]
+        most, at = max(wide)
+        if most > 1.2:
+            said.append(
+                f"**Accuracy.** Against float64 its largest error is at most {most:.1f} times that of the best peer "
+                f"({at[0]}, D {at[1]}{', causal' * at[2]}): a key that dominates its row has a weight of "
+                "exactly 1 only under the true maximum."
+            )
+    for model in hopper_inputs.LAYERS:
+        layers = {at: r for at, r in hopper_results.input_rows(data, "captured").items() if at[0].startswith(model)}
+        if not layers:
+            continue
+        doubts = [hopper_results.doubted(r[hopper_jobs.OURS]) for r in layers.values()]
+        over = [x for r in layers.values() if (x := _over_best(r))]
+        speed = f" It is {min(over):.2f} to {max(over):.2f} times as fast there as the best peer." if over else ""
+        said.append(
+            f"**Scores of a model**, {model} ({len(layers)} layers, 4096 tokens, causal): {max(doubts):.1%} of the "
+            f"trusted tiles are doubted in the worst layer, less than 0.1 % in "
+            f"{share(sum(x < 0.001 for x in doubts), len(doubts))}.{speed}"
+        )
+    clocks = {
+        (r["shape"][3], r["inputs"], r["name"]): r for r in data["rows"] if r["part"] == "clock" and r.get("clock")
+    }
+    parts = []
+    for name, words in {hopper_jobs.OURS: "our kernel", "cuDNN": "cuDNN", "matmul": "a product of matrices"}.items():
+        pair = [clocks.get((SHAPE[3], kind, name)) for kind in ("random", "zeros")]
+        if all(pair):
+            mhz, zeros = ([r["clock"]["median"], r["tflops"]] for r in pair if r)
+            parts.append(
+                f"{words} at {mhz[0]:.0f} MHz ({mhz[1]:.0f} TFLOP/s; on zeros {zeros[0]:.0f} MHz, {zeros[1]:.0f})"
+            )
+    if parts:
+        most = max(r["clock"]["max"] for r in clocks.values())
+        said.append(
+            f"**The clock.** Alone for seconds, D 128, {_listed(parts)}: the power cap sets it, of {most:.0f} MHz."
+        )
+    return said
 
 
 def ladder_table(found: All) -> str:
@@ -440,7 +531,8 @@ def machine_words(found: All) -> str:
     ]
     said = "Measured on " + " And on ".join(lines)
     if clocks:
-        said += f" The median of the SM clock was {min(clocks):.0f} to {max(clocks):.0f} MHz."
+        said += f" Over whole runs, pauses included, the median of the SM clock was {min(clocks):.0f} to "
+        said += f"{max(clocks):.0f} MHz; under a kernel that runs for long it is lower."
     left = found["industrial"].get("left", 0)
     return said + (f" In the record industrial {left} measurements are still to be made." if left else "")
 
@@ -565,12 +657,13 @@ def alternative(data: Mapping[str, Any]) -> str:
 def block(found: All) -> str:
     """What stands between the README's marks, in Markdown."""
     data, lost, cuda, models = drawn(found), losses(found), cuda_words(found), model_words(found)
-    hopper = hopper_table(found)
+    hopper, inputs = hopper_table(found), input_table(found)
+    flex = any(row["part"] == "flex" and "ms" in row for row in found["industrial"].get("rows", []))
     parts = [
         f"![{alternative(data)}](docs/results.svg)",
         " ".join(CAPTION.split()),
         short(found),
-        " ".join(HOW.split()),
+        " ".join(HOW.format(flex=FLEX if flex else "").split()),
         "**Forward pass**",
         table(found, "forward"),
         "**Backward pass alone**",
@@ -579,6 +672,11 @@ def block(found: All) -> str:
         "**Phase 11: Hopper's own instructions**, forward, beside its peers in a run of its own" if hopper else "",
         hopper,
         "\n".join(f"- {line}" for line in hopper_words(found)),
+        "**The same kernel on other inputs**, forward, N = 4096, no mask (behind *over the best*: with a causal mask)"
+        if inputs
+        else "",
+        inputs,
+        "\n".join(f"- {line}" for line in input_words(found)),
         machine_words(found),
         "### Where it loses, and where it wins",
         f"Over every recorded shape{_spans(found)}:" if lost else "",

@@ -140,15 +140,18 @@ def sources() -> str:
     return found.hexdigest()[:12]
 
 
+def this_gpu() -> str:
+    """The current GPU as nvidia-smi and NVML name it: by its UUID, since CUDA_VISIBLE_DEVICES renumbers."""
+    uuid = getattr(torch.cuda.get_device_properties(torch.cuda.current_device()), "uuid", None)
+    return f"GPU-{uuid}" if uuid else str(torch.cuda.current_device())
+
+
 def nvidia_smi(query: str) -> str | None:
     """What nvidia-smi answers for the current GPU, "clocks.sm" or "driver_version"; None where it does not."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return None
-    # By its UUID: CUDA_VISIBLE_DEVICES renumbers.
-    uuid = getattr(torch.cuda.get_device_properties(torch.cuda.current_device()), "uuid", None)
-    which = f"GPU-{uuid}" if uuid else str(torch.cuda.current_device())
-    command = [tool, f"--query-gpu={query}", "--format=csv,noheader,nounits", "-i", which]
+    command = [tool, f"--query-gpu={query}", "--format=csv,noheader,nounits", "-i", this_gpu()]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):

@@ -16,17 +16,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from flashlab import runtime
 from flashlab.attention.cost import Cost, fused_cost, naive_cost
 from flashlab.bench import records
 
 SHAPE = (4, 16, 4096, 128)
 """(batch, heads, N, D) of most points: large, and in the records of phases 4, 7 to 9 and 11."""
+TENSOR_FLOPS = 4096
+"""Per clock and multiprocessor of Hopper, with 16-bit inputs: four tensor cores of 512 multiply-adds each."""
 FLOAT32, MMA, WGMMA = "float32 multiply-adds", "mma.sync", "wgmma"
 
 
 class Ceilings(NamedTuple):
-    """Of a GPU: 10^12 bytes per second of memory, and 10^12 FLOP/s of each unit; and which of them a datasheet says."""
+    """Of a GPU: 10^12 bytes per second of memory, and 10^12 FLOP/s of each unit at its highest clock; and which of them
+    are the documentation's."""
 
     gpu: str
     memory: float
@@ -62,8 +64,9 @@ def recorded() -> list[dict[str, Any]]:
 def ceilings(hardware: dict[str, Any]) -> Ceilings:
     """What one record of hardware measured.
 
-    mma.sync and multiply-adds: the best rate per clock, at the highest clock of that GPU. Memory: the most bytes per
-    second that any of the recorded kernels moved to and from DRAM. wgmma has not been measured: it is the datasheet's.
+    mma.sync and multiply-adds: the best rate per clock, at the highest clock of that GPU. wgmma has not been measured:
+    it is TENSOR_FLOPS, at the same clock. (The datasheet's TFLOP/s are of a lower one.) Memory: the most bytes per
+    second that any of the recorded kernels moved to and from DRAM.
     """
     machine = hardware["machine"]
     clocks = machine["sms"] * machine["sm_clock_mhz"]["max"] * 1e6 / 1e12
@@ -71,10 +74,10 @@ def ceilings(hardware: dict[str, Any]) -> Ceilings:
     def most(instruction: str) -> float:
         return max(r["per_clock"] for r in hardware["rates"] if r["instruction"] == instruction)
 
+    # An mma.sync of 16 x 8 x 16 is 4096 FLOPs too.
     units = {FLOAT32: 2 * clocks * most("multiply-adds"), MMA: 4096 * clocks * most("mma, float32 sums")}
-    name = machine["gpu"].removeprefix("NVIDIA ")
-    if machine["target"] == "sm_90" and name in runtime.GPUS:
-        units[WGMMA] = runtime.GPUS[name].fp16_tflops or units[MMA]
+    if machine["target"] == "sm_90":
+        units[WGMMA] = TENSOR_FLOPS * clocks
     moved = max((r["dram_read"] + r["dram_written"]) / r["nanoseconds"] for r in hardware["traffic"])
     return Ceilings(machine["gpu"], moved / 1e3, units, tuple(u for u in units if u == WGMMA))
 

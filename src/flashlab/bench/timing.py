@@ -6,26 +6,30 @@
 
 Each function is recorded into a CUDA graph, so that its launches cost no time on the CPU, repeated until a replay takes
 some milliseconds. The graphs are then replayed in turns, round after round: a clock that falls as the chip gets warm
-falls for all of them. A list of functions instead of one stands for the same work on different tensors: where one set
+falls for all of them. Each round has an order of its own: nobody always comes right behind the one that heats the chip
+most. A list of functions instead of one stands for the same work on different tensors: where one set
 of tensors would stay in the L2 cache, the graph goes through them in turn.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import gc
+import math
+import random
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from flashlab import runtime
-from flashlab.bench.records import NoGpu, machine, nvidia_smi
+from flashlab.bench.records import NoGpu, machine, nvidia_smi, this_gpu
 
 Work = Callable[[], Any] | Sequence[Callable[[], Any]]
 
@@ -102,33 +106,75 @@ def interleaved(
     """
     if not torch.cuda.is_available():
         raise NoGpu("timing needs a GPU, and PyTorch sees none")
-    stream = torch.cuda.current_stream()
-    if stream == torch.cuda.default_stream():  # on which nothing can be recorded
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-    runs: dict[str, tuple[Callable[[], Any], int]] = {}
-    with torch.cuda.stream(stream):
-        for name, given in functions.items():
-            several = [given] if callable(given) else list(given)
-            for function in (*several, several[0]):  # builds, autotuning, workspaces
-                function()
-            once = _milliseconds(several[0], stream)
-            repeats = max(len(several), min(64, round(target_ms / max(once, 1e-3))))
-            work: Callable[[], Any] = functools.partial(_in_turn, several, repeats)
-            if graphs:
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, stream=stream):
-                    work()
-                work = graph.replay
-            runs[name] = (work, repeats)
+    with _own_stream() as stream:
+        runs = {name: _repeated(given, stream, target_ms, graphs) for name, given in functions.items()}
         samples: dict[str, list[float]] = {name: [] for name in runs}
-        for _ in range(rounds + 1):
-            for name, (work, repeats) in runs.items():
+        for number in range(rounds + 1):
+            for name in order(runs, number):
+                work, repeats = runs[name]
                 if len(samples[name]) < 4 or sum(samples[name]) * repeats < most_ms:
                     samples[name].append(_milliseconds(work, stream) / repeats)
+    return {name: summary(found[1:]) for name, found in samples.items()}  # the first round warms up
+
+
+def order(names: Iterable[str], number: int) -> list[str]:
+    """The names as they take turns in the round of that number: shuffled, the same way in every run."""
+    found = list(names)
+    random.Random(number).shuffle(found)
+    return found
+
+
+def sustained(functions: Mapping[str, Work], *, seconds: float = 2.5, settle: float = 1.2) -> dict[str, dict[str, Any]]:
+    """Each function alone, again and again for so many seconds; what is kept comes after it has settled.
+
+    Where a chip may draw only so much power, a clock that holds for milliseconds does not hold for a second.
+
+    Returns:
+        by name: ms of a call (the median), fastest, slowest, rounds, and `clock` as Clock.summary has it.
+    Raises:
+        NoGpu: there is none.
+    """
+    if not torch.cuda.is_available():
+        raise NoGpu("timing needs a GPU, and PyTorch sees none")
+    found = {}
+    with _own_stream() as stream, Clock(0.02) as clock:
+        for name, given in functions.items():
+            work, repeats = _repeated(given, stream, 20.0, True)
+            start, samples = time.monotonic(), []
+            while (now := time.monotonic()) < start + seconds:
+                ms = _milliseconds(work, stream) / repeats
+                samples += [ms] if now > start + settle else []
+            found[name] = summary(samples).row() | {"clock": clock.summary(start + settle, time.monotonic())}
+    return found
+
+
+@contextlib.contextmanager
+def _own_stream() -> Iterator[torch.cuda.Stream]:
+    """The current stream, or, where that is the default, on which nothing can be recorded, a new one."""
+    stream = torch.cuda.current_stream()
+    if stream == torch.cuda.default_stream():
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield stream
     if stream != torch.cuda.current_stream():
         torch.cuda.current_stream().wait_stream(stream)
-    return {name: summary(found[1:]) for name, found in samples.items()}  # the first round warms up
+
+
+def _repeated(given: Work, stream: torch.cuda.Stream, target_ms: float, graphs: bool) -> tuple[Callable[[], Any], int]:
+    """A function that does the work so often that it takes about target_ms, and how often that is."""
+    several = [given] if callable(given) else list(given)
+    for function in (*several, several[0]):  # builds, autotuning, workspaces
+        function()
+    once = _milliseconds(several[0], stream)
+    repeats = max(len(several), min(64, round(target_ms / max(once, 1e-3))))
+    work: Callable[[], Any] = functools.partial(_in_turn, several, repeats)
+    if graphs:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            work()
+        work = graph.replay
+    return work, repeats
 
 
 def on_cpu(functions: Mapping[str, Work], *, rounds: int = 3) -> tuple[dict[str, Timing], dict[str, str]]:
@@ -210,37 +256,35 @@ THROTTLES = {
 """The bits of nvidia-smi's reasons for a lower clock that say that the chip was held back."""
 
 
+class Sample(NamedTuple):
+    """A reading at a time of time.monotonic(); None for what is not known."""
+
+    at: float
+    mhz: int | None
+    reasons: int | None
+    watts: float | None
+
+
 class Clock:
-    """Samples the clock of the multiprocessors, in MHz, and what holds it down, while it is open."""
+    """Samples the clock of the multiprocessors, what holds it down, and the power, while it is open."""
+
+    def __init__(self, every: float = 0.5) -> None:
+        self.samples: list[Sample] = []
+        self._every = every
 
     def __enter__(self) -> Clock:
-        self.samples: list[int] = []
-        self.reasons: list[int] = []
-        self._most = self._number("clocks.max.sm")
+        self._most = _number(nvidia_smi("clocks.max.sm"))
         self._done = threading.Event()
-        self._thread = threading.Thread(target=self._sample, daemon=True)
+        self._thread = threading.Thread(target=self._sample, args=(_nvml() or _smi(),), daemon=True)
         self._thread.start()
         return self
 
-    @staticmethod
-    def _number(query: str) -> int | None:
-        said = nvidia_smi(query)
-        try:
-            return int(said, 0) if said else None  # reasons are hexadecimal
-        except ValueError:
-            return None
-
-    def _sample(self) -> None:
-        # The newer name first; nvidia-smi refuses a query with a name that it does not know.
-        names = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")
-        query = next((name for name in names if self._number(name) is not None), None)
-        while not self._done.wait(0.5):
-            clock = self._number("clocks.sm")
-            if clock is None:
+    def _sample(self, read: Reader) -> None:
+        while not self._done.wait(self._every):
+            found = read()
+            if found[0] is None:
                 return
-            self.samples.append(clock)
-            held = self._number(query) if query else None
-            self.reasons += [] if held is None else [held]
+            self.samples.append(Sample(time.monotonic(), *found))
 
     def __exit__(self, *exception: object) -> None:
         self._done.set()
@@ -248,20 +292,64 @@ class Clock:
 
     def throttled(self) -> dict[str, float] | None:
         """The share of the samples in which each of THROTTLES held the clock down; {} for never, None if not known."""
-        if not self.reasons:
+        reasons = [s.reasons for s in self.samples if s.reasons is not None]
+        if not reasons:
             return None
-        shares = {name: sum(bool(r & bit) for r in self.reasons) / len(self.reasons) for bit, name in THROTTLES.items()}
+        shares = {name: sum(bool(r & bit) for r in reasons) / len(reasons) for bit, name in THROTTLES.items()}
         return {name: share for name, share in shares.items() if share}
 
-    def summary(self) -> dict[str, float | None] | None:
-        """The median, lowest and highest sample, and what the chip can at most; None without samples."""
-        s = self.samples
-        if not s:
+    def summary(self, start: float = 0.0, end: float = math.inf) -> dict[str, float | None] | None:
+        """MHz of the samples between two times: median, lowest, highest, and what the chip can at most; the median of
+        the watts. None without samples."""
+        some = [s for s in self.samples if start <= s.at <= end]
+        mhz, watts = ([x for x in column if x is not None] for column in ([s[1] for s in some], [s[3] for s in some]))
+        if not mhz:
             return None
-        return {"median": statistics.median(s), "lowest": min(s), "highest": max(s), "max": self._most}
+        found = {"median": statistics.median(mhz), "lowest": min(mhz), "highest": max(mhz), "max": self._most}
+        return found | ({"watts": statistics.median(watts)} if watts else {})
+
+
+Reader = Callable[[], tuple[int | None, int | None, float | None]]  # MHz, the bits of THROTTLES, watts
+
+
+def _nvml() -> Reader | None:
+    """Reads by nvidia-smi's own library, which takes a millisecond; None where it is not to be found."""
+    handle = ctypes.c_void_p()
+    try:
+        library = ctypes.CDLL("libnvidia-ml.so.1")
+        clock, power = library.nvmlDeviceGetClockInfo, library.nvmlDeviceGetPowerUsage
+        held = library.nvmlDeviceGetCurrentClocksThrottleReasons
+        if library.nvmlInit_v2() or library.nvmlDeviceGetHandleByUUID(this_gpu().encode(), ctypes.byref(handle)):
+            return None
+    except (OSError, AttributeError):
+        return None
+
+    def read() -> tuple[int | None, int | None, float | None]:
+        mhz, milliwatts, reasons = ctypes.c_uint(), ctypes.c_uint(), ctypes.c_ulonglong()
+        failed = (clock(handle, 1, ctypes.byref(mhz)), held(handle, ctypes.byref(reasons)),  # 1: of the multiprocessors
+                  power(handle, ctypes.byref(milliwatts)))  # fmt: skip
+        said = (mhz.value, reasons.value, milliwatts.value / 1e3)
+        return tuple(None if bad else x for bad, x in zip(failed, said, strict=True))  # type: ignore[return-value]
+
+    return read
+
+
+def _smi() -> Reader:
+    """Reads by nvidia-smi, which takes half a second."""
+    # The newer name first; nvidia-smi refuses a query with a name that it does not know.
+    names = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")
+    query = next((name for name in names if nvidia_smi(name) is not None), None)
+    return lambda: (_number(nvidia_smi("clocks.sm")), _number(nvidia_smi(query)) if query else None, None)
+
+
+def _number(said: str | None) -> int | None:
+    try:
+        return int(said, 0) if said else None  # reasons are hexadecimal
+    except ValueError:
+        return None
 
 
 __all__ = [
     "Clock", "NoGpu", "THROTTLES", "Timing", "able", "allocated", "attention_flops", "input_sets", "interleaved",
-    "machine", "measured", "nvidia_smi", "on_cpu", "reason", "summary",
+    "machine", "measured", "nvidia_smi", "on_cpu", "order", "reason", "summary", "sustained",
 ]  # fmt: skip

@@ -1535,12 +1535,13 @@ _ALLOWED = 2.0**-12  # half of what P's rounding to fp16 does
         "2^x = 2^n * 2^f, with n the nearest whole number and f = x - n in [-0.5, 0.5]. 2^n needs no arithmetic: a "
         "float keeps its exponent, with 127 added, in bits 23 to 30.",
         "2^f by a polynomial, Horner's way: fmaf(f, fmaf(f, fmaf(f, c3, c2), c1), 1.f). Taylor's coefficients, ln 2, "
-        "ln(2)^2 / 2, ln(2)^3 / 6, are best at 0 only: they err by 6e-4 at 0.5. One term more, or coefficients that "
-        "spread the error: 0.6932829, 0.2422110, 0.0550090.",
-        "n = rintf(f) and (int) work. So does a trick without a conversion: x + 12582912.f rounds x to a whole number, "
-        "and leaves it in the lowest bits; __float_as_uint(that) << 23 has it where the exponent is.",
+        "ln(2)^2 / 2, ln(2)^3 / 6, are best at 0 only: at -0.5 they err by 8e-4 of the value, where 2.4e-4 is "
+        "allowed. One term more, or coefficients that spread the error: 0.6932829, 0.2422110, 0.0550090.",
+        "n = rintf(x) and (int) n work. So does a trick without a conversion: x + 12582912.f rounds x to a whole "
+        "number, and leaves it in the lowest bits; __float_as_uint(that) << 23 has it where the exponent is.",
         "Below -127 there is no such float: take the maximum of x and -127 first, so that -infinity does no harm. "
-        "Which maximum keeps NaN? fmaxf(x, y) does not; x < -127.f ? -127.f : x does.",
+        "Which maximum keeps NaN? fmaxf(x, y) does not; x < -127.f ? -127.f : x does. From n = 128 on the exponent "
+        "would run over as well: n = 128 itself has the bits of infinity, so cut there, and keep NaN.",
     ],
 )
 def _(exp2_polynomial: str) -> str:
@@ -1597,10 +1598,23 @@ def _(exp2_polynomial: str) -> str:
         "masked score is -infinity, and an exponent below -127 runs over into the sign",
         diagnosis="wrong-below",
     )
+    high = torch.cat([torch.linspace(8, 126, 2000), torch.tensor([127.4, 127.6, 128, 129, 200, 255, 256, 300])])
+    high = torch.cat([high, torch.tensor([1000, 2.0**22 + 0.5, 1e10, 1e30, torch.inf])])
+    y, least = _powers(module, whole, high), torch.exp2(high.double().clamp(max=126))
+    good = (y >= least * (1 - _ALLOWED)) & ((high > 126) | (y <= least * (1 + _ALLOWED)))
+    bad = (~good).nonzero().flatten().tolist()
+    at = bad[0] if bad else 0
+    expect(
+        not bad,
+        f"right from -infinity to 8, but exp2_polynomial({high[at]:g}) is {y[at]:.4g}, and should be "
+        f"{'2^126 or more' if high[at] > 126 else f'{least[at]:.4g}'}: under a maximum that is too low a score may be "
+        "any number, an exponent from 129 on runs over into the sign, and then no sum tells",
+        diagnosis="wrong-above",
+    )
     y = _powers(module, whole, torch.tensor([torch.nan]))
     sentence = f"exp2_polynomial(NaN) is {y[0]:g}: a NaN among the scores should be seen in the result, not hidden"
     expect(bool(y.isnan()), sentence, diagnosis="nan-hidden")
-    return f"{len(x)} numbers, the largest error {_ALLOWED:.1e} or less; -infinity and NaN too"
+    return f"{len(x)} numbers, the largest error {_ALLOWED:.1e} or less; both infinities and NaN too"
 
 
 def _other_coefficients(module: CudaModule, whole: Source) -> tuple[str, str] | None:

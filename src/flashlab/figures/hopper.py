@@ -85,17 +85,19 @@ def replayed(name: str, *, head_dim: int = 64, keys: int = 1024) -> Replay:
 
 _GROUP_HUES = [COLORS[name] for name in ("blue", "orange", "green", "purple")]
 # Kept apart from the consumers' hues, and from each other in grey: a wait for a stage is the palest.
-_WAITS = {"bytes": ("red", "bytes"), "release": ("light", "a free stage"), "products": ("black", "products"),
-          "barrier": ("yellow", "its turn")}  # fmt: skip
+_WAITS = {"bytes": ("red", "bytes"), "release": ("light", "a free stage"), "products": ("sky", "products"),
+          "barrier": ("black", "its turn")}  # fmt: skip
 
 
 def timelines(plots: Mapping[str, Replay], *, clocks: tuple[float, float]) -> Figure:
     """One panel for each: the copies, the producer, the tensor cores, and each consumer, over the model's clocks.
 
     A consumer has its colour on every line. On the tensor cores it is paler for the scores, full for the output; on its
-    own line a bar is exponentials, and a thin line a wait, coloured by what for (never in a consumer's colour).
+    own line a bar is exponentials, and a thin line a wait, coloured by what for (never in a consumer's colour). Waits
+    for a turn are a few clocks: they are high, and at least as wide as can be seen.
     """
     lines = {title: _lines(found) for title, found in plots.items()}
+    visible = (clocks[1] - clocks[0]) / 300
     figure, axes = plt.subplots(
         len(plots), 1, figsize=(9, 0.9 * len(plots) + 0.27 * sum(map(len, lines.values()))), sharex=True,
         squeeze=False, height_ratios=[len(some) for some in lines.values()], layout="constrained",
@@ -114,21 +116,24 @@ def timelines(plots: Mapping[str, Replay], *, clocks: tuple[float, float]) -> Fi
             elif s.what == "exponentials":
                 ax.barh(own, **bar, linewidth=0.4, color=hue)
             else:
-                ax.barh(own, **bar | {"height": 0.16}, linewidth=0, color=COLORS[_WAITS[s.what][0]])
+                turn = {"height": 1.0, "width": max(visible, s.end - s.begin), "zorder": 3}
+                bar |= turn if s.what == "barrier" else {"height": 0.16}
+                ax.barh(own, **bar, linewidth=0, color=COLORS[_WAITS[s.what][0]])
         ax.set(yticks=range(len(at)), yticklabels=list(at), xlim=clocks)
         ax.set_title(title, fontsize=10)
         ax.invert_yaxis()
         ax.grid(axis="y", visible=False)
     axes[-1, 0].set_xlabel("clocks of the model")
-    visible = (clocks[1] - clocks[0]) / 300
-    seen = {s.what for found in plots.values() for s in found.spans if s.end - s.begin > visible}
+    spans = [s for found in plots.values() for s in found.spans if s.end > clocks[0] and s.begin < clocks[1]]
+    seen = {s.what for s in spans if s.end - s.begin > visible or s.what == "barrier"}
     # Boxes for bars, in a consumer's hue; thin lines for waits, as they are drawn
     hue = _GROUP_HUES[0]
     keys = [Patch(color=hue, alpha=0.45, label="pale: S = Q K^T"),
             Patch(color=hue, label="full: O += P V, exponentials"),
             *(Line2D([], [], color=COLORS[hue], linewidth=3, label=f"waits for {text}")
               for what, (hue, text) in _WAITS.items() if what in seen)]  # fmt: skip
-    figure.legend(handles=keys, loc="outside lower center", ncols=len(keys), fontsize=8, handlelength=1.2)
+    figure.legend(handles=keys, loc="outside lower center", ncols=len(keys), fontsize=8, handlelength=1.2,
+                  columnspacing=1.2)  # fmt: skip
     return figure
 
 

@@ -8,21 +8,28 @@ rounding (`jitter`). Its curve differs from the first by what rounding alone can
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from flashlab import runtime
 from flashlab.models import text
 from flashlab.models.language_model import Config, LanguageModel, make_optimizer, train_step
 
-__all__ = ["distance", "train"]
+__all__ = ["distance", "fit", "train"]
 
 
-def train(
+def train(config: Config, **options: Any) -> list[float]:
+    """The losses of `fit`, whose options these are."""
+    return fit(config, **options)[1]
+
+
+def fit(
     config: Config, *, steps: int = 100, batch: int = 8, seq_len: int = 256, lr: float = 1e-3, seed: int = 0,
     autocast: torch.dtype | None = None, compile: bool = False, jitter: float = 0.0,
     device: torch.device | str | None = None,
-) -> list[float]:  # fmt: skip
-    """Train a model on the lessons' text, and return the loss of each step in nats per byte.
+) -> tuple[LanguageModel, list[float]]:  # fmt: skip
+    """Train a model on the lessons' text; return it, and the loss of each step in nats per byte.
 
     The first weights and the batches depend on the seed alone: neither on the attention nor on the device.
 
@@ -57,7 +64,7 @@ def train(
     for _ in range(steps):
         losses.append(train_step(model, optimizer, *next(pieces), autocast=autocast))  # no .item(): it would wait
         rise.step()
-    return torch.stack(losses).tolist()
+    return model, torch.stack(losses).tolist()
 
 
 def distance(a: list[float], b: list[float]) -> float:

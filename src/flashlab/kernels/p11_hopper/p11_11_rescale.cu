@@ -231,7 +231,8 @@ flash_forward(const Problem p, int heads_together,             // and what TMA h
         // endregion
 
         // region: rescale
-        // What was summed under the old maximum is brought under the new one: O later, when it is there
+        // What was summed under the old maximum is brought under the new one: O later, when it is there. All rows of
+        // a warp together, so a row's bits depend on the 15 others
         moved = __any_sync(~0u, moved);                        // New
         float correction[ROWS_PER_LANE];
         if (moved) {                                           // New

@@ -41,12 +41,12 @@ constexpr int SHARED = BARRIERS_AT + 8 * BARRIERS + 2 * sizeof(Part);
 // endregion
 
 // region: exponential
-// 2^x for x below 127, with a relative error of 1e-4: a rounding to fp16 errs by up to 5e-4. 2^x = 2^n 2^f, where
+// 2^x with a relative error of 1e-4, up to x = 127: a rounding to fp16 errs by up to 5e-4. 2^x = 2^n 2^f, where
 // n is the nearest integer. Adding 1.5 * 2^23 rounds to it, and leaves it in the sum's last bits; shifted, they are the
-// exponent of 2^n. Below 2^-127 the result is 0; NaN stays NaN.
+// exponent of 2^n. n = -127 gives 0, n = 128 infinity, and n goes no further. NaN stays NaN, in f.
 __device__ __forceinline__ float exp2_polynomial(float x) {
     x = x < -127.f ? -127.f : x;
-    const float shifted = x + 12582912.f, f = x - (shifted - 12582912.f);
+    const float shifted = fminf(x, 128.f) + 12582912.f, f = x - (shifted - 12582912.f);
     const float power = __uint_as_float((__float_as_uint(shifted) << 23) + 0x3f800000u);
     return fmaf(f, fmaf(f, fmaf(f, 0.0550089516f, 0.242211014f), 0.693282902f), 1.f) * power;
 }
@@ -264,7 +264,8 @@ flash_forward(const Problem p, int heads_together,             // and what TMA h
         // endregion
 
         // region: rescale
-        // What was summed under the old maximum is brought under the new one: O later, when it is there
+        // What was summed under the old maximum is brought under the new one: O later, when it is there. All rows of
+        // a warp together, so a row's bits depend on the 15 others
         moved = __any_sync(~0u, moved);
         float correction[ROWS_PER_LANE];
         if (moved) {

@@ -40,6 +40,7 @@ constexpr int KV_BYTES = BLOCK_N * HEAD_DIM * 2;     // per tile of shared memor
 // How far the row maximum may lag behind, in log2 units, where it is looked at; and the most that a lane's part of
 // a row of P may add up to, where it is not: far from fp16's 65504.
 constexpr float RESCALE_ABOVE = TRUST ? 0.f : 8.f, MOST = 16384.f;
+constexpr int MOST_WARY = 63;                                  // New: tiles that a warp is wary of after a doubt
 constexpr int SECOND = S_TILES / (HEAD_DIM == 64 ? 8 : 2), THIRD = S_TILES * 3 / 4;    // portions, in MMA tiles
 constexpr bool O_IN_Q = HEAD_DIM == 256;                       // New: O takes the place of Q: there is no other
 constexpr int Q_STAGES = O_IN_Q ? 1 : 2;                       // New: one of them then
@@ -65,12 +66,12 @@ template <bool CAUSAL> __host__ __device__ constexpr bool counted(int parts, int
 // endregion
 
 // region: exponential
-// 2^x for x below 127, with a relative error of 1e-4: a rounding to fp16 errs by up to 5e-4. 2^x = 2^n 2^f, where
+// 2^x with a relative error of 1e-4, up to x = 127: a rounding to fp16 errs by up to 5e-4. 2^x = 2^n 2^f, where
 // n is the nearest integer. Adding 1.5 * 2^23 rounds to it, and leaves it in the sum's last bits; shifted, they are the
-// exponent of 2^n. Below 2^-127 the result is 0; NaN stays NaN.
+// exponent of 2^n. n = -127 gives 0, n = 128 infinity, and n goes no further. NaN stays NaN, in f.
 __device__ __forceinline__ float exp2_polynomial(float x) {
     x = x < -127.f ? -127.f : x;
-    const float shifted = x + 12582912.f, f = x - (shifted - 12582912.f);
+    const float shifted = fminf(x, 128.f) + 12582912.f, f = x - (shifted - 12582912.f);
     const float power = __uint_as_float((__float_as_uint(shifted) << 23) + 0x3f800000u);
     return fmaf(f, fmaf(f, fmaf(f, 0.0550089516f, 0.242211014f), 0.693282902f), 1.f) * power;
 }
@@ -221,6 +222,7 @@ flash_forward(const Problem p, int heads_together, int groups, // and what TMA h
 
     // region: main loop
     int nth = 0;                                               // tiles so far
+    int wary, span;                                            // New: for how many tiles more; as the doubt was told
     // region: turns
     // Barrier 1 + c is consumer c's turn: its own 128 threads wait there, those of the one before it arrive.
     constexpr bool TURNS = PING_PONG && CONSUMERS > 1;         // New
@@ -326,7 +328,8 @@ flash_forward(const Problem p, int heads_together, int groups, // and what TMA h
         // endregion
 
         // region: rescale
-        // What was summed under the old maximum is brought under the new one: O later, when it is there
+        // What was summed under the old maximum is brought under the new one: O later, when it is there. All rows of
+        // a warp together, so a row's bits depend on the 15 others
         float correction[ROWS_PER_LANE];
         auto rescale = [&] {
             moved = __any_sync(~0u, moved);
@@ -368,26 +371,40 @@ flash_forward(const Problem p, int heads_together, int groups, // and what TMA h
         // region: trust
         // P of a full tile is computed under the maximum of the tiles before. Most often that is right, or too low
         // by little. If not, a sum tells: S has been overwritten by then, and the warp computes it again.
-        auto doubtful = [&] {                                  // May be asked of a portion too
-            bool found = false;
+        // Where none does, a tile adds up to 4 MOST |V| to O: it is finite if |V| < 2^112 / tiles, as all of fp16 is.
+        auto doubtful = [&](bool found) {                      // May be asked of a portion too
             for (int r = 0; r < ROWS_PER_LANE; r++) found |= !(sums[r] <= MOST) || m_i[r] == -INFINITY;  // NaN too
             return __any_sync(~0u, found);
         };
-        bool in_doubt = true;
+        // New: after a doubt the warp is wary for some tiles. It looks at the maxima before the second portion; S of the
+        // first one is kept for that. Wary for longer, the sooner one doubt follows another.
         if constexpr (TRUSTED) {
+            float first[SECOND * 4];
+            for (int i = 0; i < SECOND * 4; i++) first[i] = s[i];
             probabilities(0, SECOND);
-            in_doubt = doubtful();                             // No exponential is computed before its portion
+            bool in_doubt = doubtful(wary > 0);                // No exponential is computed before its portion
             if (LATE_TURN) pass_turn();
-            if (!in_doubt) {
-                probabilities(SECOND, THIRD);
-                output_is_there();                             // So P may be written,
-                round_p(0, THIRD);                             // while the third portion is computed
-                probabilities(THIRD, S_TILES);
-                in_doubt = doubtful();
-            } else output_is_there();
-            if (in_doubt) scores_again(s, (uint32_t)q_operand % 16384 * 16, k_smem + stage * KV_BYTES);
-        }
-        if (in_doubt) maxima(), rescale(), probabilities(0, S_TILES);
+            do {                                               // (with a branch of another form ptxas loses 4 %)
+                if (!in_doubt) {
+                    probabilities(SECOND, THIRD);
+                    output_is_there();                         // So P may be written,
+                    round_p(0, THIRD);                         // while the third portion is computed
+                    probabilities(THIRD, S_TILES);
+                    in_doubt = doubtful(false);
+                    if (!in_doubt) {
+                        span >>= 1;
+                        break;
+                    }
+                    scores_again(s, (uint32_t)q_operand % 16384 * 16, k_smem + stage * KV_BYTES);
+                    wary = span = min(4 * span + 3, MOST_WARY);
+                } else {
+                    output_is_there();
+                    for (int i = 0; i < SECOND * 4; i++) s[i] = first[i];
+                    wary = max(wary - 1, 0);
+                }
+                maxima(), rescale(), probabilities(0, S_TILES), round_p(0, THIRD);
+            } while (false);
+        } else maxima(), rescale(), probabilities(0, S_TILES);
         for (int r = 0; r < ROWS_PER_LANE; r++) l_i[r] += sums[r];
         if (lane == 0) mbarrier_arrive(empty_k + 8 * stage);   // this warp has read K_j
         // endregion
@@ -400,7 +417,7 @@ flash_forward(const Problem p, int heads_together, int groups, // and what TMA h
                 for (int i = 0; i < O_TILES * 4; i++) acc[i] *= correction[i / 2 % 2];
             }
         }
-        if (in_doubt) round_p(0, THIRD);
+        if (!TRUSTED) round_p(0, THIRD);
         round_p(THIRD, S_TILES);
         // endregion
         // endregion
@@ -415,6 +432,7 @@ flash_forward(const Problem p, int heads_together, int groups, // and what TMA h
         if (CAUSAL) full = max(0, min(full, (at.m_start + consumer * 64 + 1 + p.seq_k - p.seq_q) / BLOCK_N));
         for (float& x : acc) x = 0.f;
         for (int r = 0; r < ROWS_PER_LANE; r++) m_i[r] = -INFINITY, l_i[r] = 0.f;
+        wary = span = 0;                                       // New: or the bits would depend on who had which part
         // The last tiles may be seen by the other consumers' rows only
         const int first_row = at.m_start + consumer * 64, q_stage = n % Q_STAGES;
         const int mine = !CAUSAL ? at.end : first_row < p.seq_q ? min(at.end, end_of(first_row + 64)) : 0;
