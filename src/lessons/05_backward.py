@@ -1088,8 +1088,8 @@ for run in industrial.having(runs, "published"):
     display(industrial.eager_table(run, least=1024))
 
 # %% [markdown]
-# Below 1.00 eager attention is faster. Where that is so, it is float32 at short lengths. There each of our programs does one product behind the other, and waits for
-# each.
+# Below 1.00 eager attention is faster. Where that is so, it is float32 at short lengths. There each of our few programs does one product behind the other; that it waits for
+# each would explain it, and is a hypothesis.
 
 # %% [markdown]
 # ## 13 · Through the door

@@ -282,10 +282,11 @@ for run in RUNS:
 # %% [markdown]
 # At this point of the ladder it gains a little at $D = 64$ on random numbers. At $D = 128$ it gains nothing, and with the causal mask it
 # loses. Where every tile moves it costs. Section 12 asks again, inside the final kernel.
-#
+
+# %% [markdown]
 # *Is it exact?* In exact arithmetic, yes. In fp16, P's relative rounding does not depend on its size, unless it is so small that it becomes
-# subnormal, and a lagging reference makes P larger, not smaller. FlashAttention-4 (2026) has the idea too; its authors call it conditional
-# rescaling.
+# subnormal, and a lagging reference makes P larger, not smaller. But a row's last bits now depend on its neighbours: one row that moves far makes its whole warp rescale.
+# FlashAttention-4 (2026) has the idea too, in its kernels for Blackwell; its authors call it conditional rescaling.
 
 # %% [markdown]
 # ## 5 · 32 query rows per warp

@@ -539,7 +539,8 @@ def times_table(data: Data, case: str) -> Table:
         peak = _said(found["layer", "both"].get(name, {}), "peak_bytes", 2.0**-20)
         rows.append([name, *cells, peak, f"{faster:.2f}" if faster else ""])
     columns = ["", *(f"{scope}, {which}" for scope, which in kinds), "MiB, layer, both", "times as fast"]
-    caption = f"ms, {data['machine']['gpu'] or 'a CPU'}; times as fast as the original: the layer, both"
+    caption = f"ms, {data['machine']['gpu'] or 'a CPU'}; times as fast as the original: the layer, both; "
+    caption += "compiled: in turns of their own"
     return Table.of(rows, columns, align="l" + "r" * 6, caption=caption if rows else NOT_YET)
 
 

@@ -555,12 +555,13 @@ def model_words(found: All) -> list[str]:
         parts = []
         words = {layer.OURS: "with our kernels", layer.APART: "with our attention alone, and RoPE as PyTorch's",
                  layer.SDPA: "with PyTorch's SDPA",
-                 "SDPA, compiled": "with SDPA through `torch.compile`",
                  layer.ORIGINAL: "with the scores in memory"}  # fmt: skip
         for scope, text in (("layer", "the layer takes"), ("attention", "attention alone")):
             took = layer.times(found["layer"], "present", scope, "both")
             cells = [f"{took[name]:.1f} ms {what}" for name, what in words.items() if name in took]
             parts += [f"{text} {_listed(cells)}"] if cells else []
+        if faster := layer.ratio(found["layer"], "present", "SDPA, compiled", layer.OURS, which="both"):
+            parts.append(f"in turns with ours, SDPA's layer through `torch.compile` is {faster:.2f} times as fast")
         if parts:
             said.append(
                 "**A layer of today**, forward and backward (batch 4, 32 query heads, 8 key heads, N = 4096, D = 128, "
