@@ -239,6 +239,7 @@ PLAIN = """uint4 x = make_uint4(0, 0, 0, 0);
         ("    cp_async_wait<0>();\n    __syncthreads();  ", "    //", ("never-waited",)),
         ('extern "C" int forward', 'extern "C" int attend', ("wrong-entry",)),
         ("ldmatrix_x4_trans", "ldmatrix_x4", ("v-not-transposed",)),
+        ("extern __shared__ __align__(128) char", "extern __shared__ char", ("misaligned",)),
     ],
 )  # fmt: skip
 def test_a_wrong_page(old, new, slugs):
