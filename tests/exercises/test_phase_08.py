@@ -239,12 +239,18 @@ PLAIN = """uint4 x = make_uint4(0, 0, 0, 0);
         ("    cp_async_wait<0>();\n    __syncthreads();  ", "    //", ("never-waited",)),
         ('extern "C" int forward', 'extern "C" int attend', ("wrong-entry",)),
         ("ldmatrix_x4_trans", "ldmatrix_x4", ("v-not-transposed",)),
-        ("extern __shared__ __align__(128) char", "extern __shared__ char", ("misaligned",)),
     ],
 )  # fmt: skip
 def test_a_wrong_page(old, new, slugs):
     got = diagnosis("8.8", solution("blank_page", (old, new)))
     assert got in slugs if slugs else got not in ("does-not-compile", "not-solved-yet", "wrong-entry"), got
+
+
+def test_shared_memory_that_is_aligned_by_luck():
+    page = solution("blank_page", ("extern __shared__ __align__(128) char", "extern __shared__ char"))
+    with pytest.raises(CheckFailed, match=r"aligned to 1 byte only. Declare it with __align__\(16\)") as caught:
+        check("8.8", page)
+    assert caught.value.diagnosis == "misaligned"
 
 
 def test_shared_memory_that_was_not_asked_for():

@@ -313,7 +313,7 @@ def _unaligned_array(f: Facts, address: int, multiple: int) -> str:
     array, align = f.declared(address)
     if not 0 < align < multiple:
         return ""
-    return f": {array} is aligned to {_count(align, 'byte')} only. Declare it with __align__({multiple})"
+    return f": {array} is aligned to {_count(align, 'byte')} only. Declare it with __align__({max(16, multiple)})"
 
 
 def _misaligned(f: Facts) -> str:

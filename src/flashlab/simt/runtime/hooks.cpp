@@ -2,6 +2,7 @@
 // store that may touch memory others can see, and with -fsanitize=bounds one for each index that is too
 // large. Those functions usually come from a library of the compiler; here they are ours.
 #include "counters.h"
+#include "faults.h"
 #include "findings.h"
 #include "global_memory.h"
 #include "global_shadow.h"
@@ -28,6 +29,10 @@ static void access(Lane* me, uintptr_t a, int bytes, bool write, Style style, ui
     if (++me->accesses > 128 && !waited_for) {  // a lane far ahead would pile up half-filled requests
         let_others_run(me);
         me->pc = pc;
+        if (cancelled()) {  // it is hardly ever outside of the runtime, where a signal would reach it
+            file(me, {cancelled() == 1 ? "timeout" : "interrupted"});
+            end_launch(me, cudaErrorLaunchTimeout);
+        }
     }
     if (style != UNALIGNED && style != PART && a % bytes) file_misaligned(me, a, bytes, write);
     Conflict conflict;
