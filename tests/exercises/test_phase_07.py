@@ -330,6 +330,7 @@ PAGE = {
             "uint32_t b[4]; float x[4] = {}; for (int i = 0; i < 4; i++) mma_m16n8k16<T>(x, q[d], 0, 0);",
         ),
     ),
+    "aligned by luck": ("misaligned", ("__shared__ __align__(16) T", "__shared__ T")),
     "no launch": ("no-launch", ("attention<<<grid, 32, 0, (cudaStream_t)stream>>>(*p);", "(void)grid;")),
     "no forward": ("wrong-entry", ("int forward(", "int start(")),
     "a word too few": ("does-not-compile", ("const int lane = threadIdx.x,", "lane = threadIdx.x,")),

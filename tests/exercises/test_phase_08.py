@@ -245,6 +245,13 @@ def test_a_wrong_page(old, new, slugs):
     assert got in slugs if slugs else got not in ("does-not-compile", "not-solved-yet", "wrong-entry"), got
 
 
+def test_shared_memory_that_is_aligned_by_luck():
+    page = solution("blank_page", ("extern __shared__ __align__(128) char", "extern __shared__ char"))
+    with pytest.raises(CheckFailed, match=r"aligned to 1 byte only. Declare it with __align__\(16\)") as caught:
+        check("8.8", page)
+    assert caught.value.diagnosis == "misaligned"
+
+
 def test_shared_memory_that_was_not_asked_for():
     text = step("p8_6_store").path.read_text()
     assert diagnosis("8.8", text.replace("    cudaFuncSetAttribute", "    //")) == "launch-configuration"

@@ -364,7 +364,8 @@ def test_a_store_that_is_not_waited_for(mode, says):
 
 
 def test_what_is_stored_is_there_after_bulk_wait_only():
-    store(7, kind="global-race", line="store", other="read of y", says="writes with tma_store .* element 32 of y")
+    says = "reads in line .* element 40 of y, where a tma_store of thread 0 .* bulk_wait<0> for all groups"
+    store(7, kind="read-before-wait", line="read of y", other="store", says=says)
 
 
 def test_two_blocks_store_to_one_box():
@@ -414,7 +415,7 @@ extern "C" void run() {}
 
 
 @pytest.mark.skipif(find_nvcc() is None or shutil.which("g++") is None, reason="there is no nvcc")
-@pytest.mark.parametrize("name", ["hopper_copies.cu", "hopper_broken.cu"])
+@pytest.mark.parametrize("name", ["hopper_copies.cu", "hopper_broken.cu", "hopper_memory.cu"])
 def test_nvcc_compiles_it_for_hopper(tmp_path, name):
     command = [find_nvcc(), "-std=c++17", "-I", str(INCLUDE), "-gencode=arch=compute_90a,code=sm_90a", "-cubin",
                "-o", str(tmp_path / "out.cubin"), str(KERNELS / name)]  # fmt: skip

@@ -185,7 +185,7 @@ __attribute__((__noinline__)) int g();
     assert rows[4] == '    simt_configure("k<64>", k<64>, dim3(1, 2),'
     assert rows[5] == "            32, 0, s)(p);"
     assert rows[6] == '    simt_configure("ns::k<3>", ns::k<3>, 1, 32)(p);'
-    assert rows[7] == '    simt_configure_deduced("d", [](auto... a) { d(a...); }, 1, 32)(p, nullptr);'
+    assert rows[7] == '    simt_configure_deduced("d", [](const auto&... a) { d(a...); }, 1, 32)(p, nullptr);'
     assert rows[8] == '    simt_configure("(pick(p))", (pick(p)), 1, 32)(p);'
     assert rows[9:14] == text.splitlines()[9:14]
     assert rows[15:] == ["__attribute__((__noinline__)) int f();", "__attribute__((__noinline__)) int g();"]

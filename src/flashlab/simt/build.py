@@ -38,6 +38,7 @@ WRAPPED = (
     "exit", "_exit", "_Exit", "quick_exit", "abort", "__cxa_throw", "__cxa_allocate_exception",
 )  # fmt: skip
 SYSTEM = [Path("/usr/local/include"), Path("/usr/include")]  # where headers of the machine are
+PLACED = 1024  # bytes: an array of shared memory lies at its alignment beyond a multiple of this
 RED_ZONE = 1024  # bytes behind each static __shared__ array of a check build, which belong to nobody
 STATIC_SHARED = 48 * 1024  # bytes: what a GPU gives a kernel that has not asked for more
 
@@ -297,6 +298,7 @@ class Build:
     from_cache: bool
     shared: tuple[elf.Symbol, ...]  # the static __shared__ arrays, by their offset in the thread-local segment
     dynamic: int  # where `extern __shared__` begins in it
+    dynamic_align: int  # the alignment, in bytes, that it is declared with
 
 
 def build(
@@ -350,7 +352,8 @@ def build(
             preprocessed, warnings = _compile(cxx, flags, text, name, work, check, [])
         shared, dynamic = _link(cxx, runtime(cxx, runtime_defines), work, check, set(preprocessed.kernels))
         return {
-            "warnings": warnings, "interface": source.interface(preprocessed), "dynamic": dynamic,
+            "warnings": warnings, "interface": source.interface(preprocessed), "dynamic": dynamic[0],
+            "dynamic_align": dynamic[1],
             "shared": [dataclasses.astuple(s) for s in shared],
         }  # fmt: skip
 
@@ -360,6 +363,7 @@ def build(
         runner=runner(cxx), library=found.folder / "kernel.so", name=name, text=text, check=check,
         entries=source.entries(notes["interface"]), warnings=notes["warnings"], compiler=cxx,
         from_cache=found.from_cache, shared=tuple(elf.Symbol(*s) for s in notes["shared"]), dynamic=notes["dynamic"],
+        dynamic_align=notes["dynamic_align"],
     )  # fmt: skip
 
 
@@ -404,23 +408,27 @@ def _expect_static_fits(symbols: list[elf.Symbol]) -> None:
 
 def _link(
     cxx: Compiler, runtime: Path, work: Path, check: bool, kernels: set[str]
-) -> tuple[tuple[elf.Symbol, ...], int]:
+) -> tuple[tuple[elf.Symbol, ...], tuple[int, int]]:
     """Makes kernel.so of kernel.o and the runtime.
 
+    Each array lies where its declared alignment lets it lie, and at no better place: what needs more is found.
+
     Returns:
-        the static ``__shared__`` arrays, and where ``extern __shared__`` begins.
+        the static ``__shared__`` arrays; where ``extern __shared__`` begins, and the alignment it is declared with.
 
     Raises:
         CompileError: too much static shared memory, or what the linker says.
     """
     symbols = elf.thread_local_symbols(work / "kernel.o")
     _expect_static_fits(symbols)
-    if check:
-        elf.grow_thread_local(work / "kernel.o", RED_ZONE)
+    asked = elf.place_thread_local(work / "kernel.o", PLACED, RED_ZONE if check else 0)
+    aligned = [s.size for s in elf.variables(work / "kernel.o") if source.ALIGNED in s.name]
+    align = max(aligned, default=PLACED)
+    dynamic = DYNAMIC_SHARED + (f"_{align}" if align < PLACED else "")
     command = [cxx.path, "-shared", "kernel.o", str(runtime), "-o", "kernel.so"]
     command += ["-Wl,-Bsymbolic", "-Wl,--exclude-libs,ALL", "-static-libstdc++", "-static-libgcc", "-lpthread"]
     wanted = [s.name for s in symbols if not s.defined and s.name not in INDICES]
-    command += [f"-Wl,--defsym,{s}={DYNAMIC_SHARED}" for s in wanted]
+    command += [f"-Wl,--defsym,{s}={dynamic}" for s in wanted]
     command += [f"-Wl,--wrap={f}" for f in WRAPPED]
     if cxx.clang and check:  # it copies structs with memcpy, and its sanitizer looks at that from inside the function
         command += [f"-Wl,--wrap={f}" for f in ("memcpy", "memmove", "memset")]
@@ -433,5 +441,9 @@ def _link(
     named = re.compile("|".join(map(re.escape, sorted(kernels))) or "$^")
     functions = elf.functions(work / "kernel.so").items() if own else ()
     owners = {n: at for n, at in functions if named.search(n) and elf.base_name(n) in kernels}
-    arrays = {(s.offset, s.size): s.owned(owners) for s in there if s.name in own and s.defined and s.size}
-    return tuple(arrays.values()), next(s.offset for s in there if s.name == DYNAMIC_SHARED)
+    arrays = {
+        (s.offset, s.size): dataclasses.replace(s.owned(owners), align=asked.get(s.name, 0))
+        for s in there
+        if s.name in own and s.defined and s.size
+    }
+    return tuple(arrays.values()), (next(s.offset for s in there if s.name == dynamic), align)

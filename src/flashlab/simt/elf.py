@@ -22,6 +22,7 @@ class Symbol:
     size: int
     defined: bool
     kernel: int = 0  # the address of the kernel whose own it is; 0: of a function that several may call
+    align: int = 0  # of an array of shared memory: the alignment that it is declared with, in bytes; 0: not known
 
     def owned(self, kernels: dict[str, int]) -> Symbol:
         """With its kernel, of these by mangled name."""
@@ -96,11 +97,39 @@ def base_name(mangled: str) -> str:
     return last
 
 
-def grow_thread_local(path: Path | str, extra: int) -> None:
-    """Makes each section of thread-local zeros larger: so many bytes behind each variable, where each has its own."""
+def place_thread_local(path: Path | str, within: int, extra: int) -> dict[str, int]:
+    """Gives each thread-local variable of an object, in a section of its own, the alignment that it asks for, no more.
+
+    A variable of alignment A then lies A bytes beyond a multiple of ``within``, whatever the linker does.
+
+    Args:
+        path: the object; it is changed.
+        within: a power of two; variables of this alignment, or a larger one, stay as they are.
+        extra: bytes that are kept free behind each.
+
+    Returns:
+        name -> alignment, in bytes.
+    """
     data = bytearray(Path(path).read_bytes())
     (at,), (size, _) = struct.unpack_from("<Q", data, 40), struct.unpack_from("<HH", data, 58)
-    for i, (_, kind, flags, _, _, length, *_) in enumerate(_sections(bytes(data), path)):
+    sections = _sections(bytes(data), path)
+    found: dict[str, int] = {}
+    shifts: dict[int, int] = {}
+    for _, kind, _, _, offset, length, link, _, _, entry in sections:
+        if kind != _SYMTAB:
+            continue
+        for symbol in range(offset, offset + length // entry * entry, entry):
+            name, info, _, number, value, _ = struct.unpack_from("<IBBHQQ", data, symbol)
+            if info & 15 != _TLS or not number:
+                continue
+            begin = sections[link][4] + name
+            text = data[begin : data.index(b"\0", begin)].decode()
+            align = sections[number][8]
+            found[text], shifts[number] = align, align if align < within else 0
+            struct.pack_into("<Q", data, symbol + 8, value + shifts[number])
+    for i, (_, kind, flags, _, _, length, _, _, align, _) in enumerate(sections):
         if kind == _NOBITS and flags & _TLS_FLAG and length:
-            struct.pack_into("<Q", data, at + i * size + 32, length + extra)
+            struct.pack_into("<Q", data, at + i * size + 32, length + shifts.get(i, 0) + extra)
+            struct.pack_into("<Q", data, at + i * size + 48, max(align, within))
     Path(path).write_bytes(data)
+    return found

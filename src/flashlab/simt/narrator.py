@@ -220,6 +220,7 @@ class Narrator:
             kernel=launch.kernel if launch else "a kernel",
             warning=warning,
             shared=self._shared,
+            declared=self._declared,
             beyond=self._beyond,
             variable=self._variable,
             argument=lambda number: self.arguments.get(number, ("", 0, (), 1)),
@@ -251,6 +252,15 @@ class Narrator:
             if symbol.offset <= address < symbol.offset + symbol.size:
                 return f"{symbol.array} at byte {address - symbol.offset}"
         return "shared memory"
+
+    def _declared(self, address: int) -> tuple[str, int]:
+        """The array of shared memory that has this address, and the alignment that it is declared with."""
+        if address >= self.build.dynamic:
+            return "the dynamic shared memory", self.build.dynamic_align
+        for s in self.build.shared:
+            if s.offset <= address < s.offset + s.size:
+                return s.array, s.align
+        return "", 0
 
     def _beyond(self, offset: int, count: int) -> str:
         """What bytes of shared memory are that belong to no array of the kernel: what they are near to."""

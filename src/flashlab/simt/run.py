@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from flashlab.simt import process as processes
-from flashlab.simt.build import Build, build
+from flashlab.simt.build import PLACED, Build, build
 from flashlab.simt.errors import (
     DeadlockError,
     HostError,
@@ -110,7 +110,8 @@ class Module:
             return process.fiber_kind
 
     def _process(self):
-        description = "".join(f"array {s.offset} {s.size} {s.kernel}\n" for s in self.build.shared)
+        description = f"dynamic {self.build.dynamic_align % PLACED}\n"
+        description += "".join(f"array {s.offset} {s.size} {s.kernel}\n" for s in self.build.shared)
         return processes.process(self.build.runner, self.build.library, description)
 
     def __getattr__(self, name: str):

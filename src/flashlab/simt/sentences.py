@@ -40,7 +40,12 @@ _DID = {
 _GLOBAL = {
     "cp.async": "reads with cp.async", "tma_load": "reads with tma_load", "bulk_load": "reads with bulk_load",
     "tma_store": "writes with tma_store", "bulk_store": "writes with bulk_store",
-    "tma_reduce_add": "updates with tma_reduce_add",
+    "tma_reduce_add": "updates with tma_reduce_add", "volatile": "updates through a volatile",
+}  # fmt: skip
+_GLOBAL_DID = {
+    "cp.async": "read with cp.async", "tma_load": "read with tma_load", "bulk_load": "read with bulk_load",
+    "tma_store": "wrote with tma_store", "bulk_store": "wrote with bulk_store",
+    "tma_reduce_add": "updated with tma_reduce_add", "volatile": "updated through a volatile",
 }  # fmt: skip
 _WRITES = ("store", "stmatrix", "cp.async", "tma_load", "bulk_load")
 _BULK_LOADS = ("tma_load", "bulk_load")
@@ -79,6 +84,7 @@ class Facts:
             part (below 0), and number.
         variable: names a variable of the module, given its address.
         shared: names bytes of shared memory, given their address and number.
+        declared: the array of shared memory at an address, and the alignment that it is declared with; 0: not known.
         argument: name, bytes, shape and item size of an argument, given its number.
         line: " in line 12" of an address in the module, or nothing.
     """
@@ -93,6 +99,7 @@ class Facts:
     kernel: str
     warning: bool
     shared: Callable[[int, int], str]
+    declared: Callable[[int], tuple[str, int]]
     beyond: Callable[[int, int], str]
     variable: Callable[[int], str]
     argument: Callable[[int], tuple[str, int, tuple[int, ...], int]]
@@ -151,7 +158,19 @@ def _still_filled(f: Facts) -> str:
     return f"{f.who} {_DOES[f.how]}{f.here} shared memory that {copy} is still filling"
 
 
+def _in_flight(f: Facts) -> str:
+    """What a store of the async proxy writes to global memory is touched too early."""
+    store = f.words.removeprefix("in flight ")
+    return (
+        f"{f.who} {_does_globally(f.how)}{f.here} {_place(f)}, where a {store} of {f.whom}{f.there} may still be going "
+        "to write: only bulk_wait of its group says that it has written, bulk_wait<0> for all groups (bulk_wait_read "
+        "says that shared memory has been read)"
+    )
+
+
 def _read_before_wait(f: Facts) -> str:
+    if f.words.startswith("in flight"):
+        return _in_flight(f)
     if f.how in COPIES:  # the reader came first
         wait = "mbarrier_wait, then read" if f.how in _BULK_LOADS else "cp_async_wait), then a barrier, then read"
         wait = f"({wait})" if f.how in _BULK_LOADS else f"({wait}"
@@ -218,7 +237,7 @@ def _not_shared(f: Facts) -> str:
 
 # ---- global memory ---------------------------------------------------------------------------------
 def _does_globally(how: str) -> str:
-    return _GLOBAL.get(how, _DOES[how])
+    return _GLOBAL.get(how) or _DOES[how]
 
 
 def _global_out_of_bounds(f: Facts) -> str:
@@ -251,7 +270,11 @@ def _place(f: Facts) -> str:
 
 
 def _global_race(f: Facts) -> str:
-    if f.how == "store" and f.words == "store":
+    if f.words.startswith("in flight"):
+        return _in_flight(f)
+    if f.how == "volatile":
+        between = "a load and a store are no atomic, and an update between the two is lost. Use atomicAdd or its like"
+    elif f.how == "store" and f.words == "store":
         between = "only one of the two is kept. Is the index that of this thread and block alone?"
     elif " of block" in f.whom:
         between = "nothing orders two blocks of a launch but a __threadfence() and an atomic"
@@ -259,7 +282,7 @@ def _global_race(f: Facts) -> str:
         between = "with no barrier between"
     same = ". Both store the same value, so that it may do no harm" if f.warning else ""
     joint = ", " if between == "with no barrier between" else ": "
-    did = _DID[f.words] if f.words in _DID else f.words
+    did = _GLOBAL_DID.get(f.words) or _DID.get(f.words, f.words)
     does = _does_globally(f.how)
     return f"{f.who} {does}{f.here} {_place(f)}, which {f.whom} {did}{f.there}{joint}{between}{same}"
 
@@ -285,10 +308,19 @@ def _read_only(f: Facts) -> str:
     return f"{f.who} {_does_globally(f.how)}{f.here} {f.argument(f.v[0])[0]}, which the entry declares const"
 
 
+def _unaligned_array(f: Facts, address: int, multiple: int) -> str:
+    """Where an array of shared memory is not declared with the alignment that it needs."""
+    array, align = f.declared(address)
+    if not 0 < align < multiple:
+        return ""
+    return f": {array} is aligned to {_count(align, 'byte')} only. Declare it with __align__({max(16, multiple)})"
+
+
 def _misaligned(f: Facts) -> str:
     where = "shared" if f.words == "shared" or f.how in ("ldmatrix", "stmatrix") else "global"
     return (
         f"{f.who} {_DOES[f.how]}{f.here} {f.v[1]} bytes of {where} memory at an address that is no multiple of {f.v[1]}"
+        + (_unaligned_array(f, f.v[0], f.v[1]) if where == "shared" else "")
     )
 
 
@@ -414,6 +446,11 @@ def _registers_warps(f: Facts) -> str:
 # ---- mbarriers, TMA and bulk copies ----------------------------------------------------------------
 def _proxy_fence(f: Facts) -> str:
     what = "wgmma" if f.how == "wgmma" else "a copy"
+    if f.words.startswith("global "):
+        return (
+            f"{f.who} {_does_globally(f.how)}{f.here} {_place(f)}, which {f.whom} {_DID[f.words[7:]]}{f.there}, "
+            f"with no fence_proxy_async_global between: {what} need not see what stores have written, nor come after it"
+        )
     return (
         f"{f.who} {_DOES[f.how]}{f.here} shared memory that {f.whom} {_DID[f.words]}{f.there}, with no "
         f"fence_proxy_async between: {what} need not see what stores have written, nor come after it"
@@ -465,10 +502,17 @@ def _bulk_misaligned(f: Facts) -> str:
         "map": "tensor map",
         "mbarrier": "address of an mbarrier",
     }[f.words]
-    return f"{f.who} gives {f.how}{f.here} the {what} {beyond} bytes beyond a multiple of {multiple}"
+    array = _unaligned_array(f, f.v[2], multiple) if f.words in ("shared", "mbarrier") else ""
+    return f"{f.who} gives {f.how}{f.here} the {what} {beyond} bytes beyond a multiple of {multiple}{array}"
 
 
 def _tensor_map(f: Facts) -> str:
+    if f.words:
+        return (
+            f"{f.who} gives {f.how}{f.here} a tensor map in {f.words} memory, where TMA does not find it: give it the "
+            "address of the kernel's own `const __grid_constant__ CUtensorMap` parameter, or of a map in __constant__ "
+            "or global memory"
+        )
     if not f.v[0]:
         return f"{f.who} gives {f.how}{f.here} the address of something that is no tensor map"
     return f"{f.who} gives {f.how}{f.here} {_count(f.v[1], 'coordinate')}; the tensor map has {f.v[0]}"

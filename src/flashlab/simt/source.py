@@ -21,6 +21,8 @@ from typing import Any
 
 KERNEL = 'annotate("simt_kernel")'  # what `__global__` has become (language.h)
 _BOUNDS = r"__simt_bounds__\s*\((?:[^;{}()]|\((?:[^;{}()]|\([^;{}()]*\))*\))*\)"  # and `__launch_bounds__(...)`
+ALIGNED = "simt_aligned_"  # begins the names of variables as large as what an `extern __shared__` array is aligned to
+_ALIGNAS = r"(?:\balignas\s*\(|__attribute__\s*\(\()[^;]*?\)(?!\s*\))"
 GRID_CONSTANT = 'annotate("simt_grid_constant")'  # and `__grid_constant__`
 
 
@@ -135,6 +137,40 @@ class Preprocessed:
                     "gets a copy in local memory, where TMA does not find it",
                 )
 
+    def _by_reference(self, at: int) -> Iterator[tuple[int, int, str]]:
+        """Edits that make references of a kernel's __grid_constant__ parameters, to the launch's own copy."""
+        begin = at + 1
+        for p in _split(self.learners[begin : _matching(self.blanked, at) - 1]):
+            begin = self.learners.index(p, begin)
+            plain = re.sub(r"\bconst\b|__attribute__\(\(annotate\(\S*\)\)\)", lambda m: " " * len(m[0]), p)
+            name = re.search(r"\S\s+(\w+)\s*(?:=.*)?$", plain, re.S)
+            if GRID_CONSTANT in p and name:
+                yield begin + name.start(1), begin + name.start(1), "&"
+            begin += len(p)
+
+    def _shared_arrays(self) -> Iterator[tuple[int, int, str]]:
+        """Edits for the alignment of shared memory: an array has its declared one, not what a compiler likes better."""
+        declared = r"\bextern\b[^;{}]*\bthread_local\b[^;{}]*?(\w+)\s*\[[^;]*;"
+        for number, m in enumerate(re.finditer(declared, self.blanked)):
+            whole = self.blanked[1 + max(self.blanked.rfind(c, 0, m.start()) for c in ";{}") : m.end()]
+            given = " ".join(sorted(re.findall(_ALIGNAS, whole), reverse=True))  # alignas comes first
+            size = f"struct {{ {given} char c[__alignof__({m[1]})]; }}"
+            yield m.end(), m.end(), f" static {size} {ALIGNED}{number} __attribute__((used));"
+        for m in re.finditer(r"\bthread_local\s+(alignas\s*\()", self.blanked):  # nvcc takes it there, g++ does not
+            close = _matching(self.blanked, m.end() - 1)
+            yield m.start(1), m.end(), "__attribute__((aligned("
+            yield close - 1, close, ")))"
+        # g++ likes arrays to have 16 bytes and more, but for those that ask for something: for what their type has.
+        for m in re.finditer(r"__constinit thread_local\b([^;{}]*);", self.blanked):
+            plain = re.sub(_ALIGNAS, lambda spec: " " * len(spec[0]), m[1])
+            outside = plain
+            while outside != (outside := re.sub(r"<[^<>]*>", lambda inside: "_" * len(inside[0]), outside)):
+                pass
+            name = re.search(r"\w+\s*(?=[\[,=]|$)", outside)
+            extern = re.search(r"\bextern\b[^;{}]*$", self.blanked[max(0, m.start() - 200) : m.start()])
+            if name and not extern and plain[: name.start()].strip():
+                yield m.start(), m.start(), f"__attribute__((aligned(alignof({plain[: name.start()].strip()})))) "
+
     def rewritten(self, *, inline_all: bool = False) -> str:
         """The whole text, with its launches in C++, line for line.
 
@@ -153,6 +189,8 @@ class Preprocessed:
         edits += [(m.start(), m.end(), noinline) for m in re.finditer(r"(?<![(,\w])(?<![(,] )__noinline__\b", blanked)]
         edits += [(m.start(), m.end(), "noinline") for m in re.finditer(re.escape(KERNEL), self.learners)]
         edits += _bounds(blanked)
+        edits += self._shared_arrays()
+        edits += [e for k in self.kernels.values() for at in k.declared for e in self._by_reference(at)]
         for match in re.finditer(r"<<\s*<", blanked):
             close = re.compile(r">>\s*>").search(blanked, match.end())
             if not close:
@@ -163,7 +201,7 @@ class Preprocessed:
             base = re.split(r"[^\w:\s]", kernel)[0].replace(" ", "").rpartition(":")[2]
             known = self.kernels.get(base)
             if known is not None and known.needs_call(kernel):
-                head = f'simt_configure_deduced("{quoted}", [](auto... a) {{ {kernel}(a...); }}, '
+                head = f'simt_configure_deduced("{quoted}", [](const auto&... a) {{ {kernel}(a...); }}, '
                 edits += _null_pointers(blanked, close.end())
             else:
                 head = f'simt_configure("{quoted}", {kernel}, '

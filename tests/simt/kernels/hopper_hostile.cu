@@ -11,7 +11,7 @@ __device__ uint64_t in_global_memory[4];
 __global__ void hostile(const __grid_constant__ CUtensorMap map, const float* x, float* y, int mode, uint32_t big) {
     extern __shared__ __align__(1024) unsigned char memory[];  // 8192 bytes
     __shared__ __align__(1024) float tile[16][32];
-    __shared__ uint64_t bars[4];
+    __shared__ __align__(16) uint64_t bars[4];
     const uint32_t smem = smem_u32(memory), dst = smem_u32(tile), bar = smem_u32(bars), none = bar + 24, end = smem + 8192;
     float d[4] = {}, wide[128] = {};
     if (mode < 200) {
@@ -30,13 +30,13 @@ __global__ void hostile(const __grid_constant__ CUtensorMap map, const float* x,
     case 8: mbarrier_init(none, 1); break;                           // expect: mbarrier-again; mbarrier
     case 9: mbarrier_arrive(none); break;                            // expect: mbarrier-missing; mbarrier
     case 10: mbarrier_wait(none, 0); break;                          // expect: mbarrier-missing; mbarrier
-    case 11: mbarrier_test_wait(none, 0); break;                     // expect: mbarrier-missing; mbarrier
-    case 12: mbarrier_try_wait(big, 0); break;                       // expect: mbarrier-missing; mbarrier
+    case 11: (void)mbarrier_test_wait(none, 0); break;                     // expect: mbarrier-missing; mbarrier
+    case 12: (void)mbarrier_try_wait(big, 0); break;                       // expect: mbarrier-missing; mbarrier
     case 13: mbarrier_arrive_expect_tx(none, 16); break;             // expect: mbarrier-missing; mbarrier
     case 14: mbarrier_expect_tx(bar + 4, 16); break;                 // expect: mbarrier-missing; mbarrier
     case 15: mbarrier_inval(none); break;                            // expect: mbarrier-missing; mbarrier
     case 16: mbarrier_wait(bar, 2); break;                           // expect: mbarrier-number; parity 2
-    case 17: mbarrier_test_wait(bar, big); break;                    // expect: mbarrier-number; parity
+    case 17: (void)mbarrier_test_wait(bar, big); break;                    // expect: mbarrier-number; parity
     case 18: FIRST mbarrier_expect_tx(bar, 0u - 16); break;          // expect: mbarrier-number; bytes
     case 19: FIRST mbarrier_arrive_expect_tx(bar, big); break;       // expect: mbarrier-number; bytes
     case 20: FIRST mbarrier_init(smem_u32(in_global_memory), 1); break;         // expect: not-shared; shared

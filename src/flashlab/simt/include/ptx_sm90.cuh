@@ -36,15 +36,15 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint32_t bar, uint32_t
 __device__ __forceinline__ void mbarrier_expect_tx(uint32_t bar, uint32_t bytes) {
     asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" :: "r"(bar), "r"(bytes) : "memory");
 }
-// Has the phase of this parity ended? test_wait looks once; try_wait may sleep for a while first.
-__device__ __forceinline__ bool mbarrier_test_wait(uint32_t bar, uint32_t parity) {
+// Has the phase of this parity ended? test_wait looks once; try_wait may sleep for a while first, and then say no as well.
+[[nodiscard]] __device__ __forceinline__ bool mbarrier_test_wait(uint32_t bar, uint32_t parity) {
     uint32_t done;
     asm volatile("{\n.reg .pred p;\n"
                  "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
                  "selp.u32 %0, 1, 0, p;\n}" : "=r"(done) : "r"(bar), "r"(parity) : "memory");
     return done;
 }
-__device__ __forceinline__ bool mbarrier_try_wait(uint32_t bar, uint32_t parity) {
+[[nodiscard]] __device__ __forceinline__ bool mbarrier_try_wait(uint32_t bar, uint32_t parity) {
     uint32_t done;
     asm volatile("{\n.reg .pred p;\n"
                  "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
@@ -55,6 +55,14 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t bar, uint32_t parity) {
     while (!mbarrier_try_wait(bar, parity)) {}
 }
 // endregion
+// try_wait that sleeps for so many nanoseconds at most.
+[[nodiscard]] __device__ __forceinline__ bool mbarrier_try_wait(uint32_t bar, uint32_t parity, uint32_t nanoseconds) {
+    uint32_t done;
+    asm volatile("{\n.reg .pred p;\n"
+                 "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2, %3;\n"
+                 "selp.u32 %0, 1, 0, p;\n}" : "=r"(done) : "r"(bar), "r"(parity), "r"(nanoseconds) : "memory");
+    return done;
+}
 
 // ---- fences between the two ways into memory ------------------------------------------------------------------------
 // region: fences
@@ -62,9 +70,13 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t bar, uint32_t parity) {
 __device__ __forceinline__ void fence_mbarrier_init() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
-// What this thread has stored to shared memory (and what others have, and is ordered before this) becomes visible to
-// the async proxy: to TMA, bulk copies and wgmma that are ordered after it.
+// What this thread has stored to shared memory becomes visible to the async proxy: to TMA, bulk copies and wgmma. Each
+// thread that has stored executes it, after its last store and before the barrier behind which one thread issues the
+// copy. (The PTX ISA, "Causality order", asks for a proxy fence on the way from the store to the copy; one behind the
+// barrier is on that way too.)
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// The same of what has been stored to global memory, before a copy that reads it or writes there.
+__device__ __forceinline__ void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 // endregion
 
 // ---- TMA: boxes of a tensor -----------------------------------------------------------------------------------------

@@ -5,18 +5,28 @@
 
 namespace simt {
 
-[[noreturn]] static void misaligned(Lane* me, const char* how, const char* what, int64_t beyond, int64_t multiple) {
+[[noreturn]] static void misaligned(Lane* me, const char* how, const char* what, int64_t beyond, int64_t multiple,
+                                    uint32_t shared = 0) {
     Finding f{"bulk-misaligned", how};
-    f.text = what, f.value[0] = beyond, f.value[1] = multiple;
+    f.text = what, f.value[0] = beyond, f.value[1] = multiple, f.value[2] = shared;
     file_fatal(me, f, cudaErrorMisalignedAddress);
 }
 static void check_shared(Lane* me, const BulkCopy& copy, int multiple) {
-    if (copy.shared % multiple) misaligned(me, copy.how, "shared", copy.shared % multiple, multiple);
+    if (copy.shared % multiple) misaligned(me, copy.how, "shared", copy.shared % multiple, multiple, copy.shared);
     if (!me->block->worker->shadow->in_bounds(me, copy.shared, copy.bytes, copy.how))
         end_launch(me, cudaErrorIllegalAddress);
 }
 
+void check_map(Lane* me, const char* how, const CUtensorMap* map) {
+    const SharedWindow& window = me->block->worker->window;
+    const bool local = (uintptr_t)map - stacks_low < stacks_bytes;
+    if (!local && (uintptr_t)map - window.low >= window.high - window.low) return;
+    Finding f{"tensor-map", how};
+    f.text = local ? "local" : "shared";
+    file_fatal(me, f, cudaErrorIllegalAddress);
+}
 BulkCopy tensor_copy(Lane* me, const char* how, const CUtensorMap* map, uint32_t shared, const int* at, int rank) {
+    check_map(me, how, map);
     if ((uintptr_t)map % 64) misaligned(me, how, "map", (uintptr_t)map % 64, 64);
     if (map->magic != SIMT_TENSOR_MAP || map->rank != rank) {
         Finding f{"tensor-map", how};

@@ -20,6 +20,8 @@ struct BulkCopy {
 
 // Checks what was asked for: the map, alignments, bounds of shared memory. What is wrong is filed, and ends the launch.
 BulkCopy tensor_copy(Lane* me, const char* how, const CUtensorMap* map, uint32_t shared, const int* at, int rank);
+// A tensor map is a kernel parameter, or lies in constant or global memory: no copy of one is. What is wrong is filed.
+void check_map(Lane* me, const char* how, const CUtensorMap* map);
 BulkCopy row_copy(Lane* me, const char* how, uintptr_t global, uint32_t shared, uint32_t bytes);
 // Counts it, and checks the bounds of global memory.
 void count_bulk(Lane* me, BulkCopy& copy, Kind kind, bool write);

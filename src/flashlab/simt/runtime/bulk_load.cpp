@@ -22,7 +22,7 @@ static void issue(Lane* me, BulkCopy& load, Kind kind, uint32_t bar) {
         me->block->worker->shadow->touch(me, load.shared, load.bytes, BULK_ISSUED, load.site, load.how, nullptr);
         for_each_global(load, [&](uintptr_t from, int bytes, int) {
             Conflict none;
-            global_shadow.touch(me, from, bytes, READ, 0, load.how, none);
+            global_shadow.touch(me, from, bytes, READ, 0, load.how, none, nullptr, true);
         });
     }
     add_load(me, mbarrier, bar, load);
@@ -35,7 +35,11 @@ void simt_tma_load(uint32_t dst, const CUtensorMap* map, uint32_t bar, const int
     BulkCopy load = tensor_copy(me, "tma_load", map, dst, at, rank);
     issue(me, load, TMA_LOAD, bar);
 }
-void simt_tma_prefetch(const CUtensorMap*) { kernel_lane(CALLER); }
+void simt_tma_prefetch(const CUtensorMap* map) {
+    Lane* me = kernel_lane(CALLER);
+    Inside inside(me, CALLER);
+    check_map(me, "tma_prefetch", map);
+}
 void simt_bulk_load(uint32_t dst, const void* src, uint32_t bytes, uint32_t bar) {
     Lane* me = kernel_lane(CALLER);
     Inside inside(me, CALLER);

@@ -12,13 +12,16 @@ static void read_shared(Lane* me, BulkStore& store, const Lane* by) {
     from_shared(me->block->worker, store.copy, store.dense.data());
     if (store.read) me->block->worker->shadow->end_read(store.read, by);
 }
-static void write_global(Lane* me, const BulkStore& store) {
+static void write_global(Lane* me, BulkStore& store) {
     const uintptr_t pc = me->pc;
     me->pc = (*me->block->worker->sites)[store.copy.site].pc;
+    auto& writing = me->block->writing;
+    writing.erase(std::remove(writing.begin(), writing.end(), &store), writing.end());
     for_each_global(store.copy, [&](uintptr_t to, int bytes, int offset) {
         Conflict conflict;
         const Access access = store.add ? ATOMIC : WRITE;
-        if (me->block->launch->checked && global_shadow.touch(me, to, bytes, access, 0, store.copy.how, conflict))
+        if (me->block->launch->checked && global_shadow.touch(me, to, bytes, access, 0, store.copy.how, conflict,
+                                                                  nullptr, true))
             file_conflict(me, conflict, me->pc, false);
         if (store.add) reduce_add((CUtensorMapDataType)store.copy.map.type, to, store.dense.data() + offset, bytes);
         else memcpy((void*)to, store.dense.data() + offset, (size_t)bytes);
@@ -32,9 +35,16 @@ static void issue(Lane* me, const BulkCopy& asked, Kind kind) {
     store->group = me->bulk_group;
     count_bulk(me, store->copy, kind, true);
     if (!asked.bytes) return;
-    if (me->block->launch->checked)
+    if (me->block->launch->checked) {
         store->read = me->block->worker->shadow->begin_read(
             me, {asked.how, me->id, store->copy.site, {{asked.shared, (uint32_t)asked.bytes}}});
+        bool told = false;
+        for_each_global(asked, [&](uintptr_t to, int bytes, int) {
+            told = told || global_shadow.in_flight(me, to, bytes, true, store->add, asked.how);
+            store->low = std::min(store->low, to), store->high = std::max(store->high, to + (uintptr_t)bytes);
+        });
+        me->block->writing.push_back(store.get());
+    }
     me->stores.push_back(store);
 }
 void finish_stores(Lane* lane) {

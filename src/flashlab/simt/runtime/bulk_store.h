@@ -14,6 +14,7 @@ struct BulkStore {
     uint32_t group;
     AsyncRead* read = nullptr;  // of shared memory, in a check build
     bool has_read = false;
+    uintptr_t low = ~(uintptr_t)0, high = 0;  // all that it writes lies in there
     std::vector<uint8_t> dense;  // what it has read
 };
 // The thread has ended: what it left under way is done, and told of.

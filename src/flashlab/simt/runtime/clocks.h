@@ -18,7 +18,8 @@ inline void release(const Warp* warp, Clock& to) {
     const Block* block = warp->block;
     join(to.known, warp->known, block->clocks);
     to.known[warp->index] = std::max(to.known[warp->index], warp->time);
-    if (block->fences) join(to.fenced, warp->fenced, block->warps);
+    if (block->fences)
+        for (const Space space : {SHARED, GLOBAL}) join(to.fenced[space], warp->fenced[space], block->warps);
 }
 inline void go_on_after_release(Lane* me) {
     me->warp->time++;
@@ -27,7 +28,8 @@ inline void go_on_after_release(Lane* me) {
 inline void acquire(Warp* warp, const Clock& from) {
     const Block* block = warp->block;
     join(warp->known, from.known, block->clocks);
-    if (block->fences) join(warp->fenced, from.fenced, block->warps);
+    if (block->fences)
+        for (const Space space : {SHARED, GLOBAL}) join(warp->fenced[space], from.fenced[space], block->warps);
 }
 // Did what a thread did at this time of its warp happen before what `lane` does now?
 inline bool before(uint64_t thread, uint64_t time, const Lane* lane) {

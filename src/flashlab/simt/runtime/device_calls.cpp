@@ -6,6 +6,7 @@
 #include "host_part.h"
 #include "report.h"
 #include "shadow.h"
+#include "values.h"
 #include <stdarg.h>
 #include <stdio.h>
 #include <time.h>
@@ -71,6 +72,7 @@ void simt_atomic_check(const void* p, int bytes, int needed) {
     Inside inside(me, CALLER);
     Worker* worker = me->block->worker;
     const uintptr_t a = (uintptr_t)p;
+    bool learns = false;
     if (a % bytes) {
         Finding f{"misaligned", "atomic"};
         f.value[0] = (int64_t)(a % 256), f.value[1] = bytes;
@@ -88,11 +90,13 @@ void simt_atomic_check(const void* p, int bytes, int needed) {
         if (me->block->launch->checked) {
             Conflict none;
             global_shadow.touch(me, a, bytes, needed ? ATOMIC : EXCHANGE, 0, "atomic", none);
-            meet(me, a, true, true);
+            meet(me, a, false, true);
+            learns = true;
         }
         if (counted) count_access(me, site, a, bytes);
     }
     if (++me->accesses > 64) let_others_run(me);  // it may be spinning on a lock
+    if (learns) expect_to_learn(me, a);
 }
 
 // ---- the end of a thread ------------------------------------------------------------------------

@@ -1,8 +1,12 @@
 // Races and unwritten bytes of global memory: see global_shadow.h.
 #include "global_shadow.h"
+#include "bulk_store.h"
+#include "faults.h"
 #include "findings.h"
 #include "global_memory.h"
+#include "proxy.h"
 #include "values.h"
+#include <sched.h>
 #include <sys/mman.h>
 #include <algorithm>
 
@@ -15,7 +19,7 @@ GlobalShadow global_shadow;
 // conflicts with one of them. And as they are kept by number, the findings do not depend on who was faster.
 struct GlobalShadow::Cell {
     uint32_t launch;
-    uint8_t full;  // a bit a byte
+    uint8_t full;  // a bit a byte; and in the upper half, which were stored with different values (changed)
     GlobalStamp write, read[2];
     GlobalStamp low_write, high_write, low_read, high_read;
 };
@@ -60,29 +64,93 @@ void GlobalShadow::written(uintptr_t address, size_t bytes) {
     }
 }
 
+// ---- what is stored ------------------------------------------------------------------------------
+static std::atomic_flag stores[4096];
+
+void GlobalShadow::hold(Lane* lane, uintptr_t address, int bytes) {
+    Worker* worker = lane->block->worker;
+    const int a = (int)(address / 16 % 4096), b = (int)((address + (uintptr_t)bytes - 1) / 16 % 4096);
+    for (int i = 0; i < (a == b ? 1 : 2); i++) {
+        const int wanted = i == 0 ? std::min(a, b) : std::max(a, b);
+        while (stores[wanted].test_and_set(std::memory_order_acquire)) {
+            if (cancelled() || lane->block->launch->stop < lane->block->number) return;  // nobody asks any more
+            sched_yield();
+        }
+        worker->held[i] = wanted;
+    }
+}
+void GlobalShadow::let_go(Worker* worker) {
+    for (int& held : worker->held) {
+        if (held >= 0) stores[held].clear(std::memory_order_release);
+        held = -1;
+    }
+}
+GlobalShadow::Region* GlobalShadow::region_of(uintptr_t address, int bytes) {
+    for (Region& r : regions)
+        if (address >= r.low && address + (uintptr_t)bytes <= r.high) return &r;
+    return nullptr;
+}
+bool GlobalShadow::changed(uintptr_t address, int bytes, const uint8_t* before) {
+    const Region* r = region_of(address, bytes);
+    bool differ = false;
+    for (int i = 0; r && i < bytes; i++) {
+        const uintptr_t at = address + (uintptr_t)i, grain = (uintptr_t)r->grain;
+        Cell& cell = r->cells[at / grain - r->low / grain];
+        const uint8_t bit = (uint8_t)(0x10 << at % grain);
+        CellLock lock(at / grain * grain);
+        if (*(const uint8_t*)at != before[i]) cell.full |= bit;
+        differ |= (cell.full & bit) != 0;
+    }
+    return differ;
+}
+
+bool GlobalShadow::in_flight(Lane* lane, uintptr_t address, int bytes, bool writes, bool add, const char* how) {
+    const uintptr_t end = address + (uintptr_t)bytes;
+    for (const BulkStore* store : lane->block->writing) {
+        if (address >= store->high || end <= store->low || (add && store->add)) continue;
+        bool hit = false;
+        for_each_global(store->copy, [&](uintptr_t to, int n, int) {
+            hit |= address < to + (uintptr_t)n && end > to;
+        });
+        const Region* region = region_of(address, bytes);
+        if (!hit || !region) continue;
+        Finding f{writes ? "global-race" : "read-before-wait", how};
+        f.other_pc = (*lane->block->worker->sites)[store->copy.site].pc, f.other_thread = store->copy.thread;
+        f.text = std::string("in flight ") + store->copy.how;
+        f.value[0] = region->argument, f.value[1] = bytes, f.value[2] = (int64_t)(address - region->low);
+        file(lane, f);
+        return true;
+    }
+    return false;
+}
+
+// ---- who comes after whom --------------------------------------------------------------------------
 static bool same_block_ordered(const GlobalStamp& s, const Lane* lane) {
     return !s.pc || s.thread == (uint32_t)lane->id || s.time <= lane->warp->known[s.thread / WARP];
 }
 
 bool GlobalShadow::touch(Lane* lane, uintptr_t address, int bytes, Access access, uint32_t execution,
-                         const char* how, Conflict& conflict) {
-    const auto region = std::find_if(regions.begin(), regions.end(), [&](const Region& r) {
-        return address >= r.low && address + (uintptr_t)bytes <= r.high;
-    });
-    if (region == regions.end()) return false;
+                         const char* how, Conflict& conflict, bool* watched, bool async) {
+    const Region* region = region_of(address, bytes);
+    if (!region) return false;
     const uint32_t block = (uint32_t)lane->block->number;
     const bool writes = access != READ, reads = access == READ || access == ATOMIC;
+    const bool copies = async && writes;  // it was looked at when it was issued
+    if (!lane->block->writing.empty() && !copies && in_flight(lane, address, bytes, writes, false, how)) return false;
     bool filed = false, pending = false;  // one finding an access: the next bytes say the same
     GlobalStamp now;
     now.block = block, now.pc = (uint32_t)(lane->pc - module_base);
     now.time = lane->warp->time, now.thread = (uint32_t)lane->id;
     now.atomic = is_atomic(access), now.execution = (uint8_t)execution;
+    now.async = async, now.update = access == VOLATILE_UPDATE, now.loose = now.update || access == VOLATILE_STORE;
+    now.fences = (uint8_t)fences_of(lane, GLOBAL);
     now.published = lane->block->published;
 
     auto conflicts = [&](const GlobalStamp& s, bool wrote) {
         Conflict c{};
         c.kind = "global-race", c.how = how;
-        c.other_how = s.atomic ? "atomic" : wrote ? "store" : "load";
+        c.other_how = s.loose ? "store" : s.atomic ? "atomic" : wrote ? "store" : "load";
+        if (s.loose && now.loose) c.how = c.other_how = "volatile";
         c.other_pc = s.pc + module_base, c.other_thread = (int)s.thread;
         c.other_block = s.block == block ? -1 : (int64_t)s.block;
         c.value[0] = region->argument, c.value[1] = bytes, c.value[2] = (int64_t)(address - region->low);
@@ -101,7 +169,7 @@ bool GlobalShadow::touch(Lane* lane, uintptr_t address, int bytes, Access access
         Cell& cell = region->cells[at / grain - region->low / grain];
         CellLock lock(at);
         if (cell.launch != launch) {
-            const uint8_t full = cell.full;
+            const uint8_t full = cell.full & 0xf;
             cell = Cell();
             cell.launch = launch, cell.full = full;
         }
@@ -109,21 +177,47 @@ bool GlobalShadow::touch(Lane* lane, uintptr_t address, int bytes, Access access
         if (at < address) mine &= (uint8_t)(~0u << (address - at));
         if (at + grain > end) mine &= (uint8_t)((1 << (end - at)) - 1);
         now.bytes = mine;
-        auto meets = [&](const GlobalStamp& s) { return s.pc && (s.bytes & mine) && !(s.atomic && now.atomic); };
+        // A volatile store is one by itself, an update is not: another's store between its halves would be lost.
+        auto meets = [&](const GlobalStamp& s) {
+            if (!s.pc || !(s.bytes & mine)) return false;
+            if (s.loose && now.loose) return (s.update || now.update) && !known_of_word(lane, s, address);
+            return !(s.atomic && now.atomic);
+        };
+        auto unseen = [&](const GlobalStamp& s, bool visible) {  // a copy, and a write that it comes after
+            if (!async || s.async || !(s.bytes & mine) || visible || filed) return;
+            Finding f{"proxy-fence", how};
+            f.other_pc = s.pc + module_base, f.other_thread = (int)s.thread;
+            f.other_block = s.block == block ? -1 : (int64_t)s.block;
+            if (s.block != block) f.thread = lane->id, f.block = block;
+            f.text = s.loose || !s.atomic ? "global store" : "global atomic";
+            f.value[0] = region->argument, f.value[1] = bytes, f.value[2] = (int64_t)(address - region->low);
+            f.pc = lane->pc;
+            file(lane, f);
+            filed = true;
+        };
 
         // Other blocks.
         for (GlobalStamp* s : {&cell.low_write, &cell.high_write, &cell.low_read, &cell.high_read}) {
             const bool wrote = s == &cell.low_write || s == &cell.high_write;
             if (!s->pc || s->block == block || (!wrote && !writes)) continue;
             if (known(lane, *s)) {
+                if (wrote) unseen(*s, known(lane, *s, true));
                 if (writes) *s = GlobalStamp();  // who is ordered after this access is ordered after that one
             } else if (meets(*s)) {
                 conflicts(*s, wrote);
             }
         }
         // The same block.
-        if (cell.write.pc && cell.write.block == block && meets(cell.write) && !same_block_ordered(cell.write, lane))
-            conflicts(cell.write, true);
+        const GlobalStamp& last = cell.write;
+        if (last.pc && last.block == block) {
+            if (same_block_ordered(last, lane))
+                unseen(last, visible_to_async(lane, GLOBAL, last.thread, last.time, last.fences, 0xff));
+            else if (meets(last) && !(last.loose && now.loose && known(lane, last))) conflicts(last, true);
+        }
+        if (access == WRITE) {
+            if (!cell.low_write.pc) cell.full &= 0xf;  // it comes after all of the other blocks'
+            else if (watched) *watched = true;
+        }
         if (writes)
             for (const GlobalStamp& r : cell.read)
                 if (r.block == block && meets(r) && !same_block_ordered(r, lane)) conflicts(r, false);

@@ -2,6 +2,7 @@
 // store that may touch memory others can see, and with -fsanitize=bounds one for each index that is too
 // large. Those functions usually come from a library of the compiler; here they are ours.
 #include "counters.h"
+#include "faults.h"
 #include "findings.h"
 #include "global_memory.h"
 #include "global_shadow.h"
@@ -28,10 +29,14 @@ static void access(Lane* me, uintptr_t a, int bytes, bool write, Style style, ui
     if (++me->accesses > 128 && !waited_for) {  // a lane far ahead would pile up half-filled requests
         let_others_run(me);
         me->pc = pc;
+        if (cancelled()) {  // it is hardly ever outside of the runtime, where a signal would reach it
+            file(me, {cancelled() == 1 ? "timeout" : "interrupted"});
+            end_launch(me, cudaErrorLaunchTimeout);
+        }
     }
     if (style != UNALIGNED && style != PART && a % bytes) file_misaligned(me, a, bytes, write);
     Conflict conflict;
-    bool conflicts = false;
+    bool conflicts = false, watched = false;
     if (a - worker->window.low < worker->window.high - worker->window.low) {
         const uint64_t address = a - worker->window.base;
         const int site = worker->sites->find(pc, write ? SHARED_STORE : SHARED_LOAD);
@@ -45,15 +50,21 @@ static void access(Lane* me, uintptr_t a, int bytes, bool write, Style style, ui
     } else {
         const int site = worker->sites->find(pc, write ? GLOBAL_STORE : GLOBAL_LOAD);
         const bool counted = check_global(me, a, bytes, write, how);
-        // A volatile access is one by itself, like an atomic.
-        const Access kind = style == VOLATILE ? EXCHANGE : write ? WRITE : READ;
+        // A volatile access is one by itself, like an atomic; but a load and a store of the same place are two.
+        const bool update = me->volatile_load == a && me->volatile_call + 1 == me->calls;
+        const Access kind = style == VOLATILE ? update ? VOLATILE_UPDATE : VOLATILE_STORE : write ? WRITE : READ;
+        if (kind == WRITE && style != PART) global_shadow.hold(me, a, bytes);
         if (write || style != VOLATILE)
-            conflicts = global_shadow.touch(me, a, bytes, kind, executions(me, site), how, conflict);
-        if (style == VOLATILE) meet(me, a, !write, write);
+            conflicts = global_shadow.touch(me, a, bytes, kind, executions(me, site), how, conflict, &watched);
+        if (style == VOLATILE && write) meet(me, a, false, true);
         if (counted) count_access(me, site, a, bytes);
+        if (style == VOLATILE && !write) {
+            me->volatile_load = a, me->volatile_call = me->calls;
+            expect_to_learn(me, a);
+        }
         if (conflicts && style == PART) file_conflict(me, conflict, pc, false), conflicts = false;
     }
-    if (write && style != PART) expect_store(me, a, bytes, conflicts ? &conflict : nullptr);
+    if (write && style != PART) expect_store(me, a, bytes, conflicts ? &conflict : nullptr, watched);
 }
 static inline __attribute__((always_inline)) void hook(void* p, int bytes, bool write, Style style,
                                                        uintptr_t pc) {

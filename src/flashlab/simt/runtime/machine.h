@@ -68,8 +68,9 @@ struct Conflict {
 // A store whose hook has run (values.h).
 struct PendingStore {
     uintptr_t address, pc;
-    int bytes = 0;  // 0: none
+    int bytes = 0;  // 0: none; -1: no store, but a load or an atomic that may learn from other blocks (ordering.h)
     bool has_conflict;
+    bool watched;       // others have stored there in this launch: does the value change?
     bool load_came;  // since: see values.h
     uint8_t before[16];
     Conflict conflict;
@@ -86,6 +87,8 @@ struct GivenRegisters {
     uint32_t bytes;
     uint64_t number, content;  // content: what they held when that was last settled, as a hash
 };
+
+enum Space : uint8_t { SHARED, GLOBAL };
 
 struct Lane {  // one CUDA thread
     Fiber fiber;
@@ -111,8 +114,9 @@ struct Lane {  // one CUDA thread
     uint32_t group;     // cp.async: number of the open group
     size_t first_copy;  // copies[first_copy...] are still on their way
     std::vector<Copy> copies;
-    std::vector<uint32_t> proxy_fences;  // the warp's time at each of its fence_proxy_async (proxy.h)
-    uint16_t fences;                     // how many there were, the lowest bits
+    std::vector<uint32_t> proxy_fences[2];  // the warp's time at each of its fences (proxy.h), by Space
+    uintptr_t volatile_load;                // the place of its last volatile load of global memory
+    uint32_t volatile_call;                 // and which of its calls that was
     PhaseWait phase_wait;
     uint32_t bulk_group;  // number of the open group of its stores
     std::vector<std::shared_ptr<BulkStore>> stores;
@@ -144,7 +148,7 @@ struct Warp {
     uint32_t runnable, alive;   // a bit a lane
     uint32_t time;              // ticks at each __syncwarp and barrier (shadow.h)
     uint32_t known[CLOCKS];     // known[w]: all that warp w did up to this time is visible here
-    uint32_t fenced[MAX_WARPS];  // and of that, to the async proxy as well (proxy.h)
+    uint32_t fenced[2][MAX_WARPS];  // and of that, to the async proxy as well (proxy.h), by Space
     Slot slots[WARP];           // disjoint masks: at most 32
     uint32_t slots_used;        // a bit a slot
     std::vector<SiteLog> logs;  // by site
@@ -152,7 +156,7 @@ struct Warp {
 };
 
 struct Clock {  // what was visible to some warps, joined (clocks.h)
-    uint32_t known[CLOCKS], fenced[MAX_WARPS];
+    uint32_t known[CLOCKS], fenced[2][MAX_WARPS];
 };
 
 struct Barrier {
@@ -202,7 +206,9 @@ struct Block {
     typedef std::vector<std::pair<struct Word*, uint32_t>> Learnt;
     Learnt learnt;          // of other blocks (ordering.h)
     uint8_t published = 0;  // how often, more or less
-    bool fences = false;    // there was a fence_proxy_async
+    bool fences = false;    // there was a fence_proxy_async, of any kind
+    bool global_fences = false;  // and of global memory
+    std::vector<struct BulkStore*> writing;  // its stores that may not have written global memory yet (a check build)
 };
 
 struct SharedWindow {     // where this worker's shared memory lies
@@ -231,6 +237,7 @@ struct Worker {  // an OS thread that runs blocks
     Sites* sites;
     sigjmp_buf escape;              // how a signal handler leaves a lane
     bool alive = false;             // its OS thread (faults.cpp)
+    int held[2] = {-1, -1};         // of global memory: see GlobalShadow::hold
     volatile bool in_lane = false;  // a lane runs, not the scheduler
     volatile bool inside = false;   // the running lane is inside the runtime
     volatile bool leaving = false;  // a signal handler is at work on it

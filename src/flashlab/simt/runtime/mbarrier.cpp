@@ -31,7 +31,7 @@ Mbarrier* Mbarriers::make(Lane* me, uint32_t address, int count) {
     bar.clock = known->second.first;
     bar.init_pc = me->pc;
     bar.init.time = me->warp->time, bar.init.thread = (uint64_t)me->id;
-    bar.init_fences = me->fences;
+    bar.init_fences = fences_of(me, SHARED);
     return &bar;
 }
 void Mbarriers::end(uint32_t address) { all.erase(address); }
@@ -44,11 +44,13 @@ void Mbarriers::end_phase(Block* block, Mbarrier& bar) {
         bar.loads.clear();
     }
     join(bar.passed.known, bar.arrived.known, block->clocks);
-    join(bar.passed.fenced, bar.arrived.fenced, block->warps);
+    for (const Space space : {SHARED, GLOBAL})
+        join(bar.passed.fenced[space], bar.arrived.fenced[space], block->warps);
     bar.arrived = Clock();
     bar.phase++;
     bar.pending = bar.count;
     bar.expected = bar.brought = bar.warps = 0;
+    memset(bar.looked, 0, sizeof bar.looked);
     passing.insert(passing.end(), bar.waiting.begin(), bar.waiting.end());
     bar.waiting.clear();
 }
@@ -82,7 +84,7 @@ static void check_address(Lane* me, uint32_t address) {
     const char* how = "mbarrier_init";
     if (address % 8) {
         Finding f{"bulk-misaligned", how};
-        f.text = "mbarrier", f.value[0] = address % 8, f.value[1] = 8;
+        f.text = "mbarrier", f.value[0] = address % 8, f.value[1] = 8, f.value[2] = address;
         file_fatal(me, f, cudaErrorMisalignedAddress);
     }
     if (!me->block->worker->shadow->in_bounds(me, address, 8, how)) end_launch(me, cudaErrorIllegalAddress);
@@ -112,6 +114,11 @@ Mbarrier& mbarrier_at(Lane* me, uint32_t address, const char* how) {
         file(me, about(*bar, "mbarrier-too-early", how, address));
     }
     return *bar;
+}
+
+static Mbarrier& to_wait_for(Lane* me, uint32_t address, uint32_t parity, const char* how) {
+    if (parity > 1) wrong_number(me, how, "parity", parity, 1);
+    return mbarrier_at(me, address, how);
 }
 
 static void expect(Lane* me, Mbarrier& bar, uint32_t bytes, const char* how) {
@@ -153,7 +160,7 @@ static void arrive(Lane* me, uint32_t address, const char* how, int64_t bytes) {
 void add_load(Lane* me, Mbarrier& bar, uint32_t address, const BulkCopy& load) {
     const bool fenced = bar.init_fenced && before(bar.init.thread, bar.init_fenced, me);
     if (me->block->launch->checked && !fenced && before(bar.init.thread, bar.init.time, me) &&
-        !visible_to_async(me, bar.init, bar.init_fences))
+        !visible_to_async(me, SHARED, bar.init.thread, bar.init.time, bar.init_fences))
         file(me, about(bar, "mbarrier-fence", load.how, address));
     bar.brought += load.bytes;
     bar.loads.push_back(load);
@@ -211,25 +218,28 @@ void simt_fence_mbarrier_init() {
 int simt_mbarrier_test_wait(uint32_t address, uint32_t parity) {
     Lane* me = kernel_lane(CALLER);
     Inside inside(me, CALLER);
-    if (parity > 1) wrong_number(me, "mbarrier_test_wait", "parity", parity, 1);
-    mbarrier_at(me, address, "mbarrier_test_wait");
+    const bool no = to_wait_for(me, address, parity, "mbarrier_test_wait").gives_up(me, parity);
     count_access(me, me->block->worker->sites->find(me->pc, MBARRIER_WAIT), NO_ADDRESS, 0);
     const uintptr_t pc = me->pc;
     let_others_run(me);
     me->pc = pc;
+    if (no) return 0;
     Mbarrier& bar = mbarrier_at(me, address, "mbarrier_test_wait");
     if ((bar.phase & 1) == parity && bar.has_all()) mbarriers(me).end_phase(me->block, bar);
     if ((bar.phase & 1) == parity) return 0;
     acquire(me->warp, bar.passed);
     return 1;
 }
-void simt_mbarrier_wait(uint32_t address, uint32_t parity) {
+int simt_mbarrier_wait(uint32_t address, uint32_t parity, int may_give_up) {
     Lane* me = kernel_lane(CALLER);
     Inside inside(me, CALLER);
-    if (parity > 1) wrong_number(me, "mbarrier_wait", "parity", parity, 1);
-    Mbarrier& bar = mbarrier_at(me, address, "mbarrier_wait");
+    Mbarrier& bar = to_wait_for(me, address, parity, may_give_up ? "mbarrier_try_wait" : "mbarrier_wait");
     const int site = me->block->worker->sites->find(me->pc, MBARRIER_WAIT);
     count_access(me, site, NO_ADDRESS, 0);
+    if (may_give_up && bar.gives_up(me, parity)) {
+        let_others_run(me);
+        return 0;
+    }
     const bool under_way = (bar.phase & 1) == parity;
     auto& queue = under_way ? bar.waiting : mbarriers(me).passing;
     const bool first = queue.empty() || queue.back()->warp != me->warp;  // of its warp
@@ -239,6 +249,7 @@ void simt_mbarrier_wait(uint32_t address, uint32_t parity) {
     if (first) note(me->warp, DID_MBARRIER_BEGIN, me->pc, address, parity);
     wait_for_others(me, IN_MBARRIER);
     if (first) note(me->warp, DID_MBARRIER_END, me->pc, address, parity);
+    return 1;
 }
 }
 

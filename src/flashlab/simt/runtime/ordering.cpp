@@ -10,7 +10,8 @@ namespace simt {
 struct Word {
     struct Published {
         uint32_t block, number;  // the number-th of this word
-        uint32_t thread, time;
+        uint32_t thread, time, now;   // time: of its fence
+        bool fenced;                  // there had been a fence_proxy_async_global in its block
         std::vector<uint32_t> known;  // of the block's warps
         Block::Learnt learnt;         // of other blocks
     };
@@ -54,13 +55,14 @@ void meet(Lane* lane, uintptr_t address, bool learn, bool publish) {
     if (!publish) return;
     block->published++;
     auto& mine = word.by_block[(uint32_t)block->number];
-    mine.push_back({(uint32_t)block->number, ++word.count, (uint32_t)lane->id, lane->fence.time, lane->fence.known,
-                    block->learnt});
+    mine.push_back({(uint32_t)block->number, ++word.count, (uint32_t)lane->id, lane->fence.time, lane->warp->time,
+                    block->global_fences, lane->fence.known, block->learnt});
     if (learn) learn_of(block->learnt, &word, word.count);
 }
 
 // Among what was published at these words (up to these numbers), and what their publishers had learnt?
-static bool search(const Block::Learnt& learnt, const GlobalStamp& s, std::map<Word*, uint32_t>& seen, int& patience) {
+static bool search(const Block::Learnt& learnt, const GlobalStamp& s, std::map<Word*, uint32_t>& seen, int& patience,
+                   bool fenced) {
     for (auto& l : learnt) {
         uint32_t& before = seen[l.first];
         if (before >= l.second || --patience < 0) continue;
@@ -69,24 +71,37 @@ static bool search(const Block::Learnt& learnt, const GlobalStamp& s, std::map<W
         auto it = l.first->by_block.find(s.block);
         if (it != l.first->by_block.end())
             for (auto& p : it->second)
-                if (p.number <= l.second &&
+                if (p.number <= l.second && (p.fenced || !fenced) &&
                     (s.thread == p.thread ? s.time <= p.time : s.time <= p.known[s.thread / WARP]))
                     return true;
         for (auto& of_block : l.first->by_block)
-            for (auto& p : of_block.second)
-                if (p.number > from && p.number <= l.second &&
-                    (p.learnt.size() > 1 || (p.learnt.size() == 1 && p.learnt[0].first != l.first)) &&
-                    search(p.learnt, s, seen, patience))
+            for (auto& p : of_block.second) {
+                if (p.number <= from || p.number > l.second) continue;
+                std::map<Word*, uint32_t> again;  // what was passed by for want of a fence
+                const bool here = fenced && p.fenced;
+                if ((here || p.learnt.size() > 1 || (p.learnt.size() == 1 && p.learnt[0].first != l.first)) &&
+                    search(p.learnt, s, here ? again : seen, patience, fenced && !here))
                     return true;
+            }
     }
     return false;
 }
-bool known(const Lane* lane, const GlobalStamp& s) {
+bool known(const Lane* lane, const GlobalStamp& s, bool fenced) {
     if (lane->block->learnt.empty()) return false;
     std::lock_guard<std::mutex> lock(mutex);
     std::map<Word*, uint32_t> seen;
     int patience = 10000;
-    return search(lane->block->learnt, s, seen, patience);
+    return search(lane->block->learnt, s, seen, patience, fenced && !lane->block->global_fences);
+}
+bool known_of_word(const Lane* lane, const GlobalStamp& s, uintptr_t address) {
+    std::lock_guard<std::mutex> lock(mutex);
+    const auto it = words.find(address);
+    if (it == words.end()) return false;
+    for (auto& l : lane->block->learnt)
+        if (l.first == &it->second)
+            for (auto& p : it->second.by_block[s.block])
+                if (p.thread == s.thread && s.time <= p.now && p.number <= l.second) return true;
+    return false;
 }
 void forget_order() {
     std::lock_guard<std::mutex> lock(mutex);

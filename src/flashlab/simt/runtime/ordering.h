@@ -12,17 +12,25 @@ namespace simt {
 struct GlobalStamp {
     uint32_t block = 0, pc = 0;  // pc relative to the module; 0: no such access
     uint32_t time : 22, thread : 10;
-    uint8_t bytes = 0;  // which of the cell's two
-    uint8_t atomic = 0, execution = 0;
+    uint16_t bytes : 4;   // which of the cell's
+    uint16_t atomic : 1;
+    uint16_t async : 1;   // of the async proxy
+    uint16_t update : 1;  // a volatile store of what a volatile load has just read there
+    uint16_t loose : 1;   // a volatile store
+    uint16_t fences : 8;  // how many fence_proxy_async_global its thread had done, the lowest bits (proxy.h)
+    uint8_t execution = 0;
     uint8_t published = 0;  // how often its block had
+    GlobalStamp() : time(0), thread(0), bytes(0), atomic(0), async(0), update(0), loose(0), fences(0) {}
 };
 
 void fence(Lane* lane);  // __threadfence()
 // The lane's atomic access to this word: what was published there becomes known to its block, and what its
 // last fence covers is published. A volatile load only learns, a volatile store only publishes.
 void meet(Lane* lane, uintptr_t address, bool learn, bool publish);
-// Is an access of another block known to the lane's block?
-bool known(const Lane* lane, const GlobalStamp& s);
+// Is an access of another block known to the lane's block? fenced: with a fence_proxy_async_global on the way.
+bool known(const Lane* lane, const GlobalStamp& s, bool fenced = false);
+// Is it a store to this word that published, and has the lane's block seen that?
+bool known_of_word(const Lane* lane, const GlobalStamp& s, uintptr_t address);
 void forget_order();  // a launch begins
 
 }  // namespace simt

@@ -4,25 +4,23 @@
 
 namespace simt {
 
-void proxy_fence(Lane* lane) {
-    lane->proxy_fences.push_back(lane->warp->time);
-    lane->fences++;
-    lane->block->fences = true;
-    join(lane->warp->fenced, lane->warp->known, lane->block->warps);
-}
-
-bool visible_to_async(const Lane* lane, const Stamp& write, uint16_t fences) {
-    if (write.time <= lane->warp->fenced[write.thread / WARP]) return true;
-    const auto& of_writer = lane->block->lane[write.thread].proxy_fences;
-    const uint16_t since = (uint16_t)(of_writer.size() - fences);
+bool visible_to_async(const Lane* lane, Space space, uint32_t thread, uint64_t time, uint16_t fences, uint16_t mask) {
+    if (time <= lane->warp->fenced[space][thread / WARP]) return true;
+    const auto& of_writer = lane->block->lane[thread].proxy_fences[space];
+    const uint16_t since = (uint16_t)(of_writer.size() - fences) & mask;
     if (!since) return false;
-    return before(write.thread, of_writer[of_writer.size() - since], lane);
+    return before(thread, of_writer[of_writer.size() - since], lane);
 }
 
-extern "C" void simt_fence_proxy_async() {
+extern "C" void simt_fence_proxy_async(int global) {
     Lane* me = kernel_lane(CALLER);
     Inside inside(me, CALLER);
-    if (me->block->launch->checked) proxy_fence(me);
+    if (!me->block->launch->checked) return;
+    const Space space = global ? GLOBAL : SHARED;
+    me->proxy_fences[space].push_back(me->warp->time);
+    me->block->fences = true;
+    me->block->global_fences |= space == GLOBAL;
+    join(me->warp->fenced[space], me->warp->known, me->block->warps);
 }
 
 }  // namespace simt

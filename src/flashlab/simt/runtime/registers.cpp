@@ -68,6 +68,7 @@ bool file_registers_deadlock(Block* block) {
             if (other != w) f.value[2] += r.of_warp[other] * WARP;
         f.text = std::to_string(r.at_launch);
         file(block->warp[w].lanes, f);
+        file_registers(block);
         return true;
     }
     return false;

@@ -34,6 +34,13 @@ alignas(1024) thread_local char simt_dynamic_shared[MAX_SHARED + 1024];
 __thread uint3 threadIdx, blockIdx, blockDim, gridDim;
 }
 
+// What it is an alias of where the arrays are declared with a smaller alignment (build.py).
+#define SIMT_BEHIND(n)                                                                                        \
+    asm(".globl simt_dynamic_shared_" #n "\n.set simt_dynamic_shared_" #n ", simt_dynamic_shared + " #n "\n" \
+        ".type simt_dynamic_shared_" #n ", @tls_object");
+SIMT_BEHIND(1) SIMT_BEHIND(2) SIMT_BEHIND(4) SIMT_BEHIND(8) SIMT_BEHIND(16)
+SIMT_BEHIND(32) SIMT_BEHIND(64) SIMT_BEHIND(128) SIMT_BEHIND(256) SIMT_BEHIND(512)
+
 uintptr_t stacks_low, stacks_bytes;
 Lane* all_lanes;
 Settings settings;
@@ -130,8 +137,9 @@ static void prepare_block(Worker* worker, Launch* launch, uint64_t number) {
     block.threads = block.alive = (int)(b.x * b.y * b.z);
     block.warps = (block.threads + WARP - 1) / WARP;
     block.clocks = block.warps;
-    block.ended = block.fences = false;
+    block.ended = block.fences = block.global_fences = false;
     block.learnt.clear();
+    block.writing.clear();
     block.published = 0;
     block.warp = worker->warps.data();
     block.lane = worker->lanes;
@@ -160,8 +168,8 @@ static void prepare_block(Worker* worker, Launch* launch, uint64_t number) {
         lane.store.bytes = 0;
         lane.fence.time = 0;
         lane.copies.clear();
-        lane.proxy_fences.clear();
-        lane.fences = 0;
+        for (auto& fences : lane.proxy_fences) fences.clear();
+        lane.volatile_load = 0;
         lane.bulk_group = 0;
         lane.stores.clear();
         // The frames of different lanes begin at different offsets, so that they do not compete for one cache
@@ -221,6 +229,7 @@ static void run_block(Worker* worker, Launch* launch, uint64_t number) {
         if (!any || spinning) any |= worker->warpgroups->pass_waits();
         if (!any && block.alive > 0) file_deadlock(block);
     }
+    global_shadow.let_go(worker);
     if (!block.ended && launch->stop >= number) {
         for (int t = 0; t < block.threads; t++) {
             const Lane& lane = block.lane[t];
@@ -244,7 +253,7 @@ static void run_block(Worker* worker, Launch* launch, uint64_t number) {
 // ---- a worker -----------------------------------------------------------------------------------
 static SharedWindow find_window() {
     SharedWindow window{};
-    window.dynamic = (uintptr_t)simt_dynamic_shared;
+    window.dynamic = (uintptr_t)simt_dynamic_shared + dynamic_shift;
     dl_iterate_phdr(
         [](dl_phdr_info* info, size_t, void* p) {
             SharedWindow& w = *(SharedWindow*)p;

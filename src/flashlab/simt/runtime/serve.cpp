@@ -217,6 +217,7 @@ static void describe(const std::string& text) {  // the module: what Python know
             in >> a.offset >> a.bytes >> a.kernel;
             static_arrays.push_back(a);
         }
+        if (word == "dynamic") in >> dynamic_shift;
     }
 }
 

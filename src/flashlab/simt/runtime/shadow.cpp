@@ -11,6 +11,7 @@
 namespace simt {
 
 std::vector<StaticArray> static_arrays;
+size_t dynamic_shift;
 
 SharedShadow::SharedShadow(const SharedWindow& w, uint64_t kernel) : window(w) {
     count = (w.high - w.base) / 2 + 1;
@@ -81,7 +82,7 @@ void SharedShadow::land(Lane* lane, uint64_t address, int bytes, int site) {
         cells[c].copying = 0;
         cells[c].full = 3;
         cells[c].async = 0;
-        cells[c].fences = lane->fences;
+        cells[c].fences = fences_of(lane, SHARED);
     }
 }
 void SharedShadow::land_bulk(uint64_t address, int bytes, int clock, uint32_t time) {
@@ -201,7 +202,7 @@ bool SharedShadow::touch(Lane* lane, uint64_t address, int bytes, Access access,
         if (mine == 3) cell.read[0].time = cell.read[1].time = 0;
         cell.copying = copies ? (uint16_t)(lane->id + 1) : 0;
         cell.async = async;
-        cell.fences = lane->fences;
+        cell.fences = fences_of(lane, SHARED);
         if (!copies) cell.full |= mine;
     };
     if (writes && __builtin_expect(watched | reading, 0)) filed = file_if_read(lane, address, bytes, how);
@@ -223,7 +224,7 @@ bool SharedShadow::touch(Lane* lane, uint64_t address, int bytes, Access access,
         else if (cell.copying) file(while_copied, cell.write, verb(sites, cell.write, true));
         else if ((cell.write.bytes & mine) && !(now.atomic && cell.write.atomic) && !write_ordered(cell, lane))
             file(cell.async ? while_copied : "race", cell.write, verb(sites, cell.write, true));
-        else if (async && !cell.async && cell.write.time && !visible_to_async(lane, cell.write, cell.fences))
+        else if (async && !cell.async && cell.write.time && !visible_to_async(lane, SHARED, cell.write.thread, cell.write.time, cell.fences))
             file("proxy-fence", cell.write, verb(sites, cell.write, true));
         if (reads && (cell.full & mine) != mine && !filed && !cell.copying) {
             Finding f{"uninitialised-shared", how};
@@ -256,8 +257,10 @@ void SharedShadow::check_pieces(Warp* warp, const std::vector<uint32_t>& pieces,
                                : cell.copying                ? "read-before-wait"
                                : cell.full != 3              ? "uninitialised-shared"
                                : !write_ordered(cell, lane)  ? cell.async ? "read-before-wait" : "race"
-                               : !cell.async && w.time && !visible_to_async(lane, w, cell.fences) ? "proxy-fence"
-                                                                                                  : nullptr;
+                               : !cell.async && w.time &&
+                                       !visible_to_async(lane, SHARED, w.thread, w.time, cell.fences)
+                                   ? "proxy-fence"
+                                   : nullptr;
             if (!kind) continue;
             Finding f{kind, how};
             f.pc = pc;

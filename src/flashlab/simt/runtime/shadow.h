@@ -32,8 +32,13 @@ constexpr uint16_t MBARRIER = 0xffff;  // the bytes are an mbarrier's
 
 // EXCHANGE: an atomic that needs no value. COPY_ISSUED: cp.async. Of the async proxy: BULK_ISSUED, a load that begins
 // to write here; PROXY_READ, an operation that begins to read here (it is noted as a read when it has ended).
-enum Access : uint8_t { READ, WRITE, ATOMIC, EXCHANGE, COPY_ISSUED, BULK_ISSUED, PROXY_READ };
-inline bool is_atomic(Access a) { return a == ATOMIC || a == EXCHANGE; }
+// Of global memory: VOLATILE_STORE, and VOLATILE_UPDATE, of what a volatile load has just read there.
+enum Access : uint8_t {
+    READ, WRITE, ATOMIC, EXCHANGE, COPY_ISSUED, BULK_ISSUED, PROXY_READ, VOLATILE_STORE, VOLATILE_UPDATE
+};
+inline bool is_atomic(Access a) {
+    return a == ATOMIC || a == EXCHANGE || a == VOLATILE_STORE || a == VOLATILE_UPDATE;
+}
 
 // The static __shared__ arrays of the module, as its symbol table gives them.
 struct StaticArray {
@@ -41,6 +46,7 @@ struct StaticArray {
     uint64_t kernel;         // whose own it is, as an address in the module; 0: of a function that several call
 };
 extern std::vector<StaticArray> static_arrays;
+extern size_t dynamic_shift;  // `extern __shared__` begins so many bytes behind simt_dynamic_shared
 
 // What an operation of the async proxy (a TMA store, a wgmma) reads of shared memory while it is under way: ranges
 // that begin and end at multiples of 16 bytes.

@@ -1,5 +1,6 @@
 // Pending stores: see values.h.
 #include "values.h"
+#include "global_shadow.h"
 
 namespace simt {
 
@@ -30,22 +31,25 @@ void file_conflict(Lane* lane, const Conflict& c, uintptr_t pc, bool warning) {
     file(lane, f);
 }
 
-void expect_store(Lane* lane, uintptr_t address, int bytes, const Conflict* conflict) {
+void expect_store(Lane* lane, uintptr_t address, int bytes, const Conflict* conflict, bool watched) {
     PendingStore& s = lane->store;
     s.address = address, s.pc = lane->pc, s.bytes = bytes;
-    s.has_conflict = conflict != nullptr, s.load_came = false;
-    if (!conflict) return;
-    s.conflict = *conflict;
-    memcpy(s.before, (const void*)address, (size_t)bytes);
+    s.has_conflict = conflict != nullptr, s.load_came = false, s.watched = watched;
+    if (conflict) s.conflict = *conflict;
+    if (conflict || watched) memcpy(s.before, (const void*)address, (size_t)bytes);
 }
 
 void settle_store(Lane* lane) {
     PendingStore s = lane->store;
     lane->store.bytes = 0;
-    if (never_set((const void*)s.address, s.bytes)) file_never_set(lane, "store", s.pc);
-    if (!s.has_conflict) return;
+    if (s.bytes < 0) return meet(lane, s.address, true, false);
     Conflict& c = s.conflict;
-    const bool same = !memcmp((const void*)s.address, s.before, (size_t)s.bytes);
+    bool same = s.has_conflict && !memcmp((const void*)s.address, s.before, (size_t)s.bytes);
+    if (s.watched && global_shadow.changed(s.address, s.bytes, s.before)) same &= c.other_block < 0;
+    const bool unset = never_set((const void*)s.address, s.bytes);
+    global_shadow.let_go(lane->block->worker);
+    if (unset) file_never_set(lane, "store", s.pc);
+    if (!s.has_conflict) return;
     if (same && c.same_warp && c.other_pc == s.pc) return;  // CUDA: one of them takes effect
     if (!same && c.same_instruction) c.kind = "lanes-disagree";
     file_conflict(lane, c, s.pc, same || c.same_instruction);

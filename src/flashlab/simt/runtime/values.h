@@ -46,8 +46,12 @@ void file_never_set(Lane* lane, const char* how, uintptr_t pc = 0);
 void file_conflict(Lane* lane, const Conflict& c, uintptr_t pc, bool warning);
 
 // The store that the lane is about to do. conflict: with an earlier one; null where there is none.
-void expect_store(Lane* lane, uintptr_t address, int bytes, const Conflict* conflict);
+// watched: whether the value changes is of interest (GlobalShadow::changed).
+void expect_store(Lane* lane, uintptr_t address, int bytes, const Conflict* conflict, bool watched = false);
 void settle_store(Lane* lane);  // looks at it, once it has been done
+// The lane's load or atomic of this word comes next: what other blocks have published there it then knows. (If it learnt
+// now, it could miss what the load is going to see.)
+inline void expect_to_learn(Lane* lane, uintptr_t address) { lane->store.address = address, lane->store.bytes = -1; }
 // Perhaps the load that a pending store waits for. True once.
 inline bool load_of_store(Lane* lane, int bytes) {
     PendingStore& s = lane->store;

@@ -305,9 +305,10 @@ bool Warpgroups::file_deadlock() {
         if (!of_warp[w].waiting_for) continue;
         const int group = w / WARPS_OF_GROUP;
         const Product& p = of_group[group].queue.front();
-        bool elsewhere = false;  // a missing warp waits for an mbarrier: that is the cause
+        bool elsewhere = false;  // a missing warp waits for an mbarrier, or for registers: that is the cause
         for (int i = 0; i < GROUP_LANES; i++)
-            elsewhere |= !(p.issued >> i / WARP & 1) && worker->lanes[group * GROUP_LANES + i].state == IN_MBARRIER;
+            if (const State its = worker->lanes[group * GROUP_LANES + i].state; !(p.issued >> i / WARP & 1))
+                elsewhere |= its == IN_MBARRIER || its == IN_REGISTERS;
         if (elsewhere) continue;
         Finding f{"wgmma-warps", "wgmma_wait"};
         f.pc = p.pc, f.other_pc = of_warp[w].wait_pc, f.other_thread = w * WARP;

@@ -61,9 +61,9 @@ struct SimtLaunch {
     SIMT_HERE void operator()(P... args) const {
         struct Closure {
             void (*kernel)(P...);
-            std::tuple<P...> parameters;
+            std::tuple<std::decay_t<P>...> parameters;
         };
-        Closure closure = {kernel, std::tuple<P...>(static_cast<P>(args)...)};
+        Closure closure = {kernel, std::tuple<std::decay_t<P>...>(static_cast<P>(args)...)};
         simt_launch(
             text, (const void*)kernel, grid, block, shared_bytes,
             [](const void* c) { std::apply(((const Closure*)c)->kernel, ((const Closure*)c)->parameters); },

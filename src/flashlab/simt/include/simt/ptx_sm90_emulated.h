@@ -9,17 +9,19 @@ SIMT_INLINE void mbarrier_inval(uint32_t bar) { simt_mbarrier_inval(bar); }
 SIMT_INLINE void mbarrier_arrive(uint32_t bar) { simt_mbarrier_arrive(bar); }
 SIMT_INLINE void mbarrier_arrive_expect_tx(uint32_t bar, uint32_t bytes) { simt_mbarrier_arrive_expect_tx(bar, bytes); }
 SIMT_INLINE void mbarrier_expect_tx(uint32_t bar, uint32_t bytes) { simt_mbarrier_expect_tx(bar, bytes); }
-SIMT_INLINE bool mbarrier_test_wait(uint32_t bar, uint32_t parity) { return simt_mbarrier_test_wait(bar, parity); }
-// It returns when the phase has ended, as the GPU's may: it never gives up.
-SIMT_INLINE bool mbarrier_try_wait(uint32_t bar, uint32_t parity) {
-    simt_mbarrier_wait(bar, parity);
-    return true;
+[[nodiscard]] SIMT_INLINE bool mbarrier_test_wait(uint32_t bar, uint32_t parity) { return simt_mbarrier_test_wait(bar, parity); }
+[[nodiscard]] SIMT_INLINE bool mbarrier_try_wait(uint32_t bar, uint32_t parity) {
+    return simt_mbarrier_wait(bar, parity, 1);
 }
-SIMT_INLINE void mbarrier_wait(uint32_t bar, uint32_t parity) { simt_mbarrier_wait(bar, parity); }
+[[nodiscard]] SIMT_INLINE bool mbarrier_try_wait(uint32_t bar, uint32_t parity, uint32_t) {
+    return simt_mbarrier_wait(bar, parity, 1);
+}
+SIMT_INLINE void mbarrier_wait(uint32_t bar, uint32_t parity) { simt_mbarrier_wait(bar, parity, 0); }
 
 // ---- fences -------------------------------------------------------------------------------------
 SIMT_INLINE void fence_mbarrier_init() { simt_fence_mbarrier_init(); }
-SIMT_INLINE void fence_proxy_async() { simt_fence_proxy_async(); }
+SIMT_INLINE void fence_proxy_async() { simt_fence_proxy_async(0); }
+SIMT_INLINE void fence_proxy_async_global() { simt_fence_proxy_async(1); }
 
 // ---- TMA ----------------------------------------------------------------------------------------
 // The coordinates, as an array: overloads of one to five.

@@ -1,0 +1,210 @@
+// What Hopper's memory model asks of a kernel, and what it allows. A case a row; the block has 64 threads, `blocks` of
+// them run. `// expect: KIND; words` stands where a mistake is found, `// right` where nothing is.
+#include "tensor_map.cuh"
+#include "wgmma.cuh"
+
+struct Maps {
+    int rows;
+    CUtensorMap x, y;
+};
+__constant__ CUtensorMap constant_map;
+__device__ CUtensorMap global_map;
+constexpr int BYTES = 256;  // two rows of 32 floats: a box
+
+#define FIRST if (threadIdx.x == 0)
+#define BAR smem_u32(&bar_smem)
+#define TILE smem_u32(tile)
+#define LOAD(map) FIRST mbarrier_arrive_expect_tx(BAR, BYTES), tma_load(TILE, map, BAR, 0, 0)
+#define ROW(from) FIRST mbarrier_arrive_expect_tx(BAR, BYTES), bulk_load(TILE, from, BYTES, BAR)
+#define WAIT mbarrier_wait(BAR, 0)
+#define OUT y[threadIdx.x] = tile[threadIdx.x]
+#define FILL tile[threadIdx.x] = threadIdx.x, fence_proxy_async(), __syncthreads()
+#define STORE FIRST bulk_store(y, TILE, BYTES), bulk_commit()
+#define WRITE_Y y[threadIdx.x] = threadIdx.x
+#define FLAG ((volatile int*)z)
+#define COUNT(p) (*(volatile int*)(p))++
+
+__device__ void by_value(uint32_t to, CUtensorMap map, uint32_t bar) {
+    mbarrier_arrive_expect_tx(bar, BYTES);
+    tma_load(to, &map, bar, 0, 0);  // <- by value
+}
+__device__ void by_address(uint32_t to, const CUtensorMap& map, uint32_t bar) {
+    mbarrier_arrive_expect_tx(bar, BYTES);
+    tma_load(to, &map, bar, 0, 0);
+}
+// All blocks of the grid: the last to come opens it for the others.
+__device__ void grid_barrier(int* z, int round, bool last_resets) {
+    __syncthreads();
+    FIRST {
+        __threadfence();
+        if (atomicAdd(z, 1) == (last_resets ? 1 : 2 * round) * (int)gridDim.x - 1 && last_resets) {
+            z[0] = 0;
+            __threadfence();
+            COUNT(z + 1);
+        }
+        if (last_resets) while (((volatile int*)z)[1] < round) __nanosleep(20);
+        else while (*FLAG < round * (int)gridDim.x) {}
+        __threadfence();
+    }
+    __syncthreads();
+}
+
+__global__ void memory(const __grid_constant__ Maps maps, const CUtensorMap* in_memory, const float* x, float* y, int* z,
+                       int mode) {
+    __shared__ __align__(1024) float tile[128];
+    __shared__ __align__(64) CUtensorMap map_smem;
+    __shared__ __align__(8) uint64_t bar_smem;
+    FIRST mbarrier_init(BAR, mode == 9 || mode == 10 ? 32 : 1), fence_mbarrier_init();
+    __syncthreads();
+    switch (mode) {
+    // ---- the answer of a wait
+    case 0: LOAD(&maps.x); (void)mbarrier_test_wait(BAR, 0); OUT; WAIT; break;      // expect: read-before-wait; without having
+    case 1: LOAD(&maps.x); (void)mbarrier_try_wait(BAR, 0); OUT; WAIT; break;       // expect: read-before-wait; without having
+    case 2: LOAD(&maps.x); (void)mbarrier_try_wait(BAR, 0, 100); OUT; WAIT; break;  // expect: read-before-wait; without having
+    case 3: LOAD(&maps.x); while (!mbarrier_test_wait(BAR, 0)) {} OUT; break;       // right
+    case 4: LOAD(&maps.x); while (!mbarrier_try_wait(BAR, 0)) {} OUT; break;        // right
+    case 5: LOAD(&maps.x); while (!mbarrier_try_wait(BAR, 0, 1000000)) {} OUT; break;  // right
+    case 6: LOAD(&maps.x); if (!mbarrier_test_wait(BAR, 0)) WAIT; OUT; break;       // right
+    case 7: LOAD(&maps.x); FIRST while (!mbarrier_test_wait(BAR, 0)) __nanosleep(20); __syncthreads(); OUT; break;  // right
+    case 8: LOAD(&maps.x); for (bool done = false; !done; done = mbarrier_try_wait(BAR, 0)) {} OUT; break;  // right
+    case 9:
+        if (threadIdx.x >= 32) tile[threadIdx.x - 32] = 1, mbarrier_arrive(BAR);
+        else (void)mbarrier_try_wait(BAR, 0), y[threadIdx.x] = tile[threadIdx.x];   // expect: race; no barrier between
+        break;
+    case 10:
+        if (threadIdx.x >= 32) tile[threadIdx.x - 32] = 1, mbarrier_arrive(BAR);
+        else { while (!mbarrier_try_wait(BAR, 0)) {} y[threadIdx.x] = tile[threadIdx.x]; }  // right
+        break;
+    // ---- where a tensor map lies
+    case 11: { CUtensorMap copy = maps.x; LOAD(&copy); WAIT; OUT; break; }          // expect: tensor-map; a tensor map in local memory
+    case 12: FIRST map_smem = maps.x; __syncthreads(); LOAD(&map_smem); WAIT; break;  // expect: tensor-map; a tensor map in shared memory
+    case 13: FIRST by_value(TILE, maps.x, BAR); WAIT; OUT; break;                   // expect: tensor-map at by value; local memory
+    case 14: { Maps copy = maps; tma_prefetch(&copy.y); break; }                    // expect: tensor-map; gives tma_prefetch
+    case 15: { CUtensorMap copy = maps.y; FILL; FIRST tma_store(&copy, TILE, 0, 0); break; }  // expect: tensor-map; gives tma_store
+    case 16: FIRST by_address(TILE, maps.x, BAR); WAIT; OUT; break;                 // right
+    case 17: LOAD(&constant_map); WAIT; OUT; break;                                 // right
+    case 18: LOAD(&global_map); WAIT; OUT; break;                                   // right
+    case 19: LOAD(in_memory + 1); WAIT; OUT; break;                                 // right
+    case 20: { const CUtensorMap* chosen = blockIdx.x ? &maps.y : &maps.x; tma_prefetch(chosen); LOAD(chosen); WAIT; OUT; break; }  // right
+    // ---- a store that has not been waited for
+    case 21: FILL; STORE; FIRST { bulk_wait_read<0>(); z[0] = y[3]; bulk_wait<0>(); } break;      // expect: read-before-wait; element 3 of y, where a bulk_store
+    case 22: FILL; STORE; FIRST { bulk_wait<1>(); z[0] = y[3]; bulk_wait<0>(); } break;           // expect: read-before-wait; bulk_wait<0>
+    case 23: FILL; STORE; FIRST bulk_wait_read<0>(); __syncthreads(); z[threadIdx.x] = y[threadIdx.x]; break;  // expect: read-before-wait; thread 0
+    case 24: FILL; STORE; FIRST { y[5] = 1; bulk_wait<0>(); } break;                              // expect: global-race; may still be going to
+    case 25: FILL; FIRST { tma_store(&maps.y, TILE, 0, 0); bulk_commit(); bulk_wait_read<0>(); z[0] = y[3]; } break;  // expect: read-before-wait; a tma_store
+    case 26: FILL; FIRST { tma_reduce_add(&maps.y, TILE, 0, 0); bulk_commit(); bulk_wait_read<0>(); z[0] = y[3]; } break;  // expect: read-before-wait; a tma_reduce_add
+    case 27: FILL; STORE; STORE; FIRST bulk_wait<0>(); break;                                     // expect: global-race; may still be going to
+    case 28: FILL; STORE; FIRST bulk_wait<0>(); __syncthreads(); z[threadIdx.x] = y[threadIdx.x]; break;  // right
+    case 29:
+        FILL; STORE;
+        FIRST { bulk_store(y + 64, TILE, BYTES), bulk_commit(), bulk_wait<1>(); z[0] = y[3]; bulk_wait<0>(); z[1] = y[67]; }  // right
+        break;
+    case 30: FILL; STORE; z[threadIdx.x] = y[64 + threadIdx.x] == 0; FIRST bulk_wait<0>(); break;  // right
+    case 31: FILL; FIRST { tma_reduce_add(&maps.y, TILE, 0, 0), tma_reduce_add(&maps.y, TILE, 0, 0), bulk_commit(), bulk_wait<0>(); z[0] = y[3]; } break;  // right
+    case 32: FILL; STORE; FIRST bulk_wait<0>(); __syncthreads(); ROW(y); WAIT; z[threadIdx.x] = tile[threadIdx.x]; break;  // right
+    // ---- global memory, and the async proxy
+    case 33: WRITE_Y; __syncthreads(); ROW(y); WAIT; break;                                       // expect: proxy-fence; fence_proxy_async_global
+    case 34: WRITE_Y; __syncthreads(); LOAD(&maps.y); WAIT; break;                                // expect: proxy-fence; reads with tma_load
+    case 35: WRITE_Y; fence_proxy_async(); __syncthreads(); ROW(y); WAIT; break;                  // expect: proxy-fence; fence_proxy_async_global
+    case 36: fence_proxy_async_global(); WRITE_Y; __syncthreads(); ROW(y); WAIT; break;           // expect: proxy-fence; fence_proxy_async_global
+    case 37: WRITE_Y; FILL; STORE; FIRST bulk_wait<0>(); break;                                   // expect: proxy-fence; nor come after it
+    case 38: FIRST y[0] = 1; ROW(y); WAIT; break;                                                 // expect: proxy-fence; thread 0
+    case 39:
+        if (blockIdx.x == 0) { WRITE_Y; __threadfence(); __syncthreads(); FIRST { __threadfence(); atomicExch(z, 1); } }
+        else { FIRST while (atomicAdd(z, 0) == 0) {} __syncthreads(); ROW(y); WAIT; }             // expect: proxy-fence; of block 0
+        break;
+    case 40: FIRST atomicAdd(y, 1.f); ROW(y); WAIT; break;                                        // expect: proxy-fence; with an atomic
+    case 41: WRITE_Y; fence_proxy_async_global(); __syncthreads(); ROW(y); WAIT; break;           // right
+    case 42: WRITE_Y; __syncthreads(); FIRST fence_proxy_async_global(); LOAD(&maps.y); WAIT; break;  // right
+    case 43: FIRST { y[0] = 1; fence_proxy_async_global(); } ROW(y); WAIT; break;                 // right
+    case 44: WRITE_Y; __syncthreads(); if (threadIdx.x == 40) fence_proxy_async_global(); __syncthreads(); ROW(y); WAIT; break;  // right
+    case 45: WRITE_Y; fence_proxy_async_global(); FILL; STORE; FIRST bulk_wait<0>(); break;       // right
+    case 46:
+        if (blockIdx.x == 0) { WRITE_Y; __threadfence(); __syncthreads(); FIRST { __threadfence(); atomicExch(z, 1); } }
+        else { FIRST { while (atomicAdd(z, 0) == 0) {} fence_proxy_async_global(); } __syncthreads(); ROW(y); WAIT; }  // right
+        break;
+    case 47:
+        if (blockIdx.x == 0) { WRITE_Y; fence_proxy_async_global(); __syncthreads(); FIRST { __threadfence(); atomicExch(z, 1); } }
+        else { FIRST while (atomicAdd(z, 0) == 0) {} __syncthreads(); ROW(y); WAIT; }             // right
+        break;
+    case 48: z[threadIdx.x] = (int)y[threadIdx.x]; FILL; STORE; FIRST bulk_wait<0>(); break;      // right
+    // ---- shared memory, and the async proxy
+    case 49: tile[threadIdx.x] = 1; __syncthreads(); STORE; FIRST bulk_wait<0>(); break;          // expect: proxy-fence; no fence_proxy_async
+    case 50: tile[threadIdx.x] = 1; fence_proxy_async_global(); __syncthreads(); STORE; FIRST bulk_wait<0>(); break;  // expect: proxy-fence; no fence_proxy_async
+    case 51: tile[threadIdx.x] = 1; __syncthreads(); FIRST fence_proxy_async(); STORE; FIRST bulk_wait<0>(); break;  // right
+    case 52: if (threadIdx.x < 32) { tile[threadIdx.x] = tile[threadIdx.x + 32] = 1; fence_proxy_async(); __syncwarp(); STORE; FIRST bulk_wait<0>(); } break;  // right
+    case 53: tile[threadIdx.x] = 1; fence_proxy_async(); named_barrier_sync(1, 64); STORE; FIRST bulk_wait<0>(); break;  // right
+    // ---- volatile
+    case 54: FIRST COUNT(z); break;                                                               // expect: global-race; an update between the two is lost
+    case 55: FIRST *FLAG = *FLAG + 3; break;                                                      // expect: global-race; Use atomicAdd
+    case 56: if (threadIdx.x % 32 == 0 && blockIdx.x == 0) COUNT(z); break;                       // expect: global-race; Use atomicAdd
+    case 57: if (blockIdx.x == 0) { FIRST *FLAG = 1; } else { FIRST while (*FLAG == 0) {} } break;  // right
+    case 58:
+        if (blockIdx.x == 0) { FIRST { y[7] = 1; __threadfence(); *FLAG = 1; } }
+        else { FIRST { while (*FLAG == 0) {} __threadfence(); y[8 + blockIdx.x] = y[7]; } }                    // right
+        break;
+    case 59: if (blockIdx.x == 0) { FIRST COUNT(z), COUNT(z); } break;                            // right
+    case 60:
+        FIRST {
+            while (atomicCAS(z, 0, 1) != 0) __nanosleep(20);
+            __threadfence();
+            COUNT(z + 1);
+            __threadfence();
+            atomicExch(z, 0);
+        }                                                                                         // right
+        break;
+    case 61:
+        for (int round = 1; round < 4; round++) {
+            if (blockIdx.x == 0) y[threadIdx.x] = (float)round;
+            grid_barrier(z, 2 * round - 1, false);
+            if (y[threadIdx.x] != (float)round) z[2] = 1;
+            grid_barrier(z, 2 * round, false);
+        }                                                                                         // right
+        break;
+    case 62: for (int round = 1; round < 5; round++) grid_barrier(z, round, true); break;         // right
+    // ---- the same value, and others
+    case 63: FIRST z[0] = 7; break;                                                               // expect: warning global-race; Both store the same value
+    case 64: FIRST z[0] = blockIdx.x + 1; break;                                                  // expect: global-race; only one of the two is kept
+    case 65: FIRST z[0] = blockIdx.x ? 9 : 7; FIRST z[0] = 7; break;                              // expect: global-race; only one of the two is kept
+    case 66: y[threadIdx.x] = 7; y[threadIdx.x + 64] = 1; break;                                  // expect: warning global-race; Both store the same value
+    default: break;
+    }
+}
+extern "C" void run_memory(unsigned char* memory_of_maps, const float* x, float* y, int* z, int mode, int blocks) {
+    auto rows = [](const float* p) {
+        const uint64_t dims[] = {32, 4}, strides[] = {128};
+        const uint32_t box[] = {32, 2};
+        return tensor_map(p, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 2, dims, strides, box, CU_TENSOR_MAP_SWIZZLE_NONE);
+    };
+    const Maps maps{4, rows(x), rows(y)};
+    CUtensorMap* in_memory = (CUtensorMap*)memory_of_maps;
+    cudaMemcpy(in_memory + 1, &maps.x, sizeof(CUtensorMap), cudaMemcpyHostToDevice);
+    cudaMemcpyToSymbol(constant_map, &maps.x, sizeof(CUtensorMap));
+    cudaMemcpyToSymbol(global_map, &maps.x, sizeof(CUtensorMap));
+    memory<<<blocks, 64>>>(maps, in_memory, x, y, z, mode);
+}
+
+// ---- registers: three warpgroups, 168 registers each ----------------------------------------------------------------
+__global__ void registers(float* out, int mode) {
+    __shared__ __align__(1024) __half tile[64 * 64];
+    const int group = threadIdx.x / 128;
+    for (int i = threadIdx.x; i < 64 * 64; i += blockDim.x) tile[i] = __float2half(1.f);
+    fence_proxy_async();
+    __syncthreads();
+    if (group == 0) {
+        if (mode == 1) {
+            if (threadIdx.x < 32) setmaxnreg_dec<24>();  // <- one warp
+        } else if (mode != 0) setmaxnreg_dec<24>();
+        return;
+    }
+    if (mode == 2) setmaxnreg_inc<256>();  // <- too many
+    else setmaxnreg_inc<240>();  // <- not left
+    float d[4];
+    wgmma_fence();
+    const uint64_t a = smem_descriptor(smem_u32(tile), SWIZZLE_128, 16, 1024);
+    wgmma_ss<8>(d, a, a, false);
+    wgmma_commit();
+    wgmma_wait<0>();
+    out[threadIdx.x] = d[0];
+}
+extern "C" void run_registers(float* out, int mode) { registers<<<1, 384>>>(out, mode); }
