@@ -29,7 +29,7 @@ from flashlab.simt.memory import GlobalMemory, View, view
 from flashlab.simt.narrator import Narrator
 from flashlab.simt.process import Reply
 from flashlab.simt.report import Report
-from flashlab.simt.source import C_TYPES, DTYPES, Entry, Parameter, to_number
+from flashlab.simt.source import C_TYPES, DTYPES, Entry, Parameter, is_stream, to_number
 
 PATIENCE = 10.0  # seconds of work in which a block has to end, where the caller sets no limit
 LONGEST = 600.0  # and what the whole call may take then
@@ -329,7 +329,7 @@ def _scalar(entry: str, p: Parameter, value: Any) -> str:
     """An argument that is no array, as serve.cpp reads it: its kind, and its 8 bytes as an integer."""
     if p.kind == "pointer":
         if value is None or (isinstance(value, int) and not value):
-            return "i 0"
+            return "stream" if is_stream(p) else "i 0"
         if isinstance(value, int):
             raise TypeError(
                 f"{entry}: {p.name} got an address. The source runs in a process of its own, where it means nothing: "

@@ -359,6 +359,11 @@ def to_number(entry: str, p: Parameter, value: Any) -> bool | int | float:
     return bool(number) if kind is ctypes.c_bool else number
 
 
+def is_stream(p: Parameter) -> bool:
+    """Whether a parameter is the CUDA stream."""
+    return p.kind == "pointer" and (p.element == "stream" or (p.name == "stream" and p.element == "void"))
+
+
 def _parameter(text: str, number: int) -> Parameter:
     text = re.sub(r"\b__restrict__\b|\b__restrict\b", " ", text.split("=")[0]).strip()
     match = re.fullmatch(r"(.*?[\s*&])(\w+)", text, re.S)

@@ -143,6 +143,7 @@ static void serve_call(const std::string& text, int file) {
     std::string problem;
     forget_run();
     cancel(0);
+    settings.stream = nullptr;
     const int page = getpagesize();
     mapping.progress_page = mmap(nullptr, (size_t)page, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
     progress = mapping.progress_page == MAP_FAILED ? &nowhere : (Progress*)mapping.progress_page;
@@ -180,6 +181,10 @@ static void serve_call(const std::string& text, int file) {
             uint64_t value;
             in >> value;
             words.push_back(value), kinds += word;
+        } else if (word == "stream") {  // an address, and nothing is there: it is only handed on
+            static const char current = 0;
+            settings.stream = &current;
+            words.push_back((uint64_t)&current), kinds += 'i';
         } else if (word == "float") {
             call.returns_float = true;
         }
