@@ -50,6 +50,7 @@ static void access(Lane* me, uintptr_t a, int bytes, bool write, Style style, ui
         if (write || style != VOLATILE)
             conflicts = global_shadow.touch(me, a, bytes, kind, executions(me, site), how, conflict);
         if (style == VOLATILE) meet(me, a, !write, write);
+        if (style == VOLATILE && !write) look(me, a, bytes), me->pc = pc;
         if (counted) count_access(me, site, a, bytes);
         if (conflicts && style == PART) file_conflict(me, conflict, pc, false), conflicts = false;
     }

@@ -12,7 +12,7 @@ struct Word {
         uint32_t block, number;  // the number-th of this word
         uint32_t thread, time;
         std::vector<uint32_t> known;  // of the block's warps
-        Block::Learnt learnt;         // of other blocks
+        Block::Learnt learnt;         // of other blocks, at other words: who learns of this has learnt this word's
     };
     std::unordered_map<uint32_t, std::vector<Published>> by_block;
     uint32_t count = 0;
@@ -29,6 +29,13 @@ void fence(Lane* lane) {
     w->time++;  // what the lane does from here on is not covered
 }
 
+// What is loaded, or updated, after meet() may be of somebody who has published since. So it is learnt once more when
+// it has been loaded: at the latest moment, and never less than what the value tells.
+void settle_load(Lane* lane) {
+    meet(lane, lane->loaded, true, false);
+    lane->loaded = 0;
+}
+
 static void learn_of(Block::Learnt& learnt, Word* word, uint32_t count) {
     for (auto& l : learnt)
         if (l.first == word) {
@@ -40,6 +47,7 @@ static void learn_of(Block::Learnt& learnt, Word* word, uint32_t count) {
 
 void meet(Lane* lane, uintptr_t address, bool learn, bool publish) {
     publish &= lane->fence.time != 0;
+    if (learn) lane->loaded = address;
     if (!publish && !(learn && any)) return;
     std::lock_guard<std::mutex> lock(mutex);
     auto it = words.find(address);
@@ -52,10 +60,16 @@ void meet(Lane* lane, uintptr_t address, bool learn, bool publish) {
     Block* block = lane->block;
     if (learn && word.count) learn_of(block->learnt, &word, word.count);
     if (!publish) return;
-    block->published++;
     auto& mine = word.by_block[(uint32_t)block->number];
+    Block::Learnt elsewhere;
+    for (auto& l : block->learnt)
+        if (l.first != &word) elsewhere.push_back(l);
+    if (!mine.empty() && mine.back().thread == (uint32_t)lane->id && mine.back().time == lane->fence.time &&
+        mine.back().learnt == elsewhere)
+        return;  // it spins: there is nothing new
+    block->published++;
     mine.push_back({(uint32_t)block->number, ++word.count, (uint32_t)lane->id, lane->fence.time, lane->fence.known,
-                    block->learnt});
+                    elsewhere});
     if (learn) learn_of(block->learnt, &word, word.count);
 }
 
@@ -74,8 +88,7 @@ static bool search(const Block::Learnt& learnt, const GlobalStamp& s, std::map<W
                     return true;
         for (auto& of_block : l.first->by_block)
             for (auto& p : of_block.second)
-                if (p.number > from && p.number <= l.second &&
-                    (p.learnt.size() > 1 || (p.learnt.size() == 1 && p.learnt[0].first != l.first)) &&
+                if (p.number > from && p.number <= l.second && !p.learnt.empty() &&
                     search(p.learnt, s, seen, patience))
                     return true;
     }
