@@ -218,14 +218,8 @@ def failure(findings: Sequence[Finding], whole: Source, case: str | None = None)
     def rank(f: Finding) -> tuple[bool, ...]:
         follows = f.kind == "mbarrier-arrivals" or (f.kind == "global-out-of-bounds" and misread)
         ended = f.fatal and not follows
-        return (
-            f.kind == "wrong-stream",
-            not ended,
-            f.severity != "error",
-            f.kind not in _CAUSES,
-            f.kind not in _RACES,
-            follows,
-        )
+        causes = f.kind not in _CAUSES, f.kind not in _RACES
+        return f.kind == "wrong-stream", not ended, f.severity != "error", *causes, follows
 
     first = min(findings, key=rank)
     sentence = whole.told(first)

@@ -21,7 +21,7 @@ from flashlab.kernels.series import FOLDER as KERNELS
 from flashlab.kernels.series import Step
 from flashlab.simt import source as _source
 from flashlab.simt.build import INCLUDE
-from flashlab.simt.source import Entry, Parameter
+from flashlab.simt.source import Entry
 
 _FORWARD_ENTRY = """
 extern "C" int forward_arrays(const void* q, const void* k, const void* v, void* o, float* lse, float* workspace,

@@ -273,7 +273,7 @@ def runner(compiler: Compiler) -> Path:
     """The executable that loads a library into a process of its own, built once."""
 
     def make(work: Path) -> dict[str, Any]:
-        command = [compiler.path, "-O1", "-std=c++17", str(RUNTIME / RUNNER), "-o", "runner", "-ldl"]
+        command = [compiler.path, "-O1", "-std=c++17", str(RUNTIME / RUNNER), "-o", "runner", "-ldl", "-lpthread"]
         result = _run(command, work)
         if result.returncode:
             raise SimtError(f"the emulator's runner does not compile with {compiler.version}:\n{result.stderr}")
