@@ -89,6 +89,8 @@ void let_others_run(Lane* me) {
 // Who looks at a word again and again, and sees the same, waits for another thread: of its block, or of another. That
 // block may not have begun: run() looks at the number.
 void wait_in_vain(Lane* me) {
+    if (const int reason = cancelled())  // the signal leaves alone whoever is in here, as it is nearly always
+        file_fatal(me, {reason == 1 ? "timeout" : "interrupted"}, cudaErrorLaunchTimeout);
     me->block->worker->in_vain++;
     let_others_run(me);
     sched_yield();
