@@ -197,7 +197,7 @@ def _runtime_key(compiler: Compiler, defines: tuple[str, ...]) -> str:
 
 def runtime(compiler: Compiler, defines: tuple[str, ...] = ()) -> Path:
     """The runtime, compiled: one relocatable object, built once for each compiler and CPU (some seconds)."""
-    flags = ["-std=c++17", "-O1" if defines else "-O3", "-Wall", "-Wextra", *compiler.language, "-g0", "-DSIMT_RUNTIME"]
+    flags = ["-std=c++17", "-O1" if defines else "-O2", "-Wall", "-Wextra", *compiler.language, "-g0", "-DSIMT_RUNTIME"]
     flags += [f"-D{d}" for d in defines]
 
     def make(work: Path) -> dict[str, Any]:
