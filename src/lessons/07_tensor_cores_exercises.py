@@ -136,8 +136,8 @@ __global__ void __launch_bounds__(32) one_tile(const T* q_gmem, const T* k_gmem,
 # END SOLUTION
 }
 
-extern "C" int run(const T* q, const T* k, float* s) {
-    one_tile<<<1, 32>>>(q, k, s);
+extern "C" int run(const T* q, const T* k, float* s, void* stream) {
+    one_tile<<<1, 32, 0, (cudaStream_t)stream>>>(q, k, s);
     return (int)cudaGetLastError();
 }
 """
@@ -181,8 +181,8 @@ __global__ void __launch_bounds__(32) statistics(const float* s_gmem, float* max
     }
 }
 
-extern "C" int run(const float* s, float* row_max, float* row_sum) {
-    statistics<<<1, 32>>>(s, row_max, row_sum);
+extern "C" int run(const float* s, float* row_max, float* row_sum, void* stream) {
+    statistics<<<1, 32, 0, (cudaStream_t)stream>>>(s, row_max, row_sum);
     return (int)cudaGetLastError();
 }
 """
@@ -232,8 +232,8 @@ __global__ void __launch_bounds__(32) second_product(const float* p_gmem, const 
     for (int i = 0; i < 4; i++) o_gmem[(g + i / 2 * 8) * 8 + t * 2 + i % 2] = o[i];
 }
 
-extern "C" int run(const float* p, const T* v, float* o) {
-    second_product<<<1, 32>>>(p, v, o);
+extern "C" int run(const float* p, const T* v, float* o, void* stream) {
+    second_product<<<1, 32, 0, (cudaStream_t)stream>>>(p, v, o);
     return (int)cudaGetLastError();
 }
 """
@@ -285,8 +285,8 @@ __global__ void __launch_bounds__(32) pv(const T* p_gmem, const T* v_gmem, float
     }
 }
 
-extern "C" int run(const T* p, const T* v, float* o, int keys) {
-    pv<<<1, 32>>>(p, v, o, keys);
+extern "C" int run(const T* p, const T* v, float* o, int keys, void* stream) {
+    pv<<<1, 32, 0, (cudaStream_t)stream>>>(p, v, o, keys);
     return (int)cudaGetLastError();
 }
 """
@@ -386,8 +386,8 @@ __global__ void __launch_bounds__(32) row_sums(const T* p_gmem, float* sum_gmem)
 # END SOLUTION
 }
 
-extern "C" int run(const T* p, float* sum) {
-    row_sums<<<1, 32>>>(p, sum);
+extern "C" int run(const T* p, float* sum, void* stream) {
+    row_sums<<<1, 32, 0, (cudaStream_t)stream>>>(p, sum);
     return (int)cudaGetLastError();
 }
 """
@@ -450,8 +450,8 @@ __global__ void __launch_bounds__(32) any_eight(const T* q_gmem, const T* k_gmem
     for (int i = 0; i < 4; i++) s_gmem[(g + i / 2 * 8) * 8 + t * 2 + i % 2] = c[i];
 }
 
-extern "C" int run(const T* q, const T* k, float* s) {
-    any_eight<<<1, 32>>>(q, k, s);
+extern "C" int run(const T* q, const T* k, float* s, void* stream) {
+    any_eight<<<1, 32, 0, (cudaStream_t)stream>>>(q, k, s);
     return (int)cudaGetLastError();
 }
 """

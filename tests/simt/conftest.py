@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flashlab.simt import Module, compile_cuda
+from flashlab.simt import Module, compile_cuda, run
 
 KERNELS = Path(__file__).parent / "kernels"
 
@@ -20,6 +20,12 @@ def module(name: str, check: bool = True, **options) -> Module:
     if key not in _modules:
         _modules[key] = compile_cuda(KERNELS / name, check=check, **options)
     return _modules[key]
+
+
+@pytest.fixture
+def little_patience(monkeypatch):
+    """What never ends is given up after 2 s of its own work: a busy machine does not cut short what ends."""
+    monkeypatch.setattr(run, "PATIENCE", 2.0)
 
 
 @pytest.fixture(params=["fast", "check"])

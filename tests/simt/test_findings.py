@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 
 import numpy as np
 import pytest
@@ -274,11 +273,9 @@ def test_a_stack_that_overflows(check):
 
 
 @pytest.mark.parametrize("check", [False, True])
-def test_a_loop_that_does_not_end(check):
-    begin = time.monotonic()
+def test_a_loop_that_does_not_end(check, little_patience):
     with pytest.raises(KernelTimeout, match="still running") as caught:
-        run("run_for_ever", ints(), check=check, timeout=2)
-    assert time.monotonic() - begin < 60  # it ended: without the limit it would run for ever
+        run("run_for_ever", ints(), check=check)
     line = caught.value.report.findings[-1].line
     assert LINES["loop"] - 1 <= line <= LINES["loop"] + 4
     assert run("run_opt_in", floats(), check=check).ok  # and the next launch is none the worse

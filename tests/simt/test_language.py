@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import string
+from pathlib import Path
+
 import numpy as np
 import pytest
 
+from flashlab import kernels, simt
 from flashlab.simt import LaunchError
 
 LANES = np.arange(32)
@@ -252,3 +256,34 @@ def test_shared_memory_limits(language):
     assert language.run_dynamic(a, a.copy(), 1024).ok
     with pytest.raises(LaunchError, match=f"{module_limit} bytes of dynamic shared memory a block; the limit is 4096"):
         language.launch("run_dynamic", a, a.copy(), 1024, shared_limit=4096)
+
+
+EVERY_HEADER = '#include "simt.h"\n#include "problem.cuh"\n#include "wgmma.cuh"\n#include "tensor_map.cuh"\n'
+
+
+@pytest.mark.parametrize("how", ["defines", "#define"])
+@pytest.mark.parametrize("check", [False, True])
+def test_single_letters_are_the_readers(how, check):
+    """Macros of every capital letter, given with the build or in the text, mean in the reader's code what they say."""
+    macros = {letter: 8 + number for number, letter in enumerate(string.ascii_uppercase)} | {"T": "float"}
+    text = "".join(f"#define {k} {v}\n" for k, v in macros.items()) if how == "#define" else ""
+    text += (
+        EVERY_HEADER
+        + """
+__global__ void add(T* x) { atomicAdd(&x[threadIdx.x % N], T(M) + __shfl_xor_sync(~0u, threadIdx.x, 1) * 0); }
+extern "C" int run(float* x) { add<<<A, 32>>>(x); return D; }
+"""
+    )
+    folder = Path(kernels.__file__).parent
+    built = simt.compile_cuda(text, check=check, defines=macros if how == "defines" else {}, include_dirs=[folder])
+    x = np.zeros(32, np.float32)
+    with pytest.raises(simt.LaunchError, match=f"run returned {macros['D']}"):
+        built.run(x)
+    assert not built.warnings
+
+
+def test_small_letters_and_min_are_the_readers():
+    macros = dict.fromkeys([*string.ascii_lowercase, "min", "max"], "??")
+    text = EVERY_HEADER + '__global__ void nothing() {}\nextern "C" int run() { nothing<<<1, 32>>>(); return 0; }\n'
+    built = simt.compile_cuda(text, defines=macros, include_dirs=[Path(kernels.__file__).parent])
+    assert built.run().ok

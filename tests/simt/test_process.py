@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
 import os
 import re
@@ -12,6 +13,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -90,13 +92,12 @@ def test_a_launch_that_is_cut_short_is_no_success(built, checked, build, timeout
 
 def test_without_a_limit_a_call_ends_when_no_block_does(built, monkeypatch, capfd):
     monkeypatch.setattr(run, "PATIENCE", 3.0)
-    begin = time.monotonic()
     with pytest.raises(simt.KernelTimeout, match=r"thread 0 of block 7 was still running in line \d+"):
         built.run_late(ints(), 8)
-    assert 3 <= time.monotonic() - begin < 60
     said = capfd.readouterr().err
     assert re.search(
-        r"run_late: \d s so far, late has run 7 of its 8 blocks; it is given up after 3 s in which no block ends", said
+        r"run_late: \d+ s so far, late has run \d of its 8 blocks; it is given up after 3 s in which no block ends",
+        said,
     )
     monkeypatch.setattr(run, "LONGEST", 1.0)  # a host part may launch for ever
     with pytest.raises(simt.KernelTimeout):
@@ -124,38 +125,39 @@ def test_a_call_that_goes_on_is_not_given_up(monkeypatch):
     assert run._Watch("run", Memory(), 2.5)(1, 0.1) == 1.5
 
 
-@pytest.mark.parametrize("what", ["sleeps", "is kept waiting"])
-def test_only_work_counts(what):
-    """A process that nobody keeps from its work is at it, asleep or not; one that does not get a processor is not."""
-    one = min(os.sched_getaffinity(0))
+@pytest.mark.parametrize(
+    "ticks, awake, want",
+    [
+        ([0, 0, 0, 0], False, 4.0),  # nobody keeps it from its work: asleep, it is at it
+        ([0, 0, 0, 0], True, 1.0),  # it gets no processor: a quarter counts
+        ([50, 100, 150, 200], True, 2.0),  # it gets a half of one
+        ([100, 200, 300, 400], True, 4.0),
+        ([400, 800, 1200, 1600], True, 4.0),  # a thread computes no more than there is time
+    ],
+)
+def test_only_work_counts(monkeypatch, ticks, awake, want):
+    """Of four seconds: ``ticks`` (hundredths) are what the busiest thread has computed at the end of each."""
+    looks = iter([({}, awake), *(({"1": n, "2": n // 2}, awake) for n in ticks)])
+    monkeypatch.setattr(process._Work, "_look", lambda self: next(looks))
+    monkeypatch.setattr(process.time, "monotonic", itertools.count().__next__)
+    work = process._Work(os.getpid())
+    work._tick = 0.01
+    assert [work.seconds() for _ in ticks][-1] == want
 
-    def starve() -> None:
-        os.sched_setaffinity(0, {one})
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
-    def share() -> None:
-        os.sched_setaffinity(0, {one})
-
-    spin = [sys.executable, "-c", "while True: pass"]
-    if what == "sleeps":
-        children = [subprocess.Popen(["sleep", "60"])]
-    else:
-        children = [
-            subprocess.Popen(spin, preexec_fn=starve),
-            *(subprocess.Popen(spin, preexec_fn=share) for _ in "12"),
-        ]
+def test_what_the_system_says_of_a_process():
+    spinning, asleep = (subprocess.Popen(x) for x in ([sys.executable, "-c", "while True: pass"], ["sleep", "1000"]))
     try:
-        time.sleep(0.5)  # until they have begun
-        work, begin = process._Work(children[0].pid), time.monotonic()
-        for _ in range(4):
-            time.sleep(0.25)
-            seconds = work.seconds()
-        passed = time.monotonic() - begin
+        work = process._Work(spinning.pid)
+        first, _ = work._look()
+        while work._look()[0] == first or not work._look()[1]:  # without an end, where it is not seen to compute
+            time.sleep(0.01)
+        while process._Work(asleep.pid)._look()[1]:  # until it sleeps
+            time.sleep(0.01)
     finally:
-        for child in children:
+        for child in (spinning, asleep):
             child.kill()
             child.wait()
-    assert seconds > 0.9 * passed if what == "sleeps" else seconds < 0.5 * passed
 
 
 def test_a_report_that_comes_late_is_waited_for(built, monkeypatch):
@@ -165,11 +167,12 @@ def test_a_report_that_comes_late_is_waited_for(built, monkeypatch):
     def slowly(self, deadline, last, frames=None):
         if frames and "ending" in frames:
             time.sleep(0.1)  # meanwhile nothing of the report is read
-            if time.monotonic() < begin + 3:
+            if time.monotonic() < begin + 0.5:
                 return frames
         return wait(self, deadline, last, frames)
 
     monkeypatch.setattr(process.Process, "_wait", slowly)
+    monkeypatch.setattr(process, "PATIENCE", 0.2)
     begin = time.monotonic()
     assert [x.grid for x in built.run_work(ints(256), 4, 64, 1).launches] == [(4, 1, 1)]
     begin = time.monotonic()
@@ -182,7 +185,7 @@ def test_ctrl_c_at_any_time(what):
     """In the terminal as in a notebook: KeyboardInterrupt at once, and the module can be called again."""
     entry = "run_late(p, 1)" if what == "kernel" else "run_launches_without_end(p)"
     program = f"""
-import os, signal, threading, time
+import os, signal, threading
 import numpy as np
 from flashlab import simt
 signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests may ignore it
@@ -190,17 +193,16 @@ built = simt.compile_cuda({TEXT!r}, name="process.cu")
 p = np.zeros(64, np.int32)
 built.run_count(p)
 for wait in (0.05, 0.4):
-    threading.Timer(wait, os.kill, (os.getpid(), signal.SIGINT)).start()
-    begin = time.monotonic()
     try:
+        threading.Timer(wait, os.kill, (os.getpid(), signal.SIGINT)).start()
         built.{entry}
     except KeyboardInterrupt:
-        print("interrupted", time.monotonic() - begin < 5)
+        print("interrupted")
 built.run_count(p)
 print("p", p[0] > 0)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
-    assert done.stdout.splitlines() == ["interrupted True", "interrupted True", "p True"], done.stderr
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.splitlines() == ["interrupted", "interrupted", "p True"], done.stderr
 
 
 # ---- many workers --------------------------------------------------------------------------------
@@ -359,28 +361,53 @@ def test_a_process_that_is_killed_is_replaced(built):
     assert p[0] == 1
 
 
-@pytest.mark.parametrize("entry", ["run_count(p)", "run_late(p, 1)"], ids=["between calls", "in a call"])
-def test_the_process_ends_with_python(entry):
+CONSTRUCTOR = """
+struct Slow { Slow() { for (volatile int i = 0;; i = i + 1) {} } } slow;
+"""
+HOST_LOOP = 'extern "C" int run_host(int* p) { for (volatile int i = 0;; i = i + 1) {} return p[0]; }\n'
+
+
+@pytest.mark.parametrize(
+    "entry, more",
+    [("run_count(p)", ""), ("run_late(p, 1)", ""), ("run_host(p)", HOST_LOOP), ("run_count(p)", CONSTRUCTOR)],
+    ids=["between calls", "in a kernel", "in a host part", "as it is loaded"],
+)
+def test_the_process_ends_with_python(entry, more):
     program = f"""
-import os, signal, threading
+import glob, os, signal, threading
 import numpy as np
 from flashlab import simt
-from flashlab.simt import process
-built = simt.compile_cuda({TEXT!r}, name="process.cu")
+built = simt.compile_cuda({TEXT + more!r}, name="process.cu")
+def killed():
+    children = []
+    while not children:
+        children = [pid for f in glob.glob("/proc/self/task/*/children") for pid in open(f).read().split()]
+    print(*children, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+threading.Timer(0.3, killed).start()
 p = np.zeros(64, np.int32)
-built.run_count(p)
-print(*(x._popen.pid for x in process._processes.values()), flush=True)
-threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
 built.{entry}
 threading.Event().wait()
 """
-    python = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    python = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert python.returncode == -signal.SIGKILL, python.stderr
-    deadline = time.monotonic() + 20
-    with pytest.raises(ProcessLookupError):
-        while time.monotonic() < deadline:
-            os.kill(int(python.stdout), 0)
-            time.sleep(0.05)
+    child = Path(f"/proc/{python.stdout.strip()}/stat")
+    while child.exists() and child.read_text().rpartition(")")[2].split()[0] != "Z":  # without an end, where it stays
+        time.sleep(0.05)
+
+
+def test_a_constructor_that_does_not_end_is_given_up():
+    built = simt.compile_cuda(TEXT + CONSTRUCTOR, name="process.cu")
+    with pytest.raises(simt.KernelTimeout, match="when the time was up: the constructor of a global variable"):
+        built.run_count(ints(), timeout=0.3)
+    assert str(built.build.library) not in process._processes
+
+
+@pytest.mark.parametrize("what, how", [("abort();", "signal 6"), ("_Exit(7);", "exit status 7")])
+def test_a_constructor_that_ends_the_process_is_told(what, how):
+    built = simt.compile_cuda(f"{TEXT}#include <stdlib.h>\nstruct Bad {{ Bad() {{ {what} }} }} bad;\n")
+    with pytest.raises(simt.HostError, match=rf"in the constructor of a global variable \(({how})"):
+        built.run_count(ints())
 
 
 def test_no_more_processes_than_wanted(monkeypatch):

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+
 import numpy as np
 import pytest
 
+from flashlab import simt
 from flashlab.simt import CompileError, LaunchError, compile_cuda, source
 
 from .conftest import module
@@ -190,3 +194,36 @@ __attribute__((__noinline__)) int g();
     assert rows[9:14] == text.splitlines()[9:14]
     assert rows[15:] == ["__attribute__((__noinline__)) int f();", "__attribute__((__noinline__)) int g();"]
     assert source.Preprocessed(text, ()).rewritten(inline_all=True).splitlines()[15:] == [" int f();", " int g();"]
+
+
+HOST_AND_DEVICE = """#include "simt.h"
+static void reference(const float* x, float* y, int n) { for (int i = 0; i < n; i++) y[i] = x[i]; }
+static int twice(int n) { return 2 * n; }
+namespace here { template <class X> X* next(X* x, int by = 1) noexcept { return x + twice(by); } }
+__device__ float square(float x) { return x * x; }
+struct Tile { int n; __device__ int size() const { return n; } };
+Tile::Tile() : n(1) { }
+__global__ void kernel(float* x) { x[threadIdx.x] = square(x[threadIdx.x]) * twice(1); }
+int in_a_lambda(int n) { return n; }
+int lambda() { auto f = [](int n) { return in_a_lambda(n); }; return f(1); }
+void helper(const float* x, float* y) { reference(x, y, 3); }
+extern "C" int run(const float* x, float* y) { helper(x, here::next(y)); kernel<<<1, 32>>>(y); return 0; }
+extern "C" { int other(int n) { return n; } }
+"""
+
+
+def test_functions_that_only_the_host_part_can_call():
+    text = HOST_AND_DEVICE.replace("__global__", f"__attribute__(({source.KERNEL}))")
+    found = source._host_functions(text, source.blank_comments(text))
+    names = [re.match(r"\w+", text[at:])[0] for at in found]
+    assert sorted(names) == ["helper", "next", "other", "reference", "run"]  # a kernel calls square and twice
+
+
+def test_a_check_build_does_not_look_at_the_host_part():
+    """And at what a kernel calls as ever: the same lines, once each."""
+    text = HOST_AND_DEVICE.replace("Tile::Tile() : n(1) { }\n", "")
+    built = simt.compile_cuda(text, check=True, name="host.cu")
+    hooked = subprocess.run(["objdump", "-d", str(built.build.library)], capture_output=True, text=True).stdout
+    of = {m[1]: m[2].count("__tsan_") for m in re.finditer(r"^\w+ <(\S+)>:\n((?:.+\n)*)", hooked, re.M)}
+    assert of["run"] == 0 and of["_Z6kernelPf"] > 0
+    assert all(n == 0 for name, n in of.items() if "reference" in name or "helper" in name)

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from flashlab.cuda.sources import is_stream
-from flashlab.simt.source import DTYPES, Entry, Parameter, to_number
+from flashlab.simt.source import DTYPES, Entry, Parameter, is_stream, to_number
 
 
 def checked(entry: Entry, given: Sequence[Any]) -> list[Any]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable
 
-from flashlab.cuda.sources import is_stream, takes_problem
-from flashlab.simt.source import Entry
+from flashlab.cuda.sources import takes_problem
+from flashlab.simt.source import Entry, is_stream
 
 
 def binding_source(entries: Iterable[Entry], name: str = "kernel.cu") -> str:

@@ -29,7 +29,7 @@ import torch
 from flashlab.cuda import toolchain
 from flashlab.cuda.binding import binding_source
 from flashlab.cuda.errors import LaunchError, compile_error, launch_error, messages, quoted
-from flashlab.cuda.sources import GUARDED, Text, is_stream
+from flashlab.cuda.sources import GUARDED, Text
 from flashlab.runtime import cache
 from flashlab.simt import source as _source
 
@@ -187,7 +187,7 @@ class Native:
 
 def _value(p: _source.Parameter, x: Any, stream: int) -> Any:
     """An argument as ctypes passes it."""
-    if is_stream(p):
+    if _source.is_stream(p):
         return ctypes.c_void_p(stream)
     if p.kind == "pointer":
         if isinstance(x, ctypes.Structure):

@@ -21,7 +21,7 @@ from flashlab.kernels.series import FOLDER as KERNELS
 from flashlab.kernels.series import Step
 from flashlab.simt import source as _source
 from flashlab.simt.build import INCLUDE
-from flashlab.simt.source import Entry, Parameter
+from flashlab.simt.source import Entry
 
 _FORWARD_ENTRY = """
 extern "C" int forward_arrays(const void* q, const void* k, const void* v, void* o, float* lse, float* workspace,
@@ -170,8 +170,3 @@ def macros(defines: Mapping[str, Any], variant: tuple[int, str] | None) -> dict[
 def takes_problem(entry: Entry) -> bool:
     """Whether its first argument is a struct Problem."""
     return bool(entry.parameters) and entry.parameters[0].element == "Problem"
-
-
-def is_stream(p: Parameter) -> bool:
-    """Whether a parameter is the CUDA stream."""
-    return p.kind == "pointer" and (p.element == "stream" or (p.name == "stream" and p.element == "void"))

@@ -556,7 +556,7 @@ def _told_by_masks(answer: Answer) -> str | None:
     title="Four lanes, one maximum",
     minutes=15,
     difficulty="Bug hunt",
-    untouched="21bdc0084f34",
+    untouched="f25b4eb82615",
     history="a common mistake",
     hints=[
         "A lane holds two columns of its row. After the first exchange it knows four of the eight columns. Which "
@@ -781,7 +781,7 @@ def _expect_product(answer: Answer) -> str:
     title="Two bugs in P V",
     minutes=20,
     difficulty="Bug hunt",
-    untouched="7f418a5ab76d",
+    untouched="28d61c57e0a1",
     history="0 times NaN: pytorch/pytorch, issue 101967 (2023); .trans is a common mistake",
     hints=[
         "What the emulator calls uninitialised holds anything, also the bits of a NaN. What is 0 times NaN?",

@@ -6,6 +6,7 @@
 // flashlab.kernels.problem mirrors struct Problem field by field, and says what a kernel may rely on: 16-byte aligned
 // rows, heads a multiple of kv_heads, scale > 0.
 #pragma once
+#include "simt/names.h"
 #include "ptx.cuh"
 
 #ifndef HEAD_DIM                                               // or -DHEAD_DIM=128
@@ -46,3 +47,4 @@ __device__ __forceinline__ T* rows_of(void* tensor, const Strides& stride, int b
 
 // How many pieces of size b cover a.
 __host__ __device__ __forceinline__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+#include "simt/names_end.h"

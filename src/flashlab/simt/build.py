@@ -198,7 +198,7 @@ def _runtime_key(compiler: Compiler, defines: tuple[str, ...]) -> str:
 
 def runtime(compiler: Compiler, defines: tuple[str, ...] = ()) -> Path:
     """The runtime, compiled: one relocatable object, built once for each compiler and CPU (some seconds)."""
-    flags = ["-std=c++17", "-O1" if defines else "-O3", "-Wall", "-Wextra", *compiler.language, "-g0", "-DSIMT_RUNTIME"]
+    flags = ["-std=c++17", "-O1" if defines else "-O2", "-Wall", "-Wextra", *compiler.language, "-g0", "-DSIMT_RUNTIME"]
     flags += [f"-D{d}" for d in defines]
 
     def make(work: Path) -> dict[str, Any]:
@@ -274,7 +274,7 @@ def runner(compiler: Compiler) -> Path:
     """The executable that loads a library into a process of its own, built once."""
 
     def make(work: Path) -> dict[str, Any]:
-        command = [compiler.path, "-O1", "-std=c++17", str(RUNTIME / RUNNER), "-o", "runner", "-ldl"]
+        command = [compiler.path, "-O1", "-std=c++17", str(RUNTIME / RUNNER), "-o", "runner", "-ldl", "-lpthread"]
         result = _run(command, work)
         if result.returncode:
             raise SimtError(f"the emulator's runner does not compile with {compiler.version}:\n{result.stderr}")

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flashlab.simt.errors import SimtError
+from flashlab.simt.errors import HostError, KernelTimeout, SimtError
 
 PATIENCE = 2.0  # seconds of work that a cancelled call has to end by itself
 REPORT = 60.0  # and one that has returned, to say what came of it
@@ -121,12 +121,15 @@ class Process:
         runner: the executable that loads it.
         library: the module.
         description: sent first (``describe`` of serve.cpp).
+        watch: as in :meth:`call`, of the time that it takes to load: constructors of global variables run then.
 
     Raises:
         SimtError: the process cannot be started, or the library not be loaded.
+        KernelTimeout: it was still being loaded when the time was up.
+        HostError: it ended as it was loaded.
     """
 
-    def __init__(self, runner: Path, library: Path, description: str):
+    def __init__(self, runner: Path, library: Path, description: str, watch: Callable[[float, float], float]):
         self.owner = os.getpid()
         self.lock = threading.Lock()  # one call at a time
         self._between_calls = True
@@ -134,7 +137,7 @@ class Process:
         self._socket = mine
         try:
             self._popen = subprocess.Popen(
-                [str(runner), str(library), str(its.fileno())],
+                [str(runner), str(library), str(its.fileno()), str(self.owner)],
                 pass_fds=(its.fileno(),),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -153,13 +156,27 @@ class Process:
         self._unread = bytearray()
         self._texts = {self._out: bytearray(), self._err: bytearray()}
         self._lost = 0
+        hello: dict[str, bytes] = {}
         try:
-            hello = self._wait(time.monotonic() + 60, {"hello"})
-            if "hello" not in hello:
-                raise Gone(None, "it does not answer")
+            self._watched(watch, {"hello"}, hello)
+            if not hello:
+                raise KernelTimeout(
+                    "the module was still being loaded when the time was up: the constructor of a global variable "
+                    "does not end, or has too much to do"
+                )
         except Gone as gone:
             self.close()
-            raise SimtError(f"the emulator's process does not start: {gone.args[1] or gone.args[0]}") from None
+            status, said = gone.args
+            if status == 3:
+                raise SimtError(f"the emulator's process does not start: {said}") from None
+            how = f"signal {-status}" if status and status < 0 else f"exit status {status}"
+            raise HostError(
+                f"the module's process ended as it was loaded, in the constructor of a global variable ({how})"
+                f"{': ' if said else ''}{said}"
+            ) from None
+        except BaseException:
+            self.close()
+            raise
         self.fiber_kind = hello["hello"].decode()
         self._send(description.encode())
 
@@ -243,6 +260,16 @@ class Process:
         while not last & frames.keys() and (left := seconds - work.seconds()) > 0:
             self._wait(time.monotonic() + min(left, POLL), last, frames)
 
+    def _watched(self, watch: Callable[[float, float], float], last: set[str], frames: dict[str, bytes]) -> bool:
+        """The same until ``watch`` says that it is enough; whether it was."""
+        begin, work = time.monotonic(), _Work(self._popen.pid)
+        while not last & frames.keys():
+            left = watch(time.monotonic() - begin, work.seconds())
+            if left <= 0:
+                return True
+            self._wait(time.monotonic() + min(left, POLL), last, frames)
+        return False
+
     # ---- a call ----------------------------------------------------------------------------------
     def call(self, request: str, file: int, watch: Callable[[float, float], float]) -> Reply:
         """Runs an entry.
@@ -260,19 +287,12 @@ class Process:
         for text in self._texts.values():
             text.clear()
         self._lost = 0
-        begin = time.monotonic()
         frames: dict[str, bytes] = {}
         cancelled, interrupt, came_back = 0, None, False
         try:
             try:
-                work = _Work(self._popen.pid)
                 self._send(request.encode(), file)
-                while not frames.keys() & {"ending", "refused"}:
-                    left = watch(time.monotonic() - begin, work.seconds())
-                    if left <= 0:
-                        cancelled = 1
-                        break
-                    self._wait(time.monotonic() + min(left, POLL), {"ending", "refused"}, frames)
+                cancelled = int(self._watched(watch, {"ending", "refused"}, frames))
             except KeyboardInterrupt as error:
                 cancelled, interrupt = 2, error
             if cancelled:
@@ -345,11 +365,11 @@ _lock = threading.Lock()
 
 
 @contextlib.contextmanager
-def process(runner: Path, library: Path, description: str):
+def process(runner: Path, library: Path, description: str, watch: Callable[[float, float], float]):
     """The process of a library, for one call; a new one where there is none, or it has ended.
 
     Raises:
-        SimtError: it cannot be started.
+        SimtError: it cannot be started; see :class:`Process`, which says what the arguments are.
     """
     key = str(library)
     while True:
@@ -361,7 +381,7 @@ def process(runner: Path, library: Path, description: str):
                 if not usable:
                     wanted.close()
                     wanted = None
-            _processes[key] = wanted = wanted or Process(runner, library, description)
+            _processes[key] = wanted = wanted or Process(runner, library, description, watch)
         with wanted.lock:
             if wanted.alive:
                 yield wanted

@@ -129,6 +129,9 @@ class Launch:
 class Report:
     """What came of calling an entry of a module.
 
+    It is about kernels. The host part is plain C++ that runs as it stands: memory freed twice, or an array of ``new[]``
+    overrun, is told only where it ends the process.
+
     Attributes:
         findings: in the order of the launches and blocks they occurred in.
         launches: one for each kernel launched.
@@ -201,7 +204,7 @@ class Report:
         return "\n".join(rows)
 
     def __str__(self) -> str:
-        head = f"{self.name}: {f'{len(self.findings)} findings' if self.findings else 'no findings'}"
+        head = f"{self.name}: {f'{len(self.findings)} findings' if self.findings else 'no findings in its kernels'}"
         return "\n".join([head, *(f"  {f}" for f in self.findings)])
 
     __repr__ = __str__

@@ -29,7 +29,7 @@ from flashlab.simt.memory import GlobalMemory, View, view
 from flashlab.simt.narrator import Narrator
 from flashlab.simt.process import Reply
 from flashlab.simt.report import Report
-from flashlab.simt.source import C_TYPES, DTYPES, Entry, Parameter, to_number
+from flashlab.simt.source import C_TYPES, DTYPES, Entry, Parameter, is_stream, to_number
 
 PATIENCE = 10.0  # seconds of work in which a block has to end, where the caller sets no limit
 LONGEST = 600.0  # and what the whole call may take then
@@ -106,13 +106,14 @@ class Module:
     @property
     def fiber_kind(self) -> str:
         """How the emulator switches threads: "x86-64" or, on any CPU, "ucontext"."""
-        with self._process() as process:
+        with self._process("", None) as process:
             return process.fiber_kind
 
-    def _process(self):
+    def _process(self, entry: str, timeout: float | None):
         description = f"dynamic {self.build.dynamic_align % PLACED}\n"
         description += "".join(f"array {s.offset} {s.size} {s.kernel}\n" for s in self.build.shared)
-        return processes.process(self.build.runner, self.build.library, description)
+        watch = _Watch(entry or "loading", None, timeout)
+        return processes.process(self.build.runner, self.build.library, description, watch)
 
     def __getattr__(self, name: str):
         if name.startswith("_") or name not in self.__dict__.get("entries", {}):
@@ -169,8 +170,8 @@ class Module:
             TypeError, ValueError: an argument does not fit the entry's signature, or an option is out of range.
             LaunchError: the launch was refused, or the entry returned an error code (an ``int`` other than 0).
             IllegalAccess, DeadlockError, KernelTrap, KernelTimeout: the launch ended there. The error carries
-                the report.
-            HostError: the host part ended the process instead of returning.
+                the report, unless the module was still being loaded.
+            HostError: the host part, or the constructor of a global variable, ended the process.
         """
         signature = self._signature(entry, args)
         threads = _default_threads() if threads is None else _within("threads", threads, 1, 4096)
@@ -200,7 +201,7 @@ class Module:
         request = [f"call {entry}", f"settings {' '.join(map(str, settings))}"]
         if signature.returns in ("float", "double"):
             request.append("float")
-        with self._process() as process, GlobalMemory(list(views.values())) as memory:
+        with self._process(entry, timeout) as process, GlobalMemory(list(views.values())) as memory:
             request.append(f"memory {memory.bytes}")
             request += [f"piece {file} {pages} {at}" for file, pages, at in memory.pieces]
             buffers = {}
@@ -249,11 +250,13 @@ class Module:
 class _Watch:
     """Says when a call is to be given up, and, after two seconds and then now and again, on stderr how far it is.
 
+    Without ``memory`` the module is being loaded.
+
     Attributes:
         seconds: that it has taken.
     """
 
-    def __init__(self, entry: str, memory: GlobalMemory, timeout: float | None):
+    def __init__(self, entry: str, memory: GlobalMemory | None, timeout: float | None):
         self.entry, self.memory, self.timeout = entry, memory, timeout
         self.seconds = 0.0
         self._last, self._since = (0, 0), 0.0
@@ -262,13 +265,14 @@ class _Watch:
     def __call__(self, seconds: float, worked: float) -> float:
         """In how many seconds it is to be given up; process.py says what the arguments are."""
         self.seconds = seconds
-        launches, blocks, done, kernel = self.memory.progress
+        launches, blocks, done, kernel = self.memory.progress if self.memory else (0, 0, 0, "")
         if (launches, done) != self._last:
             self._last, self._since = (launches, done), worked
         left = self.timeout - seconds if self.timeout else min(self._since + PATIENCE - worked, LONGEST - seconds)
         if self._next <= seconds and left > 0:
             self._next = max(10.0, 2 * self._next)
             where = f"{kernel} has run {done} of its {blocks} blocks" if launches else "no kernel has been launched yet"
+            where = where if self.memory else "the module is still being loaded"
             rule = f"{self.timeout:g} s" if self.timeout else f"{PATIENCE:g} s in which no block ends"
             print(
                 f"{self.entry}: {seconds:.0f} s so far, {where}; it is given up after {rule} (timeout=...)",
@@ -330,7 +334,7 @@ def _scalar(entry: str, p: Parameter, value: Any) -> str:
     """An argument that is no array, as serve.cpp reads it: its kind, and its 8 bytes as an integer."""
     if p.kind == "pointer":
         if value is None or (isinstance(value, int) and not value):
-            return "i 0"
+            return "stream" if is_stream(p) else "i 0"
         if isinstance(value, int):
             raise TypeError(
                 f"{entry}: {p.name} got an address. The source runs in a process of its own, where it means nothing: "

@@ -631,6 +631,14 @@ def _launch_configuration(f: Facts) -> str:
     return f"the launch of {f.kernel} was refused: " + _CONFIGURATION[f.words].format(*f.v)
 
 
+def _wrong_stream(f: Facts) -> str:
+    what, argument = (f.words, "last") if f.words else (f"the launch of {f.kernel}", "fourth launch")
+    return (
+        f"{what}{f.here} is not put into the stream that the function is given: on a GPU it may run before its inputs "
+        f"are there. The {argument} argument is (cudaStream_t)stream"
+    )
+
+
 _SENTENCES = {
     "race": _race,
     "lanes-disagree": _lanes_disagree,
@@ -728,6 +736,7 @@ _SENTENCES = {
         f"{f.who} launches {f.words}{f.here}: a kernel that launches another is not emulated: launch it on the host"
     ),
     "launch-configuration": _launch_configuration,
+    "wrong-stream": _wrong_stream,
 }
 KINDS = tuple(_SENTENCES)
 

@@ -179,13 +179,16 @@ class Preprocessed:
         lambda.
 
         Args:
-            inline_all: ``__noinline__`` is dropped; a check build sees more of what it can inline.
+            inline_all: ``__noinline__`` is dropped; a check build sees more of what it can inline. It looks at no
+                load or store of a function that no kernel can call.
         """
         blanked, edits = self.blanked, []  # (begin, end, text)
         noinline = "" if inline_all else "__attribute__((__noinline__))"
         if inline_all:
             for m in re.finditer(r"__attribute__\s*\(\(\s*(?:__)?noinline(?:__)?\s*\)\)", blanked):
                 edits.append((m.start(), m.end(), ""))
+            unseen = '__attribute__((no_sanitize("thread"))) '
+            edits += [(at, at, unseen) for at in _host_functions(self.learners, blanked)]
         edits += [(m.start(), m.end(), noinline) for m in re.finditer(r"(?<![(,\w])(?<![(,] )__noinline__\b", blanked)]
         edits += [(m.start(), m.end(), "noinline") for m in re.finditer(re.escape(KERNEL), self.learners)]
         edits += _bounds(blanked)
@@ -276,6 +279,36 @@ def _kernels(text: str, blanked: str) -> dict[str, _Kernel]:
             after = blanked[_matching(blanked, m.end() - 1) :].lstrip()[:1]
             kernel.overloaded |= after == "{" and bool(before) and (before.isalnum() or before in "_*&>")
     return found
+
+
+def _host_functions(text: str, blanked: str) -> list[int]:
+    """Where the names of those functions stand, of what is defined in no class, that only the host part can call.
+
+    Neither a kernel names them, nor a class, a variable, a declaration, a lambda, or another function that these name.
+    """
+    functions: dict[str, list[tuple[int, str]]] = {}  # where the name stands, and the whole text
+    outside, at, last = [], 0, 0
+    for brace in re.finditer(r"[{};]", blanked):
+        if brace.start() < at:
+            continue
+        head, begin, at = blanked[at : brace.start()], at, brace.end()
+        if brace[0] != "{" or re.search(r"\bnamespace\b[\w\s:]*$|\bextern\s*\"\s*\"\s*$", head):
+            continue
+        at = _matching(blanked, brace.start())
+        declarator = re.search(r"(\w+)\s*(\((?:[^()]|\([^()]*\))*\))\s*(?:noexcept\s*)?$", head)
+        before = head[: declarator.start()] if declarator else ""
+        if declarator is None or re.search(r"[=:]|\boperator\b", before.replace("::", "")) or KERNEL in text[begin:at]:
+            continue
+        if re.search(r"(?<![\w\])])\s*\[[^\[\]]*\]\s*[({]", blanked[begin:at]):  # a lambda
+            continue
+        outside.append(blanked[last:begin])
+        last = at
+        functions.setdefault(declarator[1], []).append((begin + declarator.start(1), blanked[begin:at]))
+    named = set(re.findall(r"\w+", " ".join([*outside, blanked[last:]])))
+    while reached := named & functions.keys():
+        for _, body in (found for name in reached for found in functions.pop(name)):
+            named.update(re.findall(r"\w+", body))
+    return [place for found in functions.values() for place, _ in found]
 
 
 def _bounds(blanked: str) -> list[tuple[int, int, str]]:
@@ -395,6 +428,11 @@ def to_number(entry: str, p: Parameter, value: Any) -> bool | int | float:
     if not low <= number <= high:
         raise ValueError(f"{entry}: {p.name} is {number}, and its type, {p.kind}, goes from {low} to {high}")
     return bool(number) if kind is ctypes.c_bool else number
+
+
+def is_stream(p: Parameter) -> bool:
+    """Whether a parameter is the CUDA stream."""
+    return p.kind == "pointer" and (p.element == "stream" or (p.name == "stream" and p.element == "void"))
 
 
 def _parameter(text: str, number: int) -> Parameter:

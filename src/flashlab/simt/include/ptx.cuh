@@ -7,6 +7,7 @@
 // __nv_bfloat16. Shared-memory operands are 32-bit addresses: smem_u32(pointer). Names and operand order follow the PTX
 // ISA, "Warp-level matrix instructions" and "Asynchronous copy".
 #pragma once
+#include "simt/names.h"
 #include "simt.h"
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -205,3 +206,4 @@ __device__ __forceinline__ float rcp_approx(float x) {         // 1 / x
 }
 
 #endif
+#include "simt/names_end.h"

@@ -7,6 +7,7 @@
 // proxy, another way into memory than loads and stores: see fence_proxy_async. A cluster is one block here: nothing
 // is multicast, and no other block's shared memory is reached. Names and operand order follow the PTX ISA.
 #pragma once
+#include "simt/names.h"
 #include "ptx.cuh"
 #include <cuda.h>
 
@@ -198,3 +199,4 @@ __device__ __forceinline__ void setmaxnreg_dec() {
 }
 
 #endif
+#include "simt/names_end.h"

@@ -6,6 +6,7 @@
 //                 warp (shuffle, ldmatrix, mma) happens when the last of its lanes has arrived. A launch,
 //                 kernel<<<grid, block, shared_bytes, stream>>>(args...), is no C++: flashlab.simt rewrites it.
 #pragma once
+#include "simt/names.h"
 
 #ifndef __CUDACC__
 
@@ -19,3 +20,4 @@
 #include "simt/host_api.h"  // launches, cudaGetLastError ...
 
 #endif
+#include "simt/names_end.h"

@@ -3,6 +3,7 @@
 // The map goes to the kernel by value, as a parameter `const __grid_constant__ CUtensorMap map`. On a GPU the driver
 // encodes it; it is asked for its function at run time, so that nothing more has to be linked.
 #pragma once
+#include "simt/names.h"
 #include "simt.h"
 #include <cuda.h>
 #include <stdint.h>
@@ -111,3 +112,4 @@ inline CUtensorMap tensor_map(const void* base, CUtensorMapDataType type, int ra
 #endif
     return map;
 }
+#include "simt/names_end.h"

@@ -7,6 +7,7 @@
 // has a number that is a multiple of 4; all of its threads execute each function of this file. Names and operand order
 // follow the PTX ISA, "Asynchronous warpgroup level matrix instructions".
 #pragma once
+#include "simt/names.h"
 #include "ptx_sm90.cuh"
 
 // ---- where a tile lies: the matrix descriptor -----------------------------------------------------------------------
@@ -76,3 +77,4 @@ __device__ __forceinline__ void wgmma_rs(float (&d)[N / 2], const uint32_t* a, u
 // endregion
 
 #endif
+#include "simt/names_end.h"

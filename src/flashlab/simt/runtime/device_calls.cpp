@@ -46,7 +46,7 @@ void simt_written(const void* p, size_t bytes) { global_shadow.written((uintptr_
 void simt_yield() {
     Lane* me = kernel_lane(CALLER);
     Inside inside(me, CALLER);
-    let_others_run(me);
+    wait_in_vain(me);
 }
 
 // ---- shared memory addresses --------------------------------------------------------------------
@@ -94,6 +94,7 @@ void simt_atomic_check(const void* p, int bytes, int needed) {
             learns = true;
         }
         if (counted) count_access(me, site, a, bytes);
+        look(me, a, bytes);
     }
     if (++me->accesses > 64) let_others_run(me);  // it may be spinning on a lock
     if (learns) expect_to_learn(me, a);

@@ -7,6 +7,7 @@
 #include "findings.h"
 #include "global_memory.h"
 #include "host_part.h"
+#include <algorithm>
 #include <mutex>
 #include <stdlib.h>
 #include <ucontext.h>
@@ -21,7 +22,7 @@ static const pthread_key_t key = [] {
     return k;
 }();
 static Worker* this_worker() { return (Worker*)pthread_getspecific(key); }
-static std::vector<Worker>* watched;
+static std::deque<Worker>* watched;
 static std::mutex mutex;
 static std::atomic<int> cancel_reason{0};
 constexpr size_t HANDLER_STACK = 128 << 10;
@@ -85,9 +86,36 @@ static void on_fault(int signal, siginfo_t* info, void* context) {
         f.text = "wild-or-misaligned";
     leave_lane(worker, f, cudaErrorIllegalAddress, context);
 }
+// A lane whose registers, the program counter among them, are the same as before is in a loop in which nothing happens.
+static void note_registers(Worker* worker, void* context) {
+    const auto& machine = ((ucontext_t*)context)->uc_mcontext;
+#if defined(__x86_64__)
+    const auto* first = machine.gregs;
+    const int count = REG_RIP + 1;
+#elif defined(__aarch64__)
+    const auto* first = machine.regs;  // and behind them sp and pc
+    const int count = 33;
+#else
+    return;
+#endif
+    uint64_t hash = 1469598103934665603u;
+    for (int i = 0; i < count; i++) hash = (hash ^ (uint64_t)first[i]) * 1099511628211u;
+    const bool in_vain = std::count(std::begin(worker->samples), std::end(worker->samples), hash) > 0;
+    worker->samples[worker->sampled++ % 8] = hash;
+    if (!in_vain) return;
+    worker->in_vain++;
+    // Meanwhile other blocks get the processor. (`inside`, or the next signal would find it asleep.)
+    const timespec nap = {0, (long)std::min<size_t>(500, worker->launch->working + 1) * 1000000};
+    worker->inside = true;
+    nanosleep(&nap, nullptr);
+    worker->inside = false;
+}
 static void on_cancel(int, siginfo_t* info, void* context) {
     Worker* worker = this_worker();
-    if (!cancelled()) return;
+    if (!cancelled()) {
+        if (worker && worker->in_lane && !worker->inside) note_registers(worker, context);
+        return;
+    }
     if (!worker && on_host()) end_host("stuck", 0, program_counter(context), "", info);
     if (!worker || !worker->in_lane || worker->inside) return;
     leave_lane(worker, {cancelled() == 1 ? "timeout" : "interrupted"}, cudaErrorLaunchTimeout, context);
@@ -130,9 +158,17 @@ void leave_worker() {
     pthread_setspecific(key, nullptr);
     leave_thread();
 }
-void watch(std::vector<Worker>* workers) {
+void watch(std::deque<Worker>* workers) {
     std::lock_guard<std::mutex> lock(mutex);
     watched = workers;
+}
+Worker& one_more(std::deque<Worker>& workers) {
+    std::lock_guard<std::mutex> lock(mutex);
+    return workers.emplace_back();
+}
+void sample(Worker* worker) {
+    std::lock_guard<std::mutex> lock(mutex);
+    if (worker->alive) pthread_kill(worker->thread, CANCEL);
 }
 
 // To be repeated until the launch is over: a lane that is inside the runtime at the moment is left alone.

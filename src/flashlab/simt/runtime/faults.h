@@ -12,7 +12,9 @@ void enter_thread();                          // gives this OS thread a stack fo
 void leave_thread();
 void enter_worker(Worker* worker);            // called by each OS thread of a launch
 void leave_worker();
-void watch(std::vector<Worker>* workers);     // those of the launch that runs; null: none
+void watch(std::deque<Worker>* workers);      // those of the launch that runs; null: none
+Worker& one_more(std::deque<Worker>& workers);
+void sample(Worker* worker);                  // counts `in_vain` where its registers are what they were
 void cancel(int reason);                      // 1: it took too long, 2: the user interrupted it, 0: begin anew
 int cancelled();                              // the reason
 

@@ -57,6 +57,7 @@ static void access(Lane* me, uintptr_t a, int bytes, bool write, Style style, ui
         if (write || style != VOLATILE)
             conflicts = global_shadow.touch(me, a, bytes, kind, executions(me, site), how, conflict, &watched);
         if (style == VOLATILE && write) meet(me, a, false, true);
+        if (style == VOLATILE && !write) look(me, a, bytes), me->pc = pc;
         if (counted) count_access(me, site, a, bytes);
         if (style == VOLATILE && !write) {
             me->volatile_load = a, me->volatile_call = me->calls;

@@ -52,6 +52,7 @@ static void announce() {
 }
 
 void end_host(const char* kind, int code, uintptr_t pc, const char* text, siginfo_t* info) {
+    if (notify_fd < 0) end_process(code);  // in the constructor of a global variable: there is no call yet
     int none = 0;
     if (stage.compare_exchange_strong(none, 1)) {
         ending = Ending();

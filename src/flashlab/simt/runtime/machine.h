@@ -14,7 +14,10 @@
 #include <pthread.h>
 #include <setjmp.h>
 #include <atomic>
+#include <condition_variable>
+#include <deque>
 #include <memory>
+#include <mutex>
 #include <string.h>
 #include <string>
 #include <utility>
@@ -100,6 +103,9 @@ struct Lane {  // one CUDA thread
     State state;
     uintptr_t pc;    // return address of the runtime call it is in, or was last in
     int accesses;    // since it last let others run
+    uintptr_t polled = 0;  // the word that it looked at last, and what it saw (scheduler.cpp)
+    uint64_t saw = 0;
+    int in_vain = 0;  // how often it has seen the same
     uint32_t calls;  // of the runtime: lanes that go in step have made as many
     PendingStore store;
     uintptr_t in_use_low = 0, in_use_bytes = 0;  // all of in_use lies in there
@@ -189,6 +195,9 @@ struct Launch {  // what is the same for every block
     std::atomic<uint64_t> next{0};      // the next block to deal out
     std::atomic<uint64_t> stop{~0ull};  // no block beyond this one matters: it ended the launch
     std::atomic<uint64_t> done{0};      // blocks that ran to their end
+    std::mutex mutex;
+    std::condition_variable worker_ended;
+    size_t working = 0;  // OS threads
 };
 
 struct Block {
@@ -242,6 +251,9 @@ struct Worker {  // an OS thread that runs blocks
     volatile bool inside = false;   // the running lane is inside the runtime
     volatile bool leaving = false;  // a signal handler is at work on it
     Lane* volatile running = nullptr;
+    std::atomic<uint32_t> in_vain{0};  // how often a lane has looked, or slept, in vain
+    uint64_t samples[8] = {};          // of the running lane's registers (faults.cpp)
+    uint32_t sampled = 0;
     std::string* printed;  // by the block that runs
     std::vector<struct Event>* events;
 };
@@ -252,6 +264,7 @@ struct Settings {     // set by Python
     int multiprocessors = 132, capability = 90;
     bool checked = false;  // a check build
     uint64_t timeline = 0;  // of how many blocks the events are kept
+    const void* stream = nullptr;  // that the entry is given, if it takes one
 };
 extern Settings settings;
 
@@ -291,6 +304,8 @@ inline __attribute__((always_inline)) Lane* kernel_lane(uintptr_t pc) {
 void wait_for_others(Lane* me, State state);  // the lane stops here until it is made runnable
 void make_runnable(Lane* lane);
 void let_others_run(Lane* me);
+void look(Lane* me, uintptr_t word, int bytes);  // it looks at a word that others may write: perhaps it waits for them
+void wait_in_vain(Lane* me);                     // it does wait for somebody: all others get their turn
 void stop_launch(Block* block, int error);          // after a fatal finding: no later block matters any more
 [[noreturn]] void end_launch(Lane* me, int error);  // the same, and the lane that runs stops for good
 void release_stacks();

@@ -13,7 +13,7 @@ struct Word {
         uint32_t thread, time, now;   // time: of its fence
         bool fenced;                  // there had been a fence_proxy_async_global in its block
         std::vector<uint32_t> known;  // of the block's warps
-        Block::Learnt learnt;         // of other blocks
+        Block::Learnt learnt;         // of other blocks, at other words: who learns of this has learnt this word's
     };
     std::unordered_map<uint32_t, std::vector<Published>> by_block;
     uint32_t count = 0;
@@ -53,10 +53,19 @@ void meet(Lane* lane, uintptr_t address, bool learn, bool publish) {
     Block* block = lane->block;
     if (learn && word.count) learn_of(block->learnt, &word, word.count);
     if (!publish) return;
-    block->published++;
     auto& mine = word.by_block[(uint32_t)block->number];
+    Block::Learnt elsewhere;
+    for (auto& l : block->learnt)
+        if (l.first != &word) elsewhere.push_back(l);
+    if (!mine.empty()) {
+        auto& last = mine.back();
+        if (last.thread == (uint32_t)lane->id && last.time == lane->fence.time && last.now == lane->warp->time &&
+            last.fenced == block->global_fences && last.learnt == elsewhere)
+            return;  // it spins: there is nothing new
+    }
+    block->published++;
     mine.push_back({(uint32_t)block->number, ++word.count, (uint32_t)lane->id, lane->fence.time, lane->warp->time,
-                    block->global_fences, lane->fence.known, block->learnt});
+                    block->global_fences, lane->fence.known, elsewhere});
     if (learn) learn_of(block->learnt, &word, word.count);
 }
 
@@ -79,7 +88,7 @@ static bool search(const Block::Learnt& learnt, const GlobalStamp& s, std::map<W
                 if (p.number <= from || p.number > l.second) continue;
                 std::map<Word*, uint32_t> again;  // what was passed by for want of a fence
                 const bool here = fenced && p.fenced;
-                if ((here || p.learnt.size() > 1 || (p.learnt.size() == 1 && p.learnt[0].first != l.first)) &&
+                if ((here || !p.learnt.empty()) &&
                     search(p.learnt, s, here ? again : seen, patience, fenced && !here))
                     return true;
             }

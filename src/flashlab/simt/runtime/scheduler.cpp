@@ -23,7 +23,9 @@
 #include <mutex>
 #include <stdio.h>
 #include <string>
+#include <sched.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 
 namespace simt {
 
@@ -90,6 +92,23 @@ void let_others_run(Lane* me) {
     if (next && next->lane > me->lane) switch_to(worker, me->fiber, next);
     else back_to_scheduler(me);
     worker->inside = was_inside;
+}
+// Who looks at a word again and again, and sees the same, waits for another thread: of its block, or of another. That
+// block may not have begun: run() looks at the number.
+void wait_in_vain(Lane* me) {
+    if (const int reason = cancelled())  // the signal leaves alone whoever is in here, as it is nearly always
+        file_fatal(me, {reason == 1 ? "timeout" : "interrupted"}, cudaErrorLaunchTimeout);
+    me->block->worker->in_vain++;
+    let_others_run(me);
+    sched_yield();
+}
+void look(Lane* me, uintptr_t word, int bytes) {
+    uint64_t value = 0;
+    memcpy(&value, (const void*)word, (size_t)std::min(bytes, 8));
+    const bool same = word == me->polled && value == me->saw;
+    me->polled = word, me->saw = value;
+    me->in_vain = same ? me->in_vain + 1 : 0;
+    if (me->in_vain % 16 == 15) wait_in_vain(me);
 }
 void stop_launch(Block* block, int error) {
     int none = 0;
@@ -164,6 +183,7 @@ static void prepare_block(Worker* worker, Launch* launch, uint64_t number) {
         lane.thread_idx = {t % b.x, t / b.x % b.y, t / b.x / b.y};
         lane.state = RUNNABLE;
         lane.pc = 0, lane.accesses = 0;
+        lane.polled = 0, lane.in_vain = 0;
         lane.group = 0, lane.first_copy = 0, lane.calls = 0;
         lane.store.bytes = 0;
         lane.fence.time = 0;
@@ -296,6 +316,9 @@ static void* worker_main(void* argument) {
         printed.clear();
     }
     leave_worker();
+    std::lock_guard<std::mutex> lock(launch->mutex);
+    launch->working--;
+    launch->worker_ended.notify_one();
     return nullptr;
 }
 
@@ -357,9 +380,9 @@ static size_t stacks_allowed() {
     used += 512;
     return limit > used ? (limit - used) / 2 : 0;
 }
-// Makes `wanted` stacks, or as many as there is room for; returns how many there are.
-static size_t make_stacks(size_t wanted) {
-    if (stacks_ready >= wanted) return wanted;
+// Room for `wanted` stacks, or as many as there is; returns how many there are.
+static size_t reserve_stacks(size_t wanted) {
+    if (stacks_bytes >= wanted * STACK_STRIDE) return wanted;
     release_stacks();
     wanted = std::min(wanted, stacks_allowed());
     void* region = MAP_FAILED;
@@ -369,45 +392,137 @@ static size_t make_stacks(size_t wanted) {
     }
     if (region == MAP_FAILED) return 0;
     stacks_low = (uintptr_t)region, stacks_bytes = wanted * STACK_STRIDE;
+    return wanted;
+}
+// Makes the first so many of them stacks; false where the system does not let it.
+static bool make_stacks(size_t wanted) {
     for (; stacks_ready < wanted; stacks_ready++)  // what lies below each stays a guard
         if (mprotect((void*)(stacks_low + stacks_ready * STACK_STRIDE + STACK_GUARD), STACK, PROT_READ | PROT_WRITE))
-            break;
-    return stacks_ready;
+            return false;
+    return true;
 }
+
+// How many blocks of the launch a GPU has at a time, more or less: so many may wait for each other.
+static size_t resident(const Launch& l, size_t lanes) {
+    rlimit space;  // threads and stacks take addresses: where these are few, no more than are asked for
+    if (!getrlimit(RLIMIT_AS, &space) && space.rlim_cur != RLIM_INFINITY) return 0;
+    const size_t by_shared = (settings.shared_limit + 1024) / (l.shared_bytes + 1024);
+    const size_t per_sm = std::max<size_t>(1, std::min({(size_t)32, 2048 / lanes, by_shared}));
+    return std::min<uint64_t>(l.blocks, per_sm * (size_t)settings.multiprocessors);
+}
+
+// The OS threads of a launch. As many as there are processors, each with a block; and more, twice as many each time,
+// when all of their blocks wait for somebody, which can only be a block that has not begun. Whoever spins on what
+// nobody sees (a volatile load, in a fast build) is known by its registers: they come back to what they were. And if no
+// block ends for a second, a few more are tried in any case.
+class Workers {
+public:
+    Workers(Launch& launch, size_t lanes, size_t most) : launch(launch), lanes(lanes), most(most) {
+        all_lanes = storage = std::allocator<Lane>().allocate(most * lanes);
+        watch(&workers);
+    }
+    ~Workers() {
+        watch(nullptr);
+        for (Sites& s : sites) record_counts(s);
+        all_lanes = nullptr;
+        for (size_t i = 0; i < workers.size() * lanes; i++) storage[i].~Lane();
+        std::allocator<Lane>().deallocate(storage, most * lanes);
+    }
+    bool start() {  // one more; false where the system has no more threads, or stacks: fewer do the same work
+        const size_t i = workers.size();
+        if (i >= most || !make_stacks((i + 1) * lanes)) return false;
+        for (size_t l = i * lanes; l < (i + 1) * lanes; l++)
+            (new (&storage[l]) Lane())->stack = (uint8_t*)stacks_low + l * STACK_STRIDE + STACK_GUARD;
+        sites.emplace_back();
+        Worker& w = one_more(workers);
+        w.launch = &launch, w.lanes = storage + i * lanes, w.sites = &sites.back();
+        w.warps.resize(lanes / WARP);
+        {
+            std::lock_guard<std::mutex> lock(launch.mutex);
+            launch.working++;
+        }
+        if (!pthread_create(&w.thread, nullptr, worker_main, &w)) {
+            started++;
+            return true;
+        }
+        std::lock_guard<std::mutex> lock(launch.mutex);
+        launch.working--;
+        most = workers.size();
+        return false;
+    }
+    size_t join(size_t count) {  // waits for the end of the launch; how many there have been
+        uint64_t done = 0;
+        int idle = 0;  // steps in which no block has ended
+        for (size_t usual = 4 * count;;) {
+            std::unique_lock<std::mutex> lock(launch.mutex);
+            launch.worker_ended.wait_for(lock, std::chrono::milliseconds(STEP), [this] { return !launch.working; });
+            const size_t working = launch.working;
+            if (!working) break;
+            lock.unlock();
+            if (launch.done != done) done = launch.done, idle = 0;
+            if (++idle < 4 || launch.stop != ~0ull || cancelled()) continue;
+            if (idle % (32 * workers.size()) == 4) forget();
+            const bool waiting = all_in_vain();
+            if (workers.size() >= most || launch.next >= launch.blocks) continue;
+            if (!waiting && (idle % (1000 / STEP) || workers.size() >= usual)) continue;
+            for (size_t more = workers.size(); more && start(); more--) {}
+        }
+        for (size_t i = 0; i < started; i++) pthread_join(workers[i].thread, nullptr);
+        return started;
+    }
+
+private:
+    static constexpr int STEP = 10;  // milliseconds
+    bool all_in_vain() {
+        bool all = true;
+        for (size_t i = 0; i < started; i++) {
+            Worker& w = workers[i];
+            all &= w.in_vain >= 2 || !w.alive;
+            sample(&w);
+        }
+        if (all) forget();
+        return all;
+    }
+    void forget() {
+        for (size_t i = 0; i < started; i++) workers[i].in_vain = 0;
+    }
+    Launch& launch;
+    const size_t lanes;
+    size_t most, started = 0;
+    Lane* storage;
+    std::deque<Sites> sites;
+    std::deque<Worker> workers;
+};
 
 static void run(Launch& launch, size_t count) {
     const size_t lanes = ((size_t)launch.block.x * launch.block.y * launch.block.z + WARP - 1) / WARP * WARP;
-    count = make_stacks(count * lanes) / lanes;
-    if (!count) return refuse(launch, "memory", (int64_t)lanes, (int64_t)stacks_ready, cudaErrorMemoryAllocation);
-    std::vector<Lane> lane_storage(count * lanes);
-    all_lanes = lane_storage.data();
-    for (size_t i = 0; i < count * lanes; i++)
-        all_lanes[i].stack = (uint8_t*)stacks_low + i * STACK_STRIDE + STACK_GUARD;
-    std::vector<Sites> sites(count);
-    std::vector<Worker> workers(count);
-    for (size_t i = 0; i < count; i++) {
-        workers[i].launch = &launch;
-        workers[i].lanes = all_lanes + i * lanes;
-        workers[i].warps.resize(lanes / WARP);
-        workers[i].sites = &sites[i];
-    }
+    const size_t room = reserve_stacks(std::max(count, resident(launch, lanes)) * lanes), most = room / lanes;
+    if (!most || !make_stacks(lanes))
+        return refuse(launch, "memory", (int64_t)lanes, (int64_t)(most ? stacks_ready : room), cudaErrorMemoryAllocation);
     global_shadow.begin_launch();
-    watch(&workers);
-    size_t started = 0;  // where the system has no more threads, fewer do the same work
-    while (started < count && !pthread_create(&workers[started].thread, nullptr, worker_main, &workers[started]))
-        started++;
-    for (size_t i = 0; i < started; i++) pthread_join(workers[i].thread, nullptr);
-    watch(nullptr);
-    for (Sites& s : sites) record_counts(s);
-    all_lanes = nullptr;
+    size_t started = 0;
+    {
+        Workers workers(launch, lanes, most);
+        while (started < count && workers.start()) started++;
+        started = workers.join(count);
+    }
     show_printed();
     if (!started) return refuse(launch, "os-threads", 0, 0, cudaErrorMemoryAllocation);
     // A launch that Python has cancelled is a success only if nothing of it is missing.
     if (launch.done < launch.blocks && launch.stop == ~0ull) file_unfinished(launch);
 }
 
+static void file_wrong_stream(const char* what, uintptr_t pc, int launch) {
+    Finding f{"wrong-stream"};
+    f.text = what, f.pc = pc;
+    file_of_launch(launch, f, cudaSuccess);
+}
+extern "C" void simt_in_stream(const char* what, const void* stream) {
+    if (settings.stream && stream != settings.stream) file_wrong_stream(what, CALLER, (int)progress->launches);
+}
+
 extern "C" void simt_launch(const char* text, const void* kernel, uint3 grid, uint3 block,
-                            size_t shared_bytes, void (*call)(const void*), const void* closure,
+                            size_t shared_bytes, const void* stream, void (*call)(const void*), const void* closure,
                             size_t closure_bytes, int checked) {
     if (Lane* me = current_lane()) {
         Inside inside(me, CALLER);
@@ -426,6 +541,7 @@ extern "C" void simt_launch(const char* text, const void* kernel, uint3 grid, ui
     launch.blocks = (uint64_t)grid.x * grid.y * grid.z;
     launch.number = record_launch(text, kernel, launch);
     if (configuration_error(launch, kernel)) return;
+    if (settings.stream && stream != settings.stream) file_wrong_stream("", CALLER, launch.number);
     progress->done = 0, progress->blocks = launch.blocks;
     strncpy(progress->kernel, text, sizeof progress->kernel - 1);
     progress->launches++;

@@ -25,7 +25,6 @@
 #include <sys/resource.h>
 #include <sys/socket.h>
 #include <unistd.h>
-#include <sstream>
 #include <string>
 
 namespace simt {
@@ -99,6 +98,31 @@ static void send_report(uint64_t returned) {
 }
 
 // ---- a call -------------------------------------------------------------------------------------
+// Words and whole numbers of a text. (std::istringstream would bring all of C++'s locales into each library.)
+class Words {
+public:
+    explicit Words(const std::string& text) : at(text.c_str()) {}
+    Words& operator>>(std::string& word) {
+        at += strspn(at, " \n");
+        const size_t length = strcspn(at, " \n");
+        word.assign(at, length);
+        at += length, more = length > 0;
+        return *this;
+    }
+    template <class T>
+    Words& operator>>(T& number) {
+        char* end;
+        number = (T)strtoull(at, &end, 10);
+        at = end;
+        return *this;
+    }
+    explicit operator bool() const { return more; }
+
+private:
+    const char* at;
+    bool more = true;
+};
+
 struct Mapping {
     char* base = nullptr;
     size_t bytes = 0;
@@ -135,7 +159,7 @@ static void wait_for_end() {
 }
 
 static void serve_call(const std::string& text, int file) {
-    std::istringstream in(text);
+    Words in(text);
     std::string word, kinds;
     std::vector<uint64_t> words;
     Mapping mapping;
@@ -143,6 +167,7 @@ static void serve_call(const std::string& text, int file) {
     std::string problem;
     forget_run();
     cancel(0);
+    settings.stream = nullptr;
     const int page = getpagesize();
     mapping.progress_page = mmap(nullptr, (size_t)page, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
     progress = mapping.progress_page == MAP_FAILED ? &nowhere : (Progress*)mapping.progress_page;
@@ -180,6 +205,10 @@ static void serve_call(const std::string& text, int file) {
             uint64_t value;
             in >> value;
             words.push_back(value), kinds += word;
+        } else if (word == "stream") {  // an address, and nothing is there: it is only handed on
+            static const char current = 0;
+            settings.stream = &current;
+            words.push_back((uint64_t)&current), kinds += 'i';
         } else if (word == "float") {
             call.returns_float = true;
         }
@@ -209,7 +238,7 @@ static void serve_call(const std::string& text, int file) {
 }
 
 static void describe(const std::string& text) {  // the module: what Python knows of it
-    std::istringstream in(text);
+    Words in(text);
     std::string word;
     while (in >> word) {
         if (word == "array") {

@@ -40,7 +40,9 @@ enum cudaDeviceAttr {
 extern "C" {
 // kernel: the function's address, which names the launch; call(closure) runs one CUDA thread of it.
 void simt_launch(const char* text, const void* kernel, uint3 grid, uint3 block, size_t shared_bytes,
-                 void (*call)(const void*), const void* closure, size_t closure_bytes, int checked);
+                 const void* stream, void (*call)(const void*), const void* closure, size_t closure_bytes,
+                 int checked);
+void simt_in_stream(const char* what, const void* stream);  // what the host part asks for, but for launches
 int simt_last_error(int forget);
 int simt_func_attribute(const void* kernel, int attribute, int value);
 int simt_device_attribute(int attribute);
@@ -58,6 +60,7 @@ struct SimtLaunch {
     void (*kernel)(P...);
     uint3 grid, block;
     size_t shared_bytes;
+    const void* stream;
     SIMT_HERE void operator()(P... args) const {
         struct Closure {
             void (*kernel)(P...);
@@ -65,7 +68,7 @@ struct SimtLaunch {
         };
         Closure closure = {kernel, std::tuple<std::decay_t<P>...>(static_cast<P>(args)...)};
         simt_launch(
-            text, (const void*)kernel, grid, block, shared_bytes,
+            text, (const void*)kernel, grid, block, shared_bytes, stream,
             [](const void* c) { std::apply(((const Closure*)c)->kernel, ((const Closure*)c)->parameters); },
             &closure, sizeof closure, SIMT_CHECKED);
     }
@@ -73,8 +76,7 @@ struct SimtLaunch {
 template <class... P>
 SimtLaunch<P...> simt_configure(const char* text, void (*kernel)(P...), dim3 grid, dim3 block,
                                 size_t shared_bytes = 0, const void* stream = nullptr) {
-    (void)stream;
-    return {text, kernel, grid, block, shared_bytes};
+    return {text, kernel, grid, block, shared_bytes, stream};
 }
 // A launch whose kernel follows from the arguments (of a template, of several overloads, with default arguments):
 // there is no one function to take the address of.
@@ -84,6 +86,7 @@ struct SimtDeducedLaunch {
     F call;
     uint3 grid, block;
     size_t shared_bytes;
+    const void* stream;
     template <class... A>
     SIMT_HERE void operator()(A... args) const {
         struct Closure {
@@ -92,7 +95,7 @@ struct SimtDeducedLaunch {
         };
         Closure closure = {call, std::tuple<A...>(args...)};
         simt_launch(
-            text, nullptr, grid, block, shared_bytes,
+            text, nullptr, grid, block, shared_bytes, stream,
             [](const void* c) { std::apply(((const Closure*)c)->call, ((const Closure*)c)->parameters); },
             &closure, sizeof closure, SIMT_CHECKED);
     }
@@ -100,8 +103,7 @@ struct SimtDeducedLaunch {
 template <class F>
 SimtDeducedLaunch<F> simt_configure_deduced(const char* text, F call, dim3 grid, dim3 block,
                                             size_t shared_bytes = 0, const void* stream = nullptr) {
-    (void)stream;
-    return {text, call, grid, block, shared_bytes};
+    return {text, call, grid, block, shared_bytes, stream};
 }
 
 static inline cudaError_t cudaGetLastError() { return (cudaError_t)simt_last_error(1); }
@@ -123,21 +125,24 @@ template <class K>
 static inline cudaError_t cudaFuncSetAttribute(K* kernel, cudaFuncAttribute a, int value) {
     return (cudaError_t)simt_func_attribute((const void*)kernel, a, value);
 }
-static inline cudaError_t cudaMemset(void* p, int byte, size_t n) {
+// Always inline: the runtime's caller is the learner's line.
+SIMT_INLINE cudaError_t cudaMemsetAsync(void* p, int byte, size_t n, cudaStream_t stream = nullptr) {
+    simt_in_stream("cudaMemset", stream);
     memset(p, byte, n);
     simt_written(p, n);
     return cudaSuccess;
 }
-static inline cudaError_t cudaMemsetAsync(void* p, int byte, size_t n, cudaStream_t = nullptr) {
-    return cudaMemset(p, byte, n);
+SIMT_INLINE cudaError_t cudaMemset(void* p, int byte, size_t n) {  // it returns at once too
+    return cudaMemsetAsync(p, byte, n, nullptr);
 }
 static inline cudaError_t cudaMemcpy(void* d, const void* s, size_t n, cudaMemcpyKind) {
     memcpy(d, s, n);
     simt_written(d, n);
     return cudaSuccess;
 }
-static inline cudaError_t cudaMemcpyAsync(void* d, const void* s, size_t n, cudaMemcpyKind k,
-                                          cudaStream_t = nullptr) {
+SIMT_INLINE cudaError_t cudaMemcpyAsync(void* d, const void* s, size_t n, cudaMemcpyKind k,
+                                        cudaStream_t stream = nullptr) {
+    simt_in_stream("cudaMemcpyAsync", stream);
     return cudaMemcpy(d, s, n, k);
 }
 template <class T>

@@ -1,6 +1,7 @@
 // __nv_bfloat16 and __nv_bfloat162 for the emulator: the interface of CUDA's <cuda_bf16.h>, written for a
 // CPU.
 #pragma once
+#include "simt/names.h"
 #include "simt.h"
 #include "simt/half_common.h"
 
@@ -89,3 +90,4 @@ SIMT_INLINE __nv_bfloat16 __short_as_bfloat16(short s) {
 #define CUDART_NAN_BF16 __ushort_as_bfloat16((unsigned short)0x7FFFU)
 #define CUDART_ZERO_BF16 __ushort_as_bfloat16((unsigned short)0x0000U)
 #define CUDART_ONE_BF16 __ushort_as_bfloat16((unsigned short)0x3F80U)
+#include "simt/names_end.h"

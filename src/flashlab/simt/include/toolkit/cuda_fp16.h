@@ -1,5 +1,6 @@
 // __half and __half2 for the emulator: the interface of CUDA's <cuda_fp16.h>, written for a CPU.
 #pragma once
+#include "simt/names.h"
 #include "simt.h"
 #include "simt/half_common.h"
 
@@ -113,3 +114,4 @@ SIMT_INLINE __half __short_as_half(short s) { return __half(__half_raw{(unsigned
 #define CUDART_NAN_FP16 __ushort_as_half((unsigned short)0x7FFFU)
 #define CUDART_ZERO_FP16 __ushort_as_half((unsigned short)0x0000U)
 #define CUDART_ONE_FP16 __ushort_as_half((unsigned short)0x3C00U)
+#include "simt/names_end.h"

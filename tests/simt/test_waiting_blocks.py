@@ -1,0 +1,91 @@
+"""Blocks that wait for each other: as many as a GPU has at a time go on, however few processors there are."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from flashlab import simt
+
+TEXT = """#include "simt.h"
+__device__ void grid_barrier(int* count, int target) {
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        FENCE;
+        atomicAdd(count, 1);
+        while (POLL < target) PAUSE;
+        FENCE;
+    }
+    __syncthreads();
+}
+__global__ void reverse(int* a, int* b, int* count, int rounds) {
+    const int n = gridDim.x * blockDim.x, i = blockIdx.x * blockDim.x + threadIdx.x;
+    for (int r = 1; r <= rounds; r++) {
+        a[i] = r * 1000 + i;
+        grid_barrier(count, (2 * r - 1) * gridDim.x);
+        b[i] = a[n - 1 - i];
+        grid_barrier(count, 2 * r * gridDim.x);
+    }
+}
+__global__ void last_tells(int* a, int* b, int* count, int rounds) {  // who comes last gives a flag to the others
+    const int i = blockIdx.x * blockDim.x + threadIdx.x;
+    for (int r = 1; r <= rounds; r++) {
+        a[i] = r * 1000 + i;
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            FENCE;
+            if (atomicAdd(count, 1) == gridDim.x - 1) {
+                *count = 0;
+                FENCE;
+                *(volatile int*)(count + 1) = r;
+            } else {
+                while (*(volatile int*)(count + 1) < r) PAUSE;
+            }
+            FENCE;
+        }
+        __syncthreads();
+        b[i] = a[gridDim.x * blockDim.x - 1 - i];
+        grid_barrier(count + 2, r * gridDim.x);
+    }
+}
+extern "C" int run(int* a, int* b, int* count, int blocks, int rounds, int flag) {
+    if (flag) last_tells<<<blocks, 64>>>(a, b, count, rounds);
+    else reverse<<<blocks, 64>>>(a, b, count, rounds);
+    return cudaGetLastError();
+}
+"""
+POLLS = {
+    "volatile": {"POLL": "*(volatile int*)count", "PAUSE": ""},
+    "atomic": {"POLL": "atomicAdd(count, 0)", "PAUSE": ""},
+    "asleep": {"POLL": "*(volatile int*)count", "PAUSE": "__nanosleep(20)"},
+}
+
+
+def module(how: str, check: bool, fence: str = "__threadfence()") -> simt.Module:
+    return simt.compile_cuda(TEXT, name="barrier.cu", check=check, defines={**POLLS[how], "FENCE": fence})
+
+
+def reversed_by(built: simt.Module, blocks: int, flag: int, threads: int) -> tuple[simt.Report, bool]:
+    a, b, count = np.zeros(blocks * 64, np.int32), np.zeros(blocks * 64, np.int32), np.zeros(4, np.int32)
+    report = built.run(a, b, count, blocks, 2, flag, threads=threads)
+    return report, bool((b == 2000 + np.arange(len(b))[::-1]).all())
+
+
+@pytest.mark.parametrize("how", POLLS)
+@pytest.mark.parametrize("build", ["fast", "check"])
+def test_a_right_grid_barrier_is_silent(build, how):
+    built = module(how, build == "check")
+    for blocks, flag, threads in ((12, 0, 1), (4, 0, 2), (4, 1, 1)):
+        report, right = reversed_by(built, blocks, flag, threads)
+        assert right and report.findings == [], report
+
+
+def test_a_barrier_without_fences_orders_nothing():
+    report, _ = reversed_by(module("atomic", True, fence=""), 6, 0, 2)
+    assert {f.kind for f in report.findings} == {"global-race"}
+
+
+def test_counts_do_not_depend_on_the_number_of_threads():
+    built = module("atomic", True)
+    stores = {reversed_by(built, 6, 0, n)[0].counters["global_stores"] for n in (1, 2, 6)}
+    assert stores == {6 * 2 * 2 * 2}
