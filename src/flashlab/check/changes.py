@@ -24,7 +24,7 @@ from typing import Any
 
 Slot = tuple[ast.AST, str, "int | None"]  # a node, one of its fields, and the place in it where it is a list
 
-_MOST_STEPS = 20_000  # of a loop that a change may have made endless
+_MOST_STEPS = 2_000  # of a loop that a change may have made endless
 _LONGEST_NAME = 44  # characters of a definition that stands for a local name
 
 # What stands for what, besides the operators: each with the likely ones first.
@@ -82,6 +82,7 @@ class Text:
             loop.body.insert(0, ast.Expr(ast.Call(ast.Name("_tick", ast.Load()), [], [])))
         ast.fix_missing_locations(tree)
         self.tree, self.globals = tree, fn.__globals__
+        self.fixed: dict[str, Any] = {}  # values that no constant can hold
         self.words = dict(words or {})
         assigned: dict[str, list[ast.expr | None]] = defaultdict(list)  # None: what it becomes has no short words
         for node in ast.walk(tree):
@@ -144,7 +145,7 @@ class Text:
             if steps[0] > _MOST_STEPS:
                 raise EndlessError
 
-        names = {**self.globals, "_tick": tick}
+        names = {**self.globals, **self.fixed, "_tick": tick}
         exec(code, names)
         made = names[self.tree.name]
 
@@ -211,10 +212,13 @@ def changes(text: Text, values: Mapping[str, Sequence[Any]] | None = None) -> li
             found.append(Change(one.slug, f"{one.said}, {where}", one.cost + 0.2, edits))
     for name, seen in (values or {}).items():
         reads = [s for s, n in _slots(text.tree) if isinstance(n, ast.Name) and n.id == name]
-        for value in dict.fromkeys(v for v in seen if isinstance(v, (int, float, str))):
-            said = f"`{name}` is taken for {value!r}, whatever it is"
-            edits = tuple((slot, _new(ast.Constant(value))) for slot in reads)
-            found.append(Change("taken-as-fixed", said, 2.2, edits))
+        for i, value in enumerate(dict.fromkeys(seen)):
+            plain = isinstance(value, (int, float, str))
+            text.fixed[f"_{name}_{i}"] = value
+            said = f"`{name}` is taken for {value if plain else getattr(value, 'name', value)}, whatever it is"
+            new = ast.Constant(value) if plain else ast.Name(f"_{name}_{i}", ast.Load())
+            edits = tuple((slot, _new(new)) for slot in reads)
+            found.append(Change("taken-as-fixed", said.replace("torch.", ""), 2.2, edits))
     return found
 
 
@@ -234,6 +238,9 @@ def _of_expression(text: Text, slot: Slot, node: ast.expr) -> Iterator[tuple[Any
         yield from _of_number(text, parent, node)
     if isinstance(node, ast.BinOp):
         yield from _of_operation(text, node)
+    if (up := _rounded_up(node)) is not None:
+        yield from _of_rounding_up(text, *up)
+        return
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) and not isinstance(node.operand, ast.Constant):
         yield "wrong-sign", f"{w(node.operand)} has the wrong sign", 1.2, node.operand
     if isinstance(node, ast.Compare) and len(node.ops) == 1:
@@ -278,6 +285,31 @@ def _of_expression(text: Text, slot: Slot, node: ast.expr) -> Iterator[tuple[Any
         for other in (*text.params, *text.locals):
             if not isinstance(node, ast.Name):
                 yield "wrong-result", f"it is {w(ast.Name(other))}", 2.2, ast.Name(other, ast.Load())
+
+
+def _rounded_up(node: ast.AST) -> tuple[ast.expr, ast.expr] | None:
+    """The a and b of math.ceil(a / b) and of -(-a // b)."""
+    match node:
+        case ast.Call(func=ast.Attribute(attr="ceil"), args=[ast.BinOp(left=a, op=ast.Div(), right=b)]):
+            return a, b
+        case ast.UnaryOp(op=ast.USub(), operand=ast.BinOp(left=ast.UnaryOp(operand=a), op=ast.FloorDiv(), right=b)):
+            return a, b
+    return None
+
+
+def _of_rounding_up(text: Text, a: ast.expr, b: ast.expr) -> Iterator[tuple[Any, ...]]:
+    said = f"`{text.plain(a)} / {text.plain(b)}`"
+    ways = {
+        "a // b": "is rounded down", "a / b": "is not rounded", "a // b + 1": "is rounded down, plus 1",
+        "round(a / b)": "is rounded to the nearest", "-(-a // b) - 1": "is one less, once it is rounded up",
+        "-(-a // b) + 1": "is one more, once it is rounded up",
+    }  # fmt: skip
+    for way, how in ways.items():
+        yield "wrong-rounding", f"{said} {how}: it is rounded up", 1.1, _expr(way, a=a, b=b), way
+    for alone in "ab1":
+        instead = {"a": a, "b": b}.get(alone)
+        what = text.say(instead) if instead else "`1`"
+        yield "division-missing", f"{what} stands where {said}, rounded up, belongs", 1.3, _expr(alone, a=a, b=b), alone
 
 
 def _weight(node: ast.AST) -> float:
@@ -370,20 +402,12 @@ def _of_call(text: Text, node: ast.Call) -> Iterator[tuple[Any, ...]]:
     elif len(node.args) == 1 and not node.keywords:
         yield "function-missing", f"`{name}` is missing: it is {w(node.args[0])} as it stands", 1.3, node.args[0], name
         inner = node.args[0]
-        if isinstance(inner, ast.BinOp) and name != "ceil":
+        if isinstance(inner, ast.BinOp):
             moved = ast.BinOp(ast.Call(node.func, [inner.left], []), inner.op, inner.right)
             said = f"`{_SYMBOLS[type(inner.op)]} {text.plain(inner.right)}` stands outside of `{name}`: it is inside"
             yield "outside-of-the-function", said, 1.5, moved
             both = ast.BinOp(ast.Call(node.func, [inner.left], []), inner.op, ast.Call(node.func, [inner.right], []))
             yield "function-of-the-parts", f"`{name}` is taken of each part of {w(inner)}", 1.8, both
-        if name == "ceil" and isinstance(inner, ast.BinOp):
-            ways = {
-                "a // b": "rounded down", "a / b": "not rounded", "a // b + 1": "rounded down, plus 1",
-                "round(a / b)": "rounded to the nearest", "a": "not divided at all",
-            }  # fmt: skip
-            for way, said in ways.items():
-                yield "wrong-rounding", f"{w(inner)} is {said}: it is rounded up", 1.1, _expr(
-                    way, a=inner.left, b=inner.right), way  # fmt: skip
     for other in _FUNCTIONS.get(name, ()):
         func = ast.Attribute(node.func.value, other, ast.Load()) if isinstance(node.func, ast.Attribute) else None
         new = ast.Call(func or ast.Name(other, ast.Load()), node.args, node.keywords)

@@ -64,7 +64,7 @@ class Rule:
     words: Mapping[str, str] = field(default_factory=dict)
     also: tuple[str, ...] = ()
     units: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    hint: str = ""
+    hint: Mapping[str, str] = field(default_factory=dict)
     alike: Callable[..., Values] = lambda *values: values
     whole: bool = False
     tol: float = 1e-9
@@ -191,8 +191,8 @@ class Rule:
             found = in_units(values, self.tried, self.params, units, self.fn.__globals__) if units else None
             if units and found:
                 parts = [f"{n:g} {words}" for n, words in zip(found, units, strict=True) if n]
-                return f"{self.returns[i]}-miscounted".replace("_", "-"), (
-                    f"{self.returns[i]} counts {' and '.join(parts) or 'nothing'}{self.hint}")  # fmt: skip
+                said = f"{self.returns[i]} counts {' and '.join(parts) or 'nothing'}: {self.hint[self.returns[i]]}"
+                return "miscounted", said
         return None
 
     def _common(self, got: list[Values], wrong: list[int]) -> tuple[str, str] | None:
