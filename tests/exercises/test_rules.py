@@ -6,7 +6,7 @@ import math
 import pytest
 
 from flashlab.check import CheckFailed
-from flashlab.check.changes import EndlessError
+from flashlab.check.changes import EndlessError, Text
 from flashlab.check.lookup import Index, in_units, where_right
 from flashlab.exercises import check, exercises
 from flashlab.exercises.rule import RULES, Rule
@@ -122,8 +122,6 @@ def test_the_change_that_gives_all_values_is_told(areas, wrong, said):
 
 
 def test_a_change_that_makes_a_loop_endless_ends():
-    from flashlab.check.changes import Text
-
     def halvings(n):
         count = 0
         while n > 1:

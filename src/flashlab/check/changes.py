@@ -16,6 +16,7 @@ import copy
 import inspect
 import itertools
 import math
+import re
 import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,7 +31,7 @@ _LONGEST_NAME = 44  # characters of a definition that stands for a local name
 # What stands for what, besides the operators: each with the likely ones first.
 _OPERATORS: Mapping[type, tuple[type, ...]] = {
     ast.Add: (ast.Sub, ast.Mult), ast.Sub: (ast.Add, ast.Div), ast.Mult: (ast.Div, ast.Add),
-    ast.Div: (ast.Mult, ast.Sub), ast.FloorDiv: (ast.Mod, ast.Mult), ast.Mod: (ast.FloorDiv,), ast.Pow: (ast.Mult,),
+    ast.Div: (ast.Mult,), ast.FloorDiv: (ast.Mod, ast.Mult), ast.Mod: (ast.FloorDiv,), ast.Pow: (ast.Mult,),
     ast.Lt: (ast.LtE, ast.Gt), ast.LtE: (ast.Lt, ast.GtE), ast.Gt: (ast.GtE, ast.Lt), ast.GtE: (ast.Gt, ast.LtE),
     ast.Eq: (ast.NotEq,), ast.NotEq: (ast.Eq,),
 }  # fmt: skip
@@ -55,6 +56,7 @@ class Change:
     cost: float
     edits: tuple[tuple[Slot, Any], ...]
     key: tuple[Any, ...] = ()  # the same for the same slip in another place
+    about: tuple[str, ...] = ()  # pieces of the text that a note may explain, the nearest first
 
     def clashes(self, other: Change) -> bool:
         return any(a == b for (a, _), (b, _) in itertools.product(self.edits, other.edits))
@@ -65,9 +67,17 @@ class EndlessError(Exception):
 
 
 class Text:
-    """A right function's text. other: an expression of its parameters that gives the same (another way to write it)."""
+    """A right function's text.
 
-    def __init__(self, fn: Callable[..., Any], words: Mapping[str, str] | None = None, other: str | None = None):
+    Args:
+        words: what local names are called. whole: numbers are whole, so that one may be off by 1.
+        other: an expression of the parameters that gives the same, another way to write it.
+    """
+
+    def __init__(
+        self, fn: Callable[..., Any], words: Mapping[str, str] | None = None, other: str | None = None,
+        whole: bool = True,
+    ):  # fmt: skip
         tree = ast.parse(textwrap.dedent(inspect.getsource(fn))).body[0]
         assert isinstance(tree, ast.FunctionDef)
         tree.decorator_list, tree.returns = [], None
@@ -83,7 +93,7 @@ class Text:
         ast.fix_missing_locations(tree)
         self.tree, self.globals = tree, fn.__globals__
         self.fixed: dict[str, Any] = {}  # values that no constant can hold
-        self.words = dict(words or {})
+        self.words, self.whole = dict(words or {}), whole
         assigned: dict[str, list[ast.expr | None]] = defaultdict(list)  # None: what it becomes has no short words
         for node in ast.walk(tree):
             if isinstance(node, (ast.AugAssign, ast.For)) and isinstance(node.target, ast.Name):
@@ -95,6 +105,10 @@ class Text:
                     if isinstance(name, ast.Name):
                         assigned[name.id].append(value)
         self.locals = list(assigned)
+        returned = [n.value for n in ast.walk(tree) if isinstance(n, ast.Return) and n.value is not None]
+        results = [x for value in returned for x in (value.elts if isinstance(value, ast.Tuple) else [value])]
+        named = [v for x in results if isinstance(x, ast.Name) for v in assigned[x.id] if v is not None]
+        self.results = {id(x) for x in (*results, *named)}
         for local, meant in assigned.items():
             if len(meant) == 1 and meant[0] is not None and local not in self.words:
                 said = self.plain(meant[0])
@@ -111,7 +125,7 @@ class Text:
                 stored = isinstance(getattr(name, "ctx", None), ast.Store)
                 return name if stored else ast.Name(words.get(name.id, name.id), ast.Load())
 
-        said = ast.unparse(Named().visit(copy.deepcopy(node)))
+        said = _short_numbers(ast.unparse(Named().visit(copy.deepcopy(node))))
         whole = said.startswith("(") and said.endswith(")") and said.count("(") == 1
         return said[1:-1] if whole else said
 
@@ -194,9 +208,8 @@ def changes(text: Text, values: Mapping[str, Sequence[Any]] | None = None) -> li
     for slot, node in _slots(text.tree):
         if "_tick" not in ast.dump(node):
             found += [
-                Change(slug, said, cost, ((slot, _new(new)),), key)
+                Change(slug, said, cost, ((slot, _new(new)),), (slug, *rest), _about(node, new))
                 for slug, said, cost, new, *rest in _of_expression(text, slot, node)
-                for key in [(slug, *rest)]
             ]
     found += _of_statements(text)
     found += _of_results(text)
@@ -209,7 +222,7 @@ def changes(text: Text, values: Mapping[str, Sequence[Any]] | None = None) -> li
             where = "both times" if len(same) == 2 else "everywhere"
             one = same[0]
             edits = tuple(edit for c in same for edit in c.edits)
-            found.append(Change(one.slug, f"{one.said}, {where}", one.cost + 0.2, edits))
+            found.append(Change(one.slug, f"{one.said}, {where}", one.cost + 0.2, edits, about=one.about))
     for name, seen in (values or {}).items():
         reads = [s for s, n in _slots(text.tree) if isinstance(n, ast.Name) and n.id == name]
         for i, value in enumerate(dict.fromkeys(seen)):
@@ -218,20 +231,39 @@ def changes(text: Text, values: Mapping[str, Sequence[Any]] | None = None) -> li
             said = f"`{name}` is taken for {value if plain else getattr(value, 'name', value)}, whatever it is"
             new = ast.Constant(value) if plain else ast.Name(f"_{name}_{i}", ast.Load())
             edits = tuple((slot, _new(new)) for slot in reads)
-            found.append(Change("taken-as-fixed", said.replace("torch.", ""), 2.2, edits))
+            found.append(Change("taken-as-fixed", said.replace("torch.", ""), 2.2, edits, about=(name,)))
     return found
+
+
+def _about(node: ast.expr, new: ast.AST) -> tuple[str, ...]:
+    """The text of what is gone, where a part is left out, then of the whole, then of its last part."""
+    gone: list[ast.AST] = [node]
+    if isinstance(node, ast.BinOp):
+        inner = new.operand if isinstance(new, ast.UnaryOp) else new
+        gone = [node.right, node] if inner is node.left else [node.left, node] if inner is node.right else [
+            node, node.right]  # fmt: skip
+    elif isinstance(node, ast.Call) and new in node.args:
+        gone = [*(x for x in node.args if x is not new), node]
+    elif isinstance(node, ast.Compare):
+        gone = [node, *node.comparators]
+    return tuple(_short_numbers(ast.unparse(x)) for x in gone)
+
+
+def _short_numbers(said: str) -> str:
+    """1e12, not 1000000000000.0."""
+    return re.sub(r"\b1(0{6,})\.0\b", lambda m: f"1e{len(m[1])}", said)
 
 
 def _of_expression(text: Text, slot: Slot, node: ast.expr) -> Iterator[tuple[Any, ...]]:
     """(slug, words, cost, new node, key...) of one expression."""
     parent, w = slot[0], text.say
-    root = isinstance(parent, (ast.Return, ast.Tuple, ast.Assign, ast.Dict))
+    root = id(node) in text.results
     if isinstance(node, ast.Name) and node.id in (*text.params, *text.locals):
         for other in (*text.params, *text.locals):
             if other != node.id:
                 name = ast.Name(other, ast.Load())
                 yield "wrong-name", f"{w(name)} stands where {w(node)} belongs", 2.0, name, node.id, other
-                for sign in "-+" if other in text.params and isinstance(parent, ast.BinOp) else "":
+                for sign in "-+" if text.whole and other in text.params and isinstance(parent, ast.BinOp) else "":
                     said = f"`{other} {sign} 1` stands where {w(node)} belongs"
                     yield "wrong-name", said, 2.4, _expr(f"x {sign} 1", x=name), node.id, other, sign
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
@@ -265,7 +297,7 @@ def _of_expression(text: Text, slot: Slot, node: ast.expr) -> Iterator[tuple[Any
         return
     bare = isinstance(node, ast.Name) or (isinstance(node, ast.Call) and not root)
     limited = isinstance(parent, ast.Call) and getattr(parent.func, "id", "") in ("min", "max") and not bare
-    for sign, size in (("+", "large"), ("-", "small")):
+    for sign, size in (("+", "large"), ("-", "small")) if text.whole else ():
         said = f"it is one too {size}" + (", before it is limited" if limited else "")
         said = said if root or limited else f"{w(node)} is one too {size}"
         yield "off-by-one", said, (0.9 if root else 1.2 if limited else 1.5 + _weight(node)), _expr(
@@ -279,7 +311,7 @@ def _of_expression(text: Text, slot: Slot, node: ast.expr) -> Iterator[tuple[Any
         yield "half", f"{it} is half of what it should be", 2.4, _expr("x / 2", x=node)
         if not isinstance(node, ast.Constant):
             yield "wrong-sign", f"{it} has the wrong sign", 2.3 if root else 1.9, _expr("-x", x=node)
-    if root and not isinstance(parent, ast.Assign):
+    if root:
         for value in (0, 1):
             yield "always-the-same", f"it is {value} always", 2.6, ast.Constant(value)
         for other in (*text.params, *text.locals):
@@ -330,7 +362,9 @@ def _of_number(text: Text, parent: ast.AST, node: ast.Constant) -> Iterator[tupl
     for other in others:
         if other not in seen:
             seen.append(other)
-            said = f"{other:g} stands where {value:g} belongs" + (f", in {whole}" if whole else "")
+            power = f"2**{round(math.log2(other))}" if other > 2**19 and math.log2(other) % 1 == 0 else f"{other:g}"
+            said = f"{power} stands where {value:g} belongs".replace("e+0", "e").replace("e+", "e")
+            said += f", in {whole}" if whole else ""
             yield "wrong-number", said, 1.6 + 0.1 * len(seen), ast.Constant(other), value, other
 
 

@@ -52,6 +52,8 @@ def same(a: Any, b: Any, tol: float) -> bool:
         return a.shape == b.shape and bool(torch.isclose(a, b, rtol=tol, atol=tol, equal_nan=True).all())
     if not (isinstance(a, (int, float)) and isinstance(b, (int, float))):
         return type(a) is type(b) and bool(a == b)
+    if math.isinf(a) or math.isinf(b):
+        return a == b
     return a == b or abs(a - b) <= tol * max(1e-6, abs(b)) or (a != a and b != b)
 
 
@@ -63,15 +65,17 @@ class Index:
         inputs: the check's own. names: of the results. rows: told first where they fit.
         read: makes `Values` of what a call returned; raises where it cannot. tol: see `same`.
         alike: makes one of results that are as good as each other. more: inputs on which two causes may differ.
+        notes: {piece of the text: why it is there}, told with every change of it.
     """
 
     def __init__(
         self, texts: Sequence[Text], inputs: Sequence[tuple[Any, ...]], names: Sequence[str],
         read: Callable[[Any], Values], tol: float, rows: Sequence[tuple[Row, Callable[..., Any]]] = (),
         alike: Callable[..., Values] = lambda *values: values, more: Sequence[tuple[Any, ...]] = (),
+        notes: Mapping[str, str] | None = None,
     ):  # fmt: skip
         self.texts, self.inputs, self.names, self.read, self.tol, self.rows = texts, inputs, names, read, tol, rows
-        self.alike, self.more = alike, more
+        self.alike, self.more, self.notes = alike, more, notes or {}
         self.right = self.run(texts[0].compiled())
 
     def run(self, fn: Callable[..., Any], inputs: Sequence[tuple[Any, ...]] | None = None) -> Outcome:
@@ -116,16 +120,23 @@ class Index:
     def wrong_parts(self, got: Outcome) -> list[int]:
         return [i for i in range(len(self.names)) if not self.same_outcome(got, self.right, i)]
 
-    def explain(self, got: Outcome) -> tuple[str, str] | None:
-        """(slug, sentence) of what gives all of these values, or those of each result on its own; or None."""
+    def explain(self, got: Outcome, some: bool = False) -> tuple[str, str] | None:
+        """(slug, sentence) of what gives all of these values, or those of each result on its own; or None.
+
+        some: what gives those of one result will do.
+        """
         if whole := [found for found in self.outcomes if self.same_outcome(found[2], got)]:
             return self._told(whole)
         wrong = self.wrong_parts(got)
         parts = {i: [x for x in self.outcomes if x[1].cost and self.same_outcome(x[2], got, i)] for i in wrong}
         told = {i: self._told(parts[i], i) for i in wrong if parts[i]}
-        if told and len(told) == len(wrong) and len(both := "; and ".join(said for _, said in told.values())) <= 200:
-            return told[wrong[0]][0], both
-        for i, (slug, said) in told.items():
+        if told and len(told) == len(wrong):
+            both = "; and ".join(said for _, said in told.values())
+            if len(both) > 200:
+                both = "; and ".join(self._told(parts[i], i, noted=False)[1] for i in wrong)
+            if len(both) <= 200:
+                return told[wrong[0]][0], both
+        for i, (slug, said) in told.items() if some else ():
             others = [self.names[k] for k in wrong if k != i]
             return slug, f"{said}; {' and '.join(others)} {'is' if len(others) == 1 else 'are'} wrong too"
         return None
@@ -138,7 +149,7 @@ class Index:
             return "two-slips", f"two slips at once would give this: {said}; and {pair[1].said}"
         return None
 
-    def _told(self, fitting: Sequence[Found], part: int | None = None) -> tuple[str, str]:
+    def _told(self, fitting: Sequence[Found], part: int | None = None, noted: bool = True) -> tuple[str, str]:
         """The likeliest, and another one where they are two things: where other inputs tell them apart."""
         text, best, outcome = fitting[0]
         if text is None:
@@ -152,6 +163,9 @@ class Index:
                 both = f"{sentence}. Or: {other.said.removeprefix('it is ')}"
                 if not self.same_outcome(a, b, part) and len(both) <= 200:
                     return best.slug, both
+        note = next((self.notes[piece] for piece in best.about if piece in self.notes), "")
+        if noted and note and len(f"{sentence}: {note}") <= 200:
+            sentence = f"{sentence}: {note}" if ": it is" not in sentence else f"{sentence}; {note}"
         return best.slug, sentence
 
     def _raw(self, outcome: Outcome, part: int) -> bool:

@@ -35,7 +35,7 @@ from flashlab.triton_tools.watch import watched
         "Reads: Q and K; S; S and the mask (N × N too); S; P and V. Writes: S, S, S, P, O.",
         "FLOPs: 2·N·N·D for each product, N·N for scaling, N·N for adding the mask, 5·N·N for the softmax.",
     ],
-    returns="bytes_read bytes_written flops",
+    returns="bytes_read, bytes_written, flops",
     inputs=[(8, 4, 2), (1024, 64, 2), (4096, 128, 4), (96, 40, 8)],
     draw=lambda r: (r.randint(1, 3000), r.randint(1, 300), r.choice((1, 2, 4, 8))),
     units={
@@ -82,16 +82,25 @@ _GPUS = tuple(runtime.GPUS[name] for name in ("H200", "A100", "RTX 4090", "RTX 5
         "Arithmetic takes flops / (tflops · 10¹²) seconds, memory takes bytes_moved / (gb_s · 10⁹).",
         'The larger of the two is the time; its name, "compute" or "memory", is the bound.',
     ],
-    returns="seconds bound",
+    returns="seconds, bound",
     inputs=[
         (cost.flops, cost.bytes, gpu)
         for gpu in _GPUS for cost in (naive_cost(4096, 128), fused_cost(4096, 128), fused_cost(64, 64))
     ],
     draw=lambda r: (10 ** r.uniform(8, 14), 10 ** r.uniform(6, 11), r.choice(_GPUS)),
     words={"compute": "the time of arithmetic", "memory": "the time of memory"},
+    notes={
+        "1e12": "TFLOP/s are 10¹² operations per second", "1e9": "GB/s are 10⁹ bytes per second, powers of ten",
+        "memory > compute": "the bound is the one that takes longer",
+        "max(compute, memory)": "both work at the same time, and the slower one is the bound",
+    },
     rows=[
         Row("sum-not-max", "the two times are added: arithmetic and memory work at the same time",
             [("max(compute, memory)", "compute + memory")]),
+        Row("compute-only", "only the time of arithmetic counts: memory can be the slower one",
+            [("max(compute, memory)", "compute"), ("memory > compute", "False")]),
+        Row("memory-only", "only the time of memory counts: arithmetic can be the slower one",
+            [("max(compute, memory)", "memory"), ("memory > compute", "True")]),
         Row("bits", "bytes are counted as bits: memory_gb_s is in bytes per second",
             [("bytes_moved /", "8 * bytes_moved /")]),
         Row("bits", "bytes are counted as bits: memory_gb_s is in bytes per second",
@@ -346,7 +355,7 @@ _POWER = "that is the first power of two that fails: lengths below it are padded
         "2·BLOCK_N)·D·itemsize <= limit.",
         "Every N up to that BLOCK_N is padded to it or to less, and runs. The next N is padded to twice as much.",
     ],
-    returns="the_first_failing_N",
+    returns="the first failing N",
     inputs=[
         *((limit, *sizes) for limit in _LIMITS
           for sizes in ((128, 16, 4), (128, 64, 2), (64, 64, 2), (32, 128, 2))),
@@ -360,6 +369,11 @@ _POWER = "that is the first power of two that fails: lengths below it are padded
     draw=lambda r: (r.randint(1, 230) * 1024, r.choice((16, 32, 64, 128, 256)), r.choice((16, 32, 64, 128)),
                     r.choice((1, 2, 4))),
     words={"block_n": "BLOCK_N", "runs_up_to": "the longest N that runs"},
+    notes={
+        "2": "K and V are two tiles, there at once", "BLOCK_M": "the tile of Q has BLOCK_M rows",
+        "itemsize": "an element has itemsize bytes", "limit": "tiles that need just the limit fit",
+        "16": "a tile has at least 16 keys, however short N is", "HEAD_DIM": "a row has HEAD_DIM elements",
+    },
     rows=[
         Row("padding-forgotten", _PADDED, instead="max(0, (limit // (HEAD_DIM * itemsize) - BLOCK_M) // 2) + 1"),
         Row("padding-forgotten", _PADDED, instead="(limit // (HEAD_DIM * itemsize) - BLOCK_M) // 2 + 1"),
@@ -377,10 +391,6 @@ _POWER = "that is the first power of two that fails: lengths below it are padded
         Row("bits", "bits are counted: the limit is in bytes", [("<= limit", "<= limit / 8")]),
         Row("padded-to-16", "N is padded to a multiple of 16 there: it is padded to a power of two",
             [("block_n *= 2", "block_n += 16")]),
-        Row("one-tile-forgotten", "only one of K and V is counted: both tiles are there at once",
-            [("2 * block_n)", "block_n)")]),
-        Row("exact-fit-refused", "tiles that need just the limit fit: the first length fails above it",
-            [("<= limit", "< limit")]),
     ],
 )  # fmt: skip
 def first_failing(limit, HEAD_DIM, BLOCK_M, itemsize):

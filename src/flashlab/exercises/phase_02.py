@@ -695,20 +695,29 @@ def _(hunted: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Any:
         "read = (M + blocks * 2 * N) * HEAD_DIM * itemsize; written = M * HEAD_DIM * itemsize for O, and 4 "
         "* M for lse.",
     ],
-    returns="read written",
+    returns="bytes read, bytes written",
     inputs=[(192, 128, 64, 64, 2), (1024, 1024, 128, 64, 2), (1000, 1500, 64, 128, 2), (5, 7, 8, 64, 4)],
     draw=lambda r: (
         r.randint(1, 400), r.randint(1, 400), r.choice((8, 16, 64, 80)), r.choice((16, 32, 64, 128)), r.choice((2, 4))
     ),
+    notes={
+        "2": "K and V are two matrices", "q_blocks": "every block of queries reads K and V again",
+        "itemsize": "an element has itemsize bytes", "M": "each block reads its own rows of Q once",
+        "HEAD_DIM": "a row has HEAD_DIM elements",
+        "M * 4": "lse has a float32 for each row, 4 bytes", "4": "lse is float32, 4 bytes",
+    }
+    | dict.fromkeys(("-(-M // BLOCK_M)", "-M // BLOCK_M"), "there is no fraction of a block, and the last one counts"),
     rows=[
-        Row("q-padded", "read: the last query block has fewer rows, and only these are read",
+        Row("q-padded", "bytes read: the last query block has fewer rows, and only these are read",
             [("(M + q", "(q_blocks * BLOCK_M + q")]),
-        Row("scores-read", "read: the scores never leave the chip, so nobody reads them",
+        Row("scores-read", "bytes read: the scores never leave the chip, so nobody reads them",
             [("itemsize\n    written", "itemsize + M * N * itemsize\n    written")]),
-        Row("scores-written", "written: the scores never leave the chip", [("+ M * 4", "+ M * 4 + M * N * itemsize")]),
-        Row("rows-padded", "written: rows of O that do not exist are counted",
+        Row("scores-written", "bytes written: the scores never leave the chip",
+            [("+ M * 4", "+ M * 4 + M * N * itemsize")]),
+        Row("rows-padded", "bytes written: rows of O that do not exist are counted",
             [("written = M", "written = q_blocks * BLOCK_M")]),
-        Row("lse-itemsize", "written: lse is float32, 4 bytes, whatever the inputs are", [("M * 4", "M * itemsize")]),
+        Row("lse-itemsize", "bytes written: lse is float32, 4 bytes, whatever the inputs are",
+            [("M * 4", "M * itemsize")]),
     ],
 )  # fmt: skip
 def hbm_bytes(M, N, HEAD_DIM, BLOCK_M, itemsize):

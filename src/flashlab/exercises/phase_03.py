@@ -480,6 +480,12 @@ def _as_the_interpreter_counts(bytes_read: Callable[..., Any]) -> None:
     draw=lambda r: (
         r.randint(1, 400), r.randint(1, 400), r.choice((8, 16, 64, 80)), r.choice((16, 32, 64, 128)), r.choice((2, 4))
     ),
+    notes={
+        "2": "K and V are two matrices", "programs": "each program reads all of K and V",
+        "itemsize": "an element has itemsize bytes", "M": "each block reads its own rows of Q once",
+        "HEAD_DIM": "a row has HEAD_DIM elements",
+        "math.ceil(M / BLOCK_M)": "the last program counts too, and there is no fraction of one",
+    },
     rows=[
         Row("masked-rows", "rows of Q past the end are masked: they are not read",
             [("(M + 2", "(programs * BLOCK_M + 2")]),

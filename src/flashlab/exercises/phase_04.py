@@ -90,7 +90,7 @@ def _grid(r: random.Random) -> Numbers:
         "The block is pid % m_blocks. What is left, pid // m_blocks, counts the heads of all batches.",
         "kv_head: `heads // kv_heads` query heads share one, so it is head // (heads // kv_heads).",
     ],
-    returns="batch head kv_head block",
+    returns="batch, head, kv_head, block",
     whole=True,
     inputs=[
         (pid, blocks, heads, kv_heads)
@@ -141,7 +141,7 @@ def _rows(r: random.Random) -> Numbers:
         "end = max(0, min(seq_k, stop + seq_k - seq_q)); whole_end = max(0, min(seq_k, start + 1 + seq_k - seq_q)) "
         "// BLOCK_N * BLOCK_N.",
     ],
-    returns="whole_end end",
+    returns="whole_end, end",
     whole=True,
     inputs=[
         (start, min(start + block, seq_q), seq_q, seq_k, tile)
@@ -153,6 +153,10 @@ def _rows(r: random.Random) -> Numbers:
         for start in range(0, seq_q, block)
     ],
     draw=lambda r: (*_rows(r), r.choice((4, 8, 16, 32))),
+    notes={
+        "offset": "the last query sees the last key", "stop": "the last row, stop - 1, sees furthest",
+        "start": "the first row sees least", "1": "row i sees the key i + seq_k - seq_q itself",
+    },
     rows=[
         Row("whole-rounded-up", "whole_end is rounded up to a multiple of BLOCK_N: it is rounded down",
             [("start + 1 + offset)) // BLOCK_N", "start + 1 + offset) + BLOCK_N - 1) // BLOCK_N")]),
@@ -383,7 +387,7 @@ def _(scores_kernel: Any) -> str:
         "begin = max(0, start + seq_k - seq_q - left); end = min(seq_k, stop + seq_k - seq_q + right). One past the "
         "last, so no - 1.",
     ],
-    returns="begin end",
+    returns="begin, end",
     whole=True,
     inputs=[
         (start, min(start + block, seq_q), seq_q, seq_k, left, right)
@@ -393,6 +397,11 @@ def _(scores_kernel: Any) -> str:
     ],
     draw=lambda r: (*_rows(r), r.randint(0, 30), r.randint(0, 30)),
     alike=lambda begin, end: (0, 0) if begin >= end else (begin, end),  # nothing is seen, however that is written
+    notes={
+        "offset": "query i stands beside key i + seq_k - seq_q", "left": "`left` keys before the position are seen",
+        "right": "`right` keys after the position are seen", "start": "the first row sees furthest to the left",
+        "stop": "the last row, stop - 1, sees furthest to the right",
+    },
     rows=[
         Row("first-row-missing", "these are the keys that *every* row of the block sees: those that *some* row sees "
             "are wanted", [("start + offset", "stop - 1 + offset"), ("stop + offset", "start + 1 + offset")]),

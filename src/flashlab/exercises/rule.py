@@ -50,6 +50,7 @@ class Rule:
         returns: the names of the results. whole: they are whole numbers.
         draw: one more input, from a random.Random: any that the exercise allows.
         rows: mistakes that no change of the text makes. words: what local names are called in a sentence.
+        notes: {piece of the right text: why it is there}, told with whatever change of it fits.
         also: expressions of the parameters that give the same, to be changed too.
         units: {result: {words: expression}}: what the result is a sum of, and `hint` what to say with it.
         alike: makes one of results that are as good as each other. tol: relative.
@@ -62,6 +63,7 @@ class Rule:
     draw: Callable[[random.Random], tuple[Any, ...]]
     rows: tuple[Row, ...] = ()
     words: Mapping[str, str] = field(default_factory=dict)
+    notes: Mapping[str, str] = field(default_factory=dict)
     also: tuple[str, ...] = ()
     units: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     hint: Mapping[str, str] = field(default_factory=dict)
@@ -76,9 +78,12 @@ class Rule:
 
     @cached_property
     def index(self) -> Index:
-        texts = [Text(self.fn, self.words), *(Text(self.fn, self.words, other) for other in self.also)]
+        whole = not any(isinstance(value, float) for given in self.tried for value in given)
+        texts = [Text(self.fn, self.words, other, whole) for other in (None, *self.also)]
         rows = [(row, self.with_row(row)) for row in self.rows]
-        return Index(texts, self.tried, self.returns, self._values, self.tol, rows, self.alike, self.drawn(300))
+        return Index(
+            texts, self.tried, self.returns, self._values, self.tol, rows, self.alike, self.drawn(300), self.notes
+        )
 
     @cached_property
     def tried(self) -> tuple[tuple[Any, ...], ...]:
@@ -141,6 +146,10 @@ class Rule:
                 raise CheckFailed(
                     f"{name} should be {wanted}, not {in_words(value, article=True)}", diagnosis="wrong-type", case=case
                 )
+            texts = list(dict.fromkeys(x[names.index(name)] for x in self.index.right if isinstance(kind, str)))
+            if texts and number not in texts:
+                listed = " or ".join(map(repr, texts))
+                raise CheckFailed(f"{name} is {listed}, not {number!r:.60}", diagnosis="wrong-word", case=case)
             if self.whole and (isinstance(number, str) or not math.isfinite(number) or number != int(number)):
                 by = ": division by // gives one" if isinstance(value, float) and math.isfinite(value) else ""
                 raise CheckFailed(
@@ -177,7 +186,7 @@ class Rule:
         evidence += f". {' and '.join(well)} {'are' if len(well) > 1 else 'is'} right in every case" if well else ""
         said = (
             self._counted(got, wrong) or index.explain(got) or self._common(got, wrong)
-            or index.explain_as_two(got) or self._where(learners, wrong, off)
+            or index.explain_as_two(got) or index.explain(got, some=True) or self._where(learners, wrong, off)
         )  # fmt: skip
         if said is None:
             return CheckFailed(f"{evidence}; {sum(off)} of {len(off)} cases are wrong", case=case)
@@ -248,7 +257,7 @@ def rule(
 
     def register(fn: Callable[..., Any]) -> Callable[..., Any]:
         lists = {k: tuple(v) for k, v in data.items() if k in ("inputs", "rows", "also")}
-        it = RULES[id] = Rule(fn, tuple(returns.split()), **{**data, **lists})
+        it = RULES[id] = Rule(fn, tuple(returns.split(", ")), **{**data, **lists})
         count = len(it.returns)
         kind: Any = Callable[..., tuple[(Any,) * count] if count > 1 else int if it.whole else float]  # type: ignore
 
