@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import functools
 import inspect
 import itertools
 import math
@@ -26,6 +27,7 @@ from typing import Any
 Slot = tuple[ast.AST, str, "int | None"]  # a node, one of its fields, and the place in it where it is a list
 
 _MOST_STEPS = 2_000  # of a loop that a change may have made endless
+_FEW = 12  # values of a parameter, each of which an answer may take for all of them
 _LONGEST_NAME = 44  # characters of a definition that stands for a local name
 
 # What stands for what, besides the operators: each with the likely ones first.
@@ -98,7 +100,9 @@ class Text:
         for node in ast.walk(tree):
             if isinstance(node, (ast.AugAssign, ast.For)) and isinstance(node.target, ast.Name):
                 assigned[node.target.id].append(None)
-            for target in node.targets if isinstance(node, ast.Assign) else ():
+            if not isinstance(node, ast.Assign):
+                continue
+            for target in node.targets:
                 several = isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple)
                 targets, values = (target.elts, node.value.elts) if several else ([target], [node.value])  # type: ignore
                 for name, value in zip(targets, values, strict=True):
@@ -205,8 +209,11 @@ def changes(text: Text, values: Mapping[str, Sequence[Any]] | None = None) -> li
     values: what the parameters are in the inputs, for an answer that takes one of them to be the same always.
     """
     found: list[Change] = []
+    inner: set[int] = set()  # of -(-a // b), which is one thing
     for slot, node in _slots(text.tree):
-        if "_tick" not in ast.dump(node):
+        if _rounded_up(node) is not None:
+            inner |= {id(n) for n in ast.walk(node) if isinstance(n, (ast.BinOp, ast.UnaryOp)) and n is not node}
+        if id(node) not in inner and "_tick" not in ast.dump(node):
             found += [
                 Change(slug, said, cost, ((slot, _new(new)),), (slug, *rest), _about(node, new))
                 for slug, said, cost, new, *rest in _of_expression(text, slot, node)
@@ -223,14 +230,28 @@ def changes(text: Text, values: Mapping[str, Sequence[Any]] | None = None) -> li
             one = same[0]
             edits = tuple(edit for c in same for edit in c.edits)
             found.append(Change(one.slug, f"{one.said}, {where}", one.cost + 0.2, edits, about=one.about))
+    reads: dict[str, list[Slot]] = defaultdict(list)
+    for slot, node in _slots(text.tree):
+        if isinstance(node, ast.Name) and node.id in text.params:
+            reads[node.id].append(slot)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in (values or {}):
+            one = (values or {})[node.value.id][0]
+            for other in dir(one):
+                if other != node.attr and isinstance(getattr(one, other, None), (int, float)) and other[0] != "_":
+                    said = f"`{node.value.id}.{other}` stands where {text.say(node)} belongs"
+                    new = _new(ast.Attribute(node.value, other, ast.Load()))
+                    found.append(Change("wrong-name", said, 2.1, ((slot, new),), about=(ast.unparse(node),)))
+    for a, b in itertools.combinations(reads, 2):
+        edits = tuple((slot, _new(ast.Name(y, ast.Load()))) for x, y in ((a, b), (b, a)) for slot in reads[x])
+        found.append(Change("names-exchanged", f"`{a}` and `{b}` are exchanged, everywhere", 1.9, edits))
     for name, seen in (values or {}).items():
-        reads = [s for s, n in _slots(text.tree) if isinstance(n, ast.Name) and n.id == name]
-        for i, value in enumerate(dict.fromkeys(seen)):
+        several = list(dict.fromkeys(seen))
+        for i, value in enumerate(several if len(several) <= _FEW else ()):
             plain = isinstance(value, (int, float, str))
             text.fixed[f"_{name}_{i}"] = value
             said = f"`{name}` is taken for {value if plain else getattr(value, 'name', value)}, whatever it is"
             new = ast.Constant(value) if plain else ast.Name(f"_{name}_{i}", ast.Load())
-            edits = tuple((slot, _new(new)) for slot in reads)
+            edits = tuple((slot, _new(new)) for slot in reads[name])
             found.append(Change("taken-as-fixed", said.replace("torch.", ""), 2.2, edits, about=(name,)))
     return found
 
@@ -238,10 +259,14 @@ def changes(text: Text, values: Mapping[str, Sequence[Any]] | None = None) -> li
 def _about(node: ast.expr, new: ast.AST) -> tuple[str, ...]:
     """The text of what is gone, where a part is left out, then of the whole, then of its last part."""
     gone: list[ast.AST] = [node]
-    if isinstance(node, ast.BinOp):
+    if isinstance(node, ast.Call) and isinstance(new, ast.Call) and ast.dump(new.func) != ast.dump(node.func):
+        gone = [node.func]
+    elif isinstance(node, ast.BinOp):
         inner = new.operand if isinstance(new, ast.UnaryOp) else new
         gone = [node.right, node] if inner is node.left else [node.left, node] if inner is node.right else [
-            node, node.right]  # fmt: skip
+            node]  # fmt: skip
+        if isinstance(new, ast.BinOp) and type(new.op) is not type(node.op):
+            gone.append(node.right)
     elif isinstance(node, ast.Call) and new in node.args:
         gone = [*(x for x in node.args if x is not new), node]
     elif isinstance(node, ast.Compare):
@@ -293,7 +318,8 @@ def _of_expression(text: Text, slot: Slot, node: ast.expr) -> Iterator[tuple[Any
     number = isinstance(node, (ast.BinOp, ast.Name, ast.Call, ast.IfExp))
     if isinstance(node, ast.Name) and node.id not in (*text.params, *text.locals):
         number = False
-    if not number or isinstance(parent, ast.Attribute):
+    texts = any(isinstance(n, ast.Constant) and isinstance(n.value, str) for n in ast.walk(node))
+    if not number or texts or isinstance(parent, ast.Attribute):
         return
     bare = isinstance(node, ast.Name) or (isinstance(node, ast.Call) and not root)
     limited = isinstance(parent, ast.Call) and getattr(parent.func, "id", "") in ("min", "max") and not bare
@@ -311,6 +337,14 @@ def _of_expression(text: Text, slot: Slot, node: ast.expr) -> Iterator[tuple[Any
         yield "half", f"{it} is half of what it should be", 2.4, _expr("x / 2", x=node)
         if not isinstance(node, ast.Constant):
             yield "wrong-sign", f"{it} has the wrong sign", 2.3 if root else 1.9, _expr("-x", x=node)
+    sums, signs = isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Sub)), (ast.Add, ast.Sub)
+    if sums and not (isinstance(parent, ast.BinOp) and isinstance(parent.op, signs)) or root:
+        for other in text.params:
+            yield "term-too-many", f"`{other}` is added as well", 2.1, _expr(f"x + {other}", x=node)
+            yield "term-too-many", f"`{other}` is subtracted as well", 2.1, _expr(f"x - {other}", x=node)
+            if root:
+                yield "factor-too-many", f"it is multiplied by `{other}` as well", 2.1, _expr(f"x * {other}", x=node)
+                yield "factor-too-many", f"it is divided by `{other}` as well", 2.2, _expr(f"x / {other}", x=node)
     if root:
         for value in (0, 1):
             yield "always-the-same", f"it is {value} always", 2.6, ast.Constant(value)
@@ -333,7 +367,8 @@ def _of_rounding_up(text: Text, a: ast.expr, b: ast.expr) -> Iterator[tuple[Any,
     said = f"`{text.plain(a)} / {text.plain(b)}`"
     ways = {
         "a // b": "is rounded down", "a / b": "is not rounded", "a // b + 1": "is rounded down, plus 1",
-        "round(a / b)": "is rounded to the nearest", "-(-a // b) - 1": "is one less, once it is rounded up",
+        "round(a / b)": "is rounded to the nearest", "max(1, a // b)": "is rounded down, to 1 at least",
+        "-(-a // b) - 1": "is one less, once it is rounded up",
         "-(-a // b) + 1": "is one more, once it is rounded up",
     }  # fmt: skip
     for way, how in ways.items():
@@ -362,8 +397,8 @@ def _of_number(text: Text, parent: ast.AST, node: ast.Constant) -> Iterator[tupl
     for other in others:
         if other not in seen:
             seen.append(other)
-            power = f"2**{round(math.log2(other))}" if other > 2**19 and math.log2(other) % 1 == 0 else f"{other:g}"
-            said = f"{power} stands where {value:g} belongs".replace("e+0", "e").replace("e+", "e")
+            number = f"2**{round(math.log2(other))}" if other > 2**19 and math.log2(other) % 1 == 0 else f"{other:g}"
+            said = f"{number} stands where {value:g} belongs".replace("e+0", "e").replace("e+", "e")
             said += f", in {whole}" if whole else ""
             yield "wrong-number", said, 1.6 + 0.1 * len(seen), ast.Constant(other), value, other
 
@@ -386,7 +421,7 @@ def _of_operation(text: Text, node: ast.BinOp) -> Iterator[tuple[Any, ...]]:
         what = "remainder by" if isinstance(op, ast.Mod) else "division by"
         yield "division-missing", f"the {what} {w(right)} is missing: it is {w(left)} as it stands", 1.0, left
         yield "dividend-missing", f"it is {w(right)} instead of {w(node)}", 1.8, right
-        if not isinstance(op, ast.Mod):
+        if isinstance(op, ast.Div):
             said = f"1 is divided by {w(right)} where {w(left)} belongs"
             yield "dividend-missing", said, 1.8, _expr("1 / b", b=right)
     for other in _OPERATORS.get(type(op), ()):
@@ -413,12 +448,22 @@ def _of_operation(text: Text, node: ast.BinOp) -> Iterator[tuple[Any, ...]]:
                     both = {end: ast.BinOp(part, op, factor)} | {"right" if end == "left" else "left": other_part}
                     said = f"{w(factor)} {verb} {w(part)} alone, and not {w(other_part)}"
                     yield "brackets-missing", said, 1.4, ast.BinOp(both["left"], sum_.op, both["right"])
-    if isinstance(op, (ast.Add, ast.Sub)) and isinstance(right, ast.BinOp):
-        if isinstance(right.op, (ast.Mult, ast.Div)):
-            said = f"{w(right.right)} is applied to {w(left)} as well"
-            yield "brackets-too-wide", said, 1.6, ast.BinOp(ast.BinOp(left, op, right.left), right.op, right.right)
+    if isinstance(op, (ast.Add, ast.Sub)):
+        for product, other_side in ((right, left), (left, right)):
+            factors = _factors(product)
+            for i, factor in enumerate(factors if len(factors) > 1 else ()):
+                rest = functools.reduce(lambda x, y: ast.BinOp(x, ast.Mult(), y), factors[:i] + factors[i + 1 :])
+                sides = (other_side, rest) if product is right else (rest, other_side)
+                said = f"{w(factor)} multiplies {w(other_side)} as well"
+                yield "brackets-too-wide", said, 1.6, ast.BinOp(ast.BinOp(sides[0], op, sides[1]), ast.Mult(), factor)
     if isinstance(op, (ast.FloorDiv, ast.Mod)) and isinstance(left, ast.BinOp) and isinstance(left.op, ast.FloorDiv):
         yield "division-missing", f"the division by {w(left.right)} is missing", 1.2, ast.BinOp(left.left, op, right)
+
+
+def _factors(node: ast.expr) -> list[ast.expr]:
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+        return [*_factors(node.left), *_factors(node.right)]
+    return [node]
 
 
 def _of_call(text: Text, node: ast.Call) -> Iterator[tuple[Any, ...]]:
@@ -433,6 +478,10 @@ def _of_call(text: Text, node: ast.Call) -> Iterator[tuple[Any, ...]]:
                 yield "limit-missing", f"nothing keeps it from going {side} {w(gone)}", 1.0, kept, text.plain(gone)
             else:
                 yield "always-the-limit", f"it is {w(kept)} always: {w(gone)} does not count", 1.1, kept
+        either = f"{w(node.args[0])} and {w(node.args[1])}"
+        for mixed, how in (("a + b", "added"), ("(a + b) / 2", "averaged")):
+            said = f"{either} are {how} where one of them belongs"
+            yield "sum-for-one", said, 1.9, _expr(mixed, a=node.args[0], b=node.args[1])
     elif len(node.args) == 1 and not node.keywords:
         yield "function-missing", f"`{name}` is missing: it is {w(node.args[0])} as it stands", 1.3, node.args[0], name
         inner = node.args[0]

@@ -11,6 +11,7 @@ that could be out of date. What takes longer to run (a kernel, interpreted or em
 
 from __future__ import annotations
 
+import ast
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,6 +27,11 @@ Values = tuple[Any, ...]  # the results of one call: numbers, texts or tensors
 Outcome = Sequence["Values | str"]  # for each input; a text: the exception that it raised
 Found = tuple["Text | None", Change, Outcome]  # None: a row
 
+_PLAIN = (  # what may be told together with another one; two rare ones give too much by chance
+    "term-missing", "factor-missing", "division-missing", "wrong-sign", "off-by-one", "wrong-name", "wrong-number",
+    "limit-missing", "wrong-rounding", "wrong-function", "function-missing", "brackets-missing", "upside-down",
+    "wrong-operator", "wrong-comparison",
+)  # fmt: skip
 _ENDLESS = EndlessError.__name__
 _ALMOST = 0.35  # costs so near say nothing about which is likelier
 _PAIRED = 140  # changes that are tried two at a time
@@ -52,9 +58,12 @@ def same(a: Any, b: Any, tol: float) -> bool:
         return a.shape == b.shape and bool(torch.isclose(a, b, rtol=tol, atol=tol, equal_nan=True).all())
     if not (isinstance(a, (int, float)) and isinstance(b, (int, float))):
         return type(a) is type(b) and bool(a == b)
-    if math.isinf(a) or math.isinf(b):
-        return a == b
-    return a == b or abs(a - b) <= tol * max(1e-6, abs(b)) or (a != a and b != b)
+    if a == b or (a != a and b != b):
+        return True
+    try:
+        return math.isfinite(a) and math.isfinite(b) and abs(a - b) <= tol * max(1e-6, abs(b))
+    except OverflowError:  # a whole number beyond every float
+        return False
 
 
 class Index:
@@ -163,10 +172,22 @@ class Index:
                 both = f"{sentence}. Or: {other.said.removeprefix('it is ')}"
                 if not self.same_outcome(a, b, part) and len(both) <= 200:
                     return best.slug, both
-        note = next((self.notes[piece] for piece in best.about if piece in self.notes), "")
-        if noted and note and len(f"{sentence}: {note}") <= 200:
-            sentence = f"{sentence}: {note}" if ": it is" not in sentence else f"{sentence}; {note}"
+        if noted and (note := self._note(text, best, sentence)) and len(f"{sentence}: {note}") <= 200:
+            sentence += f"{';' if ': it is' in sentence else ':'} {note}"
         return best.slug, sentence
+
+    def _note(self, text: Text, change: Change, sentence: str) -> str:
+        """Why the piece is there that was changed. A name that is there often has several reasons."""
+        for piece in change.about:
+            often = sum(isinstance(n, ast.Name) and n.id == piece for n in ast.walk(text.tree)) > 1
+            if change.slug == "wrong-name" and often:
+                continue
+            for name in self.names:
+                if sentence.startswith(name) and f"{name}: {piece}" in self.notes:
+                    return self.notes[f"{name}: {piece}"]
+            if piece in self.notes:
+                return self.notes[piece]
+        return ""
 
     def _raw(self, outcome: Outcome, part: int) -> bool:
         """Whether this result is right everywhere, to the letter."""
@@ -189,7 +210,7 @@ class Index:
         tries = 0
         for text in self.texts:
             mine = [c for t, c, o in self.outcomes if t is text and not self.same_outcome(o, self.right, part)]
-            mine = [c for c in mine if c.slug not in ("exchanged", "taken-as-fixed")][:_PAIRED]
+            mine = [c for c in mine if c.slug in _PLAIN][:_PAIRED]
             for a, b in sorted(itertools.combinations(mine, 2), key=lambda x: x[0].cost + x[1].cost):
                 tries += 1
                 if tries > _TRIES:

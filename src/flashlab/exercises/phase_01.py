@@ -7,6 +7,7 @@ then handed to the real compiler: the interpreter accepts more than a GPU does.
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -48,6 +49,7 @@ from flashlab.triton_tools.watch import watched
         "bytes_written": "go through the five lines, and note for each which matrix it writes",
         "flops": "a multiply-add is two operations; a score is scaled, has the mask added, and takes 5 in the softmax",
     },
+    also=["((5 * N * N + 3 * N * D) * itemsize, (4 * N * N + N * D) * itemsize, 4 * N * N * D + 7 * N * N)"],
     rows=[
         Row("softmax-per-row", "flops has 5 per row for the softmax: it takes 5 for each score",
             [("5 * N * N", "5 * N")]),
@@ -87,7 +89,7 @@ _GPUS = tuple(runtime.GPUS[name] for name in ("H200", "A100", "RTX 4090", "RTX 5
         (cost.flops, cost.bytes, gpu)
         for gpu in _GPUS for cost in (naive_cost(4096, 128), fused_cost(4096, 128), fused_cost(64, 64))
     ],
-    draw=lambda r: (10 ** r.uniform(8, 14), 10 ** r.uniform(6, 11), r.choice(_GPUS)),
+    draw=lambda r: (lambda moved: (moved * 10 ** r.uniform(1.3, 2.8), moved, r.choice(_GPUS)))(10 ** r.uniform(6, 11)),
     words={"compute": "the time of arithmetic", "memory": "the time of memory"},
     notes={
         "1e12": "TFLOP/s are 10¹² operations per second", "1e9": "GB/s are 10⁹ bytes per second, powers of ten",
@@ -95,8 +97,6 @@ _GPUS = tuple(runtime.GPUS[name] for name in ("H200", "A100", "RTX 4090", "RTX 5
         "max(compute, memory)": "both work at the same time, and the slower one is the bound",
     },
     rows=[
-        Row("sum-not-max", "the two times are added: arithmetic and memory work at the same time",
-            [("max(compute, memory)", "compute + memory")]),
         Row("compute-only", "only the time of arithmetic counts: memory can be the slower one",
             [("max(compute, memory)", "compute"), ("memory > compute", "False")]),
         Row("memory-only", "only the time of memory counts: arithmetic can be the slower one",
@@ -341,6 +341,16 @@ def _(scheme_a_kernel: Any) -> str:
 # ---- 1.5 ------------------------------------------------------------------------------------------------------------
 
 _LIMITS = tuple(runtime.limits(target).shared_per_block for target in ("sm_80", "sm_89", "sm_90"))
+
+
+def _tiles(r: random.Random) -> tuple[int, int, int, int]:
+    """limit, HEAD_DIM, BLOCK_M, itemsize: any limit, or one near what tiles of a power of two need."""
+    d, m, e = r.choice((16, 32, 64, 128, 256)), r.choice((16, 32, 64, 128)), r.choice((1, 2, 4))
+    rows = m + 2 * 2 ** r.randint(3, 9)
+    near = rows * d * e + r.choice((0, r.randint(-d * e, d * e), r.randint(-rows * e, rows * e)))
+    return r.choice((near, near, r.randint(1, 230) * 1024)), d, m, e
+
+
 _PADDED = "N is padded to a power of two before it meets shared memory: the answer is one above such a power, or 1"
 _POWER = "that is the first power of two that fails: lengths below it are padded to it and fail too"
 
@@ -366,8 +376,7 @@ _POWER = "that is the first power of two that fails: lengths below it are padded
         ((64 + 2 * 128) * 128 * 2 - 1, 128, 64, 2),  # one byte is missing
         ((64 + 2 * 10) * 128 * 2, 128, 64, 2),  # 8 keys would fit, but a tile has 16 at least
     ],
-    draw=lambda r: (r.randint(1, 230) * 1024, r.choice((16, 32, 64, 128, 256)), r.choice((16, 32, 64, 128)),
-                    r.choice((1, 2, 4))),
+    draw=_tiles,
     words={"block_n": "BLOCK_N", "runs_up_to": "the longest N that runs"},
     notes={
         "2": "K and V are two tiles, there at once", "BLOCK_M": "the tile of Q has BLOCK_M rows",
@@ -385,6 +394,8 @@ _POWER = "that is the first power of two that fails: lengths below it are padded
             [("return runs_up_to + 1", "return runs_up_to")]),
         Row("nothing-fits", "where not even the smallest tile fits, every length fails, and the first is 1",
             [("return runs_up_to + 1", "return max(16, runs_up_to) + 1")]),
+        Row("nothing-fits", "where not even the smallest tile fits, every length fails, and the first is 1",
+            [("return runs_up_to + 1", "return runs_up_to and runs_up_to + 1")]),
         Row("scores-counted", "a tile of scores is counted: only Q, K and V are kept there",
             [("itemsize <= limit", "itemsize + BLOCK_M * block_n * itemsize <= limit")]),
         Row("limit-in-kib", "the limit is in bytes already, not in KiB", [("<= limit", "<= limit * 1024")]),

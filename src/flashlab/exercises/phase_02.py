@@ -702,7 +702,7 @@ def _(hunted: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Any:
     ),
     notes={
         "2": "K and V are two matrices", "q_blocks": "every block of queries reads K and V again",
-        "itemsize": "an element has itemsize bytes", "M": "each block reads its own rows of Q once",
+        "itemsize": "an element has itemsize bytes", "bytes read: M": "each block reads its own rows of Q once",
         "HEAD_DIM": "a row has HEAD_DIM elements",
         "M * 4": "lse has a float32 for each row, 4 bytes", "4": "lse is float32, 4 bytes",
     }

@@ -177,7 +177,8 @@ class Rule:
     def _failed(self, learners: Callable[..., Any], got: list[Values], wrong: list[int]) -> CheckFailed:
         index, names = self.index, self.returns
         off = [not index.same_outcome([x], [y]) for x, y in zip(got, index.right, strict=True)]
-        at = off.index(True)
+        plain = [x and (isinstance(y, str) or self.alike(*y) == y) for x, y in zip(off, index.right, strict=True)]
+        at = (plain if any(plain) else off).index(True)
         case = self.case(self.tried[at])
         numbers = [f"{names[i]} is {_short(got[at][i])}, it should be {_short(index.right[at][i])}" for i in wrong
                    if not index.same_outcome([got[at]], [index.right[at]], i)]  # fmt: skip
