@@ -19,7 +19,7 @@ import itertools
 import math
 import re
 import textwrap
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +27,7 @@ from typing import Any
 Slot = tuple[ast.AST, str, "int | None"]  # a node, one of its fields, and the place in it where it is a list
 
 _MOST_STEPS = 2_000  # of a loop that a change may have made endless
+_FACTORS = (4, 8, 1000, 1024)
 _FEW = 12  # values of a parameter, each of which an answer may take for all of them
 _LONGEST_NAME = 44  # characters of a definition that stands for a local name
 
@@ -163,7 +164,7 @@ class Text:
             if steps[0] > _MOST_STEPS:
                 raise EndlessError
 
-        names = {**self.globals, **self.fixed, "_tick": tick}
+        names = {**self.globals, **self.fixed, "math": math, "_tick": tick}
         exec(code, names)
         made = names[self.tree.name]
 
@@ -259,6 +260,8 @@ def changes(text: Text, values: Mapping[str, Sequence[Any]] | None = None) -> li
 def _about(node: ast.expr, new: ast.AST) -> tuple[str, ...]:
     """The text of what is gone, where a part is left out, then of the whole, then of its last part."""
     gone: list[ast.AST] = [node]
+    if _rounded_up(node) is not None and not isinstance(new, (ast.BinOp, ast.Call)):
+        return ()
     if isinstance(node, ast.Call) and isinstance(new, ast.Call) and ast.dump(new.func) != ast.dump(node.func):
         gone = [node.func]
     elif isinstance(node, ast.BinOp):
@@ -282,13 +285,19 @@ def _short_numbers(said: str) -> str:
 def _of_expression(text: Text, slot: Slot, node: ast.expr) -> Iterator[tuple[Any, ...]]:
     """(slug, words, cost, new node, key...) of one expression."""
     parent, w = slot[0], text.say
+    often = Counter(n.id for n in ast.walk(text.tree) if isinstance(n, ast.Name))
     root = id(node) in text.results
     if isinstance(node, ast.Name) and node.id in (*text.params, *text.locals):
         for other in (*text.params, *text.locals):
             if other != node.id:
                 name = ast.Name(other, ast.Load())
-                yield "wrong-name", f"{w(name)} stands where {w(node)} belongs", 2.0, name, node.id, other
-                for sign in "-+" if text.whole and other in text.params and isinstance(parent, ast.BinOp) else "":
+                where = f", in {w(parent)}" if isinstance(parent, ast.BinOp) and often[node.id] > 1 else ""
+                yield "wrong-name", f"{w(name)} stands where {w(node)} belongs{where}", 2.0, name, node.id, other
+                beside = isinstance(parent, ast.BinOp) and other not in ast.unparse(parent)
+                if text.whole and other in text.params and node.id in text.params and beside:
+                    said = f"the middle of `{node.id}` and `{other}` stands where {w(node)} belongs"
+                    yield "wrong-name", said, 2.5, _expr("(x + y) // 2", x=node, y=name)
+                for sign in "-+" if text.whole and other in text.params and beside else "":
                     said = f"`{other} {sign} 1` stands where {w(node)} belongs"
                     yield "wrong-name", said, 2.4, _expr(f"x {sign} 1", x=name), node.id, other, sign
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
@@ -334,9 +343,14 @@ def _of_expression(text: Text, slot: Slot, node: ast.expr) -> Iterator[tuple[Any
     if root or isinstance(parent, ast.BinOp):
         it = "it" if root else w(node)
         yield "twice-as-much", f"{it} is counted twice", 2.3, _expr("2 * x", x=node)
-        yield "half", f"{it} is half of what it should be", 2.4, _expr("x / 2", x=node)
+        for way in ("x / 2", "x // 2") if text.whole else ("x / 2",):
+            yield "half", f"{it} is half of what it should be", 2.4, _expr(way, x=node)
         if not isinstance(node, ast.Constant):
             yield "wrong-sign", f"{it} has the wrong sign", 2.3 if root else 1.9, _expr("-x", x=node)
+    if isinstance(node, ast.Name) and node.id in text.params:
+        for factor in _FACTORS:
+            for way, times in ((f"x * {factor}", f"{factor}"), (f"x / {factor}", f"1 / {factor}")):
+                yield "wrong-factor", f"{w(node)} is {times} times what it should be", 2.6, _expr(way, x=node)
     sums, signs = isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Sub)), (ast.Add, ast.Sub)
     if sums and not (isinstance(parent, ast.BinOp) and isinstance(parent.op, signs)) or root:
         for other in text.params:
@@ -346,6 +360,11 @@ def _of_expression(text: Text, slot: Slot, node: ast.expr) -> Iterator[tuple[Any
                 yield "factor-too-many", f"it is multiplied by `{other}` as well", 2.1, _expr(f"x * {other}", x=node)
                 yield "factor-too-many", f"it is divided by `{other}` as well", 2.2, _expr(f"x / {other}", x=node)
     if root:
+        for way in ("math.floor", "round", "math.ceil"):
+            yield "rounded", f"it is rounded to a whole number, by `{way}`", 2.3, _expr(f"{way}(x)", x=node)
+        for other in text.params if text.whole else ():
+            for way, how in ((f"x // {other} * {other}", "down"), (f"-(-x // {other}) * {other}", "up")):
+                yield "rounded", f"it is rounded {how} to a multiple of `{other}`", 2.2, _expr(way, x=node)
         for value in (0, 1):
             yield "always-the-same", f"it is {value} always", 2.6, ast.Constant(value)
         for other in (*text.params, *text.locals):
@@ -435,8 +454,8 @@ def _of_operation(text: Text, node: ast.BinOp) -> Iterator[tuple[Any, ...]]:
         yield "upside-down" if isinstance(op, (ast.Div, ast.FloorDiv)) else "operands-exchanged", (
             f"{w(node)} is the other way round"), 1.5, ast.BinOp(right, op, left)  # fmt: skip
     if isinstance(op, ast.FloorDiv):
-        for way, said in (("a / b", "is not rounded"), ("-(-a // b)", "is rounded up"), ("a // b + 1", "+ 1 is taken"),
-                          ("round(a / b)", "is rounded to the nearest")):  # fmt: skip
+        ways = {"a / b": "is not rounded", "-(-a // b)": "is rounded up", "a // b + 1": "is one too large"}
+        for way, said in (ways | {"round(a / b)": "is rounded to the nearest"}).items():
             yield "wrong-rounding", f"{w(node)} {said}", 1.4, _expr(way, a=left, b=right), way
     if isinstance(op, (ast.Mult, ast.Div, ast.FloorDiv)):
         verb = "multiplies" if isinstance(op, ast.Mult) else "divides"

@@ -35,7 +35,7 @@ _PLAIN = (  # what may be told together with another one; two rare ones give too
 _ENDLESS = EndlessError.__name__
 _ALMOST = 0.35  # costs so near say nothing about which is likelier
 _PAIRED = 140  # changes that are tried two at a time
-_TRIES = 12_000
+_TRIES = 5_000
 
 
 @dataclass(frozen=True)

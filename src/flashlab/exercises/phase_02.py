@@ -710,6 +710,8 @@ def _(hunted: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Any:
     rows=[
         Row("q-padded", "bytes read: the last query block has fewer rows, and only these are read",
             [("(M + q", "(q_blocks * BLOCK_M + q")]),
+        Row("v-read-once", "bytes read: one of K and V is read once, and not by every block of queries",
+            [("q_blocks * 2 * N", "(q_blocks + 1) * N")]),
         Row("scores-read", "bytes read: the scores never leave the chip, so nobody reads them",
             [("itemsize\n    written", "itemsize + M * N * itemsize\n    written")]),
         Row("scores-written", "bytes written: the scores never leave the chip",

@@ -493,7 +493,6 @@ def _as_the_interpreter_counts(bytes_read: Callable[..., Any]) -> None:
         Row("lse-read", "4 · M bytes too many: lse is written, not read", [("* itemsize", "* itemsize + 4 * M")]),
         Row("scores-read", "the scores are counted: they never leave the chip", [("* itemsize", "* itemsize + M * N * "
             "itemsize")]),
-        Row("in-kib", "that is in KiB: return bytes", [("* itemsize", "* itemsize / 1024")]),
     ],
     then=_as_the_interpreter_counts,
 )  # fmt: skip

@@ -161,8 +161,6 @@ def _rows(r: random.Random) -> Numbers:
         Row("whole-rounded-up", "whole_end is rounded up to a multiple of BLOCK_N: it is rounded down",
             [("start + 1 + offset)) // BLOCK_N", "start + 1 + offset) + BLOCK_N - 1) // BLOCK_N")]),
         Row("end-rounded", "end is rounded up to a tile: it is one past the last key that a row sees",
-            [("return whole_end, end", "return whole_end, -(-end // BLOCK_N) * BLOCK_N")]),
-        Row("end-rounded", "end is rounded up to a tile: it is one past the last key that a row sees",
             [("return whole_end, end", "return whole_end, min(seq_k, -(-end // BLOCK_N) * BLOCK_N)")]),
         Row("row-rounded", "whole_end has its row rounded to BLOCK_N before the offset is added: round the number of "
             "keys", [("start + 1 + offset", "start // BLOCK_N * BLOCK_N + 1 + offset")]),
@@ -407,8 +405,6 @@ def _(scores_kernel: Any) -> str:
             "are wanted", [("start + offset", "stop - 1 + offset"), ("stop + offset", "start + 1 + offset")]),
         Row("a-length", "the second number is how many keys there are: `end` is wanted, one past the last",
             [("return begin, end", "return begin, end - begin")]),
-        Row("middle-of-the-block", "begin is computed from the middle of the block: its first row sees furthest to the "
-            "left", [("start + offset", "(start + stop) // 2 + offset")]),
     ],
 )  # fmt: skip
 def window_keys(start, stop, seq_q, seq_k, left, right):
