@@ -4,11 +4,13 @@ import itertools
 import math
 
 import pytest
+from lesson_answers import PATHS, cell_of
+from lesson_source import read_lesson
 
 from flashlab.check import CheckFailed
 from flashlab.check.changes import EndlessError, Text
 from flashlab.check.lookup import Index, in_units, where_right
-from flashlab.exercises import check, exercises
+from flashlab.exercises import check, exercises, find
 from flashlab.exercises.rule import RULES, Rule
 
 exercises()  # imports every phase
@@ -47,6 +49,17 @@ def test_changes_are_told_in_one_short_sentence_with_the_numbers_below(id):
             continue
         conclusion = str(failed).partition("\n")[0]
         assert len(conclusion) <= 200 and failed.diagnosis != "wrong-value", (change.said, failed)
+
+
+@pytest.mark.parametrize("id", RULES)
+def test_the_lesson_takes_its_heading_and_its_cell_from_the_rule(id):
+    name = RULES[id].fn.__name__
+    unsolved, solved = (cell_of(id, kind) for kind in ("exercises", "solutions"))
+    assert unsolved.startswith(f"def {name}(") and unsolved.endswith("raise NotImplementedError")
+    assert "NotImplementedError" not in solved and "SOLUTION" not in solved
+    lesson = read_lesson(PATHS[find(id).phase])
+    assert find(id).title in [e.title for e in lesson.exercises]
+    assert f"# ## {id}\n" in lesson.path.read_text(), "the title stands in the decorator alone"
 
 
 # ---- what is told of answers in other styles ------------------------------------------------------------------------

@@ -268,6 +268,8 @@ def _about(node: ast.expr, new: ast.AST) -> tuple[str, ...]:
         inner = new.operand if isinstance(new, ast.UnaryOp) else new
         gone = [node.right, node] if inner is node.left else [node.left, node] if inner is node.right else [
             node]  # fmt: skip
+        if isinstance(new, ast.BinOp) and new.left is node and not isinstance(new.right, ast.Constant):
+            return ()  # something is there as well
         if isinstance(new, ast.BinOp) and type(new.op) is not type(node.op):
             gone.append(node.right)
     elif isinstance(node, ast.Call) and new in node.args:
@@ -366,7 +368,7 @@ def _of_expression(text: Text, slot: Slot, node: ast.expr) -> Iterator[tuple[Any
             for way, how in ((f"x // {other} * {other}", "down"), (f"-(-x // {other}) * {other}", "up")):
                 yield "rounded", f"it is rounded {how} to a multiple of `{other}`", 2.2, _expr(way, x=node)
         for value in (0, 1):
-            yield "always-the-same", f"it is {value} always", 2.6, ast.Constant(value)
+            yield "always-the-same", f"it is {value} always", 0.8, ast.Constant(value)
         for other in (*text.params, *text.locals):
             if not isinstance(node, ast.Name):
                 yield "wrong-result", f"it is {w(ast.Name(other))}", 2.2, ast.Name(other, ast.Load())
@@ -405,7 +407,7 @@ def _weight(node: ast.AST) -> float:
 
 def _of_number(text: Text, parent: ast.AST, node: ast.Constant) -> Iterator[tuple[Any, ...]]:
     value: Any = node.value
-    others: list[Any] = [value + 1, value - 1, 2 * value, value / 2, -value, 0, 1]
+    others: list[Any] = [value + 1, value - 1, 2 * value, value / 2, 4 * value, -value, 0, 1]
     if abs(value) >= 1000 and abs(math.log10(abs(value)) % 1) < 1e-9:
         power = round(math.log10(abs(value)))
         others = [10.0 ** (power + k) for k in (-3, 3, -6, 6, -9, 9)] + [2.0 ** round(power / 3 * 10), 1]
@@ -443,8 +445,8 @@ def _of_operation(text: Text, node: ast.BinOp) -> Iterator[tuple[Any, ...]]:
         if isinstance(op, ast.Div):
             said = f"1 is divided by {w(right)} where {w(left)} belongs"
             yield "dividend-missing", said, 1.8, _expr("1 / b", b=right)
+    signs = (ast.Add, ast.Sub)
     for other in _OPERATORS.get(type(op), ()):
-        signs = (ast.Add, ast.Sub)
         said = f"`{_SYMBOLS[other]}` stands where `{_SYMBOLS[type(op)]}` belongs, in {w(node)}"
         if other in signs and isinstance(op, signs):
             said = f"{w(right)} has the wrong sign"
@@ -457,21 +459,30 @@ def _of_operation(text: Text, node: ast.BinOp) -> Iterator[tuple[Any, ...]]:
         ways = {"a / b": "is not rounded", "-(-a // b)": "is rounded up", "a // b + 1": "is one too large"}
         for way, said in (ways | {"round(a / b)": "is rounded to the nearest"}).items():
             yield "wrong-rounding", f"{w(node)} {said}", 1.4, _expr(way, a=left, b=right), way
-    if isinstance(op, (ast.Mult, ast.Div, ast.FloorDiv)):
-        verb = "multiplies" if isinstance(op, ast.Mult) else "divides"
-        for sum_, factor, first in ((left, right, True), (right, left, False)):
-            if isinstance(sum_, ast.BinOp) and isinstance(sum_.op, (ast.Add, ast.Sub)) and (
-                    first or isinstance(op, ast.Mult)):  # fmt: skip
-                for end in ("left", "right"):
-                    part, other_part = getattr(sum_, end), sum_.right if end == "left" else sum_.left
-                    both = {end: ast.BinOp(part, op, factor)} | {"right" if end == "left" else "left": other_part}
-                    said = f"{w(factor)} {verb} {w(part)} alone, and not {w(other_part)}"
-                    yield "brackets-missing", said, 1.4, ast.BinOp(both["left"], sum_.op, both["right"])
+    if isinstance(op, (ast.Div, ast.FloorDiv)) and isinstance(left, ast.BinOp) and isinstance(left.op, signs):
+        halves: tuple[tuple[ast.expr, ast.expr, ast.expr], ...] = (
+            (left.left, left.right, ast.BinOp(ast.BinOp(left.left, op, right), left.op, left.right)),
+            (left.right, left.left, ast.BinOp(left.left, left.op, ast.BinOp(left.right, op, right))),
+        )
+        for part, rest, whole in halves:
+            yield "brackets-missing", f"{w(right)} divides {w(part)} alone, and not {w(rest)}", 1.4, whole
+    factors = _factors(node)
+    for i, total in enumerate(factors if len(factors) > 1 else ()):  # (a + b) * f * g: f may stand at a or b alone
+        if not (isinstance(total, ast.BinOp) and isinstance(total.op, signs)):
+            continue
+        for k, factor in enumerate(factors):
+            others = [x for j, x in enumerate(factors) if j not in (i, k)]
+            ends: list[tuple[ast.expr, ast.expr]] = [(total.left, total.right), (total.right, total.left)]
+            for mine, rest in ends if k != i else ():
+                times = ast.BinOp(mine, ast.Mult(), factor)
+                sides = (times, rest) if mine is total.left else (rest, times)
+                new = _product([ast.BinOp(sides[0], total.op, sides[1]), *others])
+                yield "brackets-missing", f"{w(factor)} multiplies {w(mine)} alone, and not {w(rest)}", 1.4, new
     if isinstance(op, (ast.Add, ast.Sub)):
         for product, other_side in ((right, left), (left, right)):
-            factors = _factors(product)
+            factors = _factors(product) if isinstance(product, ast.BinOp) else []
             for i, factor in enumerate(factors if len(factors) > 1 else ()):
-                rest = functools.reduce(lambda x, y: ast.BinOp(x, ast.Mult(), y), factors[:i] + factors[i + 1 :])
+                rest = _product(factors[:i] + factors[i + 1 :])
                 sides = (other_side, rest) if product is right else (rest, other_side)
                 said = f"{w(factor)} multiplies {w(other_side)} as well"
                 yield "brackets-too-wide", said, 1.6, ast.BinOp(ast.BinOp(sides[0], op, sides[1]), ast.Mult(), factor)
@@ -483,6 +494,10 @@ def _factors(node: ast.expr) -> list[ast.expr]:
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
         return [*_factors(node.left), *_factors(node.right)]
     return [node]
+
+
+def _product(factors: Sequence[ast.expr]) -> ast.expr:
+    return functools.reduce(lambda x, y: ast.BinOp(x, ast.Mult(), y), factors)
 
 
 def _of_call(text: Text, node: ast.Call) -> Iterator[tuple[Any, ...]]:

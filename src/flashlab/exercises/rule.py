@@ -11,6 +11,11 @@
 The function is the right answer. The lesson takes its heading from the decorator and its cell from the function, less
 the marked lines; the check runs it on `inputs` beside the learner's, and what its changes give is the diagnosis
 (`flashlab.check.lookup`). `rows` are the few mistakes that no change makes.
+
+    python -m flashlab.exercises.rule [3.7 ...]
+
+prints the survivors: changes that the check accepts. One that a drawn input tells from the right rule is a hole in the
+check, to be closed with that input; the others are the same rule in other words (`tests/exercises/test_rules.py`).
 """
 
 from __future__ import annotations
@@ -21,6 +26,7 @@ import io
 import math
 import operator
 import random
+import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -274,3 +280,21 @@ def rule(
         return fn
 
     return register
+
+
+def main(ids: Sequence[str]) -> None:
+    """Print what the checks of these exercises, or of all, do not tell from the right rule."""
+    for id, it in RULES.items():
+        if not ids or id in ids:
+            found = it.survivors()
+            print(f"{id}: {len(it.index.outcomes)} changes and rows on {len(it.tried)} inputs, {len(found)} survive")
+            for said, given in found:
+                print(f"  {'HOLE' if given else 'same'}  {said}" + (f"  [{it.case(given)}]" if given else ""))
+
+
+if __name__ == "__main__":
+    from flashlab.exercises import exercises
+    from flashlab.exercises import rule as module
+
+    exercises()  # imports every phase
+    module.main(sys.argv[1:])
