@@ -471,21 +471,21 @@ def _of_operation(text: Text, node: ast.BinOp) -> Iterator[tuple[Any, ...]]:
         if not (isinstance(total, ast.BinOp) and isinstance(total.op, signs)):
             continue
         for k, factor in enumerate(factors):
-            others = [x for j, x in enumerate(factors) if j not in (i, k)]
+            left_over = [x for j, x in enumerate(factors) if j not in (i, k)]
             ends: list[tuple[ast.expr, ast.expr]] = [(total.left, total.right), (total.right, total.left)]
             for mine, rest in ends if k != i else ():
                 times = ast.BinOp(mine, ast.Mult(), factor)
                 sides = (times, rest) if mine is total.left else (rest, times)
-                new = _product([ast.BinOp(sides[0], total.op, sides[1]), *others])
+                new = _product([ast.BinOp(sides[0], total.op, sides[1]), *left_over])
                 yield "brackets-missing", f"{w(factor)} multiplies {w(mine)} alone, and not {w(rest)}", 1.4, new
     if isinstance(op, (ast.Add, ast.Sub)):
         for product, other_side in ((right, left), (left, right)):
             factors = _factors(product) if isinstance(product, ast.BinOp) else []
             for i, factor in enumerate(factors if len(factors) > 1 else ()):
-                rest = _product(factors[:i] + factors[i + 1 :])
-                sides = (other_side, rest) if product is right else (rest, other_side)
+                others = _product(factors[:i] + factors[i + 1 :])
+                first, second = (other_side, others) if product is right else (others, other_side)
                 said = f"{w(factor)} multiplies {w(other_side)} as well"
-                yield "brackets-too-wide", said, 1.6, ast.BinOp(ast.BinOp(sides[0], op, sides[1]), ast.Mult(), factor)
+                yield "brackets-too-wide", said, 1.6, ast.BinOp(ast.BinOp(first, op, second), ast.Mult(), factor)
     if isinstance(op, (ast.FloorDiv, ast.Mod)) and isinstance(left, ast.BinOp) and isinstance(left.op, ast.FloorDiv):
         yield "division-missing", f"the division by {w(left.right)} is missing", 1.2, ast.BinOp(left.left, op, right)
 

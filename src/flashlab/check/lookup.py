@@ -137,7 +137,7 @@ class Index:
         if whole := [found for found in self.outcomes if self.same_outcome(found[2], got)]:
             return self._told(whole)
         wrong = self.wrong_parts(got)
-        parts = {i: [x for x in self.outcomes if x[1].cost and self.same_outcome(x[2], got, i)] for i in wrong}
+        parts = {i: [x for x in self.outcomes if self._may_be(x, i) and self.same_outcome(x[2], got, i)] for i in wrong}
         told = {i: self._told(parts[i], i) for i in wrong if parts[i]}
         if told and len(told) == len(wrong):
             both = "; and ".join(said for _, said in told.values())
@@ -149,6 +149,11 @@ class Index:
             others = [self.names[k] for k in wrong if k != i]
             return slug, f"{said}; {' and '.join(others)} {'is' if len(others) == 1 else 'are'} wrong too"
         return None
+
+    def _may_be(self, found: Found, part: int) -> bool:
+        """Whether it may be told of one result alone: a row, only if that is all it is about."""
+        text, _, outcome = found
+        return text is not None or self.wrong_parts(outcome) == [part]
 
     def explain_as_two(self, got: Outcome) -> tuple[str, str] | None:
         """(slug, sentence) of two changes that give all of these values together, or None."""
