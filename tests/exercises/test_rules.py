@@ -4,8 +4,8 @@ import itertools
 import math
 
 import pytest
-from lesson_answers import PATHS, cell_of
-from lesson_source import read_lesson
+from lesson_answers import PATHS, ROOT
+from lesson_source import make_notebook, read_lesson
 
 from flashlab.check import CheckFailed
 from flashlab.check.changes import EndlessError, Text
@@ -54,10 +54,11 @@ def test_changes_are_told_in_one_short_sentence_with_the_numbers_below(id):
 @pytest.mark.parametrize("id", RULES)
 def test_the_lesson_takes_its_heading_and_its_cell_from_the_rule(id):
     name = RULES[id].fn.__name__
-    unsolved, solved = (cell_of(id, kind) for kind in ("exercises", "solutions"))
+    lesson = read_lesson(PATHS[find(id).phase])
+    cells = [c for kind in ("exercises", "solutions") for c in make_notebook(lesson, kind, ROOT)[0].cells]
+    unsolved, solved = (c.source for c in cells if c.source.startswith(f"def {name}("))
     assert unsolved.startswith(f"def {name}(") and unsolved.endswith("raise NotImplementedError")
     assert "NotImplementedError" not in solved and "SOLUTION" not in solved
-    lesson = read_lesson(PATHS[find(id).phase])
     assert find(id).title in [e.title for e in lesson.exercises]
     assert f"# ## {id}\n" in lesson.path.read_text(), "the title stands in the decorator alone"
 

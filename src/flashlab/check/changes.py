@@ -95,6 +95,7 @@ class Text:
             loop.body.insert(0, ast.Expr(ast.Call(ast.Name("_tick", ast.Load()), [], [])))
         ast.fix_missing_locations(tree)
         self.tree, self.globals = tree, fn.__globals__
+        self.numbers = self.params  # those that are numbers
         self.fixed: dict[str, Any] = {}  # values that no constant can hold
         self.words, self.whole = dict(words or {}), whole
         assigned: dict[str, list[ast.expr | None]] = defaultdict(list)  # None: what it becomes has no short words
@@ -105,7 +106,7 @@ class Text:
                 continue
             for target in node.targets:
                 several = isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple)
-                targets, values = (target.elts, node.value.elts) if several else ([target], [node.value])  # type: ignore
+                targets, values = (target.elts, node.value.elts) if several else ([target], [node.value])  # type: ignore[attr-defined]
                 for name, value in zip(targets, values, strict=True):
                     if isinstance(name, ast.Name):
                         assigned[name.id].append(value)
@@ -210,10 +211,14 @@ def changes(text: Text, values: Mapping[str, Sequence[Any]] | None = None) -> li
     values: what the parameters are in the inputs, for an answer that takes one of them to be the same always.
     """
     found: list[Change] = []
+    flags = {name for name, seen in (values or {}).items() if not all(_is_number(x) for x in seen)}
+    text.numbers = [name for name in text.params if name not in flags]
     inner: set[int] = set()  # of -(-a // b), which is one thing
     for slot, node in _slots(text.tree):
         if _rounded_up(node) is not None:
-            inner |= {id(n) for n in ast.walk(node) if isinstance(n, (ast.BinOp, ast.UnaryOp)) and n is not node}
+            division = node.operand if isinstance(node, ast.UnaryOp) else node.args[0]  # type: ignore[attr-defined]
+            negative = division.left if isinstance(node, ast.UnaryOp) else division  # type: ignore[union-attr]
+            inner |= {id(division), id(negative)}
         if id(node) not in inner and "_tick" not in ast.dump(node):
             found += [
                 Change(slug, said, cost, ((slot, _new(new)),), (slug, *rest), _about(node, new))
@@ -253,7 +258,8 @@ def changes(text: Text, values: Mapping[str, Sequence[Any]] | None = None) -> li
             said = f"`{name}` is taken for {value if plain else getattr(value, 'name', value)}, whatever it is"
             new = ast.Constant(value) if plain else ast.Name(f"_{name}_{i}", ast.Load())
             edits = tuple((slot, _new(new)) for slot in reads[name])
-            found.append(Change("taken-as-fixed", said.replace("torch.", ""), 2.2, edits, about=(name,)))
+            cost = 0.9 if isinstance(value, bool) else 2.2
+            found.append(Change("taken-as-fixed", said.replace("torch.", ""), cost, edits, about=(name,)))
     return found
 
 
@@ -284,6 +290,10 @@ def _short_numbers(said: str) -> str:
     return re.sub(r"\b1(0{6,})\.0\b", lambda m: f"1e{len(m[1])}", said)
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 def _of_expression(text: Text, slot: Slot, node: ast.expr) -> Iterator[tuple[Any, ...]]:
     """(slug, words, cost, new node, key...) of one expression."""
     parent, w = slot[0], text.say
@@ -294,7 +304,8 @@ def _of_expression(text: Text, slot: Slot, node: ast.expr) -> Iterator[tuple[Any
             if other != node.id:
                 name = ast.Name(other, ast.Load())
                 where = f", in {w(parent)}" if isinstance(parent, ast.BinOp) and often[node.id] > 1 else ""
-                yield "wrong-name", f"{w(name)} stands where {w(node)} belongs{where}", 2.0, name, node.id, other
+                said = f"it is {w(name)}" if root else f"{w(name)} stands where {w(node)} belongs{where}"
+                yield "wrong-name", said, 2.0, name, node.id, other
                 beside = isinstance(parent, ast.BinOp) and other not in ast.unparse(parent)
                 if text.whole and other in text.params and node.id in text.params and beside:
                     said = f"the middle of `{node.id}` and `{other}` stands where {w(node)} belongs"
@@ -327,7 +338,7 @@ def _of_expression(text: Text, slot: Slot, node: ast.expr) -> Iterator[tuple[Any
             yield "wrong-function", f"`{other}` is taken for `{node.attr}`", 2.4, ast.Attribute(
                 node.value, other, ast.Load()), node.attr, other  # fmt: skip
     number = isinstance(node, (ast.BinOp, ast.Name, ast.Call, ast.IfExp))
-    if isinstance(node, ast.Name) and node.id not in (*text.params, *text.locals):
+    if isinstance(node, ast.Name) and node.id not in (*text.numbers, *text.locals):
         number = False
     texts = any(isinstance(n, ast.Constant) and isinstance(n.value, str) for n in ast.walk(node))
     if not number or texts or isinstance(parent, ast.Attribute):
@@ -349,13 +360,13 @@ def _of_expression(text: Text, slot: Slot, node: ast.expr) -> Iterator[tuple[Any
             yield "half", f"{it} is half of what it should be", 2.4, _expr(way, x=node)
         if not isinstance(node, ast.Constant):
             yield "wrong-sign", f"{it} has the wrong sign", 2.3 if root else 1.9, _expr("-x", x=node)
-    if isinstance(node, ast.Name) and node.id in text.params:
+    if isinstance(node, ast.Name) and node.id in text.numbers:
         for factor in _FACTORS:
             for way, times in ((f"x * {factor}", f"{factor}"), (f"x / {factor}", f"1 / {factor}")):
                 yield "wrong-factor", f"{w(node)} is {times} times what it should be", 2.6, _expr(way, x=node)
     sums, signs = isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Sub)), (ast.Add, ast.Sub)
     if sums and not (isinstance(parent, ast.BinOp) and isinstance(parent.op, signs)) or root:
-        for other in text.params:
+        for other in text.numbers:
             yield "term-too-many", f"`{other}` is added as well", 2.1, _expr(f"x + {other}", x=node)
             yield "term-too-many", f"`{other}` is subtracted as well", 2.1, _expr(f"x - {other}", x=node)
             if root:
@@ -364,7 +375,7 @@ def _of_expression(text: Text, slot: Slot, node: ast.expr) -> Iterator[tuple[Any
     if root:
         for way in ("math.floor", "round", "math.ceil"):
             yield "rounded", f"it is rounded to a whole number, by `{way}`", 2.3, _expr(f"{way}(x)", x=node)
-        for other in text.params if text.whole else ():
+        for other in text.numbers if text.whole else ():
             for way, how in ((f"x // {other} * {other}", "down"), (f"-(-x // {other}) * {other}", "up")):
                 yield "rounded", f"it is rounded {how} to a multiple of `{other}`", 2.2, _expr(way, x=node)
         for value in (0, 1):
@@ -385,7 +396,7 @@ def _rounded_up(node: ast.AST) -> tuple[ast.expr, ast.expr] | None:
 
 
 def _of_rounding_up(text: Text, a: ast.expr, b: ast.expr) -> Iterator[tuple[Any, ...]]:
-    said = f"`{text.plain(a)} / {text.plain(b)}`"
+    said = text.say(ast.BinOp(a, ast.Div(), b))
     ways = {
         "a // b": "is rounded down", "a / b": "is not rounded", "a // b + 1": "is rounded down, plus 1",
         "round(a / b)": "is rounded to the nearest", "max(1, a // b)": "is rounded down, to 1 at least",

@@ -449,6 +449,8 @@ def _of_a_factor(name: str, share: str) -> list[Row]:
     notes={"of_step": "attention has the share attention · layers of the step", "faster": "attention alone is faster"},
     rows=[
         *_of_a_factor("layer", "attention"), *_of_a_factor("step", "of_step"),
+        Row("time-for-factor", "limit is the time that is left as a share of the old one: the factor is its inverse",
+            [("1 / (1 - of_step) if of_step < 1 else math.inf", "1 - of_step")]),
         Row("layers-for-the-limit", "limit has the layers take no time at all: only attention does",
             [("1 / (1 - of_step) if of_step < 1", "1 / (1 - layers) if layers < 1")]),
         Row("attention-for-the-limit", "limit is that of a layer: of the step attention has attention · layers",

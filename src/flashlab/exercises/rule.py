@@ -218,7 +218,9 @@ class Rule:
             for x, y in zip(got, self.index.right, strict=True):
                 if isinstance(x[i], (int, float)) and isinstance(y[i], (int, float)):
                     mine, should = (torch.tensor([float(v)], dtype=torch.float64) for v in (x[i], y[i]))
-                    seen.compared_with.append((self.returns[i], mine, should, self.tol * max(1.0, abs(float(should)))))
+                    seen.compared_with.append(
+                        (self.returns[i], mine, should, min(self.tol, 1e-6) * max(1.0, abs(float(should))))
+                    )
             if common := seen.everywhere(self.returns[i]):
                 return "wrong-factor", common
         return None
@@ -266,7 +268,7 @@ def rule(
         lists = {k: tuple(v) for k, v in data.items() if k in ("inputs", "rows", "also")}
         it = RULES[id] = Rule(fn, tuple(returns.split(", ")), **{**data, **lists})
         count = len(it.returns)
-        kind: Any = Callable[..., tuple[(Any,) * count] if count > 1 else int if it.whole else float]  # type: ignore
+        kind: Any = Callable[..., tuple[(Any,) * count] if count > 1 else int if it.whole else float]  # type: ignore[valid-type]
 
         def run(learners: Any) -> str:
             __tracebackhide__ = True
