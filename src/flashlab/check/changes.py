@@ -532,7 +532,8 @@ def _of_call(text: Text, node: ast.Call) -> Iterator[tuple[Any, ...]]:
         inner = node.args[0]
         if isinstance(inner, ast.BinOp):
             moved = ast.BinOp(ast.Call(node.func, [inner.left], []), inner.op, inner.right)
-            said = f"`{_SYMBOLS[type(inner.op)]} {text.plain(inner.right)}` stands outside of `{name}`: it is inside"
+            out = f"{_SYMBOLS[type(inner.op)]} {text.plain(inner.right)}"
+            said = f"`{out}` stands outside of `{name}`: it belongs inside the {name}"
             yield "outside-of-the-function", said, 1.5, moved
             both = ast.BinOp(ast.Call(node.func, [inner.left], []), inner.op, ast.Call(node.func, [inner.right], []))
             yield "function-of-the-parts", f"`{name}` is taken of each part of {w(inner)}", 1.8, both

@@ -202,7 +202,8 @@ class Index:
     def _of(self, wrong: Sequence[int], said: str) -> str:
         if said.startswith("{order}"):
             order = [self.names[int(i)] for i in said[7:].split(",")]
-            return f"the results are right, but they come as ({', '.join(order)}): return ({', '.join(self.names)})"
+            came, wanted = ", ".join(order), ", ".join(self.names)
+            return f"the results are right, but exchanged: they come as ({came}): return ({wanted})"
         names = " and ".join(self.names[i] for i in wrong)
         if said.startswith("it is "):
             return f"{names} {'is' if len(wrong) == 1 else 'are'} {said[6:]}"

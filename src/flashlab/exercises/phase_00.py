@@ -87,7 +87,8 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
     draw=lambda r: (r.choice(_DTYPES), r.choice((1, 2, 3, 10, r.randint(1, 5000)))),
     also=["math.log(torch.finfo(dtype).max / n)"],
     notes={
-        **dict.fromkeys(("n", "math.log(n)", "math.log(torch.finfo(dtype).max / n)"), "n terms share the largest one"),
+        "n": "the sum of n terms overflows first", "math.log(n)": "the sum of n terms overflows first",
+        "math.log(torch.finfo(dtype).max / n)": "n terms share the largest number",
         "math.log": "the exponential is e^s, so the logarithm is the natural one",
     },
     rows=[

@@ -44,6 +44,7 @@ from flashlab.exercises.registry import exercise
 
 RULES: dict[str, Rule] = {}
 
+_COUNTS = ("no", "one", "two", "three", "four", "five", "six")
 _BESIDE = 40  # drawn inputs that the check runs beside its own
 _DRAWN = 3000  # inputs on which a change that the check accepts is compared with the right rule
 
@@ -136,10 +137,11 @@ class Rule:
             )  # fmt: skip
         parts: Sequence[Any] = [got]
         if len(names) > 1:
+            kind = "numbers" if not any(isinstance(x, str) for x in self.fn(*self.tried[0])) else "things"
             got = got.tolist() if hasattr(got, "tolist") else got
             if not isinstance(got, (tuple, list)) or len(got) != len(names):
                 raise CheckFailed(
-                    f"{in_words(got, article=True)} is returned; return {len(names)} things, {wanted}",
+                    f"{in_words(got, article=True)} is returned; return {_COUNTS[len(names)]} {kind}, {wanted}",
                     diagnosis="wrong-type", case=case,
                 )  # fmt: skip
             parts = got
@@ -268,7 +270,7 @@ def rule(
         lists = {k: tuple(v) for k, v in data.items() if k in ("inputs", "rows", "also")}
         it = RULES[id] = Rule(fn, tuple(returns.split(", ")), **{**data, **lists})
         count = len(it.returns)
-        kind: Any = Callable[..., tuple[(Any,) * count] if count > 1 else int if it.whole else float]  # type: ignore[valid-type]
+        kind: Any = Callable[..., tuple[(Any,) * count] if count > 1 else int if it.whole else float]  # type: ignore[misc]
 
         def run(learners: Any) -> str:
             __tracebackhide__ = True
