@@ -4,6 +4,7 @@ import itertools
 import math
 
 import pytest
+import torch
 from lesson_answers import PATHS, ROOT
 from lesson_source import make_notebook, read_lesson
 
@@ -70,7 +71,23 @@ def window(begin=lambda a, d, lo: max(0, a + d - lo), end=lambda z, d, n, hi: mi
     return lambda a, z, m, n, lo, hi: (begin(a, n - m, lo), end(z, n - m, n, hi))
 
 
+def times(flops, moved, gpu):
+    return flops / (gpu.fp16_tflops * 1e12), moved / (gpu.memory_gb_s * 1e9)
+
+
 TOLD = [
+    ("0.1", lambda t, n: math.log10(torch.finfo(t).max / n), "`log10` stands where `log` belongs"),
+    ("0.1", lambda t, n: math.log(65504 / n), "`dtype` is taken for float16, whatever it is"),
+    ("1.1", lambda n, d, e: (e * (4 * n * n + 3 * n * d), e * (4 * n * n + n * d), n * n * (4 * d + 7)),
+     "bytes_read counts 4 matrices of N × N and 3 of N × D"),
+    ("1.1", lambda n, d, e: (e * (5 * n * n + 3 * n * d), 4 * n * n + n * d, n * n * (4 * d + 7)), "factor `itemsize`"),
+    ("1.2", lambda *x: (sum(times(*x)), "memory" if times(*x)[1] > times(*x)[0] else "compute"), "are added where one"),
+    ("1.2", lambda *x: (max(times(*x)), "memory" if x[0] / x[1] < 100 else "compute"), "seconds is right in every"),
+    ("1.5", lambda limit, d, m, e: (limit // (d * e) - m) // 2 + 1, "padded to a power of two before"),
+    ("2.7", lambda M, N, D, B, e: ((M + (M // B + 1) * 2 * N) * D * e, M * D * e + 4 * M), "rounded down, plus 1"),
+    ("3.7", lambda M, N, D, B, e: (N + 2 * M * math.ceil(N / B)) * D * e, "`M` and `N` are exchanged, everywhere"),
+    ("9.1", lambda m, bm, bn, q, k, causal: RULES["9.1"].fn(m, bm, bn, q, k, True), "`causal` is taken for True"),
+    ("10.2", lambda a, b, s: (1 / (1 - a + a / s) - 1, *RULES["10.2"].fn(a, b, s)[1:]), "layer is 1 too small"),
     ("4.1", lambda p, m, h, kv: (p // m // h, p // m % h, p // m % h * kv // h, 7), "block is 7, it should be 0"),
     ("4.1", lambda p, m, h, kv: (p % m, p // m // h, p // m % h, p // m % h * kv // h), "come as (block, batch"),
     ("4.2", lambda a, z, m, n, t: (max(0, min(n, a + 2 + n - m)) // t * t, max(0, min(n, z + n - m))), "too large"),

@@ -96,6 +96,9 @@ class Text:
         ast.fix_missing_locations(tree)
         self.tree, self.globals = tree, fn.__globals__
         self.numbers = self.params  # those that are numbers
+        halves = {ast.unparse(n): n for n in ast.walk(tree) if isinstance(n, ast.BinOp)}
+        plain = (ast.Name, ast.Constant)
+        self.parts = [n for n in halves.values() if isinstance(n.left, plain) and isinstance(n.right, plain)]
         self.fixed: dict[str, Any] = {}  # values that no constant can hold
         self.words, self.whole = dict(words or {}), whole
         assigned: dict[str, list[ast.expr | None]] = defaultdict(list)  # None: what it becomes has no short words
@@ -313,6 +316,10 @@ def _of_expression(text: Text, slot: Slot, node: ast.expr) -> Iterator[tuple[Any
                 for sign in "-+" if text.whole and other in text.params and beside else "":
                     said = f"`{other} {sign} 1` stands where {w(node)} belongs"
                     yield "wrong-name", said, 2.4, _expr(f"x {sign} 1", x=name), node.id, other, sign
+    if isinstance(node, ast.Name) and node.id in text.numbers and isinstance(parent, ast.BinOp):
+        for part in text.parts:  # such as heads // kv_heads for heads
+            if part is not parent:
+                yield "wrong-name", f"{w(part)} stands where {w(node)} belongs, in {w(parent)}", 2.5, part
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
         yield from _of_number(text, parent, node)
     if isinstance(node, ast.BinOp):
@@ -376,6 +383,9 @@ def _of_expression(text: Text, slot: Slot, node: ast.expr) -> Iterator[tuple[Any
         for way in ("math.floor", "round", "math.ceil"):
             yield "rounded", f"it is rounded to a whole number, by `{way}`", 2.3, _expr(f"{way}(x)", x=node)
         for other in text.numbers if text.whole else ():
+            for way, how in ((f"x // {other}", "down"), (f"-(-x // {other})", "up")):
+                said = f"it is divided by `{other}` as well, and rounded {how}"
+                yield "factor-too-many", said, 2.2, _expr(way, x=node)
             for way, how in ((f"x // {other} * {other}", "down"), (f"-(-x // {other}) * {other}", "up")):
                 yield "rounded", f"it is rounded {how} to a multiple of `{other}`", 2.2, _expr(way, x=node)
         for value in (0, 1):
@@ -433,6 +443,9 @@ def _of_number(text: Text, parent: ast.AST, node: ast.Constant) -> Iterator[tupl
             said = f"{number} stands where {value:g} belongs".replace("e+0", "e").replace("e+", "e")
             said += f", in {whole}" if whole else ""
             yield "wrong-number", said, 1.6 + 0.1 * len(seen), ast.Constant(other), value, other
+    for name in text.numbers if whole else ():
+        said = f"`{name}` stands where {value:g} belongs, in {whole}"
+        yield "wrong-name", said, 2.3, ast.Name(name, ast.Load()), value, name
 
 
 def _of_operation(text: Text, node: ast.BinOp) -> Iterator[tuple[Any, ...]]:
@@ -444,6 +457,8 @@ def _of_operation(text: Text, node: ast.BinOp) -> Iterator[tuple[Any, ...]]:
         yield slug, f"{noun} `{back}` is missing", 0.9 + _weight(right), left, text.plain(right)
         alone = ast.UnaryOp(ast.USub(), right) if isinstance(op, ast.Sub) else right
         yield slug, f"{noun} {w(left)} is missing", 0.95 + _weight(left), alone, text.plain(left)
+        if isinstance(op, ast.Sub):
+            yield "wrong-result", f"{w(right)} stands where {w(node)} belongs", 1.9, right
         twice = "twice" if noun == "the factor" else "counted twice"
         yield "twice", f"{noun} {w(right)} is there twice" if twice == "twice" else f"{w(right)} is {twice}", 2.0, (
             ast.BinOp(node, op, right))  # fmt: skip
@@ -454,6 +469,7 @@ def _of_operation(text: Text, node: ast.BinOp) -> Iterator[tuple[Any, ...]]:
         yield "division-missing", f"the {what} {w(right)} is missing: it is {w(left)} as it stands", 1.0, left
         yield "dividend-missing", f"it is {w(right)} instead of {w(node)}", 1.8, right
         if isinstance(op, ast.Div):
+            yield "twice", f"the division by {w(right)} is there twice", 2.1, ast.BinOp(node, op, right)
             said = f"1 is divided by {w(right)} where {w(left)} belongs"
             yield "dividend-missing", said, 1.8, _expr("1 / b", b=right)
     signs = (ast.Add, ast.Sub)

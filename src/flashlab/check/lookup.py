@@ -30,12 +30,12 @@ Found = tuple["Text | None", Change, Outcome]  # None: a row
 _PLAIN = (  # what may be told together with another one; two rare ones give too much by chance
     "term-missing", "factor-missing", "division-missing", "wrong-sign", "off-by-one", "wrong-name", "wrong-number",
     "limit-missing", "wrong-rounding", "wrong-function", "function-missing", "brackets-missing", "upside-down",
-    "wrong-operator", "wrong-comparison",
+    "wrong-operator", "wrong-comparison", "taken-as-fixed",
 )  # fmt: skip
 _ENDLESS = EndlessError.__name__
 _ALMOST = 0.35  # costs so near say nothing about which is likelier
-_PAIRED = 140  # changes that are tried two at a time
-_TRIES = 5_000
+_PAIRED = 200  # changes that are tried two at a time
+_TRIES = 12_000
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class Index:
     def explain(self, got: Outcome, some: bool = False) -> tuple[str, str] | None:
         """(slug, sentence) of what gives all of these values, or those of each result on its own; or None.
 
-        some: what gives those of one result will do.
+        some: what gives those of one result will do, if it is a number: a word is right too often by chance.
         """
         if whole := [found for found in self.outcomes if self.same_outcome(found[2], got)]:
             return self._told(whole)
@@ -145,7 +145,9 @@ class Index:
                 both = "; and ".join(self._told(parts[i], i, noted=False)[1] for i in wrong)
             if len(both) <= 200:
                 return told[wrong[0]][0], both
-        for i, (slug, said) in told.items() if some else ():
+        numbers = [i for i in told if not any(isinstance(x[i], str) for x in self.right)]
+        for i in numbers if some else ():
+            slug, said = told[i]
             others = [self.names[k] for k in wrong if k != i]
             return slug, f"{said}; {' and '.join(others)} {'is' if len(others) == 1 else 'are'} wrong too"
         return None
@@ -158,6 +160,8 @@ class Index:
     def explain_as_two(self, got: Outcome) -> tuple[str, str] | None:
         """(slug, sentence) of two changes that give all of these values together, or None."""
         wrong = self.wrong_parts(got)
+        if all(isinstance(x[i], str) for x in self.right for i in wrong):
+            return None  # a word is right too often by chance
         if pair := self._pair(got, wrong[0] if len(wrong) == 1 else None):
             said = self._of(wrong, pair[0].said)
             return "two-slips", f"two slips at once would give this: {said}; and {pair[1].said}"
