@@ -373,6 +373,7 @@ _POWER = "that is the first power of two that fails: lengths below it are padded
         ((64 + 2 * 128) * 128 * 2, 128, 64, 2),  # the tiles of 128 keys fit to the byte
         ((64 + 2 * 128) * 128 * 2 + 100, 128, 64, 2),  # they fit, with a little to spare
         ((64 + 2 * 128) * 128 * 2 - 1, 128, 64, 2),  # one byte is missing
+        ((64 + 2 * 128) * 128 * 2 + 300, 128, 64, 2),  # a row more would fit, two numbers for each row of Q would not
         ((64 + 2 * 10) * 128 * 2, 128, 64, 2),  # 8 keys would fit, but a tile has 16 at least
     ],
     draw=_tiles,
