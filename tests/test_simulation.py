@@ -384,26 +384,6 @@ def test_whole_matrix_mistakes():
     assert diagnosis("2.4", tiled(rounds_up=False)) != "passed"
 
 
-def test_byte_count_mistakes():
-    def count(blocks=lambda M, B: -(-M // B), kv=2, lse=4, q=1):
-        def fn(M, N, D, B, e):
-            of_lse = M * (lse if lse != "itemsize" else e)
-            return ((M if q else blocks(M, B) * M) + blocks(M, B) * kv * N) * D * e, M * D * e + of_lse
-
-        return fn
-
-    assert diagnosis("2.7", count()) == "passed"
-    assert diagnosis("2.7", count(blocks=lambda M, B: 1)) == "kv-read-once"
-    assert diagnosis("2.7", count(blocks=lambda M, B: M // B)) == "blocks-rounded-down"
-    assert diagnosis("2.7", count(blocks=lambda M, B: M / B)) == "blocks-not-rounded"
-    assert diagnosis("2.7", count(kv=1)) == "v-forgotten"
-    assert diagnosis("2.7", count(q=0)) == "q-read-again"
-    assert diagnosis("2.7", count(lse=0)) == "lse-forgotten"
-    assert diagnosis("2.7", count(lse="itemsize")) == "lse-itemsize"
-    assert diagnosis("2.7", count(lse=2)) == "lse-in-half-precision"
-    assert diagnosis("2.7", lambda *sizes: 3) == "wrong-type"
-
-
 @pytest.mark.slow
 def test_split_kv_mistakes():
     def split(merge_parts):

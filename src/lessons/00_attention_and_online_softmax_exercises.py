@@ -48,8 +48,7 @@ torch.set_printoptions(precision=4, sci_mode=False)
 # leave them out.
 
 # %% [markdown]
-# ## 0.1 Where softmax overflows
-# *Warm-up · 5 min*
+# ## 0.1
 #
 # A row holds `n` equal scores $s$. Its naive softmax is computed in some dtype. What is the largest $s$ for which neither an
 # exponential nor their sum overflows? Return it as a Python float, from the formula (no search).
@@ -58,11 +57,7 @@ torch.set_printoptions(precision=4, sci_mode=False)
 # (`torch.finfo(dtype).max` is the largest finite number of a dtype.)
 
 # %% tags=["exercise"]
-def largest_safe_score(dtype: torch.dtype, n: int) -> float:
-    """The largest s for which the sum of n exponentials e^s is still finite in `dtype`."""
-    # BEGIN SOLUTION
-    return math.log(torch.finfo(dtype).max) - math.log(n)
-    # END SOLUTION
+# RULE flashlab.exercises.phase_00: largest_safe_score
 
 # %% tags=["check"]
 # hint("0.1")

@@ -29,9 +29,7 @@ import triton  # after flashlab, which decides whether kernels are interpreted h
 import triton.language as tl
 
 # %% [markdown]
-# ## 1.1 Five lines, counted
-#
-# *Warm-up · 10 min*
+# ## 1.1
 #
 # Attention with an additive mask, as many models run it:
 #
@@ -45,24 +43,14 @@ import triton.language as tl
 # written and the FLOPs of all five lines. A multiply-add is 2 FLOPs; the softmax takes 5 per score.
 
 # %% tags=["exercise"]
-def count(N, D, itemsize):
-    """Return (bytes_read, bytes_written, flops)."""
-    # BEGIN SOLUTION
-    matrix, tall = N * N * itemsize, N * D * itemsize
-    bytes_read = 2 * tall + matrix + 2 * matrix + matrix + (matrix + tall)
-    bytes_written = 4 * matrix + tall
-    flops = 2 * N * N * D + N * N + N * N + 5 * N * N + 2 * N * N * D
-    return bytes_read, bytes_written, flops
-    # END SOLUTION
+# RULE flashlab.exercises.phase_01: count
 
 # %% tags=["check"]
 # hint("1.1")
 check("1.1", count)
 
 # %% [markdown]
-# ## 1.2 The roofline as a time
-#
-# *Warm-up · 10 min*
+# ## 1.2
 #
 # What is the least time that a GPU can take for `flops` operations and `bytes_moved` bytes, if arithmetic and memory overlap perfectly?
 # And which of the two is the bound, `"memory"` or `"compute"`?
@@ -70,13 +58,7 @@ check("1.1", count)
 # `gpu` is for instance `runtime.GPUS["H200"]`; `gpu.fp16_tflops` is in $10^{12}$ FLOP/s, `gpu.memory_gb_s` in $10^9$ byte/s.
 
 # %% tags=["exercise"]
-def least_time(flops, bytes_moved, gpu):
-    """Return (seconds, bound)."""
-    # BEGIN SOLUTION
-    compute = flops / (gpu.fp16_tflops * 1e12)
-    memory = bytes_moved / (gpu.memory_gb_s * 1e9)
-    return max(compute, memory), "memory" if memory > compute else "compute"
-    # END SOLUTION
+# RULE flashlab.exercises.phase_01: least_time
 
 # %% tags=["check"]
 # hint("1.2")
@@ -151,9 +133,7 @@ def scheme_a_kernel(
 check("1.4", scheme_a_kernel)
 
 # %% [markdown]
-# ## 1.5 The first length that fails
-#
-# *Core · 10 min*
+# ## 1.5
 #
 # Scheme A keeps three tiles in shared memory: `BLOCK_M` rows of Q, and `BLOCK_N` rows each of K and V. A row has `HEAD_DIM` numbers, a
 # number `itemsize` bytes. `BLOCK_N` is $N$ padded to a power of two, at least 16. A program may have `limit` bytes.
@@ -161,15 +141,7 @@ check("1.4", scheme_a_kernel)
 # Return the smallest number of keys $N$, **any integer from 1 on**, that scheme A cannot run. (It is not a power of two. Why?)
 
 # %% tags=["exercise"]
-def first_failing(limit, HEAD_DIM, BLOCK_M, itemsize):
-    """Return the smallest N >= 1 whose tiles need more than `limit` bytes of shared memory."""
-    # BEGIN SOLUTION
-    block_n, runs_up_to = 16, 0
-    while (BLOCK_M + 2 * block_n) * HEAD_DIM * itemsize <= limit:
-        runs_up_to = block_n
-        block_n *= 2
-    return runs_up_to + 1
-    # END SOLUTION
+# RULE flashlab.exercises.phase_01: first_failing
 
 # %% tags=["check"]
 # hint("1.5")

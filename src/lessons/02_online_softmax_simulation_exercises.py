@@ -277,23 +277,14 @@ def hunted_6(Q, K, V, BLOCK_N, scale=None):
 check("2.6", hunted_6)
 
 # %% [markdown]
-# ## 2.7 Count the bytes
-#
-# *Core · 10 min*
+# ## 2.7
 #
 # What does the whole-matrix simulation of 2.4 ask of HBM, in bytes? Q is `[M, HEAD_DIM]`, K and V are `[N, HEAD_DIM]`, with
 # `itemsize` bytes per element. O has Q's dtype, and one float32 of lse is written for each row. Every load and store counts,
 # also when another query block has loaded the same tile before.
 
 # %% tags=["exercise"]
-def hbm_bytes(M, N, HEAD_DIM, BLOCK_M, itemsize):
-    """Return (bytes read, bytes written)."""
-    # BEGIN SOLUTION
-    q_blocks = -(-M // BLOCK_M)
-    read = (M + q_blocks * 2 * N) * HEAD_DIM * itemsize
-    written = M * HEAD_DIM * itemsize + M * 4
-    return read, written
-    # END SOLUTION
+# RULE flashlab.exercises.phase_02: hbm_bytes
 
 # %% tags=["check"]
 # hint("2.7")

@@ -348,19 +348,13 @@ def no_infinity_kernel(
 check("3.6", no_infinity_kernel)
 
 # %% [markdown]
-# ## 3.7 How many bytes?
-#
-# *Core · 10 min*
+# ## 3.7
 #
 # How many bytes does one launch of the milestone kernel ask to *read* from HBM? Q is `[M, HEAD_DIM]`, K and V are `[N, HEAD_DIM]`,
 # with `itemsize` bytes per element. The check compares with what the interpreter counts, to the byte.
 
 # %% tags=["exercise"]
-def bytes_read(M, N, HEAD_DIM, BLOCK_M, itemsize):
-    # BEGIN SOLUTION
-    programs = math.ceil(M / BLOCK_M)
-    return (M + 2 * N * programs) * HEAD_DIM * itemsize
-    # END SOLUTION
+# RULE flashlab.exercises.phase_03: bytes_read
 
 # %% tags=["check"]
 # hint("3.7")

@@ -35,31 +35,21 @@ import triton  # after flashlab, which decides whether kernels are interpreted h
 import triton.language as tl
 
 # %% [markdown]
-# ## 4.1 Whose rows?
-#
-# *Warm-up · 10 min*
+# ## 4.1
 #
 # All programs of a launch are on grid x. Program `pid` computes one block of queries of one head of one batch. Neighbouring
 # programs are blocks of one head, then come the heads of a batch, then the batches. Query heads share key heads in groups of
 # neighbours. Take `pid` apart.
 
 # %% tags=["exercise"]
-def whose(pid, m_blocks, heads, kv_heads):
-    """(batch, head, kv_head, block) of program pid. m_blocks: blocks of queries of one head."""
-    # BEGIN SOLUTION
-    batch_head, block = pid // m_blocks, pid % m_blocks
-    batch, head = batch_head // heads, batch_head % heads
-    return batch, head, head // (heads // kv_heads), block
-    # END SOLUTION
+# RULE flashlab.exercises.phase_04: whose
 
 # %% tags=["check"]
 # hint("4.1")
 check("4.1", whose)
 
 # %% [markdown]
-# ## 4.2 How far a block sees
-#
-# *Core · 15 min*
+# ## 4.2
 #
 # A causal mask, aligned at the end. For the block of queries `start` to `stop - 1` return two positions:
 #
@@ -67,14 +57,7 @@ check("4.1", whose)
 # - `end`: one past the last key that *some* row of the block sees; 0 if there is none.
 
 # %% tags=["exercise"]
-def causal_edges(start, stop, seq_q, seq_k, BLOCK_N):
-    """(whole_end, end), two numbers of keys, 0 to seq_k."""
-    # BEGIN SOLUTION
-    offset = seq_k - seq_q
-    end = max(0, min(seq_k, stop + offset))
-    whole_end = max(0, min(seq_k, start + 1 + offset)) // BLOCK_N * BLOCK_N
-    return whole_end, end
-    # END SOLUTION
+# RULE flashlab.exercises.phase_04: causal_edges
 
 # %% tags=["check"]
 # hint("4.2")
@@ -142,9 +125,7 @@ def scores_kernel(
 check("4.4", scores_kernel)
 
 # %% [markdown]
-# ## 4.5 The keys of a window
-#
-# *Core · 15 min*
+# ## 4.5
 #
 # A window, aligned at the end: a query sees `left` keys before its own position, `right` keys after it, and the one beside
 # it. Return `begin` and `end`: the block's rows see the keys `begin` to `end - 1` and no others. Where no row sees a key, any
@@ -154,14 +135,7 @@ check("4.4", scores_kernel)
 # off by one: Hugging Face transformers, issue 39408.)
 
 # %% tags=["exercise"]
-def window_keys(start, stop, seq_q, seq_k, left, right):
-    """(begin, end) of the keys that rows start to stop - 1 see."""
-    # BEGIN SOLUTION
-    offset = seq_k - seq_q
-    begin = max(0, start + offset - left)
-    end = min(seq_k, stop + offset + right)
-    return begin, end
-    # END SOLUTION
+# RULE flashlab.exercises.phase_04: window_keys
 
 # %% tags=["check"]
 # hint("4.5")

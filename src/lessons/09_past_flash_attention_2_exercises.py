@@ -22,9 +22,7 @@ from flashlab.figures import show
 from flashlab.kernels import path
 
 # %% [markdown]
-# ## 9.1 Which tiles need a mask?
-#
-# *Warm-up · 10 min*
+# ## 9.1
 #
 # A block owns the query rows `m_start` to `m_start + block_m - 1`. Tile $j$ holds the keys `j * block_n` to `j * block_n + block_n - 1`. Keys
 # from `seq_k` on do not exist. If `causal`, row $i$ sees the keys up to $i$ + `seq_k - seq_q`.
@@ -32,16 +30,7 @@ from flashlab.kernels import path
 # Return `end`, one past the last tile of which some row sees a key, and `full`: all tiles before it are seen whole by every row.
 
 # %% tags=["exercise"]
-def tiles(m_start, block_m, block_n, seq_q, seq_k, causal):
-    """(end, full), not below 0: the block walks tiles end - 1 to 0; tiles full to end - 1 need a mask."""
-    # BEGIN SOLUTION
-    end, full = -(-seq_k // block_n), seq_k // block_n
-    if causal:
-        diagonal = seq_k - seq_q
-        end = max(0, min(end, -(-(m_start + block_m + diagonal) // block_n)))
-        full = max(0, min(full, (m_start + 1 + diagonal) // block_n))
-    return end, full
-    # END SOLUTION
+# RULE flashlab.exercises.phase_09: tiles
 
 # %% tags=["check"]
 # hint("9.1")

@@ -81,9 +81,7 @@ def bottleneck(rows, parts):
 check("10.1", bottleneck)
 
 # %% [markdown]
-# ## 10.2 What is an attention eight times faster worth?
-#
-# *Warm-up · 10 min*
+# ## 10.2
 #
 # Attention takes the share `attention` of the time of an attention layer, from 0 to 1. The attention layers together take the share
 # `layers` of a training step. Now attention alone becomes `faster` times faster, and nothing else changes.
@@ -92,15 +90,7 @@ check("10.1", bottleneck)
 # fast attention may get. The limit is `math.inf` where attention is the whole step.
 
 # %% tags=["exercise"]
-def worth(attention, layers, faster):
-    """Return (layer, step, limit): each is the old time divided by the new time."""
-    # BEGIN SOLUTION
-    of_step = attention * layers
-    layer = 1 / (1 - attention + attention / faster)
-    step = 1 / (1 - of_step + of_step / faster)
-    limit = 1 / (1 - of_step) if of_step < 1 else math.inf
-    return layer, step, limit
-    # END SOLUTION
+# RULE flashlab.exercises.phase_10: worth
 
 # %% tags=["check"]
 # hint("10.2")

@@ -13,6 +13,7 @@ import symtable
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import jupytext
 import nbformat
@@ -34,6 +35,8 @@ QUOTE = re.compile(
     r"^# (?P<word>FROM|MILESTONE) +(?P<module>\w+(?:\.\w+)*): *(?P<symbols>\w+(?: *, *\w+)*)"
     r"(?P<bare> +\(no docstrings\))?\s*$"
 )
+RULE = re.compile(r"^# RULE (?P<module>\w+(?:\.\w+)*): *(?P<symbols>\w+(?: *, *\w+)*)\s*$")
+UNTITLED = re.compile(r"^## (?P<id>\d+\.\d+)\s*$")
 REGION = re.compile(r"^\s*# (region:.*|endregion)\s*$")  # flashlab.kernels.regions: never shown
 HEADING = re.compile(r"^## (?P<id>\d+\.\d+)\s+(?P<title>\S.*?)\s*$")
 EFFORT = re.compile(r"^\*(?P<difficulty>[^·*]+?) · (?P<minutes>\d+) min\*$")
@@ -148,8 +151,9 @@ def read_lesson(path: Path) -> Lesson:
         first = mark + 1
         while not physical[first - 1].strip():
             first += 1
-        lines = [(first + i, line) for i, line in enumerate(cell.source.split("\n"))]
-        digest = hashlib.sha256(cell.source.encode()).hexdigest()[:10]
+        lines: list[Line] = [(first + i, line) for i, line in enumerate(cell.source.split("\n"))]
+        lines = from_rules(lesson, lines, path.parents[2])
+        digest = hashlib.sha256("\n".join(line for _, line in lines).encode()).hexdigest()[:10]
         seen[digest] = seen.get(digest, 0) + 1
         # From the content, so that a new cell does not change the ids of those after it.
         cell_id = f"{lesson.name[:2]}-{digest}" + (f"-{seen[digest]}" if seen[digest] > 1 else "")
@@ -159,6 +163,38 @@ def read_lesson(path: Path) -> Lesson:
     else:
         check_lecture(lesson)
     return lesson
+
+
+def from_rules(lesson: Lesson, lines: list[Line], root: Path) -> list[Line]:
+    """A cell with what stands in `flashlab.exercises`: `## 4.5` gets its title, `# RULE module: function` its code."""
+    out: list[Line] = []
+    for number, line in lines:
+        if match := RULE.match(line):
+            quote = Quote(number or 0, "RULE", match["module"], tuple(re.split(r" *, *", match["symbols"])), False)
+            for i, symbol in enumerate(quote.symbols):
+                source = symbol_source(lesson, root, quote, symbol).split("\n")
+                first = next(k for k, text in enumerate(source) if text.startswith("def "))
+                out += [(None, "")] * (2 if i else 0) + [(number, text) for text in source[first:]]
+        elif match := UNTITLED.match(line):
+            told = registered(lesson, match["id"], root, number)
+            effort = f"*{told.get('difficulty', 'Core')} · {told['minutes']} min*"
+            out += [(number, f"{line.rstrip()} {told['title']}"), (None, ""), (None, effort)]
+        else:
+            out.append((number, line))
+    return out
+
+
+def registered(lesson: Lesson, exercise_id: str, root: Path, line: int | None) -> dict[str, Any]:
+    """Title, minutes and difficulty of a rule, read from its decorator."""
+    path = module_file(root, f"flashlab.exercises.phase_{lesson.number:02}")
+    calls = ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if path else ()
+    for call in calls:
+        if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "rule":
+            if isinstance(call.args[0], ast.Constant) and call.args[0].value == exercise_id:
+                told = {k.arg: k.value.value for k in call.keywords if isinstance(k.value, ast.Constant)}
+                return {str(k): v for k, v in told.items()}
+    sentence = f"'## {exercise_id}' has no title, and flashlab/exercises has no @rule({exercise_id!r}, ...)"
+    raise lesson.error(line, sentence)
 
 
 def check_lecture(lesson: Lesson) -> None:
@@ -402,7 +438,9 @@ def symbol_source(lesson: Lesson, root: Path, quote: Quote, symbol: str) -> str:
             first = min([node.lineno, *(d.lineno for d in decorators)])
             lines = text.splitlines()
             dropped = docstring_lines(node, lines) if quote.bare else set()
-            kept = [n for n in range(first, (node.end_lineno or first) + 1) if n not in dropped]
+            last = node.end_lineno or first
+            last += any(re.match(r"\s+# END SOLUTION", text) for text in lines[last : last + 1])  # of a rule
+            kept = [n for n in range(first, last + 1) if n not in dropped]
             return "\n".join(lines[n - 1] for n in kept if not REGION.match(lines[n - 1]))
     raise lesson.error(quote.line, f"{quote.name}: {quote.module} defines no {symbol} at module level")
 

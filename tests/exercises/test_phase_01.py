@@ -70,14 +70,14 @@ def solution(name, *replacements):
 
 
 IDS = {
-    "1.1": "count", "1.2": "least_time", "1.3": "frugal_attention", "1.4": "scheme_a_kernel", "1.5": "first_failing",
-    "1.6": "quarter_kernel", "1.7": "masked_kernel", "1.8": "two_pass_kernel",
+    "1.3": "frugal_attention", "1.4": "scheme_a_kernel", "1.6": "quarter_kernel", "1.7": "masked_kernel",
+    "1.8": "two_pass_kernel",
 }  # fmt: skip
 
 
 def test_every_exercise_is_registered():
     mine = {id: e for id, e in exercises().items() if e.phase == 1}
-    assert list(mine) == list(IDS)
+    assert sorted(mine) == sorted([*IDS, "1.1", "1.2", "1.5"])  # the rules: test_rules.py
     assert {"Warm-up", "Core", "Stretch", "Bug hunt"} == {e.difficulty for e in mine.values()}
     assert all(len(e.hints) >= 3 for e in mine.values())
 
@@ -106,46 +106,7 @@ def test_a_blank_is_not_solved_yet(id, name):
     assert caught.value.diagnosis == "not-solved-yet"
 
 
-# ---- counting -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "diagnosis"),
-    [
-        ("N * N * itemsize, N * D * itemsize", "N * N, N * D", "elements-not-bytes"),
-        ("+ 2 * matrix + matrix", "+ matrix + matrix", "matrices-miscounted"),
-        ("(matrix + tall)", "matrix", "matrices-miscounted"),
-        ("4 * matrix + tall", "4 * matrix", "matrices-miscounted"),
-        ("4 * matrix + tall", "3 * matrix + tall", "matrices-miscounted"),
-        ("2 * N * N * D", "N * N * D", "multiply-add-is-two"),
-        ("N * N + N * N + 5 * N * N +", "", "only-matmuls"),
-        ("N * N + N * N + 5", "N * N + 5", "flops-miscounted"),
-        ("+ 5 * N * N", "+ 3 * N * N", "flops-miscounted"),
-        ("return bytes_read, bytes_written, flops", "return bytes_written, bytes_read, flops", "swapped"),
-        ("2 * N * N * D", "N * N * N", "flops-miscounted"),
-        ("return bytes_read, bytes_written, flops", "return bytes_read", "wrong-type"),
-    ],
-)
-def test_counts(old, new, diagnosis):
-    assert rejected("1.1", solution("count", (old, new))) == diagnosis
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "diagnosis"),
-    [
-        ("return max(compute, memory)", "return min(compute, memory)", "min-not-max"),
-        ("return max(compute, memory)", "return compute + memory", "sum-not-max"),
-        ("* 1e12", "* 1e9", "wrong-units"),
-        ("* 1e9", "* 2**30", "binary-units"),
-        ("/ (gpu.memory_gb_s", "* (gpu.memory_gb_s", "wrong-value"),
-        ("bytes_moved / (", "8 * bytes_moved / (", "bits"),
-        ('"memory" if', '"bandwidth" if', "wrong-word"),
-        ("memory > compute", "memory < compute", "wrong-bound"),
-        ('"memory" if memory > compute else "compute"', "0", "wrong-type"),
-    ],
-)
-def test_the_roofline(old, new, diagnosis):
-    assert rejected("1.2", solution("least_time", (old, new))) == diagnosis
+# ---- one matrix ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -179,27 +140,6 @@ def test_the_naive_way_is_not_frugal_and_blocks_are():
         return torch.cat([naive_attention(row[None], k, v) for row in q])
 
     assert run("1.3", row_by_row)
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "diagnosis"),
-    [
-        ("runs_up_to + 1", "runs_up_to", "last-that-runs"),
-        ("runs_up_to + 1", "max(16, 2 * runs_up_to)", "first-power-not-first-length"),
-        ("2 * block_n)", "block_n)", "one-tile-forgotten"),
-        ("BLOCK_M + ", "", "q-forgotten"),
-        (" * itemsize <=", " <=", "elements-not-bytes"),
-    ],
-)
-def test_first_failing_length(old, new, diagnosis):
-    assert rejected("1.5", solution("first_failing", (old, new))) == diagnosis
-
-
-def test_first_failing_length_without_the_padding():
-    def unpadded(limit, HEAD_DIM, BLOCK_M, itemsize):
-        return max(0, (limit // (HEAD_DIM * itemsize) - BLOCK_M) // 2) + 1
-
-    assert rejected("1.5", unpadded) == "padding-forgotten"
 
 
 # ---- kernels --------------------------------------------------------------------------------------------------------
@@ -335,10 +275,6 @@ def test_one_matrix_is_enough_whenever_it_is_divided_and_has_a_maximum_per_row()
     assert rejected("1.3", frugal(False, False)) == "global-max"
 
 
-def test_an_exact_fit_and_the_smallest_tile():
-    assert rejected("1.5", solution("first_failing", ("<= limit", "< limit"))) == "exact-fit-refused"
-
-
 def test_a_second_load_is_no_slice():
     again = ("    x = tl.load(", "    again = tl.load(x_ptr)\n    x = tl.load(")
     assert rejected("1.6", solution("quarter_kernel", again)) == "loaded-again"
@@ -352,12 +288,6 @@ def test_a_finite_sentinel_is_found_however_low():
 def test_an_lse_that_is_never_stored_and_padding_in_the_maximum_are_told():
     store = next(line for line in show.source_text(schemes.scheme_a_kernel).splitlines() if "tl.store(lse_ptr" in line)
     assert rejected("1.4", solution("scheme_a_kernel", (store, ""))) == "lse-not-written"
-
-
-def test_a_hypothesis_must_give_every_answer():
-    assert rejected("1.5", lambda *a: max(17, solution("first_failing")(*a))) == "nothing-fits"
-    o_too = solution("first_failing", ("(BLOCK_M +", "(2 * BLOCK_M +"))
-    assert rejected("1.5", o_too) == "o-counted"
 
 
 def test_a_reduction_is_no_slice():

@@ -123,19 +123,6 @@ def test_the_causal_answer_uses_its_scale_and_leaves_its_inputs():
     assert rejected("2.9", in_place) == "input-modified"
 
 
-@pytest.mark.parametrize(
-    ("formula", "diagnosis"),
-    [
-        (lambda M, N, D, B, e: (-(-M // B) * 2 * N * D * e, M * D * e + 4 * M), "q-forgotten"),
-        (lambda M, N, D, B, e: ((M + (M // B + 1) * 2 * N) * D * e, M * D * e + 4 * M), "blocks-plus-one"),
-        (lambda M, N, D, B, e: (M * D * e + 4 * M, (M + -(-M // B) * 2 * N) * D * e), "swapped"),
-        (lambda M, N, D, B, e: ((M + -(-M // B) * 2 * N) * D * e, M * D * 4 + 4 * M), "o-in-float32"),
-    ],
-)
-def test_bytes_are_told_by_the_formula_that_gives_them_all(formula, diagnosis):
-    assert rejected("2.7", formula) == diagnosis
-
-
 def test_the_number_of_parts_is_not_their_length():
     def split(Q, K, V, BLOCK_N, splits, scale=None):
         parts = [flash_attention_forward_sim(Q, k, v, BLOCK_N, scale) for k, v in zip(K.split(splits), V.split(splits))]  # noqa: B905

@@ -175,42 +175,6 @@ def test_amdahl_in_several_styles(fn):
     assert check("10.2", fn)
 
 
-@pytest.mark.parametrize(
-    "fn, slug",
-    [
-        (lambda a, b, s: (1 / factor(a, s), factor(a * b, s), limit(a * b)), "time-for-factor"),
-        (lambda a, b, s: (a * s, factor(a * b, s), limit(a * b)), "share-times-factor"),
-        (lambda a, b, s: (1 - a + a * s, factor(a * b, s), limit(a * b)), "weighted-mean"),
-        (lambda a, b, s: (s, factor(a * b, s), limit(a * b)), "faster"),
-        (lambda a, b, s: (factor(a * b, s), factor(a, s), limit(a * b)), "exchanged"),
-        (lambda a, b, s: (factor(a, s), factor(b, s), limit(a * b)), "factor-in-the-share"),
-        (lambda a, b, s: (factor(a, s), factor(a, s) * factor(b, s), limit(a * b)), "product-of-factors"),
-        (lambda a, b, s: (factor(a, s), factor(a, s), limit(a * b)), "exchanged"),
-        (lambda a, b, s: (factor(a, s), 1 - a * b + a * b * s, limit(a * b)), "weighted-mean"),
-        (lambda a, b, s: (factor(a, s), factor(a * b, s), limit(b)), "layers-for-the-limit"),
-        (lambda a, b, s: (factor(a, s), factor(a * b, s), limit(a)), "attention-for-the-limit"),
-        (lambda a, b, s: (factor(a, s), factor(a * b, s), s), "faster"),
-        (lambda a, b, s: (factor(a, s), factor(a * b, s), 1 - a * b), "time-for-factor"),
-        (lambda a, b, s: (factor(a, s), factor(a * b, s), 1 / (1 - a * b)), "exception"),
-        (lambda a, b, s: (factor(a, s), factor(a * b, s), 1 / (1 - a * b + 1e-12)), "limit-finite"),
-        (
-            lambda a, b, s: (factor(a, s), factor(a * b, s), limit(a * b) if a < 1 else math.inf),
-            "limit-infinite",
-        ),
-        (lambda a, b, s: (factor(a, s), 100 * factor(a * b, s), limit(a * b)), "percent"),
-        (lambda a, b, s: (factor(a, s) - 1, factor(a * b, s), limit(a * b)), "gain-for-factor"),
-        (lambda a, b, s: (a * (1 - 1 / s), factor(a * b, s), limit(a * b)), "time-saved"),
-        (lambda a, b, s: (factor(1 - a, s), factor(a * b, s), limit(a * b)), "the-rest-faster"),
-        (lambda a, b, s: (factor(a, s), 1 - b + b * factor(a, s), limit(a * b)), "factors-averaged"),
-        (lambda a, b, s: (factor(a, s), factor(a * b, s), limit(a) * limit(b)), "limits-multiplied"),
-        (lambda a, b, s: factor(a, s), "wrong-type"),
-        (lambda a, b, s: (factor(a, s), factor(a * b, s), "infinite"), "wrong-type"),
-    ],
-)
-def test_amdahl_gone_wrong(fn, slug):
-    assert told("10.2", fn) == slug
-
-
 # ---- 10.3, 10.4: the simulated GPU ----------------------------------------------------------------------------------
 
 

@@ -38,30 +38,17 @@ SLIPS = [
     ("0.8", [("* correction, top\n", "* correction, top - threshold\n"), ("exp(m - top)", "exp(m - top + threshold)")],
      "moves to top - threshold"),
     ("0.8", [("elif top > m + threshold", "elif abs(top) > abs(m) + threshold")], "|top| > |m| + threshold"),
-    ("1.1", [("2 * N * N * D + N * N + N", "2 * N * D * D + N * N + N")], "N·D·D where N·N·D belongs, in one"),
-    ("1.1", [("2 * tall + matrix + 2 * matrix", "2 * tall + N * itemsize + 2 * matrix")], "N numbers as well"),
-    ("1.2", [("1e12", "2**40")], "time of arithmetic is 0.909495 = 10^12 · 2^-40"),
     ("1.3", [("scores.amax(dim=-1, keepdim=True)", "scores.amax(dim=0, keepdim=True)")], "is that of each column"),
-    ("1.5", [("* HEAD_DIM * itemsize <=", "* HEAD_DIM * itemsize + BLOCK_M * block_n * itemsize <=")], "scores"),
-    ("1.5", [("block_n, runs_up_to = 16, 0", "block_n, runs_up_to = 32, 0")], "starts at 32"),
     ("2.1", [("1 * 1 + 1 / 2 * 6", "1 * 1 + 6")], "p of the score ln 4 is 1 there"),
     ("2.1", [("acc = 5.5 * correction", "acc = 8 * correction")], "the old acc is 3 + 5 there"),
     ("2.1", [("acc = 5.5 * correction", "acc = 0.1 + 5.5 * correction")], "5.475, 0.1 too large. It has three terms"),
     ("2.1", [("correction = 2 / 8", "correction = 2 - 8")], "the quotient 2/8"),
     ("2.1", [("math.log(8)", "math.log(12)")], "the log-sum-exp of the block"),
     ("2.1", [('"O": acc / l_i', '"O": acc / 3')], "an l_i that was not corrected"),
-    ("2.7", [("-(-M // BLOCK_M)", "-(-N // BLOCK_M)")], "those of N rows"),
     ("2.8", [("torch.exp(lses - lse)", "torch.exp2(lses - lse)")], "as 2^lse of the parts"),
     ("3.2", [("math.log2(math.e)", "1 / math.log10(2)")], "2.30259 (ln 10) times"),
     ("3.3", [("tl.exp(x - m_new)", "tl.exp(x - m)")], "with the maximum that has seen them"),
     ("3.3", [("l * tl.exp(m - m_new)", "l * tl.exp(m - tl.max(x, axis=0))")], "multiplied by exp(m - top)"),
-    ("3.7", [("math.ceil(M / BLOCK_M)", "math.ceil(N / BLOCK_M)")], "those of N rows"),
-    ("3.7", [("2 * N * programs", "(N + M) * programs")], "right where M = N"),
-    ("4.1", [("batch, head = batch_head // heads, batch_head % heads",
-              "head, batch = batch_head // heads, batch_head % heads")], "kv_head is the wrong one's"),
-    ("4.2", [("start + 1 + offset", "start // BLOCK_N * BLOCK_N + 1 + offset")],
-     "row rounded to BLOCK_N before the offset"),
-    ("4.5", [("start + offset - left", "(start + stop) // 2 + offset - left")], "the middle of start and stop"),
     ("4.9", [("m_i = tl.full([BLOCK_M], sink, tl.float32)", "m_i = tl.full([BLOCK_M], 0.0, tl.float32)")],
      "the sink counts as 0"),
     ("5.1", [("(p * dp).sum", "(p * p * dp).sum")], "with the factor -p_i · p_j^2"),
@@ -75,10 +62,6 @@ SLIPS = [
     ("10.1", [("row.self_cpu_time_total", "row.self_cpu_time_total * row.count")], "multiplied by count"),
     ("10.1", [("/ sum(times.values())", "/ max(row.cpu_time_total for row in rows)")],
      "the largest cpu_time_total of a row"),
-    ("10.2", [("of_step = attention * layers", "of_step = (attention + layers) / 2")], "not (attention + layers) / 2"),
-    ("10.2", [("math.inf", "1e9")], "math.inf, not 1e+09"),
-    ("10.2", [("attention + attention / faster", "attention + attention / (faster + 1)")], "faster + 1 in the place"),
-    ("10.2", [("step = 1 / (1 - of_step + of_step / faster)", "step = layer * layers")], "step is layer · layers"),
     ("10.5", [("P = batch * heads", "P = batch * kv_heads")], "each batch, key head and pair counts once"),
     ("10.6", [("pairs[None, :] * stride_xd\n", "2 * pairs[None, :] * stride_xd\n"), ("x_ptrs + HALF * stride_xd",
      "x_ptrs + stride_xd")], "Y[0, 0, 0, 1] is X[0, 0, 0, 2]"),
@@ -111,10 +94,6 @@ def test_one_maximum_for_a_tile_is_not_a_start_at_zero():
 def test_another_rows_maximum_is_not_the_maximum_of_all_rows():
     found = failed("0.2", ("row_max(x)[..., None]", "row_max(x).roll(1)[..., None]"))
     assert found.diagnosis == "not-the-rows-maximum"
-
-
-def test_a_unit_that_makes_no_difference_is_not_said_to_be_wrong():
-    assert "10^0 and 10^3" in str(failed("1.2", ("1e9", "1e6")))
 
 
 # ---- the search itself -----------------------------------------------------------------------------------------------

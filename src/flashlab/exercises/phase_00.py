@@ -16,11 +16,13 @@ import torch
 
 from flashlab.attention.online_softmax import State, block_state, finish, identity, merge, softmax_safe
 from flashlab.check import CheckFailed, expect, expect_close, running
+from flashlab.check.lookup import Row
 from flashlab.check.mistakes.row import INVERTED, NOT_RESCALED, OF_THE_OUTPUT, ROW_MISTAKES, walk
 from flashlab.check.mistakes.steps import lazily, lazy_slips, row_gives, slips, usual
 from flashlab.check.slips import Chosen, explain, explained, right_where
 from flashlab.check.symptoms import watched
 from flashlab.exercises.registry import exercise
+from flashlab.exercises.rule import rule
 
 INF = math.inf
 LN2 = math.log(2)
@@ -68,8 +70,10 @@ def _has_nan(*values: Any) -> bool:
 
 # ---- 0.1 ------------------------------------------------------------------------------------------------------------
 
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
-@exercise(
+
+@rule(
     "0.1",
     title="Where softmax overflows",
     minutes=5,
@@ -78,55 +82,28 @@ def _has_nan(*values: Any) -> bool:
         "One exponential overflows near ln(largest finite number). `torch.finfo(dtype).max` is that number.",
         "With n equal scores s the sum is n · e^s. Set it equal to the largest number and solve for s.",
     ],
-)
-def _(largest_safe_score: Callable[..., float]) -> Any:
-    for dtype, n in ((torch.float16, 1), (torch.float16, 8), (torch.bfloat16, 4096), (torch.float32, 1024)):
-        case = f"{n} equal scores in {str(dtype).removeprefix('torch.')}"
-        largest = torch.finfo(dtype).max
-        right = math.log(largest) - math.log(n)
-        alone = "this is where one exponential overflows; the sum of n of them overflows earlier"
-        base = "the exponential is e^s, so the logarithm is the natural one"
-        mistakes = {
-            "sum-forgotten": (math.log(largest), alone),
-            "wrong-base": (math.log2(largest / n), base),
-            "wrong-base 2": (math.log2(largest) - math.log(n), base),
-            "wrong-base 3": (math.log(largest) - math.log2(n), base),
-            "wrong-base-10": (math.log10(largest / n), base),
-            "sign-of-log-n": (
-                math.log(largest) + math.log(n),
-                "more scores leave less room for each: ln(n) is subtracted",
-            ),
-            "quotient-outside-the-log": (
-                math.log(largest) / n,
-                "n divides the logarithm; n terms divide the largest number, before its logarithm is taken",
-            ),
-            "log-to-the-base-n": (
-                math.log(largest) / math.log(n) if n > 1 else math.nan,
-                "the two logarithms are divided; the logarithm of a quotient is their difference",
-            ),
-            "n-subtracted": (
-                math.log(largest - n),
-                "n is subtracted from the largest number; n equal terms divide it among them",
-            ),
-            "off-by-one": (
-                math.log(largest) - math.log(n - 1) if n > 1 else math.nan,
-                "that is the largest score for n - 1 terms",
-            ),
-            "rounded": (
-                torch.tensor(right).to(dtype),
-                "the result was rounded to the dtype itself: compute it as a Python float",
-            ),
-            "not-the-dtypes-limit": (
-                math.log(65504) - math.log(n),
-                "that is float16's limit; take the limit of the dtype, torch.finfo(dtype).max",
-            ),
-        }
-        tiny = torch.finfo(dtype).tiny
-        mistakes["smallest-number"] = (-math.log(tiny) - math.log(n), "that is from the smallest number of the dtype, "
-                                       "tiny; an overflow is past the largest, max")  # fmt: skip
-        got = _call(case, largest_safe_score, dtype, n)
-        expect_close(got, right, what="the largest safe score", tol=1e-4, case=case, mistakes=mistakes)
-    return "4 cases"
+    returns="the largest score",
+    inputs=[(torch.float16, 1), (torch.float16, 8), (torch.bfloat16, 4096), (torch.float32, 1024)],
+    draw=lambda r: (r.choice(_DTYPES), r.choice((1, 2, 3, 10, r.randint(1, 5000)))),
+    also=["math.log(torch.finfo(dtype).max / n)"],
+    notes={
+        "n": "the sum of n terms overflows first", "math.log(n)": "the sum of n terms overflows first",
+        "math.log(torch.finfo(dtype).max / n)": "n terms share the largest number",
+        "math.log": "the exponential is e^s, so the logarithm is the natural one",
+    },
+    rows=[
+        Row("smallest-number", "that is from tiny, the smallest number of the dtype: an overflow is past max, the "
+            "largest", instead="-math.log(torch.finfo(dtype).tiny) - math.log(n)"),
+        Row("rounded", "the result was rounded to the dtype itself: compute it as a Python float",
+            instead="float(torch.tensor(math.log(torch.finfo(dtype).max / n)).to(dtype))"),
+    ],
+    tol=2e-6,
+)  # fmt: skip
+def largest_safe_score(dtype: torch.dtype, n: int) -> float:
+    """The largest s for which the sum of n exponentials e^s is still finite in `dtype`."""
+    # BEGIN SOLUTION
+    return math.log(torch.finfo(dtype).max) - math.log(n)
+    # END SOLUTION
 
 
 # ---- 0.2 ------------------------------------------------------------------------------------------------------------

@@ -7,7 +7,8 @@ then handed to the real compiler: the interpreter accepts more than a GPU does.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import random
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,15 +17,16 @@ from flashlab import runtime
 from flashlab.attention import reference, schemes
 from flashlab.attention.cost import fused_cost, naive_cost, naive_peak_bytes, trace_ops
 from flashlab.check import CheckFailed, expect, expect_all_close, expect_close, running, verify_one_head
-from flashlab.check.slips import Chosen, Slip, explain, explained, right_where
+from flashlab.check.lookup import Row
 from flashlab.exercises.registry import exercise
+from flashlab.exercises.rule import rule
 from flashlab.exercises.triton_answers import calls, compiles, explain_undefined, in_bounds, kernel_of
 from flashlab.triton_tools.watch import watched
 
 # ---- 1.1 ------------------------------------------------------------------------------------------------------------
 
 
-@exercise(
+@rule(
     "1.1",
     title="Five lines, counted",
     minutes=10,
@@ -34,127 +36,44 @@ from flashlab.triton_tools.watch import watched
         "Reads: Q and K; S; S and the mask (N × N too); S; P and V. Writes: S, S, S, P, O.",
         "FLOPs: 2·N·N·D for each product, N·N for scaling, N·N for adding the mask, 5·N·N for the softmax.",
     ],
-)
-def _(count: Callable[[int, int, int], tuple[int, int, int]]) -> str:
-    sizes = ((8, 4, 2), (1024, 64, 2), (4096, 128, 4), (96, 40, 8))
-    answers, wants = [], []
-    for n, d, e in sizes:
-        case = f"N={n}, D={d}, itemsize={e}"
-        with running(case):
-            got = count(n, d, e)
-        expect(
-            isinstance(got, tuple | list) and len(got) == 3,
-            "return three numbers: bytes_read, bytes_written, flops",
-            diagnosis="wrong-type",
-            case=case,
-        )
-        s, x = n * n, n * d
-        answers.append((case, got))
-        wants.append(((5 * s + 3 * x) * e, (4 * s + x) * e, 4 * s * d + 7 * s))
-    both = list(zip(answers, wants, strict=True))
-    read, written, flops = ([(case, got[i], want[i]) for (case, got), want in both] for i in range(3))
-    if all(a[1] == b[2] and a[2] == b[1] for a, b in zip(read, written, strict=True)):
-        raise CheckFailed("bytes_read and bytes_written are swapped", diagnosis="swapped", case=read[0][0])
-    matrices, known = [(n * n, n * d) for n, d, _ in sizes], {}
-    for bytes_of, slug, why in (
-        (lambda itemsize: 1, "elements-not-bytes", "counts elements: each has itemsize bytes"),
-        (lambda itemsize: 2, "itemsize-ignored", "takes every element for 2 bytes: each has itemsize bytes"),
-    ):
-        known[slug] = [bytes_of(size[2]) / size[2] for size in sizes], why
-    for what, counted in (("bytes_read", read), ("bytes_written", written)):
-        mistakes = {
-            slug: ([want * f for (_, _, want), f in zip(counted, factors, strict=True)], f"{what} {why}")
-            for slug, (factors, why) in known.items()
-        }
-        units = [(s * e, x * e) for (s, x), (_, _, e) in zip(matrices, sizes, strict=True)]
-        verb = what.removeprefix("bytes_").replace("written", "writes").replace("read", "reads")
-        told = (
-            f"{what} counts {{0}} matrices of N × N and {{1}} of N × D: go through the five lines, and note for each "
-            f"which matrices it {verb}"
-        )
-        others = {
-            "N numbers": [n * e for n, _, e in sizes], "D × D numbers": [d * d * e for _, d, e in sizes],
-            "D numbers": [d * e for _, d, e in sizes], "one number": [e for *_, e in sizes],
-        }  # fmt: skip
-        _explain_count(counted, units, told, "matrices-miscounted", mistakes, others)
-    told = (
-        "flops counts {0} times N·N·D and {1} times N·N: a multiply-add is two operations; a score is scaled, has the "
-        "mask added, and takes 5 in the softmax"
-    )
-    mistakes = {
-        "multiply-add-is-two": (
-            [2 * n * n * d + 7 * n * n for n, d, _ in sizes],
-            "flops has half of the products: there are two, and a multiply-add is two operations, 2·N·N·D a product",
-        ),
-        "only-matmuls": (
-            [4 * n * n * d for n, d, _ in sizes],
-            "flops has the two products only: scaling, mask and softmax add 7·N·N",
-        ),
-    }
-    units = [(n * n * d, n * n) for n, d, _ in sizes]
-    for words, f in {
-        "N·D·D where N·N·D belongs, in one product": lambda n, d: 2 * n * d * d + 2 * n * n * d + 7 * n * n,
-        "N·D·D where N·N·D belongs, in both products": lambda n, d: 4 * n * d * d + 7 * n * n,
-        "N·D, without the other N, in one product": lambda n, d: 2 * n * d + 2 * n * n * d + 7 * n * n,
-        "N·D, without the other N, in both products": lambda n, d: 4 * n * d + 7 * n * n,
-        "N·N, without D, in both products": lambda n, d: 4 * n * n + 7 * n * n,
-        "N·N·N in both products": lambda n, d: 4 * n**3 + 7 * n * n,
-        "N·N·N in one product": lambda n, d: 2 * n**3 + 2 * n * n * d + 7 * n * n,
-        "5 per row for the softmax: it takes 5 for each score": lambda n, d: 4 * n * n * d + 2 * n * n + 5 * n,
-        "5·N·D for the softmax: it takes 5 for each score, N·N": lambda n, d: 4 * n * n * d + 2 * n * n + 5 * n * d,
-        "the scaling of N·D numbers: S has N·N": lambda n, d: 4 * n * n * d + 6 * n * n + n * d,
-    }.items():
-        mistakes[f"product-miscounted {words}"] = ([f(n, d) for n, d, _ in sizes], f"flops has {words}")
-    others = {
-        "N": [n for n, _, _ in sizes], "N·D": [n * d for n, d, _ in sizes], "N·D·D": [n * d * d for n, d, _ in sizes],
-        "N·N·N": [n**3 for n, _, _ in sizes],
-    }  # fmt: skip
-    _explain_count(flops, units, told, "flops-miscounted", mistakes, others)
-    return f"reads, writes and FLOPs right at {len(sizes)} sizes"
-
-
-def _explain_count(
-    counted: Sequence[tuple[str, Any, float]],
-    units: Sequence[tuple[float, float]],
-    told: str,
-    slug: str,
-    mistakes: Mapping[str, tuple[Sequence[float], str]],
-    others: Mapping[str, Sequence[float]] | None = None,
-) -> None:
-    """Compare counts; where a wrong one is a sum of the same units at every size, say how many of each it has."""
-    __tracebackhide__ = True
-    try:
-        got = torch.tensor([float(value) for _, value, _ in counted], dtype=torch.float64)
-        rows = torch.tensor(units, dtype=torch.float64)
-        parts = torch.linalg.lstsq(rows, got[:, None]).solution[:, 0]
-        parts = (2 * parts).round() / 2
-        if bool(((rows @ parts - got).abs() <= 1e-9 * got.abs() + 0.5).all()):
-            sentence = told.format(*(f"{x:g}" for x in parts.tolist()))
-            mistakes = {**mistakes, slug: ([value for _, value, _ in counted], sentence)}
-        else:  # a matrix or a vector of other sides: at most one, or the sizes would give anything
-            for name, more in (others or {}).items():
-                wide = torch.cat([rows, torch.tensor(more, dtype=torch.float64)[:, None]], 1)
-                parts = torch.linalg.lstsq(wide, got[:, None]).solution[:, 0].round()
-                if bool(((wide @ parts - got).abs() <= 1e-9 * got.abs() + 0.5).all()):
-                    counts = [f"{x:g}" for x in parts.tolist()]
-                    sentence = (
-                        f"{told.format(*counts)}. It counts {counts[-1]} times {name} as well, which is nothing here"
-                    )
-                    mistakes = {**mistakes, slug: ([value for _, value, _ in counted], sentence)}
-                    break
-    except (TypeError, ValueError, RuntimeError):
-        pass  # not numbers: the comparison says so
-    what = told.split()[0]
-    expect_all_close(counted, what=what, tol=0.5, mistakes=mistakes)
-
-
-_UNITS = "wrong units: TFLOP/s are 10¹² operations, GB/s 10⁹ bytes a second, and the time is in seconds"
+    returns="bytes_read, bytes_written, flops",
+    inputs=[(8, 4, 2), (1024, 64, 2), (4096, 128, 4), (96, 40, 8)],
+    draw=lambda r: (r.randint(1, 3000), r.randint(1, 300), r.choice((1, 2, 4, 8))),
+    units={
+        "bytes_read": {"matrices of N × N": "N * N * itemsize", "of N × D": "N * D * itemsize"},
+        "bytes_written": {"matrices of N × N": "N * N * itemsize", "of N × D": "N * D * itemsize"},
+        "flops": {"times N·N·D": "N * N * D", "times N·N": "N * N"},
+    },
+    hint={
+        "bytes_read": "go through the five lines, and note for each which matrices it reads",
+        "bytes_written": "go through the five lines, and note for each which matrix it writes",
+        "flops": "a multiply-add is two operations; a score is scaled, has the mask added, and takes 5 in the softmax",
+    },
+    also=["((5 * N * N + 3 * N * D) * itemsize, (4 * N * N + N * D) * itemsize, 4 * N * N * D + 7 * N * N)"],
+    rows=[
+        Row("softmax-per-row", "flops has 5 per row for the softmax: it takes 5 for each score",
+            [("5 * N * N", "5 * N")]),
+        Row("vector-read", "bytes_read counts N numbers as well: every matrix has two sides",
+            [("2 * tall + matrix", "2 * tall + N * itemsize")]),
+    ],
+)  # fmt: skip
+def count(N, D, itemsize):
+    """Return (bytes_read, bytes_written, flops)."""
+    # BEGIN SOLUTION
+    matrix, tall = N * N * itemsize, N * D * itemsize
+    bytes_read = 2 * tall + matrix + 2 * matrix + matrix + (matrix + tall)
+    bytes_written = 4 * matrix + tall
+    flops = 2 * N * N * D + N * N + N * N + 5 * N * N + 2 * N * N * D
+    return bytes_read, bytes_written, flops
+    # END SOLUTION
 
 
 # ---- 1.2 ------------------------------------------------------------------------------------------------------------
 
+_GPUS = tuple(runtime.GPUS[name] for name in ("H200", "A100", "RTX 4090", "RTX 5060 Ti"))
 
-@exercise(
+
+@rule(
     "1.2",
     title="The roofline as a time",
     minutes=10,
@@ -165,129 +84,37 @@ _UNITS = "wrong units: TFLOP/s are 10¹² operations, GB/s 10⁹ bytes a second,
         "Arithmetic takes flops / (tflops · 10¹²) seconds, memory takes bytes_moved / (gb_s · 10⁹).",
         'The larger of the two is the time; its name, "compute" or "memory", is the bound.',
     ],
-)
-def _(least_time: Callable[[float, float, runtime.GpuLimits], tuple[float, str]]) -> str:
-    costs = {
-        "naive, N=4096": naive_cost(4096, 128),
-        "fused, N=4096": fused_cost(4096, 128),
-        "fused, N=64": fused_cost(64, 64),
-    }
-    gpus = [runtime.GPUS[name] for name in ("H200", "A100", "RTX 4090", "RTX 5060 Ti")]
-    pairs = [(gpu, cost, f"{name} on {gpu.name}") for gpu in gpus for name, cost in costs.items()]
-    seconds = []
-    for gpu, cost, case in pairs:
-        with running(case):
-            got = least_time(cost.flops, cost.bytes, gpu)
-        expect(
-            isinstance(got, tuple | list) and len(got) == 2 and isinstance(got[1], str),
-            'return two things: the seconds, and "memory" or "compute"',
-            diagnosis="wrong-type",
-            case=case,
-        )
-        expect(
-            got[1] in ("memory", "compute"),
-            f'the bound is called "memory" or "compute", not {got[1]!r}',
-            diagnosis="wrong-word",
-            case=case,
-        )
-        seconds.append(got)
-
-    def clocks(a: float = 1.0, b: float = 1.0, on: runtime.GpuLimits | None = None) -> list[tuple[float, float]]:
-        """The two times of every pair, a and b times as long, perhaps on another GPU."""
-        return [
-            (a * c.flops / ((on or g).fp16_tflops * 1e12), b * c.bytes / ((on or g).memory_gb_s * 1e9))  # type: ignore[operator]
-            for g, c, _ in pairs
-        ]
-
-    def slower(**changes: Any) -> list[float]:
-        return [max(both) for both in clocks(**changes)]
-
-    right = slower()
-    binary, bits = {"a": 1e12 / 2**40, "b": 1e9 / 2**30}, "bytes are counted as bits: memory_gb_s is in bytes a second"
-    mistakes: dict[str, tuple[list[float], str]] = {
-        "min-not-max": (
-            [min(both) for both in clocks()],
-            "the time is that of the faster clock: the slower one is the bound",
-        ),
-        "sum-not-max": (
-            [sum(both) for both in clocks()],
-            "the two times are added: arithmetic and memory work at the same time",
-        ),
-        "memory-only": ([m for _, m in clocks()], "only the memory's time counts: arithmetic can be the slower one"),
-        "compute-only": ([c for c, _ in clocks()], "only the arithmetic's time counts: memory can be the slower one"),
-        "bits": (slower(b=8.0), bits),
-        "bits 2": (slower(b=1 / 8), bits),
-        "binary-units": (slower(**binary), "tera and giga are powers of ten here: 10¹² and 10⁹"),
-        "binary-units 2": (slower(b=binary["b"]), "giga is a power of ten here: 10⁹"),
-        "rate-not-time": (
-            [max(c.flops * g.fp16_tflops * 1e12, c.bytes * g.memory_gb_s * 1e9) for g, c, _ in pairs],  # type: ignore[operator]
-            "the work is multiplied by the rate: a time is work divided by its rate",
-        ),
-        "inverted": (
-            [1 / time for time in right],
-            "that is the inverse, in runs a second: a time is work divided by its rate",
-        ),
-    }
-    for gpu in gpus:
-        mistakes[f"one-gpu {gpu.name}"] = (
-            slower(on=gpu),
-            f"the numbers of the {gpu.name} are used for every GPU: read them from the argument gpu",
-        )
-    factors = (1e-12, 1e-9, 1e-6, 1e-3, 1.0, 1e3, 1e6, 1e9, 1e12)
-    for a in sorted(factors, key=lambda x: abs(math.log10(x))):  # one that makes no difference is told as 10^0
-        for b in sorted(factors, key=lambda x: abs(math.log10(x))):
-            power = f"10^{round(math.log10(a))} and 10^{round(math.log10(b))}"
-            why = f"{_UNITS}; yours are {power} times those of arithmetic and memory"
-            mistakes[f"wrong-units {a:g} {b:g}"] = (slower(a=a, b=b), why)
-    # Relative errors: the times span six powers of ten.
-    answers = [(case, _ratio(got[0], want), 1.0) for (_, _, case), got, want in zip(pairs, seconds, right, strict=True)]
-    wrong = {slug: ([x / want for x, want in zip(xs, right, strict=True)], why) for slug, (xs, why) in mistakes.items()}
-
-    def slipped() -> tuple[str, str] | None:
-        """One factor for every time that is arithmetic's, and another one for the memory's."""
-        factors = {
-            name: [r for (_, r, _), (c, m) in zip(answers, clocks(), strict=True) if (c > m) is (name == "arithmetic")]
-            for name in ("arithmetic", "memory")
-        }
-        if any(max(rs) - min(rs) > 1e-6 * max(rs) for rs in factors.values()):
-            return None
-        off = {name: rs[0] for name, rs in factors.items() if abs(rs[0] - 1) > 1e-6}
-        said = " and ".join(f"the time of {name} is {_power(f)} times what it should be" for name, f in off.items())
-        right_one = [name for name in factors if name not in off]
-        return "wrong-factor", said + (f"; that of {right_one[0]} is right" if right_one else "")
-
-    with explained(slipped):
-        if not all(abs(ratio - 1) <= 1e-6 for _, ratio, _ in answers if isinstance(ratio, float)):
-            expect_all_close(answers, what="your time, over the right one,", mistakes=wrong)
-    for (gpu, cost, case), got, want, (compute, memory) in zip(pairs, seconds, right, clocks(), strict=True):
-        expect_close(got[0], want, what="the time in seconds", case=case, tol=1e-6 * want)
-        bound = "memory" if memory > compute else "compute"
-        expect(
-            got[1] == bound,
-            f'the bound is "{bound}": {cost.intensity:.0f} FLOP a byte is '
-            f"{'below' if bound == 'memory' else 'above'} "
-            f"the ridge of {gpu.name}, {gpu.ridge:.0f}; you said {got[1]!r}",
-            diagnosis="wrong-bound",
-            case=case,
-        )
-    return "four GPUs, three costs"
-
-
-def _power(factor: float) -> str:
-    """A factor as a power of ten by one of two, where it is."""
-    for power in range(-15, 16, 3):
-        for binary in range(-60, 61):
-            if abs(factor / (10.0**power * 2.0**binary) - 1) < 1e-6:
-                named = [f"10^{power}" if power else "", f"2^{binary}" if binary else ""]
-                return f"{factor:.6g} = {' · '.join(x for x in named if x)}"
-    return f"{factor:.6g}"
-
-
-def _ratio(got: Any, want: float) -> Any:
-    try:
-        return float(got) / want
-    except (TypeError, ValueError):
-        return got
+    returns="seconds, bound",
+    inputs=[
+        (cost.flops, cost.bytes, gpu)
+        for gpu in _GPUS for cost in (naive_cost(4096, 128), fused_cost(4096, 128), fused_cost(64, 64))
+    ],
+    draw=lambda r: (lambda moved: (moved * 10 ** r.uniform(1.3, 2.8), moved, r.choice(_GPUS)))(10 ** r.uniform(6, 11)),
+    words={"compute": "the time of arithmetic", "memory": "the time of memory"},
+    notes={
+        "1e12": "TFLOP/s are 10¹² operations per second", "1e9": "GB/s are 10⁹ bytes per second, powers of ten",
+        "bytes_moved": "memory_gb_s counts bytes, of 8 bits",
+        "memory > compute": "the bound is the one that takes longer",
+        "max(compute, memory)": "both work at the same time, and the slower one is the bound",
+    },
+    rows=[
+        Row("compute-only", "only the time of arithmetic counts: memory can be the slower one",
+            [("max(compute, memory)", "compute"), ("memory > compute", "False")]),
+        Row("memory-only", "only the time of memory counts: arithmetic can be the slower one",
+            [("max(compute, memory)", "memory"), ("memory > compute", "True")]),
+        Row("wrong-units", "the units are forgotten: TFLOP/s are 10¹² operations per second, GB/s 10⁹ bytes",
+            [(" * 1e12", ""), (" * 1e9", "")]),
+        Row("binary-units", "tera and giga are powers of ten here: 10¹² and 10⁹",
+            [("1e12", "2**40"), ("1e9", "2**30")]),
+    ],
+)  # fmt: skip
+def least_time(flops, bytes_moved, gpu):
+    """Return (seconds, bound)."""
+    # BEGIN SOLUTION
+    compute = flops / (gpu.fp16_tflops * 1e12)
+    memory = bytes_moved / (gpu.memory_gb_s * 1e9)
+    return max(compute, memory), "memory" if memory > compute else "compute"
+    # END SOLUTION
 
 
 # ---- 1.3 ------------------------------------------------------------------------------------------------------------
@@ -512,170 +339,78 @@ def _(scheme_a_kernel: Any) -> str:
 
 # ---- 1.5 ------------------------------------------------------------------------------------------------------------
 
+_LIMITS = tuple(runtime.limits(target).shared_per_block for target in ("sm_80", "sm_89", "sm_90"))
 
-def _first_failing(
-    limit: int, d: int, block_m: int, e: int, *, tiles: int = 2, q_tiles: int = 1, itemsize: int = 0, unit: int = 1,
-    room: int = 0, least: int = 16,
-) -> int:  # fmt: skip
-    """The smallest N that does not fit, if so many tiles of so many bytes had to."""
-    row, block_n = d * (itemsize or e), least
-    while (q_tiles * block_m + tiles * block_n) * row <= limit * unit + room:
-        block_n *= 2
-    return 1 if block_n == least else block_n // 2 + 1
+
+def _tiles(r: random.Random) -> tuple[int, int, int, int]:
+    """limit, HEAD_DIM, BLOCK_M, itemsize: any limit, or one near what tiles of a power of two need."""
+    d, m, e = r.choice((16, 32, 64, 128, 256)), r.choice((16, 32, 64, 128)), r.choice((1, 2, 4))
+    rows = m + 2 * 2 ** r.randint(3, 9)
+    near = rows * d * e + r.choice((0, r.randint(-d * e, d * e), r.randint(-rows * e, rows * e)))
+    return r.choice((near, near, r.randint(1, 230) * 1024)), d, m, e
 
 
 _PADDED = "N is padded to a power of two before it meets shared memory: the answer is one above such a power, or 1"
-_LENGTH_SLIPS = [
-    Slip("kv", 1, "only one of K and V is counted: both tiles are there at once", "one-tile-forgotten"),
-    Slip("kv", 3, "three tiles of BLOCK_N rows are counted: those of K and V are two", "three-tiles"),
-    Slip("q", 0, "the tile of Q is not counted: BLOCK_M rows of it are there too", "q-forgotten"),
-    Slip("q", 2, "two tiles of BLOCK_M rows are counted: only Q has one", "o-counted"),
-    Slip("q", "N", "the tile of Q is taken for BLOCK_N rows: it has BLOCK_M", "q-of-block-n"),
-    Slip("q", "row", "one row of Q is counted: there are BLOCK_M", "q-of-one-row"),
-    Slip("itemsize", 1, "elements are counted, not bytes: each has itemsize of them", "elements-not-bytes"),
-    Slip("itemsize", 2, "every element is taken for 2 bytes: it has itemsize", "itemsize-ignored"),
-    Slip("itemsize", 4, "every element is taken for 4 bytes: it has itemsize", "itemsize-ignored"),
-    Slip("itemsize", "bits", "bits are counted: the limit is in bytes", "bits"),
-    Slip("D", 1, "HEAD_DIM is not in the size of a row", "head-dim-ignored"),
-    Slip("D", 64, "every row is taken for 64 numbers: it has HEAD_DIM", "head-dim-ignored"),
-    Slip("D", 128, "every row is taken for 128 numbers: it has HEAD_DIM", "head-dim-ignored"),
-    Slip("scores", 1, "a tile of scores is counted: only Q, K and V are kept there", "scores-counted"),
-    Slip("limit", 1024, "the limit is in bytes already, not in KiB", "limit-in-kib"),
-    Slip("limit", 1 / 1024, "the limit is divided by 1024: it is in bytes", "limit-in-kib"),
-    Slip("room", -1, "tiles that need just the limit fit: the first length fails above it", "exact-fit-refused"),
-    Slip("least", 1, "a tile has at least 16 keys: N is padded to 16, however short it is", "minimum-forgotten"),
-    Slip("least", 2, "BLOCK_N starts at 2: a tile has at least 16 keys", "minimum-forgotten"),
-    Slip("least", 32, "BLOCK_N starts at 32: a tile may have 16 keys", "minimum-too-large"),
-    Slip("padding", "none", _PADDED, "padding-forgotten"),
-    Slip("padding", "none, rounded", f"{_PADDED}. (And where nothing fits it is 1)", "padding-forgotten"),
-    Slip("padding", "none, last", _PADDED, "padding-forgotten"),
-    Slip("padding", "up", "the length that would fit unpadded is rounded up to a power of two: round it down",
-         "rounded-up"),
-    Slip("padding", "16", "N is padded to a multiple of 16 there: it is padded to a power of two", "padded-to-16"),
-    Slip("result", "power", "that is the first power of two that fails: lengths below it are padded to it and fail too",
-         "first-power-not-first-length"),
-    Slip("result", "half", "that is the largest length that runs: the next one is the first that fails",
-         "last-that-runs"),
-    Slip("result", "power + 1", "that is one above the first power of two that fails: lengths below that power are "
-         "padded to it, and fail too", "first-power-not-first-length"),
-    Slip("nothing", "smallest", "where not even the smallest tile fits, every length fails, and the first is 1",
-         "nothing-fits"),
-]  # fmt: skip
+_POWER = "that is the first power of two that fails: lengths below it are padded to it and fail too"
 
 
-def _first_failing_with(limit: int, d: int, block_m: int, e: int, chosen: Chosen) -> float:
-    """The first failing length with slips."""
-    e = 8 * e if chosen.get("itemsize") == "bits" else chosen.get("itemsize", e)
-    row = chosen.get("D", d) * e
-    room = limit * chosen.get("limit", 1) + chosen.get("room", 0)
-    q, kv, least = chosen.get("q", 1), chosen.get("kv", 2), chosen.get("least", 16)
-
-    def fits(n: int) -> bool:
-        rows_of_q = {"N": n, "row": 1}.get(q, q * block_m if isinstance(q, int) else 0)
-        return (rows_of_q + kv * n) * row + chosen.get("scores", 0) * block_m * n * e <= room
-
-    padding = str(chosen.get("padding", ""))
-    if padding.startswith("none"):
-        n = math.floor((room / row - (0 if q in ("N", 0) else 1 if q == "row" else q * block_m)) / (kv + (q == "N")))
-        n = max(0, n) if "rounded" not in padding else n
-        return n + ("last" not in padding)
-    if padding == "up":
-        n = math.floor(room / row - block_m) // 2
-        return 2 ** math.ceil(math.log2(n)) + 1 if n >= 16 else 1
-    block_n = int(least)
-    if not fits(block_n):
-        small = {"smallest": least, "power": block_n, "half": 0, "power + 1": block_n + 1}
-        return 1 if "nothing" not in chosen and "result" not in chosen else small[chosen.get("result", "smallest")]
-    while fits(block_n):
-        block_n += 16 if padding == "16" else block_n
-    last = block_n - 16 if padding == "16" else block_n // 2
-    return {"power": block_n, "half": last, "power + 1": block_n + 1}.get(str(chosen.get("result")), last + 1)
-
-
-@exercise(
+@rule(
     "1.5",
     title="The first length that fails",
     minutes=10,
-    difficulty="Core",
     hints=[
         "Three tiles at once: q, k and v. How many bytes is each, for a tile of BLOCK_N keys?",
         "BLOCK_N is a power of two, at least 16. Find the largest one that fits: (BLOCK_M + "
         "2·BLOCK_N)·D·itemsize <= limit.",
         "Every N up to that BLOCK_N is padded to it or to less, and runs. The next N is padded to twice as much.",
     ],
-)
-def _(first_failing: Callable[[int, int, int, int], int]) -> str:
-    cases = [
-        (runtime.limits(target).shared_per_block, head_dim, block_m, itemsize)
-        for target in ("sm_80", "sm_89", "sm_90")
-        for head_dim, block_m, itemsize in ((128, 16, 4), (128, 64, 2), (64, 64, 2), (32, 128, 2))
-    ]
-    cases.append((48 * 1024, 256, 64, 4))  # nothing fits here
-    cases.append(((64 + 2 * 20) * 128 * 2, 128, 64, 2))  # 16 keys fit, 32 do not
-    cases.append(((64 + 2 * 128) * 128 * 2, 128, 64, 2))  # the tiles of 128 keys fit to the byte
-    cases.append(((64 + 2 * 128) * 128 * 2 + 100, 128, 64, 2))  # they fit, with a little to spare
-    cases.append(((64 + 2 * 10) * 128 * 2, 128, 64, 2))  # 8 keys would fit, but a tile has 16 at least
-    answers = []
-    for limit, d, block_m, e in cases:
-        case = f"limit={limit}, D={d}, BLOCK_M={block_m}, itemsize={e}"
-        with running(case):
-            got = first_failing(limit, d, block_m, e)
-        answers.append((case, got, _first_failing(limit, d, block_m, e)))
-
-    def given(**changes: Any) -> list[int]:
-        return [_first_failing(*case, **changes) for case in cases]
-
-    exact = [max(0, (limit // (d * e) - block_m) // 2) + 1 for limit, d, block_m, e in cases]
-    mistakes = {
-        "one-tile-forgotten": (given(tiles=1), "only one of K and V is counted: both tiles are there at once"),
-        "q-forgotten": (given(q_tiles=0), "the tile of Q is not counted: BLOCK_M rows of it are there too"),
-        "o-counted": (given(q_tiles=2), "a tile of O is counted too: only Q, K and V are kept in shared memory"),
-        "elements-not-bytes": (given(itemsize=1), "elements are counted, not bytes: each has itemsize of them"),
-        "itemsize-ignored": (given(itemsize=2), "every element is taken for 2 bytes; it has itemsize"),
-        "limit-in-kib": (given(unit=1024), "the limit is in bytes already, not in KiB"),
-        "padding-forgotten": (
-            exact,
-            "N is padded to a power of two before it meets shared memory: a length just above one costs as much as the "
-            "next",
-        ),
-        "first-power-not-first-length": (
-            [2 * (n - 1) or 16 for n in given()],
-            "that is the first power of two that fails; lengths below it are padded to it and fail as well",
-        ),
-        "exact-fit-refused": (given(room=-1), "tiles that need just the limit fit: the first length fails above it"),
-        "minimum-forgotten": (
-            given(least=1),
-            "a tile has at least 16 keys: N is padded to 16, however short it is",
-        ),
-        "nothing-fits": (
-            [max(17, n) for n in given()],
-            "where not even the smallest tile of 16 keys fits, every length fails, and the first is 1",
-        ),
-        "last-that-runs": ([n - 1 for n in given()], "that is the last length that runs; the next one fails"),
-    }
-    mistakes["first-power-not-first-length 2"] = (
-        [2 * (n - 1) if n > 1 else 1 for n in given()],
-        mistakes["first-power-not-first-length"][1],
-    )
-
-    def slipped() -> tuple[str, str] | None:
-        got = [float(x) for _, x, _ in answers]
-        found = explain(lambda chosen: got == [_first_failing_with(*case, chosen) for case in cases], _LENGTH_SLIPS)
-        tried = [(kib * 1024, d, m, e) for kib in (16, 33, 99, 163) for d in (32, 64, 128) for m in (16, 64, 128)
-                 for e in (1, 2, 4)]  # fmt: skip
-        conditions: dict[str, Callable[..., bool]] = {
-            "not even 16 keys fit": lambda limit, d, m, e: _first_failing(limit, d, m, e) == 1,
-            "16 keys fit": lambda limit, d, m, e: _first_failing(limit, d, m, e) > 1,
-            "BLOCK_M is 16": lambda limit, d, m, e: m == 16, "BLOCK_M is 64": lambda limit, d, m, e: m == 64,
-            "BLOCK_M is 128": lambda limit, d, m, e: m == 128, "itemsize is 1": lambda limit, d, m, e: e == 1,
-            "itemsize is 2": lambda limit, d, m, e: e == 2, "itemsize is 4": lambda limit, d, m, e: e == 4,
-            "HEAD_DIM is 64": lambda limit, d, m, e: d == 64, "HEAD_DIM is 128": lambda limit, d, m, e: d == 128,
-        }  # fmt: skip
-        return found or right_where(conditions, tried, lambda *x: first_failing(*x) == _first_failing(*x), "the length")
-
-    with explained(slipped):
-        expect_all_close(answers, what="the first failing N", tol=0.5, mistakes=mistakes)
-    return f"{len(cases)} combinations of limit, D, BLOCK_M and itemsize"
+    returns="the first failing N",
+    inputs=[
+        *((limit, *sizes) for limit in _LIMITS
+          for sizes in ((128, 16, 4), (128, 64, 2), (64, 64, 2), (32, 128, 2))),
+        (48 * 1024, 256, 64, 4),  # nothing fits here
+        ((64 + 2 * 20) * 128 * 2, 128, 64, 2),  # 16 keys fit, 32 do not
+        ((64 + 2 * 128) * 128 * 2, 128, 64, 2),  # the tiles of 128 keys fit to the byte
+        ((64 + 2 * 128) * 128 * 2 + 100, 128, 64, 2),  # they fit, with a little to spare
+        ((64 + 2 * 128) * 128 * 2 - 1, 128, 64, 2),  # one byte is missing
+        ((64 + 2 * 128) * 128 * 2 + 300, 128, 64, 2),  # a row more would fit, two numbers for each row of Q would not
+        ((64 + 2 * 10) * 128 * 2, 128, 64, 2),  # 8 keys would fit, but a tile has 16 at least
+    ],
+    draw=_tiles,
+    words={"block_n": "BLOCK_N", "runs_up_to": "the longest N that runs"},
+    notes={
+        "2": "K and V are two tiles, there at once", "BLOCK_M": "the tile of Q has BLOCK_M rows",
+        "itemsize": "an element has itemsize bytes", "limit": "tiles that need just the limit fit",
+        "16": "a tile has at least 16 keys, however short N is", "HEAD_DIM": "a row has HEAD_DIM elements",
+    },
+    rows=[
+        Row("padding-forgotten", _PADDED, instead="max(0, (limit // (HEAD_DIM * itemsize) - BLOCK_M) // 2) + 1"),
+        Row("padding-forgotten", _PADDED, instead="(limit // (HEAD_DIM * itemsize) - BLOCK_M) // 2 + 1"),
+        Row("padding-forgotten", _PADDED, instead="(limit // (HEAD_DIM * itemsize) - BLOCK_M) // 2"),
+        Row("first-power-not-first-length", _POWER, [("return runs_up_to + 1", "return block_n")]),
+        Row("first-power-not-first-length", _POWER, [("return runs_up_to + 1", "return 2 * runs_up_to or 1")]),
+        Row("first-power-not-first-length", _POWER, [("return runs_up_to + 1", "return block_n + 1")]),
+        Row("last-that-runs", "that is the largest length that runs: the next one is the first that fails",
+            [("return runs_up_to + 1", "return runs_up_to")]),
+        Row("nothing-fits", "where not even the smallest tile fits, every length fails, and the first is 1",
+            [("return runs_up_to + 1", "return max(16, runs_up_to) + 1")]),
+        Row("nothing-fits", "where not even the smallest tile fits, every length fails, and the first is 1",
+            [("return runs_up_to + 1", "return runs_up_to and runs_up_to + 1")]),
+        Row("scores-counted", "a tile of scores is counted: only Q, K and V are kept there",
+            [("itemsize <= limit", "itemsize + BLOCK_M * block_n * itemsize <= limit")]),
+        Row("padded-to-16", "N is padded to a multiple of 16 there: it is padded to a power of two",
+            [("block_n *= 2", "block_n += 16")]),
+    ],
+)  # fmt: skip
+def first_failing(limit, HEAD_DIM, BLOCK_M, itemsize):
+    """Return the smallest N >= 1 whose tiles need more than `limit` bytes of shared memory."""
+    # BEGIN SOLUTION
+    block_n, runs_up_to = 16, 0
+    while (BLOCK_M + 2 * block_n) * HEAD_DIM * itemsize <= limit:
+        runs_up_to = block_n
+        block_n *= 2
+    return runs_up_to + 1
+    # END SOLUTION
 
 
 # ---- 1.6 ------------------------------------------------------------------------------------------------------------

@@ -12,12 +12,11 @@ import torch
 
 from flashlab import runtime
 from flashlab.attention import reference
-from flashlab.attention.cost import Meter, flash_cost
+from flashlab.attention.cost import Meter
 from flashlab.check import (
     CheckFailed,
     Report,
     expect,
-    expect_all_close,
     expect_close,
     running,
     verification,
@@ -25,11 +24,12 @@ from flashlab.check import (
     verify_one_head,
 )
 from flashlab.check.cases import LOWEST_SCALE, Case, case_list
+from flashlab.check.lookup import Row
 from flashlab.check.mistakes import weights
-from flashlab.check.mistakes.traffic import explain_bytes_read, explain_bytes_written
 from flashlab.check.slips import Chosen, Slip, explain, explained
 from flashlab.check.symptoms import watched
 from flashlab.exercises.registry import exercise
+from flashlab.exercises.rule import rule
 
 
 def _oracle(Q: torch.Tensor, K: torch.Tensor, V: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -681,18 +681,13 @@ def _(hunted: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Any:
     return _verify_causal(hunted)
 
 
-def _said_of(what: str, found: tuple[str, str] | None) -> tuple[str, str] | None:
-    return (found[0], f"{what}: {found[1]}") if found else None
-
-
 # ---- 2.7 ---------------------------------------------------------------------------------------------------
 
 
-@exercise(
+@rule(
     "2.7",
     title="Count the bytes",
     minutes=10,
-    difficulty="Core",
     hints=[
         "Who reads what how often? Q: each row belongs to one query block. K and V: each query block walks "
         "over all of them.",
@@ -700,131 +695,41 @@ def _said_of(what: str, found: tuple[str, str] | None) -> tuple[str, str] | None
         "read = (M + blocks * 2 * N) * HEAD_DIM * itemsize; written = M * HEAD_DIM * itemsize for O, and 4 "
         "* M for lse.",
     ],
-)
-def _(hbm_bytes: Callable[..., Any]) -> str:
-    cases = [(192, 128, 64, 64, 2), (1024, 1024, 128, 64, 2), (1000, 1500, 64, 128, 2), (5, 7, 8, 64, 4)]
-    read, written = [], []
-    for M, N, D, BLOCK_M, e in cases:
-        case = f"M={M}, N={N}, HEAD_DIM={D}, BLOCK_M={BLOCK_M}, itemsize={e}"
-        with running(case):
-            got = hbm_bytes(M, N, D, BLOCK_M, e)
-        expect(
-            isinstance(got, (tuple, list)) and len(got) == 2,
-            "return two numbers: the bytes read and the bytes written",
-            diagnosis="wrong-type",
-            case=case,
-        )
-        cost = flash_cost(M, N, D, BLOCK_M, itemsize=e)
-        read.append((case, got[0], cost.bytes_read))
-        written.append((case, got[1], cost.bytes_written))
-    if all(r[1] == w[2] and w[1] == r[2] for r, w in zip(read, written, strict=True)):
-        raise CheckFailed("the two numbers are swapped: bytes read come first", diagnosis="swapped", case=read[0][0])
-
-    def counted(formula: Callable[[int, int, int, int, int, int], float]) -> list[float]:
-        return [formula(M, N, D, BLOCK_M, -(-M // BLOCK_M), e) for M, N, D, BLOCK_M, e in cases]
-
-    def explain_read() -> tuple[str, str] | None:
-        found = explain_bytes_read(cases, [float(x) for _, x, _ in read], lambda *sizes: hbm_bytes(*sizes)[0])
-        return _said_of("bytes read", found)
-
-    with explained(explain_read):
-        expect_all_close(
-            read,
-            what="bytes read",
-            tol=0.5,
-            mistakes={
-                "kv-read-once": (
-                    counted(lambda M, N, D, B, blocks, e: (M + 2 * N) * D * e),
-                    "bytes read: K and V are read again by every query block, not once",
-                ),
-                "kv-read-by-every-row": (
-                    counted(lambda M, N, D, B, blocks, e: (M + M * 2 * N) * D * e),
-                    "bytes read: K and V are read once by each block of BLOCK_M rows, not by each row",
-                ),
-                "q-read-again": (
-                    counted(lambda M, N, D, B, blocks, e: blocks * (M + 2 * N) * D * e),
-                    "bytes read: each query block reads its own rows of Q only",
-                ),
-                "q-padded": (
-                    counted(lambda M, N, D, B, blocks, e: (blocks * B + blocks * 2 * N) * D * e),
-                    "bytes read: the last query block has fewer rows, and only these are read",
-                ),
-                "q-forgotten": (
-                    counted(lambda M, N, D, B, blocks, e: blocks * 2 * N * D * e),
-                    "bytes read: Q is missing",
-                ),
-                "blocks-rounded-down": (
-                    counted(lambda M, N, D, B, blocks, e: (M + M // B * 2 * N) * D * e),
-                    "bytes read: the last query block is not full, but it reads all of K and V as the others do: "
-                    "round up",
-                ),
-                "blocks-plus-one": (
-                    counted(lambda M, N, D, B, blocks, e: (M + (M // B + 1) * 2 * N) * D * e),
-                    "bytes read: M // BLOCK_M + 1 is one block too many where BLOCK_M divides M",
-                ),
-                "blocks-not-rounded": (
-                    counted(lambda M, N, D, B, blocks, e: (M + M / B * 2 * N) * D * e),
-                    "bytes read: there is no fraction of a query block: round up",
-                ),
-                "v-forgotten": (
-                    counted(lambda M, N, D, B, blocks, e: (M + blocks * N) * D * e),
-                    "bytes read: K and V are two matrices",
-                ),
-                "scores-read": (
-                    counted(lambda M, N, D, B, blocks, e: ((M + blocks * 2 * N) * D + M * N) * e),
-                    "bytes read: the scores never leave the chip, so nobody reads them",
-                ),
-                "itemsize-ignored": (
-                    counted(lambda M, N, D, B, blocks, e: (M + blocks * 2 * N) * D * 2),
-                    "bytes read: every element is taken for 2 bytes; it has itemsize",
-                ),
-                "head-dim-ignored": (
-                    counted(lambda M, N, D, B, blocks, e: (M + blocks * 2 * N) * 64 * e),
-                    "bytes read: every row is taken for 64 elements; it has HEAD_DIM",
-                ),
-                "elements-not-bytes": (
-                    counted(lambda M, N, D, B, blocks, e: (M + blocks * 2 * N) * D),
-                    "bytes read: these are elements; an element has itemsize bytes",
-                ),
-            },
-        )
-    with explained(lambda: _said_of("bytes written", explain_bytes_written(cases, [float(x) for _, x, _ in written]))):
-        expect_all_close(
-            written,
-            what="bytes written",
-            tol=0.5,
-            mistakes={
-                "lse-forgotten": (
-                    counted(lambda M, N, D, B, blocks, e: M * D * e),
-                    "bytes written: one float32 of lse for each row is written too",
-                ),
-                "lse-itemsize": (
-                    counted(lambda M, N, D, B, blocks, e: M * D * e + M * e),
-                    "bytes written: lse is float32, 4 bytes, whatever the inputs are",
-                ),
-                "lse-in-half-precision": (
-                    counted(lambda M, N, D, B, blocks, e: M * D * e + M * 2),
-                    "bytes written: a float32 of lse has 4 bytes, not 2",
-                ),
-                "o-in-float32": (
-                    counted(lambda M, N, D, B, blocks, e: M * D * 4 + M * 4),
-                    "bytes written: O has Q's dtype, itemsize bytes an element",
-                ),
-                "scores-written": (
-                    counted(lambda M, N, D, B, blocks, e: M * D * e + M * 4 + M * N * e),
-                    "bytes written: the scores never leave the chip",
-                ),
-                "o-written-per-block": (
-                    counted(lambda M, N, D, B, blocks, e: blocks * M * D * e + M * 4),
-                    "bytes written: each query block writes its own rows of O only",
-                ),
-                "elements-not-bytes": (
-                    counted(lambda M, N, D, B, blocks, e: M * D + M),
-                    "bytes written: these are elements; an element of O has itemsize bytes, one of lse 4",
-                ),
-            },
-        )
-    return f"{len(cases)} shapes, equal to what the meter counts"
+    returns="bytes read, bytes written",
+    inputs=[(192, 128, 64, 64, 2), (1024, 1024, 128, 64, 2), (1000, 1500, 64, 128, 2), (5, 7, 8, 64, 4)],
+    draw=lambda r: (
+        r.randint(1, 400), r.randint(1, 400), r.choice((8, 16, 64, 80)), r.choice((16, 32, 64, 128)), r.choice((2, 4))
+    ),
+    notes={
+        "2": "K and V are two matrices", "q_blocks": "every block of queries reads K and V again",
+        "itemsize": "an element has itemsize bytes", "bytes read: M": "each block reads its own rows of Q once",
+        "HEAD_DIM": "a row has HEAD_DIM elements",
+        "M * 4": "lse has a float32 for each row, 4 bytes", "4": "lse is float32, 4 bytes",
+    }
+    | dict.fromkeys(("-(-M // BLOCK_M)", "-M // BLOCK_M"), "there is no fraction of a block, and the last one counts"),
+    rows=[
+        Row("q-padded", "bytes read: the last query block has fewer rows, and only these are read",
+            [("(M + q", "(q_blocks * BLOCK_M + q")]),
+        Row("v-read-once", "bytes read: one of K and V is read once, and not by every block of queries",
+            [("q_blocks * 2 * N", "(q_blocks + 1) * N")]),
+        Row("scores-read", "bytes read: the scores never leave the chip, so nobody reads them",
+            [("itemsize\n    written", "itemsize + M * N * itemsize\n    written")]),
+        Row("scores-written", "bytes written: the scores never leave the chip",
+            [("+ M * 4", "+ M * 4 + M * N * itemsize")]),
+        Row("rows-padded", "bytes written: rows of O that do not exist are counted",
+            [("written = M", "written = q_blocks * BLOCK_M")]),
+        Row("lse-itemsize", "bytes written: lse is float32, 4 bytes, whatever the inputs are",
+            [("M * 4", "M * itemsize")]),
+    ],
+)  # fmt: skip
+def hbm_bytes(M, N, HEAD_DIM, BLOCK_M, itemsize):
+    """Return (bytes read, bytes written)."""
+    # BEGIN SOLUTION
+    q_blocks = -(-M // BLOCK_M)
+    read = (M + q_blocks * 2 * N) * HEAD_DIM * itemsize
+    written = M * HEAD_DIM * itemsize + M * 4
+    return read, written
+    # END SOLUTION
 
 
 # ---- 2.8 ---------------------------------------------------------------------------------------------------

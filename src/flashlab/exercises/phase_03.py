@@ -20,15 +20,15 @@ from flashlab.attention.triton_minimal import (
     compile_arguments,
     flash_attention_forward,
     flash_attention_forward_kernel,
-    hbm_bytes,
 )
-from flashlab.check import CheckFailed, expect, expect_all_close, expect_close, running, verify_one_head
+from flashlab.check import CheckFailed, expect, expect_close, verify_one_head
+from flashlab.check.lookup import Row
 from flashlab.check.mistakes.row import OF_THE_OUTPUT, ROW_MISTAKES, walk
 from flashlab.check.mistakes.steps import row_gives, slips
-from flashlab.check.mistakes.traffic import explain_bytes_read
 from flashlab.check.slips import explain, explained
 from flashlab.check.verification import Report
 from flashlab.exercises.registry import exercise
+from flashlab.exercises.rule import rule
 from flashlab.exercises.triton_answers import compiles, explain_undefined, in_bounds, kernel_of
 from flashlab.triton_tools.watch import hbm_traffic
 
@@ -458,99 +458,49 @@ def _(flash_attention_forward_kernel: Any) -> Report:
 # ---- 3.7 ------------------------------------------------------------------------------------------------------------
 
 
-@exercise(
+def _as_the_interpreter_counts(bytes_read: Callable[..., Any]) -> None:
+    __tracebackhide__ = True
+    q, k, v = _random((100, 32), (150, 32), (150, 32), dtype=torch.float16)
+    counted = hbm_traffic(flash_attention_forward, q, k, v, BLOCK_M=32).bytes_read
+    sentence = f"the interpreter counted {counted} bytes for M=100, N=150, HEAD_DIM=32, BLOCK_M=32"
+    expect(bytes_read(100, 150, 32, 32, 2) == counted, sentence, diagnosis="wrong-value")
+
+
+@rule(
     "3.7",
     title="How many bytes?",
     minutes=10,
-    difficulty="Core",
     hints=[
         "How many programs are there? Each reads its own rows of Q once, and the whole of K and of V.",
         "Rows of Q that do not exist are masked, so all programs together read M rows of Q, not P · BLOCK_M.",
         "P = ceil(M / BLOCK_M); (M + 2 · N · P) · HEAD_DIM · itemsize.",
     ],
-)
-def _(bytes_read: Callable[..., Any]) -> str:
-    expect(callable(bytes_read), "a function is expected: give its name, without calling it", diagnosis="wrong-type")
-    cases = ((64, 64, 32, 32, 2), (150, 200, 32, 64, 2), (1, 40, 16, 64, 4), (90, 30, 64, 16, 2))
-    answers = []
-    for M, N, D, BLOCK_M, e in cases:
-        case = f"M={M}, N={N}, HEAD_DIM={D}, BLOCK_M={BLOCK_M}, {e} bytes an element"
-        with running(case):
-            answers.append((case, bytes_read(M, N, D, BLOCK_M, e), hbm_bytes(M, N, D, e, BLOCK_M)[0]))
-
-    def given(formula: Callable[[int, int, int, int, int, int], float]) -> list[float]:
-        return [formula(M, N, D, B, -(-M // B), e) for M, N, D, B, e in cases]
-
-    mistakes = {
-        "read-once": (
-            given(lambda M, N, D, B, P, e: (M + 2 * N) * D * e),
-            "K and V are read by every program, not once",
-        ),
-        "read-by-every-row": (
-            given(lambda M, N, D, B, P, e: (M + 2 * N * M) * D * e),
-            "K and V are read once by each program of BLOCK_M rows, not by each row",
-        ),
-        "q-read-again": (
-            given(lambda M, N, D, B, P, e: P * (M + 2 * N) * D * e),
-            "each program reads its own rows of Q only",
-        ),
-        "q-forgotten": (
-            given(lambda M, N, D, B, P, e: 2 * N * P * D * e),
-            "Q is missing: each program reads its own rows",
-        ),
-        "v-forgotten": (given(lambda M, N, D, B, P, e: (M + N * P) * D * e), "K and V are two matrices"),
-        "rounded-down": (
-            given(lambda M, N, D, B, P, e: (M + 2 * N * (M // B)) * D * e),
-            "the last program counts too, if BLOCK_M does not divide M",
-        ),
-        "plus-one": (
-            given(lambda M, N, D, B, P, e: (M + 2 * N * (M // B + 1)) * D * e),
-            "M // BLOCK_M + 1 is one program too many where BLOCK_M divides M",
-        ),
-        "not-rounded": (
-            given(lambda M, N, D, B, P, e: (M + 2 * N * M / B) * D * e),
-            "there is no fraction of a program: round up",
-        ),
-        "masked-rows": (
-            given(lambda M, N, D, B, P, e: (P * B + 2 * N * P) * D * e),
-            "rows of Q past the end are masked: they are not read",
-        ),
-        "o-read": (
-            given(lambda M, N, D, B, P, e: (2 * M + 2 * N * P) * D * e),
-            "M rows too many: O is written, not read",
-        ),
-        "block-m-ignored": (
-            given(lambda M, N, D, B, P, e: (M + 2 * N * -(-M // 64)) * D * e),
-            "every program is taken for 64 rows; it has BLOCK_M",
-        ),
-        "head-dim-ignored": (
-            given(lambda M, N, D, B, P, e: (M + 2 * N * P) * 64 * e),
-            "every row is taken for 64 elements; it has HEAD_DIM",
-        ),
-        "lse-read": (
-            given(lambda M, N, D, B, P, e: (M + 2 * N * P) * D * e + 4 * M),
-            "4 · M bytes too many: lse is written, not read",
-        ),
-        "in-kib": (given(lambda M, N, D, B, P, e: (M + 2 * N * P) * D * e / 1024), "that is in KiB; return bytes"),
-        "itemsize-ignored": (
-            given(lambda M, N, D, B, P, e: (M + 2 * N * P) * D * 2),
-            "every element is taken for 2 bytes; it has `itemsize`",
-        ),
-        "elements": (
-            given(lambda M, N, D, B, P, e: (M + 2 * N * P) * D),
-            "that is elements; an element has `itemsize` bytes",
-        ),
-    }
-    with explained(lambda: explain_bytes_read(cases, [float(x) for _, x, _ in answers], bytes_read)):
-        expect_all_close(answers, what="bytes_read", tol=0.5, mistakes=mistakes)
-    q, k, v = _random((100, 32), (150, 32), (150, 32), dtype=torch.float16)
-    counted = hbm_traffic(flash_attention_forward, q, k, v, BLOCK_M=32).bytes_read
-    expect(
-        bytes_read(100, 150, 32, 32, 2) == counted,
-        f"the interpreter counted {counted} bytes for M=100, N=150, HEAD_DIM=32, BLOCK_M=32",
-        diagnosis="wrong-value",
-    )
-    return "equal to what the interpreter counts"
+    returns="bytes_read",
+    inputs=[(64, 64, 32, 32, 2), (150, 200, 32, 64, 2), (1, 40, 16, 64, 4), (90, 30, 64, 16, 2)],
+    draw=lambda r: (
+        r.randint(1, 400), r.randint(1, 400), r.choice((8, 16, 64, 80)), r.choice((16, 32, 64, 128)), r.choice((2, 4))
+    ),
+    notes={
+        "2": "K and V are two matrices", "programs": "each program reads all of K and V",
+        "itemsize": "an element has itemsize bytes", "M": "each block reads its own rows of Q once",
+        "HEAD_DIM": "a row has HEAD_DIM elements",
+        "math.ceil(M / BLOCK_M)": "the last program counts too, and there is no fraction of one",
+    },
+    rows=[
+        Row("masked-rows", "rows of Q past the end are masked: they are not read",
+            [("(M + 2", "(programs * BLOCK_M + 2")]),
+        Row("o-read", "M rows too many: O is written, not read", [("(M + 2", "(2 * M + 2")]),
+        Row("lse-read", "4 · M bytes too many: lse is written, not read", [("* itemsize", "* itemsize + 4 * M")]),
+        Row("scores-read", "the scores are counted: they never leave the chip", [("* itemsize", "* itemsize + M * N * "
+            "itemsize")]),
+    ],
+    then=_as_the_interpreter_counts,
+)  # fmt: skip
+def bytes_read(M, N, HEAD_DIM, BLOCK_M, itemsize):
+    # BEGIN SOLUTION
+    programs = math.ceil(M / BLOCK_M)
+    return (M + 2 * N * programs) * HEAD_DIM * itemsize
+    # END SOLUTION
 
 
 # ---- 3.8 ------------------------------------------------------------------------------------------------------------

@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import itertools
 import math
-import operator
+import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from flashlab import runtime
 from flashlab.check import CheckFailed, Report, expect, expect_all_close, expect_close, running, verify
+from flashlab.check.lookup import Row
 from flashlab.check.mistakes import weights
-from flashlab.check.slips import Chosen, Slip, explain, explained
 from flashlab.check.symptoms import watched
-from flashlab.exercises.answers import in_words
 from flashlab.exercises.registry import exercise
+from flashlab.exercises.rule import rule
 from flashlab.exercises.triton_answers import compiles, explain_undefined, in_bounds, kept, kernel_of
 from flashlab.triton_tools.watch import watched as watched_memory
 
@@ -43,45 +42,6 @@ def _apart(x: torch.Tensor, columns: int) -> torch.Tensor:
     return view
 
 
-def _whole_numbers(got: Any, names: Sequence[str], case: str) -> Numbers:
-    """The learner's tuple as whole numbers, or CheckFailed."""
-    __tracebackhide__ = True
-    wanted = f"({', '.join(names)})"
-    expect(got is not None, f"nothing is returned; return {wanted}", diagnosis="returned-none", case=case)
-    got = got.tolist() if hasattr(got, "tolist") else got  # a tensor, an array
-    expect(
-        isinstance(got, (tuple, list)) and len(got) == len(names),
-        f"{in_words(got, article=True)} is returned; return {len(names)} numbers, {wanted}",
-        diagnosis="wrong-type",
-        case=case,
-    )
-    found = []
-    for name, value in zip(names, got, strict=True):
-        number = _whole_number(value)
-        if number is None:
-            raise CheckFailed(
-                f"{name} is {value!r:.40}, which is no whole number"
-                + (": division by // gives one" if isinstance(value, float) and math.isfinite(value) else ""),
-                diagnosis="no-whole-number",
-                case=case,
-            )
-        found.append(number)
-    return tuple(found)
-
-
-def _whole_number(value: Any) -> int | None:
-    """The value as an int, also from a tensor or from 16.0; None where it is none."""
-    try:
-        return operator.index(value)
-    except TypeError:
-        pass
-    try:
-        number = math.nan if isinstance(value, str) else float(value)
-    except (TypeError, ValueError, RuntimeError):
-        return None
-    return int(number) if number.is_integer() else None
-
-
 def _expect_all(
     answers: Sequence[Answer],
     mistakes: Mapping[str, tuple[Sequence[Any], str]] | Callable[[], Mapping[str, tuple[Sequence[Any], str]]],
@@ -96,46 +56,6 @@ def _expect_all(
             expect_close(got, want, what=what, case=case, tol=tol)
     else:
         expect_all_close(answers, what=what, tol=tol, mistakes=mistakes)
-
-
-def _expect_numbers(
-    answers: Sequence[tuple[str, Numbers, Numbers]],
-    names: Sequence[str],
-    mistakes: Mapping[str, tuple[Sequence[Any], str]],
-    parts: Mapping[str, Mapping[str, tuple[Sequence[int], str]]] | None = None,
-) -> None:
-    """Every tuple of whole numbers right, or what is known of the first number that is not.
-
-    parts: {name: {slug: (that number of every answer, sentence)}}, for a mistake in one number, whatever the others.
-    """
-    __tracebackhide__ = True
-    wrong = [answer for answer in answers if tuple(answer[1]) != tuple(answer[2])]
-    if not wrong:
-        return
-    got, want = ([tuple(answer[i]) for answer in answers] for i in (1, 2))
-    for slug, (values, sentence) in mistakes.items():
-        if [tuple(x) for x in values] == got:
-            raise CheckFailed(sentence, diagnosis=slug.partition(" ")[0], case=wrong[0][0])
-    for order in itertools.permutations(range(len(names))):
-        if [tuple(x[i] for i in order) for x in want] == got:
-            came = ", ".join(names[i] for i in order)
-            sentence = f"the numbers are right, but they come as ({came}): return ({', '.join(names)})"
-            raise CheckFailed(sentence, diagnosis="exchanged", case=wrong[0][0])
-    off = {name for i, name in enumerate(names) if any(x[i] != y[i] for x, y in zip(got, want, strict=True))}
-    for i, name in enumerate(names):
-        for slug, (column, sentence) in (parts or {}).get(name, {}).items():
-            if name in off and list(column) == [x[i] for x in got]:
-                case = next(case for case, x, y in answers if x[i] != y[i])
-                raise CheckFailed(sentence, diagnosis=slug.partition(" ")[0], case=case)
-    i = next(i for i, name in enumerate(names) if name in off)
-    case, mine, right = next(answer for answer in answers if answer[1][i] != answer[2][i])
-    well = [name for name in names if name not in off]
-    raise CheckFailed(
-        f"{names[i]} is {mine[i]}, it should be {right[i]}"
-        + (f"; {' and '.join(well)} {'are' if len(well) > 1 else 'is'} right everywhere" if well else ""),
-        diagnosis="wrong-value",
-        case=case,
-    )
 
 
 def _one_or_two(
@@ -153,11 +73,14 @@ def _one_or_two(
 
 # ---- 4.1 ------------------------------------------------------------------------------------------------------------
 
-_GRIDS = ((2, 6, 2, 4), (3, 4, 4, 5), (2, 8, 1, 3), (2, 6, 3, 1), (1, 8, 2, 7))  # batch, heads, kv_heads, m_blocks
-_WHOSE = ("batch", "head", "kv_head", "block")
+
+def _grid(r: random.Random) -> Numbers:
+    heads = r.randint(1, 4)
+    group, blocks = r.randint(1, 4), r.randint(1, 6)
+    return r.randrange(3 * heads * group * blocks), blocks, heads * group, heads
 
 
-@exercise(
+@rule(
     "4.1",
     title="Whose rows?",
     minutes=10,
@@ -167,177 +90,50 @@ _WHOSE = ("batch", "head", "kv_head", "block")
         "The block is pid % m_blocks. What is left, pid // m_blocks, counts the heads of all batches.",
         "kv_head: `heads // kv_heads` query heads share one, so it is head // (heads // kv_heads).",
     ],
-)
-def _(whose: Callable[..., tuple[int, int, int, int]]) -> str:
-    got, want = [], []
-    for batch, heads, kv_heads, blocks in _GRIDS:
-        for pid in range(batch * heads * blocks):
-            case = f"pid={pid}, m_blocks={blocks}, heads={heads}, kv_heads={kv_heads}"
-            with running(case):
-                result = whose(pid, blocks, heads, kv_heads)
-            got.append((case, _whole_numbers(result, _WHOSE, case)))
-        want += _programs(batch, heads, kv_heads, blocks)
-
-    def given(change: Callable[[int, int, int, int, int, int, int], Any]) -> list[Any]:
-        """change(pid, batch_head, heads, kv_heads, group, m_blocks, batches)"""
-        return [change(i, i // m, h, kv, h // kv, m, b) for b, h, kv, m in _GRIDS for i in range(b * h * m)]
-
-    mistakes = {
-        "heads-fastest": (
-            given(lambda i, bh, h, kv, g, m, b: (i // h // m, i % h, i % h // g, i // h % m)),
-            "neighbouring programs are neighbouring heads here; they should be neighbouring blocks of one head",
-        ),
-        "quotient-for-remainder": (
-            given(lambda i, bh, h, kv, g, m, b: (i % m // h, i % m % h, i % m % h // g, i // m)),
-            "quotient and remainder are exchanged: the block is pid % m_blocks",
-        ),
-        "batch-and-head-exchanged": (
-            given(lambda i, bh, h, kv, g, m, b: (bh % h, bh // h, bh % h // g, i % m)),
-            "batch and head are exchanged: the heads of one batch are neighbours",
-        ),
-        "batch-and-head-exchanged 2": (
-            given(lambda i, bh, h, kv, g, m, b: (bh % h, bh // h, bh // h // g, i % m)),
-            "batch and head are exchanged, and kv_head is the wrong one's: the heads of one batch are neighbours, "
-            "so the quotient by `heads` is the batch and the remainder the head",
-        ),
-        "batches-fastest": (
-            given(lambda i, bh, h, kv, g, m, b: (bh % b, bh // b, bh // b // g, i % m)),
-            "neighbouring heads are of different batches here; the heads of one batch are neighbours",
-        ),
-    }
-    cards = "deals the key heads out like cards; the query heads that share a key head are neighbours"
-    reduced = "head counts on through the batches; in each batch it begins at 0: what is the remainder?"
-    parts = {
-        "batch": {
-            "batch-not-divided": (
-                given(lambda i, bh, h, kv, g, m, b: bh),
-                "batch counts heads: divide it by the heads of a batch",
-            ),
-            "head-for-batch": (
-                given(lambda i, bh, h, kv, g, m, b: bh % h),
-                "batch is what head should be, the remainder by `heads`; the batch is the quotient",
-            ),
-            "batch-by-group": (given(lambda i, bh, h, kv, g, m, b: bh // g), "batch counts groups of heads"),
-            "batch-by-blocks": (
-                given(lambda i, bh, h, kv, g, m, b: i // m // m),
-                "batch is divided by m_blocks twice; once by `heads`",
-            ),
-            "batch-from-pid": (
-                given(lambda i, bh, h, kv, g, m, b: i // h),
-                "batch is pid // heads: the blocks of a head are in pid too",
-            ),
-            "batch-of-kv-heads": (
-                given(lambda i, bh, h, kv, g, m, b: bh // kv),
-                "batch is counted in key heads; a batch has `heads` query heads, and each has its own programs",
-            ),
-        },
-        "head": {
-            "head-not-reduced": (given(lambda i, bh, h, kv, g, m, b: bh), reduced),
-            "batch-for-head": (
-                given(lambda i, bh, h, kv, g, m, b: bh // h),
-                "head is what batch should be, the quotient by `heads`; the head is the remainder",
-            ),
-            "head-by-kv-heads": (
-                given(lambda i, bh, h, kv, g, m, b: bh % kv),
-                "head is the remainder by kv_heads; a batch has `heads` query heads",
-            ),
-            "head-by-group": (
-                given(lambda i, bh, h, kv, g, m, b: bh % g),
-                "head is the remainder by heads // kv_heads; a batch has `heads` query heads",
-            ),
-            "head-by-blocks": (
-                given(lambda i, bh, h, kv, g, m, b: bh % m),
-                "head is the remainder by m_blocks; it is that by `heads`",
-            ),
-            "head-zero": (given(lambda i, bh, h, kv, g, m, b: 0), "head is 0 for every program"),
-            "head-from-pid": (
-                given(lambda i, bh, h, kv, g, m, b: i % h),
-                "head is pid % heads: the blocks of a head are in pid too",
-            ),
-        },
-        "kv_head": {
-            "modulo-kv-heads": (
-                given(lambda i, bh, h, kv, g, m, b: bh % h % kv),
-                f"kv_head is head % kv_heads: {cards}",
-            ),
-            "modulo-group": (
-                given(lambda i, bh, h, kv, g, m, b: bh % h % g),
-                "kv_head is the number of the query head within its group; the number of the group is wanted",
-            ),
-            "divided-by-kv-heads": (
-                given(lambda i, bh, h, kv, g, m, b: bh % h // kv),
-                "kv_head is head // kv_heads; divide by how many query heads share a key head",
-            ),
-            "query-head-used": (
-                given(lambda i, bh, h, kv, g, m, b: bh % h),
-                "kv_head is the query head; there are fewer key heads, and several query heads share one",
-            ),
-            "kv-head-over-batches": (
-                given(lambda i, bh, h, kv, g, m, b: bh // g),
-                "kv_head counts on through the batches; in each batch it begins at 0",
-            ),
-            "kv-head-of-the-batch": (
-                given(lambda i, bh, h, kv, g, m, b: bh // h // g),
-                "kv_head is computed from the batch; it is the group of the head",
-            ),
-            "kv-head-reduced-later": (
-                given(lambda i, bh, h, kv, g, m, b: bh % kv),
-                "kv_head is pid // m_blocks % kv_heads: it is the group of the head, head // (heads // kv_heads)",
-            ),
-            "kv-head-zero": (given(lambda i, bh, h, kv, g, m, b: 0), "kv_head is 0 for every head"),
-            "turned-round": (
-                given(lambda i, bh, h, kv, g, m, b: bh % h * h // kv),
-                "kv_head is head * heads // kv_heads, which is larger than head; there are fewer key heads",
-            ),
-        },
-        "block": {
-            "blocks-backwards": (
-                given(lambda i, bh, h, kv, g, m, b: m - 1 - i % m),
-                "the blocks of a head come in the opposite order; here the first program has the first block",
-            ),
-            "block-from-one": (given(lambda i, bh, h, kv, g, m, b: i % m + 1), "block counts from 1; it begins at 0"),
-            "block-not-reduced": (given(lambda i, bh, h, kv, g, m, b: i), "block is pid; each head begins at 0 again"),
-            "block-quotient": (
-                given(lambda i, bh, h, kv, g, m, b: bh),
-                "block is pid // m_blocks; it is the remainder, pid % m_blocks",
-            ),
-            "block-of-heads": (
-                given(lambda i, bh, h, kv, g, m, b: i % h),
-                "block is pid % heads; a head has m_blocks of them",
-            ),
-        },
-    }
-    answers = [(case, x, y) for (case, x), y in zip(got, want, strict=True)]
-    _expect_numbers(answers, _WHOSE, mistakes, parts)
-    return f"{len(want)} programs of {len(_GRIDS)} grids"
-
-
-def _programs(batch: int, heads: int, kv_heads: int, blocks: int) -> list[Numbers]:
-    """The right answer as nested loops would give it."""
-    group = heads // kv_heads
-    loops = itertools.product(range(batch), range(heads), range(blocks))
-    return [(b, h, h // group, m) for b, h, m in loops]
+    returns="batch, head, kv_head, block",
+    whole=True,
+    inputs=[
+        (pid, blocks, heads, kv_heads)
+        for batch, heads, kv_heads, blocks in ((2, 6, 2, 4), (3, 4, 4, 5), (2, 8, 1, 3), (2, 6, 3, 1), (1, 8, 2, 7))
+        for pid in range(batch * heads * blocks)
+    ],
+    draw=_grid,
+    rows=[
+        Row("heads-fastest", "neighbouring programs are neighbouring heads here: they are blocks of one head",
+            [("pid // m_blocks, pid", "pid // heads // m_blocks * heads + pid % heads, pid // heads")]),
+        Row("modulo-kv-heads", "kv_head is head % kv_heads, which deals the key heads out like cards: the query heads "
+            "that share one are neighbours", [("head // (heads // kv_heads)", "head % kv_heads")]),
+        Row("divided-by-kv-heads", "kv_head is head // kv_heads: divide by how many query heads share a key head",
+            [("head // (heads // kv_heads)", "head // kv_heads")]),
+        Row("batch-and-head-exchanged", "batch and head are exchanged, and kv_head is that of the wrong one",
+            [("batch, head =", "head, batch =")]),
+        Row("blocks-backwards", "the blocks of a head come in the opposite order: the first program has the first",
+            [("head // (heads // kv_heads), block", "head // (heads // kv_heads), m_blocks - 1 - block")]),
+    ],
+)  # fmt: skip
+def whose(pid, m_blocks, heads, kv_heads):
+    """(batch, head, kv_head, block) of program pid. m_blocks: blocks of queries of one head."""
+    # BEGIN SOLUTION
+    batch_head, block = pid // m_blocks, pid % m_blocks
+    batch, head = batch_head // heads, batch_head % heads
+    return batch, head, head // (heads // kv_heads), block
+    # END SOLUTION
 
 
 # ---- 4.2 ------------------------------------------------------------------------------------------------------------
 
-_BLOCKS = tuple(
-    (start, min(start + block, seq_q), seq_q, seq_k, tile)
-    for seq_q, seq_k, block, tile in (
-        (64, 64, 16, 16), (50, 130, 16, 32), (100, 37, 32, 16), (1, 147, 16, 64), (40, 40, 32, 8), (33, 35, 8, 8),
-        (33, 40, 16, 8),
-        (200, 90, 64, 32),
-        *((24, 24 + offset, 8, 8) for offset in range(1, 8)),  # a row may see any remainder of a tile
-    )
-    for start in range(0, seq_q, block)
-)  # fmt: skip
+
+def _rows(r: random.Random) -> Numbers:
+    """start, stop, seq_q, seq_k of a block of queries."""
+    seq_q = r.randint(1, 90)
+    start = r.randrange(seq_q)
+    return start, r.randint(start + 1, min(seq_q, start + 40)), seq_q, r.randint(1, 120)
 
 
-@exercise(
+@rule(
     "4.2",
     title="How far a block sees",
     minutes=15,
-    difficulty="Core",
     hints=[
         "Query i sees the keys j <= i + seq_k - seq_q. So how many keys does query i see, if there are enough?",
         "`end`: the row that sees most is the last, stop - 1. `whole_end`: the row that sees least is the first. "
@@ -345,137 +141,39 @@ _BLOCKS = tuple(
         "end = max(0, min(seq_k, stop + seq_k - seq_q)); whole_end = max(0, min(seq_k, start + 1 + seq_k - seq_q)) "
         "// BLOCK_N * BLOCK_N.",
     ],
-)
-def _(causal_edges: Callable[..., tuple[int, int]]) -> str:
-    got = []
-    for start, stop, seq_q, seq_k, tile in _BLOCKS:
-        case = f"rows {start} to {stop - 1} of {seq_q}, {seq_k} keys, BLOCK_N={tile}"
-        with running(case):
-            result = causal_edges(start, stop, seq_q, seq_k, tile)
-        got.append((case, _whole_numbers(result, ("whole_end", "end"), case)))
-
-    def given(formula: Callable[[int, int, int, int, int], Numbers]) -> list[Numbers]:
-        """formula(start, stop, diagonal, seq_k, BLOCK_N)"""
-        return [formula(a, z, n - m, n, t) for a, z, m, n, t in _BLOCKS]
-
-    def cut(x: int, n: int) -> int:
-        return max(0, min(n, x))
-
-    def right(a: int, z: int, d: int, n: int, t: int) -> Numbers:
-        return cut(a + 1 + d, n) // t * t, cut(z + d, n)
-
-    def whole(f: Callable[[int, int, int, int, int], int]) -> list[Numbers]:
-        return given(lambda a, z, d, n, t: (f(a, z, d, n, t), right(a, z, d, n, t)[1]))
-
-    def end(f: Callable[[int, int, int, int, int], int]) -> list[Numbers]:
-        return given(lambda a, z, d, n, t: (right(a, z, d, n, t)[0], f(a, z, d, n, t)))
-
-    top_left = [(cut(a + 1, n) // t * t, cut(z, n)) for a, z, m, n, t in _BLOCKS]
-    mistakes: dict[str, tuple[Sequence[Any], str]] = {
-        "top-left": (top_left, "both are those of a mask that begins at the first key; the last query sees the last "
-                     "key, so query i sees j <= i + seq_k - seq_q"),
-        "offset-sign": (
-            [(cut(a + 1 - n + m, n) // t * t, cut(z - n + m, n)) for a, z, m, n, t in _BLOCKS],
-            "the offset has the wrong sign: with more keys than queries a row sees more, i + seq_k - seq_q",
-        ),
-        "exchanged": (given(lambda *x: right(*x)[::-1]), "the two are exchanged: return (whole_end, end)"),
-        "negative": (
-            given(lambda a, z, d, n, t: (min(n, a + 1 + d) // t * t, min(n, z + d))),
-            "an edge is negative where a row sees no key; there is no key before 0",
-        ),
-        "negative-end": (end(lambda a, z, d, n, t: min(n, z + d)), "end is negative where no row sees a key"),
-        "negative-whole-end": (
-            whole(lambda a, z, d, n, t: min(n, a + 1 + d) // t * t),
-            "whole_end is negative where the first row sees no key: it is 0 there",
-        ),
-        "end-of-the-first-row": (
-            end(lambda a, z, d, n, t: cut(a + 1 + d, n)),
-            "end is where the first row stops seeing; the last row of the block sees further",
-        ),
-        "end-one-too-early": (
-            end(lambda a, z, d, n, t: cut(z - 1 + d, n)),
-            "end is one key too early: it is one *past* the last key that row stop - 1 sees",
-        ),
-        "end-one-too-late": (
-            end(lambda a, z, d, n, t: cut(z + 1 + d, n)),
-            "end is one key too late: the last row is stop - 1, and end is one past the last key that it sees",
-        ),
-        "no-causal-end": (end(lambda a, z, d, n, t: n), "end is seq_k for every block: which keys does no row see?"),
-        "end-rounded": (
-            end(lambda a, z, d, n, t: min(n, -(-cut(z + d, n) // t) * t)),
-            "end is rounded to a tile; it is one past the last key that a row sees (the loop's step rounds by itself)",
-        ),
-        "end-rounded 2": (
-            end(lambda a, z, d, n, t: -(-cut(z + d, n) // t) * t),
-            "end is rounded to a tile; it is one past the last key that a row sees (the loop's step rounds by itself)",
-        ),
-        "whole-of-the-last-row": (
-            whole(lambda a, z, d, n, t: cut(z + d, n) // t * t),
-            "whole_end is computed from the last row; a tile needs no mask if *every* row sees all of it",
-        ),
-        "whole-one-too-early": (
-            whole(lambda a, z, d, n, t: cut(a + d, n) // t * t),
-            "whole_end leaves out a tile: row `start` sees the key start + seq_k - seq_q too, so start + 1 + seq_k - "
-            "seq_q keys",
-        ),
-        "whole-rounded-up": (
-            whole(lambda a, z, d, n, t: -(-cut(a + 1 + d, n) // t) * t),
-            "whole_end is rounded up, so its last tile is not seen whole",
-        ),
-        "whole-not-rounded": (
-            whole(lambda a, z, d, n, t: cut(a + 1 + d, n)),
-            "whole_end is no multiple of BLOCK_N: the tile that it cuts is not seen whole",
-        ),
-        "tiles-counted": (
-            whole(lambda a, z, d, n, t: cut(a + 1 + d, n) // t),
-            "whole_end is a number of tiles; it should be a number of keys",
-        ),
-        "end-ignores-seq-k": (end(lambda a, z, d, n, t: max(0, z + abs(d))),
-                              "end goes past seq_k: there is no key from seq_k on"),
-    }  # fmt: skip
-    answers = [(case, x, y) for (case, x), y in zip(got, given(right), strict=True)]
-    shifts = {
-        "top-left": (lambda d: 0, "begins at the first key; the last query sees the last key"),
-        "offset-sign": (lambda d: -d, "has an offset of the wrong sign: it is seq_k - seq_q"),
-        "offset-not-negative": (abs, "takes the offset seq_k - seq_q as positive; with fewer keys it is negative"),
-        "offset-cut": (lambda d: max(0, d), "cuts the offset seq_k - seq_q off at 0; with fewer keys it is negative"),
-    }
-    moved = {
-        slug: (
-            [right(a, z, f(n - m), n, t) for a, z, m, n, t in _BLOCKS],
-            f"the mask of these edges {why}",
+    returns="whole_end, end",
+    whole=True,
+    inputs=[
+        (start, min(start + block, seq_q), seq_q, seq_k, tile)
+        for seq_q, seq_k, block, tile in (
+            (64, 64, 16, 16), (50, 130, 16, 32), (100, 37, 32, 16), (1, 147, 16, 64), (40, 40, 32, 8), (33, 35, 8, 8),
+            (33, 40, 16, 8), (200, 90, 64, 32),
+            *((24, 24 + offset, 8, 8) for offset in range(1, 8)),  # a row may see any remainder of a tile
         )
-        for slug, (f, why) in shifts.items()
-        if slug.startswith("offset-")
-    }
-    parts: dict[str, dict[str, tuple[list[int], str]]] = {"whole_end": {}, "end": {}}
-    for i, name in enumerate(parts):
-        for slug, (f, why) in shifts.items():
-            column = [right(a, z, f(n - m), n, t)[i] for a, z, m, n, t in _BLOCKS]
-            parts[name][slug] = (column, f"the mask that gives {name} {why}")
-        for slug, (values, why) in mistakes.items():  # the same mistake, whatever the other number is
-            column = [x[i] for x in values]
-            if column != [right(a, z, n - m, n, t)[i] for a, z, m, n, t in _BLOCKS] and name.split("_")[0] in slug:
-                parts[name][slug] = (column, why)
-    parts["whole_end"]["whole-too-late"] = (
-        [x[0] for x in whole(lambda a, z, d, n, t: cut(a + 2 + d, n) // t * t)],
-        "whole_end is a tile too far for some blocks: row `start` sees start + 1 + seq_k - seq_q keys, and no more",
-    )
-    parts["whole_end"]["whole-zero"] = ([0] * len(_BLOCKS), "whole_end is 0 for every block: no tile is seen whole?")
-    parts["end"]["end-rounded-down"] = (
-        [right(a, z, n - m, n, t)[1] // t * t for a, z, m, n, t in _BLOCKS],
-        "end is rounded down to a tile: the keys after it are seen too",
-    )
-
-    def slipped() -> tuple[str, str] | None:
-        return _explain_edges(
-            [(a, z, m, n, t, 0) for a, z, m, n, t in _BLOCKS], [x for _, x, _ in answers], [x for _, _, x in answers],
-            {"whole_end": ("start", 1, True), "end": ("stop", 0, False)},
-        )  # fmt: skip
-
-    with explained(slipped):
-        _expect_numbers(answers, ("whole_end", "end"), mistakes | moved, parts)
-    return f"{len(_BLOCKS)} blocks of queries"
+        for start in range(0, seq_q, block)
+    ],
+    draw=lambda r: (*_rows(r), r.choice((4, 8, 16, 32))),
+    notes={
+        "offset": "the last query sees the last key", "stop": "the last row, stop - 1, sees furthest",
+        "start": "the first row sees least", "1": "row i sees the key i + seq_k - seq_q itself",
+    },
+    rows=[
+        Row("whole-rounded-up", "whole_end is rounded up to a multiple of BLOCK_N: it is rounded down",
+            [("start + 1 + offset)) // BLOCK_N", "start + 1 + offset) + BLOCK_N - 1) // BLOCK_N")]),
+        Row("end-rounded", "end is rounded up to a tile: it is one past the last key that a row sees",
+            [("return whole_end, end", "return whole_end, min(seq_k, -(-end // BLOCK_N) * BLOCK_N)")]),
+        Row("row-rounded", "whole_end has its row rounded to BLOCK_N before the offset is added: round the number of "
+            "keys", [("start + 1 + offset", "start // BLOCK_N * BLOCK_N + 1 + offset")]),
+    ],
+)  # fmt: skip
+def causal_edges(start, stop, seq_q, seq_k, BLOCK_N):
+    """(whole_end, end), two numbers of keys, 0 to seq_k."""
+    # BEGIN SOLUTION
+    offset = seq_k - seq_q
+    end = max(0, min(seq_k, stop + offset))
+    whole_end = max(0, min(seq_k, start + 1 + offset)) // BLOCK_N * BLOCK_N
+    return whole_end, end
+    # END SOLUTION
 
 
 # ---- 4.3 ------------------------------------------------------------------------------------------------------------
@@ -674,295 +372,49 @@ def _(scores_kernel: Any) -> str:
     return f"{len(_SIZES)} sizes, and it compiles"
 
 
-_OFFSETS: Mapping[str, tuple[Callable[[int], int], str]] = {
-    "none": (lambda d: 0, "is without the offset seq_k - seq_q: the last query stands beside the last key"),
-    "negative": (lambda d: -d, "has the offset with the wrong sign: it is seq_k - seq_q"),
-    "positive": (abs, "takes the offset seq_k - seq_q as positive: with fewer keys than queries it is negative"),
-    "cut": (lambda d: max(0, d), "cuts the offset seq_k - seq_q off at 0: with fewer keys than queries it is negative"),
-    "twice": (lambda d: 2 * d, "has the offset seq_k - seq_q twice"),
-}
-_EDGE_ROWS: Mapping[str, Callable[[int, int, int], int]] = {
-    "start": lambda a, z, m: a, "stop": lambda a, z, m: z, "stop - 1": lambda a, z, m: z - 1,
-    "the number of rows, stop - start,": lambda a, z, m: z - a, "seq_q - stop": lambda a, z, m: m - z,
-    "seq_q - start": lambda a, z, m: m - a, "the middle of start and stop": lambda a, z, m: (a + z) // 2,
-    "seq_q": lambda a, z, m: m, "0": lambda a, z, m: 0,
-}  # fmt: skip
-
-
-def _edge_slips(row: str, one: int, rounded: bool, window: str) -> list[Slip]:
-    """The slips of one number of `_explain_edges`; each sentence goes on after that number's name."""
-    found = [
-        Slip("row", name, f"is computed from {name}: it should be computed from {row}", "wrong-row")
-        for name in _EDGE_ROWS if name != row
-    ] + [Slip("offset", name, why, f"offset-{name}") for name, (_, why) in _OFFSETS.items()]  # fmt: skip
-    for more in (-2, -1, 0, 1, 2):
-        if more != one:
-            count = f"{abs(more - one)} too {'small' if more < one else 'large'}"
-            why = f"is computed from a number of keys that is {count}, before it is " + (
-                "rounded" if rounded else "cut off at 0 and seq_k"
-            )
-            found.append(Slip("one", more, why, "off-by-one" if abs(more - one) == 1 else "off-by-two"))
-    found += [
-        Slip("low", False, "is not cut off at 0, where no key is before that", "below-zero"),
-        Slip("high", False, "is not cut off at seq_k: there is no key from there on", "beyond-the-keys"),
-        Slip("high", "seq_q", "is cut off at seq_q, the number of queries: there are seq_k keys", "cut-at-seq-q"),
-        Slip("high", "last", "is cut off at seq_k - 1: seq_k itself is one past the last key", "cut-too-early"),
-        Slip("low", 1, "is cut off at 1: it can be 0", "cut-at-one"),
-    ]
-    if window:
-        other = "right" if window == "left" else "left"
-        found += [
-            Slip("window", "0", f"does not have {window} in it", "window-ignored"),
-            Slip("window", other, f"has {other} where {window} belongs", "sides-exchanged"),
-            Slip("window", "sign", f"has {window} with the wrong sign", "wrong-sign"),
-            Slip("window", "both", "has left + right where one of them belongs", "both-sides"),
-        ]
-        return found
-    found += [
-        Slip("round", "up", "is rounded up to a multiple of BLOCK_N" + (": it is rounded down" if rounded else ""),
-             "rounded-up"),
-        Slip("round", "up, cut", "is rounded up to a multiple of BLOCK_N" + (": it is rounded down" if rounded else ""),
-             "rounded-up"),
-        Slip("round", "tiles", "is a number of tiles: a number of keys is wanted", "tiles-for-keys"),
-        Slip("round", "first", "is rounded to a multiple of BLOCK_N before it is cut off at 0 and seq_k: cut off first",
-             "rounded-before-cut"),
-        Slip("round", "row", "has its row rounded to BLOCK_N before the offset is added: round the number of keys",
-             "row-rounded"),
-        Slip("round", "one less", "is one tile less than it should be", "one-tile-less"),
-        Slip("round", "one more", "is one tile more than it should be", "one-tile-more"),
-    ]  # fmt: skip
-    words = "has its row rounded to BLOCK_N before the offset is added: round the number of keys alone"
-    found.append(Slip("row rounded", True, words, "row-rounded"))
-    if rounded:
-        found.append(Slip("round", "not", "is not rounded down to a multiple of BLOCK_N", "not-rounded"))
-    else:
-        found.append(Slip("round", "down", "is rounded down to a multiple of BLOCK_N: it is one past the last key that "
-                          "a row sees", "rounded-down"))  # fmt: skip
-    return found
-
-
-def _explain_edges(
-    blocks: Sequence[tuple[int, ...]], got: Sequence[Numbers], want: Sequence[Numbers],
-    numbers: Mapping[str, tuple[str, int, bool]],
-) -> tuple[str, str] | None:  # fmt: skip
-    """(slug, sentence) of the slips in the first wrong one of two numbers.
-
-    blocks: (start, stop, seq_q, seq_k, BLOCK_N, 0), or with (left, right) at the end. numbers: {name: (the row that it
-    is computed from, what is added to it, whether it is rounded down to BLOCK_N)}.
-    """
-    for i, (name, (row, one, rounded)) in enumerate(numbers.items()):
-        if all(x[i] == y[i] for x, y in zip(got, want, strict=True)):
-            continue
-        window = {"begin": "left", "end": "right"}[name] if "begin" in numbers else ""
-
-        def edge(block: tuple[int, ...], chosen: Chosen, row=row, one=one, rounded=rounded, window=window) -> int:
-            start, stop, seq_q, seq_k, tile, right = block
-            at = _EDGE_ROWS[str(chosen.get("row", row))](start, stop, seq_q)
-            d = seq_k - seq_q
-            d = _OFFSETS[str(chosen["offset"])][0](d) if "offset" in chosen else d
-            if "row rounded" in chosen or chosen.get("round") == "row":
-                at = at // tile * tile
-            x = at + d + int(chosen.get("one", one))
-            if window:
-                left = tile
-                sides = {"0": 0, "both": left + right, "left": left, "right": right}
-                side = sides[window] * (-1 if chosen.get("window") == "sign" else 1)
-                side = sides.get(str(chosen.get("window")), side)
-                x += -side if window == "left" else side
-            how = chosen.get("round", "down" if rounded else "not")
-            if how == "first":
-                x = x // tile * tile
-            low, high = chosen.get("low", 0), chosen.get("high", True)
-            top = {"seq_q": seq_q, "last": seq_k - 1}.get(str(high), seq_k)
-            if high is not False and window != "left":
-                x = min(x, top)
-            if low is not False and window != "right":
-                x = max(x, int(low))
-            if window:
-                return x
-            ways = {
-                "down": x // tile * tile, "up": -(-x // tile) * tile, "up, cut": min(top, -(-x // tile) * tile),
-                "tiles": x // tile, "one less": (x // tile - 1) * tile, "one more": (x // tile + 1) * tile,
-            }  # fmt: skip
-            return ways.get(str(how), x)
-
-        found = explain(
-            lambda chosen, i=i, edge=edge: all(  # type: ignore[misc]
-                x[i] == edge(block, chosen) for x, block in zip(got, blocks, strict=True)
-            ),
-            [replace(slip, sentence=f"{name} {slip.sentence}") for slip in _edge_slips(row, one, rounded, window)],
-        )
-        return found
-    return None
-
-
 # ---- 4.5 ------------------------------------------------------------------------------------------------------------
 
-_WINDOWS = tuple(
-    (start, min(start + block, seq_q), seq_q, seq_k, left, right)
-    for seq_q, seq_k, block in ((64, 64, 16), (30, 90, 8), (90, 30, 16), (1, 50, 16))
-    for left, right in ((0, 0), (10, 0), (25, 6), (3, 40), (7, 7))
-    for start in range(0, seq_q, block)
-)
 
-
-@exercise(
+@rule(
     "4.5",
     title="The keys of a window",
     minutes=15,
-    difficulty="Core",
     hints=[
         "Query i stands beside key p = i + seq_k - seq_q. It sees the keys p - left to p + right, its own among them.",
         "The first row of the block sees furthest to the left, the last row, stop - 1, furthest to the right.",
         "begin = max(0, start + seq_k - seq_q - left); end = min(seq_k, stop + seq_k - seq_q + right). One past the "
         "last, so no - 1.",
     ],
-)
-def _(window_keys: Callable[..., tuple[int, int]]) -> str:
-    def right_answer(a: int, z: int, d: int, n: int, left: int, right: int) -> Numbers:
-        return max(0, a + d - left), min(n, z + d + right)
-
-    def empty(edges: Numbers) -> bool:
-        return edges[0] >= edges[1]
-
-    def given(f: Callable[..., Numbers]) -> list[Numbers]:
-        """f(start, stop, offset, seq_k, left, right); what is empty is one answer, however it is written."""
-        found = [f(a, z, n - m, n, lo, hi) for a, z, m, n, lo, hi in _WINDOWS]
-        return [(0, 0) if empty(x) else x for x in found]
-
-    answers = []
-    for x, want in zip(_WINDOWS, given(right_answer), strict=True):
-        start, stop, seq_q, seq_k, left, right = x
-        case = f"rows {start} to {stop - 1} of {seq_q}, {seq_k} keys, window ({left}, {right})"
-        with running(case):
-            got = _whole_numbers(window_keys(*x), ("begin", "end"), case)
-        answers.append((case, (0, 0) if empty(got) else got, want))
-
-    def begin(f: Callable[..., int]) -> list[Numbers]:
-        return given(lambda *x: (f(*x), right_answer(*x)[1]))
-
-    def end(f: Callable[..., int]) -> list[Numbers]:
-        return given(lambda *x: (right_answer(*x)[0], f(*x)))
-
-    mistakes = {
-        "top-left": (
-            given(lambda a, z, d, n, lo, hi: (max(0, a - lo), min(n, z + hi))),
-            "query i stands beside key i here; positions are aligned at the end: i + seq_k - seq_q",
-        ),
-        "offset-sign": (
-            given(lambda a, z, d, n, lo, hi: (max(0, a - d - lo), min(n, z - d + hi))),
-            "the offset has the wrong sign: query i stands beside key i + seq_k - seq_q",
-        ),
-        "sides-exchanged": (
-            given(lambda a, z, d, n, lo, hi: (max(0, a + d - hi), min(n, z + d + lo))),
-            "left and right are exchanged",
-        ),
-        "negative-begin": (
-            begin(lambda a, z, d, n, lo, hi: a + d - lo),
-            "begin is negative where the window reaches past the first key: there is no key before 0",
-        ),
-        "begin-of-the-last-row": (
-            begin(lambda a, z, d, n, lo, hi: max(0, z - 1 + d - lo)),
-            "begin is where the last row begins to see; the first row sees further to the left",
-        ),
-        "own-key-counted": (
-            begin(lambda a, z, d, n, lo, hi: max(0, a + d - lo + 1)),
-            "begin is one key too late: `left` keys *before* the query's own position are seen",
-        ),
-        "one-key-too-many": (
-            begin(lambda a, z, d, n, lo, hi: max(0, a + d - lo - 1)),
-            "begin is one key too early: `left` keys before the query's own position are seen, and no more",
-        ),
-        "left-ignored": (begin(lambda a, z, d, n, lo, hi: 0), "begin is 0 for every block: which keys are too far?"),
-        "end-of-the-first-row": (
-            end(lambda a, z, d, n, lo, hi: min(n, a + 1 + d + hi)),
-            "end is where the first row stops seeing; the last row sees further",
-        ),
-        "end-one-too-early": (
-            end(lambda a, z, d, n, lo, hi: min(n, z - 1 + d + hi)),
-            "end is one key too early: it is one past the last key that row stop - 1 sees",
-        ),
-        "end-one-too-late": (
-            end(lambda a, z, d, n, lo, hi: min(n, z + 1 + d + hi)),
-            "end is one key too late: the last row is stop - 1, and end is one past the last key that it sees",
-        ),
-        "end-past-the-keys": (
-            end(lambda a, z, d, n, lo, hi: z + d + hi),
-            "end goes past seq_k: there is no key from seq_k on",
-        ),
-        "right-ignored": (
-            end(lambda a, z, d, n, lo, hi: min(n, z + d)),
-            "end is that of a causal mask: `right` keys behind the query's own position are seen too",
-        ),
-        "no-end": (end(lambda a, z, d, n, lo, hi: n), "end is seq_k for every block: which keys are too far?"),
-    }
-    for slug, f, why in (
-        ("offset-not-negative", abs, "takes the offset seq_k - seq_q as positive; with fewer keys it is negative"),
-        ("offset-cut", lambda d: max(0, d), "is cut off at 0; with fewer keys than queries it is negative"),
-    ):
-        mistakes[slug] = (
-            given(lambda a, z, d, n, lo, hi, f=f: right_answer(a, z, f(d), n, lo, hi)),
-            f"the offset seq_k - seq_q {why}" if "cut" in slug else f"the position {why}",
-        )
-    mistakes |= {
-        "begin-top-left": (
-            begin(lambda a, z, d, n, lo, hi: max(0, a - lo)),
-            "begin is computed from key `start`; row `start` stands beside key start + seq_k - seq_q",
-        ),
-        "end-top-left": (
-            end(lambda a, z, d, n, lo, hi: min(n, z + hi)),
-            "end is computed from key `stop`; row stop - 1 stands beside key stop - 1 + seq_k - seq_q",
-        ),
-        "left-added": (
-            begin(lambda a, z, d, n, lo, hi: max(0, a + d + lo)),
-            "begin lies after the query's position: `left` keys *before* it are seen",
-        ),
-        "right-subtracted": (
-            end(lambda a, z, d, n, lo, hi: min(n, z + d - hi)),
-            "end lies before the query's position: `right` keys *after* it are seen",
-        ),
-        "own-key-only": (
-            begin(lambda a, z, d, n, lo, hi: max(0, a + d)),
-            "begin is the query's own position: `left` keys before it are seen too",
-        ),
-        "first-row-missing": (
-            given(lambda a, z, d, n, lo, hi: (max(0, z - 1 + d - lo), min(n, a + 1 + d + hi))),
-            "these are the keys that *every* row of the block sees; the keys that *some* row sees are wanted",
-        ),
-        "exchanged": (
-            given(lambda *x: right_answer(*x)[::-1]),
-            "the two are exchanged: return (begin, end)",
-        ),
-        "a-length": (
-            given(lambda a, z, d, n, lo, hi: (max(0, a + d - lo), min(n, z + d + hi) - max(0, a + d - lo))),
-            "the second number is how many keys there are; `end` is wanted, one past the last",
-        ),
-        "cut-at-seq-q": (
-            given(lambda a, z, d, n, lo, hi: (max(0, a + d - lo), min(n - d, z + d + hi))),
-            "end is cut off at seq_q, the number of queries; there are seq_k keys",
-        ),
-        "last-key-lost": (
-            end(lambda a, z, d, n, lo, hi: min(n - 1, z + d + hi)),
-            "end is never seq_k: it is one *past* the last key",
-        ),
-    }
-    unseen = [(case, got) for case, got, want in answers if want == (0, 0) and got != want]
-    if unseen and all(got == want for _, got, want in answers if want != (0, 0)):
-        case, got = unseen[0]
-        sentence = f"it is {got}, and no row of this block sees a key: begin >= end is wanted there"
-        raise CheckFailed(sentence, diagnosis="nothing-is-seen", case=case)
-
-    def slipped() -> tuple[str, str] | None:
-        seen = [i for i, (_, got, want) in enumerate(answers) if got != (0, 0) != want]
-        return _explain_edges(
-            [(*_WINDOWS[i][:4], _WINDOWS[i][4], _WINDOWS[i][5]) for i in seen],
-            [answers[i][1] for i in seen], [answers[i][2] for i in seen],
-            {"begin": ("start", 0, False), "end": ("stop", 0, False)},
-        )  # fmt: skip
-
-    with explained(slipped):
-        _expect_numbers(answers, ("begin", "end"), mistakes)
-    return f"{len(_WINDOWS)} blocks of queries"
+    returns="begin, end",
+    whole=True,
+    inputs=[
+        (start, min(start + block, seq_q), seq_q, seq_k, left, right)
+        for seq_q, seq_k, block in ((64, 64, 16), (30, 90, 8), (90, 30, 16), (1, 50, 16))
+        for left, right in ((0, 0), (10, 0), (25, 6), (3, 40), (7, 7))
+        for start in range(0, seq_q, block)
+    ],
+    draw=lambda r: (*_rows(r), r.randint(0, 30), r.randint(0, 30)),
+    alike=lambda begin, end: (0, 0) if begin >= end else (begin, end),  # nothing is seen, however that is written
+    notes={
+        "offset": "query i stands beside key i + seq_k - seq_q", "left": "`left` keys before the position are seen",
+        "right": "`right` keys after the position are seen", "start": "the first row sees furthest to the left",
+        "stop": "the last row, stop - 1, sees furthest to the right",
+    },
+    rows=[
+        Row("first-row-missing", "these are the keys that *every* row of the block sees: those that *some* row sees "
+            "are wanted", [("start + offset", "stop - 1 + offset"), ("stop + offset", "start + 1 + offset")]),
+        Row("a-length", "the second number is how many keys there are: `end` is wanted, one past the last",
+            [("return begin, end", "return begin, end - begin")]),
+    ],
+)  # fmt: skip
+def window_keys(start, stop, seq_q, seq_k, left, right):
+    """(begin, end) of the keys that rows start to stop - 1 see."""
+    # BEGIN SOLUTION
+    offset = seq_k - seq_q
+    begin = max(0, start + offset - left)
+    end = min(seq_k, stop + offset + right)
+    return begin, end
+    # END SOLUTION
 
 
 # ---- 4.6 ------------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -31,9 +32,11 @@ from flashlab.check.cuda_answer import (
     text_of,
     walk,
 )
+from flashlab.check.lookup import Row
 from flashlab.check.mistakes import weights
 from flashlab.cuda import CudaModule
 from flashlab.exercises.registry import exercise
+from flashlab.exercises.rule import rule
 from flashlab.figures.ladder import wavefronts
 from flashlab.kernels.series import step
 from flashlab.simt.source import blank_comments, entries
@@ -41,7 +44,13 @@ from flashlab.simt.source import blank_comments, entries
 # ---- 9.1 -------------------------------------------------------------------------------------------------------------
 
 
-@exercise(
+def _block_of_queries(r: random.Random) -> tuple[int, ...]:
+    seq_q, seq_k, block_m = r.randint(1, 300), r.randint(1, 300), r.choice((32, 64, 128))
+    start = block_m * r.randrange(-(-seq_q // block_m))
+    return start, block_m, r.choice((16, 32, 64)), seq_q, seq_k, r.random() < 0.8
+
+
+@rule(
     "9.1",
     title="Which tiles need a mask?",
     minutes=10,
@@ -53,125 +62,41 @@ from flashlab.simt.source import blank_comments, entries
         "Row i sees i + 1 + seq_k - seq_q keys. end is the last row's number of keys over block_n, rounded up; full is "
         "the first row's, rounded down; neither above what seq_k allows, nor below 0.",
     ],
-)
-def _(tiles: Callable[..., tuple[int, int]]) -> str:
-    blocks: list[_Block] = []
-    for seq_q, seq_k in (
-        (64, 64),
-        (200, 200),
-        (70, 330),
-        (330, 70),
-        (1, 129),
-        (256, 512),
-        (64, 127),
-        (64, 65),
-        (64, 97),
-    ):
-        for block_m, block_n in ((64, 64), (128, 64), (64, 32)):
-            for causal in (False, True):
-                for m_start in range(0, seq_q, block_m):
-                    blocks.append((m_start, block_m, block_n, seq_q, seq_k, causal))
-    answers = []
-    for block in blocks:
-        with running(_case(block)):
-            end, full = tiles(*block)
-        answers.append((end, full))
-    if any(answer != _tile_range(*block) for answer, block in zip(answers, blocks, strict=True)):
-        for slug, (wrong, sentence) in _TILE_MISTAKES.items():
-            known = all(answer == wrong(block) for answer, block in zip(answers, blocks, strict=True))
-            expect(not known, sentence, diagnosis=slug.partition(" ")[0])
-    for answer, block in zip(answers, blocks, strict=True):
-        _expect_tiles(answer, block)
-    return f"{len(blocks)} blocks"
-
-
-_Block = tuple[int, int, int, int, int, bool]
-
-
-def _case(block: _Block) -> str:
-    m_start, block_m, block_n, seq_q, seq_k, causal = block
-    return f"m_start={m_start}, {block_m} x {block_n}, seq_q={seq_q}, seq_k={seq_k}, causal={causal}"
-
-
-def _tile_range(
-    m_start: int, block_m: int, block_n: int, seq_q: int, seq_k: int, causal: bool, *,
-    diagonal: int | None = None, end_row: int | None = None, full_row: int | None = None,
-    end_up: bool = True, full_up: bool = False, own: tuple[int, int] = (1, 1),
-) -> tuple[int, int]:  # fmt: skip
-    """(end, full) of a block, or what they are with another diagonal, other rows, roundings, or counts of own keys."""
-    last = m_start + block_m - 1 if end_row is None else end_row
-    first = m_start if full_row is None else full_row
-    diagonal = seq_k - seq_q if diagonal is None else diagonal
-    most, least = (
-        min(seq_k, max(0, r + n + diagonal)) if causal else seq_k for r, n in zip((last, first), own, strict=True)
-    )
-    return (most + (block_n - 1) * end_up) // block_n, (least + (block_n - 1) * full_up) // block_n
-
-
-# What is returned where all the rest is right.
-_TILE_MISTAKES: dict[str, tuple[Callable[[_Block], tuple[int, int]], str]] = {
-    "exchanged": (
-        lambda b: (_tile_range(*b)[1], _tile_range(*b)[0]),
-        "the two numbers are exchanged: end comes first, then full",
-    ),
-    "top-left-aligned": (
-        lambda b: _tile_range(*b, diagonal=0),
-        "row i is taken to see i + 1 keys. The last query sees the last key, so that row i sees i + 1 + seq_k - seq_q",
-    ),
-    "diagonal-negated": (
-        lambda b: _tile_range(*b, diagonal=b[3] - b[4]),
-        "the diagonal is shifted the wrong way: row i sees i + 1 + seq_k - seq_q keys, not i + 1 + seq_q - seq_k",
-    ),
-    "end-of-the-first-row": (
-        lambda b: _tile_range(*b, end_row=b[0]),
-        "end is that of the block's first row; its last row sees more keys",
-    ),
-    "end-past-the-last-row": (
-        lambda b: _tile_range(*b, end_row=b[0] + b[1]),
-        "end is one row too far: the block's last row is m_start + block_m - 1",
-    ),
-    "end-rounded-down": (
-        lambda b: _tile_range(*b, end_up=False),
-        "end is rounded down: a tile that is not whole has to be visited too",
-    ),
-    "full-rounded-up": (
-        lambda b: _tile_range(*b, full_up=True),
-        "full is rounded up: a tile of which the first row sees only a part needs the mask",
-    ),
-    "full-of-the-last-row": (
-        lambda b: _tile_range(*b, full_row=b[0] + b[1] - 1),
-        "full is that of the block's last row; its first row sees fewer keys, and decides",
-    ),
-    "own-key-left-out of end": (
-        lambda b: _tile_range(*b, own=(0, 1)),
-        "end leaves out a key: row i sees its own key too, so i + 1 and not i (and seq_k - seq_q more)",
-    ),
-    "own-key-left-out": (
-        lambda b: _tile_range(*b, own=(1, 0)),
-        "full leaves out a key: row i sees its own key too, so i + 1 and not i (and seq_k - seq_q more)",
-    ),
-}
-
-
-def _expect_tiles(answer: tuple[int, int], block: _Block) -> None:
-    __tracebackhide__ = True
-    m_start, block_m, block_n, seq_q, seq_k, causal = block
-    end, full = _tile_range(*block)
-    call = (
-        f"tiles(m_start={m_start}, block_m={block_m}, block_n={block_n}, seq_q={seq_q}, seq_k={seq_k}, causal={causal})"
-    )
-    expect(
-        answer[0] == end,
-        f"{call}: end is {answer[0]}; the last row of the block sees keys in {end} tile{'' if end == 1 else 's'}",
-        diagnosis="wrong-end",
-        case=_case(block),
-    )
-    expect(
-        min(answer[1], end) == min(full, end) and answer[1] >= 0,
-        f"{call}: full is {answer[1]}; the first row of the block sees {full} tile{'' if full == 1 else 's'} whole",
-        diagnosis="wrong-full",
-        case=_case(block),
-    )
+    returns="end, full",
+    whole=True,
+    inputs=[
+        (m_start, block_m, block_n, seq_q, seq_k, causal)
+        for seq_q, seq_k in (
+            (64, 64), (200, 200), (70, 330), (330, 70), (1, 129), (256, 512), (64, 127), (64, 65), (64, 97), (4, 700),
+        )
+        for block_m, block_n in ((64, 64), (128, 64), (64, 16))
+        for causal in (False, True)
+        for m_start in range(0, seq_q, block_m)
+    ],
+    draw=_block_of_queries,
+    alike=lambda end, full: (end, min(end, full)),  # from end on no tile is visited
+    notes={
+        "diagonal": "the last query sees the last key",
+        "block_m": "the block's last row, m_start + block_m - 1, sees most",
+        "1": "row i sees its own key too, i + 1 and not i",
+    },
+    rows=[
+        Row("own-key-left-out", "full leaves out a key: row i sees its own key too, so i + 1 and not i",
+            [("m_start + 1 + diagonal", "m_start + diagonal")]),
+        Row("full-is-end", "full is end: a tile of which the first row sees only a part needs the mask",
+            [("return end, full", "return end, end")]),
+    ],
+)  # fmt: skip
+def tiles(m_start, block_m, block_n, seq_q, seq_k, causal):
+    """(end, full), not below 0: the block walks tiles end - 1 to 0; tiles full to end - 1 need a mask."""
+    # BEGIN SOLUTION
+    end, full = -(-seq_k // block_n), seq_k // block_n
+    if causal:
+        diagonal = seq_k - seq_q
+        end = max(0, min(end, -(-(m_start + block_m + diagonal) // block_n)))
+        full = max(0, min(full, (m_start + 1 + diagonal) // block_n))
+    return end, full
+    # END SOLUTION
 
 
 # ---- 9.2 -------------------------------------------------------------------------------------------------------------

@@ -19,10 +19,12 @@ from torch.utils._pytree import tree_leaves
 
 from flashlab import runtime
 from flashlab.check import CheckFailed, expect, expect_all_close, expect_close, running
-from flashlab.check.slips import Chosen, Slip, explain, explained, right_where
+from flashlab.check.lookup import Row
+from flashlab.check.slips import Chosen, Slip, explain, explained
 from flashlab.check.symptoms import watched
 from flashlab.exercises.answers import in_words
 from flashlab.exercises.registry import exercise
+from flashlab.exercises.rule import rule
 from flashlab.exercises.simulated_gpu import SimulatedGpu
 from flashlab.exercises.triton_answers import compiles, explain_undefined, in_bounds, kernel_of
 from flashlab.models.layer import RotaryAttention, eager_attention
@@ -396,7 +398,38 @@ def _expect_parts(got: Mapping[str, tuple[Any, ...]], profiles: Mapping[str, Eve
 # ---- 10.2 -----------------------------------------------------------------------------------------------------------
 
 
-@exercise(
+def _of_a_factor(name: str, share: str) -> list[Row]:
+    """The mistakes of one of the two factors, whose share of the time gets faster."""
+    wrong = {
+        "time-for-factor": (f"1 - {share} + {share} / faster", "is the new time as a share of the old one: it is its "
+                            "inverse"),
+        "share-times-factor": (f"{share} * faster", "is the share times `faster`"),
+        "weighted-mean": (f"1 - {share} + {share} * faster", "is a weighted mean of 1 and `faster`: times add up, "
+                          "factors do not"),
+        "faster": ("faster", "is `faster` itself: all the rest keeps its time"),
+        "time-saved": (f"{share} * (1 - 1 / faster)", "is the share of the time that is saved: the factor is old by "
+                       "new time"),
+        "the-rest-faster": (f"1 / ({share} + (1 - {share}) / faster)", "has everything but attention get faster: it is "
+                            "attention that does"),
+    }  # fmt: skip
+    if name == "step":
+        wrong |= {
+            "factor-in-the-share": ("1 / (1 - layers + layers / faster)", "has the layers get faster as a whole: only "
+                                    "attention does"),
+            "layer-again": ("layer", "is that of the layer: of the step attention has the share attention · layers"),
+            "product-of-factors": ("layer / (1 - layers + layers / faster)", "multiplies two factors: attention is one "
+                                   "share of the step, attention · layers"),
+            "factors-averaged": ("1 - layers + layers * layer", "is a weighted mean of factors: times add up, factors "
+                                 "do not"),
+            "factor-of-a-share": ("layer * layers", "is layer · layers: times add up, factors do not"),
+            "shares-averaged": ("2 / (2 - attention - layers + (attention + layers) / faster)", "has the mean of the "
+                                "two shares: a share of a share is a product"),
+        }  # fmt: skip
+    old = f"1 / (1 - {share} + {share} / faster)"
+    return [Row(slug, f"{name} {said}", [(old, new)]) for slug, (new, said) in wrong.items()]
+
+
+@rule(
     "10.2",
     title="What is an attention eight times faster worth?",
     minutes=10,
@@ -407,228 +440,37 @@ def _expect_parts(got: Mapping[str, tuple[Any, ...]], profiles: Mapping[str, Eve
         "In the step attention has the share attention * layers. The limit is what is left where that share takes no "
         "time at all.",
     ],
-)
-def _(worth: Callable[..., tuple[float, float, float]]) -> str:
-    inputs = [(0.5, 0.5, 2.0), (0.8, 0.5, 8.0), (0.9, 0.25, 8.53), (1.0, 1.0, 8.0), (0.0, 0.4, 8.0), (0.6, 0.7, 1.0),
-              (0.7, 0.9, 0.5), (1.0, 0.3, 4.0)]  # fmt: skip
-    names = ("layer", "step", "limit")
-    cases = [f"attention {a:g} of the layer, layers {b:g} of the step, {s:g} times faster" for a, b, s in inputs]
-    got = []
-    for case, one in zip(cases, inputs, strict=True):
-        with running(case):
-            three = _several(worth(*one), names, case)
-        got.append([_number(x, name, case) for x, name in zip(three, names, strict=True)])
-
-    def amdahl(share: float, faster: float) -> float:
-        return 1 / (1 - share + share / faster) if share < 1 or faster < math.inf else math.inf
-
-    rights = {
-        "layer": lambda a, b, s: amdahl(a, s),
-        "step": lambda a, b, s: amdahl(a * b, s),
-        "limit": lambda a, b, s: amdahl(a * b, math.inf),
-    }
-
-    def given(formula: Callable[[float, float, float], float]) -> list[float]:
-        out = []
-        for one in inputs:
-            try:
-                out.append(formula(*one))
-            except ZeroDivisionError:
-                out.append(math.inf)
-        return out
-
-    shares: dict[str, Callable[[float, float], float]] = {
-        "attention": lambda a, b: a, "layers": lambda a, b: b, "attention · layers": lambda a, b: a * b,
-        "attention + layers": lambda a, b: a + b, "1 - attention": lambda a, b: 1 - a, "1 - layers": lambda a, b: 1 - b,
-        "1 - attention · layers": lambda a, b: 1 - a * b, "(1 - attention) · layers": lambda a, b: (1 - a) * b,
-        "attention · (1 - layers)": lambda a, b: a * (1 - b), "attention / layers": lambda a, b: a / b,
-        "(attention + layers) / 2": lambda a, b: (a + b) / 2,
-        "1 - (attention + layers) / 2": lambda a, b: 1 - (a + b) / 2,
-        "min(attention, layers)": lambda a, b: min(a, b), "1 - min(attention, layers)": lambda a, b: 1 - min(a, b),
-        "max(attention, layers)": lambda a, b: max(a, b), "1 - max(attention, layers)": lambda a, b: 1 - max(a, b),
-        "attention · layers²": lambda a, b: a * b * b, "1 - attention · layers²": lambda a, b: 1 - a * b * b,
-        "attention² · layers": lambda a, b: a * a * b, "1 - attention² · layers": lambda a, b: 1 - a * a * b,
-        "1 - attention · (1 - layers)": lambda a, b: 1 - a * (1 - b), "1 - attention / layers": lambda a, b: 1 - a / b,
-        "1 - attention - layers": lambda a, b: 1 - a - b, "1": lambda a, b: 1.0, "1 + attention": lambda a, b: 1 + a,
-        "1 + attention · layers": lambda a, b: 1 + a * b,
-    }  # fmt: skip
-    combined: dict[str, Callable[[float, float, float, float], float]] = {
-        "layer · layers": lambda layer, a, b, s: layer * b,
-        "layer / layers": lambda layer, a, b, s: layer / b,
-        "1 + (layer - 1) · layers": lambda layer, a, b, s: 1 + (layer - 1) * b,
-        "layer · layers + (1 - layers)": lambda layer, a, b, s: layer * b + 1 - b,
-        "layer to the power of layers": lambda layer, a, b, s: layer**b,
-        "layer + layers": lambda layer, a, b, s: layer + b,
-        "1 / (1 - layers / layer)": lambda layer, a, b, s: 1 / (1 - b / layer),
-        "1 / (1 - layers + layer · layers)": lambda layer, a, b, s: 1 / (1 - b + layer * b),
-        "1 / (1 - layers · (1 - layer))": lambda layer, a, b, s: 1 / (1 - b * (1 - layer)),
-        "1 / (layers / layer)": lambda layer, a, b, s: layer / b,
-        "layers / layer": lambda layer, a, b, s: b / layer,
-    }
-
-    def slipped() -> tuple[str, str] | None:
-        for i, name in enumerate(names):
-            mine = [three[i] for three in got]
-
-            def same(values: Sequence[float], mine: Sequence[float] = mine) -> bool:
-                near = (abs(x - y) <= 0.006 or x == y for x, y in zip(mine, values, strict=True))
-                return all(ok or math.isinf(y) for ok, y in zip(near, values, strict=True))
-
-            wanted = given(rights[name])
-            endless = [i for i, (x, y) in enumerate(zip(mine, wanted, strict=True)) if math.isinf(y) and x != y]
-            if same(wanted) and endless:
-                return "limit-finite", (
-                    f"{name} is right but where attention is the whole step: no time is left then: math.inf, not "
-                    f"{mine[endless[0]]:.6g}"
-                )
-            free = [i for i, (x, y) in enumerate(zip(mine, wanted, strict=True)) if math.isinf(x) and x != y]
-            if free and same([math.inf if i in free else y for i, y in enumerate(wanted)]):
-                return "limit-infinite", (
-                    f"{name} is math.inf where the rest of the step still takes its time: it is so only where "
-                    f"attention is the whole step, attention · layers = 1, and here it is {wanted[free[0]]:.6g}"
-                )
-            if same(wanted):
-                continue
-            kept = "1 - attention" if name == "layer" else "1 - attention · layers"
-            went = kept.removeprefix("1 - ")
-            for stays, gets in itertools.product(shares, shares):
-                faster = {"limit": "0"}.get(name, f"({gets}) / faster")
-                formula = given(lambda a, b, s, x=stays, y=gets, name=name: 1 / (  # type: ignore[misc]
-                    shares[x](a, b) + (0 if name == "limit" else shares[y](a, b) / s)))  # fmt: skip
-                if same(formula) and (stays, gets) != (kept, went):
-                    wrong = [f"what keeps its time is {kept}, and not {stays}"] if stays != kept else []
-                    wrong += [f"what gets faster is {went}, and not {gets}"] if gets != went and faster != "0" else []
-                    return "wrong-share", f"{name} is 1 / ({stays} + {faster}): {'; '.join(wrong)}"
-            counts: dict[str, Callable[[float], float]] = {
-                "faster - 1": lambda s: s - 1, "faster + 1": lambda s: s + 1, "faster²": lambda s: s * s,
-                "the square root of faster": math.sqrt, "faster / 2": lambda s: s / 2, "2 · faster": lambda s: 2 * s,
-            }  # fmt: skip
-            for words, g in counts.items() if name != "limit" else ():
-                share = shares[went]
-                if same(given(lambda a, b, s, g=g, share=share: 1 / (1 - share(a, b) + share(a, b) / g(s)))):  # type: ignore[misc]
-                    return (
-                        "wrong-factor",
-                        f"{name} is right for {words} in the place of `faster`: {went} is divided by that",
-                    )
-            for words, f in combined.items():
-                if same(given(lambda a, b, s, f=f: f(amdahl(a, s), a, b, s))):  # type: ignore[misc]
-                    return "factors-combined", (
-                        f"{name} is {words}: times add up, factors do not. Attention has the share "
-                        f"{went} of the time, and the rest keeps its own"
-                    )
-            return _worth_right_where(worth, i, name, rights[name])
-        return None
-
-    with explained(slipped):
-        _expect_worth(names, cases, got, rights, given, amdahl)
-    return f"{len(inputs)} layers"
-
-
-def _worth_right_where(worth: Any, i: int, name: str, right: Callable[..., float]) -> tuple[str, str] | None:
-    tried = [(a, b, s) for a in (0.3, 0.6, 0.9, 1.0) for b in (0.2, 0.5, 0.8, 1.0) for s in (1.0, 2.0, 8.0, 1e9)]
-    conditions: dict[str, Callable[..., bool]] = {
-        "attention is the whole layer": lambda a, b, s: a == 1,
-        "the layers are the whole step": lambda a, b, s: b == 1,
-        "nothing gets faster (faster is 1)": lambda a, b, s: s == 1,
-        "attention takes no time at all any more (faster is 10^9)": lambda a, b, s: s == 1e9,
-        "attention is the whole step": lambda a, b, s: a == b == 1,
-        "attention and layers are the same share": lambda a, b, s: a == b,
-    }
-
-    def is_right(*one: float) -> bool:
-        mine, want = float(worth(*one)[i]), right(*one)
-        return mine == want or abs(mine - want) <= 1e-6 * want
-
-    return right_where(conditions, tried, is_right, name)
-
-
-def _expect_worth(names: Any, cases: Any, got: Any, rights: Any, given: Any, amdahl: Any) -> None:
-    __tracebackhide__ = True
-    for i, name in enumerate(names):
-        right = rights[name]
-
-        def share(a: float, b: float, name: str = name) -> float:
-            return a if name == "layer" else a * b
-
-        told = {
-            "time-for-factor": (
-                given(lambda a, b, s, f=right: 1 / f(a, b, s)),
-                f"{name} is the new time as a share of the old one; the factor is its inverse",
-            ),
-            **{
-                f"exchanged {other}": (given(rights[other]), f"{name} holds what {other} should")
-                for other in names if other != name
-            },
-            "share-times-factor": (
-                given(lambda a, b, s, f=share: f(a, b) * s), f"{name} is the share times `faster`"
-            ),
-            "weighted-mean": (
-                given(lambda a, b, s, f=share: 1 - f(a, b) + f(a, b) * s),
-                f"{name} is a weighted mean of the factors 1 and `faster`; times add up, factors do not",
-            ),
-            "faster": (given(lambda a, b, s: s), f"{name} is `faster` itself: all the rest keeps its time"),
-            "rest-forgotten": (
-                given(lambda a, b, s, f=share: s / f(a, b)),
-                f"{name}: the new time is that of attention alone; the rest has its time as well",
-            ),
-            "difference": (
-                given(lambda a, b, s, f=share: 1 / (1 - f(a, b) / s)),
-                f"{name}: the time that is left is taken away; what goes is share - share / faster",
-            ),
-            "time-saved": (
-                given(lambda a, b, s, f=share: f(a, b) * (1 - 1 / s)),
-                f"{name} is the share of the time that is saved; the factor is old time by new time",
-            ),
-            "product-of-factors": (
-                given(lambda a, b, s: amdahl(a, s) * amdahl(b, s)),
-                f"{name} multiplies two factors; attention is one share of the step, attention · layers",
-            ),
-            "factor-in-the-share": (
-                given(lambda a, b, s: 1 / (1 - b + b / s)),
-                f"{name}: the layers get `faster` times faster as a whole there; only attention does",
-            ),
-            "layers-for-the-limit": (
-                given(lambda a, b, s: amdahl(b, math.inf)),
-                f"{name}: the layers take no time at all there; only attention does",
-            ),
-            "attention-for-the-limit": (
-                given(lambda a, b, s: amdahl(a, math.inf)),
-                f"{name} is that of a layer; attention has the share attention · layers of the step",
-            ),
-            "shares-added": (
-                given(lambda a, b, s: 1 / (1 - (a + b) + (a + b) / s)),
-                f"{name}: the two shares are added; a share of a share is a product",
-            ),
-            "inverse-share": (
-                given(lambda a, b, s: 1 / (a * b)), f"{name} is 1 / share; what stays is 1 - share",
-            ),
-            "the-rest-faster": (
-                given(lambda a, b, s, f=share: amdahl(1 - f(a, b), s)),
-                f"{name}: everything but attention gets faster there; it is attention that does",
-            ),
-            "limits-multiplied": (
-                given(lambda a, b, s: amdahl(a, math.inf) * amdahl(b, math.inf)),
-                f"{name} multiplies two limits; attention is one share of the step, attention · layers",
-            ),
-            "factors-averaged": (
-                given(lambda a, b, s: 1 - b + b * amdahl(a, s)),
-                f"{name} is a weighted mean of factors; times add up, factors do not",
-            ),
-            "gain-for-factor": (
-                given(lambda a, b, s, f=right: f(a, b, s) - 1),
-                f"{name} is how much faster beyond 1; the factor itself is wanted",
-            ),
-            "percent": (
-                given(lambda a, b, s, f=right: 100 * f(a, b, s)),
-                f"{name} is in percent; a factor is wanted, 1 where nothing changes",
-            ),
-        }  # fmt: skip
-        expect_all_close(
-            [(case, three[i], want) for case, three, want in zip(cases, got, given(right), strict=True)],
-            what=name,
-            mistakes=told,
-            tol=0.006,  # two decimals will do
-        )
+    returns="layer, step, limit",
+    inputs=[(0.5, 0.5, 2.0), (0.8, 0.5, 8.0), (0.9, 0.25, 8.53), (1.0, 1.0, 8.0), (0.0, 0.4, 8.0), (0.6, 0.7, 1.0),
+            (0.7, 0.9, 0.5), (1.0, 0.3, 4.0)],
+    draw=lambda r: (r.choice((0.0, 1.0, r.random(), r.random())), r.choice((1.0, r.uniform(0.1, 1), r.uniform(0.1, 1))),
+                    r.choice((1.0, r.uniform(0.3, 20), r.uniform(0.3, 20)))),
+    words={"layer": "layer", "step": "step", "limit": "limit"},
+    notes={"of_step": "attention has the share attention · layers of the step", "faster": "attention alone is faster"},
+    rows=[
+        *_of_a_factor("layer", "attention"), *_of_a_factor("step", "of_step"),
+        Row("time-for-factor", "limit is the time that is left as a share of the old one: the factor is its inverse",
+            [("1 / (1 - of_step) if of_step < 1 else math.inf", "1 - of_step")]),
+        Row("layers-for-the-limit", "limit has the layers take no time at all: only attention does",
+            [("1 / (1 - of_step) if of_step < 1", "1 / (1 - layers) if layers < 1")]),
+        Row("attention-for-the-limit", "limit is that of a layer: of the step attention has attention · layers",
+            [("1 / (1 - of_step) if of_step < 1", "1 / (1 - attention) if attention < 1")]),
+        Row("limit-finite", "limit is right but where attention is the whole step: no time is left then, math.inf",
+            [("math.inf", "1e9")]),
+        Row("limit-finite", "limit is right but where attention is the whole step: no time is left then, math.inf",
+            [("math.inf", "1e12")]),
+    ],
+    tol=0.004,  # two decimals will do
+)  # fmt: skip
+def worth(attention, layers, faster):
+    """Return (layer, step, limit): each is the old time divided by the new time."""
+    # BEGIN SOLUTION
+    of_step = attention * layers
+    layer = 1 / (1 - attention + attention / faster)
+    step = 1 / (1 - of_step + of_step / faster)
+    limit = 1 / (1 - of_step) if of_step < 1 else math.inf
+    return layer, step, limit
+    # END SOLUTION
 
 
 # ---- 10.3, 10.4: bug hunts on a simulated GPU -----------------------------------------------------------------------

@@ -13,6 +13,7 @@ says what was checked. Modules are imported only when an exercise is asked for: 
 from __future__ import annotations
 
 import importlib
+import inspect
 import pkgutil
 import re
 from collections.abc import Callable, Sequence
@@ -91,6 +92,7 @@ def _replaces(new: Callable[..., Any], old: Callable[..., Any]) -> bool:
     """True when `new` comes from a second run of `old`'s module (autoreload, or a retry of an import that failed)."""
     if new.__module__ != old.__module__:
         return False
+    new, old = inspect.unwrap(new), inspect.unwrap(old)  # a rule is run by a function of another module
     return new.__globals__ is not old.__globals__ or new.__module__ in _imported
 
 

@@ -1,0 +1,619 @@
+"""The right text of a function, changed in one place: what each slip would have given, and words for it.
+
+`Text` parses a function once. `changes` lists its edits: a name for a name in scope, a sign, an operator, a factor or a
+term left out or doubled, an index or a bound one off, a limit left out, arguments or results exchanged, a line left out
+or moved, a comparison loosened or tightened, and the same slip everywhere it occurs. An edit replaces nodes in place:
+`Text.compiled` puts it in, compiles (some 0.1 ms) and takes it out again, so that several can be tried at once.
+
+A sentence says what was changed in the words of the right text, for a reader who has seen neither: a local name stands
+for its definition where that is short, or for what `words` says.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import functools
+import inspect
+import itertools
+import math
+import re
+import textwrap
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Slot = tuple[ast.AST, str, "int | None"]  # a node, one of its fields, and the place in it where it is a list
+
+_MOST_STEPS = 2_000  # of a loop that a change may have made endless
+_FACTORS = (4, 8, 1000, 1024)
+_FEW = 12  # values of a parameter, each of which an answer may take for all of them
+_LONGEST_NAME = 44  # characters of a definition that stands for a local name
+
+# What stands for what, besides the operators: each with the likely ones first.
+_OPERATORS: Mapping[type, tuple[type, ...]] = {
+    ast.Add: (ast.Sub, ast.Mult), ast.Sub: (ast.Add, ast.Div), ast.Mult: (ast.Div, ast.Add),
+    ast.Div: (ast.Mult,), ast.FloorDiv: (ast.Mod, ast.Mult), ast.Mod: (ast.FloorDiv,), ast.Pow: (ast.Mult,),
+    ast.Lt: (ast.LtE, ast.Gt), ast.LtE: (ast.Lt, ast.GtE), ast.Gt: (ast.GtE, ast.Lt), ast.GtE: (ast.Gt, ast.LtE),
+    ast.Eq: (ast.NotEq,), ast.NotEq: (ast.Eq,),
+}  # fmt: skip
+_FUNCTIONS: Mapping[str, tuple[str, ...]] = {
+    "log": ("log2", "log10"), "log2": ("log", "log10"), "log10": ("log",), "exp": ("exp2",), "exp2": ("exp",),
+    "min": ("max",), "max": ("min",), "maximum": ("minimum",), "minimum": ("maximum",), "ceil": ("floor",),
+    "floor": ("ceil",), "amax": ("amin", "sum"), "amin": ("amax",), "sum": ("mean", "amax"), "sqrt": (),
+    "abs": (), "tiny": ("max",),
+}  # fmt: skip
+_SYMBOLS: Mapping[type, str] = {
+    ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.FloorDiv: "//", ast.Mod: "%", ast.Pow: "**",
+    ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.Eq: "==", ast.NotEq: "!=", ast.MatMult: "@",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Change:
+    """One edit. `said` goes on after the name of what it makes wrong; the lower `cost`, the likelier it is."""
+
+    slug: str
+    said: str
+    cost: float
+    edits: tuple[tuple[Slot, Any], ...]
+    key: tuple[Any, ...] = ()  # the same for the same slip in another place
+    about: tuple[str, ...] = ()  # pieces of the text that a note may explain, the nearest first
+
+    def clashes(self, other: Change) -> bool:
+        return any(a == b for (a, _), (b, _) in itertools.product(self.edits, other.edits))
+
+
+class EndlessError(Exception):
+    """A change has made a loop endless."""
+
+
+class Text:
+    """A right function's text.
+
+    Args:
+        words: what local names are called. whole: numbers are whole, so that one may be off by 1.
+        other: an expression of the parameters that gives the same, another way to write it.
+    """
+
+    def __init__(
+        self, fn: Callable[..., Any], words: Mapping[str, str] | None = None, other: str | None = None,
+        whole: bool = True,
+    ):  # fmt: skip
+        tree = ast.parse(textwrap.dedent(inspect.getsource(fn))).body[0]
+        assert isinstance(tree, ast.FunctionDef)
+        tree.decorator_list, tree.returns = [], None
+        if ast.get_docstring(tree) is not None:
+            tree.body = tree.body[1:]
+        if other is not None:
+            tree.body = [ast.Return(ast.parse(other, mode="eval").body)]
+        self.params = [a.arg for a in tree.args.args]
+        for argument in tree.args.args:
+            argument.annotation = None
+        for loop in [n for n in ast.walk(tree) if isinstance(n, (ast.While, ast.For))]:
+            loop.body.insert(0, ast.Expr(ast.Call(ast.Name("_tick", ast.Load()), [], [])))
+        ast.fix_missing_locations(tree)
+        self.tree, self.globals = tree, fn.__globals__
+        self.numbers = self.params  # those that are numbers
+        halves = {ast.unparse(n): n for n in ast.walk(tree) if isinstance(n, ast.BinOp)}
+        plain = (ast.Name, ast.Constant)
+        self.parts = [n for n in halves.values() if isinstance(n.left, plain) and isinstance(n.right, plain)]
+        self.fixed: dict[str, Any] = {}  # values that no constant can hold
+        self.words, self.whole = dict(words or {}), whole
+        assigned: dict[str, list[ast.expr | None]] = defaultdict(list)  # None: what it becomes has no short words
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.AugAssign, ast.For)) and isinstance(node.target, ast.Name):
+                assigned[node.target.id].append(None)
+            if not isinstance(node, ast.Assign):
+                continue
+            for target in node.targets:
+                several = isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple)
+                targets, values = (target.elts, node.value.elts) if several else ([target], [node.value])  # type: ignore[attr-defined]
+                for name, value in zip(targets, values, strict=True):
+                    if isinstance(name, ast.Name):
+                        assigned[name.id].append(value)
+        self.locals = list(assigned)
+        returned = [n.value for n in ast.walk(tree) if isinstance(n, ast.Return) and n.value is not None]
+        results = [x for value in returned for x in (value.elts if isinstance(value, ast.Tuple) else [value])]
+        named = [v for x in results if isinstance(x, ast.Name) for v in assigned[x.id] if v is not None]
+        self.results = {id(x) for x in (*results, *named)}
+        for local, meant in assigned.items():
+            if len(meant) == 1 and meant[0] is not None and local not in self.words:
+                said = self.plain(meant[0])
+                if len(said) <= _LONGEST_NAME:
+                    compound = isinstance(meant[0], (ast.BinOp, ast.IfExp, ast.Compare))
+                    self.words[local] = f"({said})" if compound else said
+
+    def plain(self, node: ast.AST) -> str:
+        """A part of the text as a reader of the exercise would write it."""
+        words = self.words
+
+        class Named(ast.NodeTransformer):
+            def visit_Name(self, name: ast.Name) -> ast.Name:
+                stored = isinstance(getattr(name, "ctx", None), ast.Store)
+                return name if stored else ast.Name(words.get(name.id, name.id), ast.Load())
+
+        said = _short_numbers(ast.unparse(Named().visit(copy.deepcopy(node))))
+        whole = said.startswith("(") and said.endswith(")") and said.count("(") == 1
+        return said[1:-1] if whole else said
+
+    def say(self, node: ast.AST) -> str:
+        said = self.plain(node)
+        return f"`{said}`" if len(said) <= 60 else f"`{said[:57]}...`"
+
+    def compiled(self, *changes: Change) -> Callable[..., Any]:
+        """The function with these changes; SyntaxError where they make no sense."""
+        before = []
+        try:
+            for (node, name, at), new in (edit for change in changes for edit in change.edits):
+                before.append((node, name, at, getattr(node, name) if at is None else getattr(node, name)[at]))
+                if at is None:
+                    setattr(node, name, new)
+                else:
+                    getattr(node, name)[at] = new
+            code = compile(ast.Module([self.tree], []), "<a change>", "exec")
+        except (ValueError, TypeError) as error:
+            raise SyntaxError(str(error)) from error
+        finally:
+            for node, name, at, old in reversed(before):
+                if at is None:
+                    setattr(node, name, old)
+                else:
+                    getattr(node, name)[at] = old
+        steps = [0]
+
+        def tick() -> None:
+            steps[0] += 1
+            if steps[0] > _MOST_STEPS:
+                raise EndlessError
+
+        names = {**self.globals, **self.fixed, "math": math, "_tick": tick}
+        exec(code, names)
+        made = names[self.tree.name]
+
+        def run(*args: Any) -> Any:
+            steps[0] = 0
+            return made(*args)
+
+        return run
+
+
+def _slots(root: ast.AST) -> Iterator[tuple[Slot, ast.expr]]:
+    """Every expression that is read, with the place where it stands; outermost first."""
+    for name, value in ast.iter_fields(root):
+        if isinstance(root, ast.Call) and name == "func":
+            if isinstance(value, ast.Attribute):
+                yield from _slots(value)
+            continue
+        for at, child in enumerate(value) if isinstance(value, list) else ((None, value),):
+            if not isinstance(child, ast.AST):
+                continue
+            if isinstance(child, ast.expr) and not isinstance(getattr(child, "ctx", None), (ast.Store, ast.Del)):
+                yield (root, name, at), child
+            yield from _slots(child)
+
+
+def _new(node: Any) -> Any:
+    return ast.fix_missing_locations(node)
+
+
+def _expr(text: str, **parts: ast.expr) -> ast.expr:
+    """An expression with nodes in the place of names."""
+
+    class Put(ast.NodeTransformer):
+        def visit_Name(self, name: ast.Name) -> ast.expr:
+            return parts.get(name.id, name)
+
+    return _new(Put().visit(ast.parse(text, mode="eval").body))
+
+
+def changes(text: Text, values: Mapping[str, Sequence[Any]] | None = None) -> list[Change]:
+    """Every single change of the text, and every slip made wherever it is possible.
+
+    values: what the parameters are in the inputs, for an answer that takes one of them to be the same always.
+    """
+    found: list[Change] = []
+    flags = {name for name, seen in (values or {}).items() if not all(_is_number(x) for x in seen)}
+    text.numbers = [name for name in text.params if name not in flags]
+    inner: set[int] = set()  # of -(-a // b), which is one thing
+    for slot, node in _slots(text.tree):
+        if _rounded_up(node) is not None:
+            division = node.operand if isinstance(node, ast.UnaryOp) else node.args[0]  # type: ignore[attr-defined]
+            negative = division.left if isinstance(node, ast.UnaryOp) else division  # type: ignore[union-attr]
+            inner |= {id(division), id(negative)}
+        if id(node) not in inner and "_tick" not in ast.dump(node):
+            found += [
+                Change(slug, said, cost, ((slot, _new(new)),), (slug, *rest), _about(node, new))
+                for slug, said, cost, new, *rest in _of_expression(text, slot, node)
+            ]
+    found += _of_statements(text)
+    found += _of_results(text)
+    again: dict[tuple[Any, ...], list[Change]] = defaultdict(list)
+    for change in found:
+        if len(change.key) > 1:
+            again[change.key].append(change)
+    for same in again.values():
+        if len(same) > 1 and len({repr(edit[0][0]) + str(edit[0][1:]) for c in same for edit in c.edits}) == len(same):
+            where = "both times" if len(same) == 2 else "everywhere"
+            one = same[0]
+            edits = tuple(edit for c in same for edit in c.edits)
+            found.append(Change(one.slug, f"{one.said}, {where}", one.cost + 0.2, edits, about=one.about))
+    reads: dict[str, list[Slot]] = defaultdict(list)
+    for slot, node in _slots(text.tree):
+        if isinstance(node, ast.Name) and node.id in text.params:
+            reads[node.id].append(slot)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in (values or {}):
+            one = (values or {})[node.value.id][0]
+            for other in dir(one):
+                if other != node.attr and isinstance(getattr(one, other, None), (int, float)) and other[0] != "_":
+                    said = f"`{node.value.id}.{other}` stands where {text.say(node)} belongs"
+                    new = _new(ast.Attribute(node.value, other, ast.Load()))
+                    found.append(Change("wrong-name", said, 2.1, ((slot, new),), about=(ast.unparse(node),)))
+    for a, b in itertools.combinations(reads, 2):
+        edits = tuple((slot, _new(ast.Name(y, ast.Load()))) for x, y in ((a, b), (b, a)) for slot in reads[x])
+        found.append(Change("names-exchanged", f"`{a}` and `{b}` are exchanged, everywhere", 1.9, edits))
+    for name, seen in (values or {}).items():
+        several = list(dict.fromkeys(seen))
+        for i, value in enumerate(several if len(several) <= _FEW else ()):
+            plain = isinstance(value, (int, float, str))
+            text.fixed[f"_{name}_{i}"] = value
+            said = f"`{name}` is taken for {value if plain else getattr(value, 'name', value)}, whatever it is"
+            new = ast.Constant(value) if plain else ast.Name(f"_{name}_{i}", ast.Load())
+            edits = tuple((slot, _new(new)) for slot in reads[name])
+            cost = 0.9 if isinstance(value, bool) else 2.2
+            found.append(Change("taken-as-fixed", said.replace("torch.", ""), cost, edits, about=(name,)))
+    return found
+
+
+def _about(node: ast.expr, new: ast.AST) -> tuple[str, ...]:
+    """The text of what is gone, where a part is left out, then of the whole, then of its last part."""
+    gone: list[ast.AST] = [node]
+    if _rounded_up(node) is not None and not isinstance(new, (ast.BinOp, ast.Call)):
+        return ()
+    if isinstance(node, ast.Call) and isinstance(new, ast.Call) and ast.dump(new.func) != ast.dump(node.func):
+        gone = [node.func]
+    elif isinstance(node, ast.BinOp):
+        inner = new.operand if isinstance(new, ast.UnaryOp) else new
+        gone = [node.right, node] if inner is node.left else [node.left, node] if inner is node.right else [
+            node]  # fmt: skip
+        if isinstance(new, ast.BinOp) and new.left is node and not isinstance(new.right, ast.Constant):
+            return ()  # something is there as well
+        if isinstance(new, ast.BinOp) and type(new.op) is not type(node.op):
+            gone.append(node.right)
+    elif isinstance(node, ast.Call) and new in node.args:
+        gone = [*(x for x in node.args if x is not new), node]
+    elif isinstance(node, ast.Compare):
+        gone = [node, *node.comparators]
+    return tuple(_short_numbers(ast.unparse(x)) for x in gone)
+
+
+def _short_numbers(said: str) -> str:
+    """1e12, not 1000000000000.0."""
+    return re.sub(r"\b1(0{6,})\.0\b", lambda m: f"1e{len(m[1])}", said)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _of_expression(text: Text, slot: Slot, node: ast.expr) -> Iterator[tuple[Any, ...]]:
+    """(slug, words, cost, new node, key...) of one expression."""
+    parent, w = slot[0], text.say
+    often = Counter(n.id for n in ast.walk(text.tree) if isinstance(n, ast.Name))
+    root = id(node) in text.results
+    if isinstance(node, ast.Name) and node.id in (*text.params, *text.locals):
+        for other in (*text.params, *text.locals):
+            if other != node.id:
+                name = ast.Name(other, ast.Load())
+                where = f", in {w(parent)}" if isinstance(parent, ast.BinOp) and often[node.id] > 1 else ""
+                said = f"it is {w(name)}" if root else f"{w(name)} stands where {w(node)} belongs{where}"
+                yield "wrong-name", said, 2.0, name, node.id, other
+                beside = isinstance(parent, ast.BinOp) and other not in ast.unparse(parent)
+                if text.whole and other in text.params and node.id in text.params and beside:
+                    said = f"the middle of `{node.id}` and `{other}` stands where {w(node)} belongs"
+                    yield "wrong-name", said, 2.5, _expr("(x + y) // 2", x=node, y=name)
+                for sign in "-+" if text.whole and other in text.params and beside else "":
+                    said = f"`{other} {sign} 1` stands where {w(node)} belongs"
+                    yield "wrong-name", said, 2.4, _expr(f"x {sign} 1", x=name), node.id, other, sign
+    if isinstance(node, ast.Name) and node.id in text.numbers and isinstance(parent, ast.BinOp):
+        for part in text.parts:  # such as heads // kv_heads for heads
+            if part is not parent:
+                yield "wrong-name", f"{w(part)} stands where {w(node)} belongs, in {w(parent)}", 2.5, part
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        yield from _of_number(text, parent, node)
+    if isinstance(node, ast.BinOp):
+        yield from _of_operation(text, node)
+    if (up := _rounded_up(node)) is not None:
+        yield from _of_rounding_up(text, *up)
+        return
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) and not isinstance(node.operand, ast.Constant):
+        yield "wrong-sign", f"{w(node.operand)} has the wrong sign", 1.2, node.operand
+    if isinstance(node, ast.Compare) and len(node.ops) == 1:
+        for op in _OPERATORS.get(type(node.ops[0]), ()):
+            new = ast.Compare(node.left, [op()], node.comparators)
+            yield "wrong-comparison", f"the comparison is {w(new)}: it is `{_SYMBOLS[type(node.ops[0])]}`", 1.4, new
+    if isinstance(node, ast.IfExp):
+        yield "branches-exchanged", f"{w(node.body)} and {w(node.orelse)} are exchanged", 1.5, ast.IfExp(
+            node.test, node.orelse, node.body)  # fmt: skip
+        yield "always-one-branch", f"it is {w(node.body)} always: {w(node.test)} is not asked", 1.6, node.body
+        yield "always-one-branch", f"it is {w(node.orelse)} always: {w(node.test)} is not asked", 1.6, node.orelse
+    if isinstance(node, ast.Call):
+        yield from _of_call(text, node)
+    if isinstance(node, ast.Attribute):
+        for other in _FUNCTIONS.get(node.attr, ()):
+            yield "wrong-function", f"`{other}` is taken for `{node.attr}`", 2.4, ast.Attribute(
+                node.value, other, ast.Load()), node.attr, other  # fmt: skip
+    number = isinstance(node, (ast.BinOp, ast.Name, ast.Call, ast.IfExp))
+    if isinstance(node, ast.Name) and node.id not in (*text.numbers, *text.locals):
+        number = False
+    texts = any(isinstance(n, ast.Constant) and isinstance(n.value, str) for n in ast.walk(node))
+    if not number or texts or isinstance(parent, ast.Attribute):
+        return
+    bare = isinstance(node, ast.Name) or (isinstance(node, ast.Call) and not root)
+    limited = isinstance(parent, ast.Call) and getattr(parent.func, "id", "") in ("min", "max") and not bare
+    for sign, size in (("+", "large"), ("-", "small")) if text.whole else ():
+        said = f"it is one too {size}" + (", before it is limited" if limited else "")
+        said = said if root or limited else f"{w(node)} is one too {size}"
+        yield "off-by-one", said, (0.9 if root else 1.2 if limited else 1.5 + _weight(node)), _expr(
+            f"x {sign} 1", x=node)  # fmt: skip
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Sub):
+        yield "taken-as-positive", f"{w(node)} is taken as positive where it is negative", 1.8, _expr("abs(x)", x=node)
+        yield "cut-off-at-0", f"{w(node)} is cut off at 0 where it is negative", 1.8, _expr("max(0, x)", x=node)
+    if root or isinstance(parent, ast.BinOp):
+        it = "it" if root else w(node)
+        yield "twice-as-much", f"{it} is counted twice", 2.3, _expr("2 * x", x=node)
+        for way in ("x / 2", "x // 2") if text.whole else ("x / 2",):
+            yield "half", f"{it} is half of what it should be", 2.4, _expr(way, x=node)
+        if not isinstance(node, ast.Constant):
+            yield "wrong-sign", f"{it} has the wrong sign", 2.3 if root else 1.9, _expr("-x", x=node)
+    if isinstance(node, ast.Name) and node.id in text.numbers:
+        for factor in _FACTORS:
+            for way, times in ((f"x * {factor}", f"{factor}"), (f"x / {factor}", f"1 / {factor}")):
+                yield "wrong-factor", f"{w(node)} is {times} times what it should be", 2.6, _expr(way, x=node)
+    sums, signs = isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Sub)), (ast.Add, ast.Sub)
+    if sums and not (isinstance(parent, ast.BinOp) and isinstance(parent.op, signs)) or root:
+        for other in text.numbers:
+            yield "term-too-many", f"`{other}` is added as well", 2.1, _expr(f"x + {other}", x=node)
+            yield "term-too-many", f"`{other}` is subtracted as well", 2.1, _expr(f"x - {other}", x=node)
+            if root:
+                yield "factor-too-many", f"it is multiplied by `{other}` as well", 2.1, _expr(f"x * {other}", x=node)
+                yield "factor-too-many", f"it is divided by `{other}` as well", 2.2, _expr(f"x / {other}", x=node)
+    if root:
+        for way in ("math.floor", "round", "math.ceil"):
+            yield "rounded", f"it is rounded to a whole number, by `{way}`", 2.3, _expr(f"{way}(x)", x=node)
+        for other in text.numbers if text.whole else ():
+            for way, how in ((f"x // {other}", "down"), (f"-(-x // {other})", "up")):
+                said = f"it is divided by `{other}` as well, and rounded {how}"
+                yield "factor-too-many", said, 2.2, _expr(way, x=node)
+            for way, how in ((f"x // {other} * {other}", "down"), (f"-(-x // {other}) * {other}", "up")):
+                yield "rounded", f"it is rounded {how} to a multiple of `{other}`", 2.2, _expr(way, x=node)
+        for value in (0, 1):
+            yield "always-the-same", f"it is {value} always", 0.8, ast.Constant(value)
+        for other in (*text.params, *text.locals):
+            if not isinstance(node, ast.Name):
+                yield "wrong-result", f"it is {w(ast.Name(other))}", 2.2, ast.Name(other, ast.Load())
+
+
+def _rounded_up(node: ast.AST) -> tuple[ast.expr, ast.expr] | None:
+    """The a and b of math.ceil(a / b) and of -(-a // b)."""
+    match node:
+        case ast.Call(func=ast.Attribute(attr="ceil"), args=[ast.BinOp(left=a, op=ast.Div(), right=b)]):
+            return a, b
+        case ast.UnaryOp(op=ast.USub(), operand=ast.BinOp(left=ast.UnaryOp(operand=a), op=ast.FloorDiv(), right=b)):
+            return a, b
+    return None
+
+
+def _of_rounding_up(text: Text, a: ast.expr, b: ast.expr) -> Iterator[tuple[Any, ...]]:
+    said = text.say(ast.BinOp(a, ast.Div(), b))
+    ways = {
+        "a // b": "is rounded down", "a / b": "is not rounded", "a // b + 1": "is rounded down, plus 1",
+        "round(a / b)": "is rounded to the nearest", "max(1, a // b)": "is rounded down, to 1 at least",
+        "-(-a // b) - 1": "is one less, once it is rounded up",
+        "-(-a // b) + 1": "is one more, once it is rounded up",
+    }  # fmt: skip
+    for way, how in ways.items():
+        yield "wrong-rounding", f"{said} {how}: it is rounded up", 1.1, _expr(way, a=a, b=b), way
+    for alone in "ab1":
+        instead = {"a": a, "b": b}.get(alone)
+        what = text.say(instead) if instead else "`1`"
+        yield "division-missing", f"{what} stands where {said}, rounded up, belongs", 1.3, _expr(alone, a=a, b=b), alone
+
+
+def _weight(node: ast.AST) -> float:
+    """What is left out or said is the likelier, the smaller it is."""
+    return 0.12 * sum(isinstance(n, (ast.Name, ast.Constant)) for n in ast.walk(node))
+
+
+def _of_number(text: Text, parent: ast.AST, node: ast.Constant) -> Iterator[tuple[Any, ...]]:
+    value: Any = node.value
+    others: list[Any] = [value + 1, value - 1, 2 * value, value / 2, 4 * value, -value, 0, 1]
+    if abs(value) >= 1000 and abs(math.log10(abs(value)) % 1) < 1e-9:
+        power = round(math.log10(abs(value)))
+        others = [10.0 ** (power + k) for k in (-3, 3, -6, 6, -9, 9)] + [2.0 ** round(power / 3 * 10), 1]
+    elif isinstance(value, int):
+        others += [k for k in (2, 3, 4, 8) if k != value]
+    seen = [value]
+    whole = text.say(parent) if isinstance(parent, (ast.BinOp, ast.Compare)) else ""
+    for other in others:
+        if other not in seen:
+            seen.append(other)
+            number = f"2**{round(math.log2(other))}" if other > 2**19 and math.log2(other) % 1 == 0 else f"{other:g}"
+            said = f"{number} stands where {value:g} belongs".replace("e+0", "e").replace("e+", "e")
+            said += f", in {whole}" if whole else ""
+            yield "wrong-number", said, 1.6 + 0.1 * len(seen), ast.Constant(other), value, other
+    for name in text.numbers if whole else ():
+        said = f"`{name}` stands where {value:g} belongs, in {whole}"
+        yield "wrong-name", said, 2.3, ast.Name(name, ast.Load()), value, name
+
+
+def _of_operation(text: Text, node: ast.BinOp) -> Iterator[tuple[Any, ...]]:
+    w, left, right, op = text.say, node.left, node.right, node.op
+    noun = {ast.Add: "the term", ast.Sub: "the term", ast.Mult: "the factor"}.get(type(op), "")
+    if noun:
+        slug = noun.split()[1] + "-missing"
+        back = f"-{text.plain(right)}" if isinstance(op, ast.Sub) else text.plain(right)
+        yield slug, f"{noun} `{back}` is missing", 0.9 + _weight(right), left, text.plain(right)
+        alone = ast.UnaryOp(ast.USub(), right) if isinstance(op, ast.Sub) else right
+        yield slug, f"{noun} {w(left)} is missing", 0.95 + _weight(left), alone, text.plain(left)
+        if isinstance(op, ast.Sub):
+            yield "wrong-result", f"{w(right)} stands where {w(node)} belongs", 1.9, right
+        twice = "twice" if noun == "the factor" else "counted twice"
+        yield "twice", f"{noun} {w(right)} is there twice" if twice == "twice" else f"{w(right)} is {twice}", 2.0, (
+            ast.BinOp(node, op, right))  # fmt: skip
+        yield "twice", f"{noun} {w(left)} is there twice" if twice == "twice" else f"{w(left)} is {twice}", 2.1, (
+            ast.BinOp(left, ast.Mult() if noun == "the factor" else ast.Add(), node))  # fmt: skip
+    elif isinstance(op, (ast.Div, ast.FloorDiv, ast.Mod)):
+        what = "remainder by" if isinstance(op, ast.Mod) else "division by"
+        yield "division-missing", f"the {what} {w(right)} is missing: it is {w(left)} as it stands", 1.0, left
+        yield "dividend-missing", f"it is {w(right)} instead of {w(node)}", 1.8, right
+        if isinstance(op, ast.Div):
+            yield "twice", f"the division by {w(right)} is there twice", 2.1, ast.BinOp(node, op, right)
+            said = f"1 is divided by {w(right)} where {w(left)} belongs"
+            yield "dividend-missing", said, 1.8, _expr("1 / b", b=right)
+    signs = (ast.Add, ast.Sub)
+    for other in _OPERATORS.get(type(op), ()):
+        said = f"`{_SYMBOLS[other]}` stands where `{_SYMBOLS[type(op)]}` belongs, in {w(node)}"
+        if other in signs and isinstance(op, signs):
+            said = f"{w(right)} has the wrong sign"
+        yield "wrong-sign" if "sign" in said else "wrong-operator", said, 1.2 if "sign" in said else 1.7, ast.BinOp(
+            left, other(), right), type(op), other, text.plain(right)  # fmt: skip
+    if isinstance(op, (ast.Sub, ast.Div, ast.FloorDiv, ast.Mod, ast.Pow, ast.MatMult)):
+        yield "upside-down" if isinstance(op, (ast.Div, ast.FloorDiv)) else "operands-exchanged", (
+            f"{w(node)} is the other way round"), 1.5, ast.BinOp(right, op, left)  # fmt: skip
+    if isinstance(op, ast.FloorDiv):
+        ways = {"a / b": "is not rounded", "-(-a // b)": "is rounded up", "a // b + 1": "is one too large"}
+        for way, said in (ways | {"round(a / b)": "is rounded to the nearest"}).items():
+            yield "wrong-rounding", f"{w(node)} {said}", 1.4, _expr(way, a=left, b=right), way
+    if isinstance(op, (ast.Div, ast.FloorDiv)) and isinstance(left, ast.BinOp) and isinstance(left.op, signs):
+        halves: tuple[tuple[ast.expr, ast.expr, ast.expr], ...] = (
+            (left.left, left.right, ast.BinOp(ast.BinOp(left.left, op, right), left.op, left.right)),
+            (left.right, left.left, ast.BinOp(left.left, left.op, ast.BinOp(left.right, op, right))),
+        )
+        for part, rest, whole in halves:
+            yield "brackets-missing", f"{w(right)} divides {w(part)} alone, and not {w(rest)}", 1.4, whole
+    factors = _factors(node)
+    for i, total in enumerate(factors if len(factors) > 1 else ()):  # (a + b) * f * g: f may stand at a or b alone
+        if not (isinstance(total, ast.BinOp) and isinstance(total.op, signs)):
+            continue
+        for k, factor in enumerate(factors):
+            left_over = [x for j, x in enumerate(factors) if j not in (i, k)]
+            ends: list[tuple[ast.expr, ast.expr]] = [(total.left, total.right), (total.right, total.left)]
+            for mine, rest in ends if k != i else ():
+                times = ast.BinOp(mine, ast.Mult(), factor)
+                sides = (times, rest) if mine is total.left else (rest, times)
+                new = _product([ast.BinOp(sides[0], total.op, sides[1]), *left_over])
+                yield "brackets-missing", f"{w(factor)} multiplies {w(mine)} alone, and not {w(rest)}", 1.4, new
+    if isinstance(op, (ast.Add, ast.Sub)):
+        for product, other_side in ((right, left), (left, right)):
+            factors = _factors(product) if isinstance(product, ast.BinOp) else []
+            for i, factor in enumerate(factors if len(factors) > 1 else ()):
+                others = _product(factors[:i] + factors[i + 1 :])
+                first, second = (other_side, others) if product is right else (others, other_side)
+                said = f"{w(factor)} multiplies {w(other_side)} as well"
+                yield "brackets-too-wide", said, 1.6, ast.BinOp(ast.BinOp(first, op, second), ast.Mult(), factor)
+    if isinstance(op, (ast.FloorDiv, ast.Mod)) and isinstance(left, ast.BinOp) and isinstance(left.op, ast.FloorDiv):
+        yield "division-missing", f"the division by {w(left.right)} is missing", 1.2, ast.BinOp(left.left, op, right)
+
+
+def _factors(node: ast.expr) -> list[ast.expr]:
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+        return [*_factors(node.left), *_factors(node.right)]
+    return [node]
+
+
+def _product(factors: Sequence[ast.expr]) -> ast.expr:
+    return functools.reduce(lambda x, y: ast.BinOp(x, ast.Mult(), y), factors)
+
+
+def _of_call(text: Text, node: ast.Call) -> Iterator[tuple[Any, ...]]:
+    w = text.say
+    name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+    if isinstance(node.func, ast.Attribute) and not isinstance(node.func.value, ast.Name):
+        yield "function-missing", f"`{name}` is missing: it is {w(node.func.value)}", 1.7, node.func.value
+    if name in ("min", "max", "maximum", "minimum") and len(node.args) == 2:
+        for kept, gone in (node.args, node.args[::-1]):
+            if isinstance(gone, ast.Constant) or isinstance(kept, (ast.BinOp, ast.Call)):
+                side = "below" if name.startswith("max") else "above"
+                yield "limit-missing", f"nothing keeps it from going {side} {w(gone)}", 1.0, kept, text.plain(gone)
+            else:
+                yield "always-the-limit", f"it is {w(kept)} always: {w(gone)} does not count", 1.1, kept
+        either = f"{w(node.args[0])} and {w(node.args[1])}"
+        for mixed, how in (("a + b", "added"), ("(a + b) / 2", "averaged")):
+            said = f"{either} are {how} where one of them belongs"
+            yield "sum-for-one", said, 1.9, _expr(mixed, a=node.args[0], b=node.args[1])
+    elif len(node.args) == 1 and not node.keywords:
+        yield "function-missing", f"`{name}` is missing: it is {w(node.args[0])} as it stands", 1.3, node.args[0], name
+        inner = node.args[0]
+        if isinstance(inner, ast.BinOp):
+            moved = ast.BinOp(ast.Call(node.func, [inner.left], []), inner.op, inner.right)
+            out = f"{_SYMBOLS[type(inner.op)]} {text.plain(inner.right)}"
+            said = f"`{out}` stands outside of `{name}`: it belongs inside the {name}"
+            yield "outside-of-the-function", said, 1.5, moved
+            both = ast.BinOp(ast.Call(node.func, [inner.left], []), inner.op, ast.Call(node.func, [inner.right], []))
+            yield "function-of-the-parts", f"`{name}` is taken of each part of {w(inner)}", 1.8, both
+    for other in _FUNCTIONS.get(name, ()):
+        func = ast.Attribute(node.func.value, other, ast.Load()) if isinstance(node.func, ast.Attribute) else None
+        new = ast.Call(func or ast.Name(other, ast.Load()), node.args, node.keywords)
+        yield "wrong-function", f"`{other}` stands where `{name}` belongs", 1.5, new, name, other
+    if len(node.args) == 2 and name not in ("min", "max", "maximum", "minimum"):
+        yield "arguments-exchanged", f"the arguments of `{name}` are exchanged", 1.9, ast.Call(
+            node.func, node.args[::-1], node.keywords)  # fmt: skip
+    for i, keyword in enumerate(node.keywords):
+        rest = [k for k in node.keywords if k is not keyword]
+        said = f"`{keyword.arg}={text.plain(keyword.value)}` is missing, in `{name}`"
+        yield "argument-missing", said, 1.6, ast.Call(node.func, node.args, rest)
+        if keyword.arg in ("dim", "axis"):
+            for other_dim in (0, 1, -1):
+                value = [*node.keywords]
+                value[i] = ast.keyword(keyword.arg, ast.Constant(other_dim))
+                said = f"`{name}` runs along {keyword.arg}={other_dim}: it is {keyword.arg}={text.plain(keyword.value)}"
+                yield "wrong-axis", said, 1.3, ast.Call(node.func, node.args, value), other_dim
+
+
+def _of_statements(text: Text) -> Iterator[Change]:
+    """Lines left out, exchanged with the next, and moved out of a loop."""
+    for holder in ast.walk(text.tree):
+        for field in ("body", "orelse"):
+            block = getattr(holder, field, None)
+            if not isinstance(block, list):
+                continue
+            for at, line in enumerate(block):
+                if "_tick" in ast.dump(line) and not isinstance(line, (ast.For, ast.While)):
+                    continue
+                slot = (holder, field, at)
+                if isinstance(line, (ast.Assign, ast.AugAssign, ast.If, ast.Expr)):
+                    said = text.plain(line).splitlines()[0].rstrip(":")
+                    yield Change("line-missing", f"the line `{said}` is missing", 1.6, ((slot, _new(ast.Pass())),))
+                if isinstance(line, ast.AugAssign):
+                    for op in _OPERATORS.get(type(line.op), ()):
+                        new = _new(ast.AugAssign(line.target, op(), line.value))
+                        said = f"`{_SYMBOLS[op]}=` stands where `{_SYMBOLS[type(line.op)]}=` belongs"
+                        yield Change("wrong-operator", said, 1.7, ((slot, new),))
+                if at + 1 < len(block) and isinstance(line, (ast.Assign, ast.AugAssign)):
+                    after = block[at + 1]
+                    if isinstance(after, (ast.Assign, ast.AugAssign)):
+                        said = f"the line `{text.plain(line)}` comes too late"
+                        both = ((slot, after), ((holder, field, at + 1), line))
+                        yield Change("lines-exchanged", said, 1.7, both)
+                if isinstance(holder, (ast.For, ast.While)) and isinstance(line, (ast.Assign, ast.AugAssign)):
+                    for outer in ast.walk(text.tree):
+                        if holder in (getattr(outer, "body", None) or ()):
+                            there = outer.body.index(holder)  # type: ignore[attr-defined]
+                            new = _new(ast.If(ast.Constant(True), [holder, line], []))
+                            said = f"the line `{text.plain(line)}` stands after the loop: it belongs into it"
+                            edits = ((slot, _new(ast.Pass())), ((outer, "body", there), new))
+                            yield Change("outside-of-the-loop", said, 2.0, edits)
+
+
+def _of_results(text: Text) -> Iterator[Change]:
+    for node in ast.walk(text.tree):
+        if isinstance(node, ast.Return) and isinstance(node.value, ast.Tuple):
+            parts = node.value.elts
+            orders = itertools.permutations(range(len(parts))) if len(parts) < 5 else ()
+            for order in orders:
+                if list(order) != list(range(len(parts))):
+                    new = _new(ast.Tuple([parts[i] for i in order], ast.Load()))
+                    said = "{order}" + ",".join(map(str, order))
+                    yield Change("exchanged", said, 1.0, (((node, "value", None), new),))

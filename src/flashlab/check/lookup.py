@@ -1,0 +1,293 @@
+"""Which change of the right text gives all of a learner's values?
+
+`Index` runs every change of `changes` once on the check's own inputs and keeps what came out; the learner's values are
+looked up in it. A cause is told only if it gives all of them, on every input; the likelier first, and where two of
+different kinds do, both. Where none does: one cause for each of several results, or two slips in one of them.
+
+A rule's index is made when the first wrong answer comes: some 300 to 900 changes, 0.1 to 0.4 s on one core, and nothing
+that could be out of date. What takes longer to run (a kernel, interpreted or emulated) keeps the same index as data:
+`Index.outcomes` is all that a look-up reads, and the changes are found again in the same order from the same text.
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from flashlab.check.changes import Change, EndlessError, Text, changes
+
+Values = tuple[Any, ...]  # the results of one call: numbers, texts or tensors
+Outcome = Sequence["Values | str"]  # for each input; a text: the exception that it raised
+Found = tuple["Text | None", Change, Outcome]  # None: a row
+
+_PLAIN = (  # what may be told together with another one; two rare ones give too much by chance
+    "term-missing", "factor-missing", "division-missing", "wrong-sign", "off-by-one", "wrong-name", "wrong-number",
+    "limit-missing", "wrong-rounding", "wrong-function", "function-missing", "brackets-missing", "upside-down",
+    "wrong-operator", "wrong-comparison", "taken-as-fixed",
+)  # fmt: skip
+_ENDLESS = EndlessError.__name__
+_ALMOST = 0.35  # costs so near say nothing about which is likelier
+_PAIRED = 200  # changes that are tried two at a time
+_TRIES = 12_000
+
+
+@dataclass(frozen=True)
+class Row:
+    """A mistake that no single change makes: an edit of the right text, or another text for it, and a sentence.
+
+    edits: (old, new) texts, each of which occurs once. Or instead: an expression of the parameters.
+    """
+
+    slug: str
+    sentence: str
+    edits: Sequence[tuple[str, str]] = ()
+    instead: str = ""
+
+
+def same(a: Any, b: Any, tol: float) -> bool:
+    """Whether two results are one; tol is relative, and absolute near 0."""
+    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+        a, b = torch.as_tensor(a, dtype=torch.float64), torch.as_tensor(b, dtype=torch.float64)
+        return a.shape == b.shape and bool(torch.isclose(a, b, rtol=tol, atol=tol, equal_nan=True).all())
+    if not (isinstance(a, (int, float)) and isinstance(b, (int, float))):
+        return type(a) is type(b) and bool(a == b)
+    if a == b or (a != a and b != b):
+        return True
+    try:
+        return math.isfinite(a) and math.isfinite(b) and abs(a - b) <= tol * max(1e-6, abs(b))
+    except OverflowError:  # a whole number beyond every float
+        return False
+
+
+class Index:
+    """The changes of a right text, and what each gives.
+
+    Args:
+        texts: the right text, and others that give the same, each with changes of its own.
+        inputs: the check's own. names: of the results. rows: told first where they fit.
+        read: makes `Values` of what a call returned; raises where it cannot. tol: see `same`.
+        alike: makes one of results that are as good as each other. more: inputs on which two causes may differ.
+        notes: {piece of the text: why it is there}, told with every change of it.
+    """
+
+    def __init__(
+        self, texts: Sequence[Text], inputs: Sequence[tuple[Any, ...]], names: Sequence[str],
+        read: Callable[[Any], Values], tol: float, rows: Sequence[tuple[Row, Callable[..., Any]]] = (),
+        alike: Callable[..., Values] = lambda *values: values, more: Sequence[tuple[Any, ...]] = (),
+        notes: Mapping[str, str] | None = None,
+    ):  # fmt: skip
+        self.texts, self.inputs, self.names, self.read, self.tol, self.rows = texts, inputs, names, read, tol, rows
+        self.alike, self.more, self.notes = alike, more, notes or {}
+        self.right = self.run(texts[0].compiled())
+
+    def run(self, fn: Callable[..., Any], inputs: Sequence[tuple[Any, ...]] | None = None) -> Outcome:
+        found: list[Values | str] = []
+        for given in self.inputs if inputs is None else inputs:
+            found.append(found[-1] if found[-1:] == [_ENDLESS] else self._one(fn, given))  # not waited for again
+        return found
+
+    def _one(self, fn: Callable[..., Any], given: tuple[Any, ...]) -> Values | str:
+        try:
+            return self.read(fn(*given))
+        except (Exception, EndlessError) as error:
+            return type(error).__name__
+
+    @cached_property
+    def outcomes(self) -> list[Found]:
+        """Every change that can be run, the rows first, then the likelier first."""
+        found: list[Found] = []
+        for row, fn in self.rows:
+            found.append((None, Change(row.slug, row.sentence, 0.0, ()), self.run(fn)))
+        for text in self.texts:
+            seen = {name: [given[i] for given in self.inputs] for i, name in enumerate(text.params)}
+            for change in changes(text, seen):
+                try:
+                    fn = text.compiled(change)
+                except SyntaxError:
+                    continue
+                found.append((text, change, self.run(fn)))
+        return sorted(found, key=lambda x: x[1].cost)
+
+    def same_outcome(self, a: Outcome, b: Outcome, part: int | None = None) -> bool:
+        return all(self._same_values(x, y, part) for x, y in zip(a, b, strict=True))
+
+    def _same_values(self, x: Values | str, y: Values | str, part: int | None) -> bool:
+        if isinstance(x, str) or isinstance(y, str):
+            return isinstance(x, str) and isinstance(y, str) and x == y
+        if part is not None and same(x[part], y[part], self.tol):
+            return True
+        x, y = self.alike(*x), self.alike(*y)
+        return len(x) == len(y) and all(same(a, b, self.tol) for a, b in zip(x, y, strict=True))
+
+    def wrong_parts(self, got: Outcome) -> list[int]:
+        return [i for i in range(len(self.names)) if not self.same_outcome(got, self.right, i)]
+
+    def explain(self, got: Outcome, some: bool = False) -> tuple[str, str] | None:
+        """(slug, sentence) of what gives all of these values, or those of each result on its own; or None.
+
+        some: what gives those of one result will do, if it is a number: a word is right too often by chance.
+        """
+        if whole := [found for found in self.outcomes if self.same_outcome(found[2], got)]:
+            return self._told(whole)
+        wrong = self.wrong_parts(got)
+        parts = {i: [x for x in self.outcomes if self._may_be(x, i) and self.same_outcome(x[2], got, i)] for i in wrong}
+        told = {i: self._told(parts[i], i) for i in wrong if parts[i]}
+        if told and len(told) == len(wrong):
+            both = "; and ".join(said for _, said in told.values())
+            if len(both) > 200:
+                both = "; and ".join(self._told(parts[i], i, noted=False)[1] for i in wrong)
+            if len(both) <= 200:
+                return told[wrong[0]][0], both
+        numbers = [i for i in told if not any(isinstance(x[i], str) for x in self.right)]
+        for i in numbers if some else ():
+            slug, said = told[i]
+            others = [self.names[k] for k in wrong if k != i]
+            return slug, f"{said}; {' and '.join(others)} {'is' if len(others) == 1 else 'are'} wrong too"
+        return None
+
+    def _may_be(self, found: Found, part: int) -> bool:
+        """Whether it may be told of one result alone: a row, only if that is all it is about."""
+        text, _, outcome = found
+        return text is not None or self.wrong_parts(outcome) == [part]
+
+    def explain_as_two(self, got: Outcome) -> tuple[str, str] | None:
+        """(slug, sentence) of two changes that give all of these values together, or None."""
+        wrong = self.wrong_parts(got)
+        if all(isinstance(x[i], str) for x in self.right for i in wrong):
+            return None  # a word is right too often by chance
+        if pair := self._pair(got, wrong[0] if len(wrong) == 1 else None):
+            said = self._of(wrong, pair[0].said)
+            return "two-slips", f"two slips at once would give this: {said}; and {pair[1].said}"
+        return None
+
+    def _told(self, fitting: Sequence[Found], part: int | None = None, noted: bool = True) -> tuple[str, str]:
+        """The likeliest, and another one where they are two things: where other inputs tell them apart."""
+        text, best, outcome = fitting[0]
+        if text is None:
+            return best.slug, best.said
+        raw = [i for i, _ in enumerate(self.names) if not self._raw(outcome, i)]
+        sentence = self._of(raw if part is None else [part], best.said)
+        for other_text, other, _ in fitting[1:]:
+            if other_text is not None and other.cost - best.cost <= _ALMOST and other.slug != best.slug:
+                runs = (t.compiled(c) for t, c in ((text, best), (other_text, other)))
+                a, b = (self.run(fn, self.more) for fn in runs)
+                both = f"{sentence}. Or: {other.said.removeprefix('it is ')}"
+                if not self.same_outcome(a, b, part) and len(both) <= 200:
+                    return best.slug, both
+        if noted and (note := self._note(text, best, sentence)) and len(f"{sentence}: {note}") <= 200:
+            sentence += f"{';' if ': it is' in sentence else ':'} {note}"
+        return best.slug, sentence
+
+    def _note(self, text: Text, change: Change, sentence: str) -> str:
+        """Why the piece is there that was changed. A name that is there often has several reasons."""
+        for piece in change.about:
+            often = sum(isinstance(n, ast.Name) and n.id == piece for n in ast.walk(text.tree)) > 1
+            if change.slug == "wrong-name" and often:
+                continue
+            for name in self.names:
+                if sentence.startswith(name) and f"{name}: {piece}" in self.notes:
+                    return self.notes[f"{name}: {piece}"]
+            if piece in self.notes:
+                return self.notes[piece]
+        return ""
+
+    def _raw(self, outcome: Outcome, part: int) -> bool:
+        """Whether this result is right everywhere, to the letter."""
+        pairs = zip(outcome, self.right, strict=True)
+        return all(not isinstance(x, str) and same(x[part], y[part], self.tol) for x, y in pairs)
+
+    def _of(self, wrong: Sequence[int], said: str) -> str:
+        if said.startswith("{order}"):
+            order = [self.names[int(i)] for i in said[7:].split(",")]
+            came, wanted = ", ".join(order), ", ".join(self.names)
+            return f"the results are right, but exchanged: they come as ({came}): return ({wanted})"
+        names = " and ".join(self.names[i] for i in wrong)
+        if said.startswith("it is "):
+            return f"{names} {'is' if len(wrong) == 1 else 'are'} {said[6:]}"
+        return f"{names}: {said}"
+
+    def _pair(self, got: Outcome, part: int | None) -> tuple[Change, Change] | None:
+        """Two of the likelier changes of one text that give all of these values together."""
+        differs = [i for i, (x, y) in enumerate(zip(got, self.right, strict=True)) if not self._same_values(x, y, None)]
+        order = [*differs[:2], *differs[-1:]] + [i for i in range(len(got)) if i not in (*differs[:2], *differs[-1:])]
+        tries = 0
+        for text in self.texts:
+            mine = [c for t, c, o in self.outcomes if t is text and not self.same_outcome(o, self.right, part)]
+            mine = [c for c in mine if c.slug in _PLAIN][:_PAIRED]
+            for a, b in sorted(itertools.combinations(mine, 2), key=lambda x: x[0].cost + x[1].cost):
+                tries += 1
+                if tries > _TRIES:
+                    return None
+                if a.clashes(b):
+                    continue
+                try:
+                    fn = text.compiled(a, b)
+                except SyntaxError:
+                    continue
+                if all(self._same_values(self._one(fn, self.inputs[i]), got[i], part) for i in order):
+                    return a, b
+        return None
+
+    def survivors(self, more: Sequence[tuple[Any, ...]]) -> Iterator[tuple[Change, tuple[Any, ...] | None]]:
+        """Changes that the check's inputs do not tell from the right text, and one of `more` that does, or None."""
+        right = self.run(self.texts[0].compiled(), more)
+        for text, change, outcome in self.outcomes:
+            if text is not None and self.same_outcome(outcome, self.right):
+                found = self.run(text.compiled(change), more)
+                pairs = zip(more, found, right, strict=True)
+                yield change, next((given for given, x, y in pairs if not self._same_values(x, y, None)), None)
+
+
+def where_right(names: Sequence[str], inputs: Sequence[tuple[Any, ...]], verdicts: Sequence[bool]) -> str | None:
+    """The condition on the inputs that tells right answers from wrong ones, in words, or None.
+
+    Tried: one parameter has one of its values; two are equal, one is larger, one divides the other.
+    """
+    if all(verdicts) or not any(verdicts):
+        return None
+    held: dict[str, list[bool]] = {}
+    numbers = [i for i in range(len(names)) if all(isinstance(x[i], (int, float)) for x in inputs)]
+    for i in range(len(names)):
+        for value in dict.fromkeys(x[i] for x in inputs if isinstance(x[i], (int, float, str))):
+            held[f"{names[i]} is {value}"] = [x[i] == value for x in inputs]
+    for i, k in itertools.permutations(numbers, 2):
+        if i < k:
+            held[f"{names[i]} = {names[k]}"] = [x[i] == x[k] for x in inputs]
+        held[f"{names[i]} > {names[k]}"] = [x[i] > x[k] for x in inputs]
+        held[f"{names[i]} >= {names[k]}"] = [x[i] >= x[k] for x in inputs]
+        if all(isinstance(x[k], int) and x[k] > 0 and isinstance(x[i], int) for x in inputs):
+            held[f"{names[k]} divides {names[i]}"] = [x[i] % x[k] == 0 for x in inputs]
+    for words, holds in held.items():
+        inside = [v for v, h in zip(verdicts, holds, strict=True) if h]
+        outside = [v for v, h in zip(verdicts, holds, strict=True) if not h]
+        if len(inside) > 1 and len(outside) > 1 and all(inside) and not any(outside):
+            return words
+    return None
+
+
+def in_units(
+    got: Sequence[Any], inputs: Sequence[tuple[Any, ...]], params: Sequence[str], units: Mapping[str, str],
+    names: Mapping[str, Any],
+) -> list[float] | None:  # fmt: skip
+    """How often each unit (words: an expression of the parameters) is in every value, in halves; None if they are not.
+
+    So a sum of a learner's is read back: 4 matrices of N x N and 3 of N x D.
+    """
+    if not all(isinstance(x, (int, float)) and math.isfinite(x) for x in got) or len(inputs) <= len(units):
+        return None
+    rows = [[eval(u, dict(names), dict(zip(params, x, strict=True))) for u in units.values()] for x in inputs]
+    a = torch.tensor(rows, dtype=torch.float64)
+    b = torch.tensor([float(x) for x in got], dtype=torch.float64)
+    scale = b.abs().clamp(min=1.0)
+    parts = torch.linalg.lstsq(a / scale[:, None], (b / scale)[:, None]).solution[:, 0]
+    parts = (2 * parts).round() / 2
+    if bool((parts.abs() > 64).any()) or not bool(((a @ parts - b).abs() <= 1e-9 * scale).all()):
+        return None
+    return [float(x) for x in parts]

@@ -1,0 +1,177 @@
+"""Exercises that are one right function: what is told comes from its changes, and so do these tests."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from lesson_answers import PATHS, ROOT
+from lesson_source import make_notebook, read_lesson
+
+from flashlab.check import CheckFailed
+from flashlab.check.changes import EndlessError, Text
+from flashlab.check.lookup import Index, in_units, where_right
+from flashlab.exercises import check, exercises, find
+from flashlab.exercises.rule import RULES, Rule
+
+exercises()  # imports every phase
+
+
+def told(id, fn):
+    with pytest.raises(CheckFailed) as caught:
+        check(id, fn)
+    return caught.value
+
+
+@pytest.mark.parametrize("id", RULES)
+def test_the_right_rule_passes_and_no_change_of_it_is_accepted(id):
+    """What the check accepts is the same on thousands of drawn inputs too: another way to write the rule."""
+    assert check(id, RULES[id].fn)
+    holes = [f"{said}, on {RULES[id].case(given)}" for said, given in RULES[id].survivors() if given is not None]
+    assert not holes, f"{id} accepts: {holes}"
+
+
+@pytest.mark.parametrize(("id", "row"), [(id, row) for id, rule in RULES.items() for row in rule.rows])
+def test_a_row_is_told_by_its_sentence(id, row):
+    failed = told(id, RULES[id].with_row(row))
+    assert failed.diagnosis == row.slug and str(failed).startswith(row.sentence)
+
+
+@pytest.mark.parametrize("id", RULES)
+def test_changes_are_told_in_one_short_sentence_with_the_numbers_below(id):
+    rule = RULES[id]
+    wrong = [
+        (text, c) for text, c, got in rule.index.outcomes if text and not rule.index.same_outcome(got, rule.index.right)
+    ]
+    for text, change in itertools.islice(wrong, 0, None, 23):
+        try:
+            failed = told(id, text.compiled(change))
+        except EndlessError:
+            continue
+        conclusion = str(failed).partition("\n")[0]
+        assert len(conclusion) <= 200 and failed.diagnosis != "wrong-value", (change.said, failed)
+
+
+@pytest.mark.parametrize("id", RULES)
+def test_the_lesson_takes_its_heading_and_its_cell_from_the_rule(id):
+    name = RULES[id].fn.__name__
+    lesson = read_lesson(PATHS[find(id).phase])
+    cells = [c for kind in ("exercises", "solutions") for c in make_notebook(lesson, kind, ROOT)[0].cells]
+    unsolved, solved = (c.source for c in cells if c.source.startswith(f"def {name}("))
+    assert unsolved.startswith(f"def {name}(") and unsolved.endswith("raise NotImplementedError")
+    assert "NotImplementedError" not in solved and "SOLUTION" not in solved
+    assert find(id).title in [e.title for e in lesson.exercises]
+    assert f"# ## {id}\n" in lesson.path.read_text(), "the title stands in the decorator alone"
+
+
+# ---- what is told of answers in other styles ------------------------------------------------------------------------
+
+
+def window(begin=lambda a, d, lo: max(0, a + d - lo), end=lambda z, d, n, hi: min(n, z + d + hi)):
+    return lambda a, z, m, n, lo, hi: (begin(a, n - m, lo), end(z, n - m, n, hi))
+
+
+def times(flops, moved, gpu):
+    return flops / (gpu.fp16_tflops * 1e12), moved / (gpu.memory_gb_s * 1e9)
+
+
+TOLD = [
+    ("0.1", lambda t, n: math.log10(torch.finfo(t).max / n), "`log10` stands where `log` belongs"),
+    ("0.1", lambda t, n: math.log(65504 / n), "`dtype` is taken for float16, whatever it is"),
+    ("1.1", lambda n, d, e: (e * (4 * n * n + 3 * n * d), e * (4 * n * n + n * d), n * n * (4 * d + 7)),
+     "bytes_read counts 4 matrices of N × N and 3 of N × D"),
+    ("1.1", lambda n, d, e: (e * (5 * n * n + 3 * n * d), 4 * n * n + n * d, n * n * (4 * d + 7)), "factor `itemsize`"),
+    ("1.2", lambda *x: (sum(times(*x)), "memory" if times(*x)[1] > times(*x)[0] else "compute"), "are added where one"),
+    ("1.2", lambda *x: (max(times(*x)), "memory" if x[0] / x[1] < 100 else "compute"), "seconds is right in every"),
+    ("1.5", lambda limit, d, m, e: (limit // (d * e) - m) // 2 + 1, "padded to a power of two before"),
+    ("2.7", lambda M, N, D, B, e: ((M + (M // B + 1) * 2 * N) * D * e, M * D * e + 4 * M), "rounded down, plus 1"),
+    ("3.7", lambda M, N, D, B, e: (N + 2 * M * math.ceil(N / B)) * D * e, "`M` and `N` are exchanged, everywhere"),
+    ("9.1", lambda m, bm, bn, q, k, causal: RULES["9.1"].fn(m, bm, bn, q, k, True), "`causal` is taken for True"),
+    ("10.2", lambda a, b, s: (1 / (1 - a + a / s) - 1, *RULES["10.2"].fn(a, b, s)[1:]), "layer is 1 too small"),
+    ("4.1", lambda p, m, h, kv: (p // m // h, p // m % h, p // m % h * kv // h, 7), "block is 7, it should be 0"),
+    ("4.1", lambda p, m, h, kv: (p % m, p // m // h, p // m % h, p // m % h * kv // h), "come as (block, batch"),
+    ("4.2", lambda a, z, m, n, t: (max(0, min(n, a + 2 + n - m)) // t * t, max(0, min(n, z + n - m))), "too large"),
+    ("4.5", window(begin=lambda a, d, lo: a + d - lo), "begin: nothing keeps it from going below `0`"),
+    ("4.5", window(end=lambda z, d, n, hi: min(n, z + d)), "end: the term `right` is missing"),
+    ("4.5", window(lambda a, d, lo: max(0, a - lo), lambda z, d, n, hi: min(n, z + hi)), "`seq_k - seq_q` is missing"),
+    ("4.5", lambda *x: window()(*x)[::-1], "come as (end, begin): return (begin, end)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("id", "wrong", "words"), TOLD)
+def test_a_slip_is_told_however_it_is_written(id, wrong, words):
+    assert words in str(told(id, wrong))
+
+
+@pytest.mark.parametrize(
+    ("id", "wrong", "slug"),
+    [
+        ("4.1", lambda p, m, h, kv: (p // m // h, p // m % h, p // m % h / (h // kv), p % m), "no-whole-number"),
+        ("4.1", lambda p, m, h, kv: (p // m // h, p // m % h, p % m), "wrong-type"),
+        ("4.1", lambda p, m, h, kv: (p // m // h, p // m % h, p // m % h // (kv // h), p % m), "exception"),
+        ("4.1", lambda p, m, h, kv: {"batch": p}, "wrong-type"),
+        ("4.2", lambda a, z, m, n, t: None, "returned-none"),
+    ],
+)
+def test_results_of_another_kind(id, wrong, slug):
+    assert told(id, wrong).diagnosis == slug
+
+
+# ---- the engine itself ----------------------------------------------------------------------------------------------
+
+
+def area(width, height, rounds):
+    total = 0
+    for _ in range(rounds):
+        total += (width + 1) * height
+    return total, math.ceil(width / height)
+
+
+@pytest.fixture(scope="module")
+def areas():
+    inputs = [(w, h, r) for w in (1, 4, 7) for h in (2, 3, 5) for r in (1, 3)]
+    draw = lambda r: tuple(r.randint(1, 9) for _ in range(3))  # noqa: E731
+    return Rule(area, ("total", "tiles"), tuple(inputs), draw)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (lambda w, h, r: (r * w * h, -(-w // h)), "total: the term `1` is missing"),
+        (lambda w, h, r: (r * (w - 1) * (h + 1), -(-w // h)), "two slips at once would give this"),
+        (lambda w, h, r: (r * (w + 1) * h, w // h), "tiles: `width / height` is rounded down: it is rounded up"),
+        (lambda w, h, r: ((w + 1) * h, w // h), "; and tiles: "),
+        (lambda w, h, r: ((r - 1) * (w + 1) * h, -(-w // h)), "total: `rounds` is one too small"),
+        (lambda w, h, r: (r * (w + 1) * h * 3, -(-w // h)), "total is 3 times what it should be, in every case"),
+        (lambda w, h, r: (r * (w + 1) * h + (w > h) * 17 * w**5, -(-w // h)), "right just where height >= width"),
+    ],
+)  # fmt: skip
+def test_the_change_that_gives_all_values_is_told(areas, wrong, said):
+    with pytest.raises(CheckFailed) as caught:
+        areas.check(wrong)
+    assert said in str(caught.value)
+
+
+def test_a_change_that_makes_a_loop_endless_ends():
+    def halvings(n):
+        count = 0
+        while n > 1:
+            n = n // 2
+            count += 1
+        return count
+
+    index = Index([Text(halvings)], [(9,), (30,)], ["count"], lambda x: (x,), 1e-9)
+    assert any(outcome == ["EndlessError"] * 2 for _, _, outcome in index.outcomes)
+
+
+def test_a_sum_is_read_back_in_its_units():
+    inputs = [(n, d) for n in (2, 5, 9) for d in (3, 4)]
+    got = [4 * n * n + 2.5 * n * d for n, d in inputs]
+    assert in_units(got, inputs, ["n", "d"], {"squares": "n * n", "tall": "n * d"}, {}) == [4, 2.5]
+    assert in_units([x + 1 for x in got], inputs, ["n", "d"], {"squares": "n * n", "tall": "n * d"}, {}) is None
+
+
+def test_where_it_is_right_is_said_only_where_it_always_is():
+    inputs = [(n, m) for n in range(1, 5) for m in range(1, 5)]
+    assert where_right(["n", "m"], inputs, [n == m for n, m in inputs]) == "n = m"
+    assert where_right(["n", "m"], inputs, [n == m or n == 3 and m == 1 for n, m in inputs]) is None
