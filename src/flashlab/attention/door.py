@@ -69,7 +69,8 @@ def flash_attention(
             the CUDA series copies tensors whose rows are not contiguous, or not on 16 bytes.
         causal: query i sees the keys j <= i + seq_k - seq_q: aligned at the end, as in FlashAttention-2 (PyTorch's
             ``is_causal`` is aligned at the beginning).
-        scale: 1 / sqrt(head_dim) unless given.
+        scale: 1 / sqrt(head_dim) unless given. Compiled kernels want scores below 2^30: a multiply and add that is
+            rounded once leaves so much beside larger ones that 2^x is infinite, and the row NaN.
         window: (left, right), how many keys before and after its own position a query sees; None is no bound, a number
             n is (n, n). With causal the right side is 0.
         softcap: scores become softcap * tanh(score / softcap).
@@ -156,7 +157,7 @@ def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if not isinstance(first, torch.Tensor):
         return tensors
     kind = first.device.type
-    if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
+    if kind == "meta" or not torch.is_autocast_enabled(kind):  # (is_autocast_available is nothing that dynamo traces)
         return tensors
     dtype = torch.get_autocast_dtype(kind)
     return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
