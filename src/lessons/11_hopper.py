@@ -1038,7 +1038,7 @@ grow("p11_15_portions")
 # %% [markdown]
 # ### The last step: every shape
 #
-# `p11_flash` is the same kernel with tiles for every shape, so at the ladder's four shapes it gains nothing. Where parts would be too few to fill
+# `p11_flash` is the same kernel with tiles for every shape, so at the ladder's four shapes that gains nothing. Where parts would be too few to fill
 # the GPU, blocks have one consumer. With $D = 256$ a tile of keys is 64 rows, O takes the place of Q (shared memory has no other), and there is no
 # trust: it gained nothing there.
 
@@ -1103,7 +1103,7 @@ assert AGAIN == {0: [31, 0], 127: [31, 3]}
 # %% [markdown]
 # At key 0 the first portion tells, and S is there; at key 127 only the third does, so that three doubts cost a product each.
 #
-# So in the table above the rising rows run at 0.72 to 0.99 times the best peer's speed instead of half, and those that rise now and then gain too. The price: random scores lose 1 to 2 %,
+# So in the table above the rising rows run at 0.72 to 0.99 times the best peer's speed instead of half, and those that rise now and then gain too. The price: random scores lose 1 to 3 %,
 # since S of the first portion needs registers. What else was tried, and what ptxas made of it, is in `notes/phase_11_experiments.md`.
 
 # %% [markdown]
@@ -1261,12 +1261,13 @@ for run in RUNS:
         print(f"{name:13} {min(r):.2f} to {max(r):.2f} times as fast as the kernel as it is")
 
 # %% [markdown]
-# - `TRUST=0`: each tile's maxima are looked at, and there are no portions. 8 to 14 % slower at $D = 128$, 11 % at $D = 64$. At $D = 256$
+# - `TRUST=0`: each tile's maxima are looked at, and there are no portions. 6 to 14 % slower at $D = 128$, 10 % at $D = 64$. At $D = 256$
 #   that is how the kernel is, and `TRUST=1` gains nothing.
-# - `LATE_TURN`: the turn after the first portion is worth 1 to 2 % at $D = 64$, and costs up to 9 % with two consumers.
+# - `LATE_TURN`: the turn after the first portion costs up to 8 % with two consumers. With three, at $D = 64$, it was worth 1 to 2 % before the kernel learnt
+#   from its doubts; now it is worth less than 1 %.
 
 # %% [markdown]
-# - `PING_PONG=0`: taking turns is worth 3 to 4 % at $D = 64$ (`LATE_TURN` included), and nothing elsewhere any more.
+# - `PING_PONG=0`: taking turns is worth 2 % at $D = 64$ (`LATE_TURN` included), and nothing elsewhere any more.
 # - `DYNAMIC=0`: without the counter three of the four causal shapes lose, the long one most: it has the most unequal parts. The counter is used with
 #   a mask alone; `DYNAMIC=2` uses it always. Where that changes nothing in the kernel, what differs is noise: 1 %.
 
@@ -1279,9 +1280,9 @@ for run in RUNS:
 for run in RUNS:
     ratios = changed(run)
     head_dims = [shape[3] for shape, _ in hopper_results.ladder_speeds(run, "variants")]
-    assert all((r < 0.98) == (d == 64) for r, d in zip(ratios["PING_PONG=0"], head_dims, strict=True))
+    assert all((r < 0.99) == (d == 64) for r, d in zip(ratios["PING_PONG=0"], head_dims, strict=True))
     assert max(ratios["TRUST=0"]) < 0.97 and all(abs(r - 1) < 0.01 for r in ratios["TRUST=1"])
-    assert max(ratios["LATE_TURN=0"]) < 1 and min(ratios["LATE_TURN=1"]) < 0.95
+    assert 0.99 < min(ratios["LATE_TURN=0"]) and max(ratios["LATE_TURN=0"]) < 1 and min(ratios["LATE_TURN=1"]) < 0.95
     assert min(ratios["DYNAMIC=0"]) < 0.85 and max(ratios["POLYNOMIAL=4"]) < 1.01
     assert min(ratios["POLYNOMIAL=4"]) < 0.95
     some = [r for r in run["rows"] if r["part"] == "variants" and "POLYNOMIAL" in r["name"]]
