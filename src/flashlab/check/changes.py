@@ -82,7 +82,7 @@ class Text:
         whole: bool = True,
     ):  # fmt: skip
         tree = ast.parse(textwrap.dedent(inspect.getsource(fn))).body[0]
-        assert isinstance(tree, ast.FunctionDef)
+        assert isinstance(tree, ast.FunctionDef), "a right text is one function"
         tree.decorator_list, tree.returns = [], None
         if ast.get_docstring(tree) is not None:
             tree.body = tree.body[1:]

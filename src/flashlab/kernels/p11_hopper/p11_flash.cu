@@ -40,7 +40,7 @@ constexpr int KV_BYTES = BLOCK_N * HEAD_DIM * 2;     // per tile of shared memor
 // How far the row maximum may lag behind, in log2 units, where it is looked at; and the most that a lane's part of
 // a row of P may add up to, where it is not: far from fp16's 65504.
 constexpr float RESCALE_ABOVE = TRUST ? 0.f : 8.f, MOST = 16384.f;
-constexpr int MOST_WARY = 63;                                  // New: tiles that a warp is wary of after a doubt
+constexpr int MOST_WARY = 63;                                  // tiles that a warp is wary of after a doubt
 constexpr int SECOND = S_TILES / (HEAD_DIM == 64 ? 8 : 2), THIRD = S_TILES * 3 / 4;    // portions, in MMA tiles
 constexpr bool O_IN_Q = HEAD_DIM == 256;                       // New: O takes the place of Q: there is no other
 constexpr int Q_STAGES = O_IN_Q ? 1 : 2;                       // New: one of them then
@@ -222,7 +222,7 @@ flash_forward(const Problem p, int heads_together, int groups, // and what TMA h
 
     // region: main loop
     int nth = 0;                                               // tiles so far
-    int wary, span;                                            // New: for how many tiles more; as the doubt was told
+    int wary, span;                                            // for how many tiles more; as the doubt was told
     // region: turns
     // Barrier 1 + c is consumer c's turn: its own 128 threads wait there, those of the one before it arrive.
     constexpr bool TURNS = PING_PONG && CONSUMERS > 1;         // New
@@ -376,8 +376,8 @@ flash_forward(const Problem p, int heads_together, int groups, // and what TMA h
             for (int r = 0; r < ROWS_PER_LANE; r++) found |= !(sums[r] <= MOST) || m_i[r] == -INFINITY;  // NaN too
             return __any_sync(~0u, found);
         };
-        // New: after a doubt the warp is wary for some tiles. It looks at the maxima before the second portion; S of the
-        // first one is kept for that. Wary for longer, the sooner one doubt follows another.
+        // After a doubt the warp is wary for some tiles. It looks at the maxima before the second portion; S of
+        // the first one is kept for that. Wary for longer, the sooner one doubt follows another.
         if constexpr (TRUSTED) {
             float first[SECOND * 4];
             for (int i = 0; i < SECOND * 4; i++) first[i] = s[i];
@@ -432,7 +432,7 @@ flash_forward(const Problem p, int heads_together, int groups, // and what TMA h
         if (CAUSAL) full = max(0, min(full, (at.m_start + consumer * 64 + 1 + p.seq_k - p.seq_q) / BLOCK_N));
         for (float& x : acc) x = 0.f;
         for (int r = 0; r < ROWS_PER_LANE; r++) m_i[r] = -INFINITY, l_i[r] = 0.f;
-        wary = span = 0;                                       // New: or the bits would depend on who had which part
+        wary = span = 0;                                       // or the bits would depend on who had which part
         // The last tiles may be seen by the other consumers' rows only
         const int first_row = at.m_start + consumer * 64, q_stage = n % Q_STAGES;
         const int mine = !CAUSAL ? at.end : first_row < p.seq_q ? min(at.end, end_of(first_row + 64)) : 0;

@@ -6,6 +6,7 @@
 #include "findings.h"
 #include "global_memory.h"
 #include "global_shadow.h"
+#include "shadow.h"
 
 namespace simt {
 
@@ -48,7 +49,7 @@ extern "C" void simt_cp_async(uint32_t dst, const void* src, int bytes, int src_
         Conflict none;
         if (me->block->launch->checked) global_shadow.touch(me, (uintptr_t)src, src_bytes, READ, 0, "cp.async", none);
     }
-    count_access(me, site, src_bytes ? (uintptr_t)src | (uint64_t)(dst / 128) << 48 : NO_ADDRESS, bytes);
+    count_access(me, site, src_bytes ? (uintptr_t)src | (uint64_t)((dst - dynamic_shift) / 128) << 48 : NO_ADDRESS, bytes);
     if (ok) me->copies.push_back({dst, (const char*)src, bytes, src_bytes, site, me->group});
 }
 extern "C" void simt_cp_async_commit() { kernel_lane(CALLER)->group++; }

@@ -1,0 +1,502 @@
+// Phase 11, step 16: trust that learns.
+//
+// O = softmax(scale * Q K^T) V, fp16 or bf16 in and out, fp32 accumulators and statistics. Where every tile of keys
+// raises the rows' maxima, all of them were computed twice. Now a warp that was in doubt is wary for some tiles: it
+// looks at their maxima before the second portion, while all of S still stands.
+//
+// Compile with -DHEAD_DIM=64 or 128, and -DELEMENT=__half or __nv_bfloat16, -DPING_PONG=1 or 0, -DDYNAMIC=1 or 0,
+// -DTRUST=1 or 0, -DPOLYNOMIAL=0 (none), 8 or 4.
+
+// region: constants
+#include "problem.cuh"
+#include "tensor_map.cuh"
+#include "wgmma.cuh"
+#ifndef PING_PONG
+#define PING_PONG 1
+#endif
+#ifndef DYNAMIC                                                // 0 divides the parts beforehand
+#define DYNAMIC 1
+#endif
+#ifndef POLYNOMIAL                                             // of how many MMA tiles of S one is computed so
+#define POLYNOMIAL 0
+#endif
+#ifndef TRUST                                                  // a full tile's maxima are looked at only in need
+#define TRUST 1
+#endif
+#ifndef LATE_TURN                                              // 1: the turn is passed on after the first portion
+#define LATE_TURN (HEAD_DIM == 64)
+#endif
+
+// A warpgroup each, and the producer's after them
+constexpr int CONSUMERS = HEAD_DIM == 64 ? 3 : 2, GROUP = 128, WARPS = 4 * CONSUMERS, THREADS = (CONSUMERS + 1) * GROUP;
+// Per thread. At the launch 65536 / THREADS; then these: 65536 hold them again.
+constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 160 : 232, PRODUCER_REGISTERS = CONSUMERS == 3 ? 32 : 40;
+constexpr int STAGES = 2;
+constexpr int BLOCK_M = WARPS * MMA_M, BLOCK_N = 128;          // query rows per block; keys at a time
+constexpr int SLAB = 64, SLAB_ROW = SLAB * 2;                  // columns of a slab; bytes of a row of it
+constexpr int S_TILES = BLOCK_N / MMA_N, O_TILES = HEAD_DIM / MMA_N;   // accumulators of a warp, [MMA_M, MMA_N] each
+constexpr int ROWS_PER_LANE = 2;                               // of an accumulator: g and g + 8
+constexpr int Q_BYTES = BLOCK_M * HEAD_DIM * 2, KV_BYTES = BLOCK_N * HEAD_DIM * 2;     // per tile of shared memory
+// How far the row maximum may lag behind, in log2 units, where it is looked at; and the most that a lane's part of
+// a row of P may add up to, where it is not: far from fp16's 65504.
+constexpr float RESCALE_ABOVE = TRUST ? 0.f : 8.f, MOST = 16384.f;
+constexpr int MOST_WARY = 63;                                  // New: tiles that a warp is wary of after a doubt
+constexpr int SECOND = S_TILES / (HEAD_DIM == 64 ? 8 : 2), THIRD = S_TILES * 3 / 4;    // portions, in MMA tiles
+constexpr int Q_STAGES = 2, BARRIERS = 4 + 2 * Q_STAGES + 4 * STAGES;
+struct __align__(16) Part { int batch, head, m_start, end; };  // a head's rows, and tiles that some of them see
+constexpr int BARRIERS_AT = (Q_STAGES + 1) * Q_BYTES + 2 * STAGES * KV_BYTES;          // Q_BYTES for O
+constexpr int SHARED = BARRIERS_AT + 8 * BARRIERS + 2 * sizeof(Part);
+// endregion
+
+// region: exponential
+// 2^x with a relative error of 1e-4, up to x = 127: a rounding to fp16 errs by up to 5e-4. 2^x = 2^n 2^f, where
+// n is the nearest integer. Adding 1.5 * 2^23 rounds to it, and leaves it in the sum's last bits; shifted, they are the
+// exponent of 2^n. n = -127 gives 0, n = 128 infinity, and n goes no further. NaN stays NaN, in f.
+__device__ __forceinline__ float exp2_polynomial(float x) {
+    x = x < -127.f ? -127.f : x;
+    const float shifted = fminf(x, 128.f) + 12582912.f, f = x - (shifted - 12582912.f);
+    const float power = __uint_as_float((__float_as_uint(shifted) << 23) + 0x3f800000u);
+    return fmaf(f, fmaf(f, fmaf(f, 0.0550089516f, 0.242211014f), 0.693282902f), 1.f) * power;
+}
+// endregion
+
+// region: operands
+// A tile of ROWS rows lies in slabs [ROWS, 64], side by side in shared memory: 128 bytes are as wide as TMA swizzles.
+// Within a slab it is phase 8's XOR: the copy engine has the writer's half of it, the tensor cores the reader's.
+//
+// How wgmma finds a tile in shared memory: a descriptor, 64 bits. Rows of 128 bytes, swizzled as TMA does it; 8
+// rows further are 1024 bytes further. (The leading offset is of no use in this layout.)
+__device__ __forceinline__ uint64_t descriptor(uint32_t tile_smem) {
+    return smem_descriptor(tile_smem, SWIZZLE_128, 16, 8 * SLAB_ROW);
+}
+// What is added to it for MMA_K columns further, k times. Addresses in a descriptor count 16 bytes.
+template <int ROWS> __device__ __forceinline__ constexpr uint64_t columns_on(int k) {
+    const int column = k * MMA_K;
+    return (column / SLAB * ROWS * SLAB_ROW + column % SLAB * 2) / 16;
+}
+// A tile whose rows are the products' inner dimension, 16 rows at a time. Its columns run over all slabs: the
+// leading offset leads from one to the next. MMA_K rows further, k times, is 2048 k bytes further.
+template <int ROWS> __device__ __forceinline__ uint64_t descriptor_of_rows(uint32_t tile_smem) {
+    return smem_descriptor(tile_smem, SWIZZLE_128, ROWS * SLAB_ROW, 8 * SLAB_ROW);
+}
+__device__ __forceinline__ constexpr uint64_t rows_on(int k) { return k * MMA_K * SLAB_ROW / 16; }
+// endregion
+
+// region: copy a tile
+// Asks for a tile of ROWS rows, to be called by one thread. `bar` expects its bytes, those of rows that do not
+// exist too: they become zeros.
+template <int ROWS>
+__device__ __forceinline__ void load_tile(uint32_t tile_smem, const CUtensorMap& map, uint32_t bar, int row, int head,
+                                          int batch) {
+    mbarrier_arrive_expect_tx(bar, ROWS * HEAD_DIM * 2);
+#pragma unroll
+    for (int column = 0; column < HEAD_DIM; column += SLAB)
+        tma_load(tile_smem + column / SLAB * ROWS * SLAB_ROW, &map, bar, column, row, head, batch);
+}
+// endregion
+
+// region: shared memory
+template <bool CAUSAL>
+__global__ void __launch_bounds__(THREADS, 1)
+flash_forward(const Problem p, int heads_together,             // and what TMA has to know of each tensor
+              const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap k_map,
+              const __grid_constant__ CUtensorMap v_map, const __grid_constant__ CUtensorMap o_map) {
+    extern __shared__ __align__(1024) char shared[];
+    const uint32_t q_smem = smem_u32(shared);                  // New: [Q_STAGES, BLOCK_M, HEAD_DIM]
+    const uint32_t k_smem = q_smem + Q_STAGES * Q_BYTES;       // [STAGES, BLOCK_N, HEAD_DIM]
+    const uint32_t v_smem = k_smem + STAGES * KV_BYTES;        // [STAGES, BLOCK_N, HEAD_DIM]
+    const uint32_t o_smem = v_smem + STAGES * KV_BYTES;        // [BLOCK_M, HEAD_DIM]
+    const uint32_t full_q = q_smem + BARRIERS_AT;              // mbarriers
+    const uint32_t full_k = full_q + 8 * Q_STAGES, full_v = full_k + 8 * STAGES;
+    const uint32_t empty_k = full_v + 8 * STAGES, empty_v = empty_k + 8 * STAGES;      // of every stage
+    const uint32_t empty_q = empty_v + 8 * STAGES, full_part = empty_q + 8 * Q_STAGES, empty_part = full_part + 16;
+    Part* next_part = (Part*)(shared + SHARED - 2 * sizeof(Part));                     // two of them
+    // endregion
+
+    // region: which rows
+    const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE, g = lane / 4, t = lane % 4;
+    // Of a shuffle the compiler sees that it is one for the whole warp, and needs no register of each lane
+    const int consumer = __shfl_sync(~0u, threadIdx.x / GROUP, 0);
+    const int m_blocks = ceil_div(p.seq_q, BLOCK_M), parts = m_blocks * p.batch * p.heads;
+    const int warp_row = warp * MMA_M;                         // the warp's first, in the tile
+    auto end_of = [&](int row) {                               // tiles that some row before this one sees
+        const int tiles = ceil_div(p.seq_k, BLOCK_N);
+        return CAUSAL ? max(0, min(tiles, ceil_div(row + p.seq_k - p.seq_q, BLOCK_N))) : tiles;
+    };
+    auto part_of = [&](int part) {                             // for the producer: divisions take long
+        const int group = part / (m_blocks * heads_together), in_group = part % (m_blocks * heads_together);
+        const int group_heads = min(heads_together, p.batch * p.heads - group * heads_together);
+        const int head = CAUSAL ? group * heads_together + in_group % group_heads : part / m_blocks;
+        const int m_start = (CAUSAL ? m_blocks - 1 - in_group / group_heads : part % m_blocks) * BLOCK_M;
+        return Part{head / p.heads, head % p.heads, m_start, end_of(m_start + BLOCK_M)};
+    };
+    // endregion
+
+    // region: barriers
+    if (threadIdx.x == 0) {                                    // a full one waits for one arrival, and for bytes
+        // A warp may read Q and K for itself, so each says when it is through with them
+        for (int i = 0; i < Q_STAGES + 2 * STAGES; i++) mbarrier_init(full_q + 8 * i, 1);
+        for (int i = 0; i < STAGES; i++) {
+            mbarrier_init(empty_k + 8 * i, WARPS);
+            mbarrier_init(empty_v + 8 * i, CONSUMERS);
+        }
+        for (int i = 0; i < Q_STAGES; i++) mbarrier_init(empty_q + 8 * i, WARPS);
+        for (int i = 0; i < 2; i++)                            // every thread of the consumers reads the number
+            mbarrier_init(full_part + 8 * i, 1), mbarrier_init(empty_part + 8 * i, WARPS * WARP_SIZE);
+        fence_mbarrier_init();                                 // or the copy engine might not see them yet
+    }
+    __syncthreads();                                           // the last one
+    // endregion
+
+    // region: producer
+    if (warp >= WARPS) {
+        setmaxnreg_dec<PRODUCER_REGISTERS>();
+        if (warp == WARPS && elect_one()) {
+            for (int part = blockIdx.x, n = 0, nth = 0;; n++) {
+                const Part here = part < parts ? part_of(part) : Part{0, 0, 0, -1};
+                mbarrier_wait(empty_part + 8 * (n % 2), n / 2 & 1 ^ 1);
+                next_part[n % 2] = here;
+                mbarrier_arrive(full_part + 8 * (n % 2));      // the consumers see it with the barrier's phase
+                if (part >= parts) break;
+                const int next = gridDim.x + (DYNAMIC ? atomicAdd((int*)p.workspace, 1) : part);
+                const int kv_head = here.head / (p.heads / p.kv_heads), q_stage = n % Q_STAGES;
+                auto load_q = [&] {                            // after the first K, which need not wait for it
+                    mbarrier_wait(empty_q + 8 * q_stage, n / Q_STAGES & 1 ^ 1);
+                    load_tile<BLOCK_M>(q_smem + q_stage * Q_BYTES, q_map, full_q + 8 * q_stage, here.m_start, here.head,
+                                       here.batch);
+                };
+                if (here.end == 0) load_q();
+                for (int j = here.end - 1; j >= 0; j--, nth++) {
+                    const int stage = nth % STAGES, phase = nth / STAGES & 1, key = j * BLOCK_N;
+                    // Tile j + STAGES has left the stage: a new barrier passes this at once
+                    mbarrier_wait(empty_k + 8 * stage, phase ^ 1);
+                    load_tile<BLOCK_N>(k_smem + stage * KV_BYTES, k_map, full_k + 8 * stage, key, kv_head, here.batch);
+                    if (j == here.end - 1) load_q();
+                    mbarrier_wait(empty_v + 8 * stage, phase ^ 1);
+                    load_tile<BLOCK_N>(v_smem + stage * KV_BYTES, v_map, full_v + 8 * stage, key, kv_head, here.batch);
+                }
+                part = next;
+            }
+        }
+        return;
+    }
+    setmaxnreg_inc<CONSUMER_REGISTERS>();                      // waits until there are so many
+    // endregion
+
+    // region: state
+    // c0 c1 | c2 c3 of an accumulator: columns 2t, 2t + 1 of row g | of row g + 8
+    float acc[O_TILES * 4];                                    // O, not yet divided by l_i
+    float m_i[ROWS_PER_LANE];                                  // the rows' maxima, of the raw scores
+    float l_i[ROWS_PER_LANE];                                  // their sums, over this lane's columns
+    const uint32_t o_lane = o_smem + (warp_row + lane % 16) * SLAB_ROW;    // the row that it gives to stmatrix
+    const float scale_log2 = p.scale * LOG2E;                  // exp(x) is computed as exp2(x * log2(e))
+    // endregion
+
+    // region: operands of the scores
+    Part at;                                                   // the part that the consumer is at
+    uint64_t q_operand;                                        // its 64 rows of Q
+    const bool first_thread = threadIdx.x % GROUP == 0;        // it says that its warpgroup is through
+    // endregion
+
+    // region: main loop
+    int nth = 0;                                               // tiles so far
+    int wary, span;                                            // New: for how many tiles more; as the doubt was told
+    // region: turns
+    // Barrier 1 + c is consumer c's turn: its own 128 threads wait there, those of the one before it arrive.
+    auto take_turn = [&] { if (PING_PONG) named_barrier_sync(1 + consumer, 2 * GROUP); };
+    auto pass_turn = [&] { if (PING_PONG) named_barrier_arrive(1 + (consumer + 1) % CONSUMERS, 2 * GROUP); };
+    if (consumer == CONSUMERS - 1) pass_turn();                // consumer 0 begins
+    // endregion
+
+    uint32_t p_rmem[BLOCK_N / MMA_K][4];                       // P of the tile before
+    auto add_output = [&] {                                    // issues O += P V of the tile before
+        // region: output
+        const int stage = (nth - 1) % STAGES, phase = (nth - 1) / STAGES & 1;
+        mbarrier_wait(full_v + 8 * stage, phase);
+        const uint64_t v_operand = descriptor_of_rows<BLOCK_N>(v_smem + stage * KV_BYTES);
+        wgmma_fence();                                         // acc and p_rmem were written by their lanes
+#pragma unroll
+        for (int k = 0; k < BLOCK_N / MMA_K; k++)
+            wgmma_rs<HEAD_DIM, T, true>(acc, p_rmem[k], v_operand + rows_on(k));
+        wgmma_commit();
+        // endregion
+    };
+    auto output_is_there = [&] {
+        wgmma_wait<0>();
+        if (first_thread) mbarrier_arrive(empty_v + 8 * ((nth - 1) % STAGES));
+    };
+    // S = Q K^T by one warp, with phase 8's instructions. q_rows: where the consumer's rows of Q begin
+    auto scores_again = [&](float (&s)[S_TILES * 4], uint32_t q_rows, uint32_t k_rows) {
+        // region: scores again
+        const int l = threadIdx.x % WARP_SIZE, l8 = l % 8, row = threadIdx.x % GROUP / WARP_SIZE * MMA_M + l % 16;
+        for (float& x : s) x = 0.f;
+#pragma unroll 1
+        for (int column = 0; column < HEAD_DIM; column += MMA_K) {
+            const int slab = column / SLAB, chunk = column % SLAB / 8;         // of 16 bytes
+            uint32_t q_rmem[4], k_rmem[4];
+            ldmatrix_x4(q_rmem, q_rows + (slab * BLOCK_M + row) * SLAB_ROW + (chunk + l / 16 ^ l8) * 16);
+#pragma unroll
+            for (int n = 0; n < S_TILES; n += 2) {
+                const int key = n * MMA_N + l / 16 * 8 + l8;
+                ldmatrix_x4(k_rmem, k_rows + (slab * BLOCK_N + key) * SLAB_ROW + (chunk + l / 8 % 2 ^ l8) * 16);
+                mma_m16n8k16<T>((float(&)[4])s[4 * n], q_rmem, k_rmem[0], k_rmem[1]);
+                mma_m16n8k16<T>((float(&)[4])s[4 * n + 4], q_rmem, k_rmem[2], k_rmem[3]);
+            }
+        }
+        __syncwarp();                                          // before one lane says that K has been read
+        // endregion
+    };
+    auto pass_by = [&] {                                       // a tile that no row of this consumer's sees
+        const int stage = nth % STAGES, phase = nth / STAGES & 1;
+        mbarrier_wait(full_k + 8 * stage, phase);              // or it would say so of the tile before
+        take_turn(), pass_turn();
+        mbarrier_wait(full_v + 8 * stage, phase);
+        if (lane == 0) mbarrier_arrive(empty_k + 8 * stage);
+        if (first_thread) mbarrier_arrive(empty_v + 8 * stage);
+        nth++;
+    };
+    auto tile = [&](int j, auto is_first, auto is_masked) {    // the body of the loop, compiled three times
+        constexpr bool FIRST = decltype(is_first)::value, MASKED = decltype(is_masked)::value;
+        // region: load K and V
+        const int stage = nth % STAGES, phase = nth / STAGES & 1;  // each use of a stage is a phase
+        mbarrier_wait(full_k + 8 * stage, phase);              // all of K_j is here, for every thread that waits
+        // endregion
+
+        // region: one tile
+        // region: scores
+        // S = Q K^T. The rows of K are the columns of K^T. Lanes hold it as MMA tiles side by side: c0 c1 c2 c3 of
+        // tile n are s[4 n] ... s[4 n + 3].
+        float s[S_TILES * 4];
+        const uint64_t k_operand = descriptor(k_smem + stage * KV_BYTES);
+        constexpr bool TRUSTED = TRUST && !FIRST && !MASKED;
+        take_turn();
+        wgmma_fence();                                         // the registers of s are the tensor cores' from here on
+#pragma unroll
+        for (int k = 0; k < HEAD_DIM / MMA_K; k++)             // the first one overwrites s
+            wgmma_ss<BLOCK_N, T>(s, q_operand + columns_on<BLOCK_M>(k), k_operand + columns_on<BLOCK_N>(k), k > 0);
+        wgmma_commit();
+        if (!FIRST) add_output();
+        if (!TRUSTED || !LATE_TURN) pass_turn();
+        wgmma_wait<FIRST ? 0 : 1>();                           // s is ours again; acc and p_rmem are not
+        // endregion
+
+        // region: row maxima
+        float m_new[ROWS_PER_LANE], sums[ROWS_PER_LANE];
+        bool moved = false;
+        auto maxima = [&] {
+            moved = false;
+#pragma unroll
+            for (int r = 0; r < ROWS_PER_LANE; r++) {
+                const int row = at.m_start + warp_row + g + r * 8, diagonal = p.seq_k - p.seq_q;
+                const int last_key = CAUSAL ? min(p.seq_k - 1, row + diagonal) : p.seq_k - 1;
+                float x = m_i[r];
+#pragma unroll
+                for (int n = 0; n < S_TILES; n++) {
+#pragma unroll
+                    for (int e = 0; e < 2; e++)
+                        if (MASKED && j * BLOCK_N + n * MMA_N + t * 2 + e > last_key) s[4 * n + 2 * r + e] = -INFINITY;
+                    x = fmaxf(x, fmaxf(s[4 * n + 2 * r], s[4 * n + 2 * r + 1]));       // half as long a chain
+                }
+                x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));      // a row lives in the four lanes of a quad
+                m_new[r] = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+                moved |= (m_new[r] - m_i[r]) * scale_log2 > RESCALE_ABOVE;     // (NaN is not above)
+            }
+        };
+        // endregion
+
+        // region: rescale
+        // What was summed under the old maximum is brought under the new one: O later, when it is there. All rows of
+        // a warp together, so a row's bits depend on the 15 others
+        float correction[ROWS_PER_LANE];
+        auto rescale = [&] {
+            moved = __any_sync(~0u, moved);
+            if (!moved) return;
+#pragma unroll
+            for (int r = 0; r < ROWS_PER_LANE; r++) {
+                const float base = m_new[r] == -INFINITY ? 0.f : m_new[r];     // -inf - (-inf) would be NaN
+                correction[r] = exp2_approx((m_i[r] - base) * scale_log2);
+                m_i[r] = m_new[r], l_i[r] *= correction[r];
+            }
+        };
+        // endregion
+
+        // region: probabilities
+        // P = exp(S - maximum), in place, of the MMA tiles from one to before another
+        auto probabilities = [&](int from, int to) {
+            if (from == 0) sums[0] = sums[1] = 0.f;
+            float sum[ROWS_PER_LANE][2] = {{sums[0]}, {sums[1]}};
+#pragma unroll
+            for (int n = from; n < to; n++)
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    float& c = s[4 * n + i];
+                    const float base = (m_i[i / 2] == -INFINITY ? 0.f : m_i[i / 2]) * scale_log2;
+                    const float x = fmaf(c, scale_log2, -base);
+                    const bool by_polynomial = POLYNOMIAL > 0 && n % max(1, POLYNOMIAL) == 0;
+                    c = by_polynomial ? exp2_polynomial(x) : exp2_approx(x);
+                    sum[i / 2][i % 2] += c;                    // two chains
+                }
+            for (int r = 0; r < ROWS_PER_LANE; r++) sums[r] = sum[r][0] + sum[r][1];
+        };
+        // Two neighbouring accumulators of S, rounded, are the A fragment of P: no lane needs another's numbers.
+        auto round_p = [&](int from, int to) {
+#pragma unroll
+            for (int i = 2 * from; i < 2 * to; i++) p_rmem[i / 4][i % 4] = pack<T>(s[2 * i], s[2 * i + 1]);
+        };
+        // endregion
+
+        // region: trust
+        // P of a full tile is computed under the maximum of the tiles before. Most often that is right, or too low
+        // by little. If not, a sum tells: S has been overwritten by then, and the warp computes it again.
+        // Where none does, a tile adds up to 4 MOST |V| to O: it is finite if |V| < 2^112 / tiles, as all of fp16 is.
+        auto doubtful = [&](bool found) {                      // May be asked of a portion too
+            for (int r = 0; r < ROWS_PER_LANE; r++) found |= !(sums[r] <= MOST) || m_i[r] == -INFINITY;  // NaN too
+            return __any_sync(~0u, found);
+        };
+        // New: after a doubt the warp is wary for some tiles. It looks at the maxima before the second portion; S of
+        // the first one is kept for that. Wary for longer, the sooner one doubt follows another.
+        if constexpr (TRUSTED) {
+            float first[SECOND * 4];
+            for (int i = 0; i < SECOND * 4; i++) first[i] = s[i];
+            probabilities(0, SECOND);
+            bool in_doubt = doubtful(wary > 0);                // No exponential is computed before its portion
+            if (LATE_TURN) pass_turn();
+            do {                                               // (with a branch of another form ptxas loses 4 %)
+                if (!in_doubt) {
+                    probabilities(SECOND, THIRD);
+                    output_is_there();                         // So P may be written,
+                    round_p(0, THIRD);                         // while the third portion is computed
+                    probabilities(THIRD, S_TILES);
+                    in_doubt = doubtful(false);
+                    if (!in_doubt) {
+                        span >>= 1;
+                        break;
+                    }
+                    scores_again(s, (uint32_t)q_operand % 16384 * 16, k_smem + stage * KV_BYTES);
+                    wary = span = min(4 * span + 3, MOST_WARY);
+                } else {
+                    output_is_there();
+                    for (int i = 0; i < SECOND * 4; i++) s[i] = first[i];
+                    wary = max(wary - 1, 0);
+                }
+                maxima(), rescale(), probabilities(0, S_TILES), round_p(0, THIRD);
+            } while (false);
+        } else maxima(), rescale(), probabilities(0, S_TILES);
+        for (int r = 0; r < ROWS_PER_LANE; r++) l_i[r] += sums[r];
+        if (lane == 0) mbarrier_arrive(empty_k + 8 * stage);   // this warp has read K_j
+        // endregion
+
+        // region: rescale O
+        if (!FIRST) {
+            if (!TRUSTED) output_is_there();
+            if (moved) {
+#pragma unroll
+                for (int i = 0; i < O_TILES * 4; i++) acc[i] *= correction[i / 2 % 2];
+            }
+        }
+        if (!TRUSTED) round_p(0, THIRD);
+        round_p(THIRD, S_TILES);
+        // endregion
+        // endregion
+        nth++;
+    };
+    for (int n = 0;; n++) {
+        mbarrier_wait(full_part + 8 * (n % 2), n / 2 & 1);
+        at = next_part[n % 2];
+        mbarrier_arrive(empty_part + 8 * (n % 2));             // by every thread: it has read it
+        if (at.end < 0) break;
+        int full = p.seq_k / BLOCK_N, j = at.end - 1;          // from tile `full` on, some row does not see every key
+        if (CAUSAL) full = max(0, min(full, (at.m_start + consumer * 64 + 1 + p.seq_k - p.seq_q) / BLOCK_N));
+        for (float& x : acc) x = 0.f;
+        for (int r = 0; r < ROWS_PER_LANE; r++) m_i[r] = -INFINITY, l_i[r] = 0.f;
+        wary = span = 0;                                       // New: or the bits would depend on who had which part
+        // The last tiles may be seen by the other consumers' rows only
+        const int first_row = at.m_start + consumer * 64, q_stage = n % Q_STAGES;
+        const int mine = !CAUSAL ? at.end : first_row < p.seq_q ? min(at.end, end_of(first_row + 64)) : 0;
+        if (CAUSAL) for (; j >= mine; j--) pass_by();
+        mbarrier_wait(full_q + 8 * q_stage, n / Q_STAGES & 1); // each use of Q's place is a phase
+        q_operand = descriptor(q_smem + q_stage * Q_BYTES + consumer * 64 * SLAB_ROW);
+        if (mine > 0) {
+            tile(j--, std::true_type{}, std::true_type{});
+            for (; j >= full; j--) tile(j, std::false_type{}, std::true_type{});       // the masked tiles
+            for (; j >= 0; j--) tile(j, std::false_type{}, std::false_type{});         // the full ones
+        }
+        if (lane == 0) mbarrier_arrive(empty_q + 8 * q_stage);         // a Q may come
+        if (mine > 0) {
+            add_output();
+            output_is_there();
+        }
+        // endregion
+
+        // region: store
+        // O and lse
+        float* lse = p.lse + ((int64_t)at.batch * p.heads + at.head) * p.seq_q + at.m_start;   // [batch, heads, seq_q]
+        float inverse[ROWS_PER_LANE];
+#pragma unroll
+        for (int r = 0; r < ROWS_PER_LANE; r++) {
+            const int row = warp_row + g + r * 8;
+            float sum = l_i[r];
+            sum += __shfl_xor_sync(~0u, sum, 1);
+            sum += __shfl_xor_sync(~0u, sum, 2);
+            inverse[r] = sum > 0.f ? 1.f / sum : sum;          // a row that sees no key: 0; NaN stays NaN
+            if (t == 0 && at.m_start + row < p.seq_q)
+                lse[row] = sum == 0.f ? -INFINITY : (m_i[r] * scale_log2 + log2f(sum)) * LN2;
+        }
+        // 64 rows of o_smem are this consumer's alone. Its 128 threads have a barrier too, behind those of turns
+        if (first_thread) bulk_wait_read<0>();                 // the O before it has been read
+        named_barrier_sync(1 + CONSUMERS + consumer, GROUP);
+#pragma unroll
+        for (int n = 0; n < O_TILES; n += 2) {                 // two MMA tiles, 16 rows x 16 columns, per warp
+            uint32_t o_rmem[4];
+            for (int i = 0; i < 4; i++)
+                o_rmem[i] = pack<T>(acc[4 * n + 2 * i] * inverse[i % 2], acc[4 * n + 2 * i + 1] * inverse[i % 2]);
+            const int column = n * MMA_N + lane / 16 * 8;
+            stmatrix_x4(o_lane + column / SLAB * BLOCK_M * SLAB_ROW + (column % SLAB / 8 ^ lane % 8) * 16, o_rmem);
+        }
+        fence_proxy_async();                                   // or the copy engine might not see what was stored
+        named_barrier_sync(1 + CONSUMERS + consumer, GROUP);
+        if (first_thread) {                                    // rows that do not exist are not written
+            for (int column = 0; column < HEAD_DIM; column += SLAB)
+                tma_store(&o_map, o_smem + (column / SLAB * BLOCK_M + consumer * 64) * SLAB_ROW, column,
+                          first_row, at.head, at.batch);
+            bulk_commit();
+        }
+    }
+    if (first_thread) bulk_wait<0>();                          // the last O is written
+    if (consumer == 0) take_turn();                            // the last turn that was passed on to it
+}
+// endregion
+
+// region: tensor maps
+// [batch, heads, rows, HEAD_DIM], as TMA counts: the innermost dimension first. A copy takes a box of one slab's
+// columns and `box_rows` rows of one head, so rows beyond the head's last do not exist, whatever lies there in memory.
+static CUtensorMap map_of(const void* tensor, const Strides& stride, int batch, int heads, int rows, int box_rows) {
+    const auto type = std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+    const uint64_t dims[] = {HEAD_DIM, (uint64_t)rows, (uint64_t)heads, (uint64_t)batch};
+    // In bytes. Of a dimension of size 1 it is no matter: it may be what TMA does not take.
+    const auto bytes = [](int64_t elements, int size) { return (uint64_t)(size > 1 ? elements : HEAD_DIM) * 2; };
+    const uint64_t strides[] = {bytes(stride.row, rows), bytes(stride.head, heads), bytes(stride.batch, batch)};
+    const uint32_t box[] = {SLAB, (uint32_t)box_rows, 1, 1};
+    return tensor_map(tensor, type, 4, dims, strides, box, CU_TENSOR_MAP_SWIZZLE_128B);
+}
+// endregion
+
+// region: launch
+extern "C" int64_t workspace_floats(const Problem* p) { return 1; }        // the counter
+extern "C" int forward(const Problem* p, void* stream) {
+    const CUtensorMap q_map = map_of(p->q, p->q_stride, p->batch, p->heads, p->seq_q, BLOCK_M);
+    const CUtensorMap k_map = map_of(p->k, p->k_stride, p->batch, p->kv_heads, p->seq_k, BLOCK_N);
+    const CUtensorMap v_map = map_of(p->v, p->v_stride, p->batch, p->kv_heads, p->seq_k, BLOCK_N);
+    const CUtensorMap o_map = map_of(p->o, p->o_stride, p->batch, p->heads, p->seq_q, 64);
+    const int parts = p->batch * p->heads * ceil_div(p->seq_q, BLOCK_M), grid = min(p->sms, parts);
+    // As many heads as have K and V in half of a 50 MB L2
+    const int64_t fit = max((int64_t)1, 24000000 / ((int64_t)p->seq_k * HEAD_DIM * 4 + 1));
+    const int heads_together = (int)min((int64_t)p->batch * p->heads, fit);
+    cudaMemsetAsync(p->workspace, 0, sizeof(int), (cudaStream_t)stream);
+    // More than 48 KB of shared memory have to be asked for. A refusal is what cudaGetLastError then returns.
+    const auto kernel = p->causal ? flash_forward<true> : flash_forward<false>;
+    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED);
+    kernel<<<grid, THREADS, SHARED, (cudaStream_t)stream>>>(*p, heads_together, q_map, k_map, v_map, o_map);
+    return (int)cudaGetLastError();
+}
+// endregion
