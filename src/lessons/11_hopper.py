@@ -743,7 +743,7 @@ print(f"clocks per tile of 64 rows and 128 keys: exponentials {exponentials:.0f}
 assert products == {64: exponentials, 128: 2 * exponentials}
 
 # %%
-show.region(step("p11_12_polynomial"), "exponential")
+show.diff(step("p11_11_rescale"), step("p11_12_polynomial"), "exponential")
 grow("p11_12_polynomial")
 
 # %% [markdown]
@@ -1027,8 +1027,7 @@ for (kind, d, causal), rows in OTHERS.items():
 # close to each other. With two consumers it loses: section 9.
 
 # %%
-show.diff(step("p11_14_trust"), step("p11_15_portions"), "constants", context=0)
-show.region(step("p11_15_portions"), "probabilities", "trust", "rescale O")
+show.diff(step("p11_14_trust"), step("p11_15_portions"), "constants", "probabilities", "trust", "rescale O")
 grow("p11_15_portions")
 
 # %% [markdown]

@@ -251,7 +251,7 @@ def test_the_own_key_of_the_last_row_in_9_1():
             full = max(0, min(full, (m_start + 1 + shift) // block_n))
         return end, full
 
-    with pytest.raises(CheckFailed, match="end leaves out a key"):
+    with pytest.raises(CheckFailed, match="end: `m_start` is one too small"):
         find("9.1").run(tiles)
 
 
