@@ -47,7 +47,8 @@ def parts(python: str = sys.executable) -> list[Part]:
     # A process for each core, a file of tests in one process: what a file builds, it builds once. The files of the unit
     # tests come in the order of tests/conftest.py, the longest first; of the starters, a notebook is in one process.
     xdist = importlib.util.find_spec("xdist") is not None
-    spread = ("-n", "auto", "--dist", "loadfile") if xdist else ()
+    # One process that crashes is a failure; by itself xdist would run its file again, eight times.
+    spread = ("-n", "auto", "--dist", "loadfile", "--max-worker-restart", "1") if xdist else ()
     unit = (*pytest, *spread, *(("--no-loadscope-reorder",) if xdist else ()), "tests", f"--ignore={STARTERS}")
     nbval = (*pytest, *spread, "--nbval", "--nbval-current-env", f"--nbval-cell-timeout={CELL_TIMEOUT}",
              "--nbval-sanitize-with", "nbval.cfg", "-p", "no:cacheprovider")  # fmt: skip

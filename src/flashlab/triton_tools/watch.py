@@ -159,7 +159,8 @@ class WatchedMemory:
     @classmethod
     @contextlib.contextmanager
     def launch(cls, executor, args, kwargs):
-        if not cls.watchers:
+        watching = list(cls.watchers)  # once: another thread's `watched` may end at any moment
+        if not watching:
             yield
             return
         known = inspect.signature(executor.fn).parameters
@@ -177,7 +178,7 @@ class WatchedMemory:
 
         ti._implicit_cvt = convert
         before = cls.windows, cls.watching
-        cls.windows, cls.watching = [], list(cls.watchers)
+        cls.windows, cls.watching = [], watching
         try:
             yield
         finally:
