@@ -55,8 +55,8 @@ times that backward, and half of it under a causal mask. Times are of the kernel
 Python; all of a row ran in turns. The inputs are random normal numbers in bfloat16, unless a table says otherwise, with
 as many rows at every N: batch 16384 / N, 2048 / D heads. FlashAttention-2 and cuDNN are those in PyTorch, forced;
 FlexAttention is compiled{flex}. The fastest of a row is bold. A dash: not measured."""
-FLEX = """, with its own tiles, with max-autotune and with its FLASH backend: the best of them, partly from a run of its
-own"""
+FLEX = """ with its own tiles; at {shapes} shapes (D {sizes}) also with max-autotune and its FLASH backend, in a run of
+its own, and there the best of them counts"""
 Key = tuple[str, int, int, bool, str]  # pass, head_dim, seq_len, causal, who
 All = Mapping[str, Data]
 
@@ -261,7 +261,8 @@ def hopper_words(found: All) -> list[str]:
     goals = hopper_results.goal_table(found["hopper"])
     met = sum(row[-1].startswith("met") for row in goals.rows)
     said.append(
-        f"Of the {len(goals.rows)} goals that were set before it was measured, {met} are met: lecture 11 lists them."
+        f"Of the {len(goals.rows)} goals that were set before it was measured, {met} are met: lecture 11 lists them, "
+        "and says at which step of the kernel each was looked at."
     )
     by_shape: dict[tuple, dict[str, float]] = {}
     for r in found["hopper"].get("rows", []):
@@ -272,7 +273,9 @@ def hopper_words(found: All) -> list[str]:
         f"against {words} {speed_of(values, 'slower')}" for words, name in names.items()
         if (values := [row[ours] / row[name] for row in by_shape.values() if ours in row and name in row])
     ]  # fmt: skip
-    return [*said, f"Backward (D 64 and 128): {'; '.join(parts)}."] if parts else said
+    beside = any(hopper_jobs.FA4 in row for row in by_shape.values())
+    left = "" if beside else f" That of {hopper_jobs.FA4} was not measured."
+    return [*said, f"Backward (D 64 and 128): {'; '.join(parts)}.{left}"] if parts else said
 
 
 def input_table(found: All) -> str:
@@ -306,34 +309,50 @@ def input_words(found: All) -> list[str]:
     data, said = found["hopper"] or {"rows": []}, []
     made = [(at, r, x) for at, r in hopper_results.input_rows(data).items() if (x := _over_best(r))]
     if made:
-        costs = sorted({at[0] for at, _, x in made if x < 1})
+        costs = dict.fromkeys(at[0] for at, _, x in made if x < 1)
+        slow, fast = ([x for at, _, x in made if (at[0] in costs) == held] for held in (True, False))
+        span = [f"{min(some):.2f} to {max(some):.2f}" if some else "" for some in (slow, fast)]
         said.append(
             "**Trust.** The kernel computes most tiles of keys under the maximum of those before, and again where a "
-            "sum says that this was too low (*doubted*). In the table scores *rise* by 12 from one tile to the next; a "
-            f"*sink* is a first key 30 above all others. It costs where {_listed(costs) or 'nothing'}: "
-            f"{min(x for *_, x in made):.2f} times the best peer's speed at worst, "
-            f"{max(x for *_, x in made):.2f} times at best."
-        )
-        wide = [
-            (r[hopper_jobs.OURS]["error"] / min(p["error"] for n, p in r.items() if n in hopper_jobs.PEERS), at)
-            for at, r, _ in made
-        ]
-        most, at = max(wide)
-        if most > 1.2:
-            said.append(
-                f"**Accuracy.** Against float64 its largest error is at most {most:.1f} times that of the best peer "
-                f"({at[0]}, D {at[1]}{', causal' * at[2]}): a key that dominates its row has a weight of "
-                "exactly 1 only under the true maximum."
+            "sum says that this was too low. Then it looks at the next maxima first; *doubted* are the tiles that it "
+            "would compute again if it did not. In the table scores *rise* by 12 from one tile to the next; a *sink* "
+            "is a first key 30 above all others. "
+            + (
+                f"With {_listed([f'*{kind}*' for kind in costs])} it has {span[0]} times the best peer's speed. "
+                if costs
+                else ""
             )
-    for model in hopper_inputs.LAYERS:
-        layers = {at: r for at, r in hopper_results.input_rows(data, "captured").items() if at[0].startswith(model)}
-        if not layers:
-            continue
-        doubts = [hopper_results.doubted(r[hopper_jobs.OURS]) for r in layers.values()]
-        over = [x for r in layers.values() if (x := _over_best(r))]
-        speed = f" It is {min(over):.2f} to {max(over):.2f} times as fast there as the best peer." if over else ""
+            + (f"With the other scores it has {span[1]} times." if fast else "")
+        )
+    layers = hopper_results.input_rows(data, "captured")
+    wide = [
+        (r[hopper_jobs.OURS]["error"] / min(p["error"] for n, p in r.items() if n in hopper_jobs.PEERS), at)
+        for at, r in [*((at, r) for at, r, _ in made), *layers.items()] if hopper_results.best_of(r)
+    ]  # fmt: skip
+    most, at = max(wide, default=(0.0, ("", 0, False)))
+    if most > 1.2:
         said.append(
-            f"**Scores of a model**, {model} ({len(layers)} layers, 4096 tokens, causal): {max(doubts):.1%} of the "
+            f"**Accuracy.** Against float64 its largest error is at most {most:.1f} times that of the best peer "
+            f"({at[0]}, D {at[1]}{', causal' * at[2]}): a key that dominates its row has a weight of "
+            "exactly 1 only under the true maximum."
+        )
+    for model in hopper_inputs.LAYERS:
+        some = {at: r for at, r in layers.items() if at[0].startswith(model)}
+        if not some:
+            continue
+        doubts = [hopper_results.doubted(r[hopper_jobs.OURS]) for r in some.values()]
+        timed = [r for r in some.values() if hopper_results.best_of(r)]
+        speed = ""
+        if timed:
+            over = [x for r in timed if (x := _over_best(r))]
+            looks = [r[n]["ms"] / r[hopper_jobs.OURS]["ms"] for r in timed for n in r if n.endswith("TRUST=0")]
+            speed = (
+                f" In the {len(timed)} layers that were timed it is {min(over):.2f} to {max(over):.2f} times as fast "
+            )
+            speed += "as the best peer"
+            speed += f" and {min(looks):.2f} to {max(looks):.2f} times as fast as without trust." if looks else "."
+        said.append(
+            f"**Scores of a model**, {model} ({len(some)} layers, 4096 tokens, causal): {max(doubts):.1%} of the "
             f"trusted tiles are doubted in the worst layer, less than 0.1 % in "
             f"{share(sum(x < 0.001 for x in doubts), len(doubts))}.{speed}"
         )
@@ -350,8 +369,14 @@ def input_words(found: All) -> list[str]:
             )
     if parts:
         most = max(r["clock"]["max"] for r in clocks.values())
+        drawn = {
+            kind: [r["clock"]["watts"] for key, r in clocks.items() if key[1] == kind] for kind in ("random", "zeros")
+        }
+        watts = {kind: dict.fromkeys((f"{min(some):.0f}", f"{max(some):.0f}")) for kind, some in drawn.items()}
         said.append(
-            f"**The clock.** Alone for seconds, D 128, {_listed(parts)}: the power cap sets it, of {most:.0f} MHz."
+            f"**The clock.** Of at most {most:.0f} MHz; alone for seconds, D 128: {_listed(parts)}. On random numbers "
+            f"the power cap sets it: each draws {' to '.join(watts['random'])} W, on zeros "
+            f"{' to '.join(watts['zeros'])}."
         )
     return said
 
@@ -585,12 +610,18 @@ def model_words(found: All) -> list[str]:
                  for way, by_pass in of_way.items() if by_pass]  # fmt: skip
         text = f"**A training step** of a language model, 4 texts of 1024 tokens, with our kernels: {'; '.join(parts)}"
         text += f" ({largest[0]}: {_listed(cells)})" if cells else ""
-        alone = [r for size in lm.SIZES if (r := lm.exchanged(steps, size).get("attention alone"))]
-        if alone:
-            span = " to ".join(dict.fromkeys(f"{r:.2f}" for r in (min(alone), max(alone))))
+        parts = []
+        for what in ("attention and RoPE", "attention alone"):
+            spans = [
+                f"{' to '.join(dict.fromkeys((f'{min(some):.2f}', f'{max(some):.2f}')))} {how}"
+                for column, how in (("ms", "launched by Python"), ("graph_ms", "as one CUDA graph"))
+                if (some := [r for size in lm.SIZES if (r := lm.exchanged(steps, size, column).get(what))])
+            ]
+            parts += [f"{what} {_listed(spans)}"] if spans else []
+        if parts:
             text += (
-                ". That exchanges RoPE too: with PyTorch's RoPE on both sides, in bfloat16, a step with our attention "
-                f"is {span} times as fast as with SDPA"
+                ". That exchanges RoPE too, and depends on the host that launches. In another run, in bfloat16, in "
+                f"turns in one process, of SDPA's speed: {'; '.join(parts)}"
             )
         out = [f"{n} tokens with {called[way]}" for way, n in lm.runs_out(steps).items() if n]
         text += f". A small model's memory runs out at {_listed(out)}" if out else ""
@@ -658,12 +689,15 @@ def block(found: All) -> str:
     """What stands between the README's marks, in Markdown."""
     data, lost, cuda, models = drawn(found), losses(found), cuda_words(found), model_words(found)
     hopper, inputs = hopper_table(found), input_table(found)
-    flex = any(row["part"] == "flex" and "ms" in row for row in found["industrial"].get("rows", []))
+    forms = {tuple(row["shape"]) + (row["causal"],) for row in found["industrial"].get("rows", [])
+             if row["part"] == "flex" and "ms" in row}  # fmt: skip
+    sizes = [str(d) for d in sorted({form[3] for form in forms})]
+    flex = FLEX.format(shapes=len(forms), sizes=_listed(sizes)) if forms else ""
     parts = [
         f"![{alternative(data)}](docs/results.svg)",
         " ".join(CAPTION.split()),
         short(found),
-        " ".join(HOW.format(flex=FLEX if flex else "").split()),
+        " ".join(HOW.format(flex=flex).split()),
         "**Forward pass**",
         table(found, "forward"),
         "**Backward pass alone**",
