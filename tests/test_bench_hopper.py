@@ -354,7 +354,7 @@ def test_before_the_measurements_all_is_built_and_tried_and_what_fails_is_said(s
     monkeypatch.setattr(hopper, "trial", trial)
     todo = [job for job in hopper_jobs.jobs() if job["part"] in ("shapes", "ladder") and job.get("dtype") != "fp16"]
     facts = hopper.prepare(todo, hopper.time.monotonic() + 60)
-    assert facts["flash_attention_4"] == "not installed"
+    assert "flash_attention_4" not in facts
     assert facts["not_built"] == ["p9_flash, D = 256: OSError: nvcc: no such file", "p9_1_masks: it had not ended"]
     assert hopper.module_of("p9_flash", 64, torch.bfloat16) == "p9_flash" and hopper.sound() == ["p9_flash"]
     with pytest.raises(RuntimeError, match="it had not ended"):

@@ -783,7 +783,8 @@ def prepare(
             _modules.update({key: RuntimeError(reason) for key in keys if key[0] == name})
     for line in failed:
         print(f"  {line}", file=sys.stderr)
-    return {"flash_attention_4": fa4_version(), "not_built": failed}
+    # Without it a record keeps the version that its rows are of.
+    return {"not_built": failed} | ({"flash_attention_4": fa4_version()} if fa4()[0] else {})
 
 
 def _tried(key: Key) -> str:

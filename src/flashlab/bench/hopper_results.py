@@ -311,7 +311,7 @@ def best_of(rows: Mapping[str, Row]) -> str | None:
 
 
 def doubted(row: Row) -> float:
-    """The share of its trusted tiles that our kernel computes again."""
+    """The share of the trusted tiles that a kernel computes again which forgets its doubts."""
     return row["doubted"] / max(1, row["trusted"])
 
 

@@ -703,7 +703,10 @@ def block(found: All) -> str:
         "**Backward pass alone**",
         table(found, "backward"),
         *cuda[:1],
-        "**Phase 11: Hopper's own instructions**, forward, beside its peers in a run of its own" if hopper else "",
+        "**Phase 11: Hopper's own instructions**, forward, beside its peers in a run of its own; FlashAttention-4 is "
+        f"{found['hopper'].get('flash_attention_4', 'not there')}"
+        if hopper
+        else "",
         hopper,
         "\n".join(f"- {line}" for line in hopper_words(found)),
         "**The same kernel on other inputs**, forward, N = 4096, no mask (behind *over the best*: with a causal mask)"

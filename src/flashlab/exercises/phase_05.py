@@ -395,9 +395,10 @@ def _(dq_block: Callable[..., torch.Tensor]) -> str:
         "queries; it needs their rows of Q, dO, lse and delta.",
         "Causal: query i sees key j if j <= i + N - M. Which is the first query that sees start_n? Begin there. The "
         "tile's distance is that of its corner: start_m + N - M - start_n.",
-        "p = probabilities_sim(q, k, lse[rows], distance if causal else None, scale); dv += p.T @ do; ds = p * (do @ "
-        "V_block.T - delta[rows, None]); dk += ds.T @ q. Return scale * dk, dv. (A distance of 0 is a mask too: the "
-        "diagonal tile's.)",
+        "In float32: q, do = Q[rows].float(), dO[rows].float(), and k, v likewise of the blocks. p = "
+        "probabilities_sim(q, k, lse[rows], distance if causal else None, scale); dv += p.T @ do; ds = p * (do @ v.T - "
+        "delta[rows, None]); dk += ds.T @ q. Return scale * dk, dv. (A distance of 0 is a mask too: the diagonal "
+        "tile's.)",
         "p.to(dO.dtype).float() and ds.to(Q.dtype).float() round as a tensor core would.",
     ],
 )
