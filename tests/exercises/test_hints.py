@@ -87,6 +87,7 @@ SAID = [  # exercise, hint, a line of the solution, the words of the hint that s
     ("4.9", 3, 'l_i = tl.where(m_i == float("-inf"), 0.0, 1.0)', "l_i = tl.full([BLOCK_M], 1.0, tl.float32)"),
     ("5.1", 3, "delta = (p * dp).sum(dim=1, keepdim=True)", "delta = (p * dp).sum(dim=1, keepdim=True)"),
     ("5.4", 3, "start_m + N - M - start_n if causal else None", "distance if causal else None"),
+    ("5.4", 3, "q, do = Q[rows].float(), dO[rows].float()", "q, do = Q[rows].float(), dO[rows].float()"),
     ("5.6", 3, "tl.where(in_range[None, :], p * (dp - delta[:, None]), 0.0)",
      "tl.where(in_range[None, :], ds, 0.0)"),
     ("5.7", 3, "return p * (do @ v.T - delta[:, None] + dlse[:, None])",
