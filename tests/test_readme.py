@@ -189,8 +189,8 @@ def test_the_machine_line_names_every_session_of_a_record():
     said = readme.machine_words({name: {} for name in readme.RECORDS} | found)
     assert said == (
         "Measured on one NVIDIA Stand-in, torch 2.11, cuDNN 9.19.0. Records: walls and mma of 2000-01-02, commit `bbb`"
-        "; industrial of 2000-01-01 and 2000-01-02, commits `aaa` and `bbb`. In the record industrial 3 measurements "
-        "are still to be made."
+        "; industrial of 2000-01-01 and 2000-01-02, commits `aaa` and `bbb`. Measurements that are still to be made: "
+        "3 of industrial."
     )
 
 

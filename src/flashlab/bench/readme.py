@@ -558,8 +558,8 @@ def machine_words(found: All) -> str:
     if clocks:
         said += f" Over whole runs, pauses included, the median of the SM clock was {min(clocks):.0f} to "
         said += f"{max(clocks):.0f} MHz; under a kernel that runs for long it is lower."
-    left = found["industrial"].get("left", 0)
-    return said + (f" In the record industrial {left} measurements are still to be made." if left else "")
+    left = [f"{n} of {name}" for name in RECORDS if (n := found[name].get("left"))]
+    return said + (f" Measurements that are still to be made: {_listed(left)}." if left else "")
 
 
 def emulator_words(found: All) -> str:
