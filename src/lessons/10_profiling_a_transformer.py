@@ -1302,7 +1302,7 @@ for run in attention_runs:
 # pair three times in TF32, to be as exact as float32 (phase 4).
 
 # %% [markdown]
-# In bfloat16 *compiled eager* is ahead of ours at D = 64 and 128 from N = 2048 on: from 8192 on by 1.06 to 1.5 times, before that by up to 3.6 times. At D = 16 and 32 it is so in the middle, around N = 4096, alone.
+# In bfloat16 *compiled eager* is ahead of ours at D = 64 and 128 from N = 2048 on: from 8192 on by 1.06 to 1.5 times, before that by up to 3.6 times. At D = 16 and 32 it is ahead at some lengths from 1024 to 8192.
 # The record says that torch.compile put a fused kernel of PyTorch's in its place.
 
 # %% [markdown]
