@@ -832,7 +832,7 @@ for size in SIZES:
     print(f"{size}: a step with our kernels is " + (", ".join(said) or lm.NOT_YET))
 
 # %% [markdown]
-# In bf16 our kernels beat eager attention by far and need half of its memory. Beside SDPA the printed ratio flatters us: *our kernels* are two, attention and RoPE, and SDPA's row has RoPE in PyTorch's small operations. What is attention worth
+# In bf16 our kernels beat eager attention by far and need 0.6 of its memory. Beside SDPA the printed ratio flatters us: *our kernels* are two, attention and RoPE, and SDPA's row has RoPE in PyTorch's small operations. What is attention worth
 # alone? To tell, nothing else may change: one model in one process, whose attention and RoPE are exchanged from step to step, in turns:
 
 # %%
