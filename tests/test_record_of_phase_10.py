@@ -127,6 +127,13 @@ def test_the_cells_that_read_the_record(cells, keep, monkeypatch, capsys):
     assert all(repr(table) for table in shown)
 
 
+def test_what_the_page_says_of_python_and_of_graphs_is_in_the_record():
+    data = lm.record()
+    by_python, graph = ([lm.exchanged(data, size, column) for size in lm.SIZES] for column in ("ms", "graph_ms"))
+    assert all(found["attention and RoPE"] < 0.9 for found in by_python)
+    assert all(0.97 < found["attention alone"] < 1 < 1.05 < found["attention and RoPE"] for found in graph)
+
+
 def test_the_roofline_has_every_kernel_below_its_ceiling():
     for run in roofline.recorded():
         ceilings, found = roofline.ceilings(run), roofline.points(run)

@@ -837,11 +837,6 @@ for size in SIZES:
 
 # %%
 display(lm.exchanged_table(model_data))
-for size in SIZES:
-    if by_python := lm.exchanged(model_data, size):
-        graph = lm.exchanged(model_data, size, "graph_ms")
-        assert by_python["attention and RoPE"] < 0.9 < 1.05 < graph["attention and RoPE"]
-        assert 0.97 < graph["attention alone"] < 1
 
 # %% [markdown]
 # Above 1, ours is faster. The last column is the same step as one CUDA graph, in which the GPU never waits for Python. Where the two columns differ, Python is what is measured.
