@@ -345,11 +345,12 @@ def input_words(found: All) -> list[str]:
         speed = ""
         if timed:
             over = [x for r in timed if (x := _over_best(r))]
+            spans = [hopper_results.spread(r[hopper_jobs.OURS], r[hopper_results.best_of(r) or ""]) for r in timed]
             looks = [r[n]["ms"] / r[hopper_jobs.OURS]["ms"] for r in timed for n in r if n.endswith("TRUST=0")]
             speed = (
                 f" In the {len(timed)} layers that were timed it is {min(over):.2f} to {max(over):.2f} times as fast "
+                f"as the best peer (by single rounds {min(x for x, _ in spans):.2f} to {max(x for _, x in spans):.2f})"
             )
-            speed += "as the best peer"
             speed += f" and {min(looks):.2f} to {max(looks):.2f} times as fast as without trust." if looks else "."
         said.append(
             f"**Scores of a model**, {model} ({len(some)} layers, 4096 tokens, causal): {max(doubts):.1%} of the "
