@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import SupportsFloat
+from typing import Any, SupportsFloat
 
 import torch
 import torch.autograd.forward_ad as forward_ad
 
 __all__ = [
-    "TILE_SIDES", "check_block", "check_causal", "check_no_gradient", "check_qkv", "number_of", "one_of",
-    "refuse_words", "scale_of",
+    "TILE_SIDES", "check_block", "check_causal", "check_no_gradient", "check_qkv", "check_results", "number_of",
+    "one_of", "refuse_words", "scale_of",
 ]  # fmt: skip
 
 TILE_SIDES = (16, 32, 64, 128, 256)
@@ -134,7 +134,7 @@ def number_of(name: str, given: SupportsFloat, otherwise: str, instead: str) -> 
     Raises:
         TypeError: something that is no number. ValueError: a tensor that wants a gradient, which is not computed.
     """
-    if isinstance(given, str | bytes | bool):
+    if isinstance(given, str | bytes | bool) or str(getattr(given, "dtype", "")).endswith("bool"):
         raise TypeError(f"{name} is {given!r}; it must be a number, or {otherwise}")
     if isinstance(given, torch.Tensor) and (wish := _wish(given)):
         raise ValueError(f"{name} {wish}, and none is computed for it: {instead}")
@@ -161,6 +161,31 @@ def check_no_gradient(**tensors: torch.Tensor) -> None:
                 f"{name} {wish}, and this kernel's result has none: pass {name}.detach(), or call it under "
                 "torch.no_grad(); flashlab.flash_attention has a gradient"
             )
+
+
+def check_results(q: torch.Tensor, wide: dict[str, Any], rows: dict[str, Any]) -> None:
+    """Raise unless what comes from the forward pass, and the gradients, go with q; by their names.
+
+    Args:
+        wide: are like q; rows: are [batch, heads, seq_q], float32. Of grad_lse None passes.
+    Raises:
+        TypeError, ValueError: one that does not, or that wants a derivative.
+    """
+    for name, x in (wide | rows).items():
+        if x is None and name == "grad_lse":
+            continue
+        shape, dtype = (q.shape, q.dtype) if name in wide else (q.shape[:3], torch.float32)
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name} is a {type(x).__name__}; a torch.Tensor is needed")
+        if x.is_nested or x.layout is not torch.strided:
+            _refuse_layout(name, x)
+        if x.shape != shape:
+            raise ValueError(f"{name} is {list(x.shape)}; with this q it must be {list(shape)}")
+        if x.dtype != dtype:
+            raise TypeError(f"{name} is {x.dtype}; it must be {dtype}: convert with .to({dtype})")
+        if x.device != q.device:
+            raise ValueError(f"{name} is on {x.device} and q on {q.device}: one device for all, please")
+        check_no_gradient(**{name: x})
 
 
 def _wish(x: torch.Tensor) -> str | None:
