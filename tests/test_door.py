@@ -368,6 +368,7 @@ def test_rows_that_see_no_key_and_a_gradient_with_other_strides():
     assert (o[:, :, :9] == 0).all()
     given = {
         "expanded": torch.ones((), device=DEVICE).expand(o.shape),
+        "negated": torch._neg_view(torch.randn(o.shape, device=DEVICE)),
         "transposed": torch.randn(1, 2, 16, 20, device=DEVICE).transpose(2, 3),
         "by token": torch.randn(1, 20, 2, 16, device=DEVICE).transpose(1, 2),
         "off by one element": torch.randn(o.numel() + 1, device=DEVICE)[1:].view(o.shape),

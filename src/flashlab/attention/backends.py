@@ -138,6 +138,7 @@ def register(backend: Backend) -> None:
 
     def compute_backward(grad_o, grad_lse, q, k, v, o, lse, scale, left, right, softcap):
         options = dict(scale=scale, left=left, right=right, softcap=softcap)
+        grad_o, grad_lse = grad_o.resolve_neg(), grad_lse if grad_lse is None else grad_lse.resolve_neg()
         with torch.no_grad(), _as_given(q.device):
             found = backend.backward(grad_o, grad_lse, q, k, v, o, lse, **options)
         return tuple(x.to(like.dtype) for x, like in zip(found, (q, k, v), strict=True))

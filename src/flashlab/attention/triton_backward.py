@@ -309,7 +309,7 @@ def flash_attention_backward(
         TypeError, ValueError: see `flash_attention_forward`; o, lse or a gradient that does not go with q.
     """
     check_inputs(q, k, v, no_grad=True)
-    check_results(q, {"grad_o": grad_o, "o": o}, {"lse": lse, "grad_lse": grad_lse})
+    check_results(q, {"grad_o": grad_o, "o": o}, {"lse": lse, "grad_lse": grad_lse}, no_grad=True)
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
     if q.numel() == 0 or k.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
