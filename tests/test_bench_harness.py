@@ -227,7 +227,7 @@ def test_slower_is_what_no_round_before_was(things):
     assert worse and "3 of 5" in shown.caption and "1.30" in repr(shown)
     assert not harness.compare(things["bench"], before, before)[1]
     assert "Not the same machine: gpu NVIDIA H200 and NVIDIA H100" in harness.compare(
-        things["bench"], before, record(gpu="NVIDIA H100")
+        things["bench"], before, record(timed("a", 1, 1, 1), gpu="NVIDIA H100")
     )[0].caption  # fmt: skip
 
 
@@ -240,6 +240,9 @@ def test_the_exit_status_says_whether_something_got_slower(things, tmp_path, cap
             things["bench"].main(["--compare", *map(str, pair)])
         assert ended.value.code == status and not things["measured"]
     assert "slower" in capsys.readouterr().out
+    slow.write_text(json.dumps(record(timed("b", 1.9, 2.0, 2.1))))
+    with pytest.raises(SystemExit, match="no row is in both records"):
+        things["bench"].main(["--compare", str(fast), str(slow)])
 
 
 @pytest.mark.parametrize(
@@ -248,6 +251,7 @@ def test_the_exit_status_says_whether_something_got_slower(things, tmp_path, cap
         (None, "cannot be read (No such file or directory)"), ("{", "is no JSON"), ("[" * 100_000, "is no JSON"),
         ("[]", "is no record of `flashlab bench things`"), ("{}", "is no record of `flashlab bench things`"),
         ('{"rows": [1], "machine": {}}', "is no record of `flashlab bench things`"),
+        ('{"rows": [{"part": "a", "name": "x", "ms": NaN}], "machine": {}}', "is no JSON"),
         ('{"rows": [{"part": "a", "name": "x", "ms": "1"}], "machine": {}}', "a row that `flashlab bench things` did"),
     ],
 )  # fmt: skip

@@ -263,6 +263,7 @@ def no_launch(monkeypatch):
         ((Q,) * 3, {"backend": "simulation", "softcap": 3}, ValueError, "it has neither window nor softcap"),
         ((Q,) * 3, {"backend": "cudnn"}, ValueError, "backend is 'cudnn'; it must be auto, reference, .*triton"),
         ((Q,) * 3, {"backend": None}, ValueError, "backend is None; it must be auto"),
+        ((Q,) * 3, {"backend": ["triton"]}, ValueError, r"backend is \['triton'\]; it must be auto"),
         ((torch.zeros((), device=DEVICE).expand(2**16, 2**15, 1, 16),) * 3, {"backend": "triton"}, ValueError,
          "q has 2147483648 heads"),
         ((Q,) * 3, {"window": 1.5}, TypeError, "window is 1.5; it counts keys"),
@@ -302,6 +303,42 @@ def test_the_raw_operator_checks_too():
             torch.ops.flashlab.triton(q, q, q, scale, None, None, None)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "number, given, sentence",
+    [
+        (0, Q[:, :2], r"grad_o is \[1, 2, 8, 16\]; with this q it must be \[1, 4, 8, 16\]"),
+        (0, Q.double(), "grad_o is torch.float64; it must be torch.float32"),
+        (0, Q.to_sparse(), "grad_o is sparse_coo"),
+        (1, Q[0, ..., 0], r"grad_lse is \[4, 8\]; with this q"),
+        (5, Q[..., :8], "o is .*; with this q it must be"),
+        (6, Q[..., 0].double(), "lse is torch.float64"),
+        (7, math.nan, "scale is nan"),
+        (10, -1.0, "softcap is -1.0|it has neither window nor softcap"),
+    ],
+)
+def test_the_raw_operator_of_the_gradient_checks_too(backend, number, given, sentence):
+    operator, fake = getattr(torch.ops.flashlab, f"{backend}_backward"), number < 7 and not given.is_sparse
+    arguments = [Q, None, Q, Q, Q, Q, Q[..., 0], 1.0, None, 0, None]
+    arguments[number] = given
+    with pytest.raises((TypeError, ValueError), match=sentence):
+        operator(*arguments)
+    with pytest.raises((TypeError, ValueError), match=sentence):
+        if fake:
+            operator(*(x.to("meta") if isinstance(x, torch.Tensor) else x for x in arguments))
+        else:
+            operator(*arguments)
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch", "triton"])
+def test_a_softcap_of_0_is_none_for_the_raw_operator_too(backend):
+    operator, inputs = getattr(torch.ops.flashlab, backend), make()
+    found, want = (operator(*inputs, 0.25, None, 0, softcap)[0] for softcap in (0.0, None))
+    assert torch.equal(found, want)
+    for a, b in zip(*(torch.autograd.grad(x.sum(), inputs) for x in (found, want)), strict=True):
+        assert torch.equal(a, b)
+
+
 def test_a_gpu_that_is_too_old(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     unfit = ALL["triton"].unfit(torch.device("cuda"))
@@ -331,6 +368,7 @@ def test_rows_that_see_no_key_and_a_gradient_with_other_strides():
     assert (o[:, :, :9] == 0).all()
     given = {
         "expanded": torch.ones((), device=DEVICE).expand(o.shape),
+        "negated": torch._neg_view(torch.randn(o.shape, device=DEVICE)),
         "transposed": torch.randn(1, 2, 16, 20, device=DEVICE).transpose(2, 3),
         "by token": torch.randn(1, 20, 2, 16, device=DEVICE).transpose(1, 2),
         "off by one element": torch.randn(o.numel() + 1, device=DEVICE)[1:].view(o.shape),

@@ -122,6 +122,8 @@ def test_the_default_scale():
     [
         ("0.5", TypeError, "scale is '0.5'; it must be a number"),
         (True, TypeError, "scale is True; it must be a number"),
+        (np.True_, TypeError, "it must be a number"),
+        (torch.tensor(True), TypeError, "scale is tensor(True); it must be a number"),
         ([1.0], TypeError, "scale is a list; it must be one number"),
         (torch.ones(2), TypeError, "scale is a Tensor; it must be one number"),
         (1j, TypeError, "scale is a complex"),

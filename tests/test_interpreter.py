@@ -283,6 +283,14 @@ def test_launches_from_several_threads(eager_threads):
 
 
 @interpreted
+def test_what_another_thread_launches_is_not_counted():
+    x = torch.ones(8, 16)
+    with watched(x=x) as traffic, ThreadPoolExecutor(1) as pool:
+        pool.submit(copy_launcher, x).result()
+    assert traffic.bytes == 0
+
+
+@interpreted
 def test_a_grid_that_is_a_function_may_launch():
     x, y, z = torch.ones(32), torch.zeros(32), torch.zeros(32)
 

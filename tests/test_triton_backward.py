@@ -254,7 +254,9 @@ X, LSE = torch.zeros(1, 2, 8, 16, device=DEVICE), torch.zeros(1, 2, 8, device=DE
         ({"grad_o": X[:, :, :4]}, ValueError, r"grad_o is \[1, 2, 4, 16\]; with this q it must be \[1, 2, 8, 16\]"),
         ({"grad_o": X.half()}, TypeError, "grad_o is torch.float16; it must be torch.float32"),
         ({"lse": LSE.double()}, TypeError, "lse is torch.float64; it must be torch.float32"),
-        ({"o": None, "grad_lse": 3.0}, TypeError, "grad_lse is a float; a torch.Tensor is needed"),
+        ({"grad_lse": 3.0}, TypeError, "grad_lse is a float; a torch.Tensor is needed"),
+        ({"o": None}, TypeError, "o is a NoneType; a torch.Tensor is needed"),
+        ({"grad_o": X.clone().requires_grad_()}, ValueError, "grad_o requires a gradient, and this kernel's result"),
         ({"lse": LSE.to("meta")}, ValueError, "lse is on meta and q on"),
     ],
 )

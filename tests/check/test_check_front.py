@@ -54,8 +54,9 @@ def failure(*args) -> CheckFailed:
 
 def test_a_right_answer_passes_in_one_line(course):
     assert repr(check("97.1", lambda x: x * x)) == "✓ 97.1 Square — one number"
-    entry = saved(course)["97.1"]
-    assert entry["tries"] == 1 and entry["solved"]
+    check(" 97.1 ", lambda x: x * x)
+    entry = saved(course).pop("97.1")
+    assert entry["tries"] == 1 and entry["solved"] and len(saved(course)) == 1
 
 
 def test_other_cases_are_told_where_a_comparison_tells_nothing():
@@ -247,10 +248,12 @@ def test_a_check_that_takes_long_says_how_to_interrupt_it(course, monkeypatch, c
         def start(self):
             timers.append(self)
 
+    over = []  # whenever the answer is called, a wrong one again on all cases
     for timer in (Strikes, Never):
         monkeypatch.setattr(threading, "Timer", timer)
         check("97.1", lambda x: x * x)
-        failure("97.1", lambda x: 1 / 0)
+        failure("97.1", lambda x: over.append(timers[-1].finished.is_set()) or 5.0)
+    assert len(over) >= 4 and not any(over)
     said = capsys.readouterr().err.splitlines()
     assert said == 2 * [
         "97.1: 30 s so far. If your code loops without an end, interrupt it: ■ in the notebook, Ctrl-C in a terminal"

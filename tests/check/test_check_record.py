@@ -54,6 +54,7 @@ GOOD = '{"id": "0.1", "event": "tried", "when": "2026-11-20T10:00:00+01:00"}\n'
         '{"id": "2.3", "event": "eaten", "when": "2026-11-20"}', '{"id": "2.3", "event": "tried"}',
         '{"id": "2.3", "event": "solved", "when": "yesterday"}', '{"id": "2.3", "event": "solved", "when": null}',
         '{"id": "2.3", "event": "hint", "level": Infinity, "when": "2026-11-20"}', "[" * 100_000,
+        '{"id": "2.3", "event": "hint", "level": -1, "when": "2026-11-20"}',
         '{"exercises": {"2.3": {"tries": "many"}}}', GOOD[:40],
     ],
 )  # fmt: skip
@@ -73,9 +74,10 @@ def test_a_damaged_line_is_skipped_and_said_once(file, damage, capsys):
 def test_a_damaged_entry_of_the_earlier_format_spoils_no_other(file, solved, capsys):
     file.parent.mkdir()
     good, bad = '{"tries": 1, "hints": 0, "solved": null}', f'{{"tries": 1, "hints": 0, "solved": {solved}}}'
-    file.with_name("progress.json").write_text(f'{{"exercises": {{"0.1": {good}, "0.2": {bad}}}}}\n')
+    less = good.replace("1", "-1")
+    file.with_name("progress.json").write_text(f'{{"exercises": {{"0.1": {good}, "0.2": {bad}, "0.3": {less}}}}}\n')
     assert record.load() == {"0.1": record.Entry(tries=1)}
-    assert "is damaged: 1 line of it cannot be understood" in capsys.readouterr().out
+    assert "is damaged: 2 lines of it cannot be understood" in capsys.readouterr().out
 
 
 def test_a_line_that_was_cut_short_spoils_no_other(file):

@@ -137,11 +137,9 @@ def test_nothing_is_no_work():
 def test_what_does_not_belong_together_is_said():
     q, k, v, grad_o = make(1, 1, 1, 8, 8)
     lse = torch.zeros(1, 1, 8)
-    with pytest.raises(
-        ValueError, match=r"lse is \[1, 1, 7\], torch.float32, on cpu; with this q it must be \[1, 1, 8\]"
-    ):
+    with pytest.raises(ValueError, match=r"lse is \[1, 1, 7\]; with this q it must be \[1, 1, 8\]"):
         hopper_backward(grad_o, q, k, v, q, lse[..., :7], backend="emulator")
-    with pytest.raises(ValueError, match="grad_o is .* torch.float32"):
+    with pytest.raises(TypeError, match="grad_o is torch.float32; it must be"):
         hopper_backward(grad_o.float(), q, k, v, q, lse, backend="emulator")
     with pytest.raises((TypeError, ValueError), match="head_dim|head dim"):
         short = q[..., :32]

@@ -169,7 +169,7 @@ def test_one_polynomial_for_all():
     """Other steps than the last are not run with scores that jump: they have its 2^x."""
     kernels = [s.path.read_text() for s in HOPPER if "POLYNOMIAL" in s.defines]
     bodies = {re.search(r"float exp2_polynomial.*?\n}\n", text, re.S)[0] for text in kernels}
-    assert len(kernels) == 5 and len(bodies) == 1
+    assert len(bodies) == 1 < len(kernels)
 
 
 def test_no_rows_is_no_work():

@@ -4,8 +4,10 @@ import math
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from flashlab.cuda import inline, sources
+from flashlab.attention.triton_forward import flash_attention_forward
+from flashlab.cuda import inline, load_inline, sources
 from flashlab.kernels import problem, step
 
 
@@ -30,6 +32,36 @@ def tensors(dtype=torch.float16):
 def test_what_does_not_fit_is_refused(change, words):
     with pytest.raises((TypeError, ValueError), match=words):
         problem.check(*change(*tensors()), scale=None, head_dims=(64, 128))
+
+
+@pytest.mark.parametrize(
+    ("out", "words"),
+    [
+        (lambda q: q.float().clone(), "out is torch.float32; it must be torch.float16"),
+        (lambda q: q[:, :, :4].clone(), r"out is \[1, 4, 4, 64\]; with this q it must be"),
+        (lambda q: q.transpose(2, 3).contiguous().transpose(2, 3), "its rows must be contiguous"),
+        (lambda q: torch.empty(q.numel() + 1, dtype=q.dtype)[1:].view(q.shape), "on 16 bytes"),
+        (lambda q: q[:, :1].clone().expand(q.shape), "each its own"),
+        (lambda q: q, "out is the memory of an input"),
+    ],
+)
+def test_where_o_cannot_be_stored(out, words):
+    q, k, v = tensors()
+    with pytest.raises((TypeError, ValueError), match=words):
+        problem.check_out(out(q), q, k, v)
+    module = load_inline(step("p7_naive"), backend="emulator")
+    with pytest.raises((TypeError, ValueError), match=words):
+        module.forward(q, k, v, out=out(q))
+
+
+def test_a_tensor_without_memory_is_refused_where_a_kernel_would_read_it():
+    module = load_inline(step("p7_naive"), backend="emulator")
+    for x in (tensors()[0].to("meta"), FakeTensorMode().from_tensor(tensors()[0])):
+        for kernel in (module.forward, flash_attention_forward):
+            with pytest.raises(ValueError, match="q is (on meta|a FakeTensor), and a kernel reads memory"):
+                kernel(x, x, x)
+    with pytest.raises(ValueError, match="q is mapped by torch.vmap, and a kernel is not"):
+        torch.func.vmap(lambda x: module.forward(x, x, x)[0])(tensors()[0][None])
 
 
 def test_shapes_are_looked_at_before_anything_is_copied(monkeypatch):

@@ -412,12 +412,15 @@ def test_a_constructor_that_ends_the_process_is_told(what, how):
 
 def test_no_more_processes_than_wanted(monkeypatch):
     monkeypatch.setattr(process, "ALIVE", 2)
+    usual, held = process.Process.close, []
+    monkeypatch.setattr(process.Process, "close", lambda self: (held.append(self.lock.locked()), usual(self)))
     modules = [simt.compile_cuda(f"{TEXT}// {i}\n") for i in range(3)]
     for m in [*modules, *modules]:
         p = ints()
         m.run_count(p)
         assert p[0] >= 1
         assert sum(x.alive for x in process._processes.values()) <= 2
+    assert len(held) >= 4 and all(held)  # none that another thread could have taken for its call meanwhile
 
 
 def test_what_is_printed(built, capfd):

@@ -23,7 +23,7 @@ import torch
 from flashlab import runtime
 from flashlab.attention import reference, triton_backward, triton_forward
 from flashlab.attention.blockwise import attention_backward_blockwise, attention_blockwise
-from flashlab.attention.inputs import check_qkv, one_of, scale_of
+from flashlab.attention.inputs import check_qkv, check_results, one_of, scale_of
 from flashlab.attention.options import softcap_of
 from flashlab.attention.simulation import flash_attention_sim
 from flashlab.attention.simulation_backward import flash_attention_backward_sim
@@ -138,29 +138,39 @@ def register(backend: Backend) -> None:
 
     def compute_backward(grad_o, grad_lse, q, k, v, o, lse, scale, left, right, softcap):
         options = dict(scale=scale, left=left, right=right, softcap=softcap)
+        grad_o, grad_lse = grad_o.resolve_neg(), grad_lse if grad_lse is None else grad_lse.resolve_neg()
         with torch.no_grad(), _as_given(q.device):
             found = backend.backward(grad_o, grad_lse, q, k, v, o, lse, **options)
         return tuple(x.to(like.dtype) for x, like in zip(found, (q, k, v), strict=True))
 
-    def run(q, k, v, scale, left, right, softcap):
+    def check(q, k, v, scale, left, right, softcap):
         backend.check(q, k, v, left, right, softcap)
-        scale_of(scale, q.shape[-1]), softcap_of(softcap)
-        o, lse = compute(q, k, v, scale, left, right, softcap)
+        return scale_of(scale, q.shape[-1]), left, right, softcap_of(softcap)
+
+    def check_backward(grad_o, grad_lse, q, k, v, o, lse, *options):
+        checked = check(q, k, v, *options)
+        check_results(q, {"grad_o": grad_o, "o": o}, {"lse": lse, "grad_lse": grad_lse})
+        return checked
+
+    def run(q, k, v, *options):
+        o, lse = compute(q, k, v, *check(q, k, v, *options))
         return _ordered(o, q), lse
 
     def run_backward(*arguments):
-        found = compute_backward(*arguments)
+        found = compute_backward(*arguments[:7], *check_backward(*arguments))
         return tuple(_ordered(x, like) for x, like in zip(found, arguments[2:5], strict=True))
 
-    def fake(q, k, v, scale, left, right, softcap):
-        backend.check(q, k, v, left, right, softcap)
+    def fake(q, k, v, *options):
+        check(q, k, v, *options)
         return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
-    def fake_backward(grad_o, grad_lse, q, k, v, o, lse, scale, left, right, softcap):
-        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    def fake_backward(*arguments):
+        check_backward(*arguments)
+        return tuple(map(torch.empty_like, arguments[2:5]))
 
     def keep(ctx, inputs, output):
-        q, k, v, *ctx.options = inputs
+        q, k, v, *others, softcap = inputs
+        ctx.options = *others, softcap or None
         ctx.save_for_backward(q, k, v, *output)
         ctx.set_materialize_grads(False)  # lse is seldom part of a loss
 

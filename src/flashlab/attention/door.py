@@ -137,7 +137,7 @@ def _choose(q: torch.Tensor, left: int | None, right: int | None, softcap: float
         if _takes_hopper(q, left, right, softcap):
             return HOPPER
         return quick(q, left, right, softcap)
-    if backend not in BACKENDS:
+    if not isinstance(backend, str) or backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}; it must be {one_of(['auto', *BACKENDS])}")
     if refusal := BACKENDS[backend].refusal(q, left, right, softcap):
         raise ValueError(f"backend is {backend!r}, which does not take these inputs: {refusal}")

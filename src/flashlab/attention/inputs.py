@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import SupportsFloat
+from typing import Any, SupportsFloat
 
 import torch
 import torch.autograd.forward_ad as forward_ad
+from torch._C._functorch import is_batchedtensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 __all__ = [
-    "TILE_SIDES", "check_block", "check_causal", "check_no_gradient", "check_qkv", "number_of", "one_of",
-    "refuse_words", "scale_of",
+    "TILE_SIDES", "check_block", "check_causal", "check_no_gradient", "check_qkv", "check_results", "number_of",
+    "one_of", "refuse_words", "scale_of",
 ]  # fmt: skip
 
 TILE_SIDES = (16, 32, 64, 128, 256)
@@ -65,8 +67,7 @@ def check_qkv(
             _refuse_layout(name, x)
         if x.ndim != rank:
             raise ValueError(f"{name} must be {_LAYOUTS[rank]}, but it has {x.ndim} dimensions{_remedy(name, x, rank)}")
-        if x.is_neg():  # its memory holds the numbers with the other sign
-            raise ValueError(f"{name} is a view that PyTorch negates when it reads it: pass {name}.resolve_neg()")
+        _refuse_negated(name, x)
     if no_grad:
         check_no_gradient(**tensors)
     _check_dtypes(tensors, dtypes)
@@ -134,7 +135,7 @@ def number_of(name: str, given: SupportsFloat, otherwise: str, instead: str) -> 
     Raises:
         TypeError: something that is no number. ValueError: a tensor that wants a gradient, which is not computed.
     """
-    if isinstance(given, str | bytes | bool):
+    if isinstance(given, str | bytes | bool) or str(getattr(given, "dtype", "")).endswith("bool"):
         raise TypeError(f"{name} is {given!r}; it must be a number, or {otherwise}")
     if isinstance(given, torch.Tensor) and (wish := _wish(given)):
         raise ValueError(f"{name} {wish}, and none is computed for it: {instead}")
@@ -154,13 +155,51 @@ def check_causal(causal: bool) -> None:
 
 
 def check_no_gradient(**tensors: torch.Tensor) -> None:
-    """Raise ValueError, by their names, where a tensor wants a derivative: the result of a bare kernel has none."""
+    """Raise ValueError, by their names, where a tensor wants a derivative, or has no memory: a bare kernel reads that,
+    and its result has none."""
     for name, x in tensors.items():
         if wish := _wish(x):
             raise ValueError(
                 f"{name} {wish}, and this kernel's result has none: pass {name}.detach(), or call it under "
                 "torch.no_grad(); flashlab.flash_attention has a gradient"
             )
+        if torch.compiler.is_compiling():
+            continue
+        if is_batchedtensor(x):
+            raise ValueError(f"{name} is mapped by torch.vmap, and a kernel is not: fold that dimension into the batch")
+        if x.is_meta or isinstance(x, FakeTensor):
+            what = "on meta" if x.is_meta else "a FakeTensor"
+            raise ValueError(f"{name} is {what}, and a kernel reads memory; flashlab.flash_attention gives the shapes")
+
+
+def check_results(
+    q: torch.Tensor, wide: dict[str, Any], rows: dict[str, Any], *, dtypes: bool = True, no_grad: bool = False
+) -> None:  # fmt: skip
+    """Raise unless what comes from the forward pass, and the gradients, go with q; by their names.
+
+    Args:
+        wide: are like q; rows: are [batch, heads, seq_q], float32. Of grad_lse None passes.
+        dtypes: False takes any. no_grad: as of `check_qkv`.
+    Raises:
+        TypeError, ValueError: one that does not, or that wants a derivative.
+    """
+    for name, x in (wide | rows).items():
+        if x is None and name == "grad_lse":
+            continue
+        shape, dtype = (q.shape, q.dtype) if name in wide else (q.shape[:3], torch.float32)
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name} is a {type(x).__name__}; a torch.Tensor is needed")
+        if x.is_nested or x.layout is not torch.strided:
+            _refuse_layout(name, x)
+        if x.shape != shape:
+            raise ValueError(f"{name} is {list(x.shape)}; with this q it must be {list(shape)}")
+        if x.dtype != dtype and dtypes:
+            raise TypeError(f"{name} is {x.dtype}; it must be {dtype}: convert with .to({dtype})")
+        if x.device != q.device:
+            raise ValueError(f"{name} is on {x.device} and q on {q.device}: one device for all, please")
+        if no_grad:
+            _refuse_negated(name, x)
+            check_no_gradient(**{name: x})
 
 
 def _wish(x: torch.Tensor) -> str | None:
@@ -213,6 +252,11 @@ def _remedy(name: str, x: torch.Tensor, rank: int) -> str:
     if rank == 4 and x.ndim in (2, 3):
         return f"; add the missing ones, {name}[{', '.join(['None'] * (4 - x.ndim))}]"
     return ""
+
+
+def _refuse_negated(name: str, x: torch.Tensor) -> None:
+    if x.is_neg():  # its memory holds the numbers with the other sign
+        raise ValueError(f"{name} is a view that PyTorch negates when it reads it: pass {name}.resolve_neg()")
 
 
 def _refuse_layout(name: str, x: torch.Tensor) -> None:

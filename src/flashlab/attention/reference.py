@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from flashlab.attention.inputs import check_qkv, scale_of
+from flashlab.attention.inputs import check_qkv, check_results, scale_of
 from flashlab.attention.options import Window, softcap_of, visible
 
 __all__ = [
@@ -120,6 +120,8 @@ def attention_backward(
     grad_o is like o; grad_lse is like lse, or None for zeros.
     """
     check_qkv(q, k, v)
+    like_o = v.new_empty(1).expand(*q.shape[:3], v.shape[3])
+    check_results(like_o, {"grad_o": grad_o}, {"grad_lse": grad_lse}, dtypes=False)
     scale, cap = scale_of(scale, q.shape[-1]), softcap_of(softcap)
     group = q.shape[1] // k.shape[1]
     wide_k, wide_v = (x.double() for x in _expand_heads(q, k, v))

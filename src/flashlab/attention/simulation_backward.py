@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import torch
 
-from flashlab.attention.inputs import check_block, check_causal, check_qkv, scale_of
+from flashlab.attention.inputs import check_block, check_causal, check_qkv, check_results, scale_of
 
 __all__ = ["delta_sim", "flash_attention_backward_sim", "key_block_sim", "query_block_sim"]
 
@@ -94,9 +94,10 @@ def flash_attention_backward_sim(
     Returns:
         Each like its input. A key head's gradient is the sum over the query heads that read it.
     Raises:
-        TypeError, ValueError: see `check_qkv`, `check_block`, `scale_of`.
+        TypeError, ValueError: see `check_qkv`, `check_results`, `check_block`, `scale_of`.
     """
     check_qkv(q, k, v, dtypes=_DTYPES, same_v=True)
+    check_results(q, {"grad_o": grad_o, "o": o}, {"lse": lse, "grad_lse": grad_lse}, dtypes=False)
     check_causal(causal)
     check_block("BLOCK_M", BLOCK_M)
     check_block("BLOCK_N", BLOCK_N)

@@ -24,7 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
-from flashlab.attention.inputs import scale_of
+from flashlab.attention.inputs import check_results, scale_of
 from flashlab.attention.options import Window
 from flashlab.attention.tiles import Tile, Work, cdiv, leaves_idle
 from flashlab.attention.triton_forward import (
@@ -309,7 +309,7 @@ def flash_attention_backward(
         TypeError, ValueError: see `flash_attention_forward`; o, lse or a gradient that does not go with q.
     """
     check_inputs(q, k, v, no_grad=True)
-    check_results(q, {"grad_o": grad_o, "o": o}, {"lse": lse, "grad_lse": grad_lse})
+    check_results(q, {"grad_o": grad_o, "o": o}, {"lse": lse, "grad_lse": grad_lse}, no_grad=True)
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
     if q.numel() == 0 or k.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
@@ -362,22 +362,6 @@ def flash_attention_backward(
 @cache
 def _second_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
-
-
-def check_results(q: torch.Tensor, wide: dict[str, Any], rows: dict[str, Any]) -> None:
-    """Raise unless what comes from the forward pass, and the gradients, go with q."""
-    for name, x in (wide | rows).items():
-        if x is None:
-            continue
-        shape, dtype = (q.shape, q.dtype) if name in wide else (q.shape[:3], torch.float32)
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{name} is a {type(x).__name__}; a torch.Tensor is needed")
-        if x.shape != shape:
-            raise ValueError(f"{name} is {list(x.shape)}; with this q it must be {list(shape)}")
-        if x.dtype != dtype:
-            raise TypeError(f"{name} is {x.dtype}; it must be {dtype}: convert with .to({dtype})")
-        if x.device != q.device:
-            raise ValueError(f"{name} is on {x.device} and q on {q.device}: one device for all, please")
 
 
 def compile_arguments(

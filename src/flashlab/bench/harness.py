@@ -335,7 +335,7 @@ def _none(rows: list[Row]) -> str:
 def read(bench: Bench, path: Path) -> Data:
     """A record of this bench. Raises SystemExit, with one sentence, where the file is missing or no such record."""
     try:
-        data: Data = json.loads(path.read_text(encoding="utf-8"))
+        data: Data = json.loads(path.read_text(encoding="utf-8"), parse_constant=int)  # NaN: a ValueError
         if not all(isinstance(row, dict) for row in rows_in(bench, data)) or not isinstance(data["machine"], dict):
             raise TypeError
         return data
@@ -382,9 +382,11 @@ def _span(row: Row) -> tuple[float, float]:
 
 
 def compare(bench: Bench, before: Data, after: Data) -> tuple[Table, bool]:
-    """A table of `changes`, and whether something got slower, or no longer runs."""
+    """A table of `changes`, and whether something got slower, or no longer runs. Raises SystemExit without any row."""
     found = changes(bench, before, after)
     both = len(_by_label(bench, before).keys() & _by_label(bench, after).keys())
+    if not both:
+        raise SystemExit("no row is in both records, so nothing is compared")
     rows = [
         [label, what, *("" if ms is None else f"{1e3 * ms:.1f}" for ms in (a, b)), f"{b / a:.2f}" if a and b else ""]
         for label, what, a, b in found

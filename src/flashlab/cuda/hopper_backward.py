@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from flashlab.attention.inputs import check_causal, check_no_gradient, check_qkv, scale_of
+from flashlab.attention.inputs import check_causal, check_qkv, check_results, scale_of
 from flashlab.cuda.inline import CudaModule, load_inline, new_output
 from flashlab.cuda.toolchain import default_backend
 from flashlab.kernels.problem import ELEMENTS, Strides, rows_fit
@@ -72,13 +72,7 @@ def hopper_backward(
     """
     check_qkv(q, k, v, dtypes=HALVES, head_dims=HEAD_DIMS, same_v=True, no_grad=True)
     check_causal(causal)
-    for name, x, shape, dtype in (
-        ("grad_o", grad_o, q.shape, q.dtype), ("o", o, q.shape, q.dtype), ("lse", lse, q.shape[:3], torch.float32),
-    ):  # fmt: skip
-        check_no_gradient(**{name: x})
-        if x.shape != shape or x.dtype != dtype or x.device != q.device:
-            raise ValueError(f"{name} is {list(x.shape)}, {x.dtype}, on {x.device}; with this q it must be "
-                             f"{list(shape)}, {dtype}, on {q.device}")  # fmt: skip
+    check_results(q, {"grad_o": grad_o, "o": o}, {"lse": lse}, no_grad=True)
     built = compiled(q.shape[3], q.dtype, backend, check, defines)
     dq, dk, dv = (new_output(x) for x in (q, k, v))
     if q.numel() == 0 or k.numel() == 0:

@@ -200,10 +200,12 @@ class CudaModule:
         if not self._text.takes_problem:
             raise TypeError(f"{self._text.name} does not define forward(const Problem*, void* stream): use launch")
         _problem.check(q, k, v, scale=scale, head_dims=self.head_dims, causal=causal)
-        if sms is not None and not (isinstance(sms, int) and 0 < sms < 2**31):
+        if sms is not None and not (type(sms) is int and 0 < sms < 2**31):
             raise ValueError(f"sms is {sms!r}; it is a number of multiprocessors, at least 1")
         if self.backend != "emulator" and q.device.type != "cuda":
             raise ValueError(f"q is on {q.device}, and the kernel runs on a GPU: pass q.cuda(), k.cuda(), v.cuda()")
+        if out is not None:
+            _problem.check_out(out, q, k, v)
         o = new_output(q) if out is None else out
         lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
         if o.numel() == 0:

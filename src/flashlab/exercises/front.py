@@ -70,18 +70,24 @@ def check(id: str, *answers: Any) -> Passed:
     exercise = _find(id)
     _check_count(exercise, answers)
     expect_kinds(exercise.id, exercise.run, answers)
+    with _saying_how_to_stop(exercise):  # also as the answer is run again, on cases that it had not come to
+        return _checked(exercise, answers)
+
+
+def _checked(exercise: registry.Exercise, answers: tuple[Any, ...]) -> Passed:
+    __tracebackhide__ = True
     if exercise.untouched and fingerprint(*answers) == exercise.untouched:
         raise _symptoms(exercise, answers)
     called = Called()
     ran_on(None)
     warnings = Warnings()
     try:
-        with running(None), heeding_warnings() as warnings, _saying_how_to_stop(exercise):
+        with running(None), heeding_warnings() as warnings:
             report = exercise.run(*_wrapped(exercise, answers, called))
     except CheckFailed as failed:
         if failed.diagnosis == "not-solved-yet":
             raise failed.with_traceback(None) from None
-        record.failed_try(id)
+        record.failed_try(exercise.id)
         failed = _borne_out(exercise, answers, failed)
         case = failed.case or (last_case() if called.call else None)
         also = _contrast(exercise, answers, failed.case, failed.what) if failed.unexplained else ""
@@ -96,10 +102,10 @@ def check(id: str, *answers: Any) -> Passed:
     except (Exception, SystemExit) as error:
         if is_unsolved(error):
             raise _not_solved(exercise) from None
-        record.failed_try(id)
+        record.failed_try(exercise.id)
         raise told(error, exercise.run, called, last_case()) from error
     warnings.ask(passed=True)
-    record.solved(id)
+    record.solved(exercise.id)
     return Passed(exercise.id, exercise.title, report, exercise.history, tuple(warnings[:_WARNINGS]))
 
 
@@ -275,9 +281,9 @@ def hint(id: str, *, level: int | None = None) -> Hint:
     if level is not None and (type(level) is not int or not 1 <= level <= count):
         sentence = f"exercise {exercise.id} has hints 1 to {count}, and level is one of these numbers, not {level!r}"
         raise CheckFailed(sentence, diagnosis="wrong-arguments")
-    wanted = level or min(_shown_hints.get(id, 0) + 1, count)
-    _shown_hints[id] = max(wanted, _shown_hints.get(id, 0))
-    record.saw_hints(id, wanted)
+    wanted = level or min(_shown_hints.get(exercise.id, 0) + 1, count)
+    _shown_hints[exercise.id] = max(wanted, _shown_hints.get(exercise.id, 0))
+    record.saw_hints(exercise.id, wanted)
     return Hint(exercise.id, exercise.title, exercise.hints[wanted - 1], wanted, count)
 
 

@@ -118,7 +118,7 @@ def _apply(entries: dict[str, Entry], line: dict[str, object]) -> None:
     if not isinstance(id, str) or event not in ("tried", "solved", "hint"):
         raise ValueError(line)
     _time(when)
-    level = int(line["level"]) if event == "hint" else 0  # type: ignore[call-overload]
+    level = _count(line["level"]) if event == "hint" else 0
     entry = entries.setdefault(id, Entry())
     if event == "hint":
         entry.hints = max(entry.hints, level)
@@ -134,6 +134,14 @@ def _time(when: object) -> str:
     return str(when)
 
 
+def _count(number: object) -> int:
+    """Raises ValueError, TypeError or OverflowError for what is no number of tries or hints."""
+    found = int(number)  # type: ignore[call-overload]
+    if not 0 <= found < 10**6:
+        raise ValueError(number)
+    return found
+
+
 def _earlier_format(text: str) -> tuple[dict[str, Entry], str, int]:
     """Of a record that begins as one JSON document, as it was kept at first: its entries, the lines after it, and how
     many entries are damaged."""
@@ -145,7 +153,8 @@ def _earlier_format(text: str) -> tuple[dict[str, Entry], str, int]:
     entries = {}
     for id, e in fields:
         with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError):
-            entries[id] = Entry(int(e["tries"]), int(e["hints"]), None if e["solved"] is None else _time(e["solved"]))
+            solved = None if e["solved"] is None else _time(e["solved"])
+            entries[id] = Entry(_count(e["tries"]), _count(e["hints"]), solved)
     return entries, text[end:], len(fields) - len(entries)
 
 

@@ -10,7 +10,7 @@ import ctypes
 
 import torch
 
-from flashlab.attention.inputs import check_causal, check_qkv, scale_of
+from flashlab.attention.inputs import check_causal, check_qkv, check_results, scale_of
 
 ELEMENTS = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16", torch.float32: "float"}
 
@@ -53,6 +53,16 @@ def check(
     batch, heads, seq_q, _ = q.shape
     if batch * heads * seq_q >= 2**31 or max(seq_q, k.shape[2]) >= 2**30:
         raise ValueError(f"{batch * heads * seq_q} query rows are too many for one launch (2^31): split the batch")
+
+
+def check_out(out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Raises TypeError or ValueError where o cannot be stored in ``out``, which is like q, and its rows its own."""
+    check_results(q, {"out": out}, {}, no_grad=True)
+    shared = any(step == 0 for step, size in zip(out.stride(), out.shape, strict=True) if size > 1)
+    if shared or not rows_fit(out) or out.data_ptr() % 16:
+        raise ValueError(f"out has strides {out.stride()}; its rows must be contiguous, on 16 bytes, and each its own")
+    if out.numel() and out.data_ptr() in (q.data_ptr(), k.data_ptr(), v.data_ptr()):
+        raise ValueError("out is the memory of an input, which the kernel still reads while it stores: pass another")
 
 
 def fitted(

@@ -388,8 +388,10 @@ def process(runner: Path, library: Path, description: str, watch: Callable[[floa
                 break
     with _lock:
         for other in list(_processes)[: max(0, len(_processes) - ALIVE)]:
-            if not _processes[other].lock.locked():
-                _processes.pop(other).close()
+            if _processes[other].lock.acquire(blocking=False):  # and held: its next call may be about to begin
+                ended = _processes.pop(other)
+                ended.close()
+                ended.lock.release()
 
 
 @atexit.register

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -145,8 +146,8 @@ class WatchedMemory:
     every pointer says which argument it was computed from, and running over the end of K cannot pass for reading V.
     """
 
-    watchers: list["_Watcher"] = []
-    watching: list["_Watcher"] = []  # the launch under way: those that were there when it began
+    watchers: ContextVar[tuple["_Watcher", ...]] = ContextVar("flashlab_watchers", default=())  # of this thread
+    watching: tuple["_Watcher", ...] = ()  # the launch under way
     windows: list[_Window] = []
     no_other = False  # the load under way has a mask, but says nothing about what it leaves out
 
@@ -159,7 +160,7 @@ class WatchedMemory:
     @classmethod
     @contextlib.contextmanager
     def launch(cls, executor, args, kwargs):
-        watching = list(cls.watchers)  # once: another thread's `watched` may end at any moment
+        watching = cls.watchers.get()
         if not watching:
             yield
             return
@@ -280,7 +281,7 @@ class _Watcher:
 
 @contextlib.contextmanager
 def watched(**tensors: torch.Tensor):
-    """Check and count the memory accesses of every kernel launched inside; yields a Traffic.
+    """Check and count the memory accesses of every kernel that this thread launches inside; yields a Traffic.
 
     An access to an element that a launch's tensor does not have raises OutOfBounds, and nothing is read or written.
     All tensor arguments of a launch are checked, those allocated inside too; ``tensors`` only gives names to them
@@ -293,11 +294,11 @@ def watched(**tensors: torch.Tensor):
             "or set FLASHLAB_INTERPRET=1 before Python starts"
         )
     watcher = _Watcher(tensors)
-    WatchedMemory.watchers.append(watcher)
+    before = WatchedMemory.watchers.set((*WatchedMemory.watchers.get(), watcher))
     try:
         yield watcher.traffic
     finally:
-        WatchedMemory.watchers.remove(watcher)
+        WatchedMemory.watchers.reset(before)
 
 
 def hbm_traffic(fn, *args, **kwargs) -> Traffic:
