@@ -184,11 +184,11 @@ class Narrator:
         found = [f for f in found if f.kind != "race" or self._lines(f) not in late]
         races = {self._lines(f) for f in found if f.kind in ("race", "global-race") and f.severity == "error"}
         found = [f for f in found if f.severity == "error" or self._lines(f) not in races]
-        between_blocks = {self._lines(f) for f in found if f.other_block is not None}
-        found = [
-            f for f in found
-            if f.kind != "global-race" or f.other_block is not None or self._lines(f) not in between_blocks
-        ]  # fmt: skip
+        between_blocks: dict[frozenset, Finding] = {}  # a load of a line, its store, or both: a matter of luck
+        for f in found:
+            if f.kind == "global-race" and f.other_block is not None:
+                between_blocks.setdefault(self._lines(f), f)
+        found = [f for f in found if f.kind != "global-race" or between_blocks.get(self._lines(f), f) is f]
         # Who reads too early finds nothing there: that is told after the race that it is a part of.
         in_a_race = set().union(*races, *late)
         return sorted(

@@ -183,6 +183,7 @@ __global__ void memory(const __grid_constant__ Maps maps, const CUtensorMap* in_
             else z[0] = 8;                                                                        // expect: global-race; of block 3 writes
         }
         break;
+    case 77: FIRST { if (blockIdx.x == 0) z[0]++; else atomicAdd(z, 1); } break;                  // expect: global-race; nothing orders two blocks
     default: break;
     }
 }
