@@ -178,6 +178,8 @@ def test_shared_arrays_in_the_symbol_table():
     built = compile_cuda(KERNELS / "broken.cu", check=True).build
     arrays = {(s.array, s.size) for s in built.shared}
     assert ("tile", 256) in arrays and ("total", 4) in arrays and ("other", 256) in arrays
+    for name in ("_ZZ1kvE4tile", "_ZZ1kvE4tile_0", "_ZZ1kvE4tile__11_"):  # and those of one name in one function
+        assert elf.Symbol(name, 0, 4, True).array == "tile"
     with pytest.raises(ValueError, match="no 64-bit"):
         elf.thread_local_symbols(__file__)
 

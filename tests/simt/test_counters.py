@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from flashlab.simt import find_compiler
+from flashlab.simt import compile_cuda, find_compiler, process
 
 from .bank_patterns import patterns
 from .conftest import KERNELS, module
@@ -161,3 +162,20 @@ def test_wavefronts_are_those_of_an_h200():
         if (wavefronts, wavefronts - ideal) != (row[3], row[4]):
             wrong.append((row, wavefronts, wavefronts - ideal))
     assert not wrong
+
+
+def test_a_lane_far_ahead_fills_no_memory():
+    """What it asks for is not kept for the lanes that never come there."""
+    loads = 500_000
+    built = compile_cuda("""#include "simt.h"
+__global__ void alone(int* p, int loads) {
+    if (threadIdx.x == 0) for (int i = 0; i < loads; i++) p[32] += p[i & 31];
+    __syncwarp();
+    p[33 + threadIdx.x] = 1;
+}
+extern "C" void run(int* p, int loads) { alone<<<1, 32>>>(p, loads); }
+""", check=True)  # fmt: skip
+    report = built.run(np.zeros(96, np.int32), loads)
+    status = Path(f"/proc/{process._processes[str(built.build.library)]._popen.pid}/status").read_text()
+    assert int(re.search(r"VmHWM:\s*(\d+) kB", status)[1]) < 300 << 10
+    assert report.ok and report.counters["global_loads"] == 2 * loads

@@ -266,6 +266,7 @@ EVERY_HEADER = '#include "simt.h"\n#include "problem.cuh"\n#include "wgmma.cuh"\
 def test_single_letters_are_the_readers(how, check):
     """Macros of every capital letter, given with the build or in the text, mean in the reader's code what they say."""
     macros = {letter: 8 + number for number, letter in enumerate(string.ascii_uppercase)} | {"T": "float"}
+    macros |= dict.fromkeys(["BYTES", "PENDING", "TRANS_A", "TRANS_B", "TYPE", "Bits", "Closure", "H2", "V4", "V8"], 64)
     text = "".join(f"#define {k} {v}\n" for k, v in macros.items()) if how == "#define" else ""
     text += (
         EVERY_HEADER

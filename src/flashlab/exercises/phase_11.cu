@@ -21,7 +21,7 @@ __global__ void __launch_bounds__(32) run_scripts(const int* script, const int* 
         if (operation == ARRIVE_EXPECT_TX) mbarrier_arrive_expect_tx(barrier, bytes);
         if (operation == EXPECT_TX) mbarrier_expect_tx(barrier, bytes);
         if (operation == COPY) bulk_load(smem_u32(buffer_smem), source, bytes, barrier);
-        for (int look = 0; look < 4; look++)                   // a copy lands when one looks, at the second time
+        for (int look = 0; look < 40; look++)                  // a copy lands when one looks often enough
             if (mbarrier_test_wait(barrier, look % 2)) continue;
         seen[2 * i] = mbarrier_test_wait(barrier, 0);
         seen[2 * i + 1] = mbarrier_test_wait(barrier, 1);

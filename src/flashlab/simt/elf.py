@@ -36,7 +36,7 @@ class Symbol:
         """The variable's own name: ``tile`` of the mangled ``_ZZ9transposePfE4tile``."""
         for match in re.finditer(r"[EN](\d+)(?=[A-Za-z_])", self.name):
             length, rest = int(match[1]), self.name[match.end() :]
-            if re.fullmatch(r"(E?_\d+|E)?(\.\d+)?", rest[length:]):
+            if re.fullmatch(r"(E?_(\d|_\d+_)|E)?(\.\d+)?", rest[length:]):
                 return rest[:length]
         return re.sub(r"\.\d+$", "", self.name)
 

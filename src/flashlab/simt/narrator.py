@@ -137,9 +137,13 @@ class Narrator:
             (self.resolver.place(int(row[2])), self.resolver.place(int(row[3])))
             for row in rows if row[0] == "read-before-wait" and row[1] not in COPIES
         }  # fmt: skip
+        # Blocks that store in two lines: whether the one's came between two of the other is a matter of luck.
+        stores = [[self.resolver.place(int(pc)) for pc in row[2:4]] for row in rows
+                  if row[:2] == ["global-race", "store"] and row[13] == "store" and row[15] == "0"]  # fmt: skip
+        in_two_lines = {place for pair in stores if pair[0] != pair[1] for place in pair}
         found, seen = [], set()
         overwritten: set[int] = set()  # findings of writes to what the async proxy reads
-        for row in sorted(rows, key=lambda r: (int(r[6]), int(r[7]), int(r[8]))):
+        for row in sorted(rows, key=lambda r: (int(r[6]), r[15] == "1", int(r[7]), int(r[8]))):
             kind, how, words = row[0], row[1], row[13]
             other_block, warning = int(row[14]), row[15] == "1"
             pc, other_pc, thread, other, number, block, _, times, *v = (int(x) for x in row[2:13])
@@ -152,6 +156,8 @@ class Narrator:
                 continue  # one line, compiled twice
             if kind == "read-before-wait" and how in COPIES and (other_place, place) in early:
                 continue  # of the readers, those that came before the copy began: the others are told of
+            if kind == "global-race" and how == words == "store" and place == other_place and place in in_two_lines:
+                continue
             key = (kind, how, place, other_place, words)
             if key in seen:
                 continue
@@ -178,11 +184,11 @@ class Narrator:
         found = [f for f in found if f.kind != "race" or self._lines(f) not in late]
         races = {self._lines(f) for f in found if f.kind in ("race", "global-race") and f.severity == "error"}
         found = [f for f in found if f.severity == "error" or self._lines(f) not in races]
-        between_blocks = {self._lines(f) for f in found if f.other_block is not None}
-        found = [
-            f for f in found
-            if f.kind != "global-race" or f.other_block is not None or self._lines(f) not in between_blocks
-        ]  # fmt: skip
+        between_blocks: dict[frozenset, Finding] = {}  # a load of a line, its store, or both: a matter of luck
+        for f in found:
+            if f.kind == "global-race" and f.other_block is not None:
+                between_blocks.setdefault(self._lines(f), f)
+        found = [f for f in found if f.kind != "global-race" or between_blocks.get(self._lines(f), f) is f]
         # Who reads too early finds nothing there: that is told after the race that it is a part of.
         in_a_race = set().union(*races, *late)
         return sorted(

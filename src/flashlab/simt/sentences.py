@@ -272,7 +272,7 @@ def _place(f: Facts) -> str:
 def _global_race(f: Facts) -> str:
     if f.words.startswith("in flight"):
         return _in_flight(f)
-    if f.how == "volatile":
+    if "volatile" in (f.how, f.words):
         between = "a load and a store are no atomic, and an update between the two is lost. Use atomicAdd or its like"
     elif f.how == "store" and f.words == "store":
         between = "only one of the two is kept. Is the index that of this thread and block alone?"
@@ -280,7 +280,7 @@ def _global_race(f: Facts) -> str:
         between = "nothing orders two blocks of a launch but a __threadfence() and an atomic"
     else:
         between = "with no barrier between"
-    same = ". Both store the same value, so that it may do no harm" if f.warning else ""
+    same = " Both store the same value, so that it may do no harm" if f.warning else ""
     joint = ", " if between == "with no barrier between" else ": "
     did = _GLOBAL_DID.get(f.words) or _DID.get(f.words, f.words)
     does = _does_globally(f.how)

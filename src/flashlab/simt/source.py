@@ -23,6 +23,7 @@ KERNEL = 'annotate("simt_kernel")'  # what `__global__` has become (language.h)
 _BOUNDS = r"__simt_bounds__\s*\((?:[^;{}()]|\((?:[^;{}()]|\([^;{}()]*\))*\))*\)"  # and `__launch_bounds__(...)`
 ALIGNED = "simt_aligned_"  # begins the names of variables as large as what an `extern __shared__` array is aligned to
 _ALIGNAS = r"(?:\balignas\s*\(|__attribute__\s*\(\()[^;]*?\)(?!\s*\))"
+_COPYING = r"(?<!\w)(?:(?:\bstd\s*|(?<![\w\s]))::\s*)?\b(memcpy|memmove|memset)(?=\s*\()"
 GRID_CONSTANT = 'annotate("simt_grid_constant")'  # and `__grid_constant__`
 
 
@@ -189,6 +190,8 @@ class Preprocessed:
                 edits.append((m.start(), m.end(), ""))
             unseen = '__attribute__((no_sanitize("thread"))) '
             edits += [(at, at, unseen) for at in _host_functions(self.learners, blanked)]
+            for m in re.finditer(_COPYING, blanked):
+                edits.append((m.start(), m.end(), f"simt_{m[1]}"))  # g++ lets no check build look at these
         edits += [(m.start(), m.end(), noinline) for m in re.finditer(r"(?<![(,\w])(?<![(,] )__noinline__\b", blanked)]
         edits += [(m.start(), m.end(), "noinline") for m in re.finditer(re.escape(KERNEL), self.learners)]
         edits += _bounds(blanked)

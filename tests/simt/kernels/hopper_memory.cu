@@ -167,6 +167,23 @@ __global__ void memory(const __grid_constant__ Maps maps, const CUtensorMap* in_
     case 64: FIRST z[0] = blockIdx.x + 1; break;                                                  // expect: global-race; only one of the two is kept
     case 65: FIRST z[0] = blockIdx.x ? 9 : 7; FIRST z[0] = 7; break;                              // expect: global-race; only one of the two is kept
     case 66: y[threadIdx.x] = 7; y[threadIdx.x + 64] = 1; break;                                  // expect: warning global-race; Both store the same value
+    // ---- and in other spellings
+    case 67: LOAD(&maps.x); for (int i = 0; i < 3 && !mbarrier_try_wait(BAR, 0); i++) {} OUT; WAIT; break;  // expect: read-before-wait; without having
+    case 68: LOAD(&maps.x); if (!mbarrier_test_wait(BAR, 0) && !mbarrier_test_wait(BAR, 0)) OUT; WAIT; break;  // expect: read-before-wait; without having
+    case 69: FILL; STORE; FIRST { bulk_wait_read<0>(); z[0] = (int)((volatile float*)y)[3]; bulk_wait<0>(); } break;  // expect: read-before-wait; a bulk_store
+    case 70: FIRST memset(y, 0, 64); ROW(y); WAIT; break;                                         // expect: proxy-fence; fence_proxy_async_global
+    case 71: FIRST { memset(y, 0, 64); fence_proxy_async_global(); } ROW(y); WAIT; break;         // right
+    case 72: FIRST { if (blockIdx.x == 0) COUNT(z); else atomicAdd(z, 1); } break;                // expect: global-race; Use atomicAdd
+    case 73: FIRST { __threadfence(); COUNT(z); __threadfence(); } break;                         // expect: global-race; Use atomicAdd
+    case 74: FIRST { while (*FLAG != (int)blockIdx.x) {} __threadfence(); COUNT(z); } break;      // right
+    case 75: FIRST { if (blockIdx.x < 3) z[0] = 7; else z[0] = 8; } break;                        // expect: global-race; only one of the two is kept
+    case 76:
+        FIRST {
+            if (blockIdx.x < 3) z[0] = 7;
+            else z[0] = 8;                                                                        // expect: global-race; of block 3 writes
+        }
+        break;
+    case 77: FIRST { if (blockIdx.x == 0) z[0]++; else atomicAdd(z, 1); } break;                  // expect: global-race; nothing orders two blocks
     default: break;
     }
 }

@@ -862,6 +862,20 @@ KERNEL(a_device_variable) {
 }
 RUN(a_device_variable, 4, 32)
 
+// expect: global-race | -
+KERNEL(a_memset_by_every_block) {
+    if (T == 0) memset(out, blockIdx.x, 64);  // <-
+}
+RUN(a_memset_by_every_block, 4, 32)
+
+// expect: race | -
+KERNEL(a_memcpy_without_barrier) {
+    __shared__ float s[64];
+    if (T == 0) memcpy(s, in, sizeof s);  // <-
+    out[T] = s[T];  // <-
+}
+RUN(a_memcpy_without_barrier, 1, 64)
+
 // ==== not all take the same way ==================================================================
 // expect: exited-threads deadlock divergent | exited-threads deadlock divergent
 KERNEL(an_early_return) {

@@ -277,3 +277,16 @@ KERNEL(a_copy_over_what_was_never_set) {  // `out` holds the bytes that a local 
     ((float4*)out)[T] = ((const float4*)in)[T];
 }
 RUN(a_copy_over_what_was_never_set, 1, 16)
+
+// out[0] = 65
+KERNEL(memory_in_one_go) {
+    __shared__ float s[64];
+    if (T == 0) {
+        memset(s, 0, sizeof s);
+        memcpy(s + 1, in, 63 * sizeof(float));
+        memmove(s, s + 1, 63 * sizeof(float));
+    }
+    __syncthreads();
+    out[T] = s[T] + s[63 - T] + (T == 0);
+}
+RUN(memory_in_one_go, 1, 64)

@@ -128,19 +128,24 @@ uint32_t executions(const Lane* lane, int site) {
 }
 
 // ---- requests -----------------------------------------------------------------------------------
+constexpr uint32_t MOST_OPEN = 1 << 16;  // requests of one instruction that lanes of the warp are still to join
 void count_access(Lane* lane, int site, uint64_t address, int bytes) {
     Warp* warp = lane->warp;
     if ((size_t)site >= warp->logs.size()) warp->logs.resize(site + 16);
     SiteLog& log = warp->logs[site];
     if (!log.dirty) log.dirty = true, warp->dirty.push_back(site);
-    uint32_t i = log.executions[lane->lane]++ - log.first;
+    const uint32_t number = log.executions[lane->lane]++;
+    if (number < log.first) return;  // far behind a lane that spins
+    const uint32_t i = number - log.first;
     if (i >= log.requests.size()) log.requests.resize(i + 1);
     Request& r = log.requests[i];
     r.mask |= 1u << lane->lane;
     r.bytes = bytes;
     r.address[lane->lane] = address;
-    if (i != log.counted) return;
+    const bool ahead = i - log.counted >= MOST_OPEN;  // it spins, and the others do not come here: it is not waited for
+    if (i != log.counted && !ahead) return;
     Site& s = (*lane->block->worker->sites)[site];
+    for (uint32_t n = ahead ? MOST_OPEN / 2 : 0; n; n--) count_request(s, log.requests[log.counted++]);
     while (log.counted < log.requests.size() && !(warp->alive & ~log.requests[log.counted].mask))
         count_request(s, log.requests[log.counted++]);
     if (log.counted > 256) {  // forget the counted ones

@@ -73,11 +73,7 @@ void simt_atomic_check(const void* p, int bytes, int needed) {
     Worker* worker = me->block->worker;
     const uintptr_t a = (uintptr_t)p;
     bool learns = false;
-    if (a % bytes) {
-        Finding f{"misaligned", "atomic"};
-        f.value[0] = (int64_t)(a % 256), f.value[1] = bytes;
-        file_fatal(me, f, cudaErrorMisalignedAddress);
-    }
+    if (a % bytes) file_misaligned(me, a, bytes, "atomic");
     if (a - worker->window.low < worker->window.high - worker->window.low) {
         const uint64_t address = a - worker->window.base;
         const int site = worker->sites->find(me->pc, SHARED_ATOMIC);

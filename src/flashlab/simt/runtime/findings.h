@@ -25,6 +25,7 @@ struct Finding {
 void file(Lane* lane, const Finding& f);
 // A finding after which the launch cannot go on.
 [[noreturn]] void file_fatal(Lane* lane, const Finding& f, int error);
+[[noreturn]] void file_misaligned(Lane* lane, uintptr_t address, int bytes, const char* how);
 void file_of_launch(int launch, const Finding& f, int error);
 
 extern std::atomic<int> last_error;

@@ -150,7 +150,8 @@ bool GlobalShadow::touch(Lane* lane, uintptr_t address, int bytes, Access access
         Conflict c{};
         c.kind = "global-race", c.how = how;
         c.other_how = s.loose ? "store" : s.atomic ? "atomic" : wrote ? "store" : "load";
-        if (s.loose && now.loose) c.how = c.other_how = "volatile";
+        if ((s.update || now.update) && s.atomic && now.atomic)
+            c.how = now.loose ? "volatile" : how, c.other_how = s.loose ? "volatile" : "atomic";
         c.other_pc = s.pc + module_base, c.other_thread = (int)s.thread;
         c.other_block = s.block == block ? -1 : (int64_t)s.block;
         c.value[0] = region->argument, c.value[1] = bytes, c.value[2] = (int64_t)(address - region->low);
@@ -177,11 +178,13 @@ bool GlobalShadow::touch(Lane* lane, uintptr_t address, int bytes, Access access
         if (at < address) mine &= (uint8_t)(~0u << (address - at));
         if (at + grain > end) mine &= (uint8_t)((1 << (end - at)) - 1);
         now.bytes = mine;
-        // A volatile store is one by itself, an update is not: another's store between its halves would be lost.
+        // A volatile store is one by itself, as an atomic is; an update is not: what another does between its halves would
+        // be lost. What its own load has seen says nothing of that.
         auto meets = [&](const GlobalStamp& s) {
             if (!s.pc || !(s.bytes & mine)) return false;
-            if (s.loose && now.loose) return (s.update || now.update) && !known_of_word(lane, s, address);
-            return !(s.atomic && now.atomic);
+            if (!(s.atomic && now.atomic)) return true;
+            return (s.update || now.update) &&
+                   !published_by(s, address, now.update ? lane->volatile_known : known_of_word(lane, address));
         };
         auto unseen = [&](const GlobalStamp& s, bool visible) {  // a copy, and a write that it comes after
             if (!async || s.async || !(s.bytes & mine) || visible || filed) return;

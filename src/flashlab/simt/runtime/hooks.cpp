@@ -13,14 +13,6 @@ namespace simt {
 
 enum Style : uint8_t { PLAIN, UNALIGNED, VOLATILE, PART };  // PART: of a struct that is copied in one go
 
-static void file_misaligned(Lane* me, uintptr_t a, int bytes, bool write) {
-    const SharedWindow& window = me->block->worker->window;
-    const bool shared = a - window.low < window.high - window.low;
-    Finding f{"misaligned", write ? "store" : "load"};
-    f.text = shared ? "shared" : "global";
-    f.value[0] = shared ? (int64_t)(a - window.base) : (int64_t)(a % 256), f.value[1] = bytes;
-    file_fatal(me, f, cudaErrorMisalignedAddress);
-}
 static void access(Lane* me, uintptr_t a, int bytes, bool write, Style style, uintptr_t pc) {
     const bool waited_for = !write && load_of_store(me, bytes);
     Inside inside(me, pc, !waited_for);
@@ -34,7 +26,7 @@ static void access(Lane* me, uintptr_t a, int bytes, bool write, Style style, ui
             end_launch(me, cudaErrorLaunchTimeout);
         }
     }
-    if (style != UNALIGNED && style != PART && a % bytes) file_misaligned(me, a, bytes, write);
+    if (style != UNALIGNED && style != PART && a % bytes) file_misaligned(me, a, bytes, how);
     Conflict conflict;
     bool conflicts = false, watched = false;
     if (a - worker->window.low < worker->window.high - worker->window.low) {
@@ -54,7 +46,8 @@ static void access(Lane* me, uintptr_t a, int bytes, bool write, Style style, ui
         const bool update = me->volatile_load == a && me->volatile_call + 1 == me->calls;
         const Access kind = style == VOLATILE ? update ? VOLATILE_UPDATE : VOLATILE_STORE : write ? WRITE : READ;
         if (kind == WRITE && style != PART) global_shadow.hold(me, a, bytes);
-        if (write || style != VOLATILE)
+        if (style == VOLATILE && !write) global_shadow.in_flight(me, a, bytes, false, false, how);
+        else
             conflicts = global_shadow.touch(me, a, bytes, kind, executions(me, site), how, conflict, &watched);
         if (style == VOLATILE && write) meet(me, a, false, true);
         if (style == VOLATILE && !write) look(me, a, bytes), me->pc = pc;
@@ -233,7 +226,7 @@ static void misaligned(const UbsanMismatch* data, uintptr_t a, uintptr_t pc) {
     const int bytes = 1 << data->log_alignment;
     if (!me || data->kind > 1 || a % (unsigned)bytes == 0 || a - (uintptr_t)me->stack < STACK) return;
     Inside inside(me, pc);
-    file_misaligned(me, a, bytes, data->kind == 1);
+    file_misaligned(me, a, bytes, data->kind == 1 ? "store" : "load");
 }
 void __ubsan_handle_type_mismatch_v1(UbsanMismatch* data, uintptr_t a) { misaligned(data, a, CALLER); }
 void __ubsan_handle_type_mismatch_v1_abort(UbsanMismatch* data, uintptr_t a) { misaligned(data, a, CALLER); }

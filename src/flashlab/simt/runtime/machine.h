@@ -123,6 +123,7 @@ struct Lane {  // one CUDA thread
     std::vector<uint32_t> proxy_fences[2];  // the warp's time at each of its fences (proxy.h), by Space
     uintptr_t volatile_load;                // the place of its last volatile load of global memory
     uint32_t volatile_call;                 // and which of its calls that was
+    uint32_t volatile_known = 0;            // what its block knew of that word before it (ordering.h)
     PhaseWait phase_wait;
     uint32_t bulk_group;  // number of the open group of its stores
     std::vector<std::shared_ptr<BulkStore>> stores;

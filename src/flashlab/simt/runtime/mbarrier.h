@@ -9,6 +9,7 @@
 
 namespace simt {
 
+constexpr uint8_t TIMES_IN_VAIN = 16;
 constexpr int64_t MAX_TX = (1 << 20) - 1;  // what the tx-count of a phase can hold; and the arrival count
 
 void land(Block* block, const BulkCopy& load, int clock, uint32_t time);  // bulk_load.cpp
@@ -23,7 +24,7 @@ struct Mbarrier {
     std::vector<BulkCopy> loads;
     std::vector<Lane*> waiting;  // for its end
     uint32_t warps = 0;          // that have arrived in it
-    uint32_t looked[MAX_WARPS] = {};  // lanes that have asked whether it has ended
+    uint8_t looked[MAX_THREADS] = {};  // how often each lane has asked whether it has ended
     uint8_t first[MAX_WARPS];    // the lane of each that came first
     Clock arrived;               // what its arrivals have released
     Clock passed;                // the same of all phases before
@@ -43,13 +44,11 @@ struct Mbarrier {
     } last;
 
     bool has_all() const { return !pending && brought == expected; }
-    // The first time that a lane asks about the phase under way, nobody says that it has ended: the copies may land, and
-    // a try_wait may give up, at any time. So an answer that is not looked at is found as what it causes.
+    // The first times that a lane asks about the phase under way, nobody says that it has ended: the copies may land, and
+    // a try_wait may give up, at any time. So an answer that is not looked at, or asked for a few times only, is found as
+    // what it causes.
     bool gives_up(const Lane* me, uint32_t parity) {
-        if ((phase & 1) != parity) return false;
-        const uint32_t mine = 1u << me->lane, before = looked[me->warp->index];
-        looked[me->warp->index] |= mine;
-        return !(before & mine);
+        return (phase & 1) == parity && looked[me->id] < TIMES_IN_VAIN && ++looked[me->id];
     }
 };
 

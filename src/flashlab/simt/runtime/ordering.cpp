@@ -102,14 +102,22 @@ bool known(const Lane* lane, const GlobalStamp& s, bool fenced) {
     int patience = 10000;
     return search(lane->block->learnt, s, seen, patience, fenced && !lane->block->global_fences);
 }
-bool known_of_word(const Lane* lane, const GlobalStamp& s, uintptr_t address) {
+uint32_t known_of_word(const Lane* lane, uintptr_t address) {
+    if (lane->block->learnt.empty()) return 0;
+    std::lock_guard<std::mutex> lock(mutex);
+    const auto it = words.find(address);
+    if (it == words.end()) return 0;
+    for (auto& l : lane->block->learnt)
+        if (l.first == &it->second) return l.second;
+    return 0;
+}
+bool published_by(const GlobalStamp& s, uintptr_t address, uint32_t known) {
+    if (!known) return false;
     std::lock_guard<std::mutex> lock(mutex);
     const auto it = words.find(address);
     if (it == words.end()) return false;
-    for (auto& l : lane->block->learnt)
-        if (l.first == &it->second)
-            for (auto& p : it->second.by_block[s.block])
-                if (p.thread == s.thread && s.time <= p.now && p.number <= l.second) return true;
+    for (auto& p : it->second.by_block[s.block])
+        if (p.thread == s.thread && s.time <= p.now && p.number <= known) return true;
     return false;
 }
 void forget_order() {

@@ -29,8 +29,10 @@ void fence(Lane* lane);  // __threadfence()
 void meet(Lane* lane, uintptr_t address, bool learn, bool publish);
 // Is an access of another block known to the lane's block? fenced: with a fence_proxy_async_global on the way.
 bool known(const Lane* lane, const GlobalStamp& s, bool fenced = false);
-// Is it a store to this word that published, and has the lane's block seen that?
-bool known_of_word(const Lane* lane, const GlobalStamp& s, uintptr_t address);
+// Up to which number the lane's block knows what was published at this word.
+uint32_t known_of_word(const Lane* lane, uintptr_t address);
+// Is it an access to this word that published, with a number up to that?
+bool published_by(const GlobalStamp& s, uintptr_t address, uint32_t known);
 void forget_order();  // a launch begins
 
 }  // namespace simt

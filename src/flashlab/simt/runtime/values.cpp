@@ -42,7 +42,10 @@ void expect_store(Lane* lane, uintptr_t address, int bytes, const Conflict* conf
 void settle_store(Lane* lane) {
     PendingStore s = lane->store;
     lane->store.bytes = 0;
-    if (s.bytes < 0) return meet(lane, s.address, true, false);
+    if (s.bytes < 0) {
+        lane->volatile_known = known_of_word(lane, s.address);
+        return meet(lane, s.address, true, false);
+    }
     Conflict& c = s.conflict;
     bool same = s.has_conflict && !memcmp((const void*)s.address, s.before, (size_t)s.bytes);
     if (s.watched && global_shadow.changed(s.address, s.bytes, s.before)) same &= c.other_block < 0;
