@@ -1,4 +1,4 @@
-"""The README's results say what the records say: tables, sentences, figure; a record that has changed is noticed."""
+"""README and docs/results.md say what the records say: tables, sentences, figure; a changed record is noticed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def copies(tmp_path):
     root = tmp_path / "root"
     (root / "docs").mkdir(parents=True)
     shutil.copy(readme.ROOT / "README.md", root)
-    shutil.copy(readme.ROOT / "docs" / "results.svg", root / "docs")
+    for name in ("results.svg", "results.md"):
+        shutil.copy(readme.ROOT / "docs" / name, root / "docs")
     return root, folder
 
 
@@ -60,13 +61,14 @@ def test_a_changed_record_is_noticed_and_the_command_named(name, copies):
     root, folder = copies
     assert readme.stale(root, folder) == []
     change(folder, name, faster)
-    said = readme.stale(root, folder)
-    in_the_figure = name not in ("ablation", "validation", "layer", "lm")
-    assert len(said) == 1 + in_the_figure and all("run `flashlab bench readme`" in line for line in said)
-    assert said[0].startswith("README.md is not what the records say, from the line")
+    said = {line.split()[0]: line for line in readme.stale(root, folder)}
+    assert all("run `flashlab bench readme`" in line for line in said.values())
+    assert said["docs/results.md"].startswith("docs/results.md is not what the records say, from the line")
+    assert ("docs/results.svg" in said) == (name not in ("ablation", "validation", "layer", "lm"))
+    assert "README.md" in said or name not in ("industrial", "hopper")
 
 
-def test_the_command_mends_both_and_a_failure_leaves_them_alone(copies, monkeypatch, capsys):
+def test_the_command_mends_all_and_a_failure_leaves_them_alone(copies, monkeypatch, capsys):
     root, folder = copies
     change(folder, "industrial", faster)
     with pytest.raises(SystemExit, match="run `flashlab bench readme`"):
@@ -78,7 +80,7 @@ def test_the_command_mends_both_and_a_failure_leaves_them_alone(copies, monkeypa
             readme.main(["--records", str(folder)], root)
     assert {path: path.read_bytes() for path in root.rglob("*.*")} == before
     readme.main(["--records", str(folder)], root)
-    assert capsys.readouterr().out == "written: README.md\nwritten: docs/results.svg\n"
+    assert capsys.readouterr().out == "written: README.md\nwritten: docs/results.md\nwritten: docs/results.svg\n"
     assert readme.stale(root, folder) == []
     with pytest.raises(SystemExit) as end:
         readme.main(["--check", "--records", str(folder)], root)
@@ -117,7 +119,7 @@ def test_what_is_out_of_memory_or_not_measured_says_so():
 
 
 def test_with_no_record_and_with_half_of_one(tmp_path):
-    nothing = readme.block(readme.load(tmp_path))
+    nothing = readme.block(readme.load(tmp_path)) + readme.results(readme.load(tmp_path))
     assert (
         nothing.count("Not measured yet.") == 2
         and "Nothing is recorded yet." in nothing
@@ -128,7 +130,7 @@ def test_with_no_record_and_with_half_of_one(tmp_path):
     for share in (0.1, 0.5, 1.0):
         rows = [row for row in whole["rows"] if random.Random(str(row)).random() < share]
         (tmp_path / "industrial_h200.json").write_text(json.dumps(whole | {"rows": rows}))
-        text = readme.block(readme.load(tmp_path))
+        text = readme.block(readme.load(tmp_path)) + readme.results(readme.load(tmp_path))
         assert "NVIDIA Stand-in" in text and not re.search(r"\bnan\b|None", text)
     assert readme.draw(readme.drawn(readme.load(tmp_path)))
 

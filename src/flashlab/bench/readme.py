@@ -1,6 +1,6 @@
-"""The README's results, from the records of one GPU: its tables and sentences, and its figure.
+"""What the kernels reach, from the records of one GPU: README.md's part, the page docs/results.md, and the figure.
 
-    flashlab bench readme                   # writes README.md, between its marks, and docs/results.svg
+    flashlab bench readme                   # writes README.md, between its marks, docs/results.md and docs/results.svg
     flashlab bench readme --check           # writes nothing; exit status 1 and a sentence where they are out of date
     flashlab bench readme --records FOLDER  # from other records than recorded/
     flashlab bench readme --json            # only what the figure shows; --out FILE writes it there
@@ -46,9 +46,8 @@ COLUMNS = {
 OURS = ("triton", "gluon")
 CAPTION = """
 *More is better. Left: the rungs of the course, each with the number of its phase, and the peers; blue and pink are the
-course's kernels. Most are measured at batch 4, 16 heads, N = 4096; the ladder below has the shape and the dtype of
-each. Phase 11 and FlashAttention-4 were measured in another run than the other peers. Right: from short sequences to
-long ones.*"""
+course's kernels. Most are measured at batch 4, 16 heads, N = 4096. Phase 11 and FlashAttention-4 were measured in
+another run than the other peers. Right: from short sequences to long ones.*"""
 HOW = """
 All numbers are TFLOP/s: the work of the formula, divided by the median time. The work of a head is 4 N² D forward, 2.5
 times that backward, and half of it under a causal mask. Times are of the kernels alone, without their launches from
@@ -236,6 +235,27 @@ def hopper_table(found: All) -> str:
             cells = [f"**{cell(r)}**" if r and r.get("tflops") == best else cell(r) for r in here]
             lines.append(f"| {d} | {'causal' if causal else 'none'} | {n} | " + " | ".join(cells) + " |")
     return "\n".join(lines) if at else ""
+
+
+def best_table(found: All) -> str:
+    """The README's: the course's kernels beside all peers at D = 128, forward and backward, out of phase 11's run."""
+    at: dict[tuple[str, bool, int], dict[str, Row]] = {}
+    for r in found["hopper"].get("rows", []):
+        forward = r["part"] == "shapes" and r["kind"] == "standard"
+        if (forward or r["part"] == "backward") and (r["dtype"], r["shape"][3]) == ("bf16", SHAPE[3]):
+            at.setdefault(("forward" if forward else "backward", r["causal"], r["shape"][2]), {})[r["name"]] = r
+    titles = {hopper_jobs.OURS: "phase 11, ours", "triton": "Triton, ours", "p9_flash": "phase 9, ours"}
+    titles |= {name: name for name in ("cuDNN", "FlashAttention-4", "FlashAttention-2")}
+    lines = [f"| pass | mask | N | {' | '.join(titles.values())} |", "|---|---|--:|" + "--:|" * len(titles)]
+    for which in PASSES:
+        for causal in (False, True):
+            for n in LENGTHS:
+                rows = at.get((which, causal, n), {})
+                best = max((rows[name].get("tflops", 0) for name in titles if name in rows), default=0)
+                here = [rows.get(name) for name in titles]
+                cells = [f"**{cell(r)}**" if r and r.get("tflops") == best else cell(r) for r in here]
+                lines.append(f"| {which} | {'causal' if causal else 'none'} | {n} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
 
 
 def hopper_words(found: All) -> list[str]:
@@ -544,7 +564,7 @@ def emulator_words(found: All) -> str:
     return (
         f"The emulator was set beside that GPU too: of {len(pairs)} counters of all kernels' launches, "
         f"{sum(a == b for a, b in pairs)} are equal to Nsight Compute's; "
-        "[the notes](notes/emulator.md) say where the others differ."
+        "[the notes](../notes/emulator.md) say where the others differ."
     )
 
 
@@ -594,7 +614,7 @@ def model_words(found: All) -> list[str]:
             )
         out = [f"{n} tokens with {called[way]}" for way, n in lm.runs_out(steps).items() if n]
         text += f". A small model's memory runs out at {_listed(out)}" if out else ""
-        said.append(f"{text}. [Phase 10](notebooks/10_profiling_a_transformer.ipynb) looks for the reasons.")
+        said.append(f"{text}. [Phase 10](../notebooks/10_profiling_a_transformer.ipynb) looks for the reasons.")
     return said
 
 
@@ -648,46 +668,73 @@ def alternative(data: Mapping[str, Any]) -> str:
     course = f"; the fastest of the course is {ours[-1][0]} with {ours[-1][1]:.0f}" if ours else ""
     return (
         f"Left: {len(data['bars'])} bars of TFLOP/s, from {slow} with {low:.0f} to {fast} with {high:.0f}{course}. "
-        "Right: TFLOP/s over the sequence length, forward and backward, of the course's kernels and its peers. The "
-        "tables below have the numbers."
+        "Right: TFLOP/s over the sequence length, forward and backward, of the course's kernels and its peers."
     )
 
 
 # ---- the page --------------------------------------------------------------------------------------------------------
 def block(found: All) -> str:
-    """What stands between the README's marks, in Markdown."""
-    data, lost, cuda, models = drawn(found), losses(found), cuda_words(found), model_words(found)
+    """What stands between the README's marks, in Markdown: the figure, one table, and where the rest is."""
+    return _laid(
+        f"![{alternative(drawn(found))}](docs/results.svg)",
+        " ".join(CAPTION.split()),
+        "TFLOP/s at D = 128 in bfloat16, all of a row measured in turns; the fastest is bold:",
+        best_table(found),
+        short(found),
+        "[docs/results.md](docs/results.md) has everything: every shape, where our kernels lose, other inputs, "
+        "accuracy, clocks, a layer and a language model, and on what it was measured.",
+    )
+
+
+def results(found: All) -> str:
+    """The page docs/results.md."""
+    lost, cuda, models = losses(found), cuda_words(found), model_words(found)
     hopper, inputs = hopper_table(found), input_table(found)
     flex = any(row["part"] == "flex" and "ms" in row for row in found["industrial"].get("rows", []))
-    parts = [
-        f"![{alternative(data)}](docs/results.svg)",
-        " ".join(CAPTION.split()),
-        short(found),
-        " ".join(HOW.format(flex=FLEX if flex else "").split()),
-        "**Forward pass**",
-        table(found, "forward"),
-        "**Backward pass alone**",
-        table(found, "backward"),
-        *cuda[:1],
-        "**Phase 11: Hopper's own instructions**, forward, beside its peers in a run of its own" if hopper else "",
-        hopper,
-        "\n".join(f"- {line}" for line in hopper_words(found)),
-        "**The same kernel on other inputs**, forward, N = 4096, no mask (behind *over the best*: with a causal mask)"
-        if inputs
-        else "",
-        inputs,
-        "\n".join(f"- {line}" for line in input_words(found)),
-        machine_words(found),
-        "### Where it loses, and where it wins",
-        f"Over every recorded shape{_spans(found)}:" if lost else "",
-        "\n".join(f"- {line}" for line in lost),
-        " ".join(cuda[1:]),
-        "### In a layer, and in a model" if models else "",
-        "\n".join(f"- {line}" for line in models),
-        "<details><summary>The ladder in numbers, the slowest first: every rung with its shape</summary>\n\n"
-        f"Forward, no mask.\n\n{ladder_table(found)}\n</details>",
-        emulator_words(found),
-    ]
+    return (
+        "# What the kernels reach\n\n"
+        + _laid(
+            f"<!-- written by `{COMMAND}` -->",
+            f"![{alternative(drawn(found))} The tables below have the numbers.](results.svg)",
+            " ".join(CAPTION.split()),
+            short(found),
+            " ".join(HOW.format(flex=FLEX if flex else "").split()),
+            "## Forward pass",
+            table(found, "forward"),
+            "## Backward pass alone",
+            table(found, "backward"),
+            *cuda[:1],
+            "## Phase 11: Hopper's own instructions" if hopper else "",
+            "Forward, beside its peers in a run of its own." if hopper else "",
+            hopper,
+            "\n".join(f"- {line}" for line in hopper_words(found)),
+            "**The same kernel on other inputs**, forward, N = 4096, no mask (behind *over the best*: with a causal "
+            "mask)"
+            if inputs
+            else "",
+            inputs,
+            "\n".join(f"- {line}" for line in input_words(found)),
+            "## Where it loses, and where it wins",
+            f"Over every recorded shape{_spans(found)}:" if lost else "",
+            "\n".join(f"- {line}" for line in lost),
+            " ".join(cuda[1:]),
+            "## In a layer, and in a model" if models else "",
+            "\n".join(f"- {line}" for line in models),
+            "## The ladder in numbers",
+            "Every rung with its shape, the slowest first. Forward, no mask.",
+            ladder_table(found),
+            "## On what it was measured",
+            machine_words(found),
+            emulator_words(found),
+            "The steps that did not help are told too: in the lectures and in [the notes](../notes/). Every number is "
+            "in [the records](../src/flashlab/bench/recorded), with its spread. `flashlab bench --help` lists what "
+            "measures them again on your GPU.",
+        )
+        + "\n"
+    )
+
+
+def _laid(*parts: str) -> str:
     return "\n\n".join(_wrapped(part) for part in parts if part)
 
 
@@ -715,9 +762,13 @@ def stale(root: Path = ROOT, folder: Path | None = None) -> list[str]:
     """What does not agree with the records: a sentence for each file, which names the command; [] if all does."""
     found, said = load(folder), []
     text = (root / "README.md").read_text("utf-8")
-    if (new := page(text, found)) != text:
-        line = next((a for a, b in zip(text.splitlines(), new.splitlines(), strict=False) if a != b), "its end")
-        said.append(f"README.md is not what the records say, from the line {line[:90]!r} on: run `{COMMAND}`")
+    shown = root / "docs" / "results.md"
+    pages = {"README.md": (text, page(text, found))}
+    pages["docs/results.md"] = (shown.read_text("utf-8") if shown.exists() else "", results(found))
+    for name, (old, new) in pages.items():
+        if new != old:
+            line = next((a for a, b in zip(old.splitlines(), new.splitlines(), strict=False) if a != b), "its end")
+            said.append(f"{name} is not what the records say, from the line {line[:90]!r} on: run `{COMMAND}`")
     figure = root / "docs" / "results.svg"
     held = re.search(r"data ([0-9a-f]{16})", figure.read_text("utf-8")) if figure.exists() else None
     if held is None or held[1] != digest(drawn(found)):
@@ -741,8 +792,9 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> None:
         print(json.dumps(drawn(found), indent=1))
     if given.out or given.json:
         return
-    made = {  # both, before one is written
+    made = {  # all, before one is written
         root / "README.md": page((root / "README.md").read_text("utf-8"), found).encode(),
+        root / "docs" / "results.md": results(found).encode(),
         root / "docs" / "results.svg": draw(drawn(found)),
     }
     for path, content in made.items():
