@@ -265,7 +265,8 @@ def test_cut_short_at_twenty_moments_and_resumed(tmp_path):
             kill(process)
             said, complaint = process.communicate()
             assert "Traceback" not in complaint or how == "Ctrl-C", complaint
-            assert "ready: " not in said or process.returncode == 0, said
+            if "ready: " in said:  # it may have been ended right behind that
+                course.assert_right()
             marked += course.venv.exists()
         done = course.run()
         assert done.returncode == 0 and "ready: " in done.stdout, done.stderr

@@ -8,10 +8,11 @@ rows.over(rows.by(found, "D", "N"), "p11", "cuDNN")  # how many times as fast, a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from flashlab.bench.timing import attention_flops
+from flashlab.table import Table
 
 Row = dict[str, Any]
 Data = Mapping[str, Any]
@@ -28,8 +29,8 @@ def of(data: Data) -> list[Row]:
     """Every row of a record, whatever its bench calls things.
 
     Each has what its bench wrote, and: part, name, pass, causal, inputs, dtype (DTYPES' values, unless the row itself
-    says it otherwise); shape, [batch, heads, N, D], with N, D and work, where there is one; tflops, where there is a
-    time.
+    says it otherwise); shape, [batch, heads, N, D], with N, D and work, where there is one; tflops, where a forward
+    pass has a time.
     """
     about: Row = {"batch": 1, "dtype": "float16"} | dict(data)
     about |= data["shape"] if isinstance(data.get("shape"), dict) else {}
@@ -49,7 +50,7 @@ def of(data: Data) -> list[Row]:
             if len(shape) == 4 and None not in shape:
                 batch, heads, n, d = shape
                 row |= {"N": n, "D": d, "work": math.prod(shape) * n}
-                if "ms" in row and "tflops" not in row:
+                if "ms" in row and "tflops" not in row and row["pass"] == "forward":
                     row["tflops"] = attention_flops(batch, heads, n, d, row["causal"]) / row["ms"] / 1e9
             found.append(row)
     return found
@@ -78,3 +79,17 @@ def over(at: At, name: str, peer: str) -> dict[tuple, float]:
     if not both:
         raise Missing(f"{name} and {peer} were timed nowhere both")
     return {key: theirs["ms"] / ours["ms"] for key, (ours, theirs) in both.items()}
+
+
+def grid(
+    at: At, keys: Sequence[str], cell: Callable[[Row], str], names: Iterable[str] = (), caption: str = ""
+) -> Table:  # fmt: skip
+    """A line for each key, a column for each name (by default for all in their order); "" where one has no row."""
+    names = list(names or dict.fromkeys(name for rows in at.values() for name in rows))
+    lines = [
+        [*(("whole", "causal")[x] if isinstance(x, bool) else x for x in key)]
+        + [cell(rows[name]) if name in rows else "" for name in names]
+        for key, rows in at.items()
+    ]
+    align = "".join("r" if key in ("D", "N") else "l" for key in keys) + "r" * len(names)
+    return Table.of(lines, [*keys, *names], align=align, caption=caption)
