@@ -1,6 +1,5 @@
 """The harness of the benches, with the GPU left out: how a run ends and goes on, what it keeps, how two compare."""
 
-import argparse
 import contextlib
 import importlib
 import itertools
@@ -25,7 +24,7 @@ def bench_of(name):
 
 
 def table(data):
-    return Table.of([[len(data.get("rows", data.get("slow", [])))]], ["rows"])
+    return Table.of([[len(data["rows"])]], ["rows"])
 
 
 def job(n, part="slow"):
@@ -183,14 +182,6 @@ def test_what_others_are_measured_with_comes_first(things):
     assert said == [1, ["tune", "tune"], 1] and data["worst"] == 3 and things["measured"] == [1, 0]
 
 
-def test_sections_keep_their_form_and_give_their_rows_back():
-    rows = [{"part": "a", "ms": 1.0}, {"part": "b", "name": "x"}, {"part": "a", "unavailable": "no"}]
-    bench = argparse.Namespace(name="x", record="", sections=("a", "b"), facts={}, derive=lambda d: {"n": len(d["a"])})
-    data = harness.record_of(bench, {"gpu": None}, rows, {"rounds": 3}, 0)
-    assert (data["a"], data["b"], data["n"], data["rounds"]) == ([{"ms": 1.0}], [{"name": "x"}], 1, 3)
-    assert sorted(map(repr, harness.rows_in(bench, data))) == sorted(map(repr, rows))
-
-
 def test_quick_writes_nothing_and_json_prints_the_record(things, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(records, "RECORDED", tmp_path)
     things["bench"].main(["--quick", "--json"])
@@ -272,7 +263,7 @@ def test_every_bench_is_one_entry(name):
     todo = bench.jobs()
     assert bench.name == name and todo and len({json.dumps(j) for j in todo}) == len(todo)
     assert json.loads(json.dumps(todo)) == todo, "a job is found again in JSON"
-    assert all(j["part"] in bench.sections for j in todo) if bench.sections else all("part" in j for j in todo)
+    assert all("part" in j for j in todo)
     assert bench.quick() and {j["part"] for j in bench.quick()} <= {j["part"] for j in todo}
     assert set(vars(harness.parser(bench).parse_args([]))) >= {"out", "quick", "json", "minutes", "compare", "anew"}
 
@@ -281,9 +272,7 @@ def test_every_bench_is_one_entry(name):
 def test_the_records_are_read_as_they_are(name):
     bench = bench_of(name)
     for data in records.recorded(bench.record or name):
-        rows = harness.rows_in(bench, data)
-        kept = harness.record_of(bench, data["machine"], rows, {}, 0)
-        assert all(kept[part] == data.get(part, []) for part in bench.sections or ["rows"])
+        rows = data["rows"]
         labels = [harness.describe({k: r[k] for k in ("part", *bench.keys) if k in r}) for r in rows if "ms" in r]
         assert len(set(labels)) == len(labels), "a row is not told from another"
         assert len(harness.waiting(bench.jobs(), rows)) < len(bench.jobs())

@@ -175,12 +175,15 @@ def test_mypy_looks_at_all_of_the_package_but_what_is_listed():
 # ---- README and its like
 
 
-@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+@pytest.mark.parametrize(
+    "name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/results.md", "docs/glossary.md"]
+)
 def test_what_a_page_names_is_there(name):
-    text = (ROOT / name).read_text()
+    path = ROOT / name
+    text = path.read_text()
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         if "://" not in target:
-            assert (ROOT / target.split("#")[0]).exists(), f"{target} leads nowhere"
+            assert (path.parent / target.split("#")[0]).exists(), f"{target} leads nowhere"
     targets = set(re.findall(r"^([a-z-]+):", MAKEFILE, re.M)) | {f"test-{part.name}" for part in run_tests.parts()}
     for target in re.findall(r"`make ([a-z][a-z-]*)", text):
         assert target in targets, f"make {target}"

@@ -40,8 +40,8 @@ def test_every_figure_of_every_table_is_asked_for():
         assert all(figure.value is not None for figure, _ in counterparts.counterparts(name))
 
 
-def stand_in(folder, name, **parts):
-    data = {"machine": {"gpu": "NVIDIA Stand-in"}, **parts}
+def stand_in(folder, name, rows):
+    data = {"machine": {"gpu": "NVIDIA Stand-in"}, "rows": rows}
     (folder / f"{name}_stand_in.json").write_text(json.dumps(data))
 
 
@@ -49,16 +49,14 @@ def test_what_the_benches_measure_are_the_counterparts(tmp_path):
     """Were every job of the benches done, these tables would be whole."""
     assert len(counterparts.missing(tmp_path)) == len(RULES)
     rows = {part: [j for j in mma.jobs() if j["part"] == part] for part in mma.PARTS}
-    stand_in(
-        tmp_path, "mma",
-        published=[j | {"name": n, "ms": 1.0, "first": [0.1, 0.2, 0.3]} for j in rows["published"]
-                   for n in mma.STAGES_ADA.values()],
-        final=[j | {"name": n, "ms": 1.0} for j in rows["final"] for n in ("p9_flash", "unfused")],
-    )  # fmt: skip
+    first = {"ms": 1.0, "first": [0.1, 0.2, 0.3]}
+    done = [j | first | {"name": n} for j in rows["published"] for n in mma.STAGES_ADA.values()]
+    done += [j | {"name": n, "ms": 1.0} for j in rows["final"] for n in ("p9_flash", "unfused")]
+    stand_in(tmp_path, "mma", done)
     names = (*(s.name for s in scalar.STEPS), *scalar.PEERS)
-    stand_in(tmp_path, "scalar", rows=[j | {"variant": n, "ms": 1.0} for j in scalar.jobs() for n in names])
+    stand_in(tmp_path, "scalar", [j | {"variant": n, "ms": 1.0} for j in scalar.jobs() for n in names])
     ours = [j | {"name": n, "ms": 2.0} for j in industrial.jobs(["published"]) for n in ("triton", "eager")]
-    stand_in(tmp_path, "industrial", rows=ours)
+    stand_in(tmp_path, "industrial", ours)
     alone = [
         j | {"pass": which, "name": "eager", "ms": 1.0, "held_bytes": 2**20}
         for j in attention.jobs() for which in attention.PASSES if j["seq_len"] < 16384
@@ -66,7 +64,7 @@ def test_what_the_benches_measure_are_the_counterparts(tmp_path):
     alone += [
         j | {"name": "all", "unavailable": "out of memory: 1 TiB"} for j in attention.jobs() if j["seq_len"] >= 16384
     ]
-    stand_in(tmp_path, "attention", rows=alone)
+    stand_in(tmp_path, "attention", alone)
     assert set(counterparts.missing(tmp_path)) == {"lm_forward_backward", "gqa_layer_profile"}
     text = repr(counterparts.beside("mma_stages_ada", tmp_path))
     assert "0.1000 0.2000 0.3000" in text and "NVIDIA Stand-in" in text

@@ -1,4 +1,4 @@
-"""The README's results say what the records say: tables, sentences, figure; a record that has changed is noticed."""
+"""README and docs/results.md say what the records say: tables, sentences, figure; a changed record is noticed."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import pytest
 from industrial_stand_in import record
 
 from flashlab.bench import readme, records
+from flashlab.bench.rows import of
 from flashlab.figures import implementations, show
 
 matplotlib.use("agg")
@@ -29,7 +30,8 @@ def copies(tmp_path):
     root = tmp_path / "root"
     (root / "docs").mkdir(parents=True)
     shutil.copy(readme.ROOT / "README.md", root)
-    shutil.copy(readme.ROOT / "docs" / "results.svg", root / "docs")
+    for name in ("results.svg", "results.md"):
+        shutil.copy(readme.ROOT / "docs" / name, root / "docs")
     return root, folder
 
 
@@ -60,13 +62,14 @@ def test_a_changed_record_is_noticed_and_the_command_named(name, copies):
     root, folder = copies
     assert readme.stale(root, folder) == []
     change(folder, name, faster)
-    said = readme.stale(root, folder)
-    in_the_figure = name not in ("ablation", "validation", "layer", "lm")
-    assert len(said) == 1 + in_the_figure and all("run `flashlab bench readme`" in line for line in said)
-    assert said[0].startswith("README.md is not what the records say, from the line")
+    said = {line.split()[0]: line for line in readme.stale(root, folder)}
+    assert all("run `flashlab bench readme`" in line for line in said.values())
+    assert said["docs/results.md"].startswith("docs/results.md is not what the records say, from the line")
+    assert ("docs/results.svg" in said) == (name not in ("ablation", "validation", "layer", "lm"))
+    assert "README.md" in said or name not in ("industrial", "hopper")
 
 
-def test_the_command_mends_both_and_a_failure_leaves_them_alone(copies, monkeypatch, capsys):
+def test_the_command_mends_all_and_a_failure_leaves_them_alone(copies, monkeypatch, capsys):
     root, folder = copies
     change(folder, "industrial", faster)
     with pytest.raises(SystemExit, match="run `flashlab bench readme`"):
@@ -78,7 +81,7 @@ def test_the_command_mends_both_and_a_failure_leaves_them_alone(copies, monkeypa
             readme.main(["--records", str(folder)], root)
     assert {path: path.read_bytes() for path in root.rglob("*.*")} == before
     readme.main(["--records", str(folder)], root)
-    assert capsys.readouterr().out == "written: README.md\nwritten: docs/results.svg\n"
+    assert capsys.readouterr().out == "written: README.md\nwritten: docs/results.md\nwritten: docs/results.svg\n"
     assert readme.stale(root, folder) == []
     with pytest.raises(SystemExit) as end:
         readme.main(["--check", "--records", str(folder)], root)
@@ -95,20 +98,17 @@ def test_the_command_mends_both_and_a_failure_leaves_them_alone(copies, monkeypa
 
 def test_every_number_of_the_tables_is_that_of_its_row_and_the_fastest_is_bold():
     found = readme.load()
-    rows = readme.speeds(found)
+    speeds = readme.speeds(found)
     for which in readme.PASSES:
-        head, _, *lines = (
-            [c.strip() for c in line.strip("|").split("|")] for line in readme.table(found, which).splitlines()
-        )
-        names = [next(name for name, words in readme.COLUMNS.items() if words == column) for column in head[3:]]
-        assert {"triton", "FlashAttention-2", "cuDNN", "FlexAttention", "eager"} <= set(names) and len(lines) == 12
-        for d, mask, n, *cells in lines:
-            here = {name: rows.get((which, int(d), int(n), mask == "causal", name), {}) for name in names}
-            speeds = {name: row["tflops"] for name, row in here.items() if "tflops" in row}
+        lines = [[c.strip() for c in line.strip("|").split("|")] for line in readme.table(found, which).splitlines()]
+        names = [next(name for name, words in readme.COLUMNS.items() if words == column) for column in lines[0][3:]]
+        assert {"triton", "FlashAttention-2", "cuDNN", "FlexAttention", "eager"} <= set(names) and len(lines) == 14
+        for d, mask, n, *cells in lines[2:]:
+            rows = speeds[which, int(d), mask == "causal", int(n)]
+            tflops = {name: rows[name]["tflops"] for name in names if "tflops" in rows.get(name, {})}
             for name, cell in zip(names, cells, strict=True):
-                bold = cell.startswith("**")
-                assert bold == (speeds.get(name) == max(speeds.values()))
-                assert cell.strip("*") == (f"{speeds[name]:.0f}" if name in speeds else "–"), (which, d, mask, n, name)
+                assert cell.startswith("**") == (tflops.get(name) == max(tflops.values()))
+                assert cell.strip("*") == (f"{tflops[name]:.0f}" if name in tflops else "–"), (which, d, mask, n, name)
 
 
 def test_what_is_out_of_memory_or_not_measured_says_so():
@@ -117,47 +117,52 @@ def test_what_is_out_of_memory_or_not_measured_says_so():
 
 
 def test_with_no_record_and_with_half_of_one(tmp_path):
-    nothing = readme.block(readme.load(tmp_path))
-    assert (
-        nothing.count("Not measured yet.") == 2
-        and "Nothing is recorded yet." in nothing
-        and "**Backward pass, ag" not in nothing
-    )
+    nothing = readme.laid("results.md", readme.load(tmp_path))
+    assert nothing.count("Not measured yet.") == 3 and "Nothing is recorded yet." in nothing
+    assert "**Backward pass, ag" not in nothing
     assert readme.draw(readme.drawn(readme.load(tmp_path)))
     whole = record(["shapes", "published"])
     for share in (0.1, 0.5, 1.0):
         rows = [row for row in whole["rows"] if random.Random(str(row)).random() < share]
         (tmp_path / "industrial_h200.json").write_text(json.dumps(whole | {"rows": rows}))
-        text = readme.block(readme.load(tmp_path))
+        text = readme.laid("readme.md", readme.load(tmp_path)) + readme.laid("results.md", readme.load(tmp_path))
         assert "NVIDIA Stand-in" in text and not re.search(r"\bnan\b|None", text)
     assert readme.draw(readme.drawn(readme.load(tmp_path)))
 
 
+MACHINE = {"gpu": "NVIDIA Stand-in", "torch": "2.11", "date": "2000-01-02", "commit": "bbb", "cudnn": 91900}
+
+
+def only(**data):
+    """Records of which only these are there."""
+    return {name: data.get(name, {}) | {"rows": of(data.get(name, {}))} for name in readme.RECORDS}
+
+
 def stand_in(**of_triton):
     """A record with two shapes: cuDNN always 500, eager 100, FlashAttention-2 300."""
-    job = {"part": "shapes", "causal": False}
     speeds = {"cuDNN": 500.0, "eager": 100.0, "FlashAttention-2": 300.0}
     rows = [
-        job | {"shape": [16, 2048 // d, 1024, d], "pass": which, "name": name, "ms": 1.0, "tflops": speed}
+        {"part": "shapes", "causal": False, "shape": [16, 2048 // d, 1024, d], "pass": which, "name": name,
+         "ms": 1000 / speed, "tflops": speed}
         for which in readme.PASSES for d in (64, 128)
         for name, speed in (speeds | {"triton": of_triton[which][d == 128]}).items()
     ]  # fmt: skip
-    return {name: {} for name in readme.RECORDS} | {"industrial": {"rows": rows}}
+    return only(industrial={"machine": MACHINE, "rows": rows})
+
+
+def told(found):
+    """The page, each paragraph and each line of a list in one line."""
+    return re.sub(r"\n +|(?<=\S)\n(?=[^\n|-])", " ", readme.laid("results.md", found))
 
 
 def test_the_sentences_tell_what_is_lost_and_what_is_won():
-    said = "\n".join(readme.losses(stand_in(forward=(250.0, 550.0), backward=(450.0, 50.0))))
-    assert "forward" not in said.partition("against cuDNN")[0].partition("Forward")[2].lower()
-    assert "our Triton kernel reaches 0.50 to 1.10 times its speed (median 0.80), slower at 1 of 2 shapes" in said
+    said = told(stand_in(forward=(250.0, 550.0), backward=(450.0, 50.0)))
     assert "our Triton kernels reach 0.10 to 0.90 times its speed (median 0.50), slower at all 2 shapes" in said
     assert "faster than ours at 1 of 2 shapes, up to 2.0 times as fast, all of them at D = 128" in said
-    assert (
-        "forward the Triton kernel reaches 0.83 to 1.83 times its speed (median 1.33), faster at 1 of 2 shapes" in said
-    )
-    found = stand_in(forward=(250.0, 550.0), backward=(450.0, 50.0))
-    assert "forward it is 0.80 times that of cuDNN (slower at 1 of 2 shapes) and 1.33 times" in readme.short(found)
-    said = "\n".join(readme.losses(stand_in(forward=(600.0, 600.0), backward=(600.0, 600.0))))
-    assert "slower at none of 2 shapes" in said and "eager" not in said
+    assert "0.83 to 1.83 times its speed (median 1.33), faster at 1 of 2 shapes; backward" in said
+    assert "forward it is 0.80 times that of cuDNN (slower at 1 of 2 shapes) and 1.33 times" in said
+    said = told(stand_in(forward=(600.0, 600.0), backward=(600.0, 600.0)))
+    assert "slower at none of 2 shapes" in said and "against eager" not in said
 
 
 def test_other_inputs_stand_in_a_table_and_what_they_cost_is_said():
@@ -169,23 +174,22 @@ def test_other_inputs_stand_in_a_table_and_what_they_cost_is_said():
             row["error"] *= 1.9 if row["inputs"] == "three times as wide" else 1
         if row["part"] == "captured":
             row |= {"doubted": 10 * row["layer"], "trusted": 10000}
-    found = {name: {} for name in readme.RECORDS} | {"hopper": hopper}
+    found = only(hopper=hopper)
     rows = [line.split(" | ") for line in readme.input_table(found).splitlines()[2:]]
     assert len(rows) == 16 and rows[0][2:5] == ["25.0%", "**700**", "600"] and rows[0][-4:-2] == ["1.08", "1.08"]
     assert {row[0] for row in rows if row[-4] == "0.43"} == {row[0] for row in rows if "every tile" in row[0]}
-    said = "\n".join(readme.input_words(found))
-    assert "a ramp*, *every tile rises at its start* and *every tile rises at its end* it has 0.43 to 0.43" in said
-    assert "With the other scores it has 1.08 to 1.08 times" in said
+    said = told(found)
+    assert "a ramp*, *every tile rises at its start* and *every tile rises at its end* it has 0.43 times" in said
+    assert "With the other scores it has 1.08 times" in said
     assert "at most 1.9 times that of the best peer (three times as wide, D 128" in said
     assert "2.9% of the trusted tiles are doubted in the worst layer, less than 0.1 % in 1 of 30" in said
     assert "our kernel at 1600 MHz (700 TFLOP/s; on zeros 1600 MHz, 700)" in said
-    assert "ahead of that one at all 123 shapes by the medians, and at 123 beyond" in readme.hopper_words(found)[0]
+    assert "ahead of that one at all 123 shapes by the medians, and at 123 beyond" in said
 
 
 def test_the_machine_line_names_every_session_of_a_record():
-    machine = {"gpu": "NVIDIA Stand-in", "torch": "2.11", "date": "2000-01-02", "commit": "bbb", "cudnn": 91900}
-    found = {name: {"machine": machine} for name in ("mma", "walls")}
-    found["industrial"] = {"left": 3, "machine": machine | {"earlier": [{"date": "2000-01-01", "commit": "aaa"}]}}
+    found = {name: {"machine": MACHINE} for name in ("mma", "walls")}
+    found["industrial"] = {"left": 3, "machine": MACHINE | {"earlier": [{"date": "2000-01-01", "commit": "aaa"}]}}
     said = readme.machine_words({name: {} for name in readme.RECORDS} | found)
     assert said == (
         "Measured on one NVIDIA Stand-in, torch 2.11, cuDNN 9.19.0. Records: walls and mma of 2000-01-02, commit `bbb`"
@@ -218,9 +222,10 @@ def test_the_figure_draws_its_data_in_the_colours_of_the_implementations():
     matplotlib.pyplot.close(figure)
 
 
-def test_the_marks_are_needed():
+def test_the_marks_are_needed(tmp_path):
+    (tmp_path / "README.md").write_text("no marks")
     with pytest.raises(ValueError, match="once each, in this order"):
-        readme.page("no marks", readme.load())
+        readme.made(tmp_path, readme.load())
 
 
 def test_without_a_checkout_it_says_so(tmp_path):

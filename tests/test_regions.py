@@ -3,7 +3,7 @@
 import pytest
 
 from flashlab.kernels import FOLDER
-from flashlab.kernels.regions import Region, numbered, region_text, regions, replace
+from flashlab.kernels.regions import Region, edited, numbered, region_text, regions, replace
 
 KERNEL = """\
 #include "simt.h"
@@ -85,6 +85,21 @@ def test_a_region_is_replaced_with_what_is_inside_it():
     text, where = replace(KERNEL, "scores", "    s = 0;")
     assert where == Region(5, 5) and text.splitlines()[4] == "    s = 0;" and regions(text) == regions(KERNEL)
     assert replace(KERNEL, "scores", region_text(KERNEL, "scores"))[0] == KERNEL
+
+
+def test_an_exhibit_has_its_own_head_and_regions_and_the_rest_of_its_step():
+    step = KERNEL.replace("o += p * v;", "o += p * v;  // New").replace("s += q * k;", "s += q * k;  // New: a sum")
+    inner = "    s = 0;  // New\n    // region: more\n    t = 0;\n    // endregion\n"
+    text = edited(step, f"// an exhibit\n\n    // region: scores\n{inner}    // endregion\n")
+    assert text.startswith("// an exhibit\n\n// region: main loop\n") and "simt.h" not in text
+    assert (
+        region_text(text, "scores") == "    s = 0;  // New\n    t = 0;\n"
+        and region_text(text, "more") == "    t = 0;\n"
+    )
+    assert region_text(text, "update of O") == "    o += p * v;\n"
+    assert "q * k;  // a sum" in edited(step, "// region: update of O\nx\n// endregion\n")
+    with pytest.raises(KeyError, match="no region 'copy'; its regions: 'main loop'"):
+        edited(step, "// region: copy\nx\n// endregion\n")
 
 
 def test_what_cannot_be_replaced():

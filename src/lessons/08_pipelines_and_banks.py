@@ -580,8 +580,8 @@ assert SPEED["p8_6_store", 128] < SPEED["fa2", 128]
 # %% [markdown]
 # ## 9 · Beside the ladder
 #
-# LeetCUDA, a public collection of CUDA kernels, has ideas that this ladder does not keep. Each is a whole file here, a short diff to one
-# of our steps: read what it changes, count what it costs, and judge. The times of all are in 9.6.
+# LeetCUDA, a public collection of CUDA kernels, has ideas that this ladder does not keep. The file of each has only the parts in
+# which it differs from one of our steps: read what it changes, count what it costs, and judge. The times of all are in 9.6.
 
 # %% [markdown]
 # ### 9.1 Split-KV: the keys divided over the warps

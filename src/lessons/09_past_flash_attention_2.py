@@ -721,7 +721,7 @@ print("machines whose stalls are recorded:", len(hardware.recorded()))
 # %% [markdown]
 # No unit is used up, neither the tensor cores nor shared memory. It is **latency**: most of the time none of a scheduler's two warps is
 # ready. More warps? With 32 rows per warp registers allow no more. With 16 rows they do, and both tries were slower (sections 12 and 15).
-# cuDNN's kernel for Hopper goes another way, with `wgmma` and specialised warps; it is in the README's table. Phase 11 goes there.
+# cuDNN's kernel for Hopper goes another way, with `wgmma` and specialised warps; it is in the tables of `docs/results.md`. Phase 11 goes there.
 
 # %% [markdown]
 # ## 14 · Beside the published figures
@@ -787,7 +787,7 @@ for run in RUNS:
     show.table(rows, ["p9_flash, TFLOP/s (of FlashAttention-2)", "randn", "moving"], align="lrr")
 
 # %% [markdown]
-# The README's table has these numbers. The ladder's for the same kernel and shape may differ by a percent or two, because they are other
+# The tables of `docs/results.md` have these numbers. The ladder's for the same kernel and shape may differ by a percent or two, because they are other
 # measurements: there all steps take turns, here the kernel takes turns with cuDNN and unfused PyTorch, and the GPU's clock and caches are not the
 # same. So compare kernels within one of them only. Both have FlashAttention-2 for that.
 

@@ -44,7 +44,7 @@ BENCHES = {
     "check": Named("How long the check of every solved exercise takes on this machine.", "nothing more", object=""),
     "published": Named("Which rows of published tables have been measured here too.", "nothing more", "counterparts",
                        object=""),
-    "readme": Named("Nothing: writes the README's results and their figure, from the records.", "nothing more",
+    "readme": Named("Nothing: writes README's results and docs/results.md, from the records.", "nothing more",
                     object=""),
     "all": Named("Every bench that times kernels, one after the other.", "nothing more", "everything", object=""),
 }  # fmt: skip

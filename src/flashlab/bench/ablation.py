@@ -51,7 +51,7 @@ def build(head_dims: Sequence[int] = (64, 128)) -> list[Built]:
 def jobs() -> list[harness.Row]:
     """The large shapes, with maxima that hardly move and with such that move."""
     return [
-        {"part": "rows", "shape": list(shape), "causal": causal, "inputs": kind}
+        {"part": "ladder", "shape": list(shape), "causal": causal, "inputs": kind}
         for kind in ("randn", "moving") for shape, causal in mma.BIG
     ]  # fmt: skip
 
@@ -102,7 +102,7 @@ def table(data: dict[str, Any], inputs: str | None = None) -> Table:
 
 BENCH = harness.Bench(
     "ablation", __doc__, jobs=jobs, measure=measure, table=table, keys=("shape", "causal", "inputs", "name"),
-    quick=lambda: jobs()[:1], needs=harness.gpu_for("the ablation is"), sections=("rows",), prepare=prepare,
+    quick=lambda: jobs()[:1], needs=harness.gpu_for("the ablation is"), prepare=prepare,
 )  # fmt: skip
 main = BENCH.main
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from flashlab.bench import layer, lm, published, records
 from flashlab.bench.mma import STAGES_ADA
+from flashlab.bench.rows import where
 from flashlab.table import Table
 
 Row = dict[str, Any]
@@ -60,8 +61,7 @@ class Records:
     def find(self, bench: str, part: str, wanted: Row, column: str = "ms", unit: float = 1.0) -> Ours | None:
         """Of the first row with the items `wanted`: its `column` times `unit`, or why it has none."""
         for file, data in self.of(bench):
-            inside = [row for row in data.get("rows", []) if row.get("part") == part]
-            for row in [*data.get(part, []), *inside, *data.get("unavailable", [])]:
+            for row in where(data["rows"], part=part):
                 whole = row.get("name") == "all"  # a job that failed stands for all that it would have measured
                 if all(
                     row.get(k) == v or (whole and k in _OF_ROWS and row.get(k) in (None, "all"))
@@ -92,7 +92,7 @@ def _fa1_f32_fa2_mma_ada(found: Records) -> Iterator[Found]:
         about = {c: row[c] for c in ("batch", "heads", "seq_len", "head_dim")}
         shape, variant = list(about.values()), str(row["variant"])
         if variant in float32:
-            ours = found.find("scalar", "rows", about | {"causal": False, "variant": float32[variant]})
+            ours = found.find("scalar", "shapes", about | {"causal": False, "variant": float32[variant]})
         else:
             wanted = {"shape": shape, "causal": False, "inputs": "randn", "name": float16[variant]}
             ours = found.find("mma", "final", wanted | {"table": "fa1_f32_fa2_mma_ada"})

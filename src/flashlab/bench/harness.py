@@ -43,7 +43,7 @@ Way = Callable[[], Any]
 
 ATTEMPTS = 2
 """How often a job is begun that ends the whole process: once may be the user, twice is the job."""
-_NOT_FACTS = ("bench", "machine", "rows", "left", "unavailable")
+_NOT_FACTS = ("bench", "machine", "rows", "left")
 LEAST_CHANGE = 0.01
 """Medians that differ by less are the same, however small the spread of either."""
 
@@ -74,7 +74,6 @@ class Bench:
     measure: the rows of one job. table: what is printed of a record.
     keys: the items of a row that say which one it is, for --compare; of those it has.
     quick: the jobs of --quick. needs(quick): why they cannot be measured on this machine, or None.
-    sections: record the rows of these parts as lists of their own, without their "part"; else all are in "rows".
     facts: what the record says beside the machine and the rows. derive: more of it, computed from the whole record.
     first: parts that are measured before the others, with after(rows, machine) behind them.
     prepare(jobs, until): before the jobs, on a GPU: builds and checks, until a time of time.monotonic(); more facts.
@@ -92,7 +91,6 @@ class Bench:
     keys: Sequence[str]
     quick: Callable[[], list[Row]]
     needs: Callable[[bool], str | None]
-    sections: Sequence[str] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)
     derive: Callable[[Data], Mapping[str, Any]] = lambda data: {}
     first: Sequence[str] = ()
@@ -121,27 +119,10 @@ def is_of(row: Row, job: Row) -> bool:
     return all(key in row and row[key] == value for key, value in job.items())
 
 
-def rows_in(bench: Bench, data: Data) -> list[Row]:
-    """The rows of a record, each with its part."""
-    if not bench.sections:
-        return list(data["rows"])
-    found = [{"part": part} | row for part in bench.sections for row in data.get(part, [])]
-    return found + data.get("unavailable", [])
-
-
 def record_of(bench: Bench, machine: Data, rows: Sequence[Row], facts: Mapping[str, Any], left: int) -> Data:
-    """The record of some rows, in the form that the bench keeps. left: how many jobs wait.
-
-    Where it keeps sections, what could not run is in a list of its own, "unavailable": a section's rows all have times.
-    """
+    """The record of some rows. left: how many jobs wait."""
     data: Data = {"bench": bench.record or bench.name, "machine": machine, **bench.facts, **facts, "left": left}
-    if bench.sections:
-        for part in bench.sections:
-            able = [row for row in rows if row["part"] == part and "unavailable" not in row]
-            data[part] = [{k: v for k, v in row.items() if k != "part"} for row in able]
-        data["unavailable"] = [row for row in rows if "unavailable" in row]
-    else:
-        data["rows"] = list(rows)
+    data["rows"] = list(rows)
     return data | dict(bench.derive(data))
 
 
@@ -166,11 +147,11 @@ def merged(bench: Bench, old: Data, new: Data) -> Data:
     unlike = [n for n in ("gpu", "torch", "triton") if old["machine"].get(n) != new["machine"].get(n)]
     if unlike:
         raise ValueError(f"the two records are of another {', '.join(unlike)}: rows of both cannot stand in one record")
-    rows, others = rows_in(bench, new), rows_in(bench, old)
+    rows, others = new["rows"], old["rows"]
     done = [job for job in bench.jobs() if any(is_of(r, job) and r.get("name") != "all" for r in rows)]
     kept = [r for r in others if not any(is_of(r, job) for job in done)]
     found = [*kept, *(r for r in rows if any(is_of(r, job) for job in done))]
-    facts = {k: v for k, v in (old | new).items() if k not in (*_NOT_FACTS, *bench.sections)}
+    facts = {k: v for k, v in (old | new).items() if k not in _NOT_FACTS}
     earlier = [*_earlier(old["machine"], len(others)), *new["machine"].get("earlier", [])]
     return record_of(bench, new["machine"] | {"earlier": earlier}, found, facts, len(waiting(bench.jobs(), found)))
 
@@ -218,8 +199,8 @@ def run(
     """
     start = time.monotonic()
     end = start + 60 * minutes
-    rows = rows_in(bench, known) if known else []
-    facts = {k: v for k, v in (known or {}).items() if k not in (*_NOT_FACTS, *bench.sections)}
+    rows = list(known["rows"]) if known else []
+    facts = {k: v for k, v in (known or {}).items() if k not in _NOT_FACTS}
     with _watched() as machine:
         if known and rows:
             machine["earlier"] = _earlier(known["machine"], len(rows))
@@ -236,7 +217,7 @@ def run(
                 for job in left:
                     if time.monotonic() > end:
                         break
-                    rows = _measured(bench, job, rows, lambda now: save(data() | _rows_of(bench, now)), options)
+                    rows = _measured(bench, job, rows, lambda now: save(data() | {"rows": now}), options)
                     found = data()
                     save(found)
                     said(job, [row for row in rows if is_of(row, job)])
@@ -246,11 +227,6 @@ def run(
                 bench.after(rows, machine)
         found = data()
     return found | {"machine": machine}  # with its clock
-
-
-def _rows_of(bench: Bench, rows: Sequence[Row]) -> Data:
-    kept = record_of(bench, {}, rows, {}, 0)
-    return {name: kept[name] for name in ((*bench.sections, "unavailable") if bench.sections else ("rows",))}
 
 
 def _earlier(machine: Data, rows: int) -> list[Data]:
@@ -336,7 +312,7 @@ def read(bench: Bench, path: Path) -> Data:
     """A record of this bench. Raises SystemExit, with one sentence, where the file is missing or no such record."""
     try:
         data: Data = json.loads(path.read_text(encoding="utf-8"), parse_constant=int)  # NaN: a ValueError
-        if not all(isinstance(row, dict) for row in rows_in(bench, data)) or not isinstance(data["machine"], dict):
+        if not all(isinstance(row, dict) for row in data["rows"]) or not isinstance(data["machine"], dict):
             raise TypeError
         return data
     except OSError as error:
@@ -372,7 +348,7 @@ def changes(bench: Bench, before: Data, after: Data) -> list[tuple[str, str, flo
 
 def _by_label(bench: Bench, data: Data) -> dict[str, Row]:
     keys = ("part", *bench.keys)
-    return {describe({k: row[k] for k in keys if k in row}): row for row in rows_in(bench, data)}
+    return {describe({k: row[k] for k in keys if k in row}): row for row in data["rows"]}
 
 
 def _span(row: Row) -> tuple[float, float]:
@@ -469,7 +445,7 @@ def main(bench: Bench, arguments: Sequence[str] | None = None) -> None:
     todo = [job for job in (bench.quick() if given.quick else bench.jobs()) if not only or job["part"] in only]
     if getattr(given, "plan", False):
         if given.out and given.out.exists():
-            todo = waiting(todo, rows_in(bench, read(bench, given.out)))
+            todo = waiting(todo, read(bench, given.out)["rows"])
         print(plan_table(bench, todo))
         return
     if reason := bench.needs(given.quick):
@@ -478,7 +454,7 @@ def main(bench: Bench, arguments: Sequence[str] | None = None) -> None:
     if path is None and not given.quick:
         path = records.default_path(bench.record or bench.name, runtime.limits().name)
     known = None if given.quick else known_rows(bench, path, todo, given)
-    if known and not waiting(todo, rows_in(bench, known)):
+    if known and not waiting(todo, known["rows"]):
         print(f"{path} has all of it; --anew measures it again", file=sys.stderr)
         _keep(bench, path, known, given)
         return
@@ -504,10 +480,10 @@ def known_rows(bench: Bench, path: Path, todo: Sequence[Row], given: argparse.Na
     def again(row: Row) -> bool:
         return (given.anew and any(is_of(row, job) for job in todo)) or (given.retry and row.get("name") == "all")
 
-    return data | _rows_of(bench, [row for row in rows_in(bench, data) if not again(row)])
+    return data | {"rows": [row for row in data["rows"] if not again(row)]}
 
 
 __all__ = [
     "Bench", "Data", "Row", "Way", "changes", "compare", "describe", "failed", "gpu_for", "is_of", "main", "on_gpu",
-    "record_of", "rows_in", "run", "times_of", "waiting",
+    "record_of", "run", "times_of", "waiting",
 ]  # fmt: skip

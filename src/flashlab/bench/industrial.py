@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 import subprocess
 import sys
@@ -44,6 +45,7 @@ from flashlab.attention.door import flash_attention
 from flashlab.attention.gluon_forward import GluonTile, flash_attention_gluon
 from flashlab.bench import harness, peers, published, records, timing
 from flashlab.bench.harness import Row, Way, times_of
+from flashlab.bench.rows import by, grid, of, where
 from flashlab.table import Table
 
 PARTS = ("tune", "one head", "shapes", "flex", "options", "streams", "gluon", "published")
@@ -450,57 +452,45 @@ def recorded() -> list[dict[str, Any]]:
 
 def having(runs: Sequence[dict[str, Any]], part: str) -> list[dict[str, Any]]:
     """The recorded runs in which something of a part was measured."""
-    return [run for run in runs if any(r["part"] == part and "ms" in r for r in run["rows"])]
+    return [run for run in runs if timed(run, part=part)]
+
+
+def timed(data: dict[str, Any], **wanted: Any) -> list[Row]:
+    """The rows, in the schema of flashlab.bench.rows, that have a time."""
+    return [r for r in where(of(data), **wanted) if "ms" in r]
 
 
 def gluon_speeds(data: dict[str, Any]) -> dict[tuple[int, bool], dict[str, float]]:
     """By (head_dim, causal), rising: TFLOP/s of each row of the part "gluon", the steps, other tiles and cuDNN."""
-    found: dict[tuple[int, bool], dict[str, float]] = {}
-    for r in data["rows"]:
-        if r["part"] == "gluon" and "ms" in r:
-            found.setdefault((r["shape"][3], r["causal"]), {})[r["name"]] = r["tflops"]
-    return {key: found[key] for key in sorted(found)}
+    at = sorted(by(timed(data, part="gluon"), "D", "causal").items())
+    return {(d, causal): {name: r["tflops"] for name, r in rows.items()} for (d, causal), rows in at}
 
 
 def option_times(data: dict[str, Any]) -> dict[int, dict[str, float]]:
     """By head_dim, rising: milliseconds of each of OPTIONS, where it ran."""
-    found: dict[int, dict[str, float]] = {}
-    for r in data["rows"]:
-        if r["part"] == "options" and "ms" in r:
-            found.setdefault(r["shape"][3], {})[r["name"]] = r["ms"]
-    return {d: found[d] for d in sorted(found)}
+    at = sorted(by(timed(data, part="options"), "D").items())
+    return {d: {name: r["ms"] for name, r in rows.items()} for (d,), rows in at}
 
 
 def flex_table(data: dict[str, Any], which: str = "forward") -> Table:
     """TFLOP/s of the part "flex"; a dash where one has no time, and the reasons in the caption."""
     names = ["cuDNN", *peers.FLEX]
-    found: dict[tuple[int, bool, int], dict[str, str]] = {}
+    rows = where(of(data), part="flex", name=set(names), **{"pass": which})
     why: dict[str, str] = {}
-    for r in data["rows"]:
-        if (r["part"], r.get("pass")) == ("flex", which) and r["name"] in names:
-            cell = f"{r['tflops']:.0f}" if "ms" in r else "–"
-            found.setdefault((r["shape"][3], r["causal"], r["shape"][2]), {})[r["name"]] = cell
-            if "ms" not in r:
-                why.setdefault(r["name"], r["unavailable"])
-    rows = [
-        [d, "causal" if causal else "whole", n, *(cells.get(name, "") for name in names)]
-        for (d, causal, n), cells in sorted(found.items())
-    ]
+    for r in rows:
+        if "ms" not in r:
+            why.setdefault(r["name"], r["unavailable"])
     caption = f"{data['machine']['gpu']}, {which}: TFLOP/s" + "".join(f"; {n}: {x}" for n, x in why.items())
-    return Table.of(rows, ["D", "mask", "N", *names], align="rlrrrrr", caption=caption if rows else "not measured")
+    at = dict(sorted(by(rows, "D", "causal", "N").items()))
+    said = lambda r: f"{r['tflops']:.0f}" if "ms" in r else "–"  # noqa: E731
+    return grid(at, ("D", "mask", "N"), said, names, caption if rows else "not measured")
 
 
 def stream_table(data: dict[str, Any]) -> Table:
     """Microseconds of the backward pass, causal, bf16, with one stream and with two."""
-    found: dict[tuple[int, ...], dict[str, float]] = {}
-    for r in data["rows"]:
-        if r["part"] == "streams" and "ms" in r:
-            found.setdefault(tuple(r["shape"]), {})[r["name"]] = 1e3 * r["ms"]
-    rows = [
-        [batch * heads, n, d, *(f"{us[name]:.1f}" for name in STREAMS), f"{us[STREAMS[0]] / us[STREAMS[1]]:.2f}"]
-        for (batch, heads, n, d), us in found.items()
-        if us.keys() >= set(STREAMS)
-    ]
+    at = by([r | {"heads": math.prod(r["shape"][:2])} for r in timed(data, part="streams")], "heads", "N", "D")
+    both = {key: [rows[name]["ms"] for name in STREAMS] for key, rows in at.items() if rows.keys() >= set(STREAMS)}
+    rows = [[*key, *(f"{1e3 * x:.1f}" for x in ms), f"{ms[0] / ms[1]:.2f}"] for key, ms in both.items()]
     columns = ["heads in all", "N", "D", *(f"{name}, us" for name in STREAMS), "times as fast"]
     caption = f"{data['machine']['gpu']}, backward, causal, bf16" if rows else "not measured"
     return Table.of(rows, columns, align="rrrrrr", caption=caption)
@@ -541,45 +531,30 @@ def published_table(data: dict[str, Any], which: str, head_dim: int, dtype: str)
 
 def eager_table(data: dict[str, Any], least: int = 1) -> Table:
     """The part "published" at lengths from `least` on: how many times as fast as eager attention the kernels are."""
-    times: dict[tuple[str, int, str], dict[int, dict[str, float]]] = {}
-    for r in data["rows"]:
-        if r["part"] == "published" and "ms" in r and r["shape"][2] >= least:
-            of_pass = times.setdefault((r["dtype"], r["shape"][3], r["pass"]), {})
-            of_pass.setdefault(r["shape"][2], {})[r["name"]] = r["ms"]
-    lengths = sorted({n for of_pass in times.values() for n in of_pass})
-    rows: list[list[Any]] = []
-    for (dtype, d, which), of_pass in sorted(times.items(), key=lambda item: (item[0][:2], PASSES.index(item[0][2]))):
-        pairs = [of_pass.get(n, {}) for n in lengths]
-        rows.append(
-            [dtype, d, which, *(f"{p['eager'] / p[OURS]:.2f}" if {"eager", OURS} <= p.keys() else "" for p in pairs)]
-        )
+    rows = [r for r in timed(data, part="published") if r["N"] >= least]
+    at = by(rows, "dtype", "D", "pass", "N")
+    lengths = sorted({r["N"] for r in rows})
+    lines = sorted({key[:3] for key in at}, key=lambda key: (key[:2], PASSES.index(key[2])))
+    pairs = {key: r["eager"]["ms"] / r[OURS]["ms"] for key, r in at.items() if {"eager", OURS} <= r.keys()}
+    cells = [[*line, *(f"{pairs[line + (n,)]:.2f}" if line + (n,) in pairs else "" for n in lengths)] for line in lines]
     caption = f"{data['machine']['gpu']}, one head, causal: how many times as fast as eager attention"
     columns = ["dtype", "D", "pass", *(f"N = {n}" for n in lengths)]
-    return Table.of(rows, columns, align="lrl" + "r" * len(lengths), caption=caption if rows else "not measured")
+    return Table.of(cells, columns, align="lrl" + "r" * len(lengths), caption=caption if rows else "not measured")
 
 
 def ratios(data: dict[str, Any], name: str, peer: str, which: str) -> dict[tuple[int, int, bool], float]:
     """By (head_dim, seq_len, causal): how many times as fast as the peer it is in a pass of the part "shapes"."""
-    times: dict[str, dict[tuple[int, int, bool], float]] = {}
-    for r in data["rows"]:
-        if r["part"] == "shapes" and r["pass"] == which and "ms" in r:
-            times.setdefault(r["name"], {})[r["shape"][3], r["shape"][2], r["causal"]] = r["ms"]
-    theirs = times.get(peer, {})
-    return {key: theirs[key] / ms for key, ms in times.get(name, {}).items() if key in theirs}
+    at = by(timed(data, part="shapes", **{"pass": which}), "D", "N", "causal")
+    return {key: r[peer]["ms"] / r[name]["ms"] for key, r in at.items() if {name, peer} <= r.keys()}
 
 
 def table(data: dict[str, Any]) -> Table:
     """TFLOP/s of each implementation at each shape, for the part "shapes"."""
-    names: list[str] = []
-    lines: dict[tuple[str, int, bool, int], dict[str, str]] = {}
-    for r in data["rows"]:
-        if r["part"] == "shapes":
-            key = (r["pass"], r["shape"][3], r["causal"], r["shape"][2])
-            names += [] if r["name"] in names else [r["name"]]
-            lines.setdefault(key, {})[r["name"]] = f"{r['tflops']:.3g}" if "ms" in r else ""
-    rows = [[key[0], key[1], "causal" if key[2] else "whole", key[3], *(lines[key].get(n, "") for n in names)]
-            for key in sorted(lines, key=lambda k: (PASSES.index(k[0]), *k[1:]))]  # fmt: skip
-    return Table.of(rows, ["pass", "D", "mask", "N", *names], align="lrlr" + "r" * len(names), caption="TFLOP/s")
+    at = by(where(of(data), part="shapes"), "pass", "D", "causal", "N")
+    order = sorted(at.items(), key=lambda pair: (PASSES.index(pair[0][0]), *pair[0][1:]))
+    names = dict.fromkeys(r["name"] for r in where(data["rows"], part="shapes"))
+    said = lambda r: f"{r['tflops']:.3g}" if "ms" in r else ""  # noqa: E731
+    return grid(dict(order), ("pass", "D", "mask", "N"), said, names, "TFLOP/s")
 
 
 # ---- reading: the backward pass --------------------------------------------------------------------------------------
@@ -589,11 +564,8 @@ Lines = dict[str, tuple[list[int], list[float]]]  # by name: lengths, rising, an
 
 def rows_by_shape(data: dict[str, Any], name: str, which: str) -> dict[Key, Row]:
     """The rows of an implementation in a pass of the part "shapes", where it ran."""
-    return {
-        (r["shape"][3], r["shape"][2], r["causal"]): r
-        for r in data["rows"]
-        if r["part"] == "shapes" and (r["name"], r["pass"]) == (name, which) and "ms" in r
-    }
+    rows = timed(data, part="shapes", name=name, **{"pass": which})
+    return {(r["D"], r["N"], r["causal"]): r for r in rows}
 
 
 def over_lengths(
@@ -662,13 +634,8 @@ def beside_published(data: dict[str, Any], which: str, head_dim: int, dtype: str
     column = {"forward": "fwd", "backward": "bwd", "both": "fwd_bwd"}[which]
     names = {OURS: "ours", "eager": "eager, beside ours", "triton_": "published", "torch_": "eager, beside it"}
     points: dict[str, list[tuple[int, Any]]] = {name: [] for name in names.values()}
-    for r in data["rows"]:
-        if (
-            r["part"] == "published"
-            and (r["shape"][3], r["dtype"], r["pass"]) == (head_dim, dtype, which)
-            and "ms" in r
-        ):
-            points[names[r["name"]]].append((r["shape"][2], r["ms"]))
+    for r in timed(data, part="published", D=head_dim, dtype=dtype, **{"pass": which}):
+        points[names[r["name"]]].append((r["N"], r["ms"]))
     for p in published.load("triton_vs_torch"):
         for name in ("triton_", "torch_") if (p["d_model"], p["precision"]) == (head_dim, dtype) else ():
             points[names[name]].append((int(str(p["seq_len"])), p[f"{name}{column}_ms"]))

@@ -38,6 +38,7 @@ from flashlab.attention import reference
 from flashlab.bench import harness, ncu, peers, published, records, timing
 from flashlab.bench.harness import Row
 from flashlab.bench.records import NoGpu
+from flashlab.bench.rows import where
 from flashlab.check.poison import MarkedEmpty
 from flashlab.cuda import CudaModule, load_inline
 from flashlab.cuda.resources import Resources, resources
@@ -435,7 +436,7 @@ def table(data: dict[str, Any]) -> Table:
     """TFLOP/s of every variant at the large shapes, and of the last step's peers."""
     rows: dict[str, dict[tuple, str]] = {}
     cases = {}
-    for r in [*data.get("ladder", []), *(r for r in data.get("final", []) if r["table"] == "big")]:
+    for r in [*where(data["rows"], part="ladder"), *where(data["rows"], part="final", table="big")]:
         key = (tuple(r["shape"]), r["causal"], r.get("inputs", "randn"))
         if key[:2] in BIG:
             b, h, n, d = r["shape"]
@@ -446,10 +447,11 @@ def table(data: dict[str, Any]) -> Table:
 
 
 BENCH = harness.Bench(
-    "mma", __doc__, jobs=jobs, measure=measure, table=table, sections=PARTS, quick=quick_jobs, prepare=prepare,
+    "mma", __doc__, jobs=jobs, measure=measure, table=table, quick=quick_jobs, prepare=prepare,
     keys=("table", "exhibit", "shape", "causal", "inputs", "name"),
     needs=harness.gpu_for("the tensor-core kernels are"),
-    derive=lambda data: {"summary": summary(data["final"])}, options={"rounds": {"type": int, "default": 9}},
+    derive=lambda data: {"summary": summary(where(data["rows"], part="final"))},
+    options={"rounds": {"type": int, "default": 9}},
 )  # fmt: skip
 
 

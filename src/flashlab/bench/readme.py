@@ -1,19 +1,21 @@
-"""The README's results, from the records of one GPU: its tables and sentences, and its figure.
+"""What the kernels reach, from the records of one GPU: README.md's part, the page docs/results.md, and the figure.
 
-    flashlab bench readme                   # writes README.md, between its marks, and docs/results.svg
+    flashlab bench readme                   # writes README.md, between its marks, docs/results.md and docs/results.svg
     flashlab bench readme --check           # writes nothing; exit status 1 and a sentence where they are out of date
     flashlab bench readme --records FOLDER  # from other records than recorded/
     flashlab bench readme --json            # only what the figure shows; --out FILE writes it there
 
-Every number is looked up here, and what has not been measured is a dash. So run it after a record has changed.
+The text is in docs/results.md.jinja and docs/readme.md.jinja, and every number in it is looked up here. What has not
+been measured is a dash in a table; a paragraph that speaks of it is left out. So run it after a record has changed.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
 import io
 import json
-import math
 import re
 import statistics
 import textwrap
@@ -21,9 +23,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flashlab.bench import hopper_inputs, hopper_jobs, hopper_results, layer, lm, peers, records, scalar, timing
+import jinja2  # torch needs it, so it is there
+
+from flashlab.bench import hopper_inputs, hopper_jobs, hopper_results, layer, lm, peers, records
 from flashlab.bench.harness import Data, Row
-from flashlab.kernels.series import SERIES
+from flashlab.bench.rows import At, Missing, by, of, over, where
+from flashlab.table import Table
 
 ROOT = Path(__file__).parents[3]
 GPU = "h200"
@@ -34,66 +39,35 @@ COMMAND = "flashlab bench readme"
 LENGTHS, HEAD_DIMS = (1024, 4096, 16384), (64, 128)
 SHAPE = [4, 16, 4096, 128]  # of the ladder, wherever it was measured there
 PASSES = {"forward": "Forward pass", "backward": "Backward pass"}
-COLUMNS = {
-    "triton": "Triton, ours",
-    "gluon": "Gluon, ours",
-    "CUDA": "CUDA, ours ¹",
-    "FlashAttention-2": "FlashAttention-2",
-    "cuDNN": "cuDNN",
-    "FlexAttention": "FlexAttention",
-    "eager": "eager PyTorch",
-}
-OURS = ("triton", "gluon")
-CAPTION = """
-*More is better. Left: the rungs of the course, each with the number of its phase, and the peers; blue and pink are the
-course's kernels. Most are measured at batch 4, 16 heads, N = 4096; the ladder below has the shape and the dtype of
-each. Phase 11 and FlashAttention-4 were measured in another run than the other peers. Right: from short sequences to
-long ones.*"""
-HOW = """
-All numbers are TFLOP/s: the work of the formula, divided by the median time. The work of a head is 4 N² D forward, 2.5
-times that backward, and half of it under a causal mask. Times are of the kernels alone, without their launches from
-Python; all of a row ran in turns. The inputs are random normal numbers in bfloat16, unless a table says otherwise, with
-as many rows at every N: batch 16384 / N, 2048 / D heads. FlashAttention-2 and cuDNN are those in PyTorch, forced;
-FlexAttention is compiled{flex}. The fastest of a row is bold. A dash: not measured."""
-FLEX = """ with its own tiles; at {shapes} shapes (D {sizes}) also with max-autotune and its FLASH backend, in a run of
-its own, and there the best of them counts"""
-Key = tuple[str, int, int, bool, str]  # pass, head_dim, seq_len, causal, who
+ALONE = {name: name for name in ("cuDNN", "FlashAttention-4", "FlashAttention-2")}
+COLUMNS = {"triton": "Triton, ours", "gluon": "Gluon, ours", "CUDA": "CUDA, ours ¹"}
+COLUMNS |= {name: name for name in ("FlashAttention-2", "cuDNN", "FlexAttention")} | {"eager": "eager PyTorch"}
+HOPPER = {hopper_jobs.OURS: "phase 11, ours", **ALONE}
+BEST = {hopper_jobs.OURS: "phase 11, ours", "triton": "Triton, ours", "p9_flash": "phase 9, ours", **ALONE}
 All = Mapping[str, Data]
 
 
 def load(folder: Path | None = None) -> dict[str, Data]:
-    """The records of the README's GPU by the name of their bench; {} for one that is not there."""
+    """The records of the README's GPU by the name of their bench, their rows in one schema; no rows where none is."""
     paths = {name: (folder or records.RECORDED) / f"{name}_{GPU}.json" for name in RECORDS}
-    return {name: json.loads(path.read_text("utf-8")) if path.exists() else {} for name, path in paths.items()}
+    found = {name: json.loads(path.read_text("utf-8")) if path.exists() else {} for name, path in paths.items()}
+    return {name: data | {"rows": of(data)} for name, data in found.items()}
 
 
 # ---- what was measured -----------------------------------------------------------------------------------------------
-def speeds(found: All) -> dict[Key, Row]:
-    """Every row of the two tables, and those that they have no room for: the part "shapes", and the CUDA kernel."""
-    rows: dict[Key, Row] = {}
-    for row in found["industrial"].get("rows", []):
-        if row["part"] == "shapes" and "name" in row:
-            rows[row["pass"], row["shape"][3], row["shape"][2], row["causal"], row["name"]] = row
-    for row in found["industrial"].get("rows", []):
-        key = (row.get("pass"), *row.get("shape", ())[:1:-1], row.get("causal"), "FlexAttention")
-        if row["part"] == "flex" and row["name"] in peers.FLEX and "tflops" in row:
-            rows[key] = max(row, rows.get(key, row), key=lambda r: r.get("tflops", 0.0))
-    for row in found["mma"].get("final", []):
-        batch, heads, n, d = row["shape"]
-        same_work = (batch * n, heads * d) == (16384, 2048)  # as in the part "shapes"
-        if (row["table"], row["inputs"]) == ("big", "randn") and same_work and row["name"] == "p9_flash":
-            rows["forward", d, n, row["causal"], "CUDA"] = row
-    return rows
-
-
-def ratios(rows: Mapping[Key, Row], which: str, name: str, peer: str) -> dict[Key, float]:
-    """How many times as fast as a peer it is, at every shape at which both ran; by the peer's key."""
-    pairs = {key: rows.get((*key[:4], name), {}) for key in rows if (key[0], key[4]) == (which, peer)}
-    return {
-        key: mine["tflops"] / rows[key]["tflops"]
-        for key, mine in pairs.items()
-        if "tflops" in mine and "tflops" in rows[key]
-    }
+def speeds(found: All) -> At:
+    """Who was measured at every (pass, D, causal, N) of phases 4 and 5; and the last CUDA kernel of phase 9 there."""
+    rows = where(found["industrial"]["rows"], part="shapes")
+    flex = [r for r in where(found["industrial"]["rows"], part="flex", name=set(peers.FLEX)) if "ms" in r]
+    at = by(rows, "pass", "D", "causal", "N")
+    for r in flex:
+        here = at.setdefault((r["pass"], r["D"], r["causal"], r["N"]), {})
+        here["FlexAttention"] = max(r, here.get("FlexAttention", r), key=lambda r: r.get("tflops", 0.0))
+    for r in where(found["mma"]["rows"], part="final", table="big", inputs="randn", name="p9_flash"):
+        batch, heads, n, d = r["shape"]
+        if (batch * n, heads * d) == (16384, 2048):  # the same work as in the part "shapes"
+            at.setdefault((r["pass"], d, r["causal"], n), {})["CUDA"] = r
+    return at
 
 
 class Rung(NamedTuple):
@@ -109,92 +83,59 @@ class Rung(NamedTuple):
     how: str
 
 
-CUDA_RUNGS = {
-    "p7_naive": "first tensor-core kernel",
-    "p8_1_split_q": "tiles and four warps",
-    "p8_4_swizzle": "copies in flight, no bank conflicts",
-    "p8_6_store": "Q in registers, wide stores",
-    "p9_4_warp_tiles": "32 rows per warp",
-    "p9_flash": "the last CUDA kernel",
-}
-HOPPER_RUNGS = {
-    "p11_1_tma": "tiles by TMA",
-    "p11_3_operands": "both products by wgmma",
-    "p11_7_ping_pong": "a producer, consumers in turns",
-}
-SCALAR_RUNGS = {"p6_1_fa1": "FlashAttention-1, scalar CUDA", "p6_6_shapes": "the last scalar kernel"}
-
-
-def _shape(shape: Sequence[int]) -> str:
-    return " × ".join(map(str, shape))
+OURS = "this course"
+_AT = {"shape": SHAPE, "causal": False, "inputs": "randn"}
+_LADDER: tuple[tuple[int, str, str, str, dict[str, Any]], ...] = (
+    (1, "naive attention, eager PyTorch", "eager", "walls", {"part": "naive", "N": SHAPE[2]}),
+    (3, "minimal Triton kernel, one head", OURS, "triton", {"name": "minimal kernel", "D": 128}),
+    (4, "Triton kernel", "triton", "industrial", {}),
+    (4, "Gluon kernel", "gluon", "industrial", {}),
+    *((0, name, name, "industrial", {}) for name in ("FlashAttention-2", "cuDNN", "FlexAttention")),
+    (6, "FlashAttention-1, scalar CUDA, float32", OURS, "scalar", {"variant": "p6_1_fa1", "causal": False}),
+    (6, "the last scalar kernel, float32", OURS, "scalar", {"variant": "p6_6_shapes", "causal": False}),
+    *((int(name[1]), words, OURS, "mma", _AT | {"part": "ladder", "name": name}) for name, words in {
+        "p7_naive": "first tensor-core kernel",
+        "p8_1_split_q": "tiles and four warps",
+        "p8_4_swizzle": "copies in flight, no bank conflicts",
+        "p8_6_store": "Q in registers, wide stores",
+        "p9_4_warp_tiles": "32 rows per warp",
+        "p9_flash": "the last CUDA kernel",
+    }.items()),
+    *((11, words, OURS, "hopper", _AT | {"part": "ladder", "name": name}) for name, words in {
+        "p11_1_tma": "tiles by TMA",
+        "p11_3_operands": "both products by wgmma",
+        "p11_7_ping_pong": "a producer, consumers in turns",
+    }.items()),
+    (11, "the last Hopper kernel", OURS, "hopper", _AT | {"part": "shapes", "name": hopper_jobs.OURS}),
+    (0, "FlashAttention-4", "FlashAttention-2", "hopper", _AT | {"part": "shapes", "name": "FlashAttention-4"}),
+)  # fmt: skip
+"""Phase, words, whose colour, record, and which rows: of several the one with the most work."""
+_LONG = {"fp16": "float16", "bf16": "bfloat16", "f32": "float32"}
 
 
 def ladder(found: All) -> list[Rung]:
     """The course's kernels and the peers, the slowest first; what does not run, or was not measured, before them."""
-    missing = "not measured yet"
     rungs = []
-    walls = found["walls"]
-    about = walls.get("shape", {})
-    naive = next((r for r in walls.get("naive", []) if r["seq_len"] == SHAPE[2] and "ms" in r), None)
-    if naive:
-        shape = (about["batch"], about["heads"], SHAPE[2], about["head_dim"])
-        tflops = timing.attention_flops(*shape) / (naive["ms"] * 1e9)
-        rungs.append(Rung(1, "naive attention, eager PyTorch", "eager", tflops, f"{_shape(shape)}, {about['dtype']}"))
-    else:
-        rungs.append(Rung(1, "naive attention, eager PyTorch", "eager", None, missing))
-    refused = next((r for r in walls.get("scheme_a", []) if not r["ok"]), None)
-    if refused:
-        why = (
-            f"at {refused['seq_len']} keys it needs {refused['required'] / 1024:.0f} KiB of {refused['resource']}, "
-            f"and there are {refused['limit'] / 1024:.0f}"
-        )
-        rungs.append(Rung(1, "scheme A: all of K and V on chip", "this course", None, why))
-    minimal = [r for r in found["triton"].get("rows", []) if (r["name"], r["head_dim"]) == ("minimal kernel", 128)]
-    longest: Row = max(minimal, key=lambda r: r["seq_len"], default={})
-    how = f"{_shape((1, 1, longest['seq_len'], 128))}, {found['triton']['dtype']}" if longest else missing
-    rungs.append(Rung(3, "minimal Triton kernel, one head", "this course", longest.get("tflops"), how))
-
-    rows = speeds(found)
-    names = {"triton": "Triton kernel", "gluon": "Gluon kernel"} | {n: n for n in list(COLUMNS)[3:-1]}
-    for name, words in names.items():
-        row = rows.get(("forward", SHAPE[3], SHAPE[2], False, name), {})
-        how = f"{_shape(SHAPE)}, {found['industrial']['dtype']}" if "tflops" in row else missing
-        rungs.append(Rung(4 if name in OURS else 0, words, name, row.get("tflops"), how))
-
-    most = max((_scalar_shape(r) for r in found["scalar"].get("rows", []) if not r["causal"]), default=())
-    by_variant = {r["variant"]: r for r in found["scalar"].get("rows", []) if _scalar_shape(r) == most}
-    for name, words in SCALAR_RUNGS.items():
-        row = by_variant.get(name, {})
-        how = f"{_shape(most[1:])}, float32" if "tflops" in row else missing
-        rungs.append(Rung(6, f"{words}, float32", "this course", row.get("tflops"), how))
-    at = {r["name"]: r for r in found["mma"].get("ladder", [])
-          if (r["shape"], r["causal"], r["inputs"]) == (SHAPE, False, "randn")}  # fmt: skip
-    for name, words in CUDA_RUNGS.items():
-        row = at.get(name, {})
-        how = f"{_shape(SHAPE)}, float16" if "tflops" in row else missing
-        phase = next(s.phase for s in SERIES if s.name == name)
-        rungs.append(Rung(phase, words, "this course", row.get("tflops"), how))
-    at = {part: {r["name"]: r for r in found["hopper"].get("rows", []) if r["part"] == part and r["shape"] == SHAPE
-                 and (r["causal"], r.get("kind", "standard"), r.get("dtype", "bf16")) == (False, "standard", "bf16")}
-          for part in ("ladder", "shapes")}  # fmt: skip
-    last = at["shapes"].get(hopper_jobs.OURS, {})
-    hopper = [(11, words, "this course", at["ladder"].get(name, {}), "") for name, words in HOPPER_RUNGS.items()]
-    beside = f"; cuDNN in that run: {cell(at['shapes'].get('cuDNN'))}"
-    hopper.append((11, "the last Hopper kernel", "this course", last, beside))
-    hopper.append((0, "FlashAttention-4", "FlashAttention-2", at["shapes"].get("FlashAttention-4", {}), beside))
-    for phase, words, look, row, more in hopper:
-        how = f"{_shape(SHAPE)}, bfloat16{more}" if "tflops" in row else missing
+    for phase, words, look, name, wanted in _LADDER:
+        rows = where(found[name]["rows"], **wanted)
+        if name == "industrial":
+            rows = [speeds(found).get(("forward", SHAPE[3], False, SHAPE[2]), {}).get(look, {})]
+        if wanted.get("part") == "shapes":
+            rows = where(rows, kind="standard", dtype="bf16")
+        row: Row = max((r for r in rows if "tflops" in r), key=lambda r: r["work"], default={})
+        how = f"{' × '.join(map(str, row['shape']))}, {_LONG[row['dtype']]}" if row else "not measured yet"
+        if row and wanted.get("part") == "shapes":
+            beside = where(found[name]["rows"], **wanted | {"name": "cuDNN", "kind": "standard", "dtype": "bf16"})
+            how += f"; cuDNN in that run: {cell(beside[0] if beside else None)}"
         rungs.append(Rung(phase, words, look, row.get("tflops"), how))
+    for r in where(found["walls"]["rows"], part="scheme_a", ok=False)[:1]:
+        why = f"{r['required'] / 1024:.0f} KiB of {r['resource']}, and there are {r['limit'] / 1024:.0f}"
+        how = f"at {r['seq_len']} keys it needs {why}"
+        rungs.append(Rung(1, "scheme A: all of K and V on chip", OURS, None, how))
     return sorted(rungs, key=lambda r: r.tflops or 0.0)
 
 
-def _scalar_shape(row: Row) -> tuple[int, ...]:
-    """Its work, then its shape; () for a causal one: the largest is the one to show."""
-    shape = (row["batch"], row["heads"], row["seq_len"], row["head_dim"])
-    return () if row["causal"] else (math.prod(shape) * row["seq_len"], *shape)
-
-
-# ---- in words --------------------------------------------------------------------------------------------------------
+# ---- tables ----------------------------------------------------------------------------------------------------------
 def cell(row: Row | None) -> str:
     """TFLOP/s, "out of memory", or a dash."""
     if row and "tflops" in row:
@@ -202,334 +143,300 @@ def cell(row: Row | None) -> str:
     return "out of memory" if row and row.get("unavailable", "").startswith("out of memory") else "–"
 
 
-def table(found: All, which: str) -> str:
-    """The Markdown table of a pass; the fastest of a row is bold. Who has no row at all has no column."""
-    rows = speeds(found)
-    names = [name for name in COLUMNS if any(key[0] == which and key[4] == name for key in rows)]
+def _cells(rows: Mapping[str, Row], names: Iterable[str]) -> list[str]:
+    """The speeds of some; the fastest is bold."""
+    here = [rows.get(name, {}) for name in names]
+    best = max((r["tflops"] for r in here if "tflops" in r), default=None)
+    return [f"**{cell(r)}**" if best and r.get("tflops") == best else cell(r) for r in here]
+
+
+def speed_table(at: At, keys: Sequence[str], titles: Mapping[str, str]) -> str:
+    """The speeds of whom `titles` names at each key, in Markdown; who has no row at all has no column."""
+    names = [name for name in titles if any(name in rows for rows in at.values())]
     if not names:
         return "Not measured yet."
-    lines = ["| D | mask | N | " + " | ".join(COLUMNS[name] for name in names) + " |"]
-    lines.append("|--:|---|--:|" + "--:|" * len(names))
-    for d in HEAD_DIMS:
-        for causal in (False, True):
-            for n in LENGTHS:
-                here = [rows.get((which, d, n, causal, name)) for name in names]
-                best = max((r["tflops"] for r in here if r and "tflops" in r), default=None)
-                cells = [f"**{cell(r)}**" if r and best and r.get("tflops") == best else cell(r) for r in here]
-                lines.append(f"| {d} | {'causal' if causal else 'none'} | {n} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    lines = [[*(("none", "causal")[x] if isinstance(x, bool) else str(x) for x in key), *_cells(rows, names)]
+             for key, rows in at.items()]  # fmt: skip
+    align = "".join("r" if key in ("D", "N") else "l" for key in keys) + "r" * len(names)
+    return Table.of(lines, [*keys, *(titles[name] for name in names)], align=align)._repr_markdown_()
+
+
+def table(found: All, which: str) -> str:
+    """Phases 4, 5 and 9 beside their peers, of one pass."""
+    at = {key[1:]: rows for key, rows in sorted(speeds(found).items()) if key[0] == which}
+    shown = {key: rows for key, rows in at.items() if key[0] in HEAD_DIMS and key[2] in LENGTHS}
+    return speed_table(shown, ("D", "mask", "N"), COLUMNS)
 
 
 def hopper_table(found: All) -> str:
-    """Phase 11's kernel beside its peers, who took turns in one run; "" where nothing is recorded."""
-    at: dict[tuple[int, bool, int], dict[str, Row]] = {}
-    for r in found["hopper"].get("rows", []):
-        if r["part"] == "shapes" and (r["kind"], r["dtype"]) == ("standard", "bf16"):
-            at.setdefault((r["shape"][3], r["causal"], r["shape"][2]), {})[r["name"]] = r
-    titles = {hopper_jobs.OURS: "phase 11, ours", "cuDNN": "cuDNN", "FlashAttention-4": "FlashAttention-4",
-              "FlashAttention-2": "FlashAttention-2"}  # fmt: skip
-    lines = [f"| D | mask | N | {' | '.join(titles.values())} |", "|--:|---|--:|" + "--:|" * len(titles)]
-    for (d, causal, n), rows in sorted(at.items()):
-        if n in (512, *LENGTHS):
-            best = max((r["tflops"] for r in rows.values() if "tflops" in r), default=0.0)
-            here = [rows.get(name) for name in titles]
-            cells = [f"**{cell(r)}**" if r and r.get("tflops") == best else cell(r) for r in here]
-            lines.append(f"| {d} | {'causal' if causal else 'none'} | {n} | " + " | ".join(cells) + " |")
-    return "\n".join(lines) if at else ""
+    """Phase 11's kernel beside its peers, who took turns in one run."""
+    rows = where(found["hopper"]["rows"], part="shapes", kind="standard", dtype="bf16", N={512, *LENGTHS})
+    return speed_table(dict(sorted(by(rows, "D", "causal", "N").items())), ("D", "mask", "N"), HOPPER)
 
 
-def hopper_words(found: All) -> list[str]:
-    """What the record of phase 11 says of all shapes, its goals, and the backward pass; [] where there is none."""
-    if not found["hopper"]:
-        return []
-    ours, said = hopper_jobs.OURS, []
-    worst = min((s for s in hopper_results.standings(found["hopper"]) if s.ratio is not None),
-                key=lambda s: s.ratio or 0.0, default=None)  # fmt: skip
-    n, ahead, beyond, behind = hopper_results.against_best(found["hopper"])
-    means = hopper_results.mean_table(found["hopper"])
-    if worst and means.rows:
-        row = dict(zip(means.columns, means.rows[-1], strict=True))
-        peers = [n for n in ("cuDNN", "FlashAttention-4", "FlashAttention-2") if row.get(f"/ {n}")]
-        parts = [f"{row[f'/ {n}']} times that of {n}" for n in peers]
-        said.append(
-            f"Forward, on random numbers, the geometric mean over {row['shapes']} shapes (N from 512 to 32768, grouped "
-            f"heads and odd lengths too) is {_listed(parts)}, and {row['/ best']} times that of the best peer of each "
-            f"shape. It is ahead of that one at {share(ahead, n)} shapes by the medians, and at {beyond} beyond the "
-            f"spread of both; it is behind at {n - ahead}, at {behind} of them beyond the spread. At worst it is "
-            f"{worst.said.replace('(', 'times as fast (')}."
-        )
-    goals = hopper_results.goal_table(found["hopper"])
-    met = sum(row[-1].startswith("met") for row in goals.rows)
-    said.append(
-        f"Of the {len(goals.rows)} goals that were set before it was measured, {met} are met: lecture 11 lists them, "
-        "and says at which step of the kernel each was looked at."
-    )
-    by_shape: dict[tuple, dict[str, float]] = {}
-    for r in found["hopper"].get("rows", []):
-        if r["part"] == "backward" and r.get("tflops"):
-            by_shape.setdefault((*r["shape"], r["causal"]), {})[r["name"]] = r["tflops"]
-    names = {"cuDNN": "cuDNN", "FlashAttention-2": "FlashAttention-2", "our Triton kernels": "triton"}
-    parts = [
-        f"against {words} {speed_of(values, 'slower')}" for words, name in names.items()
-        if (values := [row[ours] / row[name] for row in by_shape.values() if ours in row and name in row])
-    ]  # fmt: skip
-    beside = any(hopper_jobs.FA4 in row for row in by_shape.values())
-    left = "" if beside else f" That of {hopper_jobs.FA4} was not measured."
-    return [*said, f"Backward (D 64 and 128): {'; '.join(parts)}.{left}"] if parts else said
+def best_table(found: All) -> str:
+    """The README's: the course's kernels beside all peers at D = 128, forward and backward, out of phase 11's run."""
+    rows = where(found["hopper"]["rows"], part={"shapes", "backward"}, kind={"standard", None}, dtype="bf16",
+                 D=SHAPE[3], N=set(LENGTHS))  # fmt: skip
+    at = sorted(by(rows, "pass", "causal", "N").items(), key=lambda pair: (pair[0][0] == "backward", pair[0]))
+    return speed_table(dict(at), ("pass", "mask", "N"), BEST)
 
 
 def input_table(found: All) -> str:
-    """Phase 11's kernel on inputs that are not random, beside its peers; "" where nothing is recorded."""
-    at = hopper_results.input_rows(found["hopper"]) if found["hopper"] else {}
-    titles = {hopper_jobs.OURS: "phase 11, ours", **{n: n for n in ("cuDNN", "FlashAttention-4", "FlashAttention-2")}}
-    lines = [f"| scores | D | doubted | {' | '.join(titles.values())} | over the best | causal | error, ours | peers |",
-             "|---|--:|" + "--:|" * (len(titles) + 5)]  # fmt: skip
+    """Phase 11's kernel on inputs that are not random, beside its peers."""
+    at = hopper_results.input_rows(found["hopper"])
+    lines = []
     for (kind, d, causal), rows in at.items():
-        if causal or not hopper_results.best_of(rows):
-            continue
-        best = max(rows[n]["tflops"] for n in titles if n in rows)
-        cells = [f"**{cell(rows[n])}**" if rows[n]["tflops"] == best else cell(rows[n]) for n in titles if n in rows]
-        over = [_over_best(some) for some in (rows, at.get((kind, d, True), {}))]
-        errors = [rows[hopper_jobs.OURS]["error"], min(rows[n]["error"] for n in list(titles)[1:] if n in rows)]
-        lines.append(
-            f"| {kind} | {d} | {hopper_results.doubted(rows[hopper_jobs.OURS]):.1%} | {' | '.join(cells)} | "
-            f"{' | '.join(f'{x:.2f}' if x else '–' for x in over)} | {' | '.join(f'{x:.1e}' for x in errors)} |"
+        if not causal and hopper_results.best_of(rows):
+            ours = rows[hopper_jobs.OURS]
+            ratios = (_over_best(some) for some in (rows, at.get((kind, d, True), {})))
+            errors = [ours["error"], min(rows[n]["error"] for n in ALONE if n in rows)]
+            lines.append([kind, d, f"{hopper_results.doubted(ours):.1%}", *_cells(rows, HOPPER),
+                          *(f"{x:.2f}" if x else "–" for x in ratios), *(f"{x:.1e}" for x in errors)])  # fmt: skip
+    columns = ["scores", "D", "doubted", *HOPPER.values(), "over the best", "causal", "error, ours", "peers"]
+    return Table.of(lines, columns, align="l" + "r" * (len(columns) - 1))._repr_markdown_()
+
+
+def ladder_table(found: All) -> str:
+    lines = [[r.phase or "peer", r.words, "–" if r.tflops is None else f"{r.tflops:.0f}", r.how] for r in ladder(found)]
+    columns = ["Phase", "Kernel", "TFLOP/s", "Measured at (batch × heads × N × D)"]
+    return Table.of(lines, columns, align="llrl")._repr_markdown_()
+
+
+# ---- what the text asks ----------------------------------------------------------------------------------------------
+class Known(dict[str, Any]):
+    """A dict that says Missing of what is not in it, where a template would print nothing."""
+
+    def __missing__(self, key: str) -> Any:
+        raise Missing(f"{key} is not recorded")
+
+
+def some(values: Iterable[Any]) -> list[Any]:
+    """The values, but None; Missing where there is none."""
+    if not (found := [x for x in values if x is not None]):
+        raise Missing("nothing is recorded")
+    return found
+
+
+def listed(names: Iterable[Any]) -> str:
+    *before, last = map(str, some(names))
+    return " and ".join([", ".join(before)] * bool(before) + [last])
+
+
+def span(values: Iterable[float | None]) -> str:
+    """ "0.98 to 1.03", or one number where both look the same."""
+    found = some(values)
+    return " to ".join(dict.fromkeys(f"{x:.2f}" for x in (min(found), max(found))))
+
+
+def share(few: int, all_: int) -> str:
+    return f"all {all_}" if few == all_ else f"{few or 'none'} of {all_}"
+
+
+def speed_of(at: At, name: str, peer: str, than: str = "slower") -> str:
+    """ "0.60 to 0.92 times its speed (median 0.75), slower at 20 of 22 shapes"; than: "slower" or "faster"."""
+    v = sorted(over(at, name, peer).values())
+    counted = share(sum(x < 1 if than == "slower" else x > 1 for x in v), len(v))
+    return f"{v[0]:.2f} to {v[-1]:.2f} times its speed (median {statistics.median(v):.2f}), {than} at {counted} shapes"
+
+
+def faster_than_ours(ratios: Mapping[tuple, float]) -> str:
+    """ "is faster than ours at 4 of 24 shapes, up to 1.5 times as fast"; Missing where it never is."""
+    slow = some(x for x in ratios.values() if x < 1)
+    return f"is faster than ours at {share(len(slow), len(ratios))} shapes, up to {1 / min(slow):.1f} times as fast"
+
+
+class Questions:
+    """What the templates ask of the records: every public method, by its name; Missing where there is no answer."""
+
+    def __init__(self, found: All) -> None:
+        self.found, self.speeds = found, speeds(found)
+        self.rows = {name: data["rows"] for name, data in found.items()}
+
+    def one_pass(self, which: str) -> At:
+        return {key: rows for key, rows in self.speeds.items() if key[0] == which}
+
+    def speed(self, which: str, who: str, peer: str, than: str = "slower") -> str:
+        return speed_of(self.one_pass(which), who, peer, than)
+
+    def spans(self) -> str:
+        sizes, lengths = (sorted({key[i] for key in self.speeds}) for i in (1, 3))
+        return f" (N from {lengths[0]} to {lengths[-1]}; D {', '.join(map(str, sizes))})" if lengths else ""
+
+    def short(self) -> str:
+        """The Triton kernels against each fused peer, in one sentence a pass."""
+        said: dict[str, list[str]] = {}
+        for which in PASSES:
+            for peer in ("cuDNN", "FlexAttention", "FlashAttention-2"):
+                with contextlib.suppress(Missing):
+                    v = over(self.one_pass(which), "triton", peer).values()
+                    text = f"{statistics.median(v):.2f} times that of {peer} (slower at"
+                    said.setdefault(which, []).append(f"{text} {share(sum(x < 1 for x in v), len(v))} shapes)")
+        parts = "; ".join(some(f"{which} it is {listed(x)}" for which, x in said.items()))
+        return f"**In short**, the speed of our Triton kernels at the median shape: {parts}."
+
+    def one_head(self) -> list[tuple[str, list[str]]]:
+        """Of the shapes of published/triton_vs_torch.csv: dtype, and in which pass eager PyTorch is faster."""
+        rows = where(self.rows["industrial"], part="published")
+        said: dict[str, list[str]] = {}
+        for dtype in ("f32", "bf16"):
+            for which in PASSES:
+                with contextlib.suppress(Missing):
+                    at = by(where(rows, dtype=dtype, **{"pass": which}), "D", "N")
+                    text = f"{which} it {faster_than_ours(over(at, 'triton', 'eager'))}"
+                    said.setdefault(_LONG[dtype], []).append(text)
+        return some(said.items())
+
+    def sizes_below(self, ratios: Mapping[tuple, float]) -> list[int]:
+        return sorted({key[1] for key, x in ratios.items() if x < 1})
+
+    def scalar(self) -> At:
+        return by(self.rows["scalar"], "batch", "heads", "N", "D", "causal") if self.rows["scalar"] else {}
+
+    def fa2_twice(self) -> list[float]:
+        """FlashAttention-2's speed beside the last CUDA kernel, over that in the tables."""
+        mma = where(
+            self.rows["mma"], part="final", name="fa2", table="big", inputs="randn", N=set(LENGTHS), D=set(HEAD_DIMS)
         )
-    return "\n".join(lines) if at else ""
+        at = by(mma, "pass", "D", "causal", "N")
+        both = ((at[key]["fa2"], self.speeds.get(key, {}).get("FlashAttention-2", {})) for key in at)
+        return some(a["tflops"] / b["tflops"] for a, b in both if "tflops" in b)
+
+    def summaries(self) -> list[dict[str, float]]:
+        sums = Known(self.found["mma"].get("summary", {}))
+        return [sums["mma_stages_ada"], sums["fa1_f32_fa2_mma_ada"]]
+
+    def moving(self) -> list[float]:
+        return [r["vs_fa2"] for r in where(self.rows["mma"], part="final", name="p9_flash", inputs="moving")]
+
+    def ablations(self) -> list[Row]:
+        """The kernel without one idea, the slowest first."""
+        rows = [r for r in where(self.rows["ablation"], **_AT) if r["name"] not in ("fa2", "p9_flash")]
+        return some(sorted(rows, key=lambda r: r["vs_whole"]))
+
+    # ---- phase 11
+    def hopper_means(self) -> Known:
+        data = self.found["hopper"]
+        worst = min(some(s for s in hopper_results.standings(data) if s.ratio), key=lambda s: s.ratio)
+        counts = zip(("n", "ahead", "beyond", "behind"), hopper_results.against_best(data), strict=True)
+        means = hopper_results.mean_table(data)
+        return Known(zip(means.columns, means.rows[-1], strict=True), **dict(counts), worst=worst.said)
+
+    def hopper_goals(self) -> list[bool]:
+        some(self.rows["hopper"])
+        return [row[-1].startswith("met") for row in hopper_results.goal_table(self.found["hopper"]).rows]
+
+    def hopper_backward(self) -> At:
+        return by(where(self.rows["hopper"], part="backward"), "work", "D", "N", "causal")
+
+    def over_best(self, part: str = "inputs", begin: str = "") -> dict[hopper_results.AT, float]:
+        """How many times as fast as the best peer ours is, by inputs, D and mask."""
+        at = hopper_results.input_rows(self.found["hopper"], part)
+        return {key: x for key, rows in at.items() if key[0].startswith(begin) and (x := _over_best(rows))}
+
+    def costs(self) -> tuple[list[str], list[float], list[float]]:
+        """The inputs on which it is behind the best peer somewhere; its speed over that one there, and elsewhere."""
+        made = self.over_best()
+        kinds = list(dict.fromkeys(kind for (kind, _, _), x in made.items() if x < 1))
+        slow, fast = ([x for (kind, _, _), x in made.items() if (kind in kinds) == held] for held in (True, False))
+        return [f"*{kind}*" for kind in kinds], slow, fast
+
+    def widest_error(self) -> tuple[float, str, int, bool]:
+        """Our largest error over that of the best peer, and where; Missing where it is nowhere much larger."""
+        wide = [
+            (rows[hopper_jobs.OURS]["error"] / min(rows[n]["error"] for n in ALONE if n in rows), *key)
+            for part in ("inputs", "captured")
+            for key, rows in hopper_results.input_rows(self.found["hopper"], part).items()
+            if hopper_results.best_of(rows)
+        ]
+        return max(some(x for x in wide if x[0] > 1.2))
+
+    def captured(self) -> list[tuple[str, list[float], list[float], list[float], list[float]]]:
+        """Of each model: the share of doubted tiles of each layer; of the layers that were timed, our speed over the
+        best peer's, the same by single rounds, and over our kernel's that does not trust."""
+        at = hopper_results.input_rows(self.found["hopper"], "captured")
+        said = []
+        for model in hopper_inputs.LAYERS:
+            layers = [rows for key, rows in at.items() if key[0].startswith(model)]
+            timed = [(r, r[hopper_jobs.OURS], r[best]) for r in layers if (best := hopper_results.best_of(r))]
+            rounds = [x for _, ours, best in timed for x in hopper_results.spread(ours, best)]
+            looks = [r[n]["ms"] / ours["ms"] for r, ours, _ in timed for n in r if n.endswith("TRUST=0")]
+            doubts = [hopper_results.doubted(r[hopper_jobs.OURS]) for r in layers]
+            said.append((model, doubts, [best["ms"] / ours["ms"] for _, ours, best in timed], rounds, looks))
+        return some(each for each in said if each[1])
+
+    def clocks(self) -> tuple[list[str], float, dict[str, str]]:
+        """Of each kernel alone: clock and speed on random numbers and on zeros; the highest clock; the watts."""
+        rows = [r for r in where(self.rows["hopper"], part="clock", D=SHAPE[3]) if r.get("clock")]
+        said = []
+        for name, words in {
+            hopper_jobs.OURS: "our kernel",
+            "cuDNN": "cuDNN",
+            "matmul": "a product of matrices",
+        }.items():
+            at = {
+                r["inputs"]: (f"{r['clock']['median']:.0f} MHz", f"{r['tflops']:.0f}") for r in where(rows, name=name)
+            }
+            if {"random", "zeros"} <= at.keys():
+                (mhz, speed), (still, most) = at["random"], at["zeros"]
+                said.append(f"{words} at {mhz} ({speed} TFLOP/s; on zeros {still}, {most})")
+        drawn = {kind: [r["clock"]["watts"] for r in where(rows, inputs=kind)] for kind in ("random", "zeros")}
+        watts = {
+            kind: " to ".join(dict.fromkeys(f"{x:.0f}" for x in (min(some(w)), max(w)))) for kind, w in drawn.items()
+        }
+        return said, max(some(r["clock"]["max"] for r in rows)), watts
+
+    def forms(self) -> tuple[int, list[int]]:
+        """Of how many shapes more forms of FlexAttention than one were timed, and their head sizes."""
+        rows = [r for r in where(self.rows["industrial"], part="flex") if "ms" in r]
+        return len({(*r["shape"], r["causal"]) for r in rows}), sorted({r["shape"][3] for r in rows})
+
+    # ---- phase 10
+    def layer_ms(self, scope: str) -> list[str]:
+        words = {layer.OURS: "with our kernels", layer.APART: "with our attention alone, and RoPE as PyTorch's",
+                 layer.SDPA: "with PyTorch's SDPA", layer.ORIGINAL: "with the scores in memory"}  # fmt: skip
+        took = layer.times(self.found["layer"], "present", scope, "both")
+        return [f"{took[name]:.1f} ms {what}" for name, what in words.items() if name in took]
+
+    def compiled_layer(self) -> float:
+        return some([layer.ratio(self.found["layer"], "present", "SDPA, compiled", layer.OURS, which="both")])[0]
+
+    def training(self, peer: str, dtype: str) -> list[float | None]:
+        return [lm.ratio(self.found["lm"], size, LM, peer, dtype=dtype) for size in lm.SIZES]
+
+    def largest_steps(self) -> str:
+        data = self.found["lm"]
+        size = some(size for size in lm.SIZES if lm.passes(data, size, LM))[-1]
+        steps = {words: lm.passes(data, size, way) for way, words in ((LM, ""), ("sdpa", " with SDPA"))}
+        return f"{size}: " + listed(f"{x['step']['ms']:.0f} ms{words}" for words, x in steps.items() if x)
+
+    def exchanged(self) -> list[str]:
+        """What was exchanged for ours in turns in one process, and the step's speed over SDPA's."""
+        said = []
+        for what in ("attention and RoPE", "attention alone"):
+            spans = []
+            for column, how in (("ms", "launched by Python"), ("graph_ms", "as one CUDA graph")):
+                with contextlib.suppress(Missing):
+                    ratios = [lm.exchanged(self.found["lm"], size, column).get(what) for size in lm.SIZES]
+                    spans.append(f"{span(ratios)} {how}")
+            said += [f"{what} {listed(spans)}"] if spans else []
+        return some(said)
+
+    def runs_out(self) -> list[str]:
+        called = {"eager": "eager attention", "sdpa": "SDPA", "flash": "ours"}
+        return [f"{n} tokens with {called[way]}" for way, n in lm.runs_out(self.found["lm"]).items() if n]
+
+    def counters(self) -> list[bool]:
+        """Of each counter of the emulator that was set beside Nsight Compute's: whether the two are equal."""
+        return some(a == b for r in self.rows["validation"] for a, b in r["counters"].values())
+
+
+LM = "flash, fused RoPE"
 
 
 def _over_best(rows: Mapping[str, Row]) -> float | None:
     best = hopper_results.best_of(rows)
     return rows[best]["ms"] / rows[hopper_jobs.OURS]["ms"] if best else None
-
-
-def input_words(found: All) -> list[str]:
-    """Where trust pays and where it costs, how rare that is in models, how far its results are off, and at which clock;
-    [] where nothing is recorded."""
-    data, said = found["hopper"] or {"rows": []}, []
-    made = [(at, r, x) for at, r in hopper_results.input_rows(data).items() if (x := _over_best(r))]
-    if made:
-        costs = dict.fromkeys(at[0] for at, _, x in made if x < 1)
-        slow, fast = ([x for at, _, x in made if (at[0] in costs) == held] for held in (True, False))
-        span = [f"{min(some):.2f} to {max(some):.2f}" if some else "" for some in (slow, fast)]
-        said.append(
-            "**Trust.** The kernel computes most tiles of keys under the maximum of those before, and again where a "
-            "sum says that this was too low. Then it looks at the next maxima first; *doubted* are the tiles that it "
-            "would compute again if it did not. In the table scores *rise* by 12 from one tile to the next; a *sink* "
-            "is a first key 30 above all others. "
-            + (
-                f"With {_listed([f'*{kind}*' for kind in costs])} it has {span[0]} times the best peer's speed. "
-                if costs
-                else ""
-            )
-            + (f"With the other scores it has {span[1]} times." if fast else "")
-        )
-    layers = hopper_results.input_rows(data, "captured")
-    wide = [
-        (r[hopper_jobs.OURS]["error"] / min(p["error"] for n, p in r.items() if n in hopper_jobs.PEERS), at)
-        for at, r in [*((at, r) for at, r, _ in made), *layers.items()] if hopper_results.best_of(r)
-    ]  # fmt: skip
-    most, at = max(wide, default=(0.0, ("", 0, False)))
-    if most > 1.2:
-        said.append(
-            f"**Accuracy.** Against float64 its largest error is at most {most:.1f} times that of the best peer "
-            f"({at[0]}, D {at[1]}{', causal' * at[2]}): a key that dominates its row has a weight of "
-            "exactly 1 only under the true maximum."
-        )
-    for model in hopper_inputs.LAYERS:
-        some = {at: r for at, r in layers.items() if at[0].startswith(model)}
-        if not some:
-            continue
-        doubts = [hopper_results.doubted(r[hopper_jobs.OURS]) for r in some.values()]
-        timed = [r for r in some.values() if hopper_results.best_of(r)]
-        speed = ""
-        if timed:
-            over = [x for r in timed if (x := _over_best(r))]
-            spans = [hopper_results.spread(r[hopper_jobs.OURS], r[hopper_results.best_of(r) or ""]) for r in timed]
-            looks = [r[n]["ms"] / r[hopper_jobs.OURS]["ms"] for r in timed for n in r if n.endswith("TRUST=0")]
-            speed = (
-                f" In the {len(timed)} layers that were timed it is {min(over):.2f} to {max(over):.2f} times as fast "
-                f"as the best peer (by single rounds {min(x for x, _ in spans):.2f} to {max(x for _, x in spans):.2f})"
-            )
-            speed += f" and {min(looks):.2f} to {max(looks):.2f} times as fast as without trust." if looks else "."
-        said.append(
-            f"**Scores of a model**, {model} ({len(some)} layers, 4096 tokens, causal): {max(doubts):.1%} of the "
-            f"trusted tiles are doubted in the worst layer, less than 0.1 % in "
-            f"{share(sum(x < 0.001 for x in doubts), len(doubts))}.{speed}"
-        )
-    clocks = {
-        (r["shape"][3], r["inputs"], r["name"]): r for r in data["rows"] if r["part"] == "clock" and r.get("clock")
-    }
-    parts = []
-    for name, words in {hopper_jobs.OURS: "our kernel", "cuDNN": "cuDNN", "matmul": "a product of matrices"}.items():
-        pair = [clocks.get((SHAPE[3], kind, name)) for kind in ("random", "zeros")]
-        if all(pair):
-            mhz, zeros = ([r["clock"]["median"], r["tflops"]] for r in pair if r)
-            parts.append(
-                f"{words} at {mhz[0]:.0f} MHz ({mhz[1]:.0f} TFLOP/s; on zeros {zeros[0]:.0f} MHz, {zeros[1]:.0f})"
-            )
-    if parts:
-        most = max(r["clock"]["max"] for r in clocks.values())
-        drawn = {
-            kind: [r["clock"]["watts"] for key, r in clocks.items() if key[1] == kind] for kind in ("random", "zeros")
-        }
-        watts = {kind: dict.fromkeys((f"{min(some):.0f}", f"{max(some):.0f}")) for kind, some in drawn.items()}
-        said.append(
-            f"**The clock.** Of at most {most:.0f} MHz; alone for seconds, D 128: {_listed(parts)}. On random numbers "
-            f"the power cap sets it: each draws {' to '.join(watts['random'])} W, on zeros "
-            f"{' to '.join(watts['zeros'])}."
-        )
-    return said
-
-
-def ladder_table(found: All) -> str:
-    lines = ["| Phase | Kernel | TFLOP/s | Measured at (batch × heads × N × D) |", "|---|---|--:|---|"]
-    for r in ladder(found):
-        speed = "–" if r.tflops is None else f"{r.tflops:.0f}"
-        lines.append(f"| {r.phase or 'peer'} | {r.words} | {speed} | {r.how} |")
-    return "\n".join(lines)
-
-
-def share(some: int, all_: int) -> str:
-    return f"all {all_}" if some == all_ else f"{some or 'none'} of {all_}"
-
-
-def speed_of(values: Iterable[float], than: str) -> str:
-    """ "0.60 to 0.92 times its speed (median 0.75), slower at 20 of 22 shapes"; than: "slower" or "faster"."""
-    v = sorted(values)
-    counted = share(sum(x < 1 if than == "slower" else x > 1 for x in v), len(v))
-    return f"{v[0]:.2f} to {v[-1]:.2f} times its speed (median {statistics.median(v):.2f}), {than} at {counted} shapes"
-
-
-def short(found: All) -> str:
-    """The Triton kernels against each fused peer, in one sentence a pass; "" where none was measured."""
-    said = []
-    for which in PASSES:
-        parts = []
-        for peer in ("cuDNN", "FlexAttention", "FlashAttention-2"):
-            if values := list(ratios(speeds(found), which, "triton", peer).values()):
-                behind = share(sum(x < 1 for x in values), len(values))
-                parts.append(f"{statistics.median(values):.2f} times that of {peer} (slower at {behind} shapes)")
-        if parts:
-            said.append(f"{which} it is {_listed(parts)}")
-    return f"**In short**, the speed of our Triton kernels at the median shape: {'; '.join(said)}." if said else ""
-
-
-def losses(found: All) -> list[str]:
-    """The lines on where ours is behind, then on where it is ahead, computed; [] where nothing is recorded."""
-    rows, said = speeds(found), []
-    for which, title in PASSES.items():
-        parts = [
-            f"our {name.title()} kernel{'s' * (which == 'backward')} reach{'es' * (which == 'forward')} "
-            + speed_of(values.values(), "slower")
-            for name in OURS if (values := ratios(rows, which, name, "cuDNN"))
-        ]  # fmt: skip
-        if parts:
-            said.append(f"**{title}, against cuDNN:** {'; '.join(parts)}.")
-    eager = ratios(rows, "backward", "triton", "eager")
-    if slow := {key: r for key, r in eager.items() if r < 1}:
-        sizes = _listed([str(d) for d in sorted({key[1] for key in slow})])
-        said.append(
-            f"**Backward pass, against eager PyTorch:** it is faster than ours at {share(len(slow), len(eager))} "
-            f"shapes, up to {1 / min(slow.values()):.1f} times as fast, all of them at D = {sizes}."
-        )
-    said += _one_head(found)
-    if found["scalar"].get("rows"):
-        last = list(SCALAR_RUNGS)[-1]
-        peers = {"memory-efficient attention": "sdpa_efficient_f32", "unfused PyTorch": "torch_naive_f32"}
-        parts = [
-            f"against {words} {speed_of(values.values(), 'slower')}"
-            for words, peer in peers.items() if (values := scalar.ratios(found["scalar"], last, peer))
-        ]  # fmt: skip
-        said += [f"**The last scalar CUDA kernel, float32:** {'; '.join(parts)}."] if parts else []
-    ahead = [
-        f"{which} the Triton kernel{'s' * (which == 'backward')} reach{'es' * (which == 'forward')} "
-        + speed_of(values.values(), "faster")
-        for which in PASSES if (values := ratios(rows, which, "triton", "FlashAttention-2"))
-    ]  # fmt: skip
-    if ahead:
-        said.append(f"**Against FlashAttention-2**, which does not use Hopper's own instructions: {'; '.join(ahead)}.")
-    return said
-
-
-def _spans(found: All) -> str:
-    lengths, sizes = ({key[i] for key in speeds(found)} for i in (2, 1))
-    if not lengths:
-        return ""
-    return f" (N from {min(lengths)} to {max(lengths)}; D {', '.join(map(str, sorted(sizes)))})"
-
-
-def _one_head(found: All) -> list[str]:
-    """The shapes of published/triton_vs_torch.csv: one head, causal, ours against eager PyTorch."""
-    speed: dict[tuple[str, str], dict[tuple[int, int], dict[str, float]]] = {}
-    for r in found["industrial"].get("rows", []):
-        if r["part"] == "published" and "ms" in r:
-            at = speed.setdefault((r["dtype"], r["pass"]), {}).setdefault((r["shape"][3], r["shape"][2]), {})
-            at[r["name"]] = r["ms"]
-    said = []
-    for dtype, words in (("f32", "float32"), ("bf16", "bfloat16")):
-        parts = []
-        for which in PASSES:
-            pairs = {k: at["eager"] / at["triton"] for k, at in speed.get((dtype, which), {}).items() if len(at) == 2}
-            behind = [r for r in pairs.values() if r < 1]
-            if behind:
-                parts.append(
-                    f"{which} it is faster than ours at {share(len(behind), len(pairs))} shapes, "
-                    f"up to {1 / min(behind):.1f} times as fast"
-                )
-        if parts:
-            said.append(f"**One head alone, {words}, against eager PyTorch** (causal, D up to 64): {'; '.join(parts)}.")
-    return said
-
-
-def cuda_words(found: All) -> list[str]:
-    """What else was measured of the last CUDA kernel, and how its fp16 run lies beside the tables'."""
-    rows, mma, said = speeds(found), found["mma"], []
-    fa2 = [r["tflops"] / rows[key]["tflops"] for r in mma.get("final", [])
-           if (r["name"], r.get("table"), r["inputs"]) == ("fa2", "big", "randn")
-           and (key := ("forward", r["shape"][3], r["shape"][2], r["causal"], "FlashAttention-2")) in rows
-           and "tflops" in rows[key] and r["shape"][2] in LENGTHS and r["shape"][3] in HEAD_DIMS]  # fmt: skip
-    if any(key[4] == "CUDA" for key in rows):
-        text = "¹ The last kernel of phase 9, `mma.sync`, in float16 and in a run of its own."
-        if fa2:
-            text += (
-                f" FlashAttention-2 was in that run too, with {min(fa2):.2f} to {max(fa2):.2f} times what stands here."
-            )
-        said.append(text)
-    else:
-        said.append("")
-    sums = mma.get("summary", {})
-    if {"mma_stages_ada", "fa1_f32_fa2_mma_ada"} <= sums.keys():
-        a, b = sums["mma_stages_ada"], sums["fa1_f32_fa2_mma_ada"]
-        text = (
-            "The last CUDA kernel's geometric mean against FlashAttention-2, in float16, is "
-            f"{a['geomean_vs_fa2']:.2f} over {a['shapes']} published shapes, small ones included, and "
-            f"{b['geomean_vs_fa2']:.2f} over {b['shapes']} others."
-        )
-        moving = [r["vs_fa2"] for r in mma["final"] if (r["name"], r["inputs"]) == ("p9_flash", "moving")]
-        if moving:
-            text += (
-                " It rescales its output only when a row's maximum moves far, and random inputs never make it. Where "
-                f"the maxima move in every tile, it is {min(moving):.2f} to {max(moving):.2f} times as fast."
-            )
-        said.append(text)
-    without = [
-        r for r in found["ablation"].get("rows", [])
-        if (r["shape"], r["causal"], r["inputs"]) == (SHAPE, False, "randn") and r["name"] not in ("fa2", "p9_flash")
-    ]  # fmt: skip
-    if without:
-        most = min(without, key=lambda r: r["vs_whole"])
-        least = sum(r["vs_whole"] > 0.99 for r in without)
-        said.append(
-            f"It was also measured {len(without)} times with one idea taken out. Without *{most['name']}* "
-            f"{most['vs_whole']:.2f} of its speed is left, the least of all; {share(least, len(without))} times less "
-            "than 1 % was lost."
-        )
-    return said
-
-
-def _listed(names: Sequence[str]) -> str:
-    return " and ".join([", ".join(names[:-1])] * (len(names) > 1) + [names[-1]])
 
 
 def machine_words(found: All) -> str:
@@ -547,12 +454,12 @@ def machine_words(found: All) -> str:
             dates, commits = ([*dict.fromkeys(x[k] for x in sessions if x.get(k))] for k in ("date", "commit"))
             when = " and ".join(dates)
             if commits:
-                when += f", commit{'s' * (len(commits) > 1)} {_listed([f'`{c}`' for c in commits])}"
+                when += f", commit{'s' * (len(commits) > 1)} {listed([f'`{c}`' for c in commits])}"
             kinds.setdefault(what, {}).setdefault(when, []).append(name)
     if not kinds:
         return "Nothing is recorded yet."
     lines = [
-        f"{versions}. Records: {'; '.join(f'{_listed(names)} of {when}' for when, names in whens.items())}."
+        f"{versions}. Records: {'; '.join(f'{listed(names)} of {when}' for when, names in whens.items())}."
         for versions, whens in kinds.items()
     ]
     said = "Measured on " + " And on ".join(lines)
@@ -560,74 +467,7 @@ def machine_words(found: All) -> str:
         said += f" Over whole runs, pauses included, the median of the SM clock was {min(clocks):.0f} to "
         said += f"{max(clocks):.0f} MHz; under a kernel that runs for long it is lower."
     left = [f"{n} of {name}" for name in RECORDS if (n := found[name].get("left"))]
-    return said + (f" Measurements that are still to be made: {_listed(left)}." if left else "")
-
-
-def emulator_words(found: All) -> str:
-    pairs = [pair for r in found["validation"].get("rows", []) for pair in r["counters"].values()]
-    if not pairs:
-        return ""
-    return (
-        f"The emulator was set beside that GPU too: of {len(pairs)} counters of all kernels' launches, "
-        f"{sum(a == b for a, b in pairs)} are equal to Nsight Compute's; "
-        "[the notes](notes/emulator.md) say where the others differ."
-    )
-
-
-def model_words(found: All) -> list[str]:
-    """What the kernels are worth in a layer of today, and in a training step; [] where neither is recorded."""
-    said = []
-    if found["layer"].get("rows"):
-        parts = []
-        words = {layer.OURS: "with our kernels", layer.APART: "with our attention alone, and RoPE as PyTorch's",
-                 layer.SDPA: "with PyTorch's SDPA",
-                 layer.ORIGINAL: "with the scores in memory"}  # fmt: skip
-        for scope, text in (("layer", "the layer takes"), ("attention", "attention alone")):
-            took = layer.times(found["layer"], "present", scope, "both")
-            cells = [f"{took[name]:.1f} ms {what}" for name, what in words.items() if name in took]
-            parts += [f"{text} {_listed(cells)}"] if cells else []
-        if faster := layer.ratio(found["layer"], "present", "SDPA, compiled", layer.OURS, which="both"):
-            parts.append(f"in turns with ours, SDPA's layer through `torch.compile` is {faster:.2f} times as fast")
-        if parts:
-            said.append(
-                "**A layer of today**, forward and backward (batch 4, 32 query heads, 8 key heads, N = 4096, D = 128, "
-                f"causal, bfloat16, with projections and rotary embedding): {'; '.join(parts)}."
-            )
-    steps = found["lm"] if found["lm"].get("rows") else {"rows": []}
-    ours, called = "flash, fused RoPE", {"eager": "eager attention", "sdpa": "SDPA", "flash": "ours"}
-    parts = []
-    for dtype in lm.DTYPES:
-        cells = []
-        for peer in ("eager", "sdpa"):
-            able = [r for size in lm.SIZES if (r := lm.ratio(steps, size, ours, peer, dtype=dtype))]
-            if able:
-                span = " to ".join(dict.fromkeys(f"{r:.2f}" for r in (min(able), max(able))))
-                cells.append(f"{span} times as fast as with {called[peer]}")
-        parts += [f"in {dtype} {_listed(cells)}"] if cells else []
-    if parts:
-        largest = [size for size in lm.SIZES if lm.passes(steps, size, ours)][-1:]
-        of_way = {way: lm.passes(steps, size, way) for size in largest for way in (ours, "sdpa")}
-        cells = [f"{by_pass['step']['ms']:.0f} ms{' with SDPA' if way == 'sdpa' else ''}"
-                 for way, by_pass in of_way.items() if by_pass]  # fmt: skip
-        text = f"**A training step** of a language model, 4 texts of 1024 tokens, with our kernels: {'; '.join(parts)}"
-        text += f" ({largest[0]}: {_listed(cells)})" if cells else ""
-        parts = []
-        for what in ("attention and RoPE", "attention alone"):
-            spans = [
-                f"{' to '.join(dict.fromkeys((f'{min(some):.2f}', f'{max(some):.2f}')))} {how}"
-                for column, how in (("ms", "launched by Python"), ("graph_ms", "as one CUDA graph"))
-                if (some := [r for size in lm.SIZES if (r := lm.exchanged(steps, size, column).get(what))])
-            ]
-            parts += [f"{what} {_listed(spans)}"] if spans else []
-        if parts:
-            text += (
-                ". That exchanges RoPE too, and depends on the host that launches. In another run, in bfloat16, in "
-                f"turns in one process, of SDPA's speed: {'; '.join(parts)}"
-            )
-        out = [f"{n} tokens with {called[way]}" for way, n in lm.runs_out(steps).items() if n]
-        text += f". A small model's memory runs out at {_listed(out)}" if out else ""
-        said.append(f"{text}. [Phase 10](notebooks/10_profiling_a_transformer.ipynb) looks for the reasons.")
-    return said
+    return said + (f" Measurements that are still to be made: {listed(left)}." if left else "")
 
 
 # ---- the figure ------------------------------------------------------------------------------------------------------
@@ -637,14 +477,13 @@ def drawn(found: All) -> dict[str, Any]:
         [f"{r.phase} · {r.words}" if r.phase else r.words, r.look, round(r.tflops, 3)]
         for r in ladder(found) if r.tflops is not None
     ]  # fmt: skip
-    rows, plots = speeds(found), {}
+    plots = {}
     for which, title in PASSES.items():
-        lines: dict[str, list[list[float]]] = {}
-        for (name, d, n, causal, who), row in sorted(rows.items()):
-            if (name, d, causal) == (which, SHAPE[3], True) and "tflops" in row and who != "CUDA":
-                lines.setdefault(who, []).append([n, round(row["tflops"], 3)])
-        plots[f"{title}, D = {SHAPE[3]}, causal"] = {who: lines[who] for who in COLUMNS if who in lines}
-    gpu = next((found[name]["machine"]["gpu"] for name in RECORDS if found[name]), "no GPU yet")
+        at = [(key[3], rows) for key, rows in sorted(speeds(found).items()) if key[:3] == (which, SHAPE[3], True)]
+        lines = {who: [[n, round(rows[who]["tflops"], 3)] for n, rows in at if "tflops" in rows.get(who, {})]
+                 for who in COLUMNS if who != "CUDA"}  # fmt: skip
+        plots[f"{title}, D = {SHAPE[3]}, causal"] = {who: line for who, line in lines.items() if line}
+    gpu = next((found[name]["machine"]["gpu"] for name in RECORDS if found[name]["rows"]), "no GPU yet")
     title = f"Forward pass on one {gpu}, D = {SHAPE[3]}"
     return {"bars": bars, "plots": plots, "names": COLUMNS, "title": title}
 
@@ -680,82 +519,66 @@ def alternative(data: Mapping[str, Any]) -> str:
     course = f"; the fastest of the course is {ours[-1][0]} with {ours[-1][1]:.0f}" if ours else ""
     return (
         f"Left: {len(data['bars'])} bars of TFLOP/s, from {slow} with {low:.0f} to {fast} with {high:.0f}{course}. "
-        "Right: TFLOP/s over the sequence length, forward and backward, of the course's kernels and its peers. The "
-        "tables below have the numbers."
+        "Right: TFLOP/s over the sequence length, forward and backward, of the course's kernels and its peers."
     )
 
 
-# ---- the page --------------------------------------------------------------------------------------------------------
-def block(found: All) -> str:
-    """What stands between the README's marks, in Markdown."""
-    data, lost, cuda, models = drawn(found), losses(found), cuda_words(found), model_words(found)
-    hopper, inputs = hopper_table(found), input_table(found)
-    forms = {tuple(row["shape"]) + (row["causal"],) for row in found["industrial"].get("rows", [])
-             if row["part"] == "flex" and "ms" in row}  # fmt: skip
-    sizes = [str(d) for d in sorted({form[3] for form in forms})]
-    flex = FLEX.format(shapes=len(forms), sizes=_listed(sizes)) if forms else ""
-    parts = [
-        f"![{alternative(data)}](docs/results.svg)",
-        " ".join(CAPTION.split()),
-        short(found),
-        " ".join(HOW.format(flex=flex).split()),
-        "**Forward pass**",
-        table(found, "forward"),
-        "**Backward pass alone**",
-        table(found, "backward"),
-        *cuda[:1],
-        "**Phase 11: Hopper's own instructions**, forward, beside its peers in a run of its own; FlashAttention-4 is "
-        f"{found['hopper'].get('flash_attention_4', 'not there')}"
-        if hopper
-        else "",
-        hopper,
-        "\n".join(f"- {line}" for line in hopper_words(found)),
-        "**The same kernel on other inputs**, forward, N = 4096, no mask (behind *over the best*: with a causal mask)"
-        if inputs
-        else "",
-        inputs,
-        "\n".join(f"- {line}" for line in input_words(found)),
-        machine_words(found),
-        "### Where it loses, and where it wins",
-        f"Over every recorded shape{_spans(found)}:" if lost else "",
-        "\n".join(f"- {line}" for line in lost),
-        " ".join(cuda[1:]),
-        "### In a layer, and in a model" if models else "",
-        "\n".join(f"- {line}" for line in models),
-        "<details><summary>The ladder in numbers, the slowest first: every rung with its shape</summary>\n\n"
-        f"Forward, no mask.\n\n{ladder_table(found)}\n</details>",
-        emulator_words(found),
-    ]
-    return "\n\n".join(_wrapped(part) for part in parts if part)
+# ---- the pages -------------------------------------------------------------------------------------------------------
+CAPTION = """*More is better. Left: the rungs of the course, each with the number of its phase, and the peers; blue and
+pink are the course's kernels. Most are measured at batch 4, 16 heads, N = 4096. Phase 11 and FlashAttention-4 were
+measured in another run than the other peers. Right: from short sequences to long ones.*"""
+
+
+def laid(name: str, found: All) -> str:
+    """docs/NAME.jinja with its numbers, in lines that a diff can show; a paragraph that lacks one is left out."""
+    questions = Questions(found)
+    asked = {key: getattr(questions, key) for key in dir(Questions) if key[0] != "_"}
+    tables = (best_table, hopper_table, input_table, ladder_table, table)
+    asked |= {make.__name__: functools.partial(make, found) for make in tables}
+    asked |= {f.__name__: f for f in (span, share, speed_of, faster_than_ours, over, some, min, max)}
+    asked |= {"machine": lambda: machine_words(found), "alternative": alternative(drawn(found)), "caption": CAPTION}
+    asked["scalar"], asked["fa4"] = questions.scalar(), found["hopper"].get("flash_attention_4", "not there")
+    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, autoescape=False)
+    environment.filters["listed"] = listed
+    text = ""
+    for part in (ROOT / "docs" / f"{name}.jinja").read_text("utf-8").strip().split("\n\n"):
+        with contextlib.suppress(Missing):
+            if not (said := _wrapped(environment.from_string(part).render(asked).strip())):
+                continue
+            text += ("\n" if said.startswith("- ") and text.rsplit("\n\n")[-1].startswith("- ") else "\n\n") + said
+    return text.strip()
 
 
 def _wrapped(part: str) -> str:
-    """A paragraph, or each line of a list, in lines that a diff can show; tables, pictures and folds as they are."""
-    if part[0] in "|!<#":
+    """A paragraph, or each line of a list, in lines that a diff can show; tables, pictures and headings as they are."""
+    if part[:1] in "|!<#":
         return part
     fill = textwrap.TextWrapper(width=120, break_long_words=False, break_on_hyphens=False)
     lines = []
-    for line in part.split("\n"):
+    for line in re.split(r"\n(?=- )", part):
         fill.subsequent_indent = "  " if line.startswith("- ") else ""
-        lines.append(fill.fill(line))
+        lines.append(fill.fill(" ".join(line.split())))
     return "\n".join(lines)
 
 
-def page(text: str, found: All) -> str:
-    """The README's text with its results written anew. Raises ValueError where the marks are not there."""
+def made(root: Path, found: All) -> dict[str, str]:
+    """The two pages, by their path in the checkout. Raises ValueError where README.md lacks the marks."""
+    text = (root / "README.md").read_text("utf-8")
     if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
         raise ValueError(f"README.md must have the lines {BEGIN} and {END} once each, in this order")
     before, after = text.partition(BEGIN)[0], text.partition(END)[2]
-    return f"{before}{BEGIN}\n\n{block(found)}\n\n{END}{after}"
+    readme = f"{before}{BEGIN}\n\n{laid('readme.md', found)}\n\n{END}{after}"
+    return {"README.md": readme, "docs/results.md": laid("results.md", found) + "\n"}
 
 
 def stale(root: Path = ROOT, folder: Path | None = None) -> list[str]:
     """What does not agree with the records: a sentence for each file, which names the command; [] if all does."""
     found, said = load(folder), []
-    text = (root / "README.md").read_text("utf-8")
-    if (new := page(text, found)) != text:
-        line = next((a for a, b in zip(text.splitlines(), new.splitlines(), strict=False) if a != b), "its end")
-        said.append(f"README.md is not what the records say, from the line {line[:90]!r} on: run `{COMMAND}`")
+    for name, new in made(root, found).items():
+        text = (root / name).read_text("utf-8") if (root / name).exists() else ""
+        if new != text:
+            line = next((a for a, b in zip(text.splitlines(), new.splitlines(), strict=False) if a != b), "its end")
+            said.append(f"{name} is not what the records say, from the line {line[:90]!r} on: run `{COMMAND}`")
     figure = root / "docs" / "results.svg"
     held = re.search(r"data ([0-9a-f]{16})", figure.read_text("utf-8")) if figure.exists() else None
     if held is None or held[1] != digest(drawn(found)):
@@ -779,13 +602,11 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> None:
         print(json.dumps(drawn(found), indent=1))
     if given.out or given.json:
         return
-    made = {  # both, before one is written
-        root / "README.md": page((root / "README.md").read_text("utf-8"), found).encode(),
-        root / "docs" / "results.svg": draw(drawn(found)),
-    }
-    for path, content in made.items():
-        records.write_whole(path, content)
-        print(f"written: {path.relative_to(root)}")
+    pages = {name: text.encode() for name, text in made(root, found).items()}
+    pages["docs/results.svg"] = draw(drawn(found))  # all of them, before one is written
+    for name, content in pages.items():
+        records.write_whole(root / name, content)
+        print(f"written: {name}")
 
 
 if __name__ == "__main__":

@@ -58,8 +58,19 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def recorded(name: str) -> list[dict[str, Any]]:
-    """Every recorded run of a bench, `recorded/<name>_*.json`, in the order of the files' names; [] where none is."""
-    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(RECORDED.glob(f"{name}_*.json"))]
+    """Every recorded run of a bench, `recorded/<name>_*.json`, in the order of the files' names; [] where none is.
+
+    What ran of each part of its rows stands under the part's name too: ``run["ladder"]``.
+    """
+    return [_with_parts(json.loads(path.read_text("utf-8"))) for path in sorted(RECORDED.glob(f"{name}_*.json"))]
+
+
+def _with_parts(data: dict[str, Any]) -> dict[str, Any]:
+    parts: dict[str, list[dict[str, Any]]] = {}
+    for row in data.get("rows", []):
+        if "part" in row and "unavailable" not in row:
+            parts.setdefault(row["part"], []).append(row)
+    return data | parts
 
 
 def default_path(name: str, gpu: str) -> Path:

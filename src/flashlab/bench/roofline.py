@@ -13,11 +13,11 @@ Source: Williams, Waterman and Patterson, "Roofline: An Insightful Visual Perfor
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from flashlab.attention.cost import Cost, fused_cost, naive_cost
-from flashlab.bench import records
+from flashlab.attention.cost import fused_cost, naive_cost
+from flashlab.bench import hopper_jobs, records
+from flashlab.bench.rows import Row, of, where
 
 SHAPE = (4, 16, 4096, 128)
 """(batch, heads, N, D) of most points: large, and in the records of phases 4, 7 to 9 and 11."""
@@ -82,80 +82,51 @@ def ceilings(hardware: dict[str, Any]) -> Ceilings:
     return Ceilings(machine["gpu"], moved / 1e3, units, tuple(u for u in units if u == WGMMA))
 
 
+_LARGE = {"shape": list(SHAPE), "causal": False}
+_PHASE_4 = {"triton": (4, "Triton"), "gluon": (4, "Gluon"), "cuDNN": (None, "cuDNN"),
+            "FlexAttention": (None, "FlexAttention")}  # fmt: skip
+_SHOWN: tuple[tuple[str, dict[str, Any], dict[str, tuple[int | None, str]]], ...] = (
+    ("walls", {"part": "naive", "N": SHAPE[2]}, {"naive": (1, "naive PyTorch")}),
+    ("walls", {"part": "scheme_b", "ok": True},
+     {"scheme A": (1, "scheme A, {seq_q} queries"), "two passes": (1, "scheme B, two passes, {seq_q} queries")}),
+    ("triton", {"part": "times", "D": SHAPE[3]}, {"minimal kernel": (3, "minimal Triton kernel")}),
+    ("industrial", _LARGE | {"part": "shapes", "pass": "forward"}, _PHASE_4),
+    ("scalar", {"batch": 8, "heads": 16, "N": 1024, "D": 128, "causal": False}, {"p6": (6, "{name}")}),
+    ("mma", _LARGE | {"part": "ladder", "inputs": "randn"}, {"fa2": (None, "FlashAttention-2"), "p7": (7, "{name}"),
+                                                             "p8": (8, "{name}"), "p9": (9, "{name}")}),
+    ("hopper", _LARGE | {"part": "ladder"}, {"p11": (11, "{name}")}),
+    ("hopper", _LARGE | {"part": "shapes", "kind": "standard", "dtype": "bf16"},
+     {hopper_jobs.OURS: (11, "{step}"), "FlashAttention-4": (None, "FlashAttention-4")}),
+)  # fmt: skip
+"""Record, which rows, and by their name or its first part: the phase (None: a peer) and what the point is called."""
+
+
 def points(hardware: dict[str, Any]) -> list[Point]:
     """Every kernel with a record of the same GPU, in the order of the course, peers last."""
     gpu = hardware["machine"]["gpu"]
     triton = WGMMA if WGMMA in ceilings(hardware).units else MMA  # what its compiler emits for tl.dot there
-    return sorted(_points(gpu, triton), key=lambda p: 99 if p.phase is None else p.phase)
+    found = []
+    for bench, wanted, names in _SHOWN:
+        for run in records.recorded(bench):
+            if run["machine"]["gpu"] == gpu:
+                found += [p for r in where(of(run), **wanted) if (p := _point(bench, r, names, triton))]
+    minimal = [p for p in found if p.phase == 3]
+    longest = max((p.shape[2] for p in minimal), default=0)
+    return sorted((p for p in found if p.phase != 3 or p.shape[2] == longest), key=lambda p: p.phase or 99)
 
 
-def _points(gpu: str, triton: str) -> Iterator[Point]:
-    def of(name: str) -> Iterator[dict[str, Any]]:
-        return (run for run in records.recorded(name) if run["machine"]["gpu"] == gpu)
-
-    for run in of("walls"):
-        heads, d = run["shape"]["heads"], run["shape"]["head_dim"]
-        for row in run["naive"]:
-            if row["seq_len"] == SHAPE[2]:
-                shape = (1, heads, row["seq_len"], d)
-                yield _point(1, "naive PyTorch", shape, row["ms"], triton, cost=_lines(shape))
-        for row in run["scheme_b"]:
-            if row["ok"] and row["how"] in ("scheme A", "two passes"):
-                name = {"scheme A": "scheme A", "two passes": "scheme B, two passes"}[row["how"]]
-                name = f"{name}, {row['seq_q']} queries"
-                cost = fused_cost(row["seq_len"], d, seq_q=row["seq_q"])
-                shape = (1, 1, row["seq_len"], d)
-                yield _point(1, name, shape, row["ms"], triton, cost=cost)
-    for run in of("triton"):
-        rows = [r for r in run["rows"] if r["name"] == "minimal kernel" and r["head_dim"] == SHAPE[3]]
-        for row in [max(rows, key=lambda r: r["seq_len"])] if rows else []:
-            yield _point(3, "minimal Triton kernel", (1, 1, row["seq_len"], SHAPE[3]), row["ms"], triton)
-    names = {"triton": (4, "Triton"), "gluon": (4, "Gluon"), "cuDNN": (None, "cuDNN"),
-             "FlexAttention": (None, "FlexAttention")}  # fmt: skip
-    for run in of("industrial"):
-        for row in run["rows"]:
-            wanted = (row.get("shape") == list(SHAPE), row.get("pass"), row.get("causal"))
-            if row["part"] == "shapes" and wanted == (True, "forward", False) and "ms" in row and row["name"] in names:
-                phase, name = names[row["name"]]
-                yield _point(phase, name, SHAPE, row["ms"], triton, dtype="bf16")
-    for run in of("scalar"):
-        for row in run["rows"]:
-            shape = (row["batch"], row["heads"], row["seq_len"], row["head_dim"])
-            if shape == (8, 16, 1024, 128) and not row["causal"] and row["variant"].startswith("p6"):
-                yield _point(6, row["variant"], shape, row["ms"], FLOAT32, dtype="f32")
-    for run in of("mma"):
-        for row in run["ladder"]:
-            case = (row["shape"], row["causal"], row["inputs"])
-            if case == (list(SHAPE), False, "randn") and "=" not in row["name"]:
-                if row["name"] == "fa2":
-                    yield _point(None, "FlashAttention-2", SHAPE, row["ms"], MMA)
-                else:
-                    yield _point(int(row["name"][1]), row["name"], SHAPE, row["ms"], MMA)
-    for run in of("hopper"):
-        # The ladder, then the last step beside its peers.
-        for row in sorted(run["rows"], key=lambda r: r["part"] != "ladder"):
-            if (row.get("shape"), row.get("causal")) != (list(SHAPE), False) or "ms" not in row:
-                continue
-            if row["part"] == "ladder" and row["name"].startswith("p11") and row["name"] != "p11_flash":
-                unit = MMA if row["name"] == "p11_1_tma" else triton
-                yield _point(11, row["name"], SHAPE, row["ms"], unit, dtype="bf16")
-            if (row["part"], row.get("kind"), row.get("dtype")) == ("shapes", "standard", "bf16"):
-                if row["name"] == "p11":
-                    yield _point(11, row["step"], SHAPE, row["ms"], triton, dtype="bf16")
-                if row["name"] == "FlashAttention-4":
-                    yield _point(None, row["name"], SHAPE, row["ms"], triton, dtype="bf16")
-
-
-def _lines(shape: tuple[int, int, int, int]) -> Cost:
-    batch, heads, n, d = shape
-    return naive_cost(n, d, heads=batch * heads)
-
-
-def _point(
-    phase: int | None, name: str, shape: tuple[int, int, int, int], ms: float, unit: str, *, dtype: str = "fp16",
-    cost: Cost | None = None,
-) -> Point:  # fmt: skip
-    batch, heads, n, d = shape
-    cost = cost or fused_cost(n, d, heads=batch * heads, itemsize=4 if dtype == "f32" else 2)
-    flops = cost.matmul_flops
-    return Point(phase, name, shape, dtype, flops / cost.bytes, flops / ms / 1e9, unit)
+def _point(bench: str, r: Row, names: dict[str, tuple[int | None, str]], triton: str) -> Point | None:
+    name = r["name"] if r["name"] in names else r["name"].partition("_")[0]
+    if "ms" not in r or name not in names or "=" in r["name"] or (r["part"], r["name"]) == ("ladder", "p11_flash"):
+        return None
+    phase, words = names[name]
+    by_mma = bench == "mma" or r["name"] == "p11_1_tma"
+    unit = FLOAT32 if bench == "scalar" else MMA if by_mma else triton
+    batch, heads, n, d = r.get("shape") or (1, 1, r["seq_len"], SHAPE[3])  # a scheme has one head
+    if r["name"] == "naive":
+        cost = naive_cost(n, d, heads=batch * heads)
+    else:
+        itemsize = 4 if r["dtype"] == "f32" else 2
+        cost = fused_cost(n, d, heads=batch * heads, seq_q=r.get("seq_q"), itemsize=itemsize)
+    intensity, tflops = cost.matmul_flops / cost.bytes, cost.matmul_flops / r["ms"] / 1e9
+    return Point(phase, words.format(**r), (batch, heads, n, d), r["dtype"], intensity, tflops, unit)

@@ -88,7 +88,7 @@ def _modules(head_dims: Sequence[int] = (64, 128)) -> dict[str, CudaModule]:
 
 def jobs() -> list[harness.Row]:
     """Every shape."""
-    return [{"part": "rows"} | dict(zip(SHAPE, shape, strict=True)) for shape in shapes()]
+    return [{"part": "shapes"} | dict(zip(SHAPE, shape, strict=True)) for shape in shapes()]
 
 
 def measure_job(job: harness.Row, rounds: int = 15) -> list[harness.Row]:
@@ -131,7 +131,7 @@ def table(data: dict[str, Any]) -> Table:
 
 BENCH = harness.Bench(
     "scalar", __doc__, jobs=jobs, measure=measure_job, table=table, keys=(*SHAPE, "variant"),
-    quick=lambda: jobs()[:3], needs=harness.gpu_for("the float32 kernels are"), sections=("rows",),
+    quick=lambda: jobs()[:3], needs=harness.gpu_for("the float32 kernels are"),
     prepare=lambda todo, until, rounds: _modules() and None,
     facts={"dtype": "float32", "tf32": False, "timing": "CUDA graph replays, in turns; median, fastest, slowest"},
     options={"rounds": {"type": int, "default": 15}},

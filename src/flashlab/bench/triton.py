@@ -22,6 +22,7 @@ from flashlab import runtime
 from flashlab.attention.naive import naive_attention
 from flashlab.attention.triton_minimal import flash_attention_forward
 from flashlab.bench import harness, peers, records, timing
+from flashlab.bench.rows import where
 from flashlab.check.cases import Case, make_inputs
 from flashlab.check.tolerance import excess, truth
 from flashlab.table import Table
@@ -35,7 +36,7 @@ def jobs(
     lengths: Sequence[int] = LENGTHS, head_dims: Sequence[int] = (64, 128), long: Sequence[int] = LONG
 ) -> list[harness.Row]:
     """lengths: what is timed. long: where the errors are taken."""
-    timed = [{"part": "rows", "seq_len": n, "head_dim": head_dim} for head_dim in head_dims for n in lengths]
+    timed = [{"part": "times", "seq_len": n, "head_dim": head_dim} for head_dim in head_dims for n in lengths]
     return timed + [
         {"part": "errors", "seq_len": n, "head_dim": d, "dtype": dtype, "content": content}
         for d in head_dims for n in long for dtype in ("float16", "bfloat16") for content in ("plain", "rising")
@@ -46,9 +47,9 @@ def measure_job(job: harness.Row) -> list[harness.Row]:
     """The rows of a job."""
     n, head_dim = job["seq_len"], job["head_dim"]
     torch.manual_seed(n + head_dim)
-    if job["part"] == "rows":
+    if job["part"] == "times":
         return [job | row for row in measure(n, head_dim)]
-    return [job | accuracy(n, head_dim, getattr(torch, job["dtype"]), job["content"])]
+    return [job | {"name": NAMES[0]} | accuracy(n, head_dim, getattr(torch, job["dtype"]), job["content"])]
 
 
 def measure(n: int, head_dim: int) -> list[dict[str, Any]]:
@@ -99,7 +100,7 @@ def recorded() -> list[dict[str, Any]]:
 def table(data: dict[str, Any]) -> Table:
     """Microseconds of each implementation over the lengths."""
     lines: dict[tuple[int, int], dict[str, str]] = {}
-    for r in data["rows"]:
+    for r in where(data["rows"], part="times"):
         found = f"{1e3 * r['ms']:.1f} ({r['tflops']:.1f})" if "ms" in r else "none"
         lines.setdefault((r["head_dim"], r["seq_len"]), {})[r["name"]] = found
     rows = [[d, n, *(cells.get(name, "none") for name in NAMES)] for (d, n), cells in lines.items()]
@@ -109,7 +110,7 @@ def table(data: dict[str, Any]) -> Table:
 BENCH = harness.Bench(
     "triton", __doc__, jobs=jobs, measure=measure_job, table=table, keys=("seq_len", "head_dim", "name"),
     quick=lambda: jobs((512, 4096), (64,), (512, 500)), needs=harness.gpu_for("phase 3's kernel is"),
-    sections=("rows", "errors"), facts={"phase": 3, "dtype": "float16", "batch": 1, "heads": 1},
+    facts={"phase": 3, "dtype": "float16", "batch": 1, "heads": 1},
 )  # fmt: skip
 main = BENCH.main
 

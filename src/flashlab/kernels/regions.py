@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-__all__ = ["Region", "numbered", "region_text", "regions", "replace"]
+__all__ = ["Region", "edited", "numbered", "region_text", "regions", "replace"]
 
 _BEGIN = re.compile(r"\s*(?://|#)\s*region:\s*(?P<name>.*?)\s*")
 _END = re.compile(r"\s*(?://|#)\s*endregion\s*")
@@ -99,12 +99,35 @@ def replace(text: str, name: str, new: str) -> tuple[str, Region]:
     lines, own = text.splitlines(), new.strip("\n").splitlines()
     if not own:
         raise ValueError(f"nothing to put in the place of the region {name!r}")
+    first, last = _inside(lines, name)
+    return "\n".join([*lines[:first], *own, *lines[last:]]) + "\n", Region(first + 1, first + len(own))
+
+
+def edited(text: str, edits: str) -> str:
+    """The source with its head, and some of its regions, as another one has them: all that an exhibit's file holds.
+
+    What the source marks as new is not new in the other.
+    Raises KeyError: a region of the edits is not in the source. Raises ValueError as `regions`.
+    """
+    lines, found = edits.splitlines(), regions(edits)
+    text = re.sub(r"// New: ", "// ", re.sub(r" +// New$", "", text, flags=re.MULTILINE))
+    head, old = (re.search(r"^ *// region:", x, re.MULTILINE) for x in (edits, text))
+    text = edits[: head.start() if head else None] + text[old.start() if old else 0 :]
+    for name, region in found.items():
+        if not any(r.first < region.first <= region.last <= r.last for r in found.values()):
+            first, last = _inside(lines, name)
+            text, _ = replace(text, name, "\n".join(lines[first:last]))
+    return text
+
+
+def _inside(lines: list[str], name: str) -> tuple[int, int]:
+    """Where the lines of a region begin and end, the markers inside it with them."""
     first = next(i for i, line in enumerate(lines) if (m := _BEGIN.fullmatch(line)) and m["name"] == name) + 1
     last, depth = first, 1
     while depth:
         depth += bool(_BEGIN.fullmatch(lines[last])) - bool(_END.fullmatch(lines[last]))
         last += 1
-    return "\n".join([*lines[:first], *own, *lines[last - 1 :]]) + "\n", Region(first + 1, first + len(own))
+    return first, last - 1
 
 
 def _is_marker(line: str) -> bool:

@@ -1,16 +1,20 @@
 """The kernel series: which files there are, in the order of the course, and what each can be compiled for.
 
 A step is a whole ``.cu`` file: the one before it with one idea more. Its number says its phase: ``p8_4_swizzle`` is
-step 4 of phase 8. Beside the ladder stand exhibits, whole files too: an idea that another ladder has and this one has
-not, as a short diff to one of its steps.
+step 4 of phase 8. Beside the ladder stand exhibits, an idea that another ladder has and this one has not: the file of
+one holds the regions in which it differs from the step beside it, and the rest is that step's.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
+
+from flashlab.kernels import regions
+from flashlab.runtime import cache
 
 FOLDER = Path(__file__).parent
 HALVES = (torch.float16, torch.bfloat16)
@@ -42,8 +46,19 @@ class Step:
 
     @property
     def path(self) -> Path:
+        """The whole source. That of an exhibit is put together, and kept in the build cache."""
         (folder,) = FOLDER.glob(f"p{self.phase:02d}_*")
-        return folder / f"{self.name}.cu"
+        file = folder / f"{self.name}.cu"
+        if not self.beside:
+            return file
+        text = regions.edited(step(self.beside).path.read_text(encoding="utf-8"), file.read_text(encoding="utf-8"))
+        made = cache.kept("exhibits", cache.key(self.name, text), lambda place: _write(place / file.name, text))
+        return made.folder / file.name
+
+
+def _write(path: Path, text: str) -> dict[str, Any]:
+    path.write_text(text, encoding="utf-8")
+    return {}
 
 
 _FLOAT = (torch.float32,)
@@ -139,7 +154,7 @@ def path(name: str) -> Path:
     if found is None:
         there = ", ".join(sorted(p.name for p in FOLDER.rglob("*.cu*")))
         raise FileNotFoundError(f"there is no {wanted} in the series; there are {there}")
-    return found
+    return next((s.path for s in SIDE if s.name == found.stem), found)
 
 
 def source(name: str) -> str:

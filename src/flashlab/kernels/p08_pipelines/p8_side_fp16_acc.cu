@@ -22,55 +22,6 @@ constexpr int Q_BYTES = BLOCK_M * ROW_BYTES, KV_BYTES = BLOCK_N * ROW_BYTES;    
 constexpr int SHARED = Q_BYTES + 2 * STAGES * KV_BYTES;
 // endregion
 
-// region: swizzle
-// Element (row, column) of a tile of shared memory, in bytes from its start; column is a multiple of 8.
-__device__ __forceinline__ int at(int row, int column) {
-    return row * ROW_BYTES + (column / 8 ^ row % 8) * 16;      // the XOR. Writer and reader both go through here
-}
-// endregion
-
-// region: copy a tile
-// Copies a tile of ROWS rows from global to shared memory, a chunk per thread and pass. Only `rows` of them exist: the
-// others become zeros.
-template <int ROWS>
-__device__ __forceinline__ void load_tile(char* tile_smem, const T* tile_gmem, int64_t row_stride, int rows) {
-#pragma unroll
-    for (int i = 0; i < ROWS * CHUNKS; i += THREADS) {
-        const int row = (i + threadIdx.x) / CHUNKS, column = (i + threadIdx.x) % CHUNKS * 8;
-        // 0 bytes are read of a row that does not exist, from a valid address: PTX does not say that any will do.
-        const bool exists = row < rows;
-        const T* from = tile_gmem + (exists ? row : 0) * row_stride + column;
-        cp_async<16>(smem_u32(tile_smem + at(row, column)), from, exists ? 16 : 0);
-    }
-}
-// endregion
-
-// region: shared memory
-__global__ void __launch_bounds__(THREADS) flash_forward(const Problem p) {
-    extern __shared__ __align__(1024) char shared[];
-    char* q_smem = shared;                                     // [BLOCK_M, HEAD_DIM]
-    char* k_smem = q_smem + Q_BYTES;                           // [STAGES, BLOCK_N, HEAD_DIM]
-    char* v_smem = k_smem + STAGES * KV_BYTES;                 // [STAGES, BLOCK_N, HEAD_DIM]
-    // endregion
-
-    // region: which rows
-    const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE, g = lane / 4, t = lane % 4;
-    const int m_blocks = ceil_div(p.seq_q, BLOCK_M);
-    const int head_index = blockIdx.x / m_blocks, m_start = blockIdx.x % m_blocks * BLOCK_M;
-    const int warp_row = warp * MMA_M;                         // the warp's first, in the tile
-    const int batch = head_index / p.heads, head = head_index % p.heads, kv_head = head / (p.heads / p.kv_heads);
-    const T* q_gmem = rows_of(p.q, p.q_stride, batch, head, m_start);  // [BLOCK_M, HEAD_DIM]
-    const T* k_gmem = rows_of(p.k, p.k_stride, batch, kv_head, 0);     // [seq_k, HEAD_DIM]
-    const T* v_gmem = rows_of(p.v, p.v_stride, batch, kv_head, 0);     // [seq_k, HEAD_DIM]
-    T* o_gmem = rows_of(p.o, p.o_stride, batch, head, m_start);        // [BLOCK_M, HEAD_DIM]
-    // endregion
-
-    // region: which keys
-    const int diagonal = p.seq_k - p.seq_q;                    // causal: row i sees the keys up to i + diagonal
-    int tiles = ceil_div(p.seq_k, BLOCK_N);
-    if (p.causal) tiles = max(0, min(tiles, ceil_div(m_start + BLOCK_M + diagonal, BLOCK_N)));
-    // endregion
-
     // region: state
     // New: c0 | c1 of an accumulator: columns 2t, 2t + 1 of row g | of row g + 8, two fp16 each
     uint32_t acc[O_TILES][2] = {};                             // O, not yet divided by l_i
@@ -81,46 +32,6 @@ __global__ void __launch_bounds__(THREADS) flash_forward(const Problem p) {
     const float scale_log2 = p.scale * LOG2E;                  // exp(x) is computed as exp2(x * log2(e))
     // endregion
 
-    // region: first copies
-    // The copies of one tile are one group. Past the last tile it is an empty one, so that the count goes on.
-    auto load_kv = [&](int j) {
-        const int n_start = j * BLOCK_N, stage = j % STAGES * KV_BYTES;
-        if (j < tiles) {
-            // region: copy K and V
-            load_tile<BLOCK_N>(k_smem + stage, k_gmem + n_start * p.k_stride.row, p.k_stride.row, p.seq_k - n_start);
-            load_tile<BLOCK_N>(v_smem + stage, v_gmem + n_start * p.v_stride.row, p.v_stride.row, p.seq_k - n_start);
-            // endregion
-        }
-        cp_async_commit();
-    };
-    load_tile<BLOCK_M>(q_smem, q_gmem, p.q_stride.row, p.seq_q - m_start);
-    cp_async_commit();                                         // Q is a group of its own
-    for (int j = 0; j < STAGES - 1; j++) load_kv(j);
-    // endregion
-
-    // region: Q in registers
-    uint32_t q_rmem[HEAD_DIM / MMA_K][4];                      // A: 16 rows x HEAD_DIM columns of Q
-    cp_async_wait<STAGES - 1>();                               // this thread's part of Q is here
-    __syncthreads();                                           // or others' parts would be missing
-#pragma unroll
-    for (int k = 0; k < HEAD_DIM / MMA_K; k++)
-        ldmatrix_x4(q_rmem[k], smem_u32(q_smem + at(warp_row + lane % 16, k * MMA_K + lane / 16 * 8)));
-    // endregion
-
-    // region: main loop
-    for (int j = 0; j < tiles; j++) {
-        // region: load K and V
-        const int n_start = j * BLOCK_N, stage = j % STAGES * KV_BYTES;    // the tile's first key; where it lies
-        if (STAGES == 1) {
-            __syncthreads();                                   // or one would overwrite tile j - 1 while another reads
-            load_kv(j);
-        }
-        cp_async_wait<STAGES == 1 ? 0 : STAGES - 2>();         // this thread's part of K_j and V_j is here
-        __syncthreads();                                       // or others' parts would be missing, tile j - 1 in use
-        if (STAGES > 1) load_kv(j + STAGES - 1);               // into the stage of tile j - 1
-        // endregion
-
-        // region: one tile
         // region: scores
         // S = Q K^T. The rows of K are the columns of K^T: ldmatrix without trans gives the B fragment.
         uint32_t s[S_TILES][2] = {};                           // New
@@ -202,9 +113,6 @@ __global__ void __launch_bounds__(THREADS) flash_forward(const Problem p) {
             }
         }
         // endregion
-        // endregion
-    }
-    // endregion
 
     // region: store
     // O and lse
@@ -233,15 +141,5 @@ __global__ void __launch_bounds__(THREADS) flash_forward(const Problem p) {
         if (m_start + row < p.seq_q)
             *(uint4*)(o_gmem + row * p.o_stride.row + column) = *(const uint4*)(q_smem + at(row, column));
     }
-}
-// endregion
-
-// region: launch
-extern "C" int forward(const Problem* p, void* stream) {
-    const unsigned grid = p->batch * p->heads * ceil_div(p->seq_q, BLOCK_M);
-    // More than 48 KB of shared memory have to be asked for. A refusal is what cudaGetLastError then returns.
-    cudaFuncSetAttribute(flash_forward, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED);
-    flash_forward<<<grid, THREADS, SHARED, (cudaStream_t)stream>>>(*p);
-    return (int)cudaGetLastError();
 }
 // endregion

@@ -18,62 +18,11 @@ constexpr int Q_BYTES = BLOCK_M * ROW_BYTES, KV_BYTES = BLOCK_N * ROW_BYTES;    
 constexpr int SHARED = Q_BYTES + KV_BYTES;                     // New
 // endregion
 
-// region: swizzle
-// Element (row, column) of a tile of shared memory, in bytes from its start; column is a multiple of 8.
-__device__ __forceinline__ int at(int row, int column) {
-    return row * ROW_BYTES + (column / 8 ^ row % 8) * 16;      // the XOR. Writer and reader both go through here
-}
-// endregion
-
-// region: copy a tile
-// Copies a tile of ROWS rows from global to shared memory, a chunk per thread and pass. Only `rows` of them exist: the
-// others become zeros.
-template <int ROWS>
-__device__ __forceinline__ void load_tile(char* tile_smem, const T* tile_gmem, int64_t row_stride, int rows) {
-#pragma unroll
-    for (int i = 0; i < ROWS * CHUNKS; i += THREADS) {
-        const int row = (i + threadIdx.x) / CHUNKS, column = (i + threadIdx.x) % CHUNKS * 8;
-        // 0 bytes are read of a row that does not exist, from a valid address: PTX does not say that any will do.
-        const bool exists = row < rows;
-        const T* from = tile_gmem + (exists ? row : 0) * row_stride + column;
-        cp_async<16>(smem_u32(tile_smem + at(row, column)), from, exists ? 16 : 0);
-    }
-}
-// endregion
-
 // region: shared memory
 __global__ void __launch_bounds__(THREADS) flash_forward(const Problem p) {
     extern __shared__ __align__(1024) char shared[];
     char* q_smem = shared;                                     // [BLOCK_M, HEAD_DIM]
     char* kv_smem = q_smem + Q_BYTES;                          // New: [BLOCK_N, HEAD_DIM]: K_j, then V_j
-    // endregion
-
-    // region: which rows
-    const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE, g = lane / 4, t = lane % 4;
-    const int m_blocks = ceil_div(p.seq_q, BLOCK_M);
-    const int head_index = blockIdx.x / m_blocks, m_start = blockIdx.x % m_blocks * BLOCK_M;
-    const int warp_row = warp * MMA_M;                         // the warp's first, in the tile
-    const int batch = head_index / p.heads, head = head_index % p.heads, kv_head = head / (p.heads / p.kv_heads);
-    const T* q_gmem = rows_of(p.q, p.q_stride, batch, head, m_start);  // [BLOCK_M, HEAD_DIM]
-    const T* k_gmem = rows_of(p.k, p.k_stride, batch, kv_head, 0);     // [seq_k, HEAD_DIM]
-    const T* v_gmem = rows_of(p.v, p.v_stride, batch, kv_head, 0);     // [seq_k, HEAD_DIM]
-    T* o_gmem = rows_of(p.o, p.o_stride, batch, head, m_start);        // [BLOCK_M, HEAD_DIM]
-    // endregion
-
-    // region: which keys
-    const int diagonal = p.seq_k - p.seq_q;                    // causal: row i sees the keys up to i + diagonal
-    int tiles = ceil_div(p.seq_k, BLOCK_N);
-    if (p.causal) tiles = max(0, min(tiles, ceil_div(m_start + BLOCK_M + diagonal, BLOCK_N)));
-    // endregion
-
-    // region: state
-    // c0 c1 | c2 c3 of an accumulator: columns 2t, 2t + 1 of row g | of row g + 8
-    float acc[O_TILES][4] = {};                                // O, not yet divided by l_i
-    float m_i[ROWS_PER_LANE];                                  // the rows' maxima, of the raw scores
-    float l_i[ROWS_PER_LANE] = {};                             // their sums, over this lane's columns
-#pragma unroll
-    for (int r = 0; r < ROWS_PER_LANE; r++) m_i[r] = -INFINITY;
-    const float scale_log2 = p.scale * LOG2E;                  // exp(x) is computed as exp2(x * log2(e))
     // endregion
 
     // region: first copies
@@ -95,15 +44,12 @@ __global__ void __launch_bounds__(THREADS) flash_forward(const Problem p) {
         ldmatrix_x4(q_rmem[k], smem_u32(q_smem + at(warp_row + lane % 16, k * MMA_K + lane / 16 * 8)));
     // endregion
 
-    // region: main loop
-    for (int j = 0; j < tiles; j++) {
         // region: load K and V
         const int n_start = j * BLOCK_N;                       // the tile's first key
         cp_async_wait<0>();                                    // this thread's part of K_j is here
         __syncthreads();                                       // or others' parts would be missing
         // endregion
 
-        // region: one tile
         // region: scores
         // S = Q K^T. The rows of K are the columns of K^T: ldmatrix without trans gives the B fragment.
         float s[S_TILES][4] = {};
@@ -117,59 +63,11 @@ __global__ void __launch_bounds__(THREADS) flash_forward(const Problem p) {
                 mma_m16n8k16<T>(s[2 * n], q_rmem[k], b[0], b[1]);
                 mma_m16n8k16<T>(s[2 * n + 1], q_rmem[k], b[2], b[3]);
             }
-        // endregion
 
         // region: V in K's place
         __syncthreads();                                       // New: or V_j would be written over K_j too early
         load(v_gmem, p.v_stride.row, n_start);
         // endregion
-
-        // region: row maxima
-        float m_new[ROWS_PER_LANE];
-#pragma unroll
-        for (int r = 0; r < ROWS_PER_LANE; r++) {
-            const int row = m_start + warp_row + g + r * 8;
-            const int last_key = p.causal ? min(p.seq_k - 1, row + diagonal) : p.seq_k - 1;
-            float x = m_i[r];
-#pragma unroll
-            for (int n = 0; n < S_TILES; n++)
-#pragma unroll
-                for (int e = 0; e < 2; e++) {
-                    float& c = s[n][2 * r + e];
-                    if (n_start + n * MMA_N + t * 2 + e > last_key) c = -INFINITY;
-                    x = fmaxf(x, c);
-                }
-            x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));          // a row lives in the four lanes of a quad
-            m_new[r] = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-        }
-        // endregion
-
-        // region: rescale
-        // What was summed under the old maximum is brought under the new one
-#pragma unroll
-        for (int r = 0; r < ROWS_PER_LANE; r++) {
-            const float base = m_new[r] == -INFINITY ? 0.f : m_new[r];         // -inf - (-inf) would be NaN
-            const float correction = exp2_approx((m_i[r] - base) * scale_log2);
-            m_i[r] = m_new[r], l_i[r] *= correction;
-#pragma unroll
-            for (int n = 0; n < O_TILES; n++) acc[n][2 * r] *= correction, acc[n][2 * r + 1] *= correction;
-        }
-        // endregion
-
-        // region: probabilities
-        // P = exp(S - maximum), in place
-#pragma unroll
-        for (int r = 0; r < ROWS_PER_LANE; r++) {
-            const float base = (m_i[r] == -INFINITY ? 0.f : m_i[r]) * scale_log2;
-#pragma unroll
-            for (int n = 0; n < S_TILES; n++)
-#pragma unroll
-                for (int e = 0; e < 2; e++) {
-                    float& c = s[n][2 * r + e];
-                    c = exp2_approx(fmaf(c, scale_log2, -base));
-                    l_i[r] += c;
-                }
-        }
         // endregion
 
         // region: output
@@ -189,48 +87,6 @@ __global__ void __launch_bounds__(THREADS) flash_forward(const Problem p) {
                 mma_m16n8k16<T>(acc[2 * n + 1], a, b[2], b[3]);
             }
         }
-        // endregion
-        // endregion
         __syncthreads();                                       // New: or K_(j + 1) would be written over V_j too early
         if (j + 1 < tiles) load(k_gmem, p.k_stride.row, n_start + BLOCK_N);
-    }
-    // endregion
-
-    // region: store
-    // O and lse
-    cp_async_wait<0>();
-    __syncthreads();                                           // or a warp would write O over Q it still reads
-    const int64_t first_row = (int64_t)head_index * p.seq_q + m_start;         // of lse [batch, heads, seq_q]
-#pragma unroll
-    for (int r = 0; r < ROWS_PER_LANE; r++) {
-        const int row = warp_row + g + r * 8;
-        float sum = l_i[r];
-        sum += __shfl_xor_sync(~0u, sum, 1);
-        sum += __shfl_xor_sync(~0u, sum, 2);
-        const float inverse = sum > 0.f ? 1.f / sum : sum;     // a row that sees no key: 0; NaN stays NaN
-        if (t == 0 && m_start + row < p.seq_q)
-            p.lse[first_row + row] = sum == 0.f ? -INFINITY : (m_i[r] * scale_log2 + log2f(sum)) * LN2;
-#pragma unroll
-        for (int n = 0; n < O_TILES; n++)                      // into the tile of Q, by the swizzle
-            *(uint32_t*)(q_smem + at(row, n * MMA_N) + t * 4) =
-                pack<T>(acc[n][2 * r] * inverse, acc[n][2 * r + 1] * inverse);
-    }
-    __syncwarp();                                              // or a lane would read what another has not written
-#pragma unroll
-    for (int i = lane; i < MMA_M * CHUNKS; i += WARP_SIZE) {   // a warp stores the rows that it wrote
-        const int row = warp_row + i / CHUNKS, column = i % CHUNKS * 8;
-        if (m_start + row < p.seq_q)
-            *(uint4*)(o_gmem + row * p.o_stride.row + column) = *(const uint4*)(q_smem + at(row, column));
-    }
-}
-// endregion
-
-// region: launch
-extern "C" int forward(const Problem* p, void* stream) {
-    const unsigned grid = p->batch * p->heads * ceil_div(p->seq_q, BLOCK_M);
-    // More than 48 KB of shared memory have to be asked for. A refusal is what cudaGetLastError then returns.
-    cudaFuncSetAttribute(flash_forward, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED);
-    flash_forward<<<grid, THREADS, SHARED, (cudaStream_t)stream>>>(*p);
-    return (int)cudaGetLastError();
-}
-// endregion
+        // endregion

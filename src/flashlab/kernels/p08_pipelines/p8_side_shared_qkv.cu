@@ -19,61 +19,10 @@ static_assert(Q_BYTES == KV_BYTES);
 constexpr int SHARED = KV_BYTES;                               // New
 // endregion
 
-// region: swizzle
-// Element (row, column) of a tile of shared memory, in bytes from its start; column is a multiple of 8.
-__device__ __forceinline__ int at(int row, int column) {
-    return row * ROW_BYTES + (column / 8 ^ row % 8) * 16;      // the XOR. Writer and reader both go through here
-}
-// endregion
-
-// region: copy a tile
-// Copies a tile of ROWS rows from global to shared memory, a chunk per thread and pass. Only `rows` of them exist: the
-// others become zeros.
-template <int ROWS>
-__device__ __forceinline__ void load_tile(char* tile_smem, const T* tile_gmem, int64_t row_stride, int rows) {
-#pragma unroll
-    for (int i = 0; i < ROWS * CHUNKS; i += THREADS) {
-        const int row = (i + threadIdx.x) / CHUNKS, column = (i + threadIdx.x) % CHUNKS * 8;
-        // 0 bytes are read of a row that does not exist, from a valid address: PTX does not say that any will do.
-        const bool exists = row < rows;
-        const T* from = tile_gmem + (exists ? row : 0) * row_stride + column;
-        cp_async<16>(smem_u32(tile_smem + at(row, column)), from, exists ? 16 : 0);
-    }
-}
-// endregion
-
 // region: shared memory
 __global__ void __launch_bounds__(THREADS) flash_forward(const Problem p) {
     extern __shared__ __align__(1024) char shared[];
     char *q_smem = shared, *kv_smem = shared;                  // New: [BLOCK_N, HEAD_DIM]: Q; K_j, then V_j; O
-    // endregion
-
-    // region: which rows
-    const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE, g = lane / 4, t = lane % 4;
-    const int m_blocks = ceil_div(p.seq_q, BLOCK_M);
-    const int head_index = blockIdx.x / m_blocks, m_start = blockIdx.x % m_blocks * BLOCK_M;
-    const int warp_row = warp * MMA_M;                         // the warp's first, in the tile
-    const int batch = head_index / p.heads, head = head_index % p.heads, kv_head = head / (p.heads / p.kv_heads);
-    const T* q_gmem = rows_of(p.q, p.q_stride, batch, head, m_start);  // [BLOCK_M, HEAD_DIM]
-    const T* k_gmem = rows_of(p.k, p.k_stride, batch, kv_head, 0);     // [seq_k, HEAD_DIM]
-    const T* v_gmem = rows_of(p.v, p.v_stride, batch, kv_head, 0);     // [seq_k, HEAD_DIM]
-    T* o_gmem = rows_of(p.o, p.o_stride, batch, head, m_start);        // [BLOCK_M, HEAD_DIM]
-    // endregion
-
-    // region: which keys
-    const int diagonal = p.seq_k - p.seq_q;                    // causal: row i sees the keys up to i + diagonal
-    int tiles = ceil_div(p.seq_k, BLOCK_N);
-    if (p.causal) tiles = max(0, min(tiles, ceil_div(m_start + BLOCK_M + diagonal, BLOCK_N)));
-    // endregion
-
-    // region: state
-    // c0 c1 | c2 c3 of an accumulator: columns 2t, 2t + 1 of row g | of row g + 8
-    float acc[O_TILES][4] = {};                                // O, not yet divided by l_i
-    float m_i[ROWS_PER_LANE];                                  // the rows' maxima, of the raw scores
-    float l_i[ROWS_PER_LANE] = {};                             // their sums, over this lane's columns
-#pragma unroll
-    for (int r = 0; r < ROWS_PER_LANE; r++) m_i[r] = -INFINITY;
-    const float scale_log2 = p.scale * LOG2E;                  // exp(x) is computed as exp2(x * log2(e))
     // endregion
 
     // region: first copies
@@ -94,107 +43,6 @@ __global__ void __launch_bounds__(THREADS) flash_forward(const Problem p) {
         ldmatrix_x4(q_rmem[k], smem_u32(q_smem + at(warp_row + lane % 16, k * MMA_K + lane / 16 * 8)));
     __syncthreads();                                           // New: or K_0 would be written over Q too early
     if (tiles > 0) load(k_gmem, p.k_stride.row, 0);
-    // endregion
-
-    // region: main loop
-    for (int j = 0; j < tiles; j++) {
-        // region: load K and V
-        const int n_start = j * BLOCK_N;                       // the tile's first key
-        cp_async_wait<0>();                                    // this thread's part of K_j is here
-        __syncthreads();                                       // or others' parts would be missing
-        // endregion
-
-        // region: one tile
-        // region: scores
-        // S = Q K^T. The rows of K are the columns of K^T: ldmatrix without trans gives the B fragment.
-        float s[S_TILES][4] = {};
-#pragma unroll
-        for (int k = 0; k < HEAD_DIM / MMA_K; k++)
-#pragma unroll
-            for (int n = 0; n < S_TILES / 2; n++) {
-                uint32_t b[4];                                 // B twice: 16 columns x 16 keys
-                const int row = n * 16 + lane % 8 + lane / 16 * 8, column = k * MMA_K + lane / 8 % 2 * 8;
-                ldmatrix_x4(b, smem_u32(kv_smem + at(row, column)));
-                mma_m16n8k16<T>(s[2 * n], q_rmem[k], b[0], b[1]);
-                mma_m16n8k16<T>(s[2 * n + 1], q_rmem[k], b[2], b[3]);
-            }
-        // endregion
-
-        // region: V in K's place
-        __syncthreads();                                       // or V_j would be written over K_j too early
-        load(v_gmem, p.v_stride.row, n_start);
-        // endregion
-
-        // region: row maxima
-        float m_new[ROWS_PER_LANE];
-#pragma unroll
-        for (int r = 0; r < ROWS_PER_LANE; r++) {
-            const int row = m_start + warp_row + g + r * 8;
-            const int last_key = p.causal ? min(p.seq_k - 1, row + diagonal) : p.seq_k - 1;
-            float x = m_i[r];
-#pragma unroll
-            for (int n = 0; n < S_TILES; n++)
-#pragma unroll
-                for (int e = 0; e < 2; e++) {
-                    float& c = s[n][2 * r + e];
-                    if (n_start + n * MMA_N + t * 2 + e > last_key) c = -INFINITY;
-                    x = fmaxf(x, c);
-                }
-            x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));          // a row lives in the four lanes of a quad
-            m_new[r] = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-        }
-        // endregion
-
-        // region: rescale
-        // What was summed under the old maximum is brought under the new one
-#pragma unroll
-        for (int r = 0; r < ROWS_PER_LANE; r++) {
-            const float base = m_new[r] == -INFINITY ? 0.f : m_new[r];         // -inf - (-inf) would be NaN
-            const float correction = exp2_approx((m_i[r] - base) * scale_log2);
-            m_i[r] = m_new[r], l_i[r] *= correction;
-#pragma unroll
-            for (int n = 0; n < O_TILES; n++) acc[n][2 * r] *= correction, acc[n][2 * r + 1] *= correction;
-        }
-        // endregion
-
-        // region: probabilities
-        // P = exp(S - maximum), in place
-#pragma unroll
-        for (int r = 0; r < ROWS_PER_LANE; r++) {
-            const float base = (m_i[r] == -INFINITY ? 0.f : m_i[r]) * scale_log2;
-#pragma unroll
-            for (int n = 0; n < S_TILES; n++)
-#pragma unroll
-                for (int e = 0; e < 2; e++) {
-                    float& c = s[n][2 * r + e];
-                    c = exp2_approx(fmaf(c, scale_log2, -base));
-                    l_i[r] += c;
-                }
-        }
-        // endregion
-
-        // region: output
-        cp_async_wait<0>();                                    // this thread's part of V_j is here
-        __syncthreads();                                       // or others' parts would be missing
-        // O += P V. Two neighbouring accumulators of S, rounded, are the A fragment of P: no lane needs another's
-        // numbers. B wants two keys of one column of V in a register, and they lie in two rows: ldmatrix with trans.
-#pragma unroll
-        for (int k = 0; k < BLOCK_N / MMA_K; k++) {
-            const float(&c)[4] = s[2 * k], (&d)[4] = s[2 * k + 1];
-            const uint32_t a[4] = {pack<T>(c[0], c[1]), pack<T>(c[2], c[3]), pack<T>(d[0], d[1]), pack<T>(d[2], d[3])};
-#pragma unroll
-            for (int n = 0; n < O_TILES / 2; n++) {
-                uint32_t b[4];                                 // B twice: 16 keys x 16 columns of V
-                ldmatrix_x4_trans(b, smem_u32(kv_smem + at(k * MMA_K + lane % 16, n * 16 + lane / 16 * 8)));
-                mma_m16n8k16<T>(acc[2 * n], a, b[0], b[1]);
-                mma_m16n8k16<T>(acc[2 * n + 1], a, b[2], b[3]);
-            }
-        }
-        // endregion
-        // endregion
-        __syncthreads();                                       // or K_(j + 1) would be written over V_j too early
-        if (j + 1 < tiles) load(k_gmem, p.k_stride.row, n_start + BLOCK_N);
-    }
     // endregion
 
     // region: store
@@ -223,15 +71,5 @@ __global__ void __launch_bounds__(THREADS) flash_forward(const Problem p) {
         if (m_start + row < p.seq_q)
             *(uint4*)(o_gmem + row * p.o_stride.row + column) = *(const uint4*)(q_smem + at(row, column));
     }
-}
-// endregion
-
-// region: launch
-extern "C" int forward(const Problem* p, void* stream) {
-    const unsigned grid = p->batch * p->heads * ceil_div(p->seq_q, BLOCK_M);
-    // More than 48 KB of shared memory have to be asked for. A refusal is what cudaGetLastError then returns.
-    cudaFuncSetAttribute(flash_forward, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED);
-    flash_forward<<<grid, THREADS, SHARED, (cudaStream_t)stream>>>(*p);
-    return (int)cudaGetLastError();
 }
 // endregion

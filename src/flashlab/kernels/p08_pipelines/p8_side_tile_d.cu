@@ -21,29 +21,6 @@ constexpr int Q_BYTES = BLOCK_M * ROW_BYTES, KV_BYTES = BLOCK_N * ROW_BYTES;    
 constexpr int STAGE_BYTES = Q_BYTES + KV_BYTES, SHARED = STAGES * STAGE_BYTES;
 // endregion
 
-// region: swizzle
-// Element (row, column) of a tile of shared memory, in bytes from its start; column is a multiple of 8.
-__device__ __forceinline__ int at(int row, int column) {
-    return row * ROW_BYTES + (column / 8 ^ row % 8) * 16;      // the XOR. Writer and reader both go through here
-}
-// endregion
-
-// region: copy a tile
-// Copies a tile of ROWS rows from global to shared memory, a chunk per thread and pass. Only `rows` of them exist: the
-// others become zeros.
-template <int ROWS>
-__device__ __forceinline__ void load_tile(char* tile_smem, const T* tile_gmem, int64_t row_stride, int rows) {
-#pragma unroll
-    for (int i = 0; i < ROWS * CHUNKS; i += THREADS) {
-        const int row = (i + threadIdx.x) / CHUNKS, column = (i + threadIdx.x) % CHUNKS * 8;
-        // 0 bytes are read of a row that does not exist, from a valid address: PTX does not say that any will do.
-        const bool exists = row < rows;
-        const T* from = tile_gmem + (exists ? row : 0) * row_stride + column;
-        cp_async<16>(smem_u32(tile_smem + at(row, column)), from, exists ? 16 : 0);
-    }
-}
-// endregion
-
 // region: shared memory
 __global__ void __launch_bounds__(THREADS) flash_forward(const Problem p) {
     // New: [STAGES] of Q [BLOCK_M, SLICE], then K or V [BLOCK_N, SLICE]
@@ -62,22 +39,6 @@ __global__ void __launch_bounds__(THREADS) flash_forward(const Problem p) {
     T* o_gmem = rows_of(p.o, p.o_stride, batch, head, m_start);        // [BLOCK_M, HEAD_DIM]
     // endregion
 
-    // region: which keys
-    const int diagonal = p.seq_k - p.seq_q;                    // causal: row i sees the keys up to i + diagonal
-    int tiles = ceil_div(p.seq_k, BLOCK_N);
-    if (p.causal) tiles = max(0, min(tiles, ceil_div(m_start + BLOCK_M + diagonal, BLOCK_N)));
-    // endregion
-
-    // region: state
-    // c0 c1 | c2 c3 of an accumulator: columns 2t, 2t + 1 of row g | of row g + 8
-    float acc[O_TILES][4] = {};                                // O, not yet divided by l_i
-    float m_i[ROWS_PER_LANE];                                  // the rows' maxima, of the raw scores
-    float l_i[ROWS_PER_LANE] = {};                             // their sums, over this lane's columns
-#pragma unroll
-    for (int r = 0; r < ROWS_PER_LANE; r++) m_i[r] = -INFINITY;
-    const float scale_log2 = p.scale * LOG2E;                  // exp(x) is computed as exp2(x * log2(e))
-    // endregion
-
     // region: first copies
     // New: the copies of slice i are one group: of Q and K for the first half of a tile's slices, of V for the other.
     auto load_slice = [&](int i) {
@@ -93,6 +54,10 @@ __global__ void __launch_bounds__(THREADS) flash_forward(const Problem p) {
         cp_async_commit();
     };
     load_slice(0);
+    // endregion
+
+    // region: Q in registers
+    // It is not: a slice of it is read where it is needed, and then the next one takes its place.
     int slice = 0;                                             // New: that is worked on next
     auto next_stage = [&]() {
         cp_async_wait<0>();                                    // this thread's part of the slice is here
@@ -102,11 +67,10 @@ __global__ void __launch_bounds__(THREADS) flash_forward(const Problem p) {
     };
     // endregion
 
-    // region: main loop
-    for (int j = 0; j < tiles; j++) {
+        // region: load K and V
         const int n_start = j * BLOCK_N;                       // the tile's first key
+        // endregion
 
-        // region: one tile
         // region: scores
         // S = Q K^T. The rows of K are the columns of K^T: ldmatrix without trans gives the B fragment.
         float s[S_TILES][4] = {};
@@ -125,54 +89,6 @@ __global__ void __launch_bounds__(THREADS) flash_forward(const Problem p) {
                     mma_m16n8k16<T>(s[2 * n + 1], a, b[2], b[3]);
                 }
             }
-        }
-        // endregion
-
-        // region: row maxima
-        float m_new[ROWS_PER_LANE];
-#pragma unroll
-        for (int r = 0; r < ROWS_PER_LANE; r++) {
-            const int row = m_start + warp_row + g + r * 8;
-            const int last_key = p.causal ? min(p.seq_k - 1, row + diagonal) : p.seq_k - 1;
-            float x = m_i[r];
-#pragma unroll
-            for (int n = 0; n < S_TILES; n++)
-#pragma unroll
-                for (int e = 0; e < 2; e++) {
-                    float& c = s[n][2 * r + e];
-                    if (n_start + n * MMA_N + t * 2 + e > last_key) c = -INFINITY;
-                    x = fmaxf(x, c);
-                }
-            x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));          // a row lives in the four lanes of a quad
-            m_new[r] = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-        }
-        // endregion
-
-        // region: rescale
-        // What was summed under the old maximum is brought under the new one
-#pragma unroll
-        for (int r = 0; r < ROWS_PER_LANE; r++) {
-            const float base = m_new[r] == -INFINITY ? 0.f : m_new[r];         // -inf - (-inf) would be NaN
-            const float correction = exp2_approx((m_i[r] - base) * scale_log2);
-            m_i[r] = m_new[r], l_i[r] *= correction;
-#pragma unroll
-            for (int n = 0; n < O_TILES; n++) acc[n][2 * r] *= correction, acc[n][2 * r + 1] *= correction;
-        }
-        // endregion
-
-        // region: probabilities
-        // P = exp(S - maximum), in place
-#pragma unroll
-        for (int r = 0; r < ROWS_PER_LANE; r++) {
-            const float base = (m_i[r] == -INFINITY ? 0.f : m_i[r]) * scale_log2;
-#pragma unroll
-            for (int n = 0; n < S_TILES; n++)
-#pragma unroll
-                for (int e = 0; e < 2; e++) {
-                    float& c = s[n][2 * r + e];
-                    c = exp2_approx(fmaf(c, scale_log2, -base));
-                    l_i[r] += c;
-                }
         }
         // endregion
 
@@ -198,9 +114,6 @@ __global__ void __launch_bounds__(THREADS) flash_forward(const Problem p) {
             }
         }
         // endregion
-        // endregion
-    }
-    // endregion
 
     // region: store
     // O and lse. Each lane stores its pairs of columns.
@@ -223,15 +136,5 @@ __global__ void __launch_bounds__(THREADS) flash_forward(const Problem p) {
             }
         }
     }
-}
-// endregion
-
-// region: launch
-extern "C" int forward(const Problem* p, void* stream) {
-    const unsigned grid = p->batch * p->heads * ceil_div(p->seq_q, BLOCK_M);
-    // More than 48 KB of shared memory have to be asked for. A refusal is what cudaGetLastError then returns.
-    cudaFuncSetAttribute(flash_forward, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED);
-    flash_forward<<<grid, THREADS, SHARED, (cudaStream_t)stream>>>(*p);
-    return (int)cudaGetLastError();
 }
 // endregion

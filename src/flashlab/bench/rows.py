@@ -1,0 +1,95 @@
+"""All records' rows in one schema, and questions to them.
+
+found = rows.of(data)
+rows.where(found, part="shapes", name={"p11", "cuDNN"})
+rows.over(rows.by(found, "D", "N"), "p11", "cuDNN")  # how many times as fast, at each (D, N)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from flashlab.bench.timing import attention_flops
+from flashlab.table import Table
+
+Row = dict[str, Any]
+Data = Mapping[str, Any]
+At = dict[tuple, dict[str, Row]]
+"""Rows by name, at each value of some keys."""
+DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "f32"}
+
+
+class Missing(ValueError):
+    """A question to which a record has no answer."""
+
+
+def of(data: Data) -> list[Row]:
+    """Every row of a record, whatever its bench calls things.
+
+    Each has what its bench wrote, and: part, name, pass, causal, inputs, dtype (DTYPES' values, unless the row itself
+    says it otherwise); shape, [batch, heads, N, D], with N, D and work, where there is one; tflops, where a forward
+    pass has a time.
+    """
+    about: Row = {"batch": 1, "dtype": "float16"} | dict(data)
+    about |= data["shape"] if isinstance(data.get("shape"), dict) else {}
+    found = []
+    for part, some in data.items():
+        if not isinstance(some, list) or not some or not isinstance(some[0], dict):
+            continue
+        for own in some if part == "rows" or "part" not in some[0] else ():  # records.recorded shows some rows twice
+            row: Row = {"part": part, "causal": False, "inputs": "randn", "dtype": DTYPES.get(about["dtype"])}
+            row |= own
+            row.setdefault("pass", "backward" if row["part"] == "backward" else "forward")
+            row.setdefault("name", row.get("variant") or row.get("how") or row["part"])
+            if not {"shape", "seq_q"} & row.keys():  # seq_q: not as many queries as keys
+                size = {"heads": 1} | about | row
+                row["shape"] = [size.get(key) for key in ("batch", "heads", "seq_len", "head_dim")]
+            shape = row.get("shape", [])
+            if len(shape) == 4 and None not in shape:
+                batch, heads, n, d = shape
+                row |= {"N": n, "D": d, "work": math.prod(shape) * n}
+                if "ms" in row and "tflops" not in row and row["pass"] == "forward":
+                    row["tflops"] = attention_flops(batch, heads, n, d, row["causal"]) / row["ms"] / 1e9
+            found.append(row)
+    return found
+
+
+def where(some: Iterable[Row], **wanted: Any) -> list[Row]:
+    """The rows whose items are the wanted ones: each a value, or a set of them."""
+
+    def fits(value: Any, want: Any) -> bool:
+        return value in want if isinstance(want, set | frozenset) else value == want
+
+    return [r for r in some if all(fits(r.get(key), want) for key, want in wanted.items())]
+
+
+def by(some: Iterable[Row], *keys: str) -> At:
+    """At each value of the keys its rows by name; of two with the same name the last."""
+    found: At = {}
+    for r in some:
+        found.setdefault(tuple(r[key] for key in keys), {})[r["name"]] = r
+    return found
+
+
+def over(at: At, name: str, peer: str) -> dict[tuple, float]:
+    """How many times as fast as a peer one is, wherever both have a time. Raises Missing where that is nowhere."""
+    both = {key: (r[name], r[peer]) for key, r in at.items() if all("ms" in r.get(n, {}) for n in (name, peer))}
+    if not both:
+        raise Missing(f"{name} and {peer} were timed nowhere both")
+    return {key: theirs["ms"] / ours["ms"] for key, (ours, theirs) in both.items()}
+
+
+def grid(
+    at: At, keys: Sequence[str], cell: Callable[[Row], str], names: Iterable[str] = (), caption: str = ""
+) -> Table:  # fmt: skip
+    """A line for each key, a column for each name (by default for all in their order); "" where one has no row."""
+    names = list(names or dict.fromkeys(name for rows in at.values() for name in rows))
+    lines = [
+        [*(("whole", "causal")[x] if isinstance(x, bool) else x for x in key)]
+        + [cell(rows[name]) if name in rows else "" for name in names]
+        for key, rows in at.items()
+    ]
+    align = "".join("r" if key in ("D", "N") else "l" for key in keys) + "r" * len(names)
+    return Table.of(lines, [*keys, *names], align=align, caption=caption)
