@@ -38,7 +38,10 @@ WRAPPED = (
     "exit", "_exit", "_Exit", "quick_exit", "abort", "__cxa_throw", "__cxa_allocate_exception",
 )  # fmt: skip
 WRAPPED_IN_MODULES = ("printf", "__assert_fail")
-SYSTEM = [Path("/usr/local/include"), Path("/usr/include")]  # where headers of the machine are
+OWN = (INCLUDE, INCLUDE / "toolkit")  # where headers of the emulator are
+SYSTEM = (Path("/usr/local/include"), Path("/usr/include"))  # and of the machine
+# What kernels include of the emulator's, in sets that g++ is given as it has read them before; the largest first.
+READ_AHEAD = (("ptx.cuh", "wgmma.cuh", "tensor_map.cuh"), ("ptx.cuh",), ("simt.h",))
 PLACED = 1024  # bytes: an array of shared memory lies at its alignment beyond a multiple of this
 RED_ZONE = 1024  # bytes behind each static __shared__ array of a check build, which belong to nobody
 STATIC_SHARED = 48 * 1024  # bytes: what a GPU gives a kernel that has not asked for more
@@ -193,7 +196,7 @@ def _run(command: list[str], where: Path, text: str | None = None) -> subprocess
 @functools.cache
 def _runtime_key(compiler: Compiler, defines: tuple[str, ...]) -> str:
     how = [HERE / f"{name}.py" for name in ("build", "elf", "source")]
-    files = sorted([*RUNTIME.glob("*"), *INCLUDE.rglob("*.h"), *how])
+    files = sorted([*RUNTIME.glob("*"), *INCLUDE.rglob("*"), *how])
     return cache.key(compiler, _cpu(), defines, [(f.name, cache.file_digest(f)) for f in files if f.is_file()])
 
 
@@ -240,45 +243,40 @@ def _wraps(names: Sequence[str]) -> list[str]:
     return [f"-Wl,--wrap={f}" for f in names]
 
 
-# C++'s own headers, as simt.h includes them (include/simt/language.h and host_api.h).
-_LIBRARY = """\
-#if __has_include(<bits/c++config.h>)
-#include <bits/c++config.h>
-#undef _GLIBCXX_USE_STD_SPEC_FUNCS
-#endif
-#include <math.h>
-#include <stddef.h>
-#include <stdint.h>
-#include <stdio.h>
-#include <string.h>
-#include <tuple>
-#include <type_traits>
-#include <utility>
-"""
+@functools.cache
+def _closure(headers: tuple[str, ...], places: tuple[Path, ...]) -> tuple[Path, ...]:
+    """These headers, and all that they include."""
+    return tuple(source.includes("".join(f'#include "{h}"\n' for h in headers), places))
+
+
+def read_ahead(cxx: Compiler, flags: Sequence[str], text: str, places: Sequence[Path]) -> list[str]:
+    """Flags with which g++ finds the headers that a source includes read already: most of what it would read.
+
+    Args:
+        flags: without macros.
+        text: the source.
+        places: where it looks for headers before it comes to the emulator's.
+
+    Returns:
+        nothing where there are none, or it does not work; then each build reads them for itself.
+    """
+    included = {} if cxx.clang else set(source.includes(text, [*places, *OWN]))
+    headers = next((h for h in READ_AHEAD if included.issuperset(_closure(h, OWN))), None)
+    return _read(cxx, tuple(flags), headers, cache.folder("simt")) if headers else []
 
 
 @functools.cache
-def _library_key() -> list[tuple[str, str]]:
-    """The headers of the machine that it reads: g++ does not see that one has changed."""
-    return [(str(p), cache.file_digest(p)) for p in source.includes(_LIBRARY, SYSTEM)]
-
-
-def library(cxx: Compiler, flags: Sequence[str]) -> list[str]:
-    """Flags with which g++ finds C++'s own headers read already: they are half of what a short kernel's build takes.
-
-    Nothing where it does not work; then each build reads them for itself.
-    """
-    if cxx.clang:
-        return []
-    flags = [f for f in flags if not f.startswith("-D")]
-
+def _read(cxx: Compiler, flags: tuple[str, ...], headers: tuple[str, ...], _: Path) -> list[str]:
     def make(work: Path) -> dict[str, Any]:
-        (work / "library.h").write_text(_LIBRARY)
-        read = _run([cxx.path, *flags, "-w", "-x", "c++-header", "library.h", "-o", "library.h.gch"], work)
-        return {"usable": read.returncode == 0}
+        (work / "headers.h").write_text("".join(f'#include "{h}"\n' for h in headers))
+        found = [word for folder in OWN for word in ("-I", str(folder))]
+        command = [cxx.path, *flags, *found, "-w", "-x", "c++-header", "headers.h", "-o", "headers.h.gch"]
+        return {"usable": _run(command, work).returncode == 0}
 
-    found = cache.kept("simt", cache.key("library", _runtime_key(cxx, ()), flags, _library_key()), make)
-    return ["-fpch-preprocess", "-include", str(found.folder / "library.h")] if found.notes["usable"] else []
+    # g++ does not see that a header of the machine has changed.
+    digests = [(str(p), cache.file_digest(p)) for p in _closure(headers, (*OWN, *SYSTEM))]
+    kept = cache.kept("simt", cache.key("headers", _runtime_key(cxx, ()), flags, digests), make)
+    return ["-fpch-preprocess", "-include", str(kept.folder / "headers.h")] if kept.notes["usable"] else []
 
 
 @dataclass(frozen=True)
@@ -338,17 +336,18 @@ def build(
     flags = [*language, *macros]
     if directory:
         flags += ["-iquote", str(Path(directory).resolve())]
-    for folder in [*folders, str(INCLUDE), str(INCLUDE / "toolkit")]:
+    for folder in [*folders, *map(str, OWN)]:
         flags += ["-I", folder]
-    places = [*([directory] if directory else []), *map(Path, folders), *SYSTEM]
-    digests = [(str(p), cache.file_digest(p)) for p in source.includes(text, places)]
+    places = [*([directory] if directory else []), *map(Path, folders)]
+    digests = [(str(p), cache.file_digest(p)) for p in source.includes(text, [*places, *SYSTEM])]
 
     ran_by = runtime(cxx, runtime_defines)
 
     def make(work: Path) -> dict[str, Any]:
         try:
-            preprocessed, warnings = _compile(cxx, flags, text, name, work, check, library(cxx, language))
-        except CompileError:  # in the words of a build without; and perhaps it is the library that cannot be used
+            known = read_ahead(cxx, language, text, places)
+            preprocessed, warnings = _compile(cxx, flags, text, name, work, check, known)
+        except CompileError:  # in the words of a build without; and perhaps it is these headers that cannot be used
             preprocessed, warnings = _compile(cxx, flags, text, name, work, check, [])
         shared, dynamic = _link(cxx, ran_by, work, check, set(preprocessed.kernels))
         return {
@@ -375,7 +374,7 @@ def _compile(
     if printed.returncode:
         raise CompileError(hints.explained(printed.stderr, name))
     preprocessed = source.Preprocessed(printed.stdout, (str(INCLUDE), *known[-1:]))
-    if not any(f.startswith(str(INCLUDE)) for f in preprocessed.included):
+    if not known and not any(f.startswith(str(INCLUDE)) for f in preprocessed.included):
         hints.check_included(text, name)
     try:
         preprocessed.check()
