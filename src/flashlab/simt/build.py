@@ -225,7 +225,7 @@ def runtime(compiler: Compiler, defines: tuple[str, ...] = ()) -> Path:
         if errors:
             raise SimtError(f"the emulator's runtime does not compile with {compiler.version}:\n" + "\n".join(errors))
         objects = [f"{p.stem}.o" for p in parts if p.stem not in ("module", "runner")]
-        own = ["-static-libstdc++", "-static-libgcc", "-lpthread"]  # what it needs of C++ it brings along, for modules too
+        own = ["-static-libstdc++", "-static-libgcc", "-lpthread"]  # modules find its C++ library here too
         library = ["-shared", *objects, "-o", LIBRARY, f"-Wl,-soname,{LIBRARY}", "-Wl,-Bsymbolic", *_wraps(WRAPPED)]
         runner = ["runner.o", LIBRARY, "-o", "runner", "-Wl,-rpath,$ORIGIN", "-Wl,--as-needed", "-ldl"]
         for command in (library, runner):
@@ -260,7 +260,7 @@ def read_ahead(cxx: Compiler, flags: Sequence[str], text: str, places: Sequence[
     Returns:
         nothing where there are none, or it does not work; then each build reads them for itself.
     """
-    included = {} if cxx.clang else set(source.includes(text, [*places, *OWN]))
+    included = set() if cxx.clang else set(source.includes(text, [*places, *OWN]))
     headers = next((h for h in READ_AHEAD if included.issuperset(_closure(h, OWN))), None)
     return _read(cxx, tuple(flags), headers, cache.folder("simt")) if headers else []
 
@@ -273,7 +273,7 @@ def _read(cxx: Compiler, flags: tuple[str, ...], headers: tuple[str, ...], _: Pa
         command = [cxx.path, *flags, *found, "-w", "-x", "c++-header", "headers.h", "-o", "headers.h.gch"]
         return {"usable": _run(command, work).returncode == 0}
 
-    # g++ does not see that a header of the machine has changed.
+    # g++ does not see that a header of the machine has changed; and lines are told by the emulator's own paths.
     digests = [(str(p), cache.file_digest(p)) for p in _closure(headers, (*OWN, *SYSTEM))]
     kept = cache.kept("simt", cache.key("headers", _runtime_key(cxx, ()), flags, digests), make)
     return ["-fpch-preprocess", "-include", str(kept.folder / "headers.h")] if kept.notes["usable"] else []

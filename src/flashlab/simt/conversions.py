@@ -45,8 +45,8 @@ def conversions(
     flags = [*language, f"-D__CUDA_ARCH__={CUDA_ARCH}", *macros]
     flags += ["-iquote", str(Path(directory).resolve())] if directory else []
     places = list(map(Path, include_dirs))
-    for folder in (*places, *OWN):
-        flags += ["-I", str(folder)]
+    for place in (*places, *OWN):
+        flags += ["-I", str(place)]
     places = [Path(directory), *places] if directory else places
     for known in (read_ahead(cxx, language, text, places), []):  # as in build.py: without it, where it cannot be used
         with tempfile.TemporaryDirectory() as folder:
