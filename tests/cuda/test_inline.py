@@ -45,12 +45,12 @@ def cache(tmp_path, monkeypatch):
 
     compiler = build.find_compiler()
     kinds = (compiler.fast, compiler.check)
-    known = [build.library(compiler, ["-std=c++17", *compiler.kernel, *kind]) for kind in kinds]
-    kept = [build.runtime(compiler).parent, build.runner(compiler).parent, *(Path(k[-1]).parent for k in known if k)]
+    known = [build.read_ahead(compiler, ["-std=c++17", *compiler.kernel, *kind], SCALE, []) for kind in kinds]
+    kept = [build.runtime(compiler), *(Path(k[-1]).parent for k in known if k)]
     monkeypatch.setenv("FLASHLAB_CACHE", str(tmp_path))
     for folder in kept:
         shutil.copytree(folder, _cache.folder("simt") / folder.name)
-    assert build.runtime(compiler).parent.parent == _cache.folder("simt")
+    assert build.runtime(compiler).parent == _cache.folder("simt")
     return tmp_path
 
 

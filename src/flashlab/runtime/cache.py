@@ -123,6 +123,8 @@ def kept(part: str, key: str, make: Callable[[Path], dict[str, Any]]) -> Kept:
     done = builds / key
     notes = _whole(done)
     if notes is not None:
+        with contextlib.suppress(OSError):  # another process may have pruned it
+            os.utime(done / _MANIFEST)
         return Kept(done, notes, True)
     try:
         with workspace(builds) as work:
@@ -203,16 +205,18 @@ def _lock(path: Path, options: int = 0) -> int | None:
 
 @functools.cache
 def _begin(builds: Path) -> None:
-    """Once in a process: remove what killed ones left half built, whose locks are free again."""
+    """Once in a process: remove what killed ones left half built, whose locks are free again, and other leftovers."""
+    sweep(builds)
     for path in builds.glob("build-of-*"):
         if (lock := _lock(path, fcntl.LOCK_NB)) is not None:
             shutil.rmtree(path, ignore_errors=True)
             os.close(lock)
 
 
-def prune(builds: Path, keep: int = 500, days: float = 1.0) -> None:
-    """Removes the oldest builds, once there are many: an edited cell leaves one for each edit. And leftovers."""
-    sweep(builds)
+def prune(builds: Path, keep: int = 1000, days: float = 1.0) -> None:
+    """Removes what was not used for days, once there are many builds: an edited cell leaves one for each edit."""
+    if len(os.listdir(builds)) <= keep:
+        return
     manifests = sorted(builds.glob(f"*/{_MANIFEST}"), key=lambda p: p.stat().st_mtime)
     for path in manifests[:-keep]:
         if path.stat().st_mtime < time.time() - days * 86400:

@@ -28,16 +28,20 @@ from flashlab.simt.errors import CompileError, SimtError
 HERE = Path(__file__).resolve().parent
 INCLUDE = HERE / "include"
 RUNTIME = HERE / "runtime"
-DYNAMIC_SHARED = "simt_dynamic_shared"  # scheduler.cpp: what `extern __shared__` names are linked to
+DYNAMIC_SHARED = "simt_dynamic_shared"  # module.cpp: what `extern __shared__` names are linked to
 CUDA_ARCH = 900  # of the GPU that the emulator stands for, unless the defines say otherwise
 INDICES = ("threadIdx", "blockIdx", "blockDim", "gridDim")
-RUNNER = "runner.cpp"  # the only part of the runtime that is not in the library
-# What the linker is to send to runtime/wrapped.cpp.
+LIBRARY = "libsimt.so"  # the runtime, as modules name it
+# What the linker is to send to runtime/wrapped.cpp; and of modules, to device_calls.cpp and hooks.cpp.
 WRAPPED = (
     "malloc", "calloc", "realloc", "free", "_Znwm", "_Znam", "_ZdlPv", "_ZdaPv", "_ZdlPvm", "_ZdaPvm",
     "exit", "_exit", "_Exit", "quick_exit", "abort", "__cxa_throw", "__cxa_allocate_exception",
 )  # fmt: skip
-SYSTEM = [Path("/usr/local/include"), Path("/usr/include")]  # where headers of the machine are
+WRAPPED_IN_MODULES = ("printf", "__assert_fail")
+OWN = (INCLUDE, INCLUDE / "toolkit")  # where headers of the emulator are
+SYSTEM = (Path("/usr/local/include"), Path("/usr/include"))  # and of the machine
+# What kernels include of the emulator's, in sets that g++ is given as it has read them before; the largest first.
+READ_AHEAD = (("ptx.cuh", "wgmma.cuh", "tensor_map.cuh"), ("ptx.cuh",), ("simt.h",))
 PLACED = 1024  # bytes: an array of shared memory lies at its alignment beyond a multiple of this
 RED_ZONE = 1024  # bytes behind each static __shared__ array of a check build, which belong to nobody
 STATIC_SHARED = 48 * 1024  # bytes: what a GPU gives a kernel that has not asked for more
@@ -192,12 +196,15 @@ def _run(command: list[str], where: Path, text: str | None = None) -> subprocess
 @functools.cache
 def _runtime_key(compiler: Compiler, defines: tuple[str, ...]) -> str:
     how = [HERE / f"{name}.py" for name in ("build", "elf", "source")]
-    files = sorted([*RUNTIME.glob("*"), *INCLUDE.rglob("*.h"), *how])
+    files = sorted([*RUNTIME.glob("*"), *INCLUDE.rglob("*"), *how])
     return cache.key(compiler, _cpu(), defines, [(f.name, cache.file_digest(f)) for f in files if f.is_file()])
 
 
 def runtime(compiler: Compiler, defines: tuple[str, ...] = ()) -> Path:
-    """The runtime, compiled: one relocatable object, built once for each compiler and CPU (some seconds)."""
+    """The folder of the runtime, compiled once for each compiler and CPU (some seconds).
+
+    It has the library, which all modules use; module.o, which is a part of each; and the executable that runs them.
+    """
     flags = ["-std=c++17", "-O1" if defines else "-O2", "-Wall", "-Wextra", *compiler.language, "-g0", "-DSIMT_RUNTIME"]
     flags += [f"-D{d}" for d in defines]
 
@@ -206,81 +213,70 @@ def runtime(compiler: Compiler, defines: tuple[str, ...] = ()) -> Path:
             result = _run([compiler.path, *flags, "-c", str(path), "-o", f"{path.stem}.o"], work)
             return result.stderr if result.returncode else ""
 
-        parts = [p for p in sorted(RUNTIME.glob("*.cpp")) if p.name != RUNNER]
+        parts = sorted(RUNTIME.glob("*.cpp"))
         # The parts are short, and C++'s own headers long: they are read once, and half of the time is saved. Where
         # that fails, each part reads them for itself.
-        library = {line for p in RUNTIME.iterdir() for line in re.findall(r"^#include <\w+>$", p.read_text(), re.M)}
-        (work / "library.h").write_text("\n".join(sorted(library)))
+        headers = {line for p in RUNTIME.iterdir() for line in re.findall(r"^#include <\w+>$", p.read_text(), re.M)}
+        (work / "library.h").write_text("\n".join(sorted(headers)))
         _run([compiler.path, *flags, "-x", "c++-header", "library.h", "-o", "library.h.gch"], work)
         flags.extend(["-include", "library.h"])
         with ThreadPoolExecutor(os.cpu_count() or 2) as pool:
             errors = [e for e in pool.map(compile_one, parts) if e]
         if errors:
             raise SimtError(f"the emulator's runtime does not compile with {compiler.version}:\n" + "\n".join(errors))
-        objects = [f"{p.stem}.o" for p in parts]
-        result = _run([compiler.path, "-r", "-nostdlib", *objects, "-o", "linked"], work)
-        if result.returncode:
-            raise SimtError(f"the emulator's runtime cannot be linked with {compiler.version}:\n{result.stderr}")
-        for name in (*objects, "library.h", "library.h.gch"):
+        objects = [f"{p.stem}.o" for p in parts if p.stem not in ("module", "runner")]
+        own = ["-static-libstdc++", "-static-libgcc", "-lpthread"]  # modules find its C++ library here too
+        library = ["-shared", *objects, "-o", LIBRARY, f"-Wl,-soname,{LIBRARY}", "-Wl,-Bsymbolic", *_wraps(WRAPPED)]
+        runner = ["runner.o", LIBRARY, "-o", "runner", "-Wl,-rpath,$ORIGIN", "-Wl,--as-needed", "-ldl"]
+        for command in (library, runner):
+            result = _run([compiler.path, *command, *own], work)
+            if result.returncode:
+                raise SimtError(f"the emulator's runtime cannot be linked with {compiler.version}:\n{result.stderr}")
+        for name in (*objects, "runner.o", "library.h", "library.h.gch"):
             (work / name).unlink(missing_ok=True)
-        (work / "linked").rename(work / "runtime.o")
         return {}
 
-    return cache.kept("simt", cache.key("runtime", _runtime_key(compiler, defines)), make).folder / "runtime.o"
+    return cache.kept("simt", cache.key("runtime", _runtime_key(compiler, defines)), make).folder
 
 
-# C++'s own headers, as simt.h includes them (include/simt/language.h and host_api.h).
-_LIBRARY = """\
-#if __has_include(<bits/c++config.h>)
-#include <bits/c++config.h>
-#undef _GLIBCXX_USE_STD_SPEC_FUNCS
-#endif
-#include <math.h>
-#include <stddef.h>
-#include <stdint.h>
-#include <stdio.h>
-#include <string.h>
-#include <tuple>
-#include <type_traits>
-#include <utility>
-"""
+def _wraps(names: Sequence[str]) -> list[str]:
+    return [f"-Wl,--wrap={f}" for f in names]
 
 
 @functools.cache
-def _library_key() -> list[tuple[str, str]]:
-    """The headers of the machine that it reads: g++ does not see that one has changed."""
-    return [(str(p), cache.file_digest(p)) for p in source.includes(_LIBRARY, SYSTEM)]
+def _closure(headers: tuple[str, ...], places: tuple[Path, ...]) -> tuple[Path, ...]:
+    """These headers, and all that they include."""
+    return tuple(source.includes("".join(f'#include "{h}"\n' for h in headers), places))
 
 
-def library(cxx: Compiler, flags: Sequence[str]) -> list[str]:
-    """Flags with which g++ finds C++'s own headers read already: they are half of what a short kernel's build takes.
+def read_ahead(cxx: Compiler, flags: Sequence[str], text: str, places: Sequence[Path]) -> list[str]:
+    """Flags with which g++ finds the headers that a source includes read already: most of what it would read.
 
-    Nothing where it does not work; then each build reads them for itself.
+    Args:
+        flags: without macros.
+        text: the source.
+        places: where it looks for headers before it comes to the emulator's.
+
+    Returns:
+        nothing where there are none, or it does not work; then each build reads them for itself.
     """
-    if cxx.clang:
-        return []
-    flags = [f for f in flags if not f.startswith("-D")]
+    included = set() if cxx.clang else set(source.includes(text, [*places, *OWN]))
+    headers = next((h for h in READ_AHEAD if included.issuperset(_closure(h, OWN))), None)
+    return _read(cxx, tuple(flags), headers, cache.folder("simt")) if headers else []
 
+
+@functools.cache
+def _read(cxx: Compiler, flags: tuple[str, ...], headers: tuple[str, ...], _: Path) -> list[str]:
     def make(work: Path) -> dict[str, Any]:
-        (work / "library.h").write_text(_LIBRARY)
-        read = _run([cxx.path, *flags, "-w", "-x", "c++-header", "library.h", "-o", "library.h.gch"], work)
-        return {"usable": read.returncode == 0}
+        (work / "headers.h").write_text("".join(f'#include "{h}"\n' for h in headers))
+        found = [word for folder in OWN for word in ("-I", str(folder))]
+        command = [cxx.path, *flags, *found, "-w", "-x", "c++-header", "headers.h", "-o", "headers.h.gch"]
+        return {"usable": _run(command, work).returncode == 0}
 
-    found = cache.kept("simt", cache.key("library", _runtime_key(cxx, ()), flags, _library_key()), make)
-    return ["-fpch-preprocess", "-include", str(found.folder / "library.h")] if found.notes["usable"] else []
-
-
-def runner(compiler: Compiler) -> Path:
-    """The executable that loads a library into a process of its own, built once."""
-
-    def make(work: Path) -> dict[str, Any]:
-        command = [compiler.path, "-O1", "-std=c++17", str(RUNTIME / RUNNER), "-o", "runner", "-ldl", "-lpthread"]
-        result = _run(command, work)
-        if result.returncode:
-            raise SimtError(f"the emulator's runner does not compile with {compiler.version}:\n{result.stderr}")
-        return {}
-
-    return cache.kept("simt", cache.key("runner", _runtime_key(compiler, ())), make).folder / "runner"
+    # g++ does not see that a header of the machine has changed; and lines are told by the emulator's own paths.
+    digests = [(str(p), cache.file_digest(p)) for p in _closure(headers, (*OWN, *SYSTEM))]
+    kept = cache.kept("simt", cache.key("headers", _runtime_key(cxx, ()), flags, digests), make)
+    return ["-fpch-preprocess", "-include", str(kept.folder / "headers.h")] if kept.notes["usable"] else []
 
 
 @dataclass(frozen=True)
@@ -340,17 +336,20 @@ def build(
     flags = [*language, *macros]
     if directory:
         flags += ["-iquote", str(Path(directory).resolve())]
-    for folder in [*folders, str(INCLUDE), str(INCLUDE / "toolkit")]:
+    for folder in [*folders, *map(str, OWN)]:
         flags += ["-I", folder]
-    places = [*([directory] if directory else []), *map(Path, folders), *SYSTEM]
-    digests = [(str(p), cache.file_digest(p)) for p in source.includes(text, places)]
+    places = [*([directory] if directory else []), *map(Path, folders)]
+    digests = [(str(p), cache.file_digest(p)) for p in source.includes(text, [*places, *SYSTEM])]
+
+    ran_by = runtime(cxx, runtime_defines)
 
     def make(work: Path) -> dict[str, Any]:
         try:
-            preprocessed, warnings = _compile(cxx, flags, text, name, work, check, library(cxx, language))
-        except CompileError:  # in the words of a build without; and perhaps it is the library that cannot be used
+            known = read_ahead(cxx, language, text, places)
+            preprocessed, warnings = _compile(cxx, flags, text, name, work, check, known)
+        except CompileError:  # in the words of a build without; and perhaps it is these headers that cannot be used
             preprocessed, warnings = _compile(cxx, flags, text, name, work, check, [])
-        shared, dynamic = _link(cxx, runtime(cxx, runtime_defines), work, check, set(preprocessed.kernels))
+        shared, dynamic = _link(cxx, ran_by, work, check, set(preprocessed.kernels))
         return {
             "warnings": warnings, "interface": source.interface(preprocessed), "dynamic": dynamic[0],
             "dynamic_align": dynamic[1],
@@ -360,7 +359,7 @@ def build(
     found = cache.kept("simt", cache.key(_runtime_key(cxx, runtime_defines), flags, name, text, digests), make)
     notes = found.notes
     return Build(
-        runner=runner(cxx), library=found.folder / "kernel.so", name=name, text=text, check=check,
+        runner=ran_by / "runner", library=found.folder / "kernel.so", name=name, text=text, check=check,
         entries=source.entries(notes["interface"]), warnings=notes["warnings"], compiler=cxx,
         from_cache=found.from_cache, shared=tuple(elf.Symbol(*s) for s in notes["shared"]), dynamic=notes["dynamic"],
         dynamic_align=notes["dynamic_align"],
@@ -375,7 +374,7 @@ def _compile(
     if printed.returncode:
         raise CompileError(hints.explained(printed.stderr, name))
     preprocessed = source.Preprocessed(printed.stdout, (str(INCLUDE), *known[-1:]))
-    if not any(f.startswith(str(INCLUDE)) for f in preprocessed.included):
+    if not known and not any(f.startswith(str(INCLUDE)) for f in preprocessed.included):
         hints.check_included(text, name)
     try:
         preprocessed.check()
@@ -409,7 +408,7 @@ def _expect_static_fits(symbols: list[elf.Symbol]) -> None:
 def _link(
     cxx: Compiler, runtime: Path, work: Path, check: bool, kernels: set[str]
 ) -> tuple[tuple[elf.Symbol, ...], tuple[int, int]]:
-    """Makes kernel.so of kernel.o and the runtime.
+    """Makes kernel.so of kernel.o, to be run by the runtime in a folder.
 
     Each array lies where its declared alignment lets it lie, and at no better place: what needs more is found.
 
@@ -425,13 +424,13 @@ def _link(
     aligned = [s.size for s in elf.variables(work / "kernel.o") if source.ALIGNED in s.name]
     align = max(aligned, default=PLACED)
     dynamic = DYNAMIC_SHARED + (f"_{align}" if align < PLACED else "")
-    command = [cxx.path, "-shared", "kernel.o", str(runtime), "-o", "kernel.so"]
+    command = [cxx.path, "-shared", "kernel.o", str(runtime / "module.o"), str(runtime / LIBRARY), "-o", "kernel.so"]
     command += ["-Wl,-Bsymbolic", "-Wl,--exclude-libs,ALL", "-static-libstdc++", "-static-libgcc", "-lpthread"]
     wanted = [s.name for s in symbols if not s.defined and s.name not in INDICES]
     command += [f"-Wl,--defsym,{s}={dynamic}" for s in wanted]
-    command += [f"-Wl,--wrap={f}" for f in WRAPPED]
+    command += _wraps([*WRAPPED, *WRAPPED_IN_MODULES])
     if cxx.clang and check:  # it copies structs with memcpy, and its sanitizer looks at that from inside the function
-        command += [f"-Wl,--wrap={f}" for f in ("memcpy", "memmove", "memset")]
+        command += _wraps(("memcpy", "memmove", "memset"))
     linked = _run([*command, "-Wl,-z,defs", "-lm", "-lc"], work)
     if linked.returncode:
         raise CompileError(linked.stderr.strip())

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flashlab.simt import source
-from flashlab.simt.build import CUDA_ARCH, INCLUDE, _run, find_compiler, library
+from flashlab.simt.build import CUDA_ARCH, INCLUDE, OWN, _run, find_compiler, read_ahead
 
 _WIDE = re.compile(r"\b(long int|long long int|long unsigned int|long long unsigned int)\b")
 _FRACTION = re.compile(r"\b(float|double)\b")
@@ -44,9 +44,11 @@ def conversions(
     language = ["-std=c++17", *cxx.kernel, *cxx.fast]
     flags = [*language, f"-D__CUDA_ARCH__={CUDA_ARCH}", *macros]
     flags += ["-iquote", str(Path(directory).resolve())] if directory else []
-    for folder in (*map(str, include_dirs), str(INCLUDE), str(INCLUDE / "toolkit")):
-        flags += ["-I", folder]
-    for known in (library(cxx, language), []):  # as in build.py: without it, where it cannot be used
+    places = list(map(Path, include_dirs))
+    for place in (*places, *OWN):
+        flags += ["-I", str(place)]
+    places = [Path(directory), *places] if directory else places
+    for known in (read_ahead(cxx, language, text, places), []):  # as in build.py: without it, where it cannot be used
         with tempfile.TemporaryDirectory() as folder:
             work = Path(folder)
             printed = _run([cxx.path, "-x", "c++", *flags, *known, "-w", "-E", "-"], work, f'#line 1 "{name}"\n{text}')

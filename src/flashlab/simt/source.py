@@ -519,7 +519,7 @@ def includes(text: str, folders: Sequence[Path]) -> list[Path]:
     while todo:
         given, places = todo.pop()
         for name in re.findall(r'^[ \t]*#[ \t]*include[ \t]*["<]([^">\n]+)[">]', given, re.M):
-            path = next((p for p in (Path(f, name).resolve() for f in places) if p.is_file()), None)
+            path = next((p.resolve() for p in (Path(f, name) for f in places) if p.is_file()), None)
             if path is not None and path not in found:
                 found[path] = None
                 todo.append((path.read_text(encoding="utf-8", errors="replace"), [path.parent, *folders]))

@@ -7,6 +7,7 @@
 #include "simt.h"
 #include <cuda.h>
 #include <stdint.h>
+#include <stdio.h>
 #include <stdexcept>
 #include <string>
 #ifdef __CUDACC__
@@ -36,37 +37,40 @@ inline int tensor_map_span(CUtensorMapSwizzle swizzle) {
            : swizzle == CU_TENSOR_MAP_SWIZZLE_128B ? 128 : 0;
 }
 
-// The rule of cuTensorMapEncodeTiled that these arguments break, as a sentence; "" where they break none.
-inline std::string tensor_map_error(const void* base, CUtensorMapDataType type, int rank, const uint64_t* dims,
-                                    const uint64_t* strides_bytes, const uint32_t* box, CUtensorMapSwizzle swizzle,
-                                    const uint32_t* element_strides) {
-    auto text = [](uint64_t v) { return std::to_string(v); };
+// Throws std::invalid_argument with the rule of cuTensorMapEncodeTiled that these arguments break, if they break one.
+inline void tensor_map_check(const void* base, CUtensorMapDataType type, int rank, const uint64_t* dims,
+                             const uint64_t* strides_bytes, const uint32_t* box, CUtensorMapSwizzle swizzle,
+                             const uint32_t* element_strides) {
+    // One call writes all sentences: each concatenation of strings would be a hundred instructions in every module.
+    auto refuse = [](const char* format, uint64_t a = 0, uint64_t b = 0) {
+        char text[200];
+        const int n = snprintf(text, sizeof text, "the tensor map is refused: ");
+        snprintf(text + n, sizeof text - n, format, (unsigned long long)a, (unsigned long long)b);
+        throw std::invalid_argument(text);
+    };
     const int item = tensor_map_item(type), span = tensor_map_span(swizzle);
-    if (!item) return "its data type " + text(type) + " is none of UINT8 to INT64, FLOAT16, BFLOAT16, FLOAT32 or 64";
-    if (swizzle != CU_TENSOR_MAP_SWIZZLE_NONE && !span)
-        return "its swizzle " + text(swizzle) + " is none of NONE, 32B, 64B, 128B";
-    if (rank < 1 || rank > 5) return "its rank is " + std::to_string(rank) + "; a tensor has 1 to 5 dimensions";
-    if (!base) return "its base is a null pointer";
-    if ((uintptr_t)base % 16) return "its base is " + text((uintptr_t)base % 16) + " bytes beyond a multiple of 16";
+    if (!item) refuse("its data type %llu is none of UINT8 to INT64, FLOAT16, BFLOAT16, FLOAT32 or 64", type);
+    if (swizzle != CU_TENSOR_MAP_SWIZZLE_NONE && !span) refuse("its swizzle %llu is none of NONE, 32B, 64B, 128B", swizzle);
+    if (rank < 1 || rank > 5) refuse("its rank is %lld; a tensor has 1 to 5 dimensions", (int64_t)rank);
+    if (!base) refuse("its base is a null pointer");
+    if ((uintptr_t)base % 16) refuse("its base is %llu bytes beyond a multiple of 16", (uintptr_t)base % 16);
     for (int i = 0; i < rank; i++) {
-        const std::string of = " of dimension " + std::to_string(i);
         if (!dims[i] || dims[i] > 1ull << 32)
-            return "the size" + of + " is " + text(dims[i]) + "; it is 1 to 2^32 elements";
-        if (!box[i] || box[i] > 256) return "the box" + of + " is " + text(box[i]) + "; it is 1 to 256 elements";
+            refuse("the size of dimension %llu is %llu; it is 1 to 2^32 elements", i, dims[i]);
+        if (!box[i] || box[i] > 256) refuse("the box of dimension %llu is %llu; it is 1 to 256 elements", i, box[i]);
         if (element_strides && (!element_strides[i] || element_strides[i] > 8))
-            return "the element stride" + of + " is " + text(element_strides[i]) + "; it is 1 to 8";
+            refuse("the element stride of dimension %llu is %llu; it is 1 to 8", i, element_strides[i]);
         if (i && strides_bytes[i - 1] % 16)
-            return "the stride" + of + " is " + text(strides_bytes[i - 1]) + " bytes; it has to be a multiple of 16";
+            refuse("the stride of dimension %llu is %llu bytes; it has to be a multiple of 16", i, strides_bytes[i - 1]);
         if (i && strides_bytes[i - 1] >= 1ull << 40)
-            return "the stride" + of + " is " + text(strides_bytes[i - 1]) + " bytes; it has to be less than 2^40";
+            refuse("the stride of dimension %llu is %llu bytes; it has to be less than 2^40", i, strides_bytes[i - 1]);
     }
     const uint64_t inner = (uint64_t)box[0] * item;
-    if (inner % 16) return "the box is " + text(inner) + " bytes wide in dimension 0; that has to be a multiple of 16";
+    if (inner % 16) refuse("the box is %llu bytes wide in dimension 0; that has to be a multiple of 16", inner);
     // cuTensorMapEncodeTiled takes narrower ones too; the course has no use for them.
     if (span && inner != (uint64_t)span)
-        return "the box is " + text(inner) + " bytes wide in dimension 0; with a " + text(span) +
-               "-byte swizzle it has to be as wide as that";
-    return "";
+        refuse("the box is %llu bytes wide in dimension 0; with a %llu-byte swizzle it has to be as wide as that", inner,
+               span);
 }
 
 // region: tensor_map
@@ -78,8 +82,7 @@ inline CUtensorMap tensor_map(const void* base, CUtensorMapDataType type, int ra
                               const uint64_t* strides_bytes, const uint32_t* box, CUtensorMapSwizzle swizzle,
                               const uint32_t* element_strides = nullptr) {
     // endregion
-    const std::string wrong = tensor_map_error(base, type, rank, dims, strides_bytes, box, swizzle, element_strides);
-    if (!wrong.empty()) throw std::invalid_argument("the tensor map is refused: " + wrong);
+    tensor_map_check(base, type, rank, dims, strides_bytes, box, swizzle, element_strides);
     CUtensorMap map{};
 #ifdef __CUDACC__
     static const uint32_t ones[5] = {1, 1, 1, 1, 1};

@@ -102,10 +102,8 @@ void simt_trap() {
     Inside inside(me, CALLER);
     file_fatal(me, {"trap"}, cudaErrorLaunchFailure);
 }
-// These two names are the C library's. The module is linked with ours first, so that `assert` and `printf` of
-// a kernel come here; host code goes on to the library.
-__attribute__((visibility("hidden"), noreturn)) void __assert_fail(const char* expression,
-                                                                   const char*, unsigned, const char*) {
+// `assert` and `printf` of the module come here (build.py); host code goes on to the library.
+__attribute__((noreturn)) void __wrap___assert_fail(const char* expression, const char*, unsigned, const char*) {
     Lane* me = current_lane();
     if (!me) end_host("assert", 0, CALLER - 1, expression);
     Inside inside(me, CALLER);
@@ -113,7 +111,7 @@ __attribute__((visibility("hidden"), noreturn)) void __assert_fail(const char* e
     f.text = expression;
     file_fatal(me, f, cudaErrorAssert);
 }
-__attribute__((visibility("hidden"))) int printf(const char* format, ...) {
+int __wrap_printf(const char* format, ...) {
     va_list arguments;
     va_start(arguments, format);
     Lane* me = current_lane();

@@ -50,11 +50,8 @@ static void leave_lane(Worker* worker, Finding f, int error, void* context) {
         worker->leaving = true;  // a broken stack may fault once more
         uintptr_t pcs[24];
         const int n = backtrace(pcs, 24);
-        bool past = false;  // the frames of the handler, which lie in the module too
-        for (int i = 0; i < n && !f.pc; i++) {
-            if (past && in_module(pcs[i])) f.pc = pcs[i] + 1;
-            past |= !in_module(pcs[i]);
-        }
+        for (int i = 0; i < n && !f.pc; i++)
+            if (in_module(pcs[i])) f.pc = pcs[i] + 1;
         if (!f.pc) f.pc = lane->pc;
     }
     f.other_pc = lane->pc;  // second best: where it last entered the runtime

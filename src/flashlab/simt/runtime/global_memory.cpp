@@ -7,6 +7,7 @@ namespace simt {
 
 std::vector<Buffer> buffers;
 uintptr_t module_base;
+char* (*dynamic_shared)();
 typedef std::vector<std::pair<uintptr_t, uintptr_t>> Ranges;
 static Ranges module_segments, other_segments, written_segments;
 std::vector<std::pair<uintptr_t, uintptr_t>> module_variables() { return written_segments; }
@@ -25,7 +26,7 @@ void find_module() {
                           high = low + info->dlpi_phdr[i].p_memsz;
                 segments.push_back({low, high});
                 if (info->dlpi_phdr[i].p_flags & PF_W) writable.push_back({low, high});
-                mine |= (uintptr_t)&find_module >= low && (uintptr_t)&find_module < high;
+                mine |= (uintptr_t)dynamic_shared >= low && (uintptr_t)dynamic_shared < high;
             }
             if (mine) module_base = info->dlpi_addr, written_segments = writable;
             auto& list = mine ? module_segments : other_segments;

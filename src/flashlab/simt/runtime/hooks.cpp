@@ -110,11 +110,7 @@ HOOKS(16)
 void __tsan_read_range(void* p, long bytes) { range(p, bytes, false, CALLER); }
 void __tsan_write_range(void* p, long bytes) { range(p, bytes, true, CALLER); }
 // Copies of whole structs. Newer versions of clang++ call __tsan_memcpy. Older ones call memcpy: the linker
-// then makes it __wrap_memcpy, for a check build, and calls the C library's __real_memcpy (build.py).
-// Runtime code comes this way as well, and is let through.
-void* __real_memcpy(void*, const void*, size_t) __attribute__((weak));
-void* __real_memmove(void*, const void*, size_t) __attribute__((weak));
-void* __real_memset(void*, int, size_t) __attribute__((weak));
+// then makes it __wrap_memcpy, for a check build (build.py).
 static void copied(const void* to, const void* from, size_t bytes, uintptr_t pc) {
     Lane* me = current_lane();
     if (!me || me->block->worker->inside) return;
@@ -122,13 +118,13 @@ static void copied(const void* to, const void* from, size_t bytes, uintptr_t pc)
     range((char*)to, (long)bytes, true, pc);
 }
 void* __wrap_memcpy(void* to, const void* from, size_t n) {
-    return copied(to, from, n, CALLER), __real_memcpy(to, from, n);
+    return copied(to, from, n, CALLER), memcpy(to, from, n);
 }
 void* __wrap_memmove(void* to, const void* from, size_t n) {
-    return copied(to, from, n, CALLER), __real_memmove(to, from, n);
+    return copied(to, from, n, CALLER), memmove(to, from, n);
 }
 void* __wrap_memset(void* to, int byte, size_t n) {
-    return copied(to, nullptr, n, CALLER), __real_memset(to, byte, n);
+    return copied(to, nullptr, n, CALLER), memset(to, byte, n);
 }
 void* __tsan_memcpy(void* to, const void* from, size_t n) {
     return copied(to, from, n, CALLER), memcpy(to, from, n);

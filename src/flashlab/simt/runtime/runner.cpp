@@ -2,6 +2,7 @@
 //
 //   runner LIBRARY SOCKET PARENT      exit status 3: the library cannot be loaded, and stderr says why
 //
+// The runtime's own library is there already, beside this file, when the module asks for it.
 // It ends with PARENT, whatever the library does: in a constructor of a global variable, which runs as the library is
 // loaded, in its host part, in a kernel. (PR_SET_PDEATHSIG would follow the thread that has started it.)
 #include <dlfcn.h>
@@ -12,6 +13,7 @@
 #include <stdlib.h>
 #include <unistd.h>
 
+extern "C" int simt_serve(void* library, int socket);
 static int python;
 static pid_t parent;
 
@@ -36,10 +38,9 @@ int main(int count, char** words) {
     if (pthread_create(&thread, nullptr, end_with_parent, nullptr)) return 4;
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
     void* library = dlopen(words[1], RTLD_NOW | RTLD_LOCAL);
-    void* serve = library ? dlsym(library, "simt_serve") : nullptr;
-    if (!serve) {
+    if (!library) {
         fprintf(stderr, "%s\n", dlerror());
         return 3;
     }
-    return ((int (*)(void*, int))serve)(library, python);
+    return simt_serve(library, python);
 }

@@ -29,19 +29,9 @@
 
 namespace simt {
 
-// What every `extern __shared__` array of the module is an alias of (the linker makes it so). 1 KB more than
-// a block may ask for, so that just beyond the end there is still something to protect.
 extern "C" {
-alignas(1024) thread_local char simt_dynamic_shared[MAX_SHARED + 1024];
 __thread uint3 threadIdx, blockIdx, blockDim, gridDim;
 }
-
-// What it is an alias of where the arrays are declared with a smaller alignment (build.py).
-#define SIMT_BEHIND(n)                                                                                        \
-    asm(".globl simt_dynamic_shared_" #n "\n.set simt_dynamic_shared_" #n ", simt_dynamic_shared + " #n "\n" \
-        ".type simt_dynamic_shared_" #n ", @tls_object");
-SIMT_BEHIND(1) SIMT_BEHIND(2) SIMT_BEHIND(4) SIMT_BEHIND(8) SIMT_BEHIND(16)
-SIMT_BEHIND(32) SIMT_BEHIND(64) SIMT_BEHIND(128) SIMT_BEHIND(256) SIMT_BEHIND(512)
 
 uintptr_t stacks_low, stacks_bytes;
 Lane* all_lanes;
@@ -273,7 +263,7 @@ static void run_block(Worker* worker, Launch* launch, uint64_t number) {
 // ---- a worker -----------------------------------------------------------------------------------
 static SharedWindow find_window() {
     SharedWindow window{};
-    window.dynamic = (uintptr_t)simt_dynamic_shared + dynamic_shift;
+    window.dynamic = (uintptr_t)dynamic_shared() + dynamic_shift;
     dl_iterate_phdr(
         [](dl_phdr_info* info, size_t, void* p) {
             SharedWindow& w = *(SharedWindow*)p;

@@ -33,7 +33,7 @@ Progress* progress;
 static Progress nowhere;
 static int python;        // the socket
 static int events[2];     // a pipe: the entry has ended
-static void* module;      // dlopen's handle of the library that this is part of
+static void* module;      // dlopen's handle
 
 // ---- frames: 8 bytes of length, then the text ---------------------------------------------------
 static bool send_all(const void* data, size_t bytes) {
@@ -250,8 +250,9 @@ static void describe(const std::string& text) {  // the module: what Python know
     }
 }
 
-extern "C" __attribute__((visibility("default"))) int simt_serve(void* library, int socket) {
+extern "C" int simt_serve(void* library, int socket) {
     module = library;
+    dynamic_shared = (char* (*)())dlsym(module, "simt_module");
     python = socket;
     progress = &nowhere;
     signal(SIGINT, SIG_IGN);  // Ctrl-C is for Python, which then cancels the call

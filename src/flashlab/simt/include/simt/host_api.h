@@ -1,7 +1,6 @@
 // The host side: launches, and the handful of CUDA runtime calls that a launcher makes.
 #pragma once
 #include "language.h"
-#include <tuple>
 #include <utility>
 
 typedef struct CUstream_st* cudaStream_t;
@@ -62,15 +61,10 @@ struct SimtLaunch {
     size_t shared_bytes;
     const void* stream;
     SIMT_HERE void operator()(P... args) const {
-        struct Closure {
-            void (*kernel)(P...);
-            std::tuple<std::decay_t<P>...> parameters;
-        };
-        Closure closure = {kernel, std::tuple<std::decay_t<P>...>(static_cast<P>(args)...)};
+        const auto closure = [f = kernel, args...] { f(args...); };
         simt_launch(
             text, (const void*)kernel, grid, block, shared_bytes, stream,
-            [](const void* c) { std::apply(((const Closure*)c)->kernel, ((const Closure*)c)->parameters); },
-            &closure, sizeof closure, SIMT_CHECKED);
+            [](const void* c) { (*(decltype(&closure))c)(); }, &closure, sizeof closure, SIMT_CHECKED);
     }
 };
 template <class... P>
@@ -89,15 +83,10 @@ struct SimtDeducedLaunch {
     const void* stream;
     template <class... A>
     SIMT_HERE void operator()(A... args) const {
-        struct Closure {
-            F call;
-            std::tuple<A...> parameters;
-        };
-        Closure closure = {call, std::tuple<A...>(args...)};
+        const auto closure = [f = call, args...] { f(args...); };
         simt_launch(
             text, nullptr, grid, block, shared_bytes, stream,
-            [](const void* c) { std::apply(((const Closure*)c)->call, ((const Closure*)c)->parameters); },
-            &closure, sizeof closure, SIMT_CHECKED);
+            [](const void* c) { (*(decltype(&closure))c)(); }, &closure, sizeof closure, SIMT_CHECKED);
     }
 };
 template <class F>
