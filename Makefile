@@ -86,7 +86,7 @@ build/site-npm: site/package.json
 	@touch $@
 
 site: build/site-venv/ready build/site-npm ## the course as a website, in build/site (its first set-up needs npm and Python 3.11)
-	@$(SITE) site/stage.py
+	@rm -rf build/site && $(SITE) site/stage.py
 	@$(SITE) -m sphinx -W --keep-going --quiet --jobs auto --fresh-env -c site build/site-source build/site
 site-check: site ## the website in a real browser (needs a chromium)
 	@$(SITE) site/check.py $(ARGS)

@@ -29,16 +29,20 @@ LAPTOP, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
 LIMIT = 1_500_000  # bytes of a page with all that it loads, scripts and fonts of every page apart
 SEARCHES = {  # what is searched for, and what has to come first
     "online softmax": "lectures/00_", "swizzle": "lectures/08_", "p11_flash": "lectures/11_",
-    "cp.async": "lectures/08_", "logsumexp": "glossary", "Python.h": "troubleshooting",
+    "cp.async": "lectures/08_", "logsumexp": "lectures/00_",
 }  # fmt: skip
 WHOLE = ("contributing.html", "lectures/03_minimal_triton_kernel.html", "exercises/08_pipelines_and_banks.html")
-SIDEWAYS = "() => document.scrollingElement.scrollWidth - document.scrollingElement.clientWidth"
+SIDEWAYS = """() => Math.max(...[document.scrollingElement, document.querySelector('.content')]
+    .map(box => box.scrollWidth - box.clientWidth))"""
 FORMULAS = """() => [document.querySelectorAll('.math').length,
     document.querySelectorAll('.math mjx-container').length, document.querySelectorAll('mjx-merror').length]"""
-# Code and formulas of every page look alike, and have thousands of parts: all of a page only where `whole` says so.
+# Code and formulas look alike on every page, and have ten thousand parts: axe sees them only where `whole` says so.
 SERIOUS = """async (whole) => {
-    const parts = {exclude: whole ? [] : ['pre', 'mjx-container']};
-    return (await axe.run(parts, {resultTypes: ['violations']})).violations
+    if (!whole) {
+        document.querySelectorAll('pre').forEach(code => { code.textContent = code.textContent; });
+        document.querySelectorAll('mjx-container').forEach(formula => formula.replaceChildren());
+    }
+    return (await axe.run({resultTypes: ['violations']})).violations
         .filter(v => ['serious', 'critical'].includes(v.impact))
         .map(v => `${v.id}: ${v.nodes.length} × ${v.nodes[0].target} ${v.nodes[0].failureSummary}`);
 }"""
@@ -149,13 +153,13 @@ class Reader:
                 self.open(name, size=size, dark=dark)
                 if (wide := self.page.evaluate(SIDEWAYS)) > 0:
                     self.note(f"{wide} pixels too wide at {size['width']}")
+                there, rendered, errors = self.page.evaluate(FORMULAS)
+                if there != rendered or errors:
+                    self.note(f"{rendered} of {there} formulas are rendered, {errors} with an error")
                 if not dark or name in WHOLE or "/" not in name:
                     self.page.add_script_tag(path=AXE)
                     for found in self.page.evaluate(SERIOUS, name in WHOLE):
                         self.note(f"axe ({'dark' if dark else 'light'}): {found[:600]}")
-            there, rendered, errors = self.page.evaluate(FORMULAS)
-            if there != rendered or errors:
-                self.note(f"{rendered} of {there} formulas are rendered, {errors} with an error")
             print(f"  {name}", flush=True)
 
     def searches(self) -> None:
@@ -194,7 +198,7 @@ class Reader:
             for place in range(self.page.locator(kind).count()):
                 found = self.page.locator(kind).nth(place)
                 found.locator("summary").first.click()
-                if not found.locator("p, pre").first.is_visible():
+                if not found.locator("p:not(.admonition-title), pre").first.is_visible():
                     self.note(f"{kind} {place} does not open")
 
     def drawings(self) -> None:
@@ -231,6 +235,8 @@ class Reader:
         folder.mkdir(parents=True)
         for shot, (name, size, dark, at) in shots.items():
             self.open(name, size=size, dark=dark)
+            if self.page.locator("[data-drawing]").count():
+                self.page.locator("[data-drawing] svg").first.wait_for()
             if at:
                 self.page.locator(at).first.evaluate("e => e.scrollIntoView({block: 'center'})")
             self.page.wait_for_timeout(400)

@@ -45,6 +45,7 @@ html_favicon = "_static/icon.svg"
 html_show_sourcelink = False
 html_copy_source = False
 html_use_index = False
+html_search_scorer = str(ROOT / "build" / "site-source" / "scorer.js")
 
 sitemap_url_scheme = "{link}"
 sitemap_excludes = ["search.html", "genindex.html", "404.html", "folds/*"]

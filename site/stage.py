@@ -166,7 +166,8 @@ class Site:
                 return f"[`{name}`](../{page})"
             if name in self.terms and name not in seen:
                 seen.add(name)
-                return f'<a class="term" href="../glossary.html#{self.terms[name]}"><code>{name}</code></a>'
+                shown = f'<code class="literal">{name}</code>'
+                return f'<a class="term" href="../glossary.html#{self.terms[name]}">{shown}</a>'
             return match[0]
 
         text = outside_code(text, lambda part: re.sub(r"\b([Pp]hase) (\d+)\b", phase, part))
@@ -204,7 +205,7 @@ class Site:
         setup = "".join(f"\n## {title}\n{self.readme[title]}" for title in rest)
         self.write("setup.md", self.linked(f"# Setting up, and what runs where\n{setup}", "README.md", "setup.md"))
         drawings = "".join(
-            f"\n## {words}\n\n{self.drawing(name)}\n\nOf [phase {number}](lectures/{self.names[number]}.ipynb).\n"
+            f"\n## {words[:-1]}\n\n{self.drawing(name)}\n\nOf [phase {number}](lectures/{self.names[number]}.ipynb).\n"
             for name, (number, _, words) in DRAWINGS.items()
         )
         self.write("drawings.md", f"# Drawings to play with\n\nEach stands in its lecture too.\n{drawings}")
@@ -305,7 +306,7 @@ class Site:
                 at = end_of_section(cells, heading)
                 cells.insert(at, markdown(f"**To play with.** {words}\n\n{self.drawing(name)}"))
         cells = self.finish(cells, phase)
-        cells.append(markdown(f"```{{toctree}}\n:hidden:\n\n{toc} <../exercises/{phase.name}>\n```\n{index_of(phase)}"))
+        cells.append(markdown(f"```{{toctree}}\n:hidden:\n\n{toc} <../exercises/{phase.name}>\n```"))
         self.write(f"lectures/{phase.name}.ipynb", json.dumps(notebook | {"cells": cells}, indent=1))
 
     def exercises(self, phase: Any) -> None:
@@ -336,6 +337,9 @@ class Site:
         shutil.rmtree(self.target, ignore_errors=True)
         self.target.mkdir(parents=True)
         self.plain_pages()
+        names = {f"lectures/{phase.name}": found_by(phase) for phase in self.phases}
+        scorer = (SITE / "scorer.js").read_text(encoding="utf-8")
+        (self.target / "scorer.js").write_text(scorer.replace("NAMES", json.dumps(names)), encoding="utf-8")
         for phase in self.phases:
             minutes = sum(self.hints[i][0] for i in self.hints if i.split(".")[0] == str(phase.number))
             self.lecture(phase, f"Exercises · {minutes / 60:.1f} h".replace(".0", ""))
@@ -353,7 +357,7 @@ def titled(cells: list[dict[str, Any]], line: str) -> list[dict[str, Any]]:
 
 
 def end_of_section(cells: list[dict[str, Any]], heading: str) -> int:
-    """Behind the last figure of the section with that heading, or behind its last code. ValueError: no such section."""
+    """Behind the first figure of the section with that heading, or its last code. ValueError: there is none."""
     begin = next(
         (i for i, c in enumerate(cells) if re.search(rf"^#+ {re.escape(heading)}$", "".join(c["source"]), re.M)), -1
     )
@@ -365,11 +369,10 @@ def end_of_section(cells: list[dict[str, Any]], heading: str) -> int:
     return (drawn[0] if drawn else max(i for i in range(begin, end) if cells[i]["cell_type"] == "code")) + 1
 
 
-def index_of(phase: Any) -> str:
+def found_by(phase: Any) -> list[str]:
     """What a search finds the lecture by, first of all: its title's parts, and the files of its kernels."""
     kernels = sorted(p.stem for p in (ROOT / "src" / "flashlab" / "kernels").glob(f"p{phase.number:02d}_*/*.cu"))
-    words = [w.strip() for w in re.split(r"[:,]| and ", phase.title) if len(w.strip()) > 3]
-    return "\n".join(f"```{{index}} single: ! {word}\n```" for word in [*words, *kernels])
+    return [*(w.strip().lower() for w in re.split(r"[:,]| and ", phase.title)), *kernels]
 
 
 def plain(text: str) -> str:

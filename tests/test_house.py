@@ -16,6 +16,7 @@ from packaging.specifiers import SpecifierSet
 
 import flashlab
 from flashlab import course, doctor
+from flashlab.exercises import folder as folder_of_a_learner
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -155,6 +156,18 @@ def test_colab_keeps_its_own_torch():
     assert "--no-deps" in install and "torch" not in install
     (run,) = re.findall(r"^%run course/(.*)$", "\n".join(cells), re.M)
     assert (ROOT / run).exists()
+
+
+def test_the_wheel_carries_every_notebook():
+    for folder, patterns in PROJECT["tool"]["setuptools"]["data-files"].items():
+        kind = folder.removeprefix("share/flashlab/")
+        carried = {path for pattern in patterns for path in ROOT.glob(pattern)}
+        ours = {ROOT / kind / f"{p.name}.ipynb" for p in course.PHASES if list((ROOT / kind).glob(f"{p.name}.ipynb"))}
+        assert ours and ours <= carried
+    assert {x.split("/")[-1] for x in PROJECT["tool"]["setuptools"]["data-files"]} == set(folder_of_a_learner.KINDS)
+    group = {Requirement(line).name for line in PROJECT["dependency-groups"]["site"]}
+    browser = PROJECT["project"]["optional-dependencies"]["browser"]
+    assert {"sphinx", "myst-nb", "furo"} <= group and set(browser) <= set(PROJECT["dependency-groups"]["site"])
 
 
 def test_mypy_looks_at_all_of_the_package_but_what_is_listed():

@@ -105,7 +105,21 @@ def test_links_of_the_repository_become_those_of_the_site(site):
     )
     assert site.terms["lse"] == "term-lse" and 'id="term-lse"' in (site.target / "glossary.md").read_text()
     lecture = "".join("".join(c["source"]) for c in cells(site, f"lectures/{site.names[3]}.ipynb"))
-    assert lecture.count('glossary.html#term-lse"><code>lse') == 1
+    assert lecture.count('glossary.html#term-lse"><code class="literal">lse') == 1
+
+
+def test_with_a_repository_lectures_open_in_colab_and_sources_are_linked(tmp_path, monkeypatch):
+    monkeypatch.setenv("GITHUB_REPOSITORY", "someone/course")
+    made = stage.Site(tmp_path)
+    assert "(https://colab.research.google.com/github/someone/course/blob/main/notebooks/0" in made.bar(
+        made.phases[0], "notebooks"
+    )
+    assert made.link("src/flashlab/cli.py", "README.md", "index.md") == (
+        "https://github.com/someone/course/blob/main/src/flashlab/cli.py"
+    )
+    monkeypatch.delenv("GITHUB_REPOSITORY")
+    made.repository = ""
+    assert made.linked("see [the code](../src/flashlab/cli.py).", "notes/a.md", "notes/a.md") == "see the code."
 
 
 def test_text_is_linked_once_and_never_in_code_or_formulas(site):

@@ -17,6 +17,9 @@ for (const fold of document.querySelectorAll("details.later")) {
   });
 }
 
+// Sphinx marks what was searched for, in a picture too, whose titles have no box: without one it would stop there.
+SVGTitleElement.prototype.getBBox = () => new DOMRect();
+
 // A keyboard scrolls only what can have the focus.
 function reachable(root) {
   for (const box of root.querySelectorAll("pre, .table-wrapper, .scroll, div.cell_output, mjx-container[display=true]")) {

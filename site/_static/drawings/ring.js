@@ -42,9 +42,9 @@ export function mount(place) {
         const at = { x: 100 + step * wide + 1, y: (rank + 1) * high + 1, height: high - 2 };
         const from = (rank - step + ranks) % ranks;
         cells.push(
-          element("rect", { ...at, width: wide - 2, fill: COLORS.light, opacity: 0.5 }),
+          element("rect", { ...at, width: wide - 2, fill: COLORS.light }),
           element("rect", { ...at, width: (wide - 2) * (busy / 4), fill: COLORS.sky }),
-          element("text", { x: 100 + (step + 0.5) * wide, y: (rank + 1.5) * high, class: busy > 2 ? "" : "label" }, `keys of ${from}`),
+          element("text", { x: 100 + (step + 0.5) * wide, y: (rank + 1.5) * high }, `keys of ${from}`),
         );
       }
     }

@@ -68,7 +68,7 @@ export function mount(place) {
     const rows = read.map((s, i) => [i, short(s.m), short(s.correction), short(s.l), short(s.o), s.l ? short(s.o / s.l) : 0]);
     const moved = read.filter((s, i) => i > 0 && s.correction < 1).length;
     const said = seen < all.length
-      ? `${label}. After the first block the maximum moved ${moved} times: each time l and o were multiplied by the correction.`
+      ? `${label}. The maximum moved in ${moved} of the blocks after the first: l and o were multiplied by the correction.`
       : `All keys are read: the row of the output is o / l = ${short(all.at(-1).l ? all.at(-1).o / all.at(-1).l : 0)}.`;
     return [picture, element("output", {}, said), table(["block", "m", "correction", "l", "o", "o / l"], rows)];
   });
