@@ -22,14 +22,19 @@ SVGTitleElement.prototype.getBBox = () => new DOMRect();
 
 // A keyboard scrolls only what can have the focus.
 function reachable(root) {
-  for (const box of root.querySelectorAll("pre, .table-wrapper, .scroll, div.cell_output, mjx-container[display=true]")) {
+  for (const box of root.querySelectorAll("pre, .table-wrapper, .scroll, div.cell_output, mjx-container[display=true], .wide")) {
     if (box.scrollWidth > box.clientWidth) box.tabIndex = 0;
   }
 }
-const all = () => reachable(document);
-addEventListener("load", all);
+function all() {
+  const room = document.querySelector("article").clientWidth;
+  for (const formula of document.querySelectorAll("span.math")) {
+    formula.classList.toggle("wide", formula.getBoundingClientRect().width > room || formula.scrollWidth > room);
+  }
+  reachable(document);
+}
+addEventListener("load", () => (window.MathJax?.startup?.promise ?? Promise.resolve()).then(all));
 addEventListener("resize", all);
-window.MathJax?.startup?.promise?.then(all);
 
 const find = document.getElementById("find");
 if (find) find.value = decodeURIComponent(location.pathname).split("/").pop().replace(/\.html$/, "").replace(/^\d+_|_/g, " ").trim();
