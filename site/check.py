@@ -238,7 +238,7 @@ class Reader:
             if self.page.locator("[data-drawing]").count():
                 self.page.locator("[data-drawing] svg").first.wait_for()
             if at:
-                self.page.locator(at).first.evaluate("e => e.scrollIntoView({block: 'center'})")
+                self.page.locator(at).first.evaluate("e => e.scrollIntoView({block: 'center', behavior: 'instant'})")
             self.page.wait_for_timeout(400)
             self.page.screenshot(path=folder / f"{shot}.png")
 

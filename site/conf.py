@@ -42,6 +42,7 @@ html_static_path = ["_static", str(ROOT / "build" / "site-static")]
 html_css_files = ["course.css"]
 html_js_files = [("course.js", {"type": "module"})]
 html_favicon = "_static/icon.svg"
+html_show_copyright = False
 html_show_sourcelink = False
 html_copy_source = False
 html_use_index = False
