@@ -18,7 +18,7 @@ LECTURE = $(or $(wildcard notebooks/0$(PHASE)_*.ipynb notebooks/$(PHASE)_*.ipynb
 	$(error there is no phase $(PHASE): choose PHASE from those of notebooks/))
 
 .DEFAULT_GOAL := help
-.PHONY: help lab lab-browser-check setup test test-quick test-long format build bench doctor clean clean-venv $(addprefix test-,$(PARTS))
+.PHONY: help lab lab-browser-check site site-check site-links setup test test-quick test-long format build bench doctor clean clean-venv $(addprefix test-,$(PARTS))
 
 help: ## this list
 	@echo "FlashAttention, wall by wall"
@@ -70,6 +70,28 @@ bench: ## a little of every measurement that this machine can make
 
 doctor: ## what this machine has, and which phase runs how on it
 	$(RUN) src/flashlab/doctor.py $(ARGS)
+
+SITE := build/site-venv/bin/python
+build/site-venv/ready: pyproject.toml
+	@$(or $(PYTHON),python3) -m venv --clear build/site-venv
+	@$(SITE) -m pip install --quiet --upgrade 'pip>=25.1'
+	@$(SITE) -m pip install --quiet --group site
+	@touch $@
+build/site-npm: site/package.json
+	@mkdir -p $@ build/site-static/mathjax/output/chtml/fonts
+	@cp $< $@ && npm install --prefix $@ --silent --no-package-lock --no-audit --no-fund
+	@cp $@/node_modules/mathjax/es5/tex-chtml.js build/site-static/mathjax
+	@cp -r $@/node_modules/mathjax/es5/output/chtml/fonts/woff-v2 build/site-static/mathjax/output/chtml/fonts
+	@cp docs/tiles.png build/site-static
+	@touch $@
+
+site: build/site-venv/ready build/site-npm ## the course as a website, in build/site (its first set-up needs npm and Python 3.11)
+	@rm -rf build/site && $(SITE) site/stage.py
+	@$(SITE) -m sphinx -W --keep-going --quiet --jobs auto --fresh-env -c site build/site-source build/site
+site-check: site ## the website in a real browser (needs a chromium)
+	@$(SITE) site/check.py $(ARGS)
+site-links: site ## whether the website's links to other places lead somewhere: a report
+	@$(SITE) -m sphinx --quiet --builder linkcheck -c site build/site-source build/site-links
 
 setup: ## only the set-up: .venv with the package and its pins
 	$(RUN) setup

@@ -16,6 +16,7 @@ from packaging.specifiers import SpecifierSet
 
 import flashlab
 from flashlab import course, doctor
+from flashlab.exercises import folder as folder_of_a_learner
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -157,6 +158,18 @@ def test_colab_keeps_its_own_torch():
     assert (ROOT / run).exists()
 
 
+def test_the_wheel_carries_every_notebook():
+    for folder, patterns in PROJECT["tool"]["setuptools"]["data-files"].items():
+        kind = folder.removeprefix("share/flashlab/")
+        carried = {path for pattern in patterns for path in ROOT.glob(pattern)}
+        ours = {ROOT / kind / f"{p.name}.ipynb" for p in course.PHASES if list((ROOT / kind).glob(f"{p.name}.ipynb"))}
+        assert ours and ours <= carried
+    assert {x.split("/")[-1] for x in PROJECT["tool"]["setuptools"]["data-files"]} == set(folder_of_a_learner.KINDS)
+    group = {Requirement(line).name for line in PROJECT["dependency-groups"]["site"]}
+    browser = PROJECT["project"]["optional-dependencies"]["browser"]
+    assert {"sphinx", "myst-nb", "furo"} <= group and set(browser) <= set(PROJECT["dependency-groups"]["site"])
+
+
 def test_mypy_looks_at_all_of_the_package_but_what_is_listed():
     mypy = PROJECT["tool"]["mypy"]
     assert (
@@ -189,7 +202,7 @@ def test_what_a_page_names_is_there(name):
         assert target in targets, f"make {target}"
     for path in re.findall(r"`((?:src|tests|tools|docs)/[\w./-]+)`", text):
         assert "NN" in path or (ROOT / path).exists(), f"{path} is not there"
-    assert set(re.findall(r"`flashlab (\w+)", text)) <= {"doctor", "progress", "check", "bench"}
+    assert set(re.findall(r"`flashlab (\w+)", text)) <= {"doctor", "progress", "check", "bench", "start", "update"}
 
 
 def test_the_phase_map_is_that_of_the_course():

@@ -1,4 +1,7 @@
-"""The `flashlab` command: `doctor`, `progress`, `check`, `bench`. Each imports what it needs when it is called."""
+"""The `flashlab` command: `start`, `update`, `doctor`, `progress`, `check`, `bench`.
+
+Each imports what it needs when it is called.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -46,6 +50,35 @@ def progress(phase: Annotated[int | None, typer.Argument(help="Only this phase."
     from flashlab.exercises import progress
 
     console.print(progress(phase))
+
+
+# ----------------------------------------------------------------------------------------------------- start, update
+
+
+def _write(how: str, directory: Path) -> None:
+    from flashlab.exercises import folder
+
+    try:
+        said = getattr(folder, how)(directory, folder.shipped())
+    except OSError as error:
+        console.print(Text(str(error), style="red"), soft_wrap=True)
+        raise typer.Exit(1) from None
+    for line in said:
+        console.print(Text(line), soft_wrap=True)
+
+
+@app.command()
+def start(
+    directory: Annotated[Path, typer.Argument(help="A new folder, or one without notebooks of the course.")],
+) -> None:
+    """Write the lectures, exercises and solutions to a folder: the course without a clone."""
+    _write("start", directory)
+
+
+@app.command()
+def update(directory: Annotated[Path, typer.Argument(help="The folder that `start` wrote.")] = Path(".")) -> None:
+    """Renew the notebooks of that folder; what you have changed, your answers above all, is left as it is."""
+    _write("update", directory)
 
 
 # ------------------------------------------------------------------------------------------------------------- check

@@ -248,7 +248,7 @@ def phase_report(phase: Phase, report: dict[str, Any]) -> dict[str, Any]:
         "number": phase.number,
         "slug": phase.slug,
         "title": phase.title,
-        "present": (ROOT / "notebooks" / f"{phase.number:02d}_{phase.slug}.ipynb").exists(),
+        "present": Path(__file__).with_name("exercises").joinpath(f"phase_{phase.number:02d}.py").exists(),
         "mode": mode,
         "how": how,
     }
@@ -324,8 +324,6 @@ def advice(report: dict[str, Any]) -> list[str]:
         said.append(f"{machine['memory'] / 1e9:.1f} GB of memory is little: shut down kernels you are done with.")
     if machine["disk_free"] < 2e9:
         said.append(f"only {machine['disk_free'] / 1e9:.1f} GB of disk are free: Triton's cache needs some.")
-    if not any(phase["present"] for phase in report["phases"]):
-        said.append("there are no notebooks beside this package: run `make lab` in a clone of the course.")
     return [text if text.startswith(names) else text[0].upper() + text[1:] for text in said]
 
 

@@ -1,0 +1,40 @@
+// What every page does: draws its drawings, loads a fold when it is opened, and lets keys scroll what is too wide.
+
+for (const place of document.querySelectorAll("[data-drawing]")) {
+  import(`./drawings/${place.dataset.drawing}.js`).then((drawing) => drawing.mount(place));
+}
+
+for (const fold of document.querySelectorAll("details.later")) {
+  fold.addEventListener("toggle", async () => {
+    const link = fold.querySelector(":scope > a");
+    if (!fold.open || !link) return;
+    const page = new DOMParser().parseFromString(await (await fetch(link.href)).text(), "text/html");
+    const body = page.querySelector("article section");
+    body.querySelector("h1").remove();
+    body.removeAttribute("id");
+    link.replaceWith(...body.childNodes);
+    reachable(fold);
+  });
+}
+
+// Sphinx marks what was searched for, in a picture too, whose titles have no box: without one it would stop there.
+SVGTitleElement.prototype.getBBox = () => new DOMRect();
+
+// A keyboard scrolls only what can have the focus.
+function reachable(root) {
+  for (const box of root.querySelectorAll("pre, .table-wrapper, .scroll, div.cell_output, mjx-container[display=true], .wide")) {
+    if (box.scrollWidth > box.clientWidth) box.tabIndex = 0;
+  }
+}
+function all() {
+  const room = document.querySelector("article").clientWidth;
+  for (const formula of document.querySelectorAll("span.math")) {
+    formula.classList.toggle("wide", formula.getBoundingClientRect().width > room || formula.scrollWidth > room);
+  }
+  reachable(document);
+}
+addEventListener("load", () => (window.MathJax?.startup?.promise ?? Promise.resolve()).then(all));
+addEventListener("resize", all);
+
+const find = document.getElementById("find");
+if (find) find.value = decodeURIComponent(location.pathname).split("/").pop().replace(/\.html$/, "").replace(/^\d+_|_/g, " ").trim();

@@ -1,0 +1,396 @@
+"""Stage the course's committed notebooks and pages as the sources of its website, which Sphinx then builds.
+
+    python site/stage.py [TARGET]         TARGET is build/site-source
+
+Executes nothing, and needs nothing but the standard library: the outputs are those stored in notebooks/ and solutions/,
+the hints are read from the text of `flashlab.exercises`, the map from `flashlab.course`. A page of exercises is the
+notebook of exercises/ in which hints and the solution, folded, follow each blank.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import html
+import importlib.util
+import json
+import os
+import posixpath
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlparse
+
+ROOT = Path(__file__).resolve().parents[1]
+SITE = ROOT / "site"
+FOLD = 3000  # characters: a longer fold of an output becomes a page of its own, loaded when it is opened
+
+# Each drawing: the lecture and the section it belongs to, and what it shows.
+DRAWINGS = {
+    "softmax": (0, "A row, consumed in blocks", "The online softmax, step by step, on numbers of yours."),
+    "ring": (0, "9. From here to FlashAttention", "A ring of devices under a causal mask: who works when."),
+    "causal": (4, "5 · Tiles that need no mask", "Which tiles of a causal mask are whole, masked, or never loaded."),
+    "fragments": (7, "5 · The C fragment, and one product by hand", "Who holds which element of an MMA's operands."),
+    "banks": (8, "The XOR, derived", "Which banks eight rows of shared memory ask for."),
+}
+
+# The README's sections that have a page of their own; a file of docs/ with the page's name comes first.
+SECTIONS = {
+    "What the kernels reach": "results",
+    "Glossary": "glossary",
+    "When something does not work": "troubleshooting",
+    "For teachers": "teachers",
+}
+NOT_SHOWN = {"The phases", "Licence"}  # the map on the left has them; the footer
+
+
+def load_phases() -> tuple[Any, ...]:
+    """`flashlab.course.PHASES`, without the package, which imports torch."""
+    spec = importlib.util.spec_from_file_location("course", ROOT / "src" / "flashlab" / "course.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["course"] = module
+    spec.loader.exec_module(module)
+    return tuple(p for p in module.PHASES if (ROOT / "notebooks" / f"{p.name}.ipynb").exists())
+
+
+def repository() -> str:
+    """OWNER/NAME on GitHub, where there is one: of the workflow, or of the remote; else ""."""
+    remote = subprocess.run(["git", "remote", "get-url", "origin"], cwd=ROOT, capture_output=True, text=True).stdout
+    found = re.search(r"github\.com[:/](.+?)(?:\.git)?$", remote.strip())
+    return os.environ.get("GITHUB_REPOSITORY") or (found[1] if found else "")
+
+
+def hints() -> dict[str, tuple[int, list[str]]]:
+    """Of each exercise its minutes and hints, from the text of `flashlab.exercises.phase_NN`."""
+    found = {}
+    for path in sorted((ROOT / "src" / "flashlab" / "exercises").glob("phase_[0-9]*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("exercise", "rule"):
+                told = {k.arg: k.value for k in node.keywords}
+                values = (ast.literal_eval(node.args[0]), *(ast.literal_eval(told[x]) for x in ("minutes", "hints")))
+                found[values[0]] = values[1:]
+    return found
+
+
+def slug(heading: str) -> str:
+    """A heading's anchor, as GitHub and MyST make it."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
+
+
+def sections(text: str) -> dict[str, str]:
+    """A page by its second headings; what stands before the first is under ""."""
+    parts = re.split(r"^## (.+)\n", text, flags=re.M)
+    return {"": parts[0], **dict(zip(parts[1::2], parts[2::2], strict=True))}
+
+
+def outside_code(text: str, change: Callable[[str], str]) -> str:
+    """`change` of every part of a Markdown text that is no code, formula, link, heading, tag or row of a table."""
+    kept = r"(```.*?```|^    .*?$|^[#|<].*?$|\$\$.*?\$\$|\$[^$\n]+\$|`+[^`]+`+|!?\[[^\]]*\](?:\([^)]*\))?|<[^>]+>)"
+    parts = re.split(kept, text, flags=re.S | re.M)
+    return "".join(part if i % 2 else change(part) for i, part in enumerate(parts))
+
+
+class Site:
+    """The staged pages, under `target`."""
+
+    def __init__(self, target: Path):
+        self.target = target
+        self.repository = repository()
+        self.phases = load_phases()
+        self.names = {p.number: p.name for p in self.phases}
+        self.hints = hints()
+        self.readme = sections((ROOT / "README.md").read_text(encoding="utf-8"))
+        self.pages = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+        self.pages |= {f"notes/{p.name}": f"notes/{p.name}" for p in sorted((ROOT / "notes").glob("*.md"))}
+        self.pages |= {f"docs/{p.name}": p.name for p in sorted((ROOT / "docs").glob("*.md"))}
+        for name in self.names.values():
+            self.pages[f"notebooks/{name}.ipynb"] = f"lectures/{name}.ipynb"
+            self.pages |= {f"{kind}/{name}.ipynb": f"exercises/{name}.ipynb" for kind in ("exercises", "solutions")}
+        self.anchors = {slug(title): f"{SECTIONS.get(title, 'setup')}.md" for title in self.readme}
+        self.anchors |= {slug(title): "index.md" for title in ("The phases",)}
+        self.terms: dict[str, str] = {}
+
+    # ---- files and links
+
+    def write(self, page: str, text: str) -> None:
+        path = self.target / page
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+
+    def link(self, target: str, source: str, page: str) -> str | None:
+        """Where a link of the repository's file `source` leads from `page`; None where the site has nothing."""
+        path, _, anchor = target.partition("#")
+        if "://" in target or target.startswith("mailto:"):
+            return target
+        if not path and source != "README.md":
+            return target
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(source), path)) if path else source
+        found = self.anchors.get(anchor) if path == "README.md" and anchor else self.pages.get(path)
+        if found:
+            there = posixpath.relpath(found, posixpath.dirname(page) or ".")
+            has_anchor = anchor and not (found == "index.md" and anchor == "the-phases")
+            return f"{there}#{anchor}" if has_anchor and slug(anchor) not in map(slug, SECTIONS) else there
+        if (ROOT / path).is_file() and path.startswith("docs/") and path.endswith((".png", ".svg")):
+            (self.target / "docs").mkdir(exist_ok=True)
+            shutil.copy(ROOT / path, self.target / path)
+            return posixpath.relpath(path, posixpath.dirname(page) or ".")
+        kind = "tree" if (ROOT / path).is_dir() else "blob"
+        return f"https://github.com/{self.repository}/{kind}/main/{path}" if self.repository else None
+
+    def linked(self, text: str, source: str, page: str) -> str:
+        """A Markdown text of the repository, with its links as the site has them."""
+
+        def exchanged(match: re.Match[str]) -> str:
+            there = self.link(match[2], source, page)
+            return f"[{match[1]}]({there})" if there else match[1]
+
+        return re.sub(r"\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)", exchanged, text)
+
+    def crossed(self, text: str, own: int, seen: set[str]) -> str:
+        """A notebook's text: "phase 7" and the course's files as links, and the glossary's terms where first used."""
+
+        def phase(match: re.Match[str]) -> str:
+            number = int(match[2])
+            here = number != own and number in self.names and match[0].lower() not in seen
+            seen.add(match[0].lower())
+            return f"[{match[0]}](../lectures/{self.names[number]}.ipynb)" if here else match[0]
+
+        def code(match: re.Match[str]) -> str:
+            name = match[1]
+            if page := self.pages.get(name):
+                return f"[`{name}`](../{page})"
+            if name in self.terms and name not in seen:
+                seen.add(name)
+                shown = f'<code class="literal">{name}</code>'
+                return f'<a class="term" href="../glossary.html#{self.terms[name]}">{shown}</a>'
+            return match[0]
+
+        text = outside_code(text, lambda part: re.sub(r"\b([Pp]hase) (\d+)\b", phase, part))
+        fenced = re.split(r"(```.*?```|^[#|<].*?$|\$[^$]+\$|\[[^\]]*\]\([^)]*\))", text, flags=re.S | re.M)
+        return "".join(
+            part if i % 2 else re.sub(r"(?<!`)`([^`\n]+)`(?!`)", code, part) for i, part in enumerate(fenced)
+        )
+
+    # ---- pages
+
+    def glossary(self, text: str) -> str:
+        """The glossary with an anchor at each row; fills `terms`, what the course calls it -> its anchor."""
+
+        def row(match: re.Match[str]) -> str:
+            names = re.findall(r"`([^`]+)`", match[2])
+            if not names:
+                return match[0]
+            anchor = f"term-{slug(names[0])}"
+            self.terms |= {name: anchor for name in names}
+            return f'|{match[1]}|<span id="{anchor}"></span>{match[2]}|{match[3]}|'
+
+        return re.sub(r"^\|([^|\n]+)\|([^|\n]+)\|([^|\n]+)\|$", row, text, flags=re.M)
+
+    def plain_pages(self) -> None:
+        for source, page in self.pages.items():
+            if source.endswith(".md") and source != "README.md":
+                text = (ROOT / source).read_text(encoding="utf-8")
+                self.write(page, self.linked(self.glossary(text) if page == "glossary.md" else text, source, page))
+        for title, name in SECTIONS.items():
+            if title in self.readme and not (self.target / f"{name}.md").exists():
+                text = f"# {title}\n{self.readme[title].replace(chr(10) + '###', chr(10) + '##')}"
+                text = self.glossary(text) if name == "glossary" else text
+                self.write(f"{name}.md", self.linked(text, "README.md", f"{name}.md"))
+        rest = [t for t in self.readme if t and t not in SECTIONS and t not in NOT_SHOWN]
+        setup = "".join(f"\n## {title}\n{self.readme[title]}" for title in rest)
+        self.write("setup.md", self.linked(f"# Setting up, and what runs where\n{setup}", "README.md", "setup.md"))
+        drawings = "".join(
+            f"\n## {words[:-1]}\n\n{self.drawing(name)}\n\nOf [phase {number}](lectures/{self.names[number]}.ipynb).\n"
+            for name, (number, _, words) in DRAWINGS.items()
+        )
+        self.write("drawings.md", f"# Drawings to play with\n\nEach stands in its lecture too.\n{drawings}")
+        self.write("index.md", self.index())
+        missing = (SITE / "404.md").read_text(encoding="utf-8")  # it is shown at any address
+        self.write(
+            "404.md", missing.replace("search.html", urlparse(os.environ.get("SITE_URL", "")).path + "/search.html")
+        )
+
+    def index(self) -> str:
+        """The first page: what the README begins with, the paths, and the map that Sphinx puts on the left."""
+        begin = self.linked(self.readme[""], "README.md", "index.md")
+        course = "\n".join(f"{p.number} · {p.title} <lectures/{p.name}>" for p in self.phases)
+        table = "\n".join(f"| [{p.number}](lectures/{p.name}.ipynb) | {p.title} | {p.summary} |" for p in self.phases)
+        text = (SITE / "index.md").read_text(encoding="utf-8")
+        notes = "\n".join(page for page in self.pages.values() if page.startswith("notes/"))
+        others = {page for source, page in self.pages.items() if source.startswith("docs/")} - {"install.md"}
+        beside = "\n".join(
+            [*SECTIONS.values(), *sorted(page[:-3] for page in others if page[:-3] not in SECTIONS.values())]
+        )
+        found = {"begin": begin, "course": course, "phases": table, "notes": notes, "beside": beside}
+        for name, value in found.items():
+            text = text.replace(f"@{name}@", value.rstrip())
+        return re.sub(r"\[phase (\d+)\]", lambda m: f"[phase {m[1]}](lectures/{self.names[int(m[1])]}.ipynb)", text)
+
+    def drawing(self, name: str) -> str:
+        words = html.escape(DRAWINGS[name][2])
+        return (
+            f'<div class="drawing" data-drawing="{name}" role="group" aria-label="{words}">\n'
+            f"<noscript>{words} It is drawn by JavaScript.</noscript>\n</div>"
+        )
+
+    # ---- notebooks
+
+    def bar(self, phase: Any, kind: str) -> str:
+        """The line of links below a notebook's title."""
+        other, word = ("exercises", "Exercises") if kind == "notebooks" else ("lectures", "Lecture")
+        path = f"{kind}/{phase.name}.ipynb"
+        links = [f"[{word}](../{other}/{phase.name}.ipynb)"]
+        if self.repository:
+            links.append(
+                f"[Open in Colab](https://colab.research.google.com/github/{self.repository}/blob/main/{path})"
+            )
+        links.append(f"{{download}}`The notebook <../{kind}/{phase.name}.ipynb>`")
+        links.append(f"in your own Jupyter: `make lab PHASE={phase.number}`")
+        (self.target / kind).mkdir(exist_ok=True)
+        if kind == "notebooks":
+            shutil.copy(ROOT / path, self.target / path)
+        else:  # the staged page has this path itself
+            links[-2] = f"{{download}}`The notebook <../blanks/{phase.name}.ipynb>`"
+            (self.target / "blanks").mkdir(exist_ok=True)
+            shutil.copy(ROOT / path, self.target / "blanks" / f"{phase.name}.ipynb")
+        return " · ".join(links)
+
+    def fold(self, output: str) -> str:
+        """An output, its long folds replaced by links to pages of their own, which the page loads when opened."""
+
+        def page(match: re.Match[str]) -> str:
+            summary, body = match[1], match[2]
+            if len(body) < FOLD:
+                return match[0]
+            name = hashlib.sha256(body.encode()).hexdigest()[:12]
+            title = f"{output.partition(':')[0]}: {summary}" if output.startswith("`") else summary
+            front = "---\norphan: true\nnosearch: true\n---\n"
+            self.write(f"folds/{name}.md", f"{front}# {title}\n\n{body}\n")
+            link = f'<a href="../folds/{name}.html">{html.escape(re.sub("`", "", title))}</a>'
+            return f'<details class="later">\n<summary>{summary}</summary>\n{link}\n</details>'
+
+        return re.sub(r"<details>\s*<summary>(.*?)</summary>\n\n(.*?)\n\n</details>", page, output, flags=re.S)
+
+    def finish(self, cells: list[dict[str, Any]], phase: Any) -> list[dict[str, Any]]:
+        """Cross-links, alternative texts, and folds of a notebook's cells."""
+        seen: set[str] = set()
+        heading, words = "", ""
+        for cell in cells:
+            source = "".join(cell["source"])
+            if cell["cell_type"] == "markdown":
+                heads = re.findall(r"^#+ (.+)$", source, re.M)
+                heading, words = (heads[-1] if heads else heading), described(source) or words
+                if not cell["id"].startswith("site-"):
+                    source = self.crossed(source, phase.number, seen)
+            else:
+                for output in cell["outputs"]:
+                    if told := output.get("data", {}).get("text/markdown"):
+                        output["data"]["text/markdown"] = self.fold("".join(told))
+                if any("image/png" in output.get("data", {}) for output in cell["outputs"]):
+                    alt = f"{plain(heading)}. {words}".removeprefix(". ")
+                    cell["metadata"].setdefault("mystnb", {})["image"] = {"alt": alt}
+            cell["source"] = source
+        return cells
+
+    def lecture(self, phase: Any, toc: str) -> None:
+        path = f"notebooks/{phase.name}.ipynb"
+        notebook = json.loads((ROOT / path).read_text(encoding="utf-8"))
+        cells = titled(notebook["cells"], self.bar(phase, "notebooks"))
+        for name, (number, heading, words) in DRAWINGS.items():
+            if number == phase.number:
+                at = end_of_section(cells, heading)
+                cells.insert(at, markdown(f"**To play with.** {words}\n\n{self.drawing(name)}"))
+        cells = self.finish(cells, phase)
+        cells.append(markdown(f"```{{toctree}}\n:hidden:\n\n{toc} <../exercises/{phase.name}>\n```"))
+        self.write(f"lectures/{phase.name}.ipynb", json.dumps(notebook | {"cells": cells}, indent=1))
+
+    def exercises(self, phase: Any) -> None:
+        blank, solved = (
+            json.loads((ROOT / kind / f"{phase.name}.ipynb").read_text(encoding="utf-8"))
+            for kind in ("exercises", "solutions")
+        )
+        cells = []
+        ids = iter(
+            sorted((i for i in self.hints if i.split(".")[0] == str(phase.number)), key=lambda i: int(i.split(".")[1]))
+        )
+        for cell, answer in zip(blank["cells"], solved["cells"], strict=True):
+            tags = cell["metadata"].get("tags", [])
+            cells.append(answer if "check" in tags else cell)  # a check says what it says to the solution
+            if "exercise" in tags:
+                told = self.hints[next(ids)][1]
+                folds = [f"<details class=\"hint\">\n<summary>Hint {n} of {len(told)}</summary>\n\n{text}\n\n</details>"
+                         for n, text in enumerate(told, 1)]  # fmt: skip
+                cells.append(markdown("\n\n".join(folds)))
+                shows = {"code_prompt_show": "Show the solution", "code_prompt_hide": "Hide the solution"}
+                cells.append(answer | {"id": f"site-{answer['id']}", "outputs": [],
+                                       "metadata": {"tags": ["hide-input"], "mystnb": shows}})  # fmt: skip
+        assert next(ids, None) is None, f"{phase.name}: fewer exercises than flashlab.exercises has"
+        cells = self.finish(titled(cells, self.bar(phase, "exercises")), phase)
+        self.write(f"exercises/{phase.name}.ipynb", json.dumps(blank | {"cells": cells}, indent=1))
+
+    def stage(self) -> None:
+        shutil.rmtree(self.target, ignore_errors=True)
+        self.target.mkdir(parents=True)
+        self.plain_pages()
+        names = {f"lectures/{phase.name}": found_by(phase) for phase in self.phases}
+        scorer = (SITE / "scorer.js").read_text(encoding="utf-8")
+        (self.target / "scorer.js").write_text(scorer.replace("NAMES", json.dumps(names)), encoding="utf-8")
+        for phase in self.phases:
+            minutes = sum(self.hints[i][0] for i in self.hints if i.split(".")[0] == str(phase.number))
+            self.lecture(phase, f"Exercises · {minutes / 60:.1f} h".replace(".0", ""))
+            self.exercises(phase)
+
+
+def markdown(text: str) -> dict[str, Any]:
+    key = hashlib.sha256(text.encode()).hexdigest()[:12]
+    return {"cell_type": "markdown", "id": f"site-{key}", "metadata": {}, "source": text}
+
+
+def titled(cells: list[dict[str, Any]], line: str) -> list[dict[str, Any]]:
+    """The cells with a line below the first one, which has the title and what the notebook is about."""
+    return [cells[0], markdown(line), *cells[1:]]
+
+
+def end_of_section(cells: list[dict[str, Any]], heading: str) -> int:
+    """Behind the first figure of the section with that heading, or its last code. ValueError: there is none."""
+    begin = next(
+        (i for i, c in enumerate(cells) if re.search(rf"^#+ {re.escape(heading)}$", "".join(c["source"]), re.M)), -1
+    )
+    if begin < 0:
+        raise ValueError(f"no section is called {heading!r}: site/stage.py names it for a drawing")
+    end = next((i for i, c in enumerate(cells) if i > begin and c["cell_type"] == "markdown"
+                and re.match(r"## ", "".join(c["source"]))), len(cells))  # fmt: skip
+    drawn = [i for i in range(begin, end) if '"image/png"' in json.dumps(cells[i].get("outputs", []))]
+    return (drawn[0] if drawn else max(i for i in range(begin, end) if cells[i]["cell_type"] == "code")) + 1
+
+
+def found_by(phase: Any) -> list[str]:
+    """What a search finds the lecture by, first of all: its title's parts, and the files of its kernels."""
+    kernels = sorted(p.stem for p in (ROOT / "src" / "flashlab" / "kernels").glob(f"p{phase.number:02d}_*/*.cu"))
+    return [*(w.strip().lower() for w in re.split(r"[:,]| and ", phase.title)), *kernels]
+
+
+def plain(text: str) -> str:
+    """A Markdown text as words for an alternative text."""
+    text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", re.sub(r"<[^>]+>", "", text))
+    text = re.sub(r"\\(?:text|mathrm|tilde|mathbf|mathit)\b|[*`$\\{}]", "", text)
+    return re.sub(r"\s+", " ", text).strip()
+
+
+def described(text: str) -> str:
+    """What a text cell says of the figure below it: the paragraph that names what is seen, else its last one."""
+    text = re.sub(r"^#+ .*$|```.*?```|\$\$.*?\$\$|<details>.*?</details>", "", text, flags=re.M | re.S)
+    paragraphs = [p for p in map(plain, re.split(r"\n\s*\n", text)) if len(p) > 20 and not p.startswith("|")]
+    seen = r"\b(figure|picture|above|below|left|right|curve|line|bar|colour|red|blue|green|grey|dot|axis|draw)"
+    shown = [p for p in paragraphs if re.search(seen, p, re.I)]
+    words = (shown or paragraphs or [""])[-1]
+    return words if len(words) < 320 else words[:320].rpartition(" ")[0] + " …"
+
+
+if __name__ == "__main__":
+    Site(Path(sys.argv[1]).resolve() if sys.argv[1:] else ROOT / "build" / "site-source").stage()
