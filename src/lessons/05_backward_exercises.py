@@ -38,43 +38,26 @@ import triton  # after flashlab, which decides whether kernels are interpreted h
 import triton.language as tl
 
 # %% [markdown]
-# ## 5.1 Through the softmax
-#
-# *Warm-up · 10 min*
+# ## 5.1
 #
 # `p` and `dp` are `[M, N]`; each row of p is a softmax of scores s. Return `ds`, the gradient with respect to the scores. No N × N
 # matrix is needed for it, and no loop.
 
 # %% tags=["exercise"]
-def softmax_backward(p, dp):
-    # BEGIN SOLUTION
-    delta = (p * dp).sum(dim=1, keepdim=True)
-    return p * (dp - delta)
-    # END SOLUTION
+# RULE flashlab.exercises.phase_05: softmax_backward
 
 # %% tags=["check"]
 # hint("5.1")
 check("5.1", softmax_backward)
 
 # %% [markdown]
-# ## 5.2 delta, two ways
-#
-# *Warm-up · 10 min*
+# ## 5.2
 #
 # The same number per row, in two ways: from `p` and `dp`, both `[M, N]`; and from `o` and `do`, both `[M, HEAD_DIM]`. Return float32
 # `[M]`. The second gets 16-bit tensors in a model, and should not lose digits then.
 
 # %% tags=["exercise"]
-def delta_over_keys(p, dp):
-    # BEGIN SOLUTION
-    return (p * dp).sum(dim=1)
-    # END SOLUTION
-
-
-def delta_over_columns(o, do):
-    # BEGIN SOLUTION
-    return (o.float() * do.float()).sum(dim=1)
-    # END SOLUTION
+# RULE flashlab.exercises.phase_05: delta_over_keys, delta_over_columns
 
 # %% tags=["check"]
 # hint("5.2")
@@ -230,18 +213,13 @@ def scores_gradient(p, v, o, do, dlse):
 check("5.7", scores_gradient)
 
 # %% [markdown]
-# ## 5.8 The sum over a group
-#
-# *Core · 10 min*
+# ## 5.8
 #
 # Some kernels write dK for every *query* head, `[batch, heads, N, HEAD_DIM]`, and leave the sum to be done afterwards. Do it: return
 # `[batch, kv_heads, N, HEAD_DIM]` in the dtype of `dk`. Query head h reads key head h // (heads / kv_heads). Add up in float32.
 
 # %% tags=["exercise"]
-def group_sum(dk, kv_heads):
-    # BEGIN SOLUTION
-    return dk.unflatten(1, (kv_heads, -1)).float().sum(dim=2).to(dk.dtype)
-    # END SOLUTION
+# RULE flashlab.exercises.phase_05: group_sum
 
 # %% tags=["check"]
 # hint("5.8")

@@ -96,6 +96,7 @@ class Text:
         ast.fix_missing_locations(tree)
         self.tree, self.globals = tree, fn.__globals__
         self.numbers = self.params  # those that are numbers
+        self.reads = Counter(n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load))
         halves = {ast.unparse(n): n for n in ast.walk(tree) if isinstance(n, ast.BinOp)}
         plain = (ast.Name, ast.Constant)
         self.parts = [n for n in halves.values() if isinstance(n.left, plain) and isinstance(n.right, plain)]
@@ -208,12 +209,14 @@ def _expr(text: str, **parts: ast.expr) -> ast.expr:
     return _new(Put().visit(ast.parse(text, mode="eval").body))
 
 
-def changes(text: Text, values: Mapping[str, Sequence[Any]] | None = None) -> list[Change]:
+def changes(text: Text, values: Mapping[str, Sequence[Any]] | None = None, more: Any = None) -> list[Change]:
     """Every single change of the text, and every slip made wherever it is possible.
 
     values: what the parameters are in the inputs, for an answer that takes one of them to be the same always.
+    more: has further ones, `of_expression` and `of_statements` (`flashlab.check.tensor_changes`).
     """
     found: list[Change] = []
+    of_expression = (_of_expression, more.of_expression) if more else (_of_expression,)
     flags = {name for name, seen in (values or {}).items() if not all(_is_number(x) for x in seen)}
     text.numbers = [name for name in text.params if name not in flags]
     inner: set[int] = set()  # of -(-a // b), which is one thing
@@ -225,9 +228,10 @@ def changes(text: Text, values: Mapping[str, Sequence[Any]] | None = None) -> li
         if id(node) not in inner and "_tick" not in ast.dump(node):
             found += [
                 Change(slug, said, cost, ((slot, _new(new)),), (slug, *rest), _about(node, new))
-                for slug, said, cost, new, *rest in _of_expression(text, slot, node)
+                for of in of_expression
+                for slug, said, cost, new, *rest in of(text, slot, node)
             ]
-    found += _of_statements(text)
+    found += [*_of_statements(text), *(more.of_statements(text) if more else ())]
     found += _of_results(text)
     again: dict[tuple[Any, ...], list[Change]] = defaultdict(list)
     for change in found:
@@ -245,8 +249,10 @@ def changes(text: Text, values: Mapping[str, Sequence[Any]] | None = None) -> li
             reads[node.id].append(slot)
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in (values or {}):
             one = (values or {})[node.value.id][0]
-            for other in dir(one):
-                if other != node.attr and isinstance(getattr(one, other, None), (int, float)) and other[0] != "_":
+            of: type = type(getattr(one, node.attr))
+            kind: Any = (int, float) if issubclass(of, (int, float)) else of if isinstance(one, tuple) else ()
+            for other in dir(one) if kind else ():
+                if other != node.attr and isinstance(getattr(one, other, None), kind) and other[0] != "_":
                     said = f"`{node.value.id}.{other}` stands where {text.say(node)} belongs"
                     new = _new(ast.Attribute(node.value, other, ast.Load()))
                     found.append(Change("wrong-name", said, 2.1, ((slot, new),), about=(ast.unparse(node),)))
@@ -254,7 +260,8 @@ def changes(text: Text, values: Mapping[str, Sequence[Any]] | None = None) -> li
         edits = tuple((slot, _new(ast.Name(y, ast.Load()))) for x, y in ((a, b), (b, a)) for slot in reads[x])
         found.append(Change("names-exchanged", f"`{a}` and `{b}` are exchanged, everywhere", 1.9, edits))
     for name, seen in (values or {}).items():
-        several = list(dict.fromkeys(seen))
+        plain_ones = all(isinstance(x, (int, float, str)) or not hasattr(x, "__len__") for x in seen)
+        several = list(dict.fromkeys(seen)) if plain_ones else []
         for i, value in enumerate(several if len(several) <= _FEW else ()):
             plain = isinstance(value, (int, float, str))
             text.fixed[f"_{name}_{i}"] = value
@@ -307,7 +314,9 @@ def _of_expression(text: Text, slot: Slot, node: ast.expr) -> Iterator[tuple[Any
             if other != node.id:
                 name = ast.Name(other, ast.Load())
                 where = f", in {w(parent)}" if isinstance(parent, ast.BinOp) and often[node.id] > 1 else ""
+                of = f".{parent.attr}" if isinstance(parent, ast.Attribute) else ""
                 said = f"it is {w(name)}" if root else f"{w(name)} stands where {w(node)} belongs{where}"
+                said = f"`{other}{of}` stands where `{node.id}{of}` belongs" if of else said
                 yield "wrong-name", said, 2.0, name, node.id, other
                 beside = isinstance(parent, ast.BinOp) and other not in ast.unparse(parent)
                 if text.whole and other in text.params and node.id in text.params and beside:
@@ -454,9 +463,11 @@ def _of_operation(text: Text, node: ast.BinOp) -> Iterator[tuple[Any, ...]]:
     if noun:
         slug = noun.split()[1] + "-missing"
         back = f"-{text.plain(right)}" if isinstance(op, ast.Sub) else text.plain(right)
-        yield slug, f"{noun} `{back}` is missing", 0.9 + _weight(right), left, text.plain(right)
+        where = [f", in {w(node)}" if isinstance(side, ast.Name) and text.reads[side.id] > 1 else ""
+                 for side in (left, right)]  # fmt: skip
+        yield slug, f"{noun} `{back}` is missing{where[1]}", 0.9 + _weight(right), left, text.plain(right)
         alone = ast.UnaryOp(ast.USub(), right) if isinstance(op, ast.Sub) else right
-        yield slug, f"{noun} {w(left)} is missing", 0.95 + _weight(left), alone, text.plain(left)
+        yield slug, f"{noun} {w(left)} is missing{where[0]}", 0.95 + _weight(left), alone, text.plain(left)
         if isinstance(op, ast.Sub):
             yield "wrong-result", f"{w(right)} stands where {w(node)} belongs", 1.9, right
         twice = "twice" if noun == "the factor" else "counted twice"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import math
+import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,9 +14,11 @@ import torch
 from flashlab import runtime
 from flashlab.attention.cost import Meter
 from flashlab.check import CheckFailed, expect, expect_all_close, expect_close, running
+from flashlab.check.lookup import Row
 from flashlab.check.mistakes.backward import BASES, MISTAKES, Head, added_up, gradients, statistics
 from flashlab.check.slips import explained, right_where
 from flashlab.exercises.registry import exercise
+from flashlab.exercises.tensor_rule import normal, part, tensor_rule
 from flashlab.exercises.triton_answers import compiles, explain_undefined, in_bounds, kernel_of
 from flashlab.triton_tools import repairs
 
@@ -51,14 +53,22 @@ def _call(fn: Callable[..., Any], case: str, *args: Any, count: int = 1, names: 
 # ---- 5.1 ------------------------------------------------------------------------------------------------------------
 
 
-def _rows(seed: int, M: int, N: int, hidden: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def _rows(r: random.Random, M: int, N: int, hidden: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """p and dp [M, N]; the last `hidden` keys have p = 0."""
-    s, dp = _random((M, N), (M, N), seed=seed)
+    s, dp = normal(r, M, N, dtype=torch.float32), normal(r, M, N, dtype=torch.float32)
     s[:, N - hidden :] = -math.inf
     return torch.softmax(s, 1), dp + 0.5
 
 
-@exercise(
+def _by_the_jacobian(p, dp):
+    jacobian = torch.diag_embed(p) - p[:, :, None] * p[:, None, :]
+    return (jacobian @ dp[:, :, None])[:, :, 0]
+
+
+_EXAMPLE = torch.tensor([[0.5, 0.25, 0.25]]), torch.tensor([[4.0, 0.0, 8.0]])
+
+
+@tensor_rule(
     "5.1",
     title="Through the softmax",
     minutes=10,
@@ -68,128 +78,60 @@ def _rows(seed: int, M: int, N: int, hidden: int = 0) -> tuple[torch.Tensor, tor
         "p · dp is one number per row, delta. Then ds_j = p_j (dp_j - delta).",
         "delta = (p * dp).sum(dim=1, keepdim=True); return p * (dp - delta).",
     ],
-)
-def _(softmax_backward: Callable[..., torch.Tensor]) -> str:
-    device = runtime.device()
-    tiny = (torch.tensor([[0.5, 0.25, 0.25]], device=device), torch.tensor([[4.0, 0.0, 8.0]], device=device))
-    inputs = {
-        "the lecture's row, p = (1/2, 1/4, 1/4)": tiny, "3 rows of 5 keys": _rows(1, 3, 5),
-        "6 rows of 6 keys": _rows(2, 6, 6), "4 rows, the last 3 of 9 keys hidden": _rows(3, 4, 9, hidden=3),
-    }  # fmt: skip
-    answers = []
-    for case, (p, dp) in inputs.items():
-        answers.append((case, _call(softmax_backward, case, p, dp), p * (dp - (p * dp).sum(1, keepdim=True))))
-
-    def given(formula: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
-        return [formula(p, dp).expand(p.shape) for p, dp in inputs.values()]
-
-    with explained(lambda: _explain_jacobian(softmax_backward, device)):
-        expect_all_close(
-            answers,
-            what="ds",
-            mistakes={
-                "delta-missing": (given(lambda p, dp: p * dp), "that is p · dp: delta is not subtracted from dp"),
-                "p-missing": (
-                    given(lambda p, dp: dp - (p * dp).sum(1, keepdim=True)),
-                    "that is dp - delta; it is multiplied by p",
-                ),
-                "delta-added": (
-                    given(lambda p, dp: p * (dp + (p * dp).sum(1, keepdim=True))),
-                    "delta is added to dp; it is subtracted",
-                ),
-                "diagonal-only": (
-                    given(lambda p, dp: p * (1 - p) * dp),
-                    "that is the Jacobian's diagonal alone, p (1 - p): a score also moves the other elements of its "
-                    "row",
-                ),
-                "delta-of-the-whole-tile": (
-                    given(lambda p, dp: p * (dp - (p * dp).sum())),
-                    "delta is a sum over all rows; each row has its own",
-                ),
-                "wrong-axis": (
-                    given(lambda p, dp: p * (dp - (p * dp).sum(0, keepdim=True))),
-                    "delta sums over the rows; it sums over the keys, dim=1",
-                ),
-                "delta-unweighted": (
-                    given(lambda p, dp: p * (dp - dp.sum(1, keepdim=True))),
-                    "delta is the plain sum of dp; each element is weighted by p",
-                ),
-                "delta-mean": (
-                    given(lambda p, dp: p * (dp - dp.mean(1, keepdim=True))),
-                    "delta is the plain mean of dp; it is the mean weighted by p",
-                ),
-                "delta-divided": (
-                    given(lambda p, dp: p * (dp - (p * dp).mean(1, keepdim=True))),
-                    "delta is a mean over the keys: p sums to 1 already, so it is the sum of p · dp",
-                ),
-                "p-twice": (
-                    given(lambda p, dp: p * (p * dp - (p * dp).sum(1, keepdim=True))),
-                    "dp is multiplied by p twice",
-                ),
-                "sign-inverted": (
-                    given(lambda p, dp: p * ((p * dp).sum(1, keepdim=True) - dp)),
-                    "every value has the other sign: it is dp - delta",
-                ),
-                "dp-for-p": (
-                    given(lambda p, dp: dp * (dp - (p * dp).sum(1, keepdim=True))),
-                    "dp - delta is multiplied by dp; it is multiplied by p",
-                ),
-            },
-        )
-    return f"{len(answers)} tiles"
-
-
-def _explain_jacobian(softmax_backward: Callable[..., torch.Tensor], device: torch.device) -> tuple[str, str] | None:
-    """With one 1 in dp, ds shows with which factor it reaches every score: which products of p are these?"""
-    p = torch.tensor([[0.4, 0.3, 0.2, 0.1]], dtype=torch.float64, device=device)
-    with contextlib.suppress(Exception):
-        reach = torch.stack([softmax_backward(p, one[None])[0] for one in torch.eye(4, dtype=p.dtype, device=device)])
-        other = softmax_backward(p, 2 * torch.eye(4, dtype=p.dtype, device=device)[:1])[0]
-        if not torch.allclose(other, 2 * reach[0]):
-            return "not-linear", "twice the dp does not give twice the ds; ds is linear in dp"
-        pi, pj = p[0].expand(4, 4), p[0][:, None].expand(4, 4)  # reach[j, i]: from dp of j to ds of i
-        own = torch.eye(4, dtype=torch.bool, device=device)
-        said = []
-        for places, name, words, right in (
-            (own, "its own ds", "p (1 - p)", pi * (1 - pi)), (~own, "the ds of another key", "-p_i p_j", -pi * pj),
-        ):  # fmt: skip
-            if torch.allclose(reach[places], right[places], atol=1e-9):
-                continue
-            found = next(
-                (
-                    ("-" if sign < 0 else "") + (" · ".join(_to_the(a, "p_i") + _to_the(b, "p_j")) or "1")
-                    for sign in (-1, 1) for a in range(4) for b in range(4)
-                    if torch.allclose(reach[places], sign * (pi**a * pj**b)[places], atol=1e-9)
-                ),
-                "0" if not reach[places].any() else None,
-            )  # fmt: skip
-            example = [int(x) for x in places.nonzero()[0]]
-            mine, should = reach[tuple(example)].item(), right[tuple(example)].item()
-            is_ = (
-                found or f"{mine:.4g}, for p = 0.4 and 0.3,"
-                if "another" in name
-                else found or f"{mine:.4g} for p = 0.4"
-            )
-            said.append(f"dp of key j reaches {name} with the factor {is_}: it should be {words} = {should:.4g}")
-        if said:
-            return "wrong-jacobian", "; and ".join(said)
-        dp = torch.tensor([[1.0, -2.0, 0.5, 3.0]], dtype=p.dtype, device=device)
-        if not torch.allclose(softmax_backward(p, dp), dp @ reach):
-            return "not-linear", (
-                "each dp alone gives the right ds, and all of them together do not: ds is linear in dp, so something "
-                "here (a maximum, an absolute value) is not"
-            )
-    return None
-
-
-def _to_the(power: int, name: str) -> list[str]:
-    return [] if not power else [name if power == 1 else f"{name}^{power}"]
+    returns="ds",
+    inputs={
+        "the lecture's row, p = (1/2, 1/4, 1/4)": _EXAMPLE, "3 rows of 5 keys": _rows(random.Random(1), 3, 5),
+        "6 rows of 6 keys": _rows(random.Random(2), 6, 6),
+        "4 rows, the last 3 of 9 keys hidden": _rows(random.Random(3), 4, 9, hidden=3),
+    },
+    draw=lambda r: _rows(r, r.randint(1, 5), r.randint(2, 9)),
+    also=["p * dp - p * (p * dp).sum(dim=1, keepdim=True)", _by_the_jacobian],
+    words={"delta": "delta", "jacobian": "the Jacobian"},
+    notes={
+        "delta": "it is dp - delta", "dp - delta": "it is p (dp - delta)", "dim=1": "each row has a delta of its own",
+        "(p * dp).sum": "delta is the sum over the keys, weighted by p",
+        "p[:, :, None] * p[:, None, :]": "a score also moves the other elements of its row",
+    },
+    on_device=True,
+)  # fmt: skip
+def softmax_backward(p, dp):
+    # BEGIN SOLUTION
+    delta = (p * dp).sum(dim=1, keepdim=True)
+    return p * (dp - delta)
+    # END SOLUTION
 
 
 # ---- 5.2 ------------------------------------------------------------------------------------------------------------
 
 
-@exercise(
+def _tile(r: random.Random, M: int, N: int, D: int) -> dict[str, torch.Tensor]:
+    (p, _), v, do = _rows(r, M, N), *(normal(r, rows, D, dtype=torch.float32) for rows in (N, M))
+    return {"p": p, "dp": do @ v.T, "o": p @ v, "do": do}
+
+
+_TILES = {f"{M} rows, {N} keys, {D} columns": _tile(random.Random(M), M, N, D) for M, N, D in (
+    (3, 5, 4), (6, 6, 6), (9, 20, 16))}  # fmt: skip
+_COLUMNS: dict[str, tuple[torch.Tensor, ...]] = {case: (x["o"], x["do"]) for case, x in _TILES.items()}
+_COLUMNS["float16, 256 columns"] = tuple(normal(random.Random(7), 2, 5, 256, dtype=torch.float16))
+_DELTA_NOTES = {"mean": "delta is the sum", "dtype": "convert before you multiply, or digits are lost"}
+
+
+@part(
+    "5.2",
+    returns="delta_over_columns",
+    inputs=_COLUMNS,
+    draw=lambda r: (lambda x: (x["o"], x["do"]))(_tile(r, r.randint(1, 6), r.randint(2, 6), r.randint(2, 9))),
+    notes=_DELTA_NOTES | dict.fromkeys(("o.float", "do.float"), "the products are rounded before they are summed"),
+    tol=2e-5,
+    on_device=True,
+)
+def delta_over_columns(o, do):
+    # BEGIN SOLUTION
+    return (o.float() * do.float()).sum(dim=1)
+    # END SOLUTION
+
+
+@tensor_rule(
     "5.2",
     title="delta, two ways",
     minutes=10,
@@ -199,55 +141,17 @@ def _to_the(power: int, name: str) -> list[str]:
         "16-bit inputs: convert with .float() before you multiply, or the products are rounded.",
         "(p * dp).sum(dim=1) and (o.float() * do.float()).sum(dim=1).",
     ],
+    returns="delta_over_keys",
+    inputs={case: (x["p"], x["dp"]) for case, x in _TILES.items()},
+    draw=lambda r: _rows(r, r.randint(1, 6), r.randint(2, 9)),
+    notes=_DELTA_NOTES,
+    parts=["delta_over_columns"],
+    on_device=True,
 )
-def _(delta_over_keys: Callable[..., torch.Tensor], delta_over_columns: Callable[..., torch.Tensor]) -> str:
-    keys, columns = [], []
-    cases: list[str] = []
-    inputs: list[tuple[torch.Tensor, ...]] = []  # p, dp, o, do
-    for M, N, D in ((3, 5, 4), (6, 6, 6), (9, 20, 16)):
-        p, _ = _rows(M, M, N)
-        v, do = _random((N, D), (M, D), seed=N)
-        inputs.append((p, do @ v.T, p @ v, do))
-        cases.append(f"{M} rows, {N} keys, {D} columns")
-    for case, (p, dp, _, _) in zip(cases, inputs, strict=True):
-        keys.append((case, _call(delta_over_keys, case, p, dp), (p.double() * dp.double()).sum(1)))
-
-    def given(x: int, y: int, formula: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
-        return [formula(one[x].double(), one[y].double()) for one in inputs]
-
-    def told(x: int, y: int, over: str) -> dict[str, tuple[list[torch.Tensor], str]]:
-        first, second = ("p", "dp") if over == "keys" else ("o", "do")
-        return {
-            "mean-for-sum": (given(x, y, lambda a, b: (a * b).mean(1)), "that is the mean; delta is the sum"),
-            "wrong-axis": (given(x, y, lambda a, b: (a * b).sum(0)), f"the sum runs along each row, over the {over}"),
-            "product-missing": (given(x, y, lambda a, b: a.sum(1)), f"that is the sum of {first} alone"),
-            "second-alone": (given(x, y, lambda a, b: b.sum(1)), f"that is the sum of {second} alone"),
-            "square": (given(x, y, lambda a, b: (b * b).sum(1)), f"{second} is multiplied by itself"),
-            "square 1": (given(x, y, lambda a, b: (a * a).sum(1)), f"{first} is multiplied by itself"),
-            "absolute-values": (given(x, y, lambda a, b: (a * b).abs().sum(1)), "the products keep their signs"),
-            "sign-inverted": (given(x, y, lambda a, b: -(a * b).sum(1)), "every value has the other sign"),
-            "maximum": (given(x, y, lambda a, b: (a * b).amax(1)), "that is the largest product; delta is the sum"),
-        }
-
-    expect_all_close(keys, what="delta_over_keys", mistakes=told(0, 1, "keys"))
-    for case, (_, _, o, do) in zip(cases, inputs, strict=True):
-        columns.append((case, _call(delta_over_columns, case, o, do), (o.double() * do.double()).sum(1)))
-    expect_all_close(columns, what="delta_over_columns", mistakes=told(2, 3, "columns"))
-    o, do = (x.half() for x in _random((5, 256), (5, 256), seed=7))
-    case = "float16, 256 columns"
-    got = _call(delta_over_columns, case, o, do)
-    expect(
-        got.dtype == torch.float32,
-        f"delta should be float32, it is {got.dtype}: convert o and do before you multiply",
-        diagnosis="low-precision", case=case,
-    )  # fmt: skip
-    want = (o.double() * do.double()).sum(1)
-    expect(
-        bool((got.cpu().double() - want.cpu()).abs().max() <= 1e-3),
-        "delta of float16 inputs is right to a few digits only: the products are rounded before they are summed",
-        diagnosis="low-precision", case=case,
-    )  # fmt: skip
-    return "equal, and in float32 for 16-bit inputs"
+def delta_over_keys(p, dp):
+    # BEGIN SOLUTION
+    return (p * dp).sum(dim=1)
+    # END SOLUTION
 
 
 # ---- the walks ------------------------------------------------------------------------------------------------------
@@ -897,72 +801,67 @@ def _(scores_gradient: Callable[..., torch.Tensor]) -> str:
 # ---- 5.8 ------------------------------------------------------------------------------------------------------------
 
 
-@exercise(
+def _grouped(r: random.Random) -> tuple[torch.Tensor, int]:
+    kv_heads = r.randint(1, 3)
+    heads = kv_heads * r.randint(1, 4)
+    return normal(r, r.randint(1, 2), heads, r.randint(1, 4), r.randint(1, 4), dtype=torch.float32), kv_heads
+
+
+def _by_loops(dk, kv_heads):
+    heads = dk.shape[1]
+    group = heads // kv_heads
+    out = torch.zeros(dk.shape[0], kv_heads, dk.shape[2], dk.shape[3])
+    for h in range(heads):
+        out[:, h // group] += dk[:, h].float()
+    return out.to(dk.dtype)
+
+
+_MANY_SMALL = torch.ones(1, 8, 1, 1, dtype=torch.float16)
+_MANY_SMALL[0, 0] = 2048.0
+
+
+@tensor_rule(
     "5.8",
     title="The sum over a group",
     minutes=10,
-    difficulty="Core",
     hints=[
         "Query head h reads key head h // group: the heads of one group lie side by side.",
         "x.unflatten(1, (kv_heads, group)) has the group in dimension 2. Sum over it.",
         "dk.unflatten(1, (kv_heads, -1)).float().sum(2).to(dk.dtype).",
     ],
-)
-def _(group_sum: Callable[..., torch.Tensor]) -> str:
-    answers, inputs = [], []
-    for batch, heads, kv_heads, N, D in ((1, 4, 2, 3, 5), (2, 6, 3, 4, 2), (2, 6, 1, 3, 3), (1, 3, 3, 2, 2)):
-        (x,) = _random((batch, heads, N, D), seed=heads)
-        case = f"batch {batch}, {heads} query heads, {kv_heads} key heads"
-        got = _call(group_sum, case, x, kv_heads)
-        answers.append((case, got, x.unflatten(1, (kv_heads, -1)).sum(2)))
-        inputs.append((x, kv_heads, heads // kv_heads))
-
-    def given(formula: Callable[[torch.Tensor, int, int], torch.Tensor]) -> list[torch.Tensor]:
-        return [formula(*one) for one in inputs]
-
-    expect_all_close(
-        answers,
-        what="dk",
-        mistakes={
-            "mean-for-sum": (given(lambda x, n, g: x.unflatten(1, (n, g)).mean(2)), "that is the mean over the group"),
-            "heads-interleaved": (
-                given(lambda x, n, g: x.unflatten(1, (g, n)).sum(1)),
-                "the heads of a group are taken n apart; query head h reads key head h // group",
-            ),
-            "last-head-only": (
-                given(lambda x, n, g: x[:, g - 1 :: g]),
-                "that is the gradient of the group's last head alone: all of them add up",
-            ),
-            "first-head-only": (
-                given(lambda x, n, g: x[:, ::g]),
-                "that is the gradient of the group's first head alone: all of them add up",
-            ),
-            "first-heads": (given(lambda x, n, g: x[:, :n]), "those are the first heads; nothing is summed"),
-            "maximum": (given(lambda x, n, g: x.unflatten(1, (n, g)).amax(2)), "that is the largest of the group"),
-            "all-heads": (
-                given(lambda x, n, g: x.sum(1, keepdim=True).expand(-1, n, -1, -1)),
-                "every key head has the sum over all query heads; it has that of its own group",
-            ),
-            "times-group": (
-                given(lambda x, n, g: x.unflatten(1, (n, g)).sum(2) * g),
-                "each gradient is counted `group` times",
-            ),
-            "product": (given(lambda x, n, g: x.unflatten(1, (n, g)).prod(2)), "that is the product over the group"),
-        },
-    )
-    case = "float16: 2048, and seven times 1"
-    x = torch.ones(1, 8, 1, 1, dtype=torch.float16, device=runtime.device())
-    x[0, 0] = 2048.0
-    got = _call(group_sum, case, x, 1)
-    expect(got.dtype == torch.float16, f"dk should have its input's dtype, float16; it is {got.dtype}",
-           diagnosis="wrong-dtype", case=case)  # fmt: skip
-    expect(
-        got.item() == 2056.0,
-        f"the sum of 2048 and seven times 1 is {got.item():g}; 2055 is nearest to 2056 in float16. Is it added up in "
-        "float16? There 2048 + 1 is 2048",
-        diagnosis="summed-in-16-bit", case=case,
-    )  # fmt: skip
-    return f"{len(answers)} groupings, summed in float32"
+    returns="dk",
+    inputs={
+        **{f"batch {b}, {h} query heads, {n} key heads": (normal(random.Random(h), b, h, N, D, dtype=torch.float32), n)
+           for b, h, n, N, D in ((1, 4, 2, 3, 5), (2, 6, 3, 4, 2), (2, 6, 1, 3, 3), (1, 3, 3, 2, 2))},
+        "float16: 2048, and seven times 1": (_MANY_SMALL, 1),
+    },
+    draw=_grouped,
+    also=[_by_loops],
+    words={"h": "head", "group": "group"},
+    notes={
+        "float": "in float16, 2048 + 1 is 2048: add up in float32", "dtype": "dk should have its input's dtype",
+        "h // group": "query head h reads key head h // group",
+    },
+    rows=[
+        Row("heads-interleaved", "a group's heads are taken kv_heads apart; query head h reads key head h // group",
+            [("(kv_heads, -1)", "(-1, kv_heads)"), ("dim=2", "dim=1")]),
+        Row("last-head-only", "that is the gradient of the group's last head alone: all of them add up",
+            [(".float().sum(dim=2).to(dk.dtype)", "[:, :, -1]")]),
+        Row("first-head-only", "that is the gradient of the group's first head alone: all of them add up",
+            [(".float().sum(dim=2).to(dk.dtype)", "[:, :, 0]")]),
+        Row("times-group", "each gradient is counted `group` times",
+            [(".sum(dim=2)", ".sum(dim=2).mul(dk.shape[1] // kv_heads)")]),
+        Row("first-heads", "those are the first heads; nothing is summed", instead="dk[:, :kv_heads]"),
+        Row("all-heads", "every key head has the sum over all query heads; it has that of its own group",
+            instead="dk.sum(1, keepdim=True).expand(-1, kv_heads, -1, -1)"),
+    ],
+    tol=1e-4,
+    on_device=True,
+)  # fmt: skip
+def group_sum(dk, kv_heads):
+    # BEGIN SOLUTION
+    return dk.unflatten(1, (kv_heads, -1)).float().sum(dim=2).to(dk.dtype)
+    # END SOLUTION
 
 
 # ---- 5.9, 5.10: bug hunts -------------------------------------------------------------------------------------------

@@ -71,7 +71,7 @@ class Rule:
     rows: tuple[Row, ...] = ()
     words: Mapping[str, str] = field(default_factory=dict)
     notes: Mapping[str, str] = field(default_factory=dict)
-    also: tuple[str, ...] = ()
+    also: tuple[str | Callable[..., Any], ...] = ()
     units: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     hint: Mapping[str, str] = field(default_factory=dict)
     alike: Callable[..., Values] = lambda *values: values
@@ -86,7 +86,7 @@ class Rule:
     @cached_property
     def index(self) -> Index:
         whole = not any(isinstance(value, float) for given in self.tried for value in given)
-        texts = [Text(self.fn, self.words, other, whole) for other in (None, *self.also)]
+        texts = [Text(self.fn, self.words, other, whole) for other in (None, *self.also) if not callable(other)]
         rows = [(row, self.with_row(row)) for row in self.rows]
         return Index(
             texts, self.tried, self.returns, self._values, self.tol, rows, self.alike, self.drawn(300), self.notes
@@ -262,25 +262,39 @@ def _short(value: Any) -> str:
 
 
 def rule(
-    id: str, *, title: str, minutes: int, hints: Sequence[str], returns: str, difficulty: str = "Core", **data: Any
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register the decorated function as the right answer of exercise `id`; `data` is the rest of `Rule`'s fields."""
+    id: str, *, title: str, minutes: int, hints: Sequence[str], returns: str, difficulty: str = "Core",
+    make: Callable[..., Rule] = Rule, parts: Sequence[str] = (), answer: str = "", untouched: str = "",
+    history: str = "", **data: Any,
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:  # fmt: skip
+    """Register the decorated function as the right answer of exercise `id`; `data` is the rest of `Rule`'s fields.
+
+    parts: further functions of the answer, rules `"ID NAME"` of their own, which are judged first. answer: what the
+    learner hands in where that is no such function: a kernel, which the rule's `through` makes one.
+    """
 
     def register(fn: Callable[..., Any]) -> Callable[..., Any]:
-        lists = {k: tuple(v) for k, v in data.items() if k in ("inputs", "rows", "also")}
-        it = RULES[id] = Rule(fn, tuple(returns.split(", ")), **{**data, **lists})
+        lists = {k: v if isinstance(v, Mapping) else tuple(v) for k, v in data.items() if k in (
+            "inputs", "rows", "also")}  # fmt: skip
+        it = RULES[id] = make(fn, tuple(returns.split(", ")), **{**data, **lists})
         count = len(it.returns)
-        kind: Any = Callable[..., tuple[(Any,) * count] if count > 1 else int if it.whole else float]  # type: ignore[misc]
+        one: Any = int if it.whole else torch.Tensor if "Tensor" in str(fn.__annotations__.get("return")) else float
+        kind: Any = Any if answer else Callable[..., tuple[(Any,) * count] if count > 1 else one]  # type: ignore[misc]
 
-        def run(learners: Any) -> str:
+        def run(learners: Any, *others: Any) -> str:
             __tracebackhide__ = True
+            for name, other in zip(parts, others, strict=True):
+                RULES[f"{id} {name}"].check(other)
             return it.check(learners)
 
         run.__module__, run.__wrapped__ = fn.__module__, fn  # type: ignore[attr-defined]
-        run.__annotations__ = {fn.__name__: kind}
-        parameter = inspect.Parameter(fn.__name__, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=kind)
-        run.__signature__ = inspect.Signature([parameter])  # type: ignore[attr-defined]
-        exercise(id, title=title, minutes=minutes, difficulty=difficulty, hints=hints)(run)
+        kinds = {answer or fn.__name__: kind, **dict.fromkeys(parts, Callable[..., Any])}
+        run.__annotations__ = kinds
+        either = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [inspect.Parameter(name, either, annotation=kind) for name, kind in kinds.items()]
+        )
+        exercise(id, title=title, minutes=minutes, difficulty=difficulty, hints=hints, untouched=untouched,
+                 history=history)(run)  # fmt: skip
         return fn
 
     return register
