@@ -109,43 +109,6 @@ def test_dq_in_several_styles(changes):
     assert check("5.3", walk(**changes))
 
 
-@pytest.mark.parametrize(
-    "changes, slug",
-    [
-        ({"ds": "p * dp"}, "delta-missing"),
-        ({"ds": "p * (dp + delta[:, None])"}, "delta-added"),
-        ({"ds": "p * (dp - (p * dp).sum(1, keepdim=True))"}, "delta-of-the-tile"),
-        ({"add": "scale * (dq + ds @ k)", "end": "dq"}, "scaled-in-every-block"),
-        ({"ds": "dp - delta[:, None]"}, "p-missing"),
-        ({"ds": "dp"}, "dp-for-ds"),
-        ({"ds": "p"}, "p-for-ds"),
-        ({"add": "dq + ds @ v"}, "v-for-k"),
-        ({"dp": "do @ k.T"}, "k-for-v"),
-        ({"end": "dq"}, "scale-missing"),
-        ({"end": "scale * scale * dq"}, "scale-twice"),
-        ({"end": "-scale * dq"}, "sign-inverted"),
-        ({"s": "q @ k.T"}, "scores-not-scaled"),
-        ({"p": "torch.softmax(s, 1)"}, "softmax-per-tile"),
-        ({"p": "exp(s)"}, "lse-ignored"),
-        ({"p": "torch.exp2(s - lse[:, None])"}, "exp2-for-exp"),
-        ({"p": "exp(s - s.amax(1, keepdim=True))"}, "maximum-of-the-tile"),
-        ({"p": "exp(s + lse[:, None])"}, "lse-added"),
-        ({"p": "exp(s - 1.4426950408889634 * lse[:, None])"}, "lse-in-base-2"),
-        ({"p": "torch.exp2(1.4426950408889634 * s - lse[:, None])"}, "scores-in-base-2"),
-        ({"p": "exp(s - lse[:, None] / 2.302585092994046)"}, "lse-in-base-10"),
-        ({"ds": "p * dp - delta[:, None]"}, "delta-not-weighted"),
-        ({"keys": "range(0, len(K) - B, B)"}, "last-block-dropped"),
-        ({"add": "ds @ k"}, "overwritten"),
-        ({"keys": "range(0, len(K) // B * B, B)"}, "tail-dropped"),
-        ({"keys": "range(0, 1, B)"}, "first-block-only"),
-        ({"end": "(scale * dq).sum(0)"}, "wrong-shape"),
-        ({"end": "(scale * dq).tolist()"}, "wrong-type"),
-    ],
-)
-def test_dq_gone_wrong(changes, slug):
-    assert told("5.3", walk(**changes)) == slug
-
-
 def test_dq_without_tiles():
     def whole(q, do, lse, delta, K, V, BLOCK_N, scale):
         p = torch.exp(scale * q @ K.T - lse[:, None])
@@ -155,10 +118,6 @@ def test_dq_without_tiles():
 
 
 def test_which_rows_are_added_up():
-    late = ("start_n - (N - M)) if causal", "start_n + (N - M)) if causal")
-    with pytest.raises(CheckFailed) as caught:
-        check("5.4", keys_walk(late))
-    assert caught.value.diagnosis == "wrong-rows" and "adds up no row of dO, and should add up" in str(caught.value)
     head = phase_05._head(20, 12, 8, 0.3, 4)
     right = {"dv": lambda head: gradients(head).dv, "dq": lambda head: gradients(head).dq}
     for name, of in right.items():
@@ -206,54 +165,6 @@ DISTANCE = "start_m + N - M - start_n if causal else None"
 )
 def test_key_block_in_several_styles(changes):
     assert check("5.4", keys_walk(*changes))
-
-
-@pytest.mark.parametrize(
-    "changes, slug",
-    [
-        ([("- delta[rows, None]", "- 0 * delta[rows, None]")], "delta-missing"),
-        ([("- delta[rows, None]", "+ delta[rows, None]")], "delta-added"),
-        ([("ds = p * (", "ds = (")], "p-missing"),
-        ([("return scale * dk", "return dk")], "scale-missing"),
-        ([("return scale * dk", "return scale * scale * dk")], "scale-twice"),
-        ([("dv = dv + ", "dv = ")], "overwritten"),
-        ([("dk = dk + ", "dk = ")], "overwritten"),
-        ([("p.to(dO.dtype).float().T @ do", "p.to(dO.dtype).float().T @ q")], "q-for-do"),
-        ([("ds.to(Q.dtype).float().T @ q", "ds.to(Q.dtype).float().T @ do")], "do-for-q"),
-        ([("ds.to(Q.dtype).float().T @ q", "p.T @ q")], "p-for-ds"),
-        ([("do @ v.T", "do @ k.T")], "k-for-v"),
-        ([(DISTANCE, "None"), (BEGIN, "0")], "causal-mask-missing"),
-        ([(DISTANCE, "start_m - start_n if causal else None"), (BEGIN, "0")], "causal-aligned-top-left"),
-        ([(DISTANCE, "start_m + N - M - start_n - 1 if causal else None")], "causal-off-by-one"),
-        ([(DISTANCE, "start_m + N - M - start_n"), (BEGIN, "0")], "causal-always"),
-        ([(BEGIN, "0")], "causal-tiles-not-skipped"),
-        ([("- delta[rows, None]", "- delta[: len(q), None]")], "delta-of-the-first-rows"),
-        (
-            [("range(begin, M, BLOCK_M)", "range(begin, begin + (M - begin) // BLOCK_M * BLOCK_M, BLOCK_M)")],
-            "tail-dropped",
-        ),
-        ([("return scale * dk, dv", "return dv, scale * dk")], "exchanged"),
-        ([("return scale * dk, dv", "return scale * dk, scale * dv")], "dv-scaled"),
-        ([("return scale * dk, dv", "return (scale * dk).to(Q.dtype), dv.to(Q.dtype)")], "wrong-dtype"),
-        ([("torch.zeros_like(k), torch.zeros_like(v)", "torch.zeros_like(K_block), torch.zeros_like(V_block)"),
-          ("dk = dk + ", "dk += "), ("dv = dv + ", "dv += ")], "wrong-dtype"),
-        ([(DISTANCE, "None")], "causal-mask-missing"),
-        ([(DISTANCE, "None"), (BEGIN, f"({BEGIN}) // BLOCK_M * BLOCK_M")], "causal-mask-missing"),
-        ([(DISTANCE, "start_m + N - M - start_n + 1 if causal else None")], "causal-one-too-many"),
-        ([(DISTANCE, "start_m - N + M - start_n if causal else None"), (BEGIN, "0")], "causal-shifted-back"),
-        ([(DISTANCE, "start_m + N - M if causal else None"), (BEGIN, f"({BEGIN}) // BLOCK_M * BLOCK_M")],
-         "causal-from-the-block"),
-        ([(BEGIN, f"-(-({BEGIN}) // BLOCK_M) * BLOCK_M")], "begins-late"),
-        ([(BEGIN, "start_n if causal else 0")], "begins-at-its-row"),
-        ([(BEGIN, "start_n - (N - M) if causal else 0")], "wrong-rows"),
-        ([(BEGIN, f"({BEGIN}) // BLOCK_M * BLOCK_M"), ("range(begin, M, ", "range(begin, M // BLOCK_M * BLOCK_M, ")],
-         "tail-dropped"),
-        ([("return scale * dk, dv", "return scale * dk")], "wrong-type"),
-        ([("return scale * dk, dv", "return scale * dk.T, dv")], "wrong-shape"),
-    ],
-)  # fmt: skip
-def test_key_block_gone_wrong(changes, slug):
-    assert told("5.4", keys_walk(*changes)) == slug
 
 
 # ---- 5.5, 5.6, 5.11: kernels ----------------------------------------------------------------------------------------
@@ -412,28 +323,6 @@ def gradient(text):
 @pytest.mark.parametrize("text", ["p * (dp - d + dl)", "p * (dp - (d - dl))", "p * (dp - d) + p * dl"])
 def test_the_lse_gradient_in_several_styles(text):
     assert check("5.7", gradient(text))
-
-
-@pytest.mark.parametrize(
-    "text, slug",
-    [
-        ("p * (dp - d)", "lse-gradient-missing"),
-        ("p * dl", "output-gradient-missing"),
-        ("p * (dp - d - dl)", "wrong-sign"),
-        ("p * (dp - d) + dl", "not-weighted"),
-        ("p * (dp + dl)", "delta-missing"),
-        ("p * (dp + d + dl)", "delta-added"),
-        ("dp - d + dl", "p-missing"),
-        ("p * (dp - d) * dl", "times-dlse"),
-        ("p * (dp + dl - ((dp + dl) * p).sum(1, keepdim=True))", "lse-gradient-missing"),
-        ("p * (dp - d + p * dl)", "p-twice"),
-        ("p * (dp - d + dl * 2)", "right-where"),
-        ("(p * (dp - d + dl)).T", "wrong-shape"),
-        ("None", "returned-none"),
-    ],
-)
-def test_the_lse_gradient_gone_wrong(text, slug):
-    assert told("5.7", gradient(text)) == slug
 
 
 # ---- 5.8 ------------------------------------------------------------------------------------------------------------

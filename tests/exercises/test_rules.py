@@ -109,6 +109,7 @@ TOLD = [
     ("5.1", lambda p, dp: p * (dp - (p * p * dp).sum(1, keepdim=True)), "the factor `p` is there twice"),
     ("5.1", lambda p, dp: p * (dp - (p * dp).sum(1)), "`keepdim=True` is missing"),
     ("5.2 delta_over_columns", lambda o, do: (o.float() * do).sum(0), "`sum` runs along dim=0: it is dim=1"),
+    ("5.7", lambda p, v, o, do, dl: p * (do @ v.T - (o * do).sum(1)[:, None]), "`dlse[:, None]` is missing"),
     ("5.8", lambda dk, n: dk.unflatten(1, (n, -1)).prod(2), "`prod` stands where `sum` belongs"),
 ]  # fmt: skip
 

@@ -26,6 +26,7 @@ from typing import Any
 
 Slot = tuple[ast.AST, str, "int | None"]  # a node, one of its fields, and the place in it where it is a list
 
+CHANGED = "<a change>"  # the file's name of a changed text
 _MOST_STEPS = 2_000  # of a loop that a change may have made endless
 _FACTORS = (4, 8, 1000, 1024)
 _FEW = 12  # values of a parameter, each of which an answer may take for all of them
@@ -74,14 +75,14 @@ class Text:
 
     Args:
         words: what local names are called. whole: numbers are whole, so that one may be off by 1.
-        other: an expression of the parameters that gives the same, another way to write it.
+        other: an expression of the parameters that gives the same, another way to write it. source: the function's.
     """
 
     def __init__(
         self, fn: Callable[..., Any], words: Mapping[str, str] | None = None, other: str | None = None,
-        whole: bool = True,
+        whole: bool = True, source: str | None = None,
     ):  # fmt: skip
-        tree = ast.parse(textwrap.dedent(inspect.getsource(fn))).body[0]
+        tree = ast.parse(source or textwrap.dedent(inspect.getsource(fn))).body[0]
         assert isinstance(tree, ast.FunctionDef), "a right text is one function"
         tree.decorator_list, tree.returns = [], None
         if ast.get_docstring(tree) is not None:
@@ -101,6 +102,7 @@ class Text:
         plain = (ast.Name, ast.Constant)
         self.parts = [n for n in halves.values() if isinstance(n.left, plain) and isinstance(n.right, plain)]
         self.fixed: dict[str, Any] = {}  # values that no constant can hold
+        self.kinds: dict[str, set[Any]] = {}  # of a name: what it is, where that has been looked at
         self.words, self.whole = dict(words or {}), whole
         assigned: dict[str, list[ast.expr | None]] = defaultdict(list)  # None: what it becomes has no short words
         for node in ast.walk(tree):
@@ -125,6 +127,11 @@ class Text:
                 if len(said) <= _LONGEST_NAME:
                     compound = isinstance(meant[0], (ast.BinOp, ast.IfExp, ast.Compare))
                     self.words[local] = f"({said})" if compound else said
+
+    def are_alike(self, *names: Any) -> bool:
+        """Whether one of these may be taken for the other, as far as it is known what they are."""
+        kinds = [self.kinds[name] for name in names if name in self.kinds]
+        return len(kinds) < 2 or bool(kinds[0] & kinds[1])
 
     def plain(self, node: ast.AST) -> str:
         """A part of the text as a reader of the exercise would write it."""
@@ -153,7 +160,7 @@ class Text:
                     setattr(node, name, new)
                 else:
                     getattr(node, name)[at] = new
-            code = compile(ast.Module([self.tree], []), "<a change>", "exec")
+            code = compile(ast.Module([self.tree], []), CHANGED, "exec")
         except (ValueError, TypeError) as error:
             raise SyntaxError(str(error)) from error
         finally:
@@ -230,6 +237,7 @@ def changes(text: Text, values: Mapping[str, Sequence[Any]] | None = None, more:
                 Change(slug, said, cost, ((slot, _new(new)),), (slug, *rest), _about(node, new))
                 for of in of_expression
                 for slug, said, cost, new, *rest in of(text, slot, node)
+                if slug != "wrong-name" or len(rest) < 2 or text.are_alike(*rest[:2])
             ]
     found += [*_of_statements(text), *(more.of_statements(text) if more else ())]
     found += _of_results(text)
@@ -257,6 +265,8 @@ def changes(text: Text, values: Mapping[str, Sequence[Any]] | None = None, more:
                     new = _new(ast.Attribute(node.value, other, ast.Load()))
                     found.append(Change("wrong-name", said, 2.1, ((slot, new),), about=(ast.unparse(node),)))
     for a, b in itertools.combinations(reads, 2):
+        if not text.are_alike(a, b):
+            continue
         edits = tuple((slot, _new(ast.Name(y, ast.Load()))) for x, y in ((a, b), (b, a)) for slot in reads[x])
         found.append(Change("names-exchanged", f"`{a}` and `{b}` are exchanged, everywhere", 1.9, edits))
     for name, seen in (values or {}).items():
@@ -309,6 +319,7 @@ def _of_expression(text: Text, slot: Slot, node: ast.expr) -> Iterator[tuple[Any
     parent, w = slot[0], text.say
     often = Counter(n.id for n in ast.walk(text.tree) if isinstance(n, ast.Name))
     root = id(node) in text.results
+    mixed = text.whole and not text.kinds  # of numbers alone: what is mixed up there is more
     if isinstance(node, ast.Name) and node.id in (*text.params, *text.locals):
         for other in (*text.params, *text.locals):
             if other != node.id:
@@ -319,14 +330,14 @@ def _of_expression(text: Text, slot: Slot, node: ast.expr) -> Iterator[tuple[Any
                 said = f"`{other}{of}` stands where `{node.id}{of}` belongs" if of else said
                 yield "wrong-name", said, 2.0, name, node.id, other
                 beside = isinstance(parent, ast.BinOp) and other not in ast.unparse(parent)
-                if text.whole and other in text.params and node.id in text.params and beside:
+                if mixed and other in text.params and node.id in text.params and beside:
                     said = f"the middle of `{node.id}` and `{other}` stands where {w(node)} belongs"
                     yield "wrong-name", said, 2.5, _expr("(x + y) // 2", x=node, y=name)
-                for sign in "-+" if text.whole and other in text.params and beside else "":
+                for sign in "-+" if mixed and other in text.params and beside else "":
                     said = f"`{other} {sign} 1` stands where {w(node)} belongs"
                     yield "wrong-name", said, 2.4, _expr(f"x {sign} 1", x=name), node.id, other, sign
     if isinstance(node, ast.Name) and node.id in text.numbers and isinstance(parent, ast.BinOp):
-        for part in text.parts:  # such as heads // kv_heads for heads
+        for part in text.parts if not text.kinds else ():  # such as heads // kv_heads for heads
             if part is not parent:
                 yield "wrong-name", f"{w(part)} stands where {w(node)} belongs, in {w(parent)}", 2.5, part
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
@@ -356,6 +367,8 @@ def _of_expression(text: Text, slot: Slot, node: ast.expr) -> Iterator[tuple[Any
     number = isinstance(node, (ast.BinOp, ast.Name, ast.Call, ast.IfExp))
     if isinstance(node, ast.Name) and node.id not in (*text.numbers, *text.locals):
         number = False
+    if isinstance(node, ast.Name) and text.kinds.get(node.id, {"number"}) != {"number"} and not root:
+        number = False
     texts = any(isinstance(n, ast.Constant) and isinstance(n.value, str) for n in ast.walk(node))
     if not number or texts or isinstance(parent, ast.Attribute):
         return
@@ -377,21 +390,22 @@ def _of_expression(text: Text, slot: Slot, node: ast.expr) -> Iterator[tuple[Any
         if not isinstance(node, ast.Constant):
             yield "wrong-sign", f"{it} has the wrong sign", 2.3 if root else 1.9, _expr("-x", x=node)
     if isinstance(node, ast.Name) and node.id in text.numbers:
-        for factor in _FACTORS:
+        for factor in _FACTORS if not text.kinds else ():
             for way, times in ((f"x * {factor}", f"{factor}"), (f"x / {factor}", f"1 / {factor}")):
                 yield "wrong-factor", f"{w(node)} is {times} times what it should be", 2.6, _expr(way, x=node)
     sums, signs = isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Sub)), (ast.Add, ast.Sub)
     if sums and not (isinstance(parent, ast.BinOp) and isinstance(parent.op, signs)) or root:
         for other in text.numbers:
-            yield "term-too-many", f"`{other}` is added as well", 2.1, _expr(f"x + {other}", x=node)
-            yield "term-too-many", f"`{other}` is subtracted as well", 2.1, _expr(f"x - {other}", x=node)
+            if not text.kinds:
+                yield "term-too-many", f"`{other}` is added as well", 2.1, _expr(f"x + {other}", x=node)
+                yield "term-too-many", f"`{other}` is subtracted as well", 2.1, _expr(f"x - {other}", x=node)
             if root:
                 yield "factor-too-many", f"it is multiplied by `{other}` as well", 2.1, _expr(f"x * {other}", x=node)
                 yield "factor-too-many", f"it is divided by `{other}` as well", 2.2, _expr(f"x / {other}", x=node)
     if root:
-        for way in ("math.floor", "round", "math.ceil"):
+        for way in ("math.floor", "round", "math.ceil") if not text.kinds else ():
             yield "rounded", f"it is rounded to a whole number, by `{way}`", 2.3, _expr(f"{way}(x)", x=node)
-        for other in text.numbers if text.whole else ():
+        for other in text.numbers if text.whole and not text.kinds else ():
             for way, how in ((f"x // {other}", "down"), (f"-(-x // {other})", "up")):
                 said = f"it is divided by `{other}` as well, and rounded {how}"
                 yield "factor-too-many", said, 2.2, _expr(way, x=node)
@@ -610,8 +624,9 @@ def _of_statements(text: Text) -> Iterator[Change]:
                         yield Change("lines-exchanged", said, 1.7, both)
                 if isinstance(holder, (ast.For, ast.While)) and isinstance(line, (ast.Assign, ast.AugAssign)):
                     for outer in ast.walk(text.tree):
-                        if holder in (getattr(outer, "body", None) or ()):
-                            there = outer.body.index(holder)  # type: ignore[attr-defined]
+                        lines = getattr(outer, "body", None)
+                        if isinstance(lines, list) and holder in lines:
+                            there = lines.index(holder)
                             new = _new(ast.If(ast.Constant(True), [holder, line], []))
                             said = f"the line `{text.plain(line)}` stands after the loop: it belongs into it"
                             edits = ((slot, _new(ast.Pass())), ((outer, "body", there), new))

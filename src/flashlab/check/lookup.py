@@ -127,6 +127,8 @@ class Index:
         for row, fn in self.rows:
             found.append((None, Change(row.slug, row.sentence, 0.0, ()), self.run(fn)))
         for text in self.texts:
+            if self.kinds:
+                text.kinds = self.kinds.kinds_of(text, self._copies()[:3])
             seen = {name: [given[i] for given in self.inputs] for i, name in enumerate(text.params)}
             for change in changes(text, seen, self.kinds):
                 try:
@@ -136,6 +138,9 @@ class Index:
                 found.append((text, change, self.run(fn)))
         beside = 0.3 if self.kinds else 0.0  # other texts are other functions then: one's own is likelier
         return sorted(found, key=lambda x: x[1].cost + beside * (x[0] not in (None, self.texts[0])))
+
+    def _copies(self) -> list[tuple[Any, ...]]:
+        return [tuple(map(self.copied, given) if self.copied else given) for given in self.inputs]
 
     def same_outcome(self, a: Outcome, b: Outcome, part: int | None = None) -> bool:
         return all(self._same_values(x, y, part) for x, y in zip(a, b, strict=True))
@@ -209,7 +214,7 @@ class Index:
 
     def _note(self, text: Text, change: Change, sentence: str) -> str:
         """Why the piece is there that was changed. A name that is there often has several reasons."""
-        for piece in change.about:
+        for piece in change.about if change.slug not in ("factor-too-many", "term-too-many") else ():
             often = sum(isinstance(n, ast.Name) and n.id == piece for n in ast.walk(text.tree)) > 1
             if change.slug == "wrong-name" and often:
                 continue

@@ -1,4 +1,4 @@
-"""What else goes wrong in a text of tensors and loops: axes, shapes, dtypes, first values, where a loop begins and ends.
+"""What else goes wrong in a text of tensors and loops: axes, shapes, dtypes, first values, where a loop ends.
 
 For `flashlab.check.changes.changes`: each function gives (slug, words, cost, new node, key...) of one expression, or
 whole changes of the statements.
@@ -8,10 +8,15 @@ from __future__ import annotations
 
 import ast
 import copy
-from collections.abc import Iterator
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from types import FrameType
 from typing import Any
 
-from flashlab.check.changes import Change, Slot, Text, _expr, _new
+import torch
+
+from flashlab.check.changes import CHANGED, Change, Slot, Text, _expr, _new
 
 _REDUCTIONS = {
     "sum": ("mean", "amax", "prod"), "amax": ("amin", "mean", "sum"), "max": ("min", "mean", "sum"),
@@ -122,6 +127,34 @@ def _put(node: ast.expr, old: str, new: str) -> ast.expr:
     return Put().visit(copy.deepcopy(node))
 
 
+def kinds_of(text: Text, inputs: Sequence[tuple[Any, ...]]) -> dict[str, set[Any]]:
+    """What each name of the text is while it runs: a number, a tensor of so many axes, or something else."""
+    found: dict[str, set[Any]] = defaultdict(set)
+    run, before = text.compiled(), sys.gettrace()
+
+    def lines(frame: FrameType, event: str, arg: Any) -> Any:
+        for name, value in frame.f_locals.items():
+            found[name].add(_kind(value))
+        return lines
+
+    def calls(frame: FrameType, event: str, arg: Any) -> Any:
+        return lines if frame.f_code.co_filename == CHANGED and frame.f_code.co_name == text.tree.name else None
+
+    sys.settrace(calls)
+    try:
+        for given in inputs:
+            run(*given)
+    finally:
+        sys.settrace(before)
+    return dict(found)
+
+
+def _kind(value: Any) -> Any:
+    if isinstance(value, (int, float)):
+        return "flag" if isinstance(value, bool) else "number"
+    return ("tensor", value.ndim) if isinstance(value, torch.Tensor) else type(value).__name__
+
+
 def of_statements(text: Text) -> Iterator[Change]:
     """Where a loop begins and ends, and what is done in every turn of it instead of once at the end."""
     for loop in [n for n in ast.walk(text.tree) if isinstance(n, ast.For)]:
@@ -168,7 +201,8 @@ def _in_every_turn(text: Text, loop: ast.For, node: ast.BinOp) -> Iterator[Chang
         line = _new(ast.Assign([ast.Name(kept.id, ast.Store())], ast.BinOp(kept, node.op, by)))
         turn = _new(ast.For(loop.target, loop.iter, [*loop.body, line], []))
         holder: Slot | None = next(
-            (s for s in _places(text.tree) if s[2] is not None and getattr(s[0], s[1])[s[2]] is loop), None)  # fmt: skip
+            (s for s in _places(text.tree) if s[2] is not None and getattr(s[0], s[1])[s[2]] is loop), None
+        )
         if holder is None:
             continue
         said = f"{text.say(kept)} is {done} {text.say(by)} in every block"

@@ -58,7 +58,8 @@ class Rule:
         draw: one more input, from a random.Random: any that the exercise allows.
         rows: mistakes that no change of the text makes. words: what local names are called in a sentence.
         notes: {piece of the right text: why it is there}, told with whatever change of it fits.
-        also: expressions of the parameters that give the same, to be changed too.
+        also: expressions of the parameters that give the same, to be changed too; of tensors also functions, and
+            lists of edits of the right one.
         units: {result: {words: expression}}: what the result is a sum of, and `hint` what to say with it.
         alike: makes one of results that are as good as each other. tol: relative.
         then: asked last, with the learner's function; raises CheckFailed.
@@ -71,7 +72,7 @@ class Rule:
     rows: tuple[Row, ...] = ()
     words: Mapping[str, str] = field(default_factory=dict)
     notes: Mapping[str, str] = field(default_factory=dict)
-    also: tuple[str | Callable[..., Any], ...] = ()
+    also: tuple[Any, ...] = ()
     units: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     hint: Mapping[str, str] = field(default_factory=dict)
     alike: Callable[..., Values] = lambda *values: values
@@ -86,7 +87,7 @@ class Rule:
     @cached_property
     def index(self) -> Index:
         whole = not any(isinstance(value, float) for given in self.tried for value in given)
-        texts = [Text(self.fn, self.words, other, whole) for other in (None, *self.also) if not callable(other)]
+        texts = [Text(self.fn, self.words, other, whole) for other in (None, *self.also)]
         rows = [(row, self.with_row(row)) for row in self.rows]
         return Index(
             texts, self.tried, self.returns, self._values, self.tol, rows, self.alike, self.drawn(300), self.notes
@@ -101,15 +102,19 @@ class Rule:
         """The function as a learner with this mistake has it."""
         if row.instead:
             return Text(self.fn, other=row.instead).compiled()
+        names = dict(self.fn.__globals__)
+        exec(f"from __future__ import annotations\n{self.edited(row.edits)}", names)
+        return names[self.fn.__name__]
+
+    def edited(self, edits: Sequence[tuple[str, str]]) -> str:
+        """The function's source with these edits; each old text occurs once."""
         source = textwrap.dedent(inspect.getsource(self.fn))
         source = source[source.index("\ndef ") + 1 :] if not source.startswith("def ") else source
-        for old, new in row.edits:
+        for old, new in edits:
             if source.count(old) != 1:
-                raise ValueError(f"row {row.slug}: {old!r} occurs {source.count(old)} times in {self.fn.__name__}")
+                raise ValueError(f"{old!r} occurs {source.count(old)} times in {self.fn.__name__}")
             source = source.replace(old, new)
-        names = dict(self.fn.__globals__)
-        exec(f"from __future__ import annotations\n{source}", names)
-        return names[self.fn.__name__]
+        return source
 
     def drawn(self, count: int = _DRAWN, seed: int = 0) -> list[tuple[Any, ...]]:
         source = random.Random(seed)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import random
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -31,7 +32,7 @@ from flashlab.check.symptoms import Symptoms, seen_where, watched
 from flashlab.exercises.answers import in_words
 from flashlab.exercises.rule import RULES, Rule, rule
 
-_BESIDE, _DRAWN, _DIFFERING, _TRIES = 6, 150, 40, 2_000
+_BESIDE, _DRAWN, _DIFFERING, _TRIES = 6, 60, 30, 2_000
 
 
 def normal(r: random.Random, *shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -50,7 +51,7 @@ class TensorRule(Rule):
         on_device: inputs are handed in where kernels run, results are looked at on the CPU.
         nan: {part of a case's name, or "": what a result that is not finite there comes of}.
         symptom: asked where no change explains the answer: (slug, sentence) in numbers, or None.
-        beside: how many drawn inputs the check runs beside its own.
+        beside: how many drawn inputs the check runs beside its own. tries: pairs of changes that are tried.
     """
 
     names: tuple[str, ...] = ()
@@ -59,6 +60,7 @@ class TensorRule(Rule):
     nan: Mapping[str, str] = field(default_factory=dict)
     symptom: Callable[[Callable[..., Any]], tuple[str, str] | None] | None = None
     beside: int = _BESIDE
+    tries: int = _TRIES
 
     @cached_property
     def index(self) -> Index:
@@ -66,12 +68,14 @@ class TensorRule(Rule):
         for other in (None, *self.also):
             fn = other if callable(other) else self.fn
             kept = {name: name for name in fn.__code__.co_varnames}  # a reader has these lines in mind
-            texts.append(Text(fn, {**kept, **self.words}, None if callable(other) else other))
+            source = self.edited(other) if isinstance(other, list) else None
+            expression = other if isinstance(other, str) else None
+            texts.append(Text(fn, {**kept, **self.words}, expression, source=source))
         rows = [(row, self.with_row(row)) for row in self.rows]
         more = self.drawn(_DIFFERING)
         return Index(
             texts, self.tried, self.returns, self._values, self.tol, rows, self.alike, more, self.notes,
-            tensor_changes, _TRIES, _copy,
+            tensor_changes, self.tries, _copy,
         )  # fmt: skip
 
     @cached_property
@@ -178,7 +182,10 @@ class TensorRule(Rule):
         if watched() is not None:
             self._note_symptoms(got)
         elif errors or self.index.wrong_parts(got):
-            raise self._failure(learners, got, errors)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # what a change does is no matter of the learner's
+                failed = self._failure(learners, got, errors)
+            raise failed
 
     def _note_symptoms(self, got: Sequence[Values | str]) -> None:
         """Of a hunt's own code: what is wrong, without a cause."""
@@ -210,7 +217,7 @@ class TensorRule(Rule):
         evidence = "; ".join(self._seen(i, got) for i in wrong)
         well = [name for i, name in enumerate(names) if i not in wrong]
         evidence += f". {' and '.join(well)} {'are' if len(well) > 1 else 'is'} right in every case" if well else ""
-        right = [self.case(x) for x, bad in zip(self.tried, off, strict=True) if not bad]
+        right = [name for name, bad in zip(self.names, off, strict=False) if not bad]
         evidence += f". {sum(off)} of {len(off)} cases are wrong"
         evidence += f"; right: {'; '.join(right[:2])}{'; ...' if len(right) > 2 else ''}" if right else ""
         found = (
