@@ -610,7 +610,9 @@ def _of_statements(text: Text) -> Iterator[Change]:
                 slot = (holder, field, at)
                 if isinstance(line, (ast.Assign, ast.AugAssign, ast.If, ast.Expr)):
                     said = text.plain(line).splitlines()[0].rstrip(":")
-                    yield Change("line-missing", f"the line `{said}` is missing", 1.6, ((slot, _new(ast.Pass())),))
+                    yield Change(
+                        "line-missing", f"the line `{said}` is missing", 1.6, ((slot, _new(ast.Pass())),), about=(said,)
+                    )
                 if isinstance(line, ast.AugAssign):
                     for op in _OPERATORS.get(type(line.op), ()):
                         new = _new(ast.AugAssign(line.target, op(), line.value))

@@ -235,7 +235,7 @@ class Index:
             order = [self.names[int(i)] for i in said[7:].split(",")]
             came, wanted = ", ".join(order), ", ".join(self.names)
             return f"the results are right, but exchanged: they come as ({came}): return ({wanted})"
-        names = " and ".join(self.names[i] for i in wrong)
+        names = " and ".join(self.names[i] for i in wrong).replace(" and ", ", ", max(0, len(wrong) - 2))
         if said.startswith("it is "):
             return f"{names} {'is' if len(wrong) == 1 else 'are'} {said[6:]}"
         return f"{names}: {said}"
