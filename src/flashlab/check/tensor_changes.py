@@ -49,7 +49,7 @@ def of_expression(text: Text, slot: Slot, node: ast.expr) -> Iterator[tuple[Any,
         case ast.Attribute(value=value, attr="T" | "mT"):
             yield "not-transposed", f"{w(value)} is not transposed", 1.3, value, "T"
         case ast.UnaryOp(op=ast.USub(), operand=ast.Attribute(attr="inf")):
-            for finite in (0.0, -1.0, -1e4, -1e30, -3.4e38):
+            for finite in (0.0, -1.0, -1e4, -1e5, -1e6, -1e9, -1e30, -3.4e38):
                 yield "finite-number", f"{finite:g} stands where -inf belongs", 1.4, ast.Constant(finite), id(node)
         case ast.Call(func=ast.Attribute(value=owner, attr=name)):
             yield from _of_method(text, node, owner, name)

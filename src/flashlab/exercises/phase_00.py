@@ -252,8 +252,8 @@ def _by_branches(xs):
             [("+ math.exp(x - m_new)", "+ (math.exp(x - m_new) if x != m else 0.0)")]),
         Row("first-term-lost", "l: the correction belongs to the old terms only: at the start it is 0, and "
             "takes the new terms with it", [("+ math.exp(x - m_new)", "+ math.exp(x - m_new) * math.exp(m - m_new)")]),
-        Row("not-rescaled", "l is not rescaled, or m is overwritten before the correction is computed, which is 1 then: "
-            "it is exp(m - m_new)", [("l * math.exp(m - m_new)", "l")]),
+        Row("not-rescaled", "l is not rescaled, or m is overwritten before the correction is computed, which is 1 "
+            "then: it is exp(m - m_new)", [("l * math.exp(m - m_new)", "l")]),
     ],
     then=_expect_two_numbers,
 )  # fmt: skip
