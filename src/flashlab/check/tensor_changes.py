@@ -48,6 +48,13 @@ def of_expression(text: Text, slot: Slot, node: ast.expr) -> Iterator[tuple[Any,
                 yield "wrong-slice", f"{w(new)} stands where {w(node)} belongs", 2.0, new, "upper"
         case ast.Attribute(value=value, attr="T" | "mT"):
             yield "not-transposed", f"{w(value)} is not transposed", 1.3, value, "T"
+        case ast.BinOp(left=left, op=ast.BitAnd() | ast.BitOr() as both, right=right):
+            for alone, gone in ((left, right), (right, left)):
+                yield "condition-missing", f"the condition {w(gone)} is missing", 1.0, alone
+            other_way = ast.BitOr() if isinstance(both, ast.BitAnd) else ast.BitAnd()
+            yield "wrong-operator", f"the conditions are joined by {'|&'[isinstance(other_way, ast.BitAnd)]}", 1.5, (
+                ast.BinOp(left, other_way, right))  # fmt: skip
+            yield "inverted", "1 and 0 are exchanged", 1.2, ast.UnaryOp(ast.Invert(), node)
         case ast.UnaryOp(op=ast.USub(), operand=ast.Attribute(attr="inf")):
             for finite in (0.0, -1.0, -1e4, -1e5, -1e6, -1e9, -1e30, -3.4e38):
                 yield "finite-number", f"{finite:g} stands where -inf belongs", 1.4, ast.Constant(finite), id(node)
