@@ -85,7 +85,6 @@ check("5.3", dq_block)
 # `probabilities_sim(q, k, lse, distance, scale)` gives a tile of P in float32. `distance` is None without a mask; else row i of the tile
 # sees its columns j ≤ i + distance.
 
-
 # %% tags=["exercise"]
 # MILESTONE flashlab.attention.simulation_backward: key_block_sim
 def key_block_sim(K_block, V_block, start_n, Q, dO, lse, delta, N, BLOCK_M, scale, causal):
@@ -99,7 +98,6 @@ def key_block_sim(K_block, V_block, start_n, Q, dO, lse, delta, N, BLOCK_M, scal
     # YOUR CODE HERE
     raise NotImplementedError
 
-
 # %% tags=["check"]
 # hint("5.4")
 check("5.4", key_block_sim)
@@ -112,20 +110,11 @@ check("5.4", key_block_sim)
 # $\delta$ of BLOCK_M rows per program, in Triton. M need not be a multiple of BLOCK_M. O and dO each have their own two strides, and those of
 # dO may be anything, also 0. Multiply in float32.
 
-
 # %% tags=["exercise"]
 @triton.jit
 def delta_kernel(
-    O_ptr,
-    DO_ptr,
-    DELTA_ptr,
-    stride_om,
-    stride_od,
-    stride_dom,
-    stride_dod,
-    M,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    O_ptr, DO_ptr, DELTA_ptr, stride_om, stride_od, stride_dom, stride_dod, M,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
 ):
     offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, HEAD_DIM)
@@ -136,7 +125,6 @@ def delta_kernel(
     do = tl.load(do_ptrs, mask=offs_m[:, None] < M, other=0.0).to(tl.float32)
     tl.store(DELTA_ptr + offs_m, tl.sum(o * do, axis=1), mask=offs_m < M)
     # END SOLUTION
-
 
 # %% tags=["check"]
 # hint("5.5")
@@ -153,28 +141,12 @@ check("5.5", delta_kernel)
 # The check has float32 inputs too, and refuses TF32 for them: every `tl.dot` takes `input_precision="ieee"`. In some cases every lse is near −120, or near
 # −20000. Think of the last tile there.
 
-
 # %% tags=["exercise"]
 @triton.jit
 def dq_kernel(
-    Q_ptr,
-    K_ptr,
-    V_ptr,
-    DO_ptr,
-    LSE_ptr,
-    DELTA_ptr,
-    DQ_ptr,
-    stride_qm,
-    stride_kn,
-    stride_vn,
-    stride_dom,
-    stride_dqm,
-    scale,
-    M,
-    N,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    Q_ptr, K_ptr, V_ptr, DO_ptr, LSE_ptr, DELTA_ptr, DQ_ptr,
+    stride_qm, stride_kn, stride_vn, stride_dom, stride_dqm,
+    scale, M, N, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
     offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, HEAD_DIM)
@@ -198,7 +170,6 @@ def dq_kernel(
     dq_ptrs = DQ_ptr + offs_m[:, None] * stride_dqm + offs_d[None, :]
     tl.store(dq_ptrs, (dq * scale).to(DQ_ptr.dtype.element_ty), mask=rows)
     # END SOLUTION
-
 
 # %% tags=["check"]
 # hint("5.6")
@@ -240,7 +211,6 @@ check("5.8", group_sum)
 #
 # The check shows the symptoms, and no cause, until you change the code. **Which cases are right, and which are not?**
 
-
 # %% tags=["exercise"]
 # BEGIN STARTER
 def hunted_9(q, k, v, do, lse, delta, BLOCK, scale, causal):
@@ -258,8 +228,6 @@ def hunted_9(q, k, v, do, lse, delta, BLOCK, scale, causal):
             ds = p * (do[rows] @ v[keys].T - delta[rows, None])
             dk[keys] += scale * (ds.T @ q[rows])
     return dk, dv
-
-
 # END STARTER
 # BEGIN SOLUTION
 def hunted_9(q, k, v, do, lse, delta, BLOCK, scale, causal):
@@ -277,8 +245,6 @@ def hunted_9(q, k, v, do, lse, delta, BLOCK, scale, causal):
             ds = p * (do[rows] @ v[keys].T - delta[rows, None])
             dk[keys] += scale * (ds.T @ q[rows])
     return dk, dv
-
-
 # END SOLUTION
 
 # %% tags=["check"]
@@ -294,7 +260,6 @@ check("5.9", hunted_9)
 # the grid. All was well for a year. Then somebody tuned the tiles: it became faster, and the model worse.
 #
 # The functions of `lecture` are those of its section 6, and right. What is wrong stands around them.
-
 
 # %% tags=["exercise"]
 # BEGIN STARTER
@@ -315,8 +280,6 @@ def hunted_10(q, k, v, o, lse, do, BLOCK_M, BLOCK_N, scale):
                 k[keys], v[keys], start_n, q, do, lse, delta, N, BLOCK_M, scale, False
             )
     return dq, dk, dv
-
-
 # END STARTER
 # BEGIN SOLUTION
 def hunted_10(q, k, v, o, lse, do, BLOCK_M, BLOCK_N, scale):
@@ -337,8 +300,6 @@ def hunted_10(q, k, v, o, lse, do, BLOCK_M, BLOCK_N, scale):
                 k[keys], v[keys], start_n, q, do, lse, delta, N, BLOCK_M, scale, False
             )
     return dq, dk, dv
-
-
 # END SOLUTION
 
 # %% tags=["check"]
@@ -356,30 +317,12 @@ check("5.10", hunted_10)
 #
 # The check is that of 5.6: TF32 is refused here too. `tl.dot(tl.trans(p), ...)` is right in the interpreter; the lecture says why not to write it.
 
-
 # %% tags=["exercise"]
 @triton.jit
 def dkdv_kernel(
-    Q_ptr,
-    K_ptr,
-    V_ptr,
-    DO_ptr,
-    LSE_ptr,
-    DELTA_ptr,
-    DK_ptr,
-    DV_ptr,
-    stride_qm,
-    stride_kn,
-    stride_vn,
-    stride_dom,
-    stride_dkn,
-    stride_dvn,
-    scale,
-    M,
-    N,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    Q_ptr, K_ptr, V_ptr, DO_ptr, LSE_ptr, DELTA_ptr, DK_ptr, DV_ptr,
+    stride_qm, stride_kn, stride_vn, stride_dom, stride_dkn, stride_dvn,
+    scale, M, N, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
     # BEGIN SOLUTION
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -407,7 +350,6 @@ def dkdv_kernel(
     tl.store(dk_ptrs, (dk * scale).to(DK_ptr.dtype.element_ty), mask=keys)
     tl.store(dv_ptrs, dv.to(DV_ptr.dtype.element_ty), mask=keys)
     # END SOLUTION
-
 
 # %% tags=["check"]
 # hint("5.11")

@@ -96,7 +96,7 @@ class Index:
         alike: makes one of results that are as good as each other. more: inputs on which two causes may differ.
         notes: {piece of the text: why it is there}, told with every change of it.
         kinds: further changes, see `changes`. tries: how many pairs of changes are tried. copied: makes a copy of an
-            input that a change may write to.
+            input that a change may write to. without: slugs of changes that are not made.
     """
 
     def __init__(
@@ -104,12 +104,12 @@ class Index:
         read: Callable[[Any], Values], tol: float, rows: Sequence[tuple[Row, Callable[..., Any]]] = (),
         alike: Callable[..., Values] = lambda *values: values, more: Sequence[tuple[Any, ...]] = (),
         notes: Mapping[str, str] | None = None, kinds: Any = None, tries: int = _TRIES,
-        copied: Callable[[Any], Any] | None = None,
+        copied: Callable[[Any], Any] | None = None, without: Sequence[str] = (),
     ):  # fmt: skip
-        self.copied = copied
+        self.copied, self.without = copied, without
         self.texts, self.inputs, self.names, self.read, self.tol, self.rows = texts, inputs, names, read, tol, rows
         self.alike, self.more, self.notes, self.kinds, self.tries = alike, more, notes or {}, kinds, tries
-        self.right: Outcome = list(self.run(texts[0].compiled()))
+        self.right: list[Any] = list(self.run(texts[0].compiled()))
 
     def run(self, fn: Callable[..., Any], inputs: Sequence[tuple[Any, ...]] | None = None) -> Outcome:
         return Later(lambda given: self._one(fn, given), self.inputs if inputs is None else inputs)
@@ -131,6 +131,8 @@ class Index:
                 text.kinds = self.kinds.kinds_of(text, self._copies()[:3])
             seen = {name: [given[i] for given in self.inputs] for i, name in enumerate(text.params)}
             for change in changes(text, seen, self.kinds):
+                if change.slug in self.without:
+                    continue
                 try:
                     fn = text.compiled(change)
                 except SyntaxError:

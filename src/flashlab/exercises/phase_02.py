@@ -145,16 +145,21 @@ _LARGEST = "m_new is the largest score seen so far, in both blocks: ln 8, a natu
         Row("maximum-not-moved", f"m_new is the old maximum, ln 2: {_LARGEST}", [("math.log(8)", "math.log(2)")]),
         Row("block-maximum", "m_new is ln 12, the log-sum-exp of the block: it is the largest score, ln 8", [
             ("math.log(8)", "math.log(12)")]),
-        Row("outputs-added", "O: that is the sum of the two blocks' outputs: it is both acc, divided by both l_i", [
+        Row("outputs-added", "O: that is the sum of the two blocks' outputs: it is acc divided by l_i, of both", [
             ("acc / l_i", "5.5 / 1.5 + 4 / 1.5")]),
         Row("outputs-averaged", "O: that is the mean of the two blocks' outputs; their acc and their l_i are added", [
             ("acc / l_i", "(5.5 / 1.5 + 4 / 1.5) / 2")]),
         Row("normalised-early", "acc: the old one was divided by l_i first; it stays unnormalised until the end", [
             ("5.5 *", "5.5 / 1.5 *")]),
+        Row("old-acc", "acc: the old acc is 3 + 5 there; it is 1 · 3 + 1/2 · 5 = 5.5", [("5.5 *", "8 *")]),
+        Row("old-l", "l_i: the old l_i is a term of 1 for each key there; it is 1 + 1/2", [("1.5 *", "2 *")]),
         Row("values-exchanged", "acc: each value goes with its own key's weight, 1 · 1 + 1/2 · 6", [
             ("1 * 1 + 1 / 2 * 6", "1 * 6 + 1 / 2 * 1")]),
     ],
     tol=1e-3,
+    tries=0,
+    without=("wrong-number", "off-by-one", "half", "twice", "twice-as-much", "taken-as-positive", "brackets-too-wide",
+             "wrong-name", "rounded", "root", "squared"),
 )  # fmt: skip
 def one_step():
     # BEGIN SOLUTION

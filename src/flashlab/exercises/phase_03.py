@@ -155,7 +155,7 @@ def natural_lse(m, l):
     # END SOLUTION
 
 
-@rule(
+@tensor_rule(
     "3.2",
     title="Into base 2 and back",
     minutes=10,
@@ -168,7 +168,7 @@ def natural_lse(m, l):
     ],
     parts=["natural_lse"],
     returns="scale_log2",
-    inputs=[(0.3,), (1.0,), (0.125,)],
+    inputs={f"scale = {scale}": (scale,) for scale in (0.3, 1.0, 0.125)},
     draw=lambda r: (r.choice((0.5, 0.088, r.uniform(0.01, 3))),),
     also=["scale / math.log(2)"],
     notes={"scale * math.log2(math.e)": "the factor is log2(e) = 1.4427, not its inverse, ln 2",

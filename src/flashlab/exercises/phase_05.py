@@ -176,8 +176,8 @@ Models = dict[str, tuple[Sequence[torch.Tensor], str]]
 class _Given(Sequence[torch.Tensor]):
     """One gradient of every head, with a mistake or none; computed when asked for: most models fail on the first."""
 
-    def __init__(self, heads: Sequence[Head], parts: Sequence[slice], name: str, slug: str = ""):
-        self._heads, self._parts, self._name, self._slug = heads, parts, name, slug
+    def __init__(self, heads: Sequence[Head], name: str, slug: str = ""):
+        self._heads, self._name, self._slug = heads, name, slug
         self._known: dict[int, torch.Tensor] = {}
 
     def __len__(self) -> int:
@@ -187,7 +187,7 @@ class _Given(Sequence[torch.Tensor]):
         if not 0 <= i < len(self):
             raise IndexError(i)
         if i not in self._known:
-            self._known[i] = getattr(gradients(self._heads[i], self._slug), self._name)[self._parts[i]]
+            self._known[i] = getattr(gradients(self._heads[i], self._slug), self._name)
         return self._known[i]
 
 
@@ -196,20 +196,17 @@ def _expect_gradients(
     names: Sequence[str],
     mistakes: Sequence[str],
     *,
-    rows: Sequence[slice] | None = None,
     more: Callable[[str], Models] | None = None,
 ) -> None:
     """Compare the gradients of every case; a mistake is told if it gives all the cases of one gradient.
 
-    rows: which rows of the gradient each answer holds; all by default. more: further models, by the gradient's name.
+    more: further models, by the gradient's name.
     """
     __tracebackhide__ = True
-    parts = rows or [slice(None)] * len(answers)
-
     heads = [head for _, head, _ in answers]
 
     def values(name: str, slug: str = "") -> Sequence[torch.Tensor]:
-        return _Given(heads, parts, name, slug)
+        return _Given(heads, name, slug)
 
     for name in names:
 

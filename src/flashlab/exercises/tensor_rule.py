@@ -52,6 +52,7 @@ class TensorRule(Rule):
         nan: {part of a case's name, or "": what a result that is not finite there comes of}.
         symptom: asked where no change explains the answer: (slug, sentence) in numbers, or None.
         beside: how many drawn inputs the check runs beside its own. tries: pairs of changes that are tried.
+        without: slugs of changes that say too much: on one input alone some of them fit by chance.
     """
 
     names: tuple[str, ...] = ()
@@ -61,6 +62,7 @@ class TensorRule(Rule):
     symptom: Callable[[Callable[..., Any]], tuple[str, str] | None] | None = None
     beside: int = _BESIDE
     tries: int = _TRIES
+    without: tuple[str, ...] = ()
 
     @cached_property
     def index(self) -> Index:
@@ -75,7 +77,7 @@ class TensorRule(Rule):
         more = self.drawn(_DIFFERING)
         return Index(
             texts, self.tried, self.returns, self._values, self.tol, rows, self.alike, more, self.notes,
-            tensor_changes, self.tries, _copy,
+            tensor_changes, self.tries, _copy, self.without,
         )  # fmt: skip
 
     @cached_property
@@ -218,7 +220,7 @@ class TensorRule(Rule):
         well = [name for i, name in enumerate(names) if i not in wrong]
         evidence += f". {' and '.join(well)} {'are' if len(well) > 1 else 'is'} right in every case" if well else ""
         right = [name for name, bad in zip(self.names, off, strict=False) if not bad]
-        evidence += f". {sum(off)} of {len(off)} cases are wrong"
+        evidence += f". {sum(off)} of {len(off)} cases are wrong" if len(off) > 1 else ""
         evidence += f"; right: {'; '.join(right[:2])}{'; ...' if len(right) > 2 else ''}" if right else ""
         found = (
             self._not_finite(got, wrong) or index.explain(got) or (self.symptom(learners) if self.symptom else None)
@@ -234,6 +236,8 @@ class TensorRule(Rule):
         for given, mine, right in zip(self.tried, got, self.index.right, strict=True):
             if not self.index.same_outcome([mine], [right], part):
                 x, y = (torch.as_tensor(z[part], dtype=torch.float64) for z in (mine, right))
+                if x.ndim == 0:
+                    return f"{self.returns[part]} is {x.item():.7g}, it should be {y.item():.7g} [{self.case(given)}]"
                 seen = seen_where(x, y, allowed_error(right[part], self.tol))
                 return f"{self.returns[part]} {seen} [{self.case(given)}]"
         raise AssertionError("unreachable")
