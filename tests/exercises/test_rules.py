@@ -111,7 +111,7 @@ TOLD = [
     ("1.2", lambda *x: (sum(times(*x)), "memory" if times(*x)[1] > times(*x)[0] else "compute"), "are added where one"),
     ("1.2", lambda *x: (max(times(*x)), "memory" if x[0] / x[1] < 100 else "compute"), "seconds is right in every"),
     ("1.5", lambda limit, d, m, e: (limit // (d * e) - m) // 2 + 1, "padded to a power of two before"),
-    ("2.1", lambda: RULES["2.1"].fn() | {"acc": 8 * 0.25 + 4}, "acc: the old acc is 3 + 5 there"),
+    ("2.1", lambda: RULES["2.1"].fn() | {"acc": 6.0, "O": 3.2}, "acc: the old acc is 3 + 5 there"),
     ("2.2", lambda s, v: (s.amax(1), torch.exp(s - s.amax(1)[:, None]).mean(1), torch.exp(s - s.amax(1)[:, None]) @ v),
      "l: `mean` stands where `sum` belongs"),
     ("2.7", lambda M, N, D, B, e: ((M + (M // B + 1) * 2 * N) * D * e, M * D * e + 4 * M), "rounded down, plus 1"),

@@ -235,7 +235,7 @@ def _by_branches(xs):
     },
     draw=lambda r: ([r.choice((-INF, r.gauss(0, 3), r.gauss(0, 3))) for _ in range(r.randint(0, 7))],),
     also=[_by_branches],
-    through=lambda fn: lambda xs: fn(iter(xs)),
+    through=lambda fn: lambda xs: fn(x for x in xs),
     nan={"masked": _MINUS_INFINITY},
     notes={
         "math.exp(m - m_new)": _RESCALE, "m - m_new": _OLD_MINUS_NEW, "math.exp(m - x)": _RESCALE,
@@ -407,6 +407,12 @@ _ROWS = {
     },
     rows=[
         Row("correction-inverted", f"the correction is inverted: {_OLD_MINUS_NEW}", [("m - m_new", "m_new - m")]),
+        Row("correction-inverted", f"the correction is inverted: {_OLD_MINUS_NEW}. And the first block counts twice",
+            [("m - m_new", "m_new - m"), ("range(BLOCK_N,", "range(0,")]),
+        Row("correction-inverted", f"the correction is inverted: {_OLD_MINUS_NEW}. And terms refer to the old maximum",
+            [("m - m_new", "m_new - m"), ("torch.exp(x - m_new)", "torch.exp(x - m)")]),
+        Row("o-correction-inverted", f"of o, the correction is inverted: {_OLD_MINUS_NEW}",
+            [("o * correction", "o / correction")]),
         Row("not-rescaled", f"l and o are not rescaled: {_RESCALE}", [
             ("l * correction", "l"), ("o * correction", "o")]),
         Row("l-not-rescaled", f"l is not rescaled, o is: {_RESCALE}", [("l * correction", "l")]),
