@@ -223,15 +223,13 @@ _ALIGNED = "the last query, M - 1, sees the last key, N - 1, so query i sees the
         **dict.fromkeys(("N - M", "N", "M"), _ALIGNED),
         "start_n": "the first column of the tile is number start_n, not 0", "r": "row r is query start_m + r",
         "offs_n[None, :] < N": "keys from N on do not exist", "c": "column c is key start_n + c",
-        "offs_n[None, :] <= offs_m[:, None] + N - M": "a query sees the keys up to its own position, that one too",
+        "offs_n[None, :] <= offs_m[:, None] + (N - M)": "a query sees the keys up to its own position, that one too",
     },
     rows=[
-        Row("top-left", f"aligned at the first key: {_ALIGNED}", [(" + N - M)", ")")]),
-        Row("offset-sign", f"the offset has the wrong sign: {_ALIGNED}", [("+ N - M)", "+ M - N)")]),
         Row("one-too-many", "each query sees one key too many, the one behind its own position",
-            [(" + N - M)", " + N - M + 1)")]),
+            [("+ (N - M)", "+ (N - M) + 1")]),
         Row("tail-only", "only the keys past the end are hidden; a causal query does not see later keys either",
-            [("offs_n[None, :] <= offs_m[:, None] + N - M", "offs_n[None, :] * 0 <= offs_m[:, None]")]),
+            [("offs_n[None, :] <= offs_m[:, None] + (N - M)", "offs_n[None, :] * 0 <= offs_m[:, None]")]),
         Row("starts-forgotten", "row 0 of the tile is query start_m, and column 0 is key start_n",
             [("start_m + r", "r"), ("start_n + c", "c")]),
         Row("starts-exchanged", "start_m and start_n are exchanged: row 0 is query start_m, and column 0 key start_n",
@@ -250,7 +248,7 @@ def mask_of_a_tile(start_m, start_n, M, N):
     r, c = torch.arange(16)[: max(0, M - start_m)], torch.arange(32)
     offs_m = start_m + r
     offs_n = start_n + c
-    seen = (offs_n[None, :] <= offs_m[:, None] + N - M) & (offs_n[None, :] < N)
+    seen = (offs_n[None, :] <= offs_m[:, None] + (N - M)) & (offs_n[None, :] < N)
     return seen.int()
 
 
