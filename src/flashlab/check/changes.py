@@ -24,6 +24,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from flashlab.check.code_changes import of_code, of_lines
+
+Edits = Sequence[tuple[str, str]]  # (old, new) texts, each of which occurs once
 Slot = tuple[ast.AST, str, "int | None"]  # a node, one of its fields, and the place in it where it is a list
 
 _MOST_STEPS = 2_000  # of a loop that a change may have made endless
@@ -36,7 +39,9 @@ _OPERATORS: Mapping[type, tuple[type, ...]] = {
     ast.Add: (ast.Sub, ast.Mult), ast.Sub: (ast.Add, ast.Div), ast.Mult: (ast.Div, ast.Add),
     ast.Div: (ast.Mult,), ast.FloorDiv: (ast.Mod, ast.Mult), ast.Mod: (ast.FloorDiv,), ast.Pow: (ast.Mult,),
     ast.Lt: (ast.LtE, ast.Gt), ast.LtE: (ast.Lt, ast.GtE), ast.Gt: (ast.GtE, ast.Lt), ast.GtE: (ast.Gt, ast.LtE),
-    ast.Eq: (ast.NotEq,), ast.NotEq: (ast.Eq,),
+    ast.Eq: (ast.NotEq, ast.LtE, ast.GtE), ast.NotEq: (ast.Eq,),
+    ast.BitXor: (ast.BitAnd, ast.BitOr, ast.Add), ast.BitAnd: (ast.BitOr, ast.BitXor, ast.Mod),
+    ast.BitOr: (ast.BitAnd, ast.BitXor), ast.LShift: (ast.RShift, ast.Mult), ast.RShift: (ast.LShift, ast.FloorDiv),
 }  # fmt: skip
 _FUNCTIONS: Mapping[str, tuple[str, ...]] = {
     "log": ("log2", "log10"), "log2": ("log", "log10"), "log10": ("log",), "exp": ("exp2",), "exp2": ("exp",),
@@ -47,6 +52,7 @@ _FUNCTIONS: Mapping[str, tuple[str, ...]] = {
 _SYMBOLS: Mapping[type, str] = {
     ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.FloorDiv: "//", ast.Mod: "%", ast.Pow: "**",
     ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.Eq: "==", ast.NotEq: "!=", ast.MatMult: "@",
+    ast.BitXor: "^", ast.BitAnd: "&", ast.BitOr: "|", ast.LShift: "<<", ast.RShift: ">>",
 }  # fmt: skip
 
 
@@ -65,6 +71,17 @@ class Change:
         return any(a == b for (a, _), (b, _) in itertools.product(self.edits, other.edits))
 
 
+def edited(fn: Callable[..., Any], edits: Edits) -> str:
+    """The function's text without its decorator, with these edits; ValueError where one does not fit once."""
+    source = textwrap.dedent(inspect.getsource(fn))
+    source = source[source.index("\ndef ") + 1 :] if not source.startswith("def ") else source
+    for old, new in edits:
+        if source.count(old) != 1:
+            raise ValueError(f"{old!r} occurs {source.count(old)} times in {fn.__name__}")
+        source = source.replace(old, new)
+    return source
+
+
 class EndlessError(Exception):
     """A change has made a loop endless."""
 
@@ -74,20 +91,22 @@ class Text:
 
     Args:
         words: what local names are called. whole: numbers are whole, so that one may be off by 1.
-        other: an expression of the parameters that gives the same, another way to write it.
+        other: another way to write it: an expression of the parameters that gives the same, or edits of the text.
     """
 
     def __init__(
-        self, fn: Callable[..., Any], words: Mapping[str, str] | None = None, other: str | None = None,
+        self, fn: Callable[..., Any], words: Mapping[str, str] | None = None, other: str | Edits | None = None,
         whole: bool = True,
     ):  # fmt: skip
-        tree = ast.parse(textwrap.dedent(inspect.getsource(fn))).body[0]
+        instead = other if isinstance(other, str) else None
+        source = edited(fn, other) if other and not instead else textwrap.dedent(inspect.getsource(fn))
+        tree = ast.parse(source).body[0]
         assert isinstance(tree, ast.FunctionDef), "a right text is one function"
         tree.decorator_list, tree.returns = [], None
         if ast.get_docstring(tree) is not None:
             tree.body = tree.body[1:]
-        if other is not None:
-            tree.body = [ast.Return(ast.parse(other, mode="eval").body)]
+        if instead is not None:
+            tree.body = [ast.Return(ast.parse(instead, mode="eval").body)]
         self.params = [a.arg for a in tree.args.args]
         for argument in tree.args.args:
             argument.annotation = None
@@ -103,7 +122,7 @@ class Text:
         self.words, self.whole = dict(words or {}), whole
         assigned: dict[str, list[ast.expr | None]] = defaultdict(list)  # None: what it becomes has no short words
         for node in ast.walk(tree):
-            if isinstance(node, (ast.AugAssign, ast.For)) and isinstance(node.target, ast.Name):
+            if isinstance(node, (ast.AugAssign, ast.For, ast.comprehension)) and isinstance(node.target, ast.Name):
                 assigned[node.target.id].append(None)
             if not isinstance(node, ast.Assign):
                 continue
@@ -225,9 +244,10 @@ def changes(text: Text, values: Mapping[str, Sequence[Any]] | None = None) -> li
         if id(node) not in inner and "_tick" not in ast.dump(node):
             found += [
                 Change(slug, said, cost, ((slot, _new(new)),), (slug, *rest), _about(node, new))
-                for slug, said, cost, new, *rest in _of_expression(text, slot, node)
+                for slug, said, cost, new, *rest in (*_of_expression(text, slot, node), *of_code(text, node))
             ]
     found += _of_statements(text)
+    found += [Change(slug, said, cost, ((slot, _new(new)),)) for slug, said, cost, slot, new in of_lines(text)]
     found += _of_results(text)
     again: dict[tuple[Any, ...], list[Change]] = defaultdict(list)
     for change in found:

@@ -75,16 +75,19 @@ class Index:
         read: makes `Values` of what a call returned; raises where it cannot. tol: see `same`.
         alike: makes one of results that are as good as each other. more: inputs on which two causes may differ.
         notes: {piece of the text: why it is there}, told with every change of it.
+        given: makes the arguments of one call of an input. longest: characters that a sentence may have.
     """
 
     def __init__(
         self, texts: Sequence[Text], inputs: Sequence[tuple[Any, ...]], names: Sequence[str],
         read: Callable[[Any], Values], tol: float, rows: Sequence[tuple[Row, Callable[..., Any]]] = (),
         alike: Callable[..., Values] = lambda *values: values, more: Sequence[tuple[Any, ...]] = (),
-        notes: Mapping[str, str] | None = None,
+        notes: Mapping[str, str] | None = None, given: Callable[..., Sequence[Any]] = lambda *values: values,
+        longest: int = 200,
     ):  # fmt: skip
         self.texts, self.inputs, self.names, self.read, self.tol, self.rows = texts, inputs, names, read, tol, rows
         self.alike, self.more, self.notes = alike, more, notes or {}
+        self.given, self.longest = given, longest
         self.right = self.run(texts[0].compiled())
 
     def run(self, fn: Callable[..., Any], inputs: Sequence[tuple[Any, ...]] | None = None) -> Outcome:
@@ -95,7 +98,7 @@ class Index:
 
     def _one(self, fn: Callable[..., Any], given: tuple[Any, ...]) -> Values | str:
         try:
-            return self.read(fn(*given))
+            return self.read(fn(*self.given(*given)))
         except (Exception, EndlessError) as error:
             return type(error).__name__
 
@@ -141,9 +144,9 @@ class Index:
         told = {i: self._told(parts[i], i) for i in wrong if parts[i]}
         if told and len(told) == len(wrong):
             both = "; and ".join(said for _, said in told.values())
-            if len(both) > 200:
+            if len(both) > self.longest:
                 both = "; and ".join(self._told(parts[i], i, noted=False)[1] for i in wrong)
-            if len(both) <= 200:
+            if len(both) <= self.longest:
                 return told[wrong[0]][0], both
         numbers = [i for i in told if not any(isinstance(x[i], str) for x in self.right)]
         for i in numbers if some else ():
@@ -179,9 +182,9 @@ class Index:
                 runs = (t.compiled(c) for t, c in ((text, best), (other_text, other)))
                 a, b = (self.run(fn, self.more) for fn in runs)
                 both = f"{sentence}. Or: {other.said.removeprefix('it is ')}"
-                if not self.same_outcome(a, b, part) and len(both) <= 200:
+                if not self.same_outcome(a, b, part) and len(both) <= self.longest:
                     return best.slug, both
-        if noted and (note := self._note(text, best, sentence)) and len(f"{sentence}: {note}") <= 200:
+        if noted and (note := self._note(text, best, sentence)) and len(f"{sentence}: {note}") <= self.longest:
             sentence += f"{';' if ': it is' in sentence else ':'} {note}"
         return best.slug, sentence
 

@@ -36,11 +36,11 @@ from typing import Any
 import torch
 
 from flashlab.check import CheckFailed, running
-from flashlab.check.changes import Text
+from flashlab.check.changes import Edits, Text, edited
 from flashlab.check.lookup import Index, Row, Values, in_units, where_right
 from flashlab.check.symptoms import Symptoms
 from flashlab.exercises.answers import in_words
-from flashlab.exercises.registry import exercise
+from flashlab.exercises.registry import exercise, find
 
 RULES: dict[str, Rule] = {}
 
@@ -58,10 +58,13 @@ class Rule:
         draw: one more input, from a random.Random: any that the exercise allows.
         rows: mistakes that no change of the text makes. words: what local names are called in a sentence.
         notes: {piece of the right text: why it is there}, told with whatever change of it fits.
-        also: expressions of the parameters that give the same, to be changed too.
+        also: other ways to write it, to be changed too: an expression of the parameters, or edits of the text.
         units: {result: {words: expression}}: what the result is a sum of, and `hint` what to say with it.
         alike: makes one of results that are as good as each other. tol: relative.
         then: asked last, with the learner's function; raises CheckFailed.
+        given: makes the arguments of one call of an input. shown: an input in words.
+        each: the results come as a list, a tuple for each of these ("operation").
+        id: of the exercise, which may ask for several functions.
     """
 
     fn: Callable[..., Any]
@@ -71,13 +74,22 @@ class Rule:
     rows: tuple[Row, ...] = ()
     words: Mapping[str, str] = field(default_factory=dict)
     notes: Mapping[str, str] = field(default_factory=dict)
-    also: tuple[str, ...] = ()
+    also: tuple[str | Edits, ...] = ()
     units: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     hint: Mapping[str, str] = field(default_factory=dict)
     alike: Callable[..., Values] = lambda *values: values
     whole: bool = False
     tol: float = 1e-9
     then: Callable[[Callable[..., Any]], Any] | None = None
+    given: Callable[..., Sequence[Any]] = lambda *values: values
+    shown: Callable[..., str] | None = None
+    each: str = ""
+    id: str = ""
+
+    @property
+    def prefix(self) -> str:
+        """The function's name, where the exercise asks for several."""
+        return f"{self.fn.__name__}: " if len(parts(self.id)) > 1 else ""
 
     @property
     def params(self) -> list[str]:
@@ -89,8 +101,9 @@ class Rule:
         texts = [Text(self.fn, self.words, other, whole) for other in (None, *self.also)]
         rows = [(row, self.with_row(row)) for row in self.rows]
         return Index(
-            texts, self.tried, self.returns, self._values, self.tol, rows, self.alike, self.drawn(300), self.notes
-        )
+            texts, self.tried, self.returns, self._values, self.tol, rows, self.alike, self.drawn(300), self.notes,
+            given=self.given, longest=200 - len(self.prefix),
+        )  # fmt: skip
 
     @cached_property
     def tried(self) -> tuple[tuple[Any, ...], ...]:
@@ -101,12 +114,7 @@ class Rule:
         """The function as a learner with this mistake has it."""
         if row.instead:
             return Text(self.fn, other=row.instead).compiled()
-        source = textwrap.dedent(inspect.getsource(self.fn))
-        source = source[source.index("\ndef ") + 1 :] if not source.startswith("def ") else source
-        for old, new in row.edits:
-            if source.count(old) != 1:
-                raise ValueError(f"row {row.slug}: {old!r} occurs {source.count(old)} times in {self.fn.__name__}")
-            source = source.replace(old, new)
+        source = edited(self.fn, row.edits)
         names = dict(self.fn.__globals__)
         exec(f"from __future__ import annotations\n{source}", names)
         return names[self.fn.__name__]
@@ -122,6 +130,10 @@ class Rule:
     # ---- a learner's answer
 
     def _values(self, got: Any) -> Values:
+        if got is None:
+            return (None,) * len(self.returns)
+        if self.each:
+            return tuple(tuple(bool(x) for x in part) for part in zip(*got, strict=True))
         parts = (got,) if len(self.returns) == 1 else tuple(got)
         return tuple(_number(x) for x in parts)
 
@@ -130,11 +142,15 @@ class Rule:
         __tracebackhide__ = True
         names = self.returns
         wanted = f"({', '.join(names)})" if len(names) > 1 else names[0]
+        if got is None and (None,) * len(names) in self.index.right:
+            return self._values(got)
         if got is None:
             raise CheckFailed(
                 f"the function returns nothing: is a `return` missing? Return {wanted}",
                 diagnosis="returned-none", case=case,
             )  # fmt: skip
+        if self.each:
+            return self._read_each(got, case)
         parts: Sequence[Any] = [got]
         if len(names) > 1:
             kind = "numbers" if not any(isinstance(x, str) for x in self.fn(*self.tried[0])) else "things"
@@ -165,7 +181,21 @@ class Rule:
                 )
         return self._values(got)
 
+    def _read_each(self, got: Any, case: str) -> Values:
+        __tracebackhide__ = True
+        wanted = f"a list of ({', '.join(self.returns)}), one for each {self.each}"
+        found = list(got) if hasattr(got, "__iter__") else got
+        strange = [x for x in found if not hasattr(x, "__len__") or len(x) != len(self.returns)] if (
+            isinstance(found, list)) else [found]  # fmt: skip
+        if strange:
+            raise CheckFailed(
+                f"{in_words(strange[0], article=True)} is returned; return {wanted}", diagnosis="wrong-type", case=case
+            )
+        return self._values(found) if found else ((),) * len(self.returns)
+
     def case(self, given: tuple[Any, ...]) -> str:
+        if self.shown is not None:
+            return self.shown(*given)
         return ", ".join(f"{name}={_short(value)}" for name, value in zip(self.params, given, strict=True))
 
     def check(self, learners: Callable[..., Any]) -> str:
@@ -173,14 +203,23 @@ class Rule:
         got = []
         for given in self.tried:
             with running(self.case(given)):
-                result = learners(*given)
+                result = learners(*self.given(*given))
             got.append(self.read(result, self.case(given)))
         wrong = self.index.wrong_parts(got) if got != self.index.right else []
         if wrong:
+            self._expect_the_same_again(learners, got)
             raise self._failed(learners, got, wrong)
         if self.then is not None:
             self.then(learners)
         return f"{len(got)} inputs"
+
+    def _expect_the_same_again(self, learners: Callable[..., Any], got: list[Values]) -> None:
+        __tracebackhide__ = True
+        with contextlib.redirect_stdout(io.StringIO()):
+            again = self.index.run(learners, self.tried)
+        if any(not isinstance(x, str) and x != y and x == x for x, y in zip(again, got, strict=True)):
+            sentence = "the same call gives another result when it is made again: nothing may be kept from call to call"
+            raise CheckFailed(sentence, diagnosis="state-kept", case=self.case(self.tried[0]))
 
     def _failed(self, learners: Callable[..., Any], got: list[Values], wrong: list[int]) -> CheckFailed:
         index, names = self.index, self.returns
@@ -188,7 +227,7 @@ class Rule:
         plain = [x and (isinstance(y, str) or self.alike(*y) == y) for x, y in zip(off, index.right, strict=True)]
         at = (plain if any(plain) else off).index(True)
         case = self.case(self.tried[at])
-        numbers = [f"{names[i]} is {_short(got[at][i])}, it should be {_short(index.right[at][i])}" for i in wrong
+        numbers = [self._beside(names[i], got[at][i], index.right[at][i]) for i in wrong
                    if not index.same_outcome([got[at]], [index.right[at]], i)]  # fmt: skip
         well = [name for i, name in enumerate(names) if i not in wrong]
         evidence = "; ".join(numbers)
@@ -200,6 +239,14 @@ class Rule:
         if said is None:
             return CheckFailed(f"{evidence}; {sum(off)} of {len(off)} cases are wrong", case=case)
         return CheckFailed(f"{said[1]}.\n{evidence}", diagnosis=said[0], case=case)
+
+    def _beside(self, name: str, mine: Any, right: Any) -> str:
+        if not self.each:
+            return f"{name} is {_short(mine)}, it should be {_short(right)}"
+        if len(mine) != len(right):
+            return f"the result has {len(mine)} elements, for {len(right)} {self.each}s"
+        at = next(i for i, (x, y) in enumerate(zip(mine, right, strict=True)) if x != y)
+        return f"{name} is {mine[at]} for {self.each} {at + 1}, it should be {right[at]}"
 
     def _counted(self, got: list[Values], wrong: list[int]) -> tuple[str, str] | None:
         """A result that is a sum of the right units, and not as many of each."""
@@ -239,6 +286,16 @@ class Rule:
         return ("right-where", f"{names} {verb} right just where {where}") if where else None
 
 
+def parts(id: str) -> list[Rule]:
+    """The functions that an exercise asks for."""
+    return [it for it in RULES.values() if it.id == id]
+
+
+def answers(it: Rule, fn: Callable[..., Any]) -> list[Callable[..., Any]]:
+    """What its exercise is handed: `fn` for this function, and the right ones for the others."""
+    return [fn if other is it else other.fn for other in parts(it.id)]
+
+
 def _number(value: Any) -> Any:
     """A number as a Python number, whatever it came as; a text as it is; anything else unchanged."""
     if isinstance(value, (str, bool)) or value is None:
@@ -262,28 +319,57 @@ def _short(value: Any) -> str:
 
 
 def rule(
-    id: str, *, title: str, minutes: int, hints: Sequence[str], returns: str, difficulty: str = "Core", **data: Any
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register the decorated function as the right answer of exercise `id`; `data` is the rest of `Rule`'s fields."""
+    id: str, *, returns: str, title: str = "", minutes: int = 0, hints: Sequence[str] = (), difficulty: str = "Core",
+    **data: Any,
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:  # fmt: skip
+    """Register the decorated function as the right answer of exercise `id`; `data` is the rest of `Rule`'s fields.
+
+    Where an exercise asks for several functions, the first alone has a title.
+    """
 
     def register(fn: Callable[..., Any]) -> Callable[..., Any]:
         lists = {k: tuple(v) for k, v in data.items() if k in ("inputs", "rows", "also")}
-        it = RULES[id] = Rule(fn, tuple(returns.split(", ")), **{**data, **lists})
-        count = len(it.returns)
-        kind: Any = Callable[..., tuple[(Any,) * count] if count > 1 else int if it.whole else float]  # type: ignore[misc]
-
-        def run(learners: Any) -> str:
-            __tracebackhide__ = True
-            return it.check(learners)
-
-        run.__module__, run.__wrapped__ = fn.__module__, fn  # type: ignore[attr-defined]
-        run.__annotations__ = {fn.__name__: kind}
-        parameter = inspect.Parameter(fn.__name__, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=kind)
-        run.__signature__ = inspect.Signature([parameter])  # type: ignore[attr-defined]
-        exercise(id, title=title, minutes=minutes, difficulty=difficulty, hints=hints)(run)
+        for key in [key for key, it in RULES.items() if title and it.id == id]:
+            del RULES[key]
+        it = Rule(fn, tuple(returns.split(", ")), id=id, **{**data, **lists})
+        RULES[id if title else f"{id} {fn.__name__}"] = it
+        if title:
+            exercise(id, title=title, minutes=minutes, difficulty=difficulty, hints=hints)(_run(id, fn))
+        _sign(find(id).run, id)  # type: ignore[union-attr]
         return fn
 
     return register
+
+
+def _run(id: str, fn: Callable[..., Any]) -> Callable[..., str]:
+    def run(*learners: Any) -> str:
+        __tracebackhide__ = True
+        said = []
+        for it, answer in zip(parts(id), learners, strict=True):
+            try:
+                said.append(it.check(answer))
+            except CheckFailed as failed:
+                if not it.prefix:
+                    raise
+                raise CheckFailed(it.prefix + failed.sentence, diagnosis=failed.diagnosis, case=failed.case) from None
+        return "; ".join(said)
+
+    run.__module__, run.__wrapped__ = fn.__module__, fn  # type: ignore[attr-defined]
+    return run
+
+
+def _sign(run: Callable[..., Any], id: str) -> None:
+    """What the check asks for, in its signature."""
+    kinds: dict[str, Any] = {}
+    for it in parts(id):
+        count = len(it.returns)
+        kind: Any = tuple[(Any,) * count] if count > 1 else int if it.whole else float  # type: ignore[misc]
+        kinds[it.fn.__name__] = Callable[..., list if it.each else kind]  # type: ignore[misc]
+    either = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    run.__annotations__ = kinds
+    run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [inspect.Parameter(name, either, annotation=kind) for name, kind in kinds.items()]
+    )
 
 
 def main(ids: Sequence[str]) -> None:
