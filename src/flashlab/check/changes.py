@@ -37,7 +37,8 @@ _LONGEST_NAME = 44  # characters of a definition that stands for a local name
 # What stands for what, besides the operators: each with the likely ones first.
 _OPERATORS: Mapping[type, tuple[type, ...]] = {
     ast.Add: (ast.Sub, ast.Mult), ast.Sub: (ast.Add, ast.Div), ast.Mult: (ast.Div, ast.Add),
-    ast.Div: (ast.Mult,), ast.FloorDiv: (ast.Mod, ast.Mult), ast.Mod: (ast.FloorDiv,), ast.Pow: (ast.Mult,),
+    ast.Div: (ast.Mult, ast.FloorDiv), ast.FloorDiv: (ast.Mod, ast.Mult), ast.Mod: (ast.FloorDiv,),
+    ast.Pow: (ast.Mult,),
     ast.Lt: (ast.LtE, ast.Gt), ast.LtE: (ast.Lt, ast.GtE), ast.Gt: (ast.GtE, ast.Lt), ast.GtE: (ast.Gt, ast.LtE),
     ast.Eq: (ast.NotEq, ast.LtE, ast.GtE), ast.NotEq: (ast.Eq,),
     ast.BitXor: (ast.BitAnd, ast.BitOr, ast.Add), ast.BitAnd: (ast.BitOr, ast.BitXor, ast.Mod),
@@ -133,6 +134,8 @@ class Text:
                     if isinstance(name, ast.Name):
                         assigned[name.id].append(value)
         self.locals = list(assigned)
+        lists = (ast.List, ast.ListComp, ast.Dict, ast.Tuple)
+        self.lists = {name for name, meant in assigned.items() if meant and isinstance(meant[0], lists)}
         returned = [n.value for n in ast.walk(tree) if isinstance(n, ast.Return) and n.value is not None]
         results = [x for value in returned for x in (value.elts if isinstance(value, ast.Tuple) else [value])]
         named = [v for x in results if isinstance(x, ast.Name) for v in assigned[x.id] if v is not None]
@@ -324,7 +327,7 @@ def _of_expression(text: Text, slot: Slot, node: ast.expr) -> Iterator[tuple[Any
     root = id(node) in text.results
     if isinstance(node, ast.Name) and node.id in (*text.params, *text.locals):
         for other in (*text.params, *text.locals):
-            if other != node.id:
+            if other != node.id and (other in text.lists) == (node.id in text.lists):
                 name = ast.Name(other, ast.Load())
                 where = f", in {w(parent)}" if isinstance(parent, ast.BinOp) and often[node.id] > 1 else ""
                 said = f"it is {w(name)}" if root else f"{w(name)} stands where {w(node)} belongs{where}"

@@ -66,6 +66,25 @@ def same(a: Any, b: Any, tol: float) -> bool:
         return False
 
 
+class Later(Sequence[Any]):
+    """What a function gives for each input, run when it is asked for: most changes differ on the first."""
+
+    def __init__(self, one: Callable[[tuple[Any, ...]], Values | str], inputs: Sequence[tuple[Any, ...]]):
+        self._one, self._inputs, self._known = one, inputs, {}  # type: ignore[var-annotated]
+        self._endless = False  # not waited for again
+
+    def __len__(self) -> int:
+        return len(self._inputs)
+
+    def __getitem__(self, i: Any) -> Any:
+        if not 0 <= i < len(self):
+            raise IndexError(i)
+        if i not in self._known:
+            self._known[i] = _ENDLESS if self._endless else self._one(self._inputs[i])
+            self._endless = self._known[i] == _ENDLESS
+        return self._known[i]
+
+
 class Index:
     """The changes of a right text, and what each gives.
 
@@ -88,13 +107,10 @@ class Index:
         self.texts, self.inputs, self.names, self.read, self.tol, self.rows = texts, inputs, names, read, tol, rows
         self.alike, self.more, self.notes = alike, more, notes or {}
         self.given, self.longest = given, longest
-        self.right = self.run(texts[0].compiled())
+        self.right: Outcome = list(self.run(texts[0].compiled()))
 
     def run(self, fn: Callable[..., Any], inputs: Sequence[tuple[Any, ...]] | None = None) -> Outcome:
-        found: list[Values | str] = []
-        for given in self.inputs if inputs is None else inputs:
-            found.append(found[-1] if found[-1:] == [_ENDLESS] else self._one(fn, given))  # not waited for again
-        return found
+        return Later(lambda given: self._one(fn, given), self.inputs if inputs is None else inputs)
 
     def _one(self, fn: Callable[..., Any], given: tuple[Any, ...]) -> Values | str:
         try:
@@ -293,4 +309,4 @@ def in_units(
     parts = (2 * parts).round() / 2
     if bool((parts.abs() > 64).any()) or not bool(((a @ parts - b).abs() <= 1e-9 * scale).all()):
         return None
-    return [float(x) for x in parts]
+    return [float(x) + 0.0 for x in parts]

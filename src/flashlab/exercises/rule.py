@@ -27,7 +27,6 @@ import math
 import operator
 import random
 import sys
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -59,7 +58,7 @@ class Rule:
         rows: mistakes that no change of the text makes. words: what local names are called in a sentence.
         notes: {piece of the right text: why it is there}, told with whatever change of it fits.
         also: other ways to write it, to be changed too: an expression of the parameters, or edits of the text.
-        units: {result: {words: expression}}: what the result is a sum of, and `hint` what to say with it.
+        units: {result: {words: expression}}: what the result is a sum of; where there is a `hint`, all is told with it.
         alike: makes one of results that are as good as each other. tol: relative.
         then: asked last, with the learner's function; raises CheckFailed.
         given: makes the arguments of one call of an input. shown: an input in words.
@@ -97,7 +96,7 @@ class Rule:
 
     @cached_property
     def index(self) -> Index:
-        whole = not any(isinstance(value, float) for given in self.tried for value in given)
+        whole = not any(map(_has_fractions, self.tried))
         texts = [Text(self.fn, self.words, other, whole) for other in (None, *self.also)]
         rows = [(row, self.with_row(row)) for row in self.rows]
         return Index(
@@ -153,7 +152,7 @@ class Rule:
             return self._read_each(got, case)
         parts: Sequence[Any] = [got]
         if len(names) > 1:
-            kind = "numbers" if not any(isinstance(x, str) for x in self.fn(*self.tried[0])) else "things"
+            kind = "numbers" if not any(isinstance(x, str) for x in self.index.right[0]) else "things"
             got = got.tolist() if hasattr(got, "tolist") else got
             if not isinstance(got, (tuple, list)) or len(got) != len(names):
                 raise CheckFailed(
@@ -161,9 +160,7 @@ class Rule:
                     diagnosis="wrong-type", case=case,
                 )  # fmt: skip
             parts = got
-        right = self.fn(*self.tried[0])
-        kinds = right if len(names) > 1 else (right,)
-        for name, value, kind in zip(names, parts, kinds, strict=True):
+        for name, value, kind in zip(names, parts, self.index.right[0], strict=True):
             number = _number(value)
             if isinstance(kind, str) != isinstance(number, str) or not isinstance(number, (int, float, str)):
                 wanted = "a text" if isinstance(kind, str) else "a number"
@@ -233,7 +230,8 @@ class Rule:
         evidence = "; ".join(numbers)
         evidence += f". {' and '.join(well)} {'are' if len(well) > 1 else 'is'} right in every case" if well else ""
         said = (
-            self._counted(got, wrong) or index.explain(got) or self._common(got, wrong)
+            (self.hint and self._counted(got, wrong)) or index.explain(got) or self._counted(got, wrong)
+            or self._common(got, wrong)
             or index.explain_as_two(got) or index.explain(got, some=True) or self._where(learners, wrong, off)
         )  # fmt: skip
         if said is None:
@@ -254,9 +252,17 @@ class Rule:
             units = self.units.get(self.returns[i])
             values = [x[i] for x in got]
             found = in_units(values, self.tried, self.params, units, self.fn.__globals__) if units else None
-            if units and found:
-                parts = [f"{n:g} {words}" for n, words in zip(found, units, strict=True) if n]
-                said = f"{self.returns[i]} counts {' and '.join(parts) or 'nothing'}: {self.hint[self.returns[i]]}"
+            if not (units and found):
+                continue
+            name = self.returns[i]
+            if name in self.hint:
+                said = " and ".join(f"{n:g} {words}" for n, words in zip(found, units, strict=True) if n)
+                return "miscounted", f"{name} counts {said or 'nothing'}: {self.hint[name]}"
+            right = [x[i] for x in self.index.right]
+            want = in_units(right, self.tried, self.params, units, self.fn.__globals__) or found
+            off = [f"{n:g} {unit}, {m:g} is right" for n, m, unit in zip(found, want, units, strict=True) if n != m]
+            said = f"{name} counts {'; and '.join(off)}"
+            if off and len(said) <= self.index.longest:
                 return "miscounted", said
         return None
 
@@ -308,6 +314,10 @@ def _number(value: Any) -> Any:
         return float(value)
     except (TypeError, ValueError, RuntimeError):
         return value
+
+
+def _has_fractions(value: Any) -> bool:
+    return isinstance(value, float) or (isinstance(value, tuple) and any(map(_has_fractions, value)))
 
 
 def _short(value: Any) -> str:
