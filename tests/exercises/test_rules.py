@@ -1,5 +1,6 @@
 """Exercises that are one right function: what is told comes from its changes, and so do these tests."""
 
+import contextlib
 import itertools
 import math
 
@@ -44,8 +45,12 @@ def test_changes_are_told_in_one_short_sentence_with_the_numbers_below(id):
         (text, c) for text, c, got in rule.index.outcomes if text and not rule.index.same_outcome(got, rule.index.right)
     ]
     for text, change in itertools.islice(wrong, 0, None, 23):
+        fn = text.compiled(change)
+        with contextlib.suppress(Exception):
+            if rule.judged and rule.judged(fn):
+                continue  # another right answer
         try:
-            failed = told(id, text.compiled(change))
+            failed = told(id, fn)
         except EndlessError:
             continue
         conclusion = str(failed).partition("\n")[0]
@@ -88,6 +93,17 @@ TOLD = [
     ("3.7", lambda M, N, D, B, e: (N + 2 * M * math.ceil(N / B)) * D * e, "`M` and `N` are exchanged, everywhere"),
     ("9.1", lambda m, bm, bn, q, k, causal: RULES["9.1"].fn(m, bm, bn, q, k, True), "`causal` is taken for True"),
     ("10.2", lambda a, b, s: (1 / (1 - a + a / s) - 1, *RULES["10.2"].fn(a, b, s)[1:]), "layer is 1 too small"),
+    ("6.7", lambda N, D, M, B: RULES["6.7"].fn(N, D, M, B)[::-1], "come as (FA2, FA1): return (FA1, FA2)"),
+    ("7.2", lambda lane: (lane % 8 + lane // 16 * 8, lane // 8 % 2), "k_address: dimension: the factor `8` is missing"),
+    ("8.2", lambda row, chunk: chunk ^ row // 8, "`//` stands where `%` belongs"),
+    ("8.2", lambda row, chunk: chunk * (row % 8 + 1) % 8, "each place from 0 to 7 has to be used once"),
+    ("9.2", lambda r, b, t, s, w: RULES["9.2"].fn(r, b, t, s, 64), "`warps_per_sm` is taken for 64, whatever it is"),
+    ("10.1", lambda rows, parts: (lambda x: (x[0], 100 * x[1], x[2]))(RULES["10.1"].fn(rows, parts)), "100 times"),
+    ("10.5", lambda *x: RULES["10.5"].fn(*x[:8], False), "`flash` is taken for False, whatever it is"),
+    ("10.7", lambda *x: RULES["10.7"].fn(x[0] // x[1], 1, *x[2:]), "`//` stands where `/` belongs"),
+    ("10.7", lambda *x: (RULES["10.7"].fn(*x) or (16, 16))[::-1], "BLOCK_M is 256, it should be 128"),
+    ("11.1", lambda script, n: RULES["11.1"].fn([x for x in script if x[0] != "copy"], n), "elements for 3 operations"),
+    ("11.4 widest_tile", lambda d, r, others: (r - others - d) * 4 // 3 // 16 * 16, "division by `2` is missing"),
     ("4.1", lambda p, m, h, kv: (p // m // h, p // m % h, p // m % h * kv // h, 7), "block is 7, it should be 0"),
     ("4.1", lambda p, m, h, kv: (p % m, p // m // h, p // m % h, p // m % h * kv // h), "come as (block, batch"),
     ("4.2", lambda a, z, m, n, t: (max(0, min(n, a + 2 + n - m)) // t * t, max(0, min(n, z + n - m))), "too large"),

@@ -123,8 +123,10 @@ class Text:
         self.words, self.whole = dict(words or {}), whole
         assigned: dict[str, list[ast.expr | None]] = defaultdict(list)  # None: what it becomes has no short words
         for node in ast.walk(tree):
-            if isinstance(node, (ast.AugAssign, ast.For, ast.comprehension)) and isinstance(node.target, ast.Name):
-                assigned[node.target.id].append(None)
+            if isinstance(node, (ast.AugAssign, ast.For, ast.comprehension)):
+                for target in ast.walk(node.target):
+                    if isinstance(target, ast.Name):
+                        assigned[target.id].append(None)
             if not isinstance(node, ast.Assign):
                 continue
             for target in node.targets:
@@ -451,7 +453,8 @@ def _weight(node: ast.AST) -> float:
 
 def _of_number(text: Text, parent: ast.AST, node: ast.Constant) -> Iterator[tuple[Any, ...]]:
     value: Any = node.value
-    others: list[Any] = [value + 1, value - 1, 2 * value, value / 2, 4 * value, -value, 0, 1]
+    half = value // 2 if isinstance(value, int) and value % 2 == 0 else value / 2
+    others: list[Any] = [value + 1, value - 1, 2 * value, half, 4 * value, -value, 0, 1]
     if abs(value) >= 1000 and abs(math.log10(abs(value)) % 1) < 1e-9:
         power = round(math.log10(abs(value)))
         others = [10.0 ** (power + k) for k in (-3, 3, -6, 6, -9, 9)] + [2.0 ** round(power / 3 * 10), 1]

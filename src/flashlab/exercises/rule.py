@@ -53,7 +53,7 @@ class Rule:
     """A right function, the check's inputs, and what of its mistakes cannot be computed.
 
     Attributes:
-        returns: the names of the results. whole: they are whole numbers.
+        returns: the names of the results. whole: they are whole numbers. strict: and no floats.
         draw: one more input, from a random.Random: any that the exercise allows.
         rows: mistakes that no change of the text makes. words: what local names are called in a sentence.
         notes: {piece of the right text: why it is there}, told with whatever change of it fits.
@@ -61,6 +61,7 @@ class Rule:
         units: {result: {words: expression}}: what the result is a sum of; where there is a `hint`, all is told with it.
         alike: makes one of results that are as good as each other. tol: relative.
         then: asked last, with the learner's function; raises CheckFailed.
+        judged: says in place of the values what is right, where more than one is; raises CheckFailed.
         given: makes the arguments of one call of an input. shown: an input in words.
         each: the results come as a list, a tuple for each of these ("operation").
         id: of the exercise, which may ask for several functions.
@@ -78,8 +79,10 @@ class Rule:
     hint: Mapping[str, str] = field(default_factory=dict)
     alike: Callable[..., Values] = lambda *values: values
     whole: bool = False
+    strict: bool = False
     tol: float = 1e-9
     then: Callable[[Callable[..., Any]], Any] | None = None
+    judged: Callable[[Callable[..., Any]], Any] | None = None
     given: Callable[..., Sequence[Any]] = lambda *values: values
     shown: Callable[..., str] | None = None
     each: str = ""
@@ -176,6 +179,8 @@ class Rule:
                 raise CheckFailed(
                     f"{name} is {value!r:.40}, which is no whole number{by}", diagnosis="no-whole-number", case=case
                 )
+            if self.strict and isinstance(number, float):
+                raise CheckFailed(f"{name} is {value!r:.40}, a float: return an int", diagnosis="float", case=case)
         return self._values(got)
 
     def _read_each(self, got: Any, case: str) -> Values:
@@ -197,11 +202,19 @@ class Rule:
 
     def check(self, learners: Callable[..., Any]) -> str:
         __tracebackhide__ = True
+        if self.judged is not None:
+            return self._judge(learners, self.judged)
         got = []
         for given in self.tried:
             with running(self.case(given)):
                 result = learners(*self.given(*given))
             got.append(self.read(result, self.case(given)))
+        for given, mine, right in zip(self.tried, got, self.index.right, strict=True):
+            if self.each and len(mine[0]) != len(right[0]):
+                raise CheckFailed(
+                    f"the result has {len(mine[0])} elements for {len(right[0])} {self.each}s: return one for each",
+                    diagnosis="wrong-shape", case=self.case(given),
+                )  # fmt: skip
         wrong = self.index.wrong_parts(got) if got != self.index.right else []
         if wrong:
             self._expect_the_same_again(learners, got)
@@ -209,6 +222,19 @@ class Rule:
         if self.then is not None:
             self.then(learners)
         return f"{len(got)} inputs"
+
+    def _judge(self, learners: Callable[..., Any], judged: Callable[[Callable[..., Any]], Any]) -> str:
+        """The verdict of `judged`; a change of the right text is told beside what is wrong, where one gives this."""
+        __tracebackhide__ = True
+        try:
+            return judged(learners)
+        except CheckFailed as symptom:
+            with contextlib.redirect_stdout(io.StringIO()):
+                said = self.index.explain(self.index.run(learners, self.tried))
+            if said is None:
+                raise
+            sentence = f"{said[1]}.\n{symptom.sentence}"
+            raise CheckFailed(sentence, diagnosis=symptom.diagnosis, case=symptom.case) from None
 
     def _expect_the_same_again(self, learners: Callable[..., Any], got: list[Values]) -> None:
         __tracebackhide__ = True
@@ -241,8 +267,6 @@ class Rule:
     def _beside(self, name: str, mine: Any, right: Any) -> str:
         if not self.each:
             return f"{name} is {_short(mine)}, it should be {_short(right)}"
-        if len(mine) != len(right):
-            return f"the result has {len(mine)} elements, for {len(right)} {self.each}s"
         at = next(i for i, (x, y) in enumerate(zip(mine, right, strict=True)) if x != y)
         return f"{name} is {mine[at]} for {self.each} {at + 1}, it should be {right[at]}"
 
