@@ -100,7 +100,7 @@ class Text:
         whole: bool = True,
     ):  # fmt: skip
         instead = other if isinstance(other, str) else None
-        source = edited(fn, other) if other and not instead else textwrap.dedent(inspect.getsource(fn))
+        source = edited(fn, other) if other and not isinstance(other, str) else textwrap.dedent(inspect.getsource(fn))
         tree = ast.parse(source).body[0]
         assert isinstance(tree, ast.FunctionDef), "a right text is one function"
         tree.decorator_list, tree.returns = [], None

@@ -26,9 +26,9 @@ def of_code(text: Any, node: ast.expr) -> Iterator[tuple[Any, ...]]:
         for alone in (node.left, node.right):
             yield "bits-missing", f"{w(alone)} alone stands where {w(node)} belongs", 1.2, alone
     if isinstance(node, ast.BoolOp):
-        other, word = (ast.Or(), "or") if isinstance(node.op, ast.And) else (ast.And(), "and")
+        turned, word = (ast.Or(), "or") if isinstance(node.op, ast.And) else (ast.And(), "and")
         said = f"`{word}` stands between {' and '.join(map(w, node.values))}"
-        yield "wrong-operator", said, 1.5, ast.BoolOp(other, node.values)
+        yield "wrong-operator", said, 1.5, ast.BoolOp(turned, node.values)
         for i, gone in enumerate(node.values):
             rest = node.values[:i] + node.values[i + 1 :]
             new = rest[0] if len(rest) == 1 else ast.BoolOp(node.op, rest)
@@ -38,7 +38,7 @@ def of_code(text: Any, node: ast.expr) -> Iterator[tuple[Any, ...]]:
         if isinstance(node.ops[0], ast.In) and all(isinstance(x, ast.Constant) for x in among.elts):
             yield from _of_cases(text, node, among)
     if isinstance(node, ast.Compare) and len(node.ops) == 1 and isinstance(node.ops[0], ast.Eq):
-        one = node.comparators[0]
+        one: Any = node.comparators[0]
         for other in _strings(text) if isinstance(one, ast.Constant) and isinstance(one.value, str) else ():
             if other != one.value:
                 both = ast.Compare(node.left, [ast.In()], [ast.Tuple([one, ast.Constant(other)], ast.Load())])
@@ -57,10 +57,9 @@ def of_code(text: Any, node: ast.expr) -> Iterator[tuple[Any, ...]]:
                 said = f"`{text.plain(node.value)}[{at}]` stands where {w(node)} belongs"
                 yield "wrong-element", said, 1.1 + 0.2 * (at not in (0, -1)), new
     if isinstance(node, (ast.ListComp, ast.GeneratorExp)) and node.generators[0].ifs:
-        for one in node.generators:
-            new = ast.comprehension(one.target, one.iter, [], 0)
-            left = [new if x is one else x for x in node.generators]
-            yield "condition-missing", f"{w(one.ifs[0])} is not asked", 1.5, type(node)(node.elt, left)
+        first = node.generators[0]
+        left = [ast.comprehension(first.target, first.iter, [], 0), *node.generators[1:]]
+        yield "condition-missing", f"{w(first.ifs[0])} is not asked", 1.5, type(node)(node.elt, left)
 
 
 def _of_cases(text: Any, node: ast.Compare, among: ast.Tuple | ast.List) -> Iterator[tuple[Any, ...]]:

@@ -6,7 +6,7 @@ import math
 import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, no_type_check
 
 import torch
 import triton
@@ -168,6 +168,7 @@ def _lines(r: random.Random) -> tuple[Lines, str]:
     ],
     tol=0.006,  # two decimals will do
 )  # fmt: skip
+@no_type_check
 def bottleneck(rows, parts):
     """Return (part, share, calls). rows: as profile.key_averages() gives; parts: {operation: part}."""
     # BEGIN SOLUTION

@@ -398,7 +398,7 @@ def _sign(run: Callable[..., Any], id: str) -> None:
     for it in parts(id):
         count = len(it.returns)
         kind: Any = tuple[(Any,) * count] if count > 1 else int if it.whole else float  # type: ignore[misc]
-        kinds[it.fn.__name__] = Callable[..., list if it.each else kind]  # type: ignore[misc]
+        kinds[it.fn.__name__] = Callable[..., list if it.each else kind]
     either = inspect.Parameter.POSITIONAL_OR_KEYWORD
     run.__annotations__ = kinds
     run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
