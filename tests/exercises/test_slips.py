@@ -32,14 +32,9 @@ SLIPS = [
     ("5.6", [("tl.exp(s - lse[:, None])", "tl.exp((s - lse[:, None]) * 1.4426950408889634)")], "goes with 2^x"),
     ("5.6", [("tl.exp(s - lse[:, None])", "tl.exp2(s - lse[:, None] * 1.4426950408889634)")], "both, or neither"),
     ("5.6", [("dq * scale", "dq * scale * 0.6931471805599453")], "has the factor ln 2"),
-    ("10.1", [("row.self_cpu_time_total", "row.self_cpu_time_total * row.count")], "multiplied by count"),
-    ("10.1", [("/ sum(times.values())", "/ max(row.cpu_time_total for row in rows)")],
-     "the largest cpu_time_total of a row"),
-    ("10.5", [("P = batch * heads", "P = batch * kv_heads")], "each batch, key head and pair counts once"),
     ("10.6", [("pairs[None, :] * stride_xd\n", "2 * pairs[None, :] * stride_xd\n"), ("x_ptrs + HALF * stride_xd",
      "x_ptrs + stride_xd")], "Y[0, 0, 0, 1] is X[0, 0, 0, 2]"),
     ("10.6", [("x1 * sin + x2 * cos", "x1 * cos + x2 * cos")], "is x1 + x2 where every cosine is 1"),
-    ("10.7", [("(BLOCK_M + 2 * STAGES * size)", "(size + 2 * STAGES * size)")], "has BLOCK_N rows in the shared"),
 ]  # fmt: skip
 
 

@@ -24,6 +24,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from flashlab.check.code_changes import of_code, of_lines
+
+Edits = Sequence[tuple[str, str]]  # (old, new) texts, each of which occurs once
 Slot = tuple[ast.AST, str, "int | None"]  # a node, one of its fields, and the place in it where it is a list
 
 CHANGED = "<a change>"  # the file's name of a changed text
@@ -35,9 +38,12 @@ _LONGEST_NAME = 44  # characters of a definition that stands for a local name
 # What stands for what, besides the operators: each with the likely ones first.
 _OPERATORS: Mapping[type, tuple[type, ...]] = {
     ast.Add: (ast.Sub, ast.Mult), ast.Sub: (ast.Add, ast.Div), ast.Mult: (ast.Div, ast.Add),
-    ast.Div: (ast.Mult,), ast.FloorDiv: (ast.Mod, ast.Mult), ast.Mod: (ast.FloorDiv,), ast.Pow: (ast.Mult,),
+    ast.Div: (ast.Mult, ast.FloorDiv), ast.FloorDiv: (ast.Mod, ast.Mult), ast.Mod: (ast.FloorDiv,),
+    ast.Pow: (ast.Mult,),
     ast.Lt: (ast.LtE, ast.Gt), ast.LtE: (ast.Lt, ast.GtE), ast.Gt: (ast.GtE, ast.Lt), ast.GtE: (ast.Gt, ast.LtE),
-    ast.Eq: (ast.NotEq,), ast.NotEq: (ast.Eq,),
+    ast.Eq: (ast.NotEq, ast.LtE, ast.GtE), ast.NotEq: (ast.Eq,),
+    ast.BitXor: (ast.BitAnd, ast.BitOr, ast.Add), ast.BitAnd: (ast.BitOr, ast.BitXor, ast.Mod),
+    ast.BitOr: (ast.BitAnd, ast.BitXor), ast.LShift: (ast.RShift, ast.Mult), ast.RShift: (ast.LShift, ast.FloorDiv),
 }  # fmt: skip
 _FUNCTIONS: Mapping[str, tuple[str, ...]] = {
     "log": ("log2", "log10"), "log2": ("log", "log10"), "log10": ("log",), "exp": ("exp2",), "exp2": ("exp",),
@@ -48,6 +54,7 @@ _FUNCTIONS: Mapping[str, tuple[str, ...]] = {
 _SYMBOLS: Mapping[type, str] = {
     ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.FloorDiv: "//", ast.Mod: "%", ast.Pow: "**",
     ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.Eq: "==", ast.NotEq: "!=", ast.MatMult: "@",
+    ast.BitXor: "^", ast.BitAnd: "&", ast.BitOr: "|", ast.LShift: "<<", ast.RShift: ">>",
 }  # fmt: skip
 
 
@@ -66,6 +73,17 @@ class Change:
         return any(a == b for (a, _), (b, _) in itertools.product(self.edits, other.edits))
 
 
+def edited(fn: Callable[..., Any], edits: Edits) -> str:
+    """The function's text without its decorator, with these edits; ValueError where one does not fit once."""
+    source = textwrap.dedent(inspect.getsource(fn))
+    source = source[source.index("\ndef ") + 1 :] if not source.startswith("def ") else source
+    for old, new in edits:
+        if source.count(old) != 1:
+            raise ValueError(f"{old!r} occurs {source.count(old)} times in {fn.__name__}")
+        source = source.replace(old, new)
+    return source
+
+
 class EndlessError(Exception):
     """A change has made a loop endless."""
 
@@ -75,20 +93,22 @@ class Text:
 
     Args:
         words: what local names are called. whole: numbers are whole, so that one may be off by 1.
-        other: an expression of the parameters that gives the same, another way to write it. source: the function's.
+        other: another way to write it: an expression of the parameters that gives the same, or edits of the text.
     """
 
     def __init__(
-        self, fn: Callable[..., Any], words: Mapping[str, str] | None = None, other: str | None = None,
-        whole: bool = True, source: str | None = None,
+        self, fn: Callable[..., Any], words: Mapping[str, str] | None = None, other: str | Edits | None = None,
+        whole: bool = True,
     ):  # fmt: skip
-        tree = ast.parse(source or textwrap.dedent(inspect.getsource(fn))).body[0]
+        instead = other if isinstance(other, str) else None
+        source = edited(fn, other) if other and not isinstance(other, str) else textwrap.dedent(inspect.getsource(fn))
+        tree = ast.parse(source).body[0]
         assert isinstance(tree, ast.FunctionDef), "a right text is one function"
         tree.decorator_list, tree.returns = [], None
         if ast.get_docstring(tree) is not None:
             tree.body = tree.body[1:]
-        if other is not None:
-            tree.body = [ast.Return(ast.parse(other, mode="eval").body)]
+        if instead is not None:
+            tree.body = [ast.Return(ast.parse(instead, mode="eval").body)]
         self.params = [a.arg for a in tree.args.args]
         for argument in tree.args.args:
             argument.annotation = None
@@ -106,8 +126,10 @@ class Text:
         self.words, self.whole = dict(words or {}), whole
         assigned: dict[str, list[ast.expr | None]] = defaultdict(list)  # None: what it becomes has no short words
         for node in ast.walk(tree):
-            if isinstance(node, (ast.AugAssign, ast.For)) and isinstance(node.target, ast.Name):
-                assigned[node.target.id].append(None)
+            if isinstance(node, (ast.AugAssign, ast.For, ast.comprehension)):
+                for target in ast.walk(node.target):
+                    if isinstance(target, ast.Name):
+                        assigned[target.id].append(None)
             if not isinstance(node, ast.Assign):
                 continue
             for target in node.targets:
@@ -117,6 +139,8 @@ class Text:
                     if isinstance(name, ast.Name):
                         assigned[name.id].append(value)
         self.locals = list(assigned)
+        lists = (ast.List, ast.ListComp, ast.Dict, ast.Tuple)
+        self.lists = {name for name, meant in assigned.items() if meant and isinstance(meant[0], lists)}
         returned = [n.value for n in ast.walk(tree) if isinstance(n, ast.Return) and n.value is not None]
         results = [x for value in returned for x in (value.elts if isinstance(value, ast.Tuple) else [value])]
         named = [v for x in results if isinstance(x, ast.Name) for v in assigned[x.id] if v is not None]
@@ -223,7 +247,6 @@ def changes(text: Text, values: Mapping[str, Sequence[Any]] | None = None, more:
     more: has further ones, `of_expression` and `of_statements` (`flashlab.check.tensor_changes`).
     """
     found: list[Change] = []
-    of_expression = (_of_expression, more.of_expression) if more else (_of_expression,)
     flags = {name for name, seen in (values or {}).items() if not all(_is_number(x) for x in seen)}
     text.numbers = [name for name in text.params if name not in flags]
     inner: set[int] = set()  # of -(-a // b), which is one thing
@@ -235,11 +258,15 @@ def changes(text: Text, values: Mapping[str, Sequence[Any]] | None = None, more:
         if id(node) not in inner and "_tick" not in ast.dump(node):
             found += [
                 Change(slug, said, cost, ((slot, _new(new)),), (slug, *rest), _about(node, new))
-                for of in of_expression
-                for slug, said, cost, new, *rest in of(text, slot, node)
+                for slug, said, cost, new, *rest in (
+                    *_of_expression(text, slot, node),
+                    *(more.of_expression(text, slot, node) if more else of_code(text, node)),
+                )
                 if slug != "wrong-name" or len(rest) < 2 or text.are_alike(*rest[:2])
             ]
-    found += [*_of_statements(text), *(more.of_statements(text) if more else ())]
+    found += _of_statements(text)
+    found += more.of_statements(text) if more else [
+        Change(slug, said, cost, ((slot, _new(new)),)) for slug, said, cost, slot, new in of_lines(text)]  # fmt: skip
     found += _of_results(text)
     again: dict[tuple[Any, ...], list[Change]] = defaultdict(list)
     for change in found:
@@ -322,7 +349,7 @@ def _of_expression(text: Text, slot: Slot, node: ast.expr) -> Iterator[tuple[Any
     mixed = text.whole and not text.kinds  # of numbers alone: what is mixed up there is more
     if isinstance(node, ast.Name) and node.id in (*text.params, *text.locals):
         for other in (*text.params, *text.locals):
-            if other != node.id:
+            if other != node.id and (other in text.lists) == (node.id in text.lists):
                 name = ast.Name(other, ast.Load())
                 where = f", in {w(parent)}" if isinstance(parent, ast.BinOp) and often[node.id] > 1 else ""
                 of = f".{parent.attr}" if isinstance(parent, ast.Attribute) else ""
@@ -451,7 +478,8 @@ def _weight(node: ast.AST) -> float:
 
 def _of_number(text: Text, parent: ast.AST, node: ast.Constant) -> Iterator[tuple[Any, ...]]:
     value: Any = node.value
-    others: list[Any] = [value + 1, value - 1, 2 * value, value / 2, 4 * value, -value, 0, 1]
+    half = value // 2 if isinstance(value, int) and value % 2 == 0 else value / 2
+    others: list[Any] = [value + 1, value - 1, 2 * value, half, 4 * value, -value, 0, 1]
     if abs(value) >= 1000 and abs(math.log10(abs(value)) % 1) < 1e-9:
         power = round(math.log10(abs(value)))
         others = [10.0 ** (power + k) for k in (-3, 3, -6, 6, -9, 9)] + [2.0 ** round(power / 3 * 10), 1]

@@ -97,6 +97,7 @@ class Index:
         notes: {piece of the text: why it is there}, told with every change of it.
         kinds: further changes, see `changes`. tries: how many pairs of changes are tried. copied: makes a copy of an
             input that a change may write to. without: slugs of changes that are not made.
+        given: makes the arguments of one call of an input. longest: characters that a sentence may have.
     """
 
     def __init__(
@@ -105,10 +106,12 @@ class Index:
         alike: Callable[..., Values] = lambda *values: values, more: Sequence[tuple[Any, ...]] = (),
         notes: Mapping[str, str] | None = None, kinds: Any = None, tries: int = _TRIES,
         copied: Callable[[Any], Any] | None = None, without: Sequence[str] = (),
+        given: Callable[..., Sequence[Any]] = lambda *values: values, longest: int = 200,
     ):  # fmt: skip
         self.copied, self.without = copied, without
         self.texts, self.inputs, self.names, self.read, self.tol, self.rows = texts, inputs, names, read, tol, rows
         self.alike, self.more, self.notes, self.kinds, self.tries = alike, more, notes or {}, kinds, tries
+        self.given, self.longest = given, longest
         self.right: list[Any] = list(self.run(texts[0].compiled()))
 
     def run(self, fn: Callable[..., Any], inputs: Sequence[tuple[Any, ...]] | None = None) -> Outcome:
@@ -116,7 +119,8 @@ class Index:
 
     def _one(self, fn: Callable[..., Any], given: tuple[Any, ...]) -> Values | str:
         try:
-            return self.read(fn(*(map(self.copied, given) if self.copied else given)))
+            arguments = self.given(*given)
+            return self.read(fn(*(map(self.copied, arguments) if self.copied else arguments)))
         except (Exception, EndlessError) as error:
             return type(error).__name__
 
@@ -170,9 +174,9 @@ class Index:
         told = {i: self._told(parts[i], i) for i in wrong if parts[i]}
         if told and len(told) == len(wrong):
             both = "; and ".join(said for _, said in told.values())
-            if len(both) > 200:
+            if len(both) > self.longest:
                 both = "; and ".join(self._told(parts[i], i, noted=False)[1] for i in wrong)
-            if len(both) <= 200:
+            if len(both) <= self.longest:
                 return told[wrong[0]][0], both
         numbers = [i for i in told if not any(isinstance(x[i], str) for x in self.right)]
         for i in numbers if some else ():
@@ -208,9 +212,9 @@ class Index:
                 runs = (t.compiled(c) for t, c in ((text, best), (other_text, other)))
                 a, b = (self.run(fn, self.more) for fn in runs)
                 both = f"{sentence}. Or: {other.said.removeprefix('it is ')}"
-                if not self.same_outcome(a, b, part) and len(both) <= 200:
+                if not self.same_outcome(a, b, part) and len(both) <= self.longest:
                     return best.slug, both
-        if noted and (note := self._note(text, best, sentence)) and len(f"{sentence}: {note}") <= 200:
+        if noted and (note := self._note(text, best, sentence)) and len(f"{sentence}: {note}") <= self.longest:
             sentence += f"{';' if ': it is' in sentence else ':'} {note}"
         return best.slug, sentence
 
@@ -319,4 +323,4 @@ def in_units(
     parts = (2 * parts).round() / 2
     if bool((parts.abs() > 64).any()) or not bool(((a @ parts - b).abs() <= 1e-9 * scale).all()):
         return None
-    return [float(x) for x in parts]
+    return [float(x) + 0.0 for x in parts]

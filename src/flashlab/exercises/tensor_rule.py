@@ -70,9 +70,7 @@ class TensorRule(Rule):
         for other in (None, *self.also):
             fn = other if callable(other) else self.fn
             kept = {name: name for name in fn.__code__.co_varnames}  # a reader has these lines in mind
-            source = self.edited(other) if isinstance(other, list) else None
-            expression = other if isinstance(other, str) else None
-            texts.append(Text(fn, {**kept, **self.words}, expression, source=source))
+            texts.append(Text(fn, {**kept, **self.words}, None if callable(other) else other))
         rows = [(row, self.with_row(row)) for row in self.rows]
         more = self.drawn(_DIFFERING)
         return Index(
@@ -321,7 +319,7 @@ tensor_rule = functools.partial(rule, make=_made)
 
 
 def part(id: str, *, returns: str, **data: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register the decorated function as one of several that answer exercise `id`; see `rule`'s `parts`."""
+    """Register the decorated function as one of several that answer exercise `id`; see `Rule`'s `parts`."""
 
     def register(fn: Callable[..., Any]) -> Callable[..., Any]:
         RULES[f"{id} {fn.__name__}"] = _made(fn, tuple(returns.split(", ")), **data)
