@@ -37,9 +37,7 @@ from flashlab.exercises import check, hint, progress
 from flashlab.attention.simulation import Step, check_inputs
 
 # %% [markdown]
-# ## 2.1 One step by hand
-#
-# *Warm-up · 10 min*
+# ## 2.1
 #
 # One query row, HEAD_DIM = 1, two blocks of two keys. Block 0 had the scores $(\ln 2,\ 0)$ and the values $(3,\ 5)$, so after it
 #
@@ -49,35 +47,20 @@ from flashlab.attention.simulation import Step, check_inputs
 # with the keys `m_new`, `correction`, `l_i`, `acc` (all after block 1) and `O`, the output that the row ends with.
 
 # %% tags=["exercise"]
-def one_step():
-    # BEGIN SOLUTION
-    m_new = math.log(8)
-    correction = 2 / 8  # exp(ln 2 - ln 8)
-    l_i = 1.5 * correction + (1 + 1 / 2)
-    acc = 5.5 * correction + (1 * 1 + 1 / 2 * 6)
-    return {"m_new": m_new, "correction": correction, "l_i": l_i, "acc": acc, "O": acc / l_i}
-    # END SOLUTION
+# RULE flashlab.exercises.phase_02: one_step
 
 # %% tags=["check"]
 # hint("2.1")
 check("2.1", one_step)
 
 # %% [markdown]
-# ## 2.2 The state of one block
-#
-# *Warm-up · 10 min*
+# ## 2.2
 #
 # The state of a single block of keys, from its scores `s` `[BLOCK_M, BLOCK_N]` and its values `v` `[BLOCK_N, HEAD_DIM]`: the row
 # maxima `m` `[BLOCK_M]`, the sums `l` `[BLOCK_M]` of `exp(s - m)`, and the *unnormalised* output `acc` `[BLOCK_M, HEAD_DIM]`.
 
 # %% tags=["exercise"]
-def block_state(s, v):
-    """Return (m, l, acc) of one block of keys."""
-    # BEGIN SOLUTION
-    m = s.amax(dim=1)
-    p = torch.exp(s - m[:, None])
-    return m, p.sum(dim=1), p @ v
-    # END SOLUTION
+# RULE flashlab.exercises.phase_02: block_state
 
 # %% tags=["check"]
 # hint("2.2")
@@ -304,9 +287,7 @@ check("2.7", hbm_bytes)
 # </details>
 
 # %% [markdown]
-# ## 2.8 Cut the keys among workers
-#
-# *Stretch · 25 min*
+# ## 2.8
 #
 # When a model writes one token at a time there is a single query row and a very long K and V. Then there are no query blocks to
 # run in parallel. So cut the *keys* into `splits` parts, give each part to a worker, and merge what comes back.
@@ -318,17 +299,7 @@ check("2.7", hbm_bytes)
 from flashlab.attention.simulation import flash_attention_forward_sim as worker
 
 
-def split_kv_sim(Q_block, K, V, BLOCK_N, splits, scale=None):
-    """Attention of one query block, K and V cut into `splits` parts. Returns (O_block, lse)."""
-    # BEGIN SOLUTION
-    pairs = zip(K.chunk(splits), V.chunk(splits), strict=True)
-    parts = [worker(Q_block, k, v, BLOCK_N, scale) for k, v in pairs]
-    lses = torch.stack([lse for _, lse in parts])  # [parts, BLOCK_M]
-    lse = torch.logsumexp(lses, dim=0)
-    weights = torch.exp(lses - lse)  # they sum to 1 over the parts
-    O_block = sum(w[:, None] * o.float() for w, (o, _) in zip(weights, parts, strict=True))
-    return O_block.to(V.dtype), lse
-    # END SOLUTION
+# RULE flashlab.exercises.phase_02: split_kv_sim
 
 # %% tags=["check"]
 # hint("2.8")

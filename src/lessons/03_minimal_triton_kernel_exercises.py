@@ -63,9 +63,7 @@ def copy_tile_kernel(
 check("3.1", copy_tile_kernel)
 
 # %% [markdown]
-# ## 3.2 Into base 2 and back
-#
-# *Warm-up · 10 min*
+# ## 3.2
 #
 # The kernel works with $2^x$. Write the two conversions at its borders, in plain Python and torch:
 #
@@ -73,25 +71,14 @@ check("3.1", copy_tile_kernel)
 # - `natural_lse(m, l)`: the natural log-sum-exp, from the base-2 maximum `m` and the sum `l` of $2^{s - m}$.
 
 # %% tags=["exercise"]
-def scale_log2(scale):
-    # BEGIN SOLUTION
-    return scale * math.log2(math.e)
-    # END SOLUTION
-
-
-def natural_lse(m, l):
-    # BEGIN SOLUTION
-    return (m + torch.log2(l)) * math.log(2)
-    # END SOLUTION
+# RULE flashlab.exercises.phase_03: scale_log2, natural_lse
 
 # %% tags=["check"]
 # hint("3.2")
 check("3.2", scale_log2, natural_lse)
 
 # %% [markdown]
-# ## 3.3 The log-sum-exp of a row of any length
-#
-# *Core · 20 min*
+# ## 3.3
 #
 # Program `row` computes $\log \sum_j e^{x_j}$ of its row of N elements, BLOCK at a time. N is anything, so the last block may reach
 # over the end. This is the online softmax without V: the state is two numbers, `m` and `l`. The base is $e$ here.

@@ -64,9 +64,7 @@ check("4.1", whose)
 check("4.2", causal_edges)
 
 # %% [markdown]
-# ## 4.3 The mask of a tile
-#
-# *Core · 15 min*
+# ## 4.3
 #
 # Now the tiles between the two. This kernel stores 1 where query `start_m + r` sees key `start_n + c`, and 0 elsewhere:
 # causal, aligned at the end, with M queries and N keys. Keys from N on do not exist. (Rows from M on may hold anything.)
@@ -142,9 +140,7 @@ check("4.4", scores_kernel)
 check("4.5", window_keys)
 
 # %% [markdown]
-# ## 4.6 A cap that does not overflow
-#
-# *Core · 15 min*
+# ## 4.6
 #
 # Store $y = \mathrm{cap} \cdot \tanh(x / \mathrm{cap})$ for BLOCK numbers. `tl` has no `tanh`, but it has `tl.exp` and
 # `tl.exp2`. (The compiler also takes libdevice's and the chip's own: lecture 4, section 7. Neither can be interpreted.) Any x may come, infinity too. (vLLM's kernels returned NaN for scores above 88 times the cap until 2026: its issue

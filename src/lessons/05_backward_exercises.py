@@ -38,80 +38,46 @@ import triton  # after flashlab, which decides whether kernels are interpreted h
 import triton.language as tl
 
 # %% [markdown]
-# ## 5.1 Through the softmax
-#
-# *Warm-up · 10 min*
+# ## 5.1
 #
 # `p` and `dp` are `[M, N]`; each row of p is a softmax of scores s. Return `ds`, the gradient with respect to the scores. No N × N
 # matrix is needed for it, and no loop.
 
 # %% tags=["exercise"]
-def softmax_backward(p, dp):
-    # BEGIN SOLUTION
-    delta = (p * dp).sum(dim=1, keepdim=True)
-    return p * (dp - delta)
-    # END SOLUTION
+# RULE flashlab.exercises.phase_05: softmax_backward
 
 # %% tags=["check"]
 # hint("5.1")
 check("5.1", softmax_backward)
 
 # %% [markdown]
-# ## 5.2 delta, two ways
-#
-# *Warm-up · 10 min*
+# ## 5.2
 #
 # The same number per row, in two ways: from `p` and `dp`, both `[M, N]`; and from `o` and `do`, both `[M, HEAD_DIM]`. Return float32
 # `[M]`. The second gets 16-bit tensors in a model, and should not lose digits then.
 
 # %% tags=["exercise"]
-def delta_over_keys(p, dp):
-    # BEGIN SOLUTION
-    return (p * dp).sum(dim=1)
-    # END SOLUTION
-
-
-def delta_over_columns(o, do):
-    # BEGIN SOLUTION
-    return (o.float() * do.float()).sum(dim=1)
-    # END SOLUTION
+# RULE flashlab.exercises.phase_05: delta_over_keys, delta_over_columns
 
 # %% tags=["check"]
 # hint("5.2")
 check("5.2", delta_over_keys, delta_over_columns)
 
 # %% [markdown]
-# ## 5.3 dQ of one block
-#
-# *Core · 20 min*
+# ## 5.3
 #
 # A block of queries walks along the keys, BLOCK_N at a time; the last block of keys may be shorter. Nothing in the function may have
 # all N keys in its shape, but K and V themselves.
 
 # %% tags=["exercise"]
-def dq_block(q, do, lse, delta, K, V, BLOCK_N, scale):
-    """dQ [BLOCK_M, HEAD_DIM] of a block of queries, no mask.
-
-    q, do: [BLOCK_M, HEAD_DIM]; lse, delta: [BLOCK_M]; K, V: [N, HEAD_DIM]. All float32.
-    """
-    # BEGIN SOLUTION
-    dq = torch.zeros_like(q)
-    for start_n in range(0, len(K), BLOCK_N):
-        k, v = K[start_n : start_n + BLOCK_N], V[start_n : start_n + BLOCK_N]
-        p = torch.exp(scale * (q @ k.T) - lse[:, None])
-        ds = p * (do @ v.T - delta[:, None])
-        dq = dq + ds @ k
-    return scale * dq
-    # END SOLUTION
+# RULE flashlab.exercises.phase_05: dq_block
 
 # %% tags=["check"]
 # hint("5.3")
 check("5.3", dq_block)
 
 # %% [markdown]
-# ## 5.4 key_block_sim
-#
-# *Core · 30 min*
+# ## 5.4
 #
 # **The milestone of this phase.** A block of keys walks down over the queries, BLOCK_M at a time, causal or not. The last query sees
 # the last key. A block of queries that sees none of these keys is not visited.
@@ -210,38 +176,26 @@ def dq_kernel(
 check("5.6", dq_kernel)
 
 # %% [markdown]
-# ## 5.7 A loss that uses lse
-#
-# *Core · 15 min*
+# ## 5.7
 #
 # A loss depends on O and on the log-sum-exp of each row. `do` is its gradient with respect to O `[M, HEAD_DIM]`, `dlse` that with respect to
 # lse `[M]`. Return `ds` `[M, N]`, the gradient with respect to the scores.
 
 # %% tags=["exercise"]
-def scores_gradient(p, v, o, do, dlse):
-    """p: [M, N]; v: [N, HEAD_DIM]; o, do: [M, HEAD_DIM]; dlse: [M]."""
-    # BEGIN SOLUTION
-    delta = (o * do).sum(dim=1)
-    return p * (do @ v.T - delta[:, None] + dlse[:, None])
-    # END SOLUTION
+# RULE flashlab.exercises.phase_05: scores_gradient
 
 # %% tags=["check"]
 # hint("5.7")
 check("5.7", scores_gradient)
 
 # %% [markdown]
-# ## 5.8 The sum over a group
-#
-# *Core · 10 min*
+# ## 5.8
 #
 # Some kernels write dK for every *query* head, `[batch, heads, N, HEAD_DIM]`, and leave the sum to be done afterwards. Do it: return
 # `[batch, kv_heads, N, HEAD_DIM]` in the dtype of `dk`. Query head h reads key head h // (heads / kv_heads). Add up in float32.
 
 # %% tags=["exercise"]
-def group_sum(dk, kv_heads):
-    # BEGIN SOLUTION
-    return dk.unflatten(1, (kv_heads, -1)).float().sum(dim=2).to(dk.dtype)
-    # END SOLUTION
+# RULE flashlab.exercises.phase_05: group_sum
 
 # %% tags=["check"]
 # hint("5.8")

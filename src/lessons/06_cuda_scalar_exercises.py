@@ -374,9 +374,7 @@ inner_loop = r"""
 check("6.6", inner_loop)
 
 # %% [markdown]
-# ## 6.7 Count the bytes of a causal mask
-#
-# *Stretch · 30 min*
+# ## 6.7
 #
 # With a causal mask ($N$ queries, $N$ keys, one head, float32) both kernels skip what nobody sees.
 #
@@ -391,15 +389,7 @@ check("6.6", inner_loop)
 # $\ell$ at the end. The check compares with the formula and with what the emulator counts.
 
 # %% tags=["exercise"]
-def causal_bytes_read(N, D, BLOCK_M, BLOCK_N):
-    """Return (bytes read in FlashAttention-1's order, bytes read in FlashAttention-2's order)."""
-    # BEGIN SOLUTION
-    visits = sum(N - n_start for n_start in range(0, N, BLOCK_N))  # rows that see the tile, over all tiles
-    fa1 = 2 * N * D + visits * (2 * D + 2) + 2 * N
-    keys = sum(min(N, m_start + BLOCK_M) for m_start in range(0, N, BLOCK_M))
-    fa2 = N * D + 2 * D * keys
-    return 4 * fa1, 4 * fa2
-    # END SOLUTION
+# RULE flashlab.exercises.phase_06: causal_bytes_read
 
 # %% tags=["check"]
 # hint("6.7")

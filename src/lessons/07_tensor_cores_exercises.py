@@ -33,36 +33,21 @@ from flashlab.figures import show
 from flashlab.kernels import path, step
 
 # %% [markdown]
-# ## 7.1 Who holds it?
-#
-# *Warm-up · 10 min*
+# ## 7.1
 #
 # The lecture goes from an element of A to its lane. Do the same for the other two. `holder_of_b(row, column)` returns
 # `(lane, register, half)` for an element of B, 16 × 8; `holder_of_c(row, column)` returns `(lane, register)` for one of
 # C, 16 × 8. Use the figures; no loops, no search.
 
 # %% tags=["exercise"]
-def holder_of_b(row, column):
-    """The lane, the register (0 or 1) and the half (0 or 1) that hold B[row, column]."""
-    # BEGIN SOLUTION
-    return 4 * column + row % 8 // 2, row // 8, row % 2
-    # END SOLUTION
-
-
-def holder_of_c(row, column):
-    """The lane and the register (0 to 3) that hold C[row, column]."""
-    # BEGIN SOLUTION
-    return 4 * (row % 8) + column // 2, 2 * (row // 8) + column % 2
-    # END SOLUTION
+# RULE flashlab.exercises.phase_07: holder_of_b, holder_of_c
 
 # %% tags=["check"]
 # hint("7.1")
 check("7.1", holder_of_b, holder_of_c)
 
 # %% [markdown]
-# ## 7.2 Thirty-two addresses
-#
-# *Core · 15 min*
+# ## 7.2
 #
 # One `ldmatrix.x4` loads two B fragments at once: half as many instructions, twice the width. Two tiles lie in shared
 # memory, each of 16 keys × 16 dimensions, row by row.
@@ -75,18 +60,7 @@ check("7.1", holder_of_b, holder_of_c)
 # Each lane names the element at which a row of 8 begins. Write the row and the column for lane 0 to 31.
 
 # %% tags=["exercise"]
-def k_address(lane):
-    """(key, dimension) at which the row that this lane names begins, for K."""
-    # BEGIN SOLUTION
-    return lane % 8 + lane // 16 * 8, lane // 8 % 2 * 8
-    # END SOLUTION
-
-
-def v_address(lane):
-    """(key, dimension) at which the row that this lane names begins, for V."""
-    # BEGIN SOLUTION
-    return lane % 16, lane // 16 * 8
-    # END SOLUTION
+# RULE flashlab.exercises.phase_07: k_address, v_address
 
 # %% tags=["check"]
 # hint("7.2")

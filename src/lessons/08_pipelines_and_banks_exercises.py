@@ -22,21 +22,14 @@ from flashlab.exercises.phase_08 import parts, two_groups
 from flashlab.figures import show
 
 # %% [markdown]
-# ## 8.1 Count the wavefronts of a padded tile
-#
-# *Warm-up · 10 min*
+# ## 8.1
 #
 # The oldest cure for bank conflicts is padding: make a row a little longer than it has to be. Shared memory has 32 banks of 4 bytes;
 # address $a$ is in bank $a / 4 \bmod 32$. One 8×8 tile of an `ldmatrix` is eight rows of 16 bytes, row $r$ at address
 # $r \cdot \mathrm{row\_bytes}$. A wavefront delivers each bank once. How many wavefronts does the tile need, when `row_bytes` is a multiple of 16?
 
 # %% tags=["exercise"]
-def wavefronts(row_bytes):
-    """Wavefronts of eight 16-byte rows at 0, row_bytes, ..., 7 * row_bytes: 1 (no conflict) to 8."""
-    # BEGIN SOLUTION
-    groups = [row * row_bytes // 16 % 8 for row in range(8)]  # of four banks
-    return max(groups.count(g) for g in groups)
-    # END SOLUTION
+# RULE flashlab.exercises.phase_08: wavefronts
 
 # %% tags=["check"]
 # hint("8.1")
@@ -46,20 +39,14 @@ check("8.1", wavefronts)
 # Padding a row of `head_dim` 64 from 128 to 144 bytes would do. It costs an eighth of the tile's shared memory, and every address
 # becomes a multiplication by 144. A swizzle costs neither.
 #
-# ## 8.2 A swizzle of your own
-#
-# *Core · 15 min*
+# ## 8.2
 #
 # A row of `head_dim` 64 is eight chunks of 16 bytes, one of 128 is sixteen. `place(row, chunk)` says where in its row a chunk is kept. Two
 # things must hold: in every row each place is used once; and the same chunk of the eight rows $8i \dots 8i + 7$ is in eight different groups
 # of four banks (place $p$ is in group $p \bmod 8$). The course's answer is not the only one.
 
 # %% tags=["exercise"]
-def place(row, chunk):
-    """The place, 0 to chunks - 1, of `chunk` in `row`; for 8, 16 and 32 chunks a row."""
-    # BEGIN SOLUTION
-    return chunk ^ (row % 8)
-    # END SOLUTION
+# RULE flashlab.exercises.phase_08: place
 
 # %% tags=["check"]
 # hint("8.2")

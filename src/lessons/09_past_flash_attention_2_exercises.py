@@ -37,9 +37,7 @@ from flashlab.kernels import path
 check("9.1", tiles)
 
 # %% [markdown]
-# ## 9.2 How many blocks fit?
-#
-# *Core · 15 min*
+# ## 9.2
 #
 # Before you write a kernel, know how many of its blocks an SM will hold. Three things can end it:
 #
@@ -51,15 +49,7 @@ check("9.1", tiles)
 # An A100 has 164 KiB of shared memory and 64 warps per SM, an RTX 4090 100 KiB and 48.
 
 # %% tags=["exercise"]
-def blocks_per_sm(registers, shared_bytes, threads, shared_per_sm, warps_per_sm):
-    """Blocks of `threads` threads, `registers` per thread and `shared_bytes` per block that one SM holds."""
-    # BEGIN SOLUTION
-    warps = threads // 32
-    per_warp = -(-32 * registers // 256) * 256
-    by_registers = 16384 // per_warp * 4 // warps
-    by_shared = shared_per_sm // (shared_bytes + 1024)
-    return min(by_registers, by_shared, warps_per_sm // warps)
-    # END SOLUTION
+# RULE flashlab.exercises.phase_09: blocks_per_sm
 
 # %% tags=["check"]
 # hint("9.2")

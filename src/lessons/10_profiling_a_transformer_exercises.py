@@ -35,9 +35,7 @@ import triton  # after flashlab, which decides whether kernels are interpreted h
 import triton.language as tl
 
 # %% [markdown]
-# ## 10.1 Name the bottleneck
-#
-# *Warm-up · 15 min*
+# ## 10.1
 #
 # A profile has a row for each operation, but none for rotary embedding: that is many small ones. So sort the operations into parts, add
 # up each part, and name the longest.
@@ -64,17 +62,7 @@ with profile(activities=[ProfilerActivity.CPU]) as seen:
 print(seen.key_averages().table(sort_by="self_cpu_time_total", row_limit=8, max_name_column_width=24))
 
 # %% tags=["exercise"]
-def bottleneck(rows, parts):
-    """Return (part, share, calls). rows: as profile.key_averages() gives; parts: {operation: part}."""
-    # BEGIN SOLUTION
-    times, calls = {}, {}
-    for row in rows:
-        part = parts.get(row.key, "other")
-        times[part] = times.get(part, 0.0) + row.self_cpu_time_total
-        calls[part] = calls.get(part, 0) + row.count
-    slowest = max(times, key=times.get)
-    return slowest, times[slowest] / sum(times.values()), calls[slowest]
-    # END SOLUTION
+# RULE flashlab.exercises.phase_10: bottleneck
 
 # %% tags=["check"]
 # hint("10.1")
@@ -195,9 +183,7 @@ def milliseconds(run, gpu, warmup=5, rounds=20):
 check("10.4", milliseconds)
 
 # %% [markdown]
-# ## 10.5 The memory of training, by hand
-#
-# *Core · 25 min*
+# ## 10.5
 #
 # How many bytes does one training step keep? Everything is float32, 4 bytes per number. The model is the lecture's, its parts without a bias:
 #
@@ -216,24 +202,7 @@ check("10.4", milliseconds)
 # each query and head.
 
 # %% tags=["exercise"]
-def training_bytes(width, depth, heads, kv_heads, hidden, vocabulary, batch, seq_len, flash):
-    """Return the bytes of (parameters, gradients, optimizer, activations). flash: True or False."""
-    # BEGIN SOLUTION
-    head_dim = width // heads
-    projections = width * head_dim * (2 * heads + 2 * kv_heads)
-    block = projections + 3 * width * hidden + 2 * width
-    parameters = 4 * (vocabulary * width + depth * block + width)
-
-    x = batch * seq_len * width
-    q = batch * heads * seq_len * head_dim
-    kv = batch * kv_heads * seq_len * head_dim
-    if flash:
-        layer = 4 * (x + q + kv + kv + q + batch * heads * seq_len)
-    else:
-        P = batch * heads * seq_len * seq_len
-        layer = 4 * (x + q + q + q + P + q) + seq_len * seq_len
-    return parameters, parameters, 2 * parameters, depth * layer
-    # END SOLUTION
+# RULE flashlab.exercises.phase_10: training_bytes
 
 # %% tags=["check"]
 # hint("10.5")
@@ -287,9 +256,7 @@ def turn_kernel(
 check("10.6", turn_kernel)
 
 # %% [markdown]
-# ## 10.7 A tile from the roofline
-#
-# *Core · 25 min*
+# ## 10.7
 #
 # One program of a flash kernel, without a mask, reads `BLOCK_M` rows of Q once, then all `N` rows of K and of V, and writes `BLOCK_M` rows of
 # O. It computes two products with `BLOCK_M` × `N` × `HEAD_DIM` multiply-adds each. Let all of its reads come from HBM, none from a cache.
@@ -302,24 +269,7 @@ check("10.6", turn_kernel)
 # A number has `itemsize` bytes. Return `None` where no `BLOCK_M` reaches the ridge, or no `BLOCK_N` fits with it.
 
 # %% tags=["exercise"]
-def choose_tile(peak_flops, bytes_per_s, shared_bytes, N, HEAD_DIM, itemsize, STAGES):
-    """Return (BLOCK_M, BLOCK_N), or None."""
-    # BEGIN SOLUTION
-    sizes = [16, 32, 64, 128, 256]
-
-    def intensity(BLOCK_M):
-        flops = 2 * 2 * BLOCK_M * N * HEAD_DIM
-        moved = (BLOCK_M + N + N + BLOCK_M) * HEAD_DIM * itemsize
-        return flops / moved
-
-    reaching = [size for size in sizes if intensity(size) >= peak_flops / bytes_per_s]
-    if not reaching:
-        return None
-    BLOCK_M = reaching[0]
-    row = HEAD_DIM * itemsize
-    fitting = [size for size in sizes if (BLOCK_M + 2 * STAGES * size) * row <= shared_bytes]
-    return (BLOCK_M, fitting[-1]) if fitting else None
-    # END SOLUTION
+# RULE flashlab.exercises.phase_10: choose_tile
 
 # %% tags=["check"]
 # hint("10.7")

@@ -22,9 +22,7 @@ from flashlab.figures import show
 from flashlab.kernels import path
 
 # %% [markdown]
-# ## 11.1 An mbarrier by hand
-#
-# *Warm-up · 15 min*
+# ## 11.1
 #
 # Write a model of an mbarrier. A script is a list of operations on a new barrier, each with a number of bytes:
 #
@@ -39,32 +37,14 @@ from flashlab.kernels import path
 # whether a wait for it would pass.
 
 # %% tags=["exercise"]
-def complete(script, arrivals):
-    """One pair for each operation: (is parity 0 complete?, is parity 1 complete?) after it."""
-    # BEGIN SOLUTION
-    phase, missing, bytes_under_way, seen = 0, arrivals, 0, []
-    for operation, n in script:
-        if operation in ("arrive", "arrive_expect_tx"):
-            missing -= 1
-        if operation in ("expect_tx", "arrive_expect_tx"):
-            bytes_under_way += n
-        if operation == "copy":
-            bytes_under_way -= n
-        if missing == 0 and bytes_under_way == 0:
-            phase, missing = phase + 1, arrivals
-        latest = phase - 1  # the latest complete phase; -1 for a new barrier
-        seen.append((latest % 2 == 0, latest % 2 == 1))
-    return seen
-    # END SOLUTION
+# RULE flashlab.exercises.phase_11: complete
 
 # %% tags=["check"]
 # hint("11.1")
 check("11.1", complete)
 
 # %% [markdown]
-# ## 11.2 Which parity, how many bytes?
-#
-# *Core · 15 min*
+# ## 11.2
 #
 # A producer fills stages in a ring, consumers empty them. Each stage has two barriers: `full`, which the producer's copies complete,
 # and `empty`, which the consumers complete when they are through with the tile. In iteration `i` (0, 1, 2 ...) the consumer waits for
@@ -75,19 +55,7 @@ check("11.1", complete)
 # fewer than the box has.
 
 # %% tags=["exercise"]
-def waits(i, stages):
-    """(the stage of iteration i, the parity a consumer waits for, the parity the producer waits for)."""
-    # BEGIN SOLUTION
-    use = i // stages  # how often the stage has been used before: each use is a phase
-    return i % stages, use % 2, (use - 1) % 2
-    # END SOLUTION
-
-
-def tile_bytes(box_rows, head_dim, rows_left):
-    """Bytes to announce for a tile of `box_rows` rows of 16-bit numbers, of which `rows_left` exist."""
-    # BEGIN SOLUTION
-    return box_rows * head_dim * 2  # the zeros count
-    # END SOLUTION
+# RULE flashlab.exercises.phase_11: waits, tile_bytes
 
 # %% tags=["check"]
 # hint("11.2")
@@ -145,9 +113,7 @@ __device__ uint64_t narrow_columns(uint32_t tile, int k) {
 check("11.3", descriptors)
 
 # %% [markdown]
-# ## 11.4 Three budgets
-#
-# *Core · 25 min*
+# ## 11.4
 #
 # Shared memory of a block holds Q, `block_m` rows; for each stage a tile of K and a tile of V, `block_n` rows each; and the barriers,
 # 8 bytes each: one for Q, four a stage. Numbers have 16 bits. How many stages fit into `shared_bytes`?
@@ -161,31 +127,7 @@ check("11.3", descriptors)
 # of 16, be? (Not more than fits. What `wgmma` allows is no limit here.)
 
 # %% tags=["exercise"]
-def most_stages(block_m, block_n, head_dim, shared_bytes):
-    """How many stages fit; 0 if none does."""
-    # BEGIN SOLUTION
-    once = block_m * head_dim * 2 + 8
-    per_stage = 2 * block_n * head_dim * 2 + 4 * 8
-    return max(0, (shared_bytes - once) // per_stage)
-    # END SOLUTION
-
-
-def consumer_registers(consumers, producer):
-    """Registers per thread of a consumer, a multiple of 8 and at most 256."""
-    # BEGIN SOLUTION
-    threads = 128 * (consumers + 1)
-    at_launch = 65536 // threads // 8 * 8
-    left = at_launch * threads - 128 * producer
-    return min(256, left // (128 * consumers) // 8 * 8)
-    # END SOLUTION
-
-
-def widest_tile(head_dim, registers, others):
-    """The largest block_n, a multiple of 16."""
-    # BEGIN SOLUTION
-    left = registers - others - head_dim // 2
-    return left * 4 // 3 // 16 * 16  # a key takes 1/2 register for S and 1/4 for P
-    # END SOLUTION
+# RULE flashlab.exercises.phase_11: most_stages, consumer_registers, widest_tile
 
 # %% tags=["check"]
 # hint("11.4")

@@ -189,7 +189,7 @@ def registered(lesson: Lesson, exercise_id: str, root: Path, line: int | None) -
     path = module_file(root, f"flashlab.exercises.phase_{lesson.number:02}")
     calls = ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if path else ()
     for call in calls:
-        if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "rule":
+        if isinstance(call, ast.Call) and getattr(call.func, "id", "") in ("rule", "tensor_rule"):
             if isinstance(call.args[0], ast.Constant) and call.args[0].value == exercise_id:
                 told = {k.arg: k.value.value for k in call.keywords if isinstance(k.value, ast.Constant)}
                 return {str(k): v for k, v in told.items()}

@@ -125,10 +125,7 @@ def test_the_two_bases():
         return (m + torch.log2(l)) / LOG2_E
 
     assert check("3.2", right_scale, right_lse)
-    assert diagnosis("3.2", lambda scale: scale / LOG2_E, right_lse) == "ln2-for-log2e"
-    assert diagnosis("3.2", lambda scale: scale, right_lse) == "unchanged"
-    assert diagnosis("3.2", right_scale, lambda m, l: m + torch.log2(l)) == "lse-in-base-2"  # noqa: E741
-    assert diagnosis("3.2", right_scale, lambda m, l: m + torch.log(l)) == "mixed-bases"  # noqa: E741
+    assert diagnosis("3.2", lambda scale: scale / LOG2_E, right_lse) == "wrong-operator"
 
 
 ROW_LSE = """@triton.jit
@@ -150,7 +147,7 @@ def row_lse(x_ptr, lse_ptr, stride, N, BLOCK: tl.constexpr):
     "change, slug",
     [
         (('float("-inf"))\n', "0.0)\n"), "tail-not-masked"),
-        (("l * tl.exp(m - m_new) + ", "l + "), "no-rescale"),
+        (("l * tl.exp(m - m_new) + ", "l + "), "factor-missing"),
         ((', mask=offs < N, other=float("-inf"))', ")"), "out-of-bounds"),
     ],
 )
@@ -205,35 +202,6 @@ def test_a_mask_of_a_tile_and_a_scalar_can_be_watched(tmp_path, mask):
 
 
 # ---- the small kernels and formulas ---------------------------------------------------------------------------------
-
-ROW_LSE = """@triton.jit
-def row_lse_kernel(x_ptr, lse_ptr, stride, N, BLOCK: tl.constexpr):
-    row = tl.program_id(0)
-    m = float("-inf")
-    l = 0.0
-    for start in range(0, N, BLOCK):
-        offs = start + tl.arange(0, BLOCK)
-        x = tl.load(x_ptr + row * stride + offs, mask=offs < N, other=float("-inf"))
-        m_new = tl.maximum(m, tl.max(x, axis=0))
-        l = l * tl.exp(m - m_new) + tl.sum(tl.exp(x - m_new), axis=0)
-        m = m_new
-    tl.store(lse_ptr + row, m + tl.log(l))
-"""
-
-
-@pytest.mark.parametrize(
-    ("change", "slug"),
-    [
-        (("l * tl.exp(m - m_new) + ", "l * tl.exp(m - m_new) * tl.exp(m - m_new) + "), "corrected-twice"),
-        (("l * tl.exp(m - m_new) + ", "l + "), "no-rescale"),
-        (("l * tl.exp(m - m_new) + ", ""), "overwritten"),
-        (("offs = start + tl", "offs = tl"), "first-block-again"),
-        (('    m = float("-inf")', "    m = 0.0"), "m-starts-too-high"),
-        (("tl.exp(x - m_new), axis", "tl.where(x == m, 0.0, tl.exp(x - m_new)), axis"), "equal-scores-left-out"),
-    ],
-)
-def test_each_part_of_the_row_s_recurrence_is_named(tmp_path, change, slug):
-    assert diagnosis("3.3", kernel_from(tmp_path, ROW_LSE, change)) == slug
 
 
 def test_the_place_of_each_element_is_told(tmp_path):

@@ -17,7 +17,7 @@ WATCHED = pytest.mark.skipif(not runtime.INTERPRETED, reason="addresses are watc
 def diagnosis(id, *answers):
     with pytest.raises(CheckFailed) as caught:
         check(id, *answers)
-    assert "\n" not in str(caught.value) and len(str(caught.value)) > 20
+    assert 20 < len(str(caught.value).partition("\n")[0])
     return caught.value.diagnosis
 
 
@@ -104,19 +104,9 @@ def test_the_mask_of_a_tile_in_other_styles(right):
 @pytest.mark.parametrize(
     "change, slug",
     [
-        ((" + N - M) &", ") &"), "top-left"),
-        ((" + N - M) &", " + M - N) &"), "offset-sign"),
-        (("] <= offs_m", "] < offs_m"), "diagonal-missing"),
-        ((" + N - M) &", " + N - M + 1) &"), "one-too-many"),
-        (("offs_m = start_m + r", "offs_m = r"), "start-m-forgotten"),
-        (("offs_n = start_n + c", "offs_n = c"), "start-n-forgotten"),
-        (("(offs_n[None, :] <= ", "(c[None, :] <= "), "start-n-forgotten"),
-        ((MASK, "seen = (c[None, :] <= r[:, None] + N - M) & (c[None, :] < N)"), "starts-forgotten"),
-        ((MASK, "seen = (offs_n[None, :] < N) & (offs_m[:, None] >= 0)"), "tail-only"),
-        (("] <= offs_m", "] >= offs_m"), "future-seen"),
-        (("(offs_n[None, :] < N)", "(offs_n[None, :] < M)"), "compared-with-m"),
-        ((MASK, MASK + "\n    seen = ~seen"), "inverted"),
         ((") & (", ") | ("), "tail-only"),
+        (("offs_n = start_n + c", "offs_n = c"), "term-missing"),
+        ((MASK, MASK + "\n    seen = ~seen"), "inverted"),
     ],
 )
 def test_the_mask_of_a_tile_wrong(change, slug):
@@ -209,19 +199,9 @@ def test_a_cap_in_other_styles(right):
 @pytest.mark.parametrize(
     "wrong, slug",
     [
-        ("t = tl.exp(2.0 * x / cap)\n    y = cap * (t - 1.0) / (t + 1.0)", "overflow"),
-        ("a, b = tl.exp(x / cap), tl.exp(-x / cap)\n    y = cap * (a - b) / (a + b)", "overflow"),
-        ("t = tl.exp(-2.0 * x / cap)\n    y = cap * (1.0 - t) / (1.0 + t)", "overflow"),
-        ("y = 1.0 - 2.0 / (1.0 + tl.exp(2.0 * x / cap))", "cap-not-restored"),
-        ("y = cap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * x)))", "not-divided"),
-        ("y = cap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * x * cap)))", "multiplied"),
-        ("y = cap * (1.0 - 2.0 / (1.0 + tl.exp(x / cap)))", "two-missing"),
-        ("y = cap * (1.0 - 2.0 / (1.0 + tl.exp2(2.0 * x / cap)))", "exp2-for-exp"),
-        ("y = cap * (1.0 - 2.0 / (1.0 + tl.exp(2.885390081777927 * x / cap)))", "log2e-twice"),
+        ("t = tl.exp(2.0 * x / cap)\n    y = cap * (t - 1.0) / (t + 1.0)", "not-finite"),
+        ("y = cap * (1.0 - 2.0 / (1.0 + tl.exp(x / cap)))", "factor-missing"),
         ("y = tl.minimum(tl.maximum(x, -cap), cap)", "clipped"),
-        ("y = x", "not-capped"),
-        ("y = cap * (2.0 / (1.0 + tl.exp(2.0 * x / cap)) - 1.0)", "wrong-sign"),
-        ("y = cap * tl.sigmoid(x / cap)", "sigmoid"),
     ],
 )
 def test_a_cap_wrong(wrong, slug):
@@ -466,7 +446,7 @@ def test_tensors_hold_numbers_too():
 
 def test_two_mistakes_at_once():
     strict = told("4.3", *solved("4.3", ("] <= offs_m", "] < offs_m"), (" + N - M) &", ") &")))
-    assert strict.diagnosis == "top-left" and str(strict).startswith("two things: aligned at the first key")
+    assert strict.diagnosis == "two-slips" and "`N - M` is missing" in str(strict)
 
 
 @WATCHED
@@ -480,7 +460,7 @@ def test_a_tile_is_not_one_number():
 
 def test_what_is_not_for_kernels():
     assert diagnosis("4.6", *solved("4.6", (CAP, "y = cap * torch.tanh(x / cap)"))) == "not-triton"
-    assert diagnosis("4.6", *solved("4.6", (CAP, CAP + "\n    tl.store(x_ptr + i, y)"))) == "input-changed"
+    assert diagnosis("4.6", *solved("4.6", (CAP, CAP + "\n    tl.store(x_ptr + i, y)"))) == "inputs-changed"
 
 
 def test_a_row_that_sees_nothing_is_told_what_is_there():

@@ -4,6 +4,7 @@ The right answers are those of the lesson's solution; a mistake is one change to
 """
 
 import functools
+import itertools
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from lesson_source import make_notebook, read_lesson
 
 from flashlab.check import CheckFailed
 from flashlab.cuda import load_inline
-from flashlab.exercises import check
+from flashlab.exercises import check, phase_07
 from flashlab.exercises.phase_07 import naive_loop
 from flashlab.figures import fragments
 from flashlab.kernels import path, source
@@ -69,43 +70,21 @@ def test_the_formulas_are_those_of_the_instruction():
 # ---- the Python exercises --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "b, slug",
-    [
-        (lambda r, c: (4 * (r % 8) + c // 2, r // 8, c % 2), "b-paired-along-rows"),
-        (lambda r, c: (8 * (r % 8 // 2) + c, r // 8, r % 2), "g-and-t-exchanged"),
-        (lambda r, c: (4 * c + r % 8 // 2, r // 8, 1 - r % 2), "halves-exchanged"),
-        (lambda r, c: (4 * c + r % 8 / 2, r // 8, r % 2), "wrong-type"),
-        (lambda r, c: (0, 0, 0), "wrong-value"),
-    ],
-)
-def test_the_holder_of_b(b, slug):
-    assert failure("7.1", b, answers("solutions")["holder_of_c"]).diagnosis == slug
+def test_the_holders_are_those_of_the_fragments():
+    for lane, register in itertools.product(range(32), range(4)):
+        assert phase_07.holder_of_c(*fragments.c_position(lane, register)) == (lane, register)
+    for slot in itertools.product(range(32), range(2), range(2)):
+        assert phase_07.holder_of_b(*fragments.b_position(*slot)) == slot
 
 
-@pytest.mark.parametrize(
-    "c, slug",
-    [
-        (lambda r, c: (4 * (r % 8) + c // 2, r // 8 + 2 * (c % 2)), "c1-and-c2-exchanged"),
-        (lambda r, c: (8 * (c // 2) + r % 8, 2 * (r // 8) + c % 2), "g-and-t-exchanged"),
-        (lambda r, c: (4 * r + c // 2, 2 * (r // 8) + c % 2), "wrong-value"),
-    ],
-)
-def test_the_holder_of_c(c, slug):
-    assert failure("7.1", answers("solutions")["holder_of_b"], c).diagnosis == slug
-
-
-def test_the_addresses_of_ldmatrix():
-    right_k, right_v = answers("solutions")["k_address"], answers("solutions")["v_address"]
-    assert check("7.2", right_k, right_v)
-    assert failure("7.2", right_v, right_v).diagnosis == "registers-exchanged"
-    assert failure("7.2", right_k, right_k).diagnosis == "registers-exchanged"
-    assert failure("7.2", lambda lane: (lane, 0), right_v).diagnosis == "out-of-bounds"
-    wrong = failure("7.2", lambda lane: (lane % 8, lane // 8 % 2 * 8), right_v)
-    assert wrong.diagnosis == "wrong-value"
-    assert "register 2 of lane 0 should have key 8, dimension 0 in its lower half, and it has key 0, dim" in str(wrong)
-    chunks = failure("7.2", lambda lane: (lane // 2, lane % 2 * 8), right_v)  # lane 0 is right
-    assert "register 0 of lane 4 should have key 1, dimension 0 in its lower half, and it has key 0, dim" in str(chunks)
+@pytest.mark.parametrize("address, trans", [(phase_07.k_address, 0), (phase_07.v_address, 1)])
+def test_ldmatrix_loads_both_fragments_from_these_addresses(address, trans):
+    module = load_inline(path("p7_one_mma"), backend="emulator")
+    tile, out = torch.arange(256, dtype=torch.int16).reshape(16, 16), torch.zeros(32, 4, 2, dtype=torch.int16)
+    rows, columns = torch.tensor([address(lane) for lane in range(32)], dtype=torch.int32).T.contiguous()
+    module.launch("ldmatrix", tile, rows, columns, out, 16, 16, 4, trans)
+    halves = (tile[:, :8], tile[:, 8:]) if trans else (tile[:8].T, tile[8:].T)
+    assert torch.equal(out, torch.cat([fragments.fragment(x, "b") for x in halves], dim=1))
 
 
 # ---- the CUDA exercises ----------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import pytest
 
 from flashlab.check import CheckFailed
 from flashlab.exercises import check
-from flashlab.exercises.phase_09 import _BLOCK_SLIPS, PARTS, _blocks
+from flashlab.exercises.phase_09 import PARTS
 from flashlab.kernels import step
 from flashlab.simt import SimtError, find_compiler
 
@@ -101,7 +101,7 @@ def test_a_wrong_third_stage(change, slug):
     assert diagnosis("9.6", *texts) == slug
 
 
-# ---- 9.1 and 9.2: Python ---------------------------------------------------------------------------------------------
+# ---- 9.1: Python ----------------------------------------------------------------------------------------------------
 def tiles(m_start, block_m, block_n, seq_q, seq_k, causal, up=1, first=1):
     end, full = -(-seq_k // block_n), seq_k // block_n
     if causal:
@@ -113,30 +113,6 @@ def tiles(m_start, block_m, block_n, seq_q, seq_k, causal, up=1, first=1):
 
 def test_tiles():
     assert check("9.1", tiles)
-
-
-def blocks_per_sm(registers, shared_bytes, threads, shared_per_sm, warps_per_sm, unit=256, system=1024):
-    warps, per_warp = threads // 32, -(-32 * registers // unit) * unit
-    return min(16384 // per_warp * 4 // warps, shared_per_sm // (shared_bytes + system), warps_per_sm // warps)
-
-
-def test_blocks_per_sm():
-    assert check("9.2", blocks_per_sm)
-    assert diagnosis("9.2", lambda *kernel: blocks_per_sm(*kernel, system=0)) == "system-forgotten"
-    assert diagnosis("9.2", lambda *kernel: blocks_per_sm(*kernel, unit=1)) == "registers-not-rounded"
-    assert diagnosis("9.2", lambda *kernel: blocks_per_sm(*kernel, system=2048)) == "too-few-blocks"
-    assert diagnosis("9.2", lambda r, s, t, shared, w: blocks_per_sm(r, s, t, shared, 64)) == "wrong-warps"
-
-
-@pytest.mark.parametrize("slug", _BLOCK_SLIPS)
-def test_blocks_per_sm_with_a_slip(slug):
-    told = "system-forgotten" if slug == "system-once" else slug  # the same numbers for nearly all kernels
-    assert diagnosis("9.2", lambda *kernel: _blocks(*kernel, slug)) == told
-
-
-def test_blocks_per_sm_with_two_slips():
-    with pytest.raises(CheckFailed, match="registers: .*; and shared memory: "):
-        check("9.2", lambda *kernel: _blocks(*kernel, "warps-for-blocks", "system-forgotten"))
 
 
 # ---- 9.3: the bug hunt -----------------------------------------------------------------------------------------------
@@ -308,8 +284,3 @@ def test_q_is_waited_for_alone_and_tiles_come_in_order():
     as_given = before.replace("cp_async_wait<STAGES - 1>", "cp_async_wait<1>")
     assert diagnosis("9.6", as_given, loop) == "waits-too-long"
     assert diagnosis("9.6", before, loop.replace("load_kv(j - STAGES + 1)", "load_kv(j + 2)")) == "wrong-tile"
-
-
-def test_sentences_name_the_call():
-    with pytest.raises(CheckFailed, match=r"blocks_per_sm\(.*\) is \d+, and should be \d+: there is room by registers"):
-        check("9.2", lambda r, *rest: blocks_per_sm(2 * r, *rest))

@@ -13,6 +13,7 @@ from flashlab.check import CheckFailed
 from flashlab.check.cuda_answer import PROBES, built, probe, source_of
 from flashlab.cuda import load_inline
 from flashlab.exercises import check, phase_11
+from flashlab.exercises.rule import RULES
 from flashlab.kernels import step
 from flashlab.simt import SimtError, find_compiler
 
@@ -62,13 +63,22 @@ def test_a_blank_is_not_solved_yet(id):
 
 
 # ---- 11.1 ------------------------------------------------------------------------------------------------------------
-def model(script, arrivals, **mistake):
-    return phase_11._parities(script, arrivals, **mistake)
-
-
-@pytest.mark.parametrize("slug", phase_11._MISTAKEN_PARITIES)
-def test_a_wrong_barrier_is_named(slug):
-    assert diagnosis("11.1", phase_11._MISTAKEN_PARITIES[slug][0]) == slug
+def test_the_emulators_barrier_says_the_same():
+    """What mbarrier_test_wait says of both parities after each operation of each script of the check."""
+    given = RULES["11.1"].tried
+    operations = torch.zeros(len(given), phase_11._STEPS, 2, dtype=torch.int32)
+    operations[..., 0] = -1
+    for block, (script, _) in enumerate(given):
+        for at, (name, number) in enumerate(script):
+            operations[block, at] = torch.tensor([phase_11.OPERATIONS.index(name), number])
+    seen = torch.zeros_like(operations)
+    arrivals = torch.tensor([n for _, n in given], dtype=torch.int32)
+    source = torch.zeros(4096, dtype=torch.int8)
+    phase_11._module(False).launch(
+        "scripts", operations, arrivals, seen, source, len(given), phase_11._STEPS, echo=False
+    )
+    for row, (script, n) in zip(seen.tolist(), given, strict=True):
+        assert [(bool(a), bool(b)) for a, b in row[: len(script)]] == phase_11.complete(script, n)
 
 
 def test_a_barrier_that_outlives_the_call():
@@ -76,72 +86,48 @@ def test_a_barrier_that_outlives_the_call():
 
     def complete(script, arrivals):
         phases.append(0)
-        return [(b, a) if len(phases) % 2 == 0 else (a, b) for a, b in model(script, arrivals)]
+        return [(b, a) if len(phases) % 2 == 0 else (a, b) for a, b in phase_11.complete(script, arrivals)]
 
     assert diagnosis("11.1", complete) == "state-kept"
 
 
-def test_other_wrong_barriers():
+def test_other_barriers():
+    model = phase_11.complete
     assert diagnosis("11.1", lambda s, n: model(s, n)[:-1]) == "wrong-shape"
-    assert "for an operation: a pair is wanted" in str(failure("11.1", lambda s, n: [int(a) for a, _ in model(s, n)]))
-    assert diagnosis("11.1", lambda s, n: [(a,) for a, _ in model(s, n)]) == "wrong-shape"
-    assert diagnosis("11.1", lambda s, n: model(s, n + 1)) == "wrong-parity"
-    assert diagnosis("11.1", lambda s, n: model(s, n, by_arrival=True, exact=True)) == "not-ended-by-bytes"
-    assert diagnosis("11.1", lambda s, n: model(s, n, adds=False, below=True)) == "bytes-replaced"
-    assert "operation" in str(failure("11.1", lambda s, n: [(True, False)] * len(s)))
-
-
-def test_other_right_barriers():
+    assert diagnosis("11.1", lambda s, n: [(a,) for a, _ in model(s, n)]) == "wrong-type"
     assert check("11.1", lambda s, n: [[int(a), int(b)] for a, b in model(s, n)])
     assert check("11.1", lambda s, n: torch.tensor(model(s, n)))
 
 
 # ---- 11.2 ------------------------------------------------------------------------------------------------------------
-def tile_bytes(rows, head_dim, left):
-    return rows * head_dim * 2
+def found_in_a_pipeline(parities, stages=2, tiles=13, consumers=2):
+    """What the emulator finds where a pipeline runs with these parities; nothing where it is right."""
+    table = torch.tensor([parities(i, stages) for i in range(tiles)], dtype=torch.int32)
+    source = torch.arange(tiles * 32, dtype=torch.int32) // 32
+    out, pauses = (torch.full((consumers, tiles), x, dtype=torch.int32) for x in (-1, 0))
+    try:
+        arguments = (table, pauses, source, out, tiles, stages, consumers, 1)
+        phase_11._module(True).launch("pipeline", *arguments, echo=False)
+    except SimtError as error:
+        return str(error)
+    return "" if bool((out == torch.arange(tiles)).all()) else "another tile"
 
 
-@pytest.mark.parametrize("slug", phase_11._MISTAKEN_WAITS)
-def test_a_wrong_wait_is_named(slug):
-    wrong, _ = phase_11._MISTAKEN_WAITS[slug]
-    assert diagnosis("11.2", wrong, tile_bytes) == ("phase-not-parity" if slug.startswith("phase") else slug)
-
-
-def test_other_wrong_waits():
-    right = phase_11._waits
-    assert diagnosis("11.2", lambda i, s: right(i, s)[:2], tile_bytes) == "wrong-shape"
-    assert diagnosis("11.2", lambda i, s: (min(i, s - 1), *right(i, s)[1:]), tile_bytes) == "wrong-stage"
-    assert diagnosis("11.2", lambda i, s: (i % s, (i + 1) // s % 2, 1), tile_bytes) == "wrong-parity"
-    assert check("11.2", lambda i, s: [i % s, i // s & 1, i // s & 1 ^ 1], tile_bytes)
-    halves = lambda i, s: (i % s, i / s % 2, right(i, s)[2])  # noqa: E731
-    assert diagnosis("11.2", halves, tile_bytes) == "not-an-integer"
-    with pytest.raises(CheckFailed, match=r"tile_bytes\(64, 64, 64\) gives 8192.0, a float; a barrier takes a whole"):
-        check("11.2", right, lambda rows, d, left: rows * (d * 2.0))
-
-
-@pytest.mark.parametrize(
-    "wrong, slug",
-    [
-        (lambda r, d, left: min(r, left) * d * 2, "zeros-not-counted"),
-        (lambda r, d, left: r * d, "elements-not-bytes"),
-        (lambda r, d, left: r * d * 4, "floats"),
-        (lambda r, d, left: r * d * 16, "bits"),
-        (lambda r, d, left: r * 64 * 2, "one-slab"),
-        (lambda r, d, left: left * d * 2, "rows-left"),
-        (lambda r, d, left: r * d * 2 + 16, "wrong-bytes"),
-    ],
-)
-def test_wrong_bytes(wrong, slug):
-    assert diagnosis("11.2", phase_11._waits, wrong) == slug
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+def test_a_pipeline_runs_with_the_right_parities(stages):
+    assert found_in_a_pipeline(phase_11.waits, stages) == ""
 
 
 def test_the_emulator_sees_what_wrong_parities_do():
-    table = torch.tensor([phase_11._waits(i, 2) for i in range(9)], dtype=torch.int32)
-    assert phase_11._run_pipeline(table, 2) == ""
-    table[:, 2] = table[:, 1]
-    assert "waits for ever" in phase_11._run_pipeline(table, 2)
-    table[:, 2] = 1
-    assert phase_11._run_pipeline(table, 2)
+    assert "waits for ever" in found_in_a_pipeline(lambda i, s: (i % s, i // s % 2, i // s % 2))
+    assert found_in_a_pipeline(lambda i, s: (i % s, i // s % 2, 1))
+
+
+def test_a_float_is_no_number_of_bytes():
+    right = phase_11.waits
+    assert check("11.2", lambda i, s: [i % s, i // s & 1, i // s & 1 ^ 1], phase_11.tile_bytes)
+    assert diagnosis("11.2", right, lambda rows, d, left: rows * (d * 2.0)) == "float"
+    assert diagnosis("11.2", lambda i, s: (i % s, i / s % 2, right(i, s)[2]), phase_11.tile_bytes) == "float"
 
 
 # ---- 11.3 ------------------------------------------------------------------------------------------------------------
@@ -174,46 +160,6 @@ def test_other_descriptors_of_the_same_tile():
 
 
 # ---- 11.4 ------------------------------------------------------------------------------------------------------------
-BUDGETS = (phase_11._most_stages, phase_11._consumer_registers, phase_11._widest_tile)
-
-
-@pytest.mark.parametrize(
-    "at, wrong, slug",
-    [
-        (0, lambda *x: phase_11._most_stages(*x, kv=1), "v-forgotten"),
-        (0, lambda *x: phase_11._most_stages(*x, q=False), "q-forgotten"),
-        (0, lambda *x: phase_11._most_stages(*x, item=1), "elements-not-bytes"),
-        (0, lambda *x: phase_11._most_stages(*x, item=4), "floats"),
-        (0, lambda *x: phase_11._most_stages(*x, fixed_barriers=0, barriers=0), "barriers-forgotten"),
-        (0, lambda *x: phase_11._most_stages(*x, fixed_barriers=0), "barriers-miscounted"),
-        (0, lambda *x: phase_11._most_stages(*x, barriers=2), "barriers-miscounted"),
-        (0, lambda *x: phase_11._most_stages(*x, barriers=5), "barriers-miscounted"),
-        (0, lambda *x: phase_11._most_stages(*x, least=-99), "below-zero"),
-        (0, lambda m, n, d, b: max(0, (b - 2 * m * d - 8) / (4 * n * d + 32)), "not-whole"),
-        (1, lambda c, p: 65536 // (128 * (c + 1)) // 8 * 8, "as-at-the-launch"),
-        (2, lambda d, r, others: phase_11._widest_tile(d, r, 0), "others-forgotten"),
-        (2, lambda *x: phase_11._widest_tile(*x, o=1), "o-a-row-per-thread"),
-        (0, lambda *x: phase_11._most_stages(*x) + 1, "wrong-value"),
-        (1, lambda *x: phase_11._consumer_registers(x[0], 0), "producer-forgotten"),
-        (1, lambda *x: phase_11._consumer_registers(*x, group=32), "a-warp-for-the-producer"),
-        (1, lambda *x: phase_11._consumer_registers(*x, step=1), "not-a-multiple-of-8"),
-        (1, lambda *x: phase_11._consumer_registers(*x, whole=True), "rounded-at-the-launch"),
-        (1, lambda *x: phase_11._consumer_registers(*x, most=1 << 30), "above-256"),
-        (1, lambda *x: 240, "wrong-value"),
-        (2, lambda *x: phase_11._widest_tile(*x, p=0), "p-forgotten"),
-        (2, lambda *x: phase_11._widest_tile(*x, p=1 / 2), "p-as-floats"),
-        (2, lambda *x: phase_11._widest_tile(*x, o=0), "o-forgotten"),
-        (2, lambda *x: phase_11._widest_tile(*x, step=1), "not-a-multiple-of-16"),
-        (2, lambda *x: phase_11._widest_tile(*x, step=8), "multiple-of-8"),
-        (2, lambda *x: phase_11._widest_tile(*x, s=1, p=1 / 2, o=1), "a-row-per-thread"),
-    ],
-)
-def test_a_wrong_budget(at, wrong, slug):
-    answers = list(BUDGETS)
-    answers[at] = wrong
-    assert diagnosis("11.4", *answers) == slug
-
-
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_the_ladder_keeps_these_budgets(head_dim):
     kernel = source_of(step("p11_5_consumers"))
@@ -221,10 +167,10 @@ def test_the_ladder_keeps_these_budgets(head_dim):
     consumers, used = (3, 160) if head_dim == 64 else (2, 240)
     shared = report.launches[0].shared_bytes
     block = (64 * consumers, 128, head_dim)
-    assert phase_11._most_stages(*block, shared) == 2 and phase_11._most_stages(*block, shared - 1) == 1
+    assert phase_11.most_stages(*block, shared) == 2 and phase_11.most_stages(*block, shared - 1) == 1
     registers = {e.values[0] for e in report.launches[0].events if e.did == "registers"}
     assert registers == {used, 32 if consumers == 3 else 24}
-    assert phase_11._consumer_registers(consumers, min(registers)) == used
+    assert phase_11.consumer_registers(consumers, min(registers)) == used
 
 
 def test_the_emulator_deals_out_as_many_registers():
@@ -242,7 +188,7 @@ extern "C" int run(void* stream) {
         numbers = {
             "CONSUMERS": consumers,
             "PRODUCER": 24,
-            "CONSUMER": phase_11._consumer_registers(consumers, 24) + more,
+            "CONSUMER": phase_11.consumer_registers(consumers, 24) + more,
         }
         module = load_inline(text, backend="emulator", defines=numbers)
         if not more:

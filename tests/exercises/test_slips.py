@@ -26,47 +26,15 @@ def failed(id, *changes):
 
 
 SLIPS = [
-    ("0.2", [("l = p.sum(dim=-1, keepdim=True)", "l = p.sum(dim=-1, keepdim=True) + 1e-3")], "factor of its own"),
-    ("0.4", [("b.o * correction_b[..., None]", "b.o * (b.l * correction_b)[..., None]")], "l of both states is 1"),
-    ("0.4", [("l = a.l * correction_a + b.l * correction_b", "l = torch.maximum(a.l, b.l)")], "as with a maximum"),
-    ("0.4", [("o = a.o * correction_a[..., None] + b.o * correction_b[..., None]",
-              "o = torch.maximum(a.o * correction_a[..., None], b.o * correction_b[..., None])")],
-     "corrected o is kept"),
-    ("0.5", [("torch.exp(m - m_new)", "torch.exp(x.max() - m_new)")], "multiplied by exp(top - m_new)"),
-    ("0.8", [("torch.exp(m - top)", "math.exp(-threshold)")], "multiplied by exp(-threshold)"),
-    ("0.8", [("p = torch.exp(x - m)", "p = torch.exp(x - top)")], "exp(x - top), with the block's own"),
-    ("0.8", [("* correction, top\n", "* correction, top - threshold\n"), ("exp(m - top)", "exp(m - top + threshold)")],
-     "moves to top - threshold"),
-    ("0.8", [("elif top > m + threshold", "elif abs(top) > abs(m) + threshold")], "|top| > |m| + threshold"),
     ("1.3", [("scores.amax(dim=-1, keepdim=True)", "scores.amax(dim=0, keepdim=True)")], "is that of each column"),
-    ("2.1", [("1 * 1 + 1 / 2 * 6", "1 * 1 + 6")], "p of the score ln 4 is 1 there"),
-    ("2.1", [("acc = 5.5 * correction", "acc = 8 * correction")], "the old acc is 3 + 5 there"),
-    ("2.1", [("acc = 5.5 * correction", "acc = 0.1 + 5.5 * correction")], "5.475, 0.1 too large. It has three terms"),
-    ("2.1", [("correction = 2 / 8", "correction = 2 - 8")], "the quotient 2/8"),
-    ("2.1", [("math.log(8)", "math.log(12)")], "the log-sum-exp of the block"),
-    ("2.1", [('"O": acc / l_i', '"O": acc / 3')], "an l_i that was not corrected"),
-    ("2.8", [("torch.exp(lses - lse)", "torch.exp2(lses - lse)")], "as 2^lse of the parts"),
-    ("3.2", [("math.log2(math.e)", "1 / math.log10(2)")], "2.30259 (ln 10) times"),
-    ("3.3", [("tl.exp(x - m_new)", "tl.exp(x - m)")], "with the maximum that has seen them"),
-    ("3.3", [("l * tl.exp(m - m_new)", "l * tl.exp(m - tl.max(x, axis=0))")], "multiplied by exp(m - top)"),
     ("4.9", [("m_i = tl.full([BLOCK_M], sink, tl.float32)", "m_i = tl.full([BLOCK_M], 0.0, tl.float32)")],
      "the sink counts as 0"),
-    ("5.1", [("(p * dp).sum", "(p * p * dp).sum")], "with the factor -p_i · p_j^2"),
-    ("5.1", [("(p * dp).sum(", "(p * dp).amax(")], "ds is linear in dp"),
-    ("5.3", [("scale * (q @ k.T) - lse[:, None]", "scale * (q @ k.T - lse[:, None])")], "lse is multiplied by scale"),
-    ("5.3", [("do @ v.T - delta[:, None]", "do @ v.T"), ("return scale * dq", "return dq")], "two slips at once"),
     ("5.6", [("tl.exp(s - lse[:, None])", "tl.exp((s - lse[:, None]) * 1.4426950408889634)")], "goes with 2^x"),
     ("5.6", [("tl.exp(s - lse[:, None])", "tl.exp2(s - lse[:, None] * 1.4426950408889634)")], "both, or neither"),
     ("5.6", [("dq * scale", "dq * scale * 0.6931471805599453")], "has the factor ln 2"),
-    ("5.7", [("dlse[:, None]", "dlse.mean()")], "right where dlse is"),
-    ("10.1", [("row.self_cpu_time_total", "row.self_cpu_time_total * row.count")], "multiplied by count"),
-    ("10.1", [("/ sum(times.values())", "/ max(row.cpu_time_total for row in rows)")],
-     "the largest cpu_time_total of a row"),
-    ("10.5", [("P = batch * heads", "P = batch * kv_heads")], "each batch, key head and pair counts once"),
     ("10.6", [("pairs[None, :] * stride_xd\n", "2 * pairs[None, :] * stride_xd\n"), ("x_ptrs + HALF * stride_xd",
      "x_ptrs + stride_xd")], "Y[0, 0, 0, 1] is X[0, 0, 0, 2]"),
     ("10.6", [("x1 * sin + x2 * cos", "x1 * cos + x2 * cos")], "is x1 + x2 where every cosine is 1"),
-    ("10.7", [("(BLOCK_M + 2 * STAGES * size)", "(size + 2 * STAGES * size)")], "has BLOCK_N rows in the shared"),
 ]  # fmt: skip
 
 
@@ -78,22 +46,10 @@ def test_a_slip_is_told_by_the_piece_that_it_is_in(id, changes, words):
 # ---- causes that are not said ----------------------------------------------------------------------------------------
 
 
-def test_a_mistake_that_another_case_speaks_against_is_not_told():
-    """A row of the identity returns one whole state: not the one with the smaller maximum, as one case has it."""
-    early = "    if torch.isneginf(a.m).any():\n        return b\n    if torch.isneginf(b.m).any():\n        return a\n"
-    found = failed("0.4", ("    m = torch.maximum(a.m, b.m)\n", early + "    m = torch.maximum(a.m, b.m)\n"))
-    assert "smaller maximum was dropped" not in str(found) and "as a whole" in str(found)
-
-
 def test_one_maximum_for_a_tile_is_not_a_start_at_zero():
     """Rows past the end have scores of 0, which hold up the maximum of a tile as a start at 0 does."""
     one = ("m_i = tl.max(s, axis=1)", "m_i = tl.max(tl.max(s, axis=1), axis=0) + tl.zeros([BLOCK_M], tl.float32)")
     assert failed("1.4", one).diagnosis == "one-maximum"
-
-
-def test_another_rows_maximum_is_not_the_maximum_of_all_rows():
-    found = failed("0.2", ("row_max(x)[..., None]", "row_max(x).roll(1)[..., None]"))
-    assert found.diagnosis == "not-the-rows-maximum"
 
 
 # ---- the search itself -----------------------------------------------------------------------------------------------

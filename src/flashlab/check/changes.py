@@ -24,8 +24,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from flashlab.check.code_changes import of_code, of_lines
+
+Edits = Sequence[tuple[str, str]]  # (old, new) texts, each of which occurs once
 Slot = tuple[ast.AST, str, "int | None"]  # a node, one of its fields, and the place in it where it is a list
 
+CHANGED = "<a change>"  # the file's name of a changed text
 _MOST_STEPS = 2_000  # of a loop that a change may have made endless
 _FACTORS = (4, 8, 1000, 1024)
 _FEW = 12  # values of a parameter, each of which an answer may take for all of them
@@ -34,9 +38,12 @@ _LONGEST_NAME = 44  # characters of a definition that stands for a local name
 # What stands for what, besides the operators: each with the likely ones first.
 _OPERATORS: Mapping[type, tuple[type, ...]] = {
     ast.Add: (ast.Sub, ast.Mult), ast.Sub: (ast.Add, ast.Div), ast.Mult: (ast.Div, ast.Add),
-    ast.Div: (ast.Mult,), ast.FloorDiv: (ast.Mod, ast.Mult), ast.Mod: (ast.FloorDiv,), ast.Pow: (ast.Mult,),
+    ast.Div: (ast.Mult, ast.FloorDiv), ast.FloorDiv: (ast.Mod, ast.Mult), ast.Mod: (ast.FloorDiv,),
+    ast.Pow: (ast.Mult,),
     ast.Lt: (ast.LtE, ast.Gt), ast.LtE: (ast.Lt, ast.GtE), ast.Gt: (ast.GtE, ast.Lt), ast.GtE: (ast.Gt, ast.LtE),
-    ast.Eq: (ast.NotEq,), ast.NotEq: (ast.Eq,),
+    ast.Eq: (ast.NotEq, ast.LtE, ast.GtE), ast.NotEq: (ast.Eq,),
+    ast.BitXor: (ast.BitAnd, ast.BitOr, ast.Add), ast.BitAnd: (ast.BitOr, ast.BitXor, ast.Mod),
+    ast.BitOr: (ast.BitAnd, ast.BitXor), ast.LShift: (ast.RShift, ast.Mult), ast.RShift: (ast.LShift, ast.FloorDiv),
 }  # fmt: skip
 _FUNCTIONS: Mapping[str, tuple[str, ...]] = {
     "log": ("log2", "log10"), "log2": ("log", "log10"), "log10": ("log",), "exp": ("exp2",), "exp2": ("exp",),
@@ -47,6 +54,7 @@ _FUNCTIONS: Mapping[str, tuple[str, ...]] = {
 _SYMBOLS: Mapping[type, str] = {
     ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.FloorDiv: "//", ast.Mod: "%", ast.Pow: "**",
     ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.Eq: "==", ast.NotEq: "!=", ast.MatMult: "@",
+    ast.BitXor: "^", ast.BitAnd: "&", ast.BitOr: "|", ast.LShift: "<<", ast.RShift: ">>",
 }  # fmt: skip
 
 
@@ -65,6 +73,17 @@ class Change:
         return any(a == b for (a, _), (b, _) in itertools.product(self.edits, other.edits))
 
 
+def edited(fn: Callable[..., Any], edits: Edits) -> str:
+    """The function's text without its decorator, with these edits; ValueError where one does not fit once."""
+    source = textwrap.dedent(inspect.getsource(fn))
+    source = source[source.index("\ndef ") + 1 :] if not source.startswith("def ") else source
+    for old, new in edits:
+        if source.count(old) != 1:
+            raise ValueError(f"{old!r} occurs {source.count(old)} times in {fn.__name__}")
+        source = source.replace(old, new)
+    return source
+
+
 class EndlessError(Exception):
     """A change has made a loop endless."""
 
@@ -74,20 +93,22 @@ class Text:
 
     Args:
         words: what local names are called. whole: numbers are whole, so that one may be off by 1.
-        other: an expression of the parameters that gives the same, another way to write it.
+        other: another way to write it: an expression of the parameters that gives the same, or edits of the text.
     """
 
     def __init__(
-        self, fn: Callable[..., Any], words: Mapping[str, str] | None = None, other: str | None = None,
+        self, fn: Callable[..., Any], words: Mapping[str, str] | None = None, other: str | Edits | None = None,
         whole: bool = True,
     ):  # fmt: skip
-        tree = ast.parse(textwrap.dedent(inspect.getsource(fn))).body[0]
+        instead = other if isinstance(other, str) else None
+        source = edited(fn, other) if other and not isinstance(other, str) else textwrap.dedent(inspect.getsource(fn))
+        tree = ast.parse(source).body[0]
         assert isinstance(tree, ast.FunctionDef), "a right text is one function"
         tree.decorator_list, tree.returns = [], None
         if ast.get_docstring(tree) is not None:
             tree.body = tree.body[1:]
-        if other is not None:
-            tree.body = [ast.Return(ast.parse(other, mode="eval").body)]
+        if instead is not None:
+            tree.body = [ast.Return(ast.parse(instead, mode="eval").body)]
         self.params = [a.arg for a in tree.args.args]
         for argument in tree.args.args:
             argument.annotation = None
@@ -96,15 +117,19 @@ class Text:
         ast.fix_missing_locations(tree)
         self.tree, self.globals = tree, fn.__globals__
         self.numbers = self.params  # those that are numbers
+        self.reads = Counter(n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load))
         halves = {ast.unparse(n): n for n in ast.walk(tree) if isinstance(n, ast.BinOp)}
         plain = (ast.Name, ast.Constant)
         self.parts = [n for n in halves.values() if isinstance(n.left, plain) and isinstance(n.right, plain)]
         self.fixed: dict[str, Any] = {}  # values that no constant can hold
+        self.kinds: dict[str, set[Any]] = {}  # of a name: what it is, where that has been looked at
         self.words, self.whole = dict(words or {}), whole
         assigned: dict[str, list[ast.expr | None]] = defaultdict(list)  # None: what it becomes has no short words
         for node in ast.walk(tree):
-            if isinstance(node, (ast.AugAssign, ast.For)) and isinstance(node.target, ast.Name):
-                assigned[node.target.id].append(None)
+            if isinstance(node, (ast.AugAssign, ast.For, ast.comprehension)):
+                for target in ast.walk(node.target):
+                    if isinstance(target, ast.Name):
+                        assigned[target.id].append(None)
             if not isinstance(node, ast.Assign):
                 continue
             for target in node.targets:
@@ -114,6 +139,8 @@ class Text:
                     if isinstance(name, ast.Name):
                         assigned[name.id].append(value)
         self.locals = list(assigned)
+        lists = (ast.List, ast.ListComp, ast.Dict, ast.Tuple)
+        self.lists = {name for name, meant in assigned.items() if meant and isinstance(meant[0], lists)}
         returned = [n.value for n in ast.walk(tree) if isinstance(n, ast.Return) and n.value is not None]
         results = [x for value in returned for x in (value.elts if isinstance(value, ast.Tuple) else [value])]
         named = [v for x in results if isinstance(x, ast.Name) for v in assigned[x.id] if v is not None]
@@ -124,6 +151,11 @@ class Text:
                 if len(said) <= _LONGEST_NAME:
                     compound = isinstance(meant[0], (ast.BinOp, ast.IfExp, ast.Compare))
                     self.words[local] = f"({said})" if compound else said
+
+    def are_alike(self, *names: Any) -> bool:
+        """Whether one of these may be taken for the other, as far as it is known what they are."""
+        kinds = [self.kinds[name] for name in names if name in self.kinds]
+        return len(kinds) < 2 or bool(kinds[0] & kinds[1])
 
     def plain(self, node: ast.AST) -> str:
         """A part of the text as a reader of the exercise would write it."""
@@ -152,7 +184,7 @@ class Text:
                     setattr(node, name, new)
                 else:
                     getattr(node, name)[at] = new
-            code = compile(ast.Module([self.tree], []), "<a change>", "exec")
+            code = compile(ast.Module([self.tree], []), CHANGED, "exec")
         except (ValueError, TypeError) as error:
             raise SyntaxError(str(error)) from error
         finally:
@@ -208,10 +240,11 @@ def _expr(text: str, **parts: ast.expr) -> ast.expr:
     return _new(Put().visit(ast.parse(text, mode="eval").body))
 
 
-def changes(text: Text, values: Mapping[str, Sequence[Any]] | None = None) -> list[Change]:
+def changes(text: Text, values: Mapping[str, Sequence[Any]] | None = None, more: Any = None) -> list[Change]:
     """Every single change of the text, and every slip made wherever it is possible.
 
     values: what the parameters are in the inputs, for an answer that takes one of them to be the same always.
+    more: has further ones, `of_expression` and `of_statements` (`flashlab.check.tensor_changes`).
     """
     found: list[Change] = []
     flags = {name for name, seen in (values or {}).items() if not all(_is_number(x) for x in seen)}
@@ -225,9 +258,15 @@ def changes(text: Text, values: Mapping[str, Sequence[Any]] | None = None) -> li
         if id(node) not in inner and "_tick" not in ast.dump(node):
             found += [
                 Change(slug, said, cost, ((slot, _new(new)),), (slug, *rest), _about(node, new))
-                for slug, said, cost, new, *rest in _of_expression(text, slot, node)
+                for slug, said, cost, new, *rest in (
+                    *_of_expression(text, slot, node),
+                    *(more.of_expression(text, slot, node) if more else of_code(text, node)),
+                )
+                if slug != "wrong-name" or len(rest) < 2 or text.are_alike(*rest[:2])
             ]
     found += _of_statements(text)
+    found += more.of_statements(text) if more else [
+        Change(slug, said, cost, ((slot, _new(new)),)) for slug, said, cost, slot, new in of_lines(text)]  # fmt: skip
     found += _of_results(text)
     again: dict[tuple[Any, ...], list[Change]] = defaultdict(list)
     for change in found:
@@ -245,16 +284,21 @@ def changes(text: Text, values: Mapping[str, Sequence[Any]] | None = None) -> li
             reads[node.id].append(slot)
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in (values or {}):
             one = (values or {})[node.value.id][0]
-            for other in dir(one):
-                if other != node.attr and isinstance(getattr(one, other, None), (int, float)) and other[0] != "_":
+            of: type = type(getattr(one, node.attr))
+            kind: Any = (int, float) if issubclass(of, (int, float)) else of if isinstance(one, tuple) else ()
+            for other in dir(one) if kind else ():
+                if other != node.attr and isinstance(getattr(one, other, None), kind) and other[0] != "_":
                     said = f"`{node.value.id}.{other}` stands where {text.say(node)} belongs"
                     new = _new(ast.Attribute(node.value, other, ast.Load()))
                     found.append(Change("wrong-name", said, 2.1, ((slot, new),), about=(ast.unparse(node),)))
     for a, b in itertools.combinations(reads, 2):
+        if not text.are_alike(a, b):
+            continue
         edits = tuple((slot, _new(ast.Name(y, ast.Load()))) for x, y in ((a, b), (b, a)) for slot in reads[x])
         found.append(Change("names-exchanged", f"`{a}` and `{b}` are exchanged, everywhere", 1.9, edits))
     for name, seen in (values or {}).items():
-        several = list(dict.fromkeys(seen))
+        plain_ones = all(isinstance(x, (int, float, str)) or not hasattr(x, "__len__") for x in seen)
+        several = list(dict.fromkeys(seen)) if plain_ones else []
         for i, value in enumerate(several if len(several) <= _FEW else ()):
             plain = isinstance(value, (int, float, str))
             text.fixed[f"_{name}_{i}"] = value
@@ -302,22 +346,25 @@ def _of_expression(text: Text, slot: Slot, node: ast.expr) -> Iterator[tuple[Any
     parent, w = slot[0], text.say
     often = Counter(n.id for n in ast.walk(text.tree) if isinstance(n, ast.Name))
     root = id(node) in text.results
+    mixed = text.whole and not text.kinds  # of numbers alone: what is mixed up there is more
     if isinstance(node, ast.Name) and node.id in (*text.params, *text.locals):
         for other in (*text.params, *text.locals):
-            if other != node.id:
+            if other != node.id and (other in text.lists) == (node.id in text.lists):
                 name = ast.Name(other, ast.Load())
                 where = f", in {w(parent)}" if isinstance(parent, ast.BinOp) and often[node.id] > 1 else ""
+                of = f".{parent.attr}" if isinstance(parent, ast.Attribute) else ""
                 said = f"it is {w(name)}" if root else f"{w(name)} stands where {w(node)} belongs{where}"
+                said = f"`{other}{of}` stands where `{node.id}{of}` belongs" if of else said
                 yield "wrong-name", said, 2.0, name, node.id, other
                 beside = isinstance(parent, ast.BinOp) and other not in ast.unparse(parent)
-                if text.whole and other in text.params and node.id in text.params and beside:
+                if mixed and other in text.params and node.id in text.params and beside:
                     said = f"the middle of `{node.id}` and `{other}` stands where {w(node)} belongs"
                     yield "wrong-name", said, 2.5, _expr("(x + y) // 2", x=node, y=name)
-                for sign in "-+" if text.whole and other in text.params and beside else "":
+                for sign in "-+" if mixed and other in text.params and beside else "":
                     said = f"`{other} {sign} 1` stands where {w(node)} belongs"
                     yield "wrong-name", said, 2.4, _expr(f"x {sign} 1", x=name), node.id, other, sign
     if isinstance(node, ast.Name) and node.id in text.numbers and isinstance(parent, ast.BinOp):
-        for part in text.parts:  # such as heads // kv_heads for heads
+        for part in text.parts if not text.kinds else ():  # such as heads // kv_heads for heads
             if part is not parent:
                 yield "wrong-name", f"{w(part)} stands where {w(node)} belongs, in {w(parent)}", 2.5, part
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
@@ -347,6 +394,8 @@ def _of_expression(text: Text, slot: Slot, node: ast.expr) -> Iterator[tuple[Any
     number = isinstance(node, (ast.BinOp, ast.Name, ast.Call, ast.IfExp))
     if isinstance(node, ast.Name) and node.id not in (*text.numbers, *text.locals):
         number = False
+    if isinstance(node, ast.Name) and text.kinds.get(node.id, {"number"}) != {"number"} and not root:
+        number = False
     texts = any(isinstance(n, ast.Constant) and isinstance(n.value, str) for n in ast.walk(node))
     if not number or texts or isinstance(parent, ast.Attribute):
         return
@@ -368,21 +417,22 @@ def _of_expression(text: Text, slot: Slot, node: ast.expr) -> Iterator[tuple[Any
         if not isinstance(node, ast.Constant):
             yield "wrong-sign", f"{it} has the wrong sign", 2.3 if root else 1.9, _expr("-x", x=node)
     if isinstance(node, ast.Name) and node.id in text.numbers:
-        for factor in _FACTORS:
+        for factor in _FACTORS if not text.kinds else ():
             for way, times in ((f"x * {factor}", f"{factor}"), (f"x / {factor}", f"1 / {factor}")):
                 yield "wrong-factor", f"{w(node)} is {times} times what it should be", 2.6, _expr(way, x=node)
     sums, signs = isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Sub)), (ast.Add, ast.Sub)
     if sums and not (isinstance(parent, ast.BinOp) and isinstance(parent.op, signs)) or root:
         for other in text.numbers:
-            yield "term-too-many", f"`{other}` is added as well", 2.1, _expr(f"x + {other}", x=node)
-            yield "term-too-many", f"`{other}` is subtracted as well", 2.1, _expr(f"x - {other}", x=node)
+            if not text.kinds:
+                yield "term-too-many", f"`{other}` is added as well", 2.1, _expr(f"x + {other}", x=node)
+                yield "term-too-many", f"`{other}` is subtracted as well", 2.1, _expr(f"x - {other}", x=node)
             if root:
                 yield "factor-too-many", f"it is multiplied by `{other}` as well", 2.1, _expr(f"x * {other}", x=node)
                 yield "factor-too-many", f"it is divided by `{other}` as well", 2.2, _expr(f"x / {other}", x=node)
     if root:
-        for way in ("math.floor", "round", "math.ceil"):
+        for way in ("math.floor", "round", "math.ceil") if not text.kinds else ():
             yield "rounded", f"it is rounded to a whole number, by `{way}`", 2.3, _expr(f"{way}(x)", x=node)
-        for other in text.numbers if text.whole else ():
+        for other in text.numbers if text.whole and not text.kinds else ():
             for way, how in ((f"x // {other}", "down"), (f"-(-x // {other})", "up")):
                 said = f"it is divided by `{other}` as well, and rounded {how}"
                 yield "factor-too-many", said, 2.2, _expr(way, x=node)
@@ -428,7 +478,8 @@ def _weight(node: ast.AST) -> float:
 
 def _of_number(text: Text, parent: ast.AST, node: ast.Constant) -> Iterator[tuple[Any, ...]]:
     value: Any = node.value
-    others: list[Any] = [value + 1, value - 1, 2 * value, value / 2, 4 * value, -value, 0, 1]
+    half = value // 2 if isinstance(value, int) and value % 2 == 0 else value / 2
+    others: list[Any] = [value + 1, value - 1, 2 * value, half, 4 * value, -value, 0, 1]
     if abs(value) >= 1000 and abs(math.log10(abs(value)) % 1) < 1e-9:
         power = round(math.log10(abs(value)))
         others = [10.0 ** (power + k) for k in (-3, 3, -6, 6, -9, 9)] + [2.0 ** round(power / 3 * 10), 1]
@@ -454,9 +505,11 @@ def _of_operation(text: Text, node: ast.BinOp) -> Iterator[tuple[Any, ...]]:
     if noun:
         slug = noun.split()[1] + "-missing"
         back = f"-{text.plain(right)}" if isinstance(op, ast.Sub) else text.plain(right)
-        yield slug, f"{noun} `{back}` is missing", 0.9 + _weight(right), left, text.plain(right)
+        where = [f", in {w(node)}" if isinstance(side, ast.Name) and text.reads[side.id] > 1 else ""
+                 for side in (left, right)]  # fmt: skip
+        yield slug, f"{noun} `{back}` is missing{where[1]}", 0.9 + _weight(right), left, text.plain(right)
         alone = ast.UnaryOp(ast.USub(), right) if isinstance(op, ast.Sub) else right
-        yield slug, f"{noun} {w(left)} is missing", 0.95 + _weight(left), alone, text.plain(left)
+        yield slug, f"{noun} {w(left)} is missing{where[0]}", 0.95 + _weight(left), alone, text.plain(left)
         if isinstance(op, ast.Sub):
             yield "wrong-result", f"{w(right)} stands where {w(node)} belongs", 1.9, right
         twice = "twice" if noun == "the factor" else "counted twice"
@@ -585,7 +638,9 @@ def _of_statements(text: Text) -> Iterator[Change]:
                 slot = (holder, field, at)
                 if isinstance(line, (ast.Assign, ast.AugAssign, ast.If, ast.Expr)):
                     said = text.plain(line).splitlines()[0].rstrip(":")
-                    yield Change("line-missing", f"the line `{said}` is missing", 1.6, ((slot, _new(ast.Pass())),))
+                    yield Change(
+                        "line-missing", f"the line `{said}` is missing", 1.6, ((slot, _new(ast.Pass())),), about=(said,)
+                    )
                 if isinstance(line, ast.AugAssign):
                     for op in _OPERATORS.get(type(line.op), ()):
                         new = _new(ast.AugAssign(line.target, op(), line.value))
@@ -599,8 +654,9 @@ def _of_statements(text: Text) -> Iterator[Change]:
                         yield Change("lines-exchanged", said, 1.7, both)
                 if isinstance(holder, (ast.For, ast.While)) and isinstance(line, (ast.Assign, ast.AugAssign)):
                     for outer in ast.walk(text.tree):
-                        if holder in (getattr(outer, "body", None) or ()):
-                            there = outer.body.index(holder)  # type: ignore[attr-defined]
+                        lines = getattr(outer, "body", None)
+                        if isinstance(lines, list) and holder in lines:
+                            there = lines.index(holder)
                             new = _new(ast.If(ast.Constant(True), [holder, line], []))
                             said = f"the line `{text.plain(line)}` stands after the loop: it belongs into it"
                             edits = ((slot, _new(ast.Pass())), ((outer, "body", there), new))

@@ -173,7 +173,7 @@ def expect_all_close(
 
     def all_close(values: Sequence[Any]) -> bool:
         try:
-            return all(_is_close(got, value, tol) for (_, got, _), value in zip(answers, values, strict=True))
+            return all(is_close(got, value, tol) for (_, got, _), value in zip(answers, values, strict=True))
         except (TypeError, ValueError, RuntimeError):
             return False  # not a number or a tensor: expect_close says so
 
@@ -181,16 +181,22 @@ def expect_all_close(
     if watched() is None and not all_close([want for _, _, want in answers]):
         for slug, (values, sentence) in (mistakes() if callable(mistakes) else mistakes or {}).items():
             if all_close(values):
-                telling = (not _is_close(value, want, tol) for value, (_, _, want) in zip(values, answers, strict=True))
+                telling = (not is_close(value, want, tol) for value, (_, _, want) in zip(values, answers, strict=True))
                 case = next(case for (case, _, _), tells in zip(answers, telling, strict=True) if tells)
                 raise CheckFailed(sentence, diagnosis=slug.partition(" ")[0], case=case)
     for case, got, want in answers:
         expect_close(got, want, what=what, diagnosis=diagnosis, case=case, tol=tol)
 
 
-def _is_close(got: Any, want: Any, tol: float | None) -> bool:
+def is_close(got: Any, want: Any, tol: float | None = None) -> bool:
+    """Whether two numbers or tensors of one shape agree as `expect_close` compares them."""
     actual, expected = _tensor(got), _tensor(want)
     return actual.shape == expected.shape and _agrees(actual, expected, _bound(expected, got, want, tol))
+
+
+def allowed_error(want: Any, tol: float = 0.0) -> float:
+    """What `expect_close` allows beside this value; a `tol` of 1e-9 at most says no more than the dtype does."""
+    return _bound(_tensor(want), want, want, tol if tol > 1e-9 else None)
 
 
 def _tensor(value: Any) -> torch.Tensor:

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from flashlab.check.changes import Change, EndlessError, Text, changes
+from flashlab.check.expect import is_close
 
 Values = tuple[Any, ...]  # the results of one call: numbers, texts or tensors
 Outcome = Sequence["Values | str"]  # for each input; a text: the exception that it raised
@@ -52,10 +53,10 @@ class Row:
 
 
 def same(a: Any, b: Any, tol: float) -> bool:
-    """Whether two results are one; tol is relative, and absolute near 0."""
+    """Whether two results are one; tol is relative, and absolute near 0; of tensors absolute, or by their dtypes."""
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
-        a, b = torch.as_tensor(a, dtype=torch.float64), torch.as_tensor(b, dtype=torch.float64)
-        return a.shape == b.shape and bool(torch.isclose(a, b, rtol=tol, atol=tol, equal_nan=True).all())
+        numbers = all(isinstance(x, (torch.Tensor, int, float)) for x in (a, b))
+        return numbers and is_close(a, b, None if tol <= 1e-9 else tol)
     if not (isinstance(a, (int, float)) and isinstance(b, (int, float))):
         return type(a) is type(b) and bool(a == b)
     if a == b or (a != a and b != b):
@@ -64,6 +65,25 @@ def same(a: Any, b: Any, tol: float) -> bool:
         return math.isfinite(a) and math.isfinite(b) and abs(a - b) <= tol * max(1e-6, abs(b))
     except OverflowError:  # a whole number beyond every float
         return False
+
+
+class Later(Sequence[Any]):
+    """What a function gives for each input, run when it is asked for: most changes differ on the first."""
+
+    def __init__(self, one: Callable[[tuple[Any, ...]], Values | str], inputs: Sequence[tuple[Any, ...]]):
+        self._one, self._inputs, self._known = one, inputs, {}  # type: ignore[var-annotated]
+        self._endless = False  # not waited for again
+
+    def __len__(self) -> int:
+        return len(self._inputs)
+
+    def __getitem__(self, i: Any) -> Any:
+        if not 0 <= i < len(self):
+            raise IndexError(i)
+        if i not in self._known:
+            self._known[i] = _ENDLESS if self._endless else self._one(self._inputs[i])
+            self._endless = self._known[i] == _ENDLESS
+        return self._known[i]
 
 
 class Index:
@@ -75,27 +95,32 @@ class Index:
         read: makes `Values` of what a call returned; raises where it cannot. tol: see `same`.
         alike: makes one of results that are as good as each other. more: inputs on which two causes may differ.
         notes: {piece of the text: why it is there}, told with every change of it.
+        kinds: further changes, see `changes`. tries: how many pairs of changes are tried. copied: makes a copy of an
+            input that a change may write to. without: slugs of changes that are not made.
+        given: makes the arguments of one call of an input. longest: characters that a sentence may have.
     """
 
     def __init__(
         self, texts: Sequence[Text], inputs: Sequence[tuple[Any, ...]], names: Sequence[str],
         read: Callable[[Any], Values], tol: float, rows: Sequence[tuple[Row, Callable[..., Any]]] = (),
         alike: Callable[..., Values] = lambda *values: values, more: Sequence[tuple[Any, ...]] = (),
-        notes: Mapping[str, str] | None = None,
+        notes: Mapping[str, str] | None = None, kinds: Any = None, tries: int = _TRIES,
+        copied: Callable[[Any], Any] | None = None, without: Sequence[str] = (),
+        given: Callable[..., Sequence[Any]] = lambda *values: values, longest: int = 200,
     ):  # fmt: skip
+        self.copied, self.without = copied, without
         self.texts, self.inputs, self.names, self.read, self.tol, self.rows = texts, inputs, names, read, tol, rows
-        self.alike, self.more, self.notes = alike, more, notes or {}
-        self.right = self.run(texts[0].compiled())
+        self.alike, self.more, self.notes, self.kinds, self.tries = alike, more, notes or {}, kinds, tries
+        self.given, self.longest = given, longest
+        self.right: list[Any] = list(self.run(texts[0].compiled()))
 
     def run(self, fn: Callable[..., Any], inputs: Sequence[tuple[Any, ...]] | None = None) -> Outcome:
-        found: list[Values | str] = []
-        for given in self.inputs if inputs is None else inputs:
-            found.append(found[-1] if found[-1:] == [_ENDLESS] else self._one(fn, given))  # not waited for again
-        return found
+        return Later(lambda given: self._one(fn, given), self.inputs if inputs is None else inputs)
 
     def _one(self, fn: Callable[..., Any], given: tuple[Any, ...]) -> Values | str:
         try:
-            return self.read(fn(*given))
+            arguments = self.given(*given)
+            return self.read(fn(*(map(self.copied, arguments) if self.copied else arguments)))
         except (Exception, EndlessError) as error:
             return type(error).__name__
 
@@ -106,14 +131,22 @@ class Index:
         for row, fn in self.rows:
             found.append((None, Change(row.slug, row.sentence, 0.0, ()), self.run(fn)))
         for text in self.texts:
+            if self.kinds:
+                text.kinds = self.kinds.kinds_of(text, self._copies()[:3])
             seen = {name: [given[i] for given in self.inputs] for i, name in enumerate(text.params)}
-            for change in changes(text, seen):
+            for change in changes(text, seen, self.kinds):
+                if change.slug in self.without:
+                    continue
                 try:
                     fn = text.compiled(change)
                 except SyntaxError:
                     continue
                 found.append((text, change, self.run(fn)))
-        return sorted(found, key=lambda x: x[1].cost)
+        beside = 0.3 if self.kinds else 0.0  # other texts are other functions then: one's own is likelier
+        return sorted(found, key=lambda x: x[1].cost + beside * (x[0] not in (None, self.texts[0])))
+
+    def _copies(self) -> list[tuple[Any, ...]]:
+        return [tuple(map(self.copied, given) if self.copied else given) for given in self.inputs]
 
     def same_outcome(self, a: Outcome, b: Outcome, part: int | None = None) -> bool:
         return all(self._same_values(x, y, part) for x, y in zip(a, b, strict=True))
@@ -141,9 +174,9 @@ class Index:
         told = {i: self._told(parts[i], i) for i in wrong if parts[i]}
         if told and len(told) == len(wrong):
             both = "; and ".join(said for _, said in told.values())
-            if len(both) > 200:
+            if len(both) > self.longest:
                 both = "; and ".join(self._told(parts[i], i, noted=False)[1] for i in wrong)
-            if len(both) <= 200:
+            if len(both) <= self.longest:
                 return told[wrong[0]][0], both
         numbers = [i for i in told if not any(isinstance(x[i], str) for x in self.right)]
         for i in numbers if some else ():
@@ -179,15 +212,15 @@ class Index:
                 runs = (t.compiled(c) for t, c in ((text, best), (other_text, other)))
                 a, b = (self.run(fn, self.more) for fn in runs)
                 both = f"{sentence}. Or: {other.said.removeprefix('it is ')}"
-                if not self.same_outcome(a, b, part) and len(both) <= 200:
+                if not self.same_outcome(a, b, part) and len(both) <= self.longest:
                     return best.slug, both
-        if noted and (note := self._note(text, best, sentence)) and len(f"{sentence}: {note}") <= 200:
+        if noted and (note := self._note(text, best, sentence)) and len(f"{sentence}: {note}") <= self.longest:
             sentence += f"{';' if ': it is' in sentence else ':'} {note}"
         return best.slug, sentence
 
     def _note(self, text: Text, change: Change, sentence: str) -> str:
         """Why the piece is there that was changed. A name that is there often has several reasons."""
-        for piece in change.about:
+        for piece in change.about if change.slug not in ("factor-too-many", "term-too-many") else ():
             often = sum(isinstance(n, ast.Name) and n.id == piece for n in ast.walk(text.tree)) > 1
             if change.slug == "wrong-name" and often:
                 continue
@@ -208,7 +241,7 @@ class Index:
             order = [self.names[int(i)] for i in said[7:].split(",")]
             came, wanted = ", ".join(order), ", ".join(self.names)
             return f"the results are right, but exchanged: they come as ({came}): return ({wanted})"
-        names = " and ".join(self.names[i] for i in wrong)
+        names = " and ".join(self.names[i] for i in wrong).replace(" and ", ", ", max(0, len(wrong) - 2))
         if said.startswith("it is "):
             return f"{names} {'is' if len(wrong) == 1 else 'are'} {said[6:]}"
         return f"{names}: {said}"
@@ -223,7 +256,7 @@ class Index:
             mine = [c for c in mine if c.slug in _PLAIN][:_PAIRED]
             for a, b in sorted(itertools.combinations(mine, 2), key=lambda x: x[0].cost + x[1].cost):
                 tries += 1
-                if tries > _TRIES:
+                if tries > self.tries:
                     return None
                 if a.clashes(b):
                     continue
@@ -290,4 +323,4 @@ def in_units(
     parts = (2 * parts).round() / 2
     if bool((parts.abs() > 64).any()) or not bool(((a @ parts - b).abs() <= 1e-9 * scale).all()):
         return None
-    return [float(x) for x in parts]
+    return [float(x) + 0.0 for x in parts]

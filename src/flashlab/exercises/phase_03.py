@@ -4,11 +4,14 @@ A kernel that is handed in is run on small inputs with every address checked, th
 is given to the real compiler, which accepts less than the interpreter.
 """
 
+# ruff: noqa: E741 (l is the name that the papers and every kernel give to the row sum)
+
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator
+import random
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,12 +26,10 @@ from flashlab.attention.triton_minimal import (
 )
 from flashlab.check import CheckFailed, expect, expect_close, verify_one_head
 from flashlab.check.lookup import Row
-from flashlab.check.mistakes.row import OF_THE_OUTPUT, ROW_MISTAKES, walk
-from flashlab.check.mistakes.steps import row_gives, slips
-from flashlab.check.slips import explain, explained
 from flashlab.check.verification import Report
 from flashlab.exercises.registry import exercise
 from flashlab.exercises.rule import rule
+from flashlab.exercises.tensor_rule import normal, part, tensor_rule
 from flashlab.exercises.triton_answers import compiles, explain_undefined, in_bounds, kernel_of
 from flashlab.triton_tools.watch import hbm_traffic
 
@@ -127,7 +128,34 @@ def _(copy_tile_kernel: Any) -> str:
 # ---- 3.2 ------------------------------------------------------------------------------------------------------------
 
 
-@exercise(
+def _base_2(r: random.Random, size: float = 8.0) -> tuple[torch.Tensor, torch.Tensor]:
+    """The maximum and the sum of rows of base-2 scores."""
+    s = normal(r, 5, 40, dtype=torch.float32) * size * LOG2_E
+    m = s.amax(1)
+    return m, torch.exp2(s - m[:, None]).sum(1)
+
+
+_BASES = "from base 2 to base e it is times ln 2 = 0.6931, and m and log2(l) are both in base 2"
+
+
+@part(
+    "3.2",
+    returns="natural_lse",
+    inputs={"scores near 0": _base_2(random.Random(0)), "scores of 1000": _base_2(random.Random(0), 800.0)},
+    draw=_base_2,
+    also=["m * math.log(2) + torch.log(l)"],
+    nan={"1000": "is 2^m computed? It overflows"},
+    notes={"math.log(2)": _BASES, "torch.log2": _BASES, "torch.log2(l)": "a sum of 2^x is in base 2 too"},
+    tol=1e-3,
+    on_device=True,
+)
+def natural_lse(m, l):
+    # BEGIN SOLUTION
+    return (m + torch.log2(l)) * math.log(2)
+    # END SOLUTION
+
+
+@tensor_rule(
     "3.2",
     title="Into base 2 and back",
     minutes=10,
@@ -138,72 +166,59 @@ def _(copy_tile_kernel: Any) -> str:
         "logarithm too. Their sum is log2 of the row's total.",
         "scale_log2 = scale * log2(e); lse = (m + log2(l)) * ln(2), and ln(2) = 1 / log2(e).",
     ],
-)
-def _(scale_log2: Callable[..., Any], natural_lse: Callable[..., Any]) -> str:
-    for scale in (0.3, 1.0, 0.125):
-        expect_close(
-            scale_log2(scale),
-            scale * LOG2_E,
-            what="scale_log2(scale)",
-            case=f"scale = {scale}",
-            tol=1e-6,
-            mistakes={
-                "ln2-for-log2e": (scale / LOG2_E, "that is scale · ln 2; the factor is log2(e) = 1.4427, its inverse"),
-                "log10-for-log2": (
-                    scale * math.log10(math.e),
-                    "that is scale · log10 e; the factor is log2(e) = 1.4427",
-                ),
-                "rounded": (round(LOG2_E, 2) * scale, "log2(e) has more digits: use math.log2(math.e)"),
-                "log-of-the-scale": (math.log2(scale), "that is the logarithm of the scale; multiply it by log2(e)"),
-                "exponential": (2.0**scale, "that is 2^scale; the scale is multiplied by log2(e)"),
-                "scale-ignored": (LOG2_E, "that is log2(e) for every scale; multiply the scale by it"),
-                "unchanged": (scale, "the scale is unchanged: 2^(scale · qk) is not exp(scale · qk)"),
-            },
-        )
-    (s,) = _random((5, 40))
-    for size, words in ((8, "scores near 0"), (800, "scores of 1000")):
-        x = s * size
-        m = (x * LOG2_E).amax(1)
-        l = torch.exp2(x * LOG2_E - m[:, None]).sum(1)  # noqa: E741
-        log2_l, ln2 = torch.log2(l), math.log(2)
-        expect_close(
-            natural_lse(m, l),
-            torch.logsumexp(x, 1),
-            what="natural_lse(m, l)",
-            tol=1e-6 * size * 12,
-            case=words,
-            mistakes={
-                "lse-in-base-2": (m + log2_l, "that is in base 2 still; times ln 2 makes it natural"),
-                "mixed-bases": (
-                    m + torch.log(l),
-                    "m is in base 2, log(l) in base e: bring both to the same base first",
-                ),
-                "ln-times-ln2": (
-                    (m + torch.log(l)) * ln2,
-                    "log(l) is natural already, and is multiplied by ln 2 once more: use log2(l) inside",
-                ),
-                "log-of-l-only": (m * ln2 + log2_l, "m is natural now, log2(l) is not"),
-                "log2e-for-ln2": ((m + log2_l) * LOG2_E, "from base 2 to base e it is times ln 2, not times log2(e)"),
-                "minus": ((m - log2_l) * ln2, "log2(l) is subtracted; the logarithm of a product is the sum"),
-                "l-forgotten": (m * ln2, "that is m alone: log2(l) is missing"),
-                "l-for-log-l": ((m + l) * ln2, "l is added to m; it is log2(l)"),
-            },
-            because="is 2^m computed? It overflows" if size > 8 else None,
-        )
-    return "both directions"
+    parts=["natural_lse"],
+    returns="scale_log2",
+    inputs={f"scale = {scale}": (scale,) for scale in (0.3, 1.0, 0.125)},
+    draw=lambda r: (r.choice((0.5, 0.088, r.uniform(0.01, 3))),),
+    also=["scale / math.log(2)"],
+    notes={"scale * math.log2(math.e)": "the factor is log2(e) = 1.4427, not its inverse, ln 2",
+           "math.log2(math.e)": "2^(scale · qk) is not exp(scale · qk)", "math.log2": "the factor is log2(e) = 1.4427",
+           "math.log(2)": "the factor is log2(e) = 1 / ln 2 = 1.4427"},
+    rows=[
+        Row("rounded", "log2(e) has more digits: use math.log2(math.e)", instead="1.44 * scale"),
+        Row("exponential", "that is 2^scale; the scale is multiplied by log2(e)", instead="2.0**scale"),
+    ],
+    tol=1e-6,
+)  # fmt: skip
+def scale_log2(scale):
+    # BEGIN SOLUTION
+    return scale * math.log2(math.e)
+    # END SOLUTION
 
 
 # ---- 3.3 ------------------------------------------------------------------------------------------------------------
 
 
-EQUAL = "a score that equals the maximum so far is left out: its term is exp(0) = 1"
+def _row_lse_of(kernel: Any) -> Callable[..., Any]:
+    kernel = kernel_of(kernel, ("x_ptr", "lse_ptr", "stride", "N", "BLOCK"))
+
+    def launch(wide: torch.Tensor, N: int, BLOCK: int) -> torch.Tensor:
+        __tracebackhide__ = True
+        lse, values = torch.full((len(wide),), math.nan, device=wide.device), wide[:, :N]
+        with in_bounds(f"N={N}, BLOCK={BLOCK}, rows apart in memory", x=values) as traffic:
+            kernel[(len(wide),)](values, lse, values.stride(0), N, BLOCK=BLOCK)
+        explain_undefined(traffic, lse, f"N={N}, BLOCK={BLOCK}")
+        return lse
+
+    return launch
 
 
-@exercise(
+def _rows_apart(r: random.Random, rows: int, N: int, level: str = "near 0") -> tuple[torch.Tensor, int, int]:
+    """Rows of N scores in a wider matrix of 1e4."""
+    x = normal(r, rows, N, dtype=torch.float32)
+    x = {"falling by 300": x + torch.linspace(300, 0, N), "all 2": torch.full_like(x, 2.0)}.get(level, 3 * x)
+    wide = torch.full((rows, N + 39), 1e4)
+    wide[:, :N] = x + (float(level.removeprefix("near ")) if level.startswith("near") else 0.0)
+    return wide, N, 32
+
+
+_AGAIN = "the address has to move with start"
+
+
+@tensor_rule(
     "3.3",
     title="The log-sum-exp of a row of any length",
     minutes=20,
-    difficulty="Core",
     hints=[
         "One block is `tl.load(x_ptr + row * stride + offs, mask=offs < N, other=...)`. What must a missing element "
         "be, so that it changes neither a maximum nor a sum of exponentials?",
@@ -212,159 +227,58 @@ EQUAL = "a score that equals the maximum so far is left out: its term is exp(0) 
         "Keep m and l as scalars: m starts at -inf (given), l at 0. Set m = m_new last. After the loop store "
         "m + tl.log(l).",
     ],
-)
-def _(row_lse_kernel: Any) -> str:
-    kernel = kernel_of(row_lse_kernel, ("x_ptr", "lse_ptr", "stride", "N", "BLOCK"))
-    shapes = [(3, 96), (2, 100), (4, 5), (2, 129), (1, 1)]
-    levels = {"near 0": 0.0, "near -5": -5.0, "near 300": 300.0, "falling by 300": None, "near -3.39e38": -3.39e38}
-    levels["all 2"] = 2.0
-
-    def slipped() -> tuple[str, str] | None:
-        rows, got = [], []
-        for case, values, lse in _scores_of_rows(shapes, levels):
-            if "e38" not in case:  # there float32 ends, and the steps here are in float64
-                with in_bounds(case, x=values):
-                    kernel[(len(values),)](values, lse, values.stride(0), values.shape[1], BLOCK=32)
-                rows += [(row, 32) for row in values.tolist()]
-                got += [[a] for a in lse.tolist()]
-        fits = row_gives(rows, got, lambda m, of_l, of_o: (m + math.log(sum(of_l)),), tol=1e-4, largest=1e30)
-        return explain(fits, slips(["l"]), most=1)
-
-    with explained(slipped):
-        _expect_row_lse(kernel, shapes, levels)
-    compiles(kernel, {"x_ptr": torch.float32, "lse_ptr": torch.float32, "stride": 100, "N": 100, "BLOCK": 32})
-    return f"{len(levels) * len(shapes)} cases, and it compiles"
-
-
-def _scores_of_rows(
-    shapes: list[tuple[int, int]], levels: dict[str, float | None]
-) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """(case, the rows of a wider matrix, a place for their log-sum-exp)."""
-    for rows, n in shapes:
-        (x,) = _random((rows, n), seed=n)
-        for words, level in levels.items():
-            case = f"N={n}, BLOCK=32, rows apart in memory, scores {words}"
-            lse = torch.full((rows,), math.nan, device=x.device)
-            wide = torch.full((rows, n + 7), 1e4, device=x.device)
-            values = wide[:, :n]
-            values.copy_(torch.full_like(x, 2.0) if words == "all 2" else x if level is None else 3 * x + level)
-            if level is None:
-                values.add_(torch.linspace(300, 0, n, device=x.device))
-            yield case, values, lse
-
-
-def _expect_row_lse(kernel: Any, shapes: list[tuple[int, int]], levels: dict[str, float | None]) -> None:
-    __tracebackhide__ = True
-    for case, values, lse in _scores_of_rows(shapes, levels):
-        rows, n = values.shape
-        given = values.clone()
-        with in_bounds(case, x=values) as traffic:
-            kernel[(rows,)](values, lse, values.stride(0), n, BLOCK=32)
-        expect(torch.equal(values, given), "x was overwritten", diagnosis="input-modified", case=case)
-        explain_undefined(traffic, lse, case)
-        _explain_row(lse, values, case)
-        want = torch.logsumexp(values.double(), 1)
-        padded = torch.cat([values, torch.zeros(rows, -n % 32, device=values.device)], 1)
-        equal = want.new_full((rows,), 2.0 + math.log(min(n, 32))) if case.endswith("all 2") else None
-        expect_close(
-            lse,
-            want,
-            what="the log-sum-exp",
-            case=case,
-            tol=max(1e-4, 1e-7 * abs(want.max().item())),
-            mistakes={
-                "tail-not-masked": (
-                    torch.logsumexp(padded.double(), 1),
-                    "the elements past the end count as zeros, and exp(0) is 1: they have to be -inf",
-                ),
-                **_row_mistakes(values, 32),
-            }
-            if equal is None
-            else {"equal-scores-left-out": (equal, EQUAL)},
-        )
-
-
-def _explain_row(lse: torch.Tensor, x: torch.Tensor, case: str) -> None:
-    """CheckFailed where NaN or an infinity says which line is wrong."""
-    __tracebackhide__ = True
-    rows, n = x.shape
-    if "falling" in case and not lse.isfinite().all():
-        raise CheckFailed(
-            "right until the maximum falls from one block to the next: m_new is the block's own maximum; it has to be "
-            "the larger of that and m",
-            diagnosis="m-of-this-block-only",
-            case=case,
-        )
-    if lse.isnan().all():
-        raise CheckFailed(
-            "everything is NaN: is the correction upside down? At the start, where m is -inf, exp(m - m_new) is 0, but "
-            "exp(m_new - m) is infinite, and inf * 0 is NaN",
-            diagnosis="correction-inverted",
-            case=case,
-        )
-    if torch.isposinf(lse).all() and "near 0" in case:
-        raise CheckFailed(
-            "every log-sum-exp is infinite, though the scores are near 0: before the first block m is -inf, and "
-            "exp(x - m) is infinite then. The new terms are exp(x - m_new), with the maximum that has seen them",
-            diagnosis="old-maximum-used",
-            case=case,
-        )
-    if torch.isneginf(lse).all() and "-3.39e38" in case:
-        raise CheckFailed(
-            "every log-sum-exp is -inf where the scores are hugely negative: m starts above them, so that every "
-            "exponential is 0; start it at -inf",
-            diagnosis="m-starts-too-high",
-            case=case,
-        )
-    if torch.isneginf(lse).all():
-        raise CheckFailed(
-            "every log-sum-exp is -inf: m never leaves its start; set m = m_new at the end of each block",
-            diagnosis="m-not-updated",
-            case=case,
-        )
-    if "-3.39e38" in case and n % 32:
-        expect(
-            bool(((lse - x.amax(1)).abs() <= 1e33).all()),
-            "the elements past the end hold a large negative number, and these scores are below it: use -inf",
-            diagnosis="finite-sentinel",
-            case=case,
-        )
-    for stride, name in ((n, "row * N"), (0, "no row at all")):
-        other = torch.logsumexp(torch.as_strided(x, (rows, n), (stride, 1)).double(), 1)
-        right = torch.logsumexp(x.double(), 1)
-        if rows > 1 and torch.allclose(lse.double(), other, atol=1e-3) and not torch.allclose(other, right, atol=1e-3):
-            raise CheckFailed(
-                f"only the first row is right: its neighbours start at row * stride, and the address uses {name}",
-                diagnosis="wrong-stride",
-                case=case,
-            )
-
-
-def _row_mistakes(x: torch.Tensor, block: int) -> dict[str, tuple[torch.Tensor, str]]:
-    """The log-sum-exp of each row with each known mistake in the recurrence."""
-
-    def lse(mistake: str) -> torch.Tensor:
-        rows = (walk(row.double(), torch.zeros(len(row), 1, dtype=torch.float64), block, mistake) for row in x.cpu())
-        return torch.stack([m + torch.log(l) for m, l, _ in rows])
-
-    right = torch.logsumexp(x.double().cpu(), 1)
-    rounds = -(-x.shape[1] // block)
-    first = x[:, :block].double().cpu()
-    told = {slug: (lse(slug), why) for slug, why in ROW_MISTAKES.items() if slug not in OF_THE_OUTPUT}
-    told["no-rescale"] = told.pop("not-rescaled")
-    del told["l-not-rescaled"]
-    told["first-block-only"] = (torch.logsumexp(first, 1), "only the first block counts: do the addresses and the mask "
-        "use offs, which moves with start?")  # fmt: skip
-    n = x.shape[1]
-    masks = [first[:, : min(block, n - start)] for start in range(0, n, block)]  # the mask moves, the address does not
-    told["first-block-again 2"] = (
-        torch.logsumexp(torch.cat(masks, 1), 1),
-        "the first block is read again and again: its address has to move with start",
-    )
-    again = torch.logsumexp(first, 1) + math.log(rounds)
-    told["first-block-again"] = (again, "the first block is read again and again: its address has to move with start")
-    told["lse-in-base-2"] = (right * LOG2_E, "that is in base 2; the base is e here")
-    return told
+    answer="row_lse_kernel",
+    returns="lse",
+    inputs={
+        f"N={n}, BLOCK=32, {rows} rows apart in memory, scores {level}": _rows_apart(random.Random(n), rows, n, level)
+        for level in ("near 0", "near -5", "near 300", "falling by 300", "near -3.39e38", "all 2")
+        for rows, n in ((3, 96), (2, 100), (4, 5), (2, 129), (1, 1))
+    },
+    draw=lambda r: _rows_apart(r, r.randint(1, 3), r.randint(1, 80)),
+    beside=0,
+    through=_row_lse_of,
+    on_device=True,
+    notes={
+        "torch.exp(m - m_new)": "the old terms must be rescaled when the maximum moves, by exp(m - m_new)",
+        "m - m_new": "the correction is exp(m - m_new), old minus new",
+        "m_new": "the new terms are exp(x - m_new), with the maximum that has seen them",
+        "-math.inf": "elements past the end, and m before the first block, are -inf", "torch.exp": "the base is e here",
+        "torch.log": "the base is e here", "m = m_new": "each block starts from the first maximum again",
+    },
+    rows=[
+        Row("correction-inverted", "the correction is upside down: it is exp(m - m_new), old minus new",
+            [("m - m_new", "m_new - m")]),
+        Row("m-of-this-block-only", "m_new is the block's own maximum, also where that is lower: it should be the "
+            "larger of that and m", [("torch.maximum(m, x.amax(dim=1))", "x.amax(dim=1)")]),
+        Row("tail-not-masked", "the elements past the end count as zeros, and exp(0) is 1: they have to be -inf",
+            [("offs < N, -math.inf", "offs < N, 0.0")]),
+        Row("first-block-again", f"the first block is read again and again: {_AGAIN}",
+            [("wide[:, start : start + BLOCK]", "wide[:, :BLOCK]")]),
+        Row("first-block-again", f"the first block is read again and again, masks too: {_AGAIN}",
+            [("wide[:, start : start + BLOCK]", "wide[:, :BLOCK]"),
+             ("torch.arange(start, start + BLOCK)", "torch.arange(BLOCK)")]),
+        Row("wrong-stride", "only the first row is right: its neighbours start at row * stride, and not at row * N",
+            [("x = wide", "x = wide.as_strided(wide.shape, (N, 1))")]),
+        Row("wrong-stride", "every row is the first: its neighbours start at row * stride",
+            [("x = wide", "x = wide.as_strided(wide.shape, (0, 1))")]),
+        Row("equal-scores-left-out", "a score that equals the maximum so far is left out: its term is exp(0) = 1",
+            [("torch.exp(x - m_new[:, None])", "(torch.exp(x - m_new[:, None]) * (x != m[:, None]))")]),
+        Row("lse-in-base-2", "that is in base 2; the base is e here", [
+            ("return m + torch.log(l)", "return (m + torch.log(l)) / math.log(2)")]),
+    ],
+    then=lambda kernel: compiles(
+        kernel, {"x_ptr": torch.float32, "lse_ptr": torch.float32, "stride": 100, "N": 100, "BLOCK": 32}),
+)  # fmt: skip
+def row_lse(wide, N, BLOCK):
+    m = wide.new_full((len(wide),), -math.inf)
+    l = wide.new_zeros(len(wide))
+    for start in range(0, N, BLOCK):
+        offs = torch.arange(start, start + BLOCK)
+        x = wide[:, start : start + BLOCK].where(offs < N, -math.inf)
+        m_new = torch.maximum(m, x.amax(dim=1))
+        l = l * torch.exp(m - m_new) + torch.exp(x - m_new[:, None]).sum(dim=1)
+        m = m_new
+    return m + torch.log(l)
 
 
 # ---- 3.4, and the two bug hunts that repair the same kernel ---------------------------------------------------------

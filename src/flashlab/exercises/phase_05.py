@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import math
+import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,10 +13,12 @@ import torch
 
 from flashlab import runtime
 from flashlab.attention.cost import Meter
+from flashlab.attention.simulation_backward import key_block_sim
 from flashlab.check import CheckFailed, expect, expect_all_close, expect_close, running
+from flashlab.check.lookup import Row
 from flashlab.check.mistakes.backward import BASES, MISTAKES, Head, added_up, gradients, statistics
-from flashlab.check.slips import explained, right_where
 from flashlab.exercises.registry import exercise
+from flashlab.exercises.tensor_rule import normal, part, tensor_rule
 from flashlab.exercises.triton_answers import compiles, explain_undefined, in_bounds, kernel_of
 from flashlab.triton_tools import repairs
 
@@ -51,14 +53,22 @@ def _call(fn: Callable[..., Any], case: str, *args: Any, count: int = 1, names: 
 # ---- 5.1 ------------------------------------------------------------------------------------------------------------
 
 
-def _rows(seed: int, M: int, N: int, hidden: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def _rows(r: random.Random, M: int, N: int, hidden: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """p and dp [M, N]; the last `hidden` keys have p = 0."""
-    s, dp = _random((M, N), (M, N), seed=seed)
+    s, dp = normal(r, M, N, dtype=torch.float32), normal(r, M, N, dtype=torch.float32)
     s[:, N - hidden :] = -math.inf
     return torch.softmax(s, 1), dp + 0.5
 
 
-@exercise(
+def _by_the_jacobian(p, dp):
+    jacobian = torch.diag_embed(p) - p[:, :, None] * p[:, None, :]
+    return (jacobian @ dp[:, :, None])[:, :, 0]
+
+
+_EXAMPLE = torch.tensor([[0.5, 0.25, 0.25]]), torch.tensor([[4.0, 0.0, 8.0]])
+
+
+@tensor_rule(
     "5.1",
     title="Through the softmax",
     minutes=10,
@@ -68,128 +78,60 @@ def _rows(seed: int, M: int, N: int, hidden: int = 0) -> tuple[torch.Tensor, tor
         "p · dp is one number per row, delta. Then ds_j = p_j (dp_j - delta).",
         "delta = (p * dp).sum(dim=1, keepdim=True); return p * (dp - delta).",
     ],
-)
-def _(softmax_backward: Callable[..., torch.Tensor]) -> str:
-    device = runtime.device()
-    tiny = (torch.tensor([[0.5, 0.25, 0.25]], device=device), torch.tensor([[4.0, 0.0, 8.0]], device=device))
-    inputs = {
-        "the lecture's row, p = (1/2, 1/4, 1/4)": tiny, "3 rows of 5 keys": _rows(1, 3, 5),
-        "6 rows of 6 keys": _rows(2, 6, 6), "4 rows, the last 3 of 9 keys hidden": _rows(3, 4, 9, hidden=3),
-    }  # fmt: skip
-    answers = []
-    for case, (p, dp) in inputs.items():
-        answers.append((case, _call(softmax_backward, case, p, dp), p * (dp - (p * dp).sum(1, keepdim=True))))
-
-    def given(formula: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
-        return [formula(p, dp).expand(p.shape) for p, dp in inputs.values()]
-
-    with explained(lambda: _explain_jacobian(softmax_backward, device)):
-        expect_all_close(
-            answers,
-            what="ds",
-            mistakes={
-                "delta-missing": (given(lambda p, dp: p * dp), "that is p · dp: delta is not subtracted from dp"),
-                "p-missing": (
-                    given(lambda p, dp: dp - (p * dp).sum(1, keepdim=True)),
-                    "that is dp - delta; it is multiplied by p",
-                ),
-                "delta-added": (
-                    given(lambda p, dp: p * (dp + (p * dp).sum(1, keepdim=True))),
-                    "delta is added to dp; it is subtracted",
-                ),
-                "diagonal-only": (
-                    given(lambda p, dp: p * (1 - p) * dp),
-                    "that is the Jacobian's diagonal alone, p (1 - p): a score also moves the other elements of its "
-                    "row",
-                ),
-                "delta-of-the-whole-tile": (
-                    given(lambda p, dp: p * (dp - (p * dp).sum())),
-                    "delta is a sum over all rows; each row has its own",
-                ),
-                "wrong-axis": (
-                    given(lambda p, dp: p * (dp - (p * dp).sum(0, keepdim=True))),
-                    "delta sums over the rows; it sums over the keys, dim=1",
-                ),
-                "delta-unweighted": (
-                    given(lambda p, dp: p * (dp - dp.sum(1, keepdim=True))),
-                    "delta is the plain sum of dp; each element is weighted by p",
-                ),
-                "delta-mean": (
-                    given(lambda p, dp: p * (dp - dp.mean(1, keepdim=True))),
-                    "delta is the plain mean of dp; it is the mean weighted by p",
-                ),
-                "delta-divided": (
-                    given(lambda p, dp: p * (dp - (p * dp).mean(1, keepdim=True))),
-                    "delta is a mean over the keys: p sums to 1 already, so it is the sum of p · dp",
-                ),
-                "p-twice": (
-                    given(lambda p, dp: p * (p * dp - (p * dp).sum(1, keepdim=True))),
-                    "dp is multiplied by p twice",
-                ),
-                "sign-inverted": (
-                    given(lambda p, dp: p * ((p * dp).sum(1, keepdim=True) - dp)),
-                    "every value has the other sign: it is dp - delta",
-                ),
-                "dp-for-p": (
-                    given(lambda p, dp: dp * (dp - (p * dp).sum(1, keepdim=True))),
-                    "dp - delta is multiplied by dp; it is multiplied by p",
-                ),
-            },
-        )
-    return f"{len(answers)} tiles"
-
-
-def _explain_jacobian(softmax_backward: Callable[..., torch.Tensor], device: torch.device) -> tuple[str, str] | None:
-    """With one 1 in dp, ds shows with which factor it reaches every score: which products of p are these?"""
-    p = torch.tensor([[0.4, 0.3, 0.2, 0.1]], dtype=torch.float64, device=device)
-    with contextlib.suppress(Exception):
-        reach = torch.stack([softmax_backward(p, one[None])[0] for one in torch.eye(4, dtype=p.dtype, device=device)])
-        other = softmax_backward(p, 2 * torch.eye(4, dtype=p.dtype, device=device)[:1])[0]
-        if not torch.allclose(other, 2 * reach[0]):
-            return "not-linear", "twice the dp does not give twice the ds; ds is linear in dp"
-        pi, pj = p[0].expand(4, 4), p[0][:, None].expand(4, 4)  # reach[j, i]: from dp of j to ds of i
-        own = torch.eye(4, dtype=torch.bool, device=device)
-        said = []
-        for places, name, words, right in (
-            (own, "its own ds", "p (1 - p)", pi * (1 - pi)), (~own, "the ds of another key", "-p_i p_j", -pi * pj),
-        ):  # fmt: skip
-            if torch.allclose(reach[places], right[places], atol=1e-9):
-                continue
-            found = next(
-                (
-                    ("-" if sign < 0 else "") + (" · ".join(_to_the(a, "p_i") + _to_the(b, "p_j")) or "1")
-                    for sign in (-1, 1) for a in range(4) for b in range(4)
-                    if torch.allclose(reach[places], sign * (pi**a * pj**b)[places], atol=1e-9)
-                ),
-                "0" if not reach[places].any() else None,
-            )  # fmt: skip
-            example = [int(x) for x in places.nonzero()[0]]
-            mine, should = reach[tuple(example)].item(), right[tuple(example)].item()
-            is_ = (
-                found or f"{mine:.4g}, for p = 0.4 and 0.3,"
-                if "another" in name
-                else found or f"{mine:.4g} for p = 0.4"
-            )
-            said.append(f"dp of key j reaches {name} with the factor {is_}: it should be {words} = {should:.4g}")
-        if said:
-            return "wrong-jacobian", "; and ".join(said)
-        dp = torch.tensor([[1.0, -2.0, 0.5, 3.0]], dtype=p.dtype, device=device)
-        if not torch.allclose(softmax_backward(p, dp), dp @ reach):
-            return "not-linear", (
-                "each dp alone gives the right ds, and all of them together do not: ds is linear in dp, so something "
-                "here (a maximum, an absolute value) is not"
-            )
-    return None
-
-
-def _to_the(power: int, name: str) -> list[str]:
-    return [] if not power else [name if power == 1 else f"{name}^{power}"]
+    returns="ds",
+    inputs={
+        "the lecture's row, p = (1/2, 1/4, 1/4)": _EXAMPLE, "3 rows of 5 keys": _rows(random.Random(1), 3, 5),
+        "6 rows of 6 keys": _rows(random.Random(2), 6, 6),
+        "4 rows, the last 3 of 9 keys hidden": _rows(random.Random(3), 4, 9, hidden=3),
+    },
+    draw=lambda r: _rows(r, r.randint(1, 5), r.randint(2, 9)),
+    also=["p * dp - p * (p * dp).sum(dim=1, keepdim=True)", _by_the_jacobian],
+    words={"delta": "delta", "jacobian": "the Jacobian"},
+    notes={
+        "delta": "it is dp - delta", "dp - delta": "it is p (dp - delta)", "dim=1": "each row has a delta of its own",
+        "(p * dp).sum": "delta is the sum over the keys, weighted by p",
+        "p[:, :, None] * p[:, None, :]": "a score also moves the other elements of its row",
+    },
+    on_device=True,
+)  # fmt: skip
+def softmax_backward(p, dp):
+    # BEGIN SOLUTION
+    delta = (p * dp).sum(dim=1, keepdim=True)
+    return p * (dp - delta)
+    # END SOLUTION
 
 
 # ---- 5.2 ------------------------------------------------------------------------------------------------------------
 
 
-@exercise(
+def _tile(r: random.Random, M: int, N: int, D: int) -> dict[str, torch.Tensor]:
+    (p, _), v, do = _rows(r, M, N), *(normal(r, rows, D, dtype=torch.float32) for rows in (N, M))
+    return {"p": p, "dp": do @ v.T, "o": p @ v, "do": do}
+
+
+_TILES = {f"{M} rows, {N} keys, {D} columns": _tile(random.Random(M), M, N, D) for M, N, D in (
+    (3, 5, 4), (6, 6, 6), (9, 20, 16))}  # fmt: skip
+_COLUMNS: dict[str, tuple[torch.Tensor, ...]] = {case: (x["o"], x["do"]) for case, x in _TILES.items()}
+_COLUMNS["float16, 256 columns"] = tuple(normal(random.Random(7), 2, 5, 256, dtype=torch.float16))
+_DELTA_NOTES = {"mean": "delta is the sum", "dtype": "convert before you multiply, or digits are lost"}
+
+
+@part(
+    "5.2",
+    returns="delta_over_columns",
+    inputs=_COLUMNS,
+    draw=lambda r: (lambda x: (x["o"], x["do"]))(_tile(r, r.randint(1, 6), r.randint(2, 6), r.randint(2, 9))),
+    notes=_DELTA_NOTES | dict.fromkeys(("o.float", "do.float"), "the products are rounded before they are summed"),
+    tol=2e-5,
+    on_device=True,
+)
+def delta_over_columns(o, do):
+    # BEGIN SOLUTION
+    return (o.float() * do.float()).sum(dim=1)
+    # END SOLUTION
+
+
+@tensor_rule(
     "5.2",
     title="delta, two ways",
     minutes=10,
@@ -199,55 +141,17 @@ def _to_the(power: int, name: str) -> list[str]:
         "16-bit inputs: convert with .float() before you multiply, or the products are rounded.",
         "(p * dp).sum(dim=1) and (o.float() * do.float()).sum(dim=1).",
     ],
+    returns="delta_over_keys",
+    inputs={case: (x["p"], x["dp"]) for case, x in _TILES.items()},
+    draw=lambda r: _rows(r, r.randint(1, 6), r.randint(2, 9)),
+    notes=_DELTA_NOTES,
+    parts=["delta_over_columns"],
+    on_device=True,
 )
-def _(delta_over_keys: Callable[..., torch.Tensor], delta_over_columns: Callable[..., torch.Tensor]) -> str:
-    keys, columns = [], []
-    cases: list[str] = []
-    inputs: list[tuple[torch.Tensor, ...]] = []  # p, dp, o, do
-    for M, N, D in ((3, 5, 4), (6, 6, 6), (9, 20, 16)):
-        p, _ = _rows(M, M, N)
-        v, do = _random((N, D), (M, D), seed=N)
-        inputs.append((p, do @ v.T, p @ v, do))
-        cases.append(f"{M} rows, {N} keys, {D} columns")
-    for case, (p, dp, _, _) in zip(cases, inputs, strict=True):
-        keys.append((case, _call(delta_over_keys, case, p, dp), (p.double() * dp.double()).sum(1)))
-
-    def given(x: int, y: int, formula: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
-        return [formula(one[x].double(), one[y].double()) for one in inputs]
-
-    def told(x: int, y: int, over: str) -> dict[str, tuple[list[torch.Tensor], str]]:
-        first, second = ("p", "dp") if over == "keys" else ("o", "do")
-        return {
-            "mean-for-sum": (given(x, y, lambda a, b: (a * b).mean(1)), "that is the mean; delta is the sum"),
-            "wrong-axis": (given(x, y, lambda a, b: (a * b).sum(0)), f"the sum runs along each row, over the {over}"),
-            "product-missing": (given(x, y, lambda a, b: a.sum(1)), f"that is the sum of {first} alone"),
-            "second-alone": (given(x, y, lambda a, b: b.sum(1)), f"that is the sum of {second} alone"),
-            "square": (given(x, y, lambda a, b: (b * b).sum(1)), f"{second} is multiplied by itself"),
-            "square 1": (given(x, y, lambda a, b: (a * a).sum(1)), f"{first} is multiplied by itself"),
-            "absolute-values": (given(x, y, lambda a, b: (a * b).abs().sum(1)), "the products keep their signs"),
-            "sign-inverted": (given(x, y, lambda a, b: -(a * b).sum(1)), "every value has the other sign"),
-            "maximum": (given(x, y, lambda a, b: (a * b).amax(1)), "that is the largest product; delta is the sum"),
-        }
-
-    expect_all_close(keys, what="delta_over_keys", mistakes=told(0, 1, "keys"))
-    for case, (_, _, o, do) in zip(cases, inputs, strict=True):
-        columns.append((case, _call(delta_over_columns, case, o, do), (o.double() * do.double()).sum(1)))
-    expect_all_close(columns, what="delta_over_columns", mistakes=told(2, 3, "columns"))
-    o, do = (x.half() for x in _random((5, 256), (5, 256), seed=7))
-    case = "float16, 256 columns"
-    got = _call(delta_over_columns, case, o, do)
-    expect(
-        got.dtype == torch.float32,
-        f"delta should be float32, it is {got.dtype}: convert o and do before you multiply",
-        diagnosis="low-precision", case=case,
-    )  # fmt: skip
-    want = (o.double() * do.double()).sum(1)
-    expect(
-        bool((got.cpu().double() - want.cpu()).abs().max() <= 1e-3),
-        "delta of float16 inputs is right to a few digits only: the products are rounded before they are summed",
-        diagnosis="low-precision", case=case,
-    )  # fmt: skip
-    return "equal, and in float32 for 16-bit inputs"
+def delta_over_keys(p, dp):
+    # BEGIN SOLUTION
+    return (p * dp).sum(dim=1)
+    # END SOLUTION
 
 
 # ---- the walks ------------------------------------------------------------------------------------------------------
@@ -272,8 +176,8 @@ Models = dict[str, tuple[Sequence[torch.Tensor], str]]
 class _Given(Sequence[torch.Tensor]):
     """One gradient of every head, with a mistake or none; computed when asked for: most models fail on the first."""
 
-    def __init__(self, heads: Sequence[Head], parts: Sequence[slice], name: str, slug: str = ""):
-        self._heads, self._parts, self._name, self._slug = heads, parts, name, slug
+    def __init__(self, heads: Sequence[Head], name: str, slug: str = ""):
+        self._heads, self._name, self._slug = heads, name, slug
         self._known: dict[int, torch.Tensor] = {}
 
     def __len__(self) -> int:
@@ -283,7 +187,7 @@ class _Given(Sequence[torch.Tensor]):
         if not 0 <= i < len(self):
             raise IndexError(i)
         if i not in self._known:
-            self._known[i] = getattr(gradients(self._heads[i], self._slug), self._name)[self._parts[i]]
+            self._known[i] = getattr(gradients(self._heads[i], self._slug), self._name)
         return self._known[i]
 
 
@@ -292,20 +196,17 @@ def _expect_gradients(
     names: Sequence[str],
     mistakes: Sequence[str],
     *,
-    rows: Sequence[slice] | None = None,
     more: Callable[[str], Models] | None = None,
 ) -> None:
     """Compare the gradients of every case; a mistake is told if it gives all the cases of one gradient.
 
-    rows: which rows of the gradient each answer holds; all by default. more: further models, by the gradient's name.
+    more: further models, by the gradient's name.
     """
     __tracebackhide__ = True
-    parts = rows or [slice(None)] * len(answers)
-
     heads = [head for _, head, _ in answers]
 
     def values(name: str, slug: str = "") -> Sequence[torch.Tensor]:
-        return _Given(heads, parts, name, slug)
+        return _Given(heads, name, slug)
 
     for name in names:
 
@@ -348,48 +249,192 @@ _CAUSAL = (
 )  # fmt: skip
 
 
-@exercise(
+def _of_dq(M: int, N: int, D: int, scale: float, block: int, seed: int) -> tuple[Any, ...]:
+    head = _head(M, N, D, scale, block, seed=seed)
+    q, k, v, do, lse, delta = (x.cpu() for x in (*head[:4], *_saved(head)))
+    return q, do, lse, delta, k, v, block, scale
+
+
+def _grows(fn: Callable[..., Any], small: Sequence[Any], large: Sequence[Any], matrix: int) -> None:
+    """CheckFailed where four times the keys take more bytes at once than half of what a row of each would."""
+    __tracebackhide__ = True
+    peaks = []
+    for given in (small, large):
+        with Meter() as meter:
+            fn(*(x.to(runtime.device()) if isinstance(x, torch.Tensor) else x for x in given))
+        peaks.append(meter.peak_bytes)
+    expect(
+        peaks[1] - peaks[0] < matrix // 2,
+        f"the values are right, the memory is not: with four times the keys your function held {peaks[1]} bytes at "
+        f"once instead of {peaks[0]}, so some tensor in it is [BLOCK_M, N]",
+        diagnosis="memory-grows-with-n",
+    )
+
+
+def _dq_in_base_2(q, do, lse, delta, K, V, BLOCK_N, scale):
+    dq = torch.zeros_like(q)
+    for start_n in range(0, len(K), BLOCK_N):
+        k, v = K[start_n : start_n + BLOCK_N], V[start_n : start_n + BLOCK_N]
+        p = torch.exp2(scale * (q @ k.T) * math.log2(math.e) - lse[:, None] * math.log2(math.e))
+        ds = p * (do @ v.T - delta[:, None])
+        dq = dq + scale * (ds @ k)
+    return dq
+
+
+_WALK_NOTES = {
+    "delta[:, None]": "dS is P (dP - delta)",
+    "lse[:, None]": "P is exp(score - lse), both natural",
+    "delta[rows, None]": "dS is P (dP - delta)",
+    "scale": "the scores are scale · Q K^T, and the gradient has it once",
+    "k": "the scores come from Q and K",
+    "v": "the output is P times V",
+    "v.T": "the output is P times V",
+    "math.log2(math.e)": "under 2^x the scores and lse both have the factor log2(e)",
+    "k.T": "the scores come from Q and K",
+    "torch.exp": "the base is e",
+    "p": "dS is P (dP - delta)",
+    "dq": "each block adds to the sum",
+    "range": "the walk takes every block, the last may be shorter",
+}
+
+
+@tensor_rule(
     "5.3",
     title="dQ of one block",
     minutes=20,
-    difficulty="Core",
     hints=[
         "A loop over the keys as in phase 2, but without a state: lse is known, so each tile of P stands alone.",
         "Per tile: p = exp(scale * q @ k.T - lse[:, None]), then ds = p * (do @ v.T - delta[:, None]).",
         "dq starts at zeros; dq += ds @ k in each tile; return scale * dq.",
     ],
-)
-def _(dq_block: Callable[..., torch.Tensor]) -> str:
-    shapes = ((4, 12, 8, 0.3, 4), (5, 30, 8, 0.5, 8), (7, 7, 16, 0.2, 7), (3, 20, 8, 1.0, 64))
-    answers = []
-    for M, N, D, scale, block in shapes:
-        head = _head(M, N, D, scale, block, seed=N)
-        case = f"{M} queries, {N} keys, BLOCK_N={block}, scale={scale}"
-        lse, delta = _saved(head)
-        got = _call(dq_block, case, head.q, head.do, lse, delta, head.k, head.v, block, scale)
-        answers.append((case, head, {"dq": got}))
-    _expect_gradients(answers, ["dq"], _OF_DQ)
-    peaks = []
-    for N in (256, 1024):
-        head = _head(128, N, 8, 0.3, 16)
-        lse, delta = _saved(head)
-        with Meter() as meter:
-            _call(dq_block, f"N={N}, BLOCK_N=16", head.q, head.do, lse, delta, head.k, head.v, 16, 0.3)
-        peaks.append(meter.peak_bytes)
+    returns="dq",
+    inputs={f"{M} queries, {N} keys, BLOCK_N={block}, scale={scale}": _of_dq(M, N, D, scale, block, N)
+            for M, N, D, scale, block in (
+                (4, 12, 8, 0.3, 4), (5, 30, 8, 0.5, 8), (7, 7, 16, 0.2, 7), (3, 20, 8, 1.0, 64))},
+    draw=lambda r: _of_dq(r.randint(1, 6), r.randint(1, 30), 8, r.choice((0.3, 0.5, 0.7)), r.choice((1, 4, 8)),
+                          r.randrange(2**20)),
+    also=[_dq_in_base_2],
+    notes=_WALK_NOTES,
+    rows=[
+        Row("softmax-per-tile", "dq: P is a softmax over the keys of one tile; exp(score - lse) knows the whole row",
+            [("torch.exp(scale * (q @ k.T) - lse[:, None])", "torch.softmax(scale * (q @ k.T), 1)")]),
+        Row("maximum-of-the-tile", "dq: P is recomputed with the maximum of the tile's scores in the place of lse",
+            [("lse[:, None]", "(scale * (q @ k.T)).amax(1, keepdim=True)")]),
+        Row("delta-of-the-tile", "dq: delta is summed over the keys of one tile; it is a sum over all keys, and given",
+            [("delta[:, None]", "(p * (do @ v.T)).sum(1, keepdim=True)")]),
+        Row("delta-not-weighted", "dq: delta is subtracted from P · dP; it is subtracted from dP, before P multiplies",
+            [("p * (do @ v.T - delta[:, None])", "p * (do @ v.T) - delta[:, None]")]),
+        Row("lse-scaled", "dq: lse is multiplied by scale, as the scores are; lse is the log-sum-exp of scaled scores",
+            [("scale * (q @ k.T) - lse[:, None]", "scale * (q @ k.T - lse[:, None])")]),
+        Row("dp-for-ds", "dq: dP stands where dS belongs: it is P · (dP - delta)",
+            [("p * (do @ v.T - delta[:, None])", "do @ v.T")]),
+    ],
+    on_device=True,
+    then=lambda fn: _grows(fn, _of_dq(128, 256, 8, 0.3, 16, 0), _of_dq(128, 1024, 8, 0.3, 16, 0), 128 * 768 * 4),
+)  # fmt: skip
+def dq_block(q, do, lse, delta, K, V, BLOCK_N, scale):
+    """dQ [BLOCK_M, HEAD_DIM] of a block of queries, no mask.
+
+    q, do: [BLOCK_M, HEAD_DIM]; lse, delta: [BLOCK_M]; K, V: [N, HEAD_DIM]. All float32.
+    """
+    # BEGIN SOLUTION
+    dq = torch.zeros_like(q)
+    for start_n in range(0, len(K), BLOCK_N):
+        k, v = K[start_n : start_n + BLOCK_N], V[start_n : start_n + BLOCK_N]
+        p = torch.exp(scale * (q @ k.T) - lse[:, None])
+        ds = p * (do @ v.T - delta[:, None])
+        dq = dq + ds @ k
+    return scale * dq
+    # END SOLUTION
+
+
+def _of_a_block_of_keys(
+    M: int, N: int, block: int, start_n: int, scale: float, causal: bool, seed: int, dtype: torch.dtype = torch.float32
+) -> tuple[Any, ...]:
+    head = _head(M, N, 8, scale, block, causal=causal, seed=seed, dtype=dtype)
+    q, k, v, do, lse, delta = (x.cpu() for x in (*head[:4], *_saved(head)))
+    keys = slice(start_n, start_n + 8)
+    return k[keys], v[keys], start_n, q, do, lse, delta, N, block, scale, causal
+
+
+def _some_block_of_keys(r: random.Random) -> tuple[Any, ...]:
+    N = r.randint(1, 30)
+    return _of_a_block_of_keys(r.randint(1, 30), N, r.choice((1, 4, 8)), r.randrange(N), r.choice((0.3, 0.5)),
+                               r.random() < 0.6, r.randrange(2**20))  # fmt: skip
+
+
+def _key_block_with_a_mask(K_block, V_block, start_n, Q, dO, lse, delta, N, BLOCK_M, scale, causal):
+    k, v = K_block.float(), V_block.float()
+    dk, dv = torch.zeros_like(k), torch.zeros_like(v)
+    M = len(Q)
+    begin = max(0, start_n + M - N) if causal else 0
+    for start_m in range(begin, M, BLOCK_M):
+        q, do = Q[start_m : start_m + BLOCK_M].float(), dO[start_m : start_m + BLOCK_M].float()
+        lse_i, delta_i = lse[start_m : start_m + BLOCK_M], delta[start_m : start_m + BLOCK_M]
+        p = torch.exp(scale * (q @ k.T) - lse_i[:, None])
+        if causal:
+            i, j = torch.arange(len(q)) + start_m, torch.arange(len(k)) + start_n
+            p = p.masked_fill(j[None, :] > i[:, None] + N - M, 0.0)
+        dv = dv + p.T @ do
+        ds = p * (do @ v.T - delta_i[:, None])
+        dk = dk + ds.T @ q
+    return scale * dk, dv
+
+
+def _rows_added_up(key_block_sim: Callable[..., Any]) -> tuple[str, str] | None:
+    """Which queries dv adds up, as far as it can be told."""
+    for given in _BLOCKS.values():
+        start_n, q, N, block, scale, causal = (given[i] for i in (2, 3, 7, 8, 9, 10))
+        head = _head(len(q), N, 8, scale, block, causal=causal)._replace(first_key=start_n)
+
+        def run(head: Head) -> dict[str, torch.Tensor]:
+            lse, delta = _saved(head)
+            keys = slice(head.first_key, head.first_key + 8)
+            dk, dv = key_block_sim(head.k[keys], head.v[keys], head.first_key, head.q, head.do, lse, delta, len(
+                head.k), head.block, head.scale, head.causal)  # fmt: skip
+            return {"dk": dk, "dv": dv}
+
+        if said := added_up(run, head, "dv"):
+            return "wrong-rows", said
+    return None
+
+
+def _of_few_tiles(key_block_sim: Callable[..., Any]) -> None:
+    """CheckFailed where tiles are computed that no query sees."""
+    __tracebackhide__ = True
+    given = _of_a_block_of_keys(128, 128, 16, 64, 0.3, True, 0)
+    keys = slice(64, 80)
+    head = _head(128, 128, 8, 0.3, 16, causal=True)
+    given = (*(x[keys].cpu() for x in (head.k, head.v)), *given[2:])
+    with Meter() as meter:
+        key_block_sim(*(x.to(runtime.device()) if isinstance(x, torch.Tensor) else x for x in given))
+    tiles = meter.matmul_flops / (4 * 2 * 16 * 16 * 8)
     expect(
-        peaks[1] - peaks[0] < 128 * (1024 - 256) * 4 // 2,
-        f"the values are right, the memory is not: with four times the keys your function held {peaks[1]} bytes at "
-        f"once instead of {peaks[0]}, so some tensor in it is [BLOCK_M, N]",
-        diagnosis="memory-grows-with-n",
+        tiles <= 4,
+        f"right, but {tiles:g} tiles are computed for keys 64 to 79 of 128, causal, BLOCK_M=16, where 4 have a query "
+        "that sees one of them: begin at the first query that does",
+        diagnosis="causal-tiles-not-skipped",
     )
-    return f"{len(answers)} shapes, and nothing in it grows with N"
 
 
-@exercise(
+_BLOCKS = {
+    f"{M} queries, {N} keys, keys {start} to {min(N, start + 8) - 1}, BLOCK_M={block}, causal={causal}":
+        _of_a_block_of_keys(M, N, block, start, scale, causal, M)
+    for M, N, block, start, scale, causal in (
+        (12, 8, 4, 0, 0.3, False), (30, 20, 8, 8, 0.5, False), (17, 40, 4, 20, 0.2, False),
+        (24, 24, 8, 8, 0.4, True), (10, 25, 4, 20, 0.6, True), (10, 25, 4, 8, 0.6, True), (25, 10, 4, 4, 0.6, True),
+        (22, 17, 4, 5, 0.6, True), (15, 20, 4, 10, 0.6, True), (11, 18, 8, 6, 0.5, True), (4, 1, 8, 0, 0.3, True),
+        (4, 27, 1, 19, 0.3, True), (5, 29, 1, 26, 0.3, False), (20, 2, 8, 1, 0.5, True),
+    )
+}  # fmt: skip
+_SEES = "the last query sees the last key: query i sees key j if j <= i + N - M"
+_BEGIN = "max(0, start_n - (N - M)) if causal else 0"
+_DISTANCE = "start_m + N - M - start_n if causal else None"
+
+tensor_rule(
     "5.4",
     title="key_block_sim",
     minutes=30,
-    difficulty="Core",
     hints=[
         "Two accumulators, dk and dv, like K_block and V_block, in float32. The loop runs over blocks of BLOCK_M "
         "queries; it needs their rows of Q, dO, lse and delta.",
@@ -401,103 +446,48 @@ def _(dq_block: Callable[..., torch.Tensor]) -> str:
         "tile's.)",
         "p.to(dO.dtype).float() and ds.to(Q.dtype).float() round as a tensor core would.",
     ],
-)
-def _(key_block_sim: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> str:
-    shapes = (
-        (12, 8, 4, 0, 0.3, False), (30, 20, 8, 8, 0.5, False), (17, 40, 4, 20, 0.2, False),
-        (24, 24, 8, 8, 0.4, True), (10, 25, 4, 20, 0.6, True), (10, 25, 4, 8, 0.6, True), (25, 10, 4, 4, 0.6, True),
-        (22, 17, 4, 5, 0.6, True), (15, 20, 4, 10, 0.6, True),
-    )  # fmt: skip
-    answers: list[Answer] = []
-    rows: list[slice] = []
-
-    def run(case: str, head: Head) -> dict[str, torch.Tensor]:
-        lse, delta = _saved(head)
-        keys = slice(head.first_key, head.first_key + 8)
-        got = _call(
-            key_block_sim, case, head.k[keys], head.v[keys], head.first_key, head.q, head.do, lse, delta, len(head.k),
-            head.block, head.scale, head.causal, count=2, names="dk and dv",
-        )  # fmt: skip
-        for name, x in (("dk", got[0]), ("dv", got[1])):
-            expect(
-                x.shape == head.k[keys].shape,
-                f"{name} has shape {list(x.shape)}, it should be {list(head.k[keys].shape)}, like its block",
-                diagnosis="wrong-shape", case=case,
-            )  # fmt: skip
-        return {"dk": got[0], "dv": got[1]}
-
-    for M, N, block, start_n, scale, causal in shapes:
-        head = _head(M, N, 8, scale, block, causal=causal, seed=M)
-        head = head._replace(begin=max(0, start_n - (N - M)) if causal else 0, first_key=start_n)
-        case = f"{M} queries, {N} keys, keys {start_n} to {min(N, start_n + 8) - 1}, BLOCK_M={block}, causal={causal}"
-        keys = slice(start_n, start_n + 8)
-        answers.append((case, head, run(case, head)))
-        rows.append(keys)
-
-    mistakes = (*_CAUSAL, "begins-late", *_OF_DKDV)
-    of_the_walk = (
-        *_CAUSAL, "begins-late", "first-block-only", "overwritten", "tail-dropped", "last-block-dropped", "p-missing",
-        "dp-for-ds", "delta-not-weighted", "statistics-of-the-first-rows", "delta-of-the-first-rows",
-    )  # fmt: skip
-
-    def from_other_queries(name: str) -> Models:
-        """The mistakes of a walk that begins at another query: at a multiple of BLOCK_M, at 0, at row start_n."""
-
-        def given(slug: str, begin: Callable[[Head], int]) -> Sequence[torch.Tensor]:
-            return _Given([head._replace(begin=begin(head)) for _, head, _ in answers], rows, name, slug)
-
-        def aligned(head: Head) -> int:
-            return head.begin // head.block * head.block
-
-        found = {f"{slug} 1": (given(slug, aligned), f"{name}: {MISTAKES[slug]}") for slug in of_the_walk}
-        found |= {f"{slug} 2": (given(slug, lambda head: 0), f"{name}: {MISTAKES[slug]}") for slug in of_the_walk}
-        at_its_row = (
-            f"{name}: the walk begins at the query with the number of the block's first key; is that the first query "
-            "that sees it, if there are not as many queries as keys?"
-        )
-        ways: tuple[Callable[[Head], int], ...] = (
-            lambda head: head.first_key if head.causal else 0,
-            lambda head: head.first_key // head.block * head.block if head.causal else 0,
-        )
-        return found | {f"begins-at-its-row {i}": (given("", way), at_its_row) for i, way in enumerate(ways)}
-
-    try:
-        _expect_gradients(answers, ("dv", "dk"), mistakes, rows=rows, more=from_other_queries)
-    except CheckFailed as failed:
-        raise _tell_rows(failed, answers, "dv", run) from None
-    _expect_float32(key_block_sim)
-    head = _head(128, 128, 8, 0.3, 16, causal=True)
-    lse, delta = _saved(head)
-    with Meter() as meter:
-        key_block_sim(head.k[64:80], head.v[64:80], 64, head.q, head.do, lse, delta, 128, 16, 0.3, True)
-    tiles = meter.matmul_flops / (4 * 2 * 16 * 16 * 8)
-    expect(
-        tiles <= 4,
-        f"right, but {tiles:g} tiles are computed for keys 64 to 79 of 128, causal, BLOCK_M=16, where 4 have a query "
-        "that sees one of them: begin at the first query that does",
-        diagnosis="causal-tiles-not-skipped",
-    )
-    return f"{len(answers)} blocks, causal and not"
-
-
-def _expect_float32(key_block_sim: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """16-bit inputs: the results are float32 all the same, and as near as a walk with 16-bit tiles comes."""
-    __tracebackhide__ = True
-    head = _head(64, 16, 8, 0.3, 8, dtype=torch.float16, seed=1)
-    case = "float16, 64 queries, 16 keys, BLOCK_M=8"
-    lse, delta = _saved(head)
-    got = _call(
-        key_block_sim, case, head.k[:8], head.v[:8], 0, head.q, head.do, lse, delta, 16, 8, 0.3, False,
-        count=2, names="dk and dv",
-    )  # fmt: skip
-    for name, x in zip(("dk", "dv"), got, strict=True):
-        expect(
-            x.dtype == torch.float32,
-            f"{name} of 16-bit inputs should be float32, it is {x.dtype}: in which dtype are the sums kept?",
-            diagnosis="wrong-dtype", case=case,
-        )  # fmt: skip
-        want = getattr(gradients(head), name)[:8]
-        expect_close(x, want, what=name, case=case, tol=0.02 * want.abs().max().item())
+    returns="dk, dv",
+    inputs=_BLOCKS | {"float16, 64 queries, 16 keys, BLOCK_M=8":
+                      _of_a_block_of_keys(64, 16, 8, 0, 0.3, False, 1, torch.float16)},
+    draw=_some_block_of_keys,
+    also=[_key_block_with_a_mask, [(_BEGIN, f"({_BEGIN}) // BLOCK_M * BLOCK_M")]],
+    words={"lse_i": "lse[rows]", "delta_i": "delta[rows]"},
+    notes=_WALK_NOTES | {
+        "max(0, start_n - (N - M))": "the first query that sees the block's first key is 0 at least",
+        "start_n": _SEES, "start_m": _SEES, "N - M": _SEES, "start_n - (N - M)": "begin at the first query that sees "
+        "the block's first key", "causal": "without `causal` there is no mask", "dk": "each block adds to the sum",
+        "dv": "each block adds to the sum", "q": "the scores come from Q and K", "do": "the output is P times V",
+        "dtype": "in which dtype are the sums kept?", "delta[rows": "each block has its own rows",
+    },
+    rows=[
+        Row("ds-for-p", "dv: dS stands where P belongs: dV is P transposed times dO",
+            [("dv = dv + p.to(dO.dtype).float().T @ do", "dv = dv + (p * (do @ v.T - delta[rows, None])).T @ do")]),
+        Row("dp-for-ds", "dk: dP stands where dS belongs: it is P · (dP - delta)",
+            [("ds = p * (do @ v.T - delta[rows, None])", "ds = do @ v.T")]),
+        Row("delta-not-weighted", "dk: delta is subtracted from P · dP; it is subtracted from dP, before P multiplies",
+            [("p * (do @ v.T - delta[rows, None])", "p * (do @ v.T) - delta[rows, None]")]),
+        Row("delta-of-the-first-rows", "dk: delta is that of the first block's rows in every block",
+            [("delta[rows, None]", "delta[: len(q), None]")]),
+        Row("statistics-of-the-first-rows", "dk and dv: lse and delta are those of the first block's rows in "
+            "every block", [("lse[rows]", "lse[: len(q)]"), ("delta[rows, None]", "delta[: len(q), None]")]),
+        Row("causal-mask-missing", f"dk and dv: the tiles have no causal mask: {_SEES}", [(_DISTANCE, "None")]),
+        Row("causal-mask-missing", f"dk and dv: the tiles have no causal mask: {_SEES}",
+            [(_DISTANCE, "None"), (_BEGIN, f"({_BEGIN}) // BLOCK_M * BLOCK_M")]),
+        Row("causal-shifted-back", f"dk and dv: the causal mask is shifted in the wrong direction: {_SEES}",
+            [(_DISTANCE, "start_m - N + M - start_n if causal else None"), (_BEGIN, "0")]),
+        Row("causal-aligned-top-left", f"dk and dv: the causal mask is aligned at the first key: {_SEES}", [
+            (_DISTANCE, "start_m - start_n if causal else None"), (_BEGIN, "0")]),
+        Row("begins-late", "dk and dv: the walk begins a block too late: the first queries that see these keys are "
+            "left out", [(_BEGIN, f"-(-({_BEGIN}) // BLOCK_M) * BLOCK_M")]),
+        Row("begins-at-its-row", "dk and dv: the walk begins at the query with the number of the block's first key; "
+            f"{_SEES}", [(_BEGIN, "start_n if causal else 0")]),
+    ],
+    tol=2e-3,
+    symptom=_rows_added_up,
+    tries=500,
+    on_device=True,
+    then=_of_few_tiles,
+)(key_block_sim)  # fmt: skip
 
 
 # ---- 5.5 ------------------------------------------------------------------------------------------------------------
@@ -776,194 +766,113 @@ def _(dkdv_kernel: Any) -> str:
 # ---- 5.7 ------------------------------------------------------------------------------------------------------------
 
 
-@exercise(
+def _of_a_loss(r: random.Random, M: int, N: int, D: int) -> tuple[torch.Tensor, ...]:
+    (p, _), v, do = _rows(r, M, N), *(normal(r, rows, D, dtype=torch.float32) for rows in (N, M))
+    return p, v, p @ v, do, normal(r, M, dtype=torch.float32) + 0.5
+
+
+@tensor_rule(
     "5.7",
     title="A loss that uses lse",
     minutes=15,
-    difficulty="Core",
     hints=[
         "Two ways lead from a score to the loss: through P and O, and through lse. Their gradients add up.",
         "d lse_i / d s_ij = p_ij. So the second part is p * dlse[:, None].",
         "delta = (o * do).sum(1); return p * (do @ v.T - delta[:, None] + dlse[:, None]).",
     ],
-)
-def _(scores_gradient: Callable[..., torch.Tensor]) -> str:
-    answers, parts = [], []
-    for M, N, D in ((3, 5, 4), (6, 6, 6), (4, 20, 8)):
-        s, v, do, dlse = _random((M, N), (N, D), (M, D), (M,), seed=M)
-        p = torch.softmax(s, 1)
-        o, dlse = p @ v, dlse + 0.5
-        case = f"{M} queries, {N} keys, {D} columns"
-        dp, delta = do @ v.T, (o * do).sum(1)[:, None]
-        got = _call(scores_gradient, case, p, v, o, do, dlse)
-        answers.append((case, got, p * (dp - delta + dlse[:, None])))
-        parts.append((p, dp, delta, dlse[:, None], torch.logsumexp(s, 1)[:, None]))
-
-    def given(formula: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
-        return [formula(*part) for part in parts]
-
-    inputs = []
-    for which in ("", "dlse is 0", "dlse is the same in every row", "dO is 0", "V is 0"):
-        for M, N, D in ((3, 5, 4), (6, 6, 6), (4, 20, 8)):
-            logits, v, do, dlse = _random((M, N), (N, D), (M, D), (M,), seed=M)
-            dlse = {"dlse is 0": 0 * dlse, "dlse is the same in every row": 0 * dlse + 0.7}.get(which, dlse)
-            do, v = (0 * x if name in which else x for name, x in (("dO", do), ("V", v)))
-            p = torch.softmax(logits, 1)
-            inputs.append((p, v, p @ v, do, dlse, which))
-
-    def is_right(p, v, o, do, dlse, _) -> bool:
-        want = p * (do @ v.T - (o * do).sum(1)[:, None] + dlse[:, None])
-        return torch.allclose(scores_gradient(p, v, o, do, dlse), want, atol=1e-5)
-
-    neutral = {words: lambda *x, words=words: x[-1] == words for *_, words in inputs if words}
-
-    with explained(lambda: right_where(neutral, inputs, is_right, "ds")):
-        expect_all_close(
-            answers,
-            what="ds",
-            mistakes={
-                "lse-gradient-missing": (
-                    given(lambda p, dp, delta, dl, lse: p * (dp - delta)),
-                    "that is the part through O alone: dlse does not reach the scores",
-                ),
-                "output-gradient-missing": (
-                    given(lambda p, dp, delta, dl, lse: p * dl),
-                    "that is the part through lse alone: dO does not reach the scores",
-                ),
-                "wrong-sign": (
-                    given(lambda p, dp, delta, dl, lse: p * (dp - delta - dl)),
-                    "dlse is subtracted from dP; a larger score makes lse larger, so it is added",
-                ),
-                "not-weighted": (
-                    given(lambda p, dp, delta, dl, lse: p * (dp - delta) + dl),
-                    "dlse reaches every score of its row alike; the derivative of lse with respect to a score is its p",
-                ),
-                "delta-missing": (
-                    given(lambda p, dp, delta, dl, lse: p * (dp + dl)),
-                    "delta is not subtracted from dP",
-                ),
-                "delta-added": (
-                    given(lambda p, dp, delta, dl, lse: p * (dp + delta + dl)),
-                    "delta is added to dP; it is subtracted",
-                ),
-                "delta-unweighted": (
-                    given(lambda p, dp, delta, dl, lse: p * (dp - dp.sum(1, keepdim=True) + dl)),
-                    "delta is the plain sum of dP; each element is weighted by p",
-                ),
-                "p-missing": (
-                    given(lambda p, dp, delta, dl, lse: dp - delta + dl),
-                    "the sum is not multiplied by p",
-                ),
-                "times-dlse": (
-                    given(lambda p, dp, delta, dl, lse: p * (dp - delta) * dl),
-                    "dP - delta is multiplied by dlse; the two parts add up",
-                ),
-                "delta-times-dlse": (
-                    given(lambda p, dp, delta, dl, lse: p * (dp - delta * dl)),
-                    "delta is multiplied by dlse; dlse is added to dP - delta",
-                ),
-                "dp-times-dlse": (
-                    given(lambda p, dp, delta, dl, lse: p * (dp * dl - delta)),
-                    "dP is multiplied by dlse; dlse is added to dP - delta",
-                ),
-                "p-of-dp-alone": (
-                    given(lambda p, dp, delta, dl, lse: p * dp - delta + dl),
-                    "p multiplies dP alone; it multiplies the whole of dP - delta + dlse",
-                ),
-                "p-of-dp-and-dlse": (
-                    given(lambda p, dp, delta, dl, lse: p * (dp + dl) - delta),
-                    "delta is not multiplied by p; p multiplies the whole of dP - delta + dlse",
-                ),
-                "times-lse": (
-                    given(lambda p, dp, delta, dl, lse: p * (dp - delta + dl * lse)),
-                    "dlse is multiplied by lse; the derivative of lse with respect to a score is its p",
-                ),
-                "delta-of-dlse": (
-                    given(lambda p, dp, delta, dl, lse: p * (dp - delta + dl - (p * dl).sum(1, keepdim=True))),
-                    "dlse is taken through the softmax, which cancels it; it is added beside dP - delta",
-                ),
-                "p-twice": (
-                    given(lambda p, dp, delta, dl, lse: p * (dp - delta + p * dl)),
-                    "dlse is multiplied by p twice",
-                ),
-                "exponential": (
-                    given(lambda p, dp, delta, dl, lse: p * (dp - delta + dl * lse.exp())),
-                    "dlse is multiplied by exp(lse): that is the derivative of the sum, not of its logarithm",
-                ),
-            },
-        )
-    return f"{len(answers)} shapes"
+    returns="ds",
+    inputs={f"{M} queries, {N} keys, {D} columns": _of_a_loss(random.Random(M), M, N, D) for M, N, D in (
+        (3, 5, 4), (6, 6, 6), (4, 20, 8))},
+    draw=lambda r: _of_a_loss(r, r.randint(2, 6), r.randint(2, 8), r.randint(2, 8)),
+    also=[
+        "p * (do @ v.T) - p * (o * do).sum(dim=1)[:, None] + p * dlse[:, None]",
+        "p * (do @ v.T - (p * (do @ v.T)).sum(dim=1, keepdim=True) + dlse[:, None])",
+    ],
+    notes={
+        "dlse[:, None]": "the gradient of lse reaches the scores too, weighted by p",
+        "delta[:, None]": "it is dP - delta", "p": "each score of a row weighs p",
+        "(o * do).sum": "delta is the sum of o · dO",
+    },
+    rows=[
+        Row("times-dlse", "dP - delta is multiplied by dlse; the two parts add up",
+            [("- delta[:, None] + dlse[:, None])", "- delta[:, None]) * dlse[:, None]")]),
+        Row("dp-times-dlse", "dP is multiplied by dlse; dlse is added to dP - delta",
+            [("do @ v.T - delta[:, None] + dlse[:, None]", "do @ v.T * dlse[:, None] - delta[:, None]")]),
+    ],
+    on_device=True,
+)  # fmt: skip
+def scores_gradient(p, v, o, do, dlse):
+    """p: [M, N]; v: [N, HEAD_DIM]; o, do: [M, HEAD_DIM]; dlse: [M]."""
+    # BEGIN SOLUTION
+    delta = (o * do).sum(dim=1)
+    return p * (do @ v.T - delta[:, None] + dlse[:, None])
+    # END SOLUTION
 
 
 # ---- 5.8 ------------------------------------------------------------------------------------------------------------
 
 
-@exercise(
+def _grouped(r: random.Random) -> tuple[torch.Tensor, int]:
+    kv_heads = r.randint(1, 3)
+    heads = kv_heads * r.randint(1, 4)
+    return normal(r, r.randint(1, 2), heads, r.randint(1, 4), r.randint(1, 4), dtype=torch.float32), kv_heads
+
+
+def _by_loops(dk, kv_heads):
+    heads = dk.shape[1]
+    group = heads // kv_heads
+    out = torch.zeros(dk.shape[0], kv_heads, dk.shape[2], dk.shape[3])
+    for h in range(heads):
+        out[:, h // group] += dk[:, h].float()
+    return out.to(dk.dtype)
+
+
+_MANY_SMALL = torch.ones(1, 8, 1, 1, dtype=torch.float16)
+_MANY_SMALL[0, 0] = 2048.0
+
+
+@tensor_rule(
     "5.8",
     title="The sum over a group",
     minutes=10,
-    difficulty="Core",
     hints=[
         "Query head h reads key head h // group: the heads of one group lie side by side.",
         "x.unflatten(1, (kv_heads, group)) has the group in dimension 2. Sum over it.",
         "dk.unflatten(1, (kv_heads, -1)).float().sum(2).to(dk.dtype).",
     ],
-)
-def _(group_sum: Callable[..., torch.Tensor]) -> str:
-    answers, inputs = [], []
-    for batch, heads, kv_heads, N, D in ((1, 4, 2, 3, 5), (2, 6, 3, 4, 2), (2, 6, 1, 3, 3), (1, 3, 3, 2, 2)):
-        (x,) = _random((batch, heads, N, D), seed=heads)
-        case = f"batch {batch}, {heads} query heads, {kv_heads} key heads"
-        got = _call(group_sum, case, x, kv_heads)
-        answers.append((case, got, x.unflatten(1, (kv_heads, -1)).sum(2)))
-        inputs.append((x, kv_heads, heads // kv_heads))
-
-    def given(formula: Callable[[torch.Tensor, int, int], torch.Tensor]) -> list[torch.Tensor]:
-        return [formula(*one) for one in inputs]
-
-    expect_all_close(
-        answers,
-        what="dk",
-        mistakes={
-            "mean-for-sum": (given(lambda x, n, g: x.unflatten(1, (n, g)).mean(2)), "that is the mean over the group"),
-            "heads-interleaved": (
-                given(lambda x, n, g: x.unflatten(1, (g, n)).sum(1)),
-                "the heads of a group are taken n apart; query head h reads key head h // group",
-            ),
-            "last-head-only": (
-                given(lambda x, n, g: x[:, g - 1 :: g]),
-                "that is the gradient of the group's last head alone: all of them add up",
-            ),
-            "first-head-only": (
-                given(lambda x, n, g: x[:, ::g]),
-                "that is the gradient of the group's first head alone: all of them add up",
-            ),
-            "first-heads": (given(lambda x, n, g: x[:, :n]), "those are the first heads; nothing is summed"),
-            "maximum": (given(lambda x, n, g: x.unflatten(1, (n, g)).amax(2)), "that is the largest of the group"),
-            "all-heads": (
-                given(lambda x, n, g: x.sum(1, keepdim=True).expand(-1, n, -1, -1)),
-                "every key head has the sum over all query heads; it has that of its own group",
-            ),
-            "times-group": (
-                given(lambda x, n, g: x.unflatten(1, (n, g)).sum(2) * g),
-                "each gradient is counted `group` times",
-            ),
-            "product": (given(lambda x, n, g: x.unflatten(1, (n, g)).prod(2)), "that is the product over the group"),
-        },
-    )
-    case = "float16: 2048, and seven times 1"
-    x = torch.ones(1, 8, 1, 1, dtype=torch.float16, device=runtime.device())
-    x[0, 0] = 2048.0
-    got = _call(group_sum, case, x, 1)
-    expect(got.dtype == torch.float16, f"dk should have its input's dtype, float16; it is {got.dtype}",
-           diagnosis="wrong-dtype", case=case)  # fmt: skip
-    expect(
-        got.item() == 2056.0,
-        f"the sum of 2048 and seven times 1 is {got.item():g}; 2055 is nearest to 2056 in float16. Is it added up in "
-        "float16? There 2048 + 1 is 2048",
-        diagnosis="summed-in-16-bit", case=case,
-    )  # fmt: skip
-    return f"{len(answers)} groupings, summed in float32"
+    returns="dk",
+    inputs={
+        **{f"batch {b}, {h} query heads, {n} key heads": (normal(random.Random(h), b, h, N, D, dtype=torch.float32), n)
+           for b, h, n, N, D in ((1, 4, 2, 3, 5), (2, 6, 3, 4, 2), (2, 6, 1, 3, 3), (1, 3, 3, 2, 2))},
+        "float16: 2048, and seven times 1": (_MANY_SMALL, 1),
+    },
+    draw=_grouped,
+    also=[_by_loops],
+    words={"h": "head", "group": "group"},
+    notes={
+        "float": "in float16, 2048 + 1 is 2048: add up in float32", "dtype": "dk should have its input's dtype",
+        "h // group": "query head h reads key head h // group",
+    },
+    rows=[
+        Row("heads-interleaved", "a group's heads are taken kv_heads apart; query head h reads key head h // group",
+            [("(kv_heads, -1)", "(-1, kv_heads)"), ("dim=2", "dim=1")]),
+        Row("last-head-only", "that is the gradient of the group's last head alone: all of them add up",
+            [(".float().sum(dim=2).to(dk.dtype)", "[:, :, -1]")]),
+        Row("first-head-only", "that is the gradient of the group's first head alone: all of them add up",
+            [(".float().sum(dim=2).to(dk.dtype)", "[:, :, 0]")]),
+        Row("times-group", "each gradient is counted `group` times",
+            [(".sum(dim=2)", ".sum(dim=2).mul(dk.shape[1] // kv_heads)")]),
+        Row("first-heads", "those are the first heads; nothing is summed", instead="dk[:, :kv_heads]"),
+        Row("all-heads", "every key head has the sum over all query heads; it has that of its own group",
+            instead="dk.sum(1, keepdim=True).expand(-1, kv_heads, -1, -1)"),
+    ],
+    tol=1e-4,
+    on_device=True,
+)  # fmt: skip
+def group_sum(dk, kv_heads):
+    # BEGIN SOLUTION
+    return dk.unflatten(1, (kv_heads, -1)).float().sum(dim=2).to(dk.dtype)
+    # END SOLUTION
 
 
 # ---- 5.9, 5.10: bug hunts -------------------------------------------------------------------------------------------

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from flashlab.attention.cost import FA1_BLOCK_N, FA2_BLOCK_M, fa1_cost, fa2_cost
-from flashlab.check import CheckFailed, expect, expect_close, pattern, running
+from flashlab.check import CheckFailed, expect, expect_close, pattern
 from flashlab.check.cuda_answer import (
     Answer,
     Source,
@@ -30,11 +30,12 @@ from flashlab.check.cuda_answer import (
     text_of,
     whole_kernel,
 )
+from flashlab.check.lookup import Row
 from flashlab.check.mistakes import tiles, weights
 from flashlab.check.slips import explained
 from flashlab.check.stored import expect_stored, expect_written, marked
-from flashlab.cuda import load_inline
 from flashlab.exercises.registry import exercise
+from flashlab.exercises.rule import rule
 from flashlab.kernels import steps
 from flashlab.kernels.series import Step
 from flashlab.simt import Counters
@@ -835,115 +836,15 @@ def _(inner_loop: str) -> Verdict:
 # ---- 6.7 ------------------------------------------------------------------------------------------------------------
 
 
-def _causal_bytes(N: int, D: int, block_m: int, block_n: int) -> tuple[int, int]:
-    visits = sum(N - start for start in range(0, N, block_n))
-    keys = sum(min(N, start + block_m) for start in range(0, N, block_m))
-    return 4 * (2 * N * D + visits * (2 * D + 2) + 2 * N), 4 * (N * D + 2 * D * keys)
+def _shape(r: random.Random) -> tuple[int, int, int, int]:
+    block_n = r.choice((16, 32, 64))
+    return r.randint(1, 400), r.choice((16, 64, 128)), block_n * r.randint(1, 4), block_n
 
 
-def _known_counts(order: str, N: int, D: int, block_m: int, block_n: int) -> dict[str, tuple[float, str]]:
-    """{slug: (bytes, sentence)} of what is easily left out, or counted too often."""
-    visits = sum(N - start for start in range(0, N, block_n))
-    keys = sum(min(N, start + block_m) for start in range(0, N, block_m))
-    fa1, fa2 = _causal_bytes(N, D, block_m, block_n)
-    if order == "FA1":
-        want, other, unmasked = fa1, fa2, fa1_cost(N, N, D, block_n=block_n).bytes_read
-        own: dict[str, tuple[float, str]] = {
-            "no-state": (fa1 - 8 * visits, "a row that is visited reads its m and its l too, 2 numbers"),
-            "no-lse-pass": (fa1 - 8 * N, "at the end m and l of each row are read once more, for lse: 2N numbers"),
-            "no-statistics": (fa1 - 8 * visits - 8 * N, "m and l are read too: at each visit of a row, and for lse"),
-            "no-kv": (fa1 - 8 * N * D, "K and V are read too, once each: 2ND numbers"),
-            "no-o": (fa1 - 4 * visits * D, "a row that is visited reads both its row of Q and its row of O"),
-            "writes-counted": (fa1 + 4 * visits * (D + 2) + 4 * N, "that counts what is written too: O, m, l and lse"),
-        }
-    else:
-        rows, past = 4 * N * D, 8 * D * sum(start + block_m for start in range(0, N, block_m))
-        want, other, unmasked = fa2, fa1, fa2_cost(N, N, D, block_m=block_m).bytes_read
-        own = {
-            "past-the-end": (
-                rows + past,
-                "a block reads no key from N on: the last one ends at N, not at m_start + BLOCK_M",
-            ),
-            "no-q": (fa2 - rows, "Q is read too, once: ND numbers"),
-            "k-or-v": (rows + 4 * D * keys, "a block reads the keys it needs twice: of K and of V"),
-            "block-skipped": (fa2 - 8 * D * min(N, block_m), "the first block reads keys too: those of its own rows"),
-            "keys-halved": (
-                rows + (unmasked - rows) / 2,
-                "half of the keys is only nearly right: a block reads up to the last key of its last row",
-            ),
-            "writes-counted": (fa2 + rows + 4 * N, "that counts what is written too: O and lse"),
-        }
-    return own | {
-        "nothing-skipped": (unmasked, "that is the count without a mask"),
-        "halved": (unmasked / 2, "half of the count without a mask is only nearly right"),
-        "numbers": (want / 4, "that counts numbers; a float32 has 4 bytes"),
-        "exchanged": (other, "that is the other order's count: return (FA1, FA2)"),
-    }
+_VISITS = "visits * (2 * D + 2)"
 
 
-def _expect_bytes(order: str, answers: Sequence[Any]) -> None:
-    """The numbers of one order, an answer for each of _COUNTED; a mistake is told only if it gives all of them."""
-    __tracebackhide__ = True
-    for mine, count in zip(answers, _COUNTED, strict=True):
-        expect(mine is not None, f"the number for {order} is None: return two numbers", diagnosis="returned-none")
-        expect(
-            isinstance(mine, (int, float)) and not isinstance(mine, bool),
-            f"the bytes of {order}'s order should be a whole number, not {mine!r}",
-            diagnosis="wrong-type",
-            case=_count_case(count),
-        )
-    wants = [_causal_bytes(*count)[order == "FA2"] for count in _COUNTED]
-    known = [_known_counts(order, *count) for count in _COUNTED]
-    for slug, (_, sentence) in known[0].items():
-        same = all(mine == case[slug][0] for mine, case in zip(answers, known, strict=True))
-        expect(not same or list(answers) == wants, f"{order}: {sentence}", diagnosis=slug)
-    for mine, want, count in zip(answers, wants, _COUNTED, strict=True):
-        expect(
-            mine == want,
-            f"{order}'s order reads {want} bytes, and your formula gives {mine}: {abs(mine - want)} "
-            f"{'more' if mine > want else 'fewer'}{_as_a_sum(order, answers, wants)}",
-            diagnosis="wrong-value",
-            case=_count_case(count),
-        )
-
-
-def _as_a_sum(order: str, answers: Sequence[Any], wants: Sequence[int]) -> str:
-    """What the wrong numbers have in common: one factor, or another number of visits, or of keys, in the right sum."""
-    factor = answers[0] / wants[0]
-    if all(abs(mine - factor * want) < 1e-9 * want for mine, want in zip(answers, wants, strict=True)):
-        of_bytes = "; a number in float32 has 4 bytes" if factor in (0.5, 2.0) else ""
-        return f", in every case {factor:.4g} times as many{of_bytes}"
-    said = []
-    for mine, (N, D, block_m, block_n) in zip(answers, _COUNTED, strict=True):
-        rest, each = (2 * N * D + 2 * N, 2 * D + 2) if order == "FA1" else (N * D, 2 * D)
-        counted = (mine / 4 - rest) / each
-        right = sum(N - start for start in range(0, N, block_n))
-        if order == "FA2":
-            right = sum(min(N, start + block_m) for start in range(0, N, block_m))
-        if counted != round(counted) or counted < 0:
-            return ""
-        if counted != right:
-            said.append((_count_case((N, D, block_m, block_n)), int(counted), right))
-    case, counted, right = said[0]
-    if order == "FA1":
-        return (
-            f". It would be right if rows were visited {counted} times ({case}); they are visited {right} times: "
-            "a tile that begins at key n_start is visited by the rows from n_start on"
-        )
-    return (
-        f". It would be right if the blocks read {counted} keys together ({case}); they read {right}: each reads those "
-        "up to the last one that its last row sees"
-    )
-
-
-_COUNTED = ((256, 64, 128, 32), (128, 64, 64, 64), (200, 64, 128, 32), (300, 128, 64, 16))
-
-
-def _count_case(count: tuple[int, int, int, int]) -> str:
-    return "N={}, D={}, BLOCK_M={}, BLOCK_N={}".format(*count)
-
-
-@exercise(
+@rule(
     "6.7",
     title="Count the bytes of a causal mask",
     minutes=30,
@@ -956,29 +857,56 @@ def _count_case(count: tuple[int, int, int, int]) -> str:
         "FA1: 4 * (2ND + sum over n_start of (N - n_start) * (2D + 2) + 2N). "
         "FA2: 4 * (ND + sum over m_start of min(N, m_start + BLOCK_M) * 2D).",
     ],
-)
-def _(causal_bytes_read: Callable[..., Any]) -> str:
-    expect(callable(causal_bytes_read), "a function is expected, not its result", diagnosis="wrong-type")
-    answers = []
-    for count in _COUNTED:
-        with running(_count_case(count)):
-            got = causal_bytes_read(*count)
-        expect(isinstance(got, tuple) and len(got) == 2, "return two numbers, (FA1, FA2)", diagnosis="wrong-type")
-        answers.append(got)
-    for i, order in enumerate(("FA1", "FA2")):
-        _expect_bytes(order, [answer[i] for answer in answers])
-    q, k, v = (_random(1, 1, 200, 64, seed=i) for i in range(3))
-    for order, step, mine in zip(
-        ("FA1", "FA2"), steps(6)[:2], causal_bytes_read(200, 64, FA2_BLOCK_M, FA1_BLOCK_N), strict=True
-    ):
-        module = load_inline(step, check=True)
-        module.forward(q, k, v, causal=True)
-        assert module.report is not None, "every run in the emulator leaves a report"
-        counted = module.report.counters["global_load_bytes"]
-        expect(
-            mine == counted, f"{order}: the emulator counted {counted} bytes for N=200, D=64", diagnosis="wrong-value"
-        )
-    return "equal to what the emulator counts"
+    returns="FA1, FA2",
+    whole=True,
+    inputs=[(256, 64, 128, 32), (128, 64, 64, 64), (200, 64, 128, 32), (300, 128, 64, 16)],
+    draw=_shape,
+    words={"visits": "visits", "keys": "keys", "fa1": "FA1", "fa2": "FA2"},
+    notes={
+        "min(N, m_start + BLOCK_M)": "the last block ends at N",
+        "m_start + BLOCK_M": "a block reads the keys up to its last row's",
+        "N - n_start": "the rows from n_start on see the tile", "4": "a float32 has 4 bytes",
+        "2 * N": "m and l of each row are read once more, for lse", "2 * N * D": "K and V are read once each",
+        "N * D": "Q is read once", "2 * D + 2": "a visited row reads its rows of Q and O, and m and l",
+        "2 * D": "a visited row reads its rows of Q and of O", "BLOCK_M": "a block reads the keys up to its last row's",
+        "FA2: 2": "of K and of V", "FA1: 2": "a visited row reads its m and its l",
+    },
+    rows=[
+        Row("no-o", "FA1: a row that is visited reads both its row of Q and its row of O",
+            [(_VISITS, "visits * (D + 2)")]),
+        Row("one-statistic", "FA1: a row that is visited reads both m and l", [(_VISITS, "visits * (2 * D + 1)")]),
+        Row("no-statistics", "FA1: m and l are read too: at each visit of a row, and for lse",
+            [(_VISITS + " + 2 * N", "visits * 2 * D")]),
+        Row("no-lse-pass", "FA1: at the end m and l of each row are read once more, for lse: 2N numbers",
+            [(_VISITS + " + 2 * N", _VISITS)]),
+        Row("writes-counted", "FA1: it counts what is written too: O, m, l and lse",
+            [(_VISITS + " + 2 * N", "visits * (3 * D + 4) + 3 * N")]),
+        Row("writes-counted", "FA2: it counts what is written too: O and lse",
+            [("N * D + 2 * D * keys", "2 * N * D + N + 2 * D * keys")]),
+        Row("k-or-v", "FA2: a block reads the keys it needs twice: of K and of V", [("2 * D * keys", "D * keys")]),
+        Row("block-skipped", "FA2: the first block reads keys too: those of its own rows",
+            [("for m_start in range(0, N", "for m_start in range(BLOCK_M, N")]),
+        Row("nothing-skipped", "FA1: it is the count without a mask", [("sum(N - n_start for", "sum(N for")]),
+        Row("nothing-skipped", "FA2: it is the count without a mask", [("min(N, m_start + BLOCK_M)", "N")]),
+        Row("keys-halved", "FA2: half of the keys is only nearly right: a block reads up to the last key of its last "
+            "row", [("2 * D * keys", "2 * D * N * -(-N // BLOCK_M) / 2")]),
+        Row("halved", "FA1: half of the visits is only nearly right: the rows from n_start on see the tile",
+            [(_VISITS, "N * -(-N // BLOCK_N) * (2 * D + 2) / 2")]),
+        Row("whole-tiles", "FA2: keys are counted in whole tiles: the last one has only the keys that are left",
+            [("sum(min(N, m_start + BLOCK_M)", "sum(-(-min(N, m_start + BLOCK_M) // BLOCK_N) * BLOCK_N")]),
+        Row("whole-tiles-alone", "FA1: the last tile is left out where N is no multiple of BLOCK_N",
+            [("range(0, N, BLOCK_N)", "range(0, N // BLOCK_N * BLOCK_N, BLOCK_N)")]),
+    ],
+)  # fmt: skip
+def causal_bytes_read(N, D, BLOCK_M, BLOCK_N):
+    """Return (bytes read in FlashAttention-1's order, bytes read in FlashAttention-2's order)."""
+    # BEGIN SOLUTION
+    visits = sum(N - n_start for n_start in range(0, N, BLOCK_N))  # rows that see the tile, over all tiles
+    fa1 = 2 * N * D + visits * (2 * D + 2) + 2 * N
+    keys = sum(min(N, m_start + BLOCK_M) for m_start in range(0, N, BLOCK_M))
+    fa2 = N * D + 2 * D * keys
+    return 4 * fa1, 4 * fa2
+    # END SOLUTION
 
 
 # ---- 6.8: a whole kernel --------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ the known mistakes would have given.
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 
 from flashlab.attention import reference
-from flashlab.check import CheckFailed, expect, expect_close, pattern, running
+from flashlab.check import CheckFailed, expect, expect_close
 from flashlab.check.cuda_answer import (
     PROBES,
     Answer,
@@ -29,12 +30,12 @@ from flashlab.check.cuda_answer import (
     replaced,
     text_of,
 )
+from flashlab.check.lookup import Row
 from flashlab.check.mistakes.weights import counted, crossed
 from flashlab.check.stored import expect_stored, expect_written, marked
-from flashlab.cuda import load_inline
 from flashlab.exercises.registry import exercise
+from flashlab.exercises.rule import rule
 from flashlab.figures import fragments
-from flashlab.kernels import path
 from flashlab.kernels.series import step
 from flashlab.simt import Counters
 from flashlab.simt.sentences import KINDS
@@ -76,66 +77,15 @@ def _in_fp16_too(failed: CheckFailed, dtype: torch.dtype, again: Callable[[], An
 # ---- 7.1 ------------------------------------------------------------------------------------------------------------
 
 
-def _slash(got: Any) -> str:
-    """A question, where a number is not whole."""
-    fractions = isinstance(got, (tuple, list)) and any(isinstance(x, float) for x in got)
-    return " (is a / there that should be a //?)" if fractions else ""
+_ELEMENTS = tuple(itertools.product(range(16), range(8)))
+_LANE = "the lane is 4 g + t, and here it is 8 t + g: neighbours in t are neighbouring lanes"
 
 
-def _table(fn: Callable[[int, int], Any], name: str, parts: int) -> dict[tuple[int, int], tuple[int, ...]]:
-    __tracebackhide__ = True
-    out = {}
-    for row, column in itertools.product(range(16), range(8)):
-        with running(f"{name}({row}, {column})"):
-            got = fn(row, column)
-        expect(
-            isinstance(got, (tuple, list)) and len(got) == parts and all(isinstance(x, int) for x in got),
-            f"{name}({row}, {column}) should return {parts} whole numbers, not {got!r}{_slash(got)}",
-            diagnosis="wrong-type",
-        )
-        out[row, column] = tuple(got)
-    return out
+def _element(r: random.Random) -> tuple[int, int]:
+    return r.choice(_ELEMENTS)
 
 
-def _expect_holder(
-    got: dict[tuple[int, int], tuple[int, ...]],
-    want: Mapping[tuple[int, int], tuple[int, ...]],
-    name: str,
-    mistakes: Mapping[str, tuple[Callable[[int, int], tuple[int, ...]], str]],
-) -> None:
-    __tracebackhide__ = True
-    if got == want:
-        return
-    for slug, (wrong, sentence) in mistakes.items():
-        if all(got[key] == wrong(*key) for key in got):
-            raise CheckFailed(sentence, diagnosis=slug)
-    at = next(key for key in want if got[key] != want[key])
-    lane = want[at][0]
-    mine, his = (", ".join(str(key) for key in table if table[key][0] == lane) or "nothing" for table in (got, want))
-    held = f". So lane {lane} would hold (row, column) {mine}; it holds {his}" if mine != his else ""
-    raise CheckFailed(
-        f"{name}{at} is {got[at]}, and should be {want[at]}; {_common(got, want)}{held}", diagnosis="wrong-value"
-    )
-
-
-def _common(got: Mapping[tuple[int, int], tuple[int, ...]], want: Mapping[tuple[int, int], tuple[int, ...]]) -> str:
-    """Which of lane, register and half are wrong, and for which rows and columns of the 16 x 8 matrix."""
-    parts = ("lane", "register", "half")[: len(next(iter(want.values())))]
-    for i, j in itertools.combinations(range(len(parts)), 2):
-        if all({i: x[j], j: x[i]}.get(n, x[n]) == want[key][n] for key, x in got.items() for n in range(len(parts))):
-            return f"{parts[i]} and {parts[j]} are exchanged everywhere"
-    said = []
-    for i, part in enumerate(parts):
-        wrong = torch.tensor([[got[r, c][i] != want[r, c][i] for c in range(8)] for r in range(16)])
-        where = pattern.where(wrong)
-        if not wrong.any():
-            said.append(f"the {part} is right everywhere")
-        else:
-            said.append(f"the {part} is wrong for {f'all of {where}' if where else f'{int(wrong.sum())} of 128'}")
-    return ", ".join(said)
-
-
-@exercise(
+@rule(
     "7.1",
     title="Who holds it?",
     minutes=10,
@@ -148,87 +98,73 @@ def _common(got: Mapping[tuple[int, int], tuple[int, ...]], want: Mapping[tuple[
         "B: (4 * column + row % 8 // 2, row // 8, row % 2). C: (4 * (row % 8) + column // 2, 2 * (row // 8) + "
         "column % 2).",
     ],
-)
-def _(holder_of_b: Callable[[int, int], Any], holder_of_c: Callable[[int, int], Any]) -> str:
-    got_b, got_c = _table(holder_of_b, "holder_of_b", 3), _table(holder_of_c, "holder_of_c", 2)
-    want_b = {fragments.b_position(*slot): slot for slot in itertools.product(LANES, range(2), range(2))}
-    want_c = {fragments.c_position(*slot): slot for slot in itertools.product(LANES, range(4))}
-    _expect_holder(
-        got_b,
-        want_b,
-        "holder_of_b",
-        {
-            "b-paired-along-rows": (
-                lambda r, c: (4 * (r % 8) + c // 2, r // 8, c % 2),
-                "that pairs two neighbours of a row, as A does; a register of B holds two neighbours of a column",
-            ),
-            "g-and-t-exchanged": (
-                lambda r, c: (8 * (r % 8 // 2) + c, r // 8, r % 2),
-                "the lane is 4 g + t, and you have it as 8 t + g: neighbours in t are neighbouring lanes",
-            ),
-            "halves-exchanged": (
-                lambda r, c: (4 * c + r % 8 // 2, r // 8, 1 - r % 2),
-                "the halves are exchanged: the element with the lower index is in the lower half, 0",
-            ),
-        },
-    )
-    _expect_holder(
-        got_c,
-        want_c,
-        "holder_of_c",
-        {
-            "c1-and-c2-exchanged": (
-                lambda r, c: (4 * (r % 8) + c // 2, r // 8 + 2 * (c % 2)),
-                "c1 and c2 are exchanged: c0 and c1 are neighbours of one row, c2 and c3 lie 8 rows below them",
-            ),
-            "g-and-t-exchanged": (
-                lambda r, c: (8 * (c // 2) + r % 8, 2 * (r // 8) + c % 2),
-                "the lane is 4 g + t, and you have it as 8 t + g: the four lanes of a row are neighbours",
-            ),
-        },
-    )
-    return "all 256 elements"
+    returns="lane, register, half",
+    whole=True,
+    strict=True,
+    inputs=_ELEMENTS,
+    draw=_element,
+    notes={
+        "row % 8": "rows 8 to 15 are in the same lanes, in register 1",
+        "4 * column": "the lane is 4 g + t, and g is the column",
+        "4": "the lane is 4 g + t", "row % 2": "a register holds two neighbours of a column",
+        "row // 8": "rows 8 to 15 are in register 1",
+    },
+    rows=[
+        Row("b-paired-along-rows", "it pairs two neighbours of a row, as A does: a register of B holds two neighbours "
+            "of a column", [("4 * column + row % 8 // 2, row // 8, row % 2",
+                             "4 * (row % 8) + column // 2, row // 8, column % 2")]),
+        Row("g-and-t-exchanged", _LANE, [("4 * column + row % 8 // 2", "8 * (row % 8 // 2) + column")]),
+        Row("halves-exchanged", "the halves are exchanged: the element with the lower index is in the lower half, 0",
+            [(", row % 2", ", 1 - row % 2")]),
+        Row("half-apart", "half: a register holds rows four apart: it holds two neighbours of a column",
+            [("row % 8 // 2, row // 8, row % 2", "row % 4, row // 8, row // 4 % 2")]),
+    ],
+)  # fmt: skip
+def holder_of_b(row, column):
+    """The lane, the register (0 or 1) and the half (0 or 1) that hold B[row, column]."""
+    # BEGIN SOLUTION
+    return 4 * column + row % 8 // 2, row // 8, row % 2
+    # END SOLUTION
+
+
+@rule(
+    "7.1",
+    returns="lane, register",
+    whole=True,
+    strict=True,
+    inputs=_ELEMENTS,
+    draw=_element,
+    notes={
+        "row % 8": "rows 8 to 15 are in the same lanes, in c2 and c3", "4": "the lane is 4 g + t",
+        "row // 8": "c2 and c3 lie 8 rows below c0 and c1", "column % 2": "c0 and c1 are neighbours of one row",
+        "column // 2": "c0 and c1 are neighbours of one row",
+    },
+    rows=[
+        Row("c1-and-c2-exchanged", "c1 and c2 are exchanged: c0 and c1 are neighbours of one row, c2 and c3 lie 8 rows "
+            "below them", [("2 * (row // 8) + column % 2", "row // 8 + 2 * (column % 2)")]),
+        Row("g-and-t-exchanged", _LANE, [("4 * (row % 8) + column // 2", "8 * (column // 2) + row % 8")]),
+        Row("columns-apart", "a lane holds columns four apart: c0 and c1 are neighbours of one row",
+            [("column // 2, 2 * (row // 8) + column % 2", "column % 4, 2 * (row // 8) + column // 4")]),
+    ],
+)  # fmt: skip
+def holder_of_c(row, column):
+    """The lane and the register (0 to 3) that hold C[row, column]."""
+    # BEGIN SOLUTION
+    return 4 * (row % 8) + column // 2, 2 * (row // 8) + column % 2
+    # END SOLUTION
 
 
 # ---- 7.2 ------------------------------------------------------------------------------------------------------------
 
 
-def _addresses(fn: Callable[[int], Any], name: str) -> tuple[torch.Tensor, torch.Tensor]:
-    __tracebackhide__ = True
-    pairs = []
-    for lane in LANES:
-        with running(f"{name}({lane})"):
-            got = fn(lane)
-        expect(
-            isinstance(got, (tuple, list)) and len(got) == 2 and all(isinstance(x, int) for x in got),
-            f"{name}({lane}) should return a row and a column, two whole numbers, not {got!r}",
-            diagnosis="wrong-type",
-        )
-        row, column = got
-        expect(
-            0 <= row < 16 and column in (0, 8),
-            f"{name}({lane}) is {tuple(got)}: the first number is the key, 0 to 15; the second is the dimension at "
-            "which a row of 8 begins, 0 or 8",
-            diagnosis="out-of-bounds",
-        )
-        pairs.append((row, column))
-    rows, columns = zip(*pairs, strict=True)
-    return torch.tensor(rows, dtype=torch.int32), torch.tensor(columns, dtype=torch.int32)
+def _lane(r: random.Random) -> tuple[int]:
+    return (r.randrange(32),)
 
 
-def _loaded(rows: torch.Tensor, columns: torch.Tensor, trans: int) -> torch.Tensor:
-    """What ldmatrix.x4 gives the lanes of a 16 x 16 tile of indices: [32, 4, 2]."""
-    module = load_inline(path("p7_one_mma"), backend="emulator")
-    tile, out = torch.arange(256, dtype=torch.int16).reshape(16, 16), torch.zeros(32, 4, 2, dtype=torch.int16)
-    module.launch("ldmatrix", tile, rows, columns, out, 16, 16, 4, trans)
-    return out.long()
-
-
-@exercise(
+@rule(
     "7.2",
     title="Thirty-two addresses",
     minutes=15,
-    difficulty="Core",
     hints=[
         "Lanes 8 i to 8 i + 7 name the rows of the tile that arrives in register i. Write down, for each of the "
         "four registers, which keys "
@@ -238,35 +174,52 @@ def _loaded(rows: torch.Tensor, columns: torch.Tensor, trans: int) -> torch.Tens
         "dimensions (.trans turns the tile around after it was named by its rows).",
         "K: (lane % 8 + lane // 16 * 8, lane // 8 % 2 * 8). V: (lane % 16, lane // 16 * 8), which are A's addresses.",
     ],
-)
-def _(k_address: Callable[[int], Any], v_address: Callable[[int], Any]) -> str:
-    tile = torch.arange(256).reshape(16, 16)
-    halves = {  # B of the two fragments
-        "K": [fragments.fragment(tile[:8].T, "b"), fragments.fragment(tile[8:].T, "b")],
-        "V": [fragments.fragment(tile[:, :8], "b"), fragments.fragment(tile[:, 8:], "b")],
-    }
-    for name, fn, trans in (("K", k_address, 0), ("V", v_address, 1)):
-        want = torch.cat(halves[name], dim=1)  # [32, 4, 2]
-        got = _loaded(*_addresses(fn, f"{name.lower()}_address"), trans)
-        if torch.equal(got, want):
-            continue
-        if torch.equal(got, want[:, [0, 2, 1, 3]]):
-            raise CheckFailed(
-                f"{name}: registers 1 and 2 are exchanged: register 1 should be b1 of the first fragment, and it "
-                "is b0 of the second",
-                diagnosis="registers-exchanged",
-            )
-        register = next(i for i in range(4) if not torch.equal(got[:, i], want[:, i]))
-        lane = int((got[:, register] != want[:, register]).any(1).nonzero()[0])
-        half = int((got[lane, register] != want[lane, register]).nonzero()[0])
-        at, seen = (divmod(int(x[lane, register, half]), 16) for x in (want, got))
-        raise CheckFailed(
-            f"{name}: register {register} of lane {lane} should have key {at[0]}, dimension {at[1]} in its "
-            f"{('lower', 'upper')[half]} half, and it has key {seen[0]}, dimension {seen[1]}; lanes {8 * register} to "
-            f"{8 * register + 7} name the rows of that register's tile",
-            diagnosis="wrong-value",
-        )
-    return "both fragments of K, both of V"
+    returns="key, dimension",
+    whole=True,
+    strict=True,
+    inputs=[(lane,) for lane in range(32)],
+    draw=_lane,
+    notes={
+        "lane % 8": "eight lanes name the eight rows of one register's tile",
+        "lane // 16 * 8": "lanes 16 to 31 name keys 8 to 15",
+        "lane // 8 % 2 * 8": "registers 1 and 3 have dimensions 8 to 15",
+        "8": "a tile has 8 keys and 8 dimensions",
+    },
+    rows=[
+        Row("registers-exchanged", "registers 1 and 2 are exchanged: register 1 should be b1 of the first fragment, "
+            "dimensions 8 to 15, and it is b0 of the second",
+            [("lane % 8 + lane // 16 * 8, lane // 8 % 2 * 8", "lane % 16, lane // 16 * 8")]),
+    ],
+)  # fmt: skip
+def k_address(lane):
+    """(key, dimension) at which the row that this lane names begins, for K."""
+    # BEGIN SOLUTION
+    return lane % 8 + lane // 16 * 8, lane // 8 % 2 * 8
+    # END SOLUTION
+
+
+@rule(
+    "7.2",
+    returns="key, dimension",
+    whole=True,
+    strict=True,
+    inputs=[(lane,) for lane in range(32)],
+    draw=_lane,
+    notes={
+        "lane % 16": "lanes 0 to 15 name the keys of dimensions 0 to 7", "16": "lanes 0 to 15 name the 16 keys",
+        "lane // 16 * 8": "registers 2 and 3 have dimensions 8 to 15", "8": "a tile has 8 keys and 8 dimensions",
+    },
+    rows=[
+        Row("registers-exchanged", "registers 1 and 2 are exchanged: register 1 should be b1 of the first fragment, "
+            "keys 8 to 15, and it is b0 of the second",
+            [("lane % 16, lane // 16 * 8", "lane % 8 + lane // 16 * 8, lane // 8 % 2 * 8")]),
+    ],
+)  # fmt: skip
+def v_address(lane):
+    """(key, dimension) at which the row that this lane names begins, for V."""
+    # BEGIN SOLUTION
+    return lane % 16, lane // 16 * 8
+    # END SOLUTION
 
 
 # ---- 7.3 and 7.9: a tile of Q K^T -----------------------------------------------------------------------------------

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
 from flashlab.check import CheckFailed, expect, running
+from flashlab.check.changes import Edits
 from flashlab.check.cuda_answer import (
     PROBES,
     WALKED,
@@ -30,8 +31,10 @@ from flashlab.check.cuda_answer import (
     text_of,
     walk,
 )
+from flashlab.check.lookup import Row
 from flashlab.check.symptoms import watched
 from flashlab.exercises.registry import exercise
+from flashlab.exercises.rule import rule
 from flashlab.kernels.series import step
 from flashlab.simt import Counters, SimtError
 from flashlab.simt.source import blank_comments, entries
@@ -72,7 +75,11 @@ def _shared_banks(source: Source, head_dim: int) -> str | None:
 # ---- 8.1 ------------------------------------------------------------------------------------------------------------
 
 
-@exercise(
+def _counted_by(key: str) -> Edits:
+    return [("row * row_bytes // 16 % 8", key)]
+
+
+@rule(
     "8.1",
     title="Count the wavefronts of a padded tile",
     minutes=10,
@@ -85,73 +92,78 @@ def _shared_banks(source: Source, head_dim: int) -> str | None:
         "wavefronts, and the others wait.",
         "Count how many of the eight rows fall into each group; the answer is the largest count.",
     ],
-)
-def _(wavefronts: Callable[[int], int]) -> str:
-    widths = [16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 192, 256, 264 // 8 * 16, 272, 288, 384, 512]
-    got = {}
-    for width in widths:
-        with running(f"row_bytes={width}"):
-            got[width] = wavefronts(width)
-    want = {width: _most([r * width // ROW_BYTES % 8 for r in range(8)]) for width in widths}
-    for slug, (wrong, sentence) in _MISCOUNTED.items():
-        expect(got == want or any(got[w] != wrong(w) for w in widths), sentence, diagnosis=slug)
-    for width in widths:
-        begin = ", ".join(str(r * width % BANK_BYTES) for r in range(8))
-        same = f"{want[width]} of them share a place" if want[width] > 1 else "no two of them share a place"
-        expect(
-            got[width] == want[width],
-            f"wavefronts({width}) is {got[width]}, and should be {want[width]}: the eight rows begin at bytes {begin} "
-            f"of the 128 that the banks are wide, and {same}",
-            diagnosis="wrong-value",
-            case=f"row_bytes={width}",
-        )
-    return f"{len(widths)} widths"
-
-
-def _most(places: Sequence[int]) -> int:
-    return max(places.count(p) for p in places)
-
-
-_MISCOUNTED: dict[str, tuple[Callable[[int], float], str]] = {
-    "counts-groups": (
-        lambda w: len({r * w // ROW_BYTES % 8 for r in range(8)}),
-        "that is the number of groups that are asked for; the group that is asked for most often decides",
-    ),
-    "inverted": (
-        lambda w: 8 / _most([r * w // ROW_BYTES % 8 for r in range(8)]),
-        "that is how many rows are served at once; the number of wavefronts is 8 over it",
-    ),
-    "bytes-for-chunks": (
-        lambda w: _most([r * w % 8 for r in range(8)]),
-        "a group is 16 bytes wide, and you take the rows' bytes modulo 8",
-    ),
-    "words-for-chunks": (
-        lambda w: _most([r * w // 4 % 8 for r in range(8)]),
-        "a group is 16 bytes wide, and you take the rows' words modulo 8",
-    ),
-    "first-word-alone": (
-        lambda w: _most([r * w // 4 % 32 for r in range(8)]),
-        "a row is 16 bytes, four banks wide: rows that begin at different banks may still meet",
-    ),
-    "thirty-two-groups": (
-        lambda w: _most([r * w // ROW_BYTES % 32 for r in range(8)]),
-        "there are 32 banks of 4 bytes, so 8 groups of 16 bytes, and not 32",
-    ),
-    "whole-lines-alone": (
-        lambda w: 8 if w % BANK_BYTES == 0 else 1,
-        "rows may meet without lying whole lines of 128 bytes apart: at 64, every second row begins at the same bank",
-    ),
-}
+    returns="wavefronts",
+    whole=True,
+    inputs=[(16 * n,) for n in (8, *range(1, 13), 16, 17, 18, 20, 24, 33)],
+    draw=lambda r: (16 * r.randint(1, 100),),
+    words={"groups": "groups"},
+    notes={
+        "row * row_bytes // 16 % 8": "there are 8 groups of 16 bytes",
+        "row * row_bytes // 16": "a group is 16 bytes wide", "8": "there are 8 rows, and 8 groups of 16 bytes",
+    },
+    rows=[
+        Row("counts-groups", "it is the number of groups that are asked for: the group that is asked for most often "
+            "decides", [("max(groups.count(g) for g in groups)", "len(set(groups))")]),
+        Row("bytes-for-chunks", "a group is 16 bytes wide, and the rows' bytes are taken modulo 8",
+            _counted_by("row * row_bytes % 8")),
+        Row("words-for-chunks", "a group is 16 bytes wide, and the rows' words are taken modulo 8",
+            _counted_by("row * row_bytes // 4 % 8")),
+        Row("thirty-two-groups", "there are 32 banks of 4 bytes, so 8 groups of 16 bytes, and not 32",
+            _counted_by("row * row_bytes // 16 % 32")),
+        Row("sixteen-groups", "there are 32 banks of 4 bytes, so 8 groups of 16 bytes, and not 16",
+            _counted_by("row * row_bytes // 16 % 16")),
+        Row("banks-for-rows", "it counts banks: a row takes four of them at once, in one wavefront",
+            instead="math.gcd(row_bytes // 4, 32)"),
+        Row("whole-lines-alone", "rows may meet without lying whole lines of 128 bytes apart: at 64, every second row "
+            "begins at the same bank", instead="8 if row_bytes % 128 == 0 else 1"),
+    ],
+)  # fmt: skip
+def wavefronts(row_bytes):
+    """Wavefronts of eight 16-byte rows at 0, row_bytes, ..., 7 * row_bytes: 1 (no conflict) to 8."""
+    # BEGIN SOLUTION
+    groups = [row * row_bytes // 16 % 8 for row in range(8)]  # of four banks
+    return max(groups.count(g) for g in groups)
+    # END SOLUTION
 
 
 # ---- 8.2 ------------------------------------------------------------------------------------------------------------
 
 
-@exercise(
+def _expect_a_swizzle(place: Callable[[int, int], int]) -> str:
+    """CheckFailed where two chunks meet; any swizzle without a conflict is right."""
+    __tracebackhide__ = True
+    for chunks in (8, 16, 32):
+        case = f"head_dim={8 * chunks}"
+        table = []
+        for row in range(64):
+            with running(f"{case}, row {row}"):
+                places = [place(row, chunk) for chunk in range(chunks)]
+                once = sorted(places) == list(range(chunks))
+            expect(
+                once,
+                f"row {row} puts its {chunks} chunks at places {places}: each place from 0 to "
+                f"{chunks - 1} has to be used once",
+                diagnosis="not-a-permutation",
+                case=case,
+            )
+            table.append(places)
+        for first, chunk in itertools.product(range(0, 64, 8), range(chunks)):
+            groups = [table[first + i][chunk] % 8 for i in range(8)]
+            shared = next((g for g in groups if groups.count(g) > 1), None)
+            if shared is not None:
+                rows = ", ".join(str(first + i) for i in range(8) if groups[i] == shared)
+                raise CheckFailed(
+                    f"chunk {chunk} of rows {rows} is in the same four banks, {4 * shared} to {4 * shared + 3}",
+                    diagnosis="bank-conflicts",
+                    case=case,
+                )
+    return "no conflict in any ldmatrix, head_dim 64, 128 and 256"
+
+
+@rule(
     "8.2",
     title="A swizzle of your own",
     minutes=15,
-    difficulty="Core",
     hints=[
         "Unswizzled, chunk c is at place c in every row: eight rows, one group of banks. What must "
         "differ from row to row?",
@@ -161,36 +173,23 @@ _MISCOUNTED: dict[str, tuple[Callable[[int], float], str]] = {
         "stays inside its "
         "group of eight places, and no two chunks of a row meet.",
     ],
-)
-def _(place: Callable[[int, int], int]) -> str:
-    for chunks in (8, 16, 32):
-        case = f"head_dim={8 * chunks}"
-        table = []
-        for row in range(64):
-            with running(f"{case}, row {row}"):
-                places = [place(row, chunk) for chunk in range(chunks)]
-            expect(
-                sorted(places) == list(range(chunks)),
-                f"row {row} puts its {chunks} chunks at places {places}: each place from 0 to "
-                f"{chunks - 1} has to be used once",
-                diagnosis="not-a-permutation",
-                case=case,
-            )
-            table.append(places)
-        for first in range(0, 64, 8):
-            for chunk in range(chunks):
-                groups = [table[first + i][chunk] % 8 for i in range(8)]
-                shared = next((g for g in groups if groups.count(g) > 1), None)
-                if shared is None:
-                    continue
-                rows = [first + i for i in range(8) if groups[i] == shared]
-                raise CheckFailed(
-                    f"chunk {chunk} of rows {', '.join(map(str, rows))} is in the same four banks, "
-                    f"{4 * shared} to {4 * shared + 3}",
-                    diagnosis="bank-conflicts",
-                    case=case,
-                )
-    return "no conflict in any ldmatrix, head_dim 64, 128 and 256"
+    returns="place",
+    whole=True,
+    inputs=[(row, chunk) for row in range(64) for chunk in range(32)],
+    draw=lambda r: (r.randrange(64), r.randrange(32)),
+    also=["chunk // 8 * 8 + (chunk + row) % 8"],
+    notes={
+        "row % 8": "a number below 8 keeps a chunk inside its group of eight", "chunk // 8 * 8": "a chunk stays in its "
+        "group of eight", "8": "there are eight groups of banks",
+        "(chunk + row) % 8": "a chunk stays in its group of eight",
+    },
+    judged=_expect_a_swizzle,
+)  # fmt: skip
+def place(row, chunk):
+    """The place, 0 to chunks - 1, of `chunk` in `row`; for 8, 16 and 32 chunks a row."""
+    # BEGIN SOLUTION
+    return chunk ^ (row % 8)
+    # END SOLUTION
 
 
 # ---- 8.3 ------------------------------------------------------------------------------------------------------------

@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
-import itertools
 import math
+import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from fractions import Fraction
-from typing import Any
+from typing import Any, no_type_check
 
 import torch
 import triton
 from torch.autograd.profiler_util import EventList, FunctionEventAvg
 from torch.overrides import TorchFunctionMode
-from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from flashlab import runtime
 from flashlab.check import CheckFailed, expect, expect_all_close, expect_close, running
 from flashlab.check.lookup import Row
-from flashlab.check.slips import Chosen, Slip, explain, explained
+from flashlab.check.slips import explained
 from flashlab.check.symptoms import watched
 from flashlab.exercises.answers import in_words
 from flashlab.exercises.registry import exercise
 from flashlab.exercises.rule import rule
 from flashlab.exercises.simulated_gpu import SimulatedGpu
 from flashlab.exercises.triton_answers import compiles, explain_undefined, in_bounds, kernel_of
-from flashlab.models.layer import RotaryAttention, eager_attention
+from flashlab.models.layer import eager_attention
 from flashlab.models.rope import rope, rope_table
 
 
@@ -67,56 +65,32 @@ def _several(value: Any, names: Sequence[str], case: str) -> tuple[Any, ...]:
 _PARTS = {
     "aten::bmm": "products", "aten::_softmax": "softmax", "aten::div": "scaling",
     "aten::mul": "rotary embedding", "aten::sub": "rotary embedding", "aten::add": "rotary embedding",
-    "aten::cat": "rotary embedding", "aten::ones": "mask", "aten::triu": "mask", "aten::masked_fill": "mask",
-    "aten::masked_fill_": "mask",
+    "aten::cat": "rotary embedding", "aten::ones": "mask", "aten::triu": "mask",
 }  # fmt: skip
+_OTHERS = ("aten::clone", "aten::copy_", "aten::matmul", "aten::softmax")
+Lines = tuple[tuple[str, int, float, float], ...]  # operation, calls, own time, time with what it called
 
 
-def _rows(*rows: tuple[str, int, float, float]) -> EventList:
-    """A profile from (operation, calls, own time, time with what it called)."""
+def _profile(rows: Lines, parts: str) -> tuple[EventList, dict[str, str]]:
     made = []
     for key, count, own, total in rows:
         row = FunctionEventAvg()
         vars(row).update(key=key, count=count, self_cpu_time_total=own, cpu_time_total=total, is_user_annotation=False)
         made.append(row)
-    return EventList(made)
+    return EventList(made), dict(_PARTS)
 
 
-def _live_rows(heads: int, kv_heads: int, N: int, D: int) -> EventList:
-    """A profile of the original layer, made here and now."""
-    q, k, v = (torch.randn(1, h, N, D) for h in (heads, kv_heads, kv_heads))
-    layer, tables = RotaryAttention("eager"), rope_table(N, D)
-    layer(q, k, v, *tables)
-    with profile(activities=[ProfilerActivity.CPU]) as seen:
-        layer(q, k, v, *tables)
-    return seen.key_averages()
+def _lines(r: random.Random) -> tuple[Lines, str]:
+    keys = [*r.sample(sorted(_PARTS), r.randint(3, 7)), *r.sample(_OTHERS, r.randint(0, 3))]
+    r.shuffle(keys)
+    made = []
+    for key in keys:
+        own = r.uniform(200, 400) if key in _OTHERS[2:] else r.uniform(400, 5000)
+        made.append((key, r.randint(1, 40), own, own + r.choice((0.0, 0.0, r.uniform(500, 9000)))))
+    return tuple(made), "parts"
 
 
-def _by_part(rows: EventList, parts: Mapping[str, str], of: Callable[[Any], float]) -> dict[str, float]:
-    sums: dict[str, float] = {}
-    for row in rows:
-        part = parts.get(row.key, "other")
-        sums[part] = sums.get(part, 0.0) + of(row)
-    return sums
-
-
-def _most(sums: Mapping[str, float]) -> str:
-    return max(sums, key=lambda name: sums[name])
-
-
-def _own(row: Any) -> float:
-    return row.self_cpu_time_total
-
-
-def _total(row: Any) -> float:
-    return row.cpu_time_total
-
-
-def _calls(row: Any) -> float:
-    return row.count
-
-
-@exercise(
+@rule(
     "10.1",
     title="Name the bottleneck",
     minutes=15,
@@ -127,272 +101,85 @@ def _calls(row: Any) -> float:
         "Add up row.self_cpu_time_total and row.count by part; slowest = max(times, key=times.get); its share is "
         "times[slowest] / sum(times.values()).",
     ],
-)
-def _(bottleneck: Callable[..., tuple[str, float, int]]) -> str:
-    # Each is made so that another way to read it names another part.
-    profiles = {
-        "a profile with matmul around bmm": _rows(
-            ("aten::matmul", 2, 3.0, 403.0), ("aten::bmm", 2, 400.0, 400.0), ("aten::_softmax", 1, 520.0, 520.0),
-            ("aten::softmax", 1, 1.0, 521.0), ("aten::mul", 8, 40.0, 40.0),
-        ),
-        "a profile with many small operations": _rows(
-            ("aten::bmm", 2, 300.0, 300.0), ("aten::mul", 8, 180.0, 180.0), ("aten::sub", 2, 60.0, 60.0),
-            ("aten::add", 2, 70.0, 70.0), ("aten::cat", 2, 90.0, 90.0), ("aten::_softmax", 1, 200.0, 200.0),
-        ),
-        "a profile with operations that no part has": _rows(
-            ("aten::clone", 4, 5.0, 700.0), ("aten::copy_", 4, 695.0, 695.0), ("aten::bmm", 2, 450.0, 450.0),
-            ("aten::mul", 30, 80.0, 80.0), ("aten::_softmax", 1, 90.0, 90.0),
-        ),
-        "a profile with one long call": _rows(
-            ("aten::triu", 1, 250.0, 250.0), ("aten::div", 1, 20.0, 20.0), ("aten::bmm", 4, 360.0, 360.0),
-            ("aten::matmul", 4, 8.0, 368.0), ("aten::mul", 6, 12.0, 12.0),
-        ),
-        "a live profile, 128 tokens": _live_rows(4, 2, 128, 32),
-        "a live profile, 16 tokens": _live_rows(8, 2, 16, 64),
-    }  # fmt: skip
-    got = {}
-    for case, rows in profiles.items():
-        with running(case):
-            got[case] = _several(bottleneck(rows, dict(_PARTS)), ("part", "share", "calls"), case)
-    _expect_parts(got, profiles)
-
-    def told(share: Callable[[EventList], float]) -> list[float]:
-        return [share(rows) for rows in profiles.values()]
-
-    def right(rows: EventList, of: Callable[[Any], float]) -> tuple[float, float]:
-        """(the bottleneck's, all)"""
-        slowest = _most(_by_part(rows, _PARTS, _own))
-        return _by_part(rows, _PARTS, of)[slowest], sum(map(of, rows))
-
-    def top(rows: EventList) -> Any:
-        """The slowest operation of the bottleneck."""
-        slowest = _most(_by_part(rows, _PARTS, _own))
-        return max((row for row in rows if _PARTS.get(row.key, "other") == slowest), key=_own)
-
-    def listed(rows: EventList) -> float:
-        own, _ = right(rows, _own)
-        return own / (sum(_own(row) for row in rows if row.key in _PARTS) or math.nan)
-
-    shares = [(case, _number(x[1], "the share", case), right(profiles[case], _own)) for case, x in got.items()]
-    quotient = explained(lambda: _quotient([(profiles[case], x) for case, x, _ in shares]))
-    quotient(expect_all_close)(
-        [(case, x, a / b) for case, x, (a, b) in shares],
-        what="the share",
-        tol=0.006,  # two decimals will do
-        mistakes={
-            "percent": (told(lambda r: 100 * right(r, _own)[0] / right(r, _own)[1]), "that is in percent; 1 is all"),
-            "total-times": (
-                told(lambda r: right(r, _total)[0] / right(r, _total)[1]),
-                "these are the times with the operations that were called inside: their sum counts some time twice",
-            ),
-            "total-times whole": (
-                told(lambda r: right(r, _own)[0] / right(r, _total)[1]),
-                "the part's own time is divided by a sum of cpu_time_total, which counts some time twice",
-            ),
-            "total-times part": (
-                told(lambda r: right(r, _total)[0] / right(r, _own)[1]),
-                "the part's time is a sum of cpu_time_total, which counts some time twice",
-            ),
-            "one-operation": (
-                told(lambda r: _own(top(r)) / right(r, _own)[1]),
-                "that is the share of the part's slowest operation alone; the part has others",
-            ),
-            "other-left-out": (told(listed), "the operations that `parts` does not have are missing in the whole"),
-            "share-of-the-calls": (
-                told(lambda r: right(r, _calls)[0] / right(r, _calls)[1]),
-                "that is the part's share of the calls; it is the share of the time",
-            ),
-            "time-for-share": (told(lambda r: right(r, _own)[0]), "that is the part's time; divide it by the whole"),
-            "inverse": (told(lambda r: right(r, _own)[1] / right(r, _own)[0]), "that is the whole divided by the part"),
-            "share-of-the-rest": (
-                told(lambda r: 1 - right(r, _own)[0] / right(r, _own)[1]), "that is the share of all the other parts",
-            ),
-            "exchanged": (told(lambda r: right(r, _calls)[0]), "share holds the calls: are the two exchanged?"),
-            "part-by-rest": (
-                told(lambda r: right(r, _own)[0] / (right(r, _own)[1] - right(r, _own)[0])),
-                "the part's time is divided by that of the others; the whole has the part in it too",
-            ),
-        },
-    )  # fmt: skip
-    expect_all_close(
-        [(case, _number(x[2], "calls", case), right(profiles[case], _calls)[0]) for case, x in got.items()],
-        what="the calls",
-        mistakes={
-            "time-for-calls": (told(lambda r: right(r, _own)[0]), "that is the part's time; how often was it called?"),
-            "all-calls": (told(lambda r: right(r, _calls)[1]), "those are the calls of the whole profile"),
-            "rows-for-calls": (
-                told(lambda r: _by_part(r, _PARTS, lambda row: 1)[_most(_by_part(r, _PARTS, _own))]),
-                "that is how many rows the part has; a row says in `count` how often it was called",
-            ),
-            "last-of-a-part": (
-                told(
-                    lambda r: [
-                        row.count for row in r if _PARTS.get(row.key, "other") == _most(_by_part(r, _PARTS, _own))
-                    ][-1]
-                ),
-                "those are the calls of the part's last row alone; the counts of its rows add up",
-            ),
-            "one-operation": (
-                told(lambda r: top(r).count),
-                "those are the calls of the part's slowest operation alone; the part has others",
-            ),
-        },
-    )
-    return f"{len(profiles)} profiles, two of them made on this machine"
-
-
-def _quotient(shares: Sequence[tuple[EventList, float]]) -> tuple[str, str] | None:
-    """The two numbers of a profile whose quotient each share is, if just one pair gives them all."""
-    found: list[str] = []
-    of_each = [_numbers_of(rows) for rows, _ in shares]
-    for a, b in itertools.permutations(of_each[0], 2):
-        if all(x[b] and abs(x[a] / x[b] - share) <= 0.003 for x, (_, share) in zip(of_each, shares, strict=True)):
-            found.append(f"the share is a quotient of other numbers: {a}, divided by {b}")
-    whole = "It should be the part's own time, divided by the own times of all rows"
-    return ("wrong-quotient", f"{found[0]}. {whole}") if len(found) == 1 else None
-
-
-def _numbers_of(rows: EventList) -> dict[str, float]:
-    """What may be divided by what, of one profile."""
-    own, calls, totals = (_by_part(rows, _PARTS, of) for of in (_own, _calls, _total))
-    slowest = _most(own)
-    in_order = sorted(own.values())
-    mine = [row for row in rows if _PARTS.get(row.key, "other") == slowest]
-    return {
-        "the part's own time": own[slowest],
-        "the part's cpu_time_total": totals[slowest],
-        "the part's own time per call": own[slowest] / calls[slowest],
-        "the part's own time times its calls": own[slowest] * calls[slowest],
-        "the part's calls": calls[slowest],
-        "the part's rows": len(mine),
-        "the time of the part's first row": _own(mine[0]),
-        "the time of the part's last row": _own(mine[-1]),
-        "the own times of all rows": sum(in_order),
-        "the cpu_time_total of all rows": sum(totals.values()),
-        "the largest cpu_time_total of a row": max(map(_total, rows)),
-        "the largest own time of a row": max(map(_own, rows)),
-        "the calls of all rows": sum(calls.values()),
-        "the number of rows": len(rows),
-        "the number of parts": len(own),
-        "the time of the second slowest part": in_order[-2],
-        "the times of the two slowest parts": in_order[-1] + in_order[-2],
-        "the time of the fastest part": in_order[0],
-        "the mean time of a part": sum(in_order) / len(own),
-        "the mean time of a row": sum(in_order) / len(rows),
-        'the time of "other"': own.get("other", 0.0),
-        "the sum of the parts' times per call": sum(t / calls[p] for p, t in own.items()),
-        "the sum of each part's time times its calls": sum(t * calls[p] for p, t in own.items()),
-        "the time of the first row": _own(rows[0]),
-        "the time of the last row": _own(rows[-1]),
-        "the times of all rows but the first": sum(in_order) - _own(rows[0]),
-        "the times of all rows but the last": sum(in_order) - _own(rows[-1]),
-    }
-
-
-def _expect_parts(got: Mapping[str, tuple[Any, ...]], profiles: Mapping[str, EventList]) -> None:
-    """CheckFailed unless every answer names the right part."""
-    __tracebackhide__ = True
-    names = {case: x[0] for case, x in got.items()}
-    want = {case: _most(_by_part(rows, _PARTS, _own)) for case, rows in profiles.items()}
-    for case, name in names.items():
-        keys = [row.key for row in profiles[case]]
-        expect(
-            isinstance(name, str),
-            f"the part should be a text, and it is {in_words(name, article=True)}", diagnosis="wrong-type", case=case,
-        )  # fmt: skip
-        expect(
-            name not in keys,
-            f"{name!r} is an operation; the name of the part that it belongs to is wanted",
-            diagnosis="operation-for-part", case=case,
-        )  # fmt: skip
-        known = {*_PARTS.values(), "other"}
-        expect(name in known, f"{name!r} is none of the parts", diagnosis="unknown-part", case=case)
-
-    def part_of(choose: Callable[[EventList], str]) -> dict[str, str]:
-        return {case: choose(rows) for case, rows in profiles.items()}
-
-    def among(rows: EventList) -> dict[str, float]:
-        return {part: x for part, x in _by_part(rows, _PARTS, _own).items() if part != "other"}
-
-    told = {
-        "total-times": (
-            part_of(lambda r: _most(_by_part(r, _PARTS, _total))),
-            "chosen by cpu_time_total, which has in it what an operation called: some time counts twice",
-        ),
-        "most-calls": (
-            part_of(lambda r: _most(_by_part(r, _PARTS, _calls))),
-            "that is the part with the most calls; the one with the most time is wanted",
-        ),
-        "one-operation": (
-            part_of(lambda r: _PARTS.get(max(r, key=_own).key, "other")),
-            "that is the part of the slowest operation; add up the operations of each part first",
-        ),
-        "one-operation total": (
-            part_of(lambda r: _PARTS.get(max(r, key=_total).key, "other")),
-            "that is the part of the operation with the largest cpu_time_total; add up the own times of each part",
-        ),
-        "one-call": (
-            part_of(lambda r: _PARTS.get(max(r, key=lambda row: _own(row) / row.count).key, "other")),
-            "that is the part of the operation whose single call is longest; all the calls of a part add up",
-        ),
-        "one-call part": (
-            part_of(lambda r: _most({
-                p: t / _by_part(r, _PARTS, _calls)[p] for p, t in _by_part(r, _PARTS, _own).items()
-            })),
-            "that is the part whose mean call is longest; all its calls add up",
-        ),
-        "other-left-out": (
-            part_of(lambda r: _most(among(r))),
-            'the part "other" is never the answer: it holds the operations that `parts` does not have',
-        ),
-        "times-count": (
-            part_of(lambda r: _most(_by_part(r, _PARTS, lambda row: _own(row) * row.count))),
-            "self_cpu_time_total is multiplied by count; it is the time of all the calls already",
-        ),
-        "times-count total": (
-            part_of(lambda r: _most(_by_part(r, _PARTS, lambda row: _total(row) * row.count))),
-            "cpu_time_total is multiplied by count; self_cpu_time_total, of all the calls already, is to be added up",
-        ),
-        "one-call sum": (
-            part_of(lambda r: _most(_by_part(r, _PARTS, lambda row: _own(row) / row.count))),
-            "the times of single calls are added up; self_cpu_time_total, of all the calls, is to be added up",
-        ),
-        "children-only": (
-            part_of(lambda r: _most(_by_part(r, _PARTS, lambda row: _total(row) - _own(row)))),
-            "chosen by the time of what the operations called; their own time is wanted",
-        ),
-        "most-operations": (
-            part_of(lambda r: _most(_by_part(r, _PARTS, lambda row: 1))),
-            "that is the part with the most rows; the one with the most time is wanted",
-        ),
-        "never-other total": (
-            part_of(lambda r: _most({p: x for p, x in _by_part(r, _PARTS, _total).items() if p != "other"})),
-            'chosen by cpu_time_total, and the part "other" is never the answer',
-        ),
-        "last-of-a-part": (
-            part_of(lambda r: _most({_PARTS.get(row.key, "other"): _own(row) for row in r})),
-            "of each part only its last operation counts: each row replaces the one before, and they add up",
-        ),
-        "first-of-a-part": (
-            part_of(lambda r: _most({_PARTS.get(row.key, "other"): _own(row) for row in reversed(r)})),
-            "of each part only its first operation counts: the others add up with it",
-        ),
-        "least": (
-            part_of(lambda r: min((s := _by_part(r, _PARTS, _own)), key=lambda name: s[name])),
-            "that is the part with the least time",
-        ),
-        "first-row": (part_of(lambda r: _PARTS.get(r[0].key, "other")), "that is the part of the first row"),
-    }  # fmt: skip
-    wrong = next((case for case in names if names[case] != want[case]), None)
-    if wrong is None:
-        return
-    for slug, (parts, why) in told.items():
-        if parts == names:
-            raise CheckFailed(why, diagnosis=slug.partition(" ")[0], case=wrong)
-    raise CheckFailed(
-        f"the part is {names[wrong]!r}, and {want[wrong]!r} takes longer: its own times have the larger sum",
-        diagnosis="wrong-part", case=wrong,
-    )  # fmt: skip
+    returns="part, share, calls",
+    inputs=[  # each is made so that another way to read it names another part
+        ((("aten::matmul", 2, 3.0, 403.0), ("aten::bmm", 2, 400.0, 400.0), ("aten::_softmax", 1, 520.0, 520.0),
+          ("aten::softmax", 1, 1.0, 521.0), ("aten::mul", 8, 40.0, 40.0)), "parts"),
+        ((("aten::bmm", 2, 300.0, 300.0), ("aten::mul", 8, 180.0, 180.0), ("aten::sub", 2, 60.0, 60.0),
+          ("aten::add", 2, 70.0, 70.0), ("aten::cat", 2, 90.0, 90.0), ("aten::_softmax", 1, 200.0, 200.0)), "parts"),
+        ((("aten::clone", 4, 5.0, 700.0), ("aten::copy_", 4, 695.0, 695.0), ("aten::bmm", 2, 450.0, 450.0),
+          ("aten::mul", 30, 80.0, 80.0), ("aten::_softmax", 1, 90.0, 90.0)), "parts"),
+        ((("aten::triu", 1, 250.0, 250.0), ("aten::div", 1, 20.0, 20.0), ("aten::bmm", 4, 360.0, 360.0),
+          ("aten::matmul", 4, 8.0, 368.0), ("aten::mul", 6, 12.0, 12.0)), "parts"),
+    ],
+    draw=_lines,
+    given=_profile,
+    shown=lambda rows, parts: "a profile of " + ", ".join(f"{key} {own:.3g} µs" for key, _, own, _ in rows),
+    words={"slowest": "the slowest part", "times": "times", "calls": "calls", "row": "row", "part": "part"},
+    notes={
+        "row.count": "a row says in `count` how often it was called",
+        "row.self_cpu_time_total": "the own times of all calls, which may be added up",
+        "sum(times.values())": "the whole profile's time",
+    },
+    rows=[
+        Row("total-times", "cpu_time_total is added up: it has in it what an operation called, so some time counts "
+            "twice", [("row.self_cpu_time_total", "row.cpu_time_total")]),
+        Row("total-times", "share: the part's time is divided by a sum of cpu_time_total, which counts some time twice",
+            [("sum(times.values())", "sum(row.cpu_time_total for row in rows)")]),
+        Row("total-times", "share: the part's own time is divided by the largest cpu_time_total of a row: the whole is "
+            "the sum of all own times", [("sum(times.values())", "max(row.cpu_time_total for row in rows)")]),
+        Row("times-count", "the times are multiplied by count: a row's time is that of all its calls already",
+            [("+ row.self_cpu_time_total", "+ row.self_cpu_time_total * row.count")]),
+        Row("one-call", "the times are divided by count: the part with the most time in all its calls is wanted",
+            [("+ row.self_cpu_time_total", "+ row.self_cpu_time_total / row.count")]),
+        Row("other-left-out", 'operations that `parts` does not have are left out: they are the part "other"',
+            [('        part = parts.get(row.key, "other")\n',
+              '        if row.key not in parts:\n            continue\n        part = parts[row.key]\n')]),
+        Row("other-left-out", 'the part "other" is never the answer: it is a part like the others',
+            [("max(times, key=times.get)", 'max((p for p in times if p != "other"), key=times.get)')]),
+        Row("other-left-out", "share: the operations that `parts` does not have are missing in the whole",
+            [("sum(times.values())", '(sum(t for p, t in times.items() if p != "other") or 1)')]),
+        Row("one-operation", "of each part only its last operation counts: each replaces the one before, and they add "
+            "up", [("times.get(part, 0.0) + row", "row"), ("calls.get(part, 0) + row", "row")]),
+        Row("one-operation", "chosen by the slowest operation: add up the operations of each part first",
+            [("max(times, key=times.get)",
+              'parts.get(max(rows, key=lambda row: row.self_cpu_time_total).key, "other")')]),
+        Row("one-operation", "of each part only its slowest operation counts: its operations add up",
+            [("times.get(part, 0.0) + row.self_cpu_time_total",
+              "max(times.get(part, 0.0), row.self_cpu_time_total)")]),
+        Row("one-operation", "share: it is that of the part's slowest operation alone: the part has others",
+            [("return slowest, times[slowest]", 'return slowest, max(row.self_cpu_time_total for row in rows if '
+              'parts.get(row.key, "other") == slowest)')]),
+        Row("most-calls", "chosen by the calls: the part with the most time is wanted",
+            [("max(times, key=times.get)", "max(calls, key=calls.get)")]),
+        Row("rows-for-calls", "calls: it is how many rows the part has: a row says in `count` how often it was called",
+            [("+ row.count", "+ 1")]),
+        Row("all-calls", "calls: it is the calls of the whole profile: those of the part are wanted",
+            [("calls[slowest]", "sum(calls.values())")]),
+        Row("share-of-the-calls", "share: it is the part's share of the calls: its share of the time is wanted",
+            [("times[slowest] / sum(times.values())", "calls[slowest] / sum(calls.values())")]),
+        Row("share-of-the-rest", "share: it is the share of all the other parts",
+            [("times[slowest] / sum(times.values())", "1 - times[slowest] / sum(times.values())")]),
+        Row("part-by-rest", "share: the part's time is divided by that of the others: the whole has the part in it too",
+            [("sum(times.values()),", "((sum(times.values()) - times[slowest]) or 1),")]),
+        Row("time-for-calls", "calls: it is the part's time: how often was it called?",
+            [("calls[slowest]\n", "times[slowest]\n")]),
+        Row("least", "it is the part with the least time", [("max(times", "min(times")]),
+    ],
+    tol=0.006,  # two decimals will do
+)  # fmt: skip
+@no_type_check
+def bottleneck(rows, parts):
+    """Return (part, share, calls). rows: as profile.key_averages() gives; parts: {operation: part}."""
+    # BEGIN SOLUTION
+    times, calls = {}, {}
+    for row in rows:
+        part = parts.get(row.key, "other")
+        times[part] = times.get(part, 0.0) + row.self_cpu_time_total
+        calls[part] = calls.get(part, 0) + row.count
+    slowest = max(times, key=times.get)
+    return slowest, times[slowest] / sum(times.values()), calls[slowest]
+    # END SOLUTION
 
 
 # ---- 10.2 -----------------------------------------------------------------------------------------------------------
@@ -691,95 +478,26 @@ def _expect_median(milliseconds: Callable[..., float]) -> None:
 
 # ---- 10.5 -----------------------------------------------------------------------------------------------------------
 
-_MODELS = [  # width, depth, heads, kv_heads, hidden, vocabulary, batch, seq_len
+_MODELS = (  # width, depth, heads, kv_heads, hidden, vocabulary, batch, seq_len
     (8, 1, 2, 1, 24, 10, 1, 3), (64, 3, 4, 2, 192, 256, 2, 5), (48, 2, 6, 1, 128, 100, 3, 32),
-    (32, 5, 4, 4, 64, 77, 2, 16),
-    (96, 4, 8, 2, 256, 300, 5, 7), (40, 7, 10, 5, 104, 513, 1, 64), (36, 2, 3, 3, 100, 33, 4, 11),
-    (80, 6, 5, 1, 216, 129, 7, 9),
-    (56, 3, 14, 2, 120, 91, 2, 13), (60, 2, 4, 2, 160, 65, 9, 6), (44, 3, 11, 11, 96, 201, 3, 17),
-    (72, 5, 9, 3, 190, 45, 5, 5), (768, 12, 12, 12, 2048, 50257, 8, 1024), (24, 3, 12, 4, 72, 50, 6, 21),
-]  # fmt: skip
+    (768, 12, 12, 12, 2048, 50257, 8, 1024),
+)  # fmt: skip
 
 
-def _fit(got: Sequence[int], pieces: Sequence[Sequence[int]]) -> list[Fraction] | None:
-    """The coefficients with which pieces [cases][pieces] add up to `got` exactly, or None.
-
-    They are worth a word only if they are simple numbers, which chance does not give.
-    """
-    matrix = torch.tensor([[float(x) for x in row] for row in pieces], dtype=torch.float64)
-    size = matrix.norm(dim=1, keepdim=True)  # each case counts alike
-    scale = (matrix / size).norm(dim=0)
-    solution = torch.linalg.lstsq(
-        matrix / size / scale, torch.tensor(got, dtype=torch.float64)[:, None] / size
-    ).solution
-    found = [Fraction(x).limit_denominator(8) for x in (solution[:, 0] / scale).tolist()]
-    exact = all(sum(c * x for c, x in zip(found, row, strict=True)) == y for row, y in zip(pieces, got, strict=True))
-    return found if exact else None
+def _model(r: random.Random) -> tuple[int | bool, ...]:
+    kv_heads = r.randint(1, 6)
+    heads = kv_heads * r.randint(1, 4)
+    rest = (r.randint(8, 300), r.randint(5, 600), r.randint(1, 9), r.randint(1, 40), r.random() < 0.5)
+    return heads * 2 * r.randint(1, 12), r.randint(1, 9), heads, kv_heads, *rest
 
 
-def _times(count: Fraction) -> str:
-    return "never" if count == 0 else "once" if count == 1 else f"{count} times"
+_PER_BATCH = "depth * batch * seq_len"
 
 
-def _expect_sum(
-    got: Sequence[tuple[str, float]], names: Mapping[str, int], pieces: Sequence[Sequence[int]], *,
-    what: str, slug: str, unit: Sequence[int] | None = None, others: Mapping[str, tuple[Sequence[float], str]],
-) -> None:  # fmt: skip
-    """CheckFailed unless each value is the sum of its pieces; says which piece is counted how often.
-
-    names: {piece: how often it should count}, in numbers of 4 bytes (`unit` where a number has others). others: {slug:
-    (a value for each case, sentence)}, what known mistakes give.
-    """
-    __tracebackhide__ = True
-    bytes_each = list(unit or [4] * len(names))
-    right = [n * b for n, b in zip(names.values(), bytes_each, strict=True)]
-    want = [sum(c * x for c, x in zip(right, row, strict=True)) for row in pieces]
-    wrong = next((i for i, (_, x) in enumerate(got) if x != want[i]), None)
-    if wrong is None:
-        return
-    case, values = got[wrong][0], [x for _, x in got]
-    for factor, words, name in (
-        (Fraction(1, 4), "is the count of numbers, or of bytes of one each: a float32 has 4 bytes", "bytes-forgotten"),
-        (Fraction(1, 2), "is half of it: a float32 has 4 bytes", "two-bytes"),
-        (Fraction(2), "is twice as much: a float32 has 4 bytes", "eight-bytes"),
-        (Fraction(8), "is 8 times as much: bytes are wanted", "bits"),
-        (Fraction(1, 1024), "is in KiB: bytes are wanted", "unit"),
-        (Fraction(1, 1024**2), "is in MiB: bytes are wanted", "unit"),
-        (Fraction(1, 1024**3), "is in GiB: bytes are wanted", "unit"),
-    ):
-        if all(abs(x - factor * y) <= abs(factor * y) * 1e-9 for x, y in zip(values, want, strict=True)):
-            raise CheckFailed(f"{what} {words}", diagnosis=name, case=case)
-    for name, (known, words) in others.items():
-        if values == list(known):
-            raise CheckFailed(f"{what}: {words}", diagnosis=name, case=case)
-    if all(x == int(x) for x in values) and (found := _fit([int(x) for x in values], pieces)) is not None:
-        counts = [c / b for c, b in zip(found, bytes_each, strict=True)]
-        alike = {
-            count / n for n, count, b in zip(names.values(), counts, bytes_each, strict=True) if n and b == 4
-        }  # fmt: skip
-        if len(alike) == 1 and (factor := alike.pop()) not in (0, 1):
-            raise CheckFailed(
-                f"{what}: a number counts as {float(4 * factor):g} bytes; a float32 has 4",
-                diagnosis="bytes-forgotten", case=case,
-            )  # fmt: skip
-        off = [
-            f"{name} counts {_times(count)}, it should count {_times(Fraction(n))}"
-            for (name, n), count in zip(names.items(), counts, strict=True) if count != n
-        ]  # fmt: skip
-        if 1 <= len(off) <= 2:
-            raise CheckFailed(f"{what}: {'; '.join(off)}", diagnosis=slug, case=case)
-    raise CheckFailed(
-        f"{what} is {values[wrong]:g}, it should be {want[wrong]}"
-        + (f", {values[wrong] / want[wrong]:.4g} times as much" if want[wrong] else ""),
-        diagnosis="wrong-value", case=case,
-    )  # fmt: skip
-
-
-@exercise(
+@rule(
     "10.5",
     title="The memory of training, by hand",
     minutes=25,
-    difficulty="Core",
     hints=[
         "Count numbers first, and multiply by 4 last. A projection from a to b numbers has a · b weights.",
         "Projections of a block: width · head_dim · (heads + kv_heads + kv_heads + heads). q has batch · heads · "
@@ -787,111 +505,73 @@ def _expect_sum(
         "Gradients are as large as the parameters, AdamW's averages twice as large. Original: depth · (4 · (x + 4 q "
         "+ P) + seq_len²). Flash: depth · 4 · (x + 2 q + 2 kv + batch · heads · seq_len).",
     ],
-)
-def _(training_bytes: Callable[..., tuple[int, int, int, int]]) -> str:
-    names = ("parameters", "gradients", "optimizer", "activations")
-    got: dict[tuple[int, bool], list[float]] = {}
-    cases = {}
-    for i, one in enumerate(_MODELS):
-        width, depth, heads, kv_heads, _, _, batch, N = one
-        for flash in (False, True):
-            case = (
-                f"width {width}, depth {depth}, {heads} heads, {kv_heads} key heads, batch {batch}, seq_len {N}, "
-                f"flash={flash}"
-            )
-            cases[i, flash] = case
-            with running(case):
-                given = _several(training_bytes(*one, flash), names, case)
-            got[i, flash] = [_number(x, name, case) for x, name in zip(given, names, strict=True)]
-    for (i, flash), four in got.items():
-        for x, name in zip(four, names, strict=True):
-            words = f"{name} is {x:g}, and bytes are counted in whole numbers, 0 or more"
-            expect(math.isfinite(x) and x >= 0, words, diagnosis="wrong-value", case=cases[i, flash])
+    returns="parameters, gradients, optimizer, activations",
+    whole=True,
+    inputs=[(*one, flash) for one in _MODELS for flash in (False, True)],
+    draw=_model,
+    words={
+        "head_dim": "head_dim", "projections": "projections", "block": "block", "layer": "a layer", "x": "x", "q": "q",
+        "kv": "K", "P": "P", "parameters": "parameters",
+    },
+    notes={
+        "seq_len * seq_len": "one byte for each pair of query and key, for all batches and heads",
+        "depth": "there are `depth` blocks", "vocabulary * width": "the last matrix is the embedding's, so it counts "
+        "once", "optimizer: 2": "AdamW keeps two averages for each parameter", "4": "a float32 has 4 bytes",
+        "batch * heads * seq_len": "lse is one number for each query and head",
+        "3": "SwiGLU has three matrices", "2 * width": "a block has two norms", "flash": "flash=False keeps P",
+    },
+    units={
+        "parameters": {
+            "embeddings": "4 * vocabulary * width",
+            "matrices width × width per block": "4 * depth * width * width",
+            "projections to key or value heads per block": "4 * depth * width * (width // heads) * kv_heads",
+            "matrices of SwiGLU per block": "4 * depth * width * hidden",
+            "norms per block": "4 * depth * width",
+            "norms outside of the blocks": "4 * width",
+        },
+        "activations": {
+            "tensors like x and q": f"4 * {_PER_BATCH} * width * (not flash)",
+            "K or V, not repeated": f"4 * {_PER_BATCH} * (width // heads) * kv_heads * (not flash)",
+            "P": f"4 * {_PER_BATCH} * heads * seq_len * (not flash)",
+            "lse": f"4 * {_PER_BATCH} * heads * (not flash)",
+            "masks": "depth * seq_len * seq_len * (not flash)",
+            "masks per batch": f"{_PER_BATCH} * seq_len * (not flash)",
+            "with flash: tensors like x and q": f"4 * {_PER_BATCH} * width * flash",
+            "K or V": f"4 * {_PER_BATCH} * (width // heads) * kv_heads * flash",
+            "numbers per query, key and head": f"4 * {_PER_BATCH} * heads * seq_len * flash",
+            "numbers per query and head": f"4 * {_PER_BATCH} * heads * flash",
+            "bytes per query and key": "depth * seq_len * seq_len * flash",
+        },
+    },
+    rows=[
+        Row("mask-for-each-head", "activations: the mask counts for each batch and head: there is one for all",
+            [("+ seq_len * seq_len", "+ P")]),
+        Row("mask-in-numbers", "activations: the mask counts 4 bytes for each pair: it is one byte",
+            [("+ seq_len * seq_len", "+ 4 * seq_len * seq_len")]),
+        Row("not-repeated", "activations: the original repeats K and V for every query head",
+            [("(x + q + q + q + P + q)", "(x + q + kv + kv + P + q)")]),
+        Row("all-heads", "parameters and gradients and optimizer: keys and values are projected to `heads` heads: "
+            "there are `kv_heads` of each", [("2 * heads + 2 * kv_heads", "4 * heads")]),
+    ],
+)  # fmt: skip
+def training_bytes(width, depth, heads, kv_heads, hidden, vocabulary, batch, seq_len, flash):
+    """Return the bytes of (parameters, gradients, optimizer, activations). flash: True or False."""
+    # BEGIN SOLUTION
+    head_dim = width // heads
+    projections = width * head_dim * (2 * heads + 2 * kv_heads)
+    block = projections + 3 * width * hidden + 2 * width
+    parameters = 4 * (vocabulary * width + depth * block + width)
 
-    weights = []
-    for width, depth, heads, kv_heads, hidden, vocabulary, _, _ in _MODELS:
-        head_dim = width // heads
-        weights.append([vocabulary * width, depth * width * width, depth * width * head_dim * kv_heads,
-                        depth * width * hidden, depth * width, width])  # fmt: skip
-    of_weights = {
-        "the embedding": 1, "a matrix width × width (the projections to q and out of the heads)": 2,
-        "a projection to the key heads or value heads": 2, "a matrix of SwiGLU": 3,
-        "a vector of width numbers in a block (its norms)": 2,
-        "the last norm": 1,
-    }  # fmt: skip
-    right = [4 * sum(n * x for n, x in zip(of_weights.values(), row, strict=True)) for row in weights]
-    outside = [4 * (row[0] + row[5]) for row in weights]
-    one_block = [(x - out) // one[1] + out for x, out, one in zip(right, outside, _MODELS, strict=True)]
-    models = {"depth-forgotten": (one_block, "one block counts; there are `depth` of them")}
-    for flash in (False, True):
-        said = [(cases[i, flash], got[i, flash][0]) for i in range(len(_MODELS))]
-        _expect_sum(said, of_weights, weights, what="parameters", slug="parameters", others=models)
-    for (i, flash), four in got.items():
-        parameters, gradients, optimizer, _ = four
-        case = cases[i, flash]
-        expect(
-            gradients == parameters,
-            f"gradients is {gradients / parameters:.4g} times parameters; each parameter has one gradient",
-            diagnosis="gradients", case=case,
-        )  # fmt: skip
-        expect(
-            optimizer == 2 * parameters,
-            f"optimizer is {optimizer / parameters:.4g} times parameters; AdamW keeps two averages for each parameter",
-            diagnosis="optimizer", case=case,
-        )  # fmt: skip
-
-    of_layers: dict[bool, dict[str, int]] = {
-        flash: {
-            "a tensor of batch · seq_len · width numbers (x, q, o"
-            + ("" if flash else ", repeated K, repeated V") + ")": 3 if flash else 5,
-            "K or V, not repeated": 2 if flash else 0,
-            "a number for each batch, head and pair (P)": 0 if flash else 1,
-            "a number for each batch, head and query (lse)": 1 if flash else 0,
-            "a byte for each pair (the mask)": 0 if flash else 1,
-            "a byte for each batch and pair": 0,
-            "a byte for each head and pair": 0,
-            "a number for each batch, key head and pair": 0,
-            "a number for each batch and head": 0,
-            "a number for each batch and query": 0,
-        }
-        for flash in (False, True)
-    }  # fmt: skip
-    unit = (4, 4, 4, 4, 1, 1, 1, 4, 4, 4)
-    pieces = []
-    for width, depth, heads, kv_heads, _, _, batch, N in _MODELS:
-        sizes = [batch * N * width, batch * N * (width // heads) * kv_heads, batch * heads * N * N, batch * N * heads]
-        pieces.append(
-            [
-                depth * x
-                for x in (
-                    *sizes,
-                    N * N,
-                    batch * N * N,
-                    heads * N * N,
-                    batch * kv_heads * N * N,
-                    batch * heads,
-                    batch * N,
-                )
-            ]
-        )
-    rights = {
-        flash: [sum(n * b * x for n, b, x in zip(of_layers[flash].values(), unit, row, strict=True)) for row in pieces]
-        for flash in (False, True)
-    }
-    for flash in (False, True):
-        depths = list(zip(rights[flash], [one[1] for one in _MODELS], strict=True))
-        each_mask = [x + row[2] - row[4] for x, row in zip(rights[flash], pieces, strict=True)]
-        _expect_sum(
-            [(cases[i, flash], got[i, flash][3]) for i in range(len(_MODELS))], of_layers[flash], pieces,
-            what=f"activations, {'flash' if flash else 'original'}", slug="activations", unit=unit,
-            others={
-                "depth-forgotten": ([x // d for x, d in depths], "one block counts; there are `depth` of them"),
-                "depth-twice": ([x * d for x, d in depths], "`depth` is a factor twice"),
-                "the-other-attention": (rights[not flash], f"flash={flash} gives the bytes of flash={not flash}"),
-                "mask-for-each-head": (each_mask, "the mask counts for each batch and head; there is one for all"),
-            },
-        )  # fmt: skip
-    return f"{len(_MODELS)} models, original and flash"
+    x = batch * seq_len * width
+    q = batch * heads * seq_len * head_dim
+    kv = batch * kv_heads * seq_len * head_dim
+    if flash:
+        layer = 4 * (x + q + kv + kv + q + batch * heads * seq_len)
+    else:
+        P = batch * heads * seq_len * seq_len
+        layer = 4 * (x + q + q + q + P + q) + seq_len * seq_len
+    return parameters, parameters, 2 * parameters, depth * layer
+    # END SOLUTION
 
 
 # ---- 10.6 -----------------------------------------------------------------------------------------------------------
@@ -1133,78 +813,31 @@ def _first_off(y: torch.Tensor, want: torch.Tensor) -> list[int] | None:
 
 # ---- 10.7 -----------------------------------------------------------------------------------------------------------
 
-_SIZES = (16, 32, 64, 128, 256)
+
+def _chip(r: random.Random) -> tuple[int, ...]:
+    """Where a tile just fits, or a BLOCK_M just reaches the ridge, about every second time."""
+    N, D, itemsize, stages = r.choice((64, 256, 1000, 4096)), r.choice((64, 128)), r.choice((2, 4)), r.randint(1, 4)
+    M, B = r.choice((16, 32, 64, 128, 256)), r.choice((16, 32, 64, 128, 256))
+    peak, bandwidth = r.choice((
+        (r.randint(1, 200) * 10**12, 10**12), (2 * M * N, (M + N) * itemsize), (2 * M * N + 1, (M + N) * itemsize),
+        (20 * M * N + 3 * (M + N) * itemsize, 10 * (M + N) * itemsize), (2000 * M * N - 1, 1000 * (M + N) * itemsize),
+    ))  # fmt: skip
+    shared = (r.choice((0, 1, 1, 1, 2)) * M + 2 * stages * B) * D * itemsize
+    shared = r.choice((shared + r.choice((-1, 0, 0, 1, M, r.randint(-5000, 5000))),) * 5 + (r.randint(50, 4000),))
+    return peak, bandwidth, max(0, shared), N, D, itemsize, stages
 
 
-def _tile(
-    peak: float, bandwidth: float, shared: int, N: int, D: int, itemsize: int, stages: int, mistake: str = ""
-) -> tuple[int, int] | None:
-    """The tile, with a mistake or none."""
-    ridge = bandwidth / peak if mistake == "ridge-too-low" else peak / bandwidth
-
-    def intensity(M: int) -> float:
-        flops = {"one-product": 2, "multiply-add-is-one": 2, "six": 6}.get(mistake, 4) * M * N * D
-        q, o, k, v = M, M, N, N
-        if mistake in ("q-left-out", "kv-only"):
-            q = 0
-        if mistake in ("o-left-out", "kv-only"):
-            o = 0
-        if mistake == "one-of-kv":
-            v = 0
-        if mistake == "kv-left-out":
-            k = v = 0
-        if mistake == "scores-written":
-            o += 2 * M * N // D
-        return flops / ((q + o + k + v) * D * (1 if mistake == "numbers-for-bytes" else itemsize))
-
-    reaching = [M for M in _SIZES if intensity(M) >= ridge]
-    if mistake == "below-the-ridge":
-        reaching = [M for M in _SIZES if intensity(M) <= ridge]
-    if not reaching:
-        return None
-    M = reaching[-1] if mistake == "largest-m" else reaching[0]
-
-    def bytes_shared(B: int) -> int:
-        rows = {
-            "stages-forgotten": M + 2 * B, "q-in-stages": stages * (M + 2 * B), "one-tile": M + stages * B,
-            "o-in-shared": 2 * M + 2 * stages * B, "q-not-in-shared": 2 * stages * B,
-        }.get(mistake, M + 2 * stages * B)  # fmt: skip
-        extra = M * B * itemsize if mistake == "scores-in-shared" else 0
-        return rows * D * (1 if mistake == "shared-in-numbers" else itemsize) + extra
-
-    fitting = [B for B in _SIZES if bytes_shared(B) < shared or (bytes_shared(B) == shared and mistake != "not-quite")]
-    if not fitting:
-        return None
-    return M, fitting[0] if mistake == "smallest-n" else fitting[-1]
+_CHIPS = (  # FLOP/s, bytes/s, bytes of shared memory
+    (989 * 10**12, 4800 * 10**9, 232448), (165 * 10**12, 1008 * 10**9, 101376), (60 * 10**12, 10**12, 98304),
+    (30 * 10**12, 10**12, 65536), (15 * 10**12, 10**12, 49152), (5 * 10**11, 10**12, 65536),
+    (110 * 10**12, 10**12, 122880), (6 * 10**12, 10**12, 36864), (32 * 10**12, 10**12, 98304),
+)  # fmt: skip
 
 
-_TILE_MISTAKES = {
-    "ridge-too-low": "BLOCK_M is 16 for every tile, as if the ridge were near 0: it is peak_flops / bytes_per_s",
-    "one-product": "the FLOPs are half of them: there are two products, and a multiply-add is 2 FLOPs",
-    "q-left-out": "either the reading of Q or the writing of O is missing in the bytes",
-    "kv-only": "the bytes are those of K and V alone; Q is read and O is written as well",
-    "one-of-kv": "the bytes have one of K and V; both are read",
-    "kv-left-out": "K and V are missing in the bytes: each program reads all of their rows",
-    "numbers-for-bytes": "FLOPs are divided by numbers, not by bytes: a number has itemsize bytes",
-    "below-the-ridge": "BLOCK_M is below the ridge; the intensity has to reach it",
-    "largest-m": "BLOCK_M is the largest one that reaches the ridge; the smallest is wanted",
-    "stages-forgotten": "STAGES is not in the shared memory: there are STAGES tiles of K and of V",
-    "q-in-stages": "Q counts STAGES times in the shared memory; there is one tile of it",
-    "one-tile": "the shared memory has STAGES tiles of one of K and V; both have them",
-    "o-in-shared": "O counts in the shared memory; it stays in registers",
-    "q-not-in-shared": "the tile of Q is missing in the shared memory",
-    "shared-in-numbers": "the shared memory is counted in numbers; shared_bytes is in bytes, itemsize for each number",
-    "smallest-n": "BLOCK_N is the smallest one that fits; the largest is wanted",
-    "not-quite": "tiles that take exactly shared_bytes do fit",
-    "scores-in-shared": "a tile of scores counts in the shared memory; it stays in registers",
-}
-
-
-@exercise(
+@rule(
     "10.7",
     title="A tile from the roofline",
     minutes=25,
-    difficulty="Core",
     hints=[
         "Two questions, one after the other: which BLOCK_M reaches the ridge, and which BLOCK_N fits with it?",
         "FLOPs: 2 products · 2 · BLOCK_M · N · HEAD_DIM. Bytes: (BLOCK_M + N + N + BLOCK_M) · HEAD_DIM · itemsize. "
@@ -1212,215 +845,65 @@ _TILE_MISTAKES = {
         "Shared memory: (BLOCK_M + 2 · STAGES · BLOCK_N) · HEAD_DIM · itemsize <= shared_bytes. Try the five sizes of "
         "each in order.",
     ],
-)
-def _(choose_tile: Callable[..., tuple[int, int] | None]) -> str:
-    h200, rtx = runtime.GPUS["H200"], runtime.GPUS["RTX 4090"]
-    gpus = {
-        "H200": ((h200.fp16_tflops or 0) * 1e12, (h200.memory_gb_s or 0) * 1e9, h200.shared_per_block),
-        "RTX 4090": ((rtx.fp16_tflops or 0) * 1e12, (rtx.memory_gb_s or 0) * 1e9, rtx.shared_per_block),
-        "a chip of 60 TFLOP/s and 1 TB/s": (60e12, 1e12, 98304),
-        "a chip of 30 TFLOP/s and 1 TB/s": (30e12, 1e12, 65536),
-        "a chip of 15 TFLOP/s and 1 TB/s": (15e12, 1e12, 49152),
-        "a chip of 0.5 TFLOP/s and 1 TB/s": (0.5e12, 1e12, 65536),
-        "a chip of 110 TFLOP/s and 1 TB/s": (110e12, 1e12, 122880),
-        "a chip of 6 TFLOP/s and 1 TB/s": (6e12, 1e12, 36864),
-        "a chip of 32 TFLOP/s and 1 TB/s": (32e12, 1e12, 98304),  # N=64: BLOCK_M=64 just reaches its ridge
-    }
-    shapes = itertools.product((64, 256, 1024, 4096, 65536), (64, 128), (2, 4), (1, 2, 3))
-    inputs = [
-        (f"{name}, N={N}, HEAD_DIM={D}, itemsize={size}, STAGES={stages}", (*gpu, N, D, size, stages))
-        for N, D, size, stages in shapes for name, gpu in gpus.items()
-    ]  # fmt: skip
-    want = [_tile(*one) for _, one in inputs]
-    got: list[tuple[int, int] | None] = []
-    for case, one in inputs:
-        with running(case):
-            tile = choose_tile(*one)
-        if tile is None:
-            got.append(None)
-            continue
-        M, N = _several(tile, ("BLOCK_M", "BLOCK_N"), case)
-        got.append((int(_number(M, "BLOCK_M", case)), int(_number(N, "BLOCK_N", case))))
-    wrong = next((i for i, (a, b) in enumerate(zip(got, want, strict=True)) if a != b), None)
-    if wrong is None:
-        return f"{len(inputs)} shapes on {len(gpus)} chips"
-    expect(
-        any(got), "None is returned for every chip: is a `return` missing?", diagnosis="returned-none",
-        case=inputs[wrong][0],
-    )  # fmt: skip
-    for slug, why in _TILE_MISTAKES.items():
-        if got == [_tile(*one, slug) for _, one in inputs]:
-            raise CheckFailed(why, diagnosis=slug, case=inputs[wrong][0])
-    if all(a == (b[::-1] if b else None) for a, b in zip(got, want, strict=True)):
-        raise CheckFailed("BLOCK_M and BLOCK_N are exchanged", diagnosis="exchanged", case=inputs[wrong][0])
-    for first, second in itertools.product(_OF_BLOCK_M, [x for x in _TILE_MISTAKES if x not in _OF_BLOCK_M]):
-        if got == [_two_mistakes(one, first, second) for _, one in inputs]:
-            why = f"{_TILE_MISTAKES[first]}; and {_TILE_MISTAKES[second]}"
-            raise CheckFailed(why, diagnosis=first, case=inputs[wrong][0])
-    slips = [
-        Slip(piece, name, words, "wrong-tile") for piece, choices in _TILE_SLIPS.items() for name, words in choices
-    ]
-    few = inputs[:: max(1, len(inputs) // 60)]
-    given = [got[i] for i in range(0, len(inputs), max(1, len(inputs) // 60))]
-
-    def fits(chosen: Chosen) -> bool:
-        return all(x == _sloppy_tile(*one, chosen) for x, (_, one) in zip(given, few, strict=True)) and all(
-            x == _sloppy_tile(*one, chosen) for x, (_, one) in zip(got, inputs, strict=True)
-        )
-
-    with explained(lambda: explain(fits, slips)):
-        _explain_tile(got, want, inputs)
-    return ""
-
-
-_TILE_SLIPS = {
-    "q": [
-        ("0", "the reading of Q, or the writing of O, is missing in the bytes"),
-        ("N", "the bytes of Q, or of O, are those of N rows: there are BLOCK_M"),
-        ("twice", "Q and O count more than once in the bytes"),
+    returns="BLOCK_M, BLOCK_N",
+    whole=True,
+    inputs=[
+        *((*_CHIPS[2], N, 64, 2, 1) for N in (256, 64)),
+        *((*gpu, N, D, size, stages) for gpu in _CHIPS for N, D in ((64, 64), (1024, 128), (65536, 64), (256, 128))
+          for size, stages in ((2, 1), (2, 2), (4, 3))),
+        (512001, 2512, 65535, 1000, 64, 2, 1), *(_chip(random.Random(i)) for i in range(200)),
     ],
-    "kv": [
-        ("1", "one of K and V is missing in the bytes"),
-        ("M", "K and V count with BLOCK_M rows in the bytes: they have N"),
-        ("0", "K and V are missing in the bytes"),
+    draw=_chip,
+    words={
+        "sizes": "sizes", "reaching": "reaching", "fitting": "fitting", "BLOCK_M": "BLOCK_M", "M": "BLOCK_M",
+        "B": "BLOCK_N", "flops": "FLOPs", "moved": "bytes", "ridge": "ridge",
+    },
+    notes={
+        "reaching[0]": "the smallest BLOCK_M that reaches the ridge is wanted",
+        "fitting[-1]": "the largest BLOCK_N that fits is wanted",
+        "STAGES": "there are STAGES tiles of K and of V, and one of Q",
+        "itemsize": "a number has itemsize bytes",
+        "flops / moved >= ridge": "a BLOCK_M that just reaches the ridge will do",
+        "flops / moved": "it is no whole number",
+        "(BLOCK_M + 2 * STAGES * B) * HEAD_DIM * itemsize <= shared_bytes": "tiles that take exactly that many do fit",
+        "BLOCK_M": "one tile of Q is in shared memory; O stays in registers",
+        "2": "two products, and a multiply-add is 2 FLOPs; K and V are two",
+    },
+    also=[[("2 * STAGES * B", "STAGES * (B + B)"), ("M + N + N + M", "2 * M + 2 * N")]],
+    rows=[
+        Row("scores-in-shared", "BLOCK_N: a tile of scores counts in the shared memory: it stays in registers",
+            [("* HEAD_DIM * itemsize <=", "* HEAD_DIM * itemsize + BLOCK_M * B * itemsize <=")]),
+        Row("kv-only", "BLOCK_M and BLOCK_N: the bytes are those of K and V alone: Q is read and O is written as well",
+            [("M + N + N + M", "N + N")]),
+        Row("q-left-out", "BLOCK_M and BLOCK_N: the reading of Q, or the writing of O, is missing in the bytes",
+            [("M + N + N + M", "M + N + N")]),
+        Row("one-of-kv", "BLOCK_M and BLOCK_N: the bytes have one of K and V: both are read",
+            [("M + N + N + M", "M + N + M")]),
+        Row("o-in-shared", "BLOCK_N: O counts in the shared memory: it stays in registers",
+            [("(BLOCK_M + 2 *", "(2 * BLOCK_M + 2 *")]),
+        Row("one-tile", "BLOCK_N: the shared memory has STAGES tiles of one of K and V: both have them",
+            [("2 * STAGES * B", "STAGES * B")]),
     ],
-    "flops": [
-        ("1", "the FLOPs are a quarter: two products, and a multiply-add is 2"),
-        ("2", "the FLOPs are half of them: two products, and a multiply-add is 2"),
-        ("8", "the FLOPs are twice what they are"),
-        ("NN", "the FLOPs have N · N where BLOCK_M · N belongs"),
-    ],
-    "e": [
-        ("1", "the bytes do not have itemsize"),
-        ("2", "every number is taken for 2 bytes in the intensity"),
-    ],
-    "ridge": [
-        ("GB", "the ridge is in other units than FLOPs per byte: peak_flops / bytes_per_s"),
-        (">", "a BLOCK_M that just reaches the ridge is refused"),
-    ],
-    "which": [
-        ("last", "BLOCK_M is the largest one that reaches the ridge: the smallest is wanted"),
-    ],
-    "shared q": [
-        ("0", "the tile of Q is missing in the shared memory"),
-        ("B", "the tile of Q has BLOCK_N rows in the shared memory: it has BLOCK_M"),
-        ("stages", "the tile of Q counts STAGES times in the shared memory"),
-        ("two", "two tiles of BLOCK_M rows are in the shared memory: O stays in registers"),
-    ],
-    "shared kv": [
-        ("1", "one of K and V is missing in the shared memory"),
-        ("no stages", "STAGES is not in the shared memory"),
-        ("one stage more", "the shared memory has one tile of K and of V too many"),
-        ("one tile more", "the shared memory has a tile of BLOCK_N rows too many"),
-        ("V once", "STAGES multiplies one of K and V alone"),
-        ("M", "the tiles of K and V have BLOCK_M rows in the shared memory: they have BLOCK_N"),
-    ],
-    "shared e": [
-        ("1", "itemsize is missing in the shared memory"),
-        ("2", "every number is taken for 2 bytes in the shared memory"),
-        ("4", "every number is taken for 4 bytes in the shared memory"),
-    ],
-    "fit": [
-        ("<", "tiles that take exactly shared_bytes do fit"),
-        ("first", "BLOCK_N is the smallest one that fits: the largest is wanted"),
-    ],
-    "sizes": [
-        ("128", "the sizes end at 128: 256 is one of them"),
-        ("32", "the sizes begin at 32: 16 is one of them"),
-    ],
-}  # fmt: skip
-
-
-def _sloppy_tile(
-    peak: float, bandwidth: float, shared: int, N: int, D: int, itemsize: int, stages: int, chosen: Chosen
-) -> tuple[int, int] | None:
-    """The tile with slips, as `_TILE_SLIPS` names them."""
-    ridge = peak / bandwidth * (1e3 if chosen.get("ridge") == "GB" else 1)
-    sizes = {"128": _SIZES[:-1], "32": _SIZES[1:]}.get(str(chosen.get("sizes")), _SIZES)
-
-    def intensity(M: int) -> float:
-        q = {"0": M, "N": M + N, "twice": 4 * M}.get(str(chosen.get("q")), 2 * M)
-        kv = {"1": N, "M": 2 * M, "0": 0}.get(str(chosen.get("kv")), 2 * N)
-        flops = {"1": M, "2": 2 * M, "8": 8 * M, "NN": 4 * N}.get(str(chosen.get("flops")), 4 * M) * N * D
-        return flops / ((q + kv) * D * {"1": 1, "2": 2}.get(str(chosen.get("e")), itemsize))
-
-    reaching = [M for M in sizes if (intensity(M) > ridge if chosen.get("ridge") == ">" else intensity(M) >= ridge)]
+)  # fmt: skip
+def choose_tile(peak_flops, bytes_per_s, shared_bytes, N, HEAD_DIM, itemsize, STAGES):
+    """Return (BLOCK_M, BLOCK_N), or None."""
+    # BEGIN SOLUTION
+    sizes = [16, 32, 64, 128, 256]
+    ridge = peak_flops / bytes_per_s
+    reaching = []
+    for M in sizes:
+        flops = 2 * 2 * M * N * HEAD_DIM
+        moved = (M + N + N + M) * HEAD_DIM * itemsize
+        if flops / moved >= ridge:
+            reaching.append(M)
     if not reaching:
         return None
-    M = reaching[-1 if "which" in chosen else 0]
-
-    def needed(B: int) -> int:
-        q = {"0": 0, "B": B, "stages": M * stages, "two": 2 * M}.get(str(chosen.get("shared q")), M)
-        kv = {"1": stages * B, "no stages": 2 * B, "one stage more": 2 * (stages + 1) * B,
-              "one tile more": (2 * stages + 1) * B, "V once": (stages + 1) * B,
-              "M": 2 * stages * M}.get(str(chosen.get("shared kv")), 2 * stages * B)  # fmt: skip
-        return (q + kv) * D * {"1": 1, "2": 2, "4": 4}.get(str(chosen.get("shared e")), itemsize)
-
-    fitting = [B for B in sizes if (needed(B) < shared if chosen.get("fit") == "<" else needed(B) <= shared)]
-    return (M, fitting[0 if chosen.get("fit") == "first" else -1]) if fitting else None
-
-
-_OF_BLOCK_M = (
-    "ridge-too-low", "one-product", "q-left-out", "kv-only", "one-of-kv", "kv-left-out", "numbers-for-bytes",
-    "below-the-ridge", "largest-m",
-)  # fmt: skip
-
-
-def _two_mistakes(one: tuple, first: str, second: str) -> tuple[int, int] | None:
-    """The tile whose BLOCK_M comes from one mistake and whose BLOCK_N, for that BLOCK_M, from the other."""
-    peak, bandwidth, shared, N, D, itemsize, stages = one
-    tile = _tile(peak, bandwidth, 1 << 60, N, D, itemsize, stages, first)
-    if tile is None:
+    BLOCK_M = reaching[0]
+    fitting = [B for B in sizes if (BLOCK_M + 2 * STAGES * B) * HEAD_DIM * itemsize <= shared_bytes]
+    if not fitting:
         return None
-    # A chip on which this BLOCK_M, and no smaller one, reaches the ridge.
-    M = tile[0]
-    ridge = 4 * M * N * D / ((2 * M + 2 * N) * D * itemsize)
-    return _tile(ridge, 1.0, shared, N, D, itemsize, stages, second)
-
-
-def _explain_tile(
-    got: Sequence[tuple[int, int] | None], want: Sequence[tuple[int, int] | None], inputs: Sequence[tuple[str, tuple]]
-) -> None:
-    """CheckFailed with what the first wrong tile costs, in figures."""
-    __tracebackhide__ = True
-    i = next(i for i, (a, b) in enumerate(zip(got, want, strict=True)) if a != b)
-    case, (peak, bandwidth, shared, N, D, itemsize, stages) = inputs[i]
-    ridge = peak / bandwidth
-
-    def intensity(M: int) -> float:
-        return 4 * M * N * D / ((2 * M + 2 * N) * D * itemsize) if M > 0 else 0.0
-
-    def needed(M: int, B: int) -> int:
-        return (M + 2 * stages * B) * D * itemsize
-
-    def fail(sentence: str, slug: str) -> None:
-        __tracebackhide__ = True
-        raise CheckFailed(sentence, diagnosis=slug, case=case)
-
-    tile, right = got[i], want[i]
-    if tile is None:
-        assert right is not None, "a tile is right where None is wrong"
-        fail(
-            f"None is returned; BLOCK_M={right[0]} gives {intensity(right[0]):.1f} FLOPs per byte, the ridge is "
-            f"{ridge:.1f}, and {right} needs {needed(*right)} of {shared} bytes of shared memory",
-            "tile-not-found",
-        )
-        return
-    M, B = tile
-    if M not in _SIZES or B not in _SIZES:
-        fail(f"{tile} is returned, and these are not two powers of two from 16 to 256", "not-a-size")
-    if intensity(M) < ridge:
-        also = "; so does no other, and None is wanted" if intensity(_SIZES[-1]) < ridge else ""
-        word = "does not reach" if also else "is below"
-        fail(f"BLOCK_M={M} gives {intensity(M):.1f} FLOPs per byte, which {word} the ridge of {ridge:.1f}{also}",
-             "below-the-ridge")  # fmt: skip
-    smallest = next(size for size in _SIZES if intensity(size) >= ridge)
-    if M != smallest:
-        fail(f"BLOCK_M={M} reaches the ridge of {ridge:.1f} FLOPs per byte, and so does {smallest}", "not-the-smallest")
-    if needed(M, B) > shared:
-        fail(f"{tile} needs {needed(M, B)} bytes of shared memory, and there are {shared}", "too-large")
-    assert right is not None, "a tile that fits and reaches the ridge is wrong only beside a larger one"
-    fail(f"with BLOCK_M={M}, BLOCK_N={B} fits into {shared} bytes, and so does {right[1]}", "not-the-largest")
+    return BLOCK_M, fitting[-1]
+    # END SOLUTION
 
 
 # ---- 10.8 -----------------------------------------------------------------------------------------------------------

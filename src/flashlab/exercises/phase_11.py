@@ -8,23 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import math
-import operator
 import random
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from flashlab.check import CheckFailed, expect, running
 from flashlab.check.cuda_answer import PROBES, Source, built, examine, probe, ran, replaced, source_of, text_of
+from flashlab.check.lookup import Row
 from flashlab.cuda import CudaModule
 from flashlab.exercises.answers import in_words
 from flashlab.exercises.registry import exercise
+from flashlab.exercises.rule import rule
 from flashlab.kernels import step
 from flashlab.simt.report import Counters, Event
 from flashlab.simt.sentences import KINDS
@@ -48,189 +47,46 @@ Operation = tuple[str, int]
 OPERATIONS = ("arrive", "arrive_expect_tx", "expect_tx", "copy")
 """What a script is made of, each with a number of bytes: 0 for "arrive"; of "copy" those that have been delivered."""
 
-_ARRIVES = ("arrive", "arrive_expect_tx")
-_EXPECTS = ("expect_tx", "arrive_expect_tx")
+_STEPS = 12
 
 
-def _parities(
-    script: Sequence[Operation], arrivals: int, *, inverted: bool = False, bytes_count: bool = True,
-    expect_arrives: bool = True, restarts: bool = True, stays: bool = False, by_arrival: bool = False,
-    adds: bool = True, before: bool = True, alone: bool = True, settles: bool = False, both: bool = False,
-    again: bool = False, exact: bool = False, below: bool = False,
-) -> list[tuple[bool, bool]]:  # fmt: skip
-    """What is right, and with an option what somebody may take for right.
-
-    exact, below: how a wrong barrier goes on where arrivals or bytes are fewer than none: neither option is a mistake.
-    """
-    pending, tx, phase, out, ever, announced = arrivals, 0, 0, [], False, 0
-    for name, number in script:
-        announced += number if name in _EXPECTS else 0
-        arrives = name == "arrive" or (name == "arrive_expect_tx" and expect_arrives)
-        pending -= arrives
-        if name in _EXPECTS and bytes_count and (alone or name != "expect_tx"):
-            tx = tx + number if adds else number
-        if name == "copy" and bytes_count:
-            tx = 0 if settles else tx - number
-        none_left = tx == 0 or (tx < 0 and below)
-        if (pending == 0 or (pending < 0 and not exact)) and none_left and (arrives or not by_arrival):
-            phase, ever = phase + 1, True
-            pending = arrivals if restarts else pending if exact else 1 << 30
-            tx = announced if again else tx
-        first = phase % 2 == 1
-        pair = (True, True) if stays and ever and not first else (first != inverted, first == inverted)
-        pair = (ever, True) if both else pair
-        out.append(pair if before or ever else (False, False))
-    return out
-
-
-def _announced_after(script: Sequence[Operation], arrivals: int, **how: bool) -> list[tuple[bool, bool]]:
-    """With arrive_expect_tx as an arrival, then an announcement."""
-    halves = [[("arrive", 0), ("expect_tx", n)] if name == "arrive_expect_tx" else [(name, n)] for name, n in script]
-    pairs = iter(_parities(list(itertools.chain(*halves)), arrivals, **how))
-    return [[next(pairs) for _ in both][-1] for both in halves]
-
-
-def _by_phases(pairs: Sequence[tuple[bool, bool]]) -> list[tuple[bool, bool]]:
-    """With parity 0 complete in phase 1 alone."""
-    changes = itertools.accumulate(int(a != b) for a, b in itertools.pairwise([(False, True), *pairs]))
-    return [(phase == 1, phase != 1) for phase in changes]
-
-
-_MISTAKEN_PARITIES: dict[str, tuple[Callable[..., list[tuple[bool, bool]]], str]] = {
-    "parities-exchanged": (
-        functools.partial(_parities, inverted=True),
-        "the two parities are exchanged: a new barrier is in phase 0, which is not complete; the phase before it "
-        "counts as complete, and its parity is 1",
-    ),
-    "nothing-before": (
-        functools.partial(_parities, before=False),
-        "before the first phase has ended you say that neither parity is complete: the phase before it, -1, counts as "
-        "complete on a new barrier, and its parity is 1",
-    ),
-    "bytes-ignored": (
-        functools.partial(_parities, bytes_count=False),
-        "a phase ends here with its last arrival: it also has to wait for the bytes that were announced",
-    ),
-    "no-arrival": (
-        functools.partial(_parities, expect_arrives=False),
-        "arrive_expect_tx is not counted as an arrival here: it announces bytes, and it arrives as well",
-    ),
-    "never-restarts": (
-        functools.partial(_parities, restarts=False),
-        "after its first phase the barrier stands still here: the next phase begins at once, and waits for as many "
-        "arrivals again",
-    ),
-    "announced-alone": (
-        functools.partial(_parities, alone=False),
-        "the bytes of expect_tx are not counted here: it announces bytes as arrive_expect_tx does, but does not arrive",
-    ),
-    "stays-complete": (
-        functools.partial(_parities, stays=True),
-        "a parity that was complete once stays complete here: when the next phase of the same parity begins, it is not "
-        "complete any more",
-    ),
-    "both-stay-complete": (
-        functools.partial(_parities, both=True),
-        "both parities are complete here from the end of the first phase on: one of them belongs to the phase that is "
-        "under way, and is not complete",
-    ),
-    "one-copy-for-all": (
-        functools.partial(_parities, settles=True),
-        "a copy takes off all the bytes that are announced here: it takes off its own, and others are still under way",
-    ),
-    "not-ended-by-bytes": (
-        functools.partial(_parities, by_arrival=True),
-        "a phase ends here only when somebody arrives: where the arrivals are there already, the last bytes end it",
-    ),
-    "bytes-replaced": (
-        functools.partial(_parities, adds=False),
-        "a second announcement takes the place of the first here: the bytes are added to those still under way",
-    ),
-    "bytes-again": (
-        functools.partial(_parities, again=True),
-        "each phase waits here for as many bytes as were announced before: arrivals come back by themselves, announced "
-        "bytes do not, so a new phase has none",
-    ),
-    "one-operation-late": (
-        lambda script, arrivals, **how: [(False, True), *_parities(script, arrivals, **how)[:-1]],
-        "each pair says how it was before its operation; it should say how it is after it",
-    ),
-    "expect-tx-arrives": (
-        lambda script, arrivals, **how: _parities(
-            [("arrive_expect_tx" if name == "expect_tx" else name, n) for name, n in script], arrivals, **how
-        ),
-        "expect_tx counts as an arrival here: it announces bytes, and nobody arrives",
-    ),
-    "arrives-before-it-announces": (
-        _announced_after,
-        "arrive_expect_tx arrives here before it announces its bytes: where it is the last arrival, the phase ends "
-        "without them. It announces first",
-    ),
-    "phase-0-alone": (
-        lambda script, arrivals, **how: _by_phases(_parities(script, arrivals, **how)),
-        "parity 0 is complete here while phase 1 is under way, and never again: every second phase has parity 0",
-    ),
-}  # fmt: skip
-
-_SCRIPTS, _STEPS = 40, 12
-
-
-def _script(generator: random.Random, arrivals: int) -> list[Operation]:
+def _script(r: random.Random) -> tuple[tuple[Operation, ...], int]:
     """A script that a barrier may be given: no copy that was not announced, no arrival that a phase has no room for."""
+    arrivals = r.randint(1, 3)
     script: list[Operation] = []
     pending, tx = arrivals, 0
     while len(script) < _STEPS:
         choices = ["arrive", "arrive_expect_tx", "expect_tx"] if pending else []
-        name = generator.choice([*choices, *["copy"] * (2 if tx else 0)])
-        number = 16 * generator.randint(1, 8)
+        name = r.choice([*choices, *["copy"] * (2 if tx else 0)])
+        number = 16 * r.randint(1, 8)
         if name == "copy":
-            number = tx if generator.random() < 0.5 else 16 * generator.randint(1, tx // 16)
+            number = tx if r.random() < 0.5 else 16 * r.randint(1, tx // 16)
             tx -= number
-        pending -= name in _ARRIVES
-        tx += number if name in _EXPECTS else 0
+        pending -= name in ("arrive", "arrive_expect_tx")
+        tx += number if name in ("expect_tx", "arrive_expect_tx") else 0
         script.append((name, 0 if name == "arrive" else number))
         if not pending and not tx:
             pending = arrivals
-    return script
+    return tuple(script), arrivals
 
 
-def scripts() -> list[tuple[int, list[Operation]]]:
-    """The scripts of exercise 11.1, each with its arrivals per phase: a few short ones, then random ones."""
-    given: list[tuple[int, list[Operation]]] = [
-        (1, [("arrive", 0)] * 3),
-        (2, [("arrive", 0)] * 5),
-        (1, [("arrive_expect_tx", 64), ("copy", 64), ("arrive", 0)]),
-        (2, [("arrive", 0), ("arrive_expect_tx", 32), ("copy", 16), ("copy", 16), ("arrive", 0)]),
-        (1, [("expect_tx", 32), ("expect_tx", 32), ("copy", 32), ("arrive", 0), ("copy", 32)]),
-    ]
-    generator = random.Random(11)
-    return given + [(n, _script(generator, n)) for n in (generator.randint(1, 3) for _ in range(_SCRIPTS))]
+def _in_words(script: Sequence[Operation], arrivals: int) -> str:
+    said = ", ".join(name if name == "arrive" else f"{name} {number}" for name, number in script)
+    return f"{arrivals} arrival{'s' if arrivals > 1 else ''} per phase; {said}"
 
 
-@functools.cache
-def _emulated_parities() -> list[list[tuple[bool, bool]]]:
-    """What mbarrier_test_wait says of both parities after each operation of each script."""
-    given = scripts()
-    operations = torch.zeros(len(given), _STEPS, 2, dtype=torch.int32)
-    operations[..., 0] = -1
-    for block, (_, script) in enumerate(given):
-        for at, (name, number) in enumerate(script):
-            operations[block, at] = torch.tensor([OPERATIONS.index(name), number])
-    seen = torch.zeros_like(operations)
-    arrivals = torch.tensor([n for n, _ in given], dtype=torch.int32)
-    source = torch.zeros(4096, dtype=torch.int8)
-    _module(False).launch("scripts", operations, arrivals, seen, source, len(given), _STEPS, echo=False)
-    return [
-        [(bool(a), bool(b)) for a, b in row[: len(script)]]
-        for row, (_, script) in zip(seen.tolist(), given, strict=True)
-    ]
+_PAIR = "(latest % 2 == 0, latest % 2 == 1)"
+_STAYS = (
+    "a parity that was complete once stays complete: when the next phase of the same parity begins, it is not "
+    "complete any more"
+)
+_STANDS = (
+    "after its first phase the barrier stands still: the next phase begins at once, and waits for as many arrivals "
+    "again"
+)
 
 
-def _in_words(script: Sequence[Operation]) -> str:
-    return ", ".join(name if name == "arrive" else f"{name} {number}" for name, number in script)
-
-
-@exercise(
+@rule(
     "11.1",
     title="An mbarrier by hand",
     minutes=15,
@@ -243,191 +99,87 @@ def _in_words(script: Sequence[Operation]) -> str:
         "While phase n is under way, n - 1 is the latest complete one. So parity 0 is complete where n is odd, parity "
         "1 where n is even, from the beginning.",
     ],
-)
-def _(complete: Callable[[list[Operation], int], list[tuple[bool, bool]]]) -> str:
-    given, got = scripts(), []
-    for arrivals, script in given:
-        case = f"{arrivals} arrival{'s' if arrivals > 1 else ''} per phase; {_in_words(script)}"
-        with running(case):
-            pairs = list(complete(list(script), arrivals))
-            strange = [pair for pair in pairs if not hasattr(pair, "__iter__")]
-            expect(
-                not strange,
-                f"complete gives {in_words(strange[0]) if strange else ''} for an operation: a pair is wanted for "
-                "each, (is parity 0 complete?, is parity 1 complete?)",
-                diagnosis="wrong-shape",
-                case=case,
-            )
-            rows = [tuple(bool(x) for x in pair) for pair in pairs]
-        expect(
-            len(rows) == len(script) and all(len(row) == 2 for row in rows),
-            f"complete gives {len(rows)} rows for a script of {len(script)} operations: one is wanted for each, a pair "
-            "(is parity 0 complete?, is parity 1 complete?)",
-            diagnosis="wrong-shape",
-            case=case,
-        )
-        got.append(rows)
-    want = _emulated_parities()
-    if got == want:
-        return f"{len(given)} scripts, {sum(len(s) for _, s in given)} operations: the emulator's barrier says the same"
-    with running(_in_words(given[0][1])):
-        again = [[tuple(bool(x) for x in pair) for pair in complete(list(given[0][1]), given[0][0])] for _ in "12"]
-    expect(
-        again == [got[0]] * 2,
-        "the same script gives another answer when it is asked for again: each call has a new barrier, so nothing may "
-        "be kept from one call to the next",
-        diagnosis="state-kept",
-        case=_in_words(given[0][1]),
-    )
-    for slug, (mistaken, sentence) in _MISTAKEN_PARITIES.items():
-        for exact, below in itertools.product((False, True), repeat=2):
-            wrong = [mistaken(s, n, exact=exact, below=below) for n, s in given]
-            expect(got != wrong, sentence, diagnosis=slug)
-    for (arrivals, script), mine, right in zip(given, got, want, strict=True):
-        for at, (a, b) in enumerate(zip(mine, right, strict=True)):
-            parity = 0 if a[0] != b[0] else 1
-            expect(
-                a == b,
-                f"after operation {at + 1}, {_in_words(script[at : at + 1])}, complete says of parity {parity} "
-                f"{a[parity]}, and the emulator's barrier {b[parity]}",
-                diagnosis="wrong-parity",
-                case=f"{arrivals} arrival{'s' if arrivals > 1 else ''} per phase; {_in_words(script[: at + 1])}",
-            )
-    raise AssertionError("got and want differ somewhere")
+    returns="parity 0, parity 1",
+    each="operation",
+    inputs=[
+        ((("arrive", 0),) * 3, 1),
+        ((("arrive", 0),) * 5, 2),
+        ((("arrive_expect_tx", 64), ("copy", 64), ("arrive", 0)), 1),
+        ((("arrive", 0), ("arrive_expect_tx", 32), ("copy", 16), ("copy", 16), ("arrive", 0)), 2),
+        ((("expect_tx", 32), ("expect_tx", 32), ("copy", 32), ("arrive", 0), ("copy", 32)), 1),
+    ],
+    draw=_script,
+    given=lambda script, arrivals: (list(script), arrivals),
+    shown=_in_words,
+    also=[[("missing == 0 and bytes_under_way == 0", "missing <= 0 and bytes_under_way <= 0")]],
+    notes={
+        "missing == 0 and bytes_under_way == 0": "a phase waits for its arrivals, and for the bytes announced",
+        "operation in ('arrive', 'arrive_expect_tx')": "arrive_expect_tx announces bytes, and arrives",
+        "operation in ('expect_tx', 'arrive_expect_tx')": "both announce bytes",
+        "operation == 'copy'": "a copy delivers bytes, and nobody arrives",
+        "arrivals": "the next phase waits for as many arrivals again",
+    },
+    rows=[
+        Row("parities-exchanged", "the two parities are exchanged: a new barrier is in phase 0, which is not complete; "
+            "the phase before it counts as complete, and its parity is 1",
+            [(_PAIR, "(latest % 2 == 1, latest % 2 == 0)")]),
+        Row("nothing-before", "before the first phase has ended neither parity is complete here: the phase before it, "
+            "-1, counts as complete on a new barrier, and its parity is 1",
+            [(_PAIR, "(latest >= 0 and latest % 2 == 0, latest >= 0 and latest % 2 == 1)")]),
+        *(Row("never-restarts", _STANDS, [("phase + 1, arrivals", f"phase + 1, {left}")])
+          for left in ("1 << 30", "-1", "missing")),
+        Row("stays-complete", _STAYS, [(_PAIR, "(latest >= 0, latest % 2 == 1)")]),
+        Row("stays-complete", _STAYS, [(_PAIR, "(latest >= 0, latest != 0)")]),
+        Row("stays-complete", "both parities are complete from the end of the first phase on: one of them belongs to "
+            "the phase that is under way, and is not complete", [(_PAIR, "(latest >= 0, True)")]),
+        Row("phase-0-alone", "parity 0 is complete while phase 1 is under way, and never again: every second phase has "
+            "parity 0", [(_PAIR, "(latest == 0, latest != 0)")]),
+        Row("one-copy-for-all", "a copy takes off all the bytes that are announced: it takes off its own, and others "
+            "are still under way", [("bytes_under_way -= n", "bytes_under_way = 0")]),
+        Row("not-ended-by-bytes", "a phase ends only when somebody arrives: where the arrivals are there already, the "
+            "last bytes end it", [("if missing == 0 and", 'if operation != "copy" and missing == 0 and')]),
+        Row("bytes-again", "each phase waits for as many bytes as were announced before: arrivals come back by "
+            "themselves, announced bytes do not",
+            [("arrivals, 0, []", "arrivals, 0, []\n    announced = 0"), ("+= n", "+= n\n            announced += n"),
+             ("phase, missing = phase + 1, arrivals",
+              "phase, missing, bytes_under_way = phase + 1, arrivals, announced")]),
+        Row("one-operation-late", "each pair says how it was before its operation: it should say how it is after it",
+            [("return seen", "return [(False, True), *seen[:-1]]")]),
+        Row("arrives-before-it-announces", "arrive_expect_tx arrives before it announces its bytes: where it is the "
+            "last arrival, the phase ends without them. It announces first",
+            [("missing -= 1\n", "missing -= 1\n            if missing == 0 and bytes_under_way == 0:\n"
+              "                phase, missing = phase + 1, arrivals\n")]),
+    ],
+)  # fmt: skip
+def complete(script, arrivals):
+    """One pair for each operation: (is parity 0 complete?, is parity 1 complete?) after it."""
+    # BEGIN SOLUTION
+    phase, missing, bytes_under_way, seen = 0, arrivals, 0, []
+    for operation, n in script:
+        if operation in ("arrive", "arrive_expect_tx"):
+            missing -= 1
+        if operation in ("expect_tx", "arrive_expect_tx"):
+            bytes_under_way += n
+        if operation == "copy":
+            bytes_under_way -= n
+        if missing == 0 and bytes_under_way == 0:
+            phase, missing = phase + 1, arrivals
+        latest = phase - 1  # the latest complete phase; -1 for a new barrier
+        seen.append((latest % 2 == 0, latest % 2 == 1))
+    return seen
+    # END SOLUTION
 
 
 # ---- 11.2 -----------------------------------------------------------------------------------------------------------
 
-Waits = tuple[int, int, int]
+_EACH = "return i % stages, use % 2, (use - 1) % 2"
+_PRODUCERS = "(use - 1) % 2"
 
 
-def _waits(i: int, stages: int) -> Waits:
-    phase = i // stages % 2
-    return i % stages, phase, 1 - phase
-
-
-_MISTAKEN_WAITS: dict[str, tuple[Callable[[int, int], tuple[int, ...]], str]] = {
-    "same-parity": (
-        lambda i, s: (i % s, i // s % 2, i // s % 2),
-        "the producer waits for the same parity as the consumer. Think of iteration 0: nobody has used the stage, and "
-        "the producer waits for phase 0 of `empty`, which ends when a consumer releases the first tile. That tile "
-        "never comes",
-    ),
-    "exchanged": (
-        lambda i, s: (i % s, 1 - i // s % 2, i // s % 2),
-        "the two parities are exchanged: the consumer waits for the first tile, so for phase 0 of `full`; the producer "
-        "has nobody to wait for in the first round, so for the parity that a new barrier has complete",
-    ),
-    "parity-of-the-iteration": (
-        lambda i, s: (i % s, i % 2, 1 - i % 2),
-        "these parities change with every iteration. A stage is used once in `stages` iterations, and each use is one "
-        "phase of its barriers",
-    ),
-    "parity-of-the-stage": (
-        lambda i, s: (i % s, i % s % 2, 1 - i % s % 2),
-        "these parities depend on the stage alone: a stage is used again and again, and its parity changes each time",
-    ),
-    "phase-not-parity": (
-        lambda i, s: (i % s, i // s, 1 - i // s),
-        "you give the phase's number; a wait takes its parity, the last bit",
-    ),
-    "phase-not-parity-xor": (
-        lambda i, s: (i % s, i // s, i // s ^ 1),
-        "you give the phase's number; a wait takes its parity, the last bit",
-    ),
-    "phase-not-parity-before": (
-        lambda i, s: (i % s, i // s, i // s - 1),
-        "you give the phase's number; a wait takes its parity, the last bit",
-    ),
-    "stage-is-the-use": (
-        lambda i, s: (i // s, i // s % 2, 1 - i // s % 2),
-        "i // stages says how often the stage has been used before, and i % stages which stage it is",
-    ),
-    "wrong-order": (
-        lambda i, s: (i // s % 2, i % s, 1 - i // s % 2),
-        "the order is another one: the stage comes first, then the consumer's parity, then the producer's",
-    ),
-    "one-phase-for-the-producer": (
-        lambda i, s: (i % s, i // s % 2, 1),
-        "the producer waits for parity 1 each time: right in the first round; in the second it has to wait until the "
-        "consumers are through with the tile of the first, phase 0 of `empty`",
-    ),
-}  # fmt: skip
-
-# The same, of one of the three numbers: the stage, the consumer's parity, the producer's.
-_MISTAKEN_PARTS: tuple[dict[str, tuple[Callable[[int, int], int], str]], ...] = (
-    {
-        "stage-is-the-use": (
-            lambda i, s: i // s,
-            "the stage is i // stages here: that says how often a stage has been used before; which one it is, says "
-            "i % stages",
-        ),
-        "two-stages": (lambda i, s: i % 2, "the stage is i % 2 here: there are `stages` of them, not always two"),
-        "iteration-for-stage": (lambda i, s: i, "the stage is i here: iteration i uses stage i % stages"),
-    },
-    {
-        "parity-of-the-stage": (
-            lambda i, s: i % s % 2,
-            "the consumer's parity is that of the stage's number: it is that of how often the stage was used before",
-        ),
-        "one-use-too-late": (
-            lambda i, s: (i // s + 1) % 2,
-            "the consumer waits for the tile of the use before: use number n is phase n of `full`",
-        ),
-        "always-phase-0": (lambda i, s: 0, "the consumer waits for parity 0 each time: the next use is phase 1"),
-    },
-    {
-        "parity-of-the-stage": (
-            lambda i, s: (i % s - 1) % 2,
-            "the producer's parity is that of the stage's number: it is that of how often the stage was used before",
-        ),
-        "first-round-waits": (
-            lambda i, s: max(i // s - 1, 0) % 2,
-            "in the first round the producer waits for phase 0 of `empty`, which ends when a consumer has read the "
-            "tile that is still to be asked for. Nobody has used the stage: it is phase -1, parity 1",
-        ),
-        "iteration-before": (
-            lambda i, s: (i - 1) // s % 2,
-            "the producer waits for iteration i - 1. The stage was used `stages` iterations before",
-        ),
-        "iteration-before from 0": (
-            lambda i, s: max(i - 1, 0) // s % 2,
-            "the producer waits for iteration i - 1. The stage was used `stages` iterations before",
-        ),
-        "the-consumers-phase": (
-            lambda i, s: i // s % 2,
-            "the producer waits for the release of the tile that it is about to bring: it is the use before, the other "
-            "parity",
-        ),
-    },
-)
-
-_TILES = 13  # of the pipeline
-
-
-def _run_pipeline(table: torch.Tensor, stages: int, consumers: int = 2) -> str:
-    """What the emulator finds in a pipeline with these stages and parities; nothing where it is right."""
-    tiles = len(table)
-    source = torch.arange(tiles * 32, dtype=torch.int32) // 32
-    out, pauses = (
-        torch.full((consumers, tiles), -1, dtype=torch.int32),
-        torch.zeros(consumers, tiles, dtype=torch.int32),
-    )
-    arguments = (table, pauses, source, out, tiles, stages, consumers, 1)
-    try:
-        ran(_module(True), _source("phase_11"), None,
-            lambda: _module(True).launch("pipeline", *arguments, echo=False))  # fmt: skip
-    except CheckFailed as failed:
-        return failed.sentence
-    wrong = (out != torch.arange(tiles)).any(0).nonzero().flatten().tolist()
-    return f"a consumer finds tile {int(out[0, wrong[0]])} where tile {wrong[0]} should be" if wrong else ""
-
-
-@exercise(
+@rule(
     "11.2",
     title="Which parity, how many bytes?",
     minutes=15,
-    difficulty="Core",
     hints=[
         "Iteration i uses stage i % stages. How often has that stage been used before? Each use is one phase of its "
         "two barriers, `full` and `empty`, counted from 0.",
@@ -436,101 +188,71 @@ def _run_pipeline(table: torch.Tensor, stages: int, consumers: int = 2) -> str:
         "tile_bytes: the copy engine fills the whole box, with zeros for rows that do not exist, and the zeros count. "
         "An element has 2 bytes; all slabs of a row belong to the tile.",
     ],
-)
-def _(waits: Callable[[int, int], Waits], tile_bytes: Callable[[int, int, int], int]) -> str:
-    cases = [(i, s) for s in (1, 2, 3, 4, 5) for i in range(_TILES)]
-    got: dict[tuple[int, int], tuple[int, ...]] = {}
-    for i, s in cases:
-        with running(f"i={i}, stages={s}"):
-            three = tuple(waits(i, s))
-        got[i, s] = tuple(_whole(x, f"waits({i}, {s})", f"i={i}, stages={s}") for x in three)
-        expect(
-            len(got[i, s]) == 3,
-            f"waits({i}, {s}) gives {len(got[i, s])} numbers; three are wanted: the stage, the consumer's parity, the "
-            "producer's parity",
-            diagnosis="wrong-shape",
-            case=f"i={i}, stages={s}",
-        )
-    for slug, (wrong, sentence) in _MISTAKEN_WAITS.items():
-        diagnosis = "phase-not-parity" if slug.startswith("phase") else slug
-        expect(any(got[i, s] != wrong(i, s) for i, s in cases), sentence, diagnosis=diagnosis)
-    for at, parts in enumerate(_MISTAKEN_PARTS):
-        for slug, (part, sentence) in parts.items():
-            known = [part(i, s) for i, s in cases]
-            right_ones = [_waits(i, s)[at] for i, s in cases]
-            expect([got[i, s][at] for i, s in cases] != known or known == right_ones, sentence, diagnosis=slug)
-    for i, s in cases:
-        right = _waits(i, s)
-        for what, a, b in zip(("stage", "consumer's parity", "producer's parity"), got[i, s], right, strict=True):
-            expect(
-                a == b,
-                f"waits({i}, {s}): the {what} is {a}, and should be {b}: iterations 0 to {s - 1} use the stages for "
-                "the first time, the next "
-                f"{s} for the second"
-                if s > 1
-                else f"waits({i}, 1): the {what} is {a}, and should be {b}: there is one stage, used in each iteration",
-                diagnosis="wrong-stage" if what == "stage" else "wrong-parity",
-                case=f"i={i}, stages={s}",
-            )
-    for s in (1, 2, 3, 4):
-        said = _run_pipeline(torch.tensor([got[i, s] for i in range(_TILES)], dtype=torch.int32), s)
-        expect(not said, f"in a pipeline with these parities {said}", diagnosis="wrong-parity", case=f"stages={s}")
-    _expect_bytes(tile_bytes)
-    return f"{len(cases)} iterations; pipelines of 1 to 4 stages ran with them"
+    returns="stage, consumer's parity, producer's parity",
+    whole=True,
+    strict=True,
+    inputs=[(i, stages) for stages in (1, 2, 3, 4, 5) for i in range(13)],
+    draw=lambda r: (r.randint(0, 60), r.randint(1, 8)),
+    words={"use": "i // stages"},
+    notes={
+        "i % stages": "iteration i uses stage i % stages",
+        "use % 2": "a wait takes the phase's parity, its last bit",
+        _PRODUCERS: "the stage was used `stages` iterations before: use - 1, whose parity a new barrier has complete",
+    },
+    rows=[
+        Row("same-parity", "producer's parity: it is the consumer's. In iteration 0 nobody has used the stage: phase 0 "
+            "of `empty` ends with a tile that never comes", [(_PRODUCERS, "use % 2")]),
+        Row("parities-exchanged", "the two parities are exchanged: the consumer waits for the first tile, phase 0 of "
+            "`full`; the producer has nobody to wait for in the first round",
+            [("use % 2, (use - 1) % 2", "(use - 1) % 2, use % 2")]),
+        Row("parity-of-the-iteration", "these parities change with every iteration: a stage is used once in `stages` "
+            "iterations, and each use is one phase", [(_EACH, "return i % stages, i % 2, (i - 1) % 2")]),
+        Row("parity-of-the-stage", "these parities depend on the stage alone: a stage is used again and again, and its "
+            "parity changes each time", [(_EACH, "return i % stages, i % stages % 2, (i % stages - 1) % 2")]),
+        *(Row("phase-not-parity", "these are the numbers of phases: a wait takes a phase's parity, its last bit",
+              [(_EACH, f"return i % stages, use, {other}")]) for other in ("1 - use", "use ^ 1", "use - 1")),
+        *(Row("iteration-before", "producer's parity: it is that of iteration i - 1: the stage was used `stages` "
+              "iterations before", [(_PRODUCERS, f"{before} // stages % 2")])
+          for before in ("(i - 1)", "max(i - 1, 0)")),
+        Row("first-round-waits", "producer's parity: in the first round it waits for phase 0 of `empty`. Nobody has "
+            "used the stage: it is phase -1, parity 1", [(_PRODUCERS, "max(use - 1, 0) % 2")]),
+        Row("always-parity-1", "producer's parity: it is 1 each time: in the second round it waits until the consumers "
+            "are through with the tile of the first, phase 0 of `empty`", [(_PRODUCERS, "1")]),
+        Row("negative", "producer's parity: it is -1 in the first round: a parity is 0 or 1",
+            [(_PRODUCERS, "use % 2 - 1")]),
+    ],
+)  # fmt: skip
+def waits(i, stages):
+    """(the stage of iteration i, the parity a consumer waits for, the parity the producer waits for)."""
+    # BEGIN SOLUTION
+    use = i // stages  # how often the stage has been used before: each use is a phase
+    return i % stages, use % 2, (use - 1) % 2
+    # END SOLUTION
 
 
-def _whole(x: Any, what: str, case: str) -> int:
-    """An integer, or CheckFailed: a barrier's parity and its bytes are 32-bit numbers without a fraction."""
-    __tracebackhide__ = True
-    try:
-        return operator.index(x)
-    except TypeError:
-        pass
-    division = ": / gives a float, // an integer" if isinstance(x, float) and not x.is_integer() else ""
-    kind = f"{x!r:.40}, a {type(x).__name__}"
-    raise CheckFailed(
-        f"{what} gives {kind}; a barrier takes a whole number, so an int{division}",
-        diagnosis="not-an-integer",
-        case=case,
-    )
-
-
-def _expect_bytes(tile_bytes: Callable[[int, int, int], int]) -> None:
-    __tracebackhide__ = True
-    boxes = [(rows, d, left) for rows in (64, 128) for d in (64, 128, 256) for left in (rows, 300, 50, 1)]
-    said: dict[tuple[int, int, int], int] = {}
-    for box in boxes:
-        with running(f"box_rows={box[0]}, head_dim={box[1]}, rows_left={box[2]}"):
-            number = tile_bytes(*box)
-        said[box] = _whole(number, f"tile_bytes({', '.join(map(str, box))})", f"box_rows={box[0]}")
-    mistakes: dict[str, tuple[Callable[[int, int, int], int], str]] = {
-        "zeros-not-counted": (
-            lambda rows, d, left: min(rows, left) * d * 2,
-            "rows that do not exist are left out here. The copy engine fills the whole box, with zeros there, and "
-            "counts all of it: with fewer bytes announced, more come than the phase expects",
-        ),
-        "elements-not-bytes": (lambda rows, d, left: rows * d, "these are elements; an element has 2 bytes"),
-        "floats": (lambda rows, d, left: rows * d * 4, "an element has 2 bytes, and here it has 4"),
-        "bits": (lambda rows, d, left: rows * d * 16, "these are bits; expect_tx takes bytes"),
-        "one-slab": (
-            lambda rows, d, left: rows * 128,
-            "these are the bytes of one slab of 64 columns; all slabs of the tile count at the same barrier",
-        ),
-        "rows-left": (
-            lambda rows, d, left: left * d * 2,
-            "these are the bytes of all rows that are left; a copy brings one box",
-        ),
-    }  # fmt: skip
-    for slug, (wrong, sentence) in mistakes.items():
-        expect(any(said[b] != wrong(*b) for b in boxes), sentence, diagnosis=slug)
-    for rows, d, left in boxes:
-        expect(
-            said[rows, d, left] == rows * d * 2,
-            f"tile_bytes({rows}, {d}, {left}) is {said[rows, d, left]}; a box of {rows} rows of {d} elements, 2 bytes "
-            f"each, is {rows * d * 2}",
-            diagnosis="wrong-bytes",
-            case=f"box_rows={rows}, head_dim={d}, rows_left={left}",
-        )
+@rule(
+    "11.2",
+    returns="bytes",
+    whole=True,
+    strict=True,
+    inputs=[(rows, d, left) for rows in (64, 128) for d in (64, 128, 256) for left in (rows, 300, 50, 1)],
+    draw=lambda r: (r.choice((8, 64, 128, 176)), r.choice((16, 64, 80, 128, 256)), r.randint(1, 300)),
+    notes={
+        "box_rows": "a copy brings one box, and what it fills with zeros counts", "2": "an element has 2 bytes",
+        "head_dim": "all slabs of the tile count at the same barrier",
+    },
+    rows=[
+        Row("zeros-not-counted", "rows that do not exist are left out: the copy engine fills the whole box, with "
+            "zeros there, and counts all of it", [("box_rows * head", "min(box_rows, rows_left) * head")]),
+        Row("bits", "these are bits: expect_tx takes bytes", [("head_dim * 2", "head_dim * 16")]),
+        Row("floats", "an element has 2 bytes, and here it has 4", [("head_dim * 2", "head_dim * 4")]),
+    ],
+)  # fmt: skip
+def tile_bytes(box_rows, head_dim, rows_left):
+    """Bytes to announce for a tile of `box_rows` rows of 16-bit numbers, of which `rows_left` exist."""
+    # BEGIN SOLUTION
+    return box_rows * head_dim * 2  # the zeros count
+    # END SOLUTION
 
 
 # ---- 11.3 -----------------------------------------------------------------------------------------------------------
@@ -645,65 +367,18 @@ def _expect_tile(which: int, row: torch.Tensor, column: torch.Tensor, given: lis
 # ---- 11.4 -----------------------------------------------------------------------------------------------------------
 
 
-def _most_stages(
-    block_m: int, block_n: int, head_dim: int, shared_bytes: int, *, kv: int = 2, q: bool = True, item: int = 2,
-    fixed_barriers: int = 1, barriers: int = 4, least: int = 0,
-) -> int:  # fmt: skip
-    left = shared_bytes - (block_m * head_dim * item if q else 0) - 8 * fixed_barriers
-    return max(least, left // (kv * block_n * head_dim * item + 8 * barriers))
+def _stages(r: random.Random) -> tuple[int, ...]:
+    """Where the barriers decide, about every second time."""
+    m, n, d = r.choice((64, 128, 192)), 16 * r.randint(1, 16), r.choice((64, 128, 256))
+    fit = r.randint(0, 5)
+    exact = m * d * 2 + fit * n * d * 4 + 8 + 32 * fit
+    return m, n, d, max(0, r.choice((exact, exact - 1, exact - 8 * r.randint(0, 4 * fit), r.randint(0, 233472))))
 
 
-def _consumer_registers(consumers: int, producer: int, *, whole: bool = False, step: int = 8, group: int = 128,
-                        most: int = 256) -> int:  # fmt: skip
-    threads = 128 * (consumers + 1)
-    pool = 65536 if whole else 65536 // threads // 8 * 8 * threads
-    return min(most, (pool - group * producer) // (128 * consumers) // step * step)
-
-
-def _widest_tile(head_dim: int, registers: int, others: int, *, s: float = 1 / 2, p: float = 1 / 4, o: float = 1 / 2,
-                 step: int = 16) -> int:  # fmt: skip
-    return max(0, int((registers - others - head_dim * o) / (s + p)) // step * step)
-
-
-def _expect_numbers(
-    name: str, got: dict[tuple[int, ...], int], right: Callable[..., int],
-    mistakes: dict[str, tuple[Callable[..., int], str]], names: Sequence[str], why: Callable[..., str],
-) -> None:  # fmt: skip
-    """Raises CheckFailed with the mistake whose numbers these are, else with the first wrong one and its reason."""
-    __tracebackhide__ = True
-    if all(got[x] == right(*x) for x in got):
-        return
-    for slug, (wrong, sentence) in mistakes.items():
-        expect(any(got[x] != wrong(*x) for x in got), sentence, diagnosis=re.sub(r"(-\d){2}$", "", slug))
-    for x, value in got.items():
-        expect(
-            isinstance(value, int),
-            f"{name}({', '.join(map(str, x))}) is {value}, and a whole number is wanted: what does not fit whole does "
-            "not fit",
-            diagnosis="not-whole",
-        )
-        expect(
-            value == right(*x),
-            f"{name}({', '.join(map(str, x))}) is {value}, and should be {right(*x)}: {why(*x)}",
-            diagnosis="wrong-value",
-            case=", ".join(f"{n}={v}" for n, v in zip(names, x, strict=True)),
-        )
-
-
-def _asked(names: Sequence[str], function: Callable[..., int], cases: Sequence[tuple[int, ...]]) -> dict[Any, int]:
-    got = {}
-    for x in cases:
-        with running(", ".join(f"{n}={v}" for n, v in zip(names, x, strict=True))):
-            value = function(*x)
-            got[x] = int(value) if value == int(value) else value
-    return got
-
-
-@exercise(
+@rule(
     "11.4",
     title="Three budgets",
     minutes=25,
-    difficulty="Core",
     hints=[
         "most_stages: what is there once (Q and its barrier), what is there for each stage (a tile of K, one of V, "
         "four barriers)? The number of stages is what is left, divided by what a stage takes.",
@@ -713,137 +388,107 @@ def _asked(names: Sequence[str], function: Callable[..., int], cases: Sequence[t
         "widest_tile: 64 rows by 128 threads. A float accumulator of 64 x N takes N / 2 registers per thread. P in "
         "16-bit numbers, two to a register, takes N / 4.",
     ],
-)
-def _(
-    most_stages: Callable[[int, int, int, int], int],
-    consumer_registers: Callable[[int, int], int],
-    widest_tile: Callable[[int, int, int], int],
-) -> str:
-    names: tuple[str, ...] = ("block_m", "block_n", "head_dim", "shared_bytes")
-    shapes = [(128, 128, 64), (192, 128, 64), (128, 128, 128), (128, 176, 128), (128, 80, 256), (64, 64, 64)]
-    limits = [227 * 1024, 99 * 1024, 163 * 1024, 16 * 1024]
-    stages = [(*shape, limit) for shape in shapes for limit in limits]
-    for m, n, d in shapes[:3]:  # where the barriers decide
-        for fit in (1, 2, 3):
-            enough = m * d * 2 + fit * n * d * 4 + 8 + 32 * fit
-            stages += [(m, n, d, limit) for limit in (enough, enough - 1, enough - 8 - 32 * fit)]
-    _expect_numbers(
-        "most_stages", _asked(names, most_stages, stages), _most_stages,
-        {
-            "v-forgotten": (
-                lambda *x: _most_stages(*x, kv=1),
-                "a stage has one tile here; K and V of a step are a tile each",
-            ),
-            "q-forgotten": (
-                lambda *x: _most_stages(*x, q=False),
-                "Q is not counted here: its tile stays in shared memory all the time",
-            ),
-            "elements-not-bytes": (lambda *x: _most_stages(*x, item=1), "an element has 2 bytes, and here it has 1"),
-            "floats": (lambda *x: _most_stages(*x, item=4), "an element has 2 bytes, and here it has 4"),
-            "barriers-forgotten": (
-                lambda *x: _most_stages(*x, fixed_barriers=0, barriers=0),
-                "the tiles are right. The barriers take room as well: 8 bytes each, one for Q and four for a stage. "
-                "Where the tiles fit exactly, they decide",
-            ),
-            **{
-                f"barriers-miscounted-{fixed}-{each}": (
-                    functools.partial(_most_stages, fixed_barriers=fixed, barriers=each),
-"the tiles are right, the number of barriers is not. "
-                    "There is one for Q, of 8 bytes; a stage has a full and an empty one for K, and the same for V",
-                )
-                for fixed in (0, 1) for each in range(6) if (fixed, each) not in ((0, 0), (1, 4))
-            },
-            "below-zero": (
-                lambda *x: _most_stages(*x, least=-1 << 30),
-                "where not even Q fits, you give a number below 0: no stage fits then, which is 0",
-            ),
-        },
-        names,
-        lambda m, n, d, limit: (
-            f"Q and its barrier take {m * d * 2 + 8} bytes, a stage {4 * n * d + 32}, and there are {limit}"
-        ),
-    )  # fmt: skip
-    names = ("consumers", "producer")
-    _expect_numbers(
-        "consumer_registers",
-        _asked(names, consumer_registers, [(c, p) for c in (1, 2, 3, 4, 5) for p in (24, 32, 40)]),
-        _consumer_registers,
-        {
-            "producer-forgotten": (
-                lambda c, p: _consumer_registers(c, 0),
-                "the producer's registers are not taken off here: it keeps some too",
-            ),
-            "a-warp-for-the-producer": (
-                lambda c, p: _consumer_registers(c, p, group=32),
-                "the producer counts as one warp here. setmaxnreg is an instruction of a warpgroup: four warps have "
-                "those registers, though three of them do nothing",
-            ),
-            "not-a-multiple-of-8": (
-                lambda c, p: _consumer_registers(c, p, step=1),
-                "setmaxnreg takes multiples of 8 only",
-            ),
-            "rounded-at-the-launch": (
-                lambda c, p: _consumer_registers(c, p, whole=True),
-                "you deal out all 65536. The launch gives each thread a multiple of 8, and what that rounding leaves "
-                "over belongs to nobody: the pool is smaller",
-            ),
-            "as-at-the-launch": (
-                lambda c, p: 65536 // (128 * (c + 1)) // 8 * 8,
-                "these are the registers at the launch: the consumers can take those too that the producer gives away",
-            ),
-            "above-256": (
-                lambda c, p: _consumer_registers(c, p, most=1 << 30),
-                "a thread has at most 256 registers, whatever is left",
-            ),
-        },
-        names,
-        lambda c, p: (
-            f"{128 * (c + 1)} threads have {65536 // (128 * (c + 1)) // 8 * 8} each at the launch; the producer's 128 "
-            f"keep {p}"
-        ),
-    )
-    names = ("head_dim", "registers", "others")
-    room = ((64, 160), (64, 240), (128, 168), (128, 240), (256, 240))
-    tiles = [(d, r, others) for d, r in room for others in (20, 40, 56)]
-    _expect_numbers(
-        "widest_tile",
-        _asked(names, widest_tile, tiles),
-        _widest_tile,
-        {
-            "p-forgotten": (
-                lambda *x: _widest_tile(*x, p=0),
-                "P of the tile before is not counted here: it is kept while S is computed",
-            ),
-            "p-as-floats": (lambda *x: _widest_tile(*x, p=1 / 2), "P has 16-bit numbers: two of them share a register"),
-            "others-forgotten": (
-                lambda d, r, others: _widest_tile(d, r, 0),
-                "the `others` registers are not taken off here",
-            ),
-            "o-a-row-per-thread": (
-                lambda *x: _widest_tile(*x, o=1),
-                "O takes head_dim registers here: 64 rows are shared by 128 threads, so a thread has half as many",
-            ),
-            "o-forgotten": (
-                lambda *x: _widest_tile(*x, o=0),
-                "O is not counted here: its accumulators stay all the time",
-            ),
-            "not-a-multiple-of-16": (
-                lambda *x: _widest_tile(*x, step=1),
-                "keys are the K of the second product, which goes by 16: BLOCK_N is a multiple of 16",
-            ),
-            "multiple-of-8": (
-                lambda *x: _widest_tile(*x, step=8),
-                "keys are the K of the second product, which goes by 16: BLOCK_N is a multiple of 16",
-            ),
-            "a-row-per-thread": (
-                lambda *x: _widest_tile(*x, s=1, p=1 / 2, o=1),
-                "64 rows are shared by 128 threads: a thread has half a row's worth of each accumulator",
-            ),
-        },
-        names,
-        lambda d, r, o: f"O takes {d // 2} registers, {o} are used for other things, and a key takes 1/2 + 1/4",
-    )  # fmt: skip
-    return "stages, registers and tiles"
+    returns="stages",
+    whole=True,
+    inputs=[
+        *((*tile, limit) for tile in ((128, 128, 64), (192, 128, 64), (128, 176, 128), (128, 80, 256), (64, 64, 64))
+          for limit in (232448, 101376, 166912, 16384)),
+        (192, 32, 128, 31461), *(_stages(random.Random(i)) for i in range(150)),
+    ],
+    draw=_stages,
+    words={"once": "once", "per_stage": "per_stage"},
+    notes={
+        "2 * block_n": "a stage has a tile of K and one of V", "4 * 8": "a stage has four barriers of 8 bytes",
+        "8": "a barrier has 8 bytes: one for Q, four for a stage", "0": "where not even Q fits, no stage does",
+        "block_m * head_dim * 2": "Q's tile stays in shared memory",
+        "once": "Q's tile stays in shared memory", "4": "a stage has four barriers",
+        "2": "an element has 2 bytes; a stage has a tile of K and one of V",
+    },
+    rows=[
+        Row("barriers-forgotten", "the tiles are right, the barriers are missing: 8 bytes each, one for Q and four for "
+            "a stage", [("* 2 + 8", "* 2"), (" + 4 * 8", "")]),
+        Row("elements-not-bytes", "an element has 2 bytes, and here it has 1",
+            [("head_dim * 2 + 8", "head_dim + 8"), ("head_dim * 2 + 4", "head_dim + 4")]),
+        Row("floats", "an element has 2 bytes, and here it has 4",
+            [("head_dim * 2 + 8", "head_dim * 4 + 8"), ("head_dim * 2 + 4", "head_dim * 4 + 4")]),
+    ],
+)  # fmt: skip
+def most_stages(block_m, block_n, head_dim, shared_bytes):
+    """How many stages fit; 0 if none does."""
+    # BEGIN SOLUTION
+    once = block_m * head_dim * 2 + 8
+    per_stage = 2 * block_n * head_dim * 2 + 4 * 8
+    return max(0, (shared_bytes - once) // per_stage)
+    # END SOLUTION
+
+
+@rule(
+    "11.4",
+    returns="registers",
+    whole=True,
+    inputs=[(consumers, producer) for consumers in (2, 1, 3, 4, 5) for producer in (24, 32, 40)],
+    draw=lambda r: (r.randint(1, 7), 8 * r.randint(3, 8)),
+    notes={
+        "256": "a thread has at most 256 registers", "128 * producer": "the producer keeps registers too, all four "
+        "warps of it", "producer": "the producer keeps registers too", "at_launch * threads": "what the launch's "
+        "rounding leaves over belongs to nobody",
+    },
+    rows=[
+        Row("rounded-at-the-launch", "all 65536 are dealt out: the launch gives each thread a multiple of 8, and what "
+            "that rounding leaves over belongs to nobody", [("at_launch * threads", "65536")]),
+        Row("as-at-the-launch", "it is the registers at the launch: the consumers can take those too that the producer "
+            "gives away", instead="65536 // (128 * (consumers + 1)) // 8 * 8"),
+        Row("a-warp-for-the-producer", "the producer counts as one warp: setmaxnreg is an instruction of a warpgroup, "
+            "and all four warps have those registers", [("128 * producer", "32 * producer")]),
+        Row("not-a-multiple-of-8", "it is no multiple of 8 everywhere: setmaxnreg takes multiples of 8 only",
+            [("(128 * consumers) // 8 * 8", "(128 * consumers)")]),
+    ],
+)  # fmt: skip
+def consumer_registers(consumers, producer):
+    """Registers per thread of a consumer, a multiple of 8 and at most 256."""
+    # BEGIN SOLUTION
+    threads = 128 * (consumers + 1)
+    at_launch = 65536 // threads // 8 * 8
+    left = at_launch * threads - 128 * producer
+    return min(256, left // (128 * consumers) // 8 * 8)
+    # END SOLUTION
+
+
+@rule(
+    "11.4",
+    returns="block_n",
+    whole=True,
+    inputs=[(d, r, others) for d, r in ((64, 160), (64, 240), (128, 168), (128, 240), (256, 240))
+            for others in (20, 40, 56)],
+    draw=lambda r: (r.choice((64, 128)), 8 * r.randint(20, 31), r.randint(10, 60)),
+    words={"left": "left"},
+    notes={
+        "others": "they are in the registers too", "16": "keys are the K of the second product, which goes by 16",
+        "head_dim // 2": "64 rows are shared by 128 threads: O takes head_dim / 2 registers per thread",
+        "head_dim": "64 rows are shared by 128 threads", "4": "a key takes 1/2 register for S and 1/4 for P",
+        "3": "a key takes 1/2 register for S and 1/4 for P",
+    },
+    rows=[
+        Row("p-forgotten", "P of the tile before is not counted: it is kept while S is computed",
+            [("left * 4 // 3", "left * 2")]),
+        Row("p-as-floats", "P counts as floats: it has 16-bit numbers, two of them in a register",
+            [("left * 4 // 3", "left")]),
+        Row("s-a-row-per-thread", "S takes a register per key: 64 rows are shared by 128 threads, so it takes half of "
+            "one", [("left * 4 // 3", "left * 4 // 5")]),
+        Row("a-row-per-thread", "each accumulator is that of a whole row: 64 rows are shared by 128 threads, half a "
+            "row for each", [("head_dim // 2", "head_dim"), ("left * 4 // 3", "left * 2 // 3")]),
+        Row("not-a-multiple-of-16", "it is no multiple of 16 everywhere: keys are the K of the second product, which "
+            "goes by 16", [("// 16 * 16", "")]),
+        Row("multiple-of-8", "it is a multiple of 8: keys are the K of the second product, which goes by 16",
+            [("// 16 * 16", "// 8 * 8")]),
+    ],
+)  # fmt: skip
+def widest_tile(head_dim, registers, others):
+    """The largest block_n, a multiple of 16."""
+    # BEGIN SOLUTION
+    left = registers - others - head_dim // 2
+    return left * 4 // 3 // 16 * 16  # a key takes 1/2 register for S and 1/4 for P
+    # END SOLUTION
 
 
 # ---- 11.5 -----------------------------------------------------------------------------------------------------------
@@ -856,7 +501,7 @@ def _log(
     stages: int, consumers: int, tiles: int, seed: int, producers: int
 ) -> tuple[tuple[Event, ...], tuple[tuple[int, int], ...]]:
     """A pipeline's events, and (address, arrivals per phase) of its barriers."""
-    table = torch.tensor([_waits(i, stages) for i in range(tiles)], dtype=torch.int32)
+    table = torch.tensor([waits(i, stages) for i in range(tiles)], dtype=torch.int32)
     generator = torch.Generator().manual_seed(seed)
     pauses = torch.randint(0, 4, (consumers, tiles), generator=generator, dtype=torch.int32)
     source, out = torch.zeros(tiles * 32, dtype=torch.int32), torch.zeros(consumers, tiles, dtype=torch.int32)

@@ -27,7 +27,6 @@ import math
 import operator
 import random
 import sys
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -36,11 +35,11 @@ from typing import Any
 import torch
 
 from flashlab.check import CheckFailed, running
-from flashlab.check.changes import Text
+from flashlab.check.changes import Text, edited
 from flashlab.check.lookup import Index, Row, Values, in_units, where_right
 from flashlab.check.symptoms import Symptoms
 from flashlab.exercises.answers import in_words
-from flashlab.exercises.registry import exercise
+from flashlab.exercises.registry import exercise, find
 
 RULES: dict[str, Rule] = {}
 
@@ -54,14 +53,21 @@ class Rule:
     """A right function, the check's inputs, and what of its mistakes cannot be computed.
 
     Attributes:
-        returns: the names of the results. whole: they are whole numbers.
+        returns: the names of the results. whole: they are whole numbers. strict: and no floats.
         draw: one more input, from a random.Random: any that the exercise allows.
         rows: mistakes that no change of the text makes. words: what local names are called in a sentence.
         notes: {piece of the right text: why it is there}, told with whatever change of it fits.
-        also: expressions of the parameters that give the same, to be changed too.
-        units: {result: {words: expression}}: what the result is a sum of, and `hint` what to say with it.
+        also: other ways to write it, to be changed too: an expression of the parameters, or edits of the text; of
+            tensors also functions.
+        units: {result: {words: expression}}: what the result is a sum of; where there is a `hint`, all is told with it.
         alike: makes one of results that are as good as each other. tol: relative.
         then: asked last, with the learner's function; raises CheckFailed.
+        judged: says in place of the values what is right, where more than one is; raises CheckFailed.
+        given: makes the arguments of one call of an input. shown: an input in words.
+        each: the results come as a list, a tuple for each of these ("operation").
+        id: of the exercise, which may ask for several functions.
+        parts: further functions of the answer, rules `"ID NAME"` without an `id`, which are judged first.
+        answer: what the learner hands in where that is no such function: a kernel, which `through` makes one.
     """
 
     fn: Callable[..., Any]
@@ -71,13 +77,26 @@ class Rule:
     rows: tuple[Row, ...] = ()
     words: Mapping[str, str] = field(default_factory=dict)
     notes: Mapping[str, str] = field(default_factory=dict)
-    also: tuple[str, ...] = ()
+    also: tuple[Any, ...] = ()
     units: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     hint: Mapping[str, str] = field(default_factory=dict)
     alike: Callable[..., Values] = lambda *values: values
     whole: bool = False
+    strict: bool = False
     tol: float = 1e-9
     then: Callable[[Callable[..., Any]], Any] | None = None
+    judged: Callable[[Callable[..., Any]], Any] | None = None
+    given: Callable[..., Sequence[Any]] = lambda *values: values
+    shown: Callable[..., str] | None = None
+    each: str = ""
+    id: str = ""
+    parts: tuple[str, ...] = ()
+    answer: str = ""
+
+    @property
+    def prefix(self) -> str:
+        """The function's name, where the exercise asks for several."""
+        return f"{self.fn.__name__}: " if len(functions(self.id)) > 1 else ""
 
     @property
     def params(self) -> list[str]:
@@ -85,12 +104,13 @@ class Rule:
 
     @cached_property
     def index(self) -> Index:
-        whole = not any(isinstance(value, float) for given in self.tried for value in given)
+        whole = not any(map(_has_fractions, self.tried))
         texts = [Text(self.fn, self.words, other, whole) for other in (None, *self.also)]
         rows = [(row, self.with_row(row)) for row in self.rows]
         return Index(
-            texts, self.tried, self.returns, self._values, self.tol, rows, self.alike, self.drawn(300), self.notes
-        )
+            texts, self.tried, self.returns, self._values, self.tol, rows, self.alike, self.drawn(300), self.notes,
+            given=self.given, longest=200 - len(self.prefix),
+        )  # fmt: skip
 
     @cached_property
     def tried(self) -> tuple[tuple[Any, ...], ...]:
@@ -101,12 +121,7 @@ class Rule:
         """The function as a learner with this mistake has it."""
         if row.instead:
             return Text(self.fn, other=row.instead).compiled()
-        source = textwrap.dedent(inspect.getsource(self.fn))
-        source = source[source.index("\ndef ") + 1 :] if not source.startswith("def ") else source
-        for old, new in row.edits:
-            if source.count(old) != 1:
-                raise ValueError(f"row {row.slug}: {old!r} occurs {source.count(old)} times in {self.fn.__name__}")
-            source = source.replace(old, new)
+        source = edited(self.fn, row.edits)
         names = dict(self.fn.__globals__)
         exec(f"from __future__ import annotations\n{source}", names)
         return names[self.fn.__name__]
@@ -122,6 +137,10 @@ class Rule:
     # ---- a learner's answer
 
     def _values(self, got: Any) -> Values:
+        if got is None:
+            return (None,) * len(self.returns)
+        if self.each:
+            return tuple(tuple(bool(x) for x in part) for part in zip(*got, strict=True))
         parts = (got,) if len(self.returns) == 1 else tuple(got)
         return tuple(_number(x) for x in parts)
 
@@ -130,14 +149,18 @@ class Rule:
         __tracebackhide__ = True
         names = self.returns
         wanted = f"({', '.join(names)})" if len(names) > 1 else names[0]
+        if got is None and (None,) * len(names) in self.index.right:
+            return self._values(got)
         if got is None:
             raise CheckFailed(
                 f"the function returns nothing: is a `return` missing? Return {wanted}",
                 diagnosis="returned-none", case=case,
             )  # fmt: skip
+        if self.each:
+            return self._read_each(got, case)
         parts: Sequence[Any] = [got]
         if len(names) > 1:
-            kind = "numbers" if not any(isinstance(x, str) for x in self.fn(*self.tried[0])) else "things"
+            kind = "numbers" if not any(isinstance(x, str) for x in self.index.right[0]) else "things"
             got = got.tolist() if hasattr(got, "tolist") else got
             if not isinstance(got, (tuple, list)) or len(got) != len(names):
                 raise CheckFailed(
@@ -145,9 +168,7 @@ class Rule:
                     diagnosis="wrong-type", case=case,
                 )  # fmt: skip
             parts = got
-        right = self.fn(*self.tried[0])
-        kinds = right if len(names) > 1 else (right,)
-        for name, value, kind in zip(names, parts, kinds, strict=True):
+        for name, value, kind in zip(names, parts, self.index.right[0], strict=True):
             number = _number(value)
             if isinstance(kind, str) != isinstance(number, str) or not isinstance(number, (int, float, str)):
                 wanted = "a text" if isinstance(kind, str) else "a number"
@@ -163,24 +184,70 @@ class Rule:
                 raise CheckFailed(
                     f"{name} is {value!r:.40}, which is no whole number{by}", diagnosis="no-whole-number", case=case
                 )
+            if self.strict and isinstance(number, float):
+                raise CheckFailed(f"{name} is {value!r:.40}, a float: return an int", diagnosis="float", case=case)
         return self._values(got)
 
+    def _read_each(self, got: Any, case: str) -> Values:
+        __tracebackhide__ = True
+        wanted = f"a list of ({', '.join(self.returns)}), one for each {self.each}"
+        found = list(got) if hasattr(got, "__iter__") else got
+        strange = [x for x in found if not hasattr(x, "__len__") or len(x) != len(self.returns)] if (
+            isinstance(found, list)) else [found]  # fmt: skip
+        if strange:
+            raise CheckFailed(
+                f"{in_words(strange[0], article=True)} is returned; return {wanted}", diagnosis="wrong-type", case=case
+            )
+        return self._values(found) if found else ((),) * len(self.returns)
+
     def case(self, given: tuple[Any, ...]) -> str:
+        if self.shown is not None:
+            return self.shown(*given)
         return ", ".join(f"{name}={_short(value)}" for name, value in zip(self.params, given, strict=True))
 
     def check(self, learners: Callable[..., Any]) -> str:
         __tracebackhide__ = True
+        if self.judged is not None:
+            return self._judge(learners, self.judged)
         got = []
         for given in self.tried:
             with running(self.case(given)):
-                result = learners(*given)
+                result = learners(*self.given(*given))
             got.append(self.read(result, self.case(given)))
+        for given, mine, right in zip(self.tried, got, self.index.right, strict=True):
+            if self.each and len(mine[0]) != len(right[0]):
+                raise CheckFailed(
+                    f"the result has {len(mine[0])} elements for {len(right[0])} {self.each}s: return one for each",
+                    diagnosis="wrong-shape", case=self.case(given),
+                )  # fmt: skip
         wrong = self.index.wrong_parts(got) if got != self.index.right else []
         if wrong:
+            self._expect_the_same_again(learners, got)
             raise self._failed(learners, got, wrong)
         if self.then is not None:
             self.then(learners)
         return f"{len(got)} inputs"
+
+    def _judge(self, learners: Callable[..., Any], judged: Callable[[Callable[..., Any]], Any]) -> str:
+        """The verdict of `judged`; a change of the right text is told beside what is wrong, where one gives this."""
+        __tracebackhide__ = True
+        try:
+            return judged(learners)
+        except CheckFailed as symptom:
+            with contextlib.redirect_stdout(io.StringIO()):
+                said = self.index.explain(self.index.run(learners, self.tried))
+            if said is None:
+                raise
+            sentence = f"{said[1]}.\n{symptom.sentence}"
+            raise CheckFailed(sentence, diagnosis=symptom.diagnosis, case=symptom.case) from None
+
+    def _expect_the_same_again(self, learners: Callable[..., Any], got: list[Values]) -> None:
+        __tracebackhide__ = True
+        with contextlib.redirect_stdout(io.StringIO()):
+            again = self.index.run(learners, self.tried)
+        if any(not isinstance(x, str) and x != y and x == x for x, y in zip(again, got, strict=True)):
+            sentence = "the same call gives another result when it is made again: nothing may be kept from call to call"
+            raise CheckFailed(sentence, diagnosis="state-kept", case=self.case(self.tried[0]))
 
     def _failed(self, learners: Callable[..., Any], got: list[Values], wrong: list[int]) -> CheckFailed:
         index, names = self.index, self.returns
@@ -188,18 +255,25 @@ class Rule:
         plain = [x and (isinstance(y, str) or self.alike(*y) == y) for x, y in zip(off, index.right, strict=True)]
         at = (plain if any(plain) else off).index(True)
         case = self.case(self.tried[at])
-        numbers = [f"{names[i]} is {_short(got[at][i])}, it should be {_short(index.right[at][i])}" for i in wrong
+        numbers = [self._beside(names[i], got[at][i], index.right[at][i]) for i in wrong
                    if not index.same_outcome([got[at]], [index.right[at]], i)]  # fmt: skip
         well = [name for i, name in enumerate(names) if i not in wrong]
         evidence = "; ".join(numbers)
         evidence += f". {' and '.join(well)} {'are' if len(well) > 1 else 'is'} right in every case" if well else ""
         said = (
-            self._counted(got, wrong) or index.explain(got) or self._common(got, wrong)
+            (self.hint and self._counted(got, wrong)) or index.explain(got) or self._counted(got, wrong)
+            or self._common(got, wrong)
             or index.explain_as_two(got) or index.explain(got, some=True) or self._where(learners, wrong, off)
         )  # fmt: skip
         if said is None:
             return CheckFailed(f"{evidence}; {sum(off)} of {len(off)} cases are wrong", case=case)
         return CheckFailed(f"{said[1]}.\n{evidence}", diagnosis=said[0], case=case)
+
+    def _beside(self, name: str, mine: Any, right: Any) -> str:
+        if not self.each:
+            return f"{name} is {_short(mine)}, it should be {_short(right)}"
+        at = next(i for i, (x, y) in enumerate(zip(mine, right, strict=True)) if x != y)
+        return f"{name} is {mine[at]} for {self.each} {at + 1}, it should be {right[at]}"
 
     def _counted(self, got: list[Values], wrong: list[int]) -> tuple[str, str] | None:
         """A result that is a sum of the right units, and not as many of each."""
@@ -207,9 +281,17 @@ class Rule:
             units = self.units.get(self.returns[i])
             values = [x[i] for x in got]
             found = in_units(values, self.tried, self.params, units, self.fn.__globals__) if units else None
-            if units and found:
-                parts = [f"{n:g} {words}" for n, words in zip(found, units, strict=True) if n]
-                said = f"{self.returns[i]} counts {' and '.join(parts) or 'nothing'}: {self.hint[self.returns[i]]}"
+            if not (units and found):
+                continue
+            name = self.returns[i]
+            if name in self.hint:
+                said = " and ".join(f"{n:g} {words}" for n, words in zip(found, units, strict=True) if n)
+                return "miscounted", f"{name} counts {said or 'nothing'}: {self.hint[name]}"
+            right = [x[i] for x in self.index.right]
+            want = in_units(right, self.tried, self.params, units, self.fn.__globals__) or found
+            off = [f"{n:g} {unit}, {m:g} is right" for n, m, unit in zip(found, want, units, strict=True) if n != m]
+            said = f"{name} counts {'; and '.join(off)}"
+            if off and len(said) <= self.index.longest:
                 return "miscounted", said
         return None
 
@@ -239,6 +321,16 @@ class Rule:
         return ("right-where", f"{names} {verb} right just where {where}") if where else None
 
 
+def functions(id: str) -> list[Rule]:
+    """The functions that an exercise asks for, less their `parts`."""
+    return [it for it in RULES.values() if id and it.id == id]
+
+
+def answers(it: Rule, fn: Callable[..., Any]) -> list[Callable[..., Any]]:
+    """What its exercise is handed: `fn` for this function, and the right ones for the others."""
+    return [fn if other is it else other.fn for other in functions(it.id)]
+
+
 def _number(value: Any) -> Any:
     """A number as a Python number, whatever it came as; a text as it is; anything else unchanged."""
     if isinstance(value, (str, bool)) or value is None:
@@ -253,6 +345,10 @@ def _number(value: Any) -> Any:
         return value
 
 
+def _has_fractions(value: Any) -> bool:
+    return isinstance(value, float) or (isinstance(value, tuple) and any(map(_has_fractions, value)))
+
+
 def _short(value: Any) -> str:
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
@@ -262,28 +358,65 @@ def _short(value: Any) -> str:
 
 
 def rule(
-    id: str, *, title: str, minutes: int, hints: Sequence[str], returns: str, difficulty: str = "Core", **data: Any
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register the decorated function as the right answer of exercise `id`; `data` is the rest of `Rule`'s fields."""
+    id: str, *, returns: str, title: str = "", minutes: int = 0, hints: Sequence[str] = (), difficulty: str = "Core",
+    make: Callable[..., Rule] = Rule, untouched: str = "", history: str = "", **data: Any,
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:  # fmt: skip
+    """Register the decorated function as the right answer of exercise `id`; `data` is the rest of `Rule`'s fields.
+
+    Where an exercise asks for several functions, the first alone has a title.
+    """
 
     def register(fn: Callable[..., Any]) -> Callable[..., Any]:
-        lists = {k: tuple(v) for k, v in data.items() if k in ("inputs", "rows", "also")}
-        it = RULES[id] = Rule(fn, tuple(returns.split(", ")), **{**data, **lists})
-        count = len(it.returns)
-        kind: Any = Callable[..., tuple[(Any,) * count] if count > 1 else int if it.whole else float]  # type: ignore[misc]
-
-        def run(learners: Any) -> str:
-            __tracebackhide__ = True
-            return it.check(learners)
-
-        run.__module__, run.__wrapped__ = fn.__module__, fn  # type: ignore[attr-defined]
-        run.__annotations__ = {fn.__name__: kind}
-        parameter = inspect.Parameter(fn.__name__, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=kind)
-        run.__signature__ = inspect.Signature([parameter])  # type: ignore[attr-defined]
-        exercise(id, title=title, minutes=minutes, difficulty=difficulty, hints=hints)(run)
+        lists = {k: v if isinstance(v, Mapping) else tuple(v) for k, v in data.items() if k in (
+            "inputs", "rows", "also", "parts")}  # fmt: skip
+        for key in [key for key, it in RULES.items() if title and it.id == id]:
+            del RULES[key]
+        it = make(fn, tuple(returns.split(", ")), id=id, **{**data, **lists})
+        RULES[id if title else f"{id} {fn.__name__}"] = it
+        if title:
+            exercise(id, title=title, minutes=minutes, difficulty=difficulty, hints=hints, untouched=untouched,
+                     history=history)(_run(id, fn))  # fmt: skip
+        _sign(find(id).run, id)  # type: ignore[union-attr]
         return fn
 
     return register
+
+
+def _run(id: str, fn: Callable[..., Any]) -> Callable[..., str]:
+    def run(*learners: Any) -> str:
+        __tracebackhide__ = True
+        asked = functions(id)
+        further = [RULES[f"{id} {name}"] for it in asked for name in it.parts]
+        for it, answer in zip(further, learners[len(asked) :], strict=True):
+            it.check(answer)
+        said = []
+        for it, answer in zip(asked, learners, strict=False):
+            try:
+                said.append(it.check(answer))
+            except CheckFailed as failed:
+                if not it.prefix:
+                    raise
+                raise CheckFailed(it.prefix + failed.sentence, diagnosis=failed.diagnosis, case=failed.case) from None
+        return "; ".join(said)
+
+    run.__module__, run.__wrapped__ = fn.__module__, fn  # type: ignore[attr-defined]
+    return run
+
+
+def _sign(run: Callable[..., Any], id: str) -> None:
+    """What the check asks for, in its signature."""
+    kinds: dict[str, Any] = {}
+    for it in functions(id):
+        count, tensor = len(it.returns), "Tensor" in str(it.fn.__annotations__.get("return"))
+        one: Any = list if it.each else int if it.whole else torch.Tensor if tensor else float
+        kind: Any = tuple[(Any,) * count] if count > 1 and not it.each else one  # type: ignore[misc]
+        kinds[it.answer or it.fn.__name__] = Any if it.answer else Callable[..., kind]
+    kinds |= {name: Callable[..., Any] for it in functions(id) for name in it.parts}
+    either = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    run.__annotations__ = kinds
+    run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [inspect.Parameter(name, either, annotation=kind) for name, kind in kinds.items()]
+    )
 
 
 def main(ids: Sequence[str]) -> None:

@@ -20,8 +20,7 @@ __all__ = ["BASES", "MISTAKES", "Head", "added_up", "gradients", "statistics"]
 class Head(NamedTuple):
     """One head: q and do [M, HEAD_DIM], k and v [N, HEAD_DIM].
 
-    block: how many rows a walk takes at once; begin: the first query that a walk over the queries visits; first_key:
-    where the block of keys begins whose gradients are asked for.
+    block: how many rows a walk takes at once; first_key: where the block of keys begins whose gradients are asked for.
     """
 
     q: torch.Tensor
@@ -31,7 +30,6 @@ class Head(NamedTuple):
     scale: float
     block: int
     causal: bool = False
-    begin: int = 0
     first_key: int = 0
 
 
@@ -70,7 +68,7 @@ def gradients(head: Head, mistake: str = "") -> Gradients:
     _, lse, delta = statistics(head)
     lse = lse.masked_fill(torch.isneginf(lse), torch.inf)
     if made & {"statistics-of-the-first-rows", "delta-of-the-first-rows"}:
-        first = (torch.arange(len(q)) - head.begin).clamp(min=0) % head.block
+        first = torch.arange(len(q)) % head.block
         delta = delta[first]
         lse = lse[first] if "statistics-of-the-first-rows" in made else lse
     hidden = _hidden(head, mistake)
@@ -116,7 +114,7 @@ def gradients(head: Head, mistake: str = "") -> Gradients:
     factors |= {"gradient-times-log2e": head.scale / math.log(2), "gradient-times-ln2": head.scale * math.log(2)}
     scale = _one(factors, made, head.scale)
     left = p if "p-for-ds" in made else dp if "dp-for-ds" in made else ds
-    keys, queries = _taken(len(k), 0, head.block, mistake), _taken(len(q), head.begin, head.block, mistake)
+    keys, queries = _taken(len(k), head.block, mistake), _taken(len(q), head.block, mistake)
     if "scaled-in-every-block" in made:  # `scale`, once, is in the factor already
         keys, queries = (x * head.scale ** _later_blocks(len(x), head.block) for x in (keys, queries))
     dq = scale * (left * keys) @ (v if "v-for-k" in made else k)
@@ -126,21 +124,19 @@ def gradients(head: Head, mistake: str = "") -> Gradients:
     return Gradients(dq, dk, dv)
 
 
-def _taken(length: int, begin: int, block: int, mistake: str) -> torch.Tensor:
+def _taken(length: int, block: int, mistake: str) -> torch.Tensor:
     """1.0 for the rows of a walk that count, else 0.0."""
     made = _made(mistake)
-    rows = torch.arange(length) - begin
+    rows = torch.arange(length)
     taken = rows >= 0
     if "first-block-only" in made:
         taken &= rows < block
     elif "overwritten" in made:
-        taken &= rows >= (length - begin - 1) // block * block
+        taken &= rows >= (length - 1) // block * block
     elif "tail-dropped" in made:
-        taken &= rows < (length - begin) // block * block
+        taken &= rows < length // block * block
     elif "last-block-dropped" in made:
-        taken &= rows < (length - begin - 1) // block * block
-    elif "begins-late" in made:
-        taken &= torch.arange(length) >= -(-begin // block) * block
+        taken &= rows < (length - 1) // block * block
     return taken.double()
 
 
@@ -211,7 +207,6 @@ MISTAKES = {
     "overwritten": "only the last block of the walk counts: is the sum overwritten by each block?",
     "tail-dropped": "the last block is left out where it is not full",
     "last-block-dropped": "the last block of the walk is left out",
-    "begins-late": "the walk begins a block too late: the first queries that see these keys are left out",
     "statistics-of-the-first-rows": "lse and delta are those of the first block's rows in every block",
     "delta-of-the-first-rows": "delta is that of the first block's rows in every block",
     "causal-always": "there is a causal mask where none was asked for",

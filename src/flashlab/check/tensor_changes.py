@@ -1,0 +1,225 @@
+"""What else goes wrong in a text of tensors and loops: axes, shapes, dtypes, first values, where a loop ends.
+
+For `flashlab.check.changes.changes`: each function gives (slug, words, cost, new node, key...) of one expression, or
+whole changes of the statements.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+
+from flashlab.check.changes import CHANGED, Change, Slot, Text, _expr, _new
+
+_REDUCTIONS = {
+    "sum": ("mean", "amax", "prod"), "amax": ("amin", "mean", "sum"), "max": ("min", "mean", "sum"),
+    "logsumexp": ("amax", "sum", "mean"), "mean": ("sum",),
+}  # fmt: skip
+_CASTS = ("float", "double", "half", "to", "unsqueeze", "contiguous")
+
+
+def of_expression(text: Text, slot: Slot, node: ast.expr) -> Iterator[tuple[Any, ...]]:
+    parent, w = slot[0], text.say
+    match node:
+        case ast.Subscript(value=value, slice=ast.Tuple(elts=parts)) if any(_is_none(x) for x in parts):
+            how = f"[{', '.join(map(ast.unparse, parts))}]"
+            yield "axis-missing", f"`{how}` is missing behind {w(value)}", 1.2, value, how
+            if len(parts) == 2:
+                new = ast.Subscript(value, ast.Tuple(parts[::-1], ast.Load()), ast.Load())
+                yield "wrong-axis", f"{w(new)} stands where {w(node)} belongs", 1.4, new, how
+        case ast.Subscript(value=value, slice=ast.Slice(lower=lower, upper=upper)):
+            yield "slice-missing", f"all of {w(value)} is taken where {w(node)} belongs", 1.6, value, "slice"
+            if lower is not None:
+                new = ast.Subscript(value, ast.Slice(None, upper), ast.Load())
+                yield "wrong-slice", f"{w(new)} stands where {w(node)} belongs", 2.0, new, "lower"
+                begin = ast.unparse(lower)
+                first = ast.Subscript(value, _put(node.slice, begin, "0"), ast.Load())
+                said = f"{w(value)} is read from its beginning again and again: `{begin}` is taken for 0"
+                yield "first-block-again", said, 1.5, first, "first", begin
+            if upper is not None:
+                new = ast.Subscript(value, ast.Slice(lower, None), ast.Load())
+                yield "wrong-slice", f"{w(new)} stands where {w(node)} belongs", 2.0, new, "upper"
+        case ast.Attribute(value=value, attr="T" | "mT"):
+            yield "not-transposed", f"{w(value)} is not transposed", 1.3, value, "T"
+        case ast.BinOp(left=left, op=ast.BitAnd() | ast.BitOr() as both, right=right):
+            for alone, gone in ((left, right), (right, left)):
+                yield "condition-missing", f"the condition {w(gone)} is missing", 1.0, alone
+            other_way = ast.BitOr() if isinstance(both, ast.BitAnd) else ast.BitAnd()
+            yield "wrong-operator", f"the conditions are joined by {'|&'[isinstance(other_way, ast.BitAnd)]}", 1.5, (
+                ast.BinOp(left, other_way, right))  # fmt: skip
+            yield "inverted", "1 and 0 are exchanged", 1.2, ast.UnaryOp(ast.Invert(), node)
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Attribute(attr="inf")):
+            for finite in (0.0, -1.0, -1e4, -1e5, -1e6, -1e9, -1e30, -3.4e38):
+                yield "finite-number", f"{finite:g} stands where -inf belongs", 1.4, ast.Constant(finite), id(node)
+        case ast.Call(func=ast.Attribute(value=owner, attr=name)):
+            yield from _of_method(text, node, owner, name)
+    if isinstance(parent, ast.BinOp) and isinstance(parent.op, ast.MatMult) and not isinstance(node, ast.Attribute):
+        yield "transposed", f"{w(node)} is transposed", 1.9, ast.Attribute(node, "mT", ast.Load()), "to T"
+    exp = isinstance(node, ast.Call) and ast.unparse(node.func).endswith("exp")
+    if exp and isinstance(node, ast.Call):
+        yield "squared", f"{w(node)} counts twice, as its square", 1.8, _expr("x * x", x=node)
+        yield "root", f"the square root of {w(node)} is taken", 2.2, _expr("x ** 0.5", x=node)
+        yield "always-1", f"{w(node)} is taken for 1", 1.7, _expr("0 * x + 1", x=node)
+        inner = node.args[0]
+        if isinstance(inner, ast.BinOp) and isinstance(inner.op, ast.Sub):
+            upper = ast.Call(node.func, [_expr("-x", x=inner.right)], [])
+            yield "term-missing", f"the term {w(inner.left)} is missing, in {w(node)}", 1.9, upper
+    if isinstance(node, ast.Compare) and isinstance(node.comparators[0], ast.BinOp):
+        left, right = node.left, node.comparators[0]
+        for term, rest in ((right.left, right.right), (right.right, right.left)):
+            away = ast.Compare(_expr("abs(a - t)", a=left, t=term), node.ops, [rest])
+            yield "taken-as-positive", f"it is {w(away)}: it is {w(node)}, without the absolute value", 1.8, away
+        if isinstance(right.right, ast.Name):
+            by = right.right
+            for way, how in ("t / 2", "half"), ("2 * t", "twice"), ("t * math.log(2)", "ln 2 times"), (
+                "t / math.log(2)", "1 / ln 2 times"):  # fmt: skip
+                times = ast.Compare(left, node.ops, [ast.BinOp(right.left, right.op, _expr(way, t=by))])
+                yield "wrong-factor", f"{w(by)} is {how} what it should be", 1.9, times
+
+
+def _of_method(text: Text, node: ast.Call, owner: ast.expr, name: str) -> Iterator[tuple[Any, ...]]:
+    """x.f(...) and torch.f(x, ...)."""
+    w = text.say
+    of_module = isinstance(owner, ast.Name) and owner.id in text.globals and owner.id not in text.params
+    if not of_module and isinstance(owner, ast.Name):
+        what = "is not converted" if name in _CASTS else "is taken as it stands"
+        yield "function-missing", f"`.{name}` is missing: {w(owner)} {what}", 1.3, owner, name
+    tensor = owner if not of_module else node.args[0] if node.args else None
+    if tensor is None or name not in _REDUCTIONS:
+        return
+    options = (*(node.args[1:] if of_module else node.args), *(k.value for k in node.keywords))
+    if not options:
+        return
+    for other in _REDUCTIONS[name]:
+        new = copy.copy(node)
+        new.func = ast.Attribute(owner, other, ast.Load())
+        yield "wrong-function", f"`{other}` stands where `{name}` belongs", 1.7, new, name, other
+    if name != "logsumexp":
+        said = f"one `{name}` is taken for all rows of {w(tensor)}: each row has its own"
+        yield "one-for-all", said, 1.2, _expr(f"x.{name}().expand(y.shape)", x=tensor, y=node), name
+    else:
+        parts = "torch.exp(x).sum(d)", "without the logarithm"
+        yield "function-missing", f"{w(node)} is {parts[1]}", 1.8, _expr(parts[0], x=tensor, d=options[0])
+    if name == "sum":
+        new = copy.copy(node)
+        swap = _expr("abs(x)", x=tensor)
+        new.func = ast.Attribute(swap if not of_module else owner, name, ast.Load())
+        new.args = [swap, *node.args[1:]] if of_module else node.args
+        yield "absolute-values", f"absolute values are summed: {w(tensor)} keeps its signs", 1.9, new
+    if name in ("amax", "max"):
+        said = f"{w(node)} is 0 where it is negative: a maximum starts at -inf, not at 0"
+        yield "starts-at-0", said, 1.5, _expr("y.clamp(min=0)", y=node), name
+
+
+def _is_none(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is None
+
+
+def _put(node: ast.expr, old: str, new: str) -> ast.expr:
+    """The expression with another one in the place of every part that reads so."""
+
+    class Put(ast.NodeTransformer):
+        def visit(self, part: ast.AST) -> Any:
+            if isinstance(part, ast.expr) and ast.unparse(part) == old:
+                return ast.parse(new, mode="eval").body
+            return self.generic_visit(part)
+
+    return Put().visit(copy.deepcopy(node))
+
+
+def kinds_of(text: Text, inputs: Sequence[tuple[Any, ...]]) -> dict[str, set[Any]]:
+    """What each name of the text is while it runs: a number, a tensor of so many axes, or something else."""
+    found: dict[str, set[Any]] = defaultdict(set)
+    run, before = text.compiled(), sys.gettrace()
+
+    def lines(frame: FrameType, event: str, arg: Any) -> Any:
+        for name, value in frame.f_locals.items():
+            found[name].add(_kind(value))
+        return lines
+
+    def calls(frame: FrameType, event: str, arg: Any) -> Any:
+        return lines if frame.f_code.co_filename == CHANGED and frame.f_code.co_name == text.tree.name else None
+
+    sys.settrace(calls)
+    try:
+        for given in inputs:
+            run(*given)
+    finally:
+        sys.settrace(before)
+    return dict(found)
+
+
+def _kind(value: Any) -> Any:
+    if isinstance(value, (int, float)):
+        return "flag" if isinstance(value, bool) else "number"
+    return ("tensor", value.ndim) if isinstance(value, torch.Tensor) else type(value).__name__
+
+
+def of_statements(text: Text) -> Iterator[Change]:
+    """Where a loop begins and ends, and what is done in every turn of it instead of once at the end."""
+    for loop in [n for n in ast.walk(text.tree) if isinstance(n, ast.For)]:
+        if isinstance(loop.iter, ast.Call) and getattr(loop.iter.func, "id", "") == "range":
+            yield from _of_range(text, loop)
+        for node in ast.walk(text.tree):
+            if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Div, ast.Mult)):
+                yield from _in_every_turn(text, loop, node)
+
+
+def _of_range(text: Text, loop: ast.For) -> Iterator[Change]:
+    assert isinstance(loop.iter, ast.Call)
+    args, w = loop.iter.args, text.say
+    if len(args) != 3:
+        return
+    begin, end, step = args
+    slot: Slot = (loop, "iter", None)
+    ways = {
+        "range(b, (e - b) // s * s + b, s)": ("tail-lost", "the last, shorter block is left out", 1.0),
+        "range(b, e - s, s)": ("last-block-lost", "the last block is left out", 1.1),
+        "range(b + s, e, s)": ("first-block-lost", "the first block is left out", 1.1),
+        "range(b, b + 1, s)": ("first-block-only", "only the first block is looked at", 1.1),
+        "(b, *range(b, e, s))": ("first-block-twice", "the first block counts twice", 1.3),
+        "range(max(b, (e - 1) // s * s), e, s)": ("last-block-only", "only the last block is looked at", 1.3),
+        "range(b, e)": ("step-missing", f"the loop takes a step of 1 where {w(step)} belongs", 1.4),
+    }  # fmt: skip
+    for way, (slug, said, cost) in ways.items():
+        yield Change(slug, said, cost, ((slot, _expr(way, b=begin, e=end, s=step)),), about=("range",))
+
+
+def _in_every_turn(text: Text, loop: ast.For, node: ast.BinOp) -> Iterator[Change]:
+    """x / y, or x * y, after the loop that makes x: done in the loop, and perhaps again at the end."""
+    inside = {id(n) for n in ast.walk(loop)}
+    slot = next((s for s in _places(text.tree) if getattr(s[0], s[1]) is node or s[2] is not None
+                 and getattr(s[0], s[1])[s[2]] is node), None)  # fmt: skip
+    made = {t.id for n in ast.walk(loop) if isinstance(n, ast.Assign) for t in ast.walk(n.targets[0])
+            if isinstance(t, ast.Name)}  # fmt: skip
+    for kept, by in ((node.left, node.right), (node.right, node.left)):
+        if slot is None or id(node) in inside or not isinstance(kept, ast.Name) or kept.id not in made:
+            continue
+        if kept is node.right and isinstance(node.op, ast.Div):
+            continue
+        done = "divided by" if isinstance(node.op, ast.Div) else "multiplied by"
+        line = _new(ast.Assign([ast.Name(kept.id, ast.Store())], ast.BinOp(kept, node.op, by)))
+        turn = _new(ast.For(loop.target, loop.iter, [*loop.body, line], []))
+        holder: Slot | None = next(
+            (s for s in _places(text.tree) if s[2] is not None and getattr(s[0], s[1])[s[2]] is loop), None
+        )
+        if holder is None:
+            continue
+        said = f"{text.say(kept)} is {done} {text.say(by)} in every block"
+        yield Change("in-every-block", f"{said}: once, at the end", 1.2, ((holder, turn), (slot, kept)))
+        yield Change("in-every-block", f"{said}, and again at the end: once is right", 1.3, ((holder, turn),))
+
+
+def _places(root: ast.AST) -> Iterator[Slot]:
+    for parent in ast.walk(root):
+        for name, value in ast.iter_fields(parent):
+            for at, child in enumerate(value) if isinstance(value, list) else ((None, value),):
+                if isinstance(child, ast.AST):
+                    yield parent, name, at

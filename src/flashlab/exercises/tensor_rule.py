@@ -1,0 +1,328 @@
+"""Rules whose inputs and results are tensors, lists or kernels' buffers: `flashlab.exercises.rule` with what they add.
+
+    @tensor_rule("5.1", title="Through the softmax", minutes=10, hints=[...], returns="ds",
+                 inputs={"3 rows of 5 keys": (p, dp), ...}, draw=lambda r: ...)
+    def softmax_backward(p, dp):
+        ...
+
+Inputs have names. Shapes, dtypes and what becomes of the inputs are looked at; an exception is a result like another,
+which a change may explain; results that are not finite say what they come of. One answer of several functions is a
+rule for each: those that `part` registers are judged first.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from flashlab import runtime
+from flashlab.check import CheckFailed, pattern, running, tensor_changes
+from flashlab.check.changes import Text
+from flashlab.check.expect import allowed_error
+from flashlab.check.lookup import Index, Values
+from flashlab.check.running import is_unsolved
+from flashlab.check.symptoms import Symptoms, seen_where, watched
+from flashlab.exercises.answers import in_words
+from flashlab.exercises.rule import RULES, Rule, rule
+
+_BESIDE, _DRAWN, _DIFFERING, _TRIES = 6, 60, 30, 2_000
+
+
+def normal(r: random.Random, *shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """Normally distributed numbers, always the same from the same `r`."""
+    generator = torch.Generator().manual_seed(r.randrange(2**31))
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+@dataclass(frozen=True)
+class TensorRule(Rule):
+    """A `Rule` of tensors.
+
+    Attributes:
+        names: of the inputs; what is drawn has none.
+        through: makes a function of the inputs of what the learner hands in: a kernel's launch, an iterator for a list.
+        on_device: inputs are handed in where kernels run, results are looked at on the CPU.
+        nan: {part of a case's name, or "": what a result that is not finite there comes of}.
+        symptom: asked where no change explains the answer: (slug, sentence) in numbers, or None.
+        beside: how many drawn inputs the check runs beside its own. tries: pairs of changes that are tried.
+        without: slugs of changes that say too much: on one input alone some of them fit by chance.
+    """
+
+    names: tuple[str, ...] = ()
+    through: Callable[[Any], Callable[..., Any]] = lambda answer: answer
+    on_device: bool = False
+    nan: Mapping[str, str] = field(default_factory=dict)
+    symptom: Callable[[Callable[..., Any]], tuple[str, str] | None] | None = None
+    beside: int = _BESIDE
+    tries: int = _TRIES
+    without: tuple[str, ...] = ()
+
+    @cached_property
+    def index(self) -> Index:
+        texts = []
+        for other in (None, *self.also):
+            fn = other if callable(other) else self.fn
+            kept = {name: name for name in fn.__code__.co_varnames}  # a reader has these lines in mind
+            texts.append(Text(fn, {**kept, **self.words}, None if callable(other) else other))
+        rows = [(row, self.with_row(row)) for row in self.rows]
+        more = self.drawn(_DIFFERING)
+        return Index(
+            texts, self.tried, self.returns, self._values, self.tol, rows, self.alike, more, self.notes,
+            tensor_changes, self.tries, _copy, self.without,
+        )  # fmt: skip
+
+    @cached_property
+    def tried(self) -> tuple[tuple[Any, ...], ...]:
+        return (*self.inputs, *self.drawn(self.beside, seed=1))
+
+    def drawn(self, count: int = _DRAWN, seed: int = 0) -> list[tuple[Any, ...]]:
+        return super().drawn(count, seed)
+
+    def case(self, given: tuple[Any, ...]) -> str:
+        for name, mine in zip(self.names, self.inputs, strict=True):
+            if mine is given:
+                return name
+        return ", ".join(f"{n}: {_in_short(x)}" for n, x in zip(self.params, given, strict=True))
+
+    def _values(self, got: Any) -> Values:
+        parts = (got,) if len(self.returns) == 1 else tuple(got.values() if isinstance(got, dict) else got)
+        return tuple(x.detach().cpu() if isinstance(x, torch.Tensor) else super(TensorRule, self)._values((x,) if len(
+            self.returns) > 1 else x)[0] for x in parts)  # fmt: skip
+
+    # ---- a learner's answer
+
+    def read(self, got: Any, case: str, right: Any = None) -> Values:
+        """The results, whatever their shapes; CheckFailed where they are of another kind."""
+        __tracebackhide__ = True
+        names = self.returns
+        if got is None:
+            listed = f"({', '.join(names)})" if len(names) > 1 else names[0]
+            raise CheckFailed(
+                f"the function returns None: is a `return` missing? Return {listed}",
+                diagnosis="returned-none", case=case,
+            )  # fmt: skip
+        fits = True
+        if len(names) > 1:
+            fits = isinstance(got, type(right)) if isinstance(right, dict) or hasattr(right, "_fields") else (
+                isinstance(got, (tuple, list)) and len(got) == len(names))  # fmt: skip
+            fits = fits and (not isinstance(right, dict) or set(got) == set(right))
+            got = {name: got[name] for name in right} if fits and isinstance(right, dict) else got
+        if not fits:
+            named = type(right).__name__ if hasattr(right, "_fields") else ""
+            shape = f"{named}({', '.join(names)})" + (", whose parts have names" if named else "")
+            kind = "a dictionary with the keys " if isinstance(right, dict) else ""
+            raise CheckFailed(
+                f"{in_words(got, article=True)} is returned; return {len(names)} things, {kind}{shape}",
+                diagnosis="wrong-type", case=case,
+            )  # fmt: skip
+        rights = (right,) if len(names) == 1 else tuple(right.values() if isinstance(right, dict) else right)
+        values = got.values() if isinstance(got, dict) else got if len(names) > 1 else (got,)
+        for name, mine, one in zip(names, values, rights, strict=True):
+            self._expect_kind(name, mine, one, case)
+        return self._values(got)
+
+    def _expect_kind(self, name: str, mine: Any, right: Any, case: str) -> None:
+        __tracebackhide__ = True
+        if isinstance(right, torch.Tensor) and not (right.ndim == 0 and isinstance(mine, (int, float))):
+            if not isinstance(mine, torch.Tensor):
+                said = f"{name} should be a tensor, not {in_words(mine, article=True)}"
+                raise CheckFailed(said, diagnosis="wrong-type", case=case)
+            if mine.dtype != right.dtype:
+                kinds = [str(x.dtype).removeprefix("torch.") for x in (mine, right)]
+                why = self.notes.get("dtype", "")
+                said = f"{name} is {kinds[0]}, it should be {kinds[1]}" + (f": {why}" if why else "")
+                raise CheckFailed(said, diagnosis="wrong-dtype", case=case)
+        elif isinstance(right, (int, float)):
+            number = super()._values((mine,) if len(self.returns) > 1 else mine)[0]
+            if isinstance(number, str) or not isinstance(number, (int, float)):
+                said = f"{name} should be a number, not {in_words(mine, article=True)}"
+                raise CheckFailed(said, diagnosis="wrong-type", case=case)
+
+    def check(self, answer: Any) -> str:
+        __tracebackhide__ = True
+        learners = self.through(answer)
+        self.compare(learners)
+        if self.then is not None and watched() is None:
+            self.then(answer)
+        return f"{len(self.tried)} cases"
+
+    def compare(self, learners: Callable[..., Any]) -> None:
+        """CheckFailed unless the function gives what the right one does, on every input."""
+        __tracebackhide__ = True
+        got: list[Values | str] = []
+        errors: list[Exception] = []
+        for given in self.tried:
+            case = self.case(given)
+            mine = [_copy(x, self.on_device) for x in given]
+            right = self.fn(*map(_copy, given))
+            try:
+                with running(case):
+                    result = learners(*mine)
+            except CheckFailed:
+                raise
+            except Exception as error:
+                if is_unsolved(error):
+                    raise
+                errors.append(error)
+                got.append(type(error).__name__)
+                continue
+            if not all(_same_input(x, y) for x, y in zip(mine, given, strict=True)):
+                raise CheckFailed(
+                    "the function changes its inputs in place: write to new tensors, or work on a copy",
+                    diagnosis="inputs-changed", case=case,
+                )  # fmt: skip
+            got.append(self.read(result, case, right))
+        if watched() is not None:
+            self._note_symptoms(got)
+        elif errors or self.index.wrong_parts(got):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # what a change does is no matter of the learner's
+                failed = self._failure(learners, got, errors)
+            raise failed
+
+    def _note_symptoms(self, got: Sequence[Values | str]) -> None:
+        """Of a hunt's own code: what is wrong, without a cause."""
+        for given, mine, right in zip(self.tried, got, self.index.right, strict=True):
+            for name, x, y in zip(self.returns, mine, right, strict=True) if not isinstance(mine, str) else ():
+                a, b = (torch.as_tensor(z, dtype=torch.float64) for z in (x, y))
+                if a.shape == b.shape and (seen := watched()) is not None:
+                    seen.compared(self.case(given), name, a, b, allowed_error(y))
+
+    def _failure(self, learners: Callable[..., Any], got: list[Any], errors: Sequence[Exception]) -> CheckFailed:
+        index, names = self.index, self.returns
+        off = [not index.same_outcome([x], [y]) for x, y in zip(got, index.right, strict=True)]
+        at = off.index(True)
+        case = self.case(self.tried[at])
+        if errors:
+            cause = index.explain(got)
+            if cause is None:
+                raise errors[0]
+            words = f"{type(errors[0]).__name__}: {errors[0]}"
+            return CheckFailed(f"{cause[1]}.\nYour code raised {words[:160]}", diagnosis=cause[0], case=case)
+        wrong = index.wrong_parts(got)
+        shapes = [(i, x[i], y[i]) for x, y in zip(got, index.right, strict=True) for i in wrong
+                  if _shape(x[i]) != _shape(y[i])]  # fmt: skip
+        if shapes:
+            i, x, y = shapes[0]
+            said = f"{names[i]} has the shape {_shape(x)}, it should be {_shape(y)}"
+            found = index.explain(got)
+            return CheckFailed(f"{found[1]}.\n{said}" if found else said, diagnosis="wrong-shape", case=case)
+        evidence = "; ".join(self._seen(i, got) for i in wrong)
+        well = [name for i, name in enumerate(names) if i not in wrong]
+        evidence += f". {' and '.join(well)} {'are' if len(well) > 1 else 'is'} right in every case" if well else ""
+        right = [name for name, bad in zip(self.names, off, strict=False) if not bad]
+        evidence += f". {sum(off)} of {len(off)} cases are wrong" if len(off) > 1 else ""
+        evidence += f"; right: {'; '.join(right[:2])}{'; ...' if len(right) > 2 else ''}" if right else ""
+        found = (
+            self._not_finite(got, wrong) or index.explain(got) or (self.symptom(learners) if self.symptom else None)
+            or self._common(got, wrong) or index.explain_as_two(got) or index.explain(got, some=True)
+            or self._pattern(got, wrong)
+        )  # fmt: skip
+        if found is None:
+            return CheckFailed(evidence, case=case)
+        return CheckFailed(f"{found[1]}.\n{evidence}", diagnosis=found[0], case=case)
+
+    def _seen(self, part: int, got: Sequence[Values]) -> str:
+        """Where a result is wrong in the first case in which it is, with two of its numbers."""
+        for given, mine, right in zip(self.tried, got, self.index.right, strict=True):
+            if not self.index.same_outcome([mine], [right], part):
+                x, y = (torch.as_tensor(z[part], dtype=torch.float64) for z in (mine, right))
+                if x.ndim == 0:
+                    return f"{self.returns[part]} is {x.item():.7g}, it should be {y.item():.7g} [{self.case(given)}]"
+                seen = seen_where(x, y, allowed_error(right[part], self.tol))
+                return f"{self.returns[part]} {seen} [{self.case(given)}]"
+        raise AssertionError("unreachable")
+
+    def _not_finite(self, got: Sequence[Values], wrong: Sequence[int]) -> tuple[str, str] | None:
+        """What is said of results that are wrong only where they are not finite."""
+        words: list[str] = []
+        for given, mine, right in zip(self.tried, got, self.index.right, strict=True):
+            lost = False
+            for i in (i for i in wrong if not self.index.same_outcome([mine], [right], i)):
+                x, y = (torch.as_tensor(z[i], dtype=torch.float64) for z in (mine, right))
+                off = ~((x - y).abs() <= allowed_error(right[i], self.tol)) & (x != y) & ~(x.isnan() & y.isnan())
+                lost |= not bool(x[off].isfinite().any())
+                if bool(x[off].isfinite().any()) and not isinstance(right[i], int):  # a count goes with the others
+                    return None
+            if lost:
+                words += [said for part, said in self.nan.items() if part in self.case(given)][:1]
+            elif not self.index.same_outcome([mine], [right]):
+                return None
+        return ("not-finite", words[0]) if words else None
+
+    def _common(self, got: Sequence[Values], wrong: Sequence[int]) -> tuple[str, str] | None:
+        """Few digits; or one factor, one difference or one value in every case."""
+        seen = Symptoms()
+        for i in wrong:
+            pairs = [[torch.as_tensor(z[i], dtype=torch.float64) for z in (x, y)]
+                     for x, y in zip(got, self.index.right, strict=True)]  # fmt: skip
+            few = all(not isinstance(y[i], torch.Tensor) or y[i].dtype != torch.float64 or bool((a == b).all())
+                      for (a, b), y in zip(pairs, self.index.right, strict=True))  # fmt: skip
+            if few and all(bool(((a - b).abs() <= 5e-3 * b.abs().max()).all()) for a, b in pairs if b.numel()):
+                why = self.notes.get("dtype", "what is rounded on the way?")
+                return "low-precision", f"{self.returns[i]} is right to a few digits only: {why}"
+            for (a, b), y in zip(pairs, self.index.right, strict=True):
+                seen.compared_with.append((self.returns[i], a, b, allowed_error(y[i], self.tol)))
+            if common := seen.everywhere(self.returns[i]):
+                return "wrong-factor", common
+        return None
+
+    def _pattern(self, got: Sequence[Any], wrong: Sequence[int]) -> tuple[str, str] | None:
+        for given, mine, right in zip(self.tried, got, self.index.right, strict=True):
+            for i in wrong:
+                if not self.index.same_outcome([mine], [right], i) and isinstance(right[i], torch.Tensor):
+                    x, y = (z[i].double() for z in (mine, right))
+                    if seen := pattern.observe(x, y, allowed_error(right[i], self.tol)):
+                        return "wrong-value", f"{self.returns[i]}, {self.case(given)}: {seen}"
+        return None
+
+
+def _copy(x: Any, on_device: bool = False) -> Any:
+    if isinstance(x, torch.Tensor):
+        return x.clone().to(runtime.device()) if on_device else x.clone()
+    if isinstance(x, tuple) and hasattr(x, "_fields"):
+        return type(x)(*(_copy(y, on_device) for y in x))
+    return [_copy(y, on_device) for y in x] if isinstance(x, list) else x
+
+
+def _same_input(mine: Any, given: Any) -> bool:
+    if isinstance(given, torch.Tensor):
+        return torch.equal(mine.cpu().nan_to_num(12345.0), given.nan_to_num(12345.0))
+    if isinstance(given, (tuple, list)):
+        return len(mine) == len(given) and all(_same_input(x, y) for x, y in zip(mine, given, strict=True))
+    return True
+
+
+def _shape(x: Any) -> list[int]:
+    return list(x.shape) if isinstance(x, torch.Tensor) else []
+
+
+def _in_short(x: Any) -> str:
+    if isinstance(x, tuple) and hasattr(x, "_fields"):
+        return _in_short(x[-1])
+    return in_words(x).removeprefix("tensor ").split(" float")[0]
+
+
+def _made(fn: Callable[..., Any], returns: tuple[str, ...], **data: Any) -> TensorRule:
+    inputs = data.pop("inputs")
+    return TensorRule(fn, returns, inputs=tuple(inputs.values()), names=tuple(inputs), **data)
+
+
+tensor_rule = functools.partial(rule, make=_made)
+
+
+def part(id: str, *, returns: str, **data: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register the decorated function as one of several that answer exercise `id`; see `Rule`'s `parts`."""
+
+    def register(fn: Callable[..., Any]) -> Callable[..., Any]:
+        RULES[f"{id} {fn.__name__}"] = _made(fn, tuple(returns.split(", ")), **data)
+        return fn
+
+    return register
