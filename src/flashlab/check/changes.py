@@ -244,7 +244,7 @@ def changes(text: Text, values: Mapping[str, Sequence[Any]] | None = None, more:
     """Every single change of the text, and every slip made wherever it is possible.
 
     values: what the parameters are in the inputs, for an answer that takes one of them to be the same always.
-    more: has further ones, `of_expression` and `of_statements` (`flashlab.check.tensor_changes`).
+    more: has further ones in place of those of `code_changes`: `of_expression`, `of_statements` (see `tensor_changes`).
     """
     found: list[Change] = []
     flags = {name for name, seen in (values or {}).items() if not all(_is_number(x) for x in seen)}

@@ -173,7 +173,7 @@ def of_statements(text: Text) -> Iterator[Change]:
 
 
 def _of_range(text: Text, loop: ast.For) -> Iterator[Change]:
-    assert isinstance(loop.iter, ast.Call)
+    assert isinstance(loop.iter, ast.Call), "a call of range"
     args, w = loop.iter.args, text.say
     if len(args) != 3:
         return
