@@ -70,8 +70,9 @@ def hints() -> dict[str, tuple[int, list[str]]]:
     found = {}
     for path in sorted((ROOT / "src" / "flashlab" / "exercises").glob("phase_[0-9]*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("exercise", "rule"):
-                told = {k.arg: k.value for k in node.keywords}
+            called = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
+            told = {k.arg: k.value for k in node.keywords} if isinstance(node, ast.Call) else {}
+            if called in ("exercise", "rule", "tensor_rule") and "minutes" in told:  # not a further function of one
                 values = (ast.literal_eval(node.args[0]), *(ast.literal_eval(told[x]) for x in ("minutes", "hints")))
                 found[values[0]] = values[1:]
     return found

@@ -68,12 +68,12 @@ def check_qkv(
         if x.ndim != rank:
             raise ValueError(f"{name} must be {_LAYOUTS[rank]}, but it has {x.ndim} dimensions{_remedy(name, x, rank)}")
         _refuse_negated(name, x)
-    if no_grad:
-        check_no_gradient(**tensors)
     _check_dtypes(tensors, dtypes)
     if not q.device == k.device == v.device:
         where = ", ".join(f"{name} is on {x.device}" for name, x in tensors.items())
         raise ValueError(f"one device for all three, please: {where}")
+    if no_grad:
+        check_no_gradient(**tensors)
     if on_gpu and not q.is_cuda:
         raise ValueError(f"{name_q} is on {q.device}, but kernels are compiled for the GPU: move it to cuda")
     if aligned:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from flashlab import runtime  # before triton: it decides whether kernels are interpreted
-from flashlab.attention.inputs import TILE_SIDES, check_block, check_qkv, scale_of
+from flashlab.attention.inputs import TILE_SIDES, check_block, check_no_gradient, check_qkv, scale_of
 from flashlab.triton_tools.compile_report import CompileReport, compile_reports
 
 import triton  # isort: skip
@@ -153,7 +153,7 @@ def check_one_head(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     They count in 32 bits, and take the maximum of scores of which one at least is finite; see `require_finite_rows`.
     """
     dtypes = (torch.float16, torch.bfloat16)
-    check_qkv(q, k, v, rank=2, dtypes=dtypes, head_dims=TILE_SIDES, same_v=True, no_grad=True)
+    check_qkv(q, k, v, rank=2, dtypes=dtypes, head_dims=TILE_SIDES, same_v=True)
     for name, x in (("q", q), ("k", k), ("v", v), ("the output", torch.empty(q.shape, device="meta"))):
         last = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
         if last >= 2**31:
@@ -161,6 +161,7 @@ def check_one_head(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
                 f"{name} ends {last} elements behind its first, and these kernels count in 32 bits, to 2^31: pass "
                 "fewer rows, or contiguous ones (flash_attention_forward of phase 3 counts in 64)"
             )
+    check_no_gradient(q=q, k=k, v=v)
 
 
 def require_finite_rows(q: torch.Tensor, k: torch.Tensor, scale: float, lse: torch.Tensor) -> None:

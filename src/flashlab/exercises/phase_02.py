@@ -143,6 +143,8 @@ _LARGEST = "m_new is the largest score seen so far, in both blocks: ln 8, a natu
         Row("p-not-relative", f"l_i and acc: {_RELATIVE}", [
             ("(1 + 1 / 2)", "(8 + 4)"), ("(1 * 1 + 1 / 2 * 6)", "(8 * 1 + 4 * 6)")]),
         Row("maximum-not-moved", f"m_new is the old maximum, ln 2: {_LARGEST}", [("math.log(8)", "math.log(2)")]),
+        Row("another-score", f"m_new is ln 4, another score of the block: {_LARGEST}", [
+            ("math.log(8)", "math.log(4)")]),
         Row("block-maximum", "m_new is ln 12, the log-sum-exp of the block: it is the largest score, ln 8", [
             ("math.log(8)", "math.log(12)")]),
         Row("outputs-added", "O: that is the sum of the two blocks' outputs: it is acc divided by l_i, of both", [
@@ -159,7 +161,7 @@ _LARGEST = "m_new is the largest score seen so far, in both blocks: ln 8, a natu
     tol=1e-3,
     tries=0,
     without=("wrong-number", "off-by-one", "half", "twice", "twice-as-much", "taken-as-positive", "brackets-too-wide",
-             "wrong-name", "rounded", "root", "squared"),
+             "wrong-name", "rounded", "root", "squared", "sum-for-one"),
 )  # fmt: skip
 def one_step():
     # BEGIN SOLUTION

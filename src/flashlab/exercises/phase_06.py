@@ -890,6 +890,10 @@ _VISITS = "visits * (2 * D + 2)"
         Row("nothing-skipped", "FA2: it is the count without a mask", [("min(N, m_start + BLOCK_M)", "N")]),
         Row("keys-halved", "FA2: half of the keys is only nearly right: a block reads up to the last key of its last "
             "row", [("2 * D * keys", "2 * D * N * -(-N // BLOCK_M) / 2")]),
+        Row("own-rows-skipped", "FA1: a tile is seen by its own rows too: by those from n_start on",
+            [("sum(N - n_start for", "sum(max(0, N - n_start - BLOCK_N) for")]),
+        Row("halved", "FA1: half of the rows is only nearly right: those from n_start on see the tile",
+            [("sum(N - n_start for", "sum(N // 2 for")]),
         Row("halved", "FA1: half of the visits is only nearly right: the rows from n_start on see the tile",
             [(_VISITS, "N * -(-N // BLOCK_N) * (2 * D + 2) / 2")]),
         Row("whole-tiles", "FA2: keys are counted in whole tiles: the last one has only the keys that are left",

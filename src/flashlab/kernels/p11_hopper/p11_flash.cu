@@ -46,7 +46,6 @@ constexpr bool O_IN_Q = HEAD_DIM == 256;                       // New: O takes t
 constexpr int Q_STAGES = O_IN_Q ? 1 : 2;                       // New: one of them then
 constexpr int BARRIERS = 4 + 2 * Q_STAGES + 4 * STAGES;        // 8 bytes each
 struct __align__(16) Part { int batch, head, m_start, end; };  // a head's rows, and tiles of keys that some of them see
-
 template <int CONSUMERS_> struct Tile {                        // New: what depends on the number of consumers
     // A warpgroup each, and the producer's after them
     static constexpr int CONSUMERS = CONSUMERS_, WARPS = 4 * CONSUMERS, THREADS = (CONSUMERS + 1) * GROUP;
