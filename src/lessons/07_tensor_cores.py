@@ -51,13 +51,12 @@ from flashlab.cuda import load_inline, missing
 from flashlab.figures import fragments, show
 from flashlab.kernels import path, step
 from flashlab.kernels.regions import regions
-from flashlab.simt.build import INCLUDE
 
 show.style()
 torch.manual_seed(0)
 DEVICE = runtime.device()
 BACKEND = "emulator" if missing("nvcc") else "nvcc"
-PTX, ONE_MMA, NAIVE = INCLUDE / "ptx.cuh", path("p7_one_mma"), step("p7_naive")
+PTX, ONE_MMA, NAIVE = path("ptx.cuh"), path("p7_one_mma"), step("p7_naive")
 
 # %% [markdown]
 # ## 1 · One instruction

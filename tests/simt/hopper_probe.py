@@ -29,6 +29,7 @@ from pathlib import Path
 import numpy as np
 
 from flashlab.cuda.toolchain import nvcc
+from flashlab.kernels import PTX
 from flashlab.simt import SimtError
 from flashlab.simt.build import INCLUDE
 
@@ -118,7 +119,8 @@ def emulated(name: str, defines: dict[str, object]) -> Callable[[str], Run]:
 def compiled(name: str, defines: tuple[tuple[str, object], ...]) -> Path:
     found = Path(tempfile.gettempdir()) / f"{'-'.join([name, *(f'{k}{v}' for k, v in defines)])}.so"
     if not found.exists():
-        command = [nvcc(), "-std=c++17", "-I", str(INCLUDE), "-gencode=arch=compute_90a,code=sm_90a", "-shared", "-w",
+        command = [nvcc(), "-std=c++17", "-I", str(INCLUDE), "-I", str(PTX),
+                   "-gencode=arch=compute_90a,code=sm_90a", "-shared", "-w",
                    "-Xcompiler", "-fPIC", *(f"-D{k}={v}" for k, v in defines),
                    "-o", str(found), str(KERNELS / name)]  # fmt: skip
         subprocess.run(command, check=True)

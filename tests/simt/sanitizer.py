@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 KERNELS = Path(__file__).parent / "kernels"
-INCLUDE = Path(__file__).parents[2] / "src" / "flashlab" / "simt" / "include"
+FLASHLAB = Path(__file__).parents[2] / "src" / "flashlab"
 TOOLS = {
     "memcheck": ["--leak-check", "no"], "racecheck": ["--racecheck-report", "all"],
     "initcheck": [], "synccheck": [],
@@ -52,7 +52,17 @@ int main(int, char** words) {
 def build(work: Path) -> Path:
     (work / "main.cu").write_text(MAIN)
     command = ["nvcc", "-arch=native", "-std=c++17", "-lineinfo", "-Xcompiler", "-rdynamic", "-w", "-ldl"]
-    command += ["-I", str(KERNELS), "-I", str(INCLUDE), "-o", "mistakes", "main.cu"]
+    command += [
+        "-I",
+        str(KERNELS),
+        "-I",
+        str(FLASHLAB / "simt/include"),
+        "-I",
+        str(FLASHLAB / "kernels/ptx"),
+        "-o",
+        "mistakes",
+        "main.cu",
+    ]
     subprocess.run(command, cwd=work, check=True)
     return work / "mistakes"
 

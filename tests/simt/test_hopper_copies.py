@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from flashlab.cuda.toolchain import find_cuobjdump, find_nvcc
+from flashlab.kernels import PTX
 from flashlab.simt import CompileError, DeadlockError, HostError, IllegalAccess, SimtError, compile_cuda
 from flashlab.simt.build import INCLUDE
 
@@ -417,7 +418,8 @@ extern "C" void run() {}
 @pytest.mark.skipif(find_nvcc() is None or shutil.which("g++") is None, reason="there is no nvcc")
 @pytest.mark.parametrize("name", ["hopper_copies.cu", "hopper_broken.cu", "hopper_memory.cu"])
 def test_nvcc_compiles_it_for_hopper(tmp_path, name):
-    command = [find_nvcc(), "-std=c++17", "-I", str(INCLUDE), "-gencode=arch=compute_90a,code=sm_90a", "-cubin",
+    command = [find_nvcc(), "-std=c++17", "-I", str(INCLUDE), "-I", str(PTX),
+               "-gencode=arch=compute_90a,code=sm_90a", "-cubin",
                "-o", str(tmp_path / "out.cubin"), str(KERNELS / name)]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from flashlab.cuda.toolchain import find_nvcc
+from flashlab.kernels import PTX
 from flashlab.simt.build import INCLUDE
 
 from . import hopper_probe
@@ -40,7 +41,8 @@ def test_the_emulator_answers_as_the_gpu_did():
 @pytest.mark.skipif(find_nvcc() is None or shutil.which("g++") is None, reason="there is no nvcc")
 def test_the_probe_compiles_for_the_gpu(tmp_path):
     for name in ("wgmma_probe.cu", "hopper_copies.cu"):
-        command = [find_nvcc(), "-std=c++17", "-I", str(INCLUDE), "-gencode=arch=compute_90a,code=sm_90a", "-shared",
+        command = [find_nvcc(), "-std=c++17", "-I", str(INCLUDE), "-I", str(PTX),
+                   "-gencode=arch=compute_90a,code=sm_90a", "-shared",
                    "-Xcompiler", "-fPIC", "-o", str(tmp_path / "probe.so"), str(KERNELS / name)]  # fmt: skip
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from flashlab.cuda.toolchain import find_cuobjdump, find_nvcc
-from flashlab.simt import DeadlockError, wgmma_shapes
+from flashlab.kernels import PTX
+from flashlab.simt import DeadlockError
 from flashlab.simt.build import INCLUDE
 
 from .conftest import KERNELS, module
@@ -348,15 +349,12 @@ def test_events_of_the_first_blocks():
 
 
 # ---- nvcc's side ------------------------------------------------------------------------------------
-def test_the_written_header_is_up_to_date():
-    assert wgmma_shapes.HEADER.read_text() == wgmma_shapes.text()
-
-
 @pytest.mark.long
 @pytest.mark.skipif(find_nvcc() is None or shutil.which("g++") is None, reason="there is no nvcc")
 def test_nvcc_compiles_it_for_hopper(tmp_path):
     """Into the instruction of each N; and ptxas serialises nothing, but where the kernel is wrong."""
-    command = [find_nvcc(), "-std=c++17", "-I", str(INCLUDE), "-gencode=arch=compute_90a,code=sm_90a", "-cubin",
+    command = [find_nvcc(), "-std=c++17", "-I", str(INCLUDE), "-I", str(PTX),
+               "-gencode=arch=compute_90a,code=sm_90a", "-cubin",
                "-DEVERY_N", "-o", str(tmp_path / "wgmma.cubin"), str(KERNELS / "wgmma.cu")]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from flashlab.kernels import problem
+from flashlab.kernels import PTX, problem
 from flashlab.kernels.series import FOLDER as KERNELS
 from flashlab.kernels.series import Step
 from flashlab.simt import source as _source
@@ -123,8 +123,8 @@ class Text:
         return f'{_BEFORE}#line 1 "{self.name}"\n{self.text}\n#line 1 "flashlab_call.cuh"\n{after}'
 
     def folders(self, include_dirs: Iterable[Path] = ()) -> list[Path]:
-        """Where its headers are: its own folder, those given, then simt.h and ptx.cuh, problem.cuh."""
-        return [*([self.directory] if self.directory else []), *include_dirs, INCLUDE, KERNELS]
+        """Where its headers are: its own folder, those given, then simt.h, ptx.cuh, problem.cuh."""
+        return [*([self.directory] if self.directory else []), *include_dirs, INCLUDE, PTX, KERNELS]
 
     @property
     def head_dims(self) -> tuple[int, ...]:

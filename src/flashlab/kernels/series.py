@@ -17,6 +17,8 @@ from flashlab.kernels import regions
 from flashlab.runtime import cache
 
 FOLDER = Path(__file__).parent
+PTX = FOLDER / "ptx"
+"""Where the headers are that say an instruction as a function."""
 HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -145,7 +147,7 @@ def step(name: str) -> Step:
 
 
 def path(name: str) -> Path:
-    """A file of the series, or another in its folders: path("p6_1_fa1"), path("p7_one_mma"), path("problem.cuh").
+    """A file of the series, or another in its folders: path("p6_1_fa1"), path("p7_one_mma"), path("ptx.cuh").
 
     Raises FileNotFoundError, with the names there are.
     """

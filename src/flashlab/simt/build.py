@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flashlab.kernels import PTX
 from flashlab.runtime import cache
 from flashlab.simt import elf, hints, source
 from flashlab.simt.errors import CompileError, SimtError
@@ -38,7 +39,7 @@ WRAPPED = (
     "exit", "_exit", "_Exit", "quick_exit", "abort", "__cxa_throw", "__cxa_allocate_exception",
 )  # fmt: skip
 WRAPPED_IN_MODULES = ("printf", "__assert_fail")
-OWN = (INCLUDE, INCLUDE / "toolkit")  # where headers of the emulator are
+OWN = (INCLUDE, INCLUDE / "toolkit", PTX)  # where the headers are that it stands behind, and their border
 SYSTEM = (Path("/usr/local/include"), Path("/usr/include"))  # and of the machine
 # What kernels include of the emulator's, in sets that g++ is given as it has read them before; the largest first.
 READ_AHEAD = (("ptx.cuh", "wgmma.cuh", "tensor_map.cuh"), ("ptx.cuh",), ("simt.h",))
@@ -196,7 +197,7 @@ def _run(command: list[str], where: Path, text: str | None = None) -> subprocess
 @functools.cache
 def _runtime_key(compiler: Compiler, defines: tuple[str, ...]) -> str:
     how = [HERE / f"{name}.py" for name in ("build", "elf", "source")]
-    files = sorted([*RUNTIME.glob("*"), *INCLUDE.rglob("*"), *how])
+    files = sorted([*RUNTIME.glob("*"), *INCLUDE.rglob("*"), *PTX.glob("*"), *how])
     return cache.key(compiler, _cpu(), defines, [(f.name, cache.file_digest(f)) for f in files if f.is_file()])
 
 
@@ -373,8 +374,8 @@ def _compile(
     printed = _run([cxx.path, "-x", "c++", *flags, *known, "-E", "-"], work, f'#line 1 "{name}"\n{text}')
     if printed.returncode:
         raise CompileError(hints.explained(printed.stderr, name))
-    preprocessed = source.Preprocessed(printed.stdout, (str(INCLUDE), *known[-1:]))
-    if not known and not any(f.startswith(str(INCLUDE)) for f in preprocessed.included):
+    preprocessed = source.Preprocessed(printed.stdout, (*map(str, OWN), *known[-1:]))
+    if not known and not any(f.startswith(tuple(map(str, OWN))) for f in preprocessed.included):
         hints.check_included(text, name)
     try:
         preprocessed.check()

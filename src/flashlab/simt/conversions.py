@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flashlab.simt import source
-from flashlab.simt.build import CUDA_ARCH, INCLUDE, OWN, _run, find_compiler, read_ahead
+from flashlab.simt.build import CUDA_ARCH, OWN, _run, find_compiler, read_ahead
 
 _WIDE = re.compile(r"\b(long int|long long int|long unsigned int|long long unsigned int)\b")
 _FRACTION = re.compile(r"\b(float|double)\b")
@@ -54,7 +54,7 @@ def conversions(
             printed = _run([cxx.path, "-x", "c++", *flags, *known, "-w", "-E", "-"], work, f'#line 1 "{name}"\n{text}')
             if printed.returncode:
                 return []
-            rewritten = source.Preprocessed(printed.stdout, (str(INCLUDE), *known[-1:])).rewritten(inline_all=False)
+            rewritten = source.Preprocessed(printed.stdout, (*map(str, OWN), *known[-1:])).rewritten(inline_all=False)
             (work / "kernel.ii").write_text(rewritten)
             options = ["-fsyntax-only", "-fdiagnostics-format=json", "-Wconversion", "-Wno-sign-conversion"]
             said = _run([cxx.path, *flags, *options, "kernel.ii"], work)

@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from flashlab.simt.build import INCLUDE
+from flashlab.simt.build import OWN
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Place:
 
 
 def _is_emulator(file: str) -> bool:
-    return file.startswith((str(INCLUDE), "/usr/")) or file in ("??", "")
+    return file.startswith((*map(str, OWN), "/usr/")) or file in ("??", "")
 
 
 class Resolver:

@@ -1,4 +1,4 @@
-// The matrix descriptor of wgmma: which 16 bytes of shared memory hold which 8 numbers (../include/wgmma.cuh says it in
+// The matrix descriptor of wgmma: which 16 bytes of shared memory hold which 8 numbers (wgmma.cuh says it in
 // words). Nothing is taken for granted: strides and base offset are what the descriptor says, sense or not.
 #pragma once
 #include <stdint.h>

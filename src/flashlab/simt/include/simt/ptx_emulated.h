@@ -1,4 +1,4 @@
-// The functions of ../ptx.cuh for a host compiler: each calls the emulator where nvcc would see inline PTX.
+// The functions of ptx.cuh for a host compiler: each calls the emulator where nvcc would see inline PTX.
 // ptx.cuh says what they do; it includes this file, and declares smem_u32 and pack before it.
 #pragma once
 #include "ptx_ops.h"

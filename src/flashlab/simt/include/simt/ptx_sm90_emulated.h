@@ -1,4 +1,4 @@
-// The functions of ../ptx_sm90.cuh for a host compiler: each calls the emulator where nvcc would see inline PTX.
+// The functions of ptx_sm90.cuh for a host compiler: each calls the emulator where nvcc would see inline PTX.
 // ptx_sm90.cuh says what they do, and includes this file.
 #pragma once
 #include "ptx_sm90_ops.h"

@@ -1,4 +1,4 @@
-// The functions of ../wgmma.cuh for a host compiler: each calls the emulator where nvcc would see inline PTX.
+// The functions of wgmma.cuh for a host compiler: each calls the emulator where nvcc would see inline PTX.
 // wgmma.cuh says what they do, and includes this file. The addresses of the accumulators and of the registers of A are
 // what the emulator gets: it reads and writes them later, as the hardware does.
 #pragma once

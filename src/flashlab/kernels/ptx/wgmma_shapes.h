@@ -1,4 +1,4 @@
-// The inline PTX of ../wgmma.cuh for each N. Written by `python -m flashlab.simt.wgmma_shapes`: edit that.
+// The inline PTX of wgmma.cuh for each N. The instruction names each of its registers, so that no template can spell it.
 //
 // WGMMA_NAMES_n are the accumulators as the instruction names them, WGMMA_SUMS_n(d) the same as operands. After them
 // come the operands numbered i0, i1, ...: of ss the two descriptors, scale-d, trans-a and trans-b; of rs the four
@@ -129,70 +129,3 @@ WGMMA_SHAPE(232, 116, 117, 118, 119, 120, 121, 122)
 WGMMA_SHAPE(240, 120, 121, 122, 123, 124, 125, 126)
 WGMMA_SHAPE(248, 124, 125, 126, 127, 128, 129, 130)
 WGMMA_SHAPE(256, 128, 129, 130, 131, 132, 133, 134)
-
-#undef WGMMA_NAMES_8
-#undef WGMMA_NAMES_16
-#undef WGMMA_NAMES_24
-#undef WGMMA_NAMES_32
-#undef WGMMA_NAMES_40
-#undef WGMMA_NAMES_48
-#undef WGMMA_NAMES_56
-#undef WGMMA_NAMES_64
-#undef WGMMA_NAMES_72
-#undef WGMMA_NAMES_80
-#undef WGMMA_NAMES_88
-#undef WGMMA_NAMES_96
-#undef WGMMA_NAMES_104
-#undef WGMMA_NAMES_112
-#undef WGMMA_NAMES_120
-#undef WGMMA_NAMES_128
-#undef WGMMA_NAMES_136
-#undef WGMMA_NAMES_144
-#undef WGMMA_NAMES_152
-#undef WGMMA_NAMES_160
-#undef WGMMA_NAMES_168
-#undef WGMMA_NAMES_176
-#undef WGMMA_NAMES_184
-#undef WGMMA_NAMES_192
-#undef WGMMA_NAMES_200
-#undef WGMMA_NAMES_208
-#undef WGMMA_NAMES_216
-#undef WGMMA_NAMES_224
-#undef WGMMA_NAMES_232
-#undef WGMMA_NAMES_240
-#undef WGMMA_NAMES_248
-#undef WGMMA_NAMES_256
-#undef WGMMA_SUMS_8
-#undef WGMMA_SUMS_16
-#undef WGMMA_SUMS_24
-#undef WGMMA_SUMS_32
-#undef WGMMA_SUMS_40
-#undef WGMMA_SUMS_48
-#undef WGMMA_SUMS_56
-#undef WGMMA_SUMS_64
-#undef WGMMA_SUMS_72
-#undef WGMMA_SUMS_80
-#undef WGMMA_SUMS_88
-#undef WGMMA_SUMS_96
-#undef WGMMA_SUMS_104
-#undef WGMMA_SUMS_112
-#undef WGMMA_SUMS_120
-#undef WGMMA_SUMS_128
-#undef WGMMA_SUMS_136
-#undef WGMMA_SUMS_144
-#undef WGMMA_SUMS_152
-#undef WGMMA_SUMS_160
-#undef WGMMA_SUMS_168
-#undef WGMMA_SUMS_176
-#undef WGMMA_SUMS_184
-#undef WGMMA_SUMS_192
-#undef WGMMA_SUMS_200
-#undef WGMMA_SUMS_208
-#undef WGMMA_SUMS_216
-#undef WGMMA_SUMS_224
-#undef WGMMA_SUMS_232
-#undef WGMMA_SUMS_240
-#undef WGMMA_SUMS_248
-#undef WGMMA_SUMS_256
-#undef WGMMA_FUNCTIONS
-#undef WGMMA_SHAPE

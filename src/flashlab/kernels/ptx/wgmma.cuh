@@ -37,7 +37,7 @@ __device__ __forceinline__ uint64_t smem_descriptor(uint32_t address, Swizzle sw
 #ifndef __CUDACC__
 #include "simt/wgmma_emulated.h"
 #else
-#include "simt/wgmma_shapes.h"
+#include "wgmma_shapes.h"
 
 // ---- order ----------------------------------------------------------------------------------------------------------
 // region: wgmma order
