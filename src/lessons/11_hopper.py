@@ -53,11 +53,10 @@ from flashlab.figures.ladder import prepare
 from flashlab.figures.panels import panels
 from flashlab.kernels import path, step, steps
 from flashlab.simt import SimtError
-from flashlab.simt.build import INCLUDE
 
 show.style()
 torch.manual_seed(0)
-PTX, WGMMA, MAPS = (INCLUDE / name for name in ("ptx_sm90.cuh", "wgmma.cuh", "tensor_map.cuh"))
+PTX, WGMMA, MAPS = (path(name) for name in ("ptx_sm90.cuh", "wgmma.cuh", "tensor_map.cuh"))
 PIECES = path("p11_pieces")
 GPU = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9 and not missing("nvcc")
 DEVICE, BACKEND = ("cuda", "nvcc") if GPU else ("cpu", "emulator")
@@ -573,7 +572,8 @@ for run in RUNS:
 # threads gets 65536 / 384 = 170 per thread, rounded down to 168. The producer needs hardly any. With `setmaxnreg` it gives
 # them away: 24 for it, 240 for each consumer. (160 of them are accumulators and P. Addresses, maxima, sums and what the compiler keeps at hand
 # need the rest.) Registers change hands by warpgroups, so the producer is a whole warpgroup
-# now, though a single thread of it works.
+# now, though a single thread of it works. The regions *operands*, *copy a tile* and *tensor maps* stay as they are to the end. So from
+# here on they stand in a header, `tiles.cuh`.
 
 # %%
 show.diff(step("p11_4_producer"), step("p11_5_consumers"), "constants", "barriers", "producer", context=0)
@@ -1473,11 +1473,12 @@ for run in RUNS:
 #
 # ## 12 · The whole kernel
 #
-# You have met nearly every line of `p11_flash.cu`. Read it once from top to bottom. **The constants**; `Tile` holds what
+# You have met nearly every line of `p11_flash.cu`, and of its header `tiles.cuh`. Read them once from top to bottom. **The constants**; `Tile` holds what
 # depends on the number of consumers.
 
 # %%
-show.region(step("p11_flash"), "constants", "scheduler", "operands", "copy a tile")
+show.region(step("p11_flash"), "constants", "scheduler")
+show.region(path("tiles.cuh"), "operands", "copy a tile")
 
 # %% [markdown]
 # **What lies where** in shared memory: two places for Q, the stages of K and of V, O, then the barriers. **Which rows** a part is. **The
@@ -1515,7 +1516,8 @@ show.region(step("p11_flash"), "state", "operands of the scores", "main loop")
 # the counter set to 0.
 
 # %%
-show.region(step("p11_flash"), "store", "tensor maps", "launch")
+show.region(step("p11_flash"), "store", "launch")
+show.region(path("tiles.cuh"), "tensor maps")
 
 # %% [markdown]
 # ## Summary, and what is left to explore

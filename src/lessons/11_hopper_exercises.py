@@ -313,8 +313,8 @@ check("11.7", scores, after_probabilities)
 # `setmaxnreg_inc<CONSUMER_REGISTERS>()`.
 
 # %%
-names = ("constants", "copy a tile", "shared memory", "which rows", "which keys", "barriers")
-show.region(path("p11_5_consumers"), *names)
+show.region(path("tiles.cuh"), "copy a tile")
+show.region(path("p11_5_consumers"), "constants", "shared memory", "which rows", "which keys", "barriers")
 
 # %% [markdown]
 # The consumers wait for Q at `full_q`, phase 0. They walk the keys backwards, from tile `end - 1` to 0, and count them: the nth,

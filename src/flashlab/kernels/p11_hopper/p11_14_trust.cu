@@ -8,9 +8,7 @@
 // -DTRUST=1 or 0, -DPOLYNOMIAL=0 (none), 8 or 4.
 
 // region: constants
-#include "problem.cuh"
-#include "tensor_map.cuh"
-#include "wgmma.cuh"
+#include "p11_hopper/tiles.cuh"
 #ifndef PING_PONG
 #define PING_PONG 1
 #endif
@@ -30,7 +28,6 @@ constexpr int CONSUMERS = HEAD_DIM == 64 ? 3 : 2, GROUP = 128, WARPS = 4 * CONSU
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 160 : 232, PRODUCER_REGISTERS = CONSUMERS == 3 ? 32 : 40;
 constexpr int STAGES = 2;
 constexpr int BLOCK_M = WARPS * MMA_M, BLOCK_N = 128;          // query rows per block; keys at a time
-constexpr int SLAB = 64, SLAB_ROW = SLAB * 2;                  // columns of a slab; bytes of a row of it
 constexpr int S_TILES = BLOCK_N / MMA_N, O_TILES = HEAD_DIM / MMA_N;   // accumulators of a warp, [MMA_M, MMA_N] each
 constexpr int ROWS_PER_LANE = 2;                               // of an accumulator: g and g + 8
 constexpr int Q_BYTES = BLOCK_M * HEAD_DIM * 2, KV_BYTES = BLOCK_N * HEAD_DIM * 2;     // per tile of shared memory
@@ -52,41 +49,6 @@ __device__ __forceinline__ float exp2_polynomial(float x) {
     const float shifted = fminf(x, 128.f) + 12582912.f, f = x - (shifted - 12582912.f);
     const float power = __uint_as_float((__float_as_uint(shifted) << 23) + 0x3f800000u);
     return fmaf(f, fmaf(f, fmaf(f, 0.0550089516f, 0.242211014f), 0.693282902f), 1.f) * power;
-}
-// endregion
-
-// region: operands
-// A tile of ROWS rows lies in slabs [ROWS, 64], side by side in shared memory: 128 bytes are as wide as TMA swizzles.
-// Within a slab it is phase 8's XOR: the copy engine has the writer's half of it, the tensor cores the reader's.
-//
-// How wgmma finds a tile in shared memory: a descriptor, 64 bits. Rows of 128 bytes, swizzled as TMA does it; 8
-// rows further are 1024 bytes further. (The leading offset is of no use in this layout.)
-__device__ __forceinline__ uint64_t descriptor(uint32_t tile_smem) {
-    return smem_descriptor(tile_smem, SWIZZLE_128, 16, 8 * SLAB_ROW);
-}
-// What is added to it for MMA_K columns further, k times. Addresses in a descriptor count 16 bytes.
-template <int ROWS> __device__ __forceinline__ constexpr uint64_t columns_on(int k) {
-    const int column = k * MMA_K;
-    return (column / SLAB * ROWS * SLAB_ROW + column % SLAB * 2) / 16;
-}
-// A tile whose rows are the products' inner dimension, 16 rows at a time. Its columns run over all slabs: the
-// leading offset leads from one to the next. MMA_K rows further, k times, is 2048 k bytes further.
-template <int ROWS> __device__ __forceinline__ uint64_t descriptor_of_rows(uint32_t tile_smem) {
-    return smem_descriptor(tile_smem, SWIZZLE_128, ROWS * SLAB_ROW, 8 * SLAB_ROW);
-}
-__device__ __forceinline__ constexpr uint64_t rows_on(int k) { return k * MMA_K * SLAB_ROW / 16; }
-// endregion
-
-// region: copy a tile
-// Asks for a tile of ROWS rows, to be called by one thread. `bar` expects its bytes, those of rows that do not
-// exist too: they become zeros.
-template <int ROWS>
-__device__ __forceinline__ void load_tile(uint32_t tile_smem, const CUtensorMap& map, uint32_t bar, int row, int head,
-                                          int batch) {
-    mbarrier_arrive_expect_tx(bar, ROWS * HEAD_DIM * 2);
-#pragma unroll
-    for (int column = 0; column < HEAD_DIM; column += SLAB)
-        tma_load(tile_smem + column / SLAB * ROWS * SLAB_ROW, &map, bar, column, row, head, batch);
 }
 // endregion
 
@@ -433,20 +395,6 @@ flash_forward(const Problem p, int heads_together,             // and what TMA h
     }
     if (first_thread) bulk_wait<0>();                          // the last O is written
     if (consumer == 0) take_turn();                            // the last turn that was passed on to it
-}
-// endregion
-
-// region: tensor maps
-// [batch, heads, rows, HEAD_DIM], as TMA counts: the innermost dimension first. A copy takes a box of one slab's
-// columns and `box_rows` rows of one head, so rows beyond the head's last do not exist, whatever lies there in memory.
-static CUtensorMap map_of(const void* tensor, const Strides& stride, int batch, int heads, int rows, int box_rows) {
-    const auto type = std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-    const uint64_t dims[] = {HEAD_DIM, (uint64_t)rows, (uint64_t)heads, (uint64_t)batch};
-    // In bytes. Of a dimension of size 1 it is no matter: it may be what TMA does not take.
-    const auto bytes = [](int64_t elements, int size) { return (uint64_t)(size > 1 ? elements : HEAD_DIM) * 2; };
-    const uint64_t strides[] = {bytes(stride.row, rows), bytes(stride.head, heads), bytes(stride.batch, batch)};
-    const uint32_t box[] = {SLAB, (uint32_t)box_rows, 1, 1};
-    return tensor_map(tensor, type, 4, dims, strides, box, CU_TENSOR_MAP_SWIZZLE_128B);
 }
 // endregion
 

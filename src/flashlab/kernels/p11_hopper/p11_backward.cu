@@ -14,9 +14,7 @@
 // -DKEY_STEP=keys at a time in `queries`, -DMOST_STAGES=2 or more, -DDK_LAGS=0 or 1.
 
 // region: constants
-#include "problem.cuh"
-#include "tensor_map.cuh"
-#include "wgmma.cuh"
+#include "p11_hopper/tiles.cuh"
 #ifndef QUERY_STEP
 #define QUERY_STEP 64
 #endif
@@ -34,7 +32,6 @@ constexpr int GROUP = 128, CONSUMERS = 2;                      // threads of a w
 constexpr int WARPS = 4 * CONSUMERS, THREADS = (CONSUMERS + 1) * GROUP;
 constexpr int CONSUMER_REGISTERS = 240, PRODUCER_REGISTERS = 24;       // per thread
 constexpr int BLOCK = WARPS * MMA_M;                           // rows that a block keeps: keys in `keys`, else queries
-constexpr int SLAB = 64, SLAB_ROW = SLAB * 2;                  // columns of a slab; bytes of a row of it
 constexpr int ROWS_PER_LANE = 2;                               // of an accumulator: g and g + 8
 constexpr int KEPT_BYTES = BLOCK * HEAD_DIM * 2;               // of a tile that stays
 // Of a kernel that takes STEP rows at a time: a stage holds STEP rows of two tensors, and two numbers a row.
@@ -64,23 +61,6 @@ struct Backward {
 __host__ __device__ __forceinline__ constexpr int padded(int rows) { return ceil_div(rows, BLOCK) * BLOCK; }
 // endregion
 
-// region: operands
-// As in the forward kernels: a tile of ROWS rows lies in slabs [ROWS, 64], swizzled by TMA. Its rows are the rows of A,
-// or the columns of B ...
-__device__ __forceinline__ uint64_t descriptor(uint32_t tile_smem) {
-    return smem_descriptor(tile_smem, SWIZZLE_128, 16, 8 * SLAB_ROW);
-}
-template <int ROWS> __device__ __forceinline__ constexpr uint64_t columns_on(int k) {
-    const int column = k * MMA_K;
-    return (column / SLAB * ROWS * SLAB_ROW + column % SLAB * 2) / 16;
-}
-// ... or they are the products' inner dimension.
-template <int ROWS> __device__ __forceinline__ uint64_t descriptor_of_rows(uint32_t tile_smem) {
-    return smem_descriptor(tile_smem, SWIZZLE_128, ROWS * SLAB_ROW, 8 * SLAB_ROW);
-}
-__device__ __forceinline__ constexpr uint64_t rows_on(int k) { return k * MMA_K * SLAB_ROW / 16; }
-// endregion
-
 // region: products
 // c = A B^T, with 64 rows of a tile of BLOCK rows, and a tile of N rows. Issued, not waited for.
 template <int N> __device__ __forceinline__ void scores(float (&c)[N / 2], uint64_t a, uint64_t b) {
@@ -102,17 +82,6 @@ __device__ __forceinline__ void add_product(float (&acc)[HEAD_DIM / 2], const ui
 template <int N> __device__ __forceinline__ void round_to(uint32_t (&a)[N / MMA_K][4], const float (&c)[N / 2]) {
 #pragma unroll
     for (int i = 0; i < N / 4; i++) a[i / 4][i % 4] = pack<T>(c[2 * i], c[2 * i + 1]);
-}
-// endregion
-
-// region: copy a tile
-// Asks for a tile of ROWS rows, to be called by one thread. `bar` was told of its bytes.
-template <int ROWS>
-__device__ __forceinline__ void load_tile(uint32_t tile_smem, const CUtensorMap& map, uint32_t bar, int row, int head,
-                                          int batch) {
-#pragma unroll
-    for (int column = 0; column < HEAD_DIM; column += SLAB)
-        tma_load(tile_smem + column / SLAB * ROWS * SLAB_ROW, &map, bar, column, row, head, batch);
 }
 // endregion
 
@@ -226,8 +195,8 @@ keys(const Backward p, int heads_together, const float* lse_log2, const float* d
         setmaxnreg_dec<PRODUCER_REGISTERS>();
         if (warp == WARPS && elect_one()) {
             mbarrier_arrive_expect_tx(full_kept, 2 * KEPT_BYTES);
-            load_tile<BLOCK>(k_smem, k_map, full_kept, n_start, kv_head, batch);
-            load_tile<BLOCK>(v_smem, v_map, full_kept, n_start, kv_head, batch);
+            copy_tile<BLOCK>(k_smem, k_map, full_kept, n_start, kv_head, batch);
+            copy_tile<BLOCK>(v_smem, v_map, full_kept, n_start, kv_head, batch);
             for (int nth = 0; nth < tiles * group; nth++) {
                 const int stage = nth % STAGES, m_start = (begin + nth % tiles) * STEP;
                 const int head = kv_head * group + nth / tiles;
@@ -235,8 +204,8 @@ keys(const Backward p, int heads_together, const float* lse_log2, const float* d
                 const int64_t row = (int64_t)(batch * p.heads + head) * padded(p.seq_q) + m_start;
                 mbarrier_wait(empty + 8 * stage, nth / STAGES & 1 ^ 1);    // a new barrier passes this at once
                 mbarrier_arrive_expect_tx(bar, 2 * Q_BYTES + 8 * STEP);
-                load_tile<STEP>(q_smem, q_map, bar, m_start, head, batch);
-                load_tile<STEP>(q_smem + Q_BYTES, grad_o_map, bar, m_start, head, batch);
+                copy_tile<STEP>(q_smem, q_map, bar, m_start, head, batch);
+                copy_tile<STEP>(q_smem + Q_BYTES, grad_o_map, bar, m_start, head, batch);
                 bulk_load(lse_smem, lse_log2 + row, 4 * STEP, bar);
                 bulk_load(lse_smem + 4 * STEP, delta + row, 4 * STEP, bar);
             }
@@ -368,15 +337,15 @@ queries(const Backward p, int heads_together, const float* lse_log2, const float
         setmaxnreg_dec<PRODUCER_REGISTERS>();
         if (warp == WARPS && elect_one()) {
             mbarrier_arrive_expect_tx(full_kept, 2 * KEPT_BYTES);
-            load_tile<BLOCK>(q_smem, q_map, full_kept, m_start, head, batch);
-            load_tile<BLOCK>(grad_o_smem, grad_o_map, full_kept, m_start, head, batch);
+            copy_tile<BLOCK>(q_smem, q_map, full_kept, m_start, head, batch);
+            copy_tile<BLOCK>(grad_o_smem, grad_o_map, full_kept, m_start, head, batch);
             for (int j = 0; j < end; j++) {
                 const int stage = j % STAGES;
                 const uint32_t bar = full + 8 * stage, k_smem = stages + stage * STAGE;
                 mbarrier_wait(empty + 8 * stage, j / STAGES & 1 ^ 1);
                 mbarrier_arrive_expect_tx(bar, 2 * K_BYTES);
-                load_tile<STEP>(k_smem, k_map, bar, j * STEP, kv_head, batch);
-                load_tile<STEP>(k_smem + K_BYTES, v_map, bar, j * STEP, kv_head, batch);
+                copy_tile<STEP>(k_smem, k_map, bar, j * STEP, kv_head, batch);
+                copy_tile<STEP>(k_smem + K_BYTES, v_map, bar, j * STEP, kv_head, batch);
             }
         }
         return;
@@ -447,20 +416,6 @@ queries(const Backward p, int heads_together, const float* lse_log2, const float
     named_barrier_sync(1 + consumer, GROUP);                   // all of its warps have waited
     store_tile(dq, p.scale, q_smem, dq_map, m_start, head, batch);
     if (first_thread) bulk_wait<0>();
-}
-// endregion
-
-// region: tensor maps
-// [batch, heads, rows, HEAD_DIM], as TMA counts: the innermost dimension first. A copy takes a box of one slab's
-// columns and `box_rows` rows of one head, so rows beyond the head's last do not exist, whatever lies there in memory.
-static CUtensorMap map_of(const void* tensor, const Strides& stride, int batch, int heads, int rows, int box_rows) {
-    const auto type = std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-    const uint64_t dims[] = {HEAD_DIM, (uint64_t)rows, (uint64_t)heads, (uint64_t)batch};
-    // In bytes. Of a dimension of size 1 it is no matter: it may be what TMA does not take.
-    const auto bytes = [](int64_t elements, int size) { return (uint64_t)(size > 1 ? elements : HEAD_DIM) * 2; };
-    const uint64_t strides[] = {bytes(stride.row, rows), bytes(stride.head, heads), bytes(stride.batch, batch)};
-    const uint32_t box[] = {SLAB, (uint32_t)box_rows, 1, 1};
-    return tensor_map(tensor, type, 4, dims, strides, box, CU_TENSOR_MAP_SWIZZLE_128B);
 }
 // endregion
 
