@@ -260,21 +260,37 @@ def _short(version: str) -> str:
 
 def advice(report: dict[str, Any]) -> list[str]:
     """Sentences on what is missing or could be better, the gravest first; empty where all is well."""
-    software, machine, gpus = report["software"], report["machine"], report["gpus"]
-    torch, triton = software["torch"], software["triton"]
+    software, machine = report["software"], report["machine"]
+    said = [*_about_packages(software), *_about_gpu(report)]
+    if not software["compiler"]:
+        said.append("there is no C++ compiler, which the CUDA phases (and Triton on a GPU) need: install g++.")
+    elif software["torch"].get("gpu_usable") and not software["nvcc"]:
+        said.append("there is no nvcc, so the CUDA phases will be emulated: the CUDA toolkit has it.")
+    if machine["memory"] is not None and machine["memory"] < 4e9:
+        said.append(f"{machine['memory'] / 1e9:.1f} GB of memory is little: shut down kernels you are done with.")
+    if machine["disk_free"] < 2e9:
+        said.append(f"only {machine['disk_free'] / 1e9:.1f} GB of disk are free: Triton's cache needs some.")
+    return [text if text.startswith(_PACKAGES) else text[0].upper() + text[1:] for text in said]
+
+
+_PACKAGES = ("torch", "triton", "numpy")
+
+
+def _about_packages(software: dict[str, Any]) -> list[str]:
+    """Python, and what is installed for it."""
     said = []
+    torch, triton = software["torch"], software["triton"]
     version = tuple(int(part) for part in software["python"].split(".")[:2])
     if not PYTHONS[0] <= version <= PYTHONS[1]:
         said.append(f"Python {software['python']} is outside 3.10 to 3.14: set up with PYTHON=/path/to/another.")
-    names = ("torch", "triton", "numpy")
-    absent = [name for name in names if software[name].get("missing")]
+    absent = [name for name in _PACKAGES if software[name].get("missing")]
     if absent:
         verb = "is" if len(absent) == 1 else "are"
         said.append(
             f"{' and '.join(', '.join(absent).rsplit(', ', 1))} {verb} not installed in {software['environment']}: "
             "`make lab` installs everything."
         )
-    for name in names:
+    for name in _PACKAGES:
         if "broken" in software[name]:
             said.append(
                 f"{name} is installed but does not load ({software[name]['broken']}): "
@@ -289,6 +305,13 @@ def advice(report: dict[str, Any]) -> list[str]:
             )
     if software["jupyterlab"] is None and "version" in torch:
         said.append("JupyterLab is not installed here: `make lab` installs it.")
+    return said
+
+
+def _about_gpu(report: dict[str, Any]) -> list[str]:
+    """Why torch, or a native kernel, cannot use it."""
+    software, gpus, said = report["software"], report["gpus"], []
+    torch = software["torch"]
     if "version" in torch and not torch["gpu_usable"] and (gpus or software["driver_cuda"]):
         if torch["built_for_cuda"] is None:
             said.append(
@@ -314,17 +337,9 @@ def advice(report: dict[str, Any]) -> list[str]:
                 "unset it to run natively."
             )
         if not software["python_headers"]:
-            name = f"python{version[0]}.{version[1]}-dev"
+            name = f"python{_short(software['python'])}-dev"
             said.append(f"Python.h is missing, and Triton needs it to launch GPU kernels: install {name}.")
-    if not software["compiler"]:
-        said.append("there is no C++ compiler, which the CUDA phases (and Triton on a GPU) need: install g++.")
-    elif torch.get("gpu_usable") and not software["nvcc"]:
-        said.append("there is no nvcc, so the CUDA phases will be emulated: the CUDA toolkit has it.")
-    if machine["memory"] is not None and machine["memory"] < 4e9:
-        said.append(f"{machine['memory'] / 1e9:.1f} GB of memory is little: shut down kernels you are done with.")
-    if machine["disk_free"] < 2e9:
-        said.append(f"only {machine['disk_free'] / 1e9:.1f} GB of disk are free: Triton's cache needs some.")
-    return [text if text.startswith(names) else text[0].upper() + text[1:] for text in said]
+    return said
 
 
 # ---------------------------------------------------------------------------------------------------------- printing

@@ -123,6 +123,21 @@ _BACKWARD = (
 )
 
 
+def _checks(backend: Backend) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Of the arguments of a backend's two operators; each gives the options as the backend takes them."""
+
+    def check(q, k, v, scale, left, right, softcap):
+        backend.check(q, k, v, left, right, softcap)
+        return scale_of(scale, q.shape[-1]), left, right, softcap_of(softcap)
+
+    def check_backward(grad_o, grad_lse, q, k, v, o, lse, *options):
+        checked = check(q, k, v, *options)
+        check_results(q, {"grad_o": grad_o, "o": o}, {"lse": lse, "grad_lse": grad_lse})
+        return checked
+
+    return check, check_backward
+
+
 def register(backend: Backend) -> None:
     """Offer a backend at the door, and as torch.ops.flashlab.<name>; its gradient is an operator too, <name>_backward.
 
@@ -143,14 +158,7 @@ def register(backend: Backend) -> None:
             found = backend.backward(grad_o, grad_lse, q, k, v, o, lse, **options)
         return tuple(x.to(like.dtype) for x, like in zip(found, (q, k, v), strict=True))
 
-    def check(q, k, v, scale, left, right, softcap):
-        backend.check(q, k, v, left, right, softcap)
-        return scale_of(scale, q.shape[-1]), left, right, softcap_of(softcap)
-
-    def check_backward(grad_o, grad_lse, q, k, v, o, lse, *options):
-        checked = check(q, k, v, *options)
-        check_results(q, {"grad_o": grad_o, "o": o}, {"lse": lse, "grad_lse": grad_lse})
-        return checked
+    check, check_backward = _checks(backend)
 
     def run(q, k, v, *options):
         o, lse = compute(q, k, v, *check(q, k, v, *options))

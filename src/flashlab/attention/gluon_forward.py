@@ -229,6 +229,15 @@ def pipelined_step(
     return gl.convert_layout(weights.to(v_desc.dtype), p.type.layout), acc, m_i, l_i
 
 
+@gluon.jit
+def barriers(NUMBER: gl.constexpr, COUNT: gl.constexpr):
+    """NUMBER barriers, of which each completes a phase after COUNT reports."""
+    made = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(NUMBER):
+        mbarrier.init(made.index(i), count=COUNT)
+    return made
+
+
 @gluon.jit(do_not_specialize=["M", "N", "heads", "group", "last"])
 def pipelined_kernel(
     q_desc, k_desc, v_desc, o_desc, LSE_ptr, scale_log2, M, N, heads, group, last,
@@ -251,12 +260,9 @@ def pipelined_kernel(
     k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES] + k_desc.block_type.shape, k_desc.layout)
     v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES] + v_desc.block_type.shape, v_desc.layout)
     q_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_ready = barriers(STAGES, 1)
+    v_ready = barriers(STAGES, 1)
     mbarrier.init(q_ready, count=1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(k_ready.index(i), count=1)
-        mbarrier.init(v_ready.index(i), count=1)
     load_box(q_desc, batch, head, start_m, q_ready, q_smem, True)
     for i in gl.static_range(STAGES):  # the pipeline is filled
         load_box(k_desc, batch, kv_head, (tiles - 1 - i) * BLOCK_N, k_ready.index(i), k_smem.index(i), i < tiles)
@@ -395,7 +401,6 @@ def compute_part(
     BLOCK_D: gl.constexpr = k_smem.shape[4]
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
-    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     q = q_smem.index(NUMBER).reshape([ROWS, BLOCK_D])
     no_scores = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
     done = 0  # tiles, over all the pieces of work: the same count as in the warp that loads
@@ -418,7 +423,7 @@ def compute_part(
         give_back(free[1].index(slot))
         s = masked(s, rows, (tiles - 1) * BLOCK_N, N, last, CAUSAL)
         p, correction, m_i, l_i = softmax_step(s, m_i, l_i, scale_log2)
-        p = gl.convert_layout(p.to(k_smem.dtype), P_LAYOUT)
+        p = gl.convert_layout(p.to(k_smem.dtype), gl.DotOperandLayout(0, O_LAYOUT, 2))
         mbarrier.wait(ready[1].index((done + 1) % STAGES), (done + 1) // STAGES & 1, pred=tiles > 1)
         # endregion
 
@@ -442,15 +447,6 @@ def compute_part(
         give_back(free[0].index(NUMBER))
         done += tiles
         turn += 1
-
-
-@gluon.jit
-def barriers(NUMBER: gl.constexpr, COUNT: gl.constexpr):
-    """NUMBER barriers, of which each completes a phase after COUNT reports."""
-    made = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(NUMBER):
-        mbarrier.init(made.index(i), count=COUNT)
-    return made
 
 
 @gluon.jit(do_not_specialize=["M", "N", "heads", "group", "last", "pieces"])

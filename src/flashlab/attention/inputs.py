@@ -59,7 +59,6 @@ def check_qkv(
         TypeError: something that is no tensor, or a layout or dtype that is not taken. ValueError: everything else.
     """
     tensors = dict(zip(names, (q, k, v), strict=True))
-    name_q, name_k, name_v = names
     for name, x in tensors.items():
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name} is a {type(x).__name__}; a torch.Tensor is needed")
@@ -75,19 +74,28 @@ def check_qkv(
     if no_grad:
         check_no_gradient(**tensors)
     if on_gpu and not q.is_cuda:
-        raise ValueError(f"{name_q} is on {q.device}, but kernels are compiled for the GPU: move it to cuda")
+        raise ValueError(f"{names[0]} is on {q.device}, but kernels are compiled for the GPU: move it to cuda")
     if aligned:
         for name, x in tensors.items():
             _check_rows(name, x)
+    _check_sizes(names, q, k, v, keys_needed, same_v)
+    if head_dims is not None and q.shape[-1] not in head_dims:
+        _refuse_head_dim(q.shape[-1], head_dims)
 
+
+def _check_sizes(
+    names: tuple[str, str, str], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keys_needed: bool, same_v: bool
+) -> None:
+    """Raise unless the sizes of q, k and v go together; see `check_qkv`."""
+    name_q, name_k, name_v = names
     if q.shape[-1] != k.shape[-1]:
         found = f"{name_q} has head_dim {q.shape[-1]}, but {name_k} has {k.shape[-1]}"
         raise ValueError(f"{found}: no dot product between them")
     if same_v and k.shape != v.shape:
         raise ValueError(f"{name_k} is {list(k.shape)} and {name_v} is {list(v.shape)}; they must have one shape")
-    if rank == 4:
+    if q.ndim == 4:
         if not q.shape[0] == k.shape[0] == v.shape[0]:
-            sizes = ", ".join(f"{name} has {x.shape[0]}" for name, x in tensors.items())
+            sizes = ", ".join(f"{name} has {x.shape[0]}" for name, x in zip(names, (q, k, v), strict=True))
             raise ValueError(f"one batch size for all three, please: {sizes}")
         heads, kv_heads = q.shape[1], k.shape[1]
         if kv_heads != v.shape[1]:
@@ -99,8 +107,6 @@ def check_qkv(
         raise ValueError(f"{rows}: each key needs one value")
     if k.shape[-1] == 0 or (keys_needed and k.shape[-2] == 0):
         raise ValueError(f"{name_k} is {list(k.shape)}: a softmax needs at least one key of one feature")
-    if head_dims is not None and q.shape[-1] not in head_dims:
-        _refuse_head_dim(q.shape[-1], head_dims)
 
 
 def scale_of(scale: SupportsFloat | None, head_dim: int, *, positive: bool = False) -> float:

@@ -314,49 +314,70 @@ def flash_attention_backward(
     if q.numel() == 0 or k.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
     scores = score_arguments(q, k, causal, scale, window, softcap, allow_tf32) | {"scale": scale_of(scale, q.shape[3])}
-    masked = scores["HAS_FIRST"] or scores["HAS_LAST"]
+    lse = lse.contiguous()
+    with current_device(q):
+        delta = _launch_delta(grad_o, q, k, o, lse, grad_lse)
+        _launch_both((q, k, v, grad_o, lse, delta), (dq, dk, dv), scores, tiles, tune_tiles, concurrent)
+    return dq, dk, dv
+
+
+def _launch_delta(
+    grad_o: torch.Tensor, q: torch.Tensor, k: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
+    grad_lse: torch.Tensor | None, BLOCK_M: int = 64,
+) -> torch.Tensor:  # fmt: skip
+    """delta, like lse."""
+    batch, heads, seq_q = q.shape[:3]
+    arguments = launch_arguments(Tile(BLOCK_M, 16, 4, 1), q=q, k=k, o=o, do=grad_o)
+    wanted = {name: arguments[name] for name in arguments if name.startswith(("stride_o", "stride_do"))}
+    wanted |= {name: arguments[name] for name in ("M", "heads", "HEAD_DIM", "BLOCK_D", "ALIGN", "BLOCK_M")}
+    delta = torch.empty_like(lse)
+    given = lse if grad_lse is None else grad_lse.contiguous()
+    grid = (cdiv(seq_q, BLOCK_M) * batch * heads,)
+    delta_kernel[grid](o, grad_o, given, delta, **wanted, HAS_DLSE=grad_lse is not None)
+    return delta
+
+
+def _launch_both(
+    given: tuple[torch.Tensor, ...],
+    wanted: tuple[torch.Tensor, ...],
+    scores: dict[str, Any],
+    tiles: Tiles | None,
+    tune_tiles: bool,
+    concurrent: bool | None,
+) -> None:
+    """dkdv and dq, in turn or at once. given: q, k, v, grad_o, lse, delta. wanted: dq, dk, dv."""
+    q, k, v, grad_o, *_ = given
+    dq, dk, dv = wanted
     batch, heads, seq_q, head_dim = q.shape
     kv_heads, seq_k = k.shape[1:3]
-    lse = lse.contiguous()
-    delta = torch.empty_like(lse)
-
-    def launch_delta(BLOCK_M: int = 64) -> None:
-        grid = (cdiv(seq_q, BLOCK_M) * batch * heads,)
-        arguments = launch_arguments(Tile(BLOCK_M, 16, 4, 1), q=q, k=k, o=o, do=grad_o)
-        wanted = {name: arguments[name] for name in arguments if name.startswith(("stride_o", "stride_do"))}
-        wanted |= {name: arguments[name] for name in ("M", "heads", "HEAD_DIM", "BLOCK_D", "ALIGN", "BLOCK_M")}
-        given = lse if grad_lse is None else grad_lse.contiguous()
-        delta_kernel[grid](o, grad_o, given, delta, **wanted, HAS_DLSE=grad_lse is not None)
+    masked = scores["HAS_FIRST"] or scores["HAS_LAST"]
 
     def launch_dkdv(tile: Tile) -> None:
         grid = (cdiv(seq_k, tile.BLOCK_N) * batch * kv_heads,)
         arguments = launch_arguments(tile, q=q, k=k, v=v, do=grad_o, dk=dk, dv=dv)
-        dkdv_kernel[grid](q, k, v, grad_o, lse, delta, dk, dv, **arguments, **scores)
+        dkdv_kernel[grid](*given, dk, dv, **arguments, **scores)
 
     def launch_dq(tile: Tile) -> None:
         grid = (cdiv(seq_q, tile.BLOCK_M) * batch * heads,)
         arguments = launch_arguments(tile, q=q, k=k, v=v, do=grad_o, dq=dq)
-        dq_kernel[grid](q, k, v, grad_o, lse, delta, dq, **arguments, **scores)
+        dq_kernel[grid](*given, dq, **arguments, **scores)
 
     of_keys = Work("dkdv", head_dim, q.dtype, masked, seq_k, seq_q, batch * kv_heads)
     of_queries = Work("dq", head_dim, q.dtype, masked, seq_q, seq_k, batch * heads)
-    with current_device(q):
-        launch_delta()
-        dkdv_tile = tile_for(of_keys, tiles and tiles.dkdv, q.device, launch_dkdv if tune_tiles else None)
-        dq_tile = tile_for(of_queries, tiles and tiles.dq, q.device, launch_dq if tune_tiles else None)
-        if concurrent is None:
-            concurrent = leaves_idle(of_keys, dkdv_tile, q.device) or leaves_idle(of_queries, dq_tile, q.device)
-        if not (concurrent and q.is_cuda):
-            launch_dkdv(dkdv_tile)
-            launch_dq(dq_tile)
-            return dq, dk, dv
-        here, aside = torch.cuda.current_stream(), _second_stream(q.device)
-        aside.wait_stream(here)  # dq's kernel reads delta
-        with torch.cuda.stream(aside):
-            launch_dq(dq_tile)
+    dkdv_tile = tile_for(of_keys, tiles and tiles.dkdv, q.device, launch_dkdv if tune_tiles else None)
+    dq_tile = tile_for(of_queries, tiles and tiles.dq, q.device, launch_dq if tune_tiles else None)
+    if concurrent is None:
+        concurrent = leaves_idle(of_keys, dkdv_tile, q.device) or leaves_idle(of_queries, dq_tile, q.device)
+    if not (concurrent and q.is_cuda):
         launch_dkdv(dkdv_tile)
-        here.wait_stream(aside)  # so that all memory is used, and given back, as if there were one stream
-    return dq, dk, dv
+        launch_dq(dq_tile)
+        return
+    here, aside = torch.cuda.current_stream(), _second_stream(q.device)
+    aside.wait_stream(here)  # dq's kernel reads delta
+    with torch.cuda.stream(aside):
+        launch_dq(dq_tile)
+    launch_dkdv(dkdv_tile)
+    here.wait_stream(aside)  # so that all memory is used, and given back, as if there were one stream
 
 
 @cache

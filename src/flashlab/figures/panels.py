@@ -74,13 +74,9 @@ def panels(
             ax.set_ylabel(ylabel, fontsize=9)
     if title:
         figure.suptitle(title, fontsize=11)
-    found: dict[str, object] = {}
-    for ax in axes.flat:
-        for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
-            found.setdefault(label, handle)
-    figure.legend(
-        [found[name] for name in names], names, loc="outside lower center", ncols=min(len(names), 6), fontsize=8
-    )
+    handles = {label: handle for ax in axes.flat for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
+    columns = min(len(names), 6)
+    figure.legend([handles[n] for n in names], names, loc="outside lower center", ncols=columns, fontsize=8)
     return figure
 
 

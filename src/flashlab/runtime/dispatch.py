@@ -69,28 +69,7 @@ def operator(
         who, instead: for the sentence of a derivative that there is not: what has none, and what has it.
     """
     compute = compute or run
-    _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-    for key in _KEYS:
-        _LIBRARY.impl(name, torch._disable_dynamo(run), key)
-    torch.library.register_fake(f"flashlab::{name}", fake, lib=_LIBRARY)
-    overload = getattr(torch.ops.flashlab, name).default
-    torch.library.register_vmap(f"flashlab::{name}", vmap or _each_alone(overload), lib=_LIBRARY)
-
-    def no_second(ctx: Any, *grads: Any) -> NoReturn:
-        raise NotImplementedError(
-            f"{who} has no second derivative (of a gradient penalty, jacrev of jacrev): {instead}"
-        )
-
-    def no_forward_mode(ctx: Any, *tangents: Any) -> NoReturn:
-        raise NotImplementedError(
-            f"{who} has no forward-mode derivative (jvp, jacfwd, hessian, a dual tensor): {instead}"
-        )
-
-    def function(forward: Callable[..., Any]) -> Any:
-        methods = {"forward": forward, "backward": backward or no_second, "jvp": no_forward_mode}
-        return type(
-            f"flashlab::{name}", (torch.autograd.Function,), {key: staticmethod(f) for key, f in methods.items()}
-        )
+    overload = _defined(name, schema, run, fake, vmap)
 
     # A setup_context of its own would cost a look at forward's signature in each call.
     def plain_forward(ctx: Any, *inputs: Any) -> Any:
@@ -99,18 +78,16 @@ def operator(
         return output
 
     def operator_forward(ctx: Any, keyset: Any, *inputs: Any) -> Any:
-        with ExitStack() as stack:
-            if torch._C._are_functorch_transforms_active():  # the next level's derivatives are on again
-                stack.enter_context(torch.enable_grad())
-                stack.enter_context(forward_ad._set_fwd_grad_enabled(True))
-            stack.enter_context(torch._C._AutoDispatchBelowAutograd())
-            output = overload.redispatch(keyset & torch._C._after_autograd_keyset, *inputs)
+        output = _below_autograd(overload, keyset, inputs)
         keep(ctx, inputs, output)
         return output
 
-    plain, watched = function(plain_forward), function(operator_forward)
-    if backward is not None:
-        watched.backward = staticmethod(lambda ctx, *grads: (None, *backward(ctx, *grads)))  # None: of the keyset
+    second = f"{who} has no second derivative (of a gradient penalty, jacrev of jacrev): {instead}"
+    gradient = backward or _refused(second)
+    no_jvp = _refused(f"{who} has no forward-mode derivative (jvp, jacfwd, hessian, a dual tensor): {instead}")
+    plain = _function(name, plain_forward, gradient, no_jvp)
+    # None: of the keyset
+    watched = _function(name, operator_forward, lambda ctx, *grads: (None, *gradient(ctx, *grads)), no_jvp)
 
     def autograd_kernel(keyset: Any, *inputs: Any) -> Any:
         # As PyTorch's own kernels: this level of torch.func alone. Function.apply would begin again at the top one.
@@ -127,6 +104,41 @@ def operator(
         return plain.apply(*inputs)
 
     return call
+
+
+def _defined(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any], vmap: Any) -> Any:
+    """The operator, as yet without a derivative."""
+    _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+    for key in _KEYS:
+        _LIBRARY.impl(name, torch._disable_dynamo(run), key)
+    torch.library.register_fake(f"flashlab::{name}", fake, lib=_LIBRARY)
+    overload = getattr(torch.ops.flashlab, name).default
+    torch.library.register_vmap(f"flashlab::{name}", vmap or _each_alone(overload), lib=_LIBRARY)
+    return overload
+
+
+def _function(
+    name: str, forward: Callable[..., Any], backward: Callable[..., Any], jvp: Callable[..., Any]
+) -> Any:  # fmt: skip
+    """A class of torch.autograd.Function with these methods."""
+    methods = {"forward": forward, "backward": backward, "jvp": jvp}
+    return type(f"flashlab::{name}", (torch.autograd.Function,), {key: staticmethod(f) for key, f in methods.items()})
+
+
+def _refused(sentence: str) -> Callable[..., NoReturn]:
+    def refuse(ctx: Any, *given: Any) -> NoReturn:
+        raise NotImplementedError(sentence)
+
+    return refuse
+
+
+def _below_autograd(overload: Any, keyset: Any, inputs: tuple[Any, ...]) -> Any:
+    with ExitStack() as stack:
+        if torch._C._are_functorch_transforms_active():  # the next level's derivatives are on again
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(forward_ad._set_fwd_grad_enabled(True))
+        stack.enter_context(torch._C._AutoDispatchBelowAutograd())
+        return overload.redispatch(keyset & torch._C._after_autograd_keyset, *inputs)
 
 
 def _each_alone(overload: Callable[..., tuple[torch.Tensor, ...]]) -> Callable[..., Any]:

@@ -15,7 +15,7 @@ import platform
 import re
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -298,6 +298,20 @@ class Build:
     dynamic_align: int  # the alignment, in bytes, that it is declared with
 
 
+def macros(defines: Mapping[str, object] | None) -> list[str]:
+    """As the compiler is given them: True defines one as 1, None and False leave it undefined."""
+    told: dict[str, object] = {} if "__CUDA_ARCH__" in (defines or {}) else {"__CUDA_ARCH__": CUDA_ARCH}
+    told |= {k: 1 if v is True else v for k, v in (defines or {}).items() if v is not None and v is not False}
+    return [f"-D{name}={value}" for name, value in told.items()]
+
+
+def searched(directory: str | Path | None, include_dirs: Iterable[str | Path]) -> list[str]:
+    """Where headers are looked for, as the compiler is told."""
+    first = ["-iquote", str(Path(directory).resolve())] if directory else []
+    places = [*(str(Path(d).resolve()) for d in include_dirs), *map(str, OWN)]
+    return first + [word for place in places for word in ("-I", place)]
+
+
 def build(
     text: str,
     *,
@@ -317,7 +331,7 @@ def build(
         name: what to call it in messages.
         directory: where ``#include "..."`` looks first.
         check: a check build.
-        defines: macros; True defines a macro as 1, None or False leaves it undefined.
+        defines: macros, as :func:`macros` takes them.
         include_dirs: more directories for headers.
         compiler: as in :func:`find_compiler`.
         std: the C++ standard of the source, "c++17" or later.
@@ -327,19 +341,11 @@ def build(
         CompileError: with the compiler's messages, against the lines of ``text``.
     """
     cxx = find_compiler(compiler)
-    macros = [f"-D{k}={1 if v is True else v}" for k, v in (defines or {}).items() if v is not None and v is not False]
-    folders = [str(Path(d).resolve()) for d in include_dirs]
     if not re.fullmatch(r"(c|gnu)\+\+(17|1z|2.)", std):
         raise ValueError(f'std is {std!r}; it is "c++17", "c++20" or a later standard that the compiler knows')
-    if "__CUDA_ARCH__" not in (defines or {}):
-        macros.append(f"-D__CUDA_ARCH__={CUDA_ARCH}")
     language = [f"-std={std}", *cxx.kernel, *(cxx.check if check else cxx.fast)]
-    flags = [*language, *macros]
-    if directory:
-        flags += ["-iquote", str(Path(directory).resolve())]
-    for folder in [*folders, *map(str, OWN)]:
-        flags += ["-I", folder]
-    places = [*([directory] if directory else []), *map(Path, folders)]
+    flags = [*language, *macros(defines), *searched(directory, include_dirs)]
+    places = [*([directory] if directory else []), *(Path(d).resolve() for d in include_dirs)]
     digests = [(str(p), cache.file_digest(p)) for p in source.includes(text, [*places, *SYSTEM])]
 
     ran_by = runtime(cxx, runtime_defines)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flashlab.simt import source
-from flashlab.simt.build import CUDA_ARCH, OWN, _run, find_compiler, read_ahead
+from flashlab.simt.build import OWN, _run, find_compiler, macros, read_ahead, searched
 
 _WIDE = re.compile(r"\b(long int|long long int|long unsigned int|long long unsigned int)\b")
 _FRACTION = re.compile(r"\b(float|double)\b")
@@ -40,14 +40,9 @@ def conversions(
     cxx = find_compiler(None)
     if cxx.clang:
         return []
-    macros = [f"-D{k}={1 if v is True else v}" for k, v in (defines or {}).items() if v is not None and v is not False]
     language = ["-std=c++17", *cxx.kernel, *cxx.fast]
-    flags = [*language, f"-D__CUDA_ARCH__={CUDA_ARCH}", *macros]
-    flags += ["-iquote", str(Path(directory).resolve())] if directory else []
-    places = list(map(Path, include_dirs))
-    for place in (*places, *OWN):
-        flags += ["-I", str(place)]
-    places = [Path(directory), *places] if directory else places
+    flags = [*language, *macros(defines), *searched(directory, include_dirs)]
+    places = [*([Path(directory)] if directory else []), *map(Path, include_dirs)]
     for known in (read_ahead(cxx, language, text, places), []):  # as in build.py: without it, where it cannot be used
         with tempfile.TemporaryDirectory() as folder:
             work = Path(folder)

@@ -142,7 +142,7 @@ class Narrator:
                   if row[:2] == ["global-race", "store"] and row[13] == "store" and row[15] == "0"]  # fmt: skip
         in_two_lines = {place for pair in stores if pair[0] != pair[1] for place in pair}
         found, seen = [], set()
-        overwritten: set[int] = set()  # findings of writes to what the async proxy reads
+        overwritten: set[int] = set()
         for row in sorted(rows, key=lambda r: (int(r[6]), r[15] == "1", int(r[7]), int(r[8]))):
             kind, how, words = row[0], row[1], row[13]
             other_block, warning = int(row[14]), row[15] == "1"
@@ -172,7 +172,11 @@ class Narrator:
             )
             if words in ASYNC_READS:
                 overwritten.add(id(found[-1]))
-        # One mistake is told once. Bytes that arrive too late for one thread arrive without a barrier for another;
+        return self._told_once(found, overwritten)
+
+    def _told_once(self, found: list[Finding], overwritten: set[int]) -> list[Finding]:
+        """One finding for each mistake. overwritten: the ids of findings of writes to what the async proxy reads."""
+        # Bytes that arrive too late for one thread arrive without a barrier for another;
         # what the lanes of a warp do to each other, two warps do; and what two threads do, two blocks do.
         # An operand that is read before it is written is overwritten when it is read again: the first is the cause.
         first: dict[frozenset, Finding] = {}

@@ -175,19 +175,17 @@ class Module:
         """
         signature = self._signature(entry, args)
         threads = _default_threads() if threads is None else _within("threads", threads, 1, 4096)
-        settings = (
-            threads,
-            _within("shared_limit", shared_limit, 0, MAX_SHARED),
-            _within("multiprocessors", multiprocessors, 1, 1 << 20),
-            _within("capability", capability, 10, 1000),
-            int(self.build.check),
-            _within("timeline", timeline, 0, 1 << 31),
-        )
-        if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int | float)
-                                    or not 0 < timeout <= MAX_TIMEOUT):  # fmt: skip
-            raise ValueError(f"timeout is {timeout!r}; it is a number of seconds above 0, up to {MAX_TIMEOUT}, or None")
+        shared_limit = _within("shared_limit", shared_limit, 0, MAX_SHARED)
+        multiprocessors = _within("multiprocessors", multiprocessors, 1, 1 << 20)
+        capability, timeline = _within("capability", capability, 10, 1000), _within("timeline", timeline, 0, 1 << 31)
+        _expect_seconds(timeout)
+        settings = (threads, shared_limit, multiprocessors, capability, int(self.build.check), timeline)
         empty = _numbers_of(signature, unwritten)
-        views: dict[int, View] = {}
+        return self._call(signature, args, self._views(signature, args, empty), empty, settings, timeout, echo)
+
+    def _views(self, signature: Entry, args: tuple[object, ...], empty: set[int]) -> dict[int, View]:
+        """The arrays among the arguments, by their number; that of one that holds nothing yet goes to `empty`."""
+        entry, views = signature.name, dict[int, View]()
         for number, (p, arg) in enumerate(zip(signature.parameters, args, strict=True)):
             try:
                 v = view(arg)
@@ -198,6 +196,13 @@ class Module:
                 views[number] = v
                 if self.build.check and not p.const and _holds_nothing(arg):
                     empty.add(number)
+        return views
+
+    def _call(
+        self, signature: Entry, args: tuple[object, ...], views: dict[int, View], empty: set[int],
+        settings: tuple[int, ...], timeout: float | None, echo: bool,
+    ) -> Report:  # fmt: skip
+        entry = signature.name
         request = [f"call {entry}", f"settings {' '.join(map(str, settings))}"]
         if signature.returns in ("float", "double"):
             request.append("float")
@@ -288,6 +293,12 @@ def _holds_nothing(array: Any) -> bool:
     if isinstance(array, ctypes.Structure | ctypes.Array) or not array.is_floating_point():
         return False
     return array.numel() > 0 and bool(array.isnan().all())
+
+
+def _expect_seconds(timeout: float | None) -> None:
+    if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int | float)
+                                or not 0 < timeout <= MAX_TIMEOUT):  # fmt: skip
+        raise ValueError(f"timeout is {timeout!r}; it is a number of seconds above 0, up to {MAX_TIMEOUT}, or None")
 
 
 def _numbers_of(signature: Entry, names: tuple[str, ...] | list[str]) -> set[int]:
