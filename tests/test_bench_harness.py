@@ -351,28 +351,6 @@ def test_the_sources_have_a_name_of_their_own():
     assert len(records.sources()) == 12 and records.sources() == records.sources() == records.machine()["sources"]
 
 
-def test_a_bench_may_say_how_long_it_takes_and_have_more_tables(things, tmp_path, capsys):
-    out = tmp_path / "x.json"
-    with pytest.raises(SystemExit):
-        things["bench"].main(["--plan"])
-    assert "--plan" not in harness.parser(things["bench"]).format_help()
-    capsys.readouterr()
-    things["bench"] = replace(
-        things["bench"], plan=lambda todo: [("slow ones", len(todo), 60.0 * len(todo))],
-        more=lambda data: [Table.of([["above"]], ["more"])],
-    )  # fmt: skip
-    again(things, out, "--minutes", "0.3")
-    said = capsys.readouterr().out
-    assert said.index("above") < said.index("rows")
-    things["bench"].main(["--plan", "--out", str(out)])
-    said = capsys.readouterr().out
-    assert "slow ones" in said and "3.0 minutes" in said and things["measured"] == [0, 1]
-    things["bench"].main(["--plan"])
-    assert "5.0 minutes" in capsys.readouterr().out
-    again(things, out, "--json")
-    assert "above" not in capsys.readouterr().out
-
-
 # ---- all of them ---------------------------------------------------------------------------------------------------
 @pytest.fixture
 def called(monkeypatch):

@@ -70,19 +70,6 @@ def test_what_tells_most_comes_first():
     assert [job["part"] for job in hopper_jobs.jobs()[-4:]] == ["sanitizer"] * 4
 
 
-def test_a_plan_says_how_long_each_part_takes_and_measures_nothing(steps, capsys, monkeypatch):
-    monkeypatch.delenv(hopper.CACHED, raising=False)
-    slow = {what: s for what, _, s in hopper.plan(hopper_jobs.jobs())}
-    monkeypatch.setenv(hopper.CACHED, "1")
-    fast = {what: s for what, _, s in hopper.plan(hopper_jobs.jobs())}
-    assert fast["Triton, FlashAttention-4"] < slow["Triton, FlashAttention-4"]
-    assert sum(n for what, n, _ in hopper.plan(hopper_jobs.jobs())[2:]) == len(hopper_jobs.jobs())
-    hopper.main(["--plan", "--only", "ladder"])
-    said = capsys.readouterr().out
-    assert "ladder" in said and "shapes" not in said and "by estimate" in said
-    assert not hopper._modules
-
-
 def test_what_will_not_be_measured_in_this_run_is_not_built_for_it():
     todo = hopper_jobs.jobs()
     some = hopper_jobs.fitting(todo, 30.0)
@@ -223,7 +210,6 @@ def test_a_kernel_that_is_wrong_has_a_time_and_counts_nowhere():
     assert {s.ratio for s in hopper_results.standings(data)} == {0.0}
     found = hopper_results.verdicts(data)[0]
     assert found.said == "missed" and found.at.startswith("wrong at D 128")
-    assert "700 !" in repr(hopper_results.speed_table(data))
     assert hopper_results.mean_table(data).rows[-1][-1] == "0.00"
     data = record(lambda job: job["part"] == "shapes", of_bound=None)
     assert {s.ratio for s in hopper_results.standings(data)} == {0.0}
@@ -362,7 +348,7 @@ def test_before_the_measurements_all_is_built_and_tried_and_what_fails_is_said(s
     assert tried == {"p9_flash": ["128 bf16", "64 bf16"], "p9_1_masks": ["128 bf16", "64 bf16"]}
     assert len(warmed) == 2 * 3 * 2 and {name for name, *_ in warmed} == {TRITON, BOXES}
     said = capsys.readouterr().err
-    assert "about: builds" in said and "built 4 of 5 kernels" in said and "it had not ended" in said
+    assert "built 4 of 5 kernels" in said and "it had not ended" in said
 
 
 # ---- the backward pass ---------------------------------------------------------------------------------------------
@@ -451,8 +437,6 @@ def test_counts_stand_beside_the_emulators(steps, monkeypatch):
     emulated = row["counters"]["global write sectors"][0]
     assert emulated > 0 and row["counters"]["global write sectors"] == [emulated, 7.0]
     assert row["counters"]["wgmma, by warp"] == [0, 7.0]  # it has none
-    text = repr(hopper_results.counter_table({"rows": [{"part": "counters"} | row]}))
-    assert f"{emulated:.0f} ≠ 7" in text
 
 
 def test_the_small_launch_is_of_every_step_and_the_last_at_each_head_dim(steps):
@@ -683,18 +667,6 @@ def test_means_by_class():
     )
 
 
-def test_every_table_of_a_whole_record(monkeypatch):
-    monkeypatch.setattr(hopper_jobs, "ladder", lambda: STEPS)
-    data = record()
-    tables = hopper.BENCH.more(data)
-    assert len(tables) == 11
-    for table in tables:
-        assert len(repr(table).splitlines()) > 2 and table._repr_markdown_()
-    assert "8192x8192x8192 bf16: 800" in repr(tables[0])
-    assert "gmma 2.00" in repr(tables[-1])
-    assert hopper.BENCH.more(record(lambda job: False)) == []
-
-
 # ---- a run ---------------------------------------------------------------------------------------------------------
 @pytest.mark.slow
 def test_a_quick_run_in_the_emulator(steps, tmp_path, capsys):
@@ -708,7 +680,7 @@ def test_a_quick_run_in_the_emulator(steps, tmp_path, capsys):
     assert hopper_results.right(rows["ladder", "p9_1_masks"]) and "unavailable" in rows["shapes", CUDNN]
     assert [r["different"] for r in data["rows"] if r.get("what") == "repeats"] == [0]
     assert [r["wrong"] for r in data["rows"] if r.get("what") == "shapes"] == [[]]
-    assert "over the step before" in capsys.readouterr().out
+    assert "times as fast as the best peer" in capsys.readouterr().out
 
 
 def test_without_a_step_the_peers_are_measured_all_the_same(no_steps, monkeypatch):

@@ -78,8 +78,6 @@ class Bench:
     first: parts that are measured before the others, with after(rows, machine) behind them.
     prepare(jobs, until): before the jobs, on a GPU: builds and checks, until a time of time.monotonic(); more facts.
     options: arguments of `measure` and `prepare` that the command line offers, as argparse wants them.
-    plan(jobs): for --plan: what they are, how many, and about how many seconds each sort of them takes.
-    more: tables that are printed above the first.
     minutes: the default of --minutes. record: the name of the record, where it is not the bench's.
     """
 
@@ -97,8 +95,6 @@ class Bench:
     after: Callable[[Sequence[Row], Data], None] = lambda rows, machine: None
     prepare: Callable[..., Mapping[str, Any] | None] = lambda jobs, until, **options: None
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    plan: Callable[[Sequence[Row]], Sequence[tuple[str, int, float]]] | None = None
-    more: Callable[[Data], Sequence[Table]] = lambda data: ()
     minutes: float = math.inf
     record: str = ""
 
@@ -399,25 +395,9 @@ def parser(bench: Bench) -> argparse.ArgumentParser:
         "--merge", type=Path, metavar="FILE",
         help="measure nothing: the rows of that record take the place of this GPU's record's, or of --out's",
     )  # fmt: skip
-    if bench.plan:
-        found.add_argument("--plan", action="store_true", help="measure nothing: what --out lacks, and about how long")
     for name, how in bench.options.items():
         found.add_argument(f"--{name}", **how)
     return found
-
-
-def plan_table(bench: Bench, todo: Sequence[Row]) -> Table:
-    """What some jobs are, and about how long they take: an estimate, made before anything is measured."""
-    rows = [(what, n, s) for what, n, s in bench.plan(todo)] if bench.plan else []
-    cells = [[what, n, f"{s:.0f}"] for what, n, s in rows]
-    caption = f"about {sum(s for _, _, s in rows) / 60:.1f} minutes in all, by estimate"
-    return Table.of(cells, ["what", "measurements", "seconds"], align="lrr", caption=caption)
-
-
-def _keep(bench: Bench, path: Path | None, result: Data, given: argparse.Namespace) -> None:
-    for table in () if given.json else bench.more(result):
-        print(f"{table}\n")
-    records.keep(path, result, bench.table, given)
 
 
 def main(bench: Bench, arguments: Sequence[str] | None = None) -> None:
@@ -443,11 +423,6 @@ def main(bench: Bench, arguments: Sequence[str] | None = None) -> None:
         return
     only = getattr(given, "only", None)
     todo = [job for job in (bench.quick() if given.quick else bench.jobs()) if not only or job["part"] in only]
-    if getattr(given, "plan", False):
-        if given.out and given.out.exists():
-            todo = waiting(todo, read(bench, given.out)["rows"])
-        print(plan_table(bench, todo))
-        return
     if reason := bench.needs(given.quick):
         raise NoGpu(reason)
     path = given.out
@@ -456,14 +431,14 @@ def main(bench: Bench, arguments: Sequence[str] | None = None) -> None:
     known = None if given.quick else known_rows(bench, path, todo, given)
     if known and not waiting(todo, known["rows"]):
         print(f"{path} has all of it; --anew measures it again", file=sys.stderr)
-        _keep(bench, path, known, given)
+        records.keep(path, known, bench.table, given)
         return
     options = {name: getattr(given, name) for name in bench.options}
     save = (lambda data: records.write_json(path, data)) if path else (lambda data: None)
     result = run(bench, todo, known, minutes=given.minutes, save=save, **options)
     if result["left"]:
         print(f"the time is up: {result['left']} measurements are left; run it again to go on", file=sys.stderr)
-    _keep(bench, path, result, given)
+    records.keep(path, result, bench.table, given)
 
 
 def known_rows(bench: Bench, path: Path, todo: Sequence[Row], given: argparse.Namespace) -> Data | None:

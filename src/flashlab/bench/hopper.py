@@ -1,7 +1,6 @@
 """Phase 11 on a Hopper GPU: its kernels beside cuDNN, FlashAttention-2 and 4, and what the course had before.
 
     flashlab bench hopper                           # recorded/hopper_<gpu>.json beside this file
-    flashlab bench hopper --plan                    # what would be measured and about how long; measures nothing
     flashlab bench hopper --only shapes ladder --minutes 8
     flashlab bench hopper --only shapes --step "p11_flash STAGES=3" --out x.json   # in the place of the last step
     flashlab bench hopper --only variants --variants BLOCK_N=96 BLOCK_N=96,STAGES=3 --out y.json
@@ -92,7 +91,6 @@ from flashlab.bench.hopper_jobs import (
     fitting,
     jobs,
     quick_jobs,
-    seconds_of,
     trusting,
     varied,
     work_of,
@@ -717,25 +715,6 @@ def emulate(step: Step, head_dim: int) -> dict[str, float]:
 
 
 # ---- before the measurements -----------------------------------------------------------------------------------------
-def plan(todo: Sequence[Row]) -> list[tuple[str, int, float]]:
-    """(what, measurements, estimated seconds), the builds first."""
-    built = len(wanted_modules(todo))
-    found = [("builds and trials", built, 40.0 + 15.0 * -(-built // 16))] if built else []
-    if variants := peer_variants(todo):
-        at_once = 8 if os.environ.get(CACHED) == "1" else 1
-        found.append(("Triton, FlashAttention-4", len(variants), 20.0 + 15.0 * -(-len(variants) // at_once)))
-    for part in dict.fromkeys(job["part"] for job in todo):
-        mine = [seconds_of(job) for job in todo if job["part"] == part]
-        found.append((part, len(mine), sum(mine)))
-    return found
-
-
-def peer_variants(todo: Sequence[Row]) -> set[tuple[str, int, bool]]:
-    """For which dtype, head_dim and mask the peers are compiled."""
-    parts = ("shapes", "inputs", "captured", "clock")
-    return {(j["dtype"], j["shape"][3], j["causal"]) for j in todo if j["part"] in parts}
-
-
 def prepare(
     todo: Sequence[Row], until: float, step: str | None = None, variants: Sequence[str] = (), **options: Any
 ) -> Row:
@@ -743,9 +722,9 @@ def prepare(
     del options
     start = time.monotonic()
     todo = fitting(todo, 2 * (until - start))  # the time is up at twice that
-    print("about: " + "; ".join(f"{what} ({n}) {s:.0f} s" for what, n, s in plan(todo)), file=sys.stderr)
     keys = wanted_modules(todo, step, variants)
-    compiled = peer_variants(todo)
+    parts = ("shapes", "inputs", "captured", "clock")
+    compiled = {(j["dtype"], j["shape"][3], j["causal"]) for j in todo if j["part"] in parts}
     names = ([TRITON, BOXES] if any(job["part"] == "shapes" for job in todo) else []) + (
         [FA4] if os.environ.get(CACHED) == "1" and fa4()[0] else []
     )
@@ -803,10 +782,10 @@ def warm(name: str, dtype: str, head_dim: int, causal: bool) -> None:
 
 
 BENCH = harness.Bench(
-    "hopper", __doc__, jobs=jobs, measure=measure, table=hopper_results.goal_table, more=hopper_results.tables,
+    "hopper", __doc__, jobs=jobs, measure=measure, table=hopper_results.goal_table,
     keys=("kind", "inputs", "layer", "shape", "kv_heads", "keys", "causal", "dtype", "what", "head_dim", "tool",
           "name"),
-    quick=quick_jobs, needs=harness.gpu_for("phase 11 is", quick_too=False), prepare=prepare, plan=plan, minutes=8.0,
+    quick=quick_jobs, needs=harness.gpu_for("phase 11 is", quick_too=False), prepare=prepare, minutes=8.0,
     facts={"dtype": "bfloat16"},
     options={
         "step": {"metavar": "NAME", "help": "the kernel to measure in the place of the phase's last one"},

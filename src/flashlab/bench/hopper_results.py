@@ -189,32 +189,6 @@ def _where(data: Row) -> str:
     return data["machine"]["gpu"] or "a CPU, by the clock on the wall, which says nothing of a GPU"
 
 
-def speed_table(data: Row, kinds: Sequence[str] = KINDS) -> Table:
-    """TFLOP/s of everyone at every shape, and ours over the best peer. A result beyond its bound has a "!"."""
-    found = [s for kind in kinds for s in standings(data) if s.job["kind"] == kind]
-    names = [n for n in (OURS, *PEERS) if any("ms" in s.rows.get(n, {}) for s in found)]
-
-    def cell(row: Row | None) -> str:
-        return "" if row is None or "ms" not in row else f"{row['tflops']:.3g}" + ("" if right(row) else " !")
-
-    order = sorted(found, key=lambda s: (kinds.index(s.job["kind"]), s.job["dtype"], s.job["shape"][3],
-                                         s.job["causal"], s.job["shape"][2]))  # fmt: skip
-    rows = [
-        [s.job["kind"], s.label, *(cell(s.rows.get(n)) for n in names), s.best or "",
-         s.said]
-        for s in order
-    ]  # fmt: skip
-    columns = ["", "", *names, "best peer", f"{OURS} / best"]
-    caption = f"{_where(data)}: TFLOP/s{ceilings(data)}" if rows else "no shape is measured"
-    return Table.of(rows, columns, align="ll" + "r" * len(names) + "lr", caption=caption)
-
-
-def ceilings(data: Row) -> str:
-    """What a matrix product reaches, in words; "" if it is not measured."""
-    found = {r["dtype"]: r for r in data["rows"] if r["part"] == "ceiling" and "ms" in r}
-    return "".join(f"; a product of {'x'.join(map(str, r['shape']))} {d}: {r['tflops']:.0f}" for d, r in found.items())
-
-
 def mean_table(data: Row) -> Table:
     """Geometric means of the speed over each peer's and over the best one's, by class."""
     classes: dict[tuple[str, str, str, str], list[Standing]] = {}
@@ -252,22 +226,30 @@ def ladder_speeds(data: Row, part: str = "ladder") -> dict[tuple[tuple[int, ...]
     return found
 
 
+def _speed(rows: Mapping[str, Row], name: str, over: str) -> str:
+    """TFLOP/s, and in brackets how many times as fast as another it is; a result beyond its bound has a "!"."""
+    row, old = rows.get(name), rows.get(over)
+    if row is None:
+        return ""
+    return f"{row['tflops']:.0f}" + (f" ({old['ms'] / row['ms']:.2f})" if old else "") + ("" if right(row) else " !")
+
+
+def _shapes(found: Iterable[tuple[tuple[int, ...], bool]]) -> list[str]:
+    return [f"D {d}, N {n}{', causal' if causal else ''}" for (_, _, n, d), causal in found]
+
+
 def ladder_table(data: Row) -> Table:
     """TFLOP/s of each step at each shape, and in brackets how many times as fast as the step before it is there."""
     found = ladder_speeds(data)
     steps = [one for one in hopper_jobs.ladder() if any(one.name in rows for rows in found.values())]
     before = {one.name: steps[i - 1].name for i, one in enumerate(steps) if i}
 
-    def cell(rows: dict[str, Row], name: str) -> str:
-        row, old = rows.get(name), rows.get(before.get(name, ""))
-        if row is None:
-            return ""
-        gain = f" ({old['ms'] / row['ms']:.2f})" if old else ""
-        return f"{row['tflops']:.0f}{gain}" + ("" if right(row) else " !")
-
     ideas = {one.name: one.idea for one in steps}
-    cells = [[n, ideas.get(n, ""), *(cell(rows, n) for rows in found.values())] for n in [*ideas, P9, CUDNN]]
-    shapes = [f"D {d}, N {n}{', causal' if causal else ''}" for (_, _, n, d), causal in found]
+    cells = [
+        [n, ideas.get(n, ""), *(_speed(rows, n, before.get(n, "")) for rows in found.values())]
+        for n in [*ideas, P9, CUDNN]
+    ]
+    shapes = _shapes(found)
     caption = f"{_where(data)}, bf16: TFLOP/s, in brackets over the step before" if found else "no step is measured"
     return Table.of(cells if found else [], ["step", "new", *shapes], align="ll" + "r" * len(shapes), caption=caption)
 
@@ -278,15 +260,9 @@ def variant_table(data: Row) -> Table:
     names = list(dict.fromkeys(name for rows in found.values() for name in rows))
     base = min((n for n in names if n not in (P9, CUDNN)), key=len, default="")
 
-    def cell(rows: dict[str, Row], name: str) -> str:
-        row, old = rows.get(name), rows.get(base)
-        if row is None:
-            return ""
-        over = f" ({old['ms'] / row['ms']:.2f})" if old and name not in (base, P9, CUDNN) else ""
-        return f"{row['tflops']:.0f}{over}" + ("" if right(row) else " !")
-
-    cells = [[name, *(cell(rows, name) for rows in found.values())] for name in names]
-    shapes = [f"D {d}, N {n}{', causal' if causal else ''}" for (_, _, n, d), causal in found]
+    over = {name: "" if name in (base, P9, CUDNN) else base for name in names}
+    cells = [[name, *(_speed(rows, name, over[name]) for rows in found.values())] for name in names]
+    shapes = _shapes(found)
     caption = f"{_where(data)}, bf16: TFLOP/s, in brackets over {base}" if found else "no variant is measured"
     return Table.of(cells, ["kernel", *shapes], align="l" + "r" * len(shapes), caption=caption)
 
@@ -404,34 +380,6 @@ def backward_table(data: Row) -> Table:
     return Table.of(cells, columns, align="l" + "r" * (len(names) + 1), caption=caption)
 
 
-def counter_table(data: Row) -> Table:
-    """Per step: emulated and native counts; those that differ have a "≠"."""
-    rows = [r for r in data["rows"] if r["part"] == "counters" and "counters" in r]
-    names = list(dict.fromkeys(n for r in rows for n in r["counters"]))
-
-    def cell(pair: list[float] | None) -> str:
-        return "" if pair is None else f"{pair[0]:.0f} {'=' if pair[0] == pair[1] else '≠'} {pair[1]:.0f}"
-
-    cells = [[r["name"], r["head_dim"], *(cell(r["counters"].get(n)) for n in names)] for r in rows]
-    caption = "emulated and native" if rows else "no counter is measured"
-    return Table.of(cells, ["step", "D", *names], align="lr" + "r" * len(names), caption=caption)
-
-
-def profile_table(data: Row) -> Table:
-    """Per step at a large shape: where the warps wait, the largest first."""
-    rows = [r for r in data["rows"] if r["part"] == "profile" and "kernel" in r]
-    plain = list(dict.fromkeys(n for r in rows for n in r if n not in ("part", "name", "kernel") and ":" not in n))
-    cells = []
-    for r in rows:
-        stalls = {n.removeprefix("stalled: "): x for n, x in r.items() if n.startswith("stalled: ") and x}
-        most = sorted(stalls, key=lambda n: -stalls[n])[:4]
-        said = ["" if r.get(n) is None else f"{r[n]:.4g}" for n in plain]
-        cells.append([r["name"], *said, ", ".join(f"{n} {stalls[n]:.2f}" for n in most)])
-    columns = ["step", *plain, "warps that wait, for each issue"]
-    caption = "Nsight Compute, one launch" if rows else "nothing is profiled"
-    return Table.of(cells, columns, align="l" + "r" * (len(columns) - 2) + "l", caption=caption)
-
-
 def planted_rows(data: Row) -> dict[str, Row]:
     """Of each mistake that was planted: "result" of the broken kernel, and what each tool of the sanitizer "said"."""
     return {r["what"]: r for r in data["rows"] if r["part"] == "planted" and "said" in r}
@@ -461,15 +409,6 @@ def lines(data: Row, names: Sequence[str], dtype: str = "bf16") -> dict[str, dic
                 lengths.append(s.job["shape"][2])
                 speeds.append(row["tflops"])
     return found
-
-
-def tables(data: Row) -> list[Table]:
-    """What there is beside the goals."""
-    found = (
-        speed_table, mean_table, ladder_table, variant_table, input_table, error_table,
-        lambda data: input_table(data, "captured"), clock_table, backward_table, counter_table, profile_table,
-    )  # fmt: skip
-    return [table for make in found if (table := make(data)).rows]
 
 
 def recorded() -> list[Row]:

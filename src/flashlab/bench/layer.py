@@ -35,18 +35,7 @@ timeline   case, pass, layer; one row: span_us, kernels, left_out, and events [n
 
 What did not run has `unavailable` with the reason in place of figures; "out of memory: ..." begins that of memory.
 
-Readers, all of which take `record()`, and say "not measured yet" where a record has nothing:
-
-record() -> Data                                                   the recorded run, or one without rows
-times(data, case, scope="layer", which="forward") -> dict[str, float]             milliseconds by name, in NAMES' order
-times_table(data, case) -> Table                                   every name: ms, MiB, times as fast
-ratio(data, case, name, over, scope="layer", which="forward") -> float | None     how many times as fast `name` is
-best_sdpa(data, case, scope="layer", which="forward") -> str | None               the fastest of SDPA, not compiled
-profile(data, case, layer, which="forward") -> list[Row]           the rows of a profile, the dearest first
-profile_table(data, case, layer, which="forward", most=10, kernels=False) -> Table     per run; kernels: those alone
-kernel_shares(data, case, layer, which="forward") -> list[tuple[str, float, int]]     short name, ms and calls per run
-timeline(data, case, layer, which="forward") -> list[Event]        the events of one call, by their start
-published_table(layer) -> Table                                    the published profile of "original" or "flash"
+What reads a record takes `record()`, and says "not measured yet" or gives nothing where it has nothing.
 
 Live, on any machine: `way_for(name, case)` gives the function that is timed; `profiled(way, runs)` the rows of its
 profile; `one_call(way)` its events; `write_trace(way, path)` a file that https://ui.perfetto.dev opens in the browser.

@@ -41,29 +41,7 @@ training   attention, dtype, jitter; one row: losses, in nats per byte, one per 
 
 What did not run has `unavailable` with the reason in place of figures; "out of memory: ..." begins that of memory.
 
-Readers, all of which take `record()`, and say "not measured yet" or give nothing where a record has nothing:
-
-record() -> Data                                                   the recorded run, or one without rows
-passes(data, size, attention, dtype="bfloat16") -> dict[str, Row]   rows of part "step" by pass
-step_table(data, dtype="bfloat16") -> Table                        each size and attention: ms, tokens/s, GiB
-over_sizes(data, which="step", dtype="bfloat16") -> dict[str, tuple[list[str], list[float]]]   by attention: sizes, ms
-ratio(data, size, attention, over="eager", which="step", dtype="bfloat16") -> float | None    times as fast
-turns(data, size, what="attention", dtype="bfloat16") -> dict[tuple[str, bool], Row]    by attention and compiled
-exchanged(data, size, column="ms") -> dict[str, float]             how many times as fast as SDPA ours is, by EXCHANGES
-exchanged_table(data) -> Table                                     that, launched by Python and as one CUDA graph
-compiled_table(data) -> Table                                      with torch.compile beside without
-quickest(data, size, column="ms") -> tuple[str, bool, float] | None     attention, compiled, ms of the fastest of them
-graph_table(data) -> Table                                         a step launched by Python beside one CUDA graph
-warm_up(data, size="small", dtype="bfloat16", which="step") -> dict[str, tuple[list[float], float]]
-                                                                   by attention: the first steps one by one, the median
-warm_up_table(data, size="small", dtype="bfloat16") -> Table       mean of 10 steps with the first ones, and without
-memory(data, size="small", dtype="bfloat16") -> dict[str, Series]  allocated MiB over ms, by attention
-limits(data) -> dict[str, tuple[list[int], list[float]]]           by attention: lengths that fit, and GiB at the most
-limit_table(data) -> Table                                         GiB by length; "out of memory" where it was
-runs_out(data) -> dict[str, int | None]                            the first length that does not fit; None: not reached
-losses(data, dtype="float32") -> dict[str, list[float]]            curves by name; NOISE is the one with jitter
-apart(data, dtype="float32") -> dict[str, float]                   the largest difference of each curve from "eager"
-published_table(data) -> Table                                     lm_forward_backward.csv beside ours
+What reads a record takes `record()`, and says "not measured yet" or gives nothing where it has nothing.
 """
 
 from __future__ import annotations
