@@ -1,10 +1,5 @@
 """Which rows of published tables have been measured here too, and theirs beside ours.
 
-    flashlab bench published                        # of each table: how many rows have a counterpart, and which not
-    flashlab bench published mma_stages_ada         # its rows, theirs beside ours, with the first outputs
-    flashlab bench published --missing              # only what is still to be measured
-    flashlab bench published --records FOLDER       # of another folder than recorded/
-
 A published figure is one number of one row. Its counterpart is what a record of this package has of the same function
 on the same shape: a number, or in words why there is none. UNLIKE names the tables where it is not the same work.
 """
@@ -12,7 +7,7 @@ on the same shape: a number, or in words why there is none. UNLIKE names the tab
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -173,12 +168,6 @@ def counterparts(name: str, folder: Path | None = None) -> list[Found]:
     return list(RULES[name](Records(folder or records.RECORDED)))
 
 
-def missing(folder: Path | None = None) -> dict[str, list[str]]:
-    """By table: the labels of the figures that have no counterpart; tables that are whole are left out."""
-    found = {name: [f.label for f, ours in counterparts(name, folder) if ours is None] for name in RULES}
-    return {name: labels for name, labels in found.items() if labels}
-
-
 # ---- told ------------------------------------------------------------------------------------------------------------
 def overview(folder: Path | None = None) -> Table:
     """Of each table: its figures, those that have a counterpart, those whose counterpart is a number, in which records,
@@ -215,30 +204,3 @@ def beside(name: str, folder: Path | None = None) -> Table:
 
 def _text(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value).partition(":")[0]
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = records.parser(__doc__, "published")
-    parser.add_argument("table", nargs="*", choices=[[], *RULES], metavar="TABLE", help=f"of {', '.join(RULES)}")
-    parser.add_argument("--missing", action="store_true", help="only what has no counterpart yet")
-    parser.add_argument("--records", type=Path, metavar="FOLDER", help="where the records are")
-    given = parser.parse_args(arguments)
-    lacking = missing(given.records)
-    if given.out:
-        records.write_json(given.out, lacking)
-    if given.json:
-        print(json.dumps(lacking, indent=1))
-    elif given.table:
-        for name in given.table:
-            print(beside(name, given.records))
-    else:
-        if not given.missing:
-            print(overview(given.records))
-        for name, labels in lacking.items():
-            shown = labels if given.missing else labels[:3]
-            more = f", and {len(labels) - len(shown)} more" if len(labels) > len(shown) else ""
-            print(f"\n{name}: {len(labels)} have no counterpart: {'; '.join(shown)}{more}")
-
-
-if __name__ == "__main__":
-    records.entry(main)

@@ -38,18 +38,15 @@ What did not run has `unavailable` with the reason in place of figures; "out of 
 What reads a record takes `record()`, and says "not measured yet" or gives nothing where it has nothing.
 
 Live, on any machine: `way_for(name, case)` gives the function that is timed; `profiled(way, runs)` the rows of its
-profile; `one_call(way)` its events; `write_trace(way, path)` a file that https://ui.perfetto.dev opens in the browser.
+profile; `one_call(way)` its events.
 """
 
 from __future__ import annotations
 
 import gc
-import os
 import re
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -439,28 +436,6 @@ def _longest(events: list[Event], most: int = MOST_EVENTS) -> tuple[list[Event],
     """At most so many events, the longest, still by their start; and how many were left out."""
     kept = sorted(sorted(events, key=lambda e: -e.us)[:most], key=lambda e: e.start_us)
     return kept, len(events) - len(kept)
-
-
-def write_trace(way: Way, path: Path) -> Path:
-    """Write one call as a Chrome trace, whole or not at all; https://ui.perfetto.dev opens it. Returns the path."""
-    way()
-    with torch_profile(activities=_activities()) as found:
-        way()
-        _wait()
-        with record_function(CALL):
-            way()
-            _wait()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}.", suffix=".json")
-    os.close(descriptor)
-    try:
-        found.export_chrome_trace(temporary)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
-    return path
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
