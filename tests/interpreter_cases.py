@@ -165,171 +165,6 @@ def count_to(y_ptr, n, block: tl.constexpr):
     tl.store(y_ptr + tl.arange(0, block), total)
 
 
-def case_f32_to_bf16():
-    ties = [1 + 2**-8, 1 + 3 * 2**-8]
-    x = torch.tensor([*ties, 1.00390625 + 1e-4, -1.7, 3.4e38, 1e-40, float("inf"), -float("inf")] * 8)
-    return run(convert, x, out=BF16), x.to(BF16)
-
-
-def case_nan_to_bf16():
-    x = torch.full((N,), float("nan"))
-    x[1::2] = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32)  # a NaN that rounding up would overflow
-    return run(convert, x, out=BF16), x.to(BF16)
-
-
-def case_bf16_to_f32():
-    return run(convert, X, out=torch.float32), X.float()
-
-
-def case_bf16_to_int():
-    x = torch.tensor([3.75, -2.5, 100.0, 0.0] * 16, dtype=BF16)
-    return run(convert, x, out=torch.int32), x.to(torch.int32)
-
-
-def case_int_to_bf16():
-    x = torch.arange(-32, 32, dtype=torch.int32) * 77
-    return run(convert, x, out=BF16), x.to(BF16)
-
-
-def case_f16_to_bf16():
-    return run(convert, X.half(), out=BF16), X.half().to(BF16)
-
-
-def case_arithmetic():
-    # Triton divides bfloat16 in float32, and so subtracts in float32.
-    return run(arithmetic, X, Y, out=BF16), ((X * 2 + Y).float() - X.float() / Y.float()).to(BF16)
-
-
-def case_fma():
-    return run(fused, X, Y, out=BF16), (X.float() * Y.float() + 0.5).to(BF16)
-
-
-def case_comparison():
-    return run(less, X, Y, out=torch.int32), (X < Y).int()
-
-
-def case_maximum():
-    return run(greater, X, Y, out=BF16), torch.maximum(X, Y)
-
-
-def case_minimum_of_nan():
-    x = X.float()
-    x[::3] = float("nan")
-    return run(lesser, x, Y.float(), out=torch.float32), torch.fmin(x, Y.float())
-
-
-def case_maximum_of_nan():
-    x = X.float()
-    x[::3] = float("nan")
-    return run(greater, x, Y.float(), out=torch.float32), torch.fmax(x, Y.float())
-
-
-def case_clamp():
-    return run(clamp, X, out=BF16), X.clamp(-0.5, 0.75)
-
-
-def case_where():
-    return run(choose, X, Y, out=BF16), torch.where(torch.arange(N) < 20, X, -Y)
-
-
-def case_load_other():
-    want = X.clone()
-    want[50:] = -1.5
-    return run(masked, X, out=BF16), want
-
-
-def case_abs():
-    return run(absolute, X, out=BF16), X.abs()
-
-
-def case_exp2_log2():
-    return run(exponentials, X, out=BF16), (torch.exp2(X.float()) + torch.log2(X.float().abs())).to(BF16)
-
-
-def case_reductions():
-    want = torch.stack([X.max(), X.min(), X.float().sum().to(BF16)])
-    return run(reductions, X, out=BF16)[:3], want
-
-
-def case_argmax():
-    return run(position_of_maximum, X, out=torch.int32)[:1], X.argmax()[None].int()
-
-
-def case_own_reduction():
-    return run(own_reduction, X, out=BF16)[:1], X.max()[None]
-
-
-def case_cumsum():
-    x = torch.ones(N, dtype=BF16) * 0.5
-    return run(running_sum, x, out=BF16), x.float().cumsum(0).to(BF16)
-
-
-def case_dot():
-    a, b = A.to(BF16), B.to(BF16)
-    return run(dot, a, b, out=torch.float32, size=N * N), (a.double() @ b.double().T).float().flatten()
-
-
-def case_dot_f16():
-    a, b = A.half(), B.half()
-    return run(dot, a, b, out=torch.float32, size=N * N), (a.double() @ b.double().T).float().flatten()
-
-
-def case_dot_tf32():
-    """A float32 dot is TF32 by default: each operand keeps 10 bits of mantissa."""
-    keep = torch.tensor(-(2**13), dtype=torch.int32)
-    a, b = ((m.view(torch.int32) & keep).view(torch.float32) for m in (A, B))
-    return run(dot, A, B, out=torch.float32, size=N * N), (a.double() @ b.double().T).float().flatten()
-
-
-def case_dot_ieee():
-    return run(dot_ieee, A, B, out=torch.float32, size=N * N), (A.double() @ B.double().T).float().flatten()
-
-
-def case_atomic_add():
-    x = X.clone()
-    y = torch.full((N,), 0.25, dtype=BF16)
-    add_atomically[(1,)](x, y, N)
-    want = torch.full((N,), 0.25, dtype=BF16)
-    for i in range(N - 2):
-        want[i // 2] += x[i]
-    return y, want
-
-
-def case_range_over_an_argument():
-    y = torch.zeros(16)
-    count_to[(1,)](y, 40, 16)
-    return y, torch.full((16,), 48.0)
-
-
-def case_no_warnings():
-    """Overflow and -inf - (-inf) are arithmetic, not news: a GPU does not warn."""
-    x = torch.full((N,), -float("inf"), dtype=torch.float32)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        run(subtract, x, x, out=torch.float16)
-    return torch.tensor([len(caught)]), torch.tensor([0])
-
-
-def case_patched_once():
-    """Not a matter of right and wrong, but of time: a call of tl.max must not patch the language once more."""
-    import triton.runtime.interpreter as ti
-
-    counted, original = [], ti._patch_lang_tensor
-
-    def counting(*arguments):
-        counted.append(1)
-        return original(*arguments)
-
-    ti._patch_lang_tensor = counting
-    try:
-        run(absolute, X, out=BF16)
-        once = len(counted)
-        run(reductions, X, out=BF16)
-    finally:
-        ti._patch_lang_tensor = original
-    return torch.tensor([len(counted) - once]), torch.tensor([once])
-
-
 @triton.jit
 def subtract(x_ptr, y_ptr, z_ptr, n: tl.constexpr):
     i = tl.arange(0, n)
@@ -356,15 +191,120 @@ X, Y = (torch.randn(N, generator=generator).to(BF16) for _ in range(2))
 A, B = (torch.randn(N, N, generator=generator) for _ in range(2))
 
 
+def atomic_add():
+    x = X.clone()
+    y = torch.full((N,), 0.25, dtype=BF16)
+    add_atomically[(1,)](x, y, N)
+    want = torch.full((N,), 0.25, dtype=BF16)
+    for i in range(N - 2):
+        want[i // 2] += x[i]
+    return y, want
+
+
+def range_over_an_argument():
+    y = torch.zeros(16)
+    count_to[(1,)](y, 40, 16)
+    return y, torch.full((16,), 48.0)
+
+
+def no_warnings():
+    """Overflow and -inf - (-inf) are arithmetic, not news: a GPU does not warn."""
+    x = torch.full((N,), -float("inf"), dtype=torch.float32)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run(subtract, x, x, out=torch.float16)
+    return torch.tensor([len(caught)]), torch.tensor([0])
+
+
+def patched_once():
+    """Not a matter of right and wrong, but of time: a call of tl.max must not patch the language once more."""
+    import triton.runtime.interpreter as ti
+
+    counted, original = [], ti._patch_lang_tensor
+
+    def counting(*arguments):
+        counted.append(1)
+        return original(*arguments)
+
+    ti._patch_lang_tensor = counting
+    try:
+        run(absolute, X, out=BF16)
+        once = len(counted)
+        run(reductions, X, out=BF16)
+    finally:
+        ti._patch_lang_tensor = original
+    return torch.tensor([len(counted) - once]), torch.tensor([once])
+
+
+# ---- the cases: what a kernel gives, and what is right ---------------------------------------------------------------
+TIES = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, 1.00390625 + 1e-4, -1.7, 3.4e38, 1e-40, float("inf"), -float("inf")] * 8)
+NANS = torch.full((N,), float("nan"))
+NANS[1::2] = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32)  # a NaN that rounding up would overflow
+HOLES = X.float()
+HOLES[::3] = float("nan")
+# Of a float32 dot, which is TF32 by default, each operand keeps 10 bits of mantissa.
+A_TF32, B_TF32 = ((m.view(torch.int32) & torch.tensor(-(2**13), dtype=torch.int32)).view(torch.float32) for m in (A, B))
+
+
+def converted(x, out):
+    return lambda: (run(convert, x, out=out), x.to(out))
+
+
+def of_one(kernel, want, *, out=BF16, first=N, x=X):
+    return lambda: (run(kernel, x, out=out)[:first], want)
+
+
+def of_two(kernel, want, *, out=BF16, x=X, y=Y):
+    return lambda: (run(kernel, x, y, out=out), want)
+
+
+def product(kernel, a, b, *operands):
+    a_, b_ = (m.double() for m in operands or (a, b))
+    return lambda: (run(kernel, a, b, out=torch.float32, size=N * N), (a_ @ b_.T).float().flatten())
+
+
+CASES = {
+    "f32_to_bf16": converted(TIES, BF16),
+    "nan_to_bf16": converted(NANS, BF16),
+    "bf16_to_f32": converted(X, torch.float32),
+    "bf16_to_int": converted(torch.tensor([3.75, -2.5, 100.0, 0.0] * 16, dtype=BF16), torch.int32),
+    "int_to_bf16": converted(torch.arange(-32, 32, dtype=torch.int32) * 77, BF16),
+    "f16_to_bf16": converted(X.half(), BF16),
+    # Triton divides bfloat16 in float32, and so subtracts in float32.
+    "arithmetic": of_two(arithmetic, ((X * 2 + Y).float() - X.float() / Y.float()).to(BF16)),
+    "fma": of_two(fused, (X.float() * Y.float() + 0.5).to(BF16)),
+    "comparison": of_two(less, (X < Y).int(), out=torch.int32),
+    "maximum": of_two(greater, torch.maximum(X, Y)),
+    "minimum_of_nan": of_two(lesser, torch.fmin(HOLES, Y.float()), out=torch.float32, x=HOLES, y=Y.float()),
+    "maximum_of_nan": of_two(greater, torch.fmax(HOLES, Y.float()), out=torch.float32, x=HOLES, y=Y.float()),
+    "clamp": of_one(clamp, X.clamp(-0.5, 0.75)),
+    "where": of_two(choose, torch.where(torch.arange(N) < 20, X, -Y)),
+    "load_other": of_one(masked, torch.where(torch.arange(N) < 50, X, torch.tensor(-1.5, dtype=BF16))),
+    "abs": of_one(absolute, X.abs()),
+    "exp2_log2": of_one(exponentials, (torch.exp2(X.float()) + torch.log2(X.float().abs())).to(BF16)),
+    "reductions": of_one(reductions, torch.stack([X.max(), X.min(), X.float().sum().to(BF16)]), first=3),
+    "argmax": of_one(position_of_maximum, X.argmax()[None].int(), out=torch.int32, first=1),
+    "own_reduction": of_one(own_reduction, X.max()[None], first=1),
+    "cumsum": of_one(running_sum, (0.5 * torch.arange(1, N + 1)).to(BF16), x=torch.full((N,), 0.5, dtype=BF16)),
+    "dot": product(dot, A.to(BF16), B.to(BF16)),
+    "dot_f16": product(dot, A.half(), B.half()),
+    "dot_tf32": product(dot, A, B, A_TF32, B_TF32),
+    "dot_ieee": product(dot_ieee, A, B),
+    "atomic_add": atomic_add,
+    "range_over_an_argument": range_over_an_argument,
+    "no_warnings": no_warnings,
+    "patched_once": patched_once,
+}
+
+
 def answers() -> dict[str, list]:
     found = {}
-    for name, case in list(globals().items()):
-        if name.startswith("case_"):
-            try:
-                wrong = difference(*case())
-            except Exception as error:
-                wrong = f"{type(error).__name__}: {error}"
-            found[name.removeprefix("case_")] = [wrong is None, wrong]
+    for name, case in CASES.items():
+        try:
+            wrong = difference(*case())
+        except Exception as error:
+            wrong = f"{type(error).__name__}: {error}"
+        found[name] = [wrong is None, wrong]
     return found
 
 

@@ -1,4 +1,4 @@
-// One kernel for each finding. A comment `// <- name` marks the lines that the tests look for.
+// Kernels whose findings are read word by word. A comment `// <- name` marks the lines that the tests look for.
 #include "ptx.cuh"
 #include <assert.h>
 
@@ -13,16 +13,6 @@ __global__ void missing_barrier(float* p) {
 }
 ENTRY run_missing_barrier(float* p) { missing_barrier<<<2, 64>>>(p); DONE; }
 
-__global__ void missing_second_barrier(float* p, int n) {
-    __shared__ float tile[64];
-    for (int i = 0; i < n; i++) {
-        tile[threadIdx.x] = p[threadIdx.x];  // <- reuse: write
-        __syncthreads();
-        p[threadIdx.x] = tile[63 - threadIdx.x] + 1;  // <- reuse: read
-    }
-}
-ENTRY run_missing_second_barrier(float* p) { missing_second_barrier<<<1, 64>>>(p, 3); DONE; }
-
 __global__ void both_write(int* p) {
     __shared__ int flag;
     flag = threadIdx.x;  // <- two writers
@@ -30,22 +20,6 @@ __global__ void both_write(int* p) {
     p[threadIdx.x] = flag;
 }
 ENTRY run_both_write(int* p) { both_write<<<1, 64>>>(p); DONE; }
-
-__global__ void no_syncwarp(int* p) {
-    __shared__ int tile[32];
-    tile[threadIdx.x] = p[threadIdx.x];
-    p[threadIdx.x] = tile[threadIdx.x ^ 1];  // <- within a warp
-}
-ENTRY run_no_syncwarp(int* p) { no_syncwarp<<<1, 32>>>(p); DONE; }
-
-__global__ void atomic_and_plain(int* p) {
-    __shared__ int total;
-    if (threadIdx.x == 0) total = 0;
-    __syncthreads();
-    atomicAdd(&total, 1);  // <- atomic
-    if (threadIdx.x == 40) p[0] = total;  // <- plain
-}
-ENTRY run_atomic_and_plain(int* p) { atomic_and_plain<<<1, 64>>>(p); DONE; }
 
 // ---- cp.async -----------------------------------------------------------------------------------
 __global__ void no_wait(const float* in, float* out) {
@@ -68,43 +42,6 @@ __global__ void barrier_before_wait(const float* in, float* out) {
     out[threadIdx.x] = tile[255 - threadIdx.x];  // <- not visible yet
 }
 ENTRY run_barrier_before_wait(const float* in, float* out) { barrier_before_wait<<<1, 64>>>(in, out); DONE; }
-
-__global__ void wait_one_too_many(const float* in, float* out) {
-    __shared__ __align__(16) float tile[2][128];
-    for (int s = 0; s < 2; s++) {
-        cp_async<16>(smem_u32(&tile[s][threadIdx.x * 4]), in + s * 128 + threadIdx.x * 4);
-        cp_async_commit();
-    }
-    cp_async_wait<2>();
-    __syncthreads();
-    out[threadIdx.x] = tile[0][threadIdx.x];  // <- group 0 is in flight
-    __syncthreads();
-    cp_async_wait<0>();
-}
-ENTRY run_wait_one_too_many(const float* in, float* out) { wait_one_too_many<<<1, 32>>>(in, out); DONE; }
-
-__global__ void stage_overwritten(const float* in, float* out) {
-    __shared__ __align__(16) float tile[256];
-    for (int i = 0; i < 2; i++) {
-        cp_async<16>(smem_u32(tile + threadIdx.x * 4), in + threadIdx.x * 4);  // <- refilled
-        cp_async_commit();
-        cp_async_wait<0>();
-        __syncthreads();
-        out[threadIdx.x] = tile[255 - threadIdx.x];  // <- still reading
-    }
-}
-ENTRY run_stage_overwritten(const float* in, float* out) { stage_overwritten<<<1, 64>>>(in, out); DONE; }
-
-__global__ void two_copies_at_once(const float* in, float* out) {
-    __shared__ __align__(16) float tile[128];
-    cp_async<16>(smem_u32(tile + threadIdx.x * 4), in + threadIdx.x * 4);  // <- first copy
-    cp_async_commit();
-    cp_async<16>(smem_u32(tile + threadIdx.x * 4), in + 128 + threadIdx.x * 4);  // <- second copy
-    cp_async_commit();
-    cp_async_wait<0>();
-    out[threadIdx.x] = tile[threadIdx.x * 4];
-}
-ENTRY run_two_copies_at_once(const float* in, float* out) { two_copies_at_once<<<1, 32>>>(in, out); DONE; }
 
 __global__ void never_waited(const float* in, float* out) {
     __shared__ __align__(16) float tile[128];
