@@ -250,19 +250,22 @@ HOW_IT_ENDS = {
 }
 
 
+MOMENTS = 8
+
+
 @pytest.mark.slow
-def test_cut_short_at_twenty_moments_and_resumed(tmp_path):
+def test_cut_short_at_any_moment_and_resumed(tmp_path):
     begun = time.monotonic()
-    assert Course(tmp_path / "whole", seconds=0.05).run().returncode == 0
+    assert Course(tmp_path / "whole", seconds=0.03).run().returncode == 0
     whole, marked = time.monotonic() - begun, 0
-    for number in range(20):
-        course = Course(tmp_path / str(number), seconds=0.05)
+    for number in range(MOMENTS):
+        course = Course(tmp_path / str(number), seconds=0.03)
         how, kill = list(HOW_IT_ENDS.items())[number % len(HOW_IT_ENDS)]
         for _ in range(1 + number // len(HOW_IT_ENDS) % 2):  # some are cut short twice
             process = course.start()
-            while number >= 5 and not (course.venv / MARK).exists() and process.poll() is None:
+            while number >= 2 and not (course.venv / MARK).exists() and process.poll() is None:
                 time.sleep(0.001)  # most are to have begun, however busy the machine
-            time.sleep(whole * (number + 0.5) / 20)
+            time.sleep(whole * (number + 0.5) / MOMENTS)
             with contextlib.suppress(ProcessLookupError):  # it may have ended by itself
                 kill(process)
             said, complaint = process.communicate()
@@ -273,7 +276,7 @@ def test_cut_short_at_twenty_moments_and_resumed(tmp_path):
         done = course.run()
         assert done.returncode == 0 and "ready: " in done.stdout, done.stderr
         course.assert_right()
-    assert marked > 10
+    assert marked > MOMENTS // 2
 
 
 def test_what_outlives_an_interrupt_is_waited_for(course):
@@ -320,13 +323,6 @@ def test_a_folder_with_something_in_it_is_left_alone(course, tmp_path, how):
         refused(done, f"{mine} was not made by this set-up: move it away, or say VENV=/another")
     assert contents(mine) == before
     assert course.pip_runs() == []
-
-
-def test_an_environment_made_by_hand_is_left_alone(course):
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", course.venv], check=True)
-    before = contents(course.venv)
-    refused(course.run(), "was not made by this set-up")
-    assert contents(course.venv) == before
 
 
 def test_an_empty_folder_is_taken(course):
