@@ -14,7 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 from flashlab import cli, doctor
-from flashlab.bench import check as bench_check
+from flashlab.bench import verdicts
 from flashlab.exercises import record
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -329,12 +329,12 @@ def solution(folder, body):
 
 
 @pytest.mark.slow
-def test_bench_check_times_each_check_and_keeps_the_figures(tmp_path, monkeypatch):
+def test_bench_verdicts_times_each_check_and_keeps_the_figures(tmp_path, monkeypatch):
     solution(tmp_path, "def double(x):\n    return 2 * x")
-    monkeypatch.setattr(bench_check, "ROOT", tmp_path)
-    result = invoke("bench", "check")
+    monkeypatch.setattr(verdicts, "ROOT", tmp_path)
+    result = invoke("bench", "verdicts")
     assert result.exit_code == 0, result.output
-    kept = json.loads((tmp_path / ".flashlab" / "bench" / "check.json").read_text())
+    kept = json.loads((tmp_path / ".flashlab" / "bench" / "verdicts.json").read_text())
     (row,) = kept["checks"]
     assert row["id"] == "99.1" and row["passed"] and row["seconds"] >= 0
     assert kept["machine"]["torch"]
@@ -342,10 +342,10 @@ def test_bench_check_times_each_check_and_keeps_the_figures(tmp_path, monkeypatc
 
 
 @pytest.mark.slow
-def test_bench_check_says_which_notebook_fails(tmp_path, monkeypatch):
+def test_bench_verdicts_says_which_notebook_fails(tmp_path, monkeypatch):
     solution(tmp_path, "def double(x):\n    raise ValueError('unfinished')")
-    monkeypatch.setattr(bench_check, "ROOT", tmp_path)
-    result = invoke("bench", "check", "--out", str(tmp_path / "figures.json"))
+    monkeypatch.setattr(verdicts, "ROOT", tmp_path)
+    result = invoke("bench", "verdicts", "--out", str(tmp_path / "figures.json"))
     assert result.exit_code == 1
     assert "99_double.ipynb" in result.output and "unfinished" in result.output
     assert "unfinished" in json.loads((tmp_path / "figures.json").read_text())["errors"]["99_double.ipynb"]
@@ -354,7 +354,7 @@ def test_bench_check_says_which_notebook_fails(tmp_path, monkeypatch):
 def test_every_bench_has_a_row_and_options_of_its_own():
     found = re.compile(r"^(def main\(|main = )", re.M)
     modules = {
-        p.stem for p in Path(bench_check.__file__).parent.glob("*.py")
+        p.stem for p in Path(verdicts.__file__).parent.glob("*.py")
         if found.search(p.read_text()) and p.stem not in ("harness", "hopper_backward")  # parts of others
     }  # fmt: skip
     assert modules == {row.module or name for name, row in cli.BENCHES.items()}

@@ -134,9 +134,9 @@ except SimtError as error:
     assert error.report.findings[0].kind == "global-out-of-bounds"
 
 # %% [markdown]
-# `check=True` asks for the emulator's **check build**, on every machine. It watches each load and store, and stops at the first bad
+# `check=True` asks for the emulator's **watched build**, on every machine. It watches each load and store, and stops at the first bad
 # address. A real GPU would report an error with no line, from some later call. Or it would report nothing, if the bytes behind the array
-# belong to another tensor. So in this course a kernel first runs in the check build.
+# belong to another tensor. So in this course a kernel first runs in the watched build.
 
 # %% [markdown]
 # ## 2. Shared memory, and the first race
@@ -575,10 +575,10 @@ print("rows reversed:", torch.equal(y.view(32, 4), x.view(32, 4).flip(0)))
 # ### How to debug a kernel
 #
 # 1. Make it small: one block, one warp, an input that you can add up by hand.
-# 2. Run the check build, and read `module.report.findings`.
+# 2. Run the watched build, and read `module.report.findings`.
 # 3. If it finds nothing, the arithmetic is wrong. Print from **one** thread, with `printf`.
 #
-# This butterfly should add up 32 ones. The check build finds nothing, but the sum is wrong:
+# This butterfly should add up 32 ones. The watched build finds nothing, but the sum is wrong:
 
 # %%
 WRONG_SUM = r"""
@@ -767,7 +767,7 @@ print(step1.name, "·", correct(step1, (64, 128)).verdict)
 
 # %%
 def counted(source, seq_len=256, head_dim=64):
-    """One head through the check build: the counters, after a comparison with the oracle."""
+    """One head through the watched build: the counters, after a comparison with the oracle."""
     module = load_inline(source, check=True, head_dim=head_dim, dtype=torch.float32)
     q, k, v = torch.randn(3, 1, 1, seq_len, head_dim)
     o, lse = module.forward(q, k, v)

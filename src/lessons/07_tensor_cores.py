@@ -826,7 +826,7 @@ show.table(rows, ["the edit", "diagnosis", "what the learner reads"])
 
 # %% [markdown]
 # A missing barrier is another matter. On a GPU it may give the right answer for years, because the lanes of a warp often
-# run in step. No comparison of numbers finds it. The check build looks at who touched what. Take both barriers out of
+# run in step. No comparison of numbers finds it. The watched build looks at who touched what. Take both barriers out of
 # *load K and V*. The first reader that is too early is the one of Q, whose copy had no barrier of its own:
 
 # %%

@@ -53,7 +53,7 @@ LADDER = ["p7_naive", *(s.name for s in steps(8))]
 # All kernels have one interface: `struct Problem`, with batch, heads, grouped K/V heads, any lengths, strides, causal. So the same
 # lines run, check and count each of them.
 #
-# `counted` runs one head with $N = 256$ and $D = 64$ in the emulator's check build. It compares the result with the oracle, insists
+# `counted` runs one head with $N = 256$ and $D = 64$ in the emulator's watched build. It compares the result with the oracle, insists
 # that no mistake was found, and returns the counts.
 
 # %%

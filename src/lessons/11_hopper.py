@@ -264,7 +264,7 @@ print("three patterns: every chunk is where the XOR of address bits puts it")
 
 # %% [markdown]
 # **Who checks that a tile has arrived?** On a GPU, nobody. Here is the kernel without its wait. The emulator delivers the
-# bytes at the last moment that is allowed, so the mistake shows every time; and its check build names it.
+# bytes at the last moment that is allowed, so the mistake shows every time; and its watched build names it.
 
 # %%
 def without(text, line):
@@ -444,7 +444,7 @@ print("(X Y^T) Z: two products, P never left the registers")
 # ## 7 · The ladder
 #
 # Seventeen steps, each a whole file, from phase 8's loop to a kernel that is made for Hopper. Most bring one idea; steps 5 and 13 bring
-# several that need each other, and the ladder cannot tell those apart. Every step runs in the emulator's check build, is compared
+# several that need each other, and the ladder cannot tell those apart. Every step runs in the emulator's watched build, is compared
 # with the oracle, and is counted: one head, $N = 384$, $D = 64$, no mask, one SM. Below the counts stands what the step reached
 # on a GPU, from the record: heads × D is 2048, batch × N 16384. In brackets: how many times as fast as the step before.
 
@@ -788,12 +788,12 @@ show.diff(step("p11_12_polynomial"), step("p11_13_parts"), "producer", "main loo
 grow("p11_13_parts")
 
 # %% [markdown]
-# What would happen without those waits? Take them out of `pass_by`, one at a time, and ask the check build. One block, so that it
+# What would happen without those waits? Take them out of `pass_by`, one at a time, and ask the watched build. One block, so that it
 # takes several parts:
 
 # %%
 def without(wait):
-    """What the check build says of step 13 with this wait taken out of `pass_by`."""
+    """What the watched build says of step 13 with this wait taken out of `pass_by`."""
     before, rest = step("p11_13_parts").path.read_text().split("auto pass_by", 1)
     body, after = rest.split("};", 1)
     body = "\n".join(line for line in body.split("\n") if wait not in line)
@@ -912,7 +912,7 @@ assert all(len(OTHER[who]) > 1 and max(OTHER[who]) < 16 for who in ("a lag of 8"
 # cannot. Phase 9's kernels vote too, from `p9_3_rescale` on.
 
 # %% [markdown]
-# What does it cost in time when trust is misplaced? Scores that grow from tile to tile, against random ones, counted in the check build:
+# What does it cost in time when trust is misplaced? Scores that grow from tile to tile, against random ones, counted in the watched build:
 # `mma` are the products of warps that computed S again.
 
 # %%
@@ -1410,7 +1410,7 @@ for run in RUNS:
 # ## 11 · Who finds the mistakes
 #
 # Four mistakes, planted one at a time in the kernels of this lecture. (The package's zoo has more, `check/zoo/hopper.py`; its
-# tests say that each is found.) What does the emulator's check build say?
+# tests say that each is found.) What does the emulator's watched build say?
 
 # %%
 FOUND = {}

@@ -1,6 +1,6 @@
 """Broken kernels and broken host parts, and right ones that look like them: kernels/mistakes.cu, host.cu, right.cu.
 
-Each runs in a check build and in a fast one. What a build can see is found, named by its kind and line; and whatever a
+Each runs in a watched build and in a fast one. What a build can see is found, named by its kind and line. Whatever a
 source does, Python goes on, and the same module can be called again.
 """
 

@@ -112,7 +112,7 @@ class CudaModule:
         return getattr(self._built, "extension", None)
 
     def __repr__(self) -> str:
-        kind = f"{self.backend}, check build" if self._check else self.backend
+        kind = f"{self.backend}, watched build" if self._check else self.backend
         return f"<{self._text.name}, {kind}: {', '.join(self.entries)}>"
 
     def __getattr__(self, name: str) -> Any:
@@ -266,7 +266,7 @@ def load_inline(
         defines: macros, as ``{"BLOCK_M": 64}``; True defines a macro as 1, None leaves it undefined.
         include_dirs: where else to look for headers.
         functions: which extern "C" functions to offer; all of them, if None.
-        check: a check build of the emulator, on any machine: it sees races, bad addresses and bank conflicts;
+        check: a watched build of the emulator, on any machine: it sees races, bad addresses and bank conflicts;
             ``module.report`` has what it found and counted.
         backend: "torch", "nvcc" or "emulator"; ``default_backend()``, if None.
         arch: nvcc's ``-arch``; this GPU's, if None.

@@ -1,6 +1,6 @@
 """The steps of the series side by side: what the emulator counts for each, and how fast each is.
 
-r = counted("p8_4_swizzle")                 # a Report of the check build, one head, N = 256, compared with float64
+r = counted("p8_4_swizzle")                 # a Report of the watched build, one head, N = 256, compared with float64
 grow(table, "p8_4_swizzle")                 # adds its row to a table that grows through the lecture
 ladder_figure(run, (4, 16, 4096, 128), causal=False)
 """
@@ -52,7 +52,7 @@ def counted(
     name: str, *, n: int = 256, head_dim: int = 64, heads: int = 1, causal: bool = False, sms: int = 1,
     shared_limit: int | None = None, **defines: int,
 ) -> Report:  # fmt: skip
-    """Runs a step's check build on [1, heads, n, head_dim] in fp16; the report has the counters.
+    """Runs a step's watched build on [1, heads, n, head_dim] in fp16; the report has the counters.
 
     Args:
         name: of a step of flashlab.kernels.SERIES.
@@ -90,7 +90,7 @@ def run(
 
 
 def prepare(names: Iterable[str]) -> None:
-    """Compiles the steps' check builds, two at a time; ``counted`` then finds them in the cache."""
+    """Compiles the steps' watched builds, two at a time; ``counted`` then finds them in the cache."""
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda name: load_inline(step(name), check=True), names))
 

@@ -1,7 +1,7 @@
 """From a CUDA source to a shared library that the CPU can run: compilers, flags, and the cache of builds.
 
 A fast build is optimised code; only what goes through the runtime (collectives, copies, barriers) is checked
-and counted. A check build calls the runtime at each load and store as well. Builds are kept (flashlab.runtime.cache)
+and counted. A watched build calls the runtime at each load and store as well. Builds are kept (flashlab.runtime.cache)
 under a key made from all that goes into them: the source, the headers that it includes, compiler, flags and CPU.
 """
 
@@ -44,7 +44,7 @@ SYSTEM = (Path("/usr/local/include"), Path("/usr/include"))  # and of the machin
 # What kernels include of the emulator's, in sets that g++ is given as it has read them before; the largest first.
 READ_AHEAD = (("ptx.cuh", "wgmma.cuh", "tensor_map.cuh"), ("ptx.cuh",), ("simt.h",))
 PLACED = 1024  # bytes: an array of shared memory lies at its alignment beyond a multiple of this
-RED_ZONE = 1024  # bytes behind each static __shared__ array of a check build, which belong to nobody
+RED_ZONE = 1024  # bytes behind each static __shared__ array of a watched build, which belong to nobody
 STATIC_SHARED = 48 * 1024  # bytes: what a GPU gives a kernel that has not asked for more
 
 
@@ -330,7 +330,7 @@ def build(
         text: CUDA C++.
         name: what to call it in messages.
         directory: where ``#include "..."`` looks first.
-        check: a check build.
+        check: a watched build.
         defines: macros, as :func:`macros` takes them.
         include_dirs: more directories for headers.
         compiler: as in :func:`find_compiler`.

@@ -123,7 +123,7 @@ class Module:
         return functools.partial(self.launch, name)
 
     def __repr__(self) -> str:
-        kind = "check" if self.build.check else "fast"
+        kind = "watched" if self.build.check else "fast"
         return f"<{kind} build of {self.build.name}: {', '.join(self.entries)}>"
 
     def launch(
@@ -157,7 +157,7 @@ class Module:
                 RTX 30, 40, 50).
             capability: compute capability that cudaDeviceGetAttribute reports, times 10.
             multiprocessors: the number of SMs that it reports.
-            unwritten: names of arguments that hold nothing yet: a check build finds reads of what no kernel has
+            unwritten: names of arguments that hold nothing yet: a watched build finds reads of what no kernel has
                 written. An array that is NaN throughout holds nothing either.
             echo: print what the source printed.
             timeline: of how many blocks, the first of each launch, the events are kept (``report.launches[0].events``):
@@ -404,7 +404,7 @@ def compile_cuda(
 
     Args:
         source: the text, or the path of a ``.cu`` file.
-        check: a check build sees every load and store: it finds races, uninitialised and out-of-bounds
+        check: a watched build sees every load and store: it finds races, uninitialised and out-of-bounds
             accesses, and counts bank conflicts and sectors. A fast build is faster, and sees collectives,
             copies and barriers.
         defines: macros, as ``{"BLOCK_M": 64}``.

@@ -766,7 +766,7 @@ def host_end(entry: str, ending: Ending, here: str, seconds: float) -> str:
     """
     who = f"the host part of {entry}"
     said = f": {ending.text}" if ending.text else ""
-    check = "a check build looks for the kernel's line"
+    check = "a watched build looks for the kernel's line"
     if ending.kind == "returned":
         return ""
     if ending.kind == "stuck":

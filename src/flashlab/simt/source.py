@@ -180,7 +180,7 @@ class Preprocessed:
         lambda.
 
         Args:
-            inline_all: ``__noinline__`` is dropped; a check build sees more of what it can inline. It looks at no
+            inline_all: ``__noinline__`` is dropped; a watched build sees more of what it can inline. It looks at no
                 load or store of a function that no kernel can call.
         """
         blanked, edits = self.blanked, []  # (begin, end, text)
@@ -191,7 +191,7 @@ class Preprocessed:
             unseen = '__attribute__((no_sanitize("thread"))) '
             edits += [(at, at, unseen) for at in _host_functions(self.learners, blanked)]
             for m in re.finditer(_COPYING, blanked):
-                edits.append((m.start(), m.end(), f"simt_{m[1]}"))  # g++ lets no check build look at these
+                edits.append((m.start(), m.end(), f"simt_{m[1]}"))  # g++ lets no watched build look at these
         edits += [(m.start(), m.end(), noinline) for m in re.finditer(r"(?<![(,\w])(?<![(,] )__noinline__\b", blanked)]
         edits += [(m.start(), m.end(), "noinline") for m in re.finditer(re.escape(KERNEL), self.learners)]
         edits += _bounds(blanked)

@@ -1,4 +1,4 @@
-// Kernels with one mistake each, as learners make them. Above each: what a check build has to find, then a fast one
+// Kernels with one mistake each, as learners make them. Above each: what a watched build has to find, then a fast one
 // ("-": nothing, since it sees only what goes through the runtime). `// <-` marks lines that the finding may name.
 // Every entry is called with in[4096] = 1, 2, 3 ..., out[4096] = 0 and n = 64 (test_mistakes.py).
 #include "ptx.cuh"

@@ -12,7 +12,7 @@ struct BulkStore {
     BulkCopy copy;
     bool add;        // a reduction
     uint32_t group;
-    AsyncRead* read = nullptr;  // of shared memory, in a check build
+    AsyncRead* read = nullptr;  // of shared memory, in a watched build
     bool has_read = false;
     uintptr_t low = ~(uintptr_t)0, high = 0;  // all that it writes lies in there
     std::vector<uint8_t> dense;  // what it has read

@@ -1,4 +1,4 @@
-// The eyes of the check build. g++ and clang++ with -fsanitize=thread call a function before each load and
+// The eyes of the watched build. g++ and clang++ with -fsanitize=thread call a function before each load and
 // store that may touch memory others can see, and with -fsanitize=bounds one for each index that is too
 // large. Those functions usually come from a library of the compiler; here they are ours.
 #include "counters.h"
@@ -110,7 +110,7 @@ HOOKS(16)
 void __tsan_read_range(void* p, long bytes) { range(p, bytes, false, CALLER); }
 void __tsan_write_range(void* p, long bytes) { range(p, bytes, true, CALLER); }
 // Copies of whole structs. Newer versions of clang++ call __tsan_memcpy. Older ones call memcpy: the linker
-// then makes it __wrap_memcpy, for a check build (build.py).
+// then makes it __wrap_memcpy, for a watched build (build.py).
 static void copied(const void* to, const void* from, size_t bytes, uintptr_t pc) {
     Lane* me = current_lane();
     if (!me || me->block->worker->inside) return;

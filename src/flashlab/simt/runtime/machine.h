@@ -218,7 +218,7 @@ struct Block {
     uint8_t published = 0;  // how often, more or less
     bool fences = false;    // there was a fence_proxy_async, of any kind
     bool global_fences = false;  // and of global memory
-    std::vector<struct BulkStore*> writing;  // its stores that may not have written global memory yet (a check build)
+    std::vector<struct BulkStore*> writing;  // its stores that may not have written global memory yet (a watched build)
 };
 
 struct SharedWindow {     // where this worker's shared memory lies
@@ -263,7 +263,7 @@ struct Settings {     // set by Python
     int threads = 2;  // OS threads
     size_t shared_limit = MAX_SHARED;
     int multiprocessors = 132, capability = 90;
-    bool checked = false;  // a check build
+    bool checked = false;  // a watched build
     uint64_t timeline = 0;  // of how many blocks the events are kept
     const void* stream = nullptr;  // that the entry is given, if it takes one
 };

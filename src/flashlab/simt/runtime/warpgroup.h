@@ -38,7 +38,7 @@ public:
     bool waits(const Warp* warp) const { return used && of_warp[warp->index].waiting_for; }
     bool file_deadlock();      // where a warp waits for a wgmma that another has not issued
     void file_never_waited();  // at the end of a block
-    // A check build is about to write these bytes. True, and filed, where a wgmma may still be reading them.
+    // A watched build is about to write these bytes. True, and filed, where a wgmma may still be reading them.
     bool file_if_read(Lane* lane, uint64_t address, int bytes, const char* how);
     // The lane touches its own registers while a wgmma that it has issued uses them.
     bool file_if_in_use(Lane* lane, uintptr_t address, int bytes, bool write, uintptr_t pc);

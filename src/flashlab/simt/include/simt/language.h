@@ -23,7 +23,7 @@
 #endif
 
 // ---- keywords -----------------------------------------------------------------------------------
-// The annotation is how flashlab.simt.source knows a kernel; the compiler never sees it. In a check build all that
+// The annotation is how flashlab.simt.source knows a kernel; the compiler never sees it. In a watched build all that
 // a kernel calls becomes part of it, as on a GPU: g++ does not instrument a store of what a function returns.
 #if SIMT_CHECKED
 #define __global__ __attribute__((annotate("simt_kernel"), flatten))
@@ -40,7 +40,7 @@
 #define __forceinline__ inline __attribute__((always_inline))
 #define SIMT_INLINE static inline __attribute__((always_inline))
 
-// What flashlab.simt.source makes of a reader's memcpy, memmove and memset in a check build: g++ looks at none but
+// What flashlab.simt.source makes of a reader's memcpy, memmove and memset in a watched build: g++ looks at none but
 // those that are one load and one store.
 #if SIMT_CHECKED
 extern "C" {

@@ -1,6 +1,6 @@
 """How long the check of every solved exercise takes on this machine.
 
-flashlab bench check            # writes .flashlab/bench/check.json in the clone of the course
+flashlab bench verdicts            # writes .flashlab/bench/verdicts.json in the clone of the course
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _in_child(notebook: Path) -> tuple[list[dict[str, Any]], str | None]:
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder, "answer.json")
         code = (
-            "import json, sys; from pathlib import Path; from flashlab.bench.check import time_checks; "
+            "import json, sys; from pathlib import Path; from flashlab.bench.verdicts import time_checks; "
             "Path(sys.argv[2]).write_text(json.dumps(time_checks(Path(sys.argv[1]))))"
         )
         done = subprocess.run(
@@ -105,11 +105,11 @@ def table(data: dict[str, Any]) -> Table:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    given = records.parser(__doc__, "check").parse_args(arguments)
+    given = records.parser(__doc__, "verdicts").parse_args(arguments)
     notebooks = sorted((ROOT / "solutions").glob("[0-9][0-9]_*.ipynb"))
     if not notebooks:
         raise SystemExit("There are no solutions beside this package: run it in a clone of the course.")
-    given.out = given.out or ROOT / ".flashlab" / "bench" / "check.json"
+    given.out = given.out or ROOT / ".flashlab" / "bench" / "verdicts.json"
     result = run(notebooks[:1] if given.quick else notebooks)
     records.keep(given.out, result, table, given)
     if result["errors"] or not all(row["passed"] for row in result["checks"]):
