@@ -137,7 +137,6 @@ check("2.4", flash_attention_one_head_sim)
 # not?** The convention is this course's: the last query sees the last key.
 
 # %% tags=["exercise"]
-# BEGIN STARTER
 def hunted_5(Q, K, V, BLOCK_N, scale=None):
     """Causal attention of one head; the last query sees the last key. Returns (O, lse)."""
     scale = check_inputs(Q, K, V, BLOCK_N, scale)
@@ -151,32 +150,12 @@ def hunted_5(Q, K, V, BLOCK_N, scale=None):
         k, v = K[start_n : start_n + BLOCK_N].float(), V[start_n : start_n + BLOCK_N].float()
         key = torch.arange(start_n, start_n + len(k), device=Q.device)
         s = scale * (q @ k.T)
+# BEGIN STARTER
         s = s.masked_fill(key[None, :] > row[:, None], -math.inf)
-        m_new = torch.maximum(m_i, s.amax(dim=1))
-        m_safe = torch.where(m_new == -math.inf, 0.0, m_new)  # -inf - (-inf) would be NaN
-        p = torch.exp(s - m_safe[:, None])
-        correction = torch.exp(m_i - m_safe)
-        l_i = l_i * correction + p.sum(dim=1)
-        acc = acc * correction[:, None] + p.to(V.dtype).float() @ v
-        m_i = m_new
-    l_safe = torch.where(l_i == 0, 1.0, l_i)  # a row that sees no key: O = 0, lse = -inf
-    return (acc / l_safe[:, None]).to(V.dtype), m_i + torch.log(l_i)
 # END STARTER
 # BEGIN SOLUTION
-def hunted_5(Q, K, V, BLOCK_N, scale=None):
-    """Causal attention of one head; the last query sees the last key. Returns (O, lse)."""
-    scale = check_inputs(Q, K, V, BLOCK_N, scale)
-    M, N = Q.shape[0], K.shape[0]
-    row = torch.arange(M, device=Q.device)
-    q = Q.float()
-    m_i = q.new_full([M], -math.inf)
-    l_i = q.new_zeros([M])
-    acc = q.new_zeros([M, V.shape[1]])
-    for start_n in range(0, N, BLOCK_N):
-        k, v = K[start_n : start_n + BLOCK_N].float(), V[start_n : start_n + BLOCK_N].float()
-        key = torch.arange(start_n, start_n + len(k), device=Q.device)
-        s = scale * (q @ k.T)
         s = s.masked_fill(key[None, :] > row[:, None] + N - M, -math.inf)  # row M - 1 sees key N - 1
+# END SOLUTION
         m_new = torch.maximum(m_i, s.amax(dim=1))
         m_safe = torch.where(m_new == -math.inf, 0.0, m_new)  # -inf - (-inf) would be NaN
         p = torch.exp(s - m_safe[:, None])
@@ -186,7 +165,6 @@ def hunted_5(Q, K, V, BLOCK_N, scale=None):
         m_i = m_new
     l_safe = torch.where(l_i == 0, 1.0, l_i)  # a row that sees no key: O = 0, lse = -inf
     return (acc / l_safe[:, None]).to(V.dtype), m_i + torch.log(l_i)
-# END SOLUTION
 
 # %% tags=["check"]
 # hint("2.5")
@@ -205,7 +183,6 @@ check("2.5", hunted_5)
 # $-\infty$ is no repair: the check has rows that see no key at all, and for them O = 0 and lse = $-\infty$.
 
 # %% tags=["exercise"]
-# BEGIN STARTER
 def hunted_6(Q, K, V, BLOCK_N, scale=None):
     """Causal attention of one head; the last query sees the last key. Returns (O, lse)."""
     scale = check_inputs(Q, K, V, BLOCK_N, scale)
@@ -221,39 +198,20 @@ def hunted_6(Q, K, V, BLOCK_N, scale=None):
         s = scale * (q @ k.T)
         s = s.masked_fill(key[None, :] > row[:, None] + N - M, -math.inf)
         m_new = torch.maximum(m_i, s.amax(dim=1))
+# BEGIN STARTER
         p = torch.exp(s - m_new[:, None])
         correction = torch.exp(m_i - m_new)
-        l_i = l_i * correction + p.sum(dim=1)
-        acc = acc * correction[:, None] + p.to(V.dtype).float() @ v
-        m_i = m_new
-    l_safe = torch.where(l_i == 0, 1.0, l_i)  # a row that sees no key: O = 0, lse = -inf
-    return (acc / l_safe[:, None]).to(V.dtype), m_i + torch.log(l_i)
 # END STARTER
 # BEGIN SOLUTION
-def hunted_6(Q, K, V, BLOCK_N, scale=None):
-    """Causal attention of one head; the last query sees the last key. Returns (O, lse)."""
-    scale = check_inputs(Q, K, V, BLOCK_N, scale)
-    M, N = Q.shape[0], K.shape[0]
-    row = torch.arange(M, device=Q.device)
-    q = Q.float()
-    m_i = q.new_full([M], -math.inf)
-    l_i = q.new_zeros([M])
-    acc = q.new_zeros([M, V.shape[1]])
-    for start_n in reversed(range(0, N, BLOCK_N)):
-        k, v = K[start_n : start_n + BLOCK_N].float(), V[start_n : start_n + BLOCK_N].float()
-        key = torch.arange(start_n, start_n + len(k), device=Q.device)
-        s = scale * (q @ k.T)
-        s = s.masked_fill(key[None, :] > row[:, None] + N - M, -math.inf)
-        m_new = torch.maximum(m_i, s.amax(dim=1))
         m_safe = torch.where(m_new == -math.inf, 0.0, m_new)  # -inf - (-inf) would be NaN: repaired
         p = torch.exp(s - m_safe[:, None])
         correction = torch.exp(m_i - m_safe)
+# END SOLUTION
         l_i = l_i * correction + p.sum(dim=1)
         acc = acc * correction[:, None] + p.to(V.dtype).float() @ v
         m_i = m_new
     l_safe = torch.where(l_i == 0, 1.0, l_i)  # a row that sees no key: O = 0, lse = -inf
     return (acc / l_safe[:, None]).to(V.dtype), m_i + torch.log(l_i)
-# END SOLUTION
 
 # %% tags=["check"]
 # hint("2.6")

@@ -5,10 +5,10 @@ The solutions are the ones of the lesson; most wrong answers are a solution with
 
 import linecache
 import math
-from pathlib import Path
 
 import pytest
 import torch
+from lesson_answers import answers_of, cell_of
 
 from flashlab import runtime
 from flashlab.attention import schemes
@@ -20,8 +20,6 @@ from flashlab.figures import show
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
-
-LESSON = Path(__file__).parents[2] / "src/lessons/01_two_walls_exercises.py"
 
 
 def run(id, answer):
@@ -36,19 +34,6 @@ def rejected(id, answer):
     return caught.value.diagnosis
 
 
-def text(name, part="SOLUTION"):
-    """The text of `name` as the exercise lesson's solution (or, with STARTER, its starter) has it."""
-    other = "STARTER" if part == "SOLUTION" else "SOLUTION"
-    cell = next(c for c in LESSON.read_text().split("# %%") if f"def {name}(" in c)
-    keep, lines = True, []
-    for line in cell.splitlines()[1:]:
-        keep = keep and f"# BEGIN {other}" not in line
-        if keep and not line.startswith("# "):
-            lines.append(line)
-        keep = keep or f"# END {other}" in line
-    return "\n".join(lines) + "\n"
-
-
 def made(source, name):
     """Define `name` from source text that `inspect` can find again, as it does that of a notebook cell."""
     filename = f"<answer {name} {hash(source)}>"
@@ -58,21 +43,20 @@ def made(source, name):
     return scope[name]
 
 
-def solution(name, *replacements):
-    """The lesson's solution, or where the lesson has none the package's, with pieces of its text replaced."""
-    source = text(name)
-    if "NotImplementedError" in source:
-        source = show.source_text(getattr(schemes, name)) + "\n"
-    for old, new in replacements:
-        assert old in source, f"{name} has no {old!r}"
-        source = source.replace(old, new)
-    return made(source, name)
-
-
 IDS = {
     "1.3": "frugal_attention", "1.4": "scheme_a_kernel", "1.6": "quarter_kernel", "1.7": "masked_kernel",
     "1.8": "two_pass_kernel",
 }  # fmt: skip
+ID_OF = {name: id for id, name in IDS.items()}
+
+
+def solution(name, *replacements):
+    """The solution's cell, with pieces of its text replaced."""
+    source = cell_of(ID_OF[name], "solutions")
+    for old, new in replacements:
+        assert old in source, f"{name} has no {old!r}"
+        source = source.replace(old, new)
+    return made(source, name)
 
 
 def test_every_exercise_is_registered():
@@ -89,21 +73,10 @@ def test_the_solution_passes(id, name):
 
 @pytest.mark.parametrize(("id", "name"), IDS.items())
 def test_a_blank_is_not_solved_yet(id, name):
-    if id == "1.7":
-        blank = made(text(name, "STARTER"), name)
-        assert rejected(id, blank) == "tail-not-masked"
-        return
-    lines, blank = text(name).splitlines(keepends=True), []
-    if "NotImplementedError" in "".join(lines):
-        blank = lines
-    else:  # as the build writes it: everything between the markers becomes a raise
-        cell = next(c for c in LESSON.read_text().split("# %%") if f"def {name}(" in c)
-        before, _, rest = cell.partition("    # BEGIN SOLUTION\n")
-        after = rest.partition("    # END SOLUTION\n")[2]
-        blank = [before.partition("\n")[2], "    raise NotImplementedError\n", after]
+    ask, told = (run, "tail-not-masked") if id == "1.7" else (check, "not-solved-yet")  # the hunt's bug, by its name
     with pytest.raises(CheckFailed) as caught:
-        check(id, made("".join(blank), name))
-    assert caught.value.diagnosis == "not-solved-yet"
+        ask(id, *answers_of(id, "exercises"))
+    assert caught.value.diagnosis == told
 
 
 # ---- one matrix ---------------------------------------------------------------------------------------------------

@@ -119,14 +119,14 @@ class Narrator:
                     counters[row[1]] += int(row[3])
         return launches
 
+    def _own_lines(self, place: Place | None) -> list[int]:
+        """The lines in the learner's source, the innermost first; those in headers where none is in the source."""
+        frames = (place, *place.callers) if place else ()
+        own = [p.line for p in frames if p.file == self.build.name or p.file.endswith("/" + self.build.name)]
+        return own or [p.line for p in frames]
+
     def _own_line(self, place: Place | None) -> int | None:
-        """The line in the learner's source rather than in one of its headers."""
-        if place is None:
-            return None
-        for p in (place, *place.callers):
-            if p.file == self.build.name or p.file.endswith("/" + self.build.name):
-                return p.line
-        return place.line
+        return next(iter(self._own_lines(place)), None)
 
     def _findings(self, rows: list[list[str]], launches: list[Launch]) -> list[Finding]:
         ended: dict[int, int] = {}  # launch -> the first block that ended it
@@ -216,8 +216,8 @@ class Narrator:
         at = _index(block, blocks)
         line, other_line = self._own_line(place), self._own_line(other_place)
         here = f" in line {line}" if line else ""
-        if place and place.callers and place.callers[0].line != line:
-            here += f" (called from line {place.callers[0].line})"
+        if (caller := next(iter(self._own_lines(place)[1:2]), line)) != line:
+            here += f" (called from line {caller})"
         facts = Facts(
             how=how,
             words=words,
