@@ -572,8 +572,7 @@ for run in RUNS:
 # threads gets 65536 / 384 = 170 per thread, rounded down to 168. The producer needs hardly any. With `setmaxnreg` it gives
 # them away: 24 for it, 240 for each consumer. (160 of them are accumulators and P. Addresses, maxima, sums and what the compiler keeps at hand
 # need the rest.) Registers change hands by warpgroups, so the producer is a whole warpgroup
-# now, though a single thread of it works. The regions *operands*, *copy a tile* and *tensor maps* stay as they are to the end. So from
-# here on they stand in a header, `tiles.cuh`.
+# now, though a single thread of it works. From here on `tiles.cuh` has the operands, copies and tensor maps.
 
 # %%
 show.diff(step("p11_4_producer"), step("p11_5_consumers"), "constants", "barriers", "producer", context=0)
