@@ -12,7 +12,6 @@ from flashlab.attention import reference
 from flashlab.bench import (
     BENCHES,
     OF_ALL,
-    check,
     everything,
     mma,
     peers,
@@ -22,6 +21,7 @@ from flashlab.bench import (
     timing,
     triton,
     validation,
+    verdicts,
     walls,
 )
 from flashlab.bench import resources as resources_bench
@@ -260,7 +260,7 @@ def test_the_recorded_runs_have_a_table(bench):
 def test_the_checks_table_names_what_failed():
     row = {"id": "1.1", "seconds": 1.5, "cpu_seconds": 2.0, "passed": True}
     data = {"checks": [row, row | {"id": "1.2", "passed": False}], "errors": {"02.ipynb": "KeyError: 'x'"}}
-    text = repr(check.table(data))
+    text = repr(verdicts.table(data))
     assert "1.1" in text and "failed" in text and "the slowest 1.5 s" in text and "✗ 02.ipynb: KeyError: 'x'" in text
 
 

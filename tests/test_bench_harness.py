@@ -351,6 +351,16 @@ def test_the_sources_have_a_name_of_their_own():
     assert len(records.sources()) == 12 and records.sources() == records.sources() == records.machine()["sources"]
 
 
+def test_what_may_hang_or_crash_is_tried_in_a_process_of_its_own(capsys):
+    def tried(text, seconds=60.0):
+        return harness.trial("-c", text, "one", seconds=seconds)
+
+    assert tried("import time; time.sleep(60)", 0.01) == "its trial had not ended after 0 s"
+    assert tried("import flashlab.course, sys; assert False, sys.argv[1]") == "its trial failed: AssertionError: one"
+    assert tried("raise ValueError('at N = 1 it is wrong')") is None and tried("print('right')") is None
+    assert "ValueError: at N = 1 it is wrong" in capsys.readouterr().err, "it is measured, and found wrong there"
+
+
 # ---- all of them ---------------------------------------------------------------------------------------------------
 @pytest.fixture
 def called(monkeypatch):
@@ -390,5 +400,5 @@ def test_all_compares_folders(called, tmp_path):
 
 @pytest.mark.slow
 def test_a_bench_runs_in_a_process_of_its_own(capfd):
-    assert everything.run_one("published", []) == 0
-    assert "mma_stages_ada" in capfd.readouterr().out
+    assert everything.run_one("readme", ["--json"]) == 0
+    assert "this course" in capfd.readouterr().out

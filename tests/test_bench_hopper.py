@@ -1,11 +1,9 @@
 """The bench of phase 11, as far as no GPU is needed: its jobs, what is right, the goals, a run in the emulator."""
 
-import contextlib
 import json
 import sys
 import types
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import pytest
 import torch
@@ -287,26 +285,6 @@ def test_the_checkers_cases(steps, monkeypatch):
     assert validated({"part": "validate", "what": "cases"}, monkeypatch)["wrong"] == ["row 3 is wrong"]
 
 
-def test_a_step_is_tried_in_a_process_of_its_own_first(monkeypatch):
-    said = {"returncode": 1, "stderr": "x\nCudaError: an illegal address"}
-    given = []
-
-    def run(command, **options):
-        given.append(command[1:])
-        if options["timeout"] < 1:
-            raise hopper.subprocess.TimeoutExpired(command, options["timeout"])
-        return types.SimpleNamespace(**said)
-
-    monkeypatch.setattr(hopper.subprocess, "run", run)
-    assert hopper.trial("p11_x", ["64 bf16"], 0.1) == "its trial had not ended after 0 s"
-    assert hopper.trial("p11_x", ["64 bf16"]) == "its trial failed: CudaError: an illegal address"
-    said["stderr"] = "ValueError: at D = 64, N = 1, whole, 2 key heads it is wrong: {}"
-    assert hopper.trial("p11_x", ["64 bf16"]) is None  # it is measured, and found wrong there
-    said["returncode"] = 0
-    assert hopper.trial("p11_x", ["64 bf16"]) is None
-    assert given[0] == ["-m", "flashlab.bench.hopper", "--trial", "p11_x", "64 bf16"]
-
-
 def test_a_trial_says_where_a_result_is_wrong(steps, monkeypatch):
     monkeypatch.setattr(hopper, "_TRIED", (((1, 2, 1), 2), ((1, 6, 30), 2)))
     monkeypatch.setattr(hopper, "module_of", lambda *key: Module())
@@ -333,11 +311,12 @@ def test_before_the_measurements_all_is_built_and_tried_and_what_fails_is_said(s
     monkeypatch.setattr(hopper, "load_inline", load_inline)
     tried = {}
 
-    def trial(name, builds):
+    def trial(*arguments, seconds):
+        name, *builds = arguments[3:]
         tried[name] = builds
         return "it had not ended" if name == "p9_1_masks" else None
 
-    monkeypatch.setattr(hopper, "trial", trial)
+    monkeypatch.setattr(harness, "trial", trial)
     todo = [job for job in hopper_jobs.jobs() if job["part"] in ("shapes", "ladder") and job.get("dtype") != "fp16"]
     facts = hopper.prepare(todo, hopper.time.monotonic() + 60)
     assert "flash_attention_4" not in facts
@@ -378,19 +357,6 @@ def test_a_wrong_gradient_is_seen():
 def test_a_build_of_the_backward_pass_is_tried_first(monkeypatch):
     assert hopper_backward.builds([128]) == ["128 bf16", *(f"128 bf16 {x}" for x in hopper_backward.VARIANTS[128])]
     assert hopper_backward.defines_of("64 bf16 KEY_STEP=64 A=1") == (("KEY_STEP", 64), ("A", 1))
-    said = {"returncode": 1, "stderr": "x\nCudaError: an illegal address"}
-
-    def run(command, **options):
-        if options["timeout"] < 1:
-            raise hopper.subprocess.TimeoutExpired(command, options["timeout"])
-        return types.SimpleNamespace(**said)
-
-    monkeypatch.setattr(hopper_backward.subprocess, "run", run)
-    trial = hopper_backward.trial.__wrapped__
-    assert trial("64 bf16", 0.1) == "its trial had not ended after 0 s"
-    assert trial("64 bf16") == "its trial failed: CudaError: an illegal address"
-    said["stderr"] = "ValueError: at 64 bf16, N = 1, whole, 2 key heads it is wrong: {}"
-    assert trial("64 bf16") is None  # it is measured, and found wrong there
     monkeypatch.setattr(hopper_backward, "_TRIED", (((1, 2, 17), 2),))
     monkeypatch.setattr(hopper_backward, "hopper_backward", lambda grad_o, q, k, v, o, lse, **options: (q, k, v))
     with pytest.raises(ValueError, match="at 64 fp16, N = 17, whole, 2 key heads it is wrong"):
@@ -691,39 +657,6 @@ def test_without_a_step_the_peers_are_measured_all_the_same(no_steps, monkeypatc
     for job in hopper_jobs.jobs():
         if job["part"] in ("counters", "profile", "sanitizer", "validate"):
             assert all(row["unavailable"] == hopper_jobs.NO_STEP for row in hopper.measure(job))
-
-
-def test_a_run_goes_on_where_it_ended(monkeypatch, tmp_path):
-    machine = {"gpu": "NVIDIA Pretended", "torch": "2", "triton": "3", "date": "2000-01-01"}
-    monkeypatch.setattr(harness, "on_gpu", lambda: True)
-    monkeypatch.setattr(harness, "_watched", lambda: contextlib.nullcontext(machine))
-    monkeypatch.setattr(hopper.records, "machine", lambda: machine)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    measured, prepared = [], []
-
-    def measure(job, **options):
-        if len(measured) == 3:
-            raise KeyboardInterrupt
-        measured.append(job)
-        return [job | {"name": OURS, "ms": 1.0, "tflops": 1.0, "of_bound": 0.1}]
-
-    bench = replace(
-        hopper.BENCH, measure=measure, prepare=lambda todo, until, **options: prepared.append(len(todo)) or {"x": 1}
-    )
-    out = tmp_path / "x.json"
-    with pytest.raises(KeyboardInterrupt):
-        bench.main(["--out", str(out)])
-    total = len(hopper_jobs.jobs())
-    assert json.loads(out.read_text())["left"] == total - 3
-    measured.append("more")
-    bench.main(["--out", str(out), "--only", "ceiling", "shapes", "ladder"])
-    data = json.loads(out.read_text())
-    assert data["x"] == 1 and prepared == [
-        total,
-        len([j for j in hopper_jobs.jobs() if j["part"] in ("ceiling", "shapes", "ladder")]) - 3,
-    ]
-    assert [job for job in measured if job != "more"][:4] == hopper_jobs.jobs()[:4]
 
 
 @gpu

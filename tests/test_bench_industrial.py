@@ -85,17 +85,6 @@ def test_a_quick_run_of_the_interpreter(tmp_path, capsys):
     assert (data["machine"]["gpu"] is None) == (not torch.cuda.is_available())
 
 
-def test_a_gluon_kernel_is_tried_in_a_process_of_its_own_first(monkeypatch):
-    industrial.trial.cache_clear()
-    monkeypatch.setattr(industrial.gluon_forward, "why_not", lambda device: None)
-    assert industrial.trial("one_tile", 0.01) == "the trial of one_tile had not ended after 0 s"
-    monkeypatch.setattr(industrial, "_TRIAL", "import flashlab.attention.gluon_forward, sys\nassert False, sys.argv[1]")
-    assert industrial.trial("pipelined") == "the trial of pipelined failed: ['AssertionError: pipelined']"
-    monkeypatch.setattr(industrial, "_TRIAL", "print('right')")
-    assert industrial.trial("specialised") is None
-    industrial.trial.cache_clear()
-
-
 # ---- a run on a GPU, with the GPU left out -------------------------------------------------------------------------
 def test_the_tiles_are_measured_first_and_what_comes_after_takes_them(monkeypatch):
     machine = {"gpu": "NVIDIA Pretended", "target": "sm_90"}

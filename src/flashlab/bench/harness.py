@@ -21,6 +21,8 @@ import argparse
 import contextlib
 import json
 import math
+import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -170,6 +172,25 @@ def times_of(ways: Mapping[str, timing.Work], rounds: int = 9, **options: Any) -
     torch.cuda.empty_cache()
     plain = timing.interleaved(able, rounds=rounds, **options | {"graphs": False})
     return {name: t.row() | {"graph": False} for name, t in plain.items()}, reasons
+
+
+def trial(*arguments: str, seconds: float) -> str | None:
+    """Why what a Python program tries is not to be done in this process, or None; it is run in one of its own.
+
+    For kernels whose barriers are set by hand: one that waits for ever, or writes where it should not, would take the
+    whole run with it. A result that is wrong, "ValueError: at ...", is no reason: that is measured.
+    """
+    paths = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    command, env = [sys.executable, *arguments], os.environ | {"PYTHONPATH": paths}
+    try:
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return f"its trial had not ended after {seconds:.0f} s"
+    if done.returncode == 0:
+        return None
+    last = (done.stderr.strip().splitlines() or ["no word"])[-1]
+    print(f"  {' '.join(arguments[-2:])}: {last}", file=sys.stderr)
+    return None if last.startswith("ValueError: at ") else f"its trial failed: {last[:200]}"
 
 
 @contextlib.contextmanager

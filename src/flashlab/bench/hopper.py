@@ -175,29 +175,6 @@ def try_out(step: str, builds: Sequence[str]) -> None:
             raise ValueError(f"at {where} it is wrong: {found}")
 
 
-def trial(step: str, builds: Sequence[str], seconds: float = 75.0) -> str | None:
-    """Why a step of this phase is not to be launched here, or None: it is tried in a process of its own.
-
-    Barriers are set by hand in it: one that waits for ever, or writes where it should not, would take the whole run
-    with it. A result that is wrong is no reason: that is measured.
-    """
-    paths = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, *_AGAIN, "--trial", step, *builds]
-    try:
-        done = subprocess.run(
-            command, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, timeout=seconds
-        )
-    except subprocess.TimeoutExpired:
-        return f"its trial had not ended after {seconds:.0f} s"
-    if done.returncode == 0:
-        return None
-    last = (done.stderr.strip().splitlines() or ["no word"])[-1]
-    if last.startswith("ValueError: at "):
-        print(f"  {step}: {last}", file=sys.stderr)
-        return None
-    return f"its trial failed: {last[:200]}"
-
-
 @functools.cache
 def fa4() -> tuple[Callable[..., Any] | None, str]:
     """FlashAttention-4's function on [batch, rows, heads, head_dim], or None and why not."""
@@ -754,7 +731,8 @@ def prepare(
         if Kernel(name).step.phase == PHASE and not isinstance(_modules[name, head_dim, dtype], Exception):
             builds.setdefault(name, []).append(f"{head_dim} {named[dtype]}")
     with ThreadPoolExecutor(4) as threads:  # each takes seconds to begin, and milliseconds of the GPU
-        trials = dict(zip(builds, threads.map(trial, builds, builds.values()), strict=True))
+        found = threads.map(lambda step: harness.trial(*_AGAIN, "--trial", step, *builds[step], seconds=75.0), builds)
+        trials = dict(zip(builds, found, strict=True))
     for name, reason in trials.items():
         if reason:
             failed.append(f"{name}: {reason}")

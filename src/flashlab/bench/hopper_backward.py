@@ -14,12 +14,9 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -125,22 +122,6 @@ def try_out(names: Sequence[str]) -> None:
 
 
 @functools.cache
-def trial(name: str, seconds: float = 90.0) -> str | None:
-    """Why a build is not to be launched here, or None: it is tried in a process of its own, see `hopper.trial`."""
-    paths = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
-    command, env = [sys.executable, *_AGAIN, "--trial", name], os.environ | {"PYTHONPATH": paths}
-    try:
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=seconds)
-    except subprocess.TimeoutExpired:
-        return f"its trial had not ended after {seconds:.0f} s"
-    if done.returncode == 0:
-        return None
-    last = (done.stderr.strip().splitlines() or ["no word"])[-1]
-    print(f"  backward, {name}: {last}", file=sys.stderr)
-    return None if last.startswith("ValueError: at ") else f"its trial failed: {last[:200]}"
-
-
-@functools.cache
 def ready(head_dim: int, dtype: str) -> dict[str, str | None]:
     """By build: why it is not measured, or None. All are compiled, then tried out, at once."""
 
@@ -149,7 +130,7 @@ def ready(head_dim: int, dtype: str) -> dict[str, str | None]:
             compiled(head_dim, DTYPES[dtype], backend(), False, defines_of(name))
         except Exception as error:
             return timing.reason(error)
-        return trial(name) if harness.on_gpu() else None
+        return harness.trial(*_AGAIN, "--trial", name, seconds=90.0) if harness.on_gpu() else None
 
     names = builds([head_dim], [dtype]) if harness.on_gpu() else builds([head_dim], [dtype])[:1]
     with ThreadPoolExecutor(4) as threads:

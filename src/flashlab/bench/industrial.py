@@ -27,8 +27,6 @@ import functools
 import json
 import math
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -233,23 +231,9 @@ for d, n, causal in ((64, 300, False), (128, 1000, True), (128, 4096, False), (2
 
 
 @functools.cache
-def trial(step: str, seconds: float = 120.0) -> str | None:
-    """Why a Gluon kernel is not to be launched here, or None: it is tried in a process of its own.
-
-    Barriers are set by hand in them: one that waits for ever, or writes where it should not, would take the whole run
-    with it.
-    """
-    if reason := gluon_forward.why_not(runtime.device()):
-        return reason
-    paths = os.pathsep.join([str(Path(gluon_forward.__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-c", _TRIAL, step]
-    try:
-        done = subprocess.run(
-            command, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, timeout=seconds
-        )
-    except subprocess.TimeoutExpired:
-        return f"the trial of {step} had not ended after {seconds:.0f} s"
-    return None if done.returncode == 0 else f"the trial of {step} failed: {done.stderr.strip().splitlines()[-1:]}"
+def trial(step: str) -> str | None:
+    """Why a Gluon kernel is not to be launched here, or None: it is tried in a process of its own."""
+    return gluon_forward.why_not(runtime.device()) or harness.trial("-c", _TRIAL, step, seconds=120.0)
 
 
 # ---- measuring -------------------------------------------------------------------------------------------------------
