@@ -6,7 +6,7 @@ import pytest
 import torch
 from lesson_answers import cell_of
 
-from flashlab.attention import simulation
+from flashlab.attention import reference, simulation
 from flashlab.attention.simulation import check_inputs, flash_attention_forward_sim
 from flashlab.check import CheckFailed
 from flashlab.exercises.registry import find
@@ -146,3 +146,31 @@ def test_keys_that_are_left_over_by_the_division():
 
 def test_the_zero_that_guards_a_subtraction_is_not_the_maximum():
     assert rejected("2.6", hunted_6(("        m_i = m_new\n", "        m_i = m_safe\n"))) == "guard-kept"
+
+
+def whole_row(Q_block, K, V, BLOCK_N, scale=None):
+    scale = Q_block.shape[1] ** -0.5 if scale is None else scale
+    s = scale * (Q_block.float() @ K.float().T)
+    return (torch.softmax(s, dim=1).to(V.dtype).float() @ V.float()).to(V.dtype), torch.logsumexp(s, dim=1)
+
+
+def untiled(Q, K, V, BLOCK_M=64, BLOCK_N=64, scale=None):
+    return whole_row(Q, K, V, BLOCK_N, scale)
+
+
+def masks_everything(Q, K, V, BLOCK_M=64, BLOCK_N=64, scale=None):
+    o, lse = reference.attention(Q[None, None], K[None, None], V[None, None], causal=True, scale=scale)
+    K.float() @ K.float().T  # a matmul of full size, as a version that skips no tile would do
+    return o[0, 0].to(Q.dtype), lse[0, 0].float()
+
+
+@pytest.mark.parametrize(
+    "id, fn, slug",
+    [
+        ("2.3", whole_row, "memory-grows-with-n"),
+        ("2.4", untiled, "not-tiled"),
+        ("2.9", masks_everything, "tiles-not-skipped"),
+    ],
+)
+def test_right_values_that_cost_too_much(id, fn, slug):
+    assert rejected(id, fn) == slug
