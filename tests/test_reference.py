@@ -79,20 +79,6 @@ def test_the_low_precision_twin_errs_by_its_dtype(dtype, bound):
     assert (lse - want_lse).abs().max() < 4 * bound
 
 
-@pytest.mark.parametrize(
-    "shapes, words",
-    [
-        (((3, 8), (1, 1, 3, 8), (1, 1, 3, 8)), "q must be"),
-        (((1, 1, 3, 8), (1, 1, 4, 8), (1, 1, 5, 8)), "k has 4 rows, but v has 5: each key needs one value"),
-        (((1, 1, 3, 8), (1, 1, 4, 9), (1, 1, 4, 9)), "q has head_dim 8, but k has 9"),
-        (((1, 3, 3, 8), (1, 2, 4, 8), (1, 2, 4, 8)), "3 query heads cannot share 2 key heads evenly"),
-    ],
-)
-def test_shapes_that_do_not_belong_together(shapes, words):
-    with pytest.raises(ValueError, match=words):
-        reference.attention(*(torch.zeros(s) for s in shapes))
-
-
 OPTIONS = [
     dict(), dict(causal=True), dict(window=(3, 2)), dict(softcap=1.5), dict(causal=True, window=4, softcap=3.0),
     dict(scale=-0.7),
