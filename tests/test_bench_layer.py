@@ -12,7 +12,6 @@ from flashlab.bench import harness, layer, peers, published
 from flashlab.bench.layer import CASES, NAMES, OURS, PASSES, SCOPES, Event
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-EMPTY = {"rows": [], "machine": {"gpu": None}}
 SHAPES = ["tiny", "tiny, projections"]
 
 
@@ -196,18 +195,6 @@ def test_the_kernel_that_answers_the_published_one_is_ours():
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
-def test_readers_work_without_a_record(monkeypatch):
-    monkeypatch.setattr(layer, "recorded", lambda: [])
-    data = layer.record()
-    assert data == EMPTY
-    for found in (layer.times_table(data, "present"), layer.profile_table(data, "present", OURS), layer.table(data)):
-        assert repr(found) == "not measured yet"
-    assert layer.times(data, "present") == {} and layer.best_sdpa(data, "present") is None
-    assert layer.ratio(data, "present", OURS, "original") is None
-    assert layer.profile(data, "present", OURS) == layer.timeline(data, "present", OURS) == []
-    assert layer.kernel_shares(data, "present", OURS) == []
-
-
 def row(name, ms, part="time", which="forward", scope="layer"):
     return {"part": part, "case": "present", "scope": scope, "pass": which, "name": name, "ms": ms, "peak_bytes": 2**21}
 

@@ -139,26 +139,6 @@ def test_a_limit_that_is_not_reached_says_why_it_stopped(monkeypatch):
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
-def test_readers_work_without_a_record(monkeypatch):
-    monkeypatch.setattr(lm, "recorded", lambda: [])
-    data = lm.record()
-    tables = (
-        lm.step_table(data),
-        lm.compiled_table(data),
-        lm.graph_table(data),
-        lm.exchanged_table(data),
-        lm.warm_up_table(data),
-        lm.limit_table(data),
-        lm.table(data),
-    )
-    assert all(repr(found) == "not measured yet" for found in tables)
-    assert repr(lm.published_table(data)).count("not measured yet") == 7
-    for found in (lm.over_sizes(data), lm.warm_up(data), lm.memory(data), lm.limits(data), lm.runs_out(data),
-                  lm.losses(data), lm.apart(data), lm.passes(data, "xl", "eager")):  # fmt: skip
-        assert found == {}
-    assert lm.ratio(data, "xl", "flash") is None and lm.quickest(data, "small") is None
-
-
 def steps(size, attention, ms, dtype="bfloat16"):
     job = STEP | {"size": size, "attention": attention, "dtype": dtype}
     times = {"forward": ms, "backward": 2 * ms, "optimizer": ms, "step": 4 * ms, "forward only": ms / 2}
