@@ -174,7 +174,6 @@ check("3.4", flash_attention_forward_kernel)
 # working with `exp2`, which is what the hardware has.
 
 # %% tags=["exercise"]
-# BEGIN STARTER
 @triton.jit
 def half_right_kernel(
     Q_ptr, K_ptr, V_ptr, O_ptr, LSE_ptr,
@@ -206,40 +205,10 @@ def half_right_kernel(
         m_i = m_new
     o_ptrs = O_ptr + offs_m[:, None] * stride_om + offs_d[None, :] * stride_od
     tl.store(o_ptrs, (acc / l_i[:, None]).to(O_ptr.dtype.element_ty), mask=offs_m[:, None] < M)
+# BEGIN STARTER
     tl.store(LSE_ptr + offs_m, m_i + tl.log2(l_i), mask=offs_m < M)
 # END STARTER
 # BEGIN SOLUTION
-@triton.jit
-def half_right_kernel(
-    Q_ptr, K_ptr, V_ptr, O_ptr, LSE_ptr,
-    stride_qm, stride_qd, stride_kn, stride_kd, stride_vn, stride_vd, stride_om, stride_od,
-    scale_log2, M, N,
-    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):
-    offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    offs_d = tl.arange(0, HEAD_DIM)
-    q_ptrs = Q_ptr + offs_m[:, None] * stride_qm + offs_d[None, :] * stride_qd
-    q = tl.load(q_ptrs, mask=offs_m[:, None] < M, other=0.0)
-    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    l_i = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
-    for start_n in range(0, N, BLOCK_N):
-        offs_n = start_n + tl.arange(0, BLOCK_N)
-        k_ptrs = K_ptr + offs_n[:, None] * stride_kn + offs_d[None, :] * stride_kd
-        k = tl.load(k_ptrs, mask=offs_n[:, None] < N, other=0.0)
-        s = tl.dot(q, k.T) * scale_log2
-        s = tl.where(offs_n[None, :] < N, s, float("-inf"))
-        m_new = tl.maximum(m_i, tl.max(s, axis=1))
-        p = tl.exp2(s - m_new[:, None])
-        correction = tl.exp2(m_i - m_new)
-        l_i = l_i * correction + tl.sum(p, axis=1)
-        acc = acc * correction[:, None]
-        v_ptrs = V_ptr + offs_n[:, None] * stride_vn + offs_d[None, :] * stride_vd
-        v = tl.load(v_ptrs, mask=offs_n[:, None] < N, other=0.0)
-        acc = tl.dot(p.to(v.dtype), v, acc)
-        m_i = m_new
-    o_ptrs = O_ptr + offs_m[:, None] * stride_om + offs_d[None, :] * stride_od
-    tl.store(o_ptrs, (acc / l_i[:, None]).to(O_ptr.dtype.element_ty), mask=offs_m[:, None] < M)
     # m_i and log2(l_i) are in base 2, because the scores are; times ln 2 the sum is a natural logarithm.
     tl.store(LSE_ptr + offs_m, (m_i + tl.log2(l_i)) * 0.6931471805599453, mask=offs_m < M)
 # END SOLUTION
@@ -258,7 +227,6 @@ check("3.5", half_right_kernel)
 # all of these rows have the same `lse`. Find the mistake and repair it.
 
 # %% tags=["exercise"]
-# BEGIN STARTER
 @triton.jit
 def no_infinity_kernel(
     Q_ptr, K_ptr, V_ptr, O_ptr, LSE_ptr,
@@ -270,7 +238,12 @@ def no_infinity_kernel(
     offs_d = tl.arange(0, HEAD_DIM)
     q_ptrs = Q_ptr + offs_m[:, None] * stride_qm + offs_d[None, :] * stride_qd
     q = tl.load(q_ptrs, mask=offs_m[:, None] < M, other=0.0)
+# BEGIN STARTER
     m_i = tl.full([BLOCK_M], -1e6, tl.float32)
+# END STARTER
+# BEGIN SOLUTION
+    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)  # repaired: below every score, so never the maximum
+# END SOLUTION
     l_i = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
     for start_n in range(0, N, BLOCK_N):
@@ -278,52 +251,32 @@ def no_infinity_kernel(
         k_ptrs = K_ptr + offs_n[:, None] * stride_kn + offs_d[None, :] * stride_kd
         k = tl.load(k_ptrs, mask=offs_n[:, None] < N, other=0.0)
         s = tl.dot(q, k.T) * scale_log2
+# BEGIN STARTER
         s = tl.where(offs_n[None, :] < N, s, -1e6)
         m_new = tl.maximum(m_i, tl.max(s, axis=1))
         p = tl.exp2(s - m_new[:, None])
         correction = tl.exp2(m_i - m_new)
+# END STARTER
+# BEGIN SOLUTION
+        s = tl.where(offs_n[None, :] < N, s, float("-inf"))  # repaired: padding must lose against any score
+        m_new = tl.maximum(m_i, tl.max(s, axis=1))
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)  # the one place where -inf - (-inf) could arise
+        p = tl.exp2(s - m_safe[:, None])
+        correction = tl.exp2(m_i - m_safe)
+# END SOLUTION
         l_i = l_i * correction + tl.sum(p, axis=1)
         acc = acc * correction[:, None]
         v_ptrs = V_ptr + offs_n[:, None] * stride_vn + offs_d[None, :] * stride_vd
         v = tl.load(v_ptrs, mask=offs_n[:, None] < N, other=0.0)
         acc = tl.dot(p.to(v.dtype), v, acc)
         m_i = m_new
+# BEGIN STARTER
     o = acc / tl.maximum(l_i, 1e-20)[:, None]
     o_ptrs = O_ptr + offs_m[:, None] * stride_om + offs_d[None, :] * stride_od
     tl.store(o_ptrs, o.to(O_ptr.dtype.element_ty), mask=offs_m[:, None] < M)
     tl.store(LSE_ptr + offs_m, (m_i + tl.log2(tl.maximum(l_i, 1e-20))) * 0.6931471805599453, mask=offs_m < M)
 # END STARTER
 # BEGIN SOLUTION
-@triton.jit
-def no_infinity_kernel(
-    Q_ptr, K_ptr, V_ptr, O_ptr, LSE_ptr,
-    stride_qm, stride_qd, stride_kn, stride_kd, stride_vn, stride_vd, stride_om, stride_od,
-    scale_log2, M, N,
-    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):
-    offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    offs_d = tl.arange(0, HEAD_DIM)
-    q_ptrs = Q_ptr + offs_m[:, None] * stride_qm + offs_d[None, :] * stride_qd
-    q = tl.load(q_ptrs, mask=offs_m[:, None] < M, other=0.0)
-    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)  # repaired: below every score, so never the maximum
-    l_i = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
-    for start_n in range(0, N, BLOCK_N):
-        offs_n = start_n + tl.arange(0, BLOCK_N)
-        k_ptrs = K_ptr + offs_n[:, None] * stride_kn + offs_d[None, :] * stride_kd
-        k = tl.load(k_ptrs, mask=offs_n[:, None] < N, other=0.0)
-        s = tl.dot(q, k.T) * scale_log2
-        s = tl.where(offs_n[None, :] < N, s, float("-inf"))  # repaired: padding must lose against any score
-        m_new = tl.maximum(m_i, tl.max(s, axis=1))
-        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)  # the one place where -inf - (-inf) could arise
-        p = tl.exp2(s - m_safe[:, None])
-        correction = tl.exp2(m_i - m_safe)
-        l_i = l_i * correction + tl.sum(p, axis=1)
-        acc = acc * correction[:, None]
-        v_ptrs = V_ptr + offs_n[:, None] * stride_vn + offs_d[None, :] * stride_vd
-        v = tl.load(v_ptrs, mask=offs_n[:, None] < N, other=0.0)
-        acc = tl.dot(p.to(v.dtype), v, acc)
-        m_i = m_new
     o = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]
     o_ptrs = O_ptr + offs_m[:, None] * stride_om + offs_d[None, :] * stride_od
     tl.store(o_ptrs, o.to(O_ptr.dtype.element_ty), mask=offs_m[:, None] < M)
