@@ -663,6 +663,51 @@ _TURN_MISTAKES = {
 }
 
 
+def _layouts(x: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """x and a tensor of its shape to write to, with strides of three kinds."""
+    return {
+        "contiguous": (x, torch.empty_like(x)),
+        "[batch, M, heads, D] in memory": (
+            x.transpose(1, 2).contiguous().transpose(1, 2), torch.empty_like(x).transpose(-1, -2).contiguous().mT,
+        ),
+        "every second column of a wider tensor": (
+            torch.stack([x, torch.full_like(x, math.nan)], -1).flatten(-2)[..., ::2],
+            torch.empty_like(x.transpose(0, 1).contiguous()).transpose(0, 1),
+        ),
+    }  # fmt: skip
+
+
+def _turn(
+    kernel: Any,
+    case: str,
+    source: torch.Tensor,
+    target: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    offset: int,
+) -> None:
+    """CheckFailed unless the kernel fills all of `target` and nothing else."""
+    __tracebackhide__ = True
+    batch, heads, M, width = source.shape
+    target.fill_(math.nan)
+    before = source.clone()
+    with in_bounds(case, X=source, Y=target, COS=cos, SIN=sin) as traffic:
+        kernel[(triton.cdiv(M, 16), batch * heads)](
+            source, target, cos, sin, *source.stride(), *target.stride(), heads, M, offset,
+            HALF=width // 2, BLOCK_M=16,
+        )  # fmt: skip
+    same = torch.equal(before, source)
+    expect(same, "X was overwritten: load from X, store to Y", diagnosis="input-modified", case=case)
+    explain_undefined(traffic, target, case)
+    missing = int(target.isnan().sum())
+    expect(
+        not missing,
+        "nothing is ever stored to Y" if missing == target.numel()
+        else f"{missing} of {target.numel()} numbers of Y are never stored",
+        diagnosis="never-written", case=case,
+    )  # fmt: skip
+
+
 @exercise(
     "10.6",
     title="Rotary embedding in one kernel",
@@ -686,38 +731,12 @@ def _(turn_kernel: Any) -> str:
     for batch, heads, M, half, offset, dtype in shapes:
         cos, sin = rope_table(2 * (M + offset) + 3, 2 * half, device=runtime.device())
         (x,) = _random((batch, heads, M, 2 * half), seed=M, dtype=dtype)
-        layouts = {
-            "contiguous": (x, torch.empty_like(x)),
-            "[batch, M, heads, D] in memory": (
-                x.transpose(1, 2).contiguous().transpose(1, 2), torch.empty_like(x).transpose(-1, -2).contiguous().mT,
-            ),
-            "every second column of a wider tensor": (
-                torch.stack([x, torch.full_like(x, math.nan)], -1).flatten(-2)[..., ::2],
-                torch.empty_like(x.transpose(0, 1).contiguous()).transpose(0, 1),
-            ),
-        }  # fmt: skip
-        for words, (source, target) in layouts.items():
+        for words, (source, target) in _layouts(x).items():
             case = (
                 f"batch {batch}, {heads} heads, {M} rows, HALF={half}, offset {offset}, "
                 f"{str(dtype).removeprefix('torch.')}, {words}"
             )
-            target.fill_(math.nan)
-            before = source.clone()
-            with in_bounds(case, X=source, Y=target, COS=cos, SIN=sin) as traffic:
-                kernel[(triton.cdiv(M, 16), batch * heads)](
-                    source, target, cos, sin, *source.stride(), *target.stride(), heads, M, offset,
-                    HALF=half, BLOCK_M=16,
-                )  # fmt: skip
-            same = torch.equal(before, source)
-            expect(same, "X was overwritten: load from X, store to Y", diagnosis="input-modified", case=case)
-            explain_undefined(traffic, target, case)
-            missing = int(target.isnan().sum())
-            expect(
-                not missing,
-                "nothing is ever stored to Y" if missing == target.numel()
-                else f"{missing} of {target.numel()} numbers of Y are never stored",
-                diagnosis="never-written", case=case,
-            )  # fmt: skip
+            _turn(kernel, case, source, target, cos, sin, offset)
             answers.append((case, target, _turned(source, cos, sin, offset)))
             inputs.append((source, cos, sin, offset))
 
