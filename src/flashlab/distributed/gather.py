@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from flashlab.attention.door import flash_attention
-from flashlab.distributed.layout import places, shard, unshard
+from flashlab.distributed.layout import Block, places, shard, unshard
 from flashlab.distributed.link import Group, Link, connect
-from flashlab.distributed.ring import plan_of
+from flashlab.distributed.parts import block_backward, block_forward
+from flashlab.distributed.ring import Plan, plan_of
 
 __all__ = ["all_gather_attention"]
 
@@ -37,36 +37,55 @@ def all_gather_attention(
             "layout is 'striped', whose rows are no run of the sequence: no kernel's causal mask fits them; take "
             "'contiguous' or 'zigzag', or ring_attention"
         )
-    whole = _Gather.apply(torch.stack([k, v]), link, layout, documents)
-    options: dict[str, Any] = dict(causal=causal, scale=plan.scale, backend=backend)
-    if not causal and documents is None:
-        return flash_attention(q, *whole, **options)
-    n, found, at = q.shape[2] * link.world, [], 0
-    mine = places(n, link.rank, link.world, layout=layout, documents=documents)
-    start = 0
+    return _Gathered.apply(q, k, v, link, plan, documents)
+
+
+def _runs(link: Link, plan: Plan, documents: Sequence[int] | None) -> list[Block]:
+    """Each run of a rank's queries against the keys that it sees, of the whole sequence in order."""
+    mine = places(sum(plan.lengths) * link.world, link.rank, link.world, layout=plan.layout, documents=documents)
+    found, at, start = [], 0, 0
     for local in plan.lengths:
         end = start + local * link.world
-        for size in (local // 2,) * 2 if layout == "zigzag" else (local,):
-            keys = slice(start, int(mine[at + size - 1]) + 1 if causal else end)
-            k_seen, v_seen = whole[:, :, :, keys]
-            found.append(flash_attention(q[:, :, at : at + size], k_seen, v_seen, **options))
+        for size in (local // 2,) * 2 if plan.causal and plan.layout == "zigzag" else (local,):
+            last = int(mine[at + size - 1]) + 1 if plan.causal else end
+            found.append(Block(slice(at, at + size), slice(start, last), plan.causal))
             at += size
         start = end
-    return torch.cat(found, dim=2)
+    return found
 
 
-class _Gather(torch.autograd.Function):
-    """K and V of the whole sequence, in order; backward, every rank gets the sum of what all have found for its rows."""
+class _Gathered(torch.autograd.Function):
+    """Backward, every rank gets the sum of what all have found for its keys."""
 
     @staticmethod
-    def forward(ctx: Any, kv: torch.Tensor, link: Link, layout: str, documents: Sequence[int] | None) -> torch.Tensor:
-        ctx.link, ctx.layout, ctx.documents = link, layout, documents
-        return unshard(list(link.all_gather(kv)), layout=layout, documents=documents)
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, link: Link, plan: Plan,
+                documents: Sequence[int] | None) -> torch.Tensor:  # fmt: skip
+        ctx.link, ctx.plan, ctx.runs = link, plan, _runs(link, plan, documents)
+        ctx.cut = dict(layout=plan.layout, documents=documents)
+        whole = unshard(list(link.all_gather(torch.stack([k, v]))), **ctx.cut)
+        parts = [
+            block_forward(
+                plan.backend, q[:, :, rows], whole[0][:, :, keys], whole[1][:, :, keys], causal=causal, scale=plan.scale
+            )
+            for rows, keys, causal in ctx.runs
+        ]
+        o, lse = (torch.cat(x, dim=2) for x in zip(*parts, strict=True))
+        o = o.to(q.dtype)
+        ctx.save_for_backward(q, whole, o, lse)
+        return o
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        link, options = ctx.link, dict(layout=ctx.layout, documents=ctx.documents)
-        wide = grad if grad.dtype == torch.float64 else grad.float()
-        theirs = link.all_to_all(torch.stack([shard(wide, r, link.world, **options) for r in range(link.world)]))
-        return theirs.sum(0).to(grad.dtype), None, None, None
+    def backward(ctx: Any, grad_o: torch.Tensor) -> Any:
+        (q, whole, o, lse), link = ctx.saved_tensors, ctx.link
+        dq, dkv = q.new_empty(q.shape), torch.zeros_like(whole, dtype=lse.dtype)
+        for rows, keys, causal in ctx.runs:
+            dq[:, :, rows], dk, dv = block_backward(
+                ctx.plan.backend, grad_o[:, :, rows], q[:, :, rows], whole[0][:, :, keys], whole[1][:, :, keys],
+                o[:, :, rows], lse[:, :, rows], causal=causal, scale=ctx.plan.scale,
+            )  # fmt: skip
+            dkv[0][:, :, keys] += dk
+            dkv[1][:, :, keys] += dv
+        theirs = link.all_to_all(torch.stack([shard(dkv, r, link.world, **ctx.cut) for r in range(link.world)]))
+        dk, dv = theirs.sum(0).to(whole.dtype)
+        return dq, dk, dv, None, None, None

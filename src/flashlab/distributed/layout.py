@@ -162,6 +162,8 @@ def _block(rank: int, source: int, n: int, causal: bool, layout: str) -> Block |
     if source < rank:  # striped: my row i stands behind their row i
         return Block(whole, whole, True)
     return Block(slice(1, n), slice(0, n - 1), True) if n > 1 else None  # and here before it
+
+
 # endregion
 
 

@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -20,7 +21,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-__all__ = ["TIMEOUT", "Event", "Group", "Link", "RankLost", "connect", "start"]
+__all__ = ["TIMEOUT", "Counts", "Event", "Group", "Link", "RankLost", "connect", "start"]
 
 TIMEOUT = 60.0
 """Seconds that a rank waits for another before it gives up."""
@@ -42,6 +43,13 @@ class Event(NamedTuple):
     amount: int = 0
 
 
+@dataclass
+class Counts:
+    """Of one rank, in all groups that it belongs to: bytes that it has sent to others."""
+
+    sent: int = 0
+
+
 class Link:
     """One rank's end of a group.
 
@@ -49,20 +57,21 @@ class Link:
         group: a ProcessGroup of torch.distributed, or a backend of one (ProcessGroupGloo).
         part: makes a group of some of its ranks: (name, the ranks) -> group.
         trace: a list to which events are added; None notes nothing.
+        counts: of the rank, where it has them from another group.
     Attributes:
-        rank, world: its number, and how many there are. sent: bytes that this rank has sent to others.
+        rank, world: its number, and how many there are.
     """
 
     def __init__(
         self, group: Any, part: Callable[[str, list[int]], Any] | None = None, trace: list[Event] | None = None,
-        timeout: float = TIMEOUT,
+        timeout: float = TIMEOUT, counts: Counts | None = None,
     ) -> None:  # fmt: skip
         self.group, self.part, self.trace, self.timeout = group, part, trace, timeout
         self.rank, self.world = group.rank(), group.size()
-        self.sent = 0
+        self.counts = Counts() if counts is None else counts
         self.step = 0
         self.agreed: set[tuple[int, ...]] = set()
-        self._tag = 0
+        self._tag, self._pending = 0, list[list[Any]]()
 
     # ---- what it may ask for
 
@@ -73,7 +82,7 @@ class Link:
             return x, lambda: None
         coming = torch.empty_like(x)
         to, source = (self.rank + 1) % self.world, (self.rank - 1) % self.world
-        self.sent += x.nbytes
+        self.counts.sent += x.nbytes
         begin, step = time.perf_counter(), self.step
         with self._heard(source):
             if isinstance(self.group, dist.ProcessGroup):  # NCCL wants both at once, or each would wait for the other
@@ -83,12 +92,15 @@ class Link:
             else:
                 self._tag += 1
                 works = [self.group.recv([coming], source, self._tag), self.group.send([x], to, self._tag)]
+        self._pending.append(works)  # the list itself: see `close`
 
         def arrived() -> None:
             asked = time.perf_counter()
             with self._heard(source):
-                for work in works:
-                    work.wait()
+                while works:
+                    works[-1].wait()
+                    works.pop()
+            self._pending.remove(works)
             self.note("send", begin, x.nbytes, step)
             self.note("wait", asked, 0, step)
 
@@ -99,7 +111,7 @@ class Link:
         found = x.new_empty(self.world, *x.shape)
         with self._heard():
             self.group.allgather([list(found.unbind(0))], [x.contiguous()]).wait()
-        self.sent += (self.world - 1) * x.nbytes
+        self.counts.sent += (self.world - 1) * x.nbytes
         return found
 
     def all_to_all(self, x: torch.Tensor) -> torch.Tensor:
@@ -107,7 +119,7 @@ class Link:
         found, x = torch.empty_like(x, memory_format=torch.contiguous_format), x.contiguous()
         with self._heard():
             self.group.alltoall_base(found, x, [], []).wait()
-        self.sent += x.nbytes // self.world * (self.world - 1)
+        self.counts.sent += x.nbytes // self.world * (self.world - 1)
         return found
 
     def mean(self, x: torch.Tensor) -> torch.Tensor:
@@ -134,10 +146,10 @@ class Link:
 
     def _of(self, name: str, heads: int, mine: int, groups: list[list[int]]) -> Link:
         if self.part is not None:
-            return Link(self.part(f"{name}{heads}.{mine}", groups[mine]), None, self.trace, self.timeout)
+            return Link(self.part(f"{name}{heads}.{mine}", groups[mine]), None, self.trace, self.timeout, self.counts)
         known = dist.get_process_group_ranks(self.group)
         group, _ = dist.new_subgroups_by_enumeration([[known[i] for i in ranks] for ranks in groups])
-        return Link(group, None, self.trace, self.timeout)
+        return Link(group, None, self.trace, self.timeout, self.counts)
 
     # ---- what is noted, and what is said
 
@@ -154,10 +166,11 @@ class Link:
         """
         if self.world == 1 or numbers in self.agreed:
             return
-        mine = torch.tensor(numbers, dtype=torch.int64, device=_device(self.group))
+        mine, sent = torch.tensor(numbers, device=_device(self.group)), self.counts.sent
         sizes = self.all_gather(torch.tensor([len(numbers)], device=mine.device)).flatten().tolist()
         if len(set(sizes)) == 1:
             found = [tuple(row) for row in self.all_gather(mine).tolist()]
+            self.counts.sent = sent  # no part of the work
             other = next((r for r in range(self.world) if found[r] != found[0]), None)
             if other is None:
                 self.agreed.add(numbers)
@@ -179,7 +192,9 @@ class Link:
             ) from error
 
     def close(self) -> None:
-        """Leave the group, so that the other ranks notice at once."""
+        """Leave the group, so that the other ranks notice at once: what is still on its way holds its sockets too."""
+        for works in self._pending:
+            works.clear()
         self.group = None
 
 

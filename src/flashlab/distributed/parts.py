@@ -11,6 +11,8 @@ and what the block's keys are due of the gradient comes out without the other bl
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -22,6 +24,8 @@ from flashlab.attention.blockwise import attention_backward_blockwise
 from flashlab.attention.door import HOPPER, choose_backend
 from flashlab.attention.online_softmax import merge_finished
 from flashlab.attention.triton_forward import current_device
+from flashlab.cuda import operators  # noqa: F401  (the CUDA series among the backends)
+from flashlab.cuda.hopper_backward import HEAD_DIMS, hopper_backward
 
 __all__ = ["Part", "backend_for", "block_backward", "block_forward", "merge_into", "merge_kernel"]
 
@@ -39,7 +43,7 @@ def block_forward(
     backend: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float
 ) -> Part:
     """The part of these keys, causal aligned at the end."""
-    options = dict(scale=scale, left=None, right=0 if causal else None, softcap=None)
+    options: dict[str, Any] = dict(scale=scale, left=None, right=0 if causal else None, softcap=None)
     if backend == "triton":
         wide = torch.float32  # the kernel has acc in float32, and rounds where it stores
         return triton_forward.flash_attention_forward(q, k, v, causal=causal, scale=scale, out_dtype=wide)
@@ -56,16 +60,15 @@ def block_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """What a block adds to dq, dk and dv, from o and lse of the whole rows; float32 where the kernel gives it."""
     right = 0 if causal else None
-    if backend == HOPPER and q.is_cuda and q.shape[-1] in (64, 128) and q.dtype != torch.float32:
-        from flashlab.cuda.hopper_backward import hopper_backward  # needs nvcc
-
+    if backend == HOPPER and q.is_cuda and q.shape[-1] in HEAD_DIMS and q.dtype != torch.float32:
         return hopper_backward(grad_o, q, k, v, o, lse, causal=causal, scale=scale)
-    options = dict(scale=scale, left=None, right=right, softcap=None)
+    options: dict[str, Any] = dict(scale=scale, left=None, right=right, softcap=None)
     if backend in _WIDE or (backend != "triton" and quick(q, None, right, None) == "torch"):
         if q.dtype != torch.float64:
             grad_o, q, k, v, o = (x.float() for x in (grad_o, q, k, v, o))
         return attention_backward_blockwise(grad_o, None, q, k, v, o, lse, partial=True, **options)
-    return BACKENDS["triton"].backward(grad_o, None, q, k, v, o, lse, **options)
+    dq, dk, dv = BACKENDS["triton"].backward(grad_o, None, q, k, v, o, lse, **options)
+    return dq, dk, dv
 
 
 # region: merge
@@ -81,6 +84,8 @@ def merge_into(o: torch.Tensor, lse: torch.Tensor, rows: slice, part: Part, *, b
     else:
         o_part, lse_part = part[0].to(o.dtype), part[1].to(lse.dtype)
         o[:, :, rows], lse[:, :, rows] = merge_finished(o[:, :, rows], lse[:, :, rows], o_part, lse_part)
+
+
 # endregion
 
 

@@ -115,6 +115,8 @@ def ring_forward(
             else:
                 merge_into(o, lse, rows, part)
     return o, lse
+
+
 # endregion
 
 
@@ -138,6 +140,8 @@ def _round(link: Link, kv: torch.Tensor, plan: Plan) -> Iterator[tuple[torch.Ten
             if plan.overlap:
                 arrived()
             kv = coming
+
+
 # endregion
 
 
@@ -169,6 +173,8 @@ def ring_backward(
     dkv, arrived = came
     arrived()
     return dq, dkv[0], dkv[1]
+
+
 # endregion
 
 

@@ -50,7 +50,7 @@ def run(
     links: list[Link | None] = [None] * world
 
     def connected(name: str, rank: int, size: int) -> Any:
-        options = dist.ProcessGroupGloo._Options()
+        options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = timedelta(seconds=timeout)
         options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
         return dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, options)
@@ -65,8 +65,8 @@ def run(
             results[rank] = function(link, *(argument[rank] for argument in of_ranks))
         except BaseException as error:  # SystemExit too: a rank that leaves
             errors[rank] = error
-            if links[rank] is not None:
-                links[rank].close()
+            if (mine := links[rank]) is not None:
+                mine.close()
 
     threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(world)]
     for thread in threads:
