@@ -124,8 +124,13 @@ def unshard(
 ) -> torch.Tensor:  # fmt: skip
     """The whole sequence again, of the shards of all ranks in order; arguments as `shard`."""
     world, n = len(parts), sum(x.shape[dim] for x in parts)
-    order = torch.cat([places(n, r, world, layout=layout, documents=documents, heads=heads) for r in range(world)])
-    return torch.cat(list(parts), dim).index_select(dim, order.argsort().to(parts[0].device))
+    shape = list(parts[0].shape)
+    shape[dim] = n
+    whole = parts[0].new_empty(shape)
+    for rank, part in enumerate(parts):
+        where = places(n, rank, world, layout=layout, documents=documents, heads=heads)
+        whole.index_copy_(dim, where.to(part.device), part)
+    return whole
 
 
 # region: blocks

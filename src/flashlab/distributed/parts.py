@@ -1,7 +1,7 @@
 """One block of the ring by any kernel of the door, and the merge of its part into what is there already.
 
-A *part* is a finished result over some of the keys: o and lse. The state of a rank is one more of them, and the merge is
-phase 0's. A part is in float32, and float64 for float64: a part that was rounded to 16 bits adds its rounding to the
+A *part* is a finished result over some of the keys: o and lse. The state of a rank is one more of them, and the merge
+is phase 0's. A part is in float32, and float64 for float64: a part that was rounded to 16 bits adds its rounding to the
 result's. PyTorch's products and the Triton kernels give it so; the CUDA kernels of phases 6 to 11 write o in the
 dtype of q, and are wrong by that rounding, once per block.
 

@@ -73,8 +73,8 @@ class Machine:
 
     Attributes:
         tflops: measured speed of a kernel by its length, 10^12 FLOP/s; between two lengths it is interpolated.
-        node: GPUs that are linked to each other directly. inside, between: 10^9 bytes per second that a GPU sends within
-            its node and out of it.
+        node: GPUs that are linked to each other directly. inside, between: 10^9 bytes per second that a GPU sends
+            within its node and out of it.
         step_us: what a step takes beside the kernel and the link: launches, the merge.
     """
 
