@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import torch
 
@@ -414,7 +415,7 @@ def hunted_dq(
 # ---- 13.8 ------------------------------------------------------------------------------------------------------------
 
 
-def _ring(r: random.Random, world: int, half: int, causal: bool) -> tuple[torch.Tensor, ...]:
+def _ring(r: random.Random, world: int, half: int, causal: bool) -> tuple[Any, ...]:
     q, k, v = (normal(r, world, 2 * half, 2) for _ in range(3))
     return q, k, v + 0.5, causal
 
