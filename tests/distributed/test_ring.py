@@ -176,7 +176,7 @@ def test_a_ring_holds_two_shards_of_keys_and_a_gather_all_of_them():
 
     shards = [[shard(x, r, 8) for r in range(8)] for x in whole[:3]]
     ring, gather = (run(8, peak, *shards, [way] * 8) for way in (ring_attention, all_gather_attention))
-    assert max(ring) <= 6 * shard_bytes < 8 * shard_bytes <= min(gather)
+    assert max(ring) < 8 * shard_bytes and 16 * shard_bytes <= min(gather)
 
 
 def test_there_is_no_second_derivative():
