@@ -465,7 +465,7 @@ for i, name in enumerate(("dq", "dk", "dv")):
 shape = dict(heads=32, kv_heads=8, head_dim=128)
 for world in (2, 8, 64):
     there, back = (sent_bytes("ring", world, 4096, backward=b, **shape) for b in (False, True))
-    print(f"{world:2} ranks of 4096 tokens: forward {there / 2**20:6.0f} MiB, backward {back / there:.2f} times")
+    print(f"{world:2} ranks of 4096 tokens: forward {there / 2**20:4.0f} MiB, backward {back / there:.2f} x")
 there, back = (sent_bytes("ring", WORLD, n, heads=4, kv_heads=4, head_dim=D, itemsize=8, wide=8, backward=b)
                for b in (False, True) for n in (N // WORLD,))
 assert found[0][3] == back
@@ -504,7 +504,7 @@ assert (unshard([o for o, _ in found], layout="contiguous") - whole_causal).abs(
 for world in (4, 8, 64):
     ring_sent, exchanged = (sent_bytes(way, world, 4096, heads=64, kv_heads=64, head_dim=128)
                             for way in ("ring", "ulysses"))
-    print(f"64 heads, {world:2} ranks of 4096 tokens: the ring sends {ring_sent / exchanged:.1f} times as much")
+    print(f"64 heads, {world:2} ranks: the ring sends {ring_sent / exchanged:.1f} times as many bytes")
 
 # %% [markdown]
 # A ring's bytes per rank grow with the ranks, those of Ulysses do not. But two things speak against it. It cannot hide: all heads have

@@ -27,6 +27,8 @@
 # No ranks are started here. Where several are meant, index 0 of a tensor is the rank that has it.
 
 # %%
+import math
+
 import torch
 
 from flashlab.exercises import check, hint, progress

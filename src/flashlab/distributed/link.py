@@ -228,6 +228,9 @@ def connect(group: Group = None) -> Link:
 def start(timeout: float = TIMEOUT) -> Link:
     """Join the ranks that torchrun has started: NCCL where each has a GPU, else gloo.
 
+    With gloo a rank that waits in vain raises RankLost. With NCCL nobody waits on the CPU: NCCL's watchdog ends a rank
+    after the timeout. Under both torchrun ends all ranks as soon as one has ended with an error.
+
     Raises:
         RuntimeError: torchrun has not started this process; more ranks on this machine than GPUs.
     """

@@ -76,7 +76,7 @@ def split_model(
         shard(table[:seq_len], link.rank, link.world, layout=layout, heads=heads) for table in (model.cos, model.sin)
     )
     for block in model.blocks:
-        assert isinstance(block, Block)
+        assert isinstance(block, Block), "the model is made of blocks"
         block.attention.add_module("core", _SplitAttention(attention, causal=True, layout=layout, **options))
     return model
 

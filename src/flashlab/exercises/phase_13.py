@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
@@ -73,6 +74,16 @@ def _late(r: random.Random) -> tuple[torch.Tensor, ...]:
     return o.masked_fill(hidden[..., None], 0.0), lse.masked_fill(hidden, float("-inf"))
 
 
+def _two_weights(os, lses):
+    o, lse = os[0], lses[0]
+    for o_part, lse_part in zip(os[1:], lses[1:], strict=True):
+        m = torch.maximum(lse, lse_part)
+        a, b = torch.exp(lse - m), torch.exp(lse_part - m)
+        o = (o * a[:, None] + o_part * b[:, None]) / (a + b)[:, None]
+        lse = m + torch.log(a + b)
+    return o, lse
+
+
 _R = random.Random(13)
 
 
@@ -94,7 +105,7 @@ _R = random.Random(13)
         "lse far apart": _parts(_R, 6, wide=300.0), "parts that saw no key": _late(_R),
     },
     draw=lambda r: _late(r) if r.random() < 0.3 else _parts(r, r.randint(1, 6), low=r.gauss(0, 3)),
-    also=["((torch.softmax(lses, 0)[..., None] * os).sum(0), torch.logsumexp(lses, 0))"],
+    also=[_two_weights, "((torch.softmax(lses, 0)[..., None] * os).sum(0), torch.logsumexp(lses, 0))"],
     nan={
         "no key": "a part that saw no key has lse -inf: with the share as a sigmoid it counts for nothing, and no NaN "
         "arises",
@@ -221,8 +232,8 @@ def _link(r: random.Random) -> tuple[int, ...]:
         Row("no-mask", "a zigzag step computes half of the pairs of a shard: n * n / 2, not n * n",
             [("(2 * gb_s * heads)", "(4 * gb_s * heads)")]),
         Row("not-two-pieces", "the length is no multiple of 2 * world: each rank has two equal pieces",
-            [("-(-tflops * 1000 * itemsize * kv_heads // (2 * gb_s * heads))",
-              "-(-tflops * 1000 * itemsize * kv_heads // (gb_s * heads))"),
+            [("math.ceil(tflops * 1000 * itemsize * kv_heads / (2 * gb_s * heads))",
+              "math.ceil(tflops * 1000 * itemsize * kv_heads / (gb_s * heads))"),
              ("return piece * 2 * world", "return piece * world")]),
     ],
 )  # fmt: skip
@@ -232,7 +243,7 @@ def hiding_length(tflops, gb_s, heads, kv_heads, itemsize, world):
     tflops: 10^12 operations per second of a GPU; gb_s: 10^9 bytes per second that it sends. Whole numbers throughout.
     """
     # BEGIN SOLUTION
-    piece = -(-tflops * 1000 * itemsize * kv_heads // (2 * gb_s * heads))  # rounded up
+    piece = math.ceil(tflops * 1000 * itemsize * kv_heads / (2 * gb_s * heads))
     return piece * 2 * world
     # END SOLUTION
 
@@ -509,7 +520,7 @@ def _window(r: random.Random) -> tuple[int, ...]:
     rows=[
         Row("own-key", "pairs: a query sees its own key too", [("min(i, window) + 1", "min(i, window)")]),
         Row("rounded-down", "fetched: a part of a shard is fetched too: round up",
-            [("-(-window // n)", "window // n")]),
+            [("math.ceil(window / n)", "window // n")]),
         Row("as-causal", "pairs: the window is forgotten: a query sees at most window + 1 keys",
             [("min(i, window) + 1", "i + 1")]),
     ],
@@ -518,7 +529,7 @@ def with_window(rank, world, n, window):
     """(fetched, pairs) of a rank with n contiguous tokens, causal, when token i sees keys i - window to i:
     of how many other ranks it needs keys, and how many pairs of a query and a key it computes."""
     # BEGIN SOLUTION
-    fetched = min(rank, -(-window // n))
+    fetched = min(rank, math.ceil(window / n))
     pairs = sum(min(i, window) + 1 for i in range(rank * n, rank * n + n))
     return fetched, pairs
     # END SOLUTION
