@@ -163,6 +163,7 @@ def test_the_training_program_has_the_same_losses_on_two_processes(unused_port):
     assert said.count("step ") == 3 and "2 ranks and one: losses differ by at most" in said
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_cases_of_the_gpus_run_here_too(unused_port):
     """tests/distributed/on_gpus.py is what `pytest -m multi_gpu` starts on GPUs: here with gloo, and fewer cases."""

@@ -27,7 +27,7 @@ from flashlab.attention.triton_forward import current_device
 from flashlab.cuda import operators  # noqa: F401  (the CUDA series among the backends)
 from flashlab.cuda.hopper_backward import HEAD_DIMS, hopper_backward
 
-__all__ = ["Part", "backend_for", "block_backward", "block_forward", "merge_into", "merge_kernel"]
+__all__ = ["Part", "backend_for", "block_backward", "begun", "block_forward", "merged", "merge_kernel"]
 
 Part = tuple[torch.Tensor, torch.Tensor]
 """o [batch, heads, rows, head_dim] and lse [batch, heads, rows], of some of the keys."""
@@ -51,7 +51,7 @@ def block_forward(
         q, k, v = q.float(), k.float(), v.float()
     o, lse = BACKENDS[backend].forward(q, k, v, **options)
     wide = q.dtype if q.dtype == torch.float64 else torch.float32
-    return o.to(wide), lse.to(wide)
+    return o.to(wide) if backend in _WIDE else o, lse.to(wide)
 
 
 def block_backward(
@@ -72,18 +72,34 @@ def block_backward(
 
 
 # region: merge
-def merge_into(o: torch.Tensor, lse: torch.Tensor, rows: slice, part: Part, *, by_kernel: bool | None = None) -> None:
-    """Merge a part of other keys into these rows of the state, in place: phase 0's `merge_finished`.
+def begun(state: Part | None, q: torch.Tensor, rows: slice, part: Part) -> Part:
+    """The state with the part of the rank's own keys in these rows; for all rows that part is the state."""
+    if rows == slice(0, q.shape[2]):
+        return part
+    if state is None:
+        state = part[0].new_empty(q.shape), part[1].new_empty(q.shape[:3])
+    state[0][:, :, rows], state[1][:, :, rows] = part
+    return state
 
-    Every row of the state has seen a key. by_kernel: in one launch; None is where kernels are compiled.
+
+def merged(state: Part | None, rows: slice, part: Part, *, last: bool, by_kernel: bool | None = None) -> Part:
+    """The state with a part of other keys merged into these rows, in place: phase 0's `merge_finished`.
+
+    Until the last merge the state is as wide as lse: what is rounded once is rounded at the end. Every row of it has
+    seen a key. by_kernel: in one launch; None is where kernels are compiled.
     """
+    assert state is not None, "the rank's own keys come first"
+    o, lse = state
+    if not last:
+        o = o.to(lse.dtype)
     if by_kernel is None:
         by_kernel = o.is_cuda and not runtime.INTERPRETED
     if by_kernel:
         _merge_by_kernel(o[:, :, rows], lse[:, :, rows], *part)
     else:
-        o_part, lse_part = part[0].to(o.dtype), part[1].to(lse.dtype)
-        o[:, :, rows], lse[:, :, rows] = merge_finished(o[:, :, rows], lse[:, :, rows], o_part, lse_part)
+        wide = [x.to(lse.dtype) for x in (o[:, :, rows], lse[:, :, rows], *part)]
+        o[:, :, rows], lse[:, :, rows] = merge_finished(*wide)
+    return o, lse
 
 
 # endregion
@@ -108,7 +124,7 @@ def merge_kernel(
     lse_part = tl.load(PLSE_ptr + batch * stride_qb + head * stride_qh + offs_n, mask=rows, other=0.0)
     top = tl.maximum(lse, lse_part)
     a, b = tl.exp(lse - top), tl.exp(lse_part - top)
-    o = tl.load(o_ptrs, mask=inside, other=0.0)
+    o = tl.load(o_ptrs, mask=inside, other=0.0).to(tl.float32)
     part = tl.load(p_ptrs, mask=inside, other=0.0).to(tl.float32)
     tl.store(o_ptrs, (o * a[:, None] + part * b[:, None]) / (a + b)[:, None], mask=inside)
     tl.store(lse_ptrs, top + tl.log(a + b), mask=rows)

@@ -24,7 +24,7 @@ import torch
 from flashlab.attention.inputs import check_causal, refuse_words, scale_of
 from flashlab.distributed.layout import LAYOUTS, Block, blocks, local_lengths, pairs
 from flashlab.distributed.link import Group, Link, connect
-from flashlab.distributed.parts import backend_for, block_backward, block_forward, merge_into
+from flashlab.distributed.parts import backend_for, begun, block_backward, block_forward, merged
 
 __all__ = ["Plan", "plan_of", "ring_attention", "ring_backward", "ring_forward"]
 
@@ -101,8 +101,7 @@ def ring_forward(
     link: Link, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """o [batch, heads, n, head_dim] and lse [batch, heads, n] of this rank's queries, as the state has them."""
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    o, lse = q.new_empty(q.shape, dtype=wide), q.new_empty(q.shape[:3], dtype=wide)
+    state = None
     for kv, todo in _round(link, torch.stack([k, v]), plan):
         for block in todo:
             rows, keys = block.rows, block.keys
@@ -111,10 +110,11 @@ def ring_forward(
                 causal=block.causal, scale=plan.scale,
             )  # fmt: skip
             if link.step == 0:  # the rank's own keys: each row sees one at least
-                o[:, :, rows], lse[:, :, rows] = part
+                state = begun(state, q, rows, part)
             else:
-                merge_into(o, lse, rows, part)
-    return o, lse
+                state = merged(state, rows, part, last=link.step + 1 == link.world)
+    assert state is not None, "a rank has rows, and they see its own keys"
+    return state
 
 
 # endregion
@@ -151,19 +151,22 @@ def ring_backward(
     lse: torch.Tensor, plan: Plan,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """dq, dk and dv of this rank's shards, as wide as the state; o and lse are of the whole rows."""
-    dq, dkv = q.new_zeros(q.shape, dtype=lse.dtype), None
+    dq = q.new_empty(q.shape, dtype=lse.dtype)
     came: tuple[torch.Tensor, Callable[[], None]] | None = None
     for kv, todo in _round(link, torch.stack([k, v]), plan):
-        mine = torch.zeros_like(kv, dtype=lse.dtype)
+        all_keys = sum(block.keys.stop - block.keys.start for block in todo) == kv.shape[3]
+        mine = (torch.empty_like if all_keys else torch.zeros_like)(kv, dtype=lse.dtype)
         for block in todo:
             rows, keys = block.rows, block.keys
             found = block_backward(
                 plan.backend, grad_o[:, :, rows], q[:, :, rows], kv[0][:, :, keys], kv[1][:, :, keys],
                 o[:, :, rows], lse[:, :, rows], causal=block.causal, scale=plan.scale,
             )  # fmt: skip
-            dq[:, :, rows] += found[0]
-            mine[0][:, :, keys] += found[1]
-            mine[1][:, :, keys] += found[2]
+            if link.step == 0:  # all of the rank's rows, each once
+                dq[:, :, rows] = found[0]
+            else:
+                dq[:, :, rows] += found[0]
+            mine[0][:, :, keys], mine[1][:, :, keys] = found[1:]
         if came is not None:  # what the ranks before have found for the same keys
             dkv, arrived = came
             arrived()
