@@ -139,7 +139,7 @@ def hunted_dq(q, k, v, do, lse, delta):
     dq, world = torch.zeros_like(q), len(q)
     there_k, there_v = k, v
     for _ in range(world):
-        p = torch.exp(q @ there_k.mT - lse[..., None])  # repaired, in three lines: the keys that are there now
+        p = torch.exp(q @ there_k.mT - lse[..., None])  # repaired, here and below: what is there
         ds = p * (do @ there_v.mT - delta[..., None])
         dq = dq + ds @ there_k
         there_k, there_v = there_k.roll(1, 0), there_v.roll(1, 0)  # to the next rank

@@ -50,7 +50,7 @@ def _row(r: random.Random) -> tuple[int, ...]:
     ],
 )  # fmt: skip
 def position(row, rank, n, world):
-    """(zigzag, striped): where in the whole sequence a rank's row stands, of n rows (an even number) per rank."""
+    """(zigzag, striped): where in the whole sequence a rank's row stands; n, even, is rows per rank."""
     # BEGIN SOLUTION
     half = n // 2
     piece = rank if row < half else 2 * world - 1 - rank
@@ -181,8 +181,11 @@ def _step(r: random.Random) -> tuple[int, ...]:
     ],
 )  # fmt: skip
 def zigzag_block(rank, source, n, world):
-    """(first_row, end_of_keys, causal): the rank computes its rows from first_row on, of n, against the keys of
-    `source` before end_of_keys; causal says whether that block has a mask (True or False)."""
+    """(first_row, end_of_keys, causal) of a step's block.
+
+    The rank computes its rows from first_row on, of n, against the keys of `source` before end_of_keys;
+    causal says whether that block has a mask (True or False).
+    """
     # BEGIN SOLUTION
     first_row = n // 2 if source > rank else 0
     end_of_keys = n // 2 if source < rank else n
@@ -238,9 +241,9 @@ def _link(r: random.Random) -> tuple[int, ...]:
     ],
 )  # fmt: skip
 def hiding_length(tflops, gb_s, heads, kv_heads, itemsize, world):
-    """The fewest tokens of a whole sequence, causal in zigzag, whose steps take at least as long as their sends.
+    """The fewest tokens of a whole sequence, causal in zigzag, whose steps take as long as their sends or longer.
 
-    tflops: 10^12 operations per second of a GPU; gb_s: 10^9 bytes per second that it sends. Whole numbers throughout.
+    tflops: 10^12 operations per second of a GPU; gb_s: 10^9 bytes per second that it sends. Whole numbers all.
     """
     # BEGIN SOLUTION
     piece = math.ceil(tflops * 1000 * itemsize * kv_heads / (2 * gb_s * heads))
@@ -309,7 +312,12 @@ _SHARES = "what a rank finds is added to the gradients of the keys that it has"
     ],
 )  # fmt: skip
 def backward_ring(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    do: torch.Tensor,
+    lse: torch.Tensor,
+    delta: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """dk and dv of every rank's own keys, [ranks, n, D], without a mask and with scale 1.
 
@@ -526,8 +534,10 @@ def _window(r: random.Random) -> tuple[int, ...]:
     ],
 )  # fmt: skip
 def with_window(rank, world, n, window):
-    """(fetched, pairs) of a rank with n contiguous tokens, causal, when token i sees keys i - window to i:
-    of how many other ranks it needs keys, and how many pairs of a query and a key it computes."""
+    """(fetched, pairs) of a rank with n contiguous tokens, causal, when token i sees keys i - window to i.
+
+    fetched: of how many other ranks it needs keys; pairs: of a query and a key that it computes.
+    """
     # BEGIN SOLUTION
     fetched = min(rank, math.ceil(window / n))
     pairs = sum(min(i, window) + 1 for i in range(rank * n, rank * n + n))
