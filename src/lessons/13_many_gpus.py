@@ -282,7 +282,10 @@ def slow_link(link, seconds):
     def slowly(x):
         until = time.perf_counter() + seconds
         coming, arrived = pass_on(x)
-        return coming, lambda: (time.sleep(max(0.0, until - time.perf_counter())), arrived())[0]
+        def wait():
+            time.sleep(max(0.0, until - time.perf_counter()))
+            arrived()
+        return coming, wait
     link.pass_on = slowly
     return link
 
@@ -310,7 +313,8 @@ plt.show()
 # This is what the package does. `_round` yields the keys that are there while the next ones travel, `ring_forward` computes and merges:
 
 # %%
-show.region(ring_module, "round", "forward", whole_file=False)
+show.source(ring_module._round)
+show.source(ring_module.ring_forward)
 
 # %% [markdown]
 # `block_forward` is any kernel behind the door of phase 4: Triton's, phase 11's last, or PyTorch's products, as here. `blocks` says which
@@ -466,8 +470,8 @@ shape = dict(heads=32, kv_heads=8, head_dim=128)
 for world in (2, 8, 64):
     there, back = (sent_bytes("ring", world, 4096, backward=b, **shape) for b in (False, True))
     print(f"{world:2} ranks of 4096 tokens: forward {there / 2**20:4.0f} MiB, backward {back / there:.2f} x")
-there, back = (sent_bytes("ring", WORLD, n, heads=4, kv_heads=4, head_dim=D, itemsize=8, wide=8, backward=b)
-               for b in (False, True) for n in (N // WORLD,))
+small = dict(heads=4, kv_heads=4, head_dim=D, itemsize=8, wide=8)
+back = sent_bytes("ring", WORLD, N // WORLD, backward=True, **small)
 assert found[0][3] == back
 print(f"here in float64: expected {back} bytes, counted {found[0][3]}")
 
@@ -499,8 +503,8 @@ print(f"sent {sent} bytes: {sent / (math.prod(before) * 8):.2f} of q's shard, tw
 
 # %%
 cut = [shards(x, layout="contiguous") for x in (q, k, v)]
-found = run(4, lambda link, *x: (ulysses_attention(*x, group=link, causal=True), 0), *cut)
-assert (unshard([o for o, _ in found], layout="contiguous") - whole_causal).abs().max() < 1e-14
+found = run(4, lambda link, *x: ulysses_attention(*x, group=link, causal=True), *cut)
+assert (unshard(found, layout="contiguous") - whole_causal).abs().max() < 1e-14
 for world in (4, 8, 64):
     ring_sent, exchanged = (sent_bytes(way, world, 4096, heads=64, kv_heads=64, head_dim=128)
                             for way in ("ring", "ulysses"))

@@ -241,9 +241,9 @@ def _link(r: random.Random) -> tuple[int, ...]:
     ],
 )  # fmt: skip
 def hiding_length(tflops, gb_s, heads, kv_heads, itemsize, world):
-    """The fewest tokens of a whole sequence, causal in zigzag, whose steps take as long as their sends or longer.
+    """The fewest tokens of a whole sequence, causal in zigzag, whose steps take at least their sends' time.
 
-    tflops: 10^12 operations per second of a GPU; gb_s: 10^9 bytes per second that it sends. Whole numbers all.
+    tflops: 10^12 operations per second of a GPU; gb_s: 10^9 bytes per second that it sends; whole numbers.
     """
     # BEGIN SOLUTION
     piece = math.ceil(tflops * 1000 * itemsize * kv_heads / (2 * gb_s * heads))
