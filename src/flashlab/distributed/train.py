@@ -32,7 +32,7 @@ from flashlab.models.train import distance, drawn, fit, rising
 
 __all__ = ["SMALL", "WAYS", "average_gradients", "fit_split", "main", "split_model"]
 
-SMALL = Config(width=128, depth=2, heads=8, kv_heads=4, vocabulary=BYTES, positions=1024, attention="flash")
+SMALL = Config(width=256, depth=2, heads=16, kv_heads=8, vocabulary=BYTES, positions=1024, attention="flash")
 WAYS: dict[str, Callable[..., torch.Tensor]] = {
     "ring": ring_attention, "gather": all_gather_attention, "ulysses": ulysses_attention,
 }  # fmt: skip
