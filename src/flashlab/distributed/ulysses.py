@@ -4,8 +4,8 @@
     after    heads / W heads of all tokens    [batch, heads / W, W n, head_dim]
 
 An all-to-all each of q, k and v, any kernel on whole rows, an all-to-all of o. Every rank has the same work under any
-mask, and what it sends does not grow with the ranks; but there are no more of them than key heads. So on many ranks both
-are used: groups of neighbours exchange heads, and rings go through the groups, [world / heads, heads].
+mask, and what it sends does not grow with the ranks; but there are no more of them than key heads. So on many ranks
+both are used: groups of neighbours exchange heads, and rings go through the groups, [world / heads, heads].
 
 Sources: Jacobs et al., "DeepSpeed Ulysses" (2023), arXiv 2309.14509; the mesh: Fang and Zhao, "USP" (2024), arXiv
 2405.07719.
