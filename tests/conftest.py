@@ -41,7 +41,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 
 
 def pytest_collection_modifyitems(config, items):
-    for mark in ("gpu", "long"):  # thousands of cases, minutes of compiling: only where they are asked for
+    for mark in ("gpu", "long", "multi_gpu"):  # thousands of cases, minutes of compiling: only where they are asked for
         if mark not in config.option.markexpr:
             config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker(mark)])
             items[:] = [item for item in items if not item.get_closest_marker(mark)]

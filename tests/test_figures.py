@@ -21,6 +21,7 @@ from flashlab.figures import (
     implementations,
     memory,
     profiles,
+    rings,
     rooflines,
     rows,
     show,
@@ -335,3 +336,19 @@ def test_a_matrix_of_ratios(ax):
 def test_columns_of_ratios_have_no_bar_for_what_is_not_known(ax):
     curves.ratio_columns(ax, ["a", "b"], {"x": ([0.5, float("nan")], "blue")})
     assert [line.get_ydata()[0] for line in ax.lines] == [1] and ax.texts[0].get_text() == "0.50"
+
+
+def test_a_ring_is_drawn_by_rank_and_step(ax):
+    rings.steps(ax, [[2, 2], [0, 4]], "work", unit=2)  # by step and rank
+    assert {(t.get_position(), t.get_text()) for t in ax.texts} == {
+        ((0, 0), "1"), ((0, 1), "1"), ((1, 0), "0"), ((1, 1), "2"),
+    }  # fmt: skip
+    assert [t.get_text() for t in ax.texts if t.get_weight() == "bold"] == ["1", "1", "2"]
+
+
+def test_a_timeline_of_ranks_begins_at_the_first_event_and_shows_blocks_and_sends(ax):
+    events = [(0, 0, "block", 5.0, 5.002, 64), (1, 0, "send", 5.001, 5.003, 8), (1, 0, "wait", 5.002, 5.003, 0)]
+    rings.timeline(ax, events, "two ranks")
+    bars = [(round(bar.get_x(), 3), round(bar.get_width(), 3)) for bar in ax.patches]
+    assert bars == [(0, 2), (1, 2)], "milliseconds; waiting is white"
+    assert [t.get_text() for t in ax.texts] == ["0"]

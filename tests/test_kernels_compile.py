@@ -96,8 +96,11 @@ def kernels():
     return {name: value for name, value in found.items() if name.startswith(f"{jit_function(value).fn.__module__}.")}
 
 
-# No product of matrices in them; tests/test_triton_backward.py and tests/models/test_rope.py compile them.
-WITHOUT_TENSOR_CORES = {"flashlab.attention.triton_backward.delta_kernel", "flashlab.models.rope.rope_kernel"}
+# No product of matrices in them; test_triton_backward.py, models/test_rope.py, distributed/test_ring.py compile them.
+WITHOUT_TENSOR_CORES = {
+    "flashlab.attention.triton_backward.delta_kernel", "flashlab.models.rope.rope_kernel",
+    "flashlab.distributed.parts.merge_kernel",
+}  # fmt: skip
 
 
 def test_every_kernel_has_a_launch_to_compile():

@@ -10,7 +10,7 @@ import flashlab
 PACKAGE = Path(flashlab.__file__).parent
 ROOMS = (
     "course", "table", "runtime", "triton_tools", "attention", "kernels", "simt", "cuda", "check", "figures",
-    "models", "exercises", "bench", "doctor", "cli",
+    "models", "distributed", "exercises", "bench", "doctor", "cli",
 )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ The rooms, in the order in which they may import each other (a later one an earl
     check           verify, diagnose, the mistakes it knows, the zoo of broken kernels
     figures         what notebooks show: source, diffs, tables, plots
     models          an attention layer, and a language model that trains
+    distributed     one sequence over many GPUs: ring, all-gather, Ulysses
     exercises       check, hint, progress, and each exercise's check
     bench           measurements, recorded and published figures
     doctor, cli     the `flashlab` command

@@ -83,7 +83,11 @@ PHASES = (
     ),
     Phase(11, "hopper", "Hopper: TMA and wgmma", "hopper", "TMA, mbarriers, wgmma, warp specialisation"),
     Phase(12, "decoding", "Decoding: split-KV and paged caches", "triton", "one query against a long cache"),
-    Phase(13, "many_gpus", "Many GPUs: ring attention", "distributed", "a sequence spread over devices"),
+    Phase(
+        13, "many_gpus", "Many GPUs: ring attention", "distributed",
+        "phase 0's merge over machines: ring, zigzag, Ulysses and a mesh, forward and backward, on torch.distributed; "
+        "a model whose sequence lies on many ranks",
+    ),
 )  # fmt: skip
 
 

@@ -243,7 +243,7 @@ def phase_report(phase: Phase, report: dict[str, Any]) -> dict[str, Any]:
         mode, how = ("native", f"profiled on the {name}") if gpu else ("native", "on the CPU; recorded GPU figures")
     elif phase.kind == "distributed" and torch_works:
         many = gpu and len(gpus) > 1
-        mode, how = ("native", f"{len(gpus)} GPUs") if many else ("emulated", "ranks as processes on the CPU")
+        mode, how = ("native", f"{len(gpus)} GPUs") if many else ("emulated", "ranks as threads on the CPU")
     return {
         "number": phase.number,
         "slug": phase.slug,

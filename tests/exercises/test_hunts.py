@@ -57,6 +57,8 @@ TOUCHED = params([
     ("10.4", "samples = []", "samples = list()", "not-waited-for"),
     ("11.6", "uint32_t o_rmem[4];", "; uint32_t o_rmem[4];", "proxy-fence"),
     ("11.7", "if (!FIRST) add_output();", "; if (!FIRST) add_output();", "released-too-early"),
+    ("13.7", "len(q)\n", "len(q) + 0\n", "first-keys"),
+    ("13.8", "half = n // 2", "half = n // 2 + 0", "balanced-without-mask"),
 ])  # fmt: skip
 # A change that goes half the way, or the wrong way.
 HALF = params([
@@ -98,6 +100,8 @@ HALF = params([
     ("10.4", [("start = gpu.clock()", "gpu.synchronize()\n        start = gpu.clock()")], "not-waited-for"),
     ("11.6", [("#pragma unroll\n", "        fence_proxy_async();\n#pragma unroll\n")], "proxy-fence"),
     ("11.7", [("wgmma_wait<FIRST ? 0 : 1>", "wgmma_wait<0>")], "no-overlap"),
+    ("13.7", [("dq + ds @ k", "dq + ds @ there_k"), ("do @ v.mT", "do @ there_v.mT")], "first-keys-in-p"),
+    ("13.8", [("half if source > rank", "half if causal and source > rank")], "keys-left-out"),
 ])  # fmt: skip
 # Words of a diagnosis, which untouched code is not told.
 CAUSES = re.compile(

@@ -61,8 +61,12 @@ def attention_blockwise(
 def attention_backward_blockwise(
     grad_o: torch.Tensor, grad_lse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
     o: torch.Tensor, lse: torch.Tensor, *, scale: float, left: int | None, right: int | None, softcap: float | None,
+    partial: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """dq, dk and dv, each like its input, from what `attention_blockwise` took and gave; grad_lse may be None."""
+    """dq, dk and dv, each like its input, from what `attention_blockwise` took and gave; grad_lse may be None.
+
+    partial: o and lse are of more keys than these, and what comes out is these keys' share of the gradient.
+    """
     Q, dO, K, V = _wide(q, k.shape[1]), _wide(grad_o, k.shape[1]), _wide(k), _wide(v)
     L, delta = lse.to(Q.dtype), (grad_o.to(Q.dtype) * o).sum(-1)
     if grad_lse is not None:
@@ -75,8 +79,9 @@ def attention_backward_blockwise(
         slope = None if softcap is None else 1 - s * s
         p = (s if softcap is None else s.mul_(softcap)).sub_(L[heads, :, rows]).exp_()
         _hide(p, rows, keys, edges, 0.0)
-        l = p.sum(-1, keepdim=True)  # 1, but for the rounding of a large lse to float32
-        p.div_(l.masked_fill_(l == 0, 1.0))
+        if not partial:
+            l = p.sum(-1, keepdim=True)  # 1, but for the rounding of a large lse to float32
+            p.div_(l.masked_fill_(l == 0, 1.0))
         dV[heads, keys] += p.flatten(1, 2).transpose(1, 2) @ do_rows
         ds = (do_rows @ V[heads, keys].transpose(1, 2)).view(p.shape).sub_(delta[heads, :, rows]).mul_(p)
         ds = (ds if slope is None else ds.mul_(slope)).flatten(1, 2)

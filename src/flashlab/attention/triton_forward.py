@@ -244,6 +244,7 @@ def flash_attention_forward(
     tma: bool = False,
     tile: Tile | None = None,
     tune_tile: bool = False,
+    out_dtype: torch.dtype | None = None,
     kernel=flash_attention_kernel,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """softmax(scale * q k^T + mask) v in one kernel launch.
@@ -260,6 +261,7 @@ def flash_attention_forward(
             K and V need a last stride of 1, and rows that begin on 16 bytes.
         tile: instead of the recorded choice (`flashlab.attention.tiles`).
         tune_tile: measure the tiles of the search space first, on these inputs; this machine remembers the fastest.
+        out_dtype: of o; None is that of q. float32 for a part that is merged with others.
         kernel: another kernel with the same parameters.
     Returns:
         o: like q, in its dtype and its order in memory. lse: [batch, heads, seq_q], float32: log(sum(exp(scores))).
@@ -269,7 +271,7 @@ def flash_attention_forward(
             sides are no powers of two of at least 16. RuntimeError: tune_tile where kernels are interpreted.
     """
     check_inputs(q, k, v, no_grad=True)
-    o = torch.empty_like(q)
+    o = torch.empty_like(q, dtype=out_dtype)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     if q.numel() == 0:
         return o, lse  # a grid of 0 programs cannot be launched

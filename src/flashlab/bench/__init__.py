@@ -31,6 +31,8 @@ BENCHES = {
     "scalar": Named("Phase 6: the float32 CUDA kernels against unfused PyTorch and SDPA.", "a GPU, nvcc"),
     "mma": Named("The tensor-core kernels against FlashAttention-2, cuDNN, unfused PyTorch.", "a GPU, nvcc"),
     "hopper": Named("Phase 11's kernels against cuDNN, FlashAttention-2 and 4, and the course's own.", "a GPU, nvcc"),
+    "ring": Named("Phase 13: one sequence over several GPUs, beside one and beside context_parallel.", "two GPUs",
+                  object=""),
     "attention": Named("Attention alone: forward, backward, memory; eager, compiled, ours.", "a GPU"),
     "layer": Named("Phase 10: an attention layer timed and profiled: original, ours, SDPA, compiled.", "a GPU"),
     "lm": Named("Phase 10: the language model's steps, memory, longest text and loss.", "a GPU"),

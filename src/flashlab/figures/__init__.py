@@ -10,6 +10,7 @@ memory      who sees which memory, what a load fetches, which tile is on chip wh
 fragments   what a lane holds of the operands of an MMA
 rooflines   programs as points, under what a machine can do
 profiles    a profiler's trace as bars in time, and the memory in use
+rings       phase 13: who has which tokens, work by step and rank, what ranks did when
 timelines   what the units of a chip do at which time
 banks       which banks of shared memory are asked for
 traces      what a kernel does in which order, from print statements in a copy of it

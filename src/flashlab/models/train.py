@@ -16,7 +16,7 @@ from flashlab import runtime
 from flashlab.models import text
 from flashlab.models.language_model import Config, LanguageModel, make_optimizer, train_step
 
-__all__ = ["distance", "fit", "train"]
+__all__ = ["distance", "drawn", "fit", "rising", "train"]
 
 
 def train(config: Config, **options: Any) -> list[float]:
@@ -47,15 +47,9 @@ def fit(
             f"the vocabulary has {config.vocabulary} tokens and steps is {steps}; bytes need 256, and a run one step"
         )
     where = runtime.device() if device is None else torch.device(device)
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = LanguageModel(config)  # drawn on the CPU
-        with torch.no_grad():
-            for weight in model.parameters():
-                weight.mul_(1 + jitter * (2 * torch.rand_like(weight) - 1))
-    model.to(where)
+    model = drawn(config, seed, jitter).to(where)
     optimizer = make_optimizer(model, lr=lr)
-    rise = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / max(1, steps // 10)))
+    rise = rising(optimizer, steps)
     if compile:
         model.compile(fullgraph=True)
 
@@ -65,6 +59,22 @@ def fit(
         losses.append(train_step(model, optimizer, *next(pieces), autocast=autocast))  # no .item(): it would wait
         rise.step()
     return model, torch.stack(losses).tolist()
+
+
+def drawn(config: Config, seed: int, jitter: float = 0.0) -> LanguageModel:
+    """A model on the CPU whose first weights depend on the seed alone; jitter as in `fit`."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = LanguageModel(config)
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.mul_(1 + jitter * (2 * torch.rand_like(weight) - 1))
+    return model
+
+
+def rising(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LambdaLR:
+    """The learning rate rises in the first tenth of the steps, then stays."""
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / max(1, steps // 10)))
 
 
 def distance(a: list[float], b: list[float]) -> float:

@@ -1,0 +1,398 @@
+"""Phase 13 on several GPUs of one host: one sequence over all of them, beside one GPU and PyTorch's context_parallel.
+
+    flashlab bench ring                                          # on all GPUs here; writes recorded/ring_<gpu>.json
+    flashlab bench ring --ranks 2 --out x.json
+    torchrun --nproc-per-node 2 -m flashlab.bench.ring           # the same, started by hand
+    flashlab bench ring --quick                                  # tiny, two ranks as threads with gloo, on any machine
+    flashlab bench ring --graphs                                 # the ring recorded in a CUDA graph too
+
+Rows: heads, kv_heads, n (the whole sequence), causal, pass, name; ms (of the slowest rank, median of the rounds, all
+names in turns), fastest, slowest; of_ideal: one GPU's time over the ranks and over this; peak_bytes of a rank. `pass`
+is "forward" or "both". The part "link" has what a rank sends to the next while it receives as much, in the same run.
+"error" of a forward row is the rms error of sampled rows against float64.
+
+one GPU                          the whole sequence, by the same kernels
+ring, zigzag / contiguous        flashlab.distributed.ring_attention; contiguous alone without a mask
+ring, one after the other        not sending while computing
+ring, as a graph                 with --graphs
+all-gather, Ulysses              flashlab.distributed
+context_parallel, cuDNN          torch.distributed.tensor.experimental, SDPA by that backend
+context_parallel, FlashAttention-2
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import flashlab
+from flashlab.bench import records, timing
+from flashlab.bench.harness import Data, Row, Way
+from flashlab.bench.records import NoGpu
+from flashlab.distributed import all_gather_attention, ring_attention, run, shard, start, ulysses_attention
+from flashlab.distributed.layout import places
+from flashlab.distributed.link import Link
+from flashlab.table import Table
+
+ONE, ZIGZAG, CONTIGUOUS = "one GPU", "ring, zigzag", "ring, contiguous"
+CUDNN, FA2 = "context_parallel, cuDNN", "context_parallel, FlashAttention-2"
+BACKENDS = {CUDNN: SDPBackend.CUDNN_ATTENTION, FA2: SDPBackend.FLASH_ATTENTION}
+OURS = {True: ZIGZAG, False: CONTIGUOUS}
+"""What counts, causal or not."""
+
+
+class Case(NamedTuple):
+    """One line of the table; bf16, head_dim 128, batch 1."""
+
+    heads: int
+    kv_heads: int
+    n: int
+    causal: bool
+    which: str
+
+    @property
+    def row(self) -> Row:
+        return dict(heads=self.heads, kv_heads=self.kv_heads, n=self.n, causal=self.causal) | {"pass": self.which}
+
+
+CASES = (
+    Case(16, 16, 65536, True, "forward"), Case(16, 16, 16384, True, "forward"), Case(16, 16, 65536, True, "both"),
+    Case(16, 16, 65536, False, "forward"), Case(8, 8, 262144, True, "forward"), Case(32, 8, 65536, True, "forward"),
+    Case(32, 8, 65536, True, "both"),
+)  # fmt: skip
+QUICK = (Case(4, 2, 64, True, "both"), Case(4, 2, 64, False, "forward"))
+GOALS: dict[Case, float] = {CASES[0]: 0.97, CASES[1]: 0.80, CASES[2]: 0.93, CASES[3]: 0.985, CASES[4]: 0.985}
+"""The share of the ideal that the ring is to reach on two GPUs; set before anything was measured."""
+OVER_PEER, ERROR, LONGEST = 1.2, 1.1, 0.975
+"""Both passes at 65536: times as fast as context_parallel. The error, of one GPU's. The longest sequence, of as many
+times one GPU's as there are ranks: 1.95 of 2."""
+
+
+# ---- what is timed ---------------------------------------------------------------------------------------------------
+def ways(
+    link: Link, alone: Link, case: Case, whole: Sequence[torch.Tensor], graphs: bool
+) -> dict[str, Callable[[], Way]]:
+    """By name a function that prepares one, and returns what is to be timed; whole: q, k, v and dO."""
+
+    def passes(inputs: Sequence[torch.Tensor], attention: Callable[..., torch.Tensor]) -> Way:
+        q, k, v, grad_o = inputs
+        if case.which == "forward":
+            return lambda: attention(q, k, v)
+        leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+        return lambda: (o := attention(*leaves), torch.autograd.grad(o, leaves, grad_o))[0]
+
+    def over_ranks(function: Callable[..., torch.Tensor], layout: str, **options: Any) -> Callable[[], Way]:
+        def prepare() -> Way:
+            mine = [shard(x, link.rank, link.world, layout=layout) for x in whole]
+            return passes(mine, functools.partial(function, group=link, causal=case.causal, layout=layout, **options))
+
+        return prepare
+
+    def on_one() -> Way:
+        if case.which == "forward":
+            return passes(whole, functools.partial(flashlab.flash_attention, causal=case.causal))
+        return passes(whole, functools.partial(ring_attention, group=alone, causal=case.causal))  # the same kernels
+
+    found = {ONE: on_one, CONTIGUOUS: over_ranks(ring_attention, "contiguous")}
+    best = "zigzag" if case.causal else "contiguous"
+    if case.causal:
+        found[ZIGZAG] = over_ranks(ring_attention, "zigzag")
+    found["ring, one after the other"] = over_ranks(ring_attention, best, overlap=False)
+    if graphs:
+        found["ring, as a graph"] = lambda: _recorded(over_ranks(ring_attention, best)())
+    found["all-gather"] = over_ranks(all_gather_attention, best)
+    found["Ulysses"] = over_ranks(ulysses_attention, "contiguous")
+    if whole[0].is_cuda and case.heads == case.kv_heads:
+        found |= {
+            name: functools.partial(_context_parallel, case, backend, whole) for name, backend in BACKENDS.items()
+        }
+    return found
+
+
+def _recorded(work: Way) -> Way:
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        work()
+        work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        work()
+    return graph.replay
+
+
+def _context_parallel(case: Case, backend: SDPBackend, whole: Sequence[torch.Tensor]) -> Way:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.experimental import context_parallel
+
+    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+    buffers = [x.clone() for x in whole]
+    entered = context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 4, no_restore_buffers=set(buffers))
+    both = case.which == "both"
+
+    def work() -> Any:
+        q, k, v, grad_o = mine
+        with sdpa_kernel(backend):
+            o = F.scaled_dot_product_attention(q, k, v, is_causal=case.causal)
+            return torch.autograd.grad(o, (q, k, v), grad_o) if both else o
+
+    entered.__enter__()  # it cuts the buffers, and changes SDPA until it is left: `work.close`
+    mine = [x.detach().requires_grad_(both and i < 3) for i, x in enumerate(buffers)]
+    work.close = lambda: entered.__exit__(None, None, None)  # type: ignore[attr-defined]
+    return work
+
+
+# ---- time, over ranks ------------------------------------------------------------------------------------------------
+def milliseconds(link: Link, work: Way) -> float:
+    """Of the slowest rank; all begin together."""
+    device = _device()
+    link.all_gather(torch.zeros(1, device=device))
+    if device.type == "cuda":
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        begin.record()
+        work()
+        end.record()
+        end.synchronize()
+        took = begin.elapsed_time(end)
+    else:
+        start = time.perf_counter()
+        work()
+        took = 1e3 * (time.perf_counter() - start)
+    return link.all_gather(torch.tensor([took], device=device)).max().item()
+
+
+def _device() -> torch.device:
+    cuda = torch.cuda.is_available() and dist.is_initialized()
+    return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+
+
+def link_speed(link: Link, mib: int, rounds: int) -> Row:
+    """10^9 bytes per second that a rank sends to the next while it receives as much."""
+    x = torch.empty(mib << 20, dtype=torch.uint8, device=_device())
+
+    def both_ways() -> None:
+        _, arrived = link.pass_on(x)
+        arrived()
+
+    both_ways()
+    times = [milliseconds(link, both_ways) for _ in range(rounds)]
+    return {"part": "link", "mib": mib, "name": "pass_on", "gb_s": x.nbytes / statistics.median(times) / 1e6} | _times(
+        times
+    )
+
+
+def _times(times: Sequence[float]) -> Row:
+    return {"ms": statistics.median(times), "fastest": min(times), "slowest": max(times), "rounds": len(times)}
+
+
+def measure(link: Link, alone: Link, case: Case, rounds: int, graphs: bool = False) -> list[Row]:
+    """The rows of a case; the same on every rank."""
+    device = _device()
+    generator = torch.Generator(device).manual_seed(case.n)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    heads = (case.heads, case.kv_heads, case.kv_heads, case.heads)
+    head_dim = 128 if device.type == "cuda" else 16
+    whole = [torch.randn(1, h, case.n, head_dim, device=device, generator=generator).to(dtype) for h in heads]
+    rows: list[Row] = []
+    able: dict[str, Way] = {}
+    for name, prepare in ways(link, alone, case, whole, graphs).items():
+        row: Row = {"part": "ring"} | case.row | {"name": name}
+        work = None
+        try:
+            work = prepare()
+            work()  # compiles
+            if device.type == "cuda":
+                row["peak_bytes"] = timing.allocated(work)
+            if case.which == "forward" and name in (ONE, OURS[case.causal]):
+                row["error"] = _error(link, case, whole, work(), name)
+            if hasattr(work, "close"):  # it changes SDPA for all: timed by itself
+                row |= _times([milliseconds(link, work) for _ in range(rounds)])
+            else:
+                able[name] = work
+        except Exception as error:  # of all ranks alike
+            row["unavailable"] = timing.reason(error)
+        finally:
+            if hasattr(work, "close"):
+                work.close()  # type: ignore[union-attr]
+        rows.append(row)
+    times: dict[str, list[float]] = {name: [] for name in able}
+    for number in range(rounds):
+        for name in timing.order(able, number):
+            times[name].append(milliseconds(link, able[name]))
+    by_name = {row["name"]: row for row in rows}
+    for name, found in times.items():
+        by_name[name] |= _times(found)
+    for row in rows:
+        if "ms" in row and "ms" in by_name[ONE] and row["name"] != ONE:
+            row["of_ideal"] = by_name[ONE]["ms"] / link.world / row["ms"]
+    return rows
+
+
+def _error(link: Link, case: Case, whole: Sequence[torch.Tensor], o: torch.Tensor, name: str, many: int = 64) -> float:
+    """The rms error of some rows of the first head, over all ranks, relative to their rms."""
+    q, k, v = (x[0, 0].double() for x in whole[:3])
+    mine = places(case.n, link.rank, link.world, layout="zigzag" if case.causal else "contiguous").to(q.device)
+    picked = torch.arange(0, len(mine), max(1, len(mine) // many), device=q.device)
+    stand = mine[picked]
+    s = q[stand] @ k.T * q.shape[-1] ** -0.5
+    if case.causal:
+        s = s.masked_fill(torch.arange(case.n, device=q.device)[None, :] > stand[:, None], float("-inf"))
+    want = torch.softmax(s, -1) @ v
+    got = o[0, 0, stand if name == ONE else picked].double()
+    sums = link.all_gather(torch.stack([(got - want).pow(2).sum(), want.pow(2).sum()])).sum(0)
+    return (sums[0] / sums[1]).sqrt().item()
+
+
+# ---- what a record says ----------------------------------------------------------------------------------------------
+def _of(data: Data, case: Case) -> dict[str, Row]:
+    rows = [row for row in data["rows"] if row["part"] == "ring"]
+    return {row["name"]: row for row in rows if all(row[k] == v for k, v in case.row.items())}
+
+
+def goals(data: Data) -> list[tuple[str, float | None, float, bool]]:
+    """(what, found, wanted, met) of the goals; they were set for two GPUs."""
+    found: list[tuple[str, float | None, float, bool]] = []
+
+    def add(what: str, value: float | None, wanted: float, most: bool = False) -> None:
+        met = value is not None and (value <= wanted if most else value >= wanted)
+        found.append((what, value, wanted, met))
+
+    for case, wanted in GOALS.items():
+        rows = _of(data, case)
+        mask = "causal" if case.causal else "full"
+        what = f"{case.heads} heads, N {case.n}, {mask}, {case.which}"
+        add(f"{what}: of the ideal", rows.get(OURS[case.causal], {}).get("of_ideal"), wanted)
+        ours, one = rows.get(OURS[case.causal], {}), rows.get(ONE, {})
+        if "error" in ours and "error" in one:
+            add(f"{what}: error, of one GPU's", ours["error"] / one["error"], ERROR, most=True)
+        peers = [rows[name]["ms"] for name in BACKENDS if "ms" in rows.get(name, {})]
+        if case.which == "both":
+            add(
+                f"{what}: times context_parallel",
+                min(peers) / ours["ms"] if peers and "ms" in ours else None,
+                OVER_PEER,
+            )
+            if "peak_bytes" in ours and "peak_bytes" in one:
+                add(f"{what}: longest sequence by memory, of one GPU's times the ranks",
+                    _memory(one, case, 1) / _memory(ours, case, data["ranks"]) / data["ranks"], LONGEST)  # fmt: skip
+    return found
+
+
+def _memory(row: Row, case: Case, ranks: int) -> float:
+    """Bytes of a rank: its q, k, v and dO, and what a pass makes. All of it grows with the length."""
+    return row["peak_bytes"] + 2 * 128 * (2 * case.heads + 2 * case.kv_heads) * case.n / ranks
+
+
+def table(data: Data) -> Table:
+    """Every case and name: milliseconds, the share of the ideal, memory, error."""
+    cells = []
+    for row in data["rows"]:
+        if row["part"] != "ring":
+            continue
+        heads = f"{row['heads']}/{row['kv_heads']}" if row["heads"] != row["kv_heads"] else str(row["heads"])
+        what = f"{heads}, {row['n']}, {'causal' if row['causal'] else 'full'}, {row['pass']}"
+        if "ms" not in row:
+            cells.append([what, row["name"], row["unavailable"][:40], "", "", ""])
+            continue
+        peak = f"{row['peak_bytes'] / 2**20:.0f}" if "peak_bytes" in row else ""
+        ideal, error = (f"{row[k]:{f}}" if k in row else "" for k, f in (("of_ideal", ".3f"), ("error", ".2e")))
+        cells.append([what, row["name"], f"{row['ms']:.3f}", ideal, peak, error])
+    speed = next((row["gb_s"] for row in data["rows"] if row["part"] == "link"), float("nan"))
+    caption = f"{data['ranks']} ranks, each sends {speed:.1f} GB/s while it receives as much; bf16, head_dim 128"
+    columns = ["heads, N, mask, pass", "name", "ms", "of ideal", "MiB", "error"]
+    return Table.of(cells, columns, align="llrrrr", caption=caption)
+
+
+def goals_table(data: Data) -> Table:
+    """The goals, and which are met."""
+    cells = [[what, "not measured" if value is None else f"{value:.3f}", f"{wanted:g}", "yes" if met else "no"]
+             for what, value, wanted, met in goals(data)]  # fmt: skip
+    return Table.of(cells, ["goal, set for two GPUs", "found", "wanted", "met"], align="lrrl")
+
+
+# ---- as a program ----------------------------------------------------------------------------------------------------
+def measure_all(link: Link, quick: bool, graphs: bool = False, save: Callable[[list[Row]], None] = print) -> list[Row]:
+    """All rows, on every rank; rank 0 saves after each case."""
+    _, alone = link.split(1)
+    rows = [link_speed(link, 1 if quick else 512, 2 if quick else 9)]
+    for case in QUICK if quick else CASES:
+        rows += measure(link, alone, case, 2 if quick else 9, graphs)
+        if link.rank == 0:
+            save(rows)
+    return rows
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The bench as a program; under torchrun each rank is one. Raises NoGpu."""
+    parser = records.parser(__doc__, "ring")
+    parser.add_argument("--ranks", type=int, default=None, help="how many GPUs; all of this machine by default")
+    parser.add_argument("--graphs", action="store_true", help="the ring as a CUDA graph too")
+    given = parser.parse_args(arguments)
+    if given.quick and "RANK" not in os.environ:
+        ranks = given.ranks or 2
+        rows = run(ranks, lambda link: measure_all(link, True, save=lambda rows: None))[0]
+        records.keep(given.out, _record(records.machine(), ranks, rows), table, given)
+        return
+    if "RANK" not in os.environ:
+        _start_ranks(given, sys.argv[1:] if arguments is None else arguments)
+        return
+    link = start()
+    try:
+        _as_rank(link, given)
+    finally:
+        dist.destroy_process_group()
+
+
+def _start_ranks(given: argparse.Namespace, arguments: Sequence[str]) -> None:
+    there = torch.cuda.device_count()
+    ranks = given.ranks or there
+    if ranks < 2 or ranks > there:
+        raise NoGpu(f"a ring takes two GPUs at least, and PyTorch sees {there}; --quick runs on any machine")
+    rest = [x for x in arguments if x not in ("bench", "ring")]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    done = subprocess.run([*command, "-m", "flashlab.bench.ring", *rest])
+    if done.returncode:
+        raise SystemExit(done.returncode)
+
+
+def _as_rank(link: Link, given: argparse.Namespace) -> None:
+    if not torch.cuda.is_available():  # gloo, by torchrun: to try the program
+        rows = measure_all(link, True, save=lambda rows: None)
+        if link.rank == 0:
+            records.keep(given.out, _record(records.machine(), link.world, rows), table, given)
+        return
+    path = records.place("ring", given)
+
+    with timing.measured() as machine:
+
+        def save(rows: list[Row]) -> None:
+            if path is not None:
+                records.write_json(path, _record(machine, link.world, rows))
+
+        rows = measure_all(link, given.quick, given.graphs, save)
+    if link.rank == 0:
+        data = _record(machine, link.world, rows)
+        records.keep(path, data, table, given)
+        if not given.json:
+            print(goals_table(data))
+
+
+def _record(machine: Mapping[str, Any], ranks: int, rows: list[Row]) -> Data:
+    return {"bench": "ring", "machine": dict(machine), "ranks": ranks, "rows": rows}
+
+
+if __name__ == "__main__":
+    records.entry(main)

@@ -1,0 +1,198 @@
+"""Ring attention: every rank keeps its queries, keys and values travel round, and parts merge by their lse.
+
+    o = ring_attention(q, k, v, causal=True)          # on every rank, of its shards
+
+In step s a rank has the keys of rank - s. It computes the block of its queries against them and merges it in; meanwhile
+the keys are on their way to the next rank already. After as many steps as ranks everybody has seen all keys, and nobody
+has held more than two shards of them.
+
+The backward pass goes the same way round. dQ stays where Q is. dK and dV travel with their K and V, and every rank adds
+what its queries give; after one step more than K and V they are home.
+
+Sources: Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers for Near-Infinite Context" (2023), arXiv
+2310.01889; Zhu, ring-flash-attention (2024).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from flashlab.attention.inputs import check_causal, refuse_words, scale_of
+from flashlab.distributed.layout import LAYOUTS, Block, blocks, local_lengths, pairs
+from flashlab.distributed.link import Group, Link, connect
+from flashlab.distributed.parts import backend_for, begun, block_backward, block_forward, merged
+
+__all__ = ["Plan", "plan_of", "ring_attention", "ring_backward", "ring_forward"]
+
+
+class Plan(NamedTuple):
+    """What all ranks agree on. lengths: a rank's tokens of each document."""
+
+    lengths: list[int]
+    causal: bool
+    layout: str
+    scale: float
+    backend: str
+    overlap: bool = True
+
+
+def ring_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, group: Group = None, causal: bool = False,
+    layout: str = "zigzag", documents: Sequence[int] | None = None, scale: float | None = None, backend: str = "auto",
+    overlap: bool = True, **others: Any,
+) -> torch.Tensor:  # fmt: skip
+    """softmax(scale * q k^T + mask) v of one sequence that lies on all ranks, with its gradient.
+
+    Args:
+        q: [batch, heads, n, head_dim], this rank's shard as `flashlab.distributed.shard` makes it; k, v: [batch,
+            kv_heads, n, head_dim]. The same on every rank.
+        group: the ranks: None for all that torchrun started, a process group, or a Link.
+        causal: a query sees no key behind its own place in the sequence (in its document).
+        layout: by which `shard` dealt the sequence out: "contiguous", "zigzag" or "striped".
+        documents: the lengths of packed documents, of the whole sequence; a query sees keys of its own alone.
+        scale: 1 / sqrt(head_dim) unless given. backend: of the door, for each block; "auto" as there.
+        overlap: False waits for the next keys before it computes: to see what sending meanwhile is worth.
+    Returns:
+        o: like q. State and parts are in float32 (see flashlab.distributed.parts).
+    Raises:
+        TypeError, ValueError: a sentence that names the argument, on every rank where ranks differ. RankLost: another
+            rank has ended. NotImplementedError: for a second derivative.
+    """
+    if others:
+        if {"window", "attn_mask", "mask"} & set(others):
+            raise TypeError(
+                f"ring_attention has no {next(iter(others))}: its layouts balance a causal mask or none, and with a "
+                "window most blocks are empty: give each rank a contiguous piece and its neighbours' last keys"
+            )
+        refuse_words("ring_attention", others, "group, causal, layout, documents, scale, backend and overlap")
+    link = connect(group)
+    plan = plan_of(link, q, k, v, causal, layout, documents, scale, backend, overlap)
+    return _Ring.apply(q, k, v, link, plan)
+
+
+def plan_of(
+    link: Link, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False, layout: str = "zigzag",
+    documents: Sequence[int] | None = None, scale: float | None = None, backend: str = "auto", overlap: bool = True,
+) -> Plan:  # fmt: skip
+    """The plan of `ring_attention`; raises what that raises, before anything is sent."""
+    check_causal(causal)
+    chosen = backend_for(q, k, v, causal, backend)
+    n = q.shape[2]
+    if k.shape[2] != n:
+        raise ValueError(f"q has {n} rows and k has {k.shape[2]}: both are the rank's shard of one sequence")
+    lengths = local_lengths(n * link.world, link.world, layout, documents)
+    numbers = (*q.shape, k.shape[1], q.element_size(), causal, LAYOUTS.index(layout), *lengths)
+    link.agree("what ring_attention is asked for", numbers, _said)
+    return Plan(lengths, causal, layout, scale_of(scale, q.shape[-1]), chosen, overlap)
+
+
+def _said(numbers: tuple[int, ...]) -> str:
+    shape, (kv_heads, itemsize, causal, layout) = list(numbers[:4]), numbers[4:8]
+    causal_or_not = "causal" if causal else "not causal"
+    return f"q {shape}, {kv_heads} key heads, {itemsize} bytes per number, {causal_or_not}, {LAYOUTS[layout]!r}"
+
+
+# region: forward
+def ring_forward(
+    link: Link, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """o [batch, heads, n, head_dim] and lse [batch, heads, n] of this rank's queries, as the state has them."""
+    state = None
+    for kv, todo in _round(link, torch.stack([k, v]), plan):
+        for block in todo:
+            rows, keys = block.rows, block.keys
+            part = block_forward(
+                plan.backend, q[:, :, rows], kv[0][:, :, keys], kv[1][:, :, keys],
+                causal=block.causal, scale=plan.scale,
+            )  # fmt: skip
+            if link.step == 0:  # the rank's own keys: each row sees one at least
+                state = begun(state, q, rows, part)
+            else:
+                state = merged(state, rows, part, last=link.step + 1 == link.world)
+    assert state is not None, "a rank has rows, and they see its own keys"
+    return state
+
+
+# endregion
+
+
+# region: round
+def _round(link: Link, kv: torch.Tensor, plan: Plan) -> Iterator[tuple[torch.Tensor, list[Block]]]:
+    """Step by step the keys and values that are there, and what to compute with them; meanwhile they travel on."""
+    for step in range(link.world):
+        link.step = step
+        last = step + 1 == link.world
+        if not last:
+            coming, arrived = link.pass_on(kv)
+            if not plan.overlap:
+                arrived()
+        source = (link.rank - step) % link.world
+        todo = blocks(link.rank, source, link.world, plan.lengths, causal=plan.causal, layout=plan.layout)
+        begin = time.perf_counter()
+        yield kv, todo
+        if todo:
+            link.note("block", begin, sum(map(pairs, todo)))
+        if not last:
+            if plan.overlap:
+                arrived()
+            kv = coming
+
+
+# endregion
+
+
+# region: backward
+def ring_backward(
+    link: Link, grad_o: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor,
+    lse: torch.Tensor, plan: Plan,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """dq, dk and dv of this rank's shards, as wide as the state; o and lse are of the whole rows."""
+    dq = q.new_empty(q.shape, dtype=lse.dtype)
+    came: tuple[torch.Tensor, Callable[[], None]] | None = None
+    for kv, todo in _round(link, torch.stack([k, v]), plan):
+        all_keys = sum(block.keys.stop - block.keys.start for block in todo) == kv.shape[3]
+        mine = (torch.empty_like if all_keys else torch.zeros_like)(kv, dtype=lse.dtype)
+        for block in todo:
+            rows, keys = block.rows, block.keys
+            found = block_backward(
+                plan.backend, grad_o[:, :, rows], q[:, :, rows], kv[0][:, :, keys], kv[1][:, :, keys],
+                o[:, :, rows], lse[:, :, rows], causal=block.causal, scale=plan.scale,
+            )  # fmt: skip
+            if link.step == 0:  # all of the rank's rows, each once
+                dq[:, :, rows] = found[0]
+            else:
+                dq[:, :, rows] += found[0]
+            mine[0][:, :, keys], mine[1][:, :, keys] = found[1:]
+        if came is not None:  # what the ranks before have found for the same keys
+            dkv, arrived = came
+            arrived()
+            mine += dkv
+        came = link.pass_on(mine)  # to whom these keys go next; at the end that is whose they are
+    assert came is not None, "there is at least one rank"
+    dkv, arrived = came
+    arrived()
+    return dq, dkv[0], dkv[1]
+
+
+# endregion
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, link: Link, plan: Plan) -> torch.Tensor:
+        o, lse = ring_forward(link, q, k, v, plan)
+        o = o.to(q.dtype)
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.link, ctx.plan = link, plan
+        return o
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_o: torch.Tensor) -> Any:
+        q, k, v, o, lse = ctx.saved_tensors
+        found = ring_backward(ctx.link, grad_o, q, k, v, o, lse, ctx.plan)
+        return *(x.to(like.dtype) for x, like in zip(found, (q, k, v), strict=True)), None, None

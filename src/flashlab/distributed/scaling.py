@@ -1,0 +1,152 @@
+"""What each way sends and waits for, in exact numbers; and a simulation of many GPUs from measured and published ones.
+
+    work(4, 64, causal=True, layout="zigzag")[step][rank]      pairs of a query and a key
+    critical_path(...)                                           steps as long as their busiest rank, added up
+    sent_bytes("ring", 4, ...)                                   by a rank, in a forward or a backward pass
+    simulate("ring", machine, 64, ...)                           seconds, with blocks and sends one behind the other
+
+The simulation knows three things: how fast a kernel is at a length (measured on one GPU), how fast links are
+(published), and what a step costs beside them. It has no congestion and no slow GPU, so it is kinder than a cluster.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from flashlab.attention.inputs import one_of
+from flashlab.distributed.layout import blocks, local_lengths, pairs
+
+__all__ = ["WAYS", "Machine", "critical_path", "one_gpu", "sent_bytes", "simulate", "work"]
+
+WAYS = ("gather", "ring", "ulysses", "mesh")
+
+
+def work(world: int, n: int, *, causal: bool, layout: str) -> list[list[int]]:
+    """Pairs of a query and a key by step of the ring and rank; n is the whole sequence."""
+    lengths = local_lengths(n, world, layout)
+    return [
+        [
+            sum(map(pairs, blocks(rank, (rank - step) % world, world, lengths, causal=causal, layout=layout)))
+            for rank in range(world)
+        ]
+        for step in range(world)
+    ]
+
+
+def critical_path(world: int, n: int, *, causal: bool, layout: str) -> int:
+    """The pairs that are computed one after the other: of each step those of its busiest rank."""
+    return sum(map(max, work(world, n, causal=causal, layout=layout)))
+
+
+def sent_bytes(
+    way: str, world: int, n: int, *, heads: int, kv_heads: int, head_dim: int, itemsize: int = 2, wide: int = 4,
+    backward: bool = False,
+) -> int:  # fmt: skip
+    """Bytes that one rank sends in a forward pass, or in its backward pass.
+
+    Args:
+        way: "gather", "ring" or "ulysses". n: rows of a rank, of one batch. itemsize: bytes per number of q, k and v;
+            wide: of a gradient that is summed over ranks.
+    Raises:
+        ValueError: another way.
+    """
+    if way not in WAYS[:3]:
+        raise ValueError(f"way is {way!r}; it must be {one_of([repr(x) for x in WAYS[:3]])}")
+    kv, q = 2 * kv_heads * n * head_dim, heads * n * head_dim  # numbers in a shard
+    if way == "ulysses":  # q, k and v there, o back; backward the same the other way
+        return (2 * q + kv) * itemsize // world * (world - 1)
+    forward = (world - 1) * kv * itemsize
+    if not backward:
+        return forward
+    if way == "gather":
+        return (world - 1) * kv * wide
+    return forward + (world * kv * wide if world > 1 else 0)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """GPUs in nodes.
+
+    Attributes:
+        tflops: measured speed of a kernel by its length, 10^12 FLOP/s; between two lengths it is interpolated.
+        node: GPUs that are linked to each other directly. inside, between: 10^9 bytes per second that a GPU sends
+            within its node and out of it.
+        step_us: what a step takes beside the kernel and the link: launches, the merge.
+    """
+
+    tflops: Mapping[int, float]
+    node: int = 8
+    inside: float = 450.0
+    between: float = 50.0
+    step_us: float = 20.0
+
+    def speed(self, n: float) -> float:
+        """FLOP/s of a kernel over n rows; no faster than measured beyond the longest."""
+        known = sorted(self.tflops)
+        return 1e12 * float(np.interp(math.log(n), [math.log(x) for x in known], [self.tflops[x] for x in known]))
+
+
+def one_gpu(machine: Machine, n: int, *, heads: int, head_dim: int, causal: bool = True) -> float:
+    """Seconds of one GPU with the whole sequence."""
+    return 4 * heads * head_dim * n * n / (2 if causal else 1) / machine.speed(n)
+
+
+def simulate(
+    way: str, machine: Machine, world: int, n: int, *, heads: int, kv_heads: int, head_dim: int, itemsize: int = 2,
+    causal: bool = True, layout: str = "zigzag", group: int = 8,
+) -> float:  # fmt: skip
+    """Seconds of a forward pass over the whole sequence of n tokens; infinity where the way has no room for the ranks.
+
+    Args:
+        way: of `WAYS`. group: ranks of a mesh that share heads; they are in one node.
+    """
+    if way not in WAYS:
+        raise ValueError(f"way is {way!r}; it must be {one_of([repr(x) for x in WAYS])}")
+    flop = 4 * heads * head_dim
+    local = n // world
+    kv, q = 2 * kv_heads * local * head_dim * itemsize, heads * local * head_dim * itemsize
+    across = machine.between if world > machine.node else machine.inside
+    if way == "gather":  # a ring of NCCL's own, then the busiest rank's kernel
+        busiest = max(map(sum, zip(*work(world, n, causal=causal, layout=layout), strict=True)))
+        return (world - 1) * kv / (across * 1e9) + flop * busiest / machine.speed(local) + machine.step_us / 1e6
+    if way == "ulysses":
+        if world > kv_heads:
+            return math.inf
+        work_each = one_gpu(machine, n, heads=heads, head_dim=head_dim, causal=causal) / world
+        return _exchange(machine, world, 2 * q + kv) + work_each + machine.step_us / 1e6
+    if way == "mesh":
+        group = min(group, machine.node, world)
+        if group > kv_heads or world % group:
+            return math.inf
+        ring = world // group
+        return _exchange(machine, group, 2 * q + kv) + _ring(
+            machine, ring, n, flop // group, kv, causal, layout, apart=group
+        )
+    return _ring(machine, world, n, flop, kv, causal, layout, apart=1)
+
+
+def _exchange(machine: Machine, world: int, sent: float) -> float:
+    """Seconds of the all-to-alls: what leaves the node goes by the slower link."""
+    out = max(0, world - machine.node) / world
+    return sent * ((1 - out - 1 / world) / machine.inside + out / machine.between) / 1e9
+
+
+def _ring(
+    machine: Machine, world: int, n: int, flop: int, kv: int, causal: bool, layout: str, apart: int
+) -> float:  # fmt: skip
+    """Rank by rank: a step begins when the one before has ended and its keys are there; they are sent meanwhile."""
+    seconds = flop * np.array(work(world, n, causal=causal, layout=layout)) / machine.speed(n // world)
+    nodes = np.arange(world) * apart // machine.node
+    link = np.where(nodes == np.roll(nodes, 1), machine.inside, machine.between) * 1e9  # from the previous rank
+    begin = np.zeros(world)
+    for step in range(world):
+        ended = begin + seconds[step] + machine.step_us / 1e6
+        if step + 1 == world:
+            break
+        arrives = np.maximum(begin, np.roll(begin, 1)) + kv / link
+        begin = np.maximum(ended, arrives)
+    return float(ended.max())

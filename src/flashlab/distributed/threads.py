@@ -1,0 +1,83 @@
+"""Ranks as threads of one process: for a notebook, and for tests.
+
+    outputs = run(4, function, shards_of_q, shards_of_k)       # function(link, q, k) on each rank
+
+The threads talk by the same gloo as processes on CPUs would, over sockets of this machine. Eight ranks are there in a
+third of a second, because nobody imports torch again; the function may be defined in a notebook's cell.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from flashlab.distributed.link import TIMEOUT, Event, Link, RankLost
+
+__all__ = ["RanksFailed", "run"]
+
+
+class RanksFailed(RuntimeError):
+    """Ranks that ended with different errors; `errors` has them by rank."""
+
+    def __init__(self, errors: dict[int, BaseException], world: int) -> None:
+        self.errors = errors
+        first = next((r for r, e in errors.items() if not isinstance(e, RankLost)), min(errors))
+        others = f"; {len(errors) - 1} more could not go on without it" if len(errors) > 1 else ""
+        super().__init__(f"rank {first} of {world} ended with {type(errors[first]).__name__}: {errors[first]}{others}")
+
+
+def run(
+    world: int, function: Callable[..., Any], *of_ranks: Sequence[Any], timeout: float = TIMEOUT,
+    trace: list[Event] | None = None,
+) -> list[Any]:  # fmt: skip
+    """function(link, ...) on `world` threads; what they return, by rank.
+
+    Args:
+        of_ranks: for each further argument of the function a list with one element per rank.
+        timeout: seconds that a rank waits for another. trace: see `Link`.
+    Raises:
+        ValueError: a list of another length. RanksFailed: ranks that ended with errors; where all of them ended with
+            one and the same, that is raised itself.
+    """
+    for argument in of_ranks:
+        if len(argument) != world:
+            raise ValueError(f"there are {world} ranks, and an argument has {len(argument)} elements: one per rank")
+    store, results, errors = dist.HashStore(), [None] * world, dict[int, BaseException]()
+    links: list[Link | None] = [None] * world
+
+    def connected(name: str, rank: int, size: int) -> Any:
+        options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._timeout = timedelta(seconds=timeout)
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        return dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, options)
+
+    def work(rank: int) -> None:
+        try:
+            link = Link(
+                connected("all", rank, world), lambda name, ranks: connected(name, ranks.index(rank), len(ranks)),
+                trace, timeout,
+            )  # fmt: skip
+            links[rank] = link  # until all have ended: what it sent last may still be on its way
+            results[rank] = function(link, *(argument[rank] for argument in of_ranks))
+        except BaseException as error:  # SystemExit too: a rank that leaves
+            errors[rank] = error
+            if (mine := links[rank]) is not None:
+                mine.close()
+
+    threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        first = errors[min(errors)]
+        if len(errors) == world and len({(type(e), str(e)) for e in errors.values()}) == 1:
+            raise first
+        raise RanksFailed(dict(sorted(errors.items())), world) from next(
+            (e for e in errors.values() if not isinstance(e, RankLost)), first
+        )
+    return results

@@ -1,0 +1,211 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Phase 13 · Many GPUs: exercises
+#
+# Fill in each cell that says `# YOUR CODE HERE`, run it, then run the check below it. A check that fails says in one
+# sentence what is wrong. `hint("13.4")` gives the next hint, `progress()` shows where you are.
+#
+# **Time:** about three hours.
+
+# %% [markdown]
+# The names are the lecture's:
+#
+# | name | what it is |
+# |:--|:--|
+# | `rank`, `world` | the number of a rank, from 0; how many there are |
+# | `n` | tokens on each rank |
+# | `source` | whose keys a rank has now |
+# | `lse`, `delta` | of a whole row: the log of the sum of exponentials; the sum of `o * do` |
+#
+# No ranks are started here. Where several are meant, index 0 of a tensor is the rank that has it.
+
+# %%
+import math
+
+import torch
+
+from flashlab.exercises import check, hint, progress
+
+# %% [markdown]
+# ## 13.1
+#
+# Before anything is computed, each row has to know where it stands: rotary embedding needs it, and so does the mask. Two layouts, a rank's
+# row, and its position in the whole sequence.
+
+# %% tags=["exercise"]
+# RULE flashlab.exercises.phase_13: position
+
+# %% tags=["check"]
+# hint("13.1")
+check("13.1", position)
+
+# %% [markdown]
+# ## 13.2
+#
+# Parts come one after the other, and are merged into a state. Implementations on GPUs do it with *one* weight per row: the share of the new
+# part. No maximum is needed for it, and nothing overflows. Find the share, then the two lines.
+#
+# The first part is a rank's own and has seen a key in each row. Later ones may have seen none: `lse` is $-\infty$ there and `o` is 0.
+
+# %% tags=["exercise"]
+# RULE flashlab.exercises.phase_13: merge_along
+
+# %% tags=["check"]
+# hint("13.2")
+check("13.2", merge_along)
+
+# %% [markdown]
+# ## 13.3
+#
+# Zigzag, causal. A rank has its two pieces of queries, one after the other in one tensor, and the two pieces of keys of `source`. A kernel
+# is called once per step. Which rows, which keys, and is there a mask?
+
+# %% tags=["exercise"]
+# RULE flashlab.exercises.phase_13: zigzag_block
+
+# %% tags=["check"]
+# hint("13.3")
+check("13.3", zigzag_block)
+
+# %% [markdown]
+# ## 13.4
+#
+# The lecture derived from how many tokens per rank on sending is hidden, without a mask. Now for a causal zigzag ring, and in whole tokens of
+# the *whole* sequence. Every step but the first is meant; the first has more work.
+
+# %% tags=["exercise"]
+# RULE flashlab.exercises.phase_13: hiding_length
+
+# %% tags=["check"]
+# hint("13.4")
+check("13.4", hiding_length)
+
+# %% [markdown]
+# ## 13.5
+#
+# The backward ring, all ranks at once. Sending to the next rank is `x.roll(1, 0)`: index 1 then has what index 0 had. Only that, and phase
+# 5's four lines.
+
+# %% tags=["exercise"]
+# RULE flashlab.exercises.phase_13: backward_ring
+
+# %% tags=["check"]
+# hint("13.5")
+check("13.5", backward_ring)
+
+# %% [markdown]
+# ## 13.6
+#
+# The all-to-all of Ulysses, as a change of axes.
+
+# %% tags=["exercise"]
+# RULE flashlab.exercises.phase_13: to_heads
+
+# %% tags=["check"]
+# hint("13.6")
+check("13.6", to_heads)
+
+# %% [markdown]
+# ## 13.7
+#
+# A ring's backward pass, the part that stays at home. It ran for months. Losses went down, if slowly; the forward pass was compared with one
+# GPU to the last digit. Then somebody compared gradients.
+#
+# The check shows the symptoms, and no cause, until you change the code. **With how many ranks is it right?**
+
+# %% tags=["exercise"]
+# BEGIN STARTER
+def hunted_dq(q, k, v, do, lse, delta):
+    """dq [ranks, n, D] of a ring without a mask, scale 1; arguments as in 13.5."""
+    dq, world = torch.zeros_like(q), len(q)
+    there_k, there_v = k, v
+    for _ in range(world):
+        p = torch.exp(q @ k.mT - lse[..., None])
+        ds = p * (do @ v.mT - delta[..., None])
+        dq = dq + ds @ k
+        there_k, there_v = there_k.roll(1, 0), there_v.roll(1, 0)  # to the next rank
+    return dq
+# END STARTER
+# BEGIN SOLUTION
+def hunted_dq(q, k, v, do, lse, delta):
+    """dq [ranks, n, D] of a ring without a mask, scale 1; arguments as in 13.5."""
+    dq, world = torch.zeros_like(q), len(q)
+    there_k, there_v = k, v
+    for _ in range(world):
+        p = torch.exp(q @ there_k.mT - lse[..., None])  # repaired, here and below: what is there
+        ds = p * (do @ there_v.mT - delta[..., None])
+        dq = dq + ds @ there_k
+        there_k, there_v = there_k.roll(1, 0), there_v.roll(1, 0)  # to the next rank
+    return dq
+# END SOLUTION
+
+# %% tags=["check"]
+# hint("13.7")
+check("13.7", hunted_dq)
+
+# %% [markdown]
+# ## 13.8
+#
+# A ring in zigzag. It was written for language models, and made them twice as fast as the contiguous one. Then it was used for images, where
+# every patch sees every other.
+
+# %% tags=["exercise"]
+def hunted_ring(q, k, v, causal):
+    """o [ranks, n, D], scale 1; q, k, v: [ranks, n, D], index 0 the rank that has it, dealt out in zigzag."""
+    world, n, _ = q.shape
+    half = n // 2
+    o, lse = torch.zeros_like(q), torch.full_like(q[..., 0], float("-inf"))
+    for step in range(world):
+        for rank in range(world):
+            source = (rank - step) % world
+            # BEGIN STARTER
+            first = half if source > rank else 0
+            end = half if source < rank else n
+            # END STARTER
+            # BEGIN SOLUTION
+            first = half if causal and source > rank else 0  # repaired: a mask alone hides pairs
+            end = half if causal and source < rank else n
+            # END SOLUTION
+            s = q[rank, first:] @ k[source, :end].T
+            if causal and source == rank:
+                s = s.masked_fill(torch.ones_like(s).triu(1) > 0, float("-inf"))
+            part, part_lse = torch.softmax(s, -1) @ v[source, :end], torch.logsumexp(s, -1)
+            share = torch.sigmoid(part_lse - lse[rank, first:])[:, None]
+            o[rank, first:] += share * (part - o[rank, first:])
+            lse[rank, first:] = torch.logaddexp(lse[rank, first:], part_lse)
+    return o
+
+# %% tags=["check"]
+# hint("13.8")
+check("13.8", hunted_ring)
+
+# %% [markdown]
+# ## 13.9
+#
+# With a sliding window most blocks of a ring are empty, and zigzag is the wrong remedy: two pieces have two sets of neighbours. Contiguous
+# pieces need just the keys of a few ranks before them. Of how many, and is the work even?
+#
+# When it is solved, try it with 8 ranks of 4096 tokens and a window of 4096, and then of 32 768: at which window does the ring need to be
+# balanced again?
+
+# %% tags=["exercise"]
+# RULE flashlab.exercises.phase_13: with_window
+
+# %% tags=["check"]
+# hint("13.9")
+check("13.9", with_window)
+
+# %% [markdown]
+# ## Where you are
+#
+# You have gone from one row of scores to a sequence over many GPUs. That is the whole course.
+
+# %% tags=["nbval-ignore-output"]
+progress(13)
