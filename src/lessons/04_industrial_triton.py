@@ -317,10 +317,10 @@ show.table([[step.name, step.idea] for step in STEPS], ["step", "idea"])
 # `tl.multiple_of` is a promise to the compiler. Triton finds out by itself whether a stride is a multiple of 16. The row stride of a head size of 40 is
 # not. But it is a multiple of 8, which is 16 bytes of fp16, the most that a thread loads at once. `ALIGN` says so, if it is so.
 #
-# Now the loop, from the plain kernel to the first step:
+# Now the loop from the plain kernel to the first step, what stands before a tile and what is done with one:
 
 # %%
-show.diff(triton_plain.plain_attention_kernel, text(STEPS[0], helpers=False), "loop")
+show.diff(triton_plain.plain_attention_kernel, text(STEPS[0], helpers=False), "loop", "tile")
 
 # %% [markdown]
 # - **`edges`** are four positions, computed before the loop: `edges[3]` is where the last row of the block stops seeing keys, and the loop ends there.
@@ -537,7 +537,7 @@ print(f"{count} tiles, each as it should be")
 # Gemma 2 bounds its scores: $s$ becomes $c \tanh(s / c)$. It is one more constant, and one line in the loop:
 
 # %%
-show.diff(text(STEPS[2], helpers=False), text(STEPS[3], helpers=False), "loop")
+show.diff(text(STEPS[2], helpers=False), text(STEPS[3], helpers=False), "tile")
 
 # %% [markdown]
 # Where is $c$? In the scale. The loop computes $2^{\,s \cdot \mathrm{scale\_log2} - m}$, so with a cap `scale_log2` is $c \log_2 e$, and what the line

@@ -450,7 +450,7 @@ check("4.10", my_attention)
 
 
 def heads_attention(q, k, v, *, scale=None):
-    """(o, lse): o [batch, seq_q, heads, head_dim], in q's dtype; lse [batch, heads, seq_q], float32, natural logarithm.
+    """(o, lse): o like q, in shape and dtype; lse [batch, heads, seq_q], float32, natural logarithm.
 
     q: [batch, seq_q, heads, head_dim]; k, v: [batch, seq_k, kv_heads, head_dim], fp16, with any strides.
     scale: 1 / sqrt(head_dim) unless given.
@@ -496,7 +496,7 @@ def heads_kernel(
 
 
 def heads_attention(q, k, v, *, scale=None):
-    """(o, lse): o [batch, seq_q, heads, head_dim], in q's dtype; lse [batch, heads, seq_q], float32, natural logarithm.
+    """(o, lse): o like q, in shape and dtype; lse [batch, heads, seq_q], float32, natural logarithm.
 
     q: [batch, seq_q, heads, head_dim]; k, v: [batch, seq_k, kv_heads, head_dim], fp16, with any strides.
     scale: 1 / sqrt(head_dim) unless given.
@@ -616,8 +616,9 @@ check("4.12", prefix_attention)
 def two_sizes_attention(q, k, v, *, causal=False, scale=None):
     """(o, lse): o [batch, heads, seq_q, value_dim]; lse [batch, heads, seq_q], float32, natural logarithm.
 
-    q: [batch, heads, seq_q, head_dim]; k: [batch, kv_heads, seq_k, head_dim]; v: [batch, kv_heads, seq_k, value_dim].
-    fp16, with any strides. scale: 1 / sqrt(head_dim) unless given. causal: aligned at the end.
+    q: [batch, heads, seq_q, head_dim]; k: [batch, kv_heads, seq_k, head_dim];
+    v: [batch, kv_heads, seq_k, value_dim]; fp16, with any strides.
+    scale: 1 / sqrt(head_dim) unless given. causal: aligned at the end.
     """
     raise NotImplementedError  # YOUR CODE HERE
 # END STARTER
@@ -672,8 +673,9 @@ def two_sizes_kernel(
 def two_sizes_attention(q, k, v, *, causal=False, scale=None):
     """(o, lse): o [batch, heads, seq_q, value_dim]; lse [batch, heads, seq_q], float32, natural logarithm.
 
-    q: [batch, heads, seq_q, head_dim]; k: [batch, kv_heads, seq_k, head_dim]; v: [batch, kv_heads, seq_k, value_dim].
-    fp16, with any strides. scale: 1 / sqrt(head_dim) unless given. causal: aligned at the end.
+    q: [batch, heads, seq_q, head_dim]; k: [batch, kv_heads, seq_k, head_dim];
+    v: [batch, kv_heads, seq_k, value_dim]; fp16, with any strides.
+    scale: 1 / sqrt(head_dim) unless given. causal: aligned at the end.
     """
     (batch, heads, M, head_dim), (_, kv_heads, N, value_dim) = q.shape, v.shape
     scale = head_dim**-0.5 if scale is None else scale

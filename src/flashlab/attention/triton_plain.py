@@ -57,6 +57,8 @@ def plain_attention_kernel(
     l_i = tl.zeros([BLOCK_M], tl.float32)  # the sum of exp2(score - m_i) so far
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)  # the sum of exp2(score - m_i) * v so far
     for start_n in range(0, N, BLOCK_N):
+        # endregion
+        # region: tile
         offs_n = (start_n + tl.arange(0, BLOCK_N)).to(tl.int64)
         real = (offs_n[:, None] < N) & real_d
         k = tl.load(k_ptrs + offs_n[:, None] * stride_kn, mask=real, other=0.0)
@@ -74,7 +76,7 @@ def plain_attention_kernel(
         v = tl.load(v_ptrs + offs_n[:, None] * stride_vn, mask=real, other=0.0)
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")  # acc + p @ v; p in v's dtype
         m_i = m_new
-    # endregion
+        # endregion
 
     acc = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]  # l_i is 0 in a row that sees no key: o is 0
     lse = (m_i + tl.log2(l_i)) * 0.6931471805599453  # times ln 2: a natural logarithm
