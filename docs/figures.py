@@ -132,6 +132,7 @@ def course_map():
     upper, lower = 1.0, -1.35
     at = {0: (0.1, upper), 1: (2.0, upper), 2: (7.5, upper), 3: (9.5, upper), 4: (11.4, upper)}
     at.update({5 + k: (11.7 - 1.43 * k, lower) for k in range(9)})
+    at["11b"] = (2.4, lower + 0.85)
     road = "#C9C9C9"
     ax.plot([at[0][0], 12.1], [upper, upper], color=road, linewidth=7, solid_capstyle="round", zorder=0)
     bend = [(12.1, upper), (12.75, upper), (12.75, lower), (12.1, lower)]
@@ -151,12 +152,12 @@ def course_map():
         0: "Attention and\nonline softmax", 1: "Naive\nattention", 2: "Simulation in\nplain PyTorch",
         3: "Minimal\nTriton kernel", 4: "Industrial\nTriton", 5: "Backward\npass", 6: "Scalar\nCUDA C++",
         7: "Tensor\ncores", 8: "Pipelines\nand banks", 9: "Past Flash-\nAttention-2",
-        10: "Profiling a\ntransformer", 11: "Hopper", 12: "Decoding", 13: "Many\nGPUs",
+        10: "Profiling a\ntransformer", 11: "Hopper", "11b": "Gluon", 12: "Decoding", 13: "Many\nGPUs",
     }  # fmt: skip
     for phase in PHASES:
         x, y = at[phase.number]
-        color = STACKS[phase.kind][1] if phase.number != 1 else STACKS["triton"][1]
-        written = any(LESSONS.glob(f"{phase.number:02d}_*.py"))  # the others are drawn hollow
+        color = STACKS["triton" if phase.number == 1 or phase.kind == "gluon" else phase.kind][1]
+        written = any(LESSONS.glob(f"{phase.number:0>2}_*.py"))  # the others are drawn hollow
         ax.add_patch(
             Circle((x, y), 0.36, facecolor=color if written else "white", edgecolor=color, linewidth=2.6, zorder=3)
         )
@@ -191,7 +192,7 @@ def main(folder: Path) -> None:
 
 def write_phases(readme: Path) -> None:
     """Put the table of the phases, as flashlab.course has it, between the README's marks."""
-    written = {phase.number for phase in PHASES if any(LESSONS.glob(f"{phase.number:02d}_*.py"))}
+    written = {phase.number for phase in PHASES if any(LESSONS.glob(f"{phase.number:0>2}_*.py"))}
     begin, end = "<!-- phases: written by docs/figures.py -->", "<!-- end of the phases -->"
     before, _, rest = readme.read_text(encoding="utf-8").partition(begin)
     after = rest.partition(end)[2]

@@ -48,14 +48,14 @@ SECTIONS = {
 NOT_SHOWN = {"The phases", "Licence"}  # the map on the left has them; the footer
 
 
-def load_phases() -> tuple[Any, ...]:
-    """`flashlab.course.PHASES`, without the package, which imports torch."""
+def load_phases() -> tuple[Callable[[float], str], tuple[Any, ...]]:
+    """`flashlab.course`'s `hours` and PHASES, without the package, which imports torch."""
     spec = importlib.util.spec_from_file_location("course", ROOT / "src" / "flashlab" / "course.py")
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     sys.modules["course"] = module
     spec.loader.exec_module(module)
-    return tuple(p for p in module.PHASES if (ROOT / "notebooks" / f"{p.name}.ipynb").exists())
+    return module.hours, tuple(p for p in module.PHASES if (ROOT / "notebooks" / f"{p.name}.ipynb").exists())
 
 
 def repository() -> str:
@@ -102,7 +102,7 @@ class Site:
     def __init__(self, target: Path):
         self.target = target
         self.repository = repository()
-        self.phases = load_phases()
+        self.hours, self.phases = load_phases()
         self.names = {p.number: p.name for p in self.phases}
         self.hints = hints()
         self.readme = sections((ROOT / "README.md").read_text(encoding="utf-8"))
@@ -220,7 +220,10 @@ class Site:
         """The first page: what the README begins with, the paths, and the map that Sphinx puts on the left."""
         begin = self.linked(self.readme[""], "README.md", "index.md")
         course = "\n".join(f"{p.number} · {p.title} <lectures/{p.name}>" for p in self.phases)
-        table = "\n".join(f"| [{p.number}](lectures/{p.name}.ipynb) | {p.title} | {p.summary} |" for p in self.phases)
+        table = "\n".join(
+            f"| [{p.number}](lectures/{p.name}.ipynb) | {p.title} | {p.summary} | {self.hours(p.reading)} |"
+            for p in self.phases
+        )
         text = (SITE / "index.md").read_text(encoding="utf-8")
         notes = "\n".join(page for page in self.pages.values() if page.startswith("notes/"))
         others = {page for source, page in self.pages.items() if source.startswith("docs/")} - {"install.md"}
@@ -343,7 +346,7 @@ class Site:
         (self.target / "scorer.js").write_text(scorer.replace("NAMES", json.dumps(names)), encoding="utf-8")
         for phase in self.phases:
             minutes = sum(self.hints[i][0] for i in self.hints if i.split(".")[0] == str(phase.number))
-            self.lecture(phase, f"Exercises · {minutes / 60:.1f} h".replace(".0", ""))
+            self.lecture(phase, f"Exercises · {self.hours(minutes)}")
             self.exercises(phase)
 
 
@@ -353,8 +356,17 @@ def markdown(text: str) -> dict[str, Any]:
 
 
 def titled(cells: list[dict[str, Any]], line: str) -> list[dict[str, Any]]:
-    """The cells with a line below the first one, which has the title and what the notebook is about."""
-    return [cells[0], markdown(line), *cells[1:]]
+    """The cells with a line below the first one, which has the title, and below the build's line with the hours.
+
+    The build's links lead to files that the site does not have: the line has its own, and the words stay.
+    """
+    cells = [c for c in cells if not c["id"].endswith("-next")]
+    told = (
+        re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", "".join(cells[1]["source"]))
+        if cells[1]["id"].endswith("-links")
+        else ""
+    )
+    return [cells[0], markdown("\n\n".join(filter(None, (told, line)))), *cells[1 + bool(told) :]]
 
 
 def end_of_section(cells: list[dict[str, Any]], heading: str) -> int:
@@ -372,7 +384,7 @@ def end_of_section(cells: list[dict[str, Any]], heading: str) -> int:
 
 def found_by(phase: Any) -> list[str]:
     """What a search finds the lecture by, first of all: its title's parts, and the files of its kernels."""
-    kernels = sorted(p.stem for p in (ROOT / "src" / "flashlab" / "kernels").glob(f"p{phase.number:02d}_*/*.cu"))
+    kernels = sorted(p.stem for p in (ROOT / "src" / "flashlab" / "kernels").glob(f"p{phase.number:0>2}_*/*.cu"))
     return [*(w.strip().lower() for w in re.split(r"[:,]| and ", phase.title)), *kernels]
 
 

@@ -1,4 +1,4 @@
-"""Phase 4's Gluon kernels: their logic on a CPU, what the compiler makes of them, and on Hopper their results."""
+"""Phase 11b's Gluon kernels: their logic on a CPU, what the compiler makes of them, and on Hopper their results."""
 
 import contextlib
 import re

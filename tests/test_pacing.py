@@ -24,7 +24,7 @@ def test_no_code_of_an_exercise_page_is_cut_off(folder):
     widest = pacing.RULES["width"][1]
     long = [
         f"{path.name}, cell {number}: {line}"
-        for path in sorted((pacing.ROOT / folder).glob("[0-9][0-9]_*.ipynb"))
+        for path in sorted((pacing.ROOT / folder).glob("[0-9][0-9]*_*.ipynb"))
         for number, cell in enumerate(nbformat.read(path, as_version=4).cells)
         if cell.cell_type == "code"
         for line in cell.source.splitlines()

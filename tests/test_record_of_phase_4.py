@@ -38,11 +38,12 @@ RECORDS = {
 
 @pytest.fixture(scope="module")
 def cells():
-    """The cells of lecture 4 that read the record, after the imports."""
-    (path,) = (p for p in find_lessons(ROOT, ["04"]) if not p.stem.endswith("_exercises"))
-    notebook, _ = make_notebook(read_lesson(path), "notebooks", ROOT)
-    code = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
-    return code[0], [source for source in code if "(runs, " in source]
+    """The cells of lectures 4 and 11b that read the record, after their imports."""
+    paths = [p for p in find_lessons(ROOT, ["04", "11b"]) if not p.stem.endswith("_exercises")]
+    notebooks = [make_notebook(read_lesson(path), "notebooks", ROOT)[0] for path in paths]
+    code = [[cell.source for cell in notebook.cells if cell.cell_type == "code"] for notebook in notebooks]
+    reading = [source for sources in code for source in sources if "(runs, " in source]
+    return "\n".join(sources[0] for sources in code), reading
 
 
 @pytest.mark.parametrize("name", RECORDS)

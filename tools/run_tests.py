@@ -57,7 +57,7 @@ def parts(python: str = sys.executable) -> list[Part]:
     build = str(ROOT / "src" / "lessons" / "build.py")
 
     def ours(folder: str) -> list[str]:  # not a notebook that a learner made beside them
-        return [str(path.relative_to(ROOT)) for path in sorted((ROOT / folder).glob("[0-9][0-9]_*.ipynb"))]
+        return [str(path.relative_to(ROOT)) for path in sorted((ROOT / folder).glob("[0-9][0-9]*_*.ipynb"))]
 
     lectures, solutions = ours("notebooks"), ours("solutions")
     in_sync = (python, build, "--check")

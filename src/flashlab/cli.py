@@ -1,4 +1,4 @@
-"""The `flashlab` command: `start`, `update`, `doctor`, `progress`, `check`, `bench`.
+"""The `flashlab` command: `start`, `update`, `doctor`, `progress`, `next`, `check`, `bench`.
 
 Each imports what it needs when it is called.
 """
@@ -28,7 +28,7 @@ app.add_typer(bench, name="bench")
 
 @app.callback()
 def _start(context: typer.Context) -> None:
-    if context.invoked_subcommand in ("progress", "bench") and "flashlab.runtime" not in sys.modules:
+    if context.invoked_subcommand in ("progress", "next", "bench") and "flashlab.runtime" not in sys.modules:
         console.print(Text("torch does not load here: `flashlab doctor` says why.", style="red"))
         raise typer.Exit(1)
 
@@ -45,11 +45,20 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="The same as JSO
 
 
 @app.command()
-def progress(phase: Annotated[int | None, typer.Argument(help="Only this phase.")] = None) -> None:
+def progress(phase: Annotated[str | None, typer.Argument(help="Only this phase.")] = None) -> None:
     """Which exercises you have solved."""
+    from flashlab.course import number_of
     from flashlab.exercises import progress
 
-    console.print(progress(phase))
+    console.print(progress(number_of(phase) if phase else None))
+
+
+@app.command("next")
+def next_() -> None:
+    """The next exercise, its page, and how long it takes."""
+    from flashlab.exercises.front import following
+
+    console.print(Text(following()), soft_wrap=True)
 
 
 # ----------------------------------------------------------------------------------------------------- start, update

@@ -231,6 +231,10 @@ def phase_report(phase: Phase, report: dict[str, Any]) -> dict[str, Any]:
             mode, how = "interpreted", "Triton kernels interpreted on the CPU"
             if software["ptxas"]:
                 how += ", compile reports from the real compiler"
+    elif phase.kind == "gluon" and torch_works and triton_works:
+        hopper = gpu and not report["interpret"] and tuple(gpus[0]["capability"])[0] == 9
+        how = f"Gluon kernels compiled for the {name}" if hopper else "Gluon kernels compiled and read, not run"
+        mode = "native" if hopper else "interpreted"
     elif phase.kind in ("cuda", "hopper"):
         modern = phase.kind == "cuda" or bool(gpus and tuple(gpus[0]["capability"])[0] == 9)
         if gpu and software["nvcc"] and compiler and modern:
@@ -248,7 +252,7 @@ def phase_report(phase: Phase, report: dict[str, Any]) -> dict[str, Any]:
         "number": phase.number,
         "slug": phase.slug,
         "title": phase.title,
-        "present": Path(__file__).with_name("exercises").joinpath(f"phase_{phase.number:02d}.py").exists(),
+        "present": Path(__file__).with_name("exercises").joinpath(f"phase_{phase.number:0>2}.py").exists(),
         "mode": mode,
         "how": how,
     }

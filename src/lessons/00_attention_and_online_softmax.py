@@ -30,8 +30,6 @@
 #
 # Python and the basics of PyTorch tensors; matrix products; $e^x$ and $\ln x$. No GPU, no Triton, no CUDA.
 #
-# The lecture takes about 75 minutes, the eight exercises in `exercises/00_attention_and_online_softmax.ipynb` about two hours.
-#
 # The course writes $m$, $\ell$ (`l` in code) and $o$ for the state of a row, as the FlashAttention papers do.
 
 # %%

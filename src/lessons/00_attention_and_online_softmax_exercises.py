@@ -13,7 +13,7 @@
 # sentence what is wrong, and on which input. `hint("0.3")` gives a hint for exercise 0.3; call it again for the next one.
 # `progress()` at the end shows where you stand.
 #
-# Eight exercises, about two hours. They need nothing but the lecture of phase 0. Any order will do, but 0.4 is used by 0.6.
+# Eight exercises. They need nothing but the lecture of phase 0. Any order will do, but 0.4 is used by 0.6.
 
 # %%
 from flashlab.exercises import check, hint, progress

@@ -31,8 +31,7 @@
 # Phase 0: the safe softmax, and the state $(m, \ell)$ of a row. No Triton: section 5 is a primer. No GPU: without one the kernels run
 # in Triton's interpreter, and the compiler answers for GPUs that are not here.
 #
-# The lecture takes about 90 minutes. The appendix is another 40, and nothing later needs it. The eight exercises in
-# `exercises/01_two_walls.ipynb` take about two and a half hours.
+# Nothing later needs the appendix, which is about 40 minutes of the lecture.
 
 # %%
 import math

@@ -12,7 +12,7 @@
 # Fill in each cell that says `# YOUR CODE HERE`, run it, then run the check below it. A check that fails says in one sentence what is
 # wrong. `hint("1.4")` gives a hint for exercise 1.4, one more with each call; `progress()` shows where you are.
 #
-# Eight exercises, about two and a half hours. Without a GPU the kernels run in Triton's interpreter. It accepts more than a GPU does, so
+# Eight exercises. Without a GPU the kernels run in Triton's interpreter. It accepts more than a GPU does, so
 # the checks also hand them to the real compiler, which needs no GPU.
 
 # %%

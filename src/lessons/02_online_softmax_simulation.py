@@ -13,8 +13,6 @@
 # keys, with three tensors of state. One line makes it legal: `correction = exp(m_i - m_new)`.
 #
 # In phase 3 the same loop becomes a Triton kernel, line by line and under the same names.
-#
-# **Time:** about 75 minutes for the lecture. The exercises take about 105 minutes, and the two stretch exercises an hour more.
 
 # %% [markdown]
 # ## What you will be able to do

@@ -11,8 +11,6 @@
 #
 # Fill in each cell that says `# YOUR CODE HERE`, run it, then run the check below it. A check that fails says in one
 # sentence what is wrong. `hint("2.3")` gives the next hint, `progress()` shows where you are.
-#
-# **Time:** about 105 minutes, and an hour more for the two stretch exercises.
 
 # %% [markdown]
 # All exercises are plain torch on one head, with natural logarithms:

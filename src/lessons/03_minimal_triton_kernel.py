@@ -11,8 +11,6 @@
 #
 # The loop of phase 2 becomes a GPU kernel. It takes one head, has no causal mask and is not tuned. But it takes any number of queries
 # and keys, three dtypes and any strides, and it passes every case of the checker. Then you take it back to phase 1's two walls.
-#
-# **Time:** about 75 minutes for the lecture. The exercises take about two hours, and the stretch exercise 45 minutes more.
 
 # %% [markdown]
 # ## What you will be able to do

@@ -11,8 +11,6 @@
 #
 # Fill in each cell that says `# YOUR CODE HERE`, run it, then run the check below it. A check that fails says in one
 # sentence what is wrong. `hint("3.4")` gives the next hint, `progress()` shows where you are.
-#
-# **Time:** about two hours, and 45 minutes more for the stretch exercise.
 
 # %% [markdown]
 # You write kernels here; the check launches them, on a GPU if there is one and in Triton's interpreter if not. Interpreted, it

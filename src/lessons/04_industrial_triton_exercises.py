@@ -11,8 +11,6 @@
 #
 # Fill in each cell that says `# YOUR CODE HERE`, run it, then run the check below it. A check that fails says in one
 # sentence what is wrong. `hint("4.2")` gives the next hint, `progress()` shows where you are.
-#
-# **Time:** about two hours, and nearly two hours more for the two stretch exercises.
 
 # %% [markdown]
 # Some answers are plain Python, some are kernels. The check launches the kernels, on a GPU if there is one and in Triton's
@@ -37,9 +35,9 @@ import triton.language as tl
 # %% [markdown]
 # ## 4.1
 #
-# All programs of a launch are on grid x. Program `pid` computes one block of queries of one head of one batch. Neighbouring
-# programs are blocks of one head, then come the heads of a batch, then the batches. Query heads share key heads in groups of
-# neighbours. Take `pid` apart.
+# Another order of programs than the lecture's. Query heads that share a key head read the same tiles, so they run side by side: neighbouring programs are the
+# query heads of one group, for the same block of queries. Then come the blocks of that group, *the last block first*, because under a causal mask it is the
+# longest. Then the key heads of a batch, then the batches. Take `pid` apart.
 
 # %% tags=["exercise"]
 # RULE flashlab.exercises.phase_04: whose
@@ -51,35 +49,36 @@ check("4.1", whose)
 # %% [markdown]
 # ## 4.2
 #
-# A causal mask, aligned at the end. For the block of queries `start` to `stop - 1` return two positions:
+# Another mask. A *prefix* language model (PaliGemma is one) reads its prompt in both directions: every query sees the first `prefix` keys. Beyond
+# them the mask is causal, aligned at the end. For the block of queries `start` to `stop - 1` return two positions:
 #
 # - `whole_end`: the largest multiple of BLOCK_N such that *every* row of the block sees *all* keys before it;
 # - `end`: one past the last key that *some* row of the block sees; 0 if there is none.
 
 # %% tags=["exercise"]
-# RULE flashlab.exercises.phase_04: causal_edges
+# RULE flashlab.exercises.phase_04: prefix_edges
 
 # %% tags=["check"]
 # hint("4.2")
-check("4.2", causal_edges)
+check("4.2", prefix_edges)
 
 # %% [markdown]
 # ## 4.3
 #
-# Now the tiles between the two. This kernel stores 1 where query `start_m + r` sees key `start_n + c`, and 0 elsewhere:
-# causal, aligned at the end, with M queries and N keys. Keys from N on do not exist. (Rows from M on may hold anything.)
+# Now the tiles between the two, with the mask of 4.2. This kernel stores 1 where query `start_m + r` sees key `start_n + c`, and 0 elsewhere, with
+# M queries and N keys. Keys from N on do not exist, and `prefix` is at most N. (Rows from M on may hold anything.)
 #
 # *Is a comparison with N needed at all, for a row that exists?*
 
 # %% tags=["exercise"]
 @triton.jit
-def tile_mask_kernel(seen_ptr, start_m, start_n, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def tile_mask_kernel(seen_ptr, start_m, start_n, M, N, prefix, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     r = tl.arange(0, BLOCK_M)
     c = tl.arange(0, BLOCK_N)
     # BEGIN SOLUTION
     offs_m = start_m + r
     offs_n = start_n + c
-    seen = (offs_n[None, :] <= offs_m[:, None] + N - M) & (offs_n[None, :] < N)
+    seen = (offs_n[None, :] <= offs_m[:, None] + N - M) | (offs_n[None, :] < prefix)
     # END SOLUTION
     tl.store(seen_ptr + r[:, None] * BLOCK_N + c[None, :], seen.to(tl.int32))
 
@@ -125,19 +124,19 @@ check("4.4", scores_kernel)
 # %% [markdown]
 # ## 4.5
 #
-# A window, aligned at the end: a query sees `left` keys before its own position, `right` keys after it, and the one beside
-# it. Return `begin` and `end`: the block's rows see the keys `begin` to `end - 1` and no others. Where no row sees a key, any
-# `begin >= end` will do.
+# The lecture asks which keys a block of queries sees. The backward pass asks the reverse: a block of *keys* `start` to `stop - 1`, and a window, aligned at
+# the end: a query sees `left` keys before its own position, `right` keys after it, and the one beside it. Return `begin` and `end`: the
+# queries `begin` to `end - 1` see at least one of these keys, and no others do. Where no query does, any `begin >= end` will do.
 #
 # (Libraries count differently. Where one says `left` keys *before* and another a window of so many keys *in all*, models were
 # off by one: Hugging Face transformers, issue 39408.)
 
 # %% tags=["exercise"]
-# RULE flashlab.exercises.phase_04: window_keys
+# RULE flashlab.exercises.phase_04: seen_by
 
 # %% tags=["check"]
 # hint("4.5")
-check("4.5", window_keys)
+check("4.5", seen_by)
 
 # %% [markdown]
 # ## 4.6
@@ -344,7 +343,7 @@ check("4.9", sink_attention_kernel)
 # kv_heads. `causal` is aligned at the end. A row that sees no key gives o = 0 and lse = −inf. Tiles that no row sees are not
 # loaded: the check counts.
 #
-# It does not have to be the lecture's kernel. One loop with one mask is enough.
+# It does not have to be the lecture's last kernel. One loop with one mask is enough. Do 4.11 to 4.13 first: they are the ladder to this page.
 
 # %% tags=["exercise"]
 # BEGIN STARTER
@@ -433,6 +432,267 @@ def my_attention(q, k, v, *, causal=False, scale=None):
 # %% tags=["check"]
 # hint("4.10")
 check("4.10", my_attention)
+
+# %% [markdown]
+# ## 4.11 From one head to all of them
+#
+# *Core · 35 min*
+#
+# The cell below is phase 3's kernel: one head, no mask. Make of it a kernel for a whole model, and write its launcher: batch and heads on the grid, shared
+# key heads by index, all four strides. The layout is that of most projections, `[batch, seq, heads, head_dim]`. No mask, and `head_dim` is 16, 32, 64 or 128.
+
+# %%
+# FROM flashlab.attention.triton_minimal: flash_attention_forward_kernel
+
+# %% tags=["exercise"]
+# BEGIN STARTER
+# The kernel here.
+
+
+def heads_attention(q, k, v, *, scale=None):
+    """(o, lse): o like q, in shape and dtype; lse [batch, heads, seq_q], float32, natural logarithm.
+
+    q: [batch, seq_q, heads, head_dim]; k, v: [batch, seq_k, kv_heads, head_dim], fp16, with any strides.
+    scale: 1 / sqrt(head_dim) unless given.
+    """
+    raise NotImplementedError  # YOUR CODE HERE
+# END STARTER
+# BEGIN SOLUTION
+@triton.jit
+def heads_kernel(
+    Q_ptr, K_ptr, V_ptr, O_ptr, LSE_ptr,
+    stride_qb, stride_qm, stride_qh, stride_qd, stride_kb, stride_kn, stride_kh, stride_kd,
+    stride_vb, stride_vn, stride_vh, stride_vd, stride_ob, stride_om, stride_oh, stride_od,
+    scale_log2, M, N, heads, group,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):
+    batch_head = tl.program_id(0).to(tl.int64) // tl.cdiv(M, BLOCK_M)
+    batch, head = batch_head // heads, batch_head % heads
+    offs_m = (tl.program_id(0) % tl.cdiv(M, BLOCK_M) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
+    offs_d = tl.arange(0, HEAD_DIM)[None, :]
+    Q_ptr += batch * stride_qb + head * stride_qh
+    K_ptr += batch * stride_kb + head // group * stride_kh
+    V_ptr += batch * stride_vb + head // group * stride_vh
+    O_ptr += batch * stride_ob + head * stride_oh
+    q = tl.load(Q_ptr + offs_m * stride_qm + offs_d * stride_qd, mask=offs_m < M, other=0.0)
+    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l_i = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
+    for start_n in range(0, N, BLOCK_N):
+        offs_n = (start_n + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None]
+        k = tl.load(K_ptr + offs_n * stride_kn + offs_d * stride_kd, mask=offs_n < N, other=0.0)
+        s = tl.where((offs_n < N).T, tl.dot(q, k.T) * scale_log2, float("-inf"))
+        m_new = tl.maximum(m_i, tl.max(s, axis=1))
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        p, correction = tl.exp2(s - m_safe[:, None]), tl.exp2(m_i - m_safe)
+        l_i = l_i * correction + tl.sum(p, axis=1)
+        v = tl.load(V_ptr + offs_n * stride_vn + offs_d * stride_vd, mask=offs_n < N, other=0.0)
+        acc = tl.dot(p.to(v.dtype), v, acc * correction[:, None])
+        m_i = m_new
+    o = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]
+    tl.store(O_ptr + offs_m * stride_om + offs_d * stride_od, o.to(O_ptr.dtype.element_ty), mask=offs_m < M)
+    lse = ((m_i + tl.log2(l_i)) * 0.6931471805599453)[:, None]
+    tl.store(LSE_ptr + batch_head * M + offs_m, lse, mask=offs_m < M)
+
+
+def heads_attention(q, k, v, *, scale=None):
+    """(o, lse): o like q, in shape and dtype; lse [batch, heads, seq_q], float32, natural logarithm.
+
+    q: [batch, seq_q, heads, head_dim]; k, v: [batch, seq_k, kv_heads, head_dim], fp16, with any strides.
+    scale: 1 / sqrt(head_dim) unless given.
+    """
+    batch, M, heads, head_dim = q.shape
+    N, kv_heads = k.shape[1:3]
+    scale = head_dim**-0.5 if scale is None else scale
+    o = torch.empty_like(q)
+    lse = torch.empty((batch, heads, M), dtype=torch.float32, device=q.device)
+    heads_kernel[(triton.cdiv(M, 64) * batch * heads,)](
+        q, k, v, o, lse, *q.stride(), *k.stride(), *v.stride(), *o.stride(), scale * 1.4426950408889634,
+        M, N, heads, heads // kv_heads, HEAD_DIM=head_dim, BLOCK_M=64, BLOCK_N=64,
+    )
+    return o, lse
+# END SOLUTION
+
+# %% tags=["check"]
+# hint("4.11")
+check("4.11", heads_attention)
+
+# %% [markdown]
+# ## 4.12 The mask, and where the loop ends
+#
+# *Core · 30 min*
+#
+# Begin with your kernel of 4.11, now in the lecture's layout `[batch, heads, seq, head_dim]`. Give it the mask of 4.2 and 4.3: every query sees the first
+# `prefix` keys, and beyond them those up to its own position, aligned at the end. A row that sees no key gives o = 0 and lse = −inf. **The loop ends
+# where the last row of the block stops seeing keys**: the check counts what is loaded.
+
+# %% tags=["exercise"]
+# BEGIN STARTER
+# The kernel here.
+
+
+def prefix_attention(q, k, v, *, prefix=0, scale=None):
+    """(o, lse): o like q; lse [batch, heads, seq_q], float32, natural logarithm. prefix: 0 to seq_k.
+
+    q: [batch, heads, seq_q, head_dim]; k, v: [batch, kv_heads, seq_k, head_dim], fp16, with any strides.
+    """
+    raise NotImplementedError  # YOUR CODE HERE
+# END STARTER
+# BEGIN SOLUTION
+@triton.jit
+def prefix_kernel(
+    Q_ptr, K_ptr, V_ptr, O_ptr, LSE_ptr,
+    stride_qb, stride_qh, stride_qm, stride_qd, stride_kb, stride_kh, stride_kn, stride_kd,
+    stride_vb, stride_vh, stride_vn, stride_vd, stride_ob, stride_oh, stride_om, stride_od,
+    scale_log2, M, N, prefix, heads, group,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):
+    block = tl.program_id(0) % tl.cdiv(M, BLOCK_M)
+    batch_head = tl.program_id(0).to(tl.int64) // tl.cdiv(M, BLOCK_M)
+    batch, head = batch_head // heads, batch_head % heads
+    offs_m = (block * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
+    offs_d = tl.arange(0, HEAD_DIM)[None, :]
+    Q_ptr += batch * stride_qb + head * stride_qh
+    K_ptr += batch * stride_kb + head // group * stride_kh
+    V_ptr += batch * stride_vb + head // group * stride_vh
+    O_ptr += batch * stride_ob + head * stride_oh
+    q = tl.load(Q_ptr + offs_m * stride_qm + offs_d * stride_qd, mask=offs_m < M, other=0.0)
+    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l_i = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
+    end = tl.minimum(N, tl.maximum(prefix, tl.minimum((block + 1) * BLOCK_M, M) + N - M))
+    for start_n in range(0, end, BLOCK_N):
+        offs_n = (start_n + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None]
+        k = tl.load(K_ptr + offs_n * stride_kn + offs_d * stride_kd, mask=offs_n < N, other=0.0)
+        seen = (offs_n.T < prefix) | ((offs_n.T <= offs_m + N - M) & (offs_n.T < N))
+        s = tl.where(seen, tl.dot(q, k.T) * scale_log2, float("-inf"))
+        m_new = tl.maximum(m_i, tl.max(s, axis=1))
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        p, correction = tl.exp2(s - m_safe[:, None]), tl.exp2(m_i - m_safe)
+        l_i = l_i * correction + tl.sum(p, axis=1)
+        v = tl.load(V_ptr + offs_n * stride_vn + offs_d * stride_vd, mask=offs_n < N, other=0.0)
+        acc = tl.dot(p.to(v.dtype), v, acc * correction[:, None])
+        m_i = m_new
+    o = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]
+    tl.store(O_ptr + offs_m * stride_om + offs_d * stride_od, o.to(O_ptr.dtype.element_ty), mask=offs_m < M)
+    lse = ((m_i + tl.log2(l_i)) * 0.6931471805599453)[:, None]
+    tl.store(LSE_ptr + batch_head * M + offs_m, lse, mask=offs_m < M)
+
+
+def prefix_attention(q, k, v, *, prefix=0, scale=None):
+    """(o, lse): o like q; lse [batch, heads, seq_q], float32, natural logarithm. prefix: 0 to seq_k.
+
+    q: [batch, heads, seq_q, head_dim]; k, v: [batch, kv_heads, seq_k, head_dim], fp16, with any strides.
+    """
+    batch, heads, M, head_dim = q.shape
+    kv_heads, N = k.shape[1:3]
+    scale = head_dim**-0.5 if scale is None else scale
+    o = torch.empty_like(q)
+    lse = torch.empty((batch, heads, M), dtype=torch.float32, device=q.device)
+    prefix_kernel[(triton.cdiv(M, 64) * batch * heads,)](
+        q, k, v, o, lse, *q.stride(), *k.stride(), *v.stride(), *o.stride(), scale * 1.4426950408889634,
+        M, N, prefix, heads, heads // kv_heads, HEAD_DIM=head_dim, BLOCK_M=64, BLOCK_N=64,
+    )
+    return o, lse
+# END SOLUTION
+
+# %% tags=["check"]
+# hint("4.12")
+check("4.12", prefix_attention)
+
+# %% [markdown]
+# ## 4.13 Two head sizes, no power of two
+#
+# *Core · 30 min*
+#
+# DeepSeek's models multiply Q and K of 192 columns, and V of 128. Begin with your kernel of 4.12, without the prefix: causal or not. Q and K have
+# `head_dim` columns, V and O have `value_dim`, and neither is a power of two. Both are at most 128.
+
+# %% tags=["exercise"]
+# BEGIN STARTER
+# The kernel here.
+
+
+def two_sizes_attention(q, k, v, *, causal=False, scale=None):
+    """(o, lse): o [batch, heads, seq_q, value_dim]; lse [batch, heads, seq_q], float32, natural logarithm.
+
+    q: [batch, heads, seq_q, head_dim]; k: [batch, kv_heads, seq_k, head_dim];
+    v: [batch, kv_heads, seq_k, value_dim]; fp16, with any strides.
+    scale: 1 / sqrt(head_dim) unless given. causal: aligned at the end.
+    """
+    raise NotImplementedError  # YOUR CODE HERE
+# END STARTER
+# BEGIN SOLUTION
+@triton.jit
+def two_sizes_kernel(
+    Q_ptr, K_ptr, V_ptr, O_ptr, LSE_ptr,
+    stride_qb, stride_qh, stride_qm, stride_qd, stride_kb, stride_kh, stride_kn, stride_kd,
+    stride_vb, stride_vh, stride_vn, stride_vd, stride_ob, stride_oh, stride_om, stride_od,
+    scale_log2, M, N, heads, group, CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):
+    block = tl.program_id(0) % tl.cdiv(M, BLOCK_M)
+    batch_head = tl.program_id(0).to(tl.int64) // tl.cdiv(M, BLOCK_M)
+    batch, head = batch_head // heads, batch_head % heads
+    offs_m = (block * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
+    offs_d, offs_v = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_V)[None, :]
+    Q_ptr += batch * stride_qb + head * stride_qh
+    K_ptr += batch * stride_kb + head // group * stride_kh
+    V_ptr += batch * stride_vb + head // group * stride_vh
+    O_ptr += batch * stride_ob + head * stride_oh
+    real = (offs_m < M) & (offs_d < HEAD_DIM)
+    q = tl.load(Q_ptr + offs_m * stride_qm + offs_d * stride_qd, mask=real, other=0.0)
+    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l_i = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    end = N
+    if CAUSAL:
+        end = tl.minimum(N, tl.minimum((block + 1) * BLOCK_M, M) + N - M)
+    for start_n in range(0, end, BLOCK_N):
+        offs_n = (start_n + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None]
+        real = (offs_n < N) & (offs_d < HEAD_DIM)
+        k = tl.load(K_ptr + offs_n * stride_kn + offs_d * stride_kd, mask=real, other=0.0)
+        seen = offs_n.T < N
+        if CAUSAL:
+            seen = seen & (offs_n.T <= offs_m + N - M)
+        s = tl.where(seen, tl.dot(q, k.T) * scale_log2, float("-inf"))
+        m_new = tl.maximum(m_i, tl.max(s, axis=1))
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        p, correction = tl.exp2(s - m_safe[:, None]), tl.exp2(m_i - m_safe)
+        l_i = l_i * correction + tl.sum(p, axis=1)
+        real = (offs_n < N) & (offs_v < VALUE_DIM)
+        v = tl.load(V_ptr + offs_n * stride_vn + offs_v * stride_vd, mask=real, other=0.0)
+        acc = tl.dot(p.to(v.dtype), v, acc * correction[:, None])
+        m_i = m_new
+    o = (acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]).to(O_ptr.dtype.element_ty)
+    tl.store(O_ptr + offs_m * stride_om + offs_v * stride_od, o, mask=(offs_m < M) & (offs_v < VALUE_DIM))
+    lse = ((m_i + tl.log2(l_i)) * 0.6931471805599453)[:, None]
+    tl.store(LSE_ptr + batch_head * M + offs_m, lse, mask=offs_m < M)
+
+
+def two_sizes_attention(q, k, v, *, causal=False, scale=None):
+    """(o, lse): o [batch, heads, seq_q, value_dim]; lse [batch, heads, seq_q], float32, natural logarithm.
+
+    q: [batch, heads, seq_q, head_dim]; k: [batch, kv_heads, seq_k, head_dim];
+    v: [batch, kv_heads, seq_k, value_dim]; fp16, with any strides.
+    scale: 1 / sqrt(head_dim) unless given. causal: aligned at the end.
+    """
+    (batch, heads, M, head_dim), (_, kv_heads, N, value_dim) = q.shape, v.shape
+    scale = head_dim**-0.5 if scale is None else scale
+    o = torch.empty((batch, heads, M, value_dim), dtype=q.dtype, device=q.device)
+    lse = torch.empty((batch, heads, M), dtype=torch.float32, device=q.device)
+    two_sizes_kernel[(triton.cdiv(M, 64) * batch * heads,)](
+        q, k, v, o, lse, *q.stride(), *k.stride(), *v.stride(), *o.stride(), scale * 1.4426950408889634,
+        M, N, heads, heads // kv_heads, causal, HEAD_DIM=head_dim, VALUE_DIM=value_dim,
+        BLOCK_D=max(16, triton.next_power_of_2(head_dim)), BLOCK_V=max(16, triton.next_power_of_2(value_dim)),
+        BLOCK_M=64, BLOCK_N=64,
+    )
+    return o, lse
+# END SOLUTION
+
+# %% tags=["check"]
+# hint("4.13")
+check("4.13", two_sizes_attention)
 
 # %% [markdown]
 # ## Where you are

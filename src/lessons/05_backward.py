@@ -12,8 +12,6 @@
 # A model learns only if its attention has a gradient. You derive that gradient from the softmax, find the one number per row that makes
 # it cheap, and compute it tile by tile from what the forward pass has left. Then it becomes three Triton kernels, and a model trains with
 # them.
-#
-# **Time:** about 90 minutes for the lecture. The exercises take about three hours, and the stretch exercise an hour more.
 
 # %% [markdown]
 # ## What you will be able to do

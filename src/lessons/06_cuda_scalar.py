@@ -25,8 +25,7 @@
 # ## What you need first
 #
 # Phase 2 (the state $m$, $\ell$, acc and its correction) and phase 3 (the same loop as a kernel). Some C. No GPU: without one, the
-# same CUDA source runs in the course's emulator, which executes every thread. With a GPU the same cells compile it with nvcc. The lecture
-# takes about two and a half hours; the exercises are in `exercises/06_cuda_scalar.ipynb`.
+# same CUDA source runs in the course's emulator, which executes every thread. With a GPU the same cells compile it with nvcc.
 
 # %%
 import math

@@ -27,8 +27,7 @@
 #
 # Phase 7: fragments, `ldmatrix`, `mma.m16n8k16`, and why C of the first product is A of the second. Phase 6: blocks, warps, barriers.
 #
-# No GPU is needed: the emulator counts. Times come from a recorded run and name their machine. Sections 1 to 8 take about two hours,
-# the exhibits of section 9 and the whole kernel of section 10 another hour. Then comes `exercises/08_pipelines_and_banks.ipynb`.
+# No GPU is needed: the emulator counts. Times come from a recorded run and name their machine.
 
 # %%
 import matplotlib.pyplot as plt

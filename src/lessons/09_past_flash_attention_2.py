@@ -32,8 +32,7 @@
 # Phase 8: `cp.async`, stages, the XOR swizzle, and the meaning of a *wavefront* (one pass through shared memory, at most 128 bytes). Phase 7:
 # fragments, `ldmatrix`, `mma.m16n8k16`.
 #
-# No GPU is needed. Counts come from the emulator, compiled facts and times are recorded, each with its machine. About two hours to read, then
-# `exercises/09_past_flash_attention_2.ipynb`, which takes about four.
+# No GPU is needed. Counts come from the emulator, compiled facts and times are recorded, each with its machine.
 
 # %%
 import heapq

@@ -13,7 +13,7 @@
 # wrong. `hint("9.2")` gives the next hint, `progress()` shows where you are.
 #
 # CUDA answers are text in a Python string. The check builds it for the emulator, twice, and runs it. No GPU is needed. In CUDA text the mark
-# is `// YOUR CODE HERE`. About four hours; the last exercise is half of it.
+# is `// YOUR CODE HERE`. The last exercise is half of the time.
 
 # %%
 from flashlab.exercises import check, hint, progress

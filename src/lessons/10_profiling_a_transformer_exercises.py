@@ -12,7 +12,7 @@
 # Fill in each cell that says `# YOUR CODE HERE`, run it, then run the check below it. A check that fails says in one sentence what is
 # wrong. `hint("10.1")` gives the next hint, `progress()` shows where you are.
 #
-# Eight exercises, about two and a half hours. None needs a GPU: profiles are made on the CPU, Triton kernels are interpreted, and the two
+# Eight exercises. None needs a GPU: profiles are made on the CPU, Triton kernels are interpreted, and the two
 # exercises about timing use a GPU with a simulated clock.
 
 # %%

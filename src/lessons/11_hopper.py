@@ -32,8 +32,7 @@
 #
 # **No GPU is needed.** The emulator runs these instructions too, and it checks what is hard to check on a GPU: whether a
 # tile is read before it has arrived, and whether it is overwritten while a product still reads it. What is *counted* comes
-# from the emulator. Times come from a recorded run and name their machine. About two hours to read; then come the nine
-# exercises of `exercises/11_hopper.ipynb`.
+# from the emulator. Times come from a recorded run and name their machine.
 
 # %%
 import math

@@ -68,7 +68,7 @@ def imported_files(sources: list[str], phase: int, root: Path) -> list[Path]:
         files = {path}
         if path.name == "__init__.py" and path.parent != package:
             below = (p for p in path.parent.rglob("*") if p.is_file() and "__pycache__" not in p.parts)
-            files |= {p for p in below if p.suffix != ".py" or p == package / "exercises" / f"phase_{phase:02d}.py"}
+            files |= {p for p in below if p.suffix != ".py" or p == package / "exercises" / f"phase_{phase:0>2}.py"}
         found |= files
         if "." in name:
             pending.append(name.rpartition(".")[0])

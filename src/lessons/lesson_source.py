@@ -18,6 +18,8 @@ from typing import Any
 import jupytext
 import nbformat
 
+from flashlab.course import PHASES, hours, number_of
+
 HEADER = """\
 # ---
 # jupyter:
@@ -36,9 +38,9 @@ QUOTE = re.compile(
     r"(?P<bare> +\(no docstrings\))?\s*$"
 )
 RULE = re.compile(r"^# RULE (?P<module>\w+(?:\.\w+)*): *(?P<symbols>\w+(?: *, *\w+)*)\s*$")
-UNTITLED = re.compile(r"^## (?P<id>\d+\.\d+)\s*$")
+UNTITLED = re.compile(r"^## (?P<id>\d+b?\.\d+)\s*$")
 REGION = re.compile(r"^\s*# (region:.*|endregion)\s*$")  # flashlab.kernels.regions: never shown
-HEADING = re.compile(r"^## (?P<id>\d+\.\d+)\s+(?P<title>\S.*?)\s*$")
+HEADING = re.compile(r"^## (?P<id>\d+b?\.\d+)\s+(?P<title>\S.*?)\s*$")
 EFFORT = re.compile(r"^\*(?P<difficulty>[^·*]+?) · (?P<minutes>\d+) min\*$")
 
 Line = tuple[int | None, str]  # the number it has in the lesson (None: written by the build), and the text
@@ -91,8 +93,8 @@ class Lesson:
     exercises: list[Exercise] = field(default_factory=list)
 
     @property
-    def number(self) -> int:
-        return int(self.name[:2])
+    def number(self) -> int | str:
+        return number_of(self.name)
 
     def error(self, line: int | None, message: str) -> LessonError:
         return LessonError(self.path, line, message)
@@ -103,13 +105,13 @@ def find_lessons(root: Path, only: list[str] | None = None) -> list[Path]:
 
     Raises SystemExit with a sentence when an `only` matches no lesson.
     """
-    paths = sorted((root / "src" / "lessons").glob("[0-9][0-9]_*.py"))
+    paths = sorted((root / "src" / "lessons").glob("[0-9][0-9]*_*.py"))
     if not only:
         return paths
     kept = set()
     for wanted in only:
         wanted = Path(wanted).stem
-        found = {p for p in paths if wanted in (p.stem[:2], lesson_name(p), lesson_name(p)[3:], p.stem)}
+        found = {p for p in paths if wanted in (*lesson_name(p).split("_", 1), lesson_name(p), p.stem)}
         if not found:
             raise SystemExit(f"No lesson is called {wanted!r}. There are: {', '.join(p.stem for p in paths)}.")
         kept |= found
@@ -120,8 +122,8 @@ def lesson_name(path: Path) -> str:
     return path.stem.removesuffix("_exercises")
 
 
-def read_lesson(path: Path) -> Lesson:
-    """Parse a py:percent lesson and check its format. Raises LessonError, naming the line."""
+def read_lesson(path: Path, *, linked: bool = True) -> Lesson:
+    """Parse a py:percent lesson, check its format, add its links. Raises LessonError, naming the line."""
     text = path.read_text(encoding="utf-8")
     lesson = Lesson(path, lesson_name(path), path.stem.endswith("_exercises"), [])
     if not text.startswith(HEADER):
@@ -156,13 +158,41 @@ def read_lesson(path: Path) -> Lesson:
         digest = hashlib.sha256("\n".join(line for _, line in lines).encode()).hexdigest()[:10]
         seen[digest] = seen.get(digest, 0) + 1
         # From the content, so that a new cell does not change the ids of those after it.
-        cell_id = f"{lesson.name[:2]}-{digest}" + (f"-{seen[digest]}" if seen[digest] > 1 else "")
+        cell_id = f"{lesson.name.partition('_')[0]}-{digest}" + (f"-{seen[digest]}" if seen[digest] > 1 else "")
         lesson.cells.append(Cell(cell.cell_type, lines, list(tags), mark, cell_id))
     if lesson.is_exercises:
         check_exercises(lesson)
     else:
         check_lecture(lesson)
+    if linked:
+        add_links(lesson)
     return lesson
+
+
+def add_links(lesson: Lesson) -> None:
+    """Behind the title a line with the page's hours and its other halves, and a last cell that leads on."""
+    here = next((i for i, p in enumerate(PHASES) if p.name == lesson.name), None)
+    beside = lesson.path.with_name(f"{lesson.name}{'' if lesson.is_exercises else '_exercises'}.py")
+    if here is None or not beside.is_file():
+        return
+    after = next((p for p in PHASES[here + 1 :] if lesson.path.with_name(f"{p.name}.py").is_file()), None)
+    lecture, page = (f"../{folder}/{lesson.name}.ipynb" for folder in ("notebooks", "exercises"))
+    own = lesson if lesson.is_exercises else read_lesson(beside, linked=False)
+    stretch = sum(e.minutes for e in own.exercises if e.difficulty == "Stretch")
+    core = hours(sum(e.minutes for e in own.exercises) - stretch)
+    taken = f"{core}, and {hours(stretch)} for the stretch" if stretch else core
+    reading = hours(PHASES[here].reading)
+    solved = f"[the solutions](../solutions/{lesson.name}.ipynb)"
+    following = f"[phase {after.number}, {after.title}](../notebooks/{after.name}.ipynb)" if after else ""
+    if lesson.is_exercises:
+        top = f"**Time:** {taken}. [The lecture]({lecture}) ({reading}) comes first; {solved} come last."
+        end = f"**Next:** {following}." if after else f"Back to [the lecture]({lecture})."
+    else:
+        top = f"**Time:** {reading} to read and run; [the exercises]({page}) take {taken}."
+        end = f"**Next:** [the exercises of this phase]({page})" + (f", then {following}." if after else ".")
+    key = lesson.name.partition("_")[0]
+    lesson.cells.insert(1, Cell("markdown", [(None, top)], [], lesson.cells[0].line, f"{key}-links"))
+    lesson.cells.append(Cell("markdown", [(None, end)], [], lesson.cells[-1].line, f"{key}-next"))
 
 
 def from_rules(lesson: Lesson, lines: list[Line], root: Path) -> list[Line]:
@@ -186,7 +216,7 @@ def from_rules(lesson: Lesson, lines: list[Line], root: Path) -> list[Line]:
 
 def registered(lesson: Lesson, exercise_id: str, root: Path, line: int | None) -> dict[str, Any]:
     """Title, minutes and difficulty of a rule, read from its decorator."""
-    path = module_file(root, f"flashlab.exercises.phase_{lesson.number:02}")
+    path = module_file(root, f"flashlab.exercises.phase_{lesson.number:0>2}")
     calls = ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if path else ()
     for call in calls:
         if isinstance(call, ast.Call) and getattr(call.func, "id", "") in ("rule", "tensor_rule"):

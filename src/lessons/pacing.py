@@ -48,7 +48,7 @@ RULES: dict[str, tuple[float, float, str]] = {
 }
 
 # The last kernels of a phase that ends with Python; the CUDA phases end with the last step of their series.
-PYTHON_KERNELS: dict[int, tuple[str, ...]] = {
+PYTHON_KERNELS: dict[int | str, tuple[str, ...]] = {
     2: ("flashlab.attention.simulation", "flash_attention_forward_sim"),
     3: ("flashlab.attention.triton_minimal", "flash_attention_forward_kernel"),
     4: ("flashlab.attention.triton_forward", "flash_attention_kernel"),
@@ -110,7 +110,20 @@ def pace(path: Path, root: Path = ROOT) -> Pace:
     }
     values = {name: value for name, (value, _) in found.items()}
     shown = 1 - len(unseen) / max(1, len(lines))
-    return Pace(lesson.name[:2], values, {name: cells for name, (_, cells) in found.items()}, kernel, shown)
+    return Pace(
+        lesson.name.partition("_")[0], values, {name: cells for name, (_, cells) in found.items()}, kernel, shown
+    )
+
+
+WORDS_A_MINUTE, MINUTES_A_CELL = 80, 1  # technical prose; a code cell with its output, run and looked at
+
+
+def reading_minutes(lesson: Lesson, root: Path = ROOT) -> int:
+    """How long a lecture takes, to a quarter of an hour: its words and its code cells at the stated rates."""
+    cells = make_notebook(lesson, "notebooks", root)[0].cells
+    text = sum(words(c.source) for c in cells if c.cell_type == "markdown" and not is_references(c.source))
+    code = sum(c.cell_type == "code" for c in cells)
+    return 15 * round((text / WORDS_A_MINUTE + code * MINUTES_A_CELL) / 15)
 
 
 def head(cell) -> str:

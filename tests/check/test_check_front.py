@@ -225,7 +225,7 @@ def test_progress_lists_what_was_done(course):
     assert list(rows) == ["Phase 97", "97.1 ✓", "97.2"]
     assert rows["Phase 97"] == ("Phase 97", "", "", "15", "1 of 2", "", "")
     assert rows["97.1 ✓"][4].startswith("20") and rows["97.1 ✓"][5:] == ("1", "1 of 2")
-    assert table.caption == "1 of 2 solved, about 10 minutes left."
+    assert table.caption == "1 of 2 solved, about 10 minutes left. Next: 97.2 Two functions, about 10 min."
     assert "| :-- |" in table._repr_markdown_() and "Two functions" in repr(table)
 
 
@@ -266,8 +266,8 @@ def test_progress_has_a_row_for_each_phase_and_the_exercises_of_those_begun(cour
     hint("0.3")
     table = progress()
     first = [row[0].removesuffix(" ✓") for row in table.rows]
-    phases = {e.phase for e in exercises.exercises().values()}
-    assert [first[i] for i in sorted(table.heads)] == [f"Phase {number}" for number in sorted(phases)]
+    phases = dict.fromkeys(e.phase for e in exercises.exercises().values())
+    assert [first[i] for i in sorted(table.heads)] == [f"Phase {number}" for number in phases]
     listed = [name for name in first if not name.startswith("Phase ")]
     assert listed == [*(f"0.{i}" for i in range(1, 9)), "97.1", "97.2"], "of a phase that was begun, all"
     titles = {row[0]: row[1] for row in table.rows}
@@ -281,7 +281,25 @@ def test_progress_reads_well_before_anything_is_solved(course):
     table = progress()
     assert all(row[0].startswith("Phase ") and " of " in row[-1] for row in table.rows)
     assert table.columns == ("Exercise", "Title", "Minutes", "Solved")
-    assert "hours left. You have not begun yet: 0.1" in table.caption
+    assert "hours left. You have not begun yet. Next: 0.1 " in table.caption
+
+
+def test_the_next_exercise(course):
+    assert front.following() == (
+        "Next: 0.1 " + exercises.find("0.1").title + ", exercises/00_attention_and_online_softmax.ipynb, about "
+        f"{exercises.find('0.1').minutes} min."
+    )
+    record.solved("0.1")
+    assert front.next_exercise().id == "0.2"
+    for i in range(1, 14):
+        record.solved(f"4.{i}") if i not in (3, 10) else None
+    assert front.next_exercise().id == "4.3", "where one was last, not where one left out something"
+    record.solved("4.3")
+    assert front.next_exercise().id == "4.10", "a stretch exercise after the others of its phase"
+    assert front.next_exercise("11b").id == "11b.1" and "Next: 4.10" in progress().caption
+    for id in exercises.exercises():
+        record.solved(id)
+    assert front.following() == "Every exercise is solved."
 
 
 def test_nothing_is_written_when_progress_is_off(course, monkeypatch):
@@ -303,8 +321,8 @@ def test_an_id_cannot_be_taken_twice():
 
 
 def test_every_registered_exercise_is_complete():
-    real = {id: e for id, e in exercises.exercises().items() if e.phase < 90}
+    real = {id: e for id, e in exercises.exercises().items() if e.order < (90,)}
     for id, e in real.items():
         assert e.title and e.minutes > 0 and e.hints, id
     ids = list(real)
-    assert ids == sorted(ids, key=lambda id: tuple(map(int, id.split("."))))
+    assert ids == sorted(ids, key=lambda id: real[id].order)

@@ -7,12 +7,14 @@ from pathlib import Path
 
 from lesson_source import find_lessons, make_notebook, read_lesson
 
+from flashlab.course import number_of
+
 ROOT = Path(__file__).resolve().parents[2]
-PATHS = {int(p.stem[:2]): p for p in find_lessons(ROOT) if p.stem.endswith("_exercises")}
+PATHS = {number_of(p.stem): p for p in find_lessons(ROOT) if p.stem.endswith("_exercises")}
 
 
 @functools.cache
-def namespace(phase: int, kind: str) -> tuple[dict, dict]:
+def namespace(phase: int | str, kind: str) -> tuple[dict, dict]:
     """Runs a notebook's cells but its checks. Returns its names, and {exercise id: names of the answers}.
 
     kind: "exercises" or "solutions".
@@ -36,14 +38,14 @@ def run(source: str, name: str, names: dict) -> None:
 
 
 def answers_of(id: str, kind: str) -> list:
-    names, answers = namespace(int(id.split(".")[0]), kind)
+    names, answers = namespace(number_of(id.split(".")[0]), kind)
     return [names[x] for x in answers[id]]
 
 
 def cell_of(id: str, kind: str) -> str:
     """The source of the cell that defines an exercise's answers."""
-    notebook, _ = make_notebook(read_lesson(PATHS[int(id.split(".")[0])]), kind, ROOT)
-    wanted = namespace(int(id.split(".")[0]), kind)[1][id][0]
+    notebook, _ = make_notebook(read_lesson(PATHS[number_of(id.split(".")[0])]), kind, ROOT)
+    wanted = namespace(number_of(id.split(".")[0]), kind)[1][id][0]
     for cell in notebook.cells:
         if cell.cell_type == "code" and "exercise" in cell.metadata.get("tags", []):
             tree = ast.parse(cell.source)

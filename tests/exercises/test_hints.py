@@ -8,6 +8,7 @@ import pytest
 from lesson_answers import PATHS, ROOT, cell_of, namespace, run
 from lesson_source import find_lessons, make_notebook, read_lesson
 
+from flashlab.course import number_of
 from flashlab.exercises import registry
 
 ROOTS = ("flashlab", "show", "tl", "torch", "triton", "F", "kernels", "lecture", "runtime")
@@ -52,7 +53,7 @@ def told(path):
     code = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
     texts = [(f"cell {i}", cell.source) for i, cell in enumerate(notebook.cells) if cell.cell_type == "markdown"]
     if path in PATHS.values():
-        here = [e for e in registry.exercises().values() if e.phase == int(path.stem[:2])]
+        here = [e for e in registry.exercises().values() if e.phase == number_of(path.stem)]
         texts += [(f"hint {i} of {e.id}", hint) for e in here for i, hint in enumerate(e.hints, 1)]
     return code, texts
 

@@ -33,7 +33,7 @@ def solved(id, *changes):
     return [scope[x] for x in answers[id]]
 
 
-@pytest.mark.parametrize("id", [f"4.{i}" for i in range(1, 11)])
+@pytest.mark.parametrize("id", [f"4.{i}" for i in range(1, 14)])
 def test_the_solutions_pass(id):
     assert check(id, *answers_of(id, "solutions"))
 
@@ -42,9 +42,10 @@ def test_the_solutions_pass(id):
 
 
 def by_divmod(pid, m_blocks, heads, kv_heads):
-    rest, block = divmod(pid, m_blocks)
-    batch, head = divmod(rest, heads)
-    return [batch, head, head * kv_heads // heads, block]
+    rest, member = divmod(pid, heads // kv_heads)
+    rest, block = divmod(rest, m_blocks)
+    batch, kv_head = divmod(rest, kv_heads)
+    return [batch, kv_head * heads // kv_heads + member, kv_head, m_blocks - 1 - block]
 
 
 def by_tensors(pid, m_blocks, heads, kv_heads):
@@ -59,19 +60,19 @@ def test_whose_rows_in_other_styles(right):
 # ---- 4.2 ------------------------------------------------------------------------------------------------------------
 
 
-def cut(x, n):
-    return max(0, min(n, x))
+def cut(x, n, p):
+    return max(p, min(n, x))
 
 
 def edges(whole=None, end=None):
-    """causal_edges from two formulas of (first row, one past the last, offset, seq_k, BLOCK_N)."""
-    whole = whole or (lambda a, z, d, n, t: cut(a + 1 + d, n) // t * t)
-    end = end or (lambda a, z, d, n, t: cut(z + d, n))
-    return lambda a, z, m, n, t: (whole(a, z, n - m, n, t), end(a, z, n - m, n, t))
+    """prefix_edges from two formulas of (first row, one past the last, offset, seq_k, prefix, BLOCK_N)."""
+    whole = whole or (lambda a, z, d, n, p, t: cut(a + 1 + d, n, p) // t * t)
+    end = end or (lambda a, z, d, n, p, t: cut(z + d, n, p))
+    return lambda a, z, m, n, p, t: (whole(a, z, n - m, n, p, t), end(a, z, n - m, n, p, t))
 
 
-def by_looking(start, stop, seq_q, seq_k, BLOCK_N):
-    seen = [[j <= i + seq_k - seq_q for j in range(seq_k)] for i in range(start, stop)]
+def by_looking(start, stop, seq_q, seq_k, prefix, BLOCK_N):
+    seen = [[j <= i + seq_k - seq_q or j < prefix for j in range(seq_k)] for i in range(start, stop)]
     whole = 0
     while whole + BLOCK_N <= seq_k and all(all(row[whole : whole + BLOCK_N]) for row in seen):
         whole += BLOCK_N
@@ -80,21 +81,20 @@ def by_looking(start, stop, seq_q, seq_k, BLOCK_N):
 
 def test_how_far_a_block_sees_in_other_styles():
     assert check("4.2", edges()) and check("4.2", by_looking)
-    assert check("4.2", edges(whole=lambda a, z, d, n, t: math.floor(cut(a + 1 + d, n) / t) * float(t)))
+    assert check("4.2", edges(whole=lambda a, z, d, n, p, t: math.floor(cut(a + 1 + d, n, p) / t) * float(t)))
 
 
 # ---- 4.3 ------------------------------------------------------------------------------------------------------------
 
-MASK = "seen = (offs_n[None, :] <= offs_m[:, None] + N - M) & (offs_n[None, :] < N)"
+MASK = "seen = (offs_n[None, :] <= offs_m[:, None] + N - M) | (offs_n[None, :] < prefix)"
 
 
 @pytest.mark.parametrize(
     "right",
     [
-        "seen = (offs_n[None, :] - offs_m[:, None] <= N - M) & (offs_n < N)[None, :]",
-        "seen = offs_n[None, :] <= offs_m[:, None] + N - M",  # for a row that exists this hides the keys from N on too
-        "seen = offs_n[None, :] < tl.minimum(offs_m[:, None] + N - M + 1, N)",
-        "seen = tl.where(offs_m[:, None] + N >= offs_n[None, :] + M, 1, 0) * (offs_n[None, :] < N)",
+        "seen = (offs_n[None, :] - offs_m[:, None] <= N - M) | (offs_n < prefix)[None, :]",
+        "seen = offs_n[None, :] < tl.minimum(tl.maximum(offs_m[:, None] + N - M + 1, prefix), N)",
+        "seen = (tl.where(offs_m[:, None] + N >= offs_n[None, :] + M, 1, 0) + (offs_n[None, :] < prefix)) > 0",
     ],
 )
 def test_the_mask_of_a_tile_in_other_styles(right):
@@ -104,7 +104,8 @@ def test_the_mask_of_a_tile_in_other_styles(right):
 @pytest.mark.parametrize(
     "change, slug",
     [
-        ((") & (", ") | ("), "tail-only"),
+        ((") | (", ") & ("), "both-wanted"),
+        ((" | (offs_n[None, :] < prefix)", ""), "prefix-forgotten"),
         (("offs_n = start_n + c", "offs_n = c"), "term-missing"),
         ((MASK, MASK + "\n    seen = ~seen"), "inverted"),
     ],
@@ -159,23 +160,23 @@ def test_a_head_size_of_40_wrong(changes, slug):
 # ---- 4.5 ------------------------------------------------------------------------------------------------------------
 
 
-def keys(begin=None, end=None):
-    """window_keys from two formulas of (first row, one past the last, offset, seq_k, left, right)."""
-    begin = begin or (lambda a, z, d, n, lo, hi: max(0, a + d - lo))
-    end = end or (lambda a, z, d, n, lo, hi: min(n, z + d + hi))
-    return lambda a, z, m, n, lo, hi: (begin(a, z, n - m, n, lo, hi), end(a, z, n - m, n, lo, hi))
+def queries(begin=None, end=None):
+    """seen_by from two formulas of (first key, one past the last, offset, seq_q, left, right)."""
+    begin = begin or (lambda a, z, d, m, lo, hi: max(0, a - d - hi))
+    end = end or (lambda a, z, d, m, lo, hi: min(m, z - d + lo))
+    return lambda a, z, m, n, lo, hi: (begin(a, z, n - m, m, lo, hi), end(a, z, n - m, m, lo, hi))
 
 
-def by_looking_for_keys(start, stop, seq_q, seq_k, left, right):
+def by_looking_for_queries(start, stop, seq_q, seq_k, left, right):
     offset = seq_k - seq_q
-    seen = [j for j in range(seq_k) if any(i + offset - left <= j <= i + offset + right for i in range(start, stop))]
+    seen = [i for i in range(seq_q) if any(i + offset - left <= j <= i + offset + right for j in range(start, stop))]
     return (seen[0], seen[-1] + 1) if seen else (0, 0)
 
 
-def test_the_keys_of_a_window_in_other_styles():
-    assert check("4.5", keys()) and check("4.5", by_looking_for_keys)
-    assert check("4.5", keys(end=lambda a, z, d, n, lo, hi: max(0, min(n, z + d + hi))))
-    assert check("4.5", keys(begin=lambda a, z, d, n, lo, hi: min(n, max(0, a + d - lo))))
+def test_who_sees_these_keys_in_other_styles():
+    assert check("4.5", queries()) and check("4.5", by_looking_for_queries)
+    assert check("4.5", queries(end=lambda a, z, d, m, lo, hi: max(0, min(m, z - d + lo))))
+    assert diagnosis("4.5", queries(lambda a, z, d, m, lo, hi: max(0, a - d - lo))) != "wrong-value"
 
 
 # ---- 4.6 ------------------------------------------------------------------------------------------------------------
@@ -427,8 +428,42 @@ def test_the_sink_of_the_lesson_is_the_formula():
 
 
 def test_every_hint_is_a_sentence():
-    for i in range(1, 11):
+    for i in range(1, 14):
         assert len(find(f"4.{i}").hints) >= 3
+
+
+# ---- 4.11 to 4.13 ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "id, change, slug",
+    [
+        ("4.11", ("stride_kb + head // group", "stride_kb + head % group"), "out-of-bounds"),
+        ("4.11", ("mask=offs_m < M, other=0.0", "mask=offs_m < M"), None),  # rows past M are stored by nobody
+        ("4.11", ("o = torch.empty_like(q)", "o = torch.empty_like(q).transpose(1, 2)"), "wrong-shape"),
+        ("4.11", ("    return o, lse", "    return o"), "wrong-type"),
+        ("4.12", ("    for start_n in range(0, end, BLOCK_N):", "    for start_n in range(0, N, BLOCK_N):"),
+         "causal-tiles-not-skipped"),
+        ("4.12", ("seen = (offs_n.T < prefix) | (", "seen = (offs_n.T < 0) | ("), "wrong-value"),
+        ("4.12", ("tl.maximum(prefix, ", "tl.maximum(0, "), "wrong-value"),
+        ("4.13", ("triton.next_power_of_2(value_dim)", "triton.next_power_of_2(head_dim)"), "wrong-value"),
+        ("4.13", ("scale = head_dim**-0.5", "scale = value_dim**-0.5"), "wrong-value"),
+    ],
+)  # fmt: skip
+@WATCHED
+def test_the_ladder(id, change, slug):
+    if slug is None:
+        assert check(id, *solved(id, change))
+    else:
+        assert diagnosis(id, *solved(id, change)) == slug
+
+
+@WATCHED
+def test_pytorch_is_no_step_of_the_ladder():
+    def attention(q, k, v, *, causal=False, scale=None):
+        return torch.zeros_like(q), torch.zeros(q.shape[:3])
+
+    assert diagnosis("4.13", attention) == "no-kernel"
 
 
 # ---- classes of answers ---------------------------------------------------------------------------------------------
@@ -441,17 +476,17 @@ def told(id, *answers):
 
 
 def test_tensors_hold_numbers_too():
-    assert check("4.2", lambda *x: torch.tensor(edges()(*x))) and check("4.5", lambda *x: torch.tensor(keys()(*x)))
+    assert check("4.2", lambda *x: torch.tensor(edges()(*x))) and check("4.5", lambda *x: torch.tensor(queries()(*x)))
 
 
 def test_two_mistakes_at_once():
-    strict = told("4.3", *solved("4.3", ("] <= offs_m", "] < offs_m"), (" + N - M) &", ") &")))
+    strict = told("4.3", *solved("4.3", ("] <= offs_m", "] < offs_m"), (" + N - M) |", ") |")))
     assert strict.diagnosis == "two-slips" and "`N - M` is missing" in str(strict)
 
 
 @WATCHED
 def test_a_tile_is_not_one_number():
-    both = (MASK, MASK.replace(" & ", " and "))
+    both = (MASK, MASK.replace(" | ", " or "))
     assert "where one number is wanted" in str(told("4.3", *solved("4.3", both)))
     chained = (MASK, "seen = offs_n[None, :] - N + M <= offs_m[:, None] < M")
     assert "where one number is wanted" in str(told("4.3", *solved("4.3", chained)))

@@ -15,6 +15,7 @@ from flashlab.check import CheckFailed
 from flashlab.check.changes import EndlessError, Text
 from flashlab.check.lookup import Index, in_units, where_right
 from flashlab.exercises import check, exercises, find
+from flashlab.exercises.phase_04 import whose
 from flashlab.exercises.rule import RULES, Rule, answers
 from flashlab.exercises.tensor_rule import TensorRule
 
@@ -83,8 +84,11 @@ def test_the_lesson_takes_its_heading_and_its_cell_from_the_rule(id):
 # ---- what is told of answers in other styles ------------------------------------------------------------------------
 
 
-def window(begin=lambda a, d, lo: max(0, a + d - lo), end=lambda z, d, n, hi: min(n, z + d + hi)):
-    return lambda a, z, m, n, lo, hi: (begin(a, n - m, lo), end(z, n - m, n, hi))
+def window(begin=None, end=None):
+    """seen_by from a formula of (start, offset, right) and one of (stop, offset, seq_q, left)."""
+    begin = begin or (lambda a, d, hi: max(0, a - d - hi))
+    end = end or (lambda z, d, m, lo: min(m, z - d + lo))
+    return lambda a, z, m, n, lo, hi: (begin(a, n - m, hi), end(z, n - m, m, lo))
 
 
 def by_steps(xs, old, start=-math.inf):
@@ -135,12 +139,11 @@ TOLD = [
     ("10.7", lambda *x: (RULES["10.7"].fn(*x) or (16, 16))[::-1], "BLOCK_M is 256, it should be 128"),
     ("11.1", lambda script, n: RULES["11.1"].fn([x for x in script if x[0] != "copy"], n), "elements for 3 operations"),
     ("11.4 widest_tile", lambda d, r, others: (r - others - d) * 4 // 3 // 16 * 16, "division by `2` is missing"),
-    ("4.1", lambda p, m, h, kv: (p // m // h, p // m % h, p // m % h * kv // h, 7), "block is 7, it should be 0"),
-    ("4.1", lambda p, m, h, kv: (p % m, p // m // h, p // m % h, p // m % h * kv // h), "come as (block, batch"),
-    ("4.2", lambda a, z, m, n, t: (max(0, min(n, a + 2 + n - m)) // t * t, max(0, min(n, z + n - m))), "too large"),
-    ("4.5", window(begin=lambda a, d, lo: a + d - lo), "begin: nothing keeps it from going below `0`"),
-    ("4.5", window(end=lambda z, d, n, hi: min(n, z + d)), "end: the term `right` is missing"),
-    ("4.5", window(lambda a, d, lo: max(0, a - lo), lambda z, d, n, hi: min(n, z + hi)), "`seq_k - seq_q` is missing"),
+    ("4.1", lambda *x: (*whose(*x)[:3], 7), "block is 7, it should be"),
+    ("4.1", lambda *x: (whose(*x)[3], *whose(*x)[:3]), "come as (block, batch"),
+    ("4.2", lambda a, z, m, n, p, t: (min(n, max(p, a + 2 + n - m)) // t * t, min(n, max(p, z + n - m))), "too large"),
+    ("4.5", window(begin=lambda a, d, hi: a - d - hi), "begin: nothing keeps it from going below `0`"),
+    ("4.5", window(end=lambda z, d, m, lo: min(m, z - d)), "end: the term `left` is missing"),
     ("4.5", lambda *x: window()(*x)[::-1], "come as (end, begin): return (begin, end)"),
     ("5.1", lambda p, dp: p * dp, "the term `-delta` is missing: it is dp - delta"),
     ("5.1", lambda p, dp: p * (dp - (p * dp).sum()), "one `sum` is taken for all rows"),
@@ -169,7 +172,7 @@ def test_a_slip_is_told_however_it_is_written(id, wrong, words):
         ("4.1", lambda p, m, h, kv: (p // m // h, p // m % h, p % m), "wrong-type"),
         ("4.1", lambda p, m, h, kv: (p // m // h, p // m % h, p // m % h // (kv // h), p % m), "exception"),
         ("4.1", lambda p, m, h, kv: {"batch": p}, "wrong-type"),
-        ("4.2", lambda a, z, m, n, t: None, "returned-none"),
+        ("4.2", lambda a, z, m, n, p, t: None, "returned-none"),
     ],
 )
 def test_results_of_another_kind(id, wrong, slug):

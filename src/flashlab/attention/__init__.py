@@ -8,8 +8,9 @@ online_softmax      phase 0: the state (m, l, o) and its merge
 naive, schemes      phase 1: four lines of PyTorch, and the kernels that meet the two walls
 simulation          phase 2: the forward pass in plain PyTorch
 triton_minimal      phase 3: the forward pass as a Triton kernel
+triton_plain        phase 4: the same for a model's tensors, one masked loop
 triton_forward      phase 4: a forward pass that a model can use; tiles: with which tiles; ladder: its steps
-gluon_forward       phase 4: its loop in Gluon, with Hopper's own instructions
+gluon_forward       phase 11b: phase 4's loop in Gluon, with Hopper's own instructions
 simulation_backward phase 5: the backward pass in plain PyTorch
 triton_backward     phase 5: its kernels
 blockwise           on a CPU outside of a lesson: PyTorch's own products, a block of queries at a time

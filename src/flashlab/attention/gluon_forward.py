@@ -1,4 +1,4 @@
-"""Phase 4, last step: the forward loop in Gluon, the layer under Triton, for Hopper.
+"""Phase 11b: phase 4's forward loop in Gluon, the layer under Triton, for Hopper.
 
 Triton decides which thread holds which element, when a tile is copied, and when a product is waited for. In Gluon the
 kernel says it. What is new is named in Hopper's own terms:

@@ -1,9 +1,9 @@
-"""Phase 4 step by step: the ladder from phase 3's kernel to `triton_forward.flash_attention_kernel`.
+"""Phase 4 step by step: from the plain kernel (triton_plain) to `triton_forward.flash_attention_kernel`.
 
-How it is held: there is one kernel, the last, and no copy of it. Each idea stands in it behind a `tl.constexpr`, and
-the compiler drops what a launch does not ask for. A step is a set of such constants; its text is the kernel without
-the branches that they switch off, and the difference of two steps is one idea. So a step can be read (`text`), run and
-timed (the kernel with those constants is that text, which a test shows), and no line lives twice.
+How it is held: behind the plain kernel there is one, the last, and no copy of it. Each idea stands in it behind a
+`tl.constexpr`, and the compiler drops what a launch does not ask for. A step is a set of such constants; its text is
+the kernel without the branches that they switch off, and the difference of two steps is one idea. So a step can be read
+(`text`), run and timed (the kernel with those constants is that text, which a test shows), and no line lives twice.
 """
 
 from __future__ import annotations
@@ -45,15 +45,13 @@ class Step:
 def _steps() -> tuple[Step, ...]:
     """Each step has the constants of the one before, and one idea more."""
     rows: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
-        ("heads", "batch and heads on the grid, shared key heads by index, any length", {}, {"split": False}),
-        ("head_dim", "a head_dim that is no power of two: padded on chip", {"HEAD_DIM": 40}, {}),
-        ("causal", "a causal mask; tiles above the diagonal are never loaded", {"HAS_LAST": True}, {"causal": True}),
+        ("edges", "tiles above the diagonal are never loaded", {"HAS_LAST": True}, {"causal": True, "split": False}),
         ("split", "tiles that every row sees whole have no mask", {"SPLIT": True}, {"split": True}),
         ("window", "a sliding window; tiles to its left are never loaded", {"HAS_FIRST": True}, {"window": 128}),
         ("softcap", "scores bounded by tanh", {"SOFTCAP": True}, {"softcap": 30.0}),
         ("descriptors", "whole tiles fetched by the chip's copy engine", {"TMA": True}, {"tma": True}),
     ]  # fmt: skip
-    constants: dict[str, Any] = {"HEAD_DIM": 64, "BLOCK_D": 64, **_OFF}
+    constants: dict[str, Any] = {"HEAD_DIM": 40, "BLOCK_D": 64, **_OFF}
     options: dict[str, Any] = {}
     steps = []
     for name, idea, new_constants, new_options in rows:

@@ -196,6 +196,8 @@ def flash_attention_kernel(
     edges = tile_edges(start_m, stop_m, first, last, N, BLOCK_N, HAS_FIRST, HAS_LAST, SPLIT)
     for part in tl.static_range(3):  # the left edge, the tiles that are seen whole, the right edge
         for start_n in tl.range(edges[part], edges[part + 1], BLOCK_N):
+            # endregion
+            # region: tile
             offs_n = start_n + keys
             if TMA and part == 1:
                 k = k_box.load([start_n, 0])
@@ -221,7 +223,7 @@ def flash_attention_kernel(
                 v = load_tile(v_tile, offs_n, offs_d, edges[3], HEAD_DIM, BLOCK_D, part != 1)
             acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)  # acc + p @ v; p in v's dtype
             m_i = m_new
-    # endregion
+            # endregion
 
     acc = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]  # l_i is 0 in a row that sees no key: o is 0
     lse = (m_i + tl.log2(l_i)) * 0.6931471805599453  # times ln 2: a natural logarithm

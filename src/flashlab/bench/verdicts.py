@@ -106,7 +106,7 @@ def table(data: dict[str, Any]) -> Table:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     given = records.parser(__doc__, "verdicts").parse_args(arguments)
-    notebooks = sorted((ROOT / "solutions").glob("[0-9][0-9]_*.ipynb"))
+    notebooks = sorted((ROOT / "solutions").glob("[0-9][0-9]*_*.ipynb"))
     if not notebooks:
         raise SystemExit("There are no solutions beside this package: run it in a clone of the course.")
     given.out = given.out or ROOT / ".flashlab" / "bench" / "verdicts.json"

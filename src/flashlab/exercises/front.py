@@ -8,7 +8,7 @@ import inspect
 import io
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -290,15 +290,15 @@ def hint(id: str, *, level: int | None = None) -> Hint:
 # ---- progress -------------------------------------------------------------------------------------------------------
 
 
-def progress(phase: int | None = None) -> Table:
+def progress(phase: int | str | None = None) -> Table:
     """A table of the phases, each with a row that sums it up, and below it the exercises of the phases begun.
 
     Of an exercise: solved and when, tries, hints used, the minutes it may take. Of a phase: how many are solved. A
     phase that is asked for by its number is listed in full.
     """
     titles = {p.number: p.title for p in PHASES}
-    phases = sorted({e.phase for e in registry.exercises().values()})
-    if phase is not None and (type(phase) is not int or phase not in phases):
+    phases = list(dict.fromkeys(e.phase for e in registry.exercises().values()))
+    if phase is not None and (type(phase) not in (int, str) or phase not in phases):
         sentence = f"phase is one of the numbers {', '.join(map(str, phases))}, or left out, not {phase!r}"
         raise CheckFailed(sentence, diagnosis="wrong-arguments")
     if record.path() is None:
@@ -308,7 +308,7 @@ def progress(phase: int | None = None) -> Table:
     heads: list[int] = []
     done = of = minutes_left = 0
     chosen = [e for e in registry.exercises().values() if phase is None or e.phase == phase]
-    for number in sorted({exercise.phase for exercise in chosen}):
+    for number in dict.fromkeys(exercise.phase for exercise in chosen):
         mine = [exercise for exercise in chosen if exercise.phase == number]
         solved = [exercise for exercise in mine if entries.get(exercise.id, record.Entry()).solved]
         minutes = sum(exercise.minutes for exercise in mine)
@@ -322,12 +322,44 @@ def progress(phase: int | None = None) -> Table:
         minutes_left += minutes - sum(exercise.minutes for exercise in solved)
     summary = f"{done} of {of} solved" + (f", {_time(minutes_left)} left." if minutes_left else ".")
     if phase is None and len(heads) == len(rows) > 0:
-        summary += f" You have not begun yet: {chosen[0].id}, {chosen[0].title}, is the first."
+        summary += " You have not begun yet."
+    if following := next_exercise(phase, entries):
+        summary += f" Next: {_announced(following)}"
     columns = ("Exercise", "Title", "Difficulty", "Minutes", "Solved", "Tries", "Hints")
     used = [i for i, name in enumerate(columns) if name in ("Exercise", "Title", "Solved") or any(r[i] for r in rows)]
     kept = tuple(tuple(row[i] for i in used) for row in rows)
     align = "".join("lllrlrl"[i] for i in used)
     return Table(tuple(columns[i] for i in used), kept, summary, align=align, heads=frozenset(heads))
+
+
+def next_exercise(
+    phase: int | str | None = None, entries: Mapping[str, record.Entry] | None = None
+) -> registry.Exercise | None:
+    """The first exercise that is not solved, in course order, from the phase on in which something was solved last.
+
+    The stretch exercises of a phase come after its others, and optional phases only when asked for. None: all solved.
+    """
+    entries = record.load() if entries is None else entries
+    solved = {id: entry.solved for id, entry in entries.items() if entry.solved}
+    course = [e for e in registry.exercises().values() if e.phase == phase or (phase is None and type(e.phase) is int)]
+    course.sort(key=lambda e: (e.order[:2], e.difficulty == "Stretch", e.order))
+    done = [e for e in course if e.id in solved]
+    begin = max(done, key=lambda e: (str(solved[e.id]), e.order)).order[0] if done else 0
+    left = [e for e in course if e.id not in solved]
+    return next((e for e in left if e.order[0] >= begin), left[0] if left else None)
+
+
+def _announced(exercise: registry.Exercise) -> str:
+    """An exercise with its page and its minutes, in a sentence."""
+    (page,) = (p.name for p in PHASES if p.number == exercise.phase) if exercise.order < (90,) else ("",)
+    where = f" exercises/{page}.ipynb," if page else ""
+    return f"{exercise.id} {exercise.title},{where} about {exercise.minutes} min."
+
+
+def following() -> str:
+    """What `flashlab next` says: the next exercise, its page, its minutes."""
+    exercise = next_exercise()
+    return "Every exercise is solved." if exercise is None else f"Next: {_announced(exercise)}"
 
 
 def _time(minutes: int) -> str:

@@ -19,6 +19,7 @@ from flashlab import runtime
 from flashlab.check import CheckFailed, Report, expect, expect_all_close, expect_close, running, verify
 from flashlab.check.lookup import Row
 from flashlab.check.symptoms import watched
+from flashlab.exercises import phase_04_ladder as _ladder  # noqa: F401  4.11 to 4.13
 from flashlab.exercises.registry import exercise
 from flashlab.exercises.rule import rule
 from flashlab.exercises.tensor_rule import normal, tensor_rule
@@ -87,8 +88,10 @@ def _grid(r: random.Random) -> Numbers:
     difficulty="Warm-up",
     hints=[
         "Take the number apart as you would seconds into hours, minutes and seconds: a remainder, and what is left.",
-        "The block is pid % m_blocks. What is left, pid // m_blocks, counts the heads of all batches.",
-        "kv_head: `heads // kv_heads` query heads share one, so it is head // (heads // kv_heads).",
+        "With group = heads // kv_heads, pid % group is the head within its group. pid // group counts blocks, of all "
+        "key heads of all batches. The last block of a key head comes first.",
+        "rest = pid // group; block = m_blocks - 1 - rest % m_blocks; rest // m_blocks counts the key heads of all "
+        "batches, and head is kv_head * group + pid % group.",
     ],
     returns="batch, head, kv_head, block",
     whole=True,
@@ -99,24 +102,23 @@ def _grid(r: random.Random) -> Numbers:
     ],
     draw=_grid,
     rows=[
-        Row("heads-fastest", "neighbouring programs are neighbouring heads here: they are blocks of one head",
-            [("pid // m_blocks, pid", "pid // heads // m_blocks * heads + pid % heads, pid // heads")]),
-        Row("modulo-kv-heads", "kv_head is head % kv_heads, which deals the key heads out like cards: the query heads "
-            "that share one are neighbours", [("head // (heads // kv_heads)", "head % kv_heads")]),
-        Row("divided-by-kv-heads", "kv_head is head // kv_heads: divide by how many query heads share a key head",
-            [("head // (heads // kv_heads)", "head // kv_heads")]),
-        Row("batch-and-head-exchanged", "batch and head are exchanged, and kv_head is that of the wrong one",
-            [("batch, head =", "head, batch =")]),
-        Row("blocks-backwards", "the blocks of a head come in the opposite order: the first program has the first",
-            [("head // (heads // kv_heads), block", "head // (heads // kv_heads), m_blocks - 1 - block")]),
+        Row("modulo-kv-heads", "head is dealt out like cards: the query heads that share a key head are neighbours",
+            [("kv_head * group + pid % group", "pid % group * kv_heads + kv_head")]),
+        Row("order-of-the-lecture", "that is the lecture's order, the blocks of a head side by side: here it is the "
+            "heads of a group", [("m_blocks - 1 - rest % m_blocks", "pid % m_blocks"),
+                        ("kv_head * group + pid % group", "pid // m_blocks % heads")]),
+        Row("first-block-first", "the blocks of a group come in the opposite order: the first program has the last",
+            [("m_blocks - 1 - rest % m_blocks", "rest % m_blocks")]),
     ],
 )  # fmt: skip
 def whose(pid, m_blocks, heads, kv_heads):
     """(batch, head, kv_head, block) of program pid. m_blocks: blocks of queries of one head."""
     # BEGIN SOLUTION
-    batch_head, block = pid // m_blocks, pid % m_blocks
-    batch, head = batch_head // heads, batch_head % heads
-    return batch, head, head // (heads // kv_heads), block
+    group = heads // kv_heads
+    rest = pid // group
+    block = m_blocks - 1 - rest % m_blocks
+    batch, kv_head = rest // m_blocks // kv_heads, rest // m_blocks % kv_heads
+    return batch, kv_head * group + pid % group, kv_head, block
     # END SOLUTION
 
 
@@ -135,43 +137,44 @@ def _rows(r: random.Random) -> Numbers:
     title="How far a block sees",
     minutes=15,
     hints=[
-        "Query i sees the keys j <= i + seq_k - seq_q. So how many keys does query i see, if there are enough?",
+        "Query i sees the keys j <= i + seq_k - seq_q, and those before prefix. So how many keys does query i see?",
         "`end`: the row that sees most is the last, stop - 1. `whole_end`: the row that sees least is the first. "
-        "Neither can be below 0 or above seq_k.",
-        "end = max(0, min(seq_k, stop + seq_k - seq_q)); whole_end = max(0, min(seq_k, start + 1 + seq_k - seq_q)) "
-        "// BLOCK_N * BLOCK_N.",
+        "Neither can be below prefix or above seq_k.",
+        "end = min(seq_k, max(prefix, stop + seq_k - seq_q)); whole_end = min(seq_k, max(prefix, start + 1 + seq_k - "
+        "seq_q)) // BLOCK_N * BLOCK_N.",
     ],
     returns="whole_end, end",
     whole=True,
     inputs=[
-        (start, min(start + block, seq_q), seq_q, seq_k, tile)
-        for seq_q, seq_k, block, tile in (
-            (64, 64, 16, 16), (50, 130, 16, 32), (100, 37, 32, 16), (1, 147, 16, 64), (40, 40, 32, 8), (33, 35, 8, 8),
-            (33, 40, 16, 8), (200, 90, 64, 32),
-            *((24, 24 + offset, 8, 8) for offset in range(1, 8)),  # a row may see any remainder of a tile
+        (start, min(start + block, seq_q), seq_q, seq_k, prefix, tile)
+        for seq_q, seq_k, prefix, block, tile in (
+            (64, 64, 0, 16, 16), (50, 130, 90, 16, 32), (100, 37, 5, 32, 16), (1, 147, 30, 16, 64), (40, 40, 20, 32, 8),
+            (33, 35, 0, 8, 8), (33, 40, 40, 16, 8), (200, 90, 33, 64, 32),
+            *((24, 24 + offset, 8 - offset, 8, 8) for offset in range(1, 8)),  # any remainder of a tile
         )
         for start in range(0, seq_q, block)
     ],
-    draw=lambda r: (*_rows(r), r.choice((4, 8, 16, 32))),
+    draw=lambda r: (lambda rows: (*rows, r.randint(0, rows[3]), r.choice((4, 8, 16, 32))))(_rows(r)),
     notes={
         "offset": "the last query sees the last key", "stop": "the last row, stop - 1, sees furthest",
         "start": "the first row sees least", "1": "row i sees the key i + seq_k - seq_q itself",
+        "prefix": "every row sees the first `prefix` keys",
     },
     rows=[
         Row("whole-rounded-up", "whole_end is rounded up to a multiple of BLOCK_N: it is rounded down",
             [("start + 1 + offset)) // BLOCK_N", "start + 1 + offset) + BLOCK_N - 1) // BLOCK_N")]),
         Row("end-rounded", "end is rounded up to a tile: it is one past the last key that a row sees",
             [("return whole_end, end", "return whole_end, min(seq_k, -(-end // BLOCK_N) * BLOCK_N)")]),
-        Row("row-rounded", "whole_end has its row rounded to BLOCK_N before the offset is added: round the number of "
-            "keys", [("start + 1 + offset", "start // BLOCK_N * BLOCK_N + 1 + offset")]),
+        Row("prefix-forgotten", "the prefix is forgotten: every row sees the first `prefix` keys",
+            [("max(prefix, stop", "max(0, stop"), ("max(prefix, start", "max(0, start")]),
     ],
 )  # fmt: skip
-def causal_edges(start, stop, seq_q, seq_k, BLOCK_N):
-    """(whole_end, end), two numbers of keys, 0 to seq_k."""
+def prefix_edges(start, stop, seq_q, seq_k, prefix, BLOCK_N):
+    """(whole_end, end), two numbers of keys, 0 to seq_k; prefix is at most seq_k."""
     # BEGIN SOLUTION
     offset = seq_k - seq_q
-    end = max(0, min(seq_k, stop + offset))
-    whole_end = max(0, min(seq_k, start + 1 + offset)) // BLOCK_N * BLOCK_N
+    end = min(seq_k, max(prefix, stop + offset))
+    whole_end = min(seq_k, max(prefix, start + 1 + offset)) // BLOCK_N * BLOCK_N
     return whole_end, end
     # END SOLUTION
 
@@ -180,14 +183,14 @@ def causal_edges(start, stop, seq_q, seq_k, BLOCK_N):
 
 
 def _mask_of(kernel: Any) -> Callable[..., Any]:
-    kernel = kernel_of(kernel, ("seen_ptr", "start_m", "start_n", "M", "N", "BLOCK_M", "BLOCK_N"))
+    kernel = kernel_of(kernel, ("seen_ptr", "start_m", "start_n", "M", "N", "prefix", "BLOCK_M", "BLOCK_N"))
 
-    def launch(start_m: int, start_n: int, M: int, N: int) -> torch.Tensor:
+    def launch(start_m: int, start_n: int, M: int, N: int, prefix: int) -> torch.Tensor:
         __tracebackhide__ = True
-        case = f"queries from {start_m}, keys from {start_n}, M={M}, N={N}"
+        case = f"queries from {start_m}, keys from {start_n}, M={M}, N={N}, prefix={prefix}"
         out = torch.full((16, 32), -9, dtype=torch.int32, device=runtime.device())
         with in_bounds(case, seen=out):
-            kernel[(1,)](out, start_m, start_n, M, N, BLOCK_M=16, BLOCK_N=32)
+            kernel[(1,)](out, start_m, start_n, M, N, prefix, BLOCK_M=16, BLOCK_N=32)
         out = out[: max(0, min(16, M - start_m))]  # what a row that does not exist sees is nobody's business
         expect(not (out == -9).any(), "some of the tile is never stored", diagnosis="never-written", case=case)
         return out
@@ -206,30 +209,33 @@ _ALIGNED = "the last query, M - 1, sees the last key, N - 1, so query i sees the
         "Row r of the tile is query start_m + r, column c is key start_n + c. Make these two as vectors first.",
         "Queries run down, so they get [:, None]; keys run across, so they get [None, :]. The comparison of the two is "
         "a tile.",
-        "seen = (offs_n[None, :] <= offs_m[:, None] + N - M) & (offs_n[None, :] < N)",
+        "seen = (offs_n[None, :] <= offs_m[:, None] + N - M) | (offs_n[None, :] < prefix)",
     ],
     answer="tile_mask_kernel",
     returns="seen",
     inputs={
-        f"queries from {m}, keys from {n}, M={M}, N={N}": (m, n, M, N) for m, n, M, N in (
-            (0, 0, 64, 64), (16, 16, 64, 64), (32, 16, 64, 64), (0, 32, 16, 50), (16, 32, 24, 50), (0, 0, 40, 10),
-            (32, 0, 40, 10), (0, 128, 1, 147), (48, 48, 50, 51), (16, 16, 20, 34))
+        f"queries from {m}, keys from {n}, M={M}, N={N}, prefix={prefix}": (m, n, M, N, prefix)
+        for m, n, M, N, prefix in (
+            (0, 0, 64, 64, 0), (16, 16, 64, 64, 40), (32, 16, 64, 64, 20), (0, 32, 16, 50, 37), (16, 32, 24, 50, 0),
+            (0, 0, 40, 10, 5), (32, 0, 40, 10, 10), (0, 128, 1, 147, 3), (48, 48, 50, 51, 50), (16, 16, 20, 34, 30))
     },
-    draw=lambda r: (lambda M, N: (r.randrange(M) // 16 * 16, r.randrange(N) // 32 * 32, M, N))(
+    draw=lambda r: (lambda M, N: (r.randrange(M) // 16 * 16, r.randrange(N) // 32 * 32, M, N, r.randint(0, N)))(
         r.randint(1, 90), r.randint(1, 90)),
     through=_mask_of,
     notes={
         "start_m": "the first row of the tile is number start_m, not 0",
         **dict.fromkeys(("N - M", "N", "M"), _ALIGNED),
         "start_n": "the first column of the tile is number start_n, not 0", "r": "row r is query start_m + r",
-        "offs_n[None, :] < N": "keys from N on do not exist", "c": "column c is key start_n + c",
+        "offs_n[None, :] < prefix": "every query sees the first `prefix` keys", "c": "column c is key start_n + c",
         "offs_n[None, :] <= offs_m[:, None] + (N - M)": "a query sees the keys up to its own position, that one too",
     },
     rows=[
         Row("one-too-many", "each query sees one key too many, the one behind its own position",
             [("+ (N - M)", "+ (N - M) + 1")]),
-        Row("tail-only", "only the keys past the end are hidden; a causal query does not see later keys either",
-            [("offs_n[None, :] <= offs_m[:, None] + (N - M)", "offs_n[None, :] * 0 <= offs_m[:, None]")]),
+        Row("prefix-forgotten", "the prefix is forgotten: every query sees the first `prefix` keys",
+            [(" | (offs_n[None, :] < prefix)", "")]),
+        Row("both-wanted", "a key is seen if it is not later *or* in the prefix: & asks for both",
+            [(" | (offs_n", " & (offs_n")]),
         Row("starts-forgotten", "row 0 of the tile is query start_m, and column 0 is key start_n",
             [("start_m + r", "r"), ("start_n + c", "c")]),
         Row("starts-exchanged", "start_m and start_n are exchanged: row 0 is query start_m, and column 0 key start_n",
@@ -242,13 +248,14 @@ _ALIGNED = "the last query, M - 1, sees the last key, N - 1, so query i sees the
             ("start_n + c", "start_n * 32 + c")]),
     ],
     then=lambda kernel: compiles(kernel, {
-        "seen_ptr": torch.int32, "start_m": 16, "start_n": 16, "M": 50, "N": 60, "BLOCK_M": 16, "BLOCK_N": 32}),
+        "seen_ptr": torch.int32, "start_m": 16, "start_n": 16, "M": 50, "N": 60, "prefix": 9, "BLOCK_M": 16,
+        "BLOCK_N": 32}),
 )  # fmt: skip
-def mask_of_a_tile(start_m, start_n, M, N):
+def mask_of_a_tile(start_m, start_n, M, N, prefix):
     r, c = torch.arange(16)[: max(0, M - start_m)], torch.arange(32)
     offs_m = start_m + r
     offs_n = start_n + c
-    seen = (offs_n[None, :] <= offs_m[:, None] + (N - M)) & (offs_n[None, :] < N)
+    seen = (offs_n[None, :] <= offs_m[:, None] + (N - M)) | (offs_n[None, :] < prefix)
     return seen.int()
 
 
@@ -350,42 +357,44 @@ def _(scores_kernel: Any) -> str:
 
 @rule(
     "4.5",
-    title="The keys of a window",
+    title="Who sees these keys?",
     minutes=15,
     hints=[
-        "Query i stands beside key p = i + seq_k - seq_q. It sees the keys p - left to p + right, its own among them.",
-        "The first row of the block sees furthest to the left, the last row, stop - 1, furthest to the right.",
-        "begin = max(0, start + seq_k - seq_q - left); end = min(seq_k, stop + seq_k - seq_q + right). One past the "
-        "last, so no - 1.",
+        "Query i stands beside key p = i + seq_k - seq_q, and sees the keys p - left to p + right. Turn it round: "
+        "which p see key j?",
+        "Key j is seen from the positions j - right to j + left. The first key of the block gives `begin`, the last, "
+        "stop - 1, gives `end`.",
+        "begin = max(0, start - right - (seq_k - seq_q)); end = min(seq_q, stop + left - (seq_k - seq_q)). One past "
+        "the last, so no - 1.",
     ],
     returns="begin, end",
     whole=True,
     inputs=[
-        (start, min(start + block, seq_q), seq_q, seq_k, left, right)
+        (start, min(start + block, seq_k), seq_q, seq_k, left, right)
         for seq_q, seq_k, block in ((64, 64, 16), (30, 90, 8), (90, 30, 16), (1, 50, 16))
         for left, right in ((0, 0), (10, 0), (25, 6), (3, 40), (7, 7))
-        for start in range(0, seq_q, block)
+        for start in range(0, seq_k, block)
     ],
-    draw=lambda r: (*_rows(r), r.randint(0, 30), r.randint(0, 30)),
-    alike=lambda begin, end: (0, 0) if begin >= end else (begin, end),  # nothing is seen, however that is written
+    draw=lambda r: (lambda rows: (*rows[:2], rows[3], rows[2], r.randint(0, 30), r.randint(0, 30)))(_rows(r)),
+    alike=lambda begin, end: (0, 0) if begin >= end else (begin, end),  # nobody sees them, however that is written
     notes={
-        "offset": "query i stands beside key i + seq_k - seq_q", "left": "`left` keys before the position are seen",
-        "right": "`right` keys after the position are seen", "start": "the first row sees furthest to the left",
-        "stop": "the last row, stop - 1, sees furthest to the right",
+        "offset": "query i stands beside key i + seq_k - seq_q", "left": "a key is seen from `left` positions after it",
+        "right": "a key is seen from `right` positions before it", "start": "the first key is seen from furthest above",
+        "stop": "the last key, stop - 1, is seen from furthest below",
     },
     rows=[
-        Row("first-row-missing", "these are the keys that *every* row of the block sees: those that *some* row sees "
-            "are wanted", [("start + offset", "stop - 1 + offset"), ("stop + offset", "start + 1 + offset")]),
-        Row("a-length", "the second number is how many keys there are: `end` is wanted, one past the last",
+        Row("sides-exchanged", "left and right are exchanged: a query that looks `left` to a key stands after it",
+            [("start - right", "start - left"), ("stop + left", "stop + right")]),
+        Row("a-length", "the second number is how many queries there are: `end` is wanted, one past the last",
             [("return begin, end", "return begin, end - begin")]),
     ],
 )  # fmt: skip
-def window_keys(start, stop, seq_q, seq_k, left, right):
-    """(begin, end) of the keys that rows start to stop - 1 see."""
+def seen_by(start, stop, seq_q, seq_k, left, right):
+    """(begin, end) of the queries that see at least one of the keys start to stop - 1."""
     # BEGIN SOLUTION
     offset = seq_k - seq_q
-    begin = max(0, start + offset - left)
-    end = min(seq_k, stop + offset + right)
+    begin = max(0, start - right - offset)
+    end = min(seq_q, stop + left - offset)
     return begin, end
     # END SOLUTION
 

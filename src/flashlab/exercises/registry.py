@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from flashlab.course import number_of
+
 DIFFICULTIES = ("Warm-up", "Core", "Stretch", "Bug hunt")
 
 _registry: dict[str, Exercise] = {}
@@ -45,13 +47,14 @@ class Exercise:
     history: str = ""
 
     @property
-    def phase(self) -> int:
-        return int(self.id.split(".")[0])
+    def phase(self) -> int | str:
+        """The phase's number; of "11b.1" it is "11b"."""
+        return number_of(self.id.split(".")[0])
 
     @property
-    def order(self) -> tuple[int, int]:
+    def order(self) -> tuple[int, str, int]:
         phase, number = self.id.split(".")
-        return int(phase), int(number)
+        return int(phase.rstrip("b")), phase, int(number)
 
 
 def exercise(
@@ -69,7 +72,7 @@ def exercise(
     The annotation of a parameter says what is handed in: `str` is CUDA text, `Any` a Triton kernel, anything else a
     function; `Callable[..., float]` also says, in a sentence for the learner, what it should return.
     """
-    if not re.fullmatch(r"\d+\.\d+", id):
+    if not re.fullmatch(r"\d+b?\.\d+", id):
         raise ValueError(f'an exercise id is "phase.number", for instance "2.3", not {id!r}')
     if difficulty not in DIFFICULTIES:
         raise ValueError(f"difficulty is one of {', '.join(DIFFICULTIES)}, not {difficulty!r}")
@@ -98,8 +101,8 @@ def _replaces(new: Callable[..., Any], old: Callable[..., Any]) -> bool:
 
 def find(id: str) -> Exercise | None:
     """The exercise `id`, or None. Only the module of its phase is imported."""
-    if id not in _registry and (match := re.fullmatch(r"(\d+)\.\d+", id)):
-        name = f"phase_{int(match[1]):02d}"
+    if id not in _registry and (match := re.fullmatch(r"(\d+b?)\.\d+", id)):
+        name = f"phase_{number_of(match[1]):0>2}"
         if name in _modules():
             _import(name)
     return _registry.get(id)
@@ -113,7 +116,7 @@ def exercises() -> dict[str, Exercise]:
 
 
 def _modules() -> list[str]:
-    return [m.name for m in pkgutil.iter_modules([str(Path(__file__).parent)]) if re.fullmatch(r"phase_\d\d", m.name)]
+    return [m.name for m in pkgutil.iter_modules([str(Path(__file__).parent)]) if re.fullmatch(r"phase_\d\db?", m.name)]
 
 
 def _import(name: str) -> None:
