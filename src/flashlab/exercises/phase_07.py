@@ -1081,4 +1081,5 @@ def _(kernel: str) -> str:
             case=f"{case}, causal",
         )
     expect_wide(whole)
-    return f"{cases} cases right, nothing found by the emulator, as many MMAs as needed"
+    mmas = "as many MMAs as needed" if share == 1 else f"{share:.4g} times the MMAs that the products need"
+    return f"{cases} cases right, nothing found by the emulator, {mmas}"

@@ -64,7 +64,7 @@ class Rule:
         then: asked last, with the learner's function; raises CheckFailed.
         judged: says in place of the values what is right, where more than one is; raises CheckFailed.
         given: makes the arguments of one call of an input. shown: an input in words.
-        each: the results come as a list, a tuple for each of these ("operation").
+        each: the results come as a list, a tuple for each of these ("operation"). item: makes one value of a tuple.
         id: of the exercise, which may ask for several functions.
         parts: further functions of the answer, rules `"ID NAME"` without an `id`, which are judged first.
         answer: what the learner hands in where that is no such function: a kernel, which `through` makes one.
@@ -89,6 +89,7 @@ class Rule:
     given: Callable[..., Sequence[Any]] = lambda *values: values
     shown: Callable[..., str] | None = None
     each: str = ""
+    item: Callable[[Any], Any] = bool
     id: str = ""
     parts: tuple[str, ...] = ()
     answer: str = ""
@@ -132,7 +133,7 @@ class Rule:
 
     def survivors(self) -> list[tuple[str, tuple[Any, ...] | None]]:
         """What the check does not tell from the right rule, and a drawn input that does, or None: the same there."""
-        return [(f"{c.slug}: {c.said}", input_) for c, input_ in self.index.survivors(self.drawn())]
+        return [(f"{c.slug}: {c.said}", input_) for c, input_ in self.index.survivors([*dict.fromkeys(self.drawn())])]
 
     # ---- a learner's answer
 
@@ -140,7 +141,8 @@ class Rule:
         if got is None:
             return (None,) * len(self.returns)
         if self.each:
-            return tuple(tuple(bool(x) for x in part) for part in zip(*got, strict=True))
+            found = tuple(tuple(map(self.item, part)) for part in zip(*got, strict=True))
+            return found or ((),) * len(self.returns)
         parts = (got,) if len(self.returns) == 1 else tuple(got)
         return tuple(_number(x) for x in parts)
 
@@ -198,7 +200,12 @@ class Rule:
             raise CheckFailed(
                 f"{in_words(strange[0], article=True)} is returned; return {wanted}", diagnosis="wrong-type", case=case
             )
-        return self._values(found) if found else ((),) * len(self.returns)
+        try:
+            return self._values(found)
+        except (TypeError, ValueError):
+            raise CheckFailed(
+                f"something else is returned; return {wanted}", diagnosis="wrong-type", case=case
+            ) from None
 
     def case(self, given: tuple[Any, ...]) -> str:
         if self.shown is not None:
@@ -273,7 +280,8 @@ class Rule:
         if not self.each:
             return f"{name} is {_short(mine)}, it should be {_short(right)}"
         at = next(i for i, (x, y) in enumerate(zip(mine, right, strict=True)) if x != y)
-        return f"{name} is {mine[at]} for {self.each} {at + 1}, it should be {right[at]}"
+        one, other = (str(set(x) if isinstance(x, frozenset) else x) for x in (mine[at], right[at]))
+        return f"{name} is {one} for {self.each} {at + 1}, it should be {other}"
 
     def _counted(self, got: list[Values], wrong: list[int]) -> tuple[str, str] | None:
         """A result that is a sum of the right units, and not as many of each."""
