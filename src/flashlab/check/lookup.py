@@ -67,6 +67,11 @@ def same(a: Any, b: Any, tol: float) -> bool:
         return False
 
 
+def outcome_of(error: BaseException) -> str:
+    """An exception as the result of a call: its name; of a stray address all that it says."""
+    return str(error) if type(error).__name__ == "OutOfBounds" else type(error).__name__
+
+
 class Later(Sequence[Any]):
     """What a function gives for each input, run when it is asked for: most changes differ on the first."""
 
@@ -122,7 +127,7 @@ class Index:
             arguments = self.given(*given)
             return self.read(fn(*(map(self.copied, arguments) if self.copied else arguments)))
         except (Exception, EndlessError) as error:
-            return type(error).__name__
+            return outcome_of(error)
 
     @cached_property
     def outcomes(self) -> list[Found]:

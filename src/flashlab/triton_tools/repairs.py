@@ -55,7 +55,7 @@ def _result(data: np.ndarray, was_bf16: bool, dtype):
     return ti.TensorHandle(data, dtype)
 
 
-def _truncate_to_tf32(values: np.ndarray) -> np.ndarray:
+def truncate_to_tf32(values: np.ndarray) -> np.ndarray:
     """What the tensor cores see of a float32: they ignore the low 13 bits of the mantissa."""
     return (np.ascontiguousarray(values).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
 
@@ -112,7 +112,7 @@ class _RepairedBuilder:
             return _RepairedBuilder.original["create_dot"](self, a, b, d, input_precision, max_num_imprecise_acc)
         left, right = _float(a).astype(np.float32), _float(b).astype(np.float32)
         if _tf32_allowed.get() and kinds == (tl.float32, tl.float32) and input_precision == ir.INPUT_PRECISION.TF32:
-            left, right = _truncate_to_tf32(left), _truncate_to_tf32(right)
+            left, right = truncate_to_tf32(left), truncate_to_tf32(right)
         product = np.matmul(left, right) + _float(d)
         was_bf16 = _is_bf16(d)
         return _result(product if was_bf16 else product.astype(d.data.dtype), was_bf16, d.dtype.scalar)
