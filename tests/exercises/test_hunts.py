@@ -74,7 +74,7 @@ HALF = params([
     ("3.5", [("m_i + tl.log2(l_i)", "m_i + tl.log2(l_i) * 0.6931471805599453")], "lse-mixed-bases"),
     ("3.6", [("< N, s, -1e6)", '< N, s, float("-inf"))')], "finite-sentinel"),
     ("4.7", [('s = tl.where(seen, s, float("-inf"))', "s = tl.where(seen, s, -1e30)")], "capped-after-mask"),
-    ("4.7", [('s = tl.where(seen, s, float("-inf"))', "s = tl.where(seen, s, 0.0)")], "hidden-is-zero"),
+    ("4.7", [('s = tl.where(seen, s, float("-inf"))', "s = tl.where(seen, s, 0.0)")], "finite-number"),
     ("4.8", [("rows = tl.arange(0, BLOCK)", "rows = tl.arange(0, BLOCK).to(tl.int64)")], "batch-and-head-overflow"),
     ("4.8", [("batch = pid // heads", "batch = (pid // heads).to(tl.int64)")], "head-and-rows-overflow"),
     ("5.9", [("if start_m == start_n:", "if causal and start_m == start_n:")], "always-one-branch"),

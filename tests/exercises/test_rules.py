@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import dataclasses
 import importlib.util
 import inspect
 import itertools
@@ -59,7 +60,7 @@ def test_changes_are_told_in_one_short_sentence_with_the_numbers_below(id):
         (text, c) for text, c, got in rule.index.outcomes if text and not rule.index.same_outcome(got, rule.index.right)
         and not (isinstance(rule, KernelRule) and rule.makes_no_sense(got))
     ]  # fmt: skip
-    for text, change in itertools.islice(wrong, 0, None, 23):
+    for text, change in itertools.islice(wrong, 0, None, 149 if isinstance(rule, KernelRule) else 23):
         fn = text.compiled(change)
         with contextlib.suppress(Exception):
             if rule.judged and rule.judged(fn):
@@ -79,7 +80,7 @@ def test_an_interpreted_kernel_gives_what_its_model_gives(id, tmp_path):
     it = RULES[id]
     text, right = it.index.texts[0], it.index.right
     wrong = [(c, got) for t, c, got in it.index.outcomes if t is text and not it.index.same_outcome(got, right)]
-    for i, (change, predicted) in enumerate(itertools.islice(wrong, 0, None, 41)):
+    for i, (change, predicted) in enumerate(itertools.islice(wrong, 0, None, 101)):
         with text.changed(change):
             source = re.sub(r"\b_tick\(\)", "pass", ast.unparse(text.tree))
         for name in inspect.signature(it.fn).parameters.values():
@@ -90,10 +91,10 @@ def test_an_interpreted_kernel_gives_what_its_model_gives(id, tmp_path):
         spec = importlib.util.spec_from_file_location(path.stem, path)
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-        launched = it.launched(getattr(module, it.fn.__name__))
+        launched = dataclasses.replace(it, call=None).launched(getattr(module, it.fn.__name__))
         got = it.index.run(lambda *given, launched=launched: launched(*map(copied, given)))
         for mine, expected in zip(got, predicted, strict=True):
-            if mine != "InterpreterError" and expected != "InputChangedError":  # of what makes no sense
+            if not it.makes_no_sense([mine, expected]):
                 assert it.index.same_outcome([mine], [expected]), change.said
 
 

@@ -626,6 +626,8 @@ def _of_call(text: Text, node: ast.Call) -> Iterator[tuple[Any, ...]]:
         yield "arguments-exchanged", f"the arguments of `{name}` are exchanged", 1.9, ast.Call(
             node.func, node.args[::-1], node.keywords)  # fmt: skip
     for i, keyword in enumerate(node.keywords):
+        if keyword.arg == "other":
+            continue  # of a load: what is undefined is told by itself
         rest = [k for k in node.keywords if k is not keyword]
         said = f"`{keyword.arg}={text.plain(keyword.value)}` is missing, in `{name}`"
         yield "argument-missing", said, 1.6, ast.Call(node.func, node.args, rest)

@@ -33,6 +33,7 @@ class KernelText(Text):
         self.outputs, self.programs, self.model = outputs, programs, Model()
         triton = SimpleNamespace(cdiv=self.model.cdiv, jit=lambda fn: fn, language=self.model)
         self.globals = {**self.globals, "tl": self.model, "triton": triton}
+        self.constants = {name for name, kind in fn.__annotations__.items() if "constexpr" in str(kind)}
         stored = [n.args[1] for n in ast.walk(self.tree) if isinstance(n, ast.Call) and _name(n) == "store"]
         self.results = {id(x) for x in stored}
 
@@ -41,7 +42,7 @@ class KernelText(Text):
 
         def run(*given: Any) -> Any:
             arguments = dict(zip(self.params, given, strict=True))
-            results = launch(kernel, self.model, self.programs(**arguments), arguments, self.outputs)
+            results = launch(kernel, self.model, self.programs(**arguments), arguments, self.outputs, self.constants)
             return list(results.values()) if len(results) > 1 else results[self.outputs[0]]
 
         return run
@@ -80,12 +81,16 @@ def of_expression(text: Text, slot: Slot, node: ast.expr) -> Iterator[tuple[Any,
     """(slug, words, cost, new node, key...) of one expression."""
     parent, w = slot[0], text.say
     yield from tensor_changes.of_expression(text, slot, node)
+    new: ast.expr
     if isinstance(parent, ast.Call) and _name(parent) == "dot" and node in parent.args[:2]:
         new = ast.Attribute(node, "T", ast.Load())
         if not (isinstance(node, ast.Attribute) and node.attr == "T"):
             yield "transposed", f"{w(node)} is transposed", 1.9, new, "to T"
         yield "rounded", f"{w(node)} is rounded to 16 bits before `dot`", 1.9, _expr(
             "x.to(tl.float16).to(x.dtype)", x=node)  # fmt: skip
+    if isinstance(node, ast.Compare) and isinstance(node.ops[0], (ast.Lt, ast.LtE)):
+        always = _expr("(x < y) | (x >= y)", x=node.left, y=node.comparators[0])
+        yield "condition-missing", f"{w(node)} is not asked", 1.3, always
     if isinstance(node, ast.Attribute) and node.attr == "float32":
         yield "low-precision", f"`tl.float16` stands where {w(node)} belongs", 1.8, _expr("tl.float16"), "16"
     if not isinstance(node, ast.Call):
@@ -93,7 +98,7 @@ def of_expression(text: Text, slot: Slot, node: ast.expr) -> Iterator[tuple[Any,
     name = _name(node)
     keywords = {k.arg: k.value for k in node.keywords}
     if getattr(node.func, "id", "") == "float" and "inf" in ast.unparse(node):
-        for value in (0.0, -1e4, -1e9, 1e9) if "-" in ast.unparse(node) else (0.0, -1000.0, 1.0):
+        for value in (0.0, -1e4, -1e6, -1e9, -1e30, 1e9) if "-" in ast.unparse(node) else (0.0, -1000.0, 1.0):
             yield "finite-number", f"{value:g} stands where {w(node)} belongs", 1.4, ast.Constant(value), "inf", value
         turned = "inf" if "-" in ast.unparse(node) else "-inf"
         yield "wrong-sign", f"{w(node)} has the wrong sign", 1.4, _expr(f"float('{turned}')"), "inf", turned
@@ -119,14 +124,13 @@ def of_expression(text: Text, slot: Slot, node: ast.expr) -> Iterator[tuple[Any,
         if len(node.args) == 3:
             yield "overwritten", f"{w(node.args[2])} is not added to: each turn begins anew", 1.2, _with(
                 node, args=node.args[:2])  # fmt: skip
-            if isinstance(node.args[2], ast.Name):
-                said = f"{w(node.args[2])} is rounded to 16 bits in every turn of the loop"
-                yield "rounded-in-every-turn", said, 1.5, _expr("x.to(tl.float16).to(tl.float32)", x=node), "per turn"
+            said = f"the sum {w(node)} is rounded to 16 bits in every turn of the loop"
+            yield "rounded-in-every-turn", said, 1.5, _expr("x.to(tl.float16).to(tl.float32)", x=node), "per turn"
         swapped = _with(node, args=[node.args[1], node.args[0], *node.args[2:]])
         yield "arguments-exchanged", "the operands of `dot` are exchanged", 1.9, swapped
     if name == "where" and len(node.args) == 3:
         asked, yes, no = node.args
-        yield "mask-missing", f"nothing is hidden: {w(asked)} is not asked", 1.1, yes
+        yield "mask-missing", f"{w(asked)} is not asked, in `where`", 1.1, yes
         yield "inverted", f"{w(asked)} is asked the other way round", 1.3, _with(node, args=[asked, no, yes])
     other = {"sum": ("max",), "max": ("sum", "min"), "exp": ("log",)}.get(name, ())
     for better in other if name else ():

@@ -171,6 +171,10 @@ def of_statements(text: Text) -> Iterator[Change]:
     """Where a loop begins and ends, what is done in every turn of it instead of once at the end, what is always 0."""
     yield from (Change(slug, said, cost, ((slot, _new(new)),)) for slug, said, cost, slot, new in of_lines(text))
     for line in ast.walk(text.tree):
+        if isinstance(line, ast.Assign) and isinstance(line.value, ast.Tuple) and len(line.value.elts) == 2:
+            said = f"{' and '.join(map(text.say, line.value.elts))} are exchanged"
+            turned = _new(ast.Tuple(line.value.elts[::-1], ast.Load()))
+            yield Change("names-exchanged", said, 1.4, (((line, "value", None), turned),))
         if isinstance(line, ast.Assign) and isinstance(line.targets[0], ast.Name):
             zero = _expr("0 * x", x=line.value)
             yield Change("always-0", f"{text.say(line.targets[0])} is 0 always", 2.0, (((line, "value", None), zero),))

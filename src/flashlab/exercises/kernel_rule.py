@@ -13,6 +13,7 @@ like another. At last the compiler is asked.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 
 from flashlab import runtime
-from flashlab.check import CheckFailed, kernel_changes
+from flashlab.check import CheckFailed, expect, kernel_changes
 from flashlab.check.kernel_changes import KernelText
 from flashlab.check.lookup import Index, Values
 from flashlab.exercises.rule import rule
@@ -55,16 +56,19 @@ class KernelRule(TensorRule):
 
     Attributes:
         writes: the parameters that it stores to, as `returns` names them. programs: of a launch, from its arguments.
+        call: calls what is handed in where that is a function around a kernel, with the arguments of the right one.
     """
 
     writes: tuple[str, ...] = ()
     programs: Callable[..., int] = lambda **_: 1
+    tries: int = 600
+    call: Callable[..., Any] | None = None
 
     @property
     def right(self) -> Callable[..., Any]:
         return self.index.texts[0].compiled()
 
-    def drawn(self, count: int = 16, seed: int = 0) -> list[tuple[Any, ...]]:
+    def drawn(self, count: int = 8, seed: int = 0) -> list[tuple[Any, ...]]:
         return super().drawn(count, seed)
 
     def text(self, other: Any = None) -> KernelText:
@@ -84,22 +88,27 @@ class KernelRule(TensorRule):
 
     def launched(self, kernel: Any) -> Callable[..., Any]:
         """A function of an input that launches the kernel."""
-        kernel = kernel_of(kernel, self.params)
+        kernel = kernel_of(kernel, self.params) if self.call is None else kernel
 
         def launch(*given: Any) -> Any:
             arguments = dict(zip(self.params, given, strict=True))
             outputs = {name: copied(arguments[name], True) for name in self.writes}
-            arguments |= outputs
-            grid = (self.programs(**arguments),)
-            if not runtime.INTERPRETED:
-                kernel[grid](*arguments.values())
-            else:
-                with watched_memory() as traffic:
-                    kernel[grid](*arguments.values())
+            results: Any = list(outputs.values()) if len(outputs) > 1 else outputs[self.writes[0]]
+            with watched_memory() if runtime.INTERPRETED else contextlib.nullcontext() as traffic:
+                if self.call is not None:
+                    results = self.call(kernel, **arguments)
+                else:
+                    kernel[(self.programs(**arguments),)](*(arguments | outputs).values())
+            if traffic is not None:
                 self.traffic.undefined |= traffic.undefined
-            results = list(outputs.values())
-            return results if len(results) > 1 else results[0]
+                expect(
+                    traffic.loads > 0 or self.call is None,
+                    "no Triton kernel reads anything here: the work should be done in a kernel of yours",
+                    diagnosis="no-kernel",
+                )
+            return results
 
+        launch.answer = kernel  # type: ignore[attr-defined]
         return launch
 
     @cached_property
@@ -114,6 +123,8 @@ class KernelRule(TensorRule):
         except OutOfBounds as error:
             sentence = f"{error}: look at what makes this address (indices, strides) and at the mask"
             raise CheckFailed(sentence, diagnosis="out-of-bounds") from None
+        if self.call is not None:
+            return said
         given = dict(zip(self.params, self.inputs[0], strict=True))
         compiles(answer, {name: x.dtype if isinstance(x, torch.Tensor) else x for name, x in given.items()})
         return f"{said}, and it compiles"
@@ -126,13 +137,15 @@ class KernelRule(TensorRule):
         """Of a stray address alone: what Triton says of other exceptions is the cause."""
         return None if self.makes_no_sense(got) else self.index.explain(got) or self.index.explain_as_two(got)
 
-    def _not_finite(self, got: Sequence[Values], wrong: Sequence[int]) -> tuple[str, str] | None:
-        if found := super()._not_finite(got, wrong):
-            try:
-                explain_undefined(self.traffic, torch.tensor(math.nan), None)
-            except CheckFailed as failed:
+    def _not_finite(
+        self, got: Sequence[Values], wrong: Sequence[int], nan: Mapping[str, str] | None = None
+    ) -> tuple[str, str] | None:
+        try:
+            explain_undefined(self.traffic, torch.tensor(math.nan), None)
+        except CheckFailed as failed:
+            if super()._not_finite(got, wrong, {"": failed.sentence}):
                 return failed.diagnosis, failed.sentence
-        return found
+        return super()._not_finite(got, wrong)
 
     def _common(self, got: Sequence[Values], wrong: Sequence[int]) -> tuple[str, str] | None:
         for given, mine in zip(self.tried, got, strict=True):
@@ -148,7 +161,7 @@ def _made(fn: Callable[..., Any], returns: tuple[str, ...], **data: Any) -> Kern
     writes = tuple(data.pop("writes").split(", "))
     it = KernelRule(
         fn, returns, inputs=tuple(inputs.values()), names=tuple(inputs), writes=writes, on_device=True,
-        answer=fn.__name__, **data,
+        **({"answer": fn.__name__} | data),
     )  # fmt: skip
     object.__setattr__(it, "through", it.launched)
     return it

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from flashlab import runtime
-from flashlab.check import CheckFailed, pattern, running, tensor_changes
+from flashlab.check import CheckFailed, Report, pattern, running, tensor_changes
 from flashlab.check.changes import Text
 from flashlab.check.expect import allowed_error
 from flashlab.check.lookup import Index, Values, outcome_of
@@ -149,9 +149,8 @@ class TensorRule(Rule):
         __tracebackhide__ = True
         learners = self.through(answer)
         self.compare(learners)
-        if self.then is not None and watched() is None:
-            self.then(answer)
-        return f"{len(self.tried)} cases"
+        report = self.then(answer) if self.then is not None and watched() is None else None
+        return repr(report).removeprefix("✓ ") if isinstance(report, Report) else f"{len(self.tried)} cases"
 
     def compare(self, learners: Callable[..., Any]) -> None:
         """CheckFailed unless the function gives what the right one does, on every input."""
@@ -243,7 +242,9 @@ class TensorRule(Rule):
                 return f"{self.returns[part]} {seen} [{self.case(given)}]"
         raise AssertionError("unreachable")
 
-    def _not_finite(self, got: Sequence[Values], wrong: Sequence[int]) -> tuple[str, str] | None:
+    def _not_finite(
+        self, got: Sequence[Values], wrong: Sequence[int], nan: Mapping[str, str] | None = None
+    ) -> tuple[str, str] | None:
         """What is said of results that are wrong only where they are not finite."""
         words: list[str] = []
         for given, mine, right in zip(self.tried, got, self.index.right, strict=True):
@@ -255,7 +256,7 @@ class TensorRule(Rule):
                 if bool(x[off].isfinite().any()) and not isinstance(right[i], int):  # a count goes with the others
                     return None
             if lost:
-                words += [said for part, said in self.nan.items() if part in self.case(given)][:1]
+                words += [said for part, said in (nan or self.nan).items() if part in self.case(given)][:1]
             elif not self.index.same_outcome([mine], [right]):
                 return None
         return ("not-finite", words[0]) if words else None

@@ -9,7 +9,7 @@ raises AttributeError; float16 and float32 alone, no bfloat16.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,12 +19,42 @@ import torch
 from flashlab.triton_tools.repairs import truncate_to_tf32
 from flashlab.triton_tools.watch import OutOfBounds, Window
 
+_MOST = 2**20  # elements of a tile
+
 
 class Tile(np.ndarray):
     """An array with Triton's methods; a number is a tile without axes."""
 
     def to(self, dtype: Any, **_: Any) -> Any:
         return self.astype(dtype)
+
+    def __floordiv__(self, other: Any) -> Any:  # as C does: towards 0
+        return np.floor_divide(self - np.fmod(self, other), other)
+
+    def __mod__(self, other: Any) -> Any:
+        return np.fmod(self, other)
+
+
+def _as_triton_promotes(name: str) -> Callable[[Any, Any], Any]:
+    """An operator: of a float and a whole number the float's dtype, float32 for a quotient of whole numbers."""
+    plain = getattr(np.ndarray, name)
+
+    def operator(self: Any, other: Any) -> Any:
+        if isinstance(other, np.ndarray) and other.dtype.kind != self.dtype.kind:
+            if self.dtype.kind == "f":
+                other = other.astype(self.dtype)
+            elif other.dtype.kind == "f":
+                self = self.astype(other.dtype)
+        result = plain(self, other)
+        whole = "truediv" in name and self.dtype.kind in "iu"
+        return result.astype(np.float32) if whole else result
+
+    return operator
+
+
+for _name in ("add", "sub", "mul", "truediv"):
+    setattr(Tile, f"__{_name}__", _as_triton_promotes(f"__{_name}__"))
+    setattr(Tile, f"__r{_name}__", _as_triton_promotes(f"__r{_name}__"))
 
 
 def _tile(x: Any, dtype: Any = None) -> Any:
@@ -94,8 +124,8 @@ class Model:
         return _tile(self.programs if axis == 0 else 1, np.int32)
 
     def arange(self, begin: int, end: int) -> Any:
-        if (end - begin) & (end - begin - 1):
-            raise ValueError("the length of arange is a power of 2")
+        if (end - begin) & (end - begin - 1) or not 0 < end - begin <= _MOST:
+            raise ValueError("the length of arange is a power of 2, and not large")
         return np.arange(begin, end, dtype=np.int32).view(Tile)
 
     def zeros(self, shape: Any, dtype: Any) -> Any:
@@ -108,7 +138,7 @@ class Model:
         return _tile(np.where(condition, a, b))
 
     def cdiv(self, a: Any, b: Any) -> Any:
-        return -(-a // b)
+        return (a + b - 1) // b
 
     def cast(self, x: Any, dtype: Any) -> Any:
         return _tile(x).to(dtype)
@@ -183,14 +213,26 @@ class InputChangedError(Exception):
 
 
 def launch(
-    kernel: Callable[..., Any], tl: Model, programs: int, arguments: Mapping[str, Any], outputs: tuple[str, ...]
+    kernel: Callable[..., Any],
+    tl: Model,
+    programs: int,
+    arguments: Mapping[str, Any],
+    outputs: tuple[str, ...],
+    constants: Collection[str] = (),
 ) -> dict[str, torch.Tensor]:
-    """Run a function whose `tl` is this model, over a grid of so many programs; the tensors that it has written."""
+    """Run a function whose `tl` is this model, over a grid of so many programs; the tensors that it has written.
+
+    constants: the arguments that are `tl.constexpr`; other whole numbers have 32 bits.
+    """
     buffers = {
         name: Buffer(name, i, x, name in outputs)
         for i, (name, x) in enumerate(arguments.items()) if isinstance(x, torch.Tensor)
     }  # fmt: skip
-    given = [Pointer(buffers[name], _tile(0, np.int64)) if name in buffers else x for name, x in arguments.items()]
+    given: list[Any] = []
+    for name, x in arguments.items():
+        whole = isinstance(x, int) and name not in constants and abs(x) < 2**31
+        pointer = Pointer(buffers[name], _tile(0, np.int64)) if name in buffers else None
+        given.append(pointer if pointer is not None else _tile(x, np.int32) if whole else x)
     tl.programs = programs
     with np.errstate(all="ignore"):
         for tl.program in range(programs):
