@@ -693,6 +693,15 @@ def _of_attention(
     return q, k, v, o, lse, *strides, heads, heads // kv_heads, M, N, scale / math.log(2), causal, D, wide, 64, 64
 
 
+def _in_small_steps() -> tuple[Any, ...]:
+    """What each tile but the first adds to column 0 of acc is lost if acc has 16 bits."""
+    q, k, v, *rest = _of_attention(random.Random(0), 1, 1, 1, 1, 1600, 16, False, 1.0)
+    q[:] = 0
+    q[..., 0], k[..., 0], v[..., 0] = 1, -6, 2.85
+    k[..., :64, 0], v[..., :64, 0] = 0, 30
+    return q, k, v, *rest
+
+
 def _called(
     fn: Callable[..., Any], Q_ptr: Any, K_ptr: Any, V_ptr: Any, scale_log2: float, CAUSAL: bool, **_: Any
 ) -> Any:
@@ -756,10 +765,11 @@ _HEAD = "query head h reads key head h // group"
         + ", q stored by columns" * by_columns:
             _of_attention(random.Random(M + N), batch, heads, kv, M, N, D, causal, scale, by_columns)
         for batch, heads, kv, M, N, D, causal, by_columns, scale in (
-            (1, 2, 1, 20, 50, 16, False, False, 0.3), (1, 2, 1, 34, 9, 16, True, False, 0.3),
+            (1, 2, 1, 20, 50, 16, False, False, 0.3), (1, 6, 2, 5, 9, 16, False, False, 0.3),
+            (1, 2, 1, 34, 9, 16, True, False, 0.3),
             (2, 2, 1, 34, 66, 24, True, False, 0.2), (1, 1, 1, 100, 70, 16, True, False, 0.3),
-            (1, 2, 2, 10, 65, 16, False, True, 0.3), (2, 6, 2, 20, 70, 40, False, False, 0.1))
-    },
+            (1, 2, 2, 10, 65, 16, False, True, 0.3), (2, 4, 2, 20, 70, 24, False, False, 0.1))
+    } | {"one query, 1600 keys, of which the first 64 weigh most": _in_small_steps()},
     draw=lambda r: (lambda kv, group: _of_attention(
         r, r.randint(1, 2), kv * group, kv, r.randint(1, 100), r.randint(1, 100), r.choice((16, 24, 40)),
         r.random() < 0.5, r.choice((0.1, 0.3)), r.random() < 0.5))(r.randint(1, 2), r.randint(1, 2)),
@@ -767,6 +777,8 @@ _HEAD = "query head h reads key head h // group"
     notes={"head // group": _HEAD, "group": _HEAD, "N": _ALIGNED, "M": _ALIGNED,
            "offs_n[None, :] < N": "keys from N on do not exist"},
     rows=[
+        *(Row("wrong-kv-head", f"{x} is that of head % kv_heads: {_HEAD}",
+              [(f"stride_{x}b + head // group", f"stride_{x}b + head % (heads // group)")]) for x in "kv"),
         Row("causal-loop-top-left", f"the loop's end is right for M = N only: {_ALIGNED}",
             [("BLOCK_M + N - M)", "BLOCK_M)")]),
         Row("causal-top-left", f"the causal mask is aligned at the first key, and so is the loop's end: {_ALIGNED}",
