@@ -768,7 +768,7 @@ _HEAD = "query head h reads key head h // group"
             (1, 2, 1, 20, 50, 16, False, False, 0.3), (1, 6, 2, 5, 9, 16, False, False, 0.3),
             (1, 2, 1, 34, 9, 16, True, False, 0.3),
             (2, 2, 1, 34, 66, 24, True, False, 0.2), (1, 1, 1, 100, 70, 16, True, False, 0.3),
-            (1, 2, 2, 10, 65, 16, False, True, 0.3), (2, 4, 2, 20, 70, 24, False, False, 0.1))
+            (1, 2, 2, 10, 65, 16, False, True, 0.3), (2, 6, 2, 20, 70, 40, False, False, 0.1))
     } | {"one query, 1600 keys, of which the first 64 weigh most": _in_small_steps()},
     draw=lambda r: (lambda kv, group: _of_attention(
         r, r.randint(1, 2), kv * group, kv, r.randint(1, 100), r.randint(1, 100), r.choice((16, 24, 40)),
